@@ -1,0 +1,286 @@
+/* One call of attention: its geometry, its memory, its slices. */
+#include "attention.h"
+
+#include <float.h>
+#include <math.h>
+#include <stdlib.h>
+
+#include "parallel.h"
+
+enum {
+  /* A slice reads about this many bytes: large beside the cost of merging its result, small enough
+   * that a helper which is held up delays nobody for long. */
+  SLICE_BYTES = 256 << 10,
+  MAX_SLICES_OF_A_BLOCK = 32,
+  /* One step reads about this many bytes of keys and as many of values, which is also how far ahead
+   * of their use the next step's rows are asked for. */
+  STEP_BYTES = 4 << 10,
+  /* A call below this stays on one thread: waking another costs about as long as reading it. */
+  PARALLEL_BYTES = 512 << 10,
+  /* Query rows prepared at a time, which bounds the memory of a long prompt. */
+  MAX_ROWS = 256,
+};
+
+void kvedge_attention_defaults(kvedge_attention_options *options) {
+  *options = (kvedge_attention_options){.scale = NAN, .causal = 1};
+}
+
+kvedge_cache_view kvedge_layer_view(const kvedge_layer *layer, kvedge_segment *segment) {
+  const kvedge_layer_config *config = &layer->config;
+  const kvedge_slabs *slabs = &layer->slabs;
+  int64_t len = kvedge_layer_len(layer);
+  ptrdiff_t row = config->head_dim * (ptrdiff_t)kvedge_element_size(config);
+  ptrdiff_t scales = layer->num_groups * (ptrdiff_t)kvedge_scale_size(config);
+  *segment = (kvedge_segment){.keys = slabs->key_codes, .values = slabs->value_codes,
+                              .key_scales = slabs->key_scales, .value_scales = slabs->value_scales,
+                              .num_tokens = len};
+  return (kvedge_cache_view){
+      .format = config->format, .scale_type = config->scale_type,
+      .num_kv_heads = config->num_kv_heads, .head_dim = config->head_dim,
+      .group_size = config->group_size, .num_groups = layer->num_groups,
+      .token_stride = row * config->num_kv_heads, .head_stride = row,
+      .scale_token_stride = scales * config->num_kv_heads, .scale_head_stride = scales,
+      .key_bound = atomic_load_explicit(&layer->key_bound, memory_order_relaxed),
+      .value_bound = atomic_load_explicit(&layer->value_bound, memory_order_relaxed),
+      .key_offset = layer->has_key_offset ? layer->key_offset : NULL,
+      .len = len, .num_segments = 1, .segments = segment};
+}
+
+/* The power of two that brings a bound to 1..2 (1 for a bound of 0), within float's normal range. */
+static float normalizing_factor(float bound) {
+  if (bound <= 0.0f) return 1.0f;
+  int exponent = -ilogbf(bound);
+  return ldexpf(1.0f, exponent < -126 ? -126 : exponent > 127 ? 127 : exponent);
+}
+
+/* Shapes and counts of a call; no memory yet. Row 0 is the query of token first_position. */
+static void plan(kvedge_attention *a, const kvedge_cache_view *view, int64_t first_position,
+                 int64_t num_rows, int num_heads, const kvedge_attention_options *options) {
+  memset(a, 0, sizeof *a);
+  a->kernels = kvedge_active();
+  a->view = *view;
+  if (options) a->options = *options;
+  else kvedge_attention_defaults(&a->options);
+  if (isnan(a->options.scale)) a->options.scale = 1.0f / sqrtf((float)view->head_dim);
+  a->real_logits = a->options.softcap > 0.0f || a->options.alibi_slopes || a->options.bias;
+  a->key_factor = normalizing_factor(view->key_bound);
+  a->value_factor = normalizing_factor(view->value_bound);
+
+  a->num_rows = num_rows;
+  a->first_position = first_position;
+  a->num_heads = num_heads;
+  a->heads_per_kv_head = num_heads / view->num_kv_heads;
+  a->rows_per_block = KVEDGE_STACK / a->heads_per_kv_head;
+  if (a->rows_per_block < 1) a->rows_per_block = 1;
+  if (a->rows_per_block > num_rows) a->rows_per_block = (int)num_rows;
+  a->stack = a->rows_per_block * a->heads_per_kv_head;
+  a->num_row_blocks = (int)((num_rows + a->rows_per_block - 1) / a->rows_per_block);
+
+  int64_t tile = STEP_BYTES / view->head_stride / 16 * 16;
+  a->tile = tile < 16 ? 16 : tile > KVEDGE_TILE ? KVEDGE_TILE : (int)tile;
+
+  int64_t seen = view->len;
+  if (a->options.window && a->options.window + a->rows_per_block + a->options.sink_tokens < seen)
+    seen = a->options.window + a->rows_per_block + a->options.sink_tokens;
+  int64_t most = MAX_SLICES_OF_A_BLOCK / a->num_row_blocks, wanted = 2 * seen * view->token_stride / SLICE_BYTES;
+  if (most > seen / a->tile) most = seen / a->tile;
+  if (wanted > most) wanted = most;
+  a->chunks_per_block = wanted < 1 ? 1 : (int)wanted;
+
+  int group = view->format == KVEDGE_INT8 ? view->group_size : view->head_dim;
+  a->group_pad = (group + KVEDGE_QUERY_PAD - 1) / KVEDGE_QUERY_PAD * KVEDGE_QUERY_PAD;
+  a->acc_stride = (view->head_dim + 15) / 16 * 16;
+  size_t states = ((size_t)view->num_kv_heads * (size_t)a->stack + 15) / 16 * 16;
+  a->partial_floats = states * (2 + (size_t)a->acc_stride);
+}
+
+/* Takes `bytes` from a region that starts at base (NULL: only counts). */
+static void *take(char *base, size_t *used, size_t bytes) {
+  void *at = base ? base + *used : NULL;
+  *used += kvedge_align(bytes);
+  return at;
+}
+
+/* Lays the arrays of a call out from `base` on, and returns their bytes. */
+static size_t lay_out(kvedge_attention *a, char *base, int num_slots) {
+  size_t used = 0;
+  size_t queries = (size_t)a->num_row_blocks * (size_t)a->view.num_kv_heads * (size_t)a->stack;
+  size_t groups = queries * (size_t)a->view.num_groups, channels = groups * (size_t)a->group_pad;
+  take(base, &used, sizeof *a);
+  a->segments = take(base, &used, (size_t)a->view.num_segments * sizeof *a->segments);
+  a->codes = take(base, &used, channels * sizeof *a->codes);
+  a->hi = take(base, &used, channels);
+  a->lo = take(base, &used, channels);
+  a->code_scale = take(base, &used, groups * sizeof *a->code_scale);
+  a->sum_hi = take(base, &used, groups * sizeof *a->sum_hi);
+  a->sum_lo = take(base, &used, groups * sizeof *a->sum_lo);
+  size_t floats = a->view.format == KVEDGE_FLOAT32 ? queries * (size_t)a->group_pad : 0;
+  a->values = take(base, &used, floats * sizeof *a->values);
+  a->softmax_factor = take(base, &used, queries * sizeof *a->softmax_factor);
+  a->logit_factor = take(base, &used, queries * sizeof *a->logit_factor);
+  a->logit_bias = take(base, &used, queries * sizeof *a->logit_bias);
+  a->num_slots = num_slots;
+  a->partials = take(base, &used, ((size_t)num_slots + 1) * a->partial_floats * sizeof *a->partials);
+  return used;
+}
+
+/* Makes the planned call real in `memory`, which lay_out() measured: arrays, segments, queries. */
+static kvedge_attention *set_up(const kvedge_attention *planned, void *memory, int num_slots,
+                                const float *query, float *out, float *lse) {
+  kvedge_attention *a = memory;
+  *a = *planned;
+  lay_out(a, memory, num_slots);
+  memcpy(a->segments, planned->view.segments, (size_t)a->view.num_segments * sizeof *a->segments);
+  a->view.segments = a->segments; /* the caller's may be gone before a late helper is done */
+  a->out = out;
+  a->lse = lse;
+  kvedge_prepare_queries(a, query);
+  return a;
+}
+
+static kvedge_status check(const kvedge_cache_view *view, const float *query, int64_t num_rows,
+                           int num_heads, const kvedge_attention_options *o) {
+  if (num_rows < 1 || num_heads < 1 || num_heads % view->num_kv_heads) return KVEDGE_ERROR_ARGUMENT;
+  if (view->len < 1 || ((!o || o->causal) && num_rows > view->len)) return KVEDGE_ERROR_ARGUMENT;
+  if (o) {
+    if (isinf(o->scale) || !(o->softcap >= 0.0f) || isinf(o->softcap)) return KVEDGE_ERROR_ARGUMENT;
+    if (o->window < 0 || o->sink_tokens < 0 || (o->window && !o->causal)) return KVEDGE_ERROR_ARGUMENT;
+  }
+  if (query) {
+    size_t n = (size_t)num_rows * (size_t)num_heads * (size_t)view->head_dim;
+    if (kvedge_active()->abs_max_bits(query, n) >= KVEDGE_NOT_FINITE) return KVEDGE_ERROR_NONFINITE;
+  }
+  return KVEDGE_OK;
+}
+
+/* ---- Slices, for a runtime with threads of its own -------------------------------------------- */
+
+/* Plans a call on a whole layer; `segment` must live as long as the plan. */
+static kvedge_status plan_layer(kvedge_attention *a, const kvedge_layer *layer, const float *query,
+                                int64_t num_rows, int num_heads, const kvedge_attention_options *options,
+                                kvedge_segment *segment) {
+  if (!layer) return KVEDGE_ERROR_ARGUMENT;
+  kvedge_cache_view view = kvedge_layer_view(layer, segment);
+  kvedge_status status = check(&view, query, num_rows, num_heads, options);
+  if (status == KVEDGE_OK) plan(a, &view, view.len - num_rows, num_rows, num_heads, options);
+  return status;
+}
+
+int kvedge_attention_num_slices(const kvedge_layer *layer, int64_t num_rows, int num_heads,
+                                const kvedge_attention_options *options) {
+  kvedge_attention a;
+  kvedge_segment segment;
+  if (plan_layer(&a, layer, NULL, num_rows, num_heads, options, &segment) != KVEDGE_OK) return 0;
+  return a.num_row_blocks * a.chunks_per_block;
+}
+
+size_t kvedge_attention_bytes(const kvedge_layer *layer, int64_t num_rows, int num_heads,
+                              const kvedge_attention_options *options, int num_slots) {
+  kvedge_attention a;
+  kvedge_segment segment;
+  if (num_slots < 1 || plan_layer(&a, layer, NULL, num_rows, num_heads, options, &segment) != KVEDGE_OK)
+    return 0;
+  return lay_out(&a, NULL, num_slots);
+}
+
+kvedge_status kvedge_attention_init(void *memory, size_t bytes, const kvedge_layer *layer,
+                                    const float *query, int64_t num_rows, int num_heads,
+                                    const kvedge_attention_options *options, int num_slots, float *out,
+                                    float *lse, kvedge_attention **attention) {
+  if (!memory || (uintptr_t)memory % 64 || !query || !out || !attention || num_slots < 1)
+    return KVEDGE_ERROR_ARGUMENT;
+  kvedge_attention planned;
+  kvedge_segment segment;
+  kvedge_status status = plan_layer(&planned, layer, query, num_rows, num_heads, options, &segment);
+  if (status != KVEDGE_OK) return status;
+  if (lay_out(&planned, NULL, num_slots) > bytes) return KVEDGE_ERROR_MEMORY;
+  *attention = set_up(&planned, memory, num_slots, query, out, lse);
+  return KVEDGE_OK;
+}
+
+/* ---- The convenience calls ------------------------------------------------------------------ */
+
+static void run_task(void *attention, int task, int slot, const volatile int *stop) {
+  kvedge_attention_run(attention, task, slot, stop);
+}
+
+static void collect_task(void *attention, int task, int slot) {
+  kvedge_attention_collect(attention, task, slot);
+}
+
+/* Bytes of the cache that a planned call reads, about. */
+static int64_t bytes_read(const kvedge_attention *a) {
+  kvedge_visible seen = kvedge_visible_tokens(a, a->num_row_blocks - 1);
+  return (seen.sinks + seen.stop - seen.first) * 2 * a->view.token_stride * a->num_row_blocks;
+}
+
+static kvedge_status run_planned(kvedge_attention *planned, const float *query, int num_threads,
+                                 float *out, float *lse) {
+  int num_slices = planned->num_row_blocks * planned->chunks_per_block;
+  if (num_threads > 1 && num_slices > 1 && bytes_read(planned) >= PARALLEL_BYTES) {
+    int num_slots = num_slices + 1; /* one to spare, for doing a slice over */
+    kvedge_job *job = kvedge_job_take(lay_out(planned, NULL, num_slots));
+    if (!job) return KVEDGE_ERROR_MEMORY;
+    kvedge_attention *a = set_up(planned, kvedge_job_memory(job), num_slots, query, out, lse);
+    kvedge_job_run(job, (kvedge_work){.context = a, .num_tasks = num_slices, .run = run_task,
+                                      .collect = collect_task}, num_threads);
+    return KVEDGE_OK;
+  }
+  void *memory = aligned_alloc(64, lay_out(planned, NULL, 1));
+  if (!memory) return KVEDGE_ERROR_MEMORY;
+  kvedge_attention *a = set_up(planned, memory, 1, query, out, lse);
+  for (int i = 0; i < num_slices; i++) {
+    kvedge_attention_run(a, i, 0, NULL);
+    kvedge_attention_collect(a, i, 0);
+  }
+  free(memory);
+  return KVEDGE_OK;
+}
+
+static kvedge_status attend_view(const kvedge_cache_view *view, const float *query, int64_t num_rows,
+                                 int num_heads, const kvedge_attention_options *given, int num_threads,
+                                 float *out, float *lse) {
+  if (!query || !out || num_threads < 0) return KVEDGE_ERROR_ARGUMENT;
+  kvedge_status status = check(view, query, num_rows, num_heads, given);
+  if (num_threads == 0) num_threads = kvedge_get_num_threads();
+  kvedge_attention_options options;
+  if (given) options = *given;
+  else kvedge_attention_defaults(&options);
+  int64_t row_values = (int64_t)num_heads * view->head_dim;
+  for (int64_t row = 0; row < num_rows && status == KVEDGE_OK; row += MAX_ROWS) {
+    int64_t count = num_rows - row < MAX_ROWS ? num_rows - row : MAX_ROWS;
+    kvedge_attention planned;
+    plan(&planned, view, view->len - num_rows + row, count, num_heads, &options);
+    status = run_planned(&planned, query + row * row_values, num_threads, out + row * row_values,
+                         lse ? lse + row * num_heads : NULL);
+    if (options.mask) options.mask += count * options.mask_strides[1];
+    if (options.bias) options.bias += count * options.bias_strides[1];
+  }
+  return status;
+}
+
+kvedge_status kvedge_attend(const kvedge_layer *layer, const float *query, int64_t num_rows,
+                            int num_heads, const kvedge_attention_options *options, int num_threads,
+                            float *out, float *lse) {
+  if (!layer) return KVEDGE_ERROR_ARGUMENT;
+  kvedge_segment segment;
+  kvedge_cache_view view = kvedge_layer_view(layer, &segment);
+  return attend_view(&view, query, num_rows, num_heads, options, num_threads, out, lse);
+}
+
+kvedge_status kvedge_scores(const kvedge_layer *layer, const float *query, int num_heads, float scale,
+                            float *logits) {
+  if (!query || !logits) return KVEDGE_ERROR_ARGUMENT;
+  kvedge_attention_options options;
+  kvedge_attention_defaults(&options);
+  options.scale = scale;
+  kvedge_attention planned;
+  kvedge_segment segment;
+  kvedge_status status = plan_layer(&planned, layer, query, 1, num_heads, &options, &segment);
+  if (status != KVEDGE_OK) return status;
+  void *memory = aligned_alloc(64, lay_out(&planned, NULL, 1));
+  if (!memory) return KVEDGE_ERROR_MEMORY;
+  kvedge_all_logits(set_up(&planned, memory, 1, query, NULL, NULL), logits);
+  free(memory);
+  return KVEDGE_OK;
+}

@@ -1,0 +1,112 @@
+/* What one call of attention is made of; private to csrc/.
+ *
+ *   attention.c  geometry and memory of a call, slices, the convenience calls
+ *   query.c      query rows into the form that the kernels read
+ *   tile.c       one slice: tiles of tokens x KV heads, online softmax
+ *   merge.c      partial results into one, and that into the output
+ */
+#ifndef KVEDGE_ATTENTION_H
+#define KVEDGE_ATTENTION_H
+
+#include "dispatch.h"
+#include "layer.h"
+
+/* A run of consecutive tokens. */
+typedef struct {
+  const char *keys, *values;             /* codes of its first token */
+  const char *key_scales, *value_scales; /* scales of its first token */
+  int64_t num_tokens;
+} kvedge_segment;
+
+/* Any cache, as attention sees it: segments of equal strides (in bytes). */
+typedef struct {
+  kvedge_format format;
+  kvedge_scale_type scale_type;
+  int num_kv_heads, head_dim, group_size, num_groups;
+  ptrdiff_t token_stride, head_stride;             /* of codes */
+  ptrdiff_t scale_token_stride, scale_head_stride; /* of scales */
+  float key_bound, value_bound;                    /* as in kvedge_layer */
+  const float *key_offset;                         /* (num_kv_heads, head_dim) or NULL */
+  int64_t len;                                     /* tokens in all segments */
+  int num_segments;
+  const kvedge_segment *segments;
+} kvedge_cache_view;
+
+/* Query rows are worked on in blocks. The rows of a block and the query heads of a KV head are one
+ * stack of queries against that head's keys: stack index = row in block * heads_per_kv_head + head. */
+struct kvedge_attention {
+  const kvedge_kernels *kernels;
+  kvedge_cache_view view;
+  kvedge_segment *segments; /* what view.segments points to: a copy that lives with the call */
+  kvedge_attention_options options;
+
+  int64_t num_rows;
+  int64_t first_position;    /* of row 0, as a token */
+  int num_heads, heads_per_kv_head;
+  int rows_per_block, stack; /* stack = rows_per_block * heads_per_kv_head */
+  int num_row_blocks, chunks_per_block;
+  int tile;                  /* tokens, a multiple of 16 up to KVEDGE_TILE */
+
+  /* Scores are kept divided by a factor so that nothing overflows: logit = score * logit_factor +
+   * logit_bias. If an option needs true logits (real_logits), scores are turned into them at once. */
+  int real_logits;
+  float key_factor, value_factor; /* powers of two that bring the largest scale near 1 */
+
+  /* Prepared queries, each array in the order (row block, KV head, stack, ...). */
+  int group_pad;         /* channels of a group, rounded up to KVEDGE_QUERY_PAD */
+  int16_t *codes;        /* (.., num_groups, group_pad)  int8 only */
+  int8_t *hi, *lo;       /* (.., num_groups, group_pad)  int8 only */
+  float *code_scale;     /* (.., num_groups)             int8 only */
+  int32_t *sum_hi, *sum_lo; /* (.., num_groups)          int8 only */
+  float *values;         /* (.., group_pad)              float32 only */
+  float *softmax_factor; /* (..) score differences times this are powers of two */
+  double *logit_factor, *logit_bias; /* (..) */
+
+  /* Partial results, one per slot and one total: maximum and sum (num_kv_heads, stack), accumulator
+   * (num_kv_heads, stack, acc_stride). */
+  int num_slots;
+  ptrdiff_t acc_stride;  /* head_dim rounded up to 16 floats */
+  size_t partial_floats;
+  float *partials;       /* (num_slots + 1, partial_floats), the total last */
+
+  float *out, *lse;
+};
+
+typedef struct {
+  float *max, *sum; /* (num_kv_heads, stack) */
+  float *acc;       /* (num_kv_heads, stack, acc_stride) */
+} kvedge_partial;
+
+static inline kvedge_partial kvedge_partial_at(const kvedge_attention *a, int slot) {
+  float *base = a->partials + (size_t)slot * a->partial_floats;
+  size_t n = (size_t)a->view.num_kv_heads * (size_t)a->stack;
+  size_t padded = (n + 15) / 16 * 16;
+  return (kvedge_partial){.max = base, .sum = base + padded, .acc = base + 2 * padded};
+}
+
+static inline int64_t kvedge_rows_in_block(const kvedge_attention *a, int64_t block) {
+  int64_t left = a->num_rows - block * a->rows_per_block;
+  return left < a->rows_per_block ? left : a->rows_per_block;
+}
+
+/* Position of the first query of (row block, KV head) in the arrays of prepared queries. */
+static inline size_t kvedge_query_index(const kvedge_attention *a, int64_t block, int kv_head) {
+  return ((size_t)block * (size_t)a->view.num_kv_heads + (size_t)kv_head) * (size_t)a->stack;
+}
+
+/* The tokens that some row of a block sees: 0..sinks-1 and first..stop-1, sinks <= first. */
+typedef struct {
+  int64_t sinks, first, stop;
+} kvedge_visible;
+
+kvedge_visible kvedge_visible_tokens(const kvedge_attention *a, int64_t block);
+
+kvedge_cache_view kvedge_layer_view(const kvedge_layer *layer, kvedge_segment *segment);
+
+/* query.c: `query` is (num_rows, num_heads, head_dim). */
+void kvedge_prepare_queries(kvedge_attention *a, const float *query);
+
+/* tile.c: logits of a call of one query row over all tokens, (num_heads, len). */
+void kvedge_all_logits(const kvedge_attention *a, float *logits);
+
+#endif

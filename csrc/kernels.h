@@ -1,0 +1,113 @@
+/* The kernel table: everything whose machine code differs from CPU to CPU.
+ *
+ * A kernel has no state, allocates nothing, starts no thread and reads no byte outside the rows it
+ * is given. All paths store the same bytes and agree on results within the numerics contract
+ * (docs/numerics.md). One file per path (kernels_<isa>.c) fills one table; dispatch.c picks it.
+ */
+#ifndef KVEDGE_KERNELS_H
+#define KVEDGE_KERNELS_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+enum {
+  /* Tokens per tile at most. 64 tokens of weights at 15 bits times codes of 7 bits sum to 2^28, so a
+   * tile's integer accumulator cannot overflow. A multiple of 16, the widest vector of floats. */
+  KVEDGE_TILE = 64,
+  /* Query rows that one kernel call serves at most (a stack of query heads and prompt rows). */
+  KVEDGE_STACK = 32,
+  /* Prepared query groups are padded with zeros to this many channels: one 64-byte vector. */
+  KVEDGE_QUERY_PAD = 64,
+};
+
+/* Largest 16-bit query code: 256 * 127 + 127, so that high and low bytes are both signed bytes. */
+#define KVEDGE_QUERY_MAX 32639
+/* Largest probability code. */
+#define KVEDGE_WEIGHT_MAX 32767
+
+/* A stack of query rows against one group of channels of one KV head, quantized to 16 bits:
+ * q ~ scale * code, code = 256 * hi + lo. Channels dim..pad are zero. A dot product with keys may
+ * pass 2^31 from dim 518 on; those of any half of the channels, and those of hi or lo, do not. */
+typedef struct {
+  int num_queries;       /* 1..KVEDGE_STACK */
+  int dim;               /* channels of this group, 1..1024 */
+  ptrdiff_t stride;      /* elements from one query to the next, in codes, hi and lo alike */
+  const int16_t *codes;  /* (num_queries, stride) */
+  const int8_t *hi;      /* (num_queries, stride) */
+  const int8_t *lo;      /* (num_queries, stride) */
+  ptrdiff_t scale_stride;   /* elements from one query to the next, in the three arrays below */
+  const float *scale;    /* (num_queries) */
+  const int32_t *sum_hi; /* (num_queries) sum of hi over the group: undoes an offset on unsigned keys */
+  const int32_t *sum_lo; /* (num_queries) */
+} kvedge_query_i8;
+
+typedef struct {
+  int num_queries;
+  int dim;
+  ptrdiff_t stride;      /* elements from one query to the next */
+  const float *values;   /* (num_queries, stride) */
+} kvedge_query_f32;
+
+typedef struct kvedge_kernels {
+  const char *name; /* as in KVEDGE_ISA */
+
+  /* max over i of the bits of |x[i]|: as a float the largest magnitude; >= 0x7f800000 tells of a NaN
+   * or an infinity, since those order above every finite number as integers. n may be 0. */
+  uint32_t (*abs_max_bits)(const float *x, size_t n);
+
+  /* codes[i] = rint(x[i] * inverse), ties to even; the caller sees to |x[i] * inverse| <= 127.49. */
+  void (*quantize)(const float *x, size_t n, float inverse, int8_t *codes);
+
+  /* out[i] = codes[i] * scale */
+  void (*dequantize)(const int8_t *codes, size_t n, float scale, float *out);
+
+  /* Scores of a tile: for query i < num_queries and token t < num_tokens
+   *   scores[i * KVEDGE_TILE + t] (+)= q.scale[i] * k_scale[t] * sum_d q.codes[i][d] * k[t][d]
+   * adding when `accumulate` is not 0. k rows lie token_stride bytes apart; k_scale is contiguous.
+   * `prefetch`, if not NULL, is where a later tile's rows start, token_stride apart likewise: each of
+   * its num_tokens rows is asked for while this one is worked on. Never read from. */
+  void (*scores_i8)(const kvedge_query_i8 *q, const int8_t *k, ptrdiff_t token_stride, int num_tokens,
+                    const float *k_scale, const void *prefetch, float *scores, int accumulate);
+  void (*scores_f32)(const kvedge_query_f32 *q, const float *k, ptrdiff_t token_stride, int num_tokens,
+                     float k_scale, const void *prefetch, float *scores);
+
+  /* One step of the online softmax for num_queries rows of scores[KVEDGE_TILE]: with
+   * m' = max(m, max_t s[t]),   p[t] = 2^((s[t] - m') * factor),   alpha = 2^((m - m') * factor)
+   * scores become p, sum becomes sum * alpha + sum_t p[t], m becomes m'. A score of -INFINITY gives
+   * p = 0 whatever m is; scores num_tokens..KVEDGE_TILE-1 are written as p = 0.
+   * m starts at -FLT_MAX; factor > 0. Results below 2^-125 are 0: no denormal is made. */
+  void (*softmax)(float *scores, int num_queries, int num_tokens, const float *factor, float *max,
+                  float *sum, float *alpha);
+
+  /* Weights of the values of a tile as 15-bit codes: w[t] = p[t] * v_scale[t],
+   * weights[i][t] = rint(w[t] * KVEDGE_WEIGHT_MAX / max_t w[t]), w_scale[i] = max_t w[t] / KVEDGE_WEIGHT_MAX.
+   * p as softmax leaves it; v_scale has KVEDGE_TILE readable floats (zero from num_tokens on), each 0..2. */
+  void (*weights_i16)(const float *p, int num_queries, int num_tokens, const float *v_scale,
+                      int16_t *weights, float *w_scale);
+
+  /* acc[i * acc_stride + d] = acc[..] * alpha[i] + w_scale[i] * sum_t weights[i][t] * v[t][d]  for d < dim.
+   * weights rows are KVEDGE_TILE apart and zero from num_tokens on. */
+  void (*weighted_sum_i8)(const int8_t *v, ptrdiff_t token_stride, int num_tokens, int dim,
+                          int num_queries, const int16_t *weights, const float *w_scale,
+                          const float *alpha, const void *prefetch, float *acc, ptrdiff_t acc_stride);
+  void (*weighted_sum_f32)(const float *v, ptrdiff_t token_stride, int num_tokens, int dim,
+                           int num_queries, const float *p, float v_scale, const float *alpha,
+                           const void *prefetch, float *acc, ptrdiff_t acc_stride);
+
+  /* Reads n bytes (a multiple of 512, 64-byte aligned) with the widest loads: the yardstick of
+   * `kvedge info` and of the benchmarks. The result only keeps the loads alive. */
+  uint64_t (*read_bytes)(const void *p, size_t n);
+} kvedge_kernels;
+
+/* NULL where the compiler could not build the path or the CPU cannot run it. */
+extern const kvedge_kernels kvedge_kernels_scalar;
+#if defined(__x86_64__) || defined(_M_X64)
+extern const kvedge_kernels kvedge_kernels_avx2;
+extern const kvedge_kernels kvedge_kernels_avxvnni;
+extern const kvedge_kernels kvedge_kernels_avx512vnni;
+#elif defined(__aarch64__) || defined(__arm__)
+extern const kvedge_kernels kvedge_kernels_neon;
+extern const kvedge_kernels kvedge_kernels_neondot;
+#endif
+
+#endif

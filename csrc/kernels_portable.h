@@ -1,0 +1,154 @@
+/* Kernels that need no instruction of their own, written so that a compiler vectorizes them.
+ *
+ * Included once by each kernels_<isa>.c after its target pragma, so that the same C becomes that
+ * path's machine code. Sums and maxima run in LANES independent lanes: the order of additions is
+ * written down, and no -ffast-math is needed for it to be vector code.
+ */
+#include <float.h>
+#include <math.h>
+#include <string.h>
+
+#include "kernels.h"
+
+enum { LANES = 16 };
+
+static inline float bits_to_float(uint32_t bits) {
+  float x;
+  memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+static inline uint32_t float_to_bits(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, sizeof bits);
+  return bits;
+}
+
+/* 2^x for x <= 0, relative error below 2e-7; 0 below -125.
+ * x = n + f with n = rint(x), |f| <= 1/2; 2^f by its Taylor polynomial to degree 6 (remainder
+ * (ln2/2)^7 / 7! = 1.2e-7), 2^n by writing the exponent. Adding 1.5 * 2^23 rounds to an integer. */
+static inline float exp2_nonpositive(float x) {
+  const float round = 12582912.0f;
+  float clamped = x > -126.0f ? x : -126.0f; /* takes -inf too */
+  float n = (clamped + round) - round;
+  float f = clamped - n;
+  float y = 1.5403530393e-4f;
+  y = y * f + 1.3333558146e-3f;
+  y = y * f + 9.6181291076e-3f;
+  y = y * f + 5.5504108664e-2f;
+  y = y * f + 2.4022650696e-1f;
+  y = y * f + 6.9314718056e-1f;
+  y = y * f + 1.0f;
+  uint32_t power = (uint32_t)((int32_t)n + 127) << 23;
+  return x > -125.0f ? y * bits_to_float(power) : 0.0f;
+}
+
+static inline float lanes_max(const float lane[LANES]) {
+  float best = lane[0];
+  for (int j = 1; j < LANES; j++) best = lane[j] > best ? lane[j] : best;
+  return best;
+}
+
+static inline float lanes_sum(float lane[LANES]) {
+  for (int width = LANES / 2; width > 0; width /= 2)
+    for (int j = 0; j < width; j++) lane[j] += lane[j + width];
+  return lane[0];
+}
+
+static void softmax_portable(float *scores, int num_queries, int num_tokens, const float *factor,
+                             float *max, float *sum, float *alpha) {
+  for (int i = 0; i < num_queries; i++, scores += KVEDGE_TILE) {
+    int padded = (num_tokens + LANES - 1) / LANES * LANES;
+    for (int t = num_tokens; t < KVEDGE_TILE; t++) scores[t] = -INFINITY;
+    float lane[LANES];
+    memcpy(lane, scores, sizeof lane);
+    for (int t = LANES; t < padded; t += LANES)
+      for (int j = 0; j < LANES; j++) lane[j] = scores[t + j] > lane[j] ? scores[t + j] : lane[j];
+    float tile_max = lanes_max(lane);
+    float m = max[i] > tile_max ? max[i] : tile_max;
+    float f = factor[i];
+    alpha[i] = exp2_nonpositive((max[i] - m) * f);
+    max[i] = m;
+    for (int j = 0; j < LANES; j++) lane[j] = 0.0f;
+    for (int t = 0; t < padded; t += LANES)
+      for (int j = 0; j < LANES; j++) {
+        float p = exp2_nonpositive((scores[t + j] - m) * f);
+        scores[t + j] = p;
+        lane[j] += p;
+      }
+    for (int t = padded; t < KVEDGE_TILE; t++) scores[t] = 0.0f;
+    sum[i] = sum[i] * alpha[i] + lanes_sum(lane);
+  }
+}
+
+static void weights_i16_portable(const float *p, int num_queries, int num_tokens,
+                                 const float *v_scale, int16_t *weights, float *w_scale) {
+  int padded = (num_tokens + LANES - 1) / LANES * LANES;
+  for (int i = 0; i < num_queries; i++, p += KVEDGE_TILE, weights += KVEDGE_TILE) {
+    float lane[LANES] = {0};
+    float w[KVEDGE_TILE];
+    for (int t = 0; t < padded; t += LANES)
+      for (int j = 0; j < LANES; j++) {
+        w[t + j] = p[t + j] * v_scale[t + j];
+        lane[j] = w[t + j] > lane[j] ? w[t + j] : lane[j];
+      }
+    float largest = lanes_max(lane);
+    /* Below 2^-100 a weight is nothing beside its row's sum, which holds a 1 from some tile. */
+    float inverse = largest > 7.9e-31f ? KVEDGE_WEIGHT_MAX / largest : 0.0f;
+    w_scale[i] = inverse > 0.0f ? largest / KVEDGE_WEIGHT_MAX : 0.0f;
+    for (int t = 0; t < padded; t++) weights[t] = (int16_t)(int32_t)(w[t] * inverse + 0.5f);
+    for (int t = padded; t < KVEDGE_TILE; t++) weights[t] = 0;
+  }
+}
+
+static void scores_f32_portable(const kvedge_query_f32 *q, const float *k, ptrdiff_t token_stride,
+                                int num_tokens, float k_scale, const void *prefetch, float *scores) {
+  int whole = q->dim / LANES * LANES;
+  for (int t = 0; t < num_tokens; t++) {
+    const float *row = (const float *)((const char *)k + t * token_stride);
+    if (prefetch)
+      for (int d = 0; d < q->dim; d += 16)
+        __builtin_prefetch((const char *)prefetch + t * token_stride + 4 * (ptrdiff_t)d);
+    for (int i = 0; i < q->num_queries; i++) {
+      const float *query = q->values + i * q->stride;
+      float lane[LANES] = {0};
+      for (int d = 0; d < whole; d += LANES)
+        for (int j = 0; j < LANES; j++) lane[j] += query[d + j] * (row[d + j] * k_scale);
+      float dot = lanes_sum(lane);
+      for (int d = whole; d < q->dim; d++) dot += query[d] * (row[d] * k_scale);
+      scores[i * KVEDGE_TILE + t] = dot;
+    }
+  }
+}
+
+static void weighted_sum_f32_portable(const float *v, ptrdiff_t token_stride, int num_tokens, int dim,
+                                      int num_queries, const float *p, float v_scale,
+                                      const float *alpha, const void *prefetch, float *acc,
+                                      ptrdiff_t acc_stride) {
+  for (int i = 0; i < num_queries; i++)
+    if (alpha[i] != 1.0f)
+      for (int d = 0; d < dim; d++) acc[i * acc_stride + d] *= alpha[i];
+  for (int t = 0; t < num_tokens; t++) {
+    const float *restrict row = (const float *)((const char *)v + t * token_stride);
+    if (prefetch)
+      for (int d = 0; d < dim; d += 16)
+        __builtin_prefetch((const char *)prefetch + t * token_stride + 4 * (ptrdiff_t)d);
+    for (int i = 0; i < num_queries; i++) {
+      float weight = p[i * KVEDGE_TILE + t];
+      float *restrict sums = acc + i * acc_stride;
+      for (int d = 0; d < dim; d++) sums[d] += weight * (row[d] * v_scale);
+    }
+  }
+}
+
+static inline void dequantize_portable(const int8_t *codes, size_t n, float scale, float *out) {
+  for (size_t i = 0; i < n; i++) out[i] = (float)codes[i] * scale;
+}
+
+static inline uint64_t read_bytes_portable(const void *p, size_t n) {
+  const uint64_t *words = p; /* (n / 8) */
+  uint64_t lane[8] = {0};
+  for (size_t i = 0; i < n / 8; i += 8)
+    for (int j = 0; j < 8; j++) lane[j] |= words[i + j];
+  return lane[0] | lane[1] | lane[2] | lane[3] | lane[4] | lane[5] | lane[6] | lane[7];
+}

@@ -1,0 +1,58 @@
+/* The reference in C: what every other kernel file computes, one element at a time, on any CPU. */
+#include "kernels_portable.h"
+
+static uint32_t abs_max_bits_scalar(const float *x, size_t n) {
+  uint32_t largest = 0;
+  for (size_t i = 0; i < n; i++) {
+    uint32_t bits = float_to_bits(x[i]) & 0x7fffffffu;
+    if (bits > largest) largest = bits;
+  }
+  return largest;
+}
+
+static void quantize_scalar(const float *x, size_t n, float inverse, int8_t *codes) {
+  for (size_t i = 0; i < n; i++) codes[i] = (int8_t)rintf(x[i] * inverse);
+}
+
+static void scores_i8_scalar(const kvedge_query_i8 *q, const int8_t *k, ptrdiff_t token_stride,
+                             int num_tokens, const float *k_scale, const void *prefetch,
+                             float *scores, int accumulate) {
+  (void)prefetch;
+  for (int t = 0; t < num_tokens; t++, k += token_stride)
+    for (int i = 0; i < q->num_queries; i++) {
+      const int16_t *codes = q->codes + i * q->stride;
+      int64_t dot = 0; /* up to 127 * 32639 * 1024 > 2^31 */
+      for (int d = 0; d < q->dim; d++) dot += codes[d] * k[d];
+      float score = (float)dot * (q->scale[i * q->scale_stride] * k_scale[t]);
+      float *out = scores + i * KVEDGE_TILE + t;
+      *out = accumulate ? *out + score : score;
+    }
+}
+
+static void weighted_sum_i8_scalar(const int8_t *v, ptrdiff_t token_stride, int num_tokens, int dim,
+                                   int num_queries, const int16_t *weights, const float *w_scale,
+                                   const float *alpha, const void *prefetch, float *acc,
+                                   ptrdiff_t acc_stride) {
+  (void)prefetch;
+  for (int i = 0; i < num_queries; i++)
+    for (int d = 0; d < dim; d++) {
+      int32_t sum = 0;
+      for (int t = 0; t < num_tokens; t++) sum += weights[i * KVEDGE_TILE + t] * v[t * token_stride + d];
+      float *out = acc + i * acc_stride + d;
+      *out = *out * alpha[i] + w_scale[i] * (float)sum;
+    }
+}
+
+const kvedge_kernels kvedge_kernels_scalar = {
+    .name = "scalar",
+    .abs_max_bits = abs_max_bits_scalar,
+    .quantize = quantize_scalar,
+    .dequantize = dequantize_portable,
+    .scores_i8 = scores_i8_scalar,
+    .scores_f32 = scores_f32_portable,
+    .softmax = softmax_portable,
+    .weights_i16 = weights_i16_portable,
+    .weighted_sum_i8 = weighted_sum_i8_scalar,
+    .weighted_sum_f32 = weighted_sum_f32_portable,
+    .read_bytes = read_bytes_portable,
+};

@@ -1,0 +1,204 @@
+/* kvedge: a quantized key/value cache for decode attention on CPUs, and the attention on it.
+ *
+ * This header is the manual; read it from top to bottom.
+ *
+ *   kvedge_layer_config config = {.format = KVEDGE_INT8, .capacity = 4096,
+ *                                 .num_kv_heads = 8, .head_dim = 64};
+ *   kvedge_layer *layer;
+ *   if (kvedge_layer_create(&config, &layer) != KVEDGE_OK) ...
+ *   kvedge_layer_append(layer, keys, values, 1);         // float[num_kv_heads][head_dim] each
+ *   kvedge_attend(layer, query, 1, 32, NULL, 0, out, NULL); // float[32][head_dim] in and out
+ *   kvedge_layer_destroy(layer);
+ *
+ * All arrays are C-contiguous, in the order written in brackets. Every call that can fail returns a
+ * kvedge_status and, failing, has changed nothing. Nothing here prints, exits or keeps a pointer to
+ * an argument after it returned, except where it says so.
+ *
+ * Threads: many may attend to one layer at the same time; one may append at the same time, since it
+ * writes only rows that no reader looks at yet. Everything that takes rows away (truncate, destroy)
+ * needs the layer alone.
+ */
+#ifndef KVEDGE_H
+#define KVEDGE_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define KVEDGE_VERSION_MAJOR 0
+#define KVEDGE_VERSION_MINOR 1
+#define KVEDGE_VERSION_PATCH 0
+
+/* ---- Status ------------------------------------------------------------------------------- */
+
+typedef enum {
+  KVEDGE_OK = 0,
+  KVEDGE_ERROR_ARGUMENT,   /* a number out of its range, a NULL where an array is needed */
+  KVEDGE_ERROR_CAPACITY,   /* the tokens do not fit any more */
+  KVEDGE_ERROR_NONFINITE,  /* a NaN or an infinity in keys, values or query */
+  KVEDGE_ERROR_SCALE,      /* a row too large for a float16 scale */
+  KVEDGE_ERROR_MEMORY,     /* no memory, or too little of it was handed over */
+  KVEDGE_ERROR_ISA,        /* KVEDGE_ISA names a path that this CPU cannot run */
+} kvedge_status;
+
+/* One sentence about a status, never NULL. */
+const char *kvedge_strerror(kvedge_status status);
+
+/* ---- Kernel paths ------------------------------------------------------------------------- */
+
+/* Picks a path by name ("scalar", "avx2", "avxvnni", "avx512vnni", "neon", "neondot"), or with NULL
+ * what the environment variable KVEDGE_ISA names, or if unset the best this CPU runs. Called once by
+ * itself; call it to choose or to learn why not (*why_not, if asked for, names what is missing). */
+kvedge_status kvedge_select_isa(const char *name, const char **why_not);
+
+const char *kvedge_isa_name(void);              /* the path in use */
+const char *kvedge_isa_compiled(int index);     /* the paths in this library; NULL past the end */
+int kvedge_isa_available(const char *name, const char **why_not); /* can this CPU run it? */
+
+/* ---- A layer ------------------------------------------------------------------------------ */
+
+/* The keys and values of one attention layer for the tokens 0..len-1.
+ *
+ * Storage is token-major: codes[token][num_kv_heads][head_dim], scales[token][num_kv_heads][groups].
+ * KVEDGE_INT8 keeps a signed byte per value and one scale per group of a row (by default the row):
+ * value = code * scale. KVEDGE_FLOAT32 keeps the values. */
+typedef struct kvedge_layer kvedge_layer;
+
+typedef enum { KVEDGE_INT8 = 0, KVEDGE_FLOAT32 = 1 } kvedge_format;
+typedef enum { KVEDGE_SCALE_FLOAT32 = 0, KVEDGE_SCALE_FLOAT16 = 1 } kvedge_scale_type;
+
+typedef struct {
+  kvedge_format format;
+  kvedge_scale_type scale_type;
+  int64_t capacity;    /* tokens, 1..2^40 */
+  int num_kv_heads;    /* 1..65536 */
+  int head_dim;        /* channels, 1..1024 */
+  int group_size;      /* channels that share a scale; 0: the whole row */
+} kvedge_layer_config;
+
+/* The four arrays of a layer; each followed by nothing, aligned to 64 bytes for speed. */
+typedef struct {
+  void *key_codes, *value_codes;   /* [capacity][num_kv_heads][head_dim], int8_t or float */
+  void *key_scales, *value_scales; /* [capacity][num_kv_heads][groups], float or float16; NULL for float32 */
+} kvedge_slabs;
+
+/* Size, then init on memory of the caller's, aligned to 64 bytes: header and arrays in one block.
+ * The block need not be cleared, and is committed by the system only as tokens arrive. */
+size_t kvedge_layer_bytes(const kvedge_layer_config *config); /* 0: the config is not valid */
+kvedge_status kvedge_layer_init(void *memory, size_t bytes, const kvedge_layer_config *config,
+                                kvedge_layer **layer);
+
+/* The same on arrays that lie elsewhere; `header` needs kvedge_layer_header_bytes(config). The
+ * arrays are kept, not copied. */
+size_t kvedge_layer_header_bytes(const kvedge_layer_config *config);
+kvedge_status kvedge_layer_attach(void *header, size_t bytes, const kvedge_layer_config *config,
+                                  const kvedge_slabs *slabs, kvedge_layer **layer);
+
+/* The convenience: memory from the heap. Destroy only what create made. */
+kvedge_status kvedge_layer_create(const kvedge_layer_config *config, kvedge_layer **layer);
+void kvedge_layer_destroy(kvedge_layer *layer);
+
+/* Stores keys minus this vector, float[num_kv_heads][head_dim], which changes no attention result
+ * and helps INT8 where keys have large constant channels. Only while the layer is empty; NULL takes
+ * it away; KVEDGE_INT8 only. The vector is copied. */
+kvedge_status kvedge_layer_set_key_offset(kvedge_layer *layer, const float *key_offset);
+
+/* Appends num_tokens tokens, float[num_tokens][num_kv_heads][head_dim]; all of them or none. */
+kvedge_status kvedge_layer_append(kvedge_layer *layer, const float *keys, const float *values,
+                                  int64_t num_tokens);
+
+int64_t kvedge_layer_len(const kvedge_layer *layer);
+
+/* Sets the number of tokens. Fewer: the last ones are forgotten. More: the rows up to len must have
+ * been filled in by the caller (a loaded file, a copy), finite and with scales >= 0. */
+kvedge_status kvedge_layer_set_len(kvedge_layer *layer, int64_t len);
+
+/* Writes the keys (values) of tokens start..stop-1 to out, float[stop-start][num_kv_heads][head_dim]. */
+kvedge_status kvedge_layer_get_keys(const kvedge_layer *layer, int64_t start, int64_t stop, float *out);
+kvedge_status kvedge_layer_get_values(const kvedge_layer *layer, int64_t start, int64_t stop, float *out);
+
+void kvedge_layer_get_config(const kvedge_layer *layer, kvedge_layer_config *config);
+void kvedge_layer_get_slabs(const kvedge_layer *layer, kvedge_slabs *slabs);
+
+/* ---- Attention ---------------------------------------------------------------------------- */
+
+/* Start from kvedge_attention_defaults() and change what is needed. */
+typedef struct {
+  float scale;              /* of the logits; NaN: 1 / sqrt(head_dim) */
+  int causal;               /* 1: row i of n sees tokens 0..len-n+i; 0: all tokens */
+  int64_t window;           /* the row at position p sees tokens p-window+1..p; 0: no window */
+  int64_t sink_tokens;      /* the first tokens, seen besides the window */
+  const float *sink_logits; /* [num_heads]: exp(logit) joins the denominator; NULL: none */
+  float softcap;            /* c: logits become c * tanh(logit / c); 0: none */
+  const float *alibi_slopes;/* [num_heads]: slope * (token - p) is added; NULL: none */
+  const uint8_t *mask;      /* mask[head * strides[0] + row * strides[1] + token * strides[2]] != 0: seen */
+  int64_t mask_strides[3];  /* in elements; 0 repeats */
+  const float *bias;        /* added to the logits likewise; -INFINITY hides; NULL: none */
+  int64_t bias_strides[3];
+} kvedge_attention_options;
+
+void kvedge_attention_defaults(kvedge_attention_options *options);
+
+/* out[num_rows][num_heads][head_dim] = attention of query[num_rows][num_heads][head_dim], the rows
+ * being those of the last num_rows tokens; num_heads a multiple of num_kv_heads, whose query heads
+ * lie side by side. `lse`, if not NULL, float[num_rows][num_heads], gets the logarithm of the
+ * softmax denominator, with which results over parts of a context merge exactly.
+ * options NULL: defaults. num_threads 1: this thread only; 0: the pool's default; n: at most n. */
+kvedge_status kvedge_attend(const kvedge_layer *layer, const float *query, int64_t num_rows,
+                            int num_heads, const kvedge_attention_options *options, int num_threads,
+                            float *out, float *lse);
+
+/* logits[num_heads][len] of one query row: scale * query . key, before any option. */
+kvedge_status kvedge_scores(const kvedge_layer *layer, const float *query, int num_heads, float scale,
+                            float *logits);
+
+/* The same in slices, for a runtime that has threads of its own and memory of its own:
+ *
+ *   size_t bytes = kvedge_attention_bytes(layer, num_rows, num_heads, options, num_slots);
+ *   kvedge_attention_init(memory, bytes, layer, query, ..., num_slots, out, lse, &attention);
+ *   for every slice, anywhere, at the same time:  kvedge_attention_run(attention, slice, slot, NULL)
+ *   then, on one thread, slices in order:         kvedge_attention_collect(attention, slice, slot)
+ *
+ * run leaves a partial result in a slot; a slot is free again after collect. With as many slots as
+ * slices (slot = slice) all may run before any is collected; one slot is enough for one thread.
+ * Slices do not depend on the number of threads, so neither do the results, to the bit. */
+typedef struct kvedge_attention kvedge_attention;
+
+int kvedge_attention_num_slices(const kvedge_layer *layer, int64_t num_rows, int num_heads,
+                                const kvedge_attention_options *options);
+size_t kvedge_attention_bytes(const kvedge_layer *layer, int64_t num_rows, int num_heads,
+                              const kvedge_attention_options *options, int num_slots);
+kvedge_status kvedge_attention_init(void *memory, size_t bytes, const kvedge_layer *layer,
+                                    const float *query, int64_t num_rows, int num_heads,
+                                    const kvedge_attention_options *options, int num_slots, float *out,
+                                    float *lse, kvedge_attention **attention);
+/* `stop`, if not NULL, is looked at now and then: not 0 ends the run early, its slot worthless. */
+void kvedge_attention_run(const kvedge_attention *attention, int slice, int slot,
+                          const volatile int *stop);
+void kvedge_attention_collect(kvedge_attention *attention, int slice, int slot);
+
+/* ---- Threads ------------------------------------------------------------------------------ */
+
+/* How many threads kvedge_attend uses by default, 1 to 1024; at first 1. Threads are started when
+ * first needed and sleep between calls. */
+kvedge_status kvedge_set_num_threads(int num_threads);
+int kvedge_get_num_threads(void);
+
+/* Waits until no helper thread still reads a layer on behalf of a call that has already returned
+ * (one that was held up by another program; its work was done by others meanwhile). Needed before
+ * memory handed to kvedge_layer_init or _attach is freed; the calls here that take rows away do it. */
+void kvedge_quiesce(void);
+
+/* ---- Measuring ---------------------------------------------------------------------------- */
+
+/* Bytes per second that num_threads threads read from `bytes` of memory each of them touched first:
+ * the best of `repeats` passes. Use several times the last-level cache. 0: no memory. */
+double kvedge_read_bandwidth(int num_threads, size_t bytes, int repeats);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,67 @@
+/* Partial results over parts of a context into one, exactly, and that into the output. */
+#include <float.h>
+#include <math.h>
+
+#include "attention.h"
+
+/* total += part, both as (maximum, sum, accumulator) of n queries. */
+static void merge(const kvedge_attention *a, size_t query, size_t state, kvedge_partial *total,
+                  const kvedge_partial *part) {
+  float factor = a->softmax_factor[query];
+  float max = fmaxf(total->max[state], part->max[state]);
+  float keep = exp2f((total->max[state] - max) * factor), add = exp2f((part->max[state] - max) * factor);
+  total->max[state] = max;
+  total->sum[state] = total->sum[state] * keep + part->sum[state] * add;
+  float *to = total->acc + state * (size_t)a->acc_stride;
+  const float *from = part->acc + state * (size_t)a->acc_stride;
+  for (int d = 0; d < a->view.head_dim; d++) to[d] = to[d] * keep + from[d] * add;
+}
+
+static float finite(double x) {
+  return x > FLT_MAX ? FLT_MAX : x < -FLT_MAX ? -FLT_MAX : fabs(x) < FLT_MIN ? 0.0f : (float)x;
+}
+
+/* One query's output and the logarithm of its softmax denominator. */
+static void finish(const kvedge_attention *a, size_t query, size_t state, int head,
+                   const kvedge_partial *total, float *out, float *lse) {
+  int dim = a->view.head_dim;
+  double sum = total->sum[state], max = total->max[state], keep = 1.0;
+  double log_denominator = -INFINITY;
+  if (sum > 0.0) {
+    if (!a->real_logits) max = max * a->logit_factor[query] + a->logit_bias[query];
+    log_denominator = max + log(sum);
+  }
+  if (a->options.sink_logits) { /* one more logit, whose value is nothing */
+    double sink = a->options.sink_logits[head], larger = fmax(log_denominator, sink);
+    double with_sink = larger + log(exp(log_denominator - larger) + exp(sink - larger));
+    keep = exp(log_denominator - with_sink);
+    log_denominator = with_sink;
+  }
+  double factor = sum > 0.0 ? keep / (sum * a->value_factor) : 0.0;
+  const float *acc = total->acc + state * (size_t)a->acc_stride;
+  for (int d = 0; d < dim; d++) out[d] = finite(acc[d] * factor);
+  if (lse) *lse = log_denominator == -INFINITY ? -INFINITY : finite(log_denominator);
+}
+
+void kvedge_attention_collect(kvedge_attention *a, int slice, int slot) {
+  int64_t block = slice / a->chunks_per_block, chunk = slice % a->chunks_per_block;
+  int group = a->heads_per_kv_head, dim = a->view.head_dim;
+  int64_t rows = kvedge_rows_in_block(a, block);
+  kvedge_partial part = kvedge_partial_at(a, slot), total = kvedge_partial_at(a, a->num_slots);
+  if (chunk == 0 && a->chunks_per_block > 1) {
+    memcpy(total.max, part.max, a->partial_floats * sizeof(float));
+  }
+  for (int kv_head = 0; kv_head < a->view.num_kv_heads; kv_head++)
+    for (int64_t r = 0; r < rows; r++)
+      for (int g = 0; g < group; g++) {
+        size_t i = (size_t)(r * group + g);
+        size_t query = kvedge_query_index(a, block, kv_head) + i;
+        size_t state = (size_t)kv_head * (size_t)a->stack + i;
+        if (chunk > 0) merge(a, query, state, &total, &part);
+        if (chunk + 1 < a->chunks_per_block) continue;
+        int head = kv_head * group + g;
+        int64_t at = (block * a->rows_per_block + r) * a->num_heads + head;
+        finish(a, query, state, head, a->chunks_per_block > 1 ? &total : &part, a->out + at * dim,
+               a->lse ? a->lse + at : NULL);
+      }
+}

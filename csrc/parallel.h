@@ -1,0 +1,28 @@
+/* The one place with threads: a pool of helpers that sleep between calls. */
+#ifndef KVEDGE_PARALLEL_H
+#define KVEDGE_PARALLEL_H
+
+#include <stddef.h>
+
+#include "kvedge.h"
+
+/* Tasks that may run anywhere, in any order, and twice: run() leaves its result in a slot and
+ * nowhere else; collect() is called by the caller's thread, in the order of tasks. Slots are
+ * 0..num_tasks-1 and one to spare, num_tasks. */
+typedef struct {
+  void *context;
+  int num_tasks;
+  void (*run)(void *context, int task, int slot, const volatile int *stop);
+  void (*collect)(void *context, int task, int slot);
+} kvedge_work;
+
+/* A job owns the memory of its work's context, since a helper may come to its end later than the
+ * call that began it. NULL: no memory. */
+typedef struct kvedge_job kvedge_job;
+kvedge_job *kvedge_job_take(size_t bytes);
+void *kvedge_job_memory(kvedge_job *job); /* aligned to 64 bytes */
+
+/* Runs the work on up to num_threads threads, this one included, and gives the job back. */
+void kvedge_job_run(kvedge_job *job, kvedge_work work, int num_threads);
+
+#endif

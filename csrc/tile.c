@@ -1,0 +1,288 @@
+/* One slice of attention: a block of query rows over a chunk of tokens.
+ *
+ * The cache is read in memory order, tile by tile over all KV heads, so that its two streams (keys
+ * and values) are sequential; every step asks for the rows that the next step will read. Softmax is
+ * online (Milakov and Gimelshein 2018): a tile only needs the maximum and the sum so far.
+ */
+#include <float.h>
+#include <math.h>
+
+#include "attention.h"
+#include "half.h"
+
+/* A tile of one KV head's rows. */
+typedef struct {
+  const char *keys, *values, *key_scales, *value_scales;
+} tile_rows;
+
+/* A tile of all heads: tokens token..token+num_tokens-1, all within one segment. */
+typedef struct {
+  int64_t token;
+  int num_tokens; /* 0: there is none */
+  tile_rows rows; /* of KV head 0 */
+} tile_of_tokens;
+
+static tile_rows rows_of_head(const kvedge_cache_view *view, const tile_rows *first, int kv_head) {
+  ptrdiff_t code = kv_head * view->head_stride, scale = kv_head * view->scale_head_stride;
+  return (tile_rows){first->keys + code, first->values + code, first->key_scales + scale,
+                     first->value_scales + scale};
+}
+
+/* Where a chunk stands. Chunks count visible tokens, sinks first. */
+typedef struct {
+  kvedge_visible visible;
+  int64_t next, stop;         /* in visible tokens */
+  int segment;                /* that of the last tile, and its first token */
+  int64_t segment_start;
+} tile_cursor;
+
+static tile_of_tokens next_tile(const kvedge_attention *a, tile_cursor *cursor) {
+  const kvedge_cache_view *view = &a->view;
+  int64_t i = cursor->next;
+  if (i >= cursor->stop) return (tile_of_tokens){.num_tokens = 0};
+  int in_sinks = i < cursor->visible.sinks;
+  int64_t token = in_sinks ? i : i - cursor->visible.sinks + cursor->visible.first;
+  int64_t count = in_sinks ? cursor->visible.sinks - i : a->tile;
+  if (count > a->tile) count = a->tile;
+  if (count > cursor->stop - i) count = cursor->stop - i;
+  while (token >= cursor->segment_start + view->segments[cursor->segment].num_tokens)
+    cursor->segment_start += view->segments[cursor->segment++].num_tokens;
+  const kvedge_segment *segment = &view->segments[cursor->segment];
+  int64_t offset = token - cursor->segment_start;
+  if (count > segment->num_tokens - offset) count = segment->num_tokens - offset;
+  cursor->next += count;
+  ptrdiff_t code = offset * view->token_stride, scale = offset * view->scale_token_stride;
+  return (tile_of_tokens){.token = token, .num_tokens = (int)count,
+                          .rows = {segment->keys + code, segment->values + code,
+                                   segment->key_scales + scale, segment->value_scales + scale}};
+}
+
+/* Scales of one group of a tile's rows, times factor, side by side; 0 after the last token. */
+static void gather_scales(const kvedge_cache_view *view, const char *scales, int group, int num_tokens,
+                          float factor, float out[KVEDGE_TILE]) {
+  ptrdiff_t stride = view->scale_token_stride;
+  if (view->scale_type == KVEDGE_SCALE_FLOAT32) {
+    scales += group * (ptrdiff_t)sizeof(float);
+    for (int t = 0; t < num_tokens; t++) out[t] = *(const float *)(scales + t * stride) * factor;
+  } else {
+    scales += group * (ptrdiff_t)sizeof(uint16_t);
+    for (int t = 0; t < num_tokens; t++)
+      out[t] = kvedge_half_to_float(*(const uint16_t *)(scales + t * stride)) * factor;
+  }
+  for (int t = num_tokens; t < KVEDGE_TILE; t++) out[t] = 0.0f;
+}
+
+/* Scores of one tile as they come from the kernels, for `count` stacked queries. */
+static void tile_scores(const kvedge_attention *a, size_t query_index, int count, const char *keys,
+                        const char *key_scales, int num_tokens, const void *prefetch, float *scores) {
+  const kvedge_cache_view *view = &a->view;
+  if (view->format == KVEDGE_FLOAT32) {
+    kvedge_query_f32 q = {.num_queries = count, .dim = view->head_dim, .stride = a->group_pad,
+                          .values = a->values + query_index * (size_t)a->group_pad};
+    a->kernels->scores_f32(&q, (const float *)keys, view->token_stride, num_tokens, a->key_factor,
+                           prefetch, scores);
+    return;
+  }
+  float scale[KVEDGE_TILE];
+  for (int g = 0; g < view->num_groups; g++) {
+    int start = g * view->group_size;
+    size_t index = query_index * (size_t)view->num_groups + (size_t)g;
+    size_t channel = index * (size_t)a->group_pad;
+    kvedge_query_i8 q = {
+        .num_queries = count,
+        .dim = view->head_dim - start < view->group_size ? view->head_dim - start : view->group_size,
+        .stride = (ptrdiff_t)view->num_groups * a->group_pad,
+        .codes = a->codes + channel, .hi = a->hi + channel, .lo = a->lo + channel,
+        .scale_stride = view->num_groups,
+        .scale = a->code_scale + index, .sum_hi = a->sum_hi + index, .sum_lo = a->sum_lo + index};
+    gather_scales(view, key_scales, g, num_tokens, a->key_factor, scale);
+    a->kernels->scores_i8(&q, (const int8_t *)keys + start, view->token_stride, num_tokens, scale,
+                          prefetch ? (const char *)prefetch + start : NULL, scores, g > 0);
+  }
+}
+
+/* ---- Options that look at single logits ---------------------------------------------------- */
+
+static float clamp(float x) { return x > FLT_MAX ? FLT_MAX : x < -FLT_MAX ? -FLT_MAX : x; }
+
+static void to_logits(const kvedge_attention *a, size_t index, int num_tokens, float *row) {
+  double factor = a->logit_factor[index], bias = a->logit_bias[index];
+  float cap = a->options.softcap;
+  for (int t = 0; t < num_tokens; t++) {
+    double logit = row[t] * factor + bias;
+    if (cap > 0.0f) logit = cap * tanh(logit / cap);
+    row[t] = clamp((float)logit);
+  }
+}
+
+/* ALiBi and masks on one query row's logits of a tile that starts at `token`. */
+static void apply_options(const kvedge_attention *a, int64_t row, int head, int64_t token, int num_tokens,
+                          float *logits) {
+  const kvedge_attention_options *o = &a->options;
+  int64_t position = a->first_position + row;
+  if (o->alibi_slopes)
+    for (int t = 0; t < num_tokens; t++)
+      logits[t] = clamp(logits[t] + o->alibi_slopes[head] * (float)(token + t - position));
+  if (o->bias) {
+    const float *bias = o->bias + head * o->bias_strides[0] + row * o->bias_strides[1];
+    for (int t = 0; t < num_tokens; t++) {
+      float added = bias[(token + t) * o->bias_strides[2]];
+      logits[t] = added == -INFINITY ? -INFINITY : clamp(logits[t] + added);
+    }
+  }
+  if (o->mask) {
+    const uint8_t *mask = o->mask + head * o->mask_strides[0] + row * o->mask_strides[1];
+    for (int t = 0; t < num_tokens; t++)
+      if (!mask[(token + t) * o->mask_strides[2]]) logits[t] = -INFINITY;
+  }
+  for (int t = 0; t < num_tokens; t++) {
+    int64_t at = token + t;
+    int hidden = (o->causal && at > position) ||
+                 (o->window && at <= position - o->window && at >= o->sink_tokens);
+    if (hidden) logits[t] = -INFINITY;
+  }
+}
+
+/* Does any row of the block not see the whole tile? */
+static int needs_masking(const kvedge_attention *a, int64_t first_row, int64_t rows,
+                         const tile_of_tokens *tile) {
+  const kvedge_attention_options *o = &a->options;
+  if (o->mask || o->bias || o->alibi_slopes) return 1;
+  int64_t first = a->first_position + first_row, last = first + rows - 1;
+  int64_t end = tile->token + tile->num_tokens;
+  if (o->causal && end - 1 > first) return 1;
+  return o->window && tile->token <= last - o->window && end > o->sink_tokens;
+}
+
+/* ---- A step: one tile of one KV head -------------------------------------------------------- */
+
+typedef struct {
+  float scores[KVEDGE_STACK * KVEDGE_TILE];    /* (stack, tile): scores, then probabilities */
+  int16_t weights[KVEDGE_STACK * KVEDGE_TILE]; /* (stack, tile) */
+  float alpha[KVEDGE_STACK], w_scale[KVEDGE_STACK];
+  float v_scale[KVEDGE_TILE];
+} workspace;
+
+static void weighted_sum(const kvedge_attention *a, int count, const tile_rows *rows, int num_tokens,
+                         const char *prefetch, workspace *w, float *acc) {
+  const kvedge_cache_view *view = &a->view;
+  if (view->format == KVEDGE_FLOAT32) {
+    a->kernels->weighted_sum_f32((const float *)rows->values, view->token_stride, num_tokens,
+                                 view->head_dim, count, w->scores, a->value_factor, w->alpha, prefetch,
+                                 acc, a->acc_stride);
+    return;
+  }
+  for (int g = 0; g < view->num_groups; g++) {
+    int start = g * view->group_size;
+    int n = view->head_dim - start < view->group_size ? view->head_dim - start : view->group_size;
+    gather_scales(view, rows->value_scales, g, num_tokens, a->value_factor, w->v_scale);
+    a->kernels->weights_i16(w->scores, count, num_tokens, w->v_scale, w->weights, w->w_scale);
+    a->kernels->weighted_sum_i8((const int8_t *)rows->values + start, view->token_stride, num_tokens, n,
+                                count, w->weights, w->w_scale, w->alpha,
+                                prefetch ? prefetch + start : NULL, acc + start, a->acc_stride);
+  }
+}
+
+static void step(const kvedge_attention *a, int64_t block, int kv_head, const tile_of_tokens *tile,
+                 const tile_rows *ahead, kvedge_partial *partial, workspace *w) {
+  const kvedge_cache_view *view = &a->view;
+  int64_t first_row = block * a->rows_per_block, rows = kvedge_rows_in_block(a, block);
+  int stack = (int)rows * a->heads_per_kv_head;
+  int masking = needs_masking(a, first_row, rows, tile);
+  tile_rows here = rows_of_head(view, &tile->rows, kv_head);
+  for (int i = 0; i < stack; i += KVEDGE_STACK) {
+    int count = stack - i < KVEDGE_STACK ? stack - i : KVEDGE_STACK;
+    size_t index = kvedge_query_index(a, block, kv_head) + (size_t)i;
+    size_t state = (size_t)kv_head * (size_t)a->stack + (size_t)i;
+    tile_scores(a, index, count, here.keys, here.key_scales, tile->num_tokens,
+                i == 0 ? ahead->keys : NULL, w->scores);
+    for (int j = 0; j < count && (a->real_logits || masking); j++) {
+      float *row = w->scores + j * KVEDGE_TILE;
+      if (a->real_logits) to_logits(a, index + (size_t)j, tile->num_tokens, row);
+      if (masking)
+        apply_options(a, first_row + (i + j) / a->heads_per_kv_head,
+                      kv_head * a->heads_per_kv_head + (i + j) % a->heads_per_kv_head, tile->token,
+                      tile->num_tokens, row);
+    }
+    a->kernels->softmax(w->scores, count, tile->num_tokens, a->softmax_factor + index,
+                        partial->max + state, partial->sum + state, w->alpha);
+    weighted_sum(a, count, &here, tile->num_tokens, i == 0 ? ahead->values : NULL, w,
+                 partial->acc + state * (size_t)a->acc_stride);
+  }
+}
+
+static void prefetch_scales(const kvedge_cache_view *view, const tile_of_tokens *tile, int kv_head) {
+  ptrdiff_t bytes = tile->num_tokens * view->scale_token_stride / view->num_kv_heads;
+  const char *keys = tile->rows.key_scales + kv_head * bytes;
+  const char *values = tile->rows.value_scales + kv_head * bytes;
+  for (ptrdiff_t i = 0; i < bytes; i += 64) {
+    __builtin_prefetch(keys + i);
+    __builtin_prefetch(values + i);
+  }
+}
+
+kvedge_visible kvedge_visible_tokens(const kvedge_attention *a, int64_t block) {
+  const kvedge_attention_options *o = &a->options;
+  int64_t row = block * a->rows_per_block, position = a->first_position + row;
+  kvedge_visible visible = {.sinks = 0, .first = 0, .stop = a->view.len};
+  if (o->causal) visible.stop = position + kvedge_rows_in_block(a, block);
+  if (o->window) {
+    if (position - o->window + 1 > 0) visible.first = position - o->window + 1;
+    visible.sinks = o->sink_tokens < visible.first ? o->sink_tokens : visible.first;
+  }
+  return visible;
+}
+
+void kvedge_attention_run(const kvedge_attention *a, int slice, int slot, const volatile int *stop) {
+  const kvedge_cache_view *view = &a->view;
+  int64_t block = slice / a->chunks_per_block, chunk = slice % a->chunks_per_block;
+  kvedge_partial partial = kvedge_partial_at(a, slot);
+  size_t states = (size_t)view->num_kv_heads * (size_t)a->stack;
+  for (size_t i = 0; i < states; i++) {
+    partial.max[i] = -FLT_MAX;
+    partial.sum[i] = 0.0f;
+  }
+  memset(partial.acc, 0, states * (size_t)a->acc_stride * sizeof *partial.acc);
+
+  tile_cursor cursor = {.visible = kvedge_visible_tokens(a, block)};
+  int64_t total = cursor.visible.sinks + cursor.visible.stop - cursor.visible.first;
+  int64_t tiles = (total + a->tile - 1) / a->tile;
+  cursor.next = tiles * chunk / a->chunks_per_block * a->tile;
+  cursor.stop = tiles * (chunk + 1) / a->chunks_per_block * a->tile;
+  if (cursor.stop > total) cursor.stop = total;
+
+  workspace w;
+  tile_of_tokens tile = next_tile(a, &cursor);
+  while (tile.num_tokens > 0 && !(stop && *stop)) {
+    tile_of_tokens following = next_tile(a, &cursor);
+    for (int h = 0; h < view->num_kv_heads; h++) {
+      tile_rows ahead = {0};
+      if (h + 1 < view->num_kv_heads) ahead = rows_of_head(view, &tile.rows, h + 1);
+      else if (following.num_tokens > 0) ahead = following.rows;
+      if (following.num_tokens > 0 && view->num_groups > 0) prefetch_scales(view, &following, h);
+      step(a, block, h, &tile, &ahead, &partial, &w);
+    }
+    tile = following;
+  }
+}
+
+void kvedge_all_logits(const kvedge_attention *a, float *logits) {
+  const kvedge_cache_view *view = &a->view;
+  tile_cursor cursor = {.visible = {.stop = view->len}, .stop = view->len};
+  float scores[KVEDGE_STACK * KVEDGE_TILE]; /* (stack, tile) */
+  for (tile_of_tokens tile = next_tile(a, &cursor); tile.num_tokens > 0; tile = next_tile(a, &cursor))
+    for (int kv_head = 0; kv_head < view->num_kv_heads; kv_head++) {
+      tile_rows rows = rows_of_head(view, &tile.rows, kv_head);
+      for (int i = 0; i < a->stack; i += KVEDGE_STACK) {
+        int count = a->stack - i < KVEDGE_STACK ? a->stack - i : KVEDGE_STACK;
+        size_t index = kvedge_query_index(a, 0, kv_head) + (size_t)i;
+        tile_scores(a, index, count, rows.keys, rows.key_scales, tile.num_tokens, NULL, scores);
+        for (int j = 0; j < count; j++) {
+          float *row = scores + j * KVEDGE_TILE;
+          to_logits(a, index + (size_t)j, tile.num_tokens, row);
+          int64_t head = (int64_t)kv_head * a->heads_per_kv_head + i + j;
+          memcpy(logits + head * view->len + tile.token, row, (size_t)tile.num_tokens * sizeof *row);
+        }
+      }
+    }
+}

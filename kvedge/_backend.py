@@ -1,0 +1,106 @@
+"""Picks the backend once, at import: the compiled extension, or NumPy.
+
+``KVEDGE_BACKEND=native|numpy`` forces one. Unset, the extension is used if it is there and loads;
+if not, NumPy is, and the reason is kept for :func:`isa_info`.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+from kvedge import threads
+from kvedge.errors import BackendUnavailableError, UnsupportedIsaError
+
+__all__ = ["ISA_NAMES", "Float32KvLayer", "KVCache", "QuantizedKvLayer", "backend", "isa_info"]
+
+# What KVEDGE_ISA may say on any machine. The extension decides which of them it can run here.
+ISA_NAMES = ("scalar", "avx2", "avxvnni", "avx512vnni", "neon", "neondot")
+
+_isa_asked = os.environ.get("KVEDGE_ISA") or None
+
+
+def _load() -> tuple[str, ModuleType, str | None]:
+    """Return the backend's name, its module, and why it is not the compiled one (else None)."""
+    asked = os.environ.get("KVEDGE_BACKEND") or None
+    if asked not in (None, "native", "numpy"):
+        raise BackendUnavailableError(
+            f"the environment variable KVEDGE_BACKEND must be 'native' or 'numpy', not {asked!r}"
+        )
+    if asked == "numpy":
+        return "numpy", _numpy_backend(), "KVEDGE_BACKEND=numpy asked for it"
+    try:
+        return "native", import_module("kvedge._native"), None
+    except ImportError as error:
+        reason = f"the compiled extension did not load: {error}"
+        if asked == "native":
+            raise BackendUnavailableError(
+                f"KVEDGE_BACKEND=native, but {reason}. Install kvedge with a C compiler at hand "
+                "(KVEDGE_REQUIRE_EXT=1 shows why a build fails), or unset KVEDGE_BACKEND to run "
+                "on NumPy."
+            ) from error
+        return "numpy", _numpy_backend(), reason
+
+
+def _numpy_backend() -> ModuleType:
+    return import_module("kvedge._numpy.layer")
+
+
+def _check_isa_name() -> None:
+    if _isa_asked is not None and _isa_asked not in ISA_NAMES:
+        raise UnsupportedIsaError(
+            f"the environment variable KVEDGE_ISA must be one of {', '.join(ISA_NAMES)}, "
+            f"not {_isa_asked!r}"
+        )
+
+
+_check_isa_name()
+backend, _module, _reason = _load()
+if backend == "native":
+    _module.select_isa(_isa_asked)
+    threads.on_change(_module.set_num_threads)
+else:
+    threads.get_num_threads()  # a bad KVEDGE_NUM_THREADS is told at import, as with the other one
+    if _isa_asked is not None:
+        _reason = f"{_reason}; KVEDGE_ISA={_isa_asked} has no effect on the NumPy backend"
+
+KVCache = _module.KVCache
+QuantizedKvLayer = _module.QuantizedKvLayer
+Float32KvLayer = _module.Float32KvLayer
+
+
+def isa_info() -> dict[str, Any]:
+    """Tell which code runs on this machine, and why.
+
+    Returns
+    -------
+    dict
+        ``backend``: ``"native"`` or ``"numpy"``. ``isa``: the kernels in use, such as
+        ``"avx512vnni"``; ``"numpy"`` for that backend. ``available``: all that this CPU can run.
+        ``compiled``: all in this build. ``forced``: whether KVEDGE_ISA chose. ``num_threads``: the
+        most threads one call uses by default. ``huge_pages``: the system's policy for transparent
+        huge pages (``"always"``, ``"madvise"``, ``"never"``; None where there is none).
+        ``reason``: why the backend is NumPy, else None.
+    """
+    native = backend == "native"
+    return {
+        "backend": backend,
+        "isa": _module.isa_name() if native else "numpy",
+        "available": list(_module.isa_available()) if native else ["numpy"],
+        "compiled": list(_module.isa_compiled()) if native else ["numpy"],
+        "forced": native and _isa_asked is not None,
+        "num_threads": threads.get_num_threads(),
+        "huge_pages": _huge_page_policy(),
+        "reason": _reason,
+    }
+
+
+def _huge_page_policy() -> str | None:
+    try:
+        with open("/sys/kernel/mm/transparent_hugepage/enabled") as file:
+            policies = file.read()  # the one in force in brackets: "always [madvise] never"
+    except OSError:
+        return None
+    return policies.partition("[")[2].partition("]")[0] or None

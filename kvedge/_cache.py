@@ -1,0 +1,719 @@
+"""The key/value cache of a whole model: one layer object per layer, and what they have in common.
+
+Everything here is about positions; storage and attention are the layers'. One implementation
+serves both backends: each derives its KVCache from :class:`CacheMethods` and names its layer types.
+
+Position, pending, high water. ``len(cache)`` counts the tokens that all layers hold, as told by
+``advance``. A layer that has been given the next token already holds more (its pending tokens),
+and attends to them. After going back, the bytes above are still there, up to the layer's high-water
+mark, and a later snapshot can be restored until something overwrites them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import numpy as np
+
+from kvedge import _checks, _memory
+from kvedge._cache_facts import CacheFacts
+from kvedge.errors import (
+    CapacityExceededError,
+    InvalidArgumentError,
+    LayersOutOfStepError,
+    ShapeMismatchError,
+    StaleSnapshotError,
+)
+from kvedge.snapshot import (
+    CacheContents,
+    CacheFormat,
+    KvCacheSnapshot,
+    LayerContents,
+    OverwriteLog,
+)
+
+__all__ = ["CacheMethods"]
+
+_FIRST_CAPACITY = 256  # tokens a growing cache is made for; it doubles from there
+MAX_LAYERS = 1 << 16
+
+
+class CacheMethods(CacheFacts):
+    """Base of both backends' ``KVCache``."""
+
+    _layer_types: ClassVar[dict[str, type]]  # "int8" and "float32"
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        dtype: str = "int8",
+        max_seq_len: int | None = None,
+        group_size: int | None = None,
+        scale_dtype: str = "float32",
+        key_offset: Any = None,
+    ) -> None:
+        """Make an empty cache.
+
+        Parameters
+        ----------
+        num_layers : int
+            Layers of the model, 1 to 65536.
+        num_kv_heads : int
+            Key/value heads of each layer, 1 to 65536.
+        head_dim : int
+            Channels of a head, 1 to 1024.
+        dtype : {"int8", "float32"}
+            How keys and values are stored.
+        max_seq_len : int, optional
+            Tokens to reserve for; memory is committed only as it is filled. None: the cache grows,
+            doubling a layer's reservation when it is full.
+        group_size : int, optional
+            int8 only: channels that share a scale. None: the whole row of a head.
+        scale_dtype : {"float32", "float16"}
+            int8 only: type of the scales.
+        key_offset : None, "auto" or array of float32 (num_layers, num_kv_heads, head_dim)
+            int8 only: a vector subtracted from every key before it is stored, which changes no
+            attention and helps keys with large constant channels. "auto" takes the mean over the
+            first tokens that a layer is given.
+
+        Raises
+        ------
+        InvalidArgumentError
+            A size out of range, or an option that float32 storage does not have.
+        DtypeMismatchError, ShapeMismatchError, LayoutError, NonFiniteInputError
+            A bad ``key_offset`` array.
+        OutOfMemoryError
+            The system refused to reserve the memory.
+        """
+        self._setup(
+            num_layers,
+            num_kv_heads,
+            head_dim,
+            dtype=dtype,
+            max_seq_len=max_seq_len,
+            group_size=group_size,
+            scale_dtype=scale_dtype,
+            key_offset=key_offset,
+        )
+
+    @classmethod
+    def with_capacity(
+        cls, num_layers: int, num_kv_heads: int, head_dim: int, max_seq_len: int, **options: Any
+    ) -> CacheMethods:
+        """Make an empty cache with room for ``max_seq_len`` tokens; options as for the class."""
+        max_seq_len = _checks.as_int(max_seq_len, "max_seq_len")
+        return cls(num_layers, num_kv_heads, head_dim, max_seq_len=max_seq_len, **options)
+
+    def _setup(
+        self,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        dtype: str,
+        max_seq_len: int | None,
+        group_size: int | None,
+        scale_dtype: str,
+        key_offset: Any,
+        first_capacity: int = _FIRST_CAPACITY,
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        num_layers = _checks.as_int(num_layers, "num_layers")
+        if not 1 <= num_layers <= MAX_LAYERS:
+            raise InvalidArgumentError(
+                f"num_layers must be from 1 to {MAX_LAYERS}, not {num_layers}"
+            )
+        if max_seq_len is not None:
+            max_seq_len = _checks.as_int(max_seq_len, "max_seq_len")
+            if not 1 <= max_seq_len <= _checks.MAX_CAPACITY:
+                raise InvalidArgumentError(
+                    f"max_seq_len must be from 1 to {_checks.MAX_CAPACITY}, not {max_seq_len}"
+                )
+        config = _checks.layer_config(
+            dtype,
+            first_capacity if max_seq_len is None else max_seq_len,
+            num_kv_heads,
+            head_dim,
+            group_size=group_size,
+            scale_dtype=scale_dtype,
+        )
+        quantized = config.dtype == "int8"
+        offsets: Any = [key_offset] * num_layers
+        if quantized and key_offset is not None and not isinstance(key_offset, str):
+            shape = (num_layers, config.num_kv_heads, config.head_dim)
+            offsets = _checks.as_float32(key_offset, "key_offset", shape=shape)
+        layers = []
+        for offset in offsets:
+            layer = self._layer_types[config.dtype](
+                config.capacity,
+                config.num_kv_heads,
+                config.head_dim,
+                group_size=config.group_size if quantized else None,
+                scale_dtype=config.scale_dtype,
+                key_offset=offset,
+            )
+            layer._frozen = True  # changed through the cache alone, which keeps the positions
+            layers.append(layer)
+
+        self._layers: tuple[Any, ...] = tuple(layers)
+        self._num_layers = num_layers
+        self._config = config
+        self._max_seq_len = max_seq_len
+        self._auto_offset = isinstance(key_offset, str)
+        self._length = 0
+        # Tokens of each layer whose bytes are still there, though the length may be below.
+        self._high_water = [0] * num_layers
+        self._overwrites = OverwriteLog()
+        self._metadata: dict[str, str] = dict(metadata or {})
+
+    # ---- tokens in -------------------------------------------------------------------------------
+
+    def append(self, layer: int, keys: Any, values: Any) -> None:
+        """Give one layer its next token or tokens; ``attend(layer, ...)`` sees them at once.
+
+        Parameters
+        ----------
+        layer : int
+        keys, values : array of float32 (or float16, bfloat16)
+            One token, (num_kv_heads, head_dim) or flat, or several, (n, num_kv_heads, head_dim).
+            They follow what this layer already holds.
+
+        Raises
+        ------
+        LayerOutOfRangeError
+        DtypeMismatchError, ShapeMismatchError, LayoutError, NonFiniteInputError, ScaleRangeError
+        CapacityExceededError
+            More tokens than ``max_seq_len``.
+        OutOfMemoryError
+            A growing cache could not grow.
+        """
+        if layer.__class__ is not int or not 0 <= layer < self._num_layers:
+            layer = _checks.check_layer(layer, self._num_layers)
+        target = self._layers[layer]
+        start = len(target)
+        try:
+            target._append(keys, values)
+        except CapacityExceededError:
+            n = _checks.as_rows(keys, "keys", self._config, many=None).shape[0]
+            self._make_room(layer, start + n)
+            target._append(keys, values)
+        stop = len(target)
+        if start < self._high_water[layer]:
+            if start == stop:
+                return
+            self._overwrites.add(start)
+        self._high_water[layer] = stop
+
+    def advance(self, n: int = 1) -> None:
+        """Move the position past ``n`` tokens that every layer has been given.
+
+        Raises
+        ------
+        LayersOutOfStepError
+            Some layer has not; the message names them.
+        InvalidArgumentError
+            If ``n`` is negative or no integer.
+        """
+        if n.__class__ is not int or n < 0:
+            n = _checks.as_int(n, "n")
+            if n < 0:
+                raise InvalidArgumentError(f"n must be at least 0, not {n}: truncate() goes back")
+        length = self._length + n
+        for layer in self._layers:
+            if len(layer) < length:
+                raise LayersOutOfStepError(self._who_lacks(length))
+        self._length = length
+
+    def push_step(self, keys: Any, values: Any) -> None:
+        """Append one token to every layer, then advance: all of it or nothing.
+
+        Parameters
+        ----------
+        keys, values : array of float32 (or float16, bfloat16), (num_layers, num_kv_heads, head_dim)
+
+        Raises
+        ------
+        LayersOutOfStepError
+            If some layer holds tokens that have not been advanced over.
+        DtypeMismatchError, ShapeMismatchError, LayoutError, NonFiniteInputError, ScaleRangeError
+        CapacityExceededError, OutOfMemoryError
+            As for :meth:`append`.
+        """
+        shape = (self._num_layers, self._config.num_kv_heads, self._config.head_dim)
+        keys = _checks.as_float32(keys, "keys", shape=shape)
+        values = _checks.as_float32(values, "values", shape=shape)
+        _checks.check_finite(keys, "keys")
+        _checks.check_finite(values, "values")
+        self._refuse_pending("push_step()")
+        start = self._length
+        for index in range(self._num_layers):
+            self._make_room(index, start + 1)
+
+        # What may still fail is a scale or an offset key out of range, which a layer finds. The
+        # bytes above the length may belong to a snapshot, so they are put back as well.
+        saved = [self._token_bytes(index, start) for index in self._layers_above(start)]
+        offsets = [layer._key_offset for layer in self._layers] if self._auto_offset else []
+        try:
+            for index, layer in enumerate(self._layers):
+                layer._append(keys[index], values[index])
+        except BaseException:
+            for layer in self._layers:
+                layer._set_len(start)
+            for layer, offset in zip(self._layers, offsets, strict=False):
+                layer._set_key_offset(offset)
+            for slabs, rows in saved:
+                for slab, row in zip(slabs, rows, strict=True):
+                    slab[start] = row
+            raise
+        if saved:
+            self._overwrites.add(start)
+        self._high_water = [start + 1] * self._num_layers
+        self._length = start + 1
+
+    # ---- reading ---------------------------------------------------------------------------------
+
+    def layer(self, index: int) -> Any:
+        """Return the layer object, which shares the cache's storage and follows its length.
+
+        Its getters, codes, scales and ``attend`` may be used; its mutators raise
+        ReadOnlyLayerError, since the cache has to keep the layers in step.
+
+        Raises
+        ------
+        LayerOutOfRangeError
+        """
+        return self._layers[_checks.check_layer(index, self._num_layers)]
+
+    def attend(self, layer: int, query: Any, **options: Any) -> Any:
+        """Attend to what one layer holds, pending tokens included.
+
+        Parameters
+        ----------
+        layer : int
+        query : array of float32 (or float16, bfloat16)
+            (num_heads, head_dim) for one token, (n, num_heads, head_dim) for the last n stored.
+        **options
+            ``scale``, ``causal``, ``window``, ``sinks``, ``softcap``, ``mask``, ``alibi_slopes``,
+            ``return_lse``, ``out``, ``num_threads``: as in :meth:`kvedge.QuantizedKvLayer.attend`.
+
+        Returns
+        -------
+        ndarray of float32
+            Shaped as the query; with ``return_lse`` a pair with the log-sum-exp.
+
+        Raises
+        ------
+        LayerOutOfRangeError
+            And whatever the layer's ``attend`` raises.
+        """
+        if layer.__class__ is not int or not 0 <= layer < self._num_layers:
+            layer = _checks.check_layer(layer, self._num_layers)
+        return self._layers[layer].attend(query, **options)
+
+    def scores(self, layer: int, query: Any, **options: Any) -> np.ndarray:
+        """Return the scaled logits of one layer, (num_heads, tokens held); see the layer's."""
+        return self.layer(layer).scores(query, **options)
+
+    def k(self, layer: int, *, out: np.ndarray | None = None) -> np.ndarray:
+        """Return the keys of one layer, pending tokens included.
+
+        Parameters
+        ----------
+        layer : int
+        out : ndarray of float32 (tokens, num_kv_heads, head_dim), optional
+            Filled and returned.
+
+        Returns
+        -------
+        ndarray of float32, (tokens, num_kv_heads, head_dim)
+            For float32 storage without ``out``, a read-only view of the stored keys; else a copy.
+            A view keeps showing the tokens it was made for, and what later overwrites them.
+        """
+        held = self.layer(layer)
+        if out is None and self._config.dtype == "float32":
+            return held.key_codes
+        return held.keys(out=out)
+
+    def v(self, layer: int, *, out: np.ndarray | None = None) -> np.ndarray:
+        """Return the values of one layer; see :meth:`k`."""
+        held = self.layer(layer)
+        if out is None and self._config.dtype == "float32":
+            return held.value_codes
+        return held.values(out=out)
+
+    # ---- going back and forth --------------------------------------------------------------------
+
+    def snapshot(self) -> KvCacheSnapshot:
+        """Mark this moment; nothing is copied. See :class:`kvedge.KvCacheSnapshot`."""
+        return KvCacheSnapshot._mark(self, self._overwrites.epoch, self._length)
+
+    def restore(self, snapshot: KvCacheSnapshot) -> None:
+        """Return to a snapshot: back, or forward again. Pending tokens are dropped.
+
+        Parameters
+        ----------
+        snapshot : KvCacheSnapshot
+            A mark made by this cache, or a detached snapshot of any cache of the same format, whose
+            bytes and key offsets then replace all that is here.
+
+        Raises
+        ------
+        StaleSnapshotError
+            Tokens below a mark have been overwritten since.
+        InvalidArgumentError
+            Not a snapshot, or a mark of another cache.
+        ShapeMismatchError
+            A detached snapshot of another format.
+        CapacityExceededError, OutOfMemoryError
+            A detached snapshot that does not fit.
+        """
+        if isinstance(snapshot, KvCacheSnapshot) and snapshot._contents is not None:
+            self._replace(snapshot._contents)
+        else:
+            self._set_length(self._checked_mark(snapshot))
+
+    def restore_from_snapshot(self, snapshot: KvCacheSnapshot) -> None:
+        """Return to a snapshot; another name of :meth:`restore`."""
+        self.restore(snapshot)
+
+    def truncate(self, n: int) -> None:
+        """Keep the first ``n`` tokens; pending tokens are dropped.
+
+        Raises
+        ------
+        PositionOutOfRangeError
+            Unless 0 <= n <= len(cache).
+        """
+        self._set_length(_checks.check_length(n, self._length))
+
+    def clear(self) -> None:
+        """Forget all tokens. An automatic key offset is taken anew from the next ones."""
+        self._length = 0
+        for layer in self._layers:
+            layer._auto_key_offset = self._auto_offset
+            layer._clear()
+        if self._auto_offset:  # the bytes still there mean nothing without the offset they had
+            self._overwrites.add(0)
+            self._high_water = [0] * self._num_layers
+
+    def keep(self, indices: Any) -> None:
+        """Keep only some tokens, moved together in their order.
+
+        Stored keys are not rotated to the new positions; see :meth:`shift`.
+
+        Parameters
+        ----------
+        indices : sequence of int, or mask of bool (len(cache),)
+            Positions, strictly increasing.
+
+        Raises
+        ------
+        InvalidArgumentError, ShapeMismatchError, PositionOutOfRangeError
+        LayersOutOfStepError
+            If some layer holds tokens that have not been advanced over.
+        """
+        positions = _checks.check_keep(indices, self._length)
+        self._refuse_pending("keep()")
+        moved = np.flatnonzero(positions != np.arange(len(positions)))
+        if moved.size == 0:
+            self._set_length(len(positions))
+            return
+        for layer in self._layers:
+            layer._keep(positions)
+        self._overwrites.add(int(moved[0]))
+        self._high_water = [len(positions)] * self._num_layers
+        self._length = len(positions)
+
+    def shift(self, delta: int, *, rope: Any, start: int = 0, stop: int | None = None) -> None:
+        """Rotate stored keys of all layers by ``delta`` positions of their rotary embedding.
+
+        With :meth:`keep` this is a context shift: drop old tokens, then move the rest to where
+        they now are. The keys are dequantized, rotated and quantized again.
+
+        Parameters
+        ----------
+        delta : int
+            Positions to move by; negative moves towards the start.
+        rope : Rope
+            The model's rotary embedding.
+        start, stop : int, optional
+            Range of tokens; by default all.
+
+        Raises
+        ------
+        InvalidArgumentError, PositionOutOfRangeError, ScaleRangeError, NonFiniteInputError
+        LayersOutOfStepError
+            If some layer holds tokens that have not been advanced over.
+        """
+        start, stop = _checks.check_range(start, stop, self._length)
+        self._refuse_pending("shift()")
+        for layer in self._layers:
+            layer._check_shift(delta, rope, start, stop)
+        for layer in self._layers:
+            layer._shift(delta, rope, start, stop)
+        if delta and start < stop:
+            self._overwrites.add(start)
+
+    # ---- copies ----------------------------------------------------------------------------------
+
+    def copy(self) -> CacheMethods:
+        """Return an independent cache with the same tokens, pending ones included.
+
+        Snapshots stay with the cache that made them.
+        """
+        return self._holding(
+            self._contents(copy=False), self._max_seq_len, self._auto_offset, self._metadata
+        )
+
+    def __copy__(self) -> CacheMethods:
+        return self.copy()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CacheMethods:
+        return self.copy()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        kind = type(self)
+        # A cache pickled by one backend is restored by whichever is active; a user's own class is
+        # found under its own name, and derives from the active one by itself.
+        own = None if "_layer_types" in vars(kind) else kind
+        return (
+            _restore_cache,
+            (own, self._contents(), self._max_seq_len, self._auto_offset, self._metadata),
+        )
+
+    def save(
+        self, path: str | os.PathLike[str], *, metadata: Mapping[str, str] | None = None
+    ) -> None:
+        """Write the tokens to a file in safetensors format (extra ``kvedge[io]``).
+
+        The file appears whole or not at all: it is written beside ``path``, synced and renamed.
+        Pending tokens are not saved.
+
+        Parameters
+        ----------
+        path : str or path
+        metadata : mapping of str to str, optional
+            Kept in the file, and given back as ``metadata`` of the loaded cache. By default this
+            cache's own ``metadata``.
+
+        Raises
+        ------
+        MissingExtraError
+            The package safetensors is not installed.
+        InvalidArgumentError
+            ``path`` is no path, or ``metadata`` holds something else than strings.
+        OSError
+            The file cannot be written; what was at ``path`` is still there.
+        """
+        from kvedge import session
+
+        session.save(self, path, metadata=metadata)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], mmap: bool = False) -> CacheMethods:
+        """Read a cache from a file that :meth:`save` wrote, with either backend, on any machine.
+
+        Parameters
+        ----------
+        path : str or path
+        mmap : bool
+            Map the file instead of reading it into memory: its pages are loaded and dropped by the
+            system as it sees fit, and copied when written to. The file must not be changed in
+            place while it is in use (``save`` to the same path is fine, it makes a new file).
+
+        Returns
+        -------
+        KVCache
+
+        Raises
+        ------
+        CorruptFileError
+            The file is damaged, truncated, or something else; the message says what is wrong.
+        MissingExtraError
+            The package safetensors is not installed.
+        FileNotFoundError, PermissionError, OSError
+            As ``open`` raises them.
+        """
+        from kvedge import session
+
+        return session.load(cls, path, mmap=mmap)
+
+    # ---- inside ----------------------------------------------------------------------------------
+
+    def _make_room(self, index: int, tokens: int) -> None:
+        """Let a layer hold ``tokens``, by moving it to larger slabs if it must."""
+        layer = self._layers[index]
+        if tokens <= layer.capacity:
+            return
+        limit = self._max_seq_len
+        if limit is None:
+            capacity = max(tokens, 2 * layer.capacity, _FIRST_CAPACITY)
+        elif tokens <= limit:
+            capacity = limit  # a loaded file that was mapped, outgrown now
+        else:
+            raise CapacityExceededError(
+                f"layer {index} has no room: {tokens} tokens wanted, max_seq_len is {limit} "
+                f"and {len(layer)} are held"
+            ) from None
+        config = replace(layer._config, capacity=capacity)
+        slabs = _memory.reserve_slabs(config)
+        # Up to the high-water mark: tokens above the length may be gone back to.
+        _memory.copy_tokens(layer._slabs, slabs, self._high_water[index])
+        layer._bind(slabs, config)
+
+    def _is_stale(self, snapshot: KvCacheSnapshot) -> bool:
+        return self._overwrites.reach_below(snapshot._length, since=snapshot._epoch)
+
+    def _checked_mark(self, snapshot: Any) -> int:
+        """Return the length to go to for a mark that this cache made and that still holds."""
+        if not isinstance(snapshot, KvCacheSnapshot):
+            raise InvalidArgumentError(
+                f"snapshot must be a KvCacheSnapshot, not {_checks.describe(snapshot)}"
+            )
+        if snapshot._cache is None or snapshot._cache() is not self:
+            raise InvalidArgumentError(
+                "this snapshot is a mark in another cache: only its detach() can be restored here"
+            )
+        if self._is_stale(snapshot):
+            raise StaleSnapshotError(
+                f"tokens below position {snapshot._length} have been overwritten since this "
+                "snapshot was taken: detach() it before writing over them"
+            )
+        return snapshot._length
+
+    def _contents_at(self, snapshot: KvCacheSnapshot) -> CacheContents:
+        """Copy what a mark stands for, which may lie above the current length."""
+        length = self._checked_mark(snapshot)
+        return self._contents([length] * self._num_layers, length)
+
+    def _contents(
+        self, lengths: list[int] | None = None, length: int | None = None, *, copy: bool = True
+    ) -> CacheContents:
+        """Return the stored bytes of each layer: by default of all tokens it holds."""
+        layers = []
+        for index, layer in enumerate(self._layers):
+            stop = len(layer) if lengths is None else lengths[index]
+            keys, values, key_scales, value_scales = (
+                slab[:stop].copy() if copy else slab[:stop] for slab in layer._slabs
+            )
+            layers.append(LayerContents(keys, values, key_scales, value_scales, layer._key_offset))
+        return CacheContents(
+            self._format, self._length if length is None else length, tuple(layers)
+        )
+
+    def _replace(self, contents: CacheContents) -> None:
+        """Hold what ``contents`` holds, and nothing else; all or nothing."""
+        if contents.format != self._format:
+            raise ShapeMismatchError(
+                f"the snapshot is of {contents.format}, this cache is {self._format}"
+            )
+        for index, tokens in enumerate(contents.layers):
+            self._make_room(index, tokens.num_tokens)
+        if any(self._high_water):
+            self._overwrites.add(0)
+        for layer, tokens in zip(self._layers, contents.layers, strict=True):
+            _memory.copy_tokens(tokens.arrays, layer._slabs, tokens.num_tokens)
+        self._adopt(contents.length, [(t.num_tokens, t.key_offset) for t in contents.layers])
+
+    def _adopt(self, length: int, layers: list[tuple[int, np.ndarray | None]]) -> None:
+        """Take over bytes that were put into the slabs: tokens and key offset of each layer."""
+        for layer, (tokens, offset) in zip(self._layers, layers, strict=True):
+            layer._set_len(0)  # a core forgets what it knew of the old bytes
+            layer._set_key_offset(offset)
+            # Tokens that were stored without an offset must not be given one by the next append.
+            layer._auto_key_offset = self._auto_offset and (offset is not None or tokens == 0)
+            layer._set_len(tokens)
+        self._high_water = [tokens for tokens, _ in layers]
+        self._length = length
+
+    @classmethod
+    def _holding(
+        cls,
+        contents: CacheContents,
+        max_seq_len: int | None,
+        auto_offset: bool,
+        metadata: Mapping[str, str],
+    ) -> CacheMethods:
+        """Make a cache that holds ``contents``."""
+        held = max(layer.num_tokens for layer in contents.layers)
+        cache = cls._empty(contents.format, max_seq_len, auto_offset, metadata, held)
+        cache._replace(contents)
+        return cache
+
+    @classmethod
+    def _empty(
+        cls,
+        form: CacheFormat,
+        max_seq_len: int | None,
+        auto_offset: bool,
+        metadata: Mapping[str, str],
+        tokens: int,
+    ) -> CacheMethods:
+        """Make an empty cache with room for ``tokens``, without the constructor of a subclass."""
+        cache = cls.__new__(cls)
+        cache._setup(
+            form.num_layers,
+            form.num_kv_heads,
+            form.head_dim,
+            dtype=form.dtype,
+            max_seq_len=max_seq_len,
+            group_size=form.group_size if form.dtype == "int8" else None,
+            scale_dtype=form.scale_dtype,
+            key_offset="auto" if auto_offset else None,
+            first_capacity=max(_FIRST_CAPACITY, 1 << tokens.bit_length()),
+            metadata=metadata,
+        )
+        return cache
+
+    def _set_length(self, length: int) -> None:
+        for layer in self._layers:
+            layer._set_len(length)
+        self._length = length
+
+    def _refuse_pending(self, call: str) -> None:
+        ahead = [i for i, layer in enumerate(self._layers) if len(layer) != self._length]
+        if ahead:
+            raise LayersOutOfStepError(
+                f"{call} needs all layers at position {self._length}, but {_names(ahead)} "
+                "hold tokens beyond it: advance() over them or truncate() first"
+            )
+
+    def _who_lacks(self, length: int) -> str:
+        lacking = [i for i, layer in enumerate(self._layers) if len(layer) < length]
+        held = min(len(self._layers[i]) for i in lacking)
+        return (
+            f"cannot advance to position {length}: {_names(lacking)} of {self._num_layers} "
+            f"lack tokens (the shortest holds {held}): append to them first"
+        )
+
+    def _layers_above(self, position: int) -> list[int]:
+        """Return the layers that still have bytes at ``position``, above their length."""
+        return [i for i, high in enumerate(self._high_water) if high > position]
+
+    def _token_bytes(self, index: int, position: int) -> tuple[Any, list[np.ndarray]]:
+        """Return a layer's slabs, and a copy of one token in each."""
+        slabs = self._layers[index]._slabs
+        return slabs, [slab[position].copy() for slab in slabs]
+
+
+def _restore_cache(kind: type[CacheMethods] | None, *parts: Any) -> CacheMethods:
+    """Rebuild a pickled cache; ``kind`` None means the active backend's KVCache."""
+    if kind is None:
+        from kvedge._backend import KVCache  # not at import: the backend imports this module
+
+        kind = KVCache
+    return kind._holding(*parts)
+
+
+def _names(layers: list[int]) -> str:
+    """Name some layers in a message: "layers 3, 4, 5, ... (12 layers)"."""
+    if len(layers) == 1:
+        return f"layer {layers[0]}"
+    listed = ", ".join(map(str, layers[:8]))
+    return f"layers {listed}" + (f", ... ({len(layers)} layers)" if len(layers) > 8 else "")

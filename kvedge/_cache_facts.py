@@ -1,0 +1,138 @@
+"""The read-only facts of a KVCache: its shape, its sizes, how it prints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kvedge import _memory
+from kvedge._checks import LayerConfig
+from kvedge.snapshot import CacheFormat
+
+
+class CacheFacts:
+    """The part of a cache that changes nothing; :class:`kvedge._cache.CacheMethods` fills it."""
+
+    _layers: tuple[Any, ...]
+    _num_layers: int
+    _config: LayerConfig  # of every layer, but for the capacity
+    _max_seq_len: int | None
+    _length: int
+    _metadata: dict[str, str]
+
+    def __len__(self) -> int:
+        return self._length
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no token has been advanced over."""
+        return self._length == 0
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model."""
+        return self._num_layers
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Key/value heads of each layer."""
+        return self._config.num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of a head."""
+        return self._config.head_dim
+
+    @property
+    def entry_size(self) -> int:
+        """Numbers in the keys of one token of one layer: num_kv_heads * head_dim."""
+        return self._config.num_kv_heads * self._config.head_dim
+
+    @property
+    def dtype(self) -> str:
+        """How keys and values are stored: "int8" or "float32"."""
+        return self._config.dtype
+
+    @property
+    def group_size(self) -> int:
+        """Channels that share a scale; head_dim where a row has one scale, or none."""
+        return self._config.group_size
+
+    @property
+    def scale_dtype(self) -> str:
+        """Type of the scales: "float32" or "float16"."""
+        return self._config.scale_dtype
+
+    @property
+    def key_offset(self) -> np.ndarray | None:
+        """Vectors subtracted from stored keys, (num_layers, num_kv_heads, head_dim) float32.
+
+        None where there are none; layers whose automatic offset is not yet known show zeros.
+        """
+        offsets = [layer._key_offset for layer in self._layers]
+        if all(offset is None for offset in offsets):
+            return None
+        zeros = np.zeros((self.num_kv_heads, self.head_dim), np.float32)
+        return np.stack([zeros if offset is None else offset for offset in offsets])
+
+    @property
+    def max_seq_len(self) -> int | None:
+        """Most tokens it takes; None if it grows."""
+        return self._max_seq_len
+
+    @property
+    def capacity(self) -> int:
+        """Tokens there is memory reserved for now."""
+        return min(layer.capacity for layer in self._layers)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes reserved for keys, values and scales of all layers."""
+        return sum(layer.memory_bytes for layer in self._layers)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of that which the system has really committed."""
+        return sum(layer.resident_bytes for layer in self._layers)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the tokens held, pending ones included."""
+        return _memory.token_bytes(self._config) * sum(len(layer) for layer in self._layers)
+
+    @property
+    def fp32_memory_bytes(self) -> int:
+        """Bytes the same capacity would take as float32."""
+        return sum(layer.fp32_memory_bytes for layer in self._layers)
+
+    @property
+    def compression_ratio(self) -> float:
+        """How many times smaller than float32: fp32_memory_bytes / memory_bytes."""
+        return self.fp32_memory_bytes / self.memory_bytes
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """Notes of the user's own, saved and loaded with the cache; str to str."""
+        return self._metadata
+
+    def __repr__(self) -> str:
+        room = "growing" if self._max_seq_len is None else f"max_seq_len={self._max_seq_len}"
+        pending = max(len(layer) for layer in self._layers) - self._length
+        more = f" + up to {pending} pending" if pending else ""
+        return (
+            f"<{type(self).__name__} {self._format}, {self._length} tokens{more}, {room}, "
+            f"{self.memory_bytes} bytes reserved>"
+        )
+
+    @property
+    def _format(self) -> CacheFormat:
+        config = self._config
+        return CacheFormat(
+            self._num_layers,
+            config.num_kv_heads,
+            config.head_dim,
+            config.dtype,
+            config.group_size,
+            config.scale_dtype,
+        )

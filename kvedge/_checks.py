@@ -1,0 +1,455 @@
+"""Checks of what comes in, and the wording of what is refused.
+
+Both backends and the cache use these functions, so a mistake reads the same everywhere. The native
+backend has its own fast path for arrays that are right, and comes here for all others.
+
+Order of the checks, cheapest and most telling first: is it an array, its dtype, its shape, its
+layout, is there room, are its values finite. Nothing is written before all have passed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from kvedge._config import (
+    FLOAT32_MAX,
+    MAX_CAPACITY,
+    MAX_HEAD_DIM,
+    MAX_KV_HEADS,
+    LayerConfig,
+    as_bool,
+    as_float,
+    as_int,
+    describe,
+    layer_config,
+)
+from kvedge.errors import (
+    CapacityExceededError,
+    DtypeMismatchError,
+    HeadOutOfRangeError,
+    InvalidArgumentError,
+    LayerOutOfRangeError,
+    LayoutError,
+    NonFiniteInputError,
+    PositionOutOfRangeError,
+    ReadOnlyLayerError,
+    ScaleRangeError,
+    ShapeMismatchError,
+)
+
+__all__ = [
+    "FLOAT16_MAX",
+    "FLOAT32_MAX",
+    "FLOAT32_TINY",
+    "MAX_CAPACITY",
+    "MAX_HEAD_DIM",
+    "MAX_KV_HEADS",
+    "LayerConfig",
+    "as_bool",
+    "as_float",
+    "as_float32",
+    "as_int",
+    "as_key_offset",
+    "as_ndarray",
+    "as_out",
+    "as_query",
+    "as_rows",
+    "as_vector",
+    "check_finite",
+    "check_head",
+    "check_keep",
+    "check_layer",
+    "check_length",
+    "check_position",
+    "check_range",
+    "check_room",
+    "check_scale_range",
+    "check_unfrozen",
+    "checked_rows",
+    "describe",
+    "layer_config",
+]
+
+FLOAT32_TINY = float(np.finfo(np.float32).tiny)  # 2^-126, the smallest normal number
+FLOAT16_MAX = float(np.finfo(np.float16).max)
+
+Shape = tuple[int, ...]
+
+
+# ---- positions -----------------------------------------------------------------------------------
+
+
+def check_position(position: Any, length: int) -> int:
+    """`position` as an int in [0, length), or PositionOutOfRangeError."""
+    position = as_int(position, "position")
+    if not 0 <= position < length:
+        raise PositionOutOfRangeError(
+            f"position {position} is out of range: {_tokens(length)} stored, positions count from 0"
+        )
+    return position
+
+
+def check_head(head: Any, num_kv_heads: int) -> int:
+    """`head` as an int in [0, num_kv_heads), or HeadOutOfRangeError."""
+    head = as_int(head, "head")
+    if not 0 <= head < num_kv_heads:
+        raise HeadOutOfRangeError(f"KV head {head} is out of range: there are {num_kv_heads}")
+    return head
+
+
+def check_layer(layer: Any, num_layers: int) -> int:
+    """`layer` as an int in [0, num_layers), or LayerOutOfRangeError."""
+    layer = as_int(layer, "layer")
+    if not 0 <= layer < num_layers:
+        raise LayerOutOfRangeError(f"layer {layer} is out of range: there are {num_layers}")
+    return layer
+
+
+def check_length(n: Any, length: int) -> int:
+    """`n` as an int in [0, length]: a length to truncate to, or PositionOutOfRangeError."""
+    n = as_int(n, "n")
+    if not 0 <= n <= length:
+        raise PositionOutOfRangeError(f"cannot truncate to {n}: {_tokens(length)} stored")
+    return n
+
+
+def check_range(start: Any, stop: Any, length: int) -> tuple[int, int]:
+    """(start, stop) as ints with 0 <= start <= stop <= length; stop None means length."""
+    start = as_int(start, "start")
+    stop = length if stop is None else as_int(stop, "stop")
+    if not 0 <= start <= stop <= length:
+        raise PositionOutOfRangeError(
+            f"tokens {start} to {stop} are not a range of what is stored: {_tokens(length)}"
+        )
+    return start, stop
+
+
+def check_keep(indices: Any, length: int) -> np.ndarray:
+    """Positions to keep, as a strictly increasing intp array (k,).
+
+    Parameters
+    ----------
+    indices : sequence or array of int, or bool mask of shape (length,)
+    length : int
+        Tokens stored.
+
+    Raises
+    ------
+    InvalidArgumentError, ShapeMismatchError, PositionOutOfRangeError
+    """
+    try:
+        array = np.asarray(indices)
+    except Exception as error:  # ragged lists, foreign __array__
+        raise InvalidArgumentError("indices must be a sequence of integers or a mask") from error
+    if array.ndim != 1:
+        raise ShapeMismatchError(f"indices must have one dimension, not shape {array.shape}")
+    if array.dtype == np.bool_:
+        if len(array) != length:
+            raise ShapeMismatchError(f"the mask has {len(array)} entries for {_tokens(length)}")
+        return np.flatnonzero(array)
+    if array.size == 0:
+        return np.empty(0, dtype=np.intp)
+    if array.dtype.kind not in "iu":
+        raise InvalidArgumentError(f"indices must be integers or a bool mask, not {array.dtype}")
+    if len(array) > length:
+        raise InvalidArgumentError(
+            f"indices must name each position once: there are {len(array)} for {_tokens(length)}"
+        )
+    low, high = int(array.min()), int(array.max())
+    if low < 0 or high >= length:
+        check_position(low if low < 0 else high, length)
+    array = array.astype(np.intp)
+    if np.any(array[1:] <= array[:-1]):
+        raise InvalidArgumentError("indices must be strictly increasing, each position once")
+    return array
+
+
+def check_room(config: LayerConfig, length: int, n: int) -> None:
+    """CapacityExceededError unless `n` more tokens fit after `length`."""
+    if n > config.capacity - length:
+        raise CapacityExceededError(
+            f"no room for {_tokens(n)}: {length} of {config.capacity} are in use"
+        )
+
+
+def check_unfrozen(frozen: bool) -> None:
+    """ReadOnlyLayerError if the layer belongs to a cache, which alone may change it."""
+    if frozen:
+        raise ReadOnlyLayerError(
+            "this layer belongs to a KVCache: change it through the cache, or take a copy()"
+        )
+
+
+# ---- arrays --------------------------------------------------------------------------------------
+
+
+def as_ndarray(array: Any, name: str) -> np.ndarray:
+    """`array` as a plain ndarray over the same memory; DtypeMismatchError if it is none."""
+    if type(array) is np.ndarray:
+        return array
+    if isinstance(array, np.ma.MaskedArray):
+        raise DtypeMismatchError(f"{name} is a masked array: convert with .filled(value)")
+    if isinstance(array, np.ndarray):
+        return np.asarray(array)  # a memmap, a matrix
+    if getattr(type(array), "__dlpack__", None) is None:
+        raise DtypeMismatchError(
+            f"{name} must be a float32 array, not {describe(array)}: "
+            "convert with numpy.asarray(..., dtype=numpy.float32)"
+        )
+    try:
+        return np.from_dlpack(array)
+    except Exception as error:  # foreign code: another device, a gradient, a dtype NumPy lacks
+        try:
+            # NumPy cannot receive a torch tensor in bfloat16; float() is the one conversion.
+            return np.from_dlpack(array.float())
+        except Exception:  # noqa: BLE001 - the first error tells more
+            raise DtypeMismatchError(
+                f"{name} cannot be read as a NumPy array on the CPU "
+                f"({describe(array)}, {type(error).__name__}: {error})"
+            ) from error
+
+
+def as_float32(
+    array: Any, name: str, *, shape: Shape | None = None, contiguous: bool = True
+) -> np.ndarray:
+    """`array` as a float32 ndarray, without a copy unless it is float16 or bfloat16.
+
+    Parameters
+    ----------
+    array : numpy.ndarray or any object with ``__dlpack__`` on the CPU
+    name : str
+        What to call it in an error.
+    shape : tuple of int, optional
+        The shape that is needed.
+    contiguous : bool
+        Whether it must be C-contiguous.
+
+    Raises
+    ------
+    DtypeMismatchError, ShapeMismatchError, LayoutError
+    """
+    array = as_ndarray(array, name)
+    half = _check_dtype(array, name)
+    if shape is not None and array.shape != shape:
+        raise ShapeMismatchError(f"{name} must have shape {shape}, not {array.shape}")
+    _check_layout(array, name, contiguous)
+    return _widened(array) if half else array
+
+
+def _check_dtype(array, name):
+    """Whether `array` is float16 or bfloat16; an error unless it is that or float32."""
+    dtype = array.dtype
+    if dtype == np.float32:
+        return False
+    if dtype == np.float16 or dtype.name == "bfloat16":  # ml_dtypes names its dtype so
+        return True
+    if dtype.kind == "f" and not dtype.isnative and dtype.itemsize <= 4:
+        raise LayoutError(
+            f"{name} has byte-swapped dtype {dtype}: convert with .astype(numpy.float32)"
+        )
+    raise DtypeMismatchError(
+        f"{name} must be float32 (or float16, bfloat16), not {dtype}: "
+        "convert with .astype(numpy.float32)"
+    )
+
+
+def _widened(array):
+    with np.errstate(all="ignore"):
+        return array.astype(np.float32)
+
+
+def _check_layout(array, name, contiguous=True):
+    flags = array.flags
+    if not flags.aligned:
+        raise LayoutError(f"{name} is not aligned in memory: pass numpy.array({name})")
+    if contiguous and not flags.c_contiguous:
+        raise LayoutError(
+            f"{name} is not C-contiguous (shape {array.shape}, strides {array.strides}): "
+            f"pass numpy.ascontiguousarray({name})"
+        )
+
+
+def as_rows(array: Any, name: str, config: LayerConfig, *, many: bool | None) -> np.ndarray:
+    """Keys or values of tokens, as C-contiguous float32 of shape (n, num_kv_heads, head_dim).
+
+    Parameters
+    ----------
+    array : array
+        One token, (num_kv_heads, head_dim) or flat, or n tokens, (n, num_kv_heads, head_dim).
+    name : str
+    config : LayerConfig
+    many : bool or None
+        True: n tokens are needed. False: one token is. None: either.
+
+    Raises
+    ------
+    DtypeMismatchError, ShapeMismatchError, LayoutError
+    """
+    heads, dim = config.num_kv_heads, config.head_dim
+    array = as_ndarray(array, name)
+    half = _check_dtype(array, name)
+    shape = array.shape
+    is_many = len(shape) == 3 and shape[1:] == (heads, dim) and many is not False
+    is_one = shape in ((heads, dim), (heads * dim,)) and many is not True
+    if not is_many and not is_one:
+        one, several = f"({heads}, {dim}) or ({heads * dim},)", f"(n, {heads}, {dim})"
+        wanted = {True: several, False: one, None: f"{one} or {several}"}[many]
+        raise ShapeMismatchError(f"{name} must have shape {wanted}, not {shape}")
+    _check_layout(array, name)
+    if half:
+        array = _widened(array)
+    return array if is_many else array.reshape(1, heads, dim)
+
+
+def checked_rows(
+    keys: Any, values: Any, config: LayerConfig, length: int, *, many: bool | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Keys and values that may be appended after `length` tokens; see :func:`as_rows`.
+
+    Raises
+    ------
+    DtypeMismatchError, ShapeMismatchError, LayoutError, CapacityExceededError, NonFiniteInputError
+    """
+    keys = as_rows(keys, "keys", config, many=many)
+    values = as_rows(values, "values", config, many=many)
+    if len(keys) != len(values):
+        raise ShapeMismatchError(
+            f"keys and values must hold as many tokens: {len(keys)} against {len(values)}"
+        )
+    check_room(config, length, len(keys))
+    check_finite(keys, "keys")
+    check_finite(values, "values")
+    return keys, values
+
+
+def check_finite(array: np.ndarray, name: str) -> None:
+    """NonFiniteInputError naming the first element of `array` that is NaN or infinite."""
+    if array.size == 0:
+        return
+    with np.errstate(all="ignore"):
+        # Both carry a NaN through; neither needs memory, which isfinite() would.
+        if np.isfinite(array.max()) and np.isfinite(array.min()):
+            return
+        flat = int(np.argmin(np.isfinite(array)))
+    index = tuple(int(i) for i in np.unravel_index(flat, array.shape))
+    raise NonFiniteInputError(
+        f"{name} must be finite: element {index} of shape {array.shape} is {array[index]}"
+    )
+
+
+def check_scale_range(rows: np.ndarray, name: str) -> None:
+    """ScaleRangeError if a row (..., head_dim) needs a scale above float16's largest."""
+    if rows.size == 0:
+        return
+    largest = max(float(rows.max()), -float(rows.min()))
+    if np.float32(largest) / np.float32(127) > FLOAT16_MAX:
+        raise ScaleRangeError(
+            f"{name} hold {largest:.6g}, whose scale (a 127th) passes float16's {FLOAT16_MAX:g}: "
+            'use scale_dtype="float32"'
+        )
+
+
+def as_query(query: Any, config: LayerConfig, *, many: bool = True) -> tuple[np.ndarray, bool]:
+    """A query as C-contiguous float32 (n, num_heads, head_dim), and whether it was one row.
+
+    Parameters
+    ----------
+    query : array
+        (num_heads, head_dim), or (n, num_heads, head_dim) where `many`; num_heads a multiple of
+        num_kv_heads.
+    config : LayerConfig
+    many : bool
+
+    Raises
+    ------
+    DtypeMismatchError, ShapeMismatchError, LayoutError, NonFiniteInputError
+    """
+    query = as_ndarray(query, "query")
+    half = _check_dtype(query, "query")
+    heads, dim = config.num_kv_heads, config.head_dim
+    shape = query.shape
+    right_rank = len(shape) == 2 or (many and len(shape) == 3)
+    if not right_rank or shape[-1] != dim or shape[-2] == 0 or shape[-2] % heads:
+        wanted = f"(num_heads, {dim})" + (f" or (n, num_heads, {dim})" if many else "")
+        raise ShapeMismatchError(
+            f"query must have shape {wanted} with num_heads a multiple of {heads}, not {shape}"
+        )
+    _check_layout(query, "query")
+    if half:
+        query = _widened(query)
+    check_finite(query, "query")
+    single = len(shape) == 2
+    return (query[np.newaxis] if single else query), single
+
+
+def as_vector(array: Any, name: str, size: int) -> np.ndarray:
+    """`array` as finite C-contiguous float32 (size,)."""
+    array = as_float32(array, name, shape=(size,))
+    check_finite(array, name)
+    return array
+
+
+def as_key_offset(key_offset: Any, config: LayerConfig) -> np.ndarray | str | None:
+    """`key_offset` as None, "auto", or a float32 (num_kv_heads, head_dim) array of its own.
+
+    Raises
+    ------
+    InvalidArgumentError, DtypeMismatchError, ShapeMismatchError, LayoutError, NonFiniteInputError
+    """
+    if key_offset is None:
+        return None
+    if config.dtype != "int8":
+        raise InvalidArgumentError(
+            'key_offset is for dtype="int8": float32 layers store keys as they are'
+        )
+    if isinstance(key_offset, str):
+        if key_offset != "auto":
+            raise InvalidArgumentError(
+                f'key_offset must be "auto", an array or None, not {describe(key_offset)}'
+            )
+        return "auto"
+    key_offset = as_float32(key_offset, "key_offset", shape=(config.num_kv_heads, config.head_dim))
+    check_finite(key_offset, "key_offset")
+    return np.array(key_offset)
+
+
+def as_out(
+    out: Any, shape: Shape, *, reads: Iterable[np.ndarray] = (), name: str = "out"
+) -> np.ndarray:
+    """`out` for a result of `shape`: made when None, else checked.
+
+    Parameters
+    ----------
+    out : numpy.ndarray or None
+        float32, C-contiguous, aligned, writable, of exactly `shape`.
+    shape : tuple of int
+    reads : iterable of numpy.ndarray
+        Contiguous memory that is read while `out` is written, so `out` must not overlap it.
+    name : str
+
+    Raises
+    ------
+    DtypeMismatchError, ShapeMismatchError, LayoutError
+    """
+    if out is None:
+        return np.empty(shape, dtype=np.float32)
+    if not isinstance(out, np.ndarray) or isinstance(out, np.ma.MaskedArray):
+        raise DtypeMismatchError(f"{name} must be a NumPy float32 array, not {describe(out)}")
+    if out.dtype != np.float32:
+        raise DtypeMismatchError(f"{name} must be float32, not {out.dtype}")
+    if out.shape != tuple(shape):
+        raise ShapeMismatchError(f"{name} must have shape {tuple(shape)}, not {out.shape}")
+    _check_layout(out, name)
+    if not out.flags.writeable:
+        raise LayoutError(f"{name} is read-only: pass a writable array")
+    # All are contiguous, so comparing bounds is exact.
+    if any(np.may_share_memory(out, other) for other in reads):
+        raise LayoutError(f"{name} overlaps memory that the call reads: pass another array")
+    return np.asarray(out)  # a subclass may give reshape a meaning of its own
+
+
+def _tokens(n):
+    return "1 token" if n == 1 else f"{n} tokens"

@@ -1,0 +1,162 @@
+"""Numbers that come in, and the shape of a layer that they make."""
+
+from __future__ import annotations
+
+import numbers
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvedge.errors import InvalidArgumentError, NonFiniteInputError
+
+FLOAT32_MAX = float(np.finfo(np.float32).max)
+
+MAX_CAPACITY = 1 << 40  # tokens
+MAX_KV_HEADS = 1 << 16
+MAX_HEAD_DIM = 1 << 10
+
+LAYER_DTYPES = ("int8", "float32")
+SCALE_DTYPES = ("float32", "float16")
+
+_FAR = 1 << 128  # beyond any range here, yet short enough to print
+
+
+@dataclass(frozen=True, slots=True)
+class LayerConfig:
+    """What a layer stores and how; made and checked by :func:`layer_config`."""
+
+    dtype: str  # "int8" or "float32"
+    capacity: int  # tokens
+    num_kv_heads: int
+    head_dim: int
+    group_size: int  # channels that share a scale; head_dim when a row has one scale
+    scale_dtype: str  # "float32" or "float16"
+
+    @property
+    def num_groups(self) -> int:
+        """Scales per row: ceil(head_dim / group_size); 0 when nothing is quantized."""
+        return -(-self.head_dim // self.group_size) if self.dtype == "int8" else 0
+
+    @property
+    def entry_size(self) -> int:
+        """Numbers in the keys of one token."""
+        return self.num_kv_heads * self.head_dim
+
+
+def layer_config(
+    dtype: Any,
+    capacity: Any,
+    num_kv_heads: Any,
+    head_dim: Any,
+    *,
+    group_size: Any = None,
+    scale_dtype: Any = "float32",
+) -> LayerConfig:
+    """Check the arguments of a layer's constructor.
+
+    Parameters
+    ----------
+    dtype : {"int8", "float32"}
+    capacity : int
+        Tokens, 1 to 2^40.
+    num_kv_heads : int
+        1 to 65536.
+    head_dim : int
+        1 to 1024.
+    group_size : int, optional
+        Channels that share a scale, at least 1; None or >= head_dim: the whole row. int8 only.
+    scale_dtype : {"float32", "float16"}
+        float16 for int8 only.
+
+    Returns
+    -------
+    LayerConfig
+
+    Raises
+    ------
+    InvalidArgumentError
+    """
+    _one_of(dtype, "dtype", LAYER_DTYPES)
+    capacity = _size(capacity, "capacity", MAX_CAPACITY)
+    num_kv_heads = _size(num_kv_heads, "num_kv_heads", MAX_KV_HEADS)
+    head_dim = _size(head_dim, "head_dim", MAX_HEAD_DIM)
+    _one_of(scale_dtype, "scale_dtype", SCALE_DTYPES)
+    if dtype == "float32" and (group_size is not None or scale_dtype != "float32"):
+        what = "group_size" if group_size is not None else "scale_dtype"
+        raise InvalidArgumentError(f'{what} is for dtype="int8": float32 layers have no scales')
+    if group_size is None:
+        group_size = head_dim
+    else:
+        group_size = as_int(group_size, "group_size")
+        if group_size < 1:
+            raise InvalidArgumentError(f"group_size must be at least 1, not {group_size}")
+        group_size = min(group_size, head_dim)
+    return LayerConfig(str(dtype), capacity, num_kv_heads, head_dim, group_size, str(scale_dtype))
+
+
+def _one_of(value, name, choices):
+    if not isinstance(value, str) or value not in choices:
+        wanted = " or ".join(f'"{choice}"' for choice in choices)
+        raise InvalidArgumentError(f"{name} must be {wanted}, not {describe(value)}")
+
+
+def _size(value, name, most):
+    number = as_int(value, name)
+    if not 1 <= number <= most:
+        raise InvalidArgumentError(f"{name} must be from 1 to {most}, not {number}")
+    return number
+
+
+def as_int(value: Any, name: str) -> int:
+    """`value` as a Python int; NumPy integers too, but no bool, float, array or string.
+
+    Numbers past 2^128 come back as that: Python refuses to print very long ones in a message.
+    """
+    cause = None
+    if not isinstance(value, (bool, np.bool_, np.ndarray)):
+        try:
+            number = int.__index__(operator.index(value))
+        except Exception as error:  # noqa: BLE001 - __index__ is foreign code
+            cause = error
+        else:
+            return max(-_FAR, min(number, _FAR))
+    raise InvalidArgumentError(f"{name} must be an integer, not {describe(value)}") from cause
+
+
+def as_bool(value: Any, name: str) -> bool:
+    """`value` as a Python bool; only bools are taken."""
+    if isinstance(value, (bool, np.bool_)):
+        return bool(value)
+    raise InvalidArgumentError(f"{name} must be True or False, not {describe(value)}")
+
+
+def as_float(value: Any, name: str) -> float:
+    """`value` as a Python float that is finite in float32."""
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Real):
+        raise InvalidArgumentError(f"{name} must be a number, not {describe(value)}")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = float("inf")
+    except Exception as error:  # __float__ is foreign code
+        raise InvalidArgumentError(f"{name} must be a number, not {describe(value)}") from error
+    if not -FLOAT32_MAX <= number <= FLOAT32_MAX:
+        raise NonFiniteInputError(f"{name} must be finite in float32, not {number}")
+    return number
+
+
+def describe(value: Any) -> str:
+    """A short description of any object that is safe to make, for an error message."""
+    if isinstance(value, np.ndarray):
+        return f"an array of {value.dtype} with shape {value.shape}"
+    kind = type(value)
+    # Exact types: a subclass has a __repr__ of its own, which may do anything.
+    if kind in (bool, int, float, complex, str, bytes, type(None)) or issubclass(kind, np.number):
+        try:
+            text = repr(value)
+        except ValueError:  # an int of more digits than Python will print
+            return kind.__name__
+        return text if len(text) <= 60 else text[:57] + "..."
+    return f"{kind.__module__}.{kind.__qualname__}"

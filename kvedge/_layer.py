@@ -1,0 +1,385 @@
+"""What both backends share for one layer: getters, views, removal, shift, copying, facts.
+
+A backend's core stores, quantizes and attends; it provides (see kvedge/_numpy/layer.py)
+
+    _config, _slabs, _bind(slabs, config), __len__, _set_len(n), _frozen,
+    _key_offset, _set_key_offset(array or None),
+    push, extend, _append, _dequantize(values, start, stop),
+    _dequantize_into(values, start, stop, out), attend, scores
+
+and calls three methods from here: `_start_key_offset` when made, and `_offset_for(keys)` when it
+appends, whose result it sets as the key offset once the tokens are written. Methods with a leading
+underscore that change something are for the cache that owns a frozen layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvedge import _checks, _memory
+from kvedge._config import LayerConfig
+from kvedge._layer_docs import FLOAT32_DOC, QUANTIZED_DOC
+from kvedge._layer_facts import LayerFacts
+from kvedge.errors import InvalidArgumentError
+from kvedge.rope import Rope
+
+__all__ = ["FLOAT32_DOC", "QUANTIZED_DOC", "LayerMethods"]
+
+_BLOCK_NUMBERS = 1 << 19  # float32 numbers that a shift works on at a time: 2 MiB
+_SQRT2 = 2.0**0.5
+
+class LayerMethods(LayerFacts):
+    """The part of a layer that does not depend on the backend."""
+
+    _frozen: bool
+
+    if TYPE_CHECKING:  # what the core provides
+
+        def __init__(self, capacity: int, num_kv_heads: int, head_dim: int, **options: Any): ...
+        def _set_len(self, n: int) -> None: ...
+        def _set_key_offset(self, key_offset: np.ndarray | None) -> None: ...
+        def _append(self, keys: Any, values: Any) -> None: ...
+        def _dequantize(self, values: bool, start: int, stop: int) -> np.ndarray: ...
+        def _dequantize_into(
+            self, values: bool, start: int, stop: int, out: np.ndarray
+        ) -> None: ...
+
+    # ---- reading ---------------------------------------------------------------------------------
+
+    def get_key(self, position: int, head: int, *, out: np.ndarray | None = None) -> np.ndarray:
+        """Key of one token and KV head.
+
+        Parameters
+        ----------
+        position : int
+            0 to len - 1.
+        head : int
+            0 to num_kv_heads - 1.
+        out : numpy.ndarray, optional
+            float32 (head_dim,) to write to.
+
+        Returns
+        -------
+        numpy.ndarray
+            float32 (head_dim,), as stored: within half a scale of what was given.
+
+        Raises
+        ------
+        PositionOutOfRangeError, HeadOutOfRangeError
+        """
+        return self._one_row(False, position, head, out)
+
+    def get_value(self, position: int, head: int, *, out: np.ndarray | None = None) -> np.ndarray:
+        """Value of one token and KV head; as :meth:`get_key`."""
+        return self._one_row(True, position, head, out)
+
+    def get_keys_at(self, position: int, *, out: np.ndarray | None = None) -> np.ndarray:
+        """Keys of one token, all heads one after the other.
+
+        Parameters
+        ----------
+        position : int
+            0 to len - 1.
+        out : numpy.ndarray, optional
+            float32 (num_kv_heads * head_dim,) to write to.
+
+        Returns
+        -------
+        numpy.ndarray
+            float32 (num_kv_heads * head_dim,).
+
+        Raises
+        ------
+        PositionOutOfRangeError
+        """
+        return self._one_token(False, position, out)
+
+    def get_values_at(self, position: int, *, out: np.ndarray | None = None) -> np.ndarray:
+        """Values of one token, all heads one after the other; as :meth:`get_keys_at`."""
+        return self._one_token(True, position, out)
+
+    def keys(self, *, out: np.ndarray | None = None) -> np.ndarray:
+        """All keys.
+
+        Parameters
+        ----------
+        out : numpy.ndarray, optional
+            float32 (len, num_kv_heads, head_dim) to write to.
+
+        Returns
+        -------
+        numpy.ndarray
+            float32 (len, num_kv_heads, head_dim), a copy.
+        """
+        return self._all_tokens(False, out)
+
+    def values(self, *, out: np.ndarray | None = None) -> np.ndarray:
+        """All values; as :meth:`keys`."""
+        return self._all_tokens(True, out)
+
+    def _one_row(
+        self, values: bool, position: int, head: int, out: np.ndarray | None
+    ) -> np.ndarray:
+        position = _checks.check_position(position, len(self))
+        head = _checks.check_head(head, self._config.num_kv_heads)
+        out = _checks.as_out(out, (self._config.head_dim,), reads=self._slabs)
+        out[:] = self._dequantize(values, position, position + 1)[0, head]
+        return out
+
+    def _one_token(self, values: bool, position: int, out: np.ndarray | None) -> np.ndarray:
+        position = _checks.check_position(position, len(self))
+        config = self._config
+        out = _checks.as_out(out, (config.entry_size,), reads=self._slabs)
+        shape = (1, config.num_kv_heads, config.head_dim)
+        self._dequantize_into(values, position, position + 1, out.reshape(shape))
+        return out
+
+    def _all_tokens(self, values: bool, out: np.ndarray | None) -> np.ndarray:
+        config, length = self._config, len(self)
+        shape = (length, config.num_kv_heads, config.head_dim)
+        out = _checks.as_out(out, shape, reads=self._slabs)
+        self._dequantize_into(values, 0, length, out)
+        return out
+
+    # ---- removing and moving ---------------------------------------------------------------------
+
+    def truncate(self, n: int) -> None:
+        """Drop all tokens but the first `n`.
+
+        Raises
+        ------
+        PositionOutOfRangeError
+            `n` is negative or more than are stored.
+        ReadOnlyLayerError
+        """
+        _checks.check_unfrozen(self._frozen)
+        self._set_len(_checks.check_length(n, len(self)))
+
+    def clear(self) -> None:
+        """Drop all tokens, and a key offset that was taken from the first of them.
+
+        Raises
+        ------
+        ReadOnlyLayerError
+        """
+        _checks.check_unfrozen(self._frozen)
+        self._clear()
+
+    def _clear(self) -> None:
+        self._set_len(0)
+        if self._auto_key_offset:
+            self._set_key_offset(None)
+
+    def keep(self, indices: Any) -> None:
+        """Drop all tokens but those at `indices`, which close ranks.
+
+        Parameters
+        ----------
+        indices : sequence or array
+            Strictly increasing positions, or a bool mask of shape (len,).
+
+        Raises
+        ------
+        PositionOutOfRangeError, InvalidArgumentError, ShapeMismatchError, ReadOnlyLayerError
+
+        Notes
+        -----
+        Keys keep the rotation of their old positions: see :meth:`shift`.
+        """
+        _checks.check_unfrozen(self._frozen)
+        self._keep(_checks.check_keep(indices, len(self)))
+
+    def _keep(self, indices: np.ndarray) -> None:
+        """Keep what :func:`kvedge._checks.check_keep` gave."""
+        moved = np.flatnonzero(indices != np.arange(len(indices)))
+        first = int(moved[0]) if len(moved) else len(indices)
+        step = self._block_tokens()
+        self._set_len(min(first, len(self)))  # should this be broken off, no wrong row is seen
+        for start in range(first, len(indices), step):
+            # indices[i] >= i, so what a later block reads is not yet written over.
+            source = indices[start : start + step]
+            for slab in self._slabs:
+                slab[start : start + len(source)] = slab[source]
+        self._set_len(len(indices))
+
+    def shift(self, delta: int, *, rope: Rope, start: int = 0, stop: int | None = None) -> None:
+        """Move the keys of tokens `start` to `stop` by `delta` positions.
+
+        Their rows are read, rotated in float32, and stored again, which costs int8 keys up to half
+        a scale of precision each time; values stay as they are, and so does each token's place in
+        the layer.
+
+        Parameters
+        ----------
+        delta : int
+            Positions to add; negative after older tokens were dropped. 0 does nothing.
+        rope : Rope
+            How the model rotates keys.
+        start, stop : int, optional
+            Range of tokens, by default all.
+
+        Raises
+        ------
+        InvalidArgumentError, PositionOutOfRangeError, ShapeMismatchError
+        NonFiniteInputError, ScaleRangeError
+            A rotated key would not fit what it is stored in; nothing has changed.
+        ReadOnlyLayerError
+        """
+        _checks.check_unfrozen(self._frozen)
+        self._shift(delta, rope, start, stop)
+
+    def _shift(self, delta: int, rope: Rope, start: int = 0, stop: int | None = None) -> None:
+        """Shift a frozen layer too; all or nothing."""
+        codes, scales = self._shifted(delta, rope, start, stop)
+        length = len(self)
+        try:
+            self._set_len(start)  # a core looks anew at the rows that it gets back below
+            self._slabs.key_codes[start : start + len(codes)] = codes
+            self._slabs.key_scales[start : start + len(codes)] = scales
+        finally:
+            self._set_len(length)
+
+    def _check_shift(
+        self, delta: int, rope: Rope, start: int = 0, stop: int | None = None
+    ) -> None:
+        """Raise what `_shift` would raise, and change nothing; quick unless keys are huge."""
+        start, stop = self._shift_range(delta, rope, start, stop)
+        if delta and stop > start and self._shift_may_overflow(start, stop):
+            self._shifted(delta, rope, start, stop)
+
+    def _shift_range(
+        self, delta: int, rope: Rope, start: int, stop: int | None
+    ) -> tuple[int, int]:
+        if not isinstance(rope, Rope):
+            raise InvalidArgumentError(f"rope must be a kvedge.Rope, not {_checks.describe(rope)}")
+        rope.cos_sin(delta, self._config.head_dim)
+        return _checks.check_range(start, stop, len(self))
+
+    def _shift_may_overflow(self, start: int, stop: int) -> bool:
+        """Whether some rotated key could pass the range of what it is stored in."""
+        config, slabs = self._config, self._slabs
+        offset = 0.0 if self._key_offset is None else float(np.abs(self._key_offset).max())
+        if config.dtype == "float32":
+            block = slabs.key_codes[start:stop]
+            largest = max(float(block.max()), -float(block.min()))
+        else:
+            largest = 127.0 * float(slabs.key_scales[start:stop].max()) + offset
+        # A rotation makes a channel at most sqrt(2) times the largest; the rest is for rounding.
+        bound = 1.01 * (_SQRT2 * largest + offset)
+        float16 = config.dtype == "int8" and config.scale_dtype == "float16"
+        return bound > (127 * _checks.FLOAT16_MAX if float16 else _checks.FLOAT32_MAX)
+
+    def _shifted(
+        self, delta: int, rope: Rope, start: int, stop: int | None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Codes and scales of the shifted keys, made by a core of the same kind."""
+        start, stop = self._shift_range(delta, rope, start, stop)
+        slabs, config = self._slabs, self._config
+        if not delta:
+            stop = start
+        step = self._block_tokens()
+        scratch = _new_layer(_backend_class(type(self)), config, max(1, min(step, stop - start)))
+        scratch._set_key_offset(self._key_offset)
+        codes = np.empty_like(slabs.key_codes[start:stop])
+        scales = np.empty_like(slabs.key_scales[start:stop])
+        values = np.zeros((scratch.capacity, config.num_kv_heads, config.head_dim), np.float32)
+        for first in range(start, stop, step):
+            last = min(stop, first + step)
+            turned = rope.rotate(self._dequantize(False, first, last), delta)
+            scratch._set_len(0)
+            scratch._append(turned, values[: last - first])
+            at = slice(first - start, last - start)
+            codes[at] = scratch._slabs.key_codes[: last - first]
+            scales[at] = scratch._slabs.key_scales[: last - first]
+        return codes, scales
+
+    def _block_tokens(self) -> int:
+        return max(1, _BLOCK_NUMBERS // self._config.entry_size)
+
+    # ---- key offset ------------------------------------------------------------------------------
+
+    def _start_key_offset(self, key_offset: np.ndarray | str | None) -> None:
+        """Take over what :func:`kvedge._checks.as_key_offset` gave."""
+        self._auto_key_offset = isinstance(key_offset, str)
+        if not isinstance(key_offset, str):
+            self._set_key_offset(key_offset)
+
+    def _offset_for(self, keys: np.ndarray) -> np.ndarray | None:
+        """The offset to store checked keys (n, H, D) with: as set, or with "auto" their mean."""
+        if not self._auto_key_offset or self._key_offset is not None or not len(keys):
+            return self._key_offset
+        return np.asarray(keys.mean(axis=0, dtype=np.float64), dtype=np.float32)
+
+    # ---- copying ---------------------------------------------------------------------------------
+
+    def copy(self) -> LayerMethods:
+        """An independent layer with the same tokens and capacity; it belongs to no cache."""
+        other = _new_layer(type(self), self._config, self._config.capacity)
+        other._fill(self._slabs, len(self), self._key_offset, self._auto_key_offset)
+        return other
+
+    def _fill(
+        self,
+        slabs: Sequence[np.ndarray],
+        length: int,
+        key_offset: np.ndarray | None,
+        auto_key_offset: bool,
+    ) -> None:
+        """Take over the stored bytes of another layer; this one is empty."""
+        self._auto_key_offset = auto_key_offset
+        self._set_key_offset(key_offset)
+        _memory.copy_tokens(slabs, self._slabs, length)
+        self._set_len(length)
+
+    def __copy__(self) -> LayerMethods:
+        """As :meth:`copy`."""
+        return self.copy()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LayerMethods:
+        """As :meth:`copy`."""
+        return self.copy()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the stored bytes; they are restored into whatever backend is active then."""
+        kind = type(self)
+        own = None if kind is _backend_class(kind) else kind  # a user's subclass
+        slabs = [np.array(slab[: len(self)]) for slab in self._slabs]
+        return _restore, (own, self._config, slabs, self._key_offset, self._auto_key_offset)
+
+
+def _backend_class(kind: type[LayerMethods]) -> type[LayerMethods]:
+    """The class of the backend that `kind` is or derives from."""
+    return next(base for base in kind.__mro__ if LayerMethods in base.__bases__)
+
+
+def _new_layer(kind: type[LayerMethods], config: LayerConfig, capacity: int) -> LayerMethods:
+    """An empty layer of class `kind` as in `config`, but for its capacity."""
+    layer = kind.__new__(kind)
+    _backend_class(kind).__init__(  # a subclass may have another signature
+        layer,
+        capacity,
+        config.num_kv_heads,
+        config.head_dim,
+        group_size=config.group_size if config.dtype == "int8" else None,
+        scale_dtype=config.scale_dtype,
+    )
+    return layer
+
+
+def _restore(
+    own: type[LayerMethods] | None,
+    config: LayerConfig,
+    slabs: list[np.ndarray],
+    key_offset: np.ndarray | None,
+    auto_key_offset: bool,
+) -> LayerMethods:
+    """Unpickle a layer into the active backend."""
+    from kvedge import KVCache  # not at import: the backend imports this module
+
+    kind = KVCache._layer_types[config.dtype] if own is None else own
+    layer = _new_layer(kind, config, config.capacity)
+    layer._fill(slabs, len(slabs[0]), key_offset, auto_key_offset)
+    return layer

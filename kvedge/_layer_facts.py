@@ -1,0 +1,162 @@
+"""What a layer tells about itself: views of its bytes, its shape and its sizes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvedge import _memory
+from kvedge._config import LayerConfig
+
+
+class LayerFacts:
+    """The part of a layer that changes nothing; a backend's core fills the fields."""
+
+    _config: LayerConfig
+    _slabs: _memory.Slabs
+    _key_offset: np.ndarray | None
+    _auto_key_offset: bool = False  # take the offset from the first keys
+
+    if TYPE_CHECKING:
+
+        def __len__(self) -> int: ...
+
+    # ---- views -----------------------------------------------------------------------------------
+
+    @property
+    def key_codes(self) -> np.ndarray:
+        """Stored keys, read-only and without a copy: int8 (or float32) (len, H, head_dim)."""
+        return self._view(self._slabs.key_codes)
+
+    @property
+    def value_codes(self) -> np.ndarray:
+        """Stored values, read-only and without a copy: int8 (or float32) (len, H, head_dim)."""
+        return self._view(self._slabs.value_codes)
+
+    @property
+    def key_scales(self) -> np.ndarray:
+        """Scales of the keys, read-only and without a copy.
+
+        (len, H), or (len, H, num_groups) where a row has several; (len, H, 0) in float32 layers.
+        """
+        return self._scales_view(self._slabs.key_scales)
+
+    @property
+    def value_scales(self) -> np.ndarray:
+        """Scales of the values; as :attr:`key_scales`."""
+        return self._scales_view(self._slabs.value_scales)
+
+    def _view(self, slab):
+        view = slab[: len(self)]
+        view.flags.writeable = False
+        return view
+
+    def _scales_view(self, slab):
+        view = self._view(slab)
+        return view[:, :, 0] if self._config.num_groups == 1 else view
+
+    @property
+    def key_offset(self) -> np.ndarray | None:
+        """What is taken off stored keys, float32 (num_kv_heads, head_dim), read-only; or None."""
+        if self._key_offset is None:
+            return None
+        view = self._key_offset.view()
+        view.flags.writeable = False
+        return view
+
+    # ---- shape and sizes -----------------------------------------------------------------------------------
+
+    @property
+    def capacity(self) -> int:
+        """Tokens there is room for."""
+        return self._config.capacity
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that may still be appended."""
+        return self._config.capacity - len(self)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no token is stored."""
+        return len(self) == 0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no further token fits."""
+        return len(self) == self._config.capacity
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Heads of keys and values."""
+        return self._config.num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of a head."""
+        return self._config.head_dim
+
+    @property
+    def entry_size(self) -> int:
+        """Numbers in the keys of one token: num_kv_heads * head_dim."""
+        return self._config.entry_size
+
+    @property
+    def group_size(self) -> int:
+        """Channels that share a scale; head_dim where a row has one scale."""
+        return self._config.group_size
+
+    @property
+    def num_groups(self) -> int:
+        """Scales per row; 0 in float32 layers."""
+        return self._config.num_groups
+
+    @property
+    def scale_dtype(self) -> str:
+        """What scales are stored as: "float32" or "float16"."""
+        return self._config.scale_dtype
+
+    @property
+    def dtype(self) -> str:
+        """What codes are stored as: "int8" or "float32"."""
+        return self._config.dtype
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of keys and values at full capacity, scales included."""
+        return self._config.capacity * _memory.token_bytes(self._config)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes that the system has committed so far, in whole pages.
+
+        Where the system does not tell, the bytes of the tokens stored.
+        """
+        resident = _memory.resident_bytes(self._slabs)
+        return len(self) * _memory.token_bytes(self._config) if resident is None else resident
+
+    @property
+    def fp32_memory_bytes(self) -> int:
+        """Bytes that the same capacity takes in float32: 2 * capacity * H * head_dim * 4."""
+        return 8 * self._config.capacity * self._config.entry_size
+
+    @property
+    def compression_ratio(self) -> float:
+        """fp32_memory_bytes / memory_bytes."""
+        return self.fp32_memory_bytes / self.memory_bytes
+
+    def __repr__(self) -> str:
+        """Class, fill and shape."""
+        config = self._config
+        parts = [f"{len(self)} of {config.capacity} tokens", f"num_kv_heads={config.num_kv_heads}"]
+        parts.append(f"head_dim={config.head_dim}")
+        if config.num_groups > 1:
+            parts.append(f"group_size={config.group_size}")
+        if config.scale_dtype != "float32":
+            parts.append(f"scale_dtype={config.scale_dtype!r}")
+        if self._auto_key_offset:
+            parts.append('key_offset="auto"')
+        elif self._key_offset is not None:
+            parts.append("key_offset=given")
+        return f"{type(self).__name__}({', '.join(parts)}, {self.memory_bytes / 2**20:.1f} MiB)"

@@ -1,0 +1,137 @@
+"""Memory for layers: reserved in one piece, committed by the system as it is touched.
+
+A layer's four slabs share one private anonymous mapping. Private, so that a fork copies and never
+shares it; anonymous, so that a page costs nothing before something is written to it. The arrays
+keep the mapping alive, so views that were handed out outlive the layer and its growth.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvedge._config import LayerConfig
+from kvedge.errors import OutOfMemoryError
+
+# A kernel may load whole registers at the end of the last row: so many bytes after a slab are
+# readable, whatever they hold.
+TAIL_BYTES = 64
+ALIGNMENT = 64  # bytes: a cache line, and the widest register
+PAGE = mmap.PAGESIZE
+
+_PAGEMAP_CHUNK = 1 << 16  # pages looked up at a time: 512 KiB of pagemap for 256 MiB
+
+
+class Slabs(NamedTuple):
+    """The storage of a layer, at full capacity."""
+
+    key_codes: np.ndarray  # (capacity, num_kv_heads, head_dim) int8 or float32
+    value_codes: np.ndarray  # (capacity, num_kv_heads, head_dim) int8 or float32
+    key_scales: np.ndarray  # (capacity, num_kv_heads, num_groups) float32 or float16
+    value_scales: np.ndarray  # (capacity, num_kv_heads, num_groups) float32 or float16
+
+
+def slab_layout(config: LayerConfig) -> tuple[tuple[tuple[int, int, int], np.dtype], ...]:
+    """Shapes and dtypes of the four slabs, in the order of :class:`Slabs`."""
+    rows = (config.capacity, config.num_kv_heads)
+    codes = (rows + (config.head_dim,), np.dtype(config.dtype))
+    scales = (rows + (config.num_groups,), np.dtype(config.scale_dtype))
+    return (codes, codes, scales, scales)
+
+
+def token_bytes(config: LayerConfig) -> int:
+    """Bytes that one token takes in all slabs together."""
+    scale_size = np.dtype(config.scale_dtype).itemsize
+    row = config.head_dim * np.dtype(config.dtype).itemsize + config.num_groups * scale_size
+    return 2 * config.num_kv_heads * row
+
+
+def reserve_slabs(config: LayerConfig) -> Slabs:
+    """Reserve the slabs of a layer: zero, 64-byte aligned, lazily committed.
+
+    Parameters
+    ----------
+    config : LayerConfig
+
+    Returns
+    -------
+    Slabs
+
+    Raises
+    ------
+    OutOfMemoryError
+        The system refused; the message says how many bytes.
+    """
+    layout = slab_layout(config)
+    offsets, total = [], 0
+    for shape, dtype in layout:
+        offsets.append(total)
+        size = shape[0] * shape[1] * shape[2] * dtype.itemsize
+        total += -(-(size + TAIL_BYTES) // PAGE) * PAGE if size else 0
+    buffer, start = _reserve(total, config)
+    arrays = (
+        np.ndarray(shape, dtype, buffer=buffer, offset=start + offset if 0 not in shape else start)
+        for (shape, dtype), offset in zip(layout, offsets, strict=True)
+    )
+    return Slabs(*arrays)
+
+
+def _reserve(total: int, config: LayerConfig) -> tuple[Any, int]:
+    """A buffer of `total` zero bytes, and the offset at which it is aligned."""
+    try:
+        if os.name == "posix":
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            return mmap.mmap(-1, total, flags=flags), 0
+        buffer = np.zeros(total + ALIGNMENT, dtype=np.uint8)
+        return buffer, -buffer.ctypes.data % ALIGNMENT
+    except (OSError, OverflowError, ValueError, MemoryError) as error:
+        raise OutOfMemoryError(
+            f"cannot reserve {total} bytes ({total / 2**30:.1f} GiB) for {config.capacity} tokens "
+            f"of {config.num_kv_heads} KV heads x {config.head_dim} ({config.dtype}): {error}"
+        ) from error
+
+
+def copy_tokens(source: Sequence[np.ndarray], target: Sequence[np.ndarray], n: int) -> None:
+    """Copy the first `n` tokens from one layer's slabs to another's of the same row shape."""
+    for old, new in zip(source, target, strict=True):
+        new[:n] = old[:n]
+
+
+def resident_bytes(slabs: Sequence[np.ndarray]) -> int | None:
+    """Bytes of whole pages that the system has committed to `slabs`, in memory or in swap.
+
+    Returns
+    -------
+    int or None
+        None where the system does not tell: everywhere but on Linux with a readable pagemap.
+
+    Notes
+    -----
+    From bits 63 (present) and 62 (swapped) of /proc/self/pagemap,
+    https://docs.kernel.org/admin-guide/mm/pagemap.html
+    """
+    spans = sorted(
+        (slab.ctypes.data // PAGE, -(-(slab.ctypes.data + slab.nbytes) // PAGE))
+        for slab in slabs
+        if slab.nbytes
+    )
+    pages, done = 0, 0  # `done`: a page that two slabs share counts once
+    try:
+        with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
+            for first, stop in spans:
+                first = max(first, done)
+                for page in range(first, stop, _PAGEMAP_CHUNK):
+                    count = min(_PAGEMAP_CHUNK, stop - page)
+                    pagemap.seek(page * 8)
+                    entries = np.frombuffer(pagemap.read(count * 8), dtype=np.uint64)
+                    if len(entries) != count:
+                        return None
+                    pages += int(np.count_nonzero(entries >> np.uint64(62)))
+                done = max(done, stop)
+    except (OSError, ValueError):
+        return None
+    return pages * PAGE

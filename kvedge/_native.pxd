@@ -1,0 +1,83 @@
+"""The C API of csrc/kvedge.h, as far as the Python classes use it."""
+
+from libc.stdint cimport int64_t, uint8_t
+
+
+cdef extern from "kvedge.h" nogil:
+    ctypedef enum kvedge_status:
+        KVEDGE_OK
+        KVEDGE_ERROR_ARGUMENT
+        KVEDGE_ERROR_CAPACITY
+        KVEDGE_ERROR_NONFINITE
+        KVEDGE_ERROR_SCALE
+        KVEDGE_ERROR_MEMORY
+        KVEDGE_ERROR_ISA
+
+    ctypedef enum kvedge_format:
+        KVEDGE_INT8
+        KVEDGE_FLOAT32
+
+    ctypedef enum kvedge_scale_type:
+        KVEDGE_SCALE_FLOAT32
+        KVEDGE_SCALE_FLOAT16
+
+    ctypedef struct kvedge_layer:
+        pass
+
+    ctypedef struct kvedge_layer_config:
+        kvedge_format format
+        kvedge_scale_type scale_type
+        int64_t capacity
+        int num_kv_heads
+        int head_dim
+        int group_size
+
+    ctypedef struct kvedge_slabs:
+        void *key_codes
+        void *value_codes
+        void *key_scales
+        void *value_scales
+
+    ctypedef struct kvedge_attention_options:
+        float scale
+        int causal
+        int64_t window
+        int64_t sink_tokens
+        const float *sink_logits
+        float softcap
+        const float *alibi_slopes
+        const uint8_t *mask
+        int64_t mask_strides[3]
+        const float *bias
+        int64_t bias_strides[3]
+
+    const char *kvedge_strerror(kvedge_status status)
+    kvedge_status kvedge_select_isa(const char *name, const char **why_not)
+    const char *kvedge_isa_name()
+    const char *kvedge_isa_compiled(int index)
+    int kvedge_isa_available(const char *name, const char **why_not)
+
+    size_t kvedge_layer_header_bytes(const kvedge_layer_config *config)
+    kvedge_status kvedge_layer_attach(
+        void *header, size_t bytes, const kvedge_layer_config *config, const kvedge_slabs *slabs,
+        kvedge_layer **layer)
+    kvedge_status kvedge_layer_set_key_offset(kvedge_layer *layer, const float *key_offset)
+    kvedge_status kvedge_layer_append(
+        kvedge_layer *layer, const float *keys, const float *values, int64_t num_tokens)
+    int64_t kvedge_layer_len(const kvedge_layer *layer)
+    kvedge_status kvedge_layer_set_len(kvedge_layer *layer, int64_t len)
+    kvedge_status kvedge_layer_get_keys(
+        const kvedge_layer *layer, int64_t start, int64_t stop, float *out)
+    kvedge_status kvedge_layer_get_values(
+        const kvedge_layer *layer, int64_t start, int64_t stop, float *out)
+
+    void kvedge_attention_defaults(kvedge_attention_options *options)
+    kvedge_status kvedge_attend(
+        const kvedge_layer *layer, const float *query, int64_t num_rows, int num_heads,
+        const kvedge_attention_options *options, int num_threads, float *out, float *lse)
+    kvedge_status kvedge_scores(
+        const kvedge_layer *layer, const float *query, int num_heads, float scale, float *logits)
+
+    kvedge_status kvedge_set_num_threads(int num_threads)
+    void kvedge_quiesce()
+    double kvedge_read_bandwidth(int num_threads, size_t bytes, int repeats)

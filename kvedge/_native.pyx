@@ -1,0 +1,479 @@
+"""The compiled backend: a layer's core over csrc/, and the public classes over it.
+
+Every method goes the same way: arguments that are plainly right pass a few comparisons here, all
+others go through kvedge._checks, which converts or refuses them in the words that both backends
+share; then C does the work, without the GIL where that takes long.
+"""
+
+cimport cython
+cimport numpy as cnp
+from cpython.mem cimport PyMem_Free, PyMem_Malloc
+from libc.math cimport NAN
+from libc.stdint cimport uintptr_t
+
+import numpy as np
+
+from kvedge import _checks, _memory
+from kvedge._cache import CacheMethods
+from kvedge._layer import FLOAT32_DOC, QUANTIZED_DOC, LayerMethods
+from kvedge._options import AttendOptions
+from kvedge.errors import KvedgeError, OutOfMemoryError, UnsupportedIsaError
+
+cnp.import_array()
+
+# Below about this many numbers, giving the GIL away and taking it back costs more than the work.
+cdef enum:
+    _KEEP_GIL = 1 << 14
+
+
+# ---- kernel paths, threads, bandwidth ------------------------------------------------------------
+
+
+def select_isa(name=None):
+    """Use the kernels of that name, or with None what KVEDGE_ISA names or else the best.
+
+    Raises
+    ------
+    UnsupportedIsaError
+        This CPU cannot run them; the kernels stay as they were.
+    """
+    cdef const char *why_not = NULL
+    cdef bytes encoded = (name or "").encode()
+    cdef const char *c_name = encoded
+    if kvedge_select_isa(c_name if name else NULL, &why_not) != KVEDGE_OK:
+        raise UnsupportedIsaError(
+            f"KVEDGE_ISA={name or '(environment)'} cannot be used here: {why_not.decode()}; "
+            f"this CPU runs {', '.join(isa_available())}"
+        )
+
+
+def isa_name():
+    """Name of the kernels in use."""
+    return kvedge_isa_name().decode()
+
+
+def isa_compiled():
+    """Names of the kernels in this build, slowest first."""
+    names = []
+    while kvedge_isa_compiled(len(names)) != NULL:
+        names.append(kvedge_isa_compiled(len(names)).decode())
+    return names
+
+
+def isa_available():
+    """Names of the kernels that this CPU can run, slowest first."""
+    return [name for name in isa_compiled() if kvedge_isa_available(name.encode(), NULL)]
+
+
+def set_num_threads(int num_threads):
+    """Set how many threads a call uses by default; kvedge.set_num_threads checks the number."""
+    kvedge_set_num_threads(num_threads)
+
+
+def read_bandwidth(int num_threads, int megabytes=512, int repeats=3):
+    """Bytes per second that `num_threads` threads read from memory, best of `repeats` passes.
+
+    Raises
+    ------
+    OutOfMemoryError
+    """
+    cdef double speed
+    with nogil:
+        speed = kvedge_read_bandwidth(num_threads, <size_t>megabytes << 20, repeats)
+    if speed == 0.0:
+        raise OutOfMemoryError(f"no {megabytes} MB to measure memory with {num_threads} threads")
+    return speed
+
+
+# ---- one layer -----------------------------------------------------------------------------------
+
+
+cdef inline bint _is_plain(object array):
+    """A float32 ndarray that can be read as it lies."""
+    return (
+        cnp.PyArray_CheckExact(array)
+        and cnp.PyArray_TYPE(<cnp.ndarray>array) == cnp.NPY_FLOAT32
+        and cnp.PyArray_ISCARRAY_RO(<cnp.ndarray>array)
+    )
+
+
+cdef inline float *_floats(object array):
+    return <float *>cnp.PyArray_DATA(<cnp.ndarray>array)
+
+
+cdef inline object _empty(int ndim, cnp.npy_intp *shape):
+    return cnp.PyArray_EMPTY(ndim, shape, cnp.NPY_FLOAT32, 0)
+
+
+cdef class _Handle:
+    """A kvedge_layer and what it points to. Whoever is in a C call holds a reference, so a layer may
+    take other slabs (a growing cache) while another thread still attends to the old ones."""
+
+    cdef kvedge_layer *layer
+    cdef void *header
+    cdef object slabs
+
+    def __dealloc__(self):
+        kvedge_quiesce()  # a late helper may still look at the slabs
+        PyMem_Free(self.header)
+
+
+cdef _Handle _attach(config, slabs):
+    cdef kvedge_layer_config c_config
+    cdef kvedge_slabs c_slabs
+    cdef size_t size
+    cdef bint quantized = config.dtype == "int8"
+    c_config.format = KVEDGE_INT8 if quantized else KVEDGE_FLOAT32
+    half = config.scale_dtype == "float16"
+    c_config.scale_type = KVEDGE_SCALE_FLOAT16 if half else KVEDGE_SCALE_FLOAT32
+    c_config.capacity = config.capacity
+    c_config.num_kv_heads = config.num_kv_heads
+    c_config.head_dim = config.head_dim
+    c_config.group_size = config.group_size
+    c_slabs.key_codes = cnp.PyArray_DATA(slabs.key_codes)
+    c_slabs.value_codes = cnp.PyArray_DATA(slabs.value_codes)
+    c_slabs.key_scales = cnp.PyArray_DATA(slabs.key_scales) if quantized else NULL
+    c_slabs.value_scales = cnp.PyArray_DATA(slabs.value_scales) if quantized else NULL
+    size = kvedge_layer_header_bytes(&c_config)
+    cdef _Handle handle = _Handle()
+    handle.slabs = slabs
+    handle.header = PyMem_Malloc(size)
+    if handle.header == NULL:
+        raise OutOfMemoryError(f"cannot allocate {size} bytes for a layer")
+    status = kvedge_layer_attach(handle.header, size, &c_config, &c_slabs, &handle.layer)
+    if status != KVEDGE_OK:
+        raise KvedgeError(kvedge_strerror(status).decode())
+    return handle
+
+
+@cython.auto_pickle(False)  # LayerMethods pickles
+cdef class _LayerCore:
+    """Storage, quantizer and attention of one layer; see LayerMethods for what it must provide."""
+
+    cdef _Handle _handle
+    cdef readonly object _config
+    cdef readonly object _slabs
+    cdef readonly object _key_offset
+    cdef public bint _frozen            # belongs to a KVCache, which alone may change it
+    cdef public bint _auto_key_offset   # take the offset from the first keys
+    cdef bint _writing                  # a thread is in _store, perhaps without the GIL
+    cdef cnp.npy_intp _num_kv_heads, _head_dim
+
+    def __init__(self, config):
+        self._num_kv_heads = config.num_kv_heads
+        self._head_dim = config.head_dim
+        self._bind(_memory.reserve_slabs(config), config)
+
+    def __len__(self):
+        """Tokens stored."""
+        return kvedge_layer_len(self._handle.layer)
+
+    def _bind(self, slabs, config):
+        cdef _Handle old = self._handle
+        cdef _Handle handle = _attach(config, slabs)
+        if old is not None:
+            if self._key_offset is not None:
+                kvedge_layer_set_key_offset(handle.layer, _floats(self._key_offset))
+            kvedge_layer_set_len(handle.layer, kvedge_layer_len(old.layer))
+        self._handle = handle
+        self._slabs = slabs
+        self._config = config
+
+    def _set_len(self, n):
+        kvedge_layer_set_len(self._handle.layer, n)
+
+    def _set_key_offset(self, key_offset):
+        cdef kvedge_layer *layer = self._handle.layer
+        cdef int64_t length = kvedge_layer_len(layer)
+        if key_offset is not None:
+            key_offset = np.ascontiguousarray(key_offset, dtype=np.float32)
+        # C takes an offset for an empty layer only. Going through 0 also makes it look at the scales
+        # again, as is needed where the bytes were exchanged below it.
+        kvedge_layer_set_len(layer, 0)
+        kvedge_layer_set_key_offset(layer, NULL if key_offset is None else _floats(key_offset))
+        kvedge_layer_set_len(layer, length)
+        self._key_offset = key_offset
+
+    # ---- tokens in -------------------------------------------------------------------------------
+
+    cdef inline bint _is_token(self, object array):
+        cdef cnp.ndarray rows
+        if not _is_plain(array):
+            return False
+        rows = <cnp.ndarray>array
+        if rows.ndim == 2:
+            return rows.shape[0] == self._num_kv_heads and rows.shape[1] == self._head_dim
+        return rows.ndim == 1 and rows.shape[0] == self._num_kv_heads * self._head_dim
+
+    cdef inline bint _is_tokens(self, object array):
+        cdef cnp.ndarray rows
+        if not _is_plain(array):
+            return False
+        rows = <cnp.ndarray>array
+        return (
+            rows.ndim == 3
+            and rows.shape[1] == self._num_kv_heads
+            and rows.shape[2] == self._head_dim
+        )
+
+    def push(self, keys, values):
+        if self._frozen:
+            _checks.check_unfrozen(True)
+        if self._is_token(keys) and self._is_token(values):
+            self._store(keys, values, 1)
+        else:
+            self._store_checked(keys, values, False)
+
+    def extend(self, keys, values):
+        if self._frozen:
+            _checks.check_unfrozen(True)
+        self._extend(keys, values, True)
+
+    def _append(self, keys, values):
+        if self._is_token(keys) and self._is_token(values):
+            self._store(keys, values, 1)
+        else:
+            self._extend(keys, values, None)
+
+    cdef _extend(self, keys, values, many):
+        if (
+            self._is_tokens(keys)
+            and self._is_tokens(values)
+            and (<cnp.ndarray>keys).shape[0] == (<cnp.ndarray>values).shape[0]
+        ):
+            self._store(keys, values, (<cnp.ndarray>keys).shape[0])
+        else:
+            self._store_checked(keys, values, many)
+
+    cdef _store_checked(self, keys, values, many):
+        keys, values = _checks.checked_rows(keys, values, self._config, len(self), many=many)
+        self._store(keys, values, (<cnp.ndarray>keys).shape[0])
+
+    cdef _store(self, keys, values, int64_t num_tokens):
+        cdef kvedge_layer *layer = self._handle.layer
+        cdef const float *key_data = _floats(keys)
+        cdef const float *value_data = _floats(values)
+        cdef kvedge_status status
+        cdef bint first = self._auto_key_offset and self._key_offset is None and num_tokens > 0
+        if self._writing:
+            raise KvedgeError("another thread is appending to this layer: one at a time may")
+        if first:
+            self._refuse(keys, values)  # before their mean is taken
+            self._set_key_offset(self._offset_for(keys.reshape(-1, self._num_kv_heads, self._head_dim)))
+        if num_tokens * self._num_kv_heads * self._head_dim < _KEEP_GIL:
+            status = kvedge_layer_append(layer, key_data, value_data, num_tokens)
+        else:
+            self._writing = True
+            with nogil:
+                status = kvedge_layer_append(layer, key_data, value_data, num_tokens)
+            self._writing = False
+        if status == KVEDGE_OK:
+            return
+        offset = self._key_offset
+        if first:
+            self._set_key_offset(None)
+        self._refuse(keys, values)
+        self._refuse_range(keys, offset, "keys")
+        self._refuse_range(values, None, "values")
+        raise KvedgeError(kvedge_strerror(status).decode())
+
+    def _refuse(self, keys, values):
+        """Raise what is wrong with rows that C refuses, if it is room or a number not finite."""
+        shape = (-1, self._num_kv_heads, self._head_dim)
+        _checks.checked_rows(
+            keys.reshape(shape), values.reshape(shape), self._config, len(self), many=True
+        )
+
+    def _refuse_range(self, rows, offset, name):
+        """Raise if rows, less their offset, are too large for what they are stored in."""
+        rows = rows.reshape(-1, self._num_kv_heads, self._head_dim)
+        if offset is not None:
+            with np.errstate(all="ignore"):
+                rows = rows - offset
+            _checks.check_finite(rows, f"{name} minus key_offset")
+        if self._config.scale_dtype == "float16":
+            _checks.check_scale_range(rows, name)
+
+    # ---- tokens out ------------------------------------------------------------------------------
+
+    def _dequantize(self, values, start, stop):
+        shape = (stop - start, self._num_kv_heads, self._head_dim)
+        out = np.empty(shape, dtype=np.float32)
+        self._dequantize_into(values, start, stop, out)
+        return out
+
+    def _dequantize_into(self, bint values, int64_t start, int64_t stop, out):
+        cdef _Handle handle = self._handle
+        cdef float *data = _floats(out)
+        cdef kvedge_status status
+        with nogil:
+            if values:
+                status = kvedge_layer_get_values(handle.layer, start, stop, data)
+            else:
+                status = kvedge_layer_get_keys(handle.layer, start, stop, data)
+        if status != KVEDGE_OK:
+            raise KvedgeError(kvedge_strerror(status).decode())
+
+    # ---- attention -------------------------------------------------------------------------------
+
+    cdef inline bint _is_query(self, object array):
+        cdef cnp.ndarray query
+        if not _is_plain(array):
+            return False
+        query = <cnp.ndarray>array
+        return (
+            (query.ndim == 2 or (query.ndim == 3 and query.shape[0] > 0))
+            and query.shape[query.ndim - 1] == self._head_dim
+            and query.shape[query.ndim - 2] > 0
+            and query.shape[query.ndim - 2] % self._num_kv_heads == 0
+        )
+
+    def attend(
+        self,
+        query,
+        *,
+        scale=None,
+        causal=True,
+        window=None,
+        sinks=None,
+        softcap=None,
+        mask=None,
+        alibi_slopes=None,
+        return_lse=False,
+        out=None,
+        num_threads=None,
+    ):
+        cdef _Handle handle = self._handle
+        cdef kvedge_attention_options c_options
+        cdef kvedge_attention_options *pointer = NULL
+        cdef kvedge_status status
+        cdef cnp.ndarray rows
+        cdef int num_heads, threads = 0
+        cdef int64_t num_rows, length = kvedge_layer_len(handle.layer)
+        cdef float *lse_data = NULL
+        cdef float *out_data
+        cdef float *query_data
+        cdef bint single
+        if self._is_query(query):
+            single = (<cnp.ndarray>query).ndim == 2
+        else:
+            query, single = _checks.as_query(query, self._config)
+            if single:
+                query = query[0]
+        rows = <cnp.ndarray>query
+        num_heads = <int>rows.shape[rows.ndim - 2]
+        num_rows = 1 if single else rows.shape[0]
+        options = None
+        if num_rows > length or not (
+            scale is None and causal is True and window is None and sinks is None
+            and softcap is None and mask is None and alibi_slopes is None and return_lse is False
+            and num_threads is None
+        ):
+            options = AttendOptions.make(
+                self._head_dim, num_rows, num_heads, length, scale=scale, causal=causal,
+                window=window, sinks=sinks, softcap=softcap, mask=mask, alibi_slopes=alibi_slopes,
+                return_lse=return_lse, num_threads=num_threads,
+            )
+            _fill(&c_options, options)
+            pointer = &c_options
+            threads = options.num_threads
+        if out is None:
+            out = _empty(rows.ndim, rows.shape)
+        else:
+            out = _checks.as_out(out, query.shape, reads=(query, *self._slabs))
+        lse = None
+        if options is not None and options.return_lse:
+            lse = _empty(rows.ndim - 1, rows.shape)
+            lse_data = _floats(lse)
+        query_data = _floats(query)
+        out_data = _floats(out)
+        if length * self._num_kv_heads * self._head_dim < _KEEP_GIL and num_rows == 1:
+            status = kvedge_attend(
+                handle.layer, query_data, num_rows, num_heads, pointer, threads, out_data, lse_data)
+        else:
+            with nogil:
+                status = kvedge_attend(
+                    handle.layer, query_data, num_rows, num_heads, pointer, threads, out_data,
+                    lse_data)
+        if status != KVEDGE_OK:
+            self._refuse_attend(query, status)
+        return out if lse is None else (out, lse)
+
+    def scores(self, query, *, scale=None):
+        cdef _Handle handle = self._handle
+        cdef cnp.npy_intp shape[2]
+        cdef kvedge_status status
+        cdef float c_scale = NAN if scale is None else _checks.as_float(scale, "scale")
+        query = _checks.as_query(query, self._config, many=False)[0][0]
+        shape[0] = query.shape[0]
+        shape[1] = kvedge_layer_len(handle.layer)
+        out = _empty(2, shape)
+        if shape[1] == 0:
+            return out
+        cdef float *query_data = _floats(query)
+        cdef float *out_data = _floats(out)
+        cdef int num_heads = <int>shape[0]
+        with nogil:
+            status = kvedge_scores(handle.layer, query_data, num_heads, c_scale, out_data)
+        if status != KVEDGE_OK:
+            self._refuse_attend(query, status)
+        return out
+
+    def _refuse_attend(self, query, status):
+        """Raise what C refused about a query."""
+        _checks.check_finite(query, "query")
+        if status == KVEDGE_ERROR_MEMORY:
+            raise OutOfMemoryError("no memory for the intermediate results of attention")
+        raise KvedgeError(kvedge_strerror(status).decode())
+
+
+cdef _fill(kvedge_attention_options *c, options):
+    """AttendOptions as C takes them; `options` keeps the arrays alive."""
+    cdef int i
+    kvedge_attention_defaults(c)
+    c.scale = options.scale
+    c.causal = options.causal
+    c.window = options.window
+    c.sink_tokens = options.sink_tokens
+    c.softcap = options.softcap
+    if options.sink_logits is not None:
+        c.sink_logits = _floats(options.sink_logits)
+    if options.alibi_slopes is not None:
+        c.alibi_slopes = _floats(options.alibi_slopes)
+    if options.mask_bool is not None:
+        c.mask = <const uint8_t *>cnp.PyArray_DATA(options.mask_bool)
+        for i in range(3):
+            c.mask_strides[i] = options.mask_bool.strides[i]
+    if options.mask_bias is not None:
+        c.bias = _floats(options.mask_bias)
+        for i in range(3):
+            c.bias_strides[i] = options.mask_bias.strides[i] // 4
+
+
+class QuantizedKvLayer(_LayerCore, LayerMethods):
+    __doc__ = QUANTIZED_DOC
+
+    def __init__(self, capacity, num_kv_heads, head_dim, *, group_size=None, scale_dtype="float32",
+                 key_offset=None):
+        config = _checks.layer_config(
+            "int8", capacity, num_kv_heads, head_dim, group_size=group_size, scale_dtype=scale_dtype)
+        key_offset = _checks.as_key_offset(key_offset, config)
+        _LayerCore.__init__(self, config)
+        self._start_key_offset(key_offset)
+
+
+class Float32KvLayer(_LayerCore, LayerMethods):
+    __doc__ = FLOAT32_DOC
+
+    def __init__(self, capacity, num_kv_heads, head_dim, *, group_size=None, scale_dtype="float32",
+                 key_offset=None):
+        config = _checks.layer_config(
+            "float32", capacity, num_kv_heads, head_dim, group_size=group_size,
+            scale_dtype=scale_dtype)
+        key_offset = _checks.as_key_offset(key_offset, config)
+        _LayerCore.__init__(self, config)
+        self._start_key_offset(key_offset)
+
+
+class KVCache(CacheMethods):
+    _layer_types = {"int8": QuantizedKvLayer, "float32": Float32KvLayer}

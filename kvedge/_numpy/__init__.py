@@ -1,0 +1,1 @@
+"""The pure-NumPy backend: the same classes and the same stored bytes, without a compiler."""

@@ -1,0 +1,243 @@
+"""Attention over the stored rows in NumPy, in float64 with an online softmax.
+
+    s[t] = scale * q . k[t]  ->  softcap  ->  + slope * (t - p)  ->  mask
+    out  = sum_t exp(s[t] - m) v[t] / (sum_t exp(s[t] - m) + exp(sink - m)),  m = max_t s[t]
+
+Tokens come in blocks; each rescales what has been summed by exp(old m - new m) (Milakov and
+Gimelshein, https://arxiv.org/abs/1805.02867). KV heads and query rows come in blocks as well, so
+temporary memory is bounded whatever the lengths. Products of any float32 numbers are finite in
+float64, so nothing overflows on the way.
+"""
+
+from itertools import product
+
+import numpy as np
+
+from kvedge._checks import FLOAT32_MAX, FLOAT32_TINY
+from kvedge._numpy.quantize import dequantize
+
+_KV_NUMBERS = 1 << 18  # of keys or of values in a block: 2 MiB of float64, a share of an L2 cache
+_SCORE_NUMBERS = 1 << 20  # in a block: 8 MiB of float64
+
+
+class Stored:
+    """What is attended to: the slabs of a layer, and which part of them is in use.
+
+    Parameters
+    ----------
+    slabs : Slabs
+    config : LayerConfig
+    length : int
+        Tokens stored.
+    key_offset : numpy.ndarray or None
+        float32 (num_kv_heads, head_dim), to be added to the keys.
+    """
+
+    def __init__(self, slabs, config, length, key_offset):
+        self.slabs = slabs
+        self.config = config
+        self.length = length
+        self.key_offset = key_offset
+
+    def keys(self, heads, tokens):
+        """float64 (tokens, heads, head_dim) without the offset; exact."""
+        return self._rows(self.slabs.key_codes, self.slabs.key_scales, heads, tokens)
+
+    def values(self, heads, tokens):
+        """float64 (tokens, heads, head_dim); exact."""
+        return self._rows(self.slabs.value_codes, self.slabs.value_scales, heads, tokens)
+
+    def _rows(self, codes, scales, heads, tokens):
+        codes = codes[tokens, heads]
+        if self.config.dtype == "float32":
+            return codes.astype(np.float64)
+        return dequantize(codes, scales[tokens, heads], self.config, dtype=np.float64)
+
+
+def attend(stored, query, options, out):
+    """Write the attention of `query` over `stored` into `out`.
+
+    Parameters
+    ----------
+    stored : Stored
+    query : numpy.ndarray
+        float32 (n, num_heads, head_dim).
+    options : AttendOptions
+    out : numpy.ndarray
+        float32 (n, num_heads, head_dim).
+
+    Returns
+    -------
+    numpy.ndarray
+        lse, float32 (n, num_heads): natural logarithm of each softmax denominator.
+    """
+    n_rows, num_heads, head_dim = query.shape
+    num_kv_heads = stored.config.num_kv_heads
+    group = num_heads // num_kv_heads  # query heads per KV head
+    by_head = query.reshape(n_rows, num_kv_heads, group, head_dim)  # views, as are the next two
+    out_by_head = out.reshape(by_head.shape)
+    lse = np.empty((n_rows, num_heads), dtype=np.float32)
+    lse_by_head = lse.reshape(by_head.shape[:3])
+    with np.errstate(all="ignore"):
+        for heads, rows in _query_blocks(n_rows, num_kv_heads, group, head_dim):
+            part = by_head[rows, heads].transpose(1, 2, 0, 3).astype(np.float64)  # (H, g, R, D)
+            result, log_sum = _attend_block(stored, part, heads, rows, n_rows, options)
+            out_by_head[rows, heads] = _to_float32(result).transpose(2, 0, 1, 3)
+            lse_by_head[rows, heads] = _to_float32(log_sum, keep_inf=True).transpose(2, 0, 1)
+    return lse
+
+
+def scores(stored, query, scale):
+    """Scaled logits of one query row, the constant of the key offset included.
+
+    Parameters
+    ----------
+    stored : Stored
+    query : numpy.ndarray
+        float32 (1, num_heads, head_dim).
+    scale : float
+
+    Returns
+    -------
+    numpy.ndarray
+        float32 (num_heads, length).
+    """
+    _, num_heads, head_dim = query.shape
+    num_kv_heads = stored.config.num_kv_heads
+    group = num_heads // num_kv_heads
+    by_head = query.reshape(num_kv_heads, group, 1, head_dim)
+    logits = np.empty((num_kv_heads, group, stored.length), dtype=np.float32)
+    with np.errstate(all="ignore"):
+        for heads, _ in _query_blocks(1, num_kv_heads, group, head_dim):
+            part = by_head[heads].astype(np.float64)
+            constant = _offset_logits(stored, part, heads, scale)
+            for tokens in _token_blocks([(0, stored.length)], part.shape):
+                block = _logits(stored, part, heads, tokens, scale) + constant[..., np.newaxis]
+                logits[heads, :, tokens] = _to_float32(block[:, :, 0])
+    return logits.reshape(num_heads, stored.length)
+
+
+def _attend_block(stored, query, heads, rows, n_rows, options):
+    """Attention of query rows (H, g, R, D): out (H, g, R, D) and lse (H, g, R), both float64."""
+    first = stored.length - n_rows + rows.start  # position of the first row
+    positions = np.arange(first, first + query.shape[2])  # (R,)
+    constant = _offset_logits(stored, query, heads, options.scale)  # (H, g, R)
+    largest = np.full(query.shape[:3], -np.inf)  # m of the softmax
+    total = np.zeros(query.shape[:3])
+    summed = np.zeros(query.shape)
+    for tokens in _token_blocks(_visible_runs(positions, stored.length, options), query.shape):
+        logits = _logits(stored, query, heads, tokens, options.scale)  # (H, g, R, T)
+        if options.softcap:
+            logits += constant[..., np.newaxis]
+            logits = options.softcap * np.tanh(logits / options.softcap)
+        _add_bias_and_hide(logits, heads, rows, tokens, positions, options)
+        new_largest = np.maximum(largest, logits.max(axis=-1))
+        # A row that has seen nothing yet has -inf here; 0 keeps its exponentials at exp(-inf) = 0.
+        base = np.where(np.isneginf(new_largest), 0.0, new_largest)
+        weights = np.exp(logits - base[..., np.newaxis])
+        decay = np.exp(largest - base)
+        total = total * decay + weights.sum(axis=-1)
+        summed *= decay[..., np.newaxis]
+        summed += _weighted_sum(weights, stored.values(heads, tokens))
+        largest = new_largest
+    # The offset's constant does not change a softmax: kept apart, it costs no precision there.
+    shift = 0.0 if options.softcap else constant
+    if options.sink_logits is not None:
+        sinks = options.sink_logits.astype(np.float64).reshape(-1, query.shape[1])[heads]
+        sinks = sinks[..., np.newaxis] - shift  # (H, g, R)
+        new_largest = np.maximum(largest, sinks)
+        decay = np.exp(largest - new_largest)
+        total = total * decay + np.exp(sinks - new_largest)
+        summed *= decay[..., np.newaxis]
+        largest = new_largest
+    out = summed / np.where(total == 0, 1.0, total)[..., np.newaxis]
+    return out, largest + np.log(total) + shift
+
+
+def _logits(stored, query, heads, tokens, scale):
+    """scale * q . k without the offset's constant: (H, g, R, D) over tokens -> (H, g, R, T)."""
+    num_heads, group, n_rows, head_dim = query.shape
+    keys = stored.keys(heads, tokens).transpose(1, 2, 0)  # (H, D, T)
+    logits = np.matmul(query.reshape(num_heads, group * n_rows, head_dim), keys)
+    logits *= scale
+    return logits.reshape(num_heads, group, n_rows, keys.shape[2])
+
+
+def _weighted_sum(weights, values):
+    """(H, g, R, T) over (T, H, D) -> (H, g, R, D)."""
+    num_heads, group, n_rows, n_tokens = weights.shape
+    flat = weights.reshape(num_heads, group * n_rows, n_tokens)
+    summed = np.matmul(flat, values.transpose(1, 0, 2))
+    return summed.reshape(num_heads, group, n_rows, values.shape[2])
+
+
+def _offset_logits(stored, query, heads, scale):
+    """What the key offset adds to all logits of a row: (H, g, R)."""
+    if stored.key_offset is None:
+        return np.zeros(query.shape[:3])
+    offset = stored.key_offset[heads].astype(np.float64)  # (H, D)
+    return scale * np.einsum("hgrd,hd->hgr", query, offset)
+
+
+def _add_bias_and_hide(logits, heads, rows, tokens, positions, options):
+    """Add ALiBi and the mask to logits (H, g, R, T), and -inf where a row may not look."""
+    shape = logits.shape
+    steps = np.arange(tokens.start, tokens.stop) - positions[:, np.newaxis]  # (R, T): t - p
+    if options.alibi_slopes is not None:
+        slopes = options.alibi_slopes.astype(np.float64).reshape(-1, shape[1])[heads]
+        logits += slopes[:, :, np.newaxis, np.newaxis] * steps
+    query_heads = slice(heads.start * shape[1], heads.stop * shape[1])
+    if options.mask_bias is not None:
+        logits += options.mask_bias[query_heads, rows, tokens].reshape(shape)
+    if options.mask_bool is not None:
+        logits[options.mask_bool[query_heads, rows, tokens].reshape(shape) == 0] = -np.inf
+    if options.causal and tokens.stop - 1 > positions[0]:
+        logits[..., steps > 0] = -np.inf
+    if options.window and tokens.start <= positions[-1] - options.window:
+        outside = steps <= -options.window
+        outside[:, : max(0, options.sink_tokens - tokens.start)] = False
+        logits[..., outside] = -np.inf
+
+
+def _visible_runs(positions, length, options):
+    """Runs (start, stop) of tokens that some of the rows may see; no others are read."""
+    stop = int(positions[-1]) + 1 if options.causal else length
+    if not options.window:
+        return [(0, stop)]
+    start = max(0, int(positions[0]) - options.window + 1)
+    sinks = min(options.sink_tokens, start)
+    return [(0, sinks), (start, stop)]
+
+
+def _token_blocks(runs, query_shape):
+    """Slices of tokens small enough for the blocks of keys, values and scores."""
+    num_heads, group, n_rows, head_dim = query_shape
+    size = min(
+        _KV_NUMBERS // (num_heads * head_dim), _SCORE_NUMBERS // (num_heads * group * n_rows)
+    )
+    size = max(1, size)
+    for start, stop in runs:
+        for block in range(start, stop, size):
+            yield slice(block, min(stop, block + size))
+
+
+def _query_blocks(n_rows, num_kv_heads, group, head_dim):
+    """Slices of KV heads and of query rows that leave room for at least 64 tokens in a block."""
+    n_heads = max(1, min(_KV_NUMBERS // head_dim, _SCORE_NUMBERS // group) // 64)
+    n_heads = min(n_heads, num_kv_heads)
+    per_row = n_heads * group * max(64, head_dim)  # scores of 64 tokens, or the sums
+    step = max(1, _SCORE_NUMBERS // per_row)
+    return product(
+        [slice(h, min(h + n_heads, num_kv_heads)) for h in range(0, num_kv_heads, n_heads)],
+        [slice(r, min(r + step, n_rows)) for r in range(0, n_rows, step)],
+    )
+
+
+def _to_float32(array, *, keep_inf=False):
+    """Round to float32 with no infinity (save -inf where kept) and no denormal."""
+    hidden = np.isneginf(array) if keep_inf else None
+    result = np.clip(array, -FLOAT32_MAX, FLOAT32_MAX).astype(np.float32)
+    result[np.abs(result) < FLOAT32_TINY] = 0
+    if keep_inf:
+        result[hidden] = -np.inf
+    return result

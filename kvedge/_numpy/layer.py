@@ -1,0 +1,312 @@
+"""The classes of the NumPy backend: a layer's core in NumPy, and what is public over it."""
+
+import numpy as np
+
+from kvedge import _checks, _memory
+from kvedge._cache import CacheMethods
+from kvedge._layer import LayerMethods
+from kvedge._layer_docs import FLOAT32_DOC, QUANTIZED_DOC
+from kvedge._numpy import attention, quantize
+from kvedge._options import AttendOptions
+
+_BLOCK_NUMBERS = 1 << 20  # float32 numbers worked on at a time: 4 MiB
+
+
+class _LayerCore:
+    """Storage, quantizer and attention of one layer; see LayerMethods for what it must provide."""
+
+    def __init__(self, config):
+        self._frozen = False
+        self._len = 0
+        self._key_offset = None
+        self._bind(_memory.reserve_slabs(config), config)
+
+    def __len__(self):
+        """Tokens stored."""
+        return self._len
+
+    def _bind(self, slabs, config):
+        self._slabs = slabs
+        self._config = config
+
+    def _set_len(self, n):
+        self._len = n
+
+    def _set_key_offset(self, key_offset):
+        self._key_offset = key_offset
+
+    def push(self, keys, values):
+        """Append one token.
+
+        Parameters
+        ----------
+        keys, values : array
+            float32 (num_kv_heads, head_dim) or flat; float16 and bfloat16 are converted.
+
+        Raises
+        ------
+        CapacityExceededError, ShapeMismatchError, DtypeMismatchError, LayoutError
+        NonFiniteInputError, ScaleRangeError, ReadOnlyLayerError
+            Nothing has changed.
+        """
+        _checks.check_unfrozen(self._frozen)
+        self._store(*_checks.checked_rows(keys, values, self._config, self._len, many=False))
+
+    def extend(self, keys, values):
+        """Append any number of tokens: all of them or none.
+
+        Parameters
+        ----------
+        keys, values : array
+            float32 (n, num_kv_heads, head_dim); float16 and bfloat16 are converted.
+
+        Raises
+        ------
+        CapacityExceededError, ShapeMismatchError, DtypeMismatchError, LayoutError
+        NonFiniteInputError, ScaleRangeError, ReadOnlyLayerError
+            Nothing has changed.
+        """
+        _checks.check_unfrozen(self._frozen)
+        self._store(*_checks.checked_rows(keys, values, self._config, self._len, many=True))
+
+    def _append(self, keys, values):
+        self._store(*_checks.checked_rows(keys, values, self._config, self._len, many=None))
+
+    def _store(self, keys, values):
+        """Append checked float32 rows (n, num_kv_heads, head_dim)."""
+        if not len(keys):
+            return
+        slabs = self._slabs
+        offset = self._offset_for(keys)
+        self._refuse(keys, offset, "keys")
+        self._refuse(values, None, "values")
+        self._write(slabs.key_codes, slabs.key_scales, keys, offset)
+        self._write(slabs.value_codes, slabs.value_scales, values, None)
+        if offset is not self._key_offset:
+            self._set_key_offset(offset)
+        self._len += len(keys)
+
+    def _refuse(self, rows, offset, name):
+        """Raise if any of the rows cannot be stored, before the first is written."""
+        float16 = self._config.dtype == "int8" and self._config.scale_dtype == "float16"
+        if offset is None and not float16:
+            return
+        for block in self._blocks(len(rows)):
+            centred = _minus(rows[block], offset)
+            if offset is not None:
+                _checks.check_finite(centred, f"{name} minus key_offset")
+            if float16:
+                _checks.check_scale_range(centred, name)
+
+    def _write(self, codes, scales, rows, offset):
+        for block in self._blocks(len(rows)):
+            at = slice(self._len + block.start, self._len + block.stop)
+            if self._config.dtype == "float32":
+                codes[at] = rows[block]
+            else:
+                codes[at], scales[at] = quantize.quantize(
+                    _minus(rows[block], offset), self._config
+                )
+
+    def _blocks(self, n):
+        step = max(1, _BLOCK_NUMBERS // self._config.entry_size)
+        return (slice(start, min(n, start + step)) for start in range(0, n, step))
+
+    def _dequantize(self, values, start, stop):
+        shape = (stop - start, self._config.num_kv_heads, self._config.head_dim)
+        out = np.empty(shape, dtype=np.float32)
+        self._dequantize_into(values, start, stop, out)
+        return out
+
+    def _dequantize_into(self, values, start, stop, out):
+        slabs = self._slabs
+        codes = slabs.value_codes if values else slabs.key_codes
+        scales = slabs.value_scales if values else slabs.key_scales
+        offset = None if values else self._key_offset
+        for block in self._blocks(stop - start):
+            at = slice(start + block.start, start + block.stop)
+            if self._config.dtype == "float32":
+                out[block] = codes[at]
+                continue
+            rows = quantize.dequantize(codes[at], scales[at], self._config)
+            if offset is not None:
+                with np.errstate(all="ignore"):
+                    rows += offset
+            out[block] = quantize.clamp(rows)
+
+    def attend(
+        self,
+        query,
+        *,
+        scale=None,
+        causal=True,
+        window=None,
+        sinks=None,
+        softcap=None,
+        mask=None,
+        alibi_slopes=None,
+        return_lse=False,
+        out=None,
+        num_threads=None,
+    ):
+        """Attention of query rows over the tokens stored.
+
+        Query head h reads KV head h // (num_heads // num_kv_heads). Row i of n stands at position
+        p = len - n + i. A row that may see nothing gives zeros.
+
+        Parameters
+        ----------
+        query : array
+            float32 (num_heads, head_dim) for the last token, or (n, num_heads, head_dim) for the
+            last n; num_heads a multiple of num_kv_heads.
+        scale : float, optional
+            Factor of the dot products; by default 1 / sqrt(head_dim).
+        causal : bool
+            A row sees tokens t <= p; else all.
+        window : int, optional
+            A row sees tokens t > p - window only.
+        sinks : int or array, optional
+            int: so many first tokens stay visible besides the window (StreamingLLM,
+            https://arxiv.org/abs/2309.17453). float32 (num_heads,): logits whose exp() joins the
+            softmax denominator (gpt-oss).
+        softcap : float, optional
+            c: logits become c * tanh(logit / c).
+        mask : array, optional
+            bool (True: visible) or float32 that is added (-inf hides), broadcast to (num_heads, n,
+            len); for one row also (num_heads, len).
+        alibi_slopes : array, optional
+            float32 (num_heads,): slope * (t - p) is added (https://arxiv.org/abs/2108.12409).
+        return_lse : bool
+            Return the logarithm of each softmax denominator, learned sinks included, as well; with
+            it, results over parts of a context can be merged.
+        out : numpy.ndarray, optional
+            float32, shaped as the query, to write to.
+        num_threads : int, optional
+            Has no effect in this backend, where NumPy decides.
+
+        Returns
+        -------
+        out : numpy.ndarray
+            float32, shaped as the query.
+        lse : numpy.ndarray
+            With `return_lse`: float32 (num_heads,) or (n, num_heads); -inf for a row that sees
+            nothing.
+
+        Raises
+        ------
+        InvalidArgumentError
+            The layer is empty, or arguments do not fit together.
+        ShapeMismatchError, DtypeMismatchError, LayoutError, NonFiniteInputError
+        """
+        query, single = _checks.as_query(query, self._config)
+        n_rows, num_heads, head_dim = query.shape
+        options = AttendOptions.make(
+            head_dim,
+            n_rows,
+            num_heads,
+            self._len,
+            scale=scale,
+            causal=causal,
+            window=window,
+            sinks=sinks,
+            softcap=softcap,
+            mask=mask,
+            alibi_slopes=alibi_slopes,
+            return_lse=return_lse,
+            num_threads=num_threads,
+        )
+        shape = query.shape[1:] if single else query.shape
+        out = _checks.as_out(out, shape, reads=(query, *self._slabs))
+        lse = attention.attend(self._stored(), query, options, out.reshape(query.shape))
+        if not options.return_lse:
+            return out
+        return out, (lse[0] if single else lse)
+
+    def scores(self, query, *, scale=None):
+        """Scaled logits of one query row, before softcap, bias, mask and softmax.
+
+        Parameters
+        ----------
+        query : array
+            float32 (num_heads, head_dim).
+        scale : float, optional
+            By default 1 / sqrt(head_dim).
+
+        Returns
+        -------
+        numpy.ndarray
+            float32 (num_heads, len).
+
+        Raises
+        ------
+        ShapeMismatchError, DtypeMismatchError, LayoutError, NonFiniteInputError
+        """
+        query, _ = _checks.as_query(query, self._config, many=False)
+        scale = query.shape[2] ** -0.5 if scale is None else _checks.as_float(scale, "scale")
+        return attention.scores(self._stored(), query, scale)
+
+    def _stored(self):
+        return attention.Stored(self._slabs, self._config, self._len, self._key_offset)
+
+
+def _minus(rows, offset):
+    if offset is None:
+        return rows
+    with np.errstate(all="ignore"):
+        return rows - offset
+
+
+class QuantizedKvLayer(_LayerCore, LayerMethods):
+    __doc__ = QUANTIZED_DOC
+
+    def __init__(
+        self,
+        capacity,
+        num_kv_heads,
+        head_dim,
+        *,
+        group_size=None,
+        scale_dtype="float32",
+        key_offset=None,
+    ):
+        config = _checks.layer_config(
+            "int8",
+            capacity,
+            num_kv_heads,
+            head_dim,
+            group_size=group_size,
+            scale_dtype=scale_dtype,
+        )
+        key_offset = _checks.as_key_offset(key_offset, config)
+        super().__init__(config)
+        self._start_key_offset(key_offset)
+
+
+class Float32KvLayer(_LayerCore, LayerMethods):
+    __doc__ = FLOAT32_DOC
+
+    def __init__(
+        self,
+        capacity,
+        num_kv_heads,
+        head_dim,
+        *,
+        group_size=None,
+        scale_dtype="float32",
+        key_offset=None,
+    ):
+        config = _checks.layer_config(
+            "float32",
+            capacity,
+            num_kv_heads,
+            head_dim,
+            group_size=group_size,
+            scale_dtype=scale_dtype,
+        )
+        key_offset = _checks.as_key_offset(key_offset, config)
+        super().__init__(config)
+        self._start_key_offset(key_offset)
+
+
+class KVCache(CacheMethods):
+    _layer_types = {"int8": QuantizedKvLayer, "float32": Float32KvLayer}

@@ -1,0 +1,179 @@
+"""The keyword arguments of ``attend``, checked and made plain for both backends."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvedge._checks import (
+    FLOAT32_MAX,
+    FLOAT32_TINY,
+    as_bool,
+    as_float,
+    as_float32,
+    as_int,
+    as_ndarray,
+    as_vector,
+    describe,
+)
+from kvedge.errors import InvalidArgumentError, NonFiniteInputError, ShapeMismatchError
+
+MAX_THREADS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class AttendOptions:
+    """What ``attend`` is to do, in numbers; made and checked by :meth:`make`.
+
+    Query row i of n stands at position p = length - n + i; t is the position of a stored token.
+    """
+
+    scale: float  # factor of the dot products
+    causal: bool = True  # a row sees t <= p only
+    window: int = 0  # tokens, 0: none; a row sees t > p - window
+    sink_tokens: int = 0  # the first tokens, visible besides the window
+    sink_logits: np.ndarray | None = None  # (num_heads,) float32, each adds exp() to the sum
+    softcap: float = 0.0  # 0: none; c * tanh(s / c) of the scaled logit
+    alibi_slopes: np.ndarray | None = None  # (num_heads,) float32, adds slope * (t - p)
+    # Masks are broadcast views: strides of 0 occur, and the last stride is 0 or one element.
+    mask_bool: np.ndarray | None = None  # (num_heads, n, length) uint8, nonzero: visible
+    mask_bias: np.ndarray | None = None  # (num_heads, n, length) float32, finite or -inf
+    return_lse: bool = False
+    num_threads: int = 0  # 0: the default
+
+    @classmethod
+    def make(
+        cls,
+        head_dim: int,
+        n_rows: int,
+        num_heads: int,
+        length: int,
+        *,
+        scale: Any = None,
+        causal: Any = True,
+        window: Any = None,
+        sinks: Any = None,
+        softcap: Any = None,
+        mask: Any = None,
+        alibi_slopes: Any = None,
+        return_lse: Any = False,
+        num_threads: Any = None,
+    ) -> AttendOptions:
+        """Check the arguments of ``attend``.
+
+        Parameters
+        ----------
+        head_dim, n_rows, num_heads : int
+            Of the query.
+        length : int
+            Tokens stored.
+        scale, causal, window, sinks, softcap, mask, alibi_slopes, return_lse, num_threads
+            As the caller gave them to ``attend``.
+
+        Raises
+        ------
+        InvalidArgumentError, ShapeMismatchError, DtypeMismatchError, LayoutError,
+        NonFiniteInputError
+        """
+        if length < 1:
+            raise InvalidArgumentError("there are no tokens to attend to: append some first")
+        causal = True if causal is True else as_bool(causal, "causal")
+        if causal and n_rows > length:
+            raise ShapeMismatchError(
+                f"a causal query is for the last tokens stored: {n_rows} rows against {length}"
+            )
+        scale = 1.0 / math.sqrt(head_dim) if scale is None else as_float(scale, "scale")
+        options: dict[str, Any] = {}
+        if window is not None or sinks is not None:
+            options.update(_window(window, sinks, causal, num_heads, length))
+        if softcap is not None:
+            options["softcap"] = _softcap(softcap)
+        if mask is not None:
+            options.update(_mask(mask, (num_heads, n_rows, length)))
+        if alibi_slopes is not None:
+            options["alibi_slopes"] = as_vector(alibi_slopes, "alibi_slopes", num_heads)
+        if return_lse is not False:
+            options["return_lse"] = as_bool(return_lse, "return_lse")
+        if num_threads is not None:
+            options["num_threads"] = as_num_threads(num_threads)
+        return cls(scale, causal, **options)
+
+
+def as_num_threads(num_threads: Any) -> int:
+    """`num_threads` as an int from 1 to 1024."""
+    num_threads = as_int(num_threads, "num_threads")
+    if not 1 <= num_threads <= MAX_THREADS:
+        raise InvalidArgumentError(f"num_threads must be from 1 to {MAX_THREADS}, not {num_threads}")
+    return num_threads
+
+
+def _window(
+    window: Any, sinks: Any, causal: bool, num_heads: int, length: int
+) -> dict[str, Any]:
+    """window, sink_tokens and sink_logits; a window that hides nothing is none."""
+    options: dict[str, Any] = {}
+    if window is not None:
+        window = as_int(window, "window")
+        if window < 1:
+            raise InvalidArgumentError(f"window must be at least 1 token, not {window}")
+        if not causal:
+            raise InvalidArgumentError("window counts back from each row, so it needs causal=True")
+    narrow = window is not None and window < length
+    if narrow:
+        options["window"] = window
+    if sinks is None:
+        return options
+    if hasattr(type(sinks), "__dlpack__") or isinstance(sinks, np.ndarray):
+        options["sink_logits"] = as_vector(sinks, "sinks", num_heads)
+        return options
+    if isinstance(sinks, (float, list, tuple, str)):
+        raise InvalidArgumentError(
+            "sinks must be a number of tokens (an integer) or logits (a float32 array of shape "
+            f"({num_heads},)), not {describe(sinks)}"
+        )
+    sinks = as_int(sinks, "sinks")
+    if sinks < 0:
+        raise InvalidArgumentError(f"sinks must be at least 0 tokens, not {sinks}")
+    if window is None:
+        raise InvalidArgumentError("sinks as a number of tokens needs a window to be beside")
+    if narrow:
+        options["sink_tokens"] = min(sinks, length)
+    return options
+
+
+def _softcap(softcap: Any) -> float:
+    softcap = as_float(softcap, "softcap")
+    if not FLOAT32_TINY <= softcap <= FLOAT32_MAX:
+        raise InvalidArgumentError(f"softcap must be a positive float32, not {softcap:g}")
+    return softcap
+
+
+def _mask(mask: Any, shape: tuple[int, int, int]) -> dict[str, np.ndarray]:
+    """mask_bool or mask_bias, broadcast to `shape` = (num_heads, n_rows, length)."""
+    num_heads, n_rows, _ = shape
+    mask = as_ndarray(mask, "mask")
+    given = mask.shape
+    if mask.ndim == 2 and n_rows == 1 and given[0] == num_heads:
+        mask = mask[:, np.newaxis]  # (num_heads, length) of the one row
+    if not 1 <= mask.ndim <= 3 or any(
+        have not in (1, want) for have, want in zip(mask.shape[::-1], shape[::-1], strict=False)
+    ):
+        short = " (or (num_heads, length))" if n_rows == 1 else ""
+        raise ShapeMismatchError(
+            f"mask must broadcast to (num_heads, rows, length) = {shape}{short}, not from {given}"
+        )
+    if mask.dtype == np.bool_:
+        kind = "mask_bool"
+        mask = mask.view(np.uint8)
+    else:
+        kind = "mask_bias"
+        mask = as_float32(mask, "mask (bool, or float32 that is added)", contiguous=False)
+        with np.errstate(all="ignore"):
+            if mask.size and not mask.max() < np.inf:  # also when it is NaN
+                raise NonFiniteInputError("mask must be finite or -inf: it holds NaN or +inf")
+    if mask.strides[-1] not in (0, mask.itemsize):
+        mask = np.ascontiguousarray(mask)
+    return {kind: np.broadcast_to(mask, shape)}

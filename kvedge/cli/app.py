@@ -1,0 +1,130 @@
+"""The parser of the ``kvedge`` command, and the one place where an error becomes an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+from kvedge.cli import exits, generate, info, plan
+from kvedge.cli.output import Output
+from kvedge.errors import KvedgeError
+
+# Each has NAME, SUMMARY, DESCRIPTION, EXAMPLES, add_options(parser), run(options, output) -> code.
+_COMMANDS = (generate, info, plan)
+
+# Errors that say what is wrong with the user's input or machine; any other is a bug of ours.
+_EXPECTED = (KvedgeError, exits.CommandError, exits.UsageError, OSError, MemoryError)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports a usage error as one line instead of the whole usage text."""
+
+    def error(self, message: str) -> None:  # type: ignore[override]
+        raise exits.UsageError(f"{message} (see '{self.prog} --help')")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the whole command line."""
+    parser = _Parser(
+        prog="kvedge",
+        description="An INT8 key/value cache and its attention, for language models on CPUs.",
+        epilog=exits.HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="store_true", help="print the version and exit")
+    common = _Parser(add_help=False)
+    group = common.add_argument_group("output")
+    group.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    group.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    for module in _COMMANDS:
+        command = commands.add_parser(
+            module.NAME,
+            parents=[common],
+            help=module.SUMMARY,
+            description=module.DESCRIPTION,
+            epilog=f"examples:\n{module.EXAMPLES}\n{exits.HELP}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        module.add_options(command)
+        command.set_defaults(run=module.run)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the ``kvedge`` command.
+
+    Parameters
+    ----------
+    argv : sequence of str, optional
+        The arguments after the command's name; by default those of the process.
+
+    Returns
+    -------
+    int
+        The exit code (:mod:`kvedge.cli.exits`). No exception leaves this function.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    _allow_any_text(sys.stdout, sys.stderr)
+    try:
+        code = _run(arguments)
+        sys.stdout.flush()  # here, so that a closed pipe is noticed while it can be handled
+        return code
+    except BrokenPipeError:
+        _drop_stdout()
+        return exits.BROKEN_PIPE
+    except KeyboardInterrupt:
+        return exits.INTERRUPTED
+    except SystemExit as leave:  # argparse after --help
+        return leave.code if isinstance(leave.code, int) else exits.OK
+    except Exception as error:
+        return _report(error, debug="--debug" in arguments)
+
+
+def _run(arguments: list[str]) -> int:
+    parser = build_parser()
+    options = parser.parse_args(arguments)
+    if options.version:
+        from kvedge import __version__
+
+        print(f"kvedge {__version__}")
+        return exits.OK
+    if options.command is None:
+        parser.print_help(sys.stderr)
+        return exits.USAGE
+    return options.run(options, Output())
+
+
+def _report(error: Exception, *, debug: bool) -> int:
+    if debug:
+        traceback.print_exception(error)
+    message = exits.message_of(error)
+    if not isinstance(error, _EXPECTED):
+        message = f"unexpected {type(error).__name__}: {message}"
+        if not debug:
+            message += " (--debug shows where)"
+    with contextlib.suppress(OSError):
+        print(f"kvedge: {message}", file=sys.stderr)
+    return exits.code_of(error)
+
+
+def _allow_any_text(*streams: object) -> None:
+    """Let text that the terminal's encoding lacks become ``?`` rather than an error."""
+    for stream in streams:
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(errors="replace")
+
+
+def _drop_stdout() -> None:
+    """Send what Python still flushes at exit nowhere, so that it cannot fail once more."""
+    with contextlib.suppress(OSError, ValueError):  # ValueError: stdout has no file descriptor
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)

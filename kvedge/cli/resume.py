@@ -1,0 +1,181 @@
+"""The session of ``kvedge generate``: a saved cache, with the text and the draws that led to it.
+
+The cache is kvedge's own session file (:meth:`kvedge.KVCache.save`). Its user metadata, all text:
+
+    model, model_sha256   file name and digest of the model: a cache is of use to no other
+    tokens                JSON list of all token ids, the last of them perhaps not in the cache yet
+    text                  the same as text, for readers of the file
+    ended                 "true" if the model had ended the text
+    sampling              JSON: temperature, top_p, seed, and the state of the random generator
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvedge.cli.exits import CommandError
+from kvedge.errors import MissingExtraError
+
+if TYPE_CHECKING:
+    from kvedge import KVCache
+    from kvedge.llama import Generation, LlamaModel, Tokenizer
+
+__all__ = [
+    "SavedText",
+    "check_can_save",
+    "decoder_after",
+    "load",
+    "random_state",
+    "save",
+    "set_random_state",
+]
+
+
+@dataclass(frozen=True)
+class SavedText:
+    """Where a generation stopped; None where nothing was said."""
+
+    tokens: Sequence[int] = field(default_factory=list)
+    ended: bool = False
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    random_state: dict[str, Any] | None = None  # of NumPy's bit generator
+
+
+def check_can_save(path: str) -> None:
+    """Find out before the work, not after it, that a session could not be saved.
+
+    Raises
+    ------
+    MissingExtraError
+        The package safetensors is not installed.
+    CommandError
+        There is no such folder, or it may not be written to.
+    """
+    if importlib.util.find_spec("safetensors") is None:
+        raise MissingExtraError("sessions need the safetensors package: pip install 'kvedge[io]'")
+    folder = os.path.dirname(os.path.realpath(path))
+    if not os.path.isdir(folder):
+        raise CommandError(f"{path}: there is no folder {folder} to save the session in")
+    if os.path.isdir(path) or not os.access(folder, os.W_OK):
+        raise CommandError(f"{path}: the session cannot be written there")
+
+
+def save(path: str, cache: KVCache, text: SavedText, model: LlamaModel, model_path: str) -> None:
+    """Save a cache and the text that it holds, the one whole or not at all."""
+    assert model.tokenizer is not None
+    sampling = {
+        "temperature": text.temperature,
+        "top_p": text.top_p,
+        "seed": text.seed,
+        "random_state": text.random_state,
+    }
+    metadata = {
+        "model": Path(model_path).name,
+        "model_sha256": _sha256(model_path),
+        "tokens": json.dumps(list(text.tokens)),
+        "text": model.tokenizer.decode(text.tokens),
+        "ended": json.dumps(text.ended),
+        "sampling": json.dumps(sampling),
+    }
+    cache.save(path, metadata=metadata)
+
+
+def load(path: str, model: LlamaModel, model_path: str) -> tuple[KVCache, SavedText]:
+    """Load what :func:`save` wrote.
+
+    Raises
+    ------
+    CommandError
+        It is a cache, but no session of this command, or one of another model.
+    CorruptFileError, MissingExtraError, OSError
+        As :meth:`kvedge.KVCache.load`.
+    """
+    from kvedge import KVCache
+
+    cache = KVCache.load(path)
+    metadata = cache.metadata
+    missing = {"model", "model_sha256", "tokens", "ended", "sampling"} - metadata.keys()
+    if missing:
+        raise CommandError(
+            f"{path} is a kvedge cache, but 'kvedge generate' did not write it: "
+            f"its metadata lacks {', '.join(sorted(missing))}"
+        )
+    if metadata["model_sha256"] != _sha256(model_path):
+        raise CommandError(
+            f"{path} is a session of another model, {metadata['model']} "
+            f"(sha256 {metadata['model_sha256'][:16]}...), and cannot go on with "
+            f"{Path(model_path).name}"
+        )
+    try:
+        text = _saved_text(metadata, len(cache), model.config.vocab_size)
+    except (ValueError, TypeError, KeyError) as error:
+        raise CommandError(f"{path}: the session's metadata is damaged: {error!r}") from error
+    return cache, text
+
+
+def _saved_text(metadata: dict[str, str], num_cached: int, vocab_size: int) -> SavedText:
+    tokens, sampling = json.loads(metadata["tokens"]), json.loads(metadata["sampling"])
+    if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
+        raise ValueError("tokens must be a list of whole numbers")
+    if len(tokens) < max(num_cached, 1):
+        raise ValueError(f"{len(tokens)} tokens, but {num_cached} are in the cache")
+    if min(tokens) < 0 or max(tokens) >= vocab_size:
+        raise ValueError(f"a token is outside the vocabulary of {vocab_size}")
+    return SavedText(
+        tokens=tokens,
+        ended=json.loads(metadata["ended"]) is True,
+        temperature=float(sampling["temperature"]),
+        top_p=float(sampling["top_p"]),
+        seed=int(sampling["seed"]),
+        random_state=sampling["random_state"],
+    )
+
+
+def _sha256(path: str) -> str:
+    with open(path, "rb") as file:
+        digest = hashlib.sha256()
+        while block := file.read(1 << 20):  # hashlib.file_digest is of Python 3.11
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def random_state(generation: Generation) -> dict[str, Any]:
+    """Return the state of a generation's random draws, fit for JSON."""
+    return dict(generation._sampler._rng.bit_generator.state)
+
+
+def set_random_state(generation: Generation, state: dict[str, Any] | None) -> None:
+    """Let a generation's draws go on from a state; None leaves them at their seed.
+
+    Raises
+    ------
+    CommandError
+        It is no such state.
+    """
+    if state is None:
+        return
+    try:
+        generation._sampler._rng.bit_generator.state = state
+    except (ValueError, TypeError, KeyError, OverflowError) as error:
+        raise CommandError(f"the session's random state is damaged: {error!r}") from error
+
+
+def decoder_after(tokenizer: Tokenizer, tokens: Sequence[int]) -> Any:
+    """Return a decoder of UTF-8 that has seen some tokens: a character may be incomplete."""
+    from kvedge.llama.tokenizer import text_decoder
+
+    decoder = text_decoder()
+    previous = None
+    for token in tokens:
+        decoder.decode(tokenizer.piece(token, previous))
+        previous = token
+    return decoder

@@ -1,0 +1,55 @@
+"""Types of option values that several commands share (for argparse's ``type=``)."""
+
+from __future__ import annotations
+
+import argparse
+import math
+
+__all__ = ["non_negative_float", "non_negative_int", "positive_int", "probability"]
+
+
+def positive_int(text: str) -> int:
+    """Return a whole number of 1 or more."""
+    value = _whole(text)
+    if value is None or value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
+    return value
+
+
+def non_negative_int(text: str) -> int:
+    """Return a whole number of 0 or more."""
+    value = _whole(text)
+    if value is None or value < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 0 or more")
+    return value
+
+
+def non_negative_float(text: str) -> float:
+    """Return a finite number of 0 or more."""
+    value = _real(text)
+    if value is None or value < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 0 or more")
+    return value
+
+
+def probability(text: str) -> float:
+    """Return a number above 0 and not above 1."""
+    value = _real(text)
+    if value is None or not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0 and up to 1")
+    return value
+
+
+def _whole(text: str) -> int | None:
+    try:
+        return int(text)
+    except ValueError:
+        return None
+
+
+def _real(text: str) -> float | None:
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None

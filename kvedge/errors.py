@@ -1,0 +1,104 @@
+"""Every exception that kvedge raises on purpose.
+
+Each class is a :class:`KvedgeError` and also the builtin that a Python user would expect in its
+place, so both ``except kvedge.KvedgeError`` and ``except IndexError`` work. Each message says what
+was expected and what came. A call that raises has changed nothing.
+"""
+
+__all__ = [
+    "BackendUnavailableError",
+    "CapacityExceededError",
+    "CorruptFileError",
+    "DtypeMismatchError",
+    "HeadOutOfRangeError",
+    "InvalidArgumentError",
+    "KvedgeError",
+    "LayerOutOfRangeError",
+    "LayersOutOfStepError",
+    "LayoutError",
+    "MissingExtraError",
+    "NonFiniteInputError",
+    "OutOfMemoryError",
+    "PositionOutOfRangeError",
+    "ReadOnlyLayerError",
+    "ScaleRangeError",
+    "ShapeMismatchError",
+    "StaleSnapshotError",
+    "UnsupportedIsaError",
+]
+
+
+class KvedgeError(Exception):
+    """Root of all errors of this package."""
+
+
+class CapacityExceededError(KvedgeError, IndexError):
+    """More tokens than the layer or cache was reserved for."""
+
+
+class ShapeMismatchError(KvedgeError, ValueError):
+    """An array has the right type but not the shape that this layer needs."""
+
+
+class DtypeMismatchError(KvedgeError, TypeError):
+    """An array of the wrong dtype, or an object that is not an array at all."""
+
+
+class LayoutError(KvedgeError, ValueError):
+    """An array that is not C-contiguous, aligned, writable or in native byte order as needed."""
+
+
+class NonFiniteInputError(KvedgeError, ValueError):
+    """A NaN or an infinity in keys, values, a query or a parameter."""
+
+
+class InvalidArgumentError(KvedgeError, ValueError):
+    """An argument, or a combination of arguments, that makes no sense."""
+
+
+class PositionOutOfRangeError(KvedgeError, IndexError):
+    """A token position outside what is stored."""
+
+
+class HeadOutOfRangeError(KvedgeError, IndexError):
+    """A KV head that the layer does not have."""
+
+
+class LayerOutOfRangeError(KvedgeError, IndexError):
+    """A layer that the cache does not have."""
+
+
+class LayersOutOfStepError(KvedgeError, ValueError):
+    """The position was advanced while some layer has not been given its tokens."""
+
+
+class CorruptFileError(KvedgeError, ValueError):
+    """A file that is damaged, truncated, or not what it says it is."""
+
+
+class StaleSnapshotError(KvedgeError, ValueError):
+    """A snapshot whose tokens have been overwritten since it was taken."""
+
+
+class ScaleRangeError(KvedgeError, ValueError):
+    """A row too large for float16 scales."""
+
+
+class ReadOnlyLayerError(KvedgeError, ValueError):
+    """A layer that belongs to a cache was to be changed behind the cache's back."""
+
+
+class UnsupportedIsaError(KvedgeError, RuntimeError):
+    """KVEDGE_ISA names an instruction set that this CPU or build does not have."""
+
+
+class BackendUnavailableError(KvedgeError, ImportError):
+    """The backend asked for with KVEDGE_BACKEND cannot be used."""
+
+
+class MissingExtraError(KvedgeError, ImportError):
+    """An optional dependency is not installed; the message names the pip extra that brings it."""
+
+
+class OutOfMemoryError(KvedgeError, MemoryError):
+    """The system refused to reserve the memory for a cache."""

@@ -1,0 +1,179 @@
+"""GPT-2's byte-level byte pair encoding, by the package ``tokenizers`` (an extra)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+from ..errors import InvalidArgumentError, MissingExtraError
+
+__all__ = ["TEXT_SPLITS", "ByteLevelBpeTokenizer"]
+
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+#: How a text is cut before pairs are joined, by GGUF's name for it (``tokenizer.ggml.pre``); the
+#: expressions are those of the models' own tokenizer.json. None is GPT-2's, built into the library.
+TEXT_SPLITS = {
+    "default": None,
+    "gpt-2": None,
+    "smollm": None,
+    "llama-bpe": _LLAMA3,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "qwen2": _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}"),
+}
+
+
+class ByteLevelBpeTokenizer:
+    """Byte pair encoding over bytes written as printable characters (Radford et al. 2019).
+
+    Parameters
+    ----------
+    tokens : sequence of str
+        The vocabulary, in GPT-2's alphabet of 256 characters for the 256 bytes.
+    merges : sequence of str
+        Pairs to join, the first ones first, each as ``"left right"``.
+    split : str
+        The way a text is cut into words: a key of :data:`TEXT_SPLITS`.
+    bos_id : int or None
+        Token that begins a sequence.
+    stop_ids : collection of int
+        Tokens that end one.
+    special_ids : collection of int
+        Tokens without text of their own (control, unknown).
+    spelled_ids : collection of int
+        Tokens recognised where a text spells them out, such as ``<|im_start|>``.
+    add_bos : bool, optional
+        What `encode` does when not told. None: only Llama 3 begins with BOS (as in llama.cpp).
+
+    Raises
+    ------
+    InvalidArgumentError
+        For a `split` not known here, an id outside the vocabulary, or a vocabulary that the merges do not fit.
+    MissingExtraError
+        If the package ``tokenizers`` is absent.
+    """
+
+    def __init__(
+        self,
+        tokens: Sequence[str],
+        merges: Sequence[str],
+        *,
+        split: str = "default",
+        bos_id: int | None = None,
+        stop_ids: Collection[int] = (),
+        special_ids: Collection[int] = (),
+        spelled_ids: Collection[int] = (),
+        add_bos: bool | None = None,
+    ) -> None:
+        try:
+            import tokenizers
+        except ImportError as error:
+            raise MissingExtraError(
+                "this model's byte-level tokenizer needs the package tokenizers: "
+                "pip install kvedge[gguf]"
+            ) from error
+        if split not in TEXT_SPLITS:
+            raise InvalidArgumentError(
+                f"text splitting {split!r} is not supported, expected one of "
+                f"{', '.join(TEXT_SPLITS)}"
+            )
+        self.vocab_size = len(tokens)
+        for token in (*stop_ids, *special_ids, *spelled_ids, *([] if bos_id is None else [bos_id])):
+            self._check(token)
+        self.bos_id = bos_id
+        self.stop_ids = frozenset(stop_ids)
+        pattern = TEXT_SPLITS[split]
+        llama3 = pattern is _LLAMA3
+        self.add_bos = bos_id is not None and (llama3 if add_bos is None else add_bos)
+        self._tokens = list(tokens)
+        self._special = frozenset(special_ids)
+
+        pre = tokenizers.pre_tokenizers
+        if pattern is None:
+            steps = [pre.ByteLevel(add_prefix_space=False)]
+        else:
+            cut = pre.Split(tokenizers.Regex(pattern), behavior="isolated")
+            steps = [cut, pre.ByteLevel(add_prefix_space=False, use_regex=False)]
+        if split == "smollm":
+            steps.insert(0, pre.Digits(individual_digits=True))
+        vocab = {text: token for token, text in enumerate(tokens)}
+        pairs = [tuple(merge.split(" ")) for merge in merges]
+        try:
+            model = tokenizers.models.BPE(vocab=vocab, merges=pairs, ignore_merges=llama3)
+        except Exception as error:  # the library raises plain Exception
+            raise InvalidArgumentError(f"the merges do not fit the vocabulary: {error}") from error
+        self._bpe = tokenizers.Tokenizer(model)
+        self._bpe.pre_tokenizer = pre.Sequence(steps)
+        self._bpe.add_special_tokens(  # they keep the ids they have in the vocabulary
+            [tokenizers.AddedToken(tokens[token], special=True) for token in sorted(spelled_ids)]
+        )
+
+        # GPT-2's alphabet: printable bytes stand for themselves, the others for the characters
+        # from U+0100 on, in order
+        alphabet = sorted(pre.ByteLevel.alphabet())
+        itself = {ord(char) for char in alphabet if ord(char) < 256}
+        others = (byte for byte in range(256) if byte not in itself)
+        self._byte_of = {
+            char: ord(char) if ord(char) < 256 else next(others) for char in alphabet
+        }
+
+    def __repr__(self) -> str:
+        return f"ByteLevelBpeTokenizer(vocab_size={self.vocab_size}, bos_id={self.bos_id})"
+
+    def encode(
+        self, text: str, *, bos: bool | None = None, space_prefix: bool | None = None
+    ) -> list[int]:
+        """Tokens of a text.
+
+        Parameters
+        ----------
+        text : str
+            Any text.
+        bos : bool, optional
+            Begin with the BOS token. None: as the model was trained.
+        space_prefix : bool, optional
+            Of no effect: byte-level tokenizers put no space in front.
+
+        Returns
+        -------
+        list of int
+
+        Raises
+        ------
+        InvalidArgumentError
+            If `text` is not a string or holds half of a surrogate pair, or `bos` is asked for and
+            the model has none.
+        """
+        if not isinstance(text, str):
+            raise InvalidArgumentError(f"text must be str, got {type(text).__name__}")
+        bos = self.add_bos if bos is None else bos
+        if bos and self.bos_id is None:
+            raise InvalidArgumentError("this model has no BOS token")
+        try:
+            ids = self._bpe.encode(text).ids
+        except (UnicodeError, TypeError) as error:
+            raise InvalidArgumentError(f"text is not valid Unicode: {error}") from error
+        return ([self.bos_id] if bos else []) + ids
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Text of tokens; bytes that are not UTF-8 become U+FFFD."""
+        return b"".join(self.piece(token) for token in tokens).decode("utf-8", "replace")
+
+    def piece(self, token: int, previous: int | None = None) -> bytes:
+        """UTF-8 bytes, perhaps not a whole character, that `token` adds; `previous` plays no part."""
+        self._check(token)
+        if token in self._special:
+            return b""
+        text = self._tokens[token]
+        try:
+            return bytes(self._byte_of[char] for char in text)
+        except KeyError:  # a user-defined token is plain text
+            return text.encode()
+
+    def _check(self, token: int) -> None:
+        if not 0 <= token < self.vocab_size:
+            raise InvalidArgumentError(
+                f"token {token} is outside the vocabulary of {self.vocab_size}"
+            )

@@ -1,0 +1,292 @@
+"""The forward pass of a Llama-architecture model in NumPy, its keys and values in a KVCache."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .. import KVCache
+from ..errors import CapacityExceededError, InvalidArgumentError, ShapeMismatchError
+from . import gguf_file
+from .checkpoint import load_checkpoint, read_checkpoint_config
+from .config import LlamaConfig
+from .tokenizer import Tokenizer, load_llama2c_tokenizer
+from .weights import LlamaWeights
+
+__all__ = ["LlamaModel", "read_config"]
+
+
+class LlamaModel:
+    """A Llama-architecture model (Touvron et al. 2023), ready to run on a :class:`kvedge.KVCache`.
+
+    Make one with :meth:`from_file`.
+
+    Parameters
+    ----------
+    config : LlamaConfig
+        Its sizes.
+    weights : LlamaWeights
+        Its arrays, float32.
+    tokenizer : Tokenizer, optional
+        Its tokenizer.
+    """
+
+    def __init__(
+        self, config: LlamaConfig, weights: LlamaWeights, tokenizer: Tokenizer | None = None
+    ) -> None:
+        self.config = config
+        self.weights = weights
+        self.tokenizer = tokenizer
+        self._inv_freq = np.array(config.rope.inv_freq)  # (rotary_dim / 2,) radians per token
+
+    @classmethod
+    def from_file(
+        cls, path: str | os.PathLike, tokenizer: str | os.PathLike | Tokenizer | None = None
+    ) -> LlamaModel:
+        """Load a llama2.c checkpoint or a GGUF file; its first bytes tell which it is.
+
+        Parameters
+        ----------
+        path : path-like
+            The model.
+        tokenizer : path-like or Tokenizer, optional
+            A llama2.c ``tokenizer.bin``, or a tokenizer object. None: the one inside the GGUF file;
+            for a llama2.c checkpoint, ``tok{vocab_size}.bin`` or ``tokenizer.bin`` beside it if
+            there is one, else the model has no tokenizer.
+
+        Returns
+        -------
+        LlamaModel
+
+        Raises
+        ------
+        CorruptFileError
+            If a file is damaged, truncated, or something else altogether.
+        InvalidArgumentError
+            If the file is sound, but of an architecture or format that this runtime lacks.
+        MissingExtraError
+            For a GGUF file without the package ``gguf`` (``pip install kvedge[gguf]``), or one with
+            a byte-level tokenizer without the package ``tokenizers``.
+        """
+        path = Path(path)
+        if gguf_file.is_gguf(path):
+            config, weights, own_tokenizer = gguf_file.load_gguf(
+                path, with_tokenizer=tokenizer is None
+            )
+            tokenizer = own_tokenizer if tokenizer is None else tokenizer
+        else:
+            config, weights = load_checkpoint(path)
+            if tokenizer is None:
+                beside = (f"tok{config.vocab_size}.bin", "tokenizer.bin")
+                found = (path.with_name(name) for name in beside)
+                tokenizer = next((file for file in found if file.exists()), None)
+        if isinstance(tokenizer, (str, os.PathLike)):
+            tokenizer = load_llama2c_tokenizer(tokenizer, config.vocab_size)
+        return cls(config, weights, tokenizer)
+
+    def __repr__(self) -> str:
+        c = self.config
+        return (
+            f"LlamaModel(dim={c.dim}, num_layers={c.num_layers}, num_heads={c.num_heads}, "
+            f"num_kv_heads={c.num_kv_heads}, head_dim={c.head_dim}, vocab_size={c.vocab_size}, "
+            f"max_seq_len={c.max_seq_len})"
+        )
+
+    def new_cache(self, dtype: str = "int8", **options: Any) -> KVCache:
+        """An empty cache of this model's shape.
+
+        Parameters
+        ----------
+        dtype : {"int8", "float32"}
+            How keys and values are stored.
+        **options
+            Further arguments of :class:`kvedge.KVCache`, such as `group_size`; `max_seq_len` is
+            the model's own unless given.
+
+        Returns
+        -------
+        KVCache
+        """
+        options.setdefault("max_seq_len", self.config.max_seq_len)
+        c = self.config
+        return KVCache(c.num_layers, c.num_kv_heads, c.head_dim, dtype=dtype, **options)
+
+    def context_limit(self, cache: KVCache) -> int:
+        """Tokens that fit: the model's context length or the cache's capacity, whichever is less."""
+        if cache.max_seq_len is None:  # it grows
+            return self.config.max_seq_len
+        return min(self.config.max_seq_len, cache.max_seq_len)
+
+    def forward(
+        self,
+        tokens: Sequence[int] | np.ndarray,
+        cache: KVCache,
+        *,
+        last_only: bool = False,
+        num_threads: int | None = None,
+    ) -> np.ndarray:
+        """Run tokens through the model and append their keys and values to the cache.
+
+        Each token sees all that the cache held before, the tokens before it, and itself. If
+        anything fails the cache holds what it held before.
+
+        Parameters
+        ----------
+        tokens : sequence of int, n >= 1 of them
+            They take the positions ``len(cache)`` and following.
+        cache : KVCache
+            From :meth:`new_cache`.
+        last_only : bool
+            Compute the logits of the last token only: what generation needs of a prompt.
+        num_threads : int, optional
+            Passed on to ``cache.attend``.
+
+        Returns
+        -------
+        ndarray, float32
+            Logits of the token that follows each: shape (n, vocab_size), or (vocab_size,) with
+            `last_only`.
+
+        Raises
+        ------
+        CapacityExceededError
+            If the context would grow longer than :meth:`context_limit`.
+        InvalidArgumentError
+            If there is no token, or one is outside the vocabulary.
+        ShapeMismatchError
+            If the cache was made for another shape.
+        """
+        c, w = self.config, self.weights
+        tokens = _checked_tokens(tokens, c.vocab_size)  # (n,)
+        n, start = tokens.size, len(cache)
+        self._check_cache(cache, n)
+        cos, sin = _rotation(np.arange(start, start + n), self._inv_freq)  # (n, 1, rotary_dim / 2)
+        num_qk_heads = c.num_heads + c.num_kv_heads
+
+        x = w.token_embedding[tokens]  # (n, dim)
+        try:
+            for i, layer in enumerate(w.layers):
+                # attention: norm, then query, key and value of every head
+                h = _rms_norm(x, layer.attention_norm, c.norm_eps)  # (n, dim)
+                qkv = h @ layer.wqkv.T  # (n, (num_heads + 2 * num_kv_heads) * head_dim)
+                if layer.bqkv is not None:
+                    qkv += layer.bqkv
+                qkv = qkv.reshape(n, -1, c.head_dim)  # (n, num_heads + 2 * num_kv_heads, head_dim)
+
+                # RoPE: turn queries and keys by their position
+                qk = _rotate(qkv[:, :num_qk_heads], cos, sin, c.rope.interleaved)
+                q = np.ascontiguousarray(qk[:, : c.num_heads])  # (n, num_heads, head_dim)
+                k = np.ascontiguousarray(qk[:, c.num_heads :])  # (n, num_kv_heads, head_dim)
+                v = np.ascontiguousarray(qkv[:, num_qk_heads:])  # (n, num_kv_heads, head_dim)
+
+                # store keys and values, attend to all that is stored, back into the residual stream
+                cache.append(i, k, v)
+                attended = cache.attend(i, q, num_threads=num_threads)  # (n, num_heads, head_dim)
+                x += attended.reshape(n, -1) @ layer.wo.T  # (n, dim)
+
+                # feed-forward network: w2(silu(w1 x) * w3 x)
+                h = _rms_norm(x, layer.ffn_norm, c.norm_eps)  # (n, dim)
+                gate_up = h @ layer.w13.T  # (n, 2 * hidden_dim)
+                gate, up = gate_up[:, : c.hidden_dim], gate_up[:, c.hidden_dim :]
+                x += (_silu(gate) * up) @ layer.w2.T  # (n, dim)
+            cache.advance(n)
+        except BaseException:  # also an interrupt: layers must not be left out of step
+            cache.truncate(start)
+            raise
+
+        if last_only:
+            x = x[-1]  # (dim,)
+        return _rms_norm(x, w.final_norm, c.norm_eps) @ w.output.T  # (n, vocab_size)
+
+    def _check_cache(self, cache: KVCache, n: int) -> None:
+        """Refuse a cache of another shape, or without room for n tokens."""
+        c = self.config
+        expected = (c.num_layers, c.num_kv_heads, c.head_dim)
+        shape = (cache.num_layers, cache.num_kv_heads, cache.head_dim)
+        if shape != expected:
+            raise ShapeMismatchError(
+                f"the model needs a cache of (layers, KV heads, head_dim) = {expected}, got {shape}"
+            )
+        limit = self.context_limit(cache)
+        if len(cache) + n > limit:
+            raise CapacityExceededError(
+                f"{n} more after {len(cache)} tokens do not fit a context of {limit} (the model was "
+                f"trained for {c.max_seq_len}, the cache is limited to {cache.max_seq_len})"
+            )
+
+
+def read_config(path: str | os.PathLike) -> LlamaConfig:
+    """Sizes of the model in a llama2.c checkpoint or a GGUF file, without loading its weights.
+
+    Parameters
+    ----------
+    path : path-like
+        The model.
+
+    Returns
+    -------
+    LlamaConfig
+
+    Raises
+    ------
+    CorruptFileError, InvalidArgumentError, MissingExtraError
+        As :meth:`LlamaModel.from_file`.
+    """
+    path = Path(path)
+    if gguf_file.is_gguf(path):
+        return gguf_file.read_gguf_config(path)
+    return read_checkpoint_config(path)
+
+
+def _checked_tokens(tokens: Sequence[int] | np.ndarray, vocab_size: int) -> np.ndarray:
+    """Token ids as an array of shape (n,), each inside the vocabulary."""
+    array = np.asarray(tokens)
+    if array.ndim != 1 or array.size == 0 or not np.issubdtype(array.dtype, np.integer):
+        raise InvalidArgumentError(
+            f"tokens must be a sequence of one or more integers, got shape {array.shape} "
+            f"of {array.dtype}"
+        )
+    if array.min() < 0 or array.max() >= vocab_size:
+        raise InvalidArgumentError(
+            f"tokens must be in 0..{vocab_size - 1}, got {array.min()}..{array.max()}"
+        )
+    return array
+
+
+def _rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
+    """Divide by the root of the mean square (Zhang and Sennrich 2019); x is (..., dim)."""
+    mean_square = np.einsum("...d,...d->...", x, x)[..., None] / np.float32(x.shape[-1])
+    return x * (weight / np.sqrt(mean_square + np.float32(eps)))
+
+
+def _silu(x: np.ndarray) -> np.ndarray:
+    """x times its logistic sigmoid."""
+    with np.errstate(over="ignore"):  # exp(-x) may be infinite: x / inf is the 0 it should be
+        return x / (1 + np.exp(-x))
+
+
+def _rotation(positions: np.ndarray, inv_freq: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Cosine and sine for positions (n,): (n, 1, rotary_dim / 2), the same for every head."""
+    angle = positions[:, None, None] * inv_freq  # float64 radians
+    return np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
+
+
+def _rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, interleaved: bool) -> np.ndarray:
+    """Turn pairs of channels of x (n, heads, head_dim) by an angle per token and pair.
+
+    Pairs are neighbours (2i, 2i + 1) where interleaved (Llama as in the paper, llama2.c, GGUF), or
+    (i, i + rotary_dim / 2) otherwise (GPT-NeoX, Qwen2). Channels from rotary_dim on stay.
+    """
+    half = cos.shape[-1]
+    if interleaved:
+        first, second = np.s_[..., 0 : 2 * half : 2], np.s_[..., 1 : 2 * half : 2]
+    else:
+        first, second = np.s_[..., :half], np.s_[..., half : 2 * half]
+    turned = x.copy()
+    turned[first] = x[first] * cos - x[second] * sin
+    turned[second] = x[first] * sin + x[second] * cos
+    return turned

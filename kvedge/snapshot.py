@@ -1,0 +1,217 @@
+"""What a cache held at one moment: a mark that costs nothing, or a copy that stands alone."""
+
+from __future__ import annotations
+
+import weakref
+from bisect import bisect_right
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvedge.errors import InvalidArgumentError, StaleSnapshotError
+
+if TYPE_CHECKING:
+    from kvedge._cache import CacheMethods
+
+__all__ = ["CacheContents", "CacheFormat", "KvCacheSnapshot", "LayerContents", "OverwriteLog"]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheFormat:
+    """What must be equal for the bytes of one cache to mean the same in another."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str  # "int8" or "float32"
+    group_size: int  # channels that share a scale
+    scale_dtype: str  # "float32" or "float16"
+
+    def __str__(self) -> str:
+        text = (
+            f"{self.num_layers} layers x {self.num_kv_heads} KV heads x {self.head_dim}, "
+            f"{self.dtype}"
+        )
+        if self.dtype == "float32":
+            return text
+        return f"{text} in groups of {self.group_size} with {self.scale_dtype} scales"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerContents:
+    """The tokens of one layer as they are stored, with nothing of the memory beyond them."""
+
+    key_codes: np.ndarray  # (tokens, num_kv_heads, head_dim) int8 or float32
+    value_codes: np.ndarray  # (tokens, num_kv_heads, head_dim) int8 or float32
+    key_scales: np.ndarray  # (tokens, num_kv_heads, num_groups) float32 or float16
+    value_scales: np.ndarray  # (tokens, num_kv_heads, num_groups) float32 or float16
+    key_offset: np.ndarray | None  # (num_kv_heads, head_dim) float32
+
+    @property
+    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """The four token arrays, in the order of the slabs."""
+        return (self.key_codes, self.value_codes, self.key_scales, self.value_scales)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens held."""
+        return len(self.key_codes)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheContents:
+    """All that a cache holds, apart from its memory: what is copied, pickled and detached."""
+
+    format: CacheFormat
+    length: int  # tokens that all layers hold; a layer may hold more
+    layers: tuple[LayerContents, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(array.nbytes for layer in self.layers for array in layer.arrays)
+
+
+class OverwriteLog:
+    """Which of a cache's past overwrites can still hurt a mark.
+
+    Each overwrite begins an epoch and has a lowest position. A later one at the same or a lower
+    position hurts every mark that an earlier one does, and more: so only those are kept whose
+    positions ascend with their epochs, and a mark is judged by the first after it.
+    """
+
+    __slots__ = ("_epochs", "_positions", "epoch")
+
+    def __init__(self) -> None:
+        self.epoch = 0  # overwrites so far
+        self._epochs: list[int] = []  # both ascending
+        self._positions: list[int] = []
+
+    def add(self, position: int) -> None:
+        """Note that tokens from ``position`` on are no longer what earlier marks saw."""
+        while self._positions and self._positions[-1] >= position:
+            self._positions.pop()
+            self._epochs.pop()
+        self.epoch += 1
+        self._positions.append(position)
+        self._epochs.append(self.epoch)
+
+    def reach_below(self, length: int, *, since: int) -> bool:
+        """Whether an overwrite after epoch ``since`` began below ``length``."""
+        after = bisect_right(self._epochs, since)
+        return after < len(self._positions) and self._positions[after] < length
+
+
+class KvCacheSnapshot:
+    """A moment of a :class:`kvedge.KVCache`, made by its ``snapshot()``.
+
+    As made it is a mark: it copies nothing, and ``restore`` accepts it as long as the tokens below
+    it have not been overwritten. ``detach()`` gives one that holds the stored bytes themselves: it
+    can always be restored, into any cache of the same format, and can be pickled.
+
+    Like a number it never changes, so ``copy.copy`` and ``copy.deepcopy`` return it as it is.
+    """
+
+    __slots__ = ("_cache", "_contents", "_epoch", "_length")
+
+    _cache: weakref.ref[CacheMethods] | None  # None once detached
+    _contents: CacheContents | None  # None while a mark
+    _epoch: int  # of the cache, when the mark was made
+    _length: int
+
+    def __init__(self) -> None:
+        raise InvalidArgumentError("a KvCacheSnapshot is made by KVCache.snapshot()")
+
+    @classmethod
+    def _mark(cls, cache: CacheMethods, epoch: int, length: int) -> KvCacheSnapshot:
+        self = cls.__new__(cls)
+        self._cache = weakref.ref(cache)
+        self._contents = None
+        self._epoch = epoch
+        self._length = length
+        return self
+
+    @classmethod
+    def _holding(cls, contents: CacheContents) -> KvCacheSnapshot:
+        self = cls.__new__(cls)
+        self._cache = None
+        self._contents = contents
+        self._epoch = 0
+        self._length = contents.length
+        return self
+
+    @property
+    def length(self) -> int:
+        """Tokens that the cache held."""
+        return self._length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __bool__(self) -> bool:
+        return True  # also at length 0: `if snapshot` asks whether there is one
+
+    @property
+    def is_detached(self) -> bool:
+        """Whether it holds the stored bytes itself."""
+        return self._contents is not None
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether it can no longer be restored: its tokens were overwritten, or the cache is gone.
+
+        A detached snapshot is never stale.
+        """
+        if self._cache is None:
+            return False
+        cache = self._cache()
+        return cache is None or cache._is_stale(self)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of stored keys and values it holds itself; 0 for a mark."""
+        return 0 if self._contents is None else self._contents.nbytes
+
+    def detach(self) -> KvCacheSnapshot:
+        """Copy the quantized bytes, so that the snapshot no longer depends on its cache.
+
+        Returns
+        -------
+        KvCacheSnapshot
+            A detached snapshot; itself if it is one already.
+
+        Raises
+        ------
+        StaleSnapshotError
+            If the tokens have been overwritten since, or the cache no longer exists.
+        """
+        if self._cache is None:
+            return self
+        cache = self._cache()
+        if cache is None:
+            raise StaleSnapshotError(
+                f"the cache of this snapshot of {self._length} tokens no longer exists: "
+                "detach() while it does"
+            )
+        return KvCacheSnapshot._holding(cache._contents_at(self))
+
+    def __copy__(self) -> KvCacheSnapshot:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KvCacheSnapshot:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self._contents is None:
+            raise InvalidArgumentError(
+                "a snapshot that is a mark in its cache cannot be pickled: pickle its detach()"
+            )
+        return (KvCacheSnapshot._holding, (self._contents,))
+
+    def __repr__(self) -> str:
+        if self._contents is not None:
+            what = f"detached, {self._contents.format}"
+        else:
+            what = "stale" if self.is_stale else "mark"
+        return f"<KvCacheSnapshot of {self._length} tokens ({what})>"

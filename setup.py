@@ -1,0 +1,77 @@
+"""Builds the extension where there is a compiler; without one, kvedge runs on NumPy and says so.
+
+KVEDGE_REQUIRE_EXT=1  a build that fails is an error
+KVEDGE_NO_EXT=1       do not even try
+KVEDGE_AVXVNNI_AS_EVEX=1  (tests) the avxvnni path in AVX-512VL's encoding, see its file
+"""
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).parent
+
+
+def flag(name):
+    return os.environ.get(name, "") not in ("", "0")
+
+
+class OptionalBuildExt(build_ext):
+    """build_ext that leaves a note and goes on where the extension cannot be built."""
+
+    def run(self):
+        try:
+            super().run()
+        except Exception as error:
+            self.give_up(error)
+
+    def build_extension(self, ext):
+        try:
+            super().build_extension(ext)
+        except Exception as error:
+            self.give_up(error)
+
+    def give_up(self, error):
+        if flag("KVEDGE_REQUIRE_EXT"):
+            raise error
+        width = shutil.get_terminal_size().columns
+        print(
+            "*" * width,
+            f"kvedge: the compiled extension was NOT built ({error}).",
+            "kvedge will run on its NumPy backend: the same results, many times slower.",
+            "With a C compiler installed, KVEDGE_REQUIRE_EXT=1 shows what stands in the way.",
+            "*" * width,
+            sep="\n",
+            file=sys.stderr,
+        )
+
+    def get_outputs(self):
+        return [path for path in super().get_outputs() if os.path.exists(path)]
+
+
+def extensions():
+    if flag("KVEDGE_NO_EXT"):
+        return []
+    import numpy
+    from Cython.Build import cythonize
+
+    macros = [("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")]
+    if flag("KVEDGE_AVXVNNI_AS_EVEX"):
+        macros.append(("KVEDGE_AVXVNNI_AS_EVEX", "1"))
+    native = Extension(
+        "kvedge._native",
+        ["kvedge/_native.pyx", *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("csrc/*.c"))],
+        include_dirs=["csrc", numpy.get_include()],
+        depends=sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("csrc/*.h")),
+        define_macros=macros,
+        extra_compile_args=["-std=c11", "-O3", "-fvisibility=hidden", "-pthread"],
+        extra_link_args=["-pthread"],
+    )
+    return cythonize([native], language_level=3)
+
+
+setup(ext_modules=extensions(), cmdclass={"build_ext": OptionalBuildExt})

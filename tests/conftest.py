@@ -1,0 +1,72 @@
+"""Fixtures and switches of the whole suite.
+
+``KVEDGE_SLOW=1``            also runs what is marked ``slow``, and more Hypothesis examples.
+``KVEDGE_NO_SUBPROCESS=1``   skips what starts another process (under qemu-user a child process is
+                             not emulated).
+``KVEDGE_BACKEND``, ``KVEDGE_ISA``  choose what is tested; no test asks which it is.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+
+import numpy as np
+import pytest
+
+import kvedge
+
+SLOW = os.environ.get("KVEDGE_SLOW") == "1"
+NO_SUBPROCESS = os.environ.get("KVEDGE_NO_SUBPROCESS") == "1"
+
+try:  # under emulation there is only NumPy and pytest
+    from hypothesis import HealthCheck, settings
+except ImportError:
+    collect_ignore_glob = ["contract/*_properties.py"]
+else:
+    # The default run repeats itself exactly; the slow one goes looking for more.
+    quiet = {"deadline": None, "suppress_health_check": list(HealthCheck)}
+    settings.register_profile("kvedge", max_examples=25, derandomize=True, database=None, **quiet)
+    settings.register_profile("kvedge-slow", max_examples=400, **quiet)
+    settings.load_profile("kvedge-slow" if SLOW else "kvedge")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "slow: takes long; runs with KVEDGE_SLOW=1")
+    config.addinivalue_line("markers", "subprocess: starts another process")
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if "slow" in item.keywords and not SLOW:
+            item.add_marker(pytest.mark.skip(reason="slow: set KVEDGE_SLOW=1"))
+        if "subprocess" in item.keywords and NO_SUBPROCESS:
+            item.add_marker(pytest.mark.skip(reason="starts a process: KVEDGE_NO_SUBPROCESS=1"))
+
+
+def pytest_report_header():
+    return f"kvedge backend: {kvedge.backend}, {kvedge.isa_info()}"
+
+
+@pytest.fixture
+def rng(request):
+    """A generator whose numbers depend on the test's name alone."""
+    return np.random.default_rng(zlib.crc32(request.node.name.encode()))
+
+
+@pytest.fixture(params=["int8", "float32"])
+def layer_class(request):
+    """Both kinds of layer, for promises that do not depend on the storage format."""
+    return {"int8": kvedge.QuantizedKvLayer, "float32": kvedge.Float32KvLayer}[request.param]
+
+
+@pytest.fixture(params=["int8", "float32"])
+def dtype(request):
+    """The storage format of a KVCache."""
+    return request.param
+
+
+@pytest.fixture(params=[(1, 1), (2, 40), (8, 64)], ids=["H1-D1", "H2-D40", "H8-D64"])
+def shape(request):
+    """(num_kv_heads, head_dim): the smallest, one with tails in every kernel, a usual one."""
+    return request.param

@@ -1,0 +1,383 @@
+"""Snapshots: marks that cost nothing and know when they have gone stale, and detached copies."""
+
+import pickle
+import time
+
+import numpy as np
+import pytest
+from support import cache_content, normal, refuses
+
+from kvedge import KVCache, KvCacheSnapshot, Rope, errors
+
+L, H, D = 2, 2, 8
+
+
+@pytest.fixture
+def cache(dtype):
+    return KVCache(L, H, D, dtype=dtype)
+
+
+def step(cache, rng, n=1):
+    kv = normal(rng, L, 2, n, H, D)
+    for i in range(L):
+        cache.append(i, kv[i, 0], kv[i, 1])
+    cache.advance(n)
+
+
+def test_restore_goes_back_to_the_mark(cache, rng):
+    step(cache, rng, 3)
+    before = cache_content(cache)
+    mark = cache.snapshot()
+    assert isinstance(mark, KvCacheSnapshot)
+    step(cache, rng, 4)
+    cache.restore(mark)
+    assert cache_content(cache) == before
+    step(cache, rng, 2)
+    cache.restore_from_snapshot(mark)
+    assert cache_content(cache) == before
+
+
+def test_restore_drops_pending_tokens(cache, rng):
+    step(cache, rng, 3)
+    before = cache_content(cache)
+    mark = cache.snapshot()
+    cache.append(1, *normal(rng, 2, H, D))
+    cache.restore(mark)
+    assert cache_content(cache) == before
+
+
+def test_a_snapshot_marks_what_was_advanced_over_and_not_what_is_pending(cache, rng):
+    step(cache, rng, 3)
+    before = cache_content(cache)
+    cache.append(0, *normal(rng, 2, H, D))
+    cache.restore(cache.snapshot())
+    assert cache_content(cache) == before
+
+
+def test_restore_goes_forward_again_while_nothing_was_overwritten(cache, rng):
+    step(cache, rng, 3)
+    early = cache.snapshot()
+    step(cache, rng, 3)
+    before, late = cache_content(cache), cache.snapshot()
+    cache.restore(early)
+    cache.restore(late)
+    assert cache_content(cache) == before
+    cache.truncate(0)
+    cache.restore(late)
+    assert cache_content(cache) == before
+
+
+def test_a_snapshot_is_stale_once_tokens_below_it_were_overwritten(cache, rng):
+    step(cache, rng, 3)
+    early = cache.snapshot()
+    step(cache, rng, 3)
+    late = cache.snapshot()
+    cache.restore(early)
+    step(cache, rng)  # overwrites position 3
+    with refuses(errors.StaleSnapshotError, cache):
+        cache.restore(late)
+    step(cache, rng, 10)
+    with refuses(errors.StaleSnapshotError, cache):
+        cache.restore(late)
+    cache.restore(early)
+    assert len(cache) == 3
+
+
+def test_one_layer_overwritten_makes_a_snapshot_stale(cache, rng):
+    step(cache, rng, 6)
+    late = cache.snapshot()
+    cache.truncate(3)
+    cache.append(L - 1, *normal(rng, 2, H, D))  # pending, in one layer only
+    with refuses(errors.StaleSnapshotError, cache):
+        cache.restore(late)
+
+
+def test_tokens_above_a_snapshot_may_be_overwritten(cache, rng):
+    step(cache, rng, 3)
+    before, mark = cache_content(cache), cache.snapshot()
+    for _ in range(5):
+        step(cache, rng, 4)
+        cache.truncate(4)
+        step(cache, rng, 3)
+        cache.restore(mark)
+        assert cache_content(cache) == before
+
+
+def test_a_refused_append_makes_no_snapshot_stale(cache, rng):
+    step(cache, rng, 6)
+    before, mark = cache_content(cache), cache.snapshot()
+    cache.truncate(2)
+    bad = np.full((L, H, D), np.nan, np.float32)
+    with pytest.raises(ValueError):
+        cache.append(0, bad[0], bad[0])
+    with pytest.raises(ValueError):
+        cache.push_step(bad, bad)
+    none = np.empty((0, H, D), np.float32)
+    cache.append(0, none, none)
+    cache.restore(mark)
+    assert cache_content(cache) == before
+
+
+def test_keep_makes_snapshots_above_the_first_moved_token_stale(cache, rng):
+    step(cache, rng, 2)
+    low, low_content = cache.snapshot(), cache_content(cache)
+    step(cache, rng, 4)
+    high = cache.snapshot()
+    cache.keep([0, 1, 3, 5])
+    with refuses(errors.StaleSnapshotError, cache):
+        cache.restore(high)
+    cache.restore(low)
+    assert cache_content(cache) == low_content
+
+
+def test_shift_makes_snapshots_above_its_start_stale(cache, rng):
+    step(cache, rng, 2)
+    low, low_content = cache.snapshot(), cache_content(cache)
+    step(cache, rng, 4)
+    high = cache.snapshot()
+    cache.shift(3, rope=Rope(), start=2)
+    with refuses(errors.StaleSnapshotError, cache):
+        cache.restore(high)
+    cache.restore(low)
+    assert cache_content(cache) == low_content
+
+
+def test_a_refused_edit_makes_no_snapshot_stale(cache, rng):
+    step(cache, rng, 4)
+    before, mark = cache_content(cache), cache.snapshot()
+    with pytest.raises(errors.KvedgeError):
+        cache.keep([3, 1])
+    with pytest.raises((errors.KvedgeError, TypeError)):
+        cache.shift(3, rope=Rope(rotary_dim=100))
+    cache.restore(mark)
+    assert cache_content(cache) == before
+
+
+def test_snapshots_survive_growth(dtype, rng):
+    cache = KVCache(L, H, D, dtype=dtype)
+    step(cache, rng, 100)
+    before, mark = cache_content(cache), cache.snapshot()
+    step(cache, rng, 2000)
+    cache.restore(mark)
+    assert cache_content(cache) == before
+
+
+def test_overwriting_with_growth_makes_a_snapshot_stale(dtype, rng):
+    cache = KVCache(L, H, D, dtype=dtype)
+    step(cache, rng, 100)
+    mark = cache.snapshot()
+    cache.truncate(10)
+    many = normal(rng, 300, H, D)
+    cache.append(0, many, many)  # overwrites layer 0 from 10 on, and grows
+    with refuses(errors.StaleSnapshotError, cache):
+        cache.restore(mark)
+
+
+def test_an_empty_snapshot_can_always_be_restored(cache, rng):
+    mark = cache.snapshot()
+    step(cache, rng, 5)
+    cache.shift(3, rope=Rope())
+    cache.keep([1, 3])
+    step(cache, rng, 2)
+    cache.restore(mark)
+    assert cache.is_empty
+
+
+def test_a_snapshot_is_of_its_cache(cache, dtype, rng):
+    step(cache, rng, 3)
+    mark = cache.snapshot()
+    other = KVCache(L, H, D, dtype=dtype)
+    step(other, rng, 3)
+    with refuses(errors.InvalidArgumentError, other):
+        other.restore(mark)
+    with refuses(errors.InvalidArgumentError, other):
+        cache.copy().restore(mark)
+    for bad in (None, 3, "snapshot"):
+        with pytest.raises((errors.KvedgeError, TypeError)):
+            cache.restore(bad)
+    assert len(cache) == 3
+
+
+def test_a_snapshot_knows_its_length(cache, rng):
+    step(cache, rng, 3)
+    mark = cache.snapshot()
+    step(cache, rng, 3)
+    assert mark.length == 3
+    assert "3" in repr(mark)
+
+
+def test_a_snapshot_costs_nothing_however_long_the_cache(dtype, rng):
+    cache = KVCache(2, 8, 64, dtype=dtype)
+    many = normal(rng, 8000, 8, 64)
+    for i in range(2):
+        cache.append(i, many, many)
+    cache.advance(8000)
+    resident = cache.resident_bytes
+    start = time.perf_counter()
+    marks = [cache.snapshot() for _ in range(1000)]
+    assert time.perf_counter() - start < 0.5
+    assert cache.resident_bytes <= resident + 2**16
+    assert len({mark.length for mark in marks}) == 1
+
+
+def test_many_snapshots_and_overwrites_do_not_slow_down(cache, rng):
+    step(cache, rng, 10)
+    base = cache.snapshot()
+    start = time.perf_counter()
+    for _ in range(2000):
+        cache.restore(base)
+        kv = normal(rng, L, H, D)
+        cache.push_step(kv, kv)
+        cache.snapshot()
+    assert time.perf_counter() - start < 5
+
+
+# -- detached snapshots --------------------------------------------------------------------------
+
+
+def test_a_detached_snapshot_restores_whatever_happened_since(cache, rng):
+    step(cache, rng, 5)
+    before = cache_content(cache)
+    detached = cache.snapshot().detach()
+    cache.shift(3, rope=Rope())
+    cache.keep([0, 4])
+    step(cache, rng, 7)
+    cache.restore(detached)
+    assert cache_content(cache) == before
+    cache.clear()
+    step(cache, rng, 1)
+    cache.restore(detached)
+    assert cache_content(cache) == before
+    step(cache, rng, 2)
+    assert len(cache) == 7
+
+
+def test_a_detached_snapshot_restores_to_another_cache_of_the_shape(cache, dtype, rng):
+    step(cache, rng, 5)
+    detached = cache.snapshot().detach()
+    for other in (KVCache(L, H, D, dtype=dtype), KVCache(L, H, D, dtype=dtype, max_seq_len=6)):
+        step(other, rng, 2)
+        other.restore(detached)
+        assert cache_content(other) == cache_content(cache)
+        step(other, rng, 1)
+
+
+def test_a_detached_snapshot_pickles(cache, dtype, rng):
+    step(cache, rng, 5)
+    detached = pickle.loads(pickle.dumps(cache.snapshot().detach()))
+    other = KVCache(L, H, D, dtype=dtype)
+    other.restore(detached)
+    assert cache_content(other) == cache_content(cache)
+
+
+def test_an_attached_snapshot_does_not_pickle_into_a_foreign_cache(cache, rng):
+    step(cache, rng, 2)
+    mark = cache.snapshot()
+    try:
+        again = pickle.loads(pickle.dumps(mark))
+    except (errors.KvedgeError, TypeError, pickle.PicklingError):
+        return
+    twin = cache.copy()
+    with refuses(errors.InvalidArgumentError, twin):
+        twin.restore(again)
+
+
+def test_a_detached_snapshot_of_another_shape_is_refused(cache, dtype, rng):
+    step(cache, rng, 5)
+    detached = cache.snapshot().detach()
+    other_dtype = {"int8": "float32", "float32": "int8"}[dtype]
+    for other in (
+        KVCache(L + 1, H, D, dtype=dtype),
+        KVCache(L, H + 1, D, dtype=dtype),
+        KVCache(L, H, D + 1, dtype=dtype),
+        KVCache(L, H, D, dtype=other_dtype),
+    ):
+        with refuses((errors.InvalidArgumentError, errors.ShapeMismatchError), other):
+            other.restore(detached)
+    if dtype == "int8":
+        for options in ({"group_size": 4}, {"scale_dtype": "float16"}):
+            other = KVCache(L, H, D, **options)
+            with refuses((errors.InvalidArgumentError, errors.ShapeMismatchError), other):
+                other.restore(detached)
+    small = KVCache(L, H, D, dtype=dtype, max_seq_len=4)
+    with refuses(errors.CapacityExceededError, small):
+        small.restore(detached)
+
+
+def test_a_stale_snapshot_cannot_be_detached(cache, rng):
+    step(cache, rng, 5)
+    mark = cache.snapshot()
+    cache.truncate(1)
+    step(cache, rng, 1)
+    with refuses(errors.StaleSnapshotError, cache):
+        mark.detach()
+
+
+def test_restoring_a_detached_snapshot_makes_other_snapshots_stale(cache, rng):
+    step(cache, rng, 5)
+    detached = cache.snapshot().detach()
+    cache.clear()
+    step(cache, rng, 5)
+    mark = cache.snapshot()
+    cache.restore(detached)
+    with refuses(errors.StaleSnapshotError, cache):
+        cache.restore(mark)
+
+
+def test_a_detached_snapshot_is_not_changed_by_the_cache(cache, rng):
+    step(cache, rng, 5)
+    before = cache_content(cache)
+    detached = cache.snapshot().detach()
+    for _ in range(2):
+        cache.restore(detached)
+        step(cache, rng, 3)
+        cache.shift(9, rope=Rope())
+        cache.restore(detached)
+        assert cache_content(cache) == before
+
+
+# -- automatic key offsets -----------------------------------------------------------------------
+
+
+def with_auto_offset(rng):
+    cache = KVCache(L, H, D, key_offset="auto")
+    step(cache, rng, 4)
+    return cache, cache_content(cache), [cache.k(i) for i in range(L)]
+
+
+def test_a_snapshot_taken_before_clear_brings_back_its_offset_or_is_stale(rng):
+    cache, before, keys = with_auto_offset(rng)
+    mark = cache.snapshot()
+    cache.clear()
+    try:
+        cache.restore(mark)
+    except errors.StaleSnapshotError:
+        assert cache.is_empty
+        return
+    assert cache_content(cache) == before
+    for i in range(L):
+        np.testing.assert_array_equal(cache.k(i), keys[i])
+
+
+def test_a_detached_snapshot_carries_its_offset(rng):
+    cache, before, keys = with_auto_offset(rng)
+    detached = pickle.loads(pickle.dumps(cache.snapshot().detach()))
+    other = KVCache(L, H, D, key_offset="auto")
+    step(other, rng, 2)
+    for each in (other, cache):
+        each.clear()
+        step(each, rng, 1)
+        each.restore(detached)
+        assert cache_content(each) == before
+        for i in range(L):
+            np.testing.assert_array_equal(each.k(i), keys[i])
+        step(each, rng, 1)
+
+
+def test_an_empty_snapshot_leaves_the_automatic_offset_usable(rng):
+    cache = KVCache(L, H, D, key_offset="auto")
+    mark = cache.snapshot()
+    step(cache, rng, 4)
+    cache.restore(mark)
+    step(cache, rng, 2)
+    assert np.isfinite(cache.k(0)).all() and len(cache) == 2

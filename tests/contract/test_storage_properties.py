@@ -1,0 +1,50 @@
+"""Stored bytes of rows that Hypothesis thinks up, and attention under options it combines."""
+
+import numpy as np
+import reference
+from hypothesis import assume, example, given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from kvedge import QuantizedKvLayer
+
+finite = st.floats(width=32, allow_nan=False, allow_infinity=False)
+rows = hnp.arrays(
+    np.float32,
+    st.tuples(st.integers(1, 3), st.integers(1, 2), st.integers(1, 70)),
+    elements=finite,
+)
+
+
+@given(keys=rows, group_size=st.none() | st.integers(1, 80))
+def test_any_finite_rows_store_the_bytes_of_the_reference(keys, group_size):
+    layer = QuantizedKvLayer(*keys.shape, group_size=group_size)
+    layer.extend(keys, -keys)
+    codes, scales = reference.quantize(keys, group_size)
+    np.testing.assert_array_equal(layer.key_codes, codes)
+    np.testing.assert_array_equal(layer.value_codes, -codes)
+    assert layer.key_scales.tobytes() == scales.tobytes() == layer.value_scales.tobytes()
+
+
+@given(keys=rows, group_size=st.none() | st.integers(1, 80))
+def test_any_rows_in_range_store_the_bytes_of_the_reference_with_float16_scales(keys, group_size):
+    assume(np.abs(keys).max() < 127 * 65504)
+    layer = QuantizedKvLayer(*keys.shape, group_size=group_size, scale_dtype="float16")
+    layer.extend(keys, keys)
+    codes, scales = reference.quantize(keys, group_size, "float16")
+    np.testing.assert_array_equal(layer.key_codes, codes)
+    assert layer.key_scales.tobytes() == scales.tobytes()
+
+
+@given(peak=st.floats(width=32, min_value=0, max_value=float(np.finfo(np.float32).max)))
+@example(peak=2.0**-96)
+@example(peak=2.0**-149)
+@example(peak=float(np.finfo(np.float32).tiny))
+@example(peak=float(np.finfo(np.float32).max))
+def test_a_row_at_any_magnitude_stores_the_bytes_of_the_reference(peak):
+    steps = np.linspace(-1, 1, 255).astype(np.float32) * np.float32(peak)
+    layer = QuantizedKvLayer(1, 1, 255)
+    layer.push(steps, steps)
+    codes, scales = reference.quantize(steps.reshape(1, 1, -1))
+    np.testing.assert_array_equal(layer.key_codes, codes)
+    assert layer.key_scales.tobytes() == scales.tobytes()

@@ -1,0 +1,409 @@
+"""Threads: the same answer for any number of them, none left burning, fork and readers safe."""
+
+import gc
+import multiprocessing
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import time
+import traceback
+import warnings
+
+import numpy as np
+import pytest
+import reference
+from support import assert_attention_close, content, filled, normal, stored
+
+import kvedge
+from kvedge import KVCache, QuantizedKvLayer
+
+H, D, HEADS = 4, 64, 8
+
+
+def large(rng, layer_class=QuantizedKvLayer, length=8000):
+    """A layer large enough that a second thread is worth waking, and a query."""
+    return filled(layer_class, rng, length, H, D), normal(rng, HEADS, D)
+
+
+# -- the same answer -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [1, 17, 1000, 8000])
+def test_any_number_of_threads_gives_the_same_bits(length, layer_class, rng):
+    layer, query = large(rng, layer_class, length)
+    one = layer.attend(query, num_threads=1)
+    rows = normal(rng, min(length, 5), HEADS, D)
+    rows_one = layer.attend(rows, num_threads=1)
+    for num_threads in (None, 2, 3, 8, 64):
+        out = layer.attend(query, num_threads=num_threads)
+        np.testing.assert_array_equal(out, one)
+        np.testing.assert_array_equal(layer.attend(rows, num_threads=num_threads), rows_one)
+
+
+def test_the_default_number_of_threads_changes_no_bits(rng):
+    layer, query = large(rng)
+    before = kvedge.get_num_threads()
+    try:
+        outs = []
+        for num_threads in (1, 2, 5):
+            kvedge.set_num_threads(num_threads)
+            assert kvedge.get_num_threads() == num_threads
+            outs.append(layer.attend(query))
+    finally:
+        kvedge.set_num_threads(before)
+    for out in outs:
+        np.testing.assert_array_equal(out, outs[0])
+
+
+def test_absurd_numbers_of_threads_are_no_harm(rng):
+    layer, query = large(rng, length=3000)
+    for num_threads in (1000, 2**31 - 1, 2**40):
+        try:
+            out = layer.attend(query, num_threads=num_threads)
+        except kvedge.KvedgeError:
+            continue
+        np.testing.assert_array_equal(out, layer.attend(query, num_threads=1))
+
+
+# -- no thread left burning ----------------------------------------------------------------------
+
+
+def cpu_time_while_asleep(seconds=0.4):
+    """CPU seconds that the whole process uses while this thread sleeps."""
+    time.sleep(0.05)
+    before = time.process_time()
+    time.sleep(seconds)
+    return time.process_time() - before
+
+
+def test_ten_thousand_small_calls_leave_no_thread_spinning(rng):
+    layer = filled(QuantizedKvLayer, rng, 16, 2, 8)
+    query = normal(rng, 2, 8)
+    for _ in range(5000):
+        layer.attend(query)
+        layer.attend(query, num_threads=2)
+    assert cpu_time_while_asleep() < 0.1
+
+
+def test_large_calls_leave_no_thread_spinning(rng):
+    layer, query = large(rng)
+    for _ in range(5):
+        layer.attend(query, num_threads=2)
+    assert cpu_time_while_asleep() < 0.1
+
+
+def test_the_number_of_threads_of_the_process_does_not_grow(rng):
+    layer, query = large(rng)
+
+    def threads():
+        return len(os.listdir("/proc/self/task"))
+
+    if not os.path.isdir("/proc/self/task"):
+        pytest.skip("reads /proc")
+    layer.attend(query, num_threads=4)
+    before = threads()
+    for _ in range(15):
+        layer.attend(query, num_threads=4)
+        layer.attend(query, num_threads=2)
+    assert threads() <= before
+
+
+# -- fork and multiprocessing --------------------------------------------------------------------
+
+can_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+
+
+def in_forked_child(check, seconds=60):
+    """Run ``check()`` in a forked child; the child's failure or hanging is the test's."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # fork in a process with threads
+        pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            check()
+            code = 0
+        except BaseException:  # nothing may leave the child but its exit code
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            assert os.waitstatus_to_exitcode(status) == 0, "the forked child failed"
+            return
+        time.sleep(0.005)
+    os.kill(pid, 9)
+    os.waitpid(pid, 0)
+    raise AssertionError("the forked child hangs")
+
+
+@can_fork
+@pytest.mark.subprocess
+@pytest.mark.parametrize("num_threads", [None, 1, 2])
+def test_a_forked_child_attends_as_its_parent(num_threads, layer_class, rng):
+    layer, query = large(rng, layer_class)
+    expected = layer.attend(query, num_threads=num_threads)
+
+    def check():
+        for _ in range(3):
+            out = layer.attend(query, num_threads=num_threads)
+            np.testing.assert_array_equal(out, expected)
+        in_forked_child(lambda: layer.attend(query, num_threads=2))  # a grandchild
+
+    in_forked_child(check)
+    np.testing.assert_array_equal(layer.attend(query, num_threads=num_threads), expected)
+
+
+@can_fork
+@pytest.mark.subprocess
+def test_a_forked_child_writes_to_its_own_memory(layer_class, rng):
+    layer = filled(layer_class, rng, 100, H, D, capacity=200)
+    before = content(layer)
+    more = normal(rng, 50, H, D)
+
+    def check():
+        layer.extend(more, more)
+        layer.truncate(10)
+        layer.extend(more, more)
+
+    in_forked_child(check)
+    assert content(layer) == before
+    layer.extend(more, more)
+    assert len(layer) == 150
+
+
+@can_fork
+@pytest.mark.subprocess
+def test_fork_while_other_threads_attend(rng):
+    layer, query = large(rng)
+    expected = layer.attend(query)
+    stop = threading.Event()
+
+    def attend():
+        while not stop.is_set():
+            layer.attend(query, num_threads=2)
+
+    threads = [threading.Thread(target=attend) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(5):
+            in_forked_child(
+                lambda: np.testing.assert_array_equal(layer.attend(query, num_threads=2), expected)
+            )
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+
+
+def attend_in_worker(pickled, query):
+    layer = pickle.loads(pickled)
+    return os.getpid(), layer.attend(query, num_threads=2)
+
+
+@pytest.mark.subprocess
+@pytest.mark.parametrize("method", multiprocessing.get_all_start_methods())
+def test_multiprocessing_works_after_use(method, rng):
+    layer, query = large(rng, length=3000)
+    expected = layer.attend(query, num_threads=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        with multiprocessing.get_context(method).Pool(1) as pool:
+            task = pool.apply_async(attend_in_worker, (pickle.dumps(layer), query))
+            pid, out = task.get(timeout=60)
+    assert pid != os.getpid()
+    np.testing.assert_array_equal(out, expected)
+
+
+@can_fork
+@pytest.mark.subprocess
+def test_the_process_ends_at_once_after_use():
+    code = (
+        "import numpy as np, kvedge\n"
+        "layer = kvedge.QuantizedKvLayer(20000, 4, 64)\n"
+        "rows = np.ones((20000, 4, 64), np.float32)\n"
+        "layer.extend(rows, rows)\n"
+        "print(layer.attend(np.ones((8, 64), np.float32), num_threads=2)[0, 0])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=False, capture_output=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+
+
+# -- many readers --------------------------------------------------------------------------------
+
+
+def run_together(*jobs):
+    """Run every job in a thread of its own; the first exception of any is raised here."""
+    failures = []
+
+    def guarded(job):
+        try:
+            job()
+        except BaseException as error:  # raised again below
+            failures.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(job,)) for job in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+        assert not thread.is_alive(), "a thread hangs"
+    if failures:
+        raise failures[0]
+
+
+@pytest.mark.parametrize("num_threads", [None, 1, 2])
+def test_many_threads_attend_to_one_layer_at_once(num_threads, layer_class, rng):
+    layer = filled(layer_class, rng, 3000, H, D)
+    queries = normal(rng, 6, HEADS, D)
+    expected = [layer.attend(query, num_threads=1) for query in queries]
+
+    def job(i):
+        def attend():
+            for _ in range(15):
+                out = layer.attend(queries[i], num_threads=num_threads)
+                np.testing.assert_array_equal(out, expected[i])
+
+        return attend
+
+    run_together(*(job(i) for i in range(6)))
+
+
+def test_layers_come_and_go_while_others_attend(layer_class, rng):
+    layer = filled(layer_class, rng, 2000, H, D)
+    query = normal(rng, HEADS, D)
+    expected = layer.attend(query)
+    rows = normal(rng, 500, H, D)
+    stop = threading.Event()
+
+    def come_and_go():
+        try:
+            for _ in range(20):
+                other = layer_class(5000, H, D)
+                other.extend(rows, rows)
+                view = other.key_codes
+                other.attend(query, num_threads=2)
+                del other
+                gc.collect()
+                assert view.shape == (500, H, D)
+        finally:
+            stop.set()
+
+    def attend():
+        while not stop.is_set():
+            np.testing.assert_array_equal(layer.attend(query, num_threads=2), expected)
+
+    run_together(come_and_go, attend, attend)
+
+
+def test_the_last_reference_may_go_while_a_thread_attends(layer_class, rng):
+    query = normal(rng, HEADS, D)
+    layers = [filled(layer_class, rng, 4000, H, D) for _ in range(6)]
+    expected = [layer.attend(query) for layer in layers]
+    outs = [None] * len(layers)
+
+    def job(i):
+        layer = layers[i]
+
+        def attend():
+            nonlocal layer
+            mine, layer = layer, None
+            outs[i] = mine.attend(query, num_threads=2)
+            del mine
+
+        return attend
+
+    jobs = [job(i) for i in range(len(layers))]
+    layers.clear()
+    run_together(*jobs)
+    for out, ref in zip(outs, expected, strict=True):
+        np.testing.assert_array_equal(out, ref)
+
+
+def test_readers_attend_while_the_cache_grows(dtype, rng):
+    """One writer and many readers: what a reader gets is attention over a prefix, never garbage."""
+    cache = KVCache(1, H, D, dtype=dtype)
+    rows = np.ones((50, H, D), np.float32)
+    cache.append(0, rows, rows)
+    query = normal(rng, HEADS, D)
+    stop = threading.Event()
+
+    def write():
+        try:
+            for _ in range(100):
+                cache.append(0, rows, rows)
+                cache.advance(50)
+        finally:
+            stop.set()
+
+    def read():
+        while not stop.is_set():
+            np.testing.assert_allclose(cache.attend(0, query, num_threads=2), 1, rtol=1e-3)
+            keys = cache.k(0)
+            assert (np.abs(keys - 1) < 1e-3).all()
+
+    run_together(write, read, read)
+
+
+def test_attend_lets_other_python_threads_run(rng):
+    layer, query = large(rng, length=20_000)
+    ticks = 0
+    stop = threading.Event()
+
+    def tick():
+        nonlocal ticks
+        while not stop.is_set():
+            ticks += 1
+            time.sleep(0.0005)
+
+    ticker = threading.Thread(target=tick)
+    ticker.start()
+    for _ in range(8):
+        layer.attend(query, num_threads=1)
+    stop.set()
+    ticker.join()
+    assert ticks > 0
+
+
+def test_results_of_concurrent_long_calls_keep_the_contract(rng):
+    layer, query = large(rng)
+    ref, _ = reference.attention(query, *stored(layer))
+    run_together(
+        *(lambda: assert_attention_close(layer.attend(query, num_threads=2), ref) for _ in range(4))
+    )
+
+
+# -- a busy core ---------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.subprocess
+def test_two_threads_with_one_core_kept_busy_are_not_slower_than_one(rng):
+    """Medians of interleaved runs, printed with -s; 1.15 is the promise."""
+    if (os.cpu_count() or 1) < 2:
+        pytest.skip("needs two cores")
+    layer, query = large(rng, length=100_000)
+    spin = [sys.executable, "-c", "while True: pass"]
+    busy = [subprocess.Popen(spin) for _ in range((os.cpu_count() or 2) - 1)]
+    try:
+        time.sleep(0.3)
+        seconds = {1: [], 2: []}
+        for _ in range(60):
+            for num_threads, times in seconds.items():
+                start = time.perf_counter()
+                layer.attend(query, num_threads=num_threads)
+                times.append(time.perf_counter() - start)
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+    one, two = (float(np.median(times)) for times in seconds.values())
+    print(f"\none busy core: 1 thread {one * 1e3:.2f} ms, 2 threads {two * 1e3:.2f} ms")
+    assert two <= 1.15 * one, f"2 threads take {two / one:.2f} times as long as 1"

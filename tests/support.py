@@ -1,0 +1,198 @@
+"""What the tests of the contract share: rows of every kind, filled layers, and two comparisons."""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+import reference
+
+import kvedge
+from kvedge import errors
+
+# ------------------------------------------------------------------------------------------------
+# Rows
+
+
+def normal(rng, *shape):
+    """Rows as a model makes them: normal, float32."""
+    return rng.standard_normal(shape, dtype=np.float32)
+
+
+def _tiny(rng, shape):
+    """Around 1e-38, where float32 turns from normal to denormal."""
+    return (rng.uniform(-3e-38, 3e-38, shape)).astype(np.float32)
+
+
+def _denormal(rng, shape):
+    """Denormal numbers only, down to the smallest."""
+    digits = rng.integers(0, 24, shape)
+    return (rng.integers(-1, 2, shape) * np.exp2(digits - 149.0)).astype(np.float32)
+
+
+def _huge(rng, shape):
+    """Up to the largest float32."""
+    x = rng.uniform(-3e38, 3e38, shape).astype(np.float32)
+    x.reshape(-1)[:: x.size // 7 + 1] = np.finfo(np.float32).max
+    return x
+
+
+def _zero(rng, shape):
+    """Zeros of both signs."""
+    return np.where(rng.integers(0, 2, shape) == 1, np.float32(0), np.float32(-0.0))
+
+
+def _constant(rng, shape):
+    """Every channel of a row the same."""
+    return np.broadcast_to(normal(rng, *shape[:-1], 1), shape).copy()
+
+
+def _outlier(rng, shape):
+    """One channel a thousand times the others."""
+    x = normal(rng, *shape)
+    x[..., rng.integers(shape[-1])] *= 1000
+    return x
+
+
+def _ties(rng, shape):
+    """A largest value of 127 and halves everywhere: every rounding is a tie."""
+    x = (rng.integers(-127, 127, shape) + 0.5).astype(np.float32)
+    x[..., 0] = 127
+    return x
+
+
+def _all_magnitudes(rng, shape):
+    """Each row at its own power of ten, from denormal to the largest."""
+    exponent = rng.uniform(-44, 37, (*shape[:-1], 1))
+    return (rng.standard_normal(shape) * 10.0**exponent).astype(np.float32)
+
+
+def _at_the_lift(rng, shape):
+    """Largest values just below, at and above 2^-96, where the arithmetic changes its path."""
+    x = rng.uniform(-1, 1, shape)
+    peak = np.float32(2.0**-96)
+    near = np.array([np.nextafter(peak, np.float32(0)), peak, np.nextafter(peak, np.float32(1))])
+    top = rng.choice(near, (*shape[:-1], 1)).astype(np.float64)
+    x = (x * top).astype(np.float32)
+    x[..., -1:] = top
+    return x
+
+
+#: What a row can look like: name -> function(rng, shape) -> float32
+ROWS = {
+    "random": lambda rng, shape: normal(rng, *shape),
+    "tiny": _tiny,
+    "denormal": _denormal,
+    "huge": _huge,
+    "zero": _zero,
+    "constant": _constant,
+    "outlier": _outlier,
+    "ties": _ties,
+    "all-magnitudes": _all_magnitudes,
+    "at-the-lift": _at_the_lift,
+}
+
+HEAD_DIMS = [1, 8, 40, 64, 80, 96, 112, 128, 256, 1024]
+
+
+def group_sizes(head_dim):
+    """Whole rows, the usual groups, and one that leaves a short group at the end."""
+    return [None, *(size for size in (24, 32, 64, 128) if size < head_dim)]
+
+
+# ------------------------------------------------------------------------------------------------
+# Layers
+
+
+def filled(layer_class, rng, length, num_kv_heads, head_dim, *, capacity=None, **options):
+    """A layer with ``length`` normal tokens."""
+    layer = layer_class(capacity or max(length, 1), num_kv_heads, head_dim, **options)
+    if length:
+        kv = normal(rng, 2, length, num_kv_heads, head_dim)
+        layer.extend(kv[0], kv[1])
+    return layer
+
+
+def stored(layer):
+    """The exact float64 keys and values (len, H, D) that a layer holds, from its raw bytes."""
+    if layer.dtype == "float32":
+        return layer.key_codes.astype(np.float64), layer.value_codes.astype(np.float64)
+
+    def values_of(codes, scales, offset=None):
+        scales = np.asarray(scales).reshape(*codes.shape[:2], -1)
+        return reference.dequantize(codes, scales, layer.group_size, offset)
+
+    return (
+        values_of(layer.key_codes, layer.key_scales, layer.key_offset),
+        values_of(layer.value_codes, layer.value_scales),
+    )
+
+
+def content(layer):
+    """Everything stored in a layer, as bytes that can be compared."""
+    offset = layer.key_offset
+    return (
+        len(layer),
+        layer.key_codes.tobytes(),
+        np.asarray(layer.key_scales).tobytes(),
+        layer.value_codes.tobytes(),
+        np.asarray(layer.value_scales).tobytes(),
+        None if offset is None else offset.tobytes(),
+    )
+
+
+def cache_content(cache):
+    """Everything stored in a cache, tokens not yet advanced over included."""
+    return len(cache), [content(cache.layer(i)) for i in range(cache.num_layers)]
+
+
+@contextlib.contextmanager
+def refuses(error, holder=None, match=None):
+    """The block raises ``error``, a KvedgeError with a useful message, and changes nothing.
+
+    ``holder`` is the layer or cache whose length and stored bytes must stay as they are.
+    """
+    look = cache_content if isinstance(holder, kvedge.KVCache) else content
+    before = None if holder is None else look(holder)
+    try:
+        yield
+    except error as caught:
+        assert isinstance(caught, errors.KvedgeError), f"{caught!r} is no KvedgeError"
+        message = str(caught)
+        assert len(message) > 10, f"message says nothing: {message!r}"
+        for word in [match] if isinstance(match, str) else match or []:
+            assert word in message, f"{word!r} is missing in: {message}"
+    else:
+        raise AssertionError(f"did not raise {error}")
+    if holder is not None:
+        assert look(holder) == before, "a refused call changed what is stored"
+
+
+# ------------------------------------------------------------------------------------------------
+# Comparisons
+
+
+def assert_attention_close(out, ref, tolerance=reference.TOLERANCE, hint=""):
+    """The numerics contract: max|out - ref| <= tolerance * max|ref|."""
+    assert out.dtype == np.float32 and out.shape == ref.shape, (out.dtype, out.shape, ref.shape)
+    assert np.isfinite(out).all(), f"not finite {hint}"
+    error = np.abs(out.astype(np.float64) - ref).max()
+    limit = tolerance * np.abs(ref).max()
+    assert error <= limit, f"error {error:.3g} > {limit:.3g} {hint}"
+
+
+def assert_lse_close(lse, ref, tolerance=5e-4):
+    """Logarithms of the softmax denominator; a row that sees nothing has -inf in both."""
+    assert lse.dtype == np.float32 and lse.shape == ref.shape, (lse.dtype, lse.shape, ref.shape)
+    assert (np.isneginf(lse) == np.isneginf(ref)).all()
+    finite = np.isfinite(ref)
+    error = np.abs(lse[finite] - ref[finite]) / np.maximum(1, np.abs(ref[finite]))
+    assert error.max(initial=0) <= tolerance, f"lse error {error.max():.3g}"
+
+
+def assert_well_formed(out):
+    """Finite, and neither NaN nor denormal, whatever went in."""
+    assert np.isfinite(out).all(), "a NaN or an infinity left attention"
+    size = np.abs(out)
+    denormal = (size > 0) & (size < np.finfo(np.float32).tiny)
+    assert not denormal.any(), f"{denormal.sum()} denormal numbers left attention"

@@ -1,0 +1,176 @@
+"""The command line as a whole: help, errors, exit codes, output with and without rich."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+import kvedge
+from kvedge.cli import app, exits, main, output, plan
+
+PLAN = ["plan", "--layers", "2", "--kv-heads", "4", "--head-dim", "64", "--context", "100"]
+
+
+@pytest.mark.parametrize("command", ["generate", "info", "plan"])
+def test_help_of_each_command_has_examples_and_exit_codes(command, capsys):
+    assert main([command, "--help"]) == exits.OK
+    text = capsys.readouterr().out
+    assert f"  kvedge {command}" in text.partition("examples:")[2]
+    assert "130  interrupted" in text
+    assert "--json" in text and "--debug" in text
+
+
+def test_help_of_the_command_names_every_subcommand(capsys):
+    assert main(["--help"]) == exits.OK
+    text = capsys.readouterr().out
+    assert all(name in text for name in ("generate", "info", "plan"))
+
+
+def test_version(capsys):
+    assert main(["--version"]) == exits.OK
+    assert capsys.readouterr().out == f"kvedge {kvedge.__version__}\n"
+
+
+def test_no_command_is_a_usage_error_with_the_help_on_stderr(capsys):
+    assert main([]) == exits.USAGE
+    captured = capsys.readouterr()
+    assert captured.out == "" and "generate" in captured.err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["frobnicate"],
+        ["plan", "--frobnicate"],
+        ["plan", "--layers", "0"],
+        ["plan", "--layers", "2"],
+        ["plan"],
+        [*PLAN, "--model", "x.bin"],
+        [*PLAN, "--ram", "4X"],
+        ["plan", "--layers", "2", "--kv-heads", "4", "--head-dim", "64"],
+        ["plan", "--layers", "2", "--kv-heads", "4", "--head-dim", "5000", "--context", "8"],
+        ["generate", "--tokens", "-1"],
+        ["generate", "--cache", "int4"],
+        ["generate", "--top-p", "0"],
+        ["generate", "--temperature", "nan"],
+        ["generate", "--threads", "5000", "--tokens", "1"],
+        ["generate", "--tok", "1"],  # no abbreviations: they would become part of the interface
+    ],
+)
+def test_wrong_usage_is_one_line_on_stderr_and_exit_code_2(arguments, capsys):
+    assert main(arguments) == exits.USAGE
+    captured = capsys.readouterr()
+    assert captured.out.strip() == ""
+    assert captured.err.startswith("kvedge: ")
+    assert captured.err.count("\n") == 1
+
+
+def test_a_file_that_is_not_there_is_one_line_and_exit_code_1(tmp_path, capsys):
+    missing = str(tmp_path / "model.bin")
+    assert main(["generate", "--model", missing]) == exits.FAILED
+    assert capsys.readouterr().err == f"kvedge: {missing}: No such file or directory\n"
+
+
+def test_debug_shows_the_traceback_as_well(tmp_path, capsys):
+    assert main(["plan", "--model", str(tmp_path / "model.bin"), "--debug"]) == exits.FAILED
+    error = capsys.readouterr().err
+    assert "Traceback" in error and error.splitlines()[-1].startswith("kvedge: ")
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (kvedge.MissingExtraError("pip install 'kvedge[io]'"), exits.UNAVAILABLE),
+        (kvedge.BackendUnavailableError("no native"), exits.UNAVAILABLE),
+        (kvedge.UnsupportedIsaError("no avx2"), exits.UNAVAILABLE),
+        (kvedge.CorruptFileError("x: cut\nshort"), exits.FAILED),
+        (kvedge.OutOfMemoryError("2 TiB"), exits.FAILED),
+        (kvedge.InvalidArgumentError("head_dim"), exits.USAGE),
+        (PermissionError(13, "Permission denied", "x"), exits.FAILED),
+        (KeyboardInterrupt(), exits.INTERRUPTED),
+        (BrokenPipeError(), exits.BROKEN_PIPE),
+        (ZeroDivisionError("a bug"), exits.FAILED),
+    ],
+)
+def test_every_error_has_its_exit_code_and_at_most_one_line(error, code, capsys, monkeypatch):
+    def fail(options, output):
+        raise error
+
+    monkeypatch.setattr(plan, "run", fail)
+    monkeypatch.setattr(app, "_drop_stdout", lambda: None)
+    assert main(PLAN) == code
+    text = capsys.readouterr().err
+    assert text.count("\n") <= 1
+    assert "Traceback" not in text
+    if isinstance(error, ZeroDivisionError):
+        assert "unexpected ZeroDivisionError" in text and "--debug" in text
+
+
+def test_without_rich_come_tab_separated_lines_and_one_hint(capsys, monkeypatch):
+    monkeypatch.setattr(output, "rich", None)
+    assert main(PLAN) == exits.OK
+    captured = capsys.readouterr()
+    title, heading, *rows = captured.out.splitlines()
+    assert "2 layers" in title
+    assert heading.split("\t")[:2] == ["format", "cache"]
+    assert all(len(row.split("\t")) == len(heading.split("\t")) for row in rows)
+    assert captured.err == "pip install 'kvedge[cli]' gives tables, colours and progress bars\n"
+
+
+def test_the_hint_comes_once_though_there_are_several_tables(capsys, monkeypatch):
+    monkeypatch.setattr(output, "rich", None)
+    assert main(["info", "--no-bandwidth"]) == exits.OK
+    captured = capsys.readouterr()
+    assert "processor\t" in captured.out
+    assert captured.err.count("kvedge[cli]") == 1
+
+
+def test_json_needs_no_rich_and_gives_no_hint(capsys, monkeypatch):
+    monkeypatch.setattr(output, "rich", None)
+    assert main([*PLAN, "--json"]) == exits.OK
+    assert capsys.readouterr().err == ""
+
+
+def test_a_table_in_a_pipe_is_never_cut_to_a_terminals_width(capsys, monkeypatch):
+    pytest.importorskip("rich")
+    monkeypatch.setenv("COLUMNS", "30")
+    assert main(PLAN) == exits.OK
+    text = capsys.readouterr().out
+    assert "int8, whole row, float16 scales" in text
+    assert "\x1b" not in text  # no colours where nobody sees them
+
+
+def test_markup_in_a_file_name_is_shown_as_it_is(capsys, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(
+        '{"_name_or_path": "[red]x[/]", "num_hidden_layers": 1, "num_attention_heads": 1,'
+        ' "head_dim": 8, "max_position_embeddings": 8}'
+    )
+    assert main(["plan", "--hf-config", str(path)]) == exits.OK
+    assert "[red]x[/]" in capsys.readouterr().out
+
+
+@pytest.mark.subprocess
+def test_python_m_kvedge_is_the_command():
+    done = _run("info", "--json", "--no-bandwidth", capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("{") and '"backend"' in done.stdout
+
+
+@pytest.mark.subprocess
+@pytest.mark.skipif(os.name != "posix", reason="pipes break differently elsewhere")
+def test_a_closed_pipe_ends_the_command_quietly():
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = _run("plan", *PLAN[1:], stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert done.returncode == exits.BROKEN_PIPE
+    assert done.stderr.replace(output._HINT, "").strip() == ""
+
+
+def _run(*arguments, **options):
+    command = [sys.executable, "-m", "kvedge", *arguments]
+    return subprocess.run(command, timeout=60, check=False, **options)

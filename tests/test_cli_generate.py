@@ -1,0 +1,445 @@
+"""``kvedge generate``: text, summary, sessions, comparison, on the model that ships."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import sys
+
+import numpy as np
+import pytest
+
+import kvedge
+from kvedge.cli import compare, exits, main, output, resume
+from kvedge.data import STORIES_MODEL, STORIES_TOKENIZER
+from kvedge.llama import LlamaModel
+
+# llama2.c's known output for this model, greedy
+BEGINNING = (
+    "Once upon a time, there was a little girl named Lily. She loved to play outside in the park. "
+    "One day, she saw a big, red ball. "
+)
+
+
+def _generate(capsys, *arguments, code=exits.OK):
+    """Run with --json; return the report."""
+    assert main(["generate", "--json", *map(str, arguments)]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def _fails(capsys, *arguments, code=exits.FAILED):
+    """Run what must fail; return the one line that says why."""
+    assert main(["generate", *map(str, arguments)]) == code
+    error = capsys.readouterr().err
+    assert error.startswith("kvedge: ") and error.count("\n") == 1
+    return error
+
+
+# ---- text and summary ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cache", ["int8", "float32"])
+def test_the_default_model_writes_its_known_text(cache, capsys):
+    assert main(["generate", "--tokens", "30", "--cache", cache]) == exits.OK
+    captured = capsys.readouterr()
+    text = captured.out.removesuffix("\n")
+    assert len(text) > 60 and BEGINNING.startswith(text)
+
+
+def test_stdout_has_the_text_alone_and_stderr_the_summary(capsys):
+    arguments = ["generate", "--prompt", "Tim had a", "--tokens", "5", "--threads", "1"]
+    assert main(arguments) == exits.OK
+    captured = capsys.readouterr()
+    assert captured.out.startswith("Tim had a")
+    assert captured.out.count("\n") == 1
+    for word in ("prompt", "tokens/s", "int8", kvedge.backend, kvedge.isa_info()["isa"], "2.67x"):
+        assert word in captured.err
+
+
+def test_the_text_is_flushed_token_by_token(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdout", stream := _Recorder())
+    assert main(["generate", "--tokens", "6"]) == exits.OK
+    assert len(set(stream.flushed)) >= 6  # what was there at each flush: a token more each time
+    assert stream.flushed[-1].startswith("Once upon a time")
+
+
+class _Recorder(io.StringIO):
+    def __init__(self):
+        super().__init__()
+        self.flushed = []
+
+    def flush(self):
+        self.flushed.append(self.getvalue())
+
+
+def test_the_summary_without_rich_is_tab_separated(capsys, monkeypatch):
+    monkeypatch.setattr(output, "rich", None)
+    assert main(["generate", "--tokens", "2"]) == exits.OK
+    lines = capsys.readouterr().err.splitlines()
+    assert "kvedge[cli]" in lines[0]
+    assert any(line.startswith("cache\tint8, 2 tokens in ") for line in lines)
+
+
+def test_json_has_text_and_figures_in_one_object(capsys):
+    report = _generate(capsys, "--prompt", "Once upon", "--tokens", "20", "--threads", "1")
+    model = LlamaModel.from_file(STORIES_MODEL, STORIES_TOKENIZER)
+    prompt = model.tokenizer.encode("Once upon")
+    assert "Once upon" + report["text"] == report["whole_text"]
+    assert model.tokenizer.decode([*prompt, *report["tokens"]]) == report["whole_text"]
+    assert report["prompt_tokens"] == len(prompt)
+    assert report["generated_tokens"] == len(report["tokens"]) == 20
+    assert report["stop_reason"] == "length"
+    assert report["tokens_per_second"] > 0 and report["prompt_tokens_per_second"] > 0
+    assert (report["backend"], report["num_threads"]) == (kvedge.backend, 1)
+    held = len(prompt) + 19  # the last token is not needed in the cache
+    assert report["cache"] == {
+        "dtype": "int8",
+        "group_size": 8,
+        "tokens": held,
+        "used_bytes": held * 5 * 2 * 4 * (8 + 4),  # layers, K and V, heads, codes and a scale
+        "fp32_bytes": held * 5 * 2 * 4 * 8 * 4,
+        "ratio": pytest.approx(32 / 12),
+        "reserved_bytes": 512 * 5 * 2 * 4 * 12,
+    }
+
+
+def test_group_size_and_context_reach_the_cache(capsys):
+    cache = _generate(capsys, "--tokens", 2, "--group-size", 4, "--context", 64)["cache"]
+    assert cache["group_size"] == 4
+    assert cache["reserved_bytes"] == 64 * 5 * 2 * 4 * (8 + 2 * 4)
+
+
+def test_a_seed_repeats_the_same_text_and_another_gives_another(capsys):
+    arguments = ("--tokens", 30, "--temperature", 1, "--top-p", 0.9)
+    first = _generate(capsys, *arguments, "--seed", 1)
+    again = _generate(capsys, *arguments, "--seed", 1)
+    other = _generate(capsys, *arguments, "--seed", 2)
+    assert first["text"] == again["text"] != other["text"]
+    assert first["seed"] == 1
+    unseeded = _generate(capsys, *arguments)  # the seed is told, so it can be repeated too
+    assert _generate(capsys, *arguments, "--seed", unseeded["seed"])["text"] == unseeded["text"]
+
+
+def test_a_full_context_ends_the_text_and_says_so(capsys):
+    report = _generate(capsys, "--tokens", 100, "--context", 16)
+    assert report["stop_reason"] == "context"
+    assert report["cache"]["tokens"] == 16
+    assert report["generated_tokens"] == 16  # BOS takes one place, the last token needs none
+
+
+def test_a_prompt_longer_than_the_context_is_refused(capsys):
+    error = _fails(capsys, "--prompt", "a b c d e f g", "--context", 4, code=exits.USAGE)
+    assert "do not fit the context of 4" in error
+
+
+def test_a_context_longer_than_the_models_is_refused(capsys):
+    assert "512" in _fails(capsys, "--context", 513, code=exits.USAGE)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--cache", "float32", "--group-size", 32),
+        ("--tokenizer", "t.bin"),
+        ("--compare", "--cache", "int8"),
+        ("--compare", "--temperature", 1),
+        ("--compare", "--save-session", "x"),
+        ("--compare", "--tokens", 0),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(arguments, capsys):
+    _fails(capsys, *arguments, code=exits.USAGE)
+
+
+def test_a_model_without_a_tokenizer_says_which_option_gives_one(tmp_path, capsys):
+    model = shutil.copy(STORIES_MODEL, tmp_path / "model.bin")
+    assert "--tokenizer" in _fails(capsys, "--model", model, code=exits.USAGE)
+    report = _generate(capsys, "--model", model, "--tokenizer", STORIES_TOKENIZER, "--tokens", 3)
+    assert report["text"] == BEGINNING[: len(report["text"])]
+
+
+def test_a_damaged_model_is_a_clear_error(tmp_path, capsys):
+    path = tmp_path / "model.bin"
+    path.write_bytes(STORIES_MODEL.read_bytes()[:-4])
+    assert str(path) in _fails(capsys, "--model", path)
+
+
+# ---- sessions ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def session(tmp_path):
+    pytest.importorskip("safetensors")
+    return tmp_path / "session.kv"
+
+
+@pytest.mark.parametrize("cache", ["int8", "float32"])
+@pytest.mark.parametrize("sampling", [(), ("--temperature", 0.9, "--top-p", 0.95, "--seed", 7)])
+def test_a_session_goes_on_as_if_it_had_never_stopped(cache, sampling, session, capsys):
+    whole = _generate(capsys, "--tokens", 60, "--prompt", "One day", "--cache", cache, *sampling)
+    parts = [
+        _generate(
+            capsys,
+            *("--tokens", 25, "--prompt", "One day", "--cache", cache, *sampling),
+            *("--save-session", session),
+        )
+    ]
+    for count in (1, 34):
+        more = ("--load-session", session, "--save-session", session)
+        parts.append(_generate(capsys, "--tokens", count, *more))
+    assert [len(part["tokens"]) for part in parts] == [25, 1, 34]
+    assert [token for part in parts for token in part["tokens"]] == whole["tokens"]
+    assert "".join(part["text"] for part in parts) == whole["text"]
+    assert parts[-1]["whole_text"] == whole["whole_text"]
+    assert parts[-1]["cache"] == whole["cache"]
+
+
+def test_a_session_continues_on_stdout_with_the_new_text_alone(session, capsys):
+    assert main(["generate", "--tokens", "8", "--save-session", str(session)]) == exits.OK
+    first = capsys.readouterr().out
+    assert main(["generate", "--tokens", "8", "--load-session", str(session)]) == exits.OK
+    second = capsys.readouterr().out
+    assert main(["generate", "--tokens", "16"]) == exits.OK
+    assert first[:-1] + second == capsys.readouterr().out
+
+
+def test_a_prompt_read_once_is_a_session_of_no_text(session, capsys):
+    report = _generate(
+        capsys, "--prompt", "Once upon a time", "--tokens", 0, "--save-session", session
+    )
+    assert report["text"] == "" and report["prompt_tokens_per_second"] > 0
+    more = _generate(capsys, "--load-session", session, "--tokens", 10)
+    whole = _generate(capsys, "--prompt", "Once upon a time", "--tokens", 10)
+    assert more["tokens"] == whole["tokens"]
+
+
+def test_a_prompt_with_a_session_is_appended_to_it(session, capsys):
+    first = _generate(capsys, "--tokens", 6, "--save-session", session)
+    more = _generate(
+        capsys, "--load-session", session, "--prompt", " a dog. The dog", "--tokens", 6
+    )
+    assert more["whole_text"] == first["whole_text"] + " a dog. The dog" + more["text"]
+    assert len(more["text"]) > 0
+
+
+def test_the_session_is_a_kvedge_cache_with_text_and_model_in_it(session, capsys):
+    report = _generate(capsys, "--tokens", 6, "--save-session", session)
+    cache = kvedge.KVCache.load(session)
+    assert len(cache) == report["cache"]["tokens"]
+    assert cache.metadata["text"] == report["whole_text"]
+    assert json.loads(cache.metadata["tokens"])[-6:] == report["tokens"]
+    assert cache.metadata["model"] == "stories260K.bin"
+    assert len(cache.metadata["model_sha256"]) == 64
+
+
+def test_a_session_of_another_model_is_refused(session, tmp_path, capsys):
+    _generate(capsys, "--tokens", 3, "--save-session", session)
+    other = tmp_path / "other.bin"
+    weights = bytearray(STORIES_MODEL.read_bytes())
+    weights[1000] ^= 1
+    other.write_bytes(weights)
+    error = _fails(
+        capsys,
+        *("--model", other, "--tokenizer", STORIES_TOKENIZER, "--load-session", session),
+    )
+    assert "another model" in error and "stories260K.bin" in error and "other.bin" in error
+
+
+def test_a_cache_that_is_no_session_of_this_command_is_refused(session, capsys):
+    LlamaModel.from_file(STORIES_MODEL).new_cache().save(session)
+    assert "did not write it" in _fails(capsys, "--load-session", session)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("tokens", "[]"),
+        ("tokens", "[1, 2]"),
+        ("tokens", "[1, 2, 3, 4, 5, 6, 100000]"),
+        ("tokens", "[true, 2, 3, 4, 5, 6]"),
+        ("tokens", "nonsense"),
+        ("ended", "{"),
+        ("sampling", "{}"),
+        ("sampling", "[]"),
+        ("sampling", '{"temperature": "x", "top_p": 1, "seed": 1, "random_state": null}'),
+        ("sampling", '{"temperature": 0, "top_p": 1, "seed": 1, "random_state": {"a": 1}}'),
+        ("sampling", '{"temperature": 0, "top_p": 1, "seed": 1, "random_state": 5}'),
+    ],
+)
+def test_damaged_metadata_is_a_clear_error(key, value, session, capsys):
+    _generate(capsys, "--tokens", 5, "--save-session", session)
+    cache = kvedge.KVCache.load(session)
+    cache.save(session, metadata={**cache.metadata, key: value})
+    assert "damaged" in _fails(capsys, "--load-session", session)
+
+
+def test_a_cut_session_file_is_a_clear_error(session, capsys):
+    _generate(capsys, "--tokens", 5, "--save-session", session)
+    session.write_bytes(session.read_bytes()[:-100])
+    assert str(session) in _fails(capsys, "--load-session", session)
+
+
+@pytest.mark.parametrize(
+    "option", [("--cache", "float32"), ("--group-size", 4), ("--context", 100)]
+)
+def test_options_that_contradict_the_session_are_refused(option, session, capsys):
+    _generate(capsys, "--tokens", 2, "--save-session", session)
+    assert "session" in _fails(capsys, "--load-session", session, *option, code=exits.USAGE)
+
+
+def test_where_a_session_cannot_be_saved_is_told_before_the_work(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("safetensors")
+    monkeypatch.setattr(LlamaModel, "forward", None)  # any work would fail
+    assert "no folder" in _fails(capsys, "--save-session", tmp_path / "none" / "s.kv")
+    assert "cannot be written" in _fails(capsys, "--save-session", tmp_path)
+
+
+def test_without_safetensors_the_extra_is_named(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(resume.importlib.util, "find_spec", lambda name: None)
+    error = _fails(capsys, "--save-session", tmp_path / "s.kv", code=exits.UNAVAILABLE)
+    assert "pip install 'kvedge[io]'" in error
+
+
+def test_an_interrupted_text_is_kept_and_goes_on(session, capsys, monkeypatch):
+    whole = _generate(capsys, "--tokens", 20)
+    append, calls = kvedge.KVCache.append, []
+
+    def interrupted(self, layer, keys, values):
+        calls.append(layer)
+        if len(calls) == 5 * 9 + 3:  # within the tenth token, between two layers
+            raise KeyboardInterrupt
+        append(self, layer, keys, values)
+
+    monkeypatch.setattr(kvedge.KVCache, "append", interrupted)
+    first = _generate(capsys, "--tokens", 20, "--save-session", session, code=exits.INTERRUPTED)
+    assert first["stop_reason"] == "interrupted"
+    assert first["tokens"] == whole["tokens"][:9]
+    monkeypatch.undo()
+    more = _generate(capsys, "--load-session", session, "--tokens", 11)
+    assert first["text"] + more["text"] == whole["text"]
+
+
+def test_an_ended_text_stays_ended_until_a_prompt_takes_it_further(session, capsys, monkeypatch):
+    ended = _Tokenizer.stop_after(monkeypatch, 5)
+    first = _generate(capsys, "--tokens", 20, "--save-session", session)
+    assert first["stop_reason"] == "stop" and len(first["tokens"]) == ended
+    monkeypatch.undo()
+    again = _generate(capsys, "--load-session", session)
+    assert again["stop_reason"] == "stop" and again["tokens"] == []
+    more = _generate(capsys, "--load-session", session, "--prompt", " Tim", "--tokens", 4)
+    assert len(more["tokens"]) == 4
+
+
+class _Tokenizer:
+    @staticmethod
+    def stop_after(monkeypatch, count):
+        """Let the model's sampler end the text after so many tokens."""
+        from kvedge.llama import Sampler
+
+        original, calls = Sampler.__call__, []
+
+        def sample(self, logits):
+            calls.append(0)
+            return 1 if len(calls) > count else original(self, logits)
+
+        monkeypatch.setattr(Sampler, "__call__", sample)
+        return count
+
+
+def test_a_character_split_between_two_sessions_is_completed():
+    class Bytes:
+        def piece(self, token, previous=None):
+            return bytes([token])
+
+    first, second = "é".encode()
+    decoder = resume.decoder_after(Bytes(), [ord("a"), first])
+    assert decoder.decode(bytes([second])) == "é"
+
+
+# ---- int8 against float32 ------------------------------------------------------------------------
+
+
+def test_compare_tells_what_two_separate_runs_tell(capsys):
+    report = _generate(capsys, "--compare", "--tokens", 120, "--prompt", "Tom saw a")
+    for dtype in ("int8", "float32"):
+        alone = _generate(capsys, "--tokens", 120, "--prompt", "Tom saw a", "--cache", dtype)
+        assert report[dtype]["tokens"] == alone["tokens"]
+        assert report[dtype]["text"] == alone["whole_text"]
+        assert report[dtype]["used_bytes"] == alone["cache"]["used_bytes"]
+    pairs = zip(report["int8"]["tokens"], report["float32"]["tokens"], strict=True)
+    parted = [index for index, (ours, exact) in enumerate(pairs) if ours != exact]
+    assert report["first_difference"] == (parted[0] if parted else None)
+    assert report["same_text"] == (not parted)
+    assert 0 < report["largest_logit_difference"] < report["logit_range_there"]
+
+
+def test_compare_as_text(capsys):
+    assert main(["generate", "--compare", "--tokens", "5"]) == exits.OK
+    text = capsys.readouterr().out
+    assert text.startswith("Once upon a time,\n")
+    assert "largest logit difference" in text and "nowhere: 5 tokens are the same" in text
+
+
+class _Scripted:
+    """A model whose next token depends on how many it has read, and on the cache alone."""
+
+    class tokenizer:
+        stop_ids = frozenset({0})
+
+    def __init__(self, **texts):
+        self.texts = texts  # one per dtype
+
+    def forward(self, tokens, cache, *, last_only, num_threads):
+        cache.tokens.extend(tokens)
+        logits = np.zeros(10, np.float32)
+        written = len(cache.tokens) - 1  # after a prompt of one token
+        text = self.texts[cache.dtype]
+        logits[text[written] if written < len(text) else 0] = 5 if cache.dtype == "int8" else 4
+        return logits
+
+
+class _List:
+    def __init__(self, dtype, tokens=()):
+        self.dtype, self.tokens = dtype, list(tokens)
+
+    def copy(self):
+        return _List(self.dtype, self.tokens)
+
+
+def _compare(float32, int8, steps=10):
+    model = _Scripted(float32=float32, int8=int8)
+    readers = [compare._Reader(model, _List(dtype), None) for dtype in ("float32", "int8")]
+    return compare.compare(*readers, [9], range(steps)), readers
+
+
+def test_the_first_token_that_differs_is_found_and_both_texts_go_on():
+    result, (exact, coded) = _compare([1, 2, 3, 4, 0], [1, 2, 5, 6, 7, 0])
+    assert result.first_difference == 2
+    assert result.float32_tokens == [1, 2, 3, 4]
+    assert result.int8_tokens == [1, 2, 5, 6, 7]
+    # the differences are along the float32 text, whatever int8 chose for itself
+    assert coded.cache.tokens == exact.cache.tokens == [9, 1, 2, 3, 4]
+    assert result.largest_logit_difference == 5
+    assert result.largest_at == 4  # the last of equals
+
+
+def test_equal_texts_part_nowhere():
+    result, _ = _compare([1, 2, 3, 0], [1, 2, 3, 0])
+    assert result.first_difference is None
+    assert result.float32_tokens == result.int8_tokens == [1, 2, 3]
+    assert result.largest_logit_difference == 1
+
+
+def test_a_text_that_ends_sooner_parts_there():
+    result, _ = _compare([1, 2, 3, 0], [1, 0])
+    assert result.first_difference == 1
+    assert (result.float32_tokens, result.int8_tokens) == ([1, 2, 3], [1])
+    result, _ = _compare([1, 0], [1, 2, 3, 0])
+    assert result.first_difference == 1
+    assert (result.float32_tokens, result.int8_tokens) == ([1], [1, 2, 3])
+
+
+def test_the_comparison_stops_at_the_number_of_tokens_asked_for():
+    result, _ = _compare([1] * 20, [2] * 20, steps=3)
+    assert (result.float32_tokens, result.int8_tokens) == ([1] * 3, [2] * 3)

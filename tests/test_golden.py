@@ -1,0 +1,74 @@
+"""Files that any version of kvedge has written decode to the same bytes, for ever."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import kvedge
+from fixtures import make
+
+FIXTURES = Path(make.__file__).parent
+SAVED = sorted(FIXTURES.glob("*.safetensors"))
+STORED = ("key_codes", "value_codes", "key_scales", "value_scales")
+
+
+@pytest.fixture(params=[path.stem for path in SAVED])
+def name(request):
+    return request.param
+
+
+@pytest.fixture
+def expected(name):
+    """What the file held when it was written."""
+    with np.load(FIXTURES / f"{name}.npz") as arrays:
+        return dict(arrays)
+
+
+def assert_holds(cache, expected):
+    num_layers, tokens = expected["keys"].shape[:2]
+    assert (cache.num_layers, len(cache)) == (num_layers, tokens)
+    for i in range(num_layers):
+        layer = cache.layer(i)
+        for field in STORED:
+            stored = expected[field][i]
+            # A view of scales leaves out the last axis where a row has one scale.
+            assert getattr(layer, field).tobytes() == stored.tobytes(), (i, field)
+            assert getattr(layer, field).dtype == stored.dtype, (i, field)
+        assert layer.keys().tobytes() == expected["decoded_keys"][i].tobytes()
+        assert layer.values().tobytes() == expected["decoded_values"][i].tobytes()
+    if "key_offset" in expected:
+        assert cache.key_offset.tobytes() == expected["key_offset"].tobytes()
+    else:
+        assert cache.key_offset is None
+
+
+def test_every_case_has_its_golden_file():
+    assert {path.stem for path in SAVED} >= set(make.CASES)
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+def test_old_files_decode_to_the_same_bytes(name, expected, mmap):
+    pytest.importorskip("safetensors")
+    cache = kvedge.KVCache.load(FIXTURES / f"{name}.safetensors", mmap=mmap)
+    assert_holds(cache, expected)
+    assert cache.metadata == make.METADATA
+
+
+def test_the_same_rows_are_still_stored_as_the_same_bytes(name, expected):
+    keys, values = expected["keys"], expected["values"]  # (num_layers, tokens, heads, dim)
+    num_layers, tokens, heads, dim = keys.shape
+    cache = kvedge.KVCache(num_layers, heads, dim, **make.CASES[name])
+    for i in range(num_layers):
+        cache.append(i, keys[i], values[i])
+    cache.advance(tokens)
+    assert_holds(cache, expected)
+
+
+@pytest.mark.parametrize("capped", ["v1-int8", "v1-int8-capped"])
+def test_the_limit_of_a_capped_cache_is_kept(capped):
+    pytest.importorskip("safetensors")
+    cache = kvedge.KVCache.load(FIXTURES / f"{capped}.safetensors")
+    assert cache.max_seq_len == make.CASES[capped].get("max_seq_len")

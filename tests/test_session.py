@@ -1,0 +1,693 @@
+"""Saving and loading a cache: whole, or a clear error, and the old file stays."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import io
+import json
+import os
+import pickle
+import signal
+import stat
+import subprocess
+import sys
+import textwrap
+import time
+import zipfile
+
+import numpy as np
+import pytest
+from support import cache_content, normal, refuses
+
+import kvedge
+from kvedge import KVCache, errors, session
+
+pytest.importorskip("safetensors")
+from safetensors.numpy import load_file, save_file
+
+FORMATS = {
+    "int8": {},
+    "capped": {"max_seq_len": 32},
+    "groups": {"group_size": 16},
+    "float16-scales": {"scale_dtype": "float16", "group_size": 24},
+    "given-offset": {"key_offset": np.linspace(-2, 2, 2 * 2 * 40, dtype=np.float32).reshape(2, 2, 40)},
+    "auto-offset": {"key_offset": "auto"},
+    "float32": {"dtype": "float32"},
+}
+LAYERS, HEADS, DIM, TOKENS = 2, 2, 40, 9
+
+
+@pytest.fixture(params=FORMATS)
+def options(request):
+    return FORMATS[request.param]
+
+
+@pytest.fixture(params=[False, True], ids=["read", "mmap"])
+def mmap(request):
+    return request.param
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "session.safetensors"
+
+
+def filled_cache(rng, tokens=TOKENS, **options):
+    cache = KVCache(LAYERS, HEADS, DIM, **options)
+    feed(cache, rng, tokens)
+    return cache
+
+
+def feed(cache, rng, tokens):
+    kv = normal(rng, cache.num_layers, 2, tokens, cache.num_kv_heads, cache.head_dim)
+    for i in range(cache.num_layers):
+        cache.append(i, kv[i, 0], kv[i, 1])
+    cache.advance(tokens)
+    return kv
+
+
+def small_file(path):
+    """A file as small as they come, for tests that go through it byte by byte."""
+    cache = KVCache(1, 1, 2, key_offset=np.ones((1, 1, 2), np.float32))
+    cache.push_step(np.ones((1, 1, 2), np.float32), np.full((1, 1, 2), -2, np.float32))
+    cache.save(path, metadata={"note": "x"})
+    return path.read_bytes()
+
+
+def assert_corrupt(path, data=None, match=None, mmap=False):
+    """Loading says that the file is corrupt, names it, and says what is wrong."""
+    if data is not None:
+        path.unlink(missing_ok=True)  # a new file is quicker than one cut and written again
+        path.write_bytes(data)
+    with pytest.raises(errors.CorruptFileError) as caught:
+        KVCache.load(path, mmap=mmap)
+    message = str(caught.value)
+    assert str(path) in message and len(message) > len(str(path)) + 10
+    if match is not None:
+        assert match in message, message
+
+
+# ---- what is saved comes back --------------------------------------------------------------------
+
+
+def test_a_loaded_cache_holds_the_same_bytes(path, rng, options, mmap):
+    cache = filled_cache(rng, **options)
+    cache.save(path, metadata={"model": "small", "ключ": "значение"})
+    loaded = KVCache.load(path, mmap=mmap)
+    assert type(loaded) is KVCache
+    assert cache_content(loaded) == cache_content(cache)
+    assert loaded.metadata == {"model": "small", "ключ": "значение"}
+    for field in ("num_layers", "num_kv_heads", "head_dim", "dtype", "group_size", "scale_dtype"):
+        assert getattr(loaded, field) == getattr(cache, field)
+    assert loaded.max_seq_len == cache.max_seq_len
+    query = normal(rng, 4, DIM)
+    np.testing.assert_array_equal(loaded.attend(1, query), cache.attend(1, query))
+
+
+def test_a_loaded_cache_goes_on_like_the_one_saved(path, rng, options, mmap):
+    cache = filled_cache(rng, **options)
+    cache.save(path)
+    before = path.read_bytes()
+    loaded = KVCache.load(path, mmap=mmap)
+    for one in (cache, loaded):
+        again = np.random.default_rng(1)
+        one.truncate(6)
+        feed(one, again, 1)  # fits a mapped cache
+        mark = one.snapshot()
+        feed(one, again, 12)  # outgrows it
+        one.restore(mark)
+        feed(one, again, 2)
+        one.keep([0, 2, 3, 8])
+        one.shift(-3, rope=kvedge.Rope(), start=1)
+    assert cache_content(loaded) == cache_content(cache)
+    del loaded
+    gc.collect()
+    assert path.read_bytes() == before, "a mapped file was written to"
+
+
+def test_a_mapped_cache_reserves_nothing_but_the_file(path, rng):
+    filled_cache(rng, max_seq_len=1000).save(path)
+    loaded = KVCache.load(path, mmap=True)
+    assert loaded.capacity == TOKENS and loaded.max_seq_len == 1000
+    view = loaded.layer(0).key_codes
+    feed(loaded, rng, 1)
+    assert loaded.capacity == 1000
+    assert view.shape == (TOKENS, HEADS, DIM) and view.any()  # the view outlives the growth
+
+
+def test_a_capped_cache_stays_capped(path, rng, mmap):
+    filled_cache(rng, max_seq_len=10).save(path)
+    loaded = KVCache.load(path, mmap=mmap)
+    feed(loaded, rng, 1)
+    token = normal(rng, HEADS, DIM)
+    with refuses(errors.CapacityExceededError, loaded):
+        loaded.append(0, token, token)
+
+
+def test_a_mapped_cache_survives_its_file(path, rng):
+    cache = filled_cache(rng)
+    cache.save(path)
+    loaded = KVCache.load(path, mmap=True)
+    loaded.save(path)  # over the very file it is mapped from
+    again = KVCache.load(path, mmap=True)
+    path.unlink()
+    assert cache_content(loaded) == cache_content(again) == cache_content(cache)
+
+
+@pytest.mark.parametrize("tokens", range(1, 40))
+def test_a_mapped_cache_attends_wherever_its_file_ends(path, rng, tokens):
+    cache = filled_cache(rng, tokens)
+    filler = {"x": "y" * (tokens * 113)}  # moves the end of the file through a page
+    cache.save(path, metadata=filler)
+    loaded = KVCache.load(path, mmap=True)
+    query = normal(rng, 2, DIM)
+    np.testing.assert_array_equal(loaded.attend(1, query), cache.attend(1, query))
+    assert cache_content(loaded) == cache_content(cache)
+
+
+def test_an_empty_cache_comes_back_empty(path, rng, options, mmap):
+    cache = KVCache(LAYERS, HEADS, DIM, **options)
+    cache.save(path)
+    loaded = KVCache.load(path, mmap=mmap)
+    assert len(loaded) == 0 and loaded.is_empty
+    kv = np.random.default_rng(3)
+    feed(loaded, np.random.default_rng(3), 4)
+    feed(cache, kv, 4)  # also: an automatic offset is still to be taken
+    assert cache_content(loaded) == cache_content(cache)
+
+
+def test_pending_tokens_are_not_saved(path, rng):
+    cache = filled_cache(rng)
+    token = normal(rng, HEADS, DIM)
+    cache.append(1, token, token)
+    cache.save(path)
+    cache.truncate(TOKENS)
+    assert cache_content(KVCache.load(path)) == cache_content(cache)
+
+
+def test_metadata_is_carried_along_unless_replaced(path, rng):
+    cache = filled_cache(rng)
+    cache.metadata["prompt"] = "Once upon a time"
+    cache.save(path)
+    loaded = KVCache.load(path)
+    loaded.save(path)
+    assert KVCache.load(path).metadata == {"prompt": "Once upon a time"}
+    assert loaded.copy().metadata == pickle.loads(pickle.dumps(loaded)).metadata == loaded.metadata
+    loaded.save(path, metadata={})
+    assert KVCache.load(path).metadata == {}
+
+
+def test_the_file_is_plain_safetensors(path, rng):
+    cache = filled_cache(rng, key_offset="auto")
+    cache.save(path)
+    tensors = load_file(path)
+    names = ("key_codes", "value_codes", "key_scales", "value_scales", "key_offset")
+    assert set(tensors) == {f"layers.{i}.{name}" for i in range(LAYERS) for name in names}
+    np.testing.assert_array_equal(tensors["layers.1.key_codes"], cache.layer(1).key_codes)
+    assert tensors["layers.0.value_scales"].shape == (TOKENS, HEADS, 1)
+
+
+def test_loading_gives_the_class_it_is_called_on(path, rng, mmap):
+    class Mine(KVCache):
+        def __init__(self):
+            raise AssertionError("loading does not call the constructor")
+
+    filled_cache(rng).save(path)
+    assert type(Mine.load(path, mmap=mmap)) is Mine
+
+
+@pytest.mark.subprocess
+def test_the_other_backend_reads_the_same(path, rng, options):
+    cache = filled_cache(rng, **options)
+    cache.save(path)
+    script = """
+        import hashlib, pickle, sys, kvedge
+        loaded = kvedge.KVCache.load(sys.argv[1])
+        with open(sys.argv[1] + ".pickle", "rb") as file:
+            pickled = pickle.load(file)
+        for cache in (loaded, pickled):
+            layers = [cache.layer(i) for i in range(cache.num_layers)]
+            stored = [(x.key_codes, x.value_codes, x.key_scales, x.value_scales) for x in layers]
+            print(hashlib.sha256(b"".join(a.tobytes() for t in stored for a in t)).hexdigest())
+        with open(sys.argv[1] + ".pickle", "wb") as file:
+            pickle.dump(pickled, file)
+    """
+    pickled = path.with_name(path.name + ".pickle")
+    pickled.write_bytes(pickle.dumps(cache))
+    layers = [cache.layer(i) for i in range(LAYERS)]
+    stored = [(x.key_codes, x.value_codes, x.key_scales, x.value_scales) for x in layers]
+    digest = hashlib.sha256(b"".join(a.tobytes() for t in stored for a in t)).hexdigest()
+    result = run(script, path, KVEDGE_BACKEND="numpy")
+    assert result.stdout.split() == [digest, digest], result.stderr
+    assert cache_content(pickle.loads(pickled.read_bytes())) == cache_content(cache)
+
+
+# ---- files that are not what they should be ------------------------------------------------------
+
+
+def test_a_file_cut_at_every_64th_byte_is_corrupt(path, rng, options, mmap):
+    cache = filled_cache(rng, **options)
+    cache.save(path)
+    data = path.read_bytes()
+    for size in range(0, len(data), 64):
+        assert_corrupt(path, data[:size], mmap=mmap)
+    assert_corrupt(path, data[:-1], mmap=mmap)
+
+
+def test_every_byte_of_a_file_counts(path, mmap):
+    data = small_file(path)
+    KVCache.load(path, mmap=mmap)
+    for position, byte in enumerate(data):
+        with open(path, "r+b") as file:
+            file.seek(position)
+            file.write(bytes([byte ^ 1 << (position % 8)]))
+        assert_corrupt(path, mmap=mmap)
+        with open(path, "r+b") as file:
+            file.seek(position)
+            file.write(bytes([byte]))
+    KVCache.load(path, mmap=mmap)
+
+
+def test_random_damage_is_found(path, rng):
+    data = small_file(path)
+    for _ in range(200):
+        damaged = bytearray(data)
+        for position in rng.integers(0, len(data), rng.integers(1, 9)):
+            damaged[position] = rng.integers(256)
+        if damaged != data:
+            assert_corrupt(path, bytes(damaged))
+
+
+def test_more_bytes_at_the_end_are_corrupt(path, mmap):
+    data = small_file(path)
+    for more in (b"\0", b"\0" * 64, data):
+        assert_corrupt(path, data + more, mmap=mmap)
+
+
+def header(value, body=b"", size=None):
+    text = value if isinstance(value, bytes) else json.dumps(value).encode()
+    return (len(text) if size is None else size).to_bytes(8, "little") + text + body
+
+
+def archive():
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as file:
+        file.writestr("a", "b" * 1000)
+    return buffer.getvalue()
+
+
+FOREIGN = {
+    "empty": b"",
+    "text": b"Once upon a time there was a file\n" * 50,
+    "zeros": bytes(4096),
+    "ones": b"\xff" * 4096,
+    "zip": archive(),
+    "pickle": pickle.dumps({"layers": [1, 2, 3]}),
+    "gguf": b"GGUF\x03\0\0\0" + bytes(1000),
+    "no-tensors": header({}),
+    "no-metadata": header({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, bytes(4)),
+    "other-metadata": header({"__metadata__": {"format": "pt"}}),
+    "list": header([1, 2]),
+    "not-json": header(b"{" * 100),
+    "not-utf8": header(b'{"\xff\xfe": 1}'),
+    "deep": header(b'{"a":' * 50000),
+    "huge-header": header({}, size=2**40),
+    "largest-header": header({}, size=2**64 - 1),
+    "header-beyond-the-end": header({}, size=64),
+    "huge-shape": header(
+        {"a": {"dtype": "F32", "shape": [2**62, 2**62], "data_offsets": [0, 4]}}, bytes(4)
+    ),
+    "offsets-beyond-the-end": header(
+        {"a": {"dtype": "F32", "shape": [4], "data_offsets": [2**40, 2**40 + 16]}}, bytes(16)
+    ),
+    "offsets-backwards": header(
+        {"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 0]}}, bytes(4)
+    ),
+    "overlap": header(
+        {name: {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]} for name in "ab"}, bytes(4)
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_foreign_files_are_refused(path, kind, mmap):
+    assert_corrupt(path, FOREIGN[kind], mmap=mmap)
+
+
+def forge(path, change=None, **fields):
+    """Rewrite a saved file with some tensors or metadata changed, and a digest that fits."""
+    tensors = load_file(path)
+    data = path.read_bytes()
+    metadata = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
+    for name, value in fields.items():
+        if value is None:
+            del metadata[name]
+        else:
+            metadata[name] = value
+    if change is not None:
+        change(tensors)
+    if all(array.dtype.name in ("int8", "float32", "float16") for array in tensors.values()):
+        metadata["sha256"] = session._digest(metadata, tensors)
+    save_file(tensors, path, metadata=metadata)
+
+
+def test_a_forged_file_without_a_change_loads(path, rng):
+    cache = filled_cache(rng)
+    cache.save(path)
+    forge(path)
+    assert cache_content(KVCache.load(path)) == cache_content(cache)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("format", "pt"),
+        ("format", None),
+        ("format_version", "2"),
+        ("format_version", None),
+        ("num_layers", "3"),
+        ("num_layers", "1"),
+        ("num_layers", "0"),
+        ("num_layers", "1000000000000000000"),
+        ("num_layers", "9" * 5000),
+        ("num_layers", None),
+        ("num_kv_heads", "0"),
+        ("num_kv_heads", "80"),
+        ("head_dim", "1e3"),
+        ("head_dim", "-40"),
+        ("head_dim", "٤٠"),
+        ("head_dim", ""),
+        ("dtype", "float32"),
+        ("dtype", "int4"),
+        ("group_size", "0"),
+        ("group_size", "20"),
+        ("group_size", ""),
+        ("scale_dtype", "float16"),
+        ("scale_dtype", ""),
+        ("length", "8"),
+        ("length", "1099511627776"),
+        ("length", "10.0"),
+        ("max_seq_len", "8"),
+        ("max_seq_len", "0"),
+        ("max_seq_len", "many"),
+        ("key_offset", "yes"),
+        ("sha256", None),
+    ],
+)
+def test_metadata_that_does_not_fit_is_corrupt(path, rng, field, value, mmap):
+    filled_cache(rng).save(path)
+    if field == "sha256":
+        data = path.read_bytes()
+        path.write_bytes(data.replace(b'"sha256"', b'"sha255"'))
+    else:
+        forge(path, **{field: value})
+    assert_corrupt(path, mmap=mmap)
+
+
+def put(name, index, value):
+    def change(tensors):
+        tensors[name][index] = value
+
+    return change
+
+
+def replaced(name, function):
+    def change(tensors):
+        tensors[name] = function(tensors[name])
+
+    return change
+
+
+def rename(tensors):
+    tensors["layers.7.key_codes"] = tensors.pop("layers.0.key_codes")
+
+
+TENSOR_DAMAGE = {
+    "code of -128": put("layers.1.value_codes", (3, 1, 5), -128),
+    "negative scale": put("layers.0.key_scales", (0, 0, 0), -1e-3),
+    "NaN scale": put("layers.0.value_scales", (8, 1, 0), np.nan),
+    "infinite scale": put("layers.1.key_scales", (4, 1, 0), np.inf),
+    "missing": lambda tensors: tensors.pop("layers.1.key_codes"),
+    "extra": lambda tensors: tensors.update(more=np.zeros(3, np.float32)),
+    "renamed": rename,
+    "offset of a layer that is not there": lambda tensors: tensors.update(
+        {"layers.9.key_offset": np.zeros((HEADS, DIM), np.float32)}
+    ),
+    "offset of another shape": lambda tensors: tensors.update(
+        {"layers.0.key_offset": np.zeros((HEADS, DIM + 1), np.float32)}
+    ),
+    "NaN offset": lambda tensors: tensors.update(
+        {"layers.0.key_offset": np.full((HEADS, DIM), np.nan, np.float32)}
+    ),
+    "float64": replaced("layers.0.key_scales", lambda x: x.astype(np.float64)),
+    "uint8": replaced("layers.0.key_codes", lambda x: x.view(np.uint8)),
+    "float16": replaced("layers.0.key_scales", lambda x: x.astype(np.float16)),
+    "fewer tokens": replaced("layers.1.value_codes", lambda x: x[:-1].copy()),
+    "flat": replaced("layers.1.value_codes", lambda x: x.reshape(TOKENS, -1)),
+}
+
+
+@pytest.mark.parametrize("damage", TENSOR_DAMAGE)
+def test_tensors_that_quantization_cannot_have_made_are_corrupt(path, rng, damage, mmap):
+    filled_cache(rng).save(path)
+    forge(path, TENSOR_DAMAGE[damage])
+    assert_corrupt(path, mmap=mmap)
+
+
+def test_float32_rows_must_be_finite(path, rng, mmap):
+    filled_cache(rng, dtype="float32").save(path)
+    forge(path, put("layers.1.key_codes", (2, 1, 3), np.inf))
+    assert_corrupt(path, match="finite", mmap=mmap)
+
+
+def test_a_float32_cache_has_no_key_offset(path, rng):
+    filled_cache(rng, dtype="float32").save(path)
+    offset = {"layers.0.key_offset": np.zeros((HEADS, DIM), np.float32)}
+    forge(path, lambda tensors: tensors.update(offset))
+    assert_corrupt(path, match="key_offset")
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="needs /proc")
+def test_a_file_that_was_refused_is_not_held_open(path, mmap):
+    data = small_file(path)
+    path.write_bytes(data[:-1] + b"\x55")
+    assert_corrupt(path, mmap=mmap)
+    gc.collect()
+    held = {os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")}
+    assert str(path) not in held
+    with open("/proc/self/maps") as maps:
+        assert str(path) not in maps.read()
+
+
+# ---- paths ---------------------------------------------------------------------------------------
+
+
+def test_what_the_system_says_about_a_path_is_passed_on(tmp_path, rng):
+    cache = filled_cache(rng)
+    with pytest.raises(FileNotFoundError):
+        KVCache.load(tmp_path / "nothing")
+    with pytest.raises(FileNotFoundError):
+        cache.save(tmp_path / "nowhere" / "file")
+    with pytest.raises(IsADirectoryError):
+        KVCache.load(tmp_path)
+    with pytest.raises(OSError):
+        cache.save(tmp_path)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may do all")
+def test_a_forbidden_path_is_a_permission_error(path, rng):
+    filled_cache(rng).save(path)
+    path.chmod(0)
+    with pytest.raises(PermissionError):
+        KVCache.load(path)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_a_pipe_is_refused_rather_than_waited_for(path):
+    os.mkfifo(path)
+    assert_corrupt(path, match="regular file")
+
+
+def test_a_path_that_is_no_path_is_refused(tmp_path, rng):
+    cache = filled_cache(rng)
+    with open(tmp_path / "closed", "wb") as closed:
+        pass
+    for bad in (None, 3, 1.5, ["a"], closed, object(), "", "a\0b"):
+        with refuses(errors.InvalidArgumentError, cache, match="path"):
+            cache.save(bad)
+        with refuses(errors.InvalidArgumentError, match="path"):
+            KVCache.load(bad)
+
+
+def test_paths_may_be_str_bytes_or_path(tmp_path, rng):
+    cache = filled_cache(rng)
+    for name in (str(tmp_path / "a"), os.fsencode(tmp_path / "b"), tmp_path / "c"):
+        cache.save(name)
+        assert cache_content(KVCache.load(name)) == cache_content(cache)
+
+
+def test_a_name_without_a_folder_is_the_current_one(tmp_path, rng, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    cache = filled_cache(rng)
+    cache.save("here")
+    assert cache_content(KVCache.load("here")) == cache_content(cache)
+
+
+@pytest.mark.parametrize("bad", [{1: "a"}, {"a": 1}, {"a": None}, [("a", "b")], "ab", {"a": "\ud800"}])
+def test_metadata_must_be_text(path, rng, bad):
+    cache = filled_cache(rng)
+    with refuses(errors.InvalidArgumentError, cache, match="metadata"):
+        cache.save(path, metadata=bad)
+    assert not path.exists()
+
+
+def test_metadata_has_the_room_that_a_header_has(path, rng):
+    cache = filled_cache(rng)
+    with refuses(errors.InvalidArgumentError, match="header"):
+        cache.save(path, metadata={"a": "b" * 60_000_000})
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("mmap", ["yes", 1, None])
+def test_mmap_is_a_yes_or_no(path, rng, mmap):
+    filled_cache(rng).save(path)
+    with refuses(errors.InvalidArgumentError, match="mmap"):
+        KVCache.load(path, mmap=mmap)
+
+
+def test_without_safetensors_the_extra_is_named(path, rng, monkeypatch):
+    cache = filled_cache(rng)
+    cache.save(path)
+    before = path.read_bytes()
+    for module in ("safetensors", "safetensors.numpy"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with refuses(errors.MissingExtraError, cache, match="kvedge[io]"):
+        cache.save(path)
+    with refuses(errors.MissingExtraError, match="kvedge[io]"):
+        KVCache.load(path)
+    assert path.read_bytes() == before
+
+
+# ---- crashes -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", ["write", "fsync", "rename", "interrupt"])
+def test_a_failed_save_leaves_the_old_file(path, rng, monkeypatch, step):
+    filled_cache(rng).save(path)
+    before = path.read_bytes()
+
+    def fail(*args, **kwargs):
+        raise KeyboardInterrupt if step == "interrupt" else OSError(28, "No space left on device")
+
+    where, name = {
+        "write": ("safetensors.numpy", "save_file"),
+        "fsync": ("os", "fsync"),
+        "rename": ("os", "replace"),
+        "interrupt": ("os", "fsync"),
+    }[step]
+    monkeypatch.setattr(f"{where}.{name}", fail)
+    cache = filled_cache(rng, 20)
+    with pytest.raises(KeyboardInterrupt if step == "interrupt" else OSError):
+        cache.save(path)
+    monkeypatch.undo()
+    assert path.read_bytes() == before
+    assert os.listdir(path.parent) == [path.name]
+
+
+def test_a_save_is_synced_before_it_is_renamed(path, rng, monkeypatch):
+    calls = []
+    for name in ("fsync", "replace"):
+        real = getattr(os, name)
+        monkeypatch.setattr(
+            os, name, lambda *args, real=real, name=name: (calls.append(name), real(*args))
+        )
+    filled_cache(rng).save(path)
+    assert calls[:2] == ["fsync", "replace"]
+    if os.name == "posix":
+        assert calls == ["fsync", "replace", "fsync"]  # the last for the folder
+
+
+@pytest.mark.subprocess
+@pytest.mark.skipif(sys.platform == "win32", reason="needs limits on file sizes")
+def test_a_full_disk_is_an_os_error_and_leaves_the_old_file(path, rng):
+    cache = filled_cache(rng)
+    cache.save(path)
+    script = """
+        import os, resource, sys, kvedge
+        cache = kvedge.KVCache.load(sys.argv[1])
+        folder = os.path.dirname(sys.argv[1])
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
+        try:
+            cache.save(sys.argv[1])
+        except OSError as error:
+            print(os.listdir(folder), error)
+    """
+    result = run(script, path)
+    assert result.stdout.startswith(f"['{path.name}'] "), result.stdout + result.stderr
+    assert str(path) in result.stdout
+    assert cache_content(KVCache.load(path)) == cache_content(cache)
+
+
+@pytest.mark.subprocess
+@pytest.mark.skipif(sys.platform == "win32", reason="needs SIGKILL")
+def test_a_killed_save_leaves_a_whole_file(path, rng):
+    script = """
+        import sys, numpy as np, kvedge
+        caches = []
+        for tokens in (2000, 3000):
+            cache = kvedge.KVCache(2, 4, 64)
+            kv = np.full((tokens, 4, 64), tokens, np.float32)
+            for i in range(2):
+                cache.append(i, kv, kv)
+            cache.advance(tokens)
+            caches.append(cache)
+        caches[0].save(sys.argv[1])
+        print("ready", flush=True)
+        while True:
+            for cache in caches:
+                cache.save(sys.argv[1])
+    """
+    for delay in rng.uniform(0.001, 0.03, 4):
+        command = [sys.executable, "-c", textwrap.dedent(script), str(path)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout.readline() == "ready\n"
+            time.sleep(delay)
+            process.send_signal(signal.SIGKILL)
+        assert len(KVCache.load(path)) in (2000, 3000)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="permissions of POSIX")
+def test_a_new_file_has_usual_permissions_and_an_old_one_keeps_its(path, rng):
+    cache = filled_cache(rng)
+    mask = os.umask(0o027)
+    try:
+        cache.save(path)
+    finally:
+        os.umask(mask)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+    path.chmod(0o600)
+    cache.save(path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+@pytest.mark.skipif(os.name != "posix", reason="symbolic links of POSIX")
+def test_a_link_stays_a_link(path, tmp_path, rng):
+    link = tmp_path / "link"
+    link.symlink_to(path)
+    cache = filled_cache(rng)
+    cache.save(link)
+    assert link.is_symlink() and cache_content(KVCache.load(path)) == cache_content(cache)
+
+
+def run(script, *args, **variables):
+    """Run a script in a new process."""
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), *map(str, args)],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )

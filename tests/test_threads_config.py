@@ -1,0 +1,294 @@
+"""Choosing the backend, the instruction set and the number of threads, and saying what was chosen."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+from support import refuses
+
+import kvedge
+from kvedge import errors, threads
+
+HAS_NATIVE = kvedge.backend == "native"
+ARM = platform.machine().lower() in ("aarch64", "arm64", "armv7l")
+WRONG_ISA = "avx2" if ARM else "neon"  # of another architecture
+
+
+@pytest.fixture(autouse=True)
+def same_setting_afterwards():
+    before = kvedge.get_num_threads()
+    yield
+    kvedge.set_num_threads(before)
+
+
+def run(script, **variables):
+    """Run a script in a new process, with only these of kvedge's variables set."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("KVEDGE_")}
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        env={**env, **variables},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def imports(**variables):
+    """Import kvedge in a new process: isa_info(), or the last line of the traceback."""
+    result = run("import json, kvedge; print(json.dumps(kvedge.isa_info()))", **variables)
+    return json.loads(result.stdout) if result.returncode == 0 else result.stderr.splitlines()[-1]
+
+
+# ---- number of threads ---------------------------------------------------------------------------
+
+
+def test_the_number_of_threads_can_be_set_and_is_kept():
+    for n in (1, 2, np.int64(3), 1024):
+        kvedge.set_num_threads(n)
+        assert kvedge.get_num_threads() == n and type(kvedge.get_num_threads()) is int
+        assert kvedge.isa_info()["num_threads"] == n
+
+
+@pytest.mark.parametrize("bad", [0, -1, 1025, 2**70, 1.0, "2", True, np.ones(1), [2]])
+def test_a_number_of_threads_that_makes_no_sense_is_refused(bad):
+    kvedge.set_num_threads(2)
+    with refuses(errors.InvalidArgumentError, match="num_threads"):
+        kvedge.set_num_threads(bad)
+    assert kvedge.get_num_threads() == 2
+
+
+def test_none_goes_back_to_the_default(monkeypatch):
+    monkeypatch.delenv("KVEDGE_NUM_THREADS", raising=False)
+    kvedge.set_num_threads(7)
+    kvedge.set_num_threads(None)
+    assert kvedge.get_num_threads() == threads.default_num_threads()
+    monkeypatch.setenv("KVEDGE_NUM_THREADS", "5")
+    kvedge.set_num_threads(None)
+    assert kvedge.get_num_threads() == 5
+
+
+def test_attention_does_not_depend_on_the_number_of_threads(rng):
+    layer = kvedge.QuantizedKvLayer(5000, 2, 32)
+    layer.extend(*rng.standard_normal((2, 5000, 2, 32), dtype=np.float32))
+    query = rng.standard_normal((4, 32), dtype=np.float32)
+    kvedge.set_num_threads(1)
+    one = layer.attend(query)
+    kvedge.set_num_threads(3)
+    np.testing.assert_allclose(layer.attend(query), one, rtol=0, atol=1e-5 * np.abs(one).max())
+
+
+@pytest.mark.subprocess
+def test_the_environment_sets_the_number_of_threads():
+    assert imports(KVEDGE_NUM_THREADS="3")["num_threads"] == 3
+    assert imports(KVEDGE_NUM_THREADS="")["num_threads"] == threads.default_num_threads()
+
+
+@pytest.mark.subprocess
+@pytest.mark.parametrize("bad", ["0", "-2", "two", "1.5", "9999999999"])
+@pytest.mark.parametrize("backend", [{}, {"KVEDGE_BACKEND": "numpy"}], ids=["default", "numpy"])
+def test_a_bad_number_in_the_environment_is_told_at_import(bad, backend):
+    message = imports(KVEDGE_NUM_THREADS=bad, **backend)
+    assert message.startswith("kvedge.errors.InvalidArgumentError"), message
+    assert "KVEDGE_NUM_THREADS" in message and bad in message
+
+
+# ---- the default on made-up machines -------------------------------------------------------------
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """A made-up machine: machine(siblings per processor, files, usable processors)."""
+
+    def make(siblings, files=(), usable=None):
+        for cpu, text in enumerate(siblings):
+            folder = tmp_path / f"sys/devices/system/cpu/cpu{cpu}/topology"
+            folder.mkdir(parents=True)
+            (folder / "thread_siblings_list").write_text(text + "\n")
+        for name, text in dict(files).items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(text)
+        cpus = set(range(len(siblings))) if usable is None else usable
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: cpus, raising=False)
+        return threads.default_num_threads(tmp_path)
+
+    return make
+
+
+TWO_OF_EACH = ["0,4", "1,5", "2,6", "3,7", "0,4", "1,5", "2,6", "3,7"]  # 4 cores, 8 processors
+
+
+def test_hardware_threads_of_a_core_count_once(machine):
+    assert machine(TWO_OF_EACH) == 4
+
+
+def test_only_processors_the_process_may_run_on_count(machine):
+    assert machine(TWO_OF_EACH, usable={0, 4, 1}) == 2
+
+
+def test_without_topology_every_processor_counts(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 5}, raising=False)
+    assert threads.default_num_threads(tmp_path) == 3
+
+
+@pytest.mark.parametrize(
+    ("quota", "expected"),
+    [
+        ("max 100000", 4),
+        ("300000 100000", 3),
+        ("250000 100000", 2),
+        ("50000 100000", 1),
+        ("1600000 100000", 4),
+        ("nonsense", 4),
+        ("100000 0", 4),
+    ],
+)
+def test_a_container_quota_limits_threads(machine, quota, expected):
+    files = {"proc/self/cgroup": "0::/box\n", "sys/fs/cgroup/box/cpu.max": quota + "\n"}
+    assert machine(TWO_OF_EACH, files) == expected
+
+
+def test_the_tightest_quota_on_the_way_to_the_root_holds(machine):
+    files = {
+        "proc/self/cgroup": "0::/outer/middle/inner\n",
+        "sys/fs/cgroup/outer/cpu.max": "200000 100000\n",
+        "sys/fs/cgroup/outer/middle/inner/cpu.max": "300000 100000\n",
+    }
+    assert machine(TWO_OF_EACH, files) == 2
+
+
+def test_quotas_of_version_1_limit_threads(machine):
+    files = {
+        "proc/self/cgroup": "5:memory:/box\n4:cpu,cpuacct:/box\n1:name=systemd:/\n",
+        "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
+        "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+        "sys/fs/cgroup/cpu/box/cpu.cfs_quota_us": "200000\n",
+        "sys/fs/cgroup/cpu/box/cpu.cfs_period_us": "100000\n",
+    }
+    assert machine(TWO_OF_EACH, files) == 2
+
+
+def test_a_container_that_sees_its_own_group_as_the_root(machine):
+    files = {
+        # The path is the host's and does not exist inside: the limit is at the root.
+        "proc/self/cgroup": "0::/docker/0123\n",
+        "sys/fs/cgroup/cpu.max": "100000 100000\n",
+    }
+    assert machine(TWO_OF_EACH, files) == 1
+
+
+# ---- backend and instruction set -----------------------------------------------------------------
+
+
+def test_isa_info_says_what_runs():
+    info = kvedge.isa_info()
+    assert set(info) >= {
+        "backend",
+        "isa",
+        "available",
+        "compiled",
+        "forced",
+        "num_threads",
+        "huge_pages",
+        "reason",
+    }
+    assert info["backend"] == kvedge.backend and kvedge.backend in ("native", "numpy")
+    assert info["isa"] in info["available"] and set(info["available"]) <= set(info["compiled"])
+    assert (info["reason"] is None) == HAS_NATIVE
+    assert info["num_threads"] == kvedge.get_num_threads()
+    json.dumps(info)
+
+
+def test_public_classes_are_of_the_backend():
+    wanted = "kvedge._native" if HAS_NATIVE else "kvedge._numpy"
+    for cls in (kvedge.KVCache, kvedge.QuantizedKvLayer, kvedge.Float32KvLayer):
+        assert cls.__module__.startswith(wanted)
+
+
+def test_all_public_names_are_there():
+    for name in kvedge.__all__:
+        assert hasattr(kvedge, name), name
+    assert sorted(kvedge.__all__) == list(kvedge.__all__)
+    assert kvedge.__version__.count(".") == 2
+
+
+@pytest.mark.subprocess
+def test_numpy_can_be_forced():
+    info = imports(KVEDGE_BACKEND="numpy")
+    assert (info["backend"], info["isa"], info["forced"]) == ("numpy", "numpy", False)
+    assert "KVEDGE_BACKEND" in info["reason"]
+
+
+@pytest.mark.subprocess
+def test_an_unknown_backend_is_refused():
+    message = imports(KVEDGE_BACKEND="cuda")
+    assert message.startswith("kvedge.errors.BackendUnavailableError"), message
+    assert "KVEDGE_BACKEND" in message and "'cuda'" in message
+
+
+NO_EXTENSION = """
+    import sys
+    sys.modules["kvedge._native"] = None  # importing it now fails
+    import kvedge
+    print(kvedge.backend, kvedge.isa_info()["reason"])
+    print(len(kvedge.KVCache(1, 1, 8)))
+"""
+
+
+@pytest.mark.subprocess
+def test_without_the_extension_numpy_runs_and_says_why():
+    result = run(NO_EXTENSION)
+    assert result.stdout.startswith("numpy the compiled extension did not load"), result.stderr
+    assert "kvedge._native" in result.stdout
+
+
+@pytest.mark.subprocess
+def test_the_extension_forced_but_absent_is_an_error():
+    result = run(NO_EXTENSION, KVEDGE_BACKEND="native")
+    message = result.stderr.splitlines()[-1]
+    assert message.startswith("kvedge.errors.BackendUnavailableError"), result.stderr
+    assert "KVEDGE_BACKEND=native" in message and "kvedge._native" in message
+
+
+@pytest.mark.subprocess
+@pytest.mark.parametrize("backend", [{}, {"KVEDGE_BACKEND": "numpy"}], ids=["default", "numpy"])
+def test_an_unknown_isa_is_refused_whatever_the_backend(backend):
+    message = imports(KVEDGE_ISA="sse9", **backend)
+    assert message.startswith("kvedge.errors.UnsupportedIsaError"), message
+    assert "KVEDGE_ISA" in message and "'sse9'" in message and "avx512vnni" in message
+
+
+@pytest.mark.subprocess
+def test_an_isa_says_that_it_has_no_effect_on_numpy():
+    info = imports(KVEDGE_BACKEND="numpy", KVEDGE_ISA=WRONG_ISA)
+    assert info["isa"] == "numpy" and not info["forced"]
+    assert f"KVEDGE_ISA={WRONG_ISA} has no effect" in info["reason"]
+
+
+@pytest.mark.subprocess
+@pytest.mark.skipif(not HAS_NATIVE, reason="needs the extension")
+def test_every_available_isa_can_be_forced_and_no_other():
+    info = imports(KVEDGE_BACKEND="native")
+    assert not info["forced"] and "scalar" in info["available"]
+    for name in info["available"]:
+        forced = imports(KVEDGE_ISA=name)
+        assert (forced["isa"], forced["forced"]) == (name, True)
+    message = imports(KVEDGE_ISA=WRONG_ISA)
+    assert message.startswith("kvedge.errors.UnsupportedIsaError"), message
+    assert WRONG_ISA in message
+
+
+def test_errors_are_also_the_builtin_one_expects():
+    for name in errors.__all__:
+        error = getattr(errors, name)
+        assert getattr(kvedge, name) is error
+        assert issubclass(error, kvedge.KvedgeError)
+        if error is not kvedge.KvedgeError:
+            assert len(error.__bases__) == 2 and error.__bases__[1].__module__ == "builtins"
