@@ -46,22 +46,41 @@ kvedge_cache_view kvedge_layer_view(const kvedge_layer *layer, kvedge_segment *s
       .len = len, .num_segments = 1, .segments = segment};
 }
 
-/* The power of two that brings a bound to 1..2 (1 for a bound of 0), within float's normal range. */
+/* A power of two that takes scales (float32: values) of at most `bound` to where sums over a million
+ * tokens stay within float's range, and leaves as much room below as above. Mostly 1. */
 static float normalizing_factor(float bound) {
+  enum { LARGEST = 60, SMALLEST = -40, MAX_FACTOR = 127 };
   if (bound <= 0.0f) return 1.0f;
-  int exponent = -ilogbf(bound);
-  return ldexpf(1.0f, exponent < -126 ? -126 : exponent > 127 ? 127 : exponent);
+  int exponent = ilogbf(bound);
+  if (exponent > LARGEST) return ldexpf(1.0f, LARGEST - exponent);
+  if (exponent < SMALLEST) return ldexpf(1.0f, -exponent < MAX_FACTOR ? -exponent : MAX_FACTOR);
+  return 1.0f;
 }
 
-/* Shapes and counts of a call; no memory yet. Row 0 is the query of token first_position. */
+/* How many 16-bit codes a query channel needs. One rounds a channel by at most half a step of
+ * largest / KVEDGE_QUERY_MAX, which moves a logit by about |scale| * step / sqrt(12) * |key|, and the
+ * output by little more than that. One is enough for logits of the usual size; for large ones the
+ * numerics contract (2e-4) needs a second, of what the first has left. */
+static int parts_of_query(const kvedge_attention *a, float largest_query) {
+  if (a->view.format != KVEDGE_INT8) return 0;
+  double step = largest_query / (double)KVEDGE_QUERY_MAX;
+  double largest_key = 127.0 * a->view.key_bound;
+  double key_norm = largest_key / 4 * sqrt(a->view.head_dim); /* channels of a quarter of the largest */
+  double logit_error = fabs((double)a->options.scale) * step / sqrt(12.0) * key_norm;
+  return logit_error > 1e-4 ? 2 : 1;
+}
+
+/* Shapes and counts of a call; no memory yet. Row 0 is the query of token first_position;
+ * largest_query is the largest magnitude in all rows. */
 static void plan(kvedge_attention *a, const kvedge_cache_view *view, int64_t first_position,
-                 int64_t num_rows, int num_heads, const kvedge_attention_options *options) {
+                 int64_t num_rows, int num_heads, const kvedge_attention_options *options,
+                 float largest_query) {
   memset(a, 0, sizeof *a);
   a->kernels = kvedge_active();
   a->view = *view;
   if (options) a->options = *options;
   else kvedge_attention_defaults(&a->options);
-  if (isnan(a->options.scale)) a->options.scale = 1.0f / sqrtf((float)view->head_dim);
+  if (isnan(a->options.scale)) a->options.scale = (float)(1.0 / sqrt(view->head_dim));
   a->real_logits = a->options.softcap > 0.0f || a->options.alibi_slopes || a->options.bias;
   a->key_factor = normalizing_factor(view->key_bound);
   a->value_factor = normalizing_factor(view->value_bound);
@@ -87,6 +106,7 @@ static void plan(kvedge_attention *a, const kvedge_cache_view *view, int64_t fir
   if (wanted > most) wanted = most;
   a->chunks_per_block = wanted < 1 ? 1 : (int)wanted;
 
+  a->num_parts = parts_of_query(a, largest_query);
   int group = view->format == KVEDGE_INT8 ? view->group_size : view->head_dim;
   a->group_pad = (group + KVEDGE_QUERY_PAD - 1) / KVEDGE_QUERY_PAD * KVEDGE_QUERY_PAD;
   a->acc_stride = (view->head_dim + 15) / 16 * 16;
@@ -108,12 +128,15 @@ static size_t lay_out(kvedge_attention *a, char *base, int num_slots) {
   size_t groups = queries * (size_t)a->view.num_groups, channels = groups * (size_t)a->group_pad;
   take(base, &used, sizeof *a);
   a->segments = take(base, &used, (size_t)a->view.num_segments * sizeof *a->segments);
-  a->codes = take(base, &used, channels * sizeof *a->codes);
-  a->hi = take(base, &used, channels);
-  a->lo = take(base, &used, channels);
-  a->code_scale = take(base, &used, groups * sizeof *a->code_scale);
-  a->sum_hi = take(base, &used, groups * sizeof *a->sum_hi);
-  a->sum_lo = take(base, &used, groups * sizeof *a->sum_lo);
+  for (int i = 0; i < a->num_parts; i++) {
+    kvedge_query_part *part = &a->parts[i];
+    part->codes = take(base, &used, channels * sizeof *part->codes);
+    part->hi = take(base, &used, channels);
+    part->lo = take(base, &used, channels);
+    part->scale = take(base, &used, groups * sizeof *part->scale);
+    part->sum_hi = take(base, &used, groups * sizeof *part->sum_hi);
+    part->sum_lo = take(base, &used, groups * sizeof *part->sum_lo);
+  }
   size_t floats = a->view.format == KVEDGE_FLOAT32 ? queries * (size_t)a->group_pad : 0;
   a->values = take(base, &used, floats * sizeof *a->values);
   a->softmax_factor = take(base, &used, queries * sizeof *a->softmax_factor);
@@ -138,17 +161,21 @@ static kvedge_attention *set_up(const kvedge_attention *planned, void *memory, i
   return a;
 }
 
+/* query NULL: only measuring; *largest_query is then as large as can be. */
 static kvedge_status check(const kvedge_cache_view *view, const float *query, int64_t num_rows,
-                           int num_heads, const kvedge_attention_options *o) {
+                           int num_heads, const kvedge_attention_options *o, float *largest_query) {
   if (num_rows < 1 || num_heads < 1 || num_heads % view->num_kv_heads) return KVEDGE_ERROR_ARGUMENT;
   if (view->len < 1 || ((!o || o->causal) && num_rows > view->len)) return KVEDGE_ERROR_ARGUMENT;
   if (o) {
     if (isinf(o->scale) || !(o->softcap >= 0.0f) || isinf(o->softcap)) return KVEDGE_ERROR_ARGUMENT;
     if (o->window < 0 || o->sink_tokens < 0 || (o->window && !o->causal)) return KVEDGE_ERROR_ARGUMENT;
   }
+  *largest_query = FLT_MAX;
   if (query) {
     size_t n = (size_t)num_rows * (size_t)num_heads * (size_t)view->head_dim;
-    if (kvedge_active()->abs_max_bits(query, n) >= KVEDGE_NOT_FINITE) return KVEDGE_ERROR_NONFINITE;
+    uint32_t bits = kvedge_active()->abs_max_bits(query, n);
+    if (bits >= KVEDGE_NOT_FINITE) return KVEDGE_ERROR_NONFINITE;
+    *largest_query = kvedge_float_of_bits(bits);
   }
   return KVEDGE_OK;
 }
@@ -161,8 +188,9 @@ static kvedge_status plan_layer(kvedge_attention *a, const kvedge_layer *layer, 
                                 kvedge_segment *segment) {
   if (!layer) return KVEDGE_ERROR_ARGUMENT;
   kvedge_cache_view view = kvedge_layer_view(layer, segment);
-  kvedge_status status = check(&view, query, num_rows, num_heads, options);
-  if (status == KVEDGE_OK) plan(a, &view, view.len - num_rows, num_rows, num_heads, options);
+  float largest;
+  kvedge_status status = check(&view, query, num_rows, num_heads, options, &largest);
+  if (status == KVEDGE_OK) plan(a, &view, view.len - num_rows, num_rows, num_heads, options, largest);
   return status;
 }
 
@@ -241,7 +269,8 @@ static kvedge_status attend_view(const kvedge_cache_view *view, const float *que
                                  int num_heads, const kvedge_attention_options *given, int num_threads,
                                  float *out, float *lse) {
   if (!query || !out || num_threads < 0) return KVEDGE_ERROR_ARGUMENT;
-  kvedge_status status = check(view, query, num_rows, num_heads, given);
+  float largest;
+  kvedge_status status = check(view, query, num_rows, num_heads, given, &largest);
   if (num_threads == 0) num_threads = kvedge_get_num_threads();
   kvedge_attention_options options;
   if (given) options = *given;
@@ -250,7 +279,7 @@ static kvedge_status attend_view(const kvedge_cache_view *view, const float *que
   for (int64_t row = 0; row < num_rows && status == KVEDGE_OK; row += MAX_ROWS) {
     int64_t count = num_rows - row < MAX_ROWS ? num_rows - row : MAX_ROWS;
     kvedge_attention planned;
-    plan(&planned, view, view->len - num_rows + row, count, num_heads, &options);
+    plan(&planned, view, view->len - num_rows + row, count, num_heads, &options, largest);
     status = run_planned(&planned, query + row * row_values, num_threads, out + row * row_values,
                          lse ? lse + row * num_heads : NULL);
     if (options.mask) options.mask += count * options.mask_strides[1];

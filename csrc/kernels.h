@@ -20,33 +20,26 @@ enum {
   KVEDGE_QUERY_PAD = 64,
 };
 
-/* Largest 16-bit query code: 256 * 127 + 127, so that high and low bytes are both signed bytes. */
-#define KVEDGE_QUERY_MAX 32639
+/* Largest 24-bit query code: its high, middle and low byte are all signed bytes up to 127. */
+#define KVEDGE_QUERY_MAX 8355711 /* 127 * (65536 + 256 + 1) */
 /* Largest probability code. */
 #define KVEDGE_WEIGHT_MAX 32767
 
-/* A stack of query rows against one group of channels of one KV head, quantized to 16 bits:
- * q ~ scale * code, code = 256 * hi + lo. Channels dim..pad are zero. A dot product with keys may
- * pass 2^31 from dim 518 on; those of any half of the channels, and those of hi or lo, do not. */
+/* A stack of query rows against one group of channels of one KV head: as floats, for paths that
+ * multiply those, and as integers of 24 bits in three bytes, for paths with 8-bit dot products:
+ * value ~ scale * code, code = 65536 * byte[0] + 256 * byte[1] + byte[2]. So the query adds nothing
+ * to what the keys' storage costs, whatever the size of the logits. (16 bits would be a third
+ * cheaper, and move logits of size 10 by 1e-4.) Channels dim..pad are zero in both. */
 typedef struct {
-  int num_queries;       /* 1..KVEDGE_STACK */
-  int dim;               /* channels of this group, 1..1024 */
-  ptrdiff_t stride;      /* elements from one query to the next, in codes, hi and lo alike */
-  const int16_t *codes;  /* (num_queries, stride) */
-  const int8_t *hi;      /* (num_queries, stride) */
-  const int8_t *lo;      /* (num_queries, stride) */
-  ptrdiff_t scale_stride;   /* elements from one query to the next, in the three arrays below */
-  const float *scale;    /* (num_queries) */
-  const int32_t *sum_hi; /* (num_queries) sum of hi over the group: undoes an offset on unsigned keys */
-  const int32_t *sum_lo; /* (num_queries) */
-} kvedge_query_i8;
-
-typedef struct {
-  int num_queries;
-  int dim;
-  ptrdiff_t stride;      /* elements from one query to the next */
-  const float *values;   /* (num_queries, stride) */
-} kvedge_query_f32;
+  int num_queries;        /* 1..KVEDGE_STACK */
+  int dim;                /* channels of this group, 1..1024 */
+  ptrdiff_t stride;       /* elements from one query to the next, in values and bytes alike */
+  const float *values;    /* (num_queries, stride); magnitudes up to 2 */
+  const int8_t *bytes[3]; /* high, middle, low: (num_queries, stride) each; NULL for float32 keys */
+  ptrdiff_t scale_stride; /* elements from one query to the next, in scale and sums */
+  const float *scale;     /* (num_queries) */
+  const int32_t *sums[3]; /* (num_queries) sum of each byte over the group: undoes unsigned keys */
+} kvedge_query;
 
 typedef struct kvedge_kernels {
   const char *name; /* as in KVEDGE_ISA */
@@ -62,13 +55,13 @@ typedef struct kvedge_kernels {
   void (*dequantize)(const int8_t *codes, size_t n, float scale, float *out);
 
   /* Scores of a tile: for query i < num_queries and token t < num_tokens
-   *   scores[i * KVEDGE_TILE + t] (+)= q.scale[i] * k_scale[t] * sum_d q.codes[i][d] * k[t][d]
+   *   scores[i * KVEDGE_TILE + t] (+)= k_scale[t] * sum_d value[i][d] * k[t][d]
    * adding when `accumulate` is not 0. k rows lie token_stride bytes apart; k_scale is contiguous.
    * `prefetch`, if not NULL, is where a later tile's rows start, token_stride apart likewise: each of
    * its num_tokens rows is asked for while this one is worked on. Never read from. */
-  void (*scores_i8)(const kvedge_query_i8 *q, const int8_t *k, ptrdiff_t token_stride, int num_tokens,
+  void (*scores_i8)(const kvedge_query *q, const int8_t *k, ptrdiff_t token_stride, int num_tokens,
                     const float *k_scale, const void *prefetch, float *scores, int accumulate);
-  void (*scores_f32)(const kvedge_query_f32 *q, const float *k, ptrdiff_t token_stride, int num_tokens,
+  void (*scores_f32)(const kvedge_query *q, const float *k, ptrdiff_t token_stride, int num_tokens,
                      float k_scale, const void *prefetch, float *scores);
 
   /* One step of the online softmax for num_queries rows of scores[KVEDGE_TILE]: with
@@ -81,7 +74,7 @@ typedef struct kvedge_kernels {
 
   /* Weights of the values of a tile as 15-bit codes: w[t] = p[t] * v_scale[t],
    * weights[i][t] = rint(w[t] * KVEDGE_WEIGHT_MAX / max_t w[t]), w_scale[i] = max_t w[t] / KVEDGE_WEIGHT_MAX.
-   * p as softmax leaves it; v_scale has KVEDGE_TILE readable floats (zero from num_tokens on), each 0..2. */
+   * p as softmax leaves it; v_scale has KVEDGE_TILE readable floats (zero from num_tokens on), each 0..2^61. */
   void (*weights_i16)(const float *p, int num_queries, int num_tokens, const float *v_scale,
                       int16_t *weights, float *w_scale);
 

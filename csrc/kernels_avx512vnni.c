@@ -10,7 +10,7 @@
  * So 16 tokens are transposed, 4 channels (one dword) at a time: lane t of column j holds channels
  * 4j..4j+3 of token t, and vpdpbusd with a broadcast dword of the query leaves token t's score in
  * lane t. The transpose (4 shuffles per 64-byte line) is done once for all stacked queries, each of
- * which then costs 2 instructions per line, for the high and the low byte of its 16-bit code.
+ * which then costs 3 instructions per line, one for each byte of its 24-bit code.
  * vpdpbusd wants unsigned keys: k + 128 = k xor 0x80, and 128 * sum(query) is taken off at the end.
  *
  * Values. Rows of two tokens are widened to 16 bits and interleaved, so that vpdpwssd with a
@@ -27,7 +27,7 @@ KVEDGE_TARGET_BEGIN("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma")
 
 enum {
   BLOCK = 16,        /* tokens transposed at a time: one per 32-bit lane */
-  SCORE_QUERIES = 8, /* x 2 accumulators = 16 of the 32 registers */
+  SCORE_QUERIES = 8, /* x 3 accumulators = 24 of the 32 registers */
   SUM_QUERIES = 6,   /* x 4 accumulators = 24 of the 32 registers */
 };
 
@@ -105,33 +105,30 @@ KVEDGE_INLINE void transpose_keys(const int8_t *k, ptrdiff_t token_stride, int n
 }
 
 /* Scores of 16 tokens for `count` queries (a constant where this is inlined). */
-KVEDGE_INLINE void score_block(const kvedge_query_i8 *q, int first, const int count,
+KVEDGE_INLINE void score_block(const kvedge_query *q, int first, const int count,
                                const __m512i *columns, __mmask16 valid, __m512 k_scale,
                                float *scores, int accumulate) {
-  __m512i hi[SCORE_QUERIES], lo[SCORE_QUERIES];
-  const int8_t *query_hi = q->hi + first * q->stride;
-  const int8_t *query_lo = q->lo + first * q->stride;
+  __m512i sum[SCORE_QUERIES][3]; /* of each byte of the query */
 #pragma GCC unroll 8
-  for (int i = 0; i < count; i++) { /* u8 keys are 128 too large: start from what that adds */
-    hi[i] = _mm512_set1_epi32(-128 * q->sum_hi[(first + i) * q->scale_stride]);
-    lo[i] = _mm512_set1_epi32(-128 * q->sum_lo[(first + i) * q->scale_stride]);
-  }
+  for (int i = 0; i < count; i++) /* u8 keys are 128 too large: start from what that adds */
+    for (int b = 0; b < 3; b++)
+      sum[i][b] = _mm512_set1_epi32(-128 * q->sums[b][(first + i) * q->scale_stride]);
   int num_columns = (q->dim + 3) / 4;
   for (int j = 0; j < num_columns; j++) {
     __m512i column = columns[j];
 #pragma GCC unroll 8
-    for (int i = 0; i < count; i++) {
-      int32_t h, l;
-      memcpy(&h, query_hi + i * q->stride + 4 * j, sizeof h);
-      memcpy(&l, query_lo + i * q->stride + 4 * j, sizeof l);
-      hi[i] = _mm512_dpbusd_epi32(hi[i], column, _mm512_set1_epi32(h));
-      lo[i] = _mm512_dpbusd_epi32(lo[i], column, _mm512_set1_epi32(l));
-    }
+    for (int i = 0; i < count; i++)
+      for (int b = 0; b < 3; b++) {
+        int32_t four; /* channels */
+        memcpy(&four, q->bytes[b] + (first + i) * q->stride + 4 * j, sizeof four);
+        sum[i][b] = _mm512_dpbusd_epi32(sum[i][b], column, _mm512_set1_epi32(four));
+      }
   }
+  const __m512 byte = _mm512_set1_ps(256.0f);
 #pragma GCC unroll 8
   for (int i = 0; i < count; i++) {
-    /* joined as floats: at a dim above 517 their sum may pass 2^31 */
-    __m512 dot = _mm512_fmadd_ps(_mm512_cvtepi32_ps(hi[i]), _mm512_set1_ps(256.0f), _mm512_cvtepi32_ps(lo[i]));
+    __m512 dot = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[i][0]), byte, _mm512_cvtepi32_ps(sum[i][1]));
+    dot = _mm512_fmadd_ps(dot, byte, _mm512_cvtepi32_ps(sum[i][2]));
     __m512 scale = _mm512_mul_ps(k_scale, _mm512_set1_ps(q->scale[(first + i) * q->scale_stride]));
     float *out = scores + (first + i) * KVEDGE_TILE;
     __m512 score = _mm512_mul_ps(dot, scale);
@@ -140,7 +137,7 @@ KVEDGE_INLINE void score_block(const kvedge_query_i8 *q, int first, const int co
   }
 }
 
-static void scores_i8_avx512vnni(const kvedge_query_i8 *q, const int8_t *k, ptrdiff_t token_stride,
+static void scores_i8_avx512vnni(const kvedge_query *q, const int8_t *k, ptrdiff_t token_stride,
                                  int num_tokens, const float *k_scale, const void *prefetch,
                                  float *scores, int accumulate) {
   __m512i columns[1024 / 4]; /* (dim / 4) x 16 tokens x 4 channels; what a dim of 64 uses is 1 KB */

@@ -84,23 +84,36 @@ KVEDGE_INLINE void dot_rows(const int16_t *codes, ptrdiff_t stride, int dim, con
   }
 }
 
-/* Scores of a group of four tokens, of which num_stored are stored, for `count` queries from first on. */
+#if !defined(__aarch64__)
+/* {sum a, sum b}; see score_block */
+KVEDGE_INLINE float32x2_t sum_both(int32x4_t a, int32x4_t b) {
+  return vpadd_f32(vcvt_f32_s32(vadd_s32(vget_low_s32(a), vget_high_s32(a))),
+                   vcvt_f32_s32(vadd_s32(vget_low_s32(b), vget_high_s32(b))));
+}
+#endif
+
+/* Scores of a group of four tokens, of which num_stored are stored, for `count` queries from first on.
+ * A lane of a sum holds a quarter of the channels. Halves are integers still, and joined as floats, since
+ * from dim 518 on the whole may pass 2^31. */
 KVEDGE_INLINE void score_block(const kvedge_query_i8 *q, int first, const int count, const int8_t *rows,
                                const ptrdiff_t offset[4], const int8_t ends[4][16], float32x4_t k_scale,
                                int num_stored, float *scores, int accumulate) {
   const int16_t *codes = q->codes + first * q->stride;
-  int32x4_t sum[SCORE_QUERIES][SCORE_ROWS], dot[SCORE_QUERIES];
+  int32x4_t sum[SCORE_QUERIES][SCORE_ROWS];
+  float32x4_t dot[SCORE_QUERIES];
   dot_rows(codes, q->stride, q->dim, rows, offset, ends, count, sum);
 #if defined(__aarch64__)
   UNROLL
-  for (int i = 0; i < count; i++) dot[i] = sum_each_i32(sum[i][0], sum[i][1], sum[i][2], sum[i][3]);
+  for (int i = 0; i < count; i++)
+    dot[i] = vpaddq_f32(vcvtq_f32_s32(vpaddq_s32(sum[i][0], sum[i][1])),
+                        vcvtq_f32_s32(vpaddq_s32(sum[i][2], sum[i][3])));
 #else
-  int32x2_t first_pair[SCORE_QUERIES];
+  float32x2_t first_pair[SCORE_QUERIES];
   UNROLL
-  for (int i = 0; i < count; i++) first_pair[i] = sum_both_i32(sum[i][0], sum[i][1]);
+  for (int i = 0; i < count; i++) first_pair[i] = sum_both(sum[i][0], sum[i][1]);
   dot_rows(codes, q->stride, q->dim, rows, offset + 2, ends + 2, count, sum);
   UNROLL
-  for (int i = 0; i < count; i++) dot[i] = vcombine_s32(first_pair[i], sum_both_i32(sum[i][0], sum[i][1]));
+  for (int i = 0; i < count; i++) dot[i] = vcombine_f32(first_pair[i], sum_both(sum[i][0], sum[i][1]));
 #endif
   UNROLL
   for (int i = 0; i < count; i++)

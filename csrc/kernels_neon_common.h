@@ -73,20 +73,7 @@ KVEDGE_INLINE float sum_across(float32x4_t x) {
 #endif
 }
 
-/* {sum a, sum b} */
-KVEDGE_INLINE int32x2_t sum_both_i32(int32x4_t a, int32x4_t b) {
-  return vpadd_s32(vadd_s32(vget_low_s32(a), vget_high_s32(a)), vadd_s32(vget_low_s32(b), vget_high_s32(b)));
-}
-
 /* {sum a, sum b, sum c, sum d} */
-KVEDGE_INLINE int32x4_t sum_each_i32(int32x4_t a, int32x4_t b, int32x4_t c, int32x4_t d) {
-#if defined(__aarch64__)
-  return vpaddq_s32(vpaddq_s32(a, b), vpaddq_s32(c, d));
-#else
-  return vcombine_s32(sum_both_i32(a, b), sum_both_i32(c, d));
-#endif
-}
-
 KVEDGE_INLINE float32x4_t sum_each_f32(float32x4_t a, float32x4_t b, float32x4_t c, float32x4_t d) {
 #if defined(__aarch64__)
   return vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d));
@@ -161,10 +148,10 @@ KVEDGE_INLINE void prefetch_rows(const char *rows, const ptrdiff_t offset[4], in
     for (int j = 0; j < 4; j++) __builtin_prefetch(rows + offset[j] + byte);
 }
 
-/* Four tokens' integer dot products of one query become scores, of which `count` are stored. */
-KVEDGE_INLINE void store_scores(int32x4_t dot, float32x4_t k_scale, float q_scale, int count,
+/* Four tokens' dot products of one query become scores, of which `count` are stored. */
+KVEDGE_INLINE void store_scores(float32x4_t dot, float32x4_t k_scale, float q_scale, int count,
                                 int accumulate, float *scores) {
-  float32x4_t score = vmulq_f32(vcvtq_f32_s32(dot), vmulq_n_f32(k_scale, q_scale));
+  float32x4_t score = vmulq_f32(dot, vmulq_n_f32(k_scale, q_scale));
   if (accumulate) score = vaddq_f32(vld1q_f32(scores), score);
   if (count >= 4)
     vst1q_f32(scores, score);

@@ -18,6 +18,11 @@ KVEDGE_TARGET_BEGIN("dotprod")
 
 /* ---- scores ---- */
 
+/* {sum a, sum b, sum c, sum d} */
+KVEDGE_INLINE int32x4_t sum_each_i32(int32x4_t a, int32x4_t b, int32x4_t c, int32x4_t d) {
+  return vpaddq_s32(vpaddq_s32(a, b), vpaddq_s32(c, d));
+}
+
 enum { SCORE_QUERIES = 2 }; /* 16 registers of sums: high and low bytes, 2 queries, 4 tokens */
 
 typedef struct {
@@ -63,11 +68,11 @@ KVEDGE_INLINE void score_block(const kvedge_query_i8 *q, int first, const int co
   }
   UNROLL
   for (int i = 0; i < count; i++) {
-    int32x4_t dot_hi = sum_each_i32(sums.hi[i][0], sums.hi[i][1], sums.hi[i][2], sums.hi[i][3]);
-    int32x4_t dot_lo = sum_each_i32(sums.lo[i][0], sums.lo[i][1], sums.lo[i][2], sums.lo[i][3]);
-    store_scores(vaddq_s32(vshlq_n_s32(dot_hi, 8), dot_lo), k_scale,
-                 q->scale[(first + i) * q->scale_stride], num_stored, accumulate,
-                 scores + (first + i) * KVEDGE_TILE);
+    /* |sum| <= 128 * 127 * 1024 < 2^24: exact in float, where 256 * hi + lo may pass 2^31 as an integer */
+    float32x4_t dot_hi = vcvtq_f32_s32(sum_each_i32(sums.hi[i][0], sums.hi[i][1], sums.hi[i][2], sums.hi[i][3]));
+    float32x4_t dot_lo = vcvtq_f32_s32(sum_each_i32(sums.lo[i][0], sums.lo[i][1], sums.lo[i][2], sums.lo[i][3]));
+    store_scores(vfmaq_n_f32(dot_lo, dot_hi, 256.0f), k_scale, q->scale[(first + i) * q->scale_stride],
+                 num_stored, accumulate, scores + (first + i) * KVEDGE_TILE);
   }
 }
 

@@ -93,15 +93,15 @@ static void weights_i16_portable(const float *p, int num_queries, int num_tokens
         lane[j] = w[t + j] > lane[j] ? w[t + j] : lane[j];
       }
     float largest = lanes_max(lane);
-    /* Below 2^-100 a weight is nothing beside its row's sum, which holds a 1 from some tile. */
-    float inverse = largest > 7.9e-31f ? KVEDGE_WEIGHT_MAX / largest : 0.0f;
+    /* Where all are below 2^-110, they are nothing beside the weights of some other tile. */
+    float inverse = largest > 7.7e-34f ? KVEDGE_WEIGHT_MAX / largest : 0.0f;
     w_scale[i] = inverse > 0.0f ? largest / KVEDGE_WEIGHT_MAX : 0.0f;
     for (int t = 0; t < padded; t++) weights[t] = (int16_t)(int32_t)(w[t] * inverse + 0.5f);
     for (int t = padded; t < KVEDGE_TILE; t++) weights[t] = 0;
   }
 }
 
-static void scores_f32_portable(const kvedge_query_f32 *q, const float *k, ptrdiff_t token_stride,
+static void scores_f32_portable(const kvedge_query *q, const float *k, ptrdiff_t token_stride,
                                 int num_tokens, float k_scale, const void *prefetch, float *scores) {
   int whole = q->dim / LANES * LANES;
   for (int t = 0; t < num_tokens; t++) {

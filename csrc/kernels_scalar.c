@@ -14,16 +14,16 @@ static void quantize_scalar(const float *x, size_t n, float inverse, int8_t *cod
   for (size_t i = 0; i < n; i++) codes[i] = (int8_t)rintf(x[i] * inverse);
 }
 
-static void scores_i8_scalar(const kvedge_query_i8 *q, const int8_t *k, ptrdiff_t token_stride,
+static void scores_i8_scalar(const kvedge_query *q, const int8_t *k, ptrdiff_t token_stride,
                              int num_tokens, const float *k_scale, const void *prefetch,
                              float *scores, int accumulate) {
   (void)prefetch;
   for (int t = 0; t < num_tokens; t++, k += token_stride)
     for (int i = 0; i < q->num_queries; i++) {
-      const int16_t *codes = q->codes + i * q->stride;
-      int64_t dot = 0; /* up to 127 * 32639 * 1024 > 2^31 */
-      for (int d = 0; d < q->dim; d++) dot += codes[d] * k[d];
-      float score = (float)dot * (q->scale[i * q->scale_stride] * k_scale[t]);
+      const float *query = q->values + i * q->stride;
+      float dot = 0.0f;
+      for (int d = 0; d < q->dim; d++) dot += query[d] * (float)k[d];
+      float score = dot * k_scale[t];
       float *out = scores + i * KVEDGE_TILE + t;
       *out = accumulate ? *out + score : score;
     }

@@ -10,23 +10,31 @@
  * bits: rounding that compilers turn into vector code on any CPU. */
 #define ROUND 6755399441055744.0 /* 1.5 * 2^52 */
 
+enum { MAX_HEAD_DIM = 1024 };
+
 static double dot(const float *a, const float *b, int n) {
   double sum = 0.0;
   for (int d = 0; d < n; d++) sum += (double)a[d] * b[d];
   return sum;
 }
 
-/* One group of one query row, n channels; unit is a power of two near the row's largest magnitude. */
-static void prepare_group(kvedge_attention *a, const float *x, int n, double unit, int negative,
-                          size_t group_index) {
-  int16_t *codes = a->codes + group_index * (size_t)a->group_pad;
-  int8_t *hi = a->hi + group_index * (size_t)a->group_pad;
-  int8_t *lo = a->lo + group_index * (size_t)a->group_pad;
-  double largest = (double)kvedge_float_of_bits(a->kernels->abs_max_bits(x, (size_t)n));
-  double inverse = largest > 0.0 ? KVEDGE_QUERY_MAX / largest : 0.0;
-  if (negative) inverse = -inverse;
+/* Codes of n channels of one group; x becomes what they leave. unit is a power of two near the row's
+ * largest magnitude. */
+static void quantize_group(const kvedge_attention *a, kvedge_query_part *part, double *x, int n,
+                           double unit, size_t index) {
+  int16_t *codes = part->codes + index * (size_t)a->group_pad;
+  int8_t *hi = part->hi + index * (size_t)a->group_pad;
+  int8_t *lo = part->lo + index * (size_t)a->group_pad;
+  double largest = 0.0;
+  for (int d = 0; d < n; d++) largest = fabs(x[d]) > largest ? fabs(x[d]) : largest;
+  float scale = (float)(largest / (KVEDGE_QUERY_MAX * unit));
+  double step = scale * unit, inverse = scale > 0.0f ? 1.0 / step : 0.0;
   int32_t sum_hi = 0, sum_lo = 0;
-  for (int d = 0; d < n; d++) codes[d] = (int16_t)(int32_t)((x[d] * inverse + ROUND) - ROUND);
+  for (int d = 0; d < n; d++) {
+    double rounded = (x[d] * inverse + ROUND) - ROUND;
+    x[d] -= rounded * step;
+    codes[d] = (int16_t)(int32_t)rounded;
+  }
   for (int d = 0; d < n; d++) {
     lo[d] = (int8_t)codes[d];
     hi[d] = (int8_t)((codes[d] - lo[d]) >> 8);
@@ -37,9 +45,9 @@ static void prepare_group(kvedge_attention *a, const float *x, int n, double uni
   memset(codes + n, 0, padding * sizeof *codes);
   memset(hi + n, 0, padding);
   memset(lo + n, 0, padding);
-  a->code_scale[group_index] = (float)(largest / (KVEDGE_QUERY_MAX * unit));
-  a->sum_hi[group_index] = sum_hi;
-  a->sum_lo[group_index] = sum_lo;
+  part->scale[index] = scale;
+  part->sum_hi[index] = sum_hi;
+  part->sum_lo[index] = sum_lo;
 }
 
 static void prepare_row(kvedge_attention *a, const float *x, int kv_head, size_t index) {
@@ -53,7 +61,10 @@ static void prepare_row(kvedge_attention *a, const float *x, int kv_head, size_t
   if (view->format == KVEDGE_INT8) {
     for (int g = 0; g < view->num_groups; g++) {
       int start = g * view->group_size, n = dim - start < view->group_size ? dim - start : view->group_size;
-      prepare_group(a, x + start, n, unit, negative, index * (size_t)view->num_groups + (size_t)g);
+      double left[MAX_HEAD_DIM];
+      for (int d = 0; d < n; d++) left[d] = negative ? -(double)x[start + d] : (double)x[start + d];
+      for (int i = 0; i < a->num_parts; i++)
+        quantize_group(a, &a->parts[i], left, n, unit, index * (size_t)view->num_groups + (size_t)g);
     }
   } else {
     float *values = a->values + index * (size_t)a->group_pad;

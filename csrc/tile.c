@@ -42,8 +42,10 @@ static tile_of_tokens next_tile(const kvedge_attention *a, tile_cursor *cursor) 
   if (i >= cursor->stop) return (tile_of_tokens){.num_tokens = 0};
   int in_sinks = i < cursor->visible.sinks;
   int64_t token = in_sinks ? i : i - cursor->visible.sinks + cursor->visible.first;
-  int64_t count = in_sinks ? cursor->visible.sinks - i : a->tile;
-  if (count > a->tile) count = a->tile;
+  /* Tiles start at multiples of their size: a token is always weighed beside the same others, so a
+   * prompt gives the same results in whatever chunks it comes. */
+  int64_t count = a->tile - token % a->tile;
+  if (in_sinks && count > cursor->visible.sinks - i) count = cursor->visible.sinks - i;
   if (count > cursor->stop - i) count = cursor->stop - i;
   while (token >= cursor->segment_start + view->segments[cursor->segment].num_tokens)
     cursor->segment_start += view->segments[cursor->segment++].num_tokens;
@@ -88,16 +90,20 @@ static void tile_scores(const kvedge_attention *a, size_t query_index, int count
     int start = g * view->group_size;
     size_t index = query_index * (size_t)view->num_groups + (size_t)g;
     size_t channel = index * (size_t)a->group_pad;
-    kvedge_query_i8 q = {
-        .num_queries = count,
-        .dim = view->head_dim - start < view->group_size ? view->head_dim - start : view->group_size,
-        .stride = (ptrdiff_t)view->num_groups * a->group_pad,
-        .codes = a->codes + channel, .hi = a->hi + channel, .lo = a->lo + channel,
-        .scale_stride = view->num_groups,
-        .scale = a->code_scale + index, .sum_hi = a->sum_hi + index, .sum_lo = a->sum_lo + index};
     gather_scales(view, key_scales, g, num_tokens, a->key_factor, scale);
-    a->kernels->scores_i8(&q, (const int8_t *)keys + start, view->token_stride, num_tokens, scale,
-                          prefetch ? (const char *)prefetch + start : NULL, scores, g > 0);
+    for (int i = 0; i < a->num_parts; i++) {
+      const kvedge_query_part *part = &a->parts[i];
+      kvedge_query_i8 q = {
+          .num_queries = count,
+          .dim = view->head_dim - start < view->group_size ? view->head_dim - start : view->group_size,
+          .stride = (ptrdiff_t)view->num_groups * a->group_pad,
+          .codes = part->codes + channel, .hi = part->hi + channel, .lo = part->lo + channel,
+          .scale_stride = view->num_groups,
+          .scale = part->scale + index, .sum_hi = part->sum_hi + index, .sum_lo = part->sum_lo + index};
+      a->kernels->scores_i8(&q, (const int8_t *)keys + start, view->token_stride, num_tokens, scale,
+                            prefetch && i == 0 ? (const char *)prefetch + start : NULL, scores,
+                            g > 0 || i > 0);
+    }
   }
 }
 
@@ -227,7 +233,7 @@ kvedge_visible kvedge_visible_tokens(const kvedge_attention *a, int64_t block) {
   kvedge_visible visible = {.sinks = 0, .first = 0, .stop = a->view.len};
   if (o->causal) visible.stop = position + kvedge_rows_in_block(a, block);
   if (o->window) {
-    if (position - o->window + 1 > 0) visible.first = position - o->window + 1;
+    if (position - o->window + 1 > 0) visible.first = (position - o->window + 1) / a->tile * a->tile;
     visible.sinks = o->sink_tokens < visible.first ? o->sink_tokens : visible.first;
   }
   return visible;
@@ -249,7 +255,7 @@ void kvedge_attention_run(const kvedge_attention *a, int slice, int slot, const 
   int64_t tiles = (total + a->tile - 1) / a->tile;
   cursor.next = tiles * chunk / a->chunks_per_block * a->tile;
   cursor.stop = tiles * (chunk + 1) / a->chunks_per_block * a->tile;
-  if (cursor.stop > total) cursor.stop = total;
+  if (chunk + 1 == a->chunks_per_block) cursor.stop = total;
 
   workspace w;
   tile_of_tokens tile = next_tile(a, &cursor);

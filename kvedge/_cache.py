@@ -167,6 +167,7 @@ class CacheMethods(CacheFacts):
         self._max_seq_len = max_seq_len
         self._auto_offset = isinstance(key_offset, str)
         self._length = 0
+        self._room = config.capacity  # tokens that every layer has room for, or fewer
         # Tokens of each layer whose bytes are still there, though the length may be below.
         self._high_water = [0] * num_layers
         self._overwrites = OverwriteLog()
@@ -248,20 +249,21 @@ class CacheMethods(CacheFacts):
         shape = (self._num_layers, self._config.num_kv_heads, self._config.head_dim)
         keys = _checks.as_float32(keys, "keys", shape=shape)
         values = _checks.as_float32(values, "values", shape=shape)
-        _checks.check_finite(keys, "keys")
-        _checks.check_finite(values, "values")
         self._refuse_pending("push_step()")
         start = self._length
-        for index in range(self._num_layers):
-            self._make_room(index, start + 1)
+        if start >= self._room:
+            for index in range(self._num_layers):
+                self._make_room(index, start + 1)
+            self._room = self.capacity
 
-        # What may still fail is a scale or an offset key out of range, which a layer finds. The
-        # bytes above the length may belong to a snapshot, so they are put back as well.
-        saved = [self._token_bytes(index, start) for index in self._layers_above(start)]
+        # What a layer may still refuse, when others already hold the token: a number that is not
+        # finite, or an offset key or a scale out of range. The bytes above the length may be what a
+        # snapshot stands for, so then they are put back as well.
+        saved = [self._token_bytes(i, start) for i, n in enumerate(self._high_water) if n > start]
         offsets = [layer._key_offset for layer in self._layers] if self._auto_offset else []
         try:
-            for index, layer in enumerate(self._layers):
-                layer._append(keys[index], values[index])
+            for layer, key, value in zip(self._layers, keys, values, strict=True):
+                layer._append(key, value)
         except BaseException:
             for layer in self._layers:
                 layer._set_len(start)
@@ -270,6 +272,9 @@ class CacheMethods(CacheFacts):
             for slabs, rows in saved:
                 for slab, row in zip(slabs, rows, strict=True):
                     slab[start] = row
+            # The layer named the element within its own token; these name it in the arrays given.
+            _checks.check_finite(keys, "keys")
+            _checks.check_finite(values, "values")
             raise
         if saved:
             self._overwrites.add(start)
@@ -283,6 +288,15 @@ class CacheMethods(CacheFacts):
 
         Its getters, codes, scales and ``attend`` may be used; its mutators raise
         ReadOnlyLayerError, since the cache has to keep the layers in step.
+
+        Parameters
+        ----------
+        index : int
+            0 to num_layers - 1.
+
+        Returns
+        -------
+        QuantizedKvLayer or Float32KvLayer
 
         Raises
         ------
@@ -317,7 +331,24 @@ class CacheMethods(CacheFacts):
         return self._layers[layer].attend(query, **options)
 
     def scores(self, layer: int, query: Any, **options: Any) -> np.ndarray:
-        """Return the scaled logits of one layer, (num_heads, tokens held); see the layer's."""
+        """Return the scaled logits of a query against what one layer holds.
+
+        Parameters
+        ----------
+        layer : int
+        query : array of float32 (or float16, bfloat16), (num_heads, head_dim)
+        **options
+            ``scale``: factor of the dot products, by default 1 / sqrt(head_dim).
+
+        Returns
+        -------
+        ndarray of float32, (num_heads, tokens)
+
+        Raises
+        ------
+        LayerOutOfRangeError
+            And whatever the layer's ``scores`` raises.
+        """
         return self.layer(layer).scores(query, **options)
 
     def k(self, layer: int, *, out: np.ndarray | None = None) -> np.ndarray:
@@ -341,7 +372,7 @@ class CacheMethods(CacheFacts):
         return held.keys(out=out)
 
     def v(self, layer: int, *, out: np.ndarray | None = None) -> np.ndarray:
-        """Return the values of one layer; see :meth:`k`."""
+        """Return the values of one layer, pending tokens included; as :meth:`k`."""
         held = self.layer(layer)
         if out is None and self._config.dtype == "float32":
             return held.value_codes
@@ -631,6 +662,7 @@ class CacheMethods(CacheFacts):
             layer._set_len(tokens)
         self._high_water = [tokens for tokens, _ in layers]
         self._length = length
+        self._room = self.capacity
 
     @classmethod
     def _holding(
@@ -691,10 +723,6 @@ class CacheMethods(CacheFacts):
             f"cannot advance to position {length}: {_names(lacking)} of {self._num_layers} "
             f"lack tokens (the shortest holds {held}): append to them first"
         )
-
-    def _layers_above(self, position: int) -> list[int]:
-        """Return the layers that still have bytes at ``position``, above their length."""
-        return [i for i, high in enumerate(self._high_water) if high > position]
 
     def _token_bytes(self, index: int, position: int) -> tuple[Any, list[np.ndarray]]:
         """Return a layer's slabs, and a copy of one token in each."""

@@ -205,7 +205,7 @@ def as_ndarray(array: Any, name: str) -> np.ndarray:
         try:
             # NumPy cannot receive a torch tensor in bfloat16; float() is the one conversion.
             return np.from_dlpack(array.float())
-        except Exception:  # noqa: BLE001 - the first error tells more
+        except Exception:  # the first error tells more
             raise DtypeMismatchError(
                 f"{name} cannot be read as a NumPy array on the CPU "
                 f"({describe(array)}, {type(error).__name__}: {error})"
@@ -345,7 +345,9 @@ def check_scale_range(rows: np.ndarray, name: str) -> None:
     if rows.size == 0:
         return
     largest = max(float(rows.max()), -float(rows.min()))
-    if np.float32(largest) / np.float32(127) > FLOAT16_MAX:
+    with np.errstate(all="ignore"):
+        scale = np.float32(largest) / np.float32(127)
+    if scale > FLOAT16_MAX:
         raise ScaleRangeError(
             f"{name} hold {largest:.6g}, whose scale (a 127th) passes float16's {FLOAT16_MAX:g}: "
             'use scale_dtype="float32"'
@@ -427,7 +429,7 @@ def as_out(
         float32, C-contiguous, aligned, writable, of exactly `shape`.
     shape : tuple of int
     reads : iterable of numpy.ndarray
-        Contiguous memory that is read while `out` is written, so `out` must not overlap it.
+        Memory that is read while `out` is written, so `out` must not overlap it.
     name : str
 
     Raises
@@ -445,7 +447,7 @@ def as_out(
     _check_layout(out, name)
     if not out.flags.writeable:
         raise LayoutError(f"{name} is read-only: pass a writable array")
-    # All are contiguous, so comparing bounds is exact.
+    # Comparing bounds is exact where `other` has no gaps, as the arrays here have none.
     if any(np.may_share_memory(out, other) for other in reads):
         raise LayoutError(f"{name} overlaps memory that the call reads: pass another array")
     return np.asarray(out)  # a subclass may give reshape a meaning of its own

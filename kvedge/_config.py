@@ -20,7 +20,7 @@ MAX_HEAD_DIM = 1 << 10
 LAYER_DTYPES = ("int8", "float32")
 SCALE_DTYPES = ("float32", "float16")
 
-_FAR = 1 << 128  # beyond any range here, yet short enough to print
+_FAR = 1 << 2048  # beyond any range here, and not too long to print
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,13 +112,13 @@ def _size(value, name, most):
 def as_int(value: Any, name: str) -> int:
     """`value` as a Python int; NumPy integers too, but no bool, float, array or string.
 
-    Numbers past 2^128 come back as that: Python refuses to print very long ones in a message.
+    Numbers past 2^2048 come back as that: Python refuses to print much longer ones.
     """
     cause = None
     if not isinstance(value, (bool, np.bool_, np.ndarray)):
         try:
             number = int.__index__(operator.index(value))
-        except Exception as error:  # noqa: BLE001 - __index__ is foreign code
+        except Exception as error:  # __index__ is foreign code
             cause = error
         else:
             return max(-_FAR, min(number, _FAR))

@@ -31,6 +31,7 @@ __all__ = ["FLOAT32_DOC", "QUANTIZED_DOC", "LayerMethods"]
 _BLOCK_NUMBERS = 1 << 19  # float32 numbers that a shift works on at a time: 2 MiB
 _SQRT2 = 2.0**0.5
 
+
 class LayerMethods(LayerFacts):
     """The part of a layer that does not depend on the backend."""
 
@@ -242,17 +243,13 @@ class LayerMethods(LayerFacts):
         finally:
             self._set_len(length)
 
-    def _check_shift(
-        self, delta: int, rope: Rope, start: int = 0, stop: int | None = None
-    ) -> None:
+    def _check_shift(self, delta: int, rope: Rope, start: int = 0, stop: int | None = None) -> None:
         """Raise what `_shift` would raise, and change nothing; quick unless keys are huge."""
         start, stop = self._shift_range(delta, rope, start, stop)
         if delta and stop > start and self._shift_may_overflow(start, stop):
             self._shifted(delta, rope, start, stop)
 
-    def _shift_range(
-        self, delta: int, rope: Rope, start: int, stop: int | None
-    ) -> tuple[int, int]:
+    def _shift_range(self, delta: int, rope: Rope, start: int, stop: int | None) -> tuple[int, int]:
         if not isinstance(rope, Rope):
             raise InvalidArgumentError(f"rope must be a kvedge.Rope, not {_checks.describe(rope)}")
         rope.cos_sin(delta, self._config.head_dim)
@@ -311,7 +308,8 @@ class LayerMethods(LayerFacts):
         """The offset to store checked keys (n, H, D) with: as set, or with "auto" their mean."""
         if not self._auto_key_offset or self._key_offset is not None or not len(keys):
             return self._key_offset
-        return np.asarray(keys.mean(axis=0, dtype=np.float64), dtype=np.float32)
+        with np.errstate(all="ignore"):
+            return np.asarray(keys.mean(axis=0, dtype=np.float64), dtype=np.float32)
 
     # ---- copying ---------------------------------------------------------------------------------
 

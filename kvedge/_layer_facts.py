@@ -65,7 +65,7 @@ class LayerFacts:
         view.flags.writeable = False
         return view
 
-    # ---- shape and sizes -----------------------------------------------------------------------------------
+    # ---- shape and sizes -------------------------------------------------------------------------
 
     @property
     def capacity(self) -> int:

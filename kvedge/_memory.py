@@ -38,8 +38,8 @@ class Slabs(NamedTuple):
 def slab_layout(config: LayerConfig) -> tuple[tuple[tuple[int, int, int], np.dtype], ...]:
     """Shapes and dtypes of the four slabs, in the order of :class:`Slabs`."""
     rows = (config.capacity, config.num_kv_heads)
-    codes = (rows + (config.head_dim,), np.dtype(config.dtype))
-    scales = (rows + (config.num_groups,), np.dtype(config.scale_dtype))
+    codes = ((*rows, config.head_dim), np.dtype(config.dtype))
+    scales = ((*rows, config.num_groups), np.dtype(config.scale_dtype))
     return (codes, codes, scales, scales)
 
 

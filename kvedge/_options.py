@@ -44,6 +44,11 @@ class AttendOptions:
     return_lse: bool = False
     num_threads: int = 0  # 0: the default
 
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        """The arrays that are read while attending, which `out` must not overlap."""
+        given = (self.sink_logits, self.alibi_slopes, self.mask_bool, self.mask_bias)
+        return tuple(array for array in given if array is not None)
+
     @classmethod
     def make(
         cls,
@@ -106,13 +111,13 @@ def as_num_threads(num_threads: Any) -> int:
     """`num_threads` as an int from 1 to 1024."""
     num_threads = as_int(num_threads, "num_threads")
     if not 1 <= num_threads <= MAX_THREADS:
-        raise InvalidArgumentError(f"num_threads must be from 1 to {MAX_THREADS}, not {num_threads}")
+        raise InvalidArgumentError(
+            f"num_threads must be from 1 to {MAX_THREADS}, not {num_threads}"
+        )
     return num_threads
 
 
-def _window(
-    window: Any, sinks: Any, causal: bool, num_heads: int, length: int
-) -> dict[str, Any]:
+def _window(window: Any, sinks: Any, causal: bool, num_heads: int, length: int) -> dict[str, Any]:
     """window, sink_tokens and sink_logits; a window that hides nothing is none."""
     options: dict[str, Any] = {}
     if window is not None:

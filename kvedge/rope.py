@@ -57,7 +57,9 @@ class Rope:
         if self.rotary_dim is not None:
             rotary_dim = as_int(self.rotary_dim, "rotary_dim")
             if rotary_dim < 2 or rotary_dim % 2:
-                raise InvalidArgumentError(f"rotary_dim must be even and positive, not {rotary_dim}")
+                raise InvalidArgumentError(
+                    f"rotary_dim must be even and positive, not {rotary_dim}"
+                )
             fix("rotary_dim", rotary_dim)
         if self.inv_freq is not None:
             fix("inv_freq", _frequencies(self.inv_freq))
@@ -98,8 +100,9 @@ class Rope:
                     f"inv_freq must have {rotary_dim // 2} frequencies for {rotary_dim} channels, "
                     f"not {len(inv_freq)}; rotary_dim tells when fewer channels are rotated"
                 )
-        angles = delta * inv_freq
-        return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+        with np.errstate(all="ignore"):  # a sine may be too small for float32
+            angles = delta * inv_freq
+            return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 
     def rotate(self, rows: np.ndarray, delta: int) -> np.ndarray:
         """Turn rows by `delta` positions.
@@ -137,7 +140,7 @@ def _frequencies(inv_freq: Any) -> tuple[float, ...]:
     """`inv_freq` as a tuple of finite floats."""
     try:
         array = np.asarray(inv_freq)
-    except Exception as error:  # noqa: BLE001 - foreign sequences
+    except Exception as error:  # ragged lists, foreign sequences
         raise InvalidArgumentError("inv_freq must be a sequence of numbers") from error
     if array.ndim != 1 or array.dtype.kind not in "fiu":
         raise InvalidArgumentError(f"inv_freq must be a row of numbers, not {describe(array)}")

@@ -133,7 +133,7 @@ def _user_fields(metadata: Mapping[str, str]) -> dict[str, str]:
                 ) from error
     if size > _MAX_METADATA:
         raise InvalidArgumentError(
-            f"metadata must be at most {_MAX_METADATA} bytes, not {size}: a file's header has a limit"
+            f"metadata must be at most {_MAX_METADATA} bytes (a header's limit), not {size}"
         )
     return {_USER + key: value for key, value in metadata.items()}
 
@@ -205,20 +205,33 @@ def load(
     mode = os.stat(path).st_mode
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # opening a pipe would wait for its writer
         _corrupt(path, "it is not a regular file")
-    with open(path, "rb") as file:
-        fields, tensors = _read_header(path, file)
-        form, length, max_seq_len = _read_fields(path, fields)
-        _check_tensors(path, tensors, form, length)
-        user = {k[len(_USER) :]: v for k, v in fields.items() if k.startswith(_USER)}
-        auto = fields["key_offset"] == "auto"
-        mapped = mmap and length > 0
-        # A mapped cache gets its slabs from the file, so it needs no room of its own.
-        cache = kind._empty(form, max_seq_len, auto, user, 0 if mapped else length)
-        if mapped:
-            _map(path, file, tensors, cache, length)
-        else:
-            _read(path, file, tensors, cache, length)
-        arrays = _loaded_arrays(path, file, tensors, cache, length)
+    cache = None
+    while cache is None:  # until nobody else saves to the path at the very same time
+        with open(path, "rb") as file:
+            cache = _load_open(kind, path, file, mmap)
+    return cache
+
+
+def _load_open(
+    kind: type[CacheMethods], path: str, file: BinaryIO, mmap: bool
+) -> CacheMethods | None:
+    """Read a cache from an open file; None if another file has taken its path meanwhile."""
+    header = _read_header(path, file)
+    if header is None:
+        return None
+    fields, tensors = header
+    form, length, max_seq_len = _read_fields(path, fields)
+    _check_tensors(path, tensors, form, length)
+    user = {k[len(_USER) :]: v for k, v in fields.items() if k.startswith(_USER)}
+    auto = fields["key_offset"] == "auto"
+    mapped = mmap and length > 0
+    # A mapped cache gets its slabs from the file, so it needs no room of its own.
+    cache = kind._empty(form, max_seq_len, auto, user, 0 if mapped else length)
+    if mapped:
+        _map(path, file, tensors, cache, length)
+    else:
+        _read(path, file, tensors, cache, length)
+    arrays = _loaded_arrays(path, file, tensors, cache, length)
     if _digest(fields, arrays) != fields["sha256"]:
         _corrupt(path, "its content does not match its sha256: it was changed or damaged")
     for name, array in arrays.items():
@@ -228,12 +241,14 @@ def load(
     return cache
 
 
-def _read_header(path: str, file: BinaryIO) -> tuple[dict[str, str], dict[str, _Tensor]]:
-    """Let the safetensors package check the file's structure; return what it describes."""
+def _read_header(path: str, file: BinaryIO) -> tuple[dict[str, str], dict[str, _Tensor]] | None:
+    """Let the safetensors package check the file's structure; return what it describes.
+
+    The package opens the path by itself: None if that is no longer the file that is open here.
+    """
     safetensors = _safetensors("safetensors")
     status = os.fstat(file.fileno())
     try:
-        # It opens the path by itself, so make sure that it is still the file that we have open.
         with safetensors.safe_open(path, framework="np") as header:
             now = os.stat(path)
             if (now.st_dev, now.st_ino, now.st_size) != (
@@ -241,7 +256,7 @@ def _read_header(path: str, file: BinaryIO) -> tuple[dict[str, str], dict[str, _
                 status.st_ino,
                 status.st_size,
             ):
-                _corrupt(path, "it was replaced while it was being opened")
+                return None
             if not hasattr(header, "offset_keys"):
                 raise MissingExtraError(
                     "loading needs safetensors 0.6 or later, not "
@@ -275,8 +290,8 @@ def _read_fields(path: str, fields: Mapping[str, str]) -> tuple[CacheFormat, int
     if fields.get("format_version") != _VERSION:
         _corrupt(
             path,
-            f"its format_version is {fields.get('format_version')!r}; this kvedge reads {_VERSION!r}: "
-            "it is damaged, or a newer kvedge wrote it",
+            f"its format_version is {fields.get('format_version')!r}, and this kvedge reads "
+            f"{_VERSION!r}: it is damaged, or a newer kvedge wrote it",
         )
     missing = [name for name in (*_FIELDS, "sha256") if name not in fields]
     if missing:
@@ -340,7 +355,7 @@ def _check_tensors(
         group_size=form.group_size if form.dtype == "int8" else None,
         scale_dtype=form.scale_dtype,
     )
-    wanted = {}
+    wanted: dict[str, tuple[str, tuple[int, ...]]] = {}
     for index in range(form.num_layers):
         for name, (shape, dtype) in zip(
             _memory.Slabs._fields, _memory.slab_layout(config), strict=True
@@ -349,14 +364,15 @@ def _check_tensors(
         offset = f"layers.{index}.key_offset"
         if offset in tensors and form.dtype == "int8":
             wanted[offset] = ("F32", (form.num_kv_heads, form.head_dim))
-    for name, (dtype, shape) in wanted.items():
+    for name, belongs in wanted.items():
         tensor = tensors.get(name)
         if tensor is None:
             _corrupt(path, f"tensor {name} is missing")
-        if (tensor.dtype, tensor.shape) != (dtype, shape):
+        if (tensor.dtype, tensor.shape) != belongs:
             _corrupt(
                 path,
-                f"tensor {name} is {tensor.dtype} {tensor.shape} where {dtype} {shape} belongs",
+                f"tensor {name} is {tensor.dtype} {tensor.shape} where "
+                f"{belongs[0]} {belongs[1]} belongs",
             )
     for name in tensors:
         if name not in wanted:

@@ -83,9 +83,7 @@ def attention_errors():
     for head_dim in (1, 40, 64, 80, 128, 256):
         for group in (1, 4, 7):
             for name, options in OPTIONS.items():
-                layer = support.filled(
-                    kvedge.QuantizedKvLayer, rng, 300, 2, head_dim, **options
-                )
+                layer = support.filled(kvedge.QuantizedKvLayer, rng, 300, 2, head_dim, **options)
                 for length in (300, 17, 1):
                     layer.truncate(length)
                     query = support.normal(rng, 2 * group, head_dim)

@@ -177,7 +177,9 @@ def merge(outs, lses):
     lses = np.stack([np.asarray(lse, np.float64) for lse in lses])
     total = np.logaddexp.reduce(lses, axis=0)
     weights = np.exp(lses - np.where(np.isfinite(total), total, 0))
-    return sum(w[..., None] * np.asarray(out, np.float64) for w, out in zip(weights, outs, strict=True))
+    return sum(
+        w[..., None] * np.asarray(out, np.float64) for w, out in zip(weights, outs, strict=True)
+    )
 
 
 # ------------------------------------------------------------------------------------------------

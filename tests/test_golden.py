@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fixtures import make
 
 import kvedge
-from fixtures import make
 
 FIXTURES = Path(make.__file__).parent
 SAVED = sorted(FIXTURES.glob("*.safetensors"))

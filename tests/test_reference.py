@@ -61,9 +61,7 @@ def test_attention_weights_by_the_exponential():
     np.testing.assert_allclose(lse, [np.log(8)])
     out, _ = reference.attention(query, keys, values, scale=1, mask=np.array([True, False]))
     assert out.tolist() == [[4.0]]
-    out, _ = reference.attention(
-        query, keys, values, scale=1, alibi_slopes=np.array([np.log(3.0)])
-    )
+    out, _ = reference.attention(query, keys, values, scale=1, alibi_slopes=np.array([np.log(3.0)]))
     np.testing.assert_allclose(out, [[0.1 * 4 + 0.9 * 8]])
 
 

@@ -13,6 +13,7 @@ import stat
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 import zipfile
 
@@ -31,7 +32,9 @@ FORMATS = {
     "capped": {"max_seq_len": 32},
     "groups": {"group_size": 16},
     "float16-scales": {"scale_dtype": "float16", "group_size": 24},
-    "given-offset": {"key_offset": np.linspace(-2, 2, 2 * 2 * 40, dtype=np.float32).reshape(2, 2, 40)},
+    "given-offset": {
+        "key_offset": np.linspace(-2, 2, 2 * 2 * 40, dtype=np.float32).reshape(2, 2, 40)
+    },
     "auto-offset": {"key_offset": "auto"},
     "float32": {"dtype": "float32"},
 }
@@ -535,7 +538,9 @@ def test_a_name_without_a_folder_is_the_current_one(tmp_path, rng, monkeypatch):
     assert cache_content(KVCache.load("here")) == cache_content(cache)
 
 
-@pytest.mark.parametrize("bad", [{1: "a"}, {"a": 1}, {"a": None}, [("a", "b")], "ab", {"a": "\ud800"}])
+@pytest.mark.parametrize(
+    "bad", [{1: "a"}, {"a": 1}, {"a": None}, [("a", "b")], "ab", {"a": "\ud800"}]
+)
 def test_metadata_must_be_text(path, rng, bad):
     cache = filled_cache(rng)
     with refuses(errors.InvalidArgumentError, cache, match="metadata"):
@@ -656,6 +661,26 @@ def test_a_killed_save_leaves_a_whole_file(path, rng):
             time.sleep(delay)
             process.send_signal(signal.SIGKILL)
         assert len(KVCache.load(path)) in (2000, 3000)
+
+
+def test_loading_while_another_thread_saves_gives_one_or_the_other(path, rng, mmap):
+    caches = [filled_cache(rng, tokens) for tokens in (5, 9)]
+    caches[0].save(path)
+    done = threading.Event()
+
+    def save():
+        while not done.is_set():
+            for cache in caches:
+                cache.save(path)
+
+    thread = threading.Thread(target=save)
+    thread.start()
+    try:
+        for _ in range(60):
+            assert len(KVCache.load(path, mmap=mmap)) in (5, 9)
+    finally:
+        done.set()
+        thread.join()
 
 
 @pytest.mark.skipif(os.name != "posix", reason="permissions of POSIX")

@@ -1,4 +1,4 @@
-"""Choosing the backend, the instruction set and the number of threads, and saying what was chosen."""
+"""Choosing the backend, the instruction set and the number of threads, and telling of it."""
 
 from __future__ import annotations
 

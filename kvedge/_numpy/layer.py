@@ -1,5 +1,7 @@
 """The classes of the NumPy backend: a layer's core in NumPy, and what is public over it."""
 
+from typing import ClassVar
+
 import numpy as np
 
 from kvedge import _checks, _memory
@@ -104,9 +106,7 @@ class _LayerCore:
             if self._config.dtype == "float32":
                 codes[at] = rows[block]
             else:
-                codes[at], scales[at] = quantize.quantize(
-                    _minus(rows[block], offset), self._config
-                )
+                codes[at], scales[at] = quantize.quantize(_minus(rows[block], offset), self._config)
 
     def _blocks(self, n):
         step = max(1, _BLOCK_NUMBERS // self._config.entry_size)
@@ -216,7 +216,7 @@ class _LayerCore:
             num_threads=num_threads,
         )
         shape = query.shape[1:] if single else query.shape
-        out = _checks.as_out(out, shape, reads=(query, *self._slabs))
+        out = _checks.as_out(out, shape, reads=(query, *self._slabs, *options.arrays()))
         lse = attention.attend(self._stored(), query, options, out.reshape(query.shape))
         if not options.return_lse:
             return out
@@ -309,4 +309,4 @@ class Float32KvLayer(_LayerCore, LayerMethods):
 
 
 class KVCache(CacheMethods):
-    _layer_types = {"int8": QuantizedKvLayer, "float32": Float32KvLayer}
+    _layer_types: ClassVar = {"int8": QuantizedKvLayer, "float32": Float32KvLayer}

@@ -18,7 +18,9 @@ import numpy as np
 
 import kvedge
 from kvedge.cli.exits import OK, UsageError
+from kvedge.cli.figures import cache_figures
 from kvedge.cli.output import Output, print_json
+from kvedge.cli.sizes import format_size
 
 if TYPE_CHECKING:
     from kvedge import KVCache
@@ -125,8 +127,6 @@ def _note_difference(result: Comparison, exact: np.ndarray, other: np.ndarray, i
 
 def run(model: LlamaModel, path: str, options: argparse.Namespace, output: Output) -> int:
     """Compare, and print what came of it."""
-    from kvedge.cli.generate import cache_figures
-
     tokenizer = model.tokenizer
     assert tokenizer is not None
     prompt = tokenizer.encode(options.prompt or "")
@@ -191,8 +191,6 @@ def _token_at(tokenizer: Any, tokens: list[int], index: int | None) -> str | Non
 
 
 def _print(report: dict[str, Any], output: Output) -> None:
-    from kvedge.cli.sizes import format_size
-
     exact, coded = report["float32"], report["int8"]
     print(exact["text"])
     first = report["first_difference"]

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 import kvedge
 from kvedge.cli import compare, resume
 from kvedge.cli.exits import INTERRUPTED, OK, UsageError
+from kvedge.cli.figures import cache_figures, describe_cache, tokens_and_speed
 from kvedge.cli.output import Output, print_json
-from kvedge.cli.shape import CacheShape
-from kvedge.cli.sizes import format_size
 from kvedge.cli.values import non_negative_float, non_negative_int, positive_int, probability
 
 if TYPE_CHECKING:
@@ -354,8 +353,8 @@ class _Run:
     def _print_summary(self, summary: dict[str, Any]) -> None:
         prompt, generated = summary["prompt_tokens"], summary["generated_tokens"]
         rows = [
-            ("prompt", _tokens_and_speed(prompt, summary["prompt_tokens_per_second"])),
-            ("generation", _tokens_and_speed(generated, summary["tokens_per_second"])),
+            ("prompt", tokens_and_speed(prompt, summary["prompt_tokens_per_second"])),
+            ("generation", tokens_and_speed(generated, summary["tokens_per_second"])),
             ("stopped because", _STOP_REASONS[summary["stop_reason"]]),
             ("cache", describe_cache(summary["cache"])),
             ("backend", f"{summary['backend']}, {summary['isa']}"),
@@ -377,34 +376,6 @@ _STOP_REASONS = {
     "context": "the context is full",
     "interrupted": "interrupted",
 }
-
-
-def cache_figures(cache: KVCache) -> dict[str, Any]:
-    """Return what a cache takes for the tokens it holds, and what float32 would take (bytes)."""
-    shape = CacheShape("", cache.num_layers, cache.num_kv_heads, cache.head_dim, None)
-    fp32 = len(cache) * shape.bytes_per_token("float32")
-    return {
-        "dtype": cache.dtype,
-        "group_size": cache.group_size if cache.dtype == "int8" else None,
-        "tokens": len(cache),
-        "used_bytes": cache.used_bytes,
-        "fp32_bytes": fp32,
-        "ratio": fp32 / cache.used_bytes if cache.used_bytes else None,
-        "reserved_bytes": cache.memory_bytes,
-    }
-
-
-def describe_cache(figures: dict[str, Any]) -> str:
-    """Return :func:`cache_figures` in words."""
-    text = f"{figures['dtype']}, {figures['tokens']} tokens in {format_size(figures['used_bytes'])}"
-    if figures["dtype"] == "float32" or not figures["ratio"]:
-        return text
-    return f"{text}; float32: {format_size(figures['fp32_bytes'])}, {figures['ratio']:.2f}x"
-
-
-def _tokens_and_speed(count: int, speed: float | None) -> str:
-    text = f"{count} token{'' if count == 1 else 's'}"
-    return text if speed is None else f"{text}, {speed:.1f} tokens/s"
 
 
 def _speed(generation: Generation | None, name: str) -> float | None:

@@ -50,7 +50,8 @@ class ByteLevelBpeTokenizer:
     Raises
     ------
     InvalidArgumentError
-        For a `split` not known here, an id outside the vocabulary, or a vocabulary that the merges do not fit.
+        For a `split` not known here, an id outside the vocabulary, or a vocabulary that the merges
+        do not fit.
     MissingExtraError
         If the package ``tokenizers`` is absent.
     """
@@ -162,7 +163,7 @@ class ByteLevelBpeTokenizer:
         return b"".join(self.piece(token) for token in tokens).decode("utf-8", "replace")
 
     def piece(self, token: int, previous: int | None = None) -> bytes:
-        """UTF-8 bytes, perhaps not a whole character, that `token` adds; `previous` plays no part."""
+        """UTF-8 bytes, perhaps not a whole character, that `token` adds; `previous` has no part."""
         self._check(token)
         if token in self._special:
             return b""

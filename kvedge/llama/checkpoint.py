@@ -1,4 +1,4 @@
-"""Reads llama2.c checkpoints (``legacy_export``, version 0): a header of seven integers, then float32.
+"""Reads llama2.c checkpoints, version 0: a header of seven integers, then float32 arrays.
 
 The layout is that of llama2.c's ``export.py`` and ``run.c`` (Andrej Karpathy, MIT).
 """
@@ -104,7 +104,7 @@ def _read_header(path: Path) -> tuple[LlamaConfig, bool]:
             f"{path}: a llama2.c checkpoint starts with {_HEADER.size} bytes of sizes, "
             f"the file has {len(header)}"
         )
-    dim, hidden_dim, num_layers, num_heads, num_kv_heads, vocab_size, seq_len = _HEADER.unpack(header)
+    dim, hidden_dim, num_layers, num_heads, num_kv_heads, vocab, seq_len = _HEADER.unpack(header)
     if dim == _VERSIONED_MAGIC:
         raise InvalidArgumentError(
             f"{path}: llama2.c checkpoint of version {hidden_dim}; this runtime reads version 0 "
@@ -119,18 +119,26 @@ def _read_header(path: Path) -> tuple[LlamaConfig, bool]:
     rope = Rope(interleaved=True, rotary_dim=head_dim, inv_freq=rope_frequencies(head_dim))
     try:
         config = LlamaConfig(
-            dim, hidden_dim, num_layers, num_heads, num_kv_heads, head_dim, abs(vocab_size), seq_len,
+            dim=dim,
+            hidden_dim=hidden_dim,
+            num_layers=num_layers,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            vocab_size=abs(vocab),
+            max_seq_len=seq_len,
             rope=rope,
-        )  # fmt: skip
+        )
     except InvalidArgumentError as error:
-        raise CorruptFileError(f"{path}: neither GGUF nor a llama2.c checkpoint: {error}") from error
-    own_output = vocab_size < 0
+        message = f"{path}: neither GGUF nor a llama2.c checkpoint: {error}"
+        raise CorruptFileError(message) from error
+    own_output = vocab < 0
     num_floats = sum(prod(shape) for _, shape in _file_layout(config, own_output))
     expected_size = _HEADER.size + 4 * num_floats
     if file_size != expected_size:
         raise CorruptFileError(
             f"{path}: a llama2.c checkpoint with these sizes (dim {dim}, hidden_dim {hidden_dim}, "
-            f"{num_layers} layers, vocab_size {vocab_size}) has {expected_size} bytes, "
+            f"{num_layers} layers, vocab_size {vocab}) has {expected_size} bytes, "
             f"the file has {file_size}"
         )
     return config, own_output

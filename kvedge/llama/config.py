@@ -1,4 +1,4 @@
-"""What a Llama-architecture model looks like: its sizes, and the two things that vary, RoPE and epsilon."""
+"""What a Llama-architecture model looks like: its sizes, its RoPE, its epsilon."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class LlamaConfig:
         for name in _SIZES:
             size = getattr(self, name)
             if not isinstance(size, int) or size < 1:
-                raise InvalidArgumentError(f"{name} must be a whole number of 1 or more, got {size!r}")
+                raise InvalidArgumentError(f"{name} must be an integer of 1 or more, got {size!r}")
         if self.num_heads % self.num_kv_heads:
             raise InvalidArgumentError(
                 f"num_heads must be a multiple of num_kv_heads, got {self.num_heads} query heads "

@@ -30,7 +30,7 @@ class Generation(Iterator[Piece]):
     Attributes
     ----------
     cache : KVCache
-        Holds the prompt and all generated tokens but the last.
+        Holds the prompt and all generated tokens but `pending`.
     prompt_tokens, tokens : list of int
         The prompt; what has been generated so far.
     logits : ndarray, shape (vocab_size,), float32, or None
@@ -79,8 +79,13 @@ class Generation(Iterator[Piece]):
 
     @property
     def pending(self) -> list[int]:
-        """The last generated token, not in the cache yet: feed it first when continuing later."""
-        return self.tokens[-1:]
+        """The last generated token while it is not in the cache: begin with it to go on later."""
+        return [] if self.stop_reason == "stop" else self.tokens[-1:]
+
+    @property
+    def sampler(self) -> Sampler:
+        """What draws the tokens; its `random_state` can be saved, to go on later."""
+        return self._sampler
 
     @property
     def prompt_tokens_per_second(self) -> float:
@@ -93,15 +98,15 @@ class Generation(Iterator[Piece]):
         return _rate(max(len(self.tokens) - 1, 0), self.generation_seconds)
 
     def _run(self) -> Iterator[Piece]:
-        if self._max_tokens == 0:
-            self.stop_reason = "length"
-            return
         decoder = text_decoder()
         previous = self.prompt_tokens[-1]
         started = time.perf_counter()
         for start in range(0, len(self.prompt_tokens), self._chunk):
             self._forward(self.prompt_tokens[start : start + self._chunk])
         self.prompt_seconds = time.perf_counter() - started
+        if self._max_tokens == 0:
+            self.stop_reason = "length"
+            return
         while True:
             token = self._sampler(self.logits)
             if token in self._tokenizer.stop_ids:
@@ -169,7 +174,8 @@ def generate(
         Text, or tokens. A text at the start of a cache gets the model's BOS token; one that
         continues a cache is encoded as it stands, without BOS and without SentencePiece's space.
     max_tokens : int, optional
-        Stop after so many. None: go on until the model ends the text or the context is full.
+        Stop after so many; 0 only reads the prompt into the cache. None: go on until the model
+        ends the text or the context is full.
     temperature, top_p, seed
         See :class:`Sampler`; the default is greedy.
     cache : KVCache, optional
@@ -221,7 +227,8 @@ def generate(
     limit = model.context_limit(cache)
     if len(cache) + len(tokens) > limit:
         raise CapacityExceededError(
-            f"a prompt of {len(tokens)} tokens after {len(cache)} does not fit the context of {limit}"
+            f"a prompt of {len(tokens)} tokens after {len(cache)} does not fit the context of "
+            f"{limit}"
         )
     if context_shift and not 0 <= keep_tokens <= limit - 2:
         raise InvalidArgumentError(

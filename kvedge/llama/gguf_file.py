@@ -26,6 +26,10 @@ __all__ = ["is_gguf", "load_gguf", "read_gguf_config"]
 # architecture -> does RoPE turn neighbours? (llama.cpp: LLAMA_ROPE_TYPE_NORM; else ..._NEOX)
 _ARCHITECTURES = {"llama": True, "qwen2": False}
 
+# A damaged list length would have gguf read a large file value by value. A vocabulary of 260,000
+# tokens with as many merges has about 2 million.
+_MAX_PARTS = 8_000_000
+
 # our names for the tensors of a layer -> GGUF's
 _LAYER_TENSORS = {
     "rms_att": "attn_norm.weight",
@@ -150,7 +154,8 @@ class _GgufModel:
             raise InvalidArgumentError(
                 f"{self._path}: RoPE scaling {scaling!r} is not supported, expected 'linear'"
             )
-        scale = self._arch("rope.scaling.factor", float, self._arch("rope.scale_linear", float, 1.0))
+        older = self._arch("rope.scale_linear", float, 1.0)  # its name in older files
+        scale = self._arch("rope.scaling.factor", float, older)
         return 1.0 if scaling == "none" or scale == 0 else scale
 
     def _rope(self, head_dim: int, scale: float) -> Rope:
@@ -280,7 +285,8 @@ class _GgufModel:
         try:
             value = field.contents()
         except (ValueError, IndexError) as error:  # such as a string that is not UTF-8
-            raise CorruptFileError(f"{self._path}: the field {key!r} is damaged: {error}") from error
+            message = f"{self._path}: the field {key!r} is damaged: {error}"
+            raise CorruptFileError(message) from error
         if kind is float and type(value) is int:
             value = float(value)
         if type(value) is not kind:
@@ -293,7 +299,9 @@ class _GgufModel:
         """A field that is a list of one type."""
         values = self._get(key, list)
         if not all(type(value) is kind for value in values):
-            raise CorruptFileError(f"{self._path}: the field {key!r} must list {kind.__name__} only")
+            raise CorruptFileError(
+                f"{self._path}: the field {key!r} must be a list of {kind.__name__} only"
+            )
         return values
 
     def _tensor(self, name: str) -> ReaderTensor:
@@ -335,15 +343,25 @@ def _open(path: str | os.PathLike) -> GGUFReader:
         ) from error
 
     class CheckedReader(GGUFReader):
+        """Refuses to read past the end, where GGUFReader goes on with less."""
+
+        num_parts = 0
+
         def _get(self, offset, dtype, count=1, *args, **kwargs):
-            values = super()._get(offset, dtype, count, *args, **kwargs)
-            if len(values) != count:  # gguf itself would go on with fewer
-                raise EOFError(f"the file ends {int(offset)} bytes in, within a field or a tensor")
-            return values
+            end = int(offset) + int(count) * np.dtype(dtype).itemsize
+            if end > len(self.data):
+                raise EOFError(f"{end} bytes are needed, the file has {len(self.data)}")
+            self.num_parts += 1
+            if self.num_parts > _MAX_PARTS:
+                raise ValueError(f"the header has more than {_MAX_PARTS} parts")
+            return super()._get(offset, dtype, count, *args, **kwargs)
 
     try:
-        return CheckedReader(path)
+        reader = CheckedReader(path)
     except (OSError, MemoryError):
         raise
     except Exception as error:  # gguf raises whatever NumPy does
         raise CorruptFileError(f"{path}: not a readable GGUF file: {error}") from error
+    if reader.byte_order != "I":
+        raise InvalidArgumentError(f"{path}: the GGUF file is of the other byte order")
+    return reader

@@ -116,7 +116,7 @@ class LlamaModel:
         return KVCache(c.num_layers, c.num_kv_heads, c.head_dim, dtype=dtype, **options)
 
     def context_limit(self, cache: KVCache) -> int:
-        """Tokens that fit: the model's context length or the cache's capacity, whichever is less."""
+        """Tokens that fit: the lesser of the model's context length and the cache's capacity."""
         if cache.max_seq_len is None:  # it grows
             return self.config.max_seq_len
         return min(self.config.max_seq_len, cache.max_seq_len)
@@ -214,8 +214,8 @@ class LlamaModel:
         limit = self.context_limit(cache)
         if len(cache) + n > limit:
             raise CapacityExceededError(
-                f"{n} more after {len(cache)} tokens do not fit a context of {limit} (the model was "
-                f"trained for {c.max_seq_len}, the cache is limited to {cache.max_seq_len})"
+                f"{n} more after {len(cache)} tokens do not fit a context of {limit} (the model "
+                f"was trained for {c.max_seq_len}, the cache is limited to {cache.max_seq_len})"
             )
 
 
@@ -259,8 +259,8 @@ def _checked_tokens(tokens: Sequence[int] | np.ndarray, vocab_size: int) -> np.n
 
 def _rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
     """Divide by the root of the mean square (Zhang and Sennrich 2019); x is (..., dim)."""
-    mean_square = np.einsum("...d,...d->...", x, x)[..., None] / np.float32(x.shape[-1])
-    return x * (weight / np.sqrt(mean_square + np.float32(eps)))
+    mean_square = (x * x).sum(axis=-1, keepdims=True) / x.shape[-1]  # (..., 1)
+    return x / np.sqrt(mean_square + eps) * weight
 
 
 def _silu(x: np.ndarray) -> np.ndarray:

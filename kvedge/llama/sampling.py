@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from ..errors import InvalidArgumentError, NonFiniteInputError
@@ -43,6 +45,18 @@ class Sampler:
 
     def __repr__(self) -> str:
         return f"Sampler(temperature={self.temperature}, top_p={self.top_p})"
+
+    @property
+    def random_state(self) -> dict[str, Any]:
+        """State of the generator, fit for JSON; set it to go on from there."""
+        return dict(self._rng.bit_generator.state)
+
+    @random_state.setter
+    def random_state(self, state: dict[str, Any]) -> None:
+        try:
+            self._rng.bit_generator.state = state
+        except (ValueError, TypeError, KeyError, OverflowError) as error:
+            raise InvalidArgumentError(f"not a state of {self._rng}: {error!r}") from error
 
     def __call__(self, logits: np.ndarray) -> int:
         """Token id drawn for `logits` of shape (vocab_size,)."""

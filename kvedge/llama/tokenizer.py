@@ -241,9 +241,10 @@ def load_llama2c_tokenizer(
     Raises
     ------
     CorruptFileError
-        If the file ends within a token, or a length or a score makes no sense.
+        If the file ends within a token or has fewer than `vocab_size`, or a length or a score
+        makes no sense.
     InvalidArgumentError
-        If it does not hold `vocab_size` tokens.
+        If it has more than `vocab_size` tokens.
     """
     data = Path(path).read_bytes()
     entry = struct.Struct("<fi")
@@ -273,7 +274,7 @@ def load_llama2c_tokenizer(
     if len(pieces) < 3:
         raise CorruptFileError(f"{path}: {len(pieces)} tokens; unknown, BOS and EOS are needed")
     if vocab_size is not None and len(pieces) != vocab_size:
-        raise InvalidArgumentError(
-            f"{path}: the tokenizer has {len(pieces)} tokens, the model has {vocab_size}"
-        )
+        # fewer: cut off between two tokens, or else another model's
+        error = CorruptFileError if len(pieces) < vocab_size else InvalidArgumentError
+        raise error(f"{path}: the tokenizer has {len(pieces)} tokens, the model has {vocab_size}")
     return ScoredBpeTokenizer(pieces, scores)

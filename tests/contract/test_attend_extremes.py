@@ -217,6 +217,16 @@ def test_large_constant_key_channels_keep_the_contract(constant, rng):
         check(layer, query, hint=f"{constant} {options}")
 
 
+@pytest.mark.parametrize("spread", [4, 8, 16, 32, 64])
+def test_sharp_attention_errs_in_proportion_to_the_spread_of_its_logits(spread, layer_class, rng):
+    """A query of 15 bits gives each logit an error in proportion to its size."""
+    keys, values = normal(rng, 2, 1000, H, 64)
+    query = np.float32(spread) * normal(rng, HEADS, 64)
+    layer = layer_of(layer_class, keys, values)
+    ref, _ = reference.attention(query, *stored(layer))
+    assert_attention_close(layer.attend(query), ref, reference.TOLERANCE * max(1, spread / 12))
+
+
 @pytest.mark.parametrize("factor", [2, 4, 8])
 def test_an_outlier_channel_of_the_query_keeps_the_contract(factor, layer_class, rng):
     keys, values = normal(rng, 2, 1000, H, 64)
@@ -254,3 +264,62 @@ def test_values_that_cancel_leave_no_more_than_rounding(layer_class, rng):
     keys = np.concatenate([rows, rows])
     out = layer_of(layer_class, keys, values).attend(normal(rng, HEADS, D))
     assert np.abs(out).max() < 1e-4
+
+
+# -- what is hidden or gone ----------------------------------------------------------------------
+
+
+def with_a_huge_token(layer_class, rng, at):
+    """100 tokens, one of them as large as float32 goes; and the layer without it, as it should be.
+
+    What no row sees must leave no trace, in bounds or scales that are kept for speed.
+    """
+    keys, values = normal(rng, 2, 100, H, D)
+    keys[at], values[at] = 3e38, -3e38
+    others = np.arange(100) != at
+    return layer_of(layer_class, keys, values), layer_of(layer_class, keys[others], values[others])
+
+
+def test_a_huge_token_that_is_masked_leaves_the_others_exact(layer_class, rng):
+    layer, others = with_a_huge_token(layer_class, rng, 30)
+    query = normal(rng, HEADS, D)
+    ref, _ = reference.attention(query, *stored(others))
+    assert_attention_close(layer.attend(query, mask=np.arange(100) != 30), ref)
+
+
+def test_a_huge_token_outside_the_window_leaves_the_others_exact(layer_class, rng):
+    layer, _ = with_a_huge_token(layer_class, rng, 30)
+    check(layer, normal(rng, HEADS, D), window=60)
+
+
+def test_a_huge_token_in_the_future_leaves_earlier_rows_exact(layer_class, rng):
+    layer, _ = with_a_huge_token(layer_class, rng, 99)
+    query = normal(rng, 20, HEADS, D)
+    out = layer.attend(query)
+    layer.truncate(99)
+    ref, _ = reference.attention(query[:-1], *stored(layer))
+    assert_attention_close(out[:-1], ref)
+
+
+@pytest.mark.parametrize("how", ["truncate", "keep", "clear"])
+def test_a_huge_token_that_is_gone_leaves_no_trace(how, layer_class, rng):
+    layer, others = with_a_huge_token(layer_class, rng, 99)
+    if how == "truncate":
+        layer.truncate(99)
+    elif how == "keep":
+        layer.keep(np.arange(99))
+    else:
+        layer.clear()
+        layer.extend(others.keys(), others.values())
+    query = normal(rng, HEADS, D)
+    check(layer, query)
+    assert np.abs(layer.attend(query) - others.attend(query)).max() < 0.02
+
+
+def test_a_huge_token_of_another_head_leaves_the_others_exact(layer_class, rng):
+    keys, values = normal(rng, 2, 100, H, D)
+    keys[30, 0], values[30, 0] = 3e38, -3e38
+    layer = layer_of(layer_class, keys, values)
+    query = normal(rng, HEADS, D)
+    ref, _ = reference.attention(query, *stored(layer))
+    assert_attention_close(layer.attend(query)[3:], ref[3:])

@@ -281,9 +281,7 @@ class Float32CacheMachine(CacheMachine):
     dtype = "float32"
 
 
-steps = settings(
-    max_examples=max(10, settings.default.max_examples // 2), stateful_step_count=60
-)
+steps = settings(max_examples=max(10, settings.default.max_examples // 2), stateful_step_count=60)
 TestInt8Cache = CacheMachine.TestCase
 TestGroupedCache = GroupedCacheMachine.TestCase
 TestFloat32Cache = Float32CacheMachine.TestCase

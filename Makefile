@@ -1,0 +1,68 @@
+# make run    everything set up, and a small Llama writes a story from kvedge's INT8 cache
+# make test   everything set up, and the tests
+#
+# The rest: test-numpy test-isa test-c test-sanitize test-valgrind test-arm-c test-arm test-all lint clean
+
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+SOURCES := pyproject.toml setup.py kvedge/_native.pyx kvedge/_native.pxd $(wildcard csrc/*.[ch])
+
+.PHONY: run test test-numpy test-isa test-c test-sanitize test-valgrind test-arm-c test-arm test-all lint clean
+
+run: $(VENV)/run.stamp
+	$(BIN)/kvedge generate
+
+test: $(VENV)/test.stamp
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# The same suite on the backend that needs no compiler.
+test-numpy: $(VENV)/test.stamp
+	KVEDGE_BACKEND=numpy $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# What touches kernels, once on each path that this CPU can run.
+test-isa: $(VENV)/test.stamp
+	@for isa in $$($(BIN)/python -c 'import kvedge; print(*kvedge.isa_info()["available"])'); do \
+	  echo "== KVEDGE_ISA=$$isa"; \
+	  KVEDGE_ISA=$$isa $(BIN)/python -m pytest tests/contract tests/test_golden.py $(PYTEST_ARGS) || exit 1; \
+	done
+
+# The C kernel tests: as they are, under sanitizers, under valgrind, for ARM under emulation.
+test-c:
+	tests/c/run.sh native
+test-sanitize:
+	tests/c/run.sh asan
+test-valgrind:
+	tests/c/run.sh valgrind
+test-arm-c:
+	tests/c/run.sh aarch64
+	tests/c/run.sh armv7
+
+# The Python contract suite on an emulated ARM Python (see tools/arm_env.sh), as a Pi 4 and a Pi 5.
+test-arm:
+	tests/arm/run.sh cortex-a72
+	tests/arm/run.sh cortex-a76
+
+# The suite on every Python from 3.10 to 3.13 that this machine has.
+test-all:
+	tools/test_all.sh
+
+lint: $(VENV)/test.stamp
+	$(BIN)/python -m pip install -q ruff
+	$(BIN)/ruff check .
+
+clean:
+	rm -rf $(VENV) .venv-* .arm-env build dist *.egg-info kvedge/_native.c kvedge/*.so
+
+# ---- the virtual environment: installed again when what is compiled has changed
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV) || { $(PYTHON) -m pip install --user virtualenv && $(PYTHON) -m virtualenv $(VENV); }
+
+$(VENV)/run.stamp: $(VENV)/bin/python $(SOURCES)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[cli,io]'
+	@touch $@
+
+$(VENV)/test.stamp: $(VENV)/bin/python $(SOURCES)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test]'
+	@touch $@ $(VENV)/run.stamp

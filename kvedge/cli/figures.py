@@ -1,0 +1,42 @@
+"""The figures of a run that ``kvedge generate`` tells: bytes of the cache, tokens a second."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvedge.cli.shape import CacheShape
+from kvedge.cli.sizes import format_size
+
+if TYPE_CHECKING:
+    from kvedge import KVCache
+
+__all__ = ["cache_figures", "describe_cache", "tokens_and_speed"]
+
+
+def cache_figures(cache: KVCache) -> dict[str, Any]:
+    """Return what a cache takes for the tokens it holds, and what float32 would take (bytes)."""
+    shape = CacheShape("", cache.num_layers, cache.num_kv_heads, cache.head_dim, None)
+    fp32 = len(cache) * shape.bytes_per_token("float32")
+    return {
+        "dtype": cache.dtype,
+        "group_size": cache.group_size if cache.dtype == "int8" else None,
+        "tokens": len(cache),
+        "used_bytes": cache.used_bytes,
+        "fp32_bytes": fp32,
+        "ratio": fp32 / cache.used_bytes if cache.used_bytes else None,
+        "reserved_bytes": cache.memory_bytes,
+    }
+
+
+def describe_cache(figures: dict[str, Any]) -> str:
+    """Return :func:`cache_figures` in words."""
+    text = f"{figures['dtype']}, {figures['tokens']} tokens in {format_size(figures['used_bytes'])}"
+    if figures["dtype"] == "float32" or not figures["ratio"]:
+        return text
+    return f"{text}; float32: {format_size(figures['fp32_bytes'])}, {figures['ratio']:.2f}x"
+
+
+def tokens_and_speed(count: int, speed: float | None) -> str:
+    """Write a number of tokens and, where it was measured, how many of them a second."""
+    text = f"{count} token{'' if count == 1 else 's'}"
+    return text if speed is None else f"{text}, {speed:.1f} tokens/s"

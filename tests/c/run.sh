@@ -1,0 +1,130 @@
+#!/bin/bash
+# Builds csrc/*.c with each tests/c/test_*.c in a temporary directory and runs them.
+#
+#   tests/c/run.sh [MODE] [PROGRAM...]       PROGRAM such as test_kernels; default all
+#
+#   native    this machine's compiler (CC)
+#   clang     clang, for this machine, and for aarch64 where its cross libraries are installed
+#   asan      gcc with AddressSanitizer and UndefinedBehaviorSanitizer
+#   valgrind  memcheck
+#   aarch64   cross-built, run under qemu as Cortex-A72, Cortex-A76 and everything qemu knows (max)
+#   armv7     cross-built for 32-bit ARM with the compiler's defaults and with -mfpu=neon-vfpv4,
+#             run as Cortex-A9 (no fused multiply-add), A7 and A15
+#   all       each of these
+#
+# A program is a main() that prints 'N passed, N failed' and exits with 0 if all is well.
+# Exits with 0, 1 (something failed) or 77 (a tool is missing; says which package brings it).
+set -uo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+root=$(cd "$here/../.." && pwd)
+mode=${1:-native}
+shift || true
+programs=("$@")
+[ ${#programs[@]} -gt 0 ] || programs=($(cd "$here" && ls test_*.c | sed 's/\.c$//'))
+work=$(mktemp -d "${TMPDIR:-/tmp}/kvedge-c.XXXXXX")
+trap 'rm -rf "$work"' EXIT
+failures=0
+
+need() { # need COMMAND DEBIAN_PACKAGE
+  command -v "$1" >/dev/null && return
+  echo "run.sh $mode: $1 is not installed (on Debian: apt-get install $2)"
+  exit 77
+}
+
+# build COMPILER...: the library and every program, in $work/bin
+build() {
+  rm -rf "$work/obj" "$work/bin"
+  mkdir -p "$work/obj" "$work/bin"
+  echo "== $*"
+  compile=("$@" -std=c11 -g -Wall -Wextra -pthread "-I$root/csrc")
+  printf '%s\n' "$root"/csrc/*.c | (
+    cd "$work/obj" && xargs -P 2 -n 1 "${compile[@]}" -c
+  ) || { echo "FAILED to compile csrc"; failures=$((failures + 1)); return 1; }
+  for program in "${programs[@]}"; do
+    "${compile[@]}" "$here/$program.c" "$work"/obj/*.o -o "$work/bin/$program" -lm ||
+      { echo "FAILED to build $program"; failures=$((failures + 1)); }
+  done
+}
+
+# run [EMULATOR...]: every program that was built
+run() {
+  for program in "${programs[@]}"; do
+    [ -x "$work/bin/$program" ] || continue
+    echo "-- $* $program"
+    "$@" "$work/bin/$program"
+    status=$?
+    [ $status -eq 0 ] || { echo "FAILED: $* $program (exit code $status)"; failures=$((failures + 1)); }
+  done
+}
+
+finish() {
+  [ $failures -eq 0 ] && { echo "run.sh $mode: all well"; exit 0; }
+  echo "run.sh $mode: $failures FAILED"
+  exit 1
+}
+
+case $mode in
+native)
+  compiler=${CC:-cc}
+  need "$compiler" gcc
+  build "$compiler" -O3 && run
+  # AVX-VNNI's code in AVX-512VL's encoding, where only that can be run
+  if grep -qw avx512_vnni /proc/cpuinfo 2>/dev/null && ! grep -qw avx_vnni /proc/cpuinfo; then
+    programs=(test_kernels)
+    build "$compiler" -O3 -DKVEDGE_AVXVNNI_AS_EVEX && run
+  fi
+  ;;
+clang)
+  need clang clang
+  build clang -O3 && run
+  if [ -d /usr/aarch64-linux-gnu/lib ] && command -v qemu-aarch64-static >/dev/null; then
+    build clang --target=aarch64-linux-gnu -static -O3 && run qemu-aarch64-static -cpu cortex-a76
+  else
+    echo "(clang for aarch64 left out: needs gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user-static)"
+  fi
+  ;;
+asan)
+  need gcc gcc
+  export ASAN_OPTIONS=${ASAN_OPTIONS:-detect_stack_use_after_return=1} UBSAN_OPTIONS=print_stacktrace=1
+  build gcc -O1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all && run
+  ;;
+valgrind)
+  need gcc gcc
+  need valgrind valgrind
+  export KVEDGE_TEST_HEAP=1
+  build gcc -O2 && run valgrind --quiet --error-exitcode=99 --leak-check=full
+  ;;
+aarch64)
+  need aarch64-linux-gnu-gcc "gcc-aarch64-linux-gnu libc6-dev-arm64-cross"
+  need qemu-aarch64-static qemu-user-static
+  if build aarch64-linux-gnu-gcc -static -O3; then
+    for cpu in cortex-a72 cortex-a76 max; do run qemu-aarch64-static -cpu $cpu; done
+  fi
+  ;;
+armv7)
+  need arm-linux-gnueabihf-gcc "gcc-arm-linux-gnueabihf libc6-dev-armhf-cross"
+  need qemu-arm-static qemu-user-static
+  build arm-linux-gnueabihf-gcc -static -O3 && run qemu-arm-static -cpu cortex-a9
+  if build arm-linux-gnueabihf-gcc -static -O3 -mfpu=neon-vfpv4; then
+    for cpu in cortex-a7 cortex-a15; do run qemu-arm-static -cpu $cpu; done
+  fi
+  ;;
+all)
+  missing=0
+  for each in native clang asan valgrind aarch64 armv7; do
+    "${BASH_SOURCE[0]}" $each "$@"
+    case $? in
+    0) ;;
+    77) missing=77 ;;
+    *) failures=$((failures + 1)) ;;
+    esac
+  done
+  [ $failures -gt 0 ] && exit 1
+  exit $missing
+  ;;
+*)
+  sed -n '2,/^set/p' "${BASH_SOURCE[0]}" | sed 's/^# \{0,1\}//;/^set/d'
+  exit 2
+  ;;
+esac
+finish

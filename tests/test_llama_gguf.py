@@ -1,0 +1,401 @@
+"""GGUF files: each weight format, RoPE's variants, both kinds of tokenizer, damage."""
+
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import kvedge
+from kvedge.data import STORIES_MODEL
+from kvedge.llama import (
+    LlamaModel,
+    generate,
+    load_gguf,
+    read_config,
+    rope_frequencies,
+)
+
+gguf = pytest.importorskip("gguf")
+FORMATS = gguf.GGMLQuantizationType
+TOKENS = [1, 403, 407, 261, 378, 5, 9, 300, 42, 511, 261, 262]
+
+
+@pytest.fixture(scope="module")
+def stories():
+    return LlamaModel.from_file(STORIES_MODEL)
+
+
+def tensors_of(config, weights):
+    """GGUF's names -> float32 arrays."""
+    tensors = {
+        "token_embd.weight": weights.token_embedding,
+        "output_norm.weight": weights.final_norm,
+    }
+    if weights.output is not weights.token_embedding:
+        tensors["output.weight"] = weights.output
+    query = config.num_heads * config.head_dim
+    rows = [query, query + config.num_kv_heads * config.head_dim]
+    for i, layer in enumerate(weights.layers):
+        q, k, v = np.split(layer.wqkv, rows)
+        gate, up = np.split(layer.w13, 2)
+        arrays = {
+            "attn_norm.weight": layer.attention_norm,
+            "attn_q.weight": q,
+            "attn_k.weight": k,
+            "attn_v.weight": v,
+            "attn_output.weight": layer.wo,
+            "ffn_norm.weight": layer.ffn_norm,
+            "ffn_gate.weight": gate,
+            "ffn_up.weight": up,
+            "ffn_down.weight": layer.w2,
+        }
+        if layer.bqkv is not None:
+            names = ("attn_q.bias", "attn_k.bias", "attn_v.bias")
+            arrays.update(zip(names, np.split(layer.bqkv, rows), strict=True))
+        tensors.update({f"blk.{i}.{name}": array for name, array in arrays.items()})
+    return tensors
+
+
+def stored(array, kind):
+    """The array's format in a file: norms, and rows that a block does not divide, stay float32."""
+    block = gguf.GGML_QUANT_SIZES[kind][0]
+    return kind if array.ndim == 2 and array.shape[-1] % block == 0 else FORMATS.F32
+
+
+def write_gguf(
+    path, model, *, kind=FORMATS.F32, arch="llama", tokenizer=True, drop=(), more=(), fields=None
+):
+    """Write a model as llama.cpp's converter does; `more` tensors, other `fields`, some dropped."""
+    c = model.config
+    writer = gguf.GGUFWriter(path, arch)
+    values = {
+        "embedding_length": c.dim,
+        "block_count": c.num_layers,
+        "feed_forward_length": c.hidden_dim,
+        "attention.head_count": c.num_heads,
+        "attention.head_count_kv": c.num_kv_heads,
+        "context_length": c.max_seq_len,
+        "rope.dimension_count": c.head_dim,
+        "attention.layer_norm_rms_epsilon": c.norm_eps,
+        **(fields or {}),
+    }
+    adders = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    for key, value in values.items():
+        if key not in drop:
+            adders[type(value)](f"{arch}.{key}", value)
+    if tokenizer:
+        t = model.tokenizer
+        pieces = [piece.decode().replace(" ", "\u2581") for piece in t._pieces]
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(pieces)
+        writer.add_token_scores(t._scores)
+        writer.add_token_types([2, 3, 3] + [6] * 256 + [1] * (t.vocab_size - 259))
+        writer.add_bos_token_id(1)
+        writer.add_eos_token_id(2)
+    for name, array in {**tensors_of(c, model.weights), **dict(more)}.items():
+        if name not in drop:
+            to = stored(array, kind)
+            writer.add_tensor(name, gguf.quantize(array, to), raw_dtype=to)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def forward(model):
+    return model.forward(TOKENS, model.new_cache("float32"))
+
+
+# largest logit difference, relative to the largest logit; about ten times what one weight may lose
+@pytest.mark.parametrize(
+    ("kind", "tolerance"),
+    [("F32", 0), ("F16", 2e-3), ("BF16", 2e-2), ("Q8_0", 3e-2), ("Q4_0", 0.4)],
+)
+def test_logits_are_the_checkpoints_within_the_formats_error(tmp_path, stories, kind, tolerance):
+    model = LlamaModel.from_file(write_gguf(tmp_path / "m.gguf", stories, kind=FORMATS[kind]))
+    expected = forward(stories)
+    error = np.abs(forward(model) - expected).max() / np.abs(expected).max()
+    assert error <= tolerance
+    assert tolerance == 0 or error > 0
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q5_0"])
+def test_every_array_is_exactly_what_its_format_holds(tmp_path, stories, kind):
+    """Q5_0 and others that gguf can read come for nothing."""
+    kind = FORMATS[kind]
+    path = write_gguf(tmp_path / "m.gguf", stories, kind=kind)
+    _, weights, _ = load_gguf(path)
+    got = tensors_of(stories.config, weights)
+    for name, array in tensors_of(stories.config, stories.weights).items():
+        to = stored(array, kind)
+        expected = gguf.dequantize(gguf.quantize(array, to), to)
+        np.testing.assert_array_equal(got[name], expected)
+        assert got[name].dtype == np.float32
+
+
+def test_sizes_are_the_checkpoints(tmp_path, stories):
+    path = write_gguf(tmp_path / "m.gguf", stories)
+    config = read_config(path)
+    assert config.norm_eps == pytest.approx(1e-5)
+    assert replace(config, norm_eps=1e-5) == stories.config
+    assert LlamaModel.from_file(path).config == config
+
+
+def test_greedy_text_and_tokens_are_the_checkpoints(tmp_path, stories):
+    model = LlamaModel.from_file(write_gguf(tmp_path / "m.gguf", stories))
+    texts = [
+        [piece.text for piece in generate(m, prompt="One day,", max_tokens=30)]
+        for m in (model, stories)
+    ]
+    assert texts[0] == texts[1]
+    for text in ("naïve café — 東京 🙂", "  two  spaces\n", ""):
+        assert model.tokenizer.encode(text) == stories.tokenizer.encode(text)
+        assert model.tokenizer.decode(model.tokenizer.encode(text)) == text
+    assert model.tokenizer.stop_ids == {1, 2}
+
+
+def test_a_llama2c_tokenizer_may_replace_the_files_own(tmp_path, stories):
+    path = write_gguf(tmp_path / "m.gguf", stories, tokenizer=False)
+    with pytest.raises(kvedge.CorruptFileError, match=r"'tokenizer\.ggml\.model' is missing"):
+        LlamaModel.from_file(path)
+    assert LlamaModel.from_file(path, STORIES_MODEL.with_name("tok512.bin")).tokenizer.bos_id == 1
+
+
+def test_a_separate_output_matrix_is_used(tmp_path, stories):
+    output = stories.weights.token_embedding[::-1].copy()
+    more = {"output.weight": output}
+    model = LlamaModel.from_file(write_gguf(tmp_path / "m.gguf", stories, more=more))
+    np.testing.assert_allclose(forward(model), forward(stories)[:, ::-1], atol=1e-4)
+
+
+def with_rope(model, **options):
+    """The same weights under another RoPE."""
+    frequencies = rope_frequencies(options.pop("rotary_dim", 8), **options)
+    rope = kvedge.Rope(interleaved=True, rotary_dim=2 * frequencies.size, inv_freq=frequencies)
+    return LlamaModel(replace(model.config, rope=rope), model.weights)
+
+
+FACTORS = np.array([1, 1.5, 8, 8], np.float32)
+
+
+@pytest.mark.parametrize(
+    ("fields", "more", "options"),
+    [
+        ({"rope.freq_base": 500000.0}, {}, {"base": 500000.0}),
+        ({"rope.dimension_count": 4}, {}, {"rotary_dim": 4}),
+        ({"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}, {}, {"scale": 4.0}),
+        ({"rope.scaling.factor": 2.0}, {}, {"scale": 2.0}),
+        ({"rope.scale_linear": 2.0}, {}, {"scale": 2.0}),
+        ({"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, {}, {}),
+        ({}, {"rope_freqs.weight": FACTORS}, {"factors": FACTORS}),
+    ],
+    ids=["base", "dimension-count", "linear", "untyped", "older", "none", "llama3-factors"],
+)
+def test_rope_is_the_files(tmp_path, stories, fields, more, options):
+    path = write_gguf(tmp_path / "m.gguf", stories, fields=fields, more=more)
+    model = LlamaModel.from_file(path)
+    expected = with_rope(stories, **options)
+    assert model.config.rope.inv_freq == pytest.approx(expected.config.rope.inv_freq, rel=1e-6)
+    np.testing.assert_allclose(forward(model), forward(expected), atol=1e-3)
+
+
+def test_qwen2_turns_halves_and_adds_biases(tmp_path, stories, rng):
+    """The rows of each head, evens first, then odds: the same model with halves turned."""
+    c, rows = stories.config, np.r_[0:8:2, 1:8:2]
+    biases = rng.standard_normal((c.num_layers, 128)).astype(np.float32)
+    order = np.concatenate([8 * head + (rows if head < 12 else np.arange(8)) for head in range(16)])
+    layers = zip(stories.weights.layers, biases, strict=True)
+    biased = tuple(replace(layer, bqkv=bias) for layer, bias in layers)
+    halves = tuple(
+        replace(layer, wqkv=layer.wqkv[order], bqkv=layer.bqkv[order]) for layer in biased
+    )
+    expected = LlamaModel(c, replace(stories.weights, layers=biased))
+    other = LlamaModel(c, replace(stories.weights, layers=halves), stories.tokenizer)
+    model = LlamaModel.from_file(write_gguf(tmp_path / "m.gguf", other, arch="qwen2"))
+    assert not model.config.rope.interleaved
+    assert np.abs(forward(expected) - forward(stories)).max() > 1
+    np.testing.assert_allclose(forward(model), forward(expected), atol=2e-4)
+
+
+def test_without_gguf_the_extra_is_named(tmp_path, stories, monkeypatch):
+    path = write_gguf(tmp_path / "m.gguf", stories)
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(kvedge.MissingExtraError, match=r"kvedge\[gguf\]"):
+        LlamaModel.from_file(path)
+
+
+# ------------------------------------------------------------------------------------------------
+# Files that are refused
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"arch": "gemma"}, "got 'gemma'"),
+        ({"fields": {"rope.scaling.type": "yarn"}}, "'yarn'"),
+        ({"fields": {"expert_count": 8}}, "mixture-of-experts"),
+        ({"fields": {"attention.value_length": 16}}, "differ in head_dim"),
+        ({"more": {"blk.0.attn_q_norm.weight": np.ones(8, np.float32)}}, "attn_q_norm"),
+    ],
+    ids=str,
+)
+def test_models_of_another_kind_are_refused(tmp_path, stories, options, message):
+    path = write_gguf(tmp_path / "m.gguf", stories, **options)
+    with pytest.raises(kvedge.InvalidArgumentError, match=rf"m\.gguf.*{message}"):
+        LlamaModel.from_file(path)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"drop": ["block_count"]}, "'llama.block_count' is missing"),
+        ({"drop": ["blk.3.ffn_up.weight"]}, "'blk.3.ffn_up.weight' is missing"),
+        ({"drop": ["token_embd.weight"]}, "'token_embd.weight' is missing"),
+        ({"fields": {"block_count": "five"}}, "must be int, got 'five'"),
+        ({"fields": {"attention.head_count": 0}}, "0 heads"),
+        ({"fields": {"attention.head_count_kv": 3}}, "num_kv_heads"),
+        ({"fields": {"rope.dimension_count": 5}}, "even"),
+        ({"fields": {"rope.dimension_count": 10}}, "10 channels of 8"),
+        ({"fields": {"feed_forward_length": 100}}, r"\(100, 64\), got \(172, 64\)"),
+        ({"more": {"output_norm.weight": np.full(64, np.nan, np.float32)}}, "NaN"),
+        ({"more": {"rope_freqs.weight": np.zeros(4, np.float32)}}, "positive"),
+    ],
+    ids=str,
+)
+def test_files_that_make_no_sense_are_refused(tmp_path, stories, options, message):
+    path = write_gguf(tmp_path / "m.gguf", stories, **options)
+    with pytest.raises(kvedge.CorruptFileError, match=rf"m\.gguf.*{message}"):
+        LlamaModel.from_file(path)
+
+
+def test_a_file_cut_anywhere_is_refused(tmp_path, stories):
+    whole = write_gguf(tmp_path / "m.gguf", stories, kind=FORMATS.Q8_0).read_bytes()
+    path = tmp_path / "cut.gguf"
+    step = len(whole) // 40
+    for size in [4, 5, 8, 12, 23, 24, *range(30, 400, 37), *range(400, len(whole) - 32, step)]:
+        path.write_bytes(whole[:size])
+        with pytest.raises(kvedge.CorruptFileError, match=r"cut\.gguf"):
+            LlamaModel.from_file(path)
+
+
+def test_damaged_bytes_give_an_error_or_a_model(tmp_path, stories, rng):
+    """Never anything that is not a KvedgeError, and never for ever."""
+    whole = write_gguf(tmp_path / "m.gguf", stories, kind=FORMATS.Q8_0).read_bytes()
+    header = len(whole) - sum(
+        gguf.quantize(a, stored(a, FORMATS.Q8_0)).nbytes
+        for a in tensors_of(stories.config, stories.weights).values()
+    )
+    path = tmp_path / "damaged.gguf"
+    for _ in range(40):
+        data = bytearray(whole)
+        data[rng.integers(4, header)] = rng.integers(256)
+        path.write_bytes(data)
+        try:
+            LlamaModel.from_file(path)
+        except kvedge.KvedgeError as error:
+            assert "damaged.gguf" in str(error)
+
+
+def test_a_list_of_impossible_length_is_refused(tmp_path, stories):
+    path = write_gguf(tmp_path / "m.gguf", stories)
+    data = bytearray(path.read_bytes())
+    at = data.index(b"tokenizer.ggml.scores") + len(b"tokenizer.ggml.scores") + 8
+    data[at : at + 8] = (2**62).to_bytes(8, "little")
+    path.write_bytes(data[: at + 4000])  # else gguf reads a megabyte value by value, in seconds
+    with pytest.raises(kvedge.CorruptFileError, match="bytes are needed"):
+        LlamaModel.from_file(path)
+
+
+# ------------------------------------------------------------------------------------------------
+# Byte-level tokenizers
+
+WORDS = ["\u0120t", "he", "\u0120the", "12", "123", "34"]
+MERGES = ["\u0120 t", "h e", "\u0120t he", "1 2", "3 4", "12 3"]
+
+
+def byte_level_file(path, stories, *, split="llama-bpe", merges=MERGES, add_bos=None):
+    """A model of 256 bytes, the WORDS and two control tokens, <|begin|> and <|end|>."""
+    tokenizers = pytest.importorskip("tokenizers")
+    tokens = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()) + WORDS
+    tokens += ["<|begin|>", "<|end|>"]
+    config = replace(stories.config, vocab_size=len(tokens))
+    embedding = stories.weights.token_embedding[: len(tokens)]
+    weights = replace(stories.weights, token_embedding=embedding, output=embedding)
+    write_gguf(path, LlamaModel(config, weights), tokenizer=False)
+    # the writer has no way to go on with a file, so the tokenizer's fields go into a new one
+    writer = gguf.GGUFWriter(path, "llama")
+    for field in gguf.GGUFReader(path).fields.values():
+        if field.name.startswith("llama."):
+            writer.add_key_value(field.name, field.contents(), field.types[0])
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(split)
+    writer.add_token_list(tokens)
+    writer.add_token_merges(merges)
+    writer.add_token_types([1] * (len(tokens) - 2) + [3, 3])
+    writer.add_bos_token_id(len(tokens) - 2)
+    writer.add_eos_token_id(len(tokens) - 1)
+    if add_bos is not None:
+        writer.add_add_bos_token(add_bos)
+    for name, array in tensors_of(config, weights).items():
+        writer.add_tensor(name, array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize("split", ["gpt-2", "llama-bpe", "qwen2", "smollm"])
+def test_byte_level_text_comes_back(tmp_path, stories, split):
+    path = byte_level_file(tmp_path / "m.gguf", stories, split=split)
+    tokenizer = LlamaModel.from_file(path).tokenizer
+    for text in ("in the naïve 東京 🙂 1234\n\n  x", "", " ", "\0\xff"):
+        tokens = tokenizer.encode(text)
+        assert tokenizer.decode(tokens) == text
+    assert tokenizer.stop_ids == {tokenizer.vocab_size - 2, tokenizer.vocab_size - 1}
+
+
+def test_byte_level_merges_and_splits_are_the_files(tmp_path, stories):
+    def pieces(text, **options):
+        path = byte_level_file(tmp_path / "m.gguf", stories, **options)
+        tokenizer = LlamaModel.from_file(path).tokenizer
+        return [tokenizer.piece(token).decode() for token in tokenizer.encode(text, bos=False)]
+
+    assert pieces(" the", split="gpt-2") == [" the"]
+    # digits: GPT-2 takes all, Llama 3 three at a time, Qwen2 and SmolLM one by one
+    assert pieces("1234", split="gpt-2") == ["12", "34"]
+    assert pieces("1234", split="llama-bpe") == ["123", "4"]
+    assert pieces("1234", split="qwen2") == ["1", "2", "3", "4"]
+    assert pieces("1234", split="smollm") == ["1", "2", "3", "4"]
+
+
+def test_byte_level_control_tokens_are_recognised_and_silent(tmp_path, stories):
+    tokenizer = LlamaModel.from_file(byte_level_file(tmp_path / "m.gguf", stories)).tokenizer
+    tokens = tokenizer.encode("a<|end|>b")
+    assert tokens[0] == tokenizer.bos_id  # Llama 3 begins with BOS
+    assert tokens[2] == tokenizer.vocab_size - 1
+    assert tokenizer.decode(tokens) == "ab"
+    path = byte_level_file(tmp_path / "n.gguf", stories, add_bos=False)
+    assert LlamaModel.from_file(path).tokenizer.encode("a") == tokens[1:2]
+
+
+def test_byte_level_generation_streams_text(tmp_path, stories):
+    model = LlamaModel.from_file(byte_level_file(tmp_path / "m.gguf", stories))
+    generation = generate(model, prompt="the", max_tokens=12, temperature=1.0, seed=1)
+    text = "".join(piece.text for piece in generation)
+    assert text == model.tokenizer.decode(generation.tokens)
+
+
+def test_byte_level_files_that_cannot_be_read_are_refused(tmp_path, stories, monkeypatch):
+    path = byte_level_file(tmp_path / "m.gguf", stories, split="deepseek-coder")
+    with pytest.raises(kvedge.InvalidArgumentError, match="'deepseek-coder' is not supported"):
+        LlamaModel.from_file(path)
+    path = byte_level_file(tmp_path / "m.gguf", stories, merges=["x nowhere"])
+    with pytest.raises(kvedge.CorruptFileError, match="merges do not fit"):
+        LlamaModel.from_file(path)
+    path = byte_level_file(tmp_path / "m.gguf", stories)
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(kvedge.MissingExtraError, match=r"kvedge\[gguf\]"):
+        LlamaModel.from_file(path)
