@@ -57,24 +57,9 @@ static float normalizing_factor(float bound) {
   return 1.0f;
 }
 
-/* How many 16-bit codes a query channel needs. One rounds a channel by at most half a step of
- * largest / KVEDGE_QUERY_MAX, which moves a logit by about |scale| * step / sqrt(12) * |key|, and the
- * output by little more than that. One is enough for logits of the usual size; for large ones the
- * numerics contract (2e-4) needs a second, of what the first has left. */
-static int parts_of_query(const kvedge_attention *a, float largest_query) {
-  if (a->view.format != KVEDGE_INT8) return 0;
-  double step = largest_query / (double)KVEDGE_QUERY_MAX;
-  double largest_key = 127.0 * a->view.key_bound;
-  double key_norm = largest_key / 4 * sqrt(a->view.head_dim); /* channels of a quarter of the largest */
-  double logit_error = fabs((double)a->options.scale) * step / sqrt(12.0) * key_norm;
-  return logit_error > 1e-4 ? 2 : 1;
-}
-
-/* Shapes and counts of a call; no memory yet. Row 0 is the query of token first_position;
- * largest_query is the largest magnitude in all rows. */
+/* Shapes and counts of a call; no memory yet. Row 0 is the query of token first_position. */
 static void plan(kvedge_attention *a, const kvedge_cache_view *view, int64_t first_position,
-                 int64_t num_rows, int num_heads, const kvedge_attention_options *options,
-                 float largest_query) {
+                 int64_t num_rows, int num_heads, const kvedge_attention_options *options) {
   memset(a, 0, sizeof *a);
   a->kernels = kvedge_active();
   a->view = *view;
@@ -106,7 +91,6 @@ static void plan(kvedge_attention *a, const kvedge_cache_view *view, int64_t fir
   if (wanted > most) wanted = most;
   a->chunks_per_block = wanted < 1 ? 1 : (int)wanted;
 
-  a->num_parts = parts_of_query(a, largest_query);
   int group = view->format == KVEDGE_INT8 ? view->group_size : view->head_dim;
   a->group_pad = (group + KVEDGE_QUERY_PAD - 1) / KVEDGE_QUERY_PAD * KVEDGE_QUERY_PAD;
   a->acc_stride = (view->head_dim + 15) / 16 * 16;
@@ -128,17 +112,11 @@ static size_t lay_out(kvedge_attention *a, char *base, int num_slots) {
   size_t groups = queries * (size_t)a->view.num_groups, channels = groups * (size_t)a->group_pad;
   take(base, &used, sizeof *a);
   a->segments = take(base, &used, (size_t)a->view.num_segments * sizeof *a->segments);
-  for (int i = 0; i < a->num_parts; i++) {
-    kvedge_query_part *part = &a->parts[i];
-    part->codes = take(base, &used, channels * sizeof *part->codes);
-    part->hi = take(base, &used, channels);
-    part->lo = take(base, &used, channels);
-    part->scale = take(base, &used, groups * sizeof *part->scale);
-    part->sum_hi = take(base, &used, groups * sizeof *part->sum_hi);
-    part->sum_lo = take(base, &used, groups * sizeof *part->sum_lo);
-  }
-  size_t floats = a->view.format == KVEDGE_FLOAT32 ? queries * (size_t)a->group_pad : 0;
-  a->values = take(base, &used, floats * sizeof *a->values);
+  int encoded = a->view.format == KVEDGE_INT8 && a->kernels->encode_query != NULL;
+  a->values = take(base, &used, channels * sizeof *a->values);
+  a->codes = take(base, &used, encoded ? channels * 4 : 0);
+  a->scales = take(base, &used, encoded ? groups * sizeof *a->scales : 0);
+  a->sums = take(base, &used, encoded ? groups * 4 * sizeof *a->sums : 0);
   a->softmax_factor = take(base, &used, queries * sizeof *a->softmax_factor);
   a->logit_factor = take(base, &used, queries * sizeof *a->logit_factor);
   a->logit_bias = take(base, &used, queries * sizeof *a->logit_bias);
@@ -161,22 +139,17 @@ static kvedge_attention *set_up(const kvedge_attention *planned, void *memory, i
   return a;
 }
 
-/* query NULL: only measuring; *largest_query is then as large as can be. */
+/* query NULL: only measuring. */
 static kvedge_status check(const kvedge_cache_view *view, const float *query, int64_t num_rows,
-                           int num_heads, const kvedge_attention_options *o, float *largest_query) {
+                           int num_heads, const kvedge_attention_options *o) {
   if (num_rows < 1 || num_heads < 1 || num_heads % view->num_kv_heads) return KVEDGE_ERROR_ARGUMENT;
   if (view->len < 1 || ((!o || o->causal) && num_rows > view->len)) return KVEDGE_ERROR_ARGUMENT;
   if (o) {
     if (isinf(o->scale) || !(o->softcap >= 0.0f) || isinf(o->softcap)) return KVEDGE_ERROR_ARGUMENT;
     if (o->window < 0 || o->sink_tokens < 0 || (o->window && !o->causal)) return KVEDGE_ERROR_ARGUMENT;
   }
-  *largest_query = FLT_MAX;
-  if (query) {
-    size_t n = (size_t)num_rows * (size_t)num_heads * (size_t)view->head_dim;
-    uint32_t bits = kvedge_active()->abs_max_bits(query, n);
-    if (bits >= KVEDGE_NOT_FINITE) return KVEDGE_ERROR_NONFINITE;
-    *largest_query = kvedge_float_of_bits(bits);
-  }
+  size_t n = (size_t)num_rows * (size_t)num_heads * (size_t)view->head_dim;
+  if (query && kvedge_active()->abs_max_bits(query, n) >= KVEDGE_NOT_FINITE) return KVEDGE_ERROR_NONFINITE;
   return KVEDGE_OK;
 }
 

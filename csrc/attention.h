@@ -32,14 +32,6 @@ typedef struct {
   const kvedge_segment *segments;
 } kvedge_cache_view;
 
-/* Query rows as 16-bit codes, as in kvedge_query_i8; (.., num_groups, group_pad) and (.., num_groups). */
-typedef struct {
-  int16_t *codes;
-  int8_t *hi, *lo;
-  float *scale;
-  int32_t *sum_hi, *sum_lo;
-} kvedge_query_part;
-
 /* Query rows are worked on in blocks. The rows of a block and the query heads of a KV head are one
  * stack of queries against that head's keys: stack index = row in block * heads_per_kv_head + head. */
 struct kvedge_attention {
@@ -61,10 +53,11 @@ struct kvedge_attention {
   float key_factor, value_factor; /* powers of two that all scales are multiplied by */
 
   /* Prepared queries, each array in the order (row block, KV head, stack, ...). */
-  int group_pad;         /* channels of a group, rounded up to KVEDGE_QUERY_PAD */
-  int num_parts;         /* int8 only: 1, or 2 where one 16-bit code per channel is too coarse */
-  kvedge_query_part parts[2];
-  float *values;         /* (.., group_pad)              float32 only */
+  int group_pad;          /* channels of a group, rounded up to KVEDGE_QUERY_PAD */
+  float *values;          /* (.., num_groups, group_pad) */
+  int8_t *codes;          /* (.., num_groups, group_pad * 4)  only for paths with encode_query */
+  float *scales;          /* (.., num_groups)                 likewise */
+  int32_t *sums;          /* (.., num_groups, 4)              likewise */
   float *softmax_factor; /* (..) score differences times this are powers of two */
   double *logit_factor, *logit_bias; /* (..) */
 

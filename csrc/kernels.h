@@ -11,8 +11,7 @@
 #include <stdint.h>
 
 enum {
-  /* Tokens per tile at most. 64 tokens of weights at 15 bits times codes of 7 bits sum to 2^28, so a
-   * tile's integer accumulator cannot overflow. A multiple of 16, the widest vector of floats. */
+  /* Tokens per tile at most. A multiple of 16, the widest vector of floats. */
   KVEDGE_TILE = 64,
   /* Query rows that one kernel call serves at most (a stack of query heads and prompt rows). */
   KVEDGE_STACK = 32,
@@ -20,25 +19,20 @@ enum {
   KVEDGE_QUERY_PAD = 64,
 };
 
-/* Largest 24-bit query code: its high, middle and low byte are all signed bytes up to 127. */
-#define KVEDGE_QUERY_MAX 8355711 /* 127 * (65536 + 256 + 1) */
-/* Largest probability code. */
-#define KVEDGE_WEIGHT_MAX 32767
-
-/* A stack of query rows against one group of channels of one KV head: as floats, for paths that
- * multiply those, and as integers of 24 bits in three bytes, for paths with 8-bit dot products:
- * value ~ scale * code, code = 65536 * byte[0] + 256 * byte[1] + byte[2]. So the query adds nothing
- * to what the keys' storage costs, whatever the size of the logits. (16 bits would be a third
- * cheaper, and move logits of size 10 by 1e-4.) Channels dim..pad are zero in both. */
+/* A stack of query rows against one group of channels of one KV head: as floats, and for paths with
+ * 8-bit dot products as integers of 24 bits in three signed bytes, value ~ scale * (65536 * high +
+ * 256 * middle + low). So the query adds nothing to what the keys' storage costs, whatever the size
+ * of the logits. Channels dim..padded are zero in both. */
 typedef struct {
-  int num_queries;        /* 1..KVEDGE_STACK */
-  int dim;                /* channels of this group, 1..1024 */
-  ptrdiff_t stride;       /* elements from one query to the next, in values and bytes alike */
-  const float *values;    /* (num_queries, stride); magnitudes up to 2 */
-  const int8_t *bytes[3]; /* high, middle, low: (num_queries, stride) each; NULL for float32 keys */
-  ptrdiff_t scale_stride; /* elements from one query to the next, in scale and sums */
-  const float *scale;     /* (num_queries) */
-  const int32_t *sums[3]; /* (num_queries) sum of each byte over the group: undoes unsigned keys */
+  int num_queries;       /* 1..KVEDGE_STACK */
+  int dim;               /* channels of this group, 1..1024 */
+  ptrdiff_t stride;      /* channels from one query to the next */
+  const float *values;   /* (num_queries, stride); magnitudes up to 2 */
+  const int8_t *codes;   /* (num_queries, stride / 4, 4, 4): of 4 channels the high bytes, the middle
+                          * ones, the low ones, zeros. NULL where the path has no encode_query. */
+  ptrdiff_t sums_stride; /* groups from one query to the next, in scale and sums */
+  const float *scale;    /* (num_queries) */
+  const int32_t *sums;   /* (num_queries, 4): sum of each byte of the group, which undoes unsigned keys */
 } kvedge_query;
 
 typedef struct kvedge_kernels {
@@ -54,11 +48,15 @@ typedef struct kvedge_kernels {
   /* out[i] = codes[i] * scale */
   void (*dequantize)(const int8_t *codes, size_t n, float scale, float *out);
 
+  /* Codes, scale and sums of one query over one group, as kvedge_query has them: values[n] with n a
+   * multiple of KVEDGE_QUERY_PAD, magnitudes up to 2. NULL where scores_i8 multiplies floats. */
+  void (*encode_query)(const float *values, int n, int8_t *codes, float *scale, int32_t *sums);
+
   /* Scores of a tile: for query i < num_queries and token t < num_tokens
    *   scores[i * KVEDGE_TILE + t] (+)= k_scale[t] * sum_d value[i][d] * k[t][d]
-   * adding when `accumulate` is not 0. k rows lie token_stride bytes apart; k_scale is contiguous.
-   * `prefetch`, if not NULL, is where a later tile's rows start, token_stride apart likewise: each of
-   * its num_tokens rows is asked for while this one is worked on. Never read from. */
+   * adding when `accumulate` is not 0. k rows lie token_stride bytes apart; k_scale has KVEDGE_TILE
+   * readable floats. `prefetch`, if not NULL, is where a later tile's rows start, token_stride apart
+   * likewise: each of its num_tokens rows is asked for while this one is worked on. Never read from. */
   void (*scores_i8)(const kvedge_query *q, const int8_t *k, ptrdiff_t token_stride, int num_tokens,
                     const float *k_scale, const void *prefetch, float *scores, int accumulate);
   void (*scores_f32)(const kvedge_query *q, const float *k, ptrdiff_t token_stride, int num_tokens,
@@ -72,17 +70,12 @@ typedef struct kvedge_kernels {
   void (*softmax)(float *scores, int num_queries, int num_tokens, const float *factor, float *max,
                   float *sum, float *alpha);
 
-  /* Weights of the values of a tile as 15-bit codes: w[t] = p[t] * v_scale[t],
-   * weights[i][t] = rint(w[t] * KVEDGE_WEIGHT_MAX / max_t w[t]), w_scale[i] = max_t w[t] / KVEDGE_WEIGHT_MAX.
-   * p as softmax leaves it; v_scale has KVEDGE_TILE readable floats (zero from num_tokens on), each 0..2^61. */
-  void (*weights_i16)(const float *p, int num_queries, int num_tokens, const float *v_scale,
-                      int16_t *weights, float *w_scale);
-
-  /* acc[i * acc_stride + d] = acc[..] * alpha[i] + w_scale[i] * sum_t weights[i][t] * v[t][d]  for d < dim.
-   * weights rows are KVEDGE_TILE apart and zero from num_tokens on. */
+  /* acc[i * acc_stride + d] = acc[..] * alpha[i] + sum_t p[i][t] * v_scale[t] * v[t][d]  for d < dim,
+   * p as softmax leaves it. v_scale has KVEDGE_TILE readable floats, each 0..2^61, zero from
+   * num_tokens on. Weights p[t] * v_scale[t] count to 2^-24 of the tile's largest or better. */
   void (*weighted_sum_i8)(const int8_t *v, ptrdiff_t token_stride, int num_tokens, int dim,
-                          int num_queries, const int16_t *weights, const float *w_scale,
-                          const float *alpha, const void *prefetch, float *acc, ptrdiff_t acc_stride);
+                          int num_queries, const float *p, const float *v_scale, const float *alpha,
+                          const void *prefetch, float *acc, ptrdiff_t acc_stride);
   void (*weighted_sum_f32)(const float *v, ptrdiff_t token_stride, int num_tokens, int dim,
                            int num_queries, const float *p, float v_scale, const float *alpha,
                            const void *prefetch, float *acc, ptrdiff_t acc_stride);
