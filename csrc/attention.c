@@ -114,9 +114,12 @@ static size_t lay_out(kvedge_attention *a, char *base, int num_slots) {
   a->segments = take(base, &used, (size_t)a->view.num_segments * sizeof *a->segments);
   int encoded = a->view.format == KVEDGE_INT8 && a->kernels->encode_query != NULL;
   a->values = take(base, &used, channels * sizeof *a->values);
-  a->codes = take(base, &used, encoded ? channels * 4 : 0);
-  a->scales = take(base, &used, encoded ? groups * sizeof *a->scales : 0);
-  a->sums = take(base, &used, encoded ? groups * 4 * sizeof *a->sums : 0);
+  a->codes = NULL;
+  if (encoded) {
+    a->codes = take(base, &used, channels * 4);
+    a->scales = take(base, &used, groups * sizeof *a->scales);
+    a->sums = take(base, &used, groups * 4 * sizeof *a->sums);
+  }
   a->softmax_factor = take(base, &used, queries * sizeof *a->softmax_factor);
   a->logit_factor = take(base, &used, queries * sizeof *a->logit_factor);
   a->logit_bias = take(base, &used, queries * sizeof *a->logit_bias);
@@ -161,9 +164,8 @@ static kvedge_status plan_layer(kvedge_attention *a, const kvedge_layer *layer, 
                                 kvedge_segment *segment) {
   if (!layer) return KVEDGE_ERROR_ARGUMENT;
   kvedge_cache_view view = kvedge_layer_view(layer, segment);
-  float largest;
-  kvedge_status status = check(&view, query, num_rows, num_heads, options, &largest);
-  if (status == KVEDGE_OK) plan(a, &view, view.len - num_rows, num_rows, num_heads, options, largest);
+  kvedge_status status = check(&view, query, num_rows, num_heads, options);
+  if (status == KVEDGE_OK) plan(a, &view, view.len - num_rows, num_rows, num_heads, options);
   return status;
 }
 
@@ -242,8 +244,7 @@ static kvedge_status attend_view(const kvedge_cache_view *view, const float *que
                                  int num_heads, const kvedge_attention_options *given, int num_threads,
                                  float *out, float *lse) {
   if (!query || !out || num_threads < 0) return KVEDGE_ERROR_ARGUMENT;
-  float largest;
-  kvedge_status status = check(view, query, num_rows, num_heads, given, &largest);
+  kvedge_status status = check(view, query, num_rows, num_heads, given);
   if (num_threads == 0) num_threads = kvedge_get_num_threads();
   kvedge_attention_options options;
   if (given) options = *given;
@@ -252,7 +253,7 @@ static kvedge_status attend_view(const kvedge_cache_view *view, const float *que
   for (int64_t row = 0; row < num_rows && status == KVEDGE_OK; row += MAX_ROWS) {
     int64_t count = num_rows - row < MAX_ROWS ? num_rows - row : MAX_ROWS;
     kvedge_attention planned;
-    plan(&planned, view, view->len - num_rows + row, count, num_heads, &options, largest);
+    plan(&planned, view, view->len - num_rows + row, count, num_heads, &options);
     status = run_planned(&planned, query + row * row_values, num_threads, out + row * row_values,
                          lse ? lse + row * num_heads : NULL);
     if (options.mask) options.mask += count * options.mask_strides[1];

@@ -1,15 +1,13 @@
 /* AVX2 with FMA: x86 laptops since Haswell and Zen.
  *
- *   instruction              what for                  Haswell/Skylake     Zen 2
- *   vpmaddwd ymm             s16 x s16, pairs added    5 cycles, p01       3, FP0
- *   vpaddd ymm               the sum                   1, p015             1, FP013
- *   vpmovsxbw ymm, m128      widening                  3, p5               4, FP12
- *   vpunpck*, vperm2i128     transposing keys          1-3, p5             1-3, FP12
+ *   instruction                what for                    Haswell/Skylake     Zen 2
+ *   vfmadd231ps ymm            the products                4-5 cycles, p01     5, FP01
+ *   vpmovsxbd ymm, m64         s8 to s32                   3, p5               3, FP12
+ *   vcvtdq2ps ymm              s32 to float                4, p01              3, FP3
  *
- * There is no 8-bit product here that keeps 15 bits of the query (vpmaddubsw saturates), so keys and
- * values are widened to 16 bits and multiplied in pairs: 8 + 8 instructions per 64-byte line and
- * query. As in the wider paths, keys are first transposed, 8 tokens by 4 channels to a register, so
- * that no sum across lanes is needed but one final horizontal add of neighbours.
+ * There is no 8-bit product here that keeps more than 8 bits of the query (vpmaddubsw saturates),
+ * and 16-bit ones would need two for what one float FMA gives. So codes become floats (2 instructions
+ * per 8, once for all stacked queries), and each query then costs 8 instructions per 64-byte line.
  */
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -19,43 +17,139 @@
 KVEDGE_TARGET_BEGIN("avx2,fma")
 #define KVEDGE_NAME(function) function##_avx2
 
-KVEDGE_INLINE __m256i multiply_add_i16(__m256i sum, __m256i a, __m256i b) {
-  return _mm256_add_epi32(sum, _mm256_madd_epi16(a, b));
-}
-
 #include "kernels_avx256.h"
 
-KVEDGE_INLINE void score_block(const kvedge_query_i8 *q, int first, const int count,
-                               const __m256i *columns, __m256i valid, __m256 k_scale, float *scores,
-                               int accumulate) {
-  /* sums of channel pairs (0,1) and (2,3), side by side: tokens 0-3 in low, 4-7 in high */
-  __m256i low[SCORE_QUERIES], high[SCORE_QUERIES];
-  const int16_t *codes = q->codes + first * q->stride;
+enum {
+  SCORE_QUERIES = 4, /* x SCORE_TOKENS accumulators = 8 of the 16 registers */
+  SCORE_TOKENS = 2,
+  SUM_QUERIES = 4, /* x 2 accumulators of 8 channels */
+};
+
+KVEDGE_INLINE __m256 floats_of(__m128i codes) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(codes)); }
+
+/* 8 codes of which the first n are read, as floats; the others 0. */
+KVEDGE_INLINE __m256 load_codes(const int8_t *codes, int n) {
+  return floats_of(n >= 8 ? _mm_loadl_epi64((const __m128i *)codes) : load_up_to_16(codes, n));
+}
+
+KVEDGE_INLINE float reduce_add(__m256 x) {
+  __m128 half = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  half = _mm_add_ps(half, _mm_movehl_ps(half, half));
+  return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
+}
+
+/* Scores of `tokens` tokens for `count` queries (both constants where this is inlined). */
+KVEDGE_INLINE void score_block(const kvedge_query *q, int first, const int count, const int8_t *k,
+                               ptrdiff_t token_stride, const int tokens, const float *k_scale,
+                               float *scores, int accumulate) {
+  __m256 sum[SCORE_QUERIES][SCORE_TOKENS];
+  const float *values = q->values + first * q->stride;
 #pragma GCC unroll 4
-  for (int i = 0; i < count; i++) low[i] = high[i] = _mm256_setzero_si256();
-  int num_columns = (q->dim + 3) / 4;
-  for (int j = 0; j < num_columns; j++) {
-    const __m128i *column = (const __m128i *)(columns + j);
-    __m256i tokens_low = _mm256_cvtepi8_epi16(column[0]);
-    __m256i tokens_high = _mm256_cvtepi8_epi16(column[1]);
+  for (int i = 0; i < count; i++)
+    for (int t = 0; t < tokens; t++) sum[i][t] = _mm256_setzero_ps();
+  for (int d = 0; d < q->dim; d += 8) { /* values are zero past the last channel */
+    __m256 row[SCORE_TOKENS];
+#pragma GCC unroll 2
+    for (int t = 0; t < tokens; t++) row[t] = load_codes(k + t * token_stride + d, q->dim - d);
 #pragma GCC unroll 4
     for (int i = 0; i < count; i++) {
-      int64_t four;
-      memcpy(&four, codes + i * q->stride + 4 * j, sizeof four);
-      __m256i query = _mm256_set1_epi64x(four);
-      low[i] = multiply_add_i16(low[i], tokens_low, query);
-      high[i] = multiply_add_i16(high[i], tokens_high, query);
+      __m256 query = _mm256_loadu_ps(values + i * q->stride + d);
+#pragma GCC unroll 2
+      for (int t = 0; t < tokens; t++) sum[i][t] = _mm256_fmadd_ps(row[t], query, sum[i][t]);
     }
   }
 #pragma GCC unroll 4
-  for (int i = 0; i < count; i++) {
-    /* added as floats: at a dim above 517 the two may pass 2^31 together */
-    __m256 mixed = _mm256_hadd_ps(_mm256_cvtepi32_ps(low[i]), _mm256_cvtepi32_ps(high[i])); /* tokens 0 1 4 5 | 2 3 6 7 */
-    __m256 dot = _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(mixed), 0xd8));
-    store_scores(q, first + i, dot, valid, k_scale, scores + (first + i) * KVEDGE_TILE, accumulate);
+  for (int i = 0; i < count; i++)
+    for (int t = 0; t < tokens; t++) {
+      float *out = scores + (first + i) * KVEDGE_TILE + t, score = reduce_add(sum[i][t]) * k_scale[t];
+      *out = accumulate ? *out + score : score;
+    }
+}
+
+KVEDGE_INLINE void score_tokens(const kvedge_query *q, const int8_t *k, ptrdiff_t token_stride,
+                                const int tokens, const float *k_scale, float *scores, int accumulate) {
+  int i = 0;
+  for (; i + SCORE_QUERIES <= q->num_queries; i += SCORE_QUERIES)
+    score_block(q, i, SCORE_QUERIES, k, token_stride, tokens, k_scale, scores, accumulate);
+  switch (q->num_queries - i) {
+    case 3: score_block(q, i, 3, k, token_stride, tokens, k_scale, scores, accumulate); break;
+    case 2: score_block(q, i, 2, k, token_stride, tokens, k_scale, scores, accumulate); break;
+    case 1: score_block(q, i, 1, k, token_stride, tokens, k_scale, scores, accumulate); break;
   }
 }
 
+static void scores_i8_avx2(const kvedge_query *q, const int8_t *k, ptrdiff_t token_stride,
+                           int num_tokens, const float *k_scale, const void *prefetch, float *scores,
+                           int accumulate) {
+  for (int t = 0; t < num_tokens; t += SCORE_TOKENS) {
+    const int8_t *row = k + t * token_stride;
+    int tokens = num_tokens - t < SCORE_TOKENS ? num_tokens - t : SCORE_TOKENS;
+    for (int ahead = t; prefetch && ahead < t + tokens; ahead++)
+      for (int d = 0; d < q->dim; d += 64)
+        _mm_prefetch((const char *)prefetch + ahead * token_stride + d, _MM_HINT_T0);
+    if (tokens == SCORE_TOKENS)
+      score_tokens(q, row, token_stride, SCORE_TOKENS, k_scale + t, scores + t, accumulate);
+    else
+      score_tokens(q, row, token_stride, 1, k_scale + t, scores + t, accumulate);
+  }
+}
+
+/* Adds a tile's values to up to 16 channels of `count` queries (a constant where this is inlined). */
+KVEDGE_INLINE void weighted_sum_block(const int8_t *v, ptrdiff_t token_stride, int num_tokens,
+                                      int channels, const int count, const float *weights,
+                                      const float *alpha, const char *prefetch, float *acc,
+                                      ptrdiff_t acc_stride) {
+  __m256 sum[SUM_QUERIES][2];
+#pragma GCC unroll 4
+  for (int i = 0; i < count; i++) sum[i][0] = sum[i][1] = _mm256_setzero_ps();
+  for (int t = 0; t < num_tokens; t++) {
+    if (prefetch) _mm_prefetch(prefetch + t * token_stride, _MM_HINT_T0);
+    __m128i row = load_up_to_16(v + t * token_stride, channels);
+    __m256 low = floats_of(row), high = floats_of(_mm_unpackhi_epi64(row, row));
+#pragma GCC unroll 4
+    for (int i = 0; i < count; i++) {
+      __m256 weight = _mm256_broadcast_ss(weights + i * KVEDGE_TILE + t);
+      sum[i][0] = _mm256_fmadd_ps(low, weight, sum[i][0]);
+      sum[i][1] = _mm256_fmadd_ps(high, weight, sum[i][1]);
+    }
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < count; i++)
+    for (int h = 0; h < 2 && 8 * h < channels; h++) {
+      __m256i valid = first_lanes(channels - 8 * h);
+      float *out = acc + i * acc_stride + 8 * h;
+      __m256 kept = _mm256_mul_ps(_mm256_maskload_ps(out, valid), _mm256_set1_ps(alpha[i]));
+      _mm256_maskstore_ps(out, valid, _mm256_add_ps(sum[i][h], kept));
+    }
+}
+
+static void weighted_sum_i8_avx2(const int8_t *v, ptrdiff_t token_stride, int num_tokens, int dim,
+                                 int num_queries, const float *p, const float *v_scale,
+                                 const float *alpha, const void *prefetch, float *acc,
+                                 ptrdiff_t acc_stride) {
+  float weights[KVEDGE_STACK * KVEDGE_TILE];
+  for (int i = 0; i < num_queries; i++)
+    for (int t = 0; t < KVEDGE_TILE; t++) weights[i * KVEDGE_TILE + t] = p[i * KVEDGE_TILE + t] * v_scale[t];
+  for (int d = 0; d < dim; d += 16) {
+    int channels = dim - d < 16 ? dim - d : 16;
+    for (int i = 0; i < num_queries; i += SUM_QUERIES) {
+      const float *w = weights + i * KVEDGE_TILE;
+      const char *ahead = prefetch && i == 0 && d % 64 == 0 ? (const char *)prefetch + d : NULL;
+      float *out = acc + i * acc_stride + d;
+#define WEIGHTED_SUM(count) \
+  weighted_sum_block(v + d, token_stride, num_tokens, channels, count, w, alpha + i, ahead, out, acc_stride)
+      switch (num_queries - i) {
+        case 1: WEIGHTED_SUM(1); break;
+        case 2: WEIGHTED_SUM(2); break;
+        case 3: WEIGHTED_SUM(3); break;
+        default: WEIGHTED_SUM(SUM_QUERIES); break;
+      }
+#undef WEIGHTED_SUM
+    }
+  }
+}
+
+#define KVEDGE_ENCODE_QUERY NULL
 const kvedge_kernels kvedge_kernels_avx2 = KVEDGE_TABLE("avx2");
 KVEDGE_TARGET_END
 #endif

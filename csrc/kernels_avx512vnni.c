@@ -2,9 +2,8 @@
  *
  *   instruction               what for                    Cascade Lake        Zen 4
  *   vpdpbusd zmm, zmm, m32    u8 keys x s8 query          5 cycles, p05       4, FP01 (2 x 256)
- *   vpdpwssd zmm, zmm, m32    s16 values x s16 weights    5 cycles, p05       4, FP01
- *   vpunpck*, vshufi32x4      transposing keys            1-3 cycles, p5      1-2, FP12
- *   vpmovsxbw zmm, m256       widening values             3 cycles, p5        3, FP12
+ *   vpdpbusd zmm, zmm, m512   u8 weights x s8 values      5 cycles, p05       4, FP01
+ *   vpunpck*, vshufi32x4      transposing                 1-3 cycles, p5      1-2, FP12
  *
  * Keys. A dot product along a row ends in a sum across lanes, which costs more than the product.
  * So 16 tokens are transposed, 4 channels (one dword) at a time: lane t of column j holds channels
@@ -13,9 +12,9 @@
  * which then costs 3 instructions per line, one for each byte of its 24-bit code.
  * vpdpbusd wants unsigned keys: k + 128 = k xor 0x80, and 128 * sum(query) is taken off at the end.
  *
- * Values. Rows of two tokens are widened to 16 bits and interleaved, so that vpdpwssd with a
- * broadcast pair of weights adds both tokens to 16 channels: 4 shuffles per line for all queries,
- * 2 instructions per line and query, sums in registers over the whole tile.
+ * Values. Rows of four tokens are interleaved byte by byte (2 shuffles per line, once for all
+ * queries), so that vpdpbusd with a broadcast dword of weights, which are unsigned, adds all four
+ * tokens to 16 channels: again 3 instructions per line and query for weights of 24 bits.
  */
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -28,8 +27,11 @@ KVEDGE_TARGET_BEGIN("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma")
 enum {
   BLOCK = 16,        /* tokens transposed at a time: one per 32-bit lane */
   SCORE_QUERIES = 8, /* x 3 accumulators = 24 of the 32 registers */
-  SUM_QUERIES = 6,   /* x 4 accumulators = 24 of the 32 registers */
+  SUM_QUERIES = 2,   /* x 4 quarters of the channels x 3 = 24 of the 32 registers */
 };
+
+/* Of n bytes, or of 64 if there are more. */
+KVEDGE_INLINE __mmask64 first_bytes(int n) { return n >= 64 ? ~0ull : (1ull << n) - 1; }
 
 static uint32_t abs_max_bits_avx512vnni(const float *x, size_t n) {
   const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
@@ -60,6 +62,31 @@ static void quantize_avx512vnni(const float *x, size_t n, float inverse, int8_t 
   }
 }
 
+/* In each 128-bit lane, four dwords become their high, middle and low bytes side by side, and zeros. */
+KVEDGE_INLINE __m512i split_bytes(__m512i codes) {
+  const __m128i order = _mm_setr_epi8(2, 6, 10, 14, 1, 5, 9, 13, 0, 4, 8, 12, 3, 7, 11, 15);
+  return _mm512_shuffle_epi8(codes, _mm512_broadcast_i32x4(order));
+}
+
+static void encode_query_avx512vnni(const float *values, int n, int8_t *codes, float *scale, int32_t *sums) {
+  __m512 largest_of = _mm512_setzero_ps();
+  for (int d = 0; d < n; d += 16)
+    largest_of = _mm512_max_ps(largest_of, _mm512_abs_ps(_mm512_loadu_ps(values + d)));
+  float largest = _mm512_reduce_max_ps(largest_of);
+  float inverse = largest > QUERY_NOTHING ? QUERY_MAX / largest : 0.0f;
+  const __m512i carry = _mm512_set1_epi32(0x808080); /* makes unsigned digits of signed ones and back */
+  __m512i sum = _mm512_setzero_si512();
+  for (int d = 0; d < n; d += 16) {
+    __m512i code = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(values + d), _mm512_set1_ps(inverse)));
+    __m512i digits = split_bytes(_mm512_xor_si512(_mm512_add_epi32(code, carry), carry));
+    _mm512_storeu_si512(codes + 4 * d, digits);
+    sum = _mm512_dpbusd_epi32(sum, _mm512_set1_epi8(1), digits);
+  }
+  __m256i half = _mm256_add_epi32(_mm512_castsi512_si256(sum), _mm512_extracti64x4_epi64(sum, 1));
+  _mm_storeu_si128((__m128i *)sums, _mm_add_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1)));
+  *scale = inverse > 0.0f ? largest / QUERY_MAX : 0.0f;
+}
+
 /* Rows 0..15 of dwords become columns: after it, lane t of out[j] is dword j of row t. */
 KVEDGE_INLINE void transpose_16x16(const __m512i row[BLOCK], __m512i out[BLOCK]) {
   __m512i pairs[BLOCK], quads[BLOCK];
@@ -85,23 +112,25 @@ KVEDGE_INLINE void transpose_16x16(const __m512i row[BLOCK], __m512i out[BLOCK])
   }
 }
 
-/* columns[j]: channels 4j..4j+3 of 16 tokens, as unsigned bytes. Rows past the last token repeat
- * it, channels past the last are 128. */
-KVEDGE_INLINE void transpose_keys(const int8_t *k, ptrdiff_t token_stride, int num_tokens, int dim,
-                                  const char *prefetch, __m512i *columns) {
+/* A row's 64 bytes of which `valid` are read, the others 0. `whole`: all (a plain load is cheaper). */
+KVEDGE_INLINE __m512i load_row(const int8_t *row, const int whole, __mmask64 valid) {
+  return whole ? _mm512_loadu_si512(row) : _mm512_maskz_loadu_epi8(valid, row);
+}
+
+/* columns[j]: channels 4j..4j+3 of 16 tokens, as unsigned bytes, for 64 channels. Rows past the last
+ * token repeat it, channels past the last are 128. */
+KVEDGE_INLINE void transpose_keys(const int8_t *k, ptrdiff_t token_stride, int num_tokens,
+                                  const int whole, __mmask64 valid, const char *prefetch,
+                                  __m512i *columns) {
   const __m512i to_unsigned = _mm512_set1_epi8((char)0x80);
-  for (int d = 0; d < dim; d += 64) {
-    __mmask64 valid = dim - d >= 64 ? ~0ull : (1ull << (dim - d)) - 1;
-    __m512i row[BLOCK];
+  __m512i row[BLOCK];
 #pragma GCC unroll 16
-    for (int t = 0; t < BLOCK; t++) {
-      int token = t < num_tokens ? t : num_tokens - 1;
-      const int8_t *from = k + token * token_stride + d;
-      row[t] = _mm512_xor_si512(_mm512_maskz_loadu_epi8(valid, from), to_unsigned);
-      if (prefetch) _mm_prefetch(prefetch + token * token_stride + d, _MM_HINT_T0);
-    }
-    transpose_16x16(row, columns + d / 4);
+  for (int t = 0; t < BLOCK; t++) {
+    ptrdiff_t at = (t < num_tokens ? t : num_tokens - 1) * token_stride;
+    row[t] = _mm512_xor_si512(load_row(k + at, whole, valid), to_unsigned);
+    if (prefetch) _mm_prefetch(prefetch + at, _MM_HINT_T0);
   }
+  transpose_16x16(row, columns);
 }
 
 /* Scores of 16 tokens for `count` queries (a constant where this is inlined). */
@@ -109,18 +138,19 @@ KVEDGE_INLINE void score_block(const kvedge_query *q, int first, const int count
                                const __m512i *columns, __mmask16 valid, __m512 k_scale,
                                float *scores, int accumulate) {
   __m512i sum[SCORE_QUERIES][3]; /* of each byte of the query */
+  const int8_t *codes = q->codes + first * 4 * q->stride;
+  const int32_t *sums = q->sums + first * 4 * q->sums_stride;
 #pragma GCC unroll 8
   for (int i = 0; i < count; i++) /* u8 keys are 128 too large: start from what that adds */
-    for (int b = 0; b < 3; b++)
-      sum[i][b] = _mm512_set1_epi32(-128 * q->sums[b][(first + i) * q->scale_stride]);
+    for (int b = 0; b < 3; b++) sum[i][b] = _mm512_set1_epi32(-128 * sums[i * 4 * q->sums_stride + b]);
   int num_columns = (q->dim + 3) / 4;
-  for (int j = 0; j < num_columns; j++) {
+  for (int j = 0; j < num_columns; j++, codes += 16) {
     __m512i column = columns[j];
 #pragma GCC unroll 8
     for (int i = 0; i < count; i++)
       for (int b = 0; b < 3; b++) {
         int32_t four; /* channels */
-        memcpy(&four, q->bytes[b] + (first + i) * q->stride + 4 * j, sizeof four);
+        memcpy(&four, codes + i * 4 * q->stride + 4 * b, sizeof four);
         sum[i][b] = _mm512_dpbusd_epi32(sum[i][b], column, _mm512_set1_epi32(four));
       }
   }
@@ -129,7 +159,7 @@ KVEDGE_INLINE void score_block(const kvedge_query *q, int first, const int count
   for (int i = 0; i < count; i++) {
     __m512 dot = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[i][0]), byte, _mm512_cvtepi32_ps(sum[i][1]));
     dot = _mm512_fmadd_ps(dot, byte, _mm512_cvtepi32_ps(sum[i][2]));
-    __m512 scale = _mm512_mul_ps(k_scale, _mm512_set1_ps(q->scale[(first + i) * q->scale_stride]));
+    __m512 scale = _mm512_mul_ps(k_scale, _mm512_set1_ps(q->scale[(first + i) * q->sums_stride]));
     float *out = scores + (first + i) * KVEDGE_TILE;
     __m512 score = _mm512_mul_ps(dot, scale);
     if (accumulate) score = _mm512_add_ps(score, _mm512_maskz_loadu_ps(valid, out));
@@ -143,10 +173,16 @@ static void scores_i8_avx512vnni(const kvedge_query *q, const int8_t *k, ptrdiff
   __m512i columns[1024 / 4]; /* (dim / 4) x 16 tokens x 4 channels; what a dim of 64 uses is 1 KB */
   for (int t = 0; t < num_tokens; t += BLOCK) {
     int tokens = num_tokens - t < BLOCK ? num_tokens - t : BLOCK;
+    for (int d = 0; d < q->dim; d += 64) {
+      const int8_t *from = k + t * token_stride + d;
+      const char *ahead = prefetch ? (const char *)prefetch + t * token_stride + d : NULL;
+      if (tokens == BLOCK && q->dim - d >= 64) /* the same code, with nothing left to ask */
+        transpose_keys(from, token_stride, BLOCK, 1, ~0ull, ahead, columns + d / 4);
+      else
+        transpose_keys(from, token_stride, tokens, 0, first_bytes(q->dim - d), ahead, columns + d / 4);
+    }
     __mmask16 valid = (__mmask16)((1u << tokens) - 1);
-    const char *ahead = prefetch ? (const char *)prefetch + t * token_stride : NULL;
-    transpose_keys(k + t * token_stride, token_stride, tokens, q->dim, ahead, columns);
-    __m512 scale = _mm512_maskz_loadu_ps(valid, k_scale + t);
+    __m512 scale = _mm512_loadu_ps(k_scale + t);
     int i = 0;
     for (; i + SCORE_QUERIES <= q->num_queries; i += SCORE_QUERIES)
       score_block(q, i, SCORE_QUERIES, columns, valid, scale, scores + t, accumulate);
@@ -162,85 +198,112 @@ static void scores_i8_avx512vnni(const kvedge_query *q, const int8_t *k, ptrdiff
   }
 }
 
+/* Weights of a tile as unsigned 24-bit codes, four tokens at a time as split_bytes() leaves them.
+ * Returns the scale of the codes. */
+KVEDGE_INLINE float encode_weights(const float *p, const float *v_scale, int num_tokens, uint8_t *codes) {
+  __m512 weight[KVEDGE_TILE / 16], largest_of = _mm512_setzero_ps();
+  int blocks = (num_tokens + 15) / 16;
+  for (int j = 0; j < blocks; j++) {
+    weight[j] = _mm512_mul_ps(_mm512_loadu_ps(p + 16 * j), _mm512_loadu_ps(v_scale + 16 * j));
+    largest_of = _mm512_max_ps(largest_of, weight[j]);
+  }
+  float largest = _mm512_reduce_max_ps(largest_of);
+  float inverse = largest > WEIGHT_NOTHING ? WEIGHT_MAX / largest : 0.0f;
+  for (int j = 0; j < blocks; j++) {
+    __m512i code = _mm512_cvtps_epi32(_mm512_mul_ps(weight[j], _mm512_set1_ps(inverse)));
+    _mm512_storeu_si512(codes + 64 * j, split_bytes(code));
+  }
+  return inverse > 0.0f ? largest * (1.0f / WEIGHT_MAX) : 0.0f;
+}
+
+/* Interleaves the bytes of four rows: dword e of 128-bit lane L of out[c] has channel 16 L + 4 c + e. */
+KVEDGE_INLINE void interleave_4_rows(const int8_t *row[4], const int whole, __mmask64 valid, __m512i *out) {
+  __m512i a = load_row(row[0], whole, valid), b = load_row(row[1], whole, valid);
+  __m512i c = load_row(row[2], whole, valid), d = load_row(row[3], whole, valid);
+  __m512i low_ab = _mm512_unpacklo_epi8(a, b), high_ab = _mm512_unpackhi_epi8(a, b);
+  __m512i low_cd = _mm512_unpacklo_epi8(c, d), high_cd = _mm512_unpackhi_epi8(c, d);
+  out[0] = _mm512_unpacklo_epi16(low_ab, low_cd);
+  out[1] = _mm512_unpackhi_epi16(low_ab, low_cd);
+  out[2] = _mm512_unpacklo_epi16(high_ab, high_cd);
+  out[3] = _mm512_unpackhi_epi16(high_ab, high_cd);
+}
+
+KVEDGE_INLINE void interleave_values(const int8_t *v, ptrdiff_t token_stride, int num_tokens,
+                                     const int whole, __mmask64 valid, const char *prefetch, __m512i *out) {
+  for (int t = 0; t < num_tokens; t += 4, out += 4) {
+    const int8_t *row[4];
+    for (int j = 0; j < 4; j++) { /* rows past the last token repeat it: their weight is 0 */
+      ptrdiff_t at = (t + j < num_tokens ? t + j : num_tokens - 1) * token_stride;
+      row[j] = v + at;
+      if (prefetch) _mm_prefetch(prefetch + at, _MM_HINT_T0);
+    }
+    interleave_4_rows(row, whole, valid, out);
+  }
+}
+
 /* Adds a tile's values to 64 channels (those in `valid`) of `count` queries (a constant where this
  * is inlined). */
-KVEDGE_INLINE void weighted_sum_block(const int8_t *v, ptrdiff_t token_stride, int num_tokens,
-                                      __mmask64 valid, const int count, const int16_t *weights,
-                                      const float *w_scale, const float *alpha, const char *prefetch,
-                                      float *acc, ptrdiff_t acc_stride) {
-  const __mmask32 valid_low = (__mmask32)valid, valid_high = (__mmask32)(valid >> 32);
-  __m512i sum[SUM_QUERIES][4]; /* 16 channels each, in the order that the interleaving leaves */
-#pragma GCC unroll 6
+KVEDGE_INLINE void weighted_sum_block(const __m512i *values, int num_tokens, __mmask64 valid,
+                                      const int count, const uint8_t *codes, const float *scale,
+                                      const float *alpha, float *acc, ptrdiff_t acc_stride) {
+  __m512i sum[SUM_QUERIES][3][4]; /* of each byte of the weights, of each quarter of the channels */
+#pragma GCC unroll 2
   for (int i = 0; i < count; i++)
-    for (int c = 0; c < 4; c++) sum[i][c] = _mm512_setzero_si512();
-  for (int t = 0; t < num_tokens; t += 2) {
-    const int8_t *even = v + t * token_stride;
-    const int8_t *odd = t + 1 < num_tokens ? even + token_stride : even; /* its weight is 0 */
-    if (prefetch) {
-      _mm_prefetch(prefetch + t * token_stride, _MM_HINT_T0);
-      _mm_prefetch(prefetch + (t + 1) * token_stride, _MM_HINT_T0);
-    }
-    __m512i even_low = _mm512_cvtepi8_epi16(_mm256_maskz_loadu_epi8(valid_low, even));
-    __m512i odd_low = _mm512_cvtepi8_epi16(_mm256_maskz_loadu_epi8(valid_low, odd));
-    __m512i even_high = _mm512_cvtepi8_epi16(_mm256_maskz_loadu_epi8(valid_high, even + 32));
-    __m512i odd_high = _mm512_cvtepi8_epi16(_mm256_maskz_loadu_epi8(valid_high, odd + 32));
-    __m512i pair[4] = {
-        _mm512_unpacklo_epi16(even_low, odd_low),   /* channels 0-3, 8-11, 16-19, 24-27 */
-        _mm512_unpackhi_epi16(even_low, odd_low),   /* channels 4-7, 12-15, 20-23, 28-31 */
-        _mm512_unpacklo_epi16(even_high, odd_high), /* the same + 32 */
-        _mm512_unpackhi_epi16(even_high, odd_high),
-    };
-#pragma GCC unroll 6
-    for (int i = 0; i < count; i++) {
-      int32_t both;
-      memcpy(&both, weights + i * KVEDGE_TILE + t, sizeof both);
-      for (int c = 0; c < 4; c++)
-        sum[i][c] = _mm512_dpwssd_epi32(sum[i][c], pair[c], _mm512_set1_epi32(both));
-    }
-  }
-  const __m512i first_half = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
-  const __m512i second_half = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
-#pragma GCC unroll 6
-  for (int i = 0; i < count; i++) {
-    __m512 old = _mm512_set1_ps(alpha[i]), scale = _mm512_set1_ps(w_scale[i]);
-    float *out = acc + i * acc_stride;
-    for (int c = 0; c < 4; c += 2) {
-      __m512i ordered[2] = {_mm512_permutex2var_epi32(sum[i][c], first_half, sum[i][c + 1]),
-                            _mm512_permutex2var_epi32(sum[i][c], second_half, sum[i][c + 1])};
-      for (int h = 0; h < 2; h++) {
-        int channel = 16 * (c + h);
-        __mmask16 mask = (__mmask16)(valid >> channel);
-        __m512 kept = _mm512_mul_ps(_mm512_maskz_loadu_ps(mask, out + channel), old);
-        _mm512_mask_storeu_ps(out + channel, mask,
-                              _mm512_fmadd_ps(_mm512_cvtepi32_ps(ordered[h]), scale, kept));
+    for (int b = 0; b < 3; b++)
+      for (int c = 0; c < 4; c++) sum[i][b][c] = _mm512_setzero_si512();
+  for (int t = 0; t < num_tokens; t += 4, values += 4)
+#pragma GCC unroll 2
+    for (int i = 0; i < count; i++)
+      for (int b = 0; b < 3; b++) {
+        int32_t four; /* tokens */
+        memcpy(&four, codes + i * CODE_ROW + 4 * t + 4 * b, sizeof four);
+        for (int c = 0; c < 4; c++)
+          sum[i][b][c] = _mm512_dpbusd_epi32(sum[i][b][c], _mm512_set1_epi32(four), values[c]);
       }
+  const __m512 byte = _mm512_set1_ps(256.0f);
+#pragma GCC unroll 2
+  for (int i = 0; i < count; i++) {
+    __m512 total[4];
+    for (int c = 0; c < 4; c++) {
+      total[c] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[i][0][c]), byte, _mm512_cvtepi32_ps(sum[i][1][c]));
+      total[c] = _mm512_fmadd_ps(total[c], byte, _mm512_cvtepi32_ps(sum[i][2][c]));
+    }
+    /* 128-bit lane L of total[c] belongs to lane c of channels 16 L */
+    __m512 low_ab = _mm512_shuffle_f32x4(total[0], total[1], 0x44), high_ab = _mm512_shuffle_f32x4(total[0], total[1], 0xee);
+    __m512 low_cd = _mm512_shuffle_f32x4(total[2], total[3], 0x44), high_cd = _mm512_shuffle_f32x4(total[2], total[3], 0xee);
+    __m512 ordered[4] = {
+        _mm512_shuffle_f32x4(low_ab, low_cd, 0x88), _mm512_shuffle_f32x4(low_ab, low_cd, 0xdd),
+        _mm512_shuffle_f32x4(high_ab, high_cd, 0x88), _mm512_shuffle_f32x4(high_ab, high_cd, 0xdd)};
+    for (int c = 0; c < 4; c++) {
+      __mmask16 mask = (__mmask16)(valid >> (16 * c));
+      float *out = acc + i * acc_stride + 16 * c;
+      __m512 kept = _mm512_mul_ps(_mm512_maskz_loadu_ps(mask, out), _mm512_set1_ps(alpha[i]));
+      _mm512_mask_storeu_ps(out, mask, _mm512_fmadd_ps(ordered[c], _mm512_set1_ps(scale[i]), kept));
     }
   }
 }
 
 static void weighted_sum_i8_avx512vnni(const int8_t *v, ptrdiff_t token_stride, int num_tokens, int dim,
-                                       int num_queries, const int16_t *weights, const float *w_scale,
+                                       int num_queries, const float *p, const float *v_scale,
                                        const float *alpha, const void *prefetch, float *acc,
                                        ptrdiff_t acc_stride) {
+  uint8_t codes[KVEDGE_STACK * CODE_ROW];
+  float scale[KVEDGE_STACK];
+  for (int i = 0; i < num_queries; i++)
+    scale[i] = encode_weights(p + i * KVEDGE_TILE, v_scale, num_tokens, codes + i * CODE_ROW);
   for (int d = 0; d < dim; d += 64) {
-    __mmask64 valid = dim - d >= 64 ? ~0ull : (1ull << (dim - d)) - 1;
+    __m512i values[KVEDGE_TILE]; /* (tokens / 4, 4) */
     const char *ahead = prefetch ? (const char *)prefetch + d : NULL;
-    for (int i = 0; i < num_queries; i += SUM_QUERIES) {
-      const int16_t *w = weights + i * KVEDGE_TILE;
-      float *out = acc + i * acc_stride + d;
-#define WEIGHTED_SUM(count)                                                                       \
-  weighted_sum_block(v + d, token_stride, num_tokens, valid, count, w, w_scale + i, alpha + i, \
-                     i == 0 ? ahead : NULL, out, acc_stride)
-      switch (num_queries - i) {
-        case 1: WEIGHTED_SUM(1); break;
-        case 2: WEIGHTED_SUM(2); break;
-        case 3: WEIGHTED_SUM(3); break;
-        case 4: WEIGHTED_SUM(4); break;
-        case 5: WEIGHTED_SUM(5); break;
-        default: WEIGHTED_SUM(SUM_QUERIES); break;
-      }
-#undef WEIGHTED_SUM
-    }
+    __mmask64 valid = first_bytes(dim - d);
+    if (dim - d >= 64) interleave_values(v + d, token_stride, num_tokens, 1, valid, ahead, values);
+    else interleave_values(v + d, token_stride, num_tokens, 0, valid, ahead, values);
+    int i = 0;
+    for (; i + SUM_QUERIES <= num_queries; i += SUM_QUERIES)
+      weighted_sum_block(values, num_tokens, valid, SUM_QUERIES, codes + i * CODE_ROW, scale + i, alpha + i,
+                         acc + i * acc_stride + d, acc_stride);
+    if (i < num_queries)
+      weighted_sum_block(values, num_tokens, valid, 1, codes + i * CODE_ROW, scale + i, alpha + i,
+                         acc + i * acc_stride + d, acc_stride);
   }
 }
 
@@ -261,10 +324,10 @@ const kvedge_kernels kvedge_kernels_avx512vnni = {
     .abs_max_bits = abs_max_bits_avx512vnni,
     .quantize = quantize_avx512vnni,
     .dequantize = dequantize_portable,
+    .encode_query = encode_query_avx512vnni,
     .scores_i8 = scores_i8_avx512vnni,
     .scores_f32 = scores_f32_portable,
     .softmax = softmax_portable,
-    .weights_i16 = weights_i16_portable,
     .weighted_sum_i8 = weighted_sum_i8_avx512vnni,
     .weighted_sum_f32 = weighted_sum_f32_portable,
     .read_bytes = read_bytes_avx512vnni,

@@ -1,13 +1,13 @@
 /* AVX-VNNI, 256 bits wide: Alder Lake and later laptops, Zen 5.
  *
- *   instruction              what for                  Golden Cove         Gracemont
- *   vpdpbusd ymm             u8 keys x s8 query        5 cycles, p01       4, FP01
- *   vpdpwssd ymm             s16 values x s16 weights  5 cycles, p01       4, FP01
- *   vpbroadcastd ymm, m32    four channels of a query  load                load
- *   vpunpck*, vperm2i128     transposing keys          1-3, p15            1-6, FP01
+ *   instruction              what for                       Golden Cove         Gracemont
+ *   vpdpbusd ymm             u8 keys x s8 query,            5 cycles, p01       4, FP01
+ *                            u8 weights x s8 values
+ *   vpbroadcastd ymm, m32    four channels, four weights    load                load
+ *   vpunpck*, vperm2i128     transposing, interleaving      1-3, p15            1-6, FP01
  *
- * The method of kernels_avx512vnni.c at half its width: 6 products per 64-byte line of keys and query, 4
- * per line of values. Keys are transposed 8 tokens by 4 channels to a register.
+ * The method of kernels_avx512vnni.c at half its width: 6 products per 64-byte line and query. Keys
+ * are transposed 8 tokens by 4 channels to a register, values interleaved 4 tokens by 8 channels.
  *
  * KVEDGE_AVXVNNI_AS_EVEX builds the same code in AVX-512VL's encoding of these instructions, so that
  * it can be run and tested on a server that has those but not AVX-VNNI.
@@ -20,45 +20,101 @@
 #ifdef KVEDGE_AVXVNNI_AS_EVEX
 KVEDGE_TARGET_BEGIN("avx512f,avx512bw,avx512vl,avx512vnni,avx2,fma")
 #define dpbusd _mm256_dpbusd_epi32
-#define dpwssd _mm256_dpwssd_epi32
 #else
 KVEDGE_TARGET_BEGIN("avxvnni,avx2,fma")
 #define dpbusd _mm256_dpbusd_avx_epi32
-#define dpwssd _mm256_dpwssd_avx_epi32
 #endif
 #define KVEDGE_NAME(function) function##_avxvnni
 
-KVEDGE_INLINE __m256i multiply_add_i16(__m256i sum, __m256i a, __m256i b) { return dpwssd(sum, a, b); }
-
 #include "kernels_avx256.h"
 
+enum {
+  BLOCK = 8,         /* tokens transposed at a time: one per 32-bit lane */
+  SCORE_QUERIES = 3, /* x 3 accumulators = 9 of the 16 registers */
+};
+
+/* In each 128-bit lane, four dwords become their high, middle and low bytes side by side, and zeros. */
+KVEDGE_INLINE __m256i split_bytes(__m256i codes) {
+  const __m128i order = _mm_setr_epi8(2, 6, 10, 14, 1, 5, 9, 13, 0, 4, 8, 12, 3, 7, 11, 15);
+  return _mm256_shuffle_epi8(codes, _mm256_broadcastsi128_si256(order));
+}
+
+static void encode_query_avxvnni(const float *values, int n, int8_t *codes, float *scale, int32_t *sums) {
+  float largest = bits_to_float(abs_max_bits_avxvnni(values, (size_t)n));
+  float inverse = largest > QUERY_NOTHING ? QUERY_MAX / largest : 0.0f;
+  const __m256i carry = _mm256_set1_epi32(0x808080); /* makes unsigned digits of signed ones and back */
+  __m256i sum = _mm256_setzero_si256();
+  for (int d = 0; d < n; d += 8) {
+    __m256i code = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(values + d), _mm256_set1_ps(inverse)));
+    __m256i digits = split_bytes(_mm256_xor_si256(_mm256_add_epi32(code, carry), carry));
+    _mm256_storeu_si256((__m256i *)(codes + 4 * d), digits);
+    sum = dpbusd(sum, _mm256_set1_epi8(1), digits);
+  }
+  _mm_storeu_si128((__m128i *)sums, _mm_add_epi32(_mm256_castsi256_si128(sum), _mm256_extracti128_si256(sum, 1)));
+  *scale = inverse > 0.0f ? largest / QUERY_MAX : 0.0f;
+}
+
+/* columns[j]: channels 4j..4j+3 of 8 tokens. Rows past the last token repeat it, channels past the
+ * last are 0. */
+KVEDGE_INLINE void transpose_keys(const int8_t *k, ptrdiff_t token_stride, int num_tokens, int dim,
+                                  const char *prefetch, __m256i *columns) {
+  for (int d = 0; d < dim; d += 32) {
+    __m256i row[BLOCK], pairs[BLOCK], quads[BLOCK];
+#pragma GCC unroll 8
+    for (int t = 0; t < BLOCK; t++) {
+      int token = t < num_tokens ? t : num_tokens - 1;
+      row[t] = load_up_to_32(k + token * token_stride + d, dim - d);
+      if (prefetch) _mm_prefetch(prefetch + token * token_stride + d, _MM_HINT_T0);
+    }
+    for (int i = 0; i < BLOCK; i += 2) {
+      pairs[i] = _mm256_unpacklo_epi32(row[i], row[i + 1]);
+      pairs[i + 1] = _mm256_unpackhi_epi32(row[i], row[i + 1]);
+    }
+    for (int i = 0; i < BLOCK; i += 4) { /* quads[i + c]: dwords c (low lane) and 4 + c (high) of rows i..i+3 */
+      quads[i] = _mm256_unpacklo_epi64(pairs[i], pairs[i + 2]);
+      quads[i + 1] = _mm256_unpackhi_epi64(pairs[i], pairs[i + 2]);
+      quads[i + 2] = _mm256_unpacklo_epi64(pairs[i + 1], pairs[i + 3]);
+      quads[i + 3] = _mm256_unpackhi_epi64(pairs[i + 1], pairs[i + 3]);
+    }
+    for (int c = 0; c < 4; c++) {
+      columns[d / 4 + c] = _mm256_permute2x128_si256(quads[c], quads[4 + c], 0x20);
+      columns[d / 4 + 4 + c] = _mm256_permute2x128_si256(quads[c], quads[4 + c], 0x31);
+    }
+  }
+}
+
+/* Scores of 8 tokens for `count` queries (a constant where this is inlined). */
 KVEDGE_INLINE void score_block(const kvedge_query *q, int first, const int count,
                                const __m256i *columns, __m256i valid, __m256 k_scale, float *scores,
                                int accumulate) {
   const __m256i to_unsigned = _mm256_set1_epi8((char)0x80);
   __m256i sum[SCORE_QUERIES][3]; /* of each byte of the query */
-#pragma GCC unroll 4
+  const int8_t *codes = q->codes + first * 4 * q->stride;
+  const int32_t *sums = q->sums + first * 4 * q->sums_stride;
+#pragma GCC unroll 3
   for (int i = 0; i < count; i++) /* u8 keys are 128 too large: start from what that adds */
-    for (int b = 0; b < 3; b++)
-      sum[i][b] = _mm256_set1_epi32(-128 * q->sums[b][(first + i) * q->scale_stride]);
+    for (int b = 0; b < 3; b++) sum[i][b] = _mm256_set1_epi32(-128 * sums[i * 4 * q->sums_stride + b]);
   int num_columns = (q->dim + 3) / 4;
-  for (int j = 0; j < num_columns; j++) {
+  for (int j = 0; j < num_columns; j++, codes += 16) {
     __m256i column = _mm256_xor_si256(columns[j], to_unsigned);
-#pragma GCC unroll 4
+#pragma GCC unroll 3
     for (int i = 0; i < count; i++)
       for (int b = 0; b < 3; b++) {
         int32_t four; /* channels */
-        memcpy(&four, q->bytes[b] + (first + i) * q->stride + 4 * j, sizeof four);
+        memcpy(&four, codes + i * 4 * q->stride + 4 * b, sizeof four);
         sum[i][b] = dpbusd(sum[i][b], column, _mm256_set1_epi32(four));
       }
   }
   const __m256 byte = _mm256_set1_ps(256.0f);
-#pragma GCC unroll 4
+#pragma GCC unroll 3
   for (int i = 0; i < count; i++) {
     __m256 dot = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum[i][0]), byte, _mm256_cvtepi32_ps(sum[i][1]));
     dot = _mm256_fmadd_ps(dot, byte, _mm256_cvtepi32_ps(sum[i][2]));
-    __m256 scale = _mm256_mul_ps(k_scale, _mm256_set1_ps(q->scale[(first + i) * q->scale_stride]));
-    store_scores(_mm256_mul_ps(dot, scale), valid, scores + (first + i) * KVEDGE_TILE, accumulate);
+    __m256 scale = _mm256_mul_ps(k_scale, _mm256_set1_ps(q->scale[(first + i) * q->sums_stride]));
+    float *out = scores + (first + i) * KVEDGE_TILE;
+    __m256 score = _mm256_mul_ps(dot, scale);
+    if (accumulate) score = _mm256_add_ps(score, _mm256_maskload_ps(out, valid));
+    _mm256_maskstore_ps(out, valid, score);
   }
 }
 
@@ -68,18 +124,108 @@ static void scores_i8_avxvnni(const kvedge_query *q, const int8_t *k, ptrdiff_t 
   __m256i columns[1024 / 4]; /* (dim / 4) x 8 tokens x 4 channels */
   for (int t = 0; t < num_tokens; t += BLOCK) {
     int tokens = num_tokens - t < BLOCK ? num_tokens - t : BLOCK;
-    __m256i valid = first_lanes(tokens);
     const char *ahead = prefetch ? (const char *)prefetch + t * token_stride : NULL;
     transpose_keys(k + t * token_stride, token_stride, tokens, q->dim, ahead, columns);
-    __m256 scale = _mm256_maskload_ps(k_scale + t, valid);
-    for (int i = 0; i < q->num_queries; i += SCORE_QUERIES) switch (q->num_queries - i) {
-        case 1: score_block(q, i, 1, columns, valid, scale, scores + t, accumulate); break;
-        case 2: score_block(q, i, 2, columns, valid, scale, scores + t, accumulate); break;
-        default: score_block(q, i, SCORE_QUERIES, columns, valid, scale, scores + t, accumulate);
-      }
+    __m256i valid = first_lanes(tokens);
+    __m256 scale = _mm256_loadu_ps(k_scale + t);
+    int i = 0;
+    for (; i + SCORE_QUERIES <= q->num_queries; i += SCORE_QUERIES)
+      score_block(q, i, SCORE_QUERIES, columns, valid, scale, scores + t, accumulate);
+    switch (q->num_queries - i) {
+      case 2: score_block(q, i, 2, columns, valid, scale, scores + t, accumulate); break;
+      case 1: score_block(q, i, 1, columns, valid, scale, scores + t, accumulate); break;
+    }
   }
 }
 
+/* Weights of a tile as unsigned 24-bit codes, four tokens at a time as split_bytes() leaves them.
+ * Returns the scale of the codes. */
+KVEDGE_INLINE float encode_weights(const float *p, const float *v_scale, int num_tokens, uint8_t *codes) {
+  __m256 weight[KVEDGE_TILE / 8], largest_of = _mm256_setzero_ps();
+  int blocks = (num_tokens + 7) / 8;
+  for (int j = 0; j < blocks; j++) {
+    weight[j] = _mm256_mul_ps(_mm256_loadu_ps(p + 8 * j), _mm256_loadu_ps(v_scale + 8 * j));
+    largest_of = _mm256_max_ps(largest_of, weight[j]);
+  }
+  float largest = reduce_max(largest_of);
+  float inverse = largest > WEIGHT_NOTHING ? WEIGHT_MAX / largest : 0.0f;
+  for (int j = 0; j < blocks; j++) {
+    __m256i code = _mm256_cvtps_epi32(_mm256_mul_ps(weight[j], _mm256_set1_ps(inverse)));
+    _mm256_storeu_si256((__m256i *)(codes + 32 * j), split_bytes(code));
+  }
+  return inverse > 0.0f ? largest * (1.0f / WEIGHT_MAX) : 0.0f;
+}
+
+/* Interleaves the bytes of four rows at a time, for up to 32 channels: dword e of 128-bit lane L of
+ * out[t + c] has channel 16 L + 4 c + e of tokens t..t+3. */
+KVEDGE_INLINE void interleave_values(const int8_t *v, ptrdiff_t token_stride, int num_tokens, int channels,
+                                     const char *prefetch, __m256i *out) {
+  for (int t = 0; t < num_tokens; t += 4, out += 4) {
+    __m256i row[4];
+    for (int j = 0; j < 4; j++) { /* rows past the last token repeat it: their weight is 0 */
+      ptrdiff_t at = (t + j < num_tokens ? t + j : num_tokens - 1) * token_stride;
+      row[j] = load_up_to_32(v + at, channels);
+      if (prefetch) _mm_prefetch(prefetch + at, _MM_HINT_T0);
+    }
+    __m256i low_ab = _mm256_unpacklo_epi8(row[0], row[1]), high_ab = _mm256_unpackhi_epi8(row[0], row[1]);
+    __m256i low_cd = _mm256_unpacklo_epi8(row[2], row[3]), high_cd = _mm256_unpackhi_epi8(row[2], row[3]);
+    out[0] = _mm256_unpacklo_epi16(low_ab, low_cd);
+    out[1] = _mm256_unpackhi_epi16(low_ab, low_cd);
+    out[2] = _mm256_unpacklo_epi16(high_ab, high_cd);
+    out[3] = _mm256_unpackhi_epi16(high_ab, high_cd);
+  }
+}
+
+/* Adds a tile's values to up to 32 channels of one query. */
+KVEDGE_INLINE void weighted_sum_block(const __m256i *values, int num_tokens, int channels,
+                                      const uint8_t *codes, float scale, float alpha, float *acc) {
+  __m256i sum[3][4]; /* of each byte of the weights, of each quarter of the channels */
+  for (int b = 0; b < 3; b++)
+    for (int c = 0; c < 4; c++) sum[b][c] = _mm256_setzero_si256();
+  for (int t = 0; t < num_tokens; t += 4, values += 4)
+#pragma GCC unroll 3
+    for (int b = 0; b < 3; b++) {
+      int32_t four; /* tokens */
+      memcpy(&four, codes + 4 * t + 4 * b, sizeof four);
+#pragma GCC unroll 4
+      for (int c = 0; c < 4; c++) sum[b][c] = dpbusd(sum[b][c], _mm256_set1_epi32(four), values[c]);
+    }
+  const __m256 byte = _mm256_set1_ps(256.0f);
+  __m256 total[4];
+  for (int c = 0; c < 4; c++) {
+    total[c] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum[0][c]), byte, _mm256_cvtepi32_ps(sum[1][c]));
+    total[c] = _mm256_fmadd_ps(total[c], byte, _mm256_cvtepi32_ps(sum[2][c]));
+  }
+  __m256 ordered[4] = {
+      _mm256_permute2f128_ps(total[0], total[1], 0x20), _mm256_permute2f128_ps(total[2], total[3], 0x20),
+      _mm256_permute2f128_ps(total[0], total[1], 0x31), _mm256_permute2f128_ps(total[2], total[3], 0x31)};
+  for (int c = 0; c < 4 && 8 * c < channels; c++) {
+    __m256i valid = first_lanes(channels - 8 * c);
+    __m256 kept = _mm256_mul_ps(_mm256_maskload_ps(acc + 8 * c, valid), _mm256_set1_ps(alpha));
+    _mm256_maskstore_ps(acc + 8 * c, valid, _mm256_fmadd_ps(ordered[c], _mm256_set1_ps(scale), kept));
+  }
+}
+
+static void weighted_sum_i8_avxvnni(const int8_t *v, ptrdiff_t token_stride, int num_tokens, int dim,
+                                    int num_queries, const float *p, const float *v_scale,
+                                    const float *alpha, const void *prefetch, float *acc,
+                                    ptrdiff_t acc_stride) {
+  uint8_t codes[KVEDGE_STACK * CODE_ROW];
+  float scale[KVEDGE_STACK];
+  for (int i = 0; i < num_queries; i++)
+    scale[i] = encode_weights(p + i * KVEDGE_TILE, v_scale, num_tokens, codes + i * CODE_ROW);
+  for (int d = 0; d < dim; d += 32) {
+    __m256i values[KVEDGE_TILE]; /* (tokens / 4, 4) */
+    int channels = dim - d < 32 ? dim - d : 32;
+    const char *ahead = prefetch && d % 64 == 0 ? (const char *)prefetch + d : NULL;
+    interleave_values(v + d, token_stride, num_tokens, channels, ahead, values);
+    for (int i = 0; i < num_queries; i++)
+      weighted_sum_block(values, num_tokens, channels, codes + i * CODE_ROW, scale[i], alpha[i],
+                         acc + i * acc_stride + d);
+  }
+}
+
+#define KVEDGE_ENCODE_QUERY encode_query_avxvnni
 const kvedge_kernels kvedge_kernels_avxvnni = KVEDGE_TABLE("avxvnni");
 KVEDGE_TARGET_END
 #endif

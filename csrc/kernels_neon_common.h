@@ -1,8 +1,10 @@
-/* What the NEON paths share: the kernels without an integer product, and small helpers that make
- * 32-bit ARM (armv7 NEON: 16 registers, no rounding, no sums across a register) look like aarch64.
+/* What the NEON paths share: every kernel but the products with codes that need an instruction of their
+ * own, and small helpers that make 32-bit ARM (armv7 NEON: 16 registers, no rounding, no sums across a
+ * register) look like aarch64.
  *
+ * Scores and weighted sums of float rows and of 8-bit rows are the same function here, inlined for an
+ * element size: 8 channels become two registers of floats, and the rest is one multiply-add per four.
  * Included once by each kernels_neon*.c, inside its KVEDGE_TARGET_BEGIN. Static functions only.
- * Vectors of codes are named by what they hold; a comment beside a pointer gives its shape.
  *
  * Two things differ on armv7 and are seen to here, because stored bytes must not depend on the CPU:
  * its vector unit has no round-to-even (adding 1.5 * 2^23 rounds), and takes denormals for zero.
@@ -40,6 +42,14 @@ KVEDGE_INLINE float32x4_t multiply_add_f32(float32x4_t acc, float32x4_t a, float
   return vmlaq_f32(acc, a, b);
 #endif
 }
+
+/* acc + a * (lane j of b), j a constant */
+#if defined(__aarch64__)
+#define MULTIPLY_ADD_LANE_F32(acc, a, b, j) vfmaq_laneq_f32(acc, a, b, j)
+#else
+#define MULTIPLY_ADD_LANE_F32(acc, a, b, j) \
+  multiply_add_f32(acc, a, vdupq_lane_f32(j < 2 ? vget_low_f32(b) : vget_high_f32(b), j % 2))
+#endif
 
 /* rint, ties to even, for |x| < 2^22 */
 KVEDGE_INLINE int32x4_t round_to_i32(float32x4_t x) {
@@ -100,25 +110,6 @@ KVEDGE_INLINE uint64_t load_below_8(const int8_t *p, int n) {
   return (uint32_t)bytes[0] | (uint32_t)bytes[n / 2] << (8 * (n / 2)) | (uint32_t)bytes[n - 1] << (8 * (n - 1));
 }
 
-/* The last n < 16 channels of a group's four rows, with zeros after them. */
-OUT_OF_LINE void gather_ends_16(const int8_t *rows, const ptrdiff_t offset[4], int n, int8_t ends[4][16]) {
-  for (int j = 0; j < 4; j++) {
-    const int8_t *p = rows + offset[j];
-    int8x8_t low = n < 8 ? vcreate_s8(load_below_8(p, n)) : vld1_s8(p);
-    int8x8_t high = n < 8 ? vdup_n_s8(0) : vcreate_s8(load_below_8(p + 8, n - 8));
-    vst1q_s8(ends[j], vcombine_s8(low, high));
-  }
-}
-
-/* The last n < 8 channels of a tile's rows, with zeros after them. */
-OUT_OF_LINE void gather_ends_8(const int8_t *rows, ptrdiff_t token_stride, int num_tokens, int n,
-                          int8_t ends[KVEDGE_TILE][8]) {
-  for (int t = 0; t < num_tokens; t++, rows += token_stride) {
-    uint64_t bytes = load_below_8(rows, n);
-    memcpy(ends[t], &bytes, 8);
-  }
-}
-
 /* n < 4 floats, then zeros */
 KVEDGE_INLINE float32x4_t load_part_f32(const float *p, int n) {
   float32x4_t x = vdupq_n_f32(0.0f);
@@ -142,35 +133,30 @@ KVEDGE_INLINE void row_offsets(int tokens_left, ptrdiff_t token_stride, ptrdiff_
 }
 
 /* Asks for row_bytes of each of a group's rows. */
-KVEDGE_INLINE void prefetch_rows(const char *rows, const ptrdiff_t offset[4], int row_bytes) {
-  for (int byte = 0; byte < row_bytes; byte += 64)
-    UNROLL
-    for (int j = 0; j < 4; j++) __builtin_prefetch(rows + offset[j] + byte);
+KVEDGE_INLINE void prefetch_rows(const char *rows, int tokens_left, ptrdiff_t token_stride, int row_bytes) {
+  for (int j = 0; j < min_int(4, tokens_left); j++)
+    for (int byte = 0; byte < row_bytes; byte += 64) __builtin_prefetch(rows + j * token_stride + byte);
 }
 
-/* Four tokens' dot products of one query become scores, of which `count` are stored. */
-KVEDGE_INLINE void store_scores(float32x4_t dot, float32x4_t k_scale, float q_scale, int count,
-                                int accumulate, float *scores) {
-  float32x4_t score = vmulq_f32(dot, vmulq_n_f32(k_scale, q_scale));
-  if (accumulate) score = vaddq_f32(vld1q_f32(scores), score);
-  if (count >= 4)
-    vst1q_f32(scores, score);
-  else
-    store_part_f32(scores, score, count);
-}
-
-/* acc * alpha + w_scale * sum: a tile's integer sums of `vectors` times four channels join the
- * accumulator, of which `channels` exist. */
-KVEDGE_INLINE void fold_sums(const int32x4_t *sum, const int vectors, float alpha, float w_scale,
-                             float *acc, int channels) {
+/* acc * alpha + sum, for `vectors` times four channels of which `channels` exist. */
+KVEDGE_INLINE void add_to_acc(const float32x4_t *sum, const int vectors, float alpha, float *acc,
+                              int channels) {
   float part[4 * 16];
   float *out = acc;
   if (channels < 4 * vectors) memcpy(out = part, acc, (size_t)channels * sizeof *acc);
   UNROLL
   for (int j = 0; j < vectors; j++)
-    vst1q_f32(out + 4 * j, multiply_add_f32(vmulq_n_f32(vld1q_f32(out + 4 * j), alpha),
-                                            vcvtq_f32_s32(sum[j]), vdupq_n_f32(w_scale)));
+    vst1q_f32(out + 4 * j, multiply_add_f32(sum[j], vld1q_f32(out + 4 * j), vdupq_n_f32(alpha)));
   if (out == part) memcpy(acc, part, (size_t)channels * sizeof *acc);
+}
+
+/* Four tokens' scores of one query, of which `left` or all are stored. */
+KVEDGE_INLINE void store_scores(float32x4_t score, int left, int accumulate, float *scores) {
+  if (accumulate) score = vaddq_f32(vld1q_f32(scores), score);
+  if (left >= 4)
+    vst1q_f32(scores, score);
+  else
+    store_part_f32(scores, score, left);
 }
 
 /* ---- storing rows ---- */
@@ -236,7 +222,7 @@ static void dequantize_neon(const int8_t *codes, size_t n, float scale, float *o
   for (; i < n; i++) out[i] = (float)codes[i] * scale;
 }
 
-/* ---- softmax and weights ---- */
+/* ---- softmax ---- */
 
 /* 2^x for x <= 0, relative error below 2e-7; 0 from -125 down, and for NaN (-inf times a factor that
  * armv7 took for 0). x = n + f, n = rint(x), |f| <= 1/2. 2^f: the minimax polynomial of degree 5 for
@@ -287,165 +273,236 @@ static void softmax_neon(float *scores, int num_queries, int num_tokens, const f
   }
 }
 
-static void weights_i16_neon(const float *p, int num_queries, int num_tokens, const float *v_scale,
-                             int16_t *weights, float *w_scale) {
-  int padded = (num_tokens + 7) / 8 * 8; /* p and v_scale are 0 from num_tokens to KVEDGE_TILE */
-  for (int i = 0; i < num_queries; i++, p += KVEDGE_TILE, weights += KVEDGE_TILE) {
-    float32x4_t low = vdupq_n_f32(0.0f), high = low;
-    for (int t = 0; t < padded; t += 8) {
-      low = vmaxq_f32(low, vmulq_f32(vld1q_f32(p + t), vld1q_f32(v_scale + t)));
-      high = vmaxq_f32(high, vmulq_f32(vld1q_f32(p + t + 4), vld1q_f32(v_scale + t + 4)));
+/* ---- rows of floats, or of codes that become floats ---- */
+
+/* What the loops below need of a tile's rows. `size` is 1 for codes and 4 for floats, a constant
+ * wherever these functions are inlined; factor is for floats only (a power of two). */
+typedef struct {
+  const char *first; /* channel 0 of the first row */
+  ptrdiff_t stride;
+  int num_tokens;
+  float factor;
+} tile_rows;
+
+/* Channels after the last multiple of 8, with zeros up to 8. */
+typedef union {
+  int8_t codes[KVEDGE_TILE][8];
+  float floats[KVEDGE_TILE][8];
+} row_ends;
+
+/* The last n < 8 channels of a tile's rows. */
+OUT_OF_LINE tile_rows gather_ends(tile_rows rows, int channel, int n, int size, row_ends *ends) {
+  const char *from = rows.first + (ptrdiff_t)channel * size;
+  for (int t = 0; t < rows.num_tokens; t++, from += rows.stride) {
+    if (size == 1) {
+      uint64_t bytes = load_below_8((const int8_t *)from, n);
+      memcpy(ends->codes[t], &bytes, 8);
+    } else {
+      memset(ends->floats[t], 0, sizeof ends->floats[t]);
+      memcpy(ends->floats[t], from, (size_t)n * sizeof(float));
     }
-    float largest = max_across(vmaxq_f32(low, high));
-    /* Below 2^-100 a weight is nothing beside its row's sum, which holds a 1 from some tile. */
-    float inverse = largest > 0x1p-100f ? KVEDGE_WEIGHT_MAX / largest : 0.0f;
-    w_scale[i] = inverse > 0.0f ? largest / KVEDGE_WEIGHT_MAX : 0.0f;
-    int t = 0;
-    for (; t < padded; t += 8) {
-      float32x4_t w_low = vmulq_f32(vld1q_f32(p + t), vld1q_f32(v_scale + t));
-      float32x4_t w_high = vmulq_f32(vld1q_f32(p + t + 4), vld1q_f32(v_scale + t + 4));
-      vst1q_s16(weights + t, vcombine_s16(vmovn_s32(round_to_i32(vmulq_n_f32(w_low, inverse))),
-                                          vmovn_s32(round_to_i32(vmulq_n_f32(w_high, inverse)))));
-    }
-    for (; t < KVEDGE_TILE; t += 8) vst1q_s16(weights + t, vdupq_n_s16(0));
+  }
+  return (tile_rows){(const char *)ends, 8 * size, rows.num_tokens, rows.factor};
+}
+
+/* Eight channels. */
+KVEDGE_INLINE void load_row_8(const char *p, const int size, float factor, float32x4_t out[2]) {
+  if (size == 1) {
+    int16x8_t wide = vmovl_s8(vld1_s8((const int8_t *)p));
+    out[0] = vcvtq_f32_s32(vmovl_s16(vget_low_s16(wide)));
+    out[1] = vcvtq_f32_s32(vmovl_s16(vget_high_s16(wide)));
+  } else {
+    out[0] = vmulq_n_f32(vld1q_f32((const float *)p), factor);
+    out[1] = vmulq_n_f32(vld1q_f32((const float *)p + 4), factor);
   }
 }
 
-/* ---- float rows ---- */
+enum {
+#if defined(__aarch64__)
+  SCORE_QUERIES = 4, /* x 4 tokens = 16 registers of sums, 8 of keys */
+  WEIGH_SUMS = 16,   /* registers: 1 query and 64 channels, 2 and 32, 3 or 4 and 16 */
+#else
+  SCORE_QUERIES = 2,
+  WEIGH_SUMS = 8,    /* 1 query and 32 channels, 2 and 16 */
+#endif
+  WEIGH_QUERIES = WEIGH_SUMS / 4,
+};
 
-enum { F32_QUERIES = 4 }; /* query rows served by one pass over a group's rows */
+/* sum[i][j] += values[i][0..7] . k[j][0..7] */
+KVEDGE_INLINE void score_8_channels(const float *values, ptrdiff_t stride, const char *rows,
+                                    const ptrdiff_t offset[4], const int size, float factor,
+                                    const int count, float32x4_t sum[SCORE_QUERIES][4]) {
+  float32x4_t k[4][2];
+  UNROLL
+  for (int j = 0; j < 4; j++) load_row_8(rows + offset[j], size, factor, k[j]);
+  UNROLL
+  for (int i = 0; i < count; i++) {
+    float32x4_t low = vld1q_f32(values + i * stride), high = vld1q_f32(values + i * stride + 4);
+    UNROLL
+    for (int j = 0; j < 4; j++) {
+      sum[i][j] = multiply_add_f32(sum[i][j], low, k[j][0]);
+      sum[i][j] = multiply_add_f32(sum[i][j], high, k[j][1]);
+    }
+  }
+}
 
-KVEDGE_INLINE void score_block_f32(const float *query, ptrdiff_t query_stride, int dim,
-                                   const char *rows, const ptrdiff_t offset[4], float k_scale,
-                                   const int count, int num_stored, float *scores) {
-  float32x4_t sum[F32_QUERIES][4];
+/* Scores of the four tokens from t on, as far as they are stored, for `count` queries. `ends`: the
+ * channels past the last multiple of 8, if there are any. k_scale is for codes only. */
+KVEDGE_INLINE void score_block(const kvedge_query *q, int first, const int count, const tile_rows *rows,
+                               const tile_rows *ends, const int size, int t, const float *k_scale,
+                               float *scores, int accumulate) {
+  const float *values = q->values + first * q->stride; /* (count, stride), padded with zeros */
+  const char *row = rows->first + t * rows->stride;
+  int left = rows->num_tokens - t, d = 0;
+  float32x4_t sum[SCORE_QUERIES][4]; /* (count, 4 tokens) */
+  ptrdiff_t offset[4];
   UNROLL
   for (int i = 0; i < count; i++)
     UNROLL
     for (int j = 0; j < 4; j++) sum[i][j] = vdupq_n_f32(0.0f);
-  int d = 0;
-  for (; d + 4 <= dim; d += 4) {
-    float32x4_t k[4];
-    UNROLL
-    for (int j = 0; j < 4; j++)
-      k[j] = vmulq_n_f32(vld1q_f32((const float *)(rows + offset[j]) + d), k_scale);
-    UNROLL
-    for (int i = 0; i < count; i++) {
-      float32x4_t q = vld1q_f32(query + i * query_stride + d);
-      UNROLL
-      for (int j = 0; j < 4; j++) sum[i][j] = multiply_add_f32(sum[i][j], q, k[j]);
-    }
+  row_offsets(left, rows->stride, offset);
+  for (; d + 8 <= q->dim; d += 8)
+    score_8_channels(values + d, q->stride, row + d * size, offset, size, rows->factor, count, sum);
+  if (d < q->dim) {
+    row_offsets(left, ends->stride, offset);
+    score_8_channels(values + d, q->stride, ends->first + t * ends->stride, offset, size, rows->factor,
+                     count, sum);
   }
-  if (d < dim)
-    UNROLL
-    for (int i = 0; i < count; i++) {
-      float32x4_t q = load_part_f32(query + i * query_stride + d, dim - d);
-      UNROLL
-      for (int j = 0; j < 4; j++) {
-        float32x4_t k = load_part_f32((const float *)(rows + offset[j]) + d, dim - d);
-        sum[i][j] = multiply_add_f32(sum[i][j], q, vmulq_n_f32(k, k_scale));
-      }
-    }
+  float32x4_t scale = vdupq_n_f32(1.0f);
+  if (size == 1) scale = left >= 4 ? vld1q_f32(k_scale + t) : load_part_f32(k_scale + t, left);
   UNROLL
   for (int i = 0; i < count; i++) {
     float32x4_t score = sum_each_f32(sum[i][0], sum[i][1], sum[i][2], sum[i][3]);
-    if (num_stored >= 4)
-      vst1q_f32(scores + i * KVEDGE_TILE, score);
-    else
-      store_part_f32(scores + i * KVEDGE_TILE, score, num_stored);
+    if (size == 1) score = vmulq_f32(score, scale);
+    store_scores(score, left, accumulate, scores + (first + i) * KVEDGE_TILE + t);
   }
 }
 
-static void scores_f32_neon(const kvedge_query_f32 *q, const float *k, ptrdiff_t token_stride,
-                            int num_tokens, float k_scale, const void *prefetch, float *scores) {
-  for (int t = 0; t < num_tokens; t += 4) {
-    const char *rows = (const char *)k + t * token_stride;
-    ptrdiff_t offset[4];
-    row_offsets(num_tokens - t, token_stride, offset);
-    if (prefetch) prefetch_rows((const char *)prefetch + t * token_stride, offset, 4 * q->dim);
-    for (int i = 0; i < q->num_queries; i += F32_QUERIES) {
-      const float *query = q->values + i * q->stride;
-      float *out = scores + i * KVEDGE_TILE + t;
-#define BLOCK(count) score_block_f32(query, q->stride, q->dim, rows, offset, k_scale, count, num_tokens - t, out)
-      switch (min_int(q->num_queries - i, F32_QUERIES)) {
+KVEDGE_INLINE void score_rows(const kvedge_query *q, tile_rows rows, const int size, const float *k_scale,
+                              const void *prefetch, float *scores, int accumulate) {
+  int whole = q->dim / 8 * 8;
+  row_ends gathered;
+  tile_rows ends = rows;
+  if (whole < q->dim) ends = gather_ends(rows, whole, q->dim - whole, size, &gathered);
+  for (int t = 0; t < rows.num_tokens; t += 4) {
+    if (prefetch)
+      prefetch_rows((const char *)prefetch + t * rows.stride, rows.num_tokens - t, rows.stride, q->dim * size);
+    for (int i = 0; i < q->num_queries; i += SCORE_QUERIES) {
+#define BLOCK(count) score_block(q, i, count, &rows, &ends, size, t, k_scale, scores, accumulate)
+      switch (min_int(q->num_queries - i, SCORE_QUERIES)) {
         case 1: BLOCK(1); break;
         case 2: BLOCK(2); break;
+#if defined(__aarch64__)
         case 3: BLOCK(3); break;
         default: BLOCK(4);
+#endif
       }
 #undef BLOCK
     }
   }
 }
 
-/* 4 * vectors channels for `count` query rows; the sums stay in registers over the tile. */
-KVEDGE_INLINE void weigh_block_f32(const char *v, ptrdiff_t token_stride, int num_tokens, float v_scale,
-                                   const float *p, const float *alpha, const int count,
-                                   const int vectors, const char *prefetch, float *acc,
-                                   ptrdiff_t acc_stride) {
-  float32x4_t sum[F32_QUERIES][4];
+static void scores_f32_neon(const kvedge_query *q, const float *k, ptrdiff_t token_stride,
+                            int num_tokens, float k_scale, const void *prefetch, float *scores) {
+  tile_rows rows = {(const char *)k, token_stride, num_tokens, k_scale};
+  score_rows(q, rows, sizeof(float), NULL, prefetch, scores, 0);
+}
+
+/* The sums of 8 * eights channels for `count` query rows, held in registers over the tile. `channels`
+ * of them exist. */
+KVEDGE_INLINE void weigh_block(tile_rows rows, const int size, int channels, const float *weights,
+                               const float *alpha, const int count, const int eights,
+                               const char *prefetch, float *acc, ptrdiff_t acc_stride) {
+  enum { LINE = 64 };
+  const int lines = 8 * eights * size / LINE > 1 ? 8 * eights * size / LINE : 1;
+  const char *v = rows.first;
+  float32x4_t sum[WEIGH_SUMS]; /* (count, 2 * eights) */
+  ptrdiff_t offset[4] = {0, rows.stride, 2 * rows.stride, 3 * rows.stride};
   UNROLL
-  for (int i = 0; i < count; i++)
+  for (int s = 0; s < 2 * eights * count; s++) sum[s] = vdupq_n_f32(0.0f);
+  for (int t = 0; t < rows.num_tokens; t += 4) {
+    if (rows.num_tokens - t < 4) row_offsets(rows.num_tokens - t, rows.stride, offset);
+    float32x4_t weight[WEIGH_QUERIES]; /* of four tokens */
     UNROLL
-    for (int j = 0; j < vectors; j++) sum[i][j] = vdupq_n_f32(0.0f);
-  for (int t = 0; t < num_tokens; t++, v += token_stride) {
-    if (prefetch) __builtin_prefetch(prefetch + t * token_stride);
-    float32x4_t row[4];
-    UNROLL
-    for (int j = 0; j < vectors; j++) row[j] = vmulq_n_f32(vld1q_f32((const float *)v + 4 * j), v_scale);
-    UNROLL
-    for (int i = 0; i < count; i++) {
-      float32x4_t weight = vdupq_n_f32(p[i * KVEDGE_TILE + t]);
+    for (int i = 0; i < count; i++) weight[i] = vld1q_f32(weights + i * KVEDGE_TILE + t);
+    if (prefetch) {
       UNROLL
-      for (int j = 0; j < vectors; j++) sum[i][j] = multiply_add_f32(sum[i][j], row[j], weight);
+      for (int j = 0; j < 4; j++)
+        UNROLL
+        for (int line = 0; line < lines; line++) __builtin_prefetch(prefetch + offset[j] + LINE * line);
+      prefetch += 4 * rows.stride;
     }
+#define TOKEN(j)                                                                               \
+  UNROLL                                                                                       \
+  for (int e = 0; e < eights; e++) {                                                           \
+    float32x4_t row[2];                                                                        \
+    load_row_8(v + offset[j] + 8 * e * size, size, rows.factor, row);                          \
+    UNROLL                                                                                     \
+    for (int i = 0; i < count; i++) {                                                          \
+      float32x4_t *s = sum + 2 * (eights * i + e);                                             \
+      s[0] = MULTIPLY_ADD_LANE_F32(s[0], row[0], weight[i], j);                                \
+      s[1] = MULTIPLY_ADD_LANE_F32(s[1], row[1], weight[i], j);                                \
+    }                                                                                          \
+  }
+    TOKEN(0) TOKEN(1) TOKEN(2) TOKEN(3)
+#undef TOKEN
+    v += 4 * rows.stride;
   }
   UNROLL
   for (int i = 0; i < count; i++)
-    UNROLL
-    for (int j = 0; j < vectors; j++) {
-      float *out = acc + i * acc_stride + 4 * j;
-      vst1q_f32(out, multiply_add_f32(sum[i][j], vld1q_f32(out), vdupq_n_f32(alpha[i])));
-    }
+    add_to_acc(sum + 2 * eights * i, 2 * eights, alpha[i], acc + i * acc_stride, channels);
 }
 
-KVEDGE_INLINE void weigh_rows_f32(const char *v, ptrdiff_t token_stride, int num_tokens, int dim,
-                                  const int count, const float *p, float v_scale, const float *alpha,
-                                  const char *prefetch, float *acc, ptrdiff_t acc_stride) {
+/* All channels, for `count` query rows of weights (count, KVEDGE_TILE), 0 from num_tokens on. */
+KVEDGE_INLINE void weigh_rows(tile_rows rows, const int size, int dim, const int count,
+                              const float *weights, const float *alpha, const char *prefetch, float *acc,
+                              ptrdiff_t acc_stride) {
+  const int eights = WEIGH_SUMS / 2 / (count == 3 ? 4 : count);
   int d = 0;
-#define BLOCK(vectors)                                                                     \
-  weigh_block_f32(v + 4 * d, token_stride, num_tokens, v_scale, p, alpha, count, vectors, \
-                  prefetch && d % 16 == 0 ? prefetch + 4 * d : NULL, acc + d, acc_stride)
-  for (; d + 16 <= dim; d += 16) BLOCK(4);
-  for (; d + 4 <= dim; d += 4) BLOCK(1);
-#undef BLOCK
-  for (; d < dim; d++)
-    UNROLL
-    for (int i = 0; i < count; i++) {
-      float sum = 0.0f;
-      for (int t = 0; t < num_tokens; t++)
-        sum += p[i * KVEDGE_TILE + t] * (((const float *)(v + t * token_stride))[d] * v_scale);
-      acc[i * acc_stride + d] = acc[i * acc_stride + d] * alpha[i] + sum;
+#define BLOCK(channels, eights)                                                                   \
+  weigh_block(block, size, channels, weights, alpha, count, eights,                               \
+              prefetch && d * size % 64 == 0 ? prefetch + d * size : NULL, acc + d, acc_stride)
+  for (; d + 8 <= dim; d += 8) {
+    tile_rows block = {rows.first + d * size, rows.stride, rows.num_tokens, rows.factor};
+    if (d + 8 * eights <= dim) {
+      BLOCK(8 * eights, eights);
+      d += 8 * eights - 8;
+    } else {
+      BLOCK(8, 1);
     }
+  }
+  if (d < dim) {
+    row_ends ends;
+    tile_rows block = gather_ends(rows, d, dim - d, size, &ends);
+    prefetch = NULL; /* would be asked for by the stride of ends */
+    BLOCK(dim - d, 1);
+  }
+#undef BLOCK
+}
+
+/* The same for up to WEIGH_QUERIES query rows. */
+KVEDGE_INLINE void weigh_queries(tile_rows rows, const int size, int dim, int count, const float *weights,
+                                 const float *alpha, const void *prefetch, float *acc, ptrdiff_t acc_stride) {
+#define ROWS(count) weigh_rows(rows, size, dim, count, weights, alpha, prefetch, acc, acc_stride)
+  switch (count) {
+    case 1: ROWS(1); break;
+    case 2: ROWS(2); break;
+#if defined(__aarch64__)
+    case 3: ROWS(3); break;
+    default: ROWS(4);
+#endif
+  }
+#undef ROWS
 }
 
 static void weighted_sum_f32_neon(const float *v, ptrdiff_t token_stride, int num_tokens, int dim,
                                   int num_queries, const float *p, float v_scale,
                                   const float *alpha, const void *prefetch, float *acc,
                                   ptrdiff_t acc_stride) {
-  for (int i = 0; i < num_queries; i += F32_QUERIES, p += F32_QUERIES * KVEDGE_TILE,
-           alpha += F32_QUERIES, acc += F32_QUERIES * acc_stride, prefetch = NULL) {
-#define ROWS(count)                                                                              \
-  weigh_rows_f32((const char *)v, token_stride, num_tokens, dim, count, p, v_scale, alpha,       \
-                 (const char *)prefetch, acc, acc_stride)
-    switch (min_int(num_queries - i, F32_QUERIES)) {
-      case 1: ROWS(1); break;
-      case 2: ROWS(2); break;
-      case 3: ROWS(3); break;
-      default: ROWS(4);
-    }
-#undef ROWS
-  }
+  tile_rows rows = {(const char *)v, token_stride, num_tokens, v_scale};
+  for (int i = 0; i < num_queries; i += WEIGH_QUERIES, prefetch = NULL)
+    weigh_queries(rows, sizeof(float), dim, min_int(num_queries - i, WEIGH_QUERIES), p + i * KVEDGE_TILE,
+                  alpha + i, prefetch, acc + i * acc_stride, acc_stride);
 }
 
 /* ---- the yardstick ---- */
@@ -464,12 +521,12 @@ static uint64_t read_bytes_neon(const void *p, size_t n) {
   return vgetq_lane_u64(all, 0) | vgetq_lane_u64(all, 1);
 }
 
-#define KVEDGE_NEON_TABLE(isa_name, scores, weighted_sum)                                      \
-  {                                                                                            \
-    .name = isa_name, .abs_max_bits = abs_max_bits_neon, .quantize = quantize_neon,            \
-    .dequantize = dequantize_neon, .scores_i8 = scores, .scores_f32 = scores_f32_neon,         \
-    .softmax = softmax_neon, .weights_i16 = weights_i16_neon, .weighted_sum_i8 = weighted_sum, \
-    .weighted_sum_f32 = weighted_sum_f32_neon, .read_bytes = read_bytes_neon,                  \
+#define KVEDGE_NEON_TABLE(isa_name, encode, scores, weighted_sum)                                  \
+  {                                                                                                \
+    .name = isa_name, .abs_max_bits = abs_max_bits_neon, .quantize = quantize_neon,                \
+    .dequantize = dequantize_neon, .encode_query = encode, .scores_i8 = scores,                    \
+    .scores_f32 = scores_f32_neon, .softmax = softmax_neon, .weighted_sum_i8 = weighted_sum,       \
+    .weighted_sum_f32 = weighted_sum_f32_neon, .read_bytes = read_bytes_neon,                      \
   }
 
 #endif

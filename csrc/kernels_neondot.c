@@ -16,107 +16,169 @@ KVEDGE_TARGET_BEGIN("dotprod")
 
 #include "kernels_neon_common.h"
 
+/* ---- numbers of 24 bits in three signed bytes ---- */
+
+/* What the largest of a set becomes. Three digits of 127 would be 8355711; one less, because the
+ * product of a number and a rounded factor may end a little above. */
+#define LARGEST_CODE 8355710.0f
+/* Below, LARGEST_CODE / largest is no float any more: such a set counts as zeros. */
+#define SMALLEST_ENCODED 0x1p-104f
+
+KVEDGE_INLINE float factor_of_codes(float largest) {
+  return largest > SMALLEST_ENCODED ? LARGEST_CODE / largest : 0.0f;
+}
+
+KVEDGE_INLINE float scale_of_codes(float largest) {
+  return largest > SMALLEST_ENCODED ? largest / LARGEST_CODE : 0.0f;
+}
+
+/* rint(x * factor) = 65536 * high + 256 * middle + low, as {high x 4, middle x 4, low x 4, 0 x 4}. With
+ * 128 added to each digit the digits are plain bytes, and inverting a byte's top bit takes 128 off. */
+KVEDGE_INLINE int8x16_t encode_4(float32x4_t x, float factor) {
+  static const uint8_t order[16] = {2, 6, 10, 14, 1, 5, 9, 13, 0, 4, 8, 12, 3, 7, 11, 15};
+  const int32x4_t offset = vdupq_n_s32(0x808080);
+  int32x4_t bytes = veorq_s32(vaddq_s32(round_to_i32(vmulq_n_f32(x, factor)), offset), offset);
+  return vqtbl1q_s8(vreinterpretq_s8_s32(bytes), vld1q_u8(order));
+}
+
+/* The sums of four lanes' digits become one number each. A digit's sum is below 128 * 127 * 1024 =
+ * 2^24 and exact as a float, where the three together would not fit an integer. */
+KVEDGE_INLINE float32x4_t join_digits(const int32x4_t sum[3]) {
+  float32x4_t upper = vfmaq_n_f32(vcvtq_f32_s32(sum[1]), vcvtq_f32_s32(sum[0]), 256.0f);
+  return vfmaq_n_f32(vcvtq_f32_s32(sum[2]), upper, 256.0f);
+}
+
+/* sum += for each of four lanes, its four codes times the four encoded numbers */
+KVEDGE_INLINE void dot_digits(int32x4_t sum[3], int8x16_t codes, int8x16_t digits) {
+  sum[0] = vdotq_laneq_s32(sum[0], codes, digits, 0);
+  sum[1] = vdotq_laneq_s32(sum[1], codes, digits, 1);
+  sum[2] = vdotq_laneq_s32(sum[2], codes, digits, 2);
+}
+
 /* ---- scores ---- */
 
-/* {sum a, sum b, sum c, sum d} */
-KVEDGE_INLINE int32x4_t sum_each_i32(int32x4_t a, int32x4_t b, int32x4_t c, int32x4_t d) {
-  return vpaddq_s32(vpaddq_s32(a, b), vpaddq_s32(c, d));
+static void encode_query_neondot(const float *values, int n, int8_t *codes, float *scale, int32_t *sums) {
+  float32x4_t largest = vdupq_n_f32(0.0f);
+  for (int d = 0; d < n; d += 4) largest = vmaxq_f32(largest, vabsq_f32(vld1q_f32(values + d)));
+  float factor = factor_of_codes(max_across(largest));
+  int32x4_t sum = vdupq_n_s32(0);
+  for (int d = 0; d < n; d += 4) {
+    int8x16_t digits = encode_4(vld1q_f32(values + d), factor);
+    vst1q_s8(codes + 4 * d, digits);
+    sum = vdotq_s32(sum, digits, vdupq_n_s8(1));
+  }
+  *scale = scale_of_codes(max_across(largest));
+  vst1q_s32(sums, sum);
 }
 
-enum { SCORE_QUERIES = 2 }; /* 16 registers of sums: high and low bytes, 2 queries, 4 tokens */
-
-typedef struct {
-  int32x4_t hi[SCORE_QUERIES][4]; /* (count, 4 tokens) */
-  int32x4_t lo[SCORE_QUERIES][4];
-} score_sums;
-
-KVEDGE_INLINE void score_16_channels(const int8_t *hi, const int8_t *lo, ptrdiff_t stride,
-                                     const int8x16_t k[4], const int count, score_sums *sums) {
-  UNROLL
-  for (int i = 0; i < count; i++) {
-    int8x16_t q_hi = vld1q_s8(hi + i * stride), q_lo = vld1q_s8(lo + i * stride);
-    UNROLL
-    for (int j = 0; j < 4; j++) {
-      sums->hi[i][j] = vdotq_s32(sums->hi[i][j], k[j], q_hi);
-      sums->lo[i][j] = vdotq_s32(sums->lo[i][j], k[j], q_lo);
-    }
+/* The last n < 16 channels of four rows, with zeros after them. */
+OUT_OF_LINE void gather_ends_16(const int8_t *rows, const ptrdiff_t offset[4], int n, int8_t ends[4][16]) {
+  for (int j = 0; j < 4; j++) {
+    const int8_t *p = rows + offset[j];
+    int8x8_t low = n < 8 ? vcreate_s8(load_below_8(p, n)) : vld1_s8(p);
+    int8x8_t high = n < 8 ? vdup_n_s8(0) : vcreate_s8(load_below_8(p + 8, n - 8));
+    vst1q_s8(ends[j], vcombine_s8(low, high));
   }
 }
 
-/* Scores of a group of four tokens, of which num_stored are stored, for `count` queries from first on. */
-KVEDGE_INLINE void score_block(const kvedge_query_i8 *q, int first, const int count, const int8_t *rows,
-                               const ptrdiff_t offset[4], const int8_t ends[4][16], float32x4_t k_scale,
-                               int num_stored, float *scores, int accumulate) {
-  const int8_t *hi = q->hi + first * q->stride, *lo = q->lo + first * q->stride;
-  int8x16_t k[4];
-  score_sums sums;
+/* Rows of 4 dwords become columns: lane t of out[c] is dword c of row t. */
+KVEDGE_INLINE void transpose_4x4(const int8x16_t row[4], int8x16_t out[4]) {
+  int32x4_t a = vreinterpretq_s32_s8(row[0]), b = vreinterpretq_s32_s8(row[1]);
+  int32x4_t c = vreinterpretq_s32_s8(row[2]), d = vreinterpretq_s32_s8(row[3]);
+  int64x2_t even_ab = vreinterpretq_s64_s32(vtrn1q_s32(a, b)), odd_ab = vreinterpretq_s64_s32(vtrn2q_s32(a, b));
+  int64x2_t even_cd = vreinterpretq_s64_s32(vtrn1q_s32(c, d)), odd_cd = vreinterpretq_s64_s32(vtrn2q_s32(c, d));
+  out[0] = vreinterpretq_s8_s64(vtrn1q_s64(even_ab, even_cd));
+  out[1] = vreinterpretq_s8_s64(vtrn1q_s64(odd_ab, odd_cd));
+  out[2] = vreinterpretq_s8_s64(vtrn2q_s64(even_ab, even_cd));
+  out[3] = vreinterpretq_s8_s64(vtrn2q_s64(odd_ab, odd_cd));
+}
+
+enum { DOT_SCORE_QUERIES = 4 }; /* x 3 digits = 12 registers of sums */
+
+KVEDGE_INLINE void score_16_channels(const int8_t *codes, ptrdiff_t stride, const int8_t *rows,
+                                     const ptrdiff_t offset[4], const int count,
+                                     int32x4_t sum[DOT_SCORE_QUERIES][3]) {
+  int8x16_t k[4], column[4];
   UNROLL
-  for (int i = 0; i < count; i++) {
+  for (int j = 0; j < 4; j++) k[j] = vld1q_s8(rows + offset[j]);
+  transpose_4x4(k, column);
+  UNROLL
+  for (int c = 0; c < 4; c++)
     UNROLL
-    for (int j = 0; j < 4; j++) sums.hi[i][j] = sums.lo[i][j] = vdupq_n_s32(0);
-  }
+    for (int i = 0; i < count; i++) dot_digits(sum[i], column[c], vld1q_s8(codes + i * stride + 16 * c));
+}
+
+/* Scores of four tokens, of which `left` or all are stored, for `count` queries from first on. */
+KVEDGE_INLINE void score_dots(const kvedge_query *q, int first, const int count, const int8_t *rows,
+                              const ptrdiff_t offset[4], const int8_t ends[4][16], float32x4_t k_scale,
+                              int left, float *scores, int accumulate) {
+  static const ptrdiff_t end_offset[4] = {0, 16, 32, 48};
+  const ptrdiff_t stride = 4 * q->stride;
+  const int8_t *codes = q->codes + first * stride; /* (count, stride), padded with zeros */
+  int32x4_t sum[DOT_SCORE_QUERIES][3];
+  UNROLL
+  for (int i = 0; i < count; i++) sum[i][0] = sum[i][1] = sum[i][2] = vdupq_n_s32(0);
   int d = 0;
-  for (; d + 16 <= q->dim; d += 16) {
-    UNROLL
-    for (int j = 0; j < 4; j++) k[j] = vld1q_s8(rows + offset[j] + d);
-    score_16_channels(hi + d, lo + d, q->stride, k, count, &sums);
-  }
-  if (d < q->dim) { /* codes are padded with zeros */
-    UNROLL
-    for (int j = 0; j < 4; j++) k[j] = vld1q_s8(ends[j]);
-    score_16_channels(hi + d, lo + d, q->stride, k, count, &sums);
-  }
+  for (; d + 16 <= q->dim; d += 16) score_16_channels(codes + 4 * d, stride, rows + d, offset, count, sum);
+  if (d < q->dim) score_16_channels(codes + 4 * d, stride, ends[0], end_offset, count, sum);
   UNROLL
   for (int i = 0; i < count; i++) {
-    /* |sum| <= 128 * 127 * 1024 < 2^24: exact in float, where 256 * hi + lo may pass 2^31 as an integer */
-    float32x4_t dot_hi = vcvtq_f32_s32(sum_each_i32(sums.hi[i][0], sums.hi[i][1], sums.hi[i][2], sums.hi[i][3]));
-    float32x4_t dot_lo = vcvtq_f32_s32(sum_each_i32(sums.lo[i][0], sums.lo[i][1], sums.lo[i][2], sums.lo[i][3]));
-    store_scores(vfmaq_n_f32(dot_lo, dot_hi, 256.0f), k_scale, q->scale[(first + i) * q->scale_stride],
-                 num_stored, accumulate, scores + (first + i) * KVEDGE_TILE);
+    float32x4_t scale = vmulq_n_f32(k_scale, q->scale[(first + i) * q->sums_stride]);
+    store_scores(vmulq_f32(join_digits(sum[i]), scale), left, accumulate, scores + (first + i) * KVEDGE_TILE);
   }
 }
 
-static void scores_i8_neondot(const kvedge_query_i8 *q, const int8_t *k, ptrdiff_t token_stride,
-                              int num_tokens, const float *k_scale, const void *prefetch,
-                              float *scores, int accumulate) {
+static void scores_i8_neondot(const kvedge_query *q, const int8_t *k, ptrdiff_t token_stride,
+                              int num_tokens, const float *k_scale, const void *prefetch, float *scores,
+                              int accumulate) {
   for (int t = 0; t < num_tokens; t += 4) {
     const int8_t *rows = k + t * token_stride;
     int left = num_tokens - t, whole = q->dim / 16 * 16;
     int8_t ends[4][16];
     ptrdiff_t offset[4];
     row_offsets(left, token_stride, offset);
-    if (prefetch) prefetch_rows((const char *)prefetch + t * token_stride, offset, q->dim);
+    if (prefetch) prefetch_rows((const char *)prefetch + t * token_stride, left, token_stride, q->dim);
     if (whole < q->dim) gather_ends_16(rows + whole, offset, q->dim - whole, ends);
     float32x4_t scale = left >= 4 ? vld1q_f32(k_scale + t) : load_part_f32(k_scale + t, left);
-    int i = 0;
-    for (; i + 2 <= q->num_queries; i += 2)
-      score_block(q, i, 2, rows, offset, ends, scale, left, scores + t, accumulate);
-    if (i < q->num_queries)
-      score_block(q, i, 1, rows, offset, ends, scale, left, scores + t, accumulate);
+    for (int i = 0; i < q->num_queries; i += DOT_SCORE_QUERIES) {
+#define BLOCK(count) score_dots(q, i, count, rows, offset, ends, scale, left, scores + t, accumulate)
+      switch (min_int(q->num_queries - i, DOT_SCORE_QUERIES)) {
+        case 1: BLOCK(1); break;
+        case 2: BLOCK(2); break;
+        case 3: BLOCK(3); break;
+        default: BLOCK(4);
+      }
+#undef BLOCK
+    }
   }
 }
 
 /* ---- weighted sum ---- */
 
-/* Weights are negated before they are split: -w is in -32767..0, so that -w = 256 * hi + lo with hi in
- * -128..0 and lo in -128..127. For w itself hi would reach 128, which is no signed byte. */
-typedef struct {
-  int8_t hi[KVEDGE_STACK][KVEDGE_TILE];
-  int8_t lo[KVEDGE_STACK][KVEDGE_TILE];
-} split_weights;
+enum { DOT_WEIGH_QUERIES = 4, DOT_WEIGH_SUMS = 8 }; /* x 3 digits = 24 registers of sums */
 
-static void split_negated(const int16_t *weights, int num_queries, split_weights *split) {
-  for (int i = 0; i < num_queries; i++, weights += KVEDGE_TILE)
-    for (int t = 0; t < KVEDGE_TILE; t += 16) {
-      int16x8_t a = vnegq_s16(vld1q_s16(weights + t)), b = vnegq_s16(vld1q_s16(weights + t + 8));
-      vst1q_s8(split->hi[i] + t, vcombine_s8(vrshrn_n_s16(a, 8), vrshrn_n_s16(b, 8)));
-      vst1q_s8(split->lo[i] + t, vcombine_s8(vmovn_s16(a), vmovn_s16(b)));
+/* p * v_scale of up to DOT_WEIGH_QUERIES query rows, each relative to its largest. */
+typedef struct {
+  int8_t digits[DOT_WEIGH_QUERIES][KVEDGE_TILE / 4][16];
+  float scale[DOT_WEIGH_QUERIES];
+} encoded_weights;
+
+static void encode_weights(const float *p, const float *v_scale, int num_tokens, int num_queries,
+                           encoded_weights *weights) {
+  for (int i = 0; i < num_queries; i++, p += KVEDGE_TILE) {
+    float32x4_t w[KVEDGE_TILE / 4]; /* p and v_scale are 0 from num_tokens to KVEDGE_TILE */
+    float32x4_t largest = vdupq_n_f32(0.0f);
+    for (int t = 0; t < num_tokens; t += 4) {
+      w[t / 4] = vmulq_f32(vld1q_f32(p + t), vld1q_f32(v_scale + t));
+      largest = vmaxq_f32(largest, w[t / 4]);
     }
+    float factor = factor_of_codes(max_across(largest));
+    weights->scale[i] = scale_of_codes(max_across(largest));
+    for (int t = 0; t < num_tokens; t += 4) vst1q_s8(weights->digits[i][t / 4], encode_4(w[t / 4], factor));
+  }
 }
 
-enum { WEIGH_QUERIES = 4, WEIGH_SUMS = 8 }; /* registers of sums: 8 of high and 8 of low bytes */
-
-/* Four tokens' codes, 8 or 16 channels, as registers of 4 channels by 4 tokens. */
+/* Four tokens' codes, 8 or 16 channels: lane c of out[j] holds channel 4 * j + c of the four tokens. */
 KVEDGE_INLINE void interleave_tokens(const int8x16_t row[4], const int vectors, int8x16_t out[4]) {
   int16x8_t tokens_01 = vreinterpretq_s16_s8(vzip1q_s8(row[0], row[1]));
   int16x8_t tokens_23 = vreinterpretq_s16_s8(vzip1q_s8(row[2], row[3]));
@@ -130,91 +192,74 @@ KVEDGE_INLINE void interleave_tokens(const int8x16_t row[4], const int vectors, 
   }
 }
 
-/* The sums of 4 * vectors channels, vectors 2 or 4, for `count` query rows from first on, held in
- * registers over the tile. */
-KVEDGE_INLINE void weigh_block(const int8_t *v, ptrdiff_t token_stride, int num_tokens, int channels,
-                               const split_weights *weights, int first, const float *w_scale,
-                               const float *alpha, const int count, const int vectors,
-                               const char *prefetch, float *acc, ptrdiff_t acc_stride) {
-  int32x4_t hi[WEIGH_SUMS], lo[WEIGH_SUMS]; /* (count, vectors) */
-  UNROLL
-  for (int s = 0; s < count * vectors; s++) hi[s] = lo[s] = vdupq_n_s32(0);
+/* The sums of 4 * vectors channels, vectors 2 or 4, for `count` query rows, held in registers over the
+ * tile. */
+KVEDGE_INLINE void weigh_dots(const int8_t *v, ptrdiff_t token_stride, int num_tokens, int channels,
+                              const encoded_weights *weights, const float *alpha, const int count,
+                              const int vectors, const char *prefetch, float *acc, ptrdiff_t acc_stride) {
+  int32x4_t sum[DOT_WEIGH_SUMS][3]; /* (count, vectors) */
   ptrdiff_t offset[4] = {0, token_stride, 2 * token_stride, 3 * token_stride};
-  for (int t = 0; t < num_tokens; t += 16) {
-    int8x16_t w_hi[WEIGH_QUERIES], w_lo[WEIGH_QUERIES]; /* of 16 tokens */
+  UNROLL
+  for (int s = 0; s < count * vectors; s++) sum[s][0] = sum[s][1] = sum[s][2] = vdupq_n_s32(0);
+  for (int t = 0; t < num_tokens; t += 4, v += 4 * token_stride) {
+    if (num_tokens - t < 4) row_offsets(num_tokens - t, token_stride, offset);
+    if (prefetch) {
+      UNROLL
+      for (int j = 0; j < 4; j++) __builtin_prefetch(prefetch + t * token_stride + offset[j]);
+    }
+    int8x16_t row[4], codes[4];
+    UNROLL
+    for (int j = 0; j < 4; j++)
+      row[j] = vectors == 4 ? vld1q_s8(v + offset[j]) : vcombine_s8(vld1_s8(v + offset[j]), vdup_n_s8(0));
+    interleave_tokens(row, vectors, codes);
     UNROLL
     for (int i = 0; i < count; i++) {
-      w_hi[i] = vld1q_s8(weights->hi[first + i] + t);
-      w_lo[i] = vld1q_s8(weights->lo[first + i] + t);
+      int8x16_t digits = vld1q_s8(weights->digits[i][t / 4]);
+      UNROLL
+      for (int c = 0; c < vectors; c++) dot_digits(sum[vectors * i + c], codes[c], digits);
     }
-#define FOUR_TOKENS(group)                                                         \
-  {                                                                                \
-    int left = num_tokens - t - 4 * group;                                         \
-    if (left <= 0) break;                                                          \
-    if (left < 4) row_offsets(left, token_stride, offset);                         \
-    if (prefetch) {                                                                \
-      UNROLL                                                                       \
-      for (int j = 0; j < 4; j++) __builtin_prefetch(prefetch + offset[j]);        \
-      prefetch += 4 * token_stride;                                                \
-    }                                                                              \
-    int8x16_t row[4], codes[4];                                                    \
-    UNROLL                                                                         \
-    for (int j = 0; j < 4; j++)                                                    \
-      row[j] = vectors == 4 ? vld1q_s8(v + offset[j])                              \
-                            : vcombine_s8(vld1_s8(v + offset[j]), vdup_n_s8(0));   \
-    interleave_tokens(row, vectors, codes);                                        \
-    UNROLL                                                                         \
-    for (int i = 0; i < count; i++) {                                              \
-      UNROLL                                                                       \
-      for (int c = 0; c < vectors; c++) {                                          \
-        int32x4_t *sum_hi = hi + vectors * i + c, *sum_lo = lo + vectors * i + c;  \
-        *sum_hi = vdotq_laneq_s32(*sum_hi, codes[c], w_hi[i], group);              \
-        *sum_lo = vdotq_laneq_s32(*sum_lo, codes[c], w_lo[i], group);              \
-      }                                                                            \
-    }                                                                              \
-    v += 4 * token_stride;                                                         \
-  }
-    FOUR_TOKENS(0) FOUR_TOKENS(1) FOUR_TOKENS(2) FOUR_TOKENS(3)
-#undef FOUR_TOKENS
   }
   UNROLL
-  for (int s = 0; s < count * vectors; s++) hi[s] = vaddq_s32(vshlq_n_s32(hi[s], 8), lo[s]);
-  UNROLL
-  for (int i = 0; i < count; i++)
-    fold_sums(hi + vectors * i, vectors, alpha[i], -w_scale[i], acc + i * acc_stride, channels);
+  for (int i = 0; i < count; i++) {
+    float32x4_t joined[4];
+    UNROLL
+    for (int c = 0; c < vectors; c++) joined[c] = vmulq_n_f32(join_digits(sum[vectors * i + c]), weights->scale[i]);
+    add_to_acc(joined, vectors, alpha[i], acc + i * acc_stride, channels);
+  }
 }
 
-KVEDGE_INLINE void weigh_rows(const int8_t *v, ptrdiff_t token_stride, int num_tokens, int dim,
-                              const int count, const split_weights *weights, int first,
-                              const float *w_scale, const float *alpha, const char *prefetch,
-                              float *acc, ptrdiff_t acc_stride) {
+KVEDGE_INLINE void weigh_dot_rows(const int8_t *v, ptrdiff_t token_stride, int num_tokens, int dim,
+                                  const int count, const encoded_weights *weights, const float *alpha,
+                                  const char *prefetch, float *acc, ptrdiff_t acc_stride) {
   int d = 0;
-#define BLOCK(rows, stride, channels, vectors)                                                    \
-  weigh_block(rows, stride, num_tokens, channels, weights, first, w_scale, alpha, count, vectors, \
-              prefetch && d % 64 == 0 ? prefetch + d : NULL, acc + d, acc_stride)
+#define BLOCK(rows, stride, channels, vectors)                                          \
+  weigh_dots(rows, stride, num_tokens, channels, weights, alpha, count, vectors,        \
+             prefetch && d % 64 == 0 ? prefetch + d : NULL, acc + d, acc_stride)
   if (count <= 2)
     for (; d + 16 <= dim; d += 16) BLOCK(v + d, token_stride, 16, 4);
   for (; d + 8 <= dim; d += 8) BLOCK(v + d, token_stride, 8, 2);
   if (d < dim) {
-    int8_t ends[KVEDGE_TILE][8];
-    gather_ends_8(v + d, token_stride, num_tokens, dim - d, ends);
+    row_ends ends;
+    tile_rows rows = {(const char *)v, token_stride, num_tokens, 1.0f};
+    gather_ends(rows, d, dim - d, sizeof(int8_t), &ends);
     prefetch = NULL; /* would be asked for by the stride of ends */
-    BLOCK(ends[0], 8, dim - d, 2);
+    BLOCK(ends.codes[0], 8, dim - d, 2);
   }
 #undef BLOCK
 }
 
 static void weighted_sum_i8_neondot(const int8_t *v, ptrdiff_t token_stride, int num_tokens, int dim,
-                                    int num_queries, const int16_t *weights, const float *w_scale,
+                                    int num_queries, const float *p, const float *v_scale,
                                     const float *alpha, const void *prefetch, float *acc,
                                     ptrdiff_t acc_stride) {
-  split_weights split;
-  split_negated(weights, num_queries, &split);
-  for (int i = 0; i < num_queries; i += WEIGH_QUERIES, prefetch = NULL) {
-#define ROWS(count)                                                                         \
-  weigh_rows(v, token_stride, num_tokens, dim, count, &split, i, w_scale + i, alpha + i,    \
-             prefetch, acc + i * acc_stride, acc_stride)
-    switch (min_int(num_queries - i, WEIGH_QUERIES)) {
+  for (int i = 0; i < num_queries; i += DOT_WEIGH_QUERIES, prefetch = NULL) {
+    int count = min_int(num_queries - i, DOT_WEIGH_QUERIES);
+    encoded_weights weights;
+    encode_weights(p + i * KVEDGE_TILE, v_scale, num_tokens, count, &weights);
+#define ROWS(count)                                                                          \
+  weigh_dot_rows(v, token_stride, num_tokens, dim, count, &weights, alpha + i, prefetch,     \
+                 acc + i * acc_stride, acc_stride)
+    switch (count) {
       case 1: ROWS(1); break;
       case 2: ROWS(2); break;
       case 3: ROWS(3); break;
@@ -225,7 +270,7 @@ static void weighted_sum_i8_neondot(const int8_t *v, ptrdiff_t token_stride, int
 }
 
 const kvedge_kernels kvedge_kernels_neondot =
-    KVEDGE_NEON_TABLE("neondot", scores_i8_neondot, weighted_sum_i8_neondot);
+    KVEDGE_NEON_TABLE("neondot", encode_query_neondot, scores_i8_neondot, weighted_sum_i8_neondot);
 
 KVEDGE_TARGET_END
 #endif

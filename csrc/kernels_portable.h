@@ -10,7 +10,19 @@
 
 #include "kernels.h"
 
-enum { LANES = 16 };
+enum {
+  LANES = 16,
+  CODE_ROW = 4 * KVEDGE_TILE, /* bytes of a tile's encoded weights, for paths that encode them */
+};
+
+/* The largest codes of 24 bits, a little below what fits because products round: of queries, in three
+ * signed bytes (up to 127 * (65536 + 256 + 1)), and of weights, in three unsigned ones. */
+#define QUERY_MAX 8355000.0f
+#define WEIGHT_MAX 16777000.0f
+/* Where a group's largest is below, all of it is nothing: beside the query's other channels, beside
+ * the weights of some other tile. */
+#define QUERY_NOTHING 1e-30f
+#define WEIGHT_NOTHING 7.7e-34f
 
 static inline float bits_to_float(uint32_t bits) {
   float x;
@@ -78,26 +90,6 @@ static void softmax_portable(float *scores, int num_queries, int num_tokens, con
       }
     for (int t = padded; t < KVEDGE_TILE; t++) scores[t] = 0.0f;
     sum[i] = sum[i] * alpha[i] + lanes_sum(lane);
-  }
-}
-
-static void weights_i16_portable(const float *p, int num_queries, int num_tokens,
-                                 const float *v_scale, int16_t *weights, float *w_scale) {
-  int padded = (num_tokens + LANES - 1) / LANES * LANES;
-  for (int i = 0; i < num_queries; i++, p += KVEDGE_TILE, weights += KVEDGE_TILE) {
-    float lane[LANES] = {0};
-    float w[KVEDGE_TILE];
-    for (int t = 0; t < padded; t += LANES)
-      for (int j = 0; j < LANES; j++) {
-        w[t + j] = p[t + j] * v_scale[t + j];
-        lane[j] = w[t + j] > lane[j] ? w[t + j] : lane[j];
-      }
-    float largest = lanes_max(lane);
-    /* Where all are below 2^-110, they are nothing beside the weights of some other tile. */
-    float inverse = largest > 7.7e-34f ? KVEDGE_WEIGHT_MAX / largest : 0.0f;
-    w_scale[i] = inverse > 0.0f ? largest / KVEDGE_WEIGHT_MAX : 0.0f;
-    for (int t = 0; t < padded; t++) weights[t] = (int16_t)(int32_t)(w[t] * inverse + 0.5f);
-    for (int t = padded; t < KVEDGE_TILE; t++) weights[t] = 0;
   }
 }
 

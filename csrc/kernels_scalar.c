@@ -30,16 +30,17 @@ static void scores_i8_scalar(const kvedge_query *q, const int8_t *k, ptrdiff_t t
 }
 
 static void weighted_sum_i8_scalar(const int8_t *v, ptrdiff_t token_stride, int num_tokens, int dim,
-                                   int num_queries, const int16_t *weights, const float *w_scale,
+                                   int num_queries, const float *p, const float *v_scale,
                                    const float *alpha, const void *prefetch, float *acc,
                                    ptrdiff_t acc_stride) {
   (void)prefetch;
   for (int i = 0; i < num_queries; i++)
     for (int d = 0; d < dim; d++) {
-      int32_t sum = 0;
-      for (int t = 0; t < num_tokens; t++) sum += weights[i * KVEDGE_TILE + t] * v[t * token_stride + d];
+      float sum = 0.0f;
+      for (int t = 0; t < num_tokens; t++)
+        sum += p[i * KVEDGE_TILE + t] * v_scale[t] * (float)v[t * token_stride + d];
       float *out = acc + i * acc_stride + d;
-      *out = *out * alpha[i] + w_scale[i] * (float)sum;
+      *out = *out * alpha[i] + sum;
     }
 }
 
@@ -51,7 +52,6 @@ const kvedge_kernels kvedge_kernels_scalar = {
     .scores_i8 = scores_i8_scalar,
     .scores_f32 = scores_f32_portable,
     .softmax = softmax_portable,
-    .weights_i16 = weights_i16_portable,
     .weighted_sum_i8 = weighted_sum_i8_scalar,
     .weighted_sum_f32 = weighted_sum_f32_portable,
     .read_bytes = read_bytes_portable,

@@ -1,4 +1,4 @@
-/* Query rows into the form that the kernels read: 16-bit codes, or scaled floats. */
+/* Query rows into the form that the kernels read: normalised floats, and codes where a path has them. */
 #include <float.h>
 #include <math.h>
 
@@ -6,48 +6,26 @@
 
 #define LOG2_E 1.4426950408889634
 
-/* Adding it to a double of magnitude below 2^31 leaves the nearest integer, ties to even, in the low
- * bits: rounding that compilers turn into vector code on any CPU. */
-#define ROUND 6755399441055744.0 /* 1.5 * 2^52 */
-
-enum { MAX_HEAD_DIM = 1024 };
-
 static double dot(const float *a, const float *b, int n) {
   double sum = 0.0;
   for (int d = 0; d < n; d++) sum += (double)a[d] * b[d];
   return sum;
 }
 
-/* Codes of n channels of one group; x becomes what they leave. unit is a power of two near the row's
- * largest magnitude. */
-static void quantize_group(const kvedge_attention *a, kvedge_query_part *part, double *x, int n,
-                           double unit, size_t index) {
-  int16_t *codes = part->codes + index * (size_t)a->group_pad;
-  int8_t *hi = part->hi + index * (size_t)a->group_pad;
-  int8_t *lo = part->lo + index * (size_t)a->group_pad;
-  double largest = 0.0;
-  for (int d = 0; d < n; d++) largest = fabs(x[d]) > largest ? fabs(x[d]) : largest;
-  float scale = (float)(largest / (KVEDGE_QUERY_MAX * unit));
-  double step = scale * unit, inverse = scale > 0.0f ? 1.0 / step : 0.0;
-  int32_t sum_hi = 0, sum_lo = 0;
-  for (int d = 0; d < n; d++) {
-    double rounded = (x[d] * inverse + ROUND) - ROUND;
-    x[d] -= rounded * step;
-    codes[d] = (int16_t)(int32_t)rounded;
+/* Values of one query, group by group and padded with zeros, and their codes. */
+static void fill_values(kvedge_attention *a, const float *x, float factor, size_t index) {
+  const kvedge_cache_view *view = &a->view;
+  int group = view->format == KVEDGE_INT8 ? view->group_size : view->head_dim;
+  size_t pad = (size_t)a->group_pad;
+  size_t at = index * (size_t)view->num_groups;
+  for (int start = 0; start < view->head_dim; start += group, at++) {
+    int n = view->head_dim - start < group ? view->head_dim - start : group;
+    float *values = a->values + at * pad;
+    for (int d = 0; d < n; d++) values[d] = x[start + d] * factor;
+    memset(values + n, 0, (pad - (size_t)n) * sizeof *values);
+    if (a->codes)
+      a->kernels->encode_query(values, a->group_pad, a->codes + at * pad * 4, a->scales + at, a->sums + at * 4);
   }
-  for (int d = 0; d < n; d++) {
-    lo[d] = (int8_t)codes[d];
-    hi[d] = (int8_t)((codes[d] - lo[d]) >> 8);
-    sum_lo += lo[d];
-    sum_hi += hi[d];
-  }
-  size_t padding = (size_t)(a->group_pad - n);
-  memset(codes + n, 0, padding * sizeof *codes);
-  memset(hi + n, 0, padding);
-  memset(lo + n, 0, padding);
-  part->scale[index] = scale;
-  part->sum_hi[index] = sum_hi;
-  part->sum_lo[index] = sum_lo;
 }
 
 static void prepare_row(kvedge_attention *a, const float *x, int kv_head, size_t index) {
@@ -55,23 +33,11 @@ static void prepare_row(kvedge_attention *a, const float *x, int kv_head, size_t
   const float scale = a->options.scale;
   int dim = view->head_dim;
   float largest = kvedge_float_of_bits(a->kernels->abs_max_bits(x, (size_t)dim));
-  int exponent = largest > 0.0f ? ilogbf(largest) : 0;
+  /* The power of two below the largest magnitude. Its inverse must be a number too: channels below
+   * 2^-126 are left as they are, and count for nothing. */
+  int exponent = largest >= FLT_MIN ? ilogbf(largest) : 0;
   double unit = ldexp(1.0, exponent);
-  int negative = scale < 0.0f;
-  if (view->format == KVEDGE_INT8) {
-    for (int g = 0; g < view->num_groups; g++) {
-      int start = g * view->group_size, n = dim - start < view->group_size ? dim - start : view->group_size;
-      double left[MAX_HEAD_DIM];
-      for (int d = 0; d < n; d++) left[d] = negative ? -(double)x[start + d] : (double)x[start + d];
-      for (int i = 0; i < a->num_parts; i++)
-        quantize_group(a, &a->parts[i], left, n, unit, index * (size_t)view->num_groups + (size_t)g);
-    }
-  } else {
-    float *values = a->values + index * (size_t)a->group_pad;
-    double inverse = (negative ? -1.0 : 1.0) / unit;
-    for (int d = 0; d < dim; d++) values[d] = (float)(x[d] * inverse);
-    memset(values + dim, 0, (size_t)(a->group_pad - dim) * sizeof *values);
-  }
+  fill_values(a, x, (float)(scale < 0.0f ? -1.0 / unit : 1.0 / unit), index);
   double factor = fabs((double)scale) * unit / a->key_factor;
   double constant = view->key_offset ? scale * dot(x, view->key_offset + (ptrdiff_t)kv_head * dim, dim) : 0.0;
   a->logit_factor[index] = factor;

@@ -76,11 +76,12 @@ static void gather_scales(const kvedge_cache_view *view, const char *scales, int
 
 /* Scores of one tile as they come from the kernels, for `count` stacked queries. */
 static void tile_scores(const kvedge_attention *a, size_t query_index, int count, const char *keys,
-                        const char *key_scales, int num_tokens, const void *prefetch, float *scores) {
+                        const char *key_scales, int num_tokens, const char *prefetch, float *scores) {
   const kvedge_cache_view *view = &a->view;
+  size_t first = query_index * (size_t)view->num_groups, pad = (size_t)a->group_pad;
+  kvedge_query q = {.num_queries = count, .dim = view->head_dim, .stride = (ptrdiff_t)pad * view->num_groups,
+                    .values = a->values + first * pad, .sums_stride = view->num_groups};
   if (view->format == KVEDGE_FLOAT32) {
-    kvedge_query_f32 q = {.num_queries = count, .dim = view->head_dim, .stride = a->group_pad,
-                          .values = a->values + query_index * (size_t)a->group_pad};
     a->kernels->scores_f32(&q, (const float *)keys, view->token_stride, num_tokens, a->key_factor,
                            prefetch, scores);
     return;
@@ -88,22 +89,17 @@ static void tile_scores(const kvedge_attention *a, size_t query_index, int count
   float scale[KVEDGE_TILE];
   for (int g = 0; g < view->num_groups; g++) {
     int start = g * view->group_size;
-    size_t index = query_index * (size_t)view->num_groups + (size_t)g;
-    size_t channel = index * (size_t)a->group_pad;
-    gather_scales(view, key_scales, g, num_tokens, a->key_factor, scale);
-    for (int i = 0; i < a->num_parts; i++) {
-      const kvedge_query_part *part = &a->parts[i];
-      kvedge_query_i8 q = {
-          .num_queries = count,
-          .dim = view->head_dim - start < view->group_size ? view->head_dim - start : view->group_size,
-          .stride = (ptrdiff_t)view->num_groups * a->group_pad,
-          .codes = part->codes + channel, .hi = part->hi + channel, .lo = part->lo + channel,
-          .scale_stride = view->num_groups,
-          .scale = part->scale + index, .sum_hi = part->sum_hi + index, .sum_lo = part->sum_lo + index};
-      a->kernels->scores_i8(&q, (const int8_t *)keys + start, view->token_stride, num_tokens, scale,
-                            prefetch && i == 0 ? (const char *)prefetch + start : NULL, scores,
-                            g > 0 || i > 0);
+    size_t at = first + (size_t)g;
+    q.dim = view->head_dim - start < view->group_size ? view->head_dim - start : view->group_size;
+    q.values = a->values + at * pad;
+    if (a->codes) {
+      q.codes = a->codes + at * pad * 4;
+      q.scale = a->scales + at;
+      q.sums = a->sums + at * 4;
     }
+    gather_scales(view, key_scales, g, num_tokens, a->key_factor, scale);
+    a->kernels->scores_i8(&q, (const int8_t *)keys + start, view->token_stride, num_tokens, scale,
+                          prefetch ? prefetch + start : NULL, scores, g > 0);
   }
 }
 
@@ -163,9 +159,8 @@ static int needs_masking(const kvedge_attention *a, int64_t first_row, int64_t r
 /* ---- A step: one tile of one KV head -------------------------------------------------------- */
 
 typedef struct {
-  float scores[KVEDGE_STACK * KVEDGE_TILE];    /* (stack, tile): scores, then probabilities */
-  int16_t weights[KVEDGE_STACK * KVEDGE_TILE]; /* (stack, tile) */
-  float alpha[KVEDGE_STACK], w_scale[KVEDGE_STACK];
+  float scores[KVEDGE_STACK * KVEDGE_TILE]; /* (stack, tile): scores, then probabilities */
+  float alpha[KVEDGE_STACK];
   float v_scale[KVEDGE_TILE];
 } workspace;
 
@@ -182,9 +177,8 @@ static void weighted_sum(const kvedge_attention *a, int count, const tile_rows *
     int start = g * view->group_size;
     int n = view->head_dim - start < view->group_size ? view->head_dim - start : view->group_size;
     gather_scales(view, rows->value_scales, g, num_tokens, a->value_factor, w->v_scale);
-    a->kernels->weights_i16(w->scores, count, num_tokens, w->v_scale, w->weights, w->w_scale);
     a->kernels->weighted_sum_i8((const int8_t *)rows->values + start, view->token_stride, num_tokens, n,
-                                count, w->weights, w->w_scale, w->alpha,
+                                count, w->scores, w->v_scale, w->alpha,
                                 prefetch ? prefetch + start : NULL, acc + start, a->acc_stride);
   }
 }
