@@ -2,31 +2,30 @@
 
 A backend's core stores, quantizes and attends; it provides (see kvedge/_numpy/layer.py)
 
-    _config, _slabs, _bind(slabs, config), __len__, _set_len(n), _frozen,
+    _open(config), _config, _slabs, _bind(slabs, config), __len__, _set_len(n), _frozen,
     _key_offset, _set_key_offset(array or None),
     push, extend, _append, _dequantize(values, start, stop),
     _dequantize_into(values, start, stop, out), attend, scores
 
-and calls three methods from here: `_start_key_offset` when made, and `_offset_for(keys)` when it
-appends, whose result it sets as the key offset once the tokens are written. Methods with a leading
-underscore that change something are for the cache that owns a frozen layer.
+and calls `_offset_for(keys)` from here when it appends, whose result it sets as the key offset once
+the tokens are written. Methods with a leading underscore that change something are for the cache
+that owns a frozen layer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from kvedge import _checks, _memory
 from kvedge._config import LayerConfig
-from kvedge._layer_docs import FLOAT32_DOC, QUANTIZED_DOC
 from kvedge._layer_facts import LayerFacts
 from kvedge.errors import InvalidArgumentError
 from kvedge.rope import Rope
 
-__all__ = ["FLOAT32_DOC", "QUANTIZED_DOC", "LayerMethods"]
+__all__ = ["LayerMethods"]
 
 _BLOCK_NUMBERS = 1 << 19  # float32 numbers that a shift works on at a time: 2 MiB
 _SQRT2 = 2.0**0.5
@@ -35,11 +34,36 @@ _SQRT2 = 2.0**0.5
 class LayerMethods(LayerFacts):
     """The part of a layer that does not depend on the backend."""
 
+    _dtype: ClassVar[str]  # "int8" or "float32"; of the public class
     _frozen: bool
+
+    def __init__(
+        self,
+        capacity: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        group_size: int | None = None,
+        scale_dtype: str = "float32",
+        key_offset: Any = None,
+    ) -> None:
+        """Make an empty layer; the class tells of the parameters."""
+        config = _checks.layer_config(
+            self._dtype,
+            capacity,
+            num_kv_heads,
+            head_dim,
+            group_size=group_size,
+            scale_dtype=scale_dtype,
+        )
+        key_offset = _checks.as_key_offset(key_offset, config)
+        self._open(config)
+        self._auto_key_offset = isinstance(key_offset, str)
+        self._set_key_offset(None if self._auto_key_offset else key_offset)
 
     if TYPE_CHECKING:  # what the core provides
 
-        def __init__(self, capacity: int, num_kv_heads: int, head_dim: int, **options: Any): ...
+        def _open(self, config: LayerConfig) -> None: ...
         def _set_len(self, n: int) -> None: ...
         def _set_key_offset(self, key_offset: np.ndarray | None) -> None: ...
         def _append(self, keys: Any, values: Any) -> None: ...
@@ -297,12 +321,6 @@ class LayerMethods(LayerFacts):
         return max(1, _BLOCK_NUMBERS // self._config.entry_size)
 
     # ---- key offset ------------------------------------------------------------------------------
-
-    def _start_key_offset(self, key_offset: np.ndarray | str | None) -> None:
-        """Take over what :func:`kvedge._checks.as_key_offset` gave."""
-        self._auto_key_offset = isinstance(key_offset, str)
-        if not isinstance(key_offset, str):
-            self._set_key_offset(key_offset)
 
     def _offset_for(self, keys: np.ndarray) -> np.ndarray | None:
         """The offset to store checked keys (n, H, D) with: as set, or with "auto" their mean."""

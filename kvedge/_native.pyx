@@ -8,6 +8,7 @@ share; then C does the work, without the GIL where that takes long.
 cimport cython
 cimport numpy as cnp
 from cpython.mem cimport PyMem_Free, PyMem_Malloc
+from libc.float cimport FLT_MAX
 from libc.math cimport NAN
 from libc.stdint cimport uintptr_t
 
@@ -15,7 +16,8 @@ import numpy as np
 
 from kvedge import _checks, _memory
 from kvedge._cache import CacheMethods
-from kvedge._layer import FLOAT32_DOC, QUANTIZED_DOC, LayerMethods
+from kvedge._layer import LayerMethods
+from kvedge._layer_docs import FLOAT32_DOC, QUANTIZED_DOC, document
 from kvedge._options import AttendOptions
 from kvedge.errors import KvedgeError, OutOfMemoryError, UnsupportedIsaError
 
@@ -24,6 +26,7 @@ cnp.import_array()
 # Below about this many numbers, giving the GIL away and taking it back costs more than the work.
 cdef enum:
     _KEEP_GIL = 1 << 14
+    _MAX_THREADS = 1024
 
 
 # ---- kernel paths, threads, bandwidth ------------------------------------------------------------
@@ -112,6 +115,12 @@ cdef class _Handle:
     cdef kvedge_layer *layer
     cdef void *header
     cdef object slabs
+    cdef uintptr_t low, high  # all slabs lie between these addresses
+
+    cdef bint is_apart_from(self, cnp.ndarray array):
+        """Whether `array` surely shares no byte with the slabs."""
+        cdef uintptr_t start = <uintptr_t>cnp.PyArray_DATA(array)
+        return start >= self.high or start + cnp.PyArray_NBYTES(array) <= self.low
 
     def __dealloc__(self):
         kvedge_quiesce()  # a late helper may still look at the slabs
@@ -137,6 +146,9 @@ cdef _Handle _attach(config, slabs):
     size = kvedge_layer_header_bytes(&c_config)
     cdef _Handle handle = _Handle()
     handle.slabs = slabs
+    starts = [slab.ctypes.data for slab in slabs]
+    handle.low = min(starts)
+    handle.high = max(start + slab.nbytes for start, slab in zip(starts, slabs))
     handle.header = PyMem_Malloc(size)
     if handle.header == NULL:
         raise OutOfMemoryError(f"cannot allocate {size} bytes for a layer")
@@ -159,14 +171,22 @@ cdef class _LayerCore:
     cdef bint _writing                  # a thread is in _store, perhaps without the GIL
     cdef cnp.npy_intp _num_kv_heads, _head_dim
 
-    def __init__(self, config):
+    def _open(self, config):
+        self._handle = None
+        self._key_offset = None
         self._num_kv_heads = config.num_kv_heads
         self._head_dim = config.head_dim
         self._bind(_memory.reserve_slabs(config), config)
 
+    cdef _Handle _opened(self):
+        """The handle, to be held while C works with its layer."""
+        if self._handle is None:
+            raise KvedgeError("this layer was never made: a subclass must call super().__init__()")
+        return self._handle
+
     def __len__(self):
         """Tokens stored."""
-        return kvedge_layer_len(self._handle.layer)
+        return kvedge_layer_len(self._opened().layer)
 
     def _bind(self, slabs, config):
         cdef _Handle old = self._handle
@@ -180,10 +200,11 @@ cdef class _LayerCore:
         self._config = config
 
     def _set_len(self, n):
-        kvedge_layer_set_len(self._handle.layer, n)
+        kvedge_layer_set_len(self._opened().layer, n)
 
     def _set_key_offset(self, key_offset):
-        cdef kvedge_layer *layer = self._handle.layer
+        cdef _Handle handle = self._opened()
+        cdef kvedge_layer *layer = handle.layer
         cdef int64_t length = kvedge_layer_len(layer)
         if key_offset is not None:
             key_offset = np.ascontiguousarray(key_offset, dtype=np.float32)
@@ -250,7 +271,7 @@ cdef class _LayerCore:
         self._store(keys, values, (<cnp.ndarray>keys).shape[0])
 
     cdef _store(self, keys, values, int64_t num_tokens):
-        cdef kvedge_layer *layer = self._handle.layer
+        cdef _Handle handle = self._opened()
         cdef const float *key_data = _floats(keys)
         cdef const float *value_data = _floats(values)
         cdef kvedge_status status
@@ -261,11 +282,11 @@ cdef class _LayerCore:
             self._refuse(keys, values)  # before their mean is taken
             self._set_key_offset(self._offset_for(keys.reshape(-1, self._num_kv_heads, self._head_dim)))
         if num_tokens * self._num_kv_heads * self._head_dim < _KEEP_GIL:
-            status = kvedge_layer_append(layer, key_data, value_data, num_tokens)
+            status = kvedge_layer_append(handle.layer, key_data, value_data, num_tokens)
         else:
             self._writing = True
             with nogil:
-                status = kvedge_layer_append(layer, key_data, value_data, num_tokens)
+                status = kvedge_layer_append(handle.layer, key_data, value_data, num_tokens)
             self._writing = False
         if status == KVEDGE_OK:
             return
@@ -303,7 +324,7 @@ cdef class _LayerCore:
         return out
 
     def _dequantize_into(self, bint values, int64_t start, int64_t stop, out):
-        cdef _Handle handle = self._handle
+        cdef _Handle handle = self._opened()
         cdef float *data = _floats(out)
         cdef kvedge_status status
         with nogil:
@@ -343,9 +364,8 @@ cdef class _LayerCore:
         out=None,
         num_threads=None,
     ):
-        cdef _Handle handle = self._handle
+        cdef _Handle handle = self._opened()
         cdef kvedge_attention_options c_options
-        cdef kvedge_attention_options *pointer = NULL
         cdef kvedge_status status
         cdef cnp.ndarray rows
         cdef int num_heads, threads = 0
@@ -363,11 +383,13 @@ cdef class _LayerCore:
         rows = <cnp.ndarray>query
         num_heads = <int>rows.shape[rows.ndim - 2]
         num_rows = 1 if single else rows.shape[0]
-        options = None
-        if num_rows > length or not (
-            scale is None and causal is True and window is None and sinks is None
-            and softcap is None and mask is None and alibi_slopes is None and return_lse is False
-            and num_threads is None
+        kvedge_attention_defaults(&c_options)
+        reads = ()
+        if not (
+            num_rows <= length and causal is True and sinks is None and softcap is None
+            and mask is None and alibi_slopes is None
+            and (return_lse is False or return_lse is True)
+            and _fill_plain(&c_options, &threads, length, scale, window, num_threads)
         ):
             options = AttendOptions.make(
                 self._head_dim, num_rows, num_heads, length, scale=scale, causal=causal,
@@ -375,44 +397,48 @@ cdef class _LayerCore:
                 return_lse=return_lse, num_threads=num_threads,
             )
             _fill(&c_options, options)
-            pointer = &c_options
             threads = options.num_threads
+            return_lse = options.return_lse
+            reads = options.arrays()
         if out is None:
             out = _empty(rows.ndim, rows.shape)
-        else:
-            out = _checks.as_out(out, query.shape, reads=(query, *self._slabs))
+        elif reads or not _is_out(out, rows, handle):
+            out = _checks.as_out(out, query.shape, reads=(query, *handle.slabs, *reads))
         lse = None
-        if options is not None and options.return_lse:
+        if return_lse:
             lse = _empty(rows.ndim - 1, rows.shape)
             lse_data = _floats(lse)
         query_data = _floats(query)
         out_data = _floats(out)
-        if length * self._num_kv_heads * self._head_dim < _KEEP_GIL and num_rows == 1:
+        if num_rows * length * num_heads * self._head_dim < _KEEP_GIL:
             status = kvedge_attend(
-                handle.layer, query_data, num_rows, num_heads, pointer, threads, out_data, lse_data)
+                handle.layer, query_data, num_rows, num_heads, &c_options, threads, out_data,
+                lse_data)
         else:
             with nogil:
                 status = kvedge_attend(
-                    handle.layer, query_data, num_rows, num_heads, pointer, threads, out_data,
+                    handle.layer, query_data, num_rows, num_heads, &c_options, threads, out_data,
                     lse_data)
         if status != KVEDGE_OK:
             self._refuse_attend(query, status)
-        return out if lse is None else (out, lse)
+        return (out, lse) if return_lse else out
 
     def scores(self, query, *, scale=None):
-        cdef _Handle handle = self._handle
+        cdef _Handle handle = self._opened()
         cdef cnp.npy_intp shape[2]
         cdef kvedge_status status
         cdef float c_scale = NAN if scale is None else _checks.as_float(scale, "scale")
-        query = _checks.as_query(query, self._config, many=False)[0][0]
-        shape[0] = query.shape[0]
+        if not self._is_query(query) or (<cnp.ndarray>query).ndim != 2:
+            query = _checks.as_query(query, self._config, many=False)[0][0]
+        shape[0] = (<cnp.ndarray>query).shape[0]
         shape[1] = kvedge_layer_len(handle.layer)
         out = _empty(2, shape)
-        if shape[1] == 0:
-            return out
         cdef float *query_data = _floats(query)
         cdef float *out_data = _floats(out)
         cdef int num_heads = <int>shape[0]
+        if shape[1] == 0:
+            _checks.check_finite(query, "query")
+            return out
         with nogil:
             status = kvedge_scores(handle.layer, query_data, num_heads, c_scale, out_data)
         if status != KVEDGE_OK:
@@ -425,6 +451,48 @@ cdef class _LayerCore:
         if status == KVEDGE_ERROR_MEMORY:
             raise OutOfMemoryError("no memory for the intermediate results of attention")
         raise KvedgeError(kvedge_strerror(status).decode())
+
+
+cdef inline bint _is_out(object array, cnp.ndarray query, _Handle handle):
+    """Whether a result shaped as `query` may be written to `array` as it lies."""
+    cdef cnp.ndarray out
+    cdef uintptr_t start, query_start
+    cdef int axis
+    if not _is_plain(array) or not cnp.PyArray_ISWRITEABLE(<cnp.ndarray>array):
+        return False
+    out = <cnp.ndarray>array
+    if out.ndim != query.ndim:
+        return False
+    for axis in range(out.ndim):
+        if out.shape[axis] != query.shape[axis]:
+            return False
+    start, query_start = <uintptr_t>out.data, <uintptr_t>query.data
+    size = cnp.PyArray_NBYTES(out)  # of both
+    return (start + size <= query_start or query_start + size <= start) and handle.is_apart_from(out)
+
+
+cdef bint _fill_plain(
+    kvedge_attention_options *c, int *threads, int64_t length, scale, window, num_threads
+) except -1:
+    """Take the options that most calls pass, given as plain Python numbers in range; else False."""
+    cdef double factor
+    if scale is not None:
+        if type(scale) is not float:
+            return False
+        factor = scale
+        if not -FLT_MAX <= factor <= FLT_MAX:
+            return False
+        c.scale = <float>factor
+    if window is not None:
+        if type(window) is not int or window < 1:
+            return False
+        if window < length:  # else it hides nothing, which is none
+            c.window = window
+    if num_threads is not None:
+        if type(num_threads) is not int or not 1 <= num_threads <= _MAX_THREADS:
+            return False
+        threads[0] = num_threads
+    return True
 
 
 cdef _fill(kvedge_attention_options *c, options):
@@ -450,29 +518,17 @@ cdef _fill(kvedge_attention_options *c, options):
             c.bias_strides[i] = options.mask_bias.strides[i] // 4
 
 
+document(_LayerCore)
+
+
 class QuantizedKvLayer(_LayerCore, LayerMethods):
     __doc__ = QUANTIZED_DOC
-
-    def __init__(self, capacity, num_kv_heads, head_dim, *, group_size=None, scale_dtype="float32",
-                 key_offset=None):
-        config = _checks.layer_config(
-            "int8", capacity, num_kv_heads, head_dim, group_size=group_size, scale_dtype=scale_dtype)
-        key_offset = _checks.as_key_offset(key_offset, config)
-        _LayerCore.__init__(self, config)
-        self._start_key_offset(key_offset)
+    _dtype = "int8"
 
 
 class Float32KvLayer(_LayerCore, LayerMethods):
     __doc__ = FLOAT32_DOC
-
-    def __init__(self, capacity, num_kv_heads, head_dim, *, group_size=None, scale_dtype="float32",
-                 key_offset=None):
-        config = _checks.layer_config(
-            "float32", capacity, num_kv_heads, head_dim, group_size=group_size,
-            scale_dtype=scale_dtype)
-        key_offset = _checks.as_key_offset(key_offset, config)
-        _LayerCore.__init__(self, config)
-        self._start_key_offset(key_offset)
+    _dtype = "float32"
 
 
 class KVCache(CacheMethods):

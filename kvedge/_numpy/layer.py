@@ -7,7 +7,7 @@ import numpy as np
 from kvedge import _checks, _memory
 from kvedge._cache import CacheMethods
 from kvedge._layer import LayerMethods
-from kvedge._layer_docs import FLOAT32_DOC, QUANTIZED_DOC
+from kvedge._layer_docs import FLOAT32_DOC, QUANTIZED_DOC, document
 from kvedge._numpy import attention, quantize
 from kvedge._options import AttendOptions
 
@@ -17,7 +17,7 @@ _BLOCK_NUMBERS = 1 << 20  # float32 numbers worked on at a time: 4 MiB
 class _LayerCore:
     """Storage, quantizer and attention of one layer; see LayerMethods for what it must provide."""
 
-    def __init__(self, config):
+    def _open(self, config):
         self._frozen = False
         self._len = 0
         self._key_offset = None
@@ -38,36 +38,10 @@ class _LayerCore:
         self._key_offset = key_offset
 
     def push(self, keys, values):
-        """Append one token.
-
-        Parameters
-        ----------
-        keys, values : array
-            float32 (num_kv_heads, head_dim) or flat; float16 and bfloat16 are converted.
-
-        Raises
-        ------
-        CapacityExceededError, ShapeMismatchError, DtypeMismatchError, LayoutError
-        NonFiniteInputError, ScaleRangeError, ReadOnlyLayerError
-            Nothing has changed.
-        """
         _checks.check_unfrozen(self._frozen)
         self._store(*_checks.checked_rows(keys, values, self._config, self._len, many=False))
 
     def extend(self, keys, values):
-        """Append any number of tokens: all of them or none.
-
-        Parameters
-        ----------
-        keys, values : array
-            float32 (n, num_kv_heads, head_dim); float16 and bfloat16 are converted.
-
-        Raises
-        ------
-        CapacityExceededError, ShapeMismatchError, DtypeMismatchError, LayoutError
-        NonFiniteInputError, ScaleRangeError, ReadOnlyLayerError
-            Nothing has changed.
-        """
         _checks.check_unfrozen(self._frozen)
         self._store(*_checks.checked_rows(keys, values, self._config, self._len, many=True))
 
@@ -149,55 +123,6 @@ class _LayerCore:
         out=None,
         num_threads=None,
     ):
-        """Attention of query rows over the tokens stored.
-
-        Query head h reads KV head h // (num_heads // num_kv_heads). Row i of n stands at position
-        p = len - n + i. A row that may see nothing gives zeros.
-
-        Parameters
-        ----------
-        query : array
-            float32 (num_heads, head_dim) for the last token, or (n, num_heads, head_dim) for the
-            last n; num_heads a multiple of num_kv_heads.
-        scale : float, optional
-            Factor of the dot products; by default 1 / sqrt(head_dim).
-        causal : bool
-            A row sees tokens t <= p; else all.
-        window : int, optional
-            A row sees tokens t > p - window only.
-        sinks : int or array, optional
-            int: so many first tokens stay visible besides the window (StreamingLLM,
-            https://arxiv.org/abs/2309.17453). float32 (num_heads,): logits whose exp() joins the
-            softmax denominator (gpt-oss).
-        softcap : float, optional
-            c: logits become c * tanh(logit / c).
-        mask : array, optional
-            bool (True: visible) or float32 that is added (-inf hides), broadcast to (num_heads, n,
-            len); for one row also (num_heads, len).
-        alibi_slopes : array, optional
-            float32 (num_heads,): slope * (t - p) is added (https://arxiv.org/abs/2108.12409).
-        return_lse : bool
-            Return the logarithm of each softmax denominator, learned sinks included, as well; with
-            it, results over parts of a context can be merged.
-        out : numpy.ndarray, optional
-            float32, shaped as the query, to write to.
-        num_threads : int, optional
-            Has no effect in this backend, where NumPy decides.
-
-        Returns
-        -------
-        out : numpy.ndarray
-            float32, shaped as the query.
-        lse : numpy.ndarray
-            With `return_lse`: float32 (num_heads,) or (n, num_heads); -inf for a row that sees
-            nothing.
-
-        Raises
-        ------
-        InvalidArgumentError
-            The layer is empty, or arguments do not fit together.
-        ShapeMismatchError, DtypeMismatchError, LayoutError, NonFiniteInputError
-        """
         query, single = _checks.as_query(query, self._config)
         n_rows, num_heads, head_dim = query.shape
         options = AttendOptions.make(
@@ -223,24 +148,6 @@ class _LayerCore:
         return out, (lse[0] if single else lse)
 
     def scores(self, query, *, scale=None):
-        """Scaled logits of one query row, before softcap, bias, mask and softmax.
-
-        Parameters
-        ----------
-        query : array
-            float32 (num_heads, head_dim).
-        scale : float, optional
-            By default 1 / sqrt(head_dim).
-
-        Returns
-        -------
-        numpy.ndarray
-            float32 (num_heads, len).
-
-        Raises
-        ------
-        ShapeMismatchError, DtypeMismatchError, LayoutError, NonFiniteInputError
-        """
         query, _ = _checks.as_query(query, self._config, many=False)
         scale = query.shape[2] ** -0.5 if scale is None else _checks.as_float(scale, "scale")
         return attention.scores(self._stored(), query, scale)
@@ -256,56 +163,17 @@ def _minus(rows, offset):
         return rows - offset
 
 
+document(_LayerCore)
+
+
 class QuantizedKvLayer(_LayerCore, LayerMethods):
     __doc__ = QUANTIZED_DOC
-
-    def __init__(
-        self,
-        capacity,
-        num_kv_heads,
-        head_dim,
-        *,
-        group_size=None,
-        scale_dtype="float32",
-        key_offset=None,
-    ):
-        config = _checks.layer_config(
-            "int8",
-            capacity,
-            num_kv_heads,
-            head_dim,
-            group_size=group_size,
-            scale_dtype=scale_dtype,
-        )
-        key_offset = _checks.as_key_offset(key_offset, config)
-        super().__init__(config)
-        self._start_key_offset(key_offset)
+    _dtype = "int8"
 
 
 class Float32KvLayer(_LayerCore, LayerMethods):
     __doc__ = FLOAT32_DOC
-
-    def __init__(
-        self,
-        capacity,
-        num_kv_heads,
-        head_dim,
-        *,
-        group_size=None,
-        scale_dtype="float32",
-        key_offset=None,
-    ):
-        config = _checks.layer_config(
-            "float32",
-            capacity,
-            num_kv_heads,
-            head_dim,
-            group_size=group_size,
-            scale_dtype=scale_dtype,
-        )
-        key_offset = _checks.as_key_offset(key_offset, config)
-        super().__init__(config)
-        self._start_key_offset(key_offset)
+    _dtype = "float32"
 
 
 class KVCache(CacheMethods):

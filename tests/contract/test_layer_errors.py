@@ -509,6 +509,31 @@ def test_an_out_inside_the_stored_rows_is_refused(rng):
     refuses_attend(layer, errors.LayoutError, normal(rng, H, D), out=inside)
 
 
+@pytest.mark.parametrize("option", ["mask", "alibi_slopes", "sinks"])
+def test_an_out_that_overlaps_another_array_of_the_call_is_refused(layer, option, rng):
+    memory = normal(rng, H * D)
+    read = memory[:H].reshape(H, 1) if option == "mask" else memory[:H]
+    refuses_attend(
+        layer, errors.LayoutError, normal(rng, H, D), out=memory.reshape(H, D), **{option: read}
+    )
+
+
+def test_an_out_that_overlaps_a_bool_mask_is_refused(layer, rng):
+    out = normal(rng, H, D)
+    mask = out.reshape(-1).view(np.bool_)[:2]
+    mask[:] = True
+    refuses_attend(layer, errors.LayoutError, normal(rng, H, D), out=out, mask=mask)
+
+
+def test_an_out_beside_what_is_read_is_written_to(layer, rng):
+    memory = normal(rng, 3, H, D)
+    query, out = memory[1], memory[2]
+    given, before = query.copy(), memory[0].copy()
+    assert layer.attend(query, out=out) is out
+    np.testing.assert_array_equal(out, layer.attend(given))
+    np.testing.assert_array_equal(memory[:2], np.stack([before, given]))
+
+
 def test_unknown_options_are_refused(layer, rng):
     with pytest.raises(TypeError):
         layer.attend(normal(rng, H, D), windows=3)
@@ -521,3 +546,24 @@ def test_bad_queries_for_scores_are_refused(layer, rng):
         layer.scores(normal(rng, H, D).astype(np.float64))
     with refuses(errors.NonFiniteInputError, layer):
         layer.scores(np.full((H, D), np.nan, np.float32))
+
+
+# -- classes of the user's -----------------------------------------------------------------------
+
+
+def test_a_subclass_that_makes_no_layer_is_told_so(layer_class, rng):
+    class Unmade(layer_class):
+        def __init__(self):
+            pass
+
+    layer, one = Unmade(), normal(rng, H, D)
+    calls = [
+        lambda: len(layer),
+        lambda: layer.push(one, one),
+        lambda: layer.attend(one),
+        lambda: layer.scores(one),
+        lambda: layer.truncate(0),
+    ]
+    for call in calls:
+        with pytest.raises((errors.KvedgeError, AttributeError)):
+            call()
