@@ -91,6 +91,7 @@ static void plan(kvedge_attention *a, const kvedge_cache_view *view, int64_t fir
   if (wanted > most) wanted = most;
   a->chunks_per_block = wanted < 1 ? 1 : (int)wanted;
 
+  a->num_groups = view->format == KVEDGE_INT8 ? view->num_groups : 1;
   int group = view->format == KVEDGE_INT8 ? view->group_size : view->head_dim;
   a->group_pad = (group + KVEDGE_QUERY_PAD - 1) / KVEDGE_QUERY_PAD * KVEDGE_QUERY_PAD;
   a->acc_stride = (view->head_dim + 15) / 16 * 16;
@@ -109,7 +110,7 @@ static void *take(char *base, size_t *used, size_t bytes) {
 static size_t lay_out(kvedge_attention *a, char *base, int num_slots) {
   size_t used = 0;
   size_t queries = (size_t)a->num_row_blocks * (size_t)a->view.num_kv_heads * (size_t)a->stack;
-  size_t groups = queries * (size_t)a->view.num_groups, channels = groups * (size_t)a->group_pad;
+  size_t groups = queries * (size_t)a->num_groups, channels = groups * (size_t)a->group_pad;
   take(base, &used, sizeof *a);
   a->segments = take(base, &used, (size_t)a->view.num_segments * sizeof *a->segments);
   int encoded = a->view.format == KVEDGE_INT8 && a->kernels->encode_query != NULL;

@@ -32,12 +32,6 @@ KVEDGE_INLINE __m256 load_codes(const int8_t *codes, int n) {
   return floats_of(n >= 8 ? _mm_loadl_epi64((const __m128i *)codes) : load_up_to_16(codes, n));
 }
 
-KVEDGE_INLINE float reduce_add(__m256 x) {
-  __m128 half = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
-  half = _mm_add_ps(half, _mm_movehl_ps(half, half));
-  return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
-}
-
 /* Scores of `tokens` tokens for `count` queries (both constants where this is inlined). */
 KVEDGE_INLINE void score_block(const kvedge_query *q, int first, const int count, const int8_t *k,
                                ptrdiff_t token_stride, const int tokens, const float *k_scale,

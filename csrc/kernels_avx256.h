@@ -10,6 +10,12 @@ KVEDGE_INLINE float reduce_max(__m256 x) {
   return _mm_cvtss_f32(_mm_max_ss(half, _mm_movehdup_ps(half)));
 }
 
+KVEDGE_INLINE float reduce_add(__m256 x) {
+  __m128 half = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  half = _mm_add_ps(half, _mm_movehl_ps(half, half));
+  return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
+}
+
 static uint32_t KVEDGE_NAME(abs_max_bits)(const float *x, size_t n) {
   const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);
   __m256i a = _mm256_setzero_si256(), b = a;
@@ -69,6 +75,52 @@ KVEDGE_INLINE __m256i first_lanes(int n) {
   return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
 }
 
+/* 2^x for x <= 0, as exp2_nonpositive(). */
+KVEDGE_INLINE __m256 exp2_of(__m256 x) {
+  __m256 clamped = _mm256_max_ps(x, _mm256_set1_ps(-126.0f));
+  __m256i power = _mm256_cvtps_epi32(clamped);
+  __m256 f = _mm256_sub_ps(clamped, _mm256_cvtepi32_ps(power)), y = _mm256_set1_ps(EXP2_6);
+  y = _mm256_fmadd_ps(y, f, _mm256_set1_ps(EXP2_5));
+  y = _mm256_fmadd_ps(y, f, _mm256_set1_ps(EXP2_4));
+  y = _mm256_fmadd_ps(y, f, _mm256_set1_ps(EXP2_3));
+  y = _mm256_fmadd_ps(y, f, _mm256_set1_ps(EXP2_2));
+  y = _mm256_fmadd_ps(y, f, _mm256_set1_ps(EXP2_1));
+  y = _mm256_fmadd_ps(y, f, _mm256_set1_ps(1.0f));
+  __m256i exponent = _mm256_slli_epi32(_mm256_add_epi32(power, _mm256_set1_epi32(127)), 23);
+  y = _mm256_mul_ps(y, _mm256_castsi256_ps(exponent));
+  return _mm256_and_ps(y, _mm256_cmp_ps(x, _mm256_set1_ps(EXP2_NOTHING), _CMP_GT_OQ));
+}
+
+static void KVEDGE_NAME(softmax)(float *scores, int num_queries, int num_tokens, const float *factor,
+                                 float *max, float *sum, float *alpha) {
+  int padded = (num_tokens + 7) / 8 * 8;
+  float fallen[KVEDGE_STACK]; /* old maximum minus new, times factor */
+  for (int i = 0; i < num_queries; i++) {
+    float *row = scores + i * KVEDGE_TILE;
+    for (int t = num_tokens; t < padded; t++) row[t] = -INFINITY;
+    __m256 largest = _mm256_loadu_ps(row);
+    for (int t = 8; t < padded; t += 8) largest = _mm256_max_ps(largest, _mm256_loadu_ps(row + t));
+    float tile_max = reduce_max(largest), old = max[i];
+    max[i] = old > tile_max ? old : tile_max;
+    fallen[i] = (old - max[i]) * factor[i];
+  }
+  for (int i = 0; i < num_queries; i += 8) {
+    __m256i valid = first_lanes(num_queries - i);
+    _mm256_maskstore_ps(alpha + i, valid, exp2_of(_mm256_maskload_ps(fallen + i, valid)));
+  }
+  for (int i = 0; i < num_queries; i++) {
+    float *row = scores + i * KVEDGE_TILE;
+    __m256 m = _mm256_set1_ps(max[i]), f = _mm256_set1_ps(factor[i]), total = _mm256_setzero_ps();
+    for (int t = 0; t < padded; t += 8) {
+      __m256 p = exp2_of(_mm256_mul_ps(_mm256_sub_ps(_mm256_loadu_ps(row + t), m), f));
+      _mm256_storeu_ps(row + t, p);
+      total = _mm256_add_ps(total, p);
+    }
+    for (int t = padded; t < KVEDGE_TILE; t += 8) _mm256_storeu_ps(row + t, _mm256_setzero_ps());
+    sum[i] = sum[i] * alpha[i] + reduce_add(total);
+  }
+}
+
 static uint64_t KVEDGE_NAME(read_bytes)(const void *p, size_t n) {
   const char *bytes = p;
   __m256i lane[8];
@@ -93,8 +145,8 @@ static uint64_t KVEDGE_NAME(read_bytes)(const void *p, size_t n) {
       .encode_query = KVEDGE_ENCODE_QUERY,            \
       .scores_i8 = KVEDGE_NAME(scores_i8),            \
       .scores_f32 = scores_f32_portable,              \
-      .softmax = softmax_portable,                    \
-      .weighted_sum_i8 = KVEDGE_NAME(weighted_sum_i8), \
+      .softmax = KVEDGE_NAME(softmax),                \
+      .weighted_sum_i8 = KVEDGE_NAME(weighted_sum_i8),\
       .weighted_sum_f32 = weighted_sum_f32_portable,  \
       .read_bytes = KVEDGE_NAME(read_bytes),          \
   }

@@ -198,6 +198,52 @@ static void scores_i8_avx512vnni(const kvedge_query *q, const int8_t *k, ptrdiff
   }
 }
 
+/* 2^x for x <= 0, as exp2_nonpositive(). */
+KVEDGE_INLINE __m512 exp2_of(__m512 x) {
+  __m512 n = _mm512_roundscale_ps(_mm512_max_ps(x, _mm512_set1_ps(-126.0f)), 0);
+  __m512 f = _mm512_sub_ps(_mm512_max_ps(x, _mm512_set1_ps(-126.0f)), n), y = _mm512_set1_ps(EXP2_6);
+  y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(EXP2_5));
+  y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(EXP2_4));
+  y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(EXP2_3));
+  y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(EXP2_2));
+  y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(EXP2_1));
+  y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(1.0f));
+  return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(EXP2_NOTHING), _CMP_GT_OQ), y, n);
+}
+
+static void softmax_avx512vnni(float *scores, int num_queries, int num_tokens, const float *factor,
+                               float *max, float *sum, float *alpha) {
+  const __m512 nothing = _mm512_set1_ps(-INFINITY);
+  int blocks = (num_tokens + 15) / 16;
+  __mmask16 last = (__mmask16)(0xffffu >> (16 * blocks - num_tokens));
+  float fallen[KVEDGE_STACK] __attribute__((aligned(64))); /* old maximum minus new, times factor */
+  for (int i = 0; i < num_queries; i++) {
+    float *row = scores + i * KVEDGE_TILE;
+    __m512 largest = _mm512_mask_loadu_ps(nothing, last, row + 16 * (blocks - 1));
+    for (int j = 0; j + 1 < blocks; j++) largest = _mm512_max_ps(largest, _mm512_loadu_ps(row + 16 * j));
+    float tile_max = _mm512_reduce_max_ps(largest), old = max[i];
+    max[i] = old > tile_max ? old : tile_max;
+    fallen[i] = (old - max[i]) * factor[i];
+  }
+  for (int i = 0; i < num_queries; i += 16) {
+    __mmask16 valid = num_queries - i >= 16 ? 0xffff : (__mmask16)((1u << (num_queries - i)) - 1);
+    _mm512_mask_storeu_ps(alpha + i, valid, exp2_of(_mm512_maskz_loadu_ps(valid, fallen + i)));
+  }
+  for (int i = 0; i < num_queries; i++) {
+    float *row = scores + i * KVEDGE_TILE;
+    __m512 m = _mm512_set1_ps(max[i]), f = _mm512_set1_ps(factor[i]), total = _mm512_setzero_ps();
+    for (int j = 0; j < blocks; j++) {
+      __mmask16 valid = j + 1 < blocks ? 0xffff : last;
+      __m512 score = _mm512_mask_loadu_ps(nothing, valid, row + 16 * j);
+      __m512 p = exp2_of(_mm512_mul_ps(_mm512_sub_ps(score, m), f));
+      _mm512_storeu_ps(row + 16 * j, p);
+      total = _mm512_add_ps(total, p);
+    }
+    for (int j = blocks; j < KVEDGE_TILE / 16; j++) _mm512_storeu_ps(row + 16 * j, _mm512_setzero_ps());
+    sum[i] = sum[i] * alpha[i] + _mm512_reduce_add_ps(total);
+  }
+}
+
 /* Weights of a tile as unsigned 24-bit codes, four tokens at a time as split_bytes() leaves them.
  * Returns the scale of the codes. */
 KVEDGE_INLINE float encode_weights(const float *p, const float *v_scale, int num_tokens, uint8_t *codes) {
@@ -327,7 +373,7 @@ const kvedge_kernels kvedge_kernels_avx512vnni = {
     .encode_query = encode_query_avx512vnni,
     .scores_i8 = scores_i8_avx512vnni,
     .scores_f32 = scores_f32_portable,
-    .softmax = softmax_portable,
+    .softmax = softmax_avx512vnni,
     .weighted_sum_i8 = weighted_sum_i8_avx512vnni,
     .weighted_sum_f32 = weighted_sum_f32_portable,
     .read_bytes = read_bytes_avx512vnni,

@@ -36,7 +36,8 @@ static void weighted_sum_i8_neon(const int8_t *v, ptrdiff_t token_stride, int nu
   }
 }
 
-const kvedge_kernels kvedge_kernels_neon = KVEDGE_NEON_TABLE("neon", NULL, scores_i8_neon, weighted_sum_i8_neon);
+const kvedge_kernels kvedge_kernels_neon =
+    KVEDGE_NEON_TABLE("neon", NULL, scores_i8_neon, weighted_sum_i8_neon);
 
 #ifdef TARGET_BEGUN
 KVEDGE_TARGET_END

@@ -107,7 +107,8 @@ KVEDGE_INLINE uint64_t load_below_8(const int8_t *p, int n) {
   }
   if (n == 0) return 0;
   const uint8_t *bytes = (const uint8_t *)p;
-  return (uint32_t)bytes[0] | (uint32_t)bytes[n / 2] << (8 * (n / 2)) | (uint32_t)bytes[n - 1] << (8 * (n - 1));
+  return (uint32_t)bytes[0] | (uint32_t)bytes[n / 2] << (8 * (n / 2)) |
+         (uint32_t)bytes[n - 1] << (8 * (n - 1));
 }
 
 /* n < 4 floats, then zeros */
@@ -161,18 +162,19 @@ KVEDGE_INLINE void store_scores(float32x4_t score, int left, int accumulate, flo
 
 /* ---- storing rows ---- */
 
+KVEDGE_INLINE uint32x4_t magnitude_bits(float32x4_t x) { return vreinterpretq_u32_f32(vabsq_f32(x)); }
+
 static uint32_t abs_max_bits_neon(const float *x, size_t n) {
-  const uint32x4_t magnitude = vdupq_n_u32(0x7fffffffu);
   uint32x4_t largest[4] = {vdupq_n_u32(0), vdupq_n_u32(0), vdupq_n_u32(0), vdupq_n_u32(0)};
   size_t i = 0;
   for (; i + 16 <= n; i += 16)
     UNROLL
     for (int j = 0; j < 4; j++)
-      largest[j] = vmaxq_u32(largest[j], vandq_u32(vreinterpretq_u32_f32(vld1q_f32(x + i + 4 * j)), magnitude));
+      largest[j] = vmaxq_u32(largest[j], magnitude_bits(vld1q_f32(x + i + 4 * j)));
   for (; i + 4 <= n; i += 4)
-    largest[0] = vmaxq_u32(largest[0], vandq_u32(vreinterpretq_u32_f32(vld1q_f32(x + i)), magnitude));
+    largest[0] = vmaxq_u32(largest[0], magnitude_bits(vld1q_f32(x + i)));
   if (i < n)
-    largest[1] = vmaxq_u32(largest[1], vandq_u32(vreinterpretq_u32_f32(load_part_f32(x + i, (int)(n - i))), magnitude));
+    largest[1] = vmaxq_u32(largest[1], magnitude_bits(load_part_f32(x + i, (int)(n - i))));
   uint32x4_t all = vmaxq_u32(vmaxq_u32(largest[0], largest[1]), vmaxq_u32(largest[2], largest[3]));
   uint32x2_t half = vpmax_u32(vget_low_u32(all), vget_high_u32(all));
   return vget_lane_u32(vpmax_u32(half, half), 0);
@@ -290,9 +292,13 @@ typedef union {
   float floats[KVEDGE_TILE][8];
 } row_ends;
 
-/* The last n < 8 channels of a tile's rows. */
-OUT_OF_LINE tile_rows gather_ends(tile_rows rows, int channel, int n, int size, row_ends *ends) {
-  const char *from = rows.first + (ptrdiff_t)channel * size;
+KVEDGE_INLINE tile_rows from_channel(tile_rows rows, int channel, int size) {
+  return (tile_rows){rows.first + channel * size, rows.stride, rows.num_tokens, rows.factor};
+}
+
+/* The n < 8 channels that rows start with, which are their last. */
+OUT_OF_LINE tile_rows gather_ends(tile_rows rows, int n, int size, row_ends *ends) {
+  const char *from = rows.first;
   for (int t = 0; t < rows.num_tokens; t++, from += rows.stride) {
     if (size == 1) {
       uint64_t bytes = load_below_8((const int8_t *)from, n);
@@ -383,10 +389,10 @@ KVEDGE_INLINE void score_rows(const kvedge_query *q, tile_rows rows, const int s
   int whole = q->dim / 8 * 8;
   row_ends gathered;
   tile_rows ends = rows;
-  if (whole < q->dim) ends = gather_ends(rows, whole, q->dim - whole, size, &gathered);
+  if (whole < q->dim) ends = gather_ends(from_channel(rows, whole, size), q->dim - whole, size, &gathered);
   for (int t = 0; t < rows.num_tokens; t += 4) {
-    if (prefetch)
-      prefetch_rows((const char *)prefetch + t * rows.stride, rows.num_tokens - t, rows.stride, q->dim * size);
+    const char *ahead = (const char *)prefetch + t * rows.stride;
+    if (prefetch) prefetch_rows(ahead, rows.num_tokens - t, rows.stride, q->dim * size);
     for (int i = 0; i < q->num_queries; i += SCORE_QUERIES) {
 #define BLOCK(count) score_block(q, i, count, &rows, &ends, size, t, k_scale, scores, accumulate)
       switch (min_int(q->num_queries - i, SCORE_QUERIES)) {
@@ -459,23 +465,15 @@ KVEDGE_INLINE void weigh_rows(tile_rows rows, const int size, int dim, const int
                               ptrdiff_t acc_stride) {
   const int eights = WEIGH_SUMS / 2 / (count == 3 ? 4 : count);
   int d = 0;
-#define BLOCK(channels, eights)                                                                   \
-  weigh_block(block, size, channels, weights, alpha, count, eights,                               \
+#define BLOCK(rows, channels, eights)                                                             \
+  weigh_block(rows, size, channels, weights, alpha, count, eights,                                \
               prefetch && d * size % 64 == 0 ? prefetch + d * size : NULL, acc + d, acc_stride)
-  for (; d + 8 <= dim; d += 8) {
-    tile_rows block = {rows.first + d * size, rows.stride, rows.num_tokens, rows.factor};
-    if (d + 8 * eights <= dim) {
-      BLOCK(8 * eights, eights);
-      d += 8 * eights - 8;
-    } else {
-      BLOCK(8, 1);
-    }
-  }
+  for (; d + 8 * eights <= dim; d += 8 * eights) BLOCK(from_channel(rows, d, size), 8 * eights, eights);
+  for (; d + 8 <= dim; d += 8) BLOCK(from_channel(rows, d, size), 8, 1);
   if (d < dim) {
     row_ends ends;
-    tile_rows block = gather_ends(rows, d, dim - d, size, &ends);
     prefetch = NULL; /* would be asked for by the stride of ends */
-    BLOCK(dim - d, 1);
+    BLOCK(gather_ends(from_channel(rows, d, size), dim - d, size, &ends), dim - d, 1);
   }
 #undef BLOCK
 }

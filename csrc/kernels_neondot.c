@@ -85,8 +85,8 @@ OUT_OF_LINE void gather_ends_16(const int8_t *rows, const ptrdiff_t offset[4], i
 KVEDGE_INLINE void transpose_4x4(const int8x16_t row[4], int8x16_t out[4]) {
   int32x4_t a = vreinterpretq_s32_s8(row[0]), b = vreinterpretq_s32_s8(row[1]);
   int32x4_t c = vreinterpretq_s32_s8(row[2]), d = vreinterpretq_s32_s8(row[3]);
-  int64x2_t even_ab = vreinterpretq_s64_s32(vtrn1q_s32(a, b)), odd_ab = vreinterpretq_s64_s32(vtrn2q_s32(a, b));
-  int64x2_t even_cd = vreinterpretq_s64_s32(vtrn1q_s32(c, d)), odd_cd = vreinterpretq_s64_s32(vtrn2q_s32(c, d));
+  int64x2_t even_ab = vreinterpretq_s64_s32(vtrn1q_s32(a, b)), even_cd = vreinterpretq_s64_s32(vtrn1q_s32(c, d));
+  int64x2_t odd_ab = vreinterpretq_s64_s32(vtrn2q_s32(a, b)), odd_cd = vreinterpretq_s64_s32(vtrn2q_s32(c, d));
   out[0] = vreinterpretq_s8_s64(vtrn1q_s64(even_ab, even_cd));
   out[1] = vreinterpretq_s8_s64(vtrn1q_s64(odd_ab, odd_cd));
   out[2] = vreinterpretq_s8_s64(vtrn2q_s64(even_ab, even_cd));
@@ -223,7 +223,8 @@ KVEDGE_INLINE void weigh_dots(const int8_t *v, ptrdiff_t token_stride, int num_t
   for (int i = 0; i < count; i++) {
     float32x4_t joined[4];
     UNROLL
-    for (int c = 0; c < vectors; c++) joined[c] = vmulq_n_f32(join_digits(sum[vectors * i + c]), weights->scale[i]);
+    for (int c = 0; c < vectors; c++)
+      joined[c] = vmulq_n_f32(join_digits(sum[vectors * i + c]), weights->scale[i]);
     add_to_acc(joined, vectors, alpha[i], acc + i * acc_stride, channels);
   }
 }
@@ -240,8 +241,8 @@ KVEDGE_INLINE void weigh_dot_rows(const int8_t *v, ptrdiff_t token_stride, int n
   for (; d + 8 <= dim; d += 8) BLOCK(v + d, token_stride, 8, 2);
   if (d < dim) {
     row_ends ends;
-    tile_rows rows = {(const char *)v, token_stride, num_tokens, 1.0f};
-    gather_ends(rows, d, dim - d, sizeof(int8_t), &ends);
+    tile_rows rows = {(const char *)(v + d), token_stride, num_tokens, 1.0f};
+    gather_ends(rows, dim - d, sizeof(int8_t), &ends);
     prefetch = NULL; /* would be asked for by the stride of ends */
     BLOCK(ends.codes[0], 8, dim - d, 2);
   }

@@ -36,6 +36,15 @@ static inline uint32_t float_to_bits(float x) {
   return bits;
 }
 
+/* Taylor's coefficients of 2^f: ln(2)^i / i! */
+#define EXP2_1 6.9314718056e-1f
+#define EXP2_2 2.4022650696e-1f
+#define EXP2_3 5.5504108664e-2f
+#define EXP2_4 9.6181291076e-3f
+#define EXP2_5 1.3333558146e-3f
+#define EXP2_6 1.5403530393e-4f
+#define EXP2_NOTHING -125.0f /* powers of two below it count as 0 */
+
 /* 2^x for x <= 0, relative error below 2e-7; 0 below -125.
  * x = n + f with n = rint(x), |f| <= 1/2; 2^f by its Taylor polynomial to degree 6 (remainder
  * (ln2/2)^7 / 7! = 1.2e-7), 2^n by writing the exponent. Adding 1.5 * 2^23 rounds to an integer. */
@@ -44,15 +53,15 @@ static inline float exp2_nonpositive(float x) {
   float clamped = x > -126.0f ? x : -126.0f; /* takes -inf too */
   float n = (clamped + round) - round;
   float f = clamped - n;
-  float y = 1.5403530393e-4f;
-  y = y * f + 1.3333558146e-3f;
-  y = y * f + 9.6181291076e-3f;
-  y = y * f + 5.5504108664e-2f;
-  y = y * f + 2.4022650696e-1f;
-  y = y * f + 6.9314718056e-1f;
+  float y = EXP2_6;
+  y = y * f + EXP2_5;
+  y = y * f + EXP2_4;
+  y = y * f + EXP2_3;
+  y = y * f + EXP2_2;
+  y = y * f + EXP2_1;
   y = y * f + 1.0f;
   uint32_t power = (uint32_t)((int32_t)n + 127) << 23;
-  return x > -125.0f ? y * bits_to_float(power) : 0.0f;
+  return x > EXP2_NOTHING ? y * bits_to_float(power) : 0.0f;
 }
 
 static inline float lanes_max(const float lane[LANES]) {
@@ -67,7 +76,7 @@ static inline float lanes_sum(float lane[LANES]) {
   return lane[0];
 }
 
-static void softmax_portable(float *scores, int num_queries, int num_tokens, const float *factor,
+static inline void softmax_portable(float *scores, int num_queries, int num_tokens, const float *factor,
                              float *max, float *sum, float *alpha) {
   for (int i = 0; i < num_queries; i++, scores += KVEDGE_TILE) {
     int padded = (num_tokens + LANES - 1) / LANES * LANES;
@@ -93,7 +102,7 @@ static void softmax_portable(float *scores, int num_queries, int num_tokens, con
   }
 }
 
-static void scores_f32_portable(const kvedge_query *q, const float *k, ptrdiff_t token_stride,
+static inline void scores_f32_portable(const kvedge_query *q, const float *k, ptrdiff_t token_stride,
                                 int num_tokens, float k_scale, const void *prefetch, float *scores) {
   int whole = q->dim / LANES * LANES;
   for (int t = 0; t < num_tokens; t++) {
@@ -113,7 +122,7 @@ static void scores_f32_portable(const kvedge_query *q, const float *k, ptrdiff_t
   }
 }
 
-static void weighted_sum_f32_portable(const float *v, ptrdiff_t token_stride, int num_tokens, int dim,
+static inline void weighted_sum_f32_portable(const float *v, ptrdiff_t token_stride, int num_tokens, int dim,
                                       int num_queries, const float *p, float v_scale,
                                       const float *alpha, const void *prefetch, float *acc,
                                       ptrdiff_t acc_stride) {

@@ -17,7 +17,7 @@ static void fill_values(kvedge_attention *a, const float *x, float factor, size_
   const kvedge_cache_view *view = &a->view;
   int group = view->format == KVEDGE_INT8 ? view->group_size : view->head_dim;
   size_t pad = (size_t)a->group_pad;
-  size_t at = index * (size_t)view->num_groups;
+  size_t at = index * (size_t)a->num_groups;
   for (int start = 0; start < view->head_dim; start += group, at++) {
     int n = view->head_dim - start < group ? view->head_dim - start : group;
     float *values = a->values + at * pad;

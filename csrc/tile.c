@@ -78,16 +78,16 @@ static void gather_scales(const kvedge_cache_view *view, const char *scales, int
 static void tile_scores(const kvedge_attention *a, size_t query_index, int count, const char *keys,
                         const char *key_scales, int num_tokens, const char *prefetch, float *scores) {
   const kvedge_cache_view *view = &a->view;
-  size_t first = query_index * (size_t)view->num_groups, pad = (size_t)a->group_pad;
-  kvedge_query q = {.num_queries = count, .dim = view->head_dim, .stride = (ptrdiff_t)pad * view->num_groups,
-                    .values = a->values + first * pad, .sums_stride = view->num_groups};
+  size_t first = query_index * (size_t)a->num_groups, pad = (size_t)a->group_pad;
+  kvedge_query q = {.num_queries = count, .dim = view->head_dim, .stride = (ptrdiff_t)pad * a->num_groups,
+                    .values = a->values + first * pad, .sums_stride = a->num_groups};
   if (view->format == KVEDGE_FLOAT32) {
     a->kernels->scores_f32(&q, (const float *)keys, view->token_stride, num_tokens, a->key_factor,
                            prefetch, scores);
     return;
   }
   float scale[KVEDGE_TILE];
-  for (int g = 0; g < view->num_groups; g++) {
+  for (int g = 0; g < a->num_groups; g++) {
     int start = g * view->group_size;
     size_t at = first + (size_t)g;
     q.dim = view->head_dim - start < view->group_size ? view->head_dim - start : view->group_size;
