@@ -9,12 +9,12 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from kvedge.cli import exits, generate, info, plan
+from kvedge.cli import bench, exits, generate, info, plan
 from kvedge.cli.output import Output
 from kvedge.errors import KvedgeError
 
 # Each has NAME, SUMMARY, DESCRIPTION, EXAMPLES, add_options(parser), run(options, output) -> code.
-_COMMANDS = (generate, info, plan)
+_COMMANDS = (generate, info, plan, bench)
 
 # Errors that say what is wrong with the user's input or machine; any other is a bug of ours.
 _EXPECTED = (KvedgeError, exits.CommandError, exits.UsageError, OSError, MemoryError)

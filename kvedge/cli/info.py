@@ -38,6 +38,7 @@ EXTRAS = {
     "cli": ("rich",),
     "gguf": ("gguf",),
     "io": ("safetensors",),
+    "bench": ("matplotlib", "torch", "onnx", "onnxruntime", "llama_cpp", "threadpoolctl"),
 }
 
 _VARIABLES = ("KVEDGE_BACKEND", "KVEDGE_ISA", "KVEDGE_NUM_THREADS")
@@ -145,6 +146,7 @@ _PURPOSES = {
     "cli": "no tables, colours and progress bars",
     "gguf": "no GGUF models",
     "io": "no saving and loading of sessions",
+    "bench": "no plots of benchmarks, or fewer peers in them",
 }
 
 

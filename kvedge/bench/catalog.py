@@ -1,0 +1,12 @@
+"""The benchmarks that ``kvedge bench`` offers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvedge.bench import decode, push, sweep, threads
+
+__all__ = ["BENCHMARKS"]
+
+#: Modules, each a :class:`kvedge.bench.benchmark.Benchmark`.
+BENCHMARKS: tuple[Any, ...] = (decode, push, threads, sweep)

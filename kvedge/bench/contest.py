@@ -1,0 +1,221 @@
+"""One case, measured: kvedge and its peers attend to the same tokens, in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from kvedge import system
+from kvedge.bench.copies import available_bytes, cold_bytes, copies_for, shortage
+from kvedge.bench.peers import Competitor, KvedgeInt8
+from kvedge.bench.roundrobin import BandwidthProbe, TimedCalls, round_robin
+from kvedge.bench.shapes import AttentionShape
+from kvedge.bench.statistics import Spread, spread_of
+from kvedge.bench.workload import Workload, make_workload, reference_attention, relative_error
+from kvedge.cli.exits import CommandError
+
+__all__ = ["Conditions", "Contest", "Entry", "bandwidth_megabytes", "enter", "measure_case"]
+
+# Peers' idle threads spin before they sleep: GNU OpenMP's for about 300000 pauses, 17 ms at 140
+# cycles and 2.5 GHz. A pause before each sample that long leaves the cores to the one measured.
+_SETTLE_SECONDS = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """How all cases of a run are measured."""
+
+    machine: system.Machine
+    rounds: int
+    budget_seconds: float
+    hot: bool
+
+    def settle_seconds(self, num_threads: int) -> float:
+        """Return the pause before each sample: with one thread nobody has threads to spin."""
+        return _SETTLE_SECONDS if num_threads > 1 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A competitor that is ready to run a case."""
+
+    competitor: Competitor
+    copies: int
+    bytes: int  # of one copy, in its own format
+    error: float  # against float64 attention on the values before they were stored
+
+
+@dataclass(frozen=True, slots=True)
+class Contest:
+    """The competitors that take part in a case, and why others do not."""
+
+    workload: Workload
+    entries: tuple[Entry, ...]
+    notes: tuple[str, ...]
+
+    def release(self) -> None:
+        """Free the memory of all."""
+        for entry in self.entries:
+            entry.competitor.release()
+
+
+def bandwidth_megabytes(machine: system.Machine, *, hot: bool) -> int:
+    """Size of the buffer that the read bandwidth is measured on (MiB).
+
+    Cold: as much as competitors rotate through. Hot: a third of the last-level cache, whose speed
+    is then the limit; contexts that fit the second level may be faster still.
+    """
+    if hot:
+        return max(machine.last_level_cache_bytes // 3 >> 20, 1)
+    return max(min(cold_bytes(machine), (available_bytes(machine) or 4 << 40) // 4) >> 20, 1)
+
+
+def enter(
+    competitors: Sequence[Competitor],
+    workload: Workload,
+    num_threads: int,
+    conditions: Conditions,
+    advance: Callable[[], None] = lambda: None,
+) -> Contest:
+    """Prepare those competitors that can run a case here, and check what they compute.
+
+    Raises
+    ------
+    CommandError
+        If kvedge itself does not fit in the memory.
+    """
+    shape, context = workload.shape, workload.context
+    reference = reference_attention(workload.query, workload.keys, workload.values)
+    entries: list[Entry] = []
+    notes: list[str] = []
+    for competitor in competitors:
+        size = int(competitor.bytes_per_token(shape) * context)
+        copies, why_not = _room_for(competitor, size, workload, conditions)
+        if why_not is None:
+            copies_wanted = copies_for(size, conditions.machine, hot=conditions.hot)
+            if copies < copies_wanted:
+                notes.append(
+                    f"{competitor.name}, {context} tokens: memory for {copies} copies in turn "
+                    f"instead of {copies_wanted}"
+                )
+            try:
+                competitor.prepare(workload, copies, num_threads)
+                output = competitor.as_array(competitor.run(0))
+            except Exception as error:  # a library's own; the others can still be measured
+                competitor.release()
+                if isinstance(competitor, KvedgeInt8):
+                    raise
+                why_not = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            else:
+                entries.append(
+                    Entry(competitor, copies, size, relative_error(output, reference))
+                )
+        if why_not is not None:
+            if isinstance(competitor, KvedgeInt8):
+                raise CommandError(f"{shape}, {context} tokens: {why_not}")
+            notes.append(f"{competitor.name} left out at {_case(shape, context)}: {why_not}")
+        advance()
+    return Contest(workload, tuple(entries), tuple(notes))
+
+
+def _case(shape: AttentionShape, context: int) -> str:
+    numbers = f"{shape.num_heads},{shape.num_kv_heads},{shape.head_dim}"
+    return f"{shape.name or numbers}, {context} tokens"
+
+
+def _room_for(
+    competitor: Competitor, size: int, workload: Workload, conditions: Conditions
+) -> tuple[int, str | None]:
+    """Return how many copies there is room for, and why it is none if that is so."""
+    refusal = competitor.refuses(workload.shape)
+    if refusal is not None:
+        return 0, refusal
+    wanted = copies_for(size, conditions.machine, hot=conditions.hot)
+    available = available_bytes(system.machine())  # now: others have taken their part
+    # Converting takes another array of the keys' and values' size for a while.
+    workspace = workload.keys.nbytes + workload.values.nbytes
+    if shortage(wanted * size + workspace, available) is None:
+        return wanted, None
+    assert available is not None
+    copies = (available - workspace) // size
+    # A copy is cold again as soon as the last-level cache has been filled several times since.
+    if copies >= 1 and copies * size > 4 * conditions.machine.last_level_cache_bytes:
+        return copies, None
+    return 0, shortage(wanted * size + workspace, available)
+
+
+def measure_case(
+    competitors: Sequence[Competitor],
+    shape: AttentionShape,
+    context: int,
+    num_threads: int,
+    conditions: Conditions,
+    advance: Callable[[], None] = lambda: None,
+) -> tuple[dict[str, Any], list[str]]:
+    """Measure one case.
+
+    Parameters
+    ----------
+    competitors : sequence of Competitor
+        The first is kvedge.
+    shape, context, num_threads
+        The case.
+    conditions : Conditions
+    advance : callable
+        Called once per competitor prepared and once per round.
+
+    Returns
+    -------
+    dict
+        The case as it stands in the report.
+    list of str
+        Notes on it.
+    """
+    contest = enter(competitors, make_workload(shape, context), num_threads, conditions, advance)
+    try:
+        megabytes = bandwidth_megabytes(conditions.machine, hot=conditions.hot)
+        probe = BandwidthProbe(num_threads, megabytes, repeats=20 if conditions.hot else 2)
+        timed = [
+            TimedCalls(entry.competitor.name, entry.competitor.run, entry.copies)
+            for entry in contest.entries
+        ]
+        *samples, rates = round_robin(
+            [*timed, probe],
+            rounds=conditions.rounds,
+            budget_seconds=conditions.budget_seconds,
+            settle_seconds=conditions.settle_seconds(num_threads),
+            after_round=advance,
+        )
+        bandwidth = spread_of(rates)
+        own = contest.entries[0].competitor
+        assert isinstance(own, KvedgeInt8)
+        own_seconds = spread_of(samples[0]).median
+        return {
+            "shape": asdict(shape),
+            "context": context,
+            "num_threads": num_threads,
+            "read_bandwidth": asdict(bandwidth) | {"method": probe.method, "megabytes": megabytes},
+            "arithmetic_error": own.arithmetic_error(),
+            "results": [
+                _result(entry, spread_of(seconds), bandwidth.median, own_seconds)
+                for entry, seconds in zip(contest.entries, samples, strict=True)
+            ],
+        }, list(contest.notes)
+    finally:
+        contest.release()
+
+
+def _result(entry: Entry, seconds: Spread, bandwidth: float, own_seconds: float) -> dict[str, Any]:
+    rate = entry.bytes / seconds.median
+    return {
+        "name": entry.competitor.name,
+        "note": entry.competitor.note,
+        "copies": entry.copies,
+        "bytes": entry.bytes,
+        "seconds": asdict(seconds) | {"relative_spread": seconds.relative},
+        "bytes_per_second": rate,
+        "share_of_bandwidth": rate / bandwidth,
+        "ratio_to_kvedge": seconds.median / own_seconds,
+        "error": entry.error,
+    }

@@ -1,0 +1,264 @@
+"""``kvedge bench decode``: attention of one token over a long cache, against the peers."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import kvedge
+from kvedge import system
+from kvedge.bench import options as common
+from kvedge.bench import plotting
+from kvedge.bench.affinity import choose_cpus, pinned_to
+from kvedge.bench.benchmark import progress
+from kvedge.bench.contest import Conditions, bandwidth_megabytes, measure_case
+from kvedge.bench.peers import KvedgeInt8, installed_peers
+from kvedge.bench.report import header, microseconds, percent, print_header, scientific
+from kvedge.bench.roundrobin import BandwidthProbe, round_robin
+from kvedge.bench.shapes import AttentionShape
+from kvedge.bench.statistics import spread_of
+from kvedge.cli.output import Output
+from kvedge.cli.sizes import format_rate
+
+NAME = "decode"
+SUMMARY = "attention of one token over a long cache, against the peers"
+DESCRIPTION = """\
+Time of one layer and token, for shapes of known models and several context lengths: kvedge and
+whichever of NumPy, PyTorch, ONNX Runtime and ggml are installed, in turn in one run, beside the
+speed at which this machine reads memory. Caches are cold unless --hot is given.
+"""
+EXAMPLES = """\
+  kvedge bench decode                                        # all shapes: many minutes
+  kvedge bench decode --shape Llama-3.2-1B --context 32768 --threads 1 2
+  kvedge bench decode --shape 24,8,128 --context all --peers ggml-q8_0 ort-int8
+  kvedge bench decode --peers none --hot --shape Qwen3-0.6B --context 512
+  kvedge bench decode --save run.json --plot run.png
+"""
+
+_CONTEXTS = (512, 4096, 32768)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of the benchmark."""
+    cases = parser.add_argument_group("what is measured")
+    common.add_shapes(cases)
+    common.add_contexts(cases, _CONTEXTS)
+    common.add_threads(cases)
+    common.add_peers(cases)
+    how = parser.add_argument_group("how")
+    common.add_hot(how)
+    common.add_rounds(how)
+    common.add_output(parser)
+
+
+def measure(options: argparse.Namespace, output: Output) -> dict[str, Any]:
+    """Measure all cases; Ctrl-C ends it with those that are done."""
+    machine = system.machine()
+    conditions = Conditions(machine, options.rounds, options.budget, options.hot)
+    peers, notes = installed_peers(common.chosen_peers(options))
+    competitors = [KvedgeInt8(), *peers]
+    thread_counts = sorted(set(options.threads or [1]))
+    cases = [
+        (shape, context)
+        for shape in common.chosen_shapes(options)
+        for context in common.chosen_contexts(options)
+    ]
+    settings = {
+        "cache": "hot" if options.hot else "cold",
+        "rounds": options.rounds,
+        "threads": ", ".join(map(str, thread_counts)),
+        "pinned": _pinned(max(thread_counts)),
+    }
+    report = header("decode", machine, competitors, settings=settings, notes=notes)
+    report |= {"read_bandwidth": [], "cases": []}
+    steps = len(thread_counts) * len(cases) * (len(competitors) + options.rounds)
+    advance = progress(output, steps, "kvedge bench decode")
+    before = kvedge.get_num_threads()
+    try:
+        report["read_bandwidth"] = measure_bandwidth(conditions, max(thread_counts))
+        for num_threads in thread_counts:
+            with pinned_to(choose_cpus(num_threads)):
+                for shape, context in cases:
+                    case, found = measure_case(
+                        competitors, shape, context, num_threads, conditions, advance
+                    )
+                    report["cases"].append(case)
+                    report["notes"] += found
+    except KeyboardInterrupt:
+        report["interrupted"] = True
+        report["notes"].append("interrupted: only the cases that were done are here")
+    finally:
+        kvedge.set_num_threads(before)
+    report["notes"] += _remarks(report["cases"])
+    return report
+
+
+def _pinned(most_threads: int) -> str:
+    cpus = choose_cpus(most_threads)
+    if cpus is None:
+        return "no: this system cannot"
+    shared = ", fewer than the threads" if len(cpus) < most_threads else ""
+    return f"to as many processors as threads ({', '.join(map(str, cpus))}{shared})"
+
+
+def measure_bandwidth(conditions: Conditions, num_threads: int) -> list[dict[str, Any]]:
+    """Measure the read bandwidth with 1, 2, 4, ... threads, as many as are used and as are here."""
+    here = conditions.machine
+    cores = here.physical_cores or here.usable_cores
+    counts = system.bandwidth_thread_counts(max(num_threads, cores))
+    megabytes = bandwidth_megabytes(here, hot=conditions.hot)
+    probes = [BandwidthProbe(count, megabytes) for count in counts]
+    rates = round_robin(probes, rounds=min(conditions.rounds, 5))
+    return [
+        {"num_threads": probe.num_threads, "bytes_per_second": spread_of(rate).median}
+        for probe, rate in zip(probes, rates, strict=True)
+    ]
+
+
+def _remarks(cases: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Say once what each competitor noted about how it was run."""
+    remarks: dict[str, set[str]] = {}
+    for case in cases:
+        for result in case["results"]:
+            if result["note"]:
+                remarks.setdefault(f"{result['name']}: {result['note']}", set()).add(
+                    case["shape"]["name"] or "the given shape"
+                )
+    return [f"{remark} ({', '.join(sorted(shapes))})" for remark, shapes in remarks.items()]
+
+
+# ---- tables ----------------------------------------------------------------------------------
+
+
+def print_tables(report: dict[str, Any], output: Output) -> None:
+    """Print the machine, one table per shape and number of threads, and a summary."""
+    print_header(report, output)
+    rows = (
+        (str(one["num_threads"]), format_rate(one["bytes_per_second"]))
+        for one in report["read_bandwidth"]
+    )
+    output.table("memory read bandwidth in this run", (">threads", ">speed"), rows)
+    for (name, num_threads), cases in _by_shape(report["cases"]).items():
+        threads = "1 thread" if num_threads == 1 else f"{num_threads} threads"
+        title = f"{name}; {threads}, {report['settings']['cache']}; per layer and token"
+        output.table(title, _COLUMNS, [row for case in cases for row in _rows(case)])
+    output.table("summary", _SUMMARY_COLUMNS, [_summary(case) for case in report["cases"]])
+
+
+_COLUMNS = (
+    ">context",
+    "",
+    ">us",
+    ">spread",
+    ">GB/s",
+    ">of the limit",
+    ">time / kvedge's",
+    ">error",
+    ">of it arithmetic",
+    ">rounds",
+)
+
+_SUMMARY_COLUMNS = (
+    "shape",
+    ">context",
+    ">threads",
+    ">kvedge us",
+    ">of the limit",
+    "best peer",
+    ">its us",
+    ">times kvedge's",
+)
+
+
+def _by_shape(
+    cases: Iterable[Mapping[str, Any]],
+) -> dict[tuple[str, int], list[Mapping[str, Any]]]:
+    found: dict[tuple[str, int], list[Mapping[str, Any]]] = {}
+    for case in cases:
+        key = (str(AttentionShape(**case["shape"])), case["num_threads"])
+        found.setdefault(key, []).append(case)
+    return found
+
+
+def _rows(case: Mapping[str, Any]) -> Iterable[Sequence[str]]:
+    bandwidth = case["read_bandwidth"]["median"]
+    own = case["results"][0]
+    yield (
+        f"{case['context']:,}",
+        "read limit",
+        microseconds(own["bytes"] / bandwidth),
+        "",
+        f"{bandwidth / 1e9:.1f}",
+        *("", "", "", "", str(case["read_bandwidth"]["count"])),
+    )
+    for result in case["results"]:
+        seconds = result["seconds"]
+        yield (
+            "",
+            result["name"],
+            microseconds(seconds["median"]),
+            f"±{seconds['relative_spread']:.1%}",
+            f"{result['bytes_per_second'] / 1e9:.1f}",
+            percent(result["share_of_bandwidth"]),
+            f"{result['ratio_to_kvedge']:.2f}",
+            scientific(result["error"]),
+            scientific(case["arithmetic_error"]) if result is own else "",
+            str(seconds["count"]),
+        )
+
+
+def _summary(case: Mapping[str, Any]) -> Sequence[str]:
+    own, *peers = case["results"]
+    shape = case["shape"]
+    name = shape["name"] or f"{shape['num_heads']},{shape['num_kv_heads']},{shape['head_dim']}"
+    best = min(peers, key=lambda peer: peer["seconds"]["median"], default=None)
+    told = ("", "", "")
+    if best is not None:
+        time = microseconds(best["seconds"]["median"])
+        told = (best["name"], time, f"{best['ratio_to_kvedge']:.2f}")
+    return (
+        name,
+        f"{case['context']:,}",
+        str(case["num_threads"]),
+        microseconds(own["seconds"]["median"]),
+        percent(own["share_of_bandwidth"]),
+        *told,
+    )
+
+
+# ---- plot ------------------------------------------------------------------------------------
+
+
+def draw(report: dict[str, Any], figure: Any) -> None:
+    """Draw time against context for each shape, with the read limit below all."""
+    names = list(report["competitors"])
+    panels = _by_shape(report["cases"])
+    for axes, ((name, num_threads), cases) in zip(
+        plotting.grid(figure, len(panels)), panels.items(), strict=True
+    ):
+        contexts = [case["context"] for case in cases]
+        limits = [
+            case["results"][0]["bytes"] / case["read_bandwidth"]["median"] * 1e6 for case in cases
+        ]
+        axes.plot(contexts, limits, "k:", marker="_", label="read limit of INT8")
+        for competitor in names:
+            points = [
+                (case["context"], result["seconds"]["median"] * 1e6)
+                for case in cases
+                for result in case["results"]
+                if result["name"] == competitor
+            ]
+            if points:
+                style = plotting.style_of(competitor, names)
+                axes.plot(*zip(*points, strict=True), label=competitor, **style)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xticks(contexts, [f"{n:,}" for n in contexts], rotation=45)
+        axes.set_xlabel("context (tokens)")
+        axes.set_ylabel("us per layer and token")
+        axes.set_title(f"{name}; {num_threads} threads", fontsize="small")
+        axes.grid(True, alpha=0.3)
+        axes.legend(fontsize="x-small")
+    cache = report["settings"]["cache"]
+    figure.suptitle(f"Decode attention, {cache}, {report['machine']['cpu']}", fontsize="medium")

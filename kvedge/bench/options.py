@@ -1,0 +1,169 @@
+"""Options that several benchmarks have, each declared once."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from kvedge._options import MAX_THREADS
+from kvedge.bench.peers import PEER_NAMES
+from kvedge.bench.shapes import CONTEXTS, SHAPES, AttentionShape, parse_shape
+from kvedge.cli.values import positive_int
+
+__all__ = [
+    "add_contexts",
+    "add_hot",
+    "add_output",
+    "add_peers",
+    "add_rounds",
+    "add_shapes",
+    "add_threads",
+    "chosen_contexts",
+    "chosen_peers",
+    "chosen_shapes",
+    "parse_context",
+    "parse_seconds",
+]
+
+#: Fewer rounds than these and the quartiles mean little.
+ROUNDS = 20
+#: Seconds that one competitor may take for one case; at 20 rounds, half a second per round.
+BUDGET_SECONDS = 10.0
+
+
+def add_shapes(group: argparse._ArgumentGroup, default: Sequence[AttentionShape] = SHAPES) -> None:
+    """Add ``--shape``."""
+    every = ", ".join(shape.name for shape in SHAPES)
+    usual = "all of them" if tuple(default) == SHAPES else ", ".join(one.name for one in default)
+    group.add_argument(
+        "--shape",
+        type=parse_shape,
+        nargs="+",
+        action="extend",
+        metavar="SHAPE",
+        help=f"{every}; or HQ,HKV,D (query heads, KV heads, head dimension). Default: {usual}",
+    )
+    group.set_defaults(default_shapes=tuple(default))
+
+
+def add_contexts(group: argparse._ArgumentGroup, default: Sequence[int]) -> None:
+    """Add ``--context``."""
+    usual = " ".join(map(str, default))
+    group.add_argument(
+        "--context",
+        type=parse_context,
+        nargs="+",
+        action="extend",
+        metavar="N",
+        help=f"tokens in the cache; 'all' is {CONTEXTS[0]}, {CONTEXTS[1]}, ... {CONTEXTS[-1]}. "
+        f"Default: {usual}",
+    )
+    group.set_defaults(default_contexts=tuple(default))
+
+
+def parse_context(text: str) -> tuple[int, ...]:
+    """Return the contexts that one word of ``--context`` stands for."""
+    return CONTEXTS if text == "all" else (positive_int(text),)
+
+
+def chosen_shapes(options: argparse.Namespace) -> list[AttentionShape]:
+    """Return what ``--shape`` says, each once."""
+    return list(dict.fromkeys(options.shape or options.default_shapes))
+
+
+def chosen_contexts(options: argparse.Namespace) -> list[int]:
+    """Return what ``--context`` says, each once and in order."""
+    words = options.context
+    return sorted({n for word in words for n in word} if words else options.default_contexts)
+
+
+def add_threads(group: argparse._ArgumentGroup, default: str = "1") -> None:
+    """Add ``--threads``."""
+    group.add_argument(
+        "--threads",
+        type=_thread_count,
+        nargs="+",
+        action="extend",
+        metavar="N",
+        help="threads of every competitor; several numbers, several measurements. "
+        f"Default: {default}",
+    )
+
+
+def _thread_count(text: str) -> int:
+    count = positive_int(text)
+    if count > MAX_THREADS:
+        raise argparse.ArgumentTypeError(f"{text!r} is more than {MAX_THREADS} threads")
+    return count
+
+
+def add_peers(group: argparse._ArgumentGroup, *, default: str = "all") -> None:
+    """Add ``--peers``."""
+    group.add_argument(
+        "--peers",
+        choices=("all", "none", *PEER_NAMES),
+        nargs="+",
+        action="extend",
+        metavar="PEER",
+        help=f"whom to compare with: all, none, {', '.join(PEER_NAMES)}. Default: {default}",
+    )
+    group.set_defaults(default_peers=default)
+
+
+def chosen_peers(options: argparse.Namespace) -> tuple[str, ...]:
+    """Return the names of the peers asked for."""
+    words = options.peers or [options.default_peers]
+    if "all" in words:
+        return PEER_NAMES
+    return tuple(name for name in PEER_NAMES if name in words)
+
+
+def add_rounds(group: argparse._ArgumentGroup) -> None:
+    """Add ``--rounds`` and ``--budget``."""
+    group.add_argument(
+        "--rounds",
+        type=positive_int,
+        default=ROUNDS,
+        metavar="N",
+        help="measurements of each competitor, taken in turn (default: %(default)s)",
+    )
+    group.add_argument(
+        "--budget",
+        type=parse_seconds,
+        default=BUDGET_SECONDS,
+        metavar="SECONDS",
+        help="time after which a slow competitor gets no more rounds of one case; the tables say "
+        "how many it got (default: %(default)s)",
+    )
+
+
+def parse_seconds(text: str) -> float:
+    """Return a positive number."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
+    return seconds
+
+
+def add_hot(group: argparse._ArgumentGroup) -> None:
+    """Add ``--hot``."""
+    group.add_argument(
+        "--hot",
+        action="store_true",
+        help="read the same copy each time, from the processor's caches if it fits (for tuning); "
+        "without, so many copies are read in turn that each is cold",
+    )
+
+
+def add_output(parser: argparse.ArgumentParser) -> None:
+    """Add ``--plot`` and ``--save``."""
+    group = parser.add_argument_group("results")
+    group.add_argument(
+        "--plot", metavar="FILE", help="also draw the results (.png, .svg, .pdf; needs matplotlib)"
+    )
+    group.add_argument(
+        "--save", metavar="FILE", help="also write the JSON to a file, for 'kvedge bench show'"
+    )

@@ -1,0 +1,59 @@
+"""The competitors: kvedge itself, and what else computes decode attention on a CPU from Python.
+
+One module per library. Each competitor is used the way its own documentation says and in its own
+layout, with the options that make it fastest where a user would find them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from kvedge.bench.peers.base import Competitor
+from kvedge.bench.peers.ggml_flash import GgmlFlashAttention
+from kvedge.bench.peers.kvedge_layer import KvedgeInt8
+from kvedge.bench.peers.numpy_attention import NumpyAttention
+from kvedge.bench.peers.ort_gqa import OrtGroupQueryAttention
+from kvedge.bench.peers.torch_sdpa import TorchSdpa
+
+__all__ = ["PEER_NAMES", "Competitor", "KvedgeInt8", "installed_peers", "make_peers"]
+
+#: Names of all peers, in the order of the tables.
+PEER_NAMES = (
+    "numpy-fp32",
+    "torch-fp32",
+    "torch-bf16",
+    "ort-fp32",
+    "ort-int8",
+    "ggml-f16",
+    "ggml-q8_0",
+)
+
+
+def make_peers(names: Iterable[str]) -> list[Competitor]:
+    """Return one new competitor for each of the ``names``, in the order of the tables."""
+    wanted = set(names)
+    return [_make(name) for name in PEER_NAMES if name in wanted]
+
+
+def _make(name: str) -> Competitor:
+    library, _, kind = name.partition("-")
+    classes = {
+        "numpy": NumpyAttention,
+        "torch": TorchSdpa,
+        "ort": OrtGroupQueryAttention,
+        "ggml": GgmlFlashAttention,
+    }
+    return classes[library](kind)
+
+
+def installed_peers(names: Sequence[str]) -> tuple[list[Competitor], list[str]]:
+    """Return the peers that can run here, and a note for each library that is missing."""
+    present, reasons = [], {}
+    for peer in make_peers(names):
+        reason = peer.unavailable()
+        if reason is None:
+            present.append(peer)
+        else:
+            reasons.setdefault(reason, []).append(peer.name)
+    notes = [f"{', '.join(peers)} left out: {reason}" for reason, peers in reasons.items()]
+    return present, notes

@@ -1,0 +1,68 @@
+"""NumPy: what attention costs without any library for it."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+from typing import Any
+
+import numpy as np
+
+from kvedge.bench.peers.base import Competitor
+from kvedge.bench.shapes import AttentionShape
+from kvedge.bench.workload import Workload
+
+__all__ = ["NumpyAttention"]
+
+
+class NumpyAttention(Competitor):
+    """Two batched matrix products (BLAS) and a softmax, keys and values head-major in float32."""
+
+    package = "numpy"
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(f"numpy-{kind}")
+        self._stored: list[tuple[np.ndarray, np.ndarray]] = []
+        self._query: np.ndarray | None = None
+        self._limits = contextlib.ExitStack()
+
+    def bytes_per_token(self, shape: AttentionShape) -> float:
+        """Four bytes per value."""
+        return 4 * shape.values_per_token
+
+    def prepare(self, workload: Workload, copies: int, num_threads: int) -> None:
+        """Store (num_kv_heads, T, head_dim), so that BLAS reads each head in one piece."""
+        self._limit_threads(num_threads)
+        shape = workload.shape
+        grouped = (shape.num_kv_heads, shape.group, shape.head_dim)
+        self._query = (workload.query / np.sqrt(np.float32(shape.head_dim))).reshape(grouped)
+        for _ in range(copies):
+            keys = np.ascontiguousarray(workload.keys.swapaxes(0, 1))
+            values = np.ascontiguousarray(workload.values.swapaxes(0, 1))
+            self._stored.append((keys, values))
+
+    def _limit_threads(self, num_threads: int) -> None:
+        if importlib.util.find_spec("threadpoolctl") is None:
+            self.note = "as many threads as its BLAS takes (threadpoolctl is not installed)"
+            return
+        limit: Any = importlib.import_module("threadpoolctl").threadpool_limits
+        self._limits.enter_context(limit(num_threads, user_api="blas"))
+
+    def run(self, copy: int) -> object:
+        """Attend: the heads of a group are the rows of one matrix."""
+        keys, values = self._stored[copy]
+        logits = np.matmul(self._query, keys.swapaxes(1, 2))  # (num_kv_heads, group, T)
+        logits -= logits.max(axis=-1, keepdims=True)
+        weights = np.exp(logits, out=logits)
+        sums = weights.sum(axis=-1, keepdims=True)
+        return np.matmul(weights, values) / sums
+
+    def as_array(self, output: object) -> np.ndarray:
+        """Put the groups back in a row."""
+        assert isinstance(output, np.ndarray)
+        return output.reshape(-1, output.shape[-1])
+
+    def release(self) -> None:
+        """Drop the arrays, and give BLAS its threads back."""
+        self._stored = []
+        self._limits.close()

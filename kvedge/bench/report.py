@@ -1,0 +1,116 @@
+"""What every benchmark's report says first: versions, the machine, how it was measured."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import kvedge
+from kvedge import system
+from kvedge.bench.peers import Competitor
+from kvedge.cli.exits import CommandError
+from kvedge.cli.output import Output
+from kvedge.cli.sizes import format_size
+
+__all__ = [
+    "FORMAT",
+    "header",
+    "load_report",
+    "microseconds",
+    "percent",
+    "print_header",
+    "save_report",
+    "scientific",
+]
+
+#: Changes when a field of a report changes its meaning.
+FORMAT = 1
+
+
+def header(
+    benchmark: str,
+    machine: system.Machine,
+    competitors: Iterable[Competitor],
+    *,
+    settings: Mapping[str, Any],
+    notes: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Return the fields that all reports begin with."""
+    isa = kvedge.isa_info()
+    return {
+        "format": FORMAT,
+        "benchmark": benchmark,
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": " ".join(sys.argv[1:]),
+        "version": kvedge.__version__,
+        "backend": isa["backend"],
+        "isa": isa["isa"],
+        "machine": asdict(machine),
+        "settings": dict(settings),
+        "competitors": {one.name: one.version() for one in competitors},
+        "notes": list(notes),
+    }
+
+
+def print_header(report: Mapping[str, Any], output: Output) -> None:
+    """Print machine and versions, as they belong beside any figure."""
+    here = report["machine"]
+    cores = here["physical_cores"] or here["usable_cores"]
+    cache = max((level["bytes"] for level in here["caches"]), default=0)
+    pages = here["huge_pages"]
+    rows = [
+        ("processor", here["cpu"]),
+        ("cores", f"{cores}, last-level cache {format_size(cache)}"),
+        ("huge pages", pages["policy"] if pages else "unknown"),
+        ("kvedge", f"{report['version']}, {report['backend']}, {report['isa']}"),
+    ]
+    versions = report["competitors"].items()
+    peers = ", ".join(f"{name} {version}" for name, version in versions if name != "kvedge")
+    rows += [("peers", peers)] if peers else []
+    rows += [(name, str(value)) for name, value in report["settings"].items()]
+    rows.append(("measured", report["time"]))
+    output.facts(f"kvedge bench {report['benchmark']}", rows)
+
+
+def save_report(report: Mapping[str, Any], path: str) -> None:
+    """Write a report as JSON."""
+    text = json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False)
+    Path(path).write_text(text + "\n", encoding="utf-8")
+
+
+def load_report(path: str) -> dict[str, Any]:
+    """Read a report that ``--save`` or ``--json`` wrote.
+
+    Raises
+    ------
+    CommandError
+        If the file is no such report.
+    """
+    try:
+        report = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CommandError(f"{path} is not JSON: {error}") from error
+    if not isinstance(report, dict) or report.get("format") != FORMAT:
+        raise CommandError(f"{path} is no report of this version's 'kvedge bench --save'")
+    return report
+
+
+def microseconds(seconds: float) -> str:
+    """Write a time in microseconds, to three or four digits."""
+    value = seconds * 1e6
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+
+
+def percent(part: float) -> str:
+    """Write a part of a whole in percent."""
+    return f"{part:.1%}" if part < 0.1 else f"{part:.0%}"
+
+
+def scientific(error: float | None) -> str:
+    """Write an error to two digits; nothing where there is none."""
+    return "" if error is None else f"{error:.1e}"

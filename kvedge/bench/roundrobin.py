@@ -1,0 +1,157 @@
+"""Times several competitors side by side: each in turn, again and again, in one run.
+
+What else happens on a machine (another program, a warm processor clocking down) then hits all of
+them alike, and a ratio of two medians is worth more than either time.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from kvedge import system
+
+__all__ = ["MIN_ROUNDS", "BandwidthProbe", "Sampler", "TimedCalls", "round_robin"]
+
+#: Rounds that a competitor gets however slow it is.
+MIN_ROUNDS = 3
+
+# A sample is made of so many calls that it takes at least this long: the clock's own cost (0.1 us)
+# and the loop around the calls then disappear in it.
+_SAMPLE_SECONDS = 2e-3
+_MAX_CALLS = 10_000
+
+
+class Sampler(Protocol):
+    """Something that is measured once per round."""
+
+    name: str
+
+    def warm_up(self) -> None:
+        """Do once what shall not be measured."""
+
+    def sample(self) -> float:
+        """Measure once; in seconds or any other unit."""
+
+
+class TimedCalls:
+    """Measures the seconds that one call takes, going through the copies of its data in turn.
+
+    Parameters
+    ----------
+    name : str
+        Of the competitor.
+    call : callable
+        Called with the number of the copy to work on.
+    copies : int
+        Number of copies.
+    """
+
+    def __init__(self, name: str, call: Callable[[int], object], copies: int = 1) -> None:
+        self.name = name
+        self._call = call
+        self._next_copy = itertools.cycle(range(copies))
+        self._calls = 1
+
+    def warm_up(self) -> None:
+        """Run twice: the first call allocates, the second tells how many fill a sample."""
+        self._call(next(self._next_copy))
+        start = time.perf_counter()
+        self._call(next(self._next_copy))
+        seconds = time.perf_counter() - start
+        self._calls = min(max(math.ceil(_SAMPLE_SECONDS / max(seconds, 1e-9)), 1), _MAX_CALLS)
+
+    def sample(self) -> float:
+        """Return the seconds per call of one sample."""
+        call = self._call
+        if self._calls > 1:
+            # The others ran since: bring back the code, the branch history, threads that sleep.
+            # Where one call is a whole sample that is nothing, and would double the time.
+            call(next(self._next_copy))
+        copies = list(itertools.islice(self._next_copy, self._calls))
+        start = time.perf_counter()
+        for copy in copies:
+            call(copy)
+        return (time.perf_counter() - start) / self._calls
+
+
+class BandwidthProbe:
+    """Measures how fast the machine reads memory (bytes per second), as one more competitor."""
+
+    def __init__(self, num_threads: int, megabytes: int, repeats: int = 2) -> None:
+        self.name = f"read bandwidth, {num_threads} threads"
+        self.num_threads = num_threads
+        self.megabytes = megabytes
+        self.method = ""  # "native" or "numpy" once it has run
+        self._repeats = repeats
+
+    def warm_up(self) -> None:
+        """Nothing to do: each measurement touches its own memory first."""
+
+    def sample(self) -> float:
+        """Return the bytes per second of one measurement."""
+        found = system.read_bandwidth(
+            self.num_threads, megabytes=self.megabytes, repeats=self._repeats
+        )
+        self.method = found.method
+        return found.bytes_per_second
+
+
+def round_robin(
+    samplers: Sequence[Sampler],
+    *,
+    rounds: int,
+    budget_seconds: float = math.inf,
+    settle_seconds: float = 0.0,
+    after_round: Callable[[], object] = lambda: None,
+) -> list[list[float]]:
+    """Let the samplers measure in turn, ``rounds`` times.
+
+    Parameters
+    ----------
+    samplers : sequence of Sampler
+    rounds : int
+        Samples of each.
+    budget_seconds : float
+        Time after which a sampler gets no more rounds, if it had :data:`MIN_ROUNDS`.
+    settle_seconds : float
+        Pause before each sample. Some libraries leave their threads spinning for some milliseconds
+        after a call, on the cores that the next competitor is to use.
+    after_round : callable
+        Called after each round, and also for the rounds that nobody needed any more.
+
+    Returns
+    -------
+    list of list of float
+        The samples of each sampler, in their order.
+    """
+    samples: list[list[float]] = [[] for _ in samplers]
+    spent = [0.0] * len(samplers)
+    collecting = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        for sampler in samplers:
+            sampler.warm_up()
+        for number in range(rounds):
+            # A different one begins each time, so that nobody has always the same predecessor.
+            for i in _rotated(len(samplers), number):
+                if spent[i] > budget_seconds and len(samples[i]) >= MIN_ROUNDS:
+                    continue
+                time.sleep(settle_seconds)
+                start = time.perf_counter()
+                samples[i].append(samplers[i].sample())
+                spent[i] += time.perf_counter() - start
+            after_round()
+    finally:
+        if collecting:
+            gc.enable()
+    return samples
+
+
+def _rotated(count: int, start: int) -> list[int]:
+    return [(start + i) % count for i in range(count)]

@@ -1,0 +1,246 @@
+"""``kvedge bench threads``: what more threads bring, and what another busy program costs."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import kvedge
+from kvedge import system
+from kvedge.bench import options as common
+from kvedge.bench import plotting
+from kvedge.bench.affinity import choose_cpus, pinned_to
+from kvedge.bench.benchmark import progress
+from kvedge.bench.busy import BusyProcess, can_stop_and_go
+from kvedge.bench.contest import Conditions, enter
+from kvedge.bench.peers import KvedgeInt8, installed_peers
+from kvedge.bench.report import header, microseconds, print_header
+from kvedge.bench.roundrobin import Sampler, TimedCalls, round_robin
+from kvedge.bench.shapes import SHAPES, AttentionShape
+from kvedge.bench.statistics import spread_of
+from kvedge.bench.workload import make_workload
+from kvedge.cli.output import Output
+
+NAME = "threads"
+SUMMARY = "1 to n threads, on an idle machine and with one core kept busy"
+DESCRIPTION = """\
+Decode attention with 1, 2, ... threads, as the machine is and while another process keeps one of
+its cores busy. That process is started and ended by the command, and halted in between.
+"""
+EXAMPLES = """\
+  kvedge bench threads
+  kvedge bench threads --shape Qwen3-0.6B --context 8192 --threads 1 2 4 --peers none
+"""
+
+_CONTEXT = 8192
+IDLE, BUSY = "idle", "one core busy"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of the benchmark."""
+    cases = parser.add_argument_group("what is measured")
+    common.add_shapes(cases, SHAPES[:1])
+    common.add_contexts(cases, (_CONTEXT,))
+    common.add_threads(cases, "every number up to the cores there are")
+    common.add_peers(cases)
+    how = parser.add_argument_group("how")
+    common.add_hot(how)
+    common.add_rounds(how)
+    common.add_output(parser)
+
+
+def measure(options: argparse.Namespace, output: Output) -> dict[str, Any]:
+    """Measure all cases; Ctrl-C ends it with those that are done."""
+    machine = system.machine()
+    conditions = Conditions(machine, options.rounds, options.budget, options.hot)
+    peers, notes = installed_peers(common.chosen_peers(options))
+    competitors = [KvedgeInt8(), *peers]
+    cores = machine.physical_cores or machine.usable_cores
+    counts = sorted(set(options.threads or range(1, min(cores, machine.usable_cores) + 1)))
+    cpus = choose_cpus(max(counts))
+    if not can_stop_and_go():
+        notes.append("no process can be halted here: measured on the idle machine only")
+    settings = {
+        "cache": "hot" if options.hot else "cold",
+        "rounds": options.rounds,
+        "pinned": f"to {', '.join(map(str, cpus))}, whatever the number of threads"
+        if cpus
+        else "no: this system cannot",
+        "busy process": f"on processor {cpus[-1]}" if cpus else "anywhere",
+    }
+    report = header("threads", machine, competitors, settings=settings, notes=notes)
+    report["cases"] = []
+    cases = [
+        (shape, context, count)
+        for shape in common.chosen_shapes(options)
+        for context in common.chosen_contexts(options)
+        for count in counts
+    ]
+    steps = len(cases) * (len(competitors) + options.rounds)
+    advance = progress(output, steps, "kvedge bench threads")
+    before = kvedge.get_num_threads()
+    try:
+        with pinned_to(cpus), BusyProcess(cpus[-1] if cpus else None) as busy:
+            for shape, context, count in cases:
+                case, found = _measure_case(
+                    competitors, (shape, context, count), conditions, busy, advance
+                )
+                report["cases"].append(case)
+                report["notes"] += found
+    except KeyboardInterrupt:
+        report["interrupted"] = True
+        report["notes"].append("interrupted: only the cases that were done are here")
+    finally:
+        kvedge.set_num_threads(before)
+    return report
+
+
+class _WhileBusy:
+    """Measures what another sampler does, while the other process runs."""
+
+    def __init__(self, sampler: Sampler, busy: BusyProcess) -> None:
+        self.name = sampler.name
+        self._sampler = sampler
+        self._busy = busy
+
+    def warm_up(self) -> None:
+        """Nothing: the sampler itself is also measured, and warmed up first."""
+
+    def sample(self) -> float:
+        """Measure once."""
+        with self._busy.running():
+            return self._sampler.sample()
+
+
+def _measure_case(
+    competitors: Sequence[Any],
+    numbers: tuple[AttentionShape, int, int],
+    conditions: Conditions,
+    busy: BusyProcess,
+    advance: Callable[[], None],
+) -> tuple[dict[str, Any], list[str]]:
+    shape, context, num_threads = numbers
+    contest = enter(competitors, make_workload(shape, context), num_threads, conditions, advance)
+    try:
+        samplers: list[Sampler] = [
+            TimedCalls(entry.competitor.name, entry.competitor.run, entry.copies)
+            for entry in contest.entries
+        ]
+        names = [sampler.name for sampler in samplers]
+        states = [IDLE] * len(samplers)
+        if can_stop_and_go():
+            samplers += [_WhileBusy(sampler, busy) for sampler in samplers]
+            states += [BUSY] * len(names)
+        samples = round_robin(
+            samplers,
+            rounds=conditions.rounds,
+            budget_seconds=conditions.budget_seconds,
+            # Also with one thread: what is left of another's threads would look like a busy core.
+            settle_seconds=conditions.settle_seconds(num_threads + 1),
+            after_round=advance,
+        )
+    finally:
+        contest.release()
+    results: dict[str, dict[str, Any]] = {name: {"name": name} for name in names}
+    for sampler, state, seconds in zip(samplers, states, samples, strict=True):
+        spread = spread_of(seconds)
+        results[sampler.name][state] = asdict(spread) | {"relative_spread": spread.relative}
+    case = {
+        "shape": asdict(shape),
+        "context": context,
+        "num_threads": num_threads,
+        "results": list(results.values()),
+    }
+    return case, list(contest.notes)
+
+
+# ---- tables ----------------------------------------------------------------------------------
+
+_COLUMNS = (
+    "",
+    ">threads",
+    ">us, idle",
+    ">spread",
+    ">speedup",
+    ">us, one core busy",
+    ">spread",
+    ">busy / idle",
+    ">of 1 thread, busy",
+    ">rounds",
+)
+
+
+def print_tables(report: dict[str, Any], output: Output) -> None:
+    """Print one table per shape and context."""
+    print_header(report, output)
+    for (shape, context), cases in _by_shape(report["cases"]).items():
+        names = list(dict.fromkeys(one["name"] for case in cases for one in case["results"]))
+        rows = [row for name in names for row in _rows(name, cases)]
+        title = f"{shape}; {context:,} tokens, {report['settings']['cache']}; per layer and token"
+        output.table(title, _COLUMNS, rows)
+
+
+def _by_shape(
+    cases: Iterable[Mapping[str, Any]],
+) -> dict[tuple[str, int], list[Mapping[str, Any]]]:
+    found: dict[tuple[str, int], list[Mapping[str, Any]]] = {}
+    for case in cases:
+        key = (str(AttentionShape(**case["shape"])), case["context"])
+        found.setdefault(key, []).append(case)
+    return found
+
+
+def _of(name: str, cases: Sequence[Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
+    """Return a competitor's results by the number of threads."""
+    return {
+        case["num_threads"]: result
+        for case in cases
+        for result in case["results"]
+        if result["name"] == name
+    }
+
+
+def _rows(name: str, cases: Sequence[Mapping[str, Any]]) -> Iterable[Sequence[str]]:
+    results = _of(name, cases)
+    one = results.get(1)
+    for num_threads, result in results.items():
+        idle, busy = result[IDLE], result.get(BUSY)
+        yield (
+            name,
+            str(num_threads),
+            microseconds(idle["median"]),
+            f"±{idle['relative_spread']:.1%}",
+            f"{one[IDLE]['median'] / idle['median']:.2f}" if one else "",
+            microseconds(busy["median"]) if busy else "",
+            f"±{busy['relative_spread']:.1%}" if busy else "",
+            f"{busy['median'] / idle['median']:.2f}" if busy else "",
+            f"{busy['median'] / one[BUSY]['median']:.2f}" if busy and one else "",
+            str(idle["count"]),
+        )
+
+
+def draw(report: dict[str, Any], figure: Any) -> None:
+    """Draw time against threads: solid on the idle machine, dashed with one core busy."""
+    panels = _by_shape(report["cases"])
+    names = list(report["competitors"])
+    for axes, ((shape, context), cases) in zip(
+        plotting.grid(figure, len(panels)), panels.items(), strict=True
+    ):
+        for name in names:
+            results = _of(name, cases)
+            for state, line in ((IDLE, "-"), (BUSY, "--")):
+                points = [(n, one[state]["median"] * 1e6) for n, one in results.items() if state in one]
+                if points:
+                    label = name if state == IDLE else None
+                    style = plotting.style_of(name, names)
+                    axes.plot(*zip(*points, strict=True), label=label, linestyle=line, **style)
+        axes.set_yscale("log")
+        axes.set_xticks([case["num_threads"] for case in cases])
+        axes.set_xlabel("threads (dashed: one core busy)")
+        axes.set_ylabel("us per layer and token")
+        axes.set_title(f"{shape}; {context:,} tokens", fontsize="small")
+        axes.grid(True, alpha=0.3)
+        axes.legend(fontsize="x-small")
+    figure.suptitle(f"Threads, {report['machine']['cpu']}", fontsize="medium")
