@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from importlib import import_module
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvedge import threads
 from kvedge.errors import BackendUnavailableError, UnsupportedIsaError
@@ -66,9 +66,12 @@ else:
     if _isa_asked is not None:
         _reason = f"{_reason}; KVEDGE_ISA={_isa_asked} has no effect on the NumPy backend"
 
-KVCache = _module.KVCache
-QuantizedKvLayer = _module.QuantizedKvLayer
-Float32KvLayer = _module.Float32KvLayer
+if TYPE_CHECKING:  # the same types whichever backend it will be
+    from kvedge._native import Float32KvLayer, KVCache, QuantizedKvLayer
+else:
+    KVCache = _module.KVCache
+    QuantizedKvLayer = _module.QuantizedKvLayer
+    Float32KvLayer = _module.Float32KvLayer
 
 
 def isa_info() -> dict[str, Any]:

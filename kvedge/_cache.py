@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -34,6 +34,11 @@ from kvedge.snapshot import (
     LayerContents,
     OverwriteLog,
 )
+
+if TYPE_CHECKING:
+    from typing_extensions import Self  # type checkers bring it along
+
+    from kvedge._typing import Array
 
 __all__ = ["CacheMethods"]
 
@@ -105,7 +110,7 @@ class CacheMethods(CacheFacts):
     @classmethod
     def with_capacity(
         cls, num_layers: int, num_kv_heads: int, head_dim: int, max_seq_len: int, **options: Any
-    ) -> CacheMethods:
+    ) -> Self:
         """Make an empty cache with room for ``max_seq_len`` tokens; options as for the class."""
         max_seq_len = _checks.as_int(max_seq_len, "max_seq_len")
         return cls(num_layers, num_kv_heads, head_dim, max_seq_len=max_seq_len, **options)
@@ -175,7 +180,7 @@ class CacheMethods(CacheFacts):
 
     # ---- tokens in -------------------------------------------------------------------------------
 
-    def append(self, layer: int, keys: Any, values: Any) -> None:
+    def append(self, layer: int, keys: Array, values: Array) -> None:
         """Give one layer its next token or tokens; ``attend(layer, ...)`` sees them at once.
 
         Parameters
@@ -231,7 +236,7 @@ class CacheMethods(CacheFacts):
                 raise LayersOutOfStepError(self._who_lacks(length))
         self._length = length
 
-    def push_step(self, keys: Any, values: Any) -> None:
+    def push_step(self, keys: Array, values: Array) -> None:
         """Append one token to every layer, then advance: all of it or nothing.
 
         Parameters
@@ -304,7 +309,7 @@ class CacheMethods(CacheFacts):
         """
         return self._layers[_checks.check_layer(index, self._num_layers)]
 
-    def attend(self, layer: int, query: Any, **options: Any) -> Any:
+    def attend(self, layer: int, query: Array, **options: Any) -> Any:
         """Attend to what one layer holds, pending tokens included.
 
         Parameters
@@ -330,7 +335,7 @@ class CacheMethods(CacheFacts):
             layer = _checks.check_layer(layer, self._num_layers)
         return self._layers[layer].attend(query, **options)
 
-    def scores(self, layer: int, query: Any, **options: Any) -> np.ndarray:
+    def scores(self, layer: int, query: Array, **options: Any) -> np.ndarray:
         """Return the scaled logits of a query against what one layer holds.
 
         Parameters
@@ -493,7 +498,7 @@ class CacheMethods(CacheFacts):
 
     # ---- copies ----------------------------------------------------------------------------------
 
-    def copy(self) -> CacheMethods:
+    def copy(self) -> Self:
         """Return an independent cache with the same tokens, pending ones included.
 
         Snapshots stay with the cache that made them.
@@ -502,10 +507,10 @@ class CacheMethods(CacheFacts):
             self._contents(copy=False), self._max_seq_len, self._auto_offset, self._metadata
         )
 
-    def __copy__(self) -> CacheMethods:
+    def __copy__(self) -> Self:
         return self.copy()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> CacheMethods:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self.copy()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -547,7 +552,7 @@ class CacheMethods(CacheFacts):
         session.save(self, path, metadata=metadata)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], mmap: bool = False) -> CacheMethods:
+    def load(cls, path: str | os.PathLike[str], mmap: bool = False) -> Self:
         """Read a cache from a file that :meth:`save` wrote, with either backend, on any machine.
 
         Parameters
@@ -671,7 +676,7 @@ class CacheMethods(CacheFacts):
         max_seq_len: int | None,
         auto_offset: bool,
         metadata: Mapping[str, str],
-    ) -> CacheMethods:
+    ) -> Self:
         """Make a cache that holds ``contents``."""
         held = max(layer.num_tokens for layer in contents.layers)
         cache = cls._empty(contents.format, max_seq_len, auto_offset, metadata, held)
@@ -686,7 +691,7 @@ class CacheMethods(CacheFacts):
         auto_offset: bool,
         metadata: Mapping[str, str],
         tokens: int,
-    ) -> CacheMethods:
+    ) -> Self:
         """Make an empty cache with room for ``tokens``, without the constructor of a subclass."""
         cache = cls.__new__(cls)
         cache._setup(

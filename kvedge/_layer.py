@@ -15,7 +15,7 @@ that owns a frozen layer.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 
@@ -25,7 +25,12 @@ from kvedge._layer_facts import LayerFacts
 from kvedge.errors import InvalidArgumentError
 from kvedge.rope import Rope
 
+if TYPE_CHECKING:
+    from typing_extensions import Self  # type checkers bring it along
+
 __all__ = ["LayerMethods"]
+
+_Layer = TypeVar("_Layer", bound="LayerMethods")
 
 _BLOCK_NUMBERS = 1 << 19  # float32 numbers that a shift works on at a time: 2 MiB
 _SQRT2 = 2.0**0.5
@@ -331,7 +336,7 @@ class LayerMethods(LayerFacts):
 
     # ---- copying ---------------------------------------------------------------------------------
 
-    def copy(self) -> LayerMethods:
+    def copy(self) -> Self:
         """An independent layer with the same tokens and capacity; it belongs to no cache."""
         other = _new_layer(type(self), self._config, self._config.capacity)
         other._fill(self._slabs, len(self), self._key_offset, self._auto_key_offset)
@@ -350,11 +355,11 @@ class LayerMethods(LayerFacts):
         _memory.copy_tokens(slabs, self._slabs, length)
         self._set_len(length)
 
-    def __copy__(self) -> LayerMethods:
+    def __copy__(self) -> Self:
         """As :meth:`copy`."""
         return self.copy()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> LayerMethods:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """As :meth:`copy`."""
         return self.copy()
 
@@ -371,7 +376,7 @@ def _backend_class(kind: type[LayerMethods]) -> type[LayerMethods]:
     return next(base for base in kind.__mro__ if LayerMethods in base.__bases__)
 
 
-def _new_layer(kind: type[LayerMethods], config: LayerConfig, capacity: int) -> LayerMethods:
+def _new_layer(kind: type[_Layer], config: LayerConfig, capacity: int) -> _Layer:
     """An empty layer of class `kind` as in `config`, but for its capacity."""
     layer = kind.__new__(kind)
     _backend_class(kind).__init__(  # a subclass may have another signature
@@ -395,7 +400,7 @@ def _restore(
     """Unpickle a layer into the active backend."""
     from kvedge import KVCache  # not at import: the backend imports this module
 
-    kind = KVCache._layer_types[config.dtype] if own is None else own
+    kind: type[LayerMethods] = KVCache._layer_types[config.dtype] if own is None else own
     layer = _new_layer(kind, config, config.capacity)
     layer._fill(slabs, len(slabs[0]), key_offset, auto_key_offset)
     return layer

@@ -27,7 +27,7 @@ import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO, NoReturn, TypeVar
 
 import numpy as np
 
@@ -37,6 +37,8 @@ from kvedge.errors import CorruptFileError, InvalidArgumentError, KvedgeError, M
 from kvedge.snapshot import CacheContents, CacheFormat
 
 __all__ = ["load", "save"]
+
+_Cache = TypeVar("_Cache", bound=CacheMethods)
 
 _FORMAT = "kvedge"
 _VERSION = "1"
@@ -196,9 +198,7 @@ class _Tensor:
     nbytes: int
 
 
-def load(
-    kind: type[CacheMethods], path: str | os.PathLike[str], *, mmap: bool = False
-) -> CacheMethods:
+def load(kind: type[_Cache], path: str | os.PathLike[str], *, mmap: bool = False) -> _Cache:
     """Read a cache of class ``kind`` from a file; see :meth:`kvedge.KVCache.load`."""
     path = _checked_path(path)
     mmap = _checks.as_bool(mmap, "mmap")
@@ -212,9 +212,7 @@ def load(
     return cache
 
 
-def _load_open(
-    kind: type[CacheMethods], path: str, file: BinaryIO, mmap: bool
-) -> CacheMethods | None:
+def _load_open(kind: type[_Cache], path: str, file: BinaryIO, mmap: bool) -> _Cache | None:
     """Read a cache from an open file; None if another file has taken its path meanwhile."""
     header = _read_header(path, file)
     if header is None:

@@ -314,7 +314,7 @@ class _Run:
     def _save(self) -> None:
         state = self.random_state
         if self.generation is not None and self.options.tokens > 0:
-            state = resume.random_state(self.generation)
+            state = self.generation.sampler.random_state
         text = resume.SavedText(
             tokens=self.tokens,
             ended=self.ended,

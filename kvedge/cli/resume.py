@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvedge.cli.exits import CommandError
-from kvedge.errors import MissingExtraError
+from kvedge.errors import InvalidArgumentError, MissingExtraError
 
 if TYPE_CHECKING:
     from kvedge import KVCache
@@ -32,7 +32,6 @@ __all__ = [
     "check_can_save",
     "decoder_after",
     "load",
-    "random_state",
     "save",
     "set_random_state",
 ]
@@ -148,11 +147,6 @@ def _sha256(path: str) -> str:
     return digest.hexdigest()
 
 
-def random_state(generation: Generation) -> dict[str, Any]:
-    """Return the state of a generation's random draws, fit for JSON."""
-    return dict(generation._sampler._rng.bit_generator.state)
-
-
 def set_random_state(generation: Generation, state: dict[str, Any] | None) -> None:
     """Let a generation's draws go on from a state; None leaves them at their seed.
 
@@ -164,9 +158,9 @@ def set_random_state(generation: Generation, state: dict[str, Any] | None) -> No
     if state is None:
         return
     try:
-        generation._sampler._rng.bit_generator.state = state
-    except (ValueError, TypeError, KeyError, OverflowError) as error:
-        raise CommandError(f"the session's random state is damaged: {error!r}") from error
+        generation.sampler.random_state = state
+    except InvalidArgumentError as error:
+        raise CommandError(f"the session's random state is damaged: {error}") from error
 
 
 def decoder_after(tokenizer: Tokenizer, tokens: Sequence[int]) -> Any:

@@ -147,7 +147,8 @@ def _read_header(path: Path) -> tuple[LlamaConfig, bool]:
 def _file_layout(config: LlamaConfig, own_output: bool) -> list[tuple[str, tuple[int, ...]]]:
     """Name and shape of each array in the order of the file."""
     layer = {k: (config.num_layers, *shape) for k, shape in tensor_shapes(config).items()}
-    layout = [("token_embedding", (config.vocab_size, config.dim))]
+    layout: list[tuple[str, tuple[int, ...]]] = []
+    layout += [("token_embedding", (config.vocab_size, config.dim))]
     layout += [(k, layer[k]) for k in ("rms_att", "wq", "wk", "wv", "wo")]
     layout += [(k, layer[k]) for k in ("rms_ffn", "w1", "w2", "w3")]
     layout += [("rms_final", (config.dim,))]

@@ -108,6 +108,7 @@ class Generation(Iterator[Piece]):
             self.stop_reason = "length"
             return
         while True:
+            assert self.logits is not None  # the prompt has at least one token
             token = self._sampler(self.logits)
             if token in self._tokenizer.stop_ids:
                 self.stop_reason = "stop"

@@ -77,16 +77,17 @@ class LlamaModel:
             config, weights, own_tokenizer = gguf_file.load_gguf(
                 path, with_tokenizer=tokenizer is None
             )
-            tokenizer = own_tokenizer if tokenizer is None else tokenizer
+            given = own_tokenizer if tokenizer is None else tokenizer
         else:
             config, weights = load_checkpoint(path)
-            if tokenizer is None:
+            given = tokenizer
+            if given is None:
                 beside = (f"tok{config.vocab_size}.bin", "tokenizer.bin")
                 found = (path.with_name(name) for name in beside)
-                tokenizer = next((file for file in found if file.exists()), None)
-        if isinstance(tokenizer, (str, os.PathLike)):
-            tokenizer = load_llama2c_tokenizer(tokenizer, config.vocab_size)
-        return cls(config, weights, tokenizer)
+                given = next((file for file in found if file.exists()), None)
+        if isinstance(given, (str, os.PathLike)):
+            return cls(config, weights, load_llama2c_tokenizer(given, config.vocab_size))
+        return cls(config, weights, given)
 
     def __repr__(self) -> str:
         c = self.config
@@ -283,10 +284,10 @@ def _rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, interleaved: bool) 
     """
     half = cos.shape[-1]
     if interleaved:
-        first, second = np.s_[..., 0 : 2 * half : 2], np.s_[..., 1 : 2 * half : 2]
+        first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
     else:
-        first, second = np.s_[..., :half], np.s_[..., half : 2 * half]
+        first, second = slice(0, half), slice(half, 2 * half)
     turned = x.copy()
-    turned[first] = x[first] * cos - x[second] * sin
-    turned[second] = x[first] * sin + x[second] * cos
+    turned[..., first] = x[..., first] * cos - x[..., second] * sin
+    turned[..., second] = x[..., first] * sin + x[..., second] * cos
     return turned

@@ -27,9 +27,17 @@ _BYTE_TOKEN = re.compile(rb"<0x([0-9A-F]{2})>")  # SentencePiece's name for a by
 class Tokenizer(Protocol):
     """What :func:`kvedge.llama.generate` needs of a tokenizer."""
 
-    vocab_size: int
-    bos_id: int | None
-    stop_ids: frozenset[int]
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens."""
+
+    @property
+    def bos_id(self) -> int | None:
+        """Token that begins a text."""
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """Tokens that end one."""
 
     def encode(
         self, text: str, *, bos: bool | None = None, space_prefix: bool | None = None

@@ -1,0 +1,94 @@
+"""What a type checker makes of a user's code: mypy --strict has nothing to say against it."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("mypy")
+
+USER_CODE = '''
+from __future__ import annotations
+
+import numpy as np
+
+import kvedge
+from kvedge import Float32KvLayer, KVCache, KvCacheSnapshot, QuantizedKvLayer, Rope
+
+kv = np.zeros((2, 8), np.float32)
+
+layer = QuantizedKvLayer(16, 2, 8, group_size=4, scale_dtype="float16")
+layer.push(kv, kv)
+layer.extend(kv[np.newaxis], kv[np.newaxis])
+out: np.ndarray = layer.attend(kv, scale=0.5, window=4, sinks=1)
+out, lse = layer.attend(kv, return_lse=True)
+scores: np.ndarray = layer.scores(kv, scale=0.5)
+length: int = len(layer)
+ratio: float = layer.compression_ratio
+twin: QuantizedKvLayer = layer.copy()
+plain = Float32KvLayer(4, 2, 8)
+
+cache = KVCache.with_capacity(2, 2, 8, 10, dtype="int8")
+cache.append(0, kv, kv)
+cache.append(1, kv, kv)
+cache.advance()
+out = cache.attend(0, kv, num_threads=1)
+out, lse = cache.attend(0, kv, return_lse=True)
+held: QuantizedKvLayer | Float32KvLayer = cache.layer(0)
+snapshot: KvCacheSnapshot = cache.snapshot()
+cache.restore(snapshot)
+cache.keep([0])
+cache.shift(0, rope=Rope())
+keys: np.ndarray = cache.k(0)
+
+
+class Mine(KVCache):
+    """A user's own."""
+
+
+mine: Mine = Mine.load("cache.safetensors", mmap=True)
+mine = mine.copy()
+info: dict[str, object] = kvedge.isa_info()
+name: str = kvedge.backend
+kvedge.set_num_threads(kvedge.get_num_threads())
+'''
+
+MISTAKES = '''
+import numpy as np
+from kvedge import KVCache, QuantizedKvLayer
+
+layer = QuantizedKvLayer(16, 2)
+layer = QuantizedKvLayer(16, 2, 8, groups=2)
+layer.push([1.0], [2.0])
+text: str = layer.attend(np.zeros((2, 8), np.float32))
+KVCache(1, 2, 8).atend(0, np.zeros((2, 8), np.float32))
+'''
+
+
+def mypy(code, folder):
+    script = folder / "user.py"
+    script.write_text(code)
+    return subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", "--no-error-summary", script.name],
+        cwd=folder,
+        env={"MYPYPATH": str(Path(__file__).parents[1]), "PATH": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+
+
+@pytest.mark.subprocess
+def test_a_users_script_passes_mypy_strict(tmp_path):
+    done = mypy(USER_CODE, tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.subprocess
+def test_a_users_mistakes_are_seen(tmp_path):
+    done = mypy(MISTAKES, tmp_path)
+    lines = [line for line in done.stdout.splitlines() if ": error:" in line]
+    found = {int(line.split(":")[1]) for line in lines}
+    assert found == {5, 6, 7, 8, 9}, done.stdout + done.stderr
