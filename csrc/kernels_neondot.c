@@ -123,8 +123,8 @@ KVEDGE_INLINE void score_dots(const kvedge_query *q, int first, const int count,
   if (d < q->dim) score_16_channels(codes + 4 * d, stride, ends[0], end_offset, count, sum);
   UNROLL
   for (int i = 0; i < count; i++) {
-    float32x4_t scale = vmulq_n_f32(k_scale, q->scale[(first + i) * q->sums_stride]);
-    store_scores(vmulq_f32(join_digits(sum[i]), scale), left, accumulate, scores + (first + i) * KVEDGE_TILE);
+    float32x4_t dot = vmulq_n_f32(join_digits(sum[i]), q->scale[(first + i) * q->sums_stride]);
+    store_scores(vmulq_f32(dot, k_scale), left, accumulate, scores + (first + i) * KVEDGE_TILE);
   }
 }
 
