@@ -12,7 +12,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from kvedge import threads
-from kvedge.errors import BackendUnavailableError, UnsupportedIsaError
+from kvedge.cli import exits
+from kvedge.errors import BackendUnavailableError, KvedgeError, UnsupportedIsaError
 
 __all__ = ["ISA_NAMES", "Float32KvLayer", "KVCache", "QuantizedKvLayer", "backend", "isa_info"]
 
@@ -56,15 +57,25 @@ def _check_isa_name() -> None:
         )
 
 
-_check_isa_name()
-backend, _module, _reason = _load()
-if backend == "native":
-    _module.select_isa(_isa_asked)
-    threads.on_change(_module.set_num_threads)
-else:
-    threads.get_num_threads()  # a bad KVEDGE_NUM_THREADS is told at import, as with the other one
-    if _isa_asked is not None:
-        _reason = f"{_reason}; KVEDGE_ISA={_isa_asked} has no effect on the NumPy backend"
+def _start() -> tuple[str, ModuleType, str | None]:
+    """Load the backend and hand it what the environment asks for; all that is wrong is told now."""
+    _check_isa_name()
+    name, module, reason = _load()
+    if name == "native":
+        module.select_isa(_isa_asked)
+        threads.on_change(module.set_num_threads)
+    else:
+        threads.get_num_threads()  # a bad KVEDGE_NUM_THREADS is told here as well
+        if _isa_asked is not None:
+            reason = f"{reason}; KVEDGE_ISA={_isa_asked} has no effect on the NumPy backend"
+    return name, module, reason
+
+
+try:
+    backend, _module, _reason = _start()
+except KvedgeError as error:
+    exits.leave_if_command(error)  # the `kvedge` command tells it in one line
+    raise
 
 if TYPE_CHECKING:  # the same types whichever backend it will be
     from kvedge._native import Float32KvLayer, KVCache, QuantizedKvLayer

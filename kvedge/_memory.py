@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -22,6 +23,9 @@ from kvedge.errors import OutOfMemoryError
 TAIL_BYTES = 64
 ALIGNMENT = 64  # bytes: a cache line, and the widest register
 PAGE = mmap.PAGESIZE
+
+# Python names it from 3.13 on; the number is Linux's on x86, ARM and RISC-V.
+_MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
 _PAGEMAP_CHUNK = 1 << 16  # pages looked up at a time: 512 KiB of pagemap for 256 MiB
 
@@ -84,7 +88,9 @@ def _reserve(total: int, config: LayerConfig) -> tuple[Any, int]:
     """A buffer of `total` zero bytes, and the offset at which it is aligned."""
     try:
         if os.name == "posix":
-            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            # Without NORESERVE the system may count the whole length against its memory at once,
+            # and refuse a long context that may never be filled.
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
             return mmap.mmap(-1, total, flags=flags), 0
         buffer = np.zeros(total + ALIGNMENT, dtype=np.uint8)
         return buffer, -buffer.ctypes.data % ALIGNMENT

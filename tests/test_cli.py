@@ -174,3 +174,44 @@ def test_a_closed_pipe_ends_the_command_quietly():
 def _run(*arguments, **options):
     command = [sys.executable, "-m", "kvedge", *arguments]
     return subprocess.run(command, timeout=60, check=False, **options)
+
+
+STARTS = {
+    "console script": ["-c", "import sys; sys.argv[0] = '/usr/bin/kvedge'; import kvedge"],
+    "python -m": ["-m", "kvedge", "info"],
+}
+BAD_SETTINGS = [
+    ("KVEDGE_ISA", "sse9", exits.UNAVAILABLE),
+    ("KVEDGE_BACKEND", "gpu", exits.UNAVAILABLE),
+    ("KVEDGE_NUM_THREADS", "many", exits.USAGE),
+]
+
+
+@pytest.mark.subprocess
+@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize(("variable", "value", "code"), BAD_SETTINGS, ids=lambda x: str(x))
+def test_a_bad_setting_is_one_line_and_an_exit_code(start, variable, value, code):
+    done = run_python(STARTS[start], {variable: value})
+    assert done.returncode == code and done.stdout == ""
+    assert done.stderr.startswith("kvedge: ") and done.stderr.count("\n") == 1
+    assert variable in done.stderr and value in done.stderr
+
+
+@pytest.mark.subprocess
+@pytest.mark.parametrize(("variable", "value", "code"), BAD_SETTINGS, ids=lambda x: str(x))
+def test_a_program_that_imports_kvedge_gets_the_error_of_a_bad_setting(variable, value, code):
+    done = run_python(["-c", "import kvedge"], {variable: value})
+    assert done.returncode == 1 and "Traceback" in done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("kvedge.errors.") and variable in last and value in last
+
+
+def run_python(arguments, variables):
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )

@@ -265,6 +265,14 @@ def test_reserving_much_costs_the_process_little(layer_class):
     del layer
 
 
+@pytest.mark.skipif(sys.platform != "linux" or sys.maxsize < 2**32, reason="64-bit Linux")
+def test_more_than_the_machine_has_may_be_reserved(layer_class, rng):
+    layer = layer_class(2**28, 8, 64)  # 272 GiB of int8, 1 TiB of float32
+    kv = normal(rng, 8, 64)
+    layer.push(kv, kv)
+    np.testing.assert_allclose(layer.attend(kv), layer.values()[0], rtol=1e-5, atol=1e-7)
+
+
 def test_the_memory_of_a_layer_goes_back(layer_class, rng):
     for _ in range(300):  # 60 GB if nothing went back
         layer = layer_class(100_000, 8, 128)
