@@ -1,6 +1,23 @@
 /* NEON with the dot product instructions of armv8.2: Raspberry Pi 5 (Cortex-A76) and later.
  *
- * HEAD
+ *   instruction               what for                              Cortex-A76
+ *   sdot v.4s, v.16b, v.4b[i] 4 tokens (channels) x 4 products      3 (1 from sum to sum), V01
+ *   trn1, trn2, zip1, zip2    transposing                           2, V01
+ *   tbl v.16b                 bytes of codes into digits            2, V01
+ *
+ * A query, and the weights of a tile, are integers of 24 bits in three signed bytes (kernels.h),
+ * 16 bytes for four of them. So one register holds all that a step of four needs, and sdot picks a
+ * digit by its lane number.
+ *
+ * Keys. Four tokens are transposed, 4 channels (one dword) at a time: lane t of a column holds
+ * channels 4j..4j+3 of token t, and token t's score grows in lane t: no sums across lanes. 8
+ * shuffles for 64 bytes of keys, once for all stacked queries; 12 sdot for each query.
+ *
+ * Values. Rows of four tokens are interleaved byte by byte, so that a lane holds one channel of the
+ * four: 8 shuffles for 64 bytes, 12 sdot for each query, sums in registers over the whole tile.
+ *
+ * Two a cycle: 10 cycles for 64 bytes with one query, 28 with four. The same by floats, as in
+ * kernels_neon.c, takes twice that.
  */
 #if defined(__aarch64__)
 #include "target.h"
