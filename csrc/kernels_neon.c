@@ -16,7 +16,7 @@
  * rows; a sum per token and query, joined across lanes at the end. Values: a row's codes times
  * one lane of four tokens' weights; the sums of 16 to 64 channels stay in registers over the tile.
  * llvm-mca -mcpu=cortex-a72 on gcc 12's loops: keys 18 cycles for 32 bytes with one query, 48 with
- * four; values 20 and 45.
+ * four; values 19 and 45.
  */
 #if defined(__aarch64__) || defined(__ARM_NEON) || (defined(__arm__) && !defined(__clang__))
 #include "target.h"

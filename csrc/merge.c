@@ -17,14 +17,21 @@ static void merge(const kvedge_attention *a, size_t query, size_t state, kvedge_
   for (int d = 0; d < a->view.head_dim; d++) to[d] = to[d] * keep + from[d] * add;
 }
 
-static float finite(double x) {
-  return x > FLT_MAX ? FLT_MAX : x < -FLT_MAX ? -FLT_MAX : fabs(x) < FLT_MIN ? 0.0f : (float)x;
+/* The nearest float that is neither infinite nor denormal. */
+static inline float bounded(float x) {
+  float low = x < FLT_MAX ? x : FLT_MAX;
+  float both = low > -FLT_MAX ? low : -FLT_MAX;
+  return fabsf(both) < FLT_MIN ? 0.0f : both;
+}
+
+/* out = acc * factor * power, in this order: power, of two, may take the product to where it rounds. */
+static void scale_row(const float *restrict acc, int n, float factor, float power, float *restrict out) {
+  for (int d = 0; d < n; d++) out[d] = bounded(acc[d] * factor * power);
 }
 
 /* One query's output and the logarithm of its softmax denominator. */
 static void finish(const kvedge_attention *a, size_t query, size_t state, int head,
                    const kvedge_partial *total, float *out, float *lse) {
-  int dim = a->view.head_dim;
   double sum = total->sum[state], max = total->max[state], keep = 1.0;
   double log_denominator = -INFINITY;
   if (sum > 0.0) {
@@ -37,10 +44,9 @@ static void finish(const kvedge_attention *a, size_t query, size_t state, int he
     keep = exp(log_denominator - with_sink);
     log_denominator = with_sink;
   }
-  double factor = sum > 0.0 ? keep / (sum * a->value_factor) : 0.0;
-  const float *acc = total->acc + state * (size_t)a->acc_stride;
-  for (int d = 0; d < dim; d++) out[d] = finite(acc[d] * factor);
-  if (lse) *lse = log_denominator == -INFINITY ? -INFINITY : finite(log_denominator);
+  float factor = sum > 0.0 ? (float)(keep / sum) : 0.0f;
+  scale_row(total->acc + state * (size_t)a->acc_stride, a->view.head_dim, factor, 1.0f / a->value_factor, out);
+  if (lse) *lse = log_denominator == -INFINITY ? -INFINITY : bounded((float)log_denominator);
 }
 
 void kvedge_attention_collect(kvedge_attention *a, int slice, int slot) {
