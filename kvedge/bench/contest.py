@@ -108,9 +108,7 @@ def enter(
                     raise
                 why_not = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             else:
-                entries.append(
-                    Entry(competitor, copies, size, relative_error(output, reference))
-                )
+                entries.append(Entry(competitor, copies, size, relative_error(output, reference)))
         if why_not is not None:
             if isinstance(competitor, KvedgeInt8):
                 raise CommandError(f"{shape}, {context} tokens: {why_not}")

@@ -1,4 +1,4 @@
-"""How many copies of a cache a competitor reads in turn, so that each is cold when its turn comes."""
+"""How many copies of a cache a competitor reads in turn, so that each is cold at its turn."""
 
 from __future__ import annotations
 

@@ -61,7 +61,10 @@ class Ggml:
     """The functions, by their names without ``ggml_``."""
 
     def __init__(self, folder: Path) -> None:
-        for library, functions in ((_open(folder, "ggml-base"), _BASE), (_open(folder, "ggml-cpu"), _CPU)):
+        for library, functions in (
+            (_open(folder, "ggml-base"), _BASE),
+            (_open(folder, "ggml-cpu"), _CPU),
+        ):
             for name, result, arguments in functions:
                 function = getattr(library, f"ggml_{name}")
                 function.restype, function.argtypes = result, arguments

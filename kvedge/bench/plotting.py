@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +29,16 @@ def require(path: str) -> None:
     """
     if Path(path).suffix.lower() not in _SUFFIXES:
         raise UsageError(f"--plot {path}: the name must end with {', '.join(_SUFFIXES)}")
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
+    if importlib.util.find_spec("matplotlib") is None:
         raise MissingExtraError(
             "--plot needs matplotlib: pip install 'kvedge[bench]' or pip install matplotlib"
-        ) from error
+        )
 
 
 def save_figure(path: str, draw: Callable[[Any], None]) -> None:
     """Let ``draw`` fill a figure, and write it to a file."""
-    from matplotlib.figure import Figure  # not pyplot: no window, no global state
-
-    figure = Figure(layout="constrained")
+    # Not through pyplot: no window, no global state.
+    figure = import_module("matplotlib.figure").Figure(layout="constrained")
     draw(figure)
     figure.savefig(path, dpi=_DPI)
 
@@ -49,7 +48,7 @@ def grid(figure: Any, count: int) -> list[Any]:
     columns = min(count, 3)
     rows = -(-count // columns)
     figure.set_size_inches(4.5 * columns + 0.5, 3.5 * rows + 0.5)
-    axes = figure.subplots(rows, columns, squeeze=False).ravel().tolist()
+    axes: list[Any] = figure.subplots(rows, columns, squeeze=False).ravel().tolist()
     for unused in axes[count:]:
         unused.remove()
     return axes[:count]

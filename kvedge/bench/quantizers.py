@@ -1,7 +1,7 @@
 """What takes in keys and values: kvedge's layer, NumPy, ggml's q8_0, and a plain copy as the limit.
 
-Each stores ``tokens`` tokens per call at the next place of a long store, and begins anew at its end,
-so that what is written is as cold as in a growing cache. Its pages are all there beforehand: the
+Each stores its tokens at the next place of a long store, call by call, and begins anew at its end:
+what is written is as cold as in a growing cache. The store's pages are all there beforehand; the
 system's work for a page's first use is not measured.
 """
 

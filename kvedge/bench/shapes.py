@@ -71,4 +71,8 @@ def parse_shape(text: str) -> AttentionShape:
             f"{text!r} is no shape: three numbers of 1 or more, the first (query heads) a multiple "
             "of the second (KV heads)"
         )
-    return AttentionShape("", num_heads, num_kv_heads, head_dim)
+    numbers = (num_heads, num_kv_heads, head_dim)
+    for shape in SHAPES:
+        if (shape.num_heads, shape.num_kv_heads, shape.head_dim) == numbers:
+            return shape
+    return AttentionShape("", *numbers)

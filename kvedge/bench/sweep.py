@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -14,7 +14,7 @@ from kvedge.bench import plotting
 from kvedge.bench.affinity import choose_cpus, pinned_to
 from kvedge.bench.benchmark import progress
 from kvedge.bench.contest import Conditions, Contest, enter
-from kvedge.bench.peers import KvedgeInt8, installed_peers, make_peers
+from kvedge.bench.peers import Competitor, KvedgeInt8, installed_peers, make_peers
 from kvedge.bench.report import header, microseconds, print_header
 from kvedge.bench.roundrobin import TimedCalls, round_robin
 from kvedge.bench.shapes import CONTEXTS, SHAPES, AttentionShape
@@ -86,13 +86,20 @@ def measure(options: argparse.Namespace, output: Output) -> dict[str, Any]:
     return report
 
 
-def _measure_line(name, shape, contexts, num_threads, conditions, advance):
+def _measure_line(
+    name: str,
+    shape: AttentionShape,
+    contexts: Sequence[int],
+    num_threads: int,
+    conditions: Conditions,
+    advance: Callable[[], None],
+) -> tuple[list[dict[str, Any]], list[str]]:
     """Measure one competitor over all contexts that fit in the memory together."""
     contests: list[Contest] = []
     notes: list[str] = []
     try:
         for context in contexts:
-            competitor = KvedgeInt8() if name == "kvedge" else make_peers([name])[0]
+            competitor: Competitor = KvedgeInt8() if name == "kvedge" else make_peers([name])[0]
             workload = make_workload(shape, context)
             contest = enter([competitor], workload, num_threads, conditions, advance)
             contests.append(contest)
@@ -114,7 +121,7 @@ def _measure_line(name, shape, contexts, num_threads, conditions, advance):
     finally:
         for contest in contests:
             contest.release()
-    points = [
+    points: list[dict[str, Any]] = [
         {"context": context, "bytes": entry.bytes, "seconds": _spread(seconds)}
         for (context, entry), seconds in zip(entries, samples, strict=True)
     ]

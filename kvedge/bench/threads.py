@@ -231,7 +231,9 @@ def draw(report: dict[str, Any], figure: Any) -> None:
         for name in names:
             results = _of(name, cases)
             for state, line in ((IDLE, "-"), (BUSY, "--")):
-                points = [(n, one[state]["median"] * 1e6) for n, one in results.items() if state in one]
+                points = [
+                    (n, one[state]["median"] * 1e6) for n, one in results.items() if state in one
+                ]
                 if points:
                     label = name if state == IDLE else None
                     style = plotting.style_of(name, names)

@@ -6,7 +6,7 @@ layout, with the options that make it fastest where a user would find them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from kvedge.bench.peers.base import Competitor
 from kvedge.bench.peers.ggml_flash import GgmlFlashAttention
@@ -37,7 +37,7 @@ def make_peers(names: Iterable[str]) -> list[Competitor]:
 
 def _make(name: str) -> Competitor:
     library, _, kind = name.partition("-")
-    classes = {
+    classes: dict[str, Callable[[str], Competitor]] = {
         "numpy": NumpyAttention,
         "torch": TorchSdpa,
         "ort": OrtGroupQueryAttention,
@@ -48,7 +48,8 @@ def _make(name: str) -> Competitor:
 
 def installed_peers(names: Sequence[str]) -> tuple[list[Competitor], list[str]]:
     """Return the peers that can run here, and a note for each library that is missing."""
-    present, reasons = [], {}
+    present: list[Competitor] = []
+    reasons: dict[str, list[str]] = {}
     for peer in make_peers(names):
         reason = peer.unavailable()
         if reason is None:

@@ -119,21 +119,23 @@ class GgmlFlashAttention(Competitor):
         self, lib: Any, workload: Workload, keys: int, values: int
     ) -> tuple[int, np.ndarray]:
         shape = workload.shape
-        query = lib.new_tensor_4d(
-            self._context, ggml.F32, shape.head_dim, shape.num_heads, 1, 1
-        )
+        query = lib.new_tensor_4d(self._context, ggml.F32, shape.head_dim, shape.num_heads, 1, 1)
         ctypes.memmove(lib.get_data(query), workload.query.ctypes.data, workload.query.nbytes)
         query, keys, values = (
             # (head_dim, heads, tokens) to (head_dim, tokens, heads): strides only
             lib.permute(self._context, tensor, 0, 2, 1, 3)
-            for tensor in (query, self._by_head(lib, workload, keys), self._by_head(lib, workload, values))
+            for tensor in (
+                query,
+                self._by_head(lib, workload, keys),
+                self._by_head(lib, workload, values),
+            )
         )
         scale = shape.head_dim**-0.5
         output = lib.flash_attn_ext(self._context, query, keys, values, None, scale, 0.0, 0.0)
         graph = lib.new_graph_custom(self._context, _GRAPH_NODES, False)
         lib.build_forward_expand(graph, output)
         floats = (ctypes.c_float * workload.query.size).from_address(lib.get_data(output))
-        return graph, np.frombuffer(floats, np.float32).reshape(workload.query.shape)
+        return graph, np.frombuffer(memoryview(floats), np.float32).reshape(workload.query.shape)
 
     def _by_head(self, lib: Any, workload: Workload, rows: int) -> int:
         shape, kind = workload.shape, _TYPES[self._kind]

@@ -23,7 +23,7 @@ class NumpyAttention(Competitor):
     def __init__(self, kind: str) -> None:
         super().__init__(f"numpy-{kind}")
         self._stored: list[tuple[np.ndarray, np.ndarray]] = []
-        self._query: np.ndarray | None = None
+        self._query = np.empty(0, np.float32)  # (num_kv_heads, group, head_dim), scaled
         self._limits = contextlib.ExitStack()
 
     def bytes_per_token(self, shape: AttentionShape) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -59,8 +60,7 @@ class OrtGroupQueryAttention(Competitor):
 
     def prepare(self, workload: Workload, copies: int, num_threads: int) -> None:
         """Build the model and one binding per copy."""
-        import onnxruntime
-
+        onnxruntime: Any = import_module("onnxruntime")
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = num_threads
         options.inter_op_num_threads = 1
@@ -85,8 +85,7 @@ class OrtGroupQueryAttention(Competitor):
             self._bind(inputs, past, workload)
 
     def _bind(self, inputs: dict[str, Any], past: dict[str, Any], workload: Workload) -> None:
-        import onnxruntime
-
+        onnxruntime: Any = import_module("onnxruntime")
         binding = self._session.io_binding()
         for name, value in inputs.items():
             binding.bind_ortvalue_input(name, value)
@@ -107,8 +106,9 @@ class OrtGroupQueryAttention(Competitor):
 
     def as_array(self, output: object) -> np.ndarray:
         """Read the bound output."""
-        value, shape = output  # type: ignore[misc]
-        return value.numpy().reshape(shape)
+        assert isinstance(output, tuple)
+        value, shape = output
+        return np.asarray(value.numpy()).reshape(shape)
 
     def release(self) -> None:
         """Drop the session and the buffers."""
@@ -139,12 +139,12 @@ def _step_inputs(workload: Workload) -> dict[str, np.ndarray]:
 
 
 def _model(shape: AttentionShape, context: int, kind: str, scales: list[np.ndarray]) -> bytes:
-    from onnx import TensorProto, helper, numpy_helper
-
-    cache_type = TensorProto.INT8 if kind == "int8" else TensorProto.FLOAT
+    helper, numpy_helper = import_module("onnx.helper"), import_module("onnx.numpy_helper")
+    types: Any = import_module("onnx").TensorProto
+    cache_type = types.INT8 if kind == "int8" else types.FLOAT
     cache = [1, shape.num_kv_heads, context, shape.head_dim]
     row, kv_row = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    floats, ints = TensorProto.FLOAT, TensorProto.INT32
+    floats, ints = types.FLOAT, types.INT32
     inputs = [
         helper.make_tensor_value_info(name, kind_of, dims)
         for name, kind_of, dims in (
@@ -187,4 +187,4 @@ def _model(shape: AttentionShape, context: int, kind: str, scales: list[np.ndarr
     graph = helper.make_graph([node], "decode", inputs, outputs, constants)
     opsets = [helper.make_opsetid("", _ONNX_OPSET), helper.make_opsetid("com.microsoft", 1)]
     model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
-    return model.SerializeToString()
+    return bytes(model.SerializeToString())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -41,8 +42,7 @@ class TorchSdpa(Competitor):
 
     def prepare(self, workload: Workload, copies: int, num_threads: int) -> None:
         """Store the tensors and find the faster of the two ways."""
-        import torch
-
+        torch: Any = import_module("torch")
         torch.set_num_threads(num_threads)
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[self._kind]
         for _ in range(copies):
@@ -51,7 +51,7 @@ class TorchSdpa(Competitor):
                 for rows in (workload.keys, workload.values)
             )
             self._stored.append((keys, values))
-        query = torch.from_numpy(workload.query).to(dtype)
+        query = torch.from_numpy(workload.query).to(dtype)  # (num_heads, head_dim)
         ways = self._ways(query, workload.shape)
         seconds = {name: _fastest(attend, self._stored) for name, attend in ways.items()}
         best = min(seconds, key=seconds.__getitem__)
@@ -59,8 +59,7 @@ class TorchSdpa(Competitor):
         self.note = best if len(ways) > 1 else ""
 
     def _ways(self, query: Any, shape: AttentionShape) -> dict[str, Callable[[Any, Any], Any]]:
-        from torch.nn.functional import scaled_dot_product_attention as sdpa
-
+        sdpa = import_module("torch").nn.functional.scaled_dot_product_attention
         rows = query.reshape(1, shape.num_kv_heads, shape.group, shape.head_dim)
         ways = {"heads of a group as query rows": lambda keys, values: sdpa(rows, keys, values)}
         if shape.group > 1:
