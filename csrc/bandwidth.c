@@ -1,5 +1,5 @@
 /* How fast this machine reads memory: the limit that attention is measured against. */
-#define _POSIX_C_SOURCE 200809L
+#define _GNU_SOURCE
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
@@ -7,6 +7,7 @@
 
 #include "dispatch.h"
 #include "kvedge.h"
+#include "pages.h"
 
 enum { BLOCK = 512, MAX_READERS = 1024 }; /* read_bytes() takes whole blocks of 512 bytes */
 
@@ -56,9 +57,11 @@ double kvedge_read_bandwidth(int num_threads, size_t bytes, int repeats) {
   double best = 0.0;
   int complete = readers && each > 0;
   for (int i = 0; complete && i < num_threads; i++) {
-    readers[i].memory = aligned_alloc(BLOCK, each);
+    size_t whole = (each + KVEDGE_HUGE_PAGE - 1) / KVEDGE_HUGE_PAGE * KVEDGE_HUGE_PAGE;
+    readers[i].memory = aligned_alloc(KVEDGE_HUGE_PAGE, whole);
     readers[i].bytes = each;
     complete = readers[i].memory != NULL;
+    if (complete) kvedge_advise_huge_pages(readers[i].memory, whole);
   }
   if (complete) {
     run_all(readers, num_threads, touch);

@@ -1,9 +1,11 @@
 /* A layer's life: sizes, arrays, append, truncate, read back. */
+#define _GNU_SOURCE
 #include "layer.h"
 
 #include <stdlib.h>
 
 #include "dispatch.h"
+#include "pages.h"
 
 const char *kvedge_strerror(kvedge_status status) {
   switch (status) {
@@ -105,14 +107,25 @@ kvedge_status kvedge_layer_init(void *memory, size_t bytes, const kvedge_layer_c
   return kvedge_layer_attach(memory, bytes, &config, &slabs, out);
 }
 
+/* All of an array but its first huge page: a short context takes small pages only. */
+static void advise_slab(void *slab, size_t bytes) {
+  if (bytes > KVEDGE_HUGE_PAGE) kvedge_advise_huge_pages((char *)slab + KVEDGE_HUGE_PAGE, bytes - KVEDGE_HUGE_PAGE);
+}
+
 kvedge_status kvedge_layer_create(const kvedge_layer_config *config, kvedge_layer **out) {
   size_t bytes = kvedge_layer_bytes(config);
   if (!bytes || !out) return KVEDGE_ERROR_ARGUMENT;
   void *memory = aligned_alloc(64, bytes);
   if (!memory) return KVEDGE_ERROR_MEMORY;
   kvedge_status status = kvedge_layer_init(memory, bytes, config, out);
-  if (status != KVEDGE_OK) free(memory);
-  return status;
+  if (status != KVEDGE_OK) {
+    free(memory);
+    return status;
+  }
+  size_t codes = (size_t)((char *)(*out)->slabs.value_codes - (char *)(*out)->slabs.key_codes);
+  advise_slab((*out)->slabs.key_codes, codes);
+  advise_slab((*out)->slabs.value_codes, codes);
+  return KVEDGE_OK;
 }
 
 void kvedge_layer_destroy(kvedge_layer *layer) {
