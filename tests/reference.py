@@ -46,8 +46,8 @@ def _quantize_group(x, scale_dtype):
     scale = peak / np.float32(127)
     if scale_dtype == "float16":
         stored = float16_not_below(scale)
-        divisor = stored.astype(np.float32)
-        codes = np.rint(x / np.where(divisor == 0, np.float32(1), divisor))
+        divisor = np.where(stored == 0, np.float16(1), stored).astype(np.float32)
+        codes = np.rint(x * (np.float32(1) / divisor))
     else:
         stored = scale
         # 127 / peak would overflow for the smallest rows; a power of two changes no digit

@@ -3,7 +3,8 @@
 Per group of channels, all in float32, m = max|x|:
     scale = m / 127        q = rint(x * (127 / m)), ties to even, in [-127, 127]
 A group below 2^-96 is multiplied by 2^96 first, which is exact and keeps 127 / m finite.
-With float16 scales the scale is rounded up, so that no code can pass 127, and q = rint(x / scale).
+With float16 scales the scale is rounded up, so that no code can pass 127, and
+q = rint(x * (1 / scale)).
 """
 
 import numpy as np
@@ -35,10 +36,9 @@ def quantize(rows, config):
         scales = largest / np.float32(127)
         if config.scale_dtype == "float16":
             scales = _round_up_to_float16(scales)
-            steps = _per_channel(scales.astype(np.float32), config)
-            codes = np.rint(rows / np.where(steps == 0, np.float32(1), steps))
-            codes[np.broadcast_to(steps == 0, codes.shape)] = 0
-            return np.clip(codes, -127, 127).astype(np.int8), scales
+            inverse = np.float32(1) / scales.astype(np.float32)
+            inverse[scales == 0] = 0
+            return np.rint(rows * _per_channel(inverse, config)).astype(np.int8), scales
         lift = np.where(largest < _SMALL, _LIFT, np.float32(1))
         inverse = np.float32(127) / (largest * lift)
         inverse[scales == 0] = 0  # a zero row, or one whose scale is below the smallest float32

@@ -68,6 +68,16 @@ def test_float16_scales_reach_from_the_smallest_subnormal_to_65504():
     assert (layer.key_scales[1:] > 0).all(), "a scale that is not zero was stored as zero"
 
 
+def test_ties_under_float16_scales_fall_as_in_the_reference(rng):
+    """Codes that end in .5, where x / scale and x * (1 / scale) round to different sides."""
+    scales = np.arange(0x0400, 0x7C00, 4, np.uint16).view(np.float16).astype(np.float32)
+    rows = (scales[:, None] * (rng.integers(0, 127, (len(scales), 8)) + np.float32(0.5)))[:, None]
+    rows[:, 0, 0] = scales * 127
+    layer = QuantizedKvLayer(len(rows), 1, 8, scale_dtype="float16")
+    layer.extend(rows, rows)
+    assert_stores(layer, rows, rows, scale_dtype="float16")
+
+
 @pytest.mark.parametrize("which", ["keys", "values"])
 @pytest.mark.parametrize("peak", [127 * 65504.0 * 1.0001, 1e30, 3.4e38])
 def test_a_row_beyond_float16_scales_is_refused_and_nothing_written(which, peak, rng):
