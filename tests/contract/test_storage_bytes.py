@@ -71,7 +71,8 @@ def test_float16_scales_reach_from_the_smallest_subnormal_to_65504():
 def test_ties_under_float16_scales_fall_as_in_the_reference(rng):
     """Codes that end in .5, where x / scale and x * (1 / scale) round to different sides."""
     scales = np.arange(0x0400, 0x7C00, 4, np.uint16).view(np.float16).astype(np.float32)
-    rows = (scales[:, None] * (rng.integers(0, 127, (len(scales), 8)) + np.float32(0.5)))[:, None]
+    codes = rng.integers(0, 127, (len(scales), 1, 8)).astype(np.float32) + np.float32(0.5)
+    rows = scales[:, None, None] * codes
     rows[:, 0, 0] = scales * 127
     layer = QuantizedKvLayer(len(rows), 1, 8, scale_dtype="float16")
     layer.extend(rows, rows)
