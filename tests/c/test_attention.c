@@ -1,0 +1,281 @@
+/* Attention through the public API, held against the formula in double over what the layer stores. */
+#include "check.h"
+#include "kvedge.h"
+
+static kvedge_layer *new_layer(kvedge_layer_config config, const float *offset, const float *keys,
+                               const float *values, int64_t len) {
+  kvedge_layer *layer = NULL;
+  CHECK(kvedge_layer_create(&config, &layer) == KVEDGE_OK);
+  if (offset) CHECK(kvedge_layer_set_key_offset(layer, offset) == KVEDGE_OK);
+  CHECK(kvedge_layer_append(layer, keys, values, len) == KVEDGE_OK);
+  return layer;
+}
+
+/* ---- The reference ---- */
+
+typedef struct {
+  int64_t len, num_rows;
+  int num_heads, num_kv_heads, dim;
+} sizes;
+
+static int is_seen(const kvedge_attention_options *o, int64_t position, int64_t token) {
+  if (o->causal && token > position) return 0;
+  return !o->window || token > position - o->window || token < o->sink_tokens;
+}
+
+static double logit(const kvedge_attention_options *o, sizes n, const float *query, const float *key,
+                    int head, int64_t row, int64_t token) {
+  int64_t position = n.len - n.num_rows + row;
+  double x = 0.0;
+  for (int d = 0; d < n.dim; d++) x += (double)query[d] * key[d];
+  x *= isnan(o->scale) ? 1.0 / sqrt(n.dim) : o->scale;
+  if (o->softcap > 0.0f) x = o->softcap * tanh(x / o->softcap);
+  if (o->alibi_slopes) x += o->alibi_slopes[head] * (double)(token - position);
+  if (o->bias) x += o->bias[head * o->bias_strides[0] + row * o->bias_strides[1] + token * o->bias_strides[2]];
+  int hidden = o->mask && !o->mask[head * o->mask_strides[0] + row * o->mask_strides[1] + token * o->mask_strides[2]];
+  return hidden || !is_seen(o, position, token) ? -INFINITY : x;
+}
+
+/* One row of one head: out (dim) and the logarithm of the denominator. */
+static double attend_row(const kvedge_attention_options *o, sizes n, const float *query, const float *keys,
+                         const float *values, int head, int64_t row, double *out) {
+  int kv_head = head / (n.num_heads / n.num_kv_heads);
+  double *logits = malloc((size_t)n.len * sizeof *logits), max = -INFINITY, sum = 0.0;
+  if (o->sink_logits) max = o->sink_logits[head];
+  for (int64_t t = 0; t < n.len; t++) {
+    logits[t] = logit(o, n, query, keys + (t * n.num_kv_heads + kv_head) * n.dim, head, row, t);
+    max = fmax(logits[t], max);
+  }
+  if (o->sink_logits) sum = exp(o->sink_logits[head] - max);
+  for (int d = 0; d < n.dim; d++) out[d] = 0.0;
+  for (int64_t t = 0; t < n.len; t++) {
+    double p = logits[t] == -INFINITY ? 0.0 : exp(logits[t] - max);
+    sum += p;
+    for (int d = 0; d < n.dim; d++) out[d] += p * values[(t * n.num_kv_heads + kv_head) * n.dim + d];
+  }
+  for (int d = 0; d < n.dim; d++) out[d] = sum > 0.0 ? out[d] / sum : 0.0;
+  free(logits);
+  return sum > 0.0 ? max + log(sum) : -INFINITY;
+}
+
+/* Holds out and lse of a call against the reference. */
+static void check_attention(const kvedge_layer *layer, sizes n, const float *query,
+                            const kvedge_attention_options *o, const float *out, const float *lse) {
+  size_t stored = (size_t)(n.len * n.num_kv_heads * n.dim), rows = (size_t)(n.num_rows * n.num_heads);
+  float *keys = malloc(stored * sizeof *keys), *values = malloc(stored * sizeof *values);
+  double *expected = malloc(rows * (size_t)n.dim * sizeof *expected), largest = 0.0;
+  kvedge_layer_get_keys(layer, 0, n.len, keys), kvedge_layer_get_values(layer, 0, n.len, values);
+  for (size_t i = 0; i < rows; i++) {
+    double *row = expected + i * (size_t)n.dim;
+    double log_sum = attend_row(o, n, query + i * (size_t)n.dim, keys, values, (int)(i % (size_t)n.num_heads),
+                                (int64_t)(i / (size_t)n.num_heads), row);
+    int right = isinf(log_sum) ? lse[i] == log_sum : near(lse[i], log_sum, 2e-5 * fmax(1.0, fabs(log_sum)));
+    if (!right) fail("lse %zu of %zu: %.9g, not %.9g", i, rows, lse[i], log_sum);
+    for (int d = 0; d < n.dim; d++) largest = fmax(fabs(row[d]), largest);
+  }
+  for (size_t i = 0; i < rows * (size_t)n.dim; i++)
+    if (!near(out[i], expected[i], 5e-5 * largest) || !(out[i] == 0.0f || isnormal(out[i])))
+      fail("len %d, rows %d, heads %d/%d, dim %d: number %zu: %.9g, not %.9g of %.3g", (int)n.len,
+           (int)n.num_rows, n.num_heads, n.num_kv_heads, n.dim, i, out[i], expected[i], largest);
+  free(keys), free(values), free(expected);
+}
+
+/* ---- Random calls ---- */
+
+#define ONE_OF(...) (int[]){__VA_ARGS__}[random_below(sizeof((int[]){__VA_ARGS__}) / sizeof(int))]
+
+static kvedge_layer_config random_config(int dim, int num_kv_heads) {
+  kvedge_layer_config config = {.capacity = 700, .num_kv_heads = num_kv_heads, .head_dim = dim};
+  config.format = random_below(4) ? KVEDGE_INT8 : KVEDGE_FLOAT32;
+  config.scale_type = random_below(2) ? KVEDGE_SCALE_FLOAT32 : KVEDGE_SCALE_FLOAT16;
+  config.group_size = ONE_OF(0, 0, 32, 64);
+  return config;
+}
+
+/* Each option now and then. `numbers` and `bytes` have one for each head, row and token. */
+static kvedge_attention_options random_options(sizes n, const float *numbers, const uint8_t *bytes) {
+  kvedge_attention_options o;
+  kvedge_attention_defaults(&o);
+  o.causal = random_below(4) > 0;
+  if (random_below(4) == 0) o.scale = (float[]){0.3f, -0.2f, 0.0f}[random_below(3)];
+  if (random_below(4) == 0 && o.causal) o.window = 1 + random_below(100), o.sink_tokens = random_below(6);
+  if (random_below(5) == 0) o.sink_logits = numbers;
+  if (random_below(5) == 0) o.softcap = 1.5f;
+  if (random_below(5) == 0) o.alibi_slopes = numbers;
+  int64_t strides[3] = {n.num_rows * n.len, n.len, 1};
+  if (random_below(4) == 0) strides[0] = 0; /* the same for every head */
+  if (random_below(5) == 0) o.mask = bytes, memcpy(o.mask_strides, strides, sizeof strides);
+  if (random_below(5) == 0) o.bias = numbers, memcpy(o.bias_strides, strides, sizeof strides);
+  return o;
+}
+
+static void attend_case(void) {
+  sizes n = {.len = ONE_OF(1, 7, 16, 65, 130, 300), .num_kv_heads = 1 + random_below(3),
+             .dim = ONE_OF(1, 8, 33, 64, 80, 128)};
+  n.num_heads = n.num_kv_heads * ONE_OF(1, 2, 5, 8);
+  n.num_rows = random_below(2) ? 1 : 1 + random_below(n.len < 20 ? (int)n.len : 20);
+  size_t stored = (size_t)(n.len * n.num_kv_heads * n.dim), queries = (size_t)(n.num_rows * n.num_heads);
+  size_t logits = queries * (size_t)n.len;
+  kvedge_layer_config config = random_config(n.dim, n.num_kv_heads);
+  float *keys = random_floats(stored, 1.0f), *values = random_floats(stored, 2.0f);
+  float *offset = config.format == KVEDGE_INT8 && random_below(3) == 0
+                      ? random_floats((size_t)(n.num_kv_heads * n.dim), 3.0f) : NULL;
+  float *query = random_floats(queries * (size_t)n.dim, (float[]){0.1f, 2.0f, 10.0f}[random_below(3)]);
+  float *numbers = random_floats(logits, 1.0f);
+  uint8_t *bytes = malloc(logits);
+  for (size_t i = 0; i < logits; i++) bytes[i] = random_below(3) > 0;
+  block out = new_block(queries * (size_t)n.dim * 4), lse = new_block(queries * 4);
+  kvedge_layer *layer = new_layer(config, offset, keys, values, n.len);
+  kvedge_attention_options o = random_options(n, numbers, bytes);
+  if (kvedge_attend(layer, query, n.num_rows, n.num_heads, &o, 1, out.data, lse.data) != KVEDGE_OK)
+    fail("a good call was refused");
+  else
+    check_attention(layer, n, query, &o, out.data, lse.data);
+  end_case();
+  kvedge_layer_destroy(layer), free_block(&out), free_block(&lse);
+  free(keys), free(values), free(offset), free(query), free(numbers), free(bytes);
+}
+
+static void test_attend(void) {
+  begin("attend");
+  for (int i = 0; i < 250; i++) attend_case();
+  end();
+}
+
+/* Finite numbers of any size give what the formula says, in float's range. */
+static void test_sizes_of_numbers(void) {
+  const float sizes_of[][3] = {{1e30f, 1.0f, 1e-30f}, {1e-30f, 1e30f, 1e30f}, {1.0f, 1e-33f, 1.0f},
+                               {3e38f, 3e38f, 1e-37f}, {1e-20f, 1.0f, 1e-20f}, {1e25f, 1.0f, 1e25f}};
+  const sizes n = {.len = 200, .num_rows = 3, .num_heads = 4, .num_kv_heads = 2, .dim = 40};
+  begin("sizes of numbers");
+  for (size_t i = 0; i < sizeof sizes_of / sizeof sizes_of[0]; i++)
+    for (int format = 0; format < 2; format++) {
+      const kvedge_layer_config config = {.format = (kvedge_format)format, .capacity = 200,
+                                          .num_kv_heads = 2, .head_dim = 40};
+      float *keys = random_floats(200 * 80, sizes_of[i][0]), *values = random_floats(200 * 80, sizes_of[i][1]);
+      float *query = random_floats(3 * 160, sizes_of[i][2]), out[3 * 160], lse[12];
+      kvedge_layer *layer = new_layer(config, NULL, keys, values, 200);
+      kvedge_attention_options o;
+      kvedge_attention_defaults(&o);
+      CHECK(kvedge_attend(layer, query, 3, 4, NULL, 1, out, lse) == KVEDGE_OK);
+      if (i < 5) check_attention(layer, n, query, &o, out, lse);
+      else for (int d = 0; d < 480; d++) if (!isfinite(out[d])) fail("not finite");
+      end_case();
+      kvedge_layer_destroy(layer), free(keys), free(values), free(query);
+    }
+  end();
+}
+
+static void test_scores(void) {
+  begin("scores");
+  const kvedge_layer_config config = {.capacity = 100, .num_kv_heads = 2, .head_dim = 48};
+  const sizes n = {.len = 100, .num_rows = 1, .num_heads = 6, .num_kv_heads = 2, .dim = 48};
+  float *keys = random_floats(100 * 96, 1.0f), *query = random_floats(6 * 48, 3.0f), *stored = malloc(4 * 9600);
+  kvedge_layer *layer = new_layer(config, NULL, keys, keys, 100);
+  block logits = new_block(600 * sizeof(float));
+  kvedge_attention_options o;
+  kvedge_attention_defaults(&o);
+  kvedge_layer_get_keys(layer, 0, 100, stored);
+  CHECK(kvedge_scores(layer, query, 6, o.scale = 0.2f, logits.data) == KVEDGE_OK);
+  for (int head = 0; head < 6; head++)
+    for (int t = 0; t < 100; t++)
+      CHECK(near(((float *)logits.data)[head * 100 + t],
+                 logit(&o, n, query + head * 48, stored + (2 * t + head / 3) * 48, head, 0, t), 1e-5));
+  CHECK(kvedge_scores(layer, NULL, 6, 1.0f, logits.data) == KVEDGE_ERROR_ARGUMENT);
+  CHECK(kvedge_scores(layer, query, 5, 1.0f, logits.data) == KVEDGE_ERROR_ARGUMENT);
+  CHECK(kvedge_scores(layer, query, 6, INFINITY, logits.data) == KVEDGE_ERROR_ARGUMENT);
+  kvedge_layer_destroy(layer), free_block(&logits), free(keys), free(query), free(stored);
+  end();
+}
+
+/* ---- Slices ---- */
+
+static void slices_case(const kvedge_layer *layer, const float *query, int64_t rows, int heads, int dim) {
+  size_t floats = (size_t)(rows * heads * dim);
+  float *expected = malloc(4 * floats), *out = malloc(4 * floats), *lse = malloc(8 * (size_t)(rows * heads));
+  int slices = kvedge_attention_num_slices(layer, rows, heads, NULL);
+  CHECK(slices > 1);
+  CHECK(kvedge_attend(layer, query, rows, heads, NULL, 1, expected, lse) == KVEDGE_OK);
+  for (int in_turn = 0; in_turn < 2; in_turn++) { /* 0: all run, last first, before one is collected */
+    int slots = in_turn ? 1 : slices;
+    size_t bytes = kvedge_attention_bytes(layer, rows, heads, NULL, slots);
+    block memory = new_block((bytes + 63) / 64 * 64);
+    kvedge_attention *a;
+    memset(out, 0x55, 4 * floats);
+    CHECK(kvedge_attention_init(memory.data, bytes - 1, layer, query, rows, heads, NULL, slots, out, lse, &a) ==
+          KVEDGE_ERROR_MEMORY);
+    CHECK(kvedge_attention_init(memory.data, bytes, layer, query, rows, heads, NULL, slots, out, lse + rows * heads,
+                                &a) == KVEDGE_OK);
+    for (int s = slices - 1; s >= 0 && !in_turn; s--) kvedge_attention_run(a, s, s, NULL);
+    for (int s = 0; s < slices; s++) {
+      if (in_turn) kvedge_attention_run(a, s, 0, NULL);
+      kvedge_attention_collect(a, s, in_turn ? 0 : s);
+    }
+    CHECK(memcmp(out, expected, 4 * floats) == 0);
+    CHECK(memcmp(lse, lse + rows * heads, 4 * (size_t)(rows * heads)) == 0);
+    free_block(&memory);
+  }
+  free(expected), free(out), free(lse);
+}
+
+static void test_slices(void) {
+  const kvedge_layer_config config = {.capacity = 3000, .num_kv_heads = 2, .head_dim = 64};
+  begin("slices in any order");
+  float *keys = random_floats(3000 * 128, 1.0f), *query = random_floats(40 * 8 * 64, 3.0f);
+  kvedge_layer *layer = new_layer(config, NULL, keys, keys, 3000);
+  slices_case(layer, query, 1, 8, 64);
+  slices_case(layer, query, 9, 8, 64);
+  kvedge_layer_destroy(layer), free(keys), free(query);
+  end();
+}
+
+/* ---- Errors ---- */
+
+static void test_errors(void) {
+  const kvedge_layer_config config = {.capacity = 10, .num_kv_heads = 2, .head_dim = 8};
+  float query[5 * 32] = {1.0f}, out[5 * 32], keys[5 * 16] = {1.0f};
+  begin("errors");
+  kvedge_layer *layer = new_layer(config, NULL, keys, keys, 0);
+  CHECK(kvedge_attend(layer, query, 1, 4, NULL, 1, out, NULL) == KVEDGE_ERROR_ARGUMENT); /* empty */
+  CHECK(kvedge_layer_append(layer, keys, keys, 4) == KVEDGE_OK);
+#define REFUSED(status, layer, query, rows, heads, options, threads, out) \
+  CHECK(kvedge_attend(layer, query, rows, heads, options, threads, out, NULL) == status)
+  REFUSED(KVEDGE_ERROR_ARGUMENT, NULL, query, 1, 4, NULL, 1, out);
+  REFUSED(KVEDGE_ERROR_ARGUMENT, layer, NULL, 1, 4, NULL, 1, out);
+  REFUSED(KVEDGE_ERROR_ARGUMENT, layer, query, 1, 4, NULL, 1, NULL);
+  REFUSED(KVEDGE_ERROR_ARGUMENT, layer, query, 0, 4, NULL, 1, out);
+  REFUSED(KVEDGE_ERROR_ARGUMENT, layer, query, 5, 4, NULL, 1, out); /* more rows than tokens */
+  REFUSED(KVEDGE_ERROR_ARGUMENT, layer, query, 1, 3, NULL, 1, out);
+  REFUSED(KVEDGE_ERROR_ARGUMENT, layer, query, 1, 0, NULL, 1, out);
+  REFUSED(KVEDGE_ERROR_ARGUMENT, layer, query, 1, 4, NULL, -1, out);
+  kvedge_attention_options o;
+#define REFUSED_WITH(option)      \
+  kvedge_attention_defaults(&o); \
+  o.option;                      \
+  REFUSED(KVEDGE_ERROR_ARGUMENT, layer, query, 1, 4, &o, 1, out)
+  REFUSED_WITH(scale = INFINITY);
+  REFUSED_WITH(softcap = -1.0f);
+  REFUSED_WITH(softcap = NAN);
+  REFUSED_WITH(softcap = INFINITY);
+  REFUSED_WITH(window = -1);
+  REFUSED_WITH(sink_tokens = -1);
+  REFUSED_WITH(window = 4 + (o.causal = 0));
+  query[31] = NAN;
+  REFUSED(KVEDGE_ERROR_NONFINITE, layer, query, 1, 4, NULL, 1, out);
+  CHECK(kvedge_attention_num_slices(layer, 1, 3, NULL) == 0);
+  CHECK(kvedge_attention_bytes(layer, 1, 3, NULL, 1) == 0);
+  CHECK(kvedge_attention_bytes(layer, 1, 4, NULL, 0) == 0);
+  CHECK(kvedge_attention_init(NULL, 0, layer, query, 1, 4, NULL, 1, out, NULL, NULL) == KVEDGE_ERROR_ARGUMENT);
+  kvedge_layer_destroy(layer);
+  end();
+}
+
+int main(void) {
+  printf("path %s\n", kvedge_isa_name());
+  test_attend();
+  test_sizes_of_numbers();
+  test_scores();
+  test_slices();
+  test_errors();
+  return report();
+}

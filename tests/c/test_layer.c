@@ -1,0 +1,269 @@
+/* A layer's storage: what append writes, what the errors are, and that an error changes no byte.
+ *
+ * Layers here are attached to blocks of exactly the size they need, so a stray write is a fault.
+ */
+#include "check.h"
+#include "kvedge.h"
+
+typedef struct {
+  kvedge_layer *layer;
+  kvedge_layer_config config;
+  block header, codes[2], scales[2]; /* of keys, of values */
+} guarded_layer;
+
+static size_t groups_of(const kvedge_layer_config *c) {
+  return c->group_size ? (size_t)((c->head_dim + c->group_size - 1) / c->group_size) : 1;
+}
+
+static guarded_layer new_layer(kvedge_layer_config config) {
+  guarded_layer g = {.config = config};
+  size_t rows = (size_t)config.capacity * (size_t)config.num_kv_heads;
+  size_t element = config.format == KVEDGE_INT8 ? 1 : sizeof(float);
+  size_t scale = config.scale_type == KVEDGE_SCALE_FLOAT16 ? 2 : sizeof(float);
+  g.header = new_block(kvedge_layer_header_bytes(&config));
+  for (int i = 0; i < 2; i++) {
+    g.codes[i] = new_block(rows * (size_t)config.head_dim * element);
+    g.scales[i] = new_block(rows * groups_of(&config) * scale);
+    memset(g.codes[i].data, 0x55, g.codes[i].size), memset(g.scales[i].data, 0x55, g.scales[i].size);
+  }
+  kvedge_slabs slabs = {g.codes[0].data, g.codes[1].data, g.scales[0].data, g.scales[1].data};
+  CHECK(kvedge_layer_attach(g.header.data, g.header.size, &config, &slabs, &g.layer) == KVEDGE_OK);
+  return g;
+}
+
+static void free_layer(guarded_layer *g) {
+  free_block(&g->header);
+  for (int i = 0; i < 2; i++) free_block(&g->codes[i]), free_block(&g->scales[i]);
+}
+
+/* All bytes of a layer, to be compared with later ones. */
+typedef struct {
+  char *bytes;
+  size_t size;
+  int64_t len;
+} picture;
+
+static picture take_picture(const guarded_layer *g) {
+  const block *blocks[] = {&g->codes[0], &g->codes[1], &g->scales[0], &g->scales[1]};
+  picture p = {.len = kvedge_layer_len(g->layer)};
+  for (int i = 0; i < 4; i++) {
+    p.bytes = realloc(p.bytes, p.size + blocks[i]->size);
+    memcpy(p.bytes + p.size, blocks[i]->data, blocks[i]->size);
+    p.size += blocks[i]->size;
+  }
+  return p;
+}
+
+static int same_picture(const picture *before, const guarded_layer *g) {
+  picture now = take_picture(g);
+  int same = now.len == before->len && memcmp(now.bytes, before->bytes, now.size) == 0;
+  free(now.bytes);
+  return same;
+}
+
+static const kvedge_layer_config plain = {.capacity = 20, .num_kv_heads = 3, .head_dim = 21};
+
+/* plain with a change: with(.capacity = 0) */
+#define with(...) (kvedge_layer_config){.capacity = 20, .num_kv_heads = 3, .head_dim = 21, __VA_ARGS__}
+
+static const kvedge_layer_config good[] = {
+    {.capacity = 20, .num_kv_heads = 3, .head_dim = 21},
+    {.capacity = 20, .num_kv_heads = 1, .head_dim = 64, .group_size = 32, .scale_type = KVEDGE_SCALE_FLOAT16},
+    {.capacity = 20, .num_kv_heads = 2, .head_dim = 70, .group_size = 32},
+    {.capacity = 20, .num_kv_heads = 2, .head_dim = 1},
+    {.capacity = 20, .num_kv_heads = 2, .head_dim = 33, .format = KVEDGE_FLOAT32},
+};
+enum { NUM_GOOD = sizeof good / sizeof good[0] };
+
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Woverride-init"
+static void test_bad_configs(void) {
+  const kvedge_layer_config bad[] = {
+      with(.capacity = 0), with(.capacity = -1), with(.capacity = (int64_t)1 << 41), with(.num_kv_heads = 0),
+      with(.num_kv_heads = 65537), with(.head_dim = 0), with(.head_dim = 1025), with(.group_size = -1),
+      with(.format = (kvedge_format)2), with(.scale_type = (kvedge_scale_type)2),
+  };
+  begin("bad configs");
+  for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
+    kvedge_layer *layer = NULL;
+    CHECK(kvedge_layer_bytes(&bad[i]) == 0);
+    CHECK(kvedge_layer_header_bytes(&bad[i]) == 0);
+    CHECK(kvedge_layer_create(&bad[i], &layer) == KVEDGE_ERROR_ARGUMENT && layer == NULL);
+  }
+  CHECK(kvedge_layer_bytes(NULL) == 0);
+  CHECK(kvedge_layer_create(NULL, NULL) == KVEDGE_ERROR_ARGUMENT);
+  CHECK(kvedge_layer_create(&plain, NULL) == KVEDGE_ERROR_ARGUMENT);
+  for (int status = -1; status < 20; status++) CHECK(kvedge_strerror((kvedge_status)status)[0] != 0);
+  end();
+}
+#pragma GCC diagnostic pop
+
+static void test_memory_of_the_caller(void) {
+  begin("memory of the caller");
+  size_t bytes = kvedge_layer_bytes(&plain);
+  char *memory = aligned_alloc(64, bytes + 64);
+  kvedge_layer *layer = NULL;
+  kvedge_slabs slabs = {0};
+  CHECK(kvedge_layer_init(memory, bytes - 1, &plain, &layer) == KVEDGE_ERROR_MEMORY);
+  CHECK(kvedge_layer_init(memory + 4, bytes, &plain, &layer) == KVEDGE_ERROR_ARGUMENT);
+  CHECK(kvedge_layer_init(NULL, bytes, &plain, &layer) == KVEDGE_ERROR_ARGUMENT);
+  CHECK(kvedge_layer_attach(memory, bytes, &plain, &slabs, &layer) == KVEDGE_ERROR_ARGUMENT);
+  CHECK(layer == NULL);
+  CHECK(kvedge_layer_init(memory, bytes, &plain, &layer) == KVEDGE_OK);
+  kvedge_layer_get_slabs(layer, &slabs);
+  CHECK((char *)slabs.key_codes >= memory && (char *)slabs.value_scales < memory + bytes);
+  kvedge_layer_config config;
+  kvedge_layer_get_config(layer, &config);
+  CHECK(config.capacity == 20 && config.num_kv_heads == 3 && config.head_dim == 21 && config.group_size == 21);
+  CHECK(kvedge_layer_len(layer) == 0);
+  free(memory);
+  end();
+}
+
+/* The reference of storage: scale = largest / 127, code = rint(x * (127 / largest)). */
+static int stored_right(const float *x, int n, const int8_t *codes, float scale) {
+  float largest = 0.0f;
+  for (int d = 0; d < n; d++) largest = fmaxf(fabsf(x[d]), largest);
+  volatile float inverse = 127.0f / largest;
+  if (scale != largest / 127.0f) return 0;
+  for (int d = 0; d < n; d++) {
+    volatile float product = x[d] * inverse;
+    if (codes[d] != (largest > 0.0f ? (int)nearbyintf(product) : 0)) return 0;
+  }
+  return 1;
+}
+
+static void test_stored_bytes(void) {
+  begin("stored bytes");
+  const kvedge_layer_config config = {.capacity = 50, .num_kv_heads = 2, .head_dim = 70, .group_size = 32};
+  guarded_layer g = new_layer(config);
+  float *keys = random_floats(50 * 140, 3.0f), *values = random_floats(50 * 140, 1e-3f);
+  memset(keys, 0, 70 * sizeof *keys); /* one row of zeros */
+  CHECK(kvedge_layer_append(g.layer, keys, values, 20) == KVEDGE_OK);
+  CHECK(kvedge_layer_append(g.layer, keys + 20 * 140, values + 20 * 140, 30) == KVEDGE_OK);
+  for (int row = 0; row < 100; row++)
+    for (int group = 0, at = 70 * row; group < 3; group++, at += 32) {
+      int n = group < 2 ? 32 : 6;
+      CHECK(stored_right(keys + at, n, (int8_t *)g.codes[0].data + at, ((float *)g.scales[0].data)[3 * row + group]));
+      CHECK(stored_right(values + at, n, (int8_t *)g.codes[1].data + at, ((float *)g.scales[1].data)[3 * row + group]));
+    }
+  free(keys), free(values), free_layer(&g);
+  end();
+}
+
+static void test_read_back(void) {
+  begin("read back");
+  for (int c = 0; c < NUM_GOOD; c++) {
+    guarded_layer g = new_layer(good[c]);
+    size_t row = (size_t)(good[c].num_kv_heads * good[c].head_dim);
+    float *keys = random_floats(20 * row, 3.0f), *values = random_floats(20 * row, 3.0f);
+    float *offset = random_floats(row, 10.0f), *out = malloc(20 * row * sizeof *out);
+    int centred = good[c].format == KVEDGE_INT8;
+    double allowed = good[c].format == KVEDGE_FLOAT32 ? 0.0 : 13.0 / 127.0 * 0.51;
+    CHECK((kvedge_layer_set_key_offset(g.layer, offset) == KVEDGE_OK) == centred);
+    CHECK(kvedge_layer_append(g.layer, keys, values, 20) == KVEDGE_OK);
+    CHECK(kvedge_layer_get_keys(g.layer, 3, 20, out) == KVEDGE_OK);
+    for (size_t i = 0; i < 17 * row; i++) CHECK(near(out[i], keys[3 * row + i], allowed));
+    CHECK(kvedge_layer_get_values(g.layer, 0, 7, out) == KVEDGE_OK);
+    for (size_t i = 0; i < 7 * row; i++) CHECK(near(out[i], values[i], allowed));
+    CHECK(kvedge_layer_get_values(g.layer, 5, 5, out) == KVEDGE_OK);
+    CHECK(kvedge_layer_get_keys(g.layer, -1, 5, out) == KVEDGE_ERROR_ARGUMENT);
+    CHECK(kvedge_layer_get_keys(g.layer, 5, 4, out) == KVEDGE_ERROR_ARGUMENT);
+    CHECK(kvedge_layer_get_keys(g.layer, 5, 21, out) == KVEDGE_ERROR_ARGUMENT);
+    CHECK(kvedge_layer_get_keys(g.layer, 0, 5, NULL) == KVEDGE_ERROR_ARGUMENT);
+    free(keys), free(values), free(offset), free(out), free_layer(&g);
+  }
+  end();
+}
+
+static void test_errors_change_nothing(void) {
+  const float poison[] = {NAN, INFINITY, -INFINITY};
+  begin("errors change nothing");
+  for (int c = 0; c < NUM_GOOD; c++) {
+    guarded_layer g = new_layer(good[c]);
+    size_t row = (size_t)(good[c].num_kv_heads * good[c].head_dim);
+    float *keys = random_floats(21 * row, 3.0f), *values = random_floats(21 * row, 3.0f);
+    CHECK(kvedge_layer_append(g.layer, keys, values, 5) == KVEDGE_OK);
+    picture before = take_picture(&g);
+    CHECK(kvedge_layer_append(g.layer, keys, values, 16) == KVEDGE_ERROR_CAPACITY);
+    CHECK(kvedge_layer_append(g.layer, keys, values, INT64_MAX) == KVEDGE_ERROR_CAPACITY);
+    CHECK(kvedge_layer_append(g.layer, keys, values, -1) == KVEDGE_ERROR_ARGUMENT);
+    CHECK(kvedge_layer_append(g.layer, NULL, values, 1) == KVEDGE_ERROR_ARGUMENT);
+    CHECK(kvedge_layer_append(g.layer, keys, NULL, 1) == KVEDGE_ERROR_ARGUMENT);
+    CHECK(kvedge_layer_append(NULL, keys, values, 1) == KVEDGE_ERROR_ARGUMENT);
+    for (int p = 0; p < 3; p++) { /* at the very end: all that comes before is fine */
+      float *last[] = {keys + 15 * row - 1, values + 15 * row - 1};
+      for (int i = 0; i < 2; i++) {
+        float kept = *last[i];
+        *last[i] = poison[p];
+        CHECK(kvedge_layer_append(g.layer, keys, values, 15) == KVEDGE_ERROR_NONFINITE);
+        *last[i] = kept;
+      }
+    }
+    if (good[c].scale_type == KVEDGE_SCALE_FLOAT16) {
+      float kept = values[2 * row];
+      values[2 * row] = 127.0f * 65600.0f;
+      CHECK(kvedge_layer_append(g.layer, keys, values, 15) == KVEDGE_ERROR_SCALE);
+      values[2 * row] = kept;
+    }
+    CHECK(kvedge_layer_set_key_offset(g.layer, keys) == KVEDGE_ERROR_ARGUMENT);
+    CHECK(kvedge_layer_set_len(g.layer, -1) == KVEDGE_ERROR_ARGUMENT);
+    CHECK(kvedge_layer_set_len(g.layer, 21) == KVEDGE_ERROR_ARGUMENT);
+    CHECK(kvedge_layer_append(g.layer, NULL, NULL, 0) == KVEDGE_OK);
+    CHECK(same_picture(&before, &g));
+    CHECK(kvedge_layer_append(g.layer, keys, values, 15) == KVEDGE_OK);
+    free(before.bytes), free(keys), free(values), free_layer(&g);
+  }
+  end();
+}
+
+static void test_capacity_and_len(void) {
+  begin("capacity and length");
+  for (int c = 0; c < NUM_GOOD; c++) {
+    guarded_layer g = new_layer(good[c]);
+    size_t row = (size_t)(good[c].num_kv_heads * good[c].head_dim);
+    float *keys = random_floats(20 * row, 3.0f), *values = random_floats(20 * row, 3.0f);
+    for (int t = 0; t < 20; t++) {
+      CHECK(kvedge_layer_len(g.layer) == t);
+      CHECK(kvedge_layer_append(g.layer, keys + (size_t)t * row, values + (size_t)t * row, 1) == KVEDGE_OK);
+    }
+    CHECK(kvedge_layer_append(g.layer, keys, values, 1) == KVEDGE_ERROR_CAPACITY);
+    picture full = take_picture(&g);
+    CHECK(kvedge_layer_set_len(g.layer, 7) == KVEDGE_OK && kvedge_layer_len(g.layer) == 7);
+    CHECK(kvedge_layer_append(g.layer, keys + 7 * row, values + 7 * row, 13) == KVEDGE_OK);
+    CHECK(same_picture(&full, &g)); /* one by one, or many at once */
+    CHECK(kvedge_layer_set_len(g.layer, 0) == KVEDGE_OK && kvedge_layer_len(g.layer) == 0);
+    CHECK(kvedge_layer_set_len(g.layer, 20) == KVEDGE_OK && same_picture(&full, &g));
+    free(full.bytes), free(keys), free(values), free_layer(&g);
+  }
+  end();
+}
+
+static void test_key_offset(void) {
+  begin("key offset");
+  guarded_layer g = new_layer(plain);
+  float *offset = random_floats(63, 10.0f), *keys = random_floats(63, 1.0f), out[63];
+  CHECK(kvedge_layer_set_key_offset(g.layer, offset) == KVEDGE_OK);
+  offset[62] = NAN;
+  CHECK(kvedge_layer_set_key_offset(g.layer, offset) == KVEDGE_ERROR_NONFINITE); /* the old one stays */
+  offset[62] = 1e38f; /* copied: the layer does not look here again */
+  for (int i = 0; i < 62; i++) keys[i] += offset[i];
+  CHECK(kvedge_layer_append(g.layer, keys, keys, 1) == KVEDGE_OK);
+  CHECK(kvedge_layer_get_keys(g.layer, 0, 1, out) == KVEDGE_OK);
+  for (int i = 0; i < 42; i++) CHECK(near(out[i], keys[i], 1.0 / 127.0)); /* finer than 11 / 127 */
+  CHECK(kvedge_layer_set_len(g.layer, 0) == KVEDGE_OK);
+  CHECK(kvedge_layer_set_key_offset(g.layer, NULL) == KVEDGE_OK);
+  free(offset), free(keys), free_layer(&g);
+  end();
+}
+
+int main(void) {
+  test_bad_configs();
+  test_memory_of_the_caller();
+  test_stored_bytes();
+  test_read_back();
+  test_errors_change_nothing();
+  test_capacity_and_len();
+  test_key_offset();
+  return report();
+}

@@ -1,0 +1,187 @@
+/* The pool: every task once, collected in order; the same bits with any number of threads, in a forked
+ * child and beside other callers; and helpers that were left behind are waited for. */
+#include "check.h"
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <sys/wait.h>
+#include <time.h>
+
+#include "kvedge.h"
+#include "parallel.h"
+
+/* ---- Jobs ---- */
+
+enum { MAX_TASKS_HERE = 60 };
+
+/* Lies in the job's memory, which is the pool's again when a call returns; what is looked at afterwards
+ * lies elsewhere. */
+typedef struct {
+  int results[MAX_TASKS_HERE + 1]; /* by slot */
+  int *num_collected, *num_wrong;
+} squares;
+
+static void square(void *context, int task, int slot, const volatile int *stop) {
+  (void)stop;
+  ((squares *)context)->results[slot] = task * task + 1;
+}
+
+static void collect_square(void *context, int task, int slot) {
+  squares *s = context;
+  *s->num_wrong += task != *s->num_collected || s->results[slot] != task * task + 1;
+  ++*s->num_collected;
+}
+
+static void test_many_small_jobs(void) {
+  begin("many small jobs");
+  for (int i = 0; i < 3000; i++) {
+    int num_tasks = 1 + i % MAX_TASKS_HERE, num_threads = 1 + i % 5, num_collected = 0, num_wrong = 0;
+    kvedge_job *job = kvedge_job_take(sizeof(squares));
+    squares *s = kvedge_job_memory(job);
+    *s = (squares){.num_collected = &num_collected, .num_wrong = &num_wrong};
+    kvedge_work work = {.context = s, .num_tasks = num_tasks, .run = square, .collect = collect_square};
+    kvedge_job_run(job, work, num_threads);
+    if (num_wrong || num_collected != num_tasks) fail("%d tasks, %d threads", num_tasks, num_threads);
+    end_case();
+  }
+  kvedge_quiesce();
+  end();
+}
+
+/* ---- A helper that loses its core ---- */
+
+static void sleep_ms(int ms) { nanosleep(&(struct timespec){.tv_nsec = ms * 1000000L}, NULL); }
+
+typedef struct {
+  pthread_t caller;
+  atomic_int begun, *left; /* a helper is at its task; it is about to come back from it */
+} held_up;
+
+static void run_held_up(void *context, int task, int slot, const volatile int *stop) {
+  held_up *h = context;
+  (void)task, (void)slot;
+  if (pthread_equal(pthread_self(), h->caller)) { /* gives a helper two seconds to come */
+    for (int ms = 0; ms < 2000 && !atomic_load(&h->begun); ms++) sleep_ms(1);
+    return;
+  }
+  atomic_int *left = h->left;
+  atomic_store(&h->begun, 1);
+  while (!*stop) sleep_ms(1);
+  sleep_ms(30);
+  atomic_store(left, 1);
+}
+
+static void collect_nothing(void *context, int task, int slot) { (void)context, (void)task, (void)slot; }
+
+static void test_quiesce(void) {
+  begin("quiesce waits for stragglers");
+  for (int i = 0; i < 5; i++) {
+    static atomic_int left;
+    kvedge_job *job = kvedge_job_take(sizeof(held_up));
+    held_up *h = kvedge_job_memory(job);
+    atomic_store(&left, 0);
+    *h = (held_up){.caller = pthread_self(), .left = &left};
+    kvedge_work work = {.context = h, .num_tasks = 4, .run = run_held_up, .collect = collect_nothing};
+    kvedge_job_run(job, work, 2); /* comes back although the helper does not */
+    CHECK(!atomic_load(&left));
+    kvedge_quiesce();
+    CHECK(atomic_load(&left));
+  }
+  end();
+}
+
+/* ---- Attention ---- */
+
+enum { LEN = 3000, HEADS = 8, KV_HEADS = 2, DIM = 64, OUT = HEADS * DIM };
+
+static kvedge_layer *new_layer(void) {
+  const kvedge_layer_config config = {.capacity = LEN, .num_kv_heads = KV_HEADS, .head_dim = DIM};
+  float *rows = random_floats(LEN * KV_HEADS * DIM, 1.0f);
+  kvedge_layer *layer = NULL;
+  CHECK(kvedge_layer_create(&config, &layer) == KVEDGE_OK);
+  CHECK(kvedge_layer_append(layer, rows, rows, LEN) == KVEDGE_OK);
+  free(rows);
+  return layer;
+}
+
+static kvedge_layer *layer;
+static float *query, expected[OUT];
+
+static int attend_is_right(int num_threads) {
+  float out[OUT];
+  return kvedge_attend(layer, query, 1, HEADS, NULL, num_threads, out, NULL) == KVEDGE_OK &&
+         memcmp(out, expected, sizeof out) == 0;
+}
+
+static void test_thread_counts(void) {
+  begin("the same with any thread count");
+  for (int i = 0; i < 60; i++) CHECK(attend_is_right(1 + i % 9));
+  CHECK(kvedge_get_num_threads() == 1);
+  CHECK(kvedge_set_num_threads(0) == KVEDGE_ERROR_ARGUMENT);
+  CHECK(kvedge_set_num_threads(1025) == KVEDGE_ERROR_ARGUMENT);
+  CHECK(kvedge_get_num_threads() == 1);
+  CHECK(kvedge_set_num_threads(3) == KVEDGE_OK && kvedge_get_num_threads() == 3);
+  CHECK(attend_is_right(0));
+  end();
+}
+
+static void *attend_often(void *unused) {
+  intptr_t wrong = (intptr_t)unused;
+  for (int i = 0; i < 20; i++) wrong += !attend_is_right(1 + i % 3);
+  return (void *)wrong;
+}
+
+static void test_callers_beside_each_other(void) {
+  begin("callers beside each other");
+  pthread_t threads[4];
+  for (int i = 0; i < 4; i++) CHECK(pthread_create(&threads[i], NULL, attend_often, NULL) == 0);
+  for (int i = 0; i < 4; i++) {
+    void *wrong;
+    pthread_join(threads[i], &wrong);
+    CHECK(wrong == NULL);
+  }
+  end();
+}
+
+static void test_fork(void) {
+  begin("fork");
+  for (int i = 0; i < 5; i++) {
+    CHECK(attend_is_right(3)); /* helpers are there, maybe still at work */
+    fflush(stdout);
+    pid_t child = fork();
+    if (child == 0) _exit(attend_is_right(3) && attend_is_right(2) ? 0 : 1);
+    int status;
+    CHECK(waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    CHECK(attend_is_right(3));
+  }
+  end();
+}
+
+/* AddressSanitizer and valgrind see a helper that reads rows after they are gone. */
+static void test_rows_go_away(void) {
+  begin("rows go away");
+  for (int i = 0; i < 20; i++) {
+    float out[OUT];
+    kvedge_layer *mine = new_layer();
+    CHECK(kvedge_attend(mine, query, 1, HEADS, NULL, 4, out, NULL) == KVEDGE_OK);
+    if (i % 2) CHECK(kvedge_layer_set_len(mine, 0) == KVEDGE_OK);
+    kvedge_layer_destroy(mine);
+  }
+  end();
+}
+
+int main(void) {
+  test_many_small_jobs();
+  test_quiesce();
+  begin("a layer");
+  layer = new_layer();
+  query = random_floats(OUT, 3.0f);
+  CHECK(kvedge_attend(layer, query, 1, HEADS, NULL, 1, expected, NULL) == KVEDGE_OK);
+  end();
+  test_thread_counts();
+  test_callers_beside_each_other();
+  test_fork();
+  test_rows_go_away();
+  kvedge_layer_destroy(layer), free(query);
+  return report();
+}
