@@ -117,7 +117,8 @@ def ggml_q8_0(intake: Intake) -> Step:
         for place, pair in ((i, intake.pair(i)) for i in range(intake.places))
     ]
 
-    def step(place: int) -> None:
+    # The default argument keeps alive what the addresses point to.
+    def step(place: int, _alive: object = (store, intake)) -> None:
         (keys, to_keys), (values, to_values) = addresses[place]
         from_float(keys, to_keys, count)
         from_float(values, to_values, count)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -31,6 +32,9 @@ __all__ = [
 #: Changes when a field of a report changes its meaning.
 FORMAT = 1
 
+# More than this many programs running on average in the last minute, and figures are doubtful.
+_QUIET_LOAD = 0.5
+
 
 def header(
     benchmark: str,
@@ -42,6 +46,9 @@ def header(
 ) -> dict[str, Any]:
     """Return the fields that all reports begin with."""
     isa = kvedge.isa_info()
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+    if load is not None and load > _QUIET_LOAD:
+        notes = [*notes, f"other programs were running at the start: load average {load:.1f}"]
     return {
         "format": FORMAT,
         "benchmark": benchmark,
@@ -51,6 +58,7 @@ def header(
         "backend": isa["backend"],
         "isa": isa["isa"],
         "machine": asdict(machine),
+        "load_average": load,
         "settings": dict(settings),
         "competitors": {one.name: one.version() for one in competitors},
         "notes": list(notes),

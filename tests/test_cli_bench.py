@@ -1,0 +1,237 @@
+"""``kvedge bench``: options, tables, JSON, saved runs. No figure of a measurement is asserted."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+
+import pytest
+
+import kvedge
+from kvedge import system
+from kvedge.bench import contest, copies, push
+from kvedge.bench.catalog import BENCHMARKS
+from kvedge.bench.peers import PEER_NAMES
+from kvedge.cli import exits, main
+
+# One small layer, in the caches, three rounds: about a tenth of a second per case.
+TINY = ["--shape", "4,2,16", "--hot", "--rounds", "3"]
+COMMANDS = {
+    "decode": [*TINY, "--context", "8", "24", "--threads", "1", "2", "--peers", "numpy-fp32"],
+    "push": [*TINY, "--tokens", "1", "20"],
+    "threads": [*TINY, "--context", "8", "--threads", "1", "--peers", "none"],
+    "sweep": [*TINY, "--context", "8", "16", "64"],
+}
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """Take the machine's bandwidth as known, and call little data cold."""
+    found = system.ReadBandwidth(1, 1e10, "native")
+    monkeypatch.setattr(system, "read_bandwidth", lambda *args, **options: found)
+    monkeypatch.setattr(copies, "cold_bytes", lambda machine: 1 << 16)
+    monkeypatch.setattr(contest, "_SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr(push, "_STORED_TOKENS", 64)
+
+
+def _json(capsys, *arguments):
+    code = main(["bench", *arguments, "--json"])
+    captured = capsys.readouterr()
+    assert code == exits.OK, captured.err
+    return json.loads(captured.out)
+
+
+@pytest.mark.subprocess  # threads starts one
+@pytest.mark.parametrize("name", COMMANDS)
+def test_tables_for_people(name, capsys):
+    threads, affinity = kvedge.get_num_threads(), _affinity()
+    assert main(["bench", name, *COMMANDS[name]]) == exits.OK
+    text = capsys.readouterr().out
+    assert system.machine().cpu in text and kvedge.__version__ in text
+    assert "4 query heads, 2 KV heads of 16" in text
+    assert (kvedge.get_num_threads(), _affinity()) == (threads, affinity)  # as before
+
+
+def _affinity():
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+
+
+@pytest.mark.subprocess
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_report_tells_the_machine_the_versions_and_how(name, capsys):
+    report = _json(capsys, name, *COMMANDS[name])
+    assert (report["format"], report["benchmark"]) == (1, name)
+    assert report["version"] == report["competitors"]["kvedge"] == kvedge.__version__
+    assert report["machine"]["cpu"] == system.machine().cpu
+    assert report["isa"] == kvedge.isa_info()["isa"]
+    assert report["settings"]["rounds"] == 3
+
+
+def test_decode_json(capsys):
+    report = _json(capsys, "decode", *COMMANDS["decode"])
+    cases = report["cases"]
+    seen = [(case["num_threads"], case["context"]) for case in cases]
+    assert seen == [(1, 8), (1, 24), (2, 8), (2, 24)]
+    counts = [one["num_threads"] for one in report["read_bandwidth"]]
+    assert counts[0] == 1 and 2 in counts
+    for case in cases:
+        assert case["shape"] == {"name": "", "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
+        assert case["arithmetic_error"] < 2e-4
+        own, peer = case["results"]
+        assert (own["name"], peer["name"]) == ("kvedge", "numpy-fp32")
+        assert own["bytes"] == case["context"] * 2 * 2 * (16 + 4)  # a float32 scale per row
+        assert peer["bytes"] == case["context"] * 2 * 2 * 16 * 4
+        assert own["ratio_to_kvedge"] == 1.0
+        for result in (own, peer):
+            seconds = result["seconds"]
+            assert seconds["count"] == 3
+            assert 0 < seconds["minimum"] <= seconds["median"] <= seconds["maximum"]
+            rate = result["bytes"] / seconds["median"]
+            assert result["bytes_per_second"] == pytest.approx(rate)
+            assert result["share_of_bandwidth"] == pytest.approx(rate / 1e10)
+            assert result["copies"] == 1
+        assert 1e-4 < own["error"] < 0.1 and peer["error"] < 1e-5
+
+
+def test_decode_is_cold_by_default(capsys):
+    options = [word for word in COMMANDS["decode"] if word != "--hot"]
+    report = _json(capsys, "decode", *options)
+    assert report["settings"]["cache"] == "cold"
+    for case in report["cases"]:
+        for result in case["results"]:
+            assert result["copies"] * result["bytes"] > 1 << 16
+
+
+def test_push_json(capsys):
+    report = _json(capsys, "push", *COMMANDS["push"])
+    assert [case["tokens"] for case in report["cases"]] == [1, 20]
+    for case in report["cases"]:
+        names = [result["name"] for result in case["results"]]
+        assert names[:2] == ["kvedge", "numpy"] and names[-1] == "memory copy"
+        assert case["bytes"] == case["tokens"] * 2 * 2 * 16 * 4
+        assert case["results"][-1]["speed_of_memory_copy"] == 1.0
+
+
+@pytest.mark.subprocess
+def test_threads_json(capsys):
+    report = _json(capsys, "threads", *COMMANDS["threads"])
+    [case] = report["cases"]
+    [own] = case["results"]
+    assert own["idle"]["count"] == own["one core busy"]["count"] == 3
+
+
+def test_sweep_json(capsys):
+    report = _json(capsys, "sweep", *COMMANDS["sweep"])
+    [line] = report["lines"]
+    assert [point["context"] for point in line["points"]] == [8, 16, 64]
+    assert line["r_squared"] <= 1.0
+
+
+def test_a_peer_that_is_not_installed_is_noted_and_the_rest_goes_on(capsys, monkeypatch):
+    find_spec = importlib.util.find_spec
+    missing = ("torch", "onnxruntime", "llama_cpp")
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name in missing else find_spec(name)
+    )
+    assert main(["bench", "decode", *TINY, "--context", "8"]) == exits.OK
+    captured = capsys.readouterr()
+    assert "numpy-fp32" in captured.out and "torch-fp32" not in captured.out
+    for names in ("torch-fp32, torch-bf16", "ort-fp32, ort-int8", "ggml-f16, ggml-q8_0"):
+        assert f"note: {names} left out: no " in captured.err
+
+
+def test_a_saved_run_is_shown_again_as_it_was(capsys, tmp_path):
+    path = str(tmp_path / "run.json")
+    assert main(["bench", "decode", *COMMANDS["decode"], "--save", path]) == exits.OK
+    measured = capsys.readouterr().out
+    assert main(["bench", "show", path]) == exits.OK
+    assert capsys.readouterr().out == measured
+    assert main(["bench", "show", path, "--json"]) == exits.OK
+    assert json.loads(capsys.readouterr().out) == json.loads((tmp_path / "run.json").read_text())
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"format": 1, "benchmark": "x"}'])
+def test_a_file_that_is_no_report_is_one_line(content, capsys, tmp_path):
+    path = tmp_path / "run.json"
+    path.write_text(content)
+    assert main(["bench", "show", str(path)]) == exits.FAILED
+    error = capsys.readouterr().err
+    assert str(path) in error and error.count("\n") == 1
+
+
+@pytest.mark.subprocess
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_plot(name, tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "run.png"
+    assert main(["bench", name, *COMMANDS[name], "--plot", str(path)]) == exits.OK
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_plot_without_matplotlib_fails_before_anything_is_measured(capsys, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(BENCHMARKS[0], "measure", None)
+    assert main(["bench", "decode", "--plot", "x.png"]) == exits.UNAVAILABLE
+    assert "kvedge[bench]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["frobnicate"],
+        ["decode", "--shape", "GPT-7"],
+        ["decode", "--shape", "32,5,64"],
+        ["decode", "--context", "0"],
+        ["decode", "--context", "many"],
+        ["decode", "--threads", "0"],
+        ["decode", "--threads", "5000"],
+        ["decode", "--rounds", "0"],
+        ["decode", "--budget", "-1"],
+        ["decode", "--budget", "nan"],
+        ["decode", "--peers", "vllm"],
+        ["decode", "--plot", "run.txt"],
+        ["push", "--tokens", "0"],
+        ["sweep", "--context", "512"],
+        ["show"],
+    ],
+)
+def test_wrong_usage_is_one_line_and_exit_code_2(arguments, capsys):
+    assert main(["bench", *arguments]) == exits.USAGE
+    error = capsys.readouterr().err
+    assert error.startswith("kvedge: ") and error.count("\n") == 1
+
+
+def test_an_unknown_shape_is_answered_with_the_names(capsys):
+    assert main(["bench", "decode", "--shape", "GPT-7"]) == exits.USAGE
+    error = capsys.readouterr().err
+    assert "'GPT-7' is no shape" in error and "Llama-3.2-1B" in error and "32,8,64" in error
+
+
+@pytest.mark.parametrize("name", [*COMMANDS, "show"])
+def test_help_of_each_benchmark_has_examples_and_exit_codes(name, capsys):
+    assert main(["bench", name, "--help"]) == exits.OK
+    text = capsys.readouterr().out
+    assert f"  kvedge bench {name}" in text.partition("examples:")[2]
+    assert "130  interrupted" in text and "--json" in text and "--debug" in text
+
+
+def test_help_names_every_shape_and_peer(capsys):
+    assert main(["bench", "decode", "--help"]) == exits.OK
+    text = "".join(capsys.readouterr().out.split())  # lines are broken at hyphens too
+    assert all(name in text for name in (*PEER_NAMES, "Llama-3.2-1B", "SmolLM2-135M"))
+
+
+def test_ctrl_c_keeps_what_was_measured(capsys, monkeypatch):
+    measure = contest.measure_case
+
+    def interrupted(competitors, shape, context, *rest):
+        if context == 24:
+            raise KeyboardInterrupt
+        return measure(competitors, shape, context, *rest)
+
+    monkeypatch.setattr(BENCHMARKS[0], "measure_case", interrupted)
+    assert main(["bench", "decode", *COMMANDS["decode"], "--json"]) == exits.INTERRUPTED
+    report = json.loads(capsys.readouterr().out)
+    assert report["interrupted"] and len(report["cases"]) == 1
