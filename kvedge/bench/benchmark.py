@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
+import kvedge
 from kvedge.bench import plotting
 from kvedge.bench.report import save_report
 from kvedge.cli.exits import INTERRUPTED, OK
 from kvedge.cli.output import Output, print_json
 
-__all__ = ["Benchmark", "present", "progress", "run_benchmark"]
+__all__ = ["Benchmark", "measuring", "present", "progress", "run_benchmark"]
 
 
 class Benchmark(Protocol):
@@ -58,6 +60,22 @@ def present(
             output.note(f"note: {note}")
     if options.plot:
         plotting.save_figure(options.plot, lambda figure: benchmark.draw(report, figure))
+
+
+@contextlib.contextmanager
+def measuring(report: dict[str, Any]) -> Iterator[None]:
+    """Around the measurements: Ctrl-C ends them and keeps what is in the report by then.
+
+    kvedge's number of threads is as before afterwards.
+    """
+    before = kvedge.get_num_threads()
+    try:
+        yield
+    except KeyboardInterrupt:
+        report["interrupted"] = True
+        report["notes"].append("interrupted: only what was measured by then is here")
+    finally:
+        kvedge.set_num_threads(before)
 
 
 def progress(output: Output, steps: int, text: str) -> Callable[[], None]:

@@ -6,12 +6,11 @@ import argparse
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import kvedge
 from kvedge import system
 from kvedge.bench import options as common
 from kvedge.bench import plotting
 from kvedge.bench.affinity import choose_cpus, pinned_to
-from kvedge.bench.benchmark import progress
+from kvedge.bench.benchmark import measuring, progress
 from kvedge.bench.contest import Conditions, bandwidth_megabytes, measure_case
 from kvedge.bench.peers import KvedgeInt8, installed_peers
 from kvedge.bench.report import header, microseconds, percent, print_header, scientific
@@ -74,8 +73,7 @@ def measure(options: argparse.Namespace, output: Output) -> dict[str, Any]:
     report |= {"read_bandwidth": [], "cases": []}
     steps = len(thread_counts) * len(cases) * (len(competitors) + options.rounds)
     advance = progress(output, steps, "kvedge bench decode")
-    before = kvedge.get_num_threads()
-    try:
+    with measuring(report):
         report["read_bandwidth"] = measure_bandwidth(conditions, max(thread_counts))
         for num_threads in thread_counts:
             with pinned_to(choose_cpus(num_threads)):
@@ -85,11 +83,6 @@ def measure(options: argparse.Namespace, output: Output) -> dict[str, Any]:
                     )
                     report["cases"].append(case)
                     report["notes"] += found
-    except KeyboardInterrupt:
-        report["interrupted"] = True
-        report["notes"].append("interrupted: only the cases that were done are here")
-    finally:
-        kvedge.set_num_threads(before)
     report["notes"] += _remarks(report["cases"])
     return report
 

@@ -11,7 +11,7 @@ from kvedge import system
 from kvedge.bench import options as common
 from kvedge.bench import plotting
 from kvedge.bench.affinity import choose_cpus, pinned_to
-from kvedge.bench.benchmark import progress
+from kvedge.bench.benchmark import measuring, progress
 from kvedge.bench.copies import copies_for
 from kvedge.bench.peers import KvedgeInt8, installed_peers
 from kvedge.bench.quantizers import QUANTIZERS, Intake, Step, make_intake
@@ -81,7 +81,7 @@ def measure(options: argparse.Namespace, output: Output) -> dict[str, Any]:
         for tokens in sorted(set(options.tokens or _TOKENS))
     ]
     advance = progress(output, len(cases) * options.rounds, "kvedge bench push")
-    with pinned_to(cpus):
+    with measuring(report), pinned_to(cpus):
         for shape, tokens in cases:
             intake = _intake(shape, tokens, machine, hot=options.hot)
             timed = [_timed(name, intake) for name in names]

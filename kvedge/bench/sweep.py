@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-import kvedge
 from kvedge import system
 from kvedge.bench import options as common
 from kvedge.bench import plotting
 from kvedge.bench.affinity import choose_cpus, pinned_to
-from kvedge.bench.benchmark import progress
+from kvedge.bench.benchmark import measuring, progress
 from kvedge.bench.contest import Conditions, Contest, enter
 from kvedge.bench.peers import Competitor, KvedgeInt8, installed_peers, make_peers
 from kvedge.bench.report import header, microseconds, print_header
@@ -70,19 +70,13 @@ def measure(options: argparse.Namespace, output: Output) -> dict[str, Any]:
     shapes = common.chosen_shapes(options)
     steps = len(shapes) * len(thread_counts) * len(names) * (len(contexts) + options.rounds)
     advance = progress(output, steps, "kvedge bench sweep")
-    before = kvedge.get_num_threads()
-    try:
-        for num_threads in thread_counts:
+    combinations = itertools.product(thread_counts, shapes, names)
+    with measuring(report):
+        for num_threads, shape, name in combinations:
             with pinned_to(choose_cpus(num_threads)):
-                for shape in shapes:
-                    for name in names:
-                        line, found = _measure_line(
-                            name, shape, contexts, num_threads, conditions, advance
-                        )
-                        report["lines"] += line
-                        report["notes"] += found
-    finally:
-        kvedge.set_num_threads(before)
+                line, found = _measure_line(name, shape, contexts, num_threads, conditions, advance)
+            report["lines"] += line
+            report["notes"] += found
     return report
 
 

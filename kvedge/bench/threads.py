@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-import kvedge
 from kvedge import system
 from kvedge.bench import options as common
 from kvedge.bench import plotting
 from kvedge.bench.affinity import choose_cpus, pinned_to
-from kvedge.bench.benchmark import progress
+from kvedge.bench.benchmark import measuring, progress
 from kvedge.bench.busy import BusyProcess, can_stop_and_go
 from kvedge.bench.contest import Conditions, enter
 from kvedge.bench.peers import KvedgeInt8, installed_peers
@@ -80,20 +79,13 @@ def measure(options: argparse.Namespace, output: Output) -> dict[str, Any]:
     ]
     steps = len(cases) * (len(competitors) + options.rounds)
     advance = progress(output, steps, "kvedge bench threads")
-    before = kvedge.get_num_threads()
-    try:
-        with pinned_to(cpus), BusyProcess(cpus[-1] if cpus else None) as busy:
-            for shape, context, count in cases:
-                case, found = _measure_case(
-                    competitors, (shape, context, count), conditions, busy, advance
-                )
-                report["cases"].append(case)
-                report["notes"] += found
-    except KeyboardInterrupt:
-        report["interrupted"] = True
-        report["notes"].append("interrupted: only the cases that were done are here")
-    finally:
-        kvedge.set_num_threads(before)
+    with measuring(report), pinned_to(cpus), BusyProcess(cpus[-1] if cpus else None) as busy:
+        for shape, context, count in cases:
+            case, found = _measure_case(
+                competitors, (shape, context, count), conditions, busy, advance
+            )
+            report["cases"].append(case)
+            report["notes"] += found
     return report
 
 
