@@ -36,9 +36,10 @@ static void scores_i8_neon(const kvedge_query *q, const int8_t *k, ptrdiff_t tok
 }
 
 static void weighted_sum_i8_neon(const int8_t *v, ptrdiff_t token_stride, int num_tokens, int dim,
-                                 int num_queries, const float *p, const float *v_scale,
+                                 int num_queries, int num_bytes, const float *p, const float *v_scale,
                                  const float *alpha, const void *prefetch, float *acc,
                                  ptrdiff_t acc_stride) {
+  (void)num_bytes; /* floats cost the same whatever their precision */
   tile_rows rows = {(const char *)v, token_stride, num_tokens, 1.0f};
   for (int i = 0; i < num_queries; i += WEIGH_QUERIES, prefetch = NULL) {
     int count = min_int(num_queries - i, WEIGH_QUERIES);

@@ -102,8 +102,10 @@ OUT_OF_LINE void gather_ends_16(const int8_t *rows, const ptrdiff_t offset[4], i
 KVEDGE_INLINE void transpose_4x4(const int8x16_t row[4], int8x16_t out[4]) {
   int32x4_t a = vreinterpretq_s32_s8(row[0]), b = vreinterpretq_s32_s8(row[1]);
   int32x4_t c = vreinterpretq_s32_s8(row[2]), d = vreinterpretq_s32_s8(row[3]);
-  int64x2_t even_ab = vreinterpretq_s64_s32(vtrn1q_s32(a, b)), even_cd = vreinterpretq_s64_s32(vtrn1q_s32(c, d));
-  int64x2_t odd_ab = vreinterpretq_s64_s32(vtrn2q_s32(a, b)), odd_cd = vreinterpretq_s64_s32(vtrn2q_s32(c, d));
+  int64x2_t even_ab = vreinterpretq_s64_s32(vtrn1q_s32(a, b));
+  int64x2_t even_cd = vreinterpretq_s64_s32(vtrn1q_s32(c, d));
+  int64x2_t odd_ab = vreinterpretq_s64_s32(vtrn2q_s32(a, b));
+  int64x2_t odd_cd = vreinterpretq_s64_s32(vtrn2q_s32(c, d));
   out[0] = vreinterpretq_s8_s64(vtrn1q_s64(even_ab, even_cd));
   out[1] = vreinterpretq_s8_s64(vtrn1q_s64(odd_ab, odd_cd));
   out[2] = vreinterpretq_s8_s64(vtrn2q_s64(even_ab, even_cd));
@@ -267,9 +269,10 @@ KVEDGE_INLINE void weigh_dot_rows(const int8_t *v, ptrdiff_t token_stride, int n
 }
 
 static void weighted_sum_i8_neondot(const int8_t *v, ptrdiff_t token_stride, int num_tokens, int dim,
-                                    int num_queries, const float *p, const float *v_scale,
+                                    int num_queries, int num_bytes, const float *p, const float *v_scale,
                                     const float *alpha, const void *prefetch, float *acc,
                                     ptrdiff_t acc_stride) {
+  (void)num_bytes; /* floats cost the same whatever their precision */
   for (int i = 0; i < num_queries; i += DOT_WEIGH_QUERIES, prefetch = NULL) {
     int count = min_int(num_queries - i, DOT_WEIGH_QUERIES);
     encoded_weights weights;

@@ -6,8 +6,8 @@
 #   native    this machine's compiler (CC)
 #   clang     clang, for this machine, and for aarch64 where its cross libraries are installed
 #   asan      gcc with AddressSanitizer and UndefinedBehaviorSanitizer
-#   valgrind  memcheck
-#   aarch64   cross-built, run under qemu as Cortex-A72 and Cortex-A76
+#   valgrind  memcheck, with fewer cases (KVEDGE_TEST_SHORT=1)
+#   aarch64   cross-built, run under qemu as Cortex-A72 and Cortex-A76, with fewer cases
 #   armv7     cross-built for 32-bit ARM with the compiler's defaults, run as Cortex-A9 (no fused
 #             multiply-add), and with -mfpu=neon-vfpv4, run as Cortex-A7
 #   all       each of these
@@ -75,14 +75,15 @@ native)
   # AVX-VNNI's code in AVX-512VL's encoding, where only that can be run
   if grep -qw avx512_vnni /proc/cpuinfo 2>/dev/null && ! grep -qw avx_vnni /proc/cpuinfo; then
     programs=(test_kernels)
-    build "$compiler" -O3 -DKVEDGE_AVXVNNI_AS_EVEX && run
+    build "$compiler" -O3 -DKVEDGE_AVXVNNI_AS_EVEX && tables=avxvnni run
   fi
   ;;
 clang)
   need clang clang
   build clang -O3 && run
   if [ -d /usr/aarch64-linux-gnu/lib ] && command -v qemu-aarch64-static >/dev/null; then
-    build clang --target=aarch64-linux-gnu -static -O3 && tables=neondot run qemu-aarch64-static -cpu cortex-a76
+    build clang --target=aarch64-linux-gnu -static -O3 &&
+      tables=neondot run qemu-aarch64-static -cpu cortex-a76
   else
     echo "(clang for aarch64 left out: needs gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user-static)"
   fi
@@ -95,12 +96,14 @@ asan)
 valgrind)
   need gcc gcc
   need valgrind valgrind
-  export KVEDGE_TEST_HEAP=1
-  build gcc -O2 && run valgrind --quiet --error-exitcode=99 --leak-check=full
+  export KVEDGE_TEST_HEAP=1 KVEDGE_TEST_SHORT=1
+  build gcc -O2 && run valgrind --quiet --error-exitcode=99 --leak-check=full --show-leak-kinds=definite \
+    --errors-for-leak-kinds=definite --child-silent-after-fork=yes
   ;;
 aarch64)
   need aarch64-linux-gnu-gcc "gcc-aarch64-linux-gnu libc6-dev-arm64-cross"
   need qemu-aarch64-static qemu-user-static
+  export KVEDGE_TEST_SHORT=1
   if build aarch64-linux-gnu-gcc -static -O3; then
     run qemu-aarch64-static -cpu cortex-a72
     tables=neondot run qemu-aarch64-static -cpu cortex-a76
@@ -109,6 +112,7 @@ aarch64)
 armv7)
   need arm-linux-gnueabihf-gcc "gcc-arm-linux-gnueabihf libc6-dev-armhf-cross"
   need qemu-arm-static qemu-user-static
+  export KVEDGE_TEST_SHORT=1
   build arm-linux-gnueabihf-gcc -static -O3 && run qemu-arm-static -cpu cortex-a9
   build arm-linux-gnueabihf-gcc -static -O3 -mfpu=neon-vfpv4 && tables=neon run qemu-arm-static -cpu cortex-a7
   ;;

@@ -31,8 +31,9 @@ static double logit(const kvedge_attention_options *o, sizes n, const float *que
   x *= isnan(o->scale) ? 1.0 / sqrt(n.dim) : o->scale;
   if (o->softcap > 0.0f) x = o->softcap * tanh(x / o->softcap);
   if (o->alibi_slopes) x += o->alibi_slopes[head] * (double)(token - position);
-  if (o->bias) x += o->bias[head * o->bias_strides[0] + row * o->bias_strides[1] + token * o->bias_strides[2]];
-  int hidden = o->mask && !o->mask[head * o->mask_strides[0] + row * o->mask_strides[1] + token * o->mask_strides[2]];
+  const int64_t *b = o->bias_strides, *m = o->mask_strides;
+  if (o->bias) x += o->bias[head * b[0] + row * b[1] + token * b[2]];
+  int hidden = o->mask && !o->mask[head * m[0] + row * m[1] + token * m[2]];
   return hidden || !is_seen(o, position, token) ? -INFINITY : x;
 }
 
@@ -152,7 +153,8 @@ static void test_sizes_of_numbers(void) {
     for (int format = 0; format < 2; format++) {
       const kvedge_layer_config config = {.format = (kvedge_format)format, .capacity = 200,
                                           .num_kv_heads = 2, .head_dim = 40};
-      float *keys = random_floats(200 * 80, sizes_of[i][0]), *values = random_floats(200 * 80, sizes_of[i][1]);
+      float *keys = random_floats(200 * 80, sizes_of[i][0]);
+      float *values = random_floats(200 * 80, sizes_of[i][1]);
       float *query = random_floats(3 * 160, sizes_of[i][2]), out[3 * 160], lse[12];
       kvedge_layer *layer = new_layer(config, NULL, keys, values, 200);
       kvedge_attention_options o;
@@ -170,7 +172,8 @@ static void test_scores(void) {
   begin("scores");
   const kvedge_layer_config config = {.capacity = 100, .num_kv_heads = 2, .head_dim = 48};
   const sizes n = {.len = 100, .num_rows = 1, .num_heads = 6, .num_kv_heads = 2, .dim = 48};
-  float *keys = random_floats(100 * 96, 1.0f), *query = random_floats(6 * 48, 3.0f), *stored = malloc(4 * 9600);
+  float *keys = random_floats(100 * 96, 1.0f), *query = random_floats(6 * 48, 3.0f);
+  float *stored = malloc(100 * 96 * sizeof *stored);
   kvedge_layer *layer = new_layer(config, NULL, keys, keys, 100);
   block logits = new_block(600 * sizeof(float));
   kvedge_attention_options o;
@@ -202,9 +205,10 @@ static void slices_case(const kvedge_layer *layer, const float *query, int64_t r
     block memory = new_block((bytes + 63) / 64 * 64);
     kvedge_attention *a;
     memset(out, 0x55, 4 * floats);
-    CHECK(kvedge_attention_init(memory.data, bytes - 1, layer, query, rows, heads, NULL, slots, out, lse, &a) ==
-          KVEDGE_ERROR_MEMORY);
-    CHECK(kvedge_attention_init(memory.data, bytes, layer, query, rows, heads, NULL, slots, out, lse + rows * heads,
+    float *second = lse + rows * heads;
+    CHECK(kvedge_attention_init(memory.data, bytes - 1, layer, query, rows, heads, NULL, slots, out, second,
+                                &a) == KVEDGE_ERROR_MEMORY);
+    CHECK(kvedge_attention_init(memory.data, bytes, layer, query, rows, heads, NULL, slots, out, second,
                                 &a) == KVEDGE_OK);
     for (int s = slices - 1; s >= 0 && !in_turn; s--) kvedge_attention_run(a, s, s, NULL);
     for (int s = 0; s < slices; s++) {
@@ -212,7 +216,7 @@ static void slices_case(const kvedge_layer *layer, const float *query, int64_t r
       kvedge_attention_collect(a, s, in_turn ? 0 : s);
     }
     CHECK(memcmp(out, expected, 4 * floats) == 0);
-    CHECK(memcmp(lse, lse + rows * heads, 4 * (size_t)(rows * heads)) == 0);
+    CHECK(memcmp(lse, second, 4 * (size_t)(rows * heads)) == 0);
     free_block(&memory);
   }
   free(expected), free(out), free(lse);
@@ -265,7 +269,8 @@ static void test_errors(void) {
   CHECK(kvedge_attention_num_slices(layer, 1, 3, NULL) == 0);
   CHECK(kvedge_attention_bytes(layer, 1, 3, NULL, 1) == 0);
   CHECK(kvedge_attention_bytes(layer, 1, 4, NULL, 0) == 0);
-  CHECK(kvedge_attention_init(NULL, 0, layer, query, 1, 4, NULL, 1, out, NULL, NULL) == KVEDGE_ERROR_ARGUMENT);
+  CHECK(kvedge_attention_init(NULL, 0, layer, query, 1, 4, NULL, 1, out, NULL, NULL) ==
+        KVEDGE_ERROR_ARGUMENT);
   kvedge_layer_destroy(layer);
   end();
 }
