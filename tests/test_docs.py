@@ -1,0 +1,81 @@
+"""What the documents show runs: the README's Python, the examples, the links."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def run(arguments, **options):
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    done = subprocess.run(
+        arguments, env=env, capture_output=True, text=True, check=False, timeout=300, **options
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def blocks(language):
+    text = (ROOT / "README.md").read_text()
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+def test_the_readmes_python_runs(tmp_path, monkeypatch):
+    pytest.importorskip("safetensors")
+    monkeypatch.chdir(tmp_path)
+    code = blocks("python")
+    assert len(code) >= 2
+    names = {}
+    for block in code:  # a later block goes on where the one before it stopped
+        exec(compile(block, "README.md", "exec"), names)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_to_files_that_exist(path):
+    for target in re.findall(r"\]\(([^)#]+)", path.read_text()):
+        if not target.startswith("http"):
+            assert (path.parent / target).exists(), target
+
+
+@pytest.mark.subprocess
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.name)
+def test_examples_run(path, tmp_path):
+    assert run([sys.executable, str(path)], cwd=tmp_path)
+
+
+needs_cc = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+
+
+@needs_cc
+@pytest.mark.subprocess
+def test_the_c_example_compiles_with_the_command_it_names_and_agrees_with_itself(tmp_path):
+    program = tmp_path / "runtime"
+    csrc = sorted(map(str, (ROOT / "csrc").glob("*.c")))
+    example = str(ROOT / "examples" / "c_runtime" / "main.c")
+    command = ["cc", "-std=c11", "-O2", "-pthread", f"-I{ROOT / 'csrc'}", "-o", str(program)]
+    run([*command, "-Wall", "-Werror", example, *csrc, "-lm"])
+    assert "equal to the bit" in run([str(program)])
+
+
+@needs_cc
+@pytest.mark.subprocess
+def test_the_readmes_c_compiles(tmp_path):
+    (block,) = blocks("c")
+    include, _, body = block.partition("\n\n")
+    program = tmp_path / "program.c"
+    program.write_text(
+        f"{include}\nint f(const float *keys, const float *values, const float *query, float *out);"
+        f"\nint f(const float *keys, const float *values, const float *query, float *out) {{\n{body}"
+        "return 0; }\n"
+    )
+    run(
+        ["cc", "-std=c11", "-Wall", "-Werror", f"-I{ROOT / 'csrc'}", "-c", str(program)],
+        cwd=tmp_path,
+    )

@@ -1,0 +1,98 @@
+#!/usr/bin/env python3
+"""Measures the two errors of attention on a quantized cache, and what the formats cost in memory.
+
+*arithmetic*  against float64 attention over the stored values, dequantized exactly: what kvedge's
+              kernels add. The contract (docs/numerics.md) allows 2e-4 of the largest output.
+*storage*     against float64 attention over the keys and values as they were given: what storing
+              them in int8 costs, on normally distributed rows; and on such whose keys have constant
+              channels besides (10 in every 16th), as some models' have.
+
+    python tools/accuracy.py                     # the kernels kvedge chose, lengths to 32,768
+    KVEDGE_ISA=avx2 python tools/accuracy.py     # others
+    python tools/accuracy.py --longest 131072
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import kvedge
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+import reference
+import support
+
+HEAD_DIMS = (1, 8, 40, 64, 80, 96, 112, 128, 256)
+QUERY_GROUPS = (1, 2, 3, 4, 7, 8)
+LENGTHS = (1, 15, 16, 17, 1000, 32768, 131072)
+NUM_KV_HEADS = 2
+
+FORMATS = {
+    "int8, a scale per row": {},
+    "int8, group_size=32": {"group_size": 32},
+    "int8, float16 scales": {"scale_dtype": "float16"},
+    'int8, key_offset="auto"': {"key_offset": "auto"},
+}
+
+
+def error(out: np.ndarray, exact: np.ndarray) -> float:
+    """max|out - exact| as a share of max|exact|."""
+    return float(np.abs(out - exact).max() / np.abs(exact).max())
+
+
+def errors(
+    seed: int, length: int, head_dim: int, group: int, constant: float = 0.0, **options: Any
+) -> tuple[float, float]:
+    """Arithmetic and storage error of one call on `length` normal tokens."""
+    rng = np.random.default_rng(seed)
+    keys, values = support.normal(rng, 2, length, NUM_KV_HEADS, head_dim)
+    keys[..., ::16] += np.float32(constant)
+    query = support.normal(rng, NUM_KV_HEADS * group, head_dim)
+    layer = kvedge.QuantizedKvLayer(length, NUM_KV_HEADS, head_dim, **options)
+    layer.extend(keys, values)
+    out = layer.attend(query)
+    over_stored, _ = reference.attention(query, *support.stored(layer))
+    as_given, _ = reference.attention(query, keys, values)
+    return error(out, over_stored), error(out, as_given)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--longest", type=int, default=32768, help="tokens (default: %(default)s)")
+    longest = parser.parse_args().longest
+    lengths = [length for length in LENGTHS if length <= longest]
+    print(f"backend {kvedge.backend}, kernels {kvedge.isa_info()['isa']}\n")
+
+    print("| tokens | arithmetic error, worst of all shapes | at head_dim, query group |")
+    print("|--:|--:|:--|")
+    for length in lengths:
+        shapes = list(product(HEAD_DIMS, QUERY_GROUPS))
+        if length > 1000:  # float64 attention takes its time
+            shapes = [(64, 4), (128, 8), (256, 1), (8, 3)]
+        found = {shape: errors(0, length, *shape)[0] for shape in shapes}
+        worst = max(found, key=lambda shape: found[shape])
+        print(f"| {length:,} | {found[worst]:.1e} | {worst[0]}, {worst[1]} |")
+
+    print(
+        "\n| format (head_dim 128) | bytes per value | against float32 | arithmetic | storage "
+        "| storage, constant channels |\n|:--|--:|--:|--:|--:|--:|"
+    )
+    for name, options in FORMATS.items():
+        layer = kvedge.QuantizedKvLayer(1000, 8, 128, **options)
+        size = layer.memory_bytes / (2 * 1000 * 8 * 128)
+        plain = np.max([errors(seed, 1000, 128, 4, **options) for seed in range(5)], axis=0)
+        shifted = np.max([errors(seed, 1000, 128, 4, 10, **options) for seed in range(5)], axis=0)
+        print(
+            f"| {name} | {size:.3f} | {layer.compression_ratio:.2f}x smaller | {plain[0]:.1e} "
+            f"| {plain[1]:.1e} | {shifted[1]:.1e} |"
+        )
+
+
+if __name__ == "__main__":
+    main()
