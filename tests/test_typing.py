@@ -54,7 +54,7 @@ name: str = kvedge.backend
 kvedge.set_num_threads(kvedge.get_num_threads())
 '''
 
-MISTAKES = '''
+MISTAKES = """
 import numpy as np
 from kvedge import KVCache, QuantizedKvLayer
 
@@ -63,7 +63,7 @@ layer = QuantizedKvLayer(16, 2, 8, groups=2)
 layer.push([1.0], [2.0])
 text: str = layer.attend(np.zeros((2, 8), np.float32))
 KVCache(1, 2, 8).atend(0, np.zeros((2, 8), np.float32))
-'''
+"""
 
 
 def mypy(code, folder):
