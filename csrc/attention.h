@@ -53,6 +53,7 @@ struct kvedge_attention {
   float key_factor, value_factor; /* powers of two that all scales are multiplied by */
 
   /* Prepared queries, each array in the order (row block, KV head, stack, ...). */
+  int num_bytes;          /* of the codes of queries and weights, on paths that have them: 2 or 3 */
   int num_groups;         /* of a query: as in view, or 1 where keys are floats without scales */
   int group_pad;          /* channels of a group, rounded up to KVEDGE_QUERY_PAD */
   float *values;          /* (.., num_groups, group_pad) */

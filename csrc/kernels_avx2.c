@@ -118,9 +118,10 @@ KVEDGE_INLINE void weighted_sum_block(const int8_t *v, ptrdiff_t token_stride, i
 }
 
 static void weighted_sum_i8_avx2(const int8_t *v, ptrdiff_t token_stride, int num_tokens, int dim,
-                                 int num_queries, const float *p, const float *v_scale,
-                                 const float *alpha, const void *prefetch, float *acc,
-                                 ptrdiff_t acc_stride) {
+                                 int num_queries, int num_bytes, const float *p,
+                                 const float *v_scale, const float *alpha, const void *prefetch,
+                                 float *acc, ptrdiff_t acc_stride) {
+  (void)num_bytes; /* floats cost the same whatever their precision */
   float weights[KVEDGE_STACK * KVEDGE_TILE];
   for (int i = 0; i < num_queries; i++)
     for (int t = 0; t < KVEDGE_TILE; t++) weights[i * KVEDGE_TILE + t] = p[i * KVEDGE_TILE + t] * v_scale[t];

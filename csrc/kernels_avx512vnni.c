@@ -27,7 +27,7 @@ KVEDGE_TARGET_BEGIN("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma")
 enum {
   BLOCK = 16,        /* tokens transposed at a time: one per 32-bit lane */
   SCORE_QUERIES = 8, /* x 3 accumulators = 24 of the 32 registers */
-  SUM_QUERIES = 2,   /* x 4 quarters of the channels x 3 = 24 of the 32 registers */
+  SUM_QUERIES = 3,   /* queries whose weighted sums are made at a time, at most */
 };
 
 /* Of n bytes, or of 64 if there are more. */
@@ -133,8 +133,8 @@ KVEDGE_INLINE void transpose_keys(const int8_t *k, ptrdiff_t token_stride, int n
   transpose_16x16(row, columns);
 }
 
-/* Scores of 16 tokens for `count` queries (a constant where this is inlined). */
-KVEDGE_INLINE void score_block(const kvedge_query *q, int first, const int count,
+/* Scores of 16 tokens for `count` queries of `bytes` bytes (constants where this is inlined). */
+KVEDGE_INLINE void score_block(const kvedge_query *q, int first, const int count, const int bytes,
                                const __m512i *columns, __mmask16 valid, __m512 k_scale,
                                float *scores, int accumulate) {
   __m512i sum[SCORE_QUERIES][3]; /* of each byte of the query */
@@ -142,13 +142,13 @@ KVEDGE_INLINE void score_block(const kvedge_query *q, int first, const int count
   const int32_t *sums = q->sums + first * 4 * q->sums_stride;
 #pragma GCC unroll 8
   for (int i = 0; i < count; i++) /* u8 keys are 128 too large: start from what that adds */
-    for (int b = 0; b < 3; b++) sum[i][b] = _mm512_set1_epi32(-128 * sums[i * 4 * q->sums_stride + b]);
+    for (int b = 0; b < bytes; b++) sum[i][b] = _mm512_set1_epi32(-128 * sums[i * 4 * q->sums_stride + b]);
   int num_columns = (q->dim + 3) / 4;
   for (int j = 0; j < num_columns; j++, codes += 16) {
     __m512i column = columns[j];
 #pragma GCC unroll 8
     for (int i = 0; i < count; i++)
-      for (int b = 0; b < 3; b++) {
+      for (int b = 0; b < bytes; b++) {
         int32_t four; /* channels */
         memcpy(&four, codes + i * 4 * q->stride + 4 * b, sizeof four);
         sum[i][b] = _mm512_dpbusd_epi32(sum[i][b], column, _mm512_set1_epi32(four));
@@ -158,12 +158,28 @@ KVEDGE_INLINE void score_block(const kvedge_query *q, int first, const int count
 #pragma GCC unroll 8
   for (int i = 0; i < count; i++) {
     __m512 dot = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[i][0]), byte, _mm512_cvtepi32_ps(sum[i][1]));
-    dot = _mm512_fmadd_ps(dot, byte, _mm512_cvtepi32_ps(sum[i][2]));
+    dot = bytes == 3 ? _mm512_fmadd_ps(dot, byte, _mm512_cvtepi32_ps(sum[i][2])) : _mm512_mul_ps(dot, byte);
     __m512 scale = _mm512_mul_ps(k_scale, _mm512_set1_ps(q->scale[(first + i) * q->sums_stride]));
     float *out = scores + (first + i) * KVEDGE_TILE;
     __m512 score = _mm512_mul_ps(dot, scale);
     if (accumulate) score = _mm512_add_ps(score, _mm512_maskz_loadu_ps(valid, out));
     _mm512_mask_storeu_ps(out, valid, score);
+  }
+}
+
+KVEDGE_INLINE void score_queries(const kvedge_query *q, const int bytes, const __m512i *columns,
+                                 __mmask16 valid, __m512 scale, float *scores, int accumulate) {
+  int i = 0;
+  for (; i + SCORE_QUERIES <= q->num_queries; i += SCORE_QUERIES)
+    score_block(q, i, SCORE_QUERIES, bytes, columns, valid, scale, scores, accumulate);
+  switch (q->num_queries - i) {
+    case 7: score_block(q, i, 7, bytes, columns, valid, scale, scores, accumulate); break;
+    case 6: score_block(q, i, 6, bytes, columns, valid, scale, scores, accumulate); break;
+    case 5: score_block(q, i, 5, bytes, columns, valid, scale, scores, accumulate); break;
+    case 4: score_block(q, i, 4, bytes, columns, valid, scale, scores, accumulate); break;
+    case 3: score_block(q, i, 3, bytes, columns, valid, scale, scores, accumulate); break;
+    case 2: score_block(q, i, 2, bytes, columns, valid, scale, scores, accumulate); break;
+    case 1: score_block(q, i, 1, bytes, columns, valid, scale, scores, accumulate); break;
   }
 }
 
@@ -183,18 +199,8 @@ static void scores_i8_avx512vnni(const kvedge_query *q, const int8_t *k, ptrdiff
     }
     __mmask16 valid = (__mmask16)((1u << tokens) - 1);
     __m512 scale = _mm512_loadu_ps(k_scale + t);
-    int i = 0;
-    for (; i + SCORE_QUERIES <= q->num_queries; i += SCORE_QUERIES)
-      score_block(q, i, SCORE_QUERIES, columns, valid, scale, scores + t, accumulate);
-    switch (q->num_queries - i) {
-      case 7: score_block(q, i, 7, columns, valid, scale, scores + t, accumulate); break;
-      case 6: score_block(q, i, 6, columns, valid, scale, scores + t, accumulate); break;
-      case 5: score_block(q, i, 5, columns, valid, scale, scores + t, accumulate); break;
-      case 4: score_block(q, i, 4, columns, valid, scale, scores + t, accumulate); break;
-      case 3: score_block(q, i, 3, columns, valid, scale, scores + t, accumulate); break;
-      case 2: score_block(q, i, 2, columns, valid, scale, scores + t, accumulate); break;
-      case 1: score_block(q, i, 1, columns, valid, scale, scores + t, accumulate); break;
-    }
+    if (q->num_bytes == 3) score_queries(q, 3, columns, valid, scale, scores + t, accumulate);
+    else score_queries(q, 2, columns, valid, scale, scores + t, accumulate);
   }
 }
 
@@ -244,9 +250,10 @@ static void softmax_avx512vnni(float *scores, int num_queries, int num_tokens, c
   }
 }
 
-/* Weights of a tile as unsigned 24-bit codes, four tokens at a time as split_bytes() leaves them.
- * Returns the scale of the codes. */
-KVEDGE_INLINE float encode_weights(const float *p, const float *v_scale, int num_tokens, uint8_t *codes) {
+/* Weights of a tile as unsigned codes of 24 bits, or 16 and zeros, four tokens at a time as
+ * split_bytes() leaves them. Returns the scale of the codes. */
+KVEDGE_INLINE float encode_weights(const float *p, const float *v_scale, int num_tokens, int num_bytes,
+                                   uint8_t *codes) {
   __m512 weight[KVEDGE_TILE / 16], largest_of = _mm512_setzero_ps();
   int blocks = (num_tokens + 15) / 16;
   for (int j = 0; j < blocks; j++) {
@@ -254,12 +261,20 @@ KVEDGE_INLINE float encode_weights(const float *p, const float *v_scale, int num
     largest_of = _mm512_max_ps(largest_of, weight[j]);
   }
   float largest = _mm512_reduce_max_ps(largest_of);
-  float inverse = largest > WEIGHT_NOTHING ? WEIGHT_MAX / largest : 0.0f;
+  float most = num_bytes == 3 ? WEIGHT_MAX : WEIGHT_MAX_16;
+  float inverse = largest > WEIGHT_NOTHING ? most / largest : 0.0f;
+  __m512 factor = _mm512_set1_ps(inverse);
   for (int j = 0; j < blocks; j++) {
-    __m512i code = _mm512_cvtps_epi32(_mm512_mul_ps(weight[j], _mm512_set1_ps(inverse)));
+    __m512i code;
+    if (num_bytes == 3) {
+      code = _mm512_cvtps_epi32(_mm512_mul_ps(weight[j], factor));
+    } else {
+      __m512 dithered = _mm512_fmadd_ps(weight[j], factor, _mm512_loadu_ps(kvedge_dither + 16 * j));
+      code = _mm512_slli_epi32(_mm512_cvttps_epi32(dithered), 8);
+    }
     _mm512_storeu_si512(codes + 64 * j, split_bytes(code));
   }
-  return inverse > 0.0f ? largest * (1.0f / WEIGHT_MAX) : 0.0f;
+  return inverse > 0.0f ? largest / most : 0.0f;
 }
 
 /* Interleaves the bytes of four rows: dword e of 128-bit lane L of out[c] has channel 16 L + 4 c + e. */
@@ -287,32 +302,33 @@ KVEDGE_INLINE void interleave_values(const int8_t *v, ptrdiff_t token_stride, in
   }
 }
 
-/* Adds a tile's values to 64 channels (those in `valid`) of `count` queries (a constant where this
- * is inlined). */
+/* Adds a tile's values to 64 channels (those in `valid`) of `count` queries, with weights of `bytes`
+ * bytes (constants where this is inlined). */
 KVEDGE_INLINE void weighted_sum_block(const __m512i *values, int num_tokens, __mmask64 valid,
-                                      const int count, const uint8_t *codes, const float *scale,
-                                      const float *alpha, float *acc, ptrdiff_t acc_stride) {
+                                      const int count, const int bytes, const uint8_t *codes,
+                                      const float *scale, const float *alpha, float *acc,
+                                      ptrdiff_t acc_stride) {
   __m512i sum[SUM_QUERIES][3][4]; /* of each byte of the weights, of each quarter of the channels */
-#pragma GCC unroll 2
+#pragma GCC unroll 3
   for (int i = 0; i < count; i++)
-    for (int b = 0; b < 3; b++)
+    for (int b = 0; b < bytes; b++)
       for (int c = 0; c < 4; c++) sum[i][b][c] = _mm512_setzero_si512();
   for (int t = 0; t < num_tokens; t += 4, values += 4)
-#pragma GCC unroll 2
+#pragma GCC unroll 3
     for (int i = 0; i < count; i++)
-      for (int b = 0; b < 3; b++) {
+      for (int b = 0; b < bytes; b++) {
         int32_t four; /* tokens */
         memcpy(&four, codes + i * CODE_ROW + 4 * t + 4 * b, sizeof four);
         for (int c = 0; c < 4; c++)
           sum[i][b][c] = _mm512_dpbusd_epi32(sum[i][b][c], _mm512_set1_epi32(four), values[c]);
       }
   const __m512 byte = _mm512_set1_ps(256.0f);
-#pragma GCC unroll 2
+#pragma GCC unroll 3
   for (int i = 0; i < count; i++) {
     __m512 total[4];
     for (int c = 0; c < 4; c++) {
       total[c] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[i][0][c]), byte, _mm512_cvtepi32_ps(sum[i][1][c]));
-      total[c] = _mm512_fmadd_ps(total[c], byte, _mm512_cvtepi32_ps(sum[i][2][c]));
+      if (bytes == 3) total[c] = _mm512_fmadd_ps(total[c], byte, _mm512_cvtepi32_ps(sum[i][2][c]));
     }
     /* 128-bit lane L of total[c] belongs to lane c of channels 16 L */
     __m512 low_ab = _mm512_shuffle_f32x4(total[0], total[1], 0x44), high_ab = _mm512_shuffle_f32x4(total[0], total[1], 0xee);
@@ -329,27 +345,42 @@ KVEDGE_INLINE void weighted_sum_block(const __m512i *values, int num_tokens, __m
   }
 }
 
+/* One block of 64 channels for all queries, as many at a time as registers hold the sums of. */
+KVEDGE_INLINE void weighted_sum_queries(const __m512i *values, int num_tokens, __mmask64 valid,
+                                        int num_queries, const int bytes, const uint8_t *codes,
+                                        const float *scale, const float *alpha, float *acc,
+                                        ptrdiff_t acc_stride) {
+#define WEIGHTED_SUM(count)                                                                        \
+  weighted_sum_block(values, num_tokens, valid, count, bytes, codes + i * CODE_ROW, scale + i, \
+                     alpha + i, acc + i * acc_stride, acc_stride)
+  const int most = bytes == 3 ? 2 : 3; /* x bytes x 4 quarters = 24 of the 32 registers */
+  int i = 0;
+  for (; i + most <= num_queries; i += most) WEIGHTED_SUM(most);
+  switch (num_queries - i) {
+    case 2: WEIGHTED_SUM(2); break;
+    case 1: WEIGHTED_SUM(1); break;
+  }
+#undef WEIGHTED_SUM
+}
+
 static void weighted_sum_i8_avx512vnni(const int8_t *v, ptrdiff_t token_stride, int num_tokens, int dim,
-                                       int num_queries, const float *p, const float *v_scale,
-                                       const float *alpha, const void *prefetch, float *acc,
-                                       ptrdiff_t acc_stride) {
+                                       int num_queries, int num_bytes, const float *p,
+                                       const float *v_scale, const float *alpha, const void *prefetch,
+                                       float *acc, ptrdiff_t acc_stride) {
   uint8_t codes[KVEDGE_STACK * CODE_ROW];
   float scale[KVEDGE_STACK];
   for (int i = 0; i < num_queries; i++)
-    scale[i] = encode_weights(p + i * KVEDGE_TILE, v_scale, num_tokens, codes + i * CODE_ROW);
+    scale[i] = encode_weights(p + i * KVEDGE_TILE, v_scale, num_tokens, num_bytes, codes + i * CODE_ROW);
   for (int d = 0; d < dim; d += 64) {
     __m512i values[KVEDGE_TILE]; /* (tokens / 4, 4) */
     const char *ahead = prefetch ? (const char *)prefetch + d : NULL;
     __mmask64 valid = first_bytes(dim - d);
     if (dim - d >= 64) interleave_values(v + d, token_stride, num_tokens, 1, valid, ahead, values);
     else interleave_values(v + d, token_stride, num_tokens, 0, valid, ahead, values);
-    int i = 0;
-    for (; i + SUM_QUERIES <= num_queries; i += SUM_QUERIES)
-      weighted_sum_block(values, num_tokens, valid, SUM_QUERIES, codes + i * CODE_ROW, scale + i, alpha + i,
-                         acc + i * acc_stride + d, acc_stride);
-    if (i < num_queries)
-      weighted_sum_block(values, num_tokens, valid, 1, codes + i * CODE_ROW, scale + i, alpha + i,
-                         acc + i * acc_stride + d, acc_stride);
+    if (num_bytes == 3)
+      weighted_sum_queries(values, num_tokens, valid, num_queries, 3, codes, scale, alpha, acc + d, acc_stride);
+    else
+      weighted_sum_queries(values, num_tokens, valid, num_queries, 2, codes, scale, alpha, acc + d, acc_stride);
   }
 }
 

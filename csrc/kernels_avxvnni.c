@@ -83,8 +83,8 @@ KVEDGE_INLINE void transpose_keys(const int8_t *k, ptrdiff_t token_stride, int n
   }
 }
 
-/* Scores of 8 tokens for `count` queries (a constant where this is inlined). */
-KVEDGE_INLINE void score_block(const kvedge_query *q, int first, const int count,
+/* Scores of 8 tokens for `count` queries of `bytes` bytes (constants where this is inlined). */
+KVEDGE_INLINE void score_block(const kvedge_query *q, int first, const int count, const int bytes,
                                const __m256i *columns, __m256i valid, __m256 k_scale, float *scores,
                                int accumulate) {
   const __m256i to_unsigned = _mm256_set1_epi8((char)0x80);
@@ -93,13 +93,13 @@ KVEDGE_INLINE void score_block(const kvedge_query *q, int first, const int count
   const int32_t *sums = q->sums + first * 4 * q->sums_stride;
 #pragma GCC unroll 3
   for (int i = 0; i < count; i++) /* u8 keys are 128 too large: start from what that adds */
-    for (int b = 0; b < 3; b++) sum[i][b] = _mm256_set1_epi32(-128 * sums[i * 4 * q->sums_stride + b]);
+    for (int b = 0; b < bytes; b++) sum[i][b] = _mm256_set1_epi32(-128 * sums[i * 4 * q->sums_stride + b]);
   int num_columns = (q->dim + 3) / 4;
   for (int j = 0; j < num_columns; j++, codes += 16) {
     __m256i column = _mm256_xor_si256(columns[j], to_unsigned);
 #pragma GCC unroll 3
     for (int i = 0; i < count; i++)
-      for (int b = 0; b < 3; b++) {
+      for (int b = 0; b < bytes; b++) {
         int32_t four; /* channels */
         memcpy(&four, codes + i * 4 * q->stride + 4 * b, sizeof four);
         sum[i][b] = dpbusd(sum[i][b], column, _mm256_set1_epi32(four));
@@ -109,12 +109,23 @@ KVEDGE_INLINE void score_block(const kvedge_query *q, int first, const int count
 #pragma GCC unroll 3
   for (int i = 0; i < count; i++) {
     __m256 dot = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum[i][0]), byte, _mm256_cvtepi32_ps(sum[i][1]));
-    dot = _mm256_fmadd_ps(dot, byte, _mm256_cvtepi32_ps(sum[i][2]));
+    dot = bytes == 3 ? _mm256_fmadd_ps(dot, byte, _mm256_cvtepi32_ps(sum[i][2])) : _mm256_mul_ps(dot, byte);
     __m256 scale = _mm256_mul_ps(k_scale, _mm256_set1_ps(q->scale[(first + i) * q->sums_stride]));
     float *out = scores + (first + i) * KVEDGE_TILE;
     __m256 score = _mm256_mul_ps(dot, scale);
     if (accumulate) score = _mm256_add_ps(score, _mm256_maskload_ps(out, valid));
     _mm256_maskstore_ps(out, valid, score);
+  }
+}
+
+KVEDGE_INLINE void score_queries(const kvedge_query *q, const int bytes, const __m256i *columns,
+                                 __m256i valid, __m256 scale, float *scores, int accumulate) {
+  int i = 0;
+  for (; i + SCORE_QUERIES <= q->num_queries; i += SCORE_QUERIES)
+    score_block(q, i, SCORE_QUERIES, bytes, columns, valid, scale, scores, accumulate);
+  switch (q->num_queries - i) {
+    case 2: score_block(q, i, 2, bytes, columns, valid, scale, scores, accumulate); break;
+    case 1: score_block(q, i, 1, bytes, columns, valid, scale, scores, accumulate); break;
   }
 }
 
@@ -128,19 +139,15 @@ static void scores_i8_avxvnni(const kvedge_query *q, const int8_t *k, ptrdiff_t 
     transpose_keys(k + t * token_stride, token_stride, tokens, q->dim, ahead, columns);
     __m256i valid = first_lanes(tokens);
     __m256 scale = _mm256_loadu_ps(k_scale + t);
-    int i = 0;
-    for (; i + SCORE_QUERIES <= q->num_queries; i += SCORE_QUERIES)
-      score_block(q, i, SCORE_QUERIES, columns, valid, scale, scores + t, accumulate);
-    switch (q->num_queries - i) {
-      case 2: score_block(q, i, 2, columns, valid, scale, scores + t, accumulate); break;
-      case 1: score_block(q, i, 1, columns, valid, scale, scores + t, accumulate); break;
-    }
+    if (q->num_bytes == 3) score_queries(q, 3, columns, valid, scale, scores + t, accumulate);
+    else score_queries(q, 2, columns, valid, scale, scores + t, accumulate);
   }
 }
 
-/* Weights of a tile as unsigned 24-bit codes, four tokens at a time as split_bytes() leaves them.
- * Returns the scale of the codes. */
-KVEDGE_INLINE float encode_weights(const float *p, const float *v_scale, int num_tokens, uint8_t *codes) {
+/* Weights of a tile as unsigned codes of 24 bits, or 16 and zeros, four tokens at a time as
+ * split_bytes() leaves them. Returns the scale of the codes. */
+KVEDGE_INLINE float encode_weights(const float *p, const float *v_scale, int num_tokens, int num_bytes,
+                                   uint8_t *codes) {
   __m256 weight[KVEDGE_TILE / 8], largest_of = _mm256_setzero_ps();
   int blocks = (num_tokens + 7) / 8;
   for (int j = 0; j < blocks; j++) {
@@ -148,12 +155,20 @@ KVEDGE_INLINE float encode_weights(const float *p, const float *v_scale, int num
     largest_of = _mm256_max_ps(largest_of, weight[j]);
   }
   float largest = reduce_max(largest_of);
-  float inverse = largest > WEIGHT_NOTHING ? WEIGHT_MAX / largest : 0.0f;
+  float most = num_bytes == 3 ? WEIGHT_MAX : WEIGHT_MAX_16;
+  float inverse = largest > WEIGHT_NOTHING ? most / largest : 0.0f;
+  __m256 factor = _mm256_set1_ps(inverse);
   for (int j = 0; j < blocks; j++) {
-    __m256i code = _mm256_cvtps_epi32(_mm256_mul_ps(weight[j], _mm256_set1_ps(inverse)));
+    __m256i code;
+    if (num_bytes == 3) {
+      code = _mm256_cvtps_epi32(_mm256_mul_ps(weight[j], factor));
+    } else {
+      __m256 dithered = _mm256_fmadd_ps(weight[j], factor, _mm256_loadu_ps(kvedge_dither + 8 * j));
+      code = _mm256_slli_epi32(_mm256_cvttps_epi32(dithered), 8);
+    }
     _mm256_storeu_si256((__m256i *)(codes + 32 * j), split_bytes(code));
   }
-  return inverse > 0.0f ? largest * (1.0f / WEIGHT_MAX) : 0.0f;
+  return inverse > 0.0f ? largest / most : 0.0f;
 }
 
 /* Interleaves the bytes of four rows at a time, for up to 32 channels: dword e of 128-bit lane L of
@@ -176,15 +191,16 @@ KVEDGE_INLINE void interleave_values(const int8_t *v, ptrdiff_t token_stride, in
   }
 }
 
-/* Adds a tile's values to up to 32 channels of one query. */
-KVEDGE_INLINE void weighted_sum_block(const __m256i *values, int num_tokens, int channels,
+/* Adds a tile's values to up to 32 channels of one query, with weights of `bytes` bytes (a constant
+ * where this is inlined). */
+KVEDGE_INLINE void weighted_sum_block(const __m256i *values, int num_tokens, int channels, const int bytes,
                                       const uint8_t *codes, float scale, float alpha, float *acc) {
   __m256i sum[3][4]; /* of each byte of the weights, of each quarter of the channels */
-  for (int b = 0; b < 3; b++)
+  for (int b = 0; b < bytes; b++)
     for (int c = 0; c < 4; c++) sum[b][c] = _mm256_setzero_si256();
   for (int t = 0; t < num_tokens; t += 4, values += 4)
 #pragma GCC unroll 3
-    for (int b = 0; b < 3; b++) {
+    for (int b = 0; b < bytes; b++) {
       int32_t four; /* tokens */
       memcpy(&four, codes + 4 * t + 4 * b, sizeof four);
 #pragma GCC unroll 4
@@ -194,7 +210,7 @@ KVEDGE_INLINE void weighted_sum_block(const __m256i *values, int num_tokens, int
   __m256 total[4];
   for (int c = 0; c < 4; c++) {
     total[c] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum[0][c]), byte, _mm256_cvtepi32_ps(sum[1][c]));
-    total[c] = _mm256_fmadd_ps(total[c], byte, _mm256_cvtepi32_ps(sum[2][c]));
+    if (bytes == 3) total[c] = _mm256_fmadd_ps(total[c], byte, _mm256_cvtepi32_ps(sum[2][c]));
   }
   __m256 ordered[4] = {
       _mm256_permute2f128_ps(total[0], total[1], 0x20), _mm256_permute2f128_ps(total[2], total[3], 0x20),
@@ -207,21 +223,25 @@ KVEDGE_INLINE void weighted_sum_block(const __m256i *values, int num_tokens, int
 }
 
 static void weighted_sum_i8_avxvnni(const int8_t *v, ptrdiff_t token_stride, int num_tokens, int dim,
-                                    int num_queries, const float *p, const float *v_scale,
-                                    const float *alpha, const void *prefetch, float *acc,
-                                    ptrdiff_t acc_stride) {
+                                    int num_queries, int num_bytes, const float *p,
+                                    const float *v_scale, const float *alpha, const void *prefetch,
+                                    float *acc, ptrdiff_t acc_stride) {
   uint8_t codes[KVEDGE_STACK * CODE_ROW];
   float scale[KVEDGE_STACK];
   for (int i = 0; i < num_queries; i++)
-    scale[i] = encode_weights(p + i * KVEDGE_TILE, v_scale, num_tokens, codes + i * CODE_ROW);
+    scale[i] = encode_weights(p + i * KVEDGE_TILE, v_scale, num_tokens, num_bytes, codes + i * CODE_ROW);
   for (int d = 0; d < dim; d += 32) {
     __m256i values[KVEDGE_TILE]; /* (tokens / 4, 4) */
     int channels = dim - d < 32 ? dim - d : 32;
     const char *ahead = prefetch && d % 64 == 0 ? (const char *)prefetch + d : NULL;
     interleave_values(v + d, token_stride, num_tokens, channels, ahead, values);
-    for (int i = 0; i < num_queries; i++)
-      weighted_sum_block(values, num_tokens, channels, codes + i * CODE_ROW, scale[i], alpha[i],
-                         acc + i * acc_stride + d);
+    for (int i = 0; i < num_queries; i++) {
+      float *out = acc + i * acc_stride + d;
+      if (num_bytes == 3)
+        weighted_sum_block(values, num_tokens, channels, 3, codes + i * CODE_ROW, scale[i], alpha[i], out);
+      else
+        weighted_sum_block(values, num_tokens, channels, 2, codes + i * CODE_ROW, scale[i], alpha[i], out);
+    }
   }
 }
 

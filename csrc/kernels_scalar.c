@@ -30,9 +30,10 @@ static void scores_i8_scalar(const kvedge_query *q, const int8_t *k, ptrdiff_t t
 }
 
 static void weighted_sum_i8_scalar(const int8_t *v, ptrdiff_t token_stride, int num_tokens, int dim,
-                                   int num_queries, const float *p, const float *v_scale,
-                                   const float *alpha, const void *prefetch, float *acc,
-                                   ptrdiff_t acc_stride) {
+                                   int num_queries, int num_bytes, const float *p,
+                                   const float *v_scale, const float *alpha, const void *prefetch,
+                                   float *acc, ptrdiff_t acc_stride) {
+  (void)num_bytes;
   (void)prefetch;
   for (int i = 0; i < num_queries; i++)
     for (int d = 0; d < dim; d++) {
@@ -43,6 +44,13 @@ static void weighted_sum_i8_scalar(const int8_t *v, ptrdiff_t token_stride, int 
       *out = *out * alpha[i] + sum;
     }
 }
+
+#define DITHER_2(n) (n) / 64.0f + 0.5f / 64.0f, (n + 32) / 64.0f + 0.5f / 64.0f
+#define DITHER_4(n) DITHER_2(n), DITHER_2(n + 16)
+#define DITHER_8(n) DITHER_4(n), DITHER_4(n + 8)
+#define DITHER_16(n) DITHER_8(n), DITHER_8(n + 4)
+#define DITHER_32(n) DITHER_16(n), DITHER_16(n + 2)
+const float kvedge_dither[KVEDGE_TILE] = {DITHER_32(0), DITHER_32(1)};
 
 const kvedge_kernels kvedge_kernels_scalar = {
     .name = "scalar",

@@ -79,7 +79,7 @@ static void tile_scores(const kvedge_attention *a, size_t query_index, int count
                         const char *key_scales, int num_tokens, const char *prefetch, float *scores) {
   const kvedge_cache_view *view = &a->view;
   size_t first = query_index * (size_t)a->num_groups, pad = (size_t)a->group_pad;
-  kvedge_query q = {.num_queries = count, .dim = view->head_dim, .stride = (ptrdiff_t)pad * a->num_groups,
+  kvedge_query q = {.num_queries = count, .dim = view->head_dim, .num_bytes = a->num_bytes, .stride = (ptrdiff_t)pad * a->num_groups,
                     .values = a->values + first * pad, .sums_stride = a->num_groups};
   if (view->format == KVEDGE_FLOAT32) {
     a->kernels->scores_f32(&q, (const float *)keys, view->token_stride, num_tokens, a->key_factor,
@@ -178,7 +178,7 @@ static void weighted_sum(const kvedge_attention *a, int count, const tile_rows *
     int n = view->head_dim - start < view->group_size ? view->head_dim - start : view->group_size;
     gather_scales(view, rows->value_scales, g, num_tokens, a->value_factor, w->v_scale);
     a->kernels->weighted_sum_i8((const int8_t *)rows->values + start, view->token_stride, num_tokens, n,
-                                count, w->scores, w->v_scale, w->alpha,
+                                count, a->num_bytes, w->scores, w->v_scale, w->alpha,
                                 prefetch ? prefetch + start : NULL, acc + start, a->acc_stride);
   }
 }

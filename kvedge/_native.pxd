@@ -50,6 +50,7 @@ cdef extern from "kvedge.h" nogil:
         int64_t mask_strides[3]
         const float *bias
         int64_t bias_strides[3]
+        int precision_bits
 
     const char *kvedge_strerror(kvedge_status status)
     kvedge_status kvedge_select_isa(const char *name, const char **why_not)

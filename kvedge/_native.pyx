@@ -360,6 +360,7 @@ cdef class _LayerCore:
         softcap=None,
         mask=None,
         alibi_slopes=None,
+        precision_bits=None,
         return_lse=False,
         out=None,
         num_threads=None,
@@ -387,14 +388,14 @@ cdef class _LayerCore:
         reads = ()
         if not (
             num_rows <= length and causal is True and sinks is None and softcap is None
-            and mask is None and alibi_slopes is None
+            and mask is None and alibi_slopes is None and precision_bits is None
             and (return_lse is False or return_lse is True)
             and _fill_plain(&c_options, &threads, length, scale, window, num_threads)
         ):
             options = AttendOptions.make(
                 self._head_dim, num_rows, num_heads, length, scale=scale, causal=causal,
                 window=window, sinks=sinks, softcap=softcap, mask=mask, alibi_slopes=alibi_slopes,
-                return_lse=return_lse, num_threads=num_threads,
+                precision_bits=precision_bits, return_lse=return_lse, num_threads=num_threads,
             )
             _fill(&c_options, options)
             threads = options.num_threads
@@ -504,6 +505,7 @@ cdef _fill(kvedge_attention_options *c, options):
     c.window = options.window
     c.sink_tokens = options.sink_tokens
     c.softcap = options.softcap
+    c.precision_bits = options.precision_bits
     if options.sink_logits is not None:
         c.sink_logits = _floats(options.sink_logits)
     if options.alibi_slopes is not None:

@@ -41,6 +41,7 @@ class AttendOptions:
     # Masks are broadcast views: strides of 0 occur, and the last stride is 0 or one element.
     mask_bool: np.ndarray | None = None  # (num_heads, n, length) uint8, nonzero: visible
     mask_bias: np.ndarray | None = None  # (num_heads, n, length) float32, finite or -inf
+    precision_bits: int = 0  # 16 or 24; 0: 16, or 24 where logits are large
     return_lse: bool = False
     num_threads: int = 0  # 0: the default
 
@@ -64,6 +65,7 @@ class AttendOptions:
         softcap: Any = None,
         mask: Any = None,
         alibi_slopes: Any = None,
+        precision_bits: Any = None,
         return_lse: Any = False,
         num_threads: Any = None,
     ) -> AttendOptions:
@@ -75,7 +77,7 @@ class AttendOptions:
             Of the query.
         length : int
             Tokens stored.
-        scale, causal, window, sinks, softcap, mask, alibi_slopes, return_lse, num_threads
+        scale, causal, window, sinks, softcap, mask, alibi_slopes, precision_bits, return_lse, num_threads
             As the caller gave them to ``attend``.
 
         Raises
@@ -100,6 +102,13 @@ class AttendOptions:
             options.update(_mask(mask, (num_heads, n_rows, length)))
         if alibi_slopes is not None:
             options["alibi_slopes"] = as_vector(alibi_slopes, "alibi_slopes", num_heads)
+        if precision_bits is not None:
+            precision_bits = as_int(precision_bits, "precision_bits")
+            if precision_bits not in (16, 24):
+                raise InvalidArgumentError(
+                    f"precision_bits must be 16 or 24 (or None), not {precision_bits}"
+                )
+            options["precision_bits"] = precision_bits
         if return_lse is not False:
             options["return_lse"] = as_bool(return_lse, "return_lse")
         if num_threads is not None:

@@ -119,6 +119,7 @@ class _LayerCore:
         softcap=None,
         mask=None,
         alibi_slopes=None,
+        precision_bits=None,
         return_lse=False,
         out=None,
         num_threads=None,
@@ -137,6 +138,7 @@ class _LayerCore:
             softcap=softcap,
             mask=mask,
             alibi_slopes=alibi_slopes,
+            precision_bits=precision_bits,
             return_lse=return_lse,
             num_threads=num_threads,
         )

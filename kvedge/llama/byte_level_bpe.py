@@ -116,9 +116,7 @@ class ByteLevelBpeTokenizer:
         alphabet = sorted(pre.ByteLevel.alphabet())
         itself = {ord(char) for char in alphabet if ord(char) < 256}
         others = (byte for byte in range(256) if byte not in itself)
-        self._byte_of = {
-            char: ord(char) if ord(char) < 256 else next(others) for char in alphabet
-        }
+        self._byte_of = {char: ord(char) if ord(char) < 256 else next(others) for char in alphabet}
 
     def __repr__(self) -> str:
         return f"ByteLevelBpeTokenizer(vocab_size={self.vocab_size}, bos_id={self.bos_id})"
