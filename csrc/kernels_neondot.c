@@ -9,15 +9,17 @@
  * 16 bytes for four of them. So one register holds all that a step of four needs, and sdot picks a
  * digit by its lane number.
  *
+ * Where 16 bits will do, the low digits are left out.
+ *
  * Keys. Four tokens are transposed, 4 channels (one dword) at a time: lane t of a column holds
  * channels 4j..4j+3 of token t, and token t's score grows in lane t: no sums across lanes. 8
- * shuffles for 64 bytes of keys, once for all stacked queries; 12 sdot for each query.
+ * shuffles for 64 bytes of keys, once for all stacked queries; 12 sdot (8) for each query.
  *
  * Values. Rows of four tokens are interleaved byte by byte, so that a lane holds one channel of the
- * four: 8 shuffles for 64 bytes, 12 sdot for each query, sums in registers over the whole tile.
+ * four: 8 shuffles for 64 bytes, 12 sdot (8) for each query, sums in registers over the whole tile.
  *
- * Two a cycle: 10 cycles for 64 bytes with one query, 28 with four. The same by floats, as in
- * kernels_neon.c, takes twice that.
+ * At two a cycle, 64 bytes take 10 cycles (8) with one query, 28 (20) with four. The same by floats,
+ * as in kernels_neon.c, takes twice that and more.
  */
 #if defined(__aarch64__)
 #include "target.h"
@@ -33,58 +35,56 @@ KVEDGE_TARGET_BEGIN("dotprod")
 
 #include "kernels_neon_common.h"
 
-/* ---- numbers of 24 bits in three signed bytes ---- */
+/* ---- numbers of 24 bits in three signed bytes, or 16 in two ---- */
 
 /* What the largest of a set becomes. Three digits of 127 would be 8355711; one less, because the
- * product of a number and a rounded factor may end a little above. */
+ * product of a number and a rounded factor may end a little above. In 16 bits likewise 127 * 257 - 1,
+ * as high digits. */
 #define LARGEST_CODE 8355710.0f
+#define LARGEST_CODE_16 (32638.0f * 256.0f)
 /* Below, LARGEST_CODE / largest is no float any more: such a set counts as zeros. */
 #define SMALLEST_ENCODED 0x1p-104f
 
-KVEDGE_INLINE float factor_of_codes(float largest) {
-  return largest > SMALLEST_ENCODED ? LARGEST_CODE / largest : 0.0f;
+KVEDGE_INLINE float divide_or_0(float a, float b, float largest) {
+  return largest > SMALLEST_ENCODED ? a / b : 0.0f;
 }
 
-KVEDGE_INLINE float scale_of_codes(float largest) {
-  return largest > SMALLEST_ENCODED ? largest / LARGEST_CODE : 0.0f;
-}
-
-/* rint(x * factor) = 65536 * high + 256 * middle + low, as {high x 4, middle x 4, low x 4, 0 x 4}. With
- * 128 added to each digit the digits are plain bytes, and inverting a byte's top bit takes 128 off. */
-KVEDGE_INLINE int8x16_t encode_4(float32x4_t x, float factor) {
+/* Codes 65536 * high + 256 * middle + low as {high x 4, middle x 4, low x 4, 0 x 4}. With 128 added to
+ * each digit the digits are plain bytes, and inverting a byte's top bit takes 128 off. */
+KVEDGE_INLINE int8x16_t split_digits(int32x4_t codes) {
   static const uint8_t order[16] = {2, 6, 10, 14, 1, 5, 9, 13, 0, 4, 8, 12, 3, 7, 11, 15};
   const int32x4_t offset = vdupq_n_s32(0x808080);
-  int32x4_t bytes = veorq_s32(vaddq_s32(round_to_i32(vmulq_n_f32(x, factor)), offset), offset);
+  int32x4_t bytes = veorq_s32(vaddq_s32(codes, offset), offset);
   return vqtbl1q_s8(vreinterpretq_s8_s32(bytes), vld1q_u8(order));
 }
 
 /* The sums of four lanes' digits become one number each. A digit's sum is below 128 * 127 * 1024 =
  * 2^24 and exact as a float, where the three together would not fit an integer. */
-KVEDGE_INLINE float32x4_t join_digits(const int32x4_t sum[3]) {
+KVEDGE_INLINE float32x4_t join_digits(const int32x4_t sum[3], const int bytes) {
   float32x4_t upper = vfmaq_n_f32(vcvtq_f32_s32(sum[1]), vcvtq_f32_s32(sum[0]), 256.0f);
-  return vfmaq_n_f32(vcvtq_f32_s32(sum[2]), upper, 256.0f);
+  return bytes == 3 ? vfmaq_n_f32(vcvtq_f32_s32(sum[2]), upper, 256.0f) : vmulq_n_f32(upper, 256.0f);
 }
 
-/* sum += for each of four lanes, its four codes times the four encoded numbers */
-KVEDGE_INLINE void dot_digits(int32x4_t sum[3], int8x16_t codes, int8x16_t digits) {
+/* sum += for each of four lanes, its four codes times four encoded numbers of 2 or 3 bytes */
+KVEDGE_INLINE void dot_digits(int32x4_t sum[3], int8x16_t codes, int8x16_t digits, const int bytes) {
   sum[0] = vdotq_laneq_s32(sum[0], codes, digits, 0);
   sum[1] = vdotq_laneq_s32(sum[1], codes, digits, 1);
-  sum[2] = vdotq_laneq_s32(sum[2], codes, digits, 2);
+  if (bytes == 3) sum[2] = vdotq_laneq_s32(sum[2], codes, digits, 2);
 }
 
 /* ---- scores ---- */
 
 static void encode_query_neondot(const float *values, int n, int8_t *codes, float *scale, int32_t *sums) {
-  float32x4_t largest = vdupq_n_f32(0.0f);
-  for (int d = 0; d < n; d += 4) largest = vmaxq_f32(largest, vabsq_f32(vld1q_f32(values + d)));
-  float factor = factor_of_codes(max_across(largest));
+  float32x4_t largest_of = vdupq_n_f32(0.0f);
+  for (int d = 0; d < n; d += 4) largest_of = vmaxq_f32(largest_of, vabsq_f32(vld1q_f32(values + d)));
+  float largest = max_across(largest_of), factor = divide_or_0(LARGEST_CODE, largest, largest);
   int32x4_t sum = vdupq_n_s32(0);
   for (int d = 0; d < n; d += 4) {
-    int8x16_t digits = encode_4(vld1q_f32(values + d), factor);
+    int8x16_t digits = split_digits(round_to_i32(vmulq_n_f32(vld1q_f32(values + d), factor)));
     vst1q_s8(codes + 4 * d, digits);
     sum = vdotq_s32(sum, digits, vdupq_n_s8(1));
   }
-  *scale = scale_of_codes(max_across(largest));
+  *scale = divide_or_0(largest, LARGEST_CODE, largest);
   vst1q_s32(sums, sum);
 }
 
@@ -115,7 +115,7 @@ KVEDGE_INLINE void transpose_4x4(const int8x16_t row[4], int8x16_t out[4]) {
 enum { DOT_SCORE_QUERIES = 4 }; /* x 3 digits = 12 registers of sums */
 
 KVEDGE_INLINE void score_16_channels(const int8_t *codes, ptrdiff_t stride, const int8_t *rows,
-                                     const ptrdiff_t offset[4], const int count,
+                                     const ptrdiff_t offset[4], const int count, const int bytes,
                                      int32x4_t sum[DOT_SCORE_QUERIES][3]) {
   int8x16_t k[4], column[4];
   UNROLL
@@ -124,13 +124,14 @@ KVEDGE_INLINE void score_16_channels(const int8_t *codes, ptrdiff_t stride, cons
   UNROLL
   for (int c = 0; c < 4; c++)
     UNROLL
-    for (int i = 0; i < count; i++) dot_digits(sum[i], column[c], vld1q_s8(codes + i * stride + 16 * c));
+    for (int i = 0; i < count; i++)
+      dot_digits(sum[i], column[c], vld1q_s8(codes + i * stride + 16 * c), bytes);
 }
 
 /* Scores of four tokens, of which `left` or all are stored, for `count` queries from first on. */
-KVEDGE_INLINE void score_dots(const kvedge_query *q, int first, const int count, const int8_t *rows,
-                              const ptrdiff_t offset[4], const int8_t ends[4][16], float32x4_t k_scale,
-                              int left, float *scores, int accumulate) {
+KVEDGE_INLINE void score_dots(const kvedge_query *q, int first, const int count, const int bytes,
+                              const int8_t *rows, const ptrdiff_t offset[4], const int8_t ends[4][16],
+                              float32x4_t k_scale, int left, float *scores, int accumulate) {
   static const ptrdiff_t end_offset[4] = {0, 16, 32, 48};
   const ptrdiff_t stride = 4 * q->stride;
   const int8_t *codes = q->codes + first * stride; /* (count, stride), padded with zeros */
@@ -138,18 +139,19 @@ KVEDGE_INLINE void score_dots(const kvedge_query *q, int first, const int count,
   UNROLL
   for (int i = 0; i < count; i++) sum[i][0] = sum[i][1] = sum[i][2] = vdupq_n_s32(0);
   int d = 0;
-  for (; d + 16 <= q->dim; d += 16) score_16_channels(codes + 4 * d, stride, rows + d, offset, count, sum);
-  if (d < q->dim) score_16_channels(codes + 4 * d, stride, ends[0], end_offset, count, sum);
+  for (; d + 16 <= q->dim; d += 16)
+    score_16_channels(codes + 4 * d, stride, rows + d, offset, count, bytes, sum);
+  if (d < q->dim) score_16_channels(codes + 4 * d, stride, ends[0], end_offset, count, bytes, sum);
   UNROLL
   for (int i = 0; i < count; i++) {
-    float32x4_t dot = vmulq_n_f32(join_digits(sum[i]), q->scale[(first + i) * q->sums_stride]);
+    float32x4_t dot = vmulq_n_f32(join_digits(sum[i], bytes), q->scale[(first + i) * q->sums_stride]);
     store_scores(vmulq_f32(dot, k_scale), left, accumulate, scores + (first + i) * KVEDGE_TILE);
   }
 }
 
-static void scores_i8_neondot(const kvedge_query *q, const int8_t *k, ptrdiff_t token_stride,
-                              int num_tokens, const float *k_scale, const void *prefetch, float *scores,
-                              int accumulate) {
+KVEDGE_INLINE void scores_of_bytes(const kvedge_query *q, const int bytes, const int8_t *k,
+                                   ptrdiff_t token_stride, int num_tokens, const float *k_scale,
+                                   const void *prefetch, float *scores, int accumulate) {
   for (int t = 0; t < num_tokens; t += 4) {
     const int8_t *rows = k + t * token_stride;
     int left = num_tokens - t, whole = q->dim / 16 * 16;
@@ -160,7 +162,7 @@ static void scores_i8_neondot(const kvedge_query *q, const int8_t *k, ptrdiff_t 
     if (whole < q->dim) gather_ends_16(rows + whole, offset, q->dim - whole, ends);
     float32x4_t scale = left >= 4 ? vld1q_f32(k_scale + t) : load_part_f32(k_scale + t, left);
     for (int i = 0; i < q->num_queries; i += DOT_SCORE_QUERIES) {
-#define BLOCK(count) score_dots(q, i, count, rows, offset, ends, scale, left, scores + t, accumulate)
+#define BLOCK(count) score_dots(q, i, count, bytes, rows, offset, ends, scale, left, scores + t, accumulate)
       switch (min_int(q->num_queries - i, DOT_SCORE_QUERIES)) {
         case 1: BLOCK(1); break;
         case 2: BLOCK(2); break;
@@ -170,6 +172,15 @@ static void scores_i8_neondot(const kvedge_query *q, const int8_t *k, ptrdiff_t 
 #undef BLOCK
     }
   }
+}
+
+static void scores_i8_neondot(const kvedge_query *q, const int8_t *k, ptrdiff_t token_stride,
+                              int num_tokens, const float *k_scale, const void *prefetch, float *scores,
+                              int accumulate) {
+  if (q->num_bytes == 3)
+    scores_of_bytes(q, 3, k, token_stride, num_tokens, k_scale, prefetch, scores, accumulate);
+  else
+    scores_of_bytes(q, 2, k, token_stride, num_tokens, k_scale, prefetch, scores, accumulate);
 }
 
 /* ---- weighted sum ---- */
@@ -182,18 +193,29 @@ typedef struct {
   float scale[DOT_WEIGH_QUERIES];
 } encoded_weights;
 
-static void encode_weights(const float *p, const float *v_scale, int num_tokens, int num_queries,
-                           encoded_weights *weights) {
+/* Codes of 16 bits as those of 24 whose last digit is 0. */
+KVEDGE_INLINE int32x4_t cut_to_16_bits(float32x4_t x) { return vshlq_n_s32(vcvtq_s32_f32(x), 8); }
+
+KVEDGE_INLINE void encode_weights(const float *p, const float *v_scale, int num_tokens, int num_queries,
+                                  const int bytes, encoded_weights *weights) {
+  const float most = bytes == 3 ? LARGEST_CODE : LARGEST_CODE_16;
   for (int i = 0; i < num_queries; i++, p += KVEDGE_TILE) {
     float32x4_t w[KVEDGE_TILE / 4]; /* p and v_scale are 0 from num_tokens to KVEDGE_TILE */
-    float32x4_t largest = vdupq_n_f32(0.0f);
+    float32x4_t largest_of = vdupq_n_f32(0.0f);
     for (int t = 0; t < num_tokens; t += 4) {
       w[t / 4] = vmulq_f32(vld1q_f32(p + t), vld1q_f32(v_scale + t));
-      largest = vmaxq_f32(largest, w[t / 4]);
+      largest_of = vmaxq_f32(largest_of, w[t / 4]);
     }
-    float factor = factor_of_codes(max_across(largest));
-    weights->scale[i] = scale_of_codes(max_across(largest));
-    for (int t = 0; t < num_tokens; t += 4) vst1q_s8(weights->digits[i][t / 4], encode_4(w[t / 4], factor));
+    float largest = max_across(largest_of), factor = divide_or_0(most, largest, largest);
+    weights->scale[i] = divide_or_0(largest, most, largest);
+    for (int t = 0; t < num_tokens; t += 4) {
+      int32x4_t codes;
+      if (bytes == 3)
+        codes = round_to_i32(vmulq_n_f32(w[t / 4], factor));
+      else
+        codes = cut_to_16_bits(vfmaq_n_f32(vld1q_f32(kvedge_dither + t), w[t / 4], factor / 256.0f));
+      vst1q_s8(weights->digits[i][t / 4], split_digits(codes));
+    }
   }
 }
 
@@ -215,7 +237,8 @@ KVEDGE_INLINE void interleave_tokens(const int8x16_t row[4], const int vectors, 
  * tile. */
 KVEDGE_INLINE void weigh_dots(const int8_t *v, ptrdiff_t token_stride, int num_tokens, int channels,
                               const encoded_weights *weights, const float *alpha, const int count,
-                              const int vectors, const char *prefetch, float *acc, ptrdiff_t acc_stride) {
+                              const int bytes, const int vectors, const char *prefetch, float *acc,
+                              ptrdiff_t acc_stride) {
   int32x4_t sum[DOT_WEIGH_SUMS][3]; /* (count, vectors) */
   ptrdiff_t offset[4] = {0, token_stride, 2 * token_stride, 3 * token_stride};
   UNROLL
@@ -235,7 +258,7 @@ KVEDGE_INLINE void weigh_dots(const int8_t *v, ptrdiff_t token_stride, int num_t
     for (int i = 0; i < count; i++) {
       int8x16_t digits = vld1q_s8(weights->digits[i][t / 4]);
       UNROLL
-      for (int c = 0; c < vectors; c++) dot_digits(sum[vectors * i + c], codes[c], digits);
+      for (int c = 0; c < vectors; c++) dot_digits(sum[vectors * i + c], codes[c], digits, bytes);
     }
   }
   UNROLL
@@ -243,17 +266,18 @@ KVEDGE_INLINE void weigh_dots(const int8_t *v, ptrdiff_t token_stride, int num_t
     float32x4_t joined[4];
     UNROLL
     for (int c = 0; c < vectors; c++)
-      joined[c] = vmulq_n_f32(join_digits(sum[vectors * i + c]), weights->scale[i]);
+      joined[c] = vmulq_n_f32(join_digits(sum[vectors * i + c], bytes), weights->scale[i]);
     add_to_acc(joined, vectors, alpha[i], acc + i * acc_stride, channels);
   }
 }
 
 KVEDGE_INLINE void weigh_dot_rows(const int8_t *v, ptrdiff_t token_stride, int num_tokens, int dim,
-                                  const int count, const encoded_weights *weights, const float *alpha,
-                                  const char *prefetch, float *acc, ptrdiff_t acc_stride) {
+                                  const int count, const int bytes, const encoded_weights *weights,
+                                  const float *alpha, const char *prefetch, float *acc,
+                                  ptrdiff_t acc_stride) {
   int d = 0;
-#define BLOCK(rows, stride, channels, vectors)                                          \
-  weigh_dots(rows, stride, num_tokens, channels, weights, alpha, count, vectors,        \
+#define BLOCK(rows, stride, channels, vectors)                                                  \
+  weigh_dots(rows, stride, num_tokens, channels, weights, alpha, count, bytes, vectors,         \
              prefetch && d % 64 == 0 ? prefetch + d : NULL, acc + d, acc_stride)
   if (count <= 2)
     for (; d + 16 <= dim; d += 16) BLOCK(v + d, token_stride, 16, 4);
@@ -268,17 +292,16 @@ KVEDGE_INLINE void weigh_dot_rows(const int8_t *v, ptrdiff_t token_stride, int n
 #undef BLOCK
 }
 
-static void weighted_sum_i8_neondot(const int8_t *v, ptrdiff_t token_stride, int num_tokens, int dim,
-                                    int num_queries, int num_bytes, const float *p, const float *v_scale,
-                                    const float *alpha, const void *prefetch, float *acc,
-                                    ptrdiff_t acc_stride) {
-  (void)num_bytes; /* floats cost the same whatever their precision */
+KVEDGE_INLINE void weigh_of_bytes(const int8_t *v, ptrdiff_t token_stride, int num_tokens, int dim,
+                                  int num_queries, const int bytes, const float *p, const float *v_scale,
+                                  const float *alpha, const void *prefetch, float *acc,
+                                  ptrdiff_t acc_stride) {
   for (int i = 0; i < num_queries; i += DOT_WEIGH_QUERIES, prefetch = NULL) {
     int count = min_int(num_queries - i, DOT_WEIGH_QUERIES);
     encoded_weights weights;
-    encode_weights(p + i * KVEDGE_TILE, v_scale, num_tokens, count, &weights);
-#define ROWS(count)                                                                          \
-  weigh_dot_rows(v, token_stride, num_tokens, dim, count, &weights, alpha + i, prefetch,     \
+    encode_weights(p + i * KVEDGE_TILE, v_scale, num_tokens, count, bytes, &weights);
+#define ROWS(count)                                                                              \
+  weigh_dot_rows(v, token_stride, num_tokens, dim, count, bytes, &weights, alpha + i, prefetch,  \
                  acc + i * acc_stride, acc_stride)
     switch (count) {
       case 1: ROWS(1); break;
@@ -288,6 +311,18 @@ static void weighted_sum_i8_neondot(const int8_t *v, ptrdiff_t token_stride, int
     }
 #undef ROWS
   }
+}
+
+static void weighted_sum_i8_neondot(const int8_t *v, ptrdiff_t token_stride, int num_tokens, int dim,
+                                    int num_queries, int num_bytes, const float *p,
+                                    const float *v_scale, const float *alpha, const void *prefetch,
+                                    float *acc, ptrdiff_t acc_stride) {
+#define WEIGH(bytes)                                                                            \
+  weigh_of_bytes(v, token_stride, num_tokens, dim, num_queries, bytes, p, v_scale, alpha, prefetch, \
+                 acc, acc_stride)
+  if (num_bytes == 3) WEIGH(3);
+  else WEIGH(2);
+#undef WEIGH
 }
 
 const kvedge_kernels kvedge_kernels_neondot =

@@ -140,11 +140,11 @@ static void test_dequantize(void) {
 
 /* ---- queries ---- */
 
-/* Number d of a query's codes: three digits; the fourth must be 0. */
-static double code_at(const int8_t *codes, int d) {
+/* Number d of a query's codes: three digits, or the first two; the fourth must be 0. */
+static double code_at(const int8_t *codes, int num_bytes, int d) {
   const int8_t *four = codes + d / 4 * 16 + d % 4;
   if (four[12] != 0) return NAN;
-  return 65536.0 * four[0] + 256.0 * four[4] + four[8];
+  return 65536.0 * four[0] + 256.0 * four[4] + (num_bytes == 3 ? four[8] : 0);
 }
 
 static void test_encode_query(void) {
@@ -166,8 +166,8 @@ static void test_encode_query(void) {
       double allowed = largest < 0x1p-90f ? largest : largest * 1.8e-7;
       if (!(scale >= 0.0f && isfinite(scale))) fail("n=%d: scale %g", n, scale);
       for (int d = 0; d < n; d++) {
-        if (!near(scale * code_at(codes, d), values[d], allowed))
-          fail("n=%d: %.9g became %.9g of %.9g", n, values[d], scale * code_at(codes, d), largest);
+        if (!near(scale * code_at(codes, 3, d), values[d], allowed))
+          fail("n=%d: %.9g became %.9g of %.9g", n, values[d], scale * code_at(codes, 3, d), largest);
         for (int digit = 0; digit < 4; digit++) expected_sums[digit] += codes[d / 4 * 16 + d % 4 + 4 * digit];
       }
       if (memcmp(sums, expected_sums, sizeof sums)) fail("n=%d: sums", n);
@@ -224,8 +224,9 @@ static query_rows new_query(shape at, int extreme) {
       kernels->encode_query(values + i * stride, pad, codes + 4 * i * stride, scale + i * sums_stride,
                             sums + 4 * i * sums_stride);
   }
-  rows.query = (kvedge_query){.num_queries = at.num_queries, .dim = at.dim, .stride = stride,
-                              .values = values, .codes = kernels->encode_query ? codes : NULL,
+  rows.query = (kvedge_query){.num_queries = at.num_queries, .dim = at.dim, .num_bytes = 2 + random_below(2),
+                              .stride = stride, .values = values,
+                              .codes = kernels->encode_query ? codes : NULL,
                               .sums_stride = sums_stride, .scale = scale, .sums = sums};
   return rows;
 }
@@ -237,7 +238,7 @@ static void free_query(query_rows *rows) {
 /* What the kernel is to multiply: the floats, or what their codes stand for. */
 static double query_number(const kvedge_query *q, int i, int d) {
   if (!q->codes) return q->values[i * q->stride + d];
-  return q->scale[i * q->sums_stride] * code_at(q->codes + 4 * i * q->stride, d);
+  return q->scale[i * q->sums_stride] * code_at(q->codes + 4 * i * q->stride, q->num_bytes, d);
 }
 
 static void score_case(shape at, int extreme, float largest_scale) {
@@ -421,7 +422,8 @@ static void check_weighing(weighing *w, shape at) {
 }
 
 static void weigh_case(shape at, int extreme, int zero, float largest_scale) {
-  int stride = at.dim + (random_below(2) ? 0 : 1 + random_below(80));
+  int stride = at.dim + (random_below(2) ? 0 : 1 + random_below(80)), num_bytes = 2 + random_below(2);
+  double step = num_bytes == 3 ? 0x1p-24 : 0x1p-15; /* of a weight, relative to the largest */
   weighing w = new_weighing(at, zero);
   block v_block = new_rows(at.num_tokens, (size_t)at.dim, (size_t)stride);
   int8_t *v = v_block.data;
@@ -441,13 +443,12 @@ static void weigh_case(shape at, int extreme, int zero, float largest_scale) {
         double product = (double)p[t] * v_scale[t] * v[t * stride + d];
         sum += product, size += fabs(product);
       }
-      /* Each weight may be off by 2^-24 of the largest. Weights that are nothing beside those of some
-       * other tile may be 0. */
+      /* Weights that are nothing beside those of some other tile may be 0. */
       expected[i * at.dim + d] = kept + sum;
-      allowed[i * at.dim + d] = (0x1p-24 * largest + 0x1p-100) * codes + 6e-7 * size + 2e-7 * fabs(kept);
+      allowed[i * at.dim + d] = (step * largest + 0x1p-100) * codes + 6e-7 * size + 2e-7 * fabs(kept);
     }
   }
-  kernels->weighted_sum_i8(v, stride, at.num_tokens, at.dim, at.num_queries, w.p, v_scale, w.alpha,
+  kernels->weighted_sum_i8(v, stride, at.num_tokens, at.dim, at.num_queries, num_bytes, w.p, v_scale, w.alpha,
                            random_prefetch(), w.acc, w.stride);
   check_weighing(&w, at);
   free_block(&v_block);
@@ -458,6 +459,23 @@ static void test_weighted_sum_i8(void) {
   begin("%s weighted_sum_i8", kernels->name);
   FOR_SHAPES(n, s)
     weigh_case(shape_at(dims[n], s), s % 4 == 1, s % 11 == 0, scales[random_below(2) ? 0 : random_below(7)]);
+  end();
+}
+
+/* Small weights beside one large one: each is below half a step of 16 bits, together they count. */
+static void test_small_weights(void) {
+  begin("%s small weights in 16 bits", kernels->name);
+  for (int n = 1; n < 40; n++) {
+    float p[KVEDGE_TILE], v_scale[KVEDGE_TILE], acc[16] = {0}, alpha = 0.0f;
+    int8_t v[KVEDGE_TILE * 16];
+    memset(v, 127, sizeof v), memset(v, 0, 16);
+    for (int t = 0; t < KVEDGE_TILE; t++) p[t] = t ? n / 40.0f / 65536.0f : 1.0f, v_scale[t] = 1.0f;
+    kernels->weighted_sum_i8(v, 16, KVEDGE_TILE, 16, 1, 2, p, v_scale, &alpha, NULL, acc, 16);
+    double sum = 63 * 127.0 * p[1];
+    for (int d = 0; d < 16; d++)
+      if (!near(acc[d], sum, 2 * 127.0 / 32768.0)) fail("weights %g: %g, not %g", p[1], acc[d], sum);
+    end_case();
+  }
   end();
 }
 
@@ -513,6 +531,7 @@ static void test_table(const kvedge_kernels *table) {
   test_scores_f32();
   test_softmax();
   test_weighted_sum_i8();
+  test_small_weights();
   test_weighted_sum_f32();
   test_read_bytes();
 }
