@@ -57,22 +57,9 @@ static float normalizing_factor(float bound) {
   return 1.0f;
 }
 
-/* Bytes of a query's codes, and of weights. Two of them round a query channel by at most half of
- * largest / 32639, which moves a logit by about |scale| * that / sqrt(3) * |key|, and the output by
- * little more than that. They are enough for logits of the usual size; for large ones the numerics
- * contract (2e-4) needs the third. */
-static int bytes_of_codes(const kvedge_attention *a, float largest_query) {
-  if (a->options.precision_bits != 0) return a->options.precision_bits / 8;
-  double half_step = largest_query / (2.0 * 32639.0);
-  double key_norm = 127.0 * a->view.key_bound / 4 * sqrt(a->view.head_dim); /* channels of a quarter of the largest */
-  return fabs((double)a->options.scale) * half_step / sqrt(3.0) * key_norm > 1e-4 ? 3 : 2;
-}
-
-/* Shapes and counts of a call; no memory yet. Row 0 is the query of token first_position;
- * largest_query is the largest magnitude in all rows. */
+/* Shapes and counts of a call; no memory yet. Row 0 is the query of token first_position. */
 static void plan(kvedge_attention *a, const kvedge_cache_view *view, int64_t first_position,
-                 int64_t num_rows, int num_heads, const kvedge_attention_options *options,
-                 float largest_query) {
+                 int64_t num_rows, int num_heads, const kvedge_attention_options *options) {
   memset(a, 0, sizeof *a);
   a->kernels = kvedge_active();
   a->view = *view;
@@ -104,7 +91,8 @@ static void plan(kvedge_attention *a, const kvedge_cache_view *view, int64_t fir
   if (wanted > most) wanted = most;
   a->chunks_per_block = wanted < 1 ? 1 : (int)wanted;
 
-  a->num_bytes = bytes_of_codes(a, largest_query);
+  a->query_bytes = a->options.precision_bits / 8;
+  a->weight_bytes = a->options.precision_bits == 16 ? 2 : 3;
   a->num_groups = view->format == KVEDGE_INT8 ? view->num_groups : 1;
   int group = view->format == KVEDGE_INT8 ? view->group_size : view->head_dim;
   a->group_pad = (group + KVEDGE_QUERY_PAD - 1) / KVEDGE_QUERY_PAD * KVEDGE_QUERY_PAD;
@@ -131,6 +119,7 @@ static size_t lay_out(kvedge_attention *a, char *base, int num_slots) {
   a->values = take(base, &used, channels * sizeof *a->values);
   a->codes = NULL;
   if (encoded) {
+    a->coarseness = take(base, &used, queries * sizeof *a->coarseness);
     a->codes = take(base, &used, channels * 4);
     a->scales = take(base, &used, groups * sizeof *a->scales);
     a->sums = take(base, &used, groups * 4 * sizeof *a->sums);
@@ -157,10 +146,9 @@ static kvedge_attention *set_up(const kvedge_attention *planned, void *memory, i
   return a;
 }
 
-/* query NULL: only measuring; *largest_query is then 0. */
+/* query NULL: only measuring. */
 static kvedge_status check(const kvedge_cache_view *view, const float *query, int64_t num_rows,
-                           int num_heads, const kvedge_attention_options *o, float *largest_query) {
-  *largest_query = 0.0f;
+                           int num_heads, const kvedge_attention_options *o) {
   if (num_rows < 1 || num_heads < 1 || num_heads % view->num_kv_heads) return KVEDGE_ERROR_ARGUMENT;
   if (view->len < 1 || ((!o || o->causal) && num_rows > view->len)) return KVEDGE_ERROR_ARGUMENT;
   if (o) {
@@ -169,12 +157,8 @@ static kvedge_status check(const kvedge_cache_view *view, const float *query, in
       return KVEDGE_ERROR_ARGUMENT;
     if (o->window < 0 || o->sink_tokens < 0 || (o->window && !o->causal)) return KVEDGE_ERROR_ARGUMENT;
   }
-  if (query) {
-    size_t n = (size_t)num_rows * (size_t)num_heads * (size_t)view->head_dim;
-    uint32_t bits = kvedge_active()->abs_max_bits(query, n);
-    if (bits >= KVEDGE_NOT_FINITE) return KVEDGE_ERROR_NONFINITE;
-    *largest_query = kvedge_float_of_bits(bits);
-  }
+  size_t n = (size_t)num_rows * (size_t)num_heads * (size_t)view->head_dim;
+  if (query && kvedge_active()->abs_max_bits(query, n) >= KVEDGE_NOT_FINITE) return KVEDGE_ERROR_NONFINITE;
   return KVEDGE_OK;
 }
 
@@ -186,9 +170,8 @@ static kvedge_status plan_layer(kvedge_attention *a, const kvedge_layer *layer, 
                                 kvedge_segment *segment) {
   if (!layer) return KVEDGE_ERROR_ARGUMENT;
   kvedge_cache_view view = kvedge_layer_view(layer, segment);
-  float largest;
-  kvedge_status status = check(&view, query, num_rows, num_heads, options, &largest);
-  if (status == KVEDGE_OK) plan(a, &view, view.len - num_rows, num_rows, num_heads, options, largest);
+  kvedge_status status = check(&view, query, num_rows, num_heads, options);
+  if (status == KVEDGE_OK) plan(a, &view, view.len - num_rows, num_rows, num_heads, options);
   return status;
 }
 
@@ -267,8 +250,7 @@ static kvedge_status attend_view(const kvedge_cache_view *view, const float *que
                                  int num_heads, const kvedge_attention_options *given, int num_threads,
                                  float *out, float *lse) {
   if (!query || !out || num_threads < 0) return KVEDGE_ERROR_ARGUMENT;
-  float largest;
-  kvedge_status status = check(view, query, num_rows, num_heads, given, &largest);
+  kvedge_status status = check(view, query, num_rows, num_heads, given);
   if (num_threads == 0) num_threads = kvedge_get_num_threads();
   kvedge_attention_options options;
   if (given) options = *given;
@@ -277,7 +259,7 @@ static kvedge_status attend_view(const kvedge_cache_view *view, const float *que
   for (int64_t row = 0; row < num_rows && status == KVEDGE_OK; row += MAX_ROWS) {
     int64_t count = num_rows - row < MAX_ROWS ? num_rows - row : MAX_ROWS;
     kvedge_attention planned;
-    plan(&planned, view, view->len - num_rows + row, count, num_heads, &options, largest);
+    plan(&planned, view, view->len - num_rows + row, count, num_heads, &options);
     status = run_planned(&planned, query + row * row_values, num_threads, out + row * row_values,
                          lse ? lse + row * num_heads : NULL);
     if (options.mask) options.mask += count * options.mask_strides[1];

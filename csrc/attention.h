@@ -53,13 +53,15 @@ struct kvedge_attention {
   float key_factor, value_factor; /* powers of two that all scales are multiplied by */
 
   /* Prepared queries, each array in the order (row block, KV head, stack, ...). */
-  int num_bytes;          /* of the codes of queries and weights, on paths that have them: 2 or 3 */
+  int query_bytes;        /* of the codes of queries: 2, 3, or 0 for what each tile needs */
+  int weight_bytes;       /* of those of weights: 2 or 3 */
   int num_groups;         /* of a query: as in view, or 1 where keys are floats without scales */
   int group_pad;          /* channels of a group, rounded up to KVEDGE_QUERY_PAD */
   float *values;          /* (.., num_groups, group_pad) */
   int8_t *codes;          /* (.., num_groups, group_pad * 4)  only for paths with encode_query */
   float *scales;          /* (.., num_groups)                 likewise */
   int32_t *sums;          /* (.., num_groups, 4)              likewise */
+  float *coarseness;      /* (..) error of a logit at 16 bits, per unit of key scale;  likewise */
   float *softmax_factor; /* (..) score differences times this are powers of two */
   double *logit_factor, *logit_bias; /* (..) */
 

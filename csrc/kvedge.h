@@ -138,8 +138,8 @@ typedef struct {
   int64_t mask_strides[3];  /* in elements; 0 repeats */
   const float *bias;        /* added to the logits likewise; -INFINITY hides; NULL: none */
   int64_t bias_strides[3];
-  int precision_bits;       /* of queries and weights in integer products: 16, 24, or 0 for 16 and, where
-                             * logits are so large that those would not do, 24 (docs/numerics.md) */
+  int precision_bits;       /* of queries and probabilities in integer products: 24, 16 (faster), or 0:
+                             * 24 for probabilities, and for queries what the size of the logits needs */
 } kvedge_attention_options;
 
 void kvedge_attention_defaults(kvedge_attention_options *options);

@@ -47,6 +47,15 @@ static void prepare_row(kvedge_attention *a, const float *x, int kv_head, size_t
   a->softmax_factor[index] = (float)fmin(fmax(softmax_factor, FLT_MIN), FLT_MAX);
 }
 
+/* Two bytes round a channel by up to half of 256 * scale, evenly spread; that moves a logit by about
+ * the spread times |key|: one channel of 127 codes, and a third of that in the others. */
+static float coarseness(const kvedge_attention *a, size_t index) {
+  float largest = 0.0f;
+  for (int g = 0; g < a->num_groups; g++) largest = fmaxf(largest, a->scales[index * (size_t)a->num_groups + (size_t)g]);
+  double spread = 256.0 * largest / sqrt(12.0), key_norm = 127.0 * sqrt((a->view.head_dim + 8) / 9.0);
+  return (float)fmin(spread * key_norm * a->logit_factor[index], FLT_MAX);
+}
+
 void kvedge_prepare_queries(kvedge_attention *a, const float *query) {
   int dim = a->view.head_dim, group = a->heads_per_kv_head;
   for (int64_t block = 0; block < a->num_row_blocks; block++)
@@ -58,6 +67,7 @@ void kvedge_prepare_queries(kvedge_attention *a, const float *query) {
           int64_t row = block * a->rows_per_block + r;
           const float *x = query + (row * a->num_heads + (int64_t)kv_head * group + g) * dim;
           prepare_row(a, x, kv_head, index);
+          if (a->codes) a->coarseness[index] = coarseness(a, index);
         }
     }
 }

@@ -74,35 +74,6 @@ static void gather_scales(const kvedge_cache_view *view, const char *scales, int
   for (int t = num_tokens; t < KVEDGE_TILE; t++) out[t] = 0.0f;
 }
 
-/* Scores of one tile as they come from the kernels, for `count` stacked queries. */
-static void tile_scores(const kvedge_attention *a, size_t query_index, int count, const char *keys,
-                        const char *key_scales, int num_tokens, const char *prefetch, float *scores) {
-  const kvedge_cache_view *view = &a->view;
-  size_t first = query_index * (size_t)a->num_groups, pad = (size_t)a->group_pad;
-  kvedge_query q = {.num_queries = count, .dim = view->head_dim, .num_bytes = a->num_bytes, .stride = (ptrdiff_t)pad * a->num_groups,
-                    .values = a->values + first * pad, .sums_stride = a->num_groups};
-  if (view->format == KVEDGE_FLOAT32) {
-    a->kernels->scores_f32(&q, (const float *)keys, view->token_stride, num_tokens, a->key_factor,
-                           prefetch, scores);
-    return;
-  }
-  float scale[KVEDGE_TILE];
-  for (int g = 0; g < a->num_groups; g++) {
-    int start = g * view->group_size;
-    size_t at = first + (size_t)g;
-    q.dim = view->head_dim - start < view->group_size ? view->head_dim - start : view->group_size;
-    q.values = a->values + at * pad;
-    if (a->codes) {
-      q.codes = a->codes + at * pad * 4;
-      q.scale = a->scales + at;
-      q.sums = a->sums + at * 4;
-    }
-    gather_scales(view, key_scales, g, num_tokens, a->key_factor, scale);
-    a->kernels->scores_i8(&q, (const int8_t *)keys + start, view->token_stride, num_tokens, scale,
-                          prefetch ? prefetch + start : NULL, scores, g > 0);
-  }
-}
-
 /* ---- Options that look at single logits ---------------------------------------------------- */
 
 static float clamp(float x) { return x > FLT_MAX ? FLT_MAX : x < -FLT_MAX ? -FLT_MAX : x; }
@@ -115,6 +86,11 @@ static void to_logits(const kvedge_attention *a, size_t index, int num_tokens, f
     if (cap > 0.0f) logit = cap * tanh(logit / cap);
     row[t] = clamp((float)logit);
   }
+}
+
+/* Does causality or the window hide token `at` from the row at `position`? */
+static int out_of_sight(const kvedge_attention_options *o, int64_t position, int64_t at) {
+  return (o->causal && at > position) || (o->window && at <= position - o->window && at >= o->sink_tokens);
 }
 
 /* ALiBi and masks on one query row's logits of a tile that starts at `token`. */
@@ -137,12 +113,8 @@ static void apply_options(const kvedge_attention *a, int64_t row, int head, int6
     for (int t = 0; t < num_tokens; t++)
       if (!mask[(token + t) * o->mask_strides[2]]) logits[t] = -INFINITY;
   }
-  for (int t = 0; t < num_tokens; t++) {
-    int64_t at = token + t;
-    int hidden = (o->causal && at > position) ||
-                 (o->window && at <= position - o->window && at >= o->sink_tokens);
-    if (hidden) logits[t] = -INFINITY;
-  }
+  for (int t = 0; t < num_tokens; t++)
+    if (out_of_sight(o, position, token + t)) logits[t] = -INFINITY;
 }
 
 /* Does any row of the block not see the whole tile? */
@@ -154,6 +126,97 @@ static int needs_masking(const kvedge_attention *a, int64_t first_row, int64_t r
   int64_t end = tile->token + tile->num_tokens;
   if (o->causal && end - 1 > first) return 1;
   return o->window && tile->token <= last - o->window && end > o->sink_tokens;
+}
+
+/* ---- Scores ---------------------------------------------------------------------------------- */
+
+/* Which stacked queries of a row block meet which tile. */
+typedef struct {
+  int64_t block;
+  int kv_head, first, count; /* stack positions first..first+count-1 */
+  const tile_of_tokens *tile;
+  int masking;               /* as needs_masking() */
+} encounter;
+
+/* The largest of a tile's key scales that one stacked query sees. What it does not see must not matter,
+ * or results would depend on how a prompt is cut and on rows that are masked. */
+static float largest_scale_seen(const kvedge_attention *a, const encounter *e, int stacked, const float *scale) {
+  const kvedge_attention_options *o = &a->options;
+  int64_t row = e->block * a->rows_per_block + stacked / a->heads_per_kv_head;
+  int head = e->kv_head * a->heads_per_kv_head + stacked % a->heads_per_kv_head;
+  const uint8_t *mask = o->mask ? o->mask + head * o->mask_strides[0] + row * o->mask_strides[1] : NULL;
+  const float *bias = o->bias ? o->bias + head * o->bias_strides[0] + row * o->bias_strides[1] : NULL;
+  float largest = 0.0f;
+  for (int t = 0; t < e->tile->num_tokens; t++) {
+    int64_t at = e->tile->token + t;
+    int hidden = e->masking && (out_of_sight(o, a->first_position + row, at) ||
+                                (mask && !mask[at * o->mask_strides[2]]) ||
+                                (bias && bias[at * o->bias_strides[2]] == -INFINITY));
+    if (!hidden && scale[t] > largest) largest = scale[t];
+  }
+  return largest;
+}
+
+/* Bytes of the codes of stacked queries against a tile: two where they move no logit by more than about
+ * COARSEST, which leaves the output far inside the numerics contract (2e-4), else three. */
+static void choose_bytes(const kvedge_attention *a, const encounter *e, size_t query_index, const float *scale,
+                         int *bytes) {
+  static const float COARSEST = 4e-5f;
+  float largest = 0.0f;
+  for (int i = 0; i < e->count; i++) {
+    if (a->query_bytes) {
+      bytes[i] = a->query_bytes;
+      continue;
+    }
+    if (i == 0 || e->masking) largest = largest_scale_seen(a, e, e->first + i, scale);
+    bytes[i] = a->coarseness[query_index + (size_t)i] * largest > COARSEST ? 3 : 2;
+  }
+}
+
+/* Scores of one group of channels against a tile, in runs of queries that need as many bytes. */
+static void group_scores(const kvedge_attention *a, const encounter *e, size_t query_index, int group,
+                         const char *keys, const float *scale, const char *prefetch, float *scores) {
+  const kvedge_cache_view *view = &a->view;
+  size_t pad = (size_t)a->group_pad;
+  int start = group * view->group_size, bytes[KVEDGE_STACK];
+  kvedge_query q = {.stride = (ptrdiff_t)pad * a->num_groups, .sums_stride = a->num_groups,
+                    .dim = view->head_dim - start < view->group_size ? view->head_dim - start : view->group_size};
+  if (a->codes) choose_bytes(a, e, query_index, scale, bytes);
+  for (int i = 0, next; i < e->count; i = next) {
+    next = a->codes ? i + 1 : e->count;
+    while (next < e->count && bytes[next] == bytes[i]) next++;
+    size_t at = (query_index + (size_t)i) * (size_t)a->num_groups + (size_t)group;
+    q.num_queries = next - i;
+    q.values = a->values + at * pad;
+    if (a->codes) {
+      q.num_bytes = bytes[i];
+      q.codes = a->codes + at * pad * 4;
+      q.scale = a->scales + at;
+      q.sums = a->sums + at * 4;
+    }
+    a->kernels->scores_i8(&q, (const int8_t *)keys + start, view->token_stride, e->tile->num_tokens, scale,
+                          prefetch && i == 0 ? prefetch + start : NULL, scores + i * KVEDGE_TILE, group > 0);
+  }
+}
+
+/* Scores of one tile as they come from the kernels. */
+static void tile_scores(const kvedge_attention *a, const encounter *e, const tile_rows *rows,
+                        const char *prefetch, float *scores) {
+  const kvedge_cache_view *view = &a->view;
+  size_t index = kvedge_query_index(a, e->block, e->kv_head) + (size_t)e->first;
+  int num_tokens = e->tile->num_tokens;
+  if (view->format == KVEDGE_FLOAT32) {
+    kvedge_query q = {.num_queries = e->count, .dim = view->head_dim, .stride = a->group_pad,
+                      .values = a->values + index * (size_t)a->group_pad};
+    a->kernels->scores_f32(&q, (const float *)rows->keys, view->token_stride, num_tokens, a->key_factor,
+                           prefetch, scores);
+    return;
+  }
+  float scale[KVEDGE_TILE];
+  for (int g = 0; g < view->num_groups; g++) {
+    gather_scales(view, rows->key_scales, g, num_tokens, a->key_factor, scale);
+    group_scores(a, e, index, g, rows->keys, scale, prefetch, scores);
+  }
 }
 
 /* ---- A step: one tile of one KV head -------------------------------------------------------- */
@@ -178,7 +241,7 @@ static void weighted_sum(const kvedge_attention *a, int count, const tile_rows *
     int n = view->head_dim - start < view->group_size ? view->head_dim - start : view->group_size;
     gather_scales(view, rows->value_scales, g, num_tokens, a->value_factor, w->v_scale);
     a->kernels->weighted_sum_i8((const int8_t *)rows->values + start, view->token_stride, num_tokens, n,
-                                count, a->num_bytes, w->scores, w->v_scale, w->alpha,
+                                count, a->weight_bytes, w->scores, w->v_scale, w->alpha,
                                 prefetch ? prefetch + start : NULL, acc + start, a->acc_stride);
   }
 }
@@ -194,8 +257,8 @@ static void step(const kvedge_attention *a, int64_t block, int kv_head, const ti
     int count = stack - i < KVEDGE_STACK ? stack - i : KVEDGE_STACK;
     size_t index = kvedge_query_index(a, block, kv_head) + (size_t)i;
     size_t state = (size_t)kv_head * (size_t)a->stack + (size_t)i;
-    tile_scores(a, index, count, here.keys, here.key_scales, tile->num_tokens,
-                i == 0 ? ahead->keys : NULL, w->scores);
+    encounter e = {.block = block, .kv_head = kv_head, .first = i, .count = count, .tile = tile, .masking = masking};
+    tile_scores(a, &e, &here, i == 0 ? ahead->keys : NULL, w->scores);
     for (int j = 0; j < count && (a->real_logits || masking); j++) {
       float *row = w->scores + j * KVEDGE_TILE;
       if (a->real_logits) to_logits(a, index + (size_t)j, tile->num_tokens, row);
@@ -276,7 +339,8 @@ void kvedge_all_logits(const kvedge_attention *a, float *logits) {
       for (int i = 0; i < a->stack; i += KVEDGE_STACK) {
         int count = a->stack - i < KVEDGE_STACK ? a->stack - i : KVEDGE_STACK;
         size_t index = kvedge_query_index(a, 0, kv_head) + (size_t)i;
-        tile_scores(a, index, count, rows.keys, rows.key_scales, tile.num_tokens, NULL, scores);
+        encounter e = {.kv_head = kv_head, .first = i, .count = count, .tile = &tile};
+        tile_scores(a, &e, &rows, NULL, scores);
         for (int j = 0; j < count; j++) {
           float *row = scores + j * KVEDGE_TILE;
           to_logits(a, index + (size_t)j, tile.num_tokens, row);

@@ -102,10 +102,10 @@ mask : array, optional
 alibi_slopes : array, optional
     float32 (num_heads,): slope * (t - p) is added (https://arxiv.org/abs/2108.12409).
 precision_bits : 16 or 24, optional
-    With how many bits queries and probabilities enter integer products. 16 adds errors of about
-    5e-5 of the largest output, 24 about 1e-6 at up to 1.5 times the time; by default 16, and 24
-    where logits are so large that 16 would add more than 1e-4. No effect on paths that multiply
-    floats (scalar, avx2, neon, NumPy).
+    Bits of queries and probabilities in integer products. By default 24 for probabilities, and
+    for queries 16 where the size of the logits allows, else 24. 16 for both is faster still, 24
+    for both the most exact: see docs/numerics.md. No effect on paths that multiply floats
+    (scalar, avx2, neon, NumPy).
 return_lse : bool
     Return the logarithm of each softmax denominator, learned sinks included, as well; with
     it, results over parts of a context can be merged.

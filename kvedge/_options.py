@@ -41,7 +41,7 @@ class AttendOptions:
     # Masks are broadcast views: strides of 0 occur, and the last stride is 0 or one element.
     mask_bool: np.ndarray | None = None  # (num_heads, n, length) uint8, nonzero: visible
     mask_bias: np.ndarray | None = None  # (num_heads, n, length) float32, finite or -inf
-    precision_bits: int = 0  # 16 or 24; 0: 16, or 24 where logits are large
+    precision_bits: int = 0  # 16 or 24; 0: what is needed
     return_lse: bool = False
     num_threads: int = 0  # 0: the default
 
