@@ -266,8 +266,12 @@ def test_reserving_much_costs_the_process_little(layer_class):
 
 
 @pytest.mark.skipif(sys.platform != "linux" or sys.maxsize < 2**32, reason="64-bit Linux")
-def test_more_than_the_machine_has_may_be_reserved(layer_class, rng):
-    layer = layer_class(2**28, 8, 64)  # 272 GiB of int8, 1 TiB of float32
+@pytest.mark.skipif(
+    os.environ.get("KVEDGE_NO_SUBPROCESS") == "1",
+    reason="an emulator keeps a record of each page, which takes 4% of what is reserved",
+)
+def test_more_than_the_machine_has_may_be_reserved(rng):
+    layer = QuantizedKvLayer(2**28, 8, 64)  # 272 GiB
     kv = normal(rng, 8, 64)
     layer.push(kv, kv)
     np.testing.assert_allclose(layer.attend(kv), layer.values()[0], rtol=1e-5, atol=1e-7)
