@@ -1,0 +1,59 @@
+#!/bin/bash
+# The Python contract suite on an emulated ARM machine, and its stored bytes beside this machine's.
+#
+#   tests/arm/run.sh CPU      cortex-a72 (Raspberry Pi 4: neon), cortex-a76 (Pi 5: neondot)
+#
+# KVEDGE_ARM_SHORT=1   fewer tests: a minute or two, where all take a quarter of an hour
+# KVEDGE_ARM_ENV=DIR   where the emulated Python lives (tools/arm_env.sh); default .arm-env
+# PYTHON=...           a Python of this machine that has kvedge; default .venv/bin/python
+#
+# The extension is built in a copy of the checkout. Exits with 0, 1 (something failed) or 77 (a tool is
+# missing).
+set -euo pipefail
+cpu=${1:?usage: run.sh cortex-a72 or cortex-a76}
+case $cpu in
+cortex-a72) isa=neon ;;
+cortex-a76) isa=neondot ;;
+*) echo "run.sh: which kernels does $cpu get? add it here"; exit 2 ;;
+esac
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+env=${KVEDGE_ARM_ENV:-$root/.arm-env}
+python=${PYTHON:-$root/.venv/bin/python}
+[ -x "$python" ] || { echo "run.sh: no $python (make test makes it, or set PYTHON)"; exit 77; }
+
+echo "== $cpu: the environment in $env"
+"$root/tools/arm_env.sh" "$env"
+
+echo "== the extension for aarch64"
+copy=$env/checkout
+mkdir -p "$copy"
+for part in csrc kvedge tests; do
+  rm -rf "${copy:?}/$part.new"
+  cp -a "$root/$part" "$copy/$part.new"
+  rm -rf "${copy:?}/$part" && mv "$copy/$part.new" "$copy/$part"
+done
+cp -a "$root"/{setup.py,pyproject.toml,README.md} "$copy/"
+rm -f "$copy"/kvedge/_native*.so
+(cd "$copy" && KVEDGE_REQUIRE_EXT=1 "$env/xbuild" setup.py -q build_ext --inplace) > "$env/build.log" 2>&1 ||
+  { tail -30 "$env/build.log"; echo "run.sh: the build failed"; exit 1; }
+
+export QEMU_CPU=$cpu KVEDGE_NO_SUBPROCESS=1 OPENBLAS_NUM_THREADS=1
+unset KVEDGE_ISA KVEDGE_BACKEND
+armpy() { (cd "$copy" && PYTHONPATH=$copy "$env/armpy" "$@"); }
+
+found=$(armpy -c 'import kvedge; print(kvedge.backend, kvedge.isa_info()["isa"])')
+echo "== runs as: $found"
+[ "$found" = "native $isa" ] || { echo "run.sh: expected native $isa"; exit 1; }
+
+echo "== stored bytes"
+PYTHONPATH=$root "$python" "$root/tests/arm/stored_bytes.py" > "$env/stored-here.txt"
+armpy tests/arm/stored_bytes.py > "$env/stored-arm.txt"
+diff "$env/stored-here.txt" "$env/stored-arm.txt" || { echo "run.sh: other bytes than on this machine"; exit 1; }
+echo "the same in $(wc -l < "$env/stored-arm.txt") cases"
+
+echo "== contract suite"
+tests=(tests/contract tests/test_golden.py)
+# Left out: what takes long there, or looks at the system's memory, which is this machine's.
+[ -z "${KVEDGE_ARM_SHORT:-}" ] || tests+=(--ignore-glob '*_properties.py' --ignore tests/contract/test_threads.py
+  -k 'not grid and not reserved and not memory_of')
+armpy -m pytest -q -p no:cacheprovider "${tests[@]}"
