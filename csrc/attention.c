@@ -5,8 +5,6 @@
 #include <math.h>
 #include <stdlib.h>
 
-#include "parallel.h"
-
 enum {
   /* A slice reads about this many bytes: large beside the cost of merging its result, small enough
    * that a helper which is held up delays nobody for long. */
@@ -15,10 +13,6 @@ enum {
   /* One step reads about this many bytes of keys and as many of values, which is also how far ahead
    * of their use the next step's rows are asked for. */
   STEP_BYTES = 4 << 10,
-  /* A call below this stays on one thread: waking another costs about as long as reading it. */
-  PARALLEL_BYTES = 512 << 10,
-  /* Query rows prepared at a time, which bounds the memory of a long prompt. */
-  MAX_ROWS = 256,
 };
 
 void kvedge_attention_defaults(kvedge_attention_options *options) {
@@ -57,9 +51,8 @@ static float normalizing_factor(float bound) {
   return 1.0f;
 }
 
-/* Shapes and counts of a call; no memory yet. Row 0 is the query of token first_position. */
-static void plan(kvedge_attention *a, const kvedge_cache_view *view, int64_t first_position,
-                 int64_t num_rows, int num_heads, const kvedge_attention_options *options) {
+void kvedge_attention_plan(kvedge_attention *a, const kvedge_cache_view *view, int64_t first_position,
+                           int64_t num_rows, int num_heads, const kvedge_attention_options *options) {
   memset(a, 0, sizeof *a);
   a->kernels = kvedge_active();
   a->view = *view;
@@ -108,8 +101,7 @@ static void *take(char *base, size_t *used, size_t bytes) {
   return at;
 }
 
-/* Lays the arrays of a call out from `base` on, and returns their bytes. */
-static size_t lay_out(kvedge_attention *a, char *base, int num_slots) {
+size_t kvedge_attention_lay_out(kvedge_attention *a, char *base, int num_slots) {
   size_t used = 0;
   size_t queries = (size_t)a->num_row_blocks * (size_t)a->view.num_kv_heads * (size_t)a->stack;
   size_t groups = queries * (size_t)a->num_groups, channels = groups * (size_t)a->group_pad;
@@ -132,12 +124,11 @@ static size_t lay_out(kvedge_attention *a, char *base, int num_slots) {
   return used;
 }
 
-/* Makes the planned call real in `memory`, which lay_out() measured: arrays, segments, queries. */
-static kvedge_attention *set_up(const kvedge_attention *planned, void *memory, int num_slots,
-                                const float *query, float *out, float *lse) {
+kvedge_attention *kvedge_attention_set_up(const kvedge_attention *planned, void *memory, int num_slots,
+                                          const float *query, float *out, float *lse) {
   kvedge_attention *a = memory;
   *a = *planned;
-  lay_out(a, memory, num_slots);
+  kvedge_attention_lay_out(a, memory, num_slots);
   memcpy(a->segments, planned->view.segments, (size_t)a->view.num_segments * sizeof *a->segments);
   a->view.segments = a->segments; /* the caller's may be gone before a late helper is done */
   a->out = out;
@@ -146,9 +137,8 @@ static kvedge_attention *set_up(const kvedge_attention *planned, void *memory, i
   return a;
 }
 
-/* query NULL: only measuring. */
-static kvedge_status check(const kvedge_cache_view *view, const float *query, int64_t num_rows,
-                           int num_heads, const kvedge_attention_options *o) {
+kvedge_status kvedge_attention_check(const kvedge_cache_view *view, const float *query, int64_t num_rows,
+                                     int num_heads, const kvedge_attention_options *o) {
   if (num_rows < 1 || num_heads < 1 || num_heads % view->num_kv_heads) return KVEDGE_ERROR_ARGUMENT;
   if (view->len < 1 || ((!o || o->causal) && num_rows > view->len)) return KVEDGE_ERROR_ARGUMENT;
   if (o) {
@@ -170,8 +160,8 @@ static kvedge_status plan_layer(kvedge_attention *a, const kvedge_layer *layer, 
                                 kvedge_segment *segment) {
   if (!layer) return KVEDGE_ERROR_ARGUMENT;
   kvedge_cache_view view = kvedge_layer_view(layer, segment);
-  kvedge_status status = check(&view, query, num_rows, num_heads, options);
-  if (status == KVEDGE_OK) plan(a, &view, view.len - num_rows, num_rows, num_heads, options);
+  kvedge_status status = kvedge_attention_check(&view, query, num_rows, num_heads, options);
+  if (status == KVEDGE_OK) kvedge_attention_plan(a, &view, view.len - num_rows, num_rows, num_heads, options);
   return status;
 }
 
@@ -189,7 +179,7 @@ size_t kvedge_attention_bytes(const kvedge_layer *layer, int64_t num_rows, int n
   kvedge_segment segment;
   if (num_slots < 1 || plan_layer(&a, layer, NULL, num_rows, num_heads, options, &segment) != KVEDGE_OK)
     return 0;
-  return lay_out(&a, NULL, num_slots);
+  return kvedge_attention_lay_out(&a, NULL, num_slots);
 }
 
 kvedge_status kvedge_attention_init(void *memory, size_t bytes, const kvedge_layer *layer,
@@ -202,80 +192,12 @@ kvedge_status kvedge_attention_init(void *memory, size_t bytes, const kvedge_lay
   kvedge_segment segment;
   kvedge_status status = plan_layer(&planned, layer, query, num_rows, num_heads, options, &segment);
   if (status != KVEDGE_OK) return status;
-  if (lay_out(&planned, NULL, num_slots) > bytes) return KVEDGE_ERROR_MEMORY;
-  *attention = set_up(&planned, memory, num_slots, query, out, lse);
+  if (kvedge_attention_lay_out(&planned, NULL, num_slots) > bytes) return KVEDGE_ERROR_MEMORY;
+  *attention = kvedge_attention_set_up(&planned, memory, num_slots, query, out, lse);
   return KVEDGE_OK;
 }
 
-/* ---- The convenience calls ------------------------------------------------------------------ */
-
-static void run_task(void *attention, int task, int slot, const volatile int *stop) {
-  kvedge_attention_run(attention, task, slot, stop);
-}
-
-static void collect_task(void *attention, int task, int slot) {
-  kvedge_attention_collect(attention, task, slot);
-}
-
-/* Bytes of the cache that a planned call reads, about. */
-static int64_t bytes_read(const kvedge_attention *a) {
-  kvedge_visible seen = kvedge_visible_tokens(a, a->num_row_blocks - 1);
-  return (seen.sinks + seen.stop - seen.first) * 2 * a->view.token_stride * a->num_row_blocks;
-}
-
-static kvedge_status run_planned(kvedge_attention *planned, const float *query, int num_threads,
-                                 float *out, float *lse) {
-  int num_slices = planned->num_row_blocks * planned->chunks_per_block;
-  if (num_threads > 1 && num_slices > 1 && bytes_read(planned) >= PARALLEL_BYTES) {
-    int num_slots = num_slices + 1; /* one to spare, for doing a slice over */
-    kvedge_job *job = kvedge_job_take(lay_out(planned, NULL, num_slots));
-    if (!job) return KVEDGE_ERROR_MEMORY;
-    kvedge_attention *a = set_up(planned, kvedge_job_memory(job), num_slots, query, out, lse);
-    kvedge_job_run(job, (kvedge_work){.context = a, .num_tasks = num_slices, .run = run_task,
-                                      .collect = collect_task}, num_threads);
-    return KVEDGE_OK;
-  }
-  void *memory = aligned_alloc(64, lay_out(planned, NULL, 1));
-  if (!memory) return KVEDGE_ERROR_MEMORY;
-  kvedge_attention *a = set_up(planned, memory, 1, query, out, lse);
-  for (int i = 0; i < num_slices; i++) {
-    kvedge_attention_run(a, i, 0, NULL);
-    kvedge_attention_collect(a, i, 0);
-  }
-  free(memory);
-  return KVEDGE_OK;
-}
-
-static kvedge_status attend_view(const kvedge_cache_view *view, const float *query, int64_t num_rows,
-                                 int num_heads, const kvedge_attention_options *given, int num_threads,
-                                 float *out, float *lse) {
-  if (!query || !out || num_threads < 0) return KVEDGE_ERROR_ARGUMENT;
-  kvedge_status status = check(view, query, num_rows, num_heads, given);
-  if (num_threads == 0) num_threads = kvedge_get_num_threads();
-  kvedge_attention_options options;
-  if (given) options = *given;
-  else kvedge_attention_defaults(&options);
-  int64_t row_values = (int64_t)num_heads * view->head_dim;
-  for (int64_t row = 0; row < num_rows && status == KVEDGE_OK; row += MAX_ROWS) {
-    int64_t count = num_rows - row < MAX_ROWS ? num_rows - row : MAX_ROWS;
-    kvedge_attention planned;
-    plan(&planned, view, view->len - num_rows + row, count, num_heads, &options);
-    status = run_planned(&planned, query + row * row_values, num_threads, out + row * row_values,
-                         lse ? lse + row * num_heads : NULL);
-    if (options.mask) options.mask += count * options.mask_strides[1];
-    if (options.bias) options.bias += count * options.bias_strides[1];
-  }
-  return status;
-}
-
-kvedge_status kvedge_attend(const kvedge_layer *layer, const float *query, int64_t num_rows,
-                            int num_heads, const kvedge_attention_options *options, int num_threads,
-                            float *out, float *lse) {
-  if (!layer) return KVEDGE_ERROR_ARGUMENT;
-  kvedge_segment segment;
-  kvedge_cache_view view = kvedge_layer_view(layer, &segment);
-  return attend_view(&view, query, num_rows, num_heads, options, num_threads, out, lse);
-}
+/* ---- Logits --------------------------------------------------------------------------------- */
 
 kvedge_status kvedge_scores(const kvedge_layer *layer, const float *query, int num_heads, float scale,
                             float *logits) {
@@ -288,9 +210,9 @@ kvedge_status kvedge_scores(const kvedge_layer *layer, const float *query, int n
   kvedge_segment segment;
   kvedge_status status = plan_layer(&planned, layer, query, 1, num_heads, &options, &segment);
   if (status != KVEDGE_OK) return status;
-  void *memory = aligned_alloc(64, lay_out(&planned, NULL, 1));
+  void *memory = aligned_alloc(64, kvedge_attention_lay_out(&planned, NULL, 1));
   if (!memory) return KVEDGE_ERROR_MEMORY;
-  kvedge_all_logits(set_up(&planned, memory, 1, query, NULL, NULL), logits);
+  kvedge_all_logits(kvedge_attention_set_up(&planned, memory, 1, query, NULL, NULL), logits);
   free(memory);
   return KVEDGE_OK;
 }

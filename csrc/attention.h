@@ -1,6 +1,7 @@
 /* What one call of attention is made of; private to csrc/.
  *
- *   attention.c  geometry and memory of a call, slices, the convenience calls
+ *   attention.c  geometry and memory of a call, slices
+ *   attend.c     the convenience calls: a layer, or a batch of paged sequences, on threads of our own
  *   query.c      query rows into the form that the kernels read
  *   tile.c       one slice: tiles of tokens x KV heads, online softmax
  *   merge.c      partial results into one, and that into the output
@@ -105,6 +106,17 @@ typedef struct {
 kvedge_visible kvedge_visible_tokens(const kvedge_attention *a, int64_t block);
 
 kvedge_cache_view kvedge_layer_view(const kvedge_layer *layer, kvedge_segment *segment);
+
+/* attention.c: a call is checked (query NULL: only measured), planned (shapes and counts; row 0 is the
+ * query of token first_position), laid out from `base` on (which returns its bytes; base NULL: only
+ * that), and set up in so many bytes: arrays, segments, queries. */
+kvedge_status kvedge_attention_check(const kvedge_cache_view *view, const float *query, int64_t num_rows,
+                                     int num_heads, const kvedge_attention_options *options);
+void kvedge_attention_plan(kvedge_attention *a, const kvedge_cache_view *view, int64_t first_position,
+                           int64_t num_rows, int num_heads, const kvedge_attention_options *options);
+size_t kvedge_attention_lay_out(kvedge_attention *a, char *base, int num_slots);
+kvedge_attention *kvedge_attention_set_up(const kvedge_attention *planned, void *memory, int num_slots,
+                                          const float *query, float *out, float *lse);
 
 /* query.c: `query` is (num_rows, num_heads, head_dim). */
 void kvedge_prepare_queries(kvedge_attention *a, const float *query);

@@ -116,6 +116,13 @@ int64_t kvedge_layer_len(const kvedge_layer *layer);
  * been filled in by the caller (a loaded file, a copy), finite and with scales >= 0. */
 kvedge_status kvedge_layer_set_len(kvedge_layer *layer, int64_t len);
 
+/* Quantizes tokens to any position within capacity, all of them or none; len stays as it is. */
+kvedge_status kvedge_layer_write(kvedge_layer *layer, int64_t position, const float *keys,
+                                 const float *values, int64_t num_tokens);
+
+/* Tells that the caller has filled in the rows of these tokens himself: finite, scales >= 0. */
+kvedge_status kvedge_layer_filled(kvedge_layer *layer, int64_t position, int64_t num_tokens);
+
 /* Writes the keys (values) of tokens start..stop-1 to out, float[stop-start][num_kv_heads][head_dim]. */
 kvedge_status kvedge_layer_get_keys(const kvedge_layer *layer, int64_t start, int64_t stop, float *out);
 kvedge_status kvedge_layer_get_values(const kvedge_layer *layer, int64_t start, int64_t stop, float *out);
@@ -181,6 +188,25 @@ kvedge_status kvedge_attention_init(void *memory, size_t bytes, const kvedge_lay
 void kvedge_attention_run(const kvedge_attention *attention, int slice, int slot,
                           const volatile int *stop);
 void kvedge_attention_collect(kvedge_attention *attention, int slice, int slot);
+
+/* ---- Paged: sequences in the blocks of a pool ------------------------------------------------ */
+
+/* A pool of blocks is a layer of capacity num_blocks * block_size: block b holds the tokens of
+ * positions b * block_size to (b + 1) * block_size - 1, written with kvedge_layer_write. The layer's
+ * own len is not used. What a sequence is, is the caller's business: */
+typedef struct {
+  const int32_t *blocks; /* [ceil(len / block_size)], the blocks of its tokens in order */
+  int64_t len;           /* tokens */
+  const float *query;    /* [num_rows][num_heads][head_dim], of its last num_rows tokens */
+  int64_t num_rows;
+  float *out, *lse;      /* as in kvedge_attend */
+} kvedge_sequence;
+
+/* kvedge_attend for every sequence, the work of all shared out over the threads in one go. Masks and
+ * biases only for one sequence alone. Nothing is written unless all arguments are good. */
+kvedge_status kvedge_attend_batch(const kvedge_layer *pool, int64_t block_size,
+                                  const kvedge_sequence *sequences, int num_sequences, int num_heads,
+                                  const kvedge_attention_options *options, int num_threads);
 
 /* ---- Threads ------------------------------------------------------------------------------ */
 

@@ -155,40 +155,56 @@ static void raise_bound(_Atomic float *bound, float value) {
     atomic_store_explicit(bound, value, memory_order_relaxed);
 }
 
-kvedge_status kvedge_layer_append(kvedge_layer *layer, const float *keys, const float *values,
-                                  int64_t num_tokens) {
-  if (!layer || num_tokens < 0 || (num_tokens > 0 && (!keys || !values))) return KVEDGE_ERROR_ARGUMENT;
-  int64_t len = kvedge_layer_len(layer);
-  if (num_tokens > layer->config.capacity - len) return KVEDGE_ERROR_CAPACITY;
+kvedge_status kvedge_layer_write(kvedge_layer *layer, int64_t position, const float *keys,
+                                 const float *values, int64_t num_tokens) {
+  if (!layer || position < 0 || num_tokens < 0 || (num_tokens > 0 && (!keys || !values)))
+    return KVEDGE_ERROR_ARGUMENT;
+  if (num_tokens > layer->config.capacity - position) return KVEDGE_ERROR_CAPACITY;
   const float *offset = key_offset(layer);
   const kvedge_slabs *slabs = &layer->slabs;
   float largest_key, largest_value;
   kvedge_status status = kvedge_rows_check(layer, keys, num_tokens, offset, &largest_key);
   if (status == KVEDGE_OK) status = kvedge_rows_check(layer, values, num_tokens, NULL, &largest_value);
   if (status != KVEDGE_OK) return status;
-  kvedge_rows_store(layer, keys, num_tokens, offset, slabs->key_codes, slabs->key_scales, len);
-  kvedge_rows_store(layer, values, num_tokens, NULL, slabs->value_codes, slabs->value_scales, len);
+  if (position < kvedge_layer_len(layer)) kvedge_quiesce(); /* rows that a late reader may look at */
+  kvedge_rows_store(layer, keys, num_tokens, offset, slabs->key_codes, slabs->key_scales, position);
+  kvedge_rows_store(layer, values, num_tokens, NULL, slabs->value_codes, slabs->value_scales, position);
   raise_bound(&layer->key_bound, largest_key);
   raise_bound(&layer->value_bound, largest_value);
-  atomic_store_explicit(&layer->len, len + num_tokens, memory_order_release);
   return KVEDGE_OK;
+}
+
+kvedge_status kvedge_layer_append(kvedge_layer *layer, const float *keys, const float *values,
+                                  int64_t num_tokens) {
+  int64_t len = layer ? kvedge_layer_len(layer) : 0;
+  kvedge_status status = kvedge_layer_write(layer, len, keys, values, num_tokens);
+  if (status == KVEDGE_OK) atomic_store_explicit(&layer->len, len + num_tokens, memory_order_release);
+  return status;
 }
 
 int64_t kvedge_layer_len(const kvedge_layer *layer) {
   return atomic_load_explicit(&layer->len, memory_order_acquire);
 }
 
+kvedge_status kvedge_layer_filled(kvedge_layer *layer, int64_t position, int64_t num_tokens) {
+  if (!layer || position < 0 || num_tokens < 0 || num_tokens > layer->config.capacity - position)
+    return KVEDGE_ERROR_ARGUMENT;
+  const kvedge_slabs *slabs = &layer->slabs;
+  int64_t stop = position + num_tokens;
+  raise_bound(&layer->key_bound, kvedge_rows_bound(layer, slabs->key_codes, slabs->key_scales, position, stop));
+  raise_bound(&layer->value_bound, kvedge_rows_bound(layer, slabs->value_codes, slabs->value_scales, position, stop));
+  return KVEDGE_OK;
+}
+
 kvedge_status kvedge_layer_set_len(kvedge_layer *layer, int64_t len) {
   if (!layer || len < 0 || len > layer->config.capacity) return KVEDGE_ERROR_ARGUMENT;
   int64_t old = kvedge_layer_len(layer);
-  const kvedge_slabs *slabs = &layer->slabs;
   if (len < old) kvedge_quiesce(); /* rows that a late reader may look at become writable */
   if (len == 0) {
     atomic_store_explicit(&layer->key_bound, 0.0f, memory_order_relaxed);
     atomic_store_explicit(&layer->value_bound, 0.0f, memory_order_relaxed);
   } else if (len > old) {
-    raise_bound(&layer->key_bound, kvedge_rows_bound(layer, slabs->key_codes, slabs->key_scales, old, len));
-    raise_bound(&layer->value_bound, kvedge_rows_bound(layer, slabs->value_codes, slabs->value_scales, old, len));
+    kvedge_layer_filled(layer, old, len - old);
   }
   atomic_store_explicit(&layer->len, len, memory_order_release);
   return KVEDGE_OK;
