@@ -319,7 +319,8 @@ class CacheMethods(CacheFacts):
             (num_heads, head_dim) for one token, (n, num_heads, head_dim) for the last n stored.
         **options
             ``scale``, ``causal``, ``window``, ``sinks``, ``softcap``, ``mask``, ``alibi_slopes``,
-            ``precision_bits``, ``return_lse``, ``out``, ``num_threads``: as in :meth:`kvedge.QuantizedKvLayer.attend`.
+            ``precision_bits``, ``return_lse``, ``out``, ``num_threads``: as in
+            :meth:`kvedge.QuantizedKvLayer.attend`.
 
         Returns
         -------

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 
 from kvedge import _memory
-from kvedge._checks import LayerConfig
+from kvedge._config import ConfigFacts, LayerConfig
 from kvedge.snapshot import CacheFormat
 
 
-class CacheFacts:
+class CacheFacts(ConfigFacts):
     """The part of a cache that changes nothing; :class:`kvedge._cache.CacheMethods` fills it."""
 
     _layers: tuple[Any, ...]
@@ -33,36 +33,6 @@ class CacheFacts:
     def num_layers(self) -> int:
         """Layers of the model."""
         return self._num_layers
-
-    @property
-    def num_kv_heads(self) -> int:
-        """Key/value heads of each layer."""
-        return self._config.num_kv_heads
-
-    @property
-    def head_dim(self) -> int:
-        """Channels of a head."""
-        return self._config.head_dim
-
-    @property
-    def entry_size(self) -> int:
-        """Numbers in the keys of one token of one layer: num_kv_heads * head_dim."""
-        return self._config.num_kv_heads * self._config.head_dim
-
-    @property
-    def dtype(self) -> str:
-        """How keys and values are stored: "int8" or "float32"."""
-        return self._config.dtype
-
-    @property
-    def group_size(self) -> int:
-        """Channels that share a scale; head_dim where a row has one scale, or none."""
-        return self._config.group_size
-
-    @property
-    def scale_dtype(self) -> str:
-        """Type of the scales: "float32" or "float16"."""
-        return self._config.scale_dtype
 
     @property
     def key_offset(self) -> np.ndarray | None:
@@ -105,11 +75,6 @@ class CacheFacts:
     def fp32_memory_bytes(self) -> int:
         """Bytes the same capacity would take as float32."""
         return sum(layer.fp32_memory_bytes for layer in self._layers)
-
-    @property
-    def compression_ratio(self) -> float:
-        """How many times smaller than float32: fp32_memory_bytes / memory_bytes."""
-        return self.fp32_memory_bytes / self.memory_bytes
 
     @property
     def metadata(self) -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numbers
 import operator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -43,6 +43,54 @@ class LayerConfig:
     def entry_size(self) -> int:
         """Numbers in the keys of one token."""
         return self.num_kv_heads * self.head_dim
+
+
+class ConfigFacts:
+    """What layers and caches tell of the shape of their rows."""
+
+    _config: LayerConfig
+
+    if TYPE_CHECKING:
+
+        @property
+        def memory_bytes(self) -> int: ...
+        @property
+        def fp32_memory_bytes(self) -> int: ...
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Key/value heads of a layer."""
+        return self._config.num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of a head."""
+        return self._config.head_dim
+
+    @property
+    def entry_size(self) -> int:
+        """Numbers in the keys of one token of one layer: num_kv_heads * head_dim."""
+        return self._config.entry_size
+
+    @property
+    def group_size(self) -> int:
+        """Channels that share a scale; head_dim where a row has one scale, or none."""
+        return self._config.group_size
+
+    @property
+    def scale_dtype(self) -> str:
+        """What scales are stored as: "float32" or "float16"."""
+        return self._config.scale_dtype
+
+    @property
+    def dtype(self) -> str:
+        """What keys and values are stored as: "int8" or "float32"."""
+        return self._config.dtype
+
+    @property
+    def compression_ratio(self) -> float:
+        """How many times smaller than float32: fp32_memory_bytes / memory_bytes."""
+        return self.fp32_memory_bytes / self.memory_bytes
 
 
 def layer_config(

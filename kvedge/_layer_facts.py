@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvedge import _memory
-from kvedge._config import LayerConfig
+from kvedge._config import ConfigFacts
 
 
-class LayerFacts:
+class LayerFacts(ConfigFacts):
     """The part of a layer that changes nothing; a backend's core fills the fields."""
 
-    _config: LayerConfig
     _slabs: _memory.Slabs
     _key_offset: np.ndarray | None
     _auto_key_offset: bool = False  # take the offset from the first keys
@@ -88,39 +87,9 @@ class LayerFacts:
         return len(self) == self._config.capacity
 
     @property
-    def num_kv_heads(self) -> int:
-        """Heads of keys and values."""
-        return self._config.num_kv_heads
-
-    @property
-    def head_dim(self) -> int:
-        """Channels of a head."""
-        return self._config.head_dim
-
-    @property
-    def entry_size(self) -> int:
-        """Numbers in the keys of one token: num_kv_heads * head_dim."""
-        return self._config.entry_size
-
-    @property
-    def group_size(self) -> int:
-        """Channels that share a scale; head_dim where a row has one scale."""
-        return self._config.group_size
-
-    @property
     def num_groups(self) -> int:
         """Scales per row; 0 in float32 layers."""
         return self._config.num_groups
-
-    @property
-    def scale_dtype(self) -> str:
-        """What scales are stored as: "float32" or "float16"."""
-        return self._config.scale_dtype
-
-    @property
-    def dtype(self) -> str:
-        """What codes are stored as: "int8" or "float32"."""
-        return self._config.dtype
 
     @property
     def memory_bytes(self) -> int:
@@ -140,11 +109,6 @@ class LayerFacts:
     def fp32_memory_bytes(self) -> int:
         """Bytes that the same capacity takes in float32: 2 * capacity * H * head_dim * 4."""
         return 8 * self._config.capacity * self._config.entry_size
-
-    @property
-    def compression_ratio(self) -> float:
-        """fp32_memory_bytes / memory_bytes."""
-        return self.fp32_memory_bytes / self.memory_bytes
 
     def __repr__(self) -> str:
         """Class, fill and shape."""

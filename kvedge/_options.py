@@ -77,7 +77,8 @@ class AttendOptions:
             Of the query.
         length : int
             Tokens stored.
-        scale, causal, window, sinks, softcap, mask, alibi_slopes, precision_bits, return_lse, num_threads
+        scale, causal, window, sinks, softcap, mask, alibi_slopes, precision_bits
+        return_lse, num_threads
             As the caller gave them to ``attend``.
 
         Raises
