@@ -5,8 +5,8 @@ shares it; anonymous, so that a page costs nothing before something is written t
 keep the mapping alive, so views that were handed out outlive the layer and its growth.
 
 Linux is asked for huge pages, since reading a cache at the speed of memory would spend much of its
-time looking small ones up. The first 2 MiB of a slab stay with small pages: so a short context takes
-no more memory than it needs, and a long one at most 2 MiB more per slab.
+time looking small ones up. The first 2 MiB of a slab stay with small pages: so a short context
+takes no more memory than it needs, and a long one at most 2 MiB more per slab.
 """
 
 from __future__ import annotations
