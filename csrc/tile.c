@@ -88,9 +88,25 @@ static void to_logits(const kvedge_attention *a, size_t index, int num_tokens, f
   }
 }
 
-/* Does causality or the window hide token `at` from the row at `position`? */
-static int out_of_sight(const kvedge_attention_options *o, int64_t position, int64_t at) {
-  return (o->causal && at > position) || (o->window && at <= position - o->window && at >= o->sink_tokens);
+/* What causality and the window let a row see of a tile: tokens 0..sinks-1 and first..stop-1 of it. */
+typedef struct {
+  int sinks, first, stop;
+} sight;
+
+static int within(int64_t token, int num_tokens) {
+  return token < 0 ? 0 : token > num_tokens ? num_tokens : (int)token;
+}
+
+static sight sight_of(const kvedge_attention *a, int64_t row, int64_t token, int num_tokens) {
+  const kvedge_attention_options *o = &a->options;
+  int64_t position = a->first_position + row;
+  sight s = {.stop = num_tokens};
+  if (o->causal) s.stop = within(position + 1 - token, num_tokens);
+  if (o->window) {
+    s.first = within(position - o->window + 1 - token, s.stop);
+    s.sinks = within(o->sink_tokens - token, s.first);
+  }
+  return s;
 }
 
 /* ALiBi and masks on one query row's logits of a tile that starts at `token`. */
@@ -113,8 +129,9 @@ static void apply_options(const kvedge_attention *a, int64_t row, int head, int6
     for (int t = 0; t < num_tokens; t++)
       if (!mask[(token + t) * o->mask_strides[2]]) logits[t] = -INFINITY;
   }
-  for (int t = 0; t < num_tokens; t++)
-    if (out_of_sight(o, position, token + t)) logits[t] = -INFINITY;
+  sight seen = sight_of(a, row, token, num_tokens);
+  for (int t = seen.sinks; t < seen.first; t++) logits[t] = -INFINITY;
+  for (int t = seen.stop; t < num_tokens; t++) logits[t] = -INFINITY;
 }
 
 /* Does any row of the block not see the whole tile? */
@@ -138,20 +155,27 @@ typedef struct {
   int masking;               /* as needs_masking() */
 } encounter;
 
+static float largest_of(const float *x, int start, int stop, float largest) {
+  for (int t = start; t < stop; t++) largest = x[t] > largest ? x[t] : largest;
+  return largest;
+}
+
 /* The largest of a tile's key scales that one stacked query sees. What it does not see must not matter,
  * or results would depend on how a prompt is cut and on rows that are masked. */
 static float largest_scale_seen(const kvedge_attention *a, const encounter *e, int stacked, const float *scale) {
   const kvedge_attention_options *o = &a->options;
-  int64_t row = e->block * a->rows_per_block + stacked / a->heads_per_kv_head;
+  int num_tokens = e->tile->num_tokens;
+  if (!e->masking) return largest_of(scale, 0, num_tokens, 0.0f);
+  int64_t row = e->block * a->rows_per_block + stacked / a->heads_per_kv_head, token = e->tile->token;
+  sight seen = sight_of(a, row, token, num_tokens);
+  if (!o->mask && !o->bias) return largest_of(scale, 0, seen.sinks, largest_of(scale, seen.first, seen.stop, 0.0f));
   int head = e->kv_head * a->heads_per_kv_head + stacked % a->heads_per_kv_head;
   const uint8_t *mask = o->mask ? o->mask + head * o->mask_strides[0] + row * o->mask_strides[1] : NULL;
   const float *bias = o->bias ? o->bias + head * o->bias_strides[0] + row * o->bias_strides[1] : NULL;
   float largest = 0.0f;
-  for (int t = 0; t < e->tile->num_tokens; t++) {
-    int64_t at = e->tile->token + t;
-    int hidden = e->masking && (out_of_sight(o, a->first_position + row, at) ||
-                                (mask && !mask[at * o->mask_strides[2]]) ||
-                                (bias && bias[at * o->bias_strides[2]] == -INFINITY));
+  for (int t = 0; t < seen.stop; t++) {
+    int hidden = (t >= seen.sinks && t < seen.first) || (mask && !mask[(token + t) * o->mask_strides[2]]) ||
+                 (bias && bias[(token + t) * o->bias_strides[2]] == -INFINITY);
     if (!hidden && scale[t] > largest) largest = scale[t];
   }
   return largest;
@@ -168,7 +192,8 @@ static void choose_bytes(const kvedge_attention *a, const encounter *e, size_t q
       bytes[i] = a->query_bytes;
       continue;
     }
-    if (i == 0 || e->masking) largest = largest_scale_seen(a, e, e->first + i, scale);
+    int same = !e->masking || (!a->options.mask && !a->options.bias && (e->first + i) % a->heads_per_kv_head);
+    if (i == 0 || !same) largest = largest_scale_seen(a, e, e->first + i, scale);
     bytes[i] = a->coarseness[query_index + (size_t)i] * largest > COARSEST ? 3 : 2;
   }
 }
