@@ -26,6 +26,7 @@ from kvedge.errors import (
     StaleSnapshotError,
     UnsupportedIsaError,
 )
+from kvedge.merge import merge_attention
 from kvedge.rope import Rope
 from kvedge.snapshot import KvCacheSnapshot
 from kvedge.threads import get_num_threads, set_num_threads
@@ -59,5 +60,6 @@ __all__ = [
     "backend",
     "get_num_threads",
     "isa_info",
+    "merge_attention",
     "set_num_threads",
 ]
