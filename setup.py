@@ -68,7 +68,8 @@ def extensions():
         include_dirs=["csrc", numpy.get_include()],
         depends=sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("csrc/*.h")),
         define_macros=macros,
-        extra_compile_args=["-std=c11", "-O3", "-fvisibility=hidden", "-pthread"],
+        # -fno-wrapv: Python's own flags let integers wrap, which makes index arithmetic slower.
+        extra_compile_args=["-std=c11", "-O3", "-fno-wrapv", "-fvisibility=hidden", "-pthread"],
         extra_link_args=["-pthread"],
     )
     return cythonize([native], language_level=3)
