@@ -9,7 +9,7 @@
 #   valgrind  memcheck, with fewer cases (KVEDGE_TEST_SHORT=1)
 #   aarch64   cross-built, run under qemu as Cortex-A72 and Cortex-A76, with fewer cases
 #   armv7     cross-built for 32-bit ARM with the compiler's defaults, run as Cortex-A9 (no fused
-#             multiply-add), and with -mfpu=neon-vfpv4, run as Cortex-A7
+#             multiply-add), and with -mfpu=neon-vfpv4, run as Cortex-A7; with fewer cases
 #   all       each of these
 #
 # A program is a main() that prints 'N passed, N failed' and exits with 0 if all is well.
