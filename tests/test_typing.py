@@ -69,10 +69,10 @@ KVCache(1, 2, 8).atend(0, np.zeros((2, 8), np.float32))
 def mypy(code, folder):
     script = folder / "user.py"
     script.write_text(code)
+    # silent: what kvedge is like inside does not reach a user, who has it in site-packages
+    options = ("--strict", "--follow-imports=silent", "--no-error-summary")
     return subprocess.run(
-        # silent: what kvedge is like inside does not reach a user, who has it in site-packages
-        [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", "--no-error-summary"]
-        + [script.name],
+        [sys.executable, "-m", "mypy", *options, script.name],
         cwd=folder,
         env={"MYPYPATH": str(Path(__file__).parents[1]), "PATH": ""},
         capture_output=True,
