@@ -1,7 +1,8 @@
 """Run by test_isa.py in processes of its own: what one backend and ISA stores and computes.
 
 Prints JSON: ``info`` (kvedge.isa_info()), ``stored`` (case -> SHA-256 of the stored bytes) and
-``error`` (case -> attention error as a share of the largest output).
+``error`` (case -> attention error as a share of the largest output), ``prompt`` (case -> how far
+chunks of a prompt are from the whole, likewise), ``precision`` (bits -> the largest error).
 """
 
 from __future__ import annotations
@@ -93,10 +94,52 @@ def attention_errors():
     return found
 
 
+def prompt_differences():
+    """Case -> max|chunks - whole| / max|whole| of a prompt in chunks of 1, 7 and 64 tokens."""
+    rng = np.random.default_rng(1)
+    found = {}
+    for head_dim, group in ((40, 3), (64, 4), (128, 7)):
+        for name, options in OPTIONS.items():
+            options = {**options, "key_offset": None}  # "auto" depends on the first chunk
+            layer = kvedge.QuantizedKvLayer(150, 2, head_dim, **options)
+            keys, values = support.normal(rng, 2, 150, 2, head_dim)
+            query = support.normal(rng, 150, 2 * group, head_dim)
+            layer.extend(keys, values)
+            whole = layer.attend(query, window=100)
+            for size in (1, 7, 64):
+                layer.clear()
+                parts = []
+                for at in range(0, 150, size):
+                    chunk = slice(at, at + size)
+                    layer.extend(keys[chunk], values[chunk])
+                    parts.append(layer.attend(query[chunk], window=100))
+                difference = np.abs(np.concatenate(parts) - whole).max() / np.abs(whole).max()
+                found[f"{head_dim} x{group} chunks of {size}, {name}"] = float(difference)
+    return found
+
+
+def precision_errors():
+    """precision_bits -> the largest max|out - ref| / max|ref| of ordinary logits."""
+    rng = np.random.default_rng(2)
+    found = {"16": 0.0, "24": 0.0}
+    for head_dim, group in ((8, 3), (40, 8), (64, 4), (128, 2), (256, 7)):
+        layer = support.filled(kvedge.QuantizedKvLayer, rng, 1000, 2, head_dim)
+        for rows in (1, 40):
+            query = support.normal(rng, rows, 2 * group, head_dim)
+            ref, _ = reference.attention(query, *support.stored(layer))
+            for bits, worst in found.items():
+                out = layer.attend(query, precision_bits=int(bits))
+                error = np.abs(out - ref).max() / np.abs(ref).max()
+                found[bits] = max(worst, float(error))
+    return found
+
+
 if __name__ == "__main__":
     result = {
         "info": kvedge.isa_info(),
         "stored": stored_digests(),
         "error": attention_errors(),
+        "prompt": prompt_differences(),
+        "precision": precision_errors(),
     }
     print(json.dumps(result))

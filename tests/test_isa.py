@@ -131,6 +131,25 @@ def test_an_isa_keeps_the_numerics_contract(isa):
     assert errors[worst] <= reference.TOLERANCE, f"{worst}: {errors[worst]:.3g}"
 
 
+@pytest.mark.subprocess
+@pytest.mark.parametrize("isa", ALL_ISAS)
+def test_an_isa_gives_a_prompt_in_chunks_what_it_gives_the_whole(isa):
+    if isa not in native_info()["available"]:
+        pytest.skip(f"this CPU has no {isa}")
+    differences = worker("native", isa)["prompt"]
+    worst = max(differences, key=differences.get)
+    assert differences[worst] <= 1e-5, f"{worst}: {differences[worst]:.3g}"
+
+
+@pytest.mark.subprocess
+@pytest.mark.parametrize("isa", ALL_ISAS)
+def test_an_isa_is_as_precise_as_its_bits(isa):
+    if isa not in native_info()["available"]:
+        pytest.skip(f"this CPU has no {isa}")
+    errors = worker("native", isa)["precision"]
+    assert errors["16"] <= reference.TOLERANCE and errors["24"] <= 1e-5, errors
+
+
 USE = "import kvedge; kvedge.QuantizedKvLayer(1, 1, 8); print(kvedge.isa_info())"
 
 
