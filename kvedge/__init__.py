@@ -3,10 +3,18 @@
 The names below are the public ones; :class:`KVCache` is where most people begin.
 """
 
-from kvedge._backend import Float32KvLayer, KVCache, QuantizedKvLayer, backend, isa_info
+from kvedge._backend import (
+    Float32KvLayer,
+    KvBlockPool,
+    KVCache,
+    QuantizedKvLayer,
+    backend,
+    isa_info,
+)
 from kvedge._version import __version__
 from kvedge.errors import (
     BackendUnavailableError,
+    BlockNotHeldError,
     CapacityExceededError,
     CorruptFileError,
     DtypeMismatchError,
@@ -24,15 +32,19 @@ from kvedge.errors import (
     ScaleRangeError,
     ShapeMismatchError,
     StaleSnapshotError,
+    UnknownSequenceError,
     UnsupportedIsaError,
 )
 from kvedge.merge import merge_attention
+from kvedge.paged.cache import PagedKvCache
+from kvedge.paged.sequences import PagedSnapshot
 from kvedge.rope import Rope
 from kvedge.snapshot import KvCacheSnapshot
 from kvedge.threads import get_num_threads, set_num_threads
 
 __all__ = [
     "BackendUnavailableError",
+    "BlockNotHeldError",
     "CapacityExceededError",
     "CorruptFileError",
     "DtypeMismatchError",
@@ -40,6 +52,7 @@ __all__ = [
     "HeadOutOfRangeError",
     "InvalidArgumentError",
     "KVCache",
+    "KvBlockPool",
     "KvCacheSnapshot",
     "KvedgeError",
     "LayerOutOfRangeError",
@@ -48,6 +61,8 @@ __all__ = [
     "MissingExtraError",
     "NonFiniteInputError",
     "OutOfMemoryError",
+    "PagedKvCache",
+    "PagedSnapshot",
     "PositionOutOfRangeError",
     "QuantizedKvLayer",
     "ReadOnlyLayerError",
@@ -55,6 +70,7 @@ __all__ = [
     "ScaleRangeError",
     "ShapeMismatchError",
     "StaleSnapshotError",
+    "UnknownSequenceError",
     "UnsupportedIsaError",
     "__version__",
     "backend",

@@ -15,7 +15,15 @@ from kvedge import threads
 from kvedge.cli import exits
 from kvedge.errors import BackendUnavailableError, KvedgeError, UnsupportedIsaError
 
-__all__ = ["ISA_NAMES", "Float32KvLayer", "KVCache", "QuantizedKvLayer", "backend", "isa_info"]
+__all__ = [
+    "ISA_NAMES",
+    "Float32KvLayer",
+    "KVCache",
+    "KvBlockPool",
+    "QuantizedKvLayer",
+    "backend",
+    "isa_info",
+]
 
 # What KVEDGE_ISA may say on any machine. The extension decides which of them it can run here.
 ISA_NAMES = ("scalar", "avx2", "avxvnni", "avx512vnni", "neon", "neondot")
@@ -46,7 +54,7 @@ def _load() -> tuple[str, ModuleType, str | None]:
 
 
 def _numpy_backend() -> ModuleType:
-    return import_module("kvedge._numpy.layer")
+    return import_module("kvedge._numpy.backend")
 
 
 def _check_isa_name() -> None:
@@ -78,9 +86,10 @@ except KvedgeError as error:
     raise
 
 if TYPE_CHECKING:  # the same types whichever backend it will be
-    from kvedge._native import Float32KvLayer, KVCache, QuantizedKvLayer
+    from kvedge._native import Float32KvLayer, KvBlockPool, KVCache, QuantizedKvLayer
 else:
     KVCache = _module.KVCache
+    KvBlockPool = _module.KvBlockPool
     QuantizedKvLayer = _module.QuantizedKvLayer
     Float32KvLayer = _module.Float32KvLayer
 

@@ -76,7 +76,12 @@ def reserve_slabs(config: LayerConfig) -> Slabs:
     OutOfMemoryError
         The system refused; the message says how many bytes.
     """
-    layout = slab_layout(config)
+    return reserve_layers(config, 1)[0]
+
+
+def reserve_layers(config: LayerConfig, num_layers: int) -> list[Slabs]:
+    """Reserve the slabs of several layers in one piece; as :func:`reserve_slabs`."""
+    layout = slab_layout(config) * num_layers
     offsets, sizes, total = [], [], 0
     for shape, dtype in layout:
         size = shape[0] * shape[1] * shape[2] * dtype.itemsize
@@ -85,17 +90,17 @@ def reserve_slabs(config: LayerConfig) -> Slabs:
         offsets.append(total)
         sizes.append(size)
         total += -(-(size + TAIL_BYTES) // PAGE) * PAGE if size else 0
-    buffer, start = _reserve(total, config)
+    buffer, start = _reserve(total, config, num_layers)
     for offset, size in zip(offsets, sizes, strict=True):
         _advise_huge_pages(buffer, start + offset + HUGE_PAGE, size - HUGE_PAGE)
-    arrays = (
+    arrays = [
         np.ndarray(shape, dtype, buffer=buffer, offset=start + offset if 0 not in shape else start)
         for (shape, dtype), offset in zip(layout, offsets, strict=True)
-    )
-    return Slabs(*arrays)
+    ]
+    return [Slabs(*arrays[i : i + 4]) for i in range(0, len(arrays), 4)]
 
 
-def _reserve(total: int, config: LayerConfig) -> tuple[Any, int]:
+def _reserve(total: int, config: LayerConfig, num_layers: int) -> tuple[Any, int]:
     """A buffer of `total` zero bytes, and the offset at which it is aligned."""
     try:
         if os.name == "posix":
@@ -111,7 +116,8 @@ def _reserve(total: int, config: LayerConfig) -> tuple[Any, int]:
     except (OSError, OverflowError, ValueError, MemoryError) as error:
         raise OutOfMemoryError(
             f"cannot reserve {total} bytes ({total / 2**30:.1f} GiB) for {config.capacity} tokens "
-            f"of {config.num_kv_heads} KV heads x {config.head_dim} ({config.dtype}): {error}"
+            f"in {num_layers} layers of {config.num_kv_heads} KV heads x {config.head_dim} "
+            f"({config.dtype}): {error}"
         ) from error
 
 

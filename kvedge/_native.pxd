@@ -1,6 +1,6 @@
 """The C API of csrc/kvedge.h, as far as the Python classes use it."""
 
-from libc.stdint cimport int64_t, uint8_t
+from libc.stdint cimport int32_t, int64_t, uint8_t
 
 
 cdef extern from "kvedge.h" nogil:
@@ -52,6 +52,14 @@ cdef extern from "kvedge.h" nogil:
         int64_t bias_strides[3]
         int precision_bits
 
+    ctypedef struct kvedge_sequence:
+        const int32_t *blocks
+        int64_t len
+        const float *query
+        int64_t num_rows
+        float *out
+        float *lse
+
     const char *kvedge_strerror(kvedge_status status)
     kvedge_status kvedge_select_isa(const char *name, const char **why_not)
     const char *kvedge_isa_name()
@@ -67,6 +75,10 @@ cdef extern from "kvedge.h" nogil:
         kvedge_layer *layer, const float *keys, const float *values, int64_t num_tokens)
     int64_t kvedge_layer_len(const kvedge_layer *layer)
     kvedge_status kvedge_layer_set_len(kvedge_layer *layer, int64_t len)
+    kvedge_status kvedge_layer_write(
+        kvedge_layer *layer, int64_t position, const float *keys, const float *values,
+        int64_t num_tokens)
+    kvedge_status kvedge_layer_filled(kvedge_layer *layer, int64_t position, int64_t num_tokens)
     kvedge_status kvedge_layer_get_keys(
         const kvedge_layer *layer, int64_t start, int64_t stop, float *out)
     kvedge_status kvedge_layer_get_values(
@@ -78,6 +90,10 @@ cdef extern from "kvedge.h" nogil:
         const kvedge_attention_options *options, int num_threads, float *out, float *lse)
     kvedge_status kvedge_scores(
         const kvedge_layer *layer, const float *query, int num_heads, float scale, float *logits)
+
+    kvedge_status kvedge_attend_batch(
+        const kvedge_layer *pool, int64_t block_size, const kvedge_sequence *sequences,
+        int num_sequences, int num_heads, const kvedge_attention_options *options, int num_threads)
 
     kvedge_status kvedge_set_num_threads(int num_threads)
     void kvedge_quiesce()

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from kvedge._cache import CacheMethods
 from kvedge._layer import LayerMethods
 from kvedge._typing import Array
+from kvedge.paged.pool import BlockPoolMethods
 
 def select_isa(name: str | None = None) -> None: ...
 def isa_name() -> str: ...
@@ -72,3 +73,5 @@ class KVCache(CacheMethods):
     def attend(
         self, layer: int, query: Array, *, return_lse: Literal[True], **options: Any
     ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]: ...
+
+class KvBlockPool(BlockPoolMethods): ...

@@ -171,12 +171,12 @@ cdef class _LayerCore:
     cdef bint _writing                  # a thread is in _store, perhaps without the GIL
     cdef cnp.npy_intp _num_kv_heads, _head_dim
 
-    def _open(self, config):
+    def _open(self, config, slabs=None):
         self._handle = None
         self._key_offset = None
         self._num_kv_heads = config.num_kv_heads
         self._head_dim = config.head_dim
-        self._bind(_memory.reserve_slabs(config), config)
+        self._bind(_memory.reserve_slabs(config) if slabs is None else slabs, config)
 
     cdef _Handle _opened(self):
         """The handle, to be held while C works with its layer."""
@@ -535,3 +535,8 @@ class Float32KvLayer(_LayerCore, LayerMethods):
 
 class KVCache(CacheMethods):
     _layer_types = {"int8": QuantizedKvLayer, "float32": Float32KvLayer}
+
+
+# ---- layers in blocks ----------------------------------------------------------------------------
+
+include "_native_paged.pxi"

@@ -7,6 +7,7 @@ was expected and what came. A call that raises has changed nothing.
 
 __all__ = [
     "BackendUnavailableError",
+    "BlockNotHeldError",
     "CapacityExceededError",
     "CorruptFileError",
     "DtypeMismatchError",
@@ -24,6 +25,7 @@ __all__ = [
     "ScaleRangeError",
     "ShapeMismatchError",
     "StaleSnapshotError",
+    "UnknownSequenceError",
     "UnsupportedIsaError",
 ]
 
@@ -33,7 +35,7 @@ class KvedgeError(Exception):
 
 
 class CapacityExceededError(KvedgeError, IndexError):
-    """More tokens than the layer or cache was reserved for."""
+    """More tokens than the layer or cache was reserved for, or more blocks than a pool has free."""
 
 
 class ShapeMismatchError(KvedgeError, ValueError):
@@ -78,6 +80,14 @@ class CorruptFileError(KvedgeError, ValueError):
 
 class StaleSnapshotError(KvedgeError, ValueError):
     """A snapshot whose tokens have been overwritten since it was taken."""
+
+
+class UnknownSequenceError(KvedgeError, LookupError):
+    """A sequence that was dropped, or belongs to another cache."""
+
+
+class BlockNotHeldError(KvedgeError, ValueError):
+    """A block was given back that the caller does not hold: freed twice, or another's."""
 
 
 class ScaleRangeError(KvedgeError, ValueError):

@@ -17,11 +17,11 @@ _BLOCK_NUMBERS = 1 << 20  # float32 numbers worked on at a time: 4 MiB
 class _LayerCore:
     """Storage, quantizer and attention of one layer; see LayerMethods for what it must provide."""
 
-    def _open(self, config):
+    def _open(self, config, slabs=None):
         self._frozen = False
         self._len = 0
         self._key_offset = None
-        self._bind(_memory.reserve_slabs(config), config)
+        self._bind(_memory.reserve_slabs(config) if slabs is None else slabs, config)
 
     def __len__(self):
         """Tokens stored."""
@@ -56,8 +56,8 @@ class _LayerCore:
         offset = self._offset_for(keys)
         self._refuse(keys, offset, "keys")
         self._refuse(values, None, "values")
-        self._write(slabs.key_codes, slabs.key_scales, keys, offset)
-        self._write(slabs.value_codes, slabs.value_scales, values, None)
+        self._write(self._len, slabs.key_codes, slabs.key_scales, keys, offset)
+        self._write(self._len, slabs.value_codes, slabs.value_scales, values, None)
         if offset is not self._key_offset:
             self._set_key_offset(offset)
         self._len += len(keys)
@@ -74,9 +74,9 @@ class _LayerCore:
             if float16:
                 _checks.check_scale_range(centred, name)
 
-    def _write(self, codes, scales, rows, offset):
+    def _write(self, position, codes, scales, rows, offset):
         for block in self._blocks(len(rows)):
-            at = slice(self._len + block.start, self._len + block.stop)
+            at = slice(position + block.start, position + block.stop)
             if self._config.dtype == "float32":
                 codes[at] = rows[block]
             else:

@@ -1,0 +1,54 @@
+"""Rows in blocks in NumPy: the store of one layer of a pool."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from kvedge._numpy import attention
+from kvedge._numpy.layer import _LayerCore
+from kvedge.paged.pool import BlockPoolMethods
+from kvedge.paged.store import BlockStoreMethods
+
+
+class _BlockStore(BlockStoreMethods, _LayerCore):
+    """See BlockStoreMethods for what it must provide."""
+
+    def _write_at(self, position, keys, values):
+        self.check(keys, values)
+        slabs = self._slabs
+        self._write(position, slabs.key_codes, slabs.key_scales, keys, None)
+        self._write(position, slabs.value_codes, slabs.value_scales, values, None)
+
+    def _filled(self, position, n):
+        pass  # nothing is known of the rows that would have to be kept up
+
+    def _settle(self):
+        pass  # there are no threads
+
+    def _attend_blocks(self, block_size, rows, options):
+        for one in rows:
+            stored = _StoredInBlocks(self._slabs, self._config, one.length, one.table, block_size)
+            own = options
+            if options.window >= one.length:
+                own = replace(options, window=0, sink_tokens=0)
+            lse = attention.attend(stored, one.query, own, one.out)
+            if one.lse is not None:
+                one.lse[...] = lse
+
+
+class _StoredInBlocks(attention.Stored):
+    """The tokens of a sequence, wherever their blocks lie."""
+
+    def __init__(self, slabs, config, length, table, block_size):
+        super().__init__(slabs, config, length, None)
+        self._table = table.astype(np.int64)
+        self._block_size = block_size
+
+    def _rows(self, codes, scales, heads, tokens):
+        blocks, rows = np.divmod(np.arange(tokens.start, tokens.stop), self._block_size)
+        return super()._rows(codes, scales, heads, self._table[blocks] * self._block_size + rows)
+
+
+class KvBlockPool(BlockPoolMethods):
+    __doc__ = BlockPoolMethods.__doc__
+    _store_type = _BlockStore

@@ -1,0 +1,109 @@
+"""Attention over sequences of different lengths in one call: what comes in, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvedge import _checks
+from kvedge._config import LayerConfig
+from kvedge._options import AttendOptions
+from kvedge.errors import InvalidArgumentError, ShapeMismatchError
+
+__all__ = ["Rows", "batch_options", "checked_outs", "checked_queries"]
+
+
+class Rows(NamedTuple):
+    """Query rows of one sequence and what they attend to; the C struct kvedge_sequence."""
+
+    table: np.ndarray  # int32 (blocks,)
+    length: int  # tokens
+    query: np.ndarray  # float32 (n, num_heads, head_dim), of the last n tokens
+    out: np.ndarray  # float32 (n, num_heads, head_dim), to be written
+    lse: np.ndarray | None  # float32 (n, num_heads), to be written
+
+
+def checked_queries(queries: Any, count: int, config: LayerConfig) -> list[tuple[np.ndarray, bool]]:
+    """For each of `count` sequences float32 (n, num_heads, head_dim), and if it came as one row.
+
+    Parameters
+    ----------
+    queries : array or sequence of arrays
+        (count, num_heads, head_dim), one row for each; or for each (num_heads, head_dim) or
+        (n, num_heads, head_dim).
+
+    Raises
+    ------
+    ShapeMismatchError, DtypeMismatchError, LayoutError, NonFiniteInputError
+    """
+    if isinstance(queries, np.ndarray) or hasattr(type(queries), "__dlpack__"):
+        stacked, single = _checks.as_query(queries, config)
+        if single or len(stacked) != count:
+            raise ShapeMismatchError(
+                f"queries in one array must have shape ({count}, num_heads, {config.head_dim}), "
+                f"one row for each sequence, not {np.shape(queries)}"
+            )
+        return [(row[np.newaxis], True) for row in stacked]
+    if not isinstance(queries, Sequence) or isinstance(queries, (str, bytes)):
+        raise InvalidArgumentError(
+            f"queries must be an array or a list of arrays, not {_checks.describe(queries)}"
+        )
+    if len(queries) != count:
+        raise ShapeMismatchError(f"there are {count} sequences, but {len(queries)} queries")
+    checked = [_checks.as_query(query, config) for query in queries]
+    heads = {query.shape[1] for query, _ in checked}
+    if len(heads) > 1:
+        raise ShapeMismatchError(f"queries must have one number of heads, not {sorted(heads)}")
+    return checked
+
+
+def checked_outs(
+    outs: Any, queries: Sequence[tuple[np.ndarray, bool]], stacked: bool, reads: tuple
+) -> tuple[Any, list[np.ndarray]]:
+    """Where results go: what is given back, and of each sequence (n, num_heads, head_dim)."""
+    shapes = [query.shape[1:] if single else query.shape for query, single in queries]
+    if stacked:
+        out = _checks.as_out(outs, (len(queries), *shapes[0]), reads=reads)
+        return out, [row[np.newaxis] for row in out]
+    if outs is None:
+        outs = [None] * len(queries)
+    elif not isinstance(outs, (list, tuple)) or len(outs) != len(queries):
+        raise ShapeMismatchError(f"out must be a list of {len(queries)} arrays, as the queries are")
+    made = [
+        _checks.as_out(out, shape, reads=reads, name=f"out[{i}]")
+        for i, (out, shape) in enumerate(zip(outs, shapes, strict=True))
+    ]
+    given = [out for out in outs if out is not None]
+    for i, one in enumerate(given):
+        _checks.as_out(one, one.shape, reads=given[:i], name="an array in out")
+    return made, [
+        out.reshape(query.shape) for out, (query, _) in zip(made, queries, strict=True)
+    ]
+
+
+def batch_options(
+    queries: Sequence[tuple[np.ndarray, bool]], lengths: Sequence[int], options: dict[str, Any]
+) -> AttendOptions:
+    """The options of a call for all of its sequences.
+
+    Raises
+    ------
+    InvalidArgumentError
+        An option makes no sense, or a sequence has no tokens.
+    ShapeMismatchError, DtypeMismatchError, LayoutError, NonFiniteInputError
+    """
+    for i, length in enumerate(lengths):
+        if length < 1:
+            raise InvalidArgumentError(f"sequence {i} of the call has no tokens: append some first")
+    num_heads, head_dim = queries[0][0].shape[1:]
+    # Lengths matter only where a window hides nothing: so the longest decides for all.
+    made = AttendOptions.make(head_dim, 1, num_heads, max(lengths), **options)
+    for i, ((query, _), length) in enumerate(zip(queries, lengths, strict=True)):
+        if made.causal and len(query) > length:
+            raise ShapeMismatchError(
+                f"a causal query is for the last tokens stored: {len(query)} rows against "
+                f"{length} of sequence {i} of the call"
+            )
+    return made

@@ -1,0 +1,760 @@
+"""The cache of many sequences over a pool of blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvedge import _checks
+from kvedge._options import AttendOptions
+from kvedge.errors import (
+    InvalidArgumentError,
+    LayersOutOfStepError,
+    ShapeMismatchError,
+    StaleSnapshotError,
+    UnknownSequenceError,
+)
+from kvedge.paged import batch
+from kvedge.paged.pool import BlockPoolMethods
+from kvedge.paged.sequences import PagedSnapshot, SequenceState
+from kvedge.snapshot import CacheContents, CacheFormat, LayerContents
+
+if TYPE_CHECKING:
+    from kvedge._cache import CacheMethods
+    from kvedge._native import KvBlockPool
+    from kvedge._typing import Array
+
+__all__ = ["PagedKvCache"]
+
+_numbers = count()  # of sequences: one series for all caches, so that no two share a number
+
+
+class PagedKvCache:
+    """Keys and values of many sequences, in blocks of a pool that they share.
+
+    A sequence is a number, given by :meth:`new_sequence`, :meth:`fork`, :meth:`match_prefix` or
+    :meth:`from_kv_cache`, and never used again once dropped. As in :class:`kvedge.KVCache`, each
+    layer is given its tokens by :meth:`append` and attends to them at once; :meth:`advance` then
+    moves the sequence past them. Tokens that a layer has and the sequence was not advanced over are
+    pending: :meth:`truncate`, :meth:`restore` and :meth:`drop` forget them; :meth:`fork`,
+    :meth:`snapshot`, :meth:`register` and :meth:`to_kv_cache` leave them with the sequence alone.
+
+    Sequences share the blocks they have in common: those of a fork, a snapshot, or a prefix found
+    by its token ids. A block that is shared, or registered for others to find, is copied before it
+    is written to, which only ever happens to the last block of a sequence. (Kwon et al. 2023,
+    https://arxiv.org/abs/2309.06180.)
+
+    Parameters
+    ----------
+    pool : KvBlockPool
+        Several caches may use one pool.
+
+    Raises
+    ------
+    InvalidArgumentError
+        ``pool`` is no KvBlockPool.
+
+    Notes
+    -----
+    Threads: calls that change anything take turns; any number of threads may attend and read
+    meanwhile, also to a sequence that is appended to. What takes tokens away from a sequence
+    (truncate, restore, drop) must not run while another thread attends to that sequence.
+
+    Examples
+    --------
+    >>> cache = PagedKvCache(KvBlockPool(1024, 16, num_layers=1, num_kv_heads=8, head_dim=64))
+    >>> seq = cache.new_sequence()
+    >>> cache.append(seq, 0, keys, values)  # float32 (n, 8, 64) each
+    >>> cache.advance(seq, len(keys))
+    >>> twin = cache.fork(seq)  # takes no memory
+    >>> outs = cache.attend_batch([seq, twin], 0, queries)  # float32 (2, 32, 64)
+    """
+
+    def __init__(self, pool: KvBlockPool) -> None:
+        """Make a cache without sequences; the class tells of the parameter."""
+        if not isinstance(pool, BlockPoolMethods):
+            raise InvalidArgumentError(f"pool must be a KvBlockPool, not {_checks.describe(pool)}")
+        self._pool: Any = pool
+        self._sequences: dict[int, SequenceState] = {}
+
+    # ---- sequences -------------------------------------------------------------------------------
+
+    def new_sequence(self) -> int:
+        """Begin a sequence without tokens; it takes no block until the first are appended.
+
+        Returns
+        -------
+        int
+        """
+        with self._pool._lock:
+            return self._add(SequenceState(self._pool.num_layers))
+
+    def fork(self, seq: int) -> int:
+        """Begin a sequence with the same tokens, sharing their blocks.
+
+        Parameters
+        ----------
+        seq : int
+
+        Returns
+        -------
+        int
+
+        Raises
+        ------
+        UnknownSequenceError
+        """
+        with self._pool._lock:
+            state = self._state(seq)
+            return self._add_holding(self._committed(state), state.length)
+
+    def drop(self, seq: int) -> None:
+        """Forget a sequence. Blocks that nobody else holds become free.
+
+        Parameters
+        ----------
+        seq : int
+
+        Raises
+        ------
+        UnknownSequenceError
+            Also if it was dropped already.
+        """
+        with self._pool._lock:
+            table = self._state(seq).table
+            del self._sequences[_checks.as_int(seq, "seq")]
+            self._pool._release(table)
+
+    # ---- tokens in -------------------------------------------------------------------------------
+
+    def append(self, seq: int, layer: int, keys: Array, values: Array) -> None:
+        """Give one layer of a sequence its next token or tokens: all of them or none.
+
+        Parameters
+        ----------
+        seq, layer : int
+        keys, values : array of float32 (or float16, bfloat16)
+            One token, (num_kv_heads, head_dim) or flat, or several, (n, num_kv_heads, head_dim).
+            They follow what this layer of the sequence already holds.
+
+        Raises
+        ------
+        UnknownSequenceError, LayerOutOfRangeError
+        DtypeMismatchError, ShapeMismatchError, LayoutError, NonFiniteInputError, ScaleRangeError
+        CapacityExceededError
+            The pool has too few free blocks.
+        """
+        pool = self._pool
+        with pool._lock:
+            state = self._state(seq)
+            layer = _checks.check_layer(layer, pool.num_layers)
+            keys = _checks.as_rows(keys, "keys", pool._config, many=None)
+            values = _checks.as_rows(values, "values", pool._config, many=None)
+            if len(keys) != len(values):
+                raise ShapeMismatchError(
+                    f"keys and values must hold as many tokens: {len(keys)} against {len(values)}"
+                )
+            if not len(keys):
+                return
+            store, start = pool._stores[layer], state.held[layer]
+            stop = start + len(keys)
+            block = self._unwritable(state, start)
+            num_new = max(0, pool._blocks_for(stop) - len(state.table))
+            if num_new or block is not None:
+                self._append_to_new_blocks(state, store, start, num_new, block, keys, values)
+            else:
+                store.write(state.table, pool.block_size, start, keys, values)
+            state.held[layer] = stop
+
+    def _append_to_new_blocks(self, state, store, start, num_new, block, keys, values):
+        """Write rows with so many blocks added to the table, and one of it (or None) replaced."""
+        pool, table = self._pool, state.table
+        wanted = num_new + (block is not None)
+        alone = block is not None and pool._references[table[block]] == 1
+        if alone and wanted > pool.free_count:
+            wanted -= 1  # no room to keep what is registered: write over it instead
+        pool._check_room(wanted)
+        if pool._must_forget(num_new + (block is not None)):
+            store.check(keys, values)  # prefixes are forgotten for good
+        if wanted < num_new + (block is not None):
+            pool._forget(int(table[block]))
+            block = None
+        taken = pool._take(wanted)
+        try:
+            longer = np.concatenate([table, taken[:num_new]])
+            if block is not None:
+                longer[block] = taken[-1]
+                pool._copy_block(int(table[block]), int(taken[-1]))
+            store.write(longer, pool.block_size, start, keys, values)
+        except BaseException:
+            pool._release(taken)
+            raise
+        state.table = longer
+        if block is not None:
+            pool._release(table[block : block + 1])
+
+    def _unwritable(self, state: SequenceState, start: int) -> int | None:
+        """Which block of the table must be copied before tokens from `start` on are written.
+
+        Only one can be: the last that has tokens advanced over. Blocks after it are nobody else's,
+        since forks and snapshots share no pending tokens.
+        """
+        last, used = divmod(state.length, self._pool.block_size)
+        if not used or start // self._pool.block_size != last:
+            return None
+        block = int(state.table[last])
+        if self._pool._references[block] > 1 or block in self._pool._prefixes:
+            return last
+        return None
+
+    def advance(self, seq: int, n: int = 1) -> None:
+        """Move a sequence past ``n`` tokens that all of its layers have been given.
+
+        Parameters
+        ----------
+        seq : int
+        n : int
+
+        Raises
+        ------
+        UnknownSequenceError
+        LayersOutOfStepError
+            Some layer has not; the message names the first.
+        InvalidArgumentError
+            ``n`` is negative or no integer.
+        """
+        with self._pool._lock:
+            state = self._state(seq)
+            n = _checks.as_int(n, "n")
+            if n < 0:
+                raise InvalidArgumentError(f"n must be at least 0, not {n}: truncate() goes back")
+            length = state.length + n
+            fewest = min(state.held)
+            if fewest < length:
+                raise LayersOutOfStepError(
+                    f"cannot advance sequence {seq} to position {length}: layer "
+                    f"{state.held.index(fewest)} holds {fewest} tokens, append to it first"
+                )
+            state.length = length
+
+    # ---- going back ------------------------------------------------------------------------------
+
+    def truncate(self, seq: int, n: int) -> None:
+        """Keep the first ``n`` tokens of a sequence; pending tokens are dropped.
+
+        Parameters
+        ----------
+        seq : int
+        n : int
+
+        Raises
+        ------
+        UnknownSequenceError
+        PositionOutOfRangeError
+            Unless n is from 0 to the sequence's length.
+        """
+        with self._pool._lock:
+            state = self._state(seq)
+            n = _checks.check_length(n, state.length)
+            kept = self._pool._blocks_for(n)
+            gone, state.table = state.table[kept:], state.table[:kept]
+            self._set_length(state, n)
+            self._pool._release(gone)
+
+    def snapshot(self, seq: int) -> PagedSnapshot:
+        """Hold a sequence as it is now; nothing is copied. See :class:`kvedge.PagedSnapshot`.
+
+        Parameters
+        ----------
+        seq : int
+
+        Returns
+        -------
+        PagedSnapshot
+
+        Raises
+        ------
+        UnknownSequenceError
+        """
+        with self._pool._lock:
+            state = self._state(seq)
+            table = self._committed(state)
+            self._pool._hold(table)
+            return PagedSnapshot._holding(self._pool, table, state.length)
+
+    def restore(self, seq: int, snapshot: PagedSnapshot) -> None:
+        """Let a sequence be what a snapshot holds, of itself or of another sequence of the pool.
+
+        Parameters
+        ----------
+        seq : int
+        snapshot : PagedSnapshot
+            It may be restored again.
+
+        Raises
+        ------
+        UnknownSequenceError
+        StaleSnapshotError
+            The snapshot was released.
+        InvalidArgumentError
+            Not a snapshot, or of another pool.
+        """
+        with self._pool._lock:
+            state = self._state(seq)
+            table = self._table_of(snapshot)
+            self._pool._hold(table)
+            gone, state.table = state.table, table
+            self._set_length(state, len(snapshot))
+            self._pool._release(gone)
+
+    # ---- prefixes --------------------------------------------------------------------------------
+
+    def register(self, seq: int, token_ids: Any) -> None:
+        """Tell which token ids a sequence was computed from, so that others can share its blocks.
+
+        Only full blocks are registered, and they stay to be found when the sequence is dropped,
+        until their memory is needed. Call it again when a sequence has become longer.
+
+        Parameters
+        ----------
+        seq : int
+        token_ids : sequence or array of int
+            Of the sequence's first len(token_ids) tokens.
+
+        Raises
+        ------
+        UnknownSequenceError
+        ShapeMismatchError
+            There are more token ids than tokens, or they are not in one dimension.
+        InvalidArgumentError
+            Not integers; or blocks of the sequence were registered under others.
+        """
+        with self._pool._lock:
+            state = self._state(seq)
+            ids = _token_ids(token_ids)
+            if len(ids) > state.length:
+                raise ShapeMismatchError(
+                    f"{len(ids)} token ids for the {state.length} tokens of sequence {seq}"
+                )
+            self._pool._prefixes.add(ids, state.table.tolist())
+
+    def match_prefix(self, token_ids: Any) -> tuple[int, int]:
+        """Begin a sequence with the longest registered prefix of some tokens, sharing its blocks.
+
+        Parameters
+        ----------
+        token_ids : sequence or array of int
+            All but the last token of a prompt, where the model has to run at least one.
+
+        Returns
+        -------
+        seq : int
+            A new sequence, which holds the first `n` of the tokens.
+        n : int
+            A multiple of the block size; 0 where nothing is known.
+
+        Raises
+        ------
+        InvalidArgumentError, ShapeMismatchError
+            Not integers in one dimension.
+
+        Notes
+        -----
+        Token ids are compared one by one, never by a hash alone, so a prefix cannot be mistaken for
+        another (https://docs.vllm.ai/en/latest/design/prefix_caching.html).
+        """
+        ids = _token_ids(token_ids)
+        pool = self._pool
+        with pool._lock:
+            table = pool._match(ids)
+            n = len(table) * pool.block_size
+            return self._add(SequenceState(pool.num_layers, table, n)), n
+
+    # ---- attention -------------------------------------------------------------------------------
+
+    def attend(self, seq: int, layer: int, query: Array, **options: Any) -> Any:
+        """Attend to what one layer of a sequence holds, pending tokens included.
+
+        Parameters
+        ----------
+        seq, layer : int
+        query : array of float32 (or float16, bfloat16)
+            (num_heads, head_dim) for one token, (n, num_heads, head_dim) for the last n.
+        **options
+            ``scale``, ``causal``, ``window``, ``sinks``, ``softcap``, ``mask``, ``alibi_slopes``,
+            ``precision_bits``, ``return_lse``, ``out``, ``num_threads``: as in
+            :meth:`kvedge.QuantizedKvLayer.attend`.
+
+        Returns
+        -------
+        numpy.ndarray
+            float32, shaped as the query; with ``return_lse`` a pair with the log-sum-exp.
+
+        Raises
+        ------
+        UnknownSequenceError, LayerOutOfRangeError
+        InvalidArgumentError
+            The sequence has no tokens, or options do not fit together.
+        ShapeMismatchError, DtypeMismatchError, LayoutError, NonFiniteInputError
+        """
+        state, store = self._state(seq), self._store(layer)
+        length = state.held[_checks.as_int(layer, "layer")]
+        out = options.pop("out", None)
+        rows, single = _checks.as_query(query, self._pool._config)
+        num_rows, num_heads, head_dim = rows.shape
+        made = AttendOptions.make(head_dim, num_rows, num_heads, length, **options)
+        shape = rows.shape[1:] if single else rows.shape
+        out = _checks.as_out(out, shape, reads=(rows, *store._slabs, *made.arrays()))
+        lse = np.empty(rows.shape[:2], np.float32) if made.return_lse else None
+        one = batch.Rows(state.table, length, rows, out.reshape(rows.shape), lse)
+        store._attend_blocks(self._pool.block_size, [one], made)
+        if lse is None:
+            return out
+        return out, (lse[0] if single else lse)
+
+    def attend_batch(
+        self, seqs: Sequence[int], layer: int, queries: Any, *, out: Any = None, **options: Any
+    ) -> Any:
+        """Attend to several sequences in one call, whose work is shared out over the threads.
+
+        Parameters
+        ----------
+        seqs : sequence of int
+            They may differ in length, and one may occur several times.
+        layer : int
+        queries : array or list of arrays
+            float32 (len(seqs), num_heads, head_dim), one row for each sequence; or for each one an
+            array as for :meth:`attend`, all with one number of heads.
+        out : numpy.ndarray or list of them, optional
+            float32, shaped as `queries`, to write to.
+        **options
+            As for :meth:`attend`, the same for all sequences, but no ``mask``.
+
+        Returns
+        -------
+        out : numpy.ndarray or list of numpy.ndarray
+            float32, shaped as `queries`.
+        lse : numpy.ndarray or list of numpy.ndarray
+            With ``return_lse``: float32, without the last dimension.
+
+        Raises
+        ------
+        UnknownSequenceError, LayerOutOfRangeError
+        InvalidArgumentError
+            A sequence has no tokens, there is none at all, or options do not fit together.
+        ShapeMismatchError, DtypeMismatchError, LayoutError, NonFiniteInputError
+        """
+        if options.get("mask") is not None:
+            raise InvalidArgumentError("attend_batch takes no mask: attend() to each with its own")
+        store, layer = self._store(layer), _checks.as_int(layer, "layer")
+        states = [self._state(seq) for seq in _list(seqs, "seqs")]
+        if not states:
+            raise InvalidArgumentError("seqs must name at least one sequence")
+        config = self._pool._config
+        checked = batch.checked_queries(queries, len(states), config)
+        lengths = [state.held[layer] for state in states]
+        made = batch.batch_options(checked, lengths, options)
+        stacked = not isinstance(queries, Sequence)
+        reads = (*(query for query, _ in checked), *store._slabs, *made.arrays())
+        out, outs = batch.checked_outs(out, checked, stacked, reads)
+        lses: list[Any] = [None] * len(states)
+        if made.return_lse:
+            lses = [np.empty(query.shape[:2], np.float32) for query, _ in checked]
+        rows = [
+            batch.Rows(state.table, length, query, one, lse)
+            for state, length, (query, _), one, lse in zip(
+                states, lengths, checked, outs, lses, strict=True
+            )
+        ]
+        store._attend_blocks(self._pool.block_size, rows, made)
+        if not made.return_lse:
+            return out
+        if stacked:
+            return out, np.concatenate(lses)
+        return out, [
+            lse[0] if single else lse for lse, (_, single) in zip(lses, checked, strict=True)
+        ]
+
+    # ---- reading ---------------------------------------------------------------------------------
+
+    def length(self, seq: int) -> int:
+        """Tokens that a sequence was advanced over.
+
+        Raises
+        ------
+        UnknownSequenceError
+        """
+        return self._state(seq).length
+
+    def k(self, seq: int, layer: int) -> np.ndarray:
+        """Keys of one layer of a sequence, pending tokens included.
+
+        Parameters
+        ----------
+        seq, layer : int
+
+        Returns
+        -------
+        numpy.ndarray
+            float32 (tokens, num_kv_heads, head_dim), a copy.
+
+        Raises
+        ------
+        UnknownSequenceError, LayerOutOfRangeError
+        """
+        return self._read(False, seq, layer)
+
+    def v(self, seq: int, layer: int) -> np.ndarray:
+        """Values of one layer of a sequence, pending tokens included; as :meth:`k`."""
+        return self._read(True, seq, layer)
+
+    def block_table(self, seq: int) -> np.ndarray:
+        """The blocks of a sequence in order, those of pending tokens included.
+
+        Parameters
+        ----------
+        seq : int
+
+        Returns
+        -------
+        numpy.ndarray
+            int32 (blocks,): token t is row t % block_size of block table[t // block_size]. A copy.
+
+        Raises
+        ------
+        UnknownSequenceError
+        """
+        return self._state(seq).table.copy()
+
+    def block_tables(self, seqs: Sequence[int] | None = None) -> np.ndarray:
+        """The blocks of several sequences, as paged attention kernels take them.
+
+        Parameters
+        ----------
+        seqs : sequence of int, optional
+            By default all, in the order of :attr:`sequences`.
+
+        Returns
+        -------
+        numpy.ndarray
+            int32 (len(seqs), most blocks of one), filled up with zeros.
+
+        Raises
+        ------
+        UnknownSequenceError
+        """
+        chosen = self.sequences if seqs is None else _list(seqs, "seqs")
+        tables = [self._state(seq).table for seq in chosen]
+        padded = np.zeros((len(tables), max(map(len, tables), default=0)), np.int32)
+        for row, table in zip(padded, tables, strict=True):
+            row[: len(table)] = table
+        return padded
+
+    @property
+    def context_lens(self) -> np.ndarray:
+        """Tokens of all sequences, int32 (num_sequences,), in the order of :attr:`sequences`."""
+        with self._pool._lock:
+            lengths = [state.length for state in self._sequences.values()]
+        return np.array(lengths, np.int32)
+
+    @property
+    def sequences(self) -> tuple[int, ...]:
+        """The sequences, oldest first."""
+        with self._pool._lock:
+            return tuple(self._sequences)
+
+    @property
+    def num_sequences(self) -> int:
+        """How many sequences there are."""
+        return len(self._sequences)
+
+    @property
+    def pool(self) -> KvBlockPool:
+        """The pool whose blocks hold the sequences."""
+        return self._pool
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __bool__(self) -> bool:
+        return True  # also without sequences: `if cache` asks whether there is one
+
+    def __contains__(self, seq: object) -> bool:
+        return isinstance(seq, (int, np.integer)) and int(seq) in self._sequences
+
+    def __repr__(self) -> str:
+        tokens = int(self.context_lens.sum())
+        return f"<{type(self).__name__} of {len(self)} sequences, {tokens} tokens, in {self._pool}>"
+
+    def __reduce__(self) -> Any:
+        raise InvalidArgumentError(
+            "a PagedKvCache shares its pool, so it cannot be copied or pickled: fork() its "
+            "sequences, or copy them out of it with to_kv_cache()"
+        )
+
+    def __del__(self) -> None:
+        pool = getattr(self, "_pool", None)
+        if pool is not None:  # the pool may be another cache's as well
+            pool._abandoned.extend(state.table for state in self._sequences.values())
+
+    # ---- to and from a KVCache -------------------------------------------------------------------
+
+    def to_kv_cache(self, seq: int, *, max_seq_len: int | None = None) -> Any:
+        """Copy a sequence, byte for byte, into a cache of its own; without pending tokens.
+
+        Parameters
+        ----------
+        seq : int
+        max_seq_len : int, optional
+            Of the new cache, at least the length of the sequence; by default it grows.
+
+        Returns
+        -------
+        KVCache
+
+        Raises
+        ------
+        UnknownSequenceError
+        InvalidArgumentError, CapacityExceededError
+            ``max_seq_len`` is no length, or too short.
+        OutOfMemoryError
+        """
+        from kvedge._backend import KVCache  # not at import: the backend imports this package
+
+        pool, state = self._pool, self._state(seq)
+        length, table = state.length, state.table
+        layers = tuple(
+            LayerContents(*store.gather(table, pool.block_size, length), None)
+            for store in pool._stores
+        )
+        contents = CacheContents(self._format, length, layers)
+        return KVCache._holding(contents, max_seq_len, False, {})
+
+    def from_kv_cache(self, cache: CacheMethods) -> int:
+        """Begin a sequence with a copy of a cache's tokens, byte for byte; pending ones excepted.
+
+        Parameters
+        ----------
+        cache : KVCache
+            Of the pool's layers, heads, head_dim, dtype, group size and scale dtype, and without a
+            key offset.
+
+        Returns
+        -------
+        int
+
+        Raises
+        ------
+        InvalidArgumentError
+            Not a KVCache, or one with a key offset.
+        ShapeMismatchError
+            A cache of another format.
+        CapacityExceededError
+            The pool has too few free blocks.
+        """
+        from kvedge._cache import CacheMethods  # as above
+
+        if not isinstance(cache, CacheMethods):
+            raise InvalidArgumentError(f"cache must be a KVCache, not {_checks.describe(cache)}")
+        if cache._format != self._format:
+            raise ShapeMismatchError(f"the cache is {cache._format}, this pool {self._format}")
+        if cache.key_offset is not None:
+            raise InvalidArgumentError("blocks have no key offset, but this cache has one")
+        pool, length = self._pool, len(cache)
+        with pool._lock:
+            table = pool._take(pool._blocks_for(length))
+            for store, layer in zip(pool._stores, cache._layers, strict=True):
+                store.scatter(table, pool.block_size, [slab[:length] for slab in layer._slabs])
+            return self._add(SequenceState(pool.num_layers, table, length))
+
+    @property
+    def _format(self) -> CacheFormat:
+        config = self._pool._config
+        return CacheFormat(
+            self._pool.num_layers,
+            config.num_kv_heads,
+            config.head_dim,
+            config.dtype,
+            config.group_size,
+            config.scale_dtype,
+        )
+
+    # ---- inside ----------------------------------------------------------------------------------
+
+    def _add(self, state: SequenceState) -> int:
+        seq = next(_numbers)
+        self._sequences[seq] = state
+        return seq
+
+    def _add_holding(self, table: np.ndarray, length: int) -> int:
+        self._pool._hold(table)
+        return self._add(SequenceState(self._pool.num_layers, table, length))
+
+    def _state(self, seq: Any) -> SequenceState:
+        state = self._sequences.get(seq) if seq.__class__ is int else None
+        if state is not None:
+            return state
+        seq = _checks.as_int(seq, "seq")
+        state = self._sequences.get(seq)
+        if state is None:
+            raise UnknownSequenceError(
+                f"sequence {seq} is not in this cache: it was dropped, or is another cache's"
+            )
+        return state
+
+    def _store(self, layer: Any) -> Any:
+        return self._pool._stores[_checks.check_layer(layer, self._pool.num_layers)]
+
+    def _committed(self, state: SequenceState) -> np.ndarray:
+        """The blocks of the tokens advanced over."""
+        return state.table[: self._pool._blocks_for(state.length)]
+
+    def _set_length(self, state: SequenceState, n: int) -> None:
+        """After the table was cut or replaced."""
+        state.length = n
+        state.held = [n] * len(state.held)
+        self._pool._stores[0]._settle()  # nobody may still look at rows that come anew
+
+    def _table_of(self, snapshot: Any) -> np.ndarray:
+        if not isinstance(snapshot, PagedSnapshot):
+            raise InvalidArgumentError(
+                f"snapshot must be a PagedSnapshot, not {_checks.describe(snapshot)}"
+            )
+        if snapshot._pool is not self._pool:
+            raise InvalidArgumentError("this snapshot is of another pool")
+        if snapshot._table is None:
+            raise StaleSnapshotError("this snapshot was released: its blocks are no longer held")
+        return snapshot._table
+
+    def _read(self, values: bool, seq: int, layer: int) -> np.ndarray:
+        state, store = self._state(seq), self._store(layer)
+        config = self._pool._config
+        length = state.held[_checks.as_int(layer, "layer")]
+        out = np.empty((length, config.num_kv_heads, config.head_dim), np.float32)
+        store.read(values, state.table, self._pool.block_size, length, out)
+        return out
+
+
+def _list(items: Any, name: str) -> list[Any]:
+    try:
+        return list(items)
+    except TypeError:
+        raise InvalidArgumentError(
+            f"{name} must be a sequence of integers, not {_checks.describe(items)}"
+        ) from None
+
+
+def _token_ids(token_ids: Any) -> np.ndarray:
+    """Token ids as int64 (n,)."""
+    try:
+        ids = np.asarray(token_ids)
+    except Exception as error:  # ragged lists, foreign __array__
+        raise InvalidArgumentError("token_ids must be a sequence of integers") from error
+    if ids.ndim != 1:
+        raise ShapeMismatchError(f"token_ids must have one dimension, not shape {ids.shape}")
+    if ids.size and ids.dtype.kind not in "iu":
+        raise InvalidArgumentError(f"token_ids must be integers, not {ids.dtype}")
+    return ids.astype(np.int64)

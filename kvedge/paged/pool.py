@@ -1,0 +1,438 @@
+"""The blocks of all layers in one allocation, and how many refer to each of them.
+
+A block is free, or held by one or more owners: sequences, snapshots, and whoever called
+``allocate``. A block that nobody holds but that is known by its token ids stays as it is until its
+memory is needed, the least recently used first; it counts as free.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, OrderedDict, deque
+from typing import Any, ClassVar
+
+import numpy as np
+
+from kvedge import _checks, _memory
+from kvedge._config import ConfigFacts
+from kvedge.errors import (
+    BlockNotHeldError,
+    CapacityExceededError,
+    DtypeMismatchError,
+    InvalidArgumentError,
+    ShapeMismatchError,
+)
+from kvedge.paged.prefixes import PrefixTree
+
+__all__ = ["BlockPoolMethods"]
+
+MAX_BLOCKS = 2**31 - 1  # block numbers are int32, as in other runtimes
+MAX_LAYERS = 1 << 16
+
+
+class BlockPoolMethods(ConfigFacts):
+    """A pool of blocks of tokens, shared by the sequences of a :class:`kvedge.PagedKvCache`.
+
+    Block b of a layer is the rows of ``block_size`` consecutive tokens of some sequence. One number
+    names the same block in all layers. Memory is reserved at once, and committed by the system only
+    as blocks are written; blocks freed last are used again first.
+
+    Parameters
+    ----------
+    num_blocks : int
+        1 to 2^31 - 1.
+    block_size : int
+        Tokens of a block.
+    num_layers, num_kv_heads : int
+        1 to 65536.
+    head_dim : int
+        1 to 1024.
+    dtype : {"int8", "float32"}
+        How keys and values are stored.
+    scale_dtype : {"float16", "float32"}, optional
+        int8 only: type of the scales, by default float16.
+    group_size : int, optional
+        int8 only: channels that share a scale; by default the whole row of head_dim.
+
+    Raises
+    ------
+    InvalidArgumentError, OutOfMemoryError
+
+    Notes
+    -----
+    All methods of a pool and of the caches over it that change something may be called from several
+    threads: they take turns. See :class:`kvedge.PagedKvCache` for reading meanwhile.
+    """
+
+    _store_type: ClassVar[type]  # the backend's
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: str = "int8",
+        scale_dtype: str | None = None,
+        group_size: int | None = None,
+    ) -> None:
+        """Make a pool of free blocks; the class tells of the parameters."""
+        num_blocks = _size(num_blocks, "num_blocks", MAX_BLOCKS)
+        block_size = _size(block_size, "block_size", _checks.MAX_CAPACITY)
+        num_layers = _size(num_layers, "num_layers", MAX_LAYERS)
+        if num_blocks * block_size > _checks.MAX_CAPACITY:
+            raise InvalidArgumentError(
+                f"a pool may have {_checks.MAX_CAPACITY} tokens, not num_blocks * block_size = "
+                f"{num_blocks * block_size}"
+            )
+        if scale_dtype is None:
+            scale_dtype = "float32" if dtype == "float32" else "float16"
+        config = _checks.layer_config(
+            dtype,
+            num_blocks * block_size,
+            num_kv_heads,
+            head_dim,
+            group_size=group_size,
+            scale_dtype=scale_dtype,
+        )
+        slabs = _memory.reserve_layers(config, num_layers)
+        self._config = config
+        self._num_blocks = num_blocks
+        self._block_size = block_size
+        self._stores = tuple(self._store_type(config, each) for each in slabs)
+
+        self._lock = threading.RLock()  # held by every method that changes pool, cache or sequence
+        self._references = np.zeros(num_blocks, np.int32)  # committed as it is touched, too
+        self._freed: list[int] = []  # the last one is used next
+        self._untouched = 0  # blocks from this one on were never used
+        self._prefixes = PrefixTree(block_size)
+        self._idle: OrderedDict[int, None] = OrderedDict()  # known, held by nobody; oldest first
+        self._lent: Counter[int] = Counter()  # references that allocate() and share() gave out
+        # Tables of snapshots that were garbage-collected, which may happen in the middle of
+        # anything: they are given back when the pool is next looked at.
+        self._abandoned: deque[np.ndarray] = deque()
+
+    # ---- facts -----------------------------------------------------------------------------------
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the pool."""
+        return self._num_blocks
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+        return self._block_size
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model."""
+        return len(self._stores)
+
+    @property
+    def free_count(self) -> int:
+        """Blocks that nobody holds, those that still have a prefix to be found included."""
+        with self._lock:
+            self._collect()
+            return self._num_blocks - self._untouched + len(self._freed) + len(self._idle)
+
+    @property
+    def used_count(self) -> int:
+        """Blocks that someone holds: num_blocks - free_count."""
+        return self._num_blocks - self.free_count
+
+    @property
+    def cached_count(self) -> int:
+        """Of the free blocks, those that ``match_prefix`` can still find."""
+        with self._lock:
+            self._collect()
+            return len(self._idle)
+
+    @property
+    def utilization(self) -> float:
+        """Share of the blocks that someone holds: 0 to 1."""
+        return self.used_count / self._num_blocks
+
+    @property
+    def reference_counts(self) -> np.ndarray:
+        """How many owners each block has: int32 (num_blocks,), a copy."""
+        with self._lock:
+            self._collect()
+            return self._references.copy()
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block in all layers, scales included."""
+        return self._block_size * self.num_layers * _memory.token_bytes(self._config)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes reserved for keys, values and scales of all blocks and layers."""
+        return self._num_blocks * self.block_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the blocks that someone holds."""
+        return self.used_count * self.block_bytes
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes that the system has committed so far, in whole pages.
+
+        Where the system does not tell, the bytes of the blocks that were ever used.
+        """
+        slabs = [slab for store in self._stores for slab in store._slabs]
+        resident = _memory.resident_bytes(slabs)
+        return self._untouched * self.block_bytes if resident is None else resident
+
+    @property
+    def fp32_memory_bytes(self) -> int:
+        """Bytes that the same blocks would take in float32."""
+        return 8 * self._config.capacity * self._config.entry_size * self.num_layers
+
+    def __len__(self) -> int:
+        return self._num_blocks
+
+    def __repr__(self) -> str:
+        config = self._config
+        scales = f", {config.scale_dtype} scales" if config.dtype == "int8" else ""
+        return (
+            f"<{type(self).__name__} {self._num_blocks} blocks of {self._block_size} tokens, "
+            f"{self.free_count} free, {self.num_layers} layers x {config.num_kv_heads} KV heads "
+            f"x {config.head_dim}, {config.dtype}{scales}, {self.memory_bytes} bytes reserved>"
+        )
+
+    def __reduce__(self) -> Any:
+        raise InvalidArgumentError(
+            "a pool is memory that caches share, so it cannot be copied or pickled: "
+            "PagedKvCache.to_kv_cache() copies a sequence out of it"
+        )
+
+    # ---- the stored bytes, for other runtimes ----------------------------------------------------
+
+    def key_codes(self, layer: int) -> np.ndarray:
+        """Stored keys of a layer, read-only and without a copy.
+
+        Parameters
+        ----------
+        layer : int
+
+        Returns
+        -------
+        numpy.ndarray
+            int8 (or float32) (num_blocks, block_size, num_kv_heads, head_dim), the layout of
+            vLLM and FlashAttention. Rows that no sequence has written are zero or old.
+
+        Raises
+        ------
+        LayerOutOfRangeError
+        """
+        return self._blocks_of(layer, "key_codes")
+
+    def value_codes(self, layer: int) -> np.ndarray:
+        """Stored values of a layer; as :meth:`key_codes`."""
+        return self._blocks_of(layer, "value_codes")
+
+    def key_scales(self, layer: int) -> np.ndarray:
+        """Scales of the keys of a layer, read-only and without a copy.
+
+        (num_blocks, block_size, num_kv_heads, num_groups), for the rest as :meth:`key_codes`;
+        num_groups is 0 for float32.
+        """
+        return self._blocks_of(layer, "key_scales")
+
+    def value_scales(self, layer: int) -> np.ndarray:
+        """Scales of the values of a layer; as :meth:`key_scales`."""
+        return self._blocks_of(layer, "value_scales")
+
+    def _blocks_of(self, layer: Any, name: str) -> np.ndarray:
+        layer = _checks.check_layer(layer, self.num_layers)
+        slab = getattr(self._stores[layer]._slabs, name)
+        view = slab.reshape(self._num_blocks, self._block_size, *slab.shape[1:])
+        view.flags.writeable = False
+        return view
+
+    # ---- blocks for the user himself -------------------------------------------------------------
+
+    def allocate(self, n: int = 1) -> np.ndarray:
+        """Take blocks out of the pool, for a use of one's own; sequences need no such call.
+
+        Parameters
+        ----------
+        n : int
+            How many; all of them or none.
+
+        Returns
+        -------
+        numpy.ndarray
+            int32 (n,), block numbers.
+
+        Raises
+        ------
+        InvalidArgumentError
+        CapacityExceededError
+            So many are not free.
+        """
+        n = _checks.as_int(n, "n")
+        if n < 0:
+            raise InvalidArgumentError(f"n must be at least 0, not {n}")
+        with self._lock:
+            blocks = self._take(n)
+            self._lent.update(blocks.tolist())
+            return blocks
+
+    def share(self, blocks: Any) -> None:
+        """Hold blocks once more, each to be freed once more.
+
+        Parameters
+        ----------
+        blocks : sequence of int
+            Distinct blocks that :meth:`allocate` gave.
+
+        Raises
+        ------
+        BlockNotHeldError
+            One of them is not held through this pool's ``allocate`` and ``share``.
+        InvalidArgumentError, ShapeMismatchError, DtypeMismatchError
+        """
+        with self._lock:
+            blocks = self._lent_blocks(blocks)
+            self._hold(blocks)
+            self._lent.update(blocks.tolist())
+
+    def free(self, blocks: Any) -> None:
+        """Give back blocks that :meth:`allocate` or :meth:`share` gave: all of them or none.
+
+        Parameters
+        ----------
+        blocks : sequence of int
+            Distinct block numbers.
+
+        Raises
+        ------
+        BlockNotHeldError
+            One of them was freed already, or was never given: blocks of sequences are freed by
+            dropping the sequences.
+        InvalidArgumentError, ShapeMismatchError, DtypeMismatchError
+        """
+        with self._lock:
+            blocks = self._lent_blocks(blocks)
+            self._lent.subtract(blocks.tolist())
+            self._lent += Counter()  # without those at 0
+            self._release(blocks)
+
+    def _lent_blocks(self, blocks: Any) -> np.ndarray:
+        array = np.asarray(blocks)
+        if array.ndim != 1:
+            raise ShapeMismatchError(f"blocks must have one dimension, not shape {array.shape}")
+        if array.size == 0:
+            return np.empty(0, np.int32)
+        if array.dtype.kind not in "iu":
+            raise DtypeMismatchError(f"blocks must be integers, not {array.dtype}")
+        numbers = array.tolist()
+        if len(set(numbers)) < len(numbers):
+            raise InvalidArgumentError("blocks must name each block once")
+        for block in numbers:
+            if self._lent[block] < 1:
+                raise BlockNotHeldError(
+                    f"block {block} is not held: it was freed already, or allocate() of this pool "
+                    "never gave it"
+                )
+        return array.astype(np.int32)
+
+    # ---- prefixes --------------------------------------------------------------------------------
+
+    def forget_prefixes(self) -> None:
+        """Let no prefix be found any more, as is needed when the model's weights have changed."""
+        with self._lock:
+            self._prefixes = PrefixTree(self._block_size)
+            self._freed.extend(reversed(self._idle))
+            self._idle.clear()
+
+    def _match(self, token_ids: np.ndarray) -> np.ndarray:
+        """The blocks of the longest known prefix, held once more."""
+        blocks = np.array(self._prefixes.match(token_ids), np.int32)
+        self._hold(blocks)
+        return blocks
+
+    def _forget(self, block: int) -> None:
+        """Let a prefix that ends in or goes through this block be found no more."""
+        for gone in self._prefixes.remove(block):
+            if gone in self._idle:
+                del self._idle[gone]
+                self._freed.append(gone)
+
+    # ---- for caches: the lock is held ------------------------------------------------------------
+
+    def _blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self._block_size)
+
+    def _check_room(self, n: int) -> None:
+        """CapacityExceededError unless `n` blocks are free."""
+        free = self.free_count
+        if n > free:
+            raise CapacityExceededError(
+                f"the pool is out of blocks: {n} wanted, {free} of {self._num_blocks} are free; "
+                "drop() a sequence or make a larger pool"
+            )
+
+    def _must_forget(self, n: int) -> bool:
+        """Whether `n` blocks can be had only by forgetting prefixes."""
+        return n > self._num_blocks - self._untouched + len(self._freed)
+
+    def _take(self, n: int) -> np.ndarray:
+        """`n` free blocks, int32 (n,), now held once; CapacityExceededError if there are fewer."""
+        self._check_room(n)
+        taken = []
+        while len(taken) < n:
+            if self._freed:
+                taken.append(self._freed.pop())
+            elif self._untouched < self._num_blocks:
+                more = min(n - len(taken), self._num_blocks - self._untouched)
+                taken.extend(range(self._untouched, self._untouched + more))
+                self._untouched += more
+            else:
+                self._forget(next(iter(self._idle)))
+        blocks = np.array(taken, np.int32)
+        self._references[blocks] = 1
+        return blocks
+
+    def _hold(self, blocks: np.ndarray) -> None:
+        """One owner more for each of these distinct blocks."""
+        idle = self._references[blocks] == 0
+        self._references[blocks] += 1
+        for block in blocks[idle].tolist():
+            del self._idle[block]
+
+    def _release(self, blocks: np.ndarray) -> None:
+        """One owner less for each of these distinct blocks."""
+        self._references[blocks] -= 1
+        unheld = blocks[self._references[blocks] == 0]
+        if not len(unheld):
+            return
+        self._stores[0]._settle()  # nobody may still look at rows that can now be overwritten
+        # From the end: a prefix is forgotten from its end, and freed blocks come back in order.
+        for block in unheld[::-1].tolist():
+            if block in self._prefixes:
+                self._idle[block] = None
+            else:
+                self._freed.append(block)
+
+    def _copy_block(self, source: int, target: int) -> None:
+        for store in self._stores:
+            store.copy_block(self._block_size, source, target)
+
+    def _collect(self) -> None:
+        """Give back what garbage-collected snapshots held."""
+        while self._abandoned:
+            self._release(self._abandoned.popleft())
+
+
+def _size(value: Any, name: str, most: int) -> int:
+    number = _checks.as_int(value, name)
+    if not 1 <= number <= most:
+        raise InvalidArgumentError(f"{name} must be from 1 to {most}, not {number}")
+    return number
+
+

@@ -1,0 +1,124 @@
+"""Which full blocks hold the keys and values of which token ids: a tree of blocks.
+
+A block's rows depend on its own tokens and on all before them, so a block is known by the path of
+token ids that leads to it. Each node is one full block, and its children are found by the bytes of
+their token ids in a dict, which hashes them and then compares them exactly: two different prefixes
+can never be taken for one another. (vLLM's automatic prefix caching chains hashes instead;
+SGLang's radix tree, https://arxiv.org/abs/2312.07104, is this one with nodes of any length.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from kvedge.errors import InvalidArgumentError
+
+__all__ = ["PrefixTree"]
+
+
+class _Node:
+    """A full block that can be found."""
+
+    __slots__ = ("block", "children", "ids", "parent")
+
+    def __init__(self, parent: _Node | None, ids: bytes, block: int) -> None:
+        self.parent = parent  # None: the root, or taken out of the tree
+        self.ids = ids
+        self.block = block
+        self.children: dict[bytes, _Node] = {}
+
+
+class PrefixTree:
+    """The full blocks of a pool that can be found by token ids.
+
+    Parameters
+    ----------
+    block_size : int
+        Tokens of a block.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._root = _Node(None, b"", -1)
+        self._nodes: dict[int, _Node] = {}  # by block
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._nodes
+
+    def match(self, token_ids: np.ndarray) -> list[int]:
+        """The blocks of the longest known prefix of `token_ids`, int64 (n,)."""
+        node, blocks = self._root, []
+        for ids in self._split(token_ids):
+            child = node.children.get(ids)
+            if child is None:
+                break
+            blocks.append(child.block)
+            node = child
+        return blocks
+
+    def add(self, token_ids: np.ndarray, blocks: Sequence[int]) -> None:
+        """Make full blocks known.
+
+        Where another block is known by the same prefix already, that one stays.
+
+        Parameters
+        ----------
+        token_ids : numpy.ndarray
+            int64 (n,).
+        blocks : sequence of int
+            At least n // block_size, the blocks of the tokens in order.
+
+        Raises
+        ------
+        InvalidArgumentError
+            One of them is known by other token ids.
+        """
+        path = list(self._split(token_ids))
+        node: _Node | None = self._root
+        for i, ids in enumerate(path):  # all checks before the first change
+            known = self._nodes.get(blocks[i])
+            node = None if node is None else node.children.get(ids)
+            if known is not None and known is not node:
+                first = i * self._block_size
+                raise InvalidArgumentError(
+                    f"tokens {first} to {first + self._block_size - 1} are registered already, "
+                    "under other token ids than these or after other tokens"
+                )
+        node = self._root
+        for ids, block in zip(path, blocks, strict=False):
+            child = node.children.get(ids)
+            if child is None:
+                child = _Node(node, ids, block)
+                node.children[ids] = self._nodes[block] = child
+            node = child
+
+    def remove(self, block: int) -> list[int]:
+        """Forget a block and all that come after it, which cannot be reached without it.
+
+        Returns
+        -------
+        list of int
+            The blocks that were forgotten.
+        """
+        node = self._nodes[block]
+        assert node.parent is not None
+        del node.parent.children[node.ids]
+        gone, waiting = [], [node]
+        while waiting:
+            node = waiting.pop()
+            waiting.extend(node.children.values())
+            node.parent = None  # no cycles are left for the garbage collector
+            del self._nodes[node.block]
+            gone.append(node.block)
+        return gone
+
+    def _split(self, token_ids: np.ndarray) -> Iterator[bytes]:
+        """The token ids of each full block, as bytes."""
+        size = self._block_size
+        for stop in range(size, len(token_ids) + 1, size):
+            yield token_ids[stop - size : stop].tobytes()

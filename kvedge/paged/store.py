@@ -1,0 +1,126 @@
+"""One layer of a pool: rows in blocks, written and read through a table of block numbers.
+
+Block b is the tokens b * block_size to (b + 1) * block_size - 1 of a layer as large as the pool, so
+all that a layer's core can do with rows, it can do here; only its length means nothing. A backend's
+core provides, besides what kvedge/_layer.py names,
+
+    _write_at(position, keys, values)     checked float32 rows (n, H, D), n >= 1, to positions
+    _filled(position, n)                  rows were copied to the slabs
+    _attend_blocks(block_size, rows, options)   attention of kvedge.paged.batch.Rows
+    _settle()                             wait until no thread looks at rows that nobody holds
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvedge import _checks
+from kvedge.errors import KvedgeError
+
+if TYPE_CHECKING:
+    from kvedge._config import LayerConfig
+    from kvedge._memory import Slabs
+
+__all__ = ["BlockStoreMethods", "runs"]
+
+
+def runs(
+    table: np.ndarray, block_size: int, start: int, stop: int
+) -> Iterator[tuple[slice, slice]]:
+    """Tokens `start` to `stop` of a sequence in pieces that lie together in the pool.
+
+    Parameters
+    ----------
+    table : numpy.ndarray
+        int32 (blocks,).
+    block_size, start, stop : int
+
+    Yields
+    ------
+    tokens : slice
+        Of the sequence, counted from `start`.
+    positions : slice
+        Of the pool's layer, equally long.
+    """
+    if start == stop:
+        return
+    first = start // block_size
+    blocks = table[first : -(-stop // block_size)]
+    breaks = np.flatnonzero(np.diff(blocks) != 1) + 1  # where a block does not follow the last one
+    edges = [0, *breaks.tolist(), len(blocks)]
+    for i, j in pairwise(edges):
+        low = max(start, (first + i) * block_size)
+        high = min(stop, (first + j) * block_size)
+        at = int(blocks[i]) * block_size + low - (first + i) * block_size
+        yield slice(low - start, high - start), slice(at, at + high - low)
+
+
+class BlockStoreMethods:
+    """The part of a block store that does not depend on the backend."""
+
+    _config: LayerConfig
+    _slabs: Slabs
+
+    if TYPE_CHECKING:
+
+        def _open(self, config: LayerConfig, slabs: Slabs) -> None: ...
+        def _write_at(self, position: int, keys: np.ndarray, values: np.ndarray) -> None: ...
+        def _filled(self, position: int, n: int) -> None: ...
+        def _attend_blocks(self, block_size: int, rows: list[Any], options: Any) -> None: ...
+        def _settle(self) -> None: ...
+        def _dequantize_into(
+            self, values: bool, start: int, stop: int, out: np.ndarray
+        ) -> None: ...
+
+    def __init__(self, config: LayerConfig, slabs: Slabs) -> None:
+        self._open(config, slabs)
+
+    def check(self, keys: np.ndarray, values: np.ndarray) -> None:
+        """Raise if rows (n, H, D) cannot be stored."""
+        for rows, name in ((keys, "keys"), (values, "values")):
+            _checks.check_finite(rows, name)
+            if self._config.scale_dtype == "float16":
+                _checks.check_scale_range(rows, name)
+
+    def write(
+        self, table: np.ndarray, block_size: int, start: int, keys: np.ndarray, values: np.ndarray
+    ) -> None:
+        """Store rows (n, H, D) as the tokens from `start` on; raising, it may have stored some."""
+        try:
+            for tokens, positions in runs(table, block_size, start, start + len(keys)):
+                self._write_at(positions.start, keys[tokens], values[tokens])
+        except KvedgeError:
+            self.check(keys, values)  # names the element within all of the rows
+            raise
+
+    def read(
+        self, values: bool, table: np.ndarray, block_size: int, length: int, out: np.ndarray
+    ) -> None:
+        """Dequantize the first tokens into `out`, float32 (length, H, D)."""
+        for tokens, positions in runs(table, block_size, 0, length):
+            self._dequantize_into(values, positions.start, positions.stop, out[tokens])
+
+    def gather(self, table: np.ndarray, block_size: int, length: int) -> list[np.ndarray]:
+        """Copy the stored bytes of the first tokens: four arrays, in the order of the slabs."""
+        copies = [np.empty((length, *slab.shape[1:]), slab.dtype) for slab in self._slabs]
+        for tokens, positions in runs(table, block_size, 0, length):
+            for copy, slab in zip(copies, self._slabs, strict=True):
+                copy[tokens] = slab[positions]
+        return copies
+
+    def scatter(self, table: np.ndarray, block_size: int, arrays: list[np.ndarray]) -> None:
+        """Fill the first tokens from stored bytes, as :meth:`gather` gives them."""
+        for tokens, positions in runs(table, block_size, 0, len(arrays[0])):
+            for array, slab in zip(arrays, self._slabs, strict=True):
+                slab[positions] = array[tokens]
+            self._filled(positions.start, positions.stop - positions.start)
+
+    def copy_block(self, block_size: int, source: int, target: int) -> None:
+        """Copy all rows of a block."""
+        source, target = source * block_size, target * block_size
+        for slab in self._slabs:
+            slab[target : target + block_size] = slab[source : source + block_size]
