@@ -73,21 +73,24 @@ static const char *can_neon(void) {
   return NULL; /* every armv8-a has it */
 }
 
+#if defined(__aarch64__)
 static const char *can_neondot(void) {
-#if defined(__aarch64__) && defined(__linux__)
+#if defined(__linux__)
   enum { HWCAP_ASIMDDP_BIT = 1 << 20 };
   if (!(getauxval(AT_HWCAP) & HWCAP_ASIMDDP_BIT)) return "the CPU has no dot product instructions (asimddp)";
   return NULL;
-#elif defined(__aarch64__) && defined(__APPLE__)
+#elif defined(__APPLE__)
   int has = 0;
   size_t size = sizeof has;
   if (sysctlbyname("hw.optional.arm.FEAT_DotProd", &has, &size, NULL, 0) || !has)
     return "the CPU has no dot product instructions (FEAT_DotProd)";
   return NULL;
 #else
-  return "dot product instructions are used on aarch64 only";
+  return "dot product instructions are looked for on Linux and macOS only";
 #endif
 }
+#endif
+
 #endif
 
 static const struct {

@@ -124,7 +124,7 @@ static void weighted_sum_i8_avx2(const int8_t *v, ptrdiff_t token_stride, int nu
   (void)num_bytes; /* floats cost the same whatever their precision */
   float weights[KVEDGE_STACK * KVEDGE_TILE];
   for (int i = 0; i < num_queries; i++)
-    for (int t = 0; t < KVEDGE_TILE; t++) weights[i * KVEDGE_TILE + t] = p[i * KVEDGE_TILE + t] * v_scale[t];
+    for (int t = 0; t < num_tokens; t++) weights[i * KVEDGE_TILE + t] = p[i * KVEDGE_TILE + t] * v_scale[t];
   for (int d = 0; d < dim; d += 16) {
     int channels = dim - d < 16 ? dim - d : 16;
     for (int i = 0; i < num_queries; i += SUM_QUERIES) {

@@ -23,7 +23,7 @@ enum {
 /* Where a group's largest is below, all of it is nothing: beside the query's other channels, beside
  * the weights of some other tile. */
 #define QUERY_NOTHING 1e-30f
-#define WEIGHT_NOTHING 7.7e-34f
+#define WEIGHT_NOTHING 1e-31f
 
 static inline float bits_to_float(uint32_t bits) {
   float x;

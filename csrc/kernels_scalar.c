@@ -21,9 +21,9 @@ static void scores_i8_scalar(const kvedge_query *q, const int8_t *k, ptrdiff_t t
   for (int t = 0; t < num_tokens; t++, k += token_stride)
     for (int i = 0; i < q->num_queries; i++) {
       const float *query = q->values + i * q->stride;
-      float dot = 0.0f;
+      double dot = 0.0; /* one sum of up to 1024 products in a float would round too often */
       for (int d = 0; d < q->dim; d++) dot += query[d] * (float)k[d];
-      float score = dot * k_scale[t];
+      float score = (float)dot * k_scale[t];
       float *out = scores + i * KVEDGE_TILE + t;
       *out = accumulate ? *out + score : score;
     }

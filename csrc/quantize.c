@@ -88,7 +88,8 @@ void kvedge_rows_store(const kvedge_layer *layer, const float *rows, int64_t num
   int dim = config->head_dim, group = config->group_size, num_groups = layer->num_groups;
   int64_t num_rows = num_tokens * config->num_kv_heads, first = position * config->num_kv_heads;
   if (config->format == KVEDGE_FLOAT32) {
-    memcpy((float *)codes + first * dim, rows, (size_t)(num_rows * dim) * sizeof(float));
+    /* rows may be a layer's own, and lie where they are going to */
+    if (num_rows > 0) memmove((float *)codes + first * dim, rows, (size_t)(num_rows * dim) * sizeof(float));
     return;
   }
   float buffer[MAX_HEAD_DIM];

@@ -15,11 +15,20 @@ typedef struct {
   const char *keys, *values, *key_scales, *value_scales;
 } tile_rows;
 
-/* A tile of all heads: tokens token..token+num_tokens-1, all within one segment. */
+/* Rows that lie token_stride apart: a tile has one run of them, or several where segments meet in it. */
+typedef struct {
+  int first, num_tokens; /* of the tile's tokens; first is a multiple of 16, the kernels' block */
+  tile_rows rows;        /* of KV head 0 */
+} piece;
+
+enum { MAX_PIECES = KVEDGE_TILE / 16 };
+
+/* A tile of all heads: tokens token..token+num_tokens-1. */
 typedef struct {
   int64_t token;
   int num_tokens; /* 0: there is none */
-  tile_rows rows; /* of KV head 0 */
+  int num_pieces;
+  piece pieces[MAX_PIECES];
 } tile_of_tokens;
 
 static tile_rows rows_of_head(const kvedge_cache_view *view, const tile_rows *first, int kv_head) {
@@ -49,19 +58,28 @@ static tile_of_tokens next_tile(const kvedge_attention *a, tile_cursor *cursor) 
   if (count > cursor->stop - i) count = cursor->stop - i;
   while (token >= cursor->segment_start + view->segments[cursor->segment].num_tokens)
     cursor->segment_start += view->segments[cursor->segment++].num_tokens;
-  const kvedge_segment *segment = &view->segments[cursor->segment];
-  int64_t offset = token - cursor->segment_start;
-  if (count > segment->num_tokens - offset) count = segment->num_tokens - offset;
-  cursor->next += count;
-  ptrdiff_t code = offset * view->token_stride, scale = offset * view->scale_token_stride;
-  return (tile_of_tokens){.token = token, .num_tokens = (int)count,
-                          .rows = {segment->keys + code, segment->values + code,
-                                   segment->key_scales + scale, segment->value_scales + scale}};
+  tile_of_tokens tile = {.token = token};
+  do {
+    const kvedge_segment *segment = &view->segments[cursor->segment];
+    int64_t offset = token + tile.num_tokens - cursor->segment_start, here = count - tile.num_tokens;
+    if (here > segment->num_tokens - offset) here = segment->num_tokens - offset;
+    ptrdiff_t code = offset * view->token_stride, scale = offset * view->scale_token_stride;
+    tile.pieces[tile.num_pieces++] = (piece){
+        .first = tile.num_tokens, .num_tokens = (int)here,
+        .rows = {segment->keys + code, segment->values + code, segment->key_scales + scale,
+                 segment->value_scales + scale}};
+    tile.num_tokens += (int)here;
+    if (tile.num_tokens == count) break;
+    cursor->segment_start += segment->num_tokens;
+    cursor->segment++;
+  } while (tile.num_tokens % 16 == 0);
+  cursor->next += tile.num_tokens;
+  return tile;
 }
 
-/* Scales of one group of a tile's rows, times factor, side by side; 0 after the last token. */
+/* Scales of one group of rows that lie side by side, times factor. */
 static void gather_scales(const kvedge_cache_view *view, const char *scales, int group, int num_tokens,
-                          float factor, float out[KVEDGE_TILE]) {
+                          float factor, float *out) {
   ptrdiff_t stride = view->scale_token_stride;
   if (view->scale_type == KVEDGE_SCALE_FLOAT32) {
     scales += group * (ptrdiff_t)sizeof(float);
@@ -71,8 +89,36 @@ static void gather_scales(const kvedge_cache_view *view, const char *scales, int
     for (int t = 0; t < num_tokens; t++)
       out[t] = kvedge_half_to_float(*(const uint16_t *)(scales + t * stride)) * factor;
   }
-  for (int t = num_tokens; t < KVEDGE_TILE; t++) out[t] = 0.0f;
 }
+
+/* A piece's room in an array of a tile's scales: kernels may read as many from its first on as a tile has. */
+enum { SCALES = 2 * KVEDGE_TILE };
+
+static void tile_key_scales(const kvedge_attention *a, const tile_of_tokens *tile, int kv_head, int group,
+                            float out[SCALES]) {
+  for (int i = 0; i < tile->num_pieces; i++) {
+    const piece *p = &tile->pieces[i];
+    tile_rows rows = rows_of_head(&a->view, &p->rows, kv_head);
+    gather_scales(&a->view, rows.key_scales, group, p->num_tokens, a->key_factor, out + p->first);
+  }
+  memset(out + tile->num_tokens, 0, (size_t)(SCALES - tile->num_tokens) * sizeof *out);
+}
+
+static void tile_value_scales(const kvedge_attention *a, const tile_of_tokens *tile, int kv_head, int group,
+                              float out[SCALES]) {
+  for (int i = 0; i < tile->num_pieces; i++) {
+    const piece *p = &tile->pieces[i];
+    tile_rows rows = rows_of_head(&a->view, &p->rows, kv_head);
+    gather_scales(&a->view, rows.value_scales, group, p->num_tokens, a->value_factor, out + p->first);
+  }
+  memset(out + tile->num_tokens, 0, (size_t)(SCALES - tile->num_tokens) * sizeof *out);
+}
+
+/* What is read next, by pieces; none: nothing is asked for. */
+typedef struct {
+  int num_pieces;
+  tile_rows pieces[MAX_PIECES];
+} rows_ahead;
 
 /* ---- Options that look at single logits ---------------------------------------------------- */
 
@@ -198,15 +244,17 @@ static void choose_bytes(const kvedge_attention *a, const encounter *e, size_t q
   }
 }
 
-/* Scores of one group of channels against a tile, in runs of queries that need as many bytes. */
-static void group_scores(const kvedge_attention *a, const encounter *e, size_t query_index, int group,
-                         const char *keys, const float *scale, const char *prefetch, float *scores) {
+/* Scores of one group of channels against a piece of a tile, in runs of queries that need as many
+ * bytes. `scale` and `scores` are the piece's. */
+static void piece_scores(const kvedge_attention *a, const encounter *e, size_t query_index, int group,
+                         const piece *p, const int *bytes, const float *scale, const char *prefetch,
+                         float *scores) {
   const kvedge_cache_view *view = &a->view;
   size_t pad = (size_t)a->group_pad;
-  int start = group * view->group_size, bytes[KVEDGE_STACK];
+  int start = group * view->group_size;
+  const char *keys = rows_of_head(view, &p->rows, e->kv_head).keys + start;
   kvedge_query q = {.stride = (ptrdiff_t)pad * a->num_groups, .sums_stride = a->num_groups,
                     .dim = view->head_dim - start < view->group_size ? view->head_dim - start : view->group_size};
-  if (a->codes) choose_bytes(a, e, query_index, scale, bytes);
   for (int i = 0, next; i < e->count; i = next) {
     next = a->codes ? i + 1 : e->count;
     while (next < e->count && bytes[next] == bytes[i]) next++;
@@ -219,94 +267,126 @@ static void group_scores(const kvedge_attention *a, const encounter *e, size_t q
       q.scale = a->scales + at;
       q.sums = a->sums + at * 4;
     }
-    a->kernels->scores_i8(&q, (const int8_t *)keys + start, view->token_stride, e->tile->num_tokens, scale,
+    a->kernels->scores_i8(&q, (const int8_t *)keys, view->token_stride, p->num_tokens, scale,
                           prefetch && i == 0 ? prefetch + start : NULL, scores + i * KVEDGE_TILE, group > 0);
   }
 }
 
 /* Scores of one tile as they come from the kernels. */
-static void tile_scores(const kvedge_attention *a, const encounter *e, const tile_rows *rows,
-                        const char *prefetch, float *scores) {
+static void tile_scores(const kvedge_attention *a, const encounter *e, const rows_ahead *ahead, float *scores) {
   const kvedge_cache_view *view = &a->view;
+  const tile_of_tokens *tile = e->tile;
   size_t index = kvedge_query_index(a, e->block, e->kv_head) + (size_t)e->first;
-  int num_tokens = e->tile->num_tokens;
   if (view->format == KVEDGE_FLOAT32) {
     kvedge_query q = {.num_queries = e->count, .dim = view->head_dim, .stride = a->group_pad,
                       .values = a->values + index * (size_t)a->group_pad};
-    a->kernels->scores_f32(&q, (const float *)rows->keys, view->token_stride, num_tokens, a->key_factor,
-                           prefetch, scores);
+    for (int i = 0; i < tile->num_pieces; i++) {
+      const piece *p = &tile->pieces[i];
+      tile_rows rows = rows_of_head(view, &p->rows, e->kv_head);
+      a->kernels->scores_f32(&q, (const float *)rows.keys, view->token_stride, p->num_tokens, a->key_factor,
+                             i < ahead->num_pieces ? ahead->pieces[i].keys : NULL, scores + p->first);
+    }
     return;
   }
-  float scale[KVEDGE_TILE];
+  float scale[SCALES];
+  int bytes[KVEDGE_STACK];
   for (int g = 0; g < view->num_groups; g++) {
-    gather_scales(view, rows->key_scales, g, num_tokens, a->key_factor, scale);
-    group_scores(a, e, index, g, rows->keys, scale, prefetch, scores);
+    tile_key_scales(a, tile, e->kv_head, g, scale);
+    if (a->codes) choose_bytes(a, e, index, scale, bytes);
+    for (int i = 0; i < tile->num_pieces; i++) {
+      const piece *p = &tile->pieces[i];
+      piece_scores(a, e, index, g, p, bytes, scale + p->first, i < ahead->num_pieces ? ahead->pieces[i].keys : NULL,
+                   scores + p->first);
+    }
   }
 }
 
 /* ---- A step: one tile of one KV head -------------------------------------------------------- */
 
 typedef struct {
-  float scores[KVEDGE_STACK * KVEDGE_TILE]; /* (stack, tile): scores, then probabilities */
+  float scores[(KVEDGE_STACK + 1) * KVEDGE_TILE]; /* (stack, tile): scores, then probabilities; and as
+                                                   * much again as may be read past a tile's last piece */
   float alpha[KVEDGE_STACK];
-  float v_scale[KVEDGE_TILE];
+  float v_scale[SCALES];
 } workspace;
 
-static void weighted_sum(const kvedge_attention *a, int count, const tile_rows *rows, int num_tokens,
-                         const char *prefetch, workspace *w, float *acc) {
+/* Adds a tile's values. What was summed before is taken times alpha, once: with the first piece. */
+static void weighted_sum(const kvedge_attention *a, const encounter *e, const rows_ahead *ahead, workspace *w,
+                         float *acc) {
+  static const float once[KVEDGE_STACK] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
+                                           1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
   const kvedge_cache_view *view = &a->view;
-  if (view->format == KVEDGE_FLOAT32) {
-    a->kernels->weighted_sum_f32((const float *)rows->values, view->token_stride, num_tokens,
-                                 view->head_dim, count, w->scores, a->value_factor, w->alpha, prefetch,
-                                 acc, a->acc_stride);
-    return;
-  }
-  for (int g = 0; g < view->num_groups; g++) {
+  const tile_of_tokens *tile = e->tile;
+  for (int g = 0; g < a->num_groups; g++) {
     int start = g * view->group_size;
     int n = view->head_dim - start < view->group_size ? view->head_dim - start : view->group_size;
-    gather_scales(view, rows->value_scales, g, num_tokens, a->value_factor, w->v_scale);
-    a->kernels->weighted_sum_i8((const int8_t *)rows->values + start, view->token_stride, num_tokens, n,
-                                count, a->weight_bytes, w->scores, w->v_scale, w->alpha,
-                                prefetch ? prefetch + start : NULL, acc + start, a->acc_stride);
+    if (view->format == KVEDGE_INT8) tile_value_scales(a, tile, e->kv_head, g, w->v_scale);
+    for (int i = 0; i < tile->num_pieces; i++) {
+      const piece *p = &tile->pieces[i];
+      const char *values = rows_of_head(view, &p->rows, e->kv_head).values;
+      const char *prefetch = i < ahead->num_pieces ? ahead->pieces[i].values : NULL;
+      const float *alpha = i == 0 ? w->alpha : once;
+      if (view->format == KVEDGE_FLOAT32)
+        a->kernels->weighted_sum_f32((const float *)values, view->token_stride, p->num_tokens, view->head_dim,
+                                     e->count, w->scores + p->first, a->value_factor, alpha, prefetch, acc,
+                                     a->acc_stride);
+      else
+        a->kernels->weighted_sum_i8((const int8_t *)values + start, view->token_stride, p->num_tokens, n,
+                                    e->count, a->weight_bytes, w->scores + p->first, w->v_scale + p->first,
+                                    alpha, prefetch ? prefetch + start : NULL, acc + start, a->acc_stride);
+    }
   }
 }
 
 static void step(const kvedge_attention *a, int64_t block, int kv_head, const tile_of_tokens *tile,
-                 const tile_rows *ahead, kvedge_partial *partial, workspace *w) {
-  const kvedge_cache_view *view = &a->view;
+                 const rows_ahead *ahead, kvedge_partial *partial, workspace *w) {
+  static const rows_ahead nothing = {0};
   int64_t first_row = block * a->rows_per_block, rows = kvedge_rows_in_block(a, block);
   int stack = (int)rows * a->heads_per_kv_head;
-  int masking = needs_masking(a, first_row, rows, tile);
-  tile_rows here = rows_of_head(view, &tile->rows, kv_head);
+  encounter e = {.block = block, .kv_head = kv_head, .tile = tile,
+                 .masking = needs_masking(a, first_row, rows, tile)};
   for (int i = 0; i < stack; i += KVEDGE_STACK) {
-    int count = stack - i < KVEDGE_STACK ? stack - i : KVEDGE_STACK;
+    e.first = i;
+    e.count = stack - i < KVEDGE_STACK ? stack - i : KVEDGE_STACK;
     size_t index = kvedge_query_index(a, block, kv_head) + (size_t)i;
     size_t state = (size_t)kv_head * (size_t)a->stack + (size_t)i;
-    encounter e = {.block = block, .kv_head = kv_head, .first = i, .count = count, .tile = tile, .masking = masking};
-    tile_scores(a, &e, &here, i == 0 ? ahead->keys : NULL, w->scores);
-    for (int j = 0; j < count && (a->real_logits || masking); j++) {
+    tile_scores(a, &e, i == 0 ? ahead : &nothing, w->scores);
+    for (int j = 0; j < e.count && (a->real_logits || e.masking); j++) {
       float *row = w->scores + j * KVEDGE_TILE;
       if (a->real_logits) to_logits(a, index + (size_t)j, tile->num_tokens, row);
-      if (masking)
+      if (e.masking)
         apply_options(a, first_row + (i + j) / a->heads_per_kv_head,
                       kv_head * a->heads_per_kv_head + (i + j) % a->heads_per_kv_head, tile->token,
                       tile->num_tokens, row);
     }
-    a->kernels->softmax(w->scores, count, tile->num_tokens, a->softmax_factor + index,
+    a->kernels->softmax(w->scores, e.count, tile->num_tokens, a->softmax_factor + index,
                         partial->max + state, partial->sum + state, w->alpha);
-    weighted_sum(a, count, &here, tile->num_tokens, i == 0 ? ahead->values : NULL, w,
-                 partial->acc + state * (size_t)a->acc_stride);
+    weighted_sum(a, &e, i == 0 ? ahead : &nothing, w, partial->acc + state * (size_t)a->acc_stride);
   }
 }
 
+/* Asks for one head's share of a tile's scales; they lie close together, head after head. */
 static void prefetch_scales(const kvedge_cache_view *view, const tile_of_tokens *tile, int kv_head) {
-  ptrdiff_t bytes = tile->num_tokens * view->scale_token_stride / view->num_kv_heads;
-  const char *keys = tile->rows.key_scales + kv_head * bytes;
-  const char *values = tile->rows.value_scales + kv_head * bytes;
-  for (ptrdiff_t i = 0; i < bytes; i += 64) {
-    __builtin_prefetch(keys + i);
-    __builtin_prefetch(values + i);
+  for (int i = 0; i < tile->num_pieces; i++) {
+    const piece *p = &tile->pieces[i];
+    ptrdiff_t bytes = p->num_tokens * view->scale_token_stride / view->num_kv_heads;
+    const char *keys = p->rows.key_scales + kv_head * bytes, *values = p->rows.value_scales + kv_head * bytes;
+    for (ptrdiff_t at = 0; at < bytes; at += 64) {
+      __builtin_prefetch(keys + at);
+      __builtin_prefetch(values + at);
+    }
   }
+}
+
+/* The rows that the step after (tile, kv_head) reads. A piece asks for as many as it has itself. */
+static rows_ahead rows_of_next_step(const kvedge_cache_view *view, const tile_of_tokens *tile,
+                                    const tile_of_tokens *following, int kv_head) {
+  int last_head = kv_head + 1 == view->num_kv_heads;
+  const tile_of_tokens *next = last_head ? following : tile;
+  rows_ahead ahead = {.num_pieces = next->num_pieces};
+  for (int i = 0; i < next->num_pieces; i++)
+    ahead.pieces[i] = rows_of_head(view, &next->pieces[i].rows, last_head ? 0 : kv_head + 1);
+  return ahead;
 }
 
 kvedge_visible kvedge_visible_tokens(const kvedge_attention *a, int64_t block) {
@@ -344,10 +424,8 @@ void kvedge_attention_run(const kvedge_attention *a, int slice, int slot, const 
   while (tile.num_tokens > 0 && !(stop && *stop)) {
     tile_of_tokens following = next_tile(a, &cursor);
     for (int h = 0; h < view->num_kv_heads; h++) {
-      tile_rows ahead = {0};
-      if (h + 1 < view->num_kv_heads) ahead = rows_of_head(view, &tile.rows, h + 1);
-      else if (following.num_tokens > 0) ahead = following.rows;
-      if (following.num_tokens > 0 && view->num_groups > 0) prefetch_scales(view, &following, h);
+      rows_ahead ahead = rows_of_next_step(view, &tile, &following, h);
+      if (view->num_groups > 0) prefetch_scales(view, &following, h);
       step(a, block, h, &tile, &ahead, &partial, &w);
     }
     tile = following;
@@ -360,12 +438,11 @@ void kvedge_all_logits(const kvedge_attention *a, float *logits) {
   float scores[KVEDGE_STACK * KVEDGE_TILE]; /* (stack, tile) */
   for (tile_of_tokens tile = next_tile(a, &cursor); tile.num_tokens > 0; tile = next_tile(a, &cursor))
     for (int kv_head = 0; kv_head < view->num_kv_heads; kv_head++) {
-      tile_rows rows = rows_of_head(view, &tile.rows, kv_head);
       for (int i = 0; i < a->stack; i += KVEDGE_STACK) {
         int count = a->stack - i < KVEDGE_STACK ? a->stack - i : KVEDGE_STACK;
         size_t index = kvedge_query_index(a, 0, kv_head) + (size_t)i;
         encounter e = {.kv_head = kv_head, .first = i, .count = count, .tile = &tile};
-        tile_scores(a, &e, &rows, NULL, scores);
+        tile_scores(a, &e, &(rows_ahead){0}, scores);
         for (int j = 0; j < count; j++) {
           float *row = scores + j * KVEDGE_TILE;
           to_logits(a, index + (size_t)j, tile.num_tokens, row);
