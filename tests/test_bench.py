@@ -13,7 +13,7 @@ import reference
 import kvedge
 from kvedge import system
 from kvedge.bench import affinity, busy, contest, copies, quantizers, workload
-from kvedge.bench.peers import PEER_NAMES, KvedgeInt8, installed_peers, make_peers
+from kvedge.bench.peers import PEER_NAMES, VARIANT_NAMES, KvedgeInt8, installed_peers, make_peers
 from kvedge.bench.roundrobin import MIN_ROUNDS, TimedCalls, round_robin
 from kvedge.bench.shapes import CONTEXTS, SHAPES, AttentionShape, parse_shape
 from kvedge.bench.statistics import fit_line, spread_of
@@ -181,26 +181,32 @@ _BOUNDS = {
     "ort-int8": 5e-2,
     "ggml-f16": 3e-2,
     "ggml-q8_0": 5e-2,
+    "kvedge-16": 5e-2,
+    "kvedge-24": 5e-2,
 }
 
 
+@pytest.mark.parametrize("context, new_tokens", [(700, None), (700, 70), (70, 70), (80, 1)])
 @pytest.mark.parametrize("num_threads", [1, 2])
-@pytest.mark.parametrize("name", PEER_NAMES)
-def test_each_peer_that_is_installed_computes_attention(name, num_threads):
+@pytest.mark.parametrize("name", [*PEER_NAMES, *VARIANT_NAMES])
+def test_each_peer_that_is_installed_computes_attention(name, num_threads, context, new_tokens):
     peers, notes = installed_peers([name])
     if not peers:
         pytest.skip(notes[0])
     [peer] = peers
-    task = workload.make_workload(AttentionShape("", 8, 2, 64), 700)
-    exact = workload.reference_attention(task.query, task.keys, task.values)
+    task = workload.make_workload(AttentionShape("", 8, 2, 64), context, new_tokens)
+    exact, _ = reference.attention(task.query, task.keys, task.values)
+    before = kvedge.get_num_threads()
     try:
         peer.prepare(task, 2, num_threads)
         for copy in (0, 1, 0):
             found = peer.as_array(peer.run(copy))
             assert found.shape == task.query.shape
             assert workload.relative_error(found, exact) < _BOUNDS[name]
+            assert task.error(found) < _BOUNDS[name]
     finally:
         peer.release()
+        kvedge.set_num_threads(before)
     assert peer.version()
 
 
@@ -214,6 +220,21 @@ def test_kvedges_arithmetic_error_is_within_the_contract():
         layer = ours._layers[0]
         stored = layer.memory_bytes / 200
         assert ours.bytes_per_token(SMALL) == stored
+    finally:
+        ours.release()
+        kvedge.set_num_threads(before)
+
+
+def test_kvedge_appends_a_prompt_and_attends_to_the_same():
+    ours = KvedgeInt8(24)
+    before = kvedge.get_num_threads()
+    try:
+        task = workload.make_workload(SMALL, 200, 30)
+        ours.prepare(task, 1, 1)
+        alone = ours.run(0)
+        np.testing.assert_array_equal(ours.run_with_append(0), alone)
+        assert len(ours._layers[0]) == 200
+        assert ours.arithmetic_error() < 1e-5
     finally:
         ours.release()
         kvedge.set_num_threads(before)

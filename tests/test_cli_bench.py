@@ -12,13 +12,15 @@ import kvedge
 from kvedge import system
 from kvedge.bench import contest, copies, push
 from kvedge.bench.catalog import BENCHMARKS
-from kvedge.bench.peers import PEER_NAMES
+from kvedge.bench.peers import PEER_NAMES, VARIANT_NAMES
 from kvedge.cli import exits, main
 
 # One small layer, in the caches, three rounds: about a tenth of a second per case.
 TINY = ["--shape", "4,2,16", "--hot", "--rounds", "3"]
 COMMANDS = {
     "decode": [*TINY, "--context", "8", "24", "--threads", "1", "2", "--peers", "numpy-fp32"],
+    "prefill": "--shape 4,2,16 --rounds 3 --context 0 24 --new-tokens 8 --threads 1 2 "
+    "--peers numpy-fp32".split(),
     "push": [*TINY, "--tokens", "1", "20"],
     "threads": [*TINY, "--context", "8", "--threads", "1", "--peers", "none"],
     "sweep": [*TINY, "--context", "8", "16", "64"],
@@ -77,8 +79,8 @@ def test_decode_json(capsys):
     assert counts[0] == 1 and 2 in counts
     for case in cases:
         assert case["shape"] == {"name": "", "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
-        assert case["arithmetic_error"] < 2e-4
         own, peer = case["results"]
+        assert own["arithmetic_error"] < 2e-4 and peer["arithmetic_error"] is None
         assert (own["name"], peer["name"]) == ("kvedge", "numpy-fp32")
         assert own["bytes"] == case["context"] * 2 * 2 * (16 + 4)  # a float32 scale per row
         assert peer["bytes"] == case["context"] * 2 * 2 * 16 * 4
@@ -101,6 +103,41 @@ def test_decode_is_cold_by_default(capsys):
     for case in report["cases"]:
         for result in case["results"]:
             assert result["copies"] * result["bytes"] > 1 << 16
+
+
+def test_decode_at_other_precisions_when_asked(capsys):
+    options = [*TINY, "--context", "24", "--peers", "numpy-fp32", "kvedge-24", "kvedge-16"]
+    report = _json(capsys, "decode", *options)
+    [case] = report["cases"]
+    names = [result["name"] for result in case["results"]]
+    assert names == ["kvedge", "kvedge-16", "kvedge-24", "numpy-fp32"]
+    assert report["competitors"]["kvedge-24"] == kvedge.__version__
+    assert case["results"][1]["arithmetic_error"] < 2e-4
+    assert case["results"][2]["arithmetic_error"] < 1e-5
+
+
+def test_prefill_json(capsys):
+    report = _json(capsys, "prefill", *COMMANDS["prefill"])
+    assert report["settings"]["new tokens"] == 8
+    seen = [(case["num_threads"], case["context"]) for case in report["cases"]]
+    assert seen == [(1, 0), (1, 24), (2, 0), (2, 24)]
+    for case in report["cases"]:
+        assert case["new_tokens"] == 8
+        seen_tokens = sum(case["context"] + i + 1 for i in range(8))
+        assert case["operations"] == 4 * 4 * 16 * seen_tokens
+        own, coarse, peer = case["results"]
+        assert [own["name"], coarse["name"], peer["name"]] == ["kvedge", "kvedge-16", "numpy-fp32"]
+        assert own["bytes"] == (case["context"] + 8) * 2 * 2 * (16 + 4)
+        assert own["ratio_to_kvedge"] == 1.0
+        for result in case["results"]:
+            assert result["seconds"]["count"] == 3 and result["seconds"]["minimum"] > 0
+            rate = case["operations"] / result["seconds"]["median"]
+            assert result["operations_per_second"] == pytest.approx(rate)
+        for result in (own, coarse):
+            assert result["seconds_with_append"]["count"] == 3
+            assert result["arithmetic_error"] < 2e-4 and 1e-4 < result["error"] < 0.1
+        assert peer["seconds_with_append"] is None and peer["arithmetic_error"] is None
+        assert peer["error"] < 1e-5
 
 
 def test_push_json(capsys):
@@ -185,6 +222,8 @@ def test_a_plot_without_matplotlib_fails_before_anything_is_measured(capsys, mon
         ["decode", "--shape", "32,5,64"],
         ["decode", "--context", "0"],
         ["decode", "--context", "many"],
+        ["prefill", "--new-tokens", "0"],
+        ["prefill", "--context", "-1"],
         ["decode", "--threads", "0"],
         ["decode", "--threads", "5000"],
         ["decode", "--rounds", "0"],
@@ -220,7 +259,7 @@ def test_help_of_each_benchmark_has_examples_and_exit_codes(name, capsys):
 def test_help_names_every_shape_and_peer(capsys):
     assert main(["bench", "decode", "--help"]) == exits.OK
     text = "".join(capsys.readouterr().out.split())  # lines are broken at hyphens too
-    assert all(name in text for name in (*PEER_NAMES, "Llama-3.2-1B", "SmolLM2-135M"))
+    assert all(name in text for name in (*PEER_NAMES, *VARIANT_NAMES, "Llama-3.2-1B"))
 
 
 def test_ctrl_c_keeps_what_was_measured(capsys, monkeypatch):

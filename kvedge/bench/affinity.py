@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["choose_cpus", "pinned_to"]
+__all__ = ["choose_cpus", "pinned_to", "pinning"]
 
 
 def choose_cpus(num_threads: int, root: str | os.PathLike[str] = "/") -> tuple[int, ...] | None:
@@ -36,6 +36,15 @@ def _core_of(cpu: int, root: Path) -> str:
         return (folder / "thread_siblings_list").read_text().strip()
     except OSError:
         return str(cpu)
+
+
+def pinning(most_threads: int) -> str:
+    """Say where so many threads run, for a report."""
+    cpus = choose_cpus(most_threads)
+    if cpus is None:
+        return "no: this system cannot"
+    shared = ", fewer than the threads" if len(cpus) < most_threads else ""
+    return f"to as many processors as threads ({', '.join(map(str, cpus))}{shared})"
 
 
 @contextlib.contextmanager

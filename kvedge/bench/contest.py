@@ -12,10 +12,18 @@ from kvedge.bench.peers import Competitor, KvedgeInt8
 from kvedge.bench.roundrobin import BandwidthProbe, TimedCalls, round_robin
 from kvedge.bench.shapes import AttentionShape
 from kvedge.bench.statistics import Spread, spread_of
-from kvedge.bench.workload import Workload, make_workload, reference_attention, relative_error
+from kvedge.bench.workload import Workload, make_workload
 from kvedge.cli.exits import CommandError
 
-__all__ = ["Conditions", "Contest", "Entry", "bandwidth_megabytes", "enter", "measure_case"]
+__all__ = [
+    "Conditions",
+    "Contest",
+    "Entry",
+    "bandwidth_megabytes",
+    "enter",
+    "errors_of",
+    "measure_case",
+]
 
 # Peers' idle threads spin before they sleep: GNU OpenMP's for about 300000 pauses, 17 ms at 140
 # cycles and 2.5 GHz. A pause before each sample that long leaves the cores to the one measured.
@@ -83,10 +91,9 @@ def enter(
     Raises
     ------
     CommandError
-        If kvedge itself does not fit in the memory.
+        If the first of them does not fit in the memory.
     """
     shape, context = workload.shape, workload.context
-    reference = reference_attention(workload.query, workload.keys, workload.values)
     entries: list[Entry] = []
     notes: list[str] = []
     for competitor in competitors:
@@ -104,13 +111,13 @@ def enter(
                 output = competitor.as_array(competitor.run(0))
             except Exception as error:  # a library's own; the others can still be measured
                 competitor.release()
-                if isinstance(competitor, KvedgeInt8):
+                if competitor is competitors[0]:
                     raise
                 why_not = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             else:
-                entries.append(Entry(competitor, copies, size, relative_error(output, reference)))
+                entries.append(Entry(competitor, copies, size, workload.error(output)))
         if why_not is not None:
-            if isinstance(competitor, KvedgeInt8):
+            if competitor is competitors[0]:
                 raise CommandError(f"{shape}, {context} tokens: {why_not}")
             notes.append(f"{competitor.name} left out at {_case(shape, context)}: {why_not}")
         advance()
@@ -186,15 +193,12 @@ def measure_case(
             after_round=advance,
         )
         bandwidth = spread_of(rates)
-        own = contest.entries[0].competitor
-        assert isinstance(own, KvedgeInt8)
         own_seconds = spread_of(samples[0]).median
         return {
             "shape": asdict(shape),
             "context": context,
             "num_threads": num_threads,
             "read_bandwidth": asdict(bandwidth) | {"method": probe.method, "megabytes": megabytes},
-            "arithmetic_error": own.arithmetic_error(),
             "results": [
                 _result(entry, spread_of(seconds), bandwidth.median, own_seconds)
                 for entry, seconds in zip(contest.entries, samples, strict=True)
@@ -215,5 +219,12 @@ def _result(entry: Entry, seconds: Spread, bandwidth: float, own_seconds: float)
         "bytes_per_second": rate,
         "share_of_bandwidth": rate / bandwidth,
         "ratio_to_kvedge": seconds.median / own_seconds,
-        "error": entry.error,
+        **errors_of(entry),
     }
+
+
+def errors_of(entry: Entry) -> dict[str, float | None]:
+    """Return the error of a result, and of kvedge's what its arithmetic adds."""
+    competitor = entry.competitor
+    arithmetic = competitor.arithmetic_error() if isinstance(competitor, KvedgeInt8) else None
+    return {"error": entry.error, "arithmetic_error": arithmetic}

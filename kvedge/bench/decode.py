@@ -9,13 +9,20 @@ from typing import Any
 from kvedge import system
 from kvedge.bench import options as common
 from kvedge.bench import plotting
-from kvedge.bench.affinity import choose_cpus, pinned_to
+from kvedge.bench.affinity import choose_cpus, pinned_to, pinning
 from kvedge.bench.benchmark import measuring, progress
 from kvedge.bench.contest import Conditions, bandwidth_megabytes, measure_case
 from kvedge.bench.peers import KvedgeInt8, installed_peers
-from kvedge.bench.report import header, microseconds, percent, print_header, scientific
+from kvedge.bench.report import (
+    by_shape,
+    header,
+    microseconds,
+    percent,
+    print_header,
+    remarks,
+    scientific,
+)
 from kvedge.bench.roundrobin import BandwidthProbe, round_robin
-from kvedge.bench.shapes import AttentionShape
 from kvedge.bench.statistics import spread_of
 from kvedge.cli.output import Output
 from kvedge.cli.sizes import format_rate
@@ -32,6 +39,7 @@ EXAMPLES = """\
   kvedge bench decode --shape Llama-3.2-1B --context 32768 --threads 1 2
   kvedge bench decode --shape 24,8,128 --context all --peers ggml-q8_0 ort-int8
   kvedge bench decode --peers none --hot --shape Qwen3-0.6B --context 512
+  kvedge bench decode --peers kvedge-16 kvedge-24            # other precision_bits
   kvedge bench decode --save run.json --plot run.png
 """
 
@@ -67,7 +75,7 @@ def measure(options: argparse.Namespace, output: Output) -> dict[str, Any]:
         "cache": "hot" if options.hot else "cold",
         "rounds": options.rounds,
         "threads": ", ".join(map(str, thread_counts)),
-        "pinned": _pinned(max(thread_counts)),
+        "pinned": pinning(max(thread_counts)),
     }
     report = header("decode", machine, competitors, settings=settings, notes=notes)
     report |= {"read_bandwidth": [], "cases": []}
@@ -83,16 +91,8 @@ def measure(options: argparse.Namespace, output: Output) -> dict[str, Any]:
                     )
                     report["cases"].append(case)
                     report["notes"] += found
-    report["notes"] += _remarks(report["cases"])
+    report["notes"] += remarks(report["cases"])
     return report
-
-
-def _pinned(most_threads: int) -> str:
-    cpus = choose_cpus(most_threads)
-    if cpus is None:
-        return "no: this system cannot"
-    shared = ", fewer than the threads" if len(cpus) < most_threads else ""
-    return f"to as many processors as threads ({', '.join(map(str, cpus))}{shared})"
 
 
 def measure_bandwidth(conditions: Conditions, num_threads: int) -> list[dict[str, Any]]:
@@ -109,18 +109,6 @@ def measure_bandwidth(conditions: Conditions, num_threads: int) -> list[dict[str
     ]
 
 
-def _remarks(cases: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Say once what each competitor noted about how it was run."""
-    remarks: dict[str, set[str]] = {}
-    for case in cases:
-        for result in case["results"]:
-            if result["note"]:
-                remarks.setdefault(f"{result['name']}: {result['note']}", set()).add(
-                    case["shape"]["name"] or "the given shape"
-                )
-    return [f"{remark} ({', '.join(sorted(shapes))})" for remark, shapes in remarks.items()]
-
-
 # ---- tables ----------------------------------------------------------------------------------
 
 
@@ -132,7 +120,7 @@ def print_tables(report: dict[str, Any], output: Output) -> None:
         for one in report["read_bandwidth"]
     )
     output.table("memory read bandwidth in this run", (">threads", ">speed"), rows)
-    for (name, num_threads), cases in _by_shape(report["cases"]).items():
+    for (name, num_threads), cases in by_shape(report["cases"]).items():
         threads = "1 thread" if num_threads == 1 else f"{num_threads} threads"
         title = f"{name}; {threads}, {report['settings']['cache']}; per layer and token"
         output.table(title, _COLUMNS, [row for case in cases for row in _rows(case)])
@@ -164,16 +152,6 @@ _SUMMARY_COLUMNS = (
 )
 
 
-def _by_shape(
-    cases: Iterable[Mapping[str, Any]],
-) -> dict[tuple[str, int], list[Mapping[str, Any]]]:
-    found: dict[tuple[str, int], list[Mapping[str, Any]]] = {}
-    for case in cases:
-        key = (str(AttentionShape(**case["shape"])), case["num_threads"])
-        found.setdefault(key, []).append(case)
-    return found
-
-
 def _rows(case: Mapping[str, Any]) -> Iterable[Sequence[str]]:
     bandwidth = case["read_bandwidth"]["median"]
     own = case["results"][0]
@@ -196,7 +174,7 @@ def _rows(case: Mapping[str, Any]) -> Iterable[Sequence[str]]:
             percent(result["share_of_bandwidth"]),
             f"{result['ratio_to_kvedge']:.2f}",
             scientific(result["error"]),
-            scientific(case["arithmetic_error"]) if result is own else "",
+            scientific(result["arithmetic_error"]),
             str(seconds["count"]),
         )
 
@@ -226,7 +204,7 @@ def _summary(case: Mapping[str, Any]) -> Sequence[str]:
 def draw(report: dict[str, Any], figure: Any) -> None:
     """Draw time against context for each shape, with the read limit below all."""
     names = list(report["competitors"])
-    panels = _by_shape(report["cases"])
+    panels = by_shape(report["cases"])
     for axes, ((name, num_threads), cases) in zip(
         plotting.grid(figure, len(panels)), panels.items(), strict=True
     ):

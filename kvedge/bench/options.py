@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Sequence
 
 from kvedge._options import MAX_THREADS
-from kvedge.bench.peers import PEER_NAMES
+from kvedge.bench.peers import PEER_NAMES, VARIANT_NAMES
 from kvedge.bench.shapes import CONTEXTS, SHAPES, AttentionShape, parse_shape
-from kvedge.cli.values import positive_int
+from kvedge.cli.values import non_negative_int, positive_int
 
 __all__ = [
     "add_contexts",
@@ -46,12 +47,14 @@ def add_shapes(group: argparse._ArgumentGroup, default: Sequence[AttentionShape]
     group.set_defaults(default_shapes=tuple(default))
 
 
-def add_contexts(group: argparse._ArgumentGroup, default: Sequence[int]) -> None:
-    """Add ``--context``."""
+def add_contexts(
+    group: argparse._ArgumentGroup, default: Sequence[int], *, empty: bool = False
+) -> None:
+    """Add ``--context``; with ``empty``, 0 is one."""
     usual = " ".join(map(str, default))
     group.add_argument(
         "--context",
-        type=parse_context,
+        type=functools.partial(parse_context, empty=empty),
         nargs="+",
         action="extend",
         metavar="N",
@@ -61,9 +64,9 @@ def add_contexts(group: argparse._ArgumentGroup, default: Sequence[int]) -> None
     group.set_defaults(default_contexts=tuple(default))
 
 
-def parse_context(text: str) -> tuple[int, ...]:
+def parse_context(text: str, *, empty: bool = False) -> tuple[int, ...]:
     """Return the contexts that one word of ``--context`` stands for."""
-    return CONTEXTS if text == "all" else (positive_int(text),)
+    return CONTEXTS if text == "all" else (non_negative_int(text) if empty else positive_int(text),)
 
 
 def chosen_shapes(options: argparse.Namespace) -> list[AttentionShape]:
@@ -101,11 +104,12 @@ def add_peers(group: argparse._ArgumentGroup, *, default: str = "all") -> None:
     """Add ``--peers``."""
     group.add_argument(
         "--peers",
-        choices=("all", "none", *PEER_NAMES),
+        choices=("all", "none", *PEER_NAMES, *VARIANT_NAMES),
         nargs="+",
         action="extend",
         metavar="PEER",
-        help=f"whom to compare with: all, none, {', '.join(PEER_NAMES)}. Default: {default}",
+        help=f"whom to compare with: all, none, {', '.join(PEER_NAMES)}; and "
+        f"{', '.join(VARIANT_NAMES)} (precision_bits), which 'all' leaves out. Default: {default}",
     )
     group.set_defaults(default_peers=default)
 
@@ -113,9 +117,8 @@ def add_peers(group: argparse._ArgumentGroup, *, default: str = "all") -> None:
 def chosen_peers(options: argparse.Namespace) -> tuple[str, ...]:
     """Return the names of the peers asked for."""
     words = options.peers or [options.default_peers]
-    if "all" in words:
-        return PEER_NAMES
-    return tuple(name for name in PEER_NAMES if name in words)
+    peers = (name for name in PEER_NAMES if name in words or "all" in words)
+    return (*(name for name in VARIANT_NAMES if name in words), *peers)
 
 
 def add_rounds(group: argparse._ArgumentGroup) -> None:

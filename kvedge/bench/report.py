@@ -14,17 +14,21 @@ from typing import Any
 import kvedge
 from kvedge import system
 from kvedge.bench.peers import Competitor
+from kvedge.bench.shapes import AttentionShape
 from kvedge.cli.exits import CommandError
 from kvedge.cli.output import Output
 from kvedge.cli.sizes import format_size
 
 __all__ = [
     "FORMAT",
+    "by_shape",
     "header",
     "load_report",
     "microseconds",
+    "milliseconds",
     "percent",
     "print_header",
+    "remarks",
     "save_report",
     "scientific",
 ]
@@ -78,11 +82,36 @@ def print_header(report: Mapping[str, Any], output: Output) -> None:
         ("kvedge", f"{report['version']}, {report['backend']}, {report['isa']}"),
     ]
     versions = report["competitors"].items()
-    peers = ", ".join(f"{name} {version}" for name, version in versions if name != "kvedge")
+    peers = ", ".join(
+        f"{name} {version}" for name, version in versions if not name.startswith("kvedge")
+    )
     rows += [("peers", peers)] if peers else []
     rows += [(name, str(value)) for name, value in report["settings"].items()]
     rows.append(("measured", report["time"]))
     output.facts(f"kvedge bench {report['benchmark']}", rows)
+
+
+def remarks(cases: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Say once what each competitor noted about how it was run."""
+    found: dict[str, set[str]] = {}
+    for case in cases:
+        for result in case["results"]:
+            if result["note"]:
+                found.setdefault(f"{result['name']}: {result['note']}", set()).add(
+                    case["shape"]["name"] or "the given shape"
+                )
+    return [f"{remark} ({', '.join(sorted(shapes))})" for remark, shapes in found.items()]
+
+
+def by_shape(
+    cases: Iterable[Mapping[str, Any]],
+) -> dict[tuple[str, int], list[Mapping[str, Any]]]:
+    """Return the cases of each shape and number of threads."""
+    found: dict[tuple[str, int], list[Mapping[str, Any]]] = {}
+    for case in cases:
+        key = (str(AttentionShape(**case["shape"])), case["num_threads"])
+        found.setdefault(key, []).append(case)
+    return found
 
 
 def save_report(report: Mapping[str, Any], path: str) -> None:
@@ -112,6 +141,11 @@ def microseconds(seconds: float) -> str:
     """Write a time in microseconds, to three or four digits."""
     value = seconds * 1e6
     return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+
+
+def milliseconds(seconds: float) -> str:
+    """Write a time in milliseconds, to three or four digits."""
+    return microseconds(seconds * 1e-3)
 
 
 def percent(part: float) -> str:

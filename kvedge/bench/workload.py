@@ -11,24 +11,68 @@ from kvedge.bench.shapes import AttentionShape
 __all__ = ["Workload", "make_workload", "reference_attention", "relative_error"]
 
 _SEED = 20240229
+_CHECKED_ROWS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """One decode step: a query, and the keys and values of all tokens it sees."""
+    """Queries of the last tokens, and the keys and values of all tokens they see.
+
+    Decode is one token, whose query has no axis of its own. A prompt is n of them, causal.
+    """
 
     shape: AttentionShape
     context: int  # T, tokens
-    query: np.ndarray  # float32 (num_heads, head_dim)
+    query: np.ndarray  # float32 (num_heads, head_dim), or (n, num_heads, head_dim)
     keys: np.ndarray  # float32 (T, num_kv_heads, head_dim)
     values: np.ndarray  # float32 (T, num_kv_heads, head_dim)
 
+    @property
+    def num_rows(self) -> int:
+        """Tokens that have a query."""
+        return len(self.query) if self.query.ndim == 3 else 1
 
-def make_workload(shape: AttentionShape, context: int) -> Workload:
-    """Return normally distributed numbers, the same ones in every run."""
+    def hidden(self) -> np.ndarray:
+        """Which tokens each row of a prompt does not see: bool (n, T)."""
+        token = np.arange(self.context)
+        return token > np.arange(self.context - self.num_rows, self.context)[:, np.newaxis]
+
+    def error(
+        self, out: np.ndarray, keys: np.ndarray | None = None, values: np.ndarray | None = None
+    ) -> float:
+        """Return an output's error against float64 attention, over other stored values if given.
+
+        Of a long prompt some rows are looked at: all in float64 would take longer than what is
+        measured.
+        """
+        keys = self.keys if keys is None else keys
+        values = self.values if values is None else values
+        if self.query.ndim == 2:
+            return relative_error(out, reference_attention(self.query, keys, values))
+        rows = np.unique(np.linspace(0, self.num_rows - 1, _CHECKED_ROWS).astype(int))
+        seen = self.context - self.num_rows + rows + 1  # tokens, of each row
+        exact = [
+            reference_attention(self.query[row], keys[:stop], values[:stop])
+            for row, stop in zip(rows, seen, strict=True)
+        ]
+        return relative_error(out[rows], np.stack(exact))
+
+
+def make_workload(shape: AttentionShape, context: int, new_tokens: int | None = None) -> Workload:
+    """Return normally distributed numbers, the same ones in every run.
+
+    Parameters
+    ----------
+    shape : AttentionShape
+    context : int
+        All tokens.
+    new_tokens : int, optional
+        So many of them at the end are a prompt; None: decode.
+    """
     rng = np.random.default_rng((_SEED, shape.num_heads, shape.num_kv_heads, shape.head_dim))
     rows = (context, shape.num_kv_heads, shape.head_dim)
-    query = rng.standard_normal((shape.num_heads, shape.head_dim), np.float32)
+    prompt = () if new_tokens is None else (new_tokens,)
+    query = rng.standard_normal((*prompt, shape.num_heads, shape.head_dim), np.float32)
     keys = rng.standard_normal(rows, np.float32)
     values = rng.standard_normal(rows, np.float32)
     return Workload(shape, context, query, keys, values)

@@ -1,4 +1,4 @@
-"""The competitors: kvedge itself, and what else computes decode attention on a CPU from Python.
+"""The competitors: kvedge itself, and what else computes attention on a CPU from Python.
 
 One module per library. Each competitor is used the way its own documentation says and in its own
 layout, with the options that make it fastest where a user would find them.
@@ -15,7 +15,17 @@ from kvedge.bench.peers.numpy_attention import NumpyAttention
 from kvedge.bench.peers.ort_gqa import OrtGroupQueryAttention
 from kvedge.bench.peers.torch_sdpa import TorchSdpa
 
-__all__ = ["PEER_NAMES", "Competitor", "KvedgeInt8", "installed_peers", "make_peers"]
+__all__ = [
+    "PEER_NAMES",
+    "VARIANT_NAMES",
+    "Competitor",
+    "KvedgeInt8",
+    "installed_peers",
+    "make_peers",
+]
+
+#: kvedge with ``precision_bits``: competitors for those who ask.
+VARIANT_NAMES = ("kvedge-16", "kvedge-24")
 
 #: Names of all peers, in the order of the tables.
 PEER_NAMES = (
@@ -32,12 +42,13 @@ PEER_NAMES = (
 def make_peers(names: Iterable[str]) -> list[Competitor]:
     """Return one new competitor for each of the ``names``, in the order of the tables."""
     wanted = set(names)
-    return [_make(name) for name in PEER_NAMES if name in wanted]
+    return [_make(name) for name in (*VARIANT_NAMES, *PEER_NAMES) if name in wanted]
 
 
 def _make(name: str) -> Competitor:
     library, _, kind = name.partition("-")
     classes: dict[str, Callable[[str], Competitor]] = {
+        "kvedge": lambda bits: KvedgeInt8(int(bits)),
         "numpy": NumpyAttention,
         "torch": TorchSdpa,
         "ort": OrtGroupQueryAttention,

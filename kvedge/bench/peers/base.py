@@ -15,7 +15,7 @@ __all__ = ["Competitor"]
 
 
 class Competitor(ABC):
-    """One way to compute decode attention.
+    """One way to compute attention of one token, or of a prompt, over a cache.
 
     ``prepare`` stores the keys and values in the competitor's own format, as often as there are
     copies to rotate through, and does everything else that a program does once; ``run`` is what is
@@ -65,7 +65,7 @@ class Competitor(ABC):
 
     @abstractmethod
     def as_array(self, output: object) -> np.ndarray:
-        """Return an output of :meth:`run` as float32 or float64 (num_heads, head_dim)."""
+        """Return an output of :meth:`run` as float32 or float64, in the shape of the query."""
 
     @abstractmethod
     def release(self) -> None:

@@ -1,4 +1,4 @@
-"""ggml's flash attention, called as llama.cpp calls it for one token."""
+"""ggml's flash attention, called as llama.cpp calls it."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ _TYPES = {"f16": ggml.F16, "q8_0": ggml.Q8_0}
 _BLOCK = 32  # values of a q8_0 block: 32 codes of a byte and a float16 scale
 _BLOCK_BYTES = {"f16": 2 * _BLOCK, "q8_0": _BLOCK + 2}
 _GRAPH_NODES = 8  # views, permutations, the attention itself
+_MASK_ROWS = 64  # older versions want a mask padded to so many rows
 # sizeof(struct ggml_threadpool_params) is 528 with 512 threads at most; ggml fills it in itself.
 _PARAMS_BYTES = 8192
 
@@ -28,7 +29,7 @@ class GgmlFlashAttention(Competitor):
 
     The cache is llama.cpp's: one row of num_kv_heads * head_dim per token, seen through a view and
     a permutation (``llama_kv_cache::get_k``, ``llm_graph_context::build_attn_mha``). llama.cpp adds
-    a mask, all zeros here; leaving it out is in ggml's favour.
+    a mask, all zeros here; leaving it out is in ggml's favour. A prompt needs one.
     """
 
     package = "llama-cpp-python"
@@ -40,6 +41,7 @@ class GgmlFlashAttention(Competitor):
         self._context: int | None = None
         self._backend: int | None = None
         self._pool: int | None = None
+        self._mask: int | None = None
         self._graphs: list[tuple[int, np.ndarray]] = []  # graph, its output
         self._compute: Any = None
 
@@ -77,7 +79,11 @@ class GgmlFlashAttention(Competitor):
         tensors = lib.tensor_overhead() + 64
         graph = lib.graph_overhead_custom(_GRAPH_NODES, False) + 64
         each = 2 * row * context + 8 * workload.query.nbytes + 12 * tensors + graph
-        self._context = lib.new_context(copies * each + (1 << 20))
+        mask = workload.hidden() if workload.query.ndim == 3 else np.empty((0, 0))
+        mask = np.pad(mask, ((0, -len(mask) % _MASK_ROWS), (0, 0)))
+        self._context = lib.new_context(copies * each + 2 * mask.size + (1 << 20))
+        if mask.size:
+            self._mask = self._new_mask(lib, mask)
         self._start_backend(lib, num_threads)
         self._compute = lib.backend_graph_compute
         first: tuple[int, int] | None = None
@@ -97,6 +103,12 @@ class GgmlFlashAttention(Competitor):
                     ctypes.memmove(lib.get_data(target), lib.get_data(source), row * context)
             first = first or (keys, values)
             self._graphs.append(self._new_graph(lib, workload, keys, values))
+
+    def _new_mask(self, lib: Any, hidden: np.ndarray) -> int:
+        added = np.where(hidden, np.float16(-np.inf), np.float16(0))
+        mask: int = lib.new_tensor_2d(self._context, ggml.F16, *added.shape[::-1])
+        ctypes.memmove(lib.get_data(mask), added.ctypes.data, added.nbytes)
+        return mask
 
     def _start_backend(self, lib: Any, num_threads: int) -> None:
         self._backend = lib.backend_cpu_init()
@@ -119,7 +131,9 @@ class GgmlFlashAttention(Competitor):
         self, lib: Any, workload: Workload, keys: int, values: int
     ) -> tuple[int, np.ndarray]:
         shape = workload.shape
-        query = lib.new_tensor_4d(self._context, ggml.F32, shape.head_dim, shape.num_heads, 1, 1)
+        query = lib.new_tensor_4d(
+            self._context, ggml.F32, shape.head_dim, shape.num_heads, workload.num_rows, 1
+        )
         ctypes.memmove(lib.get_data(query), workload.query.ctypes.data, workload.query.nbytes)
         query, keys, values = (
             # (head_dim, heads, tokens) to (head_dim, tokens, heads): strides only
@@ -131,7 +145,7 @@ class GgmlFlashAttention(Competitor):
             )
         )
         scale = shape.head_dim**-0.5
-        output = lib.flash_attn_ext(self._context, query, keys, values, None, scale, 0.0, 0.0)
+        output = lib.flash_attn_ext(self._context, query, keys, values, self._mask, scale, 0.0, 0.0)
         graph = lib.new_graph_custom(self._context, _GRAPH_NODES, False)
         lib.build_forward_expand(graph, output)
         floats = (ctypes.c_float * workload.query.size).from_address(lib.get_data(output))
@@ -161,7 +175,7 @@ class GgmlFlashAttention(Competitor):
     def release(self) -> None:
         """Free everything, in the reverse order."""
         lib: Any = ggml.load()
-        self._graphs, self._compute = [], None
+        self._graphs, self._compute, self._mask = [], None, None
         if self._backend is not None:
             lib.backend_free(self._backend)
         if self._pool is not None:

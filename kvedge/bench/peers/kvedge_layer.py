@@ -9,18 +9,26 @@ from kvedge._config import layer_config
 from kvedge._memory import token_bytes
 from kvedge.bench.peers.base import Competitor
 from kvedge.bench.shapes import AttentionShape
-from kvedge.bench.workload import Workload, reference_attention, relative_error
+from kvedge.bench.workload import Workload
 
 __all__ = ["KvedgeInt8"]
 
 
 class KvedgeInt8(Competitor):
-    """:meth:`kvedge.QuantizedKvLayer.attend`, with the layer's default options."""
+    """:meth:`kvedge.QuantizedKvLayer.attend`, with the layer's default options.
 
-    def __init__(self) -> None:
-        super().__init__("kvedge")
+    Parameters
+    ----------
+    precision_bits : int, optional
+        Passed on to ``attend``; named in the competitor's name.
+    """
+
+    def __init__(self, precision_bits: int | None = None) -> None:
+        super().__init__("kvedge" if precision_bits is None else f"kvedge-{precision_bits}")
+        self._options = {} if precision_bits is None else {"precision_bits": precision_bits}
         self._layers: list[kvedge.QuantizedKvLayer] = []
-        self._query = np.empty(0, np.float32)  # (num_heads, head_dim)
+        self._workload: Workload | None = None
+        self._query = np.empty(0, np.float32)
 
     def version(self) -> str:
         """Return kvedge's version."""
@@ -38,11 +46,20 @@ class KvedgeInt8(Competitor):
             layer = kvedge.QuantizedKvLayer(workload.context, shape.num_kv_heads, shape.head_dim)
             layer.extend(workload.keys, workload.values)
             self._layers.append(layer)
-        self._query = workload.query
+        self._workload, self._query = workload, workload.query
 
     def run(self, copy: int) -> object:
         """Attend with the defaults: the shortest way in."""
-        return self._layers[copy].attend(self._query)
+        return self._layers[copy].attend(self._query, **self._options)
+
+    def run_with_append(self, copy: int) -> object:
+        """Append the prompt's tokens as if they were not there yet, and attend."""
+        assert self._workload is not None
+        layer, workload = self._layers[copy], self._workload
+        stored = workload.context - workload.num_rows
+        layer.truncate(stored)
+        layer.extend(workload.keys[stored:], workload.values[stored:])
+        return self.run(copy)
 
     def as_array(self, output: object) -> np.ndarray:
         """Nothing to convert."""
@@ -54,11 +71,12 @@ class KvedgeInt8(Competitor):
 
         That is what kvedge's integer arithmetic adds to the cost of storing INT8.
         """
-        layer, query = self._layers[0], self._query
+        assert self._workload is not None
+        layer = self._layers[0]
         keys = layer.key_codes.astype(np.float64) * layer.key_scales[:, :, None]
         values = layer.value_codes.astype(np.float64) * layer.value_scales[:, :, None]
-        return relative_error(layer.attend(query), reference_attention(query, keys, values))
+        return self._workload.error(self.as_array(self.run(0)), keys, values)
 
     def release(self) -> None:
         """Drop the layers."""
-        self._layers = []
+        self._layers, self._workload = [], None

@@ -24,7 +24,7 @@ class OrtGroupQueryAttention(Competitor):
     """A model of this one operator, with I/O binding; past and present share a buffer.
 
     The cache lies as (1, num_kv_heads, T, head_dim). The operator also appends the last token to it
-    (the same one each time), as a decode step does: one row of T.
+    (the same one each time), as a decode step does: one row of T; or all tokens of a prompt.
 
     INT8 has one scale per channel for the whole context, here the best for these very keys and
     values; a model would carry scales found on other data.
@@ -73,7 +73,7 @@ class OrtGroupQueryAttention(Competitor):
             keys, key_scales = _quantize_channels(keys)
             values, value_scales = _quantize_channels(values)
             scales = [key_scales, value_scales]
-        model = _model(workload.shape, workload.context, self._kind, scales)
+        model = _model(workload, self._kind, scales)
         self._session = onnxruntime.InferenceSession(
             model, options, providers=["CPUExecutionProvider"]
         )
@@ -93,7 +93,7 @@ class OrtGroupQueryAttention(Competitor):
             binding.bind_ortvalue_input(f"past_{name}", buffer)
             binding.bind_ortvalue_output(f"present_{name}", buffer)
         output = onnxruntime.OrtValue.ortvalue_from_numpy(
-            np.empty((1, 1, workload.query.size), np.float32)
+            np.empty((1, workload.num_rows, _width(workload)), np.float32)
         )
         binding.bind_ortvalue_output("output", output)
         self._bindings.append((binding, past))
@@ -128,29 +128,35 @@ def _quantize_channels(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _step_inputs(workload: Workload) -> dict[str, np.ndarray]:
-    """One decode step: the query, and the newest token as it will be appended."""
+    """One step: the queries, and their tokens as they will be appended."""
+    rows = workload.num_rows
     return {
-        "query": workload.query.reshape(1, 1, -1),
-        "key": workload.keys[-1].reshape(1, 1, -1).copy(),
-        "value": workload.values[-1].reshape(1, 1, -1).copy(),
+        "query": workload.query.reshape(1, rows, -1),
+        "key": workload.keys[-rows:].reshape(1, rows, -1).copy(),
+        "value": workload.values[-rows:].reshape(1, rows, -1).copy(),
         "seqlens_k": np.array([workload.context - 1], np.int32),  # by the operator's definition
         "total_sequence_length": np.array(workload.context, np.int32),
     }
 
 
-def _model(shape: AttentionShape, context: int, kind: str, scales: list[np.ndarray]) -> bytes:
+def _width(workload: Workload) -> int:
+    return workload.shape.num_heads * workload.shape.head_dim
+
+
+def _model(workload: Workload, kind: str, scales: list[np.ndarray]) -> bytes:
     helper, numpy_helper = import_module("onnx.helper"), import_module("onnx.numpy_helper")
     types: Any = import_module("onnx").TensorProto
     cache_type = types.INT8 if kind == "int8" else types.FLOAT
-    cache = [1, shape.num_kv_heads, context, shape.head_dim]
-    row, kv_row = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    shape, rows = workload.shape, workload.num_rows
+    cache = [1, shape.num_kv_heads, workload.context, shape.head_dim]
+    row, kv_row = _width(workload), shape.num_kv_heads * shape.head_dim
     floats, ints = types.FLOAT, types.INT32
     inputs = [
         helper.make_tensor_value_info(name, kind_of, dims)
         for name, kind_of, dims in (
-            ("query", floats, [1, 1, row]),
-            ("key", floats, [1, 1, kv_row]),
-            ("value", floats, [1, 1, kv_row]),
+            ("query", floats, [1, rows, row]),
+            ("key", floats, [1, rows, kv_row]),
+            ("value", floats, [1, rows, kv_row]),
             ("past_key", cache_type, cache),
             ("past_value", cache_type, cache),
             ("seqlens_k", ints, [1]),
@@ -158,7 +164,7 @@ def _model(shape: AttentionShape, context: int, kind: str, scales: list[np.ndarr
         )
     ]
     outputs = [
-        helper.make_tensor_value_info("output", floats, [1, 1, row]),
+        helper.make_tensor_value_info("output", floats, [1, rows, row]),
         helper.make_tensor_value_info("present_key", cache_type, cache),
         helper.make_tensor_value_info("present_value", cache_type, cache),
     ]
@@ -184,7 +190,7 @@ def _model(shape: AttentionShape, context: int, kind: str, scales: list[np.ndarr
         domain="com.microsoft",
         **attributes,
     )
-    graph = helper.make_graph([node], "decode", inputs, outputs, constants)
+    graph = helper.make_graph([node], "attention", inputs, outputs, constants)
     opsets = [helper.make_opsetid("", _ONNX_OPSET), helper.make_opsetid("com.microsoft", 1)]
     model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
     return bytes(model.SerializeToString())
