@@ -731,11 +731,8 @@ class PagedKvCache:
 
     def _read(self, values: bool, seq: int, layer: int) -> np.ndarray:
         state, store = self._state(seq), self._store(layer)
-        config = self._pool._config
         length = state.held[_checks.as_int(layer, "layer")]
-        out = np.empty((length, config.num_kv_heads, config.head_dim), np.float32)
-        store.read(values, state.table, self._pool.block_size, length, out)
-        return out
+        return store.read(values, state.table, self._pool.block_size, length)
 
 
 def _list(items: Any, name: str) -> list[Any]:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvedge import _checks
+from kvedge._numpy.quantize import clamp, dequantize
 from kvedge.errors import KvedgeError
 
 if TYPE_CHECKING:
@@ -72,9 +73,6 @@ class BlockStoreMethods:
         def _filled(self, position: int, n: int) -> None: ...
         def _attend_blocks(self, block_size: int, rows: list[Any], options: Any) -> None: ...
         def _settle(self) -> None: ...
-        def _dequantize_into(
-            self, values: bool, start: int, stop: int, out: np.ndarray
-        ) -> None: ...
 
     def __init__(self, config: LayerConfig, slabs: Slabs) -> None:
         self._open(config, slabs)
@@ -97,12 +95,14 @@ class BlockStoreMethods:
             self.check(keys, values)  # names the element within all of the rows
             raise
 
-    def read(
-        self, values: bool, table: np.ndarray, block_size: int, length: int, out: np.ndarray
-    ) -> None:
-        """Dequantize the first tokens into `out`, float32 (length, H, D)."""
-        for tokens, positions in runs(table, block_size, 0, length):
-            self._dequantize_into(values, positions.start, positions.stop, out[tokens])
+    def read(self, values: bool, table: np.ndarray, block_size: int, length: int) -> np.ndarray:
+        """Dequantize the first tokens: float32 (length, H, D)."""
+        keys, codes, key_scales, scales = self.gather(table, block_size, length)
+        if not values:
+            codes, scales = keys, key_scales
+        if self._config.dtype == "float32":
+            return codes
+        return clamp(dequantize(codes, scales, self._config))
 
     def gather(self, table: np.ndarray, block_size: int, length: int) -> list[np.ndarray]:
         """Copy the stored bytes of the first tokens: four arrays, in the order of the slabs."""
