@@ -20,8 +20,7 @@ KVEDGE_TARGET_BEGIN("avx2,fma")
 #include "kernels_avx256.h"
 
 enum {
-  SCORE_QUERIES = 4, /* x SCORE_TOKENS accumulators = 8 of the 16 registers */
-  SCORE_TOKENS = 2,
+  SCORES = 8,      /* made at a time: 8 tokens of 1 query, 4 of 2, 2 of 4; an accumulator each */
   SUM_QUERIES = 4, /* x 2 accumulators of 8 channels */
 };
 
@@ -32,60 +31,72 @@ KVEDGE_INLINE __m256 load_codes(const int8_t *codes, int n) {
   return floats_of(n >= 8 ? _mm_loadl_epi64((const __m128i *)codes) : load_up_to_16(codes, n));
 }
 
-/* Scores of `tokens` tokens for `count` queries (both constants where this is inlined). */
+/* Sums of eight registers, side by side. */
+KVEDGE_INLINE __m256 reduce_add_8(const __m256 x[SCORES]) {
+  __m256 first = _mm256_hadd_ps(_mm256_hadd_ps(x[0], x[1]), _mm256_hadd_ps(x[2], x[3]));
+  __m256 second = _mm256_hadd_ps(_mm256_hadd_ps(x[4], x[5]), _mm256_hadd_ps(x[6], x[7]));
+  return _mm256_add_ps(_mm256_permute2f128_ps(first, second, 0x20), _mm256_permute2f128_ps(first, second, 0x31));
+}
+
+/* Scores of SCORES / count tokens, of which num_tokens are there, for `count` queries: 1, 2 or 4 (a
+ * constant where this is inlined). */
 KVEDGE_INLINE void score_block(const kvedge_query *q, int first, const int count, const int8_t *k,
-                               ptrdiff_t token_stride, const int tokens, const float *k_scale,
+                               ptrdiff_t token_stride, int num_tokens, const float *k_scale,
                                float *scores, int accumulate) {
-  __m256 sum[SCORE_QUERIES][SCORE_TOKENS];
+  const int tokens = SCORES / count;
   const float *values = q->values + first * q->stride;
-#pragma GCC unroll 4
-  for (int i = 0; i < count; i++)
-    for (int t = 0; t < tokens; t++) sum[i][t] = _mm256_setzero_ps();
+  const int8_t *row[SCORES];
+  __m256 sum[SCORES]; /* (count, tokens) */
+#pragma GCC unroll 8
+  for (int t = 0; t < tokens; t++) row[t] = k + (t < num_tokens ? t : num_tokens - 1) * token_stride;
+#pragma GCC unroll 8
+  for (int i = 0; i < SCORES; i++) sum[i] = _mm256_setzero_ps();
   for (int d = 0; d < q->dim; d += 8) { /* values are zero past the last channel */
-    __m256 row[SCORE_TOKENS];
-#pragma GCC unroll 2
-    for (int t = 0; t < tokens; t++) row[t] = load_codes(k + t * token_stride + d, q->dim - d);
+    __m256 query[4];
 #pragma GCC unroll 4
-    for (int i = 0; i < count; i++) {
-      __m256 query = _mm256_loadu_ps(values + i * q->stride + d);
-#pragma GCC unroll 2
-      for (int t = 0; t < tokens; t++) sum[i][t] = _mm256_fmadd_ps(row[t], query, sum[i][t]);
+    for (int i = 0; i < count; i++) query[i] = _mm256_loadu_ps(values + i * q->stride + d);
+#pragma GCC unroll 8
+    for (int t = 0; t < tokens; t++) {
+      __m256 key = load_codes(row[t] + d, q->dim - d);
+#pragma GCC unroll 4
+      for (int i = 0; i < count; i++) sum[i * tokens + t] = _mm256_fmadd_ps(key, query[i], sum[i * tokens + t]);
     }
   }
-#pragma GCC unroll 4
+  float made[SCORES]; /* (count, tokens) */
+  _mm256_storeu_ps(made, reduce_add_8(sum));
+  scores += first * KVEDGE_TILE;
+  if (num_tokens == tokens && !accumulate) {
+#pragma GCC unroll 8
+    for (int i = 0; i < SCORES; i++) scores[i / tokens * KVEDGE_TILE + i % tokens] = made[i] * k_scale[i % tokens];
+    return;
+  }
   for (int i = 0; i < count; i++)
-    for (int t = 0; t < tokens; t++) {
-      float *out = scores + (first + i) * KVEDGE_TILE + t, score = reduce_add(sum[i][t]) * k_scale[t];
+    for (int t = 0; t < num_tokens; t++) {
+      float *out = scores + i * KVEDGE_TILE + t, score = made[i * tokens + t] * k_scale[t];
       *out = accumulate ? *out + score : score;
     }
 }
 
-KVEDGE_INLINE void score_tokens(const kvedge_query *q, const int8_t *k, ptrdiff_t token_stride,
-                                const int tokens, const float *k_scale, float *scores, int accumulate) {
-  int i = 0;
-  for (; i + SCORE_QUERIES <= q->num_queries; i += SCORE_QUERIES)
-    score_block(q, i, SCORE_QUERIES, k, token_stride, tokens, k_scale, scores, accumulate);
-  switch (q->num_queries - i) {
-    case 3: score_block(q, i, 3, k, token_stride, tokens, k_scale, scores, accumulate); break;
-    case 2: score_block(q, i, 2, k, token_stride, tokens, k_scale, scores, accumulate); break;
-    case 1: score_block(q, i, 1, k, token_stride, tokens, k_scale, scores, accumulate); break;
+KVEDGE_INLINE void score_queries(const kvedge_query *q, int first, const int count, const int8_t *k,
+                                 ptrdiff_t token_stride, int num_tokens, const float *k_scale,
+                                 float *scores, int accumulate) {
+  const int tokens = SCORES / count;
+  for (int t = 0; t < num_tokens; t += tokens) {
+    int left = num_tokens - t < tokens ? num_tokens - t : tokens;
+    score_block(q, first, count, k + t * token_stride, token_stride, left, k_scale + t, scores + t, accumulate);
   }
 }
 
 static void scores_i8_avx2(const kvedge_query *q, const int8_t *k, ptrdiff_t token_stride,
                            int num_tokens, const float *k_scale, const void *prefetch, float *scores,
                            int accumulate) {
-  for (int t = 0; t < num_tokens; t += SCORE_TOKENS) {
-    const int8_t *row = k + t * token_stride;
-    int tokens = num_tokens - t < SCORE_TOKENS ? num_tokens - t : SCORE_TOKENS;
-    for (int ahead = t; prefetch && ahead < t + tokens; ahead++)
-      for (int d = 0; d < q->dim; d += 64)
-        _mm_prefetch((const char *)prefetch + ahead * token_stride + d, _MM_HINT_T0);
-    if (tokens == SCORE_TOKENS)
-      score_tokens(q, row, token_stride, SCORE_TOKENS, k_scale + t, scores + t, accumulate);
-    else
-      score_tokens(q, row, token_stride, 1, k_scale + t, scores + t, accumulate);
-  }
+  for (int t = 0; prefetch && t < num_tokens; t++)
+    for (int d = 0; d < q->dim; d += 64)
+      _mm_prefetch((const char *)prefetch + t * token_stride + d, _MM_HINT_T0);
+  int n = q->num_queries, i = 0;
+  for (; i + 4 <= n; i += 4) score_queries(q, i, 4, k, token_stride, num_tokens, k_scale, scores, accumulate);
+  for (; i + 2 <= n; i += 2) score_queries(q, i, 2, k, token_stride, num_tokens, k_scale, scores, accumulate);
+  if (i < n) score_queries(q, i, 1, k, token_stride, num_tokens, k_scale, scores, accumulate);
 }
 
 /* Adds a tile's values to up to 16 channels of `count` queries (a constant where this is inlined). */

@@ -29,24 +29,33 @@ static void scale_row(const float *restrict acc, int n, float factor, float powe
   for (int d = 0; d < n; d++) out[d] = bounded(acc[d] * factor * power);
 }
 
+/* The logarithm of one query's softmax denominator, without learned sinks; -INFINITY: it saw nothing. */
+static double log_denominator(const kvedge_attention *a, size_t query, double max, double sum) {
+  if (!(sum > 0.0)) return -INFINITY;
+  if (!a->real_logits) max = max * a->logit_factor[query] + a->logit_bias[query];
+  return max + log(sum);
+}
+
+/* A learned sink is one more logit, whose value is nothing. Returns what remains of the others' share. */
+static double join_sink(double sink, double *log_sum) {
+  double larger = *log_sum > sink ? *log_sum : sink;
+  double together = larger + log(exp(*log_sum - larger) + exp(sink - larger));
+  double share = exp(*log_sum - together);
+  *log_sum = together;
+  return share;
+}
+
 /* One query's output and the logarithm of its softmax denominator. */
 static void finish(const kvedge_attention *a, size_t query, size_t state, int head,
                    const kvedge_partial *total, float *out, float *lse) {
-  double sum = total->sum[state], max = total->max[state], keep = 1.0;
-  double log_denominator = -INFINITY;
-  if (sum > 0.0) {
-    if (!a->real_logits) max = max * a->logit_factor[query] + a->logit_bias[query];
-    log_denominator = max + log(sum);
-  }
-  if (a->options.sink_logits) { /* one more logit, whose value is nothing */
-    double sink = a->options.sink_logits[head], larger = fmax(log_denominator, sink);
-    double with_sink = larger + log(exp(log_denominator - larger) + exp(sink - larger));
-    keep = exp(log_denominator - with_sink);
-    log_denominator = with_sink;
+  double sum = total->sum[state], keep = 1.0;
+  if (lse || a->options.sink_logits) {
+    double log_sum = log_denominator(a, query, total->max[state], sum);
+    if (a->options.sink_logits) keep = join_sink(a->options.sink_logits[head], &log_sum);
+    if (lse) *lse = log_sum == -INFINITY ? -INFINITY : bounded((float)log_sum);
   }
   float factor = sum > 0.0 ? (float)(keep / sum) : 0.0f;
   scale_row(total->acc + state * (size_t)a->acc_stride, a->view.head_dim, factor, 1.0f / a->value_factor, out);
-  if (lse) *lse = log_denominator == -INFINITY ? -INFINITY : bounded((float)log_denominator);
 }
 
 void kvedge_attention_collect(kvedge_attention *a, int slice, int slot) {

@@ -28,36 +28,44 @@ static void fill_values(kvedge_attention *a, const float *x, float factor, size_
   }
 }
 
+static double between(double x, double low, double high) { return x < low ? low : x > high ? high : x; }
+
+/* The power of two below a magnitude. Below 2^-126 it is 1: such channels are left as they are, and
+ * count for nothing. (Its inverse must be a number too.) */
+static double power_below(float magnitude) {
+  uint32_t bits;
+  memcpy(&bits, &magnitude, sizeof bits);
+  return magnitude >= FLT_MIN ? kvedge_float_of_bits(bits & 0x7f800000u) : 1.0;
+}
+
+/* What two bytes of a query's code may cost, as kvedge_attention.coarseness has it. They round a channel
+ * by up to half of 256 * scale, evenly spread; that moves a logit by about the spread times |key|: one
+ * channel of 127 codes, and a third of that in the others. */
+static float coarseness(const kvedge_attention *a, size_t index, double key_norm) {
+  const float *scales = a->scales + index * (size_t)a->num_groups;
+  float largest = 0.0f;
+  for (int g = 0; g < a->num_groups; g++) largest = scales[g] > largest ? scales[g] : largest;
+  const double inverse_sqrt_12 = 0.28867513459481287;
+  return (float)between(256.0 * inverse_sqrt_12 * largest * key_norm * a->logit_factor[index], 0.0, FLT_MAX);
+}
+
 static void prepare_row(kvedge_attention *a, const float *x, int kv_head, size_t index) {
   const kvedge_cache_view *view = &a->view;
   const float scale = a->options.scale;
   int dim = view->head_dim;
-  float largest = kvedge_float_of_bits(a->kernels->abs_max_bits(x, (size_t)dim));
-  /* The power of two below the largest magnitude. Its inverse must be a number too: channels below
-   * 2^-126 are left as they are, and count for nothing. */
-  int exponent = largest >= FLT_MIN ? ilogbf(largest) : 0;
-  double unit = ldexp(1.0, exponent);
+  double unit = power_below(kvedge_float_of_bits(a->kernels->abs_max_bits(x, (size_t)dim)));
   fill_values(a, x, (float)(scale < 0.0f ? -1.0 / unit : 1.0 / unit), index);
   double factor = fabs((double)scale) * unit / a->key_factor;
   double constant = view->key_offset ? scale * dot(x, view->key_offset + (ptrdiff_t)kv_head * dim, dim) : 0.0;
   a->logit_factor[index] = factor;
   a->logit_bias[index] = constant;
   /* > 0 even where the scale is 0: a score of -infinity times 0 would be no number */
-  double softmax_factor = a->real_logits ? LOG2_E : factor * LOG2_E;
-  a->softmax_factor[index] = (float)fmin(fmax(softmax_factor, FLT_MIN), FLT_MAX);
-}
-
-/* Two bytes round a channel by up to half of 256 * scale, evenly spread; that moves a logit by about
- * the spread times |key|: one channel of 127 codes, and a third of that in the others. */
-static float coarseness(const kvedge_attention *a, size_t index) {
-  float largest = 0.0f;
-  for (int g = 0; g < a->num_groups; g++) largest = fmaxf(largest, a->scales[index * (size_t)a->num_groups + (size_t)g]);
-  double spread = 256.0 * largest / sqrt(12.0), key_norm = 127.0 * sqrt((a->view.head_dim + 8) / 9.0);
-  return (float)fmin(spread * key_norm * a->logit_factor[index], FLT_MAX);
+  a->softmax_factor[index] = (float)between(a->real_logits ? LOG2_E : factor * LOG2_E, FLT_MIN, FLT_MAX);
 }
 
 void kvedge_prepare_queries(kvedge_attention *a, const float *query) {
   int dim = a->view.head_dim, group = a->heads_per_kv_head;
+  double key_norm = 127.0 * sqrt((dim + 8) / 9.0);
   for (int64_t block = 0; block < a->num_row_blocks; block++)
     for (int kv_head = 0; kv_head < a->view.num_kv_heads; kv_head++) {
       size_t index = kvedge_query_index(a, block, kv_head);
@@ -67,7 +75,7 @@ void kvedge_prepare_queries(kvedge_attention *a, const float *query) {
           int64_t row = block * a->rows_per_block + r;
           const float *x = query + (row * a->num_heads + (int64_t)kv_head * group + g) * dim;
           prepare_row(a, x, kv_head, index);
-          if (a->codes) a->coarseness[index] = coarseness(a, index);
+          if (a->codes) a->coarseness[index] = coarseness(a, index, key_norm);
         }
     }
 }
