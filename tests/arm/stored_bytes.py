@@ -11,7 +11,14 @@ import kvedge
 
 CASES = [
     dict(head_dim=dim, num_kv_heads=heads, group_size=group, scale_dtype=scale)
-    for dim, heads, group in [(64, 2, None), (128, 1, 32), (80, 3, None), (33, 2, 16), (1, 1, None), (1000, 1, None)]
+    for dim, heads, group in [
+        (64, 2, None),
+        (128, 1, 32),
+        (80, 3, None),
+        (33, 2, 16),
+        (1, 1, None),
+        (1000, 1, None),
+    ]
     for scale in ["float32", "float16"]
 ]
 SIZES = {"plain": 0, "small": -12, "denormal": -135, "huge": 100}  # powers of two
