@@ -24,6 +24,9 @@ CLASSES = [
     kvedge.KVCache,
     kvedge.KvCacheSnapshot,
     kvedge.Rope,
+    kvedge.KvBlockPool,
+    kvedge.PagedKvCache,
+    kvedge.PagedSnapshot,
 ]
 
 
@@ -56,7 +59,7 @@ def test_all_names_exist_and_are_sorted_once():
 
 def test_the_names_of_the_design_are_public():
     names = "QuantizedKvLayer Float32KvLayer KVCache KvCacheSnapshot Rope isa_info backend"
-    names += " set_num_threads get_num_threads"
+    names += " set_num_threads get_num_threads KvBlockPool PagedKvCache"
     assert set(names.split()) | set(errors.__all__) <= set(kvedge.__all__)
 
 

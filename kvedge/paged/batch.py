@@ -78,9 +78,7 @@ def checked_outs(
     given = [out for out in outs if out is not None]
     for i, one in enumerate(given):
         _checks.as_out(one, one.shape, reads=given[:i], name="an array in out")
-    return made, [
-        out.reshape(query.shape) for out, (query, _) in zip(made, queries, strict=True)
-    ]
+    return made, [out.reshape(query.shape) for out, (query, _) in zip(made, queries, strict=True)]
 
 
 def batch_options(

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = ["PagedKvCache"]
 
+MAX_TOKEN_ID = 2**63 - 1
+
 _numbers = count()  # of sequences: one series for all caches, so that no two share a number
 
 
@@ -754,4 +756,6 @@ def _token_ids(token_ids: Any) -> np.ndarray:
         raise ShapeMismatchError(f"token_ids must have one dimension, not shape {ids.shape}")
     if ids.size and ids.dtype.kind not in "iu":
         raise InvalidArgumentError(f"token_ids must be integers, not {ids.dtype}")
+    if ids.dtype.kind == "u" and ids.size and int(ids.max()) > MAX_TOKEN_ID:
+        raise InvalidArgumentError(f"token_ids must be at most 2^63 - 1, not {ids.max()}")
     return ids.astype(np.int64)

@@ -434,5 +434,3 @@ def _size(value: Any, name: str, most: int) -> int:
     if not 1 <= number <= most:
         raise InvalidArgumentError(f"{name} must be from 1 to {most}, not {number}")
     return number
-
-

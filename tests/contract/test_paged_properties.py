@@ -2,7 +2,7 @@
 
 import zlib
 from collections import Counter
-from functools import lru_cache
+from functools import cache as remembered
 
 import numpy as np
 import pytest
@@ -18,14 +18,14 @@ NUM_BLOCKS, BLOCK = 12, 4
 SCALES = {"int8": "float16", "float32": "float32"}
 
 
-@lru_cache(maxsize=None)
+@remembered
 def row(layer, prefix):
     """Key and value (2, H, D) of a token, which depend on it and all before it, as in a model."""
     seed = zlib.crc32(bytes([layer, *prefix]))
     return np.random.default_rng(seed).standard_normal((2, H, D), dtype=np.float32)
 
 
-@lru_cache(maxsize=None)
+@remembered
 def stored_row(dtype, layer, prefix):
     """What the cache gives back for it."""
     if dtype == "float32":
@@ -70,15 +70,14 @@ class PagedMachine(RuleBasedStateMachine):
     def pick(self, data):
         return data.draw(st.sampled_from(sorted(self.models)))
 
-    def blocks_wanted(self, seq, stop):
-        """Fewest and most free blocks that writing up to `stop` can need."""
+    def blocks_wanted(self, seq, start, stop):
+        """Free blocks that writing tokens `start` to `stop` needs."""
         model, table = self.models[seq], self.cache.block_table(seq)
-        fewest = max(0, -(-stop // BLOCK) - len(table))
-        partial = model.length % BLOCK
-        if not partial:
-            return fewest, fewest
-        shared = self.pool.reference_counts[table[model.length // BLOCK]] > 1
-        return fewest + shared, fewest + 1
+        wanted = max(0, -(-stop // BLOCK) - len(table))
+        last, used = divmod(model.length, BLOCK)
+        if used and start // BLOCK == last:  # a block of others as well is copied first
+            wanted += self.pool.reference_counts[table[last]] > 1
+        return wanted
 
     # -- operations
 
@@ -96,9 +95,8 @@ class PagedMachine(RuleBasedStateMachine):
         while len(ids) < start + n:
             ids.append(data.draw(st.integers(0, 1)))
         keys, values = rows(layer, ids, start, start + n)
-        fewest, most = self.blocks_wanted(seq, start + n)
         free, cached = self.pool.free_count, self.pool.cached_count
-        if fewest > free and n:
+        if n and self.blocks_wanted(seq, start, start + n) > free:
             with pytest.raises(errors.CapacityExceededError):
                 self.cache.append(seq, layer, keys, values)
             assert (self.pool.free_count, self.pool.cached_count) == (free, cached)

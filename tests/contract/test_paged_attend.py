@@ -1,0 +1,204 @@
+"""Attention over blocks: as over a contiguous layer with the same rows, alone or in a batch."""
+
+import numpy as np
+import pytest
+import reference
+from support import assert_attention_close, assert_lse_close, filled, normal, stored
+
+from kvedge import Float32KvLayer, KvBlockPool, PagedKvCache, QuantizedKvLayer, errors
+
+
+def scattered(rng, dtype, lengths, heads, dim, block, **options):
+    """Sequences of these lengths whose blocks lie in disorder, and layers with the same rows."""
+    blocks = sum(-(-n // block) for n in lengths)
+    pool = KvBlockPool(2 * blocks + 2, block, 1, heads, dim, dtype, **options)
+    cache = PagedKvCache(pool)
+    taken = pool.allocate(pool.num_blocks)
+    pool.free(rng.permutation(taken))
+    kind = {"int8": QuantizedKvLayer, "float32": Float32KvLayer}[dtype]
+    quantized = {}
+    if dtype == "int8":
+        quantized = {"scale_dtype": pool.scale_dtype, "group_size": options.get("group_size")}
+    layers, seqs = [], []
+    for n in lengths:
+        layer = filled(kind, rng, 0, heads, dim, capacity=n, **quantized)
+        rows = normal(rng, 2, n, heads, dim)
+        layer.extend(*rows)
+        seq = cache.new_sequence()
+        for start in range(0, n, 37):
+            cache.append(seq, 0, *rows[:, start : start + 37])
+        layers.append(layer)
+        seqs.append(seq)
+    return cache, seqs, layers
+
+
+@pytest.mark.parametrize("block", [1, 4, 16, 100])
+@pytest.mark.parametrize("n", [1, 3, 16, 33, 300])
+def test_attention_is_that_of_a_contiguous_layer(rng, dtype, shape, block, n):
+    heads, dim = shape
+    cache, (seq,), (layer,) = scattered(rng, dtype, [n], heads, dim, block)
+    query = normal(rng, 3 * heads, dim)
+    out, lse = cache.attend(seq, 0, query, return_lse=True, precision_bits=24)
+    flat, flat_lse = layer.attend(query, return_lse=True, precision_bits=24)
+    np.testing.assert_allclose(out, flat, atol=1e-5)
+    np.testing.assert_allclose(lse, flat_lse, atol=1e-5)
+    exact, exact_lse = reference.attention(query, *stored(layer))
+    assert_attention_close(cache.attend(seq, 0, query), exact)
+    assert_lse_close(lse, exact_lse)
+
+
+OPTIONS = {
+    "scale": {"scale": 0.3},
+    "window": {"window": 7},
+    "wide window": {"window": 50},
+    "window and sinks": {"window": 7, "sinks": 3},
+    "softcap": {"softcap": 5.0},
+    "not causal": {"causal": False},
+    "alibi": {"alibi_slopes": np.linspace(0.1, 0.6, 4, dtype=np.float32)},
+    "learned sinks": {"sinks": np.linspace(-1, 1, 4, dtype=np.float32)},
+    "16 bits": {"precision_bits": 16},
+    "24 bits": {"precision_bits": 24},
+    "threads": {"num_threads": 3},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("rows", [1, 5])
+def test_every_option_is_that_of_a_layer(rng, dtype, options, rows):
+    lengths = [9, 70, 33]
+    cache, seqs, layers = scattered(rng, dtype, lengths, 2, 40, 8)
+    queries = [normal(rng, rows, 4, 40) for _ in lengths]
+    known = {k: v for k, v in options.items() if k not in ("precision_bits", "num_threads")}
+    together, lses = cache.attend_batch(seqs, 0, queries, return_lse=True, **options)
+    for seq, layer, query, out, lse in zip(seqs, layers, queries, together, lses, strict=True):
+        exact, exact_lse = reference.attention(query, *stored(layer), **known)
+        assert_attention_close(out, exact)
+        assert_lse_close(lse, exact_lse)
+        alone, alone_lse = cache.attend(seq, 0, query, return_lse=True, **options)
+        np.testing.assert_allclose(out, alone, atol=1e-5)
+        np.testing.assert_allclose(lse, alone_lse, atol=1e-5)
+
+
+def test_masks_are_for_one_sequence(rng, dtype):
+    cache, (seq, other), (layer, _) = scattered(rng, dtype, [33, 20], 2, 8, 4)
+    query = normal(rng, 2, 4, 8)
+    for mask in (rng.random((4, 2, 33)) < 0.5, normal(rng, 2, 33), np.ones((4, 2, 33), bool)):
+        exact, _ = reference.attention(query, *stored(layer), mask=mask)
+        assert_attention_close(cache.attend(seq, 0, query, mask=mask), exact)
+        with pytest.raises(errors.InvalidArgumentError, match="mask"):
+            cache.attend_batch([seq], 0, [query], mask=mask)
+    with pytest.raises(errors.ShapeMismatchError, match="mask"):
+        cache.attend(other, 0, query, mask=np.ones((4, 2, 33), bool))
+
+
+def test_a_prompt_and_single_tokens_go_in_one_batch(rng, dtype):
+    lengths = [40, 1, 17]
+    cache, seqs, layers = scattered(rng, dtype, lengths, 2, 16, 4)
+    queries = [normal(rng, 40, 2, 16), normal(rng, 2, 16), normal(rng, 3, 2, 16)]
+    outs = cache.attend_batch(seqs, 0, queries)
+    for layer, query, out in zip(layers, queries, outs, strict=True):
+        assert_attention_close(out, reference.attention(query, *stored(layer))[0])
+
+
+@pytest.mark.parametrize("group_size", [None, 8])
+def test_a_batch_in_one_array_gives_one_array(rng, group_size):
+    options = {"group_size": group_size}
+    cache, seqs, layers = scattered(rng, "int8", [12, 30, 5], 2, 16, 4, **options)
+    queries = normal(rng, 3, 8, 16)
+    out = np.empty_like(queries)
+    result, lse = cache.attend_batch(seqs, 0, queries, return_lse=True, out=out)
+    assert result is out or np.shares_memory(result, out)
+    assert lse.shape == (3, 8) and lse.dtype == np.float32
+    for layer, query, one in zip(layers, queries, out, strict=True):
+        assert_attention_close(one, reference.attention(query, *stored(layer))[0])
+    outs = [np.empty((8, 16), np.float32) for _ in seqs]
+    listed = cache.attend_batch(seqs, 0, list(queries), out=outs)
+    assert all(np.shares_memory(a, b) for a, b in zip(listed, outs, strict=True))
+    np.testing.assert_allclose(np.stack(outs), out, atol=1e-6)
+    again = cache.attend_batch([seqs[1], seqs[1]], 0, queries[[1, 1]])
+    np.testing.assert_array_equal(again[0], again[1])
+
+
+def test_forks_and_drops_in_the_middle_of_batches(rng, dtype):
+    cache, seqs, layers = scattered(rng, dtype, [21, 30], 2, 16, 4)
+    query = normal(rng, 3, 4, 16)
+    cache.advance(seqs[0], 0)
+    twin = cache.from_kv_cache(cache.to_kv_cache(seqs[0]))  # holds nothing: nothing was advanced
+    with pytest.raises(errors.InvalidArgumentError, match="no tokens"):
+        cache.attend_batch([*seqs, twin], 0, query)
+    for seq, layer in zip(seqs, layers, strict=True):
+        cache.advance(seq, len(layer))
+    fork = cache.fork(seqs[0])
+    both = cache.attend_batch([*seqs, fork], 0, query[[0, 1, 0]])
+    np.testing.assert_allclose(both[2], both[0], atol=1e-6)
+    cache.drop(seqs[0])
+    np.testing.assert_allclose(cache.attend(fork, 0, query[0]), both[0], atol=1e-6)
+    with pytest.raises(errors.UnknownSequenceError):
+        cache.attend_batch([*seqs, fork], 0, query)
+
+
+def test_results_do_not_depend_on_threads(rng, dtype):
+    lengths = [700, 2, 3000, 64]
+    cache, seqs, _ = scattered(rng, dtype, lengths, 2, 64, 16)
+    queries = normal(rng, 4, 8, 64)
+    one = cache.attend_batch(seqs, 0, queries, num_threads=1)
+    for n in (2, 3, 8):
+        many = cache.attend_batch(seqs, 0, queries, num_threads=n)
+        np.testing.assert_array_equal(many, one)
+
+
+def test_bad_batches_are_refused(rng, dtype):
+    cache, seqs, _ = scattered(rng, dtype, [5, 9], 2, 8, 4)
+    good = normal(rng, 2, 4, 8)
+    bad = good.copy()
+    bad[1, 0, 0] = np.inf
+    shape, argument = errors.ShapeMismatchError, errors.InvalidArgumentError
+    for chosen, queries, error, options in [
+        ([], good[:0], argument, {}),
+        ([], [], argument, {}),
+        (3, good, argument, {}),
+        (seqs, good[:1], shape, {}),
+        (seqs, good[0], shape, {}),
+        (seqs, [good[0]], shape, {}),
+        (seqs, [good[0], good[1, :2]], shape, {}),
+        (seqs, [good[0], normal(rng, 10, 4, 8)], shape, {}),  # more rows than tokens
+        (seqs, good[:, :3], shape, {}),
+        (seqs, None, argument, {}),
+        (seqs, "ab", argument, {}),
+        (seqs, good.astype(np.float64), errors.DtypeMismatchError, {}),
+        (seqs, bad, errors.NonFiniteInputError, {}),
+        (seqs, list(bad), errors.NonFiniteInputError, {}),
+        (seqs, good, argument, {"window": 0}),
+        (seqs, good, argument, {"num_threads": 0}),
+        (seqs, good, argument, {"causal": 1}),
+        (seqs, good, shape, {"out": np.empty((2, 4, 7), np.float32)}),
+        (seqs, good, errors.LayoutError, {"out": good}),
+        (seqs, list(good), shape, {"out": [None]}),
+        (seqs, list(good), shape, {"out": good}),
+    ]:
+        with pytest.raises(error):
+            cache.attend_batch(chosen, 0, queries, **options)
+    twice = np.empty((4, 8), np.float32)
+    with pytest.raises(errors.LayoutError):
+        cache.attend_batch(seqs, 0, list(good), out=[twice, twice])
+    with pytest.raises(errors.LayerOutOfRangeError):
+        cache.attend_batch(seqs, 1, good)
+    with pytest.raises(TypeError):
+        cache.attend_batch(seqs, 0, good, windows=3)
+
+
+def test_bad_queries_are_refused(rng, dtype):
+    cache, (seq,), _ = scattered(rng, dtype, [5], 2, 8, 4)
+    empty = cache.new_sequence()
+    query = normal(rng, 4, 8)
+    with pytest.raises(errors.InvalidArgumentError, match="no tokens"):
+        cache.attend(empty, 0, query)
+    with pytest.raises(errors.ShapeMismatchError):
+        cache.attend(seq, 0, normal(rng, 6, 4, 8))
+    with pytest.raises(errors.ShapeMismatchError):
+        cache.attend(seq, 0, query[:3])
+    with pytest.raises(errors.LayoutError):
+        cache.attend(seq, 0, query, out=query)
+    query[2, 2] = np.nan
+    with pytest.raises(errors.NonFiniteInputError):
+        cache.attend(seq, 0, query)

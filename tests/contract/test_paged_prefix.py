@@ -1,0 +1,223 @@
+"""Prefixes found by their token ids, shared, and forgotten when their memory is needed."""
+
+import numpy as np
+import pytest
+from support import normal
+
+from kvedge import KvBlockPool, PagedKvCache, errors
+
+L, H, D, BLOCK = 2, 2, 8, 4
+
+
+@pytest.fixture
+def pool():
+    return KvBlockPool(10, BLOCK, L, H, D)
+
+
+@pytest.fixture
+def cache(pool):
+    return PagedKvCache(pool)
+
+
+def append(cache, seq, rng, n):
+    for layer in range(L):
+        cache.append(seq, layer, *normal(rng, 2, n, H, D))
+    cache.advance(seq, n)
+
+
+def registered(cache, rng, ids):
+    """A sequence of these tokens that others can find."""
+    seq, n = cache.match_prefix(ids)
+    if n < len(ids):
+        append(cache, seq, rng, len(ids) - n)
+    cache.register(seq, ids)
+    return seq
+
+
+def matched(cache, ids):
+    """How many tokens are known, without keeping the sequence."""
+    seq, n = cache.match_prefix(ids)
+    assert cache.length(seq) == n == len(cache.k(seq, 0))
+    cache.drop(seq)
+    return n
+
+
+def test_full_blocks_of_a_registered_sequence_are_found_and_shared(pool, cache, rng):
+    ids = list(range(100, 111))
+    seq = registered(cache, rng, ids)
+    twin, n = cache.match_prefix(ids)
+    assert n == 8  # the third block is not full
+    assert cache.block_table(twin).tolist() == cache.block_table(seq)[:2].tolist()
+    np.testing.assert_array_equal(cache.k(twin, 1), cache.k(seq, 1)[:8])
+    assert pool.used_count == 3
+
+
+@pytest.mark.parametrize(
+    "ids, n",
+    [
+        ([], 0),
+        ([1], 0),
+        ([1, 2, 3, 4], 4),
+        ([1, 2, 3, 4, 5, 6, 7], 4),
+        ([1, 2, 3, 4, 5, 6, 7, 8], 8),
+        ([1, 2, 3, 4, 5, 6, 7, 9], 4),
+        ([1, 2, 3, 4, 9, 9, 9, 9, 5, 6, 7, 8], 4),
+        ([5, 6, 7, 8], 0),  # a block counts with all that is before it
+        ([2, 1, 3, 4, 5, 6, 7, 8], 0),
+        (np.array([1, 2, 3, 4, 5], np.uint8), 4),
+    ],
+)
+def test_the_longest_known_prefix_is_found(cache, rng, ids, n):
+    registered(cache, rng, [1, 2, 3, 4, 5, 6, 7, 8])
+    assert matched(cache, ids) == n
+
+
+def test_a_prefix_branches(cache, rng):
+    registered(cache, rng, [1, 1, 1, 1, 2, 2, 2, 2])
+    registered(cache, rng, [1, 1, 1, 1, 3, 3, 3, 3])
+    assert cache.pool.used_count == 3
+    assert matched(cache, [1, 1, 1, 1, 2, 2, 2, 2]) == 8
+    assert matched(cache, [1, 1, 1, 1, 3, 3, 3, 3]) == 8
+
+
+def test_a_prefix_outlives_its_sequence(pool, cache, rng):
+    seq = registered(cache, rng, list(range(9)))
+    keys = cache.k(seq, 0)
+    cache.drop(seq)
+    assert (pool.free_count, pool.cached_count, pool.utilization) == (10, 2, 0.0)
+    again, n = cache.match_prefix(range(9))
+    assert n == 8 and pool.cached_count == 0 and pool.used_count == 2
+    np.testing.assert_array_equal(cache.k(again, 0), keys[:8])
+
+
+def test_prefixes_are_found_through_every_cache_of_the_pool(pool, cache, rng):
+    registered(cache, rng, [1, 2, 3, 4])
+    assert matched(PagedKvCache(pool), [1, 2, 3, 4]) == 4
+
+
+def test_the_least_recently_used_prefix_makes_room(pool, cache, rng):
+    for first in (10, 20, 30):  # two blocks each
+        cache.drop(registered(cache, rng, [first] * 8))
+    assert pool.cached_count == 6
+    assert matched(cache, [10] * 8) == 8  # used again
+    seq = cache.new_sequence()
+    append(cache, seq, rng, 5 * BLOCK)  # four are free, one more is needed
+    assert pool.cached_count == 5
+    append(cache, seq, rng, 2 * BLOCK)
+    # The end of a prefix goes before its beginning.
+    assert [matched(cache, [first] * 8) for first in (10, 20, 30)] == [8, 0, 4]
+
+
+def test_prefixes_in_use_never_make_room(pool, cache, rng):
+    seq = registered(cache, rng, [1] * 8)
+    other = cache.new_sequence()
+    with pytest.raises(errors.CapacityExceededError):
+        append(cache, other, rng, 9 * BLOCK)
+    append(cache, other, rng, 8 * BLOCK)
+    assert matched(cache, [1] * 8) == 8
+    cache.drop(seq)
+
+
+def test_a_failed_append_forgets_no_prefix(pool, cache, rng):
+    cache.drop(registered(cache, rng, [1] * 40))
+    seq = cache.new_sequence()
+    bad = np.full((8, H, D), np.nan, np.float32)
+    with pytest.raises(errors.NonFiniteInputError):
+        cache.append(seq, 0, bad, bad)
+    large = np.full((8, H, D), 1e38, np.float32)
+    with pytest.raises(errors.ScaleRangeError):
+        cache.append(seq, 0, large, large)
+    with pytest.raises(errors.CapacityExceededError):
+        cache.append(seq, 0, *normal(rng, 2, 41, H, D))
+    assert pool.cached_count == 10 and matched(cache, [1] * 40) == 40
+
+
+def test_writing_into_a_registered_block_copies_it(pool, cache, rng):
+    ids = list(range(8))
+    seq = registered(cache, rng, ids)
+    keys = cache.k(seq, 0)
+    cache.truncate(seq, 7)  # as after a prompt that was known to its end
+    append(cache, seq, rng, 1)
+    assert matched(cache, ids) == 8
+    again, _ = cache.match_prefix(ids)
+    np.testing.assert_array_equal(cache.k(again, 0), keys)
+    np.testing.assert_array_equal(cache.k(seq, 0)[:7], keys[:7])
+
+
+def test_in_a_full_pool_a_registered_block_is_written_over_instead(pool, cache, rng):
+    seq = registered(cache, rng, list(range(40)))
+    cache.truncate(seq, 39)
+    append(cache, seq, rng, 1)
+    assert matched(cache, range(40)) == 36
+
+
+def test_registering_again_goes_on_where_it_stopped(cache, rng):
+    ids = list(range(20))
+    seq = registered(cache, rng, ids[:6])
+    append(cache, seq, rng, 14)
+    cache.register(seq, ids[:10])
+    cache.register(seq, ids)
+    cache.register(seq, ids)
+    assert matched(cache, ids) == 20
+
+
+def test_what_was_computed_twice_is_registered_once(pool, cache, rng):
+    seqs = [cache.new_sequence(), cache.new_sequence()]
+    for seq in seqs:
+        append(cache, seq, rng, 12)
+    cache.register(seqs[0], [1] * 8)
+    cache.register(seqs[1], [1] * 12)
+    twin, n = cache.match_prefix([1] * 12)
+    first, second = (cache.block_table(seq) for seq in seqs)
+    assert n == 12 and cache.block_table(twin).tolist() == [*first[:2], second[2]]
+    for seq in (*seqs, twin):
+        cache.drop(seq)
+    assert pool.free_count == 10 and pool.cached_count == 3
+
+
+def test_a_prefix_that_was_cut_off_lets_go_of_what_followed(pool, cache, rng):
+    early, late = cache.new_sequence(), cache.new_sequence()
+    for seq in (early, late):
+        append(cache, seq, rng, 12)
+    cache.register(early, [1] * 8)
+    cache.register(late, [1] * 12)  # its third block follows the first two of the other
+    cache.drop(early)
+    other = cache.new_sequence()
+    append(cache, other, rng, 7 * BLOCK)  # all but the blocks of `late`
+    assert matched(cache, [1] * 12) == 0
+    cache.register(late, [1] * 12)
+    assert matched(cache, [1] * 12) == 12
+
+
+def test_wrong_token_ids_are_refused(cache, rng):
+    seq = registered(cache, rng, [1, 2, 3, 4, 5])
+    before = cache.pool.reference_counts
+    for ids, error in [
+        ([1, 2, 3, 4, 5, 6], errors.ShapeMismatchError),
+        ([[1, 2]], errors.ShapeMismatchError),
+        (3, errors.ShapeMismatchError),
+        ([1.0, 2.0], errors.InvalidArgumentError),
+        (["a"], errors.InvalidArgumentError),
+        ([True, False], errors.InvalidArgumentError),
+        ([1, [2]], errors.InvalidArgumentError),
+        ([2**70], errors.InvalidArgumentError),
+        ([9, 2, 3, 4, 5], errors.InvalidArgumentError),  # registered under others
+    ]:
+        with pytest.raises(error):
+            cache.register(seq, ids)
+    for ids in ([1.5], [[1]], None, [2**63], "ab"):
+        with pytest.raises((errors.InvalidArgumentError, errors.ShapeMismatchError)):
+            cache.match_prefix(ids)
+    assert matched(cache, [1, 2, 3, 4]) == 4 and matched(cache, [9, 2, 3, 4]) == 0
+    assert cache.num_sequences == 1
+    np.testing.assert_array_equal(cache.pool.reference_counts, before)
+
+
+def test_prefixes_can_be_forgotten(pool, cache, rng):
+    seq = registered(cache, rng, [1] * 8)
+    cache.drop(registered(cache, rng, [2] * 8))
+    pool.forget_prefixes()
+    assert pool.cached_count == 0 and pool.used_count == 2
+    assert matched(cache, [1] * 8) == matched(cache, [2] * 8) == 0
+    cache.register(seq, [3] * 8)  # the blocks are nobody's any more
+    assert matched(cache, [3] * 8) == 8
