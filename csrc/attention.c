@@ -12,7 +12,7 @@ enum {
   MAX_SLICES_OF_A_BLOCK = 32,
   /* One step reads about this many bytes of keys and as many of values, which is also how far ahead
    * of their use the next step's rows are asked for. */
-  STEP_BYTES = 4 << 10,
+  STEP_BYTES = 8 << 10,
 };
 
 void kvedge_attention_defaults(kvedge_attention_options *options) {

@@ -201,8 +201,15 @@ typedef struct {
   int masking;               /* as needs_masking() */
 } encounter;
 
+/* The larger of `largest` and x[start..stop-1]; in lanes, so that maxima need not wait for each other. */
 static float largest_of(const float *x, int start, int stop, float largest) {
-  for (int t = start; t < stop; t++) largest = x[t] > largest ? x[t] : largest;
+  enum { LANES = 8 };
+  float lane[LANES] = {0};
+  int t = start;
+  for (; t + LANES <= stop; t += LANES)
+    for (int j = 0; j < LANES; j++) lane[j] = x[t + j] > lane[j] ? x[t + j] : lane[j];
+  for (; t < stop; t++) largest = x[t] > largest ? x[t] : largest;
+  for (int j = 0; j < LANES; j++) largest = lane[j] > largest ? lane[j] : largest;
   return largest;
 }
 
