@@ -152,7 +152,7 @@ class PagedKvCache:
         pool = self._pool
         with pool._lock:
             state = self._state(seq)
-            layer = _checks.check_layer(layer, pool.num_layers)
+            layer = self._layer(layer)
             keys = _checks.as_rows(keys, "keys", pool._config, many=None)
             values = _checks.as_rows(values, "values", pool._config, many=None)
             if len(keys) != len(values):
@@ -402,8 +402,8 @@ class PagedKvCache:
             The sequence has no tokens, or options do not fit together.
         ShapeMismatchError, DtypeMismatchError, LayoutError, NonFiniteInputError
         """
-        state, store = self._state(seq), self._store(layer)
-        length = state.held[_checks.as_int(layer, "layer")]
+        state, layer = self._state(seq), self._layer(layer)
+        store, length = self._pool._stores[layer], state.held[layer]
         out = options.pop("out", None)
         rows, single = _checks.as_query(query, self._pool._config)
         num_rows, num_heads, head_dim = rows.shape
@@ -451,7 +451,8 @@ class PagedKvCache:
         """
         if options.get("mask") is not None:
             raise InvalidArgumentError("attend_batch takes no mask: attend() to each with its own")
-        store, layer = self._store(layer), _checks.as_int(layer, "layer")
+        layer = self._layer(layer)
+        store = self._pool._stores[layer]
         states = [self._state(seq) for seq in _list(seqs, "seqs")]
         if not states:
             raise InvalidArgumentError("seqs must name at least one sequence")
@@ -484,6 +485,14 @@ class PagedKvCache:
 
     def length(self, seq: int) -> int:
         """Tokens that a sequence was advanced over.
+
+        Parameters
+        ----------
+        seq : int
+
+        Returns
+        -------
+        int
 
         Raises
         ------
@@ -707,8 +716,11 @@ class PagedKvCache:
             )
         return state
 
-    def _store(self, layer: Any) -> Any:
-        return self._pool._stores[_checks.check_layer(layer, self._pool.num_layers)]
+    def _layer(self, layer: Any) -> int:
+        num_layers = len(self._pool._stores)
+        if layer.__class__ is int and 0 <= layer < num_layers:
+            return layer
+        return _checks.check_layer(layer, num_layers)
 
     def _committed(self, state: SequenceState) -> np.ndarray:
         """The blocks of the tokens advanced over."""
@@ -732,8 +744,8 @@ class PagedKvCache:
         return snapshot._table
 
     def _read(self, values: bool, seq: int, layer: int) -> np.ndarray:
-        state, store = self._state(seq), self._store(layer)
-        length = state.held[_checks.as_int(layer, "layer")]
+        state, layer = self._state(seq), self._layer(layer)
+        store, length = self._pool._stores[layer], state.held[layer]
         return store.read(values, state.table, self._pool.block_size, length)
 
 

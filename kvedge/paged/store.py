@@ -88,7 +88,11 @@ class BlockStoreMethods:
         self, table: np.ndarray, block_size: int, start: int, keys: np.ndarray, values: np.ndarray
     ) -> None:
         """Store rows (n, H, D) as the tokens from `start` on; raising, it may have stored some."""
+        block, row = divmod(start, block_size)
         try:
+            if row + len(keys) <= block_size:  # one token, mostly: no runs to be found
+                self._write_at(int(table[block]) * block_size + row, keys, values)
+                return
             for tokens, positions in runs(table, block_size, start, start + len(keys)):
                 self._write_at(positions.start, keys[tokens], values[tokens])
         except KvedgeError:
