@@ -94,6 +94,7 @@ def enter(
         If the first of them does not fit in the memory.
     """
     shape, context = workload.shape, workload.context
+    exact = workload.exact()
     entries: list[Entry] = []
     notes: list[str] = []
     for competitor in competitors:
@@ -115,7 +116,7 @@ def enter(
                     raise
                 why_not = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             else:
-                entries.append(Entry(competitor, copies, size, workload.error(output)))
+                entries.append(Entry(competitor, copies, size, workload.error(output, exact)))
         if why_not is not None:
             if competitor is competitors[0]:
                 raise CommandError(f"{shape}, {context} tokens: {why_not}")

@@ -37,25 +37,24 @@ class Workload:
         token = np.arange(self.context)
         return token > np.arange(self.context - self.num_rows, self.context)[:, np.newaxis]
 
-    def error(
-        self, out: np.ndarray, keys: np.ndarray | None = None, values: np.ndarray | None = None
-    ) -> float:
-        """Return an output's error against float64 attention, over other stored values if given.
+    def exact(self, keys: np.ndarray | None = None, values: np.ndarray | None = None) -> np.ndarray:
+        """Return attention in float64, over other (stored) keys and values if given.
 
-        Of a long prompt some rows are looked at: all in float64 would take longer than what is
-        measured.
+        Of a long prompt it has some rows: all in float64 would take longer than what is measured.
         """
         keys = self.keys if keys is None else keys
         values = self.values if values is None else values
         if self.query.ndim == 2:
-            return relative_error(out, reference_attention(self.query, keys, values))
-        rows = np.unique(np.linspace(0, self.num_rows - 1, _CHECKED_ROWS).astype(int))
-        seen = self.context - self.num_rows + rows + 1  # tokens, of each row
-        exact = [
-            reference_attention(self.query[row], keys[:stop], values[:stop])
-            for row, stop in zip(rows, seen, strict=True)
-        ]
-        return relative_error(out[rows], np.stack(exact))
+            return reference_attention(self.query, keys, values)
+        rows = self._checked_rows()
+        return reference_attention(self.query[rows], keys, values, ~self.hidden()[rows])
+
+    def error(self, out: np.ndarray, exact: np.ndarray) -> float:
+        """Return the error of an output against an :meth:`exact` one."""
+        return relative_error(out if self.query.ndim == 2 else out[self._checked_rows()], exact)
+
+    def _checked_rows(self) -> np.ndarray:
+        return np.unique(np.linspace(0, self.num_rows - 1, _CHECKED_ROWS).astype(int))
 
 
 def make_workload(shape: AttentionShape, context: int, new_tokens: int | None = None) -> Workload:
@@ -78,33 +77,40 @@ def make_workload(shape: AttentionShape, context: int, new_tokens: int | None = 
     return Workload(shape, context, query, keys, values)
 
 
-def reference_attention(query: np.ndarray, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Attention of one token in float64, one KV head at a time to keep the copies small.
+def reference_attention(
+    query: np.ndarray, keys: np.ndarray, values: np.ndarray, seen: np.ndarray | None = None
+) -> np.ndarray:
+    """Attention in float64, one KV head at a time to keep the copies small.
 
     Parameters
     ----------
     query : numpy.ndarray
-        (num_heads, head_dim).
+        (num_heads, head_dim), or (n, num_heads, head_dim).
     keys, values : numpy.ndarray
         (T, num_kv_heads, head_dim).
+    seen : numpy.ndarray, optional
+        bool (n, T): the tokens that each row sees; None: all.
 
     Returns
     -------
     numpy.ndarray
-        float64 (num_heads, head_dim).
+        float64, shaped as the query.
     """
-    num_heads, head_dim = query.shape
+    *_, num_heads, head_dim = query.shape
     num_kv_heads = keys.shape[1]
-    group = num_heads // num_kv_heads
-    out = np.empty((num_heads, head_dim))
+    rows = query.reshape(-1, num_heads, head_dim)
+    grouped = rows.reshape(len(rows), num_kv_heads, -1, head_dim)
+    out = np.empty(grouped.shape)
     for head in range(num_kv_heads):
-        rows = slice(head * group, (head + 1) * group)
-        logits = keys[:, head].astype(np.float64) @ query[rows].astype(np.float64).T  # (T, group)
+        one_head = grouped[:, head].astype(np.float64)  # (n, group, head_dim)
+        logits = one_head @ keys[:, head].astype(np.float64).T  # (n, group, T)
         logits /= np.sqrt(head_dim)
-        weights = np.exp(logits - logits.max(axis=0))
-        weights /= weights.sum(axis=0)
-        out[rows] = weights.T @ values[:, head].astype(np.float64)
-    return out
+        if seen is not None:
+            logits[np.broadcast_to(~seen[:, np.newaxis], logits.shape)] = -np.inf
+        weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
+        weights /= weights.sum(axis=-1, keepdims=True)
+        out[:, head] = weights @ values[:, head].astype(np.float64)
+    return out.reshape(query.shape)
 
 
 def relative_error(out: np.ndarray, reference: np.ndarray) -> float:

@@ -75,7 +75,8 @@ class KvedgeInt8(Competitor):
         layer = self._layers[0]
         keys = layer.key_codes.astype(np.float64) * layer.key_scales[:, :, None]
         values = layer.value_codes.astype(np.float64) * layer.value_scales[:, :, None]
-        return self._workload.error(self.as_array(self.run(0)), keys, values)
+        exact = self._workload.exact(keys, values)
+        return self._workload.error(self.as_array(self.run(0)), exact)
 
     def release(self) -> None:
         """Drop the layers."""
