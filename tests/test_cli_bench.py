@@ -22,6 +22,7 @@ COMMANDS = {
     "prefill": "--shape 4,2,16 --rounds 3 --context 0 24 --new-tokens 8 --threads 1 2 "
     "--peers numpy-fp32".split(),
     "push": [*TINY, "--tokens", "1", "20"],
+    "paged": [*TINY, "--context", "40", "--block-size", "4", "8", "--batch", "2"],
     "threads": [*TINY, "--context", "8", "--threads", "1", "--peers", "none"],
     "sweep": [*TINY, "--context", "8", "16", "64"],
 }
@@ -140,6 +141,16 @@ def test_prefill_json(capsys):
         assert peer["error"] < 1e-5
 
 
+def test_paged_json(capsys):
+    report = _json(capsys, "paged", *COMMANDS["paged"])
+    assert [case["block_size"] for case in report["cases"]] == [4, 8]
+    for case in report["cases"]:
+        assert case["bytes"] == 40 * 2 * 2 * (16 + 2)  # a float16 scale per row
+        names = [result["name"] for result in case["results"]]
+        assert names[0] == "in one piece" and len(names) == 5
+        assert case["results"][0]["ratio_to_one_piece"] == 1.0
+
+
 def test_push_json(capsys):
     report = _json(capsys, "push", *COMMANDS["push"])
     assert [case["tokens"] for case in report["cases"]] == [1, 20]
@@ -232,6 +243,7 @@ def test_a_plot_without_matplotlib_fails_before_anything_is_measured(capsys, mon
         ["decode", "--peers", "vllm"],
         ["decode", "--plot", "run.txt"],
         ["push", "--tokens", "0"],
+        ["paged", "--block-size", "0"],
         ["sweep", "--context", "512"],
         ["show"],
     ],

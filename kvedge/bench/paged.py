@@ -1,0 +1,266 @@
+"""``kvedge bench paged``: attention over blocks, against the same tokens in one piece."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+import kvedge
+from kvedge import system
+from kvedge.bench import options as common
+from kvedge.bench import plotting
+from kvedge.bench.affinity import choose_cpus, pinned_to
+from kvedge.bench.benchmark import measuring, progress
+from kvedge.bench.copies import available_bytes, copies_for, shortage
+from kvedge.bench.peers import KvedgeInt8
+from kvedge.bench.report import header, microseconds, print_header
+from kvedge.bench.roundrobin import TimedCalls, round_robin
+from kvedge.bench.shapes import SHAPES, AttentionShape
+from kvedge.bench.statistics import spread_of
+from kvedge.bench.workload import Workload, make_workload
+from kvedge.cli.exits import CommandError
+from kvedge.cli.output import Output
+from kvedge.cli.values import positive_int
+
+NAME = "paged"
+SUMMARY = "sequences in blocks of a pool, against the same tokens in one piece"
+DESCRIPTION = """\
+Decode attention over the same tokens and bytes, laid out in several ways: one layer in one piece;
+one sequence in blocks that lie in order, and in blocks that lie in disorder; and a batch of shorter
+sequences in one call, likewise. The blocks have float16 scales, and so has the layer.
+"""
+EXAMPLES = """\
+  kvedge bench paged
+  kvedge bench paged --context 8192 --block-size 16 32 64 --batch 4
+"""
+
+_CONTEXT = 32768
+_SEED = 5
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of the benchmark."""
+    cases = parser.add_argument_group("what is measured")
+    common.add_shapes(cases, SHAPES[:1])
+    common.add_contexts(cases, (_CONTEXT,))
+    cases.add_argument(
+        "--block-size",
+        type=positive_int,
+        nargs="+",
+        action="extend",
+        metavar="N",
+        help="tokens of a block (default: 16)",
+    )
+    cases.add_argument(
+        "--batch",
+        type=positive_int,
+        default=8,
+        metavar="N",
+        help="sequences that the context is divided into (default: %(default)s)",
+    )
+    common.add_threads(cases)
+    how = parser.add_argument_group("how")
+    common.add_hot(how)
+    common.add_rounds(how)
+    common.add_output(parser)
+
+
+def measure(options: argparse.Namespace, output: Output) -> dict[str, Any]:
+    """Measure all cases; Ctrl-C ends it with those that are done."""
+    machine = system.machine()
+    counts = sorted(set(options.threads or [1]))
+    cpus = choose_cpus(max(counts))
+    settings = {
+        "cache": "hot" if options.hot else "cold",
+        "rounds": options.rounds,
+        "pinned": f"to {', '.join(map(str, cpus))}" if cpus else "no: this system cannot",
+    }
+    report = header("paged", machine, [KvedgeInt8()], settings=settings)
+    report["cases"] = []
+    cases = [
+        (shape, context, block_size)
+        for shape in common.chosen_shapes(options)
+        for context in common.chosen_contexts(options)
+        for block_size in sorted(set(options.block_size or [16]))
+    ]
+    advance = progress(output, len(counts) * len(cases) * options.rounds, "kvedge bench paged")
+    with measuring(report):
+        for num_threads in counts:
+            with pinned_to(choose_cpus(num_threads)):
+                for shape, context, block_size in cases:
+                    if context < options.batch:
+                        raise CommandError(f"{context} tokens are too few for {options.batch}")
+                    layouts = _layouts(
+                        make_workload(shape, context),
+                        _Numbers(block_size, options.batch, num_threads),
+                        machine,
+                        hot=options.hot,
+                    )
+                    samples = round_robin(
+                        layouts,
+                        rounds=options.rounds,
+                        budget_seconds=options.budget,
+                        after_round=advance,
+                    )
+                    names = [layout.name for layout in layouts]
+                    case = {
+                        "shape": asdict(shape),
+                        "context": context,
+                        "block_size": block_size,
+                        "batch": options.batch,
+                        "num_threads": num_threads,
+                        "bytes": context * _bytes_per_token(shape),
+                    }
+                    report["cases"].append(case | {"results": _results(names, samples, case)})
+    return report
+
+
+@dataclass(frozen=True, slots=True)
+class _Numbers:
+    """The numbers of a case."""
+
+    block_size: int
+    batch: int
+    num_threads: int
+
+
+def _bytes_per_token(shape: AttentionShape) -> int:
+    return 2 * shape.num_kv_heads * (shape.head_dim + 2)
+
+
+def _layouts(
+    workload: Workload, numbers: _Numbers, machine: system.Machine, *, hot: bool
+) -> list[TimedCalls]:
+    """The same tokens in every layout, ready to be attended to."""
+    size = workload.context * _bytes_per_token(workload.shape)
+    copies = copies_for(size, machine, hot=hot)
+    lacking = shortage(5 * copies * size, available_bytes(system.machine()))
+    if lacking is not None:
+        raise CommandError(f"{workload.shape}, {workload.context} tokens: {lacking}")
+    calls = {
+        "in one piece": _one_piece(workload, numbers, copies),
+        "blocks in order": _blocks(workload, numbers, copies, 1, shuffled=False),
+        "blocks in disorder": _blocks(workload, numbers, copies, 1, shuffled=True),
+    }
+    if numbers.batch > 1:
+        name = f"batch of {numbers.batch}"
+        for order, shuffled in ((" in order", False), (" in disorder", True)):
+            call = _blocks(workload, numbers, copies, numbers.batch, shuffled=shuffled)
+            calls[name + order] = call
+    return [TimedCalls(name, call, copies) for name, call in calls.items()]
+
+
+def _one_piece(workload: Workload, numbers: _Numbers, copies: int) -> Callable[[int], object]:
+    shape = workload.shape
+    layers = []
+    for _ in range(copies):
+        layer = kvedge.QuantizedKvLayer(
+            workload.context, shape.num_kv_heads, shape.head_dim, scale_dtype="float16"
+        )
+        layer.extend(workload.keys, workload.values)
+        layers.append(layer)
+    out = np.empty_like(workload.query)
+    threads = numbers.num_threads
+    return lambda copy: layers[copy].attend(workload.query, out=out, num_threads=threads)
+
+
+def _blocks(
+    workload: Workload, numbers: _Numbers, copies: int, batch: int, *, shuffled: bool
+) -> Callable[[int], object]:
+    shape = workload.shape
+    each = workload.context // batch
+    num_blocks = batch * -(-each // numbers.block_size)
+    rng = np.random.default_rng(_SEED)
+    filled = []
+    for _ in range(copies):
+        pool = kvedge.KvBlockPool(
+            num_blocks, numbers.block_size, 1, shape.num_kv_heads, shape.head_dim
+        )
+        if shuffled:
+            pool.free(rng.permutation(pool.allocate(num_blocks)))
+        cache = kvedge.PagedKvCache(pool)
+        seqs = [cache.new_sequence() for _ in range(batch)]
+        for i, seq in enumerate(seqs):
+            part = slice(i * each, (i + 1) * each)
+            cache.append(seq, 0, workload.keys[part], workload.values[part])
+        filled.append((cache, seqs))
+    queries = np.stack([workload.query] * batch)
+    out = np.empty_like(queries)
+
+    def call(copy: int) -> object:
+        cache, seqs = filled[copy]
+        return cache.attend_batch(seqs, 0, queries, out=out, num_threads=numbers.num_threads)
+
+    return call
+
+
+def _results(
+    names: Sequence[str], samples: Sequence[list[float]], case: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    spreads = [spread_of(seconds) for seconds in samples]
+    return [
+        {
+            "name": name,
+            "seconds": asdict(seconds) | {"relative_spread": seconds.relative},
+            "bytes_per_second": case["bytes"] / seconds.median,
+            "ratio_to_one_piece": seconds.median / spreads[0].median,
+        }
+        for name, seconds in zip(names, spreads, strict=True)
+    ]
+
+
+_COLUMNS = (
+    ">context",
+    ">block",
+    ">threads",
+    "",
+    ">us per call",
+    ">spread",
+    ">GB/s",
+    ">time / in one piece",
+    ">rounds",
+)
+
+
+def print_tables(report: dict[str, Any], output: Output) -> None:
+    """Print one table per shape."""
+    print_header(report, output)
+    shapes = list(dict.fromkeys(str(AttentionShape(**one["shape"])) for one in report["cases"]))
+    for shape in shapes:
+        cases = [one for one in report["cases"] if str(AttentionShape(**one["shape"])) == shape]
+        rows = [row for case in cases for row in _rows(case)]
+        output.table(f"{shape}; {report['settings']['cache']}", _COLUMNS, rows)
+
+
+def _rows(case: Mapping[str, Any]) -> Iterable[Sequence[str]]:
+    for i, result in enumerate(case["results"]):
+        seconds = result["seconds"]
+        numbers = (f"{case['context']:,}", str(case["block_size"]), str(case["num_threads"]))
+        yield (
+            *(("", "", "") if i else numbers),
+            result["name"],
+            microseconds(seconds["median"]),
+            f"±{seconds['relative_spread']:.1%}",
+            f"{result['bytes_per_second'] / 1e9:.2f}",
+            f"{result['ratio_to_one_piece']:.2f}",
+            str(seconds["count"]),
+        )
+
+
+def draw(report: dict[str, Any], figure: Any) -> None:
+    """Draw the GB/s of each case as bars."""
+    panels = plotting.grid(figure, len(report["cases"]))
+    for axes, case in zip(panels, report["cases"], strict=True):
+        names = [result["name"] for result in case["results"]]
+        rates = [result["bytes_per_second"] / 1e9 for result in case["results"]]
+        axes.barh(names, rates, color=["black", *["C0"] * (len(names) - 1)])
+        axes.invert_yaxis()
+        axes.set_xlabel("GB/s")
+        shape = AttentionShape(**case["shape"])
+        title = f"{shape}; {case['context']:,} tokens, {case['num_threads']} threads"
+        axes.set_title(title, fontsize="small")
+    figure.suptitle(f"Attention over blocks, {report['machine']['cpu']}", fontsize="medium")
