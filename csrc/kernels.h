@@ -12,7 +12,7 @@
 
 enum {
   /* Tokens per tile at most. A multiple of 16, the widest vector of floats. */
-  KVEDGE_TILE = 64,
+  KVEDGE_TILE = 128,
   /* Query rows that one kernel call serves at most (a stack of query heads and prompt rows). */
   KVEDGE_STACK = 32,
   /* Prepared query groups are padded with zeros to this many channels: one 64-byte vector. */

@@ -45,12 +45,13 @@ static void weighted_sum_i8_scalar(const int8_t *v, ptrdiff_t token_stride, int 
     }
 }
 
-#define DITHER_2(n) (n) / 64.0f + 0.5f / 64.0f, (n + 32) / 64.0f + 0.5f / 64.0f
-#define DITHER_4(n) DITHER_2(n), DITHER_2(n + 16)
-#define DITHER_8(n) DITHER_4(n), DITHER_4(n + 8)
-#define DITHER_16(n) DITHER_8(n), DITHER_8(n + 4)
-#define DITHER_32(n) DITHER_16(n), DITHER_16(n + 2)
-const float kvedge_dither[KVEDGE_TILE] = {DITHER_32(0), DITHER_32(1)};
+#define DITHER_2(n) (n + 0.5f) / 128, (n + 64.5f) / 128
+#define DITHER_4(n) DITHER_2(n), DITHER_2(n + 32)
+#define DITHER_8(n) DITHER_4(n), DITHER_4(n + 16)
+#define DITHER_16(n) DITHER_8(n), DITHER_8(n + 8)
+#define DITHER_32(n) DITHER_16(n), DITHER_16(n + 4)
+#define DITHER_64(n) DITHER_32(n), DITHER_32(n + 2)
+const float kvedge_dither[KVEDGE_TILE] = {DITHER_64(0), DITHER_64(1)};
 
 const kvedge_kernels kvedge_kernels_scalar = {
     .name = "scalar",
