@@ -10,6 +10,8 @@
     python tools/accuracy.py                     # the kernels kvedge chose, lengths to 32,768
     KVEDGE_ISA=avx2 python tools/accuracy.py     # others
     python tools/accuracy.py --longest 131072
+    python tools/accuracy.py --precision         # arithmetic only: each path of this CPU, by
+                                                 # precision_bits and the spread of the logits
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ HEAD_DIMS = (1, 8, 40, 64, 80, 96, 112, 128, 256)
 QUERY_GROUPS = (1, 2, 3, 4, 7, 8)
 LENGTHS = (1, 15, 16, 17, 1000, 32768, 131072)
 NUM_KV_HEADS = 2
+SPREADS = (1, 4, 8, 16)  # standard deviations of logits: ordinary attention, to one token alone
 
 FORMATS = {
     "int8, a scale per row": {},
@@ -72,10 +75,47 @@ def largest(found: list[dict[str, float]]) -> dict[str, str]:
     return {kind: f"{max(each[kind] for each in found):.1e}" for kind in found[0]}
 
 
+def print_precision() -> None:
+    """The table of arithmetic errors: kernels x spread of the logits x precision_bits."""
+    print("| kernels | spread of the logits | by default | precision_bits=16 | precision_bits=24 |")
+    print("|:--|--:|--:|--:|--:|")
+    for isa in kvedge.isa_info()["available"]:
+        if kvedge.backend == "native":
+            kvedge._native.select_isa(isa)
+        for spread in SPREADS:
+            found = [
+                precision_errors(seed, head_dim, group, rows, spread)
+                for seed, (head_dim, group), rows in product(
+                    range(3), [(8, 3), (64, 4), (128, 2), (256, 7)], [1, 64]
+                )
+            ]
+            worst = largest(found)
+            print(f"| {isa} | {spread} | {' | '.join(worst.values())} |", flush=True)
+
+
+def precision_errors(
+    seed: int, head_dim: int, group: int, rows: int, spread: float
+) -> dict[str, float]:
+    """Arithmetic error by precision_bits, of `rows` query rows over 1,000 normal tokens."""
+    rng = np.random.default_rng(seed)
+    layer = support.filled(kvedge.QuantizedKvLayer, rng, 1000, NUM_KV_HEADS, head_dim)
+    query = np.float32(spread) * support.normal(rng, rows, NUM_KV_HEADS * group, head_dim)
+    exact, _ = reference.attention(query, *support.stored(layer))
+    return {
+        f"{bits} bits": error(layer.attend(query, precision_bits=bits), exact)
+        for bits in (None, 16, 24)
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--longest", type=int, default=32768, help="tokens (default: %(default)s)")
-    longest = parser.parse_args().longest
+    parser.add_argument("--precision", action="store_true", help="the table of precision_bits")
+    options = parser.parse_args()
+    if options.precision:
+        print_precision()
+        return
+    longest = options.longest
     lengths = [length for length in LENGTHS if length <= longest]
     print(f"backend {kvedge.backend}, kernels {kvedge.isa_info()['isa']}\n")
 

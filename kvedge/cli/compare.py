@@ -22,6 +22,8 @@ from kvedge.cli.figures import cache_figures
 from kvedge.cli.output import Output, print_json
 from kvedge.cli.sizes import format_size
 
+_CHUNK = 512  # prompt tokens at once, as in generate()
+
 if TYPE_CHECKING:
     from kvedge import KVCache
     from kvedge.llama import LlamaModel
@@ -50,9 +52,10 @@ class _Reader:
 
     def feed(self, tokens: Sequence[int], *, prompt: bool = False) -> None:
         started = time.perf_counter()
-        self.logits = self.model.forward(
-            tokens, self.cache, last_only=True, num_threads=self.num_threads
-        )
+        for at in range(0, len(tokens), _CHUNK):
+            self.logits = self.model.forward(
+                tokens[at : at + _CHUNK], self.cache, last_only=True, num_threads=self.num_threads
+            )
         elapsed = time.perf_counter() - started
         if prompt:
             self.prompt_seconds += elapsed

@@ -12,6 +12,8 @@ from .model import LlamaModel
 
 __all__ = ["nats_per_token"]
 
+_CHUNK = 512  # tokens at once: their logits take vocab_size floats each
+
 
 def nats_per_token(
     model: LlamaModel,
@@ -62,8 +64,10 @@ def nats_per_token(
     for start in range(0, tokens.size - 1, window):
         part = tokens[start : start + window]  # (n,)
         cache.clear()
-        logits = model.forward(part, cache, num_threads=num_threads)[:-1]  # (n - 1, vocab_size)
-        total += _negative_log_likelihood(logits, part[1:]).sum()
+        for at in range(0, part.size - 1, _CHUNK):
+            targets = part[at + 1 : at + 1 + _CHUNK]  # (m,)
+            logits = model.forward(part[at : at + targets.size], cache, num_threads=num_threads)
+            total += _negative_log_likelihood(logits, targets).sum()  # of (m, vocab_size)
         count += part.size - 1
     return float(total / count)
 
