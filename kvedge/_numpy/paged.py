@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from kvedge import _checks
 from kvedge._numpy import attention
 from kvedge._numpy.layer import _LayerCore
 from kvedge.paged.pool import BlockPoolMethods
@@ -26,6 +27,8 @@ class _BlockStore(BlockStoreMethods, _LayerCore):
         pass  # there are no threads
 
     def _attend_blocks(self, block_size, rows, options):
+        for one in rows:
+            _checks.check_finite(one.query, "query")  # all of them before the first is written
         for one in rows:
             stored = _StoredInBlocks(self._slabs, self._config, one.length, one.table, block_size)
             own = options

@@ -28,6 +28,8 @@ class Rows(NamedTuple):
 def checked_queries(queries: Any, count: int, config: LayerConfig) -> list[tuple[np.ndarray, bool]]:
     """For each of `count` sequences float32 (n, num_heads, head_dim), and if it came as one row.
 
+    Whether their numbers are finite is looked at where they are read.
+
     Parameters
     ----------
     queries : array or sequence of arrays
@@ -36,10 +38,10 @@ def checked_queries(queries: Any, count: int, config: LayerConfig) -> list[tuple
 
     Raises
     ------
-    ShapeMismatchError, DtypeMismatchError, LayoutError, NonFiniteInputError
+    ShapeMismatchError, DtypeMismatchError, LayoutError
     """
     if isinstance(queries, np.ndarray) or hasattr(type(queries), "__dlpack__"):
-        stacked, single = _checks.as_query(queries, config)
+        stacked, single = _checks.as_query(queries, config, finite=False)
         if single or len(stacked) != count:
             raise ShapeMismatchError(
                 f"queries in one array must have shape ({count}, num_heads, {config.head_dim}), "
@@ -52,7 +54,7 @@ def checked_queries(queries: Any, count: int, config: LayerConfig) -> list[tuple
         )
     if len(queries) != count:
         raise ShapeMismatchError(f"there are {count} sequences, but {len(queries)} queries")
-    checked = [_checks.as_query(query, config) for query in queries]
+    checked = [_checks.as_query(query, config, finite=False) for query in queries]
     heads = {query.shape[1] for query, _ in checked}
     if len(heads) > 1:
         raise ShapeMismatchError(f"queries must have one number of heads, not {sorted(heads)}")
@@ -98,8 +100,10 @@ def batch_options(
     num_heads, head_dim = queries[0][0].shape[1:]
     # Lengths matter only where a window hides nothing: so the longest decides for all.
     made = AttendOptions.make(head_dim, 1, num_heads, max(lengths), **options)
+    if not made.causal:
+        return made
     for i, ((query, _), length) in enumerate(zip(queries, lengths, strict=True)):
-        if made.causal and len(query) > length:
+        if len(query) > length:
             raise ShapeMismatchError(
                 f"a causal query is for the last tokens stored: {len(query)} rows against "
                 f"{length} of sequence {i} of the call"

@@ -405,7 +405,7 @@ class PagedKvCache:
         state, layer = self._state(seq), self._layer(layer)
         store, length = self._pool._stores[layer], state.held[layer]
         out = options.pop("out", None)
-        rows, single = _checks.as_query(query, self._pool._config)
+        rows, single = _checks.as_query(query, self._pool._config, finite=False)
         num_rows, num_heads, head_dim = rows.shape
         made = AttendOptions.make(head_dim, num_rows, num_heads, length, **options)
         shape = rows.shape[1:] if single else rows.shape
@@ -461,7 +461,9 @@ class PagedKvCache:
         lengths = [state.held[layer] for state in states]
         made = batch.batch_options(checked, lengths, options)
         stacked = not isinstance(queries, Sequence)
-        reads = (*(query for query, _ in checked), *store._slabs, *made.arrays())
+        reads: tuple[np.ndarray, ...] = ()
+        if out is not None:
+            reads = (*(query for query, _ in checked), *store._slabs, *made.arrays())
         out, outs = batch.checked_outs(out, checked, stacked, reads)
         lses: list[Any] = [None] * len(states)
         if made.return_lse:
