@@ -17,11 +17,17 @@ static void merge(const kvedge_attention *a, size_t query, size_t state, kvedge_
   for (int d = 0; d < a->view.head_dim; d++) to[d] = to[d] * keep + from[d] * add;
 }
 
-/* The nearest float that is neither infinite nor denormal. */
+/* x, or the nearest float that is neither infinite nor denormal. By its bits, which every compiler makes
+ * vector code of; comparing floats would need leave to ignore traps. */
 static inline float bounded(float x) {
-  float low = x < FLT_MAX ? x : FLT_MAX;
-  float both = low > -FLT_MAX ? low : -FLT_MAX;
-  return fabsf(both) < FLT_MIN ? 0.0f : both;
+  enum { SMALLEST = 0x00800000, LARGEST = 0x7f7fffff };
+  int32_t bits;
+  memcpy(&bits, &x, sizeof bits);
+  int32_t magnitude = bits & 0x7fffffff;
+  int32_t kept = magnitude > LARGEST ? LARGEST : magnitude;
+  int32_t result = magnitude < SMALLEST ? 0 : (bits ^ magnitude) | kept;
+  memcpy(&x, &result, sizeof x);
+  return x;
 }
 
 /* out = acc * factor * power, in this order: power, of two, may take the product to where it rounds. */
