@@ -108,7 +108,7 @@ precision_bits : 16 or 24, optional
     (scalar, avx2, neon, NumPy).
 return_lse : bool
     Return the logarithm of each softmax denominator, learned sinks included, as well; with
-    it, results over parts of a context can be merged.
+    it, :func:`kvedge.merge_attention` merges results over parts of a context.
 out : numpy.ndarray, optional
     float32, shaped as the query, to write to; it may overlap nothing that is read.
 num_threads : int, optional

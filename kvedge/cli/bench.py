@@ -18,6 +18,7 @@ which the machine reads memory. 'kvedge bench NAME --help' describes each.
 """
 EXAMPLES = """\
   kvedge bench decode --shape Llama-3.2-1B --context 32768
+  kvedge bench prefill --shape Llama-3.2-1B --context 4096
   kvedge bench push
   kvedge bench decode --save run.json && kvedge bench show run.json --plot run.png
 """
