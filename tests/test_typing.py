@@ -35,12 +35,26 @@ cache.append(1, kv, kv)
 cache.advance()
 out = cache.attend(0, kv, num_threads=1)
 out, lse = cache.attend(0, kv, return_lse=True)
+out = kvedge.merge_attention([out, out], [lse, lse])
+out, lse = kvedge.merge_attention(np.stack([out]), np.stack([lse]), return_lse=True, out=out)
 held: QuantizedKvLayer | Float32KvLayer = cache.layer(0)
 snapshot: KvCacheSnapshot = cache.snapshot()
 cache.restore(snapshot)
 cache.keep([0])
 cache.shift(0, rope=Rope())
 keys: np.ndarray = cache.k(0)
+
+
+pool = kvedge.KvBlockPool(4, 16, 2, 2, 8, scale_dtype="float32")
+paged = kvedge.PagedKvCache(pool)
+seq: int = paged.new_sequence()
+paged.append(seq, 0, kv, kv)
+out = paged.attend(seq, 0, kv, window=3)
+out = paged.attend_batch([seq], 0, kv[np.newaxis])
+found, n = paged.match_prefix([1, 2, 3])
+table: np.ndarray = paged.block_table(found)
+with paged.snapshot(seq) as mark:
+    paged.restore(seq, mark)
 
 
 class Mine(KVCache):
