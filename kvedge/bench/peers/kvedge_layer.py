@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 import kvedge
@@ -25,7 +27,9 @@ class KvedgeInt8(Competitor):
 
     def __init__(self, precision_bits: int | None = None) -> None:
         super().__init__("kvedge" if precision_bits is None else f"kvedge-{precision_bits}")
-        self._options = {} if precision_bits is None else {"precision_bits": precision_bits}
+        self._options: dict[str, Any] = (
+            {} if precision_bits is None else {"precision_bits": precision_bits}
+        )
         self._layers: list[kvedge.QuantizedKvLayer] = []
         self._workload: Workload | None = None
         self._query = np.empty(0, np.float32)

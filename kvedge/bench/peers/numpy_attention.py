@@ -61,7 +61,7 @@ class NumpyAttention(Competitor):
         if self._hidden is None:
             return self._attend(self._query, keys, values)
         each = zip(self._query, keys, values, strict=True)
-        return np.stack([self._attend(*one_head) for one_head in each])
+        return np.stack([self._attend(query, k, v) for query, k, v in each])
 
     def _attend(self, query: np.ndarray, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
         logits = np.matmul(query, keys.swapaxes(-1, -2))  # (..., group * rows, T)
