@@ -60,8 +60,8 @@ class NumpyAttention(Competitor):
         keys, values = self._stored[copy]
         if self._hidden is None:
             return self._attend(self._query, keys, values)
-        each = zip(self._query, keys, values, strict=True)
-        return np.stack([self._attend(query, k, v) for query, k, v in each])
+        heads = range(len(keys))
+        return np.stack([self._attend(self._query[h], keys[h], values[h]) for h in heads])
 
     def _attend(self, query: np.ndarray, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
         logits = np.matmul(query, keys.swapaxes(-1, -2))  # (..., group * rows, T)
