@@ -67,8 +67,9 @@ cdef class _BlockStoreCore(_LayerCore):
         finally:
             PyMem_Free(sequences)
         if status != KVEDGE_OK:
-            for _, _, query, _, _ in rows:
-                self._refuse_attend(query, status)
+            for one in rows:
+                _checks.check_finite(one.query, "query")
+            self._refuse_attend(query, status)
 
 
 class _BlockStore(_BlockStoreCore, BlockStoreMethods):

@@ -1,10 +1,10 @@
 """Many sequences in one pool of blocks, which they share and copy only to write.
 
 :mod:`pool` holds the blocks and counts who refers to them, :mod:`prefixes` finds blocks by the
-token ids they were computed from, :mod:`store` reads and writes one layer's rows in blocks,
-:mod:`sequences` is the table of one sequence, :mod:`batch` prepares attention over several,
-:mod:`cascade` reads what they share once, and :mod:`cache` puts them together as PagedKvCache. A
-backend adds ``_BlockStore`` (kvedge/_native_paged.pxi, kvedge/_numpy/paged.py).
+token ids they were computed from, :mod:`store` reads and writes one layer's rows in blocks.
+:mod:`sequences` is the table of one sequence, :mod:`batch` checks attention over several,
+:mod:`cascade` reads what they share once; :mod:`facts`, :mod:`attention` and :mod:`cache` are the
+PagedKvCache. A backend adds ``_BlockStore`` (kvedge/_native_paged.pxi, kvedge/_numpy/paged.py).
 
 The idea and the words are those of vLLM (Kwon et al. 2023, https://arxiv.org/abs/2309.06180).
 """

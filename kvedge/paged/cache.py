@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvedge import _checks
-from kvedge._options import AttendOptions
 from kvedge.errors import (
     InvalidArgumentError,
     LayersOutOfStepError,
     ShapeMismatchError,
     StaleSnapshotError,
-    UnknownSequenceError,
 )
-from kvedge.paged import batch
+from kvedge.paged.attention import PagedAttention
 from kvedge.paged.pool import BlockPoolMethods
 from kvedge.paged.sequences import PagedSnapshot, SequenceState
 from kvedge.snapshot import CacheContents, CacheFormat, LayerContents
@@ -34,7 +31,7 @@ MAX_TOKEN_ID = 2**63 - 1
 _numbers = count()  # of sequences: one series for all caches, so that no two share a number
 
 
-class PagedKvCache:
+class PagedKvCache(PagedAttention):
     """Keys and values of many sequences, in blocks of a pool that they share.
 
     A sequence is a number, given by :meth:`new_sequence`, :meth:`fork`, :meth:`match_prefix` or
@@ -375,233 +372,6 @@ class PagedKvCache:
             n = len(table) * pool.block_size
             return self._add(SequenceState(pool.num_layers, table, n)), n
 
-    # ---- attention -------------------------------------------------------------------------------
-
-    def attend(self, seq: int, layer: int, query: Array, **options: Any) -> Any:
-        """Attend to what one layer of a sequence holds, pending tokens included.
-
-        Parameters
-        ----------
-        seq, layer : int
-        query : array of float32 (or float16, bfloat16)
-            (num_heads, head_dim) for one token, (n, num_heads, head_dim) for the last n.
-        **options
-            ``scale``, ``causal``, ``window``, ``sinks``, ``softcap``, ``mask``, ``alibi_slopes``,
-            ``precision_bits``, ``return_lse``, ``out``, ``num_threads``: as in
-            :meth:`kvedge.QuantizedKvLayer.attend`.
-
-        Returns
-        -------
-        numpy.ndarray
-            float32, shaped as the query; with ``return_lse`` a pair with the log-sum-exp.
-
-        Raises
-        ------
-        UnknownSequenceError, LayerOutOfRangeError
-        InvalidArgumentError
-            The sequence has no tokens, or options do not fit together.
-        ShapeMismatchError, DtypeMismatchError, LayoutError, NonFiniteInputError
-        """
-        state, layer = self._state(seq), self._layer(layer)
-        store, length = self._pool._stores[layer], state.held[layer]
-        out = options.pop("out", None)
-        rows, single = _checks.as_query(query, self._pool._config, finite=False)
-        num_rows, num_heads, head_dim = rows.shape
-        made = AttendOptions.make(head_dim, num_rows, num_heads, length, **options)
-        shape = rows.shape[1:] if single else rows.shape
-        out = _checks.as_out(out, shape, reads=(rows, *store._slabs, *made.arrays()))
-        lse = np.empty(rows.shape[:2], np.float32) if made.return_lse else None
-        one = batch.Rows(state.table, length, rows, out.reshape(rows.shape), lse)
-        store._attend_blocks(self._pool.block_size, [one], made)
-        if lse is None:
-            return out
-        return out, (lse[0] if single else lse)
-
-    def attend_batch(
-        self, seqs: Sequence[int], layer: int, queries: Any, *, out: Any = None, **options: Any
-    ) -> Any:
-        """Attend to several sequences in one call, whose work is shared out over the threads.
-
-        Parameters
-        ----------
-        seqs : sequence of int
-            They may differ in length, and one may occur several times.
-        layer : int
-        queries : array or list of arrays
-            float32 (len(seqs), num_heads, head_dim), one row for each sequence; or for each one an
-            array as for :meth:`attend`, all with one number of heads.
-        out : numpy.ndarray or list of them, optional
-            float32, shaped as `queries`, to write to.
-        **options
-            As for :meth:`attend`, the same for all sequences, but no ``mask``.
-
-        Returns
-        -------
-        out : numpy.ndarray or list of numpy.ndarray
-            float32, shaped as `queries`.
-        lse : numpy.ndarray or list of numpy.ndarray
-            With ``return_lse``: float32, without the last dimension.
-
-        Raises
-        ------
-        UnknownSequenceError, LayerOutOfRangeError
-        InvalidArgumentError
-            A sequence has no tokens, there is none at all, or options do not fit together.
-        ShapeMismatchError, DtypeMismatchError, LayoutError, NonFiniteInputError
-        """
-        if options.get("mask") is not None:
-            raise InvalidArgumentError("attend_batch takes no mask: attend() to each with its own")
-        layer = self._layer(layer)
-        store = self._pool._stores[layer]
-        states = [self._state(seq) for seq in _list(seqs, "seqs")]
-        if not states:
-            raise InvalidArgumentError("seqs must name at least one sequence")
-        config = self._pool._config
-        checked = batch.checked_queries(queries, len(states), config)
-        lengths = [state.held[layer] for state in states]
-        made = batch.batch_options(checked, lengths, options)
-        stacked = not isinstance(queries, Sequence)
-        reads: tuple[np.ndarray, ...] = ()
-        if out is not None:
-            reads = (*(query for query, _ in checked), *store._slabs, *made.arrays())
-        out, outs = batch.checked_outs(out, checked, stacked, reads)
-        lses: list[Any] = [None] * len(states)
-        if made.return_lse:
-            lses = [np.empty(query.shape[:2], np.float32) for query, _ in checked]
-        rows = [
-            batch.Rows(state.table, length, query, one, lse)
-            for state, length, (query, _), one, lse in zip(
-                states, lengths, checked, outs, lses, strict=True
-            )
-        ]
-        store._attend_blocks(self._pool.block_size, rows, made)
-        if not made.return_lse:
-            return out
-        if stacked:
-            return out, np.concatenate(lses)
-        return out, [
-            lse[0] if single else lse for lse, (_, single) in zip(lses, checked, strict=True)
-        ]
-
-    # ---- reading ---------------------------------------------------------------------------------
-
-    def length(self, seq: int) -> int:
-        """Tokens that a sequence was advanced over.
-
-        Parameters
-        ----------
-        seq : int
-
-        Returns
-        -------
-        int
-
-        Raises
-        ------
-        UnknownSequenceError
-        """
-        return self._state(seq).length
-
-    def k(self, seq: int, layer: int) -> np.ndarray:
-        """Keys of one layer of a sequence, pending tokens included.
-
-        Parameters
-        ----------
-        seq, layer : int
-
-        Returns
-        -------
-        numpy.ndarray
-            float32 (tokens, num_kv_heads, head_dim), a copy.
-
-        Raises
-        ------
-        UnknownSequenceError, LayerOutOfRangeError
-        """
-        return self._read(False, seq, layer)
-
-    def v(self, seq: int, layer: int) -> np.ndarray:
-        """Values of one layer of a sequence, pending tokens included; as :meth:`k`."""
-        return self._read(True, seq, layer)
-
-    def block_table(self, seq: int) -> np.ndarray:
-        """The blocks of a sequence in order, those of pending tokens included.
-
-        Parameters
-        ----------
-        seq : int
-
-        Returns
-        -------
-        numpy.ndarray
-            int32 (blocks,): token t is row t % block_size of block table[t // block_size]. A copy.
-
-        Raises
-        ------
-        UnknownSequenceError
-        """
-        return self._state(seq).table.copy()
-
-    def block_tables(self, seqs: Sequence[int] | None = None) -> np.ndarray:
-        """The blocks of several sequences, as paged attention kernels take them.
-
-        Parameters
-        ----------
-        seqs : sequence of int, optional
-            By default all, in the order of :attr:`sequences`.
-
-        Returns
-        -------
-        numpy.ndarray
-            int32 (len(seqs), most blocks of one), filled up with zeros.
-
-        Raises
-        ------
-        UnknownSequenceError
-        """
-        chosen = self.sequences if seqs is None else _list(seqs, "seqs")
-        tables = [self._state(seq).table for seq in chosen]
-        padded = np.zeros((len(tables), max(map(len, tables), default=0)), np.int32)
-        for row, table in zip(padded, tables, strict=True):
-            row[: len(table)] = table
-        return padded
-
-    @property
-    def context_lens(self) -> np.ndarray:
-        """Tokens of all sequences, int32 (num_sequences,), in the order of :attr:`sequences`."""
-        with self._pool._lock:
-            lengths = [state.length for state in self._sequences.values()]
-        return np.array(lengths, np.int32)
-
-    @property
-    def sequences(self) -> tuple[int, ...]:
-        """The sequences, oldest first."""
-        with self._pool._lock:
-            return tuple(self._sequences)
-
-    @property
-    def num_sequences(self) -> int:
-        """How many sequences there are."""
-        return len(self._sequences)
-
-    @property
-    def pool(self) -> KvBlockPool:
-        """The pool whose blocks hold the sequences."""
-        return self._pool
-
-    def __len__(self) -> int:
-        return len(self._sequences)
-
-    def __bool__(self) -> bool:
-        return True  # also without sequences: `if cache` asks whether there is one
-
-    def __contains__(self, seq: object) -> bool:
-        return isinstance(seq, (int, np.integer)) and int(seq) in self._sequences
-
-    def __repr__(self) -> str:
-        tokens = int(self.context_lens.sum())
-        return f"<{type(self).__name__} of {len(self)} sequences, {tokens} tokens, in {self._pool}>"
-
     def __reduce__(self) -> Any:
         raise InvalidArgumentError(
             "a PagedKvCache shares its pool, so it cannot be copied or pickled: fork() its "
@@ -706,24 +476,6 @@ class PagedKvCache:
         self._pool._hold(table)
         return self._add(SequenceState(self._pool.num_layers, table, length))
 
-    def _state(self, seq: Any) -> SequenceState:
-        state = self._sequences.get(seq) if seq.__class__ is int else None
-        if state is not None:
-            return state
-        seq = _checks.as_int(seq, "seq")
-        state = self._sequences.get(seq)
-        if state is None:
-            raise UnknownSequenceError(
-                f"sequence {seq} is not in this cache: it was dropped, or is another cache's"
-            )
-        return state
-
-    def _layer(self, layer: Any) -> int:
-        num_layers = len(self._pool._stores)
-        if layer.__class__ is int and 0 <= layer < num_layers:
-            return layer
-        return _checks.check_layer(layer, num_layers)
-
     def _committed(self, state: SequenceState) -> np.ndarray:
         """The blocks of the tokens advanced over."""
         return state.table[: self._pool._blocks_for(state.length)]
@@ -744,20 +496,6 @@ class PagedKvCache:
         if snapshot._table is None:
             raise StaleSnapshotError("this snapshot was released: its blocks are no longer held")
         return snapshot._table
-
-    def _read(self, values: bool, seq: int, layer: int) -> np.ndarray:
-        state, layer = self._state(seq), self._layer(layer)
-        store, length = self._pool._stores[layer], state.held[layer]
-        return store.read(values, state.table, self._pool.block_size, length)
-
-
-def _list(items: Any, name: str) -> list[Any]:
-    try:
-        return list(items)
-    except TypeError:
-        raise InvalidArgumentError(
-            f"{name} must be a sequence of integers, not {_checks.describe(items)}"
-        ) from None
 
 
 def _token_ids(token_ids: Any) -> np.ndarray:

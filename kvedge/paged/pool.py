@@ -20,6 +20,7 @@ from kvedge.errors import (
     CapacityExceededError,
     DtypeMismatchError,
     InvalidArgumentError,
+    OutOfMemoryError,
     ShapeMismatchError,
 )
 from kvedge.paged.prefixes import PrefixTree
@@ -97,13 +98,19 @@ class BlockPoolMethods(ConfigFacts):
             scale_dtype=scale_dtype,
         )
         slabs = _memory.reserve_layers(config, num_layers)
+        try:
+            references = np.zeros(num_blocks, np.int32)  # committed as it is touched, too
+        except MemoryError as error:
+            raise OutOfMemoryError(
+                f"no memory to count references to {num_blocks} blocks"
+            ) from error
         self._config = config
         self._num_blocks = num_blocks
         self._block_size = block_size
         self._stores = tuple(self._store_type(config, each) for each in slabs)
 
         self._lock = threading.RLock()  # held by every method that changes pool, cache or sequence
-        self._references = np.zeros(num_blocks, np.int32)  # committed as it is touched, too
+        self._references = references
         self._freed: list[int] = []  # the last one is used next
         self._untouched = 0  # blocks from this one on were never used
         self._prefixes = PrefixTree(block_size)
@@ -384,7 +391,7 @@ class BlockPoolMethods(ConfigFacts):
     def _take(self, n: int) -> np.ndarray:
         """`n` free blocks, int32 (n,), now held once; CapacityExceededError if there are fewer."""
         self._check_room(n)
-        taken = []
+        taken: list[int] = []
         while len(taken) < n:
             if self._freed:
                 taken.append(self._freed.pop())

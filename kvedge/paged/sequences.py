@@ -41,6 +41,10 @@ class PagedSnapshot:
 
     __slots__ = ("__weakref__", "_length", "_pool", "_table")
 
+    _length: int
+    _pool: BlockPoolMethods
+    _table: np.ndarray | None  # None once released
+
     def __init__(self) -> None:
         """Not to be called: PagedKvCache.snapshot() makes them."""
         raise InvalidArgumentError("a PagedSnapshot is made by PagedKvCache.snapshot()")
@@ -51,7 +55,7 @@ class PagedSnapshot:
         self = cls.__new__(cls)
         self._pool = pool
         self._length = length
-        self._table: np.ndarray | None = table
+        self._table = table
         return self
 
     @property

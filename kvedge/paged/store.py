@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvedge import _checks
+from kvedge._memory import Slabs
 from kvedge._numpy.quantize import clamp, dequantize
 from kvedge.errors import KvedgeError
 
 if TYPE_CHECKING:
     from kvedge._config import LayerConfig
-    from kvedge._memory import Slabs
 
 __all__ = ["BlockStoreMethods", "runs"]
 
@@ -108,13 +108,13 @@ class BlockStoreMethods:
             return codes
         return clamp(dequantize(codes, scales, self._config))
 
-    def gather(self, table: np.ndarray, block_size: int, length: int) -> list[np.ndarray]:
+    def gather(self, table: np.ndarray, block_size: int, length: int) -> Slabs:
         """Copy the stored bytes of the first tokens: four arrays, in the order of the slabs."""
         copies = [np.empty((length, *slab.shape[1:]), slab.dtype) for slab in self._slabs]
         for tokens, positions in runs(table, block_size, 0, length):
             for copy, slab in zip(copies, self._slabs, strict=True):
                 copy[tokens] = slab[positions]
-        return copies
+        return Slabs(*copies)
 
     def scatter(self, table: np.ndarray, block_size: int, arrays: list[np.ndarray]) -> None:
         """Fill the first tokens from stored bytes, as :meth:`gather` gives them."""

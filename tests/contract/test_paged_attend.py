@@ -202,3 +202,73 @@ def test_bad_queries_are_refused(rng, dtype):
     query[2, 2] = np.nan
     with pytest.raises(errors.NonFiniteInputError):
         cache.attend(seq, 0, query)
+
+
+# -- a beginning that several share is read once ---------------------------------------------------
+
+
+def sharing(rng, dtype, shared, own, heads=2, dim=16, block=16):
+    """A cache whose sequences have `shared` tokens in common, and some of their own."""
+    blocks = shared // block + sum(-(-n // block) + 1 for n in own) + 1
+    cache = PagedKvCache(KvBlockPool(blocks, block, 1, heads, dim, dtype))
+    stem = cache.new_sequence()
+    cache.append(stem, 0, *normal(rng, 2, shared, heads, dim))
+    cache.advance(stem, shared)
+    seqs = []
+    for n in own:
+        seqs.append(cache.fork(stem))
+        if n:
+            cache.append(seqs[-1], 0, *normal(rng, 2, n, heads, dim))
+    return cache, seqs
+
+
+CASCADE_OPTIONS = {
+    "plain": {},
+    "not causal": {"causal": False},
+    "softcap": {"softcap": 3.0, "scale": 0.5},
+    "learned sinks": {"sinks": np.linspace(-2, 2, 4, dtype=np.float32)},
+    "window": {"window": 900},
+    "alibi": {"alibi_slopes": np.linspace(0.001, 0.01, 4, dtype=np.float32)},
+}
+
+
+@pytest.mark.parametrize("options", CASCADE_OPTIONS.values(), ids=CASCADE_OPTIONS)
+@pytest.mark.parametrize("shared", [1500, 2048])
+def test_a_shared_beginning_changes_no_result(rng, dtype, options, shared):
+    own = [5, 0, 70, 33, 1, 16]
+    cache, seqs = sharing(rng, dtype, shared, own)
+    other = cache.new_sequence()  # shares nothing
+    cache.append(other, 0, *normal(rng, 2, 9, 2, 16))
+    seqs.insert(2, other)
+    seqs.append(seqs[0])
+    queries = [normal(rng, 1 + i % 3, 4, 16) for i in range(len(seqs))]
+    options = {"precision_bits": 24, **options}
+    outs, lses = cache.attend_batch(seqs, 0, queries, return_lse=True, **options)
+    for seq, query, out, lse in zip(seqs, queries, outs, lses, strict=True):
+        alone, alone_lse = cache.attend(seq, 0, query, return_lse=True, **options)
+        np.testing.assert_allclose(out, alone, atol=1e-5)
+        np.testing.assert_allclose(lse, alone_lse, atol=1e-5)
+
+
+def test_a_shared_beginning_is_read_once(rng, dtype, monkeypatch):
+    cache, seqs = sharing(rng, dtype, 2048, [20] * 4)
+    queries = normal(rng, 4, 4, 16)
+    expected = cache.attend_batch(seqs, 0, queries, window=5000, alibi_slopes=np.zeros(4, "f4"))
+    read = []
+    store = type(cache.pool._stores[0])
+    attend = store._attend_blocks
+
+    def counting(self, block_size, rows, options):
+        read.append(sum(one.length for one in rows))
+        return attend(self, block_size, rows, options)
+
+    monkeypatch.setattr(store, "_attend_blocks", counting)
+    out = np.empty_like(queries)
+    np.testing.assert_allclose(cache.attend_batch(seqs, 0, queries, out=out), expected, atol=1e-3)
+    assert read == [2048, 4 * 20]
+    bad = queries.copy()
+    bad[3, 0, 0] = np.nan
+    out[:] = 7
+    with pytest.raises(errors.NonFiniteInputError):
+        cache.attend_batch(seqs, 0, bad, out=out)
+    assert (out == 7).all()

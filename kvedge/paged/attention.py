@@ -1,0 +1,132 @@
+"""Attention over the sequences of a paged cache, one by one or several in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvedge import _checks
+from kvedge._options import AttendOptions
+from kvedge.errors import InvalidArgumentError
+from kvedge.paged import batch, cascade
+from kvedge.paged.facts import PagedFacts, as_list
+
+if TYPE_CHECKING:
+    from kvedge._typing import Array
+
+__all__ = ["PagedAttention"]
+
+
+class PagedAttention(PagedFacts):
+    """The part of a paged cache that attends."""
+
+    def attend(self, seq: int, layer: int, query: Array, **options: Any) -> Any:
+        """Attend to what one layer of a sequence holds, pending tokens included.
+
+        Parameters
+        ----------
+        seq, layer : int
+        query : array of float32 (or float16, bfloat16)
+            (num_heads, head_dim) for one token, (n, num_heads, head_dim) for the last n.
+        **options
+            ``scale``, ``causal``, ``window``, ``sinks``, ``softcap``, ``mask``, ``alibi_slopes``,
+            ``precision_bits``, ``return_lse``, ``out``, ``num_threads``: as in
+            :meth:`kvedge.QuantizedKvLayer.attend`.
+
+        Returns
+        -------
+        numpy.ndarray
+            float32, shaped as the query; with ``return_lse`` a pair with the log-sum-exp.
+
+        Raises
+        ------
+        UnknownSequenceError, LayerOutOfRangeError
+        InvalidArgumentError
+            The sequence has no tokens, or options do not fit together.
+        ShapeMismatchError, DtypeMismatchError, LayoutError, NonFiniteInputError
+        """
+        state, layer = self._state(seq), self._layer(layer)
+        store, length = self._pool._stores[layer], state.held[layer]
+        out = options.pop("out", None)
+        rows, single = _checks.as_query(query, self._pool._config, finite=False)
+        num_rows, num_heads, head_dim = rows.shape
+        made = AttendOptions.make(head_dim, num_rows, num_heads, length, **options)
+        shape = rows.shape[1:] if single else rows.shape
+        out = _checks.as_out(out, shape, reads=(rows, *store._slabs, *made.arrays()))
+        lse = np.empty(rows.shape[:2], np.float32) if made.return_lse else None
+        one = batch.Rows(state.table, length, rows, out.reshape(rows.shape), lse)
+        store._attend_blocks(self._pool.block_size, [one], made)
+        if lse is None:
+            return out
+        return out, (lse[0] if single else lse)
+
+    def attend_batch(
+        self, seqs: Sequence[int], layer: int, queries: Any, *, out: Any = None, **options: Any
+    ) -> Any:
+        """Attend to several sequences in one call, whose work is shared out over the threads.
+
+        A long beginning that several of them share (1024 tokens or more, the same blocks) is read
+        once for all, unless there is a window or ALiBi.
+
+        Parameters
+        ----------
+        seqs : sequence of int
+            They may differ in length, and one may occur several times.
+        layer : int
+        queries : array or list of arrays
+            float32 (len(seqs), num_heads, head_dim), one row for each sequence; or for each one an
+            array as for :meth:`attend`, all with one number of heads.
+        out : numpy.ndarray or list of them, optional
+            float32, shaped as `queries`, to write to.
+        **options
+            As for :meth:`attend`, the same for all sequences, but no ``mask``.
+
+        Returns
+        -------
+        out : numpy.ndarray or list of numpy.ndarray
+            float32, shaped as `queries`.
+        lse : numpy.ndarray or list of numpy.ndarray
+            With ``return_lse``: float32, without the last dimension.
+
+        Raises
+        ------
+        UnknownSequenceError, LayerOutOfRangeError
+        InvalidArgumentError
+            A sequence has no tokens, there is none at all, or options do not fit together.
+        ShapeMismatchError, DtypeMismatchError, LayoutError, NonFiniteInputError
+        """
+        if options.get("mask") is not None:
+            raise InvalidArgumentError("attend_batch takes no mask: attend() to each with its own")
+        layer = self._layer(layer)
+        store = self._pool._stores[layer]
+        states = [self._state(seq) for seq in as_list(seqs, "seqs")]
+        if not states:
+            raise InvalidArgumentError("seqs must name at least one sequence")
+        config = self._pool._config
+        checked = batch.checked_queries(queries, len(states), config)
+        lengths = [state.held[layer] for state in states]
+        made = batch.batch_options(checked, lengths, options)
+        stacked = not isinstance(queries, Sequence)
+        reads: tuple[np.ndarray, ...] = ()
+        if out is not None:
+            reads = (*(query for query, _ in checked), *store._slabs, *made.arrays())
+        out, outs = batch.checked_outs(out, checked, stacked, reads)
+        lses: list[Any] = [None] * len(states)
+        if made.return_lse:
+            lses = [np.empty(query.shape[:2], np.float32) for query, _ in checked]
+        rows = [
+            batch.Rows(state.table, length, query, one, lse)
+            for state, length, (query, _), one, lse in zip(
+                states, lengths, checked, outs, lses, strict=True
+            )
+        ]
+        cascade.attend_batch(store, self._pool.block_size, rows, made)
+        if not made.return_lse:
+            return out
+        if stacked:
+            return out, np.concatenate(lses)
+        return out, [
+            lse[0] if single else lse for lse, (_, single) in zip(lses, checked, strict=True)
+        ]

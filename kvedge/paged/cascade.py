@@ -1,0 +1,114 @@
+"""What the sequences of a batch share is read once for all of them.
+
+Attention over a context in two parts, merged by their log-sum-exp, is attention over all of it (see
+:func:`kvedge.merge_attention`). So the query rows of all sequences that begin with the same blocks
+are stacked and attend to these blocks in one go, each sequence to its own rest, and the results are
+merged. (Hydragen, https://arxiv.org/abs/2402.05099; FlashInfer's cascade attention.)
+
+Measured at 8 KV heads of 64, one thread of a Xeon with AVX-512 VNNI, 8 sequences with 64 tokens of
+their own: with one query head per KV head 2.6 times as fast over 8192 shared tokens, 2.1 over 2048;
+with four, where arithmetic is the limit rather than memory, 1.6 and 1.3.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from kvedge._options import AttendOptions
+from kvedge.merge import merge_attention
+from kvedge.paged.batch import Rows
+
+__all__ = ["attend_batch"]
+
+# A second call and merging cost about 0.2 ms, as reading some thousand tokens: below this they were
+# slower or no faster.
+_SHARED_TOKENS = 1024
+_SAVED_TOKENS = 4096
+
+
+def attend_batch(store: Any, block_size: int, rows: list[Rows], options: AttendOptions) -> None:
+    """Attend to all rows, reading what several share once where that is faster.
+
+    Parameters
+    ----------
+    store : BlockStoreMethods
+    block_size : int
+    rows : list of Rows
+        Checked; their outs and lses are written.
+    options : AttendOptions
+        Without a mask.
+    """
+    groups = list(_groups(rows, block_size)) if _can_be_parted(options) else []
+    if not groups:
+        store._attend_blocks(block_size, rows, options)
+        return
+    early, late = [], list(rows)
+    for members, num_blocks in groups:
+        query = np.concatenate([rows[i].query for i in members])
+        early.append(_rows_to(rows[members[0]].table[:num_blocks], num_blocks * block_size, query))
+        for i in members:
+            rest = rows[i].table[num_blocks:]
+            late[i] = _rows_to(rest, rows[i].length - num_blocks * block_size, rows[i].query)
+    # All of the shared tokens come before all rows; learned sinks count in one part only.
+    store._attend_blocks(block_size, early, replace(options, causal=False, sink_logits=None))
+    store._attend_blocks(block_size, late, options)
+    for (members, _), first in zip(groups, early, strict=True):
+        _merge(first, [late[i] for i in members], [rows[i] for i in members])
+
+
+def _merge(first: Rows, rests: Sequence[Rows], rows: Sequence[Rows]) -> None:
+    """Write to `rows` what stacked rows saw of the shared tokens, and each of its own."""
+    outs, lses = merge_attention(
+        [first.out, np.concatenate([rest.out for rest in rests])],
+        [_lse(first), np.concatenate([_lse(rest) for rest in rests])],
+        return_lse=True,
+    )
+    start = 0
+    for one in rows:
+        stop = start + len(one.query)
+        one.out[...] = outs[start:stop]
+        if one.lse is not None:
+            one.lse[...] = lses[start:stop]
+        start = stop
+
+
+def _lse(rows: Rows) -> np.ndarray:
+    assert rows.lse is not None
+    return rows.lse
+
+
+def _can_be_parted(options: AttendOptions) -> bool:
+    """Whether no option depends on how far a row is from a token, but for causality."""
+    return not options.window and options.alibi_slopes is None
+
+
+def _groups(rows: Sequence[Rows], block_size: int) -> Iterator[tuple[list[int], int]]:
+    """Rows that begin with the same blocks: which, and how many blocks; where it is worth it."""
+    beginnings: dict[int, list[int]] = defaultdict(list)
+    for i, one in enumerate(rows):
+        beginnings[int(one.table[0])].append(i)
+    for members in beginnings.values():
+        # Every query row stays with the tokens from its own position on.
+        most = min(rows[i].length - len(rows[i].query) for i in members) // block_size
+        tokens = most * block_size
+        if tokens < _SHARED_TOKENS or (len(members) - 1) * tokens < _SAVED_TOKENS:
+            continue
+        first = rows[members[0]].table[:most]
+        same = np.ones(most, bool)
+        for i in members[1:]:
+            same &= rows[i].table[:most] == first
+        num_blocks = most if same.all() else int(np.argmin(same))
+        tokens = num_blocks * block_size
+        if tokens >= _SHARED_TOKENS and (len(members) - 1) * tokens >= _SAVED_TOKENS:
+            yield members, num_blocks
+
+
+def _rows_to(table: np.ndarray, length: int, query: np.ndarray) -> Rows:
+    """Rows whose results are an intermediate step."""
+    lse = np.empty(query.shape[:2], np.float32)
+    return Rows(table, length, query, np.empty_like(query), lse)

@@ -1,0 +1,176 @@
+"""What a paged cache tells of its sequences: their tokens, blocks and lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvedge import _checks
+from kvedge.errors import InvalidArgumentError, UnknownSequenceError
+from kvedge.paged.sequences import SequenceState
+
+if TYPE_CHECKING:
+    from kvedge._native import KvBlockPool
+
+__all__ = ["PagedFacts", "as_list"]
+
+
+class PagedFacts:
+    """The part of a paged cache that changes nothing; PagedKvCache fills the fields."""
+
+    _pool: Any  # BlockPoolMethods
+    _sequences: dict[int, SequenceState]
+
+    def length(self, seq: int) -> int:
+        """Tokens that a sequence was advanced over.
+
+        Parameters
+        ----------
+        seq : int
+
+        Returns
+        -------
+        int
+
+        Raises
+        ------
+        UnknownSequenceError
+        """
+        return self._state(seq).length
+
+    def k(self, seq: int, layer: int) -> np.ndarray:
+        """Keys of one layer of a sequence, pending tokens included.
+
+        Parameters
+        ----------
+        seq, layer : int
+
+        Returns
+        -------
+        numpy.ndarray
+            float32 (tokens, num_kv_heads, head_dim), a copy.
+
+        Raises
+        ------
+        UnknownSequenceError, LayerOutOfRangeError
+        """
+        return self._read(False, seq, layer)
+
+    def v(self, seq: int, layer: int) -> np.ndarray:
+        """Values of one layer of a sequence, pending tokens included; as :meth:`k`."""
+        return self._read(True, seq, layer)
+
+    def block_table(self, seq: int) -> np.ndarray:
+        """The blocks of a sequence in order, those of pending tokens included.
+
+        Parameters
+        ----------
+        seq : int
+
+        Returns
+        -------
+        numpy.ndarray
+            int32 (blocks,): token t is row t % block_size of block table[t // block_size]. A copy.
+
+        Raises
+        ------
+        UnknownSequenceError
+        """
+        return self._state(seq).table.copy()
+
+    def block_tables(self, seqs: Sequence[int] | None = None) -> np.ndarray:
+        """The blocks of several sequences, as paged attention kernels take them.
+
+        Parameters
+        ----------
+        seqs : sequence of int, optional
+            By default all, in the order of :attr:`sequences`.
+
+        Returns
+        -------
+        numpy.ndarray
+            int32 (len(seqs), most blocks of one), filled up with zeros.
+
+        Raises
+        ------
+        UnknownSequenceError
+        """
+        chosen = self.sequences if seqs is None else as_list(seqs, "seqs")
+        tables = [self._state(seq).table for seq in chosen]
+        padded = np.zeros((len(tables), max(map(len, tables), default=0)), np.int32)
+        for row, table in zip(padded, tables, strict=True):
+            row[: len(table)] = table
+        return padded
+
+    @property
+    def context_lens(self) -> np.ndarray:
+        """Tokens of all sequences, int32 (num_sequences,), in the order of :attr:`sequences`."""
+        with self._pool._lock:
+            lengths = [state.length for state in self._sequences.values()]
+        return np.array(lengths, np.int32)
+
+    @property
+    def sequences(self) -> tuple[int, ...]:
+        """The sequences, oldest first."""
+        with self._pool._lock:
+            return tuple(self._sequences)
+
+    @property
+    def num_sequences(self) -> int:
+        """How many sequences there are."""
+        return len(self._sequences)
+
+    @property
+    def pool(self) -> KvBlockPool:
+        """The pool whose blocks hold the sequences."""
+        return self._pool
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __bool__(self) -> bool:
+        return True  # also without sequences: `if cache` asks whether there is one
+
+    def __contains__(self, seq: object) -> bool:
+        return isinstance(seq, (int, np.integer)) and int(seq) in self._sequences
+
+    def __repr__(self) -> str:
+        tokens = int(self.context_lens.sum())
+        return f"<{type(self).__name__} of {len(self)} sequences, {tokens} tokens, in {self._pool}>"
+
+    # ---- inside ----------------------------------------------------------------------------------
+
+    def _state(self, seq: Any) -> SequenceState:
+        state = self._sequences.get(seq) if seq.__class__ is int else None
+        if state is not None:
+            return state
+        seq = _checks.as_int(seq, "seq")
+        state = self._sequences.get(seq)
+        if state is None:
+            raise UnknownSequenceError(
+                f"sequence {seq} is not in this cache: it was dropped, or is another cache's"
+            )
+        return state
+
+    def _layer(self, layer: Any) -> int:
+        num_layers = len(self._pool._stores)
+        if layer.__class__ is int and 0 <= layer < num_layers:
+            return layer
+        return _checks.check_layer(layer, num_layers)
+
+    def _read(self, values: bool, seq: int, layer: int) -> np.ndarray:
+        state, layer = self._state(seq), self._layer(layer)
+        store, length = self._pool._stores[layer], state.held[layer]
+        return store.read(values, state.table, self._pool.block_size, length)
+
+
+def as_list(items: Any, name: str) -> list[Any]:
+    """`items` as a list, or InvalidArgumentError."""
+    try:
+        return list(items)
+    except TypeError:
+        raise InvalidArgumentError(
+            f"{name} must be a sequence of integers, not {_checks.describe(items)}"
+        ) from None
