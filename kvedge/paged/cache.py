@@ -409,11 +409,11 @@ class PagedKvCache(PagedAttention):
 
         pool, state = self._pool, self._state(seq)
         length, table = state.length, state.table
-        layers = tuple(
-            LayerContents(*store.gather(table, pool.block_size, length), None)
-            for store in pool._stores
-        )
-        contents = CacheContents(self._format, length, layers)
+        layers = []
+        for store in pool._stores:
+            keys, values, key_scales, value_scales = store.gather(table, pool.block_size, length)
+            layers.append(LayerContents(keys, values, key_scales, value_scales, None))
+        contents = CacheContents(self._format, length, tuple(layers))
         return KVCache._holding(contents, max_seq_len, False, {})
 
     def from_kv_cache(self, cache: CacheMethods) -> int:
