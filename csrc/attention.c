@@ -85,7 +85,7 @@ void kvedge_attention_plan(kvedge_attention *a, const kvedge_cache_view *view, i
   a->chunks_per_block = wanted < 1 ? 1 : (int)wanted;
 
   a->query_bytes = a->options.precision_bits / 8;
-  a->weight_bytes = a->options.precision_bits == 16 ? 2 : 3;
+  a->weight_bytes = a->query_bytes ? a->query_bytes : 3;
   a->num_groups = view->format == KVEDGE_INT8 ? view->num_groups : 1;
   int group = view->format == KVEDGE_INT8 ? view->group_size : view->head_dim;
   a->group_pad = (group + KVEDGE_QUERY_PAD - 1) / KVEDGE_QUERY_PAD * KVEDGE_QUERY_PAD;
@@ -143,7 +143,7 @@ kvedge_status kvedge_attention_check(const kvedge_cache_view *view, const float 
   if (view->len < 1 || ((!o || o->causal) && num_rows > view->len)) return KVEDGE_ERROR_ARGUMENT;
   if (o) {
     if (isinf(o->scale) || !(o->softcap >= 0.0f) || isinf(o->softcap)) return KVEDGE_ERROR_ARGUMENT;
-    if (o->precision_bits != 0 && o->precision_bits != 16 && o->precision_bits != 24)
+    if (o->precision_bits % 8 || o->precision_bits < 0 || o->precision_bits > 24)
       return KVEDGE_ERROR_ARGUMENT;
     if (o->window < 0 || o->sink_tokens < 0 || (o->window && !o->causal)) return KVEDGE_ERROR_ARGUMENT;
   }

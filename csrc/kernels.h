@@ -26,7 +26,7 @@ enum {
 typedef struct {
   int num_queries;       /* 1..KVEDGE_STACK */
   int dim;               /* channels of this group, 1..1024 */
-  int num_bytes;         /* of a code to multiply by: 3, or 2 (the high ones) for 16 bits */
+  int num_bytes;         /* of a code to multiply by: 3, or fewer (the high ones) for 16 or 8 bits */
   ptrdiff_t stride;      /* channels from one query to the next */
   const float *values;   /* (num_queries, stride); magnitudes up to 2 */
   const int8_t *codes;   /* (num_queries, stride / 4, 4, 4): of 4 channels the high bytes, the middle
@@ -74,7 +74,7 @@ typedef struct kvedge_kernels {
   /* acc[i * acc_stride + d] = acc[..] * alpha[i] + sum_t p[i][t] * v_scale[t] * v[t][d]  for d < dim,
    * p as softmax leaves it. v_scale has KVEDGE_TILE readable floats, each 0..2^61, zero from
    * num_tokens on. Weights p[t] * v_scale[t] are rounded to 2^-24 of the tile's largest or better; to
-   * 2^-16 if num_bytes is 2, half of them up and half down on average, as kvedge_dither has it. */
+   * 2^-16 or 2^-8 if num_bytes is 2 or 1, up or down as kvedge_dither has it. */
   void (*weighted_sum_i8)(const int8_t *v, ptrdiff_t token_stride, int num_tokens, int dim,
                           int num_queries, int num_bytes, const float *p, const float *v_scale,
                           const float *alpha, const void *prefetch, float *acc, ptrdiff_t acc_stride);
@@ -87,7 +87,7 @@ typedef struct kvedge_kernels {
   uint64_t (*read_bytes)(const void *p, size_t n);
 } kvedge_kernels;
 
-/* What is added to the 16-bit code of a tile's token before it is cut to an integer, 0 to 1: the bits of
+/* What is added to the 16-bit or 8-bit code of a tile's token before it is cut to an integer, 0 to 1: the bits of
  * its index in reverse. Many tokens of the same small weight then keep their sum, which plain rounding
  * would make 0 or twice as large. (Ordered dither, Bayer 1973.) */
 extern const float kvedge_dither[KVEDGE_TILE];

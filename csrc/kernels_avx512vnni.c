@@ -25,9 +25,10 @@ KVEDGE_TARGET_BEGIN("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma")
 #include "kernels_portable.h"
 
 enum {
-  BLOCK = 16,        /* tokens transposed at a time: one per 32-bit lane */
-  SCORE_QUERIES = 8, /* x 3 accumulators = 24 of the 32 registers */
-  SUM_QUERIES = 3,   /* queries whose weighted sums are made at a time, at most */
+  BLOCK = 16,         /* tokens transposed at a time: one per 32-bit lane */
+  SCORE_QUERIES = 8,  /* x 3 accumulators = 24 of the 32 registers */
+  SUM_REGISTERS = 24, /* of 32: 4 quarters of the channels x bytes of the weights x queries */
+  SUM_QUERIES = 6,
 };
 
 /* Of n bytes, or of 64 if there are more. */
@@ -157,9 +158,10 @@ KVEDGE_INLINE void score_block(const kvedge_query *q, int first, const int count
   const __m512 byte = _mm512_set1_ps(256.0f);
 #pragma GCC unroll 8
   for (int i = 0; i < count; i++) {
-    __m512 dot = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[i][0]), byte, _mm512_cvtepi32_ps(sum[i][1]));
-    dot = bytes == 3 ? _mm512_fmadd_ps(dot, byte, _mm512_cvtepi32_ps(sum[i][2])) : _mm512_mul_ps(dot, byte);
-    __m512 scale = _mm512_mul_ps(k_scale, _mm512_set1_ps(q->scale[(first + i) * q->sums_stride]));
+    __m512 dot = _mm512_cvtepi32_ps(sum[i][0]);
+    for (int b = 1; b < bytes; b++) dot = _mm512_fmadd_ps(dot, byte, _mm512_cvtepi32_ps(sum[i][b]));
+    float unit = q->scale[(first + i) * q->sums_stride] * (bytes == 3 ? 1.0f : bytes == 2 ? 256.0f : 65536.0f);
+    __m512 scale = _mm512_mul_ps(k_scale, _mm512_set1_ps(unit));
     float *out = scores + (first + i) * KVEDGE_TILE;
     __m512 score = _mm512_mul_ps(dot, scale);
     if (accumulate) score = _mm512_add_ps(score, _mm512_maskz_loadu_ps(valid, out));
@@ -199,8 +201,11 @@ static void scores_i8_avx512vnni(const kvedge_query *q, const int8_t *k, ptrdiff
     }
     __mmask16 valid = (__mmask16)((1u << tokens) - 1);
     __m512 scale = _mm512_loadu_ps(k_scale + t);
-    if (q->num_bytes == 3) score_queries(q, 3, columns, valid, scale, scores + t, accumulate);
-    else score_queries(q, 2, columns, valid, scale, scores + t, accumulate);
+    switch (q->num_bytes) {
+      case 3: score_queries(q, 3, columns, valid, scale, scores + t, accumulate); break;
+      case 2: score_queries(q, 2, columns, valid, scale, scores + t, accumulate); break;
+      default: score_queries(q, 1, columns, valid, scale, scores + t, accumulate);
+    }
   }
 }
 
@@ -250,7 +255,7 @@ static void softmax_avx512vnni(float *scores, int num_queries, int num_tokens, c
   }
 }
 
-/* Weights of a tile as unsigned codes of 24 bits, or 16 and zeros, four tokens at a time as
+/* Weights of a tile as unsigned codes of 24 bits, or fewer and zeros, four tokens at a time as
  * split_bytes() leaves them. Returns the scale of the codes. */
 KVEDGE_INLINE float encode_weights(const float *p, const float *v_scale, int num_tokens, int num_bytes,
                                    uint8_t *codes) {
@@ -261,7 +266,7 @@ KVEDGE_INLINE float encode_weights(const float *p, const float *v_scale, int num
     largest_of = _mm512_max_ps(largest_of, weight[j]);
   }
   float largest = _mm512_reduce_max_ps(largest_of);
-  float most = num_bytes == 3 ? WEIGHT_MAX : WEIGHT_MAX_16;
+  float most = num_bytes == 3 ? WEIGHT_MAX : num_bytes == 2 ? WEIGHT_MAX_16 : WEIGHT_MAX_8;
   float inverse = largest > WEIGHT_NOTHING ? most / largest : 0.0f;
   __m512 factor = _mm512_set1_ps(inverse);
   for (int j = 0; j < blocks; j++) {
@@ -270,7 +275,7 @@ KVEDGE_INLINE float encode_weights(const float *p, const float *v_scale, int num
       code = _mm512_cvtps_epi32(_mm512_mul_ps(weight[j], factor));
     } else {
       __m512 dithered = _mm512_fmadd_ps(weight[j], factor, _mm512_loadu_ps(kvedge_dither + 16 * j));
-      code = _mm512_slli_epi32(_mm512_cvttps_epi32(dithered), 8);
+      code = _mm512_slli_epi32(_mm512_cvttps_epi32(dithered), num_bytes == 2 ? 8 : 16);
     }
     _mm512_storeu_si512(codes + 64 * j, split_bytes(code));
   }
@@ -309,12 +314,12 @@ KVEDGE_INLINE void weighted_sum_block(const __m512i *values, int num_tokens, __m
                                       const float *scale, const float *alpha, float *acc,
                                       ptrdiff_t acc_stride) {
   __m512i sum[SUM_QUERIES][3][4]; /* of each byte of the weights, of each quarter of the channels */
-#pragma GCC unroll 3
+#pragma GCC unroll 6
   for (int i = 0; i < count; i++)
     for (int b = 0; b < bytes; b++)
       for (int c = 0; c < 4; c++) sum[i][b][c] = _mm512_setzero_si512();
   for (int t = 0; t < num_tokens; t += 4, values += 4)
-#pragma GCC unroll 3
+#pragma GCC unroll 6
     for (int i = 0; i < count; i++)
       for (int b = 0; b < bytes; b++) {
         int32_t four; /* tokens */
@@ -323,12 +328,13 @@ KVEDGE_INLINE void weighted_sum_block(const __m512i *values, int num_tokens, __m
           sum[i][b][c] = _mm512_dpbusd_epi32(sum[i][b][c], _mm512_set1_epi32(four), values[c]);
       }
   const __m512 byte = _mm512_set1_ps(256.0f);
-#pragma GCC unroll 3
+#pragma GCC unroll 6
   for (int i = 0; i < count; i++) {
     __m512 total[4];
     for (int c = 0; c < 4; c++) {
-      total[c] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[i][0][c]), byte, _mm512_cvtepi32_ps(sum[i][1][c]));
-      if (bytes == 3) total[c] = _mm512_fmadd_ps(total[c], byte, _mm512_cvtepi32_ps(sum[i][2][c]));
+      total[c] = _mm512_cvtepi32_ps(sum[i][0][c]);
+      for (int b = 1; b < bytes; b++)
+        total[c] = _mm512_fmadd_ps(total[c], byte, _mm512_cvtepi32_ps(sum[i][b][c]));
     }
     /* 128-bit lane L of total[c] belongs to lane c of channels 16 L */
     __m512 low_ab = _mm512_shuffle_f32x4(total[0], total[1], 0x44), high_ab = _mm512_shuffle_f32x4(total[0], total[1], 0xee);
@@ -353,10 +359,13 @@ KVEDGE_INLINE void weighted_sum_queries(const __m512i *values, int num_tokens, _
 #define WEIGHTED_SUM(count)                                                                        \
   weighted_sum_block(values, num_tokens, valid, count, bytes, codes + i * CODE_ROW, scale + i, \
                      alpha + i, acc + i * acc_stride, acc_stride)
-  const int most = bytes == 3 ? 2 : 3; /* x bytes x 4 quarters = 24 of the 32 registers */
+  const int most = SUM_REGISTERS / (4 * bytes);
   int i = 0;
   for (; i + most <= num_queries; i += most) WEIGHTED_SUM(most);
   switch (num_queries - i) {
+    case 5: WEIGHTED_SUM(5); break;
+    case 4: WEIGHTED_SUM(4); break;
+    case 3: WEIGHTED_SUM(3); break;
     case 2: WEIGHTED_SUM(2); break;
     case 1: WEIGHTED_SUM(1); break;
   }
@@ -377,10 +386,14 @@ static void weighted_sum_i8_avx512vnni(const int8_t *v, ptrdiff_t token_stride, 
     __mmask64 valid = first_bytes(dim - d);
     if (dim - d >= 64) interleave_values(v + d, token_stride, num_tokens, 1, valid, ahead, values);
     else interleave_values(v + d, token_stride, num_tokens, 0, valid, ahead, values);
-    if (num_bytes == 3)
-      weighted_sum_queries(values, num_tokens, valid, num_queries, 3, codes, scale, alpha, acc + d, acc_stride);
-    else
-      weighted_sum_queries(values, num_tokens, valid, num_queries, 2, codes, scale, alpha, acc + d, acc_stride);
+#define WEIGHTED_SUM_QUERIES(bytes) \
+  weighted_sum_queries(values, num_tokens, valid, num_queries, bytes, codes, scale, alpha, acc + d, acc_stride)
+    switch (num_bytes) {
+      case 3: WEIGHTED_SUM_QUERIES(3); break;
+      case 2: WEIGHTED_SUM_QUERIES(2); break;
+      default: WEIGHTED_SUM_QUERIES(1);
+    }
+#undef WEIGHTED_SUM_QUERIES
   }
 }
 

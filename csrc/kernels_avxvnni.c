@@ -108,9 +108,10 @@ KVEDGE_INLINE void score_block(const kvedge_query *q, int first, const int count
   const __m256 byte = _mm256_set1_ps(256.0f);
 #pragma GCC unroll 3
   for (int i = 0; i < count; i++) {
-    __m256 dot = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum[i][0]), byte, _mm256_cvtepi32_ps(sum[i][1]));
-    dot = bytes == 3 ? _mm256_fmadd_ps(dot, byte, _mm256_cvtepi32_ps(sum[i][2])) : _mm256_mul_ps(dot, byte);
-    __m256 scale = _mm256_mul_ps(k_scale, _mm256_set1_ps(q->scale[(first + i) * q->sums_stride]));
+    __m256 dot = _mm256_cvtepi32_ps(sum[i][0]);
+    for (int b = 1; b < bytes; b++) dot = _mm256_fmadd_ps(dot, byte, _mm256_cvtepi32_ps(sum[i][b]));
+    float unit = q->scale[(first + i) * q->sums_stride] * (bytes == 3 ? 1.0f : bytes == 2 ? 256.0f : 65536.0f);
+    __m256 scale = _mm256_mul_ps(k_scale, _mm256_set1_ps(unit));
     float *out = scores + (first + i) * KVEDGE_TILE;
     __m256 score = _mm256_mul_ps(dot, scale);
     if (accumulate) score = _mm256_add_ps(score, _mm256_maskload_ps(out, valid));
@@ -139,12 +140,15 @@ static void scores_i8_avxvnni(const kvedge_query *q, const int8_t *k, ptrdiff_t 
     transpose_keys(k + t * token_stride, token_stride, tokens, q->dim, ahead, columns);
     __m256i valid = first_lanes(tokens);
     __m256 scale = _mm256_loadu_ps(k_scale + t);
-    if (q->num_bytes == 3) score_queries(q, 3, columns, valid, scale, scores + t, accumulate);
-    else score_queries(q, 2, columns, valid, scale, scores + t, accumulate);
+    switch (q->num_bytes) {
+      case 3: score_queries(q, 3, columns, valid, scale, scores + t, accumulate); break;
+      case 2: score_queries(q, 2, columns, valid, scale, scores + t, accumulate); break;
+      default: score_queries(q, 1, columns, valid, scale, scores + t, accumulate);
+    }
   }
 }
 
-/* Weights of a tile as unsigned codes of 24 bits, or 16 and zeros, four tokens at a time as
+/* Weights of a tile as unsigned codes of 24 bits, or fewer and zeros, four tokens at a time as
  * split_bytes() leaves them. Returns the scale of the codes. */
 KVEDGE_INLINE float encode_weights(const float *p, const float *v_scale, int num_tokens, int num_bytes,
                                    uint8_t *codes) {
@@ -155,7 +159,7 @@ KVEDGE_INLINE float encode_weights(const float *p, const float *v_scale, int num
     largest_of = _mm256_max_ps(largest_of, weight[j]);
   }
   float largest = reduce_max(largest_of);
-  float most = num_bytes == 3 ? WEIGHT_MAX : WEIGHT_MAX_16;
+  float most = num_bytes == 3 ? WEIGHT_MAX : num_bytes == 2 ? WEIGHT_MAX_16 : WEIGHT_MAX_8;
   float inverse = largest > WEIGHT_NOTHING ? most / largest : 0.0f;
   __m256 factor = _mm256_set1_ps(inverse);
   for (int j = 0; j < blocks; j++) {
@@ -164,7 +168,7 @@ KVEDGE_INLINE float encode_weights(const float *p, const float *v_scale, int num
       code = _mm256_cvtps_epi32(_mm256_mul_ps(weight[j], factor));
     } else {
       __m256 dithered = _mm256_fmadd_ps(weight[j], factor, _mm256_loadu_ps(kvedge_dither + 8 * j));
-      code = _mm256_slli_epi32(_mm256_cvttps_epi32(dithered), 8);
+      code = _mm256_slli_epi32(_mm256_cvttps_epi32(dithered), num_bytes == 2 ? 8 : 16);
     }
     _mm256_storeu_si256((__m256i *)(codes + 32 * j), split_bytes(code));
   }
@@ -209,8 +213,8 @@ KVEDGE_INLINE void weighted_sum_block(const __m256i *values, int num_tokens, int
   const __m256 byte = _mm256_set1_ps(256.0f);
   __m256 total[4];
   for (int c = 0; c < 4; c++) {
-    total[c] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum[0][c]), byte, _mm256_cvtepi32_ps(sum[1][c]));
-    if (bytes == 3) total[c] = _mm256_fmadd_ps(total[c], byte, _mm256_cvtepi32_ps(sum[2][c]));
+    total[c] = _mm256_cvtepi32_ps(sum[0][c]);
+    for (int b = 1; b < bytes; b++) total[c] = _mm256_fmadd_ps(total[c], byte, _mm256_cvtepi32_ps(sum[b][c]));
   }
   __m256 ordered[4] = {
       _mm256_permute2f128_ps(total[0], total[1], 0x20), _mm256_permute2f128_ps(total[2], total[3], 0x20),
@@ -237,10 +241,14 @@ static void weighted_sum_i8_avxvnni(const int8_t *v, ptrdiff_t token_stride, int
     interleave_values(v + d, token_stride, num_tokens, channels, ahead, values);
     for (int i = 0; i < num_queries; i++) {
       float *out = acc + i * acc_stride + d;
-      if (num_bytes == 3)
-        weighted_sum_block(values, num_tokens, channels, 3, codes + i * CODE_ROW, scale[i], alpha[i], out);
-      else
-        weighted_sum_block(values, num_tokens, channels, 2, codes + i * CODE_ROW, scale[i], alpha[i], out);
+#define WEIGHTED_SUM(bytes) \
+  weighted_sum_block(values, num_tokens, channels, bytes, codes + i * CODE_ROW, scale[i], alpha[i], out)
+      switch (num_bytes) {
+        case 3: WEIGHTED_SUM(3); break;
+        case 2: WEIGHTED_SUM(2); break;
+        default: WEIGHTED_SUM(1);
+      }
+#undef WEIGHTED_SUM
     }
   }
 }

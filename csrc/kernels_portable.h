@@ -20,6 +20,7 @@ enum {
 #define QUERY_MAX 8355000.0f
 #define WEIGHT_MAX 16777000.0f
 #define WEIGHT_MAX_16 65534.0f
+#define WEIGHT_MAX_8 254.9f
 /* Where a group's largest is below, all of it is nothing: beside the query's other channels, beside
  * the weights of some other tile. */
 #define QUERY_NOTHING 1e-30f

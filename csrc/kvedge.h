@@ -145,8 +145,9 @@ typedef struct {
   int64_t mask_strides[3];  /* in elements; 0 repeats */
   const float *bias;        /* added to the logits likewise; -INFINITY hides; NULL: none */
   int64_t bias_strides[3];
-  int precision_bits;       /* of queries and probabilities in integer products: 24, 16 (faster), or 0:
-                             * 24 for probabilities, and for queries what the size of the logits needs */
+  int precision_bits;       /* of queries and probabilities in integer products: 24, 16, 8 (the fewer the
+                             * faster; docs/numerics.md has the errors), or 0: 24 for probabilities, and
+                             * for queries 16 where the size of the logits allows, else 24 */
 } kvedge_attention_options;
 
 void kvedge_attention_defaults(kvedge_attention_options *options);

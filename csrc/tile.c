@@ -238,7 +238,7 @@ static float largest_scale_seen(const kvedge_attention *a, const encounter *e, i
  * COARSEST, which leaves the output far inside the numerics contract (2e-4), else three. */
 static void choose_bytes(const kvedge_attention *a, const encounter *e, size_t query_index, const float *scale,
                          int *bytes) {
-  static const float COARSEST = 4e-5f;
+  static const float COARSEST = 8e-5f;
   float largest = 0.0f;
   for (int i = 0; i < e->count; i++) {
     if (a->query_bytes) {

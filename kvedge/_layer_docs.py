@@ -101,11 +101,12 @@ mask : array, optional
     len); for one row also (num_heads, len).
 alibi_slopes : array, optional
     float32 (num_heads,): slope * (t - p) is added (https://arxiv.org/abs/2108.12409).
-precision_bits : 16 or 24, optional
+precision_bits : 8, 16 or 24, optional
     Bits of queries and probabilities in integer products. By default 24 for probabilities, and
-    for queries 16 where the size of the logits allows, else 24. 16 for both is faster still, 24
-    for both the most exact: see docs/numerics.md. No effect on paths that multiply floats
-    (scalar, avx2, neon, NumPy).
+    for queries 16 where the size of the logits allows, else 24. Fewer are faster: 16 adds errors
+    of about 1e-4 of the largest output, 8 of about 1e-2, as much as storing in 8 bits does; 24
+    about 1e-6. See docs/numerics.md. No effect on paths that multiply floats (scalar, avx2,
+    neon, NumPy); neondot takes 8 for 16.
 return_lse : bool
     Return the logarithm of each softmax denominator, learned sinks included, as well; with
     it, :func:`kvedge.merge_attention` merges results over parts of a context.

@@ -41,7 +41,7 @@ class AttendOptions:
     # Masks are broadcast views: strides of 0 occur, and the last stride is 0 or one element.
     mask_bool: np.ndarray | None = None  # (num_heads, n, length) uint8, nonzero: visible
     mask_bias: np.ndarray | None = None  # (num_heads, n, length) float32, finite or -inf
-    precision_bits: int = 0  # 16 or 24; 0: what is needed
+    precision_bits: int = 0  # 8, 16 or 24; 0: what is needed
     return_lse: bool = False
     num_threads: int = 0  # 0: the default
 
@@ -105,9 +105,9 @@ class AttendOptions:
             options["alibi_slopes"] = as_vector(alibi_slopes, "alibi_slopes", num_heads)
         if precision_bits is not None:
             precision_bits = as_int(precision_bits, "precision_bits")
-            if precision_bits not in (16, 24):
+            if precision_bits not in (8, 16, 24):
                 raise InvalidArgumentError(
-                    f"precision_bits must be 16 or 24 (or None), not {precision_bits}"
+                    f"precision_bits must be 8, 16 or 24 (or None), not {precision_bits}"
                 )
             options["precision_bits"] = precision_bits
         if return_lse is not False:

@@ -33,7 +33,7 @@ NAME = "prefill"
 SUMMARY = "attention of a prompt's tokens over what is stored, against the peers"
 DESCRIPTION = """\
 Time of one layer for a chunk of a prompt behind contexts of several lengths, causal: kvedge, the
-same with precision_bits=16, and whichever of NumPy, PyTorch, ONNX Runtime and ggml are installed,
+same with precision_bits=8 and 16, and whichever of NumPy, PyTorch, ONNX Runtime and ggml are installed,
 in turn in one run. Times are of attention alone; for kvedge also with the chunk's keys and values
 quantized and stored. A call reads everything once for hundreds of rows, so that caches are neither
 kept hot nor made cold. Errors are those of some rows of the chunk.
@@ -71,7 +71,7 @@ def measure(options: argparse.Namespace, output: Output) -> dict[str, Any]:
     """Measure all cases; Ctrl-C ends it with those that are done."""
     machine = system.machine()
     conditions = Conditions(machine, options.rounds, options.budget, hot=True)
-    names = dict.fromkeys(("kvedge-16", *common.chosen_peers(options)))
+    names = dict.fromkeys(("kvedge-8", "kvedge-16", *common.chosen_peers(options)))
     peers, notes = installed_peers(tuple(names))
     competitors = [KvedgeInt8(), *peers]
     thread_counts = sorted(set(options.threads or [1]))

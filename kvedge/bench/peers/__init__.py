@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 #: kvedge with ``precision_bits``: competitors for those who ask.
-VARIANT_NAMES = ("kvedge-16", "kvedge-24")
+VARIANT_NAMES = ("kvedge-8", "kvedge-16", "kvedge-24")
 
 #: Names of all peers, in the order of the tables.
 PEER_NAMES = (
