@@ -181,6 +181,7 @@ _BOUNDS = {
     "ort-int8": 5e-2,
     "ggml-f16": 3e-2,
     "ggml-q8_0": 5e-2,
+    "kvedge-8": 8e-2,
     "kvedge-16": 5e-2,
     "kvedge-24": 5e-2,
 }

@@ -126,8 +126,9 @@ def test_prefill_json(capsys):
         assert case["new_tokens"] == 8
         seen_tokens = sum(case["context"] + i + 1 for i in range(8))
         assert case["operations"] == 4 * 4 * 16 * seen_tokens
-        own, coarse, peer = case["results"]
-        assert [own["name"], coarse["name"], peer["name"]] == ["kvedge", "kvedge-16", "numpy-fp32"]
+        own, coarsest, coarse, peer = case["results"]
+        names = ["kvedge", "kvedge-8", "kvedge-16", "numpy-fp32"]
+        assert [result["name"] for result in case["results"]] == names
         assert own["bytes"] == (case["context"] + 8) * 2 * 2 * (16 + 4)
         assert own["ratio_to_kvedge"] == 1.0
         for result in case["results"]:
@@ -137,6 +138,7 @@ def test_prefill_json(capsys):
         for result in (own, coarse):
             assert result["seconds_with_append"]["count"] == 3
             assert result["arithmetic_error"] < 2e-4 and 1e-4 < result["error"] < 0.1
+        assert coarsest["arithmetic_error"] < 0.1
         assert peer["seconds_with_append"] is None and peer["arithmetic_error"] is None
         assert peer["error"] < 1e-5
 
