@@ -64,6 +64,7 @@ def errors(
     as_given, _ = reference.attention(query, keys, values)
     return {
         "arithmetic": error(out, over_stored),
+        "8 bits": error(layer.attend(query, precision_bits=8), over_stored),
         "16 bits": error(layer.attend(query, precision_bits=16), over_stored),
         "24 bits": error(layer.attend(query, precision_bits=24), over_stored),
         "storage": error(out, as_given),
@@ -77,8 +78,8 @@ def largest(found: list[dict[str, float]]) -> dict[str, str]:
 
 def print_precision() -> None:
     """The table of arithmetic errors: kernels x spread of the logits x precision_bits."""
-    print("| kernels | spread of the logits | by default | precision_bits=16 | precision_bits=24 |")
-    print("|:--|--:|--:|--:|--:|")
+    print("| kernels | spread of the logits | by default | precision_bits=8 | 16 | 24 |")
+    print("|:--|--:|--:|--:|--:|--:|")
     for isa in kvedge.isa_info()["available"]:
         if kvedge.backend == "native":
             kvedge._native.select_isa(isa)
@@ -103,7 +104,7 @@ def precision_errors(
     exact, _ = reference.attention(query, *support.stored(layer))
     return {
         f"{bits} bits": error(layer.attend(query, precision_bits=bits), exact)
-        for bits in (None, 16, 24)
+        for bits in (None, 8, 16, 24)
     }
 
 
@@ -119,17 +120,15 @@ def main() -> None:
     lengths = [length for length in LENGTHS if length <= longest]
     print(f"backend {kvedge.backend}, kernels {kvedge.isa_info()['isa']}\n")
 
-    print("| tokens | arithmetic, worst of all shapes | precision_bits=16 | precision_bits=24 |")
-    print("|--:|--:|--:|--:|")
+    print("| tokens | arithmetic, worst of all shapes | precision_bits=8 | 16 | 24 |")
+    print("|--:|--:|--:|--:|--:|")
     for length in lengths:
         shapes = list(product(HEAD_DIMS, QUERY_GROUPS))
         if length > 1000:  # float64 attention takes its time
             shapes = [(64, 4), (128, 8), (256, 1), (8, 3)]
         worst = largest([errors(0, length, *shape) for shape in shapes])
-        print(
-            f"| {length:,} | {worst['arithmetic']} | {worst['16 bits']} | {worst['24 bits']} |",
-            flush=True,
-        )
+        bits = " | ".join(worst[f"{bits} bits"] for bits in (8, 16, 24))
+        print(f"| {length:,} | {worst['arithmetic']} | {bits} |", flush=True)
 
     print(
         "\n| format (head_dim 128) | bytes per value | against float32 | storage "
