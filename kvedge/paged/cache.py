@@ -172,13 +172,17 @@ class PagedKvCache(PagedAttention):
         """Write rows with so many blocks added to the table, and one of it (or None) replaced."""
         pool, table = self._pool, state.table
         wanted = num_new + (block is not None)
-        alone = block is not None and pool._references[table[block]] == 1
-        if alone and wanted > pool.free_count:
-            wanted -= 1  # no room to keep what is registered: write over it instead
+        forgetting = pool._must_forget(wanted)
+        if block is not None and wanted > pool.free_count:
+            # No room to keep what is registered: if nobody else holds the block, write over it.
+            overwriting = bool(pool._references[table[block]] == 1)
+        else:
+            overwriting = False
+        wanted -= overwriting
         pool._check_room(wanted)
-        if pool._must_forget(num_new + (block is not None)):
-            store.check(keys, values)  # prefixes are forgotten for good
-        if wanted < num_new + (block is not None):
+        if forgetting:
+            store.check(keys, values)  # before prefixes are forgotten for good
+        if overwriting:
             pool._forget(int(table[block]))
             block = None
         taken = pool._take(wanted)
