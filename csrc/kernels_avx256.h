@@ -77,17 +77,17 @@ KVEDGE_INLINE __m256i first_lanes(int n) {
 
 /* 2^x for x <= 0, as exp2_nonpositive(). */
 KVEDGE_INLINE __m256 exp2_of(__m256 x) {
+  const __m256 round = _mm256_set1_ps(ROUND_TO_INTEGER);
   __m256 clamped = _mm256_max_ps(x, _mm256_set1_ps(-126.0f));
-  __m256i power = _mm256_cvtps_epi32(clamped);
-  __m256 f = _mm256_sub_ps(clamped, _mm256_cvtepi32_ps(power)), y = _mm256_set1_ps(EXP2_6);
-  y = _mm256_fmadd_ps(y, f, _mm256_set1_ps(EXP2_5));
+  __m256 rounded = _mm256_add_ps(clamped, round);
+  __m256 f = _mm256_sub_ps(clamped, _mm256_sub_ps(rounded, round)), y = _mm256_set1_ps(EXP2_5);
   y = _mm256_fmadd_ps(y, f, _mm256_set1_ps(EXP2_4));
   y = _mm256_fmadd_ps(y, f, _mm256_set1_ps(EXP2_3));
   y = _mm256_fmadd_ps(y, f, _mm256_set1_ps(EXP2_2));
   y = _mm256_fmadd_ps(y, f, _mm256_set1_ps(EXP2_1));
   y = _mm256_fmadd_ps(y, f, _mm256_set1_ps(1.0f));
-  __m256i exponent = _mm256_slli_epi32(_mm256_add_epi32(power, _mm256_set1_epi32(127)), 23);
-  y = _mm256_mul_ps(y, _mm256_castsi256_ps(exponent));
+  __m256i exponent = _mm256_slli_epi32(_mm256_castps_si256(rounded), 23);
+  y = _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(y), exponent));
   return _mm256_and_ps(y, _mm256_cmp_ps(x, _mm256_set1_ps(EXP2_NOTHING), _CMP_GT_OQ));
 }
 

@@ -211,15 +211,18 @@ static void scores_i8_avx512vnni(const kvedge_query *q, const int8_t *k, ptrdiff
 
 /* 2^x for x <= 0, as exp2_nonpositive(). */
 KVEDGE_INLINE __m512 exp2_of(__m512 x) {
-  __m512 n = _mm512_roundscale_ps(_mm512_max_ps(x, _mm512_set1_ps(-126.0f)), 0);
-  __m512 f = _mm512_sub_ps(_mm512_max_ps(x, _mm512_set1_ps(-126.0f)), n), y = _mm512_set1_ps(EXP2_6);
-  y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(EXP2_5));
+  const __m512 round = _mm512_set1_ps(ROUND_TO_INTEGER);
+  __m512 clamped = _mm512_max_ps(x, _mm512_set1_ps(-126.0f));
+  __m512 rounded = _mm512_add_ps(clamped, round);
+  __m512 f = _mm512_sub_ps(clamped, _mm512_sub_ps(rounded, round)), y = _mm512_set1_ps(EXP2_5);
   y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(EXP2_4));
   y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(EXP2_3));
   y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(EXP2_2));
   y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(EXP2_1));
   y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(1.0f));
-  return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(EXP2_NOTHING), _CMP_GT_OQ), y, n);
+  __m512i exponent = _mm512_slli_epi32(_mm512_castps_si512(rounded), 23);
+  __mmask16 counts = _mm512_cmp_ps_mask(x, _mm512_set1_ps(EXP2_NOTHING), _CMP_GT_OQ);
+  return _mm512_castsi512_ps(_mm512_maskz_add_epi32(counts, _mm512_castps_si512(y), exponent));
 }
 
 static void softmax_avx512vnni(float *scores, int num_queries, int num_tokens, const float *factor,

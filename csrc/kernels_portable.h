@@ -38,32 +38,30 @@ static inline uint32_t float_to_bits(float x) {
   return bits;
 }
 
-/* Taylor's coefficients of 2^f: ln(2)^i / i! */
-#define EXP2_1 6.9314718056e-1f
-#define EXP2_2 2.4022650696e-1f
-#define EXP2_3 5.5504108664e-2f
-#define EXP2_4 9.6181291076e-3f
-#define EXP2_5 1.3333558146e-3f
-#define EXP2_6 1.5403530393e-4f
+/* 2^f = 1 + f (EXP2_1 + f (EXP2_2 + ...)) for |f| <= 1/2: the coefficients of least relative error,
+ * 1e-7, for which 2^0 is 1. */
+#define EXP2_1 6.931470037e-1f
+#define EXP2_2 2.402224243e-1f
+#define EXP2_3 5.550733581e-2f
+#define EXP2_4 9.671512991e-3f
+#define EXP2_5 1.326472731e-3f
 #define EXP2_NOTHING -125.0f /* powers of two below it count as 0 */
+/* Adding 1.5 * 2^23 rounds to an integer, which is then in the low bits. */
+#define ROUND_TO_INTEGER 12582912.0f
 
-/* 2^x for x <= 0, relative error below 2e-7; 0 below -125.
- * x = n + f with n = rint(x), |f| <= 1/2; 2^f by its Taylor polynomial to degree 6 (remainder
- * (ln2/2)^7 / 7! = 1.2e-7), 2^n by writing the exponent. Adding 1.5 * 2^23 rounds to an integer. */
+/* 2^x for x <= 0, relative error below 2e-7; 0 below -125: 2^rint(x) by writing the exponent, times
+ * 2^f for what is left. */
 static inline float exp2_nonpositive(float x) {
-  const float round = 12582912.0f;
   float clamped = x > -126.0f ? x : -126.0f; /* takes -inf too */
-  float n = (clamped + round) - round;
-  float f = clamped - n;
-  float y = EXP2_6;
-  y = y * f + EXP2_5;
+  float rounded = clamped + ROUND_TO_INTEGER;
+  float f = clamped - (rounded - ROUND_TO_INTEGER);
+  float y = EXP2_5;
   y = y * f + EXP2_4;
   y = y * f + EXP2_3;
   y = y * f + EXP2_2;
   y = y * f + EXP2_1;
   y = y * f + 1.0f;
-  uint32_t power = (uint32_t)((int32_t)n + 127) << 23;
-  return x > EXP2_NOTHING ? y * bits_to_float(power) : 0.0f;
+  return x > EXP2_NOTHING ? bits_to_float(float_to_bits(y) + (float_to_bits(rounded) << 23)) : 0.0f;
 }
 
 static inline float lanes_max(const float lane[LANES]) {
