@@ -143,12 +143,14 @@ KVEDGE_INLINE void score_block(const kvedge_query *q, int first, const int count
   const int32_t *sums = q->sums + first * 4 * q->sums_stride;
 #pragma GCC unroll 8
   for (int i = 0; i < count; i++) /* u8 keys are 128 too large: start from what that adds */
+#pragma GCC unroll 3
     for (int b = 0; b < bytes; b++) sum[i][b] = _mm512_set1_epi32(-128 * sums[i * 4 * q->sums_stride + b]);
   int num_columns = (q->dim + 3) / 4;
   for (int j = 0; j < num_columns; j++, codes += 16) {
     __m512i column = columns[j];
 #pragma GCC unroll 8
     for (int i = 0; i < count; i++)
+#pragma GCC unroll 3
       for (int b = 0; b < bytes; b++) {
         int32_t four; /* channels */
         memcpy(&four, codes + i * 4 * q->stride + 4 * b, sizeof four);
@@ -159,6 +161,7 @@ KVEDGE_INLINE void score_block(const kvedge_query *q, int first, const int count
 #pragma GCC unroll 8
   for (int i = 0; i < count; i++) {
     __m512 dot = _mm512_cvtepi32_ps(sum[i][0]);
+#pragma GCC unroll 3
     for (int b = 1; b < bytes; b++) dot = _mm512_fmadd_ps(dot, byte, _mm512_cvtepi32_ps(sum[i][b]));
     float unit = q->scale[(first + i) * q->sums_stride] * (bytes == 3 ? 1.0f : bytes == 2 ? 256.0f : 65536.0f);
     __m512 scale = _mm512_mul_ps(k_scale, _mm512_set1_ps(unit));
@@ -319,14 +322,18 @@ KVEDGE_INLINE void weighted_sum_block(const __m512i *values, int num_tokens, __m
   __m512i sum[SUM_QUERIES][3][4]; /* of each byte of the weights, of each quarter of the channels */
 #pragma GCC unroll 6
   for (int i = 0; i < count; i++)
+#pragma GCC unroll 3
     for (int b = 0; b < bytes; b++)
+#pragma GCC unroll 4
       for (int c = 0; c < 4; c++) sum[i][b][c] = _mm512_setzero_si512();
   for (int t = 0; t < num_tokens; t += 4, values += 4)
 #pragma GCC unroll 6
     for (int i = 0; i < count; i++)
+#pragma GCC unroll 3
       for (int b = 0; b < bytes; b++) {
         int32_t four; /* tokens */
         memcpy(&four, codes + i * CODE_ROW + 4 * t + 4 * b, sizeof four);
+#pragma GCC unroll 4
         for (int c = 0; c < 4; c++)
           sum[i][b][c] = _mm512_dpbusd_epi32(sum[i][b][c], _mm512_set1_epi32(four), values[c]);
       }
@@ -334,8 +341,10 @@ KVEDGE_INLINE void weighted_sum_block(const __m512i *values, int num_tokens, __m
 #pragma GCC unroll 6
   for (int i = 0; i < count; i++) {
     __m512 total[4];
+#pragma GCC unroll 4
     for (int c = 0; c < 4; c++) {
       total[c] = _mm512_cvtepi32_ps(sum[i][0][c]);
+#pragma GCC unroll 3
       for (int b = 1; b < bytes; b++)
         total[c] = _mm512_fmadd_ps(total[c], byte, _mm512_cvtepi32_ps(sum[i][b][c]));
     }
@@ -345,6 +354,7 @@ KVEDGE_INLINE void weighted_sum_block(const __m512i *values, int num_tokens, __m
     __m512 ordered[4] = {
         _mm512_shuffle_f32x4(low_ab, low_cd, 0x88), _mm512_shuffle_f32x4(low_ab, low_cd, 0xdd),
         _mm512_shuffle_f32x4(high_ab, high_cd, 0x88), _mm512_shuffle_f32x4(high_ab, high_cd, 0xdd)};
+#pragma GCC unroll 4
     for (int c = 0; c < 4; c++) {
       __mmask16 mask = (__mmask16)(valid >> (16 * c));
       float *out = acc + i * acc_stride + 16 * c;
@@ -365,13 +375,14 @@ KVEDGE_INLINE void weighted_sum_queries(const __m512i *values, int num_tokens, _
   const int most = SUM_REGISTERS / (4 * bytes);
   int i = 0;
   for (; i + most <= num_queries; i += most) WEIGHTED_SUM(most);
-  switch (num_queries - i) {
-    case 5: WEIGHTED_SUM(5); break;
-    case 4: WEIGHTED_SUM(4); break;
-    case 3: WEIGHTED_SUM(3); break;
-    case 2: WEIGHTED_SUM(2); break;
-    case 1: WEIGHTED_SUM(1); break;
+  int left = num_queries - i;
+  if (bytes == 1 && left >= 3) { /* most is 6 */
+    WEIGHTED_SUM(3);
+    i += 3;
+    left -= 3;
   }
+  if (left == 2) WEIGHTED_SUM(2);
+  if (left == 1) WEIGHTED_SUM(1);
 #undef WEIGHTED_SUM
 }
 
@@ -379,7 +390,7 @@ static void weighted_sum_i8_avx512vnni(const int8_t *v, ptrdiff_t token_stride, 
                                        int num_queries, int num_bytes, const float *p,
                                        const float *v_scale, const float *alpha, const void *prefetch,
                                        float *acc, ptrdiff_t acc_stride) {
-  uint8_t codes[KVEDGE_STACK * CODE_ROW];
+  _Alignas(64) uint8_t codes[KVEDGE_STACK * CODE_ROW];
   float scale[KVEDGE_STACK];
   for (int i = 0; i < num_queries; i++)
     scale[i] = encode_weights(p + i * KVEDGE_TILE, v_scale, num_tokens, num_bytes, codes + i * CODE_ROW);

@@ -230,7 +230,7 @@ static void weighted_sum_i8_avxvnni(const int8_t *v, ptrdiff_t token_stride, int
                                     int num_queries, int num_bytes, const float *p,
                                     const float *v_scale, const float *alpha, const void *prefetch,
                                     float *acc, ptrdiff_t acc_stride) {
-  uint8_t codes[KVEDGE_STACK * CODE_ROW];
+  _Alignas(64) uint8_t codes[KVEDGE_STACK * CODE_ROW];
   float scale[KVEDGE_STACK];
   for (int i = 0; i < num_queries; i++)
     scale[i] = encode_weights(p + i * KVEDGE_TILE, v_scale, num_tokens, num_bytes, codes + i * CODE_ROW);

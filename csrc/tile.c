@@ -235,19 +235,23 @@ static float largest_scale_seen(const kvedge_attention *a, const encounter *e, i
 }
 
 /* Bytes of the codes of stacked queries against a tile: two where they move no logit by more than about
- * COARSEST, which leaves the output far inside the numerics contract (2e-4), else three. */
+ * COARSEST, which leaves the output far inside the numerics contract (2e-4), else three. A row's heads
+ * get the same, since a kernel call for each kind would unpack the keys again. */
 static void choose_bytes(const kvedge_attention *a, const encounter *e, size_t query_index, const float *scale,
                          int *bytes) {
   static const float COARSEST = 8e-5f;
+  int alike = !e->masking || (!a->options.mask && !a->options.bias); /* do a row's heads see the same? */
   float largest = 0.0f;
-  for (int i = 0; i < e->count; i++) {
-    if (a->query_bytes) {
-      bytes[i] = a->query_bytes;
-      continue;
+  for (int i = 0, next; i < e->count; i = next) {
+    next = i - (e->first + i) % a->heads_per_kv_head + a->heads_per_kv_head;
+    if (next > e->count) next = e->count;
+    float coarsest = 0.0f;
+    for (int j = i; j < next && !a->query_bytes; j++) {
+      if (!alike || (j == i && (i == 0 || e->masking))) largest = largest_scale_seen(a, e, e->first + j, scale);
+      float error = a->coarseness[query_index + (size_t)j] * largest;
+      coarsest = error > coarsest ? error : coarsest;
     }
-    int same = !e->masking || (!a->options.mask && !a->options.bias && (e->first + i) % a->heads_per_kv_head);
-    if (i == 0 || !same) largest = largest_scale_seen(a, e, e->first + i, scale);
-    bytes[i] = a->coarseness[query_index + (size_t)i] * largest > COARSEST ? 3 : 2;
+    for (int j = i; j < next; j++) bytes[j] = a->query_bytes ? a->query_bytes : coarsest > COARSEST ? 3 : 2;
   }
 }
 
@@ -295,7 +299,7 @@ static void tile_scores(const kvedge_attention *a, const encounter *e, const row
     }
     return;
   }
-  float scale[SCALES];
+  _Alignas(64) float scale[SCALES];
   int bytes[KVEDGE_STACK];
   for (int g = 0; g < view->num_groups; g++) {
     tile_key_scales(a, tile, e->kv_head, g, scale);
@@ -311,10 +315,10 @@ static void tile_scores(const kvedge_attention *a, const encounter *e, const row
 /* ---- A step: one tile of one KV head -------------------------------------------------------- */
 
 typedef struct {
-  float scores[(KVEDGE_STACK + 1) * KVEDGE_TILE]; /* (stack, tile): scores, then probabilities; and as
+  _Alignas(64) float scores[(KVEDGE_STACK + 1) * KVEDGE_TILE]; /* (stack, tile): scores, then probabilities; and as
                                                    * much again as may be read past a tile's last piece */
-  float alpha[KVEDGE_STACK];
-  float v_scale[SCALES];
+  _Alignas(64) float alpha[KVEDGE_STACK];
+  _Alignas(64) float v_scale[SCALES];
 } workspace;
 
 /* Adds a tile's values. What was summed before is taken times alpha, once: with the first piece. */
