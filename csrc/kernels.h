@@ -13,6 +13,9 @@
 enum {
   /* Tokens per tile at most. A multiple of 16, the widest vector of floats. */
   KVEDGE_TILE = 128,
+  /* Tokens that a kernel works on together at least: tiles are cut at multiples of it only. */
+  KVEDGE_BLOCK = 16,
+  KVEDGE_TILE_BLOCKS = KVEDGE_TILE / KVEDGE_BLOCK,
   /* Query rows that one kernel call serves at most (a stack of query heads and prompt rows). */
   KVEDGE_STACK = 32,
   /* Prepared query groups are padded with zeros to this many channels: one 64-byte vector. */
@@ -78,6 +81,17 @@ typedef struct kvedge_kernels {
   void (*weighted_sum_i8)(const int8_t *v, ptrdiff_t token_stride, int num_tokens, int dim,
                           int num_queries, int num_bytes, const float *p, const float *v_scale,
                           const float *alpha, const void *prefetch, float *acc, ptrdiff_t acc_stride);
+  /* Both for rows that lie together in blocks of KVEDGE_BLOCK only: k[b] + offset (v, prefetch likewise)
+   * is where tokens KVEDGE_BLOCK * b and following start. NULL where a path has them not; then such rows
+   * are worked on block by block, which costs it up to half as much again. */
+  void (*scores_i8_blocks)(const kvedge_query *q, const int8_t *const *k, ptrdiff_t offset,
+                           ptrdiff_t token_stride, int num_tokens, const float *k_scale,
+                           const int8_t *const *prefetch, float *scores, int accumulate);
+  void (*weighted_sum_i8_blocks)(const int8_t *const *v, ptrdiff_t offset, ptrdiff_t token_stride,
+                                 int num_tokens, int dim, int num_queries, int num_bytes, const float *p,
+                                 const float *v_scale, const float *alpha,
+                                 const int8_t *const *prefetch, float *acc, ptrdiff_t acc_stride);
+
   void (*weighted_sum_f32)(const float *v, ptrdiff_t token_stride, int num_tokens, int dim,
                            int num_queries, const float *p, float v_scale, const float *alpha,
                            const void *prefetch, float *acc, ptrdiff_t acc_stride);

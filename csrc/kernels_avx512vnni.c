@@ -25,9 +25,9 @@ KVEDGE_TARGET_BEGIN("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma")
 #include "kernels_portable.h"
 
 enum {
-  BLOCK = 16,         /* tokens transposed at a time: one per 32-bit lane */
-  SCORE_QUERIES = 8,  /* x 3 accumulators = 24 of the 32 registers */
-  SUM_REGISTERS = 24, /* of 32: 4 quarters of the channels x bytes of the weights x queries */
+  BLOCK = KVEDGE_BLOCK, /* tokens transposed at a time: one per 32-bit lane */
+  SCORE_QUERIES = 8,    /* x 3 accumulators = 24 of the 32 registers */
+  SUM_REGISTERS = 24,   /* of 32: 4 quarters of the channels x bytes of the weights x queries */
   SUM_QUERIES = 6,
 };
 
@@ -188,15 +188,15 @@ KVEDGE_INLINE void score_queries(const kvedge_query *q, const int bytes, const _
   }
 }
 
-static void scores_i8_avx512vnni(const kvedge_query *q, const int8_t *k, ptrdiff_t token_stride,
-                                 int num_tokens, const float *k_scale, const void *prefetch,
-                                 float *scores, int accumulate) {
+static void scores_i8_blocks_avx512vnni(const kvedge_query *q, const int8_t *const *k, ptrdiff_t offset,
+                                        ptrdiff_t token_stride, int num_tokens, const float *k_scale,
+                                        const int8_t *const *prefetch, float *scores, int accumulate) {
   __m512i columns[1024 / 4]; /* (dim / 4) x 16 tokens x 4 channels; what a dim of 64 uses is 1 KB */
   for (int t = 0; t < num_tokens; t += BLOCK) {
     int tokens = num_tokens - t < BLOCK ? num_tokens - t : BLOCK;
     for (int d = 0; d < q->dim; d += 64) {
-      const int8_t *from = k + t * token_stride + d;
-      const char *ahead = prefetch ? (const char *)prefetch + t * token_stride + d : NULL;
+      const int8_t *from = k[t / BLOCK] + offset + d;
+      const char *ahead = prefetch ? (const char *)prefetch[t / BLOCK] + offset + d : NULL;
       if (tokens == BLOCK && q->dim - d >= 64) /* the same code, with nothing left to ask */
         transpose_keys(from, token_stride, BLOCK, 1, ~0ull, ahead, columns + d / 4);
       else
@@ -210,6 +210,21 @@ static void scores_i8_avx512vnni(const kvedge_query *q, const int8_t *k, ptrdiff
       default: score_queries(q, 1, columns, valid, scale, scores + t, accumulate);
     }
   }
+}
+
+/* Blocks of rows that all lie token_stride apart. */
+KVEDGE_INLINE void blocks_of(const void *rows, ptrdiff_t token_stride, const int8_t *blocks[KVEDGE_TILE_BLOCKS]) {
+  for (int b = 0; b < KVEDGE_TILE_BLOCKS; b++) blocks[b] = (const int8_t *)rows + b * BLOCK * token_stride;
+}
+
+static void scores_i8_avx512vnni(const kvedge_query *q, const int8_t *k, ptrdiff_t token_stride,
+                                 int num_tokens, const float *k_scale, const void *prefetch,
+                                 float *scores, int accumulate) {
+  const int8_t *blocks[KVEDGE_TILE_BLOCKS], *ahead[KVEDGE_TILE_BLOCKS];
+  blocks_of(k, token_stride, blocks);
+  if (prefetch) blocks_of(prefetch, token_stride, ahead);
+  scores_i8_blocks_avx512vnni(q, blocks, 0, token_stride, num_tokens, k_scale, prefetch ? ahead : NULL, scores,
+                              accumulate);
 }
 
 /* 2^x for x <= 0, as exp2_nonpositive(). */
@@ -300,14 +315,16 @@ KVEDGE_INLINE void interleave_4_rows(const int8_t *row[4], const int whole, __mm
   out[3] = _mm512_unpackhi_epi16(high_ab, high_cd);
 }
 
-KVEDGE_INLINE void interleave_values(const int8_t *v, ptrdiff_t token_stride, int num_tokens,
-                                     const int whole, __mmask64 valid, const char *prefetch, __m512i *out) {
+KVEDGE_INLINE void interleave_values(const int8_t *const *v, ptrdiff_t offset, ptrdiff_t token_stride,
+                                     int num_tokens, const int whole, __mmask64 valid,
+                                     const int8_t *const *prefetch, __m512i *out) {
   for (int t = 0; t < num_tokens; t += 4, out += 4) {
     const int8_t *row[4];
     for (int j = 0; j < 4; j++) { /* rows past the last token repeat it: their weight is 0 */
-      ptrdiff_t at = (t + j < num_tokens ? t + j : num_tokens - 1) * token_stride;
-      row[j] = v + at;
-      if (prefetch) _mm_prefetch(prefetch + at, _MM_HINT_T0);
+      int token = t + j < num_tokens ? t + j : num_tokens - 1;
+      ptrdiff_t at = token % BLOCK * token_stride + offset;
+      row[j] = v[t / BLOCK] + at;
+      if (prefetch) _mm_prefetch((const char *)prefetch[t / BLOCK] + at, _MM_HINT_T0);
     }
     interleave_4_rows(row, whole, valid, out);
   }
@@ -386,20 +403,19 @@ KVEDGE_INLINE void weighted_sum_queries(const __m512i *values, int num_tokens, _
 #undef WEIGHTED_SUM
 }
 
-static void weighted_sum_i8_avx512vnni(const int8_t *v, ptrdiff_t token_stride, int num_tokens, int dim,
-                                       int num_queries, int num_bytes, const float *p,
-                                       const float *v_scale, const float *alpha, const void *prefetch,
-                                       float *acc, ptrdiff_t acc_stride) {
+static void weighted_sum_i8_blocks_avx512vnni(const int8_t *const *v, ptrdiff_t offset, ptrdiff_t token_stride,
+                                              int num_tokens, int dim, int num_queries, int num_bytes,
+                                              const float *p, const float *v_scale, const float *alpha,
+                                              const int8_t *const *prefetch, float *acc, ptrdiff_t acc_stride) {
   _Alignas(64) uint8_t codes[KVEDGE_STACK * CODE_ROW];
   float scale[KVEDGE_STACK];
   for (int i = 0; i < num_queries; i++)
     scale[i] = encode_weights(p + i * KVEDGE_TILE, v_scale, num_tokens, num_bytes, codes + i * CODE_ROW);
   for (int d = 0; d < dim; d += 64) {
     __m512i values[KVEDGE_TILE]; /* (tokens / 4, 4) */
-    const char *ahead = prefetch ? (const char *)prefetch + d : NULL;
     __mmask64 valid = first_bytes(dim - d);
-    if (dim - d >= 64) interleave_values(v + d, token_stride, num_tokens, 1, valid, ahead, values);
-    else interleave_values(v + d, token_stride, num_tokens, 0, valid, ahead, values);
+    if (dim - d >= 64) interleave_values(v, offset + d, token_stride, num_tokens, 1, valid, prefetch, values);
+    else interleave_values(v, offset + d, token_stride, num_tokens, 0, valid, prefetch, values);
 #define WEIGHTED_SUM_QUERIES(bytes) \
   weighted_sum_queries(values, num_tokens, valid, num_queries, bytes, codes, scale, alpha, acc + d, acc_stride)
     switch (num_bytes) {
@@ -409,6 +425,17 @@ static void weighted_sum_i8_avx512vnni(const int8_t *v, ptrdiff_t token_stride, 
     }
 #undef WEIGHTED_SUM_QUERIES
   }
+}
+
+static void weighted_sum_i8_avx512vnni(const int8_t *v, ptrdiff_t token_stride, int num_tokens, int dim,
+                                       int num_queries, int num_bytes, const float *p,
+                                       const float *v_scale, const float *alpha, const void *prefetch,
+                                       float *acc, ptrdiff_t acc_stride) {
+  const int8_t *blocks[KVEDGE_TILE_BLOCKS], *ahead[KVEDGE_TILE_BLOCKS];
+  blocks_of(v, token_stride, blocks);
+  if (prefetch) blocks_of(prefetch, token_stride, ahead);
+  weighted_sum_i8_blocks_avx512vnni(blocks, 0, token_stride, num_tokens, dim, num_queries, num_bytes, p, v_scale,
+                                    alpha, prefetch ? ahead : NULL, acc, acc_stride);
 }
 
 static uint64_t read_bytes_avx512vnni(const void *p, size_t n) {
@@ -433,6 +460,8 @@ const kvedge_kernels kvedge_kernels_avx512vnni = {
     .scores_f32 = scores_f32_portable,
     .softmax = softmax_avx512vnni,
     .weighted_sum_i8 = weighted_sum_i8_avx512vnni,
+    .scores_i8_blocks = scores_i8_blocks_avx512vnni,
+    .weighted_sum_i8_blocks = weighted_sum_i8_blocks_avx512vnni,
     .weighted_sum_f32 = weighted_sum_f32_portable,
     .read_bytes = read_bytes_avx512vnni,
 };

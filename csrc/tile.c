@@ -17,11 +17,11 @@ typedef struct {
 
 /* Rows that lie token_stride apart: a tile has one run of them, or several where segments meet in it. */
 typedef struct {
-  int first, num_tokens; /* of the tile's tokens; first is a multiple of 16, the kernels' block */
+  int first, num_tokens; /* of the tile's tokens; first is a multiple of KVEDGE_BLOCK */
   tile_rows rows;        /* of KV head 0 */
 } piece;
 
-enum { MAX_PIECES = KVEDGE_TILE / 16 };
+enum { MAX_PIECES = KVEDGE_TILE_BLOCKS };
 
 /* A tile of all heads: tokens token..token+num_tokens-1. */
 typedef struct {
@@ -72,7 +72,7 @@ static tile_of_tokens next_tile(const kvedge_attention *a, tile_cursor *cursor) 
     if (tile.num_tokens == count) break;
     cursor->segment_start += segment->num_tokens;
     cursor->segment++;
-  } while (tile.num_tokens % 16 == 0);
+  } while (tile.num_tokens % KVEDGE_BLOCK == 0);
   cursor->next += tile.num_tokens;
   return tile;
 }
@@ -119,6 +119,22 @@ typedef struct {
   int num_pieces;
   tile_rows pieces[MAX_PIECES];
 } rows_ahead;
+
+/* One KV head's rows of a tile of several pieces, by blocks. */
+typedef struct {
+  const int8_t *keys[KVEDGE_TILE_BLOCKS], *values[KVEDGE_TILE_BLOCKS];
+} tile_blocks;
+
+static void blocks_of_head(const kvedge_cache_view *view, const tile_of_tokens *tile, int kv_head, tile_blocks *out) {
+  for (int i = 0; i < tile->num_pieces; i++) {
+    const piece *p = &tile->pieces[i];
+    tile_rows rows = rows_of_head(view, &p->rows, kv_head);
+    for (int t = 0; t < p->num_tokens; t += KVEDGE_BLOCK) {
+      out->keys[(p->first + t) / KVEDGE_BLOCK] = (const int8_t *)rows.keys + t * view->token_stride;
+      out->values[(p->first + t) / KVEDGE_BLOCK] = (const int8_t *)rows.values + t * view->token_stride;
+    }
+  }
+}
 
 /* ---- Options that look at single logits ---------------------------------------------------- */
 
@@ -199,6 +215,8 @@ typedef struct {
   int kv_head, first, count; /* stack positions first..first+count-1 */
   const tile_of_tokens *tile;
   int masking;               /* as needs_masking() */
+  /* Where pieces are worked on at once, and what to ask for then; NULL: one by one, and nothing. */
+  const tile_blocks *blocks, *next_blocks;
 } encounter;
 
 /* The larger of `largest` and x[start..stop-1]; in lanes, so that maxima need not wait for each other. */
@@ -278,8 +296,13 @@ static void piece_scores(const kvedge_attention *a, const encounter *e, size_t q
       q.scale = a->scales + at;
       q.sums = a->sums + at * 4;
     }
-    a->kernels->scores_i8(&q, (const int8_t *)keys, view->token_stride, p->num_tokens, scale,
-                          prefetch && i == 0 ? prefetch + start : NULL, scores + i * KVEDGE_TILE, group > 0);
+    if (e->blocks)
+      a->kernels->scores_i8_blocks(&q, e->blocks->keys, start, view->token_stride, e->tile->num_tokens, scale,
+                                   e->next_blocks && i == 0 ? e->next_blocks->keys : NULL,
+                                   scores + i * KVEDGE_TILE, group > 0);
+    else
+      a->kernels->scores_i8(&q, (const int8_t *)keys, view->token_stride, p->num_tokens, scale,
+                            prefetch && i == 0 ? prefetch + start : NULL, scores + i * KVEDGE_TILE, group > 0);
   }
 }
 
@@ -304,7 +327,7 @@ static void tile_scores(const kvedge_attention *a, const encounter *e, const row
   for (int g = 0; g < view->num_groups; g++) {
     tile_key_scales(a, tile, e->kv_head, g, scale);
     if (a->codes) choose_bytes(a, e, index, scale, bytes);
-    for (int i = 0; i < tile->num_pieces; i++) {
+    for (int i = 0; i < (e->blocks ? 1 : tile->num_pieces); i++) {
       const piece *p = &tile->pieces[i];
       piece_scores(a, e, index, g, p, bytes, scale + p->first, i < ahead->num_pieces ? ahead->pieces[i].keys : NULL,
                    scores + p->first);
@@ -332,6 +355,12 @@ static void weighted_sum(const kvedge_attention *a, const encounter *e, const ro
     int start = g * view->group_size;
     int n = view->head_dim - start < view->group_size ? view->head_dim - start : view->group_size;
     if (view->format == KVEDGE_INT8) tile_value_scales(a, tile, e->kv_head, g, w->v_scale);
+    if (e->blocks) {
+      a->kernels->weighted_sum_i8_blocks(e->blocks->values, start, view->token_stride, tile->num_tokens, n, e->count,
+                                         a->weight_bytes, w->scores, w->v_scale, w->alpha,
+                                         e->next_blocks ? e->next_blocks->values : NULL, acc + start, a->acc_stride);
+      continue;
+    }
     for (int i = 0; i < tile->num_pieces; i++) {
       const piece *p = &tile->pieces[i];
       const char *values = rows_of_head(view, &p->rows, e->kv_head).values;
@@ -350,11 +379,12 @@ static void weighted_sum(const kvedge_attention *a, const encounter *e, const ro
 }
 
 static void step(const kvedge_attention *a, int64_t block, int kv_head, const tile_of_tokens *tile,
-                 const rows_ahead *ahead, kvedge_partial *partial, workspace *w) {
+                 const tile_blocks *blocks, const tile_blocks *next_blocks, const rows_ahead *ahead,
+                 kvedge_partial *partial, workspace *w) {
   static const rows_ahead nothing = {0};
   int64_t first_row = block * a->rows_per_block, rows = kvedge_rows_in_block(a, block);
   int stack = (int)rows * a->heads_per_kv_head;
-  encounter e = {.block = block, .kv_head = kv_head, .tile = tile,
+  encounter e = {.block = block, .kv_head = kv_head, .tile = tile, .blocks = blocks, .next_blocks = next_blocks,
                  .masking = needs_masking(a, first_row, rows, tile)};
   for (int i = 0; i < stack; i += KVEDGE_STACK) {
     e.first = i;
@@ -373,6 +403,7 @@ static void step(const kvedge_attention *a, int64_t block, int kv_head, const ti
     a->kernels->softmax(w->scores, e.count, tile->num_tokens, a->softmax_factor + index,
                         partial->max + state, partial->sum + state, w->alpha);
     weighted_sum(a, &e, i == 0 ? ahead : &nothing, w, partial->acc + state * (size_t)a->acc_stride);
+    e.next_blocks = NULL; /* asked for */
   }
 }
 
@@ -437,7 +468,16 @@ void kvedge_attention_run(const kvedge_attention *a, int slice, int slot, const 
     for (int h = 0; h < view->num_kv_heads; h++) {
       rows_ahead ahead = rows_of_next_step(view, &tile, &following, h);
       if (view->num_groups > 0) prefetch_scales(view, &following, h);
-      step(a, block, h, &tile, &ahead, &partial, &w);
+      if (tile.num_pieces == 1 || view->format == KVEDGE_FLOAT32 || !a->kernels->scores_i8_blocks) {
+        step(a, block, h, &tile, NULL, NULL, &ahead, &partial, &w);
+        continue;
+      }
+      tile_blocks blocks, next_blocks;
+      int last_head = h + 1 == view->num_kv_heads;
+      const tile_of_tokens *next = last_head ? &following : &tile;
+      blocks_of_head(view, &tile, h, &blocks);
+      blocks_of_head(view, next, last_head ? 0 : h + 1, &next_blocks);
+      step(a, block, h, &tile, &blocks, next->num_tokens >= tile.num_tokens ? &next_blocks : NULL, &ahead, &partial, &w);
     }
     tile = following;
   }

@@ -265,7 +265,9 @@ static void test_errors(void) {
   REFUSED_WITH(softcap = -1.0f);
   REFUSED_WITH(softcap = NAN);
   REFUSED_WITH(softcap = INFINITY);
-  REFUSED_WITH(precision_bits = 8);
+  REFUSED_WITH(precision_bits = 12);
+  REFUSED_WITH(precision_bits = 32);
+  REFUSED_WITH(precision_bits = -8);
   REFUSED_WITH(window = -1);
   REFUSED_WITH(sink_tokens = -1);
   REFUSED_WITH(window = 4 + (o.causal = 0));
