@@ -19,14 +19,19 @@
 
 #ifdef KVEDGE_AVXVNNI_AS_EVEX
 KVEDGE_TARGET_BEGIN("avx512f,avx512bw,avx512vl,avx512vnni,avx2,fma")
-#define dpbusd _mm256_dpbusd_epi32
+#define ENCODED_AS ""
 #else
 KVEDGE_TARGET_BEGIN("avxvnni,avx2,fma")
-#define dpbusd _mm256_dpbusd_avx_epi32
+#define ENCODED_AS "%{vex%} "
 #endif
 #define KVEDGE_NAME(function) function##_avxvnni
 
 #include "kernels_avx256.h"
+
+/* sum += u8 x s8 products by fours; written as an instruction for the reason in kernels_avx512vnni.c. */
+KVEDGE_INLINE void multiply_add(__m256i *sum, __m256i u8, __m256i s8) {
+  __asm__(ENCODED_AS "vpdpbusd %2, %1, %0" : "+x"(*sum) : "x"(u8), "x"(s8));
+}
 
 enum {
   BLOCK = 8,         /* tokens transposed at a time: one per 32-bit lane */
@@ -48,7 +53,7 @@ static void encode_query_avxvnni(const float *values, int n, int8_t *codes, floa
     __m256i code = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(values + d), _mm256_set1_ps(inverse)));
     __m256i digits = split_bytes(_mm256_xor_si256(_mm256_add_epi32(code, carry), carry));
     _mm256_storeu_si256((__m256i *)(codes + 4 * d), digits);
-    sum = dpbusd(sum, _mm256_set1_epi8(1), digits);
+    multiply_add(&sum, _mm256_set1_epi8(1), digits);
   }
   _mm_storeu_si128((__m128i *)sums, _mm_add_epi32(_mm256_castsi256_si128(sum), _mm256_extracti128_si256(sum, 1)));
   *scale = inverse > 0.0f ? largest / QUERY_MAX : 0.0f;
@@ -102,7 +107,7 @@ KVEDGE_INLINE void score_block(const kvedge_query *q, int first, const int count
       for (int b = 0; b < bytes; b++) {
         int32_t four; /* channels */
         memcpy(&four, codes + i * 4 * q->stride + 4 * b, sizeof four);
-        sum[i][b] = dpbusd(sum[i][b], column, _mm256_set1_epi32(four));
+        multiply_add(&sum[i][b], column, _mm256_set1_epi32(four));
       }
   }
   const __m256 byte = _mm256_set1_ps(256.0f);
@@ -208,7 +213,7 @@ KVEDGE_INLINE void weighted_sum_block(const __m256i *values, int num_tokens, int
       int32_t four; /* tokens */
       memcpy(&four, codes + 4 * t + 4 * b, sizeof four);
 #pragma GCC unroll 4
-      for (int c = 0; c < 4; c++) sum[b][c] = dpbusd(sum[b][c], _mm256_set1_epi32(four), values[c]);
+      for (int c = 0; c < 4; c++) multiply_add(&sum[b][c], _mm256_set1_epi32(four), values[c]);
     }
   const __m256 byte = _mm256_set1_ps(256.0f);
   __m256 total[4];
