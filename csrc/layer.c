@@ -155,22 +155,40 @@ static void raise_bound(_Atomic float *bound, float value) {
     atomic_store_explicit(bound, value, memory_order_relaxed);
 }
 
-kvedge_status kvedge_layer_write(kvedge_layer *layer, int64_t position, const float *keys,
-                                 const float *values, int64_t num_tokens) {
-  if (!layer || position < 0 || num_tokens < 0 || (num_tokens > 0 && (!keys || !values)))
-    return KVEDGE_ERROR_ARGUMENT;
-  if (num_tokens > layer->config.capacity - position) return KVEDGE_ERROR_CAPACITY;
+/* Tokens are checked and stored in chunks of about so many numbers, which a core's own cache still holds
+ * when they are read for the second time. What a chunk leaves behind if a later one is refused lies
+ * where nothing is stored yet: nobody reads past len. */
+enum { CHUNK_NUMBERS = 4096 };
+
+static kvedge_status write_chunk(kvedge_layer *layer, int64_t position, const float *keys, const float *values,
+                                 int64_t num_tokens) {
   const float *offset = key_offset(layer);
   const kvedge_slabs *slabs = &layer->slabs;
   float largest_key, largest_value;
   kvedge_status status = kvedge_rows_check(layer, keys, num_tokens, offset, &largest_key);
   if (status == KVEDGE_OK) status = kvedge_rows_check(layer, values, num_tokens, NULL, &largest_value);
   if (status != KVEDGE_OK) return status;
-  if (position < kvedge_layer_len(layer)) kvedge_quiesce(); /* rows that a late reader may look at */
   kvedge_rows_store(layer, keys, num_tokens, offset, slabs->key_codes, slabs->key_scales, position);
   kvedge_rows_store(layer, values, num_tokens, NULL, slabs->value_codes, slabs->value_scales, position);
   raise_bound(&layer->key_bound, largest_key);
   raise_bound(&layer->value_bound, largest_value);
+  return KVEDGE_OK;
+}
+
+kvedge_status kvedge_layer_write(kvedge_layer *layer, int64_t position, const float *keys,
+                                 const float *values, int64_t num_tokens) {
+  if (!layer || position < 0 || num_tokens < 0 || (num_tokens > 0 && (!keys || !values)))
+    return KVEDGE_ERROR_ARGUMENT;
+  if (num_tokens > layer->config.capacity - position) return KVEDGE_ERROR_CAPACITY;
+  int stored = position < kvedge_layer_len(layer); /* is something? It must stay if anything is refused */
+  if (stored) kvedge_quiesce();                    /* and a late reader may look at it */
+  int64_t token = (int64_t)layer->config.num_kv_heads * layer->config.head_dim; /* numbers */
+  int64_t chunk = layer->config.format == KVEDGE_INT8 && !stored ? CHUNK_NUMBERS / token + 1 : num_tokens;
+  for (int64_t done = 0; done < num_tokens; done += chunk) {
+    if (chunk > num_tokens - done) chunk = num_tokens - done;
+    kvedge_status status = write_chunk(layer, position + done, keys + done * token, values + done * token, chunk);
+    if (status != KVEDGE_OK) return status;
+  }
   return KVEDGE_OK;
 }
 
