@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import kvedge
-from kvedge import system
+from kvedge import _memory, system
 from kvedge.cli import exits, info, main
 from kvedge.cli.output import Output
 
@@ -179,3 +179,11 @@ def test_both_ways_to_measure_bandwidth_give_a_speed():
     assert system._numpy_bandwidth(2, 4, 1) > 1e6
     measured = system.read_bandwidth(1, megabytes=4, repeats=1)
     assert measured.bytes_per_second > 1e6 and measured.method in ("native", "numpy")
+
+
+def test_whether_huge_pages_are_given_is_measured():
+    share = _memory.huge_page_share()
+    assert share is None or 0 <= share <= 0.75
+    policy = system.machine().huge_pages
+    if share is not None and policy is not None and policy.policy == "never":
+        assert share == 0

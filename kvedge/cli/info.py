@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 import kvedge
-from kvedge import system
+from kvedge import _memory, system
 from kvedge.cli.exits import OK
 from kvedge.cli.output import Output, print_json
 from kvedge.cli.sizes import format_rate, format_size
@@ -59,7 +59,7 @@ def run(options: argparse.Namespace, output: Output) -> int:
         print_json(facts)
         return OK
     output.facts("kvedge", _kvedge_rows(facts))
-    output.facts("this machine", _machine_rows(facts))
+    output.facts("this machine", [*_machine_rows(facts), *_huge_page_rows(facts)])
     if facts["read_bandwidth"]:
         method = facts["read_bandwidth"][0]["method"]
         measured = "measured with the widest loads" if method == "native" else _ESTIMATE
@@ -99,6 +99,7 @@ def collect(output: Output, *, bandwidth: bool) -> dict[str, Any]:
         "numpy": np.__version__,
         "extras": {name: not missing for name, missing in extras.items()},
         "machine": asdict(here),
+        "huge_page_share": _memory.huge_page_share(),
         "read_bandwidth": measured,
         "obstacles": _obstacles(isa, here, extras),
     }
@@ -195,7 +196,7 @@ def _machine_rows(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
         shared = f", shared by {cache['shared_by']}" if cache["shared_by"] > 1 else ""
         size = format_size(cache["bytes"])
         rows.append((f"L{cache['level']} cache", f"{size} {cache['kind']}{shared}"))
-    rows.append(("memory", _memory(here)))
+    rows.append(("memory", _memory_text(here)))
     pages = here["huge_pages"]
     if pages is None:
         rows.append(("transparent huge pages", "unknown to this system"))
@@ -205,7 +206,16 @@ def _machine_rows(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
-def _memory(here: Mapping[str, Any]) -> str:
+def _huge_page_rows(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Tell whether a cache really gets them: the policy alone does not say it."""
+    share = facts["huge_page_share"]
+    if share is None:
+        return []
+    answer = "given" if share > 0.5 else "in part" if share else "refused"
+    return [("huge pages for a cache", answer)]
+
+
+def _memory_text(here: Mapping[str, Any]) -> str:
     parts = ["unknown"]
     if here["ram_bytes"] is not None:
         parts = [format_size(here["ram_bytes"])]
