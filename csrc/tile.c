@@ -94,22 +94,14 @@ static void gather_scales(const kvedge_cache_view *view, const char *scales, int
 /* A piece's room in an array of a tile's scales: kernels may read as many from its first on as a tile has. */
 enum { SCALES = 2 * KVEDGE_TILE };
 
-static void tile_key_scales(const kvedge_attention *a, const tile_of_tokens *tile, int kv_head, int group,
-                            float out[SCALES]) {
+/* Scales of one head's keys, or of its values, in a tile; 0 after the last token. */
+static void tile_scales(const kvedge_attention *a, const tile_of_tokens *tile, int kv_head, int group, int of_values,
+                        float out[SCALES]) {
   for (int i = 0; i < tile->num_pieces; i++) {
     const piece *p = &tile->pieces[i];
     tile_rows rows = rows_of_head(&a->view, &p->rows, kv_head);
-    gather_scales(&a->view, rows.key_scales, group, p->num_tokens, a->key_factor, out + p->first);
-  }
-  memset(out + tile->num_tokens, 0, (size_t)(SCALES - tile->num_tokens) * sizeof *out);
-}
-
-static void tile_value_scales(const kvedge_attention *a, const tile_of_tokens *tile, int kv_head, int group,
-                              float out[SCALES]) {
-  for (int i = 0; i < tile->num_pieces; i++) {
-    const piece *p = &tile->pieces[i];
-    tile_rows rows = rows_of_head(&a->view, &p->rows, kv_head);
-    gather_scales(&a->view, rows.value_scales, group, p->num_tokens, a->value_factor, out + p->first);
+    gather_scales(&a->view, of_values ? rows.value_scales : rows.key_scales, group, p->num_tokens,
+                  of_values ? a->value_factor : a->key_factor, out + p->first);
   }
   memset(out + tile->num_tokens, 0, (size_t)(SCALES - tile->num_tokens) * sizeof *out);
 }
@@ -325,7 +317,7 @@ static void tile_scores(const kvedge_attention *a, const encounter *e, const row
   _Alignas(64) float scale[SCALES];
   int bytes[KVEDGE_STACK];
   for (int g = 0; g < view->num_groups; g++) {
-    tile_key_scales(a, tile, e->kv_head, g, scale);
+    tile_scales(a, tile, e->kv_head, g, 0, scale);
     if (a->codes) choose_bytes(a, e, index, scale, bytes);
     for (int i = 0; i < (e->blocks ? 1 : tile->num_pieces); i++) {
       const piece *p = &tile->pieces[i];
@@ -338,8 +330,8 @@ static void tile_scores(const kvedge_attention *a, const encounter *e, const row
 /* ---- A step: one tile of one KV head -------------------------------------------------------- */
 
 typedef struct {
-  _Alignas(64) float scores[(KVEDGE_STACK + 1) * KVEDGE_TILE]; /* (stack, tile): scores, then probabilities; and as
-                                                   * much again as may be read past a tile's last piece */
+  /* (stack, tile): scores, then probabilities; and what may be read past a tile's last piece */
+  _Alignas(64) float scores[(KVEDGE_STACK + 1) * KVEDGE_TILE];
   _Alignas(64) float alpha[KVEDGE_STACK];
   _Alignas(64) float v_scale[SCALES];
 } workspace;
@@ -354,7 +346,7 @@ static void weighted_sum(const kvedge_attention *a, const encounter *e, const ro
   for (int g = 0; g < a->num_groups; g++) {
     int start = g * view->group_size;
     int n = view->head_dim - start < view->group_size ? view->head_dim - start : view->group_size;
-    if (view->format == KVEDGE_INT8) tile_value_scales(a, tile, e->kv_head, g, w->v_scale);
+    if (view->format == KVEDGE_INT8) tile_scales(a, tile, e->kv_head, g, 1, w->v_scale);
     if (e->blocks) {
       a->kernels->weighted_sum_i8_blocks(e->blocks->values, start, view->token_stride, tile->num_tokens, n, e->count,
                                          a->weight_bytes, w->scores, w->v_scale, w->alpha,
@@ -466,18 +458,20 @@ void kvedge_attention_run(const kvedge_attention *a, int slice, int slot, const 
   while (tile.num_tokens > 0 && !(stop && *stop)) {
     tile_of_tokens following = next_tile(a, &cursor);
     for (int h = 0; h < view->num_kv_heads; h++) {
-      rows_ahead ahead = rows_of_next_step(view, &tile, &following, h);
       if (view->num_groups > 0) prefetch_scales(view, &following, h);
       if (tile.num_pieces == 1 || view->format == KVEDGE_FLOAT32 || !a->kernels->scores_i8_blocks) {
+        rows_ahead ahead = rows_of_next_step(view, &tile, &following, h);
         step(a, block, h, &tile, NULL, NULL, &ahead, &partial, &w);
         continue;
       }
+      static const rows_ahead nothing = {0}; /* next_blocks ask instead */
       tile_blocks blocks, next_blocks;
       int last_head = h + 1 == view->num_kv_heads;
       const tile_of_tokens *next = last_head ? &following : &tile;
       blocks_of_head(view, &tile, h, &blocks);
       blocks_of_head(view, next, last_head ? 0 : h + 1, &next_blocks);
-      step(a, block, h, &tile, &blocks, next->num_tokens >= tile.num_tokens ? &next_blocks : NULL, &ahead, &partial, &w);
+      step(a, block, h, &tile, &blocks, next->num_tokens >= tile.num_tokens ? &next_blocks : NULL, &nothing, &partial,
+           &w);
     }
     tile = following;
   }
