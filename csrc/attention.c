@@ -88,7 +88,7 @@ void kvedge_attention_plan(kvedge_attention *a, const kvedge_cache_view *view, i
   a->weight_bytes = a->query_bytes ? a->query_bytes : 3;
   a->num_groups = view->format == KVEDGE_INT8 ? view->num_groups : 1;
   int group = view->format == KVEDGE_INT8 ? view->group_size : view->head_dim;
-  a->group_pad = (group + KVEDGE_QUERY_PAD - 1) / KVEDGE_QUERY_PAD * KVEDGE_QUERY_PAD;
+  a->group_pad = kvedge_padded_channels(group);
   a->acc_stride = (view->head_dim + 15) / 16 * 16;
   size_t states = ((size_t)view->num_kv_heads * (size_t)a->stack + 15) / 16 * 16;
   a->partial_floats = states * (2 + (size_t)a->acc_stride);
@@ -112,9 +112,9 @@ size_t kvedge_attention_lay_out(kvedge_attention *a, char *base, int num_slots) 
   a->codes = NULL;
   if (encoded) {
     a->coarseness = take(base, &used, queries * sizeof *a->coarseness);
-    a->codes = take(base, &used, channels * 4);
+    a->codes = take(base, &used, channels * KVEDGE_CODE_BYTES);
     a->scales = take(base, &used, groups * sizeof *a->scales);
-    a->sums = take(base, &used, groups * 4 * sizeof *a->sums);
+    a->offsets = take(base, &used, groups * 4 * sizeof *a->offsets);
   }
   a->softmax_factor = take(base, &used, queries * sizeof *a->softmax_factor);
   a->logit_factor = take(base, &used, queries * sizeof *a->logit_factor);

@@ -59,9 +59,9 @@ struct kvedge_attention {
   int num_groups;         /* of a query: as in view, or 1 where keys are floats without scales */
   int group_pad;          /* channels of a group, rounded up to KVEDGE_QUERY_PAD */
   float *values;          /* (.., num_groups, group_pad) */
-  int8_t *codes;          /* (.., num_groups, group_pad * 4)  only for paths with encode_query */
+  int8_t *codes;          /* (.., num_groups, group_pad * KVEDGE_CODE_BYTES)  only for paths with encode_query */
   float *scales;          /* (.., num_groups)                 likewise */
-  int32_t *sums;          /* (.., num_groups, 4)              likewise */
+  int32_t *offsets;       /* (.., num_groups, 4)              likewise */
   float *coarseness;      /* (..) error of a logit at 16 bits, per unit of key scale;  likewise */
   float *softmax_factor; /* (..) score differences times this are powers of two */
   double *logit_factor, *logit_bias; /* (..) */

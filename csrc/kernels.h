@@ -20,7 +20,13 @@ enum {
   KVEDGE_STACK = 32,
   /* Prepared query groups are padded with zeros to this many channels: one 64-byte vector. */
   KVEDGE_QUERY_PAD = 64,
+  /* Bytes that a channel of an encoded query takes. */
+  KVEDGE_CODE_BYTES = 12,
 };
+
+static inline int kvedge_padded_channels(int dim) {
+  return (dim + KVEDGE_QUERY_PAD - 1) / KVEDGE_QUERY_PAD * KVEDGE_QUERY_PAD;
+}
 
 /* A stack of query rows against one group of channels of one KV head: as floats, and for paths with
  * 8-bit dot products as integers of 24 bits in three signed bytes, value ~ scale * (65536 * high +
@@ -32,11 +38,12 @@ typedef struct {
   int num_bytes;         /* of a code to multiply by: 3, or fewer (the high ones) for 16 or 8 bits */
   ptrdiff_t stride;      /* channels from one query to the next */
   const float *values;   /* (num_queries, stride); magnitudes up to 2 */
-  const int8_t *codes;   /* (num_queries, stride / 4, 4, 4): of 4 channels the high bytes, the middle
-                          * ones, the low ones, zeros. NULL where the path has no encode_query. */
-  ptrdiff_t sums_stride; /* groups from one query to the next, in scale and sums */
+  const int8_t *codes;   /* (num_queries, stride * KVEDGE_CODE_BYTES), 64-byte aligned: the three bytes of each
+                          * channel in the order that the path multiplies them; NULL where it has no encode_query */
+  ptrdiff_t scale_stride; /* groups from one query to the next, in scale and sums */
   const float *scale;    /* (num_queries) */
-  const int32_t *sums;   /* (num_queries, 4): sum of each byte of the group, which undoes unsigned keys */
+  const int32_t *offsets; /* (num_queries, 4): what the sum of products with each byte starts from. Paths that
+                           * multiply unsigned keys, k + 128, take off here what that adds; else zeros. */
 } kvedge_query;
 
 typedef struct kvedge_kernels {
@@ -52,13 +59,13 @@ typedef struct kvedge_kernels {
   /* out[i] = codes[i] * scale */
   void (*dequantize)(const int8_t *codes, size_t n, float scale, float *out);
 
-  /* Codes, scale and sums of one query over one group, as kvedge_query has them: values[n] with n a
-   * multiple of KVEDGE_QUERY_PAD, magnitudes up to 2. NULL where scores_i8 multiplies floats. */
-  void (*encode_query)(const float *values, int n, int8_t *codes, float *scale, int32_t *sums);
+  /* Codes, scale and offsets of one query over one group of `dim` channels, as kvedge_query has them: values
+   * padded with zeros, magnitudes up to 2. NULL where scores_i8 multiplies floats. */
+  void (*encode_query)(const float *values, int dim, int8_t *codes, float *scale, int32_t *offsets);
 
   /* Scores of a tile: for query i < num_queries and token t < num_tokens
    *   scores[i * KVEDGE_TILE + t] (+)= k_scale[t] * sum_d value[i][d] * k[t][d]
-   * adding when `accumulate` is not 0. k rows lie token_stride bytes apart; k_scale has KVEDGE_TILE
+   * adding when `accumulate` is not 0. Scores of a last block's tokens that are not there are undefined. k rows lie token_stride bytes apart; k_scale has KVEDGE_TILE
    * readable floats. `prefetch`, if not NULL, is where a later tile's rows start, token_stride apart
    * likewise: each of its num_tokens rows is asked for while this one is worked on. Never read from. */
   void (*scores_i8)(const kvedge_query *q, const int8_t *k, ptrdiff_t token_stride, int num_tokens,

@@ -44,7 +44,8 @@ KVEDGE_INLINE __m256i split_bytes(__m256i codes) {
   return _mm256_shuffle_epi8(codes, _mm256_broadcastsi128_si256(order));
 }
 
-static void encode_query_avxvnni(const float *values, int n, int8_t *codes, float *scale, int32_t *sums) {
+static void encode_query_avxvnni(const float *values, int dim, int8_t *codes, float *scale, int32_t *offsets) {
+  int n = kvedge_padded_channels(dim);
   float largest = bits_to_float(abs_max_bits_avxvnni(values, (size_t)n));
   float inverse = largest > QUERY_NOTHING ? QUERY_MAX / largest : 0.0f;
   const __m256i carry = _mm256_set1_epi32(0x808080); /* makes unsigned digits of signed ones and back */
@@ -53,9 +54,10 @@ static void encode_query_avxvnni(const float *values, int n, int8_t *codes, floa
     __m256i code = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(values + d), _mm256_set1_ps(inverse)));
     __m256i digits = split_bytes(_mm256_xor_si256(_mm256_add_epi32(code, carry), carry));
     _mm256_storeu_si256((__m256i *)(codes + 4 * d), digits);
-    multiply_add(&sum, _mm256_set1_epi8(1), digits);
+    multiply_add(&sum, _mm256_set1_epi8((char)128), digits);
   }
-  _mm_storeu_si128((__m128i *)sums, _mm_add_epi32(_mm256_castsi256_si128(sum), _mm256_extracti128_si256(sum, 1)));
+  __m128i all = _mm_add_epi32(_mm256_castsi256_si128(sum), _mm256_extracti128_si256(sum, 1));
+  _mm_storeu_si128((__m128i *)offsets, _mm_sub_epi32(_mm_setzero_si128(), all));
   *scale = inverse > 0.0f ? largest / QUERY_MAX : 0.0f;
 }
 
@@ -94,11 +96,11 @@ KVEDGE_INLINE void score_block(const kvedge_query *q, int first, const int count
                                int accumulate) {
   const __m256i to_unsigned = _mm256_set1_epi8((char)0x80);
   __m256i sum[SCORE_QUERIES][3]; /* of each byte of the query */
-  const int8_t *codes = q->codes + first * 4 * q->stride;
-  const int32_t *sums = q->sums + first * 4 * q->sums_stride;
+  const int8_t *codes = q->codes + first * KVEDGE_CODE_BYTES * q->stride;
+  const int32_t *offsets = q->offsets + first * 4 * q->scale_stride;
 #pragma GCC unroll 3
-  for (int i = 0; i < count; i++) /* u8 keys are 128 too large: start from what that adds */
-    for (int b = 0; b < bytes; b++) sum[i][b] = _mm256_set1_epi32(-128 * sums[i * 4 * q->sums_stride + b]);
+  for (int i = 0; i < count; i++)
+    for (int b = 0; b < bytes; b++) sum[i][b] = _mm256_set1_epi32(offsets[i * 4 * q->scale_stride + b]);
   int num_columns = (q->dim + 3) / 4;
   for (int j = 0; j < num_columns; j++, codes += 16) {
     __m256i column = _mm256_xor_si256(columns[j], to_unsigned);
@@ -106,7 +108,7 @@ KVEDGE_INLINE void score_block(const kvedge_query *q, int first, const int count
     for (int i = 0; i < count; i++)
       for (int b = 0; b < bytes; b++) {
         int32_t four; /* channels */
-        memcpy(&four, codes + i * 4 * q->stride + 4 * b, sizeof four);
+        memcpy(&four, codes + i * KVEDGE_CODE_BYTES * q->stride + 4 * b, sizeof four);
         multiply_add(&sum[i][b], column, _mm256_set1_epi32(four));
       }
   }
@@ -115,7 +117,7 @@ KVEDGE_INLINE void score_block(const kvedge_query *q, int first, const int count
   for (int i = 0; i < count; i++) {
     __m256 dot = _mm256_cvtepi32_ps(sum[i][0]);
     for (int b = 1; b < bytes; b++) dot = _mm256_fmadd_ps(dot, byte, _mm256_cvtepi32_ps(sum[i][b]));
-    float unit = q->scale[(first + i) * q->sums_stride] * (bytes == 3 ? 1.0f : bytes == 2 ? 256.0f : 65536.0f);
+    float unit = q->scale[(first + i) * q->scale_stride] * (bytes == 3 ? 1.0f : bytes == 2 ? 256.0f : 65536.0f);
     __m256 scale = _mm256_mul_ps(k_scale, _mm256_set1_ps(unit));
     float *out = scores + (first + i) * KVEDGE_TILE;
     __m256 score = _mm256_mul_ps(dot, scale);

@@ -74,18 +74,15 @@ KVEDGE_INLINE void dot_digits(int32x4_t sum[3], int8x16_t codes, int8x16_t digit
 
 /* ---- scores ---- */
 
-static void encode_query_neondot(const float *values, int n, int8_t *codes, float *scale, int32_t *sums) {
+static void encode_query_neondot(const float *values, int dim, int8_t *codes, float *scale, int32_t *offsets) {
+  int n = kvedge_padded_channels(dim);
   float32x4_t largest_of = vdupq_n_f32(0.0f);
   for (int d = 0; d < n; d += 4) largest_of = vmaxq_f32(largest_of, vabsq_f32(vld1q_f32(values + d)));
   float largest = max_across(largest_of), factor = divide_or_0(LARGEST_CODE, largest, largest);
-  int32x4_t sum = vdupq_n_s32(0);
-  for (int d = 0; d < n; d += 4) {
-    int8x16_t digits = split_digits(round_to_i32(vmulq_n_f32(vld1q_f32(values + d), factor)));
-    vst1q_s8(codes + 4 * d, digits);
-    sum = vdotq_s32(sum, digits, vdupq_n_s8(1));
-  }
+  for (int d = 0; d < n; d += 4)
+    vst1q_s8(codes + 4 * d, split_digits(round_to_i32(vmulq_n_f32(vld1q_f32(values + d), factor))));
   *scale = divide_or_0(largest, LARGEST_CODE, largest);
-  vst1q_s32(sums, sum);
+  vst1q_s32(offsets, vdupq_n_s32(0)); /* keys are signed here */
 }
 
 /* The last n < 16 channels of four rows, with zeros after them. */
@@ -133,7 +130,7 @@ KVEDGE_INLINE void score_dots(const kvedge_query *q, int first, const int count,
                               const int8_t *rows, const ptrdiff_t offset[4], const int8_t ends[4][16],
                               float32x4_t k_scale, int left, float *scores, int accumulate) {
   static const ptrdiff_t end_offset[4] = {0, 16, 32, 48};
-  const ptrdiff_t stride = 4 * q->stride;
+  const ptrdiff_t stride = KVEDGE_CODE_BYTES * q->stride;
   const int8_t *codes = q->codes + first * stride; /* (count, stride), padded with zeros */
   int32x4_t sum[DOT_SCORE_QUERIES][3];
   UNROLL
@@ -144,7 +141,7 @@ KVEDGE_INLINE void score_dots(const kvedge_query *q, int first, const int count,
   if (d < q->dim) score_16_channels(codes + 4 * d, stride, ends[0], end_offset, count, bytes, sum);
   UNROLL
   for (int i = 0; i < count; i++) {
-    float32x4_t dot = vmulq_n_f32(join_digits(sum[i], bytes), q->scale[(first + i) * q->sums_stride]);
+    float32x4_t dot = vmulq_n_f32(join_digits(sum[i], bytes), q->scale[(first + i) * q->scale_stride]);
     store_scores(vmulq_f32(dot, k_scale), left, accumulate, scores + (first + i) * KVEDGE_TILE);
   }
 }

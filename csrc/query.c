@@ -24,7 +24,7 @@ static void fill_values(kvedge_attention *a, const float *x, float factor, size_
     for (int d = 0; d < n; d++) values[d] = x[start + d] * factor;
     memset(values + n, 0, (pad - (size_t)n) * sizeof *values);
     if (a->codes)
-      a->kernels->encode_query(values, a->group_pad, a->codes + at * pad * 4, a->scales + at, a->sums + at * 4);
+      a->kernels->encode_query(values, n, a->codes + at * pad * KVEDGE_CODE_BYTES, a->scales + at, a->offsets + at * 4);
   }
 }
 

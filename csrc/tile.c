@@ -274,7 +274,7 @@ static void piece_scores(const kvedge_attention *a, const encounter *e, size_t q
   size_t pad = (size_t)a->group_pad;
   int start = group * view->group_size;
   const char *keys = rows_of_head(view, &p->rows, e->kv_head).keys + start;
-  kvedge_query q = {.stride = (ptrdiff_t)pad * a->num_groups, .sums_stride = a->num_groups,
+  kvedge_query q = {.stride = (ptrdiff_t)pad * a->num_groups, .scale_stride = a->num_groups,
                     .dim = view->head_dim - start < view->group_size ? view->head_dim - start : view->group_size};
   for (int i = 0, next; i < e->count; i = next) {
     next = a->codes ? i + 1 : e->count;
@@ -284,9 +284,9 @@ static void piece_scores(const kvedge_attention *a, const encounter *e, size_t q
     q.values = a->values + at * pad;
     if (a->codes) {
       q.num_bytes = bytes[i];
-      q.codes = a->codes + at * pad * 4;
+      q.codes = a->codes + at * pad * KVEDGE_CODE_BYTES;
       q.scale = a->scales + at;
-      q.sums = a->sums + at * 4;
+      q.offsets = a->offsets + at * 4;
     }
     if (e->blocks)
       a->kernels->scores_i8_blocks(&q, e->blocks->keys, start, view->token_stride, e->tile->num_tokens, scale,
