@@ -13,6 +13,7 @@ enum {
   /* One step reads about this many bytes of keys and as many of values, which is also how far ahead
    * of their use the next step's rows are asked for. */
   STEP_BYTES = 8 << 10,
+  TILE_BYTES = 128 << 10,
 };
 
 void kvedge_attention_defaults(kvedge_attention_options *options) {
@@ -73,8 +74,9 @@ void kvedge_attention_plan(kvedge_attention *a, const kvedge_cache_view *view, i
   a->stack = a->rows_per_block * a->heads_per_kv_head;
   a->num_row_blocks = (int)((num_rows + a->rows_per_block - 1) / a->rows_per_block);
 
-  int64_t tile = STEP_BYTES / view->head_stride / 16 * 16;
-  a->tile = tile < 16 ? 16 : tile > KVEDGE_TILE ? KVEDGE_TILE : (int)tile;
+  int64_t tile = STEP_BYTES / view->head_stride, most_tokens = TILE_BYTES / view->token_stride;
+  tile = (tile < most_tokens ? tile : most_tokens) / KVEDGE_BLOCK * KVEDGE_BLOCK;
+  a->tile = tile < KVEDGE_BLOCK ? KVEDGE_BLOCK : tile > KVEDGE_TILE ? KVEDGE_TILE : (int)tile;
 
   int64_t seen = view->len;
   if (a->options.window && a->options.window + a->rows_per_block + a->options.sink_tokens < seen)

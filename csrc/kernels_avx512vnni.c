@@ -157,9 +157,8 @@ KVEDGE_INLINE void load_keys(const key_rows *k, const extent how, int u, int d, 
   const int last = how == WHOLE || how == HALF ? BLOCK - 1 : k->num_tokens < BLOCK ? k->num_tokens - 1 : BLOCK - 1;
   const ptrdiff_t stride = k->token_stride;
   const int8_t *from = k->rows + first * stride + d;
-  const char *ahead = k->ahead + first * stride + d;
+  const char *ahead = k->ahead + d * BLOCK + 64 * 4 * u; /* a line for each register */
   OPAQUE(from);
-  OPAQUE(ahead);
 #pragma GCC unroll 4
   for (int t = 0; t < 4; t++) {
     ptrdiff_t at = (first + t <= last ? t : last - first) * stride;
@@ -170,9 +169,8 @@ KVEDGE_INLINE void load_keys(const key_rows *k, const extent how, int u, int d, 
       ptrdiff_t upper = (first + 4 + t <= last ? 4 + t : last - first) * stride;
       row[t] = _mm512_castsi256_si512(_mm256_maskz_loadu_epi8(valid, from + at));
       row[t] = _mm512_inserti64x4(row[t], _mm256_maskz_loadu_epi8(valid, from + upper), 1);
-      _mm_prefetch(ahead + upper, _MM_HINT_T0);
     }
-    _mm_prefetch(ahead + at, _MM_HINT_T0);
+    _mm_prefetch(ahead + 64 * t, _MM_HINT_T1);
     row[t] = _mm512_xor_si512(row[t], to_unsigned);
   }
 }
@@ -288,7 +286,7 @@ static void score_many(const kvedge_query *q, const int8_t *const *k, ptrdiff_t 
     int blocks = num_tokens - t > BLOCK ? 2 : 1;
     for (int b = 0; b < blocks; b++) {
       int block = t / BLOCK + b;
-      key_rows rows = {.rows = k[block] + offset, .ahead = (const char *)ahead[block] + offset,
+      key_rows rows = {.rows = k[block] + offset, .ahead = (const char *)ahead[block],
                        .token_stride = token_stride, .num_tokens = num_tokens - block * BLOCK};
       for (int d = 0; d < q->dim; d += 64) {
         __m512i *to = columns + PAIR * (d / 4) + b;
@@ -412,7 +410,7 @@ KVEDGE_INLINE void score_few(const kvedge_query *q, const int bytes, const int8_
                              const int8_t *const *ahead, float *scores, int accumulate) {
   few_sums sums;
   for (int t = 0; t < num_tokens; t += BLOCK) {
-    key_rows rows = {.rows = k[t / BLOCK] + offset, .ahead = (const char *)ahead[t / BLOCK] + offset,
+    key_rows rows = {.rows = k[t / BLOCK] + offset, .ahead = (const char *)ahead[t / BLOCK],
                      .token_stride = token_stride, .num_tokens = num_tokens - t};
     for (int d = 0; d < q->dim; d += 64) {
       int left = q->dim - d;
@@ -452,7 +450,7 @@ static void scores_i8_avx512vnni(const kvedge_query *q, const int8_t *k, ptrdiff
                                  float *scores, int accumulate) {
   const int8_t *blocks[KVEDGE_TILE_BLOCKS], *ahead[KVEDGE_TILE_BLOCKS];
   blocks_of(k, token_stride, blocks);
-  if (prefetch) blocks_of(prefetch, token_stride, ahead);
+  if (prefetch) blocks_of(prefetch, q->dim, ahead);
   scores_i8_blocks_avx512vnni(q, blocks, 0, token_stride, num_tokens, k_scale, prefetch ? ahead : NULL, scores,
                               accumulate);
 }
@@ -603,7 +601,7 @@ KVEDGE_INLINE void interleave_4_rows(const __m512i row[4], __m512i out[4]) {
 /* The values of a tile, in blocks, and those to ask for. */
 typedef struct {
   const int8_t *const *blocks, *const *ahead;
-  ptrdiff_t offset, token_stride;
+  ptrdiff_t offset, token_stride, ahead_offset;
   int num_tokens;
 } value_rows;
 
@@ -619,7 +617,6 @@ static __attribute__((noinline)) void keep_values(const value_rows *v, int num_c
       int token = t + j < v->num_tokens ? t + j : v->num_tokens - 1;
       ptrdiff_t at = token % BLOCK * v->token_stride + v->offset;
       row[j] = _mm512_maskz_loadu_epi8(valid, v->blocks[token / BLOCK] + at);
-      _mm_prefetch((const char *)v->ahead[token / BLOCK] + at, _MM_HINT_T0);
     }
     interleave_4_rows(row, kept);
   }
@@ -629,18 +626,16 @@ static __attribute__((noinline)) void keep_values(const value_rows *v, int num_c
 KVEDGE_INLINE void load_values(const value_rows *v, const int half, __mmask32 valid, int t, __m512i row[4]) {
   const ptrdiff_t stride = v->token_stride;
   const int8_t *from = v->blocks[t / BLOCK] + v->offset + t % BLOCK * stride;
-  const char *ahead = (const char *)v->ahead[t / BLOCK] + v->offset + t % BLOCK * stride;
+  const char *ahead = (const char *)v->ahead[t / BLOCK] + v->ahead_offset + t % BLOCK * (half ? 32 : 64);
   OPAQUE(from);
-  OPAQUE(ahead);
 #pragma GCC unroll 4
   for (int j = 0; j < 4; j++) {
-    _mm_prefetch(ahead + j * stride, _MM_HINT_T0);
+    _mm_prefetch(ahead + 64 * j, _MM_HINT_T1); /* a line for each register */
     if (!half) {
       row[j] = _mm512_loadu_si512(from + j * stride);
     } else {
       row[j] = _mm512_castsi256_si512(_mm256_maskz_loadu_epi8(valid, from + j * stride));
       row[j] = _mm512_inserti64x4(row[j], _mm256_maskz_loadu_epi8(valid, from + (4 + j) * stride), 1);
-      _mm_prefetch(ahead + (4 + j) * stride, _MM_HINT_T0);
     }
   }
 }
@@ -764,6 +759,7 @@ static void weighted_sum_i8_blocks_avx512vnni(const int8_t *const *v, ptrdiff_t 
                      .num_tokens = num_tokens};
   for (int d = 0; d < dim; d += 64) {
     rows.offset = offset + d;
+    rows.ahead_offset = d * BLOCK;
     switch (num_bytes) {
       case 3: weigh_64(&rows, dim - d, num_queries, 3, codes, scale, alpha, acc + d, acc_stride); break;
       case 2: weigh_64(&rows, dim - d, num_queries, 2, codes, scale, alpha, acc + d, acc_stride); break;
@@ -778,7 +774,7 @@ static void weighted_sum_i8_avx512vnni(const int8_t *v, ptrdiff_t token_stride, 
                                        float *acc, ptrdiff_t acc_stride) {
   const int8_t *blocks[KVEDGE_TILE_BLOCKS], *ahead[KVEDGE_TILE_BLOCKS];
   blocks_of(v, token_stride, blocks);
-  if (prefetch) blocks_of(prefetch, token_stride, ahead);
+  if (prefetch) blocks_of(prefetch, dim, ahead);
   weighted_sum_i8_blocks_avx512vnni(blocks, 0, token_stride, num_tokens, dim, num_queries, num_bytes, p, v_scale,
                                     alpha, prefetch ? ahead : NULL, acc, acc_stride);
 }

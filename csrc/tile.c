@@ -106,10 +106,10 @@ static void tile_scales(const kvedge_attention *a, const tile_of_tokens *tile, i
   memset(out + tile->num_tokens, 0, (size_t)(SCALES - tile->num_tokens) * sizeof *out);
 }
 
-/* What is read next, by pieces; none: nothing is asked for. */
+/* What a step asks for: its head's share of the tile that follows, in the order of memory. Pieces that are NULL ask
+ * for nothing. */
 typedef struct {
-  int num_pieces;
-  tile_rows pieces[MAX_PIECES];
+  const char *keys[MAX_PIECES], *values[MAX_PIECES];
 } rows_ahead;
 
 /* One KV head's rows of a tile of several pieces, by blocks. */
@@ -294,7 +294,7 @@ static void piece_scores(const kvedge_attention *a, const encounter *e, size_t q
                                    scores + i * KVEDGE_TILE, group > 0);
     else
       a->kernels->scores_i8(&q, (const int8_t *)keys, view->token_stride, p->num_tokens, scale,
-                            prefetch && i == 0 ? prefetch + start : NULL, scores + i * KVEDGE_TILE, group > 0);
+                            prefetch && i == 0 ? prefetch + start * p->num_tokens : NULL, scores + i * KVEDGE_TILE, group > 0);
   }
 }
 
@@ -310,7 +310,7 @@ static void tile_scores(const kvedge_attention *a, const encounter *e, const row
       const piece *p = &tile->pieces[i];
       tile_rows rows = rows_of_head(view, &p->rows, e->kv_head);
       a->kernels->scores_f32(&q, (const float *)rows.keys, view->token_stride, p->num_tokens, a->key_factor,
-                             i < ahead->num_pieces ? ahead->pieces[i].keys : NULL, scores + p->first);
+                             ahead ? ahead->keys[i] : NULL, scores + p->first);
     }
     return;
   }
@@ -321,7 +321,7 @@ static void tile_scores(const kvedge_attention *a, const encounter *e, const row
     if (a->codes) choose_bytes(a, e, index, scale, bytes);
     for (int i = 0; i < (e->blocks ? 1 : tile->num_pieces); i++) {
       const piece *p = &tile->pieces[i];
-      piece_scores(a, e, index, g, p, bytes, scale + p->first, i < ahead->num_pieces ? ahead->pieces[i].keys : NULL,
+      piece_scores(a, e, index, g, p, bytes, scale + p->first, ahead ? ahead->keys[i] : NULL,
                    scores + p->first);
     }
   }
@@ -356,7 +356,7 @@ static void weighted_sum(const kvedge_attention *a, const encounter *e, const ro
     for (int i = 0; i < tile->num_pieces; i++) {
       const piece *p = &tile->pieces[i];
       const char *values = rows_of_head(view, &p->rows, e->kv_head).values;
-      const char *prefetch = i < ahead->num_pieces ? ahead->pieces[i].values : NULL;
+      const char *prefetch = ahead ? ahead->values[i] : NULL;
       const float *alpha = i == 0 ? w->alpha : once;
       if (view->format == KVEDGE_FLOAT32)
         a->kernels->weighted_sum_f32((const float *)values, view->token_stride, p->num_tokens, view->head_dim,
@@ -365,7 +365,7 @@ static void weighted_sum(const kvedge_attention *a, const encounter *e, const ro
       else
         a->kernels->weighted_sum_i8((const int8_t *)values + start, view->token_stride, p->num_tokens, n,
                                     e->count, a->weight_bytes, w->scores + p->first, w->v_scale + p->first,
-                                    alpha, prefetch ? prefetch + start : NULL, acc + start, a->acc_stride);
+                                    alpha, prefetch ? prefetch + start * p->num_tokens : NULL, acc + start, a->acc_stride);
     }
   }
 }
@@ -373,7 +373,6 @@ static void weighted_sum(const kvedge_attention *a, const encounter *e, const ro
 static void step(const kvedge_attention *a, int64_t block, int kv_head, const tile_of_tokens *tile,
                  const tile_blocks *blocks, const tile_blocks *next_blocks, const rows_ahead *ahead,
                  kvedge_partial *partial, workspace *w) {
-  static const rows_ahead nothing = {0};
   int64_t first_row = block * a->rows_per_block, rows = kvedge_rows_in_block(a, block);
   int stack = (int)rows * a->heads_per_kv_head;
   encounter e = {.block = block, .kv_head = kv_head, .tile = tile, .blocks = blocks, .next_blocks = next_blocks,
@@ -383,7 +382,7 @@ static void step(const kvedge_attention *a, int64_t block, int kv_head, const ti
     e.count = stack - i < KVEDGE_STACK ? stack - i : KVEDGE_STACK;
     size_t index = kvedge_query_index(a, block, kv_head) + (size_t)i;
     size_t state = (size_t)kv_head * (size_t)a->stack + (size_t)i;
-    tile_scores(a, &e, i == 0 ? ahead : &nothing, w->scores);
+    tile_scores(a, &e, i == 0 ? ahead : NULL, w->scores);
     for (int j = 0; j < e.count && (a->real_logits || e.masking); j++) {
       float *row = w->scores + j * KVEDGE_TILE;
       if (a->real_logits) to_logits(a, index + (size_t)j, tile->num_tokens, row);
@@ -394,7 +393,7 @@ static void step(const kvedge_attention *a, int64_t block, int kv_head, const ti
     }
     a->kernels->softmax(w->scores, e.count, tile->num_tokens, a->softmax_factor + index,
                         partial->max + state, partial->sum + state, w->alpha);
-    weighted_sum(a, &e, i == 0 ? ahead : &nothing, w, partial->acc + state * (size_t)a->acc_stride);
+    weighted_sum(a, &e, i == 0 ? ahead : NULL, w, partial->acc + state * (size_t)a->acc_stride);
     e.next_blocks = NULL; /* asked for */
   }
 }
@@ -412,15 +411,32 @@ static void prefetch_scales(const kvedge_cache_view *view, const tile_of_tokens 
   }
 }
 
-/* The rows that the step after (tile, kv_head) reads. A piece asks for as many as it has itself. */
-static rows_ahead rows_of_next_step(const kvedge_cache_view *view, const tile_of_tokens *tile,
-                                    const tile_of_tokens *following, int kv_head) {
-  int last_head = kv_head + 1 == view->num_kv_heads;
-  const tile_of_tokens *next = last_head ? following : tile;
-  rows_ahead ahead = {.num_pieces = next->num_pieces};
-  for (int i = 0; i < next->num_pieces; i++)
-    ahead.pieces[i] = rows_of_head(view, &next->pieces[i].rows, last_head ? 0 : kv_head + 1);
-  return ahead;
+static void share_of_head(const kvedge_cache_view *view, const tile_of_tokens *tile, const tile_of_tokens *following,
+                          int kv_head, rows_ahead *ahead) {
+  ptrdiff_t row = view->head_stride;
+  for (int i = 0; i < tile->num_pieces; i++) {
+    const piece *p = &following->pieces[i];
+    if (i >= following->num_pieces) {
+      ahead->keys[i] = ahead->values[i] = NULL;
+      continue;
+    }
+    ptrdiff_t at = kv_head * p->num_tokens * row;
+    ahead->keys[i] = p->rows.keys + at;
+    ahead->values[i] = p->rows.values + at;
+  }
+}
+
+/* Likewise of every block of a tile in pieces. */
+static void share_of_head_in_blocks(const kvedge_cache_view *view, const tile_of_tokens *following, int kv_head,
+                                    tile_blocks *out) {
+  for (int i = 0; i < following->num_pieces; i++) {
+    const piece *p = &following->pieces[i];
+    for (int t = 0; t < p->num_tokens; t += KVEDGE_BLOCK) {
+      ptrdiff_t at = t * view->token_stride + kv_head * KVEDGE_BLOCK * view->head_stride;
+      out->keys[(p->first + t) / KVEDGE_BLOCK] = (const int8_t *)p->rows.keys + at;
+      out->values[(p->first + t) / KVEDGE_BLOCK] = (const int8_t *)p->rows.values + at;
+    }
+  }
 }
 
 kvedge_visible kvedge_visible_tokens(const kvedge_attention *a, int64_t block) {
@@ -455,25 +471,27 @@ void kvedge_attention_run(const kvedge_attention *a, int slice, int slot, const 
 
   workspace w;
   tile_of_tokens tile = next_tile(a, &cursor);
+  int64_t end = cursor.stop;
   while (tile.num_tokens > 0 && !(stop && *stop)) {
+    /* With one thread, the next slice is its own: what it reads first is asked for, too. */
+    if (a->num_slots == 1 && cursor.next >= cursor.stop) cursor.stop = total;
     tile_of_tokens following = next_tile(a, &cursor);
     for (int h = 0; h < view->num_kv_heads; h++) {
       if (view->num_groups > 0) prefetch_scales(view, &following, h);
       if (tile.num_pieces == 1 || view->format == KVEDGE_FLOAT32 || !a->kernels->scores_i8_blocks) {
-        rows_ahead ahead = rows_of_next_step(view, &tile, &following, h);
+        rows_ahead ahead;
+        share_of_head(view, &tile, &following, h, &ahead);
         step(a, block, h, &tile, NULL, NULL, &ahead, &partial, &w);
         continue;
       }
-      static const rows_ahead nothing = {0}; /* next_blocks ask instead */
       tile_blocks blocks, next_blocks;
-      int last_head = h + 1 == view->num_kv_heads;
-      const tile_of_tokens *next = last_head ? &following : &tile;
       blocks_of_head(view, &tile, h, &blocks);
-      blocks_of_head(view, next, last_head ? 0 : h + 1, &next_blocks);
-      step(a, block, h, &tile, &blocks, next->num_tokens >= tile.num_tokens ? &next_blocks : NULL, &nothing, &partial,
+      share_of_head_in_blocks(view, &following, h, &next_blocks);
+      step(a, block, h, &tile, &blocks, following.num_tokens >= tile.num_tokens ? &next_blocks : NULL, NULL, &partial,
            &w);
     }
     tile = following;
+    if (cursor.next > end) break;
   }
 }
 
@@ -487,7 +505,7 @@ void kvedge_all_logits(const kvedge_attention *a, float *logits) {
         int count = a->stack - i < KVEDGE_STACK ? a->stack - i : KVEDGE_STACK;
         size_t index = kvedge_query_index(a, 0, kv_head) + (size_t)i;
         encounter e = {.kv_head = kv_head, .first = i, .count = count, .tile = &tile};
-        tile_scores(a, &e, &(rows_ahead){0}, scores);
+        tile_scores(a, &e, NULL, scores);
         for (int j = 0; j < count; j++) {
           float *row = scores + j * KVEDGE_TILE;
           to_logits(a, index + (size_t)j, tile.num_tokens, row);
