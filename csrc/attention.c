@@ -63,6 +63,7 @@ void kvedge_attention_plan(kvedge_attention *a, const kvedge_cache_view *view, i
   a->real_logits = a->options.softcap > 0.0f || a->options.alibi_slopes || a->options.bias;
   a->key_factor = normalizing_factor(view->key_bound);
   a->value_factor = normalizing_factor(view->value_bound);
+  a->key_bound = view->key_bound * a->key_factor;
 
   a->num_rows = num_rows;
   a->first_position = first_position;

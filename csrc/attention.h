@@ -52,6 +52,7 @@ struct kvedge_attention {
    * logit_bias. If an option needs true logits (real_logits), scores are turned into them at once. */
   int real_logits;
   float key_factor, value_factor; /* powers of two that all scales are multiplied by */
+  float key_bound;                /* no key's scale times its factor is larger */
 
   /* Prepared queries, each array in the order (row block, KV head, stack, ...). */
   int query_bytes;        /* of the codes of queries: 1 to 3, or 0 for what each tile needs */

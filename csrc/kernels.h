@@ -20,6 +20,8 @@ enum {
   KVEDGE_STACK = 32,
   /* Prepared query groups are padded with zeros to this many channels: one 64-byte vector. */
   KVEDGE_QUERY_PAD = 64,
+  /* Columns that transpose_scales writes at most. */
+  KVEDGE_SCALE_COLUMNS = 4,
   /* Bytes that a channel of an encoded query takes. */
   KVEDGE_CODE_BYTES = 12,
 };
@@ -62,6 +64,11 @@ typedef struct kvedge_kernels {
   /* Codes, scale and offsets of one query over one group of `dim` channels, as kvedge_query has them: values
    * padded with zeros, magnitudes up to 2. NULL where scores_i8 multiplies floats. */
   void (*encode_query)(const float *values, int dim, int8_t *codes, float *scale, int32_t *offsets);
+
+  /* out[c * out_stride + t] = row t's scales[c] * factor, for num_tokens rows of which 1 to KVEDGE_SCALE_COLUMNS
+   * numbers are read, token_stride bytes apart. */
+  void (*transpose_scales)(const float *scales, ptrdiff_t token_stride, int num_tokens, int num_columns,
+                           float factor, float *out, ptrdiff_t out_stride);
 
   /* Scores of a tile: for query i < num_queries and token t < num_tokens
    *   scores[i * KVEDGE_TILE + t] (+)= k_scale[t] * sum_d value[i][d] * k[t][d]

@@ -143,6 +143,7 @@ static uint64_t KVEDGE_NAME(read_bytes)(const void *p, size_t n) {
       .quantize = KVEDGE_NAME(quantize),              \
       .dequantize = dequantize_portable,              \
       .encode_query = KVEDGE_ENCODE_QUERY,            \
+      .transpose_scales = transpose_scales_portable,  \
       .scores_i8 = KVEDGE_NAME(scores_i8),            \
       .scores_f32 = scores_f32_portable,              \
       .softmax = KVEDGE_NAME(softmax),                \

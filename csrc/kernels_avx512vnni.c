@@ -135,6 +135,53 @@ static void encode_query_avx512vnni(const float *values, int dim, int8_t *codes,
   *scale = inverse > 0.0f ? largest / QUERY_MAX : 0.0f;
 }
 
+/* In each 128-bit lane, dword i of out[c] is dword c of row[i]. */
+KVEDGE_INLINE void transpose_in_lanes(const __m512i row[4], __m512i out[4]) {
+  __m512i low_01 = _mm512_unpacklo_epi32(row[0], row[1]), high_01 = _mm512_unpackhi_epi32(row[0], row[1]);
+  __m512i low_23 = _mm512_unpacklo_epi32(row[2], row[3]), high_23 = _mm512_unpackhi_epi32(row[2], row[3]);
+  out[0] = _mm512_unpacklo_epi64(low_01, low_23);
+  out[1] = _mm512_unpackhi_epi64(low_01, low_23);
+  out[2] = _mm512_unpacklo_epi64(high_01, high_23);
+  out[3] = _mm512_unpackhi_epi64(high_01, high_23);
+}
+
+/* transpose_scales of whole blocks. (`all`: of four columns; a constant where this is inlined.) */
+KVEDGE_INLINE void transpose_scales_of(const int all, const char *scales, ptrdiff_t token_stride, int num_tokens,
+                                       int num_columns, float factor, float *out, ptrdiff_t out_stride) {
+  const __mmask8 columns = (__mmask8)((1 << num_columns) - 1);
+  for (int t = 0; t < num_tokens; t += 16, scales += 16 * token_stride) {
+    __m512i row[4], column[4]; /* lane L of row[i]: row t + 4 L + i */
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+      __m128i four[4];
+#pragma GCC unroll 4
+      for (int lane = 0; lane < 4; lane++) {
+        const char *at = scales + (4 * lane + i) * token_stride;
+        four[lane] = all ? _mm_loadu_si128((const __m128i *)at) : _mm_maskz_loadu_epi32(columns, at);
+      }
+      row[i] = _mm512_inserti32x4(_mm512_castsi128_si512(four[0]), four[1], 1);
+      row[i] = _mm512_inserti32x4(_mm512_inserti32x4(row[i], four[2], 2), four[3], 3);
+    }
+    transpose_in_lanes(row, column);
+#pragma GCC unroll 4
+    for (int c = 0; c < 4; c++)
+      if (all || c < num_columns)
+        _mm512_storeu_ps(out + c * out_stride + t, _mm512_mul_ps(_mm512_castsi512_ps(column[c]), _mm512_set1_ps(factor)));
+  }
+}
+
+static void transpose_scales_avx512vnni(const float *scales, ptrdiff_t token_stride, int num_tokens, int num_columns,
+                                        float factor, float *out, ptrdiff_t out_stride) {
+  int whole = num_tokens / 16 * 16;
+  const char *from = (const char *)scales;
+  if (num_columns == 4) transpose_scales_of(1, from, token_stride, whole, 4, factor, out, out_stride);
+  else transpose_scales_of(0, from, token_stride, whole, num_columns, factor, out, out_stride);
+  transpose_scales_portable((const float *)(from + whole * token_stride), token_stride, num_tokens - whole, num_columns,
+                            factor, out + whole, out_stride);
+}
+
+/* ---- Keys ---- */
+
 /* A block of 16 tokens' keys, and those to ask for. */
 typedef struct {
   const int8_t *rows;
@@ -173,16 +220,6 @@ KVEDGE_INLINE void load_keys(const key_rows *k, const extent how, int u, int d, 
     _mm_prefetch(ahead + 64 * t, _MM_HINT_T1);
     row[t] = _mm512_xor_si512(row[t], to_unsigned);
   }
-}
-
-/* In each 128-bit lane, dword i of out[c] is dword c of row[i]. */
-KVEDGE_INLINE void transpose_in_lanes(const __m512i row[4], __m512i out[4]) {
-  __m512i low_01 = _mm512_unpacklo_epi32(row[0], row[1]), high_01 = _mm512_unpackhi_epi32(row[0], row[1]);
-  __m512i low_23 = _mm512_unpacklo_epi32(row[2], row[3]), high_23 = _mm512_unpackhi_epi32(row[2], row[3]);
-  out[0] = _mm512_unpacklo_epi64(low_01, low_23);
-  out[1] = _mm512_unpackhi_epi64(low_01, low_23);
-  out[2] = _mm512_unpacklo_epi64(high_01, high_23);
-  out[3] = _mm512_unpackhi_epi64(high_01, high_23);
 }
 
 /* ---- Scores for many queries ---- */
@@ -797,6 +834,7 @@ const kvedge_kernels kvedge_kernels_avx512vnni = {
     .quantize = quantize_avx512vnni,
     .dequantize = dequantize_portable,
     .encode_query = encode_query_avx512vnni,
+    .transpose_scales = transpose_scales_avx512vnni,
     .scores_i8 = scores_i8_avx512vnni,
     .scores_f32 = scores_f32_portable,
     .softmax = softmax_avx512vnni,

@@ -102,6 +102,12 @@ static inline void softmax_portable(float *scores, int num_queries, int num_toke
   }
 }
 
+static inline void transpose_scales_portable(const float *scales, ptrdiff_t token_stride, int num_tokens,
+                                             int num_columns, float factor, float *out, ptrdiff_t out_stride) {
+  for (int t = 0; t < num_tokens; t++, scales = (const float *)((const char *)scales + token_stride))
+    for (int c = 0; c < num_columns; c++) out[c * out_stride + t] = scales[c] * factor;
+}
+
 static inline void scores_f32_portable(const kvedge_query *q, const float *k, ptrdiff_t token_stride,
                                 int num_tokens, float k_scale, const void *prefetch, float *scores) {
   int whole = q->dim / LANES * LANES;

@@ -59,6 +59,7 @@ const kvedge_kernels kvedge_kernels_scalar = {
     .quantize = quantize_scalar,
     .dequantize = dequantize_portable,
     .scores_i8 = scores_i8_scalar,
+    .transpose_scales = transpose_scales_portable,
     .scores_f32 = scores_f32_portable,
     .softmax = softmax_portable,
     .weighted_sum_i8 = weighted_sum_i8_scalar,

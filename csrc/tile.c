@@ -77,33 +77,48 @@ static tile_of_tokens next_tile(const kvedge_attention *a, tile_cursor *cursor) 
   return tile;
 }
 
-/* Scales of one group of rows that lie side by side, times factor. */
-static void gather_scales(const kvedge_cache_view *view, const char *scales, int group, int num_tokens,
-                          float factor, float *out) {
-  ptrdiff_t stride = view->scale_token_stride;
-  if (view->scale_type == KVEDGE_SCALE_FLOAT32) {
-    scales += group * (ptrdiff_t)sizeof(float);
-    for (int t = 0; t < num_tokens; t++) out[t] = *(const float *)(scales + t * stride) * factor;
-  } else {
-    scales += group * (ptrdiff_t)sizeof(uint16_t);
-    for (int t = 0; t < num_tokens; t++)
-      out[t] = kvedge_half_to_float(*(const uint16_t *)(scales + t * stride)) * factor;
-  }
-}
-
 /* A piece's room in an array of a tile's scales: kernels may read as many from its first on as a tile has. */
 enum { SCALES = 2 * KVEDGE_TILE };
 
-/* Scales of one head's keys, or of its values, in a tile; 0 after the last token. */
-static void tile_scales(const kvedge_attention *a, const tile_of_tokens *tile, int kv_head, int group, int of_values,
-                        float out[SCALES]) {
+/* Scales of some columns of a tile, column by column. A column is one group of one head; in the cache a token's
+ * scales lie side by side, so several columns at once cost little more than one. */
+typedef struct {
+  int first; /* column; -COLUMNS: none */
+  _Alignas(64) float scale[KVEDGE_SCALE_COLUMNS][SCALES]; /* 0 after the last token */
+} scale_columns;
+
+static void transpose_half_scales(const uint16_t *scales, ptrdiff_t token_stride, int num_tokens, int num_columns,
+                                  float factor, float *out) {
+  for (int t = 0; t < num_tokens; t++, scales = (const uint16_t *)((const char *)scales + token_stride))
+    for (int c = 0; c < num_columns; c++) out[c * SCALES + t] = kvedge_half_to_float(scales[c]) * factor;
+}
+
+/* Scales of one group of one head's keys, or of its values, in a tile. */
+static const float *tile_scales(const kvedge_attention *a, const tile_of_tokens *tile, int kv_head, int group,
+                                int of_values, scale_columns *columns) {
+  const kvedge_cache_view *view = &a->view;
+  int column = kv_head * view->num_groups + group;
+  if (column >= columns->first && column < columns->first + KVEDGE_SCALE_COLUMNS)
+    return columns->scale[column - columns->first];
+  int left = view->num_kv_heads * view->num_groups - column;
+  int count = left < KVEDGE_SCALE_COLUMNS ? left : KVEDGE_SCALE_COLUMNS;
+  float factor = of_values ? a->value_factor : a->key_factor;
   for (int i = 0; i < tile->num_pieces; i++) {
     const piece *p = &tile->pieces[i];
-    tile_rows rows = rows_of_head(&a->view, &p->rows, kv_head);
-    gather_scales(&a->view, of_values ? rows.value_scales : rows.key_scales, group, p->num_tokens,
-                  of_values ? a->value_factor : a->key_factor, out + p->first);
+    const char *scales = of_values ? p->rows.value_scales : p->rows.key_scales;
+    float *out = columns->scale[0] + p->first;
+    if (view->scale_type == KVEDGE_SCALE_FLOAT32)
+      a->kernels->transpose_scales((const float *)scales + column, view->scale_token_stride, p->num_tokens, count,
+                                   factor, out, SCALES);
+    else
+      transpose_half_scales((const uint16_t *)scales + column, view->scale_token_stride, p->num_tokens, count, factor,
+                            out);
   }
-  memset(out + tile->num_tokens, 0, (size_t)(SCALES - tile->num_tokens) * sizeof *out);
+  int end = tile->num_pieces > 1 ? SCALES : KVEDGE_TILE;
+  for (int c = 0; c < count && tile->num_tokens < end; c++)
+    memset(columns->scale[c] + tile->num_tokens, 0, (size_t)(end - tile->num_tokens) * sizeof(float));
+  columns->first = column;
+  return columns->scale[0];
 }
 
 /* What a step asks for: its head's share of the tile that follows, in the order of memory. Pieces that are NULL ask
@@ -199,6 +214,13 @@ static int needs_masking(const kvedge_attention *a, int64_t first_row, int64_t r
   return o->window && tile->token <= last - o->window && end > o->sink_tokens;
 }
 
+typedef struct {
+  /* (stack, tile): scores, then probabilities; and what may be read past a tile's last piece */
+  _Alignas(64) float scores[(KVEDGE_STACK + 1) * KVEDGE_TILE];
+  _Alignas(64) float alpha[KVEDGE_STACK];
+  scale_columns key_scales, value_scales; /* of the tile */
+} workspace;
+
 /* ---- Scores ---------------------------------------------------------------------------------- */
 
 /* Which stacked queries of a row block meet which tile. */
@@ -250,18 +272,24 @@ static float largest_scale_seen(const kvedge_attention *a, const encounter *e, i
 static void choose_bytes(const kvedge_attention *a, const encounter *e, size_t query_index, const float *scale,
                          int *bytes) {
   static const float COARSEST = 8e-5f;
+  int plain = 1; /* do two suffice even with the largest scale of the layer? */
+  for (int j = 0; j < e->count; j++) plain &= a->coarseness[query_index + (size_t)j] * a->key_bound <= COARSEST;
+  if (a->query_bytes || plain) {
+    for (int j = 0; j < e->count; j++) bytes[j] = a->query_bytes ? a->query_bytes : 2;
+    return;
+  }
   int alike = !e->masking || (!a->options.mask && !a->options.bias); /* do a row's heads see the same? */
   float largest = 0.0f;
   for (int i = 0, next; i < e->count; i = next) {
     next = i - (e->first + i) % a->heads_per_kv_head + a->heads_per_kv_head;
     if (next > e->count) next = e->count;
     float coarsest = 0.0f;
-    for (int j = i; j < next && !a->query_bytes; j++) {
+    for (int j = i; j < next; j++) {
       if (!alike || (j == i && (i == 0 || e->masking))) largest = largest_scale_seen(a, e, e->first + j, scale);
       float error = a->coarseness[query_index + (size_t)j] * largest;
       coarsest = error > coarsest ? error : coarsest;
     }
-    for (int j = i; j < next; j++) bytes[j] = a->query_bytes ? a->query_bytes : coarsest > COARSEST ? 3 : 2;
+    for (int j = i; j < next; j++) bytes[j] = coarsest > COARSEST ? 3 : 2;
   }
 }
 
@@ -299,7 +327,8 @@ static void piece_scores(const kvedge_attention *a, const encounter *e, size_t q
 }
 
 /* Scores of one tile as they come from the kernels. */
-static void tile_scores(const kvedge_attention *a, const encounter *e, const rows_ahead *ahead, float *scores) {
+static void tile_scores(const kvedge_attention *a, const encounter *e, const rows_ahead *ahead, workspace *w) {
+  float *scores = w->scores;
   const kvedge_cache_view *view = &a->view;
   const tile_of_tokens *tile = e->tile;
   size_t index = kvedge_query_index(a, e->block, e->kv_head) + (size_t)e->first;
@@ -314,10 +343,9 @@ static void tile_scores(const kvedge_attention *a, const encounter *e, const row
     }
     return;
   }
-  _Alignas(64) float scale[SCALES];
   int bytes[KVEDGE_STACK];
   for (int g = 0; g < view->num_groups; g++) {
-    tile_scales(a, tile, e->kv_head, g, 0, scale);
+    const float *scale = tile_scales(a, tile, e->kv_head, g, 0, &w->key_scales);
     if (a->codes) choose_bytes(a, e, index, scale, bytes);
     for (int i = 0; i < (e->blocks ? 1 : tile->num_pieces); i++) {
       const piece *p = &tile->pieces[i];
@@ -329,13 +357,6 @@ static void tile_scores(const kvedge_attention *a, const encounter *e, const row
 
 /* ---- A step: one tile of one KV head -------------------------------------------------------- */
 
-typedef struct {
-  /* (stack, tile): scores, then probabilities; and what may be read past a tile's last piece */
-  _Alignas(64) float scores[(KVEDGE_STACK + 1) * KVEDGE_TILE];
-  _Alignas(64) float alpha[KVEDGE_STACK];
-  _Alignas(64) float v_scale[SCALES];
-} workspace;
-
 /* Adds a tile's values. What was summed before is taken times alpha, once: with the first piece. */
 static void weighted_sum(const kvedge_attention *a, const encounter *e, const rows_ahead *ahead, workspace *w,
                          float *acc) {
@@ -346,10 +367,11 @@ static void weighted_sum(const kvedge_attention *a, const encounter *e, const ro
   for (int g = 0; g < a->num_groups; g++) {
     int start = g * view->group_size;
     int n = view->head_dim - start < view->group_size ? view->head_dim - start : view->group_size;
-    if (view->format == KVEDGE_INT8) tile_scales(a, tile, e->kv_head, g, 1, w->v_scale);
+    const float *v_scale = NULL;
+    if (view->format == KVEDGE_INT8) v_scale = tile_scales(a, tile, e->kv_head, g, 1, &w->value_scales);
     if (e->blocks) {
       a->kernels->weighted_sum_i8_blocks(e->blocks->values, start, view->token_stride, tile->num_tokens, n, e->count,
-                                         a->weight_bytes, w->scores, w->v_scale, w->alpha,
+                                         a->weight_bytes, w->scores, v_scale, w->alpha,
                                          e->next_blocks ? e->next_blocks->values : NULL, acc + start, a->acc_stride);
       continue;
     }
@@ -364,7 +386,7 @@ static void weighted_sum(const kvedge_attention *a, const encounter *e, const ro
                                      a->acc_stride);
       else
         a->kernels->weighted_sum_i8((const int8_t *)values + start, view->token_stride, p->num_tokens, n,
-                                    e->count, a->weight_bytes, w->scores + p->first, w->v_scale + p->first,
+                                    e->count, a->weight_bytes, w->scores + p->first, v_scale + p->first,
                                     alpha, prefetch ? prefetch + start * p->num_tokens : NULL, acc + start, a->acc_stride);
     }
   }
@@ -382,7 +404,7 @@ static void step(const kvedge_attention *a, int64_t block, int kv_head, const ti
     e.count = stack - i < KVEDGE_STACK ? stack - i : KVEDGE_STACK;
     size_t index = kvedge_query_index(a, block, kv_head) + (size_t)i;
     size_t state = (size_t)kv_head * (size_t)a->stack + (size_t)i;
-    tile_scores(a, &e, i == 0 ? ahead : NULL, w->scores);
+    tile_scores(a, &e, i == 0 ? ahead : NULL, w);
     for (int j = 0; j < e.count && (a->real_logits || e.masking); j++) {
       float *row = w->scores + j * KVEDGE_TILE;
       if (a->real_logits) to_logits(a, index + (size_t)j, tile->num_tokens, row);
@@ -476,6 +498,7 @@ void kvedge_attention_run(const kvedge_attention *a, int slice, int slot, const 
     /* With one thread, the next slice is its own: what it reads first is asked for, too. */
     if (a->num_slots == 1 && cursor.next >= cursor.stop) cursor.stop = total;
     tile_of_tokens following = next_tile(a, &cursor);
+    w.key_scales.first = w.value_scales.first = -KVEDGE_SCALE_COLUMNS;
     for (int h = 0; h < view->num_kv_heads; h++) {
       if (view->num_groups > 0) prefetch_scales(view, &following, h);
       if (tile.num_pieces == 1 || view->format == KVEDGE_FLOAT32 || !a->kernels->scores_i8_blocks) {
@@ -498,20 +521,22 @@ void kvedge_attention_run(const kvedge_attention *a, int slice, int slot, const 
 void kvedge_all_logits(const kvedge_attention *a, float *logits) {
   const kvedge_cache_view *view = &a->view;
   tile_cursor cursor = {.visible = {.stop = view->len}, .stop = view->len};
-  float scores[KVEDGE_STACK * KVEDGE_TILE]; /* (stack, tile) */
-  for (tile_of_tokens tile = next_tile(a, &cursor); tile.num_tokens > 0; tile = next_tile(a, &cursor))
+  workspace w;
+  for (tile_of_tokens tile = next_tile(a, &cursor); tile.num_tokens > 0; tile = next_tile(a, &cursor)) {
+    w.key_scales.first = -KVEDGE_SCALE_COLUMNS;
     for (int kv_head = 0; kv_head < view->num_kv_heads; kv_head++) {
       for (int i = 0; i < a->stack; i += KVEDGE_STACK) {
         int count = a->stack - i < KVEDGE_STACK ? a->stack - i : KVEDGE_STACK;
         size_t index = kvedge_query_index(a, 0, kv_head) + (size_t)i;
         encounter e = {.kv_head = kv_head, .first = i, .count = count, .tile = &tile};
-        tile_scores(a, &e, NULL, scores);
+        tile_scores(a, &e, NULL, &w);
         for (int j = 0; j < count; j++) {
-          float *row = scores + j * KVEDGE_TILE;
+          float *row = w.scores + j * KVEDGE_TILE;
           to_logits(a, index + (size_t)j, tile.num_tokens, row);
           int64_t head = (int64_t)kv_head * a->heads_per_kv_head + i + j;
           memcpy(logits + head * view->len + tile.token, row, (size_t)tile.num_tokens * sizeof *row);
         }
       }
     }
+  }
 }
