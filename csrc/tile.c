@@ -271,7 +271,7 @@ static float largest_scale_seen(const kvedge_attention *a, const encounter *e, i
  * get the same, since a kernel call for each kind would unpack the keys again. */
 static void choose_bytes(const kvedge_attention *a, const encounter *e, size_t query_index, const float *scale,
                          int *bytes) {
-  static const float COARSEST = 8e-5f;
+  static const float COARSEST = 1.5e-4f;
   int plain = 1; /* do two suffice even with the largest scale of the layer? */
   for (int j = 0; j < e->count; j++) plain &= a->coarseness[query_index + (size_t)j] * a->key_bound <= COARSEST;
   if (a->query_bytes || plain) {
