@@ -12,7 +12,7 @@ enum {
   MAX_SLICES_OF_A_BLOCK = 32,
   /* One step reads about this many bytes of keys and as many of values, which is also how far ahead
    * of their use the next step's rows are asked for. */
-  STEP_BYTES = 8 << 10,
+  STEP_BYTES = 16 << 10,
   TILE_BYTES = 128 << 10,
 };
 
@@ -111,9 +111,10 @@ size_t kvedge_attention_lay_out(kvedge_attention *a, char *base, int num_slots) 
   take(base, &used, sizeof *a);
   a->segments = take(base, &used, (size_t)a->view.num_segments * sizeof *a->segments);
   int encoded = a->view.format == KVEDGE_INT8 && a->kernels->encode_query != NULL;
-  a->values = take(base, &used, channels * sizeof *a->values);
   a->codes = NULL;
-  if (encoded) {
+  if (!encoded) {
+    a->values = take(base, &used, channels * sizeof *a->values);
+  } else {
     a->coarseness = take(base, &used, queries * sizeof *a->coarseness);
     a->codes = take(base, &used, channels * KVEDGE_CODE_BYTES);
     a->scales = take(base, &used, groups * sizeof *a->scales);

@@ -23,7 +23,7 @@ enum {
   /* Columns that transpose_scales writes at most. */
   KVEDGE_SCALE_COLUMNS = 4,
   /* Bytes that a channel of an encoded query takes. */
-  KVEDGE_CODE_BYTES = 12,
+  KVEDGE_CODE_BYTES = 4,
 };
 
 static inline int kvedge_padded_channels(int dim) {

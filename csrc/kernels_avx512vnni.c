@@ -29,6 +29,7 @@ enum {
   PAIR = 2,             /* blocks that are scored together, and share the loads of the queries */
   SCORE_QUERIES = 4,    /* x 3 bytes x PAIR = 24 of the 32 registers */
   FEW_QUERIES = 8,      /* up to which for every 64 channels keys are transposed by lanes only */
+  FEW_BLOCKS = 32,      /* queries times 64 channels, whose codes are kept spread then */
   FEW_CHANNELS = 512,   /* up to which sums over two bytes of a query fit 32 bits: 512 x 127 x 32767 */
   SUM_REGISTERS = 24,   /* of 32: 4 quarters of the channels, or 2, x bytes of the weights x queries */
   SUM_QUERIES = 4,
@@ -99,9 +100,9 @@ KVEDGE_INLINE void transpose_lanes(const __m512i in[4], __m512i out[4]) {
   out[3] = _mm512_shuffle_i32x4(high_01, high_23, 0xdd);
 }
 
-/* Codes are stored as score_few() multiplies them: for every 64 channels, vectors (4, 3) of which that of
- * c and byte b (0: the high one) has in lane L byte b of channels 16 L + 4 c .. + 3, four times. */
-enum { CODES_OF_64 = 4 * 3 * 64 };
+/* Codes are stored byte by byte: for every 64 channels 64 high bytes, 64 middle ones and 64 low ones. Where 32 or
+ * fewer are left, they are there twice, since two rows then share a register. */
+enum { CODES_OF_64 = 3 * 64 };
 
 static void encode_query_avx512vnni(const float *values, int dim, int8_t *codes, float *scale, int32_t *offsets) {
   __m512 largest_of = _mm512_setzero_ps();
@@ -110,6 +111,7 @@ static void encode_query_avx512vnni(const float *values, int dim, int8_t *codes,
   float largest = _mm512_reduce_max_ps(largest_of);
   float inverse = largest > QUERY_NOTHING ? QUERY_MAX / largest : 0.0f;
   const __m512i carry = _mm512_set1_epi32(0x808080); /* makes unsigned digits of signed ones and back */
+  const __m512i by_byte = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
   __m512i sum = _mm512_setzero_si512();
   for (int d = 0; d < dim; d += 64, codes += CODES_OF_64) {
     __m512i digits[4], lanes[4];
@@ -117,17 +119,14 @@ static void encode_query_avx512vnni(const float *values, int dim, int8_t *codes,
       __m512 scaled = _mm512_mul_ps(_mm512_loadu_ps(values + d + 16 * i), _mm512_set1_ps(inverse));
       digits[i] = split_bytes(_mm512_xor_si512(_mm512_add_epi32(_mm512_cvtps_epi32(scaled), carry), carry));
       sum = _mm512_dpbusd_epi32(sum, _mm512_set1_epi8((char)128), digits[i]);
+      digits[i] = _mm512_permutexvar_epi32(by_byte, digits[i]); /* lane b: byte b of 16 channels */
     }
-    if (dim - d <= 32) { /* two rows share a register then */
+    if (dim - d <= 32) {
       digits[2] = digits[0];
       digits[3] = digits[1];
     }
     transpose_lanes(digits, lanes);
-    for (int c = 0; c < 4; c++) {
-      _mm512_storeu_si512(codes + c * 192, _mm512_shuffle_epi32(lanes[c], 0x00));
-      _mm512_storeu_si512(codes + c * 192 + 64, _mm512_shuffle_epi32(lanes[c], 0x55));
-      _mm512_storeu_si512(codes + c * 192 + 128, _mm512_shuffle_epi32(lanes[c], 0xaa));
-    }
+    for (int b = 0; b < 3; b++) _mm512_storeu_si512(codes + 64 * b, lanes[b]);
   }
   __m256i half = _mm256_add_epi32(_mm512_castsi512_si256(sum), _mm512_extracti64x4_epi64(sum, 1));
   __m128i all = _mm_add_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
@@ -267,7 +266,7 @@ KVEDGE_INLINE void score_blocks(const kvedge_query *q, int first, const int coun
       }
   int num_columns = (q->dim + 3) / 4; /* an odd one out: the next is there, and its codes are 0 */
   for (int j = 0; j < num_columns; j += chains, columns += chains * PAIR) {
-    const int8_t *at = codes + j / 16 * CODES_OF_64 + j % 4 * 192 + j / 4 % 4 * 16;
+    const int8_t *at = codes + j / 16 * CODES_OF_64 + j % 16 * 4;
 #pragma GCC unroll 2
     for (int c = 0; c < chains; c++) {
       __m512i column[PAIR];
@@ -277,7 +276,7 @@ KVEDGE_INLINE void score_blocks(const kvedge_query *q, int first, const int coun
       for (int i = 0; i < count; i++)
 #pragma GCC unroll 3
         for (int b = 0; b < bytes; b++) {
-          __m512i four = four_for_all(at + i * KVEDGE_CODE_BYTES * q->stride + c * 192 + 64 * b);
+          __m512i four = four_for_all(at + i * KVEDGE_CODE_BYTES * q->stride + 4 * c + 64 * b);
 #pragma GCC unroll 2
           for (int k = 0; k < blocks; k++) multiply_add(&sum[i][b][k][c], column[k], four);
         }
@@ -350,6 +349,25 @@ static void score_many(const kvedge_query *q, const int8_t *const *k, ptrdiff_t 
  * which lie in lane L. */
 typedef __m512i few_sums[KVEDGE_STACK][2][4];
 
+/* The codes of few queries as score_64() multiplies them, (queries, channels / 64, 4, bytes): lane L of the vector of
+ * c and byte b has that byte of channels 16 L + 4 c .. + 3, four times. */
+typedef __m512i few_codes[FEW_BLOCKS * 4 * 3];
+
+KVEDGE_INLINE void spread_codes(const kvedge_query *q, const int bytes, __m512i *out) {
+  for (int i = 0; i < q->num_queries; i++) {
+    const int8_t *codes = q->codes + i * KVEDGE_CODE_BYTES * q->stride;
+    for (int d = 0; d < q->dim; d += 64, codes += CODES_OF_64, out += 4 * bytes)
+#pragma GCC unroll 3
+      for (int b = 0; b < bytes; b++) {
+        __m512i all = _mm512_loadu_si512(codes + 64 * b);
+        out[b] = _mm512_shuffle_epi32(all, 0x00);
+        out[bytes + b] = _mm512_shuffle_epi32(all, 0x55);
+        out[2 * bytes + b] = _mm512_shuffle_epi32(all, 0xaa);
+        out[3 * bytes + b] = _mm512_shuffle_epi32(all, 0xff);
+      }
+  }
+}
+
 /* Half of adding lanes: lanes 0 and 1 of the result add up to those of a, 2 and 3 to those of b. */
 KVEDGE_INLINE __m512i add_half_lanes(__m512i a, __m512i b) {
   return _mm512_add_epi32(_mm512_shuffle_i32x4(a, b, 0x44), _mm512_shuffle_i32x4(a, b, 0xee));
@@ -375,8 +393,9 @@ KVEDGE_INLINE void store_scores(const kvedge_query *q, int i, const int bytes, _
 }
 
 /* A block's 64 channels from d on: adds to the sums, and after the last channels makes scores of them. */
-KVEDGE_INLINE void score_64(const kvedge_query *q, const int bytes, const extent how, const key_rows *k, int d,
-                            const float *k_scale, few_sums sums, float *scores, int accumulate) {
+KVEDGE_INLINE void score_64(const kvedge_query *q, const int bytes, const extent how, const __m512i *codes,
+                            const key_rows *k, int d, const float *k_scale, few_sums sums, float *scores,
+                            int accumulate) {
   const int parts = (bytes + 1) / 2, units = is_half(how) ? 2 : 4;
   __m512i column[4][4]; /* of each unit */
 #pragma GCC unroll 4
@@ -385,8 +404,8 @@ KVEDGE_INLINE void score_64(const kvedge_query *q, const int bytes, const extent
     load_keys(k, how, u, d, q->dim, row);
     transpose_in_lanes(row, column[u]);
   }
-  const int8_t *codes = q->codes + d / 64 * CODES_OF_64;
-  for (int i = 0; i < q->num_queries; i++, codes += KVEDGE_CODE_BYTES * q->stride) {
+  codes += d / 64 * 4 * bytes;
+  for (int i = 0; i < q->num_queries; i++, codes += (q->dim + 63) / 64 * 4 * bytes) {
     __m512i sum[3][4]; /* of each byte, of each unit */
 #pragma GCC unroll 3
     for (int b = 0; b < bytes; b++)
@@ -396,7 +415,7 @@ KVEDGE_INLINE void score_64(const kvedge_query *q, const int bytes, const extent
     for (int c = 0; c < 4; c++)
 #pragma GCC unroll 3
       for (int b = 0; b < bytes; b++) {
-        __m512i query = _mm512_load_si512(codes + c * 192 + b * 64);
+        __m512i query = codes[c * bytes + b];
 #pragma GCC unroll 4
         for (int u = 0; u < units; u++) multiply_add(&sum[b][u], column[u][c], query);
       }
@@ -428,12 +447,13 @@ KVEDGE_INLINE void score_64(const kvedge_query *q, const int bytes, const extent
   }
 }
 
-static __attribute__((noinline)) void score_64_of_part(const kvedge_query *q, const key_rows *k, int d,
+static __attribute__((noinline)) void score_64_of_part(const kvedge_query *q, const __m512i *codes,
+                                                       const key_rows *k, int d,
                                                        const float *k_scale, few_sums sums, float *scores,
                                                        int accumulate) {
 #define SCORE_64_OF_PART(bytes)                                                                              \
-  if (q->dim - d <= 32) score_64(q, bytes, HALF_PART, k, d, k_scale, sums, scores, accumulate); \
-  else score_64(q, bytes, PART, k, d, k_scale, sums, scores, accumulate)
+  if (q->dim - d <= 32) score_64(q, bytes, HALF_PART, codes, k, d, k_scale, sums, scores, accumulate); \
+  else score_64(q, bytes, PART, codes, k, d, k_scale, sums, scores, accumulate)
   switch (q->num_bytes) {
     case 3: SCORE_64_OF_PART(3); break;
     case 2: SCORE_64_OF_PART(2); break;
@@ -446,15 +466,17 @@ KVEDGE_INLINE void score_few(const kvedge_query *q, const int bytes, const int8_
                              ptrdiff_t token_stride, int num_tokens, const float *k_scale,
                              const int8_t *const *ahead, float *scores, int accumulate) {
   few_sums sums;
+  few_codes codes;
+  spread_codes(q, bytes, codes);
   for (int t = 0; t < num_tokens; t += BLOCK) {
     key_rows rows = {.rows = k[t / BLOCK] + offset, .ahead = (const char *)ahead[t / BLOCK],
                      .token_stride = token_stride, .num_tokens = num_tokens - t};
     for (int d = 0; d < q->dim; d += 64) {
       int left = q->dim - d;
       if (num_tokens - t < BLOCK || (left > 32 && left < 64))
-        score_64_of_part(q, &rows, d, k_scale + t, sums, scores + t, accumulate);
-      else if (left >= 64) score_64(q, bytes, WHOLE, &rows, d, k_scale + t, sums, scores + t, accumulate);
-      else score_64(q, bytes, HALF, &rows, d, k_scale + t, sums, scores + t, accumulate);
+        score_64_of_part(q, codes, &rows, d, k_scale + t, sums, scores + t, accumulate);
+      else if (left >= 64) score_64(q, bytes, WHOLE, codes, &rows, d, k_scale + t, sums, scores + t, accumulate);
+      else score_64(q, bytes, HALF, codes, &rows, d, k_scale + t, sums, scores + t, accumulate);
     }
   }
 }
@@ -463,7 +485,8 @@ static void scores_i8_blocks_avx512vnni(const kvedge_query *q, const int8_t *con
                                         ptrdiff_t token_stride, int num_tokens, const float *k_scale,
                                         const int8_t *const *prefetch, float *scores, int accumulate) {
   if (!prefetch) prefetch = k; /* rows that are here anyway */
-  if (q->num_queries > FEW_QUERIES * ((q->dim + 63) / 64) || q->dim > FEW_CHANNELS) {
+  int blocks = (q->dim + 63) / 64;
+  if (q->num_queries > FEW_QUERIES * blocks || q->num_queries * blocks > FEW_BLOCKS || q->dim > FEW_CHANNELS) {
     score_many(q, k, offset, token_stride, num_tokens, k_scale, prefetch, scores, accumulate);
     return;
   }

@@ -20,7 +20,8 @@ static void fill_values(kvedge_attention *a, const float *x, float factor, size_
   size_t at = index * (size_t)a->num_groups;
   for (int start = 0; start < view->head_dim; start += group, at++) {
     int n = view->head_dim - start < group ? view->head_dim - start : group;
-    float *values = a->values + at * pad;
+    _Alignas(64) float kept[1024]; /* where codes are made of them */
+    float *values = a->codes ? kept : a->values + at * pad;
     for (int d = 0; d < n; d++) values[d] = x[start + d] * factor;
     memset(values + n, 0, (pad - (size_t)n) * sizeof *values);
     if (a->codes)

@@ -309,8 +309,9 @@ static void piece_scores(const kvedge_attention *a, const encounter *e, size_t q
     while (next < e->count && bytes[next] == bytes[i]) next++;
     size_t at = (query_index + (size_t)i) * (size_t)a->num_groups + (size_t)group;
     q.num_queries = next - i;
-    q.values = a->values + at * pad;
-    if (a->codes) {
+    if (!a->codes) {
+      q.values = a->values + at * pad;
+    } else {
       q.num_bytes = bytes[i];
       q.codes = a->codes + at * pad * KVEDGE_CODE_BYTES;
       q.scale = a->scales + at;

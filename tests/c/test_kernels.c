@@ -143,7 +143,7 @@ static void test_dequantize(void) {
 /* Byte b, the high one first, of number d of a query's codes. Each path orders them for itself. */
 static int digit_at(const int8_t *codes, int b, int d) {
   if (strcmp(kernels->name, "avx512vnni") == 0)
-    return codes[d / 64 * 768 + d / 4 % 4 * 192 + b * 64 + d % 64 / 16 * 16 + d % 4];
+    return codes[d / 64 * 192 + b * 64 + d % 64];
   return codes[d / 4 * 16 + b * 4 + d % 4];
 }
 
