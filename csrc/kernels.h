@@ -61,9 +61,10 @@ typedef struct kvedge_kernels {
   /* out[i] = codes[i] * scale */
   void (*dequantize)(const int8_t *codes, size_t n, float scale, float *out);
 
-  /* Codes, scale and offsets of one query over one group of `dim` channels, as kvedge_query has them: values
-   * padded with zeros, magnitudes up to 2. NULL where scores_i8 multiplies floats. */
-  void (*encode_query)(const float *values, int dim, int8_t *codes, float *scale, int32_t *offsets);
+  /* Codes, scale and offsets of one query over one group of `dim` channels, as kvedge_query has them. Its values
+   * are x[d] * factor; `largest`, their largest magnitude, is at most 2. NULL where scores_i8 multiplies floats. */
+  void (*encode_query)(const float *x, int dim, float factor, float largest, int8_t *codes, float *scale,
+                       int32_t *offsets);
 
   /* out[c * out_stride + t] = row t's scales[c] * factor, for num_tokens rows of which 1 to KVEDGE_SCALE_COLUMNS
    * numbers are read, token_stride bytes apart. */
@@ -109,6 +110,13 @@ typedef struct kvedge_kernels {
   void (*weighted_sum_f32)(const float *v, ptrdiff_t token_stride, int num_tokens, int dim,
                            int num_queries, const float *p, float v_scale, const float *alpha,
                            const void *prefetch, float *acc, ptrdiff_t acc_stride);
+
+  /* to = to * keep + from * add, n numbers that do not overlap. */
+  void (*merge_row)(float *to, float keep, const float *from, float add, int n);
+
+  /* out = row * factor * power, in this order (power, of two, may take the product to where it rounds), or the
+   * nearest float that is neither infinite nor denormal. */
+  void (*scale_row)(const float *row, int n, float factor, float power, float *out);
 
   /* Reads n bytes (a multiple of 512, 64-byte aligned) with the widest loads: the yardstick of
    * `kvedge info` and of the benchmarks. The result only keeps the loads alive. */

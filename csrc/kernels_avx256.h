@@ -144,6 +144,8 @@ static uint64_t KVEDGE_NAME(read_bytes)(const void *p, size_t n) {
       .dequantize = dequantize_portable,              \
       .encode_query = KVEDGE_ENCODE_QUERY,            \
       .transpose_scales = transpose_scales_portable,  \
+      .merge_row = merge_row_portable,                \
+      .scale_row = scale_row_portable,                \
       .scores_i8 = KVEDGE_NAME(scores_i8),            \
       .scores_f32 = scores_f32_portable,              \
       .softmax = KVEDGE_NAME(softmax),                \

@@ -104,20 +104,20 @@ KVEDGE_INLINE void transpose_lanes(const __m512i in[4], __m512i out[4]) {
  * fewer are left, they are there twice, since two rows then share a register. */
 enum { CODES_OF_64 = 3 * 64 };
 
-static void encode_query_avx512vnni(const float *values, int dim, int8_t *codes, float *scale, int32_t *offsets) {
-  __m512 largest_of = _mm512_setzero_ps();
-  for (int d = 0; d < dim; d += 16)
-    largest_of = _mm512_max_ps(largest_of, _mm512_abs_ps(_mm512_loadu_ps(values + d)));
-  float largest = _mm512_reduce_max_ps(largest_of);
+static void encode_query_avx512vnni(const float *x, int dim, float factor, float largest, int8_t *codes, float *scale,
+                                    int32_t *offsets) {
   float inverse = largest > QUERY_NOTHING ? QUERY_MAX / largest : 0.0f;
   const __m512i carry = _mm512_set1_epi32(0x808080); /* makes unsigned digits of signed ones and back */
   const __m512i by_byte = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
   __m512i sum = _mm512_setzero_si512();
   for (int d = 0; d < dim; d += 64, codes += CODES_OF_64) {
     __m512i digits[4], lanes[4];
+    __mmask64 valid = first_bytes(dim - d);
+#pragma GCC unroll 4
     for (int i = 0; i < 4; i++) {
-      __m512 scaled = _mm512_mul_ps(_mm512_loadu_ps(values + d + 16 * i), _mm512_set1_ps(inverse));
-      digits[i] = split_bytes(_mm512_xor_si512(_mm512_add_epi32(_mm512_cvtps_epi32(scaled), carry), carry));
+      __m512 values = _mm512_mul_ps(_mm512_maskz_loadu_ps((__mmask16)(valid >> 16 * i), x + d + 16 * i), _mm512_set1_ps(factor));
+      __m512i code = _mm512_cvtps_epi32(_mm512_mul_ps(values, _mm512_set1_ps(inverse)));
+      digits[i] = split_bytes(_mm512_xor_si512(_mm512_add_epi32(code, carry), carry));
       sum = _mm512_dpbusd_epi32(sum, _mm512_set1_epi8((char)128), digits[i]);
       digits[i] = _mm512_permutexvar_epi32(by_byte, digits[i]); /* lane b: byte b of 16 channels */
     }
@@ -858,6 +858,8 @@ const kvedge_kernels kvedge_kernels_avx512vnni = {
     .dequantize = dequantize_portable,
     .encode_query = encode_query_avx512vnni,
     .transpose_scales = transpose_scales_avx512vnni,
+    .merge_row = merge_row_portable,
+    .scale_row = scale_row_portable,
     .scores_i8 = scores_i8_avx512vnni,
     .scores_f32 = scores_f32_portable,
     .softmax = softmax_avx512vnni,

@@ -44,14 +44,14 @@ KVEDGE_INLINE __m256i split_bytes(__m256i codes) {
   return _mm256_shuffle_epi8(codes, _mm256_broadcastsi128_si256(order));
 }
 
-static void encode_query_avxvnni(const float *values, int dim, int8_t *codes, float *scale, int32_t *offsets) {
-  int n = kvedge_padded_channels(dim);
-  float largest = bits_to_float(abs_max_bits_avxvnni(values, (size_t)n));
+static void encode_query_avxvnni(const float *x, int dim, float factor, float largest, int8_t *codes, float *scale,
+                                 int32_t *offsets) {
   float inverse = largest > QUERY_NOTHING ? QUERY_MAX / largest : 0.0f;
   const __m256i carry = _mm256_set1_epi32(0x808080); /* makes unsigned digits of signed ones and back */
   __m256i sum = _mm256_setzero_si256();
-  for (int d = 0; d < n; d += 8) {
-    __m256i code = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(values + d), _mm256_set1_ps(inverse)));
+  for (int d = 0; d < kvedge_padded_channels(dim); d += 8) {
+    __m256 values = _mm256_mul_ps(_mm256_maskload_ps(x + (d < dim ? d : 0), first_lanes(dim - d)), _mm256_set1_ps(factor));
+    __m256i code = _mm256_cvtps_epi32(_mm256_mul_ps(values, _mm256_set1_ps(inverse)));
     __m256i digits = split_bytes(_mm256_xor_si256(_mm256_add_epi32(code, carry), carry));
     _mm256_storeu_si256((__m256i *)(codes + 4 * d), digits);
     multiply_add(&sum, _mm256_set1_epi8((char)128), digits);

@@ -74,13 +74,15 @@ KVEDGE_INLINE void dot_digits(int32x4_t sum[3], int8x16_t codes, int8x16_t digit
 
 /* ---- scores ---- */
 
-static void encode_query_neondot(const float *values, int dim, int8_t *codes, float *scale, int32_t *offsets) {
-  int n = kvedge_padded_channels(dim);
-  float32x4_t largest_of = vdupq_n_f32(0.0f);
-  for (int d = 0; d < n; d += 4) largest_of = vmaxq_f32(largest_of, vabsq_f32(vld1q_f32(values + d)));
-  float largest = max_across(largest_of), factor = divide_or_0(LARGEST_CODE, largest, largest);
-  for (int d = 0; d < n; d += 4)
-    vst1q_s8(codes + 4 * d, split_digits(round_to_i32(vmulq_n_f32(vld1q_f32(values + d), factor))));
+static void encode_query_neondot(const float *x, int dim, float factor, float largest, int8_t *codes, float *scale,
+                                 int32_t *offsets) {
+  float inverse = divide_or_0(LARGEST_CODE, largest, largest);
+  for (int d = 0; d < kvedge_padded_channels(dim); d += 4) {
+    float four[4] = {0}; /* the last ones of a row */
+    for (int i = 0; i < dim - d && i < 4; i++) four[i] = x[d + i];
+    float32x4_t values = vmulq_n_f32(dim - d >= 4 ? vld1q_f32(x + d) : vld1q_f32(four), factor);
+    vst1q_s8(codes + 4 * d, split_digits(round_to_i32(vmulq_n_f32(values, inverse))));
+  }
   *scale = divide_or_0(largest, LARGEST_CODE, largest);
   vst1q_s32(offsets, vdupq_n_s32(0)); /* keys are signed here */
 }

@@ -7,32 +7,13 @@
 /* total += part, both as (maximum, sum, accumulator) of n queries. */
 static void merge(const kvedge_attention *a, size_t query, size_t state, kvedge_partial *total,
                   const kvedge_partial *part) {
-  float factor = a->softmax_factor[query];
-  float max = fmaxf(total->max[state], part->max[state]);
-  float keep = exp2f((total->max[state] - max) * factor), add = exp2f((part->max[state] - max) * factor);
-  total->max[state] = max;
+  float risen = part->max[state] - total->max[state], keep = 1.0f, add = 1.0f;
+  if (risen > 0.0f) keep = exp2f(-risen * a->softmax_factor[query]);
+  else add = exp2f(risen * a->softmax_factor[query]);
+  total->max[state] = risen > 0.0f ? part->max[state] : total->max[state];
   total->sum[state] = total->sum[state] * keep + part->sum[state] * add;
-  float *to = total->acc + state * (size_t)a->acc_stride;
-  const float *from = part->acc + state * (size_t)a->acc_stride;
-  for (int d = 0; d < a->view.head_dim; d++) to[d] = to[d] * keep + from[d] * add;
-}
-
-/* x, or the nearest float that is neither infinite nor denormal. By its bits, which every compiler makes
- * vector code of; comparing floats would need leave to ignore traps. */
-static inline float bounded(float x) {
-  enum { SMALLEST = 0x00800000, LARGEST = 0x7f7fffff };
-  int32_t bits;
-  memcpy(&bits, &x, sizeof bits);
-  int32_t magnitude = bits & 0x7fffffff;
-  int32_t kept = magnitude > LARGEST ? LARGEST : magnitude;
-  int32_t result = magnitude < SMALLEST ? 0 : (bits ^ magnitude) | kept;
-  memcpy(&x, &result, sizeof x);
-  return x;
-}
-
-/* out = acc * factor * power, in this order: power, of two, may take the product to where it rounds. */
-static void scale_row(const float *restrict acc, int n, float factor, float power, float *restrict out) {
-  for (int d = 0; d < n; d++) out[d] = bounded(acc[d] * factor * power);
+  a->kernels->merge_row(total->acc + state * (size_t)a->acc_stride, keep, part->acc + state * (size_t)a->acc_stride, add,
+                        a->view.head_dim);
 }
 
 /* The logarithm of one query's softmax denominator, without learned sinks; -INFINITY: it saw nothing. */
@@ -51,6 +32,13 @@ static double join_sink(double sink, double *log_sum) {
   return share;
 }
 
+/* As a float: -INFINITY stays, else finite and not denormal. */
+static float bounded_logarithm(double x) {
+  if (x == -INFINITY) return -INFINITY;
+  if (fabs(x) < FLT_MIN) return 0.0f;
+  return x > FLT_MAX ? FLT_MAX : x < -FLT_MAX ? -FLT_MAX : (float)x;
+}
+
 /* One query's output and the logarithm of its softmax denominator. */
 static void finish(const kvedge_attention *a, size_t query, size_t state, int head,
                    const kvedge_partial *total, float *out, float *lse) {
@@ -58,10 +46,11 @@ static void finish(const kvedge_attention *a, size_t query, size_t state, int he
   if (lse || a->options.sink_logits) {
     double log_sum = log_denominator(a, query, total->max[state], sum);
     if (a->options.sink_logits) keep = join_sink(a->options.sink_logits[head], &log_sum);
-    if (lse) *lse = log_sum == -INFINITY ? -INFINITY : bounded((float)log_sum);
+    if (lse) *lse = bounded_logarithm(log_sum);
   }
   float factor = sum > 0.0 ? (float)(keep / sum) : 0.0f;
-  scale_row(total->acc + state * (size_t)a->acc_stride, a->view.head_dim, factor, 1.0f / a->value_factor, out);
+  a->kernels->scale_row(total->acc + state * (size_t)a->acc_stride, a->view.head_dim, factor, 1.0f / a->value_factor,
+                        out);
 }
 
 void kvedge_attention_collect(kvedge_attention *a, int slice, int slot) {

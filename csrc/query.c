@@ -12,20 +12,27 @@ static double dot(const float *a, const float *b, int n) {
   return sum;
 }
 
-/* Values of one query, group by group and padded with zeros, and their codes. */
-static void fill_values(kvedge_attention *a, const float *x, float factor, size_t index) {
+static float largest_magnitude(const kvedge_attention *a, const float *x, int n) {
+  return kvedge_float_of_bits(a->kernels->abs_max_bits(x, (size_t)n));
+}
+
+/* One query times factor, group by group: as codes, or as floats padded with zeros. `largest` is of all of x. */
+static void fill(kvedge_attention *a, const float *x, float factor, float largest, size_t index) {
   const kvedge_cache_view *view = &a->view;
   int group = view->format == KVEDGE_INT8 ? view->group_size : view->head_dim;
   size_t pad = (size_t)a->group_pad;
   size_t at = index * (size_t)a->num_groups;
   for (int start = 0; start < view->head_dim; start += group, at++) {
     int n = view->head_dim - start < group ? view->head_dim - start : group;
-    _Alignas(64) float kept[1024]; /* where codes are made of them */
-    float *values = a->codes ? kept : a->values + at * pad;
+    if (a->codes) {
+      float of_group = a->num_groups == 1 ? largest : largest_magnitude(a, x + start, n);
+      a->kernels->encode_query(x + start, n, factor, of_group * fabsf(factor), a->codes + at * pad * KVEDGE_CODE_BYTES,
+                               a->scales + at, a->offsets + at * 4);
+      continue;
+    }
+    float *values = a->values + at * pad;
     for (int d = 0; d < n; d++) values[d] = x[start + d] * factor;
     memset(values + n, 0, (pad - (size_t)n) * sizeof *values);
-    if (a->codes)
-      a->kernels->encode_query(values, n, a->codes + at * pad * KVEDGE_CODE_BYTES, a->scales + at, a->offsets + at * 4);
   }
 }
 
@@ -54,8 +61,9 @@ static void prepare_row(kvedge_attention *a, const float *x, int kv_head, size_t
   const kvedge_cache_view *view = &a->view;
   const float scale = a->options.scale;
   int dim = view->head_dim;
-  double unit = power_below(kvedge_float_of_bits(a->kernels->abs_max_bits(x, (size_t)dim)));
-  fill_values(a, x, (float)(scale < 0.0f ? -1.0 / unit : 1.0 / unit), index);
+  float largest = largest_magnitude(a, x, dim);
+  double unit = power_below(largest);
+  fill(a, x, (float)(scale < 0.0f ? -1.0 / unit : 1.0 / unit), largest, index);
   double factor = fabs((double)scale) * unit / a->key_factor;
   double constant = view->key_offset ? scale * dot(x, view->key_offset + (ptrdiff_t)kv_head * dim, dim) : 0.0;
   a->logit_factor[index] = factor;

@@ -166,7 +166,7 @@ static void test_encode_query(void) {
         values[d] = d >= dim ? 0.0f : extreme ? (d % 3 - 1) * sizes[s / 2] : random_signed(sizes[s / 2]);
         largest = fmaxf(fabsf(values[d]), largest);
       }
-      kernels->encode_query(values, dim, codes, &scale, offsets);
+      kernels->encode_query(values, dim, 1.0f, largest, codes, &scale, offsets);
       /* Where a group is nothing beside the rest of its row, which reaches 1, all of it may be 0. */
       double allowed = largest < 0x1p-90f ? largest : largest * 1.8e-7;
       if (!(scale >= 0.0f && isfinite(scale))) fail("dim=%d: scale %g", dim, scale);
@@ -229,9 +229,12 @@ static query_rows new_query(shape at, int extreme) {
     float size = random_below(4) ? 2.0f : 1e-3f; /* one group of a row may be small beside another */
     for (int d = 0; d < at.dim; d++)
       values[i * stride + d] = extreme ? (i % 2 ? 1.999f : -1.999f) : random_signed(size);
-    if (kernels->encode_query)
-      kernels->encode_query(values + i * stride, at.dim, codes + KVEDGE_CODE_BYTES * i * stride, scale + i * scale_stride,
-                            offsets + 4 * i * scale_stride);
+    if (kernels->encode_query) {
+      float largest = 0.0f;
+      for (int d = 0; d < at.dim; d++) largest = fmaxf(fabsf(values[i * stride + d]), largest);
+      kernels->encode_query(values + i * stride, at.dim, 1.0f, largest, codes + KVEDGE_CODE_BYTES * i * stride,
+                            scale + i * scale_stride, offsets + 4 * i * scale_stride);
+    }
   }
   rows.query = (kvedge_query){.num_queries = at.num_queries, .dim = at.dim, .num_bytes = 2 + random_below(2),
                               .stride = stride, .values = values,
