@@ -23,7 +23,7 @@ enum {
   /* Columns that transpose_scales writes at most. */
   KVEDGE_SCALE_COLUMNS = 4,
   /* Bytes that a channel of an encoded query takes. */
-  KVEDGE_CODE_BYTES = 4,
+  KVEDGE_CODE_BYTES = 6,
 };
 
 static inline int kvedge_padded_channels(int dim) {
@@ -74,8 +74,8 @@ typedef struct kvedge_kernels {
   /* Scores of a tile: for query i < num_queries and token t < num_tokens
    *   scores[i * KVEDGE_TILE + t] (+)= k_scale[t] * sum_d value[i][d] * k[t][d]
    * adding when `accumulate` is not 0. Scores of a last block's tokens that are not there are undefined. k rows lie token_stride bytes apart; k_scale has KVEDGE_TILE
-   * readable floats. `prefetch`, if not NULL, is where a later tile's rows start, token_stride apart
-   * likewise: each of its num_tokens rows is asked for while this one is worked on. Never read from. */
+   * readable floats. `prefetch`, if not NULL, is where num_tokens * dim bytes (or floats) lie together that a later tile
+   * reads: they are asked for while this one is worked on. Never read from. */
   void (*scores_i8)(const kvedge_query *q, const int8_t *k, ptrdiff_t token_stride, int num_tokens,
                     const float *k_scale, const void *prefetch, float *scores, int accumulate);
   void (*scores_f32)(const kvedge_query *q, const float *k, ptrdiff_t token_stride, int num_tokens,
@@ -96,9 +96,9 @@ typedef struct kvedge_kernels {
   void (*weighted_sum_i8)(const int8_t *v, ptrdiff_t token_stride, int num_tokens, int dim,
                           int num_queries, int num_bytes, const float *p, const float *v_scale,
                           const float *alpha, const void *prefetch, float *acc, ptrdiff_t acc_stride);
-  /* Both for rows that lie together in blocks of KVEDGE_BLOCK only: k[b] + offset (v, prefetch likewise)
-   * is where tokens KVEDGE_BLOCK * b and following start. NULL where a path has them not; then such rows
-   * are worked on block by block, which costs it up to half as much again. */
+  /* Both for rows that lie together in blocks of KVEDGE_BLOCK only: k[b] + offset (v likewise) is where tokens
+   * KVEDGE_BLOCK * b and following start, and prefetch[b] where KVEDGE_BLOCK * dim bytes are asked for. NULL where a
+   * path has them not; then such rows are worked on block by block, which costs it up to half as much again. */
   void (*scores_i8_blocks)(const kvedge_query *q, const int8_t *const *k, ptrdiff_t offset,
                            ptrdiff_t token_stride, int num_tokens, const float *k_scale,
                            const int8_t *const *prefetch, float *scores, int accumulate);

@@ -1,13 +1,19 @@
 /* AVX2 with FMA: x86 laptops since Haswell and Zen.
  *
  *   instruction                what for                    Haswell/Skylake     Zen 2
- *   vfmadd231ps ymm            the products                4-5 cycles, p01     5, FP01
+ *   vpmaddwd ymm               the products with keys      5 cycles, p01       3, FP0
+ *   vpmovsxbw ymm, m128        s8 to s16                   3, p5               3, FP12
+ *   vfmadd231ps ymm            the products with values    4-5, p01            5, FP01
  *   vpmovsxbd ymm, m64         s8 to s32                   3, p5               3, FP12
  *   vcvtdq2ps ymm              s32 to float                4, p01              3, FP3
  *
- * There is no 8-bit product here that keeps more than 8 bits of the query (vpmaddubsw saturates),
- * and 16-bit ones would need two for what one float FMA gives. So codes become floats (2 instructions
- * per 8, once for all stacked queries), and each query then costs 8 instructions per 64-byte line.
+ * Keys. There is no 8-bit product here that keeps more than 8 bits of the query (vpmaddubsw saturates). So
+ * keys become 16-bit numbers, and so do queries: two bytes of a query's code cost a product and an addition
+ * for 16 channels, which is what float FMAs cost, but the keys take 1 instruction to widen and not 4. Where
+ * two bytes do not suffice, keys and queries are multiplied as floats.
+ *
+ * Values are summed as floats, since weights need all their bits: codes become floats once for all stacked
+ * queries (2 instructions per 8), and each query then costs 8 FMAs per 64-byte line.
  */
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -20,16 +26,82 @@ KVEDGE_TARGET_BEGIN("avx2,fma")
 #include "kernels_avx256.h"
 
 enum {
-  SCORES = 8,      /* made at a time: 8 tokens of 1 query, 4 of 2, 2 of 4; an accumulator each */
+  SCORES = 8,      /* made at a time: 8 tokens of 1 query, 4 of 2, 2 of 4; a register of sums each */
   SUM_QUERIES = 4, /* x 2 accumulators of 8 channels */
+  MOST_CHANNELS = 512, /* whose products with 16 bits have room in 32: 512 x 127 x 32767 */
 };
 
-KVEDGE_INLINE __m256 floats_of(__m128i codes) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(codes)); }
+/* Codes are kept for every 16 channels as 16 numbers of 16 bits, the high ones of a code, and 16 floats of the same
+ * unit, which take the place of all three bytes. */
+enum { CODES_OF_16 = KVEDGE_CODE_BYTES * 16, FLOATS_AT = 32 };
 
-/* 8 codes of which the first n are read, as floats; the others 0. */
-KVEDGE_INLINE __m256 load_codes(const int8_t *codes, int n) {
-  return floats_of(n >= 8 ? _mm_loadl_epi64((const __m128i *)codes) : load_up_to_16(codes, n));
+static void encode_query_avx2(const float *x, int dim, float factor, float largest, int8_t *codes, float *scale,
+                              int32_t *offsets) {
+  float inverse = largest > QUERY_NOTHING ? QUERY_MAX / largest : 0.0f;
+  for (int d = 0; d < kvedge_padded_channels(dim); d += 16, codes += CODES_OF_16) {
+    __m256i high[2];
+    for (int i = 0; i < 2; i++) {
+      int at = d + 8 * i;
+      __m256 values = _mm256_maskload_ps(x + (at < dim ? at : 0), first_lanes(dim - at));
+      __m256 scaled = _mm256_mul_ps(_mm256_mul_ps(values, _mm256_set1_ps(factor)), _mm256_set1_ps(inverse));
+      high[i] = _mm256_cvtps_epi32(_mm256_mul_ps(scaled, _mm256_set1_ps(0x1p-8f)));
+      _mm256_storeu_ps((float *)(codes + FLOATS_AT) + 8 * i, scaled);
+    }
+    __m256i packed = _mm256_packs_epi32(high[0], high[1]);
+    _mm256_storeu_si256((__m256i *)codes, _mm256_permute4x64_epi64(packed, 0xd8)); /* undoes the pack's lanes */
+  }
+  _mm_storeu_si128((__m128i *)offsets, _mm_setzero_si128()); /* keys are signed here */
+  *scale = inverse > 0.0f ? largest / QUERY_MAX : 0.0f;
 }
+
+/* Sums of eight registers, side by side, as floats. */
+KVEDGE_INLINE __m256 reduce_add_8_i32(const __m256i x[SCORES]) {
+  __m256i first = _mm256_hadd_epi32(_mm256_hadd_epi32(x[0], x[1]), _mm256_hadd_epi32(x[2], x[3]));
+  __m256i second = _mm256_hadd_epi32(_mm256_hadd_epi32(x[4], x[5]), _mm256_hadd_epi32(x[6], x[7]));
+  return _mm256_cvtepi32_ps(_mm256_add_epi32(_mm256_permute2x128_si256(first, second, 0x20),
+                                             _mm256_permute2x128_si256(first, second, 0x31)));
+}
+
+/* sum += products of 16 channels of rows from `channel` on, of which n are there. (Constants where this is inlined:
+ * count, and whether n is 16.) */
+KVEDGE_INLINE void dot_16(const int8_t *codes, ptrdiff_t stride, const int count, const int8_t *const *row, int channel,
+                          int n, __m256i sum[SCORES]) {
+  const int rows = SCORES / count;
+  __m256i query[4];
+#pragma GCC unroll 4
+  for (int i = 0; i < count; i++) query[i] = _mm256_loadu_si256((const __m256i *)(codes + i * stride + KVEDGE_CODE_BYTES * channel));
+#pragma GCC unroll 8
+  for (int t = 0; t < rows; t++) {
+    __m256i key = _mm256_cvtepi8_epi16(load_up_to_16(row[t] + channel, n));
+#pragma GCC unroll 4
+    for (int i = 0; i < count; i++)
+      sum[i * rows + t] = _mm256_add_epi32(sum[i * rows + t], _mm256_madd_epi16(key, query[i]));
+  }
+}
+
+/* Dot products of SCORES / count rows with the codes of `count` queries, 1, 2 or 4, of which the numbers at `codes` are
+ * taken: (count, rows). Up to MOST_CHANNELS. */
+KVEDGE_INLINE __m256 dot_rows(const int8_t *codes, ptrdiff_t stride, const int count, const int8_t *const *from,
+                              int dim) {
+  __m256i sum[SCORES];
+  const int8_t *row[SCORES];
+#pragma GCC unroll 8
+  for (int i = 0; i < SCORES; i++) sum[i] = _mm256_setzero_si256();
+#pragma GCC unroll 8
+  for (int t = 0; t < SCORES / count; t++) row[t] = from[t];
+  int left = dim;
+  for (; left >= 64; left -= 64, codes += KVEDGE_CODE_BYTES * 64) {
+#pragma GCC unroll 4
+    for (int d = 0; d < 64; d += 16) dot_16(codes, stride, count, row, d, 16, sum);
+#pragma GCC unroll 8
+    for (int t = 0; t < SCORES / count; t++) row[t] += 64;
+  }
+  for (int d = 0; d < left; d += 16) /* codes are zero past the last channel */
+    dot_16(codes, stride, count, row, d, left - d < 16 ? left - d : 16, sum);
+  return reduce_add_8_i32(sum);
+}
+
+KVEDGE_INLINE __m256 floats_of(__m128i codes) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(codes)); }
 
 /* Sums of eight registers, side by side. */
 KVEDGE_INLINE __m256 reduce_add_8(const __m256 x[SCORES]) {
@@ -38,68 +110,81 @@ KVEDGE_INLINE __m256 reduce_add_8(const __m256 x[SCORES]) {
   return _mm256_add_ps(_mm256_permute2f128_ps(first, second, 0x20), _mm256_permute2f128_ps(first, second, 0x31));
 }
 
-/* Scores of SCORES / count tokens, of which num_tokens are there, for `count` queries: 1, 2 or 4 (a
- * constant where this is inlined). */
-KVEDGE_INLINE void score_block(const kvedge_query *q, int first, const int count, const int8_t *k,
-                               ptrdiff_t token_stride, int num_tokens, const float *k_scale,
-                               float *scores, int accumulate) {
-  const int tokens = SCORES / count;
-  const float *values = q->values + first * q->stride;
-  const int8_t *row[SCORES];
-  __m256 sum[SCORES]; /* (count, tokens) */
-#pragma GCC unroll 8
-  for (int t = 0; t < tokens; t++) row[t] = k + (t < num_tokens ? t : num_tokens - 1) * token_stride;
+/* dot_rows() with the queries' floats, of any number of channels. */
+KVEDGE_INLINE __m256 dot_rows_of_floats(const int8_t *codes, ptrdiff_t stride, const int count, const int8_t *const *row,
+                                        int dim) {
+  const int rows = SCORES / count;
+  __m256 sum[SCORES];
 #pragma GCC unroll 8
   for (int i = 0; i < SCORES; i++) sum[i] = _mm256_setzero_ps();
-  for (int d = 0; d < q->dim; d += 8) { /* values are zero past the last channel */
+  for (int d = 0; d < dim; d += 8) {
+    const int8_t *at = codes + d / 16 * CODES_OF_16 + FLOATS_AT + d % 16 * 4;
     __m256 query[4];
 #pragma GCC unroll 4
-    for (int i = 0; i < count; i++) query[i] = _mm256_loadu_ps(values + i * q->stride + d);
+    for (int i = 0; i < count; i++) query[i] = _mm256_loadu_ps((const float *)(at + i * stride));
 #pragma GCC unroll 8
-    for (int t = 0; t < tokens; t++) {
-      __m256 key = load_codes(row[t] + d, q->dim - d);
+    for (int t = 0; t < rows; t++) {
+      int left = dim - d;
+      __m256 key = floats_of(left >= 8 ? _mm_loadl_epi64((const __m128i *)(row[t] + d)) : load_up_to_16(row[t] + d, left));
 #pragma GCC unroll 4
-      for (int i = 0; i < count; i++) sum[i * tokens + t] = _mm256_fmadd_ps(key, query[i], sum[i * tokens + t]);
+      for (int i = 0; i < count; i++) sum[i * rows + t] = _mm256_fmadd_ps(key, query[i], sum[i * rows + t]);
     }
   }
-  float made[SCORES]; /* (count, tokens) */
-  _mm256_storeu_ps(made, reduce_add_8(sum));
-  scores += first * KVEDGE_TILE;
-  if (num_tokens == tokens && !accumulate) {
-#pragma GCC unroll 8
-    for (int i = 0; i < SCORES; i++) scores[i / tokens * KVEDGE_TILE + i % tokens] = made[i] * k_scale[i % tokens];
-    return;
-  }
-  for (int i = 0; i < count; i++)
-    for (int t = 0; t < num_tokens; t++) {
-      float *out = scores + i * KVEDGE_TILE + t, score = made[i * tokens + t] * k_scale[t];
-      *out = accumulate ? *out + score : score;
-    }
+  return reduce_add_8(sum);
 }
 
-KVEDGE_INLINE void score_queries(const kvedge_query *q, int first, const int count, const int8_t *k,
-                                 ptrdiff_t token_stride, int num_tokens, const float *k_scale,
+/* Scores of all tokens for `count` queries: 1, 2 or 4 (a constant where this is inlined). */
+KVEDGE_INLINE void score_queries(const kvedge_query *q, const int of_floats, int first, const int count, const int8_t *k,
+                                 ptrdiff_t token_stride, int num_tokens, const float *k_scale, const char *ahead,
                                  float *scores, int accumulate) {
   const int tokens = SCORES / count;
+  const ptrdiff_t stride = KVEDGE_CODE_BYTES * q->stride;
+  const int8_t *codes = q->codes + first * stride;
+  float unit[SCORES]; /* (count, tokens) */
+  for (int i = 0; i < SCORES; i++)
+    unit[i] = q->scale[(first + i / tokens) * q->scale_stride] * (of_floats ? 1.0f : 256.0f);
+  const __m256 units = _mm256_loadu_ps(unit);
+  scores += first * KVEDGE_TILE;
   for (int t = 0; t < num_tokens; t += tokens) {
-    int left = num_tokens - t < tokens ? num_tokens - t : tokens;
-    score_block(q, first, count, k + t * token_stride, token_stride, left, k_scale + t, scores + t, accumulate);
+    int left = num_tokens - t;
+    if (ahead && first == 0) prefetch_bytes(ahead + t * q->dim, tokens * q->dim);
+    const int8_t *row[SCORES];
+#pragma GCC unroll 8
+    for (int j = 0; j < tokens; j++) row[j] = k + (j < left ? t + j : num_tokens - 1) * token_stride;
+    __m256 dot = of_floats ? dot_rows_of_floats(codes, stride, count, row, q->dim)
+                           : dot_rows(codes, stride, count, row, q->dim);
+    float made[SCORES]; /* (count, tokens) */
+    _mm256_storeu_ps(made, _mm256_mul_ps(dot, units));
+    if (left >= tokens && !accumulate) {
+#pragma GCC unroll 8
+      for (int i = 0; i < SCORES; i++) scores[i / tokens * KVEDGE_TILE + t + i % tokens] = made[i] * k_scale[t + i % tokens];
+      continue;
+    }
+    for (int i = 0; i < count; i++)
+      for (int j = 0; j < tokens && j < left; j++) {
+        float *out = scores + i * KVEDGE_TILE + t + j, score = made[i * tokens + j] * k_scale[t + j];
+        *out = accumulate ? *out + score : score;
+      }
   }
 }
 
 static void scores_i8_avx2(const kvedge_query *q, const int8_t *k, ptrdiff_t token_stride,
                            int num_tokens, const float *k_scale, const void *prefetch, float *scores,
                            int accumulate) {
-  for (int t = 0; prefetch && t < num_tokens; t++)
-    for (int d = 0; d < q->dim; d += 64)
-      _mm_prefetch((const char *)prefetch + t * token_stride + d, _MM_HINT_T0);
-  int n = q->num_queries, i = 0;
-  for (; i + 4 <= n; i += 4) score_queries(q, i, 4, k, token_stride, num_tokens, k_scale, scores, accumulate);
-  for (; i + 2 <= n; i += 2) score_queries(q, i, 2, k, token_stride, num_tokens, k_scale, scores, accumulate);
-  if (i < n) score_queries(q, i, 1, k, token_stride, num_tokens, k_scale, scores, accumulate);
+#define SCORE_QUERIES(of_floats)                                                                                        \
+  {                                                                                                                     \
+    int n = q->num_queries, i = 0;                                                                                      \
+    for (; i + 4 <= n; i += 4) score_queries(q, of_floats, i, 4, k, token_stride, num_tokens, k_scale, prefetch, scores, accumulate); \
+    for (; i + 2 <= n; i += 2) score_queries(q, of_floats, i, 2, k, token_stride, num_tokens, k_scale, prefetch, scores, accumulate); \
+    if (i < n) score_queries(q, of_floats, i, 1, k, token_stride, num_tokens, k_scale, prefetch, scores, accumulate);             \
+  }
+  if (q->num_bytes == 3 || q->dim > MOST_CHANNELS) SCORE_QUERIES(1)
+  else SCORE_QUERIES(0)
+#undef SCORE_QUERIES
 }
 
-/* Adds a tile's values to up to 16 channels of `count` queries (a constant where this is inlined). */
+/* Adds a tile's values to up to 16 channels of `count` queries. (Constants where this is inlined: count, and whether
+ * it is 16 channels.) */
 KVEDGE_INLINE void weighted_sum_block(const int8_t *v, ptrdiff_t token_stride, int num_tokens,
                                       int channels, const int count, const float *weights,
                                       const float *alpha, const char *prefetch, float *acc,
@@ -107,13 +192,20 @@ KVEDGE_INLINE void weighted_sum_block(const int8_t *v, ptrdiff_t token_stride, i
   __m256 sum[SUM_QUERIES][2];
 #pragma GCC unroll 4
   for (int i = 0; i < count; i++) sum[i][0] = sum[i][1] = _mm256_setzero_ps();
-  for (int t = 0; t < num_tokens; t++) {
-    if (prefetch) _mm_prefetch(prefetch + t * token_stride, _MM_HINT_T0);
-    __m128i row = load_up_to_16(v + t * token_stride, channels);
-    __m256 low = floats_of(row), high = floats_of(_mm_unpackhi_epi64(row, row));
+  for (int t = 0; t < num_tokens; t++, v += token_stride, weights++, prefetch += 64) {
+    _mm_prefetch(prefetch, _MM_HINT_T1);
+    __m256 low, high;
+    if (channels == 16) {
+      low = floats_of(_mm_loadl_epi64((const __m128i *)v));
+      high = floats_of(_mm_loadl_epi64((const __m128i *)(v + 8)));
+    } else {
+      __m128i row = load_up_to_16(v, channels);
+      low = floats_of(row);
+      high = floats_of(_mm_unpackhi_epi64(row, row));
+    }
 #pragma GCC unroll 4
     for (int i = 0; i < count; i++) {
-      __m256 weight = _mm256_broadcast_ss(weights + i * KVEDGE_TILE + t);
+      __m256 weight = _mm256_broadcast_ss(weights + i * KVEDGE_TILE);
       sum[i][0] = _mm256_fmadd_ps(low, weight, sum[i][0]);
       sum[i][1] = _mm256_fmadd_ps(high, weight, sum[i][1]);
     }
@@ -140,10 +232,12 @@ static void weighted_sum_i8_avx2(const int8_t *v, ptrdiff_t token_stride, int nu
     int channels = dim - d < 16 ? dim - d : 16;
     for (int i = 0; i < num_queries; i += SUM_QUERIES) {
       const float *w = weights + i * KVEDGE_TILE;
-      const char *ahead = prefetch && i == 0 && d % 64 == 0 ? (const char *)prefetch + d : NULL;
+      const char *ahead = prefetch && i == 0 && d % 64 == 0 ? (const char *)prefetch + d * num_tokens : (const char *)v;
       float *out = acc + i * acc_stride + d;
-#define WEIGHTED_SUM(count) \
-  weighted_sum_block(v + d, token_stride, num_tokens, channels, count, w, alpha + i, ahead, out, acc_stride)
+#define WEIGHTED_SUM(count)                                                                                         \
+  if (channels == 16)                                                                                               \
+    weighted_sum_block(v + d, token_stride, num_tokens, 16, count, w, alpha + i, ahead, out, acc_stride);           \
+  else weighted_sum_block(v + d, token_stride, num_tokens, channels, count, w, alpha + i, ahead, out, acc_stride)
       switch (num_queries - i) {
         case 1: WEIGHTED_SUM(1); break;
         case 2: WEIGHTED_SUM(2); break;
@@ -155,7 +249,7 @@ static void weighted_sum_i8_avx2(const int8_t *v, ptrdiff_t token_stride, int nu
   }
 }
 
-#define KVEDGE_ENCODE_QUERY NULL
+#define KVEDGE_ENCODE_QUERY encode_query_avx2
 const kvedge_kernels kvedge_kernels_avx2 = KVEDGE_TABLE("avx2");
 KVEDGE_TARGET_END
 #endif

@@ -64,14 +64,13 @@ static void encode_query_avxvnni(const float *x, int dim, float factor, float la
 /* columns[j]: channels 4j..4j+3 of 8 tokens. Rows past the last token repeat it, channels past the
  * last are 0. */
 KVEDGE_INLINE void transpose_keys(const int8_t *k, ptrdiff_t token_stride, int num_tokens, int dim,
-                                  const char *prefetch, __m256i *columns) {
+                                  __m256i *columns) {
   for (int d = 0; d < dim; d += 32) {
     __m256i row[BLOCK], pairs[BLOCK], quads[BLOCK];
 #pragma GCC unroll 8
     for (int t = 0; t < BLOCK; t++) {
       int token = t < num_tokens ? t : num_tokens - 1;
       row[t] = load_up_to_32(k + token * token_stride + d, dim - d);
-      if (prefetch) _mm_prefetch(prefetch + token * token_stride + d, _MM_HINT_T0);
     }
     for (int i = 0; i < BLOCK; i += 2) {
       pairs[i] = _mm256_unpacklo_epi32(row[i], row[i + 1]);
@@ -143,8 +142,8 @@ static void scores_i8_avxvnni(const kvedge_query *q, const int8_t *k, ptrdiff_t 
   __m256i columns[1024 / 4]; /* (dim / 4) x 8 tokens x 4 channels */
   for (int t = 0; t < num_tokens; t += BLOCK) {
     int tokens = num_tokens - t < BLOCK ? num_tokens - t : BLOCK;
-    const char *ahead = prefetch ? (const char *)prefetch + t * token_stride : NULL;
-    transpose_keys(k + t * token_stride, token_stride, tokens, q->dim, ahead, columns);
+    if (prefetch) prefetch_bytes((const char *)prefetch + t * q->dim, BLOCK * q->dim);
+    transpose_keys(k + t * token_stride, token_stride, tokens, q->dim, columns);
     __m256i valid = first_lanes(tokens);
     __m256 scale = _mm256_loadu_ps(k_scale + t);
     switch (q->num_bytes) {
@@ -187,11 +186,11 @@ KVEDGE_INLINE float encode_weights(const float *p, const float *v_scale, int num
 KVEDGE_INLINE void interleave_values(const int8_t *v, ptrdiff_t token_stride, int num_tokens, int channels,
                                      const char *prefetch, __m256i *out) {
   for (int t = 0; t < num_tokens; t += 4, out += 4) {
+    if (prefetch) prefetch_bytes(prefetch + t * channels, 4 * channels);
     __m256i row[4];
     for (int j = 0; j < 4; j++) { /* rows past the last token repeat it: their weight is 0 */
       ptrdiff_t at = (t + j < num_tokens ? t + j : num_tokens - 1) * token_stride;
       row[j] = load_up_to_32(v + at, channels);
-      if (prefetch) _mm_prefetch(prefetch + at, _MM_HINT_T0);
     }
     __m256i low_ab = _mm256_unpacklo_epi8(row[0], row[1]), high_ab = _mm256_unpackhi_epi8(row[0], row[1]);
     __m256i low_cd = _mm256_unpacklo_epi8(row[2], row[3]), high_cd = _mm256_unpackhi_epi8(row[2], row[3]);
@@ -244,7 +243,7 @@ static void weighted_sum_i8_avxvnni(const int8_t *v, ptrdiff_t token_stride, int
   for (int d = 0; d < dim; d += 32) {
     __m256i values[KVEDGE_TILE]; /* (tokens / 4, 4) */
     int channels = dim - d < 32 ? dim - d : 32;
-    const char *ahead = prefetch && d % 64 == 0 ? (const char *)prefetch + d : NULL;
+    const char *ahead = prefetch ? (const char *)prefetch + d * num_tokens : NULL;
     interleave_values(v + d, token_stride, num_tokens, channels, ahead, values);
     for (int i = 0; i < num_queries; i++) {
       float *out = acc + i * acc_stride + d;

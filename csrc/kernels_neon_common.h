@@ -18,6 +18,7 @@
 #include <string.h>
 
 #include "kernels.h"
+#include "kernels_rows.h"
 #include "target.h"
 
 /* ---- helpers ---- */
@@ -131,12 +132,6 @@ KVEDGE_INLINE void store_part_f32(float *p, float32x4_t x, int n) {
 KVEDGE_INLINE void row_offsets(int tokens_left, ptrdiff_t token_stride, ptrdiff_t offset[4]) {
   UNROLL
   for (int j = 0; j < 4; j++) offset[j] = min_int(j, tokens_left - 1) * token_stride;
-}
-
-/* Asks for row_bytes of each of a group's rows. */
-KVEDGE_INLINE void prefetch_rows(const char *rows, int tokens_left, ptrdiff_t token_stride, int row_bytes) {
-  for (int j = 0; j < min_int(4, tokens_left); j++)
-    for (int byte = 0; byte < row_bytes; byte += 64) __builtin_prefetch(rows + j * token_stride + byte);
 }
 
 /* acc * alpha + sum, for `vectors` times four channels of which `channels` exist. */
@@ -391,8 +386,7 @@ KVEDGE_INLINE void score_rows(const kvedge_query *q, tile_rows rows, const int s
   tile_rows ends = rows;
   if (whole < q->dim) ends = gather_ends(from_channel(rows, whole, size), q->dim - whole, size, &gathered);
   for (int t = 0; t < rows.num_tokens; t += 4) {
-    const char *ahead = (const char *)prefetch + t * rows.stride;
-    if (prefetch) prefetch_rows(ahead, rows.num_tokens - t, rows.stride, q->dim * size);
+    if (prefetch) prefetch_bytes((const char *)prefetch + (ptrdiff_t)t * q->dim * size, 4 * q->dim * size);
     for (int i = 0; i < q->num_queries; i += SCORE_QUERIES) {
 #define BLOCK(count) score_block(q, i, count, &rows, &ends, size, t, k_scale, scores, accumulate)
       switch (min_int(q->num_queries - i, SCORE_QUERIES)) {
@@ -433,10 +427,8 @@ KVEDGE_INLINE void weigh_block(tile_rows rows, const int size, int channels, con
     for (int i = 0; i < count; i++) weight[i] = vld1q_f32(weights + i * KVEDGE_TILE + t);
     if (prefetch) {
       UNROLL
-      for (int j = 0; j < 4; j++)
-        UNROLL
-        for (int line = 0; line < lines; line++) __builtin_prefetch(prefetch + offset[j] + LINE * line);
-      prefetch += 4 * rows.stride;
+      for (int line = 0; line < 4 * lines; line++) __builtin_prefetch(prefetch + LINE * line, 0, 2);
+      prefetch += 4 * LINE * lines;
     }
 #define TOKEN(j)                                                                               \
   UNROLL                                                                                       \
@@ -467,13 +459,14 @@ KVEDGE_INLINE void weigh_rows(tile_rows rows, const int size, int dim, const int
   int d = 0;
 #define BLOCK(rows, channels, eights)                                                             \
   weigh_block(rows, size, channels, weights, alpha, count, eights,                                \
-              prefetch && d * size % 64 == 0 ? prefetch + d * size : NULL, acc + d, acc_stride)
+              prefetch && d * size % 64 == 0 ? prefetch + d * size * (ptrdiff_t)(rows).num_tokens : NULL, \
+              acc + d, acc_stride)
   for (; d + 8 * eights <= dim; d += 8 * eights) BLOCK(from_channel(rows, d, size), 8 * eights, eights);
   for (; d + 8 <= dim; d += 8) BLOCK(from_channel(rows, d, size), 8, 1);
   if (d < dim) {
     row_ends ends;
-    prefetch = NULL; /* would be asked for by the stride of ends */
-    BLOCK(gather_ends(from_channel(rows, d, size), dim - d, size, &ends), dim - d, 1);
+    tile_rows last = gather_ends(from_channel(rows, d, size), dim - d, size, &ends);
+    BLOCK(last, dim - d, 1);
   }
 #undef BLOCK
 }

@@ -157,7 +157,7 @@ KVEDGE_INLINE void scores_of_bytes(const kvedge_query *q, const int bytes, const
     int8_t ends[4][16];
     ptrdiff_t offset[4];
     row_offsets(left, token_stride, offset);
-    if (prefetch) prefetch_rows((const char *)prefetch + t * token_stride, left, token_stride, q->dim);
+    if (prefetch) prefetch_bytes((const char *)prefetch + t * q->dim, 4 * q->dim);
     if (whole < q->dim) gather_ends_16(rows + whole, offset, q->dim - whole, ends);
     float32x4_t scale = left >= 4 ? vld1q_f32(k_scale + t) : load_part_f32(k_scale + t, left);
     for (int i = 0; i < q->num_queries; i += DOT_SCORE_QUERIES) {
@@ -246,7 +246,7 @@ KVEDGE_INLINE void weigh_dots(const int8_t *v, ptrdiff_t token_stride, int num_t
     if (num_tokens - t < 4) row_offsets(num_tokens - t, token_stride, offset);
     if (prefetch) {
       UNROLL
-      for (int j = 0; j < 4; j++) __builtin_prefetch(prefetch + t * token_stride + offset[j]);
+      for (int j = 0; j < 4; j++) __builtin_prefetch(prefetch + 64 * (t + j), 0, 2);
     }
     int8x16_t row[4], codes[4];
     UNROLL
@@ -277,7 +277,7 @@ KVEDGE_INLINE void weigh_dot_rows(const int8_t *v, ptrdiff_t token_stride, int n
   int d = 0;
 #define BLOCK(rows, stride, channels, vectors)                                                  \
   weigh_dots(rows, stride, num_tokens, channels, weights, alpha, count, bytes, vectors,         \
-             prefetch && d % 64 == 0 ? prefetch + d : NULL, acc + d, acc_stride)
+             prefetch && d % 64 == 0 ? prefetch + d * num_tokens : NULL, acc + d, acc_stride)
   if (count <= 2)
     for (; d + 16 <= dim; d += 16) BLOCK(v + d, token_stride, 16, 4);
   for (; d + 8 <= dim; d += 8) BLOCK(v + d, token_stride, 8, 2);
@@ -285,7 +285,6 @@ KVEDGE_INLINE void weigh_dot_rows(const int8_t *v, ptrdiff_t token_stride, int n
     row_ends ends;
     tile_rows rows = {(const char *)(v + d), token_stride, num_tokens, 1.0f};
     gather_ends(rows, dim - d, sizeof(int8_t), &ends);
-    prefetch = NULL; /* would be asked for by the stride of ends */
     BLOCK(ends.codes[0], 8, dim - d, 2);
   }
 #undef BLOCK

@@ -9,6 +9,7 @@
 #include <string.h>
 
 #include "kernels.h"
+#include "kernels_rows.h"
 
 enum {
   LANES = 16,
@@ -25,18 +26,6 @@ enum {
  * the weights of some other tile. */
 #define QUERY_NOTHING 1e-30f
 #define WEIGHT_NOTHING 1e-31f
-
-static inline float bits_to_float(uint32_t bits) {
-  float x;
-  memcpy(&x, &bits, sizeof x);
-  return x;
-}
-
-static inline uint32_t float_to_bits(float x) {
-  uint32_t bits;
-  memcpy(&bits, &x, sizeof bits);
-  return bits;
-}
 
 /* 2^f = 1 + f (EXP2_1 + f (EXP2_2 + ...)) for |f| <= 1/2: the coefficients of least relative error,
  * 1e-7, for which 2^0 is 1. */
@@ -102,38 +91,12 @@ static inline void softmax_portable(float *scores, int num_queries, int num_toke
   }
 }
 
-static inline void merge_row_portable(float *to, float keep, const float *from, float add, int n) {
-  for (int d = 0; d < n; d++) to[d] = to[d] * keep + from[d] * add;
-}
-
-/* x, or the nearest float that is neither infinite nor denormal. By its bits, which every compiler makes
- * vector code of; comparing floats would need leave to ignore traps. */
-static inline float bounded(float x) {
-  enum { SMALLEST = 0x00800000, LARGEST = 0x7f7fffff };
-  int32_t bits = (int32_t)float_to_bits(x);
-  int32_t magnitude = bits & 0x7fffffff;
-  int32_t kept = magnitude > LARGEST ? LARGEST : magnitude;
-  return bits_to_float((uint32_t)(magnitude < SMALLEST ? 0 : (bits ^ magnitude) | kept));
-}
-
-static inline void scale_row_portable(const float *row, int n, float factor, float power, float *restrict out) {
-  for (int d = 0; d < n; d++) out[d] = bounded(row[d] * factor * power);
-}
-
-static inline void transpose_scales_portable(const float *scales, ptrdiff_t token_stride, int num_tokens,
-                                             int num_columns, float factor, float *out, ptrdiff_t out_stride) {
-  for (int t = 0; t < num_tokens; t++, scales = (const float *)((const char *)scales + token_stride))
-    for (int c = 0; c < num_columns; c++) out[c * out_stride + t] = scales[c] * factor;
-}
-
 static inline void scores_f32_portable(const kvedge_query *q, const float *k, ptrdiff_t token_stride,
                                 int num_tokens, float k_scale, const void *prefetch, float *scores) {
   int whole = q->dim / LANES * LANES;
   for (int t = 0; t < num_tokens; t++) {
     const float *row = (const float *)((const char *)k + t * token_stride);
-    if (prefetch)
-      for (int d = 0; d < q->dim; d += 16)
-        __builtin_prefetch((const char *)prefetch + t * token_stride + 4 * (ptrdiff_t)d);
+    if (prefetch) prefetch_bytes((const char *)prefetch + 4 * (ptrdiff_t)t * q->dim, 4 * (ptrdiff_t)q->dim);
     for (int i = 0; i < q->num_queries; i++) {
       const float *query = q->values + i * q->stride;
       float lane[LANES] = {0};
@@ -155,9 +118,7 @@ static inline void weighted_sum_f32_portable(const float *v, ptrdiff_t token_str
       for (int d = 0; d < dim; d++) acc[i * acc_stride + d] *= alpha[i];
   for (int t = 0; t < num_tokens; t++) {
     const float *restrict row = (const float *)((const char *)v + t * token_stride);
-    if (prefetch)
-      for (int d = 0; d < dim; d += 16)
-        __builtin_prefetch((const char *)prefetch + t * token_stride + 4 * (ptrdiff_t)d);
+    if (prefetch) prefetch_bytes((const char *)prefetch + 4 * (ptrdiff_t)t * dim, 4 * (ptrdiff_t)dim);
     for (int i = 0; i < num_queries; i++) {
       float weight = p[i * KVEDGE_TILE + t];
       float *restrict sums = acc + i * acc_stride;

@@ -494,10 +494,10 @@ void kvedge_attention_run(const kvedge_attention *a, int slice, int slot, const 
 
   workspace w;
   tile_of_tokens tile = next_tile(a, &cursor);
-  int64_t end = cursor.stop;
   while (tile.num_tokens > 0 && !(stop && *stop)) {
-    /* With one thread, the next slice is its own: what it reads first is asked for, too. */
-    if (a->num_slots == 1 && cursor.next >= cursor.stop) cursor.stop = total;
+    /* With one thread the next slice is its own as well: what that reads first is asked for, too. */
+    int last = cursor.next >= cursor.stop;
+    if (last && a->num_slots == 1) cursor.stop = total;
     tile_of_tokens following = next_tile(a, &cursor);
     w.key_scales.first = w.value_scales.first = -KVEDGE_SCALE_COLUMNS;
     for (int h = 0; h < view->num_kv_heads; h++) {
@@ -514,8 +514,8 @@ void kvedge_attention_run(const kvedge_attention *a, int slice, int slot, const 
       step(a, block, h, &tile, &blocks, following.num_tokens >= tile.num_tokens ? &next_blocks : NULL, NULL, &partial,
            &w);
     }
+    if (last) break;
     tile = following;
-    if (cursor.next > end) break;
   }
 }
 
