@@ -474,6 +474,12 @@ kvedge_visible kvedge_visible_tokens(const kvedge_attention *a, int64_t block) {
   return visible;
 }
 
+/* In visible tokens: where chunk number `chunk` of a row block starts, or the one before it ends. */
+static int64_t start_of_chunk(const kvedge_attention *a, int64_t total, int64_t chunk) {
+  int64_t tiles = (total + a->tile - 1) / a->tile;
+  return chunk >= a->chunks_per_block ? total : tiles * chunk / a->chunks_per_block * a->tile;
+}
+
 void kvedge_attention_run(const kvedge_attention *a, int slice, int slot, const volatile int *stop) {
   const kvedge_cache_view *view = &a->view;
   int64_t block = slice / a->chunks_per_block, chunk = slice % a->chunks_per_block;
@@ -487,17 +493,17 @@ void kvedge_attention_run(const kvedge_attention *a, int slice, int slot, const 
 
   tile_cursor cursor = {.visible = kvedge_visible_tokens(a, block)};
   int64_t total = cursor.visible.sinks + cursor.visible.stop - cursor.visible.first;
-  int64_t tiles = (total + a->tile - 1) / a->tile;
-  cursor.next = tiles * chunk / a->chunks_per_block * a->tile;
-  cursor.stop = tiles * (chunk + 1) / a->chunks_per_block * a->tile;
-  if (chunk + 1 == a->chunks_per_block) cursor.stop = total;
+  cursor.next = start_of_chunk(a, total, chunk);
+  cursor.stop = start_of_chunk(a, total, chunk + 1);
 
   workspace w;
   tile_of_tokens tile = next_tile(a, &cursor);
   while (tile.num_tokens > 0 && !(stop && *stop)) {
-    /* With one thread the next slice is its own as well: what that reads first is asked for, too. */
     int last = cursor.next >= cursor.stop;
-    if (last && a->num_slots == 1) cursor.stop = total;
+    if (last) { /* ask for what this thread will read next, if the others are as fast as it is */
+      cursor.next = start_of_chunk(a, total, chunk + a->num_slots);
+      cursor.stop = total;
+    }
     tile_of_tokens following = next_tile(a, &cursor);
     w.key_scales.first = w.value_scales.first = -KVEDGE_SCALE_COLUMNS;
     for (int h = 0; h < view->num_kv_heads; h++) {
