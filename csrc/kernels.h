@@ -73,9 +73,10 @@ typedef struct kvedge_kernels {
 
   /* Scores of a tile: for query i < num_queries and token t < num_tokens
    *   scores[i * KVEDGE_TILE + t] (+)= k_scale[t] * sum_d value[i][d] * k[t][d]
-   * adding when `accumulate` is not 0. Scores of a last block's tokens that are not there are undefined. k rows lie token_stride bytes apart; k_scale has KVEDGE_TILE
-   * readable floats. `prefetch`, if not NULL, is where num_tokens * dim bytes (or floats) lie together that a later tile
-   * reads: they are asked for while this one is worked on. Never read from. */
+   * adding when `accumulate` is not 0. Scores of a last block's tokens that are not there are undefined. k rows lie
+   * token_stride bytes apart; k_scale has KVEDGE_TILE readable floats. `prefetch`, if not NULL, is where num_tokens *
+   * dim bytes (or floats) lie together that a later tile reads: they are asked for while this one is worked on. Never
+   * read from. */
   void (*scores_i8)(const kvedge_query *q, const int8_t *k, ptrdiff_t token_stride, int num_tokens,
                     const float *k_scale, const void *prefetch, float *scores, int accumulate);
   void (*scores_f32)(const kvedge_query *q, const float *k, ptrdiff_t token_stride, int num_tokens,

@@ -69,7 +69,8 @@ KVEDGE_INLINE void dot_16(const int8_t *codes, ptrdiff_t stride, const int count
   const int rows = SCORES / count;
   __m256i query[4];
 #pragma GCC unroll 4
-  for (int i = 0; i < count; i++) query[i] = _mm256_loadu_si256((const __m256i *)(codes + i * stride + KVEDGE_CODE_BYTES * channel));
+  for (int i = 0; i < count; i++)
+    query[i] = _mm256_loadu_si256((const __m256i *)(codes + i * stride + KVEDGE_CODE_BYTES * channel));
 #pragma GCC unroll 8
   for (int t = 0; t < rows; t++) {
     __m256i key = _mm256_cvtepi8_epi16(load_up_to_16(row[t] + channel, n));
@@ -124,8 +125,8 @@ KVEDGE_INLINE __m256 dot_rows_of_floats(const int8_t *codes, ptrdiff_t stride, c
     for (int i = 0; i < count; i++) query[i] = _mm256_loadu_ps((const float *)(at + i * stride));
 #pragma GCC unroll 8
     for (int t = 0; t < rows; t++) {
-      int left = dim - d;
-      __m256 key = floats_of(left >= 8 ? _mm_loadl_epi64((const __m128i *)(row[t] + d)) : load_up_to_16(row[t] + d, left));
+      const int8_t *from = row[t] + d;
+      __m256 key = floats_of(dim - d >= 8 ? _mm_loadl_epi64((const __m128i *)from) : load_up_to_16(from, dim - d));
 #pragma GCC unroll 4
       for (int i = 0; i < count; i++) sum[i * rows + t] = _mm256_fmadd_ps(key, query[i], sum[i * rows + t]);
     }
@@ -157,7 +158,8 @@ KVEDGE_INLINE void score_queries(const kvedge_query *q, const int of_floats, int
     _mm256_storeu_ps(made, _mm256_mul_ps(dot, units));
     if (left >= tokens && !accumulate) {
 #pragma GCC unroll 8
-      for (int i = 0; i < SCORES; i++) scores[i / tokens * KVEDGE_TILE + t + i % tokens] = made[i] * k_scale[t + i % tokens];
+      for (int i = 0; i < SCORES; i++)
+        scores[i / tokens * KVEDGE_TILE + t + i % tokens] = made[i] * k_scale[t + i % tokens];
       continue;
     }
     for (int i = 0; i < count; i++)
@@ -171,15 +173,19 @@ KVEDGE_INLINE void score_queries(const kvedge_query *q, const int of_floats, int
 static void scores_i8_avx2(const kvedge_query *q, const int8_t *k, ptrdiff_t token_stride,
                            int num_tokens, const float *k_scale, const void *prefetch, float *scores,
                            int accumulate) {
-#define SCORE_QUERIES(of_floats)                                                                                        \
-  {                                                                                                                     \
-    int n = q->num_queries, i = 0;                                                                                      \
-    for (; i + 4 <= n; i += 4) score_queries(q, of_floats, i, 4, k, token_stride, num_tokens, k_scale, prefetch, scores, accumulate); \
-    for (; i + 2 <= n; i += 2) score_queries(q, of_floats, i, 2, k, token_stride, num_tokens, k_scale, prefetch, scores, accumulate); \
-    if (i < n) score_queries(q, of_floats, i, 1, k, token_stride, num_tokens, k_scale, prefetch, scores, accumulate);             \
+  const int n = q->num_queries;
+#define SCORE_QUERIES(of_floats, count) \
+  score_queries(q, of_floats, i, count, k, token_stride, num_tokens, k_scale, prefetch, scores, accumulate)
+#define SCORE(of_floats)                                          \
+  {                                                               \
+    int i = 0;                                                    \
+    for (; i + 4 <= n; i += 4) SCORE_QUERIES(of_floats, 4);       \
+    for (; i + 2 <= n; i += 2) SCORE_QUERIES(of_floats, 2);       \
+    if (i < n) SCORE_QUERIES(of_floats, 1);                       \
   }
-  if (q->num_bytes == 3 || q->dim > MOST_CHANNELS) SCORE_QUERIES(1)
-  else SCORE_QUERIES(0)
+  if (q->num_bytes == 3 || q->dim > MOST_CHANNELS) SCORE(1)
+  else SCORE(0)
+#undef SCORE
 #undef SCORE_QUERIES
 }
 

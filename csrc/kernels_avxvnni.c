@@ -50,8 +50,9 @@ static void encode_query_avxvnni(const float *x, int dim, float factor, float la
   const __m256i carry = _mm256_set1_epi32(0x808080); /* makes unsigned digits of signed ones and back */
   __m256i sum = _mm256_setzero_si256();
   for (int d = 0; d < kvedge_padded_channels(dim); d += 8) {
-    __m256 values = _mm256_mul_ps(_mm256_maskload_ps(x + (d < dim ? d : 0), first_lanes(dim - d)), _mm256_set1_ps(factor));
-    __m256i code = _mm256_cvtps_epi32(_mm256_mul_ps(values, _mm256_set1_ps(inverse)));
+    __m256 values = _mm256_maskload_ps(x + (d < dim ? d : 0), first_lanes(dim - d));
+    __m256 scaled = _mm256_mul_ps(_mm256_mul_ps(values, _mm256_set1_ps(factor)), _mm256_set1_ps(inverse));
+    __m256i code = _mm256_cvtps_epi32(scaled);
     __m256i digits = split_bytes(_mm256_xor_si256(_mm256_add_epi32(code, carry), carry));
     _mm256_storeu_si256((__m256i *)(codes + 4 * d), digits);
     multiply_add(&sum, _mm256_set1_epi8((char)128), digits);

@@ -12,8 +12,8 @@ static void merge(const kvedge_attention *a, size_t query, size_t state, kvedge_
   else add = exp2f(risen * a->softmax_factor[query]);
   total->max[state] = risen > 0.0f ? part->max[state] : total->max[state];
   total->sum[state] = total->sum[state] * keep + part->sum[state] * add;
-  a->kernels->merge_row(total->acc + state * (size_t)a->acc_stride, keep, part->acc + state * (size_t)a->acc_stride, add,
-                        a->view.head_dim);
+  size_t row = state * (size_t)a->acc_stride;
+  a->kernels->merge_row(total->acc + row, keep, part->acc + row, add, a->view.head_dim);
 }
 
 /* The logarithm of one query's softmax denominator, without learned sinks; -INFINITY: it saw nothing. */

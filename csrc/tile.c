@@ -323,7 +323,8 @@ static void piece_scores(const kvedge_attention *a, const encounter *e, size_t q
                                    scores + i * KVEDGE_TILE, group > 0);
     else
       a->kernels->scores_i8(&q, (const int8_t *)keys, view->token_stride, p->num_tokens, scale,
-                            prefetch && i == 0 ? prefetch + start * p->num_tokens : NULL, scores + i * KVEDGE_TILE, group > 0);
+                            prefetch && i == 0 ? prefetch + start * p->num_tokens : NULL, scores + i * KVEDGE_TILE,
+                            group > 0);
   }
 }
 
@@ -388,7 +389,8 @@ static void weighted_sum(const kvedge_attention *a, const encounter *e, const ro
       else
         a->kernels->weighted_sum_i8((const int8_t *)values + start, view->token_stride, p->num_tokens, n,
                                     e->count, a->weight_bytes, w->scores + p->first, v_scale + p->first,
-                                    alpha, prefetch ? prefetch + start * p->num_tokens : NULL, acc + start, a->acc_stride);
+                                    alpha, prefetch ? prefetch + start * p->num_tokens : NULL, acc + start,
+                                    a->acc_stride);
     }
   }
 }

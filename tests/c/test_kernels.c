@@ -285,7 +285,8 @@ static void score_case(shape at, int extreme, float largest_scale) {
         double product = query_number(&rows.query, i, d) * k[t * stride + d] * k_scale[t];
         dot += product, size += fabs(product);
       }
-      double rounding = multiplies_floats(&rows.query) ? 3e-7 + 3e-8 * at.dim : 3e-7; /* digits' sums are joined as floats */
+      /* Digits' sums are joined as floats. */
+      double rounding = multiplies_floats(&rows.query) ? 3e-7 + 3e-8 * at.dim : 3e-7;
       expected[i * KVEDGE_TILE + t] = dot + old;
       allowed[i * KVEDGE_TILE + t] = rounding * size + 1.2e-7 * fabs(dot + old) + 1e-44;
     }

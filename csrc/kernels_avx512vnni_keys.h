@@ -1,0 +1,385 @@
+/* Scores of AVX-512 VNNI. Part of kernels_avx512vnni.c.
+ *
+ * A dot product along a row ends in a sum across lanes, which costs more than the product. So keys are transposed, four
+ * channels (one dword) at a time, and vpdpbusd leaves one token's sum in one lane. It wants unsigned keys: k + 128 =
+ * k xor 0x80; that adds 128 * sum(query), from which sums start (kvedge_query.offsets).
+ *
+ * Many queries: 16 tokens are transposed as a whole, 4 shuffles per 64-byte line, and each byte of a query then costs a
+ * product per line and no more.
+ *
+ * Few queries: 4 tokens are transposed within 128-bit lanes, 2 shuffles per line, and stay in registers. A lane then
+ * has its own channels, so a query's codes are spread accordingly, and each query and 16 tokens end in a sum over four
+ * lanes. The two high bytes of a query are added up as integers first. With up to 32 channels left, rows of two
+ * tokens share a register.
+ */
+enum {
+  PAIR = 2,           /* blocks that are scored together, and share the loads of the queries */
+  SCORE_QUERIES = 4,  /* x 3 bytes x PAIR = 24 of the 32 registers */
+  FEW_QUERIES = 8,    /* are few, for every 64 channels */
+  FEW_BLOCKS = 32,    /* queries x 64 channels whose codes are kept spread at most */
+  FEW_CHANNELS = 512, /* up to which sums over two bytes of a query fit 32 bits: 512 x 127 x 32767 */
+};
+
+/* Codes are stored byte by byte: for every 64 channels 64 high bytes, 64 middle ones and 64 low ones. Where 32 or
+ * fewer are left, they are there twice, since two rows then share a register. */
+enum { CODES_OF_64 = 3 * 64 };
+
+static void encode_query_avx512vnni(const float *x, int dim, float factor, float largest, int8_t *codes, float *scale,
+                                    int32_t *offsets) {
+  float inverse = largest > QUERY_NOTHING ? QUERY_MAX / largest : 0.0f;
+  const __m512i carry = _mm512_set1_epi32(0x808080); /* makes unsigned digits of signed ones and back */
+  const __m512i by_byte = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  __m512i sum = _mm512_setzero_si512();
+  for (int d = 0; d < dim; d += 64, codes += CODES_OF_64) {
+    __m512i digits[4], lanes[4];
+    __mmask64 valid = first_bytes(dim - d);
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+      __m512 values = _mm512_maskz_loadu_ps((__mmask16)(valid >> 16 * i), x + d + 16 * i);
+      __m512 scaled = _mm512_mul_ps(_mm512_mul_ps(values, _mm512_set1_ps(factor)), _mm512_set1_ps(inverse));
+      __m512i code = _mm512_cvtps_epi32(scaled);
+      digits[i] = split_bytes(_mm512_xor_si512(_mm512_add_epi32(code, carry), carry));
+      sum = _mm512_dpbusd_epi32(sum, _mm512_set1_epi8((char)128), digits[i]);
+      digits[i] = _mm512_permutexvar_epi32(by_byte, digits[i]); /* lane b: byte b of 16 channels */
+    }
+    if (dim - d <= 32) {
+      digits[2] = digits[0];
+      digits[3] = digits[1];
+    }
+    transpose_lanes(digits, lanes);
+    for (int b = 0; b < 3; b++) _mm512_storeu_si512(codes + 64 * b, lanes[b]);
+  }
+  __m256i half = _mm256_add_epi32(_mm512_castsi512_si256(sum), _mm512_extracti64x4_epi64(sum, 1));
+  __m128i all = _mm_add_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+  _mm_storeu_si128((__m128i *)offsets, _mm_sub_epi32(_mm_setzero_si128(), all));
+  *scale = inverse > 0.0f ? largest / QUERY_MAX : 0.0f;
+}
+
+/* A block of 16 tokens' keys, and those to ask for. */
+typedef struct {
+  const int8_t *rows;
+  const char *ahead;
+  ptrdiff_t token_stride;
+  int num_tokens; /* that are there */
+} key_rows;
+
+/* How the rows of a block are read, 64 channels at a time: plainly; with 1 to 32 channels left, two to a
+ * register; or so that only tokens and channels that are there are read. */
+typedef enum { WHOLE, HALF, PART, HALF_PART } extent;
+
+KVEDGE_INLINE int is_half(const extent how) { return how == HALF || how == HALF_PART; }
+
+/* Rows 4u..4u+3 of 64 channels from d on, as unsigned bytes; or 8u..8u+3, in whose upper halves are rows
+ * 8u+4..8u+7. Rows past the last token repeat it, channels past the last are 128. */
+KVEDGE_INLINE void load_keys(const key_rows *k, const extent how, int u, int d, int dim, __m512i row[4]) {
+  const __m512i to_unsigned = _mm512_set1_epi8((char)0x80);
+  const int first = (is_half(how) ? 8 : 4) * u;
+  const int last = how == WHOLE || how == HALF ? BLOCK - 1 : k->num_tokens < BLOCK ? k->num_tokens - 1 : BLOCK - 1;
+  const ptrdiff_t stride = k->token_stride;
+  const int8_t *from = k->rows + first * stride + d;
+  const char *ahead = k->ahead + d * BLOCK + 64 * 4 * u; /* a line for each register */
+  OPAQUE(from);
+#pragma GCC unroll 4
+  for (int t = 0; t < 4; t++) {
+    ptrdiff_t at = (first + t <= last ? t : last - first) * stride;
+    if (how == WHOLE) row[t] = _mm512_loadu_si512(from + at);
+    else if (how == PART) row[t] = _mm512_maskz_loadu_epi8(first_bytes(dim - d), from + at);
+    else {
+      __mmask32 valid = (__mmask32)first_bytes(dim - d);
+      ptrdiff_t upper = (first + 4 + t <= last ? 4 + t : last - first) * stride;
+      row[t] = _mm512_castsi256_si512(_mm256_maskz_loadu_epi8(valid, from + at));
+      row[t] = _mm512_inserti64x4(row[t], _mm256_maskz_loadu_epi8(valid, from + upper), 1);
+    }
+    _mm_prefetch(ahead + 64 * t, _MM_HINT_T1);
+    row[t] = _mm512_xor_si512(row[t], to_unsigned);
+  }
+}
+
+/* ---- Scores for many queries ---- */
+
+/* Channels 4j..4j+3 of 16 tokens into columns[PAIR * j], for 64 channels. */
+KVEDGE_INLINE void transpose_rows(const key_rows *k, const extent how, int d, int dim, __m512i *columns) {
+  __m512i quads[4][4];
+#pragma GCC unroll 4
+  for (int u = 0; u < 4; u++) {
+    __m512i row[4];
+    load_keys(k, how, u, d, dim, row);
+    transpose_in_lanes(row, quads[u]);
+  }
+#pragma GCC unroll 4
+  for (int c = 0; c < 4; c++) {
+    __m512i units[4] = {quads[0][c], quads[1][c], quads[2][c], quads[3][c]}, ordered[4];
+    transpose_lanes(units, ordered);
+#pragma GCC unroll 4
+    for (int lane = 0; lane < 4; lane++) columns[PAIR * (4 * lane + c)] = ordered[lane];
+  }
+}
+
+static __attribute__((noinline)) void transpose_part(const key_rows *k, int d, int dim, __m512i *columns) {
+  transpose_rows(k, PART, d, dim, columns);
+}
+
+/* Scores of one block of tokens or of a pair for `count` queries of `bytes` bytes (constants where this is
+ * inlined). */
+KVEDGE_INLINE void score_blocks(const kvedge_query *q, int first, const int count, const int bytes,
+                                const int blocks, const __m512i *columns, const float *k_scale, float *scores,
+                                int accumulate) {
+  /* A product waits 5 cycles for the one before it in the same sum: few sums are made twice as many. */
+  const int chains = count * bytes * blocks <= 8 ? 2 : 1;
+  __m512i sum[SCORE_QUERIES][3][PAIR][2]; /* of each byte of the query, of even and odd columns */
+  const int8_t *codes = q->codes + first * KVEDGE_CODE_BYTES * q->stride;
+  const int32_t *offsets = q->offsets + first * 4 * q->scale_stride;
+#pragma GCC unroll 4
+  for (int i = 0; i < count; i++)
+#pragma GCC unroll 3
+    for (int b = 0; b < bytes; b++)
+#pragma GCC unroll 2
+      for (int k = 0; k < blocks; k++) {
+        sum[i][b][k][0] = _mm512_set1_epi32(offsets[i * 4 * q->scale_stride + b]);
+        sum[i][b][k][1] = _mm512_setzero_si512();
+      }
+  int num_columns = (q->dim + 3) / 4; /* an odd one out: the next is there, and its codes are 0 */
+  for (int j = 0; j < num_columns; j += chains, columns += chains * PAIR) {
+    const int8_t *at = codes + j / 16 * CODES_OF_64 + j % 16 * 4;
+#pragma GCC unroll 2
+    for (int c = 0; c < chains; c++) {
+      __m512i column[PAIR];
+#pragma GCC unroll 2
+      for (int k = 0; k < blocks; k++) column[k] = columns[PAIR * c + k];
+#pragma GCC unroll 4
+      for (int i = 0; i < count; i++)
+#pragma GCC unroll 3
+        for (int b = 0; b < bytes; b++) {
+          __m512i four = four_for_all(at + i * KVEDGE_CODE_BYTES * q->stride + 4 * c + 64 * b);
+#pragma GCC unroll 2
+          for (int k = 0; k < blocks; k++) multiply_add(&sum[i][b][k][c], column[k], four);
+        }
+    }
+  }
+  const __m512 byte = _mm512_set1_ps(256.0f);
+#pragma GCC unroll 4
+  for (int i = 0; i < count; i++) {
+    float unit = q->scale[(first + i) * q->scale_stride] * (bytes == 3 ? 1.0f : bytes == 2 ? 256.0f : 65536.0f);
+#pragma GCC unroll 2
+    for (int k = 0; k < blocks; k++) {
+#pragma GCC unroll 3
+      for (int b = 0; b < bytes && chains == 2; b++)
+        sum[i][b][k][0] = _mm512_add_epi32(sum[i][b][k][0], sum[i][b][k][1]);
+      __m512 dot = _mm512_cvtepi32_ps(sum[i][0][k][0]);
+#pragma GCC unroll 3
+      for (int b = 1; b < bytes; b++) dot = _mm512_fmadd_ps(dot, byte, _mm512_cvtepi32_ps(sum[i][b][k][0]));
+      float *out = scores + (first + i) * KVEDGE_TILE + k * BLOCK;
+      __m512 score = _mm512_mul_ps(dot, _mm512_mul_ps(_mm512_loadu_ps(k_scale + k * BLOCK), _mm512_set1_ps(unit)));
+      if (accumulate) score = _mm512_add_ps(score, _mm512_loadu_ps(out));
+      _mm512_storeu_ps(out, score);
+    }
+  }
+}
+
+KVEDGE_INLINE void score_queries(const kvedge_query *q, const int bytes, const int blocks, const __m512i *columns,
+                                 const float *k_scale, float *scores, int accumulate) {
+  int i = 0;
+  for (; i + SCORE_QUERIES <= q->num_queries; i += SCORE_QUERIES)
+    score_blocks(q, i, SCORE_QUERIES, bytes, blocks, columns, k_scale, scores, accumulate);
+  switch (q->num_queries - i) {
+    case 3: score_blocks(q, i, 3, bytes, blocks, columns, k_scale, scores, accumulate); break;
+    case 2: score_blocks(q, i, 2, bytes, blocks, columns, k_scale, scores, accumulate); break;
+    case 1: score_blocks(q, i, 1, bytes, blocks, columns, k_scale, scores, accumulate); break;
+  }
+}
+
+static void score_many(const kvedge_query *q, const int8_t *const *k, ptrdiff_t offset, ptrdiff_t token_stride,
+                       int num_tokens, const float *k_scale, const int8_t *const *ahead, float *scores,
+                       int accumulate) {
+  __m512i columns[PAIR * 1024 / 4]; /* (dim / 4, PAIR) x 16 tokens x 4 channels; a dim of 64 uses 2 KB */
+  for (int t = 0; t < num_tokens; t += PAIR * BLOCK) {
+    int blocks = num_tokens - t > BLOCK ? 2 : 1;
+    for (int b = 0; b < blocks; b++) {
+      int block = t / BLOCK + b;
+      key_rows rows = {.rows = k[block] + offset, .ahead = (const char *)ahead[block],
+                       .token_stride = token_stride, .num_tokens = num_tokens - block * BLOCK};
+      for (int d = 0; d < q->dim; d += 64) {
+        __m512i *to = columns + PAIR * (d / 4) + b;
+        if (rows.num_tokens >= BLOCK && q->dim - d >= 64) transpose_rows(&rows, WHOLE, d, q->dim, to);
+        else transpose_part(&rows, d, q->dim, to);
+      }
+    }
+#define SCORE_QUERIES_OF(bytes)                                                                     \
+  if (blocks == 2) score_queries(q, bytes, 2, columns, k_scale + t, scores + t, accumulate); \
+  else score_queries(q, bytes, 1, columns, k_scale + t, scores + t, accumulate)
+    switch (q->num_bytes) {
+      case 3: SCORE_QUERIES_OF(3); break;
+      case 2: SCORE_QUERIES_OF(2); break;
+      default: SCORE_QUERIES_OF(1);
+    }
+#undef SCORE_QUERIES_OF
+  }
+}
+
+/* ---- Scores for few queries ---- */
+
+/* Sums of 16 tokens for the queries of a stack, from one 64 channels to the next: of the query's high and middle
+ * bytes, and of its low ones if it has three. In lane L of sum u is that of tokens 4u..4u+3 over the channels
+ * which lie in lane L. */
+typedef __m512i few_sums[KVEDGE_STACK][2][4];
+
+/* The codes of few queries as score_64() multiplies them, (queries, channels / 64, 4, bytes): lane L of the vector of
+ * c and byte b has that byte of channels 16 L + 4 c .. + 3, four times. */
+typedef __m512i few_codes[FEW_BLOCKS * 4 * 3];
+
+KVEDGE_INLINE void spread_codes(const kvedge_query *q, const int bytes, __m512i *out) {
+  for (int i = 0; i < q->num_queries; i++) {
+    const int8_t *codes = q->codes + i * KVEDGE_CODE_BYTES * q->stride;
+    for (int d = 0; d < q->dim; d += 64, codes += CODES_OF_64, out += 4 * bytes)
+#pragma GCC unroll 3
+      for (int b = 0; b < bytes; b++) {
+        __m512i all = _mm512_loadu_si512(codes + 64 * b);
+        out[b] = _mm512_shuffle_epi32(all, 0x00);
+        out[bytes + b] = _mm512_shuffle_epi32(all, 0x55);
+        out[2 * bytes + b] = _mm512_shuffle_epi32(all, 0xaa);
+        out[3 * bytes + b] = _mm512_shuffle_epi32(all, 0xff);
+      }
+  }
+}
+
+/* Half of adding lanes: lanes 0 and 1 of the result add up to those of a, 2 and 3 to those of b. */
+KVEDGE_INLINE __m512i add_half_lanes(__m512i a, __m512i b) {
+  return _mm512_add_epi32(_mm512_shuffle_i32x4(a, b, 0x44), _mm512_shuffle_i32x4(a, b, 0xee));
+}
+
+/* Scores of a block for one query: `sums` of the last 64 channels as score_64() has them. */
+KVEDGE_INLINE void store_scores(const kvedge_query *q, int i, const int bytes, __m512i halves[2][2],
+                                const float *k_scale, float *out, int accumulate) {
+  const int32_t *offset = q->offsets + i * 4 * q->scale_stride;
+  __m512 dot = _mm512_setzero_ps();
+#pragma GCC unroll 2
+  for (int part = 0; part < (bytes + 1) / 2; part++) {
+    __m512i sum = _mm512_add_epi32(_mm512_shuffle_i32x4(halves[part][0], halves[part][1], 0x88),
+                                   _mm512_shuffle_i32x4(halves[part][0], halves[part][1], 0xdd));
+    int32_t start = part == 1 ? offset[2] : bytes == 1 ? offset[0] : 256 * offset[0] + offset[1];
+    __m512 number = _mm512_cvtepi32_ps(_mm512_add_epi32(sum, _mm512_set1_epi32(start)));
+    dot = part == 0 ? number : _mm512_fmadd_ps(dot, _mm512_set1_ps(256.0f), number);
+  }
+  float unit = q->scale[i * q->scale_stride] * (bytes == 3 ? 1.0f : bytes == 2 ? 256.0f : 65536.0f);
+  __m512 score = _mm512_mul_ps(dot, _mm512_mul_ps(_mm512_loadu_ps(k_scale), _mm512_set1_ps(unit)));
+  if (accumulate) score = _mm512_add_ps(score, _mm512_loadu_ps(out));
+  _mm512_storeu_ps(out, score);
+}
+
+/* A block's 64 channels from d on: adds to the sums, and after the last channels makes scores of them. */
+KVEDGE_INLINE void score_64(const kvedge_query *q, const int bytes, const extent how, const __m512i *codes,
+                            const key_rows *k, int d, const float *k_scale, few_sums sums, float *scores,
+                            int accumulate) {
+  const int parts = (bytes + 1) / 2, units = is_half(how) ? 2 : 4;
+  __m512i column[4][4]; /* of each unit */
+#pragma GCC unroll 4
+  for (int u = 0; u < units; u++) {
+    __m512i row[4];
+    load_keys(k, how, u, d, q->dim, row);
+    transpose_in_lanes(row, column[u]);
+  }
+  codes += d / 64 * 4 * bytes;
+  for (int i = 0; i < q->num_queries; i++, codes += (q->dim + 63) / 64 * 4 * bytes) {
+    __m512i sum[3][4]; /* of each byte, of each unit */
+#pragma GCC unroll 3
+    for (int b = 0; b < bytes; b++)
+#pragma GCC unroll 4
+      for (int u = 0; u < units; u++) sum[b][u] = _mm512_setzero_si512();
+#pragma GCC unroll 4
+    for (int c = 0; c < 4; c++)
+#pragma GCC unroll 3
+      for (int b = 0; b < bytes; b++) {
+        __m512i query = codes[c * bytes + b];
+#pragma GCC unroll 4
+        for (int u = 0; u < units; u++) multiply_add(&sum[b][u], column[u][c], query);
+      }
+#pragma GCC unroll 4
+    for (int u = 0; u < units; u++) {
+      if (bytes > 1) sum[0][u] = _mm512_add_epi32(_mm512_slli_epi32(sum[0][u], 8), sum[1][u]);
+      if (bytes > 2) sum[1][u] = sum[2][u];
+    }
+    __m512i halves[2][2];
+#pragma GCC unroll 2
+    for (int part = 0; part < parts; part++) {
+      __m512i *before = sums[i][part];
+      if (is_half(how)) { /* unit u has tokens 8u..8u+3 in its lower half, 8u+4..8u+7 in the upper one */
+#pragma GCC unroll 2
+        for (int u = 0; u < 2; u++)
+          halves[part][u] = d == 0 ? sum[part][u]
+                                   : _mm512_add_epi32(sum[part][u], add_half_lanes(before[2 * u], before[2 * u + 1]));
+      } else {
+#pragma GCC unroll 4
+        for (int u = 0; u < 4 && d > 0; u++) sum[part][u] = _mm512_add_epi32(sum[part][u], before[u]);
+#pragma GCC unroll 4
+        for (int u = 0; u < 4; u++)
+          if (d + 64 < q->dim) before[u] = sum[part][u];
+        halves[part][0] = add_half_lanes(sum[part][0], sum[part][1]);
+        halves[part][1] = add_half_lanes(sum[part][2], sum[part][3]);
+      }
+    }
+    if (d + 64 >= q->dim) store_scores(q, i, bytes, halves, k_scale, scores + i * KVEDGE_TILE, accumulate);
+  }
+}
+
+static __attribute__((noinline)) void score_64_of_part(const kvedge_query *q, const __m512i *codes,
+                                                       const key_rows *k, int d,
+                                                       const float *k_scale, few_sums sums, float *scores,
+                                                       int accumulate) {
+#define SCORE_64_OF_PART(bytes)                                                                              \
+  if (q->dim - d <= 32) score_64(q, bytes, HALF_PART, codes, k, d, k_scale, sums, scores, accumulate); \
+  else score_64(q, bytes, PART, codes, k, d, k_scale, sums, scores, accumulate)
+  switch (q->num_bytes) {
+    case 3: SCORE_64_OF_PART(3); break;
+    case 2: SCORE_64_OF_PART(2); break;
+    default: SCORE_64_OF_PART(1);
+  }
+#undef SCORE_64_OF_PART
+}
+
+KVEDGE_INLINE void score_few(const kvedge_query *q, const int bytes, const int8_t *const *k, ptrdiff_t offset,
+                             ptrdiff_t token_stride, int num_tokens, const float *k_scale,
+                             const int8_t *const *ahead, float *scores, int accumulate) {
+  few_sums sums;
+  few_codes codes;
+  spread_codes(q, bytes, codes);
+  for (int t = 0; t < num_tokens; t += BLOCK) {
+    key_rows rows = {.rows = k[t / BLOCK] + offset, .ahead = (const char *)ahead[t / BLOCK],
+                     .token_stride = token_stride, .num_tokens = num_tokens - t};
+    for (int d = 0; d < q->dim; d += 64) {
+      int left = q->dim - d;
+      if (num_tokens - t < BLOCK || (left > 32 && left < 64))
+        score_64_of_part(q, codes, &rows, d, k_scale + t, sums, scores + t, accumulate);
+      else if (left >= 64) score_64(q, bytes, WHOLE, codes, &rows, d, k_scale + t, sums, scores + t, accumulate);
+      else score_64(q, bytes, HALF, codes, &rows, d, k_scale + t, sums, scores + t, accumulate);
+    }
+  }
+}
+
+static void scores_i8_blocks_avx512vnni(const kvedge_query *q, const int8_t *const *k, ptrdiff_t offset,
+                                        ptrdiff_t token_stride, int num_tokens, const float *k_scale,
+                                        const int8_t *const *prefetch, float *scores, int accumulate) {
+  if (!prefetch) prefetch = k; /* rows that are here anyway */
+  int blocks = (q->dim + 63) / 64;
+  if (q->num_queries > FEW_QUERIES * blocks || q->num_queries * blocks > FEW_BLOCKS || q->dim > FEW_CHANNELS) {
+    score_many(q, k, offset, token_stride, num_tokens, k_scale, prefetch, scores, accumulate);
+    return;
+  }
+#define SCORE_FEW(bytes) \
+  score_few(q, bytes, k, offset, token_stride, num_tokens, k_scale, prefetch, scores, accumulate)
+  switch (q->num_bytes) {
+    case 3: SCORE_FEW(3); break;
+    case 2: SCORE_FEW(2); break;
+    default: SCORE_FEW(1);
+  }
+#undef SCORE_FEW
+}
+
+static void scores_i8_avx512vnni(const kvedge_query *q, const int8_t *k, ptrdiff_t token_stride,
+                                 int num_tokens, const float *k_scale, const void *prefetch,
+                                 float *scores, int accumulate) {
+  const int8_t *blocks[KVEDGE_TILE_BLOCKS], *ahead[KVEDGE_TILE_BLOCKS];
+  blocks_of(k, token_stride, blocks);
+  if (prefetch) blocks_of(prefetch, q->dim, ahead);
+  scores_i8_blocks_avx512vnni(q, blocks, 0, token_stride, num_tokens, k_scale, prefetch ? ahead : NULL, scores,
+                              accumulate);
+}

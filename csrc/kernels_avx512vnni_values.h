@@ -1,0 +1,250 @@
+/* Weighted sums of AVX-512 VNNI. Part of kernels_avx512vnni.c.
+ *
+ * Rows of four tokens are interleaved byte by byte (2 shuffles per 64-byte line, once for all queries), so that
+ * vpdpbusd with a broadcast dword of weights, which are unsigned, adds all four tokens to 16 channels: a product per line, query
+ * and byte of the weights. Sums stay in registers over a tile, of as many queries as there is room for; for the others
+ * what was interleaved is kept. With up to 32 channels left, rows of two tokens share a register.
+ */
+enum {
+  SUM_REGISTERS = 24, /* of 32: queries x bytes of the weights x 4 */
+  SUM_QUERIES = 4,    /* at most */
+};
+
+/* Weights of a tile as unsigned codes of 24 bits, or fewer and zeros, four tokens at a time as split_bytes()
+ * leaves them, of `count` queries; and the scale of their codes. (Constants where this is inlined.) */
+KVEDGE_INLINE void encode_weights_of(const int count, const int bytes, const float *p, const float *v_scale,
+                                     int num_tokens, uint8_t *codes, float *scale) {
+  const __m128 most = _mm_set1_ps(bytes == 3 ? WEIGHT_MAX : bytes == 2 ? WEIGHT_MAX_16 : WEIGHT_MAX_8);
+  const __mmask8 queries = (__mmask8)((1 << count) - 1);
+  __m512 reduced[4];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) reduced[i] = _mm512_setzero_ps();
+  for (int t = 0; t < num_tokens; t += 16) {
+    __m512 scales = _mm512_loadu_ps(v_scale + t);
+#pragma GCC unroll 4
+    for (int i = 0; i < count; i++)
+      reduced[i] = _mm512_max_ps(reduced[i], _mm512_mul_ps(_mm512_loadu_ps(p + i * KVEDGE_TILE + t), scales));
+  }
+  __m128 largest = reduce_max_4(reduced);
+  __mmask8 some = _mm_cmp_ps_mask(largest, _mm_set1_ps(WEIGHT_NOTHING), _CMP_GT_OQ);
+  float factor[4];
+  _mm_storeu_ps(factor, _mm_maskz_div_ps(some, most, largest));
+  _mm_mask_storeu_ps(scale, queries, _mm_maskz_div_ps(some, largest, most));
+  for (int t = 0; t < num_tokens; t += 16) {
+    __m512 scales = _mm512_loadu_ps(v_scale + t), dither = _mm512_loadu_ps(kvedge_dither + t);
+#pragma GCC unroll 4
+    for (int i = 0; i < count; i++) {
+      __m512 weight = _mm512_mul_ps(_mm512_loadu_ps(p + i * KVEDGE_TILE + t), scales), by = _mm512_set1_ps(factor[i]);
+      __m512i code;
+      if (bytes == 3) code = _mm512_cvtps_epi32(_mm512_mul_ps(weight, by));
+      else code = _mm512_slli_epi32(_mm512_cvttps_epi32(_mm512_fmadd_ps(weight, by, dither)), bytes == 2 ? 8 : 16);
+      _mm512_storeu_si512(codes + i * CODE_ROW + 4 * t, split_bytes(code));
+    }
+  }
+}
+
+KVEDGE_INLINE void encode_weights(int num_queries, const int bytes, const float *p, const float *v_scale,
+                                  int num_tokens, uint8_t *codes, float *scale) {
+#define ENCODE_OF(count) \
+  encode_weights_of(count, bytes, p + i * KVEDGE_TILE, v_scale, num_tokens, codes + i * CODE_ROW, scale + i)
+  int i = 0;
+  for (; i + 4 <= num_queries; i += 4) ENCODE_OF(4);
+  switch (num_queries - i) {
+    case 3: ENCODE_OF(3); break;
+    case 2: ENCODE_OF(2); break;
+    case 1: ENCODE_OF(1); break;
+  }
+#undef ENCODE_OF
+}
+
+/* Interleaves the bytes of four rows: dword e of 128-bit lane L of out[c] has channel 16 L + 4 c + e. */
+KVEDGE_INLINE void interleave_4_rows(const __m512i row[4], __m512i out[4]) {
+  __m512i low_ab = _mm512_unpacklo_epi8(row[0], row[1]), high_ab = _mm512_unpackhi_epi8(row[0], row[1]);
+  __m512i low_cd = _mm512_unpacklo_epi8(row[2], row[3]), high_cd = _mm512_unpackhi_epi8(row[2], row[3]);
+  out[0] = _mm512_unpacklo_epi16(low_ab, low_cd);
+  out[1] = _mm512_unpackhi_epi16(low_ab, low_cd);
+  out[2] = _mm512_unpacklo_epi16(high_ab, high_cd);
+  out[3] = _mm512_unpackhi_epi16(high_ab, high_cd);
+}
+
+/* The values of a tile, in blocks, and those to ask for. */
+typedef struct {
+  const int8_t *const *blocks, *const *ahead;
+  ptrdiff_t offset, token_stride, ahead_offset;
+  int num_tokens;
+} value_rows;
+
+/* Where weigh() has a tile's values from: rows that are whole; rows, and keeps them interleaved; what was kept. */
+typedef enum { ROWS, ROWS_KEPT, KEPT } value_source;
+
+/* All of a tile's values interleaved: (tokens / 4, 4). Rows past the last token repeat it: their weight is 0. */
+static __attribute__((noinline)) void keep_values(const value_rows *v, int num_channels, __m512i *kept) {
+  __mmask64 valid = first_bytes(num_channels);
+  for (int t = 0; t < v->num_tokens; t += 4, kept += 4) {
+    __m512i row[4];
+    for (int j = 0; j < 4; j++) {
+      int token = t + j < v->num_tokens ? t + j : v->num_tokens - 1;
+      ptrdiff_t at = token % BLOCK * v->token_stride + v->offset;
+      row[j] = _mm512_maskz_loadu_epi8(valid, v->blocks[token / BLOCK] + at);
+    }
+    interleave_4_rows(row, kept);
+  }
+}
+
+/* Rows t..t+3 of 64 channels. `half`, of up to 32: in the upper halves are rows t+4..t+7. */
+KVEDGE_INLINE void load_values(const value_rows *v, const int half, __mmask32 valid, int t, __m512i row[4]) {
+  const ptrdiff_t stride = v->token_stride;
+  const int8_t *from = v->blocks[t / BLOCK] + v->offset + t % BLOCK * stride;
+  const char *ahead = (const char *)v->ahead[t / BLOCK] + v->ahead_offset + t % BLOCK * (half ? 32 : 64);
+  OPAQUE(from);
+#pragma GCC unroll 4
+  for (int j = 0; j < 4; j++) {
+    _mm_prefetch(ahead + 64 * j, _MM_HINT_T1); /* a line for each register */
+    if (!half) {
+      row[j] = _mm512_loadu_si512(from + j * stride);
+    } else {
+      row[j] = _mm512_castsi256_si512(_mm256_maskz_loadu_epi8(valid, from + j * stride));
+      row[j] = _mm512_inserti64x4(row[j], _mm256_maskz_loadu_epi8(valid, from + (4 + j) * stride), 1);
+    }
+  }
+}
+
+/* The weights of four tokens for all lanes; `half`: of the four after them for the upper half. */
+KVEDGE_INLINE __m512i weights_at(const uint8_t *codes, const int half) {
+  __m512i weights = four_for_all(codes);
+  return half ? _mm512_mask_blend_epi32(0xff00, weights, four_for_all(codes + 16)) : weights;
+}
+
+/* Sums over a tile of `count` queries' weights, of `bytes` bytes, times the values, as interleave_4_rows() orders
+ * them: (count, 4). `half`: of up to 32 channels. (Constants where this is inlined.) */
+KVEDGE_INLINE void weigh(const value_rows *v, const value_source source, const int half, __mmask32 valid,
+                         __m512i *kept, const int count, const int bytes, const uint8_t *codes,
+                         __m512 (*totals)[4]) {
+  const int step = half ? 8 : 4;
+  __m512i sum[SUM_QUERIES][3][4];
+#pragma GCC unroll 4
+  for (int i = 0; i < count; i++)
+#pragma GCC unroll 3
+    for (int b = 0; b < bytes; b++)
+#pragma GCC unroll 4
+      for (int c = 0; c < 4; c++) sum[i][b][c] = _mm512_setzero_si512();
+  for (int t = 0; t < v->num_tokens; t += step, codes += 4 * step, kept += 4) {
+    __m512i value[4];
+    if (source == KEPT) {
+#pragma GCC unroll 4
+      for (int c = 0; c < 4; c++) value[c] = kept[c];
+    } else {
+      __m512i row[4];
+      load_values(v, half, valid, t, row);
+      interleave_4_rows(row, value);
+#pragma GCC unroll 4
+      for (int c = 0; c < 4; c++)
+        if (source == ROWS_KEPT) kept[c] = value[c];
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < count; i++)
+#pragma GCC unroll 3
+      for (int b = 0; b < bytes; b++) {
+        __m512i weights = weights_at(codes + i * CODE_ROW + 4 * b, half);
+#pragma GCC unroll 4
+        for (int c = 0; c < 4; c++) multiply_add(&sum[i][b][c], weights, value[c]);
+      }
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < count; i++)
+#pragma GCC unroll 4
+    for (int c = 0; c < 4; c++) {
+      __m512 total = _mm512_cvtepi32_ps(sum[i][0][c]);
+#pragma GCC unroll 3
+      for (int b = 1; b < bytes; b++)
+        total = _mm512_fmadd_ps(total, _mm512_set1_ps(256.0f), _mm512_cvtepi32_ps(sum[i][b][c]));
+      totals[i][c] = half ? _mm512_add_ps(total, _mm512_shuffle_f32x4(total, total, 0x4e)) : total;
+    }
+}
+
+/* acc = acc * alpha + total * scale of 64 channels (those in `valid`) of one query. */
+KVEDGE_INLINE void add_totals(const __m512 total[4], __mmask64 valid, float scale, float alpha, float *acc) {
+  /* 128-bit lane L of total[c] belongs to lane c of channels 16 L */
+  __m512i lanes[4], ordered[4];
+  for (int c = 0; c < 4; c++) lanes[c] = _mm512_castps_si512(total[c]);
+  transpose_lanes(lanes, ordered);
+  for (int c = 0; c < 4; c++) {
+    __mmask16 mask = (__mmask16)(valid >> (16 * c));
+    __m512 kept = _mm512_mul_ps(_mm512_maskz_loadu_ps(mask, acc + 16 * c), _mm512_set1_ps(alpha));
+    __m512 sum = _mm512_fmadd_ps(_mm512_castsi512_ps(ordered[c]), _mm512_set1_ps(scale), kept);
+    _mm512_mask_storeu_ps(acc + 16 * c, mask, sum);
+  }
+}
+
+/* 64 channels of a tile of values, added for all queries, with weights of `bytes` bytes (a constant where this is
+ * inlined). */
+KVEDGE_INLINE void weigh_64(const value_rows *v, int num_channels, int num_queries, const int bytes,
+                            const uint8_t *codes, const float *scale, const float *alpha, float *acc,
+                            ptrdiff_t acc_stride) {
+  const int most = SUM_REGISTERS / (4 * bytes) < SUM_QUERIES ? SUM_REGISTERS / (4 * bytes) : SUM_QUERIES;
+  __m512i kept[KVEDGE_TILE]; /* (tokens / 4, 4) */
+  int whole = v->num_tokens % BLOCK == 0, half = whole && num_channels <= 32;
+  __mmask32 valid = (__mmask32)first_bytes(num_channels);
+  value_source source = num_queries > most ? ROWS_KEPT : ROWS;
+  if (!whole || (num_channels > 32 && num_channels < 64)) {
+    keep_values(v, num_channels, kept);
+    source = KEPT;
+  }
+  for (int i = 0; i < num_queries; i += most) {
+    __m512 totals[SUM_QUERIES][4];
+    int count = num_queries - i < most ? num_queries - i : most;
+#define WEIGH_FROM(source, count)                                                                    \
+  if (half) weigh(v, source, 1, valid, kept, count, bytes, codes + i * CODE_ROW, totals);             \
+  else weigh(v, source, 0, 0, kept, count, bytes, codes + i * CODE_ROW, totals)
+#define WEIGH(count)                                             \
+  switch (source) {                                              \
+    case ROWS: WEIGH_FROM(ROWS, count); break;                   \
+    case ROWS_KEPT: WEIGH_FROM(ROWS_KEPT, count); break;         \
+    case KEPT: WEIGH_FROM(KEPT, count); break;                   \
+  }
+    if (count == most) { WEIGH(most) }
+    else if (count == 1) { WEIGH(1) }
+    else if (count == 2) { WEIGH(2) }
+    else { WEIGH(3) }
+#undef WEIGH
+#undef WEIGH_FROM
+    source = KEPT;
+    for (int j = 0; j < count; j++)
+      add_totals(totals[j], first_bytes(num_channels), scale[i + j], alpha[i + j], acc + (i + j) * acc_stride);
+  }
+}
+
+static void weighted_sum_i8_blocks_avx512vnni(const int8_t *const *v, ptrdiff_t offset, ptrdiff_t token_stride,
+                                              int num_tokens, int dim, int num_queries, int num_bytes,
+                                              const float *p, const float *v_scale, const float *alpha,
+                                              const int8_t *const *prefetch, float *acc, ptrdiff_t acc_stride) {
+  _Alignas(64) uint8_t codes[KVEDGE_STACK * CODE_ROW];
+  float scale[KVEDGE_STACK];
+  switch (num_bytes) {
+    case 3: encode_weights(num_queries, 3, p, v_scale, num_tokens, codes, scale); break;
+    case 2: encode_weights(num_queries, 2, p, v_scale, num_tokens, codes, scale); break;
+    default: encode_weights(num_queries, 1, p, v_scale, num_tokens, codes, scale);
+  }
+  value_rows rows = {.blocks = v, .ahead = prefetch ? prefetch : v, .token_stride = token_stride,
+                     .num_tokens = num_tokens};
+  for (int d = 0; d < dim; d += 64) {
+    rows.offset = offset + d;
+    rows.ahead_offset = d * BLOCK;
+    switch (num_bytes) {
+      case 3: weigh_64(&rows, dim - d, num_queries, 3, codes, scale, alpha, acc + d, acc_stride); break;
+      case 2: weigh_64(&rows, dim - d, num_queries, 2, codes, scale, alpha, acc + d, acc_stride); break;
+      default: weigh_64(&rows, dim - d, num_queries, 1, codes, scale, alpha, acc + d, acc_stride);
+    }
+  }
+}
+
+static void weighted_sum_i8_avx512vnni(const int8_t *v, ptrdiff_t token_stride, int num_tokens, int dim,
+                                       int num_queries, int num_bytes, const float *p,
+                                       const float *v_scale, const float *alpha, const void *prefetch,
+                                       float *acc, ptrdiff_t acc_stride) {
+  const int8_t *blocks[KVEDGE_TILE_BLOCKS], *ahead[KVEDGE_TILE_BLOCKS];
+  blocks_of(v, token_stride, blocks);
+  if (prefetch) blocks_of(prefetch, dim, ahead);
+  weighted_sum_i8_blocks_avx512vnni(blocks, 0, token_stride, num_tokens, dim, num_queries, num_bytes, p, v_scale,
+                                    alpha, prefetch ? ahead : NULL, acc, acc_stride);
+}
