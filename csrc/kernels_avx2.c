@@ -112,8 +112,8 @@ KVEDGE_INLINE __m256 reduce_add_8(const __m256 x[SCORES]) {
 }
 
 /* dot_rows() with the queries' floats, of any number of channels. */
-KVEDGE_INLINE __m256 dot_rows_of_floats(const int8_t *codes, ptrdiff_t stride, const int count, const int8_t *const *row,
-                                        int dim) {
+KVEDGE_INLINE __m256 dot_rows_of_floats(const int8_t *codes, ptrdiff_t stride, const int count,
+                                        const int8_t *const *row, int dim) {
   const int rows = SCORES / count;
   __m256 sum[SCORES];
 #pragma GCC unroll 8
@@ -135,8 +135,8 @@ KVEDGE_INLINE __m256 dot_rows_of_floats(const int8_t *codes, ptrdiff_t stride, c
 }
 
 /* Scores of all tokens for `count` queries: 1, 2 or 4 (a constant where this is inlined). */
-KVEDGE_INLINE void score_queries(const kvedge_query *q, const int of_floats, int first, const int count, const int8_t *k,
-                                 ptrdiff_t token_stride, int num_tokens, const float *k_scale, const char *ahead,
+KVEDGE_INLINE void score_queries(const kvedge_query *q, const int of_floats, int first, const int count,
+                                 const int8_t *k, ptrdiff_t token_stride, int num_tokens, const float *k_scale, const char *ahead,
                                  float *scores, int accumulate) {
   const int tokens = SCORES / count;
   const ptrdiff_t stride = KVEDGE_CODE_BYTES * q->stride;

@@ -1,9 +1,9 @@
 /* Weighted sums of AVX-512 VNNI. Part of kernels_avx512vnni.c.
  *
  * Rows of four tokens are interleaved byte by byte (2 shuffles per 64-byte line, once for all queries), so that
- * vpdpbusd with a broadcast dword of weights, which are unsigned, adds all four tokens to 16 channels: a product per line, query
- * and byte of the weights. Sums stay in registers over a tile, of as many queries as there is room for; for the others
- * what was interleaved is kept. With up to 32 channels left, rows of two tokens share a register.
+ * vpdpbusd with a broadcast dword of weights, which are unsigned, adds all four tokens to 16 channels: a product per
+ * line, query and byte of the weights. Sums stay in registers over a tile, of as many queries as there is room for; for
+ * the others what was interleaved is kept. With up to 32 channels left, rows of two tokens share a register.
  */
 enum {
   SUM_REGISTERS = 24, /* of 32: queries x bytes of the weights x 4 */
