@@ -105,8 +105,8 @@ precision_bits : 8, 16 or 24, optional
     Bits of queries and probabilities in integer products. By default 24 for probabilities, and
     for queries 16 where the size of the logits allows, else 24. Fewer are faster: 16 adds errors
     of about 1e-4 of the largest output, 8 of about 1e-2, as much as storing in 8 bits does; 24
-    about 1e-6. See docs/numerics.md. No effect on paths that multiply floats (scalar, avx2,
-    neon, NumPy); neondot takes 8 for 16.
+    about 1e-6. See docs/numerics.md. No effect on paths that multiply floats (scalar, neon,
+    NumPy); avx2 and neondot take 8 for 16.
 return_lse : bool
     Return the logarithm of each softmax denominator, learned sinks included, as well; with
     it, :func:`kvedge.merge_attention` merges results over parts of a context.
