@@ -75,8 +75,11 @@ KVEDGE_INLINE void dot_16(const int8_t *codes, ptrdiff_t stride, const int count
   for (int t = 0; t < rows; t++) {
     __m256i key = _mm256_cvtepi8_epi16(load_up_to_16(row[t] + channel, n));
 #pragma GCC unroll 4
-    for (int i = 0; i < count; i++)
-      sum[i * rows + t] = _mm256_add_epi32(sum[i * rows + t], _mm256_madd_epi16(key, query[i]));
+    for (int i = 0; i < count; i++) {
+      __m256i *to = sum + i * rows + t;
+      *to = _mm256_add_epi32(*to, _mm256_madd_epi16(key, query[i]));
+      __asm__("" : "+x"(*to)); /* as written: GCC 12 else adds products of many channels first, and spills them */
+    }
   }
 }
 
@@ -134,6 +137,31 @@ KVEDGE_INLINE __m256 dot_rows_of_floats(const int8_t *codes, ptrdiff_t stride, c
   return reduce_add_8(sum);
 }
 
+/* The scales of 8, 4 or 2 tokens, repeated for each query. */
+KVEDGE_INLINE __m256 scales_of_tokens(const float *k_scale, const int tokens) {
+  if (tokens == 8) return _mm256_loadu_ps(k_scale);
+  if (tokens == 4) return _mm256_broadcast_ps((const __m128 *)k_scale);
+  double two;
+  memcpy(&two, k_scale, sizeof two);
+  return _mm256_castpd_ps(_mm256_set1_pd(two));
+}
+
+/* Scores of 8, 4 or 2 tokens of each of 1, 2 or 4 queries, a row of the tile for each query. */
+KVEDGE_INLINE void store_scores(__m256 score, const int tokens, float *scores) {
+  __m128 low = _mm256_castps256_ps128(score), high = _mm256_extractf128_ps(score, 1);
+  if (tokens == 8) {
+    _mm256_storeu_ps(scores, score);
+  } else if (tokens == 4) {
+    _mm_storeu_ps(scores, low);
+    _mm_storeu_ps(scores + KVEDGE_TILE, high);
+  } else {
+    _mm_storel_pi((__m64 *)scores, low);
+    _mm_storeh_pi((__m64 *)(scores + KVEDGE_TILE), low);
+    _mm_storel_pi((__m64 *)(scores + 2 * KVEDGE_TILE), high);
+    _mm_storeh_pi((__m64 *)(scores + 3 * KVEDGE_TILE), high);
+  }
+}
+
 /* Scores of all tokens for `count` queries: 1, 2 or 4 (a constant where this is inlined). */
 KVEDGE_INLINE void score_queries(const kvedge_query *q, const int of_floats, int first, const int count,
                                  const int8_t *k, ptrdiff_t token_stride, int num_tokens, const float *k_scale, const char *ahead,
@@ -154,18 +182,17 @@ KVEDGE_INLINE void score_queries(const kvedge_query *q, const int of_floats, int
     for (int j = 0; j < tokens; j++) row[j] = k + (j < left ? t + j : num_tokens - 1) * token_stride;
     __m256 dot = of_floats ? dot_rows_of_floats(codes, stride, count, row, q->dim)
                            : dot_rows(codes, stride, count, row, q->dim);
-    float made[SCORES]; /* (count, tokens) */
-    _mm256_storeu_ps(made, _mm256_mul_ps(dot, units));
+    __m256 score = _mm256_mul_ps(_mm256_mul_ps(dot, units), scales_of_tokens(k_scale + t, tokens));
     if (left >= tokens && !accumulate) {
-#pragma GCC unroll 8
-      for (int i = 0; i < SCORES; i++)
-        scores[i / tokens * KVEDGE_TILE + t + i % tokens] = made[i] * k_scale[t + i % tokens];
+      store_scores(score, tokens, scores + t);
       continue;
     }
+    float made[SCORES]; /* (count, tokens) */
+    _mm256_storeu_ps(made, score);
     for (int i = 0; i < count; i++)
       for (int j = 0; j < tokens && j < left; j++) {
-        float *out = scores + i * KVEDGE_TILE + t + j, score = made[i * tokens + j] * k_scale[t + j];
-        *out = accumulate ? *out + score : score;
+        float *out = scores + i * KVEDGE_TILE + t + j, made_here = made[i * tokens + j];
+        *out = accumulate ? *out + made_here : made_here;
       }
   }
 }

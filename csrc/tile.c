@@ -83,7 +83,7 @@ enum { SCALES = 2 * KVEDGE_TILE };
 /* Scales of some columns of a tile, column by column. A column is one group of one head; in the cache a token's
  * scales lie side by side, so several columns at once cost little more than one. */
 typedef struct {
-  int first; /* column; -COLUMNS: none */
+  int first; /* column; -KVEDGE_SCALE_COLUMNS: none */
   _Alignas(64) float scale[KVEDGE_SCALE_COLUMNS][SCALES]; /* 0 after the last token */
 } scale_columns;
 
