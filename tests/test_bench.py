@@ -184,6 +184,7 @@ _BOUNDS = {
     "kvedge-8": 8e-2,
     "kvedge-16": 5e-2,
     "kvedge-24": 5e-2,
+    "kvedge-4k": 5e-2,
 }
 
 

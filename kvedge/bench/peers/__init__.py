@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from kvedge.bench.peers.base import Competitor
 from kvedge.bench.peers.ggml_flash import GgmlFlashAttention
-from kvedge.bench.peers.kvedge_layer import KvedgeInt8
+from kvedge.bench.peers.kvedge_layer import KvedgeInt8, KvedgeOnSmallPages
 from kvedge.bench.peers.numpy_attention import NumpyAttention
 from kvedge.bench.peers.ort_gqa import OrtGroupQueryAttention
 from kvedge.bench.peers.torch_sdpa import TorchSdpa
@@ -24,8 +24,8 @@ __all__ = [
     "make_peers",
 ]
 
-#: kvedge with ``precision_bits``: competitors for those who ask.
-VARIANT_NAMES = ("kvedge-8", "kvedge-16", "kvedge-24")
+#: kvedge with ``precision_bits``, and without huge pages: competitors for those who ask.
+VARIANT_NAMES = ("kvedge-8", "kvedge-16", "kvedge-24", "kvedge-4k")
 
 #: Names of all peers, in the order of the tables.
 PEER_NAMES = (
@@ -48,7 +48,7 @@ def make_peers(names: Iterable[str]) -> list[Competitor]:
 def _make(name: str) -> Competitor:
     library, _, kind = name.partition("-")
     classes: dict[str, Callable[[str], Competitor]] = {
-        "kvedge": lambda bits: KvedgeInt8(int(bits)),
+        "kvedge": lambda kind: KvedgeOnSmallPages() if kind == "4k" else KvedgeInt8(int(kind)),
         "numpy": NumpyAttention,
         "torch": TorchSdpa,
         "ort": OrtGroupQueryAttention,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,7 @@ from kvedge.bench.peers.base import Competitor
 from kvedge.bench.shapes import AttentionShape
 from kvedge.bench.workload import Workload
 
-__all__ = ["KvedgeInt8"]
+__all__ = ["KvedgeInt8", "KvedgeOnSmallPages"]
 
 
 class KvedgeInt8(Competitor):
@@ -42,12 +44,15 @@ class KvedgeInt8(Competitor):
         """By the layers' own arithmetic: a byte per value, a float32 scale per row."""
         return token_bytes(layer_config("int8", 1, shape.num_kv_heads, shape.head_dim))
 
+    def _new_layer(self, workload: Workload) -> kvedge.QuantizedKvLayer:
+        shape = workload.shape
+        return kvedge.QuantizedKvLayer(workload.context, shape.num_kv_heads, shape.head_dim)
+
     def prepare(self, workload: Workload, copies: int, num_threads: int) -> None:
         """Fill the layers; the number of threads is the process's default."""
         kvedge.set_num_threads(num_threads)
-        shape = workload.shape
         for _ in range(copies):
-            layer = kvedge.QuantizedKvLayer(workload.context, shape.num_kv_heads, shape.head_dim)
+            layer = self._new_layer(workload)
             layer.extend(workload.keys, workload.values)
             self._layers.append(layer)
         self._workload, self._query = workload, workload.query
@@ -85,3 +90,33 @@ class KvedgeInt8(Competitor):
     def release(self) -> None:
         """Drop the layers."""
         self._layers, self._workload = [], None
+
+
+class KvedgeOnSmallPages(KvedgeInt8):
+    """The same on pages of 4 KB: what huge pages are worth (Linux)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.name = "kvedge-4k"
+
+    def unavailable(self) -> str | None:
+        """Return why the system cannot be told to leave huge pages out."""
+        if hasattr(mmap, "MADV_NOHUGEPAGE"):
+            return None
+        return "this system has no madvise(MADV_NOHUGEPAGE)"
+
+    def _new_layer(self, workload: Workload) -> kvedge.QuantizedKvLayer:
+        layer = super()._new_layer(workload)
+        for slab in layer._slabs:
+            _refuse_huge_pages(slab)
+        return layer
+
+
+def _refuse_huge_pages(slab: np.ndarray) -> None:
+    """Before the memory is touched: only then does it come in small pages."""
+    start = -(-slab.ctypes.data // mmap.PAGESIZE) * mmap.PAGESIZE
+    size = (slab.ctypes.data + slab.nbytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
+    madvise = ctypes.CDLL(None, use_errno=True).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    if size > 0 and madvise(start, size, mmap.MADV_NOHUGEPAGE) != 0:
+        raise OSError(ctypes.get_errno(), "madvise(MADV_NOHUGEPAGE) was refused")
