@@ -10,9 +10,10 @@ enum {
    * that a helper which is held up delays nobody for long. */
   SLICE_BYTES = 256 << 10,
   MAX_SLICES_OF_A_BLOCK = 32,
-  /* One step reads about this many bytes of keys and as many of values, which is also how far ahead
-   * of their use the next step's rows are asked for. */
+  /* One step, a tile of one head, reads up to this many bytes of keys and as many of values; */
   STEP_BYTES = 16 << 10,
+  /* and the steps of all heads up to this many, which is also how far ahead of their use rows are asked for:
+   * two tiles' keys and values are to fit a second-level cache. */
   TILE_BYTES = 128 << 10,
 };
 
@@ -63,7 +64,6 @@ void kvedge_attention_plan(kvedge_attention *a, const kvedge_cache_view *view, i
   a->real_logits = a->options.softcap > 0.0f || a->options.alibi_slopes || a->options.bias;
   a->key_factor = normalizing_factor(view->key_bound);
   a->value_factor = normalizing_factor(view->value_bound);
-  a->key_bound = view->key_bound * a->key_factor;
 
   a->num_rows = num_rows;
   a->first_position = first_position;

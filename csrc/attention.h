@@ -52,14 +52,13 @@ struct kvedge_attention {
    * logit_bias. If an option needs true logits (real_logits), scores are turned into them at once. */
   int real_logits;
   float key_factor, value_factor; /* powers of two that all scales are multiplied by */
-  float key_bound;                /* no key's scale times its factor is larger */
 
   /* Prepared queries, each array in the order (row block, KV head, stack, ...). */
   int query_bytes;        /* of the codes of queries: 1 to 3, or 0 for what each tile needs */
   int weight_bytes;       /* of those of weights: 1 to 3 */
   int num_groups;         /* of a query: as in view, or 1 where keys are floats without scales */
   int group_pad;          /* channels of a group, rounded up to KVEDGE_QUERY_PAD */
-  float *values;          /* (.., num_groups, group_pad) */
+  float *values;          /* (.., num_groups, group_pad)  only for paths without encode_query, and float32 keys */
   int8_t *codes;          /* (.., num_groups, group_pad * KVEDGE_CODE_BYTES)  only for paths with encode_query */
   float *scales;          /* (.., num_groups)                 likewise */
   int32_t *offsets;       /* (.., num_groups, 4)              likewise */

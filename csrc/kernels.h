@@ -22,7 +22,7 @@ enum {
   KVEDGE_QUERY_PAD = 64,
   /* Columns that transpose_scales writes at most. */
   KVEDGE_SCALE_COLUMNS = 4,
-  /* Bytes that a channel of an encoded query takes. */
+  /* Bytes that a channel of an encoded query takes at most. */
   KVEDGE_CODE_BYTES = 6,
 };
 
@@ -40,9 +40,9 @@ typedef struct {
   int num_bytes;         /* of a code to multiply by: 3, or fewer (the high ones) for 16 or 8 bits */
   ptrdiff_t stride;      /* channels from one query to the next */
   const float *values;   /* (num_queries, stride); magnitudes up to 2 */
-  const int8_t *codes;   /* (num_queries, stride * KVEDGE_CODE_BYTES), 64-byte aligned: the three bytes of each
-                          * channel in the order that the path multiplies them; NULL where it has no encode_query */
-  ptrdiff_t scale_stride; /* groups from one query to the next, in scale and sums */
+  const int8_t *codes;   /* (num_queries, stride * KVEDGE_CODE_BYTES), 64-byte aligned: the integers as the path
+                          * multiplies them, in an order of its own; NULL where it has no encode_query */
+  ptrdiff_t scale_stride; /* groups from one query to the next, in scale and offsets */
   const float *scale;    /* (num_queries) */
   const int32_t *offsets; /* (num_queries, 4): what the sum of products with each byte starts from. Paths that
                            * multiply unsigned keys, k + 128, take off here what that adds; else zeros. */

@@ -28,7 +28,6 @@ KVEDGE_TARGET_BEGIN("avx2,fma")
 enum {
   SCORES = 8,      /* made at a time: 8 tokens of 1 query, 4 of 2, 2 of 4; a register of sums each */
   SUM_QUERIES = 4, /* x 2 accumulators of 8 channels */
-  MOST_CHANNELS = 512, /* whose products with 16 bits have room in 32: 512 x 127 x 32767 */
 };
 
 /* Codes are kept for every 16 channels as 16 numbers of 16 bits, the high ones of a code, and 16 floats of the same
@@ -84,7 +83,7 @@ KVEDGE_INLINE void dot_16(const int8_t *codes, ptrdiff_t stride, const int count
 }
 
 /* Dot products of SCORES / count rows with the codes of `count` queries, 1, 2 or 4, of which the numbers at `codes` are
- * taken: (count, rows). Up to MOST_CHANNELS. */
+ * taken: (count, rows). Up to CHANNELS_OF_TWO_BYTES. */
 KVEDGE_INLINE __m256 dot_rows(const int8_t *codes, ptrdiff_t stride, const int count, const int8_t *const *from,
                               int dim) {
   __m256i sum[SCORES];
@@ -164,8 +163,8 @@ KVEDGE_INLINE void store_scores(__m256 score, const int tokens, float *scores) {
 
 /* Scores of all tokens for `count` queries: 1, 2 or 4 (a constant where this is inlined). */
 KVEDGE_INLINE void score_queries(const kvedge_query *q, const int of_floats, int first, const int count,
-                                 const int8_t *k, ptrdiff_t token_stride, int num_tokens, const float *k_scale, const char *ahead,
-                                 float *scores, int accumulate) {
+                                 const int8_t *k, ptrdiff_t token_stride, int num_tokens, const float *k_scale,
+                                 const char *ahead, float *scores, int accumulate) {
   const int tokens = SCORES / count;
   const ptrdiff_t stride = KVEDGE_CODE_BYTES * q->stride;
   const int8_t *codes = q->codes + first * stride;
@@ -210,7 +209,7 @@ static void scores_i8_avx2(const kvedge_query *q, const int8_t *k, ptrdiff_t tok
     for (; i + 2 <= n; i += 2) SCORE_QUERIES(of_floats, 2);       \
     if (i < n) SCORE_QUERIES(of_floats, 1);                       \
   }
-  if (q->num_bytes == 3 || q->dim > MOST_CHANNELS) SCORE(1)
+  if (q->num_bytes == 3 || q->dim > CHANNELS_OF_TWO_BYTES) SCORE(1)
   else SCORE(0)
 #undef SCORE
 #undef SCORE_QUERIES

@@ -28,7 +28,7 @@ static uint32_t KVEDGE_NAME(abs_max_bits)(const float *x, size_t n) {
   _mm256_storeu_si256((__m256i *)lane, _mm256_max_epu32(a, b));
   for (int j = 0; j < 8; j++) largest = lane[j] > largest ? lane[j] : largest;
   for (; i < n; i++) {
-    uint32_t bits = float_to_bits(x[i]) & 0x7fffffffu;
+    uint32_t bits = kvedge_bits_of_float(x[i]) & 0x7fffffffu;
     largest = bits > largest ? bits : largest;
   }
   return largest;

@@ -30,6 +30,18 @@ KVEDGE_INLINE void multiply_add(__m512i *sum, __m512i u8, __m512i s8) {
  * spilled to vector registers, which takes longer than the arithmetic on the rows. */
 #define OPAQUE(pointer) __asm__("" : "+r"(pointer))
 
+/* WORK(count) for n queries from i on: four at a time, then those that are left. */
+#define BY_FOURS(n, WORK)             \
+  {                                   \
+    int i = 0;                        \
+    for (; i + 4 <= (n); i += 4) WORK(4); \
+    switch ((n) - i) {                \
+      case 3: WORK(3); break;         \
+      case 2: WORK(2); break;         \
+      case 1: WORK(1); break;         \
+    }                                 \
+  }
+
 /* Four bytes, for all lanes. */
 KVEDGE_INLINE __m512i four_for_all(const void *bytes) {
   int32_t four;
@@ -150,22 +162,20 @@ KVEDGE_INLINE __m512 exp2_of(__m512 x) {
   return _mm512_maskz_scalef_ps(counts, y, _mm512_sub_ps(x, f));
 }
 
-/* The largest in each of four vectors. */
-KVEDGE_INLINE __m128 reduce_max_4(const __m512 v[4]) {
-  __m512 ab = _mm512_max_ps(_mm512_unpacklo_ps(v[0], v[1]), _mm512_unpackhi_ps(v[0], v[1]));
-  __m512 cd = _mm512_max_ps(_mm512_unpacklo_ps(v[2], v[3]), _mm512_unpackhi_ps(v[2], v[3]));
-  __m512 all = _mm512_max_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
-  __m256 half = _mm256_max_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
-  return _mm_max_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+/* The larger of each two lanes, or their sum (a constant where this is inlined). */
+typedef enum { MAX, ADD } reduction;
+
+KVEDGE_INLINE __m512 join(const reduction how, __m512 a, __m512 b) {
+  return how == MAX ? _mm512_max_ps(a, b) : _mm512_add_ps(a, b);
 }
 
-/* The sum of each of four vectors. */
-KVEDGE_INLINE __m128 reduce_add_4(const __m512 v[4]) {
-  __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(v[0], v[1]), _mm512_unpackhi_ps(v[0], v[1]));
-  __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(v[2], v[3]), _mm512_unpackhi_ps(v[2], v[3]));
-  __m512 all = _mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
-  __m256 half = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
-  return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+/* The largest in each of four vectors, or the sum of each. */
+KVEDGE_INLINE __m128 reduce_4(const reduction how, const __m512 v[4]) {
+  __m512 ab = join(how, _mm512_unpacklo_ps(v[0], v[1]), _mm512_unpackhi_ps(v[0], v[1]));
+  __m512 cd = join(how, _mm512_unpacklo_ps(v[2], v[3]), _mm512_unpackhi_ps(v[2], v[3]));
+  __m512 all = join(how, _mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
+  all = join(how, all, _mm512_shuffle_f32x4(all, all, 0x4e));
+  return _mm512_castps512_ps128(join(how, all, _mm512_shuffle_f32x4(all, all, 0xb1)));
 }
 
 /* softmax of `count` queries, 1 to 4 (a constant where this is inlined). */
@@ -184,7 +194,7 @@ KVEDGE_INLINE void softmax_of(const int count, float *scores, int num_tokens, co
     for (int i = 0; i < count; i++)
       reduced[i] = _mm512_max_ps(reduced[i], _mm512_loadu_ps(scores + i * KVEDGE_TILE + 16 * j));
   __m128 old = _mm_maskz_loadu_ps(queries, max), f = _mm_maskz_loadu_ps(queries, factor);
-  __m128 new = _mm_max_ps(old, reduce_max_4(reduced));
+  __m128 new = _mm_max_ps(old, reduce_4(MAX, reduced));
   __m512 fallen = exp2_of(_mm512_zextps128_ps512(_mm_mul_ps(_mm_sub_ps(old, new), f)));
   _mm_mask_storeu_ps(max, queries, new);
   _mm512_mask_storeu_ps(alpha, queries, fallen); /* 512 bits: masked, vextractf32x4 touches what it must not */
@@ -209,20 +219,14 @@ KVEDGE_INLINE void softmax_of(const int count, float *scores, int num_tokens, co
   for (int j = whole + 1; j < KVEDGE_TILE / 16; j++)
     for (int i = 0; i < count; i++) _mm512_storeu_ps(scores + i * KVEDGE_TILE + 16 * j, _mm512_setzero_ps());
   __m128 before = _mm_mul_ps(_mm_maskz_loadu_ps(queries, sum), _mm512_castps512_ps128(fallen));
-  _mm_mask_storeu_ps(sum, queries, _mm_add_ps(before, reduce_add_4(reduced)));
+  _mm_mask_storeu_ps(sum, queries, _mm_add_ps(before, reduce_4(ADD, reduced)));
 }
 
 static void softmax_avx512vnni(float *scores, int num_queries, int num_tokens, const float *factor,
                                float *max, float *sum, float *alpha) {
 #define SOFTMAX_OF(count) \
   softmax_of(count, scores + i * KVEDGE_TILE, num_tokens, factor + i, max + i, sum + i, alpha + i)
-  int i = 0;
-  for (; i + 4 <= num_queries; i += 4) SOFTMAX_OF(4);
-  switch (num_queries - i) {
-    case 3: SOFTMAX_OF(3); break;
-    case 2: SOFTMAX_OF(2); break;
-    case 1: SOFTMAX_OF(1); break;
-  }
+  BY_FOURS(num_queries, SOFTMAX_OF)
 #undef SOFTMAX_OF
 }
 

@@ -14,10 +14,9 @@
  */
 enum {
   PAIR = 2,           /* blocks that are scored together, and share the loads of the queries */
-  SCORE_QUERIES = 4,  /* x 3 bytes x PAIR = 24 of the 32 registers */
+  SCORE_QUERIES = 4,  /* at a time: x 3 bytes x PAIR = 24 of the 32 registers */
   FEW_QUERIES = 8,    /* are few, for every 64 channels */
   FEW_BLOCKS = 32,    /* queries x 64 channels whose codes are kept spread at most */
-  FEW_CHANNELS = 512, /* up to which sums over two bytes of a query fit 32 bits: 512 x 127 x 32767 */
 };
 
 /* Codes are stored byte by byte: for every 64 channels 64 high bytes, 64 middle ones and 64 low ones. Where 32 or
@@ -178,14 +177,9 @@ KVEDGE_INLINE void score_blocks(const kvedge_query *q, int first, const int coun
 
 KVEDGE_INLINE void score_queries(const kvedge_query *q, const int bytes, const int blocks, const __m512i *columns,
                                  const float *k_scale, float *scores, int accumulate) {
-  int i = 0;
-  for (; i + SCORE_QUERIES <= q->num_queries; i += SCORE_QUERIES)
-    score_blocks(q, i, SCORE_QUERIES, bytes, blocks, columns, k_scale, scores, accumulate);
-  switch (q->num_queries - i) {
-    case 3: score_blocks(q, i, 3, bytes, blocks, columns, k_scale, scores, accumulate); break;
-    case 2: score_blocks(q, i, 2, bytes, blocks, columns, k_scale, scores, accumulate); break;
-    case 1: score_blocks(q, i, 1, bytes, blocks, columns, k_scale, scores, accumulate); break;
-  }
+#define SCORE_BLOCKS_OF(count) score_blocks(q, i, count, bytes, blocks, columns, k_scale, scores, accumulate)
+  BY_FOURS(q->num_queries, SCORE_BLOCKS_OF)
+#undef SCORE_BLOCKS_OF
 }
 
 static void score_many(const kvedge_query *q, const int8_t *const *k, ptrdiff_t offset, ptrdiff_t token_stride,
@@ -247,7 +241,7 @@ KVEDGE_INLINE __m512i add_half_lanes(__m512i a, __m512i b) {
   return _mm512_add_epi32(_mm512_shuffle_i32x4(a, b, 0x44), _mm512_shuffle_i32x4(a, b, 0xee));
 }
 
-/* Scores of a block for one query: `sums` of the last 64 channels as score_64() has them. */
+/* Scores of a block for one query, whose sums over all channels are half added up, as add_half_lanes() leaves them. */
 KVEDGE_INLINE void store_scores(const kvedge_query *q, int i, const int bytes, __m512i halves[2][2],
                                 const float *k_scale, float *out, int accumulate) {
   const int32_t *offset = q->offsets + i * 4 * q->scale_stride;
@@ -360,7 +354,7 @@ static void scores_i8_blocks_avx512vnni(const kvedge_query *q, const int8_t *con
                                         const int8_t *const *prefetch, float *scores, int accumulate) {
   if (!prefetch) prefetch = k; /* rows that are here anyway */
   int blocks = (q->dim + 63) / 64;
-  if (q->num_queries > FEW_QUERIES * blocks || q->num_queries * blocks > FEW_BLOCKS || q->dim > FEW_CHANNELS) {
+  if (q->num_queries > FEW_QUERIES * blocks || q->num_queries * blocks > FEW_BLOCKS || q->dim > CHANNELS_OF_TWO_BYTES) {
     score_many(q, k, offset, token_stride, num_tokens, k_scale, prefetch, scores, accumulate);
     return;
   }

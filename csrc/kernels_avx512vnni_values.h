@@ -25,7 +25,7 @@ KVEDGE_INLINE void encode_weights_of(const int count, const int bytes, const flo
     for (int i = 0; i < count; i++)
       reduced[i] = _mm512_max_ps(reduced[i], _mm512_mul_ps(_mm512_loadu_ps(p + i * KVEDGE_TILE + t), scales));
   }
-  __m128 largest = reduce_max_4(reduced);
+  __m128 largest = reduce_4(MAX, reduced);
   __mmask8 some = _mm_cmp_ps_mask(largest, _mm_set1_ps(WEIGHT_NOTHING), _CMP_GT_OQ);
   float factor[4];
   _mm_storeu_ps(factor, _mm_maskz_div_ps(some, most, largest));
@@ -47,13 +47,7 @@ KVEDGE_INLINE void encode_weights(int num_queries, const int bytes, const float 
                                   int num_tokens, uint8_t *codes, float *scale) {
 #define ENCODE_OF(count) \
   encode_weights_of(count, bytes, p + i * KVEDGE_TILE, v_scale, num_tokens, codes + i * CODE_ROW, scale + i)
-  int i = 0;
-  for (; i + 4 <= num_queries; i += 4) ENCODE_OF(4);
-  switch (num_queries - i) {
-    case 3: ENCODE_OF(3); break;
-    case 2: ENCODE_OF(2); break;
-    case 1: ENCODE_OF(1); break;
-  }
+  BY_FOURS(num_queries, ENCODE_OF)
 #undef ENCODE_OF
 }
 
@@ -86,6 +80,7 @@ static __attribute__((noinline)) void keep_values(const value_rows *v, int num_c
       int token = t + j < v->num_tokens ? t + j : v->num_tokens - 1;
       ptrdiff_t at = token % BLOCK * v->token_stride + v->offset;
       row[j] = _mm512_maskz_loadu_epi8(valid, v->blocks[token / BLOCK] + at);
+      _mm_prefetch((const char *)v->ahead[t / BLOCK] + v->ahead_offset + (t % BLOCK + j) * 64, _MM_HINT_T1);
     }
     interleave_4_rows(row, kept);
   }

@@ -78,10 +78,8 @@ static void encode_query_neondot(const float *x, int dim, float factor, float la
                                  int32_t *offsets) {
   float inverse = divide_or_0(LARGEST_CODE, largest, largest);
   for (int d = 0; d < kvedge_padded_channels(dim); d += 4) {
-    float four[4] = {0}; /* the last ones of a row */
-    for (int i = 0; i < dim - d && i < 4; i++) four[i] = x[d + i];
-    float32x4_t values = vmulq_n_f32(dim - d >= 4 ? vld1q_f32(x + d) : vld1q_f32(four), factor);
-    vst1q_s8(codes + 4 * d, split_digits(round_to_i32(vmulq_n_f32(values, inverse))));
+    float32x4_t four = dim - d >= 4 ? vld1q_f32(x + d) : load_part_f32(x + min_int(d, dim), dim - d);
+    vst1q_s8(codes + 4 * d, split_digits(round_to_i32(vmulq_n_f32(vmulq_n_f32(four, factor), inverse))));
   }
   *scale = divide_or_0(largest, LARGEST_CODE, largest);
   vst1q_s32(offsets, vdupq_n_s32(0)); /* keys are signed here */

@@ -14,6 +14,7 @@
 enum {
   LANES = 16,
   CODE_ROW = 4 * KVEDGE_TILE, /* bytes of a tile's encoded weights, for paths that encode them */
+  CHANNELS_OF_TWO_BYTES = 512, /* whose products with two bytes of a query add up in 32 bits: x 127 x 32767 */
 };
 
 /* The largest codes of 24 bits, a little below what fits because products round: of queries, in three
@@ -50,7 +51,8 @@ static inline float exp2_nonpositive(float x) {
   y = y * f + EXP2_2;
   y = y * f + EXP2_1;
   y = y * f + 1.0f;
-  return x > EXP2_NOTHING ? bits_to_float(float_to_bits(y) + (float_to_bits(rounded) << 23)) : 0.0f;
+  uint32_t power = kvedge_bits_of_float(y) + (kvedge_bits_of_float(rounded) << 23);
+  return x > EXP2_NOTHING ? kvedge_float_of_bits(power) : 0.0f;
 }
 
 static inline float lanes_max(const float lane[LANES]) {

@@ -4,7 +4,7 @@
 static uint32_t abs_max_bits_scalar(const float *x, size_t n) {
   uint32_t largest = 0;
   for (size_t i = 0; i < n; i++) {
-    uint32_t bits = float_to_bits(x[i]) & 0x7fffffffu;
+    uint32_t bits = kvedge_bits_of_float(x[i]) & 0x7fffffffu;
     if (bits > largest) largest = bits;
   }
   return largest;

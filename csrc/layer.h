@@ -5,6 +5,7 @@
 #include <stdatomic.h>
 #include <string.h>
 
+#include "bits.h"
 #include "kernels.h"
 #include "kvedge.h"
 
@@ -33,12 +34,6 @@ static inline size_t kvedge_align(size_t bytes) { return (bytes + 63) / 64 * 64;
 
 /* The largest magnitude of n floats, as the bits of a float; KVEDGE_NOT_FINITE or more: not finite. */
 #define KVEDGE_NOT_FINITE 0x7f800000u
-
-static inline float kvedge_float_of_bits(uint32_t bits) {
-  float x;
-  memcpy(&x, &bits, sizeof x);
-  return x;
-}
 
 /* quantize.c: rows of one array of a layer, from float to storage and back. */
 

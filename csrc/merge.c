@@ -32,13 +32,6 @@ static double join_sink(double sink, double *log_sum) {
   return share;
 }
 
-/* As a float: -INFINITY stays, else finite and not denormal. */
-static float bounded_logarithm(double x) {
-  if (x == -INFINITY) return -INFINITY;
-  if (fabs(x) < FLT_MIN) return 0.0f;
-  return x > FLT_MAX ? FLT_MAX : x < -FLT_MAX ? -FLT_MAX : (float)x;
-}
-
 /* One query's output and the logarithm of its softmax denominator. */
 static void finish(const kvedge_attention *a, size_t query, size_t state, int head,
                    const kvedge_partial *total, float *out, float *lse) {
@@ -46,7 +39,7 @@ static void finish(const kvedge_attention *a, size_t query, size_t state, int he
   if (lse || a->options.sink_logits) {
     double log_sum = log_denominator(a, query, total->max[state], sum);
     if (a->options.sink_logits) keep = join_sink(a->options.sink_logits[head], &log_sum);
-    if (lse) *lse = bounded_logarithm(log_sum);
+    if (lse) *lse = log_sum == -INFINITY ? -INFINITY : kvedge_bounded((float)log_sum);
   }
   float factor = sum > 0.0 ? (float)(keep / sum) : 0.0f;
   a->kernels->scale_row(total->acc + state * (size_t)a->acc_stride, a->view.head_dim, factor, 1.0f / a->value_factor,

@@ -41,9 +41,7 @@ static double between(double x, double low, double high) { return x < low ? low 
 /* The power of two below a magnitude. Below 2^-126 it is 1: such channels are left as they are, and
  * count for nothing. (Its inverse must be a number too.) */
 static double power_below(float magnitude) {
-  uint32_t bits;
-  memcpy(&bits, &magnitude, sizeof bits);
-  return magnitude >= FLT_MIN ? kvedge_float_of_bits(bits & 0x7f800000u) : 1.0;
+  return magnitude >= FLT_MIN ? kvedge_float_of_bits(kvedge_bits_of_float(magnitude) & 0x7f800000u) : 1.0;
 }
 
 /* What two bytes of a query's code may cost, as kvedge_attention.coarseness has it. They round a channel

@@ -1,7 +1,7 @@
 /* One slice of attention: a block of query rows over a chunk of tokens.
  *
  * The cache is read in memory order, tile by tile over all KV heads, so that its two streams (keys
- * and values) are sequential; every step asks for the rows that the next step will read. Softmax is
+ * and values) are sequential; every step asks for its head's share of the next tile. Softmax is
  * online (Milakov and Gimelshein 2018): a tile only needs the maximum and the sum so far.
  */
 #include <float.h>
@@ -273,7 +273,8 @@ static void choose_bytes(const kvedge_attention *a, const encounter *e, size_t q
                          int *bytes) {
   static const float COARSEST = 1.5e-4f;
   int plain = 1; /* do two suffice even with the largest scale of the layer? */
-  for (int j = 0; j < e->count; j++) plain &= a->coarseness[query_index + (size_t)j] * a->key_bound <= COARSEST;
+  float bound = a->view.key_bound * a->key_factor;
+  for (int j = 0; j < e->count; j++) plain &= a->coarseness[query_index + (size_t)j] * bound <= COARSEST;
   if (a->query_bytes || plain) {
     for (int j = 0; j < e->count; j++) bytes[j] = a->query_bytes ? a->query_bytes : 2;
     return;
@@ -436,6 +437,7 @@ static void prefetch_scales(const kvedge_cache_view *view, const tile_of_tokens 
   }
 }
 
+/* A head's share of the tile that follows, piece by piece: as many bytes as its own rows there. */
 static void share_of_head(const kvedge_cache_view *view, const tile_of_tokens *tile, const tile_of_tokens *following,
                           int kv_head, rows_ahead *ahead) {
   ptrdiff_t row = view->head_stride;
