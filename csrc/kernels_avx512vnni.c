@@ -42,6 +42,12 @@ KVEDGE_INLINE void multiply_add(__m512i *sum, __m512i u8, __m512i s8) {
     }                                 \
   }
 
+/* Asks for some lines, into L2. */
+KVEDGE_INLINE void prefetch_lines(const char *lines, const int count) {
+#pragma GCC unroll 8
+  for (int i = 0; i < count; i++) _mm_prefetch(lines + 64 * i, _MM_HINT_T1);
+}
+
 /* Four bytes, for all lanes. */
 KVEDGE_INLINE __m512i four_for_all(const void *bytes) {
   int32_t four;

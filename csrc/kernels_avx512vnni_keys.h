@@ -15,8 +15,7 @@
 enum {
   PAIR = 2,           /* blocks that are scored together, and share the loads of the queries */
   SCORE_QUERIES = 4,  /* at a time: x 3 bytes x PAIR = 24 of the 32 registers */
-  FEW_QUERIES = 8,    /* are few, for every 64 channels */
-  FEW_BLOCKS = 32,    /* queries x 64 channels whose codes are kept spread at most */
+  FEW_QUERIES = 3,    /* at most: from four on, sums over lanes cost more than the other transposing */
 };
 
 /* Codes are stored byte by byte: for every 64 channels 64 high bytes, 64 middle ones and 64 low ones. Where 32 or
@@ -76,7 +75,6 @@ KVEDGE_INLINE void load_keys(const key_rows *k, const extent how, int u, int d, 
   const int last = how == WHOLE || how == HALF ? BLOCK - 1 : k->num_tokens < BLOCK ? k->num_tokens - 1 : BLOCK - 1;
   const ptrdiff_t stride = k->token_stride;
   const int8_t *from = k->rows + first * stride + d;
-  const char *ahead = k->ahead + d * BLOCK + 64 * 4 * u; /* a line for each register */
   OPAQUE(from);
 #pragma GCC unroll 4
   for (int t = 0; t < 4; t++) {
@@ -89,9 +87,14 @@ KVEDGE_INLINE void load_keys(const key_rows *k, const extent how, int u, int d, 
       row[t] = _mm512_castsi256_si512(_mm256_maskz_loadu_epi8(valid, from + at));
       row[t] = _mm512_inserti64x4(row[t], _mm256_maskz_loadu_epi8(valid, from + upper), 1);
     }
-    _mm_prefetch(ahead + 64 * t, _MM_HINT_T1);
     row[t] = _mm512_xor_si512(row[t], to_unsigned);
   }
+}
+
+/* What a unit of the sum of a query's codes times a key's is, before the key's scale. */
+KVEDGE_INLINE void units_of(const kvedge_query *q, const int bytes, float *unit) {
+  for (int i = 0; i < q->num_queries; i++)
+    unit[i] = q->scale[i * q->scale_stride] * (bytes == 3 ? 1.0f : bytes == 2 ? 256.0f : 65536.0f);
 }
 
 /* ---- Scores for many queries ---- */
@@ -103,6 +106,7 @@ KVEDGE_INLINE void transpose_rows(const key_rows *k, const extent how, int d, in
   for (int u = 0; u < 4; u++) {
     __m512i row[4];
     load_keys(k, how, u, d, dim, row);
+    prefetch_lines(k->ahead + d * BLOCK + 64 * (8 + 2 * u), 2);
     transpose_in_lanes(row, quads[u]);
   }
 #pragma GCC unroll 4
@@ -119,14 +123,16 @@ static __attribute__((noinline)) void transpose_part(const key_rows *k, int d, i
 }
 
 /* Scores of one block of tokens or of a pair for `count` queries of `bytes` bytes (constants where this is
- * inlined). */
+ * inlined). Asks for the lines at `ahead`, `step` bytes apart: that half of a block's which transpose_rows() did not ask
+ * for, since a core waits when more than about ten are on their way. */
 KVEDGE_INLINE void score_blocks(const kvedge_query *q, int first, const int count, const int bytes,
-                                const int blocks, const __m512i *columns, const float *k_scale, float *scores,
-                                int accumulate) {
+                                const int blocks, const __m512i *columns, const char *const *ahead, ptrdiff_t step,
+                                const float *unit, const float *k_scale, float *scores, int accumulate) {
   /* A product waits 5 cycles for the one before it in the same sum: few sums are made twice as many. */
   const int chains = count * bytes * blocks <= 8 ? 2 : 1;
+  const ptrdiff_t stride = KVEDGE_CODE_BYTES * q->stride;
   __m512i sum[SCORE_QUERIES][3][PAIR][2]; /* of each byte of the query, of even and odd columns */
-  const int8_t *codes = q->codes + first * KVEDGE_CODE_BYTES * q->stride;
+  const int8_t *codes = q->codes + first * stride;
   const int32_t *offsets = q->offsets + first * 4 * q->scale_stride;
 #pragma GCC unroll 4
   for (int i = 0; i < count; i++)
@@ -137,28 +143,33 @@ KVEDGE_INLINE void score_blocks(const kvedge_query *q, int first, const int coun
         sum[i][b][k][0] = _mm512_set1_epi32(offsets[i * 4 * q->scale_stride + b]);
         sum[i][b][k][1] = _mm512_setzero_si512();
       }
-  int num_columns = (q->dim + 3) / 4; /* an odd one out: the next is there, and its codes are 0 */
-  for (int j = 0; j < num_columns; j += chains, columns += chains * PAIR) {
-    const int8_t *at = codes + j / 16 * CODES_OF_64 + j % 16 * 4;
+  for (int d = 0; d < q->dim; d += 64, codes += CODES_OF_64) {
+    const char *lines = ahead[0] + d * BLOCK, *more = ahead[blocks - 1] + d * BLOCK;
+    /* Two columns at a time; an odd one out: the next is there, and its codes are 0. */
+    const int8_t *end = codes + (q->dim - d < 64 ? q->dim - d : 64);
+    for (const int8_t *at = codes; at < end; at += 8, columns += 2 * PAIR, lines += step, more += step) {
+      _mm_prefetch(lines, _MM_HINT_T1);
+      if (blocks == 2) _mm_prefetch(more, _MM_HINT_T1);
 #pragma GCC unroll 2
-    for (int c = 0; c < chains; c++) {
-      __m512i column[PAIR];
+      for (int c = 0; c < 2; c++) {
+        __m512i column[PAIR];
 #pragma GCC unroll 2
-      for (int k = 0; k < blocks; k++) column[k] = columns[PAIR * c + k];
+        for (int k = 0; k < blocks; k++) column[k] = columns[PAIR * c + k];
 #pragma GCC unroll 4
-      for (int i = 0; i < count; i++)
+        for (int i = 0; i < count; i++)
 #pragma GCC unroll 3
-        for (int b = 0; b < bytes; b++) {
-          __m512i four = four_for_all(at + i * KVEDGE_CODE_BYTES * q->stride + 4 * c + 64 * b);
+          for (int b = 0; b < bytes; b++) {
+            __m512i four = four_for_all(at + i * stride + 4 * c + 64 * b);
 #pragma GCC unroll 2
-          for (int k = 0; k < blocks; k++) multiply_add(&sum[i][b][k][c], column[k], four);
-        }
+            for (int k = 0; k < blocks; k++) multiply_add(&sum[i][b][k][c % chains], column[k], four);
+          }
+      }
     }
   }
   const __m512 byte = _mm512_set1_ps(256.0f);
 #pragma GCC unroll 4
   for (int i = 0; i < count; i++) {
-    float unit = q->scale[(first + i) * q->scale_stride] * (bytes == 3 ? 1.0f : bytes == 2 ? 256.0f : 65536.0f);
+    const __m512 units = _mm512_set1_ps(unit[first + i]);
 #pragma GCC unroll 2
     for (int k = 0; k < blocks; k++) {
 #pragma GCC unroll 3
@@ -168,7 +179,7 @@ KVEDGE_INLINE void score_blocks(const kvedge_query *q, int first, const int coun
 #pragma GCC unroll 3
       for (int b = 1; b < bytes; b++) dot = _mm512_fmadd_ps(dot, byte, _mm512_cvtepi32_ps(sum[i][b][k][0]));
       float *out = scores + (first + i) * KVEDGE_TILE + k * BLOCK;
-      __m512 score = _mm512_mul_ps(dot, _mm512_mul_ps(_mm512_loadu_ps(k_scale + k * BLOCK), _mm512_set1_ps(unit)));
+      __m512 score = _mm512_mul_ps(dot, _mm512_mul_ps(_mm512_loadu_ps(k_scale + k * BLOCK), units));
       if (accumulate) score = _mm512_add_ps(score, _mm512_loadu_ps(out));
       _mm512_storeu_ps(out, score);
     }
@@ -176,50 +187,50 @@ KVEDGE_INLINE void score_blocks(const kvedge_query *q, int first, const int coun
 }
 
 KVEDGE_INLINE void score_queries(const kvedge_query *q, const int bytes, const int blocks, const __m512i *columns,
-                                 const float *k_scale, float *scores, int accumulate) {
-#define SCORE_BLOCKS_OF(count) score_blocks(q, i, count, bytes, blocks, columns, k_scale, scores, accumulate)
+                                 const char *const *ahead, const float *unit, const float *k_scale, float *scores,
+                                 int accumulate) {
+  const char *const nothing[PAIR] = {(const char *)columns, (const char *)columns}; /* that is not here */
+#define SCORE_BLOCKS_OF(count)                                                                                    \
+  score_blocks(q, i, count, bytes, blocks, columns, i == 0 ? ahead : nothing, i == 0 ? 64 : 0, unit, k_scale,     \
+               scores, accumulate)
   BY_FOURS(q->num_queries, SCORE_BLOCKS_OF)
 #undef SCORE_BLOCKS_OF
 }
 
-static void score_many(const kvedge_query *q, const int8_t *const *k, ptrdiff_t offset, ptrdiff_t token_stride,
-                       int num_tokens, const float *k_scale, const int8_t *const *ahead, float *scores,
-                       int accumulate) {
+KVEDGE_INLINE void score_many(const kvedge_query *q, const int bytes, const int8_t *const *k, ptrdiff_t offset,
+                              ptrdiff_t token_stride, int num_tokens, const float *k_scale,
+                              const int8_t *const *ahead, float *scores, int accumulate) {
   __m512i columns[PAIR * 1024 / 4]; /* (dim / 4, PAIR) x 16 tokens x 4 channels; a dim of 64 uses 2 KB */
+  float unit[KVEDGE_STACK];
+  units_of(q, bytes, unit);
   for (int t = 0; t < num_tokens; t += PAIR * BLOCK) {
     int blocks = num_tokens - t > BLOCK ? 2 : 1;
     for (int b = 0; b < blocks; b++) {
       int block = t / BLOCK + b;
-      key_rows rows = {.rows = k[block] + offset, .ahead = (const char *)ahead[block],
-                       .token_stride = token_stride, .num_tokens = num_tokens - block * BLOCK};
+      key_rows rows = {.rows = k[block] + offset, .ahead = (const char *)ahead[block], .token_stride = token_stride,
+                       .num_tokens = num_tokens - block * BLOCK};
       for (int d = 0; d < q->dim; d += 64) {
         __m512i *to = columns + PAIR * (d / 4) + b;
         if (rows.num_tokens >= BLOCK && q->dim - d >= 64) transpose_rows(&rows, WHOLE, d, q->dim, to);
         else transpose_part(&rows, d, q->dim, to);
       }
     }
-#define SCORE_QUERIES_OF(bytes)                                                                     \
-  if (blocks == 2) score_queries(q, bytes, 2, columns, k_scale + t, scores + t, accumulate); \
-  else score_queries(q, bytes, 1, columns, k_scale + t, scores + t, accumulate)
-    switch (q->num_bytes) {
-      case 3: SCORE_QUERIES_OF(3); break;
-      case 2: SCORE_QUERIES_OF(2); break;
-      default: SCORE_QUERIES_OF(1);
-    }
-#undef SCORE_QUERIES_OF
+    const char *const *next = (const char *const *)ahead + t / BLOCK;
+    if (blocks == 2) score_queries(q, bytes, 2, columns, next, unit, k_scale + t, scores + t, accumulate);
+    else score_queries(q, bytes, 1, columns, next, unit, k_scale + t, scores + t, accumulate);
   }
 }
 
 /* ---- Scores for few queries ---- */
 
-/* Sums of 16 tokens for the queries of a stack, from one 64 channels to the next: of the query's high and middle
+/* Sums of 16 tokens for few queries, from one 64 channels to the next: of the query's high and middle
  * bytes, and of its low ones if it has three. In lane L of sum u is that of tokens 4u..4u+3 over the channels
  * which lie in lane L. */
-typedef __m512i few_sums[KVEDGE_STACK][2][4];
+typedef __m512i few_sums[FEW_QUERIES][2][4];
 
 /* The codes of few queries as score_64() multiplies them, (queries, channels / 64, 4, bytes): lane L of the vector of
  * c and byte b has that byte of channels 16 L + 4 c .. + 3, four times. */
-typedef __m512i few_codes[FEW_BLOCKS * 4 * 3];
+typedef __m512i few_codes[FEW_QUERIES * CHANNELS_OF_TWO_BYTES / 64 * 4 * 3];
 
 KVEDGE_INLINE void spread_codes(const kvedge_query *q, const int bytes, __m512i *out) {
   for (int i = 0; i < q->num_queries; i++) {
@@ -270,10 +281,12 @@ KVEDGE_INLINE void score_64(const kvedge_query *q, const int bytes, const extent
   for (int u = 0; u < units; u++) {
     __m512i row[4];
     load_keys(k, how, u, d, q->dim, row);
+    prefetch_lines(k->ahead + d * BLOCK + 64 * (2 * units + 2 * u), 2);
     transpose_in_lanes(row, column[u]);
   }
   codes += d / 64 * 4 * bytes;
   for (int i = 0; i < q->num_queries; i++, codes += (q->dim + 63) / 64 * 4 * bytes) {
+    if (i == q->num_queries - 1) prefetch_lines(k->ahead + d * BLOCK, 2 * units);
     __m512i sum[3][4]; /* of each byte, of each unit */
 #pragma GCC unroll 3
     for (int b = 0; b < bytes; b++)
@@ -353,19 +366,16 @@ static void scores_i8_blocks_avx512vnni(const kvedge_query *q, const int8_t *con
                                         ptrdiff_t token_stride, int num_tokens, const float *k_scale,
                                         const int8_t *const *prefetch, float *scores, int accumulate) {
   if (!prefetch) prefetch = k; /* rows that are here anyway */
-  int blocks = (q->dim + 63) / 64;
-  if (q->num_queries > FEW_QUERIES * blocks || q->num_queries * blocks > FEW_BLOCKS || q->dim > CHANNELS_OF_TWO_BYTES) {
-    score_many(q, k, offset, token_stride, num_tokens, k_scale, prefetch, scores, accumulate);
-    return;
-  }
-#define SCORE_FEW(bytes) \
-  score_few(q, bytes, k, offset, token_stride, num_tokens, k_scale, prefetch, scores, accumulate)
+  int few = q->num_queries <= FEW_QUERIES && q->dim <= CHANNELS_OF_TWO_BYTES;
+#define SCORE(bytes)                                                                                                  \
+  if (few) score_few(q, bytes, k, offset, token_stride, num_tokens, k_scale, prefetch, scores, accumulate); \
+  else score_many(q, bytes, k, offset, token_stride, num_tokens, k_scale, prefetch, scores, accumulate)
   switch (q->num_bytes) {
-    case 3: SCORE_FEW(3); break;
-    case 2: SCORE_FEW(2); break;
-    default: SCORE_FEW(1);
+    case 3: SCORE(3); break;
+    case 2: SCORE(2); break;
+    default: SCORE(1);
   }
-#undef SCORE_FEW
+#undef SCORE
 }
 
 static void scores_i8_avx512vnni(const kvedge_query *q, const int8_t *k, ptrdiff_t token_stride,

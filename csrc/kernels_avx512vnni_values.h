@@ -68,33 +68,34 @@ typedef struct {
   int num_tokens;
 } value_rows;
 
-/* Where weigh() has a tile's values from: rows that are whole; rows, and keeps them interleaved; what was kept. */
-typedef enum { ROWS, ROWS_KEPT, KEPT } value_source;
+/* Where weigh() has a tile's values from, and which of every four lines that are to be asked for it asks for: from rows
+ * that are whole (all four); from rows, and keeps them interleaved (two); from what was kept, the first time (the other
+ * two); from what was kept. A core waits when more than about ten lines are on their way, so no pass asks for more than
+ * it must. */
+typedef enum { ROWS, ROWS_KEPT, KEPT_ASKING, KEPT } value_source;
 
-/* All of a tile's values interleaved: (tokens / 4, 4). Rows past the last token repeat it: their weight is 0. */
+/* All of a tile's values interleaved: (tokens of whole blocks / 4, 4). Rows past the last token repeat it: their weight
+ * is 0. */
 static __attribute__((noinline)) void keep_values(const value_rows *v, int num_channels, __m512i *kept) {
   __mmask64 valid = first_bytes(num_channels);
-  for (int t = 0; t < v->num_tokens; t += 4, kept += 4) {
+  int padded = (v->num_tokens + BLOCK - 1) / BLOCK * BLOCK;
+  for (int t = 0; t < padded; t += 4, kept += 4) {
     __m512i row[4];
     for (int j = 0; j < 4; j++) {
       int token = t + j < v->num_tokens ? t + j : v->num_tokens - 1;
       ptrdiff_t at = token % BLOCK * v->token_stride + v->offset;
       row[j] = _mm512_maskz_loadu_epi8(valid, v->blocks[token / BLOCK] + at);
-      _mm_prefetch((const char *)v->ahead[t / BLOCK] + v->ahead_offset + (t % BLOCK + j) * 64, _MM_HINT_T1);
+      prefetch_lines((const char *)v->ahead[t / BLOCK] + v->ahead_offset + (t % BLOCK + j) * 64, 1);
     }
     interleave_4_rows(row, kept);
   }
 }
 
-/* Rows t..t+3 of 64 channels. `half`, of up to 32: in the upper halves are rows t+4..t+7. */
-KVEDGE_INLINE void load_values(const value_rows *v, const int half, __mmask32 valid, int t, __m512i row[4]) {
-  const ptrdiff_t stride = v->token_stride;
-  const int8_t *from = v->blocks[t / BLOCK] + v->offset + t % BLOCK * stride;
-  const char *ahead = (const char *)v->ahead[t / BLOCK] + v->ahead_offset + t % BLOCK * (half ? 32 : 64);
+/* Four rows of 64 channels. `half`, of up to 32: in the upper halves are the four rows that follow. */
+KVEDGE_INLINE void load_values(const int8_t *from, ptrdiff_t stride, const int half, __mmask32 valid, __m512i row[4]) {
   OPAQUE(from);
 #pragma GCC unroll 4
   for (int j = 0; j < 4; j++) {
-    _mm_prefetch(ahead + 64 * j, _MM_HINT_T1); /* a line for each register */
     if (!half) {
       row[j] = _mm512_loadu_si512(from + j * stride);
     } else {
@@ -123,27 +124,34 @@ KVEDGE_INLINE void weigh(const value_rows *v, const value_source source, const i
     for (int b = 0; b < bytes; b++)
 #pragma GCC unroll 4
       for (int c = 0; c < 4; c++) sum[i][b][c] = _mm512_setzero_si512();
-  for (int t = 0; t < v->num_tokens; t += step, codes += 4 * step, kept += 4) {
-    __m512i value[4];
-    if (source == KEPT) {
+  for (int t = 0; t < v->num_tokens; t += BLOCK) {
+    const int8_t *from = v->blocks[t / BLOCK] + v->offset;
+    const char *ahead = (const char *)v->ahead[t / BLOCK] + v->ahead_offset + (source == KEPT_ASKING ? 128 : 0);
+    const uint8_t *end = codes + 4 * BLOCK;
+#pragma GCC unroll 1
+    for (; codes < end; codes += 4 * step, kept += 4, from += step * v->token_stride, ahead += 256) {
+      __m512i value[4];
+      if (source == KEPT || source == KEPT_ASKING) {
 #pragma GCC unroll 4
-      for (int c = 0; c < 4; c++) value[c] = kept[c];
-    } else {
-      __m512i row[4];
-      load_values(v, half, valid, t, row);
-      interleave_4_rows(row, value);
+        for (int c = 0; c < 4; c++) value[c] = kept[c];
+      } else {
+        __m512i row[4];
+        load_values(from, v->token_stride, half, valid, row);
+        interleave_4_rows(row, value);
 #pragma GCC unroll 4
-      for (int c = 0; c < 4; c++)
-        if (source == ROWS_KEPT) kept[c] = value[c];
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < count; i++)
-#pragma GCC unroll 3
-      for (int b = 0; b < bytes; b++) {
-        __m512i weights = weights_at(codes + i * CODE_ROW + 4 * b, half);
-#pragma GCC unroll 4
-        for (int c = 0; c < 4; c++) multiply_add(&sum[i][b][c], weights, value[c]);
+        for (int c = 0; c < 4; c++)
+          if (source == ROWS_KEPT) kept[c] = value[c];
       }
+      if (source != KEPT) prefetch_lines(ahead, source == ROWS ? 4 : 2);
+#pragma GCC unroll 4
+      for (int i = 0; i < count; i++)
+#pragma GCC unroll 3
+        for (int b = 0; b < bytes; b++) {
+          __m512i weights = weights_at(codes + i * CODE_ROW + 4 * b, half);
+#pragma GCC unroll 4
+          for (int c = 0; c < 4; c++) multiply_add(&sum[i][b][c], weights, value[c]);
+        }
+    }
   }
 #pragma GCC unroll 4
   for (int i = 0; i < count; i++)
@@ -185,16 +193,18 @@ KVEDGE_INLINE void weigh_64(const value_rows *v, int num_channels, int num_queri
     keep_values(v, num_channels, kept);
     source = KEPT;
   }
-  for (int i = 0; i < num_queries; i += most) {
+  const int passes = (num_queries + most - 1) / most; /* of as equal a size as can be */
+  for (int i = 0, pass = 0, count; i < num_queries; i += count, pass++) {
     __m512 totals[SUM_QUERIES][4];
-    int count = num_queries - i < most ? num_queries - i : most;
-#define WEIGH_FROM(source, count)                                                                    \
+    count = (num_queries - i + passes - pass - 1) / (passes - pass);
+#define WEIGH_FROM(source, count)                                                                     \
   if (half) weigh(v, source, 1, valid, kept, count, bytes, codes + i * CODE_ROW, totals);             \
   else weigh(v, source, 0, 0, kept, count, bytes, codes + i * CODE_ROW, totals)
 #define WEIGH(count)                                             \
   switch (source) {                                              \
     case ROWS: WEIGH_FROM(ROWS, count); break;                   \
     case ROWS_KEPT: WEIGH_FROM(ROWS_KEPT, count); break;         \
+    case KEPT_ASKING: WEIGH_FROM(KEPT_ASKING, count); break;     \
     case KEPT: WEIGH_FROM(KEPT, count); break;                   \
   }
     if (count == most) { WEIGH(most) }
@@ -203,7 +213,7 @@ KVEDGE_INLINE void weigh_64(const value_rows *v, int num_channels, int num_queri
     else { WEIGH(3) }
 #undef WEIGH
 #undef WEIGH_FROM
-    source = KEPT;
+    source = source == ROWS_KEPT ? KEPT_ASKING : KEPT;
     for (int j = 0; j < count; j++)
       add_totals(totals[j], first_bytes(num_channels), scale[i + j], alpha[i + j], acc + (i + j) * acc_stride);
   }
