@@ -87,8 +87,7 @@ void kvedge_attention_plan(kvedge_attention *a, const kvedge_cache_view *view, i
   if (wanted > most) wanted = most;
   a->chunks_per_block = wanted < 1 ? 1 : (int)wanted;
 
-  a->query_bytes = a->options.precision_bits / 8;
-  a->weight_bytes = a->query_bytes ? a->query_bytes : 3;
+  a->bytes = a->options.precision_bits / 8;
   a->num_groups = view->format == KVEDGE_INT8 ? view->num_groups : 1;
   int group = view->format == KVEDGE_INT8 ? view->group_size : view->head_dim;
   a->group_pad = kvedge_padded_channels(group);

@@ -54,8 +54,7 @@ struct kvedge_attention {
   float key_factor, value_factor; /* powers of two that all scales are multiplied by */
 
   /* Prepared queries, each array in the order (row block, KV head, stack, ...). */
-  int query_bytes;        /* of the codes of queries: 1 to 3, or 0 for what each tile needs */
-  int weight_bytes;       /* of those of weights: 1 to 3 */
+  int bytes;              /* of the codes of queries and weights: 1 to 3, or 0 for what each tile needs */
   int num_groups;         /* of a query: as in view, or 1 where keys are floats without scales */
   int group_pad;          /* channels of a group, rounded up to KVEDGE_QUERY_PAD */
   float *values;          /* (.., num_groups, group_pad)  only for paths without encode_query, and float32 keys */

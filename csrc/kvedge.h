@@ -146,8 +146,9 @@ typedef struct {
   const float *bias;        /* added to the logits likewise; -INFINITY hides; NULL: none */
   int64_t bias_strides[3];
   int precision_bits;       /* of queries and probabilities in integer products: 24, 16, 8 (the fewer the
-                             * faster; docs/numerics.md has the errors), or 0: 24 for probabilities, and
-                             * for queries 16 where the size of the logits allows, else 24 */
+                             * faster; docs/numerics.md has the errors), or 0: 16 where the contract
+                             * (2e-4) allows, else 24: for queries where logits are small enough, for
+                             * probabilities past the first 1,024 tokens if head_dim is 64 or more */
 } kvedge_attention_options;
 
 void kvedge_attention_defaults(kvedge_attention_options *options);

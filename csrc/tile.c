@@ -267,16 +267,17 @@ static float largest_scale_seen(const kvedge_attention *a, const encounter *e, i
 }
 
 /* Bytes of the codes of stacked queries against a tile: two where they move no logit by more than about
- * COARSEST, which leaves the output far inside the numerics contract (2e-4), else three. A row's heads
- * get the same, since a kernel call for each kind would unpack the keys again. */
+ * COARSEST, else three. The numerics contract allows 2e-4 of the output; at this figure the worst of thousands of
+ * contexts that are neither flat nor at one token, where it matters most, is 1.6e-4. A row's heads get the same,
+ * since a kernel call for each kind would unpack the keys again. */
 static void choose_bytes(const kvedge_attention *a, const encounter *e, size_t query_index, const float *scale,
                          int *bytes) {
-  static const float COARSEST = 1.5e-4f;
+  static const float COARSEST = 8e-5f;
   int plain = 1; /* do two suffice even with the largest scale of the layer? */
   float bound = a->view.key_bound * a->key_factor;
   for (int j = 0; j < e->count; j++) plain &= a->coarseness[query_index + (size_t)j] * bound <= COARSEST;
-  if (a->query_bytes || plain) {
-    for (int j = 0; j < e->count; j++) bytes[j] = a->query_bytes ? a->query_bytes : 2;
+  if (a->bytes || plain) {
+    for (int j = 0; j < e->count; j++) bytes[j] = a->bytes ? a->bytes : 2;
     return;
   }
   int alike = !e->masking || (!a->options.mask && !a->options.bias); /* do a row's heads see the same? */
@@ -360,6 +361,15 @@ static void tile_scores(const kvedge_attention *a, const encounter *e, const row
 
 /* ---- A step: one tile of one KV head -------------------------------------------------------- */
 
+/* Bytes of the codes of a tile's weights. Two leave an error of up to 1e-4 of the output, and twice that where there are
+ * few channels; so those have three, and so has the start of a context, of which parts and the whole are to agree to the
+ * last digits. The position decides, and nothing that depends on how a prompt is cut. */
+static int weight_bytes(const kvedge_attention *a, const tile_of_tokens *tile) {
+  enum { FIRST_TOKENS = 1024, FEW_CHANNELS = 64 };
+  if (a->bytes) return a->bytes;
+  return tile->token < FIRST_TOKENS || a->view.head_dim < FEW_CHANNELS ? 3 : 2;
+}
+
 /* Adds a tile's values. What was summed before is taken times alpha, once: with the first piece. */
 static void weighted_sum(const kvedge_attention *a, const encounter *e, const rows_ahead *ahead, workspace *w,
                          float *acc) {
@@ -374,7 +384,7 @@ static void weighted_sum(const kvedge_attention *a, const encounter *e, const ro
     if (view->format == KVEDGE_INT8) v_scale = tile_scales(a, tile, e->kv_head, g, 1, &w->value_scales);
     if (e->blocks) {
       a->kernels->weighted_sum_i8_blocks(e->blocks->values, start, view->token_stride, tile->num_tokens, n, e->count,
-                                         a->weight_bytes, w->scores, v_scale, w->alpha,
+                                         weight_bytes(a, tile), w->scores, v_scale, w->alpha,
                                          e->next_blocks ? e->next_blocks->values : NULL, acc + start, a->acc_stride);
       continue;
     }
@@ -389,7 +399,7 @@ static void weighted_sum(const kvedge_attention *a, const encounter *e, const ro
                                      a->acc_stride);
       else
         a->kernels->weighted_sum_i8((const int8_t *)values + start, view->token_stride, p->num_tokens, n,
-                                    e->count, a->weight_bytes, w->scores + p->first, v_scale + p->first,
+                                    e->count, weight_bytes(a, tile), w->scores + p->first, v_scale + p->first,
                                     alpha, prefetch ? prefetch + start * p->num_tokens : NULL, acc + start,
                                     a->acc_stride);
     }

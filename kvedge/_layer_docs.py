@@ -102,9 +102,10 @@ mask : array, optional
 alibi_slopes : array, optional
     float32 (num_heads,): slope * (t - p) is added (https://arxiv.org/abs/2108.12409).
 precision_bits : 8, 16 or 24, optional
-    Bits of queries and probabilities in integer products. By default 24 for probabilities, and
-    for queries 16 where the size of the logits allows, else 24. Fewer are faster: 16 adds errors
-    of about 1e-4 of the largest output, 8 of about 1e-2, as much as storing in 8 bits does; 24
+    Bits of queries and probabilities in integer products. By default 16 where the contract (an
+    error of 2e-4 of the largest output) allows, else 24: for queries where logits are small
+    enough, for probabilities past the first 1,024 tokens if head_dim is 64 or more. Fewer are
+    faster: 16 adds errors of about 1e-4, 8 of about 1e-2, as much as storing in 8 bits does; 24
     about 1e-6. See docs/numerics.md. No effect on paths that multiply floats (scalar, neon,
     NumPy); avx2 and neondot take 8 for 16.
 return_lse : bool

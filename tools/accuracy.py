@@ -34,7 +34,7 @@ HEAD_DIMS = (1, 8, 40, 64, 80, 96, 112, 128, 256)
 QUERY_GROUPS = (1, 2, 3, 4, 7, 8)
 LENGTHS = (1, 15, 16, 17, 1000, 32768, 131072)
 NUM_KV_HEADS = 2
-SPREADS = (1, 4, 8, 16)  # standard deviations of logits: ordinary attention, to one token alone
+SPREADS = (1, 2, 3, 4, 8, 16)  # standard deviations of logits: ordinary attention, to one token alone
 
 FORMATS = {
     "int8, a scale per row": {},

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import reference
-from support import assert_attention_close, assert_lse_close, normal, stored
+from support import assert_attention_close, assert_lse_close, filled, normal, stored
 
 from kvedge import Float32KvLayer, QuantizedKvLayer
 
@@ -200,6 +200,21 @@ def test_the_default_precision_keeps_the_contract_however_sharp(spread, head_dim
         assert_attention_close(layer.attend(query), ref, hint=f"{length} tokens, {rows} rows")
         exact = layer.attend(query, precision_bits=24)
         assert_attention_close(exact, ref, 1e-5, hint=f"24 bits, {length} tokens")
+
+
+@pytest.mark.parametrize("head_dim, length", [(64, 300), (80, 1152), (128, 600), (128, 2048)])
+def test_the_default_precision_keeps_the_contract_where_it_is_hardest(head_dim, length):
+    """One row of a head of its own, between flat and sharp, where 16 bits of a query are still taken.
+
+    The seeds are such that an error that was allowed once went past the contract.
+    """
+    for seed in (436, 519, 535, 594):
+        rng = np.random.default_rng(seed)
+        layer = filled(QuantizedKvLayer, rng, length, 1, head_dim)
+        for spread in (2.5, 3, 3.5, 4):
+            query = np.float32(spread) * normal(rng, 1, 1, head_dim)
+            ref, _ = reference.attention(query, *stored(layer))
+            assert_attention_close(layer.attend(query), ref, hint=f"seed {seed}, spread {spread}")
 
 
 # -- what a window leaves out ----------------------------------------------------------------------
