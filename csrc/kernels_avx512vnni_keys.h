@@ -91,10 +91,9 @@ KVEDGE_INLINE void load_keys(const key_rows *k, const extent how, int u, int d, 
   }
 }
 
-/* What a unit of the sum of a query's codes times a key's is, before the key's scale. */
-KVEDGE_INLINE void units_of(const kvedge_query *q, const int bytes, float *unit) {
-  for (int i = 0; i < q->num_queries; i++)
-    unit[i] = q->scale[i * q->scale_stride] * (bytes == 3 ? 1.0f : bytes == 2 ? 256.0f : 65536.0f);
+/* What a query's code of `bytes` bytes is to be multiplied by. */
+KVEDGE_INLINE float unit_of(const kvedge_query *q, int i, const int bytes) {
+  return q->scale[i * q->scale_stride] * (bytes == 3 ? 1.0f : bytes == 2 ? 256.0f : 65536.0f);
 }
 
 /* ---- Scores for many queries ---- */
@@ -123,8 +122,8 @@ static __attribute__((noinline)) void transpose_part(const key_rows *k, int d, i
 }
 
 /* Scores of one block of tokens or of a pair for `count` queries of `bytes` bytes (constants where this is
- * inlined). Asks for the lines at `ahead`, `step` bytes apart: that half of a block's which transpose_rows() did not ask
- * for, since a core waits when more than about ten are on their way. */
+ * inlined). Asks for the lines at `ahead`, `step` bytes apart: the half of a block's that transpose_rows() left, since
+ * a core waits when more than about ten are on their way. */
 KVEDGE_INLINE void score_blocks(const kvedge_query *q, int first, const int count, const int bytes,
                                 const int blocks, const __m512i *columns, const char *const *ahead, ptrdiff_t step,
                                 const float *unit, const float *k_scale, float *scores, int accumulate) {
@@ -202,7 +201,7 @@ KVEDGE_INLINE void score_many(const kvedge_query *q, const int bytes, const int8
                               const int8_t *const *ahead, float *scores, int accumulate) {
   __m512i columns[PAIR * 1024 / 4]; /* (dim / 4, PAIR) x 16 tokens x 4 channels; a dim of 64 uses 2 KB */
   float unit[KVEDGE_STACK];
-  units_of(q, bytes, unit);
+  for (int i = 0; i < q->num_queries; i++) unit[i] = unit_of(q, i, bytes);
   for (int t = 0; t < num_tokens; t += PAIR * BLOCK) {
     int blocks = num_tokens - t > BLOCK ? 2 : 1;
     for (int b = 0; b < blocks; b++) {
@@ -265,8 +264,7 @@ KVEDGE_INLINE void store_scores(const kvedge_query *q, int i, const int bytes, _
     __m512 number = _mm512_cvtepi32_ps(_mm512_add_epi32(sum, _mm512_set1_epi32(start)));
     dot = part == 0 ? number : _mm512_fmadd_ps(dot, _mm512_set1_ps(256.0f), number);
   }
-  float unit = q->scale[i * q->scale_stride] * (bytes == 3 ? 1.0f : bytes == 2 ? 256.0f : 65536.0f);
-  __m512 score = _mm512_mul_ps(dot, _mm512_mul_ps(_mm512_loadu_ps(k_scale), _mm512_set1_ps(unit)));
+  __m512 score = _mm512_mul_ps(dot, _mm512_mul_ps(_mm512_loadu_ps(k_scale), _mm512_set1_ps(unit_of(q, i, bytes))));
   if (accumulate) score = _mm512_add_ps(score, _mm512_loadu_ps(out));
   _mm512_storeu_ps(out, score);
 }

@@ -361,9 +361,9 @@ static void tile_scores(const kvedge_attention *a, const encounter *e, const row
 
 /* ---- A step: one tile of one KV head -------------------------------------------------------- */
 
-/* Bytes of the codes of a tile's weights. Two leave an error of up to 1e-4 of the output, and twice that where there are
- * few channels; so those have three, and so has the start of a context, of which parts and the whole are to agree to the
- * last digits. The position decides, and nothing that depends on how a prompt is cut. */
+/* Bytes of the codes of a tile's weights. Two leave an error of up to 1e-4 of the output, and twice that where there
+ * are few channels; so those have three, and so has the start of a context, of which parts and the whole are to agree
+ * to the last digits. The position decides, and nothing that depends on how a prompt is cut. */
 static int weight_bytes(const kvedge_attention *a, const tile_of_tokens *tile) {
   enum { FIRST_TOKENS = 1024, FEW_CHANNELS = 64 };
   if (a->bytes) return a->bytes;
