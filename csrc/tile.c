@@ -267,9 +267,9 @@ static float largest_scale_seen(const kvedge_attention *a, const encounter *e, i
 }
 
 /* Bytes of the codes of stacked queries against a tile: two where they move no logit by more than about
- * COARSEST, else three. The numerics contract allows 2e-4 of the output; at this figure the worst of thousands of
- * contexts that are neither flat nor at one token, where it matters most, is 1.6e-4. A row's heads get the same,
- * since a kernel call for each kind would unpack the keys again. */
+ * COARSEST, else three. At this figure the output keeps the numerics contract (2e-4) between flat and sharp, where
+ * it is hardest (tools/accuracy.py --worst). A row's heads get the same, since a kernel call for each kind would
+ * unpack the keys again. */
 static void choose_bytes(const kvedge_attention *a, const encounter *e, size_t query_index, const float *scale,
                          int *bytes) {
   static const float COARSEST = 8e-5f;

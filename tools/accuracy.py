@@ -12,6 +12,8 @@
     python tools/accuracy.py --longest 131072
     python tools/accuracy.py --precision         # arithmetic only: each path of this CPU, by
                                                  # precision_bits and the spread of the logits
+    python tools/accuracy.py --worst             # arithmetic by default only: the worst of 9,450
+                                                 # single rows between flat and sharp
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ HEAD_DIMS = (1, 8, 40, 64, 80, 96, 112, 128, 256)
 QUERY_GROUPS = (1, 2, 3, 4, 7, 8)
 LENGTHS = (1, 15, 16, 17, 1000, 32768, 131072)
 NUM_KV_HEADS = 2
-SPREADS = (1, 2, 3, 4, 8, 16)  # standard deviations of logits: ordinary attention, to one token alone
+SPREADS = (1, 2, 3, 4, 8, 16)  # standard deviations of logits: ordinary, to one token alone
 
 FORMATS = {
     "int8, a scale per row": {},
@@ -97,9 +99,9 @@ def print_precision() -> None:
 def precision_errors(
     seed: int, head_dim: int, group: int, rows: int, spread: float
 ) -> dict[str, float]:
-    """Arithmetic error by precision_bits, of `rows` query rows over 1,000 normal tokens."""
+    """Arithmetic error by precision_bits, of `rows` query rows over 2,000 normal tokens."""
     rng = np.random.default_rng(seed)
-    layer = support.filled(kvedge.QuantizedKvLayer, rng, 1000, NUM_KV_HEADS, head_dim)
+    layer = support.filled(kvedge.QuantizedKvLayer, rng, 2000, NUM_KV_HEADS, head_dim)
     query = np.float32(spread) * support.normal(rng, rows, NUM_KV_HEADS * group, head_dim)
     exact, _ = reference.attention(query, *support.stored(layer))
     return {
@@ -108,11 +110,33 @@ def precision_errors(
     }
 
 
+def print_worst() -> None:
+    """The largest arithmetic error of single rows, where 16 bits may just suffice."""
+    print("| tokens | query heads per KV head, head_dim | worst | at a spread of |")
+    print("|--:|--:|--:|--:|")
+    shapes = ((1, 64), (4, 64), (1, 80), (1, 96), (2, 128), (4, 256))
+    for length, (group, head_dim) in product((1152, 2048, 4096), shapes):
+        found = []
+        for seed, spread in product(range(25), (1, 1.5, 2, 2.5, 3, 4, 6)):
+            rng = np.random.default_rng(seed)
+            layer = support.filled(kvedge.QuantizedKvLayer, rng, length, 1, head_dim)
+            for _ in range(3):
+                query = np.float32(spread) * support.normal(rng, 1, group, head_dim)
+                exact, _ = reference.attention(query, *support.stored(layer))
+                found.append((error(layer.attend(query), exact), spread))
+        worst, spread = max(found)
+        print(f"| {length:,} | {group}, {head_dim} | {worst:.1e} | {spread} |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--longest", type=int, default=32768, help="tokens (default: %(default)s)")
     parser.add_argument("--precision", action="store_true", help="the table of precision_bits")
+    parser.add_argument("--worst", action="store_true", help="the worst of many single rows")
     options = parser.parse_args()
+    if options.worst:
+        print_worst()
+        return
     if options.precision:
         print_precision()
         return
