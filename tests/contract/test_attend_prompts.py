@@ -204,7 +204,7 @@ def test_the_default_precision_keeps_the_contract_however_sharp(spread, head_dim
 
 @pytest.mark.parametrize("head_dim, length", [(64, 300), (80, 1152), (128, 600), (128, 2048)])
 def test_the_default_precision_keeps_the_contract_where_it_is_hardest(head_dim, length):
-    """One row of a head of its own, between flat and sharp, where 16 bits of a query are still taken.
+    """One row of a head of its own, between flat and sharp, where a query still has 16 bits.
 
     The seeds are such that an error that was allowed once went past the contract.
     """
