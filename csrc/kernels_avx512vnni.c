@@ -31,18 +31,19 @@ KVEDGE_INLINE void multiply_add(__m512i *sum, __m512i u8, __m512i s8) {
 #define OPAQUE(pointer) __asm__("" : "+r"(pointer))
 
 /* WORK(count) for n queries from i on: four at a time, then those that are left. */
-#define BY_FOURS(n, WORK)             \
-  {                                   \
-    int i = 0;                        \
+#define BY_FOURS(n, WORK)                 \
+  {                                       \
+    int i = 0;                            \
     for (; i + 4 <= (n); i += 4) WORK(4); \
-    switch ((n) - i) {                \
-      case 3: WORK(3); break;         \
-      case 2: WORK(2); break;         \
-      case 1: WORK(1); break;         \
-    }                                 \
+    switch ((n) - i) {                    \
+      case 3: WORK(3); break;             \
+      case 2: WORK(2); break;             \
+      case 1: WORK(1); break;             \
+    }                                     \
   }
 
-/* Asks for some lines, into L2. */
+/* Asks for some lines, into L2. A core waits when more than about ten are on their way, so what works on a tile asks
+ * for a few at a time, as evenly as it can. */
 KVEDGE_INLINE void prefetch_lines(const char *lines, const int count) {
 #pragma GCC unroll 8
   for (int i = 0; i < count; i++) _mm_prefetch(lines + 64 * i, _MM_HINT_T1);

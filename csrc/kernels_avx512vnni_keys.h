@@ -122,8 +122,7 @@ static __attribute__((noinline)) void transpose_part(const key_rows *k, int d, i
 }
 
 /* Scores of one block of tokens or of a pair for `count` queries of `bytes` bytes (constants where this is
- * inlined). Asks for the lines at `ahead`, `step` bytes apart: the half of a block's that transpose_rows() left, since
- * a core waits when more than about ten are on their way. */
+ * inlined). Asks for the lines at `ahead`, `step` bytes apart: the half of a block's that transpose_rows() left. */
 KVEDGE_INLINE void score_blocks(const kvedge_query *q, int first, const int count, const int bytes,
                                 const int blocks, const __m512i *columns, const char *const *ahead, ptrdiff_t step,
                                 const float *unit, const float *k_scale, float *scores, int accumulate) {

@@ -68,10 +68,9 @@ typedef struct {
   int num_tokens;
 } value_rows;
 
-/* Where weigh() has a tile's values from, and which of every four lines that are to be asked for it asks for: from rows
- * that are whole (all four); from rows, and keeps them interleaved (two); from what was kept, the first time (the other
- * two); from what was kept. A core waits when more than about ten lines are on their way, so no pass asks for more than
- * it must. */
+/* Where weigh() has a tile's values from, and how many of every four lines ahead it asks for: from rows that are whole
+ * (all four); from rows, and keeps them interleaved (two); from what was kept, the first time (the other two), and
+ * after that (none). */
 typedef enum { ROWS, ROWS_KEPT, KEPT_ASKING, KEPT } value_source;
 
 /* All of a tile's values interleaved: (tokens of whole blocks / 4, 4). Rows past the last token repeat it: their weight
@@ -193,10 +192,10 @@ KVEDGE_INLINE void weigh_64(const value_rows *v, int num_channels, int num_queri
     keep_values(v, num_channels, kept);
     source = KEPT;
   }
-  const int passes = (num_queries + most - 1) / most; /* of as equal a size as can be */
-  for (int i = 0, pass = 0, count; i < num_queries; i += count, pass++) {
+  int passes = (num_queries + most - 1) / most;
+  for (int i = 0, count; i < num_queries; i += count, passes--) {
     __m512 totals[SUM_QUERIES][4];
-    count = (num_queries - i + passes - pass - 1) / (passes - pass);
+    count = (num_queries - i + passes - 1) / passes; /* as equal as can be */
 #define WEIGH_FROM(source, count)                                                                     \
   if (half) weigh(v, source, 1, valid, kept, count, bytes, codes + i * CODE_ROW, totals);             \
   else weigh(v, source, 0, 0, kept, count, bytes, codes + i * CODE_ROW, totals)

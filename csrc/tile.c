@@ -377,6 +377,7 @@ static void weighted_sum(const kvedge_attention *a, const encounter *e, const ro
                                            1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
   const kvedge_cache_view *view = &a->view;
   const tile_of_tokens *tile = e->tile;
+  const int bytes = weight_bytes(a, tile);
   for (int g = 0; g < a->num_groups; g++) {
     int start = g * view->group_size;
     int n = view->head_dim - start < view->group_size ? view->head_dim - start : view->group_size;
@@ -384,7 +385,7 @@ static void weighted_sum(const kvedge_attention *a, const encounter *e, const ro
     if (view->format == KVEDGE_INT8) v_scale = tile_scales(a, tile, e->kv_head, g, 1, &w->value_scales);
     if (e->blocks) {
       a->kernels->weighted_sum_i8_blocks(e->blocks->values, start, view->token_stride, tile->num_tokens, n, e->count,
-                                         weight_bytes(a, tile), w->scores, v_scale, w->alpha,
+                                         bytes, w->scores, v_scale, w->alpha,
                                          e->next_blocks ? e->next_blocks->values : NULL, acc + start, a->acc_stride);
       continue;
     }
@@ -399,7 +400,7 @@ static void weighted_sum(const kvedge_attention *a, const encounter *e, const ro
                                      a->acc_stride);
       else
         a->kernels->weighted_sum_i8((const int8_t *)values + start, view->token_stride, p->num_tokens, n,
-                                    e->count, weight_bytes(a, tile), w->scores + p->first, v_scale + p->first,
+                                    e->count, bytes, w->scores + p->first, v_scale + p->first,
                                     alpha, prefetch ? prefetch + start * p->num_tokens : NULL, acc + start,
                                     a->acc_stride);
     }

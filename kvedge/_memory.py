@@ -85,12 +85,13 @@ def reserve_slabs(config: LayerConfig) -> Slabs:
 
 def reserve_layers(config: LayerConfig, num_layers: int) -> list[Slabs]:
     """Reserve the slabs of several layers in one piece; as :func:`reserve_slabs`."""
-    layout = slab_layout(config) * num_layers
+    of_layer = slab_layout(config)
+    layout = of_layer * num_layers
     offsets, sizes, total = [], [], 0
     for shape, dtype in layout:
         size = shape[0] * shape[1] * shape[2] * dtype.itemsize
         if size >= 2 * HUGE_PAGE:
-            total = -(-total // HUGE_PAGE) * HUGE_PAGE + len(offsets) % 4 * SKEW
+            total = -(-total // HUGE_PAGE) * HUGE_PAGE + len(offsets) % len(of_layer) * SKEW
         offsets.append(total)
         sizes.append(size)
         total += -(-(size + TAIL_BYTES) // PAGE) * PAGE if size else 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 from typing import Any
 
@@ -107,16 +106,6 @@ class KvedgeOnSmallPages(KvedgeInt8):
 
     def _new_layer(self, workload: Workload) -> kvedge.QuantizedKvLayer:
         layer = super()._new_layer(workload)
-        for slab in layer._slabs:
-            _refuse_huge_pages(slab)
+        # One mapping has all slabs of a layer. Once touched, it would have huge pages already.
+        layer._slabs.key_codes.base.madvise(mmap.MADV_NOHUGEPAGE)
         return layer
-
-
-def _refuse_huge_pages(slab: np.ndarray) -> None:
-    """Before the memory is touched: only then does it come in small pages."""
-    start = -(-slab.ctypes.data // mmap.PAGESIZE) * mmap.PAGESIZE
-    size = (slab.ctypes.data + slab.nbytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
-    madvise = ctypes.CDLL(None, use_errno=True).madvise
-    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    if size > 0 and madvise(start, size, mmap.MADV_NOHUGEPAGE) != 0:
-        raise OSError(ctypes.get_errno(), "madvise(MADV_NOHUGEPAGE) was refused")
