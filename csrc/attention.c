@@ -10,10 +10,8 @@ enum {
    * that a helper which is held up delays nobody for long. */
   SLICE_BYTES = 256 << 10,
   MAX_SLICES_OF_A_BLOCK = 32,
-  /* One step, a tile of one head, reads up to this many bytes of keys and as many of values; */
-  STEP_BYTES = 16 << 10,
-  /* and the steps of all heads up to this many, which is also how far ahead of their use rows are asked for:
-   * two tiles' keys and values are to fit a second-level cache. */
+  /* The keys of all heads in a tile have up to this many bytes, which is also how far ahead of their use rows are
+   * asked for: two tiles' keys and values are to fit a second-level cache. */
   TILE_BYTES = 128 << 10,
 };
 
@@ -75,7 +73,7 @@ void kvedge_attention_plan(kvedge_attention *a, const kvedge_cache_view *view, i
   a->stack = a->rows_per_block * a->heads_per_kv_head;
   a->num_row_blocks = (int)((num_rows + a->rows_per_block - 1) / a->rows_per_block);
 
-  int64_t tile = STEP_BYTES / view->head_stride, most_tokens = TILE_BYTES / view->token_stride;
+  int64_t tile = a->kernels->step_bytes / view->head_stride, most_tokens = TILE_BYTES / view->token_stride;
   tile = (tile < most_tokens ? tile : most_tokens) / KVEDGE_BLOCK * KVEDGE_BLOCK;
   a->tile = tile < KVEDGE_BLOCK ? KVEDGE_BLOCK : tile > KVEDGE_TILE ? KVEDGE_TILE : (int)tile;
 

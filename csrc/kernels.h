@@ -12,7 +12,7 @@
 
 enum {
   /* Tokens per tile at most. A multiple of 16, the widest vector of floats. */
-  KVEDGE_TILE = 128,
+  KVEDGE_TILE = 256,
   /* Tokens that a kernel works on together at least: tiles are cut at multiples of it only. */
   KVEDGE_BLOCK = 16,
   KVEDGE_TILE_BLOCKS = KVEDGE_TILE / KVEDGE_BLOCK,
@@ -24,6 +24,8 @@ enum {
   KVEDGE_SCALE_COLUMNS = 4,
   /* Bytes that a channel of an encoded query takes at most. */
   KVEDGE_CODE_BYTES = 6,
+  /* How many powers of two a probability may be above 1 before softmax takes a new maximum. */
+  KVEDGE_HEADROOM = 8,
 };
 
 static inline int kvedge_padded_channels(int dim) {
@@ -51,6 +53,10 @@ typedef struct {
 typedef struct kvedge_kernels {
   const char *name; /* as in KVEDGE_ISA */
 
+  /* Bytes of keys of one head, and as many of values, that a tile has at most: what is read again for further queries
+   * should stay in the first-level cache. Larger tiles cost less per token. */
+  int step_bytes;
+
   /* max over i of the bits of |x[i]|: as a float the largest magnitude; >= 0x7f800000 tells of a NaN
    * or an infinity, since those order above every finite number as integers. n may be 0. */
   uint32_t (*abs_max_bits)(const float *x, size_t n);
@@ -74,9 +80,9 @@ typedef struct kvedge_kernels {
   /* Scores of a tile: for query i < num_queries and token t < num_tokens
    *   scores[i * KVEDGE_TILE + t] (+)= k_scale[t] * sum_d value[i][d] * k[t][d]
    * adding when `accumulate` is not 0. Scores of a last block's tokens that are not there are undefined. k rows lie
-   * token_stride bytes apart; k_scale has KVEDGE_TILE readable floats. `prefetch`, if not NULL, is where num_tokens *
-   * dim bytes (or floats) lie together that a later tile reads: they are asked for while this one is worked on. Never
-   * read from. */
+   * token_stride bytes apart; k_scale can be read to the end of the last block. `prefetch`, if not NULL, is where
+   * num_tokens * dim bytes (or floats) lie together that a later tile reads: they are asked for while this one is
+   * worked on. Never read from. */
   void (*scores_i8)(const kvedge_query *q, const int8_t *k, ptrdiff_t token_stride, int num_tokens,
                     const float *k_scale, const void *prefetch, float *scores, int accumulate);
   void (*scores_f32)(const kvedge_query *q, const float *k, ptrdiff_t token_stride, int num_tokens,
@@ -84,16 +90,17 @@ typedef struct kvedge_kernels {
 
   /* One step of the online softmax for num_queries rows of scores[KVEDGE_TILE]: with
    * m' = max(m, max_t s[t]),   p[t] = 2^((s[t] - m') * factor),   alpha = 2^((m - m') * factor)
-   * scores become p, sum becomes sum * alpha + sum_t p[t], m becomes m'. A score of -INFINITY gives
-   * p = 0 whatever m is; scores num_tokens..KVEDGE_TILE-1 are written as p = 0.
-   * m starts at -FLT_MAX; factor > 0. Results below 2^-125 are 0: no denormal is made. */
+   * scores become p, sum becomes sum * alpha + sum_t p[t], m becomes m'. Where no p would be above 2^KVEDGE_HEADROOM,
+   * m' may be m instead, for which nothing need wait. A score of -INFINITY gives p = 0 whatever m is; from num_tokens
+   * to the end of the last block p = 0.
+   * m starts at -FLT_MAX, which does not stay where there is a score; factor > 0. Results below 2^-125 are 0: no denormal is made. */
   void (*softmax)(float *scores, int num_queries, int num_tokens, const float *factor, float *max,
                   float *sum, float *alpha);
 
   /* acc[i * acc_stride + d] = acc[..] * alpha[i] + sum_t p[i][t] * v_scale[t] * v[t][d]  for d < dim,
-   * p as softmax leaves it. v_scale has KVEDGE_TILE readable floats, each 0..2^61, zero from
-   * num_tokens on. Weights p[t] * v_scale[t] are rounded to 2^-24 of the tile's largest or better; to
-   * 2^-16 or 2^-8 if num_bytes is 2 or 1, up or down as kvedge_dither has it. */
+   * p as softmax leaves it. v_scale is 0..2^61, and 0 from num_tokens to the end of the last block. Weights
+   * p[t] * v_scale[t] are rounded to 2^-24 of the tile's largest or better; to 2^-16 or 2^-8 if num_bytes is 2 or 1,
+   * up or down as kvedge_dither has it. */
   void (*weighted_sum_i8)(const int8_t *v, ptrdiff_t token_stride, int num_tokens, int dim,
                           int num_queries, int num_bytes, const float *p, const float *v_scale,
                           const float *alpha, const void *prefetch, float *acc, ptrdiff_t acc_stride);

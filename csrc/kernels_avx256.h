@@ -116,7 +116,7 @@ static void KVEDGE_NAME(softmax)(float *scores, int num_queries, int num_tokens,
       _mm256_storeu_ps(row + t, p);
       total = _mm256_add_ps(total, p);
     }
-    for (int t = padded; t < KVEDGE_TILE; t += 8) _mm256_storeu_ps(row + t, _mm256_setzero_ps());
+    if (padded % KVEDGE_BLOCK) _mm256_storeu_ps(row + padded, _mm256_setzero_ps());
     sum[i] = sum[i] * alpha[i] + reduce_add(total);
   }
 }
@@ -139,6 +139,7 @@ static uint64_t KVEDGE_NAME(read_bytes)(const void *p, size_t n) {
 #define KVEDGE_TABLE(isa)                             \
   {                                                   \
       .name = isa,                                    \
+      .step_bytes = 16 << 10,                         \
       .abs_max_bits = KVEDGE_NAME(abs_max_bits),      \
       .quantize = KVEDGE_NAME(quantize),              \
       .dequantize = dequantize_portable,              \

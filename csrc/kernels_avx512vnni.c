@@ -11,6 +11,7 @@
  * kernels_avx512vnni_keys.h has the scores, kernels_avx512vnni_values.h the weighted sums.
  */
 #if defined(__x86_64__)
+#include <float.h>
 #include <immintrin.h>
 
 #include "target.h"
@@ -30,10 +31,9 @@ KVEDGE_INLINE void multiply_add(__m512i *sum, __m512i u8, __m512i s8) {
  * spilled to vector registers, which takes longer than the arithmetic on the rows. */
 #define OPAQUE(pointer) __asm__("" : "+r"(pointer))
 
-/* WORK(count) for n queries from i on: four at a time, then those that are left. */
+/* WORK(count) for queries i..n-1: four at a time, then those that are left. */
 #define BY_FOURS(n, WORK)                 \
   {                                       \
-    int i = 0;                            \
     for (; i + 4 <= (n); i += 4) WORK(4); \
     switch ((n) - i) {                    \
       case 3: WORK(3); break;             \
@@ -59,9 +59,13 @@ KVEDGE_INLINE __m512i four_for_all(const void *bytes) {
 /* Of n bytes, or of 64 if there are more. */
 KVEDGE_INLINE __mmask64 first_bytes(int n) { return n >= 64 ? ~0ull : (1ull << n) - 1; }
 
-/* In each 128-bit lane, four dwords become their high, middle and low bytes side by side, and zeros. */
-KVEDGE_INLINE __m512i split_bytes(__m512i codes) {
-  const __m128i order = _mm_setr_epi8(2, 6, 10, 14, 1, 5, 9, 13, 0, 4, 8, 12, 3, 7, 11, 15);
+/* In each 128-bit lane, four dwords become their lowest `count` bytes, the highest of these first: four bytes of
+ * each dword side by side. (A constant where this is inlined. What follows them is of no use.) */
+KVEDGE_INLINE __m512i split_bytes(__m512i codes, const int count) {
+  const __m128i from_low = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  const __m128i order = count == 3   ? _mm_shuffle_epi32(from_low, 0xc6)
+                        : count == 2 ? _mm_shuffle_epi32(from_low, 0xe1)
+                                     : from_low;
   return _mm512_shuffle_epi8(codes, _mm512_broadcast_i32x4(order));
 }
 
@@ -185,14 +189,27 @@ KVEDGE_INLINE __m128 reduce_4(const reduction how, const __m512 v[4]) {
   return _mm512_castps512_ps128(join(how, all, _mm512_shuffle_f32x4(all, all, 0xb1)));
 }
 
+/* Raises the maxima of `count` queries to those of a tile, given lane by lane. */
+static __attribute__((noinline)) void raise_max(int count, const __m512 tile_max[4], const float *factor, float *max, float *sum,
+                                                float *alpha) {
+  const __mmask8 queries = (__mmask8)((1 << count) - 1);
+  __m128 old = _mm_maskz_loadu_ps(queries, max), f = _mm_maskz_loadu_ps(queries, factor);
+  __m128 new = _mm_max_ps(old, reduce_4(MAX, tile_max));
+  __m512 fallen = exp2_of(_mm512_zextps128_ps512(_mm_mul_ps(_mm_sub_ps(old, new), f)));
+  __m128 before = _mm_mul_ps(_mm_maskz_loadu_ps(queries, sum), _mm512_castps512_ps128(fallen));
+  _mm_mask_storeu_ps(max, queries, new);
+  _mm_mask_storeu_ps(sum, queries, before);
+  _mm512_mask_storeu_ps(alpha, queries, fallen); /* 512 bits: masked, vextractf32x4 touches what it must not */
+}
+
 /* softmax of `count` queries, 1 to 4 (a constant where this is inlined). */
 KVEDGE_INLINE void softmax_of(const int count, float *scores, int num_tokens, const float *factor, float *max,
                               float *sum, float *alpha) {
   const __m512 nothing = _mm512_set1_ps(-INFINITY);
   const __mmask8 queries = (__mmask8)((1 << count) - 1);
   int whole = (num_tokens - 1) / 16; /* vectors before the last, of which this many are there: */
-  __mmask16 last = (__mmask16)(0xffffu >> (16 * whole + 16 - num_tokens));
-  __m512 reduced[4];
+  __mmask16 last = (__mmask16)(0xffffu >> (16 * whole + 16 - num_tokens)), above = 0;
+  __m512 reduced[4], m[4], by[4];
 #pragma GCC unroll 4
   for (int i = 0; i < 4; i++)
     reduced[i] = i < count ? _mm512_mask_loadu_ps(nothing, last, scores + i * KVEDGE_TILE + 16 * whole) : reduced[0];
@@ -200,39 +217,44 @@ KVEDGE_INLINE void softmax_of(const int count, float *scores, int num_tokens, co
 #pragma GCC unroll 4
     for (int i = 0; i < count; i++)
       reduced[i] = _mm512_max_ps(reduced[i], _mm512_loadu_ps(scores + i * KVEDGE_TILE + 16 * j));
-  __m128 old = _mm_maskz_loadu_ps(queries, max), f = _mm_maskz_loadu_ps(queries, factor);
-  __m128 new = _mm_max_ps(old, reduce_4(MAX, reduced));
-  __m512 fallen = exp2_of(_mm512_zextps128_ps512(_mm_mul_ps(_mm_sub_ps(old, new), f)));
-  _mm_mask_storeu_ps(max, queries, new);
-  _mm512_mask_storeu_ps(alpha, queries, fallen); /* 512 bits: masked, vextractf32x4 touches what it must not */
-  __m512 m[4], by[4];
+  /* A maximum that is passed by a little stays, so that nothing need wait for the sum over lanes. */
+#pragma GCC unroll 4
+  for (int i = 0; i < count; i++) {
+    __m512 risen = _mm512_mul_ps(_mm512_sub_ps(reduced[i], _mm512_set1_ps(max[i])), _mm512_set1_ps(factor[i]));
+    above |= _mm512_cmp_ps_mask(risen, _mm512_set1_ps(KVEDGE_HEADROOM), _CMP_GT_OQ);
+    above |= max[i] == -FLT_MAX;
+  }
+  if (__builtin_expect(above != 0, 0)) raise_max(count, reduced, factor, max, sum, alpha);
+  else
+    for (int i = 0; i < count; i++) alpha[i] = 1.0f;
 #pragma GCC unroll 4
   for (int i = 0; i < 4; i++) {
-    reduced[i] = _mm512_setzero_ps();
     m[i] = _mm512_set1_ps(i < count ? max[i] : 0.0f);
     by[i] = _mm512_set1_ps(i < count ? factor[i] : 0.0f);
   }
-  for (int j = 0; j <= whole; j++) {
-    __mmask16 valid = j < whole ? 0xffff : last;
+  __m512 total[4];
 #pragma GCC unroll 4
-    for (int i = 0; i < count; i++) {
-      float *at = scores + i * KVEDGE_TILE + 16 * j;
-      __m512 below = _mm512_sub_ps(_mm512_mask_loadu_ps(nothing, valid, at), m[i]);
-      __m512 p = exp2_of(_mm512_mul_ps(below, by[i]));
-      _mm512_storeu_ps(at, p);
-      reduced[i] = _mm512_add_ps(reduced[i], p);
-    }
+  for (int i = 0; i < 4; i++) total[i] = _mm512_setzero_ps();
+#define POWERS(score)                                                                                        \
+  _Pragma("GCC unroll 4") for (int i = 0; i < count; i++, at += KVEDGE_TILE) {                               \
+    __m512 p = exp2_of(_mm512_mul_ps(_mm512_sub_ps(score, m[i]), by[i]));                                    \
+    _mm512_storeu_ps(at, p);                                                                                 \
+    total[i] = _mm512_add_ps(total[i], p);                                                                   \
   }
-  for (int j = whole + 1; j < KVEDGE_TILE / 16; j++)
-    for (int i = 0; i < count; i++) _mm512_storeu_ps(scores + i * KVEDGE_TILE + 16 * j, _mm512_setzero_ps());
-  __m128 before = _mm_mul_ps(_mm_maskz_loadu_ps(queries, sum), _mm512_castps512_ps128(fallen));
-  _mm_mask_storeu_ps(sum, queries, _mm_add_ps(before, reduce_4(ADD, reduced)));
+  for (int j = 0; j < whole; j++) {
+    float *at = scores + 16 * j;
+    POWERS(_mm512_loadu_ps(at))
+  }
+  float *at = scores + 16 * whole;
+  POWERS(_mm512_mask_loadu_ps(nothing, last, at))
+  _mm_mask_storeu_ps(sum, queries, _mm_add_ps(_mm_maskz_loadu_ps(queries, sum), reduce_4(ADD, total)));
 }
 
 static void softmax_avx512vnni(float *scores, int num_queries, int num_tokens, const float *factor,
                                float *max, float *sum, float *alpha) {
 #define SOFTMAX_OF(count) \
   softmax_of(count, scores + i * KVEDGE_TILE, num_tokens, factor + i, max + i, sum + i, alpha + i)
+  int i = 0;
   BY_FOURS(num_queries, SOFTMAX_OF)
 #undef SOFTMAX_OF
 }
@@ -254,6 +276,7 @@ static uint64_t read_bytes_avx512vnni(const void *p, size_t n) {
 
 const kvedge_kernels kvedge_kernels_avx512vnni = {
     .name = "avx512vnni",
+    .step_bytes = 64 << 10, /* keys are read once, for all queries; values are kept as they are needed */
     .abs_max_bits = abs_max_bits_avx512vnni,
     .quantize = quantize_avx512vnni,
     .dequantize = dequantize_portable,

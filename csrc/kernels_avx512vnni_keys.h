@@ -36,7 +36,7 @@ static void encode_query_avx512vnni(const float *x, int dim, float factor, float
       __m512 values = _mm512_maskz_loadu_ps((__mmask16)(valid >> 16 * i), x + d + 16 * i);
       __m512 scaled = _mm512_mul_ps(_mm512_mul_ps(values, _mm512_set1_ps(factor)), _mm512_set1_ps(inverse));
       __m512i code = _mm512_cvtps_epi32(scaled);
-      digits[i] = split_bytes(_mm512_xor_si512(_mm512_add_epi32(code, carry), carry));
+      digits[i] = split_bytes(_mm512_xor_si512(_mm512_add_epi32(code, carry), carry), 3);
       sum = _mm512_dpbusd_epi32(sum, _mm512_set1_epi8((char)128), digits[i]);
       digits[i] = _mm512_permutexvar_epi32(by_byte, digits[i]); /* lane b: byte b of 16 channels */
     }
@@ -98,99 +98,148 @@ KVEDGE_INLINE float unit_of(const kvedge_query *q, int i, const int bytes) {
 
 /* ---- Scores for many queries ---- */
 
-/* Channels 4j..4j+3 of 16 tokens into columns[PAIR * j], for 64 channels. */
+/* Transposing takes two stages. First rows 4u..4u+3 of 64 channels, within 128-bit lanes: into quads[u]. */
+KVEDGE_INLINE void transpose_unit(const key_rows *k, const extent how, int u, int d, int dim, __m512i *quads) {
+  __m512i row[4];
+  load_keys(k, how, u, d, dim, row);
+  transpose_in_lanes(row, quads + 4 * u);
+}
+
+/* Then lanes: channels 4j..4j+3 of 16 tokens into columns[PAIR * j], for j = c, 4 + c, 8 + c, 12 + c. */
+KVEDGE_INLINE void order_lanes(const __m512i *quads, int c, __m512i *columns) {
+  __m512i units[4], ordered[4];
+#pragma GCC unroll 4
+  for (int u = 0; u < 4; u++) units[u] = quads[4 * u + c];
+  transpose_lanes(units, ordered);
+#pragma GCC unroll 4
+  for (int lane = 0; lane < 4; lane++) columns[PAIR * (4 * lane + c)] = ordered[lane];
+}
+
+/* 64 channels of a block from d on, into their columns. */
 KVEDGE_INLINE void transpose_rows(const key_rows *k, const extent how, int d, int dim, __m512i *columns) {
-  __m512i quads[4][4];
+  __m512i quads[16];
 #pragma GCC unroll 4
-  for (int u = 0; u < 4; u++) {
-    __m512i row[4];
-    load_keys(k, how, u, d, dim, row);
-    prefetch_lines(k->ahead + d * BLOCK + 64 * (8 + 2 * u), 2);
-    transpose_in_lanes(row, quads[u]);
-  }
+  for (int u = 0; u < 4; u++) transpose_unit(k, how, u, d, dim, quads);
 #pragma GCC unroll 4
-  for (int c = 0; c < 4; c++) {
-    __m512i units[4] = {quads[0][c], quads[1][c], quads[2][c], quads[3][c]}, ordered[4];
-    transpose_lanes(units, ordered);
-#pragma GCC unroll 4
-    for (int lane = 0; lane < 4; lane++) columns[PAIR * (4 * lane + c)] = ordered[lane];
-  }
+  for (int c = 0; c < 4; c++) order_lanes(quads, c, columns);
 }
 
 static __attribute__((noinline)) void transpose_part(const key_rows *k, int d, int dim, __m512i *columns) {
   transpose_rows(k, PART, d, dim, columns);
 }
 
-/* Scores of one block of tokens or of a pair for `count` queries of `bytes` bytes (constants where this is
- * inlined). Asks for the lines at `ahead`, `step` bytes apart: the half of a block's that transpose_rows() left. */
+/* Sums of the products of a pair of blocks: of each byte of each query; of even and odd columns, where they are few. */
+typedef __m512i score_sums[SCORE_QUERIES][3][PAIR][2];
+
+/* Adds two columns of `blocks` blocks, times the codes of `count` queries. */
+KVEDGE_INLINE void multiply_two_columns(const int count, const int bytes, const int blocks, const int chains,
+                                        const int8_t *codes, ptrdiff_t stride, const __m512i *columns,
+                                        score_sums sum) {
+#pragma GCC unroll 2
+  for (int c = 0; c < 2; c++) {
+    __m512i column[PAIR];
+#pragma GCC unroll 2
+    for (int k = 0; k < blocks; k++) column[k] = columns[PAIR * c + k];
+#pragma GCC unroll 4
+    for (int i = 0; i < count; i++)
+#pragma GCC unroll 3
+      for (int b = 0; b < bytes; b++) {
+        __m512i four = four_for_all(codes + i * stride + 4 * c + 64 * b);
+#pragma GCC unroll 2
+        for (int k = 0; k < blocks; k++) multiply_add(&sum[i][b][k][c % chains], column[k], four);
+      }
+  }
+}
+
+/* A block or a pair of them to score: its columns, and the lines to ask for. And the pair that is transposed meanwhile,
+ * if there is one: products and shuffles then keep both ports busy. */
+typedef struct {
+  const __m512i *columns;
+  const char *ahead[PAIR]; /* NULL: nothing is asked for */
+  key_rows next[PAIR];
+  __m512i *next_columns;
+} key_blocks;
+
+/* Scores of `blocks` blocks of tokens, one or two, for `count` queries of `bytes` bytes. (Constants where this is inlined, as are
+ * `asking` for lines and `transposing` the next pair.) */
 KVEDGE_INLINE void score_blocks(const kvedge_query *q, int first, const int count, const int bytes,
-                                const int blocks, const __m512i *columns, const char *const *ahead, ptrdiff_t step,
+                                const int blocks, const int asking, const int transposing, const key_blocks *k,
                                 const float *unit, const float *k_scale, float *scores, int accumulate) {
   /* A product waits 5 cycles for the one before it in the same sum: few sums are made twice as many. */
   const int chains = count * bytes * blocks <= 8 ? 2 : 1;
   const ptrdiff_t stride = KVEDGE_CODE_BYTES * q->stride;
-  __m512i sum[SCORE_QUERIES][3][PAIR][2]; /* of each byte of the query, of even and odd columns */
+  score_sums sum;
   const int8_t *codes = q->codes + first * stride;
   const int32_t *offsets = q->offsets + first * 4 * q->scale_stride;
+  const __m512i *columns = k->columns;
 #pragma GCC unroll 4
   for (int i = 0; i < count; i++)
 #pragma GCC unroll 3
     for (int b = 0; b < bytes; b++)
 #pragma GCC unroll 2
-      for (int k = 0; k < blocks; k++) {
-        sum[i][b][k][0] = _mm512_set1_epi32(offsets[i * 4 * q->scale_stride + b]);
-        sum[i][b][k][1] = _mm512_setzero_si512();
+      for (int j = 0; j < blocks; j++) {
+        sum[i][b][j][0] = _mm512_set1_epi32(offsets[i * 4 * q->scale_stride + b]);
+        sum[i][b][j][1] = _mm512_setzero_si512();
       }
   for (int d = 0; d < q->dim; d += 64, codes += CODES_OF_64) {
-    const char *lines = ahead[0] + d * BLOCK, *more = ahead[blocks - 1] + d * BLOCK;
-    /* Two columns at a time; an odd one out: the next is there, and its codes are 0. */
-    const int8_t *end = codes + (q->dim - d < 64 ? q->dim - d : 64);
-    for (const int8_t *at = codes; at < end; at += 8, columns += 2 * PAIR, lines += step, more += step) {
-      _mm_prefetch(lines, _MM_HINT_T1);
-      if (blocks == 2) _mm_prefetch(more, _MM_HINT_T1);
+    const char *lines = asking ? k->ahead[0] + d * BLOCK : NULL;
+    const char *more = asking && blocks == 2 ? k->ahead[1] + d * BLOCK : NULL;
+#define TWO_COLUMNS                                                              \
+    if (asking) prefetch_lines(lines, 2);                                        \
+    if (asking && blocks == 2) prefetch_lines(more, 2);                          \
+    multiply_two_columns(count, bytes, blocks, chains, at, stride, columns, sum);
+    const int8_t *at = codes;
+    if (transposing) {
+      __m512i quads[PAIR][16];
+      for (int u = 0; u < 4; u++, at += 8, columns += 2 * PAIR, lines += 128, more += 128) {
+        TWO_COLUMNS
 #pragma GCC unroll 2
-      for (int c = 0; c < 2; c++) {
-        __m512i column[PAIR];
+        for (int j = 0; j < PAIR; j++) transpose_unit(&k->next[j], WHOLE, u, d, q->dim, quads[j]);
+      }
+      for (int c = 0; c < 4; c++, at += 8, columns += 2 * PAIR, lines += 128, more += 128) {
+        TWO_COLUMNS
 #pragma GCC unroll 2
-        for (int k = 0; k < blocks; k++) column[k] = columns[PAIR * c + k];
-#pragma GCC unroll 4
-        for (int i = 0; i < count; i++)
-#pragma GCC unroll 3
-          for (int b = 0; b < bytes; b++) {
-            __m512i four = four_for_all(at + i * stride + 4 * c + 64 * b);
-#pragma GCC unroll 2
-            for (int k = 0; k < blocks; k++) multiply_add(&sum[i][b][k][c % chains], column[k], four);
-          }
+        for (int j = 0; j < PAIR; j++) order_lanes(quads[j], c, k->next_columns + PAIR * (d / 4) + j);
+      }
+    } else {
+      /* An odd column out: the next is there, and its codes are 0. */
+      const int8_t *end = codes + (q->dim - d < 64 ? q->dim - d : 64);
+      for (; at < end; at += 8, columns += 2 * PAIR, lines += 128, more += 128) {
+        TWO_COLUMNS
       }
     }
+#undef TWO_COLUMNS
   }
   const __m512 byte = _mm512_set1_ps(256.0f);
 #pragma GCC unroll 4
   for (int i = 0; i < count; i++) {
     const __m512 units = _mm512_set1_ps(unit[first + i]);
 #pragma GCC unroll 2
-    for (int k = 0; k < blocks; k++) {
+    for (int j = 0; j < blocks; j++) {
 #pragma GCC unroll 3
       for (int b = 0; b < bytes && chains == 2; b++)
-        sum[i][b][k][0] = _mm512_add_epi32(sum[i][b][k][0], sum[i][b][k][1]);
-      __m512 dot = _mm512_cvtepi32_ps(sum[i][0][k][0]);
+        sum[i][b][j][0] = _mm512_add_epi32(sum[i][b][j][0], sum[i][b][j][1]);
+      __m512 dot = _mm512_cvtepi32_ps(sum[i][0][j][0]);
 #pragma GCC unroll 3
-      for (int b = 1; b < bytes; b++) dot = _mm512_fmadd_ps(dot, byte, _mm512_cvtepi32_ps(sum[i][b][k][0]));
-      float *out = scores + (first + i) * KVEDGE_TILE + k * BLOCK;
-      __m512 score = _mm512_mul_ps(dot, _mm512_mul_ps(_mm512_loadu_ps(k_scale + k * BLOCK), units));
+      for (int b = 1; b < bytes; b++) dot = _mm512_fmadd_ps(dot, byte, _mm512_cvtepi32_ps(sum[i][b][j][0]));
+      float *out = scores + (first + i) * KVEDGE_TILE + j * BLOCK;
+      __m512 score = _mm512_mul_ps(dot, _mm512_mul_ps(_mm512_loadu_ps(k_scale + j * BLOCK), units));
       if (accumulate) score = _mm512_add_ps(score, _mm512_loadu_ps(out));
       _mm512_storeu_ps(out, score);
     }
   }
 }
 
-KVEDGE_INLINE void score_queries(const kvedge_query *q, const int bytes, const int blocks, const __m512i *columns,
-                                 const char *const *ahead, const float *unit, const float *k_scale, float *scores,
-                                 int accumulate) {
-  const char *const nothing[PAIR] = {(const char *)columns, (const char *)columns}; /* that is not here */
-#define SCORE_BLOCKS_OF(count)                                                                                    \
-  score_blocks(q, i, count, bytes, blocks, columns, i == 0 ? ahead : nothing, i == 0 ? 64 : 0, unit, k_scale,     \
-               scores, accumulate)
+KVEDGE_INLINE void score_queries(const kvedge_query *q, const int bytes, const int blocks, const key_blocks *k,
+                                 const float *unit, const float *k_scale, float *scores, int accumulate) {
+#define SCORE_BLOCKS_OF(count) \
+  if (i == 0) score_blocks(q, i, count, bytes, blocks, 1, 0, k, unit, k_scale, scores, accumulate); \
+  else score_blocks(q, i, count, bytes, blocks, 0, 0, k, unit, k_scale, scores, accumulate)
+  int i = 0;
+  if (k->next_columns) {
+    score_blocks(q, i, SCORE_QUERIES, bytes, PAIR, 1, 1, k, unit, k_scale, scores, accumulate);
+    i += SCORE_QUERIES;
+  }
   BY_FOURS(q->num_queries, SCORE_BLOCKS_OF)
 #undef SCORE_BLOCKS_OF
 }
@@ -198,24 +247,33 @@ KVEDGE_INLINE void score_queries(const kvedge_query *q, const int bytes, const i
 KVEDGE_INLINE void score_many(const kvedge_query *q, const int bytes, const int8_t *const *k, ptrdiff_t offset,
                               ptrdiff_t token_stride, int num_tokens, const float *k_scale,
                               const int8_t *const *ahead, float *scores, int accumulate) {
-  __m512i columns[PAIR * 1024 / 4]; /* (dim / 4, PAIR) x 16 tokens x 4 channels; a dim of 64 uses 2 KB */
+  __m512i columns[2][PAIR * 1024 / 4]; /* (dim / 4, PAIR) x 16 tokens x 4 channels; a dim of 64 uses 2 KB */
   float unit[KVEDGE_STACK];
   for (int i = 0; i < q->num_queries; i++) unit[i] = unit_of(q, i, bytes);
+  /* with three bytes there are no registers left to transpose meanwhile */
+  int meanwhile = bytes < 3 && q->num_queries >= SCORE_QUERIES && q->num_queries <= 2 * SCORE_QUERIES && q->dim % 64 == 0, transposed = 0;
   for (int t = 0; t < num_tokens; t += PAIR * BLOCK) {
-    int blocks = num_tokens - t > BLOCK ? 2 : 1;
+    int blocks = num_tokens - t > BLOCK ? 2 : 1, block = t / BLOCK;
+    key_blocks pair = {.columns = columns[block / PAIR % 2]};
     for (int b = 0; b < blocks; b++) {
-      int block = t / BLOCK + b;
-      key_rows rows = {.rows = k[block] + offset, .ahead = (const char *)ahead[block], .token_stride = token_stride,
-                       .num_tokens = num_tokens - block * BLOCK};
+      pair.ahead[b] = (const char *)ahead[block + b];
+      if (transposed) continue;
+      key_rows rows = {.rows = k[block + b] + offset, .token_stride = token_stride,
+                       .num_tokens = num_tokens - t - b * BLOCK};
       for (int d = 0; d < q->dim; d += 64) {
-        __m512i *to = columns + PAIR * (d / 4) + b;
+        __m512i *to = columns[block / PAIR % 2] + PAIR * (d / 4) + b;
         if (rows.num_tokens >= BLOCK && q->dim - d >= 64) transpose_rows(&rows, WHOLE, d, q->dim, to);
         else transpose_part(&rows, d, q->dim, to);
       }
     }
-    const char *const *next = (const char *const *)ahead + t / BLOCK;
-    if (blocks == 2) score_queries(q, bytes, 2, columns, next, unit, k_scale + t, scores + t, accumulate);
-    else score_queries(q, bytes, 1, columns, next, unit, k_scale + t, scores + t, accumulate);
+    transposed = meanwhile && num_tokens - t >= 2 * PAIR * BLOCK;
+    if (transposed) {
+      pair.next_columns = columns[(block / PAIR + 1) % 2];
+      for (int b = 0; b < PAIR; b++)
+        pair.next[b] = (key_rows){.rows = k[block + PAIR + b] + offset, .token_stride = token_stride};
+    }
+    if (blocks == 2) score_queries(q, bytes, 2, &pair, unit, k_scale + t, scores + t, accumulate);
+    else score_queries(q, bytes, 1, &pair, unit, k_scale + t, scores + t, accumulate);
   }
 }
 

@@ -10,8 +10,7 @@ enum {
   SUM_QUERIES = 4,    /* at most */
 };
 
-/* Weights of a tile as unsigned codes of 24 bits, or fewer and zeros, four tokens at a time as split_bytes()
- * leaves them, of `count` queries; and the scale of their codes. (Constants where this is inlined.) */
+/* Weights of a tile as unsigned codes of 24 bits or fewer, four tokens at a time as split_bytes() leaves them, of `count` queries; and the scale of their codes. (Constants where this is inlined.) */
 KVEDGE_INLINE void encode_weights_of(const int count, const int bytes, const float *p, const float *v_scale,
                                      int num_tokens, uint8_t *codes, float *scale) {
   const __m128 most = _mm_set1_ps(bytes == 3 ? WEIGHT_MAX : bytes == 2 ? WEIGHT_MAX_16 : WEIGHT_MAX_8);
@@ -37,8 +36,8 @@ KVEDGE_INLINE void encode_weights_of(const int count, const int bytes, const flo
       __m512 weight = _mm512_mul_ps(_mm512_loadu_ps(p + i * KVEDGE_TILE + t), scales), by = _mm512_set1_ps(factor[i]);
       __m512i code;
       if (bytes == 3) code = _mm512_cvtps_epi32(_mm512_mul_ps(weight, by));
-      else code = _mm512_slli_epi32(_mm512_cvttps_epi32(_mm512_fmadd_ps(weight, by, dither)), bytes == 2 ? 8 : 16);
-      _mm512_storeu_si512(codes + i * CODE_ROW + 4 * t, split_bytes(code));
+      else code = _mm512_cvttps_epi32(_mm512_fmadd_ps(weight, by, dither));
+      _mm512_storeu_si512(codes + i * CODE_ROW + 4 * t, split_bytes(code, bytes));
     }
   }
 }
@@ -47,6 +46,7 @@ KVEDGE_INLINE void encode_weights(int num_queries, const int bytes, const float 
                                   int num_tokens, uint8_t *codes, float *scale) {
 #define ENCODE_OF(count) \
   encode_weights_of(count, bytes, p + i * KVEDGE_TILE, v_scale, num_tokens, codes + i * CODE_ROW, scale + i)
+  int i = 0;
   BY_FOURS(num_queries, ENCODE_OF)
 #undef ENCODE_OF
 }

@@ -45,7 +45,7 @@ static void weighted_sum_i8_neon(const int8_t *v, ptrdiff_t token_stride, int nu
     int count = min_int(num_queries - i, WEIGH_QUERIES);
     float weights[WEIGH_QUERIES * KVEDGE_TILE];
     for (int j = 0; j < count; j++)
-      for (int t = 0; t < num_tokens; t += 4) /* p and v_scale are 0 from num_tokens to KVEDGE_TILE */
+      for (int t = 0; t < num_tokens; t += 4) /* p and v_scale are 0 up to the block's end */
         vst1q_f32(weights + j * KVEDGE_TILE + t,
                   vmulq_f32(vld1q_f32(p + (i + j) * KVEDGE_TILE + t), vld1q_f32(v_scale + t)));
     weigh_queries(rows, sizeof(int8_t), dim, count, weights, alpha + i, prefetch, acc + i * acc_stride,

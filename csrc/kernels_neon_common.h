@@ -265,7 +265,7 @@ static void softmax_neon(float *scores, int num_queries, int num_tokens, const f
       vst1q_f32(scores + t, p);
       total = vaddq_f32(total, p);
     }
-    for (; t < KVEDGE_TILE; t += 4) vst1q_f32(scores + t, vdupq_n_f32(0.0f));
+    for (; t % KVEDGE_BLOCK; t += 4) vst1q_f32(scores + t, vdupq_n_f32(0.0f));
     sum[i] = sum[i] * alpha[i] + sum_across(total);
   }
 }
@@ -514,7 +514,7 @@ static uint64_t read_bytes_neon(const void *p, size_t n) {
 
 #define KVEDGE_NEON_TABLE(isa_name, encode, scores, weighted_sum)                                  \
   {                                                                                                \
-    .name = isa_name, .abs_max_bits = abs_max_bits_neon, .quantize = quantize_neon,                \
+    .name = isa_name, .step_bytes = 16 << 10, .abs_max_bits = abs_max_bits_neon, .quantize = quantize_neon,                \
     .dequantize = dequantize_neon, .encode_query = encode, .scores_i8 = scores,                    \
     .transpose_scales = transpose_scales_portable, .merge_row = merge_row_portable,                \
     .scale_row = scale_row_portable,                                                               \

@@ -197,7 +197,7 @@ KVEDGE_INLINE void encode_weights(const float *p, const float *v_scale, int num_
                                   const int bytes, encoded_weights *weights) {
   const float most = bytes == 3 ? LARGEST_CODE : LARGEST_CODE_16;
   for (int i = 0; i < num_queries; i++, p += KVEDGE_TILE) {
-    float32x4_t w[KVEDGE_TILE / 4]; /* p and v_scale are 0 from num_tokens to KVEDGE_TILE */
+    float32x4_t w[KVEDGE_TILE / 4]; /* p and v_scale are 0 from num_tokens to the end of the block */
     float32x4_t largest_of = vdupq_n_f32(0.0f);
     for (int t = 0; t < num_tokens; t += 4) {
       w[t / 4] = vmulq_f32(vld1q_f32(p + t), vld1q_f32(v_scale + t));

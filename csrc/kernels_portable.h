@@ -71,7 +71,7 @@ static inline void softmax_portable(float *scores, int num_queries, int num_toke
                              float *max, float *sum, float *alpha) {
   for (int i = 0; i < num_queries; i++, scores += KVEDGE_TILE) {
     int padded = (num_tokens + LANES - 1) / LANES * LANES;
-    for (int t = num_tokens; t < KVEDGE_TILE; t++) scores[t] = -INFINITY;
+    for (int t = num_tokens; t < padded; t++) scores[t] = -INFINITY;
     float lane[LANES];
     memcpy(lane, scores, sizeof lane);
     for (int t = LANES; t < padded; t += LANES)
@@ -88,7 +88,6 @@ static inline void softmax_portable(float *scores, int num_queries, int num_toke
         scores[t + j] = p;
         lane[j] += p;
       }
-    for (int t = padded; t < KVEDGE_TILE; t++) scores[t] = 0.0f;
     sum[i] = sum[i] * alpha[i] + lanes_sum(lane);
   }
 }

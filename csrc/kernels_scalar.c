@@ -45,16 +45,18 @@ static void weighted_sum_i8_scalar(const int8_t *v, ptrdiff_t token_stride, int 
     }
 }
 
-#define DITHER_2(n) (n + 0.5f) / 128, (n + 64.5f) / 128
-#define DITHER_4(n) DITHER_2(n), DITHER_2(n + 32)
-#define DITHER_8(n) DITHER_4(n), DITHER_4(n + 16)
-#define DITHER_16(n) DITHER_8(n), DITHER_8(n + 8)
-#define DITHER_32(n) DITHER_16(n), DITHER_16(n + 4)
-#define DITHER_64(n) DITHER_32(n), DITHER_32(n + 2)
-const float kvedge_dither[KVEDGE_TILE] = {DITHER_64(0), DITHER_64(1)};
+#define DITHER_2(n) (n + 0.5f) / 256, (n + 128.5f) / 256
+#define DITHER_4(n) DITHER_2(n), DITHER_2(n + 64)
+#define DITHER_8(n) DITHER_4(n), DITHER_4(n + 32)
+#define DITHER_16(n) DITHER_8(n), DITHER_8(n + 16)
+#define DITHER_32(n) DITHER_16(n), DITHER_16(n + 8)
+#define DITHER_64(n) DITHER_32(n), DITHER_32(n + 4)
+#define DITHER_128(n) DITHER_64(n), DITHER_64(n + 2)
+const float kvedge_dither[KVEDGE_TILE] = {DITHER_128(0), DITHER_128(1)};
 
 const kvedge_kernels kvedge_kernels_scalar = {
     .name = "scalar",
+    .step_bytes = 16 << 10,
     .abs_max_bits = abs_max_bits_scalar,
     .quantize = quantize_scalar,
     .dequantize = dequantize_portable,

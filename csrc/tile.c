@@ -77,14 +77,14 @@ static tile_of_tokens next_tile(const kvedge_attention *a, tile_cursor *cursor) 
   return tile;
 }
 
-/* A piece's room in an array of a tile's scales: kernels may read as many from its first on as a tile has. */
-enum { SCALES = 2 * KVEDGE_TILE };
+/* Room for a tile's scales: a tile, and a line so that columns do not lie a power of two apart. */
+enum { SCALES = KVEDGE_TILE + KVEDGE_BLOCK };
 
 /* Scales of some columns of a tile, column by column. A column is one group of one head; in the cache a token's
  * scales lie side by side, so several columns at once cost little more than one. */
 typedef struct {
   int first; /* column; -KVEDGE_SCALE_COLUMNS: none */
-  _Alignas(64) float scale[KVEDGE_SCALE_COLUMNS][SCALES]; /* 0 after the last token */
+  _Alignas(64) float scale[KVEDGE_SCALE_COLUMNS][SCALES]; /* 0 after the last token of a block */
 } scale_columns;
 
 static void transpose_half_scales(const uint16_t *scales, ptrdiff_t token_stride, int num_tokens, int num_columns,
@@ -114,9 +114,8 @@ static const float *tile_scales(const kvedge_attention *a, const tile_of_tokens 
       transpose_half_scales((const uint16_t *)scales + column, view->scale_token_stride, p->num_tokens, count, factor,
                             out);
   }
-  int end = tile->num_pieces > 1 ? SCALES : KVEDGE_TILE;
-  for (int c = 0; c < count && tile->num_tokens < end; c++)
-    memset(columns->scale[c] + tile->num_tokens, 0, (size_t)(end - tile->num_tokens) * sizeof(float));
+  for (int t = tile->num_tokens; t % KVEDGE_BLOCK; t++)
+    for (int c = 0; c < count; c++) columns->scale[c][t] = 0.0f;
   columns->first = column;
   return columns->scale[0];
 }
@@ -215,8 +214,7 @@ static int needs_masking(const kvedge_attention *a, int64_t first_row, int64_t r
 }
 
 typedef struct {
-  /* (stack, tile): scores, then probabilities; and what may be read past a tile's last piece */
-  _Alignas(64) float scores[(KVEDGE_STACK + 1) * KVEDGE_TILE];
+  _Alignas(64) float scores[KVEDGE_STACK * KVEDGE_TILE]; /* (stack, tile): scores, then probabilities */
   _Alignas(64) float alpha[KVEDGE_STACK];
   scale_columns key_scales, value_scales; /* of the tile */
 } workspace;
