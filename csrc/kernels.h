@@ -100,7 +100,7 @@ typedef struct kvedge_kernels {
   /* acc[i * acc_stride + d] = acc[..] * alpha[i] + sum_t p[i][t] * v_scale[t] * v[t][d]  for d < dim,
    * p as softmax leaves it. v_scale is 0..2^61, and 0 from num_tokens to the end of the last block. Weights
    * p[t] * v_scale[t] are rounded to 2^-24 of the tile's largest or better; to 2^-16 or 2^-8 if num_bytes is 2 or 1,
-   * up or down as kvedge_dither has it. */
+   * small ones up or down as kvedge_dither has it. */
   void (*weighted_sum_i8)(const int8_t *v, ptrdiff_t token_stride, int num_tokens, int dim,
                           int num_queries, int num_bytes, const float *p, const float *v_scale,
                           const float *alpha, const void *prefetch, float *acc, ptrdiff_t acc_stride);
@@ -131,9 +131,11 @@ typedef struct kvedge_kernels {
   uint64_t (*read_bytes)(const void *p, size_t n);
 } kvedge_kernels;
 
-/* What is added to the 16-bit or 8-bit code of a tile's token before it is cut to an integer, 0 to 1: the bits of
- * its index in reverse. Many tokens of the same small weight then keep their sum, which plain rounding
- * would make 0 or twice as large. (Ordered dither, Bayer 1973.) */
+/* What is added to a token's weight before it is rounded to a code of 16 or 8 bits, where it is below KVEDGE_DITHERED:
+ * -1/2 to 1/2, the bits of its place in the tile in reverse. Many tokens of the same small weight then keep their sum,
+ * which rounding alone would make 0 or twice as large; larger weights are rounded alone, which errs less. (Ordered
+ * dither, Bayer 1973.) */
+enum { KVEDGE_DITHERED = 4 };
 extern const float kvedge_dither[KVEDGE_TILE];
 
 /* NULL where the compiler could not build the path or the CPU cannot run it. */

@@ -33,10 +33,13 @@ KVEDGE_INLINE void encode_weights_of(const int count, const int bytes, const flo
     __m512 scales = _mm512_loadu_ps(v_scale + t), dither = _mm512_loadu_ps(kvedge_dither + t);
 #pragma GCC unroll 4
     for (int i = 0; i < count; i++) {
-      __m512 weight = _mm512_mul_ps(_mm512_loadu_ps(p + i * KVEDGE_TILE + t), scales), by = _mm512_set1_ps(factor[i]);
-      __m512i code;
-      if (bytes == 3) code = _mm512_cvtps_epi32(_mm512_mul_ps(weight, by));
-      else code = _mm512_cvttps_epi32(_mm512_fmadd_ps(weight, by, dither));
+      __m512 weight = _mm512_mul_ps(_mm512_loadu_ps(p + i * KVEDGE_TILE + t), scales);
+      __m512 number = _mm512_mul_ps(weight, _mm512_set1_ps(factor[i]));
+      if (bytes < 3) {
+        __mmask16 small = _mm512_cmp_ps_mask(number, _mm512_set1_ps(KVEDGE_DITHERED), _CMP_LT_OQ);
+        number = _mm512_mask_add_ps(number, small, number, dither);
+      }
+      __m512i code = _mm512_cvtps_epi32(number);
       _mm512_storeu_si512(codes + i * CODE_ROW + 4 * t, split_bytes(code, bytes));
     }
   }

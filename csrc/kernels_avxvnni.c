@@ -174,8 +174,10 @@ KVEDGE_INLINE float encode_weights(const float *p, const float *v_scale, int num
     if (num_bytes == 3) {
       code = _mm256_cvtps_epi32(_mm256_mul_ps(weight[j], factor));
     } else {
-      __m256 dithered = _mm256_fmadd_ps(weight[j], factor, _mm256_loadu_ps(kvedge_dither + 8 * j));
-      code = _mm256_slli_epi32(_mm256_cvttps_epi32(dithered), num_bytes == 2 ? 8 : 16);
+      __m256 number = _mm256_mul_ps(weight[j], factor);
+      __m256 small = _mm256_cmp_ps(number, _mm256_set1_ps(KVEDGE_DITHERED), _CMP_LT_OQ);
+      number = _mm256_add_ps(number, _mm256_and_ps(small, _mm256_loadu_ps(kvedge_dither + 8 * j)));
+      code = _mm256_slli_epi32(_mm256_cvtps_epi32(number), num_bytes == 2 ? 8 : 16);
     }
     _mm256_storeu_si256((__m256i *)(codes + 32 * j), split_bytes(code));
   }

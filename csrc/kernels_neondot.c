@@ -190,8 +190,12 @@ typedef struct {
   float scale[DOT_WEIGH_QUERIES];
 } encoded_weights;
 
-/* Codes of 16 bits as those of 24 whose last digit is 0. */
-KVEDGE_INLINE int32x4_t cut_to_16_bits(float32x4_t x) { return vshlq_n_s32(vcvtq_s32_f32(x), 8); }
+/* Codes of 16 bits, small ones dithered, as those of 24 whose last digit is 0. */
+KVEDGE_INLINE int32x4_t round_to_16_bits(float32x4_t x, float32x4_t dither) {
+  uint32x4_t small = vcltq_f32(x, vdupq_n_f32(KVEDGE_DITHERED));
+  float32x4_t added = vreinterpretq_f32_u32(vandq_u32(small, vreinterpretq_u32_f32(dither)));
+  return vshlq_n_s32(round_to_i32(vaddq_f32(x, added)), 8);
+}
 
 KVEDGE_INLINE void encode_weights(const float *p, const float *v_scale, int num_tokens, int num_queries,
                                   const int bytes, encoded_weights *weights) {
@@ -210,7 +214,7 @@ KVEDGE_INLINE void encode_weights(const float *p, const float *v_scale, int num_
       if (bytes == 3)
         codes = round_to_i32(vmulq_n_f32(w[t / 4], factor));
       else
-        codes = cut_to_16_bits(vfmaq_n_f32(vld1q_f32(kvedge_dither + t), w[t / 4], factor / 256.0f));
+        codes = round_to_16_bits(vmulq_n_f32(w[t / 4], factor / 256.0f), vld1q_f32(kvedge_dither + t));
       vst1q_s8(weights->digits[i][t / 4], split_digits(codes));
     }
   }

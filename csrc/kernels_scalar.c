@@ -45,7 +45,7 @@ static void weighted_sum_i8_scalar(const int8_t *v, ptrdiff_t token_stride, int 
     }
 }
 
-#define DITHER_2(n) (n + 0.5f) / 256, (n + 128.5f) / 256
+#define DITHER_2(n) (n - 127.5f) / 256, (n + 0.5f) / 256
 #define DITHER_4(n) DITHER_2(n), DITHER_2(n + 64)
 #define DITHER_8(n) DITHER_4(n), DITHER_4(n + 32)
 #define DITHER_16(n) DITHER_8(n), DITHER_8(n + 16)
