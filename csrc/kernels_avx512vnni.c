@@ -42,8 +42,29 @@ KVEDGE_INLINE void multiply_add(__m512i *sum, __m512i u8, __m512i s8) {
     }                                     \
   }
 
-/* Asks for some lines, into L2. A core waits when more than about ten are on their way, so what works on a tile asks
- * for a few at a time, as evenly as it can. */
+/* Lines that a later tile reads, in blocks of `size` bytes. They are asked for into L2, a few at a time and as evenly as
+ * can be, since a core waits when more than about ten are on their way; and in the order of memory, which the CPU's own
+ * prefetcher then follows. */
+typedef struct {
+  const int8_t *const *block, *const *last;
+  ptrdiff_t size, used; /* bytes of each; of this one */
+} lines_ahead;
+
+KVEDGE_INLINE lines_ahead lines_of(const int8_t *const *blocks, int num_tokens, int dim) {
+  return (lines_ahead){.block = blocks, .last = blocks + (num_tokens - 1) / BLOCK, .size = BLOCK * dim};
+}
+
+/* Where the next `count` lines start. They may pass the end of a block, or be asked for twice: no harm is done. */
+KVEDGE_INLINE const char *take_lines(lines_ahead *a, int count) {
+  const char *lines = (const char *)*a->block + a->used;
+  a->used += 64 * count;
+  if (a->used >= a->size) {
+    a->used -= a->size;
+    a->block += a->block < a->last;
+  }
+  return lines;
+}
+
 KVEDGE_INLINE void prefetch_lines(const char *lines, const int count) {
 #pragma GCC unroll 8
   for (int i = 0; i < count; i++) _mm_prefetch(lines + 64 * i, _MM_HINT_T1);

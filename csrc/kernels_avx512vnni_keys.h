@@ -53,10 +53,9 @@ static void encode_query_avx512vnni(const float *x, int dim, float factor, float
   *scale = inverse > 0.0f ? largest / QUERY_MAX : 0.0f;
 }
 
-/* A block of 16 tokens' keys, and those to ask for. */
+/* A block of 16 tokens' keys. */
 typedef struct {
   const int8_t *rows;
-  const char *ahead;
   ptrdiff_t token_stride;
   int num_tokens; /* that are there */
 } key_rows;
@@ -155,7 +154,7 @@ KVEDGE_INLINE void multiply_two_columns(const int count, const int bytes, const 
  * if there is one: products and shuffles then keep both ports busy. */
 typedef struct {
   const __m512i *columns;
-  const char *ahead[PAIR]; /* NULL: nothing is asked for */
+  lines_ahead *ahead;
   key_rows next[PAIR];
   __m512i *next_columns;
 } key_blocks;
@@ -182,33 +181,31 @@ KVEDGE_INLINE void score_blocks(const kvedge_query *q, int first, const int coun
         sum[i][b][j][1] = _mm512_setzero_si512();
       }
   for (int d = 0; d < q->dim; d += 64, codes += CODES_OF_64) {
-    const char *lines = asking ? k->ahead[0] + d * BLOCK : NULL;
-    const char *more = asking && blocks == 2 ? k->ahead[1] + d * BLOCK : NULL;
-#define TWO_COLUMNS                                                              \
-    if (asking) prefetch_lines(lines, 2);                                        \
-    if (asking && blocks == 2) prefetch_lines(more, 2);                          \
-    multiply_two_columns(count, bytes, blocks, chains, at, stride, columns, sum);
     const int8_t *at = codes;
     if (transposing) {
       __m512i quads[PAIR][16];
-      for (int u = 0; u < 4; u++, at += 8, columns += 2 * PAIR, lines += 128, more += 128) {
-        TWO_COLUMNS
+      const char *lines = take_lines(k->ahead, 8 * blocks);
+      for (int u = 0; u < 4; u++, at += 8, columns += 2 * PAIR, lines += 128 * blocks) {
+        prefetch_lines(lines, 2 * blocks);
+        multiply_two_columns(count, bytes, blocks, chains, at, stride, columns, sum);
 #pragma GCC unroll 2
         for (int j = 0; j < PAIR; j++) transpose_unit(&k->next[j], WHOLE, u, d, q->dim, quads[j]);
       }
-      for (int c = 0; c < 4; c++, at += 8, columns += 2 * PAIR, lines += 128, more += 128) {
-        TWO_COLUMNS
+      lines = take_lines(k->ahead, 8 * blocks);
+      for (int c = 0; c < 4; c++, at += 8, columns += 2 * PAIR, lines += 128 * blocks) {
+        prefetch_lines(lines, 2 * blocks);
+        multiply_two_columns(count, bytes, blocks, chains, at, stride, columns, sum);
 #pragma GCC unroll 2
         for (int j = 0; j < PAIR; j++) order_lanes(quads[j], c, k->next_columns + PAIR * (d / 4) + j);
       }
     } else {
       /* An odd column out: the next is there, and its codes are 0. */
       const int8_t *end = codes + (q->dim - d < 64 ? q->dim - d : 64);
-      for (; at < end; at += 8, columns += 2 * PAIR, lines += 128, more += 128) {
-        TWO_COLUMNS
+      for (; at < end; at += 8, columns += 2 * PAIR) {
+        if (asking) prefetch_lines(take_lines(k->ahead, 2 * blocks), 2 * blocks);
+        multiply_two_columns(count, bytes, blocks, chains, at, stride, columns, sum);
       }
     }
-#undef TWO_COLUMNS
   }
   const __m512 byte = _mm512_set1_ps(256.0f);
 #pragma GCC unroll 4
@@ -246,7 +243,7 @@ KVEDGE_INLINE void score_queries(const kvedge_query *q, const int bytes, const i
 
 KVEDGE_INLINE void score_many(const kvedge_query *q, const int bytes, const int8_t *const *k, ptrdiff_t offset,
                               ptrdiff_t token_stride, int num_tokens, const float *k_scale,
-                              const int8_t *const *ahead, float *scores, int accumulate) {
+                              lines_ahead *ahead, float *scores, int accumulate) {
   __m512i columns[2][PAIR * 1024 / 4]; /* (dim / 4, PAIR) x 16 tokens x 4 channels; a dim of 64 uses 2 KB */
   float unit[KVEDGE_STACK];
   for (int i = 0; i < q->num_queries; i++) unit[i] = unit_of(q, i, bytes);
@@ -254,10 +251,8 @@ KVEDGE_INLINE void score_many(const kvedge_query *q, const int bytes, const int8
   int meanwhile = bytes < 3 && q->num_queries >= SCORE_QUERIES && q->num_queries <= 2 * SCORE_QUERIES && q->dim % 64 == 0, transposed = 0;
   for (int t = 0; t < num_tokens; t += PAIR * BLOCK) {
     int blocks = num_tokens - t > BLOCK ? 2 : 1, block = t / BLOCK;
-    key_blocks pair = {.columns = columns[block / PAIR % 2]};
-    for (int b = 0; b < blocks; b++) {
-      pair.ahead[b] = (const char *)ahead[block + b];
-      if (transposed) continue;
+    key_blocks pair = {.columns = columns[block / PAIR % 2], .ahead = ahead};
+    for (int b = 0; b < blocks && !transposed; b++) {
       key_rows rows = {.rows = k[block + b] + offset, .token_stride = token_stride,
                        .num_tokens = num_tokens - t - b * BLOCK};
       for (int d = 0; d < q->dim; d += 64) {
@@ -328,20 +323,21 @@ KVEDGE_INLINE void store_scores(const kvedge_query *q, int i, const int bytes, _
 
 /* A block's 64 channels from d on: adds to the sums, and after the last channels makes scores of them. */
 KVEDGE_INLINE void score_64(const kvedge_query *q, const int bytes, const extent how, const __m512i *codes,
-                            const key_rows *k, int d, const float *k_scale, few_sums sums, float *scores,
-                            int accumulate) {
+                            const key_rows *k, int d, const float *k_scale, lines_ahead *ahead, few_sums sums,
+                            float *scores, int accumulate) {
   const int parts = (bytes + 1) / 2, units = is_half(how) ? 2 : 4;
-  __m512i column[4][4]; /* of each unit */
+  const char *lines = take_lines(ahead, 4 * units); /* half of them while rows are transposed */
+  __m512i column[4][4];                             /* of each unit */
 #pragma GCC unroll 4
   for (int u = 0; u < units; u++) {
     __m512i row[4];
     load_keys(k, how, u, d, q->dim, row);
-    prefetch_lines(k->ahead + d * BLOCK + 64 * (2 * units + 2 * u), 2);
+    prefetch_lines(lines + 128 * u, 2);
     transpose_in_lanes(row, column[u]);
   }
   codes += d / 64 * 4 * bytes;
   for (int i = 0; i < q->num_queries; i++, codes += (q->dim + 63) / 64 * 4 * bytes) {
-    if (i == q->num_queries - 1) prefetch_lines(k->ahead + d * BLOCK, 2 * units);
+    if (i == q->num_queries - 1) prefetch_lines(lines + 128 * units, 2 * units);
     __m512i sum[3][4]; /* of each byte, of each unit */
 #pragma GCC unroll 3
     for (int b = 0; b < bytes; b++)
@@ -384,12 +380,12 @@ KVEDGE_INLINE void score_64(const kvedge_query *q, const int bytes, const extent
 }
 
 static __attribute__((noinline)) void score_64_of_part(const kvedge_query *q, const __m512i *codes,
-                                                       const key_rows *k, int d,
-                                                       const float *k_scale, few_sums sums, float *scores,
+                                                       const key_rows *k, int d, const float *k_scale,
+                                                       lines_ahead *ahead, few_sums sums, float *scores,
                                                        int accumulate) {
-#define SCORE_64_OF_PART(bytes)                                                                              \
-  if (q->dim - d <= 32) score_64(q, bytes, HALF_PART, codes, k, d, k_scale, sums, scores, accumulate); \
-  else score_64(q, bytes, PART, codes, k, d, k_scale, sums, scores, accumulate)
+#define SCORE_64_OF_PART(bytes)                                                                                \
+  if (q->dim - d <= 32) score_64(q, bytes, HALF_PART, codes, k, d, k_scale, ahead, sums, scores, accumulate); \
+  else score_64(q, bytes, PART, codes, k, d, k_scale, ahead, sums, scores, accumulate)
   switch (q->num_bytes) {
     case 3: SCORE_64_OF_PART(3); break;
     case 2: SCORE_64_OF_PART(2); break;
@@ -400,19 +396,19 @@ static __attribute__((noinline)) void score_64_of_part(const kvedge_query *q, co
 
 KVEDGE_INLINE void score_few(const kvedge_query *q, const int bytes, const int8_t *const *k, ptrdiff_t offset,
                              ptrdiff_t token_stride, int num_tokens, const float *k_scale,
-                             const int8_t *const *ahead, float *scores, int accumulate) {
+                             lines_ahead *ahead, float *scores, int accumulate) {
   few_sums sums;
   few_codes codes;
   spread_codes(q, bytes, codes);
   for (int t = 0; t < num_tokens; t += BLOCK) {
-    key_rows rows = {.rows = k[t / BLOCK] + offset, .ahead = (const char *)ahead[t / BLOCK],
-                     .token_stride = token_stride, .num_tokens = num_tokens - t};
+    key_rows rows = {.rows = k[t / BLOCK] + offset, .token_stride = token_stride, .num_tokens = num_tokens - t};
     for (int d = 0; d < q->dim; d += 64) {
       int left = q->dim - d;
       if (num_tokens - t < BLOCK || (left > 32 && left < 64))
-        score_64_of_part(q, codes, &rows, d, k_scale + t, sums, scores + t, accumulate);
-      else if (left >= 64) score_64(q, bytes, WHOLE, codes, &rows, d, k_scale + t, sums, scores + t, accumulate);
-      else score_64(q, bytes, HALF, codes, &rows, d, k_scale + t, sums, scores + t, accumulate);
+        score_64_of_part(q, codes, &rows, d, k_scale + t, ahead, sums, scores + t, accumulate);
+      else if (left >= 64)
+        score_64(q, bytes, WHOLE, codes, &rows, d, k_scale + t, ahead, sums, scores + t, accumulate);
+      else score_64(q, bytes, HALF, codes, &rows, d, k_scale + t, ahead, sums, scores + t, accumulate);
     }
   }
 }
@@ -420,11 +416,11 @@ KVEDGE_INLINE void score_few(const kvedge_query *q, const int bytes, const int8_
 static void scores_i8_blocks_avx512vnni(const kvedge_query *q, const int8_t *const *k, ptrdiff_t offset,
                                         ptrdiff_t token_stride, int num_tokens, const float *k_scale,
                                         const int8_t *const *prefetch, float *scores, int accumulate) {
-  if (!prefetch) prefetch = k; /* rows that are here anyway */
+  lines_ahead ahead = lines_of(prefetch ? prefetch : k /* rows that are here anyway */, num_tokens, q->dim);
   int few = q->num_queries <= FEW_QUERIES && q->dim <= CHANNELS_OF_TWO_BYTES;
 #define SCORE(bytes)                                                                                                  \
-  if (few) score_few(q, bytes, k, offset, token_stride, num_tokens, k_scale, prefetch, scores, accumulate); \
-  else score_many(q, bytes, k, offset, token_stride, num_tokens, k_scale, prefetch, scores, accumulate)
+  if (few) score_few(q, bytes, k, offset, token_stride, num_tokens, k_scale, &ahead, scores, accumulate); \
+  else score_many(q, bytes, k, offset, token_stride, num_tokens, k_scale, &ahead, scores, accumulate)
   switch (q->num_bytes) {
     case 3: SCORE(3); break;
     case 2: SCORE(2); break;

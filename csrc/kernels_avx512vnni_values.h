@@ -64,15 +64,16 @@ KVEDGE_INLINE void interleave_4_rows(const __m512i row[4], __m512i out[4]) {
   out[3] = _mm512_unpackhi_epi16(high_ab, high_cd);
 }
 
-/* The values of a tile, in blocks, and those to ask for. */
+/* The values of a tile, in blocks, and what to ask for. */
 typedef struct {
-  const int8_t *const *blocks, *const *ahead;
-  ptrdiff_t offset, token_stride, ahead_offset;
+  const int8_t *const *blocks;
+  ptrdiff_t offset, token_stride;
   int num_tokens;
+  lines_ahead *ahead;
 } value_rows;
 
-/* Where weigh() has a tile's values from, and how many of every four lines ahead it asks for: from rows that are whole
- * (all four); from rows, and keeps them interleaved (two); from what was kept, the first time (the other two), and
+/* Where weigh() has a tile's values from, and how many lines it asks for with every four rows: from rows that are whole
+ * (four); from rows, and keeps them interleaved (two); from what was kept, the first time (the other half, two), and
  * after that (none). */
 typedef enum { ROWS, ROWS_KEPT, KEPT_ASKING, KEPT } value_source;
 
@@ -87,7 +88,7 @@ static __attribute__((noinline)) void keep_values(const value_rows *v, int num_c
       int token = t + j < v->num_tokens ? t + j : v->num_tokens - 1;
       ptrdiff_t at = token % BLOCK * v->token_stride + v->offset;
       row[j] = _mm512_maskz_loadu_epi8(valid, v->blocks[token / BLOCK] + at);
-      prefetch_lines((const char *)v->ahead[t / BLOCK] + v->ahead_offset + (t % BLOCK + j) * 64, 1);
+      prefetch_lines(take_lines(v->ahead, 1), 1);
     }
     interleave_4_rows(row, kept);
   }
@@ -118,7 +119,7 @@ KVEDGE_INLINE __m512i weights_at(const uint8_t *codes, const int half) {
 KVEDGE_INLINE void weigh(const value_rows *v, const value_source source, const int half, __mmask32 valid,
                          __m512i *kept, const int count, const int bytes, const uint8_t *codes,
                          __m512 (*totals)[4]) {
-  const int step = half ? 8 : 4;
+  const int step = half ? 8 : 4, asked = source == ROWS ? 4 : source == KEPT ? 0 : 2; /* lines in a step */
   __m512i sum[SUM_QUERIES][3][4];
 #pragma GCC unroll 4
   for (int i = 0; i < count; i++)
@@ -128,10 +129,10 @@ KVEDGE_INLINE void weigh(const value_rows *v, const value_source source, const i
       for (int c = 0; c < 4; c++) sum[i][b][c] = _mm512_setzero_si512();
   for (int t = 0; t < v->num_tokens; t += BLOCK) {
     const int8_t *from = v->blocks[t / BLOCK] + v->offset;
-    const char *ahead = (const char *)v->ahead[t / BLOCK] + v->ahead_offset + (source == KEPT_ASKING ? 128 : 0);
+    const char *lines = asked ? take_lines(v->ahead, asked * BLOCK / step) : NULL;
     const uint8_t *end = codes + 4 * BLOCK;
 #pragma GCC unroll 1
-    for (; codes < end; codes += 4 * step, kept += 4, from += step * v->token_stride, ahead += 256) {
+    for (; codes < end; codes += 4 * step, kept += 4, from += step * v->token_stride, lines += 64 * asked) {
       __m512i value[4];
       if (source == KEPT || source == KEPT_ASKING) {
 #pragma GCC unroll 4
@@ -144,7 +145,7 @@ KVEDGE_INLINE void weigh(const value_rows *v, const value_source source, const i
         for (int c = 0; c < 4; c++)
           if (source == ROWS_KEPT) kept[c] = value[c];
       }
-      if (source != KEPT) prefetch_lines(ahead, source == ROWS ? 4 : 2);
+      prefetch_lines(lines, asked);
 #pragma GCC unroll 4
       for (int i = 0; i < count; i++)
 #pragma GCC unroll 3
@@ -232,11 +233,10 @@ static void weighted_sum_i8_blocks_avx512vnni(const int8_t *const *v, ptrdiff_t 
     case 2: encode_weights(num_queries, 2, p, v_scale, num_tokens, codes, scale); break;
     default: encode_weights(num_queries, 1, p, v_scale, num_tokens, codes, scale);
   }
-  value_rows rows = {.blocks = v, .ahead = prefetch ? prefetch : v, .token_stride = token_stride,
-                     .num_tokens = num_tokens};
+  lines_ahead ahead = lines_of(prefetch ? prefetch : v /* rows that are here anyway */, num_tokens, dim);
+  value_rows rows = {.blocks = v, .token_stride = token_stride, .num_tokens = num_tokens, .ahead = &ahead};
   for (int d = 0; d < dim; d += 64) {
     rows.offset = offset + d;
-    rows.ahead_offset = d * BLOCK;
     switch (num_bytes) {
       case 3: weigh_64(&rows, dim - d, num_queries, 3, codes, scale, alpha, acc + d, acc_stride); break;
       case 2: weigh_64(&rows, dim - d, num_queries, 2, codes, scale, alpha, acc + d, acc_stride); break;
