@@ -22,6 +22,8 @@ enum {
  * fewer are left, they are there twice, since two rows then share a register. */
 enum { CODES_OF_64 = 3 * 64 };
 
+enum { HALF_PAGE = 2048 / 64 }; /* in vectors */
+
 static void encode_query_avx512vnni(const float *x, int dim, float factor, float largest, int8_t *codes, float *scale,
                                     int32_t *offsets) {
   float inverse = largest > QUERY_NOTHING ? QUERY_MAX / largest : 0.0f;
@@ -244,26 +246,29 @@ KVEDGE_INLINE void score_queries(const kvedge_query *q, const int bytes, const i
 KVEDGE_INLINE void score_many(const kvedge_query *q, const int bytes, const int8_t *const *k, ptrdiff_t offset,
                               ptrdiff_t token_stride, int num_tokens, const float *k_scale,
                               lines_ahead *ahead, float *scores, int accumulate) {
-  __m512i columns[2][PAIR * 1024 / 4]; /* (dim / 4, PAIR) x 16 tokens x 4 channels; a dim of 64 uses 2 KB */
+  /* Columns of this pair and of the next: (dim / 4, PAIR) x 16 tokens x 4 channels, 2 KB for a dim of 64. They lie half
+   * a page apart: loads wait for stores to the same place in another page. */
+  __m512i columns[2 * PAIR * 1024 / 4 + HALF_PAGE];
+  const int apart = (PAIR * kvedge_padded_channels(q->dim) / 4) | HALF_PAGE;
   float unit[KVEDGE_STACK];
   for (int i = 0; i < q->num_queries; i++) unit[i] = unit_of(q, i, bytes);
   /* with three bytes there are no registers left to transpose meanwhile */
   int meanwhile = bytes < 3 && q->num_queries >= SCORE_QUERIES && q->num_queries <= 2 * SCORE_QUERIES && q->dim % 64 == 0, transposed = 0;
   for (int t = 0; t < num_tokens; t += PAIR * BLOCK) {
     int blocks = num_tokens - t > BLOCK ? 2 : 1, block = t / BLOCK;
-    key_blocks pair = {.columns = columns[block / PAIR % 2], .ahead = ahead};
+    key_blocks pair = {.columns = columns + block / PAIR % 2 * apart, .ahead = ahead};
     for (int b = 0; b < blocks && !transposed; b++) {
       key_rows rows = {.rows = k[block + b] + offset, .token_stride = token_stride,
                        .num_tokens = num_tokens - t - b * BLOCK};
       for (int d = 0; d < q->dim; d += 64) {
-        __m512i *to = columns[block / PAIR % 2] + PAIR * (d / 4) + b;
+        __m512i *to = columns + block / PAIR % 2 * apart + PAIR * (d / 4) + b;
         if (rows.num_tokens >= BLOCK && q->dim - d >= 64) transpose_rows(&rows, WHOLE, d, q->dim, to);
         else transpose_part(&rows, d, q->dim, to);
       }
     }
     transposed = meanwhile && num_tokens - t >= 2 * PAIR * BLOCK;
     if (transposed) {
-      pair.next_columns = columns[(block / PAIR + 1) % 2];
+      pair.next_columns = columns + (block / PAIR + 1) % 2 * apart;
       for (int b = 0; b < PAIR; b++)
         pair.next[b] = (key_rows){.rows = k[block + PAIR + b] + offset, .token_stride = token_stride};
     }
