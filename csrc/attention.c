@@ -12,7 +12,7 @@ enum {
   MAX_SLICES_OF_A_BLOCK = 32,
   /* The keys of all heads in a tile have up to this many bytes, which is also how far ahead of their use rows are
    * asked for: two tiles' keys and values are to fit a second-level cache. */
-  TILE_BYTES = 128 << 10,
+  TILE_BYTES = 144 << 10,
 };
 
 void kvedge_attention_defaults(kvedge_attention_options *options) {
