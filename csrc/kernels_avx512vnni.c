@@ -153,10 +153,12 @@ KVEDGE_INLINE void transpose_scales_of(const int all, const char *scales, ptrdif
     __m512i row[4], column[4]; /* lane L of row[i]: row t + 4 L + i */
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++) {
+      const char *from = scales + i * token_stride;
+      OPAQUE(from);
       __m128i four[4];
 #pragma GCC unroll 4
       for (int lane = 0; lane < 4; lane++) {
-        const char *at = scales + (4 * lane + i) * token_stride;
+        const char *at = from + 4 * lane * token_stride;
         four[lane] = all ? _mm_loadu_si128((const __m128i *)at) : _mm_maskz_loadu_epi32(columns, at);
       }
       row[i] = _mm512_inserti32x4(_mm512_castsi128_si512(four[0]), four[1], 1);
