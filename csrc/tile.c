@@ -433,15 +433,16 @@ static void step(const kvedge_attention *a, int64_t block, int kv_head, const ti
   }
 }
 
-/* Asks for one head's share of a tile's scales; they lie close together, head after head. */
+/* Asks for one head's share of a tile's scales, into L2, since a tile is a long way off; they lie close together, head
+ * after head. */
 static void prefetch_scales(const kvedge_cache_view *view, const tile_of_tokens *tile, int kv_head) {
   for (int i = 0; i < tile->num_pieces; i++) {
     const piece *p = &tile->pieces[i];
     ptrdiff_t bytes = p->num_tokens * view->scale_token_stride / view->num_kv_heads;
     const char *keys = p->rows.key_scales + kv_head * bytes, *values = p->rows.value_scales + kv_head * bytes;
     for (ptrdiff_t at = 0; at < bytes; at += 64) {
-      __builtin_prefetch(keys + at);
-      __builtin_prefetch(values + at);
+      __builtin_prefetch(keys + at, 0, 2);
+      __builtin_prefetch(values + at, 0, 2);
     }
   }
 }
