@@ -93,7 +93,8 @@ typedef struct kvedge_kernels {
    * scores become p, sum becomes sum * alpha + sum_t p[t], m becomes m'. Where no p would be above 2^KVEDGE_HEADROOM,
    * m' may be m instead, for which nothing need wait. A score of -INFINITY gives p = 0 whatever m is; from num_tokens
    * to the end of the last block p = 0.
-   * m starts at -FLT_MAX, which does not stay where there is a score; factor > 0. Results below 2^-125 are 0: no denormal is made. */
+   * m starts at -FLT_MAX, which does not stay where there is a score; factor > 0. Results below 2^-125 are 0: no
+   * denormal is made. */
   void (*softmax)(float *scores, int num_queries, int num_tokens, const float *factor, float *max,
                   float *sum, float *alpha);
 

@@ -42,9 +42,9 @@ KVEDGE_INLINE void multiply_add(__m512i *sum, __m512i u8, __m512i s8) {
     }                                     \
   }
 
-/* Lines that a later tile reads, in blocks of `size` bytes. They are asked for into L2, a few at a time and as evenly as
- * can be, since a core waits when more than about ten are on their way; and in the order of memory, which the CPU's own
- * prefetcher then follows. */
+/* Lines that a later tile reads, in blocks of `size` bytes. They are asked for into L2, a few at a time and as evenly
+ * as can be, since a core waits when more than about ten are on their way; and in the order of memory, which the CPU's
+ * own prefetcher then follows. */
 typedef struct {
   const int8_t *const *block, *const *last;
   ptrdiff_t size, used; /* bytes of each; of this one */
@@ -213,8 +213,8 @@ KVEDGE_INLINE __m128 reduce_4(const reduction how, const __m512 v[4]) {
 }
 
 /* Raises the maxima of `count` queries to those of a tile, given lane by lane. */
-static __attribute__((noinline)) void raise_max(int count, const __m512 tile_max[4], const float *factor, float *max, float *sum,
-                                                float *alpha) {
+static __attribute__((noinline)) void raise_max(int count, const __m512 tile_max[4], const float *factor, float *max,
+                                                float *sum, float *alpha) {
   const __mmask8 queries = (__mmask8)((1 << count) - 1);
   __m128 old = _mm_maskz_loadu_ps(queries, max), f = _mm_maskz_loadu_ps(queries, factor);
   __m128 new = _mm_max_ps(old, reduce_4(MAX, tile_max));
@@ -225,6 +225,19 @@ static __attribute__((noinline)) void raise_max(int count, const __m512 tile_max
   _mm512_mask_storeu_ps(alpha, queries, fallen); /* 512 bits: masked, vextractf32x4 touches what it must not */
 }
 
+/* Scores of up to 16 tokens become powers, which are added to the totals; those that are not valid become 0. (`count`
+ * and `all` are constants where this is inlined.) */
+KVEDGE_INLINE void raise_powers(const int count, const int all, __mmask16 valid, float *scores, const __m512 max[4],
+                                const __m512 factor[4], __m512 total[4]) {
+#pragma GCC unroll 4
+  for (int i = 0; i < count; i++, scores += KVEDGE_TILE) {
+    __m512 score = all ? _mm512_loadu_ps(scores) : _mm512_mask_loadu_ps(_mm512_set1_ps(-INFINITY), valid, scores);
+    __m512 p = exp2_of(_mm512_mul_ps(_mm512_sub_ps(score, max[i]), factor[i]));
+    _mm512_storeu_ps(scores, p);
+    total[i] = _mm512_add_ps(total[i], p);
+  }
+}
+
 /* softmax of `count` queries, 1 to 4 (a constant where this is inlined). */
 KVEDGE_INLINE void softmax_of(const int count, float *scores, int num_tokens, const float *factor, float *max,
                               float *sum, float *alpha) {
@@ -232,44 +245,32 @@ KVEDGE_INLINE void softmax_of(const int count, float *scores, int num_tokens, co
   const __mmask8 queries = (__mmask8)((1 << count) - 1);
   int whole = (num_tokens - 1) / 16; /* vectors before the last, of which this many are there: */
   __mmask16 last = (__mmask16)(0xffffu >> (16 * whole + 16 - num_tokens)), above = 0;
-  __m512 reduced[4], m[4], by[4];
+  __m512 largest[4], m[4], by[4], total[4];
 #pragma GCC unroll 4
   for (int i = 0; i < 4; i++)
-    reduced[i] = i < count ? _mm512_mask_loadu_ps(nothing, last, scores + i * KVEDGE_TILE + 16 * whole) : reduced[0];
+    largest[i] = i < count ? _mm512_mask_loadu_ps(nothing, last, scores + i * KVEDGE_TILE + 16 * whole) : largest[0];
   for (int j = 0; j < whole; j++)
 #pragma GCC unroll 4
     for (int i = 0; i < count; i++)
-      reduced[i] = _mm512_max_ps(reduced[i], _mm512_loadu_ps(scores + i * KVEDGE_TILE + 16 * j));
+      largest[i] = _mm512_max_ps(largest[i], _mm512_loadu_ps(scores + i * KVEDGE_TILE + 16 * j));
   /* A maximum that is passed by a little stays, so that nothing need wait for the sum over lanes. */
 #pragma GCC unroll 4
   for (int i = 0; i < count; i++) {
-    __m512 risen = _mm512_mul_ps(_mm512_sub_ps(reduced[i], _mm512_set1_ps(max[i])), _mm512_set1_ps(factor[i]));
+    __m512 risen = _mm512_mul_ps(_mm512_sub_ps(largest[i], _mm512_set1_ps(max[i])), _mm512_set1_ps(factor[i]));
     above |= _mm512_cmp_ps_mask(risen, _mm512_set1_ps(KVEDGE_HEADROOM), _CMP_GT_OQ);
     above |= max[i] == -FLT_MAX;
   }
-  if (__builtin_expect(above != 0, 0)) raise_max(count, reduced, factor, max, sum, alpha);
+  if (__builtin_expect(above != 0, 0)) raise_max(count, largest, factor, max, sum, alpha);
   else
     for (int i = 0; i < count; i++) alpha[i] = 1.0f;
 #pragma GCC unroll 4
   for (int i = 0; i < 4; i++) {
     m[i] = _mm512_set1_ps(i < count ? max[i] : 0.0f);
     by[i] = _mm512_set1_ps(i < count ? factor[i] : 0.0f);
+    total[i] = _mm512_setzero_ps();
   }
-  __m512 total[4];
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; i++) total[i] = _mm512_setzero_ps();
-#define POWERS(score)                                                                                        \
-  _Pragma("GCC unroll 4") for (int i = 0; i < count; i++, at += KVEDGE_TILE) {                               \
-    __m512 p = exp2_of(_mm512_mul_ps(_mm512_sub_ps(score, m[i]), by[i]));                                    \
-    _mm512_storeu_ps(at, p);                                                                                 \
-    total[i] = _mm512_add_ps(total[i], p);                                                                   \
-  }
-  for (int j = 0; j < whole; j++) {
-    float *at = scores + 16 * j;
-    POWERS(_mm512_loadu_ps(at))
-  }
-  float *at = scores + 16 * whole;
-  POWERS(_mm512_mask_loadu_ps(nothing, last, at))
+  for (int j = 0; j < whole; j++) raise_powers(count, 1, 0, scores + 16 * j, m, by, total);
+  raise_powers(count, 0, last, scores + 16 * whole, m, by, total);
   _mm_mask_storeu_ps(sum, queries, _mm_add_ps(_mm_maskz_loadu_ps(queries, sum), reduce_4(ADD, total)));
 }
 

@@ -5,7 +5,8 @@
  * k xor 0x80; that adds 128 * sum(query), from which sums start (kvedge_query.offsets).
  *
  * Many queries: 16 tokens are transposed as a whole, 4 shuffles per 64-byte line, and each byte of a query then costs a
- * product per line and no more.
+ * product per line and no more. With 4 to 8 queries the shuffles of the next tokens come between these products, so
+ * that ports 0 and 5 are both kept busy.
  *
  * Few queries: 4 tokens are transposed within 128-bit lanes, 2 shuffles per line, and stay in registers. A lane then
  * has its own channels, so a query's codes are spread accordingly, and each query and 16 tokens end in a sum over four
@@ -153,7 +154,7 @@ KVEDGE_INLINE void multiply_two_columns(const int count, const int bytes, const 
 }
 
 /* A block or a pair of them to score: its columns, and the lines to ask for. And the pair that is transposed meanwhile,
- * if there is one: products and shuffles then keep both ports busy. */
+ * where there is one. */
 typedef struct {
   const __m512i *columns;
   lines_ahead *ahead;
@@ -161,8 +162,8 @@ typedef struct {
   __m512i *next_columns;
 } key_blocks;
 
-/* Scores of `blocks` blocks of tokens, one or two, for `count` queries of `bytes` bytes. (Constants where this is inlined, as are
- * `asking` for lines and `transposing` the next pair.) */
+/* Scores of `blocks` blocks of tokens, one or two, for `count` queries of `bytes` bytes. (Constants where this is
+ * inlined, as are `asking` for lines and `transposing` the next pair.) */
 KVEDGE_INLINE void score_blocks(const kvedge_query *q, int first, const int count, const int bytes,
                                 const int blocks, const int asking, const int transposing, const key_blocks *k,
                                 const float *unit, const float *k_scale, float *scores, int accumulate) {
@@ -231,12 +232,12 @@ KVEDGE_INLINE void score_blocks(const kvedge_query *q, int first, const int coun
 
 KVEDGE_INLINE void score_queries(const kvedge_query *q, const int bytes, const int blocks, const key_blocks *k,
                                  const float *unit, const float *k_scale, float *scores, int accumulate) {
-#define SCORE_BLOCKS_OF(count) \
+#define SCORE_BLOCKS_OF(count)                                                                      \
   if (i == 0) score_blocks(q, i, count, bytes, blocks, 1, 0, k, unit, k_scale, scores, accumulate); \
   else score_blocks(q, i, count, bytes, blocks, 0, 0, k, unit, k_scale, scores, accumulate)
   int i = 0;
-  if (k->next_columns) {
-    score_blocks(q, i, SCORE_QUERIES, bytes, PAIR, 1, 1, k, unit, k_scale, scores, accumulate);
+  if (bytes < 3 && blocks == PAIR && k->next_columns) {
+    score_blocks(q, i, SCORE_QUERIES, bytes, blocks, 1, 1, k, unit, k_scale, scores, accumulate);
     i += SCORE_QUERIES;
   }
   BY_FOURS(q->num_queries, SCORE_BLOCKS_OF)
@@ -252,28 +253,33 @@ KVEDGE_INLINE void score_many(const kvedge_query *q, const int bytes, const int8
   const int apart = (PAIR * kvedge_padded_channels(q->dim) / 4) | HALF_PAGE;
   float unit[KVEDGE_STACK];
   for (int i = 0; i < q->num_queries; i++) unit[i] = unit_of(q, i, bytes);
-  /* with three bytes there are no registers left to transpose meanwhile */
-  int meanwhile = bytes < 3 && q->num_queries >= SCORE_QUERIES && q->num_queries <= 2 * SCORE_QUERIES && q->dim % 64 == 0, transposed = 0;
+  /* With three bytes there are no registers left to transpose meanwhile; with many queries it saves nothing. */
+  const int meanwhile = bytes < 3 && q->dim % 64 == 0 && q->num_queries >= SCORE_QUERIES &&
+                        q->num_queries <= 2 * SCORE_QUERIES;
+  int transposed = 0; /* is this pair already? */
+  __m512i *here = columns, *there = columns + apart;
   for (int t = 0; t < num_tokens; t += PAIR * BLOCK) {
     int blocks = num_tokens - t > BLOCK ? 2 : 1, block = t / BLOCK;
-    key_blocks pair = {.columns = columns + block / PAIR % 2 * apart, .ahead = ahead};
+    key_blocks pair = {.columns = here, .ahead = ahead};
     for (int b = 0; b < blocks && !transposed; b++) {
       key_rows rows = {.rows = k[block + b] + offset, .token_stride = token_stride,
                        .num_tokens = num_tokens - t - b * BLOCK};
       for (int d = 0; d < q->dim; d += 64) {
-        __m512i *to = columns + block / PAIR % 2 * apart + PAIR * (d / 4) + b;
+        __m512i *to = here + PAIR * (d / 4) + b;
         if (rows.num_tokens >= BLOCK && q->dim - d >= 64) transpose_rows(&rows, WHOLE, d, q->dim, to);
         else transpose_part(&rows, d, q->dim, to);
       }
     }
     transposed = meanwhile && num_tokens - t >= 2 * PAIR * BLOCK;
     if (transposed) {
-      pair.next_columns = columns + (block / PAIR + 1) % 2 * apart;
+      pair.next_columns = there;
       for (int b = 0; b < PAIR; b++)
         pair.next[b] = (key_rows){.rows = k[block + PAIR + b] + offset, .token_stride = token_stride};
     }
     if (blocks == 2) score_queries(q, bytes, 2, &pair, unit, k_scale + t, scores + t, accumulate);
     else score_queries(q, bytes, 1, &pair, unit, k_scale + t, scores + t, accumulate);
+    there = here;
+    here = here == columns ? columns + apart : columns;
   }
 }
 

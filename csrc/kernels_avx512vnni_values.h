@@ -10,7 +10,8 @@ enum {
   SUM_QUERIES = 4,    /* at most */
 };
 
-/* Weights of a tile as unsigned codes of 24 bits or fewer, four tokens at a time as split_bytes() leaves them, of `count` queries; and the scale of their codes. (Constants where this is inlined.) */
+/* Weights of a tile of `count` queries as unsigned codes of 24 bits or fewer, four tokens at a time as split_bytes()
+ * leaves them, and the scale of their codes. (Constants where this is inlined.) */
 KVEDGE_INLINE void encode_weights_of(const int count, const int bytes, const float *p, const float *v_scale,
                                      int num_tokens, uint8_t *codes, float *scale) {
   const __m128 most = _mm_set1_ps(bytes == 3 ? WEIGHT_MAX : bytes == 2 ? WEIGHT_MAX_16 : WEIGHT_MAX_8);

@@ -514,8 +514,9 @@ static uint64_t read_bytes_neon(const void *p, size_t n) {
 
 #define KVEDGE_NEON_TABLE(isa_name, encode, scores, weighted_sum)                                  \
   {                                                                                                \
-    .name = isa_name, .step_bytes = 16 << 10, .abs_max_bits = abs_max_bits_neon, .quantize = quantize_neon,                \
-    .dequantize = dequantize_neon, .encode_query = encode, .scores_i8 = scores,                    \
+    .name = isa_name, .step_bytes = 16 << 10, .abs_max_bits = abs_max_bits_neon,                   \
+    .quantize = quantize_neon, .dequantize = dequantize_neon, .encode_query = encode,              \
+    .scores_i8 = scores,                                                                           \
     .transpose_scales = transpose_scales_portable, .merge_row = merge_row_portable,                \
     .scale_row = scale_row_portable,                                                               \
     .scores_f32 = scores_f32_neon, .softmax = softmax_neon, .weighted_sum_i8 = weighted_sum,       \
