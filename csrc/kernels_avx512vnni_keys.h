@@ -100,18 +100,21 @@ KVEDGE_INLINE float unit_of(const kvedge_query *q, int i, const int bytes) {
 
 /* ---- Scores for many queries ---- */
 
-/* Transposing takes two stages. First rows 4u..4u+3 of 64 channels, within 128-bit lanes: into quads[u]. */
-KVEDGE_INLINE void transpose_unit(const key_rows *k, const extent how, int u, int d, int dim, __m512i *quads) {
-  __m512i row[4];
+/* Transposing takes two stages, both in place, among the columns. First rows 4u..4u+3 of 64 channels, within 128-bit
+ * lanes. */
+KVEDGE_INLINE void transpose_unit(const key_rows *k, const extent how, int u, int d, int dim, __m512i *columns) {
+  __m512i row[4], quads[4];
   load_keys(k, how, u, d, dim, row);
-  transpose_in_lanes(row, quads + 4 * u);
+  transpose_in_lanes(row, quads);
+#pragma GCC unroll 4
+  for (int c = 0; c < 4; c++) columns[PAIR * (4 * u + c)] = quads[c];
 }
 
 /* Then lanes: channels 4j..4j+3 of 16 tokens into columns[PAIR * j], for j = c, 4 + c, 8 + c, 12 + c. */
-KVEDGE_INLINE void order_lanes(const __m512i *quads, int c, __m512i *columns) {
+KVEDGE_INLINE void order_lanes(int c, __m512i *columns) {
   __m512i units[4], ordered[4];
 #pragma GCC unroll 4
-  for (int u = 0; u < 4; u++) units[u] = quads[4 * u + c];
+  for (int u = 0; u < 4; u++) units[u] = columns[PAIR * (4 * u + c)];
   transpose_lanes(units, ordered);
 #pragma GCC unroll 4
   for (int lane = 0; lane < 4; lane++) columns[PAIR * (4 * lane + c)] = ordered[lane];
@@ -119,11 +122,10 @@ KVEDGE_INLINE void order_lanes(const __m512i *quads, int c, __m512i *columns) {
 
 /* 64 channels of a block from d on, into their columns. */
 KVEDGE_INLINE void transpose_rows(const key_rows *k, const extent how, int d, int dim, __m512i *columns) {
-  __m512i quads[16];
 #pragma GCC unroll 4
-  for (int u = 0; u < 4; u++) transpose_unit(k, how, u, d, dim, quads);
+  for (int u = 0; u < 4; u++) transpose_unit(k, how, u, d, dim, columns);
 #pragma GCC unroll 4
-  for (int c = 0; c < 4; c++) order_lanes(quads, c, columns);
+  for (int c = 0; c < 4; c++) order_lanes(c, columns);
 }
 
 static __attribute__((noinline)) void transpose_part(const key_rows *k, int d, int dim, __m512i *columns) {
@@ -133,10 +135,26 @@ static __attribute__((noinline)) void transpose_part(const key_rows *k, int d, i
 /* Sums of the products of a pair of blocks: of each byte of each query; of even and odd columns, where they are few. */
 typedef __m512i score_sums[SCORE_QUERIES][3][PAIR][2];
 
+/* Four bytes of query i's codes, for all lanes. Written as an instruction, since compilers (GCC 12) compute an address
+ * for each query anew and copy the sums to and fro, which together is a third of all instructions. */
+KVEDGE_INLINE __m512i code_for_all(const int8_t *codes, ptrdiff_t stride, ptrdiff_t three_strides, const int i,
+                                   const int at) {
+  __m512i four;
+#define BROADCAST_FROM(address)                                                            \
+  __asm__("vpbroadcastd %c1" address ", %0" : "=v"(four) : "i"(at), "r"(codes), "r"(stride), \
+          "r"(three_strides), "m"(*(const char (*)[])codes))
+  if (i == 0) BROADCAST_FROM("(%2)");
+  else if (i == 1) BROADCAST_FROM("(%2,%3)");
+  else if (i == 2) BROADCAST_FROM("(%2,%3,2)");
+  else BROADCAST_FROM("(%2,%4)");
+#undef BROADCAST_FROM
+  return four;
+}
+
 /* Adds two columns of `blocks` blocks, times the codes of `count` queries. */
 KVEDGE_INLINE void multiply_two_columns(const int count, const int bytes, const int blocks, const int chains,
-                                        const int8_t *codes, ptrdiff_t stride, const __m512i *columns,
-                                        score_sums sum) {
+                                        const int8_t *codes, ptrdiff_t stride, ptrdiff_t three_strides,
+                                        const __m512i *columns, score_sums sum) {
 #pragma GCC unroll 2
   for (int c = 0; c < 2; c++) {
     __m512i column[PAIR];
@@ -146,7 +164,7 @@ KVEDGE_INLINE void multiply_two_columns(const int count, const int bytes, const 
     for (int i = 0; i < count; i++)
 #pragma GCC unroll 3
       for (int b = 0; b < bytes; b++) {
-        __m512i four = four_for_all(codes + i * stride + 4 * c + 64 * b);
+        __m512i four = code_for_all(codes, stride, three_strides, i, 4 * c + 64 * b);
 #pragma GCC unroll 2
         for (int k = 0; k < blocks; k++) multiply_add(&sum[i][b][k][c % chains], column[k], four);
       }
@@ -169,7 +187,8 @@ KVEDGE_INLINE void score_blocks(const kvedge_query *q, int first, const int coun
                                 const float *unit, const float *k_scale, float *scores, int accumulate) {
   /* A product waits 5 cycles for the one before it in the same sum: few sums are made twice as many. */
   const int chains = count * bytes * blocks <= 8 ? 2 : 1;
-  const ptrdiff_t stride = KVEDGE_CODE_BYTES * q->stride;
+  ptrdiff_t stride = KVEDGE_CODE_BYTES * q->stride, three_strides = 3 * stride;
+  OPAQUE(three_strides); /* else it is computed at every use */
   score_sums sum;
   const int8_t *codes = q->codes + first * stride;
   const int32_t *offsets = q->offsets + first * 4 * q->scale_stride;
@@ -186,27 +205,27 @@ KVEDGE_INLINE void score_blocks(const kvedge_query *q, int first, const int coun
   for (int d = 0; d < q->dim; d += 64, codes += CODES_OF_64) {
     const int8_t *at = codes;
     if (transposing) {
-      __m512i quads[PAIR][16];
+      __m512i *next = k->next_columns + PAIR * (d / 4);
       const char *lines = take_lines(k->ahead, 8 * blocks);
       for (int u = 0; u < 4; u++, at += 8, columns += 2 * PAIR, lines += 128 * blocks) {
         prefetch_lines(lines, 2 * blocks);
-        multiply_two_columns(count, bytes, blocks, chains, at, stride, columns, sum);
+        multiply_two_columns(count, bytes, blocks, chains, at, stride, three_strides, columns, sum);
 #pragma GCC unroll 2
-        for (int j = 0; j < PAIR; j++) transpose_unit(&k->next[j], WHOLE, u, d, q->dim, quads[j]);
+        for (int j = 0; j < PAIR; j++) transpose_unit(&k->next[j], WHOLE, u, d, q->dim, next + j);
       }
       lines = take_lines(k->ahead, 8 * blocks);
       for (int c = 0; c < 4; c++, at += 8, columns += 2 * PAIR, lines += 128 * blocks) {
         prefetch_lines(lines, 2 * blocks);
-        multiply_two_columns(count, bytes, blocks, chains, at, stride, columns, sum);
+        multiply_two_columns(count, bytes, blocks, chains, at, stride, three_strides, columns, sum);
 #pragma GCC unroll 2
-        for (int j = 0; j < PAIR; j++) order_lanes(quads[j], c, k->next_columns + PAIR * (d / 4) + j);
+        for (int j = 0; j < PAIR; j++) order_lanes(c, next + j);
       }
     } else {
       /* An odd column out: the next is there, and its codes are 0. */
       const int8_t *end = codes + (q->dim - d < 64 ? q->dim - d : 64);
       for (; at < end; at += 8, columns += 2 * PAIR) {
         if (asking) prefetch_lines(take_lines(k->ahead, 2 * blocks), 2 * blocks);
-        multiply_two_columns(count, bytes, blocks, chains, at, stride, columns, sum);
+        multiply_two_columns(count, bytes, blocks, chains, at, stride, three_strides, columns, sum);
       }
     }
   }
@@ -244,9 +263,20 @@ KVEDGE_INLINE void score_queries(const kvedge_query *q, const int bytes, const i
 #undef SCORE_BLOCKS_OF
 }
 
-KVEDGE_INLINE void score_many(const kvedge_query *q, const int bytes, const int8_t *const *k, ptrdiff_t offset,
-                              ptrdiff_t token_stride, int num_tokens, const float *k_scale,
-                              lines_ahead *ahead, float *scores, int accumulate) {
+/* Scores of a tile's blocks of keys: rows k[t / 16] + offset on, token_stride apart. */
+typedef struct {
+  const kvedge_query *q;
+  const int8_t *const *k;
+  ptrdiff_t offset, token_stride;
+  int num_tokens;
+  const float *k_scale;
+  lines_ahead *ahead;
+  float *scores;
+  int accumulate;
+} scoring;
+
+KVEDGE_INLINE void score_many(const scoring *s, const int bytes) {
+  const kvedge_query *q = s->q;
   /* Columns of this pair and of the next: (dim / 4, PAIR) x 16 tokens x 4 channels, 2 KB for a dim of 64. They lie half
    * a page apart: loads wait for stores to the same place in another page. */
   __m512i columns[2 * PAIR * 1024 / 4 + HALF_PAGE];
@@ -258,26 +288,26 @@ KVEDGE_INLINE void score_many(const kvedge_query *q, const int bytes, const int8
                         q->num_queries <= 2 * SCORE_QUERIES;
   int transposed = 0; /* is this pair already? */
   __m512i *here = columns, *there = columns + apart;
-  for (int t = 0; t < num_tokens; t += PAIR * BLOCK) {
-    int blocks = num_tokens - t > BLOCK ? 2 : 1, block = t / BLOCK;
-    key_blocks pair = {.columns = here, .ahead = ahead};
+  for (int t = 0; t < s->num_tokens; t += PAIR * BLOCK) {
+    int blocks = s->num_tokens - t > BLOCK ? 2 : 1, block = t / BLOCK;
+    key_blocks pair = {.columns = here, .ahead = s->ahead};
     for (int b = 0; b < blocks && !transposed; b++) {
-      key_rows rows = {.rows = k[block + b] + offset, .token_stride = token_stride,
-                       .num_tokens = num_tokens - t - b * BLOCK};
+      key_rows rows = {.rows = s->k[block + b] + s->offset, .token_stride = s->token_stride,
+                       .num_tokens = s->num_tokens - t - b * BLOCK};
       for (int d = 0; d < q->dim; d += 64) {
         __m512i *to = here + PAIR * (d / 4) + b;
         if (rows.num_tokens >= BLOCK && q->dim - d >= 64) transpose_rows(&rows, WHOLE, d, q->dim, to);
         else transpose_part(&rows, d, q->dim, to);
       }
     }
-    transposed = meanwhile && num_tokens - t >= 2 * PAIR * BLOCK;
+    transposed = meanwhile && s->num_tokens - t >= 2 * PAIR * BLOCK;
     if (transposed) {
       pair.next_columns = there;
       for (int b = 0; b < PAIR; b++)
-        pair.next[b] = (key_rows){.rows = k[block + PAIR + b] + offset, .token_stride = token_stride};
+        pair.next[b] = (key_rows){.rows = s->k[block + PAIR + b] + s->offset, .token_stride = s->token_stride};
     }
-    if (blocks == 2) score_queries(q, bytes, 2, &pair, unit, k_scale + t, scores + t, accumulate);
-    else score_queries(q, bytes, 1, &pair, unit, k_scale + t, scores + t, accumulate);
+    if (blocks == 2) score_queries(q, bytes, 2, &pair, unit, s->k_scale + t, s->scores + t, s->accumulate);
+    else score_queries(q, bytes, 1, &pair, unit, s->k_scale + t, s->scores + t, s->accumulate);
     there = here;
     here = here == columns ? columns + apart : columns;
   }
@@ -333,9 +363,9 @@ KVEDGE_INLINE void store_scores(const kvedge_query *q, int i, const int bytes, _
 }
 
 /* A block's 64 channels from d on: adds to the sums, and after the last channels makes scores of them. */
-KVEDGE_INLINE void score_64(const kvedge_query *q, const int bytes, const extent how, const __m512i *codes,
-                            const key_rows *k, int d, const float *k_scale, lines_ahead *ahead, few_sums sums,
-                            float *scores, int accumulate) {
+KVEDGE_INLINE void score_64(const kvedge_query *q, const int bytes, const int count, const extent how,
+                            const __m512i *codes, const key_rows *k, int d, const float *k_scale, lines_ahead *ahead,
+                            few_sums sums, float *scores, int accumulate) {
   const int parts = (bytes + 1) / 2, units = is_half(how) ? 2 : 4;
   const char *lines = take_lines(ahead, 4 * units); /* half of them while rows are transposed */
   __m512i column[4][4];                             /* of each unit */
@@ -347,8 +377,9 @@ KVEDGE_INLINE void score_64(const kvedge_query *q, const int bytes, const extent
     transpose_in_lanes(row, column[u]);
   }
   codes += d / 64 * 4 * bytes;
-  for (int i = 0; i < q->num_queries; i++, codes += (q->dim + 63) / 64 * 4 * bytes) {
-    if (i == q->num_queries - 1) prefetch_lines(lines + 128 * units, 2 * units);
+#pragma GCC unroll 3
+  for (int i = 0; i < count; i++, codes += (q->dim + 63) / 64 * 4 * bytes) {
+    if (i == count - 1) prefetch_lines(lines + 128 * units, 2 * units);
     __m512i sum[3][4]; /* of each byte, of each unit */
 #pragma GCC unroll 3
     for (int b = 0; b < bytes; b++)
@@ -394,9 +425,10 @@ static __attribute__((noinline)) void score_64_of_part(const kvedge_query *q, co
                                                        const key_rows *k, int d, const float *k_scale,
                                                        lines_ahead *ahead, few_sums sums, float *scores,
                                                        int accumulate) {
-#define SCORE_64_OF_PART(bytes)                                                                                \
-  if (q->dim - d <= 32) score_64(q, bytes, HALF_PART, codes, k, d, k_scale, ahead, sums, scores, accumulate); \
-  else score_64(q, bytes, PART, codes, k, d, k_scale, ahead, sums, scores, accumulate)
+  const int n = q->num_queries;
+#define SCORE_64_OF_PART(bytes)                                                                                    \
+  if (q->dim - d <= 32) score_64(q, bytes, n, HALF_PART, codes, k, d, k_scale, ahead, sums, scores, accumulate); \
+  else score_64(q, bytes, n, PART, codes, k, d, k_scale, ahead, sums, scores, accumulate)
   switch (q->num_bytes) {
     case 3: SCORE_64_OF_PART(3); break;
     case 2: SCORE_64_OF_PART(2); break;
@@ -405,39 +437,58 @@ static __attribute__((noinline)) void score_64_of_part(const kvedge_query *q, co
 #undef SCORE_64_OF_PART
 }
 
-KVEDGE_INLINE void score_few(const kvedge_query *q, const int bytes, const int8_t *const *k, ptrdiff_t offset,
-                             ptrdiff_t token_stride, int num_tokens, const float *k_scale,
-                             lines_ahead *ahead, float *scores, int accumulate) {
+KVEDGE_INLINE void score_few(const scoring *s, const int bytes, const int count) {
+  const kvedge_query *q = s->q;
+  const int whole = q->dim & ~63, left = q->dim - whole;
   few_sums sums;
   few_codes codes;
   spread_codes(q, bytes, codes);
-  for (int t = 0; t < num_tokens; t += BLOCK) {
-    key_rows rows = {.rows = k[t / BLOCK] + offset, .token_stride = token_stride, .num_tokens = num_tokens - t};
-    for (int d = 0; d < q->dim; d += 64) {
-      int left = q->dim - d;
-      if (num_tokens - t < BLOCK || (left > 32 && left < 64))
-        score_64_of_part(q, codes, &rows, d, k_scale + t, ahead, sums, scores + t, accumulate);
-      else if (left >= 64)
-        score_64(q, bytes, WHOLE, codes, &rows, d, k_scale + t, ahead, sums, scores + t, accumulate);
-      else score_64(q, bytes, HALF, codes, &rows, d, k_scale + t, ahead, sums, scores + t, accumulate);
+  key_rows rows = {.token_stride = s->token_stride};
+  for (int t = 0; t < s->num_tokens; t += BLOCK) {
+    rows.rows = s->k[t / BLOCK] + s->offset;
+    rows.num_tokens = s->num_tokens - t;
+    const float *scale = s->k_scale + t;
+    float *out = s->scores + t;
+    int d = 0;
+    if (rows.num_tokens >= BLOCK) {
+      for (; d < whole; d += 64)
+        score_64(q, bytes, count, WHOLE, codes, &rows, d, scale, s->ahead, sums, out, s->accumulate);
+      if (left > 0 && left <= 32) {
+        score_64(q, bytes, count, HALF, codes, &rows, d, scale, s->ahead, sums, out, s->accumulate);
+        continue;
+      }
     }
+    for (; d < q->dim; d += 64) score_64_of_part(q, codes, &rows, d, scale, s->ahead, sums, out, s->accumulate);
   }
 }
+
+/* One function for each number of bytes: compilers do better with several than with one of all. Queries are counted at
+ * compile time where they are one or two; with three that makes it slower from memory, though faster from caches. */
+#define SCORE(bytes)                                                                                    \
+  static __attribute__((noinline)) void score_one_##bytes(const scoring *s) { score_few(s, bytes, 1); } \
+  static __attribute__((noinline)) void score_two_##bytes(const scoring *s) { score_few(s, bytes, 2); } \
+  static __attribute__((noinline)) void score_few_##bytes(const scoring *s) {                           \
+    if (s->q->num_queries == 1) score_one_##bytes(s);                                                   \
+    else if (s->q->num_queries == 2) score_two_##bytes(s);                                              \
+    else score_few(s, bytes, s->q->num_queries);                                                        \
+  }                                                                                                     \
+  static __attribute__((noinline)) void score_many_##bytes(const scoring *s) { score_many(s, bytes); }
+SCORE(1)
+SCORE(2)
+SCORE(3)
+#undef SCORE
 
 static void scores_i8_blocks_avx512vnni(const kvedge_query *q, const int8_t *const *k, ptrdiff_t offset,
                                         ptrdiff_t token_stride, int num_tokens, const float *k_scale,
                                         const int8_t *const *prefetch, float *scores, int accumulate) {
   lines_ahead ahead = lines_of(prefetch ? prefetch : k /* rows that are here anyway */, num_tokens, q->dim);
+  const scoring s = {q, k, offset, token_stride, num_tokens, k_scale, &ahead, scores, accumulate};
   int few = q->num_queries <= FEW_QUERIES && q->dim <= CHANNELS_OF_TWO_BYTES;
-#define SCORE(bytes)                                                                                                  \
-  if (few) score_few(q, bytes, k, offset, token_stride, num_tokens, k_scale, &ahead, scores, accumulate); \
-  else score_many(q, bytes, k, offset, token_stride, num_tokens, k_scale, &ahead, scores, accumulate)
   switch (q->num_bytes) {
-    case 3: SCORE(3); break;
-    case 2: SCORE(2); break;
-    default: SCORE(1);
+    case 3: few ? score_few_3(&s) : score_many_3(&s); break;
+    case 2: few ? score_few_2(&s) : score_many_2(&s); break;
+    default: few ? score_few_1(&s) : score_many_1(&s);
   }
-#undef SCORE
 }
 
 static void scores_i8_avx512vnni(const kvedge_query *q, const int8_t *k, ptrdiff_t token_stride,

@@ -8,6 +8,7 @@
 enum {
   SUM_REGISTERS = 24, /* of 32: queries x bytes of the weights x 4 */
   SUM_QUERIES = 4,    /* at most */
+  ROWS_NEAR = 8,      /* this many rows before a row is used, it is asked for into L1 */
 };
 
 /* Weights of a tile of `count` queries as unsigned codes of 24 bits or fewer, four tokens at a time as split_bytes()
@@ -95,13 +96,18 @@ static __attribute__((noinline)) void keep_values(const value_rows *v, int num_c
   }
 }
 
-/* Four rows of 64 channels. `half`, of up to 32: in the upper halves are the four rows that follow. */
-KVEDGE_INLINE void load_values(const int8_t *from, ptrdiff_t stride, const int half, __mmask32 valid, __m512i row[4]) {
+/* Four rows of 64 channels. `half`, of up to 32: in the upper halves are the four rows that follow. `asking`: rows some
+ * way ahead are asked for into L1. (Constants where this is inlined.) */
+KVEDGE_INLINE void load_values(const int8_t *from, ptrdiff_t stride, const int half, const int asking, __mmask32 valid,
+                               __m512i row[4]) {
+  const int8_t *near = from + ROWS_NEAR * stride; /* past a block that may miss, and does no harm */
   OPAQUE(from);
+  OPAQUE(near);
 #pragma GCC unroll 4
   for (int j = 0; j < 4; j++) {
     if (!half) {
       row[j] = _mm512_loadu_si512(from + j * stride);
+      if (asking) _mm_prefetch((const char *)near + j * stride, _MM_HINT_T0);
     } else {
       row[j] = _mm512_castsi256_si512(_mm256_maskz_loadu_epi8(valid, from + j * stride));
       row[j] = _mm512_inserti64x4(row[j], _mm256_maskz_loadu_epi8(valid, from + (4 + j) * stride), 1);
@@ -121,6 +127,8 @@ KVEDGE_INLINE void weigh(const value_rows *v, const value_source source, const i
                          __m512i *kept, const int count, const int bytes, const uint8_t *codes,
                          __m512 (*totals)[4]) {
   const int step = half ? 8 : 4, asked = source == ROWS ? 4 : source == KEPT ? 0 : 2; /* lines in a step */
+  /* Rows come from L2, and lie too far apart for prefetchers. Where there is little arithmetic, asking costs more. */
+  const int near = source == ROWS_KEPT || count * bytes > 4;
   __m512i sum[SUM_QUERIES][3][4];
 #pragma GCC unroll 4
   for (int i = 0; i < count; i++)
@@ -131,16 +139,15 @@ KVEDGE_INLINE void weigh(const value_rows *v, const value_source source, const i
   for (int t = 0; t < v->num_tokens; t += BLOCK) {
     const int8_t *from = v->blocks[t / BLOCK] + v->offset;
     const char *lines = asked ? take_lines(v->ahead, asked * BLOCK / step) : NULL;
-    const uint8_t *end = codes + 4 * BLOCK;
-#pragma GCC unroll 1
-    for (; codes < end; codes += 4 * step, kept += 4, from += step * v->token_stride, lines += 64 * asked) {
+#pragma GCC unroll 4
+    for (int r = 0; r < BLOCK; r += step) {
       __m512i value[4];
       if (source == KEPT || source == KEPT_ASKING) {
 #pragma GCC unroll 4
         for (int c = 0; c < 4; c++) value[c] = kept[c];
       } else {
         __m512i row[4];
-        load_values(from, v->token_stride, half, valid, row);
+        load_values(from, v->token_stride, half, near, valid, row);
         interleave_4_rows(row, value);
 #pragma GCC unroll 4
         for (int c = 0; c < 4; c++)
@@ -155,6 +162,7 @@ KVEDGE_INLINE void weigh(const value_rows *v, const value_source source, const i
 #pragma GCC unroll 4
           for (int c = 0; c < 4; c++) multiply_add(&sum[i][b][c], weights, value[c]);
         }
+      codes += 4 * step, kept += 4, from += step * v->token_stride, lines += 64 * asked;
     }
   }
 #pragma GCC unroll 4
