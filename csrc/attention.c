@@ -76,7 +76,6 @@ void kvedge_attention_plan(kvedge_attention *a, const kvedge_cache_view *view, i
 
   int64_t tile = a->kernels->step_bytes / view->head_stride, most_tokens = TILE_BYTES / view->token_stride;
   tile = (tile < most_tokens ? tile : most_tokens) / KVEDGE_BLOCK * KVEDGE_BLOCK;
-  /* Segments in disorder took a fifth longer with larger tiles (`kvedge bench paged`): many short runs lie ahead. */
   if (view->num_segments > 1 && tile > TILE_OF_SEGMENTS) tile = TILE_OF_SEGMENTS;
   a->tile = tile < KVEDGE_BLOCK ? KVEDGE_BLOCK : tile > KVEDGE_TILE ? KVEDGE_TILE : (int)tile;
 

@@ -96,11 +96,11 @@ static __attribute__((noinline)) void keep_values(const value_rows *v, int num_c
   }
 }
 
-/* Four rows of 64 channels. `half`, of up to 32: in the upper halves are the four rows that follow. `asking`: rows some
- * way ahead are asked for into L1. (Constants where this is inlined.) */
-KVEDGE_INLINE void load_values(const int8_t *from, ptrdiff_t stride, const int half, const int asking, __mmask32 valid,
-                               __m512i row[4]) {
-  const int8_t *near = from + ROWS_NEAR * stride; /* past a block that may miss, and does no harm */
+/* Four rows of 64 channels. `half`, of up to 32: in the upper halves are the four rows that follow. `near`: the four
+ * rows there are asked for into L1, unless it is NULL. (Constants where this is inlined.) */
+KVEDGE_INLINE void load_values(const int8_t *from, const int8_t *near, ptrdiff_t stride, const int half,
+                               __mmask32 valid, __m512i row[4]) {
+  const int asking = near != NULL;
   OPAQUE(from);
   OPAQUE(near);
 #pragma GCC unroll 4
@@ -128,7 +128,7 @@ KVEDGE_INLINE void weigh(const value_rows *v, const value_source source, const i
                          __m512 (*totals)[4]) {
   const int step = half ? 8 : 4, asked = source == ROWS ? 4 : source == KEPT ? 0 : 2; /* lines in a step */
   /* Rows come from L2, and lie too far apart for prefetchers. Where there is little arithmetic, asking costs more. */
-  const int near = source == ROWS_KEPT || count * bytes > 4;
+  const int asking_near = source == ROWS_KEPT || count * bytes > 4;
   __m512i sum[SUM_QUERIES][3][4];
 #pragma GCC unroll 4
   for (int i = 0; i < count; i++)
@@ -138,6 +138,7 @@ KVEDGE_INLINE void weigh(const value_rows *v, const value_source source, const i
       for (int c = 0; c < 4; c++) sum[i][b][c] = _mm512_setzero_si512();
   for (int t = 0; t < v->num_tokens; t += BLOCK) {
     const int8_t *from = v->blocks[t / BLOCK] + v->offset;
+    const int8_t *next = t + BLOCK < v->num_tokens ? v->blocks[t / BLOCK + 1] + v->offset : from;
     const char *lines = asked ? take_lines(v->ahead, asked * BLOCK / step) : NULL;
 #pragma GCC unroll 4
     for (int r = 0; r < BLOCK; r += step) {
@@ -147,7 +148,9 @@ KVEDGE_INLINE void weigh(const value_rows *v, const value_source source, const i
         for (int c = 0; c < 4; c++) value[c] = kept[c];
       } else {
         __m512i row[4];
-        load_values(from, v->token_stride, half, near, valid, row);
+        const int8_t *near = r < BLOCK - ROWS_NEAR ? from + ROWS_NEAR * v->token_stride
+                                                   : next + (r - BLOCK + ROWS_NEAR) * v->token_stride;
+        load_values(from, asking_near ? near : NULL, v->token_stride, half, valid, row);
         interleave_4_rows(row, value);
 #pragma GCC unroll 4
         for (int c = 0; c < 4; c++)

@@ -463,16 +463,17 @@ static void share_of_head(const kvedge_cache_view *view, const tile_of_tokens *t
   }
 }
 
-/* Likewise of every block of a tile in pieces. */
-static void share_of_head_in_blocks(const kvedge_cache_view *view, const tile_of_tokens *following, int kv_head,
-                                    tile_blocks *out) {
-  for (int i = 0; i < following->num_pieces; i++) {
-    const piece *p = &following->pieces[i];
-    for (int t = 0; t < p->num_tokens; t += KVEDGE_BLOCK) {
-      ptrdiff_t at = t * view->token_stride + kv_head * KVEDGE_BLOCK * view->head_stride;
-      out->keys[(p->first + t) / KVEDGE_BLOCK] = (const int8_t *)p->rows.keys + at;
-      out->values[(p->first + t) / KVEDGE_BLOCK] = (const int8_t *)p->rows.values + at;
-    }
+/* Likewise where a tile is worked on in blocks: one block after the other, and each as a whole, since pieces may lie
+ * anywhere. `num_tokens`: of this tile; the one that follows has as many, or more. */
+static void share_of_head_in_blocks(const kvedge_cache_view *view, const tile_of_tokens *following, int num_tokens,
+                                    int kv_head, tile_blocks *out) {
+  tile_blocks first; /* rows of the first head, block by block */
+  blocks_of_head(view, following, 0, &first);
+  int num_blocks = (num_tokens + KVEDGE_BLOCK - 1) / KVEDGE_BLOCK, heads = view->num_kv_heads;
+  for (int i = 0, share = kv_head * num_blocks; i < num_blocks; i++, share++) {
+    ptrdiff_t at = share % heads * KVEDGE_BLOCK * view->head_stride;
+    out->keys[i] = first.keys[share / heads] + at;
+    out->values[i] = first.values[share / heads] + at;
   }
 }
 
@@ -530,9 +531,9 @@ void kvedge_attention_run(const kvedge_attention *a, int slice, int slot, const 
       }
       tile_blocks blocks, next_blocks;
       blocks_of_head(view, &tile, h, &blocks);
-      share_of_head_in_blocks(view, &following, h, &next_blocks);
-      step(a, block, h, &tile, &blocks, following.num_tokens >= tile.num_tokens ? &next_blocks : NULL, NULL, &partial,
-           &w);
+      int asking = following.num_tokens >= tile.num_tokens;
+      if (asking) share_of_head_in_blocks(view, &following, tile.num_tokens, h, &next_blocks);
+      step(a, block, h, &tile, &blocks, asking ? &next_blocks : NULL, NULL, &partial, &w);
     }
     if (last) break;
     tile = following;
