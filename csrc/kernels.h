@@ -76,6 +76,8 @@ typedef struct kvedge_kernels {
    * numbers are read, token_stride bytes apart. */
   void (*transpose_scales)(const float *scales, ptrdiff_t token_stride, int num_tokens, int num_columns,
                            float factor, float *out, ptrdiff_t out_stride);
+  void (*transpose_half_scales)(const uint16_t *scales, ptrdiff_t token_stride, int num_tokens, int num_columns,
+                                float factor, float *out, ptrdiff_t out_stride);
 
   /* Scores of a tile: for query i < num_queries and token t < num_tokens
    *   scores[i * KVEDGE_TILE + t] (+)= k_scale[t] * sum_d value[i][d] * k[t][d]

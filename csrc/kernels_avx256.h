@@ -136,21 +136,22 @@ static uint64_t KVEDGE_NAME(read_bytes)(const void *p, size_t n) {
   return all;
 }
 
-#define KVEDGE_TABLE(isa)                             \
-  {                                                   \
-      .name = isa,                                    \
-      .step_bytes = 16 << 10,                         \
-      .abs_max_bits = KVEDGE_NAME(abs_max_bits),      \
-      .quantize = KVEDGE_NAME(quantize),              \
-      .dequantize = dequantize_portable,              \
-      .encode_query = KVEDGE_ENCODE_QUERY,            \
-      .transpose_scales = transpose_scales_portable,  \
-      .merge_row = merge_row_portable,                \
-      .scale_row = scale_row_portable,                \
-      .scores_i8 = KVEDGE_NAME(scores_i8),            \
-      .scores_f32 = scores_f32_portable,              \
-      .softmax = KVEDGE_NAME(softmax),                \
-      .weighted_sum_i8 = KVEDGE_NAME(weighted_sum_i8),\
-      .weighted_sum_f32 = weighted_sum_f32_portable,  \
-      .read_bytes = KVEDGE_NAME(read_bytes),          \
+#define KVEDGE_TABLE(isa)                                      \
+  {                                                            \
+      .name = isa,                                             \
+      .step_bytes = 16 << 10,                                  \
+      .abs_max_bits = KVEDGE_NAME(abs_max_bits),               \
+      .quantize = KVEDGE_NAME(quantize),                       \
+      .dequantize = dequantize_portable,                       \
+      .encode_query = KVEDGE_ENCODE_QUERY,                     \
+      .transpose_scales = transpose_scales_portable,           \
+      .transpose_half_scales = transpose_half_scales_portable, \
+      .merge_row = merge_row_portable,                         \
+      .scale_row = scale_row_portable,                         \
+      .scores_i8 = KVEDGE_NAME(scores_i8),                     \
+      .scores_f32 = scores_f32_portable,                       \
+      .softmax = KVEDGE_NAME(softmax),                         \
+      .weighted_sum_i8 = KVEDGE_NAME(weighted_sum_i8),         \
+      .weighted_sum_f32 = weighted_sum_f32_portable,           \
+      .read_bytes = KVEDGE_NAME(read_bytes),                   \
   }

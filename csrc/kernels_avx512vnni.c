@@ -144,8 +144,8 @@ static void quantize_avx512vnni(const float *x, size_t n, float inverse, int8_t 
   }
 }
 
-/* transpose_scales of whole blocks. (`all`: of four columns; a constant where this is inlined.) */
-KVEDGE_INLINE void transpose_scales_of(const int all, const char *scales, ptrdiff_t token_stride, int num_tokens,
+/* transpose_scales of whole blocks. (`half`: of float16; `all`: of four columns; constants where this is inlined.) */
+KVEDGE_INLINE void transpose_scales_of(const int half, const int all, const char *scales, ptrdiff_t token_stride, int num_tokens,
                                        int num_columns, float factor, float *out, ptrdiff_t out_stride) {
   const __mmask8 columns = (__mmask8)((1 << num_columns) - 1);
   const __m512 by = _mm512_set1_ps(factor);
@@ -159,7 +159,9 @@ KVEDGE_INLINE void transpose_scales_of(const int all, const char *scales, ptrdif
 #pragma GCC unroll 4
       for (int lane = 0; lane < 4; lane++) {
         const char *at = from + 4 * lane * token_stride;
-        four[lane] = all ? _mm_loadu_si128((const __m128i *)at) : _mm_maskz_loadu_epi32(columns, at);
+        if (half) four[lane] = all ? _mm_loadl_epi64((const __m128i *)at) : _mm_maskz_loadu_epi16(columns, at);
+        else four[lane] = all ? _mm_loadu_si128((const __m128i *)at) : _mm_maskz_loadu_epi32(columns, at);
+        if (half) four[lane] = _mm_castps_si128(_mm_maskz_cvtph_ps(0xf, four[lane]));
       }
       row[i] = _mm512_inserti32x4(_mm512_castsi128_si512(four[0]), four[1], 1);
       row[i] = _mm512_inserti32x4(_mm512_inserti32x4(row[i], four[2], 2), four[3], 3);
@@ -176,10 +178,20 @@ static void transpose_scales_avx512vnni(const float *scales, ptrdiff_t token_str
                                         float factor, float *out, ptrdiff_t out_stride) {
   int whole = num_tokens / 16 * 16;
   const char *from = (const char *)scales;
-  if (num_columns == 4) transpose_scales_of(1, from, token_stride, whole, 4, factor, out, out_stride);
-  else transpose_scales_of(0, from, token_stride, whole, num_columns, factor, out, out_stride);
+  if (num_columns == 4) transpose_scales_of(0, 1, from, token_stride, whole, 4, factor, out, out_stride);
+  else transpose_scales_of(0, 0, from, token_stride, whole, num_columns, factor, out, out_stride);
   transpose_scales_portable((const float *)(from + whole * token_stride), token_stride, num_tokens - whole, num_columns,
                             factor, out + whole, out_stride);
+}
+
+static void transpose_half_scales_avx512vnni(const uint16_t *scales, ptrdiff_t token_stride, int num_tokens,
+                                             int num_columns, float factor, float *out, ptrdiff_t out_stride) {
+  int whole = num_tokens / 16 * 16;
+  const char *from = (const char *)scales;
+  if (num_columns == 4) transpose_scales_of(1, 1, from, token_stride, whole, 4, factor, out, out_stride);
+  else transpose_scales_of(1, 0, from, token_stride, whole, num_columns, factor, out, out_stride);
+  transpose_half_scales_portable((const uint16_t *)(from + whole * token_stride), token_stride, num_tokens - whole,
+                                 num_columns, factor, out + whole, out_stride);
 }
 
 /* ---- Softmax, four queries at a time: so that nothing waits for one reduction across lanes ---- */
@@ -306,6 +318,7 @@ const kvedge_kernels kvedge_kernels_avx512vnni = {
     .dequantize = dequantize_portable,
     .encode_query = encode_query_avx512vnni,
     .transpose_scales = transpose_scales_avx512vnni,
+    .transpose_half_scales = transpose_half_scales_avx512vnni,
     .merge_row = merge_row_portable,
     .scale_row = scale_row_portable,
     .scores_i8 = scores_i8_avx512vnni,

@@ -1,6 +1,7 @@
 /* What every path does with rows of floats in the same plain C, which each compiles for itself. Included once by
  * each kernels_<isa>.c after its target pragma. */
 #include "bits.h"
+#include "half.h"
 #include "kernels.h"
 
 /* Asks for the lines that begin in n bytes, for the second-level cache: a tile ahead is more than the first holds. */
@@ -22,4 +23,10 @@ static inline void transpose_scales_portable(const float *scales, ptrdiff_t toke
                                              int num_columns, float factor, float *out, ptrdiff_t out_stride) {
   for (int t = 0; t < num_tokens; t++, scales = (const float *)((const char *)scales + token_stride))
     for (int c = 0; c < num_columns; c++) out[c * out_stride + t] = scales[c] * factor;
+}
+
+static inline void transpose_half_scales_portable(const uint16_t *scales, ptrdiff_t token_stride, int num_tokens,
+                                                  int num_columns, float factor, float *out, ptrdiff_t out_stride) {
+  for (int t = 0; t < num_tokens; t++, scales = (const uint16_t *)((const char *)scales + token_stride))
+    for (int c = 0; c < num_columns; c++) out[c * out_stride + t] = kvedge_half_to_float(scales[c]) * factor;
 }

@@ -8,7 +8,6 @@
 #include <math.h>
 
 #include "attention.h"
-#include "half.h"
 
 /* A tile of one KV head's rows. */
 typedef struct {
@@ -87,12 +86,6 @@ typedef struct {
   _Alignas(64) float scale[KVEDGE_SCALE_COLUMNS][SCALES]; /* 0 after the last token of a block */
 } scale_columns;
 
-static void transpose_half_scales(const uint16_t *scales, ptrdiff_t token_stride, int num_tokens, int num_columns,
-                                  float factor, float *out) {
-  for (int t = 0; t < num_tokens; t++, scales = (const uint16_t *)((const char *)scales + token_stride))
-    for (int c = 0; c < num_columns; c++) out[c * SCALES + t] = kvedge_half_to_float(scales[c]) * factor;
-}
-
 /* Scales of one group of one head's keys, or of its values, in a tile. */
 static const float *tile_scales(const kvedge_attention *a, const tile_of_tokens *tile, int kv_head, int group,
                                 int of_values, scale_columns *columns) {
@@ -111,8 +104,8 @@ static const float *tile_scales(const kvedge_attention *a, const tile_of_tokens 
       a->kernels->transpose_scales((const float *)scales + column, view->scale_token_stride, p->num_tokens, count,
                                    factor, out, SCALES);
     else
-      transpose_half_scales((const uint16_t *)scales + column, view->scale_token_stride, p->num_tokens, count, factor,
-                            out);
+      a->kernels->transpose_half_scales((const uint16_t *)scales + column, view->scale_token_stride, p->num_tokens,
+                                        count, factor, out, SCALES);
   }
   for (int t = tile->num_tokens; t % KVEDGE_BLOCK; t++)
     for (int c = 0; c < count; c++) columns->scale[c][t] = 0.0f;

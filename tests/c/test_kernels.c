@@ -12,6 +12,7 @@ static const int dims[] = {1,  3,  7,  8,   15,  16,  17,  31,  32,  40,  48,  6
 enum { NUM_DIMS = sizeof dims / sizeof dims[0], TOKENS = 128, SHAPES = TOKENS + KVEDGE_STACK };
 
 static const kvedge_kernels *kernels; /* under test */
+static const float untouched = 12345.678f;
 
 typedef struct {
   int dim, num_tokens, num_queries;
@@ -143,6 +144,49 @@ static void test_dequantize(void) {
   end();
 }
 
+static double half_value(uint16_t half) {
+  int exponent = half >> 10, mantissa = half & 0x3ff;
+  return exponent == 0 ? ldexp(mantissa, -24) : ldexp(1024 + mantissa, exponent - 25);
+}
+
+/* Scales of both kinds lie at the end of what can be read, in rows of which some columns are asked for. */
+static void transpose_case(int num_tokens, int num_columns, int columns_of_row, int half) {
+  enum { OUT_STRIDE = 300 };
+  const size_t size = half ? sizeof(uint16_t) : sizeof(float);
+  const float factor = 0.125f;
+  block b = new_block((size_t)num_tokens * columns_of_row * size);
+  float out[KVEDGE_SCALE_COLUMNS * OUT_STRIDE];
+  for (int i = 0; i < KVEDGE_SCALE_COLUMNS * OUT_STRIDE; i++) out[i] = untouched;
+  for (int i = 0; i < num_tokens * columns_of_row; i++)
+    if (half) ((uint16_t *)b.data)[i] = (uint16_t)random_below(i % 3 ? 0x7c00 : 0x400 /* subnormal */);
+    else ((float *)b.data)[i] = (float)random_below(1 << 20) * 0x1p-20f;
+  const int first = columns_of_row - num_columns;
+  const ptrdiff_t stride = (ptrdiff_t)(columns_of_row * size);
+  if (half)
+    kernels->transpose_half_scales((uint16_t *)b.data + first, stride, num_tokens, num_columns, factor, out, OUT_STRIDE);
+  else kernels->transpose_scales((float *)b.data + first, stride, num_tokens, num_columns, factor, out, OUT_STRIDE);
+  for (int c = 0; c < KVEDGE_SCALE_COLUMNS; c++)
+    for (int t = 0; t < OUT_STRIDE; t++) {
+      int at = t * columns_of_row + first + c;
+      double expected = c >= num_columns || t >= num_tokens ? (double)untouched
+                        : half ? half_value(((uint16_t *)b.data)[at]) * factor : ((float *)b.data)[at] * factor;
+      if (out[c * OUT_STRIDE + t] != (float)expected)
+        fail("half=%d tokens=%d columns=%d of %d: [%d][%d] is %a, not %a", half, num_tokens, num_columns,
+             columns_of_row, c, t, out[c * OUT_STRIDE + t], expected);
+    }
+  end_case();
+  free_block(&b);
+}
+
+static void test_transpose_scales(void) {
+  begin("%s transpose_scales", kernels->name);
+  for (int n = 1; n <= KVEDGE_TILE; n += n < 50 ? 1 : 37)
+    for (int columns = 1; columns <= KVEDGE_SCALE_COLUMNS; columns++)
+      for (int more = 0; more < 3; more++)
+        for (int half = 0; half < 2; half++) transpose_case(n, columns, columns + more, half);
+  end();
+}
+
 /* ---- queries ---- */
 
 /* Byte b, the high one first, of number d of a query's codes. Each path orders them for itself. */
@@ -211,8 +255,6 @@ static void test_encode_query(void) {
 /* ---- scores ---- */
 
 /* The kernel must leave what lies beyond its tokens' blocks alone. */
-static const float untouched = 12345.678f;
-
 static void fill_scores(float *scores, shape at, int accumulate) {
   for (int i = 0; i < at.num_queries; i++)
     for (int t = 0; t < KVEDGE_TILE; t++)
@@ -282,6 +324,11 @@ static double query_number(const kvedge_query *q, int i, int d) {
   return q->scale[i * q->scale_stride] * code_at(codes, multiplies_floats(q) ? 3 : q->num_bytes, d);
 }
 
+/* What the last digit of query i's codes stands for. */
+static double unit_of_codes(const kvedge_query *q, int i) {
+  return ldexp(q->scale[i * q->scale_stride], 8 * (3 - q->num_bytes));
+}
+
 static void score_case(shape at, int extreme, float largest_scale) {
   int stride = at.dim + (random_below(2) ? 0 : 1 + random_below(80)), accumulate = random_below(2);
   query_rows rows = new_query(at, extreme);
@@ -302,10 +349,12 @@ static void score_case(shape at, int extreme, float largest_scale) {
         double product = query_number(&rows.query, i, d) * k[t * stride + d] * k_scale[t];
         dot += product, size += fabs(product);
       }
-      /* Digits' sums are joined as floats. */
-      double rounding = multiplies_floats(&rows.query) ? 3e-7 + 3e-8 * at.dim : 3e-7;
+      /* Digits' sums are joined as floats, and multiplied by a product of scales, which may be subnormal. */
+      double rounding = multiplies_floats(&rows.query) ? 3e-7 + 3e-8 * at.dim : 3e-7, subnormal = 1e-44;
+      if (!multiplies_floats(&rows.query) && size > 0.0)
+        subnormal += 0x1p-150 * size / (k_scale[t] * unit_of_codes(&rows.query, i));
       expected[i * KVEDGE_TILE + t] = dot + old;
-      allowed[i * KVEDGE_TILE + t] = rounding * size + 1.2e-7 * fabs(dot + old) + 1e-44;
+      allowed[i * KVEDGE_TILE + t] = rounding * size + 1.2e-7 * fabs(dot + old) + subnormal;
     }
   kernels->scores_i8(&rows.query, k, stride, at.num_tokens, k_scale, random_prefetch(), scores, accumulate);
   check_scores(scores, at, expected, allowed);
@@ -574,6 +623,7 @@ static void test_table(const kvedge_kernels *table) {
   test_abs_max_bits();
   test_quantize();
   test_dequantize();
+  test_transpose_scales();
   if (table->encode_query) test_encode_query();
   test_scores_i8();
   test_scores_f32();
