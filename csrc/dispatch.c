@@ -33,6 +33,7 @@ static const char *can_avx2(void) {
   unsigned a, b, c, d;
   if (!os_saves(STATE_AVX)) return "the CPU or the operating system has no AVX";
   if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_FMA)) return "the CPU has no FMA";
+  if (!(c & bit_F16C)) return "the CPU has no F16C";
   if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(b & bit_AVX2)) return "the CPU has no AVX2";
   return NULL;
 }

@@ -20,7 +20,7 @@
 
 #include "target.h"
 
-KVEDGE_TARGET_BEGIN("avx2,fma")
+KVEDGE_TARGET_BEGIN("avx2,fma,f16c")
 #define KVEDGE_NAME(function) function##_avx2
 
 #include "kernels_avx256.h"

@@ -145,8 +145,9 @@ static void quantize_avx512vnni(const float *x, size_t n, float inverse, int8_t 
 }
 
 /* transpose_scales of whole blocks. (`half`: of float16; `all`: of four columns; constants where this is inlined.) */
-KVEDGE_INLINE void transpose_scales_of(const int half, const int all, const char *scales, ptrdiff_t token_stride, int num_tokens,
-                                       int num_columns, float factor, float *out, ptrdiff_t out_stride) {
+KVEDGE_INLINE void transpose_scales_of(const int half, const int all, const char *scales, ptrdiff_t token_stride,
+                                       int num_tokens, int num_columns, float factor, float *out,
+                                       ptrdiff_t out_stride) {
   const __mmask8 columns = (__mmask8)((1 << num_columns) - 1);
   const __m512 by = _mm512_set1_ps(factor);
   for (int t = 0; t < num_tokens; t += 16, scales += 16 * token_stride) {

@@ -18,10 +18,10 @@
 #include "target.h"
 
 #ifdef KVEDGE_AVXVNNI_AS_EVEX
-KVEDGE_TARGET_BEGIN("avx512f,avx512bw,avx512vl,avx512vnni,avx2,fma")
+KVEDGE_TARGET_BEGIN("avx512f,avx512bw,avx512vl,avx512vnni,avx2,fma,f16c")
 #define ENCODED_AS ""
 #else
-KVEDGE_TARGET_BEGIN("avxvnni,avx2,fma")
+KVEDGE_TARGET_BEGIN("avxvnni,avx2,fma,f16c")
 #define ENCODED_AS "%{vex%} "
 #endif
 #define KVEDGE_NAME(function) function##_avxvnni
