@@ -11,9 +11,9 @@ enum {
   SLICE_BYTES = 256 << 10,
   MAX_SLICES_OF_A_BLOCK = 32,
   /* The keys of all heads in a tile have up to this many bytes, which is also how far ahead of their use rows are
-   * asked for: two tiles' keys and values are to fit a second-level cache. */
-  TILE_BYTES = 144 << 10,
-  TILE_OF_SEGMENTS = 128, /* tokens at most, where there are several */
+   * asked for: two tiles' keys and values are to fit a second-level cache, which two threads may share. */
+  TILE_BYTES = 100 << 10,
+  LEAST_TILE = 48, /* but this many tokens are worked on at once, since a call for fewer costs more */
 };
 
 void kvedge_attention_defaults(kvedge_attention_options *options) {
@@ -74,9 +74,10 @@ void kvedge_attention_plan(kvedge_attention *a, const kvedge_cache_view *view, i
   a->stack = a->rows_per_block * a->heads_per_kv_head;
   a->num_row_blocks = (int)((num_rows + a->rows_per_block - 1) / a->rows_per_block);
 
-  int64_t tile = a->kernels->step_bytes / view->head_stride, most_tokens = TILE_BYTES / view->token_stride;
+  int64_t most_tokens = TILE_BYTES / view->token_stride;
+  if (most_tokens < LEAST_TILE) most_tokens = LEAST_TILE;
+  int64_t tile = a->kernels->step_bytes / view->head_stride;
   tile = (tile < most_tokens ? tile : most_tokens) / KVEDGE_BLOCK * KVEDGE_BLOCK;
-  if (view->num_segments > 1 && tile > TILE_OF_SEGMENTS) tile = TILE_OF_SEGMENTS;
   a->tile = tile < KVEDGE_BLOCK ? KVEDGE_BLOCK : tile > KVEDGE_TILE ? KVEDGE_TILE : (int)tile;
 
   int64_t seen = view->len;
