@@ -139,21 +139,22 @@ typedef __m512i score_sums[SCORE_QUERIES][3][PAIR][2];
  * each query anew and copies the sums to and fro: together a third of all instructions. */
 KVEDGE_INLINE __m512i code_for_all(const int8_t *codes, ptrdiff_t stride, ptrdiff_t three_strides, const int i,
                                    const int at) {
-#if defined(__clang__) || !defined(__OPTIMIZE__) /* there `at` is no constant */
-  return four_for_all(codes + (i < 3 ? i * stride : three_strides) + at);
-#else
+#if defined(__GNUC__) && !defined(__clang__) && defined(__OPTIMIZE__)
   typedef int8_t codes_of_all[SCORE_QUERIES * 1024 / 64 * CODES_OF_64]; /* at most: it is said that they are read */
-  __m512i four;
 #define BROADCAST_FROM(address)                                                              \
   __asm__("vpbroadcastd %c1" address ", %0" : "=v"(four) : "i"(at), "r"(codes), "r"(stride), \
           "r"(three_strides), "m"(*(const codes_of_all *)codes))
-  if (i == 0) BROADCAST_FROM("(%2)");
-  else if (i == 1) BROADCAST_FROM("(%2,%3)");
-  else if (i == 2) BROADCAST_FROM("(%2,%3,2)");
-  else BROADCAST_FROM("(%2,%4)");
+  if (__builtin_constant_p(at)) { /* not so under sanitizers */
+    __m512i four;
+    if (i == 0) BROADCAST_FROM("(%2)");
+    else if (i == 1) BROADCAST_FROM("(%2,%3)");
+    else if (i == 2) BROADCAST_FROM("(%2,%3,2)");
+    else BROADCAST_FROM("(%2,%4)");
+    return four;
+  }
 #undef BROADCAST_FROM
-  return four;
 #endif
+  return four_for_all(codes + (i < 3 ? i * stride : three_strides) + at);
 }
 
 /* Adds two columns of `blocks` blocks, times the codes of `count` queries. */
