@@ -248,7 +248,7 @@ KVEDGE_INLINE void score_blocks(const kvedge_query *q, int first, const int coun
 #pragma GCC unroll 3
       for (int b = 1; b < bytes; b++) dot = _mm512_fmadd_ps(dot, byte, _mm512_cvtepi32_ps(sum[i][b][j][0]));
       float *out = scores + (first + i) * KVEDGE_TILE + j * BLOCK;
-      __m512 score = _mm512_mul_ps(dot, _mm512_mul_ps(_mm512_loadu_ps(k_scale + j * BLOCK), units));
+      __m512 score = _mm512_mul_ps(_mm512_mul_ps(dot, units), _mm512_loadu_ps(k_scale + j * BLOCK));
       if (accumulate) score = _mm512_add_ps(score, _mm512_loadu_ps(out));
       _mm512_storeu_ps(out, score);
     }
@@ -363,7 +363,7 @@ KVEDGE_INLINE void store_scores(const kvedge_query *q, int i, const int bytes, _
     __m512 number = _mm512_cvtepi32_ps(_mm512_add_epi32(sum, _mm512_set1_epi32(start)));
     dot = part == 0 ? number : _mm512_fmadd_ps(dot, _mm512_set1_ps(256.0f), number);
   }
-  __m512 score = _mm512_mul_ps(dot, _mm512_mul_ps(_mm512_loadu_ps(k_scale), _mm512_set1_ps(unit_of(q, i, bytes))));
+  __m512 score = _mm512_mul_ps(_mm512_mul_ps(dot, _mm512_set1_ps(unit_of(q, i, bytes))), _mm512_loadu_ps(k_scale));
   if (accumulate) score = _mm512_add_ps(score, _mm512_loadu_ps(out));
   _mm512_storeu_ps(out, score);
 }

@@ -118,9 +118,8 @@ KVEDGE_INLINE void score_block(const kvedge_query *q, int first, const int count
     __m256 dot = _mm256_cvtepi32_ps(sum[i][0]);
     for (int b = 1; b < bytes; b++) dot = _mm256_fmadd_ps(dot, byte, _mm256_cvtepi32_ps(sum[i][b]));
     float unit = q->scale[(first + i) * q->scale_stride] * (bytes == 3 ? 1.0f : bytes == 2 ? 256.0f : 65536.0f);
-    __m256 scale = _mm256_mul_ps(k_scale, _mm256_set1_ps(unit));
     float *out = scores + (first + i) * KVEDGE_TILE;
-    __m256 score = _mm256_mul_ps(dot, scale);
+    __m256 score = _mm256_mul_ps(_mm256_mul_ps(dot, _mm256_set1_ps(unit)), k_scale);
     if (accumulate) score = _mm256_add_ps(score, _mm256_maskload_ps(out, valid));
     _mm256_maskstore_ps(out, valid, score);
   }
