@@ -119,20 +119,22 @@ typedef struct {
   const char *keys[MAX_PIECES], *values[MAX_PIECES];
 } rows_ahead;
 
-/* One KV head's rows of a tile of several pieces, by blocks. */
+/* Rows of a tile of several pieces, by blocks. */
 typedef struct {
   const int8_t *keys[KVEDGE_TILE_BLOCKS], *values[KVEDGE_TILE_BLOCKS];
 } tile_blocks;
 
-static void blocks_of_head(const kvedge_cache_view *view, const tile_of_tokens *tile, int kv_head, tile_blocks *out) {
+/* Those of KV head 0; the others' lie at an offset. */
+static tile_blocks blocks_of_tile(const kvedge_cache_view *view, const tile_of_tokens *tile) {
+  tile_blocks blocks;
   for (int i = 0; i < tile->num_pieces; i++) {
     const piece *p = &tile->pieces[i];
-    tile_rows rows = rows_of_head(view, &p->rows, kv_head);
     for (int t = 0; t < p->num_tokens; t += KVEDGE_BLOCK) {
-      out->keys[(p->first + t) / KVEDGE_BLOCK] = (const int8_t *)rows.keys + t * view->token_stride;
-      out->values[(p->first + t) / KVEDGE_BLOCK] = (const int8_t *)rows.values + t * view->token_stride;
+      blocks.keys[(p->first + t) / KVEDGE_BLOCK] = (const int8_t *)p->rows.keys + t * view->token_stride;
+      blocks.values[(p->first + t) / KVEDGE_BLOCK] = (const int8_t *)p->rows.values + t * view->token_stride;
     }
   }
+  return blocks;
 }
 
 /* ---- Options that look at single logits ---------------------------------------------------- */
@@ -220,7 +222,8 @@ typedef struct {
   int kv_head, first, count; /* stack positions first..first+count-1 */
   const tile_of_tokens *tile;
   int masking;               /* as needs_masking() */
-  /* Where pieces are worked on at once, and what to ask for then; NULL: one by one, and nothing. */
+  /* Where pieces are worked on at once, rows of KV head 0, and what this head asks for then; NULL: one by one, and
+   * nothing. */
   const tile_blocks *blocks, *next_blocks;
 } encounter;
 
@@ -311,8 +314,8 @@ static void piece_scores(const kvedge_attention *a, const encounter *e, size_t q
       q.offsets = a->offsets + at * 4;
     }
     if (e->blocks)
-      a->kernels->scores_i8_blocks(&q, e->blocks->keys, start, view->token_stride, e->tile->num_tokens, scale,
-                                   e->next_blocks && i == 0 ? e->next_blocks->keys : NULL,
+      a->kernels->scores_i8_blocks(&q, e->blocks->keys, start + e->kv_head * view->head_stride, view->token_stride,
+                                   e->tile->num_tokens, scale, e->next_blocks && i == 0 ? e->next_blocks->keys : NULL,
                                    scores + i * KVEDGE_TILE, group > 0);
     else
       a->kernels->scores_i8(&q, (const int8_t *)keys, view->token_stride, p->num_tokens, scale,
@@ -375,8 +378,8 @@ static void weighted_sum(const kvedge_attention *a, const encounter *e, const ro
     const float *v_scale = NULL;
     if (view->format == KVEDGE_INT8) v_scale = tile_scales(a, tile, e->kv_head, g, 1, &w->value_scales);
     if (e->blocks) {
-      a->kernels->weighted_sum_i8_blocks(e->blocks->values, start, view->token_stride, tile->num_tokens, n, e->count,
-                                         bytes, w->scores, v_scale, w->alpha,
+      a->kernels->weighted_sum_i8_blocks(e->blocks->values, start + e->kv_head * view->head_stride, view->token_stride,
+                                         tile->num_tokens, n, e->count, bytes, w->scores, v_scale, w->alpha,
                                          e->next_blocks ? e->next_blocks->values : NULL, acc + start, a->acc_stride);
       continue;
     }
@@ -458,16 +461,16 @@ static void share_of_head(const kvedge_cache_view *view, const tile_of_tokens *t
 
 /* Likewise where a tile is worked on in blocks: one block after the other, and each as a whole, since pieces may lie
  * anywhere. `num_tokens`: of this tile; the one that follows has as many, or more. */
-static void share_of_head_in_blocks(const kvedge_cache_view *view, const tile_of_tokens *following, int num_tokens,
-                                    int kv_head, tile_blocks *out) {
-  tile_blocks first; /* rows of the first head, block by block */
-  blocks_of_head(view, following, 0, &first);
+static tile_blocks share_of_head_in_blocks(const kvedge_cache_view *view, const tile_blocks *following, int num_tokens,
+                                           int kv_head) {
+  tile_blocks blocks;
   int num_blocks = (num_tokens + KVEDGE_BLOCK - 1) / KVEDGE_BLOCK, heads = view->num_kv_heads;
   for (int i = 0, share = kv_head * num_blocks; i < num_blocks; i++, share++) {
     ptrdiff_t at = share % heads * KVEDGE_BLOCK * view->head_stride;
-    out->keys[i] = first.keys[share / heads] + at;
-    out->values[i] = first.values[share / heads] + at;
+    blocks.keys[i] = following->keys[share / heads] + at;
+    blocks.values[i] = following->values[share / heads] + at;
   }
+  return blocks;
 }
 
 kvedge_visible kvedge_visible_tokens(const kvedge_attention *a, int64_t block) {
@@ -514,19 +517,22 @@ void kvedge_attention_run(const kvedge_attention *a, int slice, int slot, const 
     }
     tile_of_tokens following = next_tile(a, &cursor);
     w.key_scales.first = w.value_scales.first = -KVEDGE_SCALE_COLUMNS;
+    int in_blocks = tile.num_pieces > 1 && view->format == KVEDGE_INT8 && a->kernels->scores_i8_blocks;
+    int asking = in_blocks && following.num_tokens >= tile.num_tokens;
+    tile_blocks blocks, following_blocks;
+    if (in_blocks) blocks = blocks_of_tile(view, &tile);
+    if (asking) following_blocks = blocks_of_tile(view, &following);
     for (int h = 0; h < view->num_kv_heads; h++) {
       if (view->num_groups > 0) prefetch_scales(view, &following, h);
-      if (tile.num_pieces == 1 || view->format == KVEDGE_FLOAT32 || !a->kernels->scores_i8_blocks) {
+      if (in_blocks) {
+        tile_blocks share;
+        if (asking) share = share_of_head_in_blocks(view, &following_blocks, tile.num_tokens, h);
+        step(a, block, h, &tile, &blocks, asking ? &share : NULL, NULL, &partial, &w);
+      } else {
         rows_ahead ahead;
         share_of_head(view, &tile, &following, h, &ahead);
         step(a, block, h, &tile, NULL, NULL, &ahead, &partial, &w);
-        continue;
       }
-      tile_blocks blocks, next_blocks;
-      blocks_of_head(view, &tile, h, &blocks);
-      int asking = following.num_tokens >= tile.num_tokens;
-      if (asking) share_of_head_in_blocks(view, &following, tile.num_tokens, h, &next_blocks);
-      step(a, block, h, &tile, &blocks, asking ? &next_blocks : NULL, NULL, &partial, &w);
     }
     if (last) break;
     tile = following;
