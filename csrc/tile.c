@@ -289,6 +289,15 @@ static void choose_bytes(const kvedge_attention *a, const encounter *e, size_t q
   }
 }
 
+/* What a group of channels asks for in blocks: what lies after the shares of those before it. NULL: nothing. */
+static const int8_t *const *share_of_group(const int8_t *const *blocks, int start, int num_tokens,
+                                           const int8_t *share[KVEDGE_TILE_BLOCKS]) {
+  if (!blocks || start == 0) return blocks;
+  for (int t = 0; t < num_tokens; t += KVEDGE_BLOCK)
+    share[t / KVEDGE_BLOCK] = blocks[t / KVEDGE_BLOCK] + start * KVEDGE_BLOCK;
+  return share;
+}
+
 /* Scores of one group of channels against a piece of a tile, in runs of queries that need as many
  * bytes. `scale` and `scores` are the piece's. */
 static void piece_scores(const kvedge_attention *a, const encounter *e, size_t query_index, int group,
@@ -313,14 +322,16 @@ static void piece_scores(const kvedge_attention *a, const encounter *e, size_t q
       q.scale = a->scales + at;
       q.offsets = a->offsets + at * 4;
     }
-    if (e->blocks)
+    if (e->blocks) {
+      const int8_t *const *next = e->next_blocks && i == 0 ? e->next_blocks->keys : NULL, *share[KVEDGE_TILE_BLOCKS];
       a->kernels->scores_i8_blocks(&q, e->blocks->keys, start + e->kv_head * view->head_stride, view->token_stride,
-                                   e->tile->num_tokens, scale, e->next_blocks && i == 0 ? e->next_blocks->keys : NULL,
+                                   e->tile->num_tokens, scale, share_of_group(next, start, e->tile->num_tokens, share),
                                    scores + i * KVEDGE_TILE, group > 0);
-    else
+    } else {
       a->kernels->scores_i8(&q, (const int8_t *)keys, view->token_stride, p->num_tokens, scale,
                             prefetch && i == 0 ? prefetch + start * p->num_tokens : NULL, scores + i * KVEDGE_TILE,
                             group > 0);
+    }
   }
 }
 
@@ -378,9 +389,11 @@ static void weighted_sum(const kvedge_attention *a, const encounter *e, const ro
     const float *v_scale = NULL;
     if (view->format == KVEDGE_INT8) v_scale = tile_scales(a, tile, e->kv_head, g, 1, &w->value_scales);
     if (e->blocks) {
+      const int8_t *const *next = e->next_blocks ? e->next_blocks->values : NULL, *share[KVEDGE_TILE_BLOCKS];
       a->kernels->weighted_sum_i8_blocks(e->blocks->values, start + e->kv_head * view->head_stride, view->token_stride,
                                          tile->num_tokens, n, e->count, bytes, w->scores, v_scale, w->alpha,
-                                         e->next_blocks ? e->next_blocks->values : NULL, acc + start, a->acc_stride);
+                                         share_of_group(next, start, tile->num_tokens, share), acc + start,
+                                         a->acc_stride);
       continue;
     }
     for (int i = 0; i < tile->num_pieces; i++) {
