@@ -3,7 +3,10 @@
 #ifndef KVEDGE_HALF_H
 #define KVEDGE_HALF_H
 
+#include <stddef.h>
+
 #include "bits.h"
+#include "kvedge.h"
 
 #define KVEDGE_HALF_MAX 65504.0f
 
@@ -11,6 +14,12 @@ static inline float kvedge_half_to_float(uint16_t half) {
   uint32_t exponent = (half >> 10) & 0x1f, mantissa = half & 0x3ff;
   if (exponent == 0) return (float)mantissa * 0x1p-24f;
   return kvedge_float_of_bits((exponent + 112) << 23 | mantissa << 13);
+}
+
+/* Scale number `index` of a layer's. */
+static inline float kvedge_load_scale(const void *scales, kvedge_scale_type type, ptrdiff_t index) {
+  return type == KVEDGE_SCALE_FLOAT16 ? kvedge_half_to_float(((const uint16_t *)scales)[index])
+                                      : ((const float *)scales)[index];
 }
 
 /* The smallest half >= x, for 0 <= x <= KVEDGE_HALF_MAX. Rounding up keeps every code within 127. */

@@ -10,6 +10,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "kvedge.h"
+
 enum {
   /* Tokens per tile at most. A multiple of 16, the widest vector of floats. */
   KVEDGE_TILE = 256,
@@ -73,11 +75,9 @@ typedef struct kvedge_kernels {
                        int32_t *offsets);
 
   /* out[c * out_stride + t] = row t's scales[c] * factor, for num_tokens rows of which 1 to KVEDGE_SCALE_COLUMNS
-   * numbers are read, token_stride bytes apart. */
-  void (*transpose_scales)(const float *scales, ptrdiff_t token_stride, int num_tokens, int num_columns,
-                           float factor, float *out, ptrdiff_t out_stride);
-  void (*transpose_half_scales)(const uint16_t *scales, ptrdiff_t token_stride, int num_tokens, int num_columns,
-                                float factor, float *out, ptrdiff_t out_stride);
+   * numbers of `type` are read, token_stride bytes apart. */
+  void (*transpose_scales)(const void *scales, kvedge_scale_type type, ptrdiff_t token_stride, int num_tokens,
+                           int num_columns, float factor, float *out, ptrdiff_t out_stride);
 
   /* Scores of a tile: for query i < num_queries and token t < num_tokens
    *   scores[i * KVEDGE_TILE + t] (+)= k_scale[t] * sum_d value[i][d] * k[t][d]

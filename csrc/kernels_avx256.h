@@ -136,35 +136,32 @@ static uint64_t KVEDGE_NAME(read_bytes)(const void *p, size_t n) {
   return all;
 }
 
-/* transpose_scales of four columns and whole fours of tokens; returns how many. (`half`: of float16; a constant where
- * this is inlined.) */
-KVEDGE_INLINE int transpose_fours(const int half, const char *scales, ptrdiff_t token_stride, int num_tokens,
-                                  float factor, float *out, ptrdiff_t out_stride) {
+/* transpose_scales of four columns and whole fours of tokens; returns how many. (`type`: a constant where this is
+ * inlined.) */
+KVEDGE_INLINE int transpose_fours(const char *scales, const kvedge_scale_type type, ptrdiff_t token_stride,
+                                  int num_tokens, float factor, float *out, ptrdiff_t out_stride) {
   int t = 0;
   for (; t + 4 <= num_tokens; t += 4) {
     __m128 row[4];
     for (int i = 0; i < 4; i++, scales += token_stride)
-      row[i] = half ? _mm_cvtph_ps(_mm_loadl_epi64((const __m128i *)scales)) : _mm_loadu_ps((const float *)scales);
+      row[i] = type == KVEDGE_SCALE_FLOAT16 ? _mm_cvtph_ps(_mm_loadl_epi64((const __m128i *)scales))
+                                            : _mm_loadu_ps((const float *)scales);
     _MM_TRANSPOSE4_PS(row[0], row[1], row[2], row[3]);
     for (int c = 0; c < 4; c++) _mm_storeu_ps(out + c * out_stride + t, _mm_mul_ps(row[c], _mm_set1_ps(factor)));
   }
   return t;
 }
 
-static void KVEDGE_NAME(transpose_scales)(const float *scales, ptrdiff_t token_stride, int num_tokens,
-                                          int num_columns, float factor, float *out, ptrdiff_t out_stride) {
-  const char *from = (const char *)scales;
-  int done = num_columns == 4 ? transpose_fours(0, from, token_stride, num_tokens, factor, out, out_stride) : 0;
-  transpose_scales_portable((const float *)(from + done * token_stride), token_stride, num_tokens - done, num_columns,
-                            factor, out + done, out_stride);
-}
-
-static void KVEDGE_NAME(transpose_half_scales)(const uint16_t *scales, ptrdiff_t token_stride, int num_tokens,
-                                               int num_columns, float factor, float *out, ptrdiff_t out_stride) {
-  const char *from = (const char *)scales;
-  int done = num_columns == 4 ? transpose_fours(1, from, token_stride, num_tokens, factor, out, out_stride) : 0;
-  transpose_half_scales_portable((const uint16_t *)(from + done * token_stride), token_stride, num_tokens - done,
-                                 num_columns, factor, out + done, out_stride);
+static void KVEDGE_NAME(transpose_scales)(const void *scales, kvedge_scale_type type, ptrdiff_t token_stride,
+                                          int num_tokens, int num_columns, float factor, float *out,
+                                          ptrdiff_t out_stride) {
+  int done = 0;
+  if (num_columns == 4 && type == KVEDGE_SCALE_FLOAT32)
+    done = transpose_fours(scales, KVEDGE_SCALE_FLOAT32, token_stride, num_tokens, factor, out, out_stride);
+  else if (num_columns == 4)
+    done = transpose_fours(scales, KVEDGE_SCALE_FLOAT16, token_stride, num_tokens, factor, out, out_stride);
+  transpose_scales_portable((const char *)scales + done * token_stride, type, token_stride, num_tokens - done,
+                            num_columns, factor, out + done, out_stride);
 }
 
 #define KVEDGE_TABLE(isa)                                          \
@@ -176,7 +173,6 @@ static void KVEDGE_NAME(transpose_half_scales)(const uint16_t *scales, ptrdiff_t
       .dequantize = dequantize_portable,                           \
       .encode_query = KVEDGE_ENCODE_QUERY,                         \
       .transpose_scales = KVEDGE_NAME(transpose_scales),           \
-      .transpose_half_scales = KVEDGE_NAME(transpose_half_scales), \
       .merge_row = merge_row_portable,                             \
       .scale_row = scale_row_portable,                             \
       .scores_i8 = KVEDGE_NAME(scores_i8),                         \

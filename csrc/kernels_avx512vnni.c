@@ -144,10 +144,11 @@ static void quantize_avx512vnni(const float *x, size_t n, float inverse, int8_t 
   }
 }
 
-/* transpose_scales of whole blocks. (`half`: of float16; `all`: of four columns; constants where this is inlined.) */
-KVEDGE_INLINE void transpose_scales_of(const int half, const int all, const char *scales, ptrdiff_t token_stride,
-                                       int num_tokens, int num_columns, float factor, float *out,
-                                       ptrdiff_t out_stride) {
+/* transpose_scales of whole blocks. (`type`, and `all` for four columns: constants where this is inlined.) */
+KVEDGE_INLINE void transpose_blocks(const char *scales, const kvedge_scale_type type, const int all,
+                                    ptrdiff_t token_stride, int num_tokens, int num_columns, float factor, float *out,
+                                    ptrdiff_t out_stride) {
+  const int half = type == KVEDGE_SCALE_FLOAT16;
   const __mmask8 columns = (__mmask8)((1 << num_columns) - 1);
   const __m512 by = _mm512_set1_ps(factor);
   for (int t = 0; t < num_tokens; t += 16, scales += 16 * token_stride) {
@@ -175,24 +176,18 @@ KVEDGE_INLINE void transpose_scales_of(const int half, const int all, const char
   }
 }
 
-static void transpose_scales_avx512vnni(const float *scales, ptrdiff_t token_stride, int num_tokens, int num_columns,
-                                        float factor, float *out, ptrdiff_t out_stride) {
-  int whole = num_tokens / 16 * 16;
-  const char *from = (const char *)scales;
-  if (num_columns == 4) transpose_scales_of(0, 1, from, token_stride, whole, 4, factor, out, out_stride);
-  else transpose_scales_of(0, 0, from, token_stride, whole, num_columns, factor, out, out_stride);
-  transpose_scales_portable((const float *)(from + whole * token_stride), token_stride, num_tokens - whole, num_columns,
-                            factor, out + whole, out_stride);
-}
-
-static void transpose_half_scales_avx512vnni(const uint16_t *scales, ptrdiff_t token_stride, int num_tokens,
-                                             int num_columns, float factor, float *out, ptrdiff_t out_stride) {
-  int whole = num_tokens / 16 * 16;
-  const char *from = (const char *)scales;
-  if (num_columns == 4) transpose_scales_of(1, 1, from, token_stride, whole, 4, factor, out, out_stride);
-  else transpose_scales_of(1, 0, from, token_stride, whole, num_columns, factor, out, out_stride);
-  transpose_half_scales_portable((const uint16_t *)(from + whole * token_stride), token_stride, num_tokens - whole,
-                                 num_columns, factor, out + whole, out_stride);
+static void transpose_scales_avx512vnni(const void *scales, kvedge_scale_type type, ptrdiff_t token_stride,
+                                        int num_tokens, int num_columns, float factor, float *out,
+                                        ptrdiff_t out_stride) {
+  const int whole = num_tokens / BLOCK * BLOCK;
+#define TRANSPOSE(type, all) transpose_blocks(scales, type, all, token_stride, whole, num_columns, factor, out, out_stride)
+  if (type == KVEDGE_SCALE_FLOAT32 && num_columns == 4) TRANSPOSE(KVEDGE_SCALE_FLOAT32, 1);
+  else if (type == KVEDGE_SCALE_FLOAT32) TRANSPOSE(KVEDGE_SCALE_FLOAT32, 0);
+  else if (num_columns == 4) TRANSPOSE(KVEDGE_SCALE_FLOAT16, 1);
+  else TRANSPOSE(KVEDGE_SCALE_FLOAT16, 0);
+#undef TRANSPOSE
+  transpose_scales_portable((const char *)scales + whole * token_stride, type, token_stride, num_tokens - whole,
+                            num_columns, factor, out + whole, out_stride);
 }
 
 /* ---- Softmax, four queries at a time: so that nothing waits for one reduction across lanes ---- */
@@ -319,7 +314,6 @@ const kvedge_kernels kvedge_kernels_avx512vnni = {
     .dequantize = dequantize_portable,
     .encode_query = encode_query_avx512vnni,
     .transpose_scales = transpose_scales_avx512vnni,
-    .transpose_half_scales = transpose_half_scales_avx512vnni,
     .merge_row = merge_row_portable,
     .scale_row = scale_row_portable,
     .scores_i8 = scores_i8_avx512vnni,

@@ -517,7 +517,6 @@ static uint64_t read_bytes_neon(const void *p, size_t n) {
     .name = isa_name, .step_bytes = 16 << 10, .abs_max_bits = abs_max_bits_neon,                   \
     .quantize = quantize_neon, .dequantize = dequantize_neon, .encode_query = encode,              \
     .transpose_scales = transpose_scales_portable,                                                 \
-    .transpose_half_scales = transpose_half_scales_portable,                                       \
     .merge_row = merge_row_portable, .scale_row = scale_row_portable, .scores_i8 = scores,         \
     .scores_f32 = scores_f32_neon, .softmax = softmax_neon, .weighted_sum_i8 = weighted_sum,       \
     .weighted_sum_f32 = weighted_sum_f32_neon, .read_bytes = read_bytes_neon,                      \

@@ -19,14 +19,10 @@ static inline void scale_row_portable(const float *row, int n, float factor, flo
   for (int d = 0; d < n; d++) out[d] = kvedge_bounded(row[d] * factor * power);
 }
 
-static inline void transpose_scales_portable(const float *scales, ptrdiff_t token_stride, int num_tokens,
-                                             int num_columns, float factor, float *out, ptrdiff_t out_stride) {
-  for (int t = 0; t < num_tokens; t++, scales = (const float *)((const char *)scales + token_stride))
-    for (int c = 0; c < num_columns; c++) out[c * out_stride + t] = scales[c] * factor;
-}
-
-static inline void transpose_half_scales_portable(const uint16_t *scales, ptrdiff_t token_stride, int num_tokens,
-                                                  int num_columns, float factor, float *out, ptrdiff_t out_stride) {
-  for (int t = 0; t < num_tokens; t++, scales = (const uint16_t *)((const char *)scales + token_stride))
-    for (int c = 0; c < num_columns; c++) out[c * out_stride + t] = kvedge_half_to_float(scales[c]) * factor;
+static inline void transpose_scales_portable(const void *scales, kvedge_scale_type type, ptrdiff_t token_stride,
+                                             int num_tokens, int num_columns, float factor, float *out,
+                                             ptrdiff_t out_stride) {
+  for (int t = 0; t < num_tokens; t++, scales = (const char *)scales + token_stride)
+    for (int c = 0; c < num_columns; c++)
+      out[c * out_stride + t] = kvedge_load_scale(scales, type, c) * factor;
 }

@@ -62,7 +62,6 @@ const kvedge_kernels kvedge_kernels_scalar = {
     .dequantize = dequantize_portable,
     .scores_i8 = scores_i8_scalar,
     .transpose_scales = transpose_scales_portable,
-    .transpose_half_scales = transpose_half_scales_portable,
     .merge_row = merge_row_portable,
     .scale_row = scale_row_portable,
     .scores_f32 = scores_f32_portable,

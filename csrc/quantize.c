@@ -104,11 +104,6 @@ void kvedge_rows_store(const kvedge_layer *layer, const float *rows, int64_t num
   }
 }
 
-static float load_scale(const kvedge_layer_config *config, const void *scales, int64_t index) {
-  return config->scale_type == KVEDGE_SCALE_FLOAT16 ? kvedge_half_to_float(((const uint16_t *)scales)[index])
-                                                    : ((const float *)scales)[index];
-}
-
 static void clamp_to_finite(float *x, int n) {
   for (int d = 0; d < n; d++) x[d] = x[d] > FLT_MAX ? FLT_MAX : x[d] < -FLT_MAX ? -FLT_MAX : x[d];
 }
@@ -128,7 +123,7 @@ void kvedge_rows_load(const kvedge_layer *layer, const void *codes, const void *
     int overflows = 0; /* 127 * (FLT_MAX / 127) may round to infinity */
     for (int g = 0; g < num_groups; g++) {
       int begin = g * group, n = dim - begin < group ? dim - begin : group;
-      float scale = load_scale(config, scales, (first + row) * num_groups + g);
+      float scale = kvedge_load_scale(scales, config->scale_type, (first + row) * num_groups + g);
       kernels->dequantize(in + begin, (size_t)n, scale, out + begin);
       overflows |= scale > FLT_MAX / 128;
     }
@@ -152,6 +147,6 @@ float kvedge_rows_bound(const kvedge_layer *layer, const void *codes, const void
   int64_t per_token = (int64_t)config->num_kv_heads * layer->num_groups;
   float bound = 0.0f;
   for (int64_t i = start * per_token; i < stop * per_token; i++)
-    bound = fmaxf(bound, load_scale(config, scales, i));
+    bound = fmaxf(bound, kvedge_load_scale(scales, config->scale_type, i));
   return bound;
 }

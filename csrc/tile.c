@@ -96,16 +96,12 @@ static const float *tile_scales(const kvedge_attention *a, const tile_of_tokens 
   int left = view->num_kv_heads * view->num_groups - column;
   int count = left < KVEDGE_SCALE_COLUMNS ? left : KVEDGE_SCALE_COLUMNS;
   float factor = of_values ? a->value_factor : a->key_factor;
+  ptrdiff_t at = column * view->scale_head_stride / view->num_groups;
   for (int i = 0; i < tile->num_pieces; i++) {
     const piece *p = &tile->pieces[i];
     const char *scales = of_values ? p->rows.value_scales : p->rows.key_scales;
-    float *out = columns->scale[0] + p->first;
-    if (view->scale_type == KVEDGE_SCALE_FLOAT32)
-      a->kernels->transpose_scales((const float *)scales + column, view->scale_token_stride, p->num_tokens, count,
-                                   factor, out, SCALES);
-    else
-      a->kernels->transpose_half_scales((const uint16_t *)scales + column, view->scale_token_stride, p->num_tokens,
-                                        count, factor, out, SCALES);
+    a->kernels->transpose_scales(scales + at, view->scale_type, view->scale_token_stride,
+                                 p->num_tokens, count, factor, columns->scale[0] + p->first, SCALES);
   }
   for (int t = tile->num_tokens; t % KVEDGE_BLOCK; t++)
     for (int c = 0; c < count; c++) columns->scale[c][t] = 0.0f;

@@ -162,10 +162,8 @@ static void transpose_case(int num_tokens, int num_columns, int columns_of_row, 
     else ((float *)b.data)[i] = (float)random_below(1 << 20) * 0x1p-20f;
   const int first = columns_of_row - num_columns;
   const ptrdiff_t stride = (ptrdiff_t)(columns_of_row * size);
-  if (half)
-    kernels->transpose_half_scales((uint16_t *)b.data + first, stride, num_tokens, num_columns, factor, out,
-                                   OUT_STRIDE);
-  else kernels->transpose_scales((float *)b.data + first, stride, num_tokens, num_columns, factor, out, OUT_STRIDE);
+  kernels->transpose_scales((char *)b.data + first * size, half ? KVEDGE_SCALE_FLOAT16 : KVEDGE_SCALE_FLOAT32, stride,
+                            num_tokens, num_columns, factor, out, OUT_STRIDE);
   for (int c = 0; c < KVEDGE_SCALE_COLUMNS; c++)
     for (int t = 0; t < OUT_STRIDE; t++) {
       int at = t * columns_of_row + first + c;
