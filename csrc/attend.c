@@ -46,10 +46,16 @@ static int slot_of(const batch *b, const share *s, int task, int slot) {
   return slot == b->num_tasks ? s->num_tasks : task - s->first_task;
 }
 
-static void run_task(void *context, int task, int slot, const volatile int *stop) {
+static kvedge_slice slice_of_task(const batch *b, int task) {
+  if (task < 0) return (kvedge_slice){.attention = NULL};
+  const share *s = &b->shares[b->owner[task]];
+  return (kvedge_slice){s->attention, task - s->first_task};
+}
+
+static void run_task(void *context, int task, int next, int slot, const volatile int *stop) {
   const batch *b = context;
   const share *s = &b->shares[b->owner[task]];
-  kvedge_attention_run(s->attention, task - s->first_task, slot_of(b, s, task, slot), stop);
+  kvedge_slice_run(s->attention, task - s->first_task, slice_of_task(b, next), slot_of(b, s, task, slot), stop);
 }
 
 static void collect_task(void *context, int task, int slot) {

@@ -120,6 +120,16 @@ kvedge_attention *kvedge_attention_set_up(const kvedge_attention *planned, void 
 /* query.c: `query` is (num_rows, num_heads, head_dim). */
 void kvedge_prepare_queries(kvedge_attention *a, const float *query);
 
+/* A slice of a call; attention NULL: none. */
+typedef struct {
+  const kvedge_attention *attention;
+  int slice;
+} kvedge_slice;
+
+/* tile.c: as kvedge_attention_run, which takes the slice that follows for the next one. What this thread runs next
+ * is asked for at the end; it has to be of the same layout. */
+void kvedge_slice_run(const kvedge_attention *a, int slice, kvedge_slice next, int slot, const volatile int *stop);
+
 /* tile.c: logits of a call of one query row over all tokens, (num_heads, len). */
 void kvedge_all_logits(const kvedge_attention *a, float *logits);
 

@@ -186,7 +186,8 @@ kvedge_status kvedge_attention_init(void *memory, size_t bytes, const kvedge_lay
                                     const float *query, int64_t num_rows, int num_heads,
                                     const kvedge_attention_options *options, int num_slots, float *out,
                                     float *lse, kvedge_attention **attention);
-/* `stop`, if not NULL, is looked at now and then: not 0 ends the run early, its slot worthless. */
+/* The start of slice + 1 is asked for at the end, so let a thread run slices that follow one another.
+ * `stop`, if not NULL, is looked at now and then: not 0 ends the run early, its slot worthless. */
 void kvedge_attention_run(const kvedge_attention *attention, int slice, int slot,
                           const volatile int *stop);
 void kvedge_attention_collect(kvedge_attention *attention, int slice, int slot);

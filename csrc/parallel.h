@@ -8,11 +8,12 @@
 
 /* Tasks that may run anywhere, in any order, and twice: run() leaves its result in a slot and
  * nowhere else; collect() is called by the caller's thread, in the order of tasks. Slots are
- * 0..num_tasks-1 and one to spare, num_tasks. */
+ * 0..num_tasks-1 and one to spare, num_tasks. `next` is the task that this thread will most likely
+ * run after this one, whose memory it may ask for; -1: unknown. */
 typedef struct {
   void *context;
   int num_tasks;
-  void (*run)(void *context, int task, int slot, const volatile int *stop);
+  void (*run)(void *context, int task, int next, int slot, const volatile int *stop);
   void (*collect)(void *context, int task, int slot);
 } kvedge_work;
 

@@ -500,9 +500,24 @@ static int64_t start_of_chunk(const kvedge_attention *a, int64_t total, int64_t 
   return chunk >= a->chunks_per_block ? total : tiles * chunk / a->chunks_per_block * a->tile;
 }
 
-void kvedge_attention_run(const kvedge_attention *a, int slice, int slot, const volatile int *stop) {
-  const kvedge_cache_view *view = &a->view;
+static tile_cursor start_of_slice(const kvedge_attention *a, int slice) {
   int64_t block = slice / a->chunks_per_block, chunk = slice % a->chunks_per_block;
+  tile_cursor cursor = {.visible = kvedge_visible_tokens(a, block)};
+  int64_t total = cursor.visible.sinks + cursor.visible.stop - cursor.visible.first;
+  cursor.next = start_of_chunk(a, total, chunk);
+  cursor.stop = start_of_chunk(a, total, chunk + 1);
+  return cursor;
+}
+
+static tile_of_tokens first_tile(kvedge_slice of) {
+  if (!of.attention) return (tile_of_tokens){.num_tokens = 0};
+  tile_cursor cursor = start_of_slice(of.attention, of.slice);
+  return next_tile(of.attention, &cursor);
+}
+
+void kvedge_slice_run(const kvedge_attention *a, int slice, kvedge_slice next, int slot, const volatile int *stop) {
+  const kvedge_cache_view *view = &a->view;
+  int64_t block = slice / a->chunks_per_block;
   kvedge_partial partial = kvedge_partial_at(a, slot);
   size_t states = (size_t)view->num_kv_heads * (size_t)a->stack;
   for (size_t i = 0; i < states; i++) {
@@ -511,20 +526,12 @@ void kvedge_attention_run(const kvedge_attention *a, int slice, int slot, const 
   }
   memset(partial.acc, 0, states * (size_t)a->acc_stride * sizeof *partial.acc);
 
-  tile_cursor cursor = {.visible = kvedge_visible_tokens(a, block)};
-  int64_t total = cursor.visible.sinks + cursor.visible.stop - cursor.visible.first;
-  cursor.next = start_of_chunk(a, total, chunk);
-  cursor.stop = start_of_chunk(a, total, chunk + 1);
-
+  tile_cursor cursor = start_of_slice(a, slice);
   workspace w;
   tile_of_tokens tile = next_tile(a, &cursor);
   while (tile.num_tokens > 0 && !(stop && *stop)) {
     int last = cursor.next >= cursor.stop;
-    if (last) { /* ask for what this thread will read next, if the others are as fast as it is */
-      cursor.next = start_of_chunk(a, total, chunk + a->num_slots);
-      cursor.stop = total;
-    }
-    tile_of_tokens following = next_tile(a, &cursor);
+    tile_of_tokens following = last ? first_tile(next) : next_tile(a, &cursor);
     w.key_scales.first = w.value_scales.first = -KVEDGE_SCALE_COLUMNS;
     int in_blocks = tile.num_pieces > 1 && view->format == KVEDGE_INT8 && a->kernels->scores_i8_blocks;
     int asking = in_blocks && following.num_tokens >= tile.num_tokens;
@@ -546,6 +553,12 @@ void kvedge_attention_run(const kvedge_attention *a, int slice, int slot, const 
     if (last) break;
     tile = following;
   }
+}
+
+void kvedge_attention_run(const kvedge_attention *a, int slice, int slot, const volatile int *stop) {
+  int num_slices = a->num_row_blocks * a->chunks_per_block;
+  kvedge_slice next = {slice + 1 < num_slices ? a : NULL, slice + 1};
+  kvedge_slice_run(a, slice, next, slot, stop);
 }
 
 void kvedge_all_logits(const kvedge_attention *a, float *logits) {

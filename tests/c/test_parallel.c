@@ -19,12 +19,16 @@ enum { MAX_TASKS_HERE = 60 };
  * lies elsewhere. */
 typedef struct {
   int results[MAX_TASKS_HERE + 1]; /* by slot */
+  int num_tasks, in_order;         /* in_order: one thread, which knows what comes next */
   int *num_collected, *num_wrong;
 } squares;
 
-static void square(void *context, int task, int slot, const volatile int *stop) {
+static void square(void *context, int task, int next, int slot, const volatile int *stop) {
   (void)stop;
-  ((squares *)context)->results[slot] = task * task + 1;
+  squares *s = context;
+  int last = task == s->num_tasks - 1;
+  int right = s->in_order ? next == (last ? -1 : task + 1) : next >= -1 && next < s->num_tasks && next != task;
+  s->results[slot] = right ? task * task + 1 : -1;
 }
 
 static void collect_square(void *context, int task, int slot) {
@@ -39,7 +43,8 @@ static void test_many_small_jobs(void) {
     int num_tasks = 1 + i % MAX_TASKS_HERE, num_threads = 1 + i % 5, num_collected = 0, num_wrong = 0;
     kvedge_job *job = kvedge_job_take(sizeof(squares));
     squares *s = kvedge_job_memory(job);
-    *s = (squares){.num_collected = &num_collected, .num_wrong = &num_wrong};
+    *s = (squares){.num_tasks = num_tasks, .in_order = num_threads == 1, .num_collected = &num_collected,
+                   .num_wrong = &num_wrong};
     kvedge_work work = {.context = s, .num_tasks = num_tasks, .run = square, .collect = collect_square};
     kvedge_job_run(job, work, num_threads);
     if (num_wrong || num_collected != num_tasks) fail("%d tasks, %d threads", num_tasks, num_threads);
@@ -58,9 +63,9 @@ typedef struct {
   atomic_int begun, *left; /* a helper is at its task; it is about to come back from it */
 } held_up;
 
-static void run_held_up(void *context, int task, int slot, const volatile int *stop) {
+static void run_held_up(void *context, int task, int next, int slot, const volatile int *stop) {
   held_up *h = context;
-  (void)task, (void)slot;
+  (void)task, (void)next, (void)slot;
   if (pthread_equal(pthread_self(), h->caller)) { /* gives a helper two seconds to come */
     for (int ms = 0; ms < 2000 && !atomic_load(&h->begun); ms++) sleep_ms(1);
     return;
