@@ -170,6 +170,25 @@ def test_calls_go_through_the_copies_in_turn():
     assert seen == [i % 3 for i in range(len(seen))]
 
 
+def test_threads_are_woken_before_a_sample_unless_a_call_is_long():
+    seen: list[int] = []
+
+    def call(copy):
+        seen.append(copy)
+        time.sleep(0.004)
+
+    timed = TimedCalls("x", call, wake_seconds=0.01)
+    timed.warm_up()
+    del seen[:]
+    timed.sample()
+    assert 2 <= len(seen) <= 4  # up to three fill the 10 ms, one is measured
+    timed = TimedCalls("x", call, wake_seconds=0.0001)
+    timed.warm_up()
+    del seen[:]
+    timed.sample()
+    assert len(seen) == 1
+
+
 # ---- competitors ---------------------------------------------------------------------------------
 
 # Twice what each format costs on these data; float formats, their rounding.

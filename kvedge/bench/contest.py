@@ -28,6 +28,9 @@ __all__ = [
 # Peers' idle threads spin before they sleep: GNU OpenMP's for about 300000 pauses, 17 ms at 140
 # cycles and 2.5 GHz. A pause before each sample that long leaves the cores to the one measured.
 _SETTLE_SECONDS = 0.02
+# After a pause threads come late, and schedulers may put all of them on one processor at first: for
+# 4 ms on a Linux guest that packs what wakes.
+_WAKE_SECONDS = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,10 @@ class Conditions:
     def settle_seconds(self, num_threads: int) -> float:
         """Return the pause before each sample: with one thread nobody has threads to spin."""
         return _SETTLE_SECONDS if num_threads > 1 else 0.0
+
+    def wake_seconds(self, num_threads: int) -> float:
+        """Return how long each then runs before it is measured, as one layer follows another."""
+        return _WAKE_SECONDS if num_threads > 1 else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +190,12 @@ def measure_case(
         megabytes = bandwidth_megabytes(conditions.machine, hot=conditions.hot)
         probe = BandwidthProbe(num_threads, megabytes, repeats=20 if conditions.hot else 2)
         timed = [
-            TimedCalls(entry.competitor.name, entry.competitor.run, entry.copies)
+            TimedCalls(
+                entry.competitor.name,
+                entry.competitor.run,
+                entry.copies,
+                conditions.wake_seconds(num_threads),
+            )
             for entry in contest.entries
         ]
         *samples, rates = round_robin(

@@ -124,7 +124,10 @@ def _measure_case(
             if isinstance(entry.competitor, KvedgeInt8)
         }
         samples = round_robin(
-            [TimedCalls(name, call) for name, call in (*alone.items(), *appending.items())],
+            [
+                TimedCalls(name, call, wake_seconds=conditions.wake_seconds(num_threads))
+                for name, call in (*alone.items(), *appending.items())
+            ],
             rounds=conditions.rounds,
             budget_seconds=conditions.budget_seconds,
             settle_seconds=conditions.settle_seconds(num_threads),

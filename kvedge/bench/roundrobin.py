@@ -26,6 +26,8 @@ _SAMPLE_SECONDS = 2e-3
 _MAX_CALLS = 10_000
 # A first call that takes this long is no matter of allocation, and a sample anyhow.
 _LONG_SECONDS = 1.0
+# A call so many times as long as waking takes is the same whether threads slept before it or not.
+_WAKE_DISAPPEARS = 20
 
 
 class Sampler(Protocol):
@@ -51,13 +53,23 @@ class TimedCalls:
         Called with the number of the copy to work on.
     copies : int
         Number of copies.
+    wake_seconds : float
+        How long it runs unmeasured before each sample: threads that have slept come late, while in
+        a model one layer follows the other.
     """
 
-    def __init__(self, name: str, call: Callable[[int], object], copies: int = 1) -> None:
+    def __init__(
+        self,
+        name: str,
+        call: Callable[[int], object],
+        copies: int = 1,
+        wake_seconds: float = 0.0,
+    ) -> None:
         self.name = name
         self._call = call
         self._next_copy = itertools.cycle(range(copies))
         self._calls = 1
+        self._wake_seconds = wake_seconds
 
     def warm_up(self) -> None:
         """Run twice: the first call allocates, the second tells how many fill a sample."""
@@ -65,6 +77,8 @@ class TimedCalls:
         if seconds < _LONG_SECONDS:
             seconds = self._seconds()
         self._calls = min(max(math.ceil(_SAMPLE_SECONDS / max(seconds, 1e-9)), 1), _MAX_CALLS)
+        if seconds > _WAKE_DISAPPEARS * self._wake_seconds:
+            self._wake_seconds = 0.0
 
     def _seconds(self) -> float:
         start = time.perf_counter()
@@ -74,15 +88,23 @@ class TimedCalls:
     def sample(self) -> float:
         """Return the seconds per call of one sample."""
         call = self._call
-        if self._calls > 1:
+        if self._calls > 1 or self._wake_seconds > 0:
             # The others ran since: bring back the code, the branch history, threads that sleep.
-            # Where one call is a whole sample that is nothing, and would double the time.
-            call(next(self._next_copy))
+            # Without threads, and where one call is a whole sample, that is nothing.
+            self._wake()
         copies = list(itertools.islice(self._next_copy, self._calls))
         start = time.perf_counter()
         for copy in copies:
             call(copy)
         return (time.perf_counter() - start) / self._calls
+
+
+    def _wake(self) -> None:
+        end = time.perf_counter() + self._wake_seconds
+        while True:
+            self._call(next(self._next_copy))
+            if time.perf_counter() >= end:
+                return
 
 
 class BandwidthProbe:

@@ -117,7 +117,12 @@ def _measure_case(
     contest = enter(competitors, make_workload(shape, context), num_threads, conditions, advance)
     try:
         samplers: list[Sampler] = [
-            TimedCalls(entry.competitor.name, entry.competitor.run, entry.copies)
+            TimedCalls(
+                entry.competitor.name,
+                entry.competitor.run,
+                entry.copies,
+                conditions.wake_seconds(num_threads),
+            )
             for entry in contest.entries
         ]
         names = [sampler.name for sampler in samplers]
