@@ -8,7 +8,7 @@ enum {
   /* Work below this stays on one thread: waking another costs about as long as reading it. */
   PARALLEL_BYTES = 512 << 10,
   /* Query rows of a call, which bounds the memory of a long prompt. */
-  MAX_ROWS = 256,
+  MAX_ROWS = 512,
 };
 
 typedef struct {
@@ -97,6 +97,7 @@ static kvedge_status run_on_threads(planned_call *calls, int num_calls, int num_
 static kvedge_status run_here(planned_call *calls, int num_calls) {
   size_t most = 0;
   for (int i = 0; i < num_calls; i++) {
+    calls[i].planned.query_stays = 1;
     size_t bytes = kvedge_attention_lay_out(&calls[i].planned, NULL, 1);
     if (bytes > most) most = bytes;
   }

@@ -97,34 +97,21 @@ void kvedge_attention_plan(kvedge_attention *a, const kvedge_cache_view *view, i
   a->partial_floats = states * (2 + (size_t)a->acc_stride);
 }
 
-/* Takes `bytes` from a region that starts at base (NULL: only counts). */
-static void *take(char *base, size_t *used, size_t bytes) {
-  void *at = base ? base + *used : NULL;
-  *used += kvedge_align(bytes);
-  return at;
+static size_t query_floats(const kvedge_attention *a) {
+  return (size_t)a->num_rows * (size_t)a->num_heads * (size_t)a->view.head_dim;
 }
 
 size_t kvedge_attention_lay_out(kvedge_attention *a, char *base, int num_slots) {
   size_t used = 0;
-  size_t queries = (size_t)a->num_row_blocks * (size_t)a->view.num_kv_heads * (size_t)a->stack;
-  size_t groups = queries * (size_t)a->num_groups, channels = groups * (size_t)a->group_pad;
-  take(base, &used, sizeof *a);
-  a->segments = take(base, &used, (size_t)a->view.num_segments * sizeof *a->segments);
-  int encoded = a->view.format == KVEDGE_INT8 && a->kernels->encode_query != NULL;
-  a->codes = NULL;
-  if (!encoded) {
-    a->values = take(base, &used, channels * sizeof *a->values);
-  } else {
-    a->coarseness = take(base, &used, queries * sizeof *a->coarseness);
-    a->codes = take(base, &used, channels * KVEDGE_CODE_BYTES);
-    a->scales = take(base, &used, groups * sizeof *a->scales);
-    a->offsets = take(base, &used, groups * 4 * sizeof *a->offsets);
-  }
-  a->softmax_factor = take(base, &used, queries * sizeof *a->softmax_factor);
-  a->logit_factor = take(base, &used, queries * sizeof *a->logit_factor);
-  a->logit_bias = take(base, &used, queries * sizeof *a->logit_bias);
+  int one_slice = a->chunks_per_block == 1;
+  kvedge_take(base, &used, sizeof *a);
+  a->segments = kvedge_take(base, &used, (size_t)a->view.num_segments * sizeof *a->segments);
+  a->query_copy = NULL;
+  if (one_slice && !a->query_stays) a->query_copy = kvedge_take(base, &used, query_floats(a) * sizeof(float));
+  a->query_bytes = kvedge_query_bytes(a);
+  a->queries = kvedge_take(base, &used, (size_t)(one_slice ? num_slots : a->num_row_blocks) * a->query_bytes);
   a->num_slots = num_slots;
-  a->partials = take(base, &used, ((size_t)num_slots + 1) * a->partial_floats * sizeof *a->partials);
+  a->partials = kvedge_take(base, &used, ((size_t)num_slots + 1) * a->partial_floats * sizeof *a->partials);
   return used;
 }
 
@@ -137,7 +124,9 @@ kvedge_attention *kvedge_attention_set_up(const kvedge_attention *planned, void 
   a->view.segments = a->segments; /* the caller's may be gone before a late helper is done */
   a->out = out;
   a->lse = lse;
-  kvedge_prepare_queries(a, query);
+  if (a->query_copy) memcpy(a->query_copy, query, query_floats(a) * sizeof *query);
+  a->query = a->query_copy ? a->query_copy : query;
+  kvedge_prepare_queries(a);
   return a;
 }
 

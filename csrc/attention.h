@@ -33,6 +33,17 @@ typedef struct {
   const kvedge_segment *segments;
 } kvedge_cache_view;
 
+/* Prepared queries of a row block, each array in the order (KV head, stack, ...). */
+typedef struct {
+  float *values;         /* (.., num_groups, group_pad)  only for paths without encode_query, and float32 keys */
+  int8_t *codes;         /* (.., num_groups, group_pad * KVEDGE_CODE_BYTES)  only for paths with encode_query */
+  float *scales;         /* (.., num_groups)                 likewise */
+  int32_t *offsets;      /* (.., num_groups, 4)              likewise */
+  float *coarseness;     /* (..) error of a logit at 16 bits, per unit of key scale;  likewise */
+  float *softmax_factor; /* (..) score differences times this are powers of two */
+  double *logit_factor, *logit_bias; /* (..) */
+} kvedge_queries;
+
 /* Query rows are worked on in blocks. The rows of a block and the query heads of a KV head are one
  * stack of queries against that head's keys: stack index = row in block * heads_per_kv_head + head. */
 struct kvedge_attention {
@@ -53,17 +64,16 @@ struct kvedge_attention {
   int real_logits;
   float key_factor, value_factor; /* powers of two that all scales are multiplied by */
 
-  /* Prepared queries, each array in the order (row block, KV head, stack, ...). */
+  /* A row block that is one slice has its queries prepared by that slice, in its slot, soon before they are used; of
+   * one that is several, all are prepared beforehand. */
+  const float *query;     /* (num_rows, num_heads, head_dim) */
+  float *query_copy;      /* the same if slices prepare it, unless query_stays where it is until all have run */
+  int query_stays;
+  char *queries;          /* (slots or row blocks, query_bytes), see kvedge_queries_of() */
+  size_t query_bytes;
   int bytes;              /* of the codes of queries and weights: 1 to 3, or 0 for what each tile needs */
   int num_groups;         /* of a query: as in view, or 1 where keys are floats without scales */
   int group_pad;          /* channels of a group, rounded up to KVEDGE_QUERY_PAD */
-  float *values;          /* (.., num_groups, group_pad)  only for paths without encode_query, and float32 keys */
-  int8_t *codes;          /* (.., num_groups, group_pad * KVEDGE_CODE_BYTES)  only for paths with encode_query */
-  float *scales;          /* (.., num_groups)                 likewise */
-  int32_t *offsets;       /* (.., num_groups, 4)              likewise */
-  float *coarseness;      /* (..) error of a logit at 16 bits, per unit of key scale;  likewise */
-  float *softmax_factor; /* (..) score differences times this are powers of two */
-  double *logit_factor, *logit_bias; /* (..) */
 
   /* Partial results, one per slot and one total: maximum and sum (num_kv_heads, stack), accumulator
    * (num_kv_heads, stack, acc_stride). */
@@ -92,9 +102,9 @@ static inline int64_t kvedge_rows_in_block(const kvedge_attention *a, int64_t bl
   return left < a->rows_per_block ? left : a->rows_per_block;
 }
 
-/* Position of the first query of (row block, KV head) in the arrays of prepared queries. */
-static inline size_t kvedge_query_index(const kvedge_attention *a, int64_t block, int kv_head) {
-  return ((size_t)block * (size_t)a->view.num_kv_heads + (size_t)kv_head) * (size_t)a->stack;
+/* Position of a KV head's first query in what is prepared of a row block, and in partial results. */
+static inline size_t kvedge_query_index(const kvedge_attention *a, int kv_head) {
+  return (size_t)kv_head * (size_t)a->stack;
 }
 
 /* The tokens that some row of a block sees: 0..sinks-1 and first..stop-1, sinks <= first. */
@@ -105,6 +115,13 @@ typedef struct {
 kvedge_visible kvedge_visible_tokens(const kvedge_attention *a, int64_t block);
 
 kvedge_cache_view kvedge_layer_view(const kvedge_layer *layer, kvedge_segment *segment);
+
+/* Takes `bytes` from a region that starts at base (NULL: only counts). */
+static inline void *kvedge_take(char *base, size_t *used, size_t bytes) {
+  void *at = base ? base + *used : NULL;
+  *used += kvedge_align(bytes);
+  return at;
+}
 
 /* attention.c: a call is checked (query NULL: only measured), planned (shapes and counts; row 0 is the
  * query of token first_position), laid out from `base` on (which returns its bytes; base NULL: only
@@ -117,8 +134,12 @@ size_t kvedge_attention_lay_out(kvedge_attention *a, char *base, int num_slots);
 kvedge_attention *kvedge_attention_set_up(const kvedge_attention *planned, void *memory, int num_slots,
                                           const float *query, float *out, float *lse);
 
-/* query.c: `query` is (num_rows, num_heads, head_dim). */
-void kvedge_prepare_queries(kvedge_attention *a, const float *query);
+/* query.c: bytes of a row block's prepared queries; where those of a slice are; and the same, but prepared if nobody
+ * has done it beforehand, as is done for all row blocks if needed. */
+size_t kvedge_query_bytes(const kvedge_attention *a);
+kvedge_queries kvedge_queries_of(const kvedge_attention *a, int64_t block, int slot);
+kvedge_queries kvedge_queries_for(const kvedge_attention *a, int64_t block, int slot);
+void kvedge_prepare_queries(const kvedge_attention *a);
 
 /* A slice of a call; attention NULL: none. */
 typedef struct {

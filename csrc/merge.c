@@ -4,12 +4,12 @@
 
 #include "attention.h"
 
-/* total += part, both as (maximum, sum, accumulator) of n queries. */
-static void merge(const kvedge_attention *a, size_t query, size_t state, kvedge_partial *total,
+/* total += part, of one query: maximum, sum and accumulator. */
+static void merge(const kvedge_attention *a, const kvedge_queries *q, size_t state, kvedge_partial *total,
                   const kvedge_partial *part) {
   float risen = part->max[state] - total->max[state], keep = 1.0f, add = 1.0f;
-  if (risen > 0.0f) keep = exp2f(-risen * a->softmax_factor[query]);
-  else add = exp2f(risen * a->softmax_factor[query]);
+  if (risen > 0.0f) keep = exp2f(-risen * q->softmax_factor[state]);
+  else add = exp2f(risen * q->softmax_factor[state]);
   total->max[state] = risen > 0.0f ? part->max[state] : total->max[state];
   total->sum[state] = total->sum[state] * keep + part->sum[state] * add;
   size_t row = state * (size_t)a->acc_stride;
@@ -17,9 +17,10 @@ static void merge(const kvedge_attention *a, size_t query, size_t state, kvedge_
 }
 
 /* The logarithm of one query's softmax denominator, without learned sinks; -INFINITY: it saw nothing. */
-static double log_denominator(const kvedge_attention *a, size_t query, double max, double sum) {
+static double log_denominator(const kvedge_attention *a, const kvedge_queries *q, size_t state, double max,
+                              double sum) {
   if (!(sum > 0.0)) return -INFINITY;
-  if (!a->real_logits) max = max * a->logit_factor[query] + a->logit_bias[query];
+  if (!a->real_logits) max = max * q->logit_factor[state] + q->logit_bias[state];
   return max + log(sum);
 }
 
@@ -33,11 +34,11 @@ static double join_sink(double sink, double *log_sum) {
 }
 
 /* One query's output and the logarithm of its softmax denominator. */
-static void finish(const kvedge_attention *a, size_t query, size_t state, int head,
+static void finish(const kvedge_attention *a, const kvedge_queries *q, size_t state, int head,
                    const kvedge_partial *total, float *out, float *lse) {
   double sum = total->sum[state], keep = 1.0;
   if (lse || a->options.sink_logits) {
-    double log_sum = log_denominator(a, query, total->max[state], sum);
+    double log_sum = log_denominator(a, q, state, total->max[state], sum);
     if (a->options.sink_logits) keep = join_sink(a->options.sink_logits[head], &log_sum);
     if (lse) *lse = log_sum == -INFINITY ? -INFINITY : kvedge_bounded((float)log_sum);
   }
@@ -50,6 +51,7 @@ void kvedge_attention_collect(kvedge_attention *a, int slice, int slot) {
   int64_t block = slice / a->chunks_per_block, chunk = slice % a->chunks_per_block;
   int group = a->heads_per_kv_head, dim = a->view.head_dim;
   int64_t rows = kvedge_rows_in_block(a, block);
+  kvedge_queries q = kvedge_queries_of(a, block, slot);
   kvedge_partial part = kvedge_partial_at(a, slot), total = kvedge_partial_at(a, a->num_slots);
   if (chunk == 0 && a->chunks_per_block > 1) {
     memcpy(total.max, part.max, a->partial_floats * sizeof(float));
@@ -58,13 +60,12 @@ void kvedge_attention_collect(kvedge_attention *a, int slice, int slot) {
     for (int64_t r = 0; r < rows; r++)
       for (int g = 0; g < group; g++) {
         size_t i = (size_t)(r * group + g);
-        size_t query = kvedge_query_index(a, block, kv_head) + i;
-        size_t state = (size_t)kv_head * (size_t)a->stack + i;
-        if (chunk > 0) merge(a, query, state, &total, &part);
+        size_t state = kvedge_query_index(a, kv_head) + i;
+        if (chunk > 0) merge(a, &q, state, &total, &part);
         if (chunk + 1 < a->chunks_per_block) continue;
         int head = kv_head * group + g;
         int64_t at = (block * a->rows_per_block + r) * a->num_heads + head;
-        finish(a, query, state, head, a->chunks_per_block > 1 ? &total : &part, a->out + at * dim,
+        finish(a, &q, state, head, a->chunks_per_block > 1 ? &total : &part, a->out + at * dim,
                a->lse ? a->lse + at : NULL);
       }
 }

@@ -137,8 +137,8 @@ static tile_blocks blocks_of_tile(const kvedge_cache_view *view, const tile_of_t
 
 static float clamp(float x) { return x > FLT_MAX ? FLT_MAX : x < -FLT_MAX ? -FLT_MAX : x; }
 
-static void to_logits(const kvedge_attention *a, size_t index, int num_tokens, float *row) {
-  double factor = a->logit_factor[index], bias = a->logit_bias[index];
+static void to_logits(const kvedge_attention *a, const kvedge_queries *q, size_t index, int num_tokens, float *row) {
+  double factor = q->logit_factor[index], bias = q->logit_bias[index];
   float cap = a->options.softcap;
   for (int t = 0; t < num_tokens; t++) {
     double logit = row[t] * factor + bias;
@@ -205,6 +205,7 @@ static int needs_masking(const kvedge_attention *a, int64_t first_row, int64_t r
 }
 
 typedef struct {
+  kvedge_queries queries; /* of the row block */
   _Alignas(64) float scores[KVEDGE_STACK * KVEDGE_TILE]; /* (stack, tile): scores, then probabilities */
   _Alignas(64) float alpha[KVEDGE_STACK];
   scale_columns key_scales, value_scales; /* of the tile */
@@ -216,6 +217,7 @@ typedef struct {
 typedef struct {
   int64_t block;
   int kv_head, first, count; /* stack positions first..first+count-1 */
+  const kvedge_queries *queries;
   const tile_of_tokens *tile;
   int masking;               /* as needs_masking() */
   /* Where pieces are worked on at once, rows of KV head 0, and what this head asks for then; NULL: one by one, and
@@ -265,7 +267,7 @@ static void choose_bytes(const kvedge_attention *a, const encounter *e, size_t q
   static const float COARSEST = 8e-5f;
   int plain = 1; /* do two suffice even with the largest scale of the layer? */
   float bound = a->view.key_bound * a->key_factor;
-  for (int j = 0; j < e->count; j++) plain &= a->coarseness[query_index + (size_t)j] * bound <= COARSEST;
+  for (int j = 0; j < e->count; j++) plain &= e->queries->coarseness[query_index + (size_t)j] * bound <= COARSEST;
   if (a->bytes || plain) {
     for (int j = 0; j < e->count; j++) bytes[j] = a->bytes ? a->bytes : 2;
     return;
@@ -278,7 +280,7 @@ static void choose_bytes(const kvedge_attention *a, const encounter *e, size_t q
     float coarsest = 0.0f;
     for (int j = i; j < next; j++) {
       if (!alike || (j == i && (i == 0 || e->masking))) largest = largest_scale_seen(a, e, e->first + j, scale);
-      float error = a->coarseness[query_index + (size_t)j] * largest;
+      float error = e->queries->coarseness[query_index + (size_t)j] * largest;
       coarsest = error > coarsest ? error : coarsest;
     }
     for (int j = i; j < next; j++) bytes[j] = coarsest > COARSEST ? 3 : 2;
@@ -306,17 +308,17 @@ static void piece_scores(const kvedge_attention *a, const encounter *e, size_t q
   kvedge_query q = {.stride = (ptrdiff_t)pad * a->num_groups, .scale_stride = a->num_groups,
                     .dim = view->head_dim - start < view->group_size ? view->head_dim - start : view->group_size};
   for (int i = 0, next; i < e->count; i = next) {
-    next = a->codes ? i + 1 : e->count;
+    next = e->queries->codes ? i + 1 : e->count;
     while (next < e->count && bytes[next] == bytes[i]) next++;
     size_t at = (query_index + (size_t)i) * (size_t)a->num_groups + (size_t)group;
     q.num_queries = next - i;
-    if (!a->codes) {
-      q.values = a->values + at * pad;
+    if (!e->queries->codes) {
+      q.values = e->queries->values + at * pad;
     } else {
       q.num_bytes = bytes[i];
-      q.codes = a->codes + at * pad * KVEDGE_CODE_BYTES;
-      q.scale = a->scales + at;
-      q.offsets = a->offsets + at * 4;
+      q.codes = e->queries->codes + at * pad * KVEDGE_CODE_BYTES;
+      q.scale = e->queries->scales + at;
+      q.offsets = e->queries->offsets + at * 4;
     }
     if (e->blocks) {
       const int8_t *const *next = e->next_blocks && i == 0 ? e->next_blocks->keys : NULL, *share[KVEDGE_TILE_BLOCKS];
@@ -336,10 +338,10 @@ static void tile_scores(const kvedge_attention *a, const encounter *e, const row
   float *scores = w->scores;
   const kvedge_cache_view *view = &a->view;
   const tile_of_tokens *tile = e->tile;
-  size_t index = kvedge_query_index(a, e->block, e->kv_head) + (size_t)e->first;
+  size_t index = kvedge_query_index(a, e->kv_head) + (size_t)e->first;
   if (view->format == KVEDGE_FLOAT32) {
     kvedge_query q = {.num_queries = e->count, .dim = view->head_dim, .stride = a->group_pad,
-                      .values = a->values + index * (size_t)a->group_pad};
+                      .values = e->queries->values + index * (size_t)a->group_pad};
     for (int i = 0; i < tile->num_pieces; i++) {
       const piece *p = &tile->pieces[i];
       tile_rows rows = rows_of_head(view, &p->rows, e->kv_head);
@@ -351,7 +353,7 @@ static void tile_scores(const kvedge_attention *a, const encounter *e, const row
   int bytes[KVEDGE_STACK];
   for (int g = 0; g < view->num_groups; g++) {
     const float *scale = tile_scales(a, tile, e->kv_head, g, 0, &w->key_scales);
-    if (a->codes) choose_bytes(a, e, index, scale, bytes);
+    if (e->queries->codes) choose_bytes(a, e, index, scale, bytes);
     for (int i = 0; i < (e->blocks ? 1 : tile->num_pieces); i++) {
       const piece *p = &tile->pieces[i];
       piece_scores(a, e, index, g, p, bytes, scale + p->first, ahead ? ahead->keys[i] : NULL,
@@ -415,25 +417,24 @@ static void step(const kvedge_attention *a, int64_t block, int kv_head, const ti
                  kvedge_partial *partial, workspace *w) {
   int64_t first_row = block * a->rows_per_block, rows = kvedge_rows_in_block(a, block);
   int stack = (int)rows * a->heads_per_kv_head;
-  encounter e = {.block = block, .kv_head = kv_head, .tile = tile, .blocks = blocks, .next_blocks = next_blocks,
+  encounter e = {.block = block, .kv_head = kv_head, .queries = &w->queries, .tile = tile, .blocks = blocks, .next_blocks = next_blocks,
                  .masking = needs_masking(a, first_row, rows, tile)};
   for (int i = 0; i < stack; i += KVEDGE_STACK) {
     e.first = i;
     e.count = stack - i < KVEDGE_STACK ? stack - i : KVEDGE_STACK;
-    size_t index = kvedge_query_index(a, block, kv_head) + (size_t)i;
-    size_t state = (size_t)kv_head * (size_t)a->stack + (size_t)i;
+    size_t index = kvedge_query_index(a, kv_head) + (size_t)i;
     tile_scores(a, &e, i == 0 ? ahead : NULL, w);
     for (int j = 0; j < e.count && (a->real_logits || e.masking); j++) {
       float *row = w->scores + j * KVEDGE_TILE;
-      if (a->real_logits) to_logits(a, index + (size_t)j, tile->num_tokens, row);
+      if (a->real_logits) to_logits(a, &w->queries, index + (size_t)j, tile->num_tokens, row);
       if (e.masking)
         apply_options(a, first_row + (i + j) / a->heads_per_kv_head,
                       kv_head * a->heads_per_kv_head + (i + j) % a->heads_per_kv_head, tile->token,
                       tile->num_tokens, row);
     }
-    a->kernels->softmax(w->scores, e.count, tile->num_tokens, a->softmax_factor + index,
-                        partial->max + state, partial->sum + state, w->alpha);
-    weighted_sum(a, &e, i == 0 ? ahead : NULL, w, partial->acc + state * (size_t)a->acc_stride);
+    a->kernels->softmax(w->scores, e.count, tile->num_tokens, w->queries.softmax_factor + index,
+                        partial->max + index, partial->sum + index, w->alpha);
+    weighted_sum(a, &e, i == 0 ? ahead : NULL, w, partial->acc + index * (size_t)a->acc_stride);
     e.next_blocks = NULL; /* asked for */
   }
 }
@@ -528,6 +529,7 @@ void kvedge_slice_run(const kvedge_attention *a, int slice, kvedge_slice next, i
 
   tile_cursor cursor = start_of_slice(a, slice);
   workspace w;
+  w.queries = kvedge_queries_for(a, block, slot);
   tile_of_tokens tile = next_tile(a, &cursor);
   while (tile.num_tokens > 0 && !(stop && *stop)) {
     int last = cursor.next >= cursor.stop;
@@ -565,17 +567,18 @@ void kvedge_all_logits(const kvedge_attention *a, float *logits) {
   const kvedge_cache_view *view = &a->view;
   tile_cursor cursor = {.visible = {.stop = view->len}, .stop = view->len};
   workspace w;
+  w.queries = kvedge_queries_for(a, 0, 0);
   for (tile_of_tokens tile = next_tile(a, &cursor); tile.num_tokens > 0; tile = next_tile(a, &cursor)) {
     w.key_scales.first = -KVEDGE_SCALE_COLUMNS;
     for (int kv_head = 0; kv_head < view->num_kv_heads; kv_head++) {
       for (int i = 0; i < a->stack; i += KVEDGE_STACK) {
         int count = a->stack - i < KVEDGE_STACK ? a->stack - i : KVEDGE_STACK;
-        size_t index = kvedge_query_index(a, 0, kv_head) + (size_t)i;
-        encounter e = {.kv_head = kv_head, .first = i, .count = count, .tile = &tile};
+        size_t index = kvedge_query_index(a, kv_head) + (size_t)i;
+        encounter e = {.kv_head = kv_head, .first = i, .count = count, .queries = &w.queries, .tile = &tile};
         tile_scores(a, &e, NULL, &w);
         for (int j = 0; j < count; j++) {
           float *row = w.scores + j * KVEDGE_TILE;
-          to_logits(a, index + (size_t)j, tile.num_tokens, row);
+          to_logits(a, &w.queries, index + (size_t)j, tile.num_tokens, row);
           int64_t head = (int64_t)kv_head * a->heads_per_kv_head + i + j;
           memcpy(logits + head * view->len + tile.token, row, (size_t)tile.num_tokens * sizeof *row);
         }
