@@ -32,6 +32,7 @@ test-c:
 	tests/c/run.sh native
 test-sanitize:
 	tests/c/run.sh asan
+	tests/c/run.sh tsan
 test-valgrind:
 	tests/c/run.sh valgrind
 test-arm-c:

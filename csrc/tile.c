@@ -531,7 +531,7 @@ void kvedge_slice_run(const kvedge_attention *a, int slice, kvedge_slice next, i
   workspace w;
   w.queries = kvedge_queries_for(a, block, slot);
   tile_of_tokens tile = next_tile(a, &cursor);
-  while (tile.num_tokens > 0 && !(stop && *stop)) {
+  while (tile.num_tokens > 0 && !(stop && __atomic_load_n(stop, __ATOMIC_RELAXED))) {
     int last = cursor.next >= cursor.stop;
     tile_of_tokens following = last ? first_tile(next) : next_tile(a, &cursor);
     w.key_scales.first = w.value_scales.first = -KVEDGE_SCALE_COLUMNS;

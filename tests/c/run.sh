@@ -6,6 +6,7 @@
 #   native    this machine's compiler (CC)
 #   clang     clang, for this machine, and for aarch64 where its cross libraries are installed
 #   asan      gcc with AddressSanitizer and UndefinedBehaviorSanitizer
+#   tsan      gcc with ThreadSanitizer, of test_parallel only
 #   valgrind  memcheck, with fewer cases (KVEDGE_TEST_SHORT=1)
 #   aarch64   cross-built, run under qemu as Cortex-A72 and Cortex-A76, with fewer cases
 #   armv7     cross-built for 32-bit ARM with the compiler's defaults, run as Cortex-A9 (no fused
@@ -93,6 +94,14 @@ asan)
   export ASAN_OPTIONS=${ASAN_OPTIONS:-detect_stack_use_after_return=1} UBSAN_OPTIONS=print_stacktrace=1
   build gcc -O1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all && run
   ;;
+tsan)
+  need gcc gcc
+  need setarch util-linux
+  programs=(test_parallel)
+  export TSAN_OPTIONS=${TSAN_OPTIONS:-die_after_fork=0}
+  # Without randomized addresses, since some kernels' are more random than its shadow memory bears.
+  build gcc -O1 -fsanitize=thread && run setarch -R
+  ;;
 valgrind)
   need gcc gcc
   need valgrind valgrind
@@ -118,7 +127,7 @@ armv7)
   ;;
 all)
   missing=0
-  for each in native clang asan valgrind aarch64 armv7; do
+  for each in native clang asan tsan valgrind aarch64 armv7; do
     "${BASH_SOURCE[0]}" $each "$@"
     case $? in
     0) ;;

@@ -72,7 +72,7 @@ static void run_held_up(void *context, int task, int next, int slot, const volat
   }
   atomic_int *left = h->left;
   atomic_store(&h->begun, 1);
-  while (!*stop) sleep_ms(1);
+  while (!__atomic_load_n(stop, __ATOMIC_RELAXED)) sleep_ms(1);
   sleep_ms(30);
   atomic_store(left, 1);
 }
