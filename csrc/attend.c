@@ -107,7 +107,9 @@ static kvedge_status run_here(planned_call *calls, int num_calls) {
     planned_call *call = &calls[i];
     kvedge_attention *a = kvedge_attention_set_up(&call->planned, memory, 1, call->query, call->out, call->lse);
     for (int slice = 0; slice < slices_of(call); slice++) {
-      kvedge_attention_run(a, slice, 0, NULL);
+      kvedge_slice next = {a, slice + 1};
+      if (next.slice == slices_of(call)) next = (kvedge_slice){i + 1 < num_calls ? &calls[i + 1].planned : NULL, 0};
+      kvedge_slice_run(a, slice, next, 0, NULL);
       kvedge_attention_collect(a, slice, 0);
     }
   }

@@ -143,7 +143,7 @@ void kvedge_prepare_queries(const kvedge_attention *a);
 
 /* A slice of a call; attention NULL: none. */
 typedef struct {
-  const kvedge_attention *attention;
+  const kvedge_attention *attention; /* planned is enough where it is only asked for */
   int slice;
 } kvedge_slice;
 
