@@ -5,6 +5,7 @@
 #include <pthread.h>
 #include <signal.h>
 #include <stdatomic.h>
+#include <sys/mman.h>
 #include <sys/wait.h>
 #include <time.h>
 
@@ -177,6 +178,40 @@ static void test_rows_go_away(void) {
   end();
 }
 
+static void *keep_busy(void *stop) {
+  while (!atomic_load((atomic_int *)stop)) continue;
+  return NULL;
+}
+
+/* A helper that loses its core in the middle of a slice must not read a mask after the call. */
+static void test_masks_go_away(void) {
+  begin("masks go away");
+  enum { BUSY = 6, CALLS = 200, ROWS = 64, SIZE = (LEN + 4095) / 4096 * 4096 };
+  float *rows = random_floats(ROWS * OUT, 3.0f), *out = malloc(ROWS * OUT * sizeof *out);
+  const int calls = getenv("KVEDGE_TEST_SHORT") ? 20 : CALLS;
+  const int busy = getenv("KVEDGE_TEST_SHORT") ? 0 : BUSY; /* valgrind runs one thread at a time */
+  pthread_t threads[BUSY];
+  atomic_int stop = 0;
+  for (int i = 0; i < busy; i++) CHECK(pthread_create(&threads[i], NULL, keep_busy, &stop) == 0);
+  uint8_t *masks = mmap(NULL, CALLS * SIZE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  CHECK(masks != MAP_FAILED);
+  for (int i = 0; i < calls; i++) {
+    uint8_t *mask = masks + i * SIZE;
+    memset(mask, 1, LEN);
+    kvedge_attention_options options;
+    kvedge_attention_defaults(&options);
+    options.mask = mask;
+    options.mask_strides[2] = 1;
+    CHECK(kvedge_attend(layer, rows, ROWS, HEADS, &options, 4, out, NULL) == KVEDGE_OK);
+    mprotect(mask, SIZE, PROT_NONE);
+  }
+  atomic_store(&stop, 1);
+  for (int i = 0; i < busy; i++) pthread_join(threads[i], NULL);
+  kvedge_quiesce();
+  munmap(masks, CALLS * SIZE), free(rows), free(out);
+  end();
+}
+
 int main(void) {
   test_many_small_jobs();
   test_quiesce();
@@ -189,6 +224,7 @@ int main(void) {
   test_callers_beside_each_other();
   test_fork();
   test_rows_go_away();
+  test_masks_go_away();
   kvedge_layer_destroy(layer), free(query);
   return report();
 }
