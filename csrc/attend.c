@@ -89,10 +89,10 @@ static kvedge_status run_on_threads(planned_call *calls, int num_calls, int num_
   }
   kvedge_job_run(job, (kvedge_work){.context = b, .num_tasks = num_tasks, .run = run_task,
                                     .collect = collect_task}, num_threads);
-  /* A helper that was left behind reads cache rows, which wait for it, and the job's own memory; but masks, biases and
-   * slopes are the caller's, and may be gone after this. */
+  /* A helper that was left behind reads cache rows, which wait for it, and the job's own memory; but masks and biases
+   * are the caller's, too large to copy, and may be gone after this. */
   const kvedge_attention_options *o = &calls[0].planned.options;
-  if (o->mask || o->bias || o->alibi_slopes) kvedge_quiesce();
+  if (o->mask || o->bias) kvedge_quiesce();
   return KVEDGE_OK;
 }
 

@@ -103,13 +103,15 @@ static size_t query_floats(const kvedge_attention *a) {
 
 size_t kvedge_attention_lay_out(kvedge_attention *a, char *base, int num_slots) {
   size_t used = 0;
-  int one_slice = a->chunks_per_block == 1;
+  int slices_prepare = kvedge_slices_prepare(a);
   kvedge_take(base, &used, sizeof *a);
   a->segments = kvedge_take(base, &used, (size_t)a->view.num_segments * sizeof *a->segments);
+  a->alibi_slopes = NULL;
+  if (a->options.alibi_slopes) a->alibi_slopes = kvedge_take(base, &used, (size_t)a->num_heads * sizeof(float));
   a->query_copy = NULL;
-  if (one_slice && !a->query_stays) a->query_copy = kvedge_take(base, &used, query_floats(a) * sizeof(float));
+  if (slices_prepare && !a->query_stays) a->query_copy = kvedge_take(base, &used, query_floats(a) * sizeof(float));
   a->query_bytes = kvedge_query_bytes(a);
-  a->queries = kvedge_take(base, &used, (size_t)(one_slice ? num_slots : a->num_row_blocks) * a->query_bytes);
+  a->queries = kvedge_take(base, &used, (size_t)(slices_prepare ? num_slots : a->num_row_blocks) * a->query_bytes);
   a->num_slots = num_slots;
   a->partials = kvedge_take(base, &used, ((size_t)num_slots + 1) * a->partial_floats * sizeof *a->partials);
   return used;
@@ -122,6 +124,10 @@ kvedge_attention *kvedge_attention_set_up(const kvedge_attention *planned, void 
   kvedge_attention_lay_out(a, memory, num_slots);
   memcpy(a->segments, planned->view.segments, (size_t)a->view.num_segments * sizeof *a->segments);
   a->view.segments = a->segments; /* the caller's may be gone before a late helper is done */
+  if (a->alibi_slopes) {
+    memcpy(a->alibi_slopes, planned->options.alibi_slopes, (size_t)a->num_heads * sizeof *a->alibi_slopes);
+    a->options.alibi_slopes = a->alibi_slopes;
+  }
   a->out = out;
   a->lse = lse;
   if (a->query_copy) memcpy(a->query_copy, query, query_floats(a) * sizeof *query);

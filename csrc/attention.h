@@ -64,11 +64,10 @@ struct kvedge_attention {
   int real_logits;
   float key_factor, value_factor; /* powers of two that all scales are multiplied by */
 
-  /* A row block that is one slice has its queries prepared by that slice, in its slot, soon before they are used; of
-   * one that is several, all are prepared beforehand. */
   const float *query;     /* (num_rows, num_heads, head_dim) */
   float *query_copy;      /* the same if slices prepare it, unless query_stays where it is until all have run */
   int query_stays;
+  float *alibi_slopes;    /* (num_heads) what options.alibi_slopes points to: a copy that lives with the call */
   char *queries;          /* (slots or row blocks, query_bytes), see kvedge_queries_of() */
   size_t query_bytes;
   int bytes;              /* of the codes of queries and weights: 1 to 3, or 0 for what each tile needs */
@@ -96,6 +95,10 @@ static inline kvedge_partial kvedge_partial_at(const kvedge_attention *a, int sl
   size_t padded = (n + 15) / 16 * 16;
   return (kvedge_partial){.max = base, .sum = base + padded, .acc = base + 2 * padded};
 }
+
+/* 1: a row block is one slice, which prepares its queries in its own slot soon before they are used; 0: it is several,
+ * and those of all row blocks are prepared beforehand. */
+static inline int kvedge_slices_prepare(const kvedge_attention *a) { return a->chunks_per_block == 1; }
 
 static inline int64_t kvedge_rows_in_block(const kvedge_attention *a, int64_t block) {
   int64_t left = a->num_rows - block * a->rows_per_block;
@@ -134,12 +137,12 @@ size_t kvedge_attention_lay_out(kvedge_attention *a, char *base, int num_slots);
 kvedge_attention *kvedge_attention_set_up(const kvedge_attention *planned, void *memory, int num_slots,
                                           const float *query, float *out, float *lse);
 
-/* query.c: bytes of a row block's prepared queries; where those of a slice are; and the same, but prepared if nobody
- * has done it beforehand, as is done for all row blocks if needed. */
+/* query.c: bytes of a row block's prepared queries; prepares those of all row blocks, unless slices do; those of a
+ * slice, which prepares them in its slot if slices do; and the same once they are prepared. */
 size_t kvedge_query_bytes(const kvedge_attention *a);
-kvedge_queries kvedge_queries_of(const kvedge_attention *a, int64_t block, int slot);
-kvedge_queries kvedge_queries_for(const kvedge_attention *a, int64_t block, int slot);
 void kvedge_prepare_queries(const kvedge_attention *a);
+kvedge_queries kvedge_queries_for(const kvedge_attention *a, int64_t block, int slot);
+kvedge_queries kvedge_queries_of(const kvedge_attention *a, int64_t block, int slot);
 
 /* A slice of a call; attention NULL: none. */
 typedef struct {

@@ -114,18 +114,19 @@ size_t kvedge_query_bytes(const kvedge_attention *a) {
 
 kvedge_queries kvedge_queries_of(const kvedge_attention *a, int64_t block, int slot) {
   kvedge_queries q;
-  lay_out(a, a->queries + (size_t)(a->chunks_per_block == 1 ? slot : block) * a->query_bytes, &q);
+  lay_out(a, a->queries + (size_t)(kvedge_slices_prepare(a) ? slot : block) * a->query_bytes, &q);
   return q;
 }
 
 kvedge_queries kvedge_queries_for(const kvedge_attention *a, int64_t block, int slot) {
   kvedge_queries q = kvedge_queries_of(a, block, slot);
-  if (a->chunks_per_block == 1) prepare_block(a, block, &q);
+  if (kvedge_slices_prepare(a)) prepare_block(a, block, &q);
   return q;
 }
 
 void kvedge_prepare_queries(const kvedge_attention *a) {
-  for (int64_t block = 0; block < a->num_row_blocks && a->chunks_per_block > 1; block++) {
+  if (kvedge_slices_prepare(a)) return;
+  for (int64_t block = 0; block < a->num_row_blocks; block++) {
     kvedge_queries q = kvedge_queries_of(a, block, 0);
     prepare_block(a, block, &q);
   }

@@ -183,32 +183,36 @@ static void *keep_busy(void *stop) {
   return NULL;
 }
 
-/* A helper that loses its core in the middle of a slice must not read a mask after the call. */
-static void test_masks_go_away(void) {
-  begin("masks go away");
+/* A helper that loses its core in the middle of a slice must not read a mask, or slopes, after the call. */
+static void test_options_go_away(void) {
+  begin("masks and slopes go away");
   enum { BUSY = 6, CALLS = 200, ROWS = 64, SIZE = (LEN + 4095) / 4096 * 4096 };
   float *rows = random_floats(ROWS * OUT, 3.0f), *out = malloc(ROWS * OUT * sizeof *out);
-  const int calls = getenv("KVEDGE_TEST_SHORT") ? 20 : CALLS;
-  const int busy = getenv("KVEDGE_TEST_SHORT") ? 0 : BUSY; /* valgrind runs one thread at a time */
+  const int few = getenv("KVEDGE_TEST_SHORT") != NULL; /* valgrind runs one thread at a time */
+  const int calls = few ? 20 : CALLS, busy = few ? 0 : BUSY;
   pthread_t threads[BUSY];
   atomic_int stop = 0;
   for (int i = 0; i < busy; i++) CHECK(pthread_create(&threads[i], NULL, keep_busy, &stop) == 0);
-  uint8_t *masks = mmap(NULL, CALLS * SIZE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  CHECK(masks != MAP_FAILED);
+  uint8_t *pages = mmap(NULL, CALLS * SIZE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  CHECK(pages != MAP_FAILED);
   for (int i = 0; i < calls; i++) {
-    uint8_t *mask = masks + i * SIZE;
-    memset(mask, 1, LEN);
+    uint8_t *page = pages + i * SIZE;
     kvedge_attention_options options;
     kvedge_attention_defaults(&options);
-    options.mask = mask;
-    options.mask_strides[2] = 1;
+    if (i % 2) {
+      options.alibi_slopes = (float *)page;
+    } else {
+      memset(page, 1, LEN);
+      options.mask = page;
+      options.mask_strides[2] = 1;
+    }
     CHECK(kvedge_attend(layer, rows, ROWS, HEADS, &options, 4, out, NULL) == KVEDGE_OK);
-    mprotect(mask, SIZE, PROT_NONE);
+    mprotect(page, SIZE, PROT_NONE);
   }
   atomic_store(&stop, 1);
   for (int i = 0; i < busy; i++) pthread_join(threads[i], NULL);
   kvedge_quiesce();
-  munmap(masks, CALLS * SIZE), free(rows), free(out);
+  munmap(pages, CALLS * SIZE), free(rows), free(out);
   end();
 }
 
@@ -224,7 +228,7 @@ int main(void) {
   test_callers_beside_each_other();
   test_fork();
   test_rows_go_away();
-  test_masks_go_away();
+  test_options_go_away();
   kvedge_layer_destroy(layer), free(query);
   return report();
 }
