@@ -69,6 +69,13 @@ class Contest:
     entries: tuple[Entry, ...]
     notes: tuple[str, ...]
 
+    def samplers(self, wake_seconds: float) -> list[TimedCalls]:
+        """Return what measures each of the entries."""
+        return [
+            TimedCalls(entry.competitor.name, entry.competitor.run, entry.copies, wake_seconds)
+            for entry in self.entries
+        ]
+
     def release(self) -> None:
         """Free the memory of all."""
         for entry in self.entries:
@@ -189,17 +196,8 @@ def measure_case(
     try:
         megabytes = bandwidth_megabytes(conditions.machine, hot=conditions.hot)
         probe = BandwidthProbe(num_threads, megabytes, repeats=20 if conditions.hot else 2)
-        timed = [
-            TimedCalls(
-                entry.competitor.name,
-                entry.competitor.run,
-                entry.copies,
-                conditions.wake_seconds(num_threads),
-            )
-            for entry in contest.entries
-        ]
         *samples, rates = round_robin(
-            [*timed, probe],
+            [*contest.samplers(conditions.wake_seconds(num_threads)), probe],
             rounds=conditions.rounds,
             budget_seconds=conditions.budget_seconds,
             settle_seconds=conditions.settle_seconds(num_threads),

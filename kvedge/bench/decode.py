@@ -120,7 +120,7 @@ def print_tables(report: dict[str, Any], output: Output) -> None:
         for one in report["read_bandwidth"]
     )
     output.table("memory read bandwidth in this run", (">threads", ">speed"), rows)
-    for (name, num_threads), cases in by_shape(report["cases"]).items():
+    for (name, num_threads), cases in by_shape(report["cases"], "num_threads").items():
         threads = "1 thread" if num_threads == 1 else f"{num_threads} threads"
         title = f"{name}; {threads}, {report['settings']['cache']}; per layer and token"
         output.table(title, _COLUMNS, [row for case in cases for row in _rows(case)])
@@ -204,7 +204,7 @@ def _summary(case: Mapping[str, Any]) -> Sequence[str]:
 def draw(report: dict[str, Any], figure: Any) -> None:
     """Draw time against context for each shape, with the read limit below all."""
     names = list(report["competitors"])
-    panels = by_shape(report["cases"])
+    panels = by_shape(report["cases"], "num_threads")
     for axes, ((name, num_threads), cases) in zip(
         plotting.grid(figure, len(panels)), panels.items(), strict=True
     ):

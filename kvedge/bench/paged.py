@@ -17,7 +17,7 @@ from kvedge.bench.affinity import choose_cpus, pinned_to
 from kvedge.bench.benchmark import measuring, progress
 from kvedge.bench.copies import available_bytes, copies_for, shortage
 from kvedge.bench.peers import KvedgeInt8
-from kvedge.bench.report import header, microseconds, print_header
+from kvedge.bench.report import by_shape, header, microseconds, print_header
 from kvedge.bench.roundrobin import TimedCalls, round_robin
 from kvedge.bench.shapes import SHAPES, AttentionShape
 from kvedge.bench.statistics import spread_of
@@ -229,9 +229,7 @@ _COLUMNS = (
 def print_tables(report: dict[str, Any], output: Output) -> None:
     """Print one table per shape."""
     print_header(report, output)
-    shapes = list(dict.fromkeys(str(AttentionShape(**one["shape"])) for one in report["cases"]))
-    for shape in shapes:
-        cases = [one for one in report["cases"] if str(AttentionShape(**one["shape"])) == shape]
+    for (shape,), cases in by_shape(report["cases"]).items():
         rows = [row for case in cases for row in _rows(case)]
         output.table(f"{shape}; {report['settings']['cache']}", _COLUMNS, rows)
 

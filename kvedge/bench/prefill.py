@@ -204,7 +204,7 @@ _COLUMNS = (
 def print_tables(report: dict[str, Any], output: Output) -> None:
     """Print the machine, and one table per shape and number of threads."""
     print_header(report, output)
-    for (name, num_threads), cases in by_shape(report["cases"]).items():
+    for (name, num_threads), cases in by_shape(report["cases"], "num_threads").items():
         threads = "1 thread" if num_threads == 1 else f"{num_threads} threads"
         tokens = report["settings"]["new tokens"]
         title = f"{name}; {threads}; per layer and {tokens} new tokens"
@@ -234,7 +234,7 @@ def _rows(case: Mapping[str, Any]) -> Iterable[Sequence[str]]:
 def draw(report: dict[str, Any], figure: Any) -> None:
     """Draw time against all tokens for each shape."""
     names = list(report["competitors"])
-    panels = by_shape(report["cases"])
+    panels = by_shape(report["cases"], "num_threads")
     for axes, ((name, num_threads), cases) in zip(
         plotting.grid(figure, len(panels)), panels.items(), strict=True
     ):

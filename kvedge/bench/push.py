@@ -15,7 +15,7 @@ from kvedge.bench.benchmark import measuring, progress
 from kvedge.bench.copies import copies_for
 from kvedge.bench.peers import KvedgeInt8, installed_peers
 from kvedge.bench.quantizers import QUANTIZERS, Intake, Step, make_intake
-from kvedge.bench.report import header, microseconds, print_header
+from kvedge.bench.report import by_shape, header, microseconds, print_header
 from kvedge.bench.roundrobin import TimedCalls, round_robin
 from kvedge.bench.shapes import SHAPES, AttentionShape
 from kvedge.bench.statistics import spread_of
@@ -142,9 +142,7 @@ _COLUMNS = (
 def print_tables(report: dict[str, Any], output: Output) -> None:
     """Print one table per shape."""
     print_header(report, output)
-    shapes = list(dict.fromkeys(str(AttentionShape(**one["shape"])) for one in report["cases"]))
-    for shape in shapes:
-        cases = [one for one in report["cases"] if str(AttentionShape(**one["shape"])) == shape]
+    for (shape,), cases in by_shape(report["cases"]).items():
         rows = [row for case in cases for row in _rows(case)]
         output.table(f"{shape}; keys and values in", _COLUMNS, rows)
 

@@ -104,12 +104,12 @@ def remarks(cases: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def by_shape(
-    cases: Iterable[Mapping[str, Any]],
-) -> dict[tuple[str, int], list[Mapping[str, Any]]]:
-    """Return the cases of each shape and number of threads."""
-    found: dict[tuple[str, int], list[Mapping[str, Any]]] = {}
+    cases: Iterable[Mapping[str, Any]], *numbers: str
+) -> dict[tuple[Any, ...], list[Mapping[str, Any]]]:
+    """Return the cases of each shape, and of each of those numbers of a case."""
+    found: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for case in cases:
-        key = (str(AttentionShape(**case["shape"])), case["num_threads"])
+        key = (str(AttentionShape(**case["shape"])), *(case[number] for number in numbers))
         found.setdefault(key, []).append(case)
     return found
 

@@ -98,7 +98,6 @@ class TimedCalls:
             call(copy)
         return (time.perf_counter() - start) / self._calls
 
-
     def _wake(self) -> None:
         end = time.perf_counter() + self._wake_seconds
         while True:

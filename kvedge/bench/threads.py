@@ -15,8 +15,8 @@ from kvedge.bench.benchmark import measuring, progress
 from kvedge.bench.busy import BusyProcess, can_stop_and_go
 from kvedge.bench.contest import Conditions, enter
 from kvedge.bench.peers import KvedgeInt8, installed_peers
-from kvedge.bench.report import header, microseconds, print_header
-from kvedge.bench.roundrobin import Sampler, TimedCalls, round_robin
+from kvedge.bench.report import by_shape, header, microseconds, print_header
+from kvedge.bench.roundrobin import Sampler, round_robin
 from kvedge.bench.shapes import SHAPES, AttentionShape
 from kvedge.bench.statistics import spread_of
 from kvedge.bench.workload import make_workload
@@ -116,15 +116,7 @@ def _measure_case(
     shape, context, num_threads = numbers
     contest = enter(competitors, make_workload(shape, context), num_threads, conditions, advance)
     try:
-        samplers: list[Sampler] = [
-            TimedCalls(
-                entry.competitor.name,
-                entry.competitor.run,
-                entry.copies,
-                conditions.wake_seconds(num_threads),
-            )
-            for entry in contest.entries
-        ]
+        samplers: list[Sampler] = [*contest.samplers(conditions.wake_seconds(num_threads))]
         names = [sampler.name for sampler in samplers]
         states = [IDLE] * len(samplers)
         if can_stop_and_go():
@@ -172,21 +164,11 @@ _COLUMNS = (
 def print_tables(report: dict[str, Any], output: Output) -> None:
     """Print one table per shape and context."""
     print_header(report, output)
-    for (shape, context), cases in _by_shape(report["cases"]).items():
+    for (shape, context), cases in by_shape(report["cases"], "context").items():
         names = list(dict.fromkeys(one["name"] for case in cases for one in case["results"]))
         rows = [row for name in names for row in _rows(name, cases)]
         title = f"{shape}; {context:,} tokens, {report['settings']['cache']}; per layer and token"
         output.table(title, _COLUMNS, rows)
-
-
-def _by_shape(
-    cases: Iterable[Mapping[str, Any]],
-) -> dict[tuple[str, int], list[Mapping[str, Any]]]:
-    found: dict[tuple[str, int], list[Mapping[str, Any]]] = {}
-    for case in cases:
-        key = (str(AttentionShape(**case["shape"])), case["context"])
-        found.setdefault(key, []).append(case)
-    return found
 
 
 def _of(name: str, cases: Sequence[Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
@@ -220,7 +202,7 @@ def _rows(name: str, cases: Sequence[Mapping[str, Any]]) -> Iterable[Sequence[st
 
 def draw(report: dict[str, Any], figure: Any) -> None:
     """Draw time against threads: solid on the idle machine, dashed with one core busy."""
-    panels = _by_shape(report["cases"])
+    panels = by_shape(report["cases"], "context")
     names = list(report["competitors"])
     for axes, ((shape, context), cases) in zip(
         plotting.grid(figure, len(panels)), panels.items(), strict=True
