@@ -197,15 +197,15 @@ KVEDGE_INLINE void score_blocks(const kvedge_query *q, int first, const int coun
   OPAQUE(three_strides); /* else it is computed at every use */
   score_sums sum;
   const int8_t *codes = q->codes + first * stride;
-  const int32_t *offsets = q->offsets + first * 4 * q->scale_stride;
+  const int32_t *offset = q->offsets + first * 4 * q->scale_stride;
   const __m512i *columns = k->columns;
 #pragma GCC unroll 4
-  for (int i = 0; i < count; i++)
+  for (int i = 0; i < count; i++, offset += 4 * q->scale_stride)
 #pragma GCC unroll 3
     for (int b = 0; b < bytes; b++)
 #pragma GCC unroll 2
       for (int j = 0; j < blocks; j++) {
-        sum[i][b][j][0] = _mm512_set1_epi32(offsets[i * 4 * q->scale_stride + b]);
+        sum[i][b][j][0] = _mm512_set1_epi32(offset[b]);
         sum[i][b][j][1] = _mm512_setzero_si512();
       }
   for (int d = 0; d < q->dim; d += 64, codes += CODES_OF_64) {
@@ -235,10 +235,13 @@ KVEDGE_INLINE void score_blocks(const kvedge_query *q, int first, const int coun
       }
     }
   }
+  scores += first * KVEDGE_TILE, unit += first;
+  OPAQUE(scores);
+  OPAQUE(unit);
   const __m512 byte = _mm512_set1_ps(256.0f);
 #pragma GCC unroll 4
   for (int i = 0; i < count; i++) {
-    const __m512 units = _mm512_set1_ps(unit[first + i]);
+    const __m512 units = _mm512_set1_ps(unit[i]);
 #pragma GCC unroll 2
     for (int j = 0; j < blocks; j++) {
 #pragma GCC unroll 3
@@ -247,7 +250,7 @@ KVEDGE_INLINE void score_blocks(const kvedge_query *q, int first, const int coun
       __m512 dot = _mm512_cvtepi32_ps(sum[i][0][j][0]);
 #pragma GCC unroll 3
       for (int b = 1; b < bytes; b++) dot = _mm512_fmadd_ps(dot, byte, _mm512_cvtepi32_ps(sum[i][b][j][0]));
-      float *out = scores + (first + i) * KVEDGE_TILE + j * BLOCK;
+      float *out = scores + i * KVEDGE_TILE + j * BLOCK;
       __m512 score = _mm512_mul_ps(_mm512_mul_ps(dot, units), _mm512_loadu_ps(k_scale + j * BLOCK));
       if (accumulate) score = _mm512_add_ps(score, _mm512_loadu_ps(out));
       _mm512_storeu_ps(out, score);

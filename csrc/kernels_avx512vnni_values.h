@@ -11,10 +11,10 @@ enum {
   ROWS_NEAR = 8,      /* this many rows before a row is used, it is asked for into L1 */
 };
 
-/* Weights of a tile of `count` queries as unsigned codes of 24 bits or fewer, four tokens at a time as split_bytes()
- * leaves them, and the scale of their codes. (Constants where this is inlined.) */
-KVEDGE_INLINE void encode_weights_of(const int count, const int bytes, const float *p, const float *v_scale,
-                                     int num_tokens, uint8_t *codes, float *scale) {
+/* The scale of `count` queries' codes of a tile's weights, and what makes codes of weights. (Constants where this is
+ * inlined.) */
+KVEDGE_INLINE void scale_of_weights(const int count, const int bytes, const float *p, const float *v_scale,
+                                    int num_tokens, float *scale, float *factor) {
   const __m128 most = _mm_set1_ps(bytes == 3 ? WEIGHT_MAX : bytes == 2 ? WEIGHT_MAX_16 : WEIGHT_MAX_8);
   const __mmask8 queries = (__mmask8)((1 << count) - 1);
   __m512 reduced[4];
@@ -28,9 +28,14 @@ KVEDGE_INLINE void encode_weights_of(const int count, const int bytes, const flo
   }
   __m128 largest = reduce_4(MAX, reduced);
   __mmask8 some = _mm_cmp_ps_mask(largest, _mm_set1_ps(WEIGHT_NOTHING), _CMP_GT_OQ);
-  float factor[4];
-  _mm_storeu_ps(factor, _mm_maskz_div_ps(some, most, largest));
+  _mm_mask_storeu_ps(factor, queries, _mm_maskz_div_ps(some, most, largest));
   _mm_mask_storeu_ps(scale, queries, _mm_maskz_div_ps(some, largest, most));
+}
+
+/* Weights of `count` queries as unsigned codes of 24 bits or fewer, four tokens at a time as split_bytes() leaves them.
+ * (Constants where this is inlined.) */
+KVEDGE_INLINE void encode_weights_of(const int count, const int bytes, const float *p, const float *v_scale,
+                                     int num_tokens, const float *factor, uint8_t *codes) {
   for (int t = 0; t < num_tokens; t += 16) {
     __m512 scales = _mm512_loadu_ps(v_scale + t), dither = _mm512_loadu_ps(kvedge_dither + t);
 #pragma GCC unroll 4
@@ -47,12 +52,19 @@ KVEDGE_INLINE void encode_weights_of(const int count, const int bytes, const flo
   }
 }
 
+/* First all scales, then all codes, so that these need not wait for sums over lanes and divisions. */
 KVEDGE_INLINE void encode_weights(int num_queries, const int bytes, const float *p, const float *v_scale,
                                   int num_tokens, uint8_t *codes, float *scale) {
+  float factor[KVEDGE_STACK];
+#define SCALE_OF(count) \
+  scale_of_weights(count, bytes, p + i * KVEDGE_TILE, v_scale, num_tokens, scale + i, factor + i)
 #define ENCODE_OF(count) \
-  encode_weights_of(count, bytes, p + i * KVEDGE_TILE, v_scale, num_tokens, codes + i * CODE_ROW, scale + i)
+  encode_weights_of(count, bytes, p + i * KVEDGE_TILE, v_scale, num_tokens, factor + i, codes + i * CODE_ROW)
   int i = 0;
+  BY_FOURS(num_queries, SCALE_OF)
+  i = 0;
   BY_FOURS(num_queries, ENCODE_OF)
+#undef SCALE_OF
 #undef ENCODE_OF
 }
 

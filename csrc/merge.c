@@ -56,8 +56,8 @@ void kvedge_attention_collect(kvedge_attention *a, int slice, int slot) {
   if (chunk == 0 && a->chunks_per_block > 1) {
     memcpy(total.max, part.max, a->partial_floats * sizeof(float));
   }
-  for (int kv_head = 0; kv_head < a->view.num_kv_heads; kv_head++)
-    for (int64_t r = 0; r < rows; r++)
+  for (int64_t r = 0; r < rows; r++)
+    for (int kv_head = 0; kv_head < a->view.num_kv_heads; kv_head++)
       for (int g = 0; g < group; g++) {
         size_t i = (size_t)(r * group + g);
         size_t state = kvedge_query_index(a, kv_head) + i;

@@ -76,15 +76,14 @@ static void prepare_block(const kvedge_attention *a, int64_t block, const kvedge
   int dim = a->view.head_dim, group = a->heads_per_kv_head;
   int64_t first_row = block * a->rows_per_block, rows = kvedge_rows_in_block(a, block);
   double key_norm = 127.0 * sqrt((dim + 8) / 9.0);
-  for (int kv_head = 0; kv_head < a->view.num_kv_heads; kv_head++) {
-    size_t index = kvedge_query_index(a, kv_head);
-    for (int64_t row = first_row; row < first_row + rows; row++)
-      for (int g = 0; g < group; g++, index++) {
-        const float *x = a->query + (row * a->num_heads + (int64_t)kv_head * group + g) * dim;
+  const float *x = a->query + first_row * a->num_heads * dim;
+  for (int64_t r = 0; r < rows; r++)
+    for (int kv_head = 0; kv_head < a->view.num_kv_heads; kv_head++)
+      for (int g = 0; g < group; g++, x += dim) {
+        size_t index = kvedge_query_index(a, kv_head) + (size_t)(r * group + g);
         prepare_row(a, to, x, kv_head, index);
         if (to->codes) to->coarseness[index] = coarseness(a, to, index, key_norm);
       }
-  }
 }
 
 /* Returns the bytes; base NULL: only that. */
