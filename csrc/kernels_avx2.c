@@ -9,8 +9,9 @@
  *
  * Keys. There is no 8-bit product here that keeps more than 8 bits of the query (vpmaddubsw saturates). So
  * keys become 16-bit numbers, and so do queries: two bytes of a query's code cost a product and an addition
- * for 16 channels, which is what float FMAs cost, but the keys take 1 instruction to widen and not 4. Where
- * two bytes do not suffice, keys and queries are multiplied as floats.
+ * for 16 channels, which is what float FMAs cost, but the keys take 1 instruction to widen and not 4. For
+ * many queries they are transposed besides, two channels of a token side by side, so that no sum goes across
+ * lanes. Where two bytes do not suffice, keys and queries are multiplied as floats.
  *
  * Values are summed as floats, since weights need all their bits: codes become floats once for all stacked
  * queries (2 instructions per 8), and each query then costs 8 FMAs per 64-byte line.
@@ -196,6 +197,118 @@ KVEDGE_INLINE void score_queries(const kvedge_query *q, const int of_floats, int
   }
 }
 
+/* ---- Scores for many queries: keys are transposed, so that no sum goes across lanes ---- */
+
+enum {
+  VECTORS = KVEDGE_BLOCK / 8,        /* of 8 tokens */
+  PAIRS = CHANNELS_OF_TWO_BYTES / 2, /* of channels: the products of a pair are added at once */
+};
+
+/* 16 channels of 8 rows, of which n are there: eight pairs of channels, of all rows, as numbers of 16 bits. Four
+ * channels make two pairs: 0 and 2, 1 and 3. (Whether n is 16 is a constant where this is inlined.) */
+KVEDGE_INLINE void transpose_16(const int8_t *k, ptrdiff_t stride, int n, __m256i pairs[8 * VECTORS]) {
+  const __m256i even_bytes = _mm256_set1_epi16(1);
+  const int8_t *last = k + 4 * stride;
+  __m256i two[4]; /* rows i and i + 4 */
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++)
+    two[i] = _mm256_inserti128_si256(_mm256_castsi128_si256(load_up_to_16(k + i * stride, n)),
+                                     load_up_to_16(last + i * stride, n), 1);
+  __m256i low_01 = _mm256_unpacklo_epi32(two[0], two[1]), high_01 = _mm256_unpackhi_epi32(two[0], two[1]);
+  __m256i low_23 = _mm256_unpacklo_epi32(two[2], two[3]), high_23 = _mm256_unpackhi_epi32(two[2], two[3]);
+  __m256i four[4] = {_mm256_unpacklo_epi64(low_01, low_23), _mm256_unpackhi_epi64(low_01, low_23),
+                     _mm256_unpacklo_epi64(high_01, high_23), _mm256_unpackhi_epi64(high_01, high_23)};
+#pragma GCC unroll 4
+  for (int c = 0; c < 4; c++) {
+    pairs[2 * c * VECTORS] = _mm256_maddubs_epi16(even_bytes, four[c]);
+    pairs[(2 * c + 1) * VECTORS] = _mm256_srai_epi16(four[c], 8);
+  }
+}
+
+/* Codes of all queries, as pairs of channels: (num_queries, padded channels / 2). */
+KVEDGE_INLINE void pair_codes(const kvedge_query *q, int padded, int32_t *pairs) {
+  const __m256i order = _mm256_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15, 0, 1, 4, 5, 2, 3, 6, 7,
+                                         8, 9, 12, 13, 10, 11, 14, 15);
+  for (int i = 0; i < q->num_queries; i++) {
+    const int8_t *codes = q->codes + i * KVEDGE_CODE_BYTES * q->stride;
+    for (int d = 0; d < padded; d += 16, codes += CODES_OF_16, pairs += 8)
+      _mm256_storeu_si256((__m256i *)pairs, _mm256_shuffle_epi8(_mm256_loadu_si256((const __m256i *)codes), order));
+  }
+}
+
+/* Scores of a block for `count` queries (a constant where this is inlined). */
+KVEDGE_INLINE void score_block(const int count, const int32_t *codes, const __m256i *keys, int num_pairs,
+                               const float *unit, const float *k_scale, float *scores, int accumulate) {
+  __m256i sum[4][VECTORS];
+#pragma GCC unroll 4
+  for (int i = 0; i < count; i++)
+#pragma GCC unroll 2
+    for (int j = 0; j < VECTORS; j++) sum[i][j] = _mm256_setzero_si256();
+#pragma GCC unroll 4
+  for (int p = 0; p < num_pairs; p++, keys += VECTORS) {
+#pragma GCC unroll 4
+    for (int i = 0; i < count; i++) {
+      const __m256i pair = _mm256_set1_epi32(codes[i * num_pairs + p]);
+#pragma GCC unroll 2
+      for (int j = 0; j < VECTORS; j++) {
+        sum[i][j] = _mm256_add_epi32(sum[i][j], _mm256_madd_epi16(keys[j], pair));
+        __asm__("" : "+x"(sum[i][j])); /* as in dot_16() */
+      }
+    }
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < count; i++)
+#pragma GCC unroll 2
+    for (int j = 0; j < VECTORS; j++) {
+      float *out = scores + i * KVEDGE_TILE + 8 * j;
+      __m256 score = _mm256_mul_ps(_mm256_cvtepi32_ps(sum[i][j]), _mm256_set1_ps(unit[i]));
+      score = _mm256_mul_ps(score, _mm256_loadu_ps(k_scale + 8 * j));
+      if (accumulate) score = _mm256_add_ps(score, _mm256_loadu_ps(out));
+      _mm256_storeu_ps(out, score);
+    }
+}
+
+/* Whether transposing costs less than sums across lanes: measured. */
+static int are_many(int num_queries, int dim) { return num_queries > (dim <= 128 ? 2 : 4); }
+
+static void score_many(const kvedge_query *q, const int8_t *k, ptrdiff_t token_stride, int num_tokens,
+                       const float *k_scale, const char *ahead, float *scores, int accumulate) {
+  const int n = q->num_queries, padded = (q->dim + 15) / 16 * 16, num_pairs = padded / 2;
+  __m256i keys[PAIRS * VECTORS]; /* (pairs, vectors) of a block */
+  int8_t rows[KVEDGE_BLOCK * CHANNELS_OF_TWO_BYTES]; /* of a last block; what is not there makes scores of no use */
+  int32_t codes[KVEDGE_STACK * PAIRS];
+  float unit[KVEDGE_STACK];
+  for (int i = 0; i < n; i++) unit[i] = q->scale[i * q->scale_stride] * 256.0f;
+  pair_codes(q, padded, codes);
+  for (int t = 0; t < num_tokens; t += KVEDGE_BLOCK) {
+    const int8_t *from = k + t * token_stride;
+    ptrdiff_t stride = token_stride;
+    if (num_tokens - t < KVEDGE_BLOCK) {
+      for (int j = 0; j < num_tokens - t; j++) memcpy(rows + j * padded, from + j * stride, (size_t)q->dim);
+      from = rows, stride = padded;
+    }
+    for (int d = 0; d < q->dim; d += 16)
+      for (int j = 0; j < VECTORS; j++) {
+        const int8_t *at = from + 8 * j * stride + d;
+        __m256i *to = keys + d / 2 * VECTORS + j;
+        if (q->dim - d >= 16) transpose_16(at, stride, 16, to);
+        else transpose_16(at, stride, q->dim - d, to);
+        if (ahead) prefetch_bytes(ahead, 8 * 16);
+        if (ahead) ahead += 8 * 16;
+      }
+#define SCORE_BLOCK(count)                                                                 \
+  score_block(count, codes + i * num_pairs, keys, num_pairs, unit + i, k_scale + t, \
+              scores + i * KVEDGE_TILE + t, accumulate)
+    for (int i = 0; i < n; i += 4) switch (n - i) {
+        case 1: SCORE_BLOCK(1); break;
+        case 2: SCORE_BLOCK(2); break;
+        case 3: SCORE_BLOCK(3); break;
+        default: SCORE_BLOCK(4); break;
+      }
+#undef SCORE_BLOCK
+  }
+}
+
 static void scores_i8_avx2(const kvedge_query *q, const int8_t *k, ptrdiff_t token_stride,
                            int num_tokens, const float *k_scale, const void *prefetch, float *scores,
                            int accumulate) {
@@ -210,6 +323,7 @@ static void scores_i8_avx2(const kvedge_query *q, const int8_t *k, ptrdiff_t tok
     if (i < n) SCORE_QUERIES(of_floats, 1);                       \
   }
   if (q->num_bytes == 3 || q->dim > CHANNELS_OF_TWO_BYTES) SCORE(1)
+  else if (are_many(n, q->dim)) score_many(q, k, token_stride, num_tokens, k_scale, prefetch, scores, accumulate);
   else SCORE(0)
 #undef SCORE
 #undef SCORE_QUERIES
