@@ -338,8 +338,9 @@ KVEDGE_INLINE void weighted_sum_block(const int8_t *v, ptrdiff_t token_stride, i
   __m256 sum[SUM_QUERIES][2];
 #pragma GCC unroll 4
   for (int i = 0; i < count; i++) sum[i][0] = sum[i][1] = _mm256_setzero_ps();
-  for (int t = 0; t < num_tokens; t++, v += token_stride, weights++, prefetch += 64) {
-    _mm_prefetch(prefetch, _MM_HINT_T1);
+#pragma GCC unroll 4
+  for (int t = 0; t < num_tokens; t++, v += token_stride, weights++) {
+    if (prefetch) _mm_prefetch(prefetch + 64 * t, _MM_HINT_T1);
     __m256 low, high;
     if (channels == 16) {
       low = floats_of(_mm_loadl_epi64((const __m128i *)v));
@@ -378,12 +379,14 @@ static void weighted_sum_i8_avx2(const int8_t *v, ptrdiff_t token_stride, int nu
     int channels = dim - d < 16 ? dim - d : 16;
     for (int i = 0; i < num_queries; i += SUM_QUERIES) {
       const float *w = weights + i * KVEDGE_TILE;
-      const char *ahead = prefetch && i == 0 && d % 64 == 0 ? (const char *)prefetch + d * num_tokens : (const char *)v;
+      const char *ahead = prefetch && i == 0 && d % 64 == 0 ? (const char *)prefetch + d * num_tokens : NULL;
       float *out = acc + i * acc_stride + d;
-#define WEIGHTED_SUM(count)                                                                                         \
-  if (channels == 16)                                                                                               \
-    weighted_sum_block(v + d, token_stride, num_tokens, 16, count, w, alpha + i, ahead, out, acc_stride);           \
-  else weighted_sum_block(v + d, token_stride, num_tokens, channels, count, w, alpha + i, ahead, out, acc_stride)
+#define WEIGHTED_SUM_OF(channels, count, ahead) \
+  weighted_sum_block(v + d, token_stride, num_tokens, channels, count, w, alpha + i, ahead, out, acc_stride)
+#define WEIGHTED_SUM(count)                                  \
+  if (channels < 16) WEIGHTED_SUM_OF(channels, count, ahead); \
+  else if (ahead) WEIGHTED_SUM_OF(16, count, ahead);         \
+  else WEIGHTED_SUM_OF(16, count, NULL)
       switch (num_queries - i) {
         case 1: WEIGHTED_SUM(1); break;
         case 2: WEIGHTED_SUM(2); break;
@@ -391,6 +394,7 @@ static void weighted_sum_i8_avx2(const int8_t *v, ptrdiff_t token_stride, int nu
         default: WEIGHTED_SUM(SUM_QUERIES); break;
       }
 #undef WEIGHTED_SUM
+#undef WEIGHTED_SUM_OF
     }
   }
 }
