@@ -275,7 +275,7 @@ static void score_many(const kvedge_query *q, const int8_t *k, ptrdiff_t token_s
                        const float *k_scale, const char *ahead, float *scores, int accumulate) {
   const int n = q->num_queries, padded = (q->dim + 15) / 16 * 16, num_pairs = padded / 2;
   __m256i keys[PAIRS * VECTORS]; /* (pairs, vectors) of a block */
-  int8_t rows[KVEDGE_BLOCK * CHANNELS_OF_TWO_BYTES]; /* of a last block; what is not there makes scores of no use */
+  int8_t rows[KVEDGE_BLOCK * CHANNELS_OF_TWO_BYTES]; /* of a last block, whose last row is repeated */
   int32_t codes[KVEDGE_STACK * PAIRS];
   float unit[KVEDGE_STACK];
   for (int i = 0; i < n; i++) unit[i] = q->scale[i * q->scale_stride] * 256.0f;
@@ -283,8 +283,10 @@ static void score_many(const kvedge_query *q, const int8_t *k, ptrdiff_t token_s
   for (int t = 0; t < num_tokens; t += KVEDGE_BLOCK) {
     const int8_t *from = k + t * token_stride;
     ptrdiff_t stride = token_stride;
-    if (num_tokens - t < KVEDGE_BLOCK) {
-      for (int j = 0; j < num_tokens - t; j++) memcpy(rows + j * padded, from + j * stride, (size_t)q->dim);
+    const int left = num_tokens - t;
+    if (left < KVEDGE_BLOCK) {
+      for (int j = 0; j < KVEDGE_BLOCK; j++)
+        memcpy(rows + j * padded, from + (j < left ? j : left - 1) * stride, (size_t)q->dim);
       from = rows, stride = padded;
     }
     for (int d = 0; d < q->dim; d += 16)
