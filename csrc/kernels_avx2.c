@@ -209,15 +209,12 @@ enum {
 KVEDGE_INLINE void transpose_16(const int8_t *k, ptrdiff_t stride, int n, __m256i pairs[8 * VECTORS]) {
   const __m256i even_bytes = _mm256_set1_epi16(1);
   const int8_t *last = k + 4 * stride;
-  __m256i two[4]; /* rows i and i + 4 */
+  __m256i two[4], four[4]; /* two: rows i and i + 4; four: channels 4c..4c+3 of all */
 #pragma GCC unroll 4
   for (int i = 0; i < 4; i++)
     two[i] = _mm256_inserti128_si256(_mm256_castsi128_si256(load_up_to_16(k + i * stride, n)),
                                      load_up_to_16(last + i * stride, n), 1);
-  __m256i low_01 = _mm256_unpacklo_epi32(two[0], two[1]), high_01 = _mm256_unpackhi_epi32(two[0], two[1]);
-  __m256i low_23 = _mm256_unpacklo_epi32(two[2], two[3]), high_23 = _mm256_unpackhi_epi32(two[2], two[3]);
-  __m256i four[4] = {_mm256_unpacklo_epi64(low_01, low_23), _mm256_unpackhi_epi64(low_01, low_23),
-                     _mm256_unpacklo_epi64(high_01, high_23), _mm256_unpackhi_epi64(high_01, high_23)};
+  transpose_in_lanes(two, four);
 #pragma GCC unroll 4
   for (int c = 0; c < 4; c++) {
     pairs[2 * c * VECTORS] = _mm256_maddubs_epi16(even_bytes, four[c]);
@@ -385,9 +382,9 @@ static void weighted_sum_i8_avx2(const int8_t *v, ptrdiff_t token_stride, int nu
       float *out = acc + i * acc_stride + d;
 #define WEIGHTED_SUM_OF(channels, count, ahead) \
   weighted_sum_block(v + d, token_stride, num_tokens, channels, count, w, alpha + i, ahead, out, acc_stride)
-#define WEIGHTED_SUM(count)                                  \
+#define WEIGHTED_SUM(count)                                   \
   if (channels < 16) WEIGHTED_SUM_OF(channels, count, ahead); \
-  else if (ahead) WEIGHTED_SUM_OF(16, count, ahead);         \
+  else if (ahead) WEIGHTED_SUM_OF(16, count, ahead);          \
   else WEIGHTED_SUM_OF(16, count, NULL)
       switch (num_queries - i) {
         case 1: WEIGHTED_SUM(1); break;

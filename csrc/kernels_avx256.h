@@ -75,6 +75,16 @@ KVEDGE_INLINE __m256i first_lanes(int n) {
   return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
 }
 
+/* In each 128-bit lane, dword i of out[c] is dword c of row[i]. */
+KVEDGE_INLINE void transpose_in_lanes(const __m256i row[4], __m256i out[4]) {
+  __m256i low_01 = _mm256_unpacklo_epi32(row[0], row[1]), high_01 = _mm256_unpackhi_epi32(row[0], row[1]);
+  __m256i low_23 = _mm256_unpacklo_epi32(row[2], row[3]), high_23 = _mm256_unpackhi_epi32(row[2], row[3]);
+  out[0] = _mm256_unpacklo_epi64(low_01, low_23);
+  out[1] = _mm256_unpackhi_epi64(low_01, low_23);
+  out[2] = _mm256_unpacklo_epi64(high_01, high_23);
+  out[3] = _mm256_unpackhi_epi64(high_01, high_23);
+}
+
 /* 2^x for x <= 0, as exp2_nonpositive(). */
 KVEDGE_INLINE __m256 exp2_of(__m256 x) {
   const __m256 round = _mm256_set1_ps(ROUND_TO_INTEGER);

@@ -67,22 +67,13 @@ static void encode_query_avxvnni(const float *x, int dim, float factor, float la
 KVEDGE_INLINE void transpose_keys(const int8_t *k, ptrdiff_t token_stride, int num_tokens, int dim,
                                   __m256i *columns) {
   for (int d = 0; d < dim; d += 32) {
-    __m256i row[BLOCK], pairs[BLOCK], quads[BLOCK];
+    __m256i row[BLOCK], quads[BLOCK]; /* quads[i + c]: dwords c (low lane) and 4 + c (high) of rows i..i+3 */
 #pragma GCC unroll 8
     for (int t = 0; t < BLOCK; t++) {
       int token = t < num_tokens ? t : num_tokens - 1;
       row[t] = load_up_to_32(k + token * token_stride + d, dim - d);
     }
-    for (int i = 0; i < BLOCK; i += 2) {
-      pairs[i] = _mm256_unpacklo_epi32(row[i], row[i + 1]);
-      pairs[i + 1] = _mm256_unpackhi_epi32(row[i], row[i + 1]);
-    }
-    for (int i = 0; i < BLOCK; i += 4) { /* quads[i + c]: dwords c (low lane) and 4 + c (high) of rows i..i+3 */
-      quads[i] = _mm256_unpacklo_epi64(pairs[i], pairs[i + 2]);
-      quads[i + 1] = _mm256_unpackhi_epi64(pairs[i], pairs[i + 2]);
-      quads[i + 2] = _mm256_unpacklo_epi64(pairs[i + 1], pairs[i + 3]);
-      quads[i + 3] = _mm256_unpackhi_epi64(pairs[i + 1], pairs[i + 3]);
-    }
+    for (int i = 0; i < BLOCK; i += 4) transpose_in_lanes(row + i, quads + i);
     for (int c = 0; c < 4; c++) {
       columns[d / 4 + c] = _mm256_permute2x128_si256(quads[c], quads[4 + c], 0x20);
       columns[d / 4 + 4 + c] = _mm256_permute2x128_si256(quads[c], quads[4 + c], 0x31);
