@@ -44,14 +44,23 @@ KVEDGE_INLINE void multiply_add(__m512i *sum, __m512i u8, __m512i s8) {
 
 /* Lines that a later tile reads, in blocks of `size` bytes. They are asked for into L2, a few at a time and as evenly
  * as can be, since a core waits when more than about ten are on their way; and in the order of memory, which the CPU's
- * own prefetcher then follows. */
+ * own prefetcher then follows.
+ *
+ * AMD's cores (Zen 4) do not wait but forget what they are asked for then, and a line that was forgotten costs its use
+ * the whole way to memory. So each is asked for twice, and a third time where there is little arithmetic between: there
+ * after this many bytes more, which makes decoding 1.04 to 1.6 times as fast; elsewhere at once, which costs nothing. */
+enum { ASK_AGAIN_AFTER = 4096 };
+
 typedef struct {
   const int8_t *const *block, *const *last;
   ptrdiff_t size, used; /* bytes of each; of this one */
+  uintptr_t after;      /* bytes until a line is asked for again */
 } lines_ahead;
 
-KVEDGE_INLINE lines_ahead lines_of(const int8_t *const *blocks, int num_tokens, int dim) {
-  return (lines_ahead){.block = blocks, .last = blocks + (num_tokens - 1) / BLOCK, .size = BLOCK * dim};
+/* `in_order`: blocks lie side by side. */
+KVEDGE_INLINE lines_ahead lines_of(const int8_t *const *blocks, int num_tokens, int dim, int in_order) {
+  return (lines_ahead){.block = blocks, .last = blocks + (num_tokens - 1) / BLOCK, .size = BLOCK * dim,
+                       .after = in_order && __builtin_cpu_is("amd") ? ASK_AGAIN_AFTER : 0};
 }
 
 /* Where the next `count` lines start. They may pass the end of a block, or be asked for twice: no harm is done. */
@@ -65,9 +74,16 @@ KVEDGE_INLINE const char *take_lines(lines_ahead *a, int count) {
   return lines;
 }
 
-KVEDGE_INLINE void prefetch_lines(const char *lines, const int count) {
+/* (`count` and `times`, how often: constants where this is inlined.) Addresses are numbers, since they may lie before
+ * the first block. */
+KVEDGE_INLINE void prefetch_lines(const lines_ahead *a, const char *lines, const int count, const int times) {
+  const uintptr_t first = (uintptr_t)lines, second = first - a->after, third = first - a->after / 8;
 #pragma GCC unroll 8
-  for (int i = 0; i < count; i++) _mm_prefetch(lines + 64 * i, _MM_HINT_T1);
+  for (int i = 0; i < count; i++) _mm_prefetch((const char *)(first + 64 * i), _MM_HINT_T1);
+#pragma GCC unroll 8
+  for (int i = 0; i < count && times > 1; i++) _mm_prefetch((const char *)(second + 64 * i), _MM_HINT_T1);
+#pragma GCC unroll 8
+  for (int i = 0; i < count && times > 2; i++) _mm_prefetch((const char *)(third + 64 * i), _MM_HINT_T1);
 }
 
 /* Four bytes, for all lanes. */

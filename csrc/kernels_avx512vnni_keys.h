@@ -4,9 +4,12 @@
  * channels (one dword) at a time, and vpdpbusd leaves one token's sum in one lane. It wants unsigned keys: k + 128 =
  * k xor 0x80; that adds 128 * sum(query), from which sums start (kvedge_query.offsets).
  *
- * Many queries: 16 tokens are transposed as a whole, 4 shuffles per 64-byte line, and each byte of a query then costs a
- * product per line and no more. With 4 to 8 queries the shuffles of the next tokens come between these products, so
- * that ports 0 and 5 are both kept busy.
+ * Many queries: 16 tokens are transposed as a whole, 4 shuffles per 64-byte line, and stored; each byte of a query then
+ * costs a product per line and no more.
+ *
+ * Several queries: likewise, but what is transposed stays in registers, since Zen 4 pays for a stored vector with one
+ * and a half products. Loads put half lines of two rows side by side, so that 3 shuffles per line are left, and these
+ * come between the products of the rows before.
  *
  * Few queries: 4 tokens are transposed within 128-bit lanes, 2 shuffles per line, and stay in registers. A lane then
  * has its own channels, so a query's codes are spread accordingly, and each query and 16 tokens end in a sum over four
@@ -16,14 +19,13 @@
 enum {
   PAIR = 2,           /* blocks that are scored together, and share the loads of the queries */
   SCORE_QUERIES = 4,  /* at a time: x 3 bytes x PAIR = 24 of the 32 registers */
-  FEW_QUERIES = 3,    /* at most: from four on, sums over lanes cost more than the other transposing */
+  FEW_QUERIES = 2,    /* at most: from three on, sums over lanes cost more than the other transposing */
+  SEVERAL_QUERIES = 8, /* at most, in one pass or two: as many sums as stay in registers */
 };
 
 /* Codes are stored byte by byte: for every 64 channels 64 high bytes, 64 middle ones and 64 low ones. Where 32 or
  * fewer are left, they are there twice, since two rows then share a register. */
 enum { CODES_OF_64 = 3 * 64 };
-
-enum { HALF_PAGE = 2048 / 64 }; /* in vectors */
 
 static void encode_query_avx512vnni(const float *x, int dim, float factor, float largest, int8_t *codes, float *scale,
                                     int32_t *offsets) {
@@ -100,32 +102,23 @@ KVEDGE_INLINE float unit_of(const kvedge_query *q, int i, const int bytes) {
 
 /* ---- Scores for many queries ---- */
 
-/* Transposing takes two stages, both in place, among the columns. First rows 4u..4u+3 of 64 channels, within 128-bit
- * lanes. */
-KVEDGE_INLINE void transpose_unit(const key_rows *k, const extent how, int u, int d, int dim, __m512i *columns) {
-  __m512i row[4], quads[4];
-  load_keys(k, how, u, d, dim, row);
-  transpose_in_lanes(row, quads);
-#pragma GCC unroll 4
-  for (int c = 0; c < 4; c++) columns[PAIR * (4 * u + c)] = quads[c];
-}
-
-/* Then lanes: channels 4j..4j+3 of 16 tokens into columns[PAIR * j], for j = c, 4 + c, 8 + c, 12 + c. */
-KVEDGE_INLINE void order_lanes(int c, __m512i *columns) {
-  __m512i units[4], ordered[4];
-#pragma GCC unroll 4
-  for (int u = 0; u < 4; u++) units[u] = columns[PAIR * (4 * u + c)];
-  transpose_lanes(units, ordered);
-#pragma GCC unroll 4
-  for (int lane = 0; lane < 4; lane++) columns[PAIR * (4 * lane + c)] = ordered[lane];
-}
-
-/* 64 channels of a block from d on, into their columns. */
+/* 64 channels of a block from d on: channels 4j..4j+3 of 16 tokens into columns[PAIR * j]. */
 KVEDGE_INLINE void transpose_rows(const key_rows *k, const extent how, int d, int dim, __m512i *columns) {
+  __m512i quads[4][4]; /* of rows 4u..4u+3, within 128-bit lanes */
 #pragma GCC unroll 4
-  for (int u = 0; u < 4; u++) transpose_unit(k, how, u, d, dim, columns);
+  for (int u = 0; u < 4; u++) {
+    __m512i row[4];
+    load_keys(k, how, u, d, dim, row);
+    transpose_in_lanes(row, quads[u]);
+  }
 #pragma GCC unroll 4
-  for (int c = 0; c < 4; c++) order_lanes(c, columns);
+  for (int c = 0; c < 4; c++) {
+    const __m512i units[4] = {quads[0][c], quads[1][c], quads[2][c], quads[3][c]};
+    __m512i ordered[4];
+    transpose_lanes(units, ordered);
+#pragma GCC unroll 4
+    for (int lane = 0; lane < 4; lane++) columns[PAIR * (4 * lane + c)] = ordered[lane];
+  }
 }
 
 static __attribute__((noinline)) void transpose_part(const key_rows *k, int d, int dim, __m512i *columns) {
@@ -177,20 +170,17 @@ KVEDGE_INLINE void multiply_two_columns(const int count, const int bytes, const 
   }
 }
 
-/* A block or a pair of them to score: its columns, and the lines to ask for. And the pair that is transposed meanwhile,
- * where there is one. */
+/* A block or a pair of them to score: its columns, and the lines to ask for. */
 typedef struct {
   const __m512i *columns;
   lines_ahead *ahead;
-  key_rows next[PAIR];
-  __m512i *next_columns;
 } key_blocks;
 
 /* Scores of `blocks` blocks of tokens, one or two, for `count` queries of `bytes` bytes. (Constants where this is
- * inlined, as are `asking` for lines and `transposing` the next pair.) */
+ * inlined, as is `asking` for lines.) */
 KVEDGE_INLINE void score_blocks(const kvedge_query *q, int first, const int count, const int bytes,
-                                const int blocks, const int asking, const int transposing, const key_blocks *k,
-                                const float *unit, const float *k_scale, float *scores, int accumulate) {
+                                const int blocks, const int asking, const key_blocks *k, const float *unit,
+                                const float *k_scale, float *scores, int accumulate) {
   /* A product waits 5 cycles for the one before it in the same sum: few sums are made twice as many. */
   const int chains = count * bytes * blocks <= 8 ? 2 : 1;
   ptrdiff_t stride = KVEDGE_CODE_BYTES * q->stride, three_strides = 3 * stride;
@@ -209,30 +199,11 @@ KVEDGE_INLINE void score_blocks(const kvedge_query *q, int first, const int coun
         sum[i][b][j][1] = _mm512_setzero_si512();
       }
   for (int d = 0; d < q->dim; d += 64, codes += CODES_OF_64) {
-    const int8_t *at = codes;
-    if (transposing) {
-      __m512i *next = k->next_columns + PAIR * (d / 4);
-      const char *lines = take_lines(k->ahead, 8 * blocks);
-      for (int u = 0; u < 4; u++, at += 8, columns += 2 * PAIR, lines += 128 * blocks) {
-        prefetch_lines(lines, 2 * blocks);
-        multiply_two_columns(count, bytes, blocks, chains, at, stride, three_strides, columns, sum);
-#pragma GCC unroll 2
-        for (int j = 0; j < PAIR; j++) transpose_unit(&k->next[j], WHOLE, u, d, q->dim, next + j);
-      }
-      lines = take_lines(k->ahead, 8 * blocks);
-      for (int c = 0; c < 4; c++, at += 8, columns += 2 * PAIR, lines += 128 * blocks) {
-        prefetch_lines(lines, 2 * blocks);
-        multiply_two_columns(count, bytes, blocks, chains, at, stride, three_strides, columns, sum);
-#pragma GCC unroll 2
-        for (int j = 0; j < PAIR; j++) order_lanes(c, next + j);
-      }
-    } else {
-      /* An odd column out: the next is there, and its codes are 0. */
-      const int8_t *end = codes + (q->dim - d < 64 ? q->dim - d : 64);
-      for (; at < end; at += 8, columns += 2 * PAIR) {
-        if (asking) prefetch_lines(take_lines(k->ahead, 2 * blocks), 2 * blocks);
-        multiply_two_columns(count, bytes, blocks, chains, at, stride, three_strides, columns, sum);
-      }
+    /* An odd column out: the next is there, and its codes are 0. */
+    const int8_t *end = codes + (q->dim - d < 64 ? q->dim - d : 64);
+    for (const int8_t *at = codes; at < end; at += 8, columns += 2 * PAIR) {
+      if (asking) prefetch_lines(k->ahead, take_lines(k->ahead, 2 * blocks), 2 * blocks, 1);
+      multiply_two_columns(count, bytes, blocks, chains, at, stride, three_strides, columns, sum);
     }
   }
   scores += first * KVEDGE_TILE, unit += first;
@@ -260,14 +231,10 @@ KVEDGE_INLINE void score_blocks(const kvedge_query *q, int first, const int coun
 
 KVEDGE_INLINE void score_queries(const kvedge_query *q, const int bytes, const int blocks, const key_blocks *k,
                                  const float *unit, const float *k_scale, float *scores, int accumulate) {
-#define SCORE_BLOCKS_OF(count)                                                                      \
-  if (i == 0) score_blocks(q, i, count, bytes, blocks, 1, 0, k, unit, k_scale, scores, accumulate); \
-  else score_blocks(q, i, count, bytes, blocks, 0, 0, k, unit, k_scale, scores, accumulate)
+#define SCORE_BLOCKS_OF(count)                                                                   \
+  if (i == 0) score_blocks(q, i, count, bytes, blocks, 1, k, unit, k_scale, scores, accumulate); \
+  else score_blocks(q, i, count, bytes, blocks, 0, k, unit, k_scale, scores, accumulate)
   int i = 0;
-  if (bytes < 3 && blocks == PAIR && k->next_columns) {
-    score_blocks(q, i, SCORE_QUERIES, bytes, blocks, 1, 1, k, unit, k_scale, scores, accumulate);
-    i += SCORE_QUERIES;
-  }
   BY_FOURS(q->num_queries, SCORE_BLOCKS_OF)
 #undef SCORE_BLOCKS_OF
 }
@@ -286,39 +253,196 @@ typedef struct {
 
 KVEDGE_INLINE void score_many(const scoring *s, const int bytes) {
   const kvedge_query *q = s->q;
-  /* Columns of this pair and of the next: (dim / 4, PAIR) x 16 tokens x 4 channels, 2 KB for a dim of 64. They lie half
-   * a page apart: loads wait for stores to the same place in another page. */
-  __m512i columns[2 * PAIR * 1024 / 4 + HALF_PAGE];
-  const int apart = (PAIR * kvedge_padded_channels(q->dim) / 4) | HALF_PAGE;
+  __m512i columns[PAIR * 1024 / 4]; /* (dim / 4, PAIR) x 16 tokens x 4 channels: 2 KB for a dim of 64 */
   float unit[KVEDGE_STACK];
   for (int i = 0; i < q->num_queries; i++) unit[i] = unit_of(q, i, bytes);
-  /* With three bytes there are no registers left to transpose meanwhile; with many queries it saves nothing. */
-  const int meanwhile = bytes < 3 && q->dim % 64 == 0 && q->num_queries >= SCORE_QUERIES &&
-                        q->num_queries <= 2 * SCORE_QUERIES;
-  int transposed = 0; /* is this pair already? */
-  __m512i *here = columns, *there = columns + apart;
+  const key_blocks pair = {.columns = columns, .ahead = s->ahead};
   for (int t = 0; t < s->num_tokens; t += PAIR * BLOCK) {
     int blocks = s->num_tokens - t > BLOCK ? 2 : 1, block = t / BLOCK;
-    key_blocks pair = {.columns = here, .ahead = s->ahead};
-    for (int b = 0; b < blocks && !transposed; b++) {
+    for (int b = 0; b < blocks; b++) {
       key_rows rows = {.rows = s->k[block + b] + s->offset, .token_stride = s->token_stride,
                        .num_tokens = s->num_tokens - t - b * BLOCK};
       for (int d = 0; d < q->dim; d += 64) {
-        __m512i *to = here + PAIR * (d / 4) + b;
+        __m512i *to = columns + PAIR * (d / 4) + b;
         if (rows.num_tokens >= BLOCK && q->dim - d >= 64) transpose_rows(&rows, WHOLE, d, q->dim, to);
         else transpose_part(&rows, d, q->dim, to);
       }
     }
-    transposed = meanwhile && s->num_tokens - t >= 2 * PAIR * BLOCK;
-    if (transposed) {
-      pair.next_columns = there;
-      for (int b = 0; b < PAIR; b++)
-        pair.next[b] = (key_rows){.rows = s->k[block + PAIR + b] + s->offset, .token_stride = s->token_stride};
-    }
     if (blocks == 2) score_queries(q, bytes, 2, &pair, unit, s->k_scale + t, s->scores + t, s->accumulate);
     else score_queries(q, bytes, 1, &pair, unit, s->k_scale + t, s->scores + t, s->accumulate);
-    there = here;
-    here = here == columns ? columns + apart : columns;
+  }
+}
+
+/* ---- Scores for several queries ---- */
+
+/* Adds a column times four bytes of query i's codes. Written as one instruction with its broadcast, and one that stays
+ * where it is: GCC (12) computes an address for each query anew, and gathers what was to come between products. */
+KVEDGE_INLINE void multiply_add_code(__m512i *sum, __m512i column, const int8_t *codes, const int8_t *codes_of_4,
+                                     ptrdiff_t stride, ptrdiff_t three_strides, const int i, const int at) {
+  const int8_t *from = i < 4 ? codes : codes_of_4;
+#if defined(__GNUC__) && !defined(__clang__) && defined(__OPTIMIZE__)
+  typedef int8_t codes_of_all[4 * 1024 / 64 * CODES_OF_64]; /* at most: it is said that they are read */
+#define MULTIPLY_FROM(address)                                                                               \
+  __asm__ volatile("vpdpbusd %c2" address "%{1to16%}, %1, %0"                                                \
+                   : "+v"(*sum) : "v"(column), "i"(at), "r"(from), "r"(stride), "r"(three_strides),          \
+                     "m"(*(const codes_of_all *)from))
+  if (__builtin_constant_p(at)) { /* not so under sanitizers */
+    if (i % 4 == 0) MULTIPLY_FROM("(%3)");
+    else if (i % 4 == 1) MULTIPLY_FROM("(%3,%4)");
+    else if (i % 4 == 2) MULTIPLY_FROM("(%3,%4,2)");
+    else MULTIPLY_FROM("(%3,%5)");
+    return;
+  }
+#undef MULTIPLY_FROM
+#endif
+  multiply_add(sum, column, four_for_all(from + (i % 4 < 3 ? i % 4 * stride : three_strides) + at));
+}
+
+/* Holds a vector's computation where it is written. */
+#define PIN(vector) __asm__ volatile("" : "+v"(vector))
+
+/* Rows that are transposed while those before them are multiplied: 32 channels of a block. */
+typedef struct {
+  const int8_t *from;
+  ptrdiff_t stride, three_strides;
+  __m512i low[4], high[4]; /* lane L of [i]: the first, the other 16 channels of row 4 L + i */
+} next_rows;
+
+/* Rows i, 4 + i, 8 + i and 12 + i, as unsigned bytes. */
+KVEDGE_INLINE void load_rows(next_rows *n, const int i) {
+  const __m512i to_unsigned = _mm512_set1_epi8((char)0x80);
+  const int8_t *from = n->from + (i < 3 ? i * n->stride : n->three_strides);
+  __asm__ volatile("" : "+r"(from));
+  const int8_t *from_4 = from + 4 * n->stride, *from_8 = from + 8 * n->stride, *from_12 = from_4 + 8 * n->stride;
+  __m512i a = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *)from));
+  __m512i b = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *)from_8));
+  a = _mm512_xor_si512(_mm512_inserti64x4(a, _mm256_loadu_si256((const __m256i *)from_4), 1), to_unsigned);
+  b = _mm512_xor_si512(_mm512_inserti64x4(b, _mm256_loadu_si256((const __m256i *)from_12), 1), to_unsigned);
+  n->low[i] = _mm512_shuffle_i32x4(a, b, 0x88);
+  n->high[i] = _mm512_shuffle_i32x4(a, b, 0xdd);
+  PIN(n->low[i]);
+  PIN(n->high[i]);
+}
+
+/* The two halves of transpose_in_lanes(). */
+KVEDGE_INLINE void unpack_dwords(__m512i row[4]) {
+  __m512i low_01 = _mm512_unpacklo_epi32(row[0], row[1]), high_01 = _mm512_unpackhi_epi32(row[0], row[1]);
+  __m512i low_23 = _mm512_unpacklo_epi32(row[2], row[3]), high_23 = _mm512_unpackhi_epi32(row[2], row[3]);
+  row[0] = low_01, row[1] = low_23, row[2] = high_01, row[3] = high_23;
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) PIN(row[i]);
+}
+
+KVEDGE_INLINE void unpack_qwords(const __m512i row[4], __m512i column[4]) {
+  column[0] = _mm512_unpacklo_epi64(row[0], row[1]);
+  column[1] = _mm512_unpackhi_epi64(row[0], row[1]);
+  column[2] = _mm512_unpacklo_epi64(row[2], row[3]);
+  column[3] = _mm512_unpackhi_epi64(row[2], row[3]);
+#pragma GCC unroll 4
+  for (int c = 0; c < 4; c++) PIN(column[c]);
+}
+
+/* What comes before the products of column 0 to 7 of 32 channels: after step 3 columns of the other 16 channels are
+ * ready, after step 7 the first of the next rows. (`step`: a constant where this is inlined.) */
+KVEDGE_INLINE void prepare_next(next_rows *n, const int step, __m512i column[4]) {
+  if (step == 1) unpack_dwords(n->high);
+  else if (step == 3) unpack_qwords(n->high, column);
+  else if (step == 4) load_rows(n, 0), load_rows(n, 1);
+  else if (step == 5) load_rows(n, 2), load_rows(n, 3);
+  else if (step == 6) unpack_dwords(n->low);
+  else if (step == 7) unpack_qwords(n->low, column);
+}
+
+/* Scores of whole blocks for `count` queries from `first` on, of `bytes` bytes. (Constants where this is inlined.) */
+KVEDGE_INLINE void score_several_of(const scoring *s, int first, const int count, const int bytes) {
+  const kvedge_query *q = s->q;
+  const int chains = count * bytes <= 4 ? 2 : 1; /* as in score_blocks() */
+  ptrdiff_t stride = KVEDGE_CODE_BYTES * q->stride, three_strides = 3 * stride;
+  next_rows next = {.from = s->k[0] + s->offset, .stride = s->token_stride, .three_strides = 3 * s->token_stride};
+  OPAQUE(three_strides); /* else they are computed at every use */
+  OPAQUE(next.three_strides);
+  float unit[SEVERAL_QUERIES];
+  int32_t start[SEVERAL_QUERIES][3];
+  for (int i = 0; i < count; i++) {
+    unit[i] = unit_of(q, first + i, bytes);
+    memcpy(start[i], q->offsets + (first + i) * 4 * q->scale_stride, sizeof start[i]);
+  }
+  float *scores = s->scores + first * KVEDGE_TILE;
+  __m512i column[4];
+#pragma GCC unroll 4
+  for (int step = 4; step < 8; step++) prepare_next(&next, step, column);
+  for (int t = 0; t < s->num_tokens; t += BLOCK, scores += BLOCK) {
+    __m512i sum[SEVERAL_QUERIES][3][2];
+#pragma GCC unroll 8
+    for (int i = 0; i < count; i++)
+#pragma GCC unroll 3
+      for (int b = 0; b < bytes; b++) {
+        sum[i][b][0] = _mm512_set1_epi32(start[i][b]);
+        sum[i][b][1] = _mm512_setzero_si512();
+      }
+    const int8_t *codes = q->codes + first * stride;
+    for (int d = 32; d <= q->dim; d += 32) {
+      const int8_t *codes_of_4 = codes + 4 * stride;
+      if (count > 4) OPAQUE(codes_of_4);
+      const char *lines = take_lines(s->ahead, 8);
+      next.from += 32;
+      if (d == q->dim) next.from = s->k[t / BLOCK + (t + BLOCK < s->num_tokens)] + s->offset; /* or this one again */
+#pragma GCC unroll 2
+      for (int half = 0; half < 2; half++) {
+        const __m512i now[4] = {column[0], column[1], column[2], column[3]};
+#pragma GCC unroll 4
+        for (int c = 0; c < 4; c++) {
+          prefetch_lines(s->ahead, lines + 64 * (4 * half + c), 1, 2);
+          prepare_next(&next, 4 * half + c, column);
+#pragma GCC unroll 8
+          for (int i = 0; i < count; i++)
+#pragma GCC unroll 3
+            for (int b = 0; b < bytes; b++)
+              multiply_add_code(&sum[i][b][c % chains], now[c], codes, codes_of_4, stride, three_strides, i,
+                                4 * (4 * half + c) + 64 * b);
+        }
+      }
+      codes += d % 64 ? 32 : CODES_OF_64 - 32;
+    }
+    const __m512 byte = _mm512_set1_ps(256.0f), k_scale = _mm512_loadu_ps(s->k_scale + t);
+#pragma GCC unroll 8
+    for (int i = 0; i < count; i++) {
+#pragma GCC unroll 3
+      for (int b = 0; b < bytes && chains == 2; b++) sum[i][b][0] = _mm512_add_epi32(sum[i][b][0], sum[i][b][1]);
+      __m512 dot = _mm512_cvtepi32_ps(sum[i][0][0]);
+#pragma GCC unroll 3
+      for (int b = 1; b < bytes; b++) dot = _mm512_fmadd_ps(dot, byte, _mm512_cvtepi32_ps(sum[i][b][0]));
+      float *out = scores + i * KVEDGE_TILE;
+      __m512 score = _mm512_mul_ps(_mm512_mul_ps(dot, _mm512_set1_ps(unit[i])), k_scale);
+      if (s->accumulate) score = _mm512_add_ps(score, _mm512_loadu_ps(out));
+      _mm512_storeu_ps(out, score);
+    }
+  }
+}
+
+/* As few passes as sums have registers for, and as equal ones as can be. */
+KVEDGE_INLINE void score_several(const scoring *s, const int bytes) {
+  const int n = s->q->num_queries, most = bytes < 3 ? 7 : 4;
+  for (int i = 0, count, passes = (n + most - 1) / most; passes > 0; i += count, passes--) {
+    count = (n - i + passes - 1) / passes;
+#define SEVERAL(count)                    \
+  case count:                             \
+    score_several_of(s, i, count, bytes); \
+    break
+    if (count <= 4) {
+      switch (count) {
+        SEVERAL(2);
+        SEVERAL(3);
+        SEVERAL(4);
+      }
+    } else if (bytes < 3) {
+      switch (count) {
+        SEVERAL(5);
+        SEVERAL(6);
+        SEVERAL(7);
+      }
+    }
+#undef SEVERAL
   }
 }
 
@@ -375,20 +499,20 @@ KVEDGE_INLINE void store_scores(const kvedge_query *q, int i, const int bytes, _
 KVEDGE_INLINE void score_64(const kvedge_query *q, const int bytes, const int count, const extent how,
                             const __m512i *codes, const key_rows *k, int d, const float *k_scale, lines_ahead *ahead,
                             few_sums sums, float *scores, int accumulate) {
-  const int parts = (bytes + 1) / 2, units = is_half(how) ? 2 : 4;
+  const int parts = (bytes + 1) / 2, units = is_half(how) ? 2 : 4, times = count < 3 ? 3 : 2;
   const char *lines = take_lines(ahead, 4 * units); /* half of them while rows are transposed */
   __m512i column[4][4];                             /* of each unit */
 #pragma GCC unroll 4
   for (int u = 0; u < units; u++) {
     __m512i row[4];
     load_keys(k, how, u, d, q->dim, row);
-    prefetch_lines(lines + 128 * u, 2);
+    prefetch_lines(ahead, lines + 128 * u, 2, times);
     transpose_in_lanes(row, column[u]);
   }
   codes += d / 64 * 4 * bytes;
 #pragma GCC unroll 3
   for (int i = 0; i < count; i++, codes += (q->dim + 63) / 64 * 4 * bytes) {
-    if (i == count - 1) prefetch_lines(lines + 128 * units, 2 * units);
+    if (i == count - 1) prefetch_lines(ahead, lines + 128 * units, 2 * units, times);
     __m512i sum[3][4]; /* of each byte, of each unit */
 #pragma GCC unroll 3
     for (int b = 0; b < bytes; b++)
@@ -481,23 +605,47 @@ KVEDGE_INLINE void score_few(const scoring *s, const int bytes, const int count)
     else if (s->q->num_queries == 2) score_two_##bytes(s);                                              \
     else score_few(s, bytes, s->q->num_queries);                                                        \
   }                                                                                                     \
+  static __attribute__((noinline)) void score_several_##bytes(const scoring *s) { score_several(s, bytes); } \
   static __attribute__((noinline)) void score_many_##bytes(const scoring *s) { score_many(s, bytes); }
 SCORE(1)
 SCORE(2)
 SCORE(3)
 #undef SCORE
 
+KVEDGE_INLINE void score(const scoring *s, void (*few)(const scoring *), void (*several)(const scoring *),
+                         void (*many)(const scoring *)) {
+  const int n = s->q->num_queries;
+  if (n <= FEW_QUERIES && s->q->dim <= CHANNELS_OF_TWO_BYTES) {
+    few(s);
+    return;
+  }
+  scoring rest = *s;
+  if (n <= SEVERAL_QUERIES && s->q->dim % 32 == 0) { /* whole halves of lines, and whole blocks */
+    rest.num_tokens = s->num_tokens / BLOCK * BLOCK;
+    if (rest.num_tokens > 0) several(&rest);
+    rest.k += rest.num_tokens / BLOCK;
+    rest.k_scale += rest.num_tokens;
+    rest.scores += rest.num_tokens;
+    rest.num_tokens = s->num_tokens - rest.num_tokens;
+  }
+  if (rest.num_tokens > 0) many(&rest);
+}
+
+KVEDGE_INLINE void score_tile(const kvedge_query *q, const int8_t *const *k, ptrdiff_t offset, ptrdiff_t token_stride,
+                              int num_tokens, const float *k_scale, lines_ahead ahead, float *scores, int accumulate) {
+  const scoring s = {q, k, offset, token_stride, num_tokens, k_scale, &ahead, scores, accumulate};
+  switch (q->num_bytes) {
+    case 3: score(&s, score_few_3, score_several_3, score_many_3); break;
+    case 2: score(&s, score_few_2, score_several_2, score_many_2); break;
+    default: score(&s, score_few_1, score_several_1, score_many_1);
+  }
+}
+
 static void scores_i8_blocks_avx512vnni(const kvedge_query *q, const int8_t *const *k, ptrdiff_t offset,
                                         ptrdiff_t token_stride, int num_tokens, const float *k_scale,
                                         const int8_t *const *prefetch, float *scores, int accumulate) {
-  lines_ahead ahead = lines_of(prefetch ? prefetch : k /* rows that are here anyway */, num_tokens, q->dim);
-  const scoring s = {q, k, offset, token_stride, num_tokens, k_scale, &ahead, scores, accumulate};
-  int few = q->num_queries <= FEW_QUERIES && q->dim <= CHANNELS_OF_TWO_BYTES;
-  switch (q->num_bytes) {
-    case 3: few ? score_few_3(&s) : score_many_3(&s); break;
-    case 2: few ? score_few_2(&s) : score_many_2(&s); break;
-    default: few ? score_few_1(&s) : score_many_1(&s);
-  }
+  score_tile(q, k, offset, token_stride, num_tokens, k_scale, lines_of(prefetch ? prefetch : k, num_tokens, q->dim, 0),
+             scores, accumulate);
 }
 
 static void scores_i8_avx512vnni(const kvedge_query *q, const int8_t *k, ptrdiff_t token_stride,
@@ -506,6 +654,7 @@ static void scores_i8_avx512vnni(const kvedge_query *q, const int8_t *k, ptrdiff
   const int8_t *blocks[KVEDGE_TILE_BLOCKS], *ahead[KVEDGE_TILE_BLOCKS];
   blocks_of(k, token_stride, blocks);
   if (prefetch) blocks_of(prefetch, q->dim, ahead);
-  scores_i8_blocks_avx512vnni(q, blocks, 0, token_stride, num_tokens, k_scale, prefetch ? ahead : NULL, scores,
-                              accumulate);
+  score_tile(q, blocks, 0, token_stride, num_tokens, k_scale,
+             lines_of(prefetch ? ahead : blocks /* rows that are here anyway */, num_tokens, q->dim, 1), scores,
+             accumulate);
 }

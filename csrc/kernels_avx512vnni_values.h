@@ -2,12 +2,18 @@
  *
  * Rows of four tokens are interleaved byte by byte (2 shuffles per 64-byte line, once for all queries), so that
  * vpdpbusd with a broadcast dword of weights, which are unsigned, adds all four tokens to 16 channels: a product per
- * line, query and byte of the weights. Sums stay in registers over a tile, of as many queries as there is room for; for
- * the others what was interleaved is kept. With up to 32 channels left, rows of two tokens share a register.
+ * line, query and byte of the weights. Sums stay in registers over a tile, of as many queries as there is room for.
+ *
+ * Many queries: for the others what was interleaved is kept. Several: half of the sums are made at a time, so that
+ * there is room for twice as many, from rows that are read and interleaved by halves, since Zen 4 pays for a stored
+ * vector with one and a half products.
+ *
+ * With up to 32 channels left, rows of two tokens share a register.
  */
 enum {
   SUM_REGISTERS = 24, /* of 32: queries x bytes of the weights x 4 */
   SUM_QUERIES = 4,    /* at most */
+  HALF_QUERIES = 4,   /* at most, where half of the sums are made at a time */
   ROWS_NEAR = 8,      /* this many rows before a row is used, it is asked for into L1 */
 };
 
@@ -102,7 +108,7 @@ static __attribute__((noinline)) void keep_values(const value_rows *v, int num_c
       int token = t + j < v->num_tokens ? t + j : v->num_tokens - 1;
       ptrdiff_t at = token % BLOCK * v->token_stride + v->offset;
       row[j] = _mm512_maskz_loadu_epi8(valid, v->blocks[token / BLOCK] + at);
-      prefetch_lines(take_lines(v->ahead, 1), 1);
+      prefetch_lines(v->ahead, take_lines(v->ahead, 1), 1, 1);
     }
     interleave_4_rows(row, kept);
   }
@@ -133,6 +139,15 @@ KVEDGE_INLINE __m512i weights_at(const uint8_t *codes, const int half) {
   return half ? _mm512_mask_blend_epi32(0xff00, weights, four_for_all(codes + 16)) : weights;
 }
 
+/* high * 2^16 + middle * 2^8 + low, or fewer of them. (`bytes`: a constant where this is inlined.) */
+KVEDGE_INLINE __m512 total_of(const int bytes, __m512i high, __m512i middle, __m512i low) {
+  const __m512 byte = _mm512_set1_ps(256.0f);
+  __m512 total = _mm512_cvtepi32_ps(high);
+  if (bytes > 1) total = _mm512_fmadd_ps(total, byte, _mm512_cvtepi32_ps(middle));
+  if (bytes > 2) total = _mm512_fmadd_ps(total, byte, _mm512_cvtepi32_ps(low));
+  return total;
+}
+
 /* Sums over a tile of `count` queries' weights, of `bytes` bytes, times the values, as interleave_4_rows() orders
  * them: (count, 4). `half`: of up to 32 channels. (Constants where this is inlined.) */
 KVEDGE_INLINE void weigh(const value_rows *v, const value_source source, const int half, __mmask32 valid,
@@ -141,6 +156,7 @@ KVEDGE_INLINE void weigh(const value_rows *v, const value_source source, const i
   const int step = half ? 8 : 4, asked = source == ROWS ? 4 : source == KEPT ? 0 : 2; /* lines in a step */
   /* Rows come from L2, and lie too far apart for prefetchers. Where there is little arithmetic, asking costs more. */
   const int asking_near = source == ROWS_KEPT || count * bytes > 4;
+  const int times = source != ROWS ? 1 : asking_near ? 2 : 3;
   __m512i sum[SUM_QUERIES][3][4];
 #pragma GCC unroll 4
   for (int i = 0; i < count; i++)
@@ -168,7 +184,7 @@ KVEDGE_INLINE void weigh(const value_rows *v, const value_source source, const i
         for (int c = 0; c < 4; c++)
           if (source == ROWS_KEPT) kept[c] = value[c];
       }
-      prefetch_lines(lines, asked);
+      prefetch_lines(v->ahead, lines, asked, times);
 #pragma GCC unroll 4
       for (int i = 0; i < count; i++)
 #pragma GCC unroll 3
@@ -184,12 +200,55 @@ KVEDGE_INLINE void weigh(const value_rows *v, const value_source source, const i
   for (int i = 0; i < count; i++)
 #pragma GCC unroll 4
     for (int c = 0; c < 4; c++) {
-      __m512 total = _mm512_cvtepi32_ps(sum[i][0][c]);
-#pragma GCC unroll 3
-      for (int b = 1; b < bytes; b++)
-        total = _mm512_fmadd_ps(total, _mm512_set1_ps(256.0f), _mm512_cvtepi32_ps(sum[i][b][c]));
+      __m512 total = total_of(bytes, sum[i][0][c], sum[i][1][c], sum[i][2][c]);
       totals[i][c] = half ? _mm512_add_ps(total, _mm512_shuffle_f32x4(total, total, 0x4e)) : total;
     }
+}
+
+/* Half of interleave_4_rows(): its out[0] and out[1], or [2] and [3]. */
+KVEDGE_INLINE void interleave_half(const __m512i row[4], const int high, __m512i out[2]) {
+  __m512i ab = high ? _mm512_unpackhi_epi8(row[0], row[1]) : _mm512_unpacklo_epi8(row[0], row[1]);
+  __m512i cd = high ? _mm512_unpackhi_epi8(row[2], row[3]) : _mm512_unpacklo_epi8(row[2], row[3]);
+  out[0] = _mm512_unpacklo_epi16(ab, cd);
+  out[1] = _mm512_unpackhi_epi16(ab, cd);
+}
+
+/* weigh(), of 64 channels from whole rows: totals[i][0] and [1], or [2] and [3]. (`high`, `count` and `bytes`:
+ * constants where this is inlined.) */
+KVEDGE_INLINE void weigh_half(const value_rows *v, const int high, const int count, const int bytes,
+                              const uint8_t *codes, __m512 (*totals)[4]) {
+  __m512i sum[HALF_QUERIES][3][2];
+#pragma GCC unroll 4
+  for (int i = 0; i < count; i++)
+#pragma GCC unroll 3
+    for (int b = 0; b < bytes; b++) sum[i][b][0] = sum[i][b][1] = _mm512_setzero_si512();
+  for (int t = 0; t < v->num_tokens; t += BLOCK) {
+    const int8_t *from = v->blocks[t / BLOCK] + v->offset;
+    const int8_t *next = t + BLOCK < v->num_tokens ? v->blocks[t / BLOCK + 1] + v->offset : from;
+    const char *lines = take_lines(v->ahead, BLOCK / 2);
+#pragma GCC unroll 4
+    for (int r = 0; r < BLOCK; r += 4) {
+      __m512i row[4], value[2];
+      const int8_t *near = r < BLOCK - ROWS_NEAR ? from + ROWS_NEAR * v->token_stride
+                                                 : next + (r - BLOCK + ROWS_NEAR) * v->token_stride;
+      load_values(from, near, v->token_stride, 0, 0, row);
+      interleave_half(row, high, value);
+      prefetch_lines(v->ahead, lines, 2, 2);
+#pragma GCC unroll 4
+      for (int i = 0; i < count; i++)
+#pragma GCC unroll 3
+        for (int b = 0; b < bytes; b++) {
+          __m512i weights = four_for_all(codes + i * CODE_ROW + 4 * b);
+          multiply_add(&sum[i][b][0], weights, value[0]);
+          multiply_add(&sum[i][b][1], weights, value[1]);
+        }
+      codes += 16, from += 4 * v->token_stride, lines += 128;
+    }
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < count; i++)
+#pragma GCC unroll 2
+    for (int c = 0; c < 2; c++) totals[i][2 * high + c] = total_of(bytes, sum[i][0][c], sum[i][1][c], sum[i][2][c]);
 }
 
 /* acc = acc * alpha + total * scale of 64 channels (those in `valid`) of one query. */
@@ -206,27 +265,60 @@ KVEDGE_INLINE void add_totals(const __m512 total[4], __mmask64 valid, float scal
   }
 }
 
-/* 64 channels of a tile of values, added for all queries, with weights of `bytes` bytes (a constant where this is
- * inlined). */
-KVEDGE_INLINE void weigh_64(const value_rows *v, int num_channels, int num_queries, const int bytes,
-                            const uint8_t *codes, const float *scale, const float *alpha, float *acc,
-                            ptrdiff_t acc_stride) {
+/* Where sums go: rows of queries' codes, (num_queries) scales and factors, and accumulators. */
+typedef struct {
+  int num_queries;
+  const uint8_t *codes;
+  const float *scale, *alpha;
+  float *acc;
+  ptrdiff_t acc_stride;
+} weighing;
+
+/* 64 channels of a tile of values, added for all queries, three or more, by halves. */
+KVEDGE_INLINE void weigh_64_by_halves(const value_rows *v, const weighing *w, const int bytes) {
+  for (int i = 0, count, passes = (w->num_queries + HALF_QUERIES - 1) / HALF_QUERIES; passes > 0; i += count, passes--) {
+    __m512 totals[HALF_QUERIES][4];
+    const uint8_t *codes = w->codes + i * CODE_ROW;
+    count = (w->num_queries - i + passes - 1) / passes; /* as equal as can be */
+#define WEIGH_HALVES(count)                        \
+  case count:                                      \
+    weigh_half(v, 0, count, bytes, codes, totals); \
+    weigh_half(v, 1, count, bytes, codes, totals); \
+    break
+    switch (count) {
+      WEIGH_HALVES(2);
+      WEIGH_HALVES(3);
+      WEIGH_HALVES(4);
+    }
+#undef WEIGH_HALVES
+    for (int j = i; j < i + count; j++)
+      add_totals(totals[j - i], ~0ull, w->scale[j], w->alpha[j], w->acc + j * w->acc_stride);
+  }
+}
+
+/* 64 channels, or fewer, of a tile of values, added for all queries, with weights of `bytes` bytes (a constant where
+ * this is inlined). */
+KVEDGE_INLINE void weigh_64(const value_rows *v, int num_channels, const weighing *w, const int bytes) {
   const int most = SUM_REGISTERS / (4 * bytes) < SUM_QUERIES ? SUM_REGISTERS / (4 * bytes) : SUM_QUERIES;
+  const int whole = v->num_tokens % BLOCK == 0, half = whole && num_channels <= 32, n = w->num_queries;
+  if (n > FEW_QUERIES && n <= SEVERAL_QUERIES && whole && num_channels >= 64) {
+    weigh_64_by_halves(v, w, bytes);
+    return;
+  }
   __m512i kept[KVEDGE_TILE]; /* (tokens / 4, 4) */
-  int whole = v->num_tokens % BLOCK == 0, half = whole && num_channels <= 32;
   __mmask32 valid = (__mmask32)first_bytes(num_channels);
-  value_source source = num_queries > most ? ROWS_KEPT : ROWS;
+  value_source source = n > most ? ROWS_KEPT : ROWS;
   if (!whole || (num_channels > 32 && num_channels < 64)) {
     keep_values(v, num_channels, kept);
     source = KEPT;
   }
-  int passes = (num_queries + most - 1) / most;
-  for (int i = 0, count; i < num_queries; i += count, passes--) {
+  for (int i = 0, count, passes = (n + most - 1) / most; passes > 0; i += count, passes--) {
     __m512 totals[SUM_QUERIES][4];
-    count = (num_queries - i + passes - 1) / passes; /* as equal as can be */
-#define WEIGH_FROM(source, count)                                                                     \
-  if (half) weigh(v, source, 1, valid, kept, count, bytes, codes + i * CODE_ROW, totals);             \
-  else weigh(v, source, 0, 0, kept, count, bytes, codes + i * CODE_ROW, totals)
+    const uint8_t *codes = w->codes + i * CODE_ROW;
+    count = (n - i + passes - 1) / passes; /* as equal as can be */
+#define WEIGH_FROM(source, count)                                                      \
+  if (half) weigh(v, source, 1, valid, kept, count, bytes, codes, totals);             \
+  else weigh(v, source, 0, 0, kept, count, bytes, codes, totals)
 #define WEIGH(count)                                             \
   switch (source) {                                              \
     case ROWS: WEIGH_FROM(ROWS, count); break;                   \
@@ -241,15 +333,14 @@ KVEDGE_INLINE void weigh_64(const value_rows *v, int num_channels, int num_queri
 #undef WEIGH
 #undef WEIGH_FROM
     source = source == ROWS_KEPT ? KEPT_ASKING : KEPT;
-    for (int j = 0; j < count; j++)
-      add_totals(totals[j], first_bytes(num_channels), scale[i + j], alpha[i + j], acc + (i + j) * acc_stride);
+    for (int j = i; j < i + count; j++)
+      add_totals(totals[j - i], first_bytes(num_channels), w->scale[j], w->alpha[j], w->acc + j * w->acc_stride);
   }
 }
 
-static void weighted_sum_i8_blocks_avx512vnni(const int8_t *const *v, ptrdiff_t offset, ptrdiff_t token_stride,
-                                              int num_tokens, int dim, int num_queries, int num_bytes,
-                                              const float *p, const float *v_scale, const float *alpha,
-                                              const int8_t *const *prefetch, float *acc, ptrdiff_t acc_stride) {
+KVEDGE_INLINE void weigh_tile(const int8_t *const *v, ptrdiff_t offset, ptrdiff_t token_stride, int num_tokens,
+                              int dim, int num_queries, int num_bytes, const float *p, const float *v_scale,
+                              const float *alpha, lines_ahead ahead, float *acc, ptrdiff_t acc_stride) {
   _Alignas(64) uint8_t codes[KVEDGE_STACK * CODE_ROW];
   float scale[KVEDGE_STACK];
   switch (num_bytes) {
@@ -257,16 +348,24 @@ static void weighted_sum_i8_blocks_avx512vnni(const int8_t *const *v, ptrdiff_t 
     case 2: encode_weights(num_queries, 2, p, v_scale, num_tokens, codes, scale); break;
     default: encode_weights(num_queries, 1, p, v_scale, num_tokens, codes, scale);
   }
-  lines_ahead ahead = lines_of(prefetch ? prefetch : v /* rows that are here anyway */, num_tokens, dim);
   value_rows rows = {.blocks = v, .token_stride = token_stride, .num_tokens = num_tokens, .ahead = &ahead};
-  for (int d = 0; d < dim; d += 64) {
+  weighing w = {num_queries, codes, scale, alpha, acc, acc_stride};
+  for (int d = 0; d < dim; d += 64, w.acc += 64) {
     rows.offset = offset + d;
     switch (num_bytes) {
-      case 3: weigh_64(&rows, dim - d, num_queries, 3, codes, scale, alpha, acc + d, acc_stride); break;
-      case 2: weigh_64(&rows, dim - d, num_queries, 2, codes, scale, alpha, acc + d, acc_stride); break;
-      default: weigh_64(&rows, dim - d, num_queries, 1, codes, scale, alpha, acc + d, acc_stride);
+      case 3: weigh_64(&rows, dim - d, &w, 3); break;
+      case 2: weigh_64(&rows, dim - d, &w, 2); break;
+      default: weigh_64(&rows, dim - d, &w, 1);
     }
   }
+}
+
+static void weighted_sum_i8_blocks_avx512vnni(const int8_t *const *v, ptrdiff_t offset, ptrdiff_t token_stride,
+                                              int num_tokens, int dim, int num_queries, int num_bytes,
+                                              const float *p, const float *v_scale, const float *alpha,
+                                              const int8_t *const *prefetch, float *acc, ptrdiff_t acc_stride) {
+  weigh_tile(v, offset, token_stride, num_tokens, dim, num_queries, num_bytes, p, v_scale, alpha,
+             lines_of(prefetch ? prefetch : v, num_tokens, dim, 0), acc, acc_stride);
 }
 
 static void weighted_sum_i8_avx512vnni(const int8_t *v, ptrdiff_t token_stride, int num_tokens, int dim,
@@ -276,6 +375,6 @@ static void weighted_sum_i8_avx512vnni(const int8_t *v, ptrdiff_t token_stride, 
   const int8_t *blocks[KVEDGE_TILE_BLOCKS], *ahead[KVEDGE_TILE_BLOCKS];
   blocks_of(v, token_stride, blocks);
   if (prefetch) blocks_of(prefetch, dim, ahead);
-  weighted_sum_i8_blocks_avx512vnni(blocks, 0, token_stride, num_tokens, dim, num_queries, num_bytes, p, v_scale,
-                                    alpha, prefetch ? ahead : NULL, acc, acc_stride);
+  weigh_tile(blocks, 0, token_stride, num_tokens, dim, num_queries, num_bytes, p, v_scale, alpha,
+             lines_of(prefetch ? ahead : blocks /* rows that are here anyway */, num_tokens, dim, 1), acc, acc_stride);
 }
