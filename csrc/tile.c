@@ -439,17 +439,21 @@ static void step(const kvedge_attention *a, int64_t block, int kv_head, const ti
   }
 }
 
-/* Asks for one head's share of a tile's scales, into L2, since a tile is a long way off; they lie close together, head
- * after head. */
+/* Asks for a head's scales in a tile, where tile_scales() has not gathered them along with those of the head before. A
+ * step ahead is early enough for them; what is asked for long before is often forgotten (AMD). */
 static void prefetch_scales(const kvedge_cache_view *view, const tile_of_tokens *tile, int kv_head) {
+  int column = kv_head * view->num_groups, last = column + view->num_groups - 1;
+  if (column > 0 && (column - 1) / KVEDGE_SCALE_COLUMNS == last / KVEDGE_SCALE_COLUMNS) return;
+  ptrdiff_t stride = view->scale_token_stride, size = stride < 64 ? 1 : view->scale_head_stride;
   for (int i = 0; i < tile->num_pieces; i++) {
     const piece *p = &tile->pieces[i];
-    ptrdiff_t bytes = p->num_tokens * view->scale_token_stride / view->num_kv_heads;
-    const char *keys = p->rows.key_scales + kv_head * bytes, *values = p->rows.value_scales + kv_head * bytes;
-    for (ptrdiff_t at = 0; at < bytes; at += 64) {
-      __builtin_prefetch(keys + at, 0, 2);
-      __builtin_prefetch(values + at, 0, 2);
-    }
+    const char *keys = p->rows.key_scales + kv_head * view->scale_head_stride;
+    const char *values = p->rows.value_scales + kv_head * view->scale_head_stride;
+    for (ptrdiff_t row = 0; row < p->num_tokens * stride; row += stride < 64 ? 64 : stride)
+      for (ptrdiff_t at = row; at < row + size; at += 64) {
+        __builtin_prefetch(keys + at, 0, 2);
+        __builtin_prefetch(values + at, 0, 2);
+      }
   }
 }
 
@@ -541,7 +545,10 @@ void kvedge_slice_run(const kvedge_attention *a, int slice, kvedge_slice next, i
     if (in_blocks) blocks = blocks_of_tile(view, &tile);
     if (asking) following_blocks = blocks_of_tile(view, &following);
     for (int h = 0; h < view->num_kv_heads; h++) {
-      if (view->num_groups > 0) prefetch_scales(view, &following, h);
+      if (view->num_groups > 0) {
+        int next = h + 1 < view->num_kv_heads;
+        prefetch_scales(view, next ? &tile : &following, next ? h + 1 : 0);
+      }
       if (in_blocks) {
         tile_blocks share;
         if (asking) share = share_of_head_in_blocks(view, &following_blocks, tile.num_tokens, h);
