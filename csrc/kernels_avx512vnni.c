@@ -1,14 +1,16 @@
 /* AVX-512 with VNNI: Cascade Lake, Ice Lake and later servers, Zen 4 and later.
  *
- *   instruction               what for                    Cascade Lake        Zen 4
- *   vpdpbusd zmm              u8 keys x s8 query,         5 cycles, p05       4, FP01 (2 x 256)
+ *   instruction               what for                    Cascade Lake        Zen 4 (512 bits, as measured)
+ *   vpdpbusd zmm              u8 keys x s8 query,         5 cycles, p05       4 cycles, one per cycle: FP01
  *                             u8 weights x s8 values
- *   vpunpck*, vshufi32x4      transposing                 1-3 cycles, p5      1-2, FP12
- *   vpbroadcastd zmm, m32     four weights for all        load                load
- *   vreduceps, vscalefps      2^x                         4 cycles, p05       4-5, FP01
+ *   vpunpck*, vshufi32x4      transposing                 1-3 cycles, p5      3 in 2 cycles, 1; not on FP0
+ *   vpbroadcastd zmm, m32     four weights for all        load                2 per cycle, other loads 1
+ *   vreduceps, vscalefps      2^x                         4 cycles, p05       2 cycles each: FP23
+ *   vmovups m512, zmm         keeping                     store               2 cycles, and 1.5 products fewer
  *
- * Both products and shuffles want port 5, which is what bounds this path, so it is shuffles that are saved:
- * kernels_avx512vnni_keys.h has the scores, kernels_avx512vnni_values.h the weighted sums.
+ * On Intel both products and shuffles want port 5, which bounds this path, so it is shuffles that are saved. On Zen 4
+ * it is products, and what disturbs them is stores. kernels_avx512vnni_keys.h has the scores,
+ * kernels_avx512vnni_values.h the weighted sums.
  */
 #if defined(__x86_64__)
 #include <float.h>

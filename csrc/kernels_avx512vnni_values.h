@@ -161,7 +161,7 @@ KVEDGE_INLINE void weigh(const value_rows *v, const value_source source, const i
 #pragma GCC unroll 4
   for (int i = 0; i < count; i++)
 #pragma GCC unroll 3
-    for (int b = 0; b < bytes; b++)
+    for (int b = 0; b < 3; b++)
 #pragma GCC unroll 4
       for (int c = 0; c < 4; c++) sum[i][b][c] = _mm512_setzero_si512();
   for (int t = 0; t < v->num_tokens; t += BLOCK) {
@@ -221,7 +221,7 @@ KVEDGE_INLINE void weigh_half(const value_rows *v, const int high, const int cou
 #pragma GCC unroll 4
   for (int i = 0; i < count; i++)
 #pragma GCC unroll 3
-    for (int b = 0; b < bytes; b++) sum[i][b][0] = sum[i][b][1] = _mm512_setzero_si512();
+    for (int b = 0; b < 3; b++) sum[i][b][0] = sum[i][b][1] = _mm512_setzero_si512();
   for (int t = 0; t < v->num_tokens; t += BLOCK) {
     const int8_t *from = v->blocks[t / BLOCK] + v->offset;
     const int8_t *next = t + BLOCK < v->num_tokens ? v->blocks[t / BLOCK + 1] + v->offset : from;
