@@ -620,7 +620,7 @@ KVEDGE_INLINE void score(const scoring *s, void (*few)(const scoring *), void (*
     return;
   }
   scoring rest = *s;
-  if (n <= SEVERAL_QUERIES && s->q->dim % 32 == 0) { /* whole halves of lines, and whole blocks */
+  if (n > FEW_QUERIES && n <= SEVERAL_QUERIES && s->q->dim % 32 == 0) { /* whole halves of lines, and whole blocks */
     rest.num_tokens = s->num_tokens / BLOCK * BLOCK;
     if (rest.num_tokens > 0) several(&rest);
     rest.k += rest.num_tokens / BLOCK;

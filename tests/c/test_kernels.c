@@ -39,6 +39,13 @@ static int shape_step(int dim) {
   return getenv("KVEDGE_TEST_SHORT") ? 2 * step + 1 : step;
 }
 
+/* Those of FOR_SHAPES are few for wide rows: each of these numbers of queries for which a path may have code of its own,
+ * with whole blocks and with a last one that is not. */
+#define FOR_EACH_DIM_AND_QUERIES(at)                                                       \
+  for (shape at = {.num_tokens = 32}; at.num_tokens <= 39; at.num_tokens += 7)             \
+    for (int n = 0; n < NUM_DIMS; n++)                                                     \
+      for (at.dim = dims[n], at.num_queries = 1; at.num_queries <= 9; at.num_queries++)
+
 static void fail_at(shape at, int query, int index, double got, double expected) {
   fail("dim=%d tokens=%d queries=%d: query %d, number %d: %.9g, not %.9g", at.dim, at.num_tokens,
        at.num_queries, query, index, got, expected);
@@ -358,6 +365,7 @@ static void test_scores_i8(void) {
   begin("%s scores_i8", kernels->name);
   FOR_SHAPES(n, s)
     score_case(shape_at(dims[n], s), s % 4 == 1, s % 8 == 2 ? 0x1p61f : s % 8 == 3 ? 0x1p-80f : 1.0f);
+  FOR_EACH_DIM_AND_QUERIES(at) score_case(at, 0, 1.0f);
   end();
 }
 
@@ -548,6 +556,7 @@ static void test_weighted_sum_i8(void) {
   begin("%s weighted_sum_i8", kernels->name);
   FOR_SHAPES(n, s)
     weigh_case(shape_at(dims[n], s), s % 4 == 1, s % 11 == 0, scales[random_below(2) ? 0 : random_below(7)]);
+  FOR_EACH_DIM_AND_QUERIES(at) weigh_case(at, 0, 0, 1.0f);
   end();
 }
 
