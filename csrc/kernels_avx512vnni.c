@@ -118,14 +118,33 @@ KVEDGE_INLINE void transpose_lanes(const __m512i in[4], __m512i out[4]) {
   out[3] = _mm512_shuffle_i32x4(high_01, high_23, 0xdd);
 }
 
-/* In each 128-bit lane, dword i of out[c] is dword c of row[i]. */
-KVEDGE_INLINE void transpose_in_lanes(const __m512i row[4], __m512i out[4]) {
+/* In each 128-bit lane, dword i of out[c] is dword c of row[i]: first dwords are paired, then their pairs. */
+KVEDGE_INLINE void pair_dwords(const __m512i row[4], __m512i pairs[4]) {
   __m512i low_01 = _mm512_unpacklo_epi32(row[0], row[1]), high_01 = _mm512_unpackhi_epi32(row[0], row[1]);
   __m512i low_23 = _mm512_unpacklo_epi32(row[2], row[3]), high_23 = _mm512_unpackhi_epi32(row[2], row[3]);
-  out[0] = _mm512_unpacklo_epi64(low_01, low_23);
-  out[1] = _mm512_unpackhi_epi64(low_01, low_23);
-  out[2] = _mm512_unpacklo_epi64(high_01, high_23);
-  out[3] = _mm512_unpackhi_epi64(high_01, high_23);
+  pairs[0] = low_01, pairs[1] = low_23, pairs[2] = high_01, pairs[3] = high_23;
+}
+
+KVEDGE_INLINE void pair_qwords(const __m512i pairs[4], __m512i out[4]) {
+  out[0] = _mm512_unpacklo_epi64(pairs[0], pairs[1]);
+  out[1] = _mm512_unpackhi_epi64(pairs[0], pairs[1]);
+  out[2] = _mm512_unpacklo_epi64(pairs[2], pairs[3]);
+  out[3] = _mm512_unpackhi_epi64(pairs[2], pairs[3]);
+}
+
+KVEDGE_INLINE void transpose_in_lanes(const __m512i row[4], __m512i out[4]) {
+  __m512i pairs[4];
+  pair_dwords(row, pairs);
+  pair_qwords(pairs, out);
+}
+
+/* high * 2^16 + middle * 2^8 + low, or fewer of them. (`bytes`: a constant where this is inlined.) */
+KVEDGE_INLINE __m512 total_of(const int bytes, __m512i high, __m512i middle, __m512i low) {
+  const __m512 byte = _mm512_set1_ps(256.0f);
+  __m512 total = _mm512_cvtepi32_ps(high);
+  if (bytes > 1) total = _mm512_fmadd_ps(total, byte, _mm512_cvtepi32_ps(middle));
+  if (bytes > 2) total = _mm512_fmadd_ps(total, byte, _mm512_cvtepi32_ps(low));
+  return total;
 }
 
 /* Blocks of rows that all lie token_stride apart. */

@@ -100,6 +100,13 @@ KVEDGE_INLINE float unit_of(const kvedge_query *q, int i, const int bytes) {
   return q->scale[i * q->scale_stride] * (bytes == 3 ? 1.0f : bytes == 2 ? 256.0f : 65536.0f);
 }
 
+/* A query's scores of a block: its sums of products in `unit`s, times the keys' scales; added to `out`'s or not. */
+KVEDGE_INLINE void put_scores(__m512 dot, float unit, __m512 k_scale, float *out, int accumulate) {
+  __m512 score = _mm512_mul_ps(_mm512_mul_ps(dot, _mm512_set1_ps(unit)), k_scale);
+  if (accumulate) score = _mm512_add_ps(score, _mm512_loadu_ps(out));
+  _mm512_storeu_ps(out, score);
+}
+
 /* ---- Scores for many queries ---- */
 
 /* 64 channels of a block from d on: channels 4j..4j+3 of 16 tokens into columns[PAIR * j]. */
@@ -209,24 +216,16 @@ KVEDGE_INLINE void score_blocks(const kvedge_query *q, int first, const int coun
   scores += first * KVEDGE_TILE, unit += first;
   OPAQUE(scores);
   OPAQUE(unit);
-  const __m512 byte = _mm512_set1_ps(256.0f);
 #pragma GCC unroll 4
-  for (int i = 0; i < count; i++) {
-    const __m512 units = _mm512_set1_ps(unit[i]);
+  for (int i = 0; i < count; i++)
 #pragma GCC unroll 2
     for (int j = 0; j < blocks; j++) {
 #pragma GCC unroll 3
       for (int b = 0; b < bytes && chains == 2; b++)
         sum[i][b][j][0] = _mm512_add_epi32(sum[i][b][j][0], sum[i][b][j][1]);
-      __m512 dot = _mm512_cvtepi32_ps(sum[i][0][j][0]);
-#pragma GCC unroll 3
-      for (int b = 1; b < bytes; b++) dot = _mm512_fmadd_ps(dot, byte, _mm512_cvtepi32_ps(sum[i][b][j][0]));
-      float *out = scores + i * KVEDGE_TILE + j * BLOCK;
-      __m512 score = _mm512_mul_ps(_mm512_mul_ps(dot, units), _mm512_loadu_ps(k_scale + j * BLOCK));
-      if (accumulate) score = _mm512_add_ps(score, _mm512_loadu_ps(out));
-      _mm512_storeu_ps(out, score);
+      __m512 dot = total_of(bytes, sum[i][0][j][0], sum[i][1][j][0], sum[i][2][j][0]);
+      put_scores(dot, unit[i], _mm512_loadu_ps(k_scale + j * BLOCK), scores + i * KVEDGE_TILE + j * BLOCK, accumulate);
     }
-  }
 }
 
 KVEDGE_INLINE void score_queries(const kvedge_query *q, const int bytes, const int blocks, const key_blocks *k,
@@ -298,8 +297,11 @@ KVEDGE_INLINE void multiply_add_code(__m512i *sum, __m512i column, const int8_t 
   multiply_add(sum, column, four_for_all(from + (i % 4 < 3 ? i % 4 * stride : three_strides) + at));
 }
 
-/* Holds a vector's computation where it is written. */
-#define PIN(vector) __asm__ volatile("" : "+v"(vector))
+/* Holds the computation of `count` vectors (a constant where this is inlined) where it is written. */
+KVEDGE_INLINE void pin(__m512i *vectors, const int count) {
+#pragma GCC unroll 4
+  for (int i = 0; i < count; i++) __asm__ volatile("" : "+v"(vectors[i]));
+}
 
 /* Rows that are transposed while those before them are multiplied: 32 channels of a block. */
 typedef struct {
@@ -320,37 +322,18 @@ KVEDGE_INLINE void load_rows(next_rows *n, const int i) {
   b = _mm512_xor_si512(_mm512_inserti64x4(b, _mm256_loadu_si256((const __m256i *)from_12), 1), to_unsigned);
   n->low[i] = _mm512_shuffle_i32x4(a, b, 0x88);
   n->high[i] = _mm512_shuffle_i32x4(a, b, 0xdd);
-  PIN(n->low[i]);
-  PIN(n->high[i]);
-}
-
-/* The two halves of transpose_in_lanes(). */
-KVEDGE_INLINE void unpack_dwords(__m512i row[4]) {
-  __m512i low_01 = _mm512_unpacklo_epi32(row[0], row[1]), high_01 = _mm512_unpackhi_epi32(row[0], row[1]);
-  __m512i low_23 = _mm512_unpacklo_epi32(row[2], row[3]), high_23 = _mm512_unpackhi_epi32(row[2], row[3]);
-  row[0] = low_01, row[1] = low_23, row[2] = high_01, row[3] = high_23;
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; i++) PIN(row[i]);
-}
-
-KVEDGE_INLINE void unpack_qwords(const __m512i row[4], __m512i column[4]) {
-  column[0] = _mm512_unpacklo_epi64(row[0], row[1]);
-  column[1] = _mm512_unpackhi_epi64(row[0], row[1]);
-  column[2] = _mm512_unpacklo_epi64(row[2], row[3]);
-  column[3] = _mm512_unpackhi_epi64(row[2], row[3]);
-#pragma GCC unroll 4
-  for (int c = 0; c < 4; c++) PIN(column[c]);
+  pin(&n->low[i], 1);
+  pin(&n->high[i], 1);
 }
 
 /* What comes before the products of column 0 to 7 of 32 channels: after step 3 columns of the other 16 channels are
  * ready, after step 7 the first of the next rows. (`step`: a constant where this is inlined.) */
 KVEDGE_INLINE void prepare_next(next_rows *n, const int step, __m512i column[4]) {
-  if (step == 1) unpack_dwords(n->high);
-  else if (step == 3) unpack_qwords(n->high, column);
-  else if (step == 4) load_rows(n, 0), load_rows(n, 1);
-  else if (step == 5) load_rows(n, 2), load_rows(n, 3);
-  else if (step == 6) unpack_dwords(n->low);
-  else if (step == 7) unpack_qwords(n->low, column);
+  __m512i *half = step < 4 ? n->high : n->low; /* transpose_in_lanes(), in two steps: */
+  if (step == 1 || step == 6) pair_dwords(half, half), pin(half, 4);
+  if (step == 3 || step == 7) pair_qwords(half, column), pin(column, 4);
+  if (step == 4) load_rows(n, 0), load_rows(n, 1);
+  if (step == 5) load_rows(n, 2), load_rows(n, 3);
 }
 
 /* Scores of whole blocks for `count` queries from `first` on, of `bytes` bytes. (Constants where this is inlined.) */
@@ -404,18 +387,13 @@ KVEDGE_INLINE void score_several_of(const scoring *s, int first, const int count
       }
       codes += d % 64 ? 32 : CODES_OF_64 - 32;
     }
-    const __m512 byte = _mm512_set1_ps(256.0f), k_scale = _mm512_loadu_ps(s->k_scale + t);
+    const __m512 k_scale = _mm512_loadu_ps(s->k_scale + t);
 #pragma GCC unroll 8
     for (int i = 0; i < count; i++) {
 #pragma GCC unroll 3
       for (int b = 0; b < bytes && chains == 2; b++) sum[i][b][0] = _mm512_add_epi32(sum[i][b][0], sum[i][b][1]);
-      __m512 dot = _mm512_cvtepi32_ps(sum[i][0][0]);
-#pragma GCC unroll 3
-      for (int b = 1; b < bytes; b++) dot = _mm512_fmadd_ps(dot, byte, _mm512_cvtepi32_ps(sum[i][b][0]));
-      float *out = scores + i * KVEDGE_TILE;
-      __m512 score = _mm512_mul_ps(_mm512_mul_ps(dot, _mm512_set1_ps(unit[i])), k_scale);
-      if (s->accumulate) score = _mm512_add_ps(score, _mm512_loadu_ps(out));
-      _mm512_storeu_ps(out, score);
+      __m512 dot = total_of(bytes, sum[i][0][0], sum[i][1][0], sum[i][2][0]);
+      put_scores(dot, unit[i], k_scale, scores + i * KVEDGE_TILE, s->accumulate);
     }
   }
 }
@@ -429,19 +407,18 @@ KVEDGE_INLINE void score_several(const scoring *s, const int bytes) {
   case count:                             \
     score_several_of(s, i, count, bytes); \
     break
-    if (count <= 4) {
-      switch (count) {
+    if (bytes == 3) switch (count) {
         SEVERAL(2);
         SEVERAL(3);
         SEVERAL(4);
       }
-    } else if (bytes < 3) {
-      switch (count) {
+    else switch (count) {
+        SEVERAL(3);
+        SEVERAL(4);
         SEVERAL(5);
         SEVERAL(6);
         SEVERAL(7);
       }
-    }
 #undef SEVERAL
   }
 }
@@ -490,29 +467,27 @@ KVEDGE_INLINE void store_scores(const kvedge_query *q, int i, const int bytes, _
     __m512 number = _mm512_cvtepi32_ps(_mm512_add_epi32(sum, _mm512_set1_epi32(start)));
     dot = part == 0 ? number : _mm512_fmadd_ps(dot, _mm512_set1_ps(256.0f), number);
   }
-  __m512 score = _mm512_mul_ps(_mm512_mul_ps(dot, _mm512_set1_ps(unit_of(q, i, bytes))), _mm512_loadu_ps(k_scale));
-  if (accumulate) score = _mm512_add_ps(score, _mm512_loadu_ps(out));
-  _mm512_storeu_ps(out, score);
+  put_scores(dot, unit_of(q, i, bytes), _mm512_loadu_ps(k_scale), out, accumulate);
 }
 
 /* A block's 64 channels from d on: adds to the sums, and after the last channels makes scores of them. */
 KVEDGE_INLINE void score_64(const kvedge_query *q, const int bytes, const int count, const extent how,
                             const __m512i *codes, const key_rows *k, int d, const float *k_scale, lines_ahead *ahead,
                             few_sums sums, float *scores, int accumulate) {
-  const int parts = (bytes + 1) / 2, units = is_half(how) ? 2 : 4, times = count < 3 ? 3 : 2;
+  const int parts = (bytes + 1) / 2, units = is_half(how) ? 2 : 4;
   const char *lines = take_lines(ahead, 4 * units); /* half of them while rows are transposed */
   __m512i column[4][4];                             /* of each unit */
 #pragma GCC unroll 4
   for (int u = 0; u < units; u++) {
     __m512i row[4];
     load_keys(k, how, u, d, q->dim, row);
-    prefetch_lines(ahead, lines + 128 * u, 2, times);
+    prefetch_lines(ahead, lines + 128 * u, 2, 3);
     transpose_in_lanes(row, column[u]);
   }
   codes += d / 64 * 4 * bytes;
-#pragma GCC unroll 3
+#pragma GCC unroll 2
   for (int i = 0; i < count; i++, codes += (q->dim + 63) / 64 * 4 * bytes) {
-    if (i == count - 1) prefetch_lines(ahead, lines + 128 * units, 2 * units, times);
+    if (i == count - 1) prefetch_lines(ahead, lines + 128 * units, 2 * units, 3);
     __m512i sum[3][4]; /* of each byte, of each unit */
 #pragma GCC unroll 3
     for (int b = 0; b < bytes; b++)
@@ -595,28 +570,14 @@ KVEDGE_INLINE void score_few(const scoring *s, const int bytes, const int count)
   }
 }
 
-/* One function for each number of bytes: compilers do better with several than with one of all. Queries are counted at
- * compile time where they are one or two; with three that makes it slower from memory, though faster from caches. */
-#define SCORE(bytes)                                                                                    \
-  static __attribute__((noinline)) void score_one_##bytes(const scoring *s) { score_few(s, bytes, 1); } \
-  static __attribute__((noinline)) void score_two_##bytes(const scoring *s) { score_few(s, bytes, 2); } \
-  static __attribute__((noinline)) void score_few_##bytes(const scoring *s) {                           \
-    if (s->q->num_queries == 1) score_one_##bytes(s);                                                   \
-    else if (s->q->num_queries == 2) score_two_##bytes(s);                                              \
-    else score_few(s, bytes, s->q->num_queries);                                                        \
-  }                                                                                                     \
-  static __attribute__((noinline)) void score_several_##bytes(const scoring *s) { score_several(s, bytes); } \
-  static __attribute__((noinline)) void score_many_##bytes(const scoring *s) { score_many(s, bytes); }
-SCORE(1)
-SCORE(2)
-SCORE(3)
-#undef SCORE
+typedef void score_function(const scoring *s);
 
-KVEDGE_INLINE void score(const scoring *s, void (*few)(const scoring *), void (*several)(const scoring *),
-                         void (*many)(const scoring *)) {
+KVEDGE_INLINE void score(const scoring *s, score_function *one, score_function *two, score_function *several,
+                         score_function *many) {
   const int n = s->q->num_queries;
   if (n <= FEW_QUERIES && s->q->dim <= CHANNELS_OF_TWO_BYTES) {
-    few(s);
+    if (n == 1) one(s);
+    else two(s);
     return;
   }
   scoring rest = *s;
@@ -631,13 +592,27 @@ KVEDGE_INLINE void score(const scoring *s, void (*few)(const scoring *), void (*
   if (rest.num_tokens > 0) many(&rest);
 }
 
+/* One function for each number of bytes: compilers do better with several than with one of all. */
+#define SCORE(bytes)                                                                                         \
+  static __attribute__((noinline)) void score_one_##bytes(const scoring *s) { score_few(s, bytes, 1); }      \
+  static __attribute__((noinline)) void score_two_##bytes(const scoring *s) { score_few(s, bytes, 2); }      \
+  static __attribute__((noinline)) void score_several_##bytes(const scoring *s) { score_several(s, bytes); } \
+  static __attribute__((noinline)) void score_many_##bytes(const scoring *s) { score_many(s, bytes); }       \
+  static void score_##bytes(const scoring *s) {                                                              \
+    score(s, score_one_##bytes, score_two_##bytes, score_several_##bytes, score_many_##bytes);               \
+  }
+SCORE(1)
+SCORE(2)
+SCORE(3)
+#undef SCORE
+
 KVEDGE_INLINE void score_tile(const kvedge_query *q, const int8_t *const *k, ptrdiff_t offset, ptrdiff_t token_stride,
                               int num_tokens, const float *k_scale, lines_ahead ahead, float *scores, int accumulate) {
   const scoring s = {q, k, offset, token_stride, num_tokens, k_scale, &ahead, scores, accumulate};
   switch (q->num_bytes) {
-    case 3: score(&s, score_few_3, score_several_3, score_many_3); break;
-    case 2: score(&s, score_few_2, score_several_2, score_many_2); break;
-    default: score(&s, score_few_1, score_several_1, score_many_1);
+    case 3: score_3(&s); break;
+    case 2: score_2(&s); break;
+    default: score_1(&s);
   }
 }
 

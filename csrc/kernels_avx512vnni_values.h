@@ -139,15 +139,6 @@ KVEDGE_INLINE __m512i weights_at(const uint8_t *codes, const int half) {
   return half ? _mm512_mask_blend_epi32(0xff00, weights, four_for_all(codes + 16)) : weights;
 }
 
-/* high * 2^16 + middle * 2^8 + low, or fewer of them. (`bytes`: a constant where this is inlined.) */
-KVEDGE_INLINE __m512 total_of(const int bytes, __m512i high, __m512i middle, __m512i low) {
-  const __m512 byte = _mm512_set1_ps(256.0f);
-  __m512 total = _mm512_cvtepi32_ps(high);
-  if (bytes > 1) total = _mm512_fmadd_ps(total, byte, _mm512_cvtepi32_ps(middle));
-  if (bytes > 2) total = _mm512_fmadd_ps(total, byte, _mm512_cvtepi32_ps(low));
-  return total;
-}
-
 /* Sums over a tile of `count` queries' weights, of `bytes` bytes, times the values, as interleave_4_rows() orders
  * them: (count, 4). `half`: of up to 32 channels. (Constants where this is inlined.) */
 KVEDGE_INLINE void weigh(const value_rows *v, const value_source source, const int half, __mmask32 valid,

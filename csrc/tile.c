@@ -442,14 +442,14 @@ static void step(const kvedge_attention *a, int64_t block, int kv_head, const ti
 /* Asks for a head's scales in a tile, unless they are in the lines that were asked for with those of the head before. A
  * step ahead is early enough; what is asked for long before is often forgotten (AMD). */
 static void prefetch_scales(const kvedge_cache_view *view, const tile_of_tokens *tile, int kv_head) {
-  ptrdiff_t stride = view->scale_token_stride, first = kv_head * view->scale_head_stride;
-  ptrdiff_t last = first + view->scale_head_stride - 1;
-  if (kv_head > 0 && (stride < 64 || (first - 1) / 64 == last / 64)) return;
+  const ptrdiff_t stride = view->scale_token_stride, size = view->scale_head_stride, first = kv_head * size;
+  const int shared = stride < 64; /* a line, by all heads of several tokens */
+  if (kv_head > 0 && (shared || (first - 1) / 64 == (first + size - 1) / 64)) return;
   for (int i = 0; i < tile->num_pieces; i++) {
     const piece *p = &tile->pieces[i];
     const char *keys = p->rows.key_scales, *values = p->rows.value_scales;
-    for (ptrdiff_t row = 0; row < p->num_tokens * stride; row += stride < 64 ? 64 : stride)
-      for (ptrdiff_t at = row + first; at <= row + (stride < 64 ? 0 : last); at += 64) {
+    for (ptrdiff_t row = first; row < p->num_tokens * stride; row += shared ? 64 : stride)
+      for (ptrdiff_t at = row; at < row + (shared ? 1 : size); at += 64) {
         __builtin_prefetch(keys + at, 0, 2);
         __builtin_prefetch(values + at, 0, 2);
       }
