@@ -1,8 +1,17 @@
-/* What the two 256-bit paths share. Included by kernels_avx2.c and kernels_avxvnni.c after their
- * target pragma, each of which first defines
+/* What the two 256-bit paths share besides scores and weighted sums. Included by kernels_avx2.c and kernels_avxvnni.c
+ * after their target pragma, each of which first defines
  *   KVEDGE_NAME(function)   function_avx2 or function_avxvnni
  */
 #include "kernels_portable.h"
+
+/* WORK(count) for as many queries, 1 to 4, or for the first four of more. */
+#define BY_COUNT(count, WORK) \
+  switch (count) {            \
+    case 1: WORK(1); break;   \
+    case 2: WORK(2); break;   \
+    case 3: WORK(3); break;   \
+    default: WORK(4);         \
+  }
 
 KVEDGE_INLINE float reduce_max(__m256 x) {
   __m128 half = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));

@@ -107,7 +107,7 @@ precision_bits : 8, 16 or 24, optional
     enough, for probabilities past the first 1,024 tokens if head_dim is 64 or more. Fewer are
     faster: 16 adds errors of about 1e-4, 8 of about 1e-2, as much as storing in 8 bits does; 24
     about 1e-6. See docs/numerics.md. No effect on paths that multiply floats (scalar, neon,
-    NumPy); avx2 and neondot take 8 for 16.
+    NumPy); avx2, avxvnni and neondot take 8 for 16.
 return_lse : bool
     Return the logarithm of each softmax denominator, learned sinks included, as well; with
     it, :func:`kvedge.merge_attention` merges results over parts of a context.

@@ -195,19 +195,22 @@ static void test_transpose_scales(void) {
 
 /* ---- queries ---- */
 
+/* Do the 256-bit paths' kernels run, whose codes are numbers of 16 bits and floats? */
+static int has_words(void) { return strcmp(kernels->name, "avx2") == 0 || strcmp(kernels->name, "avxvnni") == 0; }
+
 /* Byte b, the high one first, of number d of a query's codes. Each path orders them for itself. */
 static int digit_at(const int8_t *codes, int b, int d) {
   if (strcmp(kernels->name, "avx512vnni") == 0)
     return codes[d / 64 * 192 + b * 64 + d % 64];
-  if (strcmp(kernels->name, "avx2") == 0) return 0; /* numbers of 16 bits; see code_at() */
+  if (has_words()) return 0; /* see code_at() */
   return codes[d / 4 * 16 + b * 4 + d % 4]; /* of four channels, and four zeros */
 }
 
 /* Number d of a query's codes: of three digits, or of the first two. */
 static double code_at(const int8_t *codes, int num_bytes, int d) {
-  int in_fours = strcmp(kernels->name, "avx512vnni") != 0 && strcmp(kernels->name, "avx2") != 0;
+  int in_fours = strcmp(kernels->name, "avx512vnni") != 0 && !has_words();
   if (in_fours && digit_at(codes, 3, d) != 0) return NAN;
-  if (strcmp(kernels->name, "avx2") == 0) { /* high bytes together, and floats of the same unit */
+  if (has_words()) { /* high bytes together, and floats of the same unit */
     const int8_t *sixteen = codes + d / 16 * 16 * KVEDGE_CODE_BYTES;
     if (num_bytes == 3) return ((const float *)(sixteen + 32))[d % 16];
     return 256.0 * ((const int16_t *)sixteen)[d % 16];
@@ -215,8 +218,8 @@ static double code_at(const int8_t *codes, int num_bytes, int d) {
   return 65536.0 * digit_at(codes, 0, d) + 256.0 * digit_at(codes, 1, d) + (num_bytes == 3 ? digit_at(codes, 2, d) : 0);
 }
 
-/* VNNI multiplies k + 128. */
-static int has_unsigned_keys(void) { return strstr(kernels->name, "vnni") != NULL; }
+/* vpdpbusd multiplies k + 128. */
+static int has_unsigned_keys(void) { return strcmp(kernels->name, "avx512vnni") == 0; }
 
 /* Is channel d, past the last one of a group, a copy of the one 32 before it? */
 static int is_doubled(int dim, int d) {
@@ -320,7 +323,7 @@ static void free_query(query_rows *rows) {
 
 /* Does the kernel add up products of floats, which loses up to half a unit per addition? */
 static int multiplies_floats(const kvedge_query *q) {
-  return !q->codes || (strcmp(kernels->name, "avx2") == 0 && (q->num_bytes == 3 || q->dim > 512));
+  return !q->codes || (has_words() && (q->num_bytes == 3 || q->dim > 512));
 }
 
 /* What the kernel is to multiply: the floats, or what their codes stand for. */

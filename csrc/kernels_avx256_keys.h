@@ -1,0 +1,326 @@
+/* Scores of the 256-bit paths. Part of kernels_avx2.c and kernels_avxvnni.c, which first define
+ *   multiply_add_pairs(sum, a, b)   sum += the products of 16-bit numbers, those of a pair added
+ *
+ * vpmaddubsw, the 8-bit product of AVX2, saturates, and keeps no more than 8 bits of a query. So keys become 16-bit
+ * numbers, and so do queries: two bytes of a query's code cost a product and an addition for 16 channels, which is what
+ * float FMAs cost, but the keys take 1 instruction to widen and not 4. Where two bytes do not suffice, keys and queries
+ * are multiplied as floats.
+ *
+ * For many queries keys are transposed besides, two channels of a token side by side, so that no sum goes across
+ * lanes: those of a block while the one before it is multiplied, since they want other ports.
+ */
+enum { SCORES = 8 }; /* made at a time: 8 tokens of 1 query, 4 of 2, 2 of 4; a register of sums each */
+
+/* Codes are kept for every 16 channels as 16 numbers of 16 bits, the high ones of a code, and 16 floats of the same
+ * unit, which take the place of all three bytes. */
+enum { CODES_OF_16 = KVEDGE_CODE_BYTES * 16, FLOATS_AT = 32 };
+
+static void KVEDGE_NAME(encode_query)(const float *x, int dim, float factor, float largest, int8_t *codes, float *scale,
+                              int32_t *offsets) {
+  float inverse = largest > QUERY_NOTHING ? QUERY_MAX / largest : 0.0f;
+  for (int d = 0; d < kvedge_padded_channels(dim); d += 16, codes += CODES_OF_16) {
+    __m256i high[2];
+    for (int i = 0; i < 2; i++) {
+      int at = d + 8 * i;
+      __m256 values = _mm256_maskload_ps(x + (at < dim ? at : 0), first_lanes(dim - at));
+      __m256 scaled = _mm256_mul_ps(_mm256_mul_ps(values, _mm256_set1_ps(factor)), _mm256_set1_ps(inverse));
+      high[i] = _mm256_cvtps_epi32(_mm256_mul_ps(scaled, _mm256_set1_ps(0x1p-8f)));
+      _mm256_storeu_ps((float *)(codes + FLOATS_AT) + 8 * i, scaled);
+    }
+    __m256i packed = _mm256_packs_epi32(high[0], high[1]);
+    _mm256_storeu_si256((__m256i *)codes, _mm256_permute4x64_epi64(packed, 0xd8)); /* undoes the pack's lanes */
+  }
+  _mm_storeu_si128((__m128i *)offsets, _mm_setzero_si128()); /* keys are signed here */
+  *scale = inverse > 0.0f ? largest / QUERY_MAX : 0.0f;
+}
+
+/* Sums of eight registers, side by side, as floats. */
+KVEDGE_INLINE __m256 reduce_add_8_i32(const __m256i x[SCORES]) {
+  __m256i first = _mm256_hadd_epi32(_mm256_hadd_epi32(x[0], x[1]), _mm256_hadd_epi32(x[2], x[3]));
+  __m256i second = _mm256_hadd_epi32(_mm256_hadd_epi32(x[4], x[5]), _mm256_hadd_epi32(x[6], x[7]));
+  return _mm256_cvtepi32_ps(_mm256_add_epi32(_mm256_permute2x128_si256(first, second, 0x20),
+                                             _mm256_permute2x128_si256(first, second, 0x31)));
+}
+
+/* sum += products of 16 channels of rows from `channel` on, of which n are there. (Constants where this is inlined:
+ * count, and whether n is 16.) */
+KVEDGE_INLINE void dot_16(const int8_t *codes, ptrdiff_t stride, const int count, const int8_t *const *row, int channel,
+                          int n, __m256i sum[SCORES]) {
+  const int rows = SCORES / count;
+  __m256i query[4];
+#pragma GCC unroll 4
+  for (int i = 0; i < count; i++)
+    query[i] = _mm256_loadu_si256((const __m256i *)(codes + i * stride + KVEDGE_CODE_BYTES * channel));
+#pragma GCC unroll 8
+  for (int t = 0; t < rows; t++) {
+    __m256i key = _mm256_cvtepi8_epi16(load_up_to_16(row[t] + channel, n));
+#pragma GCC unroll 4
+    for (int i = 0; i < count; i++) multiply_add_pairs(sum + i * rows + t, key, query[i]);
+  }
+}
+
+/* Dot products of SCORES / count rows with the codes of `count` queries, 1, 2 or 4, of which the numbers at `codes` are
+ * taken: (count, rows). Up to CHANNELS_OF_TWO_BYTES. */
+KVEDGE_INLINE __m256 dot_rows(const int8_t *codes, ptrdiff_t stride, const int count, const int8_t *const *from,
+                              int dim) {
+  __m256i sum[SCORES];
+  const int8_t *row[SCORES];
+#pragma GCC unroll 8
+  for (int i = 0; i < SCORES; i++) sum[i] = _mm256_setzero_si256();
+#pragma GCC unroll 8
+  for (int t = 0; t < SCORES / count; t++) row[t] = from[t];
+  int left = dim;
+  for (; left >= 64; left -= 64, codes += KVEDGE_CODE_BYTES * 64) {
+#pragma GCC unroll 4
+    for (int d = 0; d < 64; d += 16) dot_16(codes, stride, count, row, d, 16, sum);
+#pragma GCC unroll 8
+    for (int t = 0; t < SCORES / count; t++) row[t] += 64;
+  }
+  for (int d = 0; d < left; d += 16) /* codes are zero past the last channel */
+    dot_16(codes, stride, count, row, d, left - d < 16 ? left - d : 16, sum);
+  return reduce_add_8_i32(sum);
+}
+
+KVEDGE_INLINE __m256 floats_of(__m128i codes) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(codes)); }
+
+/* Sums of eight registers, side by side. */
+KVEDGE_INLINE __m256 reduce_add_8(const __m256 x[SCORES]) {
+  __m256 first = _mm256_hadd_ps(_mm256_hadd_ps(x[0], x[1]), _mm256_hadd_ps(x[2], x[3]));
+  __m256 second = _mm256_hadd_ps(_mm256_hadd_ps(x[4], x[5]), _mm256_hadd_ps(x[6], x[7]));
+  return _mm256_add_ps(_mm256_permute2f128_ps(first, second, 0x20), _mm256_permute2f128_ps(first, second, 0x31));
+}
+
+/* dot_rows() with the queries' floats, of any number of channels. */
+KVEDGE_INLINE __m256 dot_rows_of_floats(const int8_t *codes, ptrdiff_t stride, const int count,
+                                        const int8_t *const *row, int dim) {
+  const int rows = SCORES / count;
+  __m256 sum[SCORES];
+#pragma GCC unroll 8
+  for (int i = 0; i < SCORES; i++) sum[i] = _mm256_setzero_ps();
+  for (int d = 0; d < dim; d += 8) {
+    const int8_t *at = codes + d / 16 * CODES_OF_16 + FLOATS_AT + d % 16 * 4;
+    __m256 query[4];
+#pragma GCC unroll 4
+    for (int i = 0; i < count; i++) query[i] = _mm256_loadu_ps((const float *)(at + i * stride));
+#pragma GCC unroll 8
+    for (int t = 0; t < rows; t++) {
+      const int8_t *from = row[t] + d;
+      __m256 key = floats_of(dim - d >= 8 ? _mm_loadl_epi64((const __m128i *)from) : load_up_to_16(from, dim - d));
+#pragma GCC unroll 4
+      for (int i = 0; i < count; i++) sum[i * rows + t] = _mm256_fmadd_ps(key, query[i], sum[i * rows + t]);
+    }
+  }
+  return reduce_add_8(sum);
+}
+
+/* The scales of 8, 4 or 2 tokens, repeated for each query. */
+KVEDGE_INLINE __m256 scales_of_tokens(const float *k_scale, const int tokens) {
+  if (tokens == 8) return _mm256_loadu_ps(k_scale);
+  if (tokens == 4) return _mm256_broadcast_ps((const __m128 *)k_scale);
+  double two;
+  memcpy(&two, k_scale, sizeof two);
+  return _mm256_castpd_ps(_mm256_set1_pd(two));
+}
+
+/* Scores of 8, 4 or 2 tokens of each of 1, 2 or 4 queries, a row of the tile for each query. */
+KVEDGE_INLINE void store_scores(__m256 score, const int tokens, float *scores) {
+  __m128 low = _mm256_castps256_ps128(score), high = _mm256_extractf128_ps(score, 1);
+  if (tokens == 8) {
+    _mm256_storeu_ps(scores, score);
+  } else if (tokens == 4) {
+    _mm_storeu_ps(scores, low);
+    _mm_storeu_ps(scores + KVEDGE_TILE, high);
+  } else {
+    _mm_storel_pi((__m64 *)scores, low);
+    _mm_storeh_pi((__m64 *)(scores + KVEDGE_TILE), low);
+    _mm_storel_pi((__m64 *)(scores + 2 * KVEDGE_TILE), high);
+    _mm_storeh_pi((__m64 *)(scores + 3 * KVEDGE_TILE), high);
+  }
+}
+
+/* Scores of all tokens for `count` queries: 1, 2 or 4 (a constant where this is inlined). */
+KVEDGE_INLINE void score_queries(const kvedge_query *q, const int of_floats, int first, const int count,
+                                 const int8_t *k, ptrdiff_t token_stride, int num_tokens, const float *k_scale,
+                                 const char *ahead, float *scores, int accumulate) {
+  const int tokens = SCORES / count;
+  const ptrdiff_t stride = KVEDGE_CODE_BYTES * q->stride;
+  const int8_t *codes = q->codes + first * stride;
+  float unit[SCORES]; /* (count, tokens) */
+  for (int i = 0; i < SCORES; i++)
+    unit[i] = q->scale[(first + i / tokens) * q->scale_stride] * (of_floats ? 1.0f : 256.0f);
+  const __m256 units = _mm256_loadu_ps(unit);
+  scores += first * KVEDGE_TILE;
+  for (int t = 0; t < num_tokens; t += tokens) {
+    int left = num_tokens - t;
+    if (ahead && first == 0) prefetch_bytes(ahead + t * q->dim, tokens * q->dim);
+    const int8_t *row[SCORES];
+#pragma GCC unroll 8
+    for (int j = 0; j < tokens; j++) row[j] = k + (j < left ? t + j : num_tokens - 1) * token_stride;
+    __m256 dot = of_floats ? dot_rows_of_floats(codes, stride, count, row, q->dim)
+                           : dot_rows(codes, stride, count, row, q->dim);
+    __m256 score = _mm256_mul_ps(_mm256_mul_ps(dot, units), scales_of_tokens(k_scale + t, tokens));
+    if (left >= tokens && !accumulate) {
+      store_scores(score, tokens, scores + t);
+      continue;
+    }
+    float made[SCORES]; /* (count, tokens) */
+    _mm256_storeu_ps(made, score);
+    for (int i = 0; i < count; i++)
+      for (int j = 0; j < tokens && j < left; j++) {
+        float *out = scores + i * KVEDGE_TILE + t + j, made_here = made[i * tokens + j];
+        *out = accumulate ? *out + made_here : made_here;
+      }
+  }
+}
+
+/* ---- Scores for many queries ---- */
+
+enum {
+  VECTORS = KVEDGE_BLOCK / 8,        /* of 8 tokens */
+  PAIRS = CHANNELS_OF_TWO_BYTES / 2, /* of channels: the products of a pair are added at once */
+};
+
+/* A block of keys to transpose, whose tokens are all there. */
+typedef struct {
+  const int8_t *rows;
+  ptrdiff_t stride;
+  int dim;
+  __m256i *pairs;    /* (padded channels / 2, VECTORS): a pair of channels of 8 tokens, as numbers of 16 bits */
+  const char *ahead; /* what is asked for meanwhile, if not NULL */
+} key_block;
+
+/* Channels d..d+15, of which n are there, of rows 8j..8j+7. Four channels make two pairs: 0 and 2, 1 and 3. (Whether n
+ * is 16 is a constant where this is inlined.) */
+KVEDGE_INLINE void transpose_channels(const key_block *k, int d, const int j, int n) {
+  const __m256i even_bytes = _mm256_set1_epi16(1);
+  const int8_t *first = k->rows + 8 * j * k->stride + d, *last = first + 4 * k->stride;
+  __m256i *pairs = k->pairs + d / 2 * VECTORS + j;
+  __m256i two[4], four[4]; /* two: rows i and i + 4; four: channels 4c..4c+3 of all */
+  if (k->ahead) {
+    _mm_prefetch(k->ahead + (VECTORS * d + 16 * j) * 8, _MM_HINT_T1);
+    _mm_prefetch(k->ahead + (VECTORS * d + 16 * j) * 8 + 64, _MM_HINT_T1);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++)
+    two[i] = _mm256_inserti128_si256(_mm256_castsi128_si256(load_up_to_16(first + i * k->stride, n)),
+                                     load_up_to_16(last + i * k->stride, n), 1);
+  transpose_in_lanes(two, four);
+#pragma GCC unroll 4
+  for (int c = 0; c < 4; c++) {
+    pairs[2 * c * VECTORS] = _mm256_maddubs_epi16(even_bytes, four[c]);
+    pairs[(2 * c + 1) * VECTORS] = _mm256_srai_epi16(four[c], 8);
+  }
+}
+
+static __attribute__((noinline)) void transpose_last_channels(const key_block *k, int d, int j) {
+  transpose_channels(k, d, j, k->dim - d);
+}
+
+KVEDGE_INLINE void transpose_16(const key_block *k, int d, const int j) {
+  if (k->dim - d >= 16) transpose_channels(k, d, j, 16);
+  else transpose_last_channels(k, d, j);
+}
+
+/* Codes of all queries, as pairs of channels: (num_queries, padded channels / 2). */
+KVEDGE_INLINE void pair_codes(const kvedge_query *q, int padded, int32_t *pairs) {
+  const __m256i order = _mm256_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15, 0, 1, 4, 5, 2, 3, 6, 7,
+                                         8, 9, 12, 13, 10, 11, 14, 15);
+  for (int i = 0; i < q->num_queries; i++) {
+    const int8_t *codes = q->codes + i * KVEDGE_CODE_BYTES * q->stride;
+    for (int d = 0; d < padded; d += 16, codes += CODES_OF_16, pairs += 8)
+      _mm256_storeu_si256((__m256i *)pairs, _mm256_shuffle_epi8(_mm256_loadu_si256((const __m256i *)codes), order));
+  }
+}
+
+/* Scores of a block for `count` queries; meanwhile the next one is transposed, unless it is NULL. (Constants where
+ * this is inlined: count, and whether there is a next one.) */
+KVEDGE_INLINE void score_block(const int count, const int32_t *codes, const __m256i *keys, int num_pairs,
+                               const key_block *next, const float *unit, const float *k_scale, float *scores,
+                               int accumulate) {
+  __m256i sum[4][VECTORS];
+#pragma GCC unroll 4
+  for (int i = 0; i < count; i++)
+#pragma GCC unroll 2
+    for (int j = 0; j < VECTORS; j++) sum[i][j] = _mm256_setzero_si256();
+  for (int p = 0; p < num_pairs; p += 8)
+#pragma GCC unroll 2
+    for (int half = 0; half < VECTORS; half++) {
+      if (next) transpose_16(next, 2 * p, half);
+#pragma GCC unroll 4
+      for (int c = 0; c < 4; c++, keys += VECTORS)
+#pragma GCC unroll 4
+        for (int i = 0; i < count; i++) {
+          const __m256i pair = _mm256_set1_epi32(codes[i * num_pairs + p + 4 * half + c]);
+#pragma GCC unroll 2
+          for (int j = 0; j < VECTORS; j++) multiply_add_pairs(&sum[i][j], keys[j], pair);
+        }
+    }
+#pragma GCC unroll 4
+  for (int i = 0; i < count; i++)
+#pragma GCC unroll 2
+    for (int j = 0; j < VECTORS; j++) {
+      float *out = scores + i * KVEDGE_TILE + 8 * j;
+      __m256 score = _mm256_mul_ps(_mm256_cvtepi32_ps(sum[i][j]), _mm256_set1_ps(unit[i]));
+      score = _mm256_mul_ps(score, _mm256_loadu_ps(k_scale + 8 * j));
+      if (accumulate) score = _mm256_add_ps(score, _mm256_loadu_ps(out));
+      _mm256_storeu_ps(out, score);
+    }
+}
+
+/* Whether transposing costs less than sums across lanes: measured. */
+static int are_many(int num_queries, int dim) { return num_queries > (dim <= 128 ? 2 : 4); }
+
+static void score_many(const kvedge_query *q, const int8_t *k, ptrdiff_t token_stride, int num_tokens,
+                       const float *k_scale, const char *ahead, float *scores, int accumulate) {
+  const int n = q->num_queries, padded = (q->dim + 15) / 16 * 16, num_pairs = padded / 2;
+  __m256i keys[2][PAIRS * VECTORS]; /* of a block, and of the next */
+  int8_t rows[KVEDGE_BLOCK * CHANNELS_OF_TWO_BYTES]; /* of a last block, whose last row is repeated */
+  int32_t codes[KVEDGE_STACK * PAIRS];
+  float unit[KVEDGE_STACK];
+  for (int i = 0; i < n; i++) unit[i] = q->scale[i * q->scale_stride] * 256.0f;
+  pair_codes(q, padded, codes);
+  for (int t = -KVEDGE_BLOCK; t < num_tokens; t += KVEDGE_BLOCK) { /* before the first block it is only transposed */
+    const int now = t / KVEDGE_BLOCK & 1, left = num_tokens - t - KVEDGE_BLOCK;
+    const int8_t *from = k + (t + KVEDGE_BLOCK) * token_stride;
+    key_block next = {from, token_stride, q->dim, keys[!now], ahead ? ahead + (t + KVEDGE_BLOCK) * q->dim : NULL};
+    if (left > 0 && left < KVEDGE_BLOCK) {
+      for (int j = 0; j < KVEDGE_BLOCK; j++)
+        memcpy(rows + j * padded, from + (j < left ? j : left - 1) * token_stride, (size_t)q->dim);
+      next.rows = rows, next.stride = padded;
+    }
+    if (t < 0) {
+      for (int d = 0; d < q->dim; d += 16)
+        for (int j = 0; j < VECTORS; j++) transpose_16(&next, d, j);
+      continue;
+    }
+#define SCORE_BLOCK_OF(count, next)                                                              \
+  score_block(count, codes + i * num_pairs, keys[now], num_pairs, next, unit + i, k_scale + t, \
+              scores + i * KVEDGE_TILE + t, accumulate)
+#define SCORE_BLOCK(count)                               \
+  if (i == 0 && left > 0) SCORE_BLOCK_OF(count, &next); \
+  else SCORE_BLOCK_OF(count, NULL)
+    for (int i = 0; i < n; i += 4) BY_COUNT(n - i, SCORE_BLOCK)
+#undef SCORE_BLOCK
+#undef SCORE_BLOCK_OF
+  }
+}
+
+static void KVEDGE_NAME(scores_i8)(const kvedge_query *q, const int8_t *k, ptrdiff_t token_stride,
+                           int num_tokens, const float *k_scale, const void *prefetch, float *scores,
+                           int accumulate) {
+  const int n = q->num_queries;
+#define SCORE_QUERIES(of_floats, count) \
+  score_queries(q, of_floats, i, count, k, token_stride, num_tokens, k_scale, prefetch, scores, accumulate)
+#define SCORE(of_floats)                                          \
+  {                                                               \
+    int i = 0;                                                    \
+    for (; i + 4 <= n; i += 4) SCORE_QUERIES(of_floats, 4);       \
+    for (; i + 2 <= n; i += 2) SCORE_QUERIES(of_floats, 2);       \
+    if (i < n) SCORE_QUERIES(of_floats, 1);                       \
+  }
+  if (q->num_bytes == 3 || q->dim > CHANNELS_OF_TWO_BYTES) SCORE(1)
+  else if (are_many(n, q->dim)) score_many(q, k, token_stride, num_tokens, k_scale, prefetch, scores, accumulate);
+  else SCORE(0)
+#undef SCORE
+#undef SCORE_QUERIES
+}

@@ -1,0 +1,223 @@
+/* Weighted sums of the 256-bit paths. Part of kernels_avx2.c and kernels_avxvnni.c, as kernels_avx256_keys.h is.
+ *
+ * Weights become numbers of 15 bits, values of 16, those of two tokens side by side: a product then adds both tokens to
+ * 8 channels, twice what a float FMA does, and making such values takes half of what making floats takes. Sums stay in
+ * registers, of four queries at a time; for more queries such values are kept.
+ *
+ * What weights lose to rounding goes with the largest among them, so only 64 tokens share a scale: as exact as 16 bits
+ * over a tile of 256. Where that is not enough (three bytes), codes become floats, once for four queries.
+ */
+enum {
+  SUM_QUERIES = 4,  /* whose sums stay in registers: two of 8 channels each */
+  TOGETHER = 64,    /* tokens whose weights have one scale; their sums stay below 2^31 */
+};
+
+#define WEIGHT_MAX_15 32766.0f /* as WEIGHT_MAX_16 */
+
+/* The values of up to TOGETHER tokens, or of a tile; bytes there are asked for, if not NULL. */
+typedef struct {
+  const int8_t *rows;
+  ptrdiff_t stride;
+  int num_tokens;
+  const char *ahead;
+} value_rows;
+
+/* Weights of up to TOGETHER tokens as codes, (num_queries, TOGETHER) with zeros to the end of the last block, and the
+ * scales of these. First all scales, then all codes, so that these need not wait for maxima and divisions. */
+static void encode_weights(int num_queries, const float *p, const float *v_scale, const float *dither, int num_tokens,
+                           int16_t *codes, float *scale) {
+  const int end = (num_tokens + KVEDGE_BLOCK - 1) / KVEDGE_BLOCK * KVEDGE_BLOCK;
+  float factor[KVEDGE_STACK]; /* the largest weight, then what makes codes of weights */
+  for (int i = 0; i < num_queries; i++) {
+    __m256 largest[2] = {_mm256_setzero_ps(), _mm256_setzero_ps()};
+    for (int t = 0; t < end; t += 16)
+      for (int j = 0; j < 2; j++) {
+        __m256 weight = _mm256_mul_ps(_mm256_loadu_ps(p + i * KVEDGE_TILE + t + 8 * j), _mm256_loadu_ps(v_scale + t + 8 * j));
+        largest[j] = _mm256_max_ps(largest[j], weight);
+      }
+    factor[i] = reduce_max(_mm256_max_ps(largest[0], largest[1]));
+  }
+  for (int i = 0; i < num_queries; i++) {
+    const float largest = factor[i];
+    factor[i] = largest > WEIGHT_NOTHING ? WEIGHT_MAX_15 / largest : 0.0f;
+    scale[i] = largest > WEIGHT_NOTHING ? largest / WEIGHT_MAX_15 : 0.0f;
+  }
+  for (int i = 0; i < num_queries; i++)
+    for (int t = 0; t < end; t += 16) {
+      __m256i code[2];
+      for (int j = 0; j < 2; j++) {
+        const int at = t + 8 * j;
+        __m256 weight = _mm256_mul_ps(_mm256_loadu_ps(p + i * KVEDGE_TILE + at), _mm256_loadu_ps(v_scale + at));
+        __m256 number = _mm256_mul_ps(weight, _mm256_set1_ps(factor[i]));
+        __m256 small = _mm256_cmp_ps(number, _mm256_set1_ps(KVEDGE_DITHERED), _CMP_LT_OQ);
+        code[j] = _mm256_cvtps_epi32(_mm256_add_ps(number, _mm256_and_ps(small, _mm256_loadu_ps(dither + at))));
+      }
+      __m256i packed = _mm256_packs_epi32(code[0], code[1]);
+      packed = _mm256_permute4x64_epi64(packed, 0xd8); /* undoes the pack's lanes */
+      _mm256_storeu_si256((__m256i *)(codes + i * TOGETHER + t), packed);
+    }
+}
+
+/* acc = acc * alpha + sum * scale, 8 channels or the first of them. */
+KVEDGE_INLINE void add_sums(__m256 sum, int num_channels, float scale, float alpha, float *acc) {
+  __m256i valid = first_lanes(num_channels);
+  __m256 kept = _mm256_mul_ps(num_channels >= 8 ? _mm256_loadu_ps(acc) : _mm256_maskload_ps(acc, valid),
+                              _mm256_set1_ps(alpha));
+  sum = _mm256_fmadd_ps(sum, _mm256_set1_ps(scale), kept);
+  if (num_channels >= 8) _mm256_storeu_ps(acc, sum);
+  else _mm256_maskstore_ps(acc, valid, sum);
+}
+
+/* Where a pass over tokens has values from: from rows; from rows, and keeps them; from what was kept. */
+typedef enum { ROWS, ROWS_KEPT, KEPT } value_source;
+
+/* Adds two tokens' values of up to 16 channels, times the weights of `count` queries. The sums' lanes: channels 0..3
+ * and 8..11; 4..7 and 12..15. (Constants where this is inlined: source, count, and whether it is 16 channels.) */
+KVEDGE_INLINE void weigh_pair(const int8_t *first, const int8_t *second, const value_source source, __m256i kept[2],
+                              int num_channels, const int count, const int16_t *codes, __m256i sum[SUM_QUERIES][2]) {
+  __m256i value[2];
+  if (source == KEPT) {
+    value[0] = kept[0], value[1] = kept[1];
+  } else {
+    __m256i a = _mm256_cvtepi8_epi16(load_up_to_16(first, num_channels));
+    __m256i b = _mm256_cvtepi8_epi16(load_up_to_16(second, num_channels));
+    value[0] = _mm256_unpacklo_epi16(a, b), value[1] = _mm256_unpackhi_epi16(a, b);
+    if (source == ROWS_KEPT) kept[0] = value[0], kept[1] = value[1];
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < count; i++) {
+    int32_t two;
+    memcpy(&two, codes + i * TOGETHER, sizeof two);
+    __m256i weights = _mm256_set1_epi32(two);
+    multiply_add_pairs(&sum[i][0], value[0], weights);
+    multiply_add_pairs(&sum[i][1], value[1], weights);
+  }
+}
+
+/* Adds up to TOGETHER tokens' values to up to 16 channels of `count` queries. (Constants as in weigh_pair().) */
+KVEDGE_INLINE void weigh_16(const value_rows *v, const value_source source, __m256i (*kept)[2], int num_channels,
+                            const int count, const int16_t *codes, const float *scale, const float *alpha, float *acc,
+                            ptrdiff_t acc_stride) {
+  /* Few sums are made twice as many, so that products need not wait for those before them. */
+  const int chains = count <= 2 ? 2 : 1;
+  __m256i sum[2][SUM_QUERIES][2];
+#pragma GCC unroll 4
+  for (int i = 0; i < count; i++)
+    for (int k = 0; k < chains; k++) sum[k][i][0] = sum[k][i][1] = _mm256_setzero_si256();
+  const int8_t *row = v->rows;
+  int t = 0;
+  for (; t + 4 <= v->num_tokens; t += 4, codes += 4, kept += 2, row += 4 * v->stride) {
+    if (source != KEPT && v->ahead) _mm_prefetch(v->ahead + 16 * t, _MM_HINT_T1);
+    weigh_pair(row, row + v->stride, source, kept[0], num_channels, count, codes, sum[0]);
+    weigh_pair(row + 2 * v->stride, row + 3 * v->stride, source, kept[1], num_channels, count, codes + 2,
+               sum[chains - 1]);
+  }
+  for (; t < v->num_tokens; t += 2, codes += 2, kept++, row += 2 * v->stride) /* the weight of one past the last is 0 */
+    weigh_pair(row, t + 1 < v->num_tokens ? row + v->stride : row, source, kept[0], num_channels, count, codes, sum[0]);
+#pragma GCC unroll 4
+  for (int i = 0; i < count; i++, acc += acc_stride) {
+#pragma GCC unroll 2
+    for (int j = 0; j < 2; j++)
+      if (chains == 2) sum[0][i][j] = _mm256_add_epi32(sum[0][i][j], sum[1][i][j]);
+#pragma GCC unroll 2
+    for (int j = 0; j < 2; j++)
+      if (8 * j < num_channels) {
+        __m256i channels = j == 0 ? _mm256_permute2x128_si256(sum[0][i][0], sum[0][i][1], 0x20)
+                                  : _mm256_permute2x128_si256(sum[0][i][0], sum[0][i][1], 0x31);
+        add_sums(_mm256_cvtepi32_ps(channels), num_channels - 8 * j, scale[i], alpha[i], acc + 8 * j);
+      }
+  }
+}
+
+/* A tile's weighted sum with weights of 15 bits. */
+static void weigh_codes(value_rows v, int dim, int num_queries, const float *p, const float *v_scale,
+                        const float *alpha, float *acc, ptrdiff_t acc_stride) {
+  int16_t codes[KVEDGE_STACK * TOGETHER]; /* (num_queries, TOGETHER) */
+  float scale[KVEDGE_STACK], keep[KVEDGE_STACK];
+  memcpy(keep, alpha, (size_t)num_queries * sizeof *keep);
+  for (int t = 0; t < v.num_tokens; t += TOGETHER) {
+    value_rows some = {.rows = v.rows + t * v.stride, .stride = v.stride,
+                       .num_tokens = v.num_tokens - t < TOGETHER ? v.num_tokens - t : TOGETHER};
+    encode_weights(num_queries, p + t, v_scale + t, kvedge_dither + t, some.num_tokens, codes, scale);
+    some.ahead = v.ahead ? v.ahead + t * dim : NULL;
+    for (int d = 0; d < dim; d += 16, some.rows += 16) {
+      if (some.ahead && d > 0) some.ahead += 16 * some.num_tokens;
+      const int n = dim - d < 16 ? dim - d : 16;
+      __m256i kept[TOGETHER / 2][2]; /* (tokens / 2, 2) x 8 channels x 2 tokens */
+      for (int i = 0; i < num_queries; i += SUM_QUERIES) {
+        float *out = acc + i * acc_stride + d;
+#define WEIGH_FROM(source, num_channels, count)                                                                  \
+  weigh_16(&some, source, kept, num_channels, count, codes + i * TOGETHER, scale + i, keep + i, out, acc_stride)
+#define WEIGH_16(count)                                               \
+  if (i > 0) WEIGH_FROM(KEPT, n, count);                              \
+  else if (n < 16) WEIGH_FROM(ROWS_KEPT, n, count);                   \
+  else if (num_queries <= SUM_QUERIES) WEIGH_FROM(ROWS, 16, count);   \
+  else WEIGH_FROM(ROWS_KEPT, 16, SUM_QUERIES)
+        BY_COUNT(num_queries - i, WEIGH_16)
+#undef WEIGH_16
+#undef WEIGH_FROM
+      }
+    }
+    for (int i = 0; i < num_queries; i++) keep[i] = 1.0f;
+  }
+}
+
+/* Adds a tile's values to up to 16 channels of `count` queries, with weights as floats. (Constants as in
+ * weigh_pair().) */
+KVEDGE_INLINE void weigh_16_floats(const value_rows *v, int num_channels, const int count, const float *weights,
+                                   const float *alpha, float *acc, ptrdiff_t acc_stride) {
+  __m256 sum[SUM_QUERIES][2];
+#pragma GCC unroll 4
+  for (int i = 0; i < count; i++) sum[i][0] = sum[i][1] = _mm256_setzero_ps();
+  const int8_t *row = v->rows;
+#pragma GCC unroll 4
+  for (int t = 0; t < v->num_tokens; t++, row += v->stride, weights++) {
+    if (v->ahead && t % 4 == 0) _mm_prefetch(v->ahead + 16 * t, _MM_HINT_T1);
+    __m256 low, high;
+    if (num_channels >= 16) {
+      low = floats_of(_mm_loadl_epi64((const __m128i *)row));
+      high = floats_of(_mm_loadl_epi64((const __m128i *)(row + 8)));
+    } else {
+      __m128i codes = load_up_to_16(row, num_channels);
+      low = floats_of(codes);
+      high = floats_of(_mm_unpackhi_epi64(codes, codes));
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < count; i++) {
+      __m256 weight = _mm256_broadcast_ss(weights + i * KVEDGE_TILE);
+      sum[i][0] = _mm256_fmadd_ps(low, weight, sum[i][0]);
+      sum[i][1] = _mm256_fmadd_ps(high, weight, sum[i][1]);
+    }
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < count; i++)
+    for (int j = 0; j < 2 && 8 * j < num_channels; j++)
+      add_sums(sum[i][j], num_channels - 8 * j, 1.0f, alpha[i], acc + i * acc_stride + 8 * j);
+}
+
+static void weigh_floats(value_rows v, int dim, int num_queries, const float *p, const float *v_scale,
+                         const float *alpha, float *acc, ptrdiff_t acc_stride) {
+  float weights[KVEDGE_STACK * KVEDGE_TILE];
+  for (int i = 0; i < num_queries; i++)
+    for (int t = 0; t < v.num_tokens; t++) weights[i * KVEDGE_TILE + t] = p[i * KVEDGE_TILE + t] * v_scale[t];
+  value_rows some = v;
+  for (int d = 0; d < dim; d += 16, some.rows += 16)
+    for (int i = 0; i < num_queries; i += SUM_QUERIES) {
+      some.ahead = v.ahead && i == 0 ? v.ahead + d * v.num_tokens : NULL;
+      float *out = acc + i * acc_stride + d;
+#define WEIGH_16(count)                                                                                         \
+  if (dim - d >= 16) weigh_16_floats(&some, 16, count, weights + i * KVEDGE_TILE, alpha + i, out, acc_stride); \
+  else weigh_16_floats(&some, dim - d, count, weights + i * KVEDGE_TILE, alpha + i, out, acc_stride)
+      BY_COUNT(num_queries - i, WEIGH_16)
+#undef WEIGH_16
+    }
+}
+
+static void KVEDGE_NAME(weighted_sum_i8)(const int8_t *v, ptrdiff_t token_stride, int num_tokens, int dim,
+                                         int num_queries, int num_bytes, const float *p, const float *v_scale,
+                                         const float *alpha, const void *prefetch, float *acc,
+                                         ptrdiff_t acc_stride) {
+  const value_rows rows = {v, token_stride, num_tokens, prefetch};
+  if (num_bytes == 3) weigh_floats(rows, dim, num_queries, p, v_scale, alpha, acc, acc_stride);
+  else weigh_codes(rows, dim, num_queries, p, v_scale, alpha, acc, acc_stride);
+}
