@@ -13,6 +13,26 @@
     default: WORK(4);         \
   }
 
+/* What a later tile reads. A line is asked for twice, on AMD's cores the second time 4 KB later, since they forget what
+ * they are asked for when too much is on its way (kernels_avx512vnni.c). Where: a number, since it may lie before what
+ * there is; 0: nothing is asked for. */
+typedef struct {
+  uintptr_t next, after;
+} asking;
+
+KVEDGE_INLINE asking asking_for(const void *bytes) {
+  return (asking){(uintptr_t)bytes, __builtin_cpu_is("amd") ? 4096 : 0};
+}
+
+/* Those that `by` bytes further on begin. */
+KVEDGE_INLINE asking further(asking a, ptrdiff_t by) { return (asking){a.next ? a.next + (uintptr_t)by : 0, a.after}; }
+
+/* Asks for the line `by` bytes further on. */
+KVEDGE_INLINE void ask(asking a, ptrdiff_t by) {
+  _mm_prefetch((const char *)(a.next + (uintptr_t)by), _MM_HINT_T1);
+  _mm_prefetch((const char *)(a.next + (uintptr_t)by - a.after), _MM_HINT_T1);
+}
+
 KVEDGE_INLINE float reduce_max(__m256 x) {
   __m128 half = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
   half = _mm_max_ps(half, _mm_movehl_ps(half, half));

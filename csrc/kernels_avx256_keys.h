@@ -141,7 +141,7 @@ KVEDGE_INLINE void store_scores(__m256 score, const int tokens, float *scores) {
 /* Scores of all tokens for `count` queries: 1, 2 or 4 (a constant where this is inlined). */
 KVEDGE_INLINE void score_queries(const kvedge_query *q, const int of_floats, int first, const int count,
                                  const int8_t *k, ptrdiff_t token_stride, int num_tokens, const float *k_scale,
-                                 const char *ahead, float *scores, int accumulate) {
+                                 asking ahead, float *scores, int accumulate) {
   const int tokens = SCORES / count;
   const ptrdiff_t stride = KVEDGE_CODE_BYTES * q->stride;
   const int8_t *codes = q->codes + first * stride;
@@ -152,7 +152,8 @@ KVEDGE_INLINE void score_queries(const kvedge_query *q, const int of_floats, int
   scores += first * KVEDGE_TILE;
   for (int t = 0; t < num_tokens; t += tokens) {
     int left = num_tokens - t;
-    if (ahead && first == 0) prefetch_bytes(ahead + t * q->dim, tokens * q->dim);
+    if (ahead.next && first == 0)
+      for (int at = 0; at < tokens * q->dim; at += 64) ask(ahead, t * q->dim + at);
     const int8_t *row[SCORES];
 #pragma GCC unroll 8
     for (int j = 0; j < tokens; j++) row[j] = k + (j < left ? t + j : num_tokens - 1) * token_stride;
@@ -186,7 +187,7 @@ typedef struct {
   ptrdiff_t stride;
   int dim;
   __m256i *pairs;    /* (padded channels / 2, VECTORS): a pair of channels of 8 tokens, as numbers of 16 bits */
-  const char *ahead; /* what is asked for meanwhile, if not NULL */
+  asking ahead;      /* meanwhile */
 } key_block;
 
 /* Channels d..d+15, of which n are there, of rows 8j..8j+7. Four channels make two pairs: 0 and 2, 1 and 3. (Whether n
@@ -196,10 +197,7 @@ KVEDGE_INLINE void transpose_channels(const key_block *k, int d, const int j, in
   const int8_t *first = k->rows + 8 * j * k->stride + d, *last = first + 4 * k->stride;
   __m256i *pairs = k->pairs + d / 2 * VECTORS + j;
   __m256i two[4], four[4]; /* two: rows i and i + 4; four: channels 4c..4c+3 of all */
-  if (k->ahead) {
-    _mm_prefetch(k->ahead + (VECTORS * d + 16 * j) * 8, _MM_HINT_T1);
-    _mm_prefetch(k->ahead + (VECTORS * d + 16 * j) * 8 + 64, _MM_HINT_T1);
-  }
+  if (k->ahead.next) ask(k->ahead, (VECTORS * d + 16 * j) * 8), ask(k->ahead, (VECTORS * d + 16 * j) * 8 + 64);
 #pragma GCC unroll 4
   for (int i = 0; i < 4; i++)
     two[i] = _mm256_inserti128_si256(_mm256_castsi128_si256(load_up_to_16(first + i * k->stride, n)),
@@ -271,7 +269,7 @@ KVEDGE_INLINE void score_block(const int count, const int32_t *codes, const __m2
 static int are_many(int num_queries, int dim) { return num_queries > (dim <= 128 ? 2 : 4); }
 
 static void score_many(const kvedge_query *q, const int8_t *k, ptrdiff_t token_stride, int num_tokens,
-                       const float *k_scale, const char *ahead, float *scores, int accumulate) {
+                       const float *k_scale, asking ahead, float *scores, int accumulate) {
   const int n = q->num_queries, padded = (q->dim + 15) / 16 * 16, num_pairs = padded / 2;
   __m256i keys[2][PAIRS * VECTORS]; /* of a block, and of the next */
   int8_t rows[KVEDGE_BLOCK * CHANNELS_OF_TWO_BYTES]; /* of a last block, whose last row is repeated */
@@ -282,7 +280,7 @@ static void score_many(const kvedge_query *q, const int8_t *k, ptrdiff_t token_s
   for (int t = -KVEDGE_BLOCK; t < num_tokens; t += KVEDGE_BLOCK) { /* before the first block it is only transposed */
     const int now = t / KVEDGE_BLOCK & 1, left = num_tokens - t - KVEDGE_BLOCK;
     const int8_t *from = k + (t + KVEDGE_BLOCK) * token_stride;
-    key_block next = {from, token_stride, q->dim, keys[!now], ahead ? ahead + (t + KVEDGE_BLOCK) * q->dim : NULL};
+    key_block next = {from, token_stride, q->dim, keys[!now], further(ahead, (t + KVEDGE_BLOCK) * q->dim)};
     if (left > 0 && left < KVEDGE_BLOCK) {
       for (int j = 0; j < KVEDGE_BLOCK; j++)
         memcpy(rows + j * padded, from + (j < left ? j : left - 1) * token_stride, (size_t)q->dim);
@@ -309,8 +307,9 @@ static void KVEDGE_NAME(scores_i8)(const kvedge_query *q, const int8_t *k, ptrdi
                            int num_tokens, const float *k_scale, const void *prefetch, float *scores,
                            int accumulate) {
   const int n = q->num_queries;
+  const asking ahead = asking_for(prefetch);
 #define SCORE_QUERIES(of_floats, count) \
-  score_queries(q, of_floats, i, count, k, token_stride, num_tokens, k_scale, prefetch, scores, accumulate)
+  score_queries(q, of_floats, i, count, k, token_stride, num_tokens, k_scale, ahead, scores, accumulate)
 #define SCORE(of_floats)                                          \
   {                                                               \
     int i = 0;                                                    \
@@ -319,7 +318,7 @@ static void KVEDGE_NAME(scores_i8)(const kvedge_query *q, const int8_t *k, ptrdi
     if (i < n) SCORE_QUERIES(of_floats, 1);                       \
   }
   if (q->num_bytes == 3 || q->dim > CHANNELS_OF_TWO_BYTES) SCORE(1)
-  else if (are_many(n, q->dim)) score_many(q, k, token_stride, num_tokens, k_scale, prefetch, scores, accumulate);
+  else if (are_many(n, q->dim)) score_many(q, k, token_stride, num_tokens, k_scale, ahead, scores, accumulate);
   else SCORE(0)
 #undef SCORE
 #undef SCORE_QUERIES

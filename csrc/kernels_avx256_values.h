@@ -9,17 +9,18 @@
  */
 enum {
   SUM_QUERIES = 4,  /* whose sums stay in registers: two of 8 channels each */
+  MOST_GROUPS = 4,  /* of 16 channels at a time: the fewer queries, the more */
   TOGETHER = 64,    /* tokens whose weights have one scale; their sums stay below 2^31 */
 };
 
 #define WEIGHT_MAX_15 32766.0f /* as WEIGHT_MAX_16 */
 
-/* The values of up to TOGETHER tokens, or of a tile; bytes there are asked for, if not NULL. */
+/* The values of up to TOGETHER tokens, or of a tile, and what to ask for meanwhile. */
 typedef struct {
   const int8_t *rows;
   ptrdiff_t stride;
   int num_tokens;
-  const char *ahead;
+  asking ahead;
 } value_rows;
 
 /* Weights of up to TOGETHER tokens as codes, (num_queries, TOGETHER) with zeros to the end of the last block, and the
@@ -71,62 +72,76 @@ KVEDGE_INLINE void add_sums(__m256 sum, int num_channels, float scale, float alp
 /* Where a pass over tokens has values from: from rows; from rows, and keeps them; from what was kept. */
 typedef enum { ROWS, ROWS_KEPT, KEPT } value_source;
 
-/* Adds two tokens' values of up to 16 channels, times the weights of `count` queries. The sums' lanes: channels 0..3
- * and 8..11; 4..7 and 12..15. (Constants where this is inlined: source, count, and whether it is 16 channels.) */
+/* Sums of products of `count` queries with `groups` groups of 16 channels: in lanes of channels 0..3 and 8..11, 4..7 and
+ * 12..15. */
+typedef __m256i value_sums[SUM_QUERIES][MOST_GROUPS][2];
+
+/* Adds two tokens' values, times their weights. (Constants where this is inlined: source, groups, count, and whether
+ * num_channels, of a group, is 16.) */
 KVEDGE_INLINE void weigh_pair(const int8_t *first, const int8_t *second, const value_source source, __m256i kept[2],
-                              int num_channels, const int count, const int16_t *codes, __m256i sum[SUM_QUERIES][2]) {
-  __m256i value[2];
-  if (source == KEPT) {
-    value[0] = kept[0], value[1] = kept[1];
-  } else {
-    __m256i a = _mm256_cvtepi8_epi16(load_up_to_16(first, num_channels));
-    __m256i b = _mm256_cvtepi8_epi16(load_up_to_16(second, num_channels));
-    value[0] = _mm256_unpacklo_epi16(a, b), value[1] = _mm256_unpackhi_epi16(a, b);
-    if (source == ROWS_KEPT) kept[0] = value[0], kept[1] = value[1];
-  }
+                              const int groups, int num_channels, const int count, const int16_t *codes,
+                              value_sums sum) {
 #pragma GCC unroll 4
-  for (int i = 0; i < count; i++) {
-    int32_t two;
-    memcpy(&two, codes + i * TOGETHER, sizeof two);
-    __m256i weights = _mm256_set1_epi32(two);
-    multiply_add_pairs(&sum[i][0], value[0], weights);
-    multiply_add_pairs(&sum[i][1], value[1], weights);
+  for (int g = 0; g < groups; g++) {
+    __m256i value[2];
+    if (source == KEPT) {
+      value[0] = kept[0], value[1] = kept[1];
+    } else {
+      __m256i a = _mm256_cvtepi8_epi16(load_up_to_16(first + 16 * g, num_channels));
+      __m256i b = _mm256_cvtepi8_epi16(load_up_to_16(second + 16 * g, num_channels));
+      value[0] = _mm256_unpacklo_epi16(a, b), value[1] = _mm256_unpackhi_epi16(a, b);
+      if (source == ROWS_KEPT) kept[0] = value[0], kept[1] = value[1];
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < count; i++) {
+      int32_t two;
+      memcpy(&two, codes + i * TOGETHER, sizeof two);
+      __m256i weights = _mm256_set1_epi32(two);
+      multiply_add_pairs(&sum[i][g][0], value[0], weights);
+      multiply_add_pairs(&sum[i][g][1], value[1], weights);
+    }
   }
 }
 
-/* Adds up to TOGETHER tokens' values to up to 16 channels of `count` queries. (Constants as in weigh_pair().) */
-KVEDGE_INLINE void weigh_16(const value_rows *v, const value_source source, __m256i (*kept)[2], int num_channels,
-                            const int count, const int16_t *codes, const float *scale, const float *alpha, float *acc,
-                            ptrdiff_t acc_stride) {
+/* Adds up to TOGETHER tokens' values to `groups` groups of 16 channels, or to num_channels fewer, of `count` queries.
+ * Only one group's values are kept. (Constants as in weigh_pair().) */
+KVEDGE_INLINE void weigh_groups(const value_rows *v, const value_source source, __m256i (*kept)[2], const int groups,
+                                int num_channels, const int count, const int16_t *codes, const float *scale,
+                                const float *alpha, float *acc, ptrdiff_t acc_stride) {
   /* Few sums are made twice as many, so that products need not wait for those before them. */
-  const int chains = count <= 2 ? 2 : 1;
-  __m256i sum[2][SUM_QUERIES][2];
+  const int chains = count * groups <= 2 ? 2 : 1;
+  value_sums sum[2];
 #pragma GCC unroll 4
   for (int i = 0; i < count; i++)
-    for (int k = 0; k < chains; k++) sum[k][i][0] = sum[k][i][1] = _mm256_setzero_si256();
+#pragma GCC unroll 4
+    for (int g = 0; g < groups; g++)
+      for (int k = 0; k < chains; k++) sum[k][i][g][0] = sum[k][i][g][1] = _mm256_setzero_si256();
   const int8_t *row = v->rows;
   int t = 0;
   for (; t + 4 <= v->num_tokens; t += 4, codes += 4, kept += 2, row += 4 * v->stride) {
-    if (source != KEPT && v->ahead) _mm_prefetch(v->ahead + 16 * t, _MM_HINT_T1);
-    weigh_pair(row, row + v->stride, source, kept[0], num_channels, count, codes, sum[0]);
-    weigh_pair(row + 2 * v->stride, row + 3 * v->stride, source, kept[1], num_channels, count, codes + 2,
+    if (source != KEPT && v->ahead.next)
+#pragma GCC unroll 4
+      for (int g = 0; g < groups; g++) ask(v->ahead, 16 * groups * t + 64 * g);
+    weigh_pair(row, row + v->stride, source, kept[0], groups, num_channels, count, codes, sum[0]);
+    weigh_pair(row + 2 * v->stride, row + 3 * v->stride, source, kept[1], groups, num_channels, count, codes + 2,
                sum[chains - 1]);
   }
   for (; t < v->num_tokens; t += 2, codes += 2, kept++, row += 2 * v->stride) /* the weight of one past the last is 0 */
-    weigh_pair(row, t + 1 < v->num_tokens ? row + v->stride : row, source, kept[0], num_channels, count, codes, sum[0]);
+    weigh_pair(row, t + 1 < v->num_tokens ? row + v->stride : row, source, kept[0], groups, num_channels, count, codes,
+               sum[0]);
 #pragma GCC unroll 4
-  for (int i = 0; i < count; i++, acc += acc_stride) {
+  for (int i = 0; i < count; i++, acc += acc_stride)
+#pragma GCC unroll 4
+    for (int g = 0; g < groups; g++) {
+      __m256i *of_16 = sum[0][i][g];
 #pragma GCC unroll 2
-    for (int j = 0; j < 2; j++)
-      if (chains == 2) sum[0][i][j] = _mm256_add_epi32(sum[0][i][j], sum[1][i][j]);
-#pragma GCC unroll 2
-    for (int j = 0; j < 2; j++)
-      if (8 * j < num_channels) {
-        __m256i channels = j == 0 ? _mm256_permute2x128_si256(sum[0][i][0], sum[0][i][1], 0x20)
-                                  : _mm256_permute2x128_si256(sum[0][i][0], sum[0][i][1], 0x31);
-        add_sums(_mm256_cvtepi32_ps(channels), num_channels - 8 * j, scale[i], alpha[i], acc + 8 * j);
-      }
-  }
+      for (int j = 0; j < 2; j++)
+        if (chains == 2) of_16[j] = _mm256_add_epi32(of_16[j], sum[1][i][g][j]);
+      __m256 low = _mm256_cvtepi32_ps(_mm256_permute2x128_si256(of_16[0], of_16[1], 0x20));
+      __m256 high = _mm256_cvtepi32_ps(_mm256_permute2x128_si256(of_16[0], of_16[1], 0x31));
+      add_sums(low, num_channels, scale[i], alpha[i], acc + 16 * g);
+      if (num_channels > 8) add_sums(high, num_channels - 8, scale[i], alpha[i], acc + 16 * g + 8);
+    }
 }
 
 /* A tile's weighted sum with weights of 15 bits. */
@@ -139,24 +154,36 @@ static void weigh_codes(value_rows v, int dim, int num_queries, const float *p, 
     value_rows some = {.rows = v.rows + t * v.stride, .stride = v.stride,
                        .num_tokens = v.num_tokens - t < TOGETHER ? v.num_tokens - t : TOGETHER};
     encode_weights(num_queries, p + t, v_scale + t, kvedge_dither + t, some.num_tokens, codes, scale);
-    some.ahead = v.ahead ? v.ahead + t * dim : NULL;
-    for (int d = 0; d < dim; d += 16, some.rows += 16) {
-      if (some.ahead && d > 0) some.ahead += 16 * some.num_tokens;
-      const int n = dim - d < 16 ? dim - d : 16;
+    for (int d = 0, n; d < dim; d += n) {
       __m256i kept[TOGETHER / 2][2]; /* (tokens / 2, 2) x 8 channels x 2 tokens */
-      for (int i = 0; i < num_queries; i += SUM_QUERIES) {
-        float *out = acc + i * acc_stride + d;
-#define WEIGH_FROM(source, num_channels, count)                                                                  \
-  weigh_16(&some, source, kept, num_channels, count, codes + i * TOGETHER, scale + i, keep + i, out, acc_stride)
-#define WEIGH_16(count)                                               \
-  if (i > 0) WEIGH_FROM(KEPT, n, count);                              \
-  else if (n < 16) WEIGH_FROM(ROWS_KEPT, n, count);                   \
-  else if (num_queries <= SUM_QUERIES) WEIGH_FROM(ROWS, 16, count);   \
-  else WEIGH_FROM(ROWS_KEPT, 16, SUM_QUERIES)
-        BY_COUNT(num_queries - i, WEIGH_16)
-#undef WEIGH_16
-#undef WEIGH_FROM
+      const int left = dim - d;
+      float *out = acc + d;
+      some.rows = v.rows + t * v.stride + d;
+      some.ahead = further(v.ahead, t * dim + d * some.num_tokens);
+      n = left < 16 ? left : 16;
+#define WEIGH(source, groups, num_channels, count)                                                                     \
+  weigh_groups(&some, source, kept, groups, num_channels, count, codes + i * TOGETHER, scale + i, keep + i, \
+               out + i * acc_stride, acc_stride)
+#define WEIGH_ROWS(count)                                                                      \
+  {                                                                                            \
+    const int i = 0;                                                                           \
+    if (count == 1 && left >= 64) WEIGH(ROWS, 4, 16, count), n = 64;                           \
+    else if (count <= 2 && left >= 32) WEIGH(ROWS, 2, 16, count), n = 32;                      \
+    else if (left >= 16) WEIGH(ROWS, 1, 16, count);                                            \
+    else WEIGH(ROWS, 1, n, count);                                                             \
+  }
+#define WEIGH_KEPT(count) WEIGH(KEPT, 1, n, count)
+      if (num_queries <= SUM_QUERIES) {
+        BY_COUNT(num_queries, WEIGH_ROWS)
+        continue;
       }
+      int i = 0;
+      if (left >= 16) WEIGH(ROWS_KEPT, 1, 16, SUM_QUERIES);
+      else WEIGH(ROWS_KEPT, 1, n, SUM_QUERIES);
+      for (i = SUM_QUERIES; i < num_queries; i += SUM_QUERIES) BY_COUNT(num_queries - i, WEIGH_KEPT)
+#undef WEIGH_KEPT
+#undef WEIGH_ROWS
+#undef WEIGH
     }
     for (int i = 0; i < num_queries; i++) keep[i] = 1.0f;
   }
@@ -172,7 +199,7 @@ KVEDGE_INLINE void weigh_16_floats(const value_rows *v, int num_channels, const 
   const int8_t *row = v->rows;
 #pragma GCC unroll 4
   for (int t = 0; t < v->num_tokens; t++, row += v->stride, weights++) {
-    if (v->ahead && t % 4 == 0) _mm_prefetch(v->ahead + 16 * t, _MM_HINT_T1);
+    if (v->ahead.next && t % 4 == 0) ask(v->ahead, 16 * t);
     __m256 low, high;
     if (num_channels >= 16) {
       low = floats_of(_mm_loadl_epi64((const __m128i *)row));
@@ -203,7 +230,7 @@ static void weigh_floats(value_rows v, int dim, int num_queries, const float *p,
   value_rows some = v;
   for (int d = 0; d < dim; d += 16, some.rows += 16)
     for (int i = 0; i < num_queries; i += SUM_QUERIES) {
-      some.ahead = v.ahead && i == 0 ? v.ahead + d * v.num_tokens : NULL;
+      some.ahead = i == 0 ? further(v.ahead, d * v.num_tokens) : (asking){0};
       float *out = acc + i * acc_stride + d;
 #define WEIGH_16(count)                                                                                         \
   if (dim - d >= 16) weigh_16_floats(&some, 16, count, weights + i * KVEDGE_TILE, alpha + i, out, acc_stride); \
@@ -217,7 +244,7 @@ static void KVEDGE_NAME(weighted_sum_i8)(const int8_t *v, ptrdiff_t token_stride
                                          int num_queries, int num_bytes, const float *p, const float *v_scale,
                                          const float *alpha, const void *prefetch, float *acc,
                                          ptrdiff_t acc_stride) {
-  const value_rows rows = {v, token_stride, num_tokens, prefetch};
+  const value_rows rows = {v, token_stride, num_tokens, asking_for(prefetch)};
   if (num_bytes == 3) weigh_floats(rows, dim, num_queries, p, v_scale, alpha, acc, acc_stride);
   else weigh_codes(rows, dim, num_queries, p, v_scale, alpha, acc, acc_stride);
 }
