@@ -15,8 +15,8 @@ enum { SCORES = 8 }; /* made at a time: 8 tokens of 1 query, 4 of 2, 2 of 4; a r
  * unit, which take the place of all three bytes. */
 enum { CODES_OF_16 = KVEDGE_CODE_BYTES * 16, FLOATS_AT = 32 };
 
-static void KVEDGE_NAME(encode_query)(const float *x, int dim, float factor, float largest, int8_t *codes, float *scale,
-                              int32_t *offsets) {
+static void KVEDGE_NAME(encode_query)(const float *x, int dim, float factor, float largest, int8_t *codes,
+                                      float *scale, int32_t *offsets) {
   float inverse = largest > QUERY_NOTHING ? QUERY_MAX / largest : 0.0f;
   for (int d = 0; d < kvedge_padded_channels(dim); d += 16, codes += CODES_OF_16) {
     __m256i high[2];
@@ -177,8 +177,8 @@ KVEDGE_INLINE void score_queries(const kvedge_query *q, const int of_floats, int
 /* ---- Scores for many queries ---- */
 
 enum {
-  VECTORS = KVEDGE_BLOCK / 8,        /* of 8 tokens */
-  PAIRS = CHANNELS_OF_TWO_BYTES / 2, /* of channels: the products of a pair are added at once */
+  VECTORS = KVEDGE_BLOCK / 8,          /* of 8 tokens */
+  COLUMNS = CHANNELS_OF_TWO_BYTES / 4, /* of four channels */
 };
 
 /* A block of keys to transpose, whose tokens are all there. */
@@ -186,16 +186,14 @@ typedef struct {
   const int8_t *rows;
   ptrdiff_t stride;
   int dim;
-  __m256i *pairs;    /* (padded channels / 2, VECTORS): a pair of channels of 8 tokens, as numbers of 16 bits */
+  __m256i *columns;  /* (padded channels / 4, VECTORS): four channels of 8 tokens */
   asking ahead;      /* meanwhile */
 } key_block;
 
-/* Channels d..d+15, of which n are there, of rows 8j..8j+7. Four channels make two pairs: 0 and 2, 1 and 3. (Whether n
- * is 16 is a constant where this is inlined.) */
+/* Channels d..d+15, of which n are there, of rows 8j..8j+7. (Whether n is 16 is a constant where this is inlined.) */
 KVEDGE_INLINE void transpose_channels(const key_block *k, int d, const int j, int n) {
-  const __m256i even_bytes = _mm256_set1_epi16(1);
   const int8_t *first = k->rows + 8 * j * k->stride + d, *last = first + 4 * k->stride;
-  __m256i *pairs = k->pairs + d / 2 * VECTORS + j;
+  __m256i *columns = k->columns + d / 4 * VECTORS + j;
   __m256i two[4], four[4]; /* two: rows i and i + 4; four: channels 4c..4c+3 of all */
   if (k->ahead.next) ask(k->ahead, (VECTORS * d + 16 * j) * 8), ask(k->ahead, (VECTORS * d + 16 * j) * 8 + 64);
 #pragma GCC unroll 4
@@ -204,10 +202,7 @@ KVEDGE_INLINE void transpose_channels(const key_block *k, int d, const int j, in
                                      load_up_to_16(last + i * k->stride, n), 1);
   transpose_in_lanes(two, four);
 #pragma GCC unroll 4
-  for (int c = 0; c < 4; c++) {
-    pairs[2 * c * VECTORS] = _mm256_maddubs_epi16(even_bytes, four[c]);
-    pairs[(2 * c + 1) * VECTORS] = _mm256_srai_epi16(four[c], 8);
-  }
+  for (int c = 0; c < 4; c++) columns[c * VECTORS] = four[c];
 }
 
 static __attribute__((noinline)) void transpose_last_channels(const key_block *k, int d, int j) {
@@ -219,7 +214,12 @@ KVEDGE_INLINE void transpose_16(const key_block *k, int d, const int j) {
   else transpose_last_channels(k, d, j);
 }
 
-/* Codes of all queries, as pairs of channels: (num_queries, padded channels / 2). */
+/* Channels 0 and 2 of each four, 1 and 3, as numbers of 16 bits. */
+KVEDGE_INLINE __m256i even_channels(__m256i column) { return _mm256_maddubs_epi16(_mm256_set1_epi16(1), column); }
+
+KVEDGE_INLINE __m256i odd_channels(__m256i column) { return _mm256_srai_epi16(column, 8); }
+
+/* Codes of all queries, as such pairs of channels: (num_queries, padded channels / 2). */
 KVEDGE_INLINE void pair_codes(const kvedge_query *q, int padded, int32_t *pairs) {
   const __m256i order = _mm256_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15, 0, 1, 4, 5, 2, 3, 6, 7,
                                          8, 9, 12, 13, 10, 11, 14, 15);
@@ -232,7 +232,7 @@ KVEDGE_INLINE void pair_codes(const kvedge_query *q, int padded, int32_t *pairs)
 
 /* Scores of a block for `count` queries; meanwhile the next one is transposed, unless it is NULL. (Constants where
  * this is inlined: count, and whether there is a next one.) */
-KVEDGE_INLINE void score_block(const int count, const int32_t *codes, const __m256i *keys, int num_pairs,
+KVEDGE_INLINE void score_block(const int count, const int32_t *codes, const __m256i *columns, int num_pairs,
                                const key_block *next, const float *unit, const float *k_scale, float *scores,
                                int accumulate) {
   __m256i sum[4][VECTORS];
@@ -245,13 +245,19 @@ KVEDGE_INLINE void score_block(const int count, const int32_t *codes, const __m2
     for (int half = 0; half < VECTORS; half++) {
       if (next) transpose_16(next, 2 * p, half);
 #pragma GCC unroll 4
-      for (int c = 0; c < 4; c++, keys += VECTORS)
+      for (int c = 0; c < 4; c++) { /* columns become numbers of 16 bits here, since stores cost more than that */
+        __m256i keys[VECTORS];
+#pragma GCC unroll 2
+        for (int j = 0; j < VECTORS; j++)
+          keys[j] = c % 2 == 0 ? even_channels(columns[c / 2 * VECTORS + j]) : odd_channels(columns[c / 2 * VECTORS + j]);
 #pragma GCC unroll 4
         for (int i = 0; i < count; i++) {
           const __m256i pair = _mm256_set1_epi32(codes[i * num_pairs + p + 4 * half + c]);
 #pragma GCC unroll 2
           for (int j = 0; j < VECTORS; j++) multiply_add_pairs(&sum[i][j], keys[j], pair);
         }
+      }
+      columns += 2 * VECTORS;
     }
 #pragma GCC unroll 4
   for (int i = 0; i < count; i++)
@@ -271,16 +277,16 @@ static int are_many(int num_queries, int dim) { return num_queries > (dim <= 128
 static void score_many(const kvedge_query *q, const int8_t *k, ptrdiff_t token_stride, int num_tokens,
                        const float *k_scale, asking ahead, float *scores, int accumulate) {
   const int n = q->num_queries, padded = (q->dim + 15) / 16 * 16, num_pairs = padded / 2;
-  __m256i keys[2][PAIRS * VECTORS]; /* of a block, and of the next */
+  __m256i columns[2][COLUMNS * VECTORS]; /* of a block, and of the next */
   int8_t rows[KVEDGE_BLOCK * CHANNELS_OF_TWO_BYTES]; /* of a last block, whose last row is repeated */
-  int32_t codes[KVEDGE_STACK * PAIRS];
+  int32_t codes[KVEDGE_STACK * 2 * COLUMNS];
   float unit[KVEDGE_STACK];
   for (int i = 0; i < n; i++) unit[i] = q->scale[i * q->scale_stride] * 256.0f;
   pair_codes(q, padded, codes);
   for (int t = -KVEDGE_BLOCK; t < num_tokens; t += KVEDGE_BLOCK) { /* before the first block it is only transposed */
     const int now = t / KVEDGE_BLOCK & 1, left = num_tokens - t - KVEDGE_BLOCK;
     const int8_t *from = k + (t + KVEDGE_BLOCK) * token_stride;
-    key_block next = {from, token_stride, q->dim, keys[!now], further(ahead, (t + KVEDGE_BLOCK) * q->dim)};
+    key_block next = {from, token_stride, q->dim, columns[!now], further(ahead, (t + KVEDGE_BLOCK) * q->dim)};
     if (left > 0 && left < KVEDGE_BLOCK) {
       for (int j = 0; j < KVEDGE_BLOCK; j++)
         memcpy(rows + j * padded, from + (j < left ? j : left - 1) * token_stride, (size_t)q->dim);
@@ -292,7 +298,7 @@ static void score_many(const kvedge_query *q, const int8_t *k, ptrdiff_t token_s
       continue;
     }
 #define SCORE_BLOCK_OF(count, next)                                                              \
-  score_block(count, codes + i * num_pairs, keys[now], num_pairs, next, unit + i, k_scale + t, \
+  score_block(count, codes + i * num_pairs, columns[now], num_pairs, next, unit + i, k_scale + t, \
               scores + i * KVEDGE_TILE + t, accumulate)
 #define SCORE_BLOCK(count)                               \
   if (i == 0 && left > 0) SCORE_BLOCK_OF(count, &next); \
