@@ -3,6 +3,7 @@
  *   KVEDGE_NAME(function)   function_avx2 or function_avxvnni
  */
 #include "kernels_portable.h"
+#include "kernels_x86.h"
 
 /* WORK(count) for as many queries, 1 to 4, or for the first four of more. */
 #define BY_COUNT(count, WORK) \
@@ -13,21 +14,21 @@
     default: WORK(4);         \
   }
 
-/* What a later tile reads. A line is asked for twice, on AMD's cores the second time 4 KB later, since they forget what
- * they are asked for when too much is on its way (kernels_avx512vnni.c). Where: a number, since it may lie before what
- * there is; 0: nothing is asked for. */
+/* What a later tile reads: where, a number, since it may lie before what there is; 0: nothing is asked for. */
 typedef struct {
   uintptr_t next, after;
 } asking;
 
 KVEDGE_INLINE asking asking_for(const void *bytes) {
-  return (asking){(uintptr_t)bytes, __builtin_cpu_is("amd") ? 4096 : 0};
+  return (asking){(uintptr_t)bytes, kvedge_ask_again_after()};
 }
 
-/* Those that `by` bytes further on begin. */
-KVEDGE_INLINE asking further(asking a, ptrdiff_t by) { return (asking){a.next ? a.next + (uintptr_t)by : 0, a.after}; }
+/* What begins `by` bytes further on. */
+KVEDGE_INLINE asking further(asking a, ptrdiff_t by) {
+  return (asking){a.next ? a.next + (uintptr_t)by : 0, a.after};
+}
 
-/* Asks for the line `by` bytes further on. */
+/* Asks for the line `by` bytes further on, twice. */
 KVEDGE_INLINE void ask(asking a, ptrdiff_t by) {
   _mm_prefetch((const char *)(a.next + (uintptr_t)by), _MM_HINT_T1);
   _mm_prefetch((const char *)(a.next + (uintptr_t)by - a.after), _MM_HINT_T1);

@@ -186,11 +186,11 @@ typedef struct {
   const int8_t *rows;
   ptrdiff_t stride;
   int dim;
-  __m256i *columns;  /* (padded channels / 4, VECTORS): four channels of 8 tokens */
-  asking ahead;      /* meanwhile */
+  __m256i *columns; /* (padded channels / 4, VECTORS): four channels of 8 tokens */
+  asking ahead;     /* meanwhile */
 } key_block;
 
-/* Channels d..d+15, of which n are there, of rows 8j..8j+7. (Whether n is 16 is a constant where this is inlined.) */
+/* Four columns: channels d..d+15, of which n are there, of rows 8j..8j+7. (Whether n is 16 is a constant where this is inlined.) */
 KVEDGE_INLINE void transpose_channels(const key_block *k, int d, const int j, int n) {
   const int8_t *first = k->rows + 8 * j * k->stride + d, *last = first + 4 * k->stride;
   __m256i *columns = k->columns + d / 4 * VECTORS + j;
@@ -242,14 +242,16 @@ KVEDGE_INLINE void score_block(const int count, const int32_t *codes, const __m2
     for (int j = 0; j < VECTORS; j++) sum[i][j] = _mm256_setzero_si256();
   for (int p = 0; p < num_pairs; p += 8)
 #pragma GCC unroll 2
-    for (int half = 0; half < VECTORS; half++) {
+    for (int half = 0; half < 2; half++) { /* of 16 channels; of the next block's rows */
       if (next) transpose_16(next, 2 * p, half);
 #pragma GCC unroll 4
       for (int c = 0; c < 4; c++) { /* columns become numbers of 16 bits here, since stores cost more than that */
         __m256i keys[VECTORS];
 #pragma GCC unroll 2
-        for (int j = 0; j < VECTORS; j++)
-          keys[j] = c % 2 == 0 ? even_channels(columns[c / 2 * VECTORS + j]) : odd_channels(columns[c / 2 * VECTORS + j]);
+        for (int j = 0; j < VECTORS; j++) {
+          const __m256i column = columns[c / 2 * VECTORS + j];
+          keys[j] = c % 2 == 0 ? even_channels(column) : odd_channels(column);
+        }
 #pragma GCC unroll 4
         for (int i = 0; i < count; i++) {
           const __m256i pair = _mm256_set1_epi32(codes[i * num_pairs + p + 4 * half + c]);

@@ -8,9 +8,9 @@
  * over a tile of 256. Where that is not enough (three bytes), codes become floats, once for four queries.
  */
 enum {
-  SUM_QUERIES = 4,  /* whose sums stay in registers: two of 8 channels each */
-  MOST_GROUPS = 4,  /* of 16 channels at a time: the fewer queries, the more */
-  TOGETHER = 64,    /* tokens whose weights have one scale; their sums stay below 2^31 */
+  SUM_QUERIES = 4, /* whose sums stay in registers */
+  MOST_GROUPS = 4, /* of 16 channels at a time: the fewer queries, the more, so that rows far apart are read once */
+  TOGETHER = 64,   /* tokens whose weights have one scale; their sums stay below 2^31 */
 };
 
 #define WEIGHT_MAX_15 32766.0f /* as WEIGHT_MAX_16 */
@@ -33,7 +33,8 @@ static void encode_weights(int num_queries, const float *p, const float *v_scale
     __m256 largest[2] = {_mm256_setzero_ps(), _mm256_setzero_ps()};
     for (int t = 0; t < end; t += 16)
       for (int j = 0; j < 2; j++) {
-        __m256 weight = _mm256_mul_ps(_mm256_loadu_ps(p + i * KVEDGE_TILE + t + 8 * j), _mm256_loadu_ps(v_scale + t + 8 * j));
+        const int at = t + 8 * j;
+        __m256 weight = _mm256_mul_ps(_mm256_loadu_ps(p + i * KVEDGE_TILE + at), _mm256_loadu_ps(v_scale + at));
         largest[j] = _mm256_max_ps(largest[j], weight);
       }
     factor[i] = reduce_max(_mm256_max_ps(largest[0], largest[1]));
@@ -161,23 +162,20 @@ static void weigh_codes(value_rows v, int dim, int num_queries, const float *p, 
       some.rows = v.rows + t * v.stride + d;
       some.ahead = further(v.ahead, t * dim + d * some.num_tokens);
       n = left < 16 ? left : 16;
-#define WEIGH(source, groups, num_channels, count)                                                                     \
+      int i = 0;
+#define WEIGH(source, groups, num_channels, count)                                                          \
   weigh_groups(&some, source, kept, groups, num_channels, count, codes + i * TOGETHER, scale + i, keep + i, \
                out + i * acc_stride, acc_stride)
-#define WEIGH_ROWS(count)                                                                      \
-  {                                                                                            \
-    const int i = 0;                                                                           \
-    if (count == 1 && left >= 64) WEIGH(ROWS, 4, 16, count), n = 64;                           \
-    else if (count <= 2 && left >= 32) WEIGH(ROWS, 2, 16, count), n = 32;                      \
-    else if (left >= 16) WEIGH(ROWS, 1, 16, count);                                            \
-    else WEIGH(ROWS, 1, n, count);                                                             \
-  }
+#define WEIGH_ROWS(count)                                               \
+  if (count == 1 && left >= 64) WEIGH(ROWS, 4, 16, count), n = 64;      \
+  else if (count <= 2 && left >= 32) WEIGH(ROWS, 2, 16, count), n = 32; \
+  else if (left >= 16) WEIGH(ROWS, 1, 16, count);                       \
+  else WEIGH(ROWS, 1, n, count)
 #define WEIGH_KEPT(count) WEIGH(KEPT, 1, n, count)
       if (num_queries <= SUM_QUERIES) {
         BY_COUNT(num_queries, WEIGH_ROWS)
         continue;
       }
-      int i = 0;
       if (left >= 16) WEIGH(ROWS_KEPT, 1, 16, SUM_QUERIES);
       else WEIGH(ROWS_KEPT, 1, n, SUM_QUERIES);
       for (i = SUM_QUERIES; i < num_queries; i += SUM_QUERIES) BY_COUNT(num_queries - i, WEIGH_KEPT)

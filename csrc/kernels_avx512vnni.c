@@ -20,6 +20,7 @@
 
 KVEDGE_TARGET_BEGIN("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma")
 #include "kernels_portable.h"
+#include "kernels_x86.h"
 
 enum { BLOCK = KVEDGE_BLOCK }; /* tokens that are worked on together: one per 32-bit lane */
 
@@ -48,11 +49,8 @@ KVEDGE_INLINE void multiply_add(__m512i *sum, __m512i u8, __m512i s8) {
  * as can be, since a core waits when more than about ten are on their way; and in the order of memory, which the CPU's
  * own prefetcher then follows.
  *
- * AMD's cores (Zen 4) do not wait but forget what they are asked for then, and a line that was forgotten costs its use
- * the whole way to memory. So each is asked for twice, and a third time where there is little arithmetic between: there
- * after this many bytes more, which makes decoding 1.04 to 1.6 times as fast; elsewhere at once, which costs nothing. */
-enum { ASK_AGAIN_AFTER = 4096 };
-
+ * AMD's cores do not wait but forget, so each is asked for again, and a third time where there is little arithmetic
+ * between. */
 typedef struct {
   const int8_t *const *block, *const *last;
   ptrdiff_t size, used; /* bytes of each; of this one */
@@ -62,7 +60,7 @@ typedef struct {
 /* `in_order`: blocks lie side by side. */
 KVEDGE_INLINE lines_ahead lines_of(const int8_t *const *blocks, int num_tokens, int dim, int in_order) {
   return (lines_ahead){.block = blocks, .last = blocks + (num_tokens - 1) / BLOCK, .size = BLOCK * dim,
-                       .after = in_order && __builtin_cpu_is("amd") ? ASK_AGAIN_AFTER : 0};
+                       .after = in_order ? kvedge_ask_again_after() : 0};
 }
 
 /* Where the next `count` lines start. They may pass the end of a block, or be asked for twice: no harm is done. */
