@@ -103,7 +103,8 @@ typedef struct kvedge_kernels {
   /* acc[i * acc_stride + d] = acc[..] * alpha[i] + sum_t p[i][t] * v_scale[t] * v[t][d]  for d < dim,
    * p as softmax leaves it. v_scale is 0..2^61, and 0 from num_tokens to the end of the last block. Weights
    * p[t] * v_scale[t] are rounded to 2^-24 of the tile's largest or better; to 2^-16 or 2^-8 if num_bytes is 2 or 1
-   * (or to 2^-15 of the largest of 64 tokens, which errs no more), small ones up or down as kvedge_dither has it. */
+   * (or to 2^-15 of the largest of 64 tokens, whose errors add up as those of 2^-16 of 256 do), small ones up or down
+   * as kvedge_dither has it. */
   void (*weighted_sum_i8)(const int8_t *v, ptrdiff_t token_stride, int num_tokens, int dim,
                           int num_queries, int num_bytes, const float *p, const float *v_scale,
                           const float *alpha, const void *prefetch, float *acc, ptrdiff_t acc_stride);

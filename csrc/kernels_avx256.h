@@ -5,15 +5,6 @@
 #include "kernels_portable.h"
 #include "kernels_x86.h"
 
-/* WORK(count) for as many queries, 1 to 4, or for the first four of more. */
-#define BY_COUNT(count, WORK) \
-  switch (count) {            \
-    case 1: WORK(1); break;   \
-    case 2: WORK(2); break;   \
-    case 3: WORK(3); break;   \
-    default: WORK(4);         \
-  }
-
 /* What a later tile reads: where, a number, since it may lie before what there is; 0: nothing is asked for. */
 typedef struct {
   uintptr_t next, after;

@@ -190,7 +190,8 @@ typedef struct {
   asking ahead;     /* meanwhile */
 } key_block;
 
-/* Four columns: channels d..d+15, of which n are there, of rows 8j..8j+7. (Whether n is 16 is a constant where this is inlined.) */
+/* Four columns: channels d..d+15, of which n are there, of rows 8j..8j+7. (Whether n is 16 is a constant where this is
+ * inlined.) */
 KVEDGE_INLINE void transpose_channels(const key_block *k, int d, const int j, int n) {
   const int8_t *first = k->rows + 8 * j * k->stride + d, *last = first + 4 * k->stride;
   __m256i *columns = k->columns + d / 4 * VECTORS + j;
@@ -305,7 +306,8 @@ static void score_many(const kvedge_query *q, const int8_t *k, ptrdiff_t token_s
 #define SCORE_BLOCK(count)                               \
   if (i == 0 && left > 0) SCORE_BLOCK_OF(count, &next); \
   else SCORE_BLOCK_OF(count, NULL)
-    for (int i = 0; i < n; i += 4) BY_COUNT(n - i, SCORE_BLOCK)
+    int i = 0;
+    BY_FOURS(n, SCORE_BLOCK)
 #undef SCORE_BLOCK
 #undef SCORE_BLOCK_OF
   }

@@ -73,8 +73,8 @@ KVEDGE_INLINE void add_sums(__m256 sum, int num_channels, float scale, float alp
 /* Where a pass over tokens has values from: from rows; from rows, and keeps them; from what was kept. */
 typedef enum { ROWS, ROWS_KEPT, KEPT } value_source;
 
-/* Sums of products of `count` queries with `groups` groups of 16 channels: in lanes of channels 0..3 and 8..11, 4..7 and
- * 12..15. */
+/* Sums of products of `count` queries with `groups` groups of 16 channels: in lanes of channels 0..3 and 8..11, 4..7
+ * and 12..15. */
 typedef __m256i value_sums[SUM_QUERIES][MOST_GROUPS][2];
 
 /* Adds two tokens' values, times their weights. (Constants where this is inlined: source, groups, count, and whether
@@ -173,12 +173,13 @@ static void weigh_codes(value_rows v, int dim, int num_queries, const float *p, 
   else WEIGH(ROWS, 1, n, count)
 #define WEIGH_KEPT(count) WEIGH(KEPT, 1, n, count)
       if (num_queries <= SUM_QUERIES) {
-        BY_COUNT(num_queries, WEIGH_ROWS)
+        BY_FOURS(num_queries, WEIGH_ROWS)
         continue;
       }
       if (left >= 16) WEIGH(ROWS_KEPT, 1, 16, SUM_QUERIES);
       else WEIGH(ROWS_KEPT, 1, n, SUM_QUERIES);
-      for (i = SUM_QUERIES; i < num_queries; i += SUM_QUERIES) BY_COUNT(num_queries - i, WEIGH_KEPT)
+      i = SUM_QUERIES;
+      BY_FOURS(num_queries, WEIGH_KEPT)
 #undef WEIGH_KEPT
 #undef WEIGH_ROWS
 #undef WEIGH
@@ -226,16 +227,21 @@ static void weigh_floats(value_rows v, int dim, int num_queries, const float *p,
   for (int i = 0; i < num_queries; i++)
     for (int t = 0; t < v.num_tokens; t++) weights[i * KVEDGE_TILE + t] = p[i * KVEDGE_TILE + t] * v_scale[t];
   value_rows some = v;
-  for (int d = 0; d < dim; d += 16, some.rows += 16)
-    for (int i = 0; i < num_queries; i += SUM_QUERIES) {
-      some.ahead = i == 0 ? further(v.ahead, d * v.num_tokens) : (asking){0};
-      float *out = acc + i * acc_stride + d;
-#define WEIGH_16(count)                                                                                         \
-  if (dim - d >= 16) weigh_16_floats(&some, 16, count, weights + i * KVEDGE_TILE, alpha + i, out, acc_stride); \
-  else weigh_16_floats(&some, dim - d, count, weights + i * KVEDGE_TILE, alpha + i, out, acc_stride)
-      BY_COUNT(num_queries - i, WEIGH_16)
+  for (int d = 0; d < dim; d += 16, some.rows += 16) {
+    int i = 0;
+#define WEIGH(num_channels, count)                                                  \
+  weigh_16_floats(&some, num_channels, count, weights + i * KVEDGE_TILE, alpha + i, \
+                  acc + i * acc_stride + d, acc_stride)
+#define WEIGH_16(count)                                                     \
+  {                                                                         \
+    some.ahead = i == 0 ? further(v.ahead, d * v.num_tokens) : (asking){0}; \
+    if (dim - d >= 16) WEIGH(16, count);                                    \
+    else WEIGH(dim - d, count);                                             \
+  }
+    BY_FOURS(num_queries, WEIGH_16)
 #undef WEIGH_16
-    }
+#undef WEIGH
+  }
 }
 
 static void KVEDGE_NAME(weighted_sum_i8)(const int8_t *v, ptrdiff_t token_stride, int num_tokens, int dim,

@@ -34,17 +34,6 @@ KVEDGE_INLINE void multiply_add(__m512i *sum, __m512i u8, __m512i s8) {
  * spilled to vector registers, which takes longer than the arithmetic on the rows. */
 #define OPAQUE(pointer) __asm__("" : "+r"(pointer))
 
-/* WORK(count) for queries i..n-1: four at a time, then those that are left. */
-#define BY_FOURS(n, WORK)                 \
-  {                                       \
-    for (; i + 4 <= (n); i += 4) WORK(4); \
-    switch ((n) - i) {                    \
-      case 3: WORK(3); break;             \
-      case 2: WORK(2); break;             \
-      case 1: WORK(1); break;             \
-    }                                     \
-  }
-
 /* Lines that a later tile reads, in blocks of `size` bytes. They are asked for into L2, a few at a time and as evenly
  * as can be, since a core waits when more than about ten are on their way; and in the order of memory, which the CPU's
  * own prefetcher then follows.
