@@ -24,6 +24,10 @@ enum {
   KVEDGE_QUERY_PAD = 64,
   /* Columns that transpose_scales writes at most. */
   KVEDGE_SCALE_COLUMNS = 4,
+  /* KV heads with one query each that kernels of several heads work on: those whose scales come together. */
+  KVEDGE_HEADS = KVEDGE_SCALE_COLUMNS,
+  /* Channels that each of them has at most; at least 64, and a multiple of 16. */
+  KVEDGE_HEADS_DIM = 256,
   /* Bytes that a channel of an encoded query takes at most. */
   KVEDGE_CODE_BYTES = 6,
   /* How many powers of two a probability may be above 1 before softmax takes a new maximum. */
@@ -118,6 +122,18 @@ typedef struct kvedge_kernels {
                                  int num_tokens, int dim, int num_queries, int num_bytes, const float *p,
                                  const float *v_scale, const float *alpha,
                                  const int8_t *const *prefetch, float *acc, ptrdiff_t acc_stride);
+
+  /* Both for KVEDGE_HEADS KV heads that lie side by side, with one query each, query i against head i; NULL where a path
+   * has them not. As the ones above, but: dim is that of a head; scales of head i are k_scale[i * k_scale_stride + t]
+   * (v_scale likewise); prefetch[b] is where KVEDGE_HEADS * KVEDGE_BLOCK * dim bytes are asked for; scores are not added
+   * to; acc is (KVEDGE_HEADS, dim). */
+  void (*scores_i8_heads)(const kvedge_query *q, const int8_t *const *k, ptrdiff_t offset, ptrdiff_t token_stride,
+                          int num_tokens, const float *k_scale, ptrdiff_t k_scale_stride,
+                          const int8_t *const *prefetch, float *scores);
+  void (*weighted_sum_i8_heads)(const int8_t *const *v, ptrdiff_t offset, ptrdiff_t token_stride, int num_tokens,
+                                int dim, int num_bytes, const float *p, const float *v_scale,
+                                ptrdiff_t v_scale_stride, const float *alpha, const int8_t *const *prefetch,
+                                float *acc);
 
   void (*weighted_sum_f32)(const float *v, ptrdiff_t token_stride, int num_tokens, int dim,
                            int num_queries, const float *p, float v_scale, const float *alpha,

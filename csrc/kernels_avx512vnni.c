@@ -43,12 +43,13 @@ KVEDGE_INLINE void multiply_add(__m512i *sum, __m512i u8, __m512i s8) {
 typedef struct {
   const int8_t *const *block, *const *last;
   ptrdiff_t size, used; /* bytes of each; of this one */
-  uintptr_t after;      /* bytes until a line is asked for again */
+  uintptr_t after;      /* bytes until a line is asked for again; 0 where blocks do not lie side by side */
 } lines_ahead;
 
-/* `in_order`: blocks lie side by side. */
-KVEDGE_INLINE lines_ahead lines_of(const int8_t *const *blocks, int num_tokens, int dim, int in_order) {
-  return (lines_ahead){.block = blocks, .last = blocks + (num_tokens - 1) / BLOCK, .size = BLOCK * dim,
+KVEDGE_INLINE lines_ahead lines_of(const int8_t *const *blocks, int num_tokens, int dim) {
+  const ptrdiff_t size = BLOCK * dim;
+  const int in_order = num_tokens <= BLOCK || blocks[1] - blocks[0] == size;
+  return (lines_ahead){.block = blocks, .last = blocks + (num_tokens - 1) / BLOCK, .size = size,
                        .after = in_order ? kvedge_ask_again_after() : 0};
 }
 
@@ -317,6 +318,7 @@ static void softmax_avx512vnni(float *scores, int num_queries, int num_tokens, c
 
 #include "kernels_avx512vnni_keys.h"
 #include "kernels_avx512vnni_values.h"
+#include "kernels_avx512vnni_heads.h"
 
 static uint64_t read_bytes_avx512vnni(const void *p, size_t n) {
   const char *bytes = p;
@@ -346,6 +348,8 @@ const kvedge_kernels kvedge_kernels_avx512vnni = {
     .weighted_sum_i8 = weighted_sum_i8_avx512vnni,
     .scores_i8_blocks = scores_i8_blocks_avx512vnni,
     .weighted_sum_i8_blocks = weighted_sum_i8_blocks_avx512vnni,
+    .scores_i8_heads = scores_i8_heads_avx512vnni,
+    .weighted_sum_i8_heads = weighted_sum_i8_heads_avx512vnni,
     .weighted_sum_f32 = weighted_sum_f32_portable,
     .read_bytes = read_bytes_avx512vnni,
 };

@@ -434,18 +434,20 @@ typedef __m512i few_sums[FEW_QUERIES][2][4];
  * c and byte b has that byte of channels 16 L + 4 c .. + 3, four times. */
 typedef __m512i few_codes[FEW_QUERIES * CHANNELS_OF_TWO_BYTES / 64 * 4 * 3];
 
+KVEDGE_INLINE void spread_vector(__m512i codes, const int bytes, __m512i *out) {
+  out[0] = _mm512_shuffle_epi32(codes, 0x00);
+  out[bytes] = _mm512_shuffle_epi32(codes, 0x55);
+  out[2 * bytes] = _mm512_shuffle_epi32(codes, 0xaa);
+  out[3 * bytes] = _mm512_shuffle_epi32(codes, 0xff);
+}
+
 KVEDGE_INLINE void spread_codes(const kvedge_query *q, const int bytes, __m512i *out) {
   for (int i = 0; i < q->num_queries; i++) {
     const int8_t *codes = q->codes + i * KVEDGE_CODE_BYTES * q->stride;
     for (int d = 0; d < q->dim; d += 64, codes += CODES_OF_64, out += 4 * bytes)
 #pragma GCC unroll 3
-      for (int b = 0; b < bytes; b++) {
-        __m512i all = _mm512_loadu_si512(codes + 64 * b);
-        out[b] = _mm512_shuffle_epi32(all, 0x00);
-        out[bytes + b] = _mm512_shuffle_epi32(all, 0x55);
-        out[2 * bytes + b] = _mm512_shuffle_epi32(all, 0xaa);
-        out[3 * bytes + b] = _mm512_shuffle_epi32(all, 0xff);
-      }
+      for (int b = 0; b < bytes; b++)
+        spread_vector(_mm512_loadu_si512(codes + 64 * b), bytes, out + b);
   }
 }
 
@@ -619,7 +621,7 @@ KVEDGE_INLINE void score_tile(const kvedge_query *q, const int8_t *const *k, ptr
 static void scores_i8_blocks_avx512vnni(const kvedge_query *q, const int8_t *const *k, ptrdiff_t offset,
                                         ptrdiff_t token_stride, int num_tokens, const float *k_scale,
                                         const int8_t *const *prefetch, float *scores, int accumulate) {
-  score_tile(q, k, offset, token_stride, num_tokens, k_scale, lines_of(prefetch ? prefetch : k, num_tokens, q->dim, 0),
+  score_tile(q, k, offset, token_stride, num_tokens, k_scale, lines_of(prefetch ? prefetch : k, num_tokens, q->dim),
              scores, accumulate);
 }
 
@@ -630,6 +632,6 @@ static void scores_i8_avx512vnni(const kvedge_query *q, const int8_t *k, ptrdiff
   blocks_of(k, token_stride, blocks);
   if (prefetch) blocks_of(prefetch, q->dim, ahead);
   score_tile(q, blocks, 0, token_stride, num_tokens, k_scale,
-             lines_of(prefetch ? ahead : blocks /* rows that are here anyway */, num_tokens, q->dim, 1), scores,
+             lines_of(prefetch ? ahead : blocks /* rows that are here anyway */, num_tokens, q->dim), scores,
              accumulate);
 }

@@ -18,20 +18,20 @@ enum {
 };
 
 /* The scale of `count` queries' codes of a tile's weights, and what makes codes of weights. (Constants where this is
- * inlined.) */
+ * inlined.) Values' scales are v_scale_stride apart from query to query: 0 where they are the same ones. */
 KVEDGE_INLINE void scale_of_weights(const int count, const int bytes, const float *p, const float *v_scale,
-                                    int num_tokens, float *scale, float *factor) {
+                                    ptrdiff_t v_scale_stride, int num_tokens, float *scale, float *factor) {
   const __m128 most = _mm_set1_ps(bytes == 3 ? WEIGHT_MAX : bytes == 2 ? WEIGHT_MAX_16 : WEIGHT_MAX_8);
   const __mmask8 queries = (__mmask8)((1 << count) - 1);
   __m512 reduced[4];
 #pragma GCC unroll 4
   for (int i = 0; i < 4; i++) reduced[i] = _mm512_setzero_ps();
-  for (int t = 0; t < num_tokens; t += 16) {
-    __m512 scales = _mm512_loadu_ps(v_scale + t);
+  for (int t = 0; t < num_tokens; t += 16)
 #pragma GCC unroll 4
-    for (int i = 0; i < count; i++)
+    for (int i = 0; i < count; i++) {
+      __m512 scales = _mm512_loadu_ps(v_scale + i * v_scale_stride + t);
       reduced[i] = _mm512_max_ps(reduced[i], _mm512_mul_ps(_mm512_loadu_ps(p + i * KVEDGE_TILE + t), scales));
-  }
+    }
   __m128 largest = reduce_4(MAX, reduced);
   __mmask8 some = _mm_cmp_ps_mask(largest, _mm_set1_ps(WEIGHT_NOTHING), _CMP_GT_OQ);
   _mm_mask_storeu_ps(factor, queries, _mm_maskz_div_ps(some, most, largest));
@@ -41,11 +41,12 @@ KVEDGE_INLINE void scale_of_weights(const int count, const int bytes, const floa
 /* Weights of `count` queries as unsigned codes of 24 bits or fewer, four tokens at a time as split_bytes() leaves them.
  * (Constants where this is inlined.) */
 KVEDGE_INLINE void encode_weights_of(const int count, const int bytes, const float *p, const float *v_scale,
-                                     int num_tokens, const float *factor, uint8_t *codes) {
+                                     ptrdiff_t v_scale_stride, int num_tokens, const float *factor, uint8_t *codes) {
   for (int t = 0; t < num_tokens; t += 16) {
-    __m512 scales = _mm512_loadu_ps(v_scale + t), dither = _mm512_loadu_ps(kvedge_dither + t);
+    __m512 dither = _mm512_loadu_ps(kvedge_dither + t);
 #pragma GCC unroll 4
     for (int i = 0; i < count; i++) {
+      __m512 scales = _mm512_loadu_ps(v_scale + i * v_scale_stride + t);
       __m512 weight = _mm512_mul_ps(_mm512_loadu_ps(p + i * KVEDGE_TILE + t), scales);
       __m512 number = _mm512_mul_ps(weight, _mm512_set1_ps(factor[i]));
       if (bytes < 3) {
@@ -60,12 +61,13 @@ KVEDGE_INLINE void encode_weights_of(const int count, const int bytes, const flo
 
 /* First all scales, then all codes, so that these need not wait for sums over lanes and divisions. */
 KVEDGE_INLINE void encode_weights(int num_queries, const int bytes, const float *p, const float *v_scale,
-                                  int num_tokens, uint8_t *codes, float *scale) {
+                                  const ptrdiff_t v_scale_stride, int num_tokens, uint8_t *codes, float *scale) {
   float factor[KVEDGE_STACK];
 #define SCALE_OF(count) \
-  scale_of_weights(count, bytes, p + i * KVEDGE_TILE, v_scale, num_tokens, scale + i, factor + i)
+  scale_of_weights(count, bytes, p + i * KVEDGE_TILE, v_scale, v_scale_stride, num_tokens, scale + i, factor + i)
 #define ENCODE_OF(count) \
-  encode_weights_of(count, bytes, p + i * KVEDGE_TILE, v_scale, num_tokens, factor + i, codes + i * CODE_ROW)
+  encode_weights_of(count, bytes, p + i * KVEDGE_TILE, v_scale, v_scale_stride, num_tokens, factor + i, \
+                    codes + i * CODE_ROW)
   int i = 0;
   BY_FOURS(num_queries, SCALE_OF)
   i = 0;
@@ -335,9 +337,9 @@ KVEDGE_INLINE void weigh_tile(const int8_t *const *v, ptrdiff_t offset, ptrdiff_
   _Alignas(64) uint8_t codes[KVEDGE_STACK * CODE_ROW];
   float scale[KVEDGE_STACK];
   switch (num_bytes) {
-    case 3: encode_weights(num_queries, 3, p, v_scale, num_tokens, codes, scale); break;
-    case 2: encode_weights(num_queries, 2, p, v_scale, num_tokens, codes, scale); break;
-    default: encode_weights(num_queries, 1, p, v_scale, num_tokens, codes, scale);
+    case 3: encode_weights(num_queries, 3, p, v_scale, 0, num_tokens, codes, scale); break;
+    case 2: encode_weights(num_queries, 2, p, v_scale, 0, num_tokens, codes, scale); break;
+    default: encode_weights(num_queries, 1, p, v_scale, 0, num_tokens, codes, scale);
   }
   value_rows rows = {.blocks = v, .token_stride = token_stride, .num_tokens = num_tokens, .ahead = &ahead};
   weighing w = {num_queries, codes, scale, alpha, acc, acc_stride};
@@ -356,7 +358,7 @@ static void weighted_sum_i8_blocks_avx512vnni(const int8_t *const *v, ptrdiff_t 
                                               const float *p, const float *v_scale, const float *alpha,
                                               const int8_t *const *prefetch, float *acc, ptrdiff_t acc_stride) {
   weigh_tile(v, offset, token_stride, num_tokens, dim, num_queries, num_bytes, p, v_scale, alpha,
-             lines_of(prefetch ? prefetch : v, num_tokens, dim, 0), acc, acc_stride);
+             lines_of(prefetch ? prefetch : v, num_tokens, dim), acc, acc_stride);
 }
 
 static void weighted_sum_i8_avx512vnni(const int8_t *v, ptrdiff_t token_stride, int num_tokens, int dim,
@@ -367,5 +369,5 @@ static void weighted_sum_i8_avx512vnni(const int8_t *v, ptrdiff_t token_stride, 
   blocks_of(v, token_stride, blocks);
   if (prefetch) blocks_of(prefetch, dim, ahead);
   weigh_tile(blocks, 0, token_stride, num_tokens, dim, num_queries, num_bytes, p, v_scale, alpha,
-             lines_of(prefetch ? ahead : blocks /* rows that are here anyway */, num_tokens, dim, 1), acc, acc_stride);
+             lines_of(prefetch ? ahead : blocks /* rows that are here anyway */, num_tokens, dim), acc, acc_stride);
 }

@@ -217,6 +217,7 @@ typedef struct {
 typedef struct {
   int64_t block;
   int kv_head, first, count; /* stack positions first..first+count-1 */
+  int num_kv_heads;          /* 1; or KVEDGE_HEADS from kv_head on, whose stacks, of one query each, are one here */
   const kvedge_queries *queries;
   const tile_of_tokens *tile;
   int masking;               /* as needs_masking() */
@@ -224,6 +225,19 @@ typedef struct {
    * nothing. */
   const tile_blocks *blocks, *next_blocks;
 } encounter;
+
+static int heads_in_stack(const kvedge_attention *a, const encounter *e) {
+  return a->heads_per_kv_head * e->num_kv_heads;
+}
+
+/* Of a stacked query: its row and its head. */
+static int64_t row_of(const kvedge_attention *a, const encounter *e, int stacked) {
+  return e->block * a->rows_per_block + stacked / heads_in_stack(a, e);
+}
+
+static int head_of(const kvedge_attention *a, const encounter *e, int stacked) {
+  return e->kv_head * a->heads_per_kv_head + stacked % heads_in_stack(a, e);
+}
 
 /* The larger of `largest` and x[start..stop-1]; in lanes, so that maxima need not wait for each other. */
 static float largest_of(const float *x, int start, int stop, float largest) {
@@ -243,10 +257,10 @@ static float largest_scale_seen(const kvedge_attention *a, const encounter *e, i
   const kvedge_attention_options *o = &a->options;
   int num_tokens = e->tile->num_tokens;
   if (!e->masking) return largest_of(scale, 0, num_tokens, 0.0f);
-  int64_t row = e->block * a->rows_per_block + stacked / a->heads_per_kv_head, token = e->tile->token;
+  int64_t row = row_of(a, e, stacked), token = e->tile->token;
   sight seen = sight_of(a, row, token, num_tokens);
   if (!o->mask && !o->bias) return largest_of(scale, 0, seen.sinks, largest_of(scale, seen.first, seen.stop, 0.0f));
-  int head = e->kv_head * a->heads_per_kv_head + stacked % a->heads_per_kv_head;
+  int head = head_of(a, e, stacked);
   const uint8_t *mask = o->mask ? o->mask + head * o->mask_strides[0] + row * o->mask_strides[1] : NULL;
   const float *bias = o->bias ? o->bias + head * o->bias_strides[0] + row * o->bias_strides[1] : NULL;
   float largest = 0.0f;
@@ -279,7 +293,8 @@ static void choose_bytes(const kvedge_attention *a, const encounter *e, size_t q
     if (next > e->count) next = e->count;
     float coarsest = 0.0f;
     for (int j = i; j < next; j++) {
-      if (!alike || (j == i && (i == 0 || e->masking))) largest = largest_scale_seen(a, e, e->first + j, scale);
+      if (e->num_kv_heads > 1) largest = largest_scale_seen(a, e, j, scale + j * SCALES);
+      else if (!alike || (j == i && (i == 0 || e->masking))) largest = largest_scale_seen(a, e, e->first + j, scale);
       float error = e->queries->coarseness[query_index + (size_t)j] * largest;
       coarsest = error > coarsest ? error : coarsest;
     }
@@ -290,7 +305,7 @@ static void choose_bytes(const kvedge_attention *a, const encounter *e, size_t q
 /* What a group of channels asks for in blocks: what lies after the shares of those before it. NULL: nothing. */
 static const int8_t *const *share_of_group(const int8_t *const *blocks, int start, int num_tokens,
                                            const int8_t *share[KVEDGE_TILE_BLOCKS]) {
-  if (!blocks || start == 0) return blocks;
+  if (!blocks) return NULL;
   for (int t = 0; t < num_tokens; t += KVEDGE_BLOCK)
     share[t / KVEDGE_BLOCK] = blocks[t / KVEDGE_BLOCK] + start * KVEDGE_BLOCK;
   return share;
@@ -333,6 +348,35 @@ static void piece_scores(const kvedge_attention *a, const encounter *e, size_t q
   }
 }
 
+/* Scores of several heads; one by one where their queries need different numbers of bytes. */
+static void heads_scores(const kvedge_attention *a, const encounter *e, size_t query_index, const int *bytes,
+                         const float *scale, float *scores) {
+  const kvedge_cache_view *view = &a->view;
+  const int num_tokens = e->tile->num_tokens;
+  int alike = 1;
+  for (int j = 1; j < e->count; j++) alike &= bytes[j] == bytes[0];
+  if (alike) {
+    kvedge_query q = {.num_queries = e->count, .dim = view->head_dim, .num_bytes = bytes[0],
+                      .stride = a->group_pad, .scale_stride = 1,
+                      .codes = e->queries->codes + query_index * (size_t)a->group_pad * KVEDGE_CODE_BYTES,
+                      .scale = e->queries->scales + query_index, .offsets = e->queries->offsets + query_index * 4};
+    a->kernels->scores_i8_heads(&q, e->blocks->keys, e->kv_head * view->head_stride, view->token_stride, num_tokens,
+                                scale, SCALES, e->next_blocks ? e->next_blocks->keys : NULL, scores);
+    return;
+  }
+  for (int j = 0; j < e->count; j++) {
+    tile_blocks share;
+    encounter one = *e;
+    one.kv_head += j, one.num_kv_heads = one.count = 1;
+    if (e->next_blocks) {
+      share_of_group(e->next_blocks->keys, j * (int)view->head_stride, num_tokens, share.keys);
+      one.next_blocks = &share;
+    }
+    piece_scores(a, &one, query_index + (size_t)j, 0, e->tile->pieces, bytes + j, scale + j * SCALES, NULL,
+                 scores + j * KVEDGE_TILE);
+  }
+}
+
 /* Scores of one tile as they come from the kernels. */
 static void tile_scores(const kvedge_attention *a, const encounter *e, const rows_ahead *ahead, workspace *w) {
   float *scores = w->scores;
@@ -354,6 +398,10 @@ static void tile_scores(const kvedge_attention *a, const encounter *e, const row
   for (int g = 0; g < view->num_groups; g++) {
     const float *scale = tile_scales(a, tile, e->kv_head, g, 0, &w->key_scales);
     if (e->queries->codes) choose_bytes(a, e, index, scale, bytes);
+    if (e->num_kv_heads > 1) {
+      heads_scores(a, e, index, bytes, scale, scores);
+      return;
+    }
     for (int i = 0; i < (e->blocks ? 1 : tile->num_pieces); i++) {
       const piece *p = &tile->pieces[i];
       piece_scores(a, e, index, g, p, bytes, scale + p->first, ahead ? ahead->keys[i] : NULL,
@@ -362,7 +410,7 @@ static void tile_scores(const kvedge_attention *a, const encounter *e, const row
   }
 }
 
-/* ---- A step: one tile of one KV head -------------------------------------------------------- */
+/* ---- A step: one tile of one KV head, or of several ------------------------------------------ */
 
 /* Bytes of the codes of a tile's weights. Two leave an error of up to 1e-4 of the output, and twice that where there
  * are few channels; so those have three, and so has the start of a context, of which parts and the whole are to agree
@@ -386,6 +434,12 @@ static void weighted_sum(const kvedge_attention *a, const encounter *e, const ro
     int n = view->head_dim - start < view->group_size ? view->head_dim - start : view->group_size;
     const float *v_scale = NULL;
     if (view->format == KVEDGE_INT8) v_scale = tile_scales(a, tile, e->kv_head, g, 1, &w->value_scales);
+    if (e->num_kv_heads > 1) {
+      a->kernels->weighted_sum_i8_heads(e->blocks->values, e->kv_head * view->head_stride, view->token_stride,
+                                        tile->num_tokens, n, bytes, w->scores, v_scale, SCALES, w->alpha,
+                                        e->next_blocks ? e->next_blocks->values : NULL, acc);
+      return;
+    }
     if (e->blocks) {
       const int8_t *const *next = e->next_blocks ? e->next_blocks->values : NULL, *share[KVEDGE_TILE_BLOCKS];
       a->kernels->weighted_sum_i8_blocks(e->blocks->values, start + e->kv_head * view->head_stride, view->token_stride,
@@ -412,12 +466,12 @@ static void weighted_sum(const kvedge_attention *a, const encounter *e, const ro
   }
 }
 
-static void step(const kvedge_attention *a, int64_t block, int kv_head, const tile_of_tokens *tile,
+static void step(const kvedge_attention *a, int64_t block, int kv_head, int num_kv_heads, const tile_of_tokens *tile,
                  const tile_blocks *blocks, const tile_blocks *next_blocks, const rows_ahead *ahead,
                  kvedge_partial *partial, workspace *w) {
   int64_t first_row = block * a->rows_per_block, rows = kvedge_rows_in_block(a, block);
-  int stack = (int)rows * a->heads_per_kv_head;
-  encounter e = {.block = block, .kv_head = kv_head, .queries = &w->queries, .tile = tile, .blocks = blocks, .next_blocks = next_blocks,
+  int stack = (int)rows * a->heads_per_kv_head * num_kv_heads;
+  encounter e = {.block = block, .kv_head = kv_head, .num_kv_heads = num_kv_heads, .queries = &w->queries, .tile = tile, .blocks = blocks, .next_blocks = next_blocks,
                  .masking = needs_masking(a, first_row, rows, tile)};
   for (int i = 0; i < stack; i += KVEDGE_STACK) {
     e.first = i;
@@ -428,9 +482,7 @@ static void step(const kvedge_attention *a, int64_t block, int kv_head, const ti
       float *row = w->scores + j * KVEDGE_TILE;
       if (a->real_logits) to_logits(a, &w->queries, index + (size_t)j, tile->num_tokens, row);
       if (e.masking)
-        apply_options(a, first_row + (i + j) / a->heads_per_kv_head,
-                      kv_head * a->heads_per_kv_head + (i + j) % a->heads_per_kv_head, tile->token,
-                      tile->num_tokens, row);
+        apply_options(a, row_of(a, &e, i + j), head_of(a, &e, i + j), tile->token, tile->num_tokens, row);
     }
     a->kernels->softmax(w->scores, e.count, tile->num_tokens, w->queries.softmax_factor + index,
                         partial->max + index, partial->sum + index, w->alpha);
@@ -474,16 +526,24 @@ static void share_of_head(const kvedge_cache_view *view, const tile_of_tokens *t
 
 /* Likewise where a tile is worked on in blocks: one block after the other, and each as a whole, since pieces may lie
  * anywhere. `num_tokens`: of this tile; the one that follows has as many, or more. */
-static tile_blocks share_of_head_in_blocks(const kvedge_cache_view *view, const tile_blocks *following, int num_tokens,
-                                           int kv_head) {
+static tile_blocks share_of_heads_in_blocks(const kvedge_cache_view *view, const tile_blocks *following,
+                                            int num_tokens, int kv_head, int num_kv_heads) {
   tile_blocks blocks;
   int num_blocks = (num_tokens + KVEDGE_BLOCK - 1) / KVEDGE_BLOCK, heads = view->num_kv_heads;
-  for (int i = 0, share = kv_head * num_blocks; i < num_blocks; i++, share++) {
+  for (int i = 0, share = kv_head * num_blocks; i < num_blocks; i++, share += num_kv_heads) {
     ptrdiff_t at = share % heads * KVEDGE_BLOCK * view->head_stride;
     blocks.keys[i] = following->keys[share / heads] + at;
     blocks.values[i] = following->values[share / heads] + at;
   }
   return blocks;
+}
+
+/* How many KV heads a step takes, where there are as many left. */
+static int heads_together(const kvedge_attention *a) {
+  const kvedge_cache_view *view = &a->view;
+  int able = a->kernels->scores_i8_heads && view->format == KVEDGE_INT8 && view->num_groups == 1 &&
+             view->head_dim % 16 == 0 && view->head_dim >= 64 && view->head_dim <= KVEDGE_HEADS_DIM;
+  return able && a->stack == 1 ? KVEDGE_HEADS : 1;
 }
 
 kvedge_visible kvedge_visible_tokens(const kvedge_attention *a, int64_t block) {
@@ -538,24 +598,26 @@ void kvedge_slice_run(const kvedge_attention *a, int slice, kvedge_slice next, i
     int last = cursor.next >= cursor.stop;
     tile_of_tokens following = last ? first_tile(next) : next_tile(a, &cursor);
     w.key_scales.first = w.value_scales.first = -KVEDGE_SCALE_COLUMNS;
-    int in_blocks = tile.num_pieces > 1 && view->format == KVEDGE_INT8 && a->kernels->scores_i8_blocks;
+    int together = heads_together(a);
+    int in_blocks = (together > 1 || tile.num_pieces > 1) && view->format == KVEDGE_INT8 && a->kernels->scores_i8_blocks;
     int asking = in_blocks && following.num_tokens >= tile.num_tokens;
     tile_blocks blocks, following_blocks;
     if (in_blocks) blocks = blocks_of_tile(view, &tile);
     if (asking) following_blocks = blocks_of_tile(view, &following);
-    for (int h = 0; h < view->num_kv_heads; h++) {
-      if (view->num_groups > 0) {
-        int next = h + 1 < view->num_kv_heads;
-        prefetch_scales(view, next ? &tile : &following, next ? h + 1 : 0);
+    for (int h = 0, heads; h < view->num_kv_heads; h += heads) {
+      heads = view->num_kv_heads - h < together ? 1 : together;
+      for (int i = h + heads; i < h + 2 * heads && view->num_groups > 0; i++) {
+        int next = i < view->num_kv_heads;
+        prefetch_scales(view, next ? &tile : &following, next ? i : i - view->num_kv_heads);
       }
       if (in_blocks) {
         tile_blocks share;
-        if (asking) share = share_of_head_in_blocks(view, &following_blocks, tile.num_tokens, h);
-        step(a, block, h, &tile, &blocks, asking ? &share : NULL, NULL, &partial, &w);
+        if (asking) share = share_of_heads_in_blocks(view, &following_blocks, tile.num_tokens, h, heads);
+        step(a, block, h, heads, &tile, &blocks, asking ? &share : NULL, NULL, &partial, &w);
       } else {
         rows_ahead ahead;
         share_of_head(view, &tile, &following, h, &ahead);
-        step(a, block, h, &tile, NULL, NULL, &ahead, &partial, &w);
+        step(a, block, h, 1, &tile, NULL, NULL, &ahead, &partial, &w);
       }
     }
     if (last) break;
@@ -580,7 +642,8 @@ void kvedge_all_logits(const kvedge_attention *a, float *logits) {
       for (int i = 0; i < a->stack; i += KVEDGE_STACK) {
         int count = a->stack - i < KVEDGE_STACK ? a->stack - i : KVEDGE_STACK;
         size_t index = kvedge_query_index(a, kv_head) + (size_t)i;
-        encounter e = {.kv_head = kv_head, .first = i, .count = count, .queries = &w.queries, .tile = &tile};
+        encounter e = {.kv_head = kv_head, .num_kv_heads = 1, .first = i, .count = count, .queries = &w.queries,
+                       .tile = &tile};
         tile_scores(a, &e, NULL, &w);
         for (int j = 0; j < count; j++) {
           float *row = w.scores + j * KVEDGE_TILE;
