@@ -67,13 +67,13 @@ KVEDGE_INLINE const char *take_lines(lines_ahead *a, int count) {
 /* (`count` and `times`, how often: constants where this is inlined.) Addresses are numbers, since they may lie before
  * the first block. */
 KVEDGE_INLINE void prefetch_lines(const lines_ahead *a, const char *lines, const int count, const int times) {
-  const uintptr_t first = (uintptr_t)lines, second = first - a->after, third = first - a->after / 8;
+  const uintptr_t first = (uintptr_t)lines, then[3] = {first - a->after, first - a->after / 8, first - 2 * a->after};
 #pragma GCC unroll 8
   for (int i = 0; i < count; i++) _mm_prefetch((const char *)(first + 64 * i), _MM_HINT_T1);
+#pragma GCC unroll 3
+  for (int again = 0; again < times - 1; again++)
 #pragma GCC unroll 8
-  for (int i = 0; i < count && times > 1; i++) _mm_prefetch((const char *)(second + 64 * i), _MM_HINT_T1);
-#pragma GCC unroll 8
-  for (int i = 0; i < count && times > 2; i++) _mm_prefetch((const char *)(third + 64 * i), _MM_HINT_T1);
+    for (int i = 0; i < count; i++) _mm_prefetch((const char *)(then[again] + 64 * i), _MM_HINT_T1);
 }
 
 /* Four bytes, for all lanes. */

@@ -42,7 +42,7 @@ KVEDGE_INLINE void multiply_64_of_heads(const key_rows *k, const extent how, int
   for (int u = 0; u < 4; u++) {
     __m512i row[4], column[4], sum[3];
     load_keys(k, how, u, d, dim, row);
-    prefetch_lines(ahead, lines + 256 * u, 4, 3);
+    prefetch_lines(ahead, lines + 256 * u, 4, 4);
     transpose_in_lanes(row, column);
     sum[0] = sum[1] = sum[2] = _mm512_setzero_si512();
 #pragma GCC unroll 4
@@ -143,7 +143,7 @@ KVEDGE_INLINE void weigh_64_of_heads(const value_rows *v, const int from_rows, c
       if (from_rows) {
         load_values(from + r * v->token_stride, NULL, v->token_stride, 0, 0, row);
         interleave_4_rows(row, value);
-        prefetch_lines(v->ahead, lines + 64 * r, 4, 3);
+        prefetch_lines(v->ahead, lines + 64 * r, 4, 4);
       } else {
 #pragma GCC unroll 4
         for (int c = 0; c < 4; c++) value[c] = *kept++;

@@ -206,7 +206,7 @@ static int digit_at(const int8_t *codes, int b, int d) {
   return codes[d / 4 * 16 + b * 4 + d % 4]; /* of four channels, and four zeros */
 }
 
-/* Number d of a query's codes: of three digits, or of the first two. */
+/* Number d of a query's codes: of three digits, or of the first two, or one. */
 static double code_at(const int8_t *codes, int num_bytes, int d) {
   int in_fours = strcmp(kernels->name, "avx512vnni") != 0 && !has_words();
   if (in_fours && digit_at(codes, 3, d) != 0) return NAN;
@@ -215,7 +215,8 @@ static double code_at(const int8_t *codes, int num_bytes, int d) {
     if (num_bytes == 3) return ((const float *)(sixteen + 32))[d % 16];
     return 256.0 * ((const int16_t *)sixteen)[d % 16];
   }
-  return 65536.0 * digit_at(codes, 0, d) + 256.0 * digit_at(codes, 1, d) + (num_bytes == 3 ? digit_at(codes, 2, d) : 0);
+  return 65536.0 * digit_at(codes, 0, d) + (num_bytes > 1 ? 256.0 * digit_at(codes, 1, d) : 0.0) +
+         (num_bytes > 2 ? digit_at(codes, 2, d) : 0.0);
 }
 
 /* vpdpbusd multiplies k + 128. */
@@ -492,8 +493,8 @@ typedef struct {
   int stride;
 } weighing;
 
-static weighing new_weighing(shape at, int zero) {
-  weighing w = {.stride = at.dim + (random_below(2) ? 0 : 1 + random_below(20))};
+static weighing new_weighing(shape at, int zero, int side_by_side) {
+  weighing w = {.stride = at.dim + (side_by_side || random_below(2) ? 0 : 1 + random_below(20))};
   w.acc_block = new_rows(at.num_queries, (size_t)at.dim * 4, (size_t)w.stride * 4);
   w.p_block = new_block((size_t)at.num_queries * KVEDGE_TILE * 4);
   w.acc = w.acc_block.data, w.p = w.p_block.data;
@@ -523,7 +524,7 @@ static void check_weighing(weighing *w, shape at) {
 static void weigh_case(shape at, int extreme, int zero, float largest_scale) {
   int stride = at.dim + (random_below(2) ? 0 : 1 + random_below(80)), num_bytes = 2 + random_below(2);
   double step = num_bytes == 3 ? 0x1p-24 : 0x1p-15; /* of a weight, relative to the largest */
-  weighing w = new_weighing(at, zero);
+  weighing w = new_weighing(at, zero, 0);
   block v_block = new_rows(at.num_tokens, (size_t)at.dim, (size_t)stride);
   int8_t *v = v_block.data;
   float v_scale[KVEDGE_TILE];
@@ -582,7 +583,7 @@ static void test_small_weights(void) {
 
 static void weigh_f32_case(shape at, int huge) {
   int stride = at.dim + (random_below(2) ? 0 : 1 + random_below(20));
-  weighing w = new_weighing(at, 0);
+  weighing w = new_weighing(at, 0, 0);
   block v_block = new_rows(at.num_tokens, (size_t)at.dim * 4, (size_t)stride * 4);
   float *v = v_block.data, v_scale = huge ? 0x1p-120f : random_below(2) ? 1.0f : 0.25f; /* a power of two */
   for (int t = 0; t < at.num_tokens; t++)
@@ -606,6 +607,119 @@ static void test_weighted_sum_f32(void) {
   begin("%s weighted_sum_f32", kernels->name);
   FOR_SHAPES(n, s)
     weigh_f32_case(shape_at(dims[n], s), s % 4 == 0);
+  end();
+}
+
+/* ---- several heads ---- */
+
+static const int heads_dims[] = {64, 80, 96, 112, 128, 144, 208, 240, 256};
+
+/* A tile of rows of KVEDGE_HEADS heads, in blocks that lie in disorder; of the last one only the tokens that are there. */
+typedef struct {
+  block rows;
+  const int8_t *blocks[KVEDGE_TILE_BLOCKS], *prefetch[KVEDGE_TILE_BLOCKS];
+  ptrdiff_t offset; /* of the first head in a row */
+  int stride;
+} rows_of_heads;
+
+static rows_of_heads new_rows_of_heads(shape at, int extreme) {
+  rows_of_heads r = {.offset = 16 * random_below(5)};
+  int width = KVEDGE_HEADS * at.dim, num_blocks = (at.num_tokens + KVEDGE_BLOCK - 1) / KVEDGE_BLOCK;
+  int shift = random_below(num_blocks), reads_ahead = random_below(3);
+  r.stride = (int)r.offset + width + (random_below(2) ? 0 : 1 + random_below(80));
+  r.rows = new_rows(at.num_tokens, (size_t)(r.offset + width), (size_t)r.stride);
+  for (int b = 0; b < num_blocks; b++) {
+    int at_block = b == num_blocks - 1 ? b : (b + shift) % (num_blocks - 1);
+    int8_t *first = (int8_t *)r.rows.data + at_block * KVEDGE_BLOCK * r.stride;
+    r.blocks[b] = first;
+    r.prefetch[b] = reads_ahead == 0 ? random_prefetch() : first; /* in disorder, or in order where rows are */
+    for (int t = 0; t < KVEDGE_BLOCK && b * KVEDGE_BLOCK + t < at.num_tokens; t++)
+      for (int d = 0; d < width; d++)
+        first[t * r.stride + r.offset + d] = (int8_t)(extreme ? ((t + d) % 2 ? 127 : -127) : random_below(255) - 127);
+  }
+  return r;
+}
+
+static int number_in_row(const rows_of_heads *r, shape at, int head, int t, int d) {
+  return r->blocks[t / KVEDGE_BLOCK][t % KVEDGE_BLOCK * r->stride + r->offset + head * at.dim + d];
+}
+
+/* Scales of each head, as tiles have them. */
+static void fill_scales(float *scales, int stride, shape at, float largest, float beyond) {
+  for (int i = 0; i < KVEDGE_HEADS; i++)
+    for (int t = 0; t < stride; t++)
+      scales[i * stride + t] = t >= end_of_blocks(at)  ? NAN
+                               : t >= at.num_tokens    ? beyond
+                               : random_below(8)       ? (float)random_unit() * largest
+                                                       : 0.0f;
+}
+
+enum { HEADS_SCALES = KVEDGE_TILE + 16 };
+
+static void score_heads_case(shape at, int extreme, float largest_scale) {
+  query_rows queries = new_query(at, extreme);
+  rows_of_heads rows = new_rows_of_heads(at, extreme);
+  block scores_block = new_block((size_t)at.num_queries * KVEDGE_TILE * 4);
+  float *scores = scores_block.data, k_scale[KVEDGE_HEADS * HEADS_SCALES];
+  queries.query.num_bytes = 1 + random_below(3);
+  fill_scales(k_scale, HEADS_SCALES, at, largest_scale, NAN);
+  fill_scores(scores, at, 0);
+  for (int i = 0; i < at.num_queries; i++)
+    for (int t = 0; t < at.num_tokens; t++) {
+      double dot = 0.0, size = 0.0;
+      for (int d = 0; d < at.dim; d++) {
+        double product = query_number(&queries.query, i, d) * number_in_row(&rows, at, i, t, d);
+        dot += product * k_scale[i * HEADS_SCALES + t], size += fabs(product * k_scale[i * HEADS_SCALES + t]);
+      }
+      expected[i * KVEDGE_TILE + t] = dot, allowed[i * KVEDGE_TILE + t] = 4.2e-7 * size + 1e-44;
+    }
+  kernels->scores_i8_heads(&queries.query, rows.blocks, rows.offset, rows.stride, at.num_tokens, k_scale, HEADS_SCALES,
+                           random_below(2) ? rows.prefetch : NULL, scores);
+  check_scores(scores, at, expected, allowed);
+  end_case();
+  free_query(&queries), free_block(&rows.rows), free_block(&scores_block);
+}
+
+static void weigh_heads_case(shape at, int extreme, int zero, float largest_scale) {
+  int num_bytes = 1 + random_below(3);
+  double step = num_bytes == 3 ? 0x1p-24 : num_bytes == 2 ? 0x1p-15 : 0x1p-7;
+  weighing w = new_weighing(at, zero, 1);
+  rows_of_heads rows = new_rows_of_heads(at, extreme);
+  float v_scale[KVEDGE_HEADS * HEADS_SCALES];
+  fill_scales(v_scale, HEADS_SCALES, at, largest_scale, 0.0f);
+  for (int i = 0; i < at.num_queries; i++) {
+    const float *p = w.p + i * KVEDGE_TILE, *scale = v_scale + i * HEADS_SCALES;
+    double largest = 0.0;
+    for (int t = 0; t < at.num_tokens; t++) largest = fmax((double)p[t] * scale[t], largest);
+    for (int d = 0; d < at.dim; d++) {
+      double sum = 0.0, size = 0.0, kept = (double)w.acc[i * w.stride + d] * w.alpha[i];
+      for (int t = 0; t < at.num_tokens; t++) {
+        double product = (double)p[t] * scale[t] * number_in_row(&rows, at, i, t, d);
+        sum += product, size += fabs(product);
+      }
+      expected[i * at.dim + d] = kept + sum;
+      allowed[i * at.dim + d] = (step * largest + 0x1p-100) * 127.0 * at.num_tokens + 6e-7 * size + 2e-7 * fabs(kept);
+    }
+  }
+  kernels->weighted_sum_i8_heads(rows.blocks, rows.offset, rows.stride, at.num_tokens, at.dim, num_bytes, w.p, v_scale,
+                                 HEADS_SCALES, w.alpha, random_below(2) ? rows.prefetch : NULL, w.acc);
+  check_weighing(&w, at);
+  free_block(&rows.rows);
+}
+
+#define FOR_SHAPES_OF_HEADS(at, step)                                                                            \
+  for (int n = 0; n < (int)(sizeof heads_dims / sizeof heads_dims[0]); n++)                                      \
+    for (shape at = {heads_dims[n], 1 + n % (step), KVEDGE_HEADS}; at.num_tokens <= KVEDGE_TILE; at.num_tokens += (step))
+
+static void test_heads(void) {
+  const int step = getenv("KVEDGE_TEST_SHORT") ? 9 : 3;
+  begin("%s scores_i8_heads", kernels->name);
+  FOR_SHAPES_OF_HEADS(at, step)
+    score_heads_case(at, random_below(4) == 0, random_below(4) ? 1.0f : random_below(2) ? 0x1p61f : 0x1p-80f);
+  end();
+  begin("%s weighted_sum_i8_heads", kernels->name);
+  FOR_SHAPES_OF_HEADS(at, step)
+    weigh_heads_case(at, random_below(4) == 0, random_below(8) == 0, random_below(4) ? 1.0f : random_below(2) ? 0x1p61f : 1e-38f);
   end();
 }
 
@@ -635,6 +749,7 @@ static void test_table(const kvedge_kernels *table) {
   test_weighted_sum_i8();
   test_small_weights();
   test_weighted_sum_f32();
+  if (table->scores_i8_heads) test_heads();
   test_read_bytes();
 }
 
