@@ -213,30 +213,22 @@ typedef struct {
 
 /* ---- Scores ---------------------------------------------------------------------------------- */
 
-/* Which stacked queries of a row block meet which tile. */
+/* Which stacked queries of a row block meet which head's part of a tile. */
 typedef struct {
   int64_t block;
   int kv_head, first, count; /* stack positions first..first+count-1 */
-  int num_kv_heads;          /* 1; or KVEDGE_HEADS from kv_head on, whose stacks, of one query each, are one here */
+  int at;                    /* of their rows in the workspace */
   const kvedge_queries *queries;
   const tile_of_tokens *tile;
   int masking;               /* as needs_masking() */
-  /* Where pieces are worked on at once, rows of KV head 0, and what this head asks for then; NULL: one by one, and
-   * nothing. */
+  const rows_ahead *ahead;   /* what is asked for meanwhile; NULL: nothing */
+  /* Where pieces are worked on at once, rows of KV head 0, and what is asked for then; NULL: one by one, and nothing. */
   const tile_blocks *blocks, *next_blocks;
 } encounter;
 
-static int heads_in_stack(const kvedge_attention *a, const encounter *e) {
-  return a->heads_per_kv_head * e->num_kv_heads;
-}
-
-/* Of a stacked query: its row and its head. */
-static int64_t row_of(const kvedge_attention *a, const encounter *e, int stacked) {
-  return e->block * a->rows_per_block + stacked / heads_in_stack(a, e);
-}
-
-static int head_of(const kvedge_attention *a, const encounter *e, int stacked) {
-  return e->kv_head * a->heads_per_kv_head + stacked % heads_in_stack(a, e);
+/* Position of the first of its queries in what is prepared of a row block, and in partial results. */
+static size_t index_of(const kvedge_attention *a, const encounter *e) {
+  return kvedge_query_index(a, e->kv_head) + (size_t)e->first;
 }
 
 /* The larger of `largest` and x[start..stop-1]; in lanes, so that maxima need not wait for each other. */
@@ -257,10 +249,10 @@ static float largest_scale_seen(const kvedge_attention *a, const encounter *e, i
   const kvedge_attention_options *o = &a->options;
   int num_tokens = e->tile->num_tokens;
   if (!e->masking) return largest_of(scale, 0, num_tokens, 0.0f);
-  int64_t row = row_of(a, e, stacked), token = e->tile->token;
+  int64_t row = e->block * a->rows_per_block + stacked / a->heads_per_kv_head, token = e->tile->token;
   sight seen = sight_of(a, row, token, num_tokens);
   if (!o->mask && !o->bias) return largest_of(scale, 0, seen.sinks, largest_of(scale, seen.first, seen.stop, 0.0f));
-  int head = head_of(a, e, stacked);
+  int head = e->kv_head * a->heads_per_kv_head + stacked % a->heads_per_kv_head;
   const uint8_t *mask = o->mask ? o->mask + head * o->mask_strides[0] + row * o->mask_strides[1] : NULL;
   const float *bias = o->bias ? o->bias + head * o->bias_strides[0] + row * o->bias_strides[1] : NULL;
   float largest = 0.0f;
@@ -276,9 +268,9 @@ static float largest_scale_seen(const kvedge_attention *a, const encounter *e, i
  * COARSEST, else three. At this figure the output keeps the numerics contract (2e-4) between flat and sharp, where
  * it is hardest (tools/accuracy.py --worst). A row's heads get the same, since a kernel call for each kind would
  * unpack the keys again. */
-static void choose_bytes(const kvedge_attention *a, const encounter *e, size_t query_index, const float *scale,
-                         int *bytes) {
+static void choose_bytes(const kvedge_attention *a, const encounter *e, const float *scale, int *bytes) {
   static const float COARSEST = 8e-5f;
+  const size_t query_index = index_of(a, e);
   int plain = 1; /* do two suffice even with the largest scale of the layer? */
   float bound = a->view.key_bound * a->key_factor;
   for (int j = 0; j < e->count; j++) plain &= e->queries->coarseness[query_index + (size_t)j] * bound <= COARSEST;
@@ -293,8 +285,7 @@ static void choose_bytes(const kvedge_attention *a, const encounter *e, size_t q
     if (next > e->count) next = e->count;
     float coarsest = 0.0f;
     for (int j = i; j < next; j++) {
-      if (e->num_kv_heads > 1) largest = largest_scale_seen(a, e, j, scale + j * SCALES);
-      else if (!alike || (j == i && (i == 0 || e->masking))) largest = largest_scale_seen(a, e, e->first + j, scale);
+      if (!alike || (j == i && (i == 0 || e->masking))) largest = largest_scale_seen(a, e, e->first + j, scale);
       float error = e->queries->coarseness[query_index + (size_t)j] * largest;
       coarsest = error > coarsest ? error : coarsest;
     }
@@ -305,7 +296,7 @@ static void choose_bytes(const kvedge_attention *a, const encounter *e, size_t q
 /* What a group of channels asks for in blocks: what lies after the shares of those before it. NULL: nothing. */
 static const int8_t *const *share_of_group(const int8_t *const *blocks, int start, int num_tokens,
                                            const int8_t *share[KVEDGE_TILE_BLOCKS]) {
-  if (!blocks) return NULL;
+  if (!blocks || start == 0) return blocks;
   for (int t = 0; t < num_tokens; t += KVEDGE_BLOCK)
     share[t / KVEDGE_BLOCK] = blocks[t / KVEDGE_BLOCK] + start * KVEDGE_BLOCK;
   return share;
@@ -313,9 +304,8 @@ static const int8_t *const *share_of_group(const int8_t *const *blocks, int star
 
 /* Scores of one group of channels against a piece of a tile, in runs of queries that need as many
  * bytes. `scale` and `scores` are the piece's. */
-static void piece_scores(const kvedge_attention *a, const encounter *e, size_t query_index, int group,
-                         const piece *p, const int *bytes, const float *scale, const char *prefetch,
-                         float *scores) {
+static void piece_scores(const kvedge_attention *a, const encounter *e, int group, const piece *p, const int *bytes,
+                         const float *scale, const char *prefetch, float *scores) {
   const kvedge_cache_view *view = &a->view;
   size_t pad = (size_t)a->group_pad;
   int start = group * view->group_size;
@@ -325,7 +315,7 @@ static void piece_scores(const kvedge_attention *a, const encounter *e, size_t q
   for (int i = 0, next; i < e->count; i = next) {
     next = e->queries->codes ? i + 1 : e->count;
     while (next < e->count && bytes[next] == bytes[i]) next++;
-    size_t at = (query_index + (size_t)i) * (size_t)a->num_groups + (size_t)group;
+    size_t at = (index_of(a, e) + (size_t)i) * (size_t)a->num_groups + (size_t)group;
     q.num_queries = next - i;
     if (!e->queries->codes) {
       q.values = e->queries->values + at * pad;
@@ -348,41 +338,13 @@ static void piece_scores(const kvedge_attention *a, const encounter *e, size_t q
   }
 }
 
-/* Scores of several heads; one by one where their queries need different numbers of bytes. */
-static void heads_scores(const kvedge_attention *a, const encounter *e, size_t query_index, const int *bytes,
-                         const float *scale, float *scores) {
-  const kvedge_cache_view *view = &a->view;
-  const int num_tokens = e->tile->num_tokens;
-  int alike = 1;
-  for (int j = 1; j < e->count; j++) alike &= bytes[j] == bytes[0];
-  if (alike) {
-    kvedge_query q = {.num_queries = e->count, .dim = view->head_dim, .num_bytes = bytes[0],
-                      .stride = a->group_pad, .scale_stride = 1,
-                      .codes = e->queries->codes + query_index * (size_t)a->group_pad * KVEDGE_CODE_BYTES,
-                      .scale = e->queries->scales + query_index, .offsets = e->queries->offsets + query_index * 4};
-    a->kernels->scores_i8_heads(&q, e->blocks->keys, e->kv_head * view->head_stride, view->token_stride, num_tokens,
-                                scale, SCALES, e->next_blocks ? e->next_blocks->keys : NULL, scores);
-    return;
-  }
-  for (int j = 0; j < e->count; j++) {
-    tile_blocks share;
-    encounter one = *e;
-    one.kv_head += j, one.num_kv_heads = one.count = 1;
-    if (e->next_blocks) {
-      share_of_group(e->next_blocks->keys, j * (int)view->head_stride, num_tokens, share.keys);
-      one.next_blocks = &share;
-    }
-    piece_scores(a, &one, query_index + (size_t)j, 0, e->tile->pieces, bytes + j, scale + j * SCALES, NULL,
-                 scores + j * KVEDGE_TILE);
-  }
-}
-
-/* Scores of one tile as they come from the kernels. */
-static void tile_scores(const kvedge_attention *a, const encounter *e, const rows_ahead *ahead, workspace *w) {
-  float *scores = w->scores;
+/* Scores of one head's part of a tile as they come from the kernels. */
+static void tile_scores(const kvedge_attention *a, const encounter *e, workspace *w) {
   const kvedge_cache_view *view = &a->view;
   const tile_of_tokens *tile = e->tile;
-  size_t index = kvedge_query_index(a, e->kv_head) + (size_t)e->first;
+  const rows_ahead *ahead = e->ahead;
+  float *scores = w->scores + e->at * KVEDGE_TILE;
+  size_t index = index_of(a, e);
   if (view->format == KVEDGE_FLOAT32) {
     kvedge_query q = {.num_queries = e->count, .dim = view->head_dim, .stride = a->group_pad,
                       .values = e->queries->values + index * (size_t)a->group_pad};
@@ -397,20 +359,29 @@ static void tile_scores(const kvedge_attention *a, const encounter *e, const row
   int bytes[KVEDGE_STACK];
   for (int g = 0; g < view->num_groups; g++) {
     const float *scale = tile_scales(a, tile, e->kv_head, g, 0, &w->key_scales);
-    if (e->queries->codes) choose_bytes(a, e, index, scale, bytes);
-    if (e->num_kv_heads > 1) {
-      heads_scores(a, e, index, bytes, scale, scores);
-      return;
-    }
+    if (e->queries->codes) choose_bytes(a, e, scale, bytes);
     for (int i = 0; i < (e->blocks ? 1 : tile->num_pieces); i++) {
       const piece *p = &tile->pieces[i];
-      piece_scores(a, e, index, g, p, bytes, scale + p->first, ahead ? ahead->keys[i] : NULL,
-                   scores + p->first);
+      piece_scores(a, e, g, p, bytes, scale + p->first, ahead ? ahead->keys[i] : NULL, scores + p->first);
     }
   }
 }
 
-/* ---- A step: one tile of one KV head, or of several ------------------------------------------ */
+/* Scores become logits where an option wants these, and what is not seen -INFINITY. */
+static void finish_scores(const kvedge_attention *a, const encounter *e, workspace *w) {
+  int64_t first_row = e->block * a->rows_per_block;
+  for (int i = 0; i < e->count; i++) {
+    float *row = w->scores + (e->at + i) * KVEDGE_TILE;
+    int stacked = e->first + i;
+    if (a->real_logits) to_logits(a, &w->queries, index_of(a, e) + (size_t)i, e->tile->num_tokens, row);
+    if (e->masking)
+      apply_options(a, first_row + stacked / a->heads_per_kv_head,
+                    e->kv_head * a->heads_per_kv_head + stacked % a->heads_per_kv_head, e->tile->token,
+                    e->tile->num_tokens, row);
+  }
+}
+
+/* ---- Weighted sums --------------------------------------------------------------------------- */
 
 /* Bytes of the codes of a tile's weights. Two leave an error of up to 1e-4 of the output, and twice that where there
  * are few channels; so those have three, and so has the start of a context, of which parts and the whole are to agree
@@ -421,73 +392,114 @@ static int weight_bytes(const kvedge_attention *a, const tile_of_tokens *tile) {
   return tile->token < FIRST_TOKENS || a->view.head_dim < FEW_CHANNELS ? 3 : 2;
 }
 
-/* Adds a tile's values. What was summed before is taken times alpha, once: with the first piece. */
-static void weighted_sum(const kvedge_attention *a, const encounter *e, const rows_ahead *ahead, workspace *w,
-                         float *acc) {
+/* Adds a head's values. What was summed before is taken times alpha, once: with the first piece. */
+static void weighted_sum(const kvedge_attention *a, const encounter *e, workspace *w, kvedge_partial *partial) {
   static const float once[KVEDGE_STACK] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
                                            1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
   const kvedge_cache_view *view = &a->view;
   const tile_of_tokens *tile = e->tile;
   const int bytes = weight_bytes(a, tile);
+  const float *p = w->scores + e->at * KVEDGE_TILE, *alpha = w->alpha + e->at;
+  float *acc = partial->acc + index_of(a, e) * (size_t)a->acc_stride;
   for (int g = 0; g < a->num_groups; g++) {
     int start = g * view->group_size;
     int n = view->head_dim - start < view->group_size ? view->head_dim - start : view->group_size;
     const float *v_scale = NULL;
     if (view->format == KVEDGE_INT8) v_scale = tile_scales(a, tile, e->kv_head, g, 1, &w->value_scales);
-    if (e->num_kv_heads > 1) {
-      a->kernels->weighted_sum_i8_heads(e->blocks->values, e->kv_head * view->head_stride, view->token_stride,
-                                        tile->num_tokens, n, bytes, w->scores, v_scale, SCALES, w->alpha,
-                                        e->next_blocks ? e->next_blocks->values : NULL, acc);
-      return;
-    }
     if (e->blocks) {
       const int8_t *const *next = e->next_blocks ? e->next_blocks->values : NULL, *share[KVEDGE_TILE_BLOCKS];
       a->kernels->weighted_sum_i8_blocks(e->blocks->values, start + e->kv_head * view->head_stride, view->token_stride,
-                                         tile->num_tokens, n, e->count, bytes, w->scores, v_scale, w->alpha,
+                                         tile->num_tokens, n, e->count, bytes, p, v_scale, alpha,
                                          share_of_group(next, start, tile->num_tokens, share), acc + start,
                                          a->acc_stride);
       continue;
     }
     for (int i = 0; i < tile->num_pieces; i++) {
-      const piece *p = &tile->pieces[i];
-      const char *values = rows_of_head(view, &p->rows, e->kv_head).values;
-      const char *prefetch = ahead ? ahead->values[i] : NULL;
-      const float *alpha = i == 0 ? w->alpha : once;
+      const piece *of = &tile->pieces[i];
+      const char *values = rows_of_head(view, &of->rows, e->kv_head).values;
+      const char *prefetch = e->ahead ? e->ahead->values[i] : NULL;
+      const float *keep = i == 0 ? alpha : once;
       if (view->format == KVEDGE_FLOAT32)
-        a->kernels->weighted_sum_f32((const float *)values, view->token_stride, p->num_tokens, view->head_dim,
-                                     e->count, w->scores + p->first, a->value_factor, alpha, prefetch, acc,
-                                     a->acc_stride);
+        a->kernels->weighted_sum_f32((const float *)values, view->token_stride, of->num_tokens, view->head_dim,
+                                     e->count, p + of->first, a->value_factor, keep, prefetch, acc, a->acc_stride);
       else
-        a->kernels->weighted_sum_i8((const int8_t *)values + start, view->token_stride, p->num_tokens, n,
-                                    e->count, bytes, w->scores + p->first, v_scale + p->first,
-                                    alpha, prefetch ? prefetch + start * p->num_tokens : NULL, acc + start,
-                                    a->acc_stride);
+        a->kernels->weighted_sum_i8((const int8_t *)values + start, view->token_stride, of->num_tokens, n,
+                                    e->count, bytes, p + of->first, v_scale + of->first, keep,
+                                    prefetch ? prefetch + start * of->num_tokens : NULL, acc + start, a->acc_stride);
     }
   }
 }
 
-static void step(const kvedge_attention *a, int64_t block, int kv_head, int num_kv_heads, const tile_of_tokens *tile,
-                 const tile_blocks *blocks, const tile_blocks *next_blocks, const rows_ahead *ahead,
-                 kvedge_partial *partial, workspace *w) {
-  int64_t first_row = block * a->rows_per_block, rows = kvedge_rows_in_block(a, block);
-  int stack = (int)rows * a->heads_per_kv_head * num_kv_heads;
-  encounter e = {.block = block, .kv_head = kv_head, .num_kv_heads = num_kv_heads, .queries = &w->queries, .tile = tile, .blocks = blocks, .next_blocks = next_blocks,
-                 .masking = needs_masking(a, first_row, rows, tile)};
-  for (int i = 0; i < stack; i += KVEDGE_STACK) {
-    e.first = i;
-    e.count = stack - i < KVEDGE_STACK ? stack - i : KVEDGE_STACK;
-    size_t index = kvedge_query_index(a, kv_head) + (size_t)i;
-    tile_scores(a, &e, i == 0 ? ahead : NULL, w);
-    for (int j = 0; j < e.count && (a->real_logits || e.masking); j++) {
-      float *row = w->scores + j * KVEDGE_TILE;
-      if (a->real_logits) to_logits(a, &w->queries, index + (size_t)j, tile->num_tokens, row);
-      if (e.masking)
-        apply_options(a, row_of(a, &e, i + j), head_of(a, &e, i + j), tile->token, tile->num_tokens, row);
-    }
-    a->kernels->softmax(w->scores, e.count, tile->num_tokens, w->queries.softmax_factor + index,
+/* ---- Several heads at once --------------------------------------------------------------------
+ *
+ * A decoded token has few queries for a head. What comes with each call of softmax is shared by those of several heads
+ * side by side; and where a head has one query, some paths have kernels for its scores and sums too. */
+
+/* How many KV heads a step takes, as far as there are as many left. (Measured: with four queries for each it is slower.) */
+static int heads_together(const kvedge_attention *a) {
+  return a->num_row_blocks > 1 || a->stack > 3 ? 1 : a->stack == 1 ? KVEDGE_HEADS : 2;
+}
+
+/* Are there kernels for this many heads at once? */
+static int has_heads_kernels(const kvedge_attention *a, int num_kv_heads) {
+  const kvedge_cache_view *view = &a->view;
+  return num_kv_heads == KVEDGE_HEADS && a->stack == 1 && a->kernels->scores_i8_heads &&
+         view->format == KVEDGE_INT8 && view->num_groups == 1 && view->head_dim % 16 == 0 && view->head_dim >= 64 &&
+         view->head_dim <= KVEDGE_HEADS_DIM;
+}
+
+/* Their scores; 0: nothing was done, since their queries need different numbers of bytes. */
+static int scores_of_heads(const kvedge_attention *a, const encounter *heads, workspace *w) {
+  const kvedge_cache_view *view = &a->view;
+  const encounter *e = &heads[0];
+  const size_t index = index_of(a, e);
+  const float *scale = tile_scales(a, e->tile, e->kv_head, 0, 0, &w->key_scales);
+  int bytes[KVEDGE_HEADS], alike = 1;
+  for (int j = 0; j < KVEDGE_HEADS; j++) {
+    choose_bytes(a, &heads[j], scale + j * SCALES, &bytes[j]);
+    alike &= bytes[j] == bytes[0];
+  }
+  if (!alike) return 0;
+  kvedge_query q = {.num_queries = KVEDGE_HEADS, .dim = view->head_dim, .num_bytes = bytes[0],
+                    .stride = a->group_pad, .scale_stride = 1,
+                    .codes = e->queries->codes + index * (size_t)a->group_pad * KVEDGE_CODE_BYTES,
+                    .scale = e->queries->scales + index, .offsets = e->queries->offsets + index * 4};
+  a->kernels->scores_i8_heads(&q, e->blocks->keys, e->kv_head * view->head_stride, view->token_stride,
+                              e->tile->num_tokens, scale, SCALES, e->next_blocks ? e->next_blocks->keys : NULL,
+                              w->scores);
+  return 1;
+}
+
+static void weighted_sum_of_heads(const kvedge_attention *a, const encounter *heads, workspace *w,
+                                  kvedge_partial *partial) {
+  const kvedge_cache_view *view = &a->view;
+  const encounter *e = &heads[0];
+  a->kernels->weighted_sum_i8_heads(
+      e->blocks->values, e->kv_head * view->head_stride, view->token_stride, e->tile->num_tokens, view->head_dim,
+      weight_bytes(a, e->tile), w->scores, tile_scales(a, e->tile, e->kv_head, 0, 1, &w->value_scales), SCALES,
+      w->alpha, e->next_blocks ? e->next_blocks->values : NULL, partial->acc + index_of(a, e) * (size_t)a->acc_stride);
+}
+
+/* ---- A step: one tile of one KV head, or of several ------------------------------------------ */
+
+/* `heads`: what is the same for all their queries, head by head. */
+static void step(const kvedge_attention *a, encounter *heads, int num_kv_heads, kvedge_partial *partial,
+                 workspace *w) {
+  const int at_once = has_heads_kernels(a, num_kv_heads), num_tokens = heads->tile->num_tokens;
+  const int stack = (int)kvedge_rows_in_block(a, heads->block) * a->heads_per_kv_head;
+  for (int i = 0; i < stack; i += KVEDGE_STACK) { /* once, if there are several heads */
+    const int count = stack - i < KVEDGE_STACK ? stack - i : KVEDGE_STACK;
+    for (int j = 0; j < num_kv_heads; j++) heads[j].first = i, heads[j].count = count, heads[j].at = j * count;
+    if (!at_once || !scores_of_heads(a, heads, w))
+      for (int j = 0; j < num_kv_heads; j++) tile_scores(a, &heads[j], w);
+    for (int j = 0; j < num_kv_heads && (a->real_logits || heads->masking); j++) finish_scores(a, &heads[j], w);
+    const size_t index = index_of(a, &heads[0]);
+    a->kernels->softmax(w->scores, num_kv_heads * count, num_tokens, w->queries.softmax_factor + index,
                         partial->max + index, partial->sum + index, w->alpha);
-    weighted_sum(a, &e, i == 0 ? ahead : NULL, w, partial->acc + index * (size_t)a->acc_stride);
-    e.next_blocks = NULL; /* asked for */
+    if (at_once) weighted_sum_of_heads(a, heads, w, partial);
+    else
+      for (int j = 0; j < num_kv_heads; j++) weighted_sum(a, &heads[j], w, partial);
+    for (int j = 0; j < num_kv_heads; j++) heads[j].ahead = NULL, heads[j].next_blocks = NULL; /* asked for */
   }
 }
 
@@ -509,8 +521,8 @@ static void prefetch_scales(const kvedge_cache_view *view, const tile_of_tokens 
 }
 
 /* A head's share of the tile that follows, piece by piece: as many bytes as its own rows there. */
-static void share_of_head(const kvedge_cache_view *view, const tile_of_tokens *tile, const tile_of_tokens *following,
-                          int kv_head, rows_ahead *ahead) {
+static const rows_ahead *share_of_head(const kvedge_cache_view *view, const tile_of_tokens *tile,
+                                       const tile_of_tokens *following, int kv_head, rows_ahead *ahead) {
   ptrdiff_t row = view->head_stride;
   for (int i = 0; i < tile->num_pieces; i++) {
     const piece *p = &following->pieces[i];
@@ -522,28 +534,22 @@ static void share_of_head(const kvedge_cache_view *view, const tile_of_tokens *t
     ahead->keys[i] = p->rows.keys + at;
     ahead->values[i] = p->rows.values + at;
   }
+  return ahead;
 }
 
 /* Likewise where a tile is worked on in blocks: one block after the other, and each as a whole, since pieces may lie
- * anywhere. `num_tokens`: of this tile; the one that follows has as many, or more. */
-static tile_blocks share_of_heads_in_blocks(const kvedge_cache_view *view, const tile_blocks *following,
-                                            int num_tokens, int kv_head, int num_kv_heads) {
-  tile_blocks blocks;
+ * anywhere. `num_tokens`: of this tile; the one that follows has as many, or more. The shares of a step's heads, kv_head
+ * and num - 1 more, are made of runs of num blocks, of which each head has one: the j-th. */
+static const tile_blocks *share_in_blocks(const kvedge_cache_view *view, const tile_blocks *following, int num_tokens,
+                                          int kv_head, int num, int j, tile_blocks *share) {
   int num_blocks = (num_tokens + KVEDGE_BLOCK - 1) / KVEDGE_BLOCK, heads = view->num_kv_heads;
-  for (int i = 0, share = kv_head * num_blocks; i < num_blocks; i++, share += num_kv_heads) {
-    ptrdiff_t at = share % heads * KVEDGE_BLOCK * view->head_stride;
-    blocks.keys[i] = following->keys[share / heads] + at;
-    blocks.values[i] = following->values[share / heads] + at;
+  for (int i = 0; i < num_blocks; i++) {
+    int block = kv_head * num_blocks + i * num + j;
+    ptrdiff_t at = block % heads * KVEDGE_BLOCK * view->head_stride;
+    share->keys[i] = following->keys[block / heads] + at;
+    share->values[i] = following->values[block / heads] + at;
   }
-  return blocks;
-}
-
-/* How many KV heads a step takes, where there are as many left. */
-static int heads_together(const kvedge_attention *a) {
-  const kvedge_cache_view *view = &a->view;
-  int able = a->kernels->scores_i8_heads && view->format == KVEDGE_INT8 && view->num_groups == 1 &&
-             view->head_dim % 16 == 0 && view->head_dim >= 64 && view->head_dim <= KVEDGE_HEADS_DIM;
-  return able && a->stack == 1 ? KVEDGE_HEADS : 1;
+  return share;
 }
 
 kvedge_visible kvedge_visible_tokens(const kvedge_attention *a, int64_t block) {
@@ -593,32 +599,37 @@ void kvedge_slice_run(const kvedge_attention *a, int slice, kvedge_slice next, i
   tile_cursor cursor = start_of_slice(a, slice);
   workspace w;
   w.queries = kvedge_queries_for(a, block, slot);
+  const int together = heads_together(a);
   tile_of_tokens tile = next_tile(a, &cursor);
   while (tile.num_tokens > 0 && !(stop && __atomic_load_n(stop, __ATOMIC_RELAXED))) {
     int last = cursor.next >= cursor.stop;
     tile_of_tokens following = last ? first_tile(next) : next_tile(a, &cursor);
     w.key_scales.first = w.value_scales.first = -KVEDGE_SCALE_COLUMNS;
-    int together = heads_together(a);
-    int in_blocks = (together > 1 || tile.num_pieces > 1) && view->format == KVEDGE_INT8 && a->kernels->scores_i8_blocks;
-    int asking = in_blocks && following.num_tokens >= tile.num_tokens;
+    int in_blocks = (tile.num_pieces > 1 || has_heads_kernels(a, together)) && view->format == KVEDGE_INT8 &&
+                    a->kernels->scores_i8_blocks;
+    int asking = !in_blocks || following.num_tokens >= tile.num_tokens;
     tile_blocks blocks, following_blocks;
     if (in_blocks) blocks = blocks_of_tile(view, &tile);
-    if (asking) following_blocks = blocks_of_tile(view, &following);
-    for (int h = 0, heads; h < view->num_kv_heads; h += heads) {
-      heads = view->num_kv_heads - h < together ? 1 : together;
-      for (int i = h + heads; i < h + 2 * heads && view->num_groups > 0; i++) {
+    if (in_blocks && asking) following_blocks = blocks_of_tile(view, &following);
+    const encounter all = {.block = block, .queries = &w.queries, .tile = &tile, .blocks = in_blocks ? &blocks : NULL,
+                           .masking = needs_masking(a, block * a->rows_per_block, kvedge_rows_in_block(a, block), &tile)};
+    for (int h = 0, num; h < view->num_kv_heads; h += num) {
+      encounter heads[KVEDGE_HEADS];
+      rows_ahead ahead[KVEDGE_HEADS];
+      tile_blocks share[KVEDGE_HEADS];
+      num = view->num_kv_heads - h < together ? view->num_kv_heads - h : together;
+      for (int i = h + num; i < h + 2 * num && view->num_groups > 0; i++) {
         int next = i < view->num_kv_heads;
         prefetch_scales(view, next ? &tile : &following, next ? i : i - view->num_kv_heads);
       }
-      if (in_blocks) {
-        tile_blocks share;
-        if (asking) share = share_of_heads_in_blocks(view, &following_blocks, tile.num_tokens, h, heads);
-        step(a, block, h, heads, &tile, &blocks, asking ? &share : NULL, NULL, &partial, &w);
-      } else {
-        rows_ahead ahead;
-        share_of_head(view, &tile, &following, h, &ahead);
-        step(a, block, h, 1, &tile, NULL, NULL, &ahead, &partial, &w);
+      for (int j = 0; j < num; j++) {
+        heads[j] = all;
+        heads[j].kv_head = h + j;
+        if (!asking) continue;
+        if (in_blocks) heads[j].next_blocks = share_in_blocks(view, &following_blocks, tile.num_tokens, h, num, j, &share[j]);
+        else heads[j].ahead = share_of_head(view, &tile, &following, h + j, &ahead[j]);
       }
+      step(a, heads, num, &partial, &w);
     }
     if (last) break;
     tile = following;
@@ -641,13 +652,11 @@ void kvedge_all_logits(const kvedge_attention *a, float *logits) {
     for (int kv_head = 0; kv_head < view->num_kv_heads; kv_head++) {
       for (int i = 0; i < a->stack; i += KVEDGE_STACK) {
         int count = a->stack - i < KVEDGE_STACK ? a->stack - i : KVEDGE_STACK;
-        size_t index = kvedge_query_index(a, kv_head) + (size_t)i;
-        encounter e = {.kv_head = kv_head, .num_kv_heads = 1, .first = i, .count = count, .queries = &w.queries,
-                       .tile = &tile};
-        tile_scores(a, &e, NULL, &w);
+        encounter e = {.kv_head = kv_head, .first = i, .count = count, .queries = &w.queries, .tile = &tile};
+        tile_scores(a, &e, &w);
         for (int j = 0; j < count; j++) {
           float *row = w.scores + j * KVEDGE_TILE;
-          to_logits(a, &w.queries, index + (size_t)j, tile.num_tokens, row);
+          to_logits(a, &w.queries, index_of(a, &e) + (size_t)j, tile.num_tokens, row);
           int64_t head = (int64_t)kv_head * a->heads_per_kv_head + i + j;
           memcpy(logits + head * view->len + tile.token, row, (size_t)tile.num_tokens * sizeof *row);
         }
