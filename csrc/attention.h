@@ -3,7 +3,9 @@
  *   attention.c  geometry and memory of a call, slices
  *   attend.c     the convenience calls: a layer, or a batch of paged sequences, on threads of our own
  *   query.c      query rows into the form that the kernels read
- *   tile.c       one slice: tiles of tokens x KV heads, online softmax
+ *   tile.c       one slice: its tiles, in the order of memory
+ *   step.c       one tile of a KV head, or of several: scores, online softmax, weighted sums
+ *   options.c    options that look at single logits
  *   merge.c      partial results into one, and that into the output
  */
 #ifndef KVEDGE_ATTENTION_H

@@ -123,10 +123,10 @@ typedef struct kvedge_kernels {
                                  const float *v_scale, const float *alpha,
                                  const int8_t *const *prefetch, float *acc, ptrdiff_t acc_stride);
 
-  /* Both for KVEDGE_HEADS KV heads that lie side by side, with one query each, query i against head i; NULL where a path
-   * has them not. As the ones above, but: dim is that of a head; scales of head i are k_scale[i * k_scale_stride + t]
-   * (v_scale likewise); prefetch[b] is where KVEDGE_HEADS * KVEDGE_BLOCK * dim bytes are asked for; scores are not added
-   * to; acc is (KVEDGE_HEADS, dim). */
+  /* Both for KVEDGE_HEADS KV heads that lie side by side, with one query each, query i against head i; NULL where a
+   * path has them not. As the ones above, but: dim is that of a head; scales of head i are
+   * k_scale[i * k_scale_stride + t] (v_scale likewise); prefetch[b] is where KVEDGE_HEADS * KVEDGE_BLOCK * dim bytes
+   * are asked for; scores are not added to; acc is (KVEDGE_HEADS, dim). */
   void (*scores_i8_heads)(const kvedge_query *q, const int8_t *const *k, ptrdiff_t offset, ptrdiff_t token_stride,
                           int num_tokens, const float *k_scale, ptrdiff_t k_scale_stride,
                           const int8_t *const *prefetch, float *scores);

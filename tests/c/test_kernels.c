@@ -707,9 +707,12 @@ static void weigh_heads_case(shape at, int extreme, int zero, float largest_scal
   free_block(&rows.rows);
 }
 
-#define FOR_SHAPES_OF_HEADS(at, step)                                                                            \
-  for (int n = 0; n < (int)(sizeof heads_dims / sizeof heads_dims[0]); n++)                                      \
-    for (shape at = {heads_dims[n], 1 + n % (step), KVEDGE_HEADS}; at.num_tokens <= KVEDGE_TILE; at.num_tokens += (step))
+enum { NUM_HEADS_DIMS = sizeof heads_dims / sizeof heads_dims[0] };
+
+#define FOR_SHAPES_OF_HEADS(at, step)                                                                      \
+  for (int n = 0; n < NUM_HEADS_DIMS; n++)                                                                 \
+    for (shape at = {heads_dims[n], 1 + n % (step), KVEDGE_HEADS}; at.num_tokens <= KVEDGE_TILE;           \
+         at.num_tokens += (step))
 
 static void test_heads(void) {
   const int step = getenv("KVEDGE_TEST_SHORT") ? 9 : 3;
@@ -719,7 +722,8 @@ static void test_heads(void) {
   end();
   begin("%s weighted_sum_i8_heads", kernels->name);
   FOR_SHAPES_OF_HEADS(at, step)
-    weigh_heads_case(at, random_below(4) == 0, random_below(8) == 0, random_below(4) ? 1.0f : random_below(2) ? 0x1p61f : 1e-38f);
+    weigh_heads_case(at, random_below(4) == 0, random_below(8) == 0,
+                     random_below(4) ? 1.0f : random_below(2) ? 0x1p61f : 1e-38f);
   end();
 }
 

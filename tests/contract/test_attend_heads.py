@@ -1,4 +1,4 @@
-"""Many KV heads with one query head each (multi-head attention): paths may work on several of them at once.
+"""Many KV heads with a query head each (multi-head attention): paths may work on several at once.
 
 The reference is float64 attention over exactly what is stored, one head at a time.
 """
@@ -66,8 +66,8 @@ def test_masks_are_per_head(rng, dim, kind):
     layer.extend(*rows(rng, 150, 9, dim))
     visible = rng.random((9, 1, 150)) < 0.5
     visible[..., -1] = True
-    mask = visible if kind is bool else np.where(visible, rng.normal(size=visible.shape), -np.inf).astype(np.float32)
-    check(layer, normal(rng, 1, 9, dim), mask=mask)
+    added = np.where(visible, normal(rng, *visible.shape), np.float32(-np.inf))
+    check(layer, normal(rng, 1, 9, dim), mask=visible if kind is bool else added)
 
 
 @pytest.mark.parametrize("sharp", [(0,), (2, 5), (0, 1, 2, 3), range(9)])
