@@ -182,8 +182,8 @@ static void finish_scores(const kvedge_attention *a, const encounter *e, workspa
     if (a->real_logits) kvedge_to_logits(a, &w->queries, kvedge_index_of(a, e) + (size_t)i, e->tile->num_tokens, row);
     if (e->masking)
       kvedge_apply_options(a, first_row + stacked / a->heads_per_kv_head,
-                    e->kv_head * a->heads_per_kv_head + stacked % a->heads_per_kv_head, e->tile->token,
-                    e->tile->num_tokens, row);
+                           e->kv_head * a->heads_per_kv_head + stacked % a->heads_per_kv_head, e->tile->token,
+                           e->tile->num_tokens, row);
   }
 }
 
