@@ -3,9 +3,11 @@
 #include "bits.h"
 #include "half.h"
 #include "kernels.h"
+#include "target.h"
 
-/* Asks for the lines that begin in n bytes, for the second-level cache: a tile ahead is more than the first holds. */
-static inline void prefetch_bytes(const char *bytes, ptrdiff_t n) {
+/* Asks for the lines that begin in n bytes, for the second-level cache: a tile ahead is more than the first holds.
+ * (Always inlined, since GCC may drop calls of a function that does nothing but this.) */
+KVEDGE_INLINE void prefetch_bytes(const char *bytes, ptrdiff_t n) {
   uintptr_t end = (uintptr_t)bytes + (uintptr_t)n;
   for (uintptr_t line = ((uintptr_t)bytes + 63) & ~(uintptr_t)63; line < end; line += 64)
     __builtin_prefetch((const void *)line, 0, 2);

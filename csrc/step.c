@@ -3,6 +3,7 @@
  */
 #include <math.h>
 
+#include "target.h"
 #include "tile.h"
 
 /* ---- Rows and scales of a head ---------------------------------------------------------------- */
@@ -34,6 +35,21 @@ static const float *tile_scales(const kvedge_attention *a, const tile_of_tokens 
     for (int c = 0; c < count; c++) columns->scale[c][t] = 0.0f;
   columns->first = column;
   return columns->scale[0];
+}
+
+/* Asks for a share of the scales of the tile that follows, that of `num` KV heads from kv_head on: a part of each
+ * piece's lines, in the order of memory. (What is asked for all at once is often forgotten: AMD. Always inlined, since
+ * GCC drops calls of a function that does nothing but this.) */
+KVEDGE_INLINE void prefetch_scales(const kvedge_cache_view *view, const tile_of_tokens *following, int kv_head, int num,
+                                   int of_values) {
+  const ptrdiff_t heads = view->num_kv_heads;
+  for (int i = 0; i < following->num_pieces && view->num_groups > 0; i++) {
+    const piece *p = &following->pieces[i];
+    const char *scales = of_values ? p->rows.value_scales : p->rows.key_scales;
+    ptrdiff_t lines = (p->num_tokens * view->scale_token_stride + 63) / 64;
+    for (ptrdiff_t line = lines * kv_head / heads; line < lines * (kv_head + num) / heads; line++)
+      __builtin_prefetch(scales + 64 * line, 0, 2);
+  }
 }
 
 /* ---- Scores ---------------------------------------------------------------------------------- */
@@ -288,22 +304,26 @@ static void weighted_sum_of_heads(const kvedge_attention *a, const encounter *he
 
 /* ---- A step: one tile of one KV head, or of several ------------------------------------------ */
 
-void kvedge_step(const kvedge_attention *a, encounter *heads, int num_kv_heads, kvedge_partial *partial,
-                 workspace *w) {
+void kvedge_step(const kvedge_attention *a, encounter *heads, int num_kv_heads, const tile_of_tokens *following,
+                 kvedge_partial *partial, workspace *w) {
   const int at_once = kvedge_has_heads_kernels(a, num_kv_heads), num_tokens = heads->tile->num_tokens;
   const int stack = (int)kvedge_rows_in_block(a, heads->block) * a->heads_per_kv_head;
   for (int i = 0; i < stack; i += KVEDGE_STACK) { /* once, if there are several heads */
-    const int count = stack - i < KVEDGE_STACK ? stack - i : KVEDGE_STACK;
-    for (int j = 0; j < num_kv_heads; j++) heads[j].first = i, heads[j].count = count, heads[j].at = j * count;
+    const int count = stack - i < KVEDGE_STACK ? stack - i : KVEDGE_STACK, asking = i == 0;
+    for (int j = 0; j < num_kv_heads; j++) {
+      heads[j].first = i, heads[j].count = count, heads[j].at = j * count;
+      if (!asking) heads[j].ahead = NULL, heads[j].next_blocks = NULL;
+    }
+    if (asking) prefetch_scales(&a->view, following, heads->kv_head, num_kv_heads, 0);
     if (!at_once || !scores_of_heads(a, heads, w))
       for (int j = 0; j < num_kv_heads; j++) kvedge_tile_scores(a, &heads[j], w);
     for (int j = 0; j < num_kv_heads && (a->real_logits || heads->masking); j++) finish_scores(a, &heads[j], w);
     const size_t index = kvedge_index_of(a, &heads[0]);
     a->kernels->softmax(w->scores, num_kv_heads * count, num_tokens, w->queries.softmax_factor + index,
                         partial->max + index, partial->sum + index, w->alpha);
+    if (asking) prefetch_scales(&a->view, following, heads->kv_head, num_kv_heads, 1);
     if (at_once) weighted_sum_of_heads(a, heads, w, partial);
     else
       for (int j = 0; j < num_kv_heads; j++) weighted_sum(a, &heads[j], w, partial);
-    for (int j = 0; j < num_kv_heads; j++) heads[j].ahead = NULL, heads[j].next_blocks = NULL; /* asked for */
   }
 }

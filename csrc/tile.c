@@ -62,23 +62,6 @@ static tile_blocks blocks_of_tile(const kvedge_cache_view *view, const tile_of_t
   return blocks;
 }
 
-/* Asks for a head's scales in a tile, unless they are in the lines that were asked for with those of the head before. A
- * step ahead is early enough; what is asked for long before is often forgotten (AMD). */
-static void prefetch_scales(const kvedge_cache_view *view, const tile_of_tokens *tile, int kv_head) {
-  const ptrdiff_t stride = view->scale_token_stride, size = view->scale_head_stride, first = kv_head * size;
-  const int shared = stride < 64; /* a line, by all heads of several tokens */
-  if (kv_head > 0 && (shared || (first - 1) / 64 == (first + size - 1) / 64)) return;
-  for (int i = 0; i < tile->num_pieces; i++) {
-    const piece *p = &tile->pieces[i];
-    const char *keys = p->rows.key_scales, *values = p->rows.value_scales;
-    for (ptrdiff_t row = first; row < p->num_tokens * stride; row += shared ? 64 : stride)
-      for (ptrdiff_t at = row; at < row + (shared ? 1 : size); at += 64) {
-        __builtin_prefetch(keys + at, 0, 2);
-        __builtin_prefetch(values + at, 0, 2);
-      }
-  }
-}
-
 /* A head's share of the tile that follows, piece by piece: as many bytes as its own rows there. */
 static const rows_ahead *share_of_head(const kvedge_cache_view *view, const tile_of_tokens *tile,
                                        const tile_of_tokens *following, int kv_head, rows_ahead *ahead) {
@@ -178,10 +161,6 @@ void kvedge_slice_run(const kvedge_attention *a, int slice, kvedge_slice next, i
       rows_ahead ahead[KVEDGE_HEADS];
       tile_blocks share[KVEDGE_HEADS];
       num = view->num_kv_heads - h < together ? view->num_kv_heads - h : together;
-      for (int i = h + num; i < h + 2 * num && view->num_groups > 0; i++) {
-        int next = i < view->num_kv_heads;
-        prefetch_scales(view, next ? &tile : &following, next ? i : i - view->num_kv_heads);
-      }
       for (int j = 0; j < num; j++) {
         heads[j] = of_any_head;
         heads[j].kv_head = h + j;
@@ -189,7 +168,7 @@ void kvedge_slice_run(const kvedge_attention *a, int slice, kvedge_slice next, i
         else if (asking)
           heads[j].next_blocks = share_in_blocks(view, &following_blocks, tile.num_tokens, h, num, j, &share[j]);
       }
-      kvedge_step(a, heads, num, &partial, &w);
+      kvedge_step(a, heads, num, &following, &partial, &w);
     }
     if (last) break;
     tile = following;

@@ -77,8 +77,10 @@ static inline size_t kvedge_index_of(const kvedge_attention *a, const encounter 
 int kvedge_heads_together(const kvedge_attention *a);
 /* Are there kernels for this many heads at once? They want tiles in blocks. */
 int kvedge_has_heads_kernels(const kvedge_attention *a, int num_kv_heads);
-/* One tile of `num_kv_heads` heads side by side; `heads`: of each what is the same for all its queries. */
-void kvedge_step(const kvedge_attention *a, encounter *heads, int num_kv_heads, kvedge_partial *partial, workspace *w);
+/* One tile of `num_kv_heads` heads side by side; `heads`: of each what is the same for all its queries. Rows and
+ * scales of the tile that follows are asked for meanwhile. */
+void kvedge_step(const kvedge_attention *a, encounter *heads, int num_kv_heads, const tile_of_tokens *following,
+                 kvedge_partial *partial, workspace *w);
 /* Scores of one head's part of a tile as they come from the kernels. */
 void kvedge_tile_scores(const kvedge_attention *a, const encounter *e, workspace *w);
 
