@@ -126,14 +126,15 @@ typedef struct kvedge_kernels {
   /* Both for KVEDGE_HEADS KV heads that lie side by side, with one query each, query i against head i; NULL where a
    * path has them not. As the ones above, but: dim is that of a head; scales of head i are
    * k_scale[i * k_scale_stride + t] (v_scale likewise); prefetch[b] is where KVEDGE_HEADS * KVEDGE_BLOCK * dim bytes
-   * are asked for; scores are not added to; acc is (KVEDGE_HEADS, dim). */
+   * are asked for (in_order: these lie side by side, behind those of the call before); scores are not added to; acc is
+   * (KVEDGE_HEADS, dim). */
   void (*scores_i8_heads)(const kvedge_query *q, const int8_t *const *k, ptrdiff_t offset, ptrdiff_t token_stride,
                           int num_tokens, const float *k_scale, ptrdiff_t k_scale_stride,
-                          const int8_t *const *prefetch, float *scores);
+                          const int8_t *const *prefetch, int in_order, float *scores);
   void (*weighted_sum_i8_heads)(const int8_t *const *v, ptrdiff_t offset, ptrdiff_t token_stride, int num_tokens,
                                 int dim, int num_bytes, const float *p, const float *v_scale,
                                 ptrdiff_t v_scale_stride, const float *alpha, const int8_t *const *prefetch,
-                                float *acc);
+                                int in_order, float *acc);
 
   void (*weighted_sum_f32)(const float *v, ptrdiff_t token_stride, int num_tokens, int dim,
                            int num_queries, const float *p, float v_scale, const float *alpha,

@@ -43,13 +43,12 @@ KVEDGE_INLINE void multiply_add(__m512i *sum, __m512i u8, __m512i s8) {
 typedef struct {
   const int8_t *const *block, *const *last;
   ptrdiff_t size, used; /* bytes of each; of this one */
-  uintptr_t after;      /* bytes until a line is asked for again; 0 where blocks do not lie side by side */
+  uintptr_t after;      /* bytes until a line is asked for again */
 } lines_ahead;
 
-KVEDGE_INLINE lines_ahead lines_of(const int8_t *const *blocks, int num_tokens, int dim) {
-  const ptrdiff_t size = BLOCK * dim;
-  const int in_order = num_tokens <= BLOCK || blocks[1] - blocks[0] == size;
-  return (lines_ahead){.block = blocks, .last = blocks + (num_tokens - 1) / BLOCK, .size = size,
+/* `in_order`: blocks lie side by side, behind those that were asked for before. */
+KVEDGE_INLINE lines_ahead lines_of(const int8_t *const *blocks, int num_tokens, int dim, int in_order) {
+  return (lines_ahead){.block = blocks, .last = blocks + (num_tokens - 1) / BLOCK, .size = BLOCK * dim,
                        .after = in_order ? kvedge_ask_again_after() : 0};
 }
 

@@ -111,8 +111,9 @@ KVEDGE_INLINE void score_heads(const scoring *s, ptrdiff_t k_scale_stride, const
 
 static void scores_i8_heads_avx512vnni(const kvedge_query *q, const int8_t *const *k, ptrdiff_t offset,
                                        ptrdiff_t token_stride, int num_tokens, const float *k_scale,
-                                       ptrdiff_t k_scale_stride, const int8_t *const *prefetch, float *scores) {
-  lines_ahead ahead = lines_of(prefetch ? prefetch : k, num_tokens, HEADS * q->dim);
+                                       ptrdiff_t k_scale_stride, const int8_t *const *prefetch, int in_order,
+                                       float *scores) {
+  lines_ahead ahead = lines_of(prefetch ? prefetch : k, num_tokens, HEADS * q->dim, in_order);
   const scoring s = {q, k, offset, token_stride, num_tokens, k_scale, &ahead, scores, 0};
   switch (q->num_bytes) {
     case 3: score_heads(&s, k_scale_stride, 3); break;
@@ -197,8 +198,8 @@ KVEDGE_INLINE void weigh_heads(value_rows *v, int dim, const int bytes, const fl
 static void weighted_sum_i8_heads_avx512vnni(const int8_t *const *v, ptrdiff_t offset, ptrdiff_t token_stride,
                                              int num_tokens, int dim, int num_bytes, const float *p,
                                              const float *v_scale, ptrdiff_t v_scale_stride, const float *alpha,
-                                             const int8_t *const *prefetch, float *acc) {
-  lines_ahead ahead = lines_of(prefetch ? prefetch : v, num_tokens, HEADS * dim);
+                                             const int8_t *const *prefetch, int in_order, float *acc) {
+  lines_ahead ahead = lines_of(prefetch ? prefetch : v, num_tokens, HEADS * dim, in_order);
   value_rows rows = {.blocks = v, .offset = offset, .token_stride = token_stride, .num_tokens = num_tokens,
                      .ahead = &ahead};
   switch (num_bytes) {

@@ -621,7 +621,7 @@ KVEDGE_INLINE void score_tile(const kvedge_query *q, const int8_t *const *k, ptr
 static void scores_i8_blocks_avx512vnni(const kvedge_query *q, const int8_t *const *k, ptrdiff_t offset,
                                         ptrdiff_t token_stride, int num_tokens, const float *k_scale,
                                         const int8_t *const *prefetch, float *scores, int accumulate) {
-  score_tile(q, k, offset, token_stride, num_tokens, k_scale, lines_of(prefetch ? prefetch : k, num_tokens, q->dim),
+  score_tile(q, k, offset, token_stride, num_tokens, k_scale, lines_of(prefetch ? prefetch : k, num_tokens, q->dim, 0),
              scores, accumulate);
 }
 
@@ -632,6 +632,6 @@ static void scores_i8_avx512vnni(const kvedge_query *q, const int8_t *k, ptrdiff
   blocks_of(k, token_stride, blocks);
   if (prefetch) blocks_of(prefetch, q->dim, ahead);
   score_tile(q, blocks, 0, token_stride, num_tokens, k_scale,
-             lines_of(prefetch ? ahead : blocks /* rows that are here anyway */, num_tokens, q->dim), scores,
+             lines_of(prefetch ? ahead : blocks /* rows that are here anyway */, num_tokens, q->dim, 1), scores,
              accumulate);
 }

@@ -358,7 +358,7 @@ static void weighted_sum_i8_blocks_avx512vnni(const int8_t *const *v, ptrdiff_t 
                                               const float *p, const float *v_scale, const float *alpha,
                                               const int8_t *const *prefetch, float *acc, ptrdiff_t acc_stride) {
   weigh_tile(v, offset, token_stride, num_tokens, dim, num_queries, num_bytes, p, v_scale, alpha,
-             lines_of(prefetch ? prefetch : v, num_tokens, dim), acc, acc_stride);
+             lines_of(prefetch ? prefetch : v, num_tokens, dim, 0), acc, acc_stride);
 }
 
 static void weighted_sum_i8_avx512vnni(const int8_t *v, ptrdiff_t token_stride, int num_tokens, int dim,
@@ -369,5 +369,5 @@ static void weighted_sum_i8_avx512vnni(const int8_t *v, ptrdiff_t token_stride, 
   blocks_of(v, token_stride, blocks);
   if (prefetch) blocks_of(prefetch, dim, ahead);
   weigh_tile(blocks, 0, token_stride, num_tokens, dim, num_queries, num_bytes, p, v_scale, alpha,
-             lines_of(prefetch ? ahead : blocks /* rows that are here anyway */, num_tokens, dim), acc, acc_stride);
+             lines_of(prefetch ? ahead : blocks /* rows that are here anyway */, num_tokens, dim, 1), acc, acc_stride);
 }

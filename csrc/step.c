@@ -285,8 +285,9 @@ static int scores_of_heads(const kvedge_attention *a, const encounter *heads, wo
                     .stride = a->group_pad, .scale_stride = 1,
                     .codes = e->queries->codes + index * (size_t)a->group_pad * KVEDGE_CODE_BYTES,
                     .scale = e->queries->scales + index, .offsets = e->queries->offsets + index * 4};
+  const tile_blocks *next = e->next_blocks;
   a->kernels->scores_i8_heads(&q, e->blocks->keys, e->kv_head * view->head_stride, view->token_stride,
-                              e->tile->num_tokens, scale, SCALES, e->next_blocks ? e->next_blocks->keys : NULL,
+                              e->tile->num_tokens, scale, SCALES, next ? next->keys : NULL, next && next->in_order,
                               w->scores);
   return 1;
 }
@@ -296,10 +297,11 @@ static void weighted_sum_of_heads(const kvedge_attention *a, const encounter *he
   const kvedge_cache_view *view = &a->view;
   const encounter *e = &heads[0];
   const float *scale = tile_scales(a, e->tile, e->kv_head, 0, 1, &w->value_scales);
+  const tile_blocks *next = e->next_blocks;
   float *acc = partial->acc + kvedge_index_of(a, e) * (size_t)a->acc_stride;
   a->kernels->weighted_sum_i8_heads(e->blocks->values, e->kv_head * view->head_stride, view->token_stride,
                                     e->tile->num_tokens, view->head_dim, weight_bytes(a, e->tile), w->scores, scale,
-                                    SCALES, w->alpha, e->next_blocks ? e->next_blocks->values : NULL, acc);
+                                    SCALES, w->alpha, next ? next->values : NULL, next && next->in_order, acc);
 }
 
 /* ---- A step: one tile of one KV head, or of several ------------------------------------------ */

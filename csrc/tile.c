@@ -51,7 +51,7 @@ static tile_of_tokens next_tile(const kvedge_attention *a, tile_cursor *cursor) 
 
 /* Those of KV head 0; the others' lie at an offset. */
 static tile_blocks blocks_of_tile(const kvedge_cache_view *view, const tile_of_tokens *tile) {
-  tile_blocks blocks;
+  tile_blocks blocks = {.in_order = tile->num_pieces == 1};
   for (int i = 0; i < tile->num_pieces; i++) {
     const piece *p = &tile->pieces[i];
     for (int t = 0; t < p->num_tokens; t += KVEDGE_BLOCK) {
@@ -91,6 +91,7 @@ static const tile_blocks *share_in_blocks(const kvedge_cache_view *view, const t
     share->keys[i] = following->keys[block / heads] + at;
     share->values[i] = following->values[block / heads] + at;
   }
+  share->in_order = following->in_order;
   return share;
 }
 

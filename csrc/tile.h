@@ -31,9 +31,10 @@ typedef struct {
   const char *keys[MAX_PIECES], *values[MAX_PIECES];
 } rows_ahead;
 
-/* Rows of a tile of several pieces, by blocks. */
+/* Rows of a tile by blocks, of one piece or of several. */
 typedef struct {
   const int8_t *keys[KVEDGE_TILE_BLOCKS], *values[KVEDGE_TILE_BLOCKS];
+  int in_order; /* they lie side by side */
 } tile_blocks;
 
 /* Room for a tile's scales: a tile, and a line so that columns do not lie a power of two apart. */

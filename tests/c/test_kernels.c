@@ -674,7 +674,7 @@ static void score_heads_case(shape at, int extreme, float largest_scale) {
       expected[i * KVEDGE_TILE + t] = dot, allowed[i * KVEDGE_TILE + t] = 4.2e-7 * size + 1e-44;
     }
   kernels->scores_i8_heads(&queries.query, rows.blocks, rows.offset, rows.stride, at.num_tokens, k_scale, HEADS_SCALES,
-                           random_below(2) ? rows.prefetch : NULL, scores);
+                           random_below(2) ? rows.prefetch : NULL, random_below(2), scores);
   check_scores(scores, at, expected, allowed);
   end_case();
   free_query(&queries), free_block(&rows.rows), free_block(&scores_block);
@@ -702,7 +702,7 @@ static void weigh_heads_case(shape at, int extreme, int zero, float largest_scal
     }
   }
   kernels->weighted_sum_i8_heads(rows.blocks, rows.offset, rows.stride, at.num_tokens, at.dim, num_bytes, w.p, v_scale,
-                                 HEADS_SCALES, w.alpha, random_below(2) ? rows.prefetch : NULL, w.acc);
+                                 HEADS_SCALES, w.alpha, random_below(2) ? rows.prefetch : NULL, random_below(2), w.acc);
   check_weighing(&w, at);
   free_block(&rows.rows);
 }
