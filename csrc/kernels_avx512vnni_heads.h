@@ -130,6 +130,7 @@ static void scores_i8_heads_avx512vnni(const kvedge_query *q, const int8_t *cons
 KVEDGE_INLINE void weigh_64_of_heads(const value_rows *v, const int from_rows, const __m512i *kept, const int whole,
                                      int lanes, const int bytes, const uint8_t *codes, __m512 totals[4]) {
   const __mmask16 next = (__mmask16)(whole ? 0 : 0xffffu << 4 * lanes);
+  const int to_next = lanes < 4 ? CODE_ROW : 0; /* the last head has no next */
   __m512i sum[3][4];
 #pragma GCC unroll 3
   for (int b = 0; b < 3; b++)
@@ -152,7 +153,7 @@ KVEDGE_INLINE void weigh_64_of_heads(const value_rows *v, const int from_rows, c
 #pragma GCC unroll 3
       for (int b = 0; b < bytes; b++) {
         __m512i weights = four_for_all(codes + 4 * b);
-        if (!whole) weights = _mm512_mask_blend_epi32(next, weights, four_for_all(codes + CODE_ROW + 4 * b));
+        if (!whole) weights = _mm512_mask_blend_epi32(next, weights, four_for_all(codes + to_next + 4 * b));
 #pragma GCC unroll 4
         for (int c = 0; c < 4; c++) multiply_add(&sum[b][c], weights, value[c]);
       }
