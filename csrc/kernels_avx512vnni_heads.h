@@ -143,7 +143,7 @@ KVEDGE_INLINE void weigh_64_of_heads(const value_rows *v, const int from_rows, c
     for (int r = 0; r < BLOCK; r += 4, codes += 16) {
       __m512i row[4], value[4];
       if (from_rows) {
-        load_values(from + r * v->token_stride, NULL, v->token_stride, 0, 0, row);
+        load_values(from + r * v->token_stride, NULL, v->token_stride, WHOLE, ~0ull, row);
         interleave_4_rows(row, value);
         prefetch_lines(v->ahead, lines + 64 * r, 4, 4);
       } else {

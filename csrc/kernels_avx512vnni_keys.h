@@ -303,23 +303,32 @@ KVEDGE_INLINE void pin(__m512i *vectors, const int count) {
   for (int i = 0; i < count; i++) __asm__ volatile("" : "+v"(vectors[i]));
 }
 
-/* Rows that are transposed while those before them are multiplied: 32 channels of a block. */
+/* Rows that are transposed while those before them are multiplied: 32 channels of a block, or fewer. */
 typedef struct {
   const int8_t *from;
   ptrdiff_t stride, three_strides;
+  __mmask32 valid; /* channels that are there */
   __m512i low[4], high[4]; /* lane L of [i]: the first, the other 16 channels of row 4 L + i */
 } next_rows;
 
-/* Rows i, 4 + i, 8 + i and 12 + i, as unsigned bytes. */
-KVEDGE_INLINE void load_rows(next_rows *n, const int i) {
+/* 32 channels of two rows side by side; `part`: only those in `valid`. (A constant where this is inlined.) */
+KVEDGE_INLINE __m512i load_two_rows(const int8_t *from, const int8_t *upper, const int part, __mmask32 valid) {
+  if (part) {
+    __m512i row = _mm512_castsi256_si512(_mm256_maskz_loadu_epi8(valid, from));
+    return _mm512_inserti64x4(row, _mm256_maskz_loadu_epi8(valid, upper), 1);
+  }
+  __m512i row = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *)from));
+  return _mm512_inserti64x4(row, _mm256_loadu_si256((const __m256i *)upper), 1);
+}
+
+/* Rows i, 4 + i, 8 + i and 12 + i, as unsigned bytes. (`part`: a constant where this is inlined.) */
+KVEDGE_INLINE void load_rows(next_rows *n, const int part, const int i) {
   const __m512i to_unsigned = _mm512_set1_epi8((char)0x80);
   const int8_t *from = n->from + (i < 3 ? i * n->stride : n->three_strides);
   __asm__ volatile("" : "+r"(from));
   const int8_t *from_4 = from + 4 * n->stride, *from_8 = from + 8 * n->stride, *from_12 = from_4 + 8 * n->stride;
-  __m512i a = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *)from));
-  __m512i b = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *)from_8));
-  a = _mm512_xor_si512(_mm512_inserti64x4(a, _mm256_loadu_si256((const __m256i *)from_4), 1), to_unsigned);
-  b = _mm512_xor_si512(_mm512_inserti64x4(b, _mm256_loadu_si256((const __m256i *)from_12), 1), to_unsigned);
+  __m512i a = _mm512_xor_si512(load_two_rows(from, from_4, part, n->valid), to_unsigned);
+  __m512i b = _mm512_xor_si512(load_two_rows(from_8, from_12, part, n->valid), to_unsigned);
   n->low[i] = _mm512_shuffle_i32x4(a, b, 0x88);
   n->high[i] = _mm512_shuffle_i32x4(a, b, 0xdd);
   pin(&n->low[i], 1);
@@ -327,21 +336,23 @@ KVEDGE_INLINE void load_rows(next_rows *n, const int i) {
 }
 
 /* What comes before the products of column 0 to 7 of 32 channels: after step 3 columns of the other 16 channels are
- * ready, after step 7 the first of the next rows. (`step`: a constant where this is inlined.) */
-KVEDGE_INLINE void prepare_next(next_rows *n, const int step, __m512i column[4]) {
+ * ready, after step 7 the first of the next rows. (`part` and `step`: constants where this is inlined.) */
+KVEDGE_INLINE void prepare_next(next_rows *n, const int part, const int step, __m512i column[4]) {
   __m512i *half = step < 4 ? n->high : n->low; /* transpose_in_lanes(), in two steps: */
   if (step == 1 || step == 6) pair_dwords(half, half), pin(half, 4);
   if (step == 3 || step == 7) pair_qwords(half, column), pin(column, 4);
-  if (step == 4) load_rows(n, 0), load_rows(n, 1);
-  if (step == 5) load_rows(n, 2), load_rows(n, 3);
+  if (step == 4) load_rows(n, part, 0), load_rows(n, part, 1);
+  if (step == 5) load_rows(n, part, 2), load_rows(n, part, 3);
 }
 
-/* Scores of whole blocks for `count` queries from `first` on, of `bytes` bytes. (Constants where this is inlined.) */
-KVEDGE_INLINE void score_several_of(const scoring *s, int first, const int count, const int bytes) {
+/* Scores of whole blocks for `count` queries from `first` on, of `bytes` bytes; `part`: channels are not a multiple of
+ * 32. (Constants where this is inlined.) */
+KVEDGE_INLINE void score_several_of(const scoring *s, int first, const int count, const int bytes, const int part) {
   const kvedge_query *q = s->q;
   const int chains = count * bytes <= 4 ? 2 : 1; /* as in score_blocks() */
   ptrdiff_t stride = KVEDGE_CODE_BYTES * q->stride, three_strides = 3 * stride;
-  next_rows next = {.from = s->k[0] + s->offset, .stride = s->token_stride, .three_strides = 3 * s->token_stride};
+  next_rows next = {.from = s->k[0] + s->offset, .stride = s->token_stride, .three_strides = 3 * s->token_stride,
+                    .valid = (__mmask32)first_bytes(q->dim)};
   OPAQUE(three_strides); /* else they are computed at every use */
   OPAQUE(next.three_strides);
   float unit[SEVERAL_QUERIES];
@@ -353,7 +364,7 @@ KVEDGE_INLINE void score_several_of(const scoring *s, int first, const int count
   float *scores = s->scores + first * KVEDGE_TILE;
   __m512i column[4];
 #pragma GCC unroll 4
-  for (int step = 4; step < 8; step++) prepare_next(&next, step, column);
+  for (int step = 4; step < 8; step++) prepare_next(&next, part, step, column);
   for (int t = 0; t < s->num_tokens; t += BLOCK, scores += BLOCK) {
     __m512i sum[SEVERAL_QUERIES][3][2];
 #pragma GCC unroll 8
@@ -364,19 +375,22 @@ KVEDGE_INLINE void score_several_of(const scoring *s, int first, const int count
         sum[i][b][1] = _mm512_setzero_si512();
       }
     const int8_t *codes = q->codes + first * stride;
-    for (int d = 32; d <= q->dim; d += 32) {
+    for (int d = 32; d < q->dim + 32; d += 32) { /* where these channels end */
       const int8_t *codes_of_4 = codes + 4 * stride;
       if (count > 4) OPAQUE(codes_of_4);
-      const char *lines = take_lines(s->ahead, 8);
+      const int halves = part && d - q->dim >= 16 ? 1 : 2; /* of them that are there */
+      const char *lines = take_lines(s->ahead, 4 * halves);
       next.from += 32;
-      if (d == q->dim) next.from = s->k[t / BLOCK + (t + BLOCK < s->num_tokens)] + s->offset; /* or this one again */
+      if (d >= q->dim) next.from = s->k[t / BLOCK + (t + BLOCK < s->num_tokens)] + s->offset; /* or this one again */
+      if (part) next.valid = (__mmask32)first_bytes(d >= q->dim ? q->dim : q->dim - d);
 #pragma GCC unroll 2
       for (int half = 0; half < 2; half++) {
         const __m512i now[4] = {column[0], column[1], column[2], column[3]};
 #pragma GCC unroll 4
         for (int c = 0; c < 4; c++) {
+          prepare_next(&next, part, 4 * half + c, column);
+          if (half >= halves) continue;
           prefetch_lines(s->ahead, lines + 64 * (4 * half + c), 1, 2);
-          prepare_next(&next, 4 * half + c, column);
 #pragma GCC unroll 8
           for (int i = 0; i < count; i++)
 #pragma GCC unroll 3
@@ -399,13 +413,13 @@ KVEDGE_INLINE void score_several_of(const scoring *s, int first, const int count
 }
 
 /* As few passes as sums have registers for, and as equal ones as can be. */
-KVEDGE_INLINE void score_several(const scoring *s, const int bytes) {
+KVEDGE_INLINE void score_several(const scoring *s, const int bytes, const int part) {
   const int n = s->q->num_queries, most = bytes < 3 ? 7 : 4;
   for (int i = 0, count, passes = (n + most - 1) / most; passes > 0; i += count, passes--) {
     count = (n - i + passes - 1) / passes;
-#define SEVERAL(count)                    \
-  case count:                             \
-    score_several_of(s, i, count, bytes); \
+#define SEVERAL(count)                          \
+  case count:                                   \
+    score_several_of(s, i, count, bytes, part); \
     break
     if (bytes == 3) switch (count) {
         SEVERAL(2);
@@ -575,7 +589,7 @@ KVEDGE_INLINE void score_few(const scoring *s, const int bytes, const int count)
 typedef void score_function(const scoring *s);
 
 KVEDGE_INLINE void score(const scoring *s, score_function *one, score_function *two, score_function *several,
-                         score_function *many) {
+                         score_function *several_parts, score_function *many) {
   const int n = s->q->num_queries;
   if (n <= FEW_QUERIES && s->q->dim <= CHANNELS_OF_TWO_BYTES) {
     if (n == 1) one(s);
@@ -583,9 +597,10 @@ KVEDGE_INLINE void score(const scoring *s, score_function *one, score_function *
     return;
   }
   scoring rest = *s;
-  if (n > FEW_QUERIES && n <= SEVERAL_QUERIES && s->q->dim % 32 == 0) { /* whole halves of lines, and whole blocks */
+  if (n > FEW_QUERIES && n <= SEVERAL_QUERIES) { /* whole blocks */
     rest.num_tokens = s->num_tokens / BLOCK * BLOCK;
-    if (rest.num_tokens > 0) several(&rest);
+    if (rest.num_tokens > 0 && s->q->dim % 32 == 0) several(&rest);
+    else if (rest.num_tokens > 0) several_parts(&rest);
     rest.k += rest.num_tokens / BLOCK;
     rest.k_scale += rest.num_tokens;
     rest.scores += rest.num_tokens;
@@ -595,13 +610,15 @@ KVEDGE_INLINE void score(const scoring *s, score_function *one, score_function *
 }
 
 /* One function for each number of bytes: compilers do better with several than with one of all. */
-#define SCORE(bytes)                                                                                         \
-  static __attribute__((noinline)) void score_one_##bytes(const scoring *s) { score_few(s, bytes, 1); }      \
-  static __attribute__((noinline)) void score_two_##bytes(const scoring *s) { score_few(s, bytes, 2); }      \
-  static __attribute__((noinline)) void score_several_##bytes(const scoring *s) { score_several(s, bytes); } \
-  static __attribute__((noinline)) void score_many_##bytes(const scoring *s) { score_many(s, bytes); }       \
-  static void score_##bytes(const scoring *s) {                                                              \
-    score(s, score_one_##bytes, score_two_##bytes, score_several_##bytes, score_many_##bytes);               \
+#define SCORE(bytes)                                                                                            \
+  static __attribute__((noinline)) void score_one_##bytes(const scoring *s) { score_few(s, bytes, 1); }         \
+  static __attribute__((noinline)) void score_two_##bytes(const scoring *s) { score_few(s, bytes, 2); }         \
+  static __attribute__((noinline)) void score_several_##bytes(const scoring *s) { score_several(s, bytes, 0); } \
+  static __attribute__((noinline)) void score_parts_##bytes(const scoring *s) { score_several(s, bytes, 1); }   \
+  static __attribute__((noinline)) void score_many_##bytes(const scoring *s) { score_many(s, bytes); }          \
+  static void score_##bytes(const scoring *s) {                                                                 \
+    score(s, score_one_##bytes, score_two_##bytes, score_several_##bytes, score_parts_##bytes,             \
+          score_many_##bytes);                                                                                  \
   }
 SCORE(1)
 SCORE(2)

@@ -116,22 +116,23 @@ static __attribute__((noinline)) void keep_values(const value_rows *v, int num_c
   }
 }
 
-/* Four rows of 64 channels. `half`, of up to 32: in the upper halves are the four rows that follow. `near`: the four
- * rows there are asked for into L1, unless it is NULL. (Constants where this is inlined.) */
-KVEDGE_INLINE void load_values(const int8_t *from, const int8_t *near, ptrdiff_t stride, const int half,
-                               __mmask32 valid, __m512i row[4]) {
+/* Four rows of 64 channels (WHOLE), of those in `valid` (PART), or of up to 32, so that in the upper halves are the four
+ * rows that follow (HALF). `near`: the four rows there are asked for into L1, unless it is NULL. (But for `valid`,
+ * constants where this is inlined.) */
+KVEDGE_INLINE void load_values(const int8_t *from, const int8_t *near, ptrdiff_t stride, const extent how,
+                               __mmask64 valid, __m512i row[4]) {
   const int asking = near != NULL;
   OPAQUE(from);
   OPAQUE(near);
 #pragma GCC unroll 4
   for (int j = 0; j < 4; j++) {
-    if (!half) {
-      row[j] = _mm512_loadu_si512(from + j * stride);
-      if (asking) _mm_prefetch((const char *)near + j * stride, _MM_HINT_T0);
-    } else {
-      row[j] = _mm512_castsi256_si512(_mm256_maskz_loadu_epi8(valid, from + j * stride));
-      row[j] = _mm512_inserti64x4(row[j], _mm256_maskz_loadu_epi8(valid, from + (4 + j) * stride), 1);
+    if (how == HALF) {
+      row[j] = load_two_rows(from + j * stride, from + (4 + j) * stride, 1, (__mmask32)valid);
+      continue;
     }
+    if (how == WHOLE) row[j] = _mm512_loadu_si512(from + j * stride);
+    else row[j] = _mm512_maskz_loadu_epi8(valid, from + j * stride);
+    if (asking) _mm_prefetch((const char *)near + j * stride, _MM_HINT_T0);
   }
 }
 
@@ -142,10 +143,11 @@ KVEDGE_INLINE __m512i weights_at(const uint8_t *codes, const int half) {
 }
 
 /* Sums over a tile of `count` queries' weights, of `bytes` bytes, times the values, as interleave_4_rows() orders
- * them: (count, 4). `half`: of up to 32 channels. (Constants where this is inlined.) */
-KVEDGE_INLINE void weigh(const value_rows *v, const value_source source, const int half, __mmask32 valid,
+ * them: (count, 4). `how` and `valid`: as load_values() has them. (Constants where this is inlined.) */
+KVEDGE_INLINE void weigh(const value_rows *v, const value_source source, const extent how, __mmask64 valid,
                          __m512i *kept, const int count, const int bytes, const uint8_t *codes,
                          __m512 (*totals)[4]) {
+  const int half = how == HALF;
   const int step = half ? 8 : 4, asked = source == ROWS ? 4 : source == KEPT ? 0 : 2; /* lines in a step */
   /* Rows come from L2, and lie too far apart for prefetchers. Where there is little arithmetic, asking costs more. */
   const int asking_near = source == ROWS_KEPT || count * bytes > 4;
@@ -171,7 +173,7 @@ KVEDGE_INLINE void weigh(const value_rows *v, const value_source source, const i
         __m512i row[4];
         const int8_t *near = r < BLOCK - ROWS_NEAR ? from + ROWS_NEAR * v->token_stride
                                                    : next + (r - BLOCK + ROWS_NEAR) * v->token_stride;
-        load_values(from, asking_near ? near : NULL, v->token_stride, half, valid, row);
+        load_values(from, asking_near ? near : NULL, v->token_stride, how, valid, row);
         interleave_4_rows(row, value);
 #pragma GCC unroll 4
         for (int c = 0; c < 4; c++)
@@ -206,10 +208,10 @@ KVEDGE_INLINE void interleave_half(const __m512i row[4], const int high, __m512i
   out[1] = _mm512_unpackhi_epi16(ab, cd);
 }
 
-/* weigh(), of 64 channels from whole rows: totals[i][0] and [1], or [2] and [3]. (`high`, `count` and `bytes`:
- * constants where this is inlined.) */
-KVEDGE_INLINE void weigh_half(const value_rows *v, const int high, const int count, const int bytes,
-                              const uint8_t *codes, __m512 (*totals)[4]) {
+/* weigh(), of rows: totals[i][0] and [1], or [2] and [3]. (`how`, WHOLE or PART, `high`, `count` and `bytes`: constants
+ * where this is inlined.) */
+KVEDGE_INLINE void weigh_half(const value_rows *v, const extent how, __mmask64 valid, const int high, const int count,
+                              const int bytes, const uint8_t *codes, __m512 (*totals)[4]) {
   __m512i sum[HALF_QUERIES][3][2];
 #pragma GCC unroll 4
   for (int i = 0; i < count; i++)
@@ -224,7 +226,7 @@ KVEDGE_INLINE void weigh_half(const value_rows *v, const int high, const int cou
       __m512i row[4], value[2];
       const int8_t *near = r < BLOCK - ROWS_NEAR ? from + ROWS_NEAR * v->token_stride
                                                  : next + (r - BLOCK + ROWS_NEAR) * v->token_stride;
-      load_values(from, near, v->token_stride, 0, 0, row);
+      load_values(from, near, v->token_stride, how, valid, row);
       interleave_half(row, high, value);
       prefetch_lines(v->ahead, lines, 2, 2);
 #pragma GCC unroll 4
@@ -267,16 +269,18 @@ typedef struct {
   ptrdiff_t acc_stride;
 } weighing;
 
-/* 64 channels of a tile of values, added for all queries, three or more, by halves. */
-KVEDGE_INLINE void weigh_64_by_halves(const value_rows *v, const weighing *w, const int bytes) {
+/* 64 channels (or those in `valid`) of a tile of values, added for all queries, three or more, by halves. (`how` and
+ * `bytes`: constants where this is inlined.) */
+KVEDGE_INLINE void weigh_64_by_halves(const value_rows *v, const extent how, __mmask64 valid, const weighing *w,
+                                      const int bytes) {
   for (int i = 0, count, passes = (w->num_queries + HALF_QUERIES - 1) / HALF_QUERIES; passes > 0; i += count, passes--) {
     __m512 totals[HALF_QUERIES][4];
     const uint8_t *codes = w->codes + i * CODE_ROW;
     count = (w->num_queries - i + passes - 1) / passes; /* as equal as can be */
-#define WEIGH_HALVES(count)                        \
-  case count:                                      \
-    weigh_half(v, 0, count, bytes, codes, totals); \
-    weigh_half(v, 1, count, bytes, codes, totals); \
+#define WEIGH_HALVES(count)                                    \
+  case count:                                                  \
+    weigh_half(v, how, valid, 0, count, bytes, codes, totals); \
+    weigh_half(v, how, valid, 1, count, bytes, codes, totals); \
     break
     switch (count) {
       WEIGH_HALVES(2);
@@ -285,7 +289,17 @@ KVEDGE_INLINE void weigh_64_by_halves(const value_rows *v, const weighing *w, co
     }
 #undef WEIGH_HALVES
     for (int j = i; j < i + count; j++)
-      add_totals(totals[j - i], ~0ull, w->scale[j], w->alpha[j], w->acc + j * w->acc_stride);
+      add_totals(totals[j - i], how == WHOLE ? ~0ull : valid, w->scale[j], w->alpha[j], w->acc + j * w->acc_stride);
+  }
+}
+
+/* (Apart: so compilers make of whole rows what they make without this.) */
+static __attribute__((noinline)) void weigh_part_by_halves(const value_rows *v, __mmask64 valid, const weighing *w,
+                                                           int bytes) {
+  switch (bytes) {
+    case 3: weigh_64_by_halves(v, PART, valid, w, 3); break;
+    case 2: weigh_64_by_halves(v, PART, valid, w, 2); break;
+    default: weigh_64_by_halves(v, PART, valid, w, 1);
   }
 }
 
@@ -293,15 +307,17 @@ KVEDGE_INLINE void weigh_64_by_halves(const value_rows *v, const weighing *w, co
  * this is inlined). */
 KVEDGE_INLINE void weigh_64(const value_rows *v, int num_channels, const weighing *w, const int bytes) {
   const int most = SUM_REGISTERS / (4 * bytes) < SUM_QUERIES ? SUM_REGISTERS / (4 * bytes) : SUM_QUERIES;
-  const int whole = v->num_tokens % BLOCK == 0, half = whole && num_channels <= 32, n = w->num_queries;
-  if (n > FEW_QUERIES && n <= SEVERAL_QUERIES && whole && num_channels >= 64) {
-    weigh_64_by_halves(v, w, bytes);
+  const int whole = v->num_tokens % BLOCK == 0, n = w->num_queries;
+  const extent how = num_channels >= 64 ? WHOLE : num_channels > 32 || !whole ? PART : HALF;
+  const __mmask64 valid = first_bytes(num_channels);
+  if (n > FEW_QUERIES && n <= SEVERAL_QUERIES && whole && how != HALF) {
+    if (how == WHOLE) weigh_64_by_halves(v, WHOLE, valid, w, bytes);
+    else weigh_part_by_halves(v, valid, w, bytes);
     return;
   }
   __m512i kept[KVEDGE_TILE]; /* (tokens / 4, 4) */
-  __mmask32 valid = (__mmask32)first_bytes(num_channels);
   value_source source = n > most ? ROWS_KEPT : ROWS;
-  if (!whole || (num_channels > 32 && num_channels < 64)) {
+  if (!whole) {
     keep_values(v, num_channels, kept);
     source = KEPT;
   }
@@ -309,9 +325,10 @@ KVEDGE_INLINE void weigh_64(const value_rows *v, int num_channels, const weighin
     __m512 totals[SUM_QUERIES][4];
     const uint8_t *codes = w->codes + i * CODE_ROW;
     count = (n - i + passes - 1) / passes; /* as equal as can be */
-#define WEIGH_FROM(source, count)                                                      \
-  if (half) weigh(v, source, 1, valid, kept, count, bytes, codes, totals);             \
-  else weigh(v, source, 0, 0, kept, count, bytes, codes, totals)
+#define WEIGH_FROM(source, count)                                                                                 \
+  if (how == HALF) weigh(v, source, HALF, valid, kept, count, bytes, codes, totals);                             \
+  else if (how == PART && source < KEPT_ASKING) weigh(v, source, PART, valid, kept, count, bytes, codes, totals); \
+  else weigh(v, source, WHOLE, valid, kept, count, bytes, codes, totals)
 #define WEIGH(count)                                             \
   switch (source) {                                              \
     case ROWS: WEIGH_FROM(ROWS, count); break;                   \
@@ -327,7 +344,7 @@ KVEDGE_INLINE void weigh_64(const value_rows *v, int num_channels, const weighin
 #undef WEIGH_FROM
     source = source == ROWS_KEPT ? KEPT_ASKING : KEPT;
     for (int j = i; j < i + count; j++)
-      add_totals(totals[j - i], first_bytes(num_channels), w->scale[j], w->alpha[j], w->acc + j * w->acc_stride);
+      add_totals(totals[j - i], valid, w->scale[j], w->alpha[j], w->acc + j * w->acc_stride);
   }
 }
 
