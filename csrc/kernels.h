@@ -56,6 +56,21 @@ typedef struct {
                            * multiply unsigned keys, k + 128, take off here what that adds; else zeros. */
 } kvedge_query;
 
+/* Options that look at single logits: of one query, n tokens of a tile. (n) arrays do not overlap. */
+typedef struct {
+  /* Scores become logits, row[t] * factor + bias, or with a cap above 0 cap * tanh(logit / cap); finite ones, the nearest
+   * where they would be infinite. */
+  void (*to_logits)(float *row, int n, double factor, double bias, float cap);
+  /* logits[t] += slope * (first + t), finite likewise */
+  void (*add_slope)(float *logits, int n, float slope, float first);
+  /* logits[t] += bias[t], finite likewise; -INFINITY where bias[t] is */
+  void (*add_bias)(float *logits, int n, const float *bias);
+  /* logits[t] = -INFINITY where mask[t] is 0 */
+  void (*hide)(float *logits, int n, const uint8_t *mask);
+  /* numbers[t] = 0 where mask[t] is 0 or bias[t] is -INFINITY; NULL: nowhere */
+  void (*clear_hidden)(float *numbers, int n, const uint8_t *mask, const float *bias);
+} kvedge_logit_kernels;
+
 typedef struct kvedge_kernels {
   const char *name; /* as in KVEDGE_ISA */
 
@@ -139,6 +154,8 @@ typedef struct kvedge_kernels {
   void (*weighted_sum_f32)(const float *v, ptrdiff_t token_stride, int num_tokens, int dim,
                            int num_queries, const float *p, float v_scale, const float *alpha,
                            const void *prefetch, float *acc, ptrdiff_t acc_stride);
+
+  kvedge_logit_kernels logits;
 
   /* to = to * keep + from * add, n numbers that do not overlap. */
   void (*merge_row)(float *to, float keep, const float *from, float add, int n);

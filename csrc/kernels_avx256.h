@@ -211,5 +211,6 @@ static void KVEDGE_NAME(transpose_scales)(const void *scales, kvedge_scale_type 
       .softmax = KVEDGE_NAME(softmax),                             \
       .weighted_sum_i8 = KVEDGE_NAME(weighted_sum_i8),             \
       .weighted_sum_f32 = weighted_sum_f32_portable,               \
+      .logits = KVEDGE_LOGIT_KERNELS,                              \
       .read_bytes = KVEDGE_NAME(read_bytes),                       \
   }

@@ -350,6 +350,7 @@ const kvedge_kernels kvedge_kernels_avx512vnni = {
     .scores_i8_heads = scores_i8_heads_avx512vnni,
     .weighted_sum_i8_heads = weighted_sum_i8_heads_avx512vnni,
     .weighted_sum_f32 = weighted_sum_f32_portable,
+    .logits = KVEDGE_LOGIT_KERNELS,
     .read_bytes = read_bytes_avx512vnni,
 };
 KVEDGE_TARGET_END

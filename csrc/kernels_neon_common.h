@@ -18,6 +18,8 @@
 #include <string.h>
 
 #include "kernels.h"
+#include "kernels_exp2.h"
+#include "kernels_logits.h"
 #include "kernels_rows.h"
 #include "target.h"
 
@@ -221,25 +223,21 @@ static void dequantize_neon(const int8_t *codes, size_t n, float scale, float *o
 
 /* ---- softmax ---- */
 
-/* 2^x for x <= 0, relative error below 2e-7; 0 from -125 down, and for NaN (-inf times a factor that
- * armv7 took for 0). x = n + f, n = rint(x), |f| <= 1/2. 2^f: the minimax polynomial of degree 5 for
- * the relative error on [-1/2, 1/2], held to 1 at f = 0 (error 9e-8, then rounding), so that
- * 2^0 is 1 exactly. After adding 1.5 * 2^23 the low bits hold n: shifted by 23, the constant's own
- * bits fall out, and an integer addition puts n into the exponent of 2^f. */
-KVEDGE_INLINE float32x4_t exp2_nonpositive(float32x4_t x) {
-  const float32x4_t round = vdupq_n_f32(12582912.0f);
+/* 2^x for x <= 0, as exp2_nonpositive(); 0 also for NaN (-inf times a factor that armv7 took for 0). */
+KVEDGE_INLINE float32x4_t exp2_of(float32x4_t x) {
+  const float32x4_t round = vdupq_n_f32(ROUND_TO_INTEGER);
   float32x4_t clamped = vmaxq_f32(x, vdupq_n_f32(-126.0f)); /* takes -inf too */
   float32x4_t shifted = vaddq_f32(clamped, round);
   float32x4_t f = vsubq_f32(clamped, vsubq_f32(shifted, round));
-  float32x4_t y = vdupq_n_f32(1.326472731e-03f);
-  y = multiply_add_f32(vdupq_n_f32(9.671512991e-03f), y, f);
-  y = multiply_add_f32(vdupq_n_f32(5.550733581e-02f), y, f);
-  y = multiply_add_f32(vdupq_n_f32(2.402224243e-01f), y, f);
-  y = multiply_add_f32(vdupq_n_f32(6.931470037e-01f), y, f);
+  float32x4_t y = vdupq_n_f32(EXP2_5);
+  y = multiply_add_f32(vdupq_n_f32(EXP2_4), y, f);
+  y = multiply_add_f32(vdupq_n_f32(EXP2_3), y, f);
+  y = multiply_add_f32(vdupq_n_f32(EXP2_2), y, f);
+  y = multiply_add_f32(vdupq_n_f32(EXP2_1), y, f);
   y = multiply_add_f32(vdupq_n_f32(1.0f), y, f);
   int32x4_t exponent = vshlq_n_s32(vreinterpretq_s32_f32(shifted), 23);
   uint32x4_t bits = vreinterpretq_u32_s32(vaddq_s32(vreinterpretq_s32_f32(y), exponent));
-  return vreinterpretq_f32_u32(vandq_u32(bits, vcgtq_f32(x, vdupq_n_f32(-125.0f))));
+  return vreinterpretq_f32_u32(vandq_u32(bits, vcgtq_f32(x, vdupq_n_f32(EXP2_NOTHING))));
 }
 
 static void softmax_neon(float *scores, int num_queries, int num_tokens, const float *factor,
@@ -256,12 +254,12 @@ static void softmax_neon(float *scores, int num_queries, int num_tokens, const f
     if (t < padded) other = vmaxq_f32(other, vld1q_f32(scores + t));
     float tile_max = max_across(vmaxq_f32(largest, other));
     float m = max[i] > tile_max ? max[i] : tile_max;
-    float32x4_t p = exp2_nonpositive(vdupq_n_f32((max[i] - m) * factor[i]));
+    float32x4_t p = exp2_of(vdupq_n_f32((max[i] - m) * factor[i]));
     alpha[i] = vgetq_lane_f32(p, 0);
     max[i] = m;
     float32x4_t total = vdupq_n_f32(0.0f);
     for (t = 0; t < padded; t += 4) {
-      p = exp2_nonpositive(vmulq_n_f32(vsubq_f32(vld1q_f32(scores + t), vdupq_n_f32(m)), factor[i]));
+      p = exp2_of(vmulq_n_f32(vsubq_f32(vld1q_f32(scores + t), vdupq_n_f32(m)), factor[i]));
       vst1q_f32(scores + t, p);
       total = vaddq_f32(total, p);
     }
@@ -519,7 +517,8 @@ static uint64_t read_bytes_neon(const void *p, size_t n) {
     .transpose_scales = transpose_scales_portable,                                                 \
     .merge_row = merge_row_portable, .scale_row = scale_row_portable, .scores_i8 = scores,         \
     .scores_f32 = scores_f32_neon, .softmax = softmax_neon, .weighted_sum_i8 = weighted_sum,       \
-    .weighted_sum_f32 = weighted_sum_f32_neon, .read_bytes = read_bytes_neon,                      \
+    .weighted_sum_f32 = weighted_sum_f32_neon, .logits = KVEDGE_LOGIT_KERNELS,                     \
+    .read_bytes = read_bytes_neon,                                                                 \
   }
 
 #endif

@@ -9,6 +9,8 @@
 #include <string.h>
 
 #include "kernels.h"
+#include "kernels_exp2.h"
+#include "kernels_logits.h"
 #include "kernels_rows.h"
 
 enum {
@@ -27,33 +29,6 @@ enum {
  * the weights of some other tile. */
 #define QUERY_NOTHING 1e-30f
 #define WEIGHT_NOTHING 1e-31f
-
-/* 2^f = 1 + f (EXP2_1 + f (EXP2_2 + ...)) for |f| <= 1/2: the coefficients of least relative error,
- * 1e-7, for which 2^0 is 1. */
-#define EXP2_1 6.931470037e-1f
-#define EXP2_2 2.402224243e-1f
-#define EXP2_3 5.550733581e-2f
-#define EXP2_4 9.671512991e-3f
-#define EXP2_5 1.326472731e-3f
-#define EXP2_NOTHING -125.0f /* powers of two below it count as 0 */
-/* Adding 1.5 * 2^23 rounds to an integer, which is then in the low bits. */
-#define ROUND_TO_INTEGER 12582912.0f
-
-/* 2^x for x <= 0, relative error below 2e-7; 0 below -125: 2^rint(x) by writing the exponent, times
- * 2^f for what is left. */
-static inline float exp2_nonpositive(float x) {
-  float clamped = x > -126.0f ? x : -126.0f; /* takes -inf too */
-  float rounded = clamped + ROUND_TO_INTEGER;
-  float f = clamped - (rounded - ROUND_TO_INTEGER);
-  float y = EXP2_5;
-  y = y * f + EXP2_4;
-  y = y * f + EXP2_3;
-  y = y * f + EXP2_2;
-  y = y * f + EXP2_1;
-  y = y * f + 1.0f;
-  uint32_t power = kvedge_bits_of_float(y) + (kvedge_bits_of_float(rounded) << 23);
-  return x > EXP2_NOTHING ? kvedge_float_of_bits(power) : 0.0f;
-}
 
 static inline float lanes_max(const float lane[LANES]) {
   float best = lane[0];

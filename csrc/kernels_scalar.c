@@ -68,5 +68,6 @@ const kvedge_kernels kvedge_kernels_scalar = {
     .softmax = softmax_portable,
     .weighted_sum_i8 = weighted_sum_i8_scalar,
     .weighted_sum_f32 = weighted_sum_f32_portable,
+    .logits = KVEDGE_LOGIT_KERNELS,
     .read_bytes = read_bytes_portable,
 };

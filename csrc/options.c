@@ -1,19 +1,10 @@
 /* Options that look at single logits: softcap, ALiBi, masks, causality and windows. */
-#include <float.h>
 #include <math.h>
 
 #include "tile.h"
 
-static float clamp(float x) { return x > FLT_MAX ? FLT_MAX : x < -FLT_MAX ? -FLT_MAX : x; }
-
 void kvedge_to_logits(const kvedge_attention *a, const kvedge_queries *q, size_t index, int num_tokens, float *row) {
-  double factor = q->logit_factor[index], bias = q->logit_bias[index];
-  float cap = a->options.softcap;
-  for (int t = 0; t < num_tokens; t++) {
-    double logit = row[t] * factor + bias;
-    if (cap > 0.0f) logit = cap * tanh(logit / cap);
-    row[t] = clamp((float)logit);
-  }
+  a->kernels->logits.to_logits(row, num_tokens, q->logit_factor[index], q->logit_bias[index], a->options.softcap);
 }
 
 static int within(int64_t token, int num_tokens) {
@@ -32,24 +23,51 @@ sight kvedge_sight_of(const kvedge_attention *a, int64_t row, int64_t token, int
   return s;
 }
 
+/* A query row's part of the mask or of the bias, and the room to bring it together where its numbers lie apart. */
+typedef struct {
+  const uint8_t *mask; /* (tokens) or NULL */
+  const float *bias;   /* likewise */
+  uint8_t mask_room[KVEDGE_TILE];
+  float bias_room[KVEDGE_TILE];
+} hiding;
+
+static void find_hiding(const kvedge_attention *a, int64_t row, int head, int64_t token, int num_tokens, hiding *h) {
+  const kvedge_attention_options *o = &a->options;
+  h->mask = NULL;
+  h->bias = NULL;
+  if (o->mask) {
+    h->mask = o->mask + head * o->mask_strides[0] + row * o->mask_strides[1] + token * o->mask_strides[2];
+    for (int t = 0; t < num_tokens && o->mask_strides[2] != 1; t++) h->mask_room[t] = h->mask[t * o->mask_strides[2]];
+    if (o->mask_strides[2] != 1) h->mask = h->mask_room;
+  }
+  if (o->bias) {
+    h->bias = o->bias + head * o->bias_strides[0] + row * o->bias_strides[1] + token * o->bias_strides[2];
+    for (int t = 0; t < num_tokens && o->bias_strides[2] != 1; t++) h->bias_room[t] = h->bias[t * o->bias_strides[2]];
+    if (o->bias_strides[2] != 1) h->bias = h->bias_room;
+  }
+}
+
+void kvedge_clear_hidden(const kvedge_attention *a, int64_t row, int head, int64_t token, int num_tokens,
+                         float *numbers) {
+  hiding h;
+  find_hiding(a, row, head, token, num_tokens, &h);
+  a->kernels->logits.clear_hidden(numbers, num_tokens, h.mask, h.bias);
+  sight seen = kvedge_sight_of(a, row, token, num_tokens);
+  for (int t = seen.sinks; t < seen.first; t++) numbers[t] = 0.0f;
+  for (int t = seen.stop; t < num_tokens; t++) numbers[t] = 0.0f;
+}
+
 void kvedge_apply_options(const kvedge_attention *a, int64_t row, int head, int64_t token, int num_tokens,
                           float *logits) {
   const kvedge_attention_options *o = &a->options;
-  int64_t position = a->first_position + row;
+  const kvedge_logit_kernels *kernels = &a->kernels->logits;
   if (o->alibi_slopes)
-    for (int t = 0; t < num_tokens; t++)
-      logits[t] = clamp(logits[t] + o->alibi_slopes[head] * (float)(token + t - position));
-  if (o->bias) {
-    const float *bias = o->bias + head * o->bias_strides[0] + row * o->bias_strides[1];
-    for (int t = 0; t < num_tokens; t++) {
-      float added = bias[(token + t) * o->bias_strides[2]];
-      logits[t] = added == -INFINITY ? -INFINITY : clamp(logits[t] + added);
-    }
-  }
-  if (o->mask) {
-    const uint8_t *mask = o->mask + head * o->mask_strides[0] + row * o->mask_strides[1];
-    for (int t = 0; t < num_tokens; t++)
-      if (!mask[(token + t) * o->mask_strides[2]]) logits[t] = -INFINITY;
+    kernels->add_slope(logits, num_tokens, o->alibi_slopes[head], (float)(token - (a->first_position + row)));
+  if (o->mask || o->bias) {
+    hiding h;
+    find_hiding(a, row, head, token, num_tokens, &h);
+    if (h.bias) kernels->add_bias(logits, num_tokens, h.bias);
+    if (h.mask) kernels->hide(logits, num_tokens, h.mask);
   }
   sight seen = kvedge_sight_of(a, row, token, num_tokens);
   for (int t = seen.sinks; t < seen.first; t++) logits[t] = -INFINITY;

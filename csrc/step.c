@@ -1,7 +1,7 @@
 /* One step of a slice: one tile of one KV head, or of several side by side, met by all their queries. Scores, softmax,
  * weighted sums.
  */
-#include <math.h>
+#include <string.h>
 
 #include "target.h"
 #include "tile.h"
@@ -75,16 +75,11 @@ static float largest_scale_seen(const kvedge_attention *a, const encounter *e, i
   int64_t row = e->block * a->rows_per_block + stacked / a->heads_per_kv_head, token = e->tile->token;
   sight seen = kvedge_sight_of(a, row, token, num_tokens);
   if (!o->mask && !o->bias) return largest_of(scale, 0, seen.sinks, largest_of(scale, seen.first, seen.stop, 0.0f));
-  int head = e->kv_head * a->heads_per_kv_head + stacked % a->heads_per_kv_head;
-  const uint8_t *mask = o->mask ? o->mask + head * o->mask_strides[0] + row * o->mask_strides[1] : NULL;
-  const float *bias = o->bias ? o->bias + head * o->bias_strides[0] + row * o->bias_strides[1] : NULL;
-  float largest = 0.0f;
-  for (int t = 0; t < seen.stop; t++) {
-    int hidden = (t >= seen.sinks && t < seen.first) || (mask && !mask[(token + t) * o->mask_strides[2]]) ||
-                 (bias && bias[(token + t) * o->bias_strides[2]] == -INFINITY);
-    if (!hidden && scale[t] > largest) largest = scale[t];
-  }
-  return largest;
+  float visible[KVEDGE_TILE];
+  memcpy(visible, scale, (size_t)num_tokens * sizeof *scale);
+  kvedge_clear_hidden(a, row, e->kv_head * a->heads_per_kv_head + stacked % a->heads_per_kv_head, token, num_tokens,
+                      visible);
+  return largest_of(visible, 0, num_tokens, 0.0f);
 }
 
 /* Bytes of the codes of stacked queries against a tile: two where they move no logit by more than about
