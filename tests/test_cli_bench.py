@@ -23,6 +23,7 @@ COMMANDS = {
     "--peers numpy-fp32".split(),
     "push": [*TINY, "--tokens", "1", "20"],
     "paged": [*TINY, "--context", "40", "--block-size", "4", "8", "--batch", "2"],
+    "logits": [*TINY, "--context", "40", "--new-tokens", "5"],
     "threads": [*TINY, "--context", "8", "--threads", "1", "--peers", "none"],
     "sweep": [*TINY, "--context", "8", "16", "64"],
 }
@@ -151,6 +152,19 @@ def test_paged_json(capsys):
         names = [result["name"] for result in case["results"]]
         assert names[0] == "in one piece" and len(names) == 5
         assert case["results"][0]["ratio_to_one_piece"] == 1.0
+
+
+def test_logits_json(capsys):
+    report = _json(capsys, "logits", *COMMANDS["logits"])
+    [case] = report["cases"]
+    names = [result["name"] for result in case["results"]]
+    assert names[:2] == ["none", "softcap"] and len(names) == 7
+    assert case["new_tokens"] == 5 and case["results"][0]["ratio_to_none"] == 1.0
+
+
+def test_logits_needs_as_many_tokens_as_have_a_query(capsys):
+    assert main(["bench", "logits", *TINY, "--context", "4", "--new-tokens", "5"]) != exits.OK
+    assert "4 tokens are too few for 5" in capsys.readouterr().err
 
 
 def test_push_json(capsys):

@@ -1,0 +1,214 @@
+"""``kvedge bench logits``: what options on logits cost, against attention without any."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+import kvedge
+from kvedge import system
+from kvedge.bench import options as common
+from kvedge.bench import plotting
+from kvedge.bench.affinity import choose_cpus, pinned_to
+from kvedge.bench.benchmark import measuring, progress
+from kvedge.bench.copies import available_bytes, copies_for, shortage
+from kvedge.bench.peers import KvedgeInt8
+from kvedge.bench.report import by_shape, header, microseconds, print_header
+from kvedge.bench.roundrobin import TimedCalls, round_robin
+from kvedge.bench.shapes import SHAPES, AttentionShape
+from kvedge.bench.statistics import spread_of
+from kvedge.bench.workload import Workload, make_workload
+from kvedge.cli.exits import CommandError
+from kvedge.cli.output import Output
+from kvedge.cli.values import positive_int
+
+NAME = "logits"
+SUMMARY = "what softcap, ALiBi, masks, biases, windows and sinks cost"
+DESCRIPTION = """\
+Attention with each of the options that look at single logits, against the same without any, in
+turn in one run: softcap (Gemma 2), ALiBi slopes, a boolean mask that hides a tenth of the tokens,
+a float one (a bias), learned sinks (gpt-oss), and a window of half of the tokens, which reads half
+as much.
+"""
+EXAMPLES = """\
+  kvedge bench logits
+  kvedge bench logits --shape 8,4,256 --context 8192     # Gemma 2 2B
+  kvedge bench logits --new-tokens 128                   # a prompt
+"""
+
+_CONTEXT = 8192
+_SEED = 7
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of the benchmark."""
+    cases = parser.add_argument_group("what is measured")
+    gemma_2 = AttentionShape("Gemma-2-2B", 8, 4, 256)
+    common.add_shapes(cases, (SHAPES[0], gemma_2))
+    common.add_contexts(cases, (_CONTEXT,))
+    cases.add_argument(
+        "--new-tokens",
+        type=positive_int,
+        default=1,
+        metavar="N",
+        help="tokens with a query, the last ones of the context (default: %(default)s)",
+    )
+    common.add_threads(cases)
+    how = parser.add_argument_group("how")
+    common.add_hot(how)
+    common.add_rounds(how)
+    common.add_output(parser)
+
+
+def measure(options: argparse.Namespace, output: Output) -> dict[str, Any]:
+    """Measure all cases; Ctrl-C ends it with those that are done."""
+    machine = system.machine()
+    counts = sorted(set(options.threads or [1]))
+    cpus = choose_cpus(max(counts))
+    settings = {
+        "cache": "hot" if options.hot else "cold",
+        "rounds": options.rounds,
+        "pinned": f"to {', '.join(map(str, cpus))}" if cpus else "no: this system cannot",
+    }
+    report = header("logits", machine, [KvedgeInt8()], settings=settings)
+    report["cases"] = []
+    cases = [
+        (shape, context)
+        for shape in common.chosen_shapes(options)
+        for context in common.chosen_contexts(options)
+    ]
+    advance = progress(output, len(counts) * len(cases) * options.rounds, "kvedge bench logits")
+    with measuring(report):
+        for num_threads in counts:
+            with pinned_to(choose_cpus(num_threads)):
+                for shape, context in cases:
+                    if context < options.new_tokens:
+                        raise CommandError(f"{context} tokens are too few for {options.new_tokens}")
+                    workload = make_workload(shape, context, options.new_tokens)
+                    calls = _calls(workload, num_threads, machine, hot=options.hot)
+                    samples = round_robin(
+                        calls,
+                        rounds=options.rounds,
+                        budget_seconds=options.budget,
+                        after_round=advance,
+                    )
+                    case = {
+                        "shape": asdict(shape),
+                        "context": context,
+                        "new_tokens": options.new_tokens,
+                        "num_threads": num_threads,
+                        "results": _results([call.name for call in calls], samples),
+                    }
+                    report["cases"].append(case)
+    return report
+
+
+def _variants(workload: Workload) -> dict[str, dict[str, Any]]:
+    """Arguments of ``attend``, by what the tables call them."""
+    rng = np.random.default_rng(_SEED)
+    num_heads, seen = workload.shape.num_heads, (workload.num_rows, workload.context)
+    mask = rng.random(seen) < 0.9
+    mask[:, -workload.num_rows :] |= np.eye(workload.num_rows, dtype=bool)  # each row sees itself
+    slopes = 2.0 ** (-8.0 * np.arange(1, num_heads + 1) / num_heads)  # Press et al. 2022
+    return {
+        "none": {},
+        "softcap": {"softcap": 50.0},
+        "ALiBi": {"alibi_slopes": slopes.astype(np.float32)},
+        "boolean mask": {"mask": mask},
+        "float mask": {"mask": rng.standard_normal(seen, np.float32)},
+        "learned sinks": {"sinks": np.zeros(num_heads, np.float32)},
+        "window of half": {"window": max(1, workload.context // 2)},
+    }
+
+
+def _calls(
+    workload: Workload, num_threads: int, machine: system.Machine, *, hot: bool
+) -> list[TimedCalls]:
+    """Attention with each option; all read the same copies."""
+    shape = workload.shape
+    size = workload.context * 2 * shape.num_kv_heads * (shape.head_dim + 4)
+    copies = copies_for(size, machine, hot=hot)
+    lacking = shortage(copies * size, available_bytes(machine))
+    if lacking is not None:
+        raise CommandError(f"{shape}, {workload.context} tokens: {lacking}")
+    layers = []
+    for _ in range(copies):
+        layer = kvedge.QuantizedKvLayer(workload.context, shape.num_kv_heads, shape.head_dim)
+        layer.extend(workload.keys, workload.values)
+        layers.append(layer)
+    out = np.empty_like(workload.query)
+
+    def call_with(arguments: dict[str, Any]) -> Callable[[int], object]:
+        return lambda copy: layers[copy].attend(
+            workload.query, out=out, num_threads=num_threads, **arguments
+        )
+
+    return [
+        TimedCalls(name, call_with(arguments), copies)
+        for name, arguments in _variants(workload).items()
+    ]
+
+
+def _results(names: Sequence[str], samples: Sequence[list[float]]) -> list[dict[str, Any]]:
+    spreads = [spread_of(seconds) for seconds in samples]
+    return [
+        {
+            "name": name,
+            "seconds": asdict(seconds) | {"relative_spread": seconds.relative},
+            "ratio_to_none": seconds.median / spreads[0].median,
+        }
+        for name, seconds in zip(names, spreads, strict=True)
+    ]
+
+
+_COLUMNS = (
+    ">context",
+    ">new tokens",
+    ">threads",
+    "option",
+    ">us per call",
+    ">spread",
+    ">time / without",
+    ">rounds",
+)
+
+
+def print_tables(report: dict[str, Any], output: Output) -> None:
+    """Print one table per shape."""
+    print_header(report, output)
+    for (shape,), cases in by_shape(report["cases"]).items():
+        rows = [row for case in cases for row in _rows(case)]
+        output.table(f"{shape}; {report['settings']['cache']}", _COLUMNS, rows)
+
+
+def _rows(case: Mapping[str, Any]) -> Iterable[Sequence[str]]:
+    for i, result in enumerate(case["results"]):
+        seconds = result["seconds"]
+        numbers = (f"{case['context']:,}", str(case["new_tokens"]), str(case["num_threads"]))
+        yield (
+            *(("", "", "") if i else numbers),
+            result["name"],
+            microseconds(seconds["median"]),
+            f"±{seconds['relative_spread']:.1%}",
+            f"{result['ratio_to_none']:.2f}",
+            str(seconds["count"]),
+        )
+
+
+def draw(report: dict[str, Any], figure: Any) -> None:
+    """Draw the time of each option as bars."""
+    panels = plotting.grid(figure, len(report["cases"]))
+    for axes, case in zip(panels, report["cases"], strict=True):
+        names = [result["name"] for result in case["results"]]
+        ratios = [result["ratio_to_none"] for result in case["results"]]
+        axes.barh(names, ratios, color=["black", *["C0"] * (len(names) - 1)])
+        axes.invert_yaxis()
+        axes.set_xlabel("time / without")
+        shape = AttentionShape(**case["shape"])
+        title = f"{shape}; {case['context']:,} tokens, {case['num_threads']} threads"
+        axes.set_title(title, fontsize="small")
+    figure.suptitle(f"Options on logits, {report['machine']['cpu']}", fontsize="medium")
