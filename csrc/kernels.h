@@ -56,10 +56,10 @@ typedef struct {
                            * multiply unsigned keys, k + 128, take off here what that adds; else zeros. */
 } kvedge_query;
 
-/* Options that look at single logits: of one query, n tokens of a tile. (n) arrays do not overlap. */
+/* Options that look at single logits: of one query, n tokens of a tile. Arrays are of n and do not overlap. */
 typedef struct {
-  /* Scores become logits, row[t] * factor + bias, or with a cap above 0 cap * tanh(logit / cap); finite ones, the nearest
-   * where they would be infinite. */
+  /* Scores become logits, row[t] * factor + bias, or with a cap above 0 cap * tanh(logit / cap); finite ones, the
+   * nearest where they would be infinite. */
   void (*to_logits)(float *row, int n, double factor, double bias, float cap);
   /* logits[t] += slope * (first + t), finite likewise */
   void (*add_slope)(float *logits, int n, float slope, float first);

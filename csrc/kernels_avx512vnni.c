@@ -204,7 +204,8 @@ static void transpose_scales_avx512vnni(const void *scales, kvedge_scale_type ty
                                         int num_tokens, int num_columns, float factor, float *out,
                                         ptrdiff_t out_stride) {
   const int whole = num_tokens / BLOCK * BLOCK;
-#define TRANSPOSE(type, all) transpose_blocks(scales, type, all, token_stride, whole, num_columns, factor, out, out_stride)
+#define TRANSPOSE(type, all) \
+  transpose_blocks(scales, type, all, token_stride, whole, num_columns, factor, out, out_stride)
   if (type == KVEDGE_SCALE_FLOAT32 && num_columns == 4) TRANSPOSE(KVEDGE_SCALE_FLOAT32, 1);
   else if (type == KVEDGE_SCALE_FLOAT32) TRANSPOSE(KVEDGE_SCALE_FLOAT32, 0);
   else if (num_columns == 4) TRANSPOSE(KVEDGE_SCALE_FLOAT16, 1);

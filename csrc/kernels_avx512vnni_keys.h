@@ -617,7 +617,7 @@ KVEDGE_INLINE void score(const scoring *s, score_function *one, score_function *
   static __attribute__((noinline)) void score_parts_##bytes(const scoring *s) { score_several(s, bytes, 1); }   \
   static __attribute__((noinline)) void score_many_##bytes(const scoring *s) { score_many(s, bytes); }          \
   static void score_##bytes(const scoring *s) {                                                                 \
-    score(s, score_one_##bytes, score_two_##bytes, score_several_##bytes, score_parts_##bytes,             \
+    score(s, score_one_##bytes, score_two_##bytes, score_several_##bytes, score_parts_##bytes,                  \
           score_many_##bytes);                                                                                  \
   }
 SCORE(1)

@@ -116,8 +116,8 @@ static __attribute__((noinline)) void keep_values(const value_rows *v, int num_c
   }
 }
 
-/* Four rows of 64 channels (WHOLE), of those in `valid` (PART), or of up to 32, so that in the upper halves are the four
- * rows that follow (HALF). `near`: the four rows there are asked for into L1, unless it is NULL. (But for `valid`,
+/* Four rows of 64 channels (WHOLE), of those in `valid` (PART), or of up to 32, so that in the upper halves are the
+ * four rows that follow (HALF). `near`: the four rows there are asked for into L1, unless it is NULL. (But for `valid`,
  * constants where this is inlined.) */
 KVEDGE_INLINE void load_values(const int8_t *from, const int8_t *near, ptrdiff_t stride, const extent how,
                                __mmask64 valid, __m512i row[4]) {
@@ -273,7 +273,8 @@ typedef struct {
  * `bytes`: constants where this is inlined.) */
 KVEDGE_INLINE void weigh_64_by_halves(const value_rows *v, const extent how, __mmask64 valid, const weighing *w,
                                       const int bytes) {
-  for (int i = 0, count, passes = (w->num_queries + HALF_QUERIES - 1) / HALF_QUERIES; passes > 0; i += count, passes--) {
+  int passes = (w->num_queries + HALF_QUERIES - 1) / HALF_QUERIES;
+  for (int i = 0, count; passes > 0; i += count, passes--) {
     __m512 totals[HALF_QUERIES][4];
     const uint8_t *codes = w->codes + i * CODE_ROW;
     count = (w->num_queries - i + passes - 1) / passes; /* as equal as can be */

@@ -39,8 +39,8 @@ static int shape_step(int dim) {
   return getenv("KVEDGE_TEST_SHORT") ? 2 * step + 1 : step;
 }
 
-/* Those of FOR_SHAPES are few for wide rows: each of these numbers of queries for which a path may have code of its own,
- * with whole blocks and with a last one that is not. */
+/* Those of FOR_SHAPES are few for wide rows: each of these numbers of queries for which a path may have code of its
+ * own, with whole blocks and with a last one that is not. */
 #define FOR_EACH_DIM_AND_QUERIES(at)                                                       \
   for (shape at = {.num_tokens = 32}; at.num_tokens <= 39; at.num_tokens += 7)             \
     for (int n = 0; n < NUM_DIMS; n++)                                                     \
@@ -614,7 +614,8 @@ static void test_weighted_sum_f32(void) {
 
 static const int heads_dims[] = {64, 80, 96, 112, 128, 144, 208, 240, 256};
 
-/* A tile of rows of KVEDGE_HEADS heads, in blocks that lie in disorder; of the last one only the tokens that are there. */
+/* A tile of rows of KVEDGE_HEADS heads, in blocks that lie in disorder; of the last one only the tokens that are
+ * there. */
 typedef struct {
   block rows;
   const int8_t *blocks[KVEDGE_TILE_BLOCKS], *prefetch[KVEDGE_TILE_BLOCKS];

@@ -63,7 +63,8 @@ static void test_to_logits(const char *name) {
     to_logits_case(n, factors[random_below(8)], random_below(2) ? 0.0 : random_signed(random_below(2) ? 10.0f : 1e30f),
                    sizes[random_below(5)], caps[random_below(8)]);
   for (int c = 1; c <= 4; c++) /* near where one formula takes over from the other, and where tanh is 1 */
-    for (int i = 0; i < 40; i++) to_logits_case(KVEDGE_TILE, i < 20 ? 0.51 * caps[c] : 20.0 * caps[c], 0.0, 1.0f, caps[c]);
+    for (int i = 0; i < 40; i++)
+      to_logits_case(KVEDGE_TILE, i < 20 ? 0.51 * caps[c] : 20.0 * caps[c], 0.0, 1.0f, caps[c]);
   end();
 }
 
