@@ -37,18 +37,22 @@ static const float *tile_scales(const kvedge_attention *a, const tile_of_tokens 
   return columns->scale[0];
 }
 
-/* Asks for a share of the scales of the tile that follows, that of `num` KV heads from kv_head on: a part of each
- * piece's lines, in the order of memory. (What is asked for all at once is often forgotten: AMD. Always inlined, since
- * GCC drops calls of a function that does nothing but this.) */
+/* Asks for a share of the scales of the tile that follows, that of `num` KV heads from kv_head on: some of its pieces,
+ * or where these are few a part of each one's lines, in the order of memory. (What is asked for all at once is often
+ * forgotten: AMD. Always inlined, since GCC drops calls of a function that does nothing but this.) */
 KVEDGE_INLINE void prefetch_scales(const kvedge_cache_view *view, const tile_of_tokens *following, int kv_head, int num,
                                    int of_values) {
-  const ptrdiff_t heads = view->num_kv_heads;
-  for (int i = 0; i < following->num_pieces && view->num_groups > 0; i++) {
+  const int heads = view->num_kv_heads, whole_pieces = following->num_pieces >= heads;
+  if (view->num_groups == 0) return;
+  int first = 0, stop = following->num_pieces;
+  if (whole_pieces) first = stop * kv_head / heads, stop = stop * (kv_head + num) / heads;
+  for (int i = first; i < stop; i++) {
     const piece *p = &following->pieces[i];
     const char *scales = of_values ? p->rows.value_scales : p->rows.key_scales;
-    ptrdiff_t lines = (p->num_tokens * view->scale_token_stride + 63) / 64;
-    for (ptrdiff_t line = lines * kv_head / heads; line < lines * (kv_head + num) / heads; line++)
-      __builtin_prefetch(scales + 64 * line, 0, 2);
+    const int lines = (int)((p->num_tokens * view->scale_token_stride + 63) / 64);
+    const int first_line = whole_pieces ? 0 : (int)((int64_t)lines * kv_head / heads);
+    const int stop_line = whole_pieces ? lines : (int)((int64_t)lines * (kv_head + num) / heads);
+    for (int line = first_line; line < stop_line; line++) __builtin_prefetch(scales + 64 * line, 0, 2);
   }
 }
 
