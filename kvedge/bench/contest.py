@@ -226,7 +226,7 @@ def _result(entry: Entry, seconds: Spread, bandwidth: float, own_seconds: float)
         "note": entry.competitor.note,
         "copies": entry.copies,
         "bytes": entry.bytes,
-        "seconds": asdict(seconds) | {"relative_spread": seconds.relative},
+        "seconds": seconds.as_json(),
         "bytes_per_second": rate,
         "share_of_bandwidth": rate / bandwidth,
         "ratio_to_kvedge": seconds.median / own_seconds,

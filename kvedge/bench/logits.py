@@ -13,7 +13,7 @@ import kvedge
 from kvedge import system
 from kvedge.bench import options as common
 from kvedge.bench import plotting
-from kvedge.bench.affinity import choose_cpus, pinned_to
+from kvedge.bench.affinity import choose_cpus, pinned_to, pinning
 from kvedge.bench.benchmark import measuring, progress
 from kvedge.bench.copies import available_bytes, copies_for, shortage
 from kvedge.bench.peers import KvedgeInt8
@@ -68,11 +68,10 @@ def measure(options: argparse.Namespace, output: Output) -> dict[str, Any]:
     """Measure all cases; Ctrl-C ends it with those that are done."""
     machine = system.machine()
     counts = sorted(set(options.threads or [1]))
-    cpus = choose_cpus(max(counts))
     settings = {
         "cache": "hot" if options.hot else "cold",
         "rounds": options.rounds,
-        "pinned": f"to {', '.join(map(str, cpus))}" if cpus else "no: this system cannot",
+        "pinned": pinning(max(counts)),
     }
     report = header("logits", machine, [KvedgeInt8()], settings=settings)
     report["cases"] = []
@@ -158,7 +157,7 @@ def _results(names: Sequence[str], samples: Sequence[list[float]]) -> list[dict[
     return [
         {
             "name": name,
-            "seconds": asdict(seconds) | {"relative_spread": seconds.relative},
+            "seconds": seconds.as_json(),
             "ratio_to_none": seconds.median / spreads[0].median,
         }
         for name, seconds in zip(names, spreads, strict=True)

@@ -13,7 +13,7 @@ import kvedge
 from kvedge import system
 from kvedge.bench import options as common
 from kvedge.bench import plotting
-from kvedge.bench.affinity import choose_cpus, pinned_to
+from kvedge.bench.affinity import choose_cpus, pinned_to, pinning
 from kvedge.bench.benchmark import measuring, progress
 from kvedge.bench.copies import available_bytes, copies_for, shortage
 from kvedge.bench.peers import KvedgeInt8
@@ -73,11 +73,10 @@ def measure(options: argparse.Namespace, output: Output) -> dict[str, Any]:
     """Measure all cases; Ctrl-C ends it with those that are done."""
     machine = system.machine()
     counts = sorted(set(options.threads or [1]))
-    cpus = choose_cpus(max(counts))
     settings = {
         "cache": "hot" if options.hot else "cold",
         "rounds": options.rounds,
-        "pinned": f"to {', '.join(map(str, cpus))}" if cpus else "no: this system cannot",
+        "pinned": pinning(max(counts)),
     }
     report = header("paged", machine, [KvedgeInt8()], settings=settings)
     report["cases"] = []
@@ -205,7 +204,7 @@ def _results(
     return [
         {
             "name": name,
-            "seconds": asdict(seconds) | {"relative_spread": seconds.relative},
+            "seconds": seconds.as_json(),
             "bytes_per_second": case["bytes"] / seconds.median,
             "ratio_to_one_piece": seconds.median / spreads[0].median,
         }

@@ -171,17 +171,12 @@ def _result(
         "name": entry.competitor.name,
         "note": entry.competitor.note,
         "bytes": entry.bytes,
-        "seconds": _spread(seconds),
-        "seconds_with_append": None if with_append is None else _spread(with_append),
+        "seconds": spread_of(seconds).as_json(),
+        "seconds_with_append": None if with_append is None else spread_of(with_append).as_json(),
         "operations_per_second": operations / median,
         "ratio_to_kvedge": median / own_seconds,
         **errors_of(entry),
     }
-
-
-def _spread(seconds: Sequence[float]) -> dict[str, Any]:
-    spread = spread_of(seconds)
-    return asdict(spread) | {"relative_spread": spread.relative}
 
 
 # ---- tables ----------------------------------------------------------------------------------

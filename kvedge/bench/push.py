@@ -117,7 +117,7 @@ def _case(intake: Intake, names: Sequence[str], samples: Sequence[list[float]]) 
         "results": [
             {
                 "name": name,
-                "seconds": asdict(seconds) | {"relative_spread": seconds.relative},
+                "seconds": seconds.as_json(),
                 "bytes_per_second": intake.bytes / seconds.median,
                 "speed_of_memory_copy": copy / seconds.median,
                 "ratio_to_kvedge": seconds.median / own,

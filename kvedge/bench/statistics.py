@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 
@@ -29,6 +29,10 @@ class Spread:
     def relative(self) -> float:
         """Half the distance of the quartiles, as a part of the median: the ``±`` of the tables."""
         return (self.upper - self.lower) / 2 / self.median if self.median else 0.0
+
+    def as_json(self) -> dict[str, float]:
+        """Return what a saved run keeps of it."""
+        return asdict(self) | {"relative_spread": self.relative}
 
 
 def spread_of(measurements: Sequence[float]) -> Spread:

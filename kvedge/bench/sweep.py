@@ -116,7 +116,7 @@ def _measure_line(
         for contest in contests:
             contest.release()
     points: list[dict[str, Any]] = [
-        {"context": context, "bytes": entry.bytes, "seconds": _spread(seconds)}
+        {"context": context, "bytes": entry.bytes, "seconds": spread_of(seconds).as_json()}
         for (context, entry), seconds in zip(entries, samples, strict=True)
     ]
     if len(points) < 2:
@@ -135,11 +135,6 @@ def _measure_line(
         "points": points,
     }
     return [found], notes
-
-
-def _spread(seconds: Sequence[float]) -> dict[str, Any]:
-    spread = spread_of(seconds)
-    return asdict(spread) | {"relative_spread": spread.relative}
 
 
 def _line_of(found: Mapping[str, Any]) -> Line:

@@ -135,7 +135,7 @@ def _measure_case(
     results: dict[str, dict[str, Any]] = {name: {"name": name} for name in names}
     for sampler, state, seconds in zip(samplers, states, samples, strict=True):
         spread = spread_of(seconds)
-        results[sampler.name][state] = asdict(spread) | {"relative_spread": spread.relative}
+        results[sampler.name][state] = spread.as_json()
     case = {
         "shape": asdict(shape),
         "context": context,
