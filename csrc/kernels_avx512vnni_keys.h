@@ -71,6 +71,16 @@ typedef enum { WHOLE, HALF, PART, HALF_PART } extent;
 
 KVEDGE_INLINE int is_half(const extent how) { return how == HALF || how == HALF_PART; }
 
+/* 32 channels of two rows side by side; `part`: only those in `valid`. (A constant where this is inlined.) */
+KVEDGE_INLINE __m512i load_two_rows(const int8_t *from, const int8_t *upper, const int part, __mmask32 valid) {
+  if (part) {
+    __m512i row = _mm512_castsi256_si512(_mm256_maskz_loadu_epi8(valid, from));
+    return _mm512_inserti64x4(row, _mm256_maskz_loadu_epi8(valid, upper), 1);
+  }
+  __m512i row = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *)from));
+  return _mm512_inserti64x4(row, _mm256_loadu_si256((const __m256i *)upper), 1);
+}
+
 /* Rows 4u..4u+3 of 64 channels from d on, as unsigned bytes; or 8u..8u+3, in whose upper halves are rows
  * 8u+4..8u+7. Rows past the last token repeat it, channels past the last are 128. */
 KVEDGE_INLINE void load_keys(const key_rows *k, const extent how, int u, int d, int dim, __m512i row[4]) {
@@ -88,8 +98,7 @@ KVEDGE_INLINE void load_keys(const key_rows *k, const extent how, int u, int d, 
     else {
       __mmask32 valid = (__mmask32)first_bytes(dim - d);
       ptrdiff_t upper = (first + 4 + t <= last ? 4 + t : last - first) * stride;
-      row[t] = _mm512_castsi256_si512(_mm256_maskz_loadu_epi8(valid, from + at));
-      row[t] = _mm512_inserti64x4(row[t], _mm256_maskz_loadu_epi8(valid, from + upper), 1);
+      row[t] = load_two_rows(from + at, from + upper, 1, valid);
     }
     row[t] = _mm512_xor_si512(row[t], to_unsigned);
   }
@@ -310,16 +319,6 @@ typedef struct {
   __mmask32 valid; /* channels that are there */
   __m512i low[4], high[4]; /* lane L of [i]: the first, the other 16 channels of row 4 L + i */
 } next_rows;
-
-/* 32 channels of two rows side by side; `part`: only those in `valid`. (A constant where this is inlined.) */
-KVEDGE_INLINE __m512i load_two_rows(const int8_t *from, const int8_t *upper, const int part, __mmask32 valid) {
-  if (part) {
-    __m512i row = _mm512_castsi256_si512(_mm256_maskz_loadu_epi8(valid, from));
-    return _mm512_inserti64x4(row, _mm256_maskz_loadu_epi8(valid, upper), 1);
-  }
-  __m512i row = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *)from));
-  return _mm512_inserti64x4(row, _mm256_loadu_si256((const __m256i *)upper), 1);
-}
 
 /* Rows i, 4 + i, 8 + i and 12 + i, as unsigned bytes. (`part`: a constant where this is inlined.) */
 KVEDGE_INLINE void load_rows(next_rows *n, const int part, const int i) {
