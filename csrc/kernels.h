@@ -65,10 +65,8 @@ typedef struct {
   void (*add_slope)(float *logits, int n, float slope, float first);
   /* logits[t] += bias[t], finite likewise; -INFINITY where bias[t] is */
   void (*add_bias)(float *logits, int n, const float *bias);
-  /* logits[t] = -INFINITY where mask[t] is 0 */
-  void (*hide)(float *logits, int n, const uint8_t *mask);
-  /* numbers[t] = 0 where mask[t] is 0 or bias[t] is -INFINITY; NULL: nowhere */
-  void (*clear_hidden)(float *numbers, int n, const uint8_t *mask, const float *bias);
+  /* numbers[t] = instead where mask[t] is 0 or bias[t] is -INFINITY; NULL: nowhere */
+  void (*hide)(float *numbers, int n, const uint8_t *mask, const float *bias, float instead);
 } kvedge_logit_kernels;
 
 typedef struct kvedge_kernels {

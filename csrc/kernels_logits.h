@@ -61,19 +61,14 @@ static void add_bias_portable(float *restrict logits, int n, const float *restri
   }
 }
 
-static void hide_portable(float *restrict logits, int n, const uint8_t *restrict mask) {
-  for (int t = 0; t < n; t++) logits[t] = mask[t] ? logits[t] : -INFINITY;
-}
-
-static void clear_hidden_portable(float *restrict numbers, int n, const uint8_t *restrict mask,
-                                  const float *restrict bias) {
+static void hide_portable(float *restrict numbers, int n, const uint8_t *restrict mask, const float *restrict bias,
+                          float instead) {
   if (mask)
-    for (int t = 0; t < n; t++) numbers[t] = mask[t] ? numbers[t] : 0.0f;
+    for (int t = 0; t < n; t++) numbers[t] = mask[t] ? numbers[t] : instead;
   if (bias)
-    for (int t = 0; t < n; t++) numbers[t] = bias[t] < -FLT_MAX ? 0.0f : numbers[t];
+    for (int t = 0; t < n; t++) numbers[t] = bias[t] < -FLT_MAX ? instead : numbers[t];
 }
 
-#define KVEDGE_LOGIT_KERNELS \
-  {to_logits_portable, add_slope_portable, add_bias_portable, hide_portable, clear_hidden_portable}
+#define KVEDGE_LOGIT_KERNELS {to_logits_portable, add_slope_portable, add_bias_portable, hide_portable}
 
 #endif

@@ -36,14 +36,20 @@ static void find_hiding(const kvedge_attention *a, int64_t row, int head, int64_
   h->mask = NULL;
   h->bias = NULL;
   if (o->mask) {
-    h->mask = o->mask + head * o->mask_strides[0] + row * o->mask_strides[1] + token * o->mask_strides[2];
-    for (int t = 0; t < num_tokens && o->mask_strides[2] != 1; t++) h->mask_room[t] = h->mask[t * o->mask_strides[2]];
-    if (o->mask_strides[2] != 1) h->mask = h->mask_room;
+    const int64_t stride = o->mask_strides[2];
+    h->mask = o->mask + head * o->mask_strides[0] + row * o->mask_strides[1] + token * stride;
+    if (stride != 1) {
+      for (int t = 0; t < num_tokens; t++) h->mask_room[t] = h->mask[t * stride];
+      h->mask = h->mask_room;
+    }
   }
   if (o->bias) {
-    h->bias = o->bias + head * o->bias_strides[0] + row * o->bias_strides[1] + token * o->bias_strides[2];
-    for (int t = 0; t < num_tokens && o->bias_strides[2] != 1; t++) h->bias_room[t] = h->bias[t * o->bias_strides[2]];
-    if (o->bias_strides[2] != 1) h->bias = h->bias_room;
+    const int64_t stride = o->bias_strides[2];
+    h->bias = o->bias + head * o->bias_strides[0] + row * o->bias_strides[1] + token * stride;
+    if (stride != 1) {
+      for (int t = 0; t < num_tokens; t++) h->bias_room[t] = h->bias[t * stride];
+      h->bias = h->bias_room;
+    }
   }
 }
 
@@ -51,10 +57,7 @@ void kvedge_clear_hidden(const kvedge_attention *a, int64_t row, int head, int64
                          float *numbers) {
   hiding h;
   find_hiding(a, row, head, token, num_tokens, &h);
-  a->kernels->logits.clear_hidden(numbers, num_tokens, h.mask, h.bias);
-  sight seen = kvedge_sight_of(a, row, token, num_tokens);
-  for (int t = seen.sinks; t < seen.first; t++) numbers[t] = 0.0f;
-  for (int t = seen.stop; t < num_tokens; t++) numbers[t] = 0.0f;
+  a->kernels->logits.hide(numbers, num_tokens, h.mask, h.bias, 0.0f);
 }
 
 void kvedge_apply_options(const kvedge_attention *a, int64_t row, int head, int64_t token, int num_tokens,
@@ -67,7 +70,7 @@ void kvedge_apply_options(const kvedge_attention *a, int64_t row, int head, int6
     hiding h;
     find_hiding(a, row, head, token, num_tokens, &h);
     if (h.bias) kernels->add_bias(logits, num_tokens, h.bias);
-    if (h.mask) kernels->hide(logits, num_tokens, h.mask);
+    kernels->hide(logits, num_tokens, h.mask, NULL, -INFINITY);
   }
   sight seen = kvedge_sight_of(a, row, token, num_tokens);
   for (int t = seen.sinks; t < seen.first; t++) logits[t] = -INFINITY;

@@ -78,12 +78,14 @@ static float largest_scale_seen(const kvedge_attention *a, const encounter *e, i
   if (!e->masking) return largest_of(scale, 0, num_tokens, 0.0f);
   int64_t row = e->block * a->rows_per_block + stacked / a->heads_per_kv_head, token = e->tile->token;
   sight seen = kvedge_sight_of(a, row, token, num_tokens);
-  if (!o->mask && !o->bias) return largest_of(scale, 0, seen.sinks, largest_of(scale, seen.first, seen.stop, 0.0f));
   float visible[KVEDGE_TILE];
-  memcpy(visible, scale, (size_t)num_tokens * sizeof *scale);
-  kvedge_clear_hidden(a, row, e->kv_head * a->heads_per_kv_head + stacked % a->heads_per_kv_head, token, num_tokens,
-                      visible);
-  return largest_of(visible, 0, num_tokens, 0.0f);
+  if (o->mask || o->bias) {
+    memcpy(visible, scale, (size_t)num_tokens * sizeof *scale);
+    kvedge_clear_hidden(a, row, e->kv_head * a->heads_per_kv_head + stacked % a->heads_per_kv_head, token, num_tokens,
+                        visible);
+    scale = visible;
+  }
+  return largest_of(scale, 0, seen.sinks, largest_of(scale, seen.first, seen.stop, 0.0f));
 }
 
 /* Bytes of the codes of stacked queries against a tile: two where they move no logit by more than about

@@ -97,7 +97,7 @@ sight kvedge_sight_of(const kvedge_attention *a, int64_t row, int64_t token, int
 int kvedge_needs_masking(const kvedge_attention *a, int64_t block, const tile_of_tokens *tile);
 /* A query row's scores become logits: those of the query at `index`, see kvedge_index_of(). */
 void kvedge_to_logits(const kvedge_attention *a, const kvedge_queries *q, size_t index, int num_tokens, float *row);
-/* Of a tile's numbers, those that one query row's head does not see become 0. */
+/* Of a tile's numbers, those that masks hide from one query row's head become 0. */
 void kvedge_clear_hidden(const kvedge_attention *a, int64_t row, int head, int64_t token, int num_tokens,
                          float *numbers);
 /* ALiBi and masks on one query row's logits of a tile that starts at `token`. */

@@ -90,7 +90,7 @@ static void test_add_slope(const char *name) {
 }
 
 static void test_hiding(const char *name) {
-  begin("%s add_bias, hide, clear_hidden", name);
+  begin("%s add_bias, hide", name);
   FOR_LENGTHS(n, 3) {
     float size = random_below(4) ? 5.0f : 3e38f;
     block numbers = new_numbers(n, size), bias_block = new_bias(n, size), mask_block = new_mask(n);
@@ -98,14 +98,14 @@ static void test_hiding(const char *name) {
     const float *bias = random_below(4) ? bias_block.data : NULL;
     const uint8_t *mask = random_below(4) ? mask_block.data : NULL;
     memcpy(before, logits, (size_t)n * sizeof *logits);
-    kernels->clear_hidden(logits, n, mask, bias);
+    kernels->hide(logits, n, mask, bias, 0.0f);
     for (int t = 0; t < n; t++) {
       int hidden = (mask && !mask[t]) || (bias && bias[t] == -INFINITY);
-      if (logits[t] != (hidden ? 0.0f : before[t])) fail("clear_hidden, %d of %d: %.9g", t, n, logits[t]);
+      if (logits[t] != (hidden ? 0.0f : before[t])) fail("hide, %d of %d: %.9g", t, n, logits[t]);
     }
     memcpy(logits, before, (size_t)n * sizeof *logits);
     if (bias) kernels->add_bias(logits, n, bias);
-    if (mask) kernels->hide(logits, n, mask);
+    kernels->hide(logits, n, mask, NULL, -INFINITY);
     for (int t = 0; t < n; t++) {
       double sum = bias ? (double)before[t] + bias[t] : before[t];
       int hidden = (mask && !mask[t]) || (bias && bias[t] == -INFINITY);
