@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from kvedge import system
+from kvedge.cli.exits import CommandError
 from kvedge.cli.sizes import format_size
 
-__all__ = ["COLD_BYTES", "available_bytes", "cold_bytes", "copies_for", "shortage"]
+__all__ = [
+    "COLD_BYTES",
+    "available_bytes",
+    "cold_bytes",
+    "copies_for",
+    "copies_that_fit",
+    "shortage",
+]
 
 #: At least so much is read between two visits to one copy.
 COLD_BYTES = 256 << 20
@@ -46,3 +54,20 @@ def shortage(needed: int, available: int | None) -> str | None:
     if available is None or needed <= available:
         return None
     return f"needs {format_size(needed)} of memory, {format_size(max(available, 0))} are left"
+
+
+def copies_that_fit(
+    case: str, cache_bytes: int, machine: system.Machine, *, hot: bool, layouts: int = 1
+) -> int:
+    """Return :func:`copies_for`, of each of so many layouts, where there is memory for them.
+
+    Raises
+    ------
+    CommandError
+        If there is not; it names the ``case``.
+    """
+    copies = copies_for(cache_bytes, machine, hot=hot)
+    lacking = shortage(layouts * copies * cache_bytes, available_bytes(system.machine()))
+    if lacking is not None:
+        raise CommandError(f"{case}: {lacking}")
+    return copies

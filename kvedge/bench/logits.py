@@ -9,15 +9,14 @@ from typing import Any
 
 import numpy as np
 
-import kvedge
 from kvedge import system
 from kvedge.bench import options as common
 from kvedge.bench import plotting
 from kvedge.bench.affinity import choose_cpus, pinned_to, pinning
 from kvedge.bench.benchmark import measuring, progress
-from kvedge.bench.copies import available_bytes, copies_for, shortage
-from kvedge.bench.peers import KvedgeInt8
-from kvedge.bench.report import by_shape, header, microseconds, print_header
+from kvedge.bench.copies import copies_that_fit
+from kvedge.bench.peers import KvedgeInt8, filled_layers
+from kvedge.bench.report import header, microseconds, plus_minus, print_by_shape
 from kvedge.bench.roundrobin import TimedCalls, round_robin
 from kvedge.bench.shapes import SHAPES, AttentionShape
 from kvedge.bench.statistics import spread_of
@@ -129,16 +128,9 @@ def _calls(
 ) -> list[TimedCalls]:
     """Attention with each option; all read the same copies."""
     shape = workload.shape
-    size = workload.context * 2 * shape.num_kv_heads * (shape.head_dim + 4)
-    copies = copies_for(size, machine, hot=hot)
-    lacking = shortage(copies * size, available_bytes(machine))
-    if lacking is not None:
-        raise CommandError(f"{shape}, {workload.context} tokens: {lacking}")
-    layers = []
-    for _ in range(copies):
-        layer = kvedge.QuantizedKvLayer(workload.context, shape.num_kv_heads, shape.head_dim)
-        layer.extend(workload.keys, workload.values)
-        layers.append(layer)
+    size = int(workload.context * KvedgeInt8().bytes_per_token(shape))
+    copies = copies_that_fit(f"{shape}, {workload.context} tokens", size, machine, hot=hot)
+    layers = filled_layers(workload, copies)
     out = np.empty_like(workload.query)
 
     def call_with(arguments: dict[str, Any]) -> Callable[[int], object]:
@@ -178,10 +170,7 @@ _COLUMNS = (
 
 def print_tables(report: dict[str, Any], output: Output) -> None:
     """Print one table per shape."""
-    print_header(report, output)
-    for (shape,), cases in by_shape(report["cases"]).items():
-        rows = [row for case in cases for row in _rows(case)]
-        output.table(f"{shape}; {report['settings']['cache']}", _COLUMNS, rows)
+    print_by_shape(report, output, report["settings"]["cache"], _COLUMNS, _rows)
 
 
 def _rows(case: Mapping[str, Any]) -> Iterable[Sequence[str]]:
@@ -192,7 +181,7 @@ def _rows(case: Mapping[str, Any]) -> Iterable[Sequence[str]]:
             *(("", "", "") if i else numbers),
             result["name"],
             microseconds(seconds["median"]),
-            f"±{seconds['relative_spread']:.1%}",
+            plus_minus(seconds),
             f"{result['ratio_to_none']:.2f}",
             str(seconds["count"]),
         )
@@ -200,14 +189,11 @@ def _rows(case: Mapping[str, Any]) -> Iterable[Sequence[str]]:
 
 def draw(report: dict[str, Any], figure: Any) -> None:
     """Draw the time of each option as bars."""
-    panels = plotting.grid(figure, len(report["cases"]))
-    for axes, case in zip(panels, report["cases"], strict=True):
-        names = [result["name"] for result in case["results"]]
-        ratios = [result["ratio_to_none"] for result in case["results"]]
-        axes.barh(names, ratios, color=["black", *["C0"] * (len(names) - 1)])
-        axes.invert_yaxis()
-        axes.set_xlabel("time / without")
-        shape = AttentionShape(**case["shape"])
-        title = f"{shape}; {case['context']:,} tokens, {case['num_threads']} threads"
-        axes.set_title(title, fontsize="small")
+    plotting.draw_bars(
+        figure,
+        report["cases"],
+        value=lambda result: result["ratio_to_none"],
+        label="time / without",
+        title=lambda case: f"{case['context']:,} tokens, {case['num_threads']} threads",
+    )
     figure.suptitle(f"Options on logits, {report['machine']['cpu']}", fontsize="medium")

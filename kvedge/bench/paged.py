@@ -15,9 +15,9 @@ from kvedge.bench import options as common
 from kvedge.bench import plotting
 from kvedge.bench.affinity import choose_cpus, pinned_to, pinning
 from kvedge.bench.benchmark import measuring, progress
-from kvedge.bench.copies import available_bytes, copies_for, shortage
-from kvedge.bench.peers import KvedgeInt8
-from kvedge.bench.report import by_shape, header, microseconds, print_header
+from kvedge.bench.copies import copies_that_fit
+from kvedge.bench.peers import KvedgeInt8, filled_layers
+from kvedge.bench.report import header, microseconds, plus_minus, print_by_shape
 from kvedge.bench.roundrobin import TimedCalls, round_robin
 from kvedge.bench.shapes import SHAPES, AttentionShape
 from kvedge.bench.statistics import spread_of
@@ -136,10 +136,8 @@ def _layouts(
 ) -> list[TimedCalls]:
     """The same tokens in every layout, ready to be attended to."""
     size = workload.context * _bytes_per_token(workload.shape)
-    copies = copies_for(size, machine, hot=hot)
-    lacking = shortage(5 * copies * size, available_bytes(system.machine()))
-    if lacking is not None:
-        raise CommandError(f"{workload.shape}, {workload.context} tokens: {lacking}")
+    case = f"{workload.shape}, {workload.context} tokens"
+    copies = copies_that_fit(case, size, machine, hot=hot, layouts=5)
     calls = {
         "in one piece": _one_piece(workload, numbers, copies),
         "blocks in order": _blocks(workload, numbers, copies, 1, shuffled=False),
@@ -154,14 +152,7 @@ def _layouts(
 
 
 def _one_piece(workload: Workload, numbers: _Numbers, copies: int) -> Callable[[int], object]:
-    shape = workload.shape
-    layers = []
-    for _ in range(copies):
-        layer = kvedge.QuantizedKvLayer(
-            workload.context, shape.num_kv_heads, shape.head_dim, scale_dtype="float16"
-        )
-        layer.extend(workload.keys, workload.values)
-        layers.append(layer)
+    layers = filled_layers(workload, copies, scale_dtype="float16")
     out = np.empty_like(workload.query)
     threads = numbers.num_threads
     return lambda copy: layers[copy].attend(workload.query, out=out, num_threads=threads)
@@ -227,10 +218,7 @@ _COLUMNS = (
 
 def print_tables(report: dict[str, Any], output: Output) -> None:
     """Print one table per shape."""
-    print_header(report, output)
-    for (shape,), cases in by_shape(report["cases"]).items():
-        rows = [row for case in cases for row in _rows(case)]
-        output.table(f"{shape}; {report['settings']['cache']}", _COLUMNS, rows)
+    print_by_shape(report, output, report["settings"]["cache"], _COLUMNS, _rows)
 
 
 def _rows(case: Mapping[str, Any]) -> Iterable[Sequence[str]]:
@@ -241,7 +229,7 @@ def _rows(case: Mapping[str, Any]) -> Iterable[Sequence[str]]:
             *(("", "", "") if i else numbers),
             result["name"],
             microseconds(seconds["median"]),
-            f"±{seconds['relative_spread']:.1%}",
+            plus_minus(seconds),
             f"{result['bytes_per_second'] / 1e9:.2f}",
             f"{result['ratio_to_one_piece']:.2f}",
             str(seconds["count"]),
@@ -250,14 +238,11 @@ def _rows(case: Mapping[str, Any]) -> Iterable[Sequence[str]]:
 
 def draw(report: dict[str, Any], figure: Any) -> None:
     """Draw the GB/s of each case as bars."""
-    panels = plotting.grid(figure, len(report["cases"]))
-    for axes, case in zip(panels, report["cases"], strict=True):
-        names = [result["name"] for result in case["results"]]
-        rates = [result["bytes_per_second"] / 1e9 for result in case["results"]]
-        axes.barh(names, rates, color=["black", *["C0"] * (len(names) - 1)])
-        axes.invert_yaxis()
-        axes.set_xlabel("GB/s")
-        shape = AttentionShape(**case["shape"])
-        title = f"{shape}; {case['context']:,} tokens, {case['num_threads']} threads"
-        axes.set_title(title, fontsize="small")
+    plotting.draw_bars(
+        figure,
+        report["cases"],
+        value=lambda result: result["bytes_per_second"] / 1e9,
+        label="GB/s",
+        title=lambda case: f"{case['context']:,} tokens, {case['num_threads']} threads",
+    )
     figure.suptitle(f"Attention over blocks, {report['machine']['cpu']}", fontsize="medium")

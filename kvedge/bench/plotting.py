@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from kvedge.bench.shapes import AttentionShape
 from kvedge.cli.exits import UsageError
 from kvedge.errors import MissingExtraError
 
-__all__ = ["grid", "require", "save_figure", "style_of"]
+__all__ = ["draw_bars", "grid", "require", "save_figure", "style_of"]
 
 _SUFFIXES = (".png", ".svg", ".pdf")
 _DPI = 150
@@ -52,6 +53,24 @@ def grid(figure: Any, count: int) -> list[Any]:
     for unused in axes[count:]:
         unused.remove()
     return axes[:count]
+
+
+def draw_bars(
+    figure: Any,
+    cases: Sequence[Mapping[str, Any]],
+    value: Callable[[Mapping[str, Any]], float],
+    label: str,
+    title: Callable[[Mapping[str, Any]], str],
+) -> None:
+    """Draw ``value`` of each result as a bar; of the one that others are held to in black."""
+    for axes, case in zip(grid(figure, len(cases)), cases, strict=True):
+        names = [result["name"] for result in case["results"]]
+        standard = "kvedge" if "kvedge" in names else names[0]
+        colors = ["black" if name == standard else "C0" for name in names]
+        axes.barh(names, [value(result) for result in case["results"]], color=colors)
+        axes.invert_yaxis()
+        axes.set_xlabel(label)
+        axes.set_title(f"{AttentionShape(**case['shape'])}; {title(case)}", fontsize="small")
 
 
 def style_of(name: str, names: list[str]) -> dict[str, Any]:

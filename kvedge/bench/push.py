@@ -15,7 +15,7 @@ from kvedge.bench.benchmark import measuring, progress
 from kvedge.bench.copies import copies_for
 from kvedge.bench.peers import KvedgeInt8, installed_peers
 from kvedge.bench.quantizers import QUANTIZERS, Intake, Step, make_intake
-from kvedge.bench.report import by_shape, header, microseconds, print_header
+from kvedge.bench.report import header, microseconds, plus_minus, print_by_shape
 from kvedge.bench.roundrobin import TimedCalls, round_robin
 from kvedge.bench.shapes import SHAPES, AttentionShape
 from kvedge.bench.statistics import spread_of
@@ -141,10 +141,7 @@ _COLUMNS = (
 
 def print_tables(report: dict[str, Any], output: Output) -> None:
     """Print one table per shape."""
-    print_header(report, output)
-    for (shape,), cases in by_shape(report["cases"]).items():
-        rows = [row for case in cases for row in _rows(case)]
-        output.table(f"{shape}; keys and values in", _COLUMNS, rows)
+    print_by_shape(report, output, "keys and values in", _COLUMNS, _rows)
 
 
 def _rows(case: Mapping[str, Any]) -> Iterable[Sequence[str]]:
@@ -154,7 +151,7 @@ def _rows(case: Mapping[str, Any]) -> Iterable[Sequence[str]]:
             "" if i else str(case["tokens"]),
             result["name"],
             microseconds(seconds["median"]),
-            f"±{seconds['relative_spread']:.1%}",
+            plus_minus(seconds),
             f"{result['bytes_per_second'] / 1e9:.2f}",
             f"{result['speed_of_memory_copy']:.0%}",
             f"{result['ratio_to_kvedge']:.2f}",
@@ -164,13 +161,11 @@ def _rows(case: Mapping[str, Any]) -> Iterable[Sequence[str]]:
 
 def draw(report: dict[str, Any], figure: Any) -> None:
     """Draw the GB/s of each case as bars."""
-    panels = plotting.grid(figure, len(report["cases"]))
-    for axes, case in zip(panels, report["cases"], strict=True):
-        names = [result["name"] for result in case["results"]]
-        rates = [result["bytes_per_second"] / 1e9 for result in case["results"]]
-        axes.barh(names, rates, color=["black" if name == "kvedge" else "C0" for name in names])
-        axes.invert_yaxis()
-        axes.set_xlabel("GB/s of float32 taken in")
-        shape = AttentionShape(**case["shape"])
-        axes.set_title(f"{shape}; {case['tokens']} tokens", fontsize="small")
+    plotting.draw_bars(
+        figure,
+        report["cases"],
+        value=lambda result: result["bytes_per_second"] / 1e9,
+        label="GB/s of float32 taken in",
+        title=lambda case: f"{case['tokens']} tokens",
+    )
     figure.suptitle(f"Storing keys and values, {report['machine']['cpu']}", fontsize="medium")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
@@ -27,6 +27,8 @@ __all__ = [
     "microseconds",
     "milliseconds",
     "percent",
+    "plus_minus",
+    "print_by_shape",
     "print_header",
     "remarks",
     "save_report",
@@ -114,6 +116,19 @@ def by_shape(
     return found
 
 
+def print_by_shape(
+    report: Mapping[str, Any],
+    output: Output,
+    title: str,
+    columns: Sequence[str],
+    rows_of: Callable[[Mapping[str, Any]], Iterable[Sequence[str]]],
+) -> None:
+    """Print the machine, and one table per shape with the rows of all of its cases."""
+    print_header(report, output)
+    for (shape,), cases in by_shape(report["cases"]).items():
+        output.table(f"{shape}; {title}", columns, [row for case in cases for row in rows_of(case)])
+
+
 def save_report(report: Mapping[str, Any], path: str) -> None:
     """Write a report as JSON."""
     text = json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False)
@@ -146,6 +161,11 @@ def microseconds(seconds: float) -> str:
 def milliseconds(seconds: float) -> str:
     """Write a time in milliseconds, to three or four digits."""
     return microseconds(seconds * 1e-3)
+
+
+def plus_minus(measured: Mapping[str, Any]) -> str:
+    """Write how far measurements lie apart, against their median."""
+    return f"±{measured['relative_spread']:.1%}"
 
 
 def percent(part: float) -> str:

@@ -15,7 +15,7 @@ from kvedge.bench.affinity import choose_cpus, pinned_to
 from kvedge.bench.benchmark import measuring, progress
 from kvedge.bench.contest import Conditions, Contest, enter
 from kvedge.bench.peers import Competitor, KvedgeInt8, installed_peers, make_peers
-from kvedge.bench.report import header, microseconds, print_header
+from kvedge.bench.report import header, microseconds, plus_minus, print_header
 from kvedge.bench.roundrobin import TimedCalls, round_robin
 from kvedge.bench.shapes import CONTEXTS, SHAPES, AttentionShape
 from kvedge.bench.statistics import Line, fit_line, spread_of
@@ -179,7 +179,7 @@ def _rows(found: Mapping[str, Any]) -> Iterable[Sequence[str]]:
         yield (
             f"{point['context']:,}",
             microseconds(seconds["median"]),
-            f"±{seconds['relative_spread']:.1%}",
+            plus_minus(seconds),
             f"{point['bytes'] / seconds['median'] / 1e9:.1f}",
             microseconds(on_line),
             f"{seconds['median'] / on_line - 1:+.1%}",

@@ -15,7 +15,7 @@ from kvedge.bench.benchmark import measuring, progress
 from kvedge.bench.busy import BusyProcess, can_stop_and_go
 from kvedge.bench.contest import Conditions, enter
 from kvedge.bench.peers import KvedgeInt8, installed_peers
-from kvedge.bench.report import by_shape, header, microseconds, print_header
+from kvedge.bench.report import by_shape, header, microseconds, plus_minus, print_header
 from kvedge.bench.roundrobin import Sampler, round_robin
 from kvedge.bench.shapes import SHAPES, AttentionShape
 from kvedge.bench.statistics import spread_of
@@ -190,10 +190,10 @@ def _rows(name: str, cases: Sequence[Mapping[str, Any]]) -> Iterable[Sequence[st
             name,
             str(num_threads),
             microseconds(idle["median"]),
-            f"±{idle['relative_spread']:.1%}",
+            plus_minus(idle),
             f"{one[IDLE]['median'] / idle['median']:.2f}" if one else "",
             microseconds(busy["median"]) if busy else "",
-            f"±{busy['relative_spread']:.1%}" if busy else "",
+            plus_minus(busy) if busy else "",
             f"{busy['median'] / idle['median']:.2f}" if busy else "",
             f"{busy['median'] / one[BUSY]['median']:.2f}" if busy and one else "",
             str(idle["count"]),

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from kvedge.bench.peers.base import Competitor
 from kvedge.bench.peers.ggml_flash import GgmlFlashAttention
-from kvedge.bench.peers.kvedge_layer import KvedgeInt8, KvedgeOnSmallPages
+from kvedge.bench.peers.kvedge_layer import KvedgeInt8, KvedgeOnSmallPages, filled_layers
 from kvedge.bench.peers.numpy_attention import NumpyAttention
 from kvedge.bench.peers.ort_gqa import OrtGroupQueryAttention
 from kvedge.bench.peers.torch_sdpa import TorchSdpa
@@ -20,6 +20,7 @@ __all__ = [
     "VARIANT_NAMES",
     "Competitor",
     "KvedgeInt8",
+    "filled_layers",
     "installed_peers",
     "make_peers",
 ]

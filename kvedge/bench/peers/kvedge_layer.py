@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,26 @@ from kvedge.bench.peers.base import Competitor
 from kvedge.bench.shapes import AttentionShape
 from kvedge.bench.workload import Workload
 
-__all__ = ["KvedgeInt8", "KvedgeOnSmallPages"]
+__all__ = ["KvedgeInt8", "KvedgeOnSmallPages", "filled_layers"]
+
+
+def filled_layers(
+    workload: Workload,
+    copies: int,
+    while_empty: Callable[[kvedge.QuantizedKvLayer], object] = lambda layer: None,
+    **options: Any,
+) -> list[kvedge.QuantizedKvLayer]:
+    """Return layers that hold a workload's tokens; ``while_empty`` gets each beforehand."""
+    shape = workload.shape
+    layers = []
+    for _ in range(copies):
+        layer = kvedge.QuantizedKvLayer(
+            workload.context, shape.num_kv_heads, shape.head_dim, **options
+        )
+        while_empty(layer)
+        layer.extend(workload.keys, workload.values)
+        layers.append(layer)
+    return layers
 
 
 class KvedgeInt8(Competitor):
@@ -43,17 +63,13 @@ class KvedgeInt8(Competitor):
         """By the layers' own arithmetic: a byte per value, a float32 scale per row."""
         return token_bytes(layer_config("int8", 1, shape.num_kv_heads, shape.head_dim))
 
-    def _new_layer(self, workload: Workload) -> kvedge.QuantizedKvLayer:
-        shape = workload.shape
-        return kvedge.QuantizedKvLayer(workload.context, shape.num_kv_heads, shape.head_dim)
+    def _before_filling(self, layer: kvedge.QuantizedKvLayer) -> None:
+        """Nothing: the system gives what pages it likes."""
 
     def prepare(self, workload: Workload, copies: int, num_threads: int) -> None:
         """Fill the layers; the number of threads is the process's default."""
         kvedge.set_num_threads(num_threads)
-        for _ in range(copies):
-            layer = self._new_layer(workload)
-            layer.extend(workload.keys, workload.values)
-            self._layers.append(layer)
+        self._layers = filled_layers(workload, copies, self._before_filling)
         self._workload, self._query = workload, workload.query
 
     def run(self, copy: int) -> object:
@@ -104,8 +120,6 @@ class KvedgeOnSmallPages(KvedgeInt8):
             return None
         return "this system has no madvise(MADV_NOHUGEPAGE)"
 
-    def _new_layer(self, workload: Workload) -> kvedge.QuantizedKvLayer:
-        layer = super()._new_layer(workload)
+    def _before_filling(self, layer: kvedge.QuantizedKvLayer) -> None:
         # One mapping has all slabs of a layer. Once touched, it would have huge pages already.
         layer._slabs.key_codes.base.madvise(mmap.MADV_NOHUGEPAGE)
-        return layer
