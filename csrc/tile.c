@@ -51,7 +51,8 @@ static tile_of_tokens next_tile(const kvedge_attention *a, tile_cursor *cursor) 
 
 /* Those of KV head 0; the others' lie at an offset. */
 static tile_blocks blocks_of_tile(const kvedge_cache_view *view, const tile_of_tokens *tile) {
-  tile_blocks blocks = {.in_order = tile->num_pieces == 1};
+  tile_blocks blocks = {.num_blocks = (tile->num_tokens + KVEDGE_BLOCK - 1) / KVEDGE_BLOCK,
+                        .in_order = tile->num_pieces == 1};
   for (int i = 0; i < tile->num_pieces; i++) {
     const piece *p = &tile->pieces[i];
     for (int t = 0; t < p->num_tokens; t += KVEDGE_BLOCK) {
@@ -83,13 +84,14 @@ static const rows_ahead *share_of_head(const kvedge_cache_view *view, const tile
 }
 
 /* Likewise where a tile is worked on in blocks: one block after the other, and each as a whole, since pieces may lie
- * anywhere. `num_tokens`: of this tile; the one that follows has as many, or more. The shares of a step's heads,
- * kv_head and num - 1 more, are made of runs of num blocks, of which each head has one: the j-th. */
-static const tile_blocks *share_in_blocks(const kvedge_cache_view *view, const tile_blocks *following, int num_tokens,
+ * anywhere; where fewer follow, they are asked for again. The shares of a step's heads, kv_head and num - 1 more, are
+ * made of runs of num blocks, of which each head has one: the j-th. */
+static const tile_blocks *share_in_blocks(const kvedge_cache_view *view, int num_blocks, const tile_blocks *following,
                                           int kv_head, int num, int j, tile_blocks *share) {
-  int num_blocks = (num_tokens + KVEDGE_BLOCK - 1) / KVEDGE_BLOCK, heads = view->num_kv_heads;
+  int heads = view->num_kv_heads, there = following->num_blocks * heads;
   for (int i = 0; i < num_blocks; i++) {
     int block = kv_head * num_blocks + i * num + j;
+    if (block >= there) block %= there;
     ptrdiff_t at = block % heads * KVEDGE_BLOCK * view->head_stride;
     share->keys[i] = following->keys[block / heads] + at;
     share->values[i] = following->values[block / heads] + at;
@@ -106,22 +108,31 @@ static _Thread_local struct {
 
 static void remember_asking(const tile_of_tokens *tile, const tile_of_tokens *following, int in_blocks) {
   asked_for.keys = following->num_tokens > 0 ? following->pieces[0].rows.keys : NULL;
-  asked_for.num_tokens = 0;
-  if (in_blocks) {
-    if (following->num_tokens >= tile->num_tokens) asked_for.num_tokens = tile->num_tokens;
-    return;
-  }
-  for (int i = 0; i < tile->num_pieces && i < following->num_pieces; i++) {
+  asked_for.num_tokens = in_blocks ? tile->num_tokens : 0;
+  for (int i = 0; i < tile->num_pieces && i < following->num_pieces && !in_blocks; i++) {
     int own = tile->pieces[i].num_tokens, theirs = following->pieces[i].num_tokens;
     asked_for.num_tokens += own < theirs ? own : theirs;
     if (own < theirs) break;
   }
 }
 
-/* Reads something in every line of n bytes. */
-static void fetch(const char *bytes, ptrdiff_t n) {
-  for (ptrdiff_t at = 0; at < n; at += 64) (void)*(const volatile char *)(bytes + at);
-  if (n > 0) (void)*(const volatile char *)(bytes + n - 1);
+/* A run of memory; bytes <= 0: nothing. */
+typedef struct {
+  const char *start;
+  ptrdiff_t bytes;
+} memory_run;
+
+/* Reads something in every line of all runs: of one in the order of memory, of several side by side, since the
+ * processor needs a while to see where each one leads. */
+static void fetch(const memory_run *runs, int num_runs) {
+  enum { LINE = 64 };
+  ptrdiff_t longest = 0;
+  for (int i = 0; i < num_runs; i++) longest = runs[i].bytes > longest ? runs[i].bytes : longest;
+  for (ptrdiff_t at = 0; at < longest; at += LINE)
+    for (int i = 0; i < num_runs; i++)
+      if (at < runs[i].bytes) (void)*(const volatile char *)(runs[i].start + at);
+  for (int i = 0; i < num_runs; i++) /* what is not aligned may end in one more */
+    if (runs[i].bytes > 0) (void)*(const volatile char *)(runs[i].start + runs[i].bytes - 1);
 }
 
 /* Fetches what of a tile this thread has not asked for: all of the first one, for a start. In the order of memory, where
@@ -129,17 +140,23 @@ static void fetch(const char *bytes, ptrdiff_t n) {
  * are forgotten (AMD). */
 static void fetch_rest(const kvedge_cache_view *view, const tile_of_tokens *tile) {
   int known = asked_for.keys == tile->pieces[0].rows.keys ? asked_for.num_tokens : 0;
-  for (int of_values = 0; of_values < 2; of_values++) {
-    for (int i = 0; i < tile->num_pieces; i++) {
-      const piece *p = &tile->pieces[i];
-      int from = known < p->first ? 0 : known - p->first, left = p->num_tokens - from;
-      if (left <= 0) continue;
-      const char *rows = of_values ? p->rows.values : p->rows.keys;
-      const char *scales = of_values ? p->rows.value_scales : p->rows.key_scales;
-      if (view->num_groups) fetch(scales + from * view->scale_token_stride, left * view->scale_token_stride);
-      fetch(rows + from * view->token_stride, left * view->token_stride);
-    }
+  if (known >= tile->num_tokens) return;
+  memory_run keys[MAX_PIECES], values[MAX_PIECES], key_scales[MAX_PIECES], value_scales[MAX_PIECES];
+  for (int i = 0; i < tile->num_pieces; i++) {
+    const piece *p = &tile->pieces[i];
+    const ptrdiff_t from = known > p->first ? known - p->first : 0, left = p->num_tokens - from;
+    const ptrdiff_t row = from * view->token_stride, scale = from * view->scale_token_stride;
+    const ptrdiff_t bytes = left * view->token_stride, scale_bytes = left * view->scale_token_stride;
+    keys[i] = (memory_run){p->rows.keys + row, bytes};
+    values[i] = (memory_run){p->rows.values + row, bytes};
+    key_scales[i] = (memory_run){p->rows.key_scales + scale, scale_bytes};
+    value_scales[i] = (memory_run){p->rows.value_scales + scale, scale_bytes};
   }
+  const int scaled = view->num_groups > 0;
+  if (scaled) fetch(key_scales, tile->num_pieces);
+  fetch(keys, tile->num_pieces);
+  if (scaled) fetch(value_scales, tile->num_pieces);
+  fetch(values, tile->num_pieces);
 }
 
 /* ---- Slices ----------------------------------------------------------------------------------- */
@@ -200,10 +217,9 @@ void kvedge_slice_run(const kvedge_attention *a, int slice, kvedge_slice next, i
     w.key_scales.first = w.value_scales.first = -KVEDGE_SCALE_COLUMNS;
     int in_blocks = (tile.num_pieces > 1 || kvedge_has_heads_kernels(a, together)) && view->format == KVEDGE_INT8 &&
                     a->kernels->scores_i8_blocks;
-    int asking = following.num_tokens >= tile.num_tokens; /* in blocks */
     tile_blocks blocks, following_blocks;
     if (in_blocks) blocks = blocks_of_tile(view, &tile);
-    if (in_blocks && asking) following_blocks = blocks_of_tile(view, &following);
+    if (in_blocks) following_blocks = blocks_of_tile(view, &following);
     const encounter of_any_head = {.block = block, .queries = &w.queries, .tile = &tile,
                                    .masking = kvedge_needs_masking(a, block, &tile),
                                    .blocks = in_blocks ? &blocks : NULL};
@@ -216,8 +232,8 @@ void kvedge_slice_run(const kvedge_attention *a, int slice, kvedge_slice next, i
         heads[j] = of_any_head;
         heads[j].kv_head = h + j;
         if (!in_blocks) heads[j].ahead = share_of_head(view, &tile, &following, h + j, &ahead[j]);
-        else if (asking)
-          heads[j].next_blocks = share_in_blocks(view, &following_blocks, tile.num_tokens, h, num, j, &share[j]);
+        else if (following.num_tokens > 0)
+          heads[j].next_blocks = share_in_blocks(view, blocks.num_blocks, &following_blocks, h, num, j, &share[j]);
       }
       kvedge_step(a, heads, num, &following, &partial, &w);
     }

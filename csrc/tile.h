@@ -34,6 +34,7 @@ typedef struct {
 /* Rows of a tile by blocks, of one piece or of several. */
 typedef struct {
   const int8_t *keys[KVEDGE_TILE_BLOCKS], *values[KVEDGE_TILE_BLOCKS];
+  int num_blocks;
   int in_order; /* they lie side by side */
 } tile_blocks;
 
