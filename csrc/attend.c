@@ -5,8 +5,6 @@
 #include "parallel.h"
 
 enum {
-  /* Work below this stays on one thread: waking another costs about as long as reading it. */
-  PARALLEL_BYTES = 512 << 10,
   /* Query rows of a call, which bounds the memory of a long prompt. */
   MAX_ROWS = 512,
 };
@@ -21,11 +19,12 @@ static int slices_of(const planned_call *call) {
   return call->planned.num_row_blocks * call->planned.chunks_per_block;
 }
 
-/* Bytes of the cache that a call reads, about. */
-static int64_t bytes_read(const planned_call *call) {
+/* As kvedge_kernels.parallel_work has it, about. */
+static int64_t work_of(const planned_call *call) {
   const kvedge_attention *a = &call->planned;
   kvedge_visible seen = kvedge_visible_tokens(a, a->num_row_blocks - 1);
-  return (seen.sinks + seen.stop - seen.first) * 2 * a->view.token_stride * a->num_row_blocks;
+  int64_t bytes = (seen.sinks + seen.stop - seen.first) * 2 * a->view.token_stride * a->num_row_blocks;
+  return bytes * (3 + a->stack);
 }
 
 /* ---- On several threads: the slices of all calls are tasks of one job ------------------------- */
@@ -122,14 +121,14 @@ static kvedge_status run_here(planned_call *calls, int num_calls) {
 }
 
 static kvedge_status run_planned(planned_call *calls, int num_calls, int num_threads) {
-  int64_t bytes = 0;
+  int64_t work = 0;
   int num_tasks = 0;
   for (int i = 0; i < num_calls; i++) {
-    bytes += bytes_read(&calls[i]);
+    work += work_of(&calls[i]);
     num_tasks += slices_of(&calls[i]);
   }
   if (num_threads == 0) num_threads = kvedge_get_num_threads();
-  if (num_threads > 1 && num_tasks > 1 && bytes >= PARALLEL_BYTES)
+  if (num_threads > 1 && num_tasks > 1 && work >= calls[0].planned.kernels->parallel_work)
     return run_on_threads(calls, num_calls, num_tasks, num_threads);
   return run_here(calls, num_calls);
 }

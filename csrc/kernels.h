@@ -76,6 +76,10 @@ typedef struct kvedge_kernels {
    * should stay in the first-level cache. Larger tiles cost less per token. */
   int step_bytes;
 
+  /* Work from which on other threads are woken for it, which takes some 50 us: bytes read, times 3 + the queries that
+   * meet each of them. (Reading one costs as much as the products of about three queries with it.) */
+  int parallel_work;
+
   /* max over i of the bits of |x[i]|: as a float the largest magnitude; >= 0x7f800000 tells of a NaN
    * or an infinity, since those order above every finite number as integers. n may be 0. */
   uint32_t (*abs_max_bits)(const float *x, size_t n);

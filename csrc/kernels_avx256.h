@@ -199,6 +199,7 @@ static void KVEDGE_NAME(transpose_scales)(const void *scales, kvedge_scale_type 
   {                                                                \
       .name = isa,                                                 \
       .step_bytes = 16 << 10,                                      \
+      .parallel_work = 6 << 20,                                    \
       .abs_max_bits = KVEDGE_NAME(abs_max_bits),                   \
       .quantize = KVEDGE_NAME(quantize),                           \
       .dequantize = dequantize_portable,                           \

@@ -335,6 +335,7 @@ static uint64_t read_bytes_avx512vnni(const void *p, size_t n) {
 const kvedge_kernels kvedge_kernels_avx512vnni = {
     .name = "avx512vnni",
     .step_bytes = 64 << 10, /* keys are read once, for all queries; values are kept as they are needed */
+    .parallel_work = 11 << 20,
     .abs_max_bits = abs_max_bits_avx512vnni,
     .quantize = quantize_avx512vnni,
     .dequantize = dequantize_portable,

@@ -512,7 +512,8 @@ static uint64_t read_bytes_neon(const void *p, size_t n) {
 
 #define KVEDGE_NEON_TABLE(isa_name, encode, scores, weighted_sum)                                  \
   {                                                                                                \
-    .name = isa_name, .step_bytes = 16 << 10, .abs_max_bits = abs_max_bits_neon,                   \
+    .name = isa_name, .step_bytes = 16 << 10, .parallel_work = 3 << 20 /* not measured */,         \
+    .abs_max_bits = abs_max_bits_neon,                                                             \
     .quantize = quantize_neon, .dequantize = dequantize_neon, .encode_query = encode,              \
     .transpose_scales = transpose_scales_portable,                                                 \
     .merge_row = merge_row_portable, .scale_row = scale_row_portable, .scores_i8 = scores,         \

@@ -57,6 +57,7 @@ const float kvedge_dither[KVEDGE_TILE] = {DITHER_128(0), DITHER_128(1)};
 const kvedge_kernels kvedge_kernels_scalar = {
     .name = "scalar",
     .step_bytes = 16 << 10,
+    .parallel_work = 1 << 20,
     .abs_max_bits = abs_max_bits_scalar,
     .quantize = quantize_scalar,
     .dequantize = dequantize_portable,

@@ -99,7 +99,7 @@ static void test_quiesce(void) {
 
 /* ---- Attention ---- */
 
-enum { LEN = 3000, HEADS = 8, KV_HEADS = 2, DIM = 64, OUT = HEADS * DIM };
+enum { LEN = 8000, HEADS = 8, KV_HEADS = 2, DIM = 64, OUT = HEADS * DIM };
 
 static kvedge_layer *new_layer(void) {
   const kvedge_layer_config config = {.capacity = LEN, .num_kv_heads = KV_HEADS, .head_dim = DIM};

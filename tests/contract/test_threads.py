@@ -261,7 +261,7 @@ def run_together(*jobs):
 
 @pytest.mark.parametrize("num_threads", [None, 1, 2])
 def test_many_threads_attend_to_one_layer_at_once(num_threads, layer_class, rng):
-    layer = filled(layer_class, rng, 3000, H, D)
+    layer = filled(layer_class, rng, 5000, H, D)
     queries = normal(rng, 6, HEADS, D)
     expected = [layer.attend(query, num_threads=1) for query in queries]
 
@@ -277,10 +277,9 @@ def test_many_threads_attend_to_one_layer_at_once(num_threads, layer_class, rng)
 
 
 def test_layers_come_and_go_while_others_attend(layer_class, rng):
-    layer = filled(layer_class, rng, 2000, H, D)
-    query = normal(rng, HEADS, D)
+    layer, query = large(rng, layer_class, 5000)
     expected = layer.attend(query)
-    rows = normal(rng, 500, H, D)
+    rows = normal(rng, 5000, H, D)
     stop = threading.Event()
 
     def come_and_go():
@@ -292,7 +291,7 @@ def test_layers_come_and_go_while_others_attend(layer_class, rng):
                 other.attend(query, num_threads=2)
                 del other
                 gc.collect()
-                assert view.shape == (500, H, D)
+                assert view.shape == (5000, H, D)
         finally:
             stop.set()
 
@@ -305,7 +304,7 @@ def test_layers_come_and_go_while_others_attend(layer_class, rng):
 
 def test_the_last_reference_may_go_while_a_thread_attends(layer_class, rng):
     query = normal(rng, HEADS, D)
-    layers = [filled(layer_class, rng, 4000, H, D) for _ in range(6)]
+    layers = [filled(layer_class, rng, 5000, H, D) for _ in range(6)]
     expected = [layer.attend(query) for layer in layers]
     outs = [None] * len(layers)
 
