@@ -43,7 +43,7 @@ def attend_batch(store: Any, block_size: int, rows: list[Rows], options: AttendO
     options : AttendOptions
         Without a mask.
     """
-    groups = list(_groups(rows, block_size)) if _can_be_parted(options) else []
+    groups = list(_groups(rows, block_size)) if _may_be_parted(rows, options) else []
     if not groups:
         store._attend_blocks(block_size, rows, options)
         return
@@ -82,8 +82,10 @@ def _lse(rows: Rows) -> np.ndarray:
     return rows.lse
 
 
-def _can_be_parted(options: AttendOptions) -> bool:
-    """Whether no option depends on how far a row is from a token, but for causality."""
+def _may_be_parted(rows: Sequence[Rows], options: AttendOptions) -> bool:
+    """Whether sequences are long enough, and no option but causality depends on distances."""
+    if max(one.length for one in rows) < _SHARED_TOKENS:
+        return False
     return not options.window and options.alibi_slopes is None
 
 
