@@ -4,6 +4,7 @@
  *   attend.c     the convenience calls: a layer, or a batch of paged sequences, on threads of our own
  *   query.c      query rows into the form that the kernels read
  *   tile.c       one slice: its tiles, in the order of memory
+ *   ahead.c      of a tile what is asked for before its turn, and fetched where it was not
  *   step.c       one tile of a KV head, or of several: scores, online softmax, weighted sums
  *   options.c    options that look at single logits
  *   merge.c      partial results into one, and that into the output

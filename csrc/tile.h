@@ -1,4 +1,5 @@
-/* What the files of a slice share: its tiles (tile.c), a step over one (step.c), options (options.c). */
+/* What the files of a slice share: its tiles (tile.c), what lies ahead (ahead.c), a step over one (step.c), options
+ * (options.c). */
 #ifndef KVEDGE_TILE_H
 #define KVEDGE_TILE_H
 
@@ -72,6 +73,18 @@ typedef struct {
 static inline size_t kvedge_index_of(const kvedge_attention *a, const encounter *e) {
   return kvedge_query_index(a, e->kv_head) + (size_t)e->first;
 }
+
+/* ---- ahead.c ---- */
+
+const rows_ahead *kvedge_share_of_head(const kvedge_cache_view *view, const tile_of_tokens *tile,
+                                       const tile_of_tokens *following, int kv_head, rows_ahead *ahead);
+/* Where a tile is worked on in blocks, of which it has `num_blocks`. */
+const tile_blocks *kvedge_share_in_blocks(const kvedge_cache_view *view, int num_blocks, const tile_blocks *following,
+                                          int kv_head, int num, int j, tile_blocks *share);
+/* After the steps of a tile: this thread has asked for the one that follows, as far as that went. */
+void kvedge_remember_asking(const tile_of_tokens *tile, const tile_of_tokens *following, int in_blocks);
+/* Before the steps of a tile: what this thread has not asked for of it is brought into the cache. */
+void kvedge_fetch_rest(const kvedge_cache_view *view, const tile_of_tokens *tile);
 
 /* ---- step.c ---- */
 
