@@ -73,8 +73,8 @@ static void fetch(const memory_run *runs, int num_runs) {
     if (runs[i].bytes > 0) (void)*(const volatile char *)(runs[i].start + runs[i].bytes - 1);
 }
 
-/* All of a call's first tile, for a start. In the order of memory, at memory's speed: by heads, as steps read it, it was
- * a fifth of that, and so many lines asked for at once are forgotten (AMD). */
+/* All of a call's first tile, for a start. In the order of memory, at memory's speed: by heads, as steps read it, it
+ * was a fifth of that, and so many lines asked for at once are forgotten (AMD). */
 void kvedge_fetch_rest(const kvedge_cache_view *view, const tile_of_tokens *tile) {
   int known = asked_for.keys == tile->pieces[0].rows.keys ? asked_for.num_tokens : 0;
   if (known >= tile->num_tokens) return;
