@@ -16,10 +16,10 @@ from kvedge.bench.affinity import choose_cpus, pinned_to, pinning
 from kvedge.bench.benchmark import measuring, progress
 from kvedge.bench.copies import copies_that_fit
 from kvedge.bench.peers import KvedgeInt8, filled_layers
-from kvedge.bench.report import header, microseconds, plus_minus, print_by_shape
+from kvedge.bench.report import header, print_by_shape, timing_rows
 from kvedge.bench.roundrobin import TimedCalls, round_robin
 from kvedge.bench.shapes import SHAPES, AttentionShape
-from kvedge.bench.statistics import spread_of
+from kvedge.bench.statistics import against_first
 from kvedge.bench.workload import Workload, make_workload
 from kvedge.cli.exits import CommandError
 from kvedge.cli.output import Output
@@ -99,7 +99,9 @@ def measure(options: argparse.Namespace, output: Output) -> dict[str, Any]:
                         "context": context,
                         "new_tokens": options.new_tokens,
                         "num_threads": num_threads,
-                        "results": _results([call.name for call in calls], samples),
+                        "results": against_first(
+                            [call.name for call in calls], samples, "ratio_to_none"
+                        ),
                     }
                     report["cases"].append(case)
     return report
@@ -144,18 +146,6 @@ def _calls(
     ]
 
 
-def _results(names: Sequence[str], samples: Sequence[list[float]]) -> list[dict[str, Any]]:
-    spreads = [spread_of(seconds) for seconds in samples]
-    return [
-        {
-            "name": name,
-            "seconds": seconds.as_json(),
-            "ratio_to_none": seconds.median / spreads[0].median,
-        }
-        for name, seconds in zip(names, spreads, strict=True)
-    ]
-
-
 _COLUMNS = (
     ">context",
     ">new tokens",
@@ -174,17 +164,8 @@ def print_tables(report: dict[str, Any], output: Output) -> None:
 
 
 def _rows(case: Mapping[str, Any]) -> Iterable[Sequence[str]]:
-    for i, result in enumerate(case["results"]):
-        seconds = result["seconds"]
-        numbers = (f"{case['context']:,}", str(case["new_tokens"]), str(case["num_threads"]))
-        yield (
-            *(("", "", "") if i else numbers),
-            result["name"],
-            microseconds(seconds["median"]),
-            plus_minus(seconds),
-            f"{result['ratio_to_none']:.2f}",
-            str(seconds["count"]),
-        )
+    numbers = (f"{case['context']:,}", str(case["new_tokens"]), str(case["num_threads"]))
+    return timing_rows(case, numbers, lambda result: (f"{result['ratio_to_none']:.2f}",))
 
 
 def draw(report: dict[str, Any], figure: Any) -> None:

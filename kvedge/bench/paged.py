@@ -17,10 +17,10 @@ from kvedge.bench.affinity import choose_cpus, pinned_to, pinning
 from kvedge.bench.benchmark import measuring, progress
 from kvedge.bench.copies import copies_that_fit
 from kvedge.bench.peers import KvedgeInt8, filled_layers
-from kvedge.bench.report import header, microseconds, plus_minus, print_by_shape
+from kvedge.bench.report import header, print_by_shape, timing_rows
 from kvedge.bench.roundrobin import TimedCalls, round_robin
 from kvedge.bench.shapes import SHAPES, AttentionShape
-from kvedge.bench.statistics import spread_of
+from kvedge.bench.statistics import against_first
 from kvedge.bench.workload import Workload, make_workload
 from kvedge.cli.exits import CommandError
 from kvedge.cli.output import Output
@@ -191,15 +191,9 @@ def _blocks(
 def _results(
     names: Sequence[str], samples: Sequence[list[float]], case: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    spreads = [spread_of(seconds) for seconds in samples]
     return [
-        {
-            "name": name,
-            "seconds": seconds.as_json(),
-            "bytes_per_second": case["bytes"] / seconds.median,
-            "ratio_to_one_piece": seconds.median / spreads[0].median,
-        }
-        for name, seconds in zip(names, spreads, strict=True)
+        result | {"bytes_per_second": case["bytes"] / result["seconds"]["median"]}
+        for result in against_first(names, samples, "ratio_to_one_piece")
     ]
 
 
@@ -222,18 +216,15 @@ def print_tables(report: dict[str, Any], output: Output) -> None:
 
 
 def _rows(case: Mapping[str, Any]) -> Iterable[Sequence[str]]:
-    for i, result in enumerate(case["results"]):
-        seconds = result["seconds"]
-        numbers = (f"{case['context']:,}", str(case["block_size"]), str(case["num_threads"]))
-        yield (
-            *(("", "", "") if i else numbers),
-            result["name"],
-            microseconds(seconds["median"]),
-            plus_minus(seconds),
+    numbers = (f"{case['context']:,}", str(case["block_size"]), str(case["num_threads"]))
+    return timing_rows(
+        case,
+        numbers,
+        lambda result: (
             f"{result['bytes_per_second'] / 1e9:.2f}",
             f"{result['ratio_to_one_piece']:.2f}",
-            str(seconds["count"]),
-        )
+        ),
+    )
 
 
 def draw(report: dict[str, Any], figure: Any) -> None:

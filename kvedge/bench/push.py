@@ -15,7 +15,7 @@ from kvedge.bench.benchmark import measuring, progress
 from kvedge.bench.copies import copies_for
 from kvedge.bench.peers import KvedgeInt8, installed_peers
 from kvedge.bench.quantizers import QUANTIZERS, Intake, Step, make_intake
-from kvedge.bench.report import header, microseconds, plus_minus, print_by_shape
+from kvedge.bench.report import header, print_by_shape, timing_rows
 from kvedge.bench.roundrobin import TimedCalls, round_robin
 from kvedge.bench.shapes import SHAPES, AttentionShape
 from kvedge.bench.statistics import spread_of
@@ -145,18 +145,15 @@ def print_tables(report: dict[str, Any], output: Output) -> None:
 
 
 def _rows(case: Mapping[str, Any]) -> Iterable[Sequence[str]]:
-    for i, result in enumerate(case["results"]):
-        seconds = result["seconds"]
-        yield (
-            "" if i else str(case["tokens"]),
-            result["name"],
-            microseconds(seconds["median"]),
-            plus_minus(seconds),
+    return timing_rows(
+        case,
+        (str(case["tokens"]),),
+        lambda result: (
             f"{result['bytes_per_second'] / 1e9:.2f}",
             f"{result['speed_of_memory_copy']:.0%}",
             f"{result['ratio_to_kvedge']:.2f}",
-            str(seconds["count"]),
-        )
+        ),
+    )
 
 
 def draw(report: dict[str, Any], figure: Any) -> None:

@@ -33,6 +33,7 @@ __all__ = [
     "remarks",
     "save_report",
     "scientific",
+    "timing_rows",
 ]
 
 #: Changes when a field of a report changes its meaning.
@@ -161,6 +162,25 @@ def microseconds(seconds: float) -> str:
 def milliseconds(seconds: float) -> str:
     """Write a time in milliseconds, to three or four digits."""
     return microseconds(seconds * 1e-3)
+
+
+def timing_rows(
+    case: Mapping[str, Any],
+    numbers: Sequence[str],
+    figures_of: Callable[[Mapping[str, Any]], Iterable[str]],
+) -> Iterable[Sequence[str]]:
+    """Write a case's results: its numbers once, and of each its name, time, figures and rounds."""
+    for result in case["results"]:
+        seconds = result["seconds"]
+        yield (
+            *numbers,
+            result["name"],
+            microseconds(seconds["median"]),
+            plus_minus(seconds),
+            *figures_of(result),
+            str(seconds["count"]),
+        )
+        numbers = [""] * len(numbers)
 
 
 def plus_minus(measured: Mapping[str, Any]) -> str:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 
-__all__ = ["Line", "Spread", "fit_line", "spread_of"]
+__all__ = ["Line", "Spread", "against_first", "fit_line", "spread_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,17 @@ def spread_of(measurements: Sequence[float]) -> Spread:
     quartiles = np.percentile(measurements, (0, 25, 50, 75, 100))
     lowest, lower, median, upper, highest = (float(value) for value in quartiles)
     return Spread(len(measurements), median, lower, upper, lowest, highest)
+
+
+def against_first(
+    names: Sequence[str], samples: Sequence[Sequence[float]], ratio: str
+) -> list[dict[str, Any]]:
+    """Return results as a saved run keeps them, each with its ratio to the first, under a name."""
+    spreads = [spread_of(seconds) for seconds in samples]
+    return [
+        {"name": name, "seconds": seconds.as_json(), ratio: seconds.median / spreads[0].median}
+        for name, seconds in zip(names, spreads, strict=True)
+    ]
 
 
 @dataclass(frozen=True, slots=True)
