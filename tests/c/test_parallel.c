@@ -99,14 +99,17 @@ static void test_quiesce(void) {
 
 /* ---- Attention ---- */
 
-enum { LEN = 8000, HEADS = 8, KV_HEADS = 2, DIM = 64, OUT = HEADS * DIM };
+enum { MAX_LEN = 6600, HEADS = 8, KV_HEADS = 2, DIM = 64, OUT = HEADS * DIM };
+
+/* Tokens: work enough for several threads (parallel_work), on the paths of short runs less. */
+static int len = MAX_LEN;
 
 static kvedge_layer *new_layer(void) {
-  const kvedge_layer_config config = {.capacity = LEN, .num_kv_heads = KV_HEADS, .head_dim = DIM};
-  float *rows = random_floats(LEN * KV_HEADS * DIM, 1.0f);
+  const kvedge_layer_config config = {.capacity = len, .num_kv_heads = KV_HEADS, .head_dim = DIM};
+  float *rows = random_floats(len * KV_HEADS * DIM, 1.0f);
   kvedge_layer *layer = NULL;
   CHECK(kvedge_layer_create(&config, &layer) == KVEDGE_OK);
-  CHECK(kvedge_layer_append(layer, rows, rows, LEN) == KVEDGE_OK);
+  CHECK(kvedge_layer_append(layer, rows, rows, len) == KVEDGE_OK);
   free(rows);
   return layer;
 }
@@ -186,7 +189,7 @@ static void *keep_busy(void *stop) {
 /* A helper that loses its core in the middle of a slice must not read a mask, or slopes, after the call. */
 static void test_options_go_away(void) {
   begin("masks and slopes go away");
-  enum { BUSY = 6, CALLS = 200, ROWS = 64, SIZE = (LEN + 4095) / 4096 * 4096 };
+  enum { BUSY = 6, CALLS = 200, ROWS = 64, SIZE = (MAX_LEN + 4095) / 4096 * 4096 };
   float *rows = random_floats(ROWS * OUT, 3.0f), *out = malloc(ROWS * OUT * sizeof *out);
   const int few = getenv("KVEDGE_TEST_SHORT") != NULL; /* valgrind runs one thread at a time */
   const int calls = few ? 20 : CALLS, busy = few ? 0 : BUSY;
@@ -202,7 +205,7 @@ static void test_options_go_away(void) {
     if (i % 2) {
       options.alibi_slopes = (float *)page;
     } else {
-      memset(page, 1, LEN);
+      memset(page, 1, len);
       options.mask = page;
       options.mask_strides[2] = 1;
     }
@@ -217,6 +220,7 @@ static void test_options_go_away(void) {
 }
 
 int main(void) {
+  if (getenv("KVEDGE_TEST_SHORT")) len = 3600;
   test_many_small_jobs();
   test_quiesce();
   begin("a layer");
