@@ -169,6 +169,11 @@ typedef struct kvedge_kernels {
   /* Reads n bytes (a multiple of 512, 64-byte aligned) with the widest loads: the yardstick of
    * `kvedge info` and of the benchmarks. The result only keeps the loads alive. */
   uint64_t (*read_bytes)(const void *p, size_t n);
+
+  /* Multiplies n codes of 16 bits, of queries or weights, with as many bytes of keys or values, and adds up: in
+   * registers alone, by the instructions that scores and weighted sums are made of here. The yardstick of arithmetic.
+   * The result only keeps the sums alive. */
+  uint64_t (*multiply)(size_t n);
 } kvedge_kernels;
 
 /* What is added to a token's weight before it is rounded to a code of 16 or 8 bits, where it is below KVEDGE_DITHERED:

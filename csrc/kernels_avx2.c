@@ -17,14 +17,13 @@
 KVEDGE_TARGET_BEGIN("avx2,fma,f16c")
 #define KVEDGE_NAME(function) function##_avx2
 
-#include "kernels_avx256.h"
-
 /* sum += the products of 16-bit numbers, those of a pair added. */
 KVEDGE_INLINE void multiply_add_pairs(__m256i *sum, __m256i a, __m256i b) {
   *sum = _mm256_add_epi32(*sum, _mm256_madd_epi16(a, b));
   __asm__("" : "+x"(*sum)); /* as written: GCC 12 else adds products of many channels first, and spills them */
 }
 
+#include "kernels_avx256.h"
 #include "kernels_avx256_keys.h"
 #include "kernels_avx256_values.h"
 

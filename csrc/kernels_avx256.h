@@ -1,6 +1,7 @@
 /* What the two 256-bit paths share besides scores and weighted sums. Included by kernels_avx2.c and kernels_avxvnni.c
  * after their target pragma, each of which first defines
- *   KVEDGE_NAME(function)   function_avx2 or function_avxvnni
+ *   KVEDGE_NAME(function)           function_avx2 or function_avxvnni
+ *   multiply_add_pairs(sum, a, b)   sum += the products of 16-bit numbers, those of a pair added
  */
 #include "kernels_portable.h"
 #include "kernels_x86.h"
@@ -167,6 +168,25 @@ static uint64_t KVEDGE_NAME(read_bytes)(const void *p, size_t n) {
   return all;
 }
 
+static uint64_t KVEDGE_NAME(multiply)(size_t n) {
+  enum { SUMS = 12 }; /* a product waits up to 5 cycles for the one before it in the same sum, and two begin in one */
+  __m256i sum[SUMS], keys = _mm256_set1_epi16(1);
+  const __m256i codes = keys;
+#pragma GCC unroll 12
+  for (int j = 0; j < SUMS; j++) sum[j] = _mm256_setzero_si256();
+  for (size_t i = 0; i < n; i += SUMS * 16)
+#pragma GCC unroll 12
+    for (int j = 0; j < SUMS; j++) {
+      __asm__("" : "+x"(keys)); /* others, for all a compiler knows: none multiplies once for all */
+      multiply_add_pairs(&sum[j], keys, codes);
+    }
+  uint64_t words[4];
+#pragma GCC unroll 12
+  for (int j = 1; j < SUMS; j++) sum[0] = _mm256_or_si256(sum[0], sum[j]);
+  _mm256_storeu_si256((__m256i *)words, sum[0]);
+  return words[0] | words[1] | words[2] | words[3];
+}
+
 /* transpose_scales of four columns and whole fours of tokens; returns how many. (`type`: a constant where this is
  * inlined.) */
 KVEDGE_INLINE int transpose_fours(const char *scales, const kvedge_scale_type type, ptrdiff_t token_stride,
@@ -214,4 +234,5 @@ static void KVEDGE_NAME(transpose_scales)(const void *scales, kvedge_scale_type 
       .weighted_sum_f32 = weighted_sum_f32_portable,               \
       .logits = KVEDGE_LOGIT_KERNELS,                              \
       .read_bytes = KVEDGE_NAME(read_bytes),                       \
+      .multiply = KVEDGE_NAME(multiply),                           \
   }

@@ -1,5 +1,4 @@
-/* Scores of the 256-bit paths. Part of kernels_avx2.c and kernels_avxvnni.c, which first define
- *   multiply_add_pairs(sum, a, b)   sum += the products of 16-bit numbers, those of a pair added
+/* Scores of the 256-bit paths. Part of kernels_avx2.c and kernels_avxvnni.c.
  *
  * vpmaddubsw, the 8-bit product of AVX2, saturates, and keeps no more than 8 bits of a query. So keys become 16-bit
  * numbers, and so do queries: two bytes of a query's code cost a product and an addition for 16 channels, which is what

@@ -23,14 +23,13 @@ KVEDGE_TARGET_BEGIN("avxvnni,avx2,fma,f16c")
 #endif
 #define KVEDGE_NAME(function) function##_avxvnni
 
-#include "kernels_avx256.h"
-
 /* sum += the products of 16-bit numbers, those of a pair added. Written as an instruction for the reason in
  * kernels_avx512vnni.c. */
 KVEDGE_INLINE void multiply_add_pairs(__m256i *sum, __m256i a, __m256i b) {
   __asm__(ENCODED_AS "vpdpwssd %2, %1, %0" : "+x"(*sum) : "x"(a), "x"(b));
 }
 
+#include "kernels_avx256.h"
 #include "kernels_avx256_keys.h"
 #include "kernels_avx256_values.h"
 

@@ -53,8 +53,24 @@ static void weighted_sum_i8_neon(const int8_t *v, ptrdiff_t token_stride, int nu
   }
 }
 
+static uint64_t multiply_neon(size_t n) {
+  float32x4_t sum[SUMS], keys = vdupq_n_f32(1.0f);
+  const float32x4_t codes = keys;
+  UNROLL
+  for (int j = 0; j < SUMS; j++) sum[j] = vdupq_n_f32(0.0f);
+  for (size_t i = 0; i < n; i += SUMS * 4)
+    UNROLL
+    for (int j = 0; j < SUMS; j++) {
+      __asm__("" : "+w"(keys)); /* others, for all a compiler knows: none multiplies once for all */
+      sum[j] = multiply_add_f32(sum[j], keys, codes);
+    }
+  UNROLL
+  for (int j = 1; j < SUMS; j++) sum[0] = vaddq_f32(sum[0], sum[j]);
+  return (uint64_t)vgetq_lane_f32(sum[0], 0);
+}
+
 const kvedge_kernels kvedge_kernels_neon =
-    KVEDGE_NEON_TABLE("neon", NULL, scores_i8_neon, weighted_sum_i8_neon);
+    KVEDGE_NEON_TABLE("neon", NULL, scores_i8_neon, weighted_sum_i8_neon, multiply_neon);
 
 #ifdef TARGET_BEGUN
 KVEDGE_TARGET_END

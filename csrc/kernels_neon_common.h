@@ -494,7 +494,7 @@ static void weighted_sum_f32_neon(const float *v, ptrdiff_t token_stride, int nu
                   alpha + i, prefetch, acc + i * acc_stride, acc_stride);
 }
 
-/* ---- the yardstick ---- */
+/* ---- the yardsticks ---- */
 
 static uint64_t read_bytes_neon(const void *p, size_t n) {
   const uint8_t *bytes = p; /* (n), n a multiple of 512 */
@@ -510,7 +510,9 @@ static uint64_t read_bytes_neon(const void *p, size_t n) {
   return vgetq_lane_u64(all, 0) | vgetq_lane_u64(all, 1);
 }
 
-#define KVEDGE_NEON_TABLE(isa_name, encode, scores, weighted_sum)                                  \
+enum { SUMS = 12 }; /* a product waits up to 7 cycles for the one before it in the same sum */
+
+#define KVEDGE_NEON_TABLE(isa_name, encode, scores, weighted_sum, multiplied)                      \
   {                                                                                                \
     .name = isa_name, .step_bytes = 16 << 10, .parallel_work = 3 << 20 /* not measured */,         \
     .abs_max_bits = abs_max_bits_neon,                                                             \
@@ -519,7 +521,7 @@ static uint64_t read_bytes_neon(const void *p, size_t n) {
     .merge_row = merge_row_portable, .scale_row = scale_row_portable, .scores_i8 = scores,         \
     .scores_f32 = scores_f32_neon, .softmax = softmax_neon, .weighted_sum_i8 = weighted_sum,       \
     .weighted_sum_f32 = weighted_sum_f32_neon, .logits = KVEDGE_LOGIT_KERNELS,                     \
-    .read_bytes = read_bytes_neon,                                                                 \
+    .read_bytes = read_bytes_neon, .multiply = multiplied,                                         \
   }
 
 #endif

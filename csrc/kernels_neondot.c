@@ -325,8 +325,21 @@ static void weighted_sum_i8_neondot(const int8_t *v, ptrdiff_t token_stride, int
 #undef WEIGH
 }
 
+static uint64_t multiply_neondot(size_t n) {
+  int32x4_t sum[SUMS];
+  const int8x16_t keys = vdupq_n_s8(1), codes = keys;
+  UNROLL
+  for (int j = 0; j < SUMS; j++) sum[j] = vdupq_n_s32(0);
+  for (size_t i = 0; i < n; i += SUMS * 8) /* 16 bytes of keys with one of the two of codes */
+    UNROLL
+    for (int j = 0; j < SUMS; j++) sum[j] = vdotq_laneq_s32(sum[j], keys, codes, 0);
+  UNROLL
+  for (int j = 1; j < SUMS; j++) sum[0] = vorrq_s32(sum[0], sum[j]);
+  return (uint64_t)vgetq_lane_s32(sum[0], 0);
+}
+
 const kvedge_kernels kvedge_kernels_neondot =
-    KVEDGE_NEON_TABLE("neondot", encode_query_neondot, scores_i8_neondot, weighted_sum_i8_neondot);
+    KVEDGE_NEON_TABLE("neondot", encode_query_neondot, scores_i8_neondot, weighted_sum_i8_neondot, multiply_neondot);
 
 KVEDGE_TARGET_END
 #endif

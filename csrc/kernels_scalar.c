@@ -71,4 +71,5 @@ const kvedge_kernels kvedge_kernels_scalar = {
     .weighted_sum_f32 = weighted_sum_f32_portable,
     .logits = KVEDGE_LOGIT_KERNELS,
     .read_bytes = read_bytes_portable,
+    .multiply = multiply_portable,
 };

@@ -98,3 +98,4 @@ cdef extern from "kvedge.h" nogil:
     kvedge_status kvedge_set_num_threads(int num_threads)
     void kvedge_quiesce()
     double kvedge_read_bandwidth(int num_threads, size_t bytes, int repeats)
+    double kvedge_product_rate(int num_threads, size_t products, int repeats)

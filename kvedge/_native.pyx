@@ -88,6 +88,21 @@ def read_bandwidth(int num_threads, int megabytes=512, int repeats=3):
     return speed
 
 
+def product_rate(int num_threads, size_t products, int repeats=3):
+    """Products per second that `num_threads` threads make in registers, best of `repeats` times.
+
+    Raises
+    ------
+    OutOfMemoryError
+    """
+    cdef double rate
+    with nogil:
+        rate = kvedge_product_rate(num_threads, products, repeats)
+    if rate == 0.0:
+        raise OutOfMemoryError(f"nothing to measure {products} products of {num_threads} threads with")
+    return rate
+
+
 # ---- one layer -----------------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""Facts about this machine: its processor, cores, caches, memory, and how fast memory is read.
+"""Facts about this machine: its processor, cores, caches, memory; how fast it reads and multiplies.
 
 Nothing here is needed to run a cache; it is what ``kvedge info`` shows and what the benchmarks put
 beside their figures. On Linux everything comes from ``/proc`` and ``/sys``; on macOS from
@@ -20,13 +20,17 @@ from pathlib import Path
 
 import numpy as np
 
+from kvedge import _backend
+
 __all__ = [
     "CacheLevel",
     "HugePages",
     "Machine",
+    "ProductRate",
     "ReadBandwidth",
     "bandwidth_thread_counts",
     "machine",
+    "product_rate",
     "read_bandwidth",
 ]
 
@@ -106,6 +110,15 @@ class ReadBandwidth:
     method: str  # "native" (the extension's widest loads) or "numpy" (an estimate from below)
 
 
+@dataclass(frozen=True, slots=True)
+class ProductRate:
+    """One measurement of :func:`product_rate`."""
+
+    num_threads: int
+    products_per_second: float
+    isa: str  # the kernels whose instructions made them
+
+
 def machine(root: str | os.PathLike[str] = "/") -> Machine:
     """Look at this machine.
 
@@ -175,6 +188,37 @@ def read_bandwidth(
         return ReadBandwidth(num_threads, rate, "numpy")
     rate = measure(num_threads, megabytes=megabytes, repeats=repeats)
     return ReadBandwidth(num_threads, float(rate), "native")
+
+
+def product_rate(
+    num_threads: int = 1, *, products: int = 1 << 25, repeats: int = 3
+) -> ProductRate | None:
+    """Measure how fast this machine multiplies, best of ``repeats``.
+
+    Attention multiplies codes of 16 bits (queries, weights) with bytes (keys, values), two products
+    for each query head, token it sees and channel. Here such products are made in registers alone,
+    by the instructions that the kernels in use are made of: however fast memory is, attention takes
+    no less time than its products. (Roofline: Williams, Waterman and Patterson 2009.)
+
+    Parameters
+    ----------
+    num_threads : int
+        Threads that multiply, each its own part.
+    products : int
+        How many products, together.
+    repeats : int
+        Times that all are made; the fastest counts.
+
+    Returns
+    -------
+    ProductRate or None
+        None on the NumPy backend, which has no such kernels.
+    """
+    if _backend.backend != "native":
+        return None
+    native = importlib.import_module("kvedge._native")
+    rate = native.product_rate(num_threads, products, repeats)
+    return ProductRate(num_threads, float(rate), native.isa_name())
 
 
 def _numpy_bandwidth(num_threads: int, megabytes: int, repeats: int) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 
 import pytest
 
@@ -34,6 +35,8 @@ def quick(monkeypatch):
     """Take the machine's bandwidth as known, and call little data cold."""
     found = system.ReadBandwidth(1, 1e10, "native")
     monkeypatch.setattr(system, "read_bandwidth", lambda *args, **options: found)
+    rate = system.ProductRate(1, 1e11, "scalar")
+    monkeypatch.setattr(system, "product_rate", lambda *args, **options: rate)
     monkeypatch.setattr(copies, "cold_bytes", lambda machine: 1 << 16)
     monkeypatch.setattr(contest, "_SETTLE_SECONDS", 0.0)
     monkeypatch.setattr(push, "_STORED_TOKENS", 64)
@@ -96,6 +99,25 @@ def test_decode_json(capsys):
             assert result["share_of_bandwidth"] == pytest.approx(rate / 1e10)
             assert result["copies"] == 1
         assert 1e-4 < own["error"] < 0.1 and peer["error"] < 1e-5
+
+
+@pytest.mark.parametrize("name", ["decode", "prefill"])
+def test_what_products_alone_take_stands_beside_the_times(name, capsys, tmp_path):
+    path, row = tmp_path / "run.json", re.compile("product limit(?! us)")
+    assert main(["bench", name, *COMMANDS[name], "--save", str(path)]) == exits.OK
+    native = kvedge.backend == "native"
+    assert bool(row.search(capsys.readouterr().out)) == native
+    report = json.loads(path.read_text(encoding="utf-8"))
+    for case in report["cases"]:
+        new = case.get("new_tokens", 1)
+        rows = range(new) if name == "prefill" else [-1]
+        seen = sum(case["context"] + row + 1 for row in rows)
+        assert case["products"] == 2 * 4 * 16 * seen  # keys and values
+        rate = case.pop("product_rate")
+        assert rate["count"] == 3 if native else rate is None
+    path.write_text(json.dumps(report), encoding="utf-8")  # as runs of before are
+    assert main(["bench", "show", str(path)]) == exits.OK
+    assert not row.search(capsys.readouterr().out)
 
 
 def test_decode_is_cold_by_default(capsys):

@@ -181,6 +181,16 @@ def test_both_ways_to_measure_bandwidth_give_a_speed():
     assert measured.bytes_per_second > 1e6 and measured.method in ("native", "numpy")
 
 
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_how_fast_kernels_multiply_is_measured(num_threads):
+    measured = system.product_rate(num_threads, products=1 << 16, repeats=1)
+    if kvedge.backend == "numpy":
+        assert measured is None
+        return
+    assert measured.products_per_second > 1e6
+    assert (measured.num_threads, measured.isa) == (num_threads, kvedge.isa_info()["isa"])
+
+
 def test_whether_huge_pages_are_given_is_measured():
     share = _memory.huge_page_share()
     assert share is None or 0 <= share <= 0.75

@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import kvedge
 from kvedge import system
 from kvedge.bench.copies import available_bytes, cold_bytes, copies_for, shortage
 from kvedge.bench.peers import Competitor, KvedgeInt8
-from kvedge.bench.roundrobin import BandwidthProbe, TimedCalls, round_robin
+from kvedge.bench.roundrobin import BandwidthProbe, ProductProbe, TimedCalls, round_robin
 from kvedge.bench.shapes import AttentionShape
 from kvedge.bench.statistics import Spread, spread_of
 from kvedge.bench.workload import Workload, make_workload
@@ -23,6 +24,8 @@ __all__ = [
     "enter",
     "errors_of",
     "measure_case",
+    "product_figures",
+    "product_probes",
 ]
 
 # Peers' idle threads spin before they sleep: GNU OpenMP's for about 300000 pauses, 17 ms at 140
@@ -196,13 +199,19 @@ def measure_case(
     try:
         megabytes = bandwidth_megabytes(conditions.machine, hot=conditions.hot)
         probe = BandwidthProbe(num_threads, megabytes, repeats=20 if conditions.hot else 2)
-        *samples, rates = round_robin(
-            [*contest.samplers(conditions.wake_seconds(num_threads)), probe],
+        found = round_robin(
+            [
+                *contest.samplers(conditions.wake_seconds(num_threads)),
+                probe,
+                *product_probes(num_threads),
+            ],
             rounds=conditions.rounds,
             budget_seconds=conditions.budget_seconds,
             settle_seconds=conditions.settle_seconds(num_threads),
             after_round=advance,
         )
+        count = len(contest.entries)
+        samples, rates, product_rates = found[:count], found[count], found[count + 1 :]
         bandwidth = spread_of(rates)
         own_seconds = spread_of(samples[0]).median
         return {
@@ -210,6 +219,7 @@ def measure_case(
             "context": context,
             "num_threads": num_threads,
             "read_bandwidth": asdict(bandwidth) | {"method": probe.method, "megabytes": megabytes},
+            **product_figures(2 * shape.num_heads * shape.head_dim * context, product_rates),
             "results": [
                 _result(entry, spread_of(seconds), bandwidth.median, own_seconds)
                 for entry, seconds in zip(contest.entries, samples, strict=True)
@@ -217,6 +227,17 @@ def measure_case(
         }, list(contest.notes)
     finally:
         contest.release()
+
+
+def product_probes(num_threads: int) -> list[ProductProbe]:
+    """Return what measures how fast kernels can multiply; nothing where there are no kernels."""
+    return [ProductProbe(num_threads)] if kvedge.backend == "native" else []
+
+
+def product_figures(products: int, rates: Sequence[Sequence[float]]) -> dict[str, Any]:
+    """Return what a report says of a case's products, given what the probes measured."""
+    rate = spread_of(rates[0]).as_json() if rates else None
+    return {"products": products, "product_rate": rate}
 
 
 def _result(entry: Entry, seconds: Spread, bandwidth: float, own_seconds: float) -> dict[str, Any]:

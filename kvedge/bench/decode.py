@@ -20,6 +20,7 @@ from kvedge.bench.report import (
     percent,
     plus_minus,
     print_header,
+    product_limit,
     remarks,
     scientific,
 )
@@ -134,7 +135,7 @@ _COLUMNS = (
     ">us",
     ">spread",
     ">GB/s",
-    ">of the limit",
+    ">of the read limit",
     ">time / kvedge's",
     ">error",
     ">of it arithmetic",
@@ -145,8 +146,10 @@ _SUMMARY_COLUMNS = (
     "shape",
     ">context",
     ">threads",
+    ">read limit us",
+    ">product limit us",
     ">kvedge us",
-    ">of the limit",
+    ">of the read limit",
     "best peer",
     ">its us",
     ">times kvedge's",
@@ -164,6 +167,9 @@ def _rows(case: Mapping[str, Any]) -> Iterable[Sequence[str]]:
         f"{bandwidth / 1e9:.1f}",
         *("", "", "", "", str(case["read_bandwidth"]["count"])),
     )
+    if (limit := product_limit(case)) is not None:
+        count = str(case["product_rate"]["count"])
+        yield ("", "product limit", microseconds(limit), *[""] * 6, count)
     for result in case["results"]:
         seconds = result["seconds"]
         yield (
@@ -193,6 +199,8 @@ def _summary(case: Mapping[str, Any]) -> Sequence[str]:
         name,
         f"{case['context']:,}",
         str(case["num_threads"]),
+        microseconds(own["bytes"] / case["read_bandwidth"]["median"]),
+        "" if (limit := product_limit(case)) is None else microseconds(limit),
         microseconds(own["seconds"]["median"]),
         percent(own["share_of_bandwidth"]),
         *told,
@@ -203,7 +211,7 @@ def _summary(case: Mapping[str, Any]) -> Sequence[str]:
 
 
 def draw(report: dict[str, Any], figure: Any) -> None:
-    """Draw time against context for each shape, with the read limit below all."""
+    """Draw time against context for each shape, with the limits below all."""
     names = list(report["competitors"])
     panels = by_shape(report["cases"], "num_threads")
     for axes, ((name, num_threads), cases) in zip(
@@ -214,6 +222,10 @@ def draw(report: dict[str, Any], figure: Any) -> None:
             case["results"][0]["bytes"] / case["read_bandwidth"]["median"] * 1e6 for case in cases
         ]
         axes.plot(contexts, limits, "k:", marker="_", label="read limit of INT8")
+        products = [product_limit(case) for case in cases]
+        if None not in products:
+            times = [1e6 * seconds for seconds in products if seconds is not None]
+            axes.plot(contexts, times, "k--", marker="_", label="product limit")
         for competitor in names:
             points = [
                 (case["context"], result["seconds"]["median"] * 1e6)

@@ -12,7 +12,14 @@ from kvedge.bench import options as common
 from kvedge.bench import plotting
 from kvedge.bench.affinity import choose_cpus, pinned_to, pinning
 from kvedge.bench.benchmark import measuring, progress
-from kvedge.bench.contest import Conditions, Entry, enter, errors_of
+from kvedge.bench.contest import (
+    Conditions,
+    Entry,
+    enter,
+    errors_of,
+    product_figures,
+    product_probes,
+)
 from kvedge.bench.peers import Competitor, KvedgeInt8, installed_peers
 from kvedge.bench.report import (
     by_shape,
@@ -20,6 +27,7 @@ from kvedge.bench.report import (
     milliseconds,
     plus_minus,
     print_header,
+    product_limit,
     remarks,
     scientific,
 )
@@ -126,8 +134,11 @@ def _measure_case(
         }
         samples = round_robin(
             [
-                TimedCalls(name, call, wake_seconds=conditions.wake_seconds(num_threads))
-                for name, call in (*alone.items(), *appending.items())
+                *(
+                    TimedCalls(name, call, wake_seconds=conditions.wake_seconds(num_threads))
+                    for name, call in (*alone.items(), *appending.items())
+                ),
+                *product_probes(num_threads),
             ],
             rounds=conditions.rounds,
             budget_seconds=conditions.budget_seconds,
@@ -135,7 +146,8 @@ def _measure_case(
             after_round=advance,
         )
         times = dict(zip(alone, samples, strict=False))
-        append_times = dict(zip(appending, samples[len(alone) :], strict=True))
+        append_times = dict(zip(appending, samples[len(alone) :], strict=False))
+        product_rates = samples[len(alone) + len(appending) :]
         own_seconds = spread_of(samples[0]).median
         rows_times_tokens = new_tokens * context + new_tokens * (new_tokens + 1) // 2
         operations = 4 * shape.num_heads * shape.head_dim * rows_times_tokens
@@ -145,6 +157,7 @@ def _measure_case(
             "new_tokens": new_tokens,
             "num_threads": num_threads,
             "operations": operations,
+            **product_figures(operations // 2, product_rates),
             "results": [
                 _result(
                     entry,
@@ -208,6 +221,10 @@ def print_tables(report: dict[str, Any], output: Output) -> None:
 
 
 def _rows(case: Mapping[str, Any]) -> Iterable[Sequence[str]]:
+    if (limit := product_limit(case)) is not None:
+        count = str(case["product_rate"]["count"])
+        rate = f"{case['operations'] / limit / 1e9:.1f}"
+        yield ("", "product limit", milliseconds(limit), "", "", rate, "", "", "", count)
     for i, result in enumerate(case["results"]):
         seconds, appended = result["seconds"], result["seconds_with_append"]
         yield (

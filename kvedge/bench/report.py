@@ -30,6 +30,7 @@ __all__ = [
     "plus_minus",
     "print_by_shape",
     "print_header",
+    "product_limit",
     "remarks",
     "save_report",
     "scientific",
@@ -162,6 +163,12 @@ def microseconds(seconds: float) -> str:
 def milliseconds(seconds: float) -> str:
     """Write a time in milliseconds, to three or four digits."""
     return microseconds(seconds * 1e-3)
+
+
+def product_limit(case: Mapping[str, Any]) -> float | None:
+    """Return the seconds that a case's products take alone; None if that was not measured."""
+    rate = case.get("product_rate")  # runs of before had none, and the NumPy backend has none
+    return None if rate is None else float(case["products"] / rate["median"])
 
 
 def timing_rows(

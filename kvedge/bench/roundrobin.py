@@ -15,7 +15,7 @@ from typing import Protocol
 
 from kvedge import system
 
-__all__ = ["MIN_ROUNDS", "BandwidthProbe", "Sampler", "TimedCalls", "round_robin"]
+__all__ = ["MIN_ROUNDS", "BandwidthProbe", "ProductProbe", "Sampler", "TimedCalls", "round_robin"]
 
 #: Rounds that a competitor gets however slow it is.
 MIN_ROUNDS = 3
@@ -126,6 +126,24 @@ class BandwidthProbe:
         )
         self.method = found.method
         return found.bytes_per_second
+
+
+class ProductProbe:
+    """Measures how fast the machine multiplies (products per second), as one more competitor."""
+
+    def __init__(self, num_threads: int) -> None:
+        self.name = f"product rate, {num_threads} threads"
+        self._num_threads = num_threads
+
+    def warm_up(self) -> None:
+        """Bring the processor to the clock it has with such instructions."""
+        self.sample()
+
+    def sample(self) -> float:
+        """Return the products per second of one measurement."""
+        found = system.product_rate(self._num_threads)
+        assert found is not None, "the NumPy backend multiplies by no kernels"
+        return found.products_per_second
 
 
 def round_robin(

@@ -740,6 +740,15 @@ static void test_read_bytes(void) {
   end();
 }
 
+static void test_multiply(void) {
+  begin("%s multiply", kernels->name);
+  for (size_t n = 0; n <= 4096; n = 2 * n + 1) {
+    if (n > 0 && kernels->multiply(n) == 0) fail("%zu products add up to nothing", n);
+    end_case();
+  }
+  end();
+}
+
 static void test_table(const kvedge_kernels *table) {
   kernels = table;
   random_state = 88172645463325252u; /* the same cases for every table */
@@ -756,6 +765,7 @@ static void test_table(const kvedge_kernels *table) {
   test_weighted_sum_f32();
   if (table->scores_i8_heads) test_heads();
   test_read_bytes();
+  test_multiply();
 }
 
 int main(int argc, char **argv) {
