@@ -177,7 +177,7 @@ static uint64_t KVEDGE_NAME(multiply)(size_t n) {
   for (size_t i = 0; i < n; i += SUMS * 16)
 #pragma GCC unroll 12
     for (int j = 0; j < SUMS; j++) {
-      __asm__("" : "+x"(keys)); /* others, for all a compiler knows: none multiplies once for all */
+      __asm__("" : "+x"(keys)); /* others, for all a compiler knows: none makes one sum for all */
       multiply_add_pairs(&sum[j], keys, codes);
     }
   uint64_t words[4];

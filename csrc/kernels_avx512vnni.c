@@ -334,12 +334,16 @@ static uint64_t read_bytes_avx512vnni(const void *p, size_t n) {
 
 static uint64_t multiply_avx512vnni(size_t n) {
   enum { SUMS = 12 }; /* a product waits up to 5 cycles for the one before it in the same sum, and two begin in one */
-  __m512i sum[SUMS];
+  __m512i sum[SUMS], keys = _mm512_set1_epi8(1);
+  const __m512i codes = keys;
 #pragma GCC unroll 12
   for (int j = 0; j < SUMS; j++) sum[j] = _mm512_setzero_si512();
   for (size_t i = 0; i < n; i += SUMS * 32) /* 64 bytes of keys with one of the two of codes */
 #pragma GCC unroll 12
-    for (int j = 0; j < SUMS; j++) multiply_add(&sum[j], _mm512_set1_epi8(1), _mm512_set1_epi8(1));
+    for (int j = 0; j < SUMS; j++) {
+      __asm__("" : "+v"(keys)); /* others, for all a compiler knows: none makes one sum for all */
+      multiply_add(&sum[j], keys, codes);
+    }
 #pragma GCC unroll 12
   for (int j = 1; j < SUMS; j++) sum[0] = _mm512_or_si512(sum[0], sum[j]);
   return (uint64_t)_mm512_reduce_or_epi64(sum[0]);

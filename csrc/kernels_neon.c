@@ -61,7 +61,7 @@ static uint64_t multiply_neon(size_t n) {
   for (size_t i = 0; i < n; i += SUMS * 4)
     UNROLL
     for (int j = 0; j < SUMS; j++) {
-      __asm__("" : "+w"(keys)); /* others, for all a compiler knows: none multiplies once for all */
+      __asm__("" : "+w"(keys)); /* others, for all a compiler knows: none makes one sum for all */
       sum[j] = multiply_add_f32(sum[j], keys, codes);
     }
   UNROLL

@@ -327,12 +327,16 @@ static void weighted_sum_i8_neondot(const int8_t *v, ptrdiff_t token_stride, int
 
 static uint64_t multiply_neondot(size_t n) {
   int32x4_t sum[SUMS];
-  const int8x16_t keys = vdupq_n_s8(1), codes = keys;
+  int8x16_t keys = vdupq_n_s8(1);
+  const int8x16_t codes = keys;
   UNROLL
   for (int j = 0; j < SUMS; j++) sum[j] = vdupq_n_s32(0);
   for (size_t i = 0; i < n; i += SUMS * 8) /* 16 bytes of keys with one of the two of codes */
     UNROLL
-    for (int j = 0; j < SUMS; j++) sum[j] = vdotq_laneq_s32(sum[j], keys, codes, 0);
+    for (int j = 0; j < SUMS; j++) {
+      __asm__("" : "+w"(keys)); /* others, for all a compiler knows: none makes one sum for all */
+      sum[j] = vdotq_laneq_s32(sum[j], keys, codes, 0);
+    }
   UNROLL
   for (int j = 1; j < SUMS; j++) sum[0] = vorrq_s32(sum[0], sum[j]);
   return (uint64_t)vgetq_lane_s32(sum[0], 0);

@@ -118,7 +118,8 @@ static inline uint64_t read_bytes_portable(const void *p, size_t n) {
 /* Each sum is multiplied and added to, since of sums that a product is added to a compiler would multiply that once. */
 static inline uint64_t multiply_portable(size_t n) {
   enum { SUMS = 12 * 4 };
-  float sum[SUMS] = {0}, all = 0.0f;
+  float sum[SUMS], all = 0.0f;
+  for (int j = 0; j < SUMS; j++) sum[j] = (float)j; /* all different: none makes one sum for all */
   for (size_t i = 0; i < n; i += SUMS)
     for (int j = 0; j < SUMS; j++) sum[j] = sum[j] * 0.5f + 1.0f;
   for (int j = 0; j < SUMS; j++) all += sum[j];

@@ -191,7 +191,7 @@ def read_bandwidth(
 
 
 def product_rate(
-    num_threads: int = 1, *, products: int = 1 << 25, repeats: int = 3
+    num_threads: int = 1, *, products: int = 1 << 30, repeats: int = 3
 ) -> ProductRate | None:
     """Measure how fast this machine multiplies, best of ``repeats``.
 
@@ -203,9 +203,9 @@ def product_rate(
     Parameters
     ----------
     num_threads : int
-        Threads that multiply, each its own part.
+        Threads that multiply.
     products : int
-        How many products, together.
+        How many products each of them makes: enough that starting threads does not matter.
     repeats : int
         Times that all are made; the fastest counts.
 
@@ -217,7 +217,7 @@ def product_rate(
     if _backend.backend != "native":
         return None
     native = importlib.import_module("kvedge._native")
-    rate = native.product_rate(num_threads, products, repeats)
+    rate = native.product_rate(num_threads, num_threads * products, repeats)
     return ProductRate(num_threads, float(rate), native.isa_name())
 
 
