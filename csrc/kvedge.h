@@ -230,8 +230,9 @@ void kvedge_quiesce(void);
 double kvedge_read_bandwidth(int num_threads, size_t bytes, int repeats);
 
 /* Products per second, of codes of 16 bits with bytes, that num_threads threads make by the instructions of the path in
- * use, in registers: the best of `repeats` times `products` of them. Attention makes two (keys, values) for each query
- * head, token it sees and channel; more where it needs 24 bits, half as many with precision_bits 8. 0: no memory. */
+ * use, in registers: the best of `repeats` times, in which each of them makes `products`. Attention makes two (keys,
+ * values) for each query head, token it sees and channel; half as many again where it needs 24 bits, half as many with
+ * precision_bits 8. 0: no memory. */
 double kvedge_product_rate(int num_threads, size_t products, int repeats);
 
 #ifdef __cplusplus

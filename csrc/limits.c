@@ -96,7 +96,7 @@ double kvedge_read_bandwidth(int num_threads, size_t bytes, int repeats) {
 }
 
 double kvedge_product_rate(int num_threads, size_t products, int repeats) {
-  worker *workers = new_workers(num_threads, num_threads < 1 ? 0 : products / (size_t)num_threads);
+  worker *workers = new_workers(num_threads, products);
   if (!workers) return 0.0;
   double best = best_rate(workers, num_threads, multiply_all, repeats);
   free(workers);

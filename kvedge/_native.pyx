@@ -89,7 +89,7 @@ def read_bandwidth(int num_threads, int megabytes=512, int repeats=3):
 
 
 def product_rate(int num_threads, size_t products, int repeats=3):
-    """Products per second that `num_threads` threads make in registers, best of `repeats` times.
+    """Products per second of threads that make `products` each, in registers; best of `repeats` times.
 
     Raises
     ------
@@ -99,7 +99,7 @@ def product_rate(int num_threads, size_t products, int repeats=3):
     with nogil:
         rate = kvedge_product_rate(num_threads, products, repeats)
     if rate == 0.0:
-        raise OutOfMemoryError(f"nothing to measure {products} products of {num_threads} threads with")
+        raise OutOfMemoryError(f"no memory for {num_threads} threads to multiply with")
     return rate
 
 

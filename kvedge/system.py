@@ -217,7 +217,7 @@ def product_rate(
     if _backend.backend != "native":
         return None
     native = importlib.import_module("kvedge._native")
-    rate = native.product_rate(num_threads, num_threads * products, repeats)
+    rate = native.product_rate(num_threads, products, repeats)
     return ProductRate(num_threads, float(rate), native.isa_name())
 
 

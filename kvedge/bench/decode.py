@@ -222,10 +222,7 @@ def draw(report: dict[str, Any], figure: Any) -> None:
             case["results"][0]["bytes"] / case["read_bandwidth"]["median"] * 1e6 for case in cases
         ]
         axes.plot(contexts, limits, "k:", marker="_", label="read limit of INT8")
-        products = [product_limit(case) for case in cases]
-        if None not in products:
-            times = [1e6 * seconds for seconds in products if seconds is not None]
-            axes.plot(contexts, times, "k--", marker="_", label="product limit")
+        plotting.draw_limit(axes, contexts, [product_limit(case) for case in cases], 1e6)
         for competitor in names:
             points = [
                 (case["context"], result["seconds"]["median"] * 1e6)

@@ -12,7 +12,7 @@ from kvedge.bench.shapes import AttentionShape
 from kvedge.cli.exits import UsageError
 from kvedge.errors import MissingExtraError
 
-__all__ = ["draw_bars", "grid", "require", "save_figure", "style_of"]
+__all__ = ["draw_bars", "draw_limit", "grid", "require", "save_figure", "style_of"]
 
 _SUFFIXES = (".png", ".svg", ".pdf")
 _DPI = 150
@@ -53,6 +53,19 @@ def grid(figure: Any, count: int) -> list[Any]:
     for unused in axes[count:]:
         unused.remove()
     return axes[:count]
+
+
+def draw_limit(
+    axes: Any, numbers: Sequence[int], limits: Sequence[float | None], unit: float
+) -> None:
+    """Draw what products alone take, of the numbers of tokens where that was measured."""
+    points = [
+        (number, seconds * unit)
+        for number, seconds in zip(numbers, limits, strict=True)
+        if seconds is not None
+    ]
+    if points:
+        axes.plot(*zip(*points, strict=True), "k--", marker="_", label="product limit")
 
 
 def draw_bars(

@@ -221,14 +221,16 @@ def print_tables(report: dict[str, Any], output: Output) -> None:
 
 
 def _rows(case: Mapping[str, Any]) -> Iterable[Sequence[str]]:
+    context = f"{case['context']:,}"
     if (limit := product_limit(case)) is not None:
         count = str(case["product_rate"]["count"])
         rate = f"{case['operations'] / limit / 1e9:.1f}"
-        yield ("", "product limit", milliseconds(limit), "", "", rate, "", "", "", count)
-    for i, result in enumerate(case["results"]):
+        yield (context, "product limit", milliseconds(limit), "", "", rate, "", "", "", count)
+        context = ""
+    for result in case["results"]:
         seconds, appended = result["seconds"], result["seconds_with_append"]
         yield (
-            "" if i else f"{case['context']:,}",
+            context,
             result["name"],
             milliseconds(seconds["median"]),
             plus_minus(seconds),
@@ -239,18 +241,21 @@ def _rows(case: Mapping[str, Any]) -> Iterable[Sequence[str]]:
             scientific(result["arithmetic_error"]),
             str(seconds["count"]),
         )
+        context = ""
 
 
 # ---- plot ------------------------------------------------------------------------------------
 
 
 def draw(report: dict[str, Any], figure: Any) -> None:
-    """Draw time against all tokens for each shape."""
+    """Draw time against all tokens for each shape, with the product limit below all."""
     names = list(report["competitors"])
     panels = by_shape(report["cases"], "num_threads")
     for axes, ((name, num_threads), cases) in zip(
         plotting.grid(figure, len(panels)), panels.items(), strict=True
     ):
+        totals = [case["context"] + case["new_tokens"] for case in cases]
+        plotting.draw_limit(axes, totals, [product_limit(case) for case in cases], 1e3)
         for competitor in names:
             points = [
                 (case["context"] + case["new_tokens"], result["seconds"]["median"] * 1e3)
@@ -261,7 +266,6 @@ def draw(report: dict[str, Any], figure: Any) -> None:
             if points:
                 style = plotting.style_of(competitor, names)
                 axes.plot(*zip(*points, strict=True), label=competitor, **style)
-        totals = [case["context"] + case["new_tokens"] for case in cases]
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.set_xticks(totals, [f"{n:,}" for n in totals], rotation=45)
