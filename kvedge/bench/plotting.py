@@ -65,7 +65,7 @@ def draw_limit(
         if seconds is not None
     ]
     if points:
-        axes.plot(*zip(*points, strict=True), "k--", marker="_", label="product limit")
+        axes.plot(*zip(*points, strict=True), "k--", marker="_", label="product limit, 16 bits")
 
 
 def draw_bars(
