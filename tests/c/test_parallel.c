@@ -9,6 +9,7 @@
 #include <sys/wait.h>
 #include <time.h>
 
+#include "dispatch.h"
 #include "kvedge.h"
 #include "parallel.h"
 
@@ -99,10 +100,16 @@ static void test_quiesce(void) {
 
 /* ---- Attention ---- */
 
-enum { MAX_LEN = 6600, HEADS = 8, KV_HEADS = 2, DIM = 64, OUT = HEADS * DIM };
+enum { HEADS = 8, KV_HEADS = 2, DIM = 64, OUT = HEADS * DIM };
 
-/* Tokens: work enough for several threads (parallel_work), on the paths of short runs less. */
-static int len = MAX_LEN;
+/* Tokens: a tile more than what several threads are woken for, which depends on the path in use. */
+static int len;
+
+static int tokens_for_threads(void) {
+  const int work_of_token = 2 * KV_HEADS * DIM * (3 + HEADS / KV_HEADS); /* as kvedge_kernels.parallel_work has it */
+  CHECK(kvedge_isa_ready() == KVEDGE_OK);
+  return kvedge_active()->parallel_work / work_of_token + KVEDGE_TILE;
+}
 
 static kvedge_layer *new_layer(void) {
   const kvedge_layer_config config = {.capacity = len, .num_kv_heads = KV_HEADS, .head_dim = DIM};
@@ -189,41 +196,42 @@ static void *keep_busy(void *stop) {
 /* A helper that loses its core in the middle of a slice must not read a mask, or slopes, after the call. */
 static void test_options_go_away(void) {
   begin("masks and slopes go away");
-  enum { BUSY = 6, CALLS = 200, ROWS = 64, SIZE = (MAX_LEN + 4095) / 4096 * 4096 };
+  enum { BUSY = 6, CALLS = 200, ROWS = 64 };
+  const size_t size = ((size_t)len + 4095) / 4096 * 4096; /* whole pages */
   float *rows = random_floats(ROWS * OUT, 3.0f), *out = malloc(ROWS * OUT * sizeof *out);
   const int few = getenv("KVEDGE_TEST_SHORT") != NULL; /* valgrind runs one thread at a time */
   const int calls = few ? 20 : CALLS, busy = few ? 0 : BUSY;
   pthread_t threads[BUSY];
   atomic_int stop = 0;
   for (int i = 0; i < busy; i++) CHECK(pthread_create(&threads[i], NULL, keep_busy, &stop) == 0);
-  uint8_t *pages = mmap(NULL, CALLS * SIZE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  uint8_t *pages = mmap(NULL, CALLS * size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   CHECK(pages != MAP_FAILED);
   for (int i = 0; i < calls; i++) {
-    uint8_t *page = pages + i * SIZE;
+    uint8_t *page = pages + (size_t)i * size;
     kvedge_attention_options options;
     kvedge_attention_defaults(&options);
     if (i % 2) {
       options.alibi_slopes = (float *)page;
     } else {
-      memset(page, 1, len);
+      memset(page, 1, (size_t)len);
       options.mask = page;
       options.mask_strides[2] = 1;
     }
     CHECK(kvedge_attend(layer, rows, ROWS, HEADS, &options, 4, out, NULL) == KVEDGE_OK);
-    mprotect(page, SIZE, PROT_NONE);
+    mprotect(page, size, PROT_NONE);
   }
   atomic_store(&stop, 1);
   for (int i = 0; i < busy; i++) pthread_join(threads[i], NULL);
   kvedge_quiesce();
-  munmap(pages, CALLS * SIZE), free(rows), free(out);
+  munmap(pages, CALLS * size), free(rows), free(out);
   end();
 }
 
 int main(void) {
-  if (getenv("KVEDGE_TEST_SHORT")) len = 3600;
   test_many_small_jobs();
   test_quiesce();
   begin("a layer");
+  len = tokens_for_threads();
   layer = new_layer();
   query = random_floats(OUT, 3.0f);
   CHECK(kvedge_attend(layer, query, 1, HEADS, NULL, 1, expected, NULL) == KVEDGE_OK);
