@@ -156,13 +156,17 @@ _SUMMARY_COLUMNS = (
 )
 
 
+def _read_limit(case: Mapping[str, Any]) -> float:
+    """Return the seconds in which kvedge's bytes could be read."""
+    return float(case["results"][0]["bytes"] / case["read_bandwidth"]["median"])
+
+
 def _rows(case: Mapping[str, Any]) -> Iterable[Sequence[str]]:
     bandwidth = case["read_bandwidth"]["median"]
-    own = case["results"][0]
     yield (
         f"{case['context']:,}",
         "read limit",
-        microseconds(own["bytes"] / bandwidth),
+        microseconds(_read_limit(case)),
         "",
         f"{bandwidth / 1e9:.1f}",
         *("", "", "", "", str(case["read_bandwidth"]["count"])),
@@ -199,7 +203,7 @@ def _summary(case: Mapping[str, Any]) -> Sequence[str]:
         name,
         f"{case['context']:,}",
         str(case["num_threads"]),
-        microseconds(own["bytes"] / case["read_bandwidth"]["median"]),
+        microseconds(_read_limit(case)),
         "" if (limit := product_limit(case)) is None else microseconds(limit),
         microseconds(own["seconds"]["median"]),
         percent(own["share_of_bandwidth"]),
@@ -218,9 +222,7 @@ def draw(report: dict[str, Any], figure: Any) -> None:
         plotting.grid(figure, len(panels)), panels.items(), strict=True
     ):
         contexts = [case["context"] for case in cases]
-        limits = [
-            case["results"][0]["bytes"] / case["read_bandwidth"]["median"] * 1e6 for case in cases
-        ]
+        limits = [_read_limit(case) * 1e6 for case in cases]
         axes.plot(contexts, limits, "k:", marker="_", label="read limit of INT8")
         plotting.draw_limit(axes, contexts, [product_limit(case) for case in cases], 1e6)
         for competitor in names:

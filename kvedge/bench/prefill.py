@@ -146,8 +146,9 @@ def _measure_case(
             after_round=advance,
         )
         times = dict(zip(alone, samples, strict=False))
-        append_times = dict(zip(appending, samples[len(alone) :], strict=False))
-        product_rates = samples[len(alone) + len(appending) :]
+        count = len(alone) + len(appending)
+        append_times = dict(zip(appending, samples[len(alone) : count], strict=True))
+        product_rates = samples[count:]
         own_seconds = spread_of(samples[0]).median
         rows_times_tokens = new_tokens * context + new_tokens * (new_tokens + 1) // 2
         operations = 4 * shape.num_heads * shape.head_dim * rows_times_tokens
