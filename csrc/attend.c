@@ -155,7 +155,7 @@ kvedge_status kvedge_attend(const kvedge_layer *layer, const float *query, int64
                             float *out, float *lse) {
   if (!layer || !query || !out || num_threads < 0) return KVEDGE_ERROR_ARGUMENT;
   kvedge_segment segment;
-  kvedge_cache_view view = kvedge_layer_view(layer, &segment);
+  kvedge_cache_view view = kvedge_layer_view(layer, options ? options->num_tokens : 0, &segment);
   kvedge_sequence rows = {.query = query, .num_rows = num_rows, .out = out, .lse = lse};
   kvedge_status status = kvedge_attention_check(&view, query, num_rows, num_heads, options);
   for (int64_t row = 0; row < num_rows && status == KVEDGE_OK; row += MAX_ROWS) {
@@ -197,8 +197,9 @@ static kvedge_status check_batch(const kvedge_layer *pool, int64_t block_size, c
   if (!pool || block_size < 1 || block_size > pool->config.capacity || !sequences || num_sequences < 1)
     return KVEDGE_ERROR_ARGUMENT;
   if (options && (options->mask || options->bias) && num_sequences > 1) return KVEDGE_ERROR_ARGUMENT;
+  if (options && options->num_tokens) return KVEDGE_ERROR_ARGUMENT;
   kvedge_segment unused;
-  kvedge_cache_view view = kvedge_layer_view(pool, &unused);
+  kvedge_cache_view view = kvedge_layer_view(pool, 0, &unused);
   *num_segments = *num_calls = 0;
   for (int i = 0; i < num_sequences; i++) {
     const kvedge_sequence *s = &sequences[i];
@@ -220,7 +221,7 @@ static kvedge_status attend_sequences(const kvedge_layer *pool, int64_t block_si
   int num_calls = 0;
   for (int i = 0; i < num_sequences; i++) {
     const kvedge_sequence *s = &sequences[i];
-    kvedge_cache_view view = kvedge_layer_view(pool, segments);
+    kvedge_cache_view view = kvedge_layer_view(pool, 0, segments);
     view.len = s->len;
     view.segments = segments;
     view.num_segments = segments_of(pool, block_size, s, &view, segments);
@@ -241,7 +242,7 @@ kvedge_status kvedge_attend_batch(const kvedge_layer *pool, int64_t block_size,
   if (num_threads < 0) return KVEDGE_ERROR_ARGUMENT;
   kvedge_status status = check_batch(pool, block_size, sequences, num_sequences, num_heads, options,
                                      &num_segments, &num_calls);
-  if (status != KVEDGE_OK) return status;
+  if (status != KVEDGE_OK || num_calls == 0) return status;
   kvedge_segment *segments = malloc((size_t)num_segments * sizeof *segments);
   planned_call *calls = malloc((size_t)num_calls * sizeof *calls);
   if (segments && calls)

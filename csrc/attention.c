@@ -14,16 +14,20 @@ enum {
    * asked for: two tiles' keys and values are to fit a second-level cache, which two threads may share. */
   TILE_BYTES = 100 << 10,
   LEAST_TILE = 48, /* but this many tokens are worked on at once, since a call for fewer costs more */
+  /* Rows of up to this many channels get 24 bits: with few channels all of an output may cancel, so that what 16 bits
+   * leave of an error is large beside it. */
+  TINY_ROW_CHANNELS = 8,
 };
 
 void kvedge_attention_defaults(kvedge_attention_options *options) {
   *options = (kvedge_attention_options){.scale = NAN, .causal = 1};
 }
 
-kvedge_cache_view kvedge_layer_view(const kvedge_layer *layer, kvedge_segment *segment) {
+kvedge_cache_view kvedge_layer_view(const kvedge_layer *layer, int64_t num_tokens, kvedge_segment *segment) {
   const kvedge_layer_config *config = &layer->config;
   const kvedge_slabs *slabs = &layer->slabs;
   int64_t len = kvedge_layer_len(layer);
+  if (num_tokens) len = num_tokens > 0 && num_tokens <= len ? num_tokens : 0; /* 0: refused by the check */
   ptrdiff_t row = config->head_dim * (ptrdiff_t)kvedge_element_size(config);
   ptrdiff_t scales = layer->num_groups * (ptrdiff_t)kvedge_scale_size(config);
   *segment = (kvedge_segment){.keys = slabs->key_codes, .values = slabs->value_codes,
@@ -41,17 +45,6 @@ kvedge_cache_view kvedge_layer_view(const kvedge_layer *layer, kvedge_segment *s
       .len = len, .num_segments = 1, .segments = segment};
 }
 
-/* A power of two that takes scales (float32: values) of at most `bound` to where sums over a million
- * tokens stay within float's range, and leaves as much room below as above. Mostly 1. */
-static float normalizing_factor(float bound) {
-  enum { LARGEST = 60, SMALLEST = -40, MAX_FACTOR = 127 };
-  if (bound <= 0.0f) return 1.0f;
-  int exponent = ilogbf(bound);
-  if (exponent > LARGEST) return ldexpf(1.0f, LARGEST - exponent);
-  if (exponent < SMALLEST) return ldexpf(1.0f, -exponent < MAX_FACTOR ? -exponent : MAX_FACTOR);
-  return 1.0f;
-}
-
 void kvedge_attention_plan(kvedge_attention *a, const kvedge_cache_view *view, int64_t first_position,
                            int64_t num_rows, int num_heads, const kvedge_attention_options *options) {
   memset(a, 0, sizeof *a);
@@ -60,9 +53,10 @@ void kvedge_attention_plan(kvedge_attention *a, const kvedge_cache_view *view, i
   if (options) a->options = *options;
   else kvedge_attention_defaults(&a->options);
   if (isnan(a->options.scale)) a->options.scale = (float)(1.0 / sqrt(view->head_dim));
+  if (a->options.window >= view->len) a->options.window = 0; /* hides nothing, and sums with it stay in range */
+  if (a->options.sink_tokens > view->len) a->options.sink_tokens = view->len;
   a->real_logits = a->options.softcap > 0.0f || a->options.alibi_slopes || a->options.bias;
-  a->key_factor = normalizing_factor(view->key_bound);
-  a->value_factor = normalizing_factor(view->value_bound);
+  a->key_factor = a->value_factor = 1.0f;
 
   a->num_rows = num_rows;
   a->first_position = first_position;
@@ -89,12 +83,12 @@ void kvedge_attention_plan(kvedge_attention *a, const kvedge_cache_view *view, i
   a->chunks_per_block = wanted < 1 ? 1 : (int)wanted;
 
   a->bytes = a->options.precision_bits / 8;
+  if (a->bytes == 0 && view->head_dim <= TINY_ROW_CHANNELS) a->bytes = 3;
   a->num_groups = view->format == KVEDGE_INT8 ? view->num_groups : 1;
   int group = view->format == KVEDGE_INT8 ? view->group_size : view->head_dim;
   a->group_pad = kvedge_padded_channels(group);
   a->acc_stride = (view->head_dim + 15) / 16 * 16;
-  size_t states = ((size_t)view->num_kv_heads * (size_t)a->stack + 15) / 16 * 16;
-  a->partial_floats = states * (2 + (size_t)a->acc_stride);
+  a->partial_floats = kvedge_partial_floats(a);
 }
 
 static size_t query_floats(const kvedge_attention *a) {
@@ -105,15 +99,16 @@ size_t kvedge_attention_lay_out(kvedge_attention *a, char *base, int num_slots) 
   size_t used = 0;
   int slices_prepare = kvedge_slices_prepare(a);
   kvedge_take(base, &used, sizeof *a);
-  a->segments = kvedge_take(base, &used, (size_t)a->view.num_segments * sizeof *a->segments);
+  if (!a->is_refit) a->segments = kvedge_take(base, &used, (size_t)a->view.num_segments * sizeof *a->segments);
   a->alibi_slopes = NULL;
   if (a->options.alibi_slopes) a->alibi_slopes = kvedge_take(base, &used, (size_t)a->num_heads * sizeof(float));
   a->query_copy = NULL;
-  if (slices_prepare && !a->query_stays) a->query_copy = kvedge_take(base, &used, query_floats(a) * sizeof(float));
+  if (!a->query_stays) a->query_copy = kvedge_take(base, &used, query_floats(a) * sizeof(float));
   a->query_bytes = kvedge_query_bytes(a);
   a->queries = kvedge_take(base, &used, (size_t)(slices_prepare ? num_slots : a->num_row_blocks) * a->query_bytes);
   a->num_slots = num_slots;
   a->partials = kvedge_take(base, &used, ((size_t)num_slots + 1) * a->partial_floats * sizeof *a->partials);
+  if (!a->is_refit) a->refit = kvedge_take(base, &used, kvedge_refit_bytes(a));
   return used;
 }
 
@@ -132,13 +127,14 @@ kvedge_attention *kvedge_attention_set_up(const kvedge_attention *planned, void 
   a->lse = lse;
   if (a->query_copy) memcpy(a->query_copy, query, query_floats(a) * sizeof *query);
   a->query = a->query_copy ? a->query_copy : query;
+  kvedge_fit_factors(a);
   kvedge_prepare_queries(a);
   return a;
 }
 
 kvedge_status kvedge_attention_check(const kvedge_cache_view *view, const float *query, int64_t num_rows,
                                      int num_heads, const kvedge_attention_options *o) {
-  if (num_rows < 1 || num_heads < 1 || num_heads % view->num_kv_heads) return KVEDGE_ERROR_ARGUMENT;
+  if (num_rows < 0 || num_heads < 1 || num_heads % view->num_kv_heads) return KVEDGE_ERROR_ARGUMENT;
   if (view->len < 1 || ((!o || o->causal) && num_rows > view->len)) return KVEDGE_ERROR_ARGUMENT;
   if (o) {
     if (isinf(o->scale) || !(o->softcap >= 0.0f) || isinf(o->softcap)) return KVEDGE_ERROR_ARGUMENT;
@@ -157,8 +153,8 @@ kvedge_status kvedge_attention_check(const kvedge_cache_view *view, const float 
 static kvedge_status plan_layer(kvedge_attention *a, const kvedge_layer *layer, const float *query,
                                 int64_t num_rows, int num_heads, const kvedge_attention_options *options,
                                 kvedge_segment *segment) {
-  if (!layer) return KVEDGE_ERROR_ARGUMENT;
-  kvedge_cache_view view = kvedge_layer_view(layer, segment);
+  if (!layer || num_rows < 1) return KVEDGE_ERROR_ARGUMENT;
+  kvedge_cache_view view = kvedge_layer_view(layer, options ? options->num_tokens : 0, segment);
   kvedge_status status = kvedge_attention_check(&view, query, num_rows, num_heads, options);
   if (status == KVEDGE_OK) kvedge_attention_plan(a, &view, view.len - num_rows, num_rows, num_heads, options);
   return status;
@@ -199,12 +195,13 @@ kvedge_status kvedge_attention_init(void *memory, size_t bytes, const kvedge_lay
 /* ---- Logits --------------------------------------------------------------------------------- */
 
 kvedge_status kvedge_scores(const kvedge_layer *layer, const float *query, int num_heads, float scale,
-                            float *logits) {
-  if (!query || !logits) return KVEDGE_ERROR_ARGUMENT;
+                            int64_t num_tokens, float *logits) {
+  if (!query || !logits || num_tokens < 1) return KVEDGE_ERROR_ARGUMENT;
   kvedge_attention_options options;
   kvedge_attention_defaults(&options);
   options.scale = scale;
   options.precision_bits = 24;
+  options.num_tokens = num_tokens;
   kvedge_attention planned;
   kvedge_segment segment;
   kvedge_status status = plan_layer(&planned, layer, query, 1, num_heads, &options, &segment);

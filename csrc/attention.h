@@ -8,6 +8,7 @@
  *   step.c       one tile of a KV head, or of several: scores, online softmax, weighted sums
  *   options.c    options that look at single logits
  *   merge.c      partial results into one, and that into the output
+ *   range.c      factors that keep huge and tiny rows within float's range
  */
 #ifndef KVEDGE_ATTENTION_H
 #define KVEDGE_ATTENTION_H
@@ -29,6 +30,7 @@ typedef struct {
   int num_kv_heads, head_dim, group_size, num_groups;
   ptrdiff_t token_stride, head_stride;             /* of codes */
   ptrdiff_t scale_token_stride, scale_head_stride; /* of scales */
+  ptrdiff_t first_code, first_scale;               /* bytes from a segment's start to KV head 0 of the view */
   float key_bound, value_bound;                    /* as in kvedge_layer */
   const float *key_offset;                         /* (num_kv_heads, head_dim) or NULL */
   int64_t len;                                     /* tokens in all segments */
@@ -66,9 +68,10 @@ struct kvedge_attention {
    * logit_bias. If an option needs true logits (real_logits), scores are turned into them at once. */
   int real_logits;
   float key_factor, value_factor; /* powers of two that all scales are multiplied by */
+  int is_refit;                   /* one row of one head, with factors of what it sees: see range.c */
 
   const float *query;     /* (num_rows, num_heads, head_dim) */
-  float *query_copy;      /* the same if slices prepare it, unless query_stays where it is until all have run */
+  float *query_copy;      /* the same, unless query_stays where it is until all slices have run and been collected */
   int query_stays;
   float *alibi_slopes;    /* (num_heads) what options.alibi_slopes points to: a copy that lives with the call */
   char *queries;          /* (slots or row blocks, query_bytes), see kvedge_queries_of() */
@@ -83,6 +86,7 @@ struct kvedge_attention {
   ptrdiff_t acc_stride;  /* head_dim rounded up to 16 floats */
   size_t partial_floats;
   float *partials;       /* (num_slots + 1, partial_floats), the total last */
+  char *refit;           /* room for one row of one head, see kvedge_refit() */
 
   float *out, *lse;
 };
@@ -91,6 +95,11 @@ typedef struct {
   float *max, *sum; /* (num_kv_heads, stack) */
   float *acc;       /* (num_kv_heads, stack, acc_stride) */
 } kvedge_partial;
+
+static inline size_t kvedge_partial_floats(const kvedge_attention *a) {
+  size_t states = ((size_t)a->view.num_kv_heads * (size_t)a->stack + 15) / 16 * 16;
+  return states * (2 + (size_t)a->acc_stride);
+}
 
 static inline kvedge_partial kvedge_partial_at(const kvedge_attention *a, int slot) {
   float *base = a->partials + (size_t)slot * a->partial_floats;
@@ -120,7 +129,8 @@ typedef struct {
 
 kvedge_visible kvedge_visible_tokens(const kvedge_attention *a, int64_t block);
 
-kvedge_cache_view kvedge_layer_view(const kvedge_layer *layer, kvedge_segment *segment);
+/* The first num_tokens tokens of a layer, 0: all; the layer's length is read here, once per call. */
+kvedge_cache_view kvedge_layer_view(const kvedge_layer *layer, int64_t num_tokens, kvedge_segment *segment);
 
 /* Takes `bytes` from a region that starts at base (NULL: only counts). */
 static inline void *kvedge_take(char *base, size_t *used, size_t bytes) {
@@ -146,6 +156,15 @@ size_t kvedge_query_bytes(const kvedge_attention *a);
 void kvedge_prepare_queries(const kvedge_attention *a);
 kvedge_queries kvedge_queries_for(const kvedge_attention *a, int64_t block, int slot);
 kvedge_queries kvedge_queries_of(const kvedge_attention *a, int64_t block, int slot);
+
+/* range.c: sets the factors of a call whose arrays are set, from what it sees. */
+void kvedge_fit_factors(kvedge_attention *a);
+/* Bytes that kvedge_refit() needs. */
+size_t kvedge_refit_bytes(const kvedge_attention *a);
+/* Can sums of the query at `state` have lost what is small, because factors are for larger rows than it sees? */
+int kvedge_may_have_lost(const kvedge_attention *a, const kvedge_queries *q, size_t state, float sum, const float *acc);
+/* Attends again to one row of one query head, with factors of what it sees. 0: these are the same, nothing is done. */
+int kvedge_refit(const kvedge_attention *a, int64_t row, int head, float *out, float *lse);
 
 /* A slice of a call; attention NULL: none. */
 typedef struct {

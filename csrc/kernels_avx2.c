@@ -9,6 +9,8 @@
  *   vpmovsxbd ymm, m64         s8 to s32                      3, p5               3, FP12       FP12
  *   vcvtdq2ps ymm              s32 to float                   4, p01              3, FP3        FP23
  */
+#include "kernels.h"
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 

@@ -12,6 +12,8 @@
  * it is products, and what disturbs them is stores. kernels_avx512vnni_keys.h has the scores,
  * kernels_avx512vnni_values.h the weighted sums.
  */
+#include "kernels.h"
+
 #if defined(__x86_64__)
 #include <float.h>
 #include <immintrin.h>

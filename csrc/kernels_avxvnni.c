@@ -9,6 +9,8 @@
  * KVEDGE_AVXVNNI_AS_EVEX builds the same code in AVX-512VL's encoding of this instruction, so that it can be run,
  * tested and timed on a server that has that but not AVX-VNNI.
  */
+#include "kernels.h"
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 

@@ -12,7 +12,7 @@
 #include "target.h"
 
 /* The nearest number that is finite. */
-KVEDGE_INLINE float finite(float x) {
+KVEDGE_INLINE float nearest_finite(float x) {
   float above = x < -FLT_MAX ? -FLT_MAX : x;
   return above > FLT_MAX ? FLT_MAX : above;
 }
@@ -41,22 +41,22 @@ static void to_logits_portable(float *row, int n, double factor, double bias, fl
   enum { RANGE = 1 << 30 }; /* within which float is no less exact than a logit in float can be */
   if (factor > 1.0 / RANGE && factor < RANGE && fabs(bias) < RANGE) {
     const float by = (float)factor, plus = (float)bias;
-    for (int t = 0; t < n; t++) row[t] = finite(row[t] * by + plus);
+    for (int t = 0; t < n; t++) row[t] = nearest_finite(row[t] * by + plus);
   } else {
-    for (int t = 0; t < n; t++) row[t] = finite((float)(row[t] * factor + bias));
+    for (int t = 0; t < n; t++) row[t] = nearest_finite((float)(row[t] * factor + bias));
   }
   if (!(cap > 0.0f)) return;
-  const float inverse_of_cap = finite(1.0f / cap);
+  const float inverse_of_cap = nearest_finite(1.0f / cap);
   for (int t = 0; t < n; t++) row[t] = soft_capped(row[t], cap, inverse_of_cap);
 }
 
 static void add_slope_portable(float *logits, int n, float slope, float first) {
-  for (int t = 0; t < n; t++) logits[t] = finite(logits[t] + slope * (first + (float)t));
+  for (int t = 0; t < n; t++) logits[t] = nearest_finite(logits[t] + slope * (first + (float)t));
 }
 
 static void add_bias_portable(float *restrict logits, int n, const float *restrict bias) {
   for (int t = 0; t < n; t++) {
-    float sum = finite(logits[t] + bias[t]);
+    float sum = nearest_finite(logits[t] + bias[t]);
     logits[t] = bias[t] < -FLT_MAX ? -INFINITY : sum;
   }
 }

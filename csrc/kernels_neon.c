@@ -18,6 +18,8 @@
  * llvm-mca -mcpu=cortex-a72 on gcc 12's loops: keys 18 cycles for 32 bytes with one query, 48 with
  * four; values 19 and 45.
  */
+#include "kernels.h"
+
 #if defined(__aarch64__) || defined(__ARM_NEON) || (defined(__arm__) && !defined(__clang__))
 #include "target.h"
 

@@ -21,6 +21,8 @@
  * At two a cycle, 64 bytes take 10 cycles (8) with one query, 28 (20) with four. The same by floats,
  * as in kernels_neon.c, takes twice that and more.
  */
+#include "kernels.h"
+
 #if defined(__aarch64__)
 #include "target.h"
 

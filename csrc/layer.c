@@ -87,6 +87,7 @@ kvedge_status kvedge_layer_attach(void *header, size_t bytes, const kvedge_layer
   layer->num_groups = groups_of(&config);
   layer->slabs = *slabs;
   atomic_init(&layer->len, 0);
+  layer->written = 0;
   atomic_init(&layer->key_bound, 0.0f);
   atomic_init(&layer->value_bound, 0.0f);
   layer->has_key_offset = 0;
@@ -155,10 +156,14 @@ static void raise_bound(_Atomic float *bound, float value) {
     atomic_store_explicit(bound, value, memory_order_relaxed);
 }
 
-/* Tokens are checked and stored in chunks of about so many numbers, which a core's own cache still holds
+static void raise_written(kvedge_layer *layer, int64_t stop) {
+  if (stop > layer->written) layer->written = stop;
+}
+
+/* Tokens are checked and stored in chunks of about so many values, which a core's own cache still holds
  * when they are read for the second time. What a chunk leaves behind if a later one is refused lies
- * where nothing is stored yet: nobody reads past len. */
-enum { CHUNK_NUMBERS = 4096 };
+ * where nothing was ever written. */
+enum { CHUNK_VALUES = 4096 };
 
 static kvedge_status write_chunk(kvedge_layer *layer, int64_t position, const float *keys, const float *values,
                                  int64_t num_tokens) {
@@ -180,15 +185,16 @@ kvedge_status kvedge_layer_write(kvedge_layer *layer, int64_t position, const fl
   if (!layer || position < 0 || num_tokens < 0 || (num_tokens > 0 && (!keys || !values)))
     return KVEDGE_ERROR_ARGUMENT;
   if (num_tokens > layer->config.capacity - position) return KVEDGE_ERROR_CAPACITY;
-  int stored = position < kvedge_layer_len(layer); /* is something? It must stay if anything is refused */
-  if (stored) kvedge_quiesce();                    /* and a late reader may look at it */
-  int64_t token = (int64_t)layer->config.num_kv_heads * layer->config.head_dim; /* numbers */
-  int64_t chunk = layer->config.format == KVEDGE_INT8 && !stored ? CHUNK_NUMBERS / token + 1 : num_tokens;
+  if (position < kvedge_layer_len(layer)) kvedge_quiesce(); /* a late reader may look at these rows */
+  int overwrites = position < layer->written; /* rows that must stay if any of the new ones is refused */
+  int64_t token = (int64_t)layer->config.num_kv_heads * layer->config.head_dim; /* values */
+  int64_t chunk = layer->config.format == KVEDGE_INT8 && !overwrites ? CHUNK_VALUES / token + 1 : num_tokens;
   for (int64_t done = 0; done < num_tokens; done += chunk) {
     if (chunk > num_tokens - done) chunk = num_tokens - done;
     kvedge_status status = write_chunk(layer, position + done, keys + done * token, values + done * token, chunk);
     if (status != KVEDGE_OK) return status;
   }
+  raise_written(layer, position + num_tokens);
   return KVEDGE_OK;
 }
 
@@ -211,6 +217,7 @@ kvedge_status kvedge_layer_filled(kvedge_layer *layer, int64_t position, int64_t
   int64_t stop = position + num_tokens;
   raise_bound(&layer->key_bound, kvedge_rows_bound(layer, slabs->key_codes, slabs->key_scales, position, stop));
   raise_bound(&layer->value_bound, kvedge_rows_bound(layer, slabs->value_codes, slabs->value_scales, position, stop));
+  raise_written(layer, stop);
   return KVEDGE_OK;
 }
 

@@ -15,6 +15,8 @@ struct kvedge_layer {
   kvedge_slabs slabs;
   /* Readers look at len first: what lies below it, and both bounds, is then written. */
   _Atomic int64_t len;
+  /* Rows below it have been written. They may lie above len, where a caller can return to them with set_len. */
+  int64_t written;
   /* At least the largest scale (float32: magnitude) stored; attention scales by their exponents, so
    * that neither huge nor tiny caches leave float's range. */
   _Atomic float key_bound, value_bound;

@@ -34,8 +34,10 @@ static double join_sink(double sink, double *log_sum) {
 }
 
 /* One query's output and the logarithm of its softmax denominator. */
-static void finish(const kvedge_attention *a, const kvedge_queries *q, size_t state, int head,
+static void finish(const kvedge_attention *a, const kvedge_queries *q, size_t state, int64_t row, int head,
                    const kvedge_partial *total, float *out, float *lse) {
+  const float *acc = total->acc + state * (size_t)a->acc_stride;
+  if (kvedge_may_have_lost(a, q, state, total->sum[state], acc) && kvedge_refit(a, row, head, out, lse)) return;
   double sum = total->sum[state], keep = 1.0;
   if (lse || a->options.sink_logits) {
     double log_sum = log_denominator(a, q, state, total->max[state], sum);
@@ -43,8 +45,7 @@ static void finish(const kvedge_attention *a, const kvedge_queries *q, size_t st
     if (lse) *lse = log_sum == -INFINITY ? -INFINITY : kvedge_bounded((float)log_sum);
   }
   float factor = sum > 0.0 ? (float)(keep / sum) : 0.0f;
-  a->kernels->scale_row(total->acc + state * (size_t)a->acc_stride, a->view.head_dim, factor, 1.0f / a->value_factor,
-                        out);
+  a->kernels->scale_row(acc, a->view.head_dim, factor, 1.0f / a->value_factor, out);
 }
 
 void kvedge_attention_collect(kvedge_attention *a, int slice, int slot) {
@@ -64,8 +65,8 @@ void kvedge_attention_collect(kvedge_attention *a, int slice, int slot) {
         if (chunk > 0) merge(a, &q, state, &total, &part);
         if (chunk + 1 < a->chunks_per_block) continue;
         int head = kv_head * group + g;
-        int64_t at = (block * a->rows_per_block + r) * a->num_heads + head;
-        finish(a, &q, state, head, a->chunks_per_block > 1 ? &total : &part, a->out + at * dim,
+        int64_t row = block * a->rows_per_block + r, at = row * a->num_heads + head;
+        finish(a, &q, state, row, head, a->chunks_per_block > 1 ? &total : &part, a->out + at * dim,
                a->lse ? a->lse + at : NULL);
       }
 }

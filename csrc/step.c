@@ -14,6 +14,13 @@ static tile_rows rows_of_head(const kvedge_cache_view *view, const tile_rows *fi
                      first->value_scales + scale};
 }
 
+/* Factors of one row may take scales of tokens that it does not see out of range. */
+static void clamp_hidden(float *scales, int num_columns, int num_tokens) {
+  for (int c = 0; c < num_columns; c++, scales += SCALES)
+    for (int t = 0; t < num_tokens; t++)
+      if (scales[t] > 0x1p61f) scales[t] = 0x1p61f;
+}
+
 /* Scales of one group of one head's keys, or of its values, in a tile. */
 static const float *tile_scales(const kvedge_attention *a, const tile_of_tokens *tile, int kv_head, int group,
                                 int of_values, scale_columns *columns) {
@@ -33,6 +40,7 @@ static const float *tile_scales(const kvedge_attention *a, const tile_of_tokens 
   }
   for (int t = tile->num_tokens; t % KVEDGE_BLOCK; t++)
     for (int c = 0; c < count; c++) columns->scale[c][t] = 0.0f;
+  if (a->is_refit) clamp_hidden(columns->scale[0], count, tile->num_tokens);
   columns->first = column;
   return columns->scale[0];
 }
@@ -224,6 +232,12 @@ static void weighted_sum(const kvedge_attention *a, const encounter *e, workspac
   const int bytes = weight_bytes(a, tile);
   const float *p = w->scores + e->at * KVEDGE_TILE, *alpha = w->alpha + e->at;
   float *acc = partial->acc + kvedge_index_of(a, e) * (size_t)a->acc_stride;
+  float v_factor = a->value_factor;
+  if (view->format == KVEDGE_FLOAT32 && v_factor > 1.0f) { /* values that are hidden may be too large for it */
+    for (int i = 0; i < e->count; i++)
+      for (int t = 0; t < tile->num_tokens; t++) w->scores[(e->at + i) * KVEDGE_TILE + t] *= v_factor;
+    v_factor = 1.0f;
+  }
   for (int g = 0; g < a->num_groups; g++) {
     int start = g * view->group_size;
     int n = view->head_dim - start < view->group_size ? view->head_dim - start : view->group_size;
@@ -244,7 +258,7 @@ static void weighted_sum(const kvedge_attention *a, const encounter *e, workspac
       const float *keep = i == 0 ? alpha : once;
       if (view->format == KVEDGE_FLOAT32)
         a->kernels->weighted_sum_f32((const float *)values, view->token_stride, of->num_tokens, view->head_dim,
-                                     e->count, p + of->first, a->value_factor, keep, prefetch, acc, a->acc_stride);
+                                     e->count, p + of->first, v_factor, keep, prefetch, acc, a->acc_stride);
       else
         a->kernels->weighted_sum_i8((const int8_t *)values + start, view->token_stride, of->num_tokens, n,
                                     e->count, bytes, p + of->first, v_scale + of->first, keep,

@@ -35,7 +35,8 @@ static tile_of_tokens next_tile(const kvedge_attention *a, tile_cursor *cursor) 
     const kvedge_segment *segment = &view->segments[cursor->segment];
     int64_t offset = token + tile.num_tokens - cursor->segment_start, here = count - tile.num_tokens;
     if (here > segment->num_tokens - offset) here = segment->num_tokens - offset;
-    ptrdiff_t code = offset * view->token_stride, scale = offset * view->scale_token_stride;
+    ptrdiff_t code = view->first_code + offset * view->token_stride;
+    ptrdiff_t scale = view->first_scale + offset * view->scale_token_stride;
     tile.pieces[tile.num_pieces++] = (piece){
         .first = tile.num_tokens, .num_tokens = (int)here,
         .rows = {segment->keys + code, segment->values + code, segment->key_scales + scale,

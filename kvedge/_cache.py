@@ -603,6 +603,7 @@ class CacheMethods(CacheFacts):
         # Up to the high-water mark: tokens above the length may be gone back to.
         _memory.copy_tokens(layer._slabs, slabs, self._high_water[index])
         layer._bind(slabs, config)
+        layer._filled(len(layer), max(0, self._high_water[index] - len(layer)))
 
     def _is_stale(self, snapshot: KvCacheSnapshot) -> bool:
         return self._overwrites.reach_below(snapshot._length, since=snapshot._epoch)

@@ -214,6 +214,12 @@ cdef class _LayerCore:
         self._slabs = slabs
         self._config = config
 
+    def _filled(self, int64_t position, int64_t num_tokens):
+        """Rows were copied to the slabs, within capacity."""
+        cdef _Handle handle = self._opened()
+        if kvedge_layer_filled(handle.layer, position, num_tokens) != KVEDGE_OK:
+            raise KvedgeError(f"tokens {position} to {position + num_tokens} are not in the layer")
+
     def _set_len(self, n):
         kvedge_layer_set_len(self._opened().layer, n)
 
@@ -358,7 +364,7 @@ cdef class _LayerCore:
             return False
         query = <cnp.ndarray>array
         return (
-            (query.ndim == 2 or (query.ndim == 3 and query.shape[0] > 0))
+            (query.ndim == 2 or query.ndim == 3)
             and query.shape[query.ndim - 1] == self._head_dim
             and query.shape[query.ndim - 2] > 0
             and query.shape[query.ndim - 2] % self._num_kv_heads == 0
@@ -402,7 +408,7 @@ cdef class _LayerCore:
         kvedge_attention_defaults(&c_options)
         reads = ()
         if not (
-            num_rows <= length and causal is True and sinks is None and softcap is None
+            0 < length >= num_rows and causal is True and sinks is None and softcap is None
             and mask is None and alibi_slopes is None and precision_bits is None
             and (return_lse is False or return_lse is True)
             and _fill_plain(&c_options, &threads, length, scale, window, num_threads)
@@ -416,6 +422,7 @@ cdef class _LayerCore:
             threads = options.num_threads
             return_lse = options.return_lse
             reads = options.arrays()
+        c_options.num_tokens = length  # what options, mask and threads were chosen for
         if out is None:
             out = _empty(rows.ndim, rows.shape)
         elif reads or not _is_out(out, rows, handle):
@@ -456,7 +463,8 @@ cdef class _LayerCore:
             _checks.check_finite(query, "query")
             return out
         with nogil:
-            status = kvedge_scores(handle.layer, query_data, num_heads, c_scale, out_data)
+            status = kvedge_scores(
+                handle.layer, query_data, num_heads, c_scale, shape[1], out_data)
         if status != KVEDGE_OK:
             self._refuse_attend(query, status)
         return out

@@ -7,6 +7,7 @@
 #   clang     clang, for this machine, and for aarch64 where its cross libraries are installed
 #   asan      gcc with AddressSanitizer and UndefinedBehaviorSanitizer
 #   tsan      gcc with ThreadSanitizer, of test_parallel only
+#   standards the sources as C11, GNU11, GNU17 and GNU23, with gcc and clang, -Werror; nothing is run
 #   valgrind  memcheck, with fewer cases (KVEDGE_TEST_SHORT=1)
 #   aarch64   cross-built, run under qemu as Cortex-A72 and Cortex-A76, with fewer cases
 #   armv7     cross-built for 32-bit ARM with the compiler's defaults, run as Cortex-A9 (no fused
@@ -101,6 +102,17 @@ tsan)
   export TSAN_OPTIONS=${TSAN_OPTIONS:-die_after_fork=0}
   # Without randomized addresses, since some kernels' are more random than its shadow memory bears.
   build gcc -O1 -fsanitize=thread && run setarch -R
+  ;;
+standards)
+  need gcc gcc
+  need clang clang
+  for compiler in gcc clang; do
+    for standard in c11 gnu11 gnu17 gnu2x; do
+      echo "== $compiler -std=$standard"
+      "$compiler" -std=$standard -Wall -Wextra -Wpedantic -Werror -fsyntax-only "-I$root/csrc" "$root"/csrc/*.c ||
+        { echo "FAILED: $compiler -std=$standard"; failures=$((failures + 1)); }
+    done
+  done
   ;;
 valgrind)
   need gcc gcc

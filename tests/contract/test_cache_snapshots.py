@@ -103,6 +103,26 @@ def test_tokens_above_a_snapshot_may_be_overwritten(cache, rng):
         assert cache_content(cache) == before
 
 
+@pytest.mark.parametrize("length", [50, 3000])
+@pytest.mark.parametrize("growing", [False, True])
+def test_a_refused_append_leaves_rows_above_the_length_alone(length, growing, dtype, rng):
+    """Also where C checks and stores it in chunks, of which the last alone is refused."""
+    cache = KVCache(1, H, D, dtype=dtype, max_seq_len=None if growing else 2 * length)
+    cache.append(0, *normal(rng, 2, length, H, D))
+    cache.advance(length)
+    before, mark = cache_content(cache), cache.snapshot()
+    cache.truncate(length // 3)
+    if growing:  # refused in larger slabs than the rows were written to
+        cache._make_room(0, 2 * cache.capacity)
+    keys, values = normal(rng, 2, length, H, D)
+    values[-1, -1, -1] = np.nan
+    with refuses(errors.NonFiniteInputError, cache):
+        cache.append(0, keys, values)
+    assert not mark.is_stale
+    cache.restore(mark)
+    assert cache_content(cache) == before
+
+
 def test_a_refused_append_makes_no_snapshot_stale(cache, rng):
     step(cache, rng, 6)
     before, mark = cache_content(cache), cache.snapshot()
