@@ -1,5 +1,5 @@
 #!/bin/bash
-# Builds csrc/*.c with each tests/c/test_*.c in a temporary directory and runs them.
+# Builds csrc/ with each tests/c/test_*.c in a temporary directory and runs them.
 #
 #   tests/c/run.sh [MODE] [PROGRAM...]       PROGRAM such as test_kernels; default all
 #
@@ -40,8 +40,9 @@ build() {
   mkdir -p "$work/obj" "$work/bin"
   echo "== $*"
   compile=("$@" -std=c11 -g -Wall -Wextra -pthread "-I$root/csrc")
-  printf '%s\n' "$root"/csrc/*.c | (
-    cd "$work/obj" && xargs -n 1 "${compile[@]}" -c
+  (cd "$root" && find csrc -name '*.c') | (
+    cd "$work/obj" && xargs -P 2 -I '{}' sh -c 'object=$(echo "$1" | tr / _).o; shift; exec "$@" -o "$object"' sh \
+      '{}' "${compile[@]}" -c "$root/{}"
   ) || { echo "FAILED to compile csrc"; failures=$((failures + 1)); return 1; }
   for program in "${programs[@]}"; do
     "${compile[@]}" -O2 "$here/$program.c" "$work"/obj/*.o -o "$work/bin/$program" -lm ||
@@ -109,7 +110,7 @@ standards)
   for compiler in gcc clang; do
     for standard in c11 gnu11 gnu17 gnu2x; do
       echo "== $compiler -std=$standard"
-      "$compiler" -std=$standard -Wall -Wextra -Wpedantic -Werror -fsyntax-only "-I$root/csrc" "$root"/csrc/*.c ||
+      "$compiler" -std=$standard -Wall -Wextra -Wpedantic -Werror -fsyntax-only "-I$root/csrc" $(find "$root/csrc" -name "*.c") ||
         { echo "FAILED: $compiler -std=$standard"; failures=$((failures + 1)); }
     done
   done
