@@ -14,9 +14,10 @@ from kvedge.errors import (
     ShapeMismatchError,
     StaleSnapshotError,
 )
+from kvedge.paged import readings
 from kvedge.paged.attention import PagedAttention
 from kvedge.paged.pool import BlockPoolMethods
-from kvedge.paged.sequences import PagedSnapshot, SequenceState
+from kvedge.paged.sequences import Contents, PagedSnapshot, SequenceState
 from kvedge.snapshot import CacheContents, CacheFormat, LayerContents
 
 if TYPE_CHECKING:
@@ -59,8 +60,9 @@ class PagedKvCache(PagedAttention):
     Notes
     -----
     Threads: calls that change anything take turns; any number of threads may attend and read
-    meanwhile, also to a sequence that is appended to. What takes tokens away from a sequence
-    (truncate, restore, drop) must not run while another thread attends to that sequence.
+    meanwhile, also to a sequence that is appended to, truncated, restored or dropped. A running
+    call holds what it reads: it sees the sequence as it was when the call began, and no block that
+    it reads is used again before it ends. Until then such a block counts as used.
 
     Examples
     --------
@@ -123,8 +125,10 @@ class PagedKvCache(PagedAttention):
             Also if it was dropped already.
         """
         with self._pool._lock:
-            table = self._state(seq).table
+            state = self._state(seq)
+            table = state.table
             del self._sequences[_checks.as_int(seq, "seq")]
+            state.contents = None  # for whoever has looked the sequence up, but reads nothing yet
             self._pool._release(table)
 
     # ---- tokens in -------------------------------------------------------------------------------
@@ -160,22 +164,27 @@ class PagedKvCache(PagedAttention):
                 return
             store, start = pool._stores[layer], state.held[layer]
             stop = start + len(keys)
-            block = self._unwritable(state, start)
+            block = self._unwritable(state, layer, start)
+            if block is None and start == state.resumed:
+                store._settle()  # late helpers of calls that read these rows before
             num_new = max(0, pool._blocks_for(stop) - len(state.table))
             if num_new or block is not None:
-                self._append_to_new_blocks(state, store, start, num_new, block, keys, values)
+                self._append_to_new_blocks(state, layer, start, num_new, block, keys, values)
             else:
                 store.write(state.table, pool.block_size, start, keys, values)
             state.held[layer] = stop
 
-    def _append_to_new_blocks(self, state, store, start, num_new, block, keys, values):
+    def _append_to_new_blocks(self, state, layer, start, num_new, block, keys, values):
         """Write rows with so many blocks added to the table, and one of it (or None) replaced."""
         pool, table = self._pool, state.table
+        store = pool._stores[layer]
         wanted = num_new + (block is not None)
         forgetting = pool._must_forget(wanted)
         if block is not None and wanted > pool.free_count:
             # No room to keep what is registered: if nobody else holds the block, write over it.
-            overwriting = bool(pool._references[table[block]] == 1)
+            alone = pool._references[table[block]] == 1
+            read = readings.reads_from(pool._running, layer, table, block, start)
+            overwriting = bool(alone) and not read
         else:
             overwriting = False
         wanted -= overwriting
@@ -183,7 +192,9 @@ class PagedKvCache(PagedAttention):
         if forgetting:
             store.check(keys, values)  # before prefixes are forgotten for good
         if overwriting:
-            pool._forget(int(table[block]))
+            if table[block] in pool._prefixes:
+                pool._forget(int(table[block]))
+            store._settle()  # as for rows written in place
             block = None
         taken = pool._take(wanted)
         try:
@@ -195,21 +206,25 @@ class PagedKvCache(PagedAttention):
         except BaseException:
             pool._release(taken)
             raise
-        state.table = longer
+        state.contents = Contents(longer, state.held)
         if block is not None:
             pool._release(table[block : block + 1])
 
-    def _unwritable(self, state: SequenceState, start: int) -> int | None:
-        """Which block of the table must be copied before tokens from `start` on are written.
+    def _unwritable(self, state: SequenceState, layer: int, start: int) -> int | None:
+        """Which block of the table must be copied before a layer's tokens from `start` on come.
 
         Only one can be: the last that has tokens advanced over. Blocks after it are nobody else's,
-        since forks and snapshots share no pending tokens.
+        since forks and snapshots share no pending tokens, and are new since rows were last taken
+        away. A running call that reads rows before `start` alone, as in decoding, is no reason.
         """
         last, used = divmod(state.length, self._pool.block_size)
         if not used or start // self._pool.block_size != last:
             return None
-        block = int(state.table[last])
-        if self._pool._references[block] > 1 or block in self._pool._prefixes:
+        pool, table = self._pool, state.table
+        block = int(table[last])
+        if pool._references[block] > 1 or block in pool._prefixes:
+            return last
+        if pool._running and readings.reads_from(pool._running, layer, table, last, start):
             return last
         return None
 
@@ -263,9 +278,9 @@ class PagedKvCache(PagedAttention):
             state = self._state(seq)
             n = _checks.check_length(n, state.length)
             kept = self._pool._blocks_for(n)
-            gone, state.table = state.table[kept:], state.table[:kept]
-            self._set_length(state, n)
-            self._pool._release(gone)
+            table = state.table
+            state.go_to(self._pool.num_layers, table[:kept], n)
+            self._pool._release(table[kept:])
 
     def snapshot(self, seq: int) -> PagedSnapshot:
         """Hold a sequence as it is now; nothing is copied. See :class:`kvedge.PagedSnapshot`.
@@ -309,8 +324,8 @@ class PagedKvCache(PagedAttention):
             state = self._state(seq)
             table = self._table_of(snapshot)
             self._pool._hold(table)
-            gone, state.table = state.table, table
-            self._set_length(state, len(snapshot))
+            gone = state.table
+            state.go_to(self._pool.num_layers, table, len(snapshot))
             self._pool._release(gone)
 
     # ---- prefixes --------------------------------------------------------------------------------
@@ -411,12 +426,20 @@ class PagedKvCache(PagedAttention):
         """
         from kvedge._backend import KVCache  # not at import: the backend imports this package
 
-        pool, state = self._pool, self._state(seq)
-        length, table = state.length, state.table
+        pool = self._pool
+        running: list[readings.Reading] = []
         layers = []
-        for store in pool._stores:
-            keys, values, key_scales, value_scales = store.gather(table, pool.block_size, length)
-            layers.append(LayerContents(keys, values, key_scales, value_scales, None))
+        try:
+            with pool._lock:  # all layers as they are at one moment
+                state = self._state(seq)
+                length = state.length
+                for layer in range(pool.num_layers):
+                    running.append(self._begin(seq, state, layer))
+            for store, reading in zip(pool._stores, running, strict=True):
+                slabs = store.gather(reading.table, pool.block_size, length)
+                layers.append(LayerContents(*slabs, None))
+        finally:
+            pool._running.difference_update(running)
         contents = CacheContents(self._format, length, tuple(layers))
         return KVCache._holding(contents, max_seq_len, False, {})
 
@@ -483,12 +506,6 @@ class PagedKvCache(PagedAttention):
     def _committed(self, state: SequenceState) -> np.ndarray:
         """The blocks of the tokens advanced over."""
         return state.table[: self._pool._blocks_for(state.length)]
-
-    def _set_length(self, state: SequenceState, n: int) -> None:
-        """After the table was cut or replaced."""
-        state.length = n
-        state.held = [n] * len(state.held)
-        self._pool._stores[0]._settle()  # nobody may still look at rows that come anew
 
     def _table_of(self, snapshot: Any) -> np.ndarray:
         if not isinstance(snapshot, PagedSnapshot):
