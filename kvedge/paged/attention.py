@@ -30,7 +30,8 @@ class PagedAttention(PagedFacts):
         ----------
         seq, layer : int
         query : array of float32 (or float16, bfloat16)
-            (num_heads, head_dim) for one token, (n, num_heads, head_dim) for the last n.
+            (num_heads, head_dim) for one token, (n, num_heads, head_dim) for the last n; without
+            rows the result is empty.
         **options
             ``scale``, ``causal``, ``window``, ``sinks``, ``softcap``, ``mask``, ``alibi_slopes``,
             ``precision_bits``, ``return_lse``, ``out``, ``num_threads``: as in
@@ -61,7 +62,8 @@ class PagedAttention(PagedFacts):
             out = _checks.as_out(out, shape, reads=(rows, *store._slabs, *made.arrays()))
             lse = np.empty(rows.shape[:2], np.float32) if made.return_lse else None
             one = batch.Rows(table, length, rows, out.reshape(rows.shape), lse)
-            store._attend_blocks(pool.block_size, [one], made)
+            if num_rows:
+                store._attend_blocks(pool.block_size, [one], made)
         finally:
             pool._running.discard(reading)
         if lse is None:
@@ -126,11 +128,11 @@ class PagedAttention(PagedFacts):
                 lses = [np.empty(query.shape[:2], np.float32) for query, _ in checked]
             rows = [
                 batch.Rows(reading.table, reading.length, query, one, lse)
-                for reading, (query, _), one, lse in zip(
-                    readings, checked, outs, lses, strict=True
-                )
+                for reading, (query, _), one, lse in zip(readings, checked, outs, lses, strict=True)
             ]
-            cascade.attend_batch(store, pool.block_size, rows, made)
+            rows = [one for one in rows if len(one.query)]
+            if rows:
+                cascade.attend_batch(store, pool.block_size, rows, made)
         finally:
             pool._running.difference_update(readings)
         if not made.return_lse:
