@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -39,8 +40,9 @@ class PagedKvCache(PagedAttention):
     :meth:`from_kv_cache`, and never used again once dropped. As in :class:`kvedge.KVCache`, each
     layer is given its tokens by :meth:`append` and attends to them at once; :meth:`advance` then
     moves the sequence past them. Tokens that a layer has and the sequence was not advanced over are
-    pending: :meth:`truncate`, :meth:`restore` and :meth:`drop` forget them; :meth:`fork`,
-    :meth:`snapshot`, :meth:`register` and :meth:`to_kv_cache` leave them with the sequence alone.
+    pending: :meth:`truncate`, :meth:`restore` and :meth:`drop` forget them; :meth:`snapshot` and
+    :meth:`register` are about the tokens advanced over; :meth:`fork` and :meth:`to_kv_cache`, which
+    would leave pending tokens behind, are refused.
 
     Sequences share the blocks they have in common: those of a fork, a snapshot, or a prefix found
     by its token ids. A block that is shared, or registered for others to find, is copied before it
@@ -107,10 +109,13 @@ class PagedKvCache(PagedAttention):
         Raises
         ------
         UnknownSequenceError
+        LayersOutOfStepError
+            Some layer has pending tokens.
         """
         with self._pool._lock:
             state = self._state(seq)
-            return self._add_holding(self._committed(state), state.length)
+            _check_nothing_pending(state.held, state.length)
+            return self._add_holding(state.table, state.length)
 
     def drop(self, seq: int) -> None:
         """Forget a sequence. Blocks that nobody else holds become free.
@@ -283,7 +288,9 @@ class PagedKvCache(PagedAttention):
             self._pool._release(table[kept:])
 
     def snapshot(self, seq: int) -> PagedSnapshot:
-        """Hold a sequence as it is now; nothing is copied. See :class:`kvedge.PagedSnapshot`.
+        """Hold the tokens that a sequence was advanced over so far, pending ones excepted.
+
+        Nothing is copied. See :class:`kvedge.PagedSnapshot`.
 
         Parameters
         ----------
@@ -299,7 +306,7 @@ class PagedKvCache(PagedAttention):
         """
         with self._pool._lock:
             state = self._state(seq)
-            table = self._committed(state)
+            table = state.table[: self._pool._blocks_for(state.length)]
             self._pool._hold(table)
             return PagedSnapshot._holding(self._pool, table, state.length)
 
@@ -405,7 +412,7 @@ class PagedKvCache(PagedAttention):
     # ---- to and from a KVCache -------------------------------------------------------------------
 
     def to_kv_cache(self, seq: int, *, max_seq_len: int | None = None) -> Any:
-        """Copy a sequence, byte for byte, into a cache of its own; without pending tokens.
+        """Copy a sequence, byte for byte, into a cache of its own.
 
         Parameters
         ----------
@@ -420,6 +427,8 @@ class PagedKvCache(PagedAttention):
         Raises
         ------
         UnknownSequenceError
+        LayersOutOfStepError
+            Some layer has pending tokens.
         InvalidArgumentError, CapacityExceededError
             ``max_seq_len`` is no length, or too short.
         OutOfMemoryError
@@ -433,18 +442,20 @@ class PagedKvCache(PagedAttention):
             with pool._lock:  # all layers as they are at one moment
                 state = self._state(seq)
                 length = state.length
+                _check_nothing_pending(state.held, length)
                 for layer in range(pool.num_layers):
                     running.append(self._begin(seq, state, layer))
             for store, reading in zip(pool._stores, running, strict=True):
                 slabs = store.gather(reading.table, pool.block_size, length)
-                layers.append(LayerContents(*slabs, None))
+                keys, values, key_scales, value_scales = slabs
+                layers.append(LayerContents(keys, values, key_scales, value_scales, None))
         finally:
             pool._running.difference_update(running)
         contents = CacheContents(self._format, length, tuple(layers))
         return KVCache._holding(contents, max_seq_len, False, {})
 
     def from_kv_cache(self, cache: CacheMethods) -> int:
-        """Begin a sequence with a copy of a cache's tokens, byte for byte; pending ones excepted.
+        """Begin a sequence with a copy of a cache's tokens, byte for byte.
 
         Parameters
         ----------
@@ -462,6 +473,8 @@ class PagedKvCache(PagedAttention):
             Not a KVCache, or one with a key offset.
         ShapeMismatchError
             A cache of another format.
+        LayersOutOfStepError
+            Some layer of the cache has tokens that it was not advanced over.
         CapacityExceededError
             The pool has too few free blocks.
         """
@@ -474,10 +487,15 @@ class PagedKvCache(PagedAttention):
         if cache.key_offset is not None:
             raise InvalidArgumentError("blocks have no key offset, but this cache has one")
         pool, length = self._pool, len(cache)
+        _check_nothing_pending([len(layer) for layer in cache._layers], length)
         with pool._lock:
             table = pool._take(pool._blocks_for(length))
-            for store, layer in zip(pool._stores, cache._layers, strict=True):
-                store.scatter(table, pool.block_size, [slab[:length] for slab in layer._slabs])
+            try:
+                for store, layer in zip(pool._stores, cache._layers, strict=True):
+                    store.scatter(table, pool.block_size, [slab[:length] for slab in layer._slabs])
+            except BaseException:
+                pool._release(table)
+                raise
             return self._add(SequenceState(pool.num_layers, table, length))
 
     @property
@@ -503,10 +521,6 @@ class PagedKvCache(PagedAttention):
         self._pool._hold(table)
         return self._add(SequenceState(self._pool.num_layers, table, length))
 
-    def _committed(self, state: SequenceState) -> np.ndarray:
-        """The blocks of the tokens advanced over."""
-        return state.table[: self._pool._blocks_for(state.length)]
-
     def _table_of(self, snapshot: Any) -> np.ndarray:
         if not isinstance(snapshot, PagedSnapshot):
             raise InvalidArgumentError(
@@ -517,6 +531,19 @@ class PagedKvCache(PagedAttention):
         if snapshot._table is None:
             raise StaleSnapshotError("this snapshot was released: its blocks are no longer held")
         return snapshot._table
+
+
+def _check_nothing_pending(held: Sequence[int], length: int) -> None:
+    """LayersOutOfStepError if a layer has tokens that the sequence was not advanced over."""
+    if max(held) == length:
+        return
+    from kvedge._cache import _names  # not at import: the backend imports this package
+
+    pending = [layer for layer, tokens in enumerate(held) if tokens > length]
+    raise LayersOutOfStepError(
+        f"{_names(pending)} of {len(held)} hold pending tokens, up to {max(held)} where {length} "
+        "were advanced over: advance() over them or truncate() first"
+    )
 
 
 def _token_ids(token_ids: Any) -> np.ndarray:
