@@ -171,7 +171,7 @@ class PagedKvCache(PagedAttention):
             stop = start + len(keys)
             block = self._unwritable(state, layer, start)
             if block is None and start == state.resumed:
-                store._settle()  # late helpers of calls that read these rows before
+                store._settle()  # calls that read these rows have ended, late helpers may not have
             num_new = max(0, pool._blocks_for(stop) - len(state.table))
             if num_new or block is not None:
                 self._append_to_new_blocks(state, layer, start, num_new, block, keys, values)
@@ -186,7 +186,7 @@ class PagedKvCache(PagedAttention):
         wanted = num_new + (block is not None)
         forgetting = pool._must_forget(wanted)
         if block is not None and wanted > pool.free_count:
-            # No room to keep what is registered: if nobody else holds the block, write over it.
+            # No room for a copy: if nobody else holds or reads the block, write over it.
             alone = pool._references[table[block]] == 1
             read = readings.reads_from(pool._running, layer, table, block, start)
             overwriting = bool(alone) and not read
@@ -199,7 +199,7 @@ class PagedKvCache(PagedAttention):
         if overwriting:
             if table[block] in pool._prefixes:
                 pool._forget(int(table[block]))
-            store._settle()  # as for rows written in place
+            store._settle()  # as for other rows written in place
             block = None
         taken = pool._take(wanted)
         try:
@@ -541,8 +541,8 @@ def _check_nothing_pending(held: Sequence[int], length: int) -> None:
 
     pending = [layer for layer, tokens in enumerate(held) if tokens > length]
     raise LayersOutOfStepError(
-        f"{_names(pending)} of {len(held)} hold pending tokens, up to {max(held)} where {length} "
-        "were advanced over: advance() over them or truncate() first"
+        f"there are pending tokens in {_names(pending)} of {len(held)}: {max(held)} tokens are "
+        f"held, but {length} were advanced over; advance() over them or truncate() first"
     )
 
 
