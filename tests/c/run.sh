@@ -6,7 +6,7 @@
 #   native    this machine's compiler (CC)
 #   clang     clang, for this machine, and for aarch64 where its cross libraries are installed
 #   asan      gcc with AddressSanitizer and UndefinedBehaviorSanitizer
-#   tsan      gcc with ThreadSanitizer, of test_parallel only
+#   tsan      gcc with ThreadSanitizer, of test_parallel and test_stress
 #   valgrind  memcheck, with fewer cases (KVEDGE_TEST_SHORT=1)
 #   aarch64   cross-built, run under qemu as Cortex-A72 and Cortex-A76, with fewer cases
 #   armv7     cross-built for 32-bit ARM with the compiler's defaults, run as Cortex-A9 (no fused
@@ -97,7 +97,7 @@ asan)
 tsan)
   need gcc gcc
   need setarch util-linux
-  programs=(test_parallel)
+  programs=(test_parallel test_stress)
   export TSAN_OPTIONS=${TSAN_OPTIONS:-die_after_fork=0}
   # Without randomized addresses, since some kernels' are more random than its shadow memory bears.
   build gcc -O1 -fsanitize=thread && run setarch -R
