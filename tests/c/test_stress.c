@@ -424,6 +424,7 @@ static void test_first_use(void) {
 }
 
 int main(void) {
+  on_heap(); /* known before there are threads */
   test_first_use();
   for (int row = 0; row < MAX_ROWS; row++)
     for (int i = 0; i < HEADS * DIM; i++) queries[row * HEADS * DIM + i] = query_of(i / DIM) * sign_of(i % DIM);
