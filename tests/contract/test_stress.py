@@ -48,6 +48,7 @@ ROWS = np.stack([QUERY * f for f in (1, 2, 0.5)]).astype(np.float32)
 SLOPES = np.linspace(0.001, 0.004, HEADS, dtype=np.float32)
 SINK_LOGITS = np.linspace(0, 2, HEADS, dtype=np.float32)
 MASK = (np.arange(TOKENS) + np.arange(HEADS)[:, None]) % 3 != 1  # (HEADS, TOKENS)
+MASK[:, 0] = True  # so that every row sees something
 BIAS = np.where(MASK, 0.25 * (np.arange(TOKENS) % 4), -np.inf).astype(np.float32)
 
 
@@ -528,7 +529,7 @@ def test_a_write_at_any_step_of_a_read_leaves_it_right(dtype, read, held, write,
     steps = read_with_write_at(-1, read, told_cache(dtype, held), write)
     assert steps > 0
     wrong = []
-    for step in range(1, steps + 1, 1 if SLOW else 1 + steps // 240):
+    for step in range(1, steps + 1, 1 if SLOW else 1 + steps // 160):
         try:
             read_with_write_at(step, read, told_cache(dtype, held), write)
         except Exception as error:
