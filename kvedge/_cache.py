@@ -388,7 +388,8 @@ class CacheMethods(CacheFacts):
 
     def snapshot(self) -> KvCacheSnapshot:
         """Mark this moment; nothing is copied. See :class:`kvedge.KvCacheSnapshot`."""
-        return KvCacheSnapshot._mark(self, self._overwrites.epoch, self._length)
+        length = self._length  # first: what is overwritten after that lies above
+        return KvCacheSnapshot._mark(self, self._overwrites.epoch, length)
 
     def restore(self, snapshot: KvCacheSnapshot) -> None:
         """Return to a snapshot: back, or forward again. Pending tokens are dropped.
@@ -634,6 +635,8 @@ class CacheMethods(CacheFacts):
         self, lengths: list[int] | None = None, length: int | None = None, *, copy: bool = True
     ) -> CacheContents:
         """Return the stored bytes of each layer: by default of all tokens it holds."""
+        if length is None:
+            length = self._length  # before those of the layers, which are never less
         layers = []
         for index, layer in enumerate(self._layers):
             stop = len(layer) if lengths is None else lengths[index]
@@ -641,9 +644,7 @@ class CacheMethods(CacheFacts):
                 slab[:stop].copy() if copy else slab[:stop] for slab in layer._slabs
             )
             layers.append(LayerContents(keys, values, key_scales, value_scales, layer._key_offset))
-        return CacheContents(
-            self._format, self._length if length is None else length, tuple(layers)
-        )
+        return CacheContents(self._format, length, tuple(layers))
 
     def _replace(self, contents: CacheContents) -> None:
         """Hold what ``contents`` holds, and nothing else; all or nothing."""

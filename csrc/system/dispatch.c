@@ -141,21 +141,25 @@ static const kvedge_kernels *best(void) {
   return paths[0].kernels;
 }
 
-kvedge_status kvedge_select_isa(const char *name, const char **why_not) {
-  const kvedge_kernels *chosen;
+/* The path of that name, or with NULL what the environment names or else the best; NULL: it cannot be run here. */
+static const kvedge_kernels *choose(const char *name, const char **why_not) {
   if (!name) name = getenv("KVEDGE_ISA");
-  if (!name || !*name) {
-    chosen = best();
-  } else {
-    chosen = kvedge_kernels_find(name, why_not);
-    if (!chosen) return KVEDGE_ERROR_ISA;
-  }
+  return name && *name ? kvedge_kernels_find(name, why_not) : best();
+}
+
+kvedge_status kvedge_select_isa(const char *name, const char **why_not) {
+  const kvedge_kernels *chosen = choose(name, why_not);
+  if (!chosen) return KVEDGE_ERROR_ISA;
   atomic_store(&active, chosen);
   return KVEDGE_OK;
 }
 
 kvedge_status kvedge_isa_ready(void) {
-  return atomic_load(&active) ? KVEDGE_OK : kvedge_select_isa(NULL, NULL);
+  if (atomic_load(&active)) return KVEDGE_OK;
+  const kvedge_kernels *chosen = choose(NULL, NULL), *none = NULL;
+  if (!chosen) return KVEDGE_ERROR_ISA;
+  atomic_compare_exchange_strong(&active, &none, chosen); /* what another thread has selected meanwhile stays */
+  return KVEDGE_OK;
 }
 
 const kvedge_kernels *kvedge_active(void) { return atomic_load_explicit(&active, memory_order_acquire); }

@@ -6,7 +6,7 @@
 #   native    this machine's compiler (CC)
 #   clang     clang, for this machine, and for aarch64 where its cross libraries are installed
 #   asan      gcc with AddressSanitizer and UndefinedBehaviorSanitizer
-#   tsan      gcc with ThreadSanitizer, of test_parallel only
+#   tsan      gcc with ThreadSanitizer, of test_parallel and test_stress
 #   standards the sources as C11, GNU11, GNU17 and GNU23, with gcc and clang, -Werror; nothing is run
 #   valgrind  memcheck, with fewer cases (KVEDGE_TEST_SHORT=1)
 #   aarch64   cross-built, run under qemu as Cortex-A72 and Cortex-A76, with fewer cases
@@ -99,7 +99,7 @@ asan)
 tsan)
   need gcc gcc
   need setarch util-linux
-  programs=(test_parallel)
+  programs=(test_parallel test_stress)
   export TSAN_OPTIONS=${TSAN_OPTIONS:-die_after_fork=0}
   # Without randomized addresses, since some kernels' are more random than its shadow memory bears.
   build gcc -O1 -fsanitize=thread && run setarch -R

@@ -401,3 +401,20 @@ def test_an_empty_snapshot_leaves_the_automatic_offset_usable(rng):
     cache.restore(mark)
     step(cache, rng, 2)
     assert np.isfinite(cache.k(0)).all() and len(cache) == 2
+
+
+def test_a_refused_append_leaves_the_bytes_of_a_mark_above_it(dtype, rng):
+    """C stores tokens in chunks; one refused late must not cost what lies above the length."""
+    cache = KVCache(1, 1, 8, dtype=dtype, max_seq_len=2000)
+    rows = rng.standard_normal((1500, 1, 8), dtype=np.float32)
+    cache.append(0, rows, rows)
+    cache.advance(1500)
+    mark, before = cache.snapshot(), cache.k(0).copy()
+    cache.truncate(0)
+    bad = np.ones_like(rows)
+    bad[-1] = np.nan
+    with pytest.raises(errors.NonFiniteInputError):
+        cache.append(0, bad, bad)
+    assert not mark.is_stale
+    cache.restore(mark)
+    np.testing.assert_array_equal(cache.k(0), before)
