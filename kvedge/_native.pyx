@@ -300,8 +300,13 @@ cdef class _LayerCore:
         if self._writing:
             raise KvedgeError("another thread is appending to this layer: one at a time may")
         if first:
-            self._refuse(keys, values)  # before their mean is taken
-            self._set_key_offset(self._offset_for(keys.reshape(-1, self._num_kv_heads, self._head_dim)))
+            self._writing = True  # this runs Python code, during which another thread may begin
+            try:
+                self._refuse(keys, values)  # before their mean is taken
+                rows = keys.reshape(-1, self._num_kv_heads, self._head_dim)
+                self._set_key_offset(self._offset_for(rows))
+            finally:
+                self._writing = False
         if num_tokens * self._num_kv_heads * self._head_dim < _KEEP_GIL:
             status = kvedge_layer_append(handle.layer, key_data, value_data, num_tokens)
         else:
