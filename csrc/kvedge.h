@@ -67,7 +67,8 @@ int kvedge_isa_available(const char *name, const char **why_not); /* can this CP
  * value = code * scale. KVEDGE_FLOAT32 keeps the values. */
 typedef struct kvedge_layer kvedge_layer;
 
-typedef enum { KVEDGE_INT8 = 0, KVEDGE_FLOAT32 = 1 } kvedge_format;
+typedef enum { KVEDGE_INT8 = 0, KVEDGE_FLOAT32 = 1, KVEDGE_FLOAT16 = 2, KVEDGE_BFLOAT16 = 3 } kvedge_format;
+enum { KVEDGE_NUM_FORMATS = 4 };
 typedef enum { KVEDGE_SCALE_FLOAT32 = 0, KVEDGE_SCALE_FLOAT16 = 1 } kvedge_scale_type;
 
 typedef struct {
