@@ -1,5 +1,4 @@
-/* IEEE half precision in integer arithmetic: the baseline CPUs have no instruction for it, and scales
- * are few. Only non-negative numbers are converted here: scales. */
+/* IEEE half precision in integer arithmetic: the baseline CPUs have no instruction for it. */
 #ifndef KVEDGE_HALF_H
 #define KVEDGE_HALF_H
 
@@ -10,6 +9,13 @@
 
 #define KVEDGE_HALF_MAX 65504.0f
 
+/* Any finite half, also subnormal ones: its exponent and mantissa in a float's place, brought to a float's bias. */
+static inline float kvedge_float_of_half(uint16_t half) {
+  float magnitude = kvedge_float_of_bits((half & 0x7fffu) << 13) * 0x1p112f;
+  return kvedge_float_of_bits(kvedge_bits_of_float(magnitude) | (half & 0x8000u) << 16);
+}
+
+/* A non-negative half: a scale. */
 static inline float kvedge_half_to_float(uint16_t half) {
   uint32_t exponent = (half >> 10) & 0x1f, mantissa = half & 0x3ff;
   if (exponent == 0) return (float)mantissa * 0x1p-24f;
