@@ -35,7 +35,8 @@ static float bound(const kvedge_row_shape *shape, const void *codes, const void 
   return kvedge_float_of_bfloat(largest);
 }
 
-const kvedge_format_info kvedge_format_bfloat16 = {.name = "bfloat16",
+const kvedge_format_info kvedge_format_bfloat16 = {.id = KVEDGE_BFLOAT16,
+                                               .name = "bfloat16",
                                                   .bits = 16,
                                                   .tokens_per_group = 1,
                                                   .bound_of = bound_of,

@@ -35,7 +35,8 @@ static float bound(const kvedge_row_shape *shape, const void *codes, const void 
   return kvedge_float_of_half(largest);
 }
 
-const kvedge_format_info kvedge_format_float16 = {.name = "float16",
+const kvedge_format_info kvedge_format_float16 = {.id = KVEDGE_FLOAT16,
+                                               .name = "float16",
                                                   .bits = 16,
                                                   .tokens_per_group = 1,
                                                   .bound_of = bound_of,

@@ -25,7 +25,8 @@ static float bound(const kvedge_row_shape *shape, const void *codes, const void 
   return kvedge_float_of_bits(kvedge_active()->abs_max_bits(codes, (size_t)(num_rows * shape->dim)));
 }
 
-const kvedge_format_info kvedge_format_float32 = {.name = "float32",
+const kvedge_format_info kvedge_format_float32 = {.id = KVEDGE_FLOAT32,
+                                               .name = "float32",
                                                   .bits = 32,
                                                   .tokens_per_group = 1,
                                                   .bound_of = bound_of,

@@ -22,6 +22,7 @@ typedef struct {
 } kvedge_row_shape;
 
 typedef struct {
+  kvedge_format id;
   const char *name;     /* as Python says it */
   int bits;             /* of an element; a row takes ceil(dim * bits / 8) bytes */
   int has_scales;       /* a row has a scale for each group, and may be stored minus a key offset */

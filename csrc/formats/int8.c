@@ -85,7 +85,8 @@ static float bound(const kvedge_row_shape *shape, const void *codes, const void 
   return largest;
 }
 
-const kvedge_format_info kvedge_format_int8 = {.name = "int8",
+const kvedge_format_info kvedge_format_int8 = {.id = KVEDGE_INT8,
+                                               .name = "int8",
                                                .bits = 8,
                                                .has_scales = 1,
                                                .tokens_per_group = 1,
