@@ -5,7 +5,8 @@ serves both backends: each derives its KVCache from :class:`CacheMethods` and na
 
 Position, pending, high water. ``len(cache)`` counts the tokens that all layers hold, as told by
 ``advance``. A layer that has been given the next token already holds more (its pending tokens),
-and attends to them. After going back, the bytes above are still there, up to the layer's high-water
+and attends to them. ``copy`` and pickle keep pending tokens; ``truncate`` and ``restore`` drop them;
+whatever cannot keep them refuses while there are any. After going back, the bytes above are still there, up to the layer's high-water
 mark, and a later snapshot can be restored until something overwrites them.
 """
 
@@ -47,7 +48,16 @@ MAX_LAYERS = 1 << 16
 
 
 class CacheMethods(CacheFacts):
-    """Base of both backends' ``KVCache``."""
+    """The keys and values of a whole model, one layer object per layer.
+
+    Tokens are appended to each layer and then advanced over; until then they are pending. Pending
+    tokens never vanish silently. ``copy`` and pickle keep them, ``truncate``, ``clear`` and
+    ``restore`` drop them, as they say, and calls that can do neither raise LayersOutOfStepError,
+    which names the layers: ``save``, ``keep``, ``shift``, ``push_step``, and ``detach`` of a
+    snapshot that was taken while layers held pending tokens.
+    """
+
+    # The base of both backends' KVCache, which take over the text above.
 
     _layer_types: ClassVar[dict[str, type]]  # "int8" and "float32"
 
@@ -387,8 +397,13 @@ class CacheMethods(CacheFacts):
     # ---- going back and forth --------------------------------------------------------------------
 
     def snapshot(self) -> KvCacheSnapshot:
-        """Mark this moment; nothing is copied. See :class:`kvedge.KvCacheSnapshot`."""
-        return KvCacheSnapshot._mark(self, self._overwrites.epoch, self._length)
+        """Mark this moment; nothing is copied. See :class:`kvedge.KvCacheSnapshot`.
+
+        It marks the tokens advanced over: restoring it drops pending ones.
+        """
+        return KvCacheSnapshot._mark(
+            self, self._overwrites.epoch, self._length, tuple(self._ahead())
+        )
 
     def restore(self, snapshot: KvCacheSnapshot) -> None:
         """Return to a snapshot: back, or forward again. Pending tokens are dropped.
@@ -530,7 +545,7 @@ class CacheMethods(CacheFacts):
         """Write the tokens to a file in safetensors format (extra ``kvedge[io]``).
 
         The file appears whole or not at all: it is written beside ``path``, synced and renamed.
-        Pending tokens are not saved.
+        Pending tokens are never dropped silently: it refuses while there are any.
 
         Parameters
         ----------
@@ -545,6 +560,8 @@ class CacheMethods(CacheFacts):
             The package safetensors is not installed.
         InvalidArgumentError
             ``path`` is no path, or ``metadata`` holds something else than strings.
+        LayersOutOfStepError
+            Some layer holds tokens that have not been advanced over; the message names it.
         OSError
             The file cannot be written; what was at ``path`` is still there.
         """
@@ -627,6 +644,13 @@ class CacheMethods(CacheFacts):
     def _contents_at(self, snapshot: KvCacheSnapshot) -> CacheContents:
         """Copy what a mark stands for, which may lie above the current length."""
         length = self._checked_mark(snapshot)
+        if snapshot._pending:
+            held = "was" if len(snapshot._pending) == 1 else "were"
+            raise LayersOutOfStepError(
+                f"detach() would lose tokens: {_names(list(snapshot._pending))} {held} beyond "
+                f"position {length} when this snapshot was taken: advance() over them or "
+                "truncate() first, and take another"
+            )
         return self._contents([length] * self._num_layers, length)
 
     def _contents(
@@ -715,12 +739,17 @@ class CacheMethods(CacheFacts):
         self._length = length
 
     def _refuse_pending(self, call: str) -> None:
-        ahead = [i for i, layer in enumerate(self._layers) if len(layer) != self._length]
+        ahead = self._ahead()
         if ahead:
+            hold = "holds" if len(ahead) == 1 else "hold"
             raise LayersOutOfStepError(
                 f"{call} needs all layers at position {self._length}, but {_names(ahead)} "
-                "hold tokens beyond it: advance() over them or truncate() first"
+                f"{hold} tokens beyond it: advance() over them or truncate() first"
             )
+
+    def _ahead(self) -> list[int]:
+        """Layers with pending tokens."""
+        return [i for i, layer in enumerate(self._layers) if len(layer) != self._length]
 
     def _who_lacks(self, length: int) -> str:
         lacking = [i for i, layer in enumerate(self._layers) if len(layer) < length]

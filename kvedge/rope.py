@@ -13,7 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from kvedge._checks import MAX_HEAD_DIM, as_bool, as_float, as_int, check_finite, describe
+from kvedge._checks import (
+    MAX_HEAD_DIM,
+    as_bool,
+    as_float,
+    as_float32,
+    as_int,
+    check_finite,
+    describe,
+)
 from kvedge.errors import InvalidArgumentError, ShapeMismatchError
 
 MAX_DELTA = 1 << 40  # tokens, as far as a layer can reach
@@ -109,8 +117,8 @@ class Rope:
 
         Parameters
         ----------
-        rows : numpy.ndarray
-            float32 (..., head_dim).
+        rows : array of float32 (or float16, bfloat16)
+            (..., head_dim).
         delta : int
 
         Returns
@@ -120,8 +128,11 @@ class Rope:
 
         Raises
         ------
-        InvalidArgumentError, ShapeMismatchError
+        InvalidArgumentError, DtypeMismatchError, ShapeMismatchError, LayoutError
         """
+        rows = as_float32(rows, "rows", contiguous=False)
+        if rows.ndim == 0 or rows.shape[-1] == 0:
+            raise ShapeMismatchError(f"rows must have shape (..., head_dim), not {rows.shape}")
         cos, sin = self.cos_sin(delta, rows.shape[-1])
         half = len(cos)
         if self.interleaved:

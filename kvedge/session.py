@@ -73,6 +73,7 @@ def save(
     """Write a cache's tokens to a file; see :meth:`kvedge.KVCache.save`."""
     safetensors_numpy = _safetensors("safetensors.numpy")
     target = os.path.realpath(_checked_path(path))  # through a link: it stays a link
+    cache._refuse_pending("save()")
     length = len(cache)
     contents = cache._contents([length] * cache.num_layers, length, copy=False)
     tensors = _tensors(contents)

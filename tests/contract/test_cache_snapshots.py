@@ -313,6 +313,35 @@ def test_a_stale_snapshot_cannot_be_detached(cache, rng):
         mark.detach()
 
 
+def test_pending_tokens_are_not_dropped_by_detach(cache, rng):
+    step(cache, rng, 3)
+    clean, before = cache.snapshot(), cache_content(cache)
+    cache.append(1, *normal(rng, 2, H, D))
+    mark = cache.snapshot()
+    with refuses(errors.LayersOutOfStepError, cache, match=("layer 1", "advance", "truncate")):
+        mark.detach()
+    detached = clean.detach()  # taken when all layers were in step: they still are below it
+    cache.append(0, *normal(rng, 2, H, D))
+    cache.advance()
+    with refuses(errors.LayersOutOfStepError, cache, match="layer 1"):
+        mark.detach()  # the moment it stands for had a pending token
+    cache.restore(mark)  # drops what was pending, as it says
+    assert cache_content(cache) == before
+    cache.clear()
+    cache.restore(detached)
+    assert cache_content(cache) == before
+
+
+def test_a_stale_mark_with_pending_tokens_is_stale(cache, rng):
+    step(cache, rng, 3)
+    cache.append(1, *normal(rng, 2, H, D))
+    mark = cache.snapshot()
+    cache.truncate(1)
+    step(cache, rng, 1)
+    with refuses(errors.StaleSnapshotError, cache):
+        mark.detach()
+
+
 def test_restoring_a_detached_snapshot_makes_other_snapshots_stale(cache, rng):
     step(cache, rng, 5)
     detached = cache.snapshot().detach()
