@@ -22,6 +22,7 @@ from kvedge._checks import (
     check_finite,
     describe,
 )
+from kvedge._memory import memory_for
 from kvedge.errors import InvalidArgumentError, ShapeMismatchError
 
 MAX_DELTA = 1 << 40  # tokens, as far as a layer can reach
@@ -112,6 +113,7 @@ class Rope:
             angles = delta * inv_freq
             return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 
+    @memory_for("rotated rows")
     def rotate(self, rows: np.ndarray, delta: int) -> np.ndarray:
         """Turn rows by `delta` positions.
 
