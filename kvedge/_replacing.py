@@ -45,13 +45,12 @@ def replacing(target: str) -> Iterator[BinaryIO]:
         mode = None  # the one that any new file gets
     temporary, descriptor = _locked_file(folder, prefix, 0o666 if mode is None else 0o600)
     try:
-        with open(descriptor, "wb") as file:
-            with _naming(target):
-                yield file
-                file.flush()
-                if mode is not None:
-                    os.chmod(temporary, mode)
-                os.fsync(descriptor)
+        with _naming(target), open(descriptor, "wb") as file:
+            yield file
+            file.flush()
+            if mode is not None:
+                os.chmod(temporary, mode)
+            os.fsync(descriptor)
             if os.name == "posix":  # renamed while it is locked
                 os.replace(temporary, target)
         if os.name != "posix":  # an open file cannot be renamed
