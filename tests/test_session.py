@@ -520,6 +520,41 @@ def test_without_safetensors_the_extra_is_named(path, rng, monkeypatch):
     assert path.read_bytes() == before
 
 
+class Failing:
+    """Finds safetensors, and fails to import it."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def find_spec(self, name, path=None, target=None):
+        if name == "safetensors":
+            raise self.error
+        return None
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (ImportError("cannot map its library", name="safetensors"), errors.MissingExtraError),
+        (ModuleNotFoundError("No module named 'x'", name="x"), errors.MissingExtraError),
+        (MemoryError("no room to import"), errors.OutOfMemoryError),
+    ],
+    ids=["broken", "incomplete", "no-memory"],
+)
+def test_a_safetensors_that_cannot_be_imported_is_not_called_missing(
+    path, rng, monkeypatch, error, expected
+):
+    cache = filled_cache(rng)
+    cache.save(path)
+    for name in [name for name in sys.modules if name.split(".")[0] == "safetensors"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Failing(error), *sys.meta_path])
+    for call in (lambda: cache.save(path), lambda: KVCache.load(path)):
+        with pytest.raises(expected) as caught:
+            call()
+        assert str(error) in str(caught.value) and "pip install" not in str(caught.value)
+
+
 def test_loading_while_another_thread_saves_gives_one_or_the_other(path, rng, mmap):
     caches = [filled_cache(rng, tokens) for tokens in (5, 9)]
     caches[0].save(path)
