@@ -167,12 +167,15 @@ class CacheMachine(RuleBasedStateMachine):
             call = (keys[0], values[0])
         else:
             call = (keys, values)
-        if self.fits(layer, n):
-            self.cache.append(layer, *call)
-            self.write(layer, keys, values)
-        else:
+        if not self.fits(layer, n):
             with self.refused(errors.CapacityExceededError):
                 self.cache.append(layer, *call)
+        elif self.as_stored(layer, keys, values) is None:  # far from an offset made of an extreme
+            with self.refused():
+                self.cache.append(layer, *call)
+        else:
+            self.cache.append(layer, *call)
+            self.write(layer, keys, values)
 
     @rule(layer=st.integers(0, L - 1), n=st.integers(1, 4), low=st.integers(-45, 38))
     def append_extremes(self, layer, n, low):
