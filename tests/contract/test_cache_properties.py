@@ -517,3 +517,4 @@ for machine in (
     TestFloat32Cache,
 ):
     machine.settings = steps
+del machine  # else it is collected as one more test
