@@ -6,7 +6,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-SOURCES := pyproject.toml setup.py kvedge/_native.pyx kvedge/_native_paged.pxi kvedge/_native.pxd $(wildcard csrc/*.[ch])
+SOURCES := pyproject.toml setup.py kvedge/_native.pyx kvedge/_native_paged.pxi kvedge/_native.pxd $(shell find csrc -name "*.[ch]")
 
 .PHONY: run test test-numpy test-isa test-c test-sanitize test-valgrind test-arm-c test-arm test-all lint clean
 

@@ -8,6 +8,8 @@ KVEDGE_AVXVNNI_AS_EVEX=1  (tests) the avxvnni path in AVX-512VL's encoding, see 
 import os
 import shutil
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -31,7 +33,8 @@ class OptionalBuildExt(build_ext):
 
     def build_extension(self, ext):
         try:
-            super().build_extension(ext)
+            with side_by_side(self.compiler):
+                super().build_extension(ext)
         except Exception as error:
             self.give_up(error)
 
@@ -53,6 +56,42 @@ class OptionalBuildExt(build_ext):
         return [path for path in super().get_outputs() if os.path.exists(path)]
 
 
+@contextmanager
+def side_by_side(compiler):
+    """Sources are compiled on all processors, and each that is done is told on the terminal."""
+    compile_all = compiler.compile
+
+    def compile_each(sources, *args, **options):
+        done = 0
+
+        def compile_one(source):
+            nonlocal done
+            objects = compile_all([source], *args, **options)
+            done += 1
+            report(f"kvedge: compiled {done} of {len(sources)}: {source}")
+            return objects
+
+        # The largest first: none is left to be waited for alone.
+        order = sorted(sources, key=os.path.getsize, reverse=True)
+        with ThreadPoolExecutor(
+            len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        ) as pool:
+            objects = dict(zip(order, pool.map(compile_one, order), strict=True))
+        return [name for source in sources for name in objects[source]]
+
+    compiler.compile = compile_each
+    try:
+        yield
+    finally:
+        compiler.compile = compile_all
+
+
+def report(line):
+    """To the terminal itself, since pip keeps what a build prints; nowhere where there is none."""
+    with suppress(OSError), open("/dev/tty", "w") as terminal:
+        terminal.write(f"\r\033[K{line}")
+
+
 def extensions():
     if flag("KVEDGE_NO_EXT"):
         return []
@@ -64,13 +103,13 @@ def extensions():
         macros.append(("KVEDGE_AVXVNNI_AS_EVEX", "1"))
     native = Extension(
         "kvedge._native",
-        ["kvedge/_native.pyx", *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("csrc/*.c"))],
+        ["kvedge/_native.pyx", *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("csrc/**/*.c"))],
         include_dirs=["csrc", numpy.get_include()],
-        depends=sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("csrc/*.h")),
+        depends=sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("csrc/**/*.h")),
         define_macros=macros,
         # -fno-wrapv: Python's own flags let integers wrap, which makes index arithmetic slower.
         extra_compile_args=["-std=c11", "-O3", "-fno-wrapv", "-fvisibility=hidden", "-pthread"],
-        extra_link_args=["-pthread"],
+        extra_link_args=["-pthread", *([] if sys.platform == "darwin" else ["-s"])],
     )
     return cythonize([native], language_level=3)
 

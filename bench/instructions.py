@@ -100,7 +100,7 @@ def count_all() -> dict[str, float]:
 def build(folder: Path) -> Path:
     """Compile csrc/ and the program; with the options of setup.py."""
     program = folder / "instructions"
-    sources = [str(path) for path in sorted((HERE.parent / "csrc").glob("*.c"))]
+    sources = [str(path) for path in sorted((HERE.parent / "csrc").rglob("*.c"))]
     options = ["-std=c11", "-O3", "-pthread", "-I", str(HERE.parent / "csrc")]
     subprocess.run(
         [compiler(), *options, *sources, str(HERE / "instructions.c"), "-lm", "-o", str(program)],

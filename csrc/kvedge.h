@@ -15,7 +15,7 @@
  * an argument after it returned, except where it says so.
  *
  * Threads: many may attend to one layer at the same time; one may append at the same time, since it
- * writes only rows that no reader looks at yet. Everything that takes rows away (truncate, destroy)
+ * writes only rows that no reader looks at yet. A call reads a layer's length once, when it begins. Everything that takes rows away (truncate, destroy)
  * needs the layer alone.
  */
 #ifndef KVEDGE_H
@@ -149,6 +149,10 @@ typedef struct {
                              * faster; docs/numerics.md has the errors), or 0: 16 where the contract
                              * (2e-4) allows, else 24: for queries where logits are small enough, for
                              * probabilities past the first 1,024 tokens if head_dim is 64 or more */
+  int64_t num_tokens;       /* the call reads tokens 0..num_tokens-1 of a layer, and its query rows are those of the
+                             * last of them; 0: all that the layer holds when the call begins. Where another thread
+                             * appends, set it to the length that masks, biases and room for slices were made for.
+                             * Sequences of a pool have their own len; leave it 0 there. */
 } kvedge_attention_options;
 
 void kvedge_attention_defaults(kvedge_attention_options *options);
@@ -157,14 +161,16 @@ void kvedge_attention_defaults(kvedge_attention_options *options);
  * being those of the last num_rows tokens; num_heads a multiple of num_kv_heads, whose query heads
  * lie side by side. `lse`, if not NULL, float[num_rows][num_heads], gets the logarithm of the
  * softmax denominator, with which results over parts of a context merge exactly.
- * options NULL: defaults. num_threads 1: this thread only; 0: the pool's default; n: at most n. */
+ * options NULL: defaults. num_threads 1: this thread only; 0: the pool's default; n: at most n.
+ * num_rows 0: nothing is read or written. */
 kvedge_status kvedge_attend(const kvedge_layer *layer, const float *query, int64_t num_rows,
                             int num_heads, const kvedge_attention_options *options, int num_threads,
                             float *out, float *lse);
 
-/* logits[num_heads][len] of one query row: scale * query . key, before any option. */
+/* logits[num_heads][num_tokens] of one query row against tokens 0..num_tokens-1: scale * query . key, before any
+ * option. KVEDGE_ERROR_ARGUMENT if the layer holds fewer. */
 kvedge_status kvedge_scores(const kvedge_layer *layer, const float *query, int num_heads, float scale,
-                            float *logits);
+                            int64_t num_tokens, float *logits);
 
 /* The same in slices, for a runtime that has threads of its own and memory of its own:
  *
@@ -173,6 +179,7 @@ kvedge_status kvedge_scores(const kvedge_layer *layer, const float *query, int n
  *   for every slice, anywhere, at the same time:  kvedge_attention_run(attention, slice, slot, NULL)
  *   then, on one thread, slices in order:         kvedge_attention_collect(attention, slice, slot)
  *
+ * Where another thread appends meanwhile, options->num_tokens makes the first two calls mean the same tokens.
  * run leaves a partial result in a slot; a slot is free again after collect. With as many slots as
  * slices (slot = slice) all may run before any is collected; one slot is enough for one thread.
  * Slices do not depend on the number of threads, so neither do the results, to the bit. */

@@ -223,6 +223,8 @@ class CacheMethods(CacheFacts):
                 n = _checks.as_rows(keys, "keys", self._config, many=None).shape[0]
                 self._make_room(layer, start + n)
                 target._append(keys, values)
+        except OutOfMemoryError:
+            raise
         except MemoryError as error:
             raise self._append_failed(layer, start, error) from error
         stop = len(target)
@@ -233,7 +235,7 @@ class CacheMethods(CacheFacts):
         self._high_water[layer] = stop
 
     def _append_failed(self, layer: int, start: int, error: MemoryError) -> OutOfMemoryError:
-        if start < self._high_water[layer] and not isinstance(error, OutOfMemoryError):
+        if start < self._high_water[layer]:
             # Broken off half way, perhaps: then bytes above may not be what marks stand for.
             self._overwrites.add(start)
             self._high_water[layer] = start
@@ -360,6 +362,8 @@ class CacheMethods(CacheFacts):
             layer = _checks.check_layer(layer, self._num_layers)
         try:
             return self._layers[layer].attend(query, **options)
+        except OutOfMemoryError:
+            raise
         except MemoryError as error:
             raise _memory.out_of_memory(error, "the result of attention") from error
 
@@ -421,9 +425,9 @@ class CacheMethods(CacheFacts):
 
         It marks the tokens advanced over: restoring it drops pending ones.
         """
-        return KvCacheSnapshot._mark(
-            self, self._overwrites.epoch, self._length, tuple(self._ahead())
-        )
+        length = self._length  # first: what is overwritten after that lies above
+        epoch = self._overwrites.epoch
+        return KvCacheSnapshot._mark(self, epoch, length, tuple(self._ahead(length)))
 
     @memory_for("the tokens of a snapshot")
     def restore(self, snapshot: KvCacheSnapshot) -> None:
@@ -658,6 +662,7 @@ class CacheMethods(CacheFacts):
         # Up to the high-water mark: tokens above the length may be gone back to.
         _memory.copy_tokens(layer._slabs, slabs, self._high_water[index])
         layer._bind(slabs, config)
+        layer._filled(len(layer), max(0, self._high_water[index] - len(layer)))
 
     def _is_stale(self, snapshot: KvCacheSnapshot) -> bool:
         return self._overwrites.reach_below(snapshot._length, since=snapshot._epoch)
@@ -696,6 +701,8 @@ class CacheMethods(CacheFacts):
         self, lengths: list[int] | None = None, length: int | None = None, *, copy: bool = True
     ) -> CacheContents:
         """Return the stored bytes of each layer: by default of all tokens it holds."""
+        if length is None:
+            length = self._length  # before those of the layers, which are never less
         layers = []
         for index, layer in enumerate(self._layers):
             stop = len(layer) if lengths is None else lengths[index]
@@ -703,9 +710,7 @@ class CacheMethods(CacheFacts):
                 slab[:stop].copy() if copy else slab[:stop] for slab in layer._slabs
             )
             layers.append(LayerContents(keys, values, key_scales, value_scales, layer._key_offset))
-        return CacheContents(
-            self._format, self._length if length is None else length, tuple(layers)
-        )
+        return CacheContents(self._format, length, tuple(layers))
 
     def _replace(self, contents: CacheContents) -> None:
         """Hold what ``contents`` holds, and nothing else; all or nothing."""
@@ -778,7 +783,7 @@ class CacheMethods(CacheFacts):
         self._length = length
 
     def _refuse_pending(self, call: str) -> None:
-        ahead = self._ahead()
+        ahead = self._ahead(self._length)
         if ahead:
             hold = "holds" if len(ahead) == 1 else "hold"
             raise LayersOutOfStepError(
@@ -786,9 +791,9 @@ class CacheMethods(CacheFacts):
                 f"{hold} tokens beyond it: advance() over them or truncate() first"
             )
 
-    def _ahead(self) -> list[int]:
-        """Layers with pending tokens."""
-        return [i for i, layer in enumerate(self._layers) if len(layer) != self._length]
+    def _ahead(self, length: int) -> list[int]:
+        """Layers with tokens beyond the length, which are pending."""
+        return [i for i, layer in enumerate(self._layers) if len(layer) != length]
 
     def _who_lacks(self, length: int) -> str:
         lacking = [i for i, layer in enumerate(self._layers) if len(layer) < length]

@@ -83,10 +83,11 @@ class CacheFacts(ConfigFacts):
 
     def __repr__(self) -> str:
         room = "growing" if self._max_seq_len is None else f"max_seq_len={self._max_seq_len}"
-        pending = max(len(layer) for layer in self._layers) - self._length
+        length = self._length  # before those of the layers, which are never less
+        pending = max(len(layer) for layer in self._layers) - length
         more = f" + up to {pending} pending" if pending else ""
         return (
-            f"<{type(self).__name__} {self._format}, {self._length} tokens{more}, {room}, "
+            f"<{type(self).__name__} {self._format}, {length} tokens{more}, {room}, "
             f"{self.memory_bytes} bytes reserved>"
         )
 

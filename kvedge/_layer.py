@@ -2,8 +2,8 @@
 
 A backend's core stores, quantizes and attends; it provides (see kvedge/_numpy/layer.py)
 
-    _open(config), _config, _slabs, _bind(slabs, config), __len__, _set_len(n), _frozen,
-    _key_offset, _set_key_offset(array or None),
+    _open(config), _config, _slabs, _bind(slabs, config), __len__, _set_len(n),
+    _filled(position, n), _frozen, _key_offset, _set_key_offset(array or None),
     push, extend, _append, _dequantize(values, start, stop),
     _dequantize_into(values, start, stop, out), attend, scores
 
@@ -71,6 +71,7 @@ class LayerMethods(LayerFacts):
 
         def _open(self, config: LayerConfig) -> None: ...
         def _set_len(self, n: int) -> None: ...
+        def _filled(self, position: int, n: int) -> None: ...
         def _set_key_offset(self, key_offset: np.ndarray | None) -> None: ...
         def _append(self, keys: Any, values: Any) -> None: ...
         def _dequantize(self, values: bool, start: int, stop: int) -> np.ndarray: ...
@@ -171,7 +172,7 @@ class LayerMethods(LayerFacts):
         return out
 
     def _all_tokens(self, values: bool, out: np.ndarray | None) -> np.ndarray:
-        config, length = self._config, len(self)
+        length, config = len(self), self._config
         shape = (length, config.num_kv_heads, config.head_dim)
         out = _checks.as_out(out, shape, reads=self._slabs)
         self._dequantize_into(values, 0, length, out)
@@ -344,8 +345,9 @@ class LayerMethods(LayerFacts):
     @memory_for("a copy of the layer")
     def copy(self) -> Self:
         """An independent layer with the same tokens and capacity; it belongs to no cache."""
-        other = _new_layer(type(self), self._config, self._config.capacity)
-        other._fill(self._slabs, len(self), self._key_offset, self._auto_key_offset)
+        length, config = len(self), self._config  # in this order: see LayerFacts
+        other = _new_layer(type(self), config, config.capacity)
+        other._fill(self._slabs, length, self._key_offset, self._auto_key_offset)
         return other
 
     def _fill(
@@ -374,7 +376,8 @@ class LayerMethods(LayerFacts):
         """Pickle the stored bytes; they are restored into whatever backend is active then."""
         kind = type(self)
         own = None if kind is _backend_class(kind) else kind  # a user's subclass
-        slabs = [np.array(slab[: len(self)]) for slab in self._slabs]
+        length = len(self)  # first, and of all four: see LayerFacts
+        slabs = [np.array(slab[:length]) for slab in self._slabs]
         return _restore, (own, self._config, slabs, self._key_offset, self._auto_key_offset)
 
 

@@ -21,17 +21,20 @@ class LayerFacts(ConfigFacts):
 
         def __len__(self) -> int: ...
 
+    # A reader takes the length first, then the slabs and the config: a writer may move the layer to
+    # larger slabs in between, which hold the tokens of the older length too.
+
     # ---- views -----------------------------------------------------------------------------------
 
     @property
     def key_codes(self) -> np.ndarray:
         """Stored keys, read-only and without a copy: int8 (or float32) (len, H, head_dim)."""
-        return self._view(self._slabs.key_codes)
+        return self._view("key_codes")
 
     @property
     def value_codes(self) -> np.ndarray:
         """Stored values, read-only and without a copy: int8 (or float32) (len, H, head_dim)."""
-        return self._view(self._slabs.value_codes)
+        return self._view("value_codes")
 
     @property
     def key_scales(self) -> np.ndarray:
@@ -39,28 +42,30 @@ class LayerFacts(ConfigFacts):
 
         (len, H), or (len, H, num_groups) where a row has several; (len, H, 0) in float32 layers.
         """
-        return self._scales_view(self._slabs.key_scales)
+        return self._scales_view("key_scales")
 
     @property
     def value_scales(self) -> np.ndarray:
         """Scales of the values; as :attr:`key_scales`."""
-        return self._scales_view(self._slabs.value_scales)
+        return self._scales_view("value_scales")
 
-    def _view(self, slab):
-        view = slab[: len(self)]
+    def _view(self, name: str) -> np.ndarray:
+        length = len(self)
+        view = getattr(self._slabs, name)[:length]
         view.flags.writeable = False
         return view
 
-    def _scales_view(self, slab):
-        view = self._view(slab)
+    def _scales_view(self, name: str) -> np.ndarray:
+        view = self._view(name)
         return view[:, :, 0] if self._config.num_groups == 1 else view
 
     @property
     def key_offset(self) -> np.ndarray | None:
         """What is taken off stored keys, float32 (num_kv_heads, head_dim), read-only; or None."""
-        if self._key_offset is None:
+        offset = self._key_offset
+        if offset is None:
             return None
-        view = self._key_offset.view()
+        view = offset.view()
         view.flags.writeable = False
         return view
 
@@ -74,7 +79,8 @@ class LayerFacts(ConfigFacts):
     @property
     def remaining(self) -> int:
         """Tokens that may still be appended."""
-        return self._config.capacity - len(self)
+        length = len(self)
+        return self._config.capacity - length
 
     @property
     def is_empty(self) -> bool:
@@ -84,7 +90,8 @@ class LayerFacts(ConfigFacts):
     @property
     def is_full(self) -> bool:
         """Whether no further token fits."""
-        return len(self) == self._config.capacity
+        length = len(self)
+        return length == self._config.capacity
 
     @property
     def num_groups(self) -> int:
@@ -112,8 +119,8 @@ class LayerFacts(ConfigFacts):
 
     def __repr__(self) -> str:
         """Class, fill and shape."""
-        config = self._config
-        parts = [f"{len(self)} of {config.capacity} tokens", f"num_kv_heads={config.num_kv_heads}"]
+        length, config = len(self), self._config
+        parts = [f"{length} of {config.capacity} tokens", f"num_kv_heads={config.num_kv_heads}"]
         parts.append(f"head_dim={config.head_dim}")
         if config.num_groups > 1:
             parts.append(f"group_size={config.group_size}")
@@ -123,4 +130,5 @@ class LayerFacts(ConfigFacts):
             parts.append('key_offset="auto"')
         elif self._key_offset is not None:
             parts.append("key_offset=given")
-        return f"{type(self).__name__}({', '.join(parts)}, {self.memory_bytes / 2**20:.1f} MiB)"
+        size = config.capacity * _memory.token_bytes(config) / 2**20
+        return f"{type(self).__name__}({', '.join(parts)}, {size:.1f} MiB)"

@@ -50,9 +50,7 @@ class Slabs(NamedTuple):
 
 
 def out_of_memory(error: MemoryError, what: str) -> OutOfMemoryError:
-    """Return kvedge's error for one that Python or NumPy raised; itself if it is kvedge's."""
-    if isinstance(error, OutOfMemoryError):
-        return error
+    """Return kvedge's error for one that Python or NumPy raised."""
     return OutOfMemoryError(f"no memory for {what}" + (f": {error}" if str(error) else ""))
 
 
@@ -64,11 +62,10 @@ def memory_for(what: str) -> Iterator[None]:
     """
     try:
         yield
+    except OutOfMemoryError:  # it says what was wanted
+        raise
     except MemoryError as error:
-        told = out_of_memory(error, what)
-        if told is error:
-            raise
-        raise told from error
+        raise out_of_memory(error, what) from error
 
 
 def slab_layout(config: LayerConfig) -> tuple[tuple[tuple[int, int, int], np.dtype], ...]:

@@ -51,6 +51,7 @@ cdef extern from "kvedge.h" nogil:
         const float *bias
         int64_t bias_strides[3]
         int precision_bits
+        int64_t num_tokens
 
     ctypedef struct kvedge_sequence:
         const int32_t *blocks
@@ -89,7 +90,8 @@ cdef extern from "kvedge.h" nogil:
         const kvedge_layer *layer, const float *query, int64_t num_rows, int num_heads,
         const kvedge_attention_options *options, int num_threads, float *out, float *lse)
     kvedge_status kvedge_scores(
-        const kvedge_layer *layer, const float *query, int num_heads, float scale, float *logits)
+        const kvedge_layer *layer, const float *query, int num_heads, float scale,
+        int64_t num_tokens, float *logits)
 
     kvedge_status kvedge_attend_batch(
         const kvedge_layer *pool, int64_t block_size, const kvedge_sequence *sequences,

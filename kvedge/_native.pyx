@@ -214,6 +214,12 @@ cdef class _LayerCore:
         self._slabs = slabs
         self._config = config
 
+    def _filled(self, int64_t position, int64_t num_tokens):
+        """Rows were copied to the slabs, within capacity."""
+        cdef _Handle handle = self._opened()
+        if kvedge_layer_filled(handle.layer, position, num_tokens) != KVEDGE_OK:
+            raise KvedgeError(f"tokens {position} to {position + num_tokens} are not in the layer")
+
     def _set_len(self, n):
         kvedge_layer_set_len(self._opened().layer, n)
 
@@ -294,8 +300,13 @@ cdef class _LayerCore:
         if self._writing:
             raise KvedgeError("another thread is appending to this layer: one at a time may")
         if first:
-            self._refuse(keys, values)  # before their mean is taken
-            self._set_key_offset(self._offset_for(keys.reshape(-1, self._num_kv_heads, self._head_dim)))
+            self._writing = True  # this runs Python code, during which another thread may begin
+            try:
+                self._refuse(keys, values)  # before their mean is taken
+                rows = keys.reshape(-1, self._num_kv_heads, self._head_dim)
+                self._set_key_offset(self._offset_for(rows))
+            finally:
+                self._writing = False
         if num_tokens * self._num_kv_heads * self._head_dim < _KEEP_GIL:
             status = kvedge_layer_append(handle.layer, key_data, value_data, num_tokens)
         else:
@@ -358,7 +369,7 @@ cdef class _LayerCore:
             return False
         query = <cnp.ndarray>array
         return (
-            (query.ndim == 2 or (query.ndim == 3 and query.shape[0] > 0))
+            (query.ndim == 2 or query.ndim == 3)
             and query.shape[query.ndim - 1] == self._head_dim
             and query.shape[query.ndim - 2] > 0
             and query.shape[query.ndim - 2] % self._num_kv_heads == 0
@@ -402,7 +413,7 @@ cdef class _LayerCore:
         kvedge_attention_defaults(&c_options)
         reads = ()
         if not (
-            num_rows <= length and causal is True and sinks is None and softcap is None
+            0 < length >= num_rows and causal is True and sinks is None and softcap is None
             and mask is None and alibi_slopes is None and precision_bits is None
             and (return_lse is False or return_lse is True)
             and _fill_plain(&c_options, &threads, length, scale, window, num_threads)
@@ -416,6 +427,7 @@ cdef class _LayerCore:
             threads = options.num_threads
             return_lse = options.return_lse
             reads = options.arrays()
+        c_options.num_tokens = length  # what options, mask and threads were chosen for
         if out is None:
             out = _empty(rows.ndim, rows.shape)
         elif reads or not _is_out(out, rows, handle):
@@ -456,7 +468,8 @@ cdef class _LayerCore:
             _checks.check_finite(query, "query")
             return out
         with nogil:
-            status = kvedge_scores(handle.layer, query_data, num_heads, c_scale, out_data)
+            status = kvedge_scores(
+                handle.layer, query_data, num_heads, c_scale, shape[1], out_data)
         if status != KVEDGE_OK:
             self._refuse_attend(query, status)
         return out

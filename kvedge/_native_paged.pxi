@@ -22,11 +22,6 @@ cdef class _BlockStoreCore(_LayerCore):
         if status != KVEDGE_OK:
             raise KvedgeError(kvedge_strerror(status).decode())
 
-    def _filled(self, int64_t position, int64_t num_tokens):
-        cdef _Handle handle = self._opened()
-        if kvedge_layer_filled(handle.layer, position, num_tokens) != KVEDGE_OK:
-            raise KvedgeError(f"tokens {position} to {position + num_tokens} are not in the pool")
-
     def _settle(self):
         with nogil:
             kvedge_quiesce()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -81,26 +81,30 @@ class OverwriteLog:
     positions ascend with their epochs, and a mark is judged by the first after it.
     """
 
-    __slots__ = ("_epochs", "_positions", "epoch")
+    __slots__ = ("_entries", "epoch")
 
     def __init__(self) -> None:
         self.epoch = 0  # overwrites so far
-        self._epochs: list[int] = []  # both ascending
-        self._positions: list[int] = []
+        # Epochs and positions, both ascending. Another thread may look: lists that it holds are
+        # added to, the epoch last, and never shortened.
+        self._entries: tuple[list[int], list[int]] = ([], [])
 
     def add(self, position: int) -> None:
         """Note that tokens from ``position`` on are no longer what earlier marks saw."""
-        while self._positions and self._positions[-1] >= position:
-            self._positions.pop()
-            self._epochs.pop()
+        epochs, positions = self._entries
+        kept = bisect_left(positions, position)
+        if kept < len(positions):
+            epochs, positions = epochs[:kept], positions[:kept]
         self.epoch += 1
-        self._positions.append(position)
-        self._epochs.append(self.epoch)
+        positions.append(position)
+        epochs.append(self.epoch)
+        self._entries = (epochs, positions)
 
     def reach_below(self, length: int, *, since: int) -> bool:
         """Whether an overwrite after epoch ``since`` began below ``length``."""
-        after = bisect_right(self._epochs, since)
-        return after < len(self._positions) and self._positions[after] < length
+        epochs, positions = self._entries
+        after = bisect_right(epochs, since)
+        return after < len(positions) and positions[after] < length
 
 
 class KvCacheSnapshot:

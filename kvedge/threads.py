@@ -9,6 +9,7 @@ would run, then all be stopped together for the rest of the period.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -22,6 +23,7 @@ VARIABLE = "KVEDGE_NUM_THREADS"
 
 _num_threads: int | None = None  # None until someone asks or sets
 _listener: Callable[[int], None] | None = None  # the backend, which keeps its own copy in C
+_setting = threading.Lock()  # held while the number and its copy change
 
 
 def get_num_threads() -> int:
@@ -58,9 +60,10 @@ def set_num_threads(num_threads: int | None) -> None:
         count = _from_environment(os.environ) or default_num_threads()
     else:
         count = _checked(num_threads, "num_threads")
-    if _listener is not None:
-        _listener(count)
-    _num_threads = count
+    with _setting:
+        if _listener is not None:
+            _listener(count)
+        _num_threads = count
 
 
 def on_change(listener: Callable[[int], None]) -> None:

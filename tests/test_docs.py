@@ -57,7 +57,7 @@ needs_cc = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C comp
 @pytest.mark.subprocess
 def test_the_c_example_compiles_and_agrees_with_itself(tmp_path):
     program = tmp_path / "runtime"
-    csrc = sorted(map(str, (ROOT / "csrc").glob("*.c")))
+    csrc = sorted(map(str, (ROOT / "csrc").rglob("*.c")))
     example = str(ROOT / "examples" / "c_runtime" / "main.c")
     command = ["cc", "-std=c11", "-O2", "-pthread", f"-I{ROOT / 'csrc'}", "-o", str(program)]
     run([*command, example, *csrc, "-lm"])

@@ -31,6 +31,9 @@ class _LayerCore:
         self._slabs = slabs
         self._config = config
 
+    def _filled(self, position, n):
+        pass  # nothing is known of the rows that would have to be kept up
+
     def _set_len(self, n):
         self._len = n
 
@@ -126,11 +129,12 @@ class _LayerCore:
     ):
         query, single = _checks.as_query(query, self._config)
         n_rows, num_heads, head_dim = query.shape
+        length = self._len  # read once: another thread may be appending
         options = AttendOptions.make(
             head_dim,
             n_rows,
             num_heads,
-            self._len,
+            length,
             scale=scale,
             causal=causal,
             window=window,
@@ -144,7 +148,7 @@ class _LayerCore:
         )
         shape = query.shape[1:] if single else query.shape
         out = _checks.as_out(out, shape, reads=(query, *self._slabs, *options.arrays()))
-        lse = attention.attend(self._stored(), query, options, out.reshape(query.shape))
+        lse = attention.attend(self._stored(length), query, options, out.reshape(query.shape))
         if not options.return_lse:
             return out
         return out, (lse[0] if single else lse)
@@ -152,10 +156,10 @@ class _LayerCore:
     def scores(self, query, *, scale=None):
         query, _ = _checks.as_query(query, self._config, many=False)
         scale = query.shape[2] ** -0.5 if scale is None else _checks.as_float(scale, "scale")
-        return attention.scores(self._stored(), query, scale)
+        return attention.scores(self._stored(self._len), query, scale)
 
-    def _stored(self):
-        return attention.Stored(self._slabs, self._config, self._len, self._key_offset)
+    def _stored(self, length):
+        return attention.Stored(self._slabs, self._config, length, self._key_offset)
 
 
 def _minus(rows, offset):

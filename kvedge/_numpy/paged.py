@@ -20,9 +20,6 @@ class _BlockStore(BlockStoreMethods, _LayerCore):
         self._write(position, slabs.key_codes, slabs.key_scales, keys, None)
         self._write(position, slabs.value_codes, slabs.value_scales, values, None)
 
-    def _filled(self, position, n):
-        pass  # nothing is known of the rows that would have to be kept up
-
     def _settle(self):
         pass  # there are no threads
 

@@ -2,9 +2,10 @@
 
 :mod:`pool` holds the blocks and counts who refers to them, :mod:`prefixes` finds blocks by the
 token ids they were computed from, :mod:`store` reads and writes one layer's rows in blocks.
-:mod:`sequences` is the table of one sequence, :mod:`batch` checks attention over several,
-:mod:`cascade` reads what they share once; :mod:`facts`, :mod:`attention` and :mod:`cache` are the
-PagedKvCache. A backend adds ``_BlockStore`` (kvedge/_native_paged.pxi, kvedge/_numpy/paged.py).
+:mod:`sequences` is the table of one sequence, :mod:`readings` keeps what running calls read,
+:mod:`batch` checks attention over several sequences, :mod:`cascade` reads what they share once;
+:mod:`facts`, :mod:`attention` and :mod:`cache` are the PagedKvCache. A backend adds ``_BlockStore``
+(kvedge/_native_paged.pxi, kvedge/_numpy/paged.py).
 
 The idea and the words are those of vLLM (Kwon et al. 2023, https://arxiv.org/abs/2309.06180).
 """

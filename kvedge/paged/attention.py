@@ -15,6 +15,7 @@ from kvedge.paged.facts import PagedFacts, as_list
 
 if TYPE_CHECKING:
     from kvedge._typing import Array
+    from kvedge.paged.readings import Reading
 
 __all__ = ["PagedAttention"]
 
@@ -29,7 +30,8 @@ class PagedAttention(PagedFacts):
         ----------
         seq, layer : int
         query : array of float32 (or float16, bfloat16)
-            (num_heads, head_dim) for one token, (n, num_heads, head_dim) for the last n.
+            (num_heads, head_dim) for one token, (n, num_heads, head_dim) for the last n; without
+            rows the result is empty.
         **options
             ``scale``, ``causal``, ``window``, ``sinks``, ``softcap``, ``mask``, ``alibi_slopes``,
             ``precision_bits``, ``return_lse``, ``out``, ``num_threads``: as in
@@ -47,17 +49,23 @@ class PagedAttention(PagedFacts):
             The sequence has no tokens, or options do not fit together.
         ShapeMismatchError, DtypeMismatchError, LayoutError, NonFiniteInputError
         """
-        state, layer = self._state(seq), self._layer(layer)
-        store, length = self._pool._stores[layer], state.held[layer]
-        out = options.pop("out", None)
-        rows, single = _checks.as_query(query, self._pool._config, finite=False)
-        num_rows, num_heads, head_dim = rows.shape
-        made = AttendOptions.make(head_dim, num_rows, num_heads, length, **options)
-        shape = rows.shape[1:] if single else rows.shape
-        out = _checks.as_out(out, shape, reads=(rows, *store._slabs, *made.arrays()))
-        lse = np.empty(rows.shape[:2], np.float32) if made.return_lse else None
-        one = batch.Rows(state.table, length, rows, out.reshape(rows.shape), lse)
-        store._attend_blocks(self._pool.block_size, [one], made)
+        pool, state, layer = self._pool, self._state(seq), self._layer(layer)
+        store = pool._stores[layer]
+        reading = self._begin(seq, state, layer)
+        try:
+            table, length = reading.table, reading.length
+            out = options.pop("out", None)
+            rows, single = _checks.as_query(query, pool._config, finite=False)
+            num_rows, num_heads, head_dim = rows.shape
+            made = AttendOptions.make(head_dim, num_rows, num_heads, length, **options)
+            shape = rows.shape[1:] if single else rows.shape
+            out = _checks.as_out(out, shape, reads=(rows, *store._slabs, *made.arrays()))
+            lse = np.empty(rows.shape[:2], np.float32) if made.return_lse else None
+            one = batch.Rows(table, length, rows, out.reshape(rows.shape), lse)
+            if num_rows:
+                store._attend_blocks(pool.block_size, [one], made)
+        finally:
+            pool._running.discard(reading)
         if lse is None:
             return out
         return out, (lse[0] if single else lse)
@@ -100,29 +108,33 @@ class PagedAttention(PagedFacts):
         if options.get("mask") is not None:
             raise InvalidArgumentError("attend_batch takes no mask: attend() to each with its own")
         layer = self._layer(layer)
-        store = self._pool._stores[layer]
-        states = [self._state(seq) for seq in as_list(seqs, "seqs")]
-        if not states:
-            raise InvalidArgumentError("seqs must name at least one sequence")
-        config = self._pool._config
-        checked = batch.checked_queries(queries, len(states), config)
-        lengths = [state.held[layer] for state in states]
-        made = batch.batch_options(checked, lengths, options)
-        stacked = not isinstance(queries, Sequence)
-        reads: tuple[np.ndarray, ...] = ()
-        if out is not None:
-            reads = (*(query for query, _ in checked), *store._slabs, *made.arrays())
-        out, outs = batch.checked_outs(out, checked, stacked, reads)
-        lses: list[Any] = [None] * len(states)
-        if made.return_lse:
-            lses = [np.empty(query.shape[:2], np.float32) for query, _ in checked]
-        rows = [
-            batch.Rows(state.table, length, query, one, lse)
-            for state, length, (query, _), one, lse in zip(
-                states, lengths, checked, outs, lses, strict=True
-            )
-        ]
-        cascade.attend_batch(store, self._pool.block_size, rows, made)
+        pool = self._pool
+        store = pool._stores[layer]
+        readings: list[Reading] = []
+        try:
+            for seq in as_list(seqs, "seqs"):
+                readings.append(self._begin(seq, self._state(seq), layer))
+            if not readings:
+                raise InvalidArgumentError("seqs must name at least one sequence")
+            checked = batch.checked_queries(queries, len(readings), pool._config)
+            made = batch.batch_options(checked, [each.length for each in readings], options)
+            stacked = not isinstance(queries, Sequence)
+            reads: tuple[np.ndarray, ...] = ()
+            if out is not None:
+                reads = (*(query for query, _ in checked), *store._slabs, *made.arrays())
+            out, outs = batch.checked_outs(out, checked, stacked, reads)
+            lses: list[Any] = [None] * len(readings)
+            if made.return_lse:
+                lses = [np.empty(query.shape[:2], np.float32) for query, _ in checked]
+            rows = [
+                batch.Rows(reading.table, reading.length, query, one, lse)
+                for reading, (query, _), one, lse in zip(readings, checked, outs, lses, strict=True)
+            ]
+            rows = [one for one in rows if len(one.query)]
+            if rows:
+                cascade.attend_batch(store, pool.block_size, rows, made)
+        finally:
+            pool._running.difference_update(readings)
         if not made.return_lse:
             return out
         if stacked:

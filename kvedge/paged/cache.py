@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +15,10 @@ from kvedge.errors import (
     ShapeMismatchError,
     StaleSnapshotError,
 )
+from kvedge.paged import readings
 from kvedge.paged.attention import PagedAttention
 from kvedge.paged.pool import BlockPoolMethods
-from kvedge.paged.sequences import PagedSnapshot, SequenceState
+from kvedge.paged.sequences import Contents, PagedSnapshot, SequenceState
 from kvedge.snapshot import CacheContents, CacheFormat, LayerContents
 
 if TYPE_CHECKING:
@@ -38,8 +40,9 @@ class PagedKvCache(PagedAttention):
     :meth:`from_kv_cache`, and never used again once dropped. As in :class:`kvedge.KVCache`, each
     layer is given its tokens by :meth:`append` and attends to them at once; :meth:`advance` then
     moves the sequence past them. Tokens that a layer has and the sequence was not advanced over are
-    pending: :meth:`truncate`, :meth:`restore` and :meth:`drop` forget them; :meth:`fork`,
-    :meth:`snapshot`, :meth:`register` and :meth:`to_kv_cache` leave them with the sequence alone.
+    pending: :meth:`truncate`, :meth:`restore` and :meth:`drop` forget them; :meth:`snapshot` and
+    :meth:`register` are about the tokens advanced over; :meth:`fork` and :meth:`to_kv_cache`, which
+    would leave pending tokens behind, are refused.
 
     Sequences share the blocks they have in common: those of a fork, a snapshot, or a prefix found
     by its token ids. A block that is shared, or registered for others to find, is copied before it
@@ -59,8 +62,9 @@ class PagedKvCache(PagedAttention):
     Notes
     -----
     Threads: calls that change anything take turns; any number of threads may attend and read
-    meanwhile, also to a sequence that is appended to. What takes tokens away from a sequence
-    (truncate, restore, drop) must not run while another thread attends to that sequence.
+    meanwhile, also to a sequence that is appended to, truncated, restored or dropped. A running
+    call holds what it reads: it sees the sequence as it was when the call began, and no block that
+    it reads is used again before it ends. Until then such a block counts as used.
 
     Examples
     --------
@@ -105,10 +109,13 @@ class PagedKvCache(PagedAttention):
         Raises
         ------
         UnknownSequenceError
+        LayersOutOfStepError
+            Some layer has pending tokens.
         """
         with self._pool._lock:
             state = self._state(seq)
-            return self._add_holding(self._committed(state), state.length)
+            _check_nothing_pending(state.held, state.length)
+            return self._add_holding(state.table, state.length)
 
     def drop(self, seq: int) -> None:
         """Forget a sequence. Blocks that nobody else holds become free.
@@ -123,8 +130,10 @@ class PagedKvCache(PagedAttention):
             Also if it was dropped already.
         """
         with self._pool._lock:
-            table = self._state(seq).table
+            state = self._state(seq)
+            table = state.table
             del self._sequences[_checks.as_int(seq, "seq")]
+            state.contents = None  # for whoever has looked the sequence up, but reads nothing yet
             self._pool._release(table)
 
     # ---- tokens in -------------------------------------------------------------------------------
@@ -160,22 +169,27 @@ class PagedKvCache(PagedAttention):
                 return
             store, start = pool._stores[layer], state.held[layer]
             stop = start + len(keys)
-            block = self._unwritable(state, start)
+            block = self._unwritable(state, layer, start)
+            if block is None and start == state.resumed:
+                store._settle()  # calls that read these rows have ended, late helpers may not have
             num_new = max(0, pool._blocks_for(stop) - len(state.table))
             if num_new or block is not None:
-                self._append_to_new_blocks(state, store, start, num_new, block, keys, values)
+                self._append_to_new_blocks(state, layer, start, num_new, block, keys, values)
             else:
                 store.write(state.table, pool.block_size, start, keys, values)
             state.held[layer] = stop
 
-    def _append_to_new_blocks(self, state, store, start, num_new, block, keys, values):
+    def _append_to_new_blocks(self, state, layer, start, num_new, block, keys, values):
         """Write rows with so many blocks added to the table, and one of it (or None) replaced."""
         pool, table = self._pool, state.table
+        store = pool._stores[layer]
         wanted = num_new + (block is not None)
         forgetting = pool._must_forget(wanted)
         if block is not None and wanted > pool.free_count:
-            # No room to keep what is registered: if nobody else holds the block, write over it.
-            overwriting = bool(pool._references[table[block]] == 1)
+            # No room for a copy: if nobody else holds or reads the block, write over it.
+            alone = pool._references[table[block]] == 1
+            read = readings.reads_from(pool._running, layer, table, block, start)
+            overwriting = bool(alone) and not read
         else:
             overwriting = False
         wanted -= overwriting
@@ -183,7 +197,9 @@ class PagedKvCache(PagedAttention):
         if forgetting:
             store.check(keys, values)  # before prefixes are forgotten for good
         if overwriting:
-            pool._forget(int(table[block]))
+            if table[block] in pool._prefixes:
+                pool._forget(int(table[block]))
+            store._settle()  # as for other rows written in place
             block = None
         taken = pool._take(wanted)
         try:
@@ -195,21 +211,25 @@ class PagedKvCache(PagedAttention):
         except BaseException:
             pool._release(taken)
             raise
-        state.table = longer
+        state.contents = Contents(longer, state.held)
         if block is not None:
             pool._release(table[block : block + 1])
 
-    def _unwritable(self, state: SequenceState, start: int) -> int | None:
-        """Which block of the table must be copied before tokens from `start` on are written.
+    def _unwritable(self, state: SequenceState, layer: int, start: int) -> int | None:
+        """Which block of the table must be copied before a layer's tokens from `start` on come.
 
         Only one can be: the last that has tokens advanced over. Blocks after it are nobody else's,
-        since forks and snapshots share no pending tokens.
+        since forks and snapshots share no pending tokens, and are new since rows were last taken
+        away. A running call that reads rows before `start` alone, as in decoding, is no reason.
         """
         last, used = divmod(state.length, self._pool.block_size)
         if not used or start // self._pool.block_size != last:
             return None
-        block = int(state.table[last])
-        if self._pool._references[block] > 1 or block in self._pool._prefixes:
+        pool, table = self._pool, state.table
+        block = int(table[last])
+        if pool._references[block] > 1 or block in pool._prefixes:
+            return last
+        if pool._running and readings.reads_from(pool._running, layer, table, last, start):
             return last
         return None
 
@@ -263,12 +283,14 @@ class PagedKvCache(PagedAttention):
             state = self._state(seq)
             n = _checks.check_length(n, state.length)
             kept = self._pool._blocks_for(n)
-            gone, state.table = state.table[kept:], state.table[:kept]
-            self._set_length(state, n)
-            self._pool._release(gone)
+            table = state.table
+            state.go_to(self._pool.num_layers, table[:kept], n)
+            self._pool._release(table[kept:])
 
     def snapshot(self, seq: int) -> PagedSnapshot:
-        """Hold a sequence as it is now; nothing is copied. See :class:`kvedge.PagedSnapshot`.
+        """Hold the tokens that a sequence was advanced over so far, pending ones excepted.
+
+        Nothing is copied. See :class:`kvedge.PagedSnapshot`.
 
         Parameters
         ----------
@@ -284,7 +306,7 @@ class PagedKvCache(PagedAttention):
         """
         with self._pool._lock:
             state = self._state(seq)
-            table = self._committed(state)
+            table = state.table[: self._pool._blocks_for(state.length)]
             self._pool._hold(table)
             return PagedSnapshot._holding(self._pool, table, state.length)
 
@@ -309,8 +331,8 @@ class PagedKvCache(PagedAttention):
             state = self._state(seq)
             table = self._table_of(snapshot)
             self._pool._hold(table)
-            gone, state.table = state.table, table
-            self._set_length(state, len(snapshot))
+            gone = state.table
+            state.go_to(self._pool.num_layers, table, len(snapshot))
             self._pool._release(gone)
 
     # ---- prefixes --------------------------------------------------------------------------------
@@ -390,7 +412,7 @@ class PagedKvCache(PagedAttention):
     # ---- to and from a KVCache -------------------------------------------------------------------
 
     def to_kv_cache(self, seq: int, *, max_seq_len: int | None = None) -> Any:
-        """Copy a sequence, byte for byte, into a cache of its own; without pending tokens.
+        """Copy a sequence, byte for byte, into a cache of its own.
 
         Parameters
         ----------
@@ -405,23 +427,35 @@ class PagedKvCache(PagedAttention):
         Raises
         ------
         UnknownSequenceError
+        LayersOutOfStepError
+            Some layer has pending tokens.
         InvalidArgumentError, CapacityExceededError
             ``max_seq_len`` is no length, or too short.
         OutOfMemoryError
         """
         from kvedge._backend import KVCache  # not at import: the backend imports this package
 
-        pool, state = self._pool, self._state(seq)
-        length, table = state.length, state.table
+        pool = self._pool
+        running: list[readings.Reading] = []
         layers = []
-        for store in pool._stores:
-            keys, values, key_scales, value_scales = store.gather(table, pool.block_size, length)
-            layers.append(LayerContents(keys, values, key_scales, value_scales, None))
+        try:
+            with pool._lock:  # all layers as they are at one moment
+                state = self._state(seq)
+                length = state.length
+                _check_nothing_pending(state.held, length)
+                for layer in range(pool.num_layers):
+                    running.append(self._begin(seq, state, layer))
+            for store, reading in zip(pool._stores, running, strict=True):
+                slabs = store.gather(reading.table, pool.block_size, length)
+                keys, values, key_scales, value_scales = slabs
+                layers.append(LayerContents(keys, values, key_scales, value_scales, None))
+        finally:
+            pool._running.difference_update(running)
         contents = CacheContents(self._format, length, tuple(layers))
         return KVCache._holding(contents, max_seq_len, False, {})
 
     def from_kv_cache(self, cache: CacheMethods) -> int:
-        """Begin a sequence with a copy of a cache's tokens, byte for byte; pending ones excepted.
+        """Begin a sequence with a copy of a cache's tokens, byte for byte.
 
         Parameters
         ----------
@@ -439,6 +473,8 @@ class PagedKvCache(PagedAttention):
             Not a KVCache, or one with a key offset.
         ShapeMismatchError
             A cache of another format.
+        LayersOutOfStepError
+            Some layer of the cache has tokens that it was not advanced over.
         CapacityExceededError
             The pool has too few free blocks.
         """
@@ -451,10 +487,15 @@ class PagedKvCache(PagedAttention):
         if cache.key_offset is not None:
             raise InvalidArgumentError("blocks have no key offset, but this cache has one")
         pool, length = self._pool, len(cache)
+        _check_nothing_pending([len(layer) for layer in cache._layers], length)
         with pool._lock:
             table = pool._take(pool._blocks_for(length))
-            for store, layer in zip(pool._stores, cache._layers, strict=True):
-                store.scatter(table, pool.block_size, [slab[:length] for slab in layer._slabs])
+            try:
+                for store, layer in zip(pool._stores, cache._layers, strict=True):
+                    store.scatter(table, pool.block_size, [slab[:length] for slab in layer._slabs])
+            except BaseException:
+                pool._release(table)
+                raise
             return self._add(SequenceState(pool.num_layers, table, length))
 
     @property
@@ -480,16 +521,6 @@ class PagedKvCache(PagedAttention):
         self._pool._hold(table)
         return self._add(SequenceState(self._pool.num_layers, table, length))
 
-    def _committed(self, state: SequenceState) -> np.ndarray:
-        """The blocks of the tokens advanced over."""
-        return state.table[: self._pool._blocks_for(state.length)]
-
-    def _set_length(self, state: SequenceState, n: int) -> None:
-        """After the table was cut or replaced."""
-        state.length = n
-        state.held = [n] * len(state.held)
-        self._pool._stores[0]._settle()  # nobody may still look at rows that come anew
-
     def _table_of(self, snapshot: Any) -> np.ndarray:
         if not isinstance(snapshot, PagedSnapshot):
             raise InvalidArgumentError(
@@ -500,6 +531,19 @@ class PagedKvCache(PagedAttention):
         if snapshot._table is None:
             raise StaleSnapshotError("this snapshot was released: its blocks are no longer held")
         return snapshot._table
+
+
+def _check_nothing_pending(held: Sequence[int], length: int) -> None:
+    """LayersOutOfStepError if a layer has tokens that the sequence was not advanced over."""
+    if max(held) == length:
+        return
+    from kvedge._cache import _names  # not at import: the backend imports this package
+
+    pending = [layer for layer, tokens in enumerate(held) if tokens > length]
+    raise LayersOutOfStepError(
+        f"there are pending tokens in {_names(pending)} of {len(held)}: {max(held)} tokens are "
+        f"held, but {length} were advanced over; advance() over them or truncate() first"
+    )
 
 
 def _token_ids(token_ids: Any) -> np.ndarray:

@@ -9,7 +9,8 @@ import numpy as np
 
 from kvedge import _checks
 from kvedge.errors import InvalidArgumentError, UnknownSequenceError
-from kvedge.paged.sequences import SequenceState
+from kvedge.paged import readings
+from kvedge.paged.sequences import Contents, SequenceState
 
 if TYPE_CHECKING:
     from kvedge._native import KvBlockPool
@@ -78,7 +79,7 @@ class PagedFacts:
         ------
         UnknownSequenceError
         """
-        return self._state(seq).table.copy()
+        return self._contents(seq).table.copy()
 
     def block_tables(self, seqs: Sequence[int] | None = None) -> np.ndarray:
         """The blocks of several sequences, as paged attention kernels take them.
@@ -98,7 +99,7 @@ class PagedFacts:
         UnknownSequenceError
         """
         chosen = self.sequences if seqs is None else as_list(seqs, "seqs")
-        tables = [self._state(seq).table for seq in chosen]
+        tables = [self._contents(seq).table for seq in chosen]
         padded = np.zeros((len(tables), max(map(len, tables), default=0)), np.int32)
         for row, table in zip(padded, tables, strict=True):
             row[: len(table)] = table
@@ -149,10 +150,21 @@ class PagedFacts:
         seq = _checks.as_int(seq, "seq")
         state = self._sequences.get(seq)
         if state is None:
-            raise UnknownSequenceError(
-                f"sequence {seq} is not in this cache: it was dropped, or is another cache's"
-            )
+            raise _unknown(seq)
         return state
+
+    def _contents(self, seq: Any) -> Contents:
+        contents = self._state(seq).contents
+        if contents is None:  # dropped since it was looked up
+            raise _unknown(seq)
+        return contents
+
+    def _begin(self, seq: Any, state: SequenceState, layer: int) -> readings.Reading:
+        """A reading of a layer, to be discarded from the pool's running ones in the end."""
+        reading = readings.begin(self._pool._running, state, layer)
+        if reading is None:  # dropped since it was looked up
+            raise _unknown(seq)
+        return reading
 
     def _layer(self, layer: Any) -> int:
         num_layers = len(self._pool._stores)
@@ -161,9 +173,19 @@ class PagedFacts:
         return _checks.check_layer(layer, num_layers)
 
     def _read(self, values: bool, seq: int, layer: int) -> np.ndarray:
-        state, layer = self._state(seq), self._layer(layer)
-        store, length = self._pool._stores[layer], state.held[layer]
-        return store.read(values, state.table, self._pool.block_size, length)
+        pool, state, layer = self._pool, self._state(seq), self._layer(layer)
+        reading = self._begin(seq, state, layer)
+        try:
+            store = pool._stores[layer]
+            return store.read(values, reading.table, pool.block_size, reading.length)
+        finally:
+            pool._running.discard(reading)
+
+
+def _unknown(seq: Any) -> UnknownSequenceError:
+    return UnknownSequenceError(
+        f"sequence {seq} is not in this cache: it was dropped, or is another cache's"
+    )
 
 
 def as_list(items: Any, name: str) -> list[Any]:

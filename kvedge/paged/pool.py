@@ -2,7 +2,8 @@
 
 A block is free, or held by one or more owners: sequences, snapshots, and whoever called
 ``allocate``. A block that nobody holds but that is known by its token ids stays as it is until its
-memory is needed, the least recently used first; it counts as free.
+memory is needed, the least recently used first; it counts as free. One that nobody holds but that a
+running call reads is parked, and counts as used, until somebody asks for blocks after the call.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from kvedge.errors import (
     OutOfMemoryError,
     ShapeMismatchError,
 )
+from kvedge.paged import readings
 from kvedge.paged.prefixes import PrefixTree
 
 __all__ = ["BlockPoolMethods"]
@@ -115,6 +117,8 @@ class BlockPoolMethods(ConfigFacts):
         self._untouched = 0  # blocks from this one on were never used
         self._prefixes = PrefixTree(block_size)
         self._idle: OrderedDict[int, None] = OrderedDict()  # known, held by nobody; oldest first
+        self._running: set[readings.Reading] = set()  # what calls read at the moment
+        self._parked: dict[int, None] = {}  # held by nobody, but read by a running call
         self._lent: Counter[int] = Counter()  # references that allocate() and share() gave out
         # Tables of snapshots that were garbage-collected, which may happen in the middle of
         # anything: they are given back when the pool is next looked at.
@@ -139,14 +143,17 @@ class BlockPoolMethods(ConfigFacts):
 
     @property
     def free_count(self) -> int:
-        """Blocks that nobody holds, those that still have a prefix to be found included."""
+        """Blocks that can be had: held by nobody and read by no running call.
+
+        Those that still have a prefix to be found are included.
+        """
         with self._lock:
             self._collect()
             return self._num_blocks - self._untouched + len(self._freed) + len(self._idle)
 
     @property
     def used_count(self) -> int:
-        """Blocks that someone holds: num_blocks - free_count."""
+        """Blocks that someone holds or a running call reads: num_blocks - free_count."""
         return self._num_blocks - self.free_count
 
     @property
@@ -158,7 +165,7 @@ class BlockPoolMethods(ConfigFacts):
 
     @property
     def utilization(self) -> float:
-        """Share of the blocks that someone holds: 0 to 1."""
+        """Share of the blocks that are used: 0 to 1."""
         return self.used_count / self._num_blocks
 
     @property
@@ -180,7 +187,7 @@ class BlockPoolMethods(ConfigFacts):
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the blocks that someone holds."""
+        """Bytes of the blocks that are used."""
         return self.used_count * self.block_bytes
 
     @property
@@ -366,7 +373,7 @@ class BlockPoolMethods(ConfigFacts):
     def _forget(self, block: int) -> None:
         """Let a prefix that ends in or goes through this block be found no more."""
         for gone in self._prefixes.remove(block):
-            if gone in self._idle:
+            if gone in self._idle:  # else it is held, or parked
                 del self._idle[gone]
                 self._freed.append(gone)
 
@@ -410,17 +417,28 @@ class BlockPoolMethods(ConfigFacts):
         idle = self._references[blocks] == 0
         self._references[blocks] += 1
         for block in blocks[idle].tolist():
-            del self._idle[block]
+            del (self._parked if block in self._parked else self._idle)[block]
 
     def _release(self, blocks: np.ndarray) -> None:
-        """One owner less for each of these distinct blocks."""
+        """One owner less for each of these distinct blocks, after it gave its table up.
+
+        What a running call reads is parked.
+        """
         self._references[blocks] -= 1
-        unheld = blocks[self._references[blocks] == 0]
-        if not len(unheld):
-            return
-        self._stores[0]._settle()  # nobody may still look at rows that can now be overwritten
         # From the end: a prefix is forgotten from its end, and freed blocks come back in order.
-        for block in unheld[::-1].tolist():
+        unheld = blocks[self._references[blocks] == 0][::-1]
+        if self._running and len(unheld):
+            read = readings.are_read(self._running, unheld)
+            self._parked.update(dict.fromkeys(unheld[read].tolist()))
+            unheld = unheld[~read]
+        self._set_free(unheld)
+
+    def _set_free(self, blocks: np.ndarray) -> None:
+        """Blocks that nobody holds or reads can be had from now on, the last one first."""
+        if not len(blocks):
+            return
+        self._stores[0]._settle()  # calls have ended, but late helpers of theirs may still look
+        for block in blocks.tolist():
             if block in self._prefixes:
                 self._idle[block] = None
             else:
@@ -431,9 +449,15 @@ class BlockPoolMethods(ConfigFacts):
             store.copy_block(self._block_size, source, target)
 
     def _collect(self) -> None:
-        """Give back what garbage-collected snapshots held."""
+        """Give back what garbage-collected snapshots held and what calls read that have ended."""
         while self._abandoned:
             self._release(self._abandoned.popleft())
+        if self._parked:
+            blocks = np.array(list(self._parked), np.int32)
+            ended = blocks[~readings.are_read(self._running, blocks)]
+            for block in ended.tolist():
+                del self._parked[block]
+            self._set_free(ended)
 
 
 def _size(value: Any, name: str, most: int) -> int:

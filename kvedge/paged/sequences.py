@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -11,24 +11,50 @@ from kvedge.errors import InvalidArgumentError
 if TYPE_CHECKING:
     from kvedge.paged.pool import BlockPoolMethods
 
-__all__ = ["PagedSnapshot", "SequenceState"]
+__all__ = ["Contents", "PagedSnapshot", "SequenceState"]
 
 NO_BLOCKS = np.empty(0, np.int32)
 
 
-class SequenceState:
-    """What a cache knows of a sequence; changed under the pool's lock.
+class Contents(NamedTuple):
+    """The blocks of a sequence and how many tokens each layer has in them."""
 
-    The table is replaced, never written to, and a layer's count is raised after its rows are there:
-    so whoever reads the count first and the table second sees rows that are whole.
+    table: np.ndarray  # int32 (blocks,), distinct, each held once by the sequence; never written to
+    held: list[int]  # tokens of each layer; raised once the rows are there, never lowered
+
+
+class SequenceState:
+    """What a cache knows of a sequence; changed under the pool's lock, read without it.
+
+    Whatever takes rows away or moves them replaces the contents as a whole, before blocks are
+    released: a reader that finds the same object twice has read a table and a count that belong
+    together, see :mod:`kvedge.paged.readings`.
     """
 
-    __slots__ = ("held", "length", "table")
+    __slots__ = ("contents", "length", "resumed")
+
+    contents: Contents | None  # None once dropped
 
     def __init__(self, num_layers: int, table: np.ndarray = NO_BLOCKS, length: int = 0) -> None:
-        self.table = table  # int32 (blocks,), each distinct and held once by this sequence
+        self.go_to(num_layers, table, length)
+
+    def go_to(self, num_layers: int, table: np.ndarray, length: int) -> None:
+        """Hold `length` tokens in these blocks, in every layer."""
+        self.contents = Contents(table, [length] * num_layers)
         self.length = length  # tokens advanced over
-        self.held = [length] * num_layers  # tokens of each layer, >= length
+        self.resumed = length  # rows from here on may have been read before, by anyone
+
+    @property
+    def table(self) -> np.ndarray:
+        """The blocks, int32 (blocks,), of a sequence that was not dropped."""
+        assert self.contents is not None
+        return self.contents.table
+
+    @property
+    def held(self) -> list[int]:
+        """Tokens of each layer, at least the length, of a sequence that was not dropped."""
+        assert self.contents is not None
+        return self.contents.held
 
 
 class PagedSnapshot:

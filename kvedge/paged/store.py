@@ -7,7 +7,7 @@ core provides, besides what kvedge/_layer.py names,
     _write_at(position, keys, values)     checked float32 rows (n, H, D), n >= 1, to positions
     _filled(position, n)                  rows were copied to the slabs
     _attend_blocks(block_size, rows, options)   attention of kvedge.paged.batch.Rows
-    _settle()                             wait until no thread looks at rows that nobody holds
+    _settle()                             wait for late helper threads of calls that have ended
 """
 
 from __future__ import annotations

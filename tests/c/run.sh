@@ -1,12 +1,13 @@
 #!/bin/bash
-# Builds csrc/*.c with each tests/c/test_*.c in a temporary directory and runs them.
+# Builds csrc/ with each tests/c/test_*.c in a temporary directory and runs them.
 #
 #   tests/c/run.sh [MODE] [PROGRAM...]       PROGRAM such as test_kernels; default all
 #
 #   native    this machine's compiler (CC)
 #   clang     clang, for this machine, and for aarch64 where its cross libraries are installed
 #   asan      gcc with AddressSanitizer and UndefinedBehaviorSanitizer
-#   tsan      gcc with ThreadSanitizer, of test_parallel only
+#   tsan      gcc with ThreadSanitizer, of test_parallel and test_stress
+#   standards the sources as C11, GNU11, GNU17 and GNU23, with gcc and clang, -Werror; nothing is run
 #   valgrind  memcheck, with fewer cases (KVEDGE_TEST_SHORT=1)
 #   aarch64   cross-built, run under qemu as Cortex-A72 and Cortex-A76, with fewer cases
 #   armv7     cross-built for 32-bit ARM with the compiler's defaults, run as Cortex-A9 (no fused
@@ -39,8 +40,9 @@ build() {
   mkdir -p "$work/obj" "$work/bin"
   echo "== $*"
   compile=("$@" -std=c11 -g -Wall -Wextra -pthread "-I$root/csrc")
-  printf '%s\n' "$root"/csrc/*.c | (
-    cd "$work/obj" && xargs -n 1 "${compile[@]}" -c
+  (cd "$root" && find csrc -name '*.c') | (
+    cd "$work/obj" && xargs -P 2 -I '{}' sh -c 'object=$(echo "$1" | tr / _).o; shift; exec "$@" -o "$object"' sh \
+      '{}' "${compile[@]}" -c "$root/{}"
   ) || { echo "FAILED to compile csrc"; failures=$((failures + 1)); return 1; }
   for program in "${programs[@]}"; do
     "${compile[@]}" -O2 "$here/$program.c" "$work"/obj/*.o -o "$work/bin/$program" -lm ||
@@ -97,10 +99,21 @@ asan)
 tsan)
   need gcc gcc
   need setarch util-linux
-  programs=(test_parallel)
+  programs=(test_parallel test_stress)
   export TSAN_OPTIONS=${TSAN_OPTIONS:-die_after_fork=0}
   # Without randomized addresses, since some kernels' are more random than its shadow memory bears.
   build gcc -O1 -fsanitize=thread && run setarch -R
+  ;;
+standards)
+  need gcc gcc
+  need clang clang
+  for compiler in gcc clang; do
+    for standard in c11 gnu11 gnu17 gnu2x; do
+      echo "== $compiler -std=$standard"
+      "$compiler" -std=$standard -Wall -Wextra -Wpedantic -Werror -fsyntax-only "-I$root/csrc" $(find "$root/csrc" -name "*.c") ||
+        { echo "FAILED: $compiler -std=$standard"; failures=$((failures + 1)); }
+    done
+  done
   ;;
 valgrind)
   need gcc gcc

@@ -183,14 +183,24 @@ static void test_scores(void) {
   kvedge_attention_options o;
   kvedge_attention_defaults(&o);
   kvedge_layer_get_keys(layer, 0, 100, stored);
-  CHECK(kvedge_scores(layer, query, 6, o.scale = 0.2f, logits.data) == KVEDGE_OK);
+  CHECK(kvedge_scores(layer, query, 6, o.scale = 0.2f, 100, logits.data) == KVEDGE_OK);
   for (int head = 0; head < 6; head++)
     for (int t = 0; t < 100; t++)
       CHECK(near(((float *)logits.data)[head * 100 + t],
                  logit(&o, n, query + head * 48, stored + (2 * t + head / 3) * 48, head, 0, t), 1e-5));
-  CHECK(kvedge_scores(layer, NULL, 6, 1.0f, logits.data) == KVEDGE_ERROR_ARGUMENT);
-  CHECK(kvedge_scores(layer, query, 5, 1.0f, logits.data) == KVEDGE_ERROR_ARGUMENT);
-  CHECK(kvedge_scores(layer, query, 6, INFINITY, logits.data) == KVEDGE_ERROR_ARGUMENT);
+  CHECK(kvedge_scores(layer, NULL, 6, 1.0f, 100, logits.data) == KVEDGE_ERROR_ARGUMENT);
+  CHECK(kvedge_scores(layer, query, 5, 1.0f, 100, logits.data) == KVEDGE_ERROR_ARGUMENT);
+  CHECK(kvedge_scores(layer, query, 6, INFINITY, 100, logits.data) == KVEDGE_ERROR_ARGUMENT);
+  CHECK(kvedge_scores(layer, query, 6, 1.0f, 101, logits.data) == KVEDGE_ERROR_ARGUMENT);
+  CHECK(kvedge_scores(layer, query, 6, 1.0f, 0, logits.data) == KVEDGE_ERROR_ARGUMENT);
+  CHECK(kvedge_scores(layer, query, 6, 1.0f, -1, logits.data) == KVEDGE_ERROR_ARGUMENT);
+  for (int len = 1; len < 100; len += 7) { /* room for exactly so many tokens */
+    block first = new_block(6 * (size_t)len * sizeof(float));
+    CHECK(kvedge_scores(layer, query, 6, 0.2f, len, first.data) == KVEDGE_OK);
+    for (int i = 0; i < 6 * len; i++)
+      CHECK(near(((float *)first.data)[i], ((float *)logits.data)[i / len * 100 + i % len], 1e-6));
+    free_block(&first);
+  }
   kvedge_layer_destroy(layer), free_block(&logits), free(keys), free(query), free(stored);
   end();
 }
@@ -237,6 +247,65 @@ static void test_slices(void) {
   end();
 }
 
+/* A call for the first n tokens is a call on a layer that holds n: with mask, bias and slices of that length. */
+static void test_the_first_tokens(void) {
+  begin("the first tokens");
+  const kvedge_layer_config config = {.capacity = 1500, .num_kv_heads = 2, .head_dim = 40};
+  float *keys = random_floats(1500 * 80, 1.0f), *query = random_floats(3 * 160, 3.0f);
+  kvedge_layer *all = new_layer(config, NULL, keys, keys, 1500);
+  for (int len = 3; len <= 1500; len += len < 20 ? 1 : 493) {
+    kvedge_layer *first = new_layer(config, NULL, keys, keys, len);
+    block mask = new_block((size_t)len), bias = new_block((size_t)len * sizeof(float));
+    for (int t = 0; t < len; t++) ((uint8_t *)mask.data)[t] = t % 3 != 0, ((float *)bias.data)[t] = 0.1f * (float)(t % 7);
+    for (int kind = 0; kind < 4; kind++) {
+      float expected[480], expected_lse[12], out[480], lse[12];
+      kvedge_attention_options o;
+      kvedge_attention_defaults(&o);
+      if (kind == 1) o.mask = mask.data, o.mask_strides[2] = 1;
+      if (kind == 2) o.bias = bias.data, o.bias_strides[2] = 1;
+      if (kind == 3) o.window = len, o.sink_tokens = 2;
+      CHECK(kvedge_attend(first, query, 3, 4, &o, 1, expected, expected_lse) == KVEDGE_OK);
+      o.num_tokens = len;
+      CHECK(kvedge_attend(all, query, 3, 4, &o, 1, out, lse) == KVEDGE_OK);
+      CHECK(memcmp(out, expected, sizeof out) == 0 && memcmp(lse, expected_lse, sizeof lse) == 0);
+      CHECK(kvedge_attention_num_slices(all, 3, 4, &o) == kvedge_attention_num_slices(first, 3, 4, NULL));
+      CHECK(kvedge_attention_bytes(all, 3, 4, &o, 2) == kvedge_attention_bytes(first, 3, 4, NULL, 2) || kind);
+      o.num_tokens = len + 1;
+      CHECK(kvedge_attend(first, query, 3, 4, &o, 1, out, lse) == KVEDGE_ERROR_ARGUMENT);
+      o.num_tokens = -1;
+      CHECK(kvedge_attend(first, query, 3, 4, &o, 1, out, lse) == KVEDGE_ERROR_ARGUMENT);
+      CHECK(memcmp(out, expected, sizeof out) == 0);
+    }
+    free_block(&mask), free_block(&bias), kvedge_layer_destroy(first);
+  }
+  kvedge_layer_destroy(all), free(keys), free(query);
+  end();
+}
+
+/* Windows and sinks near the largest integers hide nothing, and no sum with them overflows (UBSan). */
+static void test_endless_windows(void) {
+  begin("endless windows");
+  const kvedge_layer_config config = {.capacity = 100, .num_kv_heads = 1, .head_dim = 8};
+  float keys[800], query[24], expected[24], out[24];
+  for (int i = 0; i < 800; i++) keys[i] = (float)(i * 37 % 101) / 50.0f - 1.0f;
+  memcpy(query, keys, sizeof query);
+  kvedge_layer *layer = new_layer(config, NULL, keys, keys, 100);
+  CHECK(kvedge_attend(layer, query, 3, 1, NULL, 1, expected, NULL) == KVEDGE_OK);
+  const int64_t sizes_of[] = {100, 101, INT32_MAX, (int64_t)1 << 62, INT64_MAX - 1, INT64_MAX};
+  for (size_t i = 0; i < sizeof sizes_of / sizeof *sizes_of; i++) {
+    kvedge_attention_options o;
+    kvedge_attention_defaults(&o);
+    o.window = sizes_of[i], o.sink_tokens = sizes_of[i];
+    CHECK(kvedge_attend(layer, query, 3, 1, &o, 1, out, NULL) == KVEDGE_OK);
+    CHECK(memcmp(out, expected, sizeof out) == 0);
+    o.window = 5; /* sinks alone make all visible */
+    CHECK(kvedge_attend(layer, query, 3, 1, &o, 1, out, NULL) == KVEDGE_OK);
+    for (int d = 0; d < 24; d++) CHECK(near(out[d], expected[d], 1e-5));
+  }
+  kvedge_layer_destroy(layer);
+  end();
+}
+
 /* ---- Errors ---- */
 
 static void test_errors(void) {
@@ -251,7 +320,10 @@ static void test_errors(void) {
   REFUSED(KVEDGE_ERROR_ARGUMENT, NULL, query, 1, 4, NULL, 1, out);
   REFUSED(KVEDGE_ERROR_ARGUMENT, layer, NULL, 1, 4, NULL, 1, out);
   REFUSED(KVEDGE_ERROR_ARGUMENT, layer, query, 1, 4, NULL, 1, NULL);
-  REFUSED(KVEDGE_ERROR_ARGUMENT, layer, query, 0, 4, NULL, 1, out);
+  REFUSED(KVEDGE_ERROR_ARGUMENT, layer, query, -1, 4, NULL, 1, out);
+  REFUSED(KVEDGE_ERROR_ARGUMENT, layer, query, 0, 3, NULL, 1, out);
+  REFUSED(KVEDGE_OK, layer, query, 0, 4, NULL, 1, out); /* nothing to do */
+  CHECK(kvedge_attention_num_slices(layer, 0, 4, NULL) == 0);
   REFUSED(KVEDGE_ERROR_ARGUMENT, layer, query, 5, 4, NULL, 1, out); /* more rows than tokens */
   REFUSED(KVEDGE_ERROR_ARGUMENT, layer, query, 1, 3, NULL, 1, out);
   REFUSED(KVEDGE_ERROR_ARGUMENT, layer, query, 1, 0, NULL, 1, out);
@@ -288,6 +360,8 @@ int main(void) {
   test_sizes_of_numbers();
   test_scores();
   test_slices();
+  test_the_first_tokens();
+  test_endless_windows();
   test_errors();
   return report();
 }

@@ -5,7 +5,7 @@
  * Prints a line per kernel, then 'N passed, N failed'; exits with 1 if one failed.
  */
 #include "check.h"
-#include "dispatch.h"
+#include "system/dispatch.h"
 
 static const int dims[] = {1,  3,  7,  8,   15,  16,  17,  31,  32,  40,  48,  63,   64,
                            65, 80, 96, 100, 112, 128, 192, 256, 333, 513, 1000, 1024};

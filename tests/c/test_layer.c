@@ -178,6 +178,32 @@ static void test_read_back(void) {
   end();
 }
 
+/* Rows above len, to which a caller may return, stay as they are when an append is refused at its very end: also
+ * when it is so long that it is checked and stored in several chunks. */
+static void test_refused_rows_above_len(void) {
+  begin("refused rows above len");
+  for (int c = 0; c < NUM_GOOD; c++) {
+    kvedge_layer_config config = good[c];
+    config.capacity = 2000;
+    guarded_layer g = new_layer(config);
+    size_t row = (size_t)(config.num_kv_heads * config.head_dim);
+    float *keys = random_floats(2000 * row, 3.0f), *values = random_floats(2000 * row, 3.0f);
+    CHECK(kvedge_layer_append(g.layer, keys, values, 1990) == KVEDGE_OK);
+    CHECK(kvedge_layer_set_len(g.layer, 10) == KVEDGE_OK);
+    picture before = take_picture(&g);
+    values[1500 * row - 1] = NAN;
+    CHECK(kvedge_layer_append(g.layer, keys, values, 1500) == KVEDGE_ERROR_NONFINITE);
+    CHECK(kvedge_layer_write(g.layer, 300, keys, values, 1500) == KVEDGE_ERROR_NONFINITE);
+    values[1500 * row - 1] = 127.0f * 65600.0f;
+    if (config.scale_type == KVEDGE_SCALE_FLOAT16)
+      CHECK(kvedge_layer_append(g.layer, keys, values, 1500) == KVEDGE_ERROR_SCALE);
+    CHECK(same_picture(&before, &g));
+    free(before.bytes);
+    free(keys), free(values), free_layer(&g);
+  }
+  end();
+}
+
 static void test_errors_change_nothing(void) {
   const float poison[] = {NAN, INFINITY, -INFINITY};
   begin("errors change nothing");
@@ -265,6 +291,7 @@ int main(void) {
   test_stored_bytes();
   test_read_back();
   test_errors_change_nothing();
+  test_refused_rows_above_len();
   test_capacity_and_len();
   test_key_offset();
   return report();

@@ -3,7 +3,7 @@
  * Prints a line per kernel, then 'N passed, N failed'; exits with 1 if one failed.
  */
 #include "check.h"
-#include "dispatch.h"
+#include "system/dispatch.h"
 
 static const kvedge_logit_kernels *kernels; /* under test */
 

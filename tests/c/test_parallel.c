@@ -9,9 +9,9 @@
 #include <sys/wait.h>
 #include <time.h>
 
-#include "dispatch.h"
+#include "system/dispatch.h"
 #include "kvedge.h"
-#include "parallel.h"
+#include "system/parallel.h"
 
 /* ---- Jobs ---- */
 

@@ -3,9 +3,17 @@
 import numpy as np
 import pytest
 import reference
-from support import assert_attention_close, assert_lse_close, content, filled, normal, stored
+from support import (
+    assert_attention_close,
+    assert_lse_close,
+    content,
+    filled,
+    normal,
+    refuses,
+    stored,
+)
 
-from kvedge import QuantizedKvLayer
+from kvedge import QuantizedKvLayer, errors
 
 H, D, HEADS = 2, 40, 6  # 3 query heads per KV head
 
@@ -227,6 +235,16 @@ def test_the_same_call_gives_the_same_bits(case):
     first = layer.attend(query)
     for _ in range(5):
         np.testing.assert_array_equal(layer.attend(query), first)
+
+
+def test_a_query_of_no_rows_has_an_empty_result(case):
+    layer, query = case
+    none = np.empty((0, *query.shape[-2:]), np.float32)
+    out, lse = layer.attend(none, return_lse=True)
+    assert out.shape == none.shape and lse.shape == none.shape[:2]
+    assert layer.attend(none, out=none, window=3, num_threads=2) is none
+    with refuses(errors.InvalidArgumentError, layer):
+        layer.attend(none, window=0)
 
 
 def test_attending_changes_nothing(case):

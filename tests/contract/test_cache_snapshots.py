@@ -103,6 +103,26 @@ def test_tokens_above_a_snapshot_may_be_overwritten(cache, rng):
         assert cache_content(cache) == before
 
 
+@pytest.mark.parametrize("length", [50, 3000])
+@pytest.mark.parametrize("growing", [False, True])
+def test_a_refused_append_leaves_rows_above_the_length_alone(length, growing, dtype, rng):
+    """Also where C checks and stores it in chunks, of which the last alone is refused."""
+    cache = KVCache(1, H, D, dtype=dtype, max_seq_len=None if growing else 2 * length)
+    cache.append(0, *normal(rng, 2, length, H, D))
+    cache.advance(length)
+    before, mark = cache_content(cache), cache.snapshot()
+    cache.truncate(length // 3)
+    if growing:  # refused in larger slabs than the rows were written to
+        cache._make_room(0, 2 * cache.capacity)
+    keys, values = normal(rng, 2, length, H, D)
+    values[-1, -1, -1] = np.nan
+    with refuses(errors.NonFiniteInputError, cache):
+        cache.append(0, keys, values)
+    assert not mark.is_stale
+    cache.restore(mark)
+    assert cache_content(cache) == before
+
+
 def test_a_refused_append_makes_no_snapshot_stale(cache, rng):
     step(cache, rng, 6)
     before, mark = cache_content(cache), cache.snapshot()
@@ -460,3 +480,20 @@ def test_an_empty_snapshot_leaves_the_automatic_offset_usable(rng):
     cache.restore(mark)
     step(cache, rng, 2)
     assert np.isfinite(cache.k(0)).all() and len(cache) == 2
+
+
+def test_a_refused_append_leaves_the_bytes_of_a_mark_above_it(dtype, rng):
+    """C stores tokens in chunks; one refused late must not cost what lies above the length."""
+    cache = KVCache(1, 1, 8, dtype=dtype, max_seq_len=2000)
+    rows = rng.standard_normal((1500, 1, 8), dtype=np.float32)
+    cache.append(0, rows, rows)
+    cache.advance(1500)
+    mark, before = cache.snapshot(), cache.k(0).copy()
+    cache.truncate(0)
+    bad = np.ones_like(rows)
+    bad[-1] = np.nan
+    with pytest.raises(errors.NonFiniteInputError):
+        cache.append(0, bad, bad)
+    assert not mark.is_stale
+    cache.restore(mark)
+    np.testing.assert_array_equal(cache.k(0), before)

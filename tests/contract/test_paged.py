@@ -212,10 +212,12 @@ def test_pending_tokens_stay_with_their_sequence(pool, cache, rng):
     cache.append(seq, 0, keys, values)  # layer 1 lacks them
     assert cache.length(seq) == 3 and len(cache.k(seq, 0)) == 6 and len(cache.k(seq, 1)) == 3
     held = cache.k(seq, 0)
-    fork = cache.fork(seq)
-    snapshot = cache.snapshot(seq)
-    assert len(cache.k(fork, 0)) == 3 and len(snapshot) == 3
-    fill(cache, fork, rng, 2)
+    snapshot = cache.snapshot(seq)  # marks what was advanced over
+    assert len(snapshot) == 3
+    twin = cache.new_sequence()
+    cache.restore(twin, snapshot)
+    assert len(cache.k(twin, 0)) == 3
+    fill(cache, twin, rng, 2)
     np.testing.assert_array_equal(cache.k(seq, 0), held)
     cache.append(seq, 1, keys, values)
     cache.advance(seq, 3)
@@ -223,6 +225,43 @@ def test_pending_tokens_stay_with_their_sequence(pool, cache, rng):
     cache.append(seq, 0, keys, values)
     cache.truncate(seq, 6)  # gives the block of pending tokens back
     assert len(cache.k(seq, 0)) == 6 and len(cache.block_table(seq)) == 2
+
+
+def test_pending_tokens_are_not_left_behind_silently(cache, rng):
+    seq = sequence(cache, rng, 3)
+    row = normal(rng, 1, H, D)
+    cache.append(seq, 1, row, row)
+    advice = r"layer 1 .*advance\(\) over them or truncate\(\) first"
+    for call in (cache.fork, cache.to_kv_cache):
+        refused(cache, errors.LayersOutOfStepError, call, seq, match=advice)
+    cache.append(seq, 0, row, row)
+    refused(cache, errors.LayersOutOfStepError, cache.fork, seq, match="layers 0, 1 ")
+    cache.truncate(seq, 3)
+    assert cache.length(cache.fork(seq)) == len(cache.to_kv_cache(seq)) == 3
+    cache.append(seq, 0, row, row)
+    cache.append(seq, 1, row, row)
+    cache.advance(seq)
+    assert cache.length(cache.fork(seq)) == len(cache.to_kv_cache(seq)) == 4
+
+
+def test_pending_tokens_of_a_kv_cache_are_not_left_behind_silently(pool, cache, rng):
+    copied = KVCache(L, H, D, dtype=pool.dtype, scale_dtype=pool.scale_dtype)
+    row = normal(rng, 1, H, D)
+    copied.append(0, row, row)
+    refused(
+        cache,
+        errors.LayersOutOfStepError,
+        cache.from_kv_cache,
+        copied,
+        match=r"layer 0 .*advance\(\) over them or truncate\(\) first",
+    )
+    copied.append(1, row, row)
+    copied.advance()
+    assert cache.length(cache.from_kv_cache(copied)) == 1
+    copied.append(1, row, row)
+    refused(cache, errors.LayersOutOfStepError, cache.from_kv_cache, copied, match="layer 1 ")
+    copied.truncate(1)
+    assert cache.length(cache.from_kv_cache(copied)) == 1
 
 
 def test_advance_names_the_layer_that_lacks_tokens(cache, rng):

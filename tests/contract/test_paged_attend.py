@@ -122,10 +122,9 @@ def test_a_batch_in_one_array_gives_one_array(rng, group_size):
 def test_forks_and_drops_in_the_middle_of_batches(rng, dtype):
     cache, seqs, layers = scattered(rng, dtype, [21, 30], 2, 16, 4)
     query = normal(rng, 3, 4, 16)
-    cache.advance(seqs[0], 0)
-    twin = cache.from_kv_cache(cache.to_kv_cache(seqs[0]))  # holds nothing: nothing was advanced
+    empty = cache.new_sequence()
     with pytest.raises(errors.InvalidArgumentError, match="no tokens"):
-        cache.attend_batch([*seqs, twin], 0, query)
+        cache.attend_batch([*seqs, empty], 0, query)
     for seq, layer in zip(seqs, layers, strict=True):
         cache.advance(seq, len(layer))
     fork = cache.fork(seqs[0])
@@ -185,6 +184,56 @@ def test_bad_batches_are_refused(rng, dtype):
         cache.attend_batch(seqs, 1, good)
     with pytest.raises(TypeError):
         cache.attend_batch(seqs, 0, good, windows=3)
+
+
+def test_no_query_rows_give_empty_results(rng, dtype):
+    cache, (seq, other), _ = scattered(rng, dtype, [33, 5], 2, 8, 4)
+    none = np.empty((0, 4, 8), np.float32)
+    for options in ({}, {"causal": False}, {"window": 3}, {"mask": np.ones((4, 0, 33), bool)}):
+        assert cache.attend(seq, 0, none, **options).shape == (0, 4, 8)
+        out, lse = cache.attend(seq, 0, none, return_lse=True, **options)
+        assert (out.shape, lse.shape) == ((0, 4, 8), (0, 4))
+        assert out.dtype == lse.dtype == np.float32
+    given = np.empty((0, 4, 8), np.float32)
+    assert np.asarray(cache.attend(seq, 0, none, out=given)).shape == (0, 4, 8)
+    outs, lses = cache.attend_batch([seq, other], 0, [none, none], return_lse=True)
+    assert [out.shape for out in outs] == [(0, 4, 8)] * 2
+    assert [lse.shape for lse in lses] == [(0, 4)] * 2
+    empty = cache.new_sequence()
+    shape, argument = errors.ShapeMismatchError, errors.InvalidArgumentError
+    for chosen, query, error, options in [  # no rows excuse nothing else
+        (empty, none, argument, {}),
+        (seq, none[:, :3], shape, {}),
+        (seq, none[..., :7], shape, {}),
+        (seq, none.astype(np.float64), errors.DtypeMismatchError, {}),
+        (seq, none, shape, {"out": np.empty((1, 4, 8), np.float32)}),
+        (seq, none, argument, {"window": 0}),
+        (seq, none, argument, {"num_threads": 0}),
+    ]:
+        with pytest.raises(error):
+            cache.attend(chosen, 0, query, **options)
+        with pytest.raises(error):
+            if "out" in options:
+                options = {"out": [options["out"]]}
+            cache.attend_batch([chosen], 0, [query], **options)
+
+
+@pytest.mark.parametrize("shared", [0, 2048])
+def test_a_sequence_without_query_rows_changes_no_other_of_its_batch(rng, dtype, shared):
+    cache, seqs = sharing(rng, dtype, shared, [5, 7, 9, 11])
+    queries = [normal(rng, n, 4, 16) for n in (1, 0, 2, 1)]
+    outs, lses = cache.attend_batch(seqs, 0, queries, return_lse=True)
+    kept = [0, 2, 3]
+    alone, alone_lse = cache.attend_batch(
+        [seqs[i] for i in kept], 0, [queries[i] for i in kept], return_lse=True
+    )
+    assert outs[1].shape == (0, 4, 16) and lses[1].shape == (0, 4)
+    for i, out, lse in zip(kept, alone, alone_lse, strict=True):
+        np.testing.assert_array_equal(outs[i], out)
+        np.testing.assert_array_equal(lses[i], lse)
+    queries[3][0, 0, 0] = np.nan
+    with pytest.raises(errors.NonFiniteInputError):
+        cache.attend_batch(seqs, 0, queries)
 
 
 def test_bad_queries_are_refused(rng, dtype):

@@ -1,0 +1,182 @@
+/* What one call of attention is made of; private to csrc/.
+ *
+ *   attention.c  geometry and memory of a call, slices
+ *   attend.c     the convenience calls: a layer, or a batch of paged sequences, on threads of our own
+ *   query.c      query rows into the form that the kernels read
+ *   tile.c       one slice: its tiles, in the order of memory
+ *   ahead.c      of a tile what is asked for before its turn, and fetched where it was not
+ *   step.c       one tile of a KV head, or of several: scores, online softmax, weighted sums
+ *   options.c    options that look at single logits
+ *   merge.c      partial results into one, and that into the output
+ *   range.c      factors that keep huge and tiny rows within float's range
+ */
+#ifndef KVEDGE_ATTENTION_H
+#define KVEDGE_ATTENTION_H
+
+#include "system/dispatch.h"
+#include "store/layer.h"
+
+/* A run of consecutive tokens. */
+typedef struct {
+  const char *keys, *values;             /* codes of its first token */
+  const char *key_scales, *value_scales; /* scales of its first token */
+  int64_t num_tokens;
+} kvedge_segment;
+
+/* Any cache, as attention sees it: segments of equal strides (in bytes). */
+typedef struct {
+  kvedge_format format;
+  kvedge_scale_type scale_type;
+  int num_kv_heads, head_dim, group_size, num_groups;
+  ptrdiff_t token_stride, head_stride;             /* of codes */
+  ptrdiff_t scale_token_stride, scale_head_stride; /* of scales */
+  ptrdiff_t first_code, first_scale;               /* bytes from a segment's start to KV head 0 of the view */
+  float key_bound, value_bound;                    /* as in kvedge_layer */
+  const float *key_offset;                         /* (num_kv_heads, head_dim) or NULL */
+  int64_t len;                                     /* tokens in all segments */
+  int num_segments;
+  const kvedge_segment *segments;
+} kvedge_cache_view;
+
+/* Prepared queries of a row block, each array in the order (KV head, stack, ...). */
+typedef struct {
+  float *values;         /* (.., num_groups, group_pad)  only for paths without encode_query, and float32 keys */
+  int8_t *codes;         /* (.., num_groups, group_pad * KVEDGE_CODE_BYTES)  only for paths with encode_query */
+  float *scales;         /* (.., num_groups)                 likewise */
+  int32_t *offsets;      /* (.., num_groups, 4)              likewise */
+  float *coarseness;     /* (..) error of a logit at 16 bits, per unit of key scale;  likewise */
+  float *softmax_factor; /* (..) score differences times this are powers of two */
+  double *logit_factor, *logit_bias; /* (..) */
+} kvedge_queries;
+
+/* Query rows are worked on in blocks. The rows of a block and the query heads of a KV head are one
+ * stack of queries against that head's keys: stack index = row in block * heads_per_kv_head + head. */
+struct kvedge_attention {
+  const kvedge_kernels *kernels;
+  kvedge_cache_view view;
+  kvedge_segment *segments; /* what view.segments points to: a copy that lives with the call */
+  kvedge_attention_options options;
+
+  int64_t num_rows;
+  int64_t first_position;    /* of row 0, as a token */
+  int num_heads, heads_per_kv_head;
+  int rows_per_block, stack; /* stack = rows_per_block * heads_per_kv_head */
+  int num_row_blocks, chunks_per_block;
+  int tile;                  /* tokens, a multiple of 16 up to KVEDGE_TILE */
+
+  /* Scores are kept divided by a factor so that nothing overflows: logit = score * logit_factor +
+   * logit_bias. If an option needs true logits (real_logits), scores are turned into them at once. */
+  int real_logits;
+  float key_factor, value_factor; /* powers of two that all scales are multiplied by */
+  int is_refit;                   /* one row of one head, with factors of what it sees: see range.c */
+
+  const float *query;     /* (num_rows, num_heads, head_dim) */
+  float *query_copy;      /* the same, unless query_stays where it is until all slices have run and been collected */
+  int query_stays;
+  float *alibi_slopes;    /* (num_heads) what options.alibi_slopes points to: a copy that lives with the call */
+  char *queries;          /* (slots or row blocks, query_bytes), see kvedge_queries_of() */
+  size_t query_bytes;
+  int bytes;              /* of the codes of queries and weights: 1 to 3, or 0 for what each tile needs */
+  int num_groups;         /* of a query: as in view, or 1 where keys are floats without scales */
+  int group_pad;          /* channels of a group, rounded up to KVEDGE_QUERY_PAD */
+
+  /* Partial results, one per slot and one total: maximum and sum (num_kv_heads, stack), accumulator
+   * (num_kv_heads, stack, acc_stride). */
+  int num_slots;
+  ptrdiff_t acc_stride;  /* head_dim rounded up to 16 floats */
+  size_t partial_floats;
+  float *partials;       /* (num_slots + 1, partial_floats), the total last */
+  char *refit;           /* room for one row of one head, see kvedge_refit() */
+
+  float *out, *lse;
+};
+
+typedef struct {
+  float *max, *sum; /* (num_kv_heads, stack) */
+  float *acc;       /* (num_kv_heads, stack, acc_stride) */
+} kvedge_partial;
+
+static inline size_t kvedge_partial_floats(const kvedge_attention *a) {
+  size_t states = ((size_t)a->view.num_kv_heads * (size_t)a->stack + 15) / 16 * 16;
+  return states * (2 + (size_t)a->acc_stride);
+}
+
+static inline kvedge_partial kvedge_partial_at(const kvedge_attention *a, int slot) {
+  float *base = a->partials + (size_t)slot * a->partial_floats;
+  size_t n = (size_t)a->view.num_kv_heads * (size_t)a->stack;
+  size_t padded = (n + 15) / 16 * 16;
+  return (kvedge_partial){.max = base, .sum = base + padded, .acc = base + 2 * padded};
+}
+
+/* 1: a row block is one slice, which prepares its queries in its own slot soon before they are used; 0: it is several,
+ * and those of all row blocks are prepared beforehand. */
+static inline int kvedge_slices_prepare(const kvedge_attention *a) { return a->chunks_per_block == 1; }
+
+static inline int64_t kvedge_rows_in_block(const kvedge_attention *a, int64_t block) {
+  int64_t left = a->num_rows - block * a->rows_per_block;
+  return left < a->rows_per_block ? left : a->rows_per_block;
+}
+
+/* Position of a KV head's first query in what is prepared of a row block, and in partial results. */
+static inline size_t kvedge_query_index(const kvedge_attention *a, int kv_head) {
+  return (size_t)kv_head * (size_t)a->stack;
+}
+
+/* The tokens that some row of a block sees: 0..sinks-1 and first..stop-1, sinks <= first. */
+typedef struct {
+  int64_t sinks, first, stop;
+} kvedge_visible;
+
+kvedge_visible kvedge_visible_tokens(const kvedge_attention *a, int64_t block);
+
+/* The first num_tokens tokens of a layer, 0: all; the layer's length is read here, once per call. */
+kvedge_cache_view kvedge_layer_view(const kvedge_layer *layer, int64_t num_tokens, kvedge_segment *segment);
+
+/* Takes `bytes` from a region that starts at base (NULL: only counts). */
+static inline void *kvedge_take(char *base, size_t *used, size_t bytes) {
+  void *at = base ? base + *used : NULL;
+  *used += kvedge_align(bytes);
+  return at;
+}
+
+/* attention.c: a call is checked (query NULL: only measured), planned (shapes and counts; row 0 is the
+ * query of token first_position), laid out from `base` on (which returns its bytes; base NULL: only
+ * that), and set up in so many bytes: arrays, segments, queries. */
+kvedge_status kvedge_attention_check(const kvedge_cache_view *view, const float *query, int64_t num_rows,
+                                     int num_heads, const kvedge_attention_options *options);
+void kvedge_attention_plan(kvedge_attention *a, const kvedge_cache_view *view, int64_t first_position,
+                           int64_t num_rows, int num_heads, const kvedge_attention_options *options);
+size_t kvedge_attention_lay_out(kvedge_attention *a, char *base, int num_slots);
+kvedge_attention *kvedge_attention_set_up(const kvedge_attention *planned, void *memory, int num_slots,
+                                          const float *query, float *out, float *lse);
+
+/* query.c: bytes of a row block's prepared queries; prepares those of all row blocks, unless slices do; those of a
+ * slice, which prepares them in its slot if slices do; and the same once they are prepared. */
+size_t kvedge_query_bytes(const kvedge_attention *a);
+void kvedge_prepare_queries(const kvedge_attention *a);
+kvedge_queries kvedge_queries_for(const kvedge_attention *a, int64_t block, int slot);
+kvedge_queries kvedge_queries_of(const kvedge_attention *a, int64_t block, int slot);
+
+/* range.c: sets the factors of a call whose arrays are set, from what it sees. */
+void kvedge_fit_factors(kvedge_attention *a);
+/* Bytes that kvedge_refit() needs. */
+size_t kvedge_refit_bytes(const kvedge_attention *a);
+/* Can sums of the query at `state` have lost what is small, because factors are for larger rows than it sees? */
+int kvedge_may_have_lost(const kvedge_attention *a, const kvedge_queries *q, size_t state, float sum, const float *acc);
+/* Attends again to one row of one query head, with factors of what it sees. 0: these are the same, nothing is done. */
+int kvedge_refit(const kvedge_attention *a, int64_t row, int head, float *out, float *lse);
+
+/* A slice of a call; attention NULL: none. */
+typedef struct {
+  const kvedge_attention *attention; /* planned is enough where it is only asked for */
+  int slice;
+} kvedge_slice;
+
+/* tile.c: as kvedge_attention_run, which takes the slice that follows for the next one. What this thread runs next
+ * is asked for at the end; it has to be of the same layout. */
+void kvedge_slice_run(const kvedge_attention *a, int slice, kvedge_slice next, int slot, const volatile int *stop);
+
+/* tile.c: logits of a call of one query row over all tokens, (num_heads, len). */
+void kvedge_all_logits(const kvedge_attention *a, float *logits);
+
+#endif

@@ -1,0 +1,87 @@
+/* Options that look at single logits: softcap, ALiBi, masks, causality and windows. */
+#include <math.h>
+
+#include "attention/tile.h"
+
+void kvedge_to_logits(const kvedge_attention *a, const kvedge_queries *q, size_t index, int num_tokens, float *row) {
+  a->kernels->logits.to_logits(row, num_tokens, q->logit_factor[index], q->logit_bias[index], a->options.softcap);
+}
+
+static int within(int64_t token, int num_tokens) {
+  return token < 0 ? 0 : token > num_tokens ? num_tokens : (int)token;
+}
+
+sight kvedge_sight_of(const kvedge_attention *a, int64_t row, int64_t token, int num_tokens) {
+  const kvedge_attention_options *o = &a->options;
+  int64_t position = a->first_position + row;
+  sight s = {.stop = num_tokens};
+  if (o->causal) s.stop = within(position + 1 - token, num_tokens);
+  if (o->window) {
+    s.first = within(position - o->window + 1 - token, s.stop);
+    s.sinks = within(o->sink_tokens - token, s.first);
+  }
+  return s;
+}
+
+/* A query row's part of the mask or of the bias, and the room to bring it together where its numbers lie apart. */
+typedef struct {
+  const uint8_t *mask; /* (tokens) or NULL */
+  const float *bias;   /* likewise */
+  uint8_t mask_room[KVEDGE_TILE];
+  float bias_room[KVEDGE_TILE];
+} hiding;
+
+static void find_hiding(const kvedge_attention *a, int64_t row, int head, int64_t token, int num_tokens, hiding *h) {
+  const kvedge_attention_options *o = &a->options;
+  h->mask = NULL;
+  h->bias = NULL;
+  if (o->mask) {
+    const int64_t stride = o->mask_strides[2];
+    h->mask = o->mask + head * o->mask_strides[0] + row * o->mask_strides[1] + token * stride;
+    if (stride != 1) {
+      for (int t = 0; t < num_tokens; t++) h->mask_room[t] = h->mask[t * stride];
+      h->mask = h->mask_room;
+    }
+  }
+  if (o->bias) {
+    const int64_t stride = o->bias_strides[2];
+    h->bias = o->bias + head * o->bias_strides[0] + row * o->bias_strides[1] + token * stride;
+    if (stride != 1) {
+      for (int t = 0; t < num_tokens; t++) h->bias_room[t] = h->bias[t * stride];
+      h->bias = h->bias_room;
+    }
+  }
+}
+
+void kvedge_clear_hidden(const kvedge_attention *a, int64_t row, int head, int64_t token, int num_tokens,
+                         float *numbers) {
+  hiding h;
+  find_hiding(a, row, head, token, num_tokens, &h);
+  a->kernels->logits.hide(numbers, num_tokens, h.mask, h.bias, 0.0f);
+}
+
+void kvedge_apply_options(const kvedge_attention *a, int64_t row, int head, int64_t token, int num_tokens,
+                          float *logits) {
+  const kvedge_attention_options *o = &a->options;
+  const kvedge_logit_kernels *kernels = &a->kernels->logits;
+  if (o->alibi_slopes)
+    kernels->add_slope(logits, num_tokens, o->alibi_slopes[head], (float)(token - (a->first_position + row)));
+  if (o->mask || o->bias) {
+    hiding h;
+    find_hiding(a, row, head, token, num_tokens, &h);
+    if (h.bias) kernels->add_bias(logits, num_tokens, h.bias);
+    kernels->hide(logits, num_tokens, h.mask, NULL, -INFINITY);
+  }
+  sight seen = kvedge_sight_of(a, row, token, num_tokens);
+  for (int t = seen.sinks; t < seen.first; t++) logits[t] = -INFINITY;
+  for (int t = seen.stop; t < num_tokens; t++) logits[t] = -INFINITY;
+}
+
+int kvedge_needs_masking(const kvedge_attention *a, int64_t block, const tile_of_tokens *tile) {
+  const kvedge_attention_options *o = &a->options;
+  if (o->mask || o->bias || o->alibi_slopes) return 1;
+  int64_t first = a->first_position + block * a->rows_per_block, last = first + kvedge_rows_in_block(a, block) - 1;
+  int64_t end = tile->token + tile->num_tokens;
+  if (o->causal && end - 1 > first) return 1;
+  return o->window && tile->token <= last - o->window && end > o->sink_tokens;
+}

@@ -1,0 +1,72 @@
+/* Partial results over parts of a context into one, exactly, and that into the output. */
+#include <float.h>
+#include <math.h>
+
+#include "attention/attention.h"
+
+/* total += part, of one query: maximum, sum and accumulator. */
+static void merge(const kvedge_attention *a, const kvedge_queries *q, size_t state, kvedge_partial *total,
+                  const kvedge_partial *part) {
+  float risen = part->max[state] - total->max[state], keep = 1.0f, add = 1.0f;
+  if (risen > 0.0f) keep = exp2f(-risen * q->softmax_factor[state]);
+  else add = exp2f(risen * q->softmax_factor[state]);
+  total->max[state] = risen > 0.0f ? part->max[state] : total->max[state];
+  total->sum[state] = total->sum[state] * keep + part->sum[state] * add;
+  size_t row = state * (size_t)a->acc_stride;
+  a->kernels->merge_row(total->acc + row, keep, part->acc + row, add, a->view.head_dim);
+}
+
+/* The logarithm of one query's softmax denominator, without learned sinks; -INFINITY: it saw nothing. */
+static double log_denominator(const kvedge_attention *a, const kvedge_queries *q, size_t state, double max,
+                              double sum) {
+  if (!(sum > 0.0)) return -INFINITY;
+  if (!a->real_logits) max = max * q->logit_factor[state] + q->logit_bias[state];
+  return max + log(sum);
+}
+
+/* A learned sink is one more logit, whose value is nothing. Returns what remains of the others' share. */
+static double join_sink(double sink, double *log_sum) {
+  double larger = *log_sum > sink ? *log_sum : sink;
+  double together = larger + log(exp(*log_sum - larger) + exp(sink - larger));
+  double share = exp(*log_sum - together);
+  *log_sum = together;
+  return share;
+}
+
+/* One query's output and the logarithm of its softmax denominator. */
+static void finish(const kvedge_attention *a, const kvedge_queries *q, size_t state, int64_t row, int head,
+                   const kvedge_partial *total, float *out, float *lse) {
+  const float *acc = total->acc + state * (size_t)a->acc_stride;
+  if (kvedge_may_have_lost(a, q, state, total->sum[state], acc) && kvedge_refit(a, row, head, out, lse)) return;
+  double sum = total->sum[state], keep = 1.0;
+  if (lse || a->options.sink_logits) {
+    double log_sum = log_denominator(a, q, state, total->max[state], sum);
+    if (a->options.sink_logits) keep = join_sink(a->options.sink_logits[head], &log_sum);
+    if (lse) *lse = log_sum == -INFINITY ? -INFINITY : kvedge_bounded((float)log_sum);
+  }
+  float factor = sum > 0.0 ? (float)(keep / sum) : 0.0f;
+  a->kernels->scale_row(acc, a->view.head_dim, factor, 1.0f / a->value_factor, out);
+}
+
+void kvedge_attention_collect(kvedge_attention *a, int slice, int slot) {
+  int64_t block = slice / a->chunks_per_block, chunk = slice % a->chunks_per_block;
+  int group = a->heads_per_kv_head, dim = a->view.head_dim;
+  int64_t rows = kvedge_rows_in_block(a, block);
+  kvedge_queries q = kvedge_queries_of(a, block, slot);
+  kvedge_partial part = kvedge_partial_at(a, slot), total = kvedge_partial_at(a, a->num_slots);
+  if (chunk == 0 && a->chunks_per_block > 1) {
+    memcpy(total.max, part.max, a->partial_floats * sizeof(float));
+  }
+  for (int64_t r = 0; r < rows; r++)
+    for (int kv_head = 0; kv_head < a->view.num_kv_heads; kv_head++)
+      for (int g = 0; g < group; g++) {
+        size_t i = (size_t)(r * group + g);
+        size_t state = kvedge_query_index(a, kv_head) + i;
+        if (chunk > 0) merge(a, &q, state, &total, &part);
+        if (chunk + 1 < a->chunks_per_block) continue;
+        int head = kv_head * group + g;
+        int64_t row = block * a->rows_per_block + r, at = row * a->num_heads + head;
+        finish(a, &q, state, row, head, a->chunks_per_block > 1 ? &total : &part, a->out + at * dim,
+               a->lse ? a->lse + at : NULL);
+      }
+}

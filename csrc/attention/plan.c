@@ -1,0 +1,214 @@
+/* One call of attention: its geometry, its memory, its slices. */
+#include "attention/attention.h"
+
+#include <float.h>
+#include <math.h>
+#include <stdlib.h>
+
+enum {
+  /* A slice reads about this many bytes: large beside the cost of merging its result, small enough
+   * that a helper which is held up delays nobody for long. */
+  SLICE_BYTES = 256 << 10,
+  MAX_SLICES_OF_A_BLOCK = 32,
+  /* The keys of all heads in a tile have up to this many bytes, which is also how far ahead of their use rows are
+   * asked for: two tiles' keys and values are to fit a second-level cache, which two threads may share. */
+  TILE_BYTES = 100 << 10,
+  LEAST_TILE = 48, /* but this many tokens are worked on at once, since a call for fewer costs more */
+  /* Rows of up to this many channels get 24 bits: with few channels all of an output may cancel, so that what 16 bits
+   * leave of an error is large beside it. */
+  TINY_ROW_CHANNELS = 8,
+};
+
+void kvedge_attention_defaults(kvedge_attention_options *options) {
+  *options = (kvedge_attention_options){.scale = NAN, .causal = 1};
+}
+
+kvedge_cache_view kvedge_layer_view(const kvedge_layer *layer, int64_t num_tokens, kvedge_segment *segment) {
+  const kvedge_layer_config *config = &layer->config;
+  const kvedge_slabs *slabs = &layer->slabs;
+  int64_t len = kvedge_layer_len(layer);
+  if (num_tokens) len = num_tokens > 0 && num_tokens <= len ? num_tokens : 0; /* 0: refused by the check */
+  ptrdiff_t row = config->head_dim * (ptrdiff_t)kvedge_element_size(config);
+  ptrdiff_t scales = layer->num_groups * (ptrdiff_t)kvedge_scale_size(config);
+  *segment = (kvedge_segment){.keys = slabs->key_codes, .values = slabs->value_codes,
+                              .key_scales = slabs->key_scales, .value_scales = slabs->value_scales,
+                              .num_tokens = len};
+  return (kvedge_cache_view){
+      .format = config->format, .scale_type = config->scale_type,
+      .num_kv_heads = config->num_kv_heads, .head_dim = config->head_dim,
+      .group_size = config->group_size, .num_groups = layer->num_groups,
+      .token_stride = row * config->num_kv_heads, .head_stride = row,
+      .scale_token_stride = scales * config->num_kv_heads, .scale_head_stride = scales,
+      .key_bound = atomic_load_explicit(&layer->key_bound, memory_order_relaxed),
+      .value_bound = atomic_load_explicit(&layer->value_bound, memory_order_relaxed),
+      .key_offset = layer->has_key_offset ? layer->key_offset : NULL,
+      .len = len, .num_segments = 1, .segments = segment};
+}
+
+void kvedge_attention_plan(kvedge_attention *a, const kvedge_cache_view *view, int64_t first_position,
+                           int64_t num_rows, int num_heads, const kvedge_attention_options *options) {
+  memset(a, 0, sizeof *a);
+  a->kernels = kvedge_active();
+  a->view = *view;
+  if (options) a->options = *options;
+  else kvedge_attention_defaults(&a->options);
+  if (isnan(a->options.scale)) a->options.scale = (float)(1.0 / sqrt(view->head_dim));
+  if (a->options.window >= view->len) a->options.window = 0; /* hides nothing, and sums with it stay in range */
+  if (a->options.sink_tokens > view->len) a->options.sink_tokens = view->len;
+  a->real_logits = a->options.softcap > 0.0f || a->options.alibi_slopes || a->options.bias;
+  a->key_factor = a->value_factor = 1.0f;
+
+  a->num_rows = num_rows;
+  a->first_position = first_position;
+  a->num_heads = num_heads;
+  a->heads_per_kv_head = num_heads / view->num_kv_heads;
+  a->rows_per_block = KVEDGE_STACK / a->heads_per_kv_head;
+  if (a->rows_per_block < 1) a->rows_per_block = 1;
+  if (a->rows_per_block > num_rows) a->rows_per_block = (int)num_rows;
+  a->stack = a->rows_per_block * a->heads_per_kv_head;
+  a->num_row_blocks = (int)((num_rows + a->rows_per_block - 1) / a->rows_per_block);
+
+  int64_t most_tokens = TILE_BYTES / view->token_stride;
+  if (most_tokens < LEAST_TILE) most_tokens = LEAST_TILE;
+  int64_t tile = a->kernels->step_bytes / view->head_stride;
+  tile = (tile < most_tokens ? tile : most_tokens) / KVEDGE_BLOCK * KVEDGE_BLOCK;
+  a->tile = tile < KVEDGE_BLOCK ? KVEDGE_BLOCK : tile > KVEDGE_TILE ? KVEDGE_TILE : (int)tile;
+
+  int64_t seen = view->len;
+  if (a->options.window && a->options.window + a->rows_per_block + a->options.sink_tokens < seen)
+    seen = a->options.window + a->rows_per_block + a->options.sink_tokens;
+  int64_t most = MAX_SLICES_OF_A_BLOCK / a->num_row_blocks, wanted = 2 * seen * view->token_stride / SLICE_BYTES;
+  if (most > seen / a->tile) most = seen / a->tile;
+  if (wanted > most) wanted = most;
+  a->chunks_per_block = wanted < 1 ? 1 : (int)wanted;
+
+  a->bytes = a->options.precision_bits / 8;
+  if (a->bytes == 0 && view->head_dim <= TINY_ROW_CHANNELS) a->bytes = 3;
+  a->num_groups = view->format == KVEDGE_INT8 ? view->num_groups : 1;
+  int group = view->format == KVEDGE_INT8 ? view->group_size : view->head_dim;
+  a->group_pad = kvedge_padded_channels(group);
+  a->acc_stride = (view->head_dim + 15) / 16 * 16;
+  a->partial_floats = kvedge_partial_floats(a);
+}
+
+static size_t query_floats(const kvedge_attention *a) {
+  return (size_t)a->num_rows * (size_t)a->num_heads * (size_t)a->view.head_dim;
+}
+
+size_t kvedge_attention_lay_out(kvedge_attention *a, char *base, int num_slots) {
+  size_t used = 0;
+  int slices_prepare = kvedge_slices_prepare(a);
+  kvedge_take(base, &used, sizeof *a);
+  if (!a->is_refit) a->segments = kvedge_take(base, &used, (size_t)a->view.num_segments * sizeof *a->segments);
+  a->alibi_slopes = NULL;
+  if (a->options.alibi_slopes) a->alibi_slopes = kvedge_take(base, &used, (size_t)a->num_heads * sizeof(float));
+  a->query_copy = NULL;
+  if (!a->query_stays) a->query_copy = kvedge_take(base, &used, query_floats(a) * sizeof(float));
+  a->query_bytes = kvedge_query_bytes(a);
+  a->queries = kvedge_take(base, &used, (size_t)(slices_prepare ? num_slots : a->num_row_blocks) * a->query_bytes);
+  a->num_slots = num_slots;
+  a->partials = kvedge_take(base, &used, ((size_t)num_slots + 1) * a->partial_floats * sizeof *a->partials);
+  if (!a->is_refit) a->refit = kvedge_take(base, &used, kvedge_refit_bytes(a));
+  return used;
+}
+
+kvedge_attention *kvedge_attention_set_up(const kvedge_attention *planned, void *memory, int num_slots,
+                                          const float *query, float *out, float *lse) {
+  kvedge_attention *a = memory;
+  *a = *planned;
+  kvedge_attention_lay_out(a, memory, num_slots);
+  memcpy(a->segments, planned->view.segments, (size_t)a->view.num_segments * sizeof *a->segments);
+  a->view.segments = a->segments; /* the caller's may be gone before a late helper is done */
+  if (a->alibi_slopes) {
+    memcpy(a->alibi_slopes, planned->options.alibi_slopes, (size_t)a->num_heads * sizeof *a->alibi_slopes);
+    a->options.alibi_slopes = a->alibi_slopes;
+  }
+  a->out = out;
+  a->lse = lse;
+  if (a->query_copy) memcpy(a->query_copy, query, query_floats(a) * sizeof *query);
+  a->query = a->query_copy ? a->query_copy : query;
+  kvedge_fit_factors(a);
+  kvedge_prepare_queries(a);
+  return a;
+}
+
+kvedge_status kvedge_attention_check(const kvedge_cache_view *view, const float *query, int64_t num_rows,
+                                     int num_heads, const kvedge_attention_options *o) {
+  if (num_rows < 0 || num_heads < 1 || num_heads % view->num_kv_heads) return KVEDGE_ERROR_ARGUMENT;
+  if (view->len < 1 || ((!o || o->causal) && num_rows > view->len)) return KVEDGE_ERROR_ARGUMENT;
+  if (o) {
+    if (isinf(o->scale) || !(o->softcap >= 0.0f) || isinf(o->softcap)) return KVEDGE_ERROR_ARGUMENT;
+    if (o->precision_bits % 8 || o->precision_bits < 0 || o->precision_bits > 24)
+      return KVEDGE_ERROR_ARGUMENT;
+    if (o->window < 0 || o->sink_tokens < 0 || (o->window && !o->causal)) return KVEDGE_ERROR_ARGUMENT;
+  }
+  size_t n = (size_t)num_rows * (size_t)num_heads * (size_t)view->head_dim;
+  if (query && kvedge_active()->abs_max_bits(query, n) >= KVEDGE_NOT_FINITE) return KVEDGE_ERROR_NONFINITE;
+  return KVEDGE_OK;
+}
+
+/* ---- Slices, for a runtime with threads of its own -------------------------------------------- */
+
+/* Plans a call on a whole layer; `segment` must live as long as the plan. */
+static kvedge_status plan_layer(kvedge_attention *a, const kvedge_layer *layer, const float *query,
+                                int64_t num_rows, int num_heads, const kvedge_attention_options *options,
+                                kvedge_segment *segment) {
+  if (!layer || num_rows < 1) return KVEDGE_ERROR_ARGUMENT;
+  kvedge_cache_view view = kvedge_layer_view(layer, options ? options->num_tokens : 0, segment);
+  kvedge_status status = kvedge_attention_check(&view, query, num_rows, num_heads, options);
+  if (status == KVEDGE_OK) kvedge_attention_plan(a, &view, view.len - num_rows, num_rows, num_heads, options);
+  return status;
+}
+
+int kvedge_attention_num_slices(const kvedge_layer *layer, int64_t num_rows, int num_heads,
+                                const kvedge_attention_options *options) {
+  kvedge_attention a;
+  kvedge_segment segment;
+  if (plan_layer(&a, layer, NULL, num_rows, num_heads, options, &segment) != KVEDGE_OK) return 0;
+  return a.num_row_blocks * a.chunks_per_block;
+}
+
+size_t kvedge_attention_bytes(const kvedge_layer *layer, int64_t num_rows, int num_heads,
+                              const kvedge_attention_options *options, int num_slots) {
+  kvedge_attention a;
+  kvedge_segment segment;
+  if (num_slots < 1 || plan_layer(&a, layer, NULL, num_rows, num_heads, options, &segment) != KVEDGE_OK)
+    return 0;
+  return kvedge_attention_lay_out(&a, NULL, num_slots);
+}
+
+kvedge_status kvedge_attention_init(void *memory, size_t bytes, const kvedge_layer *layer,
+                                    const float *query, int64_t num_rows, int num_heads,
+                                    const kvedge_attention_options *options, int num_slots, float *out,
+                                    float *lse, kvedge_attention **attention) {
+  if (!memory || (uintptr_t)memory % 64 || !query || !out || !attention || num_slots < 1)
+    return KVEDGE_ERROR_ARGUMENT;
+  kvedge_attention planned;
+  kvedge_segment segment;
+  kvedge_status status = plan_layer(&planned, layer, query, num_rows, num_heads, options, &segment);
+  if (status != KVEDGE_OK) return status;
+  if (kvedge_attention_lay_out(&planned, NULL, num_slots) > bytes) return KVEDGE_ERROR_MEMORY;
+  *attention = kvedge_attention_set_up(&planned, memory, num_slots, query, out, lse);
+  return KVEDGE_OK;
+}
+
+/* ---- Logits --------------------------------------------------------------------------------- */
+
+kvedge_status kvedge_scores(const kvedge_layer *layer, const float *query, int num_heads, float scale,
+                            int64_t num_tokens, float *logits) {
+  if (!query || !logits || num_tokens < 1) return KVEDGE_ERROR_ARGUMENT;
+  kvedge_attention_options options;
+  kvedge_attention_defaults(&options);
+  options.scale = scale;
+  options.precision_bits = 24;
+  options.num_tokens = num_tokens;
+  kvedge_attention planned;
+  kvedge_segment segment;
+  kvedge_status status = plan_layer(&planned, layer, query, 1, num_heads, &options, &segment);
+  if (status != KVEDGE_OK) return status;
+  void *memory = aligned_alloc(64, kvedge_attention_lay_out(&planned, NULL, 1));
+  if (!memory) return KVEDGE_ERROR_MEMORY;
+  kvedge_all_logits(kvedge_attention_set_up(&planned, memory, 1, query, NULL, NULL), logits);
+  free(memory);
+  return KVEDGE_OK;
+}

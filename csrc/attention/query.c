@@ -1,0 +1,132 @@
+/* Query rows into the form that the kernels read: normalised floats, and codes where a path has them. */
+#include <float.h>
+#include <math.h>
+
+#include "attention/attention.h"
+
+#define LOG2_E 1.4426950408889634
+
+static double dot(const float *a, const float *b, int n) {
+  double sum = 0.0;
+  for (int d = 0; d < n; d++) sum += (double)a[d] * b[d];
+  return sum;
+}
+
+static float largest_magnitude(const kvedge_attention *a, const float *x, int n) {
+  return kvedge_float_of_bits(a->kernels->abs_max_bits(x, (size_t)n));
+}
+
+/* One query times factor, group by group: as codes, or as floats padded with zeros. `largest` is of all of x. */
+static void fill(const kvedge_attention *a, const kvedge_queries *to, const float *x, float factor, float largest,
+                 size_t index) {
+  const kvedge_cache_view *view = &a->view;
+  int group = view->format == KVEDGE_INT8 ? view->group_size : view->head_dim;
+  size_t pad = (size_t)a->group_pad;
+  size_t at = index * (size_t)a->num_groups;
+  for (int start = 0; start < view->head_dim; start += group, at++) {
+    int n = view->head_dim - start < group ? view->head_dim - start : group;
+    if (to->codes) {
+      float of_group = a->num_groups == 1 ? largest : largest_magnitude(a, x + start, n);
+      a->kernels->encode_query(x + start, n, factor, of_group * fabsf(factor),
+                               to->codes + at * pad * KVEDGE_CODE_BYTES, to->scales + at, to->offsets + at * 4);
+      continue;
+    }
+    float *values = to->values + at * pad;
+    for (int d = 0; d < n; d++) values[d] = x[start + d] * factor;
+    memset(values + n, 0, (pad - (size_t)n) * sizeof *values);
+  }
+}
+
+static double between(double x, double low, double high) { return x < low ? low : x > high ? high : x; }
+
+/* The power of two below a magnitude. Below 2^-126 it is 1: such channels are left as they are, and
+ * count for nothing. (Its inverse must be a number too.) */
+static double power_below(float magnitude) {
+  return magnitude >= FLT_MIN ? kvedge_float_of_bits(kvedge_bits_of_float(magnitude) & 0x7f800000u) : 1.0;
+}
+
+/* What two bytes of a query's code may cost, as kvedge_queries.coarseness has it. They round a channel
+ * by up to half of 256 * scale, evenly spread; that moves a logit by about the spread times |key|: one
+ * channel of 127 codes, and a third of that in the others. */
+static float coarseness(const kvedge_attention *a, const kvedge_queries *q, size_t index, double key_norm) {
+  const float *scales = q->scales + index * (size_t)a->num_groups;
+  float largest = 0.0f;
+  for (int g = 0; g < a->num_groups; g++) largest = scales[g] > largest ? scales[g] : largest;
+  const double inverse_sqrt_12 = 0.28867513459481287;
+  return (float)between(256.0 * inverse_sqrt_12 * largest * key_norm * q->logit_factor[index], 0.0, FLT_MAX);
+}
+
+static void prepare_row(const kvedge_attention *a, const kvedge_queries *to, const float *x, int kv_head,
+                        size_t index) {
+  const kvedge_cache_view *view = &a->view;
+  const float scale = a->options.scale;
+  int dim = view->head_dim;
+  float largest = largest_magnitude(a, x, dim);
+  double unit = power_below(largest);
+  fill(a, to, x, (float)(scale < 0.0f ? -1.0 / unit : 1.0 / unit), largest, index);
+  double factor = fabs((double)scale) * unit / a->key_factor;
+  double constant = view->key_offset ? scale * dot(x, view->key_offset + (ptrdiff_t)kv_head * dim, dim) : 0.0;
+  to->logit_factor[index] = factor;
+  to->logit_bias[index] = constant;
+  /* > 0 even where the scale is 0: a score of -infinity times 0 would be no number */
+  to->softmax_factor[index] = (float)between(a->real_logits ? LOG2_E : factor * LOG2_E, FLT_MIN, FLT_MAX);
+}
+
+static void prepare_block(const kvedge_attention *a, int64_t block, const kvedge_queries *to) {
+  int dim = a->view.head_dim, group = a->heads_per_kv_head;
+  int64_t first_row = block * a->rows_per_block, rows = kvedge_rows_in_block(a, block);
+  double key_norm = 127.0 * sqrt((dim + 8) / 9.0);
+  const float *x = a->query + first_row * a->num_heads * dim;
+  for (int64_t r = 0; r < rows; r++)
+    for (int kv_head = 0; kv_head < a->view.num_kv_heads; kv_head++)
+      for (int g = 0; g < group; g++, x += dim) {
+        size_t index = kvedge_query_index(a, kv_head) + (size_t)(r * group + g);
+        prepare_row(a, to, x, kv_head, index);
+        if (to->codes) to->coarseness[index] = coarseness(a, to, index, key_norm);
+      }
+}
+
+/* Returns the bytes; base NULL: only that. */
+static size_t lay_out(const kvedge_attention *a, char *base, kvedge_queries *q) {
+  size_t used = 0;
+  size_t queries = (size_t)a->view.num_kv_heads * (size_t)a->stack, groups = queries * (size_t)a->num_groups;
+  size_t channels = groups * (size_t)a->group_pad;
+  *q = (kvedge_queries){.values = NULL};
+  if (a->view.format == KVEDGE_INT8 && a->kernels->encode_query) {
+    q->coarseness = kvedge_take(base, &used, queries * sizeof *q->coarseness);
+    q->codes = kvedge_take(base, &used, channels * KVEDGE_CODE_BYTES);
+    q->scales = kvedge_take(base, &used, groups * sizeof *q->scales);
+    q->offsets = kvedge_take(base, &used, groups * 4 * sizeof *q->offsets);
+  } else {
+    q->values = kvedge_take(base, &used, channels * sizeof *q->values);
+  }
+  q->softmax_factor = kvedge_take(base, &used, queries * sizeof *q->softmax_factor);
+  q->logit_factor = kvedge_take(base, &used, queries * sizeof *q->logit_factor);
+  q->logit_bias = kvedge_take(base, &used, queries * sizeof *q->logit_bias);
+  return used;
+}
+
+size_t kvedge_query_bytes(const kvedge_attention *a) {
+  kvedge_queries unused;
+  return lay_out(a, NULL, &unused);
+}
+
+kvedge_queries kvedge_queries_of(const kvedge_attention *a, int64_t block, int slot) {
+  kvedge_queries q;
+  lay_out(a, a->queries + (size_t)(kvedge_slices_prepare(a) ? slot : block) * a->query_bytes, &q);
+  return q;
+}
+
+kvedge_queries kvedge_queries_for(const kvedge_attention *a, int64_t block, int slot) {
+  kvedge_queries q = kvedge_queries_of(a, block, slot);
+  if (kvedge_slices_prepare(a)) prepare_block(a, block, &q);
+  return q;
+}
+
+void kvedge_prepare_queries(const kvedge_attention *a) {
+  if (kvedge_slices_prepare(a)) return;
+  for (int64_t block = 0; block < a->num_row_blocks; block++) {
+    kvedge_queries q = kvedge_queries_of(a, block, 0);
+    prepare_block(a, block, &q);
+  }
+}

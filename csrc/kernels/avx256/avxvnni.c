@@ -1,0 +1,41 @@
+/* AVX-VNNI, 256 bits wide: Alder Lake and later laptops, Zen 5. The method of AVX2, with one instruction for its two:
+ *
+ *   instruction              what for                              Golden Cove         Gracemont
+ *   vpdpwssd ymm             products of 16-bit numbers, added     5 cycles, p01       FP01
+ *
+ * vpdpbusd would do as much with two bytes of a query: twice the channels, half the bits. But it needs twice the sums,
+ * where there are 16 registers, and a second method.
+ *
+ * KVEDGE_AVXVNNI_AS_EVEX builds the same code in AVX-512VL's encoding of this instruction, so that it can be run,
+ * tested and timed on a server that has that but not AVX-VNNI.
+ */
+#include "kernels/kernels.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+#include "system/target.h"
+
+#ifdef KVEDGE_AVXVNNI_AS_EVEX
+KVEDGE_TARGET_BEGIN("avx512f,avx512bw,avx512vl,avx512vnni,avx2,fma,f16c")
+#define ENCODED_AS ""
+#else
+KVEDGE_TARGET_BEGIN("avxvnni,avx2,fma,f16c")
+#define ENCODED_AS "%{vex%} "
+#endif
+#define KVEDGE_NAME(function) function##_avxvnni
+
+/* sum += the products of 16-bit numbers, those of a pair added. Written as an instruction for the reason in
+ * kernels_avx512vnni.c. */
+KVEDGE_INLINE void multiply_add_pairs(__m256i *sum, __m256i a, __m256i b) {
+  __asm__(ENCODED_AS "vpdpwssd %2, %1, %0" : "+x"(*sum) : "x"(a), "x"(b));
+}
+
+#include "kernels/avx256/common.h"
+#include "kernels/avx256/scores.h"
+#include "kernels/avx256/values.h"
+
+#define KVEDGE_ENCODE_QUERY encode_query_avxvnni
+const kvedge_kernels kvedge_kernels_avxvnni = KVEDGE_TABLE("avxvnni");
+KVEDGE_TARGET_END
+#endif

@@ -1,0 +1,127 @@
+/* Kernels that need no instruction of their own, written so that a compiler vectorizes them.
+ *
+ * Included once by each kernels_<isa>.c after its target pragma, so that the same C becomes that
+ * path's machine code. Sums and maxima run in LANES independent lanes: the order of additions is
+ * written down, and no -ffast-math is needed for it to be vector code.
+ */
+#include <float.h>
+#include <math.h>
+#include <string.h>
+
+#include "kernels/kernels.h"
+#include "kernels/exp2.h"
+#include "kernels/logits.h"
+#include "kernels/rows.h"
+
+enum {
+  LANES = 16,
+  CODE_ROW = 4 * KVEDGE_TILE, /* bytes of a tile's encoded weights, for paths that encode them */
+  CHANNELS_OF_TWO_BYTES = 512, /* whose products with two bytes of a query add up in 32 bits: x 127 x 32767 */
+};
+
+/* The largest codes of 24 bits, a little below what fits because products round: of queries, in three
+ * signed bytes (up to 127 * (65536 + 256 + 1)), and of weights, in three unsigned ones. */
+#define QUERY_MAX 8355000.0f
+#define WEIGHT_MAX 16777000.0f
+#define WEIGHT_MAX_16 65534.0f
+#define WEIGHT_MAX_8 254.9f
+/* Where a group's largest is below, all of it is nothing: beside the query's other channels, beside
+ * the weights of some other tile. */
+#define QUERY_NOTHING 1e-30f
+#define WEIGHT_NOTHING 1e-31f
+
+static inline float lanes_max(const float lane[LANES]) {
+  float best = lane[0];
+  for (int j = 1; j < LANES; j++) best = lane[j] > best ? lane[j] : best;
+  return best;
+}
+
+static inline float lanes_sum(float lane[LANES]) {
+  for (int width = LANES / 2; width > 0; width /= 2)
+    for (int j = 0; j < width; j++) lane[j] += lane[j + width];
+  return lane[0];
+}
+
+static inline void softmax_portable(float *scores, int num_queries, int num_tokens, const float *factor,
+                             float *max, float *sum, float *alpha) {
+  for (int i = 0; i < num_queries; i++, scores += KVEDGE_TILE) {
+    int padded = (num_tokens + LANES - 1) / LANES * LANES;
+    for (int t = num_tokens; t < padded; t++) scores[t] = -INFINITY;
+    float lane[LANES];
+    memcpy(lane, scores, sizeof lane);
+    for (int t = LANES; t < padded; t += LANES)
+      for (int j = 0; j < LANES; j++) lane[j] = scores[t + j] > lane[j] ? scores[t + j] : lane[j];
+    float tile_max = lanes_max(lane);
+    float m = max[i] > tile_max ? max[i] : tile_max;
+    float f = factor[i];
+    alpha[i] = exp2_nonpositive((max[i] - m) * f);
+    max[i] = m;
+    for (int j = 0; j < LANES; j++) lane[j] = 0.0f;
+    for (int t = 0; t < padded; t += LANES)
+      for (int j = 0; j < LANES; j++) {
+        float p = exp2_nonpositive((scores[t + j] - m) * f);
+        scores[t + j] = p;
+        lane[j] += p;
+      }
+    sum[i] = sum[i] * alpha[i] + lanes_sum(lane);
+  }
+}
+
+static inline void scores_f32_portable(const kvedge_query *q, const float *k, ptrdiff_t token_stride,
+                                int num_tokens, float k_scale, const void *prefetch, float *scores) {
+  int whole = q->dim / LANES * LANES;
+  for (int t = 0; t < num_tokens; t++) {
+    const float *row = (const float *)((const char *)k + t * token_stride);
+    if (prefetch) prefetch_bytes((const char *)prefetch + 4 * (ptrdiff_t)t * q->dim, 4 * (ptrdiff_t)q->dim);
+    for (int i = 0; i < q->num_queries; i++) {
+      const float *query = q->values + i * q->stride;
+      float lane[LANES] = {0};
+      for (int d = 0; d < whole; d += LANES)
+        for (int j = 0; j < LANES; j++) lane[j] += query[d + j] * (row[d + j] * k_scale);
+      float dot = lanes_sum(lane);
+      for (int d = whole; d < q->dim; d++) dot += query[d] * (row[d] * k_scale);
+      scores[i * KVEDGE_TILE + t] = dot;
+    }
+  }
+}
+
+static inline void weighted_sum_f32_portable(const float *v, ptrdiff_t token_stride, int num_tokens, int dim,
+                                      int num_queries, const float *p, float v_scale,
+                                      const float *alpha, const void *prefetch, float *acc,
+                                      ptrdiff_t acc_stride) {
+  for (int i = 0; i < num_queries; i++)
+    if (alpha[i] != 1.0f)
+      for (int d = 0; d < dim; d++) acc[i * acc_stride + d] *= alpha[i];
+  for (int t = 0; t < num_tokens; t++) {
+    const float *restrict row = (const float *)((const char *)v + t * token_stride);
+    if (prefetch) prefetch_bytes((const char *)prefetch + 4 * (ptrdiff_t)t * dim, 4 * (ptrdiff_t)dim);
+    for (int i = 0; i < num_queries; i++) {
+      float weight = p[i * KVEDGE_TILE + t];
+      float *restrict sums = acc + i * acc_stride;
+      for (int d = 0; d < dim; d++) sums[d] += weight * (row[d] * v_scale);
+    }
+  }
+}
+
+static inline void dequantize_portable(const int8_t *codes, size_t n, float scale, float *out) {
+  for (size_t i = 0; i < n; i++) out[i] = (float)codes[i] * scale;
+}
+
+static inline uint64_t read_bytes_portable(const void *p, size_t n) {
+  const uint64_t *words = p; /* (n / 8) */
+  uint64_t lane[8] = {0};
+  for (size_t i = 0; i < n / 8; i += 8)
+    for (int j = 0; j < 8; j++) lane[j] |= words[i + j];
+  return lane[0] | lane[1] | lane[2] | lane[3] | lane[4] | lane[5] | lane[6] | lane[7];
+}
+
+/* Each sum is multiplied and added to, since of sums that a product is added to a compiler would multiply that once. */
+static inline uint64_t multiply_portable(size_t n) {
+  enum { SUMS = 12 * 4 };
+  float sum[SUMS], all = 0.0f;
+  for (int j = 0; j < SUMS; j++) sum[j] = (float)j; /* all different: none makes one sum for all */
+  for (size_t i = 0; i < n; i += SUMS)
+    for (int j = 0; j < SUMS; j++) sum[j] = sum[j] * 0.5f + 1.0f;
+  for (int j = 0; j < SUMS; j++) all += sum[j];
+  return (uint64_t)all;
+}
