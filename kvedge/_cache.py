@@ -20,10 +20,12 @@ import numpy as np
 
 from kvedge import _checks, _memory
 from kvedge._cache_facts import CacheFacts
+from kvedge._memory import memory_for
 from kvedge.errors import (
     CapacityExceededError,
     InvalidArgumentError,
     LayersOutOfStepError,
+    OutOfMemoryError,
     ShapeMismatchError,
     StaleSnapshotError,
 )
@@ -43,11 +45,22 @@ if TYPE_CHECKING:
 __all__ = ["CacheMethods"]
 
 _FIRST_CAPACITY = 256  # tokens a growing cache is made for; it doubles from there
-MAX_LAYERS = 1 << 16
+# A long layer's reservation takes Linux up to 9 mappings (its 4 slabs, and the part of each on huge
+# pages), and a process may have 65530 of them.
+MAX_LAYERS = 1 << 12
 
 
 class CacheMethods(CacheFacts):
-    """Base of both backends' ``KVCache``."""
+    """The keys and values of a whole model, one layer object per layer.
+
+    Tokens are appended to each layer and then advanced over; until then they are pending. Pending
+    tokens never vanish silently. ``copy`` and pickle keep them, ``truncate``, ``clear`` and
+    ``restore`` drop them, as they say, and calls that can do neither raise LayersOutOfStepError,
+    which names the layers: ``save``, ``keep``, ``shift``, ``push_step``, and ``detach`` of a
+    snapshot that was taken while layers held pending tokens.
+    """
+
+    # The base of both backends' KVCache, which take over the text above.
 
     _layer_types: ClassVar[dict[str, type]]  # "int8" and "float32"
 
@@ -68,7 +81,7 @@ class CacheMethods(CacheFacts):
         Parameters
         ----------
         num_layers : int
-            Layers of the model, 1 to 65536.
+            Layers of the model, 1 to 4096.
         num_kv_heads : int
             Key/value heads of each layer, 1 to 65536.
         head_dim : int
@@ -204,17 +217,29 @@ class CacheMethods(CacheFacts):
         target = self._layers[layer]
         start = len(target)
         try:
-            target._append(keys, values)
-        except CapacityExceededError:
-            n = _checks.as_rows(keys, "keys", self._config, many=None).shape[0]
-            self._make_room(layer, start + n)
-            target._append(keys, values)
+            try:
+                target._append(keys, values)
+            except CapacityExceededError:
+                n = _checks.as_rows(keys, "keys", self._config, many=None).shape[0]
+                self._make_room(layer, start + n)
+                target._append(keys, values)
+        except OutOfMemoryError:
+            raise
+        except MemoryError as error:
+            raise self._append_failed(layer, start, error) from error
         stop = len(target)
         if start < self._high_water[layer]:
             if start == stop:
                 return
             self._overwrites.add(start)
         self._high_water[layer] = stop
+
+    def _append_failed(self, layer: int, start: int, error: MemoryError) -> OutOfMemoryError:
+        if start < self._high_water[layer]:
+            # Broken off half way, perhaps: then bytes above may not be what marks stand for.
+            self._overwrites.add(start)
+            self._high_water[layer] = start
+        return _memory.out_of_memory(error, f"tokens appended to layer {layer}")
 
     def advance(self, n: int = 1) -> None:
         """Move the position past ``n`` tokens that every layer has been given.
@@ -236,6 +261,7 @@ class CacheMethods(CacheFacts):
                 raise LayersOutOfStepError(self._who_lacks(length))
         self._length = length
 
+    @memory_for("a token of all layers")
     def push_step(self, keys: Array, values: Array) -> None:
         """Append one token to every layer, then advance: all of it or nothing.
 
@@ -334,8 +360,14 @@ class CacheMethods(CacheFacts):
         """
         if layer.__class__ is not int or not 0 <= layer < self._num_layers:
             layer = _checks.check_layer(layer, self._num_layers)
-        return self._layers[layer].attend(query, **options)
+        try:
+            return self._layers[layer].attend(query, **options)
+        except OutOfMemoryError:
+            raise
+        except MemoryError as error:
+            raise _memory.out_of_memory(error, "the result of attention") from error
 
+    @memory_for("logits")
     def scores(self, layer: int, query: Array, **options: Any) -> np.ndarray:
         """Return the scaled logits of a query against what one layer holds.
 
@@ -357,6 +389,7 @@ class CacheMethods(CacheFacts):
         """
         return self.layer(layer).scores(query, **options)
 
+    @memory_for("the keys of a layer")
     def k(self, layer: int, *, out: np.ndarray | None = None) -> np.ndarray:
         """Return the keys of one layer, pending tokens included.
 
@@ -377,6 +410,7 @@ class CacheMethods(CacheFacts):
             return held.key_codes
         return held.keys(out=out)
 
+    @memory_for("the values of a layer")
     def v(self, layer: int, *, out: np.ndarray | None = None) -> np.ndarray:
         """Return the values of one layer, pending tokens included; as :meth:`k`."""
         held = self.layer(layer)
@@ -387,10 +421,15 @@ class CacheMethods(CacheFacts):
     # ---- going back and forth --------------------------------------------------------------------
 
     def snapshot(self) -> KvCacheSnapshot:
-        """Mark this moment; nothing is copied. See :class:`kvedge.KvCacheSnapshot`."""
-        length = self._length  # first: what is overwritten after that lies above
-        return KvCacheSnapshot._mark(self, self._overwrites.epoch, length)
+        """Mark this moment; nothing is copied. See :class:`kvedge.KvCacheSnapshot`.
 
+        It marks the tokens advanced over: restoring it drops pending ones.
+        """
+        length = self._length  # first: what is overwritten after that lies above
+        epoch = self._overwrites.epoch
+        return KvCacheSnapshot._mark(self, epoch, length, tuple(self._ahead(length)))
+
+    @memory_for("the tokens of a snapshot")
     def restore(self, snapshot: KvCacheSnapshot) -> None:
         """Return to a snapshot: back, or forward again. Pending tokens are dropped.
 
@@ -440,6 +479,7 @@ class CacheMethods(CacheFacts):
             self._overwrites.add(0)
             self._high_water = [0] * self._num_layers
 
+    @memory_for("the positions to keep")
     def keep(self, indices: Any) -> None:
         """Keep only some tokens, moved together in their order.
 
@@ -468,6 +508,7 @@ class CacheMethods(CacheFacts):
         self._high_water = [len(positions)] * self._num_layers
         self._length = len(positions)
 
+    @memory_for("the shifted keys of a layer")
     def shift(self, delta: int, *, rope: Any, start: int = 0, stop: int | None = None) -> None:
         """Rotate stored keys of all layers by ``delta`` positions of their rotary embedding.
 
@@ -500,6 +541,7 @@ class CacheMethods(CacheFacts):
 
     # ---- copies ----------------------------------------------------------------------------------
 
+    @memory_for("a copy of the cache")
     def copy(self) -> Self:
         """Return an independent cache with the same tokens, pending ones included.
 
@@ -515,6 +557,7 @@ class CacheMethods(CacheFacts):
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self.copy()
 
+    @memory_for("a pickle of the cache")
     def __reduce__(self) -> tuple[Any, ...]:
         kind = type(self)
         # A cache pickled by one backend is restored by whichever is active; a user's own class is
@@ -525,13 +568,14 @@ class CacheMethods(CacheFacts):
             (own, self._contents(), self._max_seq_len, self._auto_offset, self._metadata),
         )
 
+    @memory_for("the file of the cache")
     def save(
         self, path: str | os.PathLike[str], *, metadata: Mapping[str, str] | None = None
     ) -> None:
         """Write the tokens to a file in safetensors format (extra ``kvedge[io]``).
 
         The file appears whole or not at all: it is written beside ``path``, synced and renamed.
-        Pending tokens are not saved.
+        Pending tokens are never dropped silently: it refuses while there are any.
 
         Parameters
         ----------
@@ -546,14 +590,25 @@ class CacheMethods(CacheFacts):
             The package safetensors is not installed.
         InvalidArgumentError
             ``path`` is no path, or ``metadata`` holds something else than strings.
+        LayersOutOfStepError
+            Some layer holds tokens that have not been advanced over; the message names it.
         OSError
             The file cannot be written; what was at ``path`` is still there.
+        OutOfMemoryError
+
+        Notes
+        -----
+        A process that is killed meanwhile leaves a file ``.NAME.<16 hex digits>.tmp`` beside
+        ``path``. The next save to that path removes it: it is locked (``fcntl.flock``) while it is
+        written, so one that is not locked is abandoned. Where Python has no ``fcntl`` (Windows) it
+        stays until someone removes it.
         """
         from kvedge import session
 
         session.save(self, path, metadata=metadata)
 
     @classmethod
+    @memory_for("the cache of the file")
     def load(cls, path: str | os.PathLike[str], mmap: bool = False) -> Self:
         """Read a cache from a file that :meth:`save` wrote, with either backend, on any machine.
 
@@ -572,7 +627,10 @@ class CacheMethods(CacheFacts):
         Raises
         ------
         CorruptFileError
-            The file is damaged, truncated, or something else; the message says what is wrong.
+            The file is damaged, truncated, or something else; the message says what is wrong. So is
+            one whose ``max_seq_len`` or sizes ask for more memory than can be reserved here.
+        OutOfMemoryError
+            There is no memory for the tokens of the file.
         MissingExtraError
             The package safetensors is not installed.
         FileNotFoundError, PermissionError, OSError
@@ -626,9 +684,17 @@ class CacheMethods(CacheFacts):
             )
         return snapshot._length
 
+    @memory_for("the bytes of a snapshot")
     def _contents_at(self, snapshot: KvCacheSnapshot) -> CacheContents:
         """Copy what a mark stands for, which may lie above the current length."""
         length = self._checked_mark(snapshot)
+        if snapshot._pending:
+            held = "was" if len(snapshot._pending) == 1 else "were"
+            raise LayersOutOfStepError(
+                f"detach() would lose tokens: {_names(list(snapshot._pending))} {held} beyond "
+                f"position {length} when this snapshot was taken: advance() over them or "
+                "truncate() first, and take another"
+            )
         return self._contents([length] * self._num_layers, length)
 
     def _contents(
@@ -717,12 +783,17 @@ class CacheMethods(CacheFacts):
         self._length = length
 
     def _refuse_pending(self, call: str) -> None:
-        ahead = [i for i, layer in enumerate(self._layers) if len(layer) != self._length]
+        ahead = self._ahead(self._length)
         if ahead:
+            hold = "holds" if len(ahead) == 1 else "hold"
             raise LayersOutOfStepError(
                 f"{call} needs all layers at position {self._length}, but {_names(ahead)} "
-                "hold tokens beyond it: advance() over them or truncate() first"
+                f"{hold} tokens beyond it: advance() over them or truncate() first"
             )
+
+    def _ahead(self, length: int) -> list[int]:
+        """Layers with tokens beyond the length, which are pending."""
+        return [i for i, layer in enumerate(self._layers) if len(layer) != length]
 
     def _who_lacks(self, length: int) -> str:
         lacking = [i for i, layer in enumerate(self._layers) if len(layer) < length]
@@ -738,6 +809,7 @@ class CacheMethods(CacheFacts):
         return slabs, [slab[position].copy() for slab in slabs]
 
 
+@memory_for("the cache of a pickle")
 def _restore_cache(kind: type[CacheMethods] | None, *parts: Any) -> CacheMethods:
     """Rebuild a pickled cache; ``kind`` None means the active backend's KVCache."""
     if kind is None:

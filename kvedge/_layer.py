@@ -22,6 +22,7 @@ import numpy as np
 from kvedge import _checks, _memory
 from kvedge._config import LayerConfig
 from kvedge._layer_facts import LayerFacts
+from kvedge._memory import memory_for
 from kvedge.errors import InvalidArgumentError
 from kvedge.rope import Rope
 
@@ -132,6 +133,7 @@ class LayerMethods(LayerFacts):
         """Values of one token, all heads one after the other; as :meth:`get_keys_at`."""
         return self._one_token(True, position, out)
 
+    @memory_for("the keys of a layer")
     def keys(self, *, out: np.ndarray | None = None) -> np.ndarray:
         """All keys.
 
@@ -147,6 +149,7 @@ class LayerMethods(LayerFacts):
         """
         return self._all_tokens(False, out)
 
+    @memory_for("the values of a layer")
     def values(self, *, out: np.ndarray | None = None) -> np.ndarray:
         """All values; as :meth:`keys`."""
         return self._all_tokens(True, out)
@@ -204,6 +207,7 @@ class LayerMethods(LayerFacts):
         if self._auto_key_offset:
             self._set_key_offset(None)
 
+    @memory_for("the positions to keep")
     def keep(self, indices: Any) -> None:
         """Drop all tokens but those at `indices`, which close ranks.
 
@@ -236,6 +240,7 @@ class LayerMethods(LayerFacts):
                 slab[start : start + len(source)] = slab[source]
         self._set_len(len(indices))
 
+    @memory_for("the shifted keys of a layer")
     def shift(self, delta: int, *, rope: Rope, start: int = 0, stop: int | None = None) -> None:
         """Move the keys of tokens `start` to `stop` by `delta` positions.
 
@@ -337,6 +342,7 @@ class LayerMethods(LayerFacts):
 
     # ---- copying ---------------------------------------------------------------------------------
 
+    @memory_for("a copy of the layer")
     def copy(self) -> Self:
         """An independent layer with the same tokens and capacity; it belongs to no cache."""
         length, config = len(self), self._config  # in this order: see LayerFacts
@@ -365,6 +371,7 @@ class LayerMethods(LayerFacts):
         """As :meth:`copy`."""
         return self.copy()
 
+    @memory_for("a pickle of the layer")
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the stored bytes; they are restored into whatever backend is active then."""
         kind = type(self)
@@ -393,6 +400,7 @@ def _new_layer(kind: type[_Layer], config: LayerConfig, capacity: int) -> _Layer
     return layer
 
 
+@memory_for("the layer of a pickle")
 def _restore(
     own: type[LayerMethods] | None,
     config: LayerConfig,

@@ -17,6 +17,7 @@ from kvedge._checks import (
     check_finite,
     describe,
 )
+from kvedge._memory import memory_for
 from kvedge._typing import Array
 from kvedge.errors import InvalidArgumentError, NonFiniteInputError, ShapeMismatchError
 
@@ -49,6 +50,7 @@ def merge_attention(
     out: _Floats | None = None,
     return_lse: bool,
 ) -> _Floats | tuple[_Floats, _Floats]: ...
+@memory_for("merged attention")
 def merge_attention(
     outs: Iterable[Array] | Array,
     lses: Iterable[Array] | Array,

@@ -13,7 +13,16 @@ from typing import Any
 
 import numpy as np
 
-from kvedge._checks import MAX_HEAD_DIM, as_bool, as_float, as_int, check_finite, describe
+from kvedge._checks import (
+    MAX_HEAD_DIM,
+    as_bool,
+    as_float,
+    as_float32,
+    as_int,
+    check_finite,
+    describe,
+)
+from kvedge._memory import memory_for
 from kvedge.errors import InvalidArgumentError, ShapeMismatchError
 
 MAX_DELTA = 1 << 40  # tokens, as far as a layer can reach
@@ -104,13 +113,14 @@ class Rope:
             angles = delta * inv_freq
             return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 
+    @memory_for("rotated rows")
     def rotate(self, rows: np.ndarray, delta: int) -> np.ndarray:
         """Turn rows by `delta` positions.
 
         Parameters
         ----------
-        rows : numpy.ndarray
-            float32 (..., head_dim).
+        rows : array of float32 (or float16, bfloat16)
+            (..., head_dim).
         delta : int
 
         Returns
@@ -120,8 +130,11 @@ class Rope:
 
         Raises
         ------
-        InvalidArgumentError, ShapeMismatchError
+        InvalidArgumentError, DtypeMismatchError, ShapeMismatchError, LayoutError
         """
+        rows = as_float32(rows, "rows", contiguous=False)
+        if rows.ndim == 0 or rows.shape[-1] == 0:
+            raise ShapeMismatchError(f"rows must have shape (..., head_dim), not {rows.shape}")
         cos, sin = self.cos_sin(delta, rows.shape[-1])
         half = len(cos)
         if self.interleaved:

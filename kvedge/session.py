@@ -17,15 +17,13 @@ quantization can produce. A cache is handed out only after all of that.
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 import math
 import mmap as mmap_module
 import os
-import secrets
+import re
 import stat
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, BinaryIO, NoReturn, TypeVar
 
@@ -33,7 +31,15 @@ import numpy as np
 
 from kvedge import _checks, _memory
 from kvedge._cache import MAX_LAYERS, CacheMethods
-from kvedge.errors import CorruptFileError, InvalidArgumentError, KvedgeError, MissingExtraError
+from kvedge._numpy import quantize
+from kvedge._replacing import replacing
+from kvedge.errors import (
+    CorruptFileError,
+    InvalidArgumentError,
+    KvedgeError,
+    MissingExtraError,
+    OutOfMemoryError,
+)
 from kvedge.snapshot import CacheContents, CacheFormat
 
 __all__ = ["load", "save"]
@@ -56,9 +62,17 @@ _FIELDS = (
     "max_seq_len",  # "" for a cache that grows
     "key_offset",  # "auto": layers without one take it from their first tokens; else ""
 )
-_DTYPES = {"int8": "I8", "float32": "F32", "float16": "F16"}  # NumPy's names to the format's
+# The format's names of the dtypes; wide ones first, which is the order of tensors in a file.
+_DTYPES = {np.dtype(np.float32): "F32", np.dtype(np.float16): "F16", np.dtype(np.int8): "I8"}
 # The safetensors package refuses headers of more than 10^8 bytes. Half is left to the tensors.
+_MAX_HEADER = 100_000_000
 _MAX_METADATA = 50_000_000
+# Parsing takes the safetensors package some 4 us per tensor. Headers beyond this are looked at
+# before it: 5 tensors per layer, each of at most `_MAX_ENTRY` bytes with names and numbers at their
+# longest (135, and room for spaces).
+_SHORT_HEADER = 1 << 20
+_MAX_ENTRY = 200
+_MAX_SCALE = np.float32(_checks.FLOAT32_MAX) / np.float32(127)
 
 
 # ---- saving --------------------------------------------------------------------------------------
@@ -71,19 +85,46 @@ def save(
     metadata: Mapping[str, str] | None = None,
 ) -> None:
     """Write a cache's tokens to a file; see :meth:`kvedge.KVCache.save`."""
-    safetensors_numpy = _safetensors("safetensors.numpy")
+    _safetensors()  # what could not be loaded here is not saved either
     target = os.path.realpath(_checked_path(path))  # through a link: it stays a link
+    cache._refuse_pending("save()")
     length = len(cache)
     contents = cache._contents([length] * cache.num_layers, length, copy=False)
     tensors = _tensors(contents)
     fields = _fields(contents, cache)
     fields.update(_user_fields(cache.metadata if metadata is None else metadata))
     fields["sha256"] = _digest(fields, tensors)
-    with _replacing(target) as temporary:
-        try:
-            safetensors_numpy.save_file(tensors, temporary, metadata=fields)
-        except _safetensors("safetensors").SafetensorError as error:  # such as a full disk
-            raise OSError(f"cannot write {target}: {error}") from error
+    names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
+    header = _header(fields, {name: tensors[name] for name in names})
+    with replacing(target) as file:
+        file.write(header)
+        for name in names:
+            file.write(tensors[name].reshape(-1).view(np.uint8).data)
+
+
+def _header(fields: Mapping[str, str], tensors: Mapping[str, np.ndarray]) -> bytes:
+    """Return a file up to its tensors, as the safetensors package would write it.
+
+    https://github.com/huggingface/safetensors#format. The package itself writes to a temporary file
+    of its own, which a killed process would leave behind for ever.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(sorted(fields.items()))}
+    offset = 0
+    for name, array in tensors.items():
+        header[name] = {
+            "dtype": _DTYPES[array.dtype],
+            "shape": array.shape,
+            "data_offsets": (offset, offset + array.nbytes),
+        }
+        offset += array.nbytes
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8 bytes
+    if len(text) > _MAX_HEADER:
+        raise InvalidArgumentError(
+            f"metadata takes too much room: a header of {len(text)} bytes where {_MAX_HEADER} are "
+            "the limit"
+        )
+    return len(text).to_bytes(8, "little") + text
 
 
 def _tensors(contents: CacheContents) -> dict[str, np.ndarray]:
@@ -147,42 +188,10 @@ def _digest(fields: Mapping[str, str], tensors: Mapping[str, np.ndarray]) -> str
     digest.update(json.dumps(covered, sort_keys=True).encode())
     for name in sorted(tensors):
         array = tensors[name]
-        digest.update(json.dumps([name, _DTYPES[array.dtype.name], array.shape]).encode())
+        digest.update(json.dumps([name, _DTYPES[array.dtype], array.shape]).encode())
         if array.size:
             digest.update(array.reshape(-1).view(np.uint8).data)
     return digest.hexdigest()
-
-
-@contextmanager
-def _replacing(target: str) -> Iterator[str]:
-    """Give the name of a new file beside ``target``, which takes its place if all goes well.
-
-    On the disk before it is renamed: after a crash there is the old file or the new one, whole.
-    """
-    folder, name = os.path.split(target)
-    temporary = os.path.join(folder, f".{name[:100]}.{secrets.token_hex(8)}.tmp")
-    # Made here, so that it gets the permissions any new file gets, and errors are OSErrors.
-    os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
-    try:
-        mode = os.stat(target if os.path.exists(target) else temporary).st_mode
-        yield temporary
-        with open(temporary, "rb+") as file:  # safetensors may have put a file of its own there
-            os.chmod(temporary, stat.S_IMODE(mode))
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(temporary)
-        raise
-    if os.name == "posix":
-        # The rename has happened and cannot be taken back, so a file system that does not sync
-        # folders is no failure of the call.
-        with suppress(OSError):
-            descriptor = os.open(folder, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
 
 
 # ---- loading -------------------------------------------------------------------------------------
@@ -214,6 +223,7 @@ def load(kind: type[_Cache], path: str | os.PathLike[str], *, mmap: bool = False
 
 def _load_open(kind: type[_Cache], path: str, file: BinaryIO, mmap: bool) -> _Cache | None:
     """Read a cache from an open file; None if another file has taken its path meanwhile."""
+    _check_header_size(path, file)
     header = _read_header(path, file)
     if header is None:
         return None
@@ -223,8 +233,7 @@ def _load_open(kind: type[_Cache], path: str, file: BinaryIO, mmap: bool) -> _Ca
     user = {k[len(_USER) :]: v for k, v in fields.items() if k.startswith(_USER)}
     auto = fields["key_offset"] == "auto"
     mapped = mmap and length > 0
-    # A mapped cache gets its slabs from the file, so it needs no room of its own.
-    cache = kind._empty(form, max_seq_len, auto, user, 0 if mapped else length)
+    cache = _reserve(path, kind, form, max_seq_len, auto, user, 0 if mapped else length)
     if mapped:
         _map(path, file, tensors, cache, length)
     else:
@@ -235,8 +244,36 @@ def _load_open(kind: type[_Cache], path: str, file: BinaryIO, mmap: bool) -> _Ca
     for name, array in arrays.items():
         _check_numbers(path, name, array)
     offsets = [arrays.get(f"layers.{index}.key_offset") for index in range(form.num_layers)]
+    for index, offset in enumerate(offsets):
+        _check_offset(path, index, cache._layers[index], length, offset)
     cache._adopt(length, [(length, offset) for offset in offsets])
     return cache
+
+
+def _check_header_size(path: str, file: BinaryIO) -> None:
+    """Refuse a header that is longer than its layers need, before anything is made of it."""
+    size = int.from_bytes(file.read(8), "little")
+    if not _SHORT_HEADER < size <= _MAX_HEADER:
+        return  # quickly parsed, or quickly refused
+    head = file.read(size)
+    start = re.match(rb'{"__metadata__":\s*', head)
+    if start is None:
+        _corrupt(path, "its header is long, and does not begin with metadata as kvedge writes it")
+    try:
+        text = head.decode()
+        fields, end = json.JSONDecoder().raw_decode(text, start.end())
+        count = fields["num_layers"]
+        num_layers = int(count) if count.isascii() and count.isdigit() and len(count) <= 9 else 0
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        _corrupt(path, f"its metadata cannot be read: {type(error).__name__}: {error}", error)
+    _check_num_layers(path, num_layers)
+    if len(text) - end > 5 * num_layers * _MAX_ENTRY:
+        _corrupt(path, f"its header is too long for the tensors of {num_layers} layers")
+
+
+def _check_num_layers(path: str, num_layers: int) -> None:
+    if not 1 <= num_layers <= MAX_LAYERS:
+        _corrupt(path, f"its num_layers is {num_layers}, not 1 to {MAX_LAYERS} layers")
 
 
 def _read_header(path: str, file: BinaryIO) -> tuple[dict[str, str], dict[str, _Tensor]] | None:
@@ -244,7 +281,7 @@ def _read_header(path: str, file: BinaryIO) -> tuple[dict[str, str], dict[str, _
 
     The package opens the path by itself: None if that is no longer the file that is open here.
     """
-    safetensors = _safetensors("safetensors")
+    safetensors = _safetensors()
     status = os.fstat(file.fileno())
     try:
         with safetensors.safe_open(path, framework="np") as header:
@@ -267,7 +304,7 @@ def _read_header(path: str, file: BinaryIO) -> tuple[dict[str, str], dict[str, _
                 found.append((name, str(tensor.get_dtype()), tuple(tensor.get_shape())))
     except safetensors.SafetensorError as error:
         _corrupt(path, f"it is no safetensors file, or damaged or cut short: {error}", error)
-    sizes = {code: np.dtype(name).itemsize for name, code in _DTYPES.items()}
+    sizes = {code: dtype.itemsize for dtype, code in _DTYPES.items()}
     nbytes = []
     for name, dtype, shape in found:
         if dtype not in sizes:
@@ -294,14 +331,18 @@ def _read_fields(path: str, fields: Mapping[str, str]) -> tuple[CacheFormat, int
     missing = [name for name in (*_FIELDS, "sha256") if name not in fields]
     if missing:
         _corrupt(path, f"its metadata lacks {', '.join(missing)}")
-    if fields["key_offset"] not in ("", "auto"):
-        _corrupt(path, f"its key_offset is {fields['key_offset']!r}")
+    unknown = [
+        name for name in fields if name not in (*_FIELDS, "sha256") and not name.startswith(_USER)
+    ]
+    if unknown:
+        _corrupt(path, f"its metadata has {unknown[0][:40]!r}, which kvedge never writes")
     quantized = fields["dtype"] == "int8"
+    if fields["key_offset"] not in (("", "auto") if quantized else ("",)):
+        _corrupt(path, f"its key_offset is {fields['key_offset'][:40]!r}")
     if not quantized and (fields["group_size"], fields["scale_dtype"]) != ("", ""):
         _corrupt(path, "its metadata gives scales to float32 rows")
     num_layers = _number(path, fields, "num_layers")
-    if not 1 <= num_layers <= MAX_LAYERS:
-        _corrupt(path, f"its num_layers is {num_layers}, not 1 to {MAX_LAYERS}")
+    _check_num_layers(path, num_layers)
     length = _number(path, fields, "length")
     max_seq_len = _number(path, fields, "max_seq_len") if fields["max_seq_len"] else None
     try:
@@ -315,6 +356,8 @@ def _read_fields(path: str, fields: Mapping[str, str]) -> tuple[CacheFormat, int
         )
     except KvedgeError as error:
         _corrupt(path, f"its metadata makes no cache: {error}", error)
+    if quantized and fields["group_size"] != str(config.group_size):
+        _corrupt(path, f"its group_size is {fields['group_size']}, beyond its head_dim")
     if max_seq_len is not None and length > max_seq_len:
         _corrupt(path, f"it holds {length} tokens, more than its max_seq_len of {max_seq_len}")
     form = CacheFormat(
@@ -330,7 +373,7 @@ def _read_fields(path: str, fields: Mapping[str, str]) -> tuple[CacheFormat, int
 
 def _number(path: str, fields: Mapping[str, str], name: str) -> int:
     text = fields[name]
-    if not (text.isascii() and text.isdigit() and len(text) <= 18):
+    if not (text.isascii() and text.isdigit() and len(text) <= 18 and str(int(text)) == text):
         _corrupt(path, f"its {name} is {text[:40]!r}, not a number")
     return int(text)
 
@@ -354,11 +397,15 @@ def _check_tensors(
         scale_dtype=form.scale_dtype,
     )
     wanted: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for index in range(form.num_layers):
+    of_layer = [
+        (name, (_DTYPES[dtype], (length, *shape[1:])))
         for name, (shape, dtype) in zip(
             _memory.Slabs._fields, _memory.slab_layout(config), strict=True
-        ):
-            wanted[f"layers.{index}.{name}"] = (_DTYPES[dtype.name], (length, *shape[1:]))
+        )
+    ]
+    for index in range(form.num_layers):
+        for name, one in of_layer:
+            wanted[f"layers.{index}.{name}"] = one
         offset = f"layers.{index}.key_offset"
         if offset in tensors and form.dtype == "int8":
             wanted[offset] = ("F32", (form.num_kv_heads, form.head_dim))
@@ -375,6 +422,31 @@ def _check_tensors(
     for name in tensors:
         if name not in wanted:
             _corrupt(path, f"tensor {name} does not belong there")
+
+
+def _reserve(
+    path: str,
+    kind: type[_Cache],
+    form: CacheFormat,
+    max_seq_len: int | None,
+    auto: bool,
+    user: Mapping[str, str],
+    tokens: int,
+) -> _Cache:
+    """Make the empty cache that a file describes, with room for ``tokens``.
+
+    Memory is reserved for ``max_seq_len`` tokens, and taken only as it is filled. Where the system
+    refuses that, but has room for the tokens that are there, the file asks for too much.
+    """
+    try:
+        return kind._empty(form, max_seq_len, auto, user, tokens)
+    except OutOfMemoryError as error:
+        if max_seq_len is None and tokens:
+            raise
+        if max_seq_len is not None and tokens:
+            kind._empty(form, None, auto, user, tokens)
+        what = "num_layers, num_kv_heads and head_dim" if max_seq_len is None else "max_seq_len"
+        _corrupt(path, f"its {what} ask for memory that no system has: {error}", error)
 
 
 def _read(
@@ -444,14 +516,38 @@ def _check_numbers(path: str, name: str, array: np.ndarray) -> None:
     """Refuse numbers that quantization cannot have produced."""
     if not array.size:
         return
+    is_scale = name.endswith("_scales")
+    # As integers, floats with the sign bit are negative: -0.0 too.
+    if is_scale and array.view(f"i{array.itemsize}").min() < 0:
+        _corrupt(path, f"tensor {name} holds a negative scale")
     low, high = array.min(), array.max()  # these carry a NaN through, and need no memory
     if array.dtype == np.int8:
         if low < -127:
             _corrupt(path, f"tensor {name} holds the code {low}; codes are -127 to 127")
     elif not (np.isfinite(low) and np.isfinite(high)):
         _corrupt(path, f"tensor {name} holds a number that is not finite")
-    elif name.endswith("_scales") and low < 0:
-        _corrupt(path, f"tensor {name} holds a negative scale, {low}")
+    elif is_scale and high > _MAX_SCALE:
+        _corrupt(path, f"tensor {name} holds the scale {high:g}, of numbers beyond float32")
+
+
+def _check_offset(
+    path: str, index: int, layer: Any, length: int, offset: np.ndarray | None
+) -> None:
+    """Refuse a key offset whose keys lie beyond float32, further than rounding takes them."""
+    slabs = layer._slabs
+    scales = slabs.key_scales[:length]
+    if offset is None or not scales.size:
+        return
+    if 127.0 * float(scales.max()) + float(np.abs(offset).max()) <= _checks.FLOAT32_MAX:
+        return
+    step = layer._block_tokens()
+    for start in range(0, length, step):
+        rows = slice(start, min(length, start + step))
+        keys = quantize.dequantize(
+            slabs.key_codes[rows], scales[rows], layer._config, dtype=np.float64
+        )
+        if np.abs(keys + offset).max() > _checks.FLOAT32_MAX + float(scales[rows].max()):
+            _corrupt(path, f"tensor layers.{index}.key_offset leads to keys beyond float32")
 
 
 # ---- both ----------------------------------------------------------------------------------------
@@ -473,10 +569,21 @@ def _checked_path(path: Any) -> str:
     return text
 
 
-def _safetensors(module: str) -> Any:
+def _safetensors() -> Any:
     try:
-        return importlib.import_module(module)
-    except ImportError as error:
+        import safetensors
+    except ModuleNotFoundError as error:
+        if error.name != "safetensors":
+            raise _import_failed(error) from error
         raise MissingExtraError(
             f"saving and loading needs the safetensors package: pip install 'kvedge[io]' ({error})"
         ) from error
+    except ImportError as error:  # it is there: its library may be for another Python, or damaged
+        raise _import_failed(error) from error
+    return safetensors
+
+
+def _import_failed(error: ImportError) -> MissingExtraError:
+    return MissingExtraError(
+        f"saving and loading needs the safetensors package, which cannot be imported: {error}"
+    )

@@ -117,23 +117,27 @@ class KvCacheSnapshot:
     Like a number it never changes, so ``copy.copy`` and ``copy.deepcopy`` return it as it is.
     """
 
-    __slots__ = ("_cache", "_contents", "_epoch", "_length")
+    __slots__ = ("_cache", "_contents", "_epoch", "_length", "_pending")
 
     _cache: weakref.ref[CacheMethods] | None  # None once detached
     _contents: CacheContents | None  # None while a mark
     _epoch: int  # of the cache, when the mark was made
     _length: int
+    _pending: tuple[int, ...]  # layers that held tokens beyond the length when it was marked
 
     def __init__(self) -> None:
         raise InvalidArgumentError("a KvCacheSnapshot is made by KVCache.snapshot()")
 
     @classmethod
-    def _mark(cls, cache: CacheMethods, epoch: int, length: int) -> KvCacheSnapshot:
+    def _mark(
+        cls, cache: CacheMethods, epoch: int, length: int, pending: tuple[int, ...]
+    ) -> KvCacheSnapshot:
         self = cls.__new__(cls)
         self._cache = weakref.ref(cache)
         self._contents = None
         self._epoch = epoch
         self._length = length
+        self._pending = pending
         return self
 
     @classmethod
@@ -143,6 +147,7 @@ class KvCacheSnapshot:
         self._contents = contents
         self._epoch = 0
         self._length = contents.length
+        self._pending = ()
         return self
 
     @property
@@ -189,6 +194,10 @@ class KvCacheSnapshot:
         ------
         StaleSnapshotError
             If the tokens have been overwritten since, or the cache no longer exists.
+        LayersOutOfStepError
+            If layers held pending tokens when the mark was made, which the copy would lose; the
+            message names them.
+        OutOfMemoryError
         """
         if self._cache is None:
             return self

@@ -99,14 +99,13 @@ def _from_environment(environ: Mapping[str, str]) -> int | None:
     text = environ.get(VARIABLE, "").strip()
     if not text:
         return None
-    try:
-        value = int(text)
-    except ValueError:
+    # int() would also take "1_0", "+2" and digits of other scripts.
+    if not (text.isascii() and text.isdigit() and len(text) <= 18):
         raise InvalidArgumentError(
-            f"the environment variable {VARIABLE} must be a number from 1 to {MAX_THREADS}, "
-            f"not {text!r}"
-        ) from None
-    return _checked(value, f"the environment variable {VARIABLE}")
+            f"the environment variable {VARIABLE} must be a number from 1 to {MAX_THREADS} in "
+            f"digits 0 to 9, not {text[:40]!r}"
+        )
+    return _checked(int(text), f"the environment variable {VARIABLE}")
 
 
 def _checked(value: object, name: str) -> int:

@@ -8,24 +8,32 @@ import io
 import json
 import os
 import pickle
-import signal
 import stat
-import subprocess
 import sys
-import textwrap
 import threading
-import time
 import zipfile
 
 import numpy as np
 import pytest
+import safetensors.numpy
+from session_support import (
+    DIM,
+    HEADS,
+    LAYERS,
+    TOKENS,
+    assert_corrupt,
+    feed,
+    filled_cache,
+    forge,
+    put,
+    replaced,
+    run,
+    small_file,
+)
 from support import cache_content, normal, refuses
 
 import kvedge
-from kvedge import KVCache, errors, session
-
-pytest.importorskip("safetensors")
-from safetensors.numpy import load_file, save_file
+from kvedge import KVCache, errors
 
 FORMATS = {
     "int8": {},
@@ -38,7 +46,6 @@ FORMATS = {
     "auto-offset": {"key_offset": "auto"},
     "float32": {"dtype": "float32"},
 }
-LAYERS, HEADS, DIM, TOKENS = 2, 2, 40, 9
 
 
 @pytest.fixture(params=FORMATS)
@@ -54,41 +61,6 @@ def mmap(request):
 @pytest.fixture
 def path(tmp_path):
     return tmp_path / "session.safetensors"
-
-
-def filled_cache(rng, tokens=TOKENS, **options):
-    cache = KVCache(LAYERS, HEADS, DIM, **options)
-    feed(cache, rng, tokens)
-    return cache
-
-
-def feed(cache, rng, tokens):
-    kv = normal(rng, cache.num_layers, 2, tokens, cache.num_kv_heads, cache.head_dim)
-    for i in range(cache.num_layers):
-        cache.append(i, kv[i, 0], kv[i, 1])
-    cache.advance(tokens)
-    return kv
-
-
-def small_file(path):
-    """A file as small as they come, for tests that go through it byte by byte."""
-    cache = KVCache(1, 1, 2, key_offset=np.ones((1, 1, 2), np.float32))
-    cache.push_step(np.ones((1, 1, 2), np.float32), np.full((1, 1, 2), -2, np.float32))
-    cache.save(path, metadata={"note": "x"})
-    return path.read_bytes()
-
-
-def assert_corrupt(path, data=None, match=None, mmap=False):
-    """Loading says that the file is corrupt, names it, and says what is wrong."""
-    if data is not None:
-        path.unlink(missing_ok=True)  # a new file is quicker than one cut and written again
-        path.write_bytes(data)
-    with pytest.raises(errors.CorruptFileError) as caught:
-        KVCache.load(path, mmap=mmap)
-    message = str(caught.value)
-    assert str(path) in message and len(message) > len(str(path)) + 10
-    if match is not None:
-        assert match in message, message
 
 
 # ---- what is saved comes back --------------------------------------------------------------------
@@ -180,13 +152,17 @@ def test_an_empty_cache_comes_back_empty(path, rng, options, mmap):
     assert cache_content(loaded) == cache_content(cache)
 
 
-def test_pending_tokens_are_not_saved(path, rng):
+def test_pending_tokens_are_not_dropped_by_save(path, rng):
     cache = filled_cache(rng)
+    before = cache_content(cache)
     token = normal(rng, HEADS, DIM)
     cache.append(1, token, token)
-    cache.save(path)
+    with refuses(errors.LayersOutOfStepError, cache, match=("layer 1", "advance", "truncate")):
+        cache.save(path)
+    assert not path.exists()
     cache.truncate(TOKENS)
-    assert cache_content(KVCache.load(path)) == cache_content(cache)
+    cache.save(path)
+    assert cache_content(KVCache.load(path)) == before
 
 
 def test_metadata_is_carried_along_unless_replaced(path, rng):
@@ -204,7 +180,7 @@ def test_metadata_is_carried_along_unless_replaced(path, rng):
 def test_the_file_is_plain_safetensors(path, rng):
     cache = filled_cache(rng, key_offset="auto")
     cache.save(path)
-    tensors = load_file(path)
+    tensors = safetensors.numpy.load_file(path)
     names = ("key_codes", "value_codes", "key_scales", "value_scales", "key_offset")
     assert set(tensors) == {f"layers.{i}.{name}" for i in range(LAYERS) for name in names}
     np.testing.assert_array_equal(tensors["layers.1.key_codes"], cache.layer(1).key_codes)
@@ -338,23 +314,6 @@ def test_foreign_files_are_refused(path, kind, mmap):
     assert_corrupt(path, FOREIGN[kind], mmap=mmap)
 
 
-def forge(path, change=None, **fields):
-    """Rewrite a saved file with some tensors or metadata changed, and a digest that fits."""
-    tensors = load_file(path)
-    data = path.read_bytes()
-    metadata = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
-    for name, value in fields.items():
-        if value is None:
-            del metadata[name]
-        else:
-            metadata[name] = value
-    if change is not None:
-        change(tensors)
-    if all(array.dtype.name in ("int8", "float32", "float16") for array in tensors.values()):
-        metadata["sha256"] = session._digest(metadata, tensors)
-    save_file(tensors, path, metadata=metadata)
-
-
 def test_a_forged_file_without_a_change_loads(path, rng):
     cache = filled_cache(rng)
     cache.save(path)
@@ -406,20 +365,6 @@ def test_metadata_that_does_not_fit_is_corrupt(path, rng, field, value, mmap):
     else:
         forge(path, **{field: value})
     assert_corrupt(path, mmap=mmap)
-
-
-def put(name, index, value):
-    def change(tensors):
-        tensors[name][index] = value
-
-    return change
-
-
-def replaced(name, function):
-    def change(tensors):
-        tensors[name] = function(tensors[name])
-
-    return change
 
 
 def rename(tensors):
@@ -575,92 +520,39 @@ def test_without_safetensors_the_extra_is_named(path, rng, monkeypatch):
     assert path.read_bytes() == before
 
 
-# ---- crashes -------------------------------------------------------------------------------------
+class Failing:
+    """Finds safetensors, and fails to import it."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def find_spec(self, name, path=None, target=None):
+        if name == "safetensors":
+            raise self.error
+        return None
 
 
-@pytest.mark.parametrize("step", ["write", "fsync", "rename", "interrupt"])
-def test_a_failed_save_leaves_the_old_file(path, rng, monkeypatch, step):
-    filled_cache(rng).save(path)
-    before = path.read_bytes()
-
-    def fail(*args, **kwargs):
-        raise KeyboardInterrupt if step == "interrupt" else OSError(28, "No space left on device")
-
-    where, name = {
-        "write": ("safetensors.numpy", "save_file"),
-        "fsync": ("os", "fsync"),
-        "rename": ("os", "replace"),
-        "interrupt": ("os", "fsync"),
-    }[step]
-    monkeypatch.setattr(f"{where}.{name}", fail)
-    cache = filled_cache(rng, 20)
-    with pytest.raises(KeyboardInterrupt if step == "interrupt" else OSError):
-        cache.save(path)
-    monkeypatch.undo()
-    assert path.read_bytes() == before
-    assert os.listdir(path.parent) == [path.name]
-
-
-def test_a_save_is_synced_before_it_is_renamed(path, rng, monkeypatch):
-    calls = []
-    for name in ("fsync", "replace"):
-        real = getattr(os, name)
-        monkeypatch.setattr(
-            os, name, lambda *args, real=real, name=name: (calls.append(name), real(*args))
-        )
-    filled_cache(rng).save(path)
-    assert calls[:2] == ["fsync", "replace"]
-    if os.name == "posix":
-        assert calls == ["fsync", "replace", "fsync"]  # the last for the folder
-
-
-@pytest.mark.subprocess
-@pytest.mark.skipif(sys.platform == "win32", reason="needs limits on file sizes")
-def test_a_full_disk_is_an_os_error_and_leaves_the_old_file(path, rng):
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (ImportError("cannot map its library", name="safetensors"), errors.MissingExtraError),
+        (ModuleNotFoundError("No module named 'x'", name="x"), errors.MissingExtraError),
+        (MemoryError("no room to import"), errors.OutOfMemoryError),
+    ],
+    ids=["broken", "incomplete", "no-memory"],
+)
+def test_a_safetensors_that_cannot_be_imported_is_not_called_missing(
+    path, rng, monkeypatch, error, expected
+):
     cache = filled_cache(rng)
     cache.save(path)
-    script = """
-        import os, resource, sys, kvedge
-        cache = kvedge.KVCache.load(sys.argv[1])
-        folder = os.path.dirname(sys.argv[1])
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
-        try:
-            cache.save(sys.argv[1])
-        except OSError as error:
-            print(os.listdir(folder), error)
-    """
-    result = run(script, path)
-    assert result.stdout.startswith(f"['{path.name}'] "), result.stdout + result.stderr
-    assert str(path) in result.stdout
-    assert cache_content(KVCache.load(path)) == cache_content(cache)
-
-
-@pytest.mark.subprocess
-@pytest.mark.skipif(sys.platform == "win32", reason="needs SIGKILL")
-def test_a_killed_save_leaves_a_whole_file(path, rng):
-    script = """
-        import sys, numpy as np, kvedge
-        caches = []
-        for tokens in (2000, 3000):
-            cache = kvedge.KVCache(2, 4, 64)
-            kv = np.full((tokens, 4, 64), tokens, np.float32)
-            for i in range(2):
-                cache.append(i, kv, kv)
-            cache.advance(tokens)
-            caches.append(cache)
-        caches[0].save(sys.argv[1])
-        print("ready", flush=True)
-        while True:
-            for cache in caches:
-                cache.save(sys.argv[1])
-    """
-    for delay in rng.uniform(0.001, 0.03, 4):
-        command = [sys.executable, "-c", textwrap.dedent(script), str(path)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-            assert process.stdout.readline() == "ready\n"
-            time.sleep(delay)
-            process.send_signal(signal.SIGKILL)
-        assert len(KVCache.load(path)) in (2000, 3000)
+    for name in [name for name in sys.modules if name.split(".")[0] == "safetensors"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Failing(error), *sys.meta_path])
+    for call in (lambda: cache.save(path), lambda: KVCache.load(path)):
+        with pytest.raises(expected) as caught:
+            call()
+        assert str(error) in str(caught.value) and "pip install" not in str(caught.value)
 
 
 def test_loading_while_another_thread_saves_gives_one_or_the_other(path, rng, mmap):
@@ -704,15 +596,3 @@ def test_a_link_stays_a_link(path, tmp_path, rng):
     cache = filled_cache(rng)
     cache.save(link)
     assert link.is_symlink() and cache_content(KVCache.load(path)) == cache_content(cache)
-
-
-def run(script, *args, **variables):
-    """Run a script in a new process."""
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script), *map(str, args)],
-        env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )

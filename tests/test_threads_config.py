@@ -75,6 +75,14 @@ def test_none_goes_back_to_the_default(monkeypatch):
     assert kvedge.get_num_threads() == 5
 
 
+@pytest.mark.parametrize("text", ["1_0", "٤", "\uff11", "+2", "2.0", "0x2", "-1", "1 2", "2\x00"])
+def test_the_variable_takes_plain_digits_only(text):
+    with refuses(errors.InvalidArgumentError, match="KVEDGE_NUM_THREADS"):
+        threads._from_environment({"KVEDGE_NUM_THREADS": text})
+    assert threads._from_environment({"KVEDGE_NUM_THREADS": " 12 "}) == 12
+    assert threads._from_environment({"KVEDGE_NUM_THREADS": " "}) is None
+
+
 def test_attention_does_not_depend_on_the_number_of_threads(rng):
     layer = kvedge.QuantizedKvLayer(5000, 2, 32)
     layer.extend(*rng.standard_normal((2, 5000, 2, 32), dtype=np.float32))

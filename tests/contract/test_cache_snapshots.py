@@ -138,6 +138,56 @@ def test_a_refused_append_makes_no_snapshot_stale(cache, rng):
     assert cache_content(cache) == before
 
 
+REFUSED = {
+    "NaN in the first key": ("keys", 0, np.nan),
+    "NaN in the last key": ("keys", -1, np.nan),
+    "NaN in the last value": ("values", -1, np.nan),
+    "infinity in the last value": ("values", -1, -np.inf),
+    "scale out of range in the last key": ("keys", -1, 1e30),
+    "scale out of range in the last value": ("values", -1, 1e30),
+}
+
+
+@pytest.mark.parametrize("refused", REFUSED)
+@pytest.mark.parametrize("n", [1, 2, 50, 500, 3000])  # a core may store long ones in chunks
+@pytest.mark.parametrize("max_seq_len", [None, 4000], ids=["growing", "fixed"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"scale_dtype": "float16"}, {"key_offset": "auto"}, {"dtype": "float32"}],
+    ids=["int8", "float16-scales", "auto-offset", "float32"],
+)
+def test_a_refused_append_leaves_what_a_snapshot_above_the_length_stands_for(
+    rng, options, max_seq_len, n, refused
+):
+    which, at, number = REFUSED[refused]
+    if number == 1e30 and options.get("scale_dtype") != "float16":
+        number = np.nan
+    cache = KVCache(L, H, D, max_seq_len=max_seq_len, **options)
+    step(cache, rng, 600)
+    before, mark = cache_content(cache), cache.snapshot()
+    cache.truncate(2)
+    rows = {"keys": normal(rng, n, H, D), "values": normal(rng, n, H, D)}
+    rows[which][at, H - 1, D - 1] = number
+    with refuses(errors.KvedgeError, cache):
+        cache.append(1, rows["keys"], rows["values"])
+    with refuses(errors.ShapeMismatchError, cache):
+        cache.append(1, rows["keys"], normal(rng, n + 1, H, D))
+    cache.restore(mark)
+    assert cache_content(cache) == before
+
+
+def test_an_append_beyond_the_capacity_leaves_what_a_snapshot_stands_for(dtype, rng):
+    cache = KVCache(L, H, D, dtype=dtype, max_seq_len=600)
+    step(cache, rng, 600)
+    before, mark = cache_content(cache), cache.snapshot()
+    cache.truncate(2)
+    for n in (599, 5000):
+        with refuses(errors.CapacityExceededError, cache):
+            cache.append(1, *normal(rng, 2, n, H, D))
+    cache.restore(mark)
+    assert cache_content(cache) == before
+
+
 def test_keep_makes_snapshots_above_the_first_moved_token_stale(cache, rng):
     step(cache, rng, 2)
     low, low_content = cache.snapshot(), cache_content(cache)
@@ -326,6 +376,35 @@ def test_a_detached_snapshot_of_another_shape_is_refused(cache, dtype, rng):
 
 def test_a_stale_snapshot_cannot_be_detached(cache, rng):
     step(cache, rng, 5)
+    mark = cache.snapshot()
+    cache.truncate(1)
+    step(cache, rng, 1)
+    with refuses(errors.StaleSnapshotError, cache):
+        mark.detach()
+
+
+def test_pending_tokens_are_not_dropped_by_detach(cache, rng):
+    step(cache, rng, 3)
+    clean, before = cache.snapshot(), cache_content(cache)
+    cache.append(1, *normal(rng, 2, H, D))
+    mark = cache.snapshot()
+    with refuses(errors.LayersOutOfStepError, cache, match=("layer 1", "advance", "truncate")):
+        mark.detach()
+    detached = clean.detach()  # taken when all layers were in step: they still are below it
+    cache.append(0, *normal(rng, 2, H, D))
+    cache.advance()
+    with refuses(errors.LayersOutOfStepError, cache, match="layer 1"):
+        mark.detach()  # the moment it stands for had a pending token
+    cache.restore(mark)  # drops what was pending, as it says
+    assert cache_content(cache) == before
+    cache.clear()
+    cache.restore(detached)
+    assert cache_content(cache) == before
+
+
+def test_a_stale_mark_with_pending_tokens_is_stale(cache, rng):
+    step(cache, rng, 3)
+    cache.append(1, *normal(rng, 2, H, D))
     mark = cache.snapshot()
     cache.truncate(1)
     step(cache, rng, 1)

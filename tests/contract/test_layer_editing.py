@@ -200,6 +200,36 @@ def test_dropping_old_tokens_and_shifting_the_rest_keeps_attention(rng):
     np.testing.assert_allclose(layer.attend(query), fresh.attend(query), atol=1e-5)
 
 
+def test_rotate_turns_rows_of_any_layout(rng):
+    rows = normal(rng, 5, H, 16)
+    np.testing.assert_allclose(Rope().rotate(rows, 3), reference.rotate(rows, 3), atol=1e-5)
+    every_other = np.repeat(rows, 2, axis=0)[::2]
+    np.testing.assert_array_equal(Rope().rotate(every_other, 3), Rope().rotate(rows, 3))
+    assert Rope().rotate(rows[:0], 3).shape == (0, H, 16)
+
+
+@pytest.mark.parametrize(
+    ("rows", "error"),
+    [
+        (None, errors.DtypeMismatchError),
+        ([[1.0, 2.0]], errors.DtypeMismatchError),
+        (3.5, errors.DtypeMismatchError),
+        ("rows", errors.DtypeMismatchError),
+        (np.ones((2, 8)), errors.DtypeMismatchError),
+        (np.ones((2, 8), np.int32), errors.DtypeMismatchError),
+        (np.ma.ones((2, 8), np.float32), errors.DtypeMismatchError),
+        (np.float32(1), errors.DtypeMismatchError),
+        (np.array(1, np.float32), errors.ShapeMismatchError),
+        (np.ones((2, 0), np.float32), errors.ShapeMismatchError),
+        (np.ones((2, 7), np.float32), errors.ShapeMismatchError),
+    ],
+    ids=str,
+)
+def test_rotate_takes_arrays_of_rows_only(rows, error):
+    with refuses(error):
+        Rope().rotate(rows, 1)
+
+
 def test_shift_of_many_tokens_is_shift_of_each(new_layer, rng):
     keys, values = normal(rng, 2, 3000, H, 8)
     layer = new_layer(3000, 8)

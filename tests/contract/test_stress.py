@@ -264,7 +264,11 @@ def cache_snapshot(cache, told, rng):
     if not before <= len(mark) <= len(cache) or mark.is_stale:
         raise Wrong(f"{mark!r}, between {before} and {len(cache)}")
     other = kvedge.KVCache(cache.num_layers, H, D, dtype=cache.dtype)
-    other.restore(mark.detach())
+    try:
+        detached = mark.detach()
+    except kvedge.LayersOutOfStepError:  # a layer already held more when it was marked
+        return
+    other.restore(detached)
     if len(other) != len(mark):
         raise Wrong(f"{len(other)} tokens of {mark!r}")
     check_cache(other, len(mark))
@@ -455,7 +459,10 @@ def test_a_saved_cache_is_a_prefix_beside_a_writer(dtype, tmp_path):
     def save(cache, told, rng):
         path = tmp_path / f"{next(names)}.safetensors"
         before = len(cache)
-        cache.save(path)
+        try:
+            cache.save(path)
+        except kvedge.LayersOutOfStepError:  # the writer is between append and advance
+            return
         after = len(cache)
         saved = KVCache.load(path)
         path.unlink()

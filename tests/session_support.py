@@ -1,0 +1,98 @@
+"""What the tests of saving and loading share: caches, files that are wrong, another process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+from support import normal
+
+from kvedge import KVCache, errors, session
+
+pytest.importorskip("safetensors")
+from safetensors.numpy import load_file, save_file
+
+LAYERS, HEADS, DIM, TOKENS = 2, 2, 40, 9
+
+
+def filled_cache(rng, tokens=TOKENS, **options):
+    cache = KVCache(LAYERS, HEADS, DIM, **options)
+    feed(cache, rng, tokens)
+    return cache
+
+
+def feed(cache, rng, tokens):
+    kv = normal(rng, cache.num_layers, 2, tokens, cache.num_kv_heads, cache.head_dim)
+    for i in range(cache.num_layers):
+        cache.append(i, kv[i, 0], kv[i, 1])
+    cache.advance(tokens)
+    return kv
+
+
+def small_file(path):
+    """A file as small as they come, for tests that go through it byte by byte."""
+    cache = KVCache(1, 1, 2, key_offset=np.ones((1, 1, 2), np.float32))
+    cache.push_step(np.ones((1, 1, 2), np.float32), np.full((1, 1, 2), -2, np.float32))
+    cache.save(path, metadata={"note": "x"})
+    return path.read_bytes()
+
+
+def assert_corrupt(path, data=None, match=None, mmap=False):
+    """Loading says that the file is corrupt, names it, and says what is wrong."""
+    if data is not None:
+        path.unlink(missing_ok=True)  # a new file is quicker than one cut and written again
+        path.write_bytes(data)
+    with pytest.raises(errors.CorruptFileError) as caught:
+        KVCache.load(path, mmap=mmap)
+    message = str(caught.value)
+    assert str(path) in message and len(message) > len(str(path)) + 10
+    if match is not None:
+        assert match in message, message
+
+
+def forge(path, change=None, **fields):
+    """Rewrite a saved file with some tensors or metadata changed, and a digest that fits."""
+    tensors = load_file(path)
+    data = path.read_bytes()
+    metadata = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
+    for name, value in fields.items():
+        if value is None:
+            del metadata[name]
+        else:
+            metadata[name] = value
+    if change is not None:
+        change(tensors)
+    if all(array.dtype.name in ("int8", "float32", "float16") for array in tensors.values()):
+        metadata["sha256"] = session._digest(metadata, tensors)
+    save_file(tensors, path, metadata=metadata)
+
+
+def put(name, index, value):
+    def change(tensors):
+        tensors[name][index] = value
+
+    return change
+
+
+def replaced(name, function):
+    def change(tensors):
+        tensors[name] = function(tensors[name])
+
+    return change
+
+
+def run(script, *args, **variables):
+    """Run a script in a new process."""
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), *map(str, args)],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
