@@ -16,6 +16,7 @@
 #include <string.h>
 
 #include "store/layer.h"
+#include "system/bits.h"
 #include "system/dispatch.h"
 
 enum { KEYS, VALUES, SIDES };
@@ -23,7 +24,7 @@ enum { KEYS, VALUES, SIDES };
 /* A run of consecutive tokens that lie together. */
 typedef struct {
   const char *rows[SIDES];   /* of its first token, KV head 0 of the layer */
-  const char *scales[SIDES]; /* likewise; NULL for formats without */
+  const char *scales[SIDES]; /* likewise; nothing is read there for formats without */
   int64_t num_tokens;
 } kvedge_segment;
 

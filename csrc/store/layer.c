@@ -95,7 +95,8 @@ kvedge_status kvedge_layer_attach(void *header, size_t bytes, const kvedge_layer
   layer->config = config;
   layer->keys = layer->values = side;
   layer->keys.codes = slabs->key_codes, layer->values.codes = slabs->value_codes;
-  if (side.format->has_scales) layer->keys.scales = slabs->key_scales, layer->values.scales = slabs->value_scales;
+  layer->keys.scales = side.format->has_scales ? slabs->key_scales : slabs->key_codes;
+  layer->values.scales = side.format->has_scales ? slabs->value_scales : slabs->value_codes;
   atomic_init(&layer->len, 0);
   layer->written = 0;
   atomic_init(&layer->key_bound, 0.0f);
@@ -256,5 +257,6 @@ kvedge_status kvedge_layer_get_values(const kvedge_layer *layer, int64_t start, 
 void kvedge_layer_get_config(const kvedge_layer *layer, kvedge_layer_config *config) { *config = layer->config; }
 
 void kvedge_layer_get_slabs(const kvedge_layer *layer, kvedge_slabs *slabs) {
-  *slabs = (kvedge_slabs){layer->keys.codes, layer->values.codes, layer->keys.scales, layer->values.scales};
+  *slabs = (kvedge_slabs){.key_codes = layer->keys.codes, .value_codes = layer->values.codes};
+  if (layer->keys.format->has_scales) slabs->key_scales = layer->keys.scales, slabs->value_scales = layer->values.scales;
 }

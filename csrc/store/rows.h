@@ -13,7 +13,8 @@ typedef struct {
   int num_kv_heads;
   size_t row_bytes, scale_row_bytes; /* of one token and head */
   char *codes;                       /* [capacity][num_kv_heads] rows */
-  char *scales;                      /* [capacity][num_kv_heads] rows of scales; NULL for formats without */
+  char *scales;                      /* [capacity][num_kv_heads] rows of scales; for formats without, the codes: rows of
+                                      * no bytes somewhere, since a NULL may not be added to */
   const float *offset;               /* (num_kv_heads, dim) what rows are stored minus, or NULL */
 } kvedge_side;
 
@@ -22,7 +23,6 @@ static inline char *kvedge_codes_at(const kvedge_side *side, int64_t token) {
 }
 
 static inline char *kvedge_scales_at(const kvedge_side *side, int64_t token) {
-  if (!side->scales) return NULL;
   return side->scales + (size_t)token * (size_t)side->num_kv_heads * side->scale_row_bytes;
 }
 
