@@ -39,7 +39,7 @@ build() {
   rm -rf "$work/obj" "$work/bin"
   mkdir -p "$work/obj" "$work/bin"
   echo "== $*"
-  compile=("$@" -std=c11 -g -Wall -Wextra -pthread "-I$root/csrc")
+  compile=("$@" -std=c11 -g -Wall -Wextra -Wpedantic -Werror -pthread "-I$root/csrc")
   (cd "$root" && find csrc -name '*.c') | (
     cd "$work/obj" && xargs -P 2 -I '{}' sh -c 'object=$(echo "$1" | tr / _).o; shift; exec "$@" -o "$object"' sh \
       '{}' "${compile[@]}" -c "$root/{}"
@@ -50,14 +50,14 @@ build() {
   done
 }
 
-# run [EMULATOR...]: every program that was built; test_kernels with the kernel tables named in $tables
+# run [EMULATOR...]: every program that was built; those of tables.h with the kernel tables named in $tables
 tables=all
 run() {
   for program in "${programs[@]}"; do
     [ -x "$work/bin/$program" ] || continue
     echo "-- $* $program"
     arguments=()
-    [ "$program" != test_kernels ] || arguments=($tables)
+    case $program in test_kernels | test_cells | test_logits) arguments=($tables) ;; esac
     "$@" "$work/bin/$program" "${arguments[@]}"
     status=$?
     [ $status -eq 0 ] || { echo "FAILED: $* $program (exit code $status)"; failures=$((failures + 1)); }
@@ -77,7 +77,7 @@ native)
   build "$compiler" -O3 && run
   # AVX-VNNI's code in AVX-512VL's encoding, where only that can be run
   if grep -qw avx512_vnni /proc/cpuinfo 2>/dev/null && ! grep -qw avx_vnni /proc/cpuinfo; then
-    programs=(test_kernels)
+    programs=(test_kernels test_cells)
     build "$compiler" -O3 -DKVEDGE_AVXVNNI_AS_EVEX && tables=avxvnni run
   fi
   ;;
