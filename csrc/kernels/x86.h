@@ -2,7 +2,11 @@
 #ifndef KVEDGE_KERNELS_X86_H
 #define KVEDGE_KERNELS_X86_H
 
+#include <stddef.h>
 #include <stdint.h>
+
+#include "kernels/kernels.h"
+#include "system/target.h"
 
 /* How many bytes further on a line is to be asked for again.
  *
@@ -10,6 +14,49 @@
  * its use the whole way to memory. So each is asked for twice, the second time 4 KB later, which makes decoding 1.04 to
  * 1.6 times as fast. Elsewhere at once, which costs nothing. */
 static inline uintptr_t kvedge_ask_again_after(void) { return __builtin_cpu_is("amd") ? 4096 : 0; }
+
+/* ---- Prefetch of the next tile ---- */
+
+/* What a kernel call prefetches. */
+typedef struct {
+  const kvedge_prefetch *rows; /* rows->blocks == NULL: nothing */
+  ptrdiff_t bytes_again;       /* the second prefetch of a line comes this many bytes later, where rows are in order, */
+  int blocks_again;            /* and else this many blocks later */
+} kvedge_next_tile;
+
+/* `row_bytes`: of one row, and one head. */
+KVEDGE_INLINE kvedge_next_tile kvedge_next_of(const kvedge_tile *tile, ptrdiff_t row_bytes) {
+  const ptrdiff_t again = (ptrdiff_t)kvedge_ask_again_after(), blocks = again / (KVEDGE_BLOCK * row_bytes);
+  return (kvedge_next_tile){&tile->next, again, again == 0 ? 0 : blocks == 0 ? 1 : (int)blocks};
+}
+
+/* One block to prefetch. Addresses are integers, since `again` may lie before the first row. */
+typedef struct {
+  uintptr_t first; /* 0: nothing */
+  uintptr_t again; /* of the second prefetch */
+} kvedge_next_block;
+
+KVEDGE_INLINE kvedge_next_block kvedge_next_block_of(const kvedge_next_tile *next, int block) {
+  const kvedge_prefetch *rows = next->rows;
+  if (!rows->blocks) return (kvedge_next_block){0, 0};
+  const uintptr_t first = (uintptr_t)rows->blocks[block] + (uintptr_t)rows->offset;
+  if (rows->in_order) return (kvedge_next_block){first, first - (uintptr_t)next->bytes_again};
+  if (block < next->blocks_again) return (kvedge_next_block){first, first};
+  return (kvedge_next_block){first, (uintptr_t)rows->blocks[block - next->blocks_again] + (uintptr_t)rows->offset};
+}
+
+/* What starts `by` bytes into it. */
+KVEDGE_INLINE kvedge_next_block kvedge_further(kvedge_next_block next, ptrdiff_t by) {
+  if (!next.first) return next;
+  return (kvedge_next_block){next.first + (uintptr_t)by, next.again + (uintptr_t)by};
+}
+
+/* Prefetches the line `by` bytes into it, for the second-level cache, and the line of the second prefetch. Not where
+ * next.first is 0. */
+KVEDGE_INLINE void kvedge_prefetch_line(kvedge_next_block next, ptrdiff_t by) {
+  __builtin_prefetch((const void *)(next.first + (uintptr_t)by), 0, 2);
+  __builtin_prefetch((const void *)(next.again + (uintptr_t)by), 0, 2);
+}
 
 /* WORK(count) for queries i..n-1: four at a time, then those that are left. */
 #define BY_FOURS(n, WORK)                 \
