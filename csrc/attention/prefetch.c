@@ -52,8 +52,10 @@ static void fetch(const memory_run *runs, int num_runs) {
     if (runs[i].bytes > 0) (void)*(const volatile char *)(runs[i].start + runs[i].bytes - 1);
 }
 
-/* Rows, or scales, of a tile's tokens from `known` on, whose blocks are at `blocks`. */
-static void fetch_blocks(const token_tile *tile, const char *const *blocks, ptrdiff_t token_stride, int known) {
+/* Rows, or scales, of a tile's tokens from `known` on, whose blocks are at `blocks`; of a token, row_bytes of all heads.
+ * (A view of one head has fewer of them than a token's stride.) */
+static void fetch_blocks(const token_tile *tile, const char *const *blocks, ptrdiff_t token_stride, ptrdiff_t row_bytes,
+                         int known) {
   memory_run runs[KVEDGE_TILE_BLOCKS];
   int num_runs = 0;
   if (token_stride == 0) return; /* no scales */
@@ -61,7 +63,7 @@ static void fetch_blocks(const token_tile *tile, const char *const *blocks, ptrd
     const int first = b * KVEDGE_BLOCK, from = known > first ? known - first : 0;
     int tokens = tile->num_tokens - first;
     if (tokens > KVEDGE_BLOCK && !tile->in_order) tokens = KVEDGE_BLOCK;
-    runs[num_runs++] = (memory_run){blocks[b] + from * token_stride, (tokens - from) * token_stride};
+    runs[num_runs++] = (memory_run){blocks[b] + from * token_stride, (tokens - from - 1) * token_stride + row_bytes};
     if (tile->in_order) break; /* this run has them all */
   }
   fetch(runs, num_runs);
@@ -73,7 +75,8 @@ void kvedge_fetch_rest(const kvedge_cache_view *view, const token_tile *tile) {
   int known = prefetched.keys == tile->rows[KEYS][0] ? prefetched.num_tokens : 0;
   if (known >= tile->num_tokens) return;
   for (int s = 0; s < SIDES; s++) {
-    fetch_blocks(tile, tile->scales[s], view->side[s].scale_token_stride, known);
-    fetch_blocks(tile, tile->rows[s], view->side[s].token_stride, known);
+    const kvedge_view_side *side = &view->side[s];
+    fetch_blocks(tile, tile->scales[s], side->scale_token_stride, view->num_kv_heads * side->scale_head_stride, known);
+    fetch_blocks(tile, tile->rows[s], side->token_stride, view->num_kv_heads * side->head_stride, known);
   }
 }
