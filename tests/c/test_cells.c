@@ -78,6 +78,11 @@ typedef struct {
   kvedge_tile tile;
 } tile_rows;
 
+/* Where row t starts, without the help of kernels.h. */
+static char *row_of(const tile_rows *r, int t) {
+  return (char *)r->tile.blocks[t / KVEDGE_BLOCK] + r->tile.offset + t % KVEDGE_BLOCK * r->tile.token_stride;
+}
+
 /* num_rows rows of a tile in memory of their own; what is before, between and behind them may not be read. */
 static block new_tile_rows(int num_rows, size_t offset, size_t bytes, size_t stride) {
   block b = new_block(offset + (size_t)(num_rows - 1) * stride + bytes);
@@ -130,7 +135,7 @@ static tile_rows new_tile(shape at, int heads, row_kind kind, float factor) {
   r.tile = (kvedge_tile){.blocks = r.table.data, .offset = (ptrdiff_t)offset, .token_stride = (ptrdiff_t)stride,
                          .num_tokens = at.num_tokens, .dim = at.dim, .factor = format == KVEDGE_INT8 ? NAN : factor};
   for (int t = 0; t < at.num_tokens; t++)
-    for (int d = 0; d < width; d++) store_element((char *)kvedge_tile_row(&r.tile, t) + d * size, kind, t, d);
+    for (int d = 0; d < width; d++) store_element(row_of(&r, t) + d * size, kind, t, d);
   if (format == KVEDGE_INT8) add_scales(&r, at.num_tokens, factor);
   add_prefetch(&r, at, num_blocks);
   return r;
@@ -144,7 +149,7 @@ static void free_tile(tile_rows *r) {
 
 /* What element d of a head's row t stands for, but for its scale. */
 static double tile_element(const tile_rows *r, int head, int t, int d) {
-  return element(kvedge_tile_row(&r->tile, t) + (head * r->tile.dim + d) * formats[format].size);
+  return element(row_of(r, t) + (head * r->tile.dim + d) * formats[format].size);
 }
 
 static double tile_scale(const tile_rows *r, int head, int t) {
@@ -462,7 +467,7 @@ static void hidden_case(shape at, int heads, int all) {
   for (int huge = 0; huge < 2; huge++) {
     for (int t = 0; t < at.num_tokens; t++) {
       if (!is_hidden[t]) continue;
-      char *row = (char *)kvedge_tile_row(&values.tile, t);
+      char *row = row_of(&values, t);
       if (!huge) memset(row, 0, (size_t)(heads * at.dim * formats[format].size));
       for (int d = 0; d < heads * at.dim && huge; d++) store_element(row + d * formats[format].size, EXTREME, t, d);
       for (int h = 0; h < heads && values.tile.scales; h++)
@@ -491,7 +496,7 @@ static void small_weights_case(int planes, float weight) {
   weighing w = new_weighing(at, NOTHING, 1);
   tile_rows values = new_tile(at, 1, EXTREME, 1.0f);
   for (int t = 0; t < KVEDGE_TILE; t++) {
-    memset((char *)kvedge_tile_row(&values.tile, t), t ? 127 : 0, 16);
+    memset(row_of(&values, t), t ? 127 : 0, 16);
     w.p[t] = t ? weight : 1.0f, ((float *)values.scales.data)[t] = 1.0f;
   }
   w.probabilities.planes = planes, w.rescale[0] = 0.0f;
