@@ -58,6 +58,31 @@ KVEDGE_INLINE void kvedge_prefetch_line(kvedge_next_block next, ptrdiff_t by) {
   __builtin_prefetch((const void *)(next.again + (uintptr_t)by), 0, 2);
 }
 
+/* ---- Runs: blocks of a tile that lie side by side, and whose prefetch does ---- */
+
+typedef struct {
+  const char *rows;       /* (num_tokens), token_stride apart */
+  int num_tokens;
+  kvedge_next_block next; /* num_tokens * row_bytes to prefetch */
+} kvedge_run;
+
+/* The longest run from token `first` on, a block's first, to before token `stop`. Most caches have one to a tile: a loop
+ * over its tokens then costs nothing for blocks. */
+KVEDGE_INLINE kvedge_run kvedge_run_of(const kvedge_tile *tile, const kvedge_next_tile *next, ptrdiff_t row_bytes,
+                                       int first, int stop) {
+  const ptrdiff_t block_bytes = KVEDGE_BLOCK * tile->token_stride, next_bytes = KVEDGE_BLOCK * row_bytes;
+  int block = first / KVEDGE_BLOCK;
+  const char *const *blocks = tile->blocks, *const *next_blocks = tile->next.blocks;
+  kvedge_run run = {.rows = blocks[block] + tile->offset, .next = kvedge_next_block_of(next, block)};
+  for (; (block + 1) * KVEDGE_BLOCK < stop; block++) {
+    if (blocks[block + 1] != blocks[block] + block_bytes) break;
+    if (next_blocks && (next_blocks[block + 1] != next_blocks[block] + next_bytes || !tile->next.in_order)) break;
+  }
+  const int end = (block + 1) * KVEDGE_BLOCK;
+  run.num_tokens = (end < stop ? end : stop) - first;
+  return run;
+}
+
 /* WORK(count) for queries i..n-1: four at a time, then those that are left. */
 #define BY_FOURS(n, WORK)                 \
   {                                       \
