@@ -178,7 +178,7 @@ KVEDGE_INLINE void score_queries(const kvedge_query *q, const int of_floats, int
     unit[i] = q->scale[(first + i * count / SCORES) * q->scale_stride] * (of_floats ? 1.0f : 256.0f);
   const __m256 units = _mm256_loadu_ps(unit);
   for (int t = 0; t < keys->num_tokens;) {
-    kvedge_run run = kvedge_run_of(keys, next, q->dim, t, keys->num_tokens);
+    kvedge_run run = kvedge_run_of(keys, next, t, keys->num_tokens);
     if (first > 0) run.next.first = 0; /* prefetched with the first queries */
     score_run(&run, keys->token_stride, q->dim, q->codes + first * stride, stride, of_floats, count, units,
               keys->scales + t, scores + first * KVEDGE_TILE + t, accumulate);

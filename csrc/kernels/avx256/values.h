@@ -152,7 +152,7 @@ static void weigh_codes(const kvedge_probabilities *p, const kvedge_tile *values
     const int num_tokens = values->num_tokens - t < TOGETHER ? values->num_tokens - t : TOGETHER;
     kvedge_run runs[TOGETHER / KVEDGE_BLOCK];
     for (int i = 0, first = t; first < t + num_tokens; first += runs[i++].num_tokens)
-      runs[i] = kvedge_run_of(values, &next, dim, first, t + num_tokens);
+      runs[i] = kvedge_run_of(values, &next, first, t + num_tokens);
     quantize_weights(num_queries, p->p + t, values->scales + t, kvedge_dither + t, num_tokens, codes, scale);
     for (int d = 0, n; d < dim; d += n) {
       __m256i kept[TOGETHER / 2][2]; /* (tokens / 2, 2) x 8 channels x 2 tokens */
@@ -232,7 +232,7 @@ static void weigh_floats(const kvedge_probabilities *p, const kvedge_tile *value
     for (int t = 0; t < num_tokens; t++) weights[i * KVEDGE_TILE + t] = p->p[i * KVEDGE_TILE + t] * values->scales[t];
   kvedge_run runs[KVEDGE_TILE_BLOCKS];
   for (int i = 0, t = 0; t < num_tokens; t += runs[i++].num_tokens)
-    runs[i] = kvedge_run_of(values, &next, dim, t, num_tokens);
+    runs[i] = kvedge_run_of(values, &next, t, num_tokens);
   for (int d = 0; d < dim; d += 16) {
     int i = 0;
 #define WEIGH(num_channels, count)                                                                    \
