@@ -672,7 +672,8 @@ KVEDGE_INLINE void score_block_of_heads(const scoring *s, const key_rows *k, con
 #pragma GCC unroll 4
       for (int u = 0; u < 4; u++) sum[part][u] = _mm512_maskz_mov_epi32((__mmask16)~its, products[part][u]);
     }
-    store_scores(s->q, head, bytes, halves, k_scale + head * k_scale_stride, scores + head * KVEDGE_TILE, 0);
+    store_scores(s->q, head, bytes, halves, k_scale + head * k_scale_stride, scores + head * KVEDGE_TILE,
+                 s->accumulate);
     head++, left += dim / 16;
   }
 }
@@ -699,9 +700,8 @@ KVEDGE_INLINE void score_heads(const scoring *s, ptrdiff_t k_scale_stride, const
 }
 
 void scores_of_heads_int8_avx512vnni(const kvedge_query *q, const kvedge_tile *keys, float *scores, int accumulate) {
-  (void)accumulate; /* rows have one group */
   lines_ahead ahead = lines_of(keys, HEADS * q->dim);
-  const scoring s = {q, keys, 0, keys->num_tokens, keys->scales, &ahead, scores, 0};
+  const scoring s = {q, keys, 0, keys->num_tokens, keys->scales, &ahead, scores, accumulate};
   switch (q->planes) {
     case 3: score_heads(&s, keys->scale_stride, 3); break;
     case 2: score_heads(&s, keys->scale_stride, 2); break;
