@@ -93,7 +93,9 @@ static tile_cursor start_of_slice(const kvedge_attention *a, int slice) {
 }
 
 static token_tile first_tile(kvedge_slice of) {
-  if (!of.attention) return next_tile(NULL, &(tile_cursor){.stop = 0});
+  token_tile none;
+  none.num_tokens = none.num_blocks = 0;
+  if (!of.attention) return none;
   tile_cursor cursor = start_of_slice(of.attention, of.slice);
   return next_tile(of.attention, &cursor);
 }

@@ -6,7 +6,7 @@
 
 /* ---- Scales ---------------------------------------------------------------------------------- */
 
-/* Factors of one row may take scales of tokens that it does not see out of range. */
+/* A factor of what a call, or a row, sees may take scales of tokens that it does not see out of range. */
 static void clamp_hidden(float *scales, int num_columns, int num_tokens) {
   for (int c = 0; c < num_columns; c++, scales += SCALES)
     for (int t = 0; t < num_tokens; t++)
@@ -33,7 +33,7 @@ static const float *tile_scales(const kvedge_attention *a, const token_tile *til
   }
   for (int t = tile->num_tokens; t % KVEDGE_BLOCK; t++)
     for (int c = 0; c < count; c++) columns->scale[c][t] = 0.0f;
-  if (a->is_refit) clamp_hidden(columns->scale[0], count, tile->num_tokens);
+  if (a->factor[s] > 1.0f) clamp_hidden(columns->scale[0], count, tile->num_tokens);
   columns->first = column;
   return columns->scale[0];
 }
