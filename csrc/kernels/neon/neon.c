@@ -30,30 +30,7 @@ KVEDGE_TARGET_BEGIN("fpu=neon")
 
 #include "kernels/neon/common.h"
 
-static void scores_i8_neon(const kvedge_query *q, const int8_t *k, ptrdiff_t token_stride,
-                           int num_tokens, const float *k_scale, const void *prefetch, float *scores,
-                           int accumulate) {
-  tile_rows rows = {(const char *)k, token_stride, num_tokens, 1.0f};
-  score_rows(q, rows, sizeof(int8_t), k_scale, prefetch, scores, accumulate);
-}
-
-static void weighted_sum_i8_neon(const int8_t *v, ptrdiff_t token_stride, int num_tokens, int dim,
-                                 int num_queries, int num_bytes, const float *p, const float *v_scale,
-                                 const float *alpha, const void *prefetch, float *acc,
-                                 ptrdiff_t acc_stride) {
-  (void)num_bytes; /* floats cost the same whatever their precision */
-  tile_rows rows = {(const char *)v, token_stride, num_tokens, 1.0f};
-  for (int i = 0; i < num_queries; i += WEIGH_QUERIES, prefetch = NULL) {
-    int count = min_int(num_queries - i, WEIGH_QUERIES);
-    float weights[WEIGH_QUERIES * KVEDGE_TILE];
-    for (int j = 0; j < count; j++)
-      for (int t = 0; t < num_tokens; t += 4) /* p and v_scale are 0 up to the block's end */
-        vst1q_f32(weights + j * KVEDGE_TILE + t,
-                  vmulq_f32(vld1q_f32(p + (i + j) * KVEDGE_TILE + t), vld1q_f32(v_scale + t)));
-    weigh_queries(rows, sizeof(int8_t), dim, count, weights, alpha + i, prefetch, acc + i * acc_stride,
-                  acc_stride);
-  }
-}
+KVEDGE_NEON_KERNELS(int8, KVEDGE_INT8)
 
 static uint64_t multiply_neon(size_t n) {
   float32x4_t sum[SUMS], keys = vdupq_n_f32(1.0f);
@@ -72,7 +49,7 @@ static uint64_t multiply_neon(size_t n) {
 }
 
 const kvedge_kernels kvedge_kernels_neon =
-    KVEDGE_NEON_TABLE("neon", NULL, scores_i8_neon, weighted_sum_i8_neon, multiply_neon);
+    KVEDGE_NEON_TABLE("neon", KVEDGE_NEON_CELL(int8), multiply_neon);
 
 #ifdef TARGET_BEGUN
 KVEDGE_TARGET_END
