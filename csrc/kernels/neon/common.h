@@ -181,7 +181,10 @@ KVEDGE_INLINE const char *prefetch_slice(const char *next, int t, const int widt
     const int from = t % KVEDGE_BLOCK * width, line = (from + 63) / 64 * 64;
     for (int i = line; i < from + 4 * width; i += 64) __builtin_prefetch(next - from + i, 0, 2);
   } else if (4 * width < 64) {
-    if (t % 8 == 0) __builtin_prefetch(next, 0, 2);
+    if (t % 8 == 0) {
+      __asm__("" : "+r"(next)); /* for the same reason */
+      __builtin_prefetch(next, 0, 2);
+    }
   } else {
     UNROLL
     for (int i = 0; i < 4 * width; i += 64) __builtin_prefetch(next + i, 0, 2);
@@ -366,8 +369,13 @@ enum { END_BYTES = 32 }; /* 8 floats */
 OUT_OF_LINE void gather_ends(const char *rows, const ptrdiff_t offset[4], int n, int size,
                              char *ends) { /* (4, END_BYTES) */
   for (int j = 0; j < 4; j++, ends += END_BYTES) {
-    memset(ends, 0, END_BYTES);
-    memcpy(ends, rows + offset[j], (size_t)(n * size));
+    if (size == 1) {
+      uint64_t bytes = load_below_8((const int8_t *)rows + offset[j], n);
+      memcpy(ends, &bytes, sizeof bytes);
+    } else {
+      memset(ends, 0, END_BYTES);
+      memcpy(ends, rows + offset[j], (size_t)(n * size));
+    }
   }
 }
 static const ptrdiff_t end_offset[4] = {0, END_BYTES, 2 * END_BYTES, 3 * END_BYTES};
@@ -470,24 +478,25 @@ KVEDGE_INLINE void weigh_slice(const kvedge_tile *values, const kvedge_format fo
   ptrdiff_t offset[4] = {0, stride, 2 * stride, 3 * stride};
   UNROLL
   for (int s = 0; s < 2 * eights * count; s++) sum[s] = vdupq_n_f32(0.0f);
-  for (int first = 0; first < values->num_tokens; first += KVEDGE_BLOCK) {
-    const char *rows = kvedge_tile_block(values, first) + channel * size;
-    const int end = min_int(first + KVEDGE_BLOCK, values->num_tokens);
-    const char *next = prefetch ? prefetch_of_slice(values, first, channel * size) : NULL;
-    for (int t = first; t < end; t += 4, rows += 4 * stride) {
-      const char *v = rows;
-      const ptrdiff_t *at = offset;
-      char ends[4 * END_BYTES];
-      if (end - t < 4) row_offsets(end - t, stride, offset);
-      if (next) next = prefetch_slice(next, t, (partial ? channels : 8 * eights) * size, partial);
-      if (partial) {
-        gather_ends(rows, offset, channels, size, ends);
-        v = ends;
-        at = end_offset;
-      }
-      float32x4_t weight[WEIGH_QUERIES]; /* of four tokens */
-      UNROLL
-      for (int i = 0; i < count; i++) weight[i] = vld1q_f32(weights + i * KVEDGE_TILE + t);
+  const char *rows = NULL, *next = NULL;
+  for (int t = 0; t < values->num_tokens; t += 4, rows += 4 * stride) {
+    if (t % KVEDGE_BLOCK == 0) {
+      rows = kvedge_tile_block(values, t) + channel * size;
+      next = prefetch ? prefetch_of_slice(values, t, channel * size) : NULL;
+    }
+    const char *v = rows;
+    const ptrdiff_t *at = offset;
+    char ends[4 * END_BYTES];
+    if (values->num_tokens - t < 4) row_offsets(values->num_tokens - t, stride, offset);
+    if (next) next = prefetch_slice(next, t, (partial ? channels : 8 * eights) * size, partial);
+    if (partial) {
+      gather_ends(rows, offset, channels, size, ends);
+      v = ends;
+      at = end_offset;
+    }
+    float32x4_t weight[WEIGH_QUERIES]; /* of four tokens */
+    UNROLL
+    for (int i = 0; i < count; i++) weight[i] = vld1q_f32(weights + i * KVEDGE_TILE + t);
 #define TOKEN(j)                                                     \
   UNROLL                                                             \
   for (int e = 0; e < eights; e++) {                                 \
@@ -500,9 +509,8 @@ KVEDGE_INLINE void weigh_slice(const kvedge_tile *values, const kvedge_format fo
       s[1] = MULTIPLY_ADD_LANE_F32(s[1], row[1], weight[i], j);      \
     }                                                                \
   }
-      TOKEN(0) TOKEN(1) TOKEN(2) TOKEN(3)
+    TOKEN(0) TOKEN(1) TOKEN(2) TOKEN(3)
 #undef TOKEN
-    }
   }
   UNROLL
   for (int i = 0; i < count; i++)
