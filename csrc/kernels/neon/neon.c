@@ -4,13 +4,13 @@
  *   sshll, sshll2       s8 -> s16 -> s32                3 cycles, 2 a cycle     2, V1
  *   scvtf v.4s          s32 -> float                    10, 1 a cycle           4, V0, one in two cycles
  *   fmla v.4s           4 products                      10 (4), 1 a cycle       4 (2), V01
- *   fmla v.4s, v.s[i]   the same by one token's weight  likewise                likewise
+ *   fmla v.4s, v.s[i]   the same by one token's weight  as fmla v.4s            as fmla v.4s
  *
  * (A72: as LLVM models it, like an A57. In brackets: from sum to sum.)
  *
  * There is no 8-bit dot product here, and a query of 24 bits would take several 16-bit products: smlal
- * does 4 a cycle, as many as fmla. So codes become floats and meet the query as it is. That takes 10
- * instructions for 16 codes, once for all stacked queries (up to 4); each query then takes 4.
+ * does 4 a cycle, as many as fmla. So codes become floats and are multiplied with the query as it is. That takes 10
+ * instructions for 16 codes, once for up to 4 queries; each query then takes 4.
  *
  * Keys: four tokens at a time, 8 channels of each, so that a load of a query's channels serves four
  * rows; a sum per token and query, joined across lanes at the end. Values: a row's codes times

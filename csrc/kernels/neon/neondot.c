@@ -5,21 +5,20 @@
  *   trn1, trn2, zip1, zip2    transposing                           2, V01
  *   tbl v.16b                 bytes of codes into digits            2, V01
  *
- * A query, and the weights of a tile, are integers of 24 bits in three signed bytes (kernels.h),
- * 16 bytes for four of them. So one register holds all that a step of four needs, and sdot picks a
- * digit by its lane number.
- *
- * Where 16 bits will do, the low digits are left out.
+ * A query, and the quantized probabilities of a tile, are integers of 24 bits in three planes (kernels.h),
+ * 16 bytes for four elements. So one register holds all planes of four elements, and sdot picks a plane by
+ * its lane number. With two planes (16 bits) or one, the high two are multiplied.
  *
  * Keys. Four tokens are transposed, 4 channels (one dword) at a time: lane t of a column holds
  * channels 4j..4j+3 of token t, and token t's score grows in lane t: no sums across lanes. 8
- * shuffles for 64 bytes of keys, once for all stacked queries; 12 sdot (8) for each query.
+ * shuffles for 64 bytes of keys, once for up to 4 queries; 12 sdot (8 with two
+ * planes) for each query.
  *
  * Values. Rows of four tokens are interleaved byte by byte, so that a lane holds one channel of the
  * four: 8 shuffles for 64 bytes, 12 sdot (8) for each query, sums in registers over the whole tile.
  *
  * At two a cycle, 64 bytes take 10 cycles (8) with one query, 28 (20) with four. The same by floats,
- * as in kernels_neon.c, takes twice that and more.
+ * as in neon.c, takes twice that and more.
  */
 #include "kernels/kernels.h"
 
@@ -37,7 +36,7 @@ KVEDGE_TARGET_BEGIN("dotprod")
 
 #include "kernels/neon/common.h"
 
-/* ---- numbers of 24 bits in three signed bytes, or 16 in two ---- */
+/* ---- integers of 24 bits in three planes of signed digits, or 16 bits in two ---- */
 
 /* What the largest of a set becomes. Three digits of 127 would be 8355711; one less, because the
  * product of a number and a rounded factor may end a little above. In 16 bits likewise 127 * 257 - 1,
@@ -189,7 +188,7 @@ enum { DOT_WEIGH_QUERIES = 4, DOT_WEIGH_SUMS = 8 }; /* x 3 digits = 24 registers
 
 /* p * scales of up to DOT_WEIGH_QUERIES query rows, each relative to its largest. */
 typedef struct {
-  int8_t digits[DOT_WEIGH_QUERIES][KVEDGE_TILE / 4][16];
+  int8_t digits[DOT_WEIGH_QUERIES][4 * KVEDGE_TILE]; /* 16 bytes for four tokens */
   float scale[DOT_WEIGH_QUERIES];
 } encoded_weights;
 
@@ -204,21 +203,22 @@ KVEDGE_INLINE void encode_weights(const float *p, const float *scales, int num_t
                                   const int planes, encoded_weights *weights) {
   const float most = planes == 3 ? LARGEST_CODE : LARGEST_CODE_16;
   for (int i = 0; i < num_queries; i++, p += KVEDGE_TILE) {
-    float32x4_t w[KVEDGE_TILE / 4]; /* p and scales are 0 from num_tokens to the end of the block */
+    float w[KVEDGE_TILE]; /* p and scales are 0 from num_tokens to the end of the block */
     float32x4_t largest_of = vdupq_n_f32(0.0f);
     for (int t = 0; t < num_tokens; t += 4) {
-      w[t / 4] = vmulq_f32(vld1q_f32(p + t), vld1q_f32(scales + t));
-      largest_of = vmaxq_f32(largest_of, w[t / 4]);
+      float32x4_t four = vmulq_f32(vld1q_f32(p + t), vld1q_f32(scales + t));
+      largest_of = vmaxq_f32(largest_of, four);
+      vst1q_f32(w + t, four);
     }
     float largest = max_across(largest_of), factor = divide_or_0(most, largest, largest);
     weights->scale[i] = divide_or_0(largest, most, largest);
     for (int t = 0; t < num_tokens; t += 4) {
       int32x4_t codes;
       if (planes == 3)
-        codes = round_to_i32(vmulq_n_f32(w[t / 4], factor));
+        codes = round_to_i32(vmulq_n_f32(vld1q_f32(w + t), factor));
       else
-        codes = round_to_16_bits(vmulq_n_f32(w[t / 4], factor / 256.0f), vld1q_f32(kvedge_dither + t));
-      vst1q_s8(weights->digits[i][t / 4], split_digits(codes));
+        codes = round_to_16_bits(vmulq_n_f32(vld1q_f32(w + t), factor / 256.0f), vld1q_f32(kvedge_dither + t));
+      vst1q_s8(weights->digits[i] + 4 * t, split_digits(codes));
     }
   }
 }
@@ -247,32 +247,32 @@ KVEDGE_INLINE void weigh_dots(const kvedge_tile *values, int channel, int channe
   ptrdiff_t offset[4] = {0, stride, 2 * stride, 3 * stride};
   UNROLL
   for (int s = 0; s < count * vectors; s++) sum[s][0] = sum[s][1] = sum[s][2] = vdupq_n_s32(0);
-  for (int first = 0; first < values->num_tokens; first += KVEDGE_BLOCK) {
-    const char *rows = kvedge_tile_block(values, first) + channel;
-    const int end = min_int(first + KVEDGE_BLOCK, values->num_tokens);
-    const char *next = prefetch ? prefetch_of_slice(values, first, channel) : NULL;
-    for (int t = first; t < end; t += 4, rows += 4 * stride) {
-      const int8_t *v = (const int8_t *)rows;
-      const ptrdiff_t *at = offset;
-      char ends[4 * END_BYTES];
-      if (end - t < 4) row_offsets(end - t, stride, offset);
-      if (next) next = prefetch_slice(next, t, partial ? channels : 4 * vectors, partial);
-      if (partial) {
-        gather_ends(rows, offset, channels, 1, ends);
-        v = (const int8_t *)ends;
-        at = end_offset;
-      }
-      int8x16_t row[4], codes[4];
+  const char *rows = NULL, *next = NULL;
+  for (int t = 0; t < values->num_tokens; t += 4, rows += 4 * stride) {
+    if (t % KVEDGE_BLOCK == 0) {
+      rows = kvedge_tile_block(values, t) + channel;
+      next = prefetch ? prefetch_of_slice(values, t, channel) : NULL;
+    }
+    const int8_t *v = (const int8_t *)rows;
+    const ptrdiff_t *at = offset;
+    char ends[4 * END_BYTES];
+    if (values->num_tokens - t < 4) row_offsets(values->num_tokens - t, stride, offset);
+    if (next) next = prefetch_slice(next, t, partial ? channels : 4 * vectors, partial);
+    if (partial) {
+      gather_ends(rows, offset, channels, 1, ends);
+      v = (const int8_t *)ends;
+      at = end_offset;
+    }
+    int8x16_t row[4], codes[4];
+    UNROLL
+    for (int j = 0; j < 4; j++)
+      row[j] = vectors == 4 ? vld1q_s8(v + at[j]) : vcombine_s8(vld1_s8(v + at[j]), vdup_n_s8(0));
+    interleave_tokens(row, vectors, codes);
+    UNROLL
+    for (int i = 0; i < count; i++) {
+      int8x16_t digits = vld1q_s8(weights->digits[i] + 4 * t);
       UNROLL
-      for (int j = 0; j < 4; j++)
-        row[j] = vectors == 4 ? vld1q_s8(v + at[j]) : vcombine_s8(vld1_s8(v + at[j]), vdup_n_s8(0));
-      interleave_tokens(row, vectors, codes);
-      UNROLL
-      for (int i = 0; i < count; i++) {
-        int8x16_t digits = vld1q_s8(weights->digits[i][t / 4]);
-        UNROLL
-        for (int c = 0; c < vectors; c++) dot_digits(sum[vectors * i + c], codes[c], digits, planes);
-      }
+      for (int c = 0; c < vectors; c++) dot_digits(sum[vectors * i + c], codes[c], digits, planes);
     }
   }
   UNROLL
