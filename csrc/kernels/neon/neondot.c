@@ -11,8 +11,7 @@
  *
  * Keys. Four tokens are transposed, 4 channels (one dword) at a time: lane t of a column holds
  * channels 4j..4j+3 of token t, and token t's score grows in lane t: no sums across lanes. 8
- * shuffles for 64 bytes of keys, once for up to 4 queries; 12 sdot (8 with two
- * planes) for each query.
+ * shuffles for 64 bytes of keys, once for up to 4 queries; 12 sdot (8 with two planes) for each query.
  *
  * Values. Rows of four tokens are interleaved byte by byte, so that a lane holds one channel of the
  * four: 8 shuffles for 64 bytes, 12 sdot (8) for each query, sums in registers over the whole tile.
