@@ -80,3 +80,28 @@ def test_the_readmes_c_compiles(tmp_path):
         ["cc", "-std=c11", "-Wall", "-Werror", f"-I{ROOT / 'csrc'}", "-c", str(program)],
         cwd=tmp_path,
     )
+
+
+# ---- what csrc/kvedge.h and docs/c_api.md say of the sources -----------------------------------
+
+
+def calls_in(folder, functions):
+    """Where C files of a folder of csrc/ call one of the functions."""
+    call = re.compile(rf"(?<![\w.>])({'|'.join(functions)})\s*\(")
+    found = []
+    for path in sorted((ROOT / "csrc" / folder).rglob("*.[ch]")):
+        text = re.sub(r"/\*.*?\*/", "", path.read_text(), flags=re.DOTALL)
+        found += [f"{path.relative_to(ROOT)}: {name}" for name in call.findall(text)]
+    return found
+
+
+def test_the_c_core_neither_prints_nor_ends_the_process():
+    printing = ["printf", "fprintf", "vprintf", "puts", "fputs", "putchar", "perror", "write"]
+    ending = ["exit", "_exit", "_Exit", "quick_exit", "abort", "assert", "raise", "longjmp"]
+    assert calls_in("", printing + ending) == []
+
+
+def test_no_kernel_allocates():
+    allocating = ["malloc", "calloc", "realloc", "aligned_alloc", "alloca", "mmap", "free"]
+    assert calls_in("", allocating)  # the pattern finds those of other folders
+    assert calls_in("kernels", allocating) + calls_in("formats", allocating) == []
