@@ -301,9 +301,7 @@ def test_whether_a_mark_is_stale_is_right_at_every_step_of_an_overwrite(rng):
             finally:
                 sys.settrace(old)
             after = [log.reach_below(n, since=epoch) for n, epoch in marks]
-            assert after == [
-                was or position < n for was, (n, _) in zip(before, marks, strict=True)
-            ]
+            assert after == [was or position < n for was, (n, _) in zip(before, marks, strict=True)]
             assert len(seen) > 5
             for moment in seen:
                 assert all(
