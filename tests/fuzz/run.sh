@@ -43,21 +43,20 @@ compile() {
 }
 
 # Clang needs minutes for vector kernels under sanitizers. Checks that are calls, not inlined, make it seconds.
-asan_flags() { # of a file of csrc/, without folder and ending
+asan_flags() { # of a file of csrc/ or of this folder: its path from the root, without ending
   local kernels=(-fsanitize=address -mllvm -asan-instrumentation-with-call-threshold=0)
   case $1 in
-  avx512vnni) ;; # over five minutes even so: without a sanitizer
-  avxvnni) echo "${kernels[@]}" ;;
-  avx2) echo "${kernels[@]}" -fsanitize=fuzzer-no-link -fno-sanitize-coverage=trace-cmp ;;
-  # float32 layers add 0 to the NULL that stands for their scales
-  *) echo -fsanitize=address,undefined,fuzzer-no-link -fno-sanitize=pointer-overflow -fno-sanitize-recover=all ;;
+  csrc/kernels/avx512vnni/*) ;; # over five minutes even so: without a sanitizer
+  csrc/kernels/avx256/avxvnni) echo "${kernels[@]}" ;;
+  csrc/kernels/avx256/avx2) echo "${kernels[@]}" -fsanitize=fuzzer-no-link -fno-sanitize-coverage=trace-cmp ;;
+  *) echo -fsanitize=address,undefined,fuzzer-no-link -fno-sanitize-recover=all ;;
   esac
 }
 
 msan_flags() {
   local all=(-fsanitize=memory -fsanitize-memory-track-origins)
   case $1 in
-  scalar | avx2 | avxvnni | avx512vnni | neon | neondot) echo "${all[@]}" -mllvm -msan-instrumentation-with-call-threshold=0 ;;
+  csrc/kernels/*) echo "${all[@]}" -mllvm -msan-instrumentation-with-call-threshold=0 ;;
   *) echo "${all[@]}" -fsanitize=fuzzer-no-link ;;
   esac
 }
@@ -70,13 +69,15 @@ build() {
   fi
   mkdir -p "$built/$1.o"
   while read -r source; do
-    name=$(basename "$source" .c)
-    object=$built/$1.o/$name.o
-    if [ "$name" = "$without" ]; then # a table of the name, which is never chosen
-      source=$built/$1.o/$name.c
+    name=${source#"$root/"}
+    name=${name%.c}
+    object=$built/$1.o/${name//\//_}.o
+    if [ -n "$without" ] && [[ $name == csrc/kernels/$without/* ]]; then # a table of the name, which is never chosen
+      [ "$name" = "csrc/kernels/$without/$without" ] || continue
+      source=$built/$1.o/$without.c
       [ -f "$source" ] ||
         echo "#include \"kernels/kernels.h\"
-const kvedge_kernels kvedge_kernels_$name = {.name = \"$without\"};" >"$source"
+const kvedge_kernels kvedge_kernels_$without = {.name = \"$without\"};" >"$source"
     fi
     # shellcheck disable=SC2046
     compile "$object" "$source" "-DFUZZ_WITHOUT=\"$without\"" $($flags "$name") || return 1
