@@ -8,7 +8,7 @@ from typing import Any, Literal, overload
 import numpy as np
 import numpy.typing as npt
 
-from kvedge._checks import (
+from kvedge.core.checks import (
     FLOAT32_TINY,
     as_bool,
     as_float32,
@@ -17,8 +17,8 @@ from kvedge._checks import (
     check_finite,
     describe,
 )
-from kvedge._memory import memory_for
-from kvedge._typing import Array
+from kvedge.core.memory import memory_for
+from kvedge.core.types import Array
 from kvedge.errors import InvalidArgumentError, NonFiniteInputError, ShapeMismatchError
 
 __all__ = ["merge_attention"]

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from kvedge._checks import (
+from kvedge.core.checks import (
     MAX_HEAD_DIM,
     as_bool,
     as_float,
@@ -22,7 +22,7 @@ from kvedge._checks import (
     check_finite,
     describe,
 )
-from kvedge._memory import memory_for
+from kvedge.core.memory import memory_for
 from kvedge.errors import InvalidArgumentError, ShapeMismatchError
 
 MAX_DELTA = 1 << 40  # tokens, as far as a layer can reach

@@ -25,14 +25,13 @@ import re
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, BinaryIO, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn, Protocol, TypeVar
 
 import numpy as np
 
-from kvedge import _checks, _memory
-from kvedge._cache import MAX_LAYERS, CacheMethods
-from kvedge._numpy import quantize
-from kvedge._replacing import replacing
+from kvedge.core import checks, int8, memory
+from kvedge.core.config import MAX_LAYERS
+from kvedge.core.replacing import replacing
 from kvedge.errors import (
     CorruptFileError,
     InvalidArgumentError,
@@ -44,7 +43,40 @@ from kvedge.snapshot import CacheContents, CacheFormat
 
 __all__ = ["load", "save"]
 
-_Cache = TypeVar("_Cache", bound=CacheMethods)
+if TYPE_CHECKING:
+    from typing_extensions import Self  # type checkers bring it along
+
+
+class _Cache(Protocol):
+    """What a session asks of a cache, which imports this module."""
+
+    _layers: tuple[Any, ...]
+    _auto_offset: bool
+
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def max_seq_len(self) -> int | None: ...
+    @property
+    def metadata(self) -> dict[str, str]: ...
+    def __len__(self) -> int: ...
+    def _refuse_pending(self, call: str) -> None: ...
+    def _contents(
+        self, lengths: list[int] | None = None, length: int | None = None, *, copy: bool = True
+    ) -> CacheContents: ...
+    @classmethod
+    def _empty(
+        cls,
+        form: CacheFormat,
+        max_seq_len: int | None,
+        auto_offset: bool,
+        metadata: Mapping[str, str],
+        tokens: int,
+    ) -> Self: ...
+    def _adopt(self, length: int, layers: list[tuple[int, np.ndarray | None]]) -> None: ...
+
+
+_Kind = TypeVar("_Kind", bound=_Cache)
 
 _FORMAT = "kvedge"
 _VERSION = "1"
@@ -72,14 +104,14 @@ _MAX_METADATA = 50_000_000
 # longest (135, and room for spaces).
 _SHORT_HEADER = 1 << 20
 _MAX_ENTRY = 200
-_MAX_SCALE = np.float32(_checks.FLOAT32_MAX) / np.float32(127)
+_MAX_SCALE = np.float32(checks.FLOAT32_MAX) / np.float32(127)
 
 
 # ---- saving --------------------------------------------------------------------------------------
 
 
 def save(
-    cache: CacheMethods,
+    cache: _Cache,
     path: str | os.PathLike[str],
     *,
     metadata: Mapping[str, str] | None = None,
@@ -130,14 +162,14 @@ def _header(fields: Mapping[str, str], tensors: Mapping[str, np.ndarray]) -> byt
 def _tensors(contents: CacheContents) -> dict[str, np.ndarray]:
     tensors = {}
     for index, layer in enumerate(contents.layers):
-        for name, array in zip(_memory.Slabs._fields, layer.arrays, strict=True):
+        for name, array in zip(memory.Slabs._fields, layer.arrays, strict=True):
             tensors[f"layers.{index}.{name}"] = array
         if layer.key_offset is not None:
             tensors[f"layers.{index}.key_offset"] = np.ascontiguousarray(layer.key_offset)
     return tensors
 
 
-def _fields(contents: CacheContents, cache: CacheMethods) -> dict[str, str]:
+def _fields(contents: CacheContents, cache: _Cache) -> dict[str, str]:
     form = contents.format
     quantized = form.dtype == "int8"
     values = (
@@ -159,14 +191,14 @@ def _fields(contents: CacheContents, cache: CacheMethods) -> dict[str, str]:
 def _user_fields(metadata: Mapping[str, str]) -> dict[str, str]:
     if not isinstance(metadata, Mapping):
         raise InvalidArgumentError(
-            f"metadata must be a mapping of str to str, not {_checks.describe(metadata)}"
+            f"metadata must be a mapping of str to str, not {checks.describe(metadata)}"
         )
     size = 0
     for item in metadata.items():
         for text in item:
             if not isinstance(text, str):
                 raise InvalidArgumentError(
-                    f"metadata must be of str to str; it holds {_checks.describe(text)}"
+                    f"metadata must be of str to str; it holds {checks.describe(text)}"
                 )
             try:
                 size += len(text.encode())
@@ -207,10 +239,10 @@ class _Tensor:
     nbytes: int
 
 
-def load(kind: type[_Cache], path: str | os.PathLike[str], *, mmap: bool = False) -> _Cache:
+def load(kind: type[_Kind], path: str | os.PathLike[str], *, mmap: bool = False) -> _Kind:
     """Read a cache of class ``kind`` from a file; see :meth:`kvedge.KVCache.load`."""
     path = _checked_path(path)
-    mmap = _checks.as_bool(mmap, "mmap")
+    mmap = checks.as_bool(mmap, "mmap")
     mode = os.stat(path).st_mode
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # opening a pipe would wait for its writer
         _corrupt(path, "it is not a regular file")
@@ -221,7 +253,7 @@ def load(kind: type[_Cache], path: str | os.PathLike[str], *, mmap: bool = False
     return cache
 
 
-def _load_open(kind: type[_Cache], path: str, file: BinaryIO, mmap: bool) -> _Cache | None:
+def _load_open(kind: type[_Kind], path: str, file: BinaryIO, mmap: bool) -> _Kind | None:
     """Read a cache from an open file; None if another file has taken its path meanwhile."""
     _check_header_size(path, file)
     header = _read_header(path, file)
@@ -346,7 +378,7 @@ def _read_fields(path: str, fields: Mapping[str, str]) -> tuple[CacheFormat, int
     length = _number(path, fields, "length")
     max_seq_len = _number(path, fields, "max_seq_len") if fields["max_seq_len"] else None
     try:
-        config = _checks.layer_config(
+        config = checks.layer_config(
             fields["dtype"],
             max(length, 1) if max_seq_len is None else max_seq_len,
             _number(path, fields, "num_kv_heads"),
@@ -388,7 +420,7 @@ def _check_tensors(
         _corrupt(
             path, f"it has {len(tensors)} tensors where {form.num_layers} layers have {expected}"
         )
-    config = _checks.layer_config(
+    config = checks.layer_config(
         form.dtype,
         max(length, 1),
         form.num_kv_heads,
@@ -400,7 +432,7 @@ def _check_tensors(
     of_layer = [
         (name, (_DTYPES[dtype], (length, *shape[1:])))
         for name, (shape, dtype) in zip(
-            _memory.Slabs._fields, _memory.slab_layout(config), strict=True
+            memory.Slabs._fields, memory.slab_layout(config), strict=True
         )
     ]
     for index in range(form.num_layers):
@@ -426,13 +458,13 @@ def _check_tensors(
 
 def _reserve(
     path: str,
-    kind: type[_Cache],
+    kind: type[_Kind],
     form: CacheFormat,
     max_seq_len: int | None,
     auto: bool,
     user: Mapping[str, str],
     tokens: int,
-) -> _Cache:
+) -> _Kind:
     """Make the empty cache that a file describes, with room for ``tokens``.
 
     Memory is reserved for ``max_seq_len`` tokens, and taken only as it is filled. Where the system
@@ -450,51 +482,51 @@ def _reserve(
 
 
 def _read(
-    path: str, file: BinaryIO, tensors: Mapping[str, _Tensor], cache: CacheMethods, length: int
+    path: str, file: BinaryIO, tensors: Mapping[str, _Tensor], cache: _Cache, length: int
 ) -> None:
     """Read the tokens into the slabs of an empty cache."""
     for index, layer in enumerate(cache._layers):
-        for name, slab in zip(_memory.Slabs._fields, layer._slabs, strict=True):
+        for name, slab in zip(memory.Slabs._fields, layer._slabs, strict=True):
             _read_into(path, file, tensors[f"layers.{index}.{name}"], slab[:length])
 
 
 def _map(
-    path: str, file: BinaryIO, tensors: Mapping[str, _Tensor], cache: CacheMethods, length: int
+    path: str, file: BinaryIO, tensors: Mapping[str, _Tensor], cache: _Cache, length: int
 ) -> None:
     """Give the layers slabs that are the file itself, private to this process when written."""
     mapping = mmap_module.mmap(file.fileno(), 0, access=mmap_module.ACCESS_COPY)
     if len(mapping) < max(tensor.offset + tensor.nbytes for tensor in tensors.values()):
         _corrupt(path, "it was cut while being read")
     # Slabs must be followed by readable bytes. The rest of the file's last page is readable.
-    readable = -(-len(mapping) // _memory.PAGE) * _memory.PAGE
+    readable = -(-len(mapping) // memory.PAGE) * memory.PAGE
     for index, layer in enumerate(cache._layers):
         config = replace(layer._config, capacity=length)
         spare = None  # memory of the usual kind, for a tensor that cannot be used where it lies
         slabs = []
         for name, (shape, dtype) in zip(
-            _memory.Slabs._fields, _memory.slab_layout(config), strict=True
+            memory.Slabs._fields, memory.slab_layout(config), strict=True
         ):
             tensor = tensors[f"layers.{index}.{name}"]
-            guarded = tensor.offset + tensor.nbytes + _memory.TAIL_BYTES <= readable
+            guarded = tensor.offset + tensor.nbytes + memory.TAIL_BYTES <= readable
             if tensor.offset % dtype.itemsize == 0 and guarded:
                 # Without elements NumPy would not take an offset at the very end.
                 slabs.append(
                     np.ndarray(shape, dtype, mapping, tensor.offset if tensor.nbytes else 0)
                 )
             else:
-                spare = spare or _memory.reserve_slabs(config)
+                spare = spare or memory.reserve_slabs(config)
                 slabs.append(getattr(spare, name))
                 _read_into(path, file, tensor, slabs[-1])
-        layer._bind(_memory.Slabs(*slabs), config)
+        layer._bind(memory.Slabs(*slabs), config)
 
 
 def _loaded_arrays(
-    path: str, file: BinaryIO, tensors: Mapping[str, _Tensor], cache: CacheMethods, length: int
+    path: str, file: BinaryIO, tensors: Mapping[str, _Tensor], cache: _Cache, length: int
 ) -> dict[str, np.ndarray]:
     """Return every tensor as it now lies in memory; key offsets are read here."""
     arrays = {}
     for index, layer in enumerate(cache._layers):
-        for name, slab in zip(_memory.Slabs._fields, layer._slabs, strict=True):
+        for name, slab in zip(memory.Slabs._fields, layer._slabs, strict=True):
             arrays[f"layers.{index}.{name}"] = slab[:length]
     for name, tensor in tensors.items():
         if name not in arrays:
@@ -538,15 +570,13 @@ def _check_offset(
     scales = slabs.key_scales[:length]
     if offset is None or not scales.size:
         return
-    if 127.0 * float(scales.max()) + float(np.abs(offset).max()) <= _checks.FLOAT32_MAX:
+    if 127.0 * float(scales.max()) + float(np.abs(offset).max()) <= checks.FLOAT32_MAX:
         return
     step = layer._block_tokens()
     for start in range(0, length, step):
         rows = slice(start, min(length, start + step))
-        keys = quantize.dequantize(
-            slabs.key_codes[rows], scales[rows], layer._config, dtype=np.float64
-        )
-        if np.abs(keys + offset).max() > _checks.FLOAT32_MAX + float(scales[rows].max()):
+        keys = int8.dequantize(slabs.key_codes[rows], scales[rows], layer._config, dtype=np.float64)
+        if np.abs(keys + offset).max() > checks.FLOAT32_MAX + float(scales[rows].max()):
             _corrupt(path, f"tensor layers.{index}.key_offset leads to keys beyond float32")
 
 
@@ -562,7 +592,7 @@ def _checked_path(path: Any) -> str:
         text = os.fsdecode(path)
     except TypeError:
         raise InvalidArgumentError(
-            f"path must be a str or a path, not {_checks.describe(path)}"
+            f"path must be a str or a path, not {checks.describe(path)}"
         ) from None
     if not text or "\0" in text:
         raise InvalidArgumentError(f"path must name a file, not {text!r}")

@@ -5,14 +5,11 @@ from __future__ import annotations
 import weakref
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from kvedge.errors import InvalidArgumentError, StaleSnapshotError
-
-if TYPE_CHECKING:
-    from kvedge._cache import CacheMethods
 
 __all__ = ["CacheContents", "CacheFormat", "KvCacheSnapshot", "LayerContents", "OverwriteLog"]
 
@@ -107,6 +104,13 @@ class OverwriteLog:
         return after < len(positions) and positions[after] < length
 
 
+class _Marked(Protocol):
+    """What a mark asks its cache."""
+
+    def _is_stale(self, snapshot: KvCacheSnapshot) -> bool: ...
+    def _contents_at(self, snapshot: KvCacheSnapshot) -> CacheContents: ...
+
+
 class KvCacheSnapshot:
     """A moment of a :class:`kvedge.KVCache`, made by its ``snapshot()``.
 
@@ -119,7 +123,7 @@ class KvCacheSnapshot:
 
     __slots__ = ("_cache", "_contents", "_epoch", "_length", "_pending")
 
-    _cache: weakref.ref[CacheMethods] | None  # None once detached
+    _cache: weakref.ref[_Marked] | None  # None once detached
     _contents: CacheContents | None  # None while a mark
     _epoch: int  # of the cache, when the mark was made
     _length: int
@@ -130,7 +134,7 @@ class KvCacheSnapshot:
 
     @classmethod
     def _mark(
-        cls, cache: CacheMethods, epoch: int, length: int, pending: tuple[int, ...]
+        cls, cache: _Marked, epoch: int, length: int, pending: tuple[int, ...]
     ) -> KvCacheSnapshot:
         self = cls.__new__(cls)
         self._cache = weakref.ref(cache)

@@ -152,8 +152,8 @@ def test_the_package_is_marked_as_typed():
 
 
 def stub():
-    """The declarations of kvedge/_native.pyi: {class or function: {members} or None}."""
-    path = PACKAGE / "_native.pyi"
+    """The declarations of kvedge/backends/native.pyi: {class or function: {members} or None}."""
+    path = PACKAGE / "backends" / "native.pyi"
     if not path.exists():
         pytest.skip("no extension in this build")
     found = {}
@@ -171,7 +171,7 @@ def stub():
 
 def native():
     try:
-        return importlib.import_module("kvedge._native")
+        return importlib.import_module("kvedge.backends.native")
     except ImportError:
         pytest.skip("the extension is not built")
 

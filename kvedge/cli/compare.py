@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import kvedge
-from kvedge.cli.exits import OK, UsageError
 from kvedge.cli.figures import cache_figures
-from kvedge.cli.output import Output, print_json
-from kvedge.cli.sizes import format_size
+from kvedge.console.exits import OK, UsageError
+from kvedge.console.output import Output, print_json
+from kvedge.console.sizes import format_size
 
 _CHUNK = 512  # prompt tokens at once, as in generate()
 

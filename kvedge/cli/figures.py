@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvedge.cli.shape import CacheShape
-from kvedge.cli.sizes import format_size
+from kvedge.console.sizes import format_size
 
 if TYPE_CHECKING:
     from kvedge import KVCache

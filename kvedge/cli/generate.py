@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import kvedge
 from kvedge.cli import compare, resume
-from kvedge.cli.exits import INTERRUPTED, OK, UsageError
 from kvedge.cli.figures import cache_figures, describe_cache, tokens_and_speed
-from kvedge.cli.output import Output, print_json
-from kvedge.cli.values import non_negative_float, non_negative_int, positive_int, probability
+from kvedge.console.exits import INTERRUPTED, OK, UsageError
+from kvedge.console.output import Output, print_json
+from kvedge.console.values import non_negative_float, non_negative_int, positive_int, probability
 
 if TYPE_CHECKING:
     from kvedge import KVCache

@@ -6,11 +6,11 @@ import argparse
 from dataclasses import asdict, dataclass
 
 from kvedge import system
-from kvedge.cli.exits import OK, UsageError
-from kvedge.cli.output import Output, print_json
 from kvedge.cli.shape import CacheShape, add_shape_options, shape_from_options
-from kvedge.cli.sizes import format_count, format_size, parse_size
-from kvedge.cli.values import positive_int
+from kvedge.console.exits import OK, UsageError
+from kvedge.console.output import Output, print_json
+from kvedge.console.sizes import format_count, format_size, parse_size
+from kvedge.console.values import positive_int
 
 NAME = "plan"
 SUMMARY = "how much memory a cache takes, and which context fits"

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvedge import _checks
-from kvedge._options import AttendOptions
+from kvedge.core import checks
+from kvedge.core.options import AttendOptions
 from kvedge.errors import InvalidArgumentError
 from kvedge.paged import batch, cascade
 from kvedge.paged.facts import PagedFacts, as_list
 
 if TYPE_CHECKING:
-    from kvedge._typing import Array
+    from kvedge.core.types import Array
     from kvedge.paged.readings import Reading
 
 __all__ = ["PagedAttention"]
@@ -55,11 +55,11 @@ class PagedAttention(PagedFacts):
         try:
             table, length = reading.table, reading.length
             out = options.pop("out", None)
-            rows, single = _checks.as_query(query, pool._config, finite=False)
+            rows, single = checks.as_query(query, pool._config, finite=False)
             num_rows, num_heads, head_dim = rows.shape
             made = AttendOptions.make(head_dim, num_rows, num_heads, length, **options)
             shape = rows.shape[1:] if single else rows.shape
-            out = _checks.as_out(out, shape, reads=(rows, *store._slabs, *made.arrays()))
+            out = checks.as_out(out, shape, reads=(rows, *store._slabs, *made.arrays()))
             lse = np.empty(rows.shape[:2], np.float32) if made.return_lse else None
             one = batch.Rows(table, length, rows, out.reshape(rows.shape), lse)
             if num_rows:

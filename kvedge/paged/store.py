@@ -2,7 +2,7 @@
 
 Block b is the tokens b * block_size to (b + 1) * block_size - 1 of a layer as large as the pool, so
 all that a layer's core can do with rows, it can do here; only its length means nothing. A backend's
-core provides, besides what kvedge/_layer.py names,
+core provides, besides what kvedge/layer.py names,
 
     _write_at(position, keys, values)     checked float32 rows (n, H, D), n >= 1, to positions
     _filled(position, n)                  rows were copied to the slabs
@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvedge import _checks
-from kvedge._memory import Slabs
-from kvedge._numpy.quantize import clamp, dequantize
+from kvedge.core import checks
+from kvedge.core.int8 import clamp, dequantize
+from kvedge.core.memory import Slabs
 from kvedge.errors import KvedgeError
 
 if TYPE_CHECKING:
-    from kvedge._config import LayerConfig
+    from kvedge.core.config import LayerConfig
 
 __all__ = ["BlockStoreMethods", "runs"]
 
@@ -80,9 +80,9 @@ class BlockStoreMethods:
     def check(self, keys: np.ndarray, values: np.ndarray) -> None:
         """Raise if rows (n, H, D) cannot be stored."""
         for rows, name in ((keys, "keys"), (values, "values")):
-            _checks.check_finite(rows, name)
+            checks.check_finite(rows, name)
             if self._config.scale_dtype == "float16":
-                _checks.check_scale_range(rows, name)
+                checks.check_scale_range(rows, name)
 
     def write(
         self, table: np.ndarray, block_size: int, start: int, keys: np.ndarray, values: np.ndarray

@@ -16,6 +16,9 @@ FLOAT32_MAX = float(np.finfo(np.float32).max)
 MAX_CAPACITY = 1 << 40  # tokens
 MAX_KV_HEADS = 1 << 16
 MAX_HEAD_DIM = 1 << 10
+# A long layer's reservation takes Linux up to 9 mappings (its 4 slabs, and the part of each on huge
+# pages), and a process may have 65530 of them.
+MAX_LAYERS = 1 << 12
 
 LAYER_DTYPES = ("int8", "float32")
 SCALE_DTYPES = ("float32", "float16")

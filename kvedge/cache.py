@@ -18,9 +18,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from kvedge import _checks, _memory
-from kvedge._cache_facts import CacheFacts
-from kvedge._memory import memory_for
+from kvedge import session
+from kvedge.cache_facts import CacheFacts
+from kvedge.core import checks, memory, registry
+from kvedge.core.config import MAX_LAYERS
+from kvedge.core.memory import memory_for
 from kvedge.errors import (
     CapacityExceededError,
     InvalidArgumentError,
@@ -40,14 +42,11 @@ from kvedge.snapshot import (
 if TYPE_CHECKING:
     from typing_extensions import Self  # type checkers bring it along
 
-    from kvedge._typing import Array
+    from kvedge.core.types import Array
 
 __all__ = ["CacheMethods"]
 
 _FIRST_CAPACITY = 256  # tokens a growing cache is made for; it doubles from there
-# A long layer's reservation takes Linux up to 9 mappings (its 4 slabs, and the part of each on huge
-# pages), and a process may have 65530 of them.
-MAX_LAYERS = 1 << 12
 
 
 class CacheMethods(CacheFacts):
@@ -125,7 +124,7 @@ class CacheMethods(CacheFacts):
         cls, num_layers: int, num_kv_heads: int, head_dim: int, max_seq_len: int, **options: Any
     ) -> Self:
         """Make an empty cache with room for ``max_seq_len`` tokens; options as for the class."""
-        max_seq_len = _checks.as_int(max_seq_len, "max_seq_len")
+        max_seq_len = checks.as_int(max_seq_len, "max_seq_len")
         return cls(num_layers, num_kv_heads, head_dim, max_seq_len=max_seq_len, **options)
 
     def _setup(
@@ -142,18 +141,18 @@ class CacheMethods(CacheFacts):
         first_capacity: int = _FIRST_CAPACITY,
         metadata: Mapping[str, str] | None = None,
     ) -> None:
-        num_layers = _checks.as_int(num_layers, "num_layers")
+        num_layers = checks.as_int(num_layers, "num_layers")
         if not 1 <= num_layers <= MAX_LAYERS:
             raise InvalidArgumentError(
                 f"num_layers must be from 1 to {MAX_LAYERS}, not {num_layers}"
             )
         if max_seq_len is not None:
-            max_seq_len = _checks.as_int(max_seq_len, "max_seq_len")
-            if not 1 <= max_seq_len <= _checks.MAX_CAPACITY:
+            max_seq_len = checks.as_int(max_seq_len, "max_seq_len")
+            if not 1 <= max_seq_len <= checks.MAX_CAPACITY:
                 raise InvalidArgumentError(
-                    f"max_seq_len must be from 1 to {_checks.MAX_CAPACITY}, not {max_seq_len}"
+                    f"max_seq_len must be from 1 to {checks.MAX_CAPACITY}, not {max_seq_len}"
                 )
-        config = _checks.layer_config(
+        config = checks.layer_config(
             dtype,
             first_capacity if max_seq_len is None else max_seq_len,
             num_kv_heads,
@@ -165,7 +164,7 @@ class CacheMethods(CacheFacts):
         offsets: Any = [key_offset] * num_layers
         if quantized and key_offset is not None and not isinstance(key_offset, str):
             shape = (num_layers, config.num_kv_heads, config.head_dim)
-            offsets = _checks.as_float32(key_offset, "key_offset", shape=shape)
+            offsets = checks.as_float32(key_offset, "key_offset", shape=shape)
         layers = []
         for offset in offsets:
             layer = self._layer_types[config.dtype](
@@ -213,14 +212,14 @@ class CacheMethods(CacheFacts):
             A growing cache could not grow.
         """
         if layer.__class__ is not int or not 0 <= layer < self._num_layers:
-            layer = _checks.check_layer(layer, self._num_layers)
+            layer = checks.check_layer(layer, self._num_layers)
         target = self._layers[layer]
         start = len(target)
         try:
             try:
                 target._append(keys, values)
             except CapacityExceededError:
-                n = _checks.as_rows(keys, "keys", self._config, many=None).shape[0]
+                n = checks.as_rows(keys, "keys", self._config, many=None).shape[0]
                 self._make_room(layer, start + n)
                 target._append(keys, values)
         except OutOfMemoryError:
@@ -239,7 +238,7 @@ class CacheMethods(CacheFacts):
             # Broken off half way, perhaps: then bytes above may not be what marks stand for.
             self._overwrites.add(start)
             self._high_water[layer] = start
-        return _memory.out_of_memory(error, f"tokens appended to layer {layer}")
+        return memory.out_of_memory(error, f"tokens appended to layer {layer}")
 
     def advance(self, n: int = 1) -> None:
         """Move the position past ``n`` tokens that every layer has been given.
@@ -252,7 +251,7 @@ class CacheMethods(CacheFacts):
             If ``n`` is negative or no integer.
         """
         if n.__class__ is not int or n < 0:
-            n = _checks.as_int(n, "n")
+            n = checks.as_int(n, "n")
             if n < 0:
                 raise InvalidArgumentError(f"n must be at least 0, not {n}: truncate() goes back")
         length = self._length + n
@@ -278,8 +277,8 @@ class CacheMethods(CacheFacts):
             As for :meth:`append`.
         """
         shape = (self._num_layers, self._config.num_kv_heads, self._config.head_dim)
-        keys = _checks.as_float32(keys, "keys", shape=shape)
-        values = _checks.as_float32(values, "values", shape=shape)
+        keys = checks.as_float32(keys, "keys", shape=shape)
+        values = checks.as_float32(values, "values", shape=shape)
         self._refuse_pending("push_step()")
         start = self._length
         if start >= self._room:
@@ -304,8 +303,8 @@ class CacheMethods(CacheFacts):
                 for slab, row in zip(slabs, rows, strict=True):
                     slab[start] = row
             # The layer named the element within its own token; these name it in the arrays given.
-            _checks.check_finite(keys, "keys")
-            _checks.check_finite(values, "values")
+            checks.check_finite(keys, "keys")
+            checks.check_finite(values, "values")
             raise
         if saved:
             self._overwrites.add(start)
@@ -333,7 +332,7 @@ class CacheMethods(CacheFacts):
         ------
         LayerOutOfRangeError
         """
-        return self._layers[_checks.check_layer(index, self._num_layers)]
+        return self._layers[checks.check_layer(index, self._num_layers)]
 
     def attend(self, layer: int, query: Array, **options: Any) -> Any:
         """Attend to what one layer holds, pending tokens included.
@@ -359,13 +358,13 @@ class CacheMethods(CacheFacts):
             And whatever the layer's ``attend`` raises.
         """
         if layer.__class__ is not int or not 0 <= layer < self._num_layers:
-            layer = _checks.check_layer(layer, self._num_layers)
+            layer = checks.check_layer(layer, self._num_layers)
         try:
             return self._layers[layer].attend(query, **options)
         except OutOfMemoryError:
             raise
         except MemoryError as error:
-            raise _memory.out_of_memory(error, "the result of attention") from error
+            raise memory.out_of_memory(error, "the result of attention") from error
 
     @memory_for("logits")
     def scores(self, layer: int, query: Array, **options: Any) -> np.ndarray:
@@ -467,7 +466,7 @@ class CacheMethods(CacheFacts):
         PositionOutOfRangeError
             Unless 0 <= n <= len(cache).
         """
-        self._set_length(_checks.check_length(n, self._length))
+        self._set_length(checks.check_length(n, self._length))
 
     def clear(self) -> None:
         """Forget all tokens. An automatic key offset is taken anew from the next ones."""
@@ -496,7 +495,7 @@ class CacheMethods(CacheFacts):
         LayersOutOfStepError
             If some layer holds tokens that have not been advanced over.
         """
-        positions = _checks.check_keep(indices, self._length)
+        positions = checks.check_keep(indices, self._length)
         self._refuse_pending("keep()")
         moved = np.flatnonzero(positions != np.arange(len(positions)))
         if moved.size == 0:
@@ -530,7 +529,7 @@ class CacheMethods(CacheFacts):
         LayersOutOfStepError
             If some layer holds tokens that have not been advanced over.
         """
-        start, stop = _checks.check_range(start, stop, self._length)
+        start, stop = checks.check_range(start, stop, self._length)
         self._refuse_pending("shift()")
         for layer in self._layers:
             layer._check_shift(delta, rope, start, stop)
@@ -559,13 +558,10 @@ class CacheMethods(CacheFacts):
 
     @memory_for("a pickle of the cache")
     def __reduce__(self) -> tuple[Any, ...]:
-        kind = type(self)
-        # A cache pickled by one backend is restored by whichever is active; a user's own class is
-        # found under its own name, and derives from the active one by itself.
-        own = None if "_layer_types" in vars(kind) else kind
+        kind = registry.named(type(self))
         return (
             _restore_cache,
-            (own, self._contents(), self._max_seq_len, self._auto_offset, self._metadata),
+            (kind, self._contents(), self._max_seq_len, self._auto_offset, self._metadata),
         )
 
     @memory_for("the file of the cache")
@@ -603,8 +599,6 @@ class CacheMethods(CacheFacts):
         written, so one that is not locked is abandoned. Where Python has no ``fcntl`` (Windows) it
         stays until someone removes it.
         """
-        from kvedge import session
-
         session.save(self, path, metadata=metadata)
 
     @classmethod
@@ -636,8 +630,6 @@ class CacheMethods(CacheFacts):
         FileNotFoundError, PermissionError, OSError
             As ``open`` raises them.
         """
-        from kvedge import session
-
         return session.load(cls, path, mmap=mmap)
 
     # ---- inside ----------------------------------------------------------------------------------
@@ -658,9 +650,9 @@ class CacheMethods(CacheFacts):
                 f"and {len(layer)} are held"
             ) from None
         config = replace(layer._config, capacity=capacity)
-        slabs = _memory.reserve_slabs(config)
+        slabs = memory.reserve_slabs(config)
         # Up to the high-water mark: tokens above the length may be gone back to.
-        _memory.copy_tokens(layer._slabs, slabs, self._high_water[index])
+        memory.copy_tokens(layer._slabs, slabs, self._high_water[index])
         layer._bind(slabs, config)
         layer._filled(len(layer), max(0, self._high_water[index] - len(layer)))
 
@@ -671,7 +663,7 @@ class CacheMethods(CacheFacts):
         """Return the length to go to for a mark that this cache made and that still holds."""
         if not isinstance(snapshot, KvCacheSnapshot):
             raise InvalidArgumentError(
-                f"snapshot must be a KvCacheSnapshot, not {_checks.describe(snapshot)}"
+                f"snapshot must be a KvCacheSnapshot, not {checks.describe(snapshot)}"
             )
         if snapshot._cache is None or snapshot._cache() is not self:
             raise InvalidArgumentError(
@@ -691,8 +683,8 @@ class CacheMethods(CacheFacts):
         if snapshot._pending:
             held = "was" if len(snapshot._pending) == 1 else "were"
             raise LayersOutOfStepError(
-                f"detach() would lose tokens: {_names(list(snapshot._pending))} {held} beyond "
-                f"position {length} when this snapshot was taken: advance() over them or "
+                f"detach() would lose tokens: {layer_names(list(snapshot._pending))} {held} "
+                f"beyond position {length} when this snapshot was taken: advance() over them or "
                 "truncate() first, and take another"
             )
         return self._contents([length] * self._num_layers, length)
@@ -723,7 +715,7 @@ class CacheMethods(CacheFacts):
         if any(self._high_water):
             self._overwrites.add(0)
         for layer, tokens in zip(self._layers, contents.layers, strict=True):
-            _memory.copy_tokens(tokens.arrays, layer._slabs, tokens.num_tokens)
+            memory.copy_tokens(tokens.arrays, layer._slabs, tokens.num_tokens)
         self._adopt(contents.length, [(t.num_tokens, t.key_offset) for t in contents.layers])
 
     def _adopt(self, length: int, layers: list[tuple[int, np.ndarray | None]]) -> None:
@@ -787,7 +779,7 @@ class CacheMethods(CacheFacts):
         if ahead:
             hold = "holds" if len(ahead) == 1 else "hold"
             raise LayersOutOfStepError(
-                f"{call} needs all layers at position {self._length}, but {_names(ahead)} "
+                f"{call} needs all layers at position {self._length}, but {layer_names(ahead)} "
                 f"{hold} tokens beyond it: advance() over them or truncate() first"
             )
 
@@ -799,7 +791,7 @@ class CacheMethods(CacheFacts):
         lacking = [i for i, layer in enumerate(self._layers) if len(layer) < length]
         held = min(len(self._layers[i]) for i in lacking)
         return (
-            f"cannot advance to position {length}: {_names(lacking)} of {self._num_layers} "
+            f"cannot advance to position {length}: {layer_names(lacking)} of {self._num_layers} "
             f"lack tokens (the shortest holds {held}): append to them first"
         )
 
@@ -810,16 +802,13 @@ class CacheMethods(CacheFacts):
 
 
 @memory_for("the cache of a pickle")
-def _restore_cache(kind: type[CacheMethods] | None, *parts: Any) -> CacheMethods:
-    """Rebuild a pickled cache; ``kind`` None means the active backend's KVCache."""
-    if kind is None:
-        from kvedge._backend import KVCache  # not at import: the backend imports this module
-
-        kind = KVCache
-    return kind._holding(*parts)
+def _restore_cache(kind: str | type[CacheMethods], *parts: Any) -> CacheMethods:
+    """Rebuild a pickled cache, in the active backend unless it is of a user's own class."""
+    cache: CacheMethods = registry.resolved(kind)._holding(*parts)
+    return cache
 
 
-def _names(layers: list[int]) -> str:
+def layer_names(layers: list[int]) -> str:
     """Name some layers in a message: "layers 3, 4, 5, ... (12 layers)"."""
     if len(layers) == 1:
         return f"layer {layers[0]}"

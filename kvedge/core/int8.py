@@ -9,7 +9,7 @@ q = rint(x * (1 / scale)).
 
 import numpy as np
 
-from kvedge._checks import FLOAT32_MAX
+from kvedge.core.checks import FLOAT32_MAX
 
 _SMALL = np.float32(2.0**-96)
 _LIFT = np.float32(2.0**96)

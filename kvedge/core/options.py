@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kvedge._checks import (
+from kvedge.core.checks import (
     FLOAT32_MAX,
     FLOAT32_TINY,
     as_bool,

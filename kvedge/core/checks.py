@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from kvedge._config import (
+from kvedge.core.config import (
     FLOAT32_MAX,
     MAX_CAPACITY,
     MAX_HEAD_DIM,

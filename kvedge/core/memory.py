@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvedge._config import LayerConfig
+from kvedge.core.config import LayerConfig
 from kvedge.errors import OutOfMemoryError
 
 # A kernel may load whole registers at the end of the last row: so many bytes after a slab are

@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from kvedge import _checks
-from kvedge._numpy import attention
-from kvedge._numpy.layer import _LayerCore
-from kvedge.paged.pool import BlockPoolMethods
+from kvedge.backends.numpy import attention
+from kvedge.backends.numpy.layer import _LayerCore
+from kvedge.core import checks, registry
 from kvedge.paged.store import BlockStoreMethods
 
 
-class _BlockStore(BlockStoreMethods, _LayerCore):
+@registry.backend_class
+class BlockStore(BlockStoreMethods, _LayerCore):
     """See BlockStoreMethods for what it must provide."""
 
     def _write_at(self, position, keys, values):
@@ -25,7 +25,7 @@ class _BlockStore(BlockStoreMethods, _LayerCore):
 
     def _attend_blocks(self, block_size, rows, options):
         for one in rows:
-            _checks.check_finite(one.query, "query")  # all of them before the first is written
+            checks.check_finite(one.query, "query")  # all of them before the first is written
         for one in rows:
             stored = _StoredInBlocks(self._slabs, self._config, one.length, one.table, block_size)
             own = options
@@ -47,8 +47,3 @@ class _StoredInBlocks(attention.Stored):
     def _rows(self, codes, scales, heads, tokens):
         blocks, rows = np.divmod(np.arange(tokens.start, tokens.stop), self._block_size)
         return super()._rows(codes, scales, heads, self._table[blocks] * self._block_size + rows)
-
-
-class KvBlockPool(BlockPoolMethods):
-    __doc__ = BlockPoolMethods.__doc__
-    _store_type = _BlockStore

@@ -1,6 +1,6 @@
 """Types of the extension, whose classes type checkers take for those of either backend.
 
-Docstrings are in kvedge/_layer_docs.py and in the base classes.
+Docstrings are in kvedge/layer_docs.py and in the base classes.
 """
 
 from typing import Any, Literal, overload
@@ -8,10 +8,10 @@ from typing import Any, Literal, overload
 import numpy as np
 import numpy.typing as npt
 
-from kvedge._cache import CacheMethods
-from kvedge._layer import LayerMethods
-from kvedge._typing import Array
-from kvedge.paged.pool import BlockPoolMethods
+from kvedge.cache import CacheMethods
+from kvedge.core.types import Array
+from kvedge.layer import LayerMethods
+from kvedge.paged.store import BlockStoreMethods
 
 def select_isa(name: str | None = None) -> None: ...
 def isa_name() -> str: ...
@@ -75,4 +75,4 @@ class KVCache(CacheMethods):
         self, layer: int, query: Array, *, return_lse: Literal[True], **options: Any
     ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]: ...
 
-class KvBlockPool(BlockPoolMethods): ...
+class BlockStore(BlockStoreMethods): ...

@@ -1,6 +1,6 @@
 """What both backends share for one layer: getters, views, removal, shift, copying, facts.
 
-A backend's core stores, quantizes and attends; it provides (see kvedge/_numpy/layer.py)
+A backend's core stores, quantizes and attends; it provides (see kvedge/backends/numpy/layer.py)
 
     _open(config), _config, _slabs, _bind(slabs, config), __len__, _set_len(n),
     _filled(position, n), _frozen, _key_offset, _set_key_offset(array or None),
@@ -15,15 +15,16 @@ that owns a frozen layer.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 
-from kvedge import _checks, _memory
-from kvedge._config import LayerConfig
-from kvedge._layer_facts import LayerFacts
-from kvedge._memory import memory_for
+from kvedge.core import checks, memory, registry
+from kvedge.core.config import LayerConfig
+from kvedge.core.memory import memory_for
 from kvedge.errors import InvalidArgumentError
+from kvedge.layer_facts import LayerFacts
 from kvedge.rope import Rope
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class LayerMethods(LayerFacts):
         key_offset: Any = None,
     ) -> None:
         """Make an empty layer; the class tells of the parameters."""
-        config = _checks.layer_config(
+        config = checks.layer_config(
             self._dtype,
             capacity,
             num_kv_heads,
@@ -62,7 +63,10 @@ class LayerMethods(LayerFacts):
             group_size=group_size,
             scale_dtype=scale_dtype,
         )
-        key_offset = _checks.as_key_offset(key_offset, config)
+        self._start(config, checks.as_key_offset(key_offset, config))
+
+    def _start(self, config: LayerConfig, key_offset: np.ndarray | str | None = None) -> None:
+        """Be an empty layer, from checked arguments."""
         self._open(config)
         self._auto_key_offset = isinstance(key_offset, str)
         self._set_key_offset(None if self._auto_key_offset else key_offset)
@@ -157,16 +161,16 @@ class LayerMethods(LayerFacts):
     def _one_row(
         self, values: bool, position: int, head: int, out: np.ndarray | None
     ) -> np.ndarray:
-        position = _checks.check_position(position, len(self))
-        head = _checks.check_head(head, self._config.num_kv_heads)
-        out = _checks.as_out(out, (self._config.head_dim,), reads=self._slabs)
+        position = checks.check_position(position, len(self))
+        head = checks.check_head(head, self._config.num_kv_heads)
+        out = checks.as_out(out, (self._config.head_dim,), reads=self._slabs)
         out[:] = self._dequantize(values, position, position + 1)[0, head]
         return out
 
     def _one_token(self, values: bool, position: int, out: np.ndarray | None) -> np.ndarray:
-        position = _checks.check_position(position, len(self))
+        position = checks.check_position(position, len(self))
         config = self._config
-        out = _checks.as_out(out, (config.entry_size,), reads=self._slabs)
+        out = checks.as_out(out, (config.entry_size,), reads=self._slabs)
         shape = (1, config.num_kv_heads, config.head_dim)
         self._dequantize_into(values, position, position + 1, out.reshape(shape))
         return out
@@ -174,7 +178,7 @@ class LayerMethods(LayerFacts):
     def _all_tokens(self, values: bool, out: np.ndarray | None) -> np.ndarray:
         length, config = len(self), self._config
         shape = (length, config.num_kv_heads, config.head_dim)
-        out = _checks.as_out(out, shape, reads=self._slabs)
+        out = checks.as_out(out, shape, reads=self._slabs)
         self._dequantize_into(values, 0, length, out)
         return out
 
@@ -189,8 +193,8 @@ class LayerMethods(LayerFacts):
             `n` is negative or more than are stored.
         ReadOnlyLayerError
         """
-        _checks.check_unfrozen(self._frozen)
-        self._set_len(_checks.check_length(n, len(self)))
+        checks.check_unfrozen(self._frozen)
+        self._set_len(checks.check_length(n, len(self)))
 
     def clear(self) -> None:
         """Drop all tokens, and a key offset that was taken from the first of them.
@@ -199,7 +203,7 @@ class LayerMethods(LayerFacts):
         ------
         ReadOnlyLayerError
         """
-        _checks.check_unfrozen(self._frozen)
+        checks.check_unfrozen(self._frozen)
         self._clear()
 
     def _clear(self) -> None:
@@ -224,11 +228,11 @@ class LayerMethods(LayerFacts):
         -----
         Keys keep the rotation of their old positions: see :meth:`shift`.
         """
-        _checks.check_unfrozen(self._frozen)
-        self._keep(_checks.check_keep(indices, len(self)))
+        checks.check_unfrozen(self._frozen)
+        self._keep(checks.check_keep(indices, len(self)))
 
     def _keep(self, indices: np.ndarray) -> None:
-        """Keep what :func:`kvedge._checks.check_keep` gave."""
+        """Keep what :func:`kvedge.core.checks.check_keep` gave."""
         moved = np.flatnonzero(indices != np.arange(len(indices)))
         first = int(moved[0]) if len(moved) else len(indices)
         step = self._block_tokens()
@@ -264,7 +268,7 @@ class LayerMethods(LayerFacts):
             A rotated key would not fit what it is stored in; nothing has changed.
         ReadOnlyLayerError
         """
-        _checks.check_unfrozen(self._frozen)
+        checks.check_unfrozen(self._frozen)
         self._shift(delta, rope, start, stop)
 
     def _shift(self, delta: int, rope: Rope, start: int = 0, stop: int | None = None) -> None:
@@ -286,9 +290,9 @@ class LayerMethods(LayerFacts):
 
     def _shift_range(self, delta: int, rope: Rope, start: int, stop: int | None) -> tuple[int, int]:
         if not isinstance(rope, Rope):
-            raise InvalidArgumentError(f"rope must be a kvedge.Rope, not {_checks.describe(rope)}")
+            raise InvalidArgumentError(f"rope must be a kvedge.Rope, not {checks.describe(rope)}")
         rope.cos_sin(delta, self._config.head_dim)
-        return _checks.check_range(start, stop, len(self))
+        return checks.check_range(start, stop, len(self))
 
     def _shift_may_overflow(self, start: int, stop: int) -> bool:
         """Whether some rotated key could pass the range of what it is stored in."""
@@ -302,7 +306,7 @@ class LayerMethods(LayerFacts):
         # A rotation makes a channel at most sqrt(2) times the largest; the rest is for rounding.
         bound = 1.01 * (_SQRT2 * largest + offset)
         float16 = config.dtype == "int8" and config.scale_dtype == "float16"
-        return bound > (127 * _checks.FLOAT16_MAX if float16 else _checks.FLOAT32_MAX)
+        return bound > (127 * checks.FLOAT16_MAX if float16 else checks.FLOAT32_MAX)
 
     def _shifted(
         self, delta: int, rope: Rope, start: int, stop: int | None
@@ -313,7 +317,9 @@ class LayerMethods(LayerFacts):
         if not delta:
             stop = start
         step = self._block_tokens()
-        scratch = _new_layer(_backend_class(type(self)), config, max(1, min(step, stop - start)))
+        scratch = _new_layer(
+            registry.backend_class_of(type(self)), config, max(1, min(step, stop - start))
+        )
         scratch._set_key_offset(self._key_offset)
         codes = np.empty_like(slabs.key_codes[start:stop])
         scales = np.empty_like(slabs.key_scales[start:stop])
@@ -360,7 +366,7 @@ class LayerMethods(LayerFacts):
         """Take over the stored bytes of another layer; this one is empty."""
         self._auto_key_offset = auto_key_offset
         self._set_key_offset(key_offset)
-        _memory.copy_tokens(slabs, self._slabs, length)
+        memory.copy_tokens(slabs, self._slabs, length)
         self._set_len(length)
 
     def __copy__(self) -> Self:
@@ -374,44 +380,28 @@ class LayerMethods(LayerFacts):
     @memory_for("a pickle of the layer")
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the stored bytes; they are restored into whatever backend is active then."""
-        kind = type(self)
-        own = None if kind is _backend_class(kind) else kind  # a user's subclass
         length = len(self)  # first, and of all four: see LayerFacts
         slabs = [np.array(slab[:length]) for slab in self._slabs]
-        return _restore, (own, self._config, slabs, self._key_offset, self._auto_key_offset)
-
-
-def _backend_class(kind: type[LayerMethods]) -> type[LayerMethods]:
-    """The class of the backend that `kind` is or derives from."""
-    return next(base for base in kind.__mro__ if LayerMethods in base.__bases__)
+        kind = registry.named(type(self))
+        return _restore, (kind, self._config, slabs, self._key_offset, self._auto_key_offset)
 
 
 def _new_layer(kind: type[_Layer], config: LayerConfig, capacity: int) -> _Layer:
     """An empty layer of class `kind` as in `config`, but for its capacity."""
     layer = kind.__new__(kind)
-    _backend_class(kind).__init__(  # a subclass may have another signature
-        layer,
-        capacity,
-        config.num_kv_heads,
-        config.head_dim,
-        group_size=config.group_size if config.dtype == "int8" else None,
-        scale_dtype=config.scale_dtype,
-    )
+    layer._start(replace(config, capacity=capacity))  # a subclass may have another __init__
     return layer
 
 
 @memory_for("the layer of a pickle")
 def _restore(
-    own: type[LayerMethods] | None,
+    kind: str | type[LayerMethods],
     config: LayerConfig,
     slabs: list[np.ndarray],
     key_offset: np.ndarray | None,
     auto_key_offset: bool,
 ) -> LayerMethods:
-    """Unpickle a layer into the active backend."""
-    from kvedge import KVCache  # not at import: the backend imports this module
-
-    kind: type[LayerMethods] = KVCache._layer_types[config.dtype] if own is None else own
-    layer = _new_layer(kind, config, config.capacity)
+    """Unpickle a layer, into the active backend unless it is of a user's own class."""
+    layer: LayerMethods = _new_layer(registry.resolved(kind), config, config.capacity)
     layer._fill(slabs, len(slabs[0]), key_offset, auto_key_offset)
     return layer

@@ -1,7 +1,7 @@
 """The compiled backend: a layer's core over csrc/, and the public classes over it.
 
 Every method goes the same way: arguments that are plainly right pass a few comparisons here, all
-others go through kvedge._checks, which converts or refuses them in the words that both backends
+others go through kvedge.core.checks, which converts or refuses them in the words that both backends
 share; then C does the work, without the GIL where that takes long.
 """
 
@@ -14,11 +14,11 @@ from libc.stdint cimport uintptr_t
 
 import numpy as np
 
-from kvedge import _checks, _memory
-from kvedge._cache import CacheMethods
-from kvedge._layer import LayerMethods
-from kvedge._layer_docs import FLOAT32_DOC, QUANTIZED_DOC, document
-from kvedge._options import AttendOptions
+from kvedge.core import checks, memory, registry
+from kvedge.cache import CacheMethods
+from kvedge.layer import LayerMethods
+from kvedge.layer_docs import FLOAT32_DOC, QUANTIZED_DOC, document
+from kvedge.core.options import AttendOptions
 from kvedge.errors import KvedgeError, OutOfMemoryError, UnsupportedIsaError
 
 cnp.import_array()
@@ -191,7 +191,7 @@ cdef class _LayerCore:
         self._key_offset = None
         self._num_kv_heads = config.num_kv_heads
         self._head_dim = config.head_dim
-        self._bind(_memory.reserve_slabs(config) if slabs is None else slabs, config)
+        self._bind(memory.reserve_slabs(config) if slabs is None else slabs, config)
 
     cdef _Handle _opened(self):
         """The handle, to be held while C works with its layer."""
@@ -260,7 +260,7 @@ cdef class _LayerCore:
 
     def push(self, keys, values):
         if self._frozen:
-            _checks.check_unfrozen(True)
+            checks.check_unfrozen(True)
         if self._is_token(keys) and self._is_token(values):
             self._store(keys, values, 1)
         else:
@@ -268,7 +268,7 @@ cdef class _LayerCore:
 
     def extend(self, keys, values):
         if self._frozen:
-            _checks.check_unfrozen(True)
+            checks.check_unfrozen(True)
         self._extend(keys, values, True)
 
     def _append(self, keys, values):
@@ -288,7 +288,7 @@ cdef class _LayerCore:
             self._store_checked(keys, values, many)
 
     cdef _store_checked(self, keys, values, many):
-        keys, values = _checks.checked_rows(keys, values, self._config, len(self), many=many)
+        keys, values = checks.checked_rows(keys, values, self._config, len(self), many=many)
         self._store(keys, values, (<cnp.ndarray>keys).shape[0])
 
     cdef _store(self, keys, values, int64_t num_tokens):
@@ -327,7 +327,7 @@ cdef class _LayerCore:
     def _refuse(self, keys, values):
         """Raise what is wrong with rows that C refuses, if it is room or a number not finite."""
         shape = (-1, self._num_kv_heads, self._head_dim)
-        _checks.checked_rows(
+        checks.checked_rows(
             keys.reshape(shape), values.reshape(shape), self._config, len(self), many=True
         )
 
@@ -337,9 +337,9 @@ cdef class _LayerCore:
         if offset is not None:
             with np.errstate(all="ignore"):
                 rows = rows - offset
-            _checks.check_finite(rows, f"{name} minus key_offset")
+            checks.check_finite(rows, f"{name} minus key_offset")
         if self._config.scale_dtype == "float16":
-            _checks.check_scale_range(rows, name)
+            checks.check_scale_range(rows, name)
 
     # ---- tokens out ------------------------------------------------------------------------------
 
@@ -404,7 +404,7 @@ cdef class _LayerCore:
         if self._is_query(query):
             single = (<cnp.ndarray>query).ndim == 2
         else:
-            query, single = _checks.as_query(query, self._config)
+            query, single = checks.as_query(query, self._config)
             if single:
                 query = query[0]
         rows = <cnp.ndarray>query
@@ -431,7 +431,7 @@ cdef class _LayerCore:
         if out is None:
             out = _empty(rows.ndim, rows.shape)
         elif reads or not _is_out(out, rows, handle):
-            out = _checks.as_out(out, query.shape, reads=(query, *handle.slabs, *reads))
+            out = checks.as_out(out, query.shape, reads=(query, *handle.slabs, *reads))
         lse = None
         if return_lse:
             lse = _empty(rows.ndim - 1, rows.shape)
@@ -455,9 +455,9 @@ cdef class _LayerCore:
         cdef _Handle handle = self._opened()
         cdef cnp.npy_intp shape[2]
         cdef kvedge_status status
-        cdef float c_scale = NAN if scale is None else _checks.as_float(scale, "scale")
+        cdef float c_scale = NAN if scale is None else checks.as_float(scale, "scale")
         if not self._is_query(query) or (<cnp.ndarray>query).ndim != 2:
-            query = _checks.as_query(query, self._config, many=False)[0][0]
+            query = checks.as_query(query, self._config, many=False)[0][0]
         shape[0] = (<cnp.ndarray>query).shape[0]
         shape[1] = kvedge_layer_len(handle.layer)
         out = _empty(2, shape)
@@ -465,7 +465,7 @@ cdef class _LayerCore:
         cdef float *out_data = _floats(out)
         cdef int num_heads = <int>shape[0]
         if shape[1] == 0:
-            _checks.check_finite(query, "query")
+            checks.check_finite(query, "query")
             return out
         with nogil:
             status = kvedge_scores(
@@ -476,7 +476,7 @@ cdef class _LayerCore:
 
     def _refuse_attend(self, query, status):
         """Raise what C refused about a query."""
-        _checks.check_finite(query, "query")
+        checks.check_finite(query, "query")
         if status == KVEDGE_ERROR_MEMORY:
             raise OutOfMemoryError("no memory for the intermediate results of attention")
         raise KvedgeError(kvedge_strerror(status).decode())
@@ -551,20 +551,23 @@ cdef _fill(kvedge_attention_options *c, options):
 document(_LayerCore)
 
 
+@registry.backend_class
 class QuantizedKvLayer(_LayerCore, LayerMethods):
     __doc__ = QUANTIZED_DOC
     _dtype = "int8"
 
 
+@registry.backend_class
 class Float32KvLayer(_LayerCore, LayerMethods):
     __doc__ = FLOAT32_DOC
     _dtype = "float32"
 
 
+@registry.backend_class
 class KVCache(CacheMethods):
     _layer_types = {"int8": QuantizedKvLayer, "float32": Float32KvLayer}
 
 
 # ---- layers in blocks ----------------------------------------------------------------------------
 
-include "_native_paged.pxi"
+include "native_paged.pxi"

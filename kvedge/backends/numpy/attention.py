@@ -13,8 +13,8 @@ from itertools import product
 
 import numpy as np
 
-from kvedge._checks import FLOAT32_MAX, FLOAT32_TINY
-from kvedge._numpy.quantize import dequantize
+from kvedge.core.checks import FLOAT32_MAX, FLOAT32_TINY
+from kvedge.core.int8 import dequantize
 
 _KV_NUMBERS = 1 << 18  # of keys or of values in a block: 2 MiB of float64, a share of an L2 cache
 _SCORE_NUMBERS = 1 << 20  # in a block: 8 MiB of float64

@@ -4,12 +4,12 @@ from typing import ClassVar
 
 import numpy as np
 
-from kvedge import _checks, _memory
-from kvedge._cache import CacheMethods
-from kvedge._layer import LayerMethods
-from kvedge._layer_docs import FLOAT32_DOC, QUANTIZED_DOC, document
-from kvedge._numpy import attention, quantize
-from kvedge._options import AttendOptions
+from kvedge.backends.numpy import attention
+from kvedge.cache import CacheMethods
+from kvedge.core import checks, int8, memory, registry
+from kvedge.core.options import AttendOptions
+from kvedge.layer import LayerMethods
+from kvedge.layer_docs import FLOAT32_DOC, QUANTIZED_DOC, document
 
 _BLOCK_NUMBERS = 1 << 20  # float32 numbers worked on at a time: 4 MiB
 
@@ -21,7 +21,7 @@ class _LayerCore:
         self._frozen = False
         self._len = 0
         self._key_offset = None
-        self._bind(_memory.reserve_slabs(config) if slabs is None else slabs, config)
+        self._bind(memory.reserve_slabs(config) if slabs is None else slabs, config)
 
     def __len__(self):
         """Tokens stored."""
@@ -41,15 +41,15 @@ class _LayerCore:
         self._key_offset = key_offset
 
     def push(self, keys, values):
-        _checks.check_unfrozen(self._frozen)
-        self._store(*_checks.checked_rows(keys, values, self._config, self._len, many=False))
+        checks.check_unfrozen(self._frozen)
+        self._store(*checks.checked_rows(keys, values, self._config, self._len, many=False))
 
     def extend(self, keys, values):
-        _checks.check_unfrozen(self._frozen)
-        self._store(*_checks.checked_rows(keys, values, self._config, self._len, many=True))
+        checks.check_unfrozen(self._frozen)
+        self._store(*checks.checked_rows(keys, values, self._config, self._len, many=True))
 
     def _append(self, keys, values):
-        self._store(*_checks.checked_rows(keys, values, self._config, self._len, many=None))
+        self._store(*checks.checked_rows(keys, values, self._config, self._len, many=None))
 
     def _store(self, keys, values):
         """Append checked float32 rows (n, num_kv_heads, head_dim)."""
@@ -73,9 +73,9 @@ class _LayerCore:
         for block in self._blocks(len(rows)):
             centred = _minus(rows[block], offset)
             if offset is not None:
-                _checks.check_finite(centred, f"{name} minus key_offset")
+                checks.check_finite(centred, f"{name} minus key_offset")
             if float16:
-                _checks.check_scale_range(centred, name)
+                checks.check_scale_range(centred, name)
 
     def _write(self, position, codes, scales, rows, offset):
         for block in self._blocks(len(rows)):
@@ -83,7 +83,7 @@ class _LayerCore:
             if self._config.dtype == "float32":
                 codes[at] = rows[block]
             else:
-                codes[at], scales[at] = quantize.quantize(_minus(rows[block], offset), self._config)
+                codes[at], scales[at] = int8.quantize(_minus(rows[block], offset), self._config)
 
     def _blocks(self, n):
         step = max(1, _BLOCK_NUMBERS // self._config.entry_size)
@@ -105,11 +105,11 @@ class _LayerCore:
             if self._config.dtype == "float32":
                 out[block] = codes[at]
                 continue
-            rows = quantize.dequantize(codes[at], scales[at], self._config)
+            rows = int8.dequantize(codes[at], scales[at], self._config)
             if offset is not None:
                 with np.errstate(all="ignore"):
                     rows += offset
-            out[block] = quantize.clamp(rows)
+            out[block] = int8.clamp(rows)
 
     def attend(
         self,
@@ -127,7 +127,7 @@ class _LayerCore:
         out=None,
         num_threads=None,
     ):
-        query, single = _checks.as_query(query, self._config)
+        query, single = checks.as_query(query, self._config)
         n_rows, num_heads, head_dim = query.shape
         length = self._len  # read once: another thread may be appending
         options = AttendOptions.make(
@@ -147,15 +147,15 @@ class _LayerCore:
             num_threads=num_threads,
         )
         shape = query.shape[1:] if single else query.shape
-        out = _checks.as_out(out, shape, reads=(query, *self._slabs, *options.arrays()))
+        out = checks.as_out(out, shape, reads=(query, *self._slabs, *options.arrays()))
         lse = attention.attend(self._stored(length), query, options, out.reshape(query.shape))
         if not options.return_lse:
             return out
         return out, (lse[0] if single else lse)
 
     def scores(self, query, *, scale=None):
-        query, _ = _checks.as_query(query, self._config, many=False)
-        scale = query.shape[2] ** -0.5 if scale is None else _checks.as_float(scale, "scale")
+        query, _ = checks.as_query(query, self._config, many=False)
+        scale = query.shape[2] ** -0.5 if scale is None else checks.as_float(scale, "scale")
         return attention.scores(self._stored(self._len), query, scale)
 
     def _stored(self, length):
@@ -172,15 +172,18 @@ def _minus(rows, offset):
 document(_LayerCore)
 
 
+@registry.backend_class
 class QuantizedKvLayer(_LayerCore, LayerMethods):
     __doc__ = QUANTIZED_DOC
     _dtype = "int8"
 
 
+@registry.backend_class
 class Float32KvLayer(_LayerCore, LayerMethods):
     __doc__ = FLOAT32_DOC
     _dtype = "float32"
 
 
+@registry.backend_class
 class KVCache(CacheMethods):
     _layer_types: ClassVar = {"int8": QuantizedKvLayer, "float32": Float32KvLayer}
