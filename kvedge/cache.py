@@ -1,55 +1,38 @@
 """The key/value cache of a whole model: one layer object per layer, and what they have in common.
 
-Everything here is about positions; storage and attention are the layers'. One implementation
-serves both backends: each derives its KVCache from :class:`CacheMethods` and names its layer types.
-
-Position, pending, high water. ``len(cache)`` counts the tokens that all layers hold, as told by
-``advance``. A layer that has been given the next token already holds more (its pending tokens),
-and attends to them. After going back, the bytes above are still there, up to the layer's high-water
-mark, and a later snapshot can be restored until something overwrites them.
+Everything here is about positions; storage and attention are the layers'. Each backend derives its
+KVCache from :class:`CacheMethods` and names its layer types.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvedge import session
-from kvedge.cache_facts import CacheFacts
+from kvedge import session, session_load
+from kvedge.cache_state import CacheState, first_capacity
 from kvedge.core import checks, memory, registry
 from kvedge.core.config import MAX_LAYERS
 from kvedge.core.memory import memory_for
+from kvedge.core.types import Array
 from kvedge.errors import (
     CapacityExceededError,
     InvalidArgumentError,
     LayersOutOfStepError,
     OutOfMemoryError,
-    ShapeMismatchError,
-    StaleSnapshotError,
 )
-from kvedge.snapshot import (
-    CacheContents,
-    CacheFormat,
-    KvCacheSnapshot,
-    LayerContents,
-    OverwriteLog,
-)
+from kvedge.snapshot import KvCacheSnapshot
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # type checkers bring it along
 
-    from kvedge.core.types import Array
-
 __all__ = ["CacheMethods"]
 
-_FIRST_CAPACITY = 256  # tokens a growing cache is made for; it doubles from there
 
-
-class CacheMethods(CacheFacts):
+class CacheMethods(CacheState):
     """The keys and values of a whole model, one layer object per layer.
 
     Tokens are appended to each layer and then advanced over; until then they are pending. Pending
@@ -58,10 +41,6 @@ class CacheMethods(CacheFacts):
     which names the layers: ``save``, ``keep``, ``shift``, ``push_step``, and ``detach`` of a
     snapshot that was taken while layers held pending tokens.
     """
-
-    # The base of both backends' KVCache, which take over the text above.
-
-    _layer_types: ClassVar[dict[str, type]]  # "int8" and "float32"
 
     def __init__(
         self,
@@ -108,39 +87,6 @@ class CacheMethods(CacheFacts):
         OutOfMemoryError
             The system refused to reserve the memory.
         """
-        self._setup(
-            num_layers,
-            num_kv_heads,
-            head_dim,
-            dtype=dtype,
-            max_seq_len=max_seq_len,
-            group_size=group_size,
-            scale_dtype=scale_dtype,
-            key_offset=key_offset,
-        )
-
-    @classmethod
-    def with_capacity(
-        cls, num_layers: int, num_kv_heads: int, head_dim: int, max_seq_len: int, **options: Any
-    ) -> Self:
-        """Make an empty cache with room for ``max_seq_len`` tokens; options as for the class."""
-        max_seq_len = checks.as_int(max_seq_len, "max_seq_len")
-        return cls(num_layers, num_kv_heads, head_dim, max_seq_len=max_seq_len, **options)
-
-    def _setup(
-        self,
-        num_layers: int,
-        num_kv_heads: int,
-        head_dim: int,
-        *,
-        dtype: str,
-        max_seq_len: int | None,
-        group_size: int | None,
-        scale_dtype: str,
-        key_offset: Any,
-        first_capacity: int = _FIRST_CAPACITY,
-        metadata: Mapping[str, str] | None = None,
-    ) -> None:
         num_layers = checks.as_int(num_layers, "num_layers")
         if not 1 <= num_layers <= MAX_LAYERS:
             raise InvalidArgumentError(
@@ -154,41 +100,21 @@ class CacheMethods(CacheFacts):
                 )
         config = checks.layer_config(
             dtype,
-            first_capacity if max_seq_len is None else max_seq_len,
+            first_capacity(max_seq_len),
             num_kv_heads,
             head_dim,
             group_size=group_size,
             scale_dtype=scale_dtype,
         )
-        quantized = config.dtype == "int8"
-        offsets: Any = [key_offset] * num_layers
-        if quantized and key_offset is not None and not isinstance(key_offset, str):
-            shape = (num_layers, config.num_kv_heads, config.head_dim)
-            offsets = checks.as_float32(key_offset, "key_offset", shape=shape)
-        layers = []
-        for offset in offsets:
-            layer = self._layer_types[config.dtype](
-                config.capacity,
-                config.num_kv_heads,
-                config.head_dim,
-                group_size=config.group_size if quantized else None,
-                scale_dtype=config.scale_dtype,
-                key_offset=offset,
-            )
-            layer._frozen = True  # changed through the cache alone, which keeps the positions
-            layers.append(layer)
+        self._start(num_layers, config, max_seq_len, key_offset, {})
 
-        self._layers: tuple[Any, ...] = tuple(layers)
-        self._num_layers = num_layers
-        self._config = config
-        self._max_seq_len = max_seq_len
-        self._auto_offset = isinstance(key_offset, str)
-        self._length = 0
-        self._room = config.capacity  # tokens that every layer has room for, or fewer
-        # Tokens of each layer whose bytes are still there, though the length may be below.
-        self._high_water = [0] * num_layers
-        self._overwrites = OverwriteLog()
-        self._metadata: dict[str, str] = dict(metadata or {})
+    @classmethod
+    def with_capacity(
+        cls, num_layers: int, num_kv_heads: int, head_dim: int, max_seq_len: int, **options: Any
+    ) -> Self:
+        """Make an empty cache with room for ``max_seq_len`` tokens; options as for the class."""
+        max_seq_len = checks.as_int(max_seq_len, "max_seq_len")
+        return cls(num_layers, num_kv_heads, head_dim, max_seq_len=max_seq_len, **options)
 
     # ---- tokens in -------------------------------------------------------------------------------
 
@@ -405,7 +331,7 @@ class CacheMethods(CacheFacts):
             A view keeps showing the tokens it was made for, and what later overwrites them.
         """
         held = self.layer(layer)
-        if out is None and self._config.dtype == "float32":
+        if out is None and self._config.key_format.is_float32:
             return held.key_codes
         return held.keys(out=out)
 
@@ -413,7 +339,7 @@ class CacheMethods(CacheFacts):
     def v(self, layer: int, *, out: np.ndarray | None = None) -> np.ndarray:
         """Return the values of one layer, pending tokens included; as :meth:`k`."""
         held = self.layer(layer)
-        if out is None and self._config.dtype == "float32":
+        if out is None and self._config.value_format.is_float32:
             return held.value_codes
         return held.values(out=out)
 
@@ -630,175 +556,7 @@ class CacheMethods(CacheFacts):
         FileNotFoundError, PermissionError, OSError
             As ``open`` raises them.
         """
-        return session.load(cls, path, mmap=mmap)
-
-    # ---- inside ----------------------------------------------------------------------------------
-
-    def _make_room(self, index: int, tokens: int) -> None:
-        """Let a layer hold ``tokens``, by moving it to larger slabs if it must."""
-        layer = self._layers[index]
-        if tokens <= layer.capacity:
-            return
-        limit = self._max_seq_len
-        if limit is None:
-            capacity = max(tokens, 2 * layer.capacity, _FIRST_CAPACITY)
-        elif tokens <= limit:
-            capacity = limit  # a loaded file that was mapped, outgrown now
-        else:
-            raise CapacityExceededError(
-                f"layer {index} has no room: {tokens} tokens wanted, max_seq_len is {limit} "
-                f"and {len(layer)} are held"
-            ) from None
-        config = replace(layer._config, capacity=capacity)
-        slabs = memory.reserve_slabs(config)
-        # Up to the high-water mark: tokens above the length may be gone back to.
-        memory.copy_tokens(layer._slabs, slabs, self._high_water[index])
-        layer._bind(slabs, config)
-        layer._filled(len(layer), max(0, self._high_water[index] - len(layer)))
-
-    def _is_stale(self, snapshot: KvCacheSnapshot) -> bool:
-        return self._overwrites.reach_below(snapshot._length, since=snapshot._epoch)
-
-    def _checked_mark(self, snapshot: Any) -> int:
-        """Return the length to go to for a mark that this cache made and that still holds."""
-        if not isinstance(snapshot, KvCacheSnapshot):
-            raise InvalidArgumentError(
-                f"snapshot must be a KvCacheSnapshot, not {checks.describe(snapshot)}"
-            )
-        if snapshot._cache is None or snapshot._cache() is not self:
-            raise InvalidArgumentError(
-                "this snapshot is a mark in another cache: only its detach() can be restored here"
-            )
-        if self._is_stale(snapshot):
-            raise StaleSnapshotError(
-                f"tokens below position {snapshot._length} have been overwritten since this "
-                "snapshot was taken: detach() it before writing over them"
-            )
-        return snapshot._length
-
-    @memory_for("the bytes of a snapshot")
-    def _contents_at(self, snapshot: KvCacheSnapshot) -> CacheContents:
-        """Copy what a mark stands for, which may lie above the current length."""
-        length = self._checked_mark(snapshot)
-        if snapshot._pending:
-            held = "was" if len(snapshot._pending) == 1 else "were"
-            raise LayersOutOfStepError(
-                f"detach() would lose tokens: {layer_names(list(snapshot._pending))} {held} "
-                f"beyond position {length} when this snapshot was taken: advance() over them or "
-                "truncate() first, and take another"
-            )
-        return self._contents([length] * self._num_layers, length)
-
-    def _contents(
-        self, lengths: list[int] | None = None, length: int | None = None, *, copy: bool = True
-    ) -> CacheContents:
-        """Return the stored bytes of each layer: by default of all tokens it holds."""
-        if length is None:
-            length = self._length  # before those of the layers, which are never less
-        layers = []
-        for index, layer in enumerate(self._layers):
-            stop = len(layer) if lengths is None else lengths[index]
-            keys, values, key_scales, value_scales = (
-                slab[:stop].copy() if copy else slab[:stop] for slab in layer._slabs
-            )
-            layers.append(LayerContents(keys, values, key_scales, value_scales, layer._key_offset))
-        return CacheContents(self._format, length, tuple(layers))
-
-    def _replace(self, contents: CacheContents) -> None:
-        """Hold what ``contents`` holds, and nothing else; all or nothing."""
-        if contents.format != self._format:
-            raise ShapeMismatchError(
-                f"the snapshot is of {contents.format}, this cache is {self._format}"
-            )
-        for index, tokens in enumerate(contents.layers):
-            self._make_room(index, tokens.num_tokens)
-        if any(self._high_water):
-            self._overwrites.add(0)
-        for layer, tokens in zip(self._layers, contents.layers, strict=True):
-            memory.copy_tokens(tokens.arrays, layer._slabs, tokens.num_tokens)
-        self._adopt(contents.length, [(t.num_tokens, t.key_offset) for t in contents.layers])
-
-    def _adopt(self, length: int, layers: list[tuple[int, np.ndarray | None]]) -> None:
-        """Take over bytes that were put into the slabs: tokens and key offset of each layer."""
-        for layer, (tokens, offset) in zip(self._layers, layers, strict=True):
-            layer._set_len(0)  # a core forgets what it knew of the old bytes
-            layer._set_key_offset(offset)
-            # Tokens that were stored without an offset must not be given one by the next append.
-            layer._auto_key_offset = self._auto_offset and (offset is not None or tokens == 0)
-            layer._set_len(tokens)
-        self._high_water = [tokens for tokens, _ in layers]
-        self._length = length
-        self._room = self.capacity
-
-    @classmethod
-    def _holding(
-        cls,
-        contents: CacheContents,
-        max_seq_len: int | None,
-        auto_offset: bool,
-        metadata: Mapping[str, str],
-    ) -> Self:
-        """Make a cache that holds ``contents``."""
-        held = max(layer.num_tokens for layer in contents.layers)
-        cache = cls._empty(contents.format, max_seq_len, auto_offset, metadata, held)
-        cache._replace(contents)
-        return cache
-
-    @classmethod
-    def _empty(
-        cls,
-        form: CacheFormat,
-        max_seq_len: int | None,
-        auto_offset: bool,
-        metadata: Mapping[str, str],
-        tokens: int,
-    ) -> Self:
-        """Make an empty cache with room for ``tokens``, without the constructor of a subclass."""
-        cache = cls.__new__(cls)
-        cache._setup(
-            form.num_layers,
-            form.num_kv_heads,
-            form.head_dim,
-            dtype=form.dtype,
-            max_seq_len=max_seq_len,
-            group_size=form.group_size if form.dtype == "int8" else None,
-            scale_dtype=form.scale_dtype,
-            key_offset="auto" if auto_offset else None,
-            first_capacity=max(_FIRST_CAPACITY, 1 << tokens.bit_length()),
-            metadata=metadata,
-        )
-        return cache
-
-    def _set_length(self, length: int) -> None:
-        for layer in self._layers:
-            layer._set_len(length)
-        self._length = length
-
-    def _refuse_pending(self, call: str) -> None:
-        ahead = self._ahead(self._length)
-        if ahead:
-            hold = "holds" if len(ahead) == 1 else "hold"
-            raise LayersOutOfStepError(
-                f"{call} needs all layers at position {self._length}, but {layer_names(ahead)} "
-                f"{hold} tokens beyond it: advance() over them or truncate() first"
-            )
-
-    def _ahead(self, length: int) -> list[int]:
-        """Layers with tokens beyond the length, which are pending."""
-        return [i for i, layer in enumerate(self._layers) if len(layer) != length]
-
-    def _who_lacks(self, length: int) -> str:
-        lacking = [i for i, layer in enumerate(self._layers) if len(layer) < length]
-        held = min(len(self._layers[i]) for i in lacking)
-        return (
-            f"cannot advance to position {length}: {layer_names(lacking)} of {self._num_layers} "
-            f"lack tokens (the shortest holds {held}): append to them first"
-        )
-
-    def _token_bytes(self, index: int, position: int) -> tuple[Any, list[np.ndarray]]:
-        """Return a layer's slabs, and a copy of one token in each."""
-        slabs = self._layers[index]._slabs
-        return slabs, [slab[position].copy() for slab in slabs]
+        return session_load.load(cls, path, mmap=mmap)
 
 
 @memory_for("the cache of a pickle")
@@ -806,11 +564,3 @@ def _restore_cache(kind: str | type[CacheMethods], *parts: Any) -> CacheMethods:
     """Rebuild a pickled cache, in the active backend unless it is of a user's own class."""
     cache: CacheMethods = registry.resolved(kind)._holding(*parts)
     return cache
-
-
-def layer_names(layers: list[int]) -> str:
-    """Name some layers in a message: "layers 3, 4, 5, ... (12 layers)"."""
-    if len(layers) == 1:
-        return f"layer {layers[0]}"
-    listed = ", ".join(map(str, layers[:8]))
-    return f"layers {listed}" + (f", ... ({len(layers)} layers)" if len(layers) > 8 else "")

@@ -93,12 +93,4 @@ class CacheFacts(ConfigFacts):
 
     @property
     def _format(self) -> CacheFormat:
-        config = self._config
-        return CacheFormat(
-            self._num_layers,
-            config.num_kv_heads,
-            config.head_dim,
-            config.dtype,
-            config.group_size,
-            config.scale_dtype,
-        )
+        return CacheFormat.of(self._num_layers, self._config)

@@ -30,7 +30,7 @@ from kvedge.rope import Rope
 if TYPE_CHECKING:
     from typing_extensions import Self  # type checkers bring it along
 
-__all__ = ["LayerMethods"]
+__all__ = ["LayerMethods", "new_layer"]
 
 _Layer = TypeVar("_Layer", bound="LayerMethods")
 
@@ -41,7 +41,7 @@ _SQRT2 = 2.0**0.5
 class LayerMethods(LayerFacts):
     """The part of a layer that does not depend on the backend."""
 
-    _dtype: ClassVar[str]  # "int8" or "float32"; of the public class
+    _dtype: ClassVar[str]  # of the public class
     _frozen: bool
 
     def __init__(
@@ -298,15 +298,11 @@ class LayerMethods(LayerFacts):
         """Whether some rotated key could pass the range of what it is stored in."""
         config, slabs = self._config, self._slabs
         offset = 0.0 if self._key_offset is None else float(np.abs(self._key_offset).max())
-        if config.dtype == "float32":
-            block = slabs.key_codes[start:stop]
-            largest = max(float(block.max()), -float(block.min()))
-        else:
-            largest = 127.0 * float(slabs.key_scales[start:stop].max()) + offset
+        form, rows = config.key_format, slice(start, stop)
+        largest = form.largest(slabs.key_codes[rows], slabs.key_scales[rows]) + offset
         # A rotation makes a channel at most sqrt(2) times the largest; the rest is for rounding.
         bound = 1.01 * (_SQRT2 * largest + offset)
-        float16 = config.dtype == "int8" and config.scale_dtype == "float16"
-        return bound > (127 * checks.FLOAT16_MAX if float16 else checks.FLOAT32_MAX)
+        return bound > form.limit(config)
 
     def _shifted(
         self, delta: int, rope: Rope, start: int, stop: int | None
@@ -317,7 +313,7 @@ class LayerMethods(LayerFacts):
         if not delta:
             stop = start
         step = self._block_tokens()
-        scratch = _new_layer(
+        scratch = new_layer(
             registry.backend_class_of(type(self)), config, max(1, min(step, stop - start))
         )
         scratch._set_key_offset(self._key_offset)
@@ -352,7 +348,7 @@ class LayerMethods(LayerFacts):
     def copy(self) -> Self:
         """An independent layer with the same tokens and capacity; it belongs to no cache."""
         length, config = len(self), self._config  # in this order: see LayerFacts
-        other = _new_layer(type(self), config, config.capacity)
+        other = new_layer(type(self), config, config.capacity)
         other._fill(self._slabs, length, self._key_offset, self._auto_key_offset)
         return other
 
@@ -386,10 +382,17 @@ class LayerMethods(LayerFacts):
         return _restore, (kind, self._config, slabs, self._key_offset, self._auto_key_offset)
 
 
-def _new_layer(kind: type[_Layer], config: LayerConfig, capacity: int) -> _Layer:
+def new_layer(
+    kind: type[_Layer],
+    config: LayerConfig,
+    capacity: int,
+    key_offset: np.ndarray | str | None = None,
+) -> _Layer:
     """An empty layer of class `kind` as in `config`, but for its capacity."""
     layer = kind.__new__(kind)
-    layer._start(replace(config, capacity=capacity))  # a subclass may have another __init__
+    layer._start(
+        replace(config, capacity=capacity), key_offset
+    )  # a subclass may have another __init__
     return layer
 
 
@@ -402,6 +405,6 @@ def _restore(
     auto_key_offset: bool,
 ) -> LayerMethods:
     """Unpickle a layer, into the active backend unless it is of a user's own class."""
-    layer: LayerMethods = _new_layer(registry.resolved(kind), config, config.capacity)
+    layer: LayerMethods = new_layer(registry.resolved(kind), config, config.capacity)
     layer._fill(slabs, len(slabs[0]), key_offset, auto_key_offset)
     return layer

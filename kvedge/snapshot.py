@@ -9,6 +9,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from kvedge.core.config import LayerConfig
+from kvedge.core.formats import FORMATS
 from kvedge.errors import InvalidArgumentError, StaleSnapshotError
 
 __all__ = ["CacheContents", "CacheFormat", "KvCacheSnapshot", "LayerContents", "OverwriteLog"]
@@ -21,16 +23,39 @@ class CacheFormat:
     num_layers: int
     num_kv_heads: int
     head_dim: int
-    dtype: str  # "int8" or "float32"
+    dtype: str
     group_size: int  # channels that share a scale
-    scale_dtype: str  # "float32" or "float16"
+    scale_dtype: str
+
+    @classmethod
+    def of(cls, num_layers: int, config: LayerConfig) -> CacheFormat:
+        """The format of layers as in `config`."""
+        return cls(
+            num_layers,
+            config.num_kv_heads,
+            config.head_dim,
+            config.dtype,
+            config.group_size,
+            config.scale_dtype,
+        )
+
+    def layer_config(self, capacity: int) -> LayerConfig:
+        """The config of each layer, with room for `capacity` tokens."""
+        return LayerConfig(
+            self.dtype,
+            capacity,
+            self.num_kv_heads,
+            self.head_dim,
+            self.group_size,
+            self.scale_dtype,
+        )
 
     def __str__(self) -> str:
         text = (
             f"{self.num_layers} layers x {self.num_kv_heads} KV heads x {self.head_dim}, "
             f"{self.dtype}"
         )
-        if self.dtype == "float32":
+        if not FORMATS[self.dtype].has_scales:
             return text
         return f"{text} in groups of {self.group_size} with {self.scale_dtype} scales"
 
@@ -39,8 +64,8 @@ class CacheFormat:
 class LayerContents:
     """The tokens of one layer as they are stored, with nothing of the memory beyond them."""
 
-    key_codes: np.ndarray  # (tokens, num_kv_heads, head_dim) int8 or float32
-    value_codes: np.ndarray  # (tokens, num_kv_heads, head_dim) int8 or float32
+    key_codes: np.ndarray  # (tokens, num_kv_heads, codes per row)
+    value_codes: np.ndarray  # (tokens, num_kv_heads, codes per row)
     key_scales: np.ndarray  # (tokens, num_kv_heads, num_groups) float32 or float16
     value_scales: np.ndarray  # (tokens, num_kv_heads, num_groups) float32 or float16
     key_offset: np.ndarray | None  # (num_kv_heads, head_dim) float32

@@ -146,18 +146,19 @@ cdef _Handle _attach(config, slabs):
     cdef kvedge_layer_config c_config
     cdef kvedge_slabs c_slabs
     cdef size_t size
-    cdef bint quantized = config.dtype == "int8"
-    c_config.format = KVEDGE_INT8 if quantized else KVEDGE_FLOAT32
-    half = config.scale_dtype == "float16"
-    c_config.scale_type = KVEDGE_SCALE_FLOAT16 if half else KVEDGE_SCALE_FLOAT32
+    cdef int format_code = config.key_format.c_code
+    cdef int scale_code = config.scale_type.c_code
+    cdef bint has_scales = config.has_scales
+    c_config.format = <kvedge_format>format_code
+    c_config.scale_type = <kvedge_scale_type>scale_code
     c_config.capacity = config.capacity
     c_config.num_kv_heads = config.num_kv_heads
     c_config.head_dim = config.head_dim
     c_config.group_size = config.group_size
     c_slabs.key_codes = cnp.PyArray_DATA(slabs.key_codes)
     c_slabs.value_codes = cnp.PyArray_DATA(slabs.value_codes)
-    c_slabs.key_scales = cnp.PyArray_DATA(slabs.key_scales) if quantized else NULL
-    c_slabs.value_scales = cnp.PyArray_DATA(slabs.value_scales) if quantized else NULL
+    c_slabs.key_scales = cnp.PyArray_DATA(slabs.key_scales) if has_scales else NULL
+    c_slabs.value_scales = cnp.PyArray_DATA(slabs.value_scales) if has_scales else NULL
     size = kvedge_layer_header_bytes(&c_config)
     cdef _Handle handle = _Handle()
     handle.slabs = slabs
@@ -320,8 +321,8 @@ cdef class _LayerCore:
         if first:
             self._set_key_offset(None)
         self._refuse(keys, values)
-        self._refuse_range(keys, offset, "keys")
-        self._refuse_range(values, None, "values")
+        self._refuse_range(keys, offset, "keys", self._config.key_format)
+        self._refuse_range(values, None, "values", self._config.value_format)
         raise KvedgeError(kvedge_strerror(status).decode())
 
     def _refuse(self, keys, values):
@@ -331,15 +332,14 @@ cdef class _LayerCore:
             keys.reshape(shape), values.reshape(shape), self._config, len(self), many=True
         )
 
-    def _refuse_range(self, rows, offset, name):
+    def _refuse_range(self, rows, offset, name, form):
         """Raise if rows, less their offset, are too large for what they are stored in."""
         rows = rows.reshape(-1, self._num_kv_heads, self._head_dim)
         if offset is not None:
             with np.errstate(all="ignore"):
                 rows = rows - offset
             checks.check_finite(rows, f"{name} minus key_offset")
-        if self._config.scale_dtype == "float16":
-            checks.check_scale_range(rows, name)
+        form.refuse(rows, name, self._config)
 
     # ---- tokens out ------------------------------------------------------------------------------
 
@@ -565,7 +565,7 @@ class Float32KvLayer(_LayerCore, LayerMethods):
 
 @registry.backend_class
 class KVCache(CacheMethods):
-    _layer_types = {"int8": QuantizedKvLayer, "float32": Float32KvLayer}
+    _layer_types = {kind._dtype: kind for kind in (QuantizedKvLayer, Float32KvLayer)}
 
 
 # ---- layers in blocks ----------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from kvedge.core.config import (
     describe,
     layer_config,
 )
+from kvedge.core.formats import WITH_SCALES
 from kvedge.errors import (
     CapacityExceededError,
     DtypeMismatchError,
@@ -36,12 +37,10 @@ from kvedge.errors import (
     NonFiniteInputError,
     PositionOutOfRangeError,
     ReadOnlyLayerError,
-    ScaleRangeError,
     ShapeMismatchError,
 )
 
 __all__ = [
-    "FLOAT16_MAX",
     "FLOAT32_MAX",
     "FLOAT32_TINY",
     "MAX_CAPACITY",
@@ -66,7 +65,6 @@ __all__ = [
     "check_position",
     "check_range",
     "check_room",
-    "check_scale_range",
     "check_unfrozen",
     "checked_rows",
     "describe",
@@ -74,7 +72,6 @@ __all__ = [
 ]
 
 FLOAT32_TINY = float(np.finfo(np.float32).tiny)  # 2^-126, the smallest normal number
-FLOAT16_MAX = float(np.finfo(np.float16).max)
 
 Shape = tuple[int, ...]
 
@@ -340,20 +337,6 @@ def check_finite(array: np.ndarray, name: str) -> None:
     )
 
 
-def check_scale_range(rows: np.ndarray, name: str) -> None:
-    """ScaleRangeError if a row (..., head_dim) needs a scale above float16's largest."""
-    if rows.size == 0:
-        return
-    largest = max(float(rows.max()), -float(rows.min()))
-    with np.errstate(all="ignore"):
-        scale = np.float32(largest) / np.float32(127)
-    if scale > FLOAT16_MAX:
-        raise ScaleRangeError(
-            f"{name} hold {largest:.6g}, whose scale (a 127th) passes float16's {FLOAT16_MAX:g}: "
-            'use scale_dtype="float32"'
-        )
-
-
 def as_query(
     query: Any, config: LayerConfig, *, many: bool = True, finite: bool = True
 ) -> tuple[np.ndarray, bool]:
@@ -408,9 +391,9 @@ def as_key_offset(key_offset: Any, config: LayerConfig) -> np.ndarray | str | No
     """
     if key_offset is None:
         return None
-    if config.dtype != "int8":
+    if not config.has_scales:
         raise InvalidArgumentError(
-            'key_offset is for dtype="int8": float32 layers store keys as they are'
+            f"key_offset is for dtype={WITH_SCALES}: {config.dtype} layers store keys as they are"
         )
     if isinstance(key_offset, str):
         if key_offset != "auto":

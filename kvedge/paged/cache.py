@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvedge.cache import CacheMethods, layer_names
+from kvedge.cache import CacheMethods
+from kvedge.cache_state import layer_names
 from kvedge.core import checks, registry
 from kvedge.errors import (
     InvalidArgumentError,
@@ -495,15 +496,7 @@ class PagedKvCache(PagedAttention):
 
     @property
     def _format(self) -> CacheFormat:
-        config = self._pool._config
-        return CacheFormat(
-            self._pool.num_layers,
-            config.num_kv_heads,
-            config.head_dim,
-            config.dtype,
-            config.group_size,
-            config.scale_dtype,
-        )
+        return CacheFormat.of(self._pool.num_layers, self._pool._config)
 
     # ---- inside ----------------------------------------------------------------------------------
 

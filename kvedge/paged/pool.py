@@ -16,6 +16,7 @@ import numpy as np
 
 from kvedge.core import checks, memory, registry
 from kvedge.core.config import ConfigFacts
+from kvedge.core.formats import FORMATS
 from kvedge.errors import (
     BlockNotHeldError,
     CapacityExceededError,
@@ -88,7 +89,8 @@ class KvBlockPool(ConfigFacts):
                 f"{num_blocks * block_size}"
             )
         if scale_dtype is None:
-            scale_dtype = "float32" if dtype == "float32" else "float16"
+            form = FORMATS.get(dtype) if isinstance(dtype, str) else None
+            scale_dtype = "float16" if form is not None and form.has_scales else "float32"
         config = checks.layer_config(
             dtype,
             num_blocks * block_size,
@@ -208,7 +210,7 @@ class KvBlockPool(ConfigFacts):
 
     def __repr__(self) -> str:
         config = self._config
-        scales = f", {config.scale_dtype} scales" if config.dtype == "int8" else ""
+        scales = f", {config.scale_dtype} scales" if config.has_scales else ""
         return (
             f"<{type(self).__name__} {self._num_blocks} blocks of {self._block_size} tokens, "
             f"{self.free_count} free, {self.num_layers} layers x {config.num_kv_heads} KV heads "

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvedge.core import checks
-from kvedge.core.int8 import clamp, dequantize
-from kvedge.core.memory import Slabs
+from kvedge.core.memory import Slabs, clamp
 from kvedge.errors import KvedgeError
 
 if TYPE_CHECKING:
@@ -79,10 +78,13 @@ class BlockStoreMethods:
 
     def check(self, keys: np.ndarray, values: np.ndarray) -> None:
         """Raise if rows (n, H, D) cannot be stored."""
-        for rows, name in ((keys, "keys"), (values, "values")):
+        config = self._config
+        for rows, name, form in (
+            (keys, "keys", config.key_format),
+            (values, "values", config.value_format),
+        ):
             checks.check_finite(rows, name)
-            if self._config.scale_dtype == "float16":
-                checks.check_scale_range(rows, name)
+            form.refuse(rows, name, config)
 
     def write(
         self, table: np.ndarray, block_size: int, start: int, keys: np.ndarray, values: np.ndarray
@@ -101,12 +103,10 @@ class BlockStoreMethods:
 
     def read(self, values: bool, table: np.ndarray, block_size: int, length: int) -> np.ndarray:
         """Dequantize the first tokens: float32 (length, H, D)."""
-        keys, codes, key_scales, scales = self.gather(table, block_size, length)
-        if not values:
-            codes, scales = keys, key_scales
-        if self._config.dtype == "float32":
-            return codes
-        return clamp(dequantize(codes, scales, self._config))
+        copies = self.gather(table, block_size, length)
+        codes, scales, form = copies.side(values, self._config)
+        rows = form.decode(codes, scales, self._config, np.float32)
+        return clamp(rows, rows)
 
     def gather(self, table: np.ndarray, block_size: int, length: int) -> Slabs:
         """Copy the stored bytes of the first tokens: four arrays, in the order of the slabs."""

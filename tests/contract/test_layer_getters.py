@@ -10,6 +10,7 @@ import reference
 from support import filled, normal, stored
 
 from kvedge import Float32KvLayer, QuantizedKvLayer
+from kvedge.core.formats import FORMATS
 
 H, D = 2, 40
 
@@ -196,7 +197,7 @@ def test_facts_about_a_layer(layer):
     assert layer.capacity == 8 and layer.remaining == 3 and len(layer) == 5
     assert layer.num_kv_heads == H and layer.head_dim == D and layer.entry_size == H * D
     assert not layer.is_empty and not layer.is_full
-    assert layer.dtype in ("int8", "float32")
+    assert layer.dtype in FORMATS
     layer.clear()
     assert layer.is_empty and layer.remaining == 8 and len(layer) == 0
 

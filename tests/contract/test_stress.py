@@ -23,7 +23,6 @@ import reference
 
 import kvedge
 from kvedge import KVCache
-from kvedge.cache import CacheMethods
 from kvedge.errors import PositionOutOfRangeError, ShapeMismatchError
 
 SLOW = os.environ.get("KVEDGE_SLOW") == "1"
@@ -391,8 +390,7 @@ def told_cache(dtype, tokens, max_seq_len=None):
 
 
 def begin_with_room_for_four(monkeypatch):
-    monkeypatch.setattr("kvedge.cache._FIRST_CAPACITY", 4)
-    monkeypatch.setitem(CacheMethods._setup.__kwdefaults__, "first_capacity", 4)
+    monkeypatch.setattr("kvedge.cache_state._FIRST_CAPACITY", 4)
 
 
 def append(told, at):

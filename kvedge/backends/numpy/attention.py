@@ -14,7 +14,6 @@ from itertools import product
 import numpy as np
 
 from kvedge.core.checks import FLOAT32_MAX, FLOAT32_TINY
-from kvedge.core.int8 import dequantize
 
 _KV_NUMBERS = 1 << 18  # of keys or of values in a block: 2 MiB of float64, a share of an L2 cache
 _SCORE_NUMBERS = 1 << 20  # in a block: 8 MiB of float64
@@ -41,17 +40,15 @@ class Stored:
 
     def keys(self, heads, tokens):
         """float64 (tokens, heads, head_dim) without the offset; exact."""
-        return self._rows(self.slabs.key_codes, self.slabs.key_scales, heads, tokens)
+        return self._rows(False, heads, tokens)
 
     def values(self, heads, tokens):
         """float64 (tokens, heads, head_dim); exact."""
-        return self._rows(self.slabs.value_codes, self.slabs.value_scales, heads, tokens)
+        return self._rows(True, heads, tokens)
 
-    def _rows(self, codes, scales, heads, tokens):
-        codes = codes[tokens, heads]
-        if self.config.dtype == "float32":
-            return codes.astype(np.float64)
-        return dequantize(codes, scales[tokens, heads], self.config, dtype=np.float64)
+    def _rows(self, values, heads, tokens):
+        codes, scales, form = self.slabs.side(values, self.config)
+        return form.decode(codes[tokens, heads], scales[tokens, heads], self.config, np.float64)
 
 
 def attend(stored, query, options, out):

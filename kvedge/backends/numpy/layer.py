@@ -6,7 +6,8 @@ import numpy as np
 
 from kvedge.backends.numpy import attention
 from kvedge.cache import CacheMethods
-from kvedge.core import checks, int8, memory, registry
+from kvedge.core import checks, memory, registry
+from kvedge.core.memory import clamp
 from kvedge.core.options import AttendOptions
 from kvedge.layer import LayerMethods
 from kvedge.layer_docs import FLOAT32_DOC, QUANTIZED_DOC, document
@@ -55,35 +56,33 @@ class _LayerCore:
         """Append checked float32 rows (n, num_kv_heads, head_dim)."""
         if not len(keys):
             return
-        slabs = self._slabs
         offset = self._offset_for(keys)
-        self._refuse(keys, offset, "keys")
-        self._refuse(values, None, "values")
-        self._write(self._len, slabs.key_codes, slabs.key_scales, keys, offset)
-        self._write(self._len, slabs.value_codes, slabs.value_scales, values, None)
+        self._refuse(keys, offset, "keys", self._config.key_format)
+        self._refuse(values, None, "values", self._config.value_format)
+        self._write(self._len, keys, values, offset)
         if offset is not self._key_offset:
             self._set_key_offset(offset)
         self._len += len(keys)
 
-    def _refuse(self, rows, offset, name):
+    def _refuse(self, rows, offset, name, form):
         """Raise if any of the rows cannot be stored, before the first is written."""
-        float16 = self._config.dtype == "int8" and self._config.scale_dtype == "float16"
-        if offset is None and not float16:
-            return
         for block in self._blocks(len(rows)):
             centred = _minus(rows[block], offset)
             if offset is not None:
                 checks.check_finite(centred, f"{name} minus key_offset")
-            if float16:
-                checks.check_scale_range(centred, name)
+            form.refuse(centred, name, self._config)
 
-    def _write(self, position, codes, scales, rows, offset):
-        for block in self._blocks(len(rows)):
+    def _write(self, position, keys, values, offset):
+        """Store rows (n, num_kv_heads, head_dim) at a position, keys less the offset."""
+        slabs, config = self._slabs, self._config
+        for block in self._blocks(len(keys)):
             at = slice(position + block.start, position + block.stop)
-            if self._config.dtype == "float32":
-                codes[at] = rows[block]
-            else:
-                codes[at], scales[at] = int8.quantize(_minus(rows[block], offset), self._config)
+            slabs.key_codes[at], slabs.key_scales[at] = config.key_format.encode(
+                _minus(keys[block], offset), config
+            )
+            slabs.value_codes[at], slabs.value_scales[at] = config.value_format.encode(
+                values[block], config
+            )
 
     def _blocks(self, n):
         step = max(1, _BLOCK_NUMBERS // self._config.entry_size)
@@ -96,20 +95,15 @@ class _LayerCore:
         return out
 
     def _dequantize_into(self, values, start, stop, out):
-        slabs = self._slabs
-        codes = slabs.value_codes if values else slabs.key_codes
-        scales = slabs.value_scales if values else slabs.key_scales
+        codes, scales, form = self._slabs.side(values, self._config)
         offset = None if values else self._key_offset
         for block in self._blocks(stop - start):
             at = slice(start + block.start, start + block.stop)
-            if self._config.dtype == "float32":
-                out[block] = codes[at]
-                continue
-            rows = int8.dequantize(codes[at], scales[at], self._config)
+            rows = form.decode(codes[at], scales[at], self._config, np.float32)
             if offset is not None:
                 with np.errstate(all="ignore"):
-                    rows += offset
-            out[block] = int8.clamp(rows)
+                    rows = rows + offset
+            clamp(rows, out[block])
 
     def attend(
         self,
@@ -186,4 +180,4 @@ class Float32KvLayer(_LayerCore, LayerMethods):
 
 @registry.backend_class
 class KVCache(CacheMethods):
-    _layer_types: ClassVar = {"int8": QuantizedKvLayer, "float32": Float32KvLayer}
+    _layer_types: ClassVar = {kind._dtype: kind for kind in (QuantizedKvLayer, Float32KvLayer)}

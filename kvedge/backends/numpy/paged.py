@@ -16,9 +16,7 @@ class BlockStore(BlockStoreMethods, _LayerCore):
 
     def _write_at(self, position, keys, values):
         self.check(keys, values)
-        slabs = self._slabs
-        self._write(position, slabs.key_codes, slabs.key_scales, keys, None)
-        self._write(position, slabs.value_codes, slabs.value_scales, values, None)
+        self._write(position, keys, values, None)
 
     def _settle(self):
         pass  # there are no threads
@@ -44,6 +42,6 @@ class _StoredInBlocks(attention.Stored):
         self._table = table.astype(np.int64)
         self._block_size = block_size
 
-    def _rows(self, codes, scales, heads, tokens):
+    def _rows(self, values, heads, tokens):
         blocks, rows = np.divmod(np.arange(tokens.start, tokens.stop), self._block_size)
-        return super()._rows(codes, scales, heads, self._table[blocks] * self._block_size + rows)
+        return super()._rows(values, heads, self._table[blocks] * self._block_size + rows)
