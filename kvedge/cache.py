@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
@@ -17,7 +17,14 @@ from kvedge.cache_state import CacheState, first_capacity
 from kvedge.core import checks, memory, registry
 from kvedge.core.config import MAX_LAYERS
 from kvedge.core.memory import memory_for
-from kvedge.core.types import Array
+from kvedge.core.types import (
+    Array,
+    AttendArguments,
+    CacheArguments,
+    Dtype,
+    Floats,
+    ScaleDtype,
+)
 from kvedge.errors import (
     CapacityExceededError,
     InvalidArgumentError,
@@ -27,7 +34,7 @@ from kvedge.errors import (
 from kvedge.snapshot import KvCacheSnapshot
 
 if TYPE_CHECKING:
-    from typing_extensions import Self  # type checkers bring it along
+    from typing_extensions import Self, Unpack  # type checkers bring it along
 
 __all__ = ["CacheMethods"]
 
@@ -48,11 +55,11 @@ class CacheMethods(CacheState):
         num_kv_heads: int,
         head_dim: int,
         *,
-        dtype: str = "int8",
+        dtype: Dtype = "int8",
         max_seq_len: int | None = None,
         group_size: int | None = None,
-        scale_dtype: str = "float32",
-        key_offset: Any = None,
+        scale_dtype: ScaleDtype = "float32",
+        key_offset: Array | Literal["auto"] | None = None,
     ) -> None:
         """Make an empty cache.
 
@@ -110,7 +117,12 @@ class CacheMethods(CacheState):
 
     @classmethod
     def with_capacity(
-        cls, num_layers: int, num_kv_heads: int, head_dim: int, max_seq_len: int, **options: Any
+        cls,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        max_seq_len: int,
+        **options: Unpack[CacheArguments],
     ) -> Self:
         """Make an empty cache with room for ``max_seq_len`` tokens; options as for the class."""
         max_seq_len = checks.as_int(max_seq_len, "max_seq_len")
@@ -260,7 +272,54 @@ class CacheMethods(CacheState):
         """
         return self._layers[checks.check_layer(index, self._num_layers)]
 
-    def attend(self, layer: int, query: Array, **options: Any) -> Any:
+    @overload
+    def attend(
+        self,
+        layer: int,
+        query: Array,
+        *,
+        return_lse: Literal[False] = False,
+        out: Floats | None = None,
+        **options: Unpack[AttendArguments],
+    ) -> Floats: ...
+    @overload
+    def attend(
+        self,
+        layer: int,
+        query: Array,
+        *,
+        return_lse: Literal[True],
+        out: Floats | None = None,
+        **options: Unpack[AttendArguments],
+    ) -> tuple[Floats, Floats]: ...
+    @overload
+    def attend(
+        self,
+        layer: int,
+        query: Array,
+        *,
+        return_lse: bool,
+        out: Floats | None = None,
+        **options: Unpack[AttendArguments],
+    ) -> Floats | tuple[Floats, Floats]: ...
+    def attend(
+        self,
+        layer: int,
+        query: Array,
+        *,
+        scale: float | None = None,
+        causal: bool = True,
+        window: int | None = None,
+        sink_tokens: int = 0,
+        sink_logits: Array | None = None,
+        softcap: float | None = None,
+        mask: Array | None = None,
+        alibi_slopes: Array | None = None,
+        precision_bits: int | None = None,
+        return_lse: bool = False,
+        out: Floats | None = None,
+        num_threads: int | None = None,
+    ) -> Any:
         """Attend to what one layer holds, pending tokens included.
 
         Parameters
@@ -268,10 +327,9 @@ class CacheMethods(CacheState):
         layer : int
         query : array of float32 (or float16, bfloat16)
             (num_heads, head_dim) for one token, (n, num_heads, head_dim) for the last n stored.
-        **options
-            ``scale``, ``causal``, ``window``, ``sinks``, ``softcap``, ``mask``, ``alibi_slopes``,
-            ``precision_bits``, ``return_lse``, ``out``, ``num_threads``: as in
-            :meth:`kvedge.QuantizedKvLayer.attend`.
+        scale, causal, window, sink_tokens, sink_logits, softcap, mask, alibi_slopes, precision_bits
+        return_lse, out, num_threads
+            As in :meth:`kvedge.QuantizedKvLayer.attend`.
 
         Returns
         -------
@@ -286,22 +344,36 @@ class CacheMethods(CacheState):
         if layer.__class__ is not int or not 0 <= layer < self._num_layers:
             layer = checks.check_layer(layer, self._num_layers)
         try:
-            return self._layers[layer].attend(query, **options)
+            return self._layers[layer].attend(
+                query,
+                scale=scale,
+                causal=causal,
+                window=window,
+                sink_tokens=sink_tokens,
+                sink_logits=sink_logits,
+                softcap=softcap,
+                mask=mask,
+                alibi_slopes=alibi_slopes,
+                precision_bits=precision_bits,
+                return_lse=return_lse,
+                out=out,
+                num_threads=num_threads,
+            )
         except OutOfMemoryError:
             raise
         except MemoryError as error:
             raise memory.out_of_memory(error, "the result of attention") from error
 
     @memory_for("logits")
-    def scores(self, layer: int, query: Array, **options: Any) -> np.ndarray:
+    def scores(self, layer: int, query: Array, *, scale: float | None = None) -> Floats:
         """Return the scaled logits of a query against what one layer holds.
 
         Parameters
         ----------
         layer : int
         query : array of float32 (or float16, bfloat16), (num_heads, head_dim)
-        **options
-            ``scale``: factor of the dot products, by default 1 / sqrt(head_dim).
+        scale : float, optional
+            Factor of the dot products, by default 1 / sqrt(head_dim).
 
         Returns
         -------
@@ -312,7 +384,8 @@ class CacheMethods(CacheState):
         LayerOutOfRangeError
             And whatever the layer's ``scores`` raises.
         """
-        return self.layer(layer).scores(query, **options)
+        logits: Floats = self.layer(layer).scores(query, scale=scale)
+        return logits
 
     @memory_for("the keys of a layer")
     def k(self, layer: int, *, out: np.ndarray | None = None) -> np.ndarray:

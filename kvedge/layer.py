@@ -1,36 +1,31 @@
-"""What both backends share for one layer: getters, views, removal, shift, copying, facts.
+"""A layer: what both backends share of it. Getters, views, removal, shift, copying, facts.
 
-A backend's core stores, quantizes and attends; it provides (see kvedge/backends/numpy/layer.py)
-
-    _open(config), _config, _slabs, _bind(slabs, config), __len__, _set_len(n),
-    _filled(position, n), _frozen, _key_offset, _set_key_offset(array or None),
-    push, extend, _append, _dequantize(values, start, stop),
-    _dequantize_into(values, start, stop, out), attend, scores
-
-and calls `_offset_for(keys)` from here when it appends, whose result it sets as the key offset once
-the tokens are written. Methods with a leading underscore that change something are for the cache
-that owns a frozen layer.
+A backend's core stores, quantizes and attends: :class:`kvedge.layer_core.LayerCore` says what it
+provides. It calls `_offset_for(keys)` from here when it appends, whose result it sets as the key
+offset once the tokens are written. Methods with a leading underscore that change something are for
+the cache that owns a frozen layer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 
 from kvedge.core import checks, memory, registry
 from kvedge.core.config import LayerConfig
 from kvedge.core.memory import memory_for
+from kvedge.core.types import Array, ScaleDtype
 from kvedge.errors import InvalidArgumentError
-from kvedge.layer_facts import LayerFacts
+from kvedge.layer_core import LayerCore
 from kvedge.rope import Rope
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # type checkers bring it along
 
-__all__ = ["LayerMethods", "new_layer"]
+__all__ = ["Float32LayerMethods", "LayerMethods", "QuantizedLayerMethods", "new_layer"]
 
 _Layer = TypeVar("_Layer", bound="LayerMethods")
 
@@ -38,11 +33,10 @@ _BLOCK_NUMBERS = 1 << 19  # float32 numbers that a shift works on at a time: 2 M
 _SQRT2 = 2.0**0.5
 
 
-class LayerMethods(LayerFacts):
+class LayerMethods(LayerCore):
     """The part of a layer that does not depend on the backend."""
 
     _dtype: ClassVar[str]  # of the public class
-    _frozen: bool
 
     def __init__(
         self,
@@ -51,8 +45,8 @@ class LayerMethods(LayerFacts):
         head_dim: int,
         *,
         group_size: int | None = None,
-        scale_dtype: str = "float32",
-        key_offset: Any = None,
+        scale_dtype: ScaleDtype = "float32",
+        key_offset: Array | Literal["auto"] | None = None,
     ) -> None:
         """Make an empty layer; the class tells of the parameters."""
         config = checks.layer_config(
@@ -70,18 +64,6 @@ class LayerMethods(LayerFacts):
         self._open(config)
         self._auto_key_offset = isinstance(key_offset, str)
         self._set_key_offset(None if self._auto_key_offset else key_offset)
-
-    if TYPE_CHECKING:  # what the core provides
-
-        def _open(self, config: LayerConfig) -> None: ...
-        def _set_len(self, n: int) -> None: ...
-        def _filled(self, position: int, n: int) -> None: ...
-        def _set_key_offset(self, key_offset: np.ndarray | None) -> None: ...
-        def _append(self, keys: Any, values: Any) -> None: ...
-        def _dequantize(self, values: bool, start: int, stop: int) -> np.ndarray: ...
-        def _dequantize_into(
-            self, values: bool, start: int, stop: int, out: np.ndarray
-        ) -> None: ...
 
     # ---- reading ---------------------------------------------------------------------------------
 
@@ -380,6 +362,60 @@ class LayerMethods(LayerFacts):
         slabs = [np.array(slab[:length]) for slab in self._slabs]
         kind = registry.named(type(self))
         return _restore, (kind, self._config, slabs, self._key_offset, self._auto_key_offset)
+
+
+class QuantizedLayerMethods(LayerMethods):
+    """Keys and values of one layer, stored as int8 with one float scale per group.
+
+    Parameters
+    ----------
+    capacity : int
+        Tokens to reserve room for; memory is committed by the system as it is touched.
+    num_kv_heads : int
+    head_dim : int
+        1 to 1024.
+    group_size : int, optional
+        Channels that share a scale; by default the whole row of head_dim.
+    scale_dtype : {"float32", "float16"}
+        float16 halves the scales, and refuses rows whose scale it cannot hold.
+    key_offset : array or "auto", optional
+        float32 (num_kv_heads, head_dim), taken off the keys when stored and added back when read,
+        for models whose keys have large constant channels. "auto": the mean of the keys of the
+        first append, until clear().
+
+    Raises
+    ------
+    InvalidArgumentError, OutOfMemoryError
+    DtypeMismatchError, ShapeMismatchError, LayoutError, NonFiniteInputError
+        From key_offset.
+
+    Examples
+    --------
+    >>> layer = QuantizedKvLayer(4096, num_kv_heads=8, head_dim=64)
+    >>> layer.push(keys, values)  # float32 (8, 64) each
+    >>> out = layer.attend(query)  # float32 (32, 64) -> (32, 64)
+    """
+
+    _dtype = "int8"
+
+
+class Float32LayerMethods(LayerMethods):
+    """Keys and values of one layer, stored as they come, in float32.
+
+    Parameters
+    ----------
+    capacity : int
+        Tokens to reserve room for; memory is committed by the system as it is touched.
+    num_kv_heads : int
+    head_dim : int
+        1 to 1024.
+
+    Raises
+    ------
+    InvalidArgumentError, OutOfMemoryError
+    """
+
+    _dtype = "float32"
 
 
 def new_layer(

@@ -16,8 +16,8 @@ import numpy as np
 
 from kvedge.core import checks, memory, registry
 from kvedge.cache import CacheMethods
-from kvedge.layer import LayerMethods
-from kvedge.layer_docs import FLOAT32_DOC, QUANTIZED_DOC, document
+from kvedge.layer import Float32LayerMethods, QuantizedLayerMethods
+from kvedge.layer_core import document
 from kvedge.core.options import AttendOptions
 from kvedge.errors import KvedgeError, OutOfMemoryError, UnsupportedIsaError
 
@@ -176,7 +176,7 @@ cdef _Handle _attach(config, slabs):
 
 @cython.auto_pickle(False)  # LayerMethods pickles
 cdef class _LayerCore:
-    """Storage, quantizer and attention of one layer; see LayerMethods for what it must provide."""
+    """Storage, quantizer and attention of one layer; see LayerCore for what it must provide."""
 
     cdef _Handle _handle
     cdef readonly object _config
@@ -382,7 +382,8 @@ cdef class _LayerCore:
         scale=None,
         causal=True,
         window=None,
-        sinks=None,
+        sink_tokens=0,
+        sink_logits=None,
         softcap=None,
         mask=None,
         alibi_slopes=None,
@@ -390,6 +391,14 @@ cdef class _LayerCore:
         return_lse=False,
         out=None,
         num_threads=None,
+    ):
+        return self._attend(
+            query, scale, causal, window, sink_tokens, sink_logits, softcap, mask, alibi_slopes,
+            precision_bits, return_lse, out, num_threads)
+
+    cdef object _attend(
+        self, query, scale, causal, window, sink_tokens, sink_logits, softcap, mask, alibi_slopes,
+        precision_bits, return_lse, out, num_threads
     ):
         cdef _Handle handle = self._opened()
         cdef kvedge_attention_options c_options
@@ -413,15 +422,17 @@ cdef class _LayerCore:
         kvedge_attention_defaults(&c_options)
         reads = ()
         if not (
-            0 < length >= num_rows and causal is True and sinks is None and softcap is None
+            0 < length >= num_rows and causal is True and type(sink_tokens) is int
+            and <object>sink_tokens == 0 and sink_logits is None and softcap is None
             and mask is None and alibi_slopes is None and precision_bits is None
             and (return_lse is False or return_lse is True)
             and _fill_plain(&c_options, &threads, length, scale, window, num_threads)
         ):
             options = AttendOptions.make(
                 self._head_dim, num_rows, num_heads, length, scale=scale, causal=causal,
-                window=window, sinks=sinks, softcap=softcap, mask=mask, alibi_slopes=alibi_slopes,
-                precision_bits=precision_bits, return_lse=return_lse, num_threads=num_threads,
+                window=window, sink_tokens=sink_tokens, sink_logits=sink_logits, softcap=softcap,
+                mask=mask, alibi_slopes=alibi_slopes, precision_bits=precision_bits,
+                return_lse=return_lse, num_threads=num_threads,
             )
             _fill(&c_options, options)
             threads = options.num_threads
@@ -552,20 +563,52 @@ document(_LayerCore)
 
 
 @registry.backend_class
-class QuantizedKvLayer(_LayerCore, LayerMethods):
-    __doc__ = QUANTIZED_DOC
-    _dtype = "int8"
+class QuantizedKvLayer(_LayerCore, QuantizedLayerMethods):
+    __doc__ = QuantizedLayerMethods.__doc__
 
 
 @registry.backend_class
-class Float32KvLayer(_LayerCore, LayerMethods):
-    __doc__ = FLOAT32_DOC
-    _dtype = "float32"
+class Float32KvLayer(_LayerCore, Float32LayerMethods):
+    __doc__ = Float32LayerMethods.__doc__
 
 
 @registry.backend_class
 class KVCache(CacheMethods):
+    __doc__ = CacheMethods.__doc__
     _layer_types = {kind._dtype: kind for kind in (QuantizedKvLayer, Float32KvLayer)}
+
+    # As in CacheMethods, but straight to the layer's C, without naming its arguments again.
+    def attend(
+        self,
+        layer,
+        query,
+        *,
+        scale=None,
+        causal=True,
+        window=None,
+        sink_tokens=0,
+        sink_logits=None,
+        softcap=None,
+        mask=None,
+        alibi_slopes=None,
+        precision_bits=None,
+        return_lse=False,
+        out=None,
+        num_threads=None,
+    ):
+        if layer.__class__ is not int or not 0 <= layer < self._num_layers:
+            layer = checks.check_layer(layer, self._num_layers)
+        cdef _LayerCore target = self._layers[layer]
+        try:
+            return target._attend(
+                query, scale, causal, window, sink_tokens, sink_logits, softcap, mask, alibi_slopes,
+                precision_bits, return_lse, out, num_threads)
+        except OutOfMemoryError:
+            raise
+        except MemoryError as error:
+            raise memory.out_of_memory(error, "the result of attention") from error
+
+    attend.__doc__ = CacheMethods.attend.__doc__
 
 
 # ---- layers in blocks ----------------------------------------------------------------------------

@@ -120,7 +120,7 @@ def _variants(workload: Workload) -> dict[str, dict[str, Any]]:
         "ALiBi": {"alibi_slopes": slopes.astype(np.float32)},
         "boolean mask": {"mask": mask},
         "float mask": {"mask": rng.standard_normal(seen, np.float32)},
-        "learned sinks": {"sinks": np.zeros(num_heads, np.float32)},
+        "learned sinks": {"sink_logits": np.zeros(num_heads, np.float32)},
         "window of half": {"window": max(1, workload.context // 2)},
     }
 

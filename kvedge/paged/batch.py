@@ -62,7 +62,10 @@ def checked_queries(queries: Any, count: int, config: LayerConfig) -> list[tuple
 
 
 def checked_outs(
-    outs: Any, queries: Sequence[tuple[np.ndarray, bool]], stacked: bool, reads: tuple
+    outs: Any,
+    queries: Sequence[tuple[np.ndarray, bool]],
+    stacked: bool,
+    reads: tuple[np.ndarray, ...],
 ) -> tuple[Any, list[np.ndarray]]:
     """Where results go: what is given back, and of each sequence (n, num_heads, head_dim)."""
     shapes = [query.shape[1:] if single else query.shape for query, single in queries]
@@ -84,7 +87,7 @@ def checked_outs(
 
 
 def batch_options(
-    queries: Sequence[tuple[np.ndarray, bool]], lengths: Sequence[int], options: dict[str, Any]
+    queries: Sequence[tuple[np.ndarray, bool]], lengths: Sequence[int], **options: Any
 ) -> AttendOptions:
     """The options of a call for all of its sequences.
 

@@ -2,10 +2,9 @@
 
 Block b is the tokens b * block_size to (b + 1) * block_size - 1 of a layer as large as the pool, so
 all that a layer's core can do with rows, it can do here; only its length means nothing. A backend's
-core provides, besides what kvedge/layer.py names,
+core provides, besides what :class:`kvedge.layer_core.LayerCore` names,
 
     _write_at(position, keys, values)     checked float32 rows (n, H, D), n >= 1, to positions
-    _filled(position, n)                  rows were copied to the slabs
     _attend_blocks(block_size, rows, options)   attention of kvedge.paged.batch.Rows
     _settle()                             wait for late helper threads of calls that have ended
 """
@@ -19,11 +18,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvedge.core import checks
+from kvedge.core.config import LayerConfig
 from kvedge.core.memory import Slabs, clamp
 from kvedge.errors import KvedgeError
-
-if TYPE_CHECKING:
-    from kvedge.core.config import LayerConfig
+from kvedge.layer_core import LayerCore
 
 __all__ = ["BlockStoreMethods", "runs"]
 
@@ -59,17 +57,12 @@ def runs(
         yield slice(low - start, high - start), slice(at, at + high - low)
 
 
-class BlockStoreMethods:
+class BlockStoreMethods(LayerCore):
     """The part of a block store that does not depend on the backend."""
-
-    _config: LayerConfig
-    _slabs: Slabs
 
     if TYPE_CHECKING:
 
-        def _open(self, config: LayerConfig, slabs: Slabs) -> None: ...
         def _write_at(self, position: int, keys: np.ndarray, values: np.ndarray) -> None: ...
-        def _filled(self, position: int, n: int) -> None: ...
         def _attend_blocks(self, block_size: int, rows: list[Any], options: Any) -> None: ...
         def _settle(self) -> None: ...
 

@@ -124,7 +124,7 @@ def test_a_sequence_that_was_dropped_leaves_others_of_its_pool_alone(small, dtyp
 OPTIONS = [
     {},
     {"softcap": 5.0},
-    {"sinks": np.zeros(HEADS, np.float32)},
+    {"sink_logits": np.zeros(HEADS, np.float32)},
     {"alibi_slopes": np.full(HEADS, 0.1, np.float32)},
 ]
 

@@ -411,7 +411,7 @@ def test_k_and_v_of_int8_are_dequantized(rng):
 
 def test_attend_is_attend_of_the_layer(cache, rng):
     query = normal(rng, 3, 2 * H, D)
-    for options in ({}, {"window": 2, "sinks": 1}, {"softcap": 3.0}):
+    for options in ({}, {"window": 2, "sink_tokens": 1}, {"softcap": 3.0}):
         mine = cache.attend(2, query, return_lse=True, **options)
         theirs = cache.layer(2).attend(query, return_lse=True, **options)
         np.testing.assert_array_equal(mine[0], theirs[0])

@@ -101,17 +101,17 @@ def options_for(kind, n, rng):
     if kind == "window":
         return {"window": rng.choice([1, 2, 17, max(1, n - 1), n, n + 1, n + 5])}
     if kind == "sinks":
-        return {"window": rng.randint(1, n), "sinks": rng.randint(0, 20)}
+        return {"window": rng.randint(1, n), "sink_tokens": rng.randint(0, 20)}
     return {
         "plain": {},
         "all tokens": {"causal": False},
-        "sink logits": {"sinks": SINK_LOGITS},
+        "sink logits": {"sink_logits": SINK_LOGITS},
         "softcap": {"softcap": 2.0},
         "alibi": {"alibi_slopes": SLOPES},
         "mask": {"mask": MASK[0, :n]},
         "mask of heads": {"mask": MASK[:, None, :n]},
         "bias": {"mask": np.ascontiguousarray(BIAS[:, None, :n])},
-        "mask, window": {"mask": MASK[0, :n], "window": max(4, n), "sinks": SINK_LOGITS},
+        "mask, window": {"mask": MASK[0, :n], "window": max(4, n), "sink_logits": SINK_LOGITS},
     }[kind]
 
 
@@ -478,7 +478,7 @@ def test_a_saved_cache_is_a_prefix_beside_a_writer(dtype, tmp_path):
 # -- a write at every step of a read --------------------------------------------------------------
 
 WATCHED = {
-    "_layer.py", "_layer_facts.py", "_cache.py", "_cache_facts.py", "snapshot.py", "layer.py"
+    "layer.py", "layer_facts.py", "cache.py", "cache_facts.py", "cache_state.py", "snapshot.py"
 }  # fmt: skip
 
 

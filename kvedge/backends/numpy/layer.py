@@ -9,14 +9,14 @@ from kvedge.cache import CacheMethods
 from kvedge.core import checks, memory, registry
 from kvedge.core.memory import clamp
 from kvedge.core.options import AttendOptions
-from kvedge.layer import LayerMethods
-from kvedge.layer_docs import FLOAT32_DOC, QUANTIZED_DOC, document
+from kvedge.layer import Float32LayerMethods, QuantizedLayerMethods
+from kvedge.layer_core import document
 
 _BLOCK_NUMBERS = 1 << 20  # float32 numbers worked on at a time: 4 MiB
 
 
 class _LayerCore:
-    """Storage, quantizer and attention of one layer; see LayerMethods for what it must provide."""
+    """Storage, quantizer and attention of one layer; see LayerCore for what it must provide."""
 
     def _open(self, config, slabs=None):
         self._frozen = False
@@ -112,7 +112,8 @@ class _LayerCore:
         scale=None,
         causal=True,
         window=None,
-        sinks=None,
+        sink_tokens=0,
+        sink_logits=None,
         softcap=None,
         mask=None,
         alibi_slopes=None,
@@ -132,7 +133,8 @@ class _LayerCore:
             scale=scale,
             causal=causal,
             window=window,
-            sinks=sinks,
+            sink_tokens=sink_tokens,
+            sink_logits=sink_logits,
             softcap=softcap,
             mask=mask,
             alibi_slopes=alibi_slopes,
@@ -167,17 +169,16 @@ document(_LayerCore)
 
 
 @registry.backend_class
-class QuantizedKvLayer(_LayerCore, LayerMethods):
-    __doc__ = QUANTIZED_DOC
-    _dtype = "int8"
+class QuantizedKvLayer(_LayerCore, QuantizedLayerMethods):
+    __doc__ = QuantizedLayerMethods.__doc__
 
 
 @registry.backend_class
-class Float32KvLayer(_LayerCore, LayerMethods):
-    __doc__ = FLOAT32_DOC
-    _dtype = "float32"
+class Float32KvLayer(_LayerCore, Float32LayerMethods):
+    __doc__ = Float32LayerMethods.__doc__
 
 
 @registry.backend_class
 class KVCache(CacheMethods):
+    __doc__ = CacheMethods.__doc__
     _layer_types: ClassVar = {kind._dtype: kind for kind in (QuantizedKvLayer, Float32KvLayer)}
