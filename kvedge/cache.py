@@ -31,6 +31,7 @@ from kvedge.errors import (
     LayersOutOfStepError,
     OutOfMemoryError,
 )
+from kvedge.layer import LayerMethods
 from kvedge.snapshot import KvCacheSnapshot
 
 if TYPE_CHECKING:
@@ -403,7 +404,7 @@ class CacheMethods(CacheState):
             For float32 storage without ``out``, a read-only view of the stored keys; else a copy.
             A view keeps showing the tokens it was made for, and what later overwrites them.
         """
-        held = self.layer(layer)
+        held: LayerMethods = self.layer(layer)
         if out is None and self._config.key_format.is_float32:
             return held.key_codes
         return held.keys(out=out)
@@ -411,7 +412,7 @@ class CacheMethods(CacheState):
     @memory_for("the values of a layer")
     def v(self, layer: int, *, out: np.ndarray | None = None) -> np.ndarray:
         """Return the values of one layer, pending tokens included; as :meth:`k`."""
-        held = self.layer(layer)
+        held: LayerMethods = self.layer(layer)
         if out is None and self._config.value_format.is_float32:
             return held.value_codes
         return held.values(out=out)

@@ -54,7 +54,8 @@ class CacheFacts(ConfigFacts):
     @property
     def capacity(self) -> int:
         """Tokens there is memory reserved for now."""
-        return min(layer.capacity for layer in self._layers)
+        capacity: int = min(layer.capacity for layer in self._layers)
+        return capacity
 
     @property
     def memory_bytes(self) -> int:

@@ -63,7 +63,7 @@ class LayerMethods(LayerCore):
         """Be an empty layer, from checked arguments."""
         self._open(config)
         self._auto_key_offset = isinstance(key_offset, str)
-        self._set_key_offset(None if self._auto_key_offset else key_offset)
+        self._set_key_offset(None if isinstance(key_offset, str) else key_offset)
 
     # ---- reading ---------------------------------------------------------------------------------
 

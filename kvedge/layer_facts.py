@@ -51,7 +51,7 @@ class LayerFacts(ConfigFacts):
 
     def _view(self, name: str) -> np.ndarray:
         length = len(self)
-        view = getattr(self._slabs, name)[:length]
+        view: np.ndarray = getattr(self._slabs, name)[:length]
         view.flags.writeable = False
         return view
 

@@ -57,7 +57,10 @@ class Rope:
 
     def __post_init__(self) -> None:
         """Check and normalise the fields."""
-        fix = lambda field, value: object.__setattr__(self, field, value)  # noqa: E731 - frozen
+
+        def fix(field: str, value: object) -> None:
+            object.__setattr__(self, field, value)  # it is frozen
+
         base = as_float(self.base, "base")
         if base <= 0:
             raise InvalidArgumentError(f"base must be positive, not {base:g}")

@@ -99,7 +99,8 @@ def _run(arguments: list[str]) -> int:
     if options.command is None:
         parser.print_help(sys.stderr)
         return exits.USAGE
-    return options.run(options, Output())
+    code: int = options.run(options, Output())
+    return code
 
 
 def _report(error: Exception, *, debug: bool) -> int:

@@ -39,7 +39,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_parser(names: Any, module: Any) -> argparse.ArgumentParser:
-    parser = names.add_parser(
+    parser: argparse.ArgumentParser = names.add_parser(
         module.NAME,
         help=module.SUMMARY,
         description=module.DESCRIPTION,

@@ -190,7 +190,7 @@ def _token_at(tokenizer: Any, tokens: list[int], index: int | None) -> str | Non
     """Return the text of a token; None where there is none, or the text ended instead."""
     if index is None or index >= len(tokens):
         return None
-    return tokenizer.piece(tokens[index]).decode("utf-8", "replace")
+    return str(tokenizer.piece(tokens[index]).decode("utf-8", "replace"))
 
 
 def _print(report: dict[str, Any], output: Output) -> None:

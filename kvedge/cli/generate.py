@@ -238,7 +238,8 @@ class _Run:
     def _prompt_tokens(self) -> list[int]:
         prompt = self.options.prompt
         if not self.saved.tokens:
-            return self.tokenizer.encode(prompt or "")
+            ids: list[int] = self.tokenizer.encode(prompt or "")
+            return ids
         # A continuation: no BOS, and no space that the text does not have.
         return self.tokenizer.encode(prompt, bos=False, space_prefix=False) if prompt else []
 

@@ -163,7 +163,7 @@ def _remedy_for_numpy() -> str:
 
 def _best(isa: Mapping[str, Any]) -> str:
     """Return the fastest kernels that this CPU runs: they are listed slowest first."""
-    return isa["available"][-1]
+    return str(isa["available"][-1])
 
 
 def _kvedge_rows(facts: Mapping[str, Any]) -> list[tuple[str, str]]:

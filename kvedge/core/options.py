@@ -121,12 +121,10 @@ class AttendOptions:
 
 def as_num_threads(num_threads: Any) -> int:
     """`num_threads` as an int from 1 to 1024."""
-    num_threads = as_int(num_threads, "num_threads")
-    if not 1 <= num_threads <= MAX_THREADS:
-        raise InvalidArgumentError(
-            f"num_threads must be from 1 to {MAX_THREADS}, not {num_threads}"
-        )
-    return num_threads
+    number = as_int(num_threads, "num_threads")
+    if not 1 <= number <= MAX_THREADS:
+        raise InvalidArgumentError(f"num_threads must be from 1 to {MAX_THREADS}, not {number}")
+    return number
 
 
 def _window(window: Any, sink_tokens: Any, causal: bool, length: int) -> dict[str, Any]:
@@ -149,10 +147,10 @@ def _window(window: Any, sink_tokens: Any, causal: bool, length: int) -> dict[st
 
 
 def _softcap(softcap: Any) -> float:
-    softcap = as_float(softcap, "softcap")
-    if not FLOAT32_TINY <= softcap <= FLOAT32_MAX:
-        raise InvalidArgumentError(f"softcap must be a positive float32, not {softcap:g}")
-    return softcap
+    cap = as_float(softcap, "softcap")
+    if not FLOAT32_TINY <= cap <= FLOAT32_MAX:
+        raise InvalidArgumentError(f"softcap must be a positive float32, not {cap:g}")
+    return cap
 
 
 def _mask(mask: Any, shape: tuple[int, int, int]) -> dict[str, np.ndarray]:

@@ -179,7 +179,16 @@ class PagedKvCache(PagedAttention):
                 store.write(state.table, pool.block_size, start, keys, values)
             state.held[layer] = stop
 
-    def _append_to_new_blocks(self, state, layer, start, num_new, block, keys, values):
+    def _append_to_new_blocks(
+        self,
+        state: SequenceState,
+        layer: int,
+        start: int,
+        num_new: int,
+        block: int | None,
+        keys: np.ndarray,
+        values: np.ndarray,
+    ) -> None:
         """Write rows with so many blocks added to the table, and one of it (or None) replaced."""
         pool, table = self._pool, state.table
         store = pool._stores[layer]
@@ -228,9 +237,9 @@ class PagedKvCache(PagedAttention):
         pool, table = self._pool, state.table
         block = int(table[last])
         if pool._references[block] > 1 or block in pool._prefixes:
-            return last
+            return int(last)
         if pool._running and readings.reads_from(pool._running, layer, table, last, start):
-            return last
+            return int(last)
         return None
 
     def advance(self, seq: int, n: int = 1) -> None:

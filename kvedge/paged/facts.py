@@ -175,7 +175,8 @@ class PagedFacts:
         reading = self._begin(seq, state, layer)
         try:
             store = pool._stores[layer]
-            return store.read(values, reading.table, pool.block_size, reading.length)
+            rows: np.ndarray = store.read(values, reading.table, pool.block_size, reading.length)
+            return rows
         finally:
             pool._running.discard(reading)
 

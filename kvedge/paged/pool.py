@@ -17,6 +17,7 @@ import numpy as np
 from kvedge.core import checks, memory, registry
 from kvedge.core.config import ConfigFacts
 from kvedge.core.formats import FORMATS
+from kvedge.core.types import Dtype, ScaleDtype
 from kvedge.errors import (
     BlockNotHeldError,
     CapacityExceededError,
@@ -75,8 +76,8 @@ class KvBlockPool(ConfigFacts):
         num_layers: int,
         num_kv_heads: int,
         head_dim: int,
-        dtype: str = "int8",
-        scale_dtype: str | None = None,
+        dtype: Dtype = "int8",
+        scale_dtype: ScaleDtype | None = None,
         group_size: int | None = None,
     ) -> None:
         """Make a pool of free blocks; the class tells of the parameters."""
@@ -263,7 +264,7 @@ class KvBlockPool(ConfigFacts):
     def _blocks_of(self, layer: Any, name: str) -> np.ndarray:
         layer = checks.check_layer(layer, self.num_layers)
         slab = getattr(self._stores[layer]._slabs, name)
-        view = slab.reshape(self._num_blocks, self._block_size, *slab.shape[1:])
+        view: np.ndarray = slab.reshape(self._num_blocks, self._block_size, *slab.shape[1:])
         view.flags.writeable = False
         return view
 

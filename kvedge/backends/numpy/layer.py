@@ -1,58 +1,70 @@
 """The classes of the NumPy backend: a layer's core in NumPy, and what is public over it."""
 
-from typing import ClassVar
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from kvedge.backends.numpy import attention
 from kvedge.cache import CacheMethods
 from kvedge.core import checks, memory, registry
-from kvedge.core.memory import clamp
+from kvedge.core.config import LayerConfig
+from kvedge.core.formats import Format
+from kvedge.core.memory import Slabs, clamp
 from kvedge.core.options import AttendOptions
+from kvedge.core.types import Array, Floats
 from kvedge.layer import Float32LayerMethods, QuantizedLayerMethods
-from kvedge.layer_core import document
+from kvedge.layer_core import LayerCore, document
 
 _BLOCK_NUMBERS = 1 << 20  # float32 numbers worked on at a time: 4 MiB
 
 
-class _LayerCore:
+class _LayerCore(LayerCore):
     """Storage, quantizer and attention of one layer; see LayerCore for what it must provide."""
 
-    def _open(self, config, slabs=None):
+    _len: int
+
+    if TYPE_CHECKING:  # what LayerMethods adds
+
+        def _offset_for(self, keys: np.ndarray) -> np.ndarray | None: ...
+
+    def _open(self, config: LayerConfig, slabs: Slabs | None = None) -> None:
         self._frozen = False
         self._len = 0
         self._key_offset = None
         self._bind(memory.reserve_slabs(config) if slabs is None else slabs, config)
 
-    def __len__(self):
+    def __len__(self) -> int:
         """Tokens stored."""
         return self._len
 
-    def _bind(self, slabs, config):
+    def _bind(self, slabs: Slabs, config: LayerConfig) -> None:
         self._slabs = slabs
         self._config = config
 
-    def _filled(self, position, n):
+    def _filled(self, position: int, n: int) -> None:
         pass  # nothing is known of the rows that would have to be kept up
 
-    def _set_len(self, n):
+    def _set_len(self, n: int) -> None:
         self._len = n
 
-    def _set_key_offset(self, key_offset):
+    def _set_key_offset(self, key_offset: np.ndarray | None) -> None:
         self._key_offset = key_offset
 
-    def push(self, keys, values):
+    def push(self, keys: Array, values: Array) -> None:
         checks.check_unfrozen(self._frozen)
         self._store(*checks.checked_rows(keys, values, self._config, self._len, many=False))
 
-    def extend(self, keys, values):
+    def extend(self, keys: Array, values: Array) -> None:
         checks.check_unfrozen(self._frozen)
         self._store(*checks.checked_rows(keys, values, self._config, self._len, many=True))
 
-    def _append(self, keys, values):
+    def _append(self, keys: Array, values: Array) -> None:
         self._store(*checks.checked_rows(keys, values, self._config, self._len, many=None))
 
-    def _store(self, keys, values):
+    def _store(self, keys: np.ndarray, values: np.ndarray) -> None:
         """Append checked float32 rows (n, num_kv_heads, head_dim)."""
         if not len(keys):
             return
@@ -64,7 +76,7 @@ class _LayerCore:
             self._set_key_offset(offset)
         self._len += len(keys)
 
-    def _refuse(self, rows, offset, name, form):
+    def _refuse(self, rows: np.ndarray, offset: np.ndarray | None, name: str, form: Format) -> None:
         """Raise if any of the rows cannot be stored, before the first is written."""
         for block in self._blocks(len(rows)):
             centred = _minus(rows[block], offset)
@@ -72,7 +84,9 @@ class _LayerCore:
                 checks.check_finite(centred, f"{name} minus key_offset")
             form.refuse(centred, name, self._config)
 
-    def _write(self, position, keys, values, offset):
+    def _write(
+        self, position: int, keys: np.ndarray, values: np.ndarray, offset: np.ndarray | None
+    ) -> None:
         """Store rows (n, num_kv_heads, head_dim) at a position, keys less the offset."""
         slabs, config = self._slabs, self._config
         for block in self._blocks(len(keys)):
@@ -84,17 +98,17 @@ class _LayerCore:
                 values[block], config
             )
 
-    def _blocks(self, n):
+    def _blocks(self, n: int) -> Iterator[slice]:
         step = max(1, _BLOCK_NUMBERS // self._config.entry_size)
         return (slice(start, min(n, start + step)) for start in range(0, n, step))
 
-    def _dequantize(self, values, start, stop):
+    def _dequantize(self, values: bool, start: int, stop: int) -> Floats:
         shape = (stop - start, self._config.num_kv_heads, self._config.head_dim)
         out = np.empty(shape, dtype=np.float32)
         self._dequantize_into(values, start, stop, out)
         return out
 
-    def _dequantize_into(self, values, start, stop, out):
+    def _dequantize_into(self, values: bool, start: int, stop: int, out: np.ndarray) -> None:
         codes, scales, form = self._slabs.side(values, self._config)
         offset = None if values else self._key_offset
         for block in self._blocks(stop - start):
@@ -107,23 +121,23 @@ class _LayerCore:
 
     def attend(
         self,
-        query,
+        query: Array,
         *,
-        scale=None,
-        causal=True,
-        window=None,
-        sink_tokens=0,
-        sink_logits=None,
-        softcap=None,
-        mask=None,
-        alibi_slopes=None,
-        precision_bits=None,
-        return_lse=False,
-        out=None,
-        num_threads=None,
-    ):
-        query, single = checks.as_query(query, self._config)
-        n_rows, num_heads, head_dim = query.shape
+        scale: float | None = None,
+        causal: bool = True,
+        window: int | None = None,
+        sink_tokens: int = 0,
+        sink_logits: Array | None = None,
+        softcap: float | None = None,
+        mask: Array | None = None,
+        alibi_slopes: Array | None = None,
+        precision_bits: int | None = None,
+        return_lse: bool = False,
+        out: Floats | None = None,
+        num_threads: int | None = None,
+    ) -> Any:
+        rows, single = checks.as_query(query, self._config)
+        n_rows, num_heads, head_dim = rows.shape
         length = self._len  # read once: another thread may be appending
         options = AttendOptions.make(
             head_dim,
@@ -142,27 +156,27 @@ class _LayerCore:
             return_lse=return_lse,
             num_threads=num_threads,
         )
-        shape = query.shape[1:] if single else query.shape
-        out = checks.as_out(out, shape, reads=(query, *self._slabs, *options.arrays()))
-        lse = attention.attend(self._stored(length), query, options, out.reshape(query.shape))
+        shape = rows.shape[1:] if single else rows.shape
+        out = checks.as_out(out, shape, reads=(rows, *self._slabs, *options.arrays()))
+        lse = attention.attend(self._stored(length), rows, options, out.reshape(rows.shape))
         if not options.return_lse:
             return out
         return out, (lse[0] if single else lse)
 
-    def scores(self, query, *, scale=None):
-        query, _ = checks.as_query(query, self._config, many=False)
-        scale = query.shape[2] ** -0.5 if scale is None else checks.as_float(scale, "scale")
-        return attention.scores(self._stored(self._len), query, scale)
+    def scores(self, query: Array, *, scale: float | None = None) -> Floats:
+        rows, _ = checks.as_query(query, self._config, many=False)
+        scale = rows.shape[2] ** -0.5 if scale is None else checks.as_float(scale, "scale")
+        return attention.scores(self._stored(self._len), rows, scale)
 
-    def _stored(self, length):
+    def _stored(self, length: int) -> attention.Stored:
         return attention.Stored(self._slabs, self._config, length, self._key_offset)
 
 
-def _minus(rows, offset):
+def _minus(rows: np.ndarray, offset: np.ndarray | None) -> np.ndarray:
     if offset is None:
         return rows
     with np.errstate(all="ignore"):
-        return rows - offset
+        return np.asarray(rows - offset)
 
 
 document(_LayerCore)

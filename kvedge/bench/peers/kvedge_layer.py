@@ -122,4 +122,5 @@ class KvedgeOnSmallPages(KvedgeInt8):
 
     def _before_filling(self, layer: kvedge.QuantizedKvLayer) -> None:
         # One mapping has all slabs of a layer. Once touched, it would have huge pages already.
-        layer._slabs.key_codes.base.madvise(mmap.MADV_NOHUGEPAGE)
+        mapping: Any = layer._slabs.key_codes.base
+        mapping.madvise(mmap.MADV_NOHUGEPAGE)
