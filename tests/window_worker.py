@@ -11,6 +11,7 @@ import mmap
 import numpy as np
 
 import kvedge
+from kvedge.core.formats import FORMATS
 
 LENGTH = 30_000
 SLACK = 256  # tokens: whole tiles are read
@@ -23,7 +24,7 @@ mprotect.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 def protect(layer, first, stop, access):
     """Set the access to the whole pages of tokens first..stop-1 in all slabs."""
     arrays = [layer.key_codes, layer.value_codes]
-    if layer.dtype == "int8":
+    if FORMATS[layer.dtype].has_scales:
         arrays += [layer.key_scales, layer.value_scales]
     for array in arrays:
         token = array.nbytes // len(layer)

@@ -7,9 +7,9 @@ import sys
 import numpy as np
 import pytest
 import reference
-from support import filled, normal, stored
+from support import PLAIN, filled, normal, stored
 
-from kvedge import Float32KvLayer, QuantizedKvLayer
+from kvedge import Float32KvLayer, KVCache, QuantizedKvLayer
 from kvedge.core.formats import FORMATS
 
 H, D = 2, 40
@@ -22,11 +22,11 @@ OPTIONS = {
 }
 
 
-@pytest.fixture(params=[*OPTIONS, "float32"])
+@pytest.fixture(params=[*OPTIONS, *PLAIN])
 def layer(request, rng):
     """Five of eight tokens stored, in each storage format."""
-    if request.param == "float32":
-        return filled(Float32KvLayer, rng, 5, H, D, capacity=8)
+    if request.param in PLAIN:
+        return filled(KVCache._layer_types[request.param], rng, 5, H, D, capacity=8)
     return filled(QuantizedKvLayer, rng, 5, H, D, capacity=8, **OPTIONS[request.param])
 
 
@@ -103,16 +103,16 @@ VIEWS = ["key_codes", "value_codes", "key_scales", "value_scales"]
 
 def test_views_have_the_documented_shapes(layer):
     groups = layer.num_groups
-    code_dtype = np.float32 if layer.dtype == "float32" else np.int8
-    if layer.dtype == "float32":
+    form = FORMATS[layer.dtype]
+    if not form.has_scales:
         scales = (5, H, 0)
     else:
         scales = (5, H) if groups == 1 else (5, H, groups)
     for name in ("key", "value"):
         codes = getattr(layer, f"{name}_codes")
-        assert codes.shape == (5, H, D) and codes.dtype == code_dtype
+        assert codes.shape == (5, H, D) and codes.dtype == form.codes
         assert getattr(layer, f"{name}_scales").shape == scales
-    if layer.dtype == "int8":
+    if form.has_scales:
         assert layer.key_scales.dtype == np.dtype(layer.scale_dtype)
 
 
@@ -155,7 +155,7 @@ def test_views_outlive_the_layer(rng):
 def test_the_slabs_are_aligned_to_64_bytes(layer):
     for name in ("key_codes", "value_codes"):
         assert getattr(layer, name).ctypes.data % 64 == 0
-    if layer.dtype == "int8":
+    if FORMATS[layer.dtype].has_scales:
         assert layer.key_scales.ctypes.data % 64 == 0
 
 

@@ -5,7 +5,8 @@ import pytest
 import reference
 from support import assert_attention_close, assert_lse_close, filled, normal, stored
 
-from kvedge import Float32KvLayer, KvBlockPool, PagedKvCache, QuantizedKvLayer, errors
+from kvedge import KvBlockPool, KVCache, PagedKvCache, errors
+from kvedge.core.formats import FORMATS
 
 
 def scattered(rng, dtype, lengths, heads, dim, block, **options):
@@ -15,9 +16,9 @@ def scattered(rng, dtype, lengths, heads, dim, block, **options):
     cache = PagedKvCache(pool)
     taken = pool.allocate(pool.num_blocks)
     pool.free(rng.permutation(taken))
-    kind = {"int8": QuantizedKvLayer, "float32": Float32KvLayer}[dtype]
+    kind = KVCache._layer_types[dtype]
     quantized = {}
-    if dtype == "int8":
+    if FORMATS[dtype].has_scales:
         quantized = {"scale_dtype": pool.scale_dtype, "group_size": options.get("group_size")}
     layers, seqs = [], []
     for n in lengths:
