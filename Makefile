@@ -8,7 +8,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-SOURCES := pyproject.toml setup.py kvedge/_native.pyx kvedge/_native_paged.pxi kvedge/_native.pxd $(shell find csrc -name "*.[ch]")
+SOURCES := pyproject.toml setup.py kvedge/backends/native.pyx kvedge/backends/native_paged.pxi kvedge/backends/native.pxd $(shell find csrc -name "*.[ch]")
 
 .PHONY: run test test-numpy test-isa test-c test-sanitize test-valgrind test-arm-c test-arm test-all fuzz lint clean
 
@@ -60,7 +60,7 @@ lint: $(VENV)/test.stamp
 	$(BIN)/ruff check .
 
 clean:
-	rm -rf $(VENV) .venv-* .arm-env build dist *.egg-info kvedge/_native.c kvedge/*.so
+	rm -rf $(VENV) .venv-* .arm-env build dist *.egg-info kvedge/backends/native.c kvedge/backends/*.so
 
 # ---- the virtual environment: installed again when what is compiled has changed
 

@@ -102,8 +102,11 @@ def extensions():
     if flag("KVEDGE_AVXVNNI_AS_EVEX"):
         macros.append(("KVEDGE_AVXVNNI_AS_EVEX", "1"))
     native = Extension(
-        "kvedge._native",
-        ["kvedge/_native.pyx", *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("csrc/**/*.c"))],
+        "kvedge.backends.native",
+        [
+            "kvedge/backends/native.pyx",
+            *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("csrc/**/*.c")),
+        ],
         include_dirs=["csrc", numpy.get_include()],
         depends=sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("csrc/**/*.h")),
         define_macros=macros,

@@ -3,15 +3,8 @@
 The names below are the public ones; :class:`KVCache` is where most people begin.
 """
 
-from kvedge._backend import (
-    Float32KvLayer,
-    KvBlockPool,
-    KVCache,
-    QuantizedKvLayer,
-    backend,
-    isa_info,
-)
 from kvedge._version import __version__
+from kvedge.core.starting import is_command
 from kvedge.errors import (
     BackendUnavailableError,
     BlockNotHeldError,
@@ -37,10 +30,25 @@ from kvedge.errors import (
 )
 from kvedge.merge import merge_attention
 from kvedge.paged.cache import PagedKvCache
+from kvedge.paged.pool import KvBlockPool
 from kvedge.paged.sequences import PagedSnapshot
 from kvedge.rope import Rope
 from kvedge.snapshot import KvCacheSnapshot
 from kvedge.threads import get_num_threads, set_num_threads
+
+_failure: KvedgeError | None = None
+try:
+    from kvedge.backends.select import (
+        Float32KvLayer,
+        KVCache,
+        QuantizedKvLayer,
+        backend,
+        isa_info,
+    )
+except KvedgeError as error:
+    if not is_command():
+        raise
+    _failure = error  # kvedge.cli tells of it
 
 __all__ = [
     "BackendUnavailableError",

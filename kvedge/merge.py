@@ -8,7 +8,7 @@ from typing import Any, Literal, overload
 import numpy as np
 import numpy.typing as npt
 
-from kvedge._checks import (
+from kvedge.core.checks import (
     FLOAT32_TINY,
     as_bool,
     as_float32,
@@ -17,8 +17,8 @@ from kvedge._checks import (
     check_finite,
     describe,
 )
-from kvedge._memory import memory_for
-from kvedge._typing import Array
+from kvedge.core.memory import memory_for
+from kvedge.core.types import Array
 from kvedge.errors import InvalidArgumentError, NonFiniteInputError, ShapeMismatchError
 
 __all__ = ["merge_attention"]
@@ -107,7 +107,7 @@ def merge_attention(
     - A `window` over several parts is a `mask`, and so is a `mask` cut into them.
     - `alibi_slopes` in a part that ends d tokens before the last row lack slope * -d, the same for
       all of its tokens: add it to that part's lse.
-    - Learned `sinks` are one more logit of the whole: give them to exactly one part.
+    - `sink_logits` are one more logit of the whole: give them to exactly one part.
 
     An lse is rounded to float32, which moves a part's weight by up to ``|lse| * 6e-8`` of itself.
     By default ``attend`` rounds queries tile by tile as needed, and parts have other tiles than the

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from kvedge._checks import (
+from kvedge.core.checks import (
     MAX_HEAD_DIM,
     as_bool,
     as_float,
@@ -22,7 +22,7 @@ from kvedge._checks import (
     check_finite,
     describe,
 )
-from kvedge._memory import memory_for
+from kvedge.core.memory import memory_for
 from kvedge.errors import InvalidArgumentError, ShapeMismatchError
 
 MAX_DELTA = 1 << 40  # tokens, as far as a layer can reach
@@ -57,7 +57,10 @@ class Rope:
 
     def __post_init__(self) -> None:
         """Check and normalise the fields."""
-        fix = lambda field, value: object.__setattr__(self, field, value)  # noqa: E731 - frozen
+
+        def fix(field: str, value: object) -> None:
+            object.__setattr__(self, field, value)  # it is frozen
+
         base = as_float(self.base, "base")
         if base <= 0:
             raise InvalidArgumentError(f"base must be positive, not {base:g}")

@@ -1,99 +1,88 @@
-"""Saving a cache to a file, and loading one from a file that nobody vouches for.
+"""Saving a cache to a file; what a file holds. Loading is :mod:`kvedge.session_load`.
 
 The format is safetensors, which other tools can read. Per layer i it holds
 
-    layers.{i}.key_codes, layers.{i}.value_codes     (length, num_kv_heads, head_dim) I8 or F32
+    layers.{i}.key_codes, layers.{i}.value_codes     (length, num_kv_heads, codes per row) I8 or F32
     layers.{i}.key_scales, layers.{i}.value_scales   (length, num_kv_heads, num_groups) F32 or F16
     layers.{i}.key_offset                            (num_kv_heads, head_dim) F32, if it has one
 
-and as metadata, all text, the fields of ``_FIELDS``, ``sha256`` over everything else, and the
+and as metadata, all text, the fields of ``FIELDS``, ``sha256`` over everything else, and the
 user's own under "user.".
-
-Loading trusts nothing: the structure is checked by the safetensors package, every tensor against
-what the metadata promises, the content against the digest, and the numbers against what
-quantization can produce. A cache is handed out only after all of that.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
-import mmap as mmap_module
 import os
-import re
-import stat
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, BinaryIO, NoReturn, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 
-from kvedge import _checks, _memory
-from kvedge._cache import MAX_LAYERS, CacheMethods
-from kvedge._numpy import quantize
-from kvedge._replacing import replacing
-from kvedge.errors import (
-    CorruptFileError,
-    InvalidArgumentError,
-    KvedgeError,
-    MissingExtraError,
-    OutOfMemoryError,
-)
-from kvedge.snapshot import CacheContents, CacheFormat
+from kvedge.core import checks, memory
+from kvedge.core.formats import FORMATS, SCALE_TYPES
+from kvedge.core.replacing import replacing
+from kvedge.errors import InvalidArgumentError, MissingExtraError
+from kvedge.snapshot import CacheContents
 
-__all__ = ["load", "save"]
+__all__ = ["checked_path", "digest", "file_types", "safetensors_package", "save"]
 
-_Cache = TypeVar("_Cache", bound=CacheMethods)
-
-_FORMAT = "kvedge"
-_VERSION = "1"
-_USER = "user."  # prefix of the user's metadata
-_FIELDS = (
+FORMAT = "kvedge"
+VERSION = "1"
+USER = "user."  # prefix of the user's metadata
+FIELDS = (
     "format",
     "format_version",
     "num_layers",
     "num_kv_heads",
     "head_dim",
     "dtype",
-    "group_size",  # "" for float32
-    "scale_dtype",  # "" for float32
+    "group_size",  # "" without scales
+    "scale_dtype",  # "" without scales
     "length",
     "max_seq_len",  # "" for a cache that grows
     "key_offset",  # "auto": layers without one take it from their first tokens; else ""
 )
-# The format's names of the dtypes; wide ones first, which is the order of tensors in a file.
-_DTYPES = {np.dtype(np.float32): "F32", np.dtype(np.float16): "F16", np.dtype(np.int8): "I8"}
 # The safetensors package refuses headers of more than 10^8 bytes. Half is left to the tensors.
-_MAX_HEADER = 100_000_000
+MAX_HEADER = 100_000_000
 _MAX_METADATA = 50_000_000
-# Parsing takes the safetensors package some 4 us per tensor. Headers beyond this are looked at
-# before it: 5 tensors per layer, each of at most `_MAX_ENTRY` bytes with names and numbers at their
-# longest (135, and room for spaces).
-_SHORT_HEADER = 1 << 20
-_MAX_ENTRY = 200
-_MAX_SCALE = np.float32(_checks.FLOAT32_MAX) / np.float32(127)
 
 
-# ---- saving --------------------------------------------------------------------------------------
+class _Saved(Protocol):
+    """What saving asks of a cache."""
+
+    _auto_offset: bool
+
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def max_seq_len(self) -> int | None: ...
+    @property
+    def metadata(self) -> dict[str, str]: ...
+    def __len__(self) -> int: ...
+    def _refuse_pending(self, call: str) -> None: ...
+    def _contents(
+        self, lengths: list[int] | None = None, length: int | None = None, *, copy: bool = True
+    ) -> CacheContents: ...
 
 
 def save(
-    cache: CacheMethods,
+    cache: _Saved,
     path: str | os.PathLike[str],
     *,
     metadata: Mapping[str, str] | None = None,
 ) -> None:
     """Write a cache's tokens to a file; see :meth:`kvedge.KVCache.save`."""
-    _safetensors()  # what could not be loaded here is not saved either
-    target = os.path.realpath(_checked_path(path))  # through a link: it stays a link
+    safetensors_package()  # what could not be loaded here is not saved either
+    target = os.path.realpath(checked_path(path))  # through a link: it stays a link
     cache._refuse_pending("save()")
     length = len(cache)
     contents = cache._contents([length] * cache.num_layers, length, copy=False)
     tensors = _tensors(contents)
     fields = _fields(contents, cache)
     fields.update(_user_fields(cache.metadata if metadata is None else metadata))
-    fields["sha256"] = _digest(fields, tensors)
+    fields["sha256"] = digest(fields, tensors)
     names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
     header = _header(fields, {name: tensors[name] for name in names})
     with replacing(target) as file:
@@ -108,20 +97,21 @@ def _header(fields: Mapping[str, str], tensors: Mapping[str, np.ndarray]) -> byt
     https://github.com/huggingface/safetensors#format. The package itself writes to a temporary file
     of its own, which a killed process would leave behind for ever.
     """
+    types = file_types(fields["dtype"], fields["scale_dtype"])
     header: dict[str, Any] = {"__metadata__": dict(sorted(fields.items()))}
     offset = 0
     for name, array in tensors.items():
         header[name] = {
-            "dtype": _DTYPES[array.dtype],
+            "dtype": types[name.rpartition(".")[2]],
             "shape": array.shape,
             "data_offsets": (offset, offset + array.nbytes),
         }
         offset += array.nbytes
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8 bytes
-    if len(text) > _MAX_HEADER:
+    if len(text) > MAX_HEADER:
         raise InvalidArgumentError(
-            f"metadata takes too much room: a header of {len(text)} bytes where {_MAX_HEADER} are "
+            f"metadata takes too much room: a header of {len(text)} bytes where {MAX_HEADER} are "
             "the limit"
         )
     return len(text).to_bytes(8, "little") + text
@@ -130,43 +120,43 @@ def _header(fields: Mapping[str, str], tensors: Mapping[str, np.ndarray]) -> byt
 def _tensors(contents: CacheContents) -> dict[str, np.ndarray]:
     tensors = {}
     for index, layer in enumerate(contents.layers):
-        for name, array in zip(_memory.Slabs._fields, layer.arrays, strict=True):
+        for name, array in zip(memory.Slabs._fields, layer.arrays, strict=True):
             tensors[f"layers.{index}.{name}"] = array
         if layer.key_offset is not None:
             tensors[f"layers.{index}.key_offset"] = np.ascontiguousarray(layer.key_offset)
     return tensors
 
 
-def _fields(contents: CacheContents, cache: CacheMethods) -> dict[str, str]:
+def _fields(contents: CacheContents, cache: _Saved) -> dict[str, str]:
     form = contents.format
-    quantized = form.dtype == "int8"
+    has_scales = FORMATS[form.dtype].has_scales
     values = (
-        _FORMAT,
-        _VERSION,
+        FORMAT,
+        VERSION,
         form.num_layers,
         form.num_kv_heads,
         form.head_dim,
         form.dtype,
-        form.group_size if quantized else "",
-        form.scale_dtype if quantized else "",
+        form.group_size if has_scales else "",
+        form.scale_dtype if has_scales else "",
         contents.length,
         "" if cache.max_seq_len is None else cache.max_seq_len,
         "auto" if cache._auto_offset else "",
     )
-    return {name: str(value) for name, value in zip(_FIELDS, values, strict=True)}
+    return {name: str(value) for name, value in zip(FIELDS, values, strict=True)}
 
 
 def _user_fields(metadata: Mapping[str, str]) -> dict[str, str]:
     if not isinstance(metadata, Mapping):
         raise InvalidArgumentError(
-            f"metadata must be a mapping of str to str, not {_checks.describe(metadata)}"
+            f"metadata must be a mapping of str to str, not {checks.describe(metadata)}"
         )
     size = 0
     for item in metadata.items():
         for text in item:
             if not isinstance(text, str):
                 raise InvalidArgumentError(
-                    f"metadata must be of str to str; it holds {_checks.describe(text)}"
+                    f"metadata must be of str to str; it holds {checks.describe(text)}"
                 )
             try:
                 size += len(text.encode())
@@ -178,398 +168,54 @@ def _user_fields(metadata: Mapping[str, str]) -> dict[str, str]:
         raise InvalidArgumentError(
             f"metadata must be at most {_MAX_METADATA} bytes (a header's limit), not {size}"
         )
-    return {_USER + key: value for key, value in metadata.items()}
+    return {USER + key: value for key, value in metadata.items()}
 
 
-def _digest(fields: Mapping[str, str], tensors: Mapping[str, np.ndarray]) -> str:
+# ---- what files hold -----------------------------------------------------------------------------
+
+
+def file_types(dtype: str, scale_dtype: str) -> dict[str, str]:
+    """Safetensors' names of the types of a layer's tensors, by the tensors' own names."""
+    codes, scales = FORMATS[dtype].file_type, SCALE_TYPES[scale_dtype or "float32"].file_type
+    return {
+        "key_codes": codes,
+        "value_codes": codes,
+        "key_scales": scales,
+        "value_scales": scales,
+        "key_offset": "F32",
+    }
+
+
+def digest(fields: Mapping[str, str], tensors: Mapping[str, np.ndarray]) -> str:
     """SHA-256 of the metadata and of every tensor's name, type, shape and bytes."""
-    digest = hashlib.sha256()
+    types = file_types(fields["dtype"], fields["scale_dtype"])
+    sha256 = hashlib.sha256()
     covered = {name: value for name, value in fields.items() if name != "sha256"}
-    digest.update(json.dumps(covered, sort_keys=True).encode())
+    sha256.update(json.dumps(covered, sort_keys=True).encode())
     for name in sorted(tensors):
         array = tensors[name]
-        digest.update(json.dumps([name, _DTYPES[array.dtype], array.shape]).encode())
+        sha256.update(json.dumps([name, types[name.rpartition(".")[2]], array.shape]).encode())
         if array.size:
-            digest.update(array.reshape(-1).view(np.uint8).data)
-    return digest.hexdigest()
+            sha256.update(array.reshape(-1).view(np.uint8).data)
+    return sha256.hexdigest()
 
 
-# ---- loading -------------------------------------------------------------------------------------
+# ---- for saving and loading ----------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Tensor:
-    """Where a tensor lies in a file."""
-
-    dtype: str  # the format's name: "I8", "F16", "F32"
-    shape: tuple[int, ...]
-    offset: int  # bytes from the start of the file
-    nbytes: int
-
-
-def load(kind: type[_Cache], path: str | os.PathLike[str], *, mmap: bool = False) -> _Cache:
-    """Read a cache of class ``kind`` from a file; see :meth:`kvedge.KVCache.load`."""
-    path = _checked_path(path)
-    mmap = _checks.as_bool(mmap, "mmap")
-    mode = os.stat(path).st_mode
-    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # opening a pipe would wait for its writer
-        _corrupt(path, "it is not a regular file")
-    cache = None
-    while cache is None:  # until nobody else saves to the path at the very same time
-        with open(path, "rb") as file:
-            cache = _load_open(kind, path, file, mmap)
-    return cache
-
-
-def _load_open(kind: type[_Cache], path: str, file: BinaryIO, mmap: bool) -> _Cache | None:
-    """Read a cache from an open file; None if another file has taken its path meanwhile."""
-    _check_header_size(path, file)
-    header = _read_header(path, file)
-    if header is None:
-        return None
-    fields, tensors = header
-    form, length, max_seq_len = _read_fields(path, fields)
-    _check_tensors(path, tensors, form, length)
-    user = {k[len(_USER) :]: v for k, v in fields.items() if k.startswith(_USER)}
-    auto = fields["key_offset"] == "auto"
-    mapped = mmap and length > 0
-    cache = _reserve(path, kind, form, max_seq_len, auto, user, 0 if mapped else length)
-    if mapped:
-        _map(path, file, tensors, cache, length)
-    else:
-        _read(path, file, tensors, cache, length)
-    arrays = _loaded_arrays(path, file, tensors, cache, length)
-    if _digest(fields, arrays) != fields["sha256"]:
-        _corrupt(path, "its content does not match its sha256: it was changed or damaged")
-    for name, array in arrays.items():
-        _check_numbers(path, name, array)
-    offsets = [arrays.get(f"layers.{index}.key_offset") for index in range(form.num_layers)]
-    for index, offset in enumerate(offsets):
-        _check_offset(path, index, cache._layers[index], length, offset)
-    cache._adopt(length, [(length, offset) for offset in offsets])
-    return cache
-
-
-def _check_header_size(path: str, file: BinaryIO) -> None:
-    """Refuse a header that is longer than its layers need, before anything is made of it."""
-    size = int.from_bytes(file.read(8), "little")
-    if not _SHORT_HEADER < size <= _MAX_HEADER:
-        return  # quickly parsed, or quickly refused
-    head = file.read(size)
-    start = re.match(rb'{"__metadata__":\s*', head)
-    if start is None:
-        _corrupt(path, "its header is long, and does not begin with metadata as kvedge writes it")
-    try:
-        text = head.decode()
-        fields, end = json.JSONDecoder().raw_decode(text, start.end())
-        count = fields["num_layers"]
-        num_layers = int(count) if count.isascii() and count.isdigit() and len(count) <= 9 else 0
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        _corrupt(path, f"its metadata cannot be read: {type(error).__name__}: {error}", error)
-    _check_num_layers(path, num_layers)
-    if len(text) - end > 5 * num_layers * _MAX_ENTRY:
-        _corrupt(path, f"its header is too long for the tensors of {num_layers} layers")
-
-
-def _check_num_layers(path: str, num_layers: int) -> None:
-    if not 1 <= num_layers <= MAX_LAYERS:
-        _corrupt(path, f"its num_layers is {num_layers}, not 1 to {MAX_LAYERS} layers")
-
-
-def _read_header(path: str, file: BinaryIO) -> tuple[dict[str, str], dict[str, _Tensor]] | None:
-    """Let the safetensors package check the file's structure; return what it describes.
-
-    The package opens the path by itself: None if that is no longer the file that is open here.
-    """
-    safetensors = _safetensors()
-    status = os.fstat(file.fileno())
-    try:
-        with safetensors.safe_open(path, framework="np") as header:
-            now = os.stat(path)
-            if (now.st_dev, now.st_ino, now.st_size) != (
-                status.st_dev,
-                status.st_ino,
-                status.st_size,
-            ):
-                return None
-            if not hasattr(header, "offset_keys"):
-                raise MissingExtraError(
-                    "loading needs safetensors 0.6 or later, not "
-                    f"{safetensors.__version__}: pip install -U 'kvedge[io]'"
-                )
-            fields = dict(header.metadata() or {})
-            found = []
-            for name in header.offset_keys():
-                tensor = header.get_slice(name)
-                found.append((name, str(tensor.get_dtype()), tuple(tensor.get_shape())))
-    except safetensors.SafetensorError as error:
-        _corrupt(path, f"it is no safetensors file, or damaged or cut short: {error}", error)
-    sizes = {code: dtype.itemsize for dtype, code in _DTYPES.items()}
-    nbytes = []
-    for name, dtype, shape in found:
-        if dtype not in sizes:
-            _corrupt(path, f"tensor {name} is of dtype {dtype}, which kvedge never writes")
-        nbytes.append(math.prod(shape) * sizes[dtype])
-    # The format has no gaps: tensors follow each other and end with the file.
-    offset = status.st_size - sum(nbytes)
-    tensors = {}
-    for (name, dtype, shape), size in zip(found, nbytes, strict=True):
-        tensors[name] = _Tensor(dtype, shape, offset, size)
-        offset += size
-    return fields, tensors
-
-
-def _read_fields(path: str, fields: Mapping[str, str]) -> tuple[CacheFormat, int, int | None]:
-    if fields.get("format") != _FORMAT:
-        _corrupt(path, "it is a safetensors file, but not of a kvedge cache")
-    if fields.get("format_version") != _VERSION:
-        _corrupt(
-            path,
-            f"its format_version is {fields.get('format_version')!r}, and this kvedge reads "
-            f"{_VERSION!r}: it is damaged, or a newer kvedge wrote it",
-        )
-    missing = [name for name in (*_FIELDS, "sha256") if name not in fields]
-    if missing:
-        _corrupt(path, f"its metadata lacks {', '.join(missing)}")
-    unknown = [
-        name for name in fields if name not in (*_FIELDS, "sha256") and not name.startswith(_USER)
-    ]
-    if unknown:
-        _corrupt(path, f"its metadata has {unknown[0][:40]!r}, which kvedge never writes")
-    quantized = fields["dtype"] == "int8"
-    if fields["key_offset"] not in (("", "auto") if quantized else ("",)):
-        _corrupt(path, f"its key_offset is {fields['key_offset'][:40]!r}")
-    if not quantized and (fields["group_size"], fields["scale_dtype"]) != ("", ""):
-        _corrupt(path, "its metadata gives scales to float32 rows")
-    num_layers = _number(path, fields, "num_layers")
-    _check_num_layers(path, num_layers)
-    length = _number(path, fields, "length")
-    max_seq_len = _number(path, fields, "max_seq_len") if fields["max_seq_len"] else None
-    try:
-        config = _checks.layer_config(
-            fields["dtype"],
-            max(length, 1) if max_seq_len is None else max_seq_len,
-            _number(path, fields, "num_kv_heads"),
-            _number(path, fields, "head_dim"),
-            group_size=_number(path, fields, "group_size") if quantized else None,
-            scale_dtype=fields["scale_dtype"] if quantized else "float32",
-        )
-    except KvedgeError as error:
-        _corrupt(path, f"its metadata makes no cache: {error}", error)
-    if quantized and fields["group_size"] != str(config.group_size):
-        _corrupt(path, f"its group_size is {fields['group_size']}, beyond its head_dim")
-    if max_seq_len is not None and length > max_seq_len:
-        _corrupt(path, f"it holds {length} tokens, more than its max_seq_len of {max_seq_len}")
-    form = CacheFormat(
-        num_layers,
-        config.num_kv_heads,
-        config.head_dim,
-        config.dtype,
-        config.group_size,
-        config.scale_dtype,
-    )
-    return form, length, max_seq_len
-
-
-def _number(path: str, fields: Mapping[str, str], name: str) -> int:
-    text = fields[name]
-    if not (text.isascii() and text.isdigit() and len(text) <= 18 and str(int(text)) == text):
-        _corrupt(path, f"its {name} is {text[:40]!r}, not a number")
-    return int(text)
-
-
-def _check_tensors(
-    path: str, tensors: Mapping[str, _Tensor], form: CacheFormat, length: int
-) -> None:
-    """Compare names, types and shapes with what the metadata promises, before any is read."""
-    offsets = [name for name in tensors if name.endswith(".key_offset")]
-    expected = 4 * form.num_layers + len(offsets)
-    if len(tensors) != expected:
-        _corrupt(
-            path, f"it has {len(tensors)} tensors where {form.num_layers} layers have {expected}"
-        )
-    config = _checks.layer_config(
-        form.dtype,
-        max(length, 1),
-        form.num_kv_heads,
-        form.head_dim,
-        group_size=form.group_size if form.dtype == "int8" else None,
-        scale_dtype=form.scale_dtype,
-    )
-    wanted: dict[str, tuple[str, tuple[int, ...]]] = {}
-    of_layer = [
-        (name, (_DTYPES[dtype], (length, *shape[1:])))
-        for name, (shape, dtype) in zip(
-            _memory.Slabs._fields, _memory.slab_layout(config), strict=True
-        )
-    ]
-    for index in range(form.num_layers):
-        for name, one in of_layer:
-            wanted[f"layers.{index}.{name}"] = one
-        offset = f"layers.{index}.key_offset"
-        if offset in tensors and form.dtype == "int8":
-            wanted[offset] = ("F32", (form.num_kv_heads, form.head_dim))
-    for name, belongs in wanted.items():
-        tensor = tensors.get(name)
-        if tensor is None:
-            _corrupt(path, f"tensor {name} is missing")
-        if (tensor.dtype, tensor.shape) != belongs:
-            _corrupt(
-                path,
-                f"tensor {name} is {tensor.dtype} {tensor.shape} where "
-                f"{belongs[0]} {belongs[1]} belongs",
-            )
-    for name in tensors:
-        if name not in wanted:
-            _corrupt(path, f"tensor {name} does not belong there")
-
-
-def _reserve(
-    path: str,
-    kind: type[_Cache],
-    form: CacheFormat,
-    max_seq_len: int | None,
-    auto: bool,
-    user: Mapping[str, str],
-    tokens: int,
-) -> _Cache:
-    """Make the empty cache that a file describes, with room for ``tokens``.
-
-    Memory is reserved for ``max_seq_len`` tokens, and taken only as it is filled. Where the system
-    refuses that, but has room for the tokens that are there, the file asks for too much.
-    """
-    try:
-        return kind._empty(form, max_seq_len, auto, user, tokens)
-    except OutOfMemoryError as error:
-        if max_seq_len is None and tokens:
-            raise
-        if max_seq_len is not None and tokens:
-            kind._empty(form, None, auto, user, tokens)
-        what = "num_layers, num_kv_heads and head_dim" if max_seq_len is None else "max_seq_len"
-        _corrupt(path, f"its {what} ask for memory that no system has: {error}", error)
-
-
-def _read(
-    path: str, file: BinaryIO, tensors: Mapping[str, _Tensor], cache: CacheMethods, length: int
-) -> None:
-    """Read the tokens into the slabs of an empty cache."""
-    for index, layer in enumerate(cache._layers):
-        for name, slab in zip(_memory.Slabs._fields, layer._slabs, strict=True):
-            _read_into(path, file, tensors[f"layers.{index}.{name}"], slab[:length])
-
-
-def _map(
-    path: str, file: BinaryIO, tensors: Mapping[str, _Tensor], cache: CacheMethods, length: int
-) -> None:
-    """Give the layers slabs that are the file itself, private to this process when written."""
-    mapping = mmap_module.mmap(file.fileno(), 0, access=mmap_module.ACCESS_COPY)
-    if len(mapping) < max(tensor.offset + tensor.nbytes for tensor in tensors.values()):
-        _corrupt(path, "it was cut while being read")
-    # Slabs must be followed by readable bytes. The rest of the file's last page is readable.
-    readable = -(-len(mapping) // _memory.PAGE) * _memory.PAGE
-    for index, layer in enumerate(cache._layers):
-        config = replace(layer._config, capacity=length)
-        spare = None  # memory of the usual kind, for a tensor that cannot be used where it lies
-        slabs = []
-        for name, (shape, dtype) in zip(
-            _memory.Slabs._fields, _memory.slab_layout(config), strict=True
-        ):
-            tensor = tensors[f"layers.{index}.{name}"]
-            guarded = tensor.offset + tensor.nbytes + _memory.TAIL_BYTES <= readable
-            if tensor.offset % dtype.itemsize == 0 and guarded:
-                # Without elements NumPy would not take an offset at the very end.
-                slabs.append(
-                    np.ndarray(shape, dtype, mapping, tensor.offset if tensor.nbytes else 0)
-                )
-            else:
-                spare = spare or _memory.reserve_slabs(config)
-                slabs.append(getattr(spare, name))
-                _read_into(path, file, tensor, slabs[-1])
-        layer._bind(_memory.Slabs(*slabs), config)
-
-
-def _loaded_arrays(
-    path: str, file: BinaryIO, tensors: Mapping[str, _Tensor], cache: CacheMethods, length: int
-) -> dict[str, np.ndarray]:
-    """Return every tensor as it now lies in memory; key offsets are read here."""
-    arrays = {}
-    for index, layer in enumerate(cache._layers):
-        for name, slab in zip(_memory.Slabs._fields, layer._slabs, strict=True):
-            arrays[f"layers.{index}.{name}"] = slab[:length]
-    for name, tensor in tensors.items():
-        if name not in arrays:
-            arrays[name] = np.empty(tensor.shape, np.float32)
-            _read_into(path, file, tensor, arrays[name])
-    return arrays
-
-
-def _read_into(path: str, file: BinaryIO, tensor: _Tensor, array: np.ndarray) -> None:
-    if not array.size:
-        return
-    file.seek(tensor.offset)
-    count = file.readinto(array.reshape(-1).view(np.uint8))  # type: ignore[attr-defined]
-    if count != tensor.nbytes:
-        _corrupt(path, f"it ends {tensor.nbytes - count} bytes early: it was cut while being read")
-
-
-def _check_numbers(path: str, name: str, array: np.ndarray) -> None:
-    """Refuse numbers that quantization cannot have produced."""
-    if not array.size:
-        return
-    is_scale = name.endswith("_scales")
-    # As integers, floats with the sign bit are negative: -0.0 too.
-    if is_scale and array.view(f"i{array.itemsize}").min() < 0:
-        _corrupt(path, f"tensor {name} holds a negative scale")
-    low, high = array.min(), array.max()  # these carry a NaN through, and need no memory
-    if array.dtype == np.int8:
-        if low < -127:
-            _corrupt(path, f"tensor {name} holds the code {low}; codes are -127 to 127")
-    elif not (np.isfinite(low) and np.isfinite(high)):
-        _corrupt(path, f"tensor {name} holds a number that is not finite")
-    elif is_scale and high > _MAX_SCALE:
-        _corrupt(path, f"tensor {name} holds the scale {high:g}, of numbers beyond float32")
-
-
-def _check_offset(
-    path: str, index: int, layer: Any, length: int, offset: np.ndarray | None
-) -> None:
-    """Refuse a key offset whose keys lie beyond float32, further than rounding takes them."""
-    slabs = layer._slabs
-    scales = slabs.key_scales[:length]
-    if offset is None or not scales.size:
-        return
-    if 127.0 * float(scales.max()) + float(np.abs(offset).max()) <= _checks.FLOAT32_MAX:
-        return
-    step = layer._block_tokens()
-    for start in range(0, length, step):
-        rows = slice(start, min(length, start + step))
-        keys = quantize.dequantize(
-            slabs.key_codes[rows], scales[rows], layer._config, dtype=np.float64
-        )
-        if np.abs(keys + offset).max() > _checks.FLOAT32_MAX + float(scales[rows].max()):
-            _corrupt(path, f"tensor layers.{index}.key_offset leads to keys beyond float32")
-
-
-# ---- both ----------------------------------------------------------------------------------------
-
-
-def _corrupt(path: str, what: str, cause: Exception | None = None) -> NoReturn:
-    raise CorruptFileError(f"{path}: {what}") from cause
-
-
-def _checked_path(path: Any) -> str:
+def checked_path(path: Any) -> str:
     try:
         text = os.fsdecode(path)
     except TypeError:
         raise InvalidArgumentError(
-            f"path must be a str or a path, not {_checks.describe(path)}"
+            f"path must be a str or a path, not {checks.describe(path)}"
         ) from None
     if not text or "\0" in text:
         raise InvalidArgumentError(f"path must name a file, not {text!r}")
     return text
 
 
-def _safetensors() -> Any:
+def safetensors_package() -> Any:
     try:
         import safetensors
     except ModuleNotFoundError as error:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import weakref
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
+from kvedge.core.config import LayerConfig
+from kvedge.core.formats import FORMATS
 from kvedge.errors import InvalidArgumentError, StaleSnapshotError
-
-if TYPE_CHECKING:
-    from kvedge._cache import CacheMethods
 
 __all__ = ["CacheContents", "CacheFormat", "KvCacheSnapshot", "LayerContents", "OverwriteLog"]
 
@@ -24,16 +23,39 @@ class CacheFormat:
     num_layers: int
     num_kv_heads: int
     head_dim: int
-    dtype: str  # "int8" or "float32"
+    dtype: str
     group_size: int  # channels that share a scale
-    scale_dtype: str  # "float32" or "float16"
+    scale_dtype: str
+
+    @classmethod
+    def of(cls, num_layers: int, config: LayerConfig) -> CacheFormat:
+        """The format of layers as in `config`."""
+        return cls(
+            num_layers,
+            config.num_kv_heads,
+            config.head_dim,
+            config.dtype,
+            config.group_size,
+            config.scale_dtype,
+        )
+
+    def layer_config(self, capacity: int) -> LayerConfig:
+        """The config of each layer, with room for `capacity` tokens."""
+        return LayerConfig(
+            self.dtype,
+            capacity,
+            self.num_kv_heads,
+            self.head_dim,
+            self.group_size,
+            self.scale_dtype,
+        )
 
     def __str__(self) -> str:
         text = (
             f"{self.num_layers} layers x {self.num_kv_heads} KV heads x {self.head_dim}, "
             f"{self.dtype}"
         )
-        if self.dtype == "float32":
+        if not FORMATS[self.dtype].has_scales:
             return text
         return f"{text} in groups of {self.group_size} with {self.scale_dtype} scales"
 
@@ -42,8 +64,8 @@ class CacheFormat:
 class LayerContents:
     """The tokens of one layer as they are stored, with nothing of the memory beyond them."""
 
-    key_codes: np.ndarray  # (tokens, num_kv_heads, head_dim) int8 or float32
-    value_codes: np.ndarray  # (tokens, num_kv_heads, head_dim) int8 or float32
+    key_codes: np.ndarray  # (tokens, num_kv_heads, codes per row)
+    value_codes: np.ndarray  # (tokens, num_kv_heads, codes per row)
     key_scales: np.ndarray  # (tokens, num_kv_heads, num_groups) float32 or float16
     value_scales: np.ndarray  # (tokens, num_kv_heads, num_groups) float32 or float16
     key_offset: np.ndarray | None  # (num_kv_heads, head_dim) float32
@@ -107,6 +129,13 @@ class OverwriteLog:
         return after < len(positions) and positions[after] < length
 
 
+class _Marked(Protocol):
+    """What a mark asks its cache."""
+
+    def _is_stale(self, snapshot: KvCacheSnapshot) -> bool: ...
+    def _contents_at(self, snapshot: KvCacheSnapshot) -> CacheContents: ...
+
+
 class KvCacheSnapshot:
     """A moment of a :class:`kvedge.KVCache`, made by its ``snapshot()``.
 
@@ -119,7 +148,7 @@ class KvCacheSnapshot:
 
     __slots__ = ("_cache", "_contents", "_epoch", "_length", "_pending")
 
-    _cache: weakref.ref[CacheMethods] | None  # None once detached
+    _cache: weakref.ref[_Marked] | None  # None once detached
     _contents: CacheContents | None  # None while a mark
     _epoch: int  # of the cache, when the mark was made
     _length: int
@@ -130,7 +159,7 @@ class KvCacheSnapshot:
 
     @classmethod
     def _mark(
-        cls, cache: CacheMethods, epoch: int, length: int, pending: tuple[int, ...]
+        cls, cache: _Marked, epoch: int, length: int, pending: tuple[int, ...]
     ) -> KvCacheSnapshot:
         self = cls.__new__(cls)
         self._cache = weakref.ref(cache)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvedge import _backend
+from kvedge.backends import select
 
 __all__ = [
     "CacheLevel",
@@ -181,8 +181,8 @@ def read_bandwidth(
     if megabytes is None:
         megabytes = _bandwidth_megabytes()
     try:
-        # Not through kvedge._backend: what the memory can do does not depend on the backend chosen.
-        measure = importlib.import_module("kvedge._native").read_bandwidth
+        # Whatever the backend chosen: what the memory can do does not depend on it.
+        measure = importlib.import_module("kvedge.backends.native").read_bandwidth
     except (ImportError, AttributeError):
         rate = _numpy_bandwidth(num_threads, megabytes, repeats)
         return ReadBandwidth(num_threads, rate, "numpy")
@@ -214,9 +214,9 @@ def product_rate(
     ProductRate or None
         None on the NumPy backend, which has no such kernels.
     """
-    if _backend.backend != "native":
+    if select.backend != "native":
         return None
-    native = importlib.import_module("kvedge._native")
+    native = importlib.import_module("kvedge.backends.native")
     rate = native.product_rate(num_threads, products, repeats)
     return ProductRate(num_threads, float(rate), native.isa_name())
 

@@ -13,8 +13,8 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from kvedge._checks import as_int
-from kvedge._options import MAX_THREADS
+from kvedge.core.checks import as_int
+from kvedge.core.options import MAX_THREADS
 from kvedge.errors import InvalidArgumentError
 
 __all__ = ["default_num_threads", "get_num_threads", "set_num_threads"]

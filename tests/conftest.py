@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import kvedge
+from kvedge.core.formats import FORMATS
 
 SLOW = os.environ.get("KVEDGE_SLOW") == "1"
 NO_SUBPROCESS = os.environ.get("KVEDGE_NO_SUBPROCESS") == "1"
@@ -54,13 +55,13 @@ def rng(request):
     return np.random.default_rng(zlib.crc32(request.node.name.encode()))
 
 
-@pytest.fixture(params=["int8", "float32"])
+@pytest.fixture(params=FORMATS)
 def layer_class(request):
-    """Both kinds of layer, for promises that do not depend on the storage format."""
-    return {"int8": kvedge.QuantizedKvLayer, "float32": kvedge.Float32KvLayer}[request.param]
+    """Each kind of layer, for promises that do not depend on the storage format."""
+    return kvedge.KVCache._layer_types[request.param]
 
 
-@pytest.fixture(params=["int8", "float32"])
+@pytest.fixture(params=FORMATS)
 def dtype(request):
     """The storage format of a KVCache."""
     return request.param

@@ -114,7 +114,7 @@ def logits(
     scale=None,
     causal=True,
     window=None,
-    sinks=None,
+    sink_tokens=0,
     softcap=None,
     mask=None,
     alibi_slopes=None,
@@ -138,26 +138,25 @@ def logits(
         if mask.ndim == 2 and n == 1 and mask.shape[0] == num_heads:
             mask = mask[:, None, :]  # (N, len) for a single query row
         s = np.where(mask, s, -np.inf) if mask.dtype == bool else s + mask.astype(np.float64)
-    sink_tokens = sinks if isinstance(sinks, int) else 0
     return np.where(visible_tokens(n, length, causal, window, sink_tokens), s, -np.inf)
 
 
-def attention(query, keys, values, *, sinks=None, **options):
+def attention(query, keys, values, *, sink_logits=None, **options):
     """Attention in float64.
 
     ``query`` (N, D) for the last token stored or (n, N, D) for the last n; ``keys`` and ``values``
-    (len, H, D). ``sinks``: int, the first tokens that stay visible besides the window, or (N,)
-    learned sink logits. Returns ``out`` in the shape of the query and ``lse`` (N,) or (n, N), the
-    natural logarithm of the softmax denominator (learned sinks included).
+    (len, H, D). ``sink_logits``: (N,), each joins a head's softmax denominator. Returns ``out`` in
+    the shape of the query and ``lse`` (N,) or (n, N), the natural logarithm of the softmax
+    denominator (learned sinks included).
     """
     rows = query if query.ndim == 3 else query[None]
-    s = logits(rows, keys, sinks=sinks, **options)  # (N, n, len)
+    s = logits(rows, keys, **options)  # (N, n, len)
     num_heads, n, length = s.shape
     num_kv_heads = keys.shape[1]
 
     sink = np.full((num_heads, 1), -np.inf)
-    if sinks is not None and not isinstance(sinks, int):
-        sink = np.asarray(sinks, np.float64)[:, None]
+    if sink_logits is not None:
+        sink = np.asarray(sink_logits, np.float64)[:, None]
     peak = np.maximum(s.max(axis=-1), sink)  # (N, n)
     anchor = np.where(np.isfinite(peak), peak, 0)
     weight = np.exp(s - anchor[..., None])

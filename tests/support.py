@@ -9,6 +9,10 @@ import reference
 
 import kvedge
 from kvedge import errors
+from kvedge.core.formats import FORMATS
+
+#: Names of the storage formats without scales, and so without options.
+PLAIN = [name for name, form in FORMATS.items() if not form.has_scales]
 
 # ------------------------------------------------------------------------------------------------
 # Rows

@@ -114,7 +114,7 @@ def test_too_little_memory_is_said_with_both_numbers():
 def test_a_competitor_without_room_is_left_out_with_a_note(monkeypatch):
     monkeypatch.setattr(contest.system, "machine", lambda: _machine(32 << 20, 100 << 20))
     conditions = contest.Conditions(_machine(32 << 20, 100 << 20), 3, 1.0, hot=False)
-    with pytest.raises(kvedge.cli.exits.CommandError, match="of memory"):
+    with pytest.raises(kvedge.console.exits.CommandError, match="of memory"):
         contest.enter([KvedgeInt8()], workload.make_workload(SMALL, 16), 1, conditions)
     conditions = contest.Conditions(_machine(32 << 20, 100 << 20), 3, 1.0, hot=True)
     monkeypatch.setattr(quantizers.kvedge, "set_num_threads", lambda count: None)

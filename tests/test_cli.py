@@ -9,7 +9,8 @@ import sys
 import pytest
 
 import kvedge
-from kvedge.cli import app, exits, main, output, plan
+from kvedge.cli import app, main, plan
+from kvedge.console import exits, output
 
 PLAN = ["plan", "--layers", "2", "--kv-heads", "4", "--head-dim", "64", "--context", "100"]
 
@@ -176,8 +177,15 @@ def _run(*arguments, **options):
     return subprocess.run(command, timeout=60, check=False, **options)
 
 
+# What pip writes to bin/kvedge, but for the name of the program.
+CONSOLE_SCRIPT = """
+import sys
+sys.argv[0] = "/usr/bin/kvedge"
+from kvedge.cli import main
+sys.exit(main())
+"""
 STARTS = {
-    "console script": ["-c", "import sys; sys.argv[0] = '/usr/bin/kvedge'; import kvedge"],
+    "console script": ["-c", CONSOLE_SCRIPT],
     "python -m": ["-m", "kvedge", "info"],
 }
 BAD_SETTINGS = [

@@ -14,7 +14,8 @@ from kvedge import system
 from kvedge.bench import contest, copies, push
 from kvedge.bench.catalog import BENCHMARKS
 from kvedge.bench.peers import PEER_NAMES, VARIANT_NAMES
-from kvedge.cli import exits, main
+from kvedge.cli import main
+from kvedge.console import exits
 
 # One small layer, in the caches, three rounds: about a tenth of a second per case.
 TINY = ["--shape", "4,2,16", "--hot", "--rounds", "3"]

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import kvedge
-from kvedge.cli import compare, exits, main, output, resume
+from kvedge.cli import compare, main, resume
+from kvedge.console import exits, output
 from kvedge.data import STORIES_MODEL, STORIES_TOKENIZER
 from kvedge.llama import LlamaModel
 

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 import kvedge
-from kvedge import _memory, system
-from kvedge.cli import exits, info, main
-from kvedge.cli.output import Output
+from kvedge import system
+from kvedge.cli import info, main
+from kvedge.console import exits
+from kvedge.console.output import Output
+from kvedge.core import memory
 
 ROOT = Path(__file__).parents[1]
 
@@ -62,8 +64,10 @@ def _obstacles(monkeypatch, **isa):
 def test_what_stands_in_the_way_of_the_compiled_backend(monkeypatch):
     monkeypatch.delenv("KVEDGE_BACKEND", raising=False)
     monkeypatch.setattr(info.shutil, "which", lambda name: None)
-    found = _obstacles(monkeypatch, backend="numpy", reason="no module named kvedge._native")
-    assert "no module named kvedge._native" in found[0]["what"]
+    found = _obstacles(
+        monkeypatch, backend="numpy", reason="no module named kvedge.backends.native"
+    )
+    assert "no module named kvedge.backends.native" in found[0]["what"]
     assert "compiler" in found[0]["remedy"]
     monkeypatch.setattr(info.shutil, "which", lambda name: f"/usr/bin/{name}")
     found = _obstacles(monkeypatch, backend="numpy", reason="...")
@@ -192,7 +196,7 @@ def test_how_fast_kernels_multiply_is_measured(num_threads):
 
 
 def test_whether_huge_pages_are_given_is_measured():
-    share = _memory.huge_page_share()
+    share = memory.huge_page_share()
     assert share is None or 0 <= share <= 0.75
     policy = system.machine().huge_pages
     if share is not None and policy is not None and policy.policy == "never":

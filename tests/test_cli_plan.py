@@ -8,10 +8,11 @@ import json
 import pytest
 
 import kvedge
-from kvedge.cli import exits, main
-from kvedge.cli.exits import CommandError
+from kvedge.cli import main
 from kvedge.cli.shape import shape_from_hf_config
-from kvedge.cli.sizes import format_size, parse_size
+from kvedge.console import exits
+from kvedge.console.exits import CommandError
+from kvedge.console.sizes import format_size, parse_size
 from kvedge.data import STORIES_MODEL
 
 LLAMA_1B = ["--layers", "16", "--kv-heads", "8", "--head-dim", "64", "--context", "1000"]

@@ -56,7 +56,7 @@ def test_attention_weights_by_the_exponential():
     out, lse = reference.attention(query, keys, values, scale=1)
     np.testing.assert_allclose(out, [[7.0]])
     np.testing.assert_allclose(lse, [np.log(4)])
-    out, lse = reference.attention(query, keys, values, scale=1, sinks=np.log([4.0]))
+    out, lse = reference.attention(query, keys, values, scale=1, sink_logits=np.log([4.0]))
     np.testing.assert_allclose(out, [[3.5]])
     np.testing.assert_allclose(lse, [np.log(8)])
     out, _ = reference.attention(query, keys, values, scale=1, mask=np.array([True, False]))

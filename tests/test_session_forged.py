@@ -384,5 +384,5 @@ def test_forged_files_have_the_digest_that_fits(path, rng):
     saved = path.read_bytes()
     forge(path)
     assert cache_content(KVCache.load(path)) == cache_content(cache)
-    assert session._digest.__module__ == "kvedge.session"
+    assert session.digest.__module__ == "kvedge.session"
     assert len(saved) == len(path.read_bytes())

@@ -235,7 +235,7 @@ def test_isa_info_says_what_runs():
 
 
 def test_public_classes_are_of_the_backend():
-    wanted = "kvedge._native" if HAS_NATIVE else "kvedge._numpy"
+    wanted = "kvedge.backends.native" if HAS_NATIVE else "kvedge.backends.numpy"
     for cls in (kvedge.KVCache, kvedge.QuantizedKvLayer, kvedge.Float32KvLayer):
         assert cls.__module__.startswith(wanted)
 
@@ -263,7 +263,7 @@ def test_an_unknown_backend_is_refused():
 
 NO_EXTENSION = """
     import sys
-    sys.modules["kvedge._native"] = None  # importing it now fails
+    sys.modules["kvedge.backends.native"] = None  # importing it now fails
     import kvedge
     print(kvedge.backend, kvedge.isa_info()["reason"])
     print(len(kvedge.KVCache(1, 1, 8)))
@@ -274,7 +274,7 @@ NO_EXTENSION = """
 def test_without_the_extension_numpy_runs_and_says_why():
     result = run(NO_EXTENSION)
     assert result.stdout.startswith("numpy the compiled extension did not load"), result.stderr
-    assert "kvedge._native" in result.stdout
+    assert "kvedge.backends.native" in result.stdout
 
 
 @pytest.mark.subprocess
@@ -282,7 +282,7 @@ def test_the_extension_forced_but_absent_is_an_error():
     result = run(NO_EXTENSION, KVEDGE_BACKEND="native")
     message = result.stderr.splitlines()[-1]
     assert message.startswith("kvedge.errors.BackendUnavailableError"), result.stderr
-    assert "KVEDGE_BACKEND=native" in message and "kvedge._native" in message
+    assert "KVEDGE_BACKEND=native" in message and "kvedge.backends.native" in message
 
 
 @pytest.mark.subprocess

@@ -3,9 +3,12 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
+
+from kvedge.core import formats, types
 
 pytest.importorskip("mypy")
 
@@ -22,7 +25,7 @@ kv = np.zeros((2, 8), np.float32)
 layer = QuantizedKvLayer(16, 2, 8, group_size=4, scale_dtype="float16")
 layer.push(kv, kv)
 layer.extend(kv[np.newaxis], kv[np.newaxis])
-out: np.ndarray = layer.attend(kv, scale=0.5, window=4, sinks=1)
+out: np.ndarray = layer.attend(kv, scale=0.5, window=4, sink_tokens=1)
 out, lse = layer.attend(kv, return_lse=True)
 scores: np.ndarray = layer.scores(kv, scale=0.5)
 length: int = len(layer)
@@ -80,6 +83,29 @@ text: str = layer.attend(np.zeros((2, 8), np.float32))
 KVCache(1, 2, 8).atend(0, np.zeros((2, 8), np.float32))
 """
 
+# Options that there are not, or of another type, wherever there is an attend or scores.
+WRONG_OPTIONS = """
+import numpy as np
+import kvedge
+
+q = np.zeros((2, 8), np.float32)
+layer = kvedge.QuantizedKvLayer(16, 2, 8)
+cache = kvedge.KVCache(1, 2, 8)
+paged = kvedge.PagedKvCache(kvedge.KvBlockPool(4, 16, 1, 2, 8))
+layer.attend(q, sinks=1)
+layer.attend(q, windows=3)
+layer.scores(q, window=3)
+cache.attend(0, q, sinks=1)
+cache.attend(0, q, window="3")
+cache.scores(0, q, window=3)
+paged.attend(0, 0, q, sink_token=1)
+paged.attend_batch([0], 0, q[np.newaxis], mask=q)
+kvedge.KVCache(1, 2, 8, dtype="int9")
+kvedge.KVCache.with_capacity(1, 2, 8, 4, dtype="int9")
+kvedge.QuantizedKvLayer(1, 2, 8, scale_dtype="float64")
+kvedge.KvBlockPool(4, 16, 1, 2, 8, dtype="int9")
+"""
+
 
 def mypy(code, folder):
     script = folder / "user.py"
@@ -102,6 +128,19 @@ def mypy(code, folder):
 def test_a_users_script_passes_mypy_strict(tmp_path):
     done = mypy(USER_CODE, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_names_of_dtypes_are_those_of_the_formats():
+    assert get_args(types.Dtype) == tuple(formats.FORMATS)
+    assert get_args(types.ScaleDtype) == tuple(formats.SCALE_TYPES)
+
+
+@pytest.mark.subprocess
+def test_options_that_there_are_not_are_seen(tmp_path):
+    done = mypy(WRONG_OPTIONS, tmp_path)
+    lines = [line for line in done.stdout.splitlines() if ": error:" in line]
+    found = {int(line.split(":")[1]) for line in lines}
+    assert found == set(range(9, 21)), done.stdout + done.stderr
 
 
 @pytest.mark.subprocess

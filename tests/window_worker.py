@@ -11,6 +11,7 @@ import mmap
 import numpy as np
 
 import kvedge
+from kvedge.core.formats import FORMATS
 
 LENGTH = 30_000
 SLACK = 256  # tokens: whole tiles are read
@@ -23,7 +24,7 @@ mprotect.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 def protect(layer, first, stop, access):
     """Set the access to the whole pages of tokens first..stop-1 in all slabs."""
     arrays = [layer.key_codes, layer.value_codes]
-    if layer.dtype == "int8":
+    if FORMATS[layer.dtype].has_scales:
         arrays += [layer.key_scales, layer.value_scales]
     for array in arrays:
         token = array.nbytes // len(layer)
@@ -40,11 +41,11 @@ def main():
         layer.extend(*rng.standard_normal((2, LENGTH, 2, 64), np.float32))
         for rows in (1, 7, 100):
             query = rng.standard_normal((rows, 8, 64), np.float32)
-            for options in ({"window": 50}, {"window": 1000}, {"window": 1000, "sinks": 70}):
+            for options in ({"window": 50}, {"window": 1000}, {"window": 1000, "sink_tokens": 70}):
                 print(layer_class.__name__, rows, "rows", options, flush=True)
                 expected = layer.attend(query, **options)
                 first_seen = LENGTH - rows + 1 - options["window"]
-                outside = (options.get("sinks", 0) + SLACK, first_seen - SLACK)
+                outside = (options.get("sink_tokens", 0) + SLACK, first_seen - SLACK)
                 protect(layer, *outside, PROT_NONE)
                 out = layer.attend(query, **options)
                 protect(layer, *outside, PROT_READ_WRITE)

@@ -84,7 +84,7 @@ def print_precision() -> None:
     print("|:--|--:|--:|--:|--:|--:|")
     for isa in kvedge.isa_info()["available"]:
         if kvedge.backend == "native":
-            kvedge._native.select_isa(isa)
+            kvedge.backends.native.select_isa(isa)
         for spread in SPREADS:
             found = [
                 precision_errors(seed, head_dim, group, rows, spread)

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import kvedge
 from kvedge.bench import plotting
 from kvedge.bench.report import save_report
-from kvedge.cli.exits import INTERRUPTED, OK
-from kvedge.cli.output import Output, print_json
+from kvedge.console.exits import INTERRUPTED, OK
+from kvedge.console.output import Output, print_json
 
 __all__ = ["Benchmark", "measuring", "present", "progress", "run_benchmark"]
 

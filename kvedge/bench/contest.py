@@ -14,7 +14,7 @@ from kvedge.bench.roundrobin import BandwidthProbe, ProductProbe, TimedCalls, ro
 from kvedge.bench.shapes import AttentionShape
 from kvedge.bench.statistics import Spread, spread_of
 from kvedge.bench.workload import Workload, make_workload
-from kvedge.cli.exits import CommandError
+from kvedge.console.exits import CommandError
 
 __all__ = [
     "Conditions",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvedge import system
-from kvedge.cli.exits import CommandError
-from kvedge.cli.sizes import format_size
+from kvedge.console.exits import CommandError
+from kvedge.console.sizes import format_size
 
 __all__ = [
     "COLD_BYTES",

@@ -26,8 +26,8 @@ from kvedge.bench.report import (
 )
 from kvedge.bench.roundrobin import BandwidthProbe, round_robin
 from kvedge.bench.statistics import spread_of
-from kvedge.cli.output import Output
-from kvedge.cli.sizes import format_rate
+from kvedge.console.output import Output
+from kvedge.console.sizes import format_rate
 
 NAME = "decode"
 SUMMARY = "attention of one token over a long cache, against the peers"

@@ -10,6 +10,7 @@ import ctypes
 import functools
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 __all__ = ["F16", "F32", "Q8_0", "Ggml", "library_folder", "load"]
 
@@ -70,17 +71,17 @@ class Ggml:
                 function.restype, function.argtypes = result, arguments
                 setattr(self, name, function)
 
-    def __getattr__(self, name: str):  # for type checkers: what the loop above has set
+    def __getattr__(self, name: str) -> Any:  # for type checkers: what the loop above has set
         raise AttributeError(name)
 
     def new_context(self, size: int) -> int:
         """Return a context with ``size`` bytes for tensors and graphs."""
-        context = self.init(_InitParams(size, None, False))
+        context: int = self.init(_InitParams(size, None, False))
         if not context:
             raise MemoryError(f"ggml got no {size} bytes")
         return context
 
-    def from_float(self, kind: int):
+    def from_float(self, kind: int) -> Any:
         """Return the CPU's conversion ``(source, target, count)`` of float32 to a type."""
         return self.get_type_traits_cpu(kind).contents.from_float
 

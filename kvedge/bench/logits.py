@@ -21,9 +21,9 @@ from kvedge.bench.roundrobin import TimedCalls, round_robin
 from kvedge.bench.shapes import SHAPES, AttentionShape
 from kvedge.bench.statistics import against_first
 from kvedge.bench.workload import Workload, make_workload
-from kvedge.cli.exits import CommandError
-from kvedge.cli.output import Output
-from kvedge.cli.values import positive_int
+from kvedge.console.exits import CommandError
+from kvedge.console.output import Output
+from kvedge.console.values import positive_int
 
 NAME = "logits"
 SUMMARY = "what softcap, ALiBi, masks, biases, windows and sinks cost"
@@ -120,7 +120,7 @@ def _variants(workload: Workload) -> dict[str, dict[str, Any]]:
         "ALiBi": {"alibi_slopes": slopes.astype(np.float32)},
         "boolean mask": {"mask": mask},
         "float mask": {"mask": rng.standard_normal(seen, np.float32)},
-        "learned sinks": {"sinks": np.zeros(num_heads, np.float32)},
+        "learned sinks": {"sink_logits": np.zeros(num_heads, np.float32)},
         "window of half": {"window": max(1, workload.context // 2)},
     }
 

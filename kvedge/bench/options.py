@@ -6,10 +6,10 @@ import argparse
 import functools
 from collections.abc import Sequence
 
-from kvedge._options import MAX_THREADS
 from kvedge.bench.peers import PEER_NAMES, VARIANT_NAMES
 from kvedge.bench.shapes import CONTEXTS, SHAPES, AttentionShape, parse_shape
-from kvedge.cli.values import non_negative_int, positive_int
+from kvedge.console.values import non_negative_int, positive_int
+from kvedge.core.options import MAX_THREADS
 
 __all__ = [
     "add_contexts",

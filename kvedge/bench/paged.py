@@ -22,9 +22,9 @@ from kvedge.bench.roundrobin import TimedCalls, round_robin
 from kvedge.bench.shapes import SHAPES, AttentionShape
 from kvedge.bench.statistics import against_first
 from kvedge.bench.workload import Workload, make_workload
-from kvedge.cli.exits import CommandError
-from kvedge.cli.output import Output
-from kvedge.cli.values import positive_int
+from kvedge.console.exits import CommandError
+from kvedge.console.output import Output
+from kvedge.console.values import positive_int
 
 NAME = "paged"
 SUMMARY = "sequences in blocks of a pool, against the same tokens in one piece"

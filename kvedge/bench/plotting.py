@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvedge.bench.shapes import AttentionShape
-from kvedge.cli.exits import UsageError
+from kvedge.console.exits import UsageError
 from kvedge.errors import MissingExtraError
 
 __all__ = ["draw_bars", "draw_limit", "grid", "require", "save_figure", "style_of"]

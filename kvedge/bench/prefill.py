@@ -35,8 +35,8 @@ from kvedge.bench.roundrobin import TimedCalls, round_robin
 from kvedge.bench.shapes import AttentionShape
 from kvedge.bench.statistics import spread_of
 from kvedge.bench.workload import make_workload
-from kvedge.cli.output import Output
-from kvedge.cli.values import positive_int
+from kvedge.console.output import Output
+from kvedge.console.values import positive_int
 
 NAME = "prefill"
 SUMMARY = "attention of a prompt's tokens over what is stored, against the peers"

@@ -19,8 +19,8 @@ from kvedge.bench.report import header, print_by_shape, timing_rows
 from kvedge.bench.roundrobin import TimedCalls, round_robin
 from kvedge.bench.shapes import SHAPES, AttentionShape
 from kvedge.bench.statistics import spread_of
-from kvedge.cli.output import Output
-from kvedge.cli.values import positive_int
+from kvedge.console.output import Output
+from kvedge.console.values import positive_int
 
 NAME = "push"
 SUMMARY = "GB/s of float32 keys and values taken in: one token, and a prompt's"

@@ -15,9 +15,9 @@ import kvedge
 from kvedge import system
 from kvedge.bench.peers import Competitor
 from kvedge.bench.shapes import AttentionShape
-from kvedge.cli.exits import CommandError
-from kvedge.cli.output import Output
-from kvedge.cli.sizes import format_size
+from kvedge.console.exits import CommandError
+from kvedge.console.output import Output
+from kvedge.console.sizes import format_size
 
 __all__ = [
     "FORMAT",

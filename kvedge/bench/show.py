@@ -8,8 +8,8 @@ from kvedge.bench import plotting
 from kvedge.bench.benchmark import present
 from kvedge.bench.catalog import BENCHMARKS
 from kvedge.bench.report import load_report
-from kvedge.cli.exits import OK, CommandError
-from kvedge.cli.output import Output
+from kvedge.console.exits import OK, CommandError
+from kvedge.console.output import Output
 
 NAME = "show"
 SUMMARY = "the tables and the plot of a saved run"

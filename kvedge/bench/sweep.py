@@ -20,8 +20,8 @@ from kvedge.bench.roundrobin import TimedCalls, round_robin
 from kvedge.bench.shapes import CONTEXTS, SHAPES, AttentionShape
 from kvedge.bench.statistics import Line, fit_line, spread_of
 from kvedge.bench.workload import make_workload
-from kvedge.cli.exits import UsageError
-from kvedge.cli.output import Output
+from kvedge.console.exits import UsageError
+from kvedge.console.output import Output
 
 NAME = "sweep"
 SUMMARY = "time against context, and how straight a line it is"

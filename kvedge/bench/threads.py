@@ -20,7 +20,7 @@ from kvedge.bench.roundrobin import Sampler, round_robin
 from kvedge.bench.shapes import SHAPES, AttentionShape
 from kvedge.bench.statistics import spread_of
 from kvedge.bench.workload import make_workload
-from kvedge.cli.output import Output
+from kvedge.console.output import Output
 
 NAME = "threads"
 SUMMARY = "1 to n threads, on an idle machine and with one core kept busy"

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+
+import kvedge
+from kvedge.console import exits
 
 __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the ``kvedge`` command; see :func:`kvedge.cli.app.main`."""
-    from kvedge.cli import app  # not at import: kvedge itself imports this package's exit codes
+    if kvedge._failure is not None:  # no backend, so no app either
+        print(f"kvedge: {exits.message_of(kvedge._failure)}", file=sys.stderr)
+        return exits.code_of(kvedge._failure)
+    from kvedge.cli import app
 
     return app.main(argv)

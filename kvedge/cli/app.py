@@ -9,8 +9,9 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from kvedge.cli import bench, exits, generate, info, plan
-from kvedge.cli.output import Output
+from kvedge.cli import bench, generate, info, plan
+from kvedge.console import exits
+from kvedge.console.output import Output
 from kvedge.errors import KvedgeError
 
 # Each has NAME, SUMMARY, DESCRIPTION, EXAMPLES, add_options(parser), run(options, output) -> code.
@@ -68,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns
     -------
     int
-        The exit code (:mod:`kvedge.cli.exits`). No exception leaves this function.
+        The exit code (:mod:`kvedge.console.exits`). No exception leaves this function.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     _allow_any_text(sys.stdout, sys.stderr)
@@ -98,7 +99,8 @@ def _run(arguments: list[str]) -> int:
     if options.command is None:
         parser.print_help(sys.stderr)
         return exits.USAGE
-    return options.run(options, Output())
+    code: int = options.run(options, Output())
+    return code
 
 
 def _report(error: Exception, *, debug: bool) -> int:

@@ -6,8 +6,11 @@ import argparse
 import functools
 from typing import Any
 
-from kvedge.cli import exits
-from kvedge.cli.output import Output
+from kvedge.bench import show
+from kvedge.bench.benchmark import run_benchmark
+from kvedge.bench.catalog import BENCHMARKS
+from kvedge.console import exits
+from kvedge.console.output import Output
 
 NAME = "bench"
 SUMMARY = "measure this machine: kvedge, its peers, and the speed of memory"
@@ -26,11 +29,6 @@ EXAMPLES = """\
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the benchmarks."""
-    # Here and not above: kvedge.bench uses modules of this package, which imports this one.
-    from kvedge.bench import show
-    from kvedge.bench.benchmark import run_benchmark
-    from kvedge.bench.catalog import BENCHMARKS
-
     names = parser.add_subparsers(
         dest="benchmark", metavar="BENCHMARK", title="benchmarks", required=True
     )
@@ -41,7 +39,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_parser(names: Any, module: Any) -> argparse.ArgumentParser:
-    parser = names.add_parser(
+    parser: argparse.ArgumentParser = names.add_parser(
         module.NAME,
         help=module.SUMMARY,
         description=module.DESCRIPTION,

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import kvedge
-from kvedge.cli.exits import OK, UsageError
 from kvedge.cli.figures import cache_figures
-from kvedge.cli.output import Output, print_json
-from kvedge.cli.sizes import format_size
+from kvedge.console.exits import OK, UsageError
+from kvedge.console.output import Output, print_json
+from kvedge.console.sizes import format_size
 
 _CHUNK = 512  # prompt tokens at once, as in generate()
 
@@ -190,7 +190,7 @@ def _token_at(tokenizer: Any, tokens: list[int], index: int | None) -> str | Non
     """Return the text of a token; None where there is none, or the text ended instead."""
     if index is None or index >= len(tokens):
         return None
-    return tokenizer.piece(tokens[index]).decode("utf-8", "replace")
+    return str(tokenizer.piece(tokens[index]).decode("utf-8", "replace"))
 
 
 def _print(report: dict[str, Any], output: Output) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvedge.cli.shape import CacheShape
-from kvedge.cli.sizes import format_size
+from kvedge.console.sizes import format_size
+from kvedge.core.formats import FORMATS
 
 if TYPE_CHECKING:
     from kvedge import KVCache
@@ -19,7 +20,7 @@ def cache_figures(cache: KVCache) -> dict[str, Any]:
     fp32 = len(cache) * shape.bytes_per_token("float32")
     return {
         "dtype": cache.dtype,
-        "group_size": cache.group_size if cache.dtype == "int8" else None,
+        "group_size": cache.group_size if FORMATS[cache.dtype].has_scales else None,
         "tokens": len(cache),
         "used_bytes": cache.used_bytes,
         "fp32_bytes": fp32,
@@ -31,7 +32,7 @@ def cache_figures(cache: KVCache) -> dict[str, Any]:
 def describe_cache(figures: dict[str, Any]) -> str:
     """Return :func:`cache_figures` in words."""
     text = f"{figures['dtype']}, {figures['tokens']} tokens in {format_size(figures['used_bytes'])}"
-    if figures["dtype"] == "float32" or not figures["ratio"]:
+    if FORMATS[figures["dtype"]].is_float32 or not figures["ratio"]:
         return text
     return f"{text}; float32: {format_size(figures['fp32_bytes'])}, {figures['ratio']:.2f}x"
 

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import kvedge
 from kvedge.cli import compare, resume
-from kvedge.cli.exits import INTERRUPTED, OK, UsageError
 from kvedge.cli.figures import cache_figures, describe_cache, tokens_and_speed
-from kvedge.cli.output import Output, print_json
-from kvedge.cli.values import non_negative_float, non_negative_int, positive_int, probability
+from kvedge.console.exits import INTERRUPTED, OK, UsageError
+from kvedge.console.output import Output, print_json
+from kvedge.console.values import non_negative_float, non_negative_int, positive_int, probability
+from kvedge.core.formats import FORMATS
 
 if TYPE_CHECKING:
     from kvedge import KVCache
@@ -72,7 +73,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     cache = parser.add_argument_group("cache")
     cache.add_argument(
         "--cache",
-        choices=("int8", "float32"),
+        choices=tuple(FORMATS),
         help="how keys and values are stored (default: int8)",
     )
     cache.add_argument(
@@ -130,8 +131,9 @@ def run(options: argparse.Namespace, output: Output) -> int:
 
 def _check(options: argparse.Namespace) -> None:
     """Refuse combinations that make no sense."""
-    if options.group_size is not None and options.cache == "float32":
-        raise UsageError("--group-size is for --cache int8: float32 has no scales")
+    if options.group_size is not None and options.cache and not FORMATS[options.cache].has_scales:
+        scaled = " or ".join(form.name for form in FORMATS.values() if form.has_scales)
+        raise UsageError(f"--group-size is for --cache {scaled}: {options.cache} has no scales")
     if options.tokenizer is not None and options.model is None:
         raise UsageError("--tokenizer needs --model: the built-in model has its own")
     if options.compare:
@@ -236,7 +238,8 @@ class _Run:
     def _prompt_tokens(self) -> list[int]:
         prompt = self.options.prompt
         if not self.saved.tokens:
-            return self.tokenizer.encode(prompt or "")
+            ids: list[int] = self.tokenizer.encode(prompt or "")
+            return ids
         # A continuation: no BOS, and no space that the text does not have.
         return self.tokenizer.encode(prompt, bos=False, space_prefix=False) if prompt else []
 

@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 
 import kvedge
-from kvedge import _memory, system
-from kvedge.cli.exits import OK
-from kvedge.cli.output import Output, print_json
-from kvedge.cli.sizes import format_rate, format_size
+from kvedge import system
+from kvedge.console.exits import OK
+from kvedge.console.output import Output, print_json
+from kvedge.console.sizes import format_rate, format_size
+from kvedge.core import memory
 
 NAME = "info"
 SUMMARY = "backend, instruction set, threads, memory speed, what is missing"
@@ -99,7 +100,7 @@ def collect(output: Output, *, bandwidth: bool) -> dict[str, Any]:
         "numpy": np.__version__,
         "extras": {name: not missing for name, missing in extras.items()},
         "machine": asdict(here),
-        "huge_page_share": _memory.huge_page_share(),
+        "huge_page_share": memory.huge_page_share(),
         "read_bandwidth": measured,
         "obstacles": _obstacles(isa, here, extras),
     }
@@ -162,7 +163,7 @@ def _remedy_for_numpy() -> str:
 
 def _best(isa: Mapping[str, Any]) -> str:
     """Return the fastest kernels that this CPU runs: they are listed slowest first."""
-    return isa["available"][-1]
+    return str(isa["available"][-1])
 
 
 def _kvedge_rows(facts: Mapping[str, Any]) -> list[tuple[str, str]]:

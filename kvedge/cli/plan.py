@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 from kvedge import system
-from kvedge.cli.exits import OK, UsageError
-from kvedge.cli.output import Output, print_json
 from kvedge.cli.shape import CacheShape, add_shape_options, shape_from_options
-from kvedge.cli.sizes import format_count, format_size, parse_size
-from kvedge.cli.values import positive_int
+from kvedge.console.exits import OK, UsageError
+from kvedge.console.output import Output, print_json
+from kvedge.console.sizes import format_count, format_size, parse_size
+from kvedge.console.values import positive_int
+from kvedge.core.formats import FORMATS, SCALE_TYPES
 
 NAME = "plan"
 SUMMARY = "how much memory a cache takes, and which context fits"
@@ -25,7 +27,6 @@ EXAMPLES = """\
 """
 
 _GROUPS = (None, 128, 64, 32)  # channels that share a scale; None: the whole row does
-_SCALE_TYPES = ("float32", "float16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,22 +120,29 @@ def plan_rows(shape: CacheShape, context: int, ram: int) -> list[Row]:
     ram : int
         Memory to fill (bytes).
     """
-    per_token = shape.bytes_per_token("float32")
-    formats: list[tuple[str, str, int | None, str | None, int]] = [
-        ("float32", "float32", None, None, per_token),
-        # Not a format of kvedge: what runtimes that keep half precision take.
-        ("float16", "float16", None, None, per_token // 2),
+    float32 = shape.bytes_per_token("float32")
+    formats: list[tuple[str, str, int | None, str | None, int]] = []
+    for form in FORMATS.values():
+        if form.has_scales:
+            formats.extend(_scaled_rows(shape, form.name))
+        else:
+            formats.append((form.name, form.name, None, None, shape.bytes_per_token(form.name)))
+    if "float16" not in FORMATS:  # what runtimes that keep half precision take
+        formats.append(("float16", "float16", None, None, float32 // 2))
+    # Formats without scales first, the widest of them at the top.
+    formats.sort(key=lambda row: (row[3] is not None, 0 if row[3] else -row[4]))
+    return [
+        Row(name, dtype, group, scale, context * size, size, float32 / size, ram // size)
+        for name, dtype, group, scale, size in formats
     ]
+
+
+def _scaled_rows(shape: CacheShape, dtype: str) -> Iterator[tuple[str, str, int, str, int]]:
+    """Name, dtype, group size, scale dtype and bytes per token of a format with scales."""
     for group in _GROUPS:
         if group is not None and group >= shape.head_dim:
             continue  # the same as the whole row
-        for scale in _SCALE_TYPES:
-            name = f"int8, {'whole row' if group is None else f'groups of {group}'}"
-            size = shape.bytes_per_token("int8", group_size=group, scale_dtype=scale)
-            formats.append(
-                (f"{name}, {scale} scales", "int8", group or shape.head_dim, scale, size)
-            )
-    return [
-        Row(name, dtype, group, scale, context * size, size, per_token / size, ram // size)
-        for name, dtype, group, scale, size in formats
-    ]
+        for scale in SCALE_TYPES:
+            name = f"{dtype}, {'whole row' if group is None else f'groups of {group}'}"
+            size = shape.bytes_per_token(dtype, group_size=group, scale_dtype=scale)
+            yield f"{name}, {scale} scales", dtype, group or shape.head_dim, scale, size

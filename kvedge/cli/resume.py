@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvedge.cli.exits import CommandError
+from kvedge.console.exits import CommandError
 from kvedge.errors import InvalidArgumentError, MissingExtraError
 
 if TYPE_CHECKING:

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvedge._config import layer_config
-from kvedge._memory import token_bytes
-from kvedge.cli.exits import CommandError, UsageError
-from kvedge.cli.values import positive_int
+from kvedge.console.exits import CommandError, UsageError
+from kvedge.console.values import positive_int
+from kvedge.core.config import layer_config
+from kvedge.core.memory import token_bytes
 
 __all__ = ["CacheShape", "add_shape_options", "shape_from_hf_config", "shape_from_options"]
 

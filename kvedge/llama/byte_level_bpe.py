@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 from ..errors import InvalidArgumentError, MissingExtraError
 
@@ -93,14 +94,14 @@ class ByteLevelBpeTokenizer:
 
         pre = tokenizers.pre_tokenizers
         if pattern is None:
-            steps = [pre.ByteLevel(add_prefix_space=False)]
+            steps: list[Any] = [pre.ByteLevel(add_prefix_space=False)]
         else:
             cut = pre.Split(tokenizers.Regex(pattern), behavior="isolated")
             steps = [cut, pre.ByteLevel(add_prefix_space=False, use_regex=False)]
         if split == "smollm":
             steps.insert(0, pre.Digits(individual_digits=True))
         vocab = {text: token for token, text in enumerate(tokens)}
-        pairs = [tuple(merge.split(" ")) for merge in merges]
+        pairs: Any = [tuple(merge.split(" ")) for merge in merges]
         try:
             model = tokenizers.models.BPE(vocab=vocab, merges=pairs, ignore_merges=llama3)
         except Exception as error:  # the library raises plain Exception
@@ -151,10 +152,10 @@ class ByteLevelBpeTokenizer:
         if bos and self.bos_id is None:
             raise InvalidArgumentError("this model has no BOS token")
         try:
-            ids = self._bpe.encode(text).ids
+            ids: list[int] = self._bpe.encode(text).ids
         except (UnicodeError, TypeError) as error:
             raise InvalidArgumentError(f"text is not valid Unicode: {error}") from error
-        return ([self.bos_id] if bos else []) + ids
+        return [self.bos_id, *ids] if bos and self.bos_id is not None else ids
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Text of tokens; bytes that are not UTF-8 become U+FFFD."""

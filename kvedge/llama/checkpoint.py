@@ -23,7 +23,7 @@ _HEADER = struct.Struct("<7i")  # dim, hidden_dim, layers, heads, KV heads, +-vo
 _VERSIONED_MAGIC = 0x616B3432  # "ak42": llama2.c's later formats, versions 1 and 2
 
 
-def read_checkpoint_config(path: str | os.PathLike) -> LlamaConfig:
+def read_checkpoint_config(path: str | os.PathLike[str]) -> LlamaConfig:
     """Sizes of the model in a llama2.c checkpoint, from its header alone.
 
     Parameters
@@ -45,7 +45,7 @@ def read_checkpoint_config(path: str | os.PathLike) -> LlamaConfig:
     return _read_header(Path(path))[0]
 
 
-def load_checkpoint(path: str | os.PathLike) -> tuple[LlamaConfig, LlamaWeights]:
+def load_checkpoint(path: str | os.PathLike[str]) -> tuple[LlamaConfig, LlamaWeights]:
     """Load a llama2.c checkpoint.
 
     Parameters

@@ -118,4 +118,4 @@ def rope_frequencies(
         raise InvalidArgumentError(
             f"RoPE factors must be {frequencies.size} positive numbers, got shape {factors.shape}"
         )
-    return frequencies / factors
+    return np.asarray(frequencies / factors)

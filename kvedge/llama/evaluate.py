@@ -77,4 +77,4 @@ def _negative_log_likelihood(logits: np.ndarray, targets: np.ndarray) -> np.ndar
     logits = logits.astype(np.float64)
     largest = logits.max(axis=-1)
     log_sum = largest + np.log(np.exp(logits - largest[:, None]).sum(axis=-1))
-    return log_sum - logits[np.arange(targets.size), targets]
+    return np.asarray(log_sum - logits[np.arange(targets.size), targets])

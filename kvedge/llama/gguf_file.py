@@ -47,13 +47,13 @@ _BIASES = ("attn_q.bias", "attn_k.bias", "attn_v.bias")
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5  # gguf.TokenType, without needing gguf
 
 
-def is_gguf(path: str | os.PathLike) -> bool:
+def is_gguf(path: str | os.PathLike[str]) -> bool:
     """Whether a file begins with GGUF's magic."""
     with Path(path).open("rb") as file:
         return file.read(4) == b"GGUF"
 
 
-def read_gguf_config(path: str | os.PathLike) -> LlamaConfig:
+def read_gguf_config(path: str | os.PathLike[str]) -> LlamaConfig:
     """Sizes of the model in a GGUF file; its weights are not read.
 
     Parameters
@@ -74,7 +74,7 @@ def read_gguf_config(path: str | os.PathLike) -> LlamaConfig:
 
 
 def load_gguf(
-    path: str | os.PathLike, *, with_tokenizer: bool = True
+    path: str | os.PathLike[str], *, with_tokenizer: bool = True
 ) -> tuple[LlamaConfig, LlamaWeights, Tokenizer | None]:
     """Load a model from a GGUF file; all weights become float32.
 
@@ -108,7 +108,7 @@ def load_gguf(
 class _GgufModel:
     """A GGUF file whose fields are asked for by name, each refusal naming the file."""
 
-    def __init__(self, path: str | os.PathLike) -> None:
+    def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = path
         self._reader = _open(path)
         self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
@@ -295,9 +295,9 @@ class _GgufModel:
             )
         return value
 
-    def _get_list(self, key: str, kind: type) -> list:
+    def _get_list(self, key: str, kind: type) -> list[Any]:
         """A field that is a list of one type."""
-        values = self._get(key, list)
+        values: list[Any] = self._get(key, list)
         if not all(type(value) is kind for value in values):
             raise CorruptFileError(
                 f"{self._path}: the field {key!r} must be a list of {kind.__name__} only"
@@ -333,7 +333,7 @@ class _GgufModel:
         return values
 
 
-def _open(path: str | os.PathLike) -> GGUFReader:
+def _open(path: str | os.PathLike[str]) -> GGUFReader:
     """The file's fields and tensors, by the package gguf, whose errors become CorruptFileError."""
     try:
         from gguf import GGUFReader
@@ -347,7 +347,7 @@ def _open(path: str | os.PathLike) -> GGUFReader:
 
         num_parts = 0
 
-        def _get(self, offset, dtype, count=1, *args, **kwargs):
+        def _get(self, offset: Any, dtype: Any, count: Any = 1, *args: Any, **kwargs: Any) -> Any:
             end = int(offset) + int(count) * np.dtype(dtype).itemsize
             if end > len(self.data):
                 raise EOFError(f"{end} bytes are needed, the file has {len(self.data)}")

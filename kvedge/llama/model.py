@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from .. import KVCache
+from ..core.types import Dtype
 from ..errors import CapacityExceededError, InvalidArgumentError, ShapeMismatchError
 from . import gguf_file
 from .checkpoint import load_checkpoint, read_checkpoint_config
@@ -45,7 +46,9 @@ class LlamaModel:
 
     @classmethod
     def from_file(
-        cls, path: str | os.PathLike, tokenizer: str | os.PathLike | Tokenizer | None = None
+        cls,
+        path: str | os.PathLike[str],
+        tokenizer: str | os.PathLike[str] | Tokenizer | None = None,
     ) -> LlamaModel:
         """Load a llama2.c checkpoint or a GGUF file; its first bytes tell which it is.
 
@@ -97,7 +100,7 @@ class LlamaModel:
             f"max_seq_len={c.max_seq_len})"
         )
 
-    def new_cache(self, dtype: str = "int8", **options: Any) -> KVCache:
+    def new_cache(self, dtype: Dtype = "int8", **options: Any) -> KVCache:
         """An empty cache of this model's shape.
 
         Parameters
@@ -201,7 +204,8 @@ class LlamaModel:
 
         if last_only:
             x = x[-1]  # (dim,)
-        return _rms_norm(x, w.final_norm, c.norm_eps) @ w.output.T  # (n, vocab_size)
+        logits: np.ndarray = _rms_norm(x, w.final_norm, c.norm_eps) @ w.output.T
+        return logits  # (n, vocab_size)
 
     def _check_cache(self, cache: KVCache, n: int) -> None:
         """Refuse a cache of another shape, or without room for n tokens."""
@@ -220,7 +224,7 @@ class LlamaModel:
             )
 
 
-def read_config(path: str | os.PathLike) -> LlamaConfig:
+def read_config(path: str | os.PathLike[str]) -> LlamaConfig:
     """Sizes of the model in a llama2.c checkpoint or a GGUF file, without loading its weights.
 
     Parameters
@@ -261,13 +265,13 @@ def _checked_tokens(tokens: Sequence[int] | np.ndarray, vocab_size: int) -> np.n
 def _rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
     """Divide by the root of the mean square (Zhang and Sennrich 2019); x is (..., dim)."""
     mean_square = (x * x).sum(axis=-1, keepdims=True) / x.shape[-1]  # (..., 1)
-    return x / np.sqrt(mean_square + eps) * weight
+    return np.asarray(x / np.sqrt(mean_square + eps) * weight)
 
 
 def _silu(x: np.ndarray) -> np.ndarray:
     """x times its logistic sigmoid."""
     with np.errstate(over="ignore"):  # exp(-x) may be infinite: x / inf is the 0 it should be
-        return x / (1 + np.exp(-x))
+        return np.asarray(x / (1 + np.exp(-x)))
 
 
 def _rotation(positions: np.ndarray, inv_freq: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import struct
-from codecs import getincrementaldecoder
+from codecs import IncrementalDecoder, getincrementaldecoder
 from collections.abc import Collection, Iterable, Sequence
 from heapq import heappop, heappush
 from pathlib import Path
@@ -219,7 +219,7 @@ class ScoredBpeTokenizer:
             )
 
 
-def text_decoder():
+def text_decoder() -> IncrementalDecoder:
     """A decoder whose ``decode(bytes)`` gives the characters complete so far.
 
     ``decode(b"", final=True)`` gives U+FFFD for a character that stayed incomplete.
@@ -228,7 +228,7 @@ def text_decoder():
 
 
 def load_llama2c_tokenizer(
-    path: str | os.PathLike, vocab_size: int | None = None
+    path: str | os.PathLike[str], vocab_size: int | None = None
 ) -> ScoredBpeTokenizer:
     """Load a llama2.c ``tokenizer.bin``.
 

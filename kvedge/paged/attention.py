@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
-from kvedge import _checks
-from kvedge._options import AttendOptions
+from kvedge.core import checks
+from kvedge.core.options import AttendOptions
+from kvedge.core.types import Array, AttendArguments, BatchArguments, Floats
 from kvedge.errors import InvalidArgumentError
 from kvedge.paged import batch, cascade
 from kvedge.paged.facts import PagedFacts, as_list
 
 if TYPE_CHECKING:
-    from kvedge._typing import Array
+    from typing_extensions import Unpack  # type checkers bring it along
+
     from kvedge.paged.readings import Reading
 
 __all__ = ["PagedAttention"]
@@ -23,7 +25,58 @@ __all__ = ["PagedAttention"]
 class PagedAttention(PagedFacts):
     """The part of a paged cache that attends."""
 
-    def attend(self, seq: int, layer: int, query: Array, **options: Any) -> Any:
+    @overload
+    def attend(
+        self,
+        seq: int,
+        layer: int,
+        query: Array,
+        *,
+        return_lse: Literal[False] = False,
+        out: Floats | None = None,
+        **options: Unpack[AttendArguments],
+    ) -> Floats: ...
+    @overload
+    def attend(
+        self,
+        seq: int,
+        layer: int,
+        query: Array,
+        *,
+        return_lse: Literal[True],
+        out: Floats | None = None,
+        **options: Unpack[AttendArguments],
+    ) -> tuple[Floats, Floats]: ...
+    @overload
+    def attend(
+        self,
+        seq: int,
+        layer: int,
+        query: Array,
+        *,
+        return_lse: bool,
+        out: Floats | None = None,
+        **options: Unpack[AttendArguments],
+    ) -> Floats | tuple[Floats, Floats]: ...
+    def attend(
+        self,
+        seq: int,
+        layer: int,
+        query: Array,
+        *,
+        scale: float | None = None,
+        causal: bool = True,
+        window: int | None = None,
+        sink_tokens: int = 0,
+        sink_logits: Array | None = None,
+        softcap: float | None = None,
+        mask: Array | None = None,
+        alibi_slopes: Array | None = None,
+        precision_bits: int | None = None,
+        return_lse: bool = False,
+        out: Floats | None = None,
+        num_threads: int | None = None,
+    ) -> Any:
         """Attend to what one layer of a sequence holds, pending tokens included.
 
         Parameters
@@ -32,10 +85,9 @@ class PagedAttention(PagedFacts):
         query : array of float32 (or float16, bfloat16)
             (num_heads, head_dim) for one token, (n, num_heads, head_dim) for the last n; without
             rows the result is empty.
-        **options
-            ``scale``, ``causal``, ``window``, ``sinks``, ``softcap``, ``mask``, ``alibi_slopes``,
-            ``precision_bits``, ``return_lse``, ``out``, ``num_threads``: as in
-            :meth:`kvedge.QuantizedKvLayer.attend`.
+        scale, causal, window, sink_tokens, sink_logits, softcap, mask, alibi_slopes, precision_bits
+        return_lse, out, num_threads
+            As in :meth:`kvedge.QuantizedKvLayer.attend`.
 
         Returns
         -------
@@ -54,12 +106,27 @@ class PagedAttention(PagedFacts):
         reading = self._begin(seq, state, layer)
         try:
             table, length = reading.table, reading.length
-            out = options.pop("out", None)
-            rows, single = _checks.as_query(query, pool._config, finite=False)
+            rows, single = checks.as_query(query, pool._config, finite=False)
             num_rows, num_heads, head_dim = rows.shape
-            made = AttendOptions.make(head_dim, num_rows, num_heads, length, **options)
+            made = AttendOptions.make(
+                head_dim,
+                num_rows,
+                num_heads,
+                length,
+                scale=scale,
+                causal=causal,
+                window=window,
+                sink_tokens=sink_tokens,
+                sink_logits=sink_logits,
+                softcap=softcap,
+                mask=mask,
+                alibi_slopes=alibi_slopes,
+                precision_bits=precision_bits,
+                return_lse=return_lse,
+                num_threads=num_threads,
+            )
             shape = rows.shape[1:] if single else rows.shape
-            out = _checks.as_out(out, shape, reads=(rows, *store._slabs, *made.arrays()))
+            out = checks.as_out(out, shape, reads=(rows, *store._slabs, *made.arrays()))
             lse = np.empty(rows.shape[:2], np.float32) if made.return_lse else None
             one = batch.Rows(table, length, rows, out.reshape(rows.shape), lse)
             if num_rows:
@@ -70,8 +137,57 @@ class PagedAttention(PagedFacts):
             return out
         return out, (lse[0] if single else lse)
 
+    @overload
     def attend_batch(
-        self, seqs: Sequence[int], layer: int, queries: Any, *, out: Any = None, **options: Any
+        self,
+        seqs: Sequence[int],
+        layer: int,
+        queries: Array | Sequence[Array],
+        *,
+        return_lse: Literal[False] = False,
+        out: Floats | Sequence[Floats | None] | None = None,
+        **options: Unpack[BatchArguments],
+    ) -> Any: ...
+    @overload
+    def attend_batch(
+        self,
+        seqs: Sequence[int],
+        layer: int,
+        queries: Array | Sequence[Array],
+        *,
+        return_lse: Literal[True],
+        out: Floats | Sequence[Floats | None] | None = None,
+        **options: Unpack[BatchArguments],
+    ) -> tuple[Any, Any]: ...
+    @overload
+    def attend_batch(
+        self,
+        seqs: Sequence[int],
+        layer: int,
+        queries: Array | Sequence[Array],
+        *,
+        return_lse: bool,
+        out: Floats | Sequence[Floats | None] | None = None,
+        **options: Unpack[BatchArguments],
+    ) -> Any: ...
+    def attend_batch(
+        self,
+        seqs: Sequence[int],
+        layer: int,
+        queries: Array | Sequence[Array],
+        *,
+        scale: float | None = None,
+        causal: bool = True,
+        window: int | None = None,
+        sink_tokens: int = 0,
+        sink_logits: Array | None = None,
+        softcap: float | None = None,
+        mask: None = None,
+        alibi_slopes: Array | None = None,
+        precision_bits: int | None = None,
+        return_lse: bool = False,
+        out: Floats | Sequence[Floats | None] | None = None,
+        num_threads: int | None = None,
     ) -> Any:
         """Attend to several sequences in one call, whose work is shared out over the threads.
 
@@ -88,8 +204,9 @@ class PagedAttention(PagedFacts):
             array as for :meth:`attend`, all with one number of heads.
         out : numpy.ndarray or list of them, optional
             float32, shaped as `queries`, to write to.
-        **options
-            As for :meth:`attend`, the same for all sequences, but no ``mask``.
+        scale, causal, window, sink_tokens, sink_logits, softcap, alibi_slopes, precision_bits
+        return_lse, num_threads
+            As in :meth:`kvedge.QuantizedKvLayer.attend`, the same for all sequences; no mask.
 
         Returns
         -------
@@ -105,7 +222,7 @@ class PagedAttention(PagedFacts):
             A sequence has no tokens, there is none at all, or options do not fit together.
         ShapeMismatchError, DtypeMismatchError, LayoutError, NonFiniteInputError
         """
-        if options.get("mask") is not None:
+        if mask is not None:
             raise InvalidArgumentError("attend_batch takes no mask: attend() to each with its own")
         layer = self._layer(layer)
         pool = self._pool
@@ -117,7 +234,20 @@ class PagedAttention(PagedFacts):
             if not readings:
                 raise InvalidArgumentError("seqs must name at least one sequence")
             checked = batch.checked_queries(queries, len(readings), pool._config)
-            made = batch.batch_options(checked, [each.length for each in readings], options)
+            made = batch.batch_options(
+                checked,
+                [each.length for each in readings],
+                scale=scale,
+                causal=causal,
+                window=window,
+                sink_tokens=sink_tokens,
+                sink_logits=sink_logits,
+                softcap=softcap,
+                alibi_slopes=alibi_slopes,
+                precision_bits=precision_bits,
+                return_lse=return_lse,
+                num_threads=num_threads,
+            )
             stacked = not isinstance(queries, Sequence)
             reads: tuple[np.ndarray, ...] = ()
             if out is not None:

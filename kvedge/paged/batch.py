@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvedge import _checks
-from kvedge._config import LayerConfig
-from kvedge._options import AttendOptions
+from kvedge.core import checks
+from kvedge.core.config import LayerConfig
+from kvedge.core.options import AttendOptions
 from kvedge.errors import InvalidArgumentError, ShapeMismatchError
 
 __all__ = ["Rows", "batch_options", "checked_outs", "checked_queries"]
@@ -41,7 +41,7 @@ def checked_queries(queries: Any, count: int, config: LayerConfig) -> list[tuple
     ShapeMismatchError, DtypeMismatchError, LayoutError
     """
     if isinstance(queries, np.ndarray) or hasattr(type(queries), "__dlpack__"):
-        stacked, single = _checks.as_query(queries, config, finite=False)
+        stacked, single = checks.as_query(queries, config, finite=False)
         if single or len(stacked) != count:
             raise ShapeMismatchError(
                 f"queries in one array must have shape ({count}, num_heads, {config.head_dim}), "
@@ -50,11 +50,11 @@ def checked_queries(queries: Any, count: int, config: LayerConfig) -> list[tuple
         return [(row[np.newaxis], True) for row in stacked]
     if not isinstance(queries, Sequence) or isinstance(queries, (str, bytes)):
         raise InvalidArgumentError(
-            f"queries must be an array or a list of arrays, not {_checks.describe(queries)}"
+            f"queries must be an array or a list of arrays, not {checks.describe(queries)}"
         )
     if len(queries) != count:
         raise ShapeMismatchError(f"there are {count} sequences, but {len(queries)} queries")
-    checked = [_checks.as_query(query, config, finite=False) for query in queries]
+    checked = [checks.as_query(query, config, finite=False) for query in queries]
     heads = {query.shape[1] for query, _ in checked}
     if len(heads) > 1:
         raise ShapeMismatchError(f"queries must have one number of heads, not {sorted(heads)}")
@@ -62,29 +62,32 @@ def checked_queries(queries: Any, count: int, config: LayerConfig) -> list[tuple
 
 
 def checked_outs(
-    outs: Any, queries: Sequence[tuple[np.ndarray, bool]], stacked: bool, reads: tuple
+    outs: Any,
+    queries: Sequence[tuple[np.ndarray, bool]],
+    stacked: bool,
+    reads: tuple[np.ndarray, ...],
 ) -> tuple[Any, list[np.ndarray]]:
     """Where results go: what is given back, and of each sequence (n, num_heads, head_dim)."""
     shapes = [query.shape[1:] if single else query.shape for query, single in queries]
     if stacked:
-        out = _checks.as_out(outs, (len(queries), *shapes[0]), reads=reads)
+        out = checks.as_out(outs, (len(queries), *shapes[0]), reads=reads)
         return out, [row[np.newaxis] for row in out]
     if outs is None:
         outs = [None] * len(queries)
     elif not isinstance(outs, (list, tuple)) or len(outs) != len(queries):
         raise ShapeMismatchError(f"out must be a list of {len(queries)} arrays, as the queries are")
     made = [
-        _checks.as_out(out, shape, reads=reads, name=f"out[{i}]")
+        checks.as_out(out, shape, reads=reads, name=f"out[{i}]")
         for i, (out, shape) in enumerate(zip(outs, shapes, strict=True))
     ]
     given = [out for out in outs if out is not None]
     for i, one in enumerate(given):
-        _checks.as_out(one, one.shape, reads=given[:i], name="an array in out")
+        checks.as_out(one, one.shape, reads=given[:i], name="an array in out")
     return made, [out.reshape(query.shape) for out, (query, _) in zip(made, queries, strict=True)]
 
 
 def batch_options(
-    queries: Sequence[tuple[np.ndarray, bool]], lengths: Sequence[int], options: dict[str, Any]
+    queries: Sequence[tuple[np.ndarray, bool]], lengths: Sequence[int], **options: Any
 ) -> AttendOptions:
     """The options of a call for all of its sequences.
 

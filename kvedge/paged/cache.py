@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvedge import _checks
+from kvedge.cache import CacheMethods
+from kvedge.cache_state import layer_names
+from kvedge.core import checks, registry
 from kvedge.errors import (
     InvalidArgumentError,
     LayersOutOfStepError,
@@ -17,14 +19,12 @@ from kvedge.errors import (
 )
 from kvedge.paged import readings
 from kvedge.paged.attention import PagedAttention
-from kvedge.paged.pool import BlockPoolMethods
+from kvedge.paged.pool import KvBlockPool
 from kvedge.paged.sequences import Contents, PagedSnapshot, SequenceState
 from kvedge.snapshot import CacheContents, CacheFormat, LayerContents
 
 if TYPE_CHECKING:
-    from kvedge._cache import CacheMethods
-    from kvedge._native import KvBlockPool
-    from kvedge._typing import Array
+    from kvedge.core.types import Array
 
 __all__ = ["PagedKvCache"]
 
@@ -78,8 +78,8 @@ class PagedKvCache(PagedAttention):
 
     def __init__(self, pool: KvBlockPool) -> None:
         """Make a cache without sequences; the class tells of the parameter."""
-        if not isinstance(pool, BlockPoolMethods):
-            raise InvalidArgumentError(f"pool must be a KvBlockPool, not {_checks.describe(pool)}")
+        if not isinstance(pool, KvBlockPool):
+            raise InvalidArgumentError(f"pool must be a KvBlockPool, not {checks.describe(pool)}")
         self._pool: Any = pool
         self._sequences: dict[int, SequenceState] = {}
 
@@ -132,7 +132,7 @@ class PagedKvCache(PagedAttention):
         with self._pool._lock:
             state = self._state(seq)
             table = state.table
-            del self._sequences[_checks.as_int(seq, "seq")]
+            del self._sequences[checks.as_int(seq, "seq")]
             state.contents = None  # for whoever has looked the sequence up, but reads nothing yet
             self._pool._release(table)
 
@@ -159,8 +159,8 @@ class PagedKvCache(PagedAttention):
         with pool._lock:
             state = self._state(seq)
             layer = self._layer(layer)
-            keys = _checks.as_rows(keys, "keys", pool._config, many=None)
-            values = _checks.as_rows(values, "values", pool._config, many=None)
+            keys = checks.as_rows(keys, "keys", pool._config, many=None)
+            values = checks.as_rows(values, "values", pool._config, many=None)
             if len(keys) != len(values):
                 raise ShapeMismatchError(
                     f"keys and values must hold as many tokens: {len(keys)} against {len(values)}"
@@ -179,7 +179,16 @@ class PagedKvCache(PagedAttention):
                 store.write(state.table, pool.block_size, start, keys, values)
             state.held[layer] = stop
 
-    def _append_to_new_blocks(self, state, layer, start, num_new, block, keys, values):
+    def _append_to_new_blocks(
+        self,
+        state: SequenceState,
+        layer: int,
+        start: int,
+        num_new: int,
+        block: int | None,
+        keys: np.ndarray,
+        values: np.ndarray,
+    ) -> None:
         """Write rows with so many blocks added to the table, and one of it (or None) replaced."""
         pool, table = self._pool, state.table
         store = pool._stores[layer]
@@ -228,9 +237,9 @@ class PagedKvCache(PagedAttention):
         pool, table = self._pool, state.table
         block = int(table[last])
         if pool._references[block] > 1 or block in pool._prefixes:
-            return last
+            return int(last)
         if pool._running and readings.reads_from(pool._running, layer, table, last, start):
-            return last
+            return int(last)
         return None
 
     def advance(self, seq: int, n: int = 1) -> None:
@@ -251,7 +260,7 @@ class PagedKvCache(PagedAttention):
         """
         with self._pool._lock:
             state = self._state(seq)
-            n = _checks.as_int(n, "n")
+            n = checks.as_int(n, "n")
             if n < 0:
                 raise InvalidArgumentError(f"n must be at least 0, not {n}: truncate() goes back")
             length = state.length + n
@@ -281,7 +290,7 @@ class PagedKvCache(PagedAttention):
         """
         with self._pool._lock:
             state = self._state(seq)
-            n = _checks.check_length(n, state.length)
+            n = checks.check_length(n, state.length)
             kept = self._pool._blocks_for(n)
             table = state.table
             state.go_to(self._pool.num_layers, table[:kept], n)
@@ -433,8 +442,6 @@ class PagedKvCache(PagedAttention):
             ``max_seq_len`` is no length, or too short.
         OutOfMemoryError
         """
-        from kvedge._backend import KVCache  # not at import: the backend imports this package
-
         pool = self._pool
         running: list[readings.Reading] = []
         layers = []
@@ -452,7 +459,7 @@ class PagedKvCache(PagedAttention):
         finally:
             pool._running.difference_update(running)
         contents = CacheContents(self._format, length, tuple(layers))
-        return KVCache._holding(contents, max_seq_len, False, {})
+        return registry.active("KVCache")._holding(contents, max_seq_len, False, {})
 
     def from_kv_cache(self, cache: CacheMethods) -> int:
         """Begin a sequence with a copy of a cache's tokens, byte for byte.
@@ -478,10 +485,8 @@ class PagedKvCache(PagedAttention):
         CapacityExceededError
             The pool has too few free blocks.
         """
-        from kvedge._cache import CacheMethods  # as above
-
         if not isinstance(cache, CacheMethods):
-            raise InvalidArgumentError(f"cache must be a KVCache, not {_checks.describe(cache)}")
+            raise InvalidArgumentError(f"cache must be a KVCache, not {checks.describe(cache)}")
         if cache._format != self._format:
             raise ShapeMismatchError(f"the cache is {cache._format}, this pool {self._format}")
         if cache.key_offset is not None:
@@ -500,15 +505,7 @@ class PagedKvCache(PagedAttention):
 
     @property
     def _format(self) -> CacheFormat:
-        config = self._pool._config
-        return CacheFormat(
-            self._pool.num_layers,
-            config.num_kv_heads,
-            config.head_dim,
-            config.dtype,
-            config.group_size,
-            config.scale_dtype,
-        )
+        return CacheFormat.of(self._pool.num_layers, self._pool._config)
 
     # ---- inside ----------------------------------------------------------------------------------
 
@@ -524,7 +521,7 @@ class PagedKvCache(PagedAttention):
     def _table_of(self, snapshot: Any) -> np.ndarray:
         if not isinstance(snapshot, PagedSnapshot):
             raise InvalidArgumentError(
-                f"snapshot must be a PagedSnapshot, not {_checks.describe(snapshot)}"
+                f"snapshot must be a PagedSnapshot, not {checks.describe(snapshot)}"
             )
         if snapshot._pool is not self._pool:
             raise InvalidArgumentError("this snapshot is of another pool")
@@ -537,12 +534,10 @@ def _check_nothing_pending(held: Sequence[int], length: int) -> None:
     """LayersOutOfStepError if a layer has tokens that the sequence was not advanced over."""
     if max(held) == length:
         return
-    from kvedge._cache import _names  # not at import: the backend imports this package
-
     pending = [layer for layer, tokens in enumerate(held) if tokens > length]
     raise LayersOutOfStepError(
-        f"there are pending tokens in {_names(pending)} of {len(held)}: {max(held)} tokens are "
-        f"held, but {length} were advanced over; advance() over them or truncate() first"
+        f"there are pending tokens in {layer_names(pending)} of {len(held)}: {max(held)} tokens "
+        f"are held, but {length} were advanced over; advance() over them or truncate() first"
     )
 
 

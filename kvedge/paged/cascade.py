@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from kvedge._options import AttendOptions
+from kvedge.core.options import AttendOptions
 from kvedge.merge import merge_attention
 from kvedge.paged.batch import Rows
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from kvedge import _checks
+from kvedge.core import checks
 from kvedge.errors import InvalidArgumentError, UnknownSequenceError
 from kvedge.paged import readings
+from kvedge.paged.pool import KvBlockPool
 from kvedge.paged.sequences import Contents, SequenceState
-
-if TYPE_CHECKING:
-    from kvedge._native import KvBlockPool
 
 __all__ = ["PagedFacts", "as_list"]
 
@@ -21,7 +19,7 @@ __all__ = ["PagedFacts", "as_list"]
 class PagedFacts:
     """The part of a paged cache that changes nothing; PagedKvCache fills the fields."""
 
-    _pool: Any  # BlockPoolMethods
+    _pool: KvBlockPool
     _sequences: dict[int, SequenceState]
 
     def length(self, seq: int) -> int:
@@ -147,7 +145,7 @@ class PagedFacts:
         state = self._sequences.get(seq) if seq.__class__ is int else None
         if state is not None:
             return state
-        seq = _checks.as_int(seq, "seq")
+        seq = checks.as_int(seq, "seq")
         state = self._sequences.get(seq)
         if state is None:
             raise _unknown(seq)
@@ -170,14 +168,15 @@ class PagedFacts:
         num_layers = len(self._pool._stores)
         if layer.__class__ is int and 0 <= layer < num_layers:
             return layer
-        return _checks.check_layer(layer, num_layers)
+        return checks.check_layer(layer, num_layers)
 
     def _read(self, values: bool, seq: int, layer: int) -> np.ndarray:
         pool, state, layer = self._pool, self._state(seq), self._layer(layer)
         reading = self._begin(seq, state, layer)
         try:
             store = pool._stores[layer]
-            return store.read(values, reading.table, pool.block_size, reading.length)
+            rows: np.ndarray = store.read(values, reading.table, pool.block_size, reading.length)
+            return rows
         finally:
             pool._running.discard(reading)
 
@@ -194,5 +193,5 @@ def as_list(items: Any, name: str) -> list[Any]:
         return list(items)
     except TypeError:
         raise InvalidArgumentError(
-            f"{name} must be a sequence of integers, not {_checks.describe(items)}"
+            f"{name} must be a sequence of integers, not {checks.describe(items)}"
         ) from None

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict, deque
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
-from kvedge import _checks, _memory
-from kvedge._config import ConfigFacts
+from kvedge.core import checks, memory, registry
+from kvedge.core.config import ConfigFacts
+from kvedge.core.formats import FORMATS
+from kvedge.core.types import Dtype, ScaleDtype
 from kvedge.errors import (
     BlockNotHeldError,
     CapacityExceededError,
@@ -27,13 +29,13 @@ from kvedge.errors import (
 from kvedge.paged import readings
 from kvedge.paged.prefixes import PrefixTree
 
-__all__ = ["BlockPoolMethods"]
+__all__ = ["KvBlockPool"]
 
 MAX_BLOCKS = 2**31 - 1  # block numbers are int32, as in other runtimes
 MAX_LAYERS = 1 << 16
 
 
-class BlockPoolMethods(ConfigFacts):
+class KvBlockPool(ConfigFacts):
     """A pool of blocks of tokens, shared by the sequences of a :class:`kvedge.PagedKvCache`.
 
     Block b of a layer is the rows of ``block_size`` consecutive tokens of some sequence. One number
@@ -67,8 +69,6 @@ class BlockPoolMethods(ConfigFacts):
     threads: they take turns. See :class:`kvedge.PagedKvCache` for reading meanwhile.
     """
 
-    _store_type: ClassVar[type]  # the backend's
-
     def __init__(
         self,
         num_blocks: int,
@@ -76,22 +76,23 @@ class BlockPoolMethods(ConfigFacts):
         num_layers: int,
         num_kv_heads: int,
         head_dim: int,
-        dtype: str = "int8",
-        scale_dtype: str | None = None,
+        dtype: Dtype = "int8",
+        scale_dtype: ScaleDtype | None = None,
         group_size: int | None = None,
     ) -> None:
         """Make a pool of free blocks; the class tells of the parameters."""
         num_blocks = _size(num_blocks, "num_blocks", MAX_BLOCKS)
-        block_size = _size(block_size, "block_size", _checks.MAX_CAPACITY)
+        block_size = _size(block_size, "block_size", checks.MAX_CAPACITY)
         num_layers = _size(num_layers, "num_layers", MAX_LAYERS)
-        if num_blocks * block_size > _checks.MAX_CAPACITY:
+        if num_blocks * block_size > checks.MAX_CAPACITY:
             raise InvalidArgumentError(
-                f"a pool may have {_checks.MAX_CAPACITY} tokens, not num_blocks * block_size = "
+                f"a pool may have {checks.MAX_CAPACITY} tokens, not num_blocks * block_size = "
                 f"{num_blocks * block_size}"
             )
         if scale_dtype is None:
-            scale_dtype = "float32" if dtype == "float32" else "float16"
-        config = _checks.layer_config(
+            form = FORMATS.get(dtype) if isinstance(dtype, str) else None
+            scale_dtype = "float16" if form is not None and form.has_scales else "float32"
+        config = checks.layer_config(
             dtype,
             num_blocks * block_size,
             num_kv_heads,
@@ -99,7 +100,7 @@ class BlockPoolMethods(ConfigFacts):
             group_size=group_size,
             scale_dtype=scale_dtype,
         )
-        slabs = _memory.reserve_layers(config, num_layers)
+        slabs = memory.reserve_layers(config, num_layers)
         try:
             references = np.zeros(num_blocks, np.int32)  # committed as it is touched, too
         except MemoryError as error:
@@ -109,7 +110,7 @@ class BlockPoolMethods(ConfigFacts):
         self._config = config
         self._num_blocks = num_blocks
         self._block_size = block_size
-        self._stores = tuple(self._store_type(config, each) for each in slabs)
+        self._stores = tuple(registry.active("BlockStore")(config, each) for each in slabs)
 
         self._lock = threading.RLock()  # held by every method that changes pool, cache or sequence
         self._references = references
@@ -178,7 +179,7 @@ class BlockPoolMethods(ConfigFacts):
     @property
     def block_bytes(self) -> int:
         """Bytes of one block in all layers, scales included."""
-        return self._block_size * self.num_layers * _memory.token_bytes(self._config)
+        return self._block_size * self.num_layers * memory.token_bytes(self._config)
 
     @property
     def memory_bytes(self) -> int:
@@ -197,7 +198,7 @@ class BlockPoolMethods(ConfigFacts):
         Where the system does not tell, the bytes of the blocks that were ever used.
         """
         slabs = [slab for store in self._stores for slab in store._slabs]
-        resident = _memory.resident_bytes(slabs)
+        resident = memory.resident_bytes(slabs)
         return self._untouched * self.block_bytes if resident is None else resident
 
     @property
@@ -210,7 +211,7 @@ class BlockPoolMethods(ConfigFacts):
 
     def __repr__(self) -> str:
         config = self._config
-        scales = f", {config.scale_dtype} scales" if config.dtype == "int8" else ""
+        scales = f", {config.scale_dtype} scales" if config.has_scales else ""
         return (
             f"<{type(self).__name__} {self._num_blocks} blocks of {self._block_size} tokens, "
             f"{self.free_count} free, {self.num_layers} layers x {config.num_kv_heads} KV heads "
@@ -261,9 +262,9 @@ class BlockPoolMethods(ConfigFacts):
         return self._blocks_of(layer, "value_scales")
 
     def _blocks_of(self, layer: Any, name: str) -> np.ndarray:
-        layer = _checks.check_layer(layer, self.num_layers)
+        layer = checks.check_layer(layer, self.num_layers)
         slab = getattr(self._stores[layer]._slabs, name)
-        view = slab.reshape(self._num_blocks, self._block_size, *slab.shape[1:])
+        view: np.ndarray = slab.reshape(self._num_blocks, self._block_size, *slab.shape[1:])
         view.flags.writeable = False
         return view
 
@@ -288,7 +289,7 @@ class BlockPoolMethods(ConfigFacts):
         CapacityExceededError
             So many are not free.
         """
-        n = _checks.as_int(n, "n")
+        n = checks.as_int(n, "n")
         if n < 0:
             raise InvalidArgumentError(f"n must be at least 0, not {n}")
         with self._lock:
@@ -461,7 +462,7 @@ class BlockPoolMethods(ConfigFacts):
 
 
 def _size(value: Any, name: str, most: int) -> int:
-    number = _checks.as_int(value, name)
+    number = checks.as_int(value, name)
     if not 1 <= number <= most:
         raise InvalidArgumentError(f"{name} must be from 1 to {most}, not {number}")
     return number

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections import deque
+from threading import RLock
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from kvedge.errors import InvalidArgumentError
-
-if TYPE_CHECKING:
-    from kvedge.paged.pool import BlockPoolMethods
 
 __all__ = ["Contents", "PagedSnapshot", "SequenceState"]
 
@@ -57,6 +56,15 @@ class SequenceState:
         return self.contents.held
 
 
+class _Pool(Protocol):
+    """What a snapshot asks of its pool."""
+
+    _lock: RLock
+    _abandoned: deque[np.ndarray]
+
+    def _release(self, blocks: np.ndarray) -> None: ...
+
+
 class PagedSnapshot:
     """A sequence at one moment, made by :meth:`kvedge.PagedKvCache.snapshot`.
 
@@ -68,7 +76,7 @@ class PagedSnapshot:
     __slots__ = ("__weakref__", "_length", "_pool", "_table")
 
     _length: int
-    _pool: BlockPoolMethods
+    _pool: _Pool
     _table: np.ndarray | None  # None once released
 
     def __init__(self) -> None:
@@ -76,7 +84,7 @@ class PagedSnapshot:
         raise InvalidArgumentError("a PagedSnapshot is made by PagedKvCache.snapshot()")
 
     @classmethod
-    def _holding(cls, pool: BlockPoolMethods, table: np.ndarray, length: int) -> PagedSnapshot:
+    def _holding(cls, pool: _Pool, table: np.ndarray, length: int) -> PagedSnapshot:
         """A snapshot that owns one reference to each block of `table`."""
         self = cls.__new__(cls)
         self._pool = pool

@@ -2,10 +2,9 @@
 
 Block b is the tokens b * block_size to (b + 1) * block_size - 1 of a layer as large as the pool, so
 all that a layer's core can do with rows, it can do here; only its length means nothing. A backend's
-core provides, besides what kvedge/_layer.py names,
+core provides, besides what :class:`kvedge.layer_core.LayerCore` names,
 
     _write_at(position, keys, values)     checked float32 rows (n, H, D), n >= 1, to positions
-    _filled(position, n)                  rows were copied to the slabs
     _attend_blocks(block_size, rows, options)   attention of kvedge.paged.batch.Rows
     _settle()                             wait for late helper threads of calls that have ended
 """
@@ -18,13 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvedge import _checks
-from kvedge._memory import Slabs
-from kvedge._numpy.quantize import clamp, dequantize
+from kvedge.core import checks
+from kvedge.core.config import LayerConfig
+from kvedge.core.memory import Slabs, clamp
 from kvedge.errors import KvedgeError
-
-if TYPE_CHECKING:
-    from kvedge._config import LayerConfig
+from kvedge.layer_core import LayerCore
 
 __all__ = ["BlockStoreMethods", "runs"]
 
@@ -60,17 +57,12 @@ def runs(
         yield slice(low - start, high - start), slice(at, at + high - low)
 
 
-class BlockStoreMethods:
+class BlockStoreMethods(LayerCore):
     """The part of a block store that does not depend on the backend."""
-
-    _config: LayerConfig
-    _slabs: Slabs
 
     if TYPE_CHECKING:
 
-        def _open(self, config: LayerConfig, slabs: Slabs) -> None: ...
         def _write_at(self, position: int, keys: np.ndarray, values: np.ndarray) -> None: ...
-        def _filled(self, position: int, n: int) -> None: ...
         def _attend_blocks(self, block_size: int, rows: list[Any], options: Any) -> None: ...
         def _settle(self) -> None: ...
 
@@ -79,10 +71,13 @@ class BlockStoreMethods:
 
     def check(self, keys: np.ndarray, values: np.ndarray) -> None:
         """Raise if rows (n, H, D) cannot be stored."""
-        for rows, name in ((keys, "keys"), (values, "values")):
-            _checks.check_finite(rows, name)
-            if self._config.scale_dtype == "float16":
-                _checks.check_scale_range(rows, name)
+        config = self._config
+        for rows, name, form in (
+            (keys, "keys", config.key_format),
+            (values, "values", config.value_format),
+        ):
+            checks.check_finite(rows, name)
+            form.refuse(rows, name, config)
 
     def write(
         self, table: np.ndarray, block_size: int, start: int, keys: np.ndarray, values: np.ndarray
@@ -101,12 +96,10 @@ class BlockStoreMethods:
 
     def read(self, values: bool, table: np.ndarray, block_size: int, length: int) -> np.ndarray:
         """Dequantize the first tokens: float32 (length, H, D)."""
-        keys, codes, key_scales, scales = self.gather(table, block_size, length)
-        if not values:
-            codes, scales = keys, key_scales
-        if self._config.dtype == "float32":
-            return codes
-        return clamp(dequantize(codes, scales, self._config))
+        copies = self.gather(table, block_size, length)
+        codes, scales, form = copies.side(values, self._config)
+        rows = form.decode(codes, scales, self._config, np.float32)
+        return clamp(rows, rows)
 
     def gather(self, table: np.ndarray, block_size: int, length: int) -> Slabs:
         """Copy the stored bytes of the first tokens: four arrays, in the order of the slabs."""

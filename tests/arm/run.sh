@@ -33,7 +33,7 @@ for part in csrc kvedge tests; do
   rm -rf "${copy:?}/$part" && mv "$copy/$part.new" "$copy/$part"
 done
 cp -a "$root"/{setup.py,pyproject.toml,README.md} "$copy/"
-rm -f "$copy"/kvedge/_native*.so
+rm -f "$copy"/kvedge/backends/native*.so
 (cd "$copy" && KVEDGE_REQUIRE_EXT=1 "$env/xbuild" setup.py -q build_ext --inplace) > "$env/build.log" 2>&1 ||
   { tail -30 "$env/build.log"; echo "run.sh: the build failed"; exit 1; }
 

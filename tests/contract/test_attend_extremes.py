@@ -73,8 +73,8 @@ def test_no_nan_infinity_or_denormal_when_rows_of_all_kinds_meet(other, layer_cl
         {"mask": np.full(50, -3e38, np.float32)},
         {"mask": np.full(50, 3e38, np.float32)},
         {"mask": np.float32([-3e38, 3e38] * 25)},
-        {"sinks": np.full(HEADS, 3e38, np.float32)},
-        {"sinks": np.full(HEADS, -3e38, np.float32)},
+        {"sink_logits": np.full(HEADS, 3e38, np.float32)},
+        {"sink_logits": np.full(HEADS, -3e38, np.float32)},
     ],
     ids=str,
 )

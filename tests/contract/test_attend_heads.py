@@ -42,10 +42,10 @@ OPTIONS = {
     "scale": {"scale": 0.3},
     "window": {"window": 7},
     "wide window": {"window": 50},
-    "window and sinks": {"window": 57, "sinks": 3},
+    "window and sinks": {"window": 57, "sink_tokens": 3},
     "softcap": {"softcap": 5.0},
     "alibi": {"alibi_slopes": np.linspace(0.1, 0.9, 9, dtype=np.float32)},
-    "learned sinks": {"sinks": np.linspace(-1, 1, 9, dtype=np.float32)},
+    "learned sinks": {"sink_logits": np.linspace(-1, 1, 9, dtype=np.float32)},
 }
 
 

@@ -73,18 +73,18 @@ def test_tokens_outside_the_window_do_not_matter(layer_class, rng):
     np.testing.assert_allclose(outs[0], outs[1], rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("sinks", [0, 1, 4, 16, 17, 1000])
+@pytest.mark.parametrize("sink_tokens", [0, 1, 4, 16, 17, 1000])
 @pytest.mark.parametrize("window", [1, 8, 50])
-def test_the_first_tokens_stay_visible_beside_the_window(case, window, sinks):
-    check(*case, window=window, sinks=sinks)
+def test_the_first_tokens_stay_visible_beside_the_window(case, window, sink_tokens):
+    check(*case, window=window, sink_tokens=sink_tokens)
 
 
 @pytest.mark.parametrize("level", [-20.0, 0.0, 3.0, 50.0])
 def test_learned_sinks_take_their_share_of_the_softmax(case, level, rng):
     layer, query = case
     sinks = normal(rng, HEADS) + np.float32(level)
-    check(layer, query, sinks=sinks)
-    check(layer, query, sinks=sinks, window=10)
+    check(layer, query, sink_logits=sinks)
+    check(layer, query, sink_logits=sinks, window=10)
 
 
 @pytest.mark.parametrize("softcap", [0.5, 5.0, 50, 1e6])
@@ -190,7 +190,7 @@ def test_a_row_that_sees_nothing_gives_zeros(case, rng):
 def test_a_row_that_sees_only_a_learned_sink_gives_zeros(layer_class, rng):
     layer = filled(layer_class, rng, 20, H, D)
     sinks = normal(rng, HEADS)
-    out = layer.attend(normal(rng, HEADS, D), mask=np.zeros(20, bool), sinks=sinks)
+    out = layer.attend(normal(rng, HEADS, D), mask=np.zeros(20, bool), sink_logits=sinks)
     assert (out == 0).all()
 
 
@@ -250,7 +250,7 @@ def test_a_query_of_no_rows_has_an_empty_result(case):
 def test_attending_changes_nothing(case):
     layer, query = case
     before, asked = content(layer), query.copy()
-    layer.attend(query, window=5, sinks=1, softcap=3.0)
+    layer.attend(query, window=5, sink_tokens=1, softcap=3.0)
     assert content(layer) == before
     np.testing.assert_array_equal(query, asked)
 

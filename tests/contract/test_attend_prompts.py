@@ -93,10 +93,10 @@ def options_of_attend():
         "negative scale": {"scale": -0.05},
         "window": {"window": 30},
         "window of a tile": {"window": 64},
-        "window, first tokens": {"window": 30, "sinks": 4},
-        "window, many first tokens": {"window": 5, "sinks": 70},
-        "learned sinks": {"sinks": normal(rng, heads) + 3},
-        "gpt-oss": {"sinks": normal(rng, heads), "window": 40},
+        "window, first tokens": {"window": 30, "sink_tokens": 4},
+        "window, many first tokens": {"window": 5, "sink_tokens": 70},
+        "learned sinks": {"sink_logits": normal(rng, heads) + 3},
+        "gpt-oss": {"sink_logits": normal(rng, heads), "window": 40},
         "softcap": {"softcap": 2.0},
         "Gemma 2": {"softcap": 50.0, "window": 40, "scale": 0.1},
         "ALiBi": {"alibi_slopes": slopes},
@@ -107,7 +107,7 @@ def options_of_attend():
         "additive mask, window, sinks": {
             "mask": bias[0],
             "window": 50,
-            "sinks": normal(rng, heads),
+            "sink_logits": normal(rng, heads),
         },
     }
 
@@ -137,7 +137,7 @@ def test_a_chunk_behind_a_long_context_agrees_with_its_tokens_one_by_one(layer_c
     query = normal(rng, 64, 4 * H, 64)
     layer = layer_class(4160, H, 64)
     layer.extend(keys, values)
-    for options in ({}, {"window": 1000, "sinks": 4}):
+    for options in ({}, {"window": 1000, "sink_tokens": 4}):
         whole = layer.attend(query, **options)
         ref, _ = reference.attention(query, *stored(layer), **options)
         assert_attention_close(whole, ref)
@@ -220,18 +220,18 @@ def test_the_default_precision_keeps_the_contract_where_it_is_hardest(head_dim, 
 # -- what a window leaves out ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("window, sinks", [(1, 0), (20, 0), (64, 5), (100, 70)])
+@pytest.mark.parametrize("window, sink_tokens", [(1, 0), (20, 0), (64, 5), (100, 70)])
 @pytest.mark.parametrize("rows", [1, 3, 64, 100])
-def test_the_numbers_outside_a_window_change_no_bit(rows, window, sinks, layer_class, rng):
+def test_the_numbers_outside_a_window_change_no_bit(rows, window, sink_tokens, layer_class, rng):
     length = 400
     keys, values = normal(rng, 2, length, H, 40)
     query = normal(rng, rows, 3 * H, 40)
-    outside = slice(sinks, length - rows + 1 - window)
+    outside = slice(sink_tokens, length - rows + 1 - window)
     outs = []
     for _ in range(2):
         layer = layer_class(length, H, 40)
         layer.extend(keys, values)
-        outs.append(layer.attend(query, window=window, sinks=sinks, return_lse=True))
+        outs.append(layer.attend(query, window=window, sink_tokens=sink_tokens, return_lse=True))
         keys[outside], values[outside] = 3e38 * np.sign(keys[outside]), -3e38
     np.testing.assert_array_equal(outs[0][0], outs[1][0])
     np.testing.assert_array_equal(outs[0][1], outs[1][1])

@@ -48,9 +48,9 @@ def calls(draw):
         sinks.append("tokens")
     sinks = draw(st.sampled_from(sinks))
     if sinks == "logits":
-        options["sinks"] = normal(rng, num_heads)
+        options["sink_logits"] = normal(rng, num_heads)
     elif sinks == "tokens":
-        options["sinks"] = draw(st.integers(0, length + 1))
+        options["sink_tokens"] = draw(st.integers(0, length + 1))
     mask = draw(st.sampled_from(["none", "bool", "bias"]))
     shape = draw(
         st.sampled_from([(length,), (1, n, length), (num_heads, n, length), (num_heads, 1, length)])

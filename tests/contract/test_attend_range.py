@@ -6,6 +6,7 @@ import reference
 from support import assert_attention_close, normal, stored
 
 from kvedge import KvBlockPool, PagedKvCache
+from kvedge.core.formats import FORMATS
 
 H, D, HEADS = 2, 40, 6
 HUGE = np.float32(3e38)
@@ -101,10 +102,9 @@ def test_what_was_truncated_leaves_the_rest_alone(small, layer_class, rng):
     assert check_scores < 1e-5
 
 
-@pytest.mark.parametrize("dtype", ["int8", "float32"])
 @pytest.mark.parametrize("small", SMALL)
 def test_a_sequence_that_was_dropped_leaves_others_of_its_pool_alone(small, dtype, rng):
-    scales = {"scale_dtype": "float32"} if dtype == "int8" else {}
+    scales = {"scale_dtype": "float32"} if FORMATS[dtype].has_scales else {}
     cache = PagedKvCache(KvBlockPool(40, 16, 1, H, D, dtype=dtype, **scales))
     gone = cache.new_sequence()
     cache.append(gone, 0, HUGE * signs(rng, 30, H, D), HUGE * signs(rng, 30, H, D))
@@ -125,7 +125,7 @@ def test_a_sequence_that_was_dropped_leaves_others_of_its_pool_alone(small, dtyp
 OPTIONS = [
     {},
     {"softcap": 5.0},
-    {"sinks": np.zeros(HEADS, np.float32)},
+    {"sink_logits": np.zeros(HEADS, np.float32)},
     {"alibi_slopes": np.full(HEADS, 0.1, np.float32)},
 ]
 

@@ -13,6 +13,7 @@ import reference
 from support import cache_content, content, normal, refuses
 
 from kvedge import Float32KvLayer, KVCache, QuantizedKvLayer, Rope, errors
+from kvedge.core.formats import FORMATS
 
 L, H, D = 3, 2, 8
 
@@ -73,7 +74,8 @@ def test_sizes_are_the_sum_over_layers(cache, dtype):
     assert cache.fp32_memory_bytes == L * 2 * 12 * H * D * 4
     ratio = cache.fp32_memory_bytes / cache.memory_bytes
     assert cache.compression_ratio == pytest.approx(ratio)
-    per_token = 2 * H * (D + 4) if dtype == "int8" else 2 * H * D * 4
+    form = FORMATS[dtype]
+    per_token = 2 * H * (D * form.bits // 8 + (4 if form.has_scales else 0))
     assert cache.used_bytes == L * 5 * per_token
 
 
@@ -325,7 +327,7 @@ def test_views_taken_before_growth_stay_as_they_were(dtype, rng):
     cache = new_cache(dtype)
     step(cache, rng, 200)
     views = [cache.layer(i).key_codes for i in range(L)] + [cache.layer(0).value_scales]
-    if dtype == "float32":
+    if FORMATS[dtype].is_float32:
         views.append(cache.v(1))
     before = [view.copy() for view in views]
     step(cache, rng, 5000)
@@ -411,7 +413,7 @@ def test_k_and_v_of_int8_are_dequantized(rng):
 
 def test_attend_is_attend_of_the_layer(cache, rng):
     query = normal(rng, 3, 2 * H, D)
-    for options in ({}, {"window": 2, "sinks": 1}, {"softcap": 3.0}):
+    for options in ({}, {"window": 2, "sink_tokens": 1}, {"softcap": 3.0}):
         mine = cache.attend(2, query, return_lse=True, **options)
         theirs = cache.layer(2).attend(query, return_lse=True, **options)
         np.testing.assert_array_equal(mine[0], theirs[0])

@@ -6,9 +6,9 @@ import pickle
 import numpy as np
 import pytest
 import reference
-from support import content, filled, normal, refuses
+from support import PLAIN, content, filled, normal, refuses
 
-from kvedge import Float32KvLayer, QuantizedKvLayer, Rope, errors
+from kvedge import Float32KvLayer, KVCache, QuantizedKvLayer, Rope, errors
 
 H, D = 2, 40
 
@@ -20,11 +20,12 @@ OPTIONS = {
 }
 
 
-@pytest.fixture(params=[*OPTIONS, "float32"])
+@pytest.fixture(params=[*OPTIONS, *PLAIN])
 def new_layer(request):
     """A maker of layers in one storage format: new_layer(capacity, head_dim=D)."""
-    if request.param == "float32":
-        return lambda capacity, head_dim=D: Float32KvLayer(capacity, H, head_dim)
+    if request.param in PLAIN:
+        kind = KVCache._layer_types[request.param]
+        return lambda capacity, head_dim=D: kind(capacity, H, head_dim)
     options = OPTIONS[request.param]
     return lambda capacity, head_dim=D: QuantizedKvLayer(capacity, H, head_dim, **options)
 

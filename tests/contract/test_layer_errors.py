@@ -458,11 +458,16 @@ INF_BIAS = np.array([0, np.inf], np.float32)
         ({"window": -1}, errors.InvalidArgumentError),
         ({"window": 1.5}, errors.KvedgeError),
         ({"window": 2, "causal": False}, errors.InvalidArgumentError),
-        ({"sinks": 1}, errors.InvalidArgumentError),
-        ({"sinks": -1, "window": 1}, errors.InvalidArgumentError),
-        ({"sinks": np.zeros(H + 1, np.float32)}, errors.ShapeMismatchError),
-        ({"sinks": np.full(H, np.nan, np.float32)}, errors.NonFiniteInputError),
-        ({"sinks": np.full(H, np.inf, np.float32)}, errors.NonFiniteInputError),
+        ({"sink_tokens": 1}, errors.InvalidArgumentError),
+        ({"sink_tokens": -1, "window": 1}, errors.InvalidArgumentError),
+        ({"sink_tokens": -1}, errors.InvalidArgumentError),
+        ({"sink_tokens": 1.0, "window": 1}, errors.InvalidArgumentError),
+        ({"sink_tokens": None, "window": 1}, errors.InvalidArgumentError),
+        ({"sink_tokens": np.zeros(H, np.float32), "window": 1}, errors.InvalidArgumentError),
+        ({"sink_logits": 1}, errors.DtypeMismatchError),
+        ({"sink_logits": np.zeros(H + 1, np.float32)}, errors.ShapeMismatchError),
+        ({"sink_logits": np.full(H, np.nan, np.float32)}, errors.NonFiniteInputError),
+        ({"sink_logits": np.full(H, np.inf, np.float32)}, errors.NonFiniteInputError),
         ({"softcap": -1.0}, errors.InvalidArgumentError),
         ({"softcap": np.nan}, errors.KvedgeError),
         ({"softcap": np.inf}, errors.KvedgeError),
@@ -509,7 +514,7 @@ def test_an_out_inside_the_stored_rows_is_refused(rng):
     refuses_attend(layer, errors.LayoutError, normal(rng, H, D), out=inside)
 
 
-@pytest.mark.parametrize("option", ["mask", "alibi_slopes", "sinks"])
+@pytest.mark.parametrize("option", ["mask", "alibi_slopes", "sink_logits"])
 def test_an_out_that_overlaps_another_array_of_the_call_is_refused(layer, option, rng):
     memory = normal(rng, H * D)
     read = memory[:H].reshape(H, 1) if option == "mask" else memory[:H]

@@ -7,9 +7,10 @@ import sys
 import numpy as np
 import pytest
 import reference
-from support import filled, normal, stored
+from support import PLAIN, filled, normal, stored
 
-from kvedge import Float32KvLayer, QuantizedKvLayer
+from kvedge import Float32KvLayer, KVCache, QuantizedKvLayer
+from kvedge.core.formats import FORMATS
 
 H, D = 2, 40
 
@@ -21,11 +22,11 @@ OPTIONS = {
 }
 
 
-@pytest.fixture(params=[*OPTIONS, "float32"])
+@pytest.fixture(params=[*OPTIONS, *PLAIN])
 def layer(request, rng):
     """Five of eight tokens stored, in each storage format."""
-    if request.param == "float32":
-        return filled(Float32KvLayer, rng, 5, H, D, capacity=8)
+    if request.param in PLAIN:
+        return filled(KVCache._layer_types[request.param], rng, 5, H, D, capacity=8)
     return filled(QuantizedKvLayer, rng, 5, H, D, capacity=8, **OPTIONS[request.param])
 
 
@@ -102,16 +103,16 @@ VIEWS = ["key_codes", "value_codes", "key_scales", "value_scales"]
 
 def test_views_have_the_documented_shapes(layer):
     groups = layer.num_groups
-    code_dtype = np.float32 if layer.dtype == "float32" else np.int8
-    if layer.dtype == "float32":
+    form = FORMATS[layer.dtype]
+    if not form.has_scales:
         scales = (5, H, 0)
     else:
         scales = (5, H) if groups == 1 else (5, H, groups)
     for name in ("key", "value"):
         codes = getattr(layer, f"{name}_codes")
-        assert codes.shape == (5, H, D) and codes.dtype == code_dtype
+        assert codes.shape == (5, H, D) and codes.dtype == form.codes
         assert getattr(layer, f"{name}_scales").shape == scales
-    if layer.dtype == "int8":
+    if form.has_scales:
         assert layer.key_scales.dtype == np.dtype(layer.scale_dtype)
 
 
@@ -154,7 +155,7 @@ def test_views_outlive_the_layer(rng):
 def test_the_slabs_are_aligned_to_64_bytes(layer):
     for name in ("key_codes", "value_codes"):
         assert getattr(layer, name).ctypes.data % 64 == 0
-    if layer.dtype == "int8":
+    if FORMATS[layer.dtype].has_scales:
         assert layer.key_scales.ctypes.data % 64 == 0
 
 
@@ -196,7 +197,7 @@ def test_facts_about_a_layer(layer):
     assert layer.capacity == 8 and layer.remaining == 3 and len(layer) == 5
     assert layer.num_kv_heads == H and layer.head_dim == D and layer.entry_size == H * D
     assert not layer.is_empty and not layer.is_full
-    assert layer.dtype in ("int8", "float32")
+    assert layer.dtype in FORMATS
     layer.clear()
     assert layer.is_empty and layer.remaining == 8 and len(layer) == 0
 

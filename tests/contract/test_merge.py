@@ -100,10 +100,12 @@ def test_merging_is_associative_and_takes_any_order(rng):
 def test_a_learned_sink_belongs_to_one_part_whichever(layer_class, rng):
     layers, whole = parts_of(layer_class, rng, (50, 60, 70))
     query, sinks = normal(rng, HEADS, D), normal(rng, HEADS) + 4
-    expected = whole.attend(query, sinks=sinks, **EXACT)
+    expected = whole.attend(query, sink_logits=sinks, **EXACT)
     for chosen in layers:
         pieces = [
-            layer.attend(query, return_lse=True, sinks=sinks if layer is chosen else None, **EXACT)
+            layer.attend(
+                query, return_lse=True, sink_logits=sinks if layer is chosen else None, **EXACT
+            )
             for layer in layers
         ]
         assert_same(merge_attention(*zip(*pieces, strict=True)), expected)

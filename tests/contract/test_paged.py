@@ -11,6 +11,7 @@ from support import cache_content, normal
 
 import kvedge
 from kvedge import KvBlockPool, KVCache, PagedKvCache, errors
+from kvedge.core.formats import FORMATS
 
 L, H, D, BLOCK = 2, 2, 8, 4
 
@@ -69,7 +70,8 @@ def test_a_pool_tells_its_size(pool, dtype):
     assert (pool.num_blocks, pool.block_size, pool.num_layers) == (10, BLOCK, L)
     assert (pool.num_kv_heads, pool.head_dim, pool.dtype) == (H, D, dtype)
     assert (pool.free_count, pool.used_count, pool.utilization) == (10, 0, 0.0)
-    per_row = D + 2 if dtype == "int8" else 4 * D  # float16 scales by default
+    form = FORMATS[dtype]
+    per_row = D * form.bits // 8 + (2 if form.has_scales else 0)  # float16 scales by default
     assert pool.memory_bytes == 10 * pool.block_bytes == 10 * BLOCK * L * 2 * H * per_row
     assert pool.fp32_memory_bytes == 10 * BLOCK * L * 2 * H * D * 4
     assert "10 blocks" in repr(pool) and dtype in repr(pool)
@@ -384,7 +386,7 @@ def test_bad_rows_change_nothing(cache, rng, dtype):
         (normal(rng, 60, H, D), normal(rng, 60, H, D), errors.CapacityExceededError),
     ]:
         refused(cache, error, cache.append, fork, 0, keys, values)
-    if dtype == "int8":
+    if FORMATS[dtype].has_scales:
         large = np.full((6, H, D), 1e38, np.float32)
         refused(cache, errors.ScaleRangeError, cache.append, fork, 0, good, large)
     for layer in (-1, L, 2**70):
@@ -475,7 +477,7 @@ def test_only_caches_of_the_same_format_come_in(pool, cache, rng, dtype):
     for bad in (KVCache(L + 1, H, D, **same), KVCache(L, H, D, **other)):
         refused(cache, errors.ShapeMismatchError, cache.from_kv_cache, bad)
     refused(cache, errors.InvalidArgumentError, cache.from_kv_cache, cache)
-    if dtype == "int8":
+    if FORMATS[dtype].has_scales:
         centred = KVCache(L, H, D, key_offset=np.ones((L, H, D), np.float32), **same)
         refused(cache, errors.InvalidArgumentError, cache.from_kv_cache, centred)
     large = KVCache(L, H, D, **same)

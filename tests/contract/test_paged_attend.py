@@ -5,7 +5,8 @@ import pytest
 import reference
 from support import assert_attention_close, assert_lse_close, filled, normal, stored
 
-from kvedge import Float32KvLayer, KvBlockPool, PagedKvCache, QuantizedKvLayer, errors
+from kvedge import KvBlockPool, KVCache, PagedKvCache, errors
+from kvedge.core.formats import FORMATS
 from kvedge.paged import cascade
 
 
@@ -16,9 +17,9 @@ def scattered(rng, dtype, lengths, heads, dim, block, **options):
     cache = PagedKvCache(pool)
     taken = pool.allocate(pool.num_blocks)
     pool.free(rng.permutation(taken))
-    kind = {"int8": QuantizedKvLayer, "float32": Float32KvLayer}[dtype]
+    kind = KVCache._layer_types[dtype]
     quantized = {}
-    if dtype == "int8":
+    if FORMATS[dtype].has_scales:
         quantized = {"scale_dtype": pool.scale_dtype, "group_size": options.get("group_size")}
     layers, seqs = [], []
     for n in lengths:
@@ -52,11 +53,11 @@ OPTIONS = {
     "scale": {"scale": 0.3},
     "window": {"window": 7},
     "wide window": {"window": 50},
-    "window and sinks": {"window": 7, "sinks": 3},
+    "window and sinks": {"window": 7, "sink_tokens": 3},
     "softcap": {"softcap": 5.0},
     "not causal": {"causal": False},
     "alibi": {"alibi_slopes": np.linspace(0.1, 0.6, 4, dtype=np.float32)},
-    "learned sinks": {"sinks": np.linspace(-1, 1, 4, dtype=np.float32)},
+    "learned sinks": {"sink_logits": np.linspace(-1, 1, 4, dtype=np.float32)},
     "16 bits": {"precision_bits": 16},
     "24 bits": {"precision_bits": 24},
     "threads": {"num_threads": 3},
@@ -297,7 +298,7 @@ CASCADE_OPTIONS = {
     "plain": {},
     "not causal": {"causal": False},
     "softcap": {"softcap": 3.0, "scale": 0.5},
-    "learned sinks": {"sinks": np.linspace(-2, 2, 4, dtype=np.float32)},
+    "learned sinks": {"sink_logits": np.linspace(-2, 2, 4, dtype=np.float32)},
     "window": {"window": 900},
     "alibi": {"alibi_slopes": np.linspace(0.001, 0.01, 4, dtype=np.float32)},
 }

@@ -23,7 +23,6 @@ import reference
 
 import kvedge
 from kvedge import KVCache
-from kvedge._cache import CacheMethods
 from kvedge.errors import PositionOutOfRangeError, ShapeMismatchError
 
 SLOW = os.environ.get("KVEDGE_SLOW") == "1"
@@ -102,17 +101,17 @@ def options_for(kind, n, rng):
     if kind == "window":
         return {"window": rng.choice([1, 2, 17, max(1, n - 1), n, n + 1, n + 5])}
     if kind == "sinks":
-        return {"window": rng.randint(1, n), "sinks": rng.randint(0, 20)}
+        return {"window": rng.randint(1, n), "sink_tokens": rng.randint(0, 20)}
     return {
         "plain": {},
         "all tokens": {"causal": False},
-        "sink logits": {"sinks": SINK_LOGITS},
+        "sink logits": {"sink_logits": SINK_LOGITS},
         "softcap": {"softcap": 2.0},
         "alibi": {"alibi_slopes": SLOPES},
         "mask": {"mask": MASK[0, :n]},
         "mask of heads": {"mask": MASK[:, None, :n]},
         "bias": {"mask": np.ascontiguousarray(BIAS[:, None, :n])},
-        "mask, window": {"mask": MASK[0, :n], "window": max(4, n), "sinks": SINK_LOGITS},
+        "mask, window": {"mask": MASK[0, :n], "window": max(4, n), "sink_logits": SINK_LOGITS},
     }[kind]
 
 
@@ -391,8 +390,7 @@ def told_cache(dtype, tokens, max_seq_len=None):
 
 
 def begin_with_room_for_four(monkeypatch):
-    monkeypatch.setattr("kvedge._cache._FIRST_CAPACITY", 4)
-    monkeypatch.setitem(CacheMethods._setup.__kwdefaults__, "first_capacity", 4)
+    monkeypatch.setattr("kvedge.cache_state._FIRST_CAPACITY", 4)
 
 
 def append(told, at):
@@ -480,7 +478,7 @@ def test_a_saved_cache_is_a_prefix_beside_a_writer(dtype, tmp_path):
 # -- a write at every step of a read --------------------------------------------------------------
 
 WATCHED = {
-    "_layer.py", "_layer_facts.py", "_cache.py", "_cache_facts.py", "snapshot.py", "layer.py"
+    "layer.py", "layer_facts.py", "cache.py", "cache_facts.py", "cache_state.py", "snapshot.py"
 }  # fmt: skip
 
 

@@ -154,12 +154,13 @@ class GgmlFlashAttention(Competitor):
     def _by_head(self, lib: Any, workload: Workload, rows: int) -> int:
         shape, kind = workload.shape, _TYPES[self._kind]
         token = lib.row_size(kind, shape.num_kv_heads * shape.head_dim)
-        return lib.view_4d(
+        view: int = lib.view_4d(
             self._context,
             rows,
             *(shape.head_dim, shape.num_kv_heads, workload.context, 1),
             *(lib.row_size(kind, shape.head_dim), token, token * workload.context, 0),
         )
+        return view
 
     def run(self, copy: int) -> object:
         """Compute the graph."""

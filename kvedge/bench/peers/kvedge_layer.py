@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 import kvedge
-from kvedge._config import layer_config
-from kvedge._memory import token_bytes
 from kvedge.bench.peers.base import Competitor
 from kvedge.bench.shapes import AttentionShape
 from kvedge.bench.workload import Workload
+from kvedge.core.config import layer_config
+from kvedge.core.memory import token_bytes
 
 __all__ = ["KvedgeInt8", "KvedgeOnSmallPages", "filled_layers"]
 
@@ -122,4 +122,5 @@ class KvedgeOnSmallPages(KvedgeInt8):
 
     def _before_filling(self, layer: kvedge.QuantizedKvLayer) -> None:
         # One mapping has all slabs of a layer. Once touched, it would have huge pages already.
-        layer._slabs.key_codes.base.madvise(mmap.MADV_NOHUGEPAGE)
+        mapping: Any = layer._slabs.key_codes.base
+        mapping.madvise(mmap.MADV_NOHUGEPAGE)

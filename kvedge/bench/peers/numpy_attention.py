@@ -71,7 +71,7 @@ class NumpyAttention(Competitor):
         logits -= logits.max(axis=-1, keepdims=True)
         weights = np.exp(logits, out=logits)
         sums = weights.sum(axis=-1, keepdims=True)
-        return np.matmul(weights, values) / sums
+        return np.asarray(np.matmul(weights, values) / sums)
 
     def as_array(self, output: object) -> np.ndarray:
         """Put the groups back in a row, and the rows of a prompt first."""

@@ -102,8 +102,8 @@ class TorchSdpa(Competitor):
         """Widen; both ways have the heads in the same order."""
         tensor: Any = output
         if self._is_prompt:  # (1, num_heads, n, head_dim)
-            return tensor[0].float().transpose(0, 1).numpy()
-        return tensor.float().reshape(-1, tensor.shape[-1]).numpy()
+            return np.asarray(tensor[0].float().transpose(0, 1).numpy())
+        return np.asarray(tensor.float().reshape(-1, tensor.shape[-1]).numpy())
 
     def release(self) -> None:
         """Drop the tensors."""

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvedge import _memory
-from kvedge._config import ConfigFacts
+from kvedge.core import memory
+from kvedge.core.config import ConfigFacts
 
 
 class LayerFacts(ConfigFacts):
     """The part of a layer that changes nothing; a backend's core fills the fields."""
 
-    _slabs: _memory.Slabs
+    _slabs: memory.Slabs
     _key_offset: np.ndarray | None
     _auto_key_offset: bool = False  # take the offset from the first keys
 
@@ -51,7 +51,7 @@ class LayerFacts(ConfigFacts):
 
     def _view(self, name: str) -> np.ndarray:
         length = len(self)
-        view = getattr(self._slabs, name)[:length]
+        view: np.ndarray = getattr(self._slabs, name)[:length]
         view.flags.writeable = False
         return view
 
@@ -101,7 +101,7 @@ class LayerFacts(ConfigFacts):
     @property
     def memory_bytes(self) -> int:
         """Bytes of keys and values at full capacity, scales included."""
-        return self._config.capacity * _memory.token_bytes(self._config)
+        return self._config.capacity * memory.token_bytes(self._config)
 
     @property
     def resident_bytes(self) -> int:
@@ -109,8 +109,8 @@ class LayerFacts(ConfigFacts):
 
         Where the system does not tell, the bytes of the tokens stored.
         """
-        resident = _memory.resident_bytes(self._slabs)
-        return len(self) * _memory.token_bytes(self._config) if resident is None else resident
+        resident = memory.resident_bytes(self._slabs)
+        return len(self) * memory.token_bytes(self._config) if resident is None else resident
 
     @property
     def fp32_memory_bytes(self) -> int:
@@ -130,5 +130,5 @@ class LayerFacts(ConfigFacts):
             parts.append('key_offset="auto"')
         elif self._key_offset is not None:
             parts.append("key_offset=given")
-        size = config.capacity * _memory.token_bytes(config) / 2**20
+        size = config.capacity * memory.token_bytes(config) / 2**20
         return f"{type(self).__name__}({', '.join(parts)}, {size:.1f} MiB)"

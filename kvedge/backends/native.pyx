@@ -1,7 +1,7 @@
 """The compiled backend: a layer's core over csrc/, and the public classes over it.
 
 Every method goes the same way: arguments that are plainly right pass a few comparisons here, all
-others go through kvedge._checks, which converts or refuses them in the words that both backends
+others go through kvedge.core.checks, which converts or refuses them in the words that both backends
 share; then C does the work, without the GIL where that takes long.
 """
 
@@ -14,11 +14,11 @@ from libc.stdint cimport uintptr_t
 
 import numpy as np
 
-from kvedge import _checks, _memory
-from kvedge._cache import CacheMethods
-from kvedge._layer import LayerMethods
-from kvedge._layer_docs import FLOAT32_DOC, QUANTIZED_DOC, document
-from kvedge._options import AttendOptions
+from kvedge.core import checks, memory, registry
+from kvedge.cache import CacheMethods
+from kvedge.layer import Float32LayerMethods, QuantizedLayerMethods
+from kvedge.layer_core import document
+from kvedge.core.options import AttendOptions
 from kvedge.errors import KvedgeError, OutOfMemoryError, UnsupportedIsaError
 
 cnp.import_array()
@@ -146,18 +146,19 @@ cdef _Handle _attach(config, slabs):
     cdef kvedge_layer_config c_config
     cdef kvedge_slabs c_slabs
     cdef size_t size
-    cdef bint quantized = config.dtype == "int8"
-    c_config.format = KVEDGE_INT8 if quantized else KVEDGE_FLOAT32
-    half = config.scale_dtype == "float16"
-    c_config.scale_type = KVEDGE_SCALE_FLOAT16 if half else KVEDGE_SCALE_FLOAT32
+    cdef int format_code = config.key_format.c_code
+    cdef int scale_code = config.scale_type.c_code
+    cdef bint has_scales = config.has_scales
+    c_config.format = <kvedge_format>format_code
+    c_config.scale_type = <kvedge_scale_type>scale_code
     c_config.capacity = config.capacity
     c_config.num_kv_heads = config.num_kv_heads
     c_config.head_dim = config.head_dim
     c_config.group_size = config.group_size
     c_slabs.key_codes = cnp.PyArray_DATA(slabs.key_codes)
     c_slabs.value_codes = cnp.PyArray_DATA(slabs.value_codes)
-    c_slabs.key_scales = cnp.PyArray_DATA(slabs.key_scales) if quantized else NULL
-    c_slabs.value_scales = cnp.PyArray_DATA(slabs.value_scales) if quantized else NULL
+    c_slabs.key_scales = cnp.PyArray_DATA(slabs.key_scales) if has_scales else NULL
+    c_slabs.value_scales = cnp.PyArray_DATA(slabs.value_scales) if has_scales else NULL
     size = kvedge_layer_header_bytes(&c_config)
     cdef _Handle handle = _Handle()
     handle.slabs = slabs
@@ -175,7 +176,7 @@ cdef _Handle _attach(config, slabs):
 
 @cython.auto_pickle(False)  # LayerMethods pickles
 cdef class _LayerCore:
-    """Storage, quantizer and attention of one layer; see LayerMethods for what it must provide."""
+    """Storage, quantizer and attention of one layer; see LayerCore for what it must provide."""
 
     cdef _Handle _handle
     cdef readonly object _config
@@ -191,7 +192,7 @@ cdef class _LayerCore:
         self._key_offset = None
         self._num_kv_heads = config.num_kv_heads
         self._head_dim = config.head_dim
-        self._bind(_memory.reserve_slabs(config) if slabs is None else slabs, config)
+        self._bind(memory.reserve_slabs(config) if slabs is None else slabs, config)
 
     cdef _Handle _opened(self):
         """The handle, to be held while C works with its layer."""
@@ -260,7 +261,7 @@ cdef class _LayerCore:
 
     def push(self, keys, values):
         if self._frozen:
-            _checks.check_unfrozen(True)
+            checks.check_unfrozen(True)
         if self._is_token(keys) and self._is_token(values):
             self._store(keys, values, 1)
         else:
@@ -268,7 +269,7 @@ cdef class _LayerCore:
 
     def extend(self, keys, values):
         if self._frozen:
-            _checks.check_unfrozen(True)
+            checks.check_unfrozen(True)
         self._extend(keys, values, True)
 
     def _append(self, keys, values):
@@ -288,7 +289,7 @@ cdef class _LayerCore:
             self._store_checked(keys, values, many)
 
     cdef _store_checked(self, keys, values, many):
-        keys, values = _checks.checked_rows(keys, values, self._config, len(self), many=many)
+        keys, values = checks.checked_rows(keys, values, self._config, len(self), many=many)
         self._store(keys, values, (<cnp.ndarray>keys).shape[0])
 
     cdef _store(self, keys, values, int64_t num_tokens):
@@ -320,26 +321,25 @@ cdef class _LayerCore:
         if first:
             self._set_key_offset(None)
         self._refuse(keys, values)
-        self._refuse_range(keys, offset, "keys")
-        self._refuse_range(values, None, "values")
+        self._refuse_range(keys, offset, "keys", self._config.key_format)
+        self._refuse_range(values, None, "values", self._config.value_format)
         raise KvedgeError(kvedge_strerror(status).decode())
 
     def _refuse(self, keys, values):
         """Raise what is wrong with rows that C refuses, if it is room or a number not finite."""
         shape = (-1, self._num_kv_heads, self._head_dim)
-        _checks.checked_rows(
+        checks.checked_rows(
             keys.reshape(shape), values.reshape(shape), self._config, len(self), many=True
         )
 
-    def _refuse_range(self, rows, offset, name):
+    def _refuse_range(self, rows, offset, name, form):
         """Raise if rows, less their offset, are too large for what they are stored in."""
         rows = rows.reshape(-1, self._num_kv_heads, self._head_dim)
         if offset is not None:
             with np.errstate(all="ignore"):
                 rows = rows - offset
-            _checks.check_finite(rows, f"{name} minus key_offset")
-        if self._config.scale_dtype == "float16":
-            _checks.check_scale_range(rows, name)
+            checks.check_finite(rows, f"{name} minus key_offset")
+        form.refuse(rows, name, self._config)
 
     # ---- tokens out ------------------------------------------------------------------------------
 
@@ -382,7 +382,8 @@ cdef class _LayerCore:
         scale=None,
         causal=True,
         window=None,
-        sinks=None,
+        sink_tokens=0,
+        sink_logits=None,
         softcap=None,
         mask=None,
         alibi_slopes=None,
@@ -390,6 +391,14 @@ cdef class _LayerCore:
         return_lse=False,
         out=None,
         num_threads=None,
+    ):
+        return self._attend(
+            query, scale, causal, window, sink_tokens, sink_logits, softcap, mask, alibi_slopes,
+            precision_bits, return_lse, out, num_threads)
+
+    cdef object _attend(
+        self, query, scale, causal, window, sink_tokens, sink_logits, softcap, mask, alibi_slopes,
+        precision_bits, return_lse, out, num_threads
     ):
         cdef _Handle handle = self._opened()
         cdef kvedge_attention_options c_options
@@ -404,7 +413,7 @@ cdef class _LayerCore:
         if self._is_query(query):
             single = (<cnp.ndarray>query).ndim == 2
         else:
-            query, single = _checks.as_query(query, self._config)
+            query, single = checks.as_query(query, self._config)
             if single:
                 query = query[0]
         rows = <cnp.ndarray>query
@@ -413,15 +422,17 @@ cdef class _LayerCore:
         kvedge_attention_defaults(&c_options)
         reads = ()
         if not (
-            0 < length >= num_rows and causal is True and sinks is None and softcap is None
+            0 < length >= num_rows and causal is True and type(sink_tokens) is int
+            and <object>sink_tokens == 0 and sink_logits is None and softcap is None
             and mask is None and alibi_slopes is None and precision_bits is None
             and (return_lse is False or return_lse is True)
             and _fill_plain(&c_options, &threads, length, scale, window, num_threads)
         ):
             options = AttendOptions.make(
                 self._head_dim, num_rows, num_heads, length, scale=scale, causal=causal,
-                window=window, sinks=sinks, softcap=softcap, mask=mask, alibi_slopes=alibi_slopes,
-                precision_bits=precision_bits, return_lse=return_lse, num_threads=num_threads,
+                window=window, sink_tokens=sink_tokens, sink_logits=sink_logits, softcap=softcap,
+                mask=mask, alibi_slopes=alibi_slopes, precision_bits=precision_bits,
+                return_lse=return_lse, num_threads=num_threads,
             )
             _fill(&c_options, options)
             threads = options.num_threads
@@ -431,7 +442,7 @@ cdef class _LayerCore:
         if out is None:
             out = _empty(rows.ndim, rows.shape)
         elif reads or not _is_out(out, rows, handle):
-            out = _checks.as_out(out, query.shape, reads=(query, *handle.slabs, *reads))
+            out = checks.as_out(out, query.shape, reads=(query, *handle.slabs, *reads))
         lse = None
         if return_lse:
             lse = _empty(rows.ndim - 1, rows.shape)
@@ -455,9 +466,9 @@ cdef class _LayerCore:
         cdef _Handle handle = self._opened()
         cdef cnp.npy_intp shape[2]
         cdef kvedge_status status
-        cdef float c_scale = NAN if scale is None else _checks.as_float(scale, "scale")
+        cdef float c_scale = NAN if scale is None else checks.as_float(scale, "scale")
         if not self._is_query(query) or (<cnp.ndarray>query).ndim != 2:
-            query = _checks.as_query(query, self._config, many=False)[0][0]
+            query = checks.as_query(query, self._config, many=False)[0][0]
         shape[0] = (<cnp.ndarray>query).shape[0]
         shape[1] = kvedge_layer_len(handle.layer)
         out = _empty(2, shape)
@@ -465,7 +476,7 @@ cdef class _LayerCore:
         cdef float *out_data = _floats(out)
         cdef int num_heads = <int>shape[0]
         if shape[1] == 0:
-            _checks.check_finite(query, "query")
+            checks.check_finite(query, "query")
             return out
         with nogil:
             status = kvedge_scores(
@@ -476,7 +487,7 @@ cdef class _LayerCore:
 
     def _refuse_attend(self, query, status):
         """Raise what C refused about a query."""
-        _checks.check_finite(query, "query")
+        checks.check_finite(query, "query")
         if status == KVEDGE_ERROR_MEMORY:
             raise OutOfMemoryError("no memory for the intermediate results of attention")
         raise KvedgeError(kvedge_strerror(status).decode())
@@ -551,20 +562,55 @@ cdef _fill(kvedge_attention_options *c, options):
 document(_LayerCore)
 
 
-class QuantizedKvLayer(_LayerCore, LayerMethods):
-    __doc__ = QUANTIZED_DOC
-    _dtype = "int8"
+@registry.backend_class
+class QuantizedKvLayer(_LayerCore, QuantizedLayerMethods):
+    __doc__ = QuantizedLayerMethods.__doc__
 
 
-class Float32KvLayer(_LayerCore, LayerMethods):
-    __doc__ = FLOAT32_DOC
-    _dtype = "float32"
+@registry.backend_class
+class Float32KvLayer(_LayerCore, Float32LayerMethods):
+    __doc__ = Float32LayerMethods.__doc__
 
 
+@registry.backend_class
 class KVCache(CacheMethods):
-    _layer_types = {"int8": QuantizedKvLayer, "float32": Float32KvLayer}
+    __doc__ = CacheMethods.__doc__
+    _layer_types = {kind._dtype: kind for kind in (QuantizedKvLayer, Float32KvLayer)}
+
+    # As in CacheMethods, but straight to the layer's C, without naming its arguments again.
+    def attend(
+        self,
+        layer,
+        query,
+        *,
+        scale=None,
+        causal=True,
+        window=None,
+        sink_tokens=0,
+        sink_logits=None,
+        softcap=None,
+        mask=None,
+        alibi_slopes=None,
+        precision_bits=None,
+        return_lse=False,
+        out=None,
+        num_threads=None,
+    ):
+        if layer.__class__ is not int or not 0 <= layer < self._num_layers:
+            layer = checks.check_layer(layer, self._num_layers)
+        cdef _LayerCore target = self._layers[layer]
+        try:
+            return target._attend(
+                query, scale, causal, window, sink_tokens, sink_logits, softcap, mask, alibi_slopes,
+                precision_bits, return_lse, out, num_threads)
+        except OutOfMemoryError:
+            raise
+        except MemoryError as error:
+            raise memory.out_of_memory(error, "the result of attention") from error
+
+    attend.__doc__ = CacheMethods.attend.__doc__
 
 
 # ---- layers in blocks ----------------------------------------------------------------------------
 
-include "_native_paged.pxi"
+include "native_paged.pxi"

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from kvedge._config import (
+from kvedge.core.config import (
     FLOAT32_MAX,
     MAX_CAPACITY,
     MAX_HEAD_DIM,
@@ -26,6 +26,7 @@ from kvedge._config import (
     describe,
     layer_config,
 )
+from kvedge.core.formats import WITH_SCALES
 from kvedge.errors import (
     CapacityExceededError,
     DtypeMismatchError,
@@ -36,12 +37,10 @@ from kvedge.errors import (
     NonFiniteInputError,
     PositionOutOfRangeError,
     ReadOnlyLayerError,
-    ScaleRangeError,
     ShapeMismatchError,
 )
 
 __all__ = [
-    "FLOAT16_MAX",
     "FLOAT32_MAX",
     "FLOAT32_TINY",
     "MAX_CAPACITY",
@@ -66,7 +65,6 @@ __all__ = [
     "check_position",
     "check_range",
     "check_room",
-    "check_scale_range",
     "check_unfrozen",
     "checked_rows",
     "describe",
@@ -74,7 +72,6 @@ __all__ = [
 ]
 
 FLOAT32_TINY = float(np.finfo(np.float32).tiny)  # 2^-126, the smallest normal number
-FLOAT16_MAX = float(np.finfo(np.float16).max)
 
 Shape = tuple[int, ...]
 
@@ -84,36 +81,36 @@ Shape = tuple[int, ...]
 
 def check_position(position: Any, length: int) -> int:
     """`position` as an int in [0, length), or PositionOutOfRangeError."""
-    position = as_int(position, "position")
-    if not 0 <= position < length:
+    number = as_int(position, "position")
+    if not 0 <= number < length:
         raise PositionOutOfRangeError(
-            f"position {position} is out of range: {_tokens(length)} stored, positions count from 0"
+            f"position {number} is out of range: {_tokens(length)} stored, positions count from 0"
         )
-    return position
+    return number
 
 
 def check_head(head: Any, num_kv_heads: int) -> int:
     """`head` as an int in [0, num_kv_heads), or HeadOutOfRangeError."""
-    head = as_int(head, "head")
-    if not 0 <= head < num_kv_heads:
-        raise HeadOutOfRangeError(f"KV head {head} is out of range: there are {num_kv_heads}")
-    return head
+    number = as_int(head, "head")
+    if not 0 <= number < num_kv_heads:
+        raise HeadOutOfRangeError(f"KV head {number} is out of range: there are {num_kv_heads}")
+    return number
 
 
 def check_layer(layer: Any, num_layers: int) -> int:
     """`layer` as an int in [0, num_layers), or LayerOutOfRangeError."""
-    layer = as_int(layer, "layer")
-    if not 0 <= layer < num_layers:
-        raise LayerOutOfRangeError(f"layer {layer} is out of range: there are {num_layers}")
-    return layer
+    number = as_int(layer, "layer")
+    if not 0 <= number < num_layers:
+        raise LayerOutOfRangeError(f"layer {number} is out of range: there are {num_layers}")
+    return number
 
 
 def check_length(n: Any, length: int) -> int:
     """`n` as an int in [0, length]: a length to truncate to, or PositionOutOfRangeError."""
-    n = as_int(n, "n")
-    if not 0 <= n <= length:
-        raise PositionOutOfRangeError(f"cannot truncate to {n}: {_tokens(length)} stored")
-    return n
+    number = as_int(n, "n")
+    if not 0 <= number <= length:
+        raise PositionOutOfRangeError(f"cannot truncate to {number}: {_tokens(length)} stored")
+    return number
 
 
 def check_range(start: Any, stop: Any, length: int) -> tuple[int, int]:
@@ -231,15 +228,15 @@ def as_float32(
     ------
     DtypeMismatchError, ShapeMismatchError, LayoutError
     """
-    array = as_ndarray(array, name)
-    half = _check_dtype(array, name)
-    if shape is not None and array.shape != shape:
-        raise ShapeMismatchError(f"{name} must have shape {shape}, not {array.shape}")
-    _check_layout(array, name, contiguous)
-    return _widened(array) if half else array
+    plain = as_ndarray(array, name)
+    half = _check_dtype(plain, name)
+    if shape is not None and plain.shape != shape:
+        raise ShapeMismatchError(f"{name} must have shape {shape}, not {plain.shape}")
+    _check_layout(plain, name, contiguous)
+    return _widened(plain) if half else plain
 
 
-def _check_dtype(array, name):
+def _check_dtype(array: np.ndarray, name: str) -> bool:
     """Whether `array` is float16 or bfloat16; an error unless it is that or float32."""
     dtype = array.dtype
     if dtype == np.float32:
@@ -256,12 +253,12 @@ def _check_dtype(array, name):
     )
 
 
-def _widened(array):
+def _widened(array: np.ndarray) -> np.ndarray:
     with np.errstate(all="ignore"):
         return array.astype(np.float32)
 
 
-def _check_layout(array, name, contiguous=True):
+def _check_layout(array: np.ndarray, name: str, contiguous: bool = True) -> None:
     flags = array.flags
     if not flags.aligned:
         raise LayoutError(f"{name} is not aligned in memory: pass numpy.array({name})")
@@ -289,19 +286,19 @@ def as_rows(array: Any, name: str, config: LayerConfig, *, many: bool | None) ->
     DtypeMismatchError, ShapeMismatchError, LayoutError
     """
     heads, dim = config.num_kv_heads, config.head_dim
-    array = as_ndarray(array, name)
-    half = _check_dtype(array, name)
-    shape = array.shape
+    rows = as_ndarray(array, name)
+    half = _check_dtype(rows, name)
+    shape = rows.shape
     is_many = len(shape) == 3 and shape[1:] == (heads, dim) and many is not False
     is_one = shape in ((heads, dim), (heads * dim,)) and many is not True
     if not is_many and not is_one:
         one, several = f"({heads}, {dim}) or ({heads * dim},)", f"(n, {heads}, {dim})"
         wanted = {True: several, False: one, None: f"{one} or {several}"}[many]
         raise ShapeMismatchError(f"{name} must have shape {wanted}, not {shape}")
-    _check_layout(array, name)
+    _check_layout(rows, name)
     if half:
-        array = _widened(array)
-    return array if is_many else array.reshape(1, heads, dim)
+        rows = _widened(rows)
+    return rows if is_many else rows.reshape(1, heads, dim)
 
 
 def checked_rows(
@@ -338,20 +335,6 @@ def check_finite(array: np.ndarray, name: str) -> None:
     raise NonFiniteInputError(
         f"{name} must be finite: element {index} of shape {array.shape} is {array[index]}"
     )
-
-
-def check_scale_range(rows: np.ndarray, name: str) -> None:
-    """ScaleRangeError if a row (..., head_dim) needs a scale above float16's largest."""
-    if rows.size == 0:
-        return
-    largest = max(float(rows.max()), -float(rows.min()))
-    with np.errstate(all="ignore"):
-        scale = np.float32(largest) / np.float32(127)
-    if scale > FLOAT16_MAX:
-        raise ScaleRangeError(
-            f"{name} hold {largest:.6g}, whose scale (a 127th) passes float16's {FLOAT16_MAX:g}: "
-            'use scale_dtype="float32"'
-        )
 
 
 def as_query(
@@ -394,9 +377,9 @@ def as_query(
 
 def as_vector(array: Any, name: str, size: int) -> np.ndarray:
     """`array` as finite C-contiguous float32 (size,)."""
-    array = as_float32(array, name, shape=(size,))
-    check_finite(array, name)
-    return array
+    vector = as_float32(array, name, shape=(size,))
+    check_finite(vector, name)
+    return vector
 
 
 def as_key_offset(key_offset: Any, config: LayerConfig) -> np.ndarray | str | None:
@@ -408,9 +391,9 @@ def as_key_offset(key_offset: Any, config: LayerConfig) -> np.ndarray | str | No
     """
     if key_offset is None:
         return None
-    if config.dtype != "int8":
+    if not config.has_scales:
         raise InvalidArgumentError(
-            'key_offset is for dtype="int8": float32 layers store keys as they are'
+            f"key_offset is for dtype={WITH_SCALES}: {config.dtype} layers store keys as they are"
         )
     if isinstance(key_offset, str):
         if key_offset != "auto":
@@ -458,5 +441,5 @@ def as_out(
     return np.asarray(out)  # a subclass may give reshape a meaning of its own
 
 
-def _tokens(n):
+def _tokens(n: int) -> str:
     return "1 token" if n == 1 else f"{n} tokens"

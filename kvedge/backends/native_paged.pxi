@@ -1,6 +1,5 @@
-"""Rows in blocks: the store of one layer of a pool. Included by _native.pyx."""
+"""Rows in blocks: the store of one layer of a pool. Included by native.pyx."""
 
-from kvedge.paged.pool import BlockPoolMethods
 from kvedge.paged.store import BlockStoreMethods
 
 
@@ -63,14 +62,10 @@ cdef class _BlockStoreCore(_LayerCore):
             PyMem_Free(sequences)
         if status != KVEDGE_OK:
             for one in rows:
-                _checks.check_finite(one.query, "query")
+                checks.check_finite(one.query, "query")
             self._refuse_attend(query, status)
 
 
-class _BlockStore(_BlockStoreCore, BlockStoreMethods):
+@registry.backend_class
+class BlockStore(_BlockStoreCore, BlockStoreMethods):
     pass
-
-
-class KvBlockPool(BlockPoolMethods):
-    __doc__ = BlockPoolMethods.__doc__
-    _store_type = _BlockStore

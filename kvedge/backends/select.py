@@ -12,14 +12,13 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from kvedge import threads
-from kvedge.cli import exits
-from kvedge.errors import BackendUnavailableError, KvedgeError, UnsupportedIsaError
+from kvedge.core import registry
+from kvedge.errors import BackendUnavailableError, UnsupportedIsaError
 
 __all__ = [
     "ISA_NAMES",
     "Float32KvLayer",
     "KVCache",
-    "KvBlockPool",
     "QuantizedKvLayer",
     "backend",
     "isa_info",
@@ -41,7 +40,7 @@ def _load() -> tuple[str, ModuleType, str | None]:
     if asked == "numpy":
         return "numpy", _numpy_backend(), "KVEDGE_BACKEND=numpy asked for it"
     try:
-        return "native", import_module("kvedge._native"), None
+        return "native", import_module("kvedge.backends.native"), None
     except ImportError as error:
         reason = f"the compiled extension did not load: {error}"
         if asked == "native":
@@ -54,7 +53,7 @@ def _load() -> tuple[str, ModuleType, str | None]:
 
 
 def _numpy_backend() -> ModuleType:
-    return import_module("kvedge._numpy.backend")
+    return import_module("kvedge.backends.numpy")
 
 
 def _check_isa_name() -> None:
@@ -79,17 +78,13 @@ def _start() -> tuple[str, ModuleType, str | None]:
     return name, module, reason
 
 
-try:
-    backend, _module, _reason = _start()
-except KvedgeError as error:
-    exits.leave_if_command(error)  # the `kvedge` command tells it in one line
-    raise
+backend, _module, _reason = _start()
+registry.activate(_module)
 
 if TYPE_CHECKING:  # the same types whichever backend it will be
-    from kvedge._native import Float32KvLayer, KvBlockPool, KVCache, QuantizedKvLayer
+    from kvedge.backends.native import Float32KvLayer, KVCache, QuantizedKvLayer
 else:
     KVCache = _module.KVCache
-    KvBlockPool = _module.KvBlockPool
     QuantizedKvLayer = _module.QuantizedKvLayer
     Float32KvLayer = _module.Float32KvLayer
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
-
 from kvedge.errors import (
     BackendUnavailableError,
     InvalidArgumentError,
@@ -55,22 +52,3 @@ def message_of(error: BaseException) -> str:
     if isinstance(error, MemoryError):
         return f"out of memory: {text}" if text else "out of memory"
     return text or type(error).__name__
-
-
-def leave_if_command(error: BaseException) -> None:
-    """Tell of an error and exit, if it was raised while the ``kvedge`` command was starting.
-
-    The command is a part of the package, so an error at ``import kvedge`` comes before its own code
-    could catch it. A program that imports kvedge is left to deal with the error itself.
-    """
-    if _is_command():
-        print(f"kvedge: {message_of(error)}", file=sys.stderr)
-        raise SystemExit(code_of(error)) from None
-
-
-def _is_command() -> bool:
-    program = sys.argv[0] if sys.argv else ""
-    if program == "-m":  # what it is while Python looks for the module: python -m kvedge ...
-        return any(argument in ("kvedge", "-mkvedge") for argument in sys.orig_argv[1:])
-    name, _ = os.path.splitext(os.path.basename(program))
-    return name == "kvedge"

@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from kvedge import _memory
-from kvedge._config import ConfigFacts, LayerConfig
+from kvedge.core import memory
+from kvedge.core.config import ConfigFacts, LayerConfig
 from kvedge.snapshot import CacheFormat
 
 
 class CacheFacts(ConfigFacts):
-    """The part of a cache that changes nothing; :class:`kvedge._cache.CacheMethods` fills it."""
+    """The part of a cache that changes nothing; :class:`kvedge.cache.CacheMethods` fills it."""
 
     _layers: tuple[Any, ...]
     _num_layers: int
@@ -54,7 +54,8 @@ class CacheFacts(ConfigFacts):
     @property
     def capacity(self) -> int:
         """Tokens there is memory reserved for now."""
-        return min(layer.capacity for layer in self._layers)
+        capacity: int = min(layer.capacity for layer in self._layers)
+        return capacity
 
     @property
     def memory_bytes(self) -> int:
@@ -69,7 +70,7 @@ class CacheFacts(ConfigFacts):
     @property
     def used_bytes(self) -> int:
         """Bytes of the tokens held, pending ones included."""
-        return _memory.token_bytes(self._config) * sum(len(layer) for layer in self._layers)
+        return memory.token_bytes(self._config) * sum(len(layer) for layer in self._layers)
 
     @property
     def fp32_memory_bytes(self) -> int:
@@ -93,12 +94,4 @@ class CacheFacts(ConfigFacts):
 
     @property
     def _format(self) -> CacheFormat:
-        config = self._config
-        return CacheFormat(
-            self._num_layers,
-            config.num_kv_heads,
-            config.head_dim,
-            config.dtype,
-            config.group_size,
-            config.scale_dtype,
-        )
+        return CacheFormat.of(self._num_layers, self._config)

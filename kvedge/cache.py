@@ -1,56 +1,46 @@
 """The key/value cache of a whole model: one layer object per layer, and what they have in common.
 
-Everything here is about positions; storage and attention are the layers'. One implementation
-serves both backends: each derives its KVCache from :class:`CacheMethods` and names its layer types.
-
-Position, pending, high water. ``len(cache)`` counts the tokens that all layers hold, as told by
-``advance``. A layer that has been given the next token already holds more (its pending tokens),
-and attends to them. After going back, the bytes above are still there, up to the layer's high-water
-mark, and a later snapshot can be restored until something overwrites them.
+Everything here is about positions; storage and attention are the layers'. Each backend derives its
+KVCache from :class:`CacheMethods` and names its layer types.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
-from kvedge import _checks, _memory
-from kvedge._cache_facts import CacheFacts
-from kvedge._memory import memory_for
+from kvedge import session, session_load
+from kvedge.cache_state import CacheState, first_capacity
+from kvedge.core import checks, memory, registry
+from kvedge.core.config import MAX_LAYERS
+from kvedge.core.memory import memory_for
+from kvedge.core.types import (
+    Array,
+    AttendArguments,
+    CacheArguments,
+    Dtype,
+    Floats,
+    ScaleDtype,
+)
 from kvedge.errors import (
     CapacityExceededError,
     InvalidArgumentError,
     LayersOutOfStepError,
     OutOfMemoryError,
-    ShapeMismatchError,
-    StaleSnapshotError,
 )
-from kvedge.snapshot import (
-    CacheContents,
-    CacheFormat,
-    KvCacheSnapshot,
-    LayerContents,
-    OverwriteLog,
-)
+from kvedge.layer import LayerMethods
+from kvedge.snapshot import KvCacheSnapshot
 
 if TYPE_CHECKING:
-    from typing_extensions import Self  # type checkers bring it along
-
-    from kvedge._typing import Array
+    from typing_extensions import Self, Unpack  # type checkers bring it along
 
 __all__ = ["CacheMethods"]
 
-_FIRST_CAPACITY = 256  # tokens a growing cache is made for; it doubles from there
-# A long layer's reservation takes Linux up to 9 mappings (its 4 slabs, and the part of each on huge
-# pages), and a process may have 65530 of them.
-MAX_LAYERS = 1 << 12
 
-
-class CacheMethods(CacheFacts):
+class CacheMethods(CacheState):
     """The keys and values of a whole model, one layer object per layer.
 
     Tokens are appended to each layer and then advanced over; until then they are pending. Pending
@@ -60,21 +50,17 @@ class CacheMethods(CacheFacts):
     snapshot that was taken while layers held pending tokens.
     """
 
-    # The base of both backends' KVCache, which take over the text above.
-
-    _layer_types: ClassVar[dict[str, type]]  # "int8" and "float32"
-
     def __init__(
         self,
         num_layers: int,
         num_kv_heads: int,
         head_dim: int,
         *,
-        dtype: str = "int8",
+        dtype: Dtype = "int8",
         max_seq_len: int | None = None,
         group_size: int | None = None,
-        scale_dtype: str = "float32",
-        key_offset: Any = None,
+        scale_dtype: ScaleDtype = "float32",
+        key_offset: Array | Literal["auto"] | None = None,
     ) -> None:
         """Make an empty cache.
 
@@ -109,87 +95,39 @@ class CacheMethods(CacheFacts):
         OutOfMemoryError
             The system refused to reserve the memory.
         """
-        self._setup(
-            num_layers,
-            num_kv_heads,
-            head_dim,
-            dtype=dtype,
-            max_seq_len=max_seq_len,
-            group_size=group_size,
-            scale_dtype=scale_dtype,
-            key_offset=key_offset,
-        )
-
-    @classmethod
-    def with_capacity(
-        cls, num_layers: int, num_kv_heads: int, head_dim: int, max_seq_len: int, **options: Any
-    ) -> Self:
-        """Make an empty cache with room for ``max_seq_len`` tokens; options as for the class."""
-        max_seq_len = _checks.as_int(max_seq_len, "max_seq_len")
-        return cls(num_layers, num_kv_heads, head_dim, max_seq_len=max_seq_len, **options)
-
-    def _setup(
-        self,
-        num_layers: int,
-        num_kv_heads: int,
-        head_dim: int,
-        *,
-        dtype: str,
-        max_seq_len: int | None,
-        group_size: int | None,
-        scale_dtype: str,
-        key_offset: Any,
-        first_capacity: int = _FIRST_CAPACITY,
-        metadata: Mapping[str, str] | None = None,
-    ) -> None:
-        num_layers = _checks.as_int(num_layers, "num_layers")
+        num_layers = checks.as_int(num_layers, "num_layers")
         if not 1 <= num_layers <= MAX_LAYERS:
             raise InvalidArgumentError(
                 f"num_layers must be from 1 to {MAX_LAYERS}, not {num_layers}"
             )
         if max_seq_len is not None:
-            max_seq_len = _checks.as_int(max_seq_len, "max_seq_len")
-            if not 1 <= max_seq_len <= _checks.MAX_CAPACITY:
+            max_seq_len = checks.as_int(max_seq_len, "max_seq_len")
+            if not 1 <= max_seq_len <= checks.MAX_CAPACITY:
                 raise InvalidArgumentError(
-                    f"max_seq_len must be from 1 to {_checks.MAX_CAPACITY}, not {max_seq_len}"
+                    f"max_seq_len must be from 1 to {checks.MAX_CAPACITY}, not {max_seq_len}"
                 )
-        config = _checks.layer_config(
+        config = checks.layer_config(
             dtype,
-            first_capacity if max_seq_len is None else max_seq_len,
+            first_capacity(max_seq_len),
             num_kv_heads,
             head_dim,
             group_size=group_size,
             scale_dtype=scale_dtype,
         )
-        quantized = config.dtype == "int8"
-        offsets: Any = [key_offset] * num_layers
-        if quantized and key_offset is not None and not isinstance(key_offset, str):
-            shape = (num_layers, config.num_kv_heads, config.head_dim)
-            offsets = _checks.as_float32(key_offset, "key_offset", shape=shape)
-        layers = []
-        for offset in offsets:
-            layer = self._layer_types[config.dtype](
-                config.capacity,
-                config.num_kv_heads,
-                config.head_dim,
-                group_size=config.group_size if quantized else None,
-                scale_dtype=config.scale_dtype,
-                key_offset=offset,
-            )
-            layer._frozen = True  # changed through the cache alone, which keeps the positions
-            layers.append(layer)
+        self._start(num_layers, config, max_seq_len, key_offset, {})
 
-        self._layers: tuple[Any, ...] = tuple(layers)
-        self._num_layers = num_layers
-        self._config = config
-        self._max_seq_len = max_seq_len
-        self._auto_offset = isinstance(key_offset, str)
-        self._length = 0
-        self._room = config.capacity  # tokens that every layer has room for, or fewer
-        # Tokens of each layer whose bytes are still there, though the length may be below.
-        self._high_water = [0] * num_layers
-        self._overwrites = OverwriteLog()
-        self._metadata: dict[str, str] = dict(metadata or {})
+    @classmethod
+    def with_capacity(
+        cls,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        max_seq_len: int,
+        **options: Unpack[CacheArguments],
+    ) -> Self:
+        """Make an empty cache with room for ``max_seq_len`` tokens; options as for the class."""
+        max_seq_len = checks.as_int(max_seq_len, "max_seq_len")
+        return cls(num_layers, num_kv_heads, head_dim, max_seq_len=max_seq_len, **options)
 
     # ---- tokens in -------------------------------------------------------------------------------
 
@@ -213,14 +151,14 @@ class CacheMethods(CacheFacts):
             A growing cache could not grow.
         """
         if layer.__class__ is not int or not 0 <= layer < self._num_layers:
-            layer = _checks.check_layer(layer, self._num_layers)
+            layer = checks.check_layer(layer, self._num_layers)
         target = self._layers[layer]
         start = len(target)
         try:
             try:
                 target._append(keys, values)
             except CapacityExceededError:
-                n = _checks.as_rows(keys, "keys", self._config, many=None).shape[0]
+                n = checks.as_rows(keys, "keys", self._config, many=None).shape[0]
                 self._make_room(layer, start + n)
                 target._append(keys, values)
         except OutOfMemoryError:
@@ -239,7 +177,7 @@ class CacheMethods(CacheFacts):
             # Broken off half way, perhaps: then bytes above may not be what marks stand for.
             self._overwrites.add(start)
             self._high_water[layer] = start
-        return _memory.out_of_memory(error, f"tokens appended to layer {layer}")
+        return memory.out_of_memory(error, f"tokens appended to layer {layer}")
 
     def advance(self, n: int = 1) -> None:
         """Move the position past ``n`` tokens that every layer has been given.
@@ -252,7 +190,7 @@ class CacheMethods(CacheFacts):
             If ``n`` is negative or no integer.
         """
         if n.__class__ is not int or n < 0:
-            n = _checks.as_int(n, "n")
+            n = checks.as_int(n, "n")
             if n < 0:
                 raise InvalidArgumentError(f"n must be at least 0, not {n}: truncate() goes back")
         length = self._length + n
@@ -278,8 +216,8 @@ class CacheMethods(CacheFacts):
             As for :meth:`append`.
         """
         shape = (self._num_layers, self._config.num_kv_heads, self._config.head_dim)
-        keys = _checks.as_float32(keys, "keys", shape=shape)
-        values = _checks.as_float32(values, "values", shape=shape)
+        keys = checks.as_float32(keys, "keys", shape=shape)
+        values = checks.as_float32(values, "values", shape=shape)
         self._refuse_pending("push_step()")
         start = self._length
         if start >= self._room:
@@ -304,8 +242,8 @@ class CacheMethods(CacheFacts):
                 for slab, row in zip(slabs, rows, strict=True):
                     slab[start] = row
             # The layer named the element within its own token; these name it in the arrays given.
-            _checks.check_finite(keys, "keys")
-            _checks.check_finite(values, "values")
+            checks.check_finite(keys, "keys")
+            checks.check_finite(values, "values")
             raise
         if saved:
             self._overwrites.add(start)
@@ -333,9 +271,56 @@ class CacheMethods(CacheFacts):
         ------
         LayerOutOfRangeError
         """
-        return self._layers[_checks.check_layer(index, self._num_layers)]
+        return self._layers[checks.check_layer(index, self._num_layers)]
 
-    def attend(self, layer: int, query: Array, **options: Any) -> Any:
+    @overload
+    def attend(
+        self,
+        layer: int,
+        query: Array,
+        *,
+        return_lse: Literal[False] = False,
+        out: Floats | None = None,
+        **options: Unpack[AttendArguments],
+    ) -> Floats: ...
+    @overload
+    def attend(
+        self,
+        layer: int,
+        query: Array,
+        *,
+        return_lse: Literal[True],
+        out: Floats | None = None,
+        **options: Unpack[AttendArguments],
+    ) -> tuple[Floats, Floats]: ...
+    @overload
+    def attend(
+        self,
+        layer: int,
+        query: Array,
+        *,
+        return_lse: bool,
+        out: Floats | None = None,
+        **options: Unpack[AttendArguments],
+    ) -> Floats | tuple[Floats, Floats]: ...
+    def attend(
+        self,
+        layer: int,
+        query: Array,
+        *,
+        scale: float | None = None,
+        causal: bool = True,
+        window: int | None = None,
+        sink_tokens: int = 0,
+        sink_logits: Array | None = None,
+        softcap: float | None = None,
+        mask: Array | None = None,
+        alibi_slopes: Array | None = None,
+        precision_bits: int | None = None,
+        return_lse: bool = False,
+        out: Floats | None = None,
+        num_threads: int | None = None,
+    ) -> Any:
         """Attend to what one layer holds, pending tokens included.
 
         Parameters
@@ -343,10 +328,9 @@ class CacheMethods(CacheFacts):
         layer : int
         query : array of float32 (or float16, bfloat16)
             (num_heads, head_dim) for one token, (n, num_heads, head_dim) for the last n stored.
-        **options
-            ``scale``, ``causal``, ``window``, ``sinks``, ``softcap``, ``mask``, ``alibi_slopes``,
-            ``precision_bits``, ``return_lse``, ``out``, ``num_threads``: as in
-            :meth:`kvedge.QuantizedKvLayer.attend`.
+        scale, causal, window, sink_tokens, sink_logits, softcap, mask, alibi_slopes, precision_bits
+        return_lse, out, num_threads
+            As in :meth:`kvedge.QuantizedKvLayer.attend`.
 
         Returns
         -------
@@ -359,24 +343,38 @@ class CacheMethods(CacheFacts):
             And whatever the layer's ``attend`` raises.
         """
         if layer.__class__ is not int or not 0 <= layer < self._num_layers:
-            layer = _checks.check_layer(layer, self._num_layers)
+            layer = checks.check_layer(layer, self._num_layers)
         try:
-            return self._layers[layer].attend(query, **options)
+            return self._layers[layer].attend(
+                query,
+                scale=scale,
+                causal=causal,
+                window=window,
+                sink_tokens=sink_tokens,
+                sink_logits=sink_logits,
+                softcap=softcap,
+                mask=mask,
+                alibi_slopes=alibi_slopes,
+                precision_bits=precision_bits,
+                return_lse=return_lse,
+                out=out,
+                num_threads=num_threads,
+            )
         except OutOfMemoryError:
             raise
         except MemoryError as error:
-            raise _memory.out_of_memory(error, "the result of attention") from error
+            raise memory.out_of_memory(error, "the result of attention") from error
 
     @memory_for("logits")
-    def scores(self, layer: int, query: Array, **options: Any) -> np.ndarray:
+    def scores(self, layer: int, query: Array, *, scale: float | None = None) -> Floats:
         """Return the scaled logits of a query against what one layer holds.
 
         Parameters
         ----------
         layer : int
         query : array of float32 (or float16, bfloat16), (num_heads, head_dim)
-        **options
-            ``scale``: factor of the dot products, by default 1 / sqrt(head_dim).
+        scale : float, optional
+            Factor of the dot products, by default 1 / sqrt(head_dim).
 
         Returns
         -------
@@ -387,7 +385,8 @@ class CacheMethods(CacheFacts):
         LayerOutOfRangeError
             And whatever the layer's ``scores`` raises.
         """
-        return self.layer(layer).scores(query, **options)
+        logits: Floats = self.layer(layer).scores(query, scale=scale)
+        return logits
 
     @memory_for("the keys of a layer")
     def k(self, layer: int, *, out: np.ndarray | None = None) -> np.ndarray:
@@ -405,16 +404,16 @@ class CacheMethods(CacheFacts):
             For float32 storage without ``out``, a read-only view of the stored keys; else a copy.
             A view keeps showing the tokens it was made for, and what later overwrites them.
         """
-        held = self.layer(layer)
-        if out is None and self._config.dtype == "float32":
+        held: LayerMethods = self.layer(layer)
+        if out is None and self._config.key_format.is_float32:
             return held.key_codes
         return held.keys(out=out)
 
     @memory_for("the values of a layer")
     def v(self, layer: int, *, out: np.ndarray | None = None) -> np.ndarray:
         """Return the values of one layer, pending tokens included; as :meth:`k`."""
-        held = self.layer(layer)
-        if out is None and self._config.dtype == "float32":
+        held: LayerMethods = self.layer(layer)
+        if out is None and self._config.value_format.is_float32:
             return held.value_codes
         return held.values(out=out)
 
@@ -467,7 +466,7 @@ class CacheMethods(CacheFacts):
         PositionOutOfRangeError
             Unless 0 <= n <= len(cache).
         """
-        self._set_length(_checks.check_length(n, self._length))
+        self._set_length(checks.check_length(n, self._length))
 
     def clear(self) -> None:
         """Forget all tokens. An automatic key offset is taken anew from the next ones."""
@@ -496,7 +495,7 @@ class CacheMethods(CacheFacts):
         LayersOutOfStepError
             If some layer holds tokens that have not been advanced over.
         """
-        positions = _checks.check_keep(indices, self._length)
+        positions = checks.check_keep(indices, self._length)
         self._refuse_pending("keep()")
         moved = np.flatnonzero(positions != np.arange(len(positions)))
         if moved.size == 0:
@@ -530,7 +529,7 @@ class CacheMethods(CacheFacts):
         LayersOutOfStepError
             If some layer holds tokens that have not been advanced over.
         """
-        start, stop = _checks.check_range(start, stop, self._length)
+        start, stop = checks.check_range(start, stop, self._length)
         self._refuse_pending("shift()")
         for layer in self._layers:
             layer._check_shift(delta, rope, start, stop)
@@ -559,13 +558,10 @@ class CacheMethods(CacheFacts):
 
     @memory_for("a pickle of the cache")
     def __reduce__(self) -> tuple[Any, ...]:
-        kind = type(self)
-        # A cache pickled by one backend is restored by whichever is active; a user's own class is
-        # found under its own name, and derives from the active one by itself.
-        own = None if "_layer_types" in vars(kind) else kind
+        kind = registry.named(type(self))
         return (
             _restore_cache,
-            (own, self._contents(), self._max_seq_len, self._auto_offset, self._metadata),
+            (kind, self._contents(), self._max_seq_len, self._auto_offset, self._metadata),
         )
 
     @memory_for("the file of the cache")
@@ -603,8 +599,6 @@ class CacheMethods(CacheFacts):
         written, so one that is not locked is abandoned. Where Python has no ``fcntl`` (Windows) it
         stays until someone removes it.
         """
-        from kvedge import session
-
         session.save(self, path, metadata=metadata)
 
     @classmethod
@@ -636,192 +630,11 @@ class CacheMethods(CacheFacts):
         FileNotFoundError, PermissionError, OSError
             As ``open`` raises them.
         """
-        from kvedge import session
-
-        return session.load(cls, path, mmap=mmap)
-
-    # ---- inside ----------------------------------------------------------------------------------
-
-    def _make_room(self, index: int, tokens: int) -> None:
-        """Let a layer hold ``tokens``, by moving it to larger slabs if it must."""
-        layer = self._layers[index]
-        if tokens <= layer.capacity:
-            return
-        limit = self._max_seq_len
-        if limit is None:
-            capacity = max(tokens, 2 * layer.capacity, _FIRST_CAPACITY)
-        elif tokens <= limit:
-            capacity = limit  # a loaded file that was mapped, outgrown now
-        else:
-            raise CapacityExceededError(
-                f"layer {index} has no room: {tokens} tokens wanted, max_seq_len is {limit} "
-                f"and {len(layer)} are held"
-            ) from None
-        config = replace(layer._config, capacity=capacity)
-        slabs = _memory.reserve_slabs(config)
-        # Up to the high-water mark: tokens above the length may be gone back to.
-        _memory.copy_tokens(layer._slabs, slabs, self._high_water[index])
-        layer._bind(slabs, config)
-        layer._filled(len(layer), max(0, self._high_water[index] - len(layer)))
-
-    def _is_stale(self, snapshot: KvCacheSnapshot) -> bool:
-        return self._overwrites.reach_below(snapshot._length, since=snapshot._epoch)
-
-    def _checked_mark(self, snapshot: Any) -> int:
-        """Return the length to go to for a mark that this cache made and that still holds."""
-        if not isinstance(snapshot, KvCacheSnapshot):
-            raise InvalidArgumentError(
-                f"snapshot must be a KvCacheSnapshot, not {_checks.describe(snapshot)}"
-            )
-        if snapshot._cache is None or snapshot._cache() is not self:
-            raise InvalidArgumentError(
-                "this snapshot is a mark in another cache: only its detach() can be restored here"
-            )
-        if self._is_stale(snapshot):
-            raise StaleSnapshotError(
-                f"tokens below position {snapshot._length} have been overwritten since this "
-                "snapshot was taken: detach() it before writing over them"
-            )
-        return snapshot._length
-
-    @memory_for("the bytes of a snapshot")
-    def _contents_at(self, snapshot: KvCacheSnapshot) -> CacheContents:
-        """Copy what a mark stands for, which may lie above the current length."""
-        length = self._checked_mark(snapshot)
-        if snapshot._pending:
-            held = "was" if len(snapshot._pending) == 1 else "were"
-            raise LayersOutOfStepError(
-                f"detach() would lose tokens: {_names(list(snapshot._pending))} {held} beyond "
-                f"position {length} when this snapshot was taken: advance() over them or "
-                "truncate() first, and take another"
-            )
-        return self._contents([length] * self._num_layers, length)
-
-    def _contents(
-        self, lengths: list[int] | None = None, length: int | None = None, *, copy: bool = True
-    ) -> CacheContents:
-        """Return the stored bytes of each layer: by default of all tokens it holds."""
-        if length is None:
-            length = self._length  # before those of the layers, which are never less
-        layers = []
-        for index, layer in enumerate(self._layers):
-            stop = len(layer) if lengths is None else lengths[index]
-            keys, values, key_scales, value_scales = (
-                slab[:stop].copy() if copy else slab[:stop] for slab in layer._slabs
-            )
-            layers.append(LayerContents(keys, values, key_scales, value_scales, layer._key_offset))
-        return CacheContents(self._format, length, tuple(layers))
-
-    def _replace(self, contents: CacheContents) -> None:
-        """Hold what ``contents`` holds, and nothing else; all or nothing."""
-        if contents.format != self._format:
-            raise ShapeMismatchError(
-                f"the snapshot is of {contents.format}, this cache is {self._format}"
-            )
-        for index, tokens in enumerate(contents.layers):
-            self._make_room(index, tokens.num_tokens)
-        if any(self._high_water):
-            self._overwrites.add(0)
-        for layer, tokens in zip(self._layers, contents.layers, strict=True):
-            _memory.copy_tokens(tokens.arrays, layer._slabs, tokens.num_tokens)
-        self._adopt(contents.length, [(t.num_tokens, t.key_offset) for t in contents.layers])
-
-    def _adopt(self, length: int, layers: list[tuple[int, np.ndarray | None]]) -> None:
-        """Take over bytes that were put into the slabs: tokens and key offset of each layer."""
-        for layer, (tokens, offset) in zip(self._layers, layers, strict=True):
-            layer._set_len(0)  # a core forgets what it knew of the old bytes
-            layer._set_key_offset(offset)
-            # Tokens that were stored without an offset must not be given one by the next append.
-            layer._auto_key_offset = self._auto_offset and (offset is not None or tokens == 0)
-            layer._set_len(tokens)
-        self._high_water = [tokens for tokens, _ in layers]
-        self._length = length
-        self._room = self.capacity
-
-    @classmethod
-    def _holding(
-        cls,
-        contents: CacheContents,
-        max_seq_len: int | None,
-        auto_offset: bool,
-        metadata: Mapping[str, str],
-    ) -> Self:
-        """Make a cache that holds ``contents``."""
-        held = max(layer.num_tokens for layer in contents.layers)
-        cache = cls._empty(contents.format, max_seq_len, auto_offset, metadata, held)
-        cache._replace(contents)
-        return cache
-
-    @classmethod
-    def _empty(
-        cls,
-        form: CacheFormat,
-        max_seq_len: int | None,
-        auto_offset: bool,
-        metadata: Mapping[str, str],
-        tokens: int,
-    ) -> Self:
-        """Make an empty cache with room for ``tokens``, without the constructor of a subclass."""
-        cache = cls.__new__(cls)
-        cache._setup(
-            form.num_layers,
-            form.num_kv_heads,
-            form.head_dim,
-            dtype=form.dtype,
-            max_seq_len=max_seq_len,
-            group_size=form.group_size if form.dtype == "int8" else None,
-            scale_dtype=form.scale_dtype,
-            key_offset="auto" if auto_offset else None,
-            first_capacity=max(_FIRST_CAPACITY, 1 << tokens.bit_length()),
-            metadata=metadata,
-        )
-        return cache
-
-    def _set_length(self, length: int) -> None:
-        for layer in self._layers:
-            layer._set_len(length)
-        self._length = length
-
-    def _refuse_pending(self, call: str) -> None:
-        ahead = self._ahead(self._length)
-        if ahead:
-            hold = "holds" if len(ahead) == 1 else "hold"
-            raise LayersOutOfStepError(
-                f"{call} needs all layers at position {self._length}, but {_names(ahead)} "
-                f"{hold} tokens beyond it: advance() over them or truncate() first"
-            )
-
-    def _ahead(self, length: int) -> list[int]:
-        """Layers with tokens beyond the length, which are pending."""
-        return [i for i, layer in enumerate(self._layers) if len(layer) != length]
-
-    def _who_lacks(self, length: int) -> str:
-        lacking = [i for i, layer in enumerate(self._layers) if len(layer) < length]
-        held = min(len(self._layers[i]) for i in lacking)
-        return (
-            f"cannot advance to position {length}: {_names(lacking)} of {self._num_layers} "
-            f"lack tokens (the shortest holds {held}): append to them first"
-        )
-
-    def _token_bytes(self, index: int, position: int) -> tuple[Any, list[np.ndarray]]:
-        """Return a layer's slabs, and a copy of one token in each."""
-        slabs = self._layers[index]._slabs
-        return slabs, [slab[position].copy() for slab in slabs]
+        return session_load.load(cls, path, mmap=mmap)
 
 
 @memory_for("the cache of a pickle")
-def _restore_cache(kind: type[CacheMethods] | None, *parts: Any) -> CacheMethods:
-    """Rebuild a pickled cache; ``kind`` None means the active backend's KVCache."""
-    if kind is None:
-        from kvedge._backend import KVCache  # not at import: the backend imports this module
-
-        kind = KVCache
-    return kind._holding(*parts)
-
-
-def _names(layers: list[int]) -> str:
-    """Name some layers in a message: "layers 3, 4, 5, ... (12 layers)"."""
-    if len(layers) == 1:
-        return f"layer {layers[0]}"
-    listed = ", ".join(map(str, layers[:8]))
-    return f"layers {listed}" + (f", ... ({len(layers)} layers)" if len(layers) > 8 else "")
+def _restore_cache(kind: str | type[CacheMethods], *parts: Any) -> CacheMethods:
+    """Rebuild a pickled cache, in the active backend unless it is of a user's own class."""
+    cache: CacheMethods = registry.resolved(kind)._holding(*parts)
+    return cache

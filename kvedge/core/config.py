@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import numbers
 import operator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvedge.core.formats import FORMATS, SCALE_TYPES, WITH_SCALES, Format, ScaleType
 from kvedge.errors import InvalidArgumentError, NonFiniteInputError
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -16,9 +18,9 @@ FLOAT32_MAX = float(np.finfo(np.float32).max)
 MAX_CAPACITY = 1 << 40  # tokens
 MAX_KV_HEADS = 1 << 16
 MAX_HEAD_DIM = 1 << 10
-
-LAYER_DTYPES = ("int8", "float32")
-SCALE_DTYPES = ("float32", "float16")
+# A long layer's reservation takes Linux up to 9 mappings (its 4 slabs, and the part of each on huge
+# pages), and a process may have 65530 of them.
+MAX_LAYERS = 1 << 12
 
 _FAR = 1 << 2048  # beyond any range here, and not too long to print
 
@@ -27,17 +29,39 @@ _FAR = 1 << 2048  # beyond any range here, and not too long to print
 class LayerConfig:
     """What a layer stores and how; made and checked by :func:`layer_config`."""
 
-    dtype: str  # "int8" or "float32"
+    dtype: str  # the name of a row of FORMATS
     capacity: int  # tokens
     num_kv_heads: int
     head_dim: int
     group_size: int  # channels that share a scale; head_dim when a row has one scale
-    scale_dtype: str  # "float32" or "float16"
+    scale_dtype: str  # the name of a row of SCALE_TYPES
+
+    # One format for both today. What is about one of them asks for its own.
+
+    @property
+    def key_format(self) -> Format:
+        """How keys are stored."""
+        return FORMATS[self.dtype]
+
+    @property
+    def value_format(self) -> Format:
+        """How values are stored."""
+        return FORMATS[self.dtype]
+
+    @property
+    def scale_type(self) -> ScaleType:
+        """How scales are stored, where there are any."""
+        return SCALE_TYPES[self.scale_dtype]
+
+    @property
+    def has_scales(self) -> bool:
+        """Whether rows have scales, and may have groups and a key offset."""
+        return self.key_format.has_scales
 
     @property
     def num_groups(self) -> int:
-        """Scales per row: ceil(head_dim / group_size); 0 when nothing is quantized."""
-        return -(-self.head_dim // self.group_size) if self.dtype == "int8" else 0
+        """Scales per row: ceil(head_dim / group_size); 0 where rows have none."""
+        return -(-self.head_dim // self.group_size) if self.has_scales else 0
 
     @property
     def entry_size(self) -> int:
@@ -126,14 +150,16 @@ def layer_config(
     ------
     InvalidArgumentError
     """
-    _one_of(dtype, "dtype", LAYER_DTYPES)
+    _one_of(dtype, "dtype", FORMATS)
     capacity = _size(capacity, "capacity", MAX_CAPACITY)
     num_kv_heads = _size(num_kv_heads, "num_kv_heads", MAX_KV_HEADS)
     head_dim = _size(head_dim, "head_dim", MAX_HEAD_DIM)
-    _one_of(scale_dtype, "scale_dtype", SCALE_DTYPES)
-    if dtype == "float32" and (group_size is not None or scale_dtype != "float32"):
+    _one_of(scale_dtype, "scale_dtype", SCALE_TYPES)
+    if not FORMATS[dtype].has_scales and (group_size is not None or scale_dtype != "float32"):
         what = "group_size" if group_size is not None else "scale_dtype"
-        raise InvalidArgumentError(f'{what} is for dtype="int8": float32 layers have no scales')
+        raise InvalidArgumentError(
+            f"{what} is for dtype={WITH_SCALES}: {dtype} layers have no scales"
+        )
     if group_size is None:
         group_size = head_dim
     else:
@@ -144,13 +170,13 @@ def layer_config(
     return LayerConfig(str(dtype), capacity, num_kv_heads, head_dim, group_size, str(scale_dtype))
 
 
-def _one_of(value, name, choices):
-    if not isinstance(value, str) or value not in choices:
+def _one_of(value: Any, name: str, choices: Iterable[str]) -> None:
+    if not isinstance(value, str) or value not in tuple(choices):
         wanted = " or ".join(f'"{choice}"' for choice in choices)
         raise InvalidArgumentError(f"{name} must be {wanted}, not {describe(value)}")
 
 
-def _size(value, name, most):
+def _size(value: Any, name: str, most: int) -> int:
     number = as_int(value, name)
     if not 1 <= number <= most:
         raise InvalidArgumentError(f"{name} must be from 1 to {most}, not {number}")

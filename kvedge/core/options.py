@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kvedge._checks import (
+from kvedge.core.checks import (
     FLOAT32_MAX,
     FLOAT32_TINY,
     as_bool,
@@ -17,7 +17,6 @@ from kvedge._checks import (
     as_int,
     as_ndarray,
     as_vector,
-    describe,
 )
 from kvedge.errors import InvalidArgumentError, NonFiniteInputError, ShapeMismatchError
 
@@ -61,7 +60,8 @@ class AttendOptions:
         scale: Any = None,
         causal: Any = True,
         window: Any = None,
-        sinks: Any = None,
+        sink_tokens: Any = 0,
+        sink_logits: Any = None,
         softcap: Any = None,
         mask: Any = None,
         alibi_slopes: Any = None,
@@ -77,8 +77,8 @@ class AttendOptions:
             Of the query.
         length : int
             Tokens stored.
-        scale, causal, window, sinks, softcap, mask, alibi_slopes, precision_bits
-        return_lse, num_threads
+        scale, causal, window, sink_tokens, sink_logits, softcap, mask, alibi_slopes
+        precision_bits, return_lse, num_threads
             As the caller gave them to ``attend``.
 
         Raises
@@ -95,8 +95,10 @@ class AttendOptions:
             )
         scale = 1.0 / math.sqrt(head_dim) if scale is None else as_float(scale, "scale")
         options: dict[str, Any] = {}
-        if window is not None or sinks is not None:
-            options.update(_window(window, sinks, causal, num_heads, length))
+        if window is not None or sink_tokens.__class__ is not int or sink_tokens:
+            options.update(_window(window, sink_tokens, causal, length))
+        if sink_logits is not None:
+            options["sink_logits"] = as_vector(sink_logits, "sink_logits", num_heads)
         if softcap is not None:
             options["softcap"] = _softcap(softcap)
         if mask is not None:
@@ -119,51 +121,36 @@ class AttendOptions:
 
 def as_num_threads(num_threads: Any) -> int:
     """`num_threads` as an int from 1 to 1024."""
-    num_threads = as_int(num_threads, "num_threads")
-    if not 1 <= num_threads <= MAX_THREADS:
-        raise InvalidArgumentError(
-            f"num_threads must be from 1 to {MAX_THREADS}, not {num_threads}"
-        )
-    return num_threads
+    number = as_int(num_threads, "num_threads")
+    if not 1 <= number <= MAX_THREADS:
+        raise InvalidArgumentError(f"num_threads must be from 1 to {MAX_THREADS}, not {number}")
+    return number
 
 
-def _window(window: Any, sinks: Any, causal: bool, num_heads: int, length: int) -> dict[str, Any]:
-    """window, sink_tokens and sink_logits; a window that hides nothing is none."""
-    options: dict[str, Any] = {}
-    if window is not None:
-        window = as_int(window, "window")
-        if window < 1:
-            raise InvalidArgumentError(f"window must be at least 1 token, not {window}")
-        if not causal:
-            raise InvalidArgumentError("window counts back from each row, so it needs causal=True")
-    narrow = window is not None and window < length
-    if narrow:
-        options["window"] = window
-    if sinks is None:
-        return options
-    if hasattr(type(sinks), "__dlpack__") or isinstance(sinks, np.ndarray):
-        options["sink_logits"] = as_vector(sinks, "sinks", num_heads)
-        return options
-    if isinstance(sinks, (float, list, tuple, str)):
-        raise InvalidArgumentError(
-            "sinks must be a number of tokens (an integer) or logits (a float32 array of shape "
-            f"({num_heads},)), not {describe(sinks)}"
-        )
-    sinks = as_int(sinks, "sinks")
-    if sinks < 0:
-        raise InvalidArgumentError(f"sinks must be at least 0 tokens, not {sinks}")
+def _window(window: Any, sink_tokens: Any, causal: bool, length: int) -> dict[str, Any]:
+    """window and sink_tokens; a window that hides nothing is none."""
+    sink_tokens = as_int(sink_tokens, "sink_tokens")
+    if sink_tokens < 0:
+        raise InvalidArgumentError(f"sink_tokens must be at least 0, not {sink_tokens}")
     if window is None:
-        raise InvalidArgumentError("sinks as a number of tokens needs a window to be beside")
-    if narrow:
-        options["sink_tokens"] = min(sinks, length)
-    return options
+        if sink_tokens:
+            raise InvalidArgumentError("sink_tokens needs a window to be beside")
+        return {}
+    window = as_int(window, "window")
+    if window < 1:
+        raise InvalidArgumentError(f"window must be at least 1 token, not {window}")
+    if not causal:
+        raise InvalidArgumentError("window counts back from each row, so it needs causal=True")
+    if window >= length:
+        return {}
+    return {"window": window, "sink_tokens": min(sink_tokens, length)}
 
 
 def _softcap(softcap: Any) -> float:
-    softcap = as_float(softcap, "softcap")
-    if not FLOAT32_TINY <= softcap <= FLOAT32_MAX:
-        raise InvalidArgumentError(f"softcap must be a positive float32, not {softcap:g}")
-    return softcap
+    cap = as_float(softcap, "softcap")
+    if not FLOAT32_TINY <= cap <= FLOAT32_MAX:
+        raise InvalidArgumentError(f"softcap must be a positive float32, not {cap:g}")
+    return cap
 
 
 def _mask(mask: Any, shape: tuple[int, int, int]) -> dict[str, np.ndarray]:

@@ -9,12 +9,18 @@ temporary memory is bounded whatever the lengths. Products of any float32 number
 float64, so nothing overflows on the way.
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterator
 from itertools import product
+from typing import Any
 
 import numpy as np
 
-from kvedge._checks import FLOAT32_MAX, FLOAT32_TINY
-from kvedge._numpy.quantize import dequantize
+from kvedge.core.checks import FLOAT32_MAX, FLOAT32_TINY
+from kvedge.core.config import LayerConfig
+from kvedge.core.memory import Slabs
+from kvedge.core.options import AttendOptions
 
 _KV_NUMBERS = 1 << 18  # of keys or of values in a block: 2 MiB of float64, a share of an L2 cache
 _SCORE_NUMBERS = 1 << 20  # in a block: 8 MiB of float64
@@ -33,28 +39,30 @@ class Stored:
         float32 (num_kv_heads, head_dim), to be added to the keys.
     """
 
-    def __init__(self, slabs, config, length, key_offset):
+    def __init__(
+        self, slabs: Slabs, config: LayerConfig, length: int, key_offset: np.ndarray | None
+    ) -> None:
         self.slabs = slabs
         self.config = config
         self.length = length
         self.key_offset = key_offset
 
-    def keys(self, heads, tokens):
+    def keys(self, heads: slice, tokens: slice) -> np.ndarray:
         """float64 (tokens, heads, head_dim) without the offset; exact."""
-        return self._rows(self.slabs.key_codes, self.slabs.key_scales, heads, tokens)
+        return self._rows(False, heads, tokens)
 
-    def values(self, heads, tokens):
+    def values(self, heads: slice, tokens: slice) -> np.ndarray:
         """float64 (tokens, heads, head_dim); exact."""
-        return self._rows(self.slabs.value_codes, self.slabs.value_scales, heads, tokens)
+        return self._rows(True, heads, tokens)
 
-    def _rows(self, codes, scales, heads, tokens):
-        codes = codes[tokens, heads]
-        if self.config.dtype == "float32":
-            return codes.astype(np.float64)
-        return dequantize(codes, scales[tokens, heads], self.config, dtype=np.float64)
+    def _rows(self, values: bool, heads: slice, tokens: Any) -> np.ndarray:
+        codes, scales, form = self.slabs.side(values, self.config)
+        return form.decode(codes[tokens, heads], scales[tokens, heads], self.config, np.float64)
 
 
-def attend(stored, query, options, out):
+def attend(
+    stored: Stored, query: np.ndarray, options: AttendOptions, out: np.ndarray
+) -> np.ndarray:
     """Write the attention of `query` over `stored` into `out`.
 
     Parameters
@@ -87,7 +95,7 @@ def attend(stored, query, options, out):
     return lse
 
 
-def scores(stored, query, scale):
+def scores(stored: Stored, query: np.ndarray, scale: float) -> np.ndarray:
     """Scaled logits of one query row, the constant of the key offset included.
 
     Parameters
@@ -117,7 +125,14 @@ def scores(stored, query, scale):
     return logits.reshape(num_heads, stored.length)
 
 
-def _attend_block(stored, query, heads, rows, n_rows, options):
+def _attend_block(
+    stored: Stored,
+    query: np.ndarray,
+    heads: slice,
+    rows: slice,
+    n_rows: int,
+    options: AttendOptions,
+) -> tuple[np.ndarray, np.ndarray]:
     """Attention of query rows (H, g, R, D): out (H, g, R, D) and lse (H, g, R), both float64."""
     first = stored.length - n_rows + rows.start  # position of the first row
     positions = np.arange(first, first + query.shape[2])  # (R,)
@@ -154,32 +169,41 @@ def _attend_block(stored, query, heads, rows, n_rows, options):
     return out, largest + np.log(total) + shift
 
 
-def _logits(stored, query, heads, tokens, scale):
+def _logits(
+    stored: Stored, query: np.ndarray, heads: slice, tokens: slice, scale: float
+) -> np.ndarray:
     """scale * q . k without the offset's constant: (H, g, R, D) over tokens -> (H, g, R, T)."""
     num_heads, group, n_rows, head_dim = query.shape
     keys = stored.keys(heads, tokens).transpose(1, 2, 0)  # (H, D, T)
-    logits = np.matmul(query.reshape(num_heads, group * n_rows, head_dim), keys)
+    logits: np.ndarray = np.matmul(query.reshape(num_heads, group * n_rows, head_dim), keys)
     logits *= scale
     return logits.reshape(num_heads, group, n_rows, keys.shape[2])
 
 
-def _weighted_sum(weights, values):
+def _weighted_sum(weights: np.ndarray, values: np.ndarray) -> np.ndarray:
     """(H, g, R, T) over (T, H, D) -> (H, g, R, D)."""
     num_heads, group, n_rows, n_tokens = weights.shape
     flat = weights.reshape(num_heads, group * n_rows, n_tokens)
-    summed = np.matmul(flat, values.transpose(1, 0, 2))
+    summed: np.ndarray = np.matmul(flat, values.transpose(1, 0, 2))
     return summed.reshape(num_heads, group, n_rows, values.shape[2])
 
 
-def _offset_logits(stored, query, heads, scale):
+def _offset_logits(stored: Stored, query: np.ndarray, heads: slice, scale: float) -> np.ndarray:
     """What the key offset adds to all logits of a row: (H, g, R)."""
     if stored.key_offset is None:
         return np.zeros(query.shape[:3])
     offset = stored.key_offset[heads].astype(np.float64)  # (H, D)
-    return scale * np.einsum("hgrd,hd->hgr", query, offset)
+    return np.asarray(scale * np.einsum("hgrd,hd->hgr", query, offset))
 
 
-def _add_bias_and_hide(logits, heads, rows, tokens, positions, options):
+def _add_bias_and_hide(
+    logits: np.ndarray,
+    heads: slice,
+    rows: slice,
+    tokens: slice,
+    positions: np.ndarray,
+    options: AttendOptions,
+) -> None:
     """Add ALiBi and the mask to logits (H, g, R, T), and -inf where a row may not look."""
     shape = logits.shape
     steps = np.arange(tokens.start, tokens.stop) - positions[:, np.newaxis]  # (R, T): t - p
@@ -199,7 +223,9 @@ def _add_bias_and_hide(logits, heads, rows, tokens, positions, options):
         logits[..., outside] = -np.inf
 
 
-def _visible_runs(positions, length, options):
+def _visible_runs(
+    positions: np.ndarray, length: int, options: AttendOptions
+) -> list[tuple[int, int]]:
     """Runs (start, stop) of tokens that some of the rows may see; no others are read."""
     stop = int(positions[-1]) + 1 if options.causal else length
     if not options.window:
@@ -209,7 +235,7 @@ def _visible_runs(positions, length, options):
     return [(0, sinks), (start, stop)]
 
 
-def _token_blocks(runs, query_shape):
+def _token_blocks(runs: list[tuple[int, int]], query_shape: tuple[int, ...]) -> Iterator[slice]:
     """Slices of tokens small enough for the blocks of keys, values and scores."""
     num_heads, group, n_rows, head_dim = query_shape
     size = min(
@@ -221,7 +247,9 @@ def _token_blocks(runs, query_shape):
             yield slice(block, min(stop, block + size))
 
 
-def _query_blocks(n_rows, num_kv_heads, group, head_dim):
+def _query_blocks(
+    n_rows: int, num_kv_heads: int, group: int, head_dim: int
+) -> Iterator[tuple[slice, slice]]:
     """Slices of KV heads and of query rows that leave room for at least 64 tokens in a block."""
     n_heads = max(1, min(_KV_NUMBERS // head_dim, _SCORE_NUMBERS // group) // 64)
     n_heads = min(n_heads, num_kv_heads)
@@ -233,10 +261,10 @@ def _query_blocks(n_rows, num_kv_heads, group, head_dim):
     )
 
 
-def _to_float32(array, *, keep_inf=False):
+def _to_float32(array: np.ndarray, *, keep_inf: bool = False) -> np.ndarray:
     """Round to float32 with no infinity (save -inf where kept) and no denormal."""
     hidden = np.isneginf(array) if keep_inf else None
-    result = np.clip(array, -FLOAT32_MAX, FLOAT32_MAX).astype(np.float32)
+    result: np.ndarray = np.clip(array, -FLOAT32_MAX, FLOAT32_MAX).astype(np.float32)
     result[np.abs(result) < FLOAT32_TINY] = 0
     if keep_inf:
         result[hidden] = -np.inf

@@ -1,35 +1,31 @@
-"""What both backends share for one layer: getters, views, removal, shift, copying, facts.
+"""A layer: what both backends share of it. Getters, views, removal, shift, copying, facts.
 
-A backend's core stores, quantizes and attends; it provides (see kvedge/_numpy/layer.py)
-
-    _open(config), _config, _slabs, _bind(slabs, config), __len__, _set_len(n),
-    _filled(position, n), _frozen, _key_offset, _set_key_offset(array or None),
-    push, extend, _append, _dequantize(values, start, stop),
-    _dequantize_into(values, start, stop, out), attend, scores
-
-and calls `_offset_for(keys)` from here when it appends, whose result it sets as the key offset once
-the tokens are written. Methods with a leading underscore that change something are for the cache
-that owns a frozen layer.
+A backend's core stores, quantizes and attends: :class:`kvedge.layer_core.LayerCore` says what it
+provides. It calls `_offset_for(keys)` from here when it appends, whose result it sets as the key
+offset once the tokens are written. Methods with a leading underscore that change something are for
+the cache that owns a frozen layer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 
-from kvedge import _checks, _memory
-from kvedge._config import LayerConfig
-from kvedge._layer_facts import LayerFacts
-from kvedge._memory import memory_for
+from kvedge.core import checks, memory, registry
+from kvedge.core.config import LayerConfig
+from kvedge.core.memory import memory_for
+from kvedge.core.types import Array, ScaleDtype
 from kvedge.errors import InvalidArgumentError
+from kvedge.layer_core import LayerCore
 from kvedge.rope import Rope
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # type checkers bring it along
 
-__all__ = ["LayerMethods"]
+__all__ = ["Float32LayerMethods", "LayerMethods", "QuantizedLayerMethods", "new_layer"]
 
 _Layer = TypeVar("_Layer", bound="LayerMethods")
 
@@ -37,11 +33,10 @@ _BLOCK_NUMBERS = 1 << 19  # float32 numbers that a shift works on at a time: 2 M
 _SQRT2 = 2.0**0.5
 
 
-class LayerMethods(LayerFacts):
+class LayerMethods(LayerCore):
     """The part of a layer that does not depend on the backend."""
 
-    _dtype: ClassVar[str]  # "int8" or "float32"; of the public class
-    _frozen: bool
+    _dtype: ClassVar[str]  # of the public class
 
     def __init__(
         self,
@@ -50,11 +45,11 @@ class LayerMethods(LayerFacts):
         head_dim: int,
         *,
         group_size: int | None = None,
-        scale_dtype: str = "float32",
-        key_offset: Any = None,
+        scale_dtype: ScaleDtype = "float32",
+        key_offset: Array | Literal["auto"] | None = None,
     ) -> None:
         """Make an empty layer; the class tells of the parameters."""
-        config = _checks.layer_config(
+        config = checks.layer_config(
             self._dtype,
             capacity,
             num_kv_heads,
@@ -62,22 +57,13 @@ class LayerMethods(LayerFacts):
             group_size=group_size,
             scale_dtype=scale_dtype,
         )
-        key_offset = _checks.as_key_offset(key_offset, config)
+        self._start(config, checks.as_key_offset(key_offset, config))
+
+    def _start(self, config: LayerConfig, key_offset: np.ndarray | str | None = None) -> None:
+        """Be an empty layer, from checked arguments."""
         self._open(config)
         self._auto_key_offset = isinstance(key_offset, str)
-        self._set_key_offset(None if self._auto_key_offset else key_offset)
-
-    if TYPE_CHECKING:  # what the core provides
-
-        def _open(self, config: LayerConfig) -> None: ...
-        def _set_len(self, n: int) -> None: ...
-        def _filled(self, position: int, n: int) -> None: ...
-        def _set_key_offset(self, key_offset: np.ndarray | None) -> None: ...
-        def _append(self, keys: Any, values: Any) -> None: ...
-        def _dequantize(self, values: bool, start: int, stop: int) -> np.ndarray: ...
-        def _dequantize_into(
-            self, values: bool, start: int, stop: int, out: np.ndarray
-        ) -> None: ...
+        self._set_key_offset(None if isinstance(key_offset, str) else key_offset)
 
     # ---- reading ---------------------------------------------------------------------------------
 
@@ -157,16 +143,16 @@ class LayerMethods(LayerFacts):
     def _one_row(
         self, values: bool, position: int, head: int, out: np.ndarray | None
     ) -> np.ndarray:
-        position = _checks.check_position(position, len(self))
-        head = _checks.check_head(head, self._config.num_kv_heads)
-        out = _checks.as_out(out, (self._config.head_dim,), reads=self._slabs)
+        position = checks.check_position(position, len(self))
+        head = checks.check_head(head, self._config.num_kv_heads)
+        out = checks.as_out(out, (self._config.head_dim,), reads=self._slabs)
         out[:] = self._dequantize(values, position, position + 1)[0, head]
         return out
 
     def _one_token(self, values: bool, position: int, out: np.ndarray | None) -> np.ndarray:
-        position = _checks.check_position(position, len(self))
+        position = checks.check_position(position, len(self))
         config = self._config
-        out = _checks.as_out(out, (config.entry_size,), reads=self._slabs)
+        out = checks.as_out(out, (config.entry_size,), reads=self._slabs)
         shape = (1, config.num_kv_heads, config.head_dim)
         self._dequantize_into(values, position, position + 1, out.reshape(shape))
         return out
@@ -174,7 +160,7 @@ class LayerMethods(LayerFacts):
     def _all_tokens(self, values: bool, out: np.ndarray | None) -> np.ndarray:
         length, config = len(self), self._config
         shape = (length, config.num_kv_heads, config.head_dim)
-        out = _checks.as_out(out, shape, reads=self._slabs)
+        out = checks.as_out(out, shape, reads=self._slabs)
         self._dequantize_into(values, 0, length, out)
         return out
 
@@ -189,8 +175,8 @@ class LayerMethods(LayerFacts):
             `n` is negative or more than are stored.
         ReadOnlyLayerError
         """
-        _checks.check_unfrozen(self._frozen)
-        self._set_len(_checks.check_length(n, len(self)))
+        checks.check_unfrozen(self._frozen)
+        self._set_len(checks.check_length(n, len(self)))
 
     def clear(self) -> None:
         """Drop all tokens, and a key offset that was taken from the first of them.
@@ -199,7 +185,7 @@ class LayerMethods(LayerFacts):
         ------
         ReadOnlyLayerError
         """
-        _checks.check_unfrozen(self._frozen)
+        checks.check_unfrozen(self._frozen)
         self._clear()
 
     def _clear(self) -> None:
@@ -224,11 +210,11 @@ class LayerMethods(LayerFacts):
         -----
         Keys keep the rotation of their old positions: see :meth:`shift`.
         """
-        _checks.check_unfrozen(self._frozen)
-        self._keep(_checks.check_keep(indices, len(self)))
+        checks.check_unfrozen(self._frozen)
+        self._keep(checks.check_keep(indices, len(self)))
 
     def _keep(self, indices: np.ndarray) -> None:
-        """Keep what :func:`kvedge._checks.check_keep` gave."""
+        """Keep what :func:`kvedge.core.checks.check_keep` gave."""
         moved = np.flatnonzero(indices != np.arange(len(indices)))
         first = int(moved[0]) if len(moved) else len(indices)
         step = self._block_tokens()
@@ -264,7 +250,7 @@ class LayerMethods(LayerFacts):
             A rotated key would not fit what it is stored in; nothing has changed.
         ReadOnlyLayerError
         """
-        _checks.check_unfrozen(self._frozen)
+        checks.check_unfrozen(self._frozen)
         self._shift(delta, rope, start, stop)
 
     def _shift(self, delta: int, rope: Rope, start: int = 0, stop: int | None = None) -> None:
@@ -286,23 +272,19 @@ class LayerMethods(LayerFacts):
 
     def _shift_range(self, delta: int, rope: Rope, start: int, stop: int | None) -> tuple[int, int]:
         if not isinstance(rope, Rope):
-            raise InvalidArgumentError(f"rope must be a kvedge.Rope, not {_checks.describe(rope)}")
+            raise InvalidArgumentError(f"rope must be a kvedge.Rope, not {checks.describe(rope)}")
         rope.cos_sin(delta, self._config.head_dim)
-        return _checks.check_range(start, stop, len(self))
+        return checks.check_range(start, stop, len(self))
 
     def _shift_may_overflow(self, start: int, stop: int) -> bool:
         """Whether some rotated key could pass the range of what it is stored in."""
         config, slabs = self._config, self._slabs
         offset = 0.0 if self._key_offset is None else float(np.abs(self._key_offset).max())
-        if config.dtype == "float32":
-            block = slabs.key_codes[start:stop]
-            largest = max(float(block.max()), -float(block.min()))
-        else:
-            largest = 127.0 * float(slabs.key_scales[start:stop].max()) + offset
+        form, rows = config.key_format, slice(start, stop)
+        largest = form.largest(slabs.key_codes[rows], slabs.key_scales[rows]) + offset
         # A rotation makes a channel at most sqrt(2) times the largest; the rest is for rounding.
         bound = 1.01 * (_SQRT2 * largest + offset)
-        float16 = config.dtype == "int8" and config.scale_dtype == "float16"
-        return bound > (127 * _checks.FLOAT16_MAX if float16 else _checks.FLOAT32_MAX)
+        return bound > form.limit(config)
 
     def _shifted(
         self, delta: int, rope: Rope, start: int, stop: int | None
@@ -313,7 +295,9 @@ class LayerMethods(LayerFacts):
         if not delta:
             stop = start
         step = self._block_tokens()
-        scratch = _new_layer(_backend_class(type(self)), config, max(1, min(step, stop - start)))
+        scratch = new_layer(
+            registry.backend_class_of(type(self)), config, max(1, min(step, stop - start))
+        )
         scratch._set_key_offset(self._key_offset)
         codes = np.empty_like(slabs.key_codes[start:stop])
         scales = np.empty_like(slabs.key_scales[start:stop])
@@ -346,7 +330,7 @@ class LayerMethods(LayerFacts):
     def copy(self) -> Self:
         """An independent layer with the same tokens and capacity; it belongs to no cache."""
         length, config = len(self), self._config  # in this order: see LayerFacts
-        other = _new_layer(type(self), config, config.capacity)
+        other = new_layer(type(self), config, config.capacity)
         other._fill(self._slabs, length, self._key_offset, self._auto_key_offset)
         return other
 
@@ -360,7 +344,7 @@ class LayerMethods(LayerFacts):
         """Take over the stored bytes of another layer; this one is empty."""
         self._auto_key_offset = auto_key_offset
         self._set_key_offset(key_offset)
-        _memory.copy_tokens(slabs, self._slabs, length)
+        memory.copy_tokens(slabs, self._slabs, length)
         self._set_len(length)
 
     def __copy__(self) -> Self:
@@ -374,44 +358,89 @@ class LayerMethods(LayerFacts):
     @memory_for("a pickle of the layer")
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the stored bytes; they are restored into whatever backend is active then."""
-        kind = type(self)
-        own = None if kind is _backend_class(kind) else kind  # a user's subclass
         length = len(self)  # first, and of all four: see LayerFacts
         slabs = [np.array(slab[:length]) for slab in self._slabs]
-        return _restore, (own, self._config, slabs, self._key_offset, self._auto_key_offset)
+        kind = registry.named(type(self))
+        return _restore, (kind, self._config, slabs, self._key_offset, self._auto_key_offset)
 
 
-def _backend_class(kind: type[LayerMethods]) -> type[LayerMethods]:
-    """The class of the backend that `kind` is or derives from."""
-    return next(base for base in kind.__mro__ if LayerMethods in base.__bases__)
+class QuantizedLayerMethods(LayerMethods):
+    """Keys and values of one layer, stored as int8 with one float scale per group.
+
+    Parameters
+    ----------
+    capacity : int
+        Tokens to reserve room for; memory is committed by the system as it is touched.
+    num_kv_heads : int
+    head_dim : int
+        1 to 1024.
+    group_size : int, optional
+        Channels that share a scale; by default the whole row of head_dim.
+    scale_dtype : {"float32", "float16"}
+        float16 halves the scales, and refuses rows whose scale it cannot hold.
+    key_offset : array or "auto", optional
+        float32 (num_kv_heads, head_dim), taken off the keys when stored and added back when read,
+        for models whose keys have large constant channels. "auto": the mean of the keys of the
+        first append, until clear().
+
+    Raises
+    ------
+    InvalidArgumentError, OutOfMemoryError
+    DtypeMismatchError, ShapeMismatchError, LayoutError, NonFiniteInputError
+        From key_offset.
+
+    Examples
+    --------
+    >>> layer = QuantizedKvLayer(4096, num_kv_heads=8, head_dim=64)
+    >>> layer.push(keys, values)  # float32 (8, 64) each
+    >>> out = layer.attend(query)  # float32 (32, 64) -> (32, 64)
+    """
+
+    _dtype = "int8"
 
 
-def _new_layer(kind: type[_Layer], config: LayerConfig, capacity: int) -> _Layer:
+class Float32LayerMethods(LayerMethods):
+    """Keys and values of one layer, stored as they come, in float32.
+
+    Parameters
+    ----------
+    capacity : int
+        Tokens to reserve room for; memory is committed by the system as it is touched.
+    num_kv_heads : int
+    head_dim : int
+        1 to 1024.
+
+    Raises
+    ------
+    InvalidArgumentError, OutOfMemoryError
+    """
+
+    _dtype = "float32"
+
+
+def new_layer(
+    kind: type[_Layer],
+    config: LayerConfig,
+    capacity: int,
+    key_offset: np.ndarray | str | None = None,
+) -> _Layer:
     """An empty layer of class `kind` as in `config`, but for its capacity."""
     layer = kind.__new__(kind)
-    _backend_class(kind).__init__(  # a subclass may have another signature
-        layer,
-        capacity,
-        config.num_kv_heads,
-        config.head_dim,
-        group_size=config.group_size if config.dtype == "int8" else None,
-        scale_dtype=config.scale_dtype,
-    )
+    layer._start(
+        replace(config, capacity=capacity), key_offset
+    )  # a subclass may have another __init__
     return layer
 
 
 @memory_for("the layer of a pickle")
 def _restore(
-    own: type[LayerMethods] | None,
+    kind: str | type[LayerMethods],
     config: LayerConfig,
     slabs: list[np.ndarray],
     key_offset: np.ndarray | None,
     auto_key_offset: bool,
 ) -> LayerMethods:
-    """Unpickle a layer into the active backend."""
-    from kvedge import KVCache  # not at import: the backend imports this module
-
-    kind: type[LayerMethods] = KVCache._layer_types[config.dtype] if own is None else own
-    layer = _new_layer(kind, config, config.capacity)
+    """Unpickle a layer, into the active backend unless it is of a user's own class."""
+    layer: LayerMethods = new_layer(registry.resolved(kind), config, config.capacity)
     layer._fill(slabs, len(slabs[0]), key_offset, auto_key_offset)
     return layer

@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvedge._config import LayerConfig
+from kvedge.core.config import FLOAT32_MAX, LayerConfig
+from kvedge.core.formats import Format
 from kvedge.errors import OutOfMemoryError
 
 # A kernel may load whole registers at the end of the last row: so many bytes after a slab are
@@ -43,10 +44,21 @@ _PAGEMAP_CHUNK = 1 << 16  # pages looked up at a time: 512 KiB of pagemap for 25
 class Slabs(NamedTuple):
     """The storage of a layer, at full capacity."""
 
-    key_codes: np.ndarray  # (capacity, num_kv_heads, head_dim) int8 or float32
-    value_codes: np.ndarray  # (capacity, num_kv_heads, head_dim) int8 or float32
+    key_codes: np.ndarray  # (capacity, num_kv_heads, codes per row) of the keys' format
+    value_codes: np.ndarray  # (capacity, num_kv_heads, codes per row) of the values' format
     key_scales: np.ndarray  # (capacity, num_kv_heads, num_groups) float32 or float16
     value_scales: np.ndarray  # (capacity, num_kv_heads, num_groups) float32 or float16
+
+    def side(self, values: bool, config: LayerConfig) -> tuple[np.ndarray, np.ndarray, Format]:
+        """Codes and scales of the values or of the keys, and their format."""
+        if values:
+            return self.value_codes, self.value_scales, config.value_format
+        return self.key_codes, self.key_scales, config.key_format
+
+
+def clamp(rows: np.ndarray, out: np.ndarray) -> np.ndarray:
+    """Write decoded rows to `out`, with what rounding took past float32's range at its ends."""
+    return np.clip(rows, -FLOAT32_MAX, FLOAT32_MAX, out=out)
 
 
 def out_of_memory(error: MemoryError, what: str) -> OutOfMemoryError:
@@ -71,16 +83,18 @@ def memory_for(what: str) -> Iterator[None]:
 def slab_layout(config: LayerConfig) -> tuple[tuple[tuple[int, int, int], np.dtype], ...]:
     """Shapes and dtypes of the four slabs, in the order of :class:`Slabs`."""
     rows = (config.capacity, config.num_kv_heads)
-    codes = ((*rows, config.head_dim), np.dtype(config.dtype))
-    scales = ((*rows, config.num_groups), np.dtype(config.scale_dtype))
-    return (codes, codes, scales, scales)
+    keys, values = (
+        ((*rows, form.codes_per_row(config.head_dim)), form.codes)
+        for form in (config.key_format, config.value_format)
+    )
+    scales = ((*rows, config.num_groups), config.scale_type.dtype)
+    return (keys, values, scales, scales)
 
 
 def token_bytes(config: LayerConfig) -> int:
     """Bytes that one token takes in all slabs together."""
-    scale_size = np.dtype(config.scale_dtype).itemsize
-    row = config.head_dim * np.dtype(config.dtype).itemsize + config.num_groups * scale_size
-    return 2 * config.num_kv_heads * row
+    rows = sum(dtype.itemsize * shape[2] for shape, dtype in slab_layout(config))
+    return config.num_kv_heads * rows
 
 
 def reserve_slabs(config: LayerConfig) -> Slabs:
@@ -106,7 +120,9 @@ def reserve_layers(config: LayerConfig, num_layers: int) -> list[Slabs]:
     """Reserve the slabs of several layers in one piece; as :func:`reserve_slabs`."""
     of_layer = slab_layout(config)
     layout = of_layer * num_layers
-    offsets, sizes, total = [], [], 0
+    offsets: list[int] = []
+    sizes: list[int] = []
+    total = 0
     for shape, dtype in layout:
         size = shape[0] * shape[1] * shape[2] * dtype.itemsize
         if size >= 2 * HUGE_PAGE:

@@ -1,0 +1,1 @@
+"""What the command line and the benchmarks share: exit codes, tables, sizes, values of options."""

@@ -1,0 +1,119 @@
+"""The storage formats: what keys and values can be kept as, a row each. The one table of them.
+
+All that depends on a format asks its row: checks, memory, files, the NumPy backend, the command
+line, the tests. A new one is a row here, its name in :mod:`kvedge.core.types`, a layer class in
+each backend, and a row of csrc/; where it has scales, with :mod:`kvedge.core.int8` as the example.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvedge.core import int8
+from kvedge.core.types import RowConfig
+
+__all__ = ["FORMATS", "SCALE_TYPES", "WITH_SCALES", "Format", "ScaleType"]
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """How rows of float32 are stored; `n` tokens of `H` KV heads, `D` channels, `G` groups."""
+
+    name: str  # the dtype of layers, caches, pools and files
+    c_code: int  # kvedge_format of csrc/kvedge.h
+    codes: np.dtype  # of stored codes as NumPy has them; NumPy need not know what they mean
+    bits: int  # of a stored value
+    file_type: str  # safetensors' name of the type of the codes
+    has_scales: bool  # and with them group_size, scale_dtype and key_offset
+    # Finite float32 (n, H, D) -> codes (n, H, codes_per_row), scales (n, H, G); after `refuse`.
+    encode: Callable[[np.ndarray, RowConfig], tuple[np.ndarray, np.ndarray]]
+    # Codes, scales, config, float32 or float64 -> (n, H, D) in it. Exact in float64; in float32
+    # rounded once, so perhaps infinite. May be the codes themselves.
+    decode: Callable[[np.ndarray, np.ndarray, RowConfig, type], np.ndarray]
+    # Raises if finite rows (name, for the message) cannot be stored.
+    refuse: Callable[[np.ndarray, str, RowConfig], None]
+    limit: Callable[[RowConfig], float]  # rows within +-limit can be stored
+    largest: Callable[[np.ndarray, np.ndarray], float]  # no value of codes, scales is beyond +-this
+    # What is wrong with foreign codes or scales that no encoder makes, or None.
+    fault_of_codes: Callable[[np.ndarray], str | None]
+    fault_of_scales: Callable[[np.ndarray], str | None]
+
+    @property
+    def is_float32(self) -> bool:
+        """Whether the codes are the values, to be read without decoding."""
+        return self.codes == np.float32
+
+    def codes_per_row(self, head_dim: int) -> int:
+        """Elements of `codes` that the row of a head takes."""
+        return -(-head_dim * self.bits // (8 * self.codes.itemsize))
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleType:
+    """What scales can be stored as."""
+
+    name: str
+    c_code: int  # kvedge_scale_type of csrc/kvedge.h
+    dtype: np.dtype
+    file_type: str  # safetensors' name
+
+
+def _no_scales(rows: np.ndarray) -> np.ndarray:
+    return np.empty((*rows.shape[:2], 0), np.float32)
+
+
+def _fault_of_floats(codes: np.ndarray) -> str | None:
+    # Both carry a NaN through; neither needs memory, which isfinite() would.
+    finite = np.isfinite(codes.min()) and np.isfinite(codes.max())
+    return None if finite else "a number that is not finite"
+
+
+FORMATS: dict[str, Format] = {
+    row.name: row
+    for row in (
+        Format(
+            name="int8",
+            c_code=0,
+            codes=np.dtype(np.int8),
+            bits=8,
+            file_type="I8",
+            has_scales=True,
+            encode=int8.quantize,
+            decode=int8.dequantize,
+            refuse=int8.refuse,
+            limit=int8.limit,
+            largest=int8.largest,
+            fault_of_codes=int8.fault_of_codes,
+            fault_of_scales=int8.fault_of_scales,
+        ),
+        Format(
+            name="float32",
+            c_code=1,
+            codes=np.dtype(np.float32),
+            bits=32,
+            file_type="F32",
+            has_scales=False,
+            encode=lambda rows, config: (rows, _no_scales(rows)),
+            decode=lambda codes, scales, config, dtype: codes.astype(dtype, copy=False),
+            refuse=lambda rows, name, config: None,
+            limit=lambda config: float(np.finfo(np.float32).max),
+            largest=lambda codes, scales: max(float(codes.max()), -float(codes.min())),
+            fault_of_codes=_fault_of_floats,
+            fault_of_scales=lambda scales: None,
+        ),
+    )
+}
+
+SCALE_TYPES: dict[str, ScaleType] = {
+    row.name: row
+    for row in (
+        ScaleType("float32", 0, np.dtype(np.float32), "F32"),
+        ScaleType("float16", 1, np.dtype(np.float16), "F16"),
+    )
+}
+
+#: For messages: ``"int8"``, or more names of formats that have scales.
+WITH_SCALES = " or ".join(f'"{row.name}"' for row in FORMATS.values() if row.has_scales)

@@ -1,0 +1,54 @@
+"""The classes of the active backend by name, so that a base can make one and imports none.
+
+A backend marks its classes with :func:`backend_class`; :mod:`kvedge.backends.select` activates one
+backend's. What is pickled names them by their public name, and comes back as the class of whichever
+backend is active then.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any, TypeVar
+
+__all__ = ["activate", "active", "backend_class", "backend_class_of", "named", "resolved"]
+
+_Class = TypeVar("_Class", bound=type)
+
+_known: set[type] = set()  # of all backends that are loaded
+_active: dict[str, Any] = {}
+
+
+def backend_class(cls: _Class) -> _Class:
+    """Mark a class as one that every backend has, under the same name (a decorator)."""
+    _known.add(cls)
+    return cls
+
+
+def activate(backend: ModuleType) -> None:
+    """Let the classes of a backend be the active ones."""
+    _active.clear()
+    _active.update({cls.__name__: cls for cls in vars(backend).values() if _is_known(cls)})
+
+
+def active(name: str) -> Any:
+    """The active backend's class of that name."""
+    return _active[name]
+
+
+def backend_class_of(kind: type) -> Any:
+    """The backend's class that `kind` is or derives from."""
+    return next(base for base in kind.__mro__ if base in _known)
+
+
+def named(kind: type) -> str | type:
+    """What stands for a class in a pickle: a backend's by its name, a user's subclass itself."""
+    return kind.__name__ if kind in _known else kind
+
+
+def resolved(name: str | type) -> Any:
+    """The class that :func:`named` stands for here."""
+    return active(name) if isinstance(name, str) else name
+
+
+def _is_known(value: object) -> bool:
+    return isinstance(value, type) and value in _known

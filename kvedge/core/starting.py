@@ -1,0 +1,22 @@
+"""Whether this process was started as the ``kvedge`` command.
+
+The command is a part of the package, so an error at ``import kvedge``, such as a bad KVEDGE_ISA,
+comes before its code could catch it. Then the package keeps the error, and the command raises it
+where it can tell of it in one line. Any other program gets the error from its import.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+__all__ = ["is_command"]
+
+
+def is_command() -> bool:
+    """Whether it is ``kvedge ...`` or ``python -m kvedge ...``."""
+    program = sys.argv[0] if sys.argv else ""
+    if program == "-m":  # what it is while Python looks for the module
+        return any(argument in ("kvedge", "-mkvedge") for argument in sys.orig_argv[1:])
+    name, _ = os.path.splitext(os.path.basename(program))
+    return name == "kvedge"

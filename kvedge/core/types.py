@@ -1,0 +1,77 @@
+"""Types that annotations share; nothing here does anything."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Protocol, TypeAlias, TypedDict, Union
+
+import numpy as np
+import numpy.typing as npt
+
+
+class SupportsDLPack(Protocol):
+    """An array of another library, such as a torch tensor on the CPU."""
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+# What comes out.
+Floats: TypeAlias = "npt.NDArray[np.float32]"
+
+# The names in kvedge.core.formats, which a type checker cannot read there.
+Dtype: TypeAlias = Literal["int8", "float32"]
+ScaleDtype: TypeAlias = Literal["float32", "float16"]
+
+
+class AttendArguments(TypedDict, total=False):
+    """The options of ``attend`` that do not change what it returns."""
+
+    scale: float | None
+    causal: bool
+    window: int | None
+    sink_tokens: int
+    sink_logits: Array | None
+    softcap: float | None
+    mask: Array | None
+    alibi_slopes: Array | None
+    precision_bits: int | None
+    num_threads: int | None
+
+
+class BatchArguments(TypedDict, total=False):
+    """The options of ``attend_batch``: those of ``attend``, but for the mask."""
+
+    scale: float | None
+    causal: bool
+    window: int | None
+    sink_tokens: int
+    sink_logits: Array | None
+    softcap: float | None
+    alibi_slopes: Array | None
+    precision_bits: int | None
+    num_threads: int | None
+
+
+class CacheArguments(TypedDict, total=False):
+    """The options of a KVCache but for its size."""
+
+    dtype: Dtype
+    group_size: int | None
+    scale_dtype: ScaleDtype
+    key_offset: Array | Literal["auto"] | None
+
+
+class RowConfig(Protocol):
+    """What a format is told of the rows it stores."""
+
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def group_size(self) -> int: ...
+    @property
+    def num_groups(self) -> int: ...
+    @property
+    def scale_dtype(self) -> str: ...
+
+
+# What keys, values and queries may come as: float32, or float16 and bfloat16, which are converted.
+Array: TypeAlias = Union["npt.NDArray[Any]", SupportsDLPack]

@@ -1,0 +1,408 @@
+"""Loading a cache from a file that nobody vouches for; see :mod:`kvedge.session` for what it holds.
+
+Nothing is trusted: the structure is checked by the safetensors package, every tensor against what
+the metadata promises, the content against the digest, and the numbers against what its format can
+produce. A cache is handed out only after all of that.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap as mmap_module
+import os
+import re
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn, Protocol, TypeVar
+
+import numpy as np
+
+from kvedge.core import checks, memory
+from kvedge.core.config import MAX_LAYERS
+from kvedge.core.formats import FORMATS, SCALE_TYPES, Format
+from kvedge.errors import CorruptFileError, KvedgeError, MissingExtraError, OutOfMemoryError
+from kvedge.session import (
+    FIELDS,
+    FORMAT,
+    MAX_HEADER,
+    USER,
+    VERSION,
+    checked_path,
+    digest,
+    file_types,
+    safetensors_package,
+)
+from kvedge.snapshot import CacheFormat
+
+if TYPE_CHECKING:
+    from typing_extensions import Self  # type checkers bring it along
+
+__all__ = ["load"]
+
+# Parsing takes the safetensors package some 4 us per tensor. Headers beyond this are looked at
+# before it: 5 tensors per layer, each of at most `_MAX_ENTRY` bytes with names and numbers at their
+# longest (135, and room for spaces).
+_SHORT_HEADER = 1 << 20
+_MAX_ENTRY = 200
+# Bytes of an element, by safetensors' name of its type.
+_SIZES = {row.file_type: row.codes.itemsize for row in FORMATS.values()} | {
+    row.file_type: row.dtype.itemsize for row in SCALE_TYPES.values()
+}
+
+
+class _Cache(Protocol):
+    """What loading asks of a cache."""
+
+    _layers: tuple[Any, ...]
+
+    @classmethod
+    def _empty(
+        cls,
+        form: CacheFormat,
+        max_seq_len: int | None,
+        auto_offset: bool,
+        metadata: Mapping[str, str],
+        tokens: int,
+    ) -> Self: ...
+    def _adopt(self, length: int, layers: list[tuple[int, np.ndarray | None]]) -> None: ...
+
+
+_Kind = TypeVar("_Kind", bound=_Cache)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """Where a tensor lies in a file."""
+
+    dtype: str  # the format's name: "I8", "F16", "F32"
+    shape: tuple[int, ...]
+    offset: int  # bytes from the start of the file
+    nbytes: int
+
+
+def load(kind: type[_Kind], path: str | os.PathLike[str], *, mmap: bool = False) -> _Kind:
+    """Read a cache of class ``kind`` from a file; see :meth:`kvedge.KVCache.load`."""
+    path = checked_path(path)
+    mmap = checks.as_bool(mmap, "mmap")
+    mode = os.stat(path).st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # opening a pipe would wait for its writer
+        _corrupt(path, "it is not a regular file")
+    cache = None
+    while cache is None:  # until nobody else saves to the path at the very same time
+        with open(path, "rb") as file:
+            cache = _load_open(kind, path, file, mmap)
+    return cache
+
+
+def _load_open(kind: type[_Kind], path: str, file: BinaryIO, mmap: bool) -> _Kind | None:
+    """Read a cache from an open file; None if another file has taken its path meanwhile."""
+    _check_header_size(path, file)
+    header = _read_header(path, file)
+    if header is None:
+        return None
+    fields, tensors = header
+    form, length, max_seq_len = _read_fields(path, fields)
+    _check_tensors(path, tensors, form, length)
+    user = {k[len(USER) :]: v for k, v in fields.items() if k.startswith(USER)}
+    auto = fields["key_offset"] == "auto"
+    mapped = mmap and length > 0
+    cache = _reserve(path, kind, form, max_seq_len, auto, user, 0 if mapped else length)
+    if mapped:
+        _map(path, file, tensors, cache, length)
+    else:
+        _read(path, file, tensors, cache, length)
+    arrays = _loaded_arrays(path, file, tensors, cache, length)
+    if digest(fields, arrays) != fields["sha256"]:
+        _corrupt(path, "its content does not match its sha256: it was changed or damaged")
+    for name, array in arrays.items():
+        _check_numbers(path, name, array, FORMATS[form.dtype])
+    offsets = [arrays.get(f"layers.{index}.key_offset") for index in range(form.num_layers)]
+    for index, offset in enumerate(offsets):
+        _check_offset(path, index, cache._layers[index], length, offset)
+    cache._adopt(length, [(length, offset) for offset in offsets])
+    return cache
+
+
+def _check_header_size(path: str, file: BinaryIO) -> None:
+    """Refuse a header that is longer than its layers need, before anything is made of it."""
+    size = int.from_bytes(file.read(8), "little")
+    if not _SHORT_HEADER < size <= MAX_HEADER:
+        return  # quickly parsed, or quickly refused
+    head = file.read(size)
+    start = re.match(rb'{"__metadata__":\s*', head)
+    if start is None:
+        _corrupt(path, "its header is long, and does not begin with metadata as kvedge writes it")
+    try:
+        text = head.decode()
+        fields, end = json.JSONDecoder().raw_decode(text, start.end())
+        count = fields["num_layers"]
+        num_layers = int(count) if count.isascii() and count.isdigit() and len(count) <= 9 else 0
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        _corrupt(path, f"its metadata cannot be read: {type(error).__name__}: {error}", error)
+    _check_num_layers(path, num_layers)
+    if len(text) - end > 5 * num_layers * _MAX_ENTRY:
+        _corrupt(path, f"its header is too long for the tensors of {num_layers} layers")
+
+
+def _check_num_layers(path: str, num_layers: int) -> None:
+    if not 1 <= num_layers <= MAX_LAYERS:
+        _corrupt(path, f"its num_layers is {num_layers}, not 1 to {MAX_LAYERS} layers")
+
+
+def _read_header(path: str, file: BinaryIO) -> tuple[dict[str, str], dict[str, _Tensor]] | None:
+    """Let the safetensors package check the file's structure; return what it describes.
+
+    The package opens the path by itself: None if that is no longer the file that is open here.
+    """
+    safetensors = safetensors_package()
+    status = os.fstat(file.fileno())
+    try:
+        with safetensors.safe_open(path, framework="np") as header:
+            now = os.stat(path)
+            if (now.st_dev, now.st_ino, now.st_size) != (
+                status.st_dev,
+                status.st_ino,
+                status.st_size,
+            ):
+                return None
+            if not hasattr(header, "offset_keys"):
+                raise MissingExtraError(
+                    "loading needs safetensors 0.6 or later, not "
+                    f"{safetensors.__version__}: pip install -U 'kvedge[io]'"
+                )
+            fields = dict(header.metadata() or {})
+            found = []
+            for name in header.offset_keys():
+                tensor = header.get_slice(name)
+                found.append((name, str(tensor.get_dtype()), tuple(tensor.get_shape())))
+    except safetensors.SafetensorError as error:
+        _corrupt(path, f"it is no safetensors file, or damaged or cut short: {error}", error)
+    nbytes = []
+    for name, dtype, shape in found:
+        if dtype not in _SIZES:
+            _corrupt(path, f"tensor {name} is of dtype {dtype}, which kvedge never writes")
+        nbytes.append(math.prod(shape) * _SIZES[dtype])
+    # The format has no gaps: tensors follow each other and end with the file.
+    offset = status.st_size - sum(nbytes)
+    tensors = {}
+    for (name, dtype, shape), size in zip(found, nbytes, strict=True):
+        tensors[name] = _Tensor(dtype, shape, offset, size)
+        offset += size
+    return fields, tensors
+
+
+def _read_fields(path: str, fields: Mapping[str, str]) -> tuple[CacheFormat, int, int | None]:
+    if fields.get("format") != FORMAT:
+        _corrupt(path, "it is a safetensors file, but not of a kvedge cache")
+    if fields.get("format_version") != VERSION:
+        _corrupt(
+            path,
+            f"its format_version is {fields.get('format_version')!r}, and this kvedge reads "
+            f"{VERSION!r}: it is damaged, or a newer kvedge wrote it",
+        )
+    missing = [name for name in (*FIELDS, "sha256") if name not in fields]
+    if missing:
+        _corrupt(path, f"its metadata lacks {', '.join(missing)}")
+    unknown = [
+        name for name in fields if name not in (*FIELDS, "sha256") and not name.startswith(USER)
+    ]
+    if unknown:
+        _corrupt(path, f"its metadata has {unknown[0][:40]!r}, which kvedge never writes")
+    has_scales = fields["dtype"] in FORMATS and FORMATS[fields["dtype"]].has_scales
+    if fields["key_offset"] not in (("", "auto") if has_scales else ("",)):
+        _corrupt(path, f"its key_offset is {fields['key_offset'][:40]!r}")
+    if not has_scales and (fields["group_size"], fields["scale_dtype"]) != ("", ""):
+        _corrupt(path, f"its metadata gives scales to {fields['dtype'][:40]} rows")
+    num_layers = _number(path, fields, "num_layers")
+    _check_num_layers(path, num_layers)
+    length = _number(path, fields, "length")
+    max_seq_len = _number(path, fields, "max_seq_len") if fields["max_seq_len"] else None
+    try:
+        config = checks.layer_config(
+            fields["dtype"],
+            max(length, 1) if max_seq_len is None else max_seq_len,
+            _number(path, fields, "num_kv_heads"),
+            _number(path, fields, "head_dim"),
+            group_size=_number(path, fields, "group_size") if has_scales else None,
+            scale_dtype=fields["scale_dtype"] if has_scales else "float32",
+        )
+    except KvedgeError as error:
+        _corrupt(path, f"its metadata makes no cache: {error}", error)
+    if has_scales and fields["group_size"] != str(config.group_size):
+        _corrupt(path, f"its group_size is {fields['group_size']}, beyond its head_dim")
+    if max_seq_len is not None and length > max_seq_len:
+        _corrupt(path, f"it holds {length} tokens, more than its max_seq_len of {max_seq_len}")
+    return CacheFormat.of(num_layers, config), length, max_seq_len
+
+
+def _number(path: str, fields: Mapping[str, str], name: str) -> int:
+    text = fields[name]
+    if not (text.isascii() and text.isdigit() and len(text) <= 18 and str(int(text)) == text):
+        _corrupt(path, f"its {name} is {text[:40]!r}, not a number")
+    return int(text)
+
+
+def _check_tensors(
+    path: str, tensors: Mapping[str, _Tensor], form: CacheFormat, length: int
+) -> None:
+    """Compare names, types and shapes with what the metadata promises, before any is read."""
+    offsets = [name for name in tensors if name.endswith(".key_offset")]
+    expected = 4 * form.num_layers + len(offsets)
+    if len(tensors) != expected:
+        _corrupt(
+            path, f"it has {len(tensors)} tensors where {form.num_layers} layers have {expected}"
+        )
+    config = form.layer_config(max(length, 1))
+    types = file_types(form.dtype, form.scale_dtype)
+    wanted: dict[str, tuple[str, tuple[int, ...]]] = {}
+    of_layer = [
+        (name, (types[name], (length, *shape[1:])))
+        for name, (shape, _) in zip(memory.Slabs._fields, memory.slab_layout(config), strict=True)
+    ]
+    for index in range(form.num_layers):
+        for name, one in of_layer:
+            wanted[f"layers.{index}.{name}"] = one
+        offset = f"layers.{index}.key_offset"
+        if offset in tensors and config.has_scales:
+            wanted[offset] = ("F32", (form.num_kv_heads, form.head_dim))
+    for name, belongs in wanted.items():
+        tensor = tensors.get(name)
+        if tensor is None:
+            _corrupt(path, f"tensor {name} is missing")
+        if (tensor.dtype, tensor.shape) != belongs:
+            _corrupt(
+                path,
+                f"tensor {name} is {tensor.dtype} {tensor.shape} where "
+                f"{belongs[0]} {belongs[1]} belongs",
+            )
+    for name in tensors:
+        if name not in wanted:
+            _corrupt(path, f"tensor {name} does not belong there")
+
+
+def _reserve(
+    path: str,
+    kind: type[_Kind],
+    form: CacheFormat,
+    max_seq_len: int | None,
+    auto: bool,
+    user: Mapping[str, str],
+    tokens: int,
+) -> _Kind:
+    """Make the empty cache that a file describes, with room for ``tokens``.
+
+    Memory is reserved for ``max_seq_len`` tokens, and taken only as it is filled. Where the system
+    refuses that, but has room for the tokens that are there, the file asks for too much.
+    """
+    try:
+        return kind._empty(form, max_seq_len, auto, user, tokens)
+    except OutOfMemoryError as error:
+        if max_seq_len is None and tokens:
+            raise
+        if max_seq_len is not None and tokens:
+            kind._empty(form, None, auto, user, tokens)
+        what = "num_layers, num_kv_heads and head_dim" if max_seq_len is None else "max_seq_len"
+        _corrupt(path, f"its {what} ask for memory that no system has: {error}", error)
+
+
+def _read(
+    path: str, file: BinaryIO, tensors: Mapping[str, _Tensor], cache: _Cache, length: int
+) -> None:
+    """Read the tokens into the slabs of an empty cache."""
+    for index, layer in enumerate(cache._layers):
+        for name, slab in zip(memory.Slabs._fields, layer._slabs, strict=True):
+            _read_into(path, file, tensors[f"layers.{index}.{name}"], slab[:length])
+
+
+def _map(
+    path: str, file: BinaryIO, tensors: Mapping[str, _Tensor], cache: _Cache, length: int
+) -> None:
+    """Give the layers slabs that are the file itself, private to this process when written."""
+    mapping = mmap_module.mmap(file.fileno(), 0, access=mmap_module.ACCESS_COPY)
+    if len(mapping) < max(tensor.offset + tensor.nbytes for tensor in tensors.values()):
+        _corrupt(path, "it was cut while being read")
+    # Slabs must be followed by readable bytes. The rest of the file's last page is readable.
+    readable = -(-len(mapping) // memory.PAGE) * memory.PAGE
+    for index, layer in enumerate(cache._layers):
+        config = replace(layer._config, capacity=length)
+        spare = None  # memory of the usual kind, for a tensor that cannot be used where it lies
+        slabs = []
+        for name, (shape, dtype) in zip(
+            memory.Slabs._fields, memory.slab_layout(config), strict=True
+        ):
+            tensor = tensors[f"layers.{index}.{name}"]
+            guarded = tensor.offset + tensor.nbytes + memory.TAIL_BYTES <= readable
+            if tensor.offset % dtype.itemsize == 0 and guarded:
+                # Without elements NumPy would not take an offset at the very end.
+                slabs.append(
+                    np.ndarray(shape, dtype, mapping, tensor.offset if tensor.nbytes else 0)
+                )
+            else:
+                spare = spare or memory.reserve_slabs(config)
+                slabs.append(getattr(spare, name))
+                _read_into(path, file, tensor, slabs[-1])
+        layer._bind(memory.Slabs(*slabs), config)
+
+
+def _loaded_arrays(
+    path: str, file: BinaryIO, tensors: Mapping[str, _Tensor], cache: _Cache, length: int
+) -> dict[str, np.ndarray]:
+    """Return every tensor as it now lies in memory; key offsets are read here."""
+    arrays = {}
+    for index, layer in enumerate(cache._layers):
+        for name, slab in zip(memory.Slabs._fields, layer._slabs, strict=True):
+            arrays[f"layers.{index}.{name}"] = slab[:length]
+    for name, tensor in tensors.items():
+        if name not in arrays:
+            arrays[name] = np.empty(tensor.shape, np.float32)
+            _read_into(path, file, tensor, arrays[name])
+    return arrays
+
+
+def _read_into(path: str, file: BinaryIO, tensor: _Tensor, array: np.ndarray) -> None:
+    if not array.size:
+        return
+    file.seek(tensor.offset)
+    count = file.readinto(array.reshape(-1).view(np.uint8))  # type: ignore[attr-defined]
+    if count != tensor.nbytes:
+        _corrupt(path, f"it ends {tensor.nbytes - count} bytes early: it was cut while being read")
+
+
+def _check_numbers(path: str, name: str, array: np.ndarray, form: Format) -> None:
+    """Refuse numbers that the format cannot have produced."""
+    if not array.size:
+        return
+    if name.endswith("_codes"):
+        fault = form.fault_of_codes(array)
+    elif name.endswith("_scales"):
+        fault = form.fault_of_scales(array)
+    else:  # a key offset
+        fault = FORMATS["float32"].fault_of_codes(array)
+    if fault is not None:
+        _corrupt(path, f"tensor {name} holds {fault}")
+
+
+def _check_offset(
+    path: str, index: int, layer: Any, length: int, offset: np.ndarray | None
+) -> None:
+    """Refuse a key offset whose keys lie beyond float32, further than rounding takes them."""
+    slabs = layer._slabs
+    scales = slabs.key_scales[:length]
+    if offset is None or not scales.size:
+        return
+    form = layer._config.key_format
+    codes = slabs.key_codes[:length]
+    if form.largest(codes, scales) + float(np.abs(offset).max()) <= checks.FLOAT32_MAX:
+        return
+    step = layer._block_tokens()
+    for start in range(0, length, step):
+        rows = slice(start, min(length, start + step))
+        keys = form.decode(codes[rows], scales[rows], layer._config, np.float64)
+        if np.abs(keys + offset).max() > checks.FLOAT32_MAX + float(scales[rows].max()):
+            _corrupt(path, f"tensor layers.{index}.key_offset leads to keys beyond float32")
+
+
+def _corrupt(path: str, what: str, cause: Exception | None = None) -> NoReturn:
+    raise CorruptFileError(f"{path}: {what}") from cause
