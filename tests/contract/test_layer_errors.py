@@ -547,7 +547,7 @@ def test_a_refused_attend_leaves_out_as_it_was(layer, rng):
         (bad, {}),
         (good.astype(np.float64), {}),
         (good, {"window": -1}),
-        (good, {"sinks": np.full(H, np.inf, np.float32)}),
+        (good, {"sink_logits": np.full(H, np.inf, np.float32)}),
         (good, {"mask": np.full((1, len(layer)), np.nan, np.float32)}),
         (good, {"alibi_slopes": np.full(H, np.nan, np.float32)}),
     ]:

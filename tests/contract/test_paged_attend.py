@@ -201,7 +201,7 @@ def test_a_refused_batch_leaves_outs_as_they_were(rng, dtype, long, monkeypatch)
     out = np.full((3, 4, 8), 7, np.float32)
     for chosen, bad, options in [
         (seqs, queries, {}),
-        (seqs, normal(rng, 3, 4, 8), {"sinks": np.full(4, np.nan, np.float32)}),
+        (seqs, normal(rng, 3, 4, 8), {"sink_logits": np.full(4, np.nan, np.float32)}),
         ([*seqs[:2], 10**6], normal(rng, 3, 4, 8), {}),
     ]:
         with pytest.raises(errors.KvedgeError):
