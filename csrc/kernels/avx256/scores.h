@@ -137,34 +137,23 @@ KVEDGE_INLINE void store_scores(__m256 score, const int tokens, float *scores) {
   }
 }
 
-/* Scores of all tokens for `count` queries: 1, 2 or 4 (a constant where this is inlined). */
-KVEDGE_INLINE void score_queries(const kvedge_query *q, const int of_floats, int first, const int count,
-                                 const kvedge_tile *keys, const kvedge_next_tile *next_tile, float *scores,
-                                 int accumulate) {
+/* Scores of a run's tokens for `count` queries, 1, 2 or 4: (count, KVEDGE_TILE). (Constants where this is inlined:
+ * count, of_floats.) */
+KVEDGE_INLINE void score_run(const kvedge_run *run, ptrdiff_t token_stride, int dim, const int8_t *codes,
+                             ptrdiff_t stride, const int of_floats, const int count, __m256 units,
+                             const float *k_scale, float *scores, int accumulate) {
   const int tokens = SCORES / count;
-  const ptrdiff_t stride = KVEDGE_CODE_BYTES * q->stride, token_stride = keys->token_stride;
-  const int8_t *codes = q->codes + first * stride;
-  float unit[SCORES]; /* (count, tokens) */
-  for (int i = 0; i < SCORES; i++)
-    unit[i] = q->scale[(first + i / tokens) * q->scale_stride] * (of_floats ? 1.0f : 256.0f);
-  const __m256 units = _mm256_loadu_ps(unit);
-  scores += first * KVEDGE_TILE;
-  kvedge_next_block next = {0, 0};
-  const int8_t *from = NULL;
-  for (int t = 0; t < keys->num_tokens; t += tokens, from += tokens * token_stride) {
-    if (t % KVEDGE_BLOCK == 0) {
-      from = (const int8_t *)kvedge_tile_block(keys, t);
-      if (first == 0) next = kvedge_next_block_of(next_tile, t / KVEDGE_BLOCK);
-    }
-    int left = keys->num_tokens - t;
-    if (next.first)
-      for (int at = 0; at < tokens * q->dim; at += 64) kvedge_prefetch_line(next, t % KVEDGE_BLOCK * q->dim + at);
+  const int8_t *rows = (const int8_t *)run->rows;
+  for (int t = 0; t < run->num_tokens; t += tokens) {
+    int left = run->num_tokens - t;
+    if (run->next.first)
+      for (int at = 0; at < tokens * dim; at += 64) kvedge_prefetch_line(run->next, t * dim + at);
     const int8_t *row[SCORES];
 #pragma GCC unroll 8
-    for (int j = 0; j < tokens; j++) row[j] = from + (j < left ? j : left - 1) * token_stride;
-    __m256 dot = of_floats ? dot_rows_of_floats(codes, stride, count, row, q->dim)
-                           : dot_rows(codes, stride, count, row, q->dim);
-    __m256 score = _mm256_mul_ps(_mm256_mul_ps(dot, units), scales_of_tokens(keys->scales + t, tokens));
+    for (int j = 0; j < tokens; j++) row[j] = rows + (j < left ? t + j : run->num_tokens - 1) * token_stride;
+    __m256 dot = of_floats ? dot_rows_of_floats(codes, stride, count, row, dim)
+                           : dot_rows(codes, stride, count, row, dim);
+    __m256 score = _mm256_mul_ps(_mm256_mul_ps(dot, units), scales_of_tokens(k_scale + t, tokens));
     if (left >= tokens && !accumulate) {
       store_scores(score, tokens, scores + t);
       continue;
@@ -176,6 +165,24 @@ KVEDGE_INLINE void score_queries(const kvedge_query *q, const int of_floats, int
         float *out = scores + i * KVEDGE_TILE + t + j, made_here = made[i * tokens + j];
         *out = accumulate ? *out + made_here : made_here;
       }
+  }
+}
+
+/* Scores of all tokens for `count` queries from the `first` on. (Constants as in score_run().) */
+KVEDGE_INLINE void score_queries(const kvedge_query *q, const int of_floats, int first, const int count,
+                                 const kvedge_tile *keys, const kvedge_next_tile *next, float *scores,
+                                 int accumulate) {
+  const ptrdiff_t stride = KVEDGE_CODE_BYTES * q->stride;
+  float unit[SCORES]; /* (count, tokens) */
+  for (int i = 0; i < SCORES; i++)
+    unit[i] = q->scale[(first + i * count / SCORES) * q->scale_stride] * (of_floats ? 1.0f : 256.0f);
+  const __m256 units = _mm256_loadu_ps(unit);
+  for (int t = 0; t < keys->num_tokens;) {
+    kvedge_run run = kvedge_run_of(keys, next, t, keys->num_tokens);
+    if (first > 0) run.next.first = 0; /* prefetched with the first queries */
+    score_run(&run, keys->token_stride, q->dim, q->codes + first * stride, stride, of_floats, count, units,
+              keys->scales + t, scores + first * KVEDGE_TILE + t, accumulate);
+    t += run.num_tokens;
   }
 }
 

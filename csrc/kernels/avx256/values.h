@@ -16,31 +16,6 @@ enum {
 
 #define WEIGHT_MAX_15 32766.0f /* as WEIGHT_MAX_16 */
 
-/* The values of a run of a tile's tokens, from a channel on, whose start is a block's start. */
-typedef struct {
-  const kvedge_tile *tile;
-  const kvedge_next_tile *next; /* NULL: nothing is prefetched */
-  int first, num_tokens;        /* of the tile */
-  int channel;
-} value_run;
-
-/* Tokens of the block that starts `t` tokens into the run. */
-KVEDGE_INLINE int tokens_of_block(const value_run *v, int t) {
-  return v->num_tokens - t < KVEDGE_BLOCK ? v->num_tokens - t : KVEDGE_BLOCK;
-}
-
-/* The first of its rows. */
-KVEDGE_INLINE const int8_t *rows_of_block(const value_run *v, int t) {
-  return (const int8_t *)kvedge_tile_block(v->tile, v->first + t) + v->channel;
-}
-
-/* What is prefetched with it: as many bytes as the passes over its channels before this one did not. */
-KVEDGE_INLINE kvedge_next_block next_of_block(const value_run *v, int t) {
-  if (!v->next) return (kvedge_next_block){0, 0};
-  return kvedge_further(kvedge_next_block_of(v->next, (v->first + t) / KVEDGE_BLOCK),
-                        v->channel * tokens_of_block(v, t));
-}
-
 /* Quantizes the weights of up to TOGETHER tokens: codes (num_queries, TOGETHER), with zeros to the end of the last block,
  * and their scales. First all scales, then all codes, so that these need not wait for maxima and divisions. */
 static void quantize_weights(int num_queries, const float *p, const float *v_scale, const float *dither, int num_tokens,
@@ -122,24 +97,23 @@ KVEDGE_INLINE void weigh_pair(const int8_t *first, const int8_t *second, const v
   }
 }
 
-/* Adds a run of up to TOGETHER tokens' values to `groups` groups of 16 channels, or to num_channels fewer, of `count`
+/* Adds the values of runs, of up to TOGETHER tokens together, to `groups` groups of 16 channels, or to num_channels fewer, of `count`
  * queries. Only one group's values are kept. (Constants as in weigh_pair().) */
-KVEDGE_INLINE void weigh_groups(const value_run *v, const value_source source, __m256i (*kept)[2], const int groups,
-                                int num_channels, const int count, const int16_t *codes, const float *scale,
-                                const float *rescale, float *acc, ptrdiff_t acc_stride) {
+KVEDGE_INLINE void weigh_groups(const kvedge_run *run, ptrdiff_t stride, int num_tokens, int channel, const value_source source, __m256i (*kept)[2],
+                                const int groups, int num_channels, const int count, const int16_t *codes,
+                                const float *scale, const float *rescale, float *acc, ptrdiff_t acc_stride) {
   /* Few sums are made twice as many, so that products need not wait for those before them. */
   const int chains = count * groups <= 2 ? 2 : 1;
-  const ptrdiff_t stride = v->tile->token_stride;
   value_sums sum[2];
 #pragma GCC unroll 4
   for (int i = 0; i < count; i++)
 #pragma GCC unroll 4
     for (int g = 0; g < groups; g++)
       for (int k = 0; k < chains; k++) sum[k][i][g][0] = sum[k][i][g][1] = _mm256_setzero_si256();
-  for (int first = 0; first < v->num_tokens; first += KVEDGE_BLOCK) {
-    const int tokens = tokens_of_block(v, first);
-    const int8_t *row = rows_of_block(v, first);
-    const kvedge_next_block next = source == KEPT ? (kvedge_next_block){0, 0} : next_of_block(v, first);
+  for (int left = num_tokens, tokens; left > 0; left -= tokens, run++) {
+    tokens = source == KEPT ? left : run->num_tokens; /* what is kept lies side by side */
+    const int8_t *row = (const int8_t *)run->rows + channel;
+    const kvedge_next_block next = kvedge_further(run->next, channel * tokens);
     int t = 0;
     for (; t + 4 <= tokens; t += 4, codes += 4, kept += 2, row += 4 * stride) {
       if (source != KEPT && next.first)
@@ -175,18 +149,20 @@ static void weigh_codes(const kvedge_probabilities *p, const kvedge_tile *values
   float scale[KVEDGE_STACK], rescale[KVEDGE_STACK];
   memcpy(rescale, to->rescale, (size_t)num_queries * sizeof *rescale);
   for (int t = 0; t < values->num_tokens; t += TOGETHER) {
-    value_run run = {.tile = values, .next = &next, .first = t,
-                     .num_tokens = values->num_tokens - t < TOGETHER ? values->num_tokens - t : TOGETHER};
-    quantize_weights(num_queries, p->p + t, values->scales + t, kvedge_dither + t, run.num_tokens, codes, scale);
-    for (int n; run.channel < dim; run.channel += n) {
+    const int num_tokens = values->num_tokens - t < TOGETHER ? values->num_tokens - t : TOGETHER;
+    kvedge_run runs[TOGETHER / KVEDGE_BLOCK];
+    for (int i = 0, first = t; first < t + num_tokens; first += runs[i++].num_tokens)
+      runs[i] = kvedge_run_of(values, &next, first, t + num_tokens);
+    quantize_weights(num_queries, p->p + t, values->scales + t, kvedge_dither + t, num_tokens, codes, scale);
+    for (int d = 0, n; d < dim; d += n) {
       __m256i kept[TOGETHER / 2][2]; /* (tokens / 2, 2) x 8 channels x 2 tokens */
-      const int left = dim - run.channel;
-      float *out = to->acc + run.channel;
+      const int left = dim - d;
+      float *out = to->acc + d;
       n = left < 16 ? left : 16;
       int i = 0;
 #define WEIGH(source, groups, num_channels, count)                                                             \
-  weigh_groups(&run, source, kept, groups, num_channels, count, codes + i * TOGETHER, scale + i, rescale + i, \
-               out + i * to->stride, to->stride)
+  weigh_groups(runs, values->token_stride, num_tokens, d, source, kept, groups, num_channels, count, \
+               codes + i * TOGETHER, scale + i, rescale + i, out + i * to->stride, to->stride)
 #define WEIGH_ROWS(count)                                               \
   if (count == 1 && left >= 64) WEIGH(ROWS, 4, 16, count), n = 64;      \
   else if (count <= 2 && left >= 32) WEIGH(ROWS, 2, 16, count), n = 32; \
@@ -211,16 +187,16 @@ static void weigh_codes(const kvedge_probabilities *p, const kvedge_tile *values
 
 /* Adds a tile's values to up to 16 channels of `count` queries, with weights as floats: (num_queries, KVEDGE_TILE).
  * (Constants as in weigh_pair().) */
-KVEDGE_INLINE void weigh_16_floats(const value_run *v, int num_channels, const int count, const float *weights,
-                                   const float *rescale, float *acc, ptrdiff_t acc_stride) {
-  const ptrdiff_t stride = v->tile->token_stride;
+KVEDGE_INLINE void weigh_16_floats(const kvedge_run *run, ptrdiff_t stride, int num_tokens, int asking, int channel,
+                                   int num_channels, const int count, const float *weights, const float *rescale,
+                                   float *acc, ptrdiff_t acc_stride) {
   __m256 sum[SUM_QUERIES][2];
 #pragma GCC unroll 4
   for (int i = 0; i < count; i++) sum[i][0] = sum[i][1] = _mm256_setzero_ps();
-  for (int first = 0; first < v->num_tokens; first += KVEDGE_BLOCK) {
-    const int tokens = tokens_of_block(v, first);
-    const int8_t *row = rows_of_block(v, first);
-    const kvedge_next_block next = next_of_block(v, first);
+  for (int left = num_tokens; left > 0; left -= run++->num_tokens) {
+    const int tokens = run->num_tokens;
+    const int8_t *row = (const int8_t *)run->rows + channel;
+    const kvedge_next_block next = asking ? kvedge_further(run->next, channel * tokens) : (kvedge_next_block){0, 0};
 #pragma GCC unroll 4
     for (int t = 0; t < tokens; t++, row += stride, weights++) {
       if (next.first && t % 4 == 0) kvedge_prefetch_line(next, 16 * t);
@@ -254,19 +230,17 @@ static void weigh_floats(const kvedge_probabilities *p, const kvedge_tile *value
   float weights[KVEDGE_STACK * KVEDGE_TILE];
   for (int i = 0; i < num_queries; i++)
     for (int t = 0; t < num_tokens; t++) weights[i * KVEDGE_TILE + t] = p->p[i * KVEDGE_TILE + t] * values->scales[t];
-  value_run run = {.tile = values, .num_tokens = num_tokens};
-  for (; run.channel < dim; run.channel += 16) {
-    const int left = dim - run.channel;
+  kvedge_run runs[KVEDGE_TILE_BLOCKS];
+  for (int i = 0, t = 0; t < num_tokens; t += runs[i++].num_tokens)
+    runs[i] = kvedge_run_of(values, &next, t, num_tokens);
+  for (int d = 0; d < dim; d += 16) {
     int i = 0;
-#define WEIGH(num_channels, count)                                                           \
-  weigh_16_floats(&run, num_channels, count, weights + i * KVEDGE_TILE, to->rescale + i, \
-                  to->acc + i * to->stride + run.channel, to->stride)
-#define WEIGH_16(count)                 \
-  {                                     \
-    run.next = i == 0 ? &next : NULL;   \
-    if (left >= 16) WEIGH(16, count);   \
-    else WEIGH(left, count);            \
-  }
+#define WEIGH(num_channels, count)                                                                    \
+  weigh_16_floats(runs, values->token_stride, num_tokens, i == 0, d, num_channels, count, \
+                  weights + i * KVEDGE_TILE, to->rescale + i, to->acc + i * to->stride + d, to->stride)
+#define WEIGH_16(count)              \
+  if (dim - d >= 16) WEIGH(16, count); \
+  else WEIGH(dim - d, count)
     BY_FOURS(num_queries, WEIGH_16)
 #undef WEIGH_16
 #undef WEIGH
