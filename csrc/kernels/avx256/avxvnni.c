@@ -34,6 +34,8 @@ KVEDGE_INLINE void multiply_add_pairs(__m256i *sum, __m256i a, __m256i b) {
 #include "kernels/avx256/common.h"
 #include "kernels/avx256/scores.h"
 #include "kernels/avx256/values.h"
+#include "kernels/avx256/floats.h"
+#include "kernels/float_rows.h"
 
 #define KVEDGE_ENCODE_QUERY encode_query_avxvnni
 const kvedge_kernels kvedge_kernels_avxvnni = KVEDGE_TABLE("avxvnni");
