@@ -12,9 +12,10 @@
  * once. Weighted sums: 8 vectors of sums stay in registers over all tokens of a tile, of one query, 2 or up to 4. So each
  * FMA waits for no FMA of the 7 before it, and every row loaded serves up to 4 queries.
  *
- * Rows are converted as they are loaded where few queries meet them. For more, and where rows are to be multiplied by
- * tile->factor, they are converted first and kept: for scores 8 rows, for weighted sums the channels of one pass.
- * (factor may be as small as 2^-67 and rows as large as 3e38, so neither queries nor probabilities can take it.)
+ * Rows are converted as they are loaded where few queries meet them. They are converted first, and kept, where more do,
+ * where tile->factor is not 1, and where channels do not fill vectors: for scores 8 rows, for weighted sums the channels
+ * of one pass. (factor may be as small as 2^-67 and rows as large as 3e38, so neither queries nor probabilities can take
+ * it.)
  */
 
 enum {
@@ -25,9 +26,8 @@ enum {
 
 KVEDGE_INLINE ptrdiff_t channel_bytes(const kvedge_format format) { return format == KVEDGE_FLOAT32 ? 4 : 2; }
 
-/* Whether rows have to be converted before the products; else `format` is loaded as it lies. */
-KVEDGE_INLINE int is_converted_first(const kvedge_tile *tile, const kvedge_format format, int num_queries) {
-  return tile->factor != 1.0f || (format != KVEDGE_FLOAT32 && num_queries > CONVERTED_QUERIES);
+KVEDGE_INLINE int is_converted_first(const kvedge_tile *tile, const kvedge_format format, int dim, int num_queries) {
+  return tile->factor != 1.0f || dim % FLOATS != 0 || (format != KVEDGE_FLOAT32 && num_queries > CONVERTED_QUERIES);
 }
 
 /* Converts n channels, FLOATS at a time; from n on, to the next multiple of FLOATS, zeros. */
@@ -40,24 +40,23 @@ KVEDGE_INLINE void convert_channels(const char *from, const kvedge_format format
 
 /* ---- Scores ---- */
 
-/* sum[i * rows + j] += products of FLOATS channels, or the first n, of query i and row j, `at` channels on. (Constants
- * where this is inlined: format, count, and whether n is FLOATS.) */
+/* sum[i * rows + j] += products of FLOATS channels of query i and row j, `at` channels on. (Constants where this is
+ * inlined: format and count.) */
 KVEDGE_INLINE void dot_channels(const float *query, ptrdiff_t stride, const int count, const char *const *row,
-                                const kvedge_format format, ptrdiff_t at, int n, floats sum[FLOAT_SUMS]) {
+                                const kvedge_format format, ptrdiff_t at, floats sum[FLOAT_SUMS]) {
   const int rows = FLOAT_SUMS / count;
   floats q[4];
 #pragma GCC unroll 4
   for (int i = 0; i < count; i++) q[i] = load_floats(query + i * stride + at);
 #pragma GCC unroll 8
   for (int j = 0; j < rows; j++) {
-    const char *from = row[j] + at * channel_bytes(format);
-    const floats key = n >= FLOATS ? load_channels(from, format) : load_first_channels(from, format, n);
+    const floats key = load_channels(row[j] + at * channel_bytes(format), format);
 #pragma GCC unroll 4
     for (int i = 0; i < count; i++) sum[i * rows + j] = multiply_add(key, q[i], sum[i * rows + j]);
   }
 }
 
-/* Dot products of FLOAT_SUMS / count rows with `count` queries, 1, 2 or 4: (count, rows). Meanwhile as many bytes are
+/* Dot products of FLOAT_SUMS / count rows, of whole vectors, with `count` queries, 1, 2 or 4: (count, rows). Meanwhile as many bytes are
  * prefetched as the rows have, from `next` on. */
 KVEDGE_INLINE __m256 dot_float_rows(const float *query, ptrdiff_t stride, const int count, const char *const *from,
                                     const kvedge_format format, int dim, kvedge_next_block next) {
@@ -74,12 +73,11 @@ KVEDGE_INLINE __m256 dot_float_rows(const float *query, ptrdiff_t stride, const 
 #pragma GCC unroll 8
       for (int j = 0; j < rows; j++, asked += LINE) kvedge_prefetch_line(next, asked);
 #pragma GCC unroll 4
-    for (int e = 0; e < per_line; e += FLOATS) dot_channels(query, stride, count, row, format, d + e, FLOATS, sum);
+    for (int e = 0; e < per_line; e += FLOATS) dot_channels(query, stride, count, row, format, d + e, sum);
   }
   if (next.first)
     for (; asked < rows * dim * channel_bytes(format); asked += LINE) kvedge_prefetch_line(next, asked);
-  for (; d + FLOATS <= dim; d += FLOATS) dot_channels(query, stride, count, row, format, d, FLOATS, sum);
-  if (d < dim) dot_channels(query, stride, count, row, format, d, dim - (int)d, sum); /* queries are padded with zeros */
+  for (; d < dim; d += FLOATS) dot_channels(query, stride, count, row, format, d, sum);
   return sums_of_8(sum);
 }
 
@@ -137,8 +135,8 @@ KVEDGE_INLINE void score_floats(const kvedge_query *q, const kvedge_tile *keys, 
                                 const kvedge_format format) {
   const ptrdiff_t row_bytes = q->dim * channel_bytes(format), stride = keys->token_stride;
   const kvedge_next_tile next_tile = kvedge_next_of(keys, (int)row_bytes);
-  const int converted = is_converted_first(keys, format, q->num_queries);
-  const int padded = (q->dim + FLOATS - 1) / FLOATS * FLOATS;
+  const int converted = is_converted_first(keys, format, q->dim, q->num_queries);
+  const int padded = (q->dim + FLOATS - 1) / FLOATS * FLOATS; /* queries are padded with as many zeros and more */
   const floats factor = all_floats(keys->factor);
   float room[FLOAT_SUMS * 1024]; /* (FLOAT_SUMS, padded) */
   kvedge_next_block next = {0, 0};
@@ -169,9 +167,8 @@ typedef struct {
   int num_tokens;
 } float_rows;
 
-/* sum[i][k] of `count` queries and `vectors` vectors of channels, of which the last has n, from channel `at` on: p[i][t]
- * times row t, added to what is at `acc` times rescale[i]. (Constants where this is inlined: format, count, vectors, and
- * whether n is FLOATS.) */
+/* Adds the values of `vectors` vectors of channels, from channel `at` on, to the accumulators of `count` queries: of the
+ * last vector n channels. (Constants where this is inlined: format, count, vectors, and whether n is FLOATS.) */
 KVEDGE_INLINE void weigh_channels(const float_rows *v, const kvedge_format format, ptrdiff_t at, const int vectors,
                                   int n, const int count, int asking, const float *p, const float *rescale, float *acc,
                                   ptrdiff_t acc_stride) {
@@ -192,10 +189,7 @@ KVEDGE_INLINE void weigh_channels(const float_rows *v, const kvedge_format forma
         for (int line = 0; line < bytes; line += LINE) kvedge_prefetch_line(next, (ptrdiff_t)bytes * t + line);
       floats value[FLOAT_SUMS];
 #pragma GCC unroll 8
-      for (int k = 0; k < vectors; k++) {
-        const char *from = row + k * FLOATS * size;
-        value[k] = k < vectors - 1 || n >= FLOATS ? load_channels(from, format) : load_first_channels(from, format, n);
-      }
+      for (int k = 0; k < vectors; k++) value[k] = load_channels(row + k * FLOATS * size, format);
 #pragma GCC unroll 4
       for (int i = 0; i < count; i++) {
         const floats weight = all_floats(p[i * KVEDGE_TILE]);
@@ -218,33 +212,36 @@ KVEDGE_INLINE void weigh_channels(const float_rows *v, const kvedge_format forma
   }
 }
 
-/* A pass over the tokens for `count` queries from the i-th on, of as many channels as it can: how many is returned.
+/* A pass over the tokens for `count` queries, of as many channels of `left` whole vectors as it can: how many is returned.
  * (Constants as in weigh_channels().) */
 KVEDGE_INLINE int weigh_pass(const float_rows *v, const kvedge_format format, int at, int left, const int count,
                              int asking, const float *p, const float *rescale, float *acc, ptrdiff_t acc_stride) {
-#define WEIGH(vectors, n) weigh_channels(v, format, at, vectors, n, count, asking, p, rescale, acc, acc_stride)
-  if (count == 1 && left >= 8 * FLOATS) return WEIGH(8, FLOATS), 8 * FLOATS;
-  if (count <= 2 && left >= 4 * FLOATS) return WEIGH(4, FLOATS), 4 * FLOATS;
-  if (left >= 2 * FLOATS) return WEIGH(2, FLOATS), 2 * FLOATS;
-  if (left >= FLOATS) return WEIGH(1, FLOATS), FLOATS;
-  WEIGH(1, left);
+#define WEIGH(vectors) weigh_channels(v, format, at, vectors, FLOATS, count, asking, p, rescale, acc, acc_stride)
+  if (count == 1 && left >= 8 * FLOATS) return WEIGH(8), 8 * FLOATS;
+  if (count <= 2 && left >= 4 * FLOATS) return WEIGH(4), 4 * FLOATS;
+  if (left >= 2 * FLOATS) return WEIGH(2), 2 * FLOATS;
+  WEIGH(1);
 #undef WEIGH
-  return left;
+  return FLOATS;
 }
 
-/* All queries, 2 * FLOATS channels or the `left` fewer, of rows that have been converted. */
-static __attribute__((noinline)) void KVEDGE_NAME(weigh_converted)(const float *rows, int num_tokens, int left,
+/* All queries, 2 * FLOATS channels or the first n of them, of rows that have been converted. */
+static __attribute__((noinline)) void KVEDGE_NAME(weigh_converted)(const float *rows, int num_tokens, int n,
                                                                    const kvedge_probabilities *p,
                                                                    const kvedge_accumulators *to, int d) {
   const kvedge_run run = {.rows = (const char *)rows, .num_tokens = num_tokens};
   const float_rows v = {&run, 2 * FLOATS * sizeof(float), num_tokens};
   int i = 0;
-#define WEIGH(count)                                                                                               \
-  for (int done = 0; done < left;)                                                                                 \
-    done += weigh_pass(&v, KVEDGE_FLOAT32, done, left - done, count, 0, p->p + i * KVEDGE_TILE, to->rescale + i, \
-                       to->acc + i * to->stride + d + done, to->stride)
+#define WEIGH_VECTORS(vectors, last, count)                                                                     \
+  weigh_channels(&v, KVEDGE_FLOAT32, 0, vectors, last, count, 0, p->p + i * KVEDGE_TILE, to->rescale + i, \
+                 to->acc + i * to->stride + d, to->stride)
+#define WEIGH(count)                                              \
+  if (n == 2 * FLOATS) WEIGH_VECTORS(2, FLOATS, count);           \
+  else if (n > FLOATS) WEIGH_VECTORS(2, n - FLOATS, count);       \
+  else WEIGH_VECTORS(1, n, count)
   BY_FOURS(p->num_queries, WEIGH)
 #undef WEIGH
+#undef WEIGH_VECTORS
 }
 
 KVEDGE_INLINE void weigh_rows_of_floats(const kvedge_probabilities *p, const kvedge_tile *values,
@@ -255,7 +252,7 @@ KVEDGE_INLINE void weigh_rows_of_floats(const kvedge_probabilities *p, const kve
   int num_runs = 0;
   for (int t = 0; t < num_tokens; t += runs[num_runs++].num_tokens)
     runs[num_runs] = kvedge_run_of(values, &next, t, num_tokens);
-  if (!is_converted_first(values, format, p->num_queries)) {
+  if (!is_converted_first(values, format, dim, p->num_queries)) {
     const float_rows v = {runs, values->token_stride, num_tokens};
     int i = 0;
 #define WEIGH(count)                                                                                            \
