@@ -89,26 +89,37 @@ KVEDGE_INLINE __m256 reduce_add_8(const __m256 x[SCORES]) {
   return _mm256_add_ps(_mm256_permute2f128_ps(first, second, 0x20), _mm256_permute2f128_ps(first, second, 0x31));
 }
 
+/* sum += products of 8 channels of rows from `channel` on, of which n are there, with the queries' floats at `query`.
+ * (Constants as in dot_16(), n 8.) */
+KVEDGE_INLINE void dot_8_floats(const int8_t *query, ptrdiff_t stride, const int count, const int8_t *const *row,
+                                ptrdiff_t channel, int n, __m256 sum[SCORES]) {
+  const int rows = SCORES / count;
+  __m256 values[4];
+#pragma GCC unroll 4
+  for (int i = 0; i < count; i++) values[i] = _mm256_loadu_ps((const float *)(query + i * stride));
+#pragma GCC unroll 8
+  for (int t = 0; t < rows; t++) {
+    const int8_t *from = row[t] + channel;
+    __m256 key = floats_of(n >= 8 ? _mm_loadl_epi64((const __m128i *)from) : load_up_to_16(from, n));
+#pragma GCC unroll 4
+    for (int i = 0; i < count; i++) sum[i * rows + t] = _mm256_fmadd_ps(key, values[i], sum[i * rows + t]);
+  }
+}
+
 /* dot_rows() with the queries' floats, of any number of channels. */
 KVEDGE_INLINE __m256 dot_rows_of_floats(const int8_t *codes, ptrdiff_t stride, const int count,
                                         const int8_t *const *row, int dim) {
-  const int rows = SCORES / count;
   __m256 sum[SCORES];
 #pragma GCC unroll 8
   for (int i = 0; i < SCORES; i++) sum[i] = _mm256_setzero_ps();
-  for (int d = 0; d < dim; d += 8) {
-    const int8_t *at = codes + d / 16 * CODES_OF_16 + FLOATS_AT + d % 16 * 4;
-    __m256 query[4];
-#pragma GCC unroll 4
-    for (int i = 0; i < count; i++) query[i] = _mm256_loadu_ps((const float *)(at + i * stride));
-#pragma GCC unroll 8
-    for (int t = 0; t < rows; t++) {
-      const int8_t *from = row[t] + d;
-      __m256 key = floats_of(dim - d >= 8 ? _mm_loadl_epi64((const __m128i *)from) : load_up_to_16(from, dim - d));
-#pragma GCC unroll 4
-      for (int i = 0; i < count; i++) sum[i * rows + t] = _mm256_fmadd_ps(key, query[i], sum[i * rows + t]);
-    }
+  const int8_t *query = codes + FLOATS_AT;
+  ptrdiff_t d = 0;
+  for (; d + 16 <= dim; d += 16, query += CODES_OF_16) {
+    dot_8_floats(query, stride, count, row, d, 8, sum);
+    dot_8_floats(query + 32, stride, count, row, d + 8, 8, sum);
   }
+  for (int left = dim - (int)d; left > 0; left -= 8, d += 8, query += 32)
+    dot_8_floats(query, stride, count, row, d, left, sum);
   return reduce_add_8(sum);
 }
 
@@ -185,6 +196,20 @@ KVEDGE_INLINE void score_queries(const kvedge_query *q, const int of_floats, int
     t += run.num_tokens;
   }
 }
+
+/* One function for each case, since GCC 12 spills more registers where all are inlined into one. */
+#define SCORE_QUERIES(name, of_floats, count)                                                                        \
+  static __attribute__((noinline)) void name(const kvedge_query *q, int first, const kvedge_tile *keys,              \
+                                             const kvedge_next_tile *next, float *scores, int accumulate) {          \
+    score_queries(q, of_floats, first, count, keys, next, scores, accumulate);                                       \
+  }
+SCORE_QUERIES(score_1, 0, 1)
+SCORE_QUERIES(score_2, 0, 2)
+SCORE_QUERIES(score_4, 0, 4)
+SCORE_QUERIES(score_1_of_floats, 1, 1)
+SCORE_QUERIES(score_2_of_floats, 1, 2)
+SCORE_QUERIES(score_4_of_floats, 1, 4)
+#undef SCORE_QUERIES
 
 /* ---- Scores for many queries ---- */
 
@@ -333,17 +358,15 @@ static void score_many(const kvedge_query *q, const kvedge_tile *keys, const kve
 static void KVEDGE_NAME(scores_int8)(const kvedge_query *q, const kvedge_tile *keys, float *scores, int accumulate) {
   const int n = q->num_queries;
   const kvedge_next_tile next = kvedge_next_of(keys, q->dim);
-#define SCORE_QUERIES(of_floats, count) score_queries(q, of_floats, i, count, keys, &next, scores, accumulate)
-#define SCORE(of_floats)                                    \
-  {                                                         \
-    int i = 0;                                              \
-    for (; i + 4 <= n; i += 4) SCORE_QUERIES(of_floats, 4); \
-    for (; i + 2 <= n; i += 2) SCORE_QUERIES(of_floats, 2); \
-    if (i < n) SCORE_QUERIES(of_floats, 1);                 \
+#define SCORE(suffix)                                                                               \
+  {                                                                                                 \
+    int i = 0;                                                                                      \
+    for (; i + 4 <= n; i += 4) score_4##suffix(q, i, keys, &next, scores, accumulate);              \
+    for (; i + 2 <= n; i += 2) score_2##suffix(q, i, keys, &next, scores, accumulate);              \
+    if (i < n) score_1##suffix(q, i, keys, &next, scores, accumulate);                              \
   }
-  if (q->planes == 3 || q->dim > CHANNELS_OF_TWO_BYTES) SCORE(1)
+  if (q->planes == 3 || q->dim > CHANNELS_OF_TWO_BYTES) SCORE(_of_floats)
   else if (are_many(n, q->dim)) score_many(q, keys, &next, scores, accumulate);
-  else SCORE(0)
+  else SCORE()
 #undef SCORE
-#undef SCORE_QUERIES
 }
