@@ -39,6 +39,8 @@ from kvedge.threads import get_num_threads, set_num_threads
 _failure: KvedgeError | None = None
 try:
     from kvedge.backends.select import (
+        Bfloat16KvLayer,
+        Float16KvLayer,
         Float32KvLayer,
         KVCache,
         QuantizedKvLayer,
@@ -52,10 +54,12 @@ except KvedgeError as error:
 
 __all__ = [
     "BackendUnavailableError",
+    "Bfloat16KvLayer",
     "BlockNotHeldError",
     "CapacityExceededError",
     "CorruptFileError",
     "DtypeMismatchError",
+    "Float16KvLayer",
     "Float32KvLayer",
     "HeadOutOfRangeError",
     "InvalidArgumentError",

@@ -72,7 +72,7 @@ class CacheMethods(CacheState):
             Key/value heads of each layer, 1 to 65536.
         head_dim : int
             Channels of a head, 1 to 1024.
-        dtype : {"int8", "float32"}
+        dtype : {"int8", "float32", "float16", "bfloat16"}
             How keys and values are stored.
         max_seq_len : int, optional
             Tokens to reserve for; memory is committed only as it is filled. None: the cache grows,
@@ -265,7 +265,7 @@ class CacheMethods(CacheState):
 
         Returns
         -------
-        QuantizedKvLayer or Float32KvLayer
+        QuantizedKvLayer, Float32KvLayer, Float16KvLayer or Bfloat16KvLayer
 
         Raises
         ------

@@ -418,6 +418,50 @@ class Float32LayerMethods(LayerMethods):
     _dtype = "float32"
 
 
+class Float16LayerMethods(LayerMethods):
+    """Keys and values of one layer, stored as float16 (IEEE half precision).
+
+    Rounded to nearest, ties to even. Rows with elements of 65520 or more are refused
+    (ScaleRangeError), never stored as infinity.
+
+    Parameters
+    ----------
+    capacity : int
+        Tokens to reserve room for; memory is committed by the system as it is touched.
+    num_kv_heads : int
+    head_dim : int
+        1 to 1024.
+
+    Raises
+    ------
+    InvalidArgumentError, OutOfMemoryError
+    """
+
+    _dtype = "float16"
+
+
+class Bfloat16LayerMethods(LayerMethods):
+    """Keys and values of one layer, stored as bfloat16: float32 without its last 16 bits.
+
+    Rounded to nearest, ties to even. NumPy has no such type: ``key_codes`` and ``value_codes``
+    show them as uint16.
+
+    Parameters
+    ----------
+    capacity : int
+        Tokens to reserve room for; memory is committed by the system as it is touched.
+    num_kv_heads : int
+    head_dim : int
+        1 to 1024.
+
+    Raises
+    ------
+    InvalidArgumentError, OutOfMemoryError
+    """
+
+    _dtype = "bfloat16"
+
+
 def new_layer(
     kind: type[_Layer],
     config: LayerConfig,

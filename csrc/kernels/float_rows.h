@@ -69,11 +69,11 @@ KVEDGE_INLINE __m256 dot_float_rows(const float *query, ptrdiff_t stride, const 
   for (int j = 0; j < rows; j++) row[j] = from[j];
   ptrdiff_t d = 0, asked = 0;
   for (; d + per_line <= dim; d += per_line) {
+#pragma GCC unroll 4
+    for (int e = 0; e < per_line; e += FLOATS) dot_channels(query, stride, count, row, format, d + e, sum);
     if (next.first)
 #pragma GCC unroll 8
       for (int j = 0; j < rows; j++, asked += LINE) kvedge_prefetch_line(next, asked);
-#pragma GCC unroll 4
-    for (int e = 0; e < per_line; e += FLOATS) dot_channels(query, stride, count, row, format, d + e, sum);
   }
   if (next.first)
     for (; asked < rows * dim * channel_bytes(format); asked += LINE) kvedge_prefetch_line(next, asked);

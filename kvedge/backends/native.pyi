@@ -4,7 +4,13 @@ Signatures and docstrings of the classes are in their plain bases.
 """
 
 from kvedge.cache import CacheMethods
-from kvedge.layer import Float32LayerMethods, QuantizedLayerMethods
+from kvedge.layer import (
+    Bfloat16LayerMethods,
+    Float16LayerMethods,
+    Float32LayerMethods,
+    LayerMethods,
+    QuantizedLayerMethods,
+)
 from kvedge.paged.store import BlockStoreMethods
 
 def select_isa(name: str | None = None) -> None: ...
@@ -17,8 +23,10 @@ def product_rate(num_threads: int, products: int, repeats: int = 3) -> float: ..
 
 class QuantizedKvLayer(QuantizedLayerMethods): ...
 class Float32KvLayer(Float32LayerMethods): ...
+class Float16KvLayer(Float16LayerMethods): ...
+class Bfloat16KvLayer(Bfloat16LayerMethods): ...
 
 class KVCache(CacheMethods):
-    def layer(self, index: int) -> QuantizedKvLayer | Float32KvLayer: ...
+    def layer(self, index: int) -> LayerMethods: ...
 
 class BlockStore(BlockStoreMethods): ...

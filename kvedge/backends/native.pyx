@@ -16,7 +16,12 @@ import numpy as np
 
 from kvedge.core import checks, memory, registry
 from kvedge.cache import CacheMethods
-from kvedge.layer import Float32LayerMethods, QuantizedLayerMethods
+from kvedge.layer import (
+    Bfloat16LayerMethods,
+    Float16LayerMethods,
+    Float32LayerMethods,
+    QuantizedLayerMethods,
+)
 from kvedge.layer_core import document
 from kvedge.core.options import AttendOptions
 from kvedge.errors import KvedgeError, OutOfMemoryError, UnsupportedIsaError
@@ -573,9 +578,19 @@ class Float32KvLayer(_LayerCore, Float32LayerMethods):
 
 
 @registry.backend_class
+class Float16KvLayer(_LayerCore, Float16LayerMethods):
+    __doc__ = Float16LayerMethods.__doc__
+
+
+@registry.backend_class
+class Bfloat16KvLayer(_LayerCore, Bfloat16LayerMethods):
+    __doc__ = Bfloat16LayerMethods.__doc__
+
+
+@registry.backend_class
 class KVCache(CacheMethods):
     __doc__ = CacheMethods.__doc__
-    _layer_types = {kind._dtype: kind for kind in (QuantizedKvLayer, Float32KvLayer)}
+    _layer_types = {kind._dtype: kind for kind in (QuantizedKvLayer, Float32KvLayer, Float16KvLayer, Bfloat16KvLayer)}
 
     # As in CacheMethods, but straight to the layer's C, without naming its arguments again.
     def attend(

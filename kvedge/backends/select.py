@@ -17,6 +17,8 @@ from kvedge.errors import BackendUnavailableError, UnsupportedIsaError
 
 __all__ = [
     "ISA_NAMES",
+    "Bfloat16KvLayer",
+    "Float16KvLayer",
     "Float32KvLayer",
     "KVCache",
     "QuantizedKvLayer",
@@ -82,11 +84,19 @@ backend, _module, _reason = _start()
 registry.activate(_module)
 
 if TYPE_CHECKING:  # the same types whichever backend it will be
-    from kvedge.backends.native import Float32KvLayer, KVCache, QuantizedKvLayer
+    from kvedge.backends.native import (
+        Bfloat16KvLayer,
+        Float16KvLayer,
+        Float32KvLayer,
+        KVCache,
+        QuantizedKvLayer,
+    )
 else:
     KVCache = _module.KVCache
     QuantizedKvLayer = _module.QuantizedKvLayer
     Float32KvLayer = _module.Float32KvLayer
+    Float16KvLayer = _module.Float16KvLayer
+    Bfloat16KvLayer = _module.Bfloat16KvLayer
 
 
 def isa_info() -> dict[str, Any]:

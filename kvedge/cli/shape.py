@@ -43,7 +43,7 @@ class CacheShape:
 
         Parameters
         ----------
-        dtype : {"int8", "float32"}
+        dtype : {"int8", "float32", "float16", "bfloat16"}
         **options
             ``group_size`` and ``scale_dtype`` of :class:`kvedge.QuantizedKvLayer`.
         """

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvedge.core import int8
+from kvedge.core import half, int8
 from kvedge.core.types import RowConfig
 
 __all__ = ["FORMATS", "SCALE_TYPES", "WITH_SCALES", "Format", "ScaleType"]
@@ -102,6 +102,40 @@ FORMATS: dict[str, Format] = {
             limit=lambda config: float(np.finfo(np.float32).max),
             largest=lambda codes, scales: max(float(codes.max()), -float(codes.min())),
             fault_of_codes=_fault_of_floats,
+            fault_of_scales=lambda scales: None,
+        ),
+        Format(
+            name="float16",
+            c_code=2,
+            codes=np.dtype(np.float16),
+            bits=16,
+            file_type="F16",
+            has_scales=False,
+            encode=lambda rows, config: (rows.astype(np.float16), _no_scales(rows)),
+            decode=lambda codes, scales, config, dtype: codes.astype(dtype),
+            refuse=lambda rows, name, config: half.refuse_above(
+                half.LARGEST_FLOAT16_INPUT, "float16", rows, name
+            ),
+            limit=lambda config: half.LARGEST_FLOAT16_INPUT,
+            largest=lambda codes, scales: max(float(codes.max()), -float(codes.min())),
+            fault_of_codes=_fault_of_floats,
+            fault_of_scales=lambda scales: None,
+        ),
+        Format(
+            name="bfloat16",
+            c_code=3,
+            codes=np.dtype(np.uint16),
+            bits=16,
+            file_type="BF16",
+            has_scales=False,
+            encode=lambda rows, config: (half.encode_bfloat16(rows), _no_scales(rows)),
+            decode=lambda codes, scales, config, dtype: half.decode_bfloat16(codes, dtype),
+            refuse=lambda rows, name, config: half.refuse_above(
+                half.LARGEST_BFLOAT16_INPUT, "bfloat16", rows, name
+            ),
+            limit=lambda config: half.LARGEST_BFLOAT16_INPUT,
+            largest=lambda codes, scales: half.largest_bfloat16(codes),
+            fault_of_codes=half.fault_of_bfloat16,
             fault_of_scales=lambda scales: None,
         ),
     )

@@ -18,7 +18,7 @@ class SupportsDLPack(Protocol):
 Floats: TypeAlias = "npt.NDArray[np.float32]"
 
 # The names in kvedge.core.formats, which a type checker cannot read there.
-Dtype: TypeAlias = Literal["int8", "float32"]
+Dtype: TypeAlias = Literal["int8", "float32", "float16", "bfloat16"]
 ScaleDtype: TypeAlias = Literal["float32", "float16"]
 
 

@@ -105,7 +105,7 @@ class LlamaModel:
 
         Parameters
         ----------
-        dtype : {"int8", "float32"}
+        dtype : {"int8", "float32", "float16", "bfloat16"}
             How keys and values are stored.
         **options
             Further arguments of :class:`kvedge.KVCache`, such as `group_size`; `max_seq_len` is

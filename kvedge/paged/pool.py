@@ -52,7 +52,7 @@ class KvBlockPool(ConfigFacts):
         1 to 65536.
     head_dim : int
         1 to 1024.
-    dtype : {"int8", "float32"}
+    dtype : {"int8", "float32", "float16", "bfloat16"}
         How keys and values are stored.
     scale_dtype : {"float16", "float32"}, optional
         int8 only: type of the scales, by default float16.

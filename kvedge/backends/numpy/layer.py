@@ -15,7 +15,12 @@ from kvedge.core.formats import Format
 from kvedge.core.memory import Slabs, clamp
 from kvedge.core.options import AttendOptions
 from kvedge.core.types import Array, Floats
-from kvedge.layer import Float32LayerMethods, QuantizedLayerMethods
+from kvedge.layer import (
+    Bfloat16LayerMethods,
+    Float16LayerMethods,
+    Float32LayerMethods,
+    QuantizedLayerMethods,
+)
 from kvedge.layer_core import LayerCore, document
 
 _BLOCK_NUMBERS = 1 << 20  # float32 numbers worked on at a time: 4 MiB
@@ -193,6 +198,19 @@ class Float32KvLayer(_LayerCore, Float32LayerMethods):
 
 
 @registry.backend_class
+class Float16KvLayer(_LayerCore, Float16LayerMethods):
+    __doc__ = Float16LayerMethods.__doc__
+
+
+@registry.backend_class
+class Bfloat16KvLayer(_LayerCore, Bfloat16LayerMethods):
+    __doc__ = Bfloat16LayerMethods.__doc__
+
+
+@registry.backend_class
 class KVCache(CacheMethods):
     __doc__ = CacheMethods.__doc__
-    _layer_types: ClassVar = {kind._dtype: kind for kind in (QuantizedKvLayer, Float32KvLayer)}
+    _layer_types: ClassVar = {
+        kind._dtype: kind
+        for kind in (QuantizedKvLayer, Float32KvLayer, Float16KvLayer, Bfloat16KvLayer)
+    }
