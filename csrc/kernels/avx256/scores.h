@@ -157,22 +157,14 @@ KVEDGE_INLINE void score_run(const kvedge_run *run, ptrdiff_t token_stride, int 
   const int8_t *rows = (const int8_t *)run->rows;
   for (int t = 0; t < run->num_tokens; t += tokens) {
     int left = run->num_tokens - t;
-<<<<<<< HEAD
-    if (run->next.first)
-      for (int at = 0; at < tokens * dim; at += 64) kvedge_prefetch_line(run->next, t * dim + at);
-=======
->>>>>>> w-avx256
     const int8_t *row[SCORES];
 #pragma GCC unroll 8
     for (int j = 0; j < tokens; j++) row[j] = rows + (j < left ? t + j : run->num_tokens - 1) * token_stride;
     __m256 dot = of_floats ? dot_rows_of_floats(codes, stride, count, row, dim)
                            : dot_rows(codes, stride, count, row, dim);
-<<<<<<< HEAD
-=======
     /* Behind the loads of these rows, which else wait for the prefetches: Zen 4, dim 64, one query, 3 planes: 1.1 times. */
     if (run->next.first)
       for (int at = 0; at < tokens * dim; at += 64) kvedge_prefetch_line(run->next, t * dim + at);
->>>>>>> w-avx256
     __m256 score = _mm256_mul_ps(_mm256_mul_ps(dot, units), scales_of_tokens(k_scale + t, tokens));
     if (left >= tokens && !accumulate) {
       store_scores(score, tokens, scores + t);
