@@ -91,6 +91,14 @@ def automatic_key_offset(keys):
     return keys.astype(np.float64).mean(axis=0).astype(np.float32)
 
 
+#: Codes of formats without scales to float64.
+FLOATS = {
+    "float32": lambda codes: codes.astype(np.float64),
+    "float16": lambda codes: codes.astype(np.float64),
+    "bfloat16": lambda codes: (codes.astype(np.uint32) << 16).view(np.float32).astype(np.float64),
+}
+
+
 # ------------------------------------------------------------------------------------------------
 # Attention
 

@@ -119,8 +119,9 @@ def filled(layer_class, rng, length, num_kv_heads, head_dim, *, capacity=None, *
 
 def stored(layer):
     """The exact float64 keys and values (len, H, D) that a layer holds, from its raw bytes."""
-    if layer.dtype == "float32":
-        return layer.key_codes.astype(np.float64), layer.value_codes.astype(np.float64)
+    if layer.dtype != "int8":
+        to_float64 = reference.FLOATS[layer.dtype]
+        return to_float64(layer.key_codes), to_float64(layer.value_codes)
 
     def values_of(codes, scales, offset=None):
         scales = np.asarray(scales).reshape(*codes.shape[:2], -1)
