@@ -16,7 +16,7 @@ ORDER = [
     ["kvedge.rope", "kvedge.merge", "kvedge.threads", "kvedge.snapshot"],
     ["kvedge.session", "kvedge.session_load"],
     ["kvedge.layer", "kvedge.layer_core", "kvedge.layer_facts"],
-    ["kvedge.cache", "kvedge.cache_facts", "kvedge.cache_state"],
+    ["kvedge.cache", "kvedge.cache_facts", "kvedge.cache_history", "kvedge.cache_state"],
     ["kvedge.paged"],
     ["kvedge.backends.native", "kvedge.backends.numpy"],
     ["kvedge.backends"],

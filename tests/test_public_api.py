@@ -87,6 +87,31 @@ def test_every_public_member_has_a_docstring(cls, name):
     assert doc and len(doc) > 10, f"{cls.__name__}.{name} has no docstring"
 
 
+@pytest.mark.parametrize("cls", CLASSES)
+def test_help_shows_every_class(cls):
+    assert cls.__doc__ and len(cls.__doc__) > 60  # help() does not show that of a base
+
+
+ATTEND_OPTIONS = [
+    "scale", "causal", "window", "sink_tokens", "sink_logits", "softcap", "mask", "alibi_slopes",
+    "precision_bits", "return_lse", "out", "num_threads",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "attend",
+    [cls.attend for cls in (*CLASSES[:3], kvedge.PagedKvCache)]
+    + [kvedge.PagedKvCache.attend_batch],
+    ids=lambda function: function.__qualname__,
+)
+def test_every_attend_names_its_options(attend):
+    parameters = inspect.signature(attend).parameters.values()
+    options = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
+    assert options == ATTEND_OPTIONS
+    assert not [each for each in parameters if each.kind is each.VAR_KEYWORD]
+    assert attend.__doc__
+
+
 def parameters_of(function):
     try:
         signature = inspect.signature(function)
