@@ -133,6 +133,15 @@ def stored(layer):
     )
 
 
+#: Formats that hold what float32 does, for tests of magnitudes; float16 ends at 65504.
+WIDE = [name for name in FORMATS if name != "float16"]
+
+
+def huge(layer_class):
+    """The largest magnitude that tests give to a kind of layer."""
+    return np.float32(60000 if layer_class._dtype == "float16" else 3e38)
+
+
 def content(layer):
     """Everything stored in a layer, as bytes that can be compared."""
     offset = layer.key_offset

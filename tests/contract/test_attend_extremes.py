@@ -9,12 +9,19 @@ import itertools
 import numpy as np
 import pytest
 import reference
-from support import ROWS, assert_attention_close, assert_well_formed, normal, stored
+from support import ROWS, WIDE, assert_attention_close, assert_well_formed, normal, stored
 
+import kvedge
 from kvedge import QuantizedKvLayer
 
 H, D, HEADS = 2, 40, 6
 FLT_MAX = np.finfo(np.float32).max
+
+
+@pytest.fixture(params=WIDE)
+def layer_class(request):
+    """Each kind of layer that holds what float32 does."""
+    return kvedge.KVCache._layer_types[request.param]
 
 
 def layer_of(layer_class, keys, values, **options):

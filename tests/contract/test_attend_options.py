@@ -8,6 +8,7 @@ from support import (
     assert_lse_close,
     content,
     filled,
+    huge,
     normal,
     refuses,
     stored,
@@ -166,7 +167,7 @@ def test_a_masked_token_does_not_matter(layer_class, rng):
         layer.attend(query, mask=visible), kept.attend(query), rtol=0, atol=1e-5
     )
     hidden = layer.attend(query, mask=visible)
-    keys[~visible], values[~visible] = 3e38, -3e38
+    keys[~visible], values[~visible] = huge(layer_class), -huge(layer_class)
     layer.clear()
     layer.extend(keys, values)
     np.testing.assert_allclose(layer.attend(query, mask=visible), hidden, rtol=0, atol=1e-5)

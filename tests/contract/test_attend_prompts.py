@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import reference
-from support import assert_attention_close, assert_lse_close, filled, normal, stored
+from support import assert_attention_close, assert_lse_close, filled, huge, normal, stored
 
 from kvedge import Float32KvLayer, QuantizedKvLayer
 
@@ -232,7 +232,8 @@ def test_the_numbers_outside_a_window_change_no_bit(rows, window, sink_tokens, l
         layer = layer_class(length, H, 40)
         layer.extend(keys, values)
         outs.append(layer.attend(query, window=window, sink_tokens=sink_tokens, return_lse=True))
-        keys[outside], values[outside] = 3e38 * np.sign(keys[outside]), -3e38
+        keys[outside] = huge(layer_class) * np.sign(keys[outside])
+        values[outside] = -huge(layer_class)
     np.testing.assert_array_equal(outs[0][0], outs[1][0])
     np.testing.assert_array_equal(outs[0][1], outs[1][1])
 

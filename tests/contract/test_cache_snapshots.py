@@ -389,7 +389,7 @@ def test_an_attached_snapshot_does_not_pickle_into_a_foreign_cache(cache, rng):
 def test_a_detached_snapshot_of_another_shape_is_refused(cache, dtype, rng):
     step(cache, rng, 5)
     detached = cache.snapshot().detach()
-    other_dtype = {"int8": "float32", "float32": "int8"}[dtype]
+    other_dtype = "float32" if dtype == "int8" else "int8"
     for other in (
         KVCache(L + 1, H, D, dtype=dtype),
         KVCache(L, H + 1, D, dtype=dtype),

@@ -7,6 +7,7 @@ import threading
 
 import numpy as np
 import pytest
+import reference
 from support import cache_content, normal
 
 import kvedge
@@ -151,10 +152,12 @@ def test_other_runtimes_can_read_the_blocks(pool, cache, rng, dtype):
     table = cache.block_table(seq)
     codes = pool.key_codes(1)
     assert codes.shape == (10, BLOCK, H, D) and not codes.flags.writeable
-    rows = codes[table].reshape(-1, H, D)[:7].astype(np.float32)
-    if dtype == "int8":
+    rows = codes[table].reshape(-1, H, D)[:7]
+    if dtype != "int8":
+        rows = reference.FLOATS[dtype](rows)
+    else:
         scales = pool.key_scales(1)[table].reshape(-1, H, 1)[:7]
-        rows = rows * scales.astype(np.float32)
+        rows = rows.astype(np.float32) * scales.astype(np.float32)
     np.testing.assert_array_equal(rows, cache.k(seq, 1))
     with pytest.raises(errors.LayerOutOfRangeError):
         pool.value_codes(L)
