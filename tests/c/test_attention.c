@@ -180,6 +180,33 @@ static void test_sizes_of_numbers(void) {
   end();
 }
 
+/* Tokens that a mask hides may be larger than those seen by any power of two. */
+static void test_sizes_of_hidden_tokens(void) {
+  begin("sizes of hidden tokens");
+  const sizes n = {.len = 100, .num_rows = 2, .num_heads = 2, .num_kv_heads = 2, .dim = 24};
+  const float large[KVEDGE_NUM_FORMATS] = {[KVEDGE_INT8] = 1e38f, [KVEDGE_FLOAT32] = 1e38f, [KVEDGE_FLOAT16] = 6e4f,
+                                           [KVEDGE_BFLOAT16] = 1e38f};
+  uint8_t mask[100];
+  for (int t = 0; t < 100; t++) mask[t] = t % 3 != 1;
+  for (int format = 0; format < KVEDGE_NUM_FORMATS; format++) {
+    const kvedge_layer_config config = {.format = (kvedge_format)format, .capacity = 100, .num_kv_heads = 2, .head_dim = 24};
+    const float small = format == KVEDGE_FLOAT16 ? 1e-6f : 1e-30f;
+    float *keys = random_floats(4800, small), *values = random_floats(4800, small), *query = random_floats(96, 1.0f / small);
+    for (int i = 0; i < 4800; i++)
+      if (!mask[i / 48]) keys[i] = keys[i] / small * large[format], values[i] = values[i] / small * large[format];
+    float out[96], lse[4];
+    kvedge_layer *layer = new_layer(config, NULL, keys, values, 100);
+    kvedge_attention_options o;
+    kvedge_attention_defaults(&o);
+    o.mask = mask, o.mask_strides[2] = 1;
+    CHECK(kvedge_attend(layer, query, 2, 2, &o, 1, out, lse) == KVEDGE_OK);
+    check_attention(layer, n, query, &o, out, lse);
+    end_case();
+    kvedge_layer_destroy(layer), free(keys), free(values), free(query);
+  }
+  end();
+}
+
 static void test_scores(void) {
   begin("scores");
   const kvedge_layer_config config = {.capacity = 100, .num_kv_heads = 2, .head_dim = 48};
@@ -410,6 +437,7 @@ int main(void) {
   printf("path %s\n", kvedge_isa_name());
   test_attend();
   test_sizes_of_numbers();
+  test_sizes_of_hidden_tokens();
   test_scores();
   test_slices();
   test_the_first_tokens();
