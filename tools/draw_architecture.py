@@ -51,7 +51,7 @@ ARROWS = [
     ([(220, 276), (220, 320)], "inherit", (230, 303)),
     ([(220, 438), (220, 482)], "ask", (230, 465)),
     ([(420, 222), (450, 222), (450, 94), (480, 94)], "", None),
-    ([(600, 132), (600, 176)], "kvedge_attend   (kvedge_layer_append: to store/)", (612, 159)),
+    ([(600, 132), (600, 176)], "kvedge_attend   (..._append: to store/)", (612, 159)),
     ([(575, 276), (575, 320)], "reads a view", (585, 303)),
     ([(785, 276), (785, 320)], "cells", (795, 303)),
     ([(575, 438), (575, 482)], "rows", (585, 465)),
@@ -102,7 +102,8 @@ def draw():
         text(
             20,
             625,
-            "An arrow: may import, include or call. Upwards only two: system.py names the backend; dispatch.c names the kernel tables.",
+            "An arrow: may import, include or call. Upwards only two: system.py names the backend; "
+            "dispatch.c names the kernel tables.",
             13,
             family="sans-serif",
         ),
