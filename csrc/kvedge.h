@@ -104,7 +104,7 @@ void kvedge_layer_destroy(kvedge_layer *layer);
 
 /* Stores keys minus this vector, float[num_kv_heads][head_dim], which changes no attention result
  * and helps INT8 where keys have large constant channels. Only while the layer is empty; NULL takes
- * it away; KVEDGE_INT8 only. The vector is copied. */
+ * it away; formats with scales only (KVEDGE_INT8). The vector is copied. */
 kvedge_status kvedge_layer_set_key_offset(kvedge_layer *layer, const float *key_offset);
 
 /* Appends num_tokens tokens, float[num_tokens][num_kv_heads][head_dim]; all of them or none. */

@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -46,6 +47,11 @@ def test_links_lead_to_files_that_exist(path):
     for target in re.findall(r"\]\(([^)#]+)", path.read_text()):
         if not target.startswith("http"):
             assert (path.parent / target).exists(), target
+
+
+def test_the_picture_of_the_architecture_is_what_its_script_draws():
+    drawn = runpy.run_path(str(ROOT / "tools" / "draw_architecture.py"))["draw"]()
+    assert (ROOT / "docs" / "architecture.svg").read_text() == drawn
 
 
 @pytest.mark.subprocess

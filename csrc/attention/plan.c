@@ -60,7 +60,8 @@ static void plan_kernels(kvedge_attention *a) {
    * slower.) */
   a->heads_per_step = a->num_row_blocks > 1 || a->query_rows > 3 ? 1 : a->query_rows == 1 ? KVEDGE_HEADS : 2;
   const int dim = keys->shape.dim;
-  a->batches_heads = a->query_rows == 1 && a->cells[KEYS]->scores_of_heads && a->cells[VALUES]->weighted_sum_of_heads &&
+  a->batches_heads = a->query_rows == 1 && !a->decodes[KEYS] && !a->decodes[VALUES] &&
+                     a->cells[KEYS]->scores_of_heads && a->cells[VALUES]->weighted_sum_of_heads &&
                      keys->shape.num_groups <= 1 && a->view.side[VALUES].shape.num_groups <= 1 &&
                      a->view.side[VALUES].shape.dim == dim && dim % 16 == 0 && dim >= 64 && dim <= KVEDGE_HEADS_DIM;
 }

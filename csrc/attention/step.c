@@ -229,8 +229,8 @@ static int probability_planes(const kvedge_attention *a, const token_tile *tile)
   return tile->token < FIRST_TOKENS || a->view.side[VALUES].shape.dim < FEW_CHANNELS ? 3 : 2;
 }
 
-/* Where the factor of values without scales is above 1, probabilities take it: values that are hidden may be too large
- * for it. */
+/* Where the factor of values that come without scales (also: decoded ones) is above 1, probabilities take it: values
+ * that are hidden may be too large for it. */
 static void take_factor(const kvedge_attention *a, const head_tile *h, workspace *w) {
   float *p = w->scores + h->at * KVEDGE_TILE;
   for (int i = 0; i < h->count; i++)
@@ -241,7 +241,7 @@ static void weighted_sum(const kvedge_attention *a, const head_tile *h, workspac
   static const float one[KVEDGE_STACK] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
                                           1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
   const kvedge_row_shape *shape = &a->view.side[VALUES].shape;
-  const int takes_factor = shape->num_groups == 0 && a->factor[VALUES] > 1.0f;
+  const int takes_factor = (shape->num_groups == 0 || a->decodes[VALUES]) && a->factor[VALUES] > 1.0f;
   kvedge_probabilities p = {.num_queries = h->count, .planes = probability_planes(a, h->tile),
                             .p = w->scores + h->at * KVEDGE_TILE};
   kvedge_accumulators to = {.acc = partial->acc + kvedge_index_of(a, h) * (size_t)a->acc_stride,

@@ -26,7 +26,7 @@ typedef struct {
   const char *name;     /* as Python says it */
   int bits;             /* of an element; a row takes ceil(dim * bits / 8) bytes */
   int has_scales;       /* a row has a scale for each group, and may be stored minus a key offset */
-  int tokens_per_group; /* tokens whose rows are encoded together; 1: each row for itself */
+  int tokens_per_group; /* tokens whose rows are encoded together; 1, each row for itself, is all that store/ knows */
 
   /* The bound of a row whose largest magnitude is `largest`: at least its largest scale, or without scales its largest
    * stored magnitude. INFINITY: it is too large to be stored. */

@@ -89,7 +89,8 @@ static void check_attention(const kvedge_layer *layer, sizes n, const float *que
 
 static kvedge_layer_config random_config(int dim, int num_kv_heads) {
   kvedge_layer_config config = {.capacity = 700, .num_kv_heads = num_kv_heads, .head_dim = dim};
-  config.format = random_below(4) ? KVEDGE_INT8 : KVEDGE_FLOAT32;
+  config.format = (kvedge_format)ONE_OF(KVEDGE_INT8, KVEDGE_INT8, KVEDGE_INT8, KVEDGE_FLOAT32, KVEDGE_FLOAT16,
+                                        KVEDGE_BFLOAT16);
   config.scale_type = random_below(2) ? KVEDGE_SCALE_FLOAT32 : KVEDGE_SCALE_FLOAT16;
   config.group_size = ONE_OF(0, 0, 32, 64);
   return config;
@@ -147,28 +148,62 @@ static void test_attend(void) {
   end();
 }
 
+/* Keys, values and a query of these magnitudes, stored in `format`. */
+static void check_magnitudes(kvedge_format format, float of_keys, float of_values, float of_query, int may_overflow) {
+  const sizes n = {.len = 200, .num_rows = 3, .num_heads = 4, .num_kv_heads = 2, .dim = 40};
+  const kvedge_layer_config config = {.format = format, .capacity = 200, .num_kv_heads = 2, .head_dim = 40};
+  float *keys = random_floats(200 * 80, of_keys), *values = random_floats(200 * 80, of_values);
+  float *query = random_floats(3 * 160, of_query), out[3 * 160], lse[12];
+  kvedge_layer *layer = new_layer(config, NULL, keys, values, 200);
+  kvedge_attention_options o;
+  kvedge_attention_defaults(&o);
+  CHECK(kvedge_attend(layer, query, 3, 4, NULL, 1, out, lse) == KVEDGE_OK);
+  if (!may_overflow) check_attention(layer, n, query, &o, out, lse);
+  else for (int d = 0; d < 480; d++) if (!isfinite(out[d])) fail("not finite");
+  end_case();
+  kvedge_layer_destroy(layer), free(keys), free(values), free(query);
+}
+
 /* Finite numbers of any size give what the formula says, in float's range. */
 static void test_sizes_of_numbers(void) {
   const float sizes_of[][3] = {{1e30f, 1.0f, 1e-30f}, {1e-30f, 1e30f, 1e30f}, {1.0f, 1e-33f, 1.0f},
                                {3e38f, 3e38f, 1e-37f}, {1e-20f, 1.0f, 1e-20f}, {1e25f, 1.0f, 1e25f}};
-  const sizes n = {.len = 200, .num_rows = 3, .num_heads = 4, .num_kv_heads = 2, .dim = 40};
+  const float of_halves[][3] = {{6e4f, 1.0f, 1e-4f}, {1e-6f, 6e4f, 1e6f}, {1.0f, 3e-7f, 1.0f}, /* also subnormal */
+                                {6.5e4f, 6.5e4f, 1e-37f}, {1e-5f, 1.0f, 1e-20f}, {6e4f, 1.0f, 1e38f}};
+  const kvedge_format wide[] = {KVEDGE_INT8, KVEDGE_FLOAT32, KVEDGE_BFLOAT16};
   begin("sizes of numbers");
-  for (size_t i = 0; i < sizeof sizes_of / sizeof sizes_of[0]; i++)
-    for (int format = 0; format < 2; format++) {
-      const kvedge_layer_config config = {.format = (kvedge_format)format, .capacity = 200,
-                                          .num_kv_heads = 2, .head_dim = 40};
-      float *keys = random_floats(200 * 80, sizes_of[i][0]);
-      float *values = random_floats(200 * 80, sizes_of[i][1]);
-      float *query = random_floats(3 * 160, sizes_of[i][2]), out[3 * 160], lse[12];
-      kvedge_layer *layer = new_layer(config, NULL, keys, values, 200);
-      kvedge_attention_options o;
-      kvedge_attention_defaults(&o);
-      CHECK(kvedge_attend(layer, query, 3, 4, NULL, 1, out, lse) == KVEDGE_OK);
-      if (i < 5) check_attention(layer, n, query, &o, out, lse);
-      else for (int d = 0; d < 480; d++) if (!isfinite(out[d])) fail("not finite");
-      end_case();
-      kvedge_layer_destroy(layer), free(keys), free(values), free(query);
-    }
+  for (size_t i = 0; i < sizeof sizes_of / sizeof sizes_of[0]; i++) {
+    for (size_t f = 0; f < sizeof wide / sizeof wide[0]; f++)
+      check_magnitudes(wide[f], sizes_of[i][0], sizes_of[i][1], sizes_of[i][2], i == 5);
+    check_magnitudes(KVEDGE_FLOAT16, of_halves[i][0], of_halves[i][1], of_halves[i][2], i == 5);
+  }
+  end();
+}
+
+/* Tokens that a mask hides may be larger than those seen by any power of two. */
+static void test_sizes_of_hidden_tokens(void) {
+  begin("sizes of hidden tokens");
+  const sizes n = {.len = 100, .num_rows = 2, .num_heads = 2, .num_kv_heads = 2, .dim = 24};
+  const float large[KVEDGE_NUM_FORMATS] = {[KVEDGE_INT8] = 1e38f, [KVEDGE_FLOAT32] = 1e38f, [KVEDGE_FLOAT16] = 6e4f,
+                                           [KVEDGE_BFLOAT16] = 1e38f};
+  uint8_t mask[100];
+  for (int t = 0; t < 100; t++) mask[t] = t % 3 != 1;
+  for (int format = 0; format < KVEDGE_NUM_FORMATS; format++) {
+    const kvedge_layer_config config = {.format = (kvedge_format)format, .capacity = 100, .num_kv_heads = 2, .head_dim = 24};
+    const float small = format == KVEDGE_FLOAT16 ? 1e-6f : 1e-30f;
+    float *keys = random_floats(4800, small), *values = random_floats(4800, small), *query = random_floats(96, 1.0f / small);
+    for (int i = 0; i < 4800; i++)
+      if (!mask[i / 48]) keys[i] = keys[i] / small * large[format], values[i] = values[i] / small * large[format];
+    float out[96], lse[4];
+    kvedge_layer *layer = new_layer(config, NULL, keys, values, 100);
+    kvedge_attention_options o;
+    kvedge_attention_defaults(&o);
+    o.mask = mask, o.mask_strides[2] = 1;
+    CHECK(kvedge_attend(layer, query, 2, 2, &o, 1, out, lse) == KVEDGE_OK);
+    check_attention(layer, n, query, &o, out, lse);
+    end_case();
+    kvedge_layer_destroy(layer), free(keys), free(values), free(query);
+  }
   end();
 }
 
@@ -402,6 +437,7 @@ int main(void) {
   printf("path %s\n", kvedge_isa_name());
   test_attend();
   test_sizes_of_numbers();
+  test_sizes_of_hidden_tokens();
   test_scores();
   test_slices();
   test_the_first_tokens();

@@ -18,7 +18,7 @@ static size_t groups_of(const kvedge_layer_config *c) {
 static guarded_layer new_layer(kvedge_layer_config config) {
   guarded_layer g = {.config = config};
   size_t rows = (size_t)config.capacity * (size_t)config.num_kv_heads;
-  size_t element = config.format == KVEDGE_INT8 ? 1 : sizeof(float);
+  size_t element = config.format == KVEDGE_INT8 ? 1 : config.format == KVEDGE_FLOAT32 ? sizeof(float) : 2;
   size_t scale = config.scale_type == KVEDGE_SCALE_FLOAT16 ? 2 : sizeof(float);
   g.header = new_block(kvedge_layer_header_bytes(&config));
   for (int i = 0; i < 2; i++) {
@@ -72,8 +72,17 @@ static const kvedge_layer_config good[] = {
     {.capacity = 20, .num_kv_heads = 2, .head_dim = 70, .group_size = 32},
     {.capacity = 20, .num_kv_heads = 2, .head_dim = 1},
     {.capacity = 20, .num_kv_heads = 2, .head_dim = 33, .format = KVEDGE_FLOAT32},
+    {.capacity = 20, .num_kv_heads = 2, .head_dim = 33, .format = KVEDGE_FLOAT16},
+    {.capacity = 20, .num_kv_heads = 3, .head_dim = 21, .format = KVEDGE_BFLOAT16},
 };
 enum { NUM_GOOD = sizeof good / sizeof good[0] };
+
+/* A finite magnitude that is too large to be stored; 0: there is none. */
+static float too_large(const kvedge_layer_config *config) {
+  if (config->format == KVEDGE_FLOAT16) return 65520.0f;
+  if (config->format == KVEDGE_BFLOAT16) return FLT_MAX;
+  return config->format == KVEDGE_INT8 && config->scale_type == KVEDGE_SCALE_FLOAT16 ? 127.0f * 65600.0f : 0.0f;
+}
 
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Woverride-init"
@@ -153,6 +162,90 @@ static void test_stored_bytes(void) {
   end();
 }
 
+/* ---- 16-bit floats ---- */
+
+typedef struct {
+  kvedge_format format;
+  int mantissa_bits, least_exponent; /* of normal numbers; below it elements are subnormal */
+  uint16_t infinity;
+} float_type;
+
+static const float_type float_types[] = {{KVEDGE_FLOAT16, 10, -14, 0x7c00}, {KVEDGE_BFLOAT16, 7, -126, 0x7f80}};
+
+/* What a type's bits stand for. */
+static double value_of(const float_type *type, uint16_t bits) {
+  const int magnitude = bits & 0x7fff, exponent = magnitude >> type->mantissa_bits;
+  const int mantissa = magnitude & ((1 << type->mantissa_bits) - 1), one = exponent ? 1 << type->mantissa_bits : 0;
+  const double value = ldexp(one + mantissa, (exponent ? exponent - 1 : 0) + type->least_exponent - type->mantissa_bits);
+  return bits >> 15 ? -value : value;
+}
+
+/* The nearest of a type's numbers, ties to even: whole multiples of its step there. */
+static double rounded(const float_type *type, double x) {
+  const int exponent = x == 0.0 || ilogb(x) < type->least_exponent ? type->least_exponent : ilogb(x);
+  const double step = ldexp(1.0, exponent - type->mantissa_bits);
+  return rint(x / step) * step;
+}
+
+static kvedge_status append_one(const float_type *type, float key, float value) {
+  guarded_layer g = new_layer((kvedge_layer_config){.capacity = 1, .num_kv_heads = 1, .head_dim = 1, .format = type->format});
+  kvedge_status status = kvedge_layer_append(g.layer, &key, &value, 1);
+  CHECK(kvedge_layer_len(g.layer) == (status == KVEDGE_OK));
+  CHECK((status == KVEDGE_OK) == (*(uint16_t *)g.codes[0].data != 0x5555)); /* refused: no byte was written */
+  free_layer(&g);
+  return status;
+}
+
+/* Every number that a type has, and beside each the tie with the next one and the floats next to that tie. */
+static void test_rounding_to_16_bits(void) {
+  begin("rounding to 16 bits");
+  for (int t = 0; t < 2; t++) {
+    const float_type *type = &float_types[t];
+    const int tokens = type->infinity - 1; /* the last tie is beyond what can be stored */
+    guarded_layer g = new_layer((kvedge_layer_config){.capacity = tokens, .num_kv_heads = 1, .head_dim = 4,
+                                                      .format = type->format});
+    float *keys = malloc((size_t)tokens * 4 * sizeof *keys), *values = malloc((size_t)tokens * 4 * sizeof *values);
+    float *out = malloc((size_t)tokens * 4 * sizeof *out);
+    for (int i = 0; i < tokens; i++) {
+      const double number = value_of(type, (uint16_t)i), next = value_of(type, (uint16_t)(i + 1));
+      const float tie = (float)((number + next) / 2.0);
+      const float at[] = {(float)number, tie, nextafterf(tie, 0.0f), nextafterf(tie, INFINITY)};
+      for (int d = 0; d < 4; d++) keys[4 * i + d] = at[d], values[4 * i + d] = -at[d];
+    }
+    CHECK(kvedge_layer_append(g.layer, keys, values, tokens) == KVEDGE_OK);
+    for (int s = 0; s < 2; s++) {
+      const uint16_t *bits = g.codes[s].data;
+      const float *x = s ? values : keys;
+      CHECK((s ? kvedge_layer_get_values : kvedge_layer_get_keys)(g.layer, 0, tokens, out) == KVEDGE_OK);
+      for (int i = 0; i < 4 * tokens; i++) {
+        const double expected = rounded(type, x[i]);
+        if (value_of(type, bits[i]) != expected || out[i] != expected || !signbit(out[i]) != !signbit(x[i]))
+          fail("%.9g is stored as %04x and read back as %.9g, not %.9g", x[i], bits[i], out[i], expected);
+      }
+      end_case();
+    }
+    free(keys), free(values), free(out), free_layer(&g);
+  }
+  end();
+}
+
+/* From the tie of the largest number with infinity on, which is even, elements are refused: keys and values. */
+static void test_range_of_16_bits(void) {
+  begin("range of 16 bits");
+  const float first_refused[] = {65520.0f, 0x1.ffp127f};
+  for (int t = 0; t < 2; t++) {
+    const float least = first_refused[t], most = nextafterf(least, 0.0f), refused[] = {least, nextafterf(least, INFINITY), FLT_MAX};
+    CHECK(append_one(&float_types[t], most, -most) == KVEDGE_OK);
+    CHECK(append_one(&float_types[t], FLT_TRUE_MIN, -FLT_TRUE_MIN) == KVEDGE_OK);
+    for (int i = 0; i < 3; i++)
+      for (int sign = -1; sign <= 1; sign += 2) {
+        CHECK(append_one(&float_types[t], sign * refused[i], 1.0f) == KVEDGE_ERROR_SCALE);
+        CHECK(append_one(&float_types[t], 1.0f, sign * refused[i]) == KVEDGE_ERROR_SCALE);
+      }
+  }
+  end();
+}
+
 static void test_read_back(void) {
   begin("read back");
   for (int c = 0; c < NUM_GOOD; c++) {
@@ -161,7 +254,8 @@ static void test_read_back(void) {
     float *keys = random_floats(20 * row, 3.0f), *values = random_floats(20 * row, 3.0f);
     float *offset = random_floats(row, 10.0f), *out = malloc(20 * row * sizeof *out);
     int centred = good[c].format == KVEDGE_INT8;
-    double allowed = good[c].format == KVEDGE_FLOAT32 ? 0.0 : 13.0 / 127.0 * 0.51;
+    const double errors[] = {13.0 / 127.0 * 0.51, 0.0, 0x1p-10, 0x1p-7}; /* of elements up to 3; int8: keys - offset, 13 */
+    double allowed = errors[good[c].format];
     CHECK((kvedge_layer_set_key_offset(g.layer, offset) == KVEDGE_OK) == centred);
     CHECK(kvedge_layer_append(g.layer, keys, values, 20) == KVEDGE_OK);
     CHECK(kvedge_layer_get_keys(g.layer, 3, 20, out) == KVEDGE_OK);
@@ -194,8 +288,8 @@ static void test_refused_rows_above_len(void) {
     values[1500 * row - 1] = NAN;
     CHECK(kvedge_layer_append(g.layer, keys, values, 1500) == KVEDGE_ERROR_NONFINITE);
     CHECK(kvedge_layer_write(g.layer, 300, keys, values, 1500) == KVEDGE_ERROR_NONFINITE);
-    values[1500 * row - 1] = 127.0f * 65600.0f;
-    if (config.scale_type == KVEDGE_SCALE_FLOAT16)
+    values[1500 * row - 1] = too_large(&config);
+    if (too_large(&config) > 0.0f)
       CHECK(kvedge_layer_append(g.layer, keys, values, 1500) == KVEDGE_ERROR_SCALE);
     CHECK(same_picture(&before, &g));
     free(before.bytes);
@@ -228,11 +322,14 @@ static void test_errors_change_nothing(void) {
         *last[i] = kept;
       }
     }
-    if (good[c].scale_type == KVEDGE_SCALE_FLOAT16) {
-      float kept = values[2 * row];
-      values[2 * row] = 127.0f * 65600.0f;
-      CHECK(kvedge_layer_append(g.layer, keys, values, 15) == KVEDGE_ERROR_SCALE);
-      values[2 * row] = kept;
+    if (too_large(&good[c]) > 0.0f) {
+      float *large[] = {keys + 15 * row - 1, values + 2 * row};
+      for (int i = 0; i < 2; i++) {
+        float kept = *large[i];
+        *large[i] = i ? too_large(&good[c]) : -too_large(&good[c]);
+        CHECK(kvedge_layer_append(g.layer, keys, values, 15) == KVEDGE_ERROR_SCALE);
+        *large[i] = kept;
+      }
     }
     CHECK(kvedge_layer_set_key_offset(g.layer, keys) == KVEDGE_ERROR_ARGUMENT);
     CHECK(kvedge_layer_set_len(g.layer, -1) == KVEDGE_ERROR_ARGUMENT);
@@ -289,6 +386,8 @@ int main(void) {
   test_bad_configs();
   test_memory_of_the_caller();
   test_stored_bytes();
+  test_rounding_to_16_bits();
+  test_range_of_16_bits();
   test_read_back();
   test_errors_change_nothing();
   test_refused_rows_above_len();

@@ -109,6 +109,7 @@ def test_what_was_truncated_leaves_the_rest_alone(small, layer_class, rng):
     assert check_scores < 1e-5
 
 
+@pytest.mark.parametrize("dtype", WIDE)
 @pytest.mark.parametrize("small", SMALL)
 def test_a_sequence_that_was_dropped_leaves_others_of_its_pool_alone(small, dtype, rng):
     scales = {"scale_dtype": "float32"} if FORMATS[dtype].has_scales else {}

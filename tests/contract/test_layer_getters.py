@@ -32,8 +32,9 @@ def layer(request, rng):
 
 def float32_rows(layer):
     """Keys and values as float32, dequantized by the reference."""
-    if layer.dtype == "float32":
-        return np.array(layer.key_codes), np.array(layer.value_codes)
+    if layer.dtype != "int8":
+        rows = (layer.key_codes, layer.value_codes)
+        return [reference.FLOATS[layer.dtype](codes).astype(np.float32) for codes in rows]
     result = []
     for name, offset in (("key", layer.key_offset), ("value", None)):
         codes = getattr(layer, f"{name}_codes")

@@ -89,7 +89,7 @@ static void check_bad_configs(kvedge_layer_config config) {
     case 2: config.head_dim = ONE_OF(int, 0, -1, 1025, INT32_MAX); break;
     case 3: config.num_kv_heads = ONE_OF(int, 0, -1, 65537, INT32_MAX); break;
     case 4: config.group_size = -1 - next_byte() * 7654321; break;
-    case 5: config.format = (kvedge_format)2; break;
+    case 5: config.format = (kvedge_format)KVEDGE_NUM_FORMATS; break;
     case 6: config.scale_type = (kvedge_scale_type)(2 + next_byte()); break;
     default: /* valid, but for 32-bit sizes and up to 2^69 bytes */
       config.capacity = (int64_t)1 << 40, config.head_dim = 1024, config.num_kv_heads = 65536;
