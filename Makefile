@@ -1,6 +1,8 @@
 # make run    everything set up, and a small Llama writes a story from kvedge's INT8 cache
 # make test   everything set up, and the tests
 #
+# make fuzz   coverage-guided fuzzing of the C API, of files and of paged caches; SECONDS=600 says how long
+#
 # The rest: test-numpy test-isa test-c test-sanitize test-valgrind test-arm-c test-arm test-all lint clean
 
 PYTHON ?= python3
@@ -8,7 +10,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 SOURCES := pyproject.toml setup.py kvedge/backends/native.pyx kvedge/backends/native_paged.pxi kvedge/backends/native.pxd $(shell find csrc -name "*.[ch]")
 
-.PHONY: run test test-numpy test-isa test-c test-sanitize test-valgrind test-arm-c test-arm test-all lint clean
+.PHONY: run test test-numpy test-isa test-c test-sanitize test-valgrind test-arm-c test-arm test-all fuzz lint clean
 
 run: $(VENV)/run.stamp
 	$(BIN)/kvedge generate
@@ -47,6 +49,11 @@ test-arm:
 # The suite on every Python from 3.10 to 3.13 that this machine has.
 test-all:
 	tools/test_all.sh
+
+# See tests/fuzz/README.md. What it finds is left in build/fuzz/findings.
+SECONDS ?= 60
+fuzz: $(VENV)/test.stamp
+	PYTHON=$(BIN)/python tests/fuzz/run.sh $(SECONDS) fuzz_api fuzz_api_msan fuzz_session fuzz_paged
 
 lint: $(VENV)/test.stamp
 	$(BIN)/python -m pip install -q ruff

@@ -1,50 +1,77 @@
 #!/usr/bin/env python3
-"""Puts the tables of the runs in bench/runs/ into bench/README.md, between its two marks.
+"""Writes the tables of the runs in bench/runs/ as Markdown, a file for each, into bench/tables/.
 
 python bench/tables.py
 """
 
 from __future__ import annotations
 
-import contextlib
-import io
-import json
 import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TextIO
 
-from kvedge.cli import main as kvedge
+from kvedge.bench.catalog import BENCHMARKS
+from kvedge.bench.report import load_report
+from kvedge.console.output import Output
 
 HERE = Path(__file__).resolve().parent
-README = HERE / "README.md"
-BEGIN, END = (
-    "<!-- tables: written by bench/tables.py from bench/runs/ -->",
-    "<!-- end of tables -->",
-)
+RUNS, TABLES = HERE / "runs", HERE / "tables"
+
+
+class Markdown(Output):
+    """Collects what a benchmark prints, as Markdown."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts: list[str] = []
+
+    def table(
+        self,
+        title: str,
+        columns: Sequence[str],
+        rows: Iterable[Sequence[str]],
+        *,
+        stream: TextIO | None = None,
+    ) -> None:
+        """Add a table; columns of figures are those whose heading starts with ``>``."""
+        marks = ["--:" if column.startswith(">") else ":--" for column in columns]
+        lines = [[column.lstrip(">") for column in columns], marks, *rows]
+        self.parts.append(f"## {title}\n\n" + "\n".join(map(_line, lines)))
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def page(run: Path) -> str:
+    """Return one run as Markdown: its command, its tables, and the notes of the run."""
+    report = load_report(str(run))
+    modules = {module.NAME: module for module in BENCHMARKS}
+    output = Markdown()
+    modules[report["benchmark"]].print_tables(report, output)
+    source = f"[{run.name}](../runs/{run.name})"
+    head = f"# {run.stem}\n\nWritten by `python bench/tables.py` from {source}:"
+    notes = "\n".join(f"- {note}" for note in report["notes"])
+    parts = [head, f"```\nkvedge {report['command']}\n```", *output.parts, notes]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def pages() -> dict[str, str]:
+    """Return the pages of all runs, by the names of their files in bench/tables/."""
+    return {f"{run.stem}.md": page(run) for run in sorted(RUNS.glob("*.json"))}
 
 
 def main() -> int:
-    """Write the tables."""
-    sections = [section(path) for path in sorted((HERE / "runs").glob("*.json"))]
-    before, begin, rest = README.read_text(encoding="utf-8").partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        print(f"{README} has lost its marks", file=sys.stderr)
-        return 1
-    tables = "\n\n".join(sections) or "No run has been recorded yet."
-    README.write_text(f"{before}{BEGIN}\n{tables}\n{END}{after}", encoding="utf-8")
+    """Write the pages; remove those of runs that are gone."""
+    TABLES.mkdir(exist_ok=True)
+    written = pages()
+    for name, text in written.items():
+        (TABLES / name).write_text(text, encoding="utf-8")
+    for old in TABLES.glob("*.md"):
+        if old.name not in written:
+            old.unlink()
     return 0
-
-
-def section(path: Path) -> str:
-    """Return one run as Markdown: its command, and its tables as they are printed."""
-    command = json.loads(path.read_text(encoding="utf-8"))["command"]
-    tables, notes = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(tables), contextlib.redirect_stderr(notes):
-        code = kvedge(["bench", "show", str(path)])
-    if code != 0:
-        raise SystemExit(notes.getvalue())
-    remarks = "".join(f"\n- {line}" for line in notes.getvalue().splitlines())
-    return f"### `kvedge {command}`\n\n```\n{tables.getvalue().rstrip()}\n```\n{remarks}".rstrip()
 
 
 if __name__ == "__main__":

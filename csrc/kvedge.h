@@ -39,7 +39,7 @@ typedef enum {
   KVEDGE_ERROR_ARGUMENT,   /* a number out of its range, a NULL where an array is needed */
   KVEDGE_ERROR_CAPACITY,   /* the tokens do not fit any more */
   KVEDGE_ERROR_NONFINITE,  /* a NaN or an infinity in keys, values or query */
-  KVEDGE_ERROR_SCALE,      /* a row too large for a float16 scale */
+  KVEDGE_ERROR_SCALE,      /* a row too large for what it is stored in: a float16 scale, a 16-bit float */
   KVEDGE_ERROR_MEMORY,     /* no memory, or too little of it was handed over */
   KVEDGE_ERROR_ISA,        /* KVEDGE_ISA names a path that this CPU cannot run */
 } kvedge_status;
@@ -64,10 +64,11 @@ int kvedge_isa_available(const char *name, const char **why_not); /* can this CP
  *
  * Storage is token-major: codes[token][num_kv_heads][head_dim], scales[token][num_kv_heads][groups].
  * KVEDGE_INT8 keeps a signed byte per value and one scale per group of a row (by default the row):
- * value = code * scale. KVEDGE_FLOAT32 keeps the values. */
+ * value = code * scale. KVEDGE_FLOAT32 keeps the values, KVEDGE_FLOAT16 and KVEDGE_BFLOAT16 round them to 16 bits. */
 typedef struct kvedge_layer kvedge_layer;
 
-typedef enum { KVEDGE_INT8 = 0, KVEDGE_FLOAT32 = 1 } kvedge_format;
+typedef enum { KVEDGE_INT8 = 0, KVEDGE_FLOAT32 = 1, KVEDGE_FLOAT16 = 2, KVEDGE_BFLOAT16 = 3 } kvedge_format;
+enum { KVEDGE_NUM_FORMATS = 4 };
 typedef enum { KVEDGE_SCALE_FLOAT32 = 0, KVEDGE_SCALE_FLOAT16 = 1 } kvedge_scale_type;
 
 typedef struct {
@@ -81,8 +82,8 @@ typedef struct {
 
 /* The four arrays of a layer; each followed by nothing, aligned to 64 bytes for speed. */
 typedef struct {
-  void *key_codes, *value_codes;   /* [capacity][num_kv_heads][head_dim], int8_t or float */
-  void *key_scales, *value_scales; /* [capacity][num_kv_heads][groups], float or float16; NULL for float32 */
+  void *key_codes, *value_codes;   /* [capacity][num_kv_heads][head_dim], int8_t, float or 16-bit floats */
+  void *key_scales, *value_scales; /* [capacity][num_kv_heads][groups], float or float16; NULL but for int8 */
 } kvedge_slabs;
 
 /* Size, then init on memory of the caller's, aligned to 64 bytes: header and arrays in one block.

@@ -10,7 +10,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [
+    *sorted(ROOT.glob("*.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "bench").glob("*.md")),
+]
 
 
 def run(arguments, **options):
@@ -37,7 +41,7 @@ def test_the_readmes_python_runs(tmp_path, monkeypatch):
         exec(compile(block, "README.md", "exec"), names)
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_to_files_that_exist(path):
     for target in re.findall(r"\]\(([^)#]+)", path.read_text()):
         if not target.startswith("http"):
@@ -76,3 +80,28 @@ def test_the_readmes_c_compiles(tmp_path):
         ["cc", "-std=c11", "-Wall", "-Werror", f"-I{ROOT / 'csrc'}", "-c", str(program)],
         cwd=tmp_path,
     )
+
+
+# ---- what csrc/kvedge.h and docs/c_api.md say of the sources -----------------------------------
+
+
+def calls_in(folder, functions):
+    """Where C files of a folder of csrc/ call one of the functions."""
+    call = re.compile(rf"(?<![\w.>])({'|'.join(functions)})\s*\(")
+    found = []
+    for path in sorted((ROOT / "csrc" / folder).rglob("*.[ch]")):
+        text = re.sub(r"/\*.*?\*/", "", path.read_text(), flags=re.DOTALL)
+        found += [f"{path.relative_to(ROOT)}: {name}" for name in call.findall(text)]
+    return found
+
+
+def test_the_c_core_neither_prints_nor_ends_the_process():
+    printing = ["printf", "fprintf", "vprintf", "puts", "fputs", "putchar", "perror", "write"]
+    ending = ["exit", "_exit", "_Exit", "quick_exit", "abort", "assert", "raise", "longjmp"]
+    assert calls_in("", printing + ending) == []
+
+
+def test_no_kernel_allocates():
+    allocating = ["malloc", "calloc", "realloc", "aligned_alloc", "alloca", "mmap", "free"]
+    assert calls_in("", allocating)  # the pattern finds those of other folders
+    assert calls_in("kernels", allocating) + calls_in("formats", allocating) == []

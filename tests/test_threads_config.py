@@ -8,6 +8,8 @@ import platform
 import subprocess
 import sys
 import textwrap
+import time
+from threading import Thread
 
 import numpy as np
 import pytest
@@ -91,6 +93,24 @@ def test_attention_does_not_depend_on_the_number_of_threads(rng):
     one = layer.attend(query)
     kvedge.set_num_threads(3)
     np.testing.assert_allclose(layer.attend(query), one, rtol=0, atol=1e-5 * np.abs(one).max())
+
+
+def test_threads_that_set_different_numbers_leave_one(monkeypatch):
+    """The backend's copy is the number that Python tells."""
+    told = []
+
+    def listen(count):
+        time.sleep(0)  # others may come in between
+        told.append(count)
+
+    monkeypatch.setattr(threads, "_listener", listen)
+    for _ in range(50):
+        setters = [Thread(target=kvedge.set_num_threads, args=(n,)) for n in (1, 2, 3, 4)]
+        for setter in setters:
+            setter.start()
+        for setter in setters:
+            setter.join()
+        assert told[-1] == kvedge.get_num_threads()
 
 
 @pytest.mark.subprocess

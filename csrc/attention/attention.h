@@ -1,56 +1,66 @@
-/* What one call of attention is made of; private to csrc/.
+/* What one call of attention is made of; private to csrc/. README.md has the loop.
  *
- *   attention.c  geometry and memory of a call, slices
- *   attend.c     the convenience calls: a layer, or a batch of paged sequences, on threads of our own
- *   query.c      query rows into the form that the kernels read
- *   tile.c       one slice: its tiles, in the order of memory
- *   ahead.c      of a tile what is asked for before its turn, and fetched where it was not
- *   step.c       one tile of a KV head, or of several: scores, online softmax, weighted sums
- *   options.c    options that look at single logits
- *   merge.c      partial results into one, and that into the output
- *   range.c      factors that keep huge and tiny rows within float's range
+ *   call.c      the convenience calls: a layer, or a batch of paged sequences, on threads of our own
+ *   plan.c      shapes, memory and kernels of a call; slices for a runtime with threads of its own
+ *   query.c     query rows into the form that the kernels read
+ *   slice.c     one slice: its tiles, in the order of memory
+ *   step.c      one tile of a KV head, or of several: scores, online softmax, weighted sums
+ *   prefetch.c  what a step prefetches of the next tile, and what was not prefetched in time
+ *   logits.c    options on logits, masks and windows
+ *   merge.c     partial results into one, and that into the output
+ *   range.c     factors that keep huge and tiny rows within float's range
  */
 #ifndef KVEDGE_ATTENTION_H
 #define KVEDGE_ATTENTION_H
 
-#include "system/dispatch.h"
-#include "store/layer.h"
+#include <string.h>
 
-/* A run of consecutive tokens. */
+#include "store/layer.h"
+#include "system/bits.h"
+#include "system/dispatch.h"
+
+enum { KEYS, VALUES, SIDES };
+
+/* A run of consecutive tokens that lie together. */
 typedef struct {
-  const char *keys, *values;             /* codes of its first token */
-  const char *key_scales, *value_scales; /* scales of its first token */
+  const char *rows[SIDES];   /* of its first token, KV head 0 of the layer */
+  const char *scales[SIDES]; /* likewise; nothing is read there for formats without */
   int64_t num_tokens;
 } kvedge_segment;
 
-/* Any cache, as attention sees it: segments of equal strides (in bytes). */
+/* Keys, or values, as attention sees them; strides in bytes. */
 typedef struct {
-  kvedge_format format;
-  kvedge_scale_type scale_type;
-  int num_kv_heads, head_dim, group_size, num_groups;
-  ptrdiff_t token_stride, head_stride;             /* of codes */
-  ptrdiff_t scale_token_stride, scale_head_stride; /* of scales */
-  ptrdiff_t first_code, first_scale;               /* bytes from a segment's start to KV head 0 of the view */
-  float key_bound, value_bound;                    /* as in kvedge_layer */
-  const float *key_offset;                         /* (num_kv_heads, head_dim) or NULL */
-  int64_t len;                                     /* tokens in all segments */
+  const kvedge_format_info *format;
+  kvedge_row_shape shape;
+  ptrdiff_t token_stride, head_stride;
+  ptrdiff_t scale_token_stride, scale_head_stride;
+  ptrdiff_t first_row, first_scale; /* from a segment's start to KV head 0 of the view */
+  float bound;                      /* as in kvedge_layer */
+} kvedge_view_side;
+
+/* Any cache, as attention sees it: segments of equal strides. */
+typedef struct {
+  kvedge_view_side side[SIDES];
+  int num_kv_heads;
+  const float *key_offset; /* (num_kv_heads, head_dim) or NULL */
+  int64_t len;             /* tokens in all segments */
   int num_segments;
   const kvedge_segment *segments;
 } kvedge_cache_view;
 
-/* Prepared queries of a row block, each array in the order (KV head, stack, ...). */
+/* Prepared queries of a query tile, each array in the order (KV head, query row, ...). */
 typedef struct {
-  float *values;         /* (.., num_groups, group_pad)  only for paths without encode_query, and float32 keys */
-  int8_t *codes;         /* (.., num_groups, group_pad * KVEDGE_CODE_BYTES)  only for paths with encode_query */
+  float *values;         /* (.., num_groups, group_pad)  for cells without encode_query */
+  int8_t *codes;         /* (.., num_groups, group_pad * KVEDGE_CODE_BYTES)  for cells with encode_query */
   float *scales;         /* (.., num_groups)                 likewise */
   int32_t *offsets;      /* (.., num_groups, 4)              likewise */
-  float *coarseness;     /* (..) error of a logit at 16 bits, per unit of key scale;  likewise */
-  float *softmax_factor; /* (..) score differences times this are powers of two */
+  float *error;          /* (..) quantization error of a logit with two planes, per unit of key scale;  likewise */
+  float *log2_scale;     /* (..) score differences times this are powers of two */
   double *logit_factor, *logit_bias; /* (..) */
 } kvedge_queries;
 
-/* Query rows are worked on in blocks. The rows of a block and the query heads of a KV head are one
- * stack of queries against that head's keys: stack index = row in block * heads_per_kv_head + head. */
+/* Rows of a prompt are worked on in query tiles (row blocks). The rows of one and the query heads of a KV head are
+ * together the query rows of that KV head: index = row in the tile * heads_per_kv_head + head. */
 struct kvedge_attention {
   const kvedge_kernels *kernels;
   kvedge_cache_view view;
@@ -60,14 +70,14 @@ struct kvedge_attention {
   int64_t num_rows;
   int64_t first_position;    /* of row 0, as a token */
   int num_heads, heads_per_kv_head;
-  int rows_per_block, stack; /* stack = rows_per_block * heads_per_kv_head */
+  int rows_per_block, query_rows; /* query_rows: those of a KV head, rows_per_block * heads_per_kv_head */
   int num_row_blocks, chunks_per_block;
   int tile;                  /* tokens, a multiple of 16 up to KVEDGE_TILE */
 
   /* Scores are kept divided by a factor so that nothing overflows: logit = score * logit_factor +
    * logit_bias. If an option needs true logits (real_logits), scores are turned into them at once. */
   int real_logits;
-  float key_factor, value_factor; /* powers of two that all scales are multiplied by */
+  float factor[SIDES];    /* powers of two that all scales are multiplied by */
   int is_refit;                   /* one row of one head, with factors of what it sees: see range.c */
 
   const float *query;     /* (num_rows, num_heads, head_dim) */
@@ -76,14 +86,21 @@ struct kvedge_attention {
   float *alibi_slopes;    /* (num_heads) what options.alibi_slopes points to: a copy that lives with the call */
   char *queries;          /* (slots or row blocks, query_bytes), see kvedge_queries_of() */
   size_t query_bytes;
-  int bytes;              /* of the codes of queries and weights: 1 to 3, or 0 for what each tile needs */
-  int num_groups;         /* of a query: as in view, or 1 where keys are floats without scales */
-  int group_pad;          /* channels of a group, rounded up to KVEDGE_QUERY_PAD */
+  int planes;             /* of queries and probabilities: 1 to 3, or 0 for what each tile needs */
+  int num_groups;         /* of a query: those of the keys' scales, or 1 */
+  int group_size;         /* channels of each */
+  int group_pad;          /* the same, rounded up to KVEDGE_QUERY_PAD */
 
-  /* Partial results, one per slot and one total: maximum and sum (num_kv_heads, stack), accumulator
-   * (num_kv_heads, stack, acc_stride). */
+  /* Which kernels serve the call. */
+  const kvedge_cell *cells[SIDES];
+  int decodes[SIDES];     /* the path has none for the format: rows are decoded, block by block, for those of float32 */
+  int heads_per_step;     /* KV heads whose tiles are worked on together */
+  int batches_heads;      /* by kernels for as many heads at once */
+
+  /* Partial results, one per slot and one total: maximum and sum (num_kv_heads, query_rows), accumulator
+   * (num_kv_heads, query_rows, acc_stride). */
   int num_slots;
-  ptrdiff_t acc_stride;  /* head_dim rounded up to 16 floats */
+  ptrdiff_t acc_stride;  /* channels of a value rounded up to 16 floats */
   size_t partial_floats;
   float *partials;       /* (num_slots + 1, partial_floats), the total last */
   char *refit;           /* room for one row of one head, see kvedge_refit() */
@@ -92,18 +109,18 @@ struct kvedge_attention {
 };
 
 typedef struct {
-  float *max, *sum; /* (num_kv_heads, stack) */
-  float *acc;       /* (num_kv_heads, stack, acc_stride) */
+  float *max, *sum; /* (num_kv_heads, query_rows) */
+  float *acc;       /* (num_kv_heads, query_rows, acc_stride) */
 } kvedge_partial;
 
 static inline size_t kvedge_partial_floats(const kvedge_attention *a) {
-  size_t states = ((size_t)a->view.num_kv_heads * (size_t)a->stack + 15) / 16 * 16;
+  size_t states = ((size_t)a->view.num_kv_heads * (size_t)a->query_rows + 15) / 16 * 16;
   return states * (2 + (size_t)a->acc_stride);
 }
 
 static inline kvedge_partial kvedge_partial_at(const kvedge_attention *a, int slot) {
   float *base = a->partials + (size_t)slot * a->partial_floats;
-  size_t n = (size_t)a->view.num_kv_heads * (size_t)a->stack;
+  size_t n = (size_t)a->view.num_kv_heads * (size_t)a->query_rows;
   size_t padded = (n + 15) / 16 * 16;
   return (kvedge_partial){.max = base, .sum = base + padded, .acc = base + 2 * padded};
 }
@@ -119,7 +136,7 @@ static inline int64_t kvedge_rows_in_block(const kvedge_attention *a, int64_t bl
 
 /* Position of a KV head's first query in what is prepared of a row block, and in partial results. */
 static inline size_t kvedge_query_index(const kvedge_attention *a, int kv_head) {
-  return (size_t)kv_head * (size_t)a->stack;
+  return (size_t)kv_head * (size_t)a->query_rows;
 }
 
 /* The tokens that some row of a block sees: 0..sinks-1 and first..stop-1, sinks <= first. */
@@ -172,11 +189,11 @@ typedef struct {
   int slice;
 } kvedge_slice;
 
-/* tile.c: as kvedge_attention_run, which takes the slice that follows for the next one. What this thread runs next
+/* slice.c: as kvedge_attention_run, which takes the slice that follows for the next one. What this thread runs next
  * is asked for at the end; it has to be of the same layout. */
 void kvedge_slice_run(const kvedge_attention *a, int slice, kvedge_slice next, int slot, const volatile int *stop);
 
-/* tile.c: logits of a call of one query row over all tokens, (num_heads, len). */
+/* slice.c: logits of a call of one query row over all tokens, (num_heads, len). */
 void kvedge_all_logits(const kvedge_attention *a, float *logits);
 
 #endif

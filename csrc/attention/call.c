@@ -19,12 +19,13 @@ static int slices_of(const planned_call *call) {
   return call->planned.num_row_blocks * call->planned.chunks_per_block;
 }
 
-/* As kvedge_kernels.parallel_work has it, about. */
+/* As kvedge_tuning.parallel_work has it, about. */
 static int64_t work_of(const planned_call *call) {
   const kvedge_attention *a = &call->planned;
   kvedge_visible seen = kvedge_visible_tokens(a, a->num_row_blocks - 1);
-  int64_t bytes = (seen.sinks + seen.stop - seen.first) * 2 * a->view.token_stride * a->num_row_blocks;
-  return bytes * (3 + a->stack);
+  const kvedge_view_side *keys = &a->view.side[KEYS], *values = &a->view.side[VALUES];
+  int64_t tokens = (seen.sinks + seen.stop - seen.first) * a->num_row_blocks;
+  return tokens * (keys->token_stride + values->token_stride) * (3 + a->query_rows);
 }
 
 /* ---- On several threads: the slices of all calls are tasks of one job ------------------------- */
@@ -128,7 +129,7 @@ static kvedge_status run_planned(planned_call *calls, int num_calls, int num_thr
     num_tasks += slices_of(&calls[i]);
   }
   if (num_threads == 0) num_threads = kvedge_get_num_threads();
-  if (num_threads > 1 && num_tasks > 1 && work >= calls[0].planned.kernels->parallel_work)
+  if (num_threads > 1 && num_tasks > 1 && work >= calls[0].planned.kernels->tuning.parallel_work)
     return run_on_threads(calls, num_calls, num_tasks, num_threads);
   return run_here(calls, num_calls);
 }
@@ -144,9 +145,8 @@ static void plan_rows(planned_call *call, const kvedge_cache_view *view, const k
   if (own.mask) own.mask += row * own.mask_strides[1];
   if (own.bias) own.bias += row * own.bias_strides[1];
   kvedge_attention_plan(&call->planned, view, view->len - rows->num_rows + row, count, num_heads, &own);
-  int64_t row_values = (int64_t)num_heads * view->head_dim;
-  call->query = rows->query + row * row_values;
-  call->out = rows->out + row * row_values;
+  call->query = rows->query + row * num_heads * view->side[KEYS].shape.dim;
+  call->out = rows->out + row * num_heads * view->side[VALUES].shape.dim;
   call->lse = rows->lse ? rows->lse + row * num_heads : NULL;
 }
 
@@ -170,7 +170,7 @@ kvedge_status kvedge_attend(const kvedge_layer *layer, const float *query, int64
 /* Blocks of a sequence as segments: neighbours in the pool that are neighbours in the sequence are one.
  * Returns their number; -1: a block is not in the pool. */
 static int segments_of(const kvedge_layer *pool, int64_t block_size, const kvedge_sequence *sequence,
-                       const kvedge_cache_view *view, kvedge_segment *segments) {
+                       kvedge_segment *segments) {
   int64_t num_blocks = pool->config.capacity / block_size;
   int n = 0;
   for (int64_t i = 0; i * block_size < sequence->len; i++) {
@@ -181,11 +181,10 @@ static int segments_of(const kvedge_layer *pool, int64_t block_size, const kvedg
       segments[n - 1].num_tokens += tokens;
       continue;
     }
-    ptrdiff_t code = block * block_size * view->token_stride, scale = block * block_size * view->scale_token_stride;
+    const int64_t token = block * block_size;
     segments[n++] = (kvedge_segment){
-        .keys = (const char *)pool->slabs.key_codes + code, .values = (const char *)pool->slabs.value_codes + code,
-        .key_scales = (const char *)pool->slabs.key_scales + scale,
-        .value_scales = (const char *)pool->slabs.value_scales + scale, .num_tokens = tokens};
+        .rows = {kvedge_codes_at(&pool->keys, token), kvedge_codes_at(&pool->values, token)},
+        .scales = {kvedge_scales_at(&pool->keys, token), kvedge_scales_at(&pool->values, token)}, .num_tokens = tokens};
   }
   return n;
 }
@@ -224,7 +223,7 @@ static kvedge_status attend_sequences(const kvedge_layer *pool, int64_t block_si
     kvedge_cache_view view = kvedge_layer_view(pool, 0, segments);
     view.len = s->len;
     view.segments = segments;
-    view.num_segments = segments_of(pool, block_size, s, &view, segments);
+    view.num_segments = segments_of(pool, block_size, s, segments);
     if (view.num_segments < 0) return KVEDGE_ERROR_ARGUMENT;
     segments += view.num_segments;
     for (int64_t row = 0; row < s->num_rows; row += MAX_ROWS) {

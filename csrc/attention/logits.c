@@ -1,4 +1,4 @@
-/* Options that look at single logits: softcap, ALiBi, masks, causality and windows. */
+/* Options on logits: softcap, ALiBi, masks, causality and windows. */
 #include <math.h>
 
 #include "attention/tile.h"
@@ -11,10 +11,10 @@ static int within(int64_t token, int num_tokens) {
   return token < 0 ? 0 : token > num_tokens ? num_tokens : (int)token;
 }
 
-sight kvedge_sight_of(const kvedge_attention *a, int64_t row, int64_t token, int num_tokens) {
+mask_range kvedge_mask_range(const kvedge_attention *a, int64_t row, int64_t token, int num_tokens) {
   const kvedge_attention_options *o = &a->options;
   int64_t position = a->first_position + row;
-  sight s = {.stop = num_tokens};
+  mask_range s = {.stop = num_tokens};
   if (o->causal) s.stop = within(position + 1 - token, num_tokens);
   if (o->window) {
     s.first = within(position - o->window + 1 - token, s.stop);
@@ -23,7 +23,7 @@ sight kvedge_sight_of(const kvedge_attention *a, int64_t row, int64_t token, int
   return s;
 }
 
-/* A query row's part of the mask or of the bias, and the room to bring it together where its numbers lie apart. */
+/* A query row's part of the mask or of the bias, and room to gather it where its elements lie apart. */
 typedef struct {
   const uint8_t *mask; /* (tokens) or NULL */
   const float *bias;   /* likewise */
@@ -54,10 +54,10 @@ static void find_hiding(const kvedge_attention *a, int64_t row, int head, int64_
 }
 
 void kvedge_clear_hidden(const kvedge_attention *a, int64_t row, int head, int64_t token, int num_tokens,
-                         float *numbers) {
+                         float *values) {
   hiding h;
   find_hiding(a, row, head, token, num_tokens, &h);
-  a->kernels->logits.hide(numbers, num_tokens, h.mask, h.bias, 0.0f);
+  a->kernels->logits.hide(values, num_tokens, h.mask, h.bias, 0.0f);
 }
 
 void kvedge_apply_options(const kvedge_attention *a, int64_t row, int head, int64_t token, int num_tokens,
@@ -72,12 +72,12 @@ void kvedge_apply_options(const kvedge_attention *a, int64_t row, int head, int6
     if (h.bias) kernels->add_bias(logits, num_tokens, h.bias);
     kernels->hide(logits, num_tokens, h.mask, NULL, -INFINITY);
   }
-  sight seen = kvedge_sight_of(a, row, token, num_tokens);
+  mask_range seen = kvedge_mask_range(a, row, token, num_tokens);
   for (int t = seen.sinks; t < seen.first; t++) logits[t] = -INFINITY;
   for (int t = seen.stop; t < num_tokens; t++) logits[t] = -INFINITY;
 }
 
-int kvedge_needs_masking(const kvedge_attention *a, int64_t block, const tile_of_tokens *tile) {
+int kvedge_needs_masking(const kvedge_attention *a, int64_t block, const token_tile *tile) {
   const kvedge_attention_options *o = &a->options;
   if (o->mask || o->bias || o->alibi_slopes) return 1;
   int64_t first = a->first_position + block * a->rows_per_block, last = first + kvedge_rows_in_block(a, block) - 1;

@@ -8,12 +8,12 @@
 static void merge(const kvedge_attention *a, const kvedge_queries *q, size_t state, kvedge_partial *total,
                   const kvedge_partial *part) {
   float risen = part->max[state] - total->max[state], keep = 1.0f, add = 1.0f;
-  if (risen > 0.0f) keep = exp2f(-risen * q->softmax_factor[state]);
-  else add = exp2f(risen * q->softmax_factor[state]);
+  if (risen > 0.0f) keep = exp2f(-risen * q->log2_scale[state]);
+  else add = exp2f(risen * q->log2_scale[state]);
   total->max[state] = risen > 0.0f ? part->max[state] : total->max[state];
   total->sum[state] = total->sum[state] * keep + part->sum[state] * add;
   size_t row = state * (size_t)a->acc_stride;
-  a->kernels->merge_row(total->acc + row, keep, part->acc + row, add, a->view.head_dim);
+  a->kernels->merge_row(total->acc + row, keep, part->acc + row, add, a->view.side[VALUES].shape.dim);
 }
 
 /* The logarithm of one query's softmax denominator, without learned sinks; -INFINITY: it saw nothing. */
@@ -45,12 +45,12 @@ static void finish(const kvedge_attention *a, const kvedge_queries *q, size_t st
     if (lse) *lse = log_sum == -INFINITY ? -INFINITY : kvedge_bounded((float)log_sum);
   }
   float factor = sum > 0.0 ? (float)(keep / sum) : 0.0f;
-  a->kernels->scale_row(acc, a->view.head_dim, factor, 1.0f / a->value_factor, out);
+  a->kernels->scale_row(acc, a->view.side[VALUES].shape.dim, factor, 1.0f / a->factor[VALUES], out);
 }
 
 void kvedge_attention_collect(kvedge_attention *a, int slice, int slot) {
   int64_t block = slice / a->chunks_per_block, chunk = slice % a->chunks_per_block;
-  int group = a->heads_per_kv_head, dim = a->view.head_dim;
+  int group = a->heads_per_kv_head, dim = a->view.side[VALUES].shape.dim;
   int64_t rows = kvedge_rows_in_block(a, block);
   kvedge_queries q = kvedge_queries_of(a, block, slot);
   kvedge_partial part = kvedge_partial_at(a, slot), total = kvedge_partial_at(a, a->num_slots);

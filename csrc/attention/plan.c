@@ -1,4 +1,4 @@
-/* One call of attention: its geometry, its memory, its slices. */
+/* One call of attention: its shapes and kernels, its memory, its slices. */
 #include "attention/attention.h"
 
 #include <float.h>
@@ -23,40 +23,82 @@ void kvedge_attention_defaults(kvedge_attention_options *options) {
   *options = (kvedge_attention_options){.scale = NAN, .causal = 1};
 }
 
+static kvedge_view_side view_side(const kvedge_side *side, float bound) {
+  const ptrdiff_t heads = side->num_kv_heads, row = (ptrdiff_t)side->row_bytes, scales = (ptrdiff_t)side->scale_row_bytes;
+  return (kvedge_view_side){.format = side->format, .shape = side->shape, .token_stride = row * heads,
+                            .head_stride = row, .scale_token_stride = scales * heads, .scale_head_stride = scales,
+                            .bound = bound};
+}
+
 kvedge_cache_view kvedge_layer_view(const kvedge_layer *layer, int64_t num_tokens, kvedge_segment *segment) {
-  const kvedge_layer_config *config = &layer->config;
-  const kvedge_slabs *slabs = &layer->slabs;
   int64_t len = kvedge_layer_len(layer);
   if (num_tokens) len = num_tokens > 0 && num_tokens <= len ? num_tokens : 0; /* 0: refused by the check */
-  ptrdiff_t row = config->head_dim * (ptrdiff_t)kvedge_element_size(config);
-  ptrdiff_t scales = layer->num_groups * (ptrdiff_t)kvedge_scale_size(config);
-  *segment = (kvedge_segment){.keys = slabs->key_codes, .values = slabs->value_codes,
-                              .key_scales = slabs->key_scales, .value_scales = slabs->value_scales,
-                              .num_tokens = len};
+  *segment = (kvedge_segment){.rows = {layer->keys.codes, layer->values.codes},
+                              .scales = {layer->keys.scales, layer->values.scales}, .num_tokens = len};
   return (kvedge_cache_view){
-      .format = config->format, .scale_type = config->scale_type,
-      .num_kv_heads = config->num_kv_heads, .head_dim = config->head_dim,
-      .group_size = config->group_size, .num_groups = layer->num_groups,
-      .token_stride = row * config->num_kv_heads, .head_stride = row,
-      .scale_token_stride = scales * config->num_kv_heads, .scale_head_stride = scales,
-      .key_bound = atomic_load_explicit(&layer->key_bound, memory_order_relaxed),
-      .value_bound = atomic_load_explicit(&layer->value_bound, memory_order_relaxed),
-      .key_offset = layer->has_key_offset ? layer->key_offset : NULL,
+      .side = {view_side(&layer->keys, atomic_load_explicit(&layer->key_bound, memory_order_relaxed)),
+               view_side(&layer->values, atomic_load_explicit(&layer->value_bound, memory_order_relaxed))},
+      .num_kv_heads = layer->config.num_kv_heads, .key_offset = layer->keys.offset,
       .len = len, .num_segments = 1, .segments = segment};
+}
+
+/* The kernels of a call: those of the path for its formats, or float32's after decoding. */
+static void plan_kernels(kvedge_attention *a) {
+  const kvedge_view_side *keys = &a->view.side[KEYS];
+  a->kernels = kvedge_active();
+  for (int s = 0; s < SIDES; s++) {
+    a->cells[s] = &a->kernels->cells[a->view.side[s].format->id];
+    a->decodes[s] = !a->cells[s]->scores;
+    if (a->decodes[s]) a->cells[s] = &a->kernels->cells[KVEDGE_FLOAT32];
+  }
+  const int grouped = keys->shape.num_groups && !a->decodes[KEYS];
+  a->num_groups = grouped ? keys->shape.num_groups : 1;
+  a->group_size = grouped ? keys->shape.group_size : keys->shape.dim;
+  a->group_pad = kvedge_padded_channels(a->group_size);
+
+  /* Where a KV head has few queries, several heads are worked on together. (Measured: with four queries for each it is
+   * slower.) */
+  a->heads_per_step = a->num_row_blocks > 1 || a->query_rows > 3 ? 1 : a->query_rows == 1 ? KVEDGE_HEADS : 2;
+  const int dim = keys->shape.dim;
+  a->batches_heads = a->query_rows == 1 && a->cells[KEYS]->scores_of_heads && a->cells[VALUES]->weighted_sum_of_heads &&
+                     keys->shape.num_groups <= 1 && a->view.side[VALUES].shape.num_groups <= 1 &&
+                     a->view.side[VALUES].shape.dim == dim && dim % 16 == 0 && dim >= 64 && dim <= KVEDGE_HEADS_DIM;
+}
+
+/* Tokens of a tile. */
+static int plan_tile(const kvedge_attention *a) {
+  const kvedge_view_side *keys = &a->view.side[KEYS];
+  int64_t most = TILE_BYTES / keys->token_stride, tile = a->kernels->tuning.step_bytes / keys->head_stride;
+  if (most < LEAST_TILE) most = LEAST_TILE;
+  tile = (tile < most ? tile : most) / KVEDGE_BLOCK * KVEDGE_BLOCK;
+  return tile < KVEDGE_BLOCK ? KVEDGE_BLOCK : tile > KVEDGE_TILE ? KVEDGE_TILE : (int)tile;
+}
+
+/* Chunks that the tokens of a row block are split into. */
+static int plan_chunks(const kvedge_attention *a) {
+  const kvedge_attention_options *o = &a->options;
+  int64_t seen = a->view.len;
+  if (o->window && o->window + a->rows_per_block + o->sink_tokens < seen)
+    seen = o->window + a->rows_per_block + o->sink_tokens;
+  int64_t most = MAX_SLICES_OF_A_BLOCK / a->num_row_blocks;
+  int64_t wanted = seen * (a->view.side[KEYS].token_stride + a->view.side[VALUES].token_stride) / SLICE_BYTES;
+  if (most > seen / a->tile) most = seen / a->tile;
+  if (wanted > most) wanted = most;
+  return wanted < 1 ? 1 : (int)wanted;
 }
 
 void kvedge_attention_plan(kvedge_attention *a, const kvedge_cache_view *view, int64_t first_position,
                            int64_t num_rows, int num_heads, const kvedge_attention_options *options) {
+  const int dim = view->side[KEYS].shape.dim;
   memset(a, 0, sizeof *a);
-  a->kernels = kvedge_active();
   a->view = *view;
   if (options) a->options = *options;
   else kvedge_attention_defaults(&a->options);
-  if (isnan(a->options.scale)) a->options.scale = (float)(1.0 / sqrt(view->head_dim));
+  if (isnan(a->options.scale)) a->options.scale = (float)(1.0 / sqrt(dim));
   if (a->options.window >= view->len) a->options.window = 0; /* hides nothing, and sums with it stay in range */
   if (a->options.sink_tokens > view->len) a->options.sink_tokens = view->len;
   a->real_logits = a->options.softcap > 0.0f || a->options.alibi_slopes || a->options.bias;
-  a->key_factor = a->value_factor = 1.0f;
+  a->factor[KEYS] = a->factor[VALUES] = 1.0f;
 
   a->num_rows = num_rows;
   a->first_position = first_position;
@@ -65,34 +107,20 @@ void kvedge_attention_plan(kvedge_attention *a, const kvedge_cache_view *view, i
   a->rows_per_block = KVEDGE_STACK / a->heads_per_kv_head;
   if (a->rows_per_block < 1) a->rows_per_block = 1;
   if (a->rows_per_block > num_rows) a->rows_per_block = (int)num_rows;
-  a->stack = a->rows_per_block * a->heads_per_kv_head;
+  a->query_rows = a->rows_per_block * a->heads_per_kv_head;
   a->num_row_blocks = (int)((num_rows + a->rows_per_block - 1) / a->rows_per_block);
 
-  int64_t most_tokens = TILE_BYTES / view->token_stride;
-  if (most_tokens < LEAST_TILE) most_tokens = LEAST_TILE;
-  int64_t tile = a->kernels->step_bytes / view->head_stride;
-  tile = (tile < most_tokens ? tile : most_tokens) / KVEDGE_BLOCK * KVEDGE_BLOCK;
-  a->tile = tile < KVEDGE_BLOCK ? KVEDGE_BLOCK : tile > KVEDGE_TILE ? KVEDGE_TILE : (int)tile;
-
-  int64_t seen = view->len;
-  if (a->options.window && a->options.window + a->rows_per_block + a->options.sink_tokens < seen)
-    seen = a->options.window + a->rows_per_block + a->options.sink_tokens;
-  int64_t most = MAX_SLICES_OF_A_BLOCK / a->num_row_blocks, wanted = 2 * seen * view->token_stride / SLICE_BYTES;
-  if (most > seen / a->tile) most = seen / a->tile;
-  if (wanted > most) wanted = most;
-  a->chunks_per_block = wanted < 1 ? 1 : (int)wanted;
-
-  a->bytes = a->options.precision_bits / 8;
-  if (a->bytes == 0 && view->head_dim <= TINY_ROW_CHANNELS) a->bytes = 3;
-  a->num_groups = view->format == KVEDGE_INT8 ? view->num_groups : 1;
-  int group = view->format == KVEDGE_INT8 ? view->group_size : view->head_dim;
-  a->group_pad = kvedge_padded_channels(group);
-  a->acc_stride = (view->head_dim + 15) / 16 * 16;
+  plan_kernels(a);
+  a->tile = plan_tile(a);
+  a->chunks_per_block = plan_chunks(a);
+  a->planes = a->options.precision_bits / 8;
+  if (a->planes == 0 && dim <= TINY_ROW_CHANNELS) a->planes = 3;
+  a->acc_stride = (view->side[VALUES].shape.dim + 15) / 16 * 16;
   a->partial_floats = kvedge_partial_floats(a);
 }
 
 static size_t query_floats(const kvedge_attention *a) {
-  return (size_t)a->num_rows * (size_t)a->num_heads * (size_t)a->view.head_dim;
+  return (size_t)a->num_rows * (size_t)a->num_heads * (size_t)a->view.side[KEYS].shape.dim;
 }
 
 size_t kvedge_attention_lay_out(kvedge_attention *a, char *base, int num_slots) {
@@ -142,7 +170,7 @@ kvedge_status kvedge_attention_check(const kvedge_cache_view *view, const float 
       return KVEDGE_ERROR_ARGUMENT;
     if (o->window < 0 || o->sink_tokens < 0 || (o->window && !o->causal)) return KVEDGE_ERROR_ARGUMENT;
   }
-  size_t n = (size_t)num_rows * (size_t)num_heads * (size_t)view->head_dim;
+  size_t n = (size_t)num_rows * (size_t)num_heads * (size_t)view->side[KEYS].shape.dim;
   if (query && kvedge_active()->abs_max_bits(query, n) >= KVEDGE_NOT_FINITE) return KVEDGE_ERROR_NONFINITE;
   return KVEDGE_OK;
 }

@@ -1,57 +1,36 @@
-/* What lies ahead of a step: its share of the tile that follows, which kernels ask for as they go; and what nobody has
- * asked for, which is fetched.
+/* What a step prefetches: its share of the next tile, which kernels prefetch as they go; and what nobody has prefetched,
+ * which is fetched before the tile is worked on.
  */
 #include "attention/tile.h"
 
-/* A head's share of the tile that follows, piece by piece: as many bytes as its own rows there. */
-const rows_ahead *kvedge_share_of_head(const kvedge_cache_view *view, const tile_of_tokens *tile,
-                                       const tile_of_tokens *following, int kv_head, rows_ahead *ahead) {
-  ptrdiff_t row = view->head_stride;
-  for (int i = 0; i < tile->num_pieces; i++) {
-    const piece *p = &following->pieces[i];
-    if (i >= following->num_pieces) {
-      ahead->keys[i] = ahead->values[i] = NULL;
-      continue;
-    }
-    int num_tokens = tile->pieces[i].num_tokens < p->num_tokens ? tile->pieces[i].num_tokens : p->num_tokens;
-    ptrdiff_t at = kv_head * num_tokens * row;
-    ahead->keys[i] = p->rows.keys + at;
-    ahead->values[i] = p->rows.values + at;
-  }
-  return ahead;
-}
-
-/* Likewise where a tile is worked on in blocks: one block after the other, and each as a whole, since pieces may lie
- * anywhere; where fewer follow, they are asked for again. The shares of a step's heads, kv_head and num - 1 more, are
- * made of runs of num blocks, of which each head has one: the j-th. */
-const tile_blocks *kvedge_share_in_blocks(const kvedge_cache_view *view, int num_blocks, const tile_blocks *following,
-                                          int kv_head, int num, int j, tile_blocks *share) {
-  int heads = view->num_kv_heads, there = following->num_blocks * heads;
+/* The rows of the next tile, in the order of memory, are blocks of KVEDGE_BLOCK rows of one head each: (token blocks,
+ * heads). A head tile prefetches as many of them as it has blocks; where fewer follow, some are prefetched again. The
+ * shares of a step's heads are made of runs of `num` blocks, of which each head has the j-th. */
+void kvedge_share_next(const kvedge_cache_view *view, const token_tile *next, int num, int j, head_tile *h) {
+  const int heads = view->num_kv_heads, num_blocks = h->tile->num_blocks, there = next->num_blocks * heads;
+  h->prefetches = there > 0;
+  if (!h->prefetches) return;
+  h->next_in_order = next->in_order;
+  int first = (h->kv_head - j) * num_blocks + j; /* counted over all */
+  if (first >= there) first %= there;
+  int block = first / heads, head = first % heads;
   for (int i = 0; i < num_blocks; i++) {
-    int block = kv_head * num_blocks + i * num + j;
-    if (block >= there) block %= there;
-    ptrdiff_t at = block % heads * KVEDGE_BLOCK * view->head_stride;
-    share->keys[i] = following->keys[block / heads] + at;
-    share->values[i] = following->values[block / heads] + at;
+    for (int s = 0; s < SIDES; s++)
+      h->next[s][i] = next->rows[s][block] + head * KVEDGE_BLOCK * view->side[s].head_stride;
+    for (head += num; head >= heads; head -= heads) block++;
+    if (block >= next->num_blocks) block = 0;
   }
-  share->in_order = following->in_order;
-  return share;
 }
 
-/* The tile that this thread asked for last, and how many of its tokens. */
+/* The tile that this thread prefetched last, and how many of its tokens. */
 static _Thread_local struct {
   const char *keys;
   int num_tokens;
-} asked_for;
+} prefetched;
 
-void kvedge_remember_asking(const tile_of_tokens *tile, const tile_of_tokens *following, int in_blocks) {
-  asked_for.keys = following->num_tokens > 0 ? following->pieces[0].rows.keys : NULL;
-  asked_for.num_tokens = in_blocks ? tile->num_tokens : 0;
-  for (int i = 0; i < tile->num_pieces && i < following->num_pieces && !in_blocks; i++) {
-    int own = tile->pieces[i].num_tokens, theirs = following->pieces[i].num_tokens;
-    asked_for.num_tokens += own < theirs ? own : theirs;
-    if (own < theirs) break;
-  }
+void kvedge_remember_prefetch(const token_tile *tile, const token_tile *next) {
+  prefetched.keys = next->num_tokens > 0 ? next->rows[KEYS][0] : NULL;
+  prefetched.num_tokens = tile->num_tokens;
 }
 
 /* A run of memory; bytes <= 0: nothing. */
@@ -73,25 +52,31 @@ static void fetch(const memory_run *runs, int num_runs) {
     if (runs[i].bytes > 0) (void)*(const volatile char *)(runs[i].start + runs[i].bytes - 1);
 }
 
-/* All of a call's first tile, for a start. In the order of memory, at memory's speed: by heads, as steps read it, it
- * was a fifth of that, and so many lines asked for at once are forgotten (AMD). */
-void kvedge_fetch_rest(const kvedge_cache_view *view, const tile_of_tokens *tile) {
-  int known = asked_for.keys == tile->pieces[0].rows.keys ? asked_for.num_tokens : 0;
-  if (known >= tile->num_tokens) return;
-  memory_run keys[MAX_PIECES], values[MAX_PIECES], key_scales[MAX_PIECES], value_scales[MAX_PIECES];
-  for (int i = 0; i < tile->num_pieces; i++) {
-    const piece *p = &tile->pieces[i];
-    const ptrdiff_t from = known > p->first ? known - p->first : 0, left = p->num_tokens - from;
-    const ptrdiff_t row = from * view->token_stride, scale = from * view->scale_token_stride;
-    const ptrdiff_t bytes = left * view->token_stride, scale_bytes = left * view->scale_token_stride;
-    keys[i] = (memory_run){p->rows.keys + row, bytes};
-    values[i] = (memory_run){p->rows.values + row, bytes};
-    key_scales[i] = (memory_run){p->rows.key_scales + scale, scale_bytes};
-    value_scales[i] = (memory_run){p->rows.value_scales + scale, scale_bytes};
+/* Rows, or scales, of a tile's tokens from `known` on, whose blocks are at `blocks`; of a token, row_bytes of all heads.
+ * (A view of one head has fewer of them than a token's stride.) */
+static void fetch_blocks(const token_tile *tile, const char *const *blocks, ptrdiff_t token_stride, ptrdiff_t row_bytes,
+                         int known) {
+  memory_run runs[KVEDGE_TILE_BLOCKS];
+  int num_runs = 0;
+  if (token_stride == 0) return; /* no scales */
+  for (int b = known / KVEDGE_BLOCK; b < tile->num_blocks; b++) {
+    const int first = b * KVEDGE_BLOCK, from = known > first ? known - first : 0;
+    int tokens = tile->num_tokens - first;
+    if (tokens > KVEDGE_BLOCK && !tile->in_order) tokens = KVEDGE_BLOCK;
+    runs[num_runs++] = (memory_run){blocks[b] + from * token_stride, (tokens - from - 1) * token_stride + row_bytes};
+    if (tile->in_order) break; /* this run has them all */
   }
-  const int scaled = view->num_groups > 0;
-  if (scaled) fetch(key_scales, tile->num_pieces);
-  fetch(keys, tile->num_pieces);
-  if (scaled) fetch(value_scales, tile->num_pieces);
-  fetch(values, tile->num_pieces);
+  fetch(runs, num_runs);
+}
+
+/* All of a call's first tile, for a start. In the order of memory, at memory's speed: by heads, as steps read it, it
+ * was a fifth of that, and Zen 4 drops so many prefetches at once. */
+void kvedge_fetch_rest(const kvedge_cache_view *view, const token_tile *tile) {
+  int known = prefetched.keys == tile->rows[KEYS][0] ? prefetched.num_tokens : 0;
+  if (known >= tile->num_tokens) return;
+  for (int s = 0; s < SIDES; s++) {
+    const kvedge_view_side *side = &view->side[s];
+    fetch_blocks(tile, tile->scales[s], side->scale_token_stride, view->num_kv_heads * side->scale_head_stride, known);
+    fetch_blocks(tile, tile->rows[s], side->token_stride, view->num_kv_heads * side->head_stride, known);
+  }
 }

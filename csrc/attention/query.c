@@ -19,16 +19,15 @@ static float largest_magnitude(const kvedge_attention *a, const float *x, int n)
 /* One query times factor, group by group: as codes, or as floats padded with zeros. `largest` is of all of x. */
 static void fill(const kvedge_attention *a, const kvedge_queries *to, const float *x, float factor, float largest,
                  size_t index) {
-  const kvedge_cache_view *view = &a->view;
-  int group = view->format == KVEDGE_INT8 ? view->group_size : view->head_dim;
+  const int dim = a->view.side[KEYS].shape.dim;
   size_t pad = (size_t)a->group_pad;
   size_t at = index * (size_t)a->num_groups;
-  for (int start = 0; start < view->head_dim; start += group, at++) {
-    int n = view->head_dim - start < group ? view->head_dim - start : group;
+  for (int start = 0; start < dim; start += a->group_size, at++) {
+    int n = dim - start < a->group_size ? dim - start : a->group_size;
     if (to->codes) {
       float of_group = a->num_groups == 1 ? largest : largest_magnitude(a, x + start, n);
-      a->kernels->encode_query(x + start, n, factor, of_group * fabsf(factor),
-                               to->codes + at * pad * KVEDGE_CODE_BYTES, to->scales + at, to->offsets + at * 4);
+      a->cells[KEYS]->encode_query(x + start, n, factor, of_group * fabsf(factor),
+                                   to->codes + at * pad * KVEDGE_CODE_BYTES, to->scales + at, to->offsets + at * 4);
       continue;
     }
     float *values = to->values + at * pad;
@@ -45,10 +44,10 @@ static double power_below(float magnitude) {
   return magnitude >= FLT_MIN ? kvedge_float_of_bits(kvedge_bits_of_float(magnitude) & 0x7f800000u) : 1.0;
 }
 
-/* What two bytes of a query's code may cost, as kvedge_queries.coarseness has it. They round a channel
- * by up to half of 256 * scale, evenly spread; that moves a logit by about the spread times |key|: one
- * channel of 127 codes, and a third of that in the others. */
-static float coarseness(const kvedge_attention *a, const kvedge_queries *q, size_t index, double key_norm) {
+/* What two planes of a query may cost, as kvedge_queries.error has it. They round a channel by up to half of
+ * 256 * scale, evenly spread; that moves a logit by about the spread times |key|: one channel of 127 codes, and a third
+ * of that in the others. */
+static float quantization_error(const kvedge_attention *a, const kvedge_queries *q, size_t index, double key_norm) {
   const float *scales = q->scales + index * (size_t)a->num_groups;
   float largest = 0.0f;
   for (int g = 0; g < a->num_groups; g++) largest = scales[g] > largest ? scales[g] : largest;
@@ -60,20 +59,20 @@ static void prepare_row(const kvedge_attention *a, const kvedge_queries *to, con
                         size_t index) {
   const kvedge_cache_view *view = &a->view;
   const float scale = a->options.scale;
-  int dim = view->head_dim;
+  int dim = view->side[KEYS].shape.dim;
   float largest = largest_magnitude(a, x, dim);
   double unit = power_below(largest);
   fill(a, to, x, (float)(scale < 0.0f ? -1.0 / unit : 1.0 / unit), largest, index);
-  double factor = fabs((double)scale) * unit / a->key_factor;
+  double factor = fabs((double)scale) * unit / a->factor[KEYS];
   double constant = view->key_offset ? scale * dot(x, view->key_offset + (ptrdiff_t)kv_head * dim, dim) : 0.0;
   to->logit_factor[index] = factor;
   to->logit_bias[index] = constant;
   /* > 0 even where the scale is 0: a score of -infinity times 0 would be no number */
-  to->softmax_factor[index] = (float)between(a->real_logits ? LOG2_E : factor * LOG2_E, FLT_MIN, FLT_MAX);
+  to->log2_scale[index] = (float)between(a->real_logits ? LOG2_E : factor * LOG2_E, FLT_MIN, FLT_MAX);
 }
 
 static void prepare_block(const kvedge_attention *a, int64_t block, const kvedge_queries *to) {
-  int dim = a->view.head_dim, group = a->heads_per_kv_head;
+  int dim = a->view.side[KEYS].shape.dim, group = a->heads_per_kv_head;
   int64_t first_row = block * a->rows_per_block, rows = kvedge_rows_in_block(a, block);
   double key_norm = 127.0 * sqrt((dim + 8) / 9.0);
   const float *x = a->query + first_row * a->num_heads * dim;
@@ -82,25 +81,25 @@ static void prepare_block(const kvedge_attention *a, int64_t block, const kvedge
       for (int g = 0; g < group; g++, x += dim) {
         size_t index = kvedge_query_index(a, kv_head) + (size_t)(r * group + g);
         prepare_row(a, to, x, kv_head, index);
-        if (to->codes) to->coarseness[index] = coarseness(a, to, index, key_norm);
+        if (to->codes) to->error[index] = quantization_error(a, to, index, key_norm);
       }
 }
 
 /* Returns the bytes; base NULL: only that. */
 static size_t lay_out(const kvedge_attention *a, char *base, kvedge_queries *q) {
   size_t used = 0;
-  size_t queries = (size_t)a->view.num_kv_heads * (size_t)a->stack, groups = queries * (size_t)a->num_groups;
+  size_t queries = (size_t)a->view.num_kv_heads * (size_t)a->query_rows, groups = queries * (size_t)a->num_groups;
   size_t channels = groups * (size_t)a->group_pad;
   *q = (kvedge_queries){.values = NULL};
-  if (a->view.format == KVEDGE_INT8 && a->kernels->encode_query) {
-    q->coarseness = kvedge_take(base, &used, queries * sizeof *q->coarseness);
+  if (a->cells[KEYS]->encode_query) {
+    q->error = kvedge_take(base, &used, queries * sizeof *q->error);
     q->codes = kvedge_take(base, &used, channels * KVEDGE_CODE_BYTES);
     q->scales = kvedge_take(base, &used, groups * sizeof *q->scales);
     q->offsets = kvedge_take(base, &used, groups * 4 * sizeof *q->offsets);
   } else {
     q->values = kvedge_take(base, &used, channels * sizeof *q->values);
   }
-  q->softmax_factor = kvedge_take(base, &used, queries * sizeof *q->softmax_factor);
+  q->log2_scale = kvedge_take(base, &used, queries * sizeof *q->log2_scale);
   q->logit_factor = kvedge_take(base, &used, queries * sizeof *q->logit_factor);
   q->logit_bias = kvedge_take(base, &used, queries * sizeof *q->logit_bias);
   return used;

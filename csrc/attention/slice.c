@@ -1,67 +1,68 @@
-/* One slice of attention: a block of query rows over a chunk of tokens.
+/* One slice of attention: a block of query rows over a chunk of tokens (split-KV).
  *
- * The cache is read in memory order, tile by tile over all KV heads, so that its two streams (keys
- * and values) are sequential; every step asks for its head's share of the next tile. Softmax is
- * online (Milakov and Gimelshein 2018): a tile only needs the maximum and the sum so far.
+ * The cache is read in memory order, tile by tile over all KV heads, so that its two streams (keys and values) are
+ * sequential; every step prefetches its share of the next tile. Softmax is online (Milakov and Gimelshein 2018): a tile
+ * only needs the maximum and the sum so far.
  */
 #include <float.h>
-#include <string.h>
 
 #include "attention/tile.h"
 
-/* Where a chunk stands. Chunks count visible tokens, sinks first. */
+/* ---- Tiles ----------------------------------------------------------------------------------- */
+
+/* Where a chunk stands. Chunks count attended tokens, sinks first. */
 typedef struct {
   kvedge_visible visible;
-  int64_t next, stop;         /* in visible tokens */
-  int segment;                /* that of the last tile, and its first token */
+  int64_t next, stop; /* in attended tokens */
+  int segment;        /* that of the last tile, and its first token */
   int64_t segment_start;
 } tile_cursor;
 
-static tile_of_tokens next_tile(const kvedge_attention *a, tile_cursor *cursor) {
+/* Adds up to `count` tokens of a segment, from `offset` on, to a tile. */
+static void add_blocks(const kvedge_cache_view *view, const kvedge_segment *segment, int64_t offset, int64_t count,
+                       token_tile *tile) {
+  const int first = tile->num_blocks;
+  tile->num_tokens += (int)count;
+  tile->num_blocks = (tile->num_tokens + KVEDGE_BLOCK - 1) / KVEDGE_BLOCK;
+  for (int s = 0; s < SIDES; s++) {
+    const kvedge_view_side *side = &view->side[s];
+    const char *rows = segment->rows[s] + side->first_row + offset * side->token_stride;
+    const char *scales = segment->scales[s] + side->first_scale + offset * side->scale_token_stride;
+    for (int b = first; b < tile->num_blocks; b++) {
+      tile->rows[s][b] = rows + (b - first) * KVEDGE_BLOCK * side->token_stride;
+      tile->scales[s][b] = scales + (b - first) * KVEDGE_BLOCK * side->scale_token_stride;
+    }
+  }
+}
+
+static token_tile next_tile(const kvedge_attention *a, tile_cursor *cursor) {
   const kvedge_cache_view *view = &a->view;
-  int64_t i = cursor->next;
-  if (i >= cursor->stop) return (tile_of_tokens){.num_tokens = 0};
+  const int64_t i = cursor->next;
+  token_tile tile;
+  tile.num_tokens = tile.num_blocks = 0;
+  if (i >= cursor->stop) return tile;
   int in_sinks = i < cursor->visible.sinks;
-  int64_t token = in_sinks ? i : i - cursor->visible.sinks + cursor->visible.first;
+  tile.token = in_sinks ? i : i - cursor->visible.sinks + cursor->visible.first;
+  tile.in_order = 1;
   /* Tiles start at multiples of their size: a token is always weighed beside the same others, so a
    * prompt gives the same results in whatever chunks it comes. */
-  int64_t count = a->tile - token % a->tile;
+  int64_t count = a->tile - tile.token % a->tile;
   if (in_sinks && count > cursor->visible.sinks - i) count = cursor->visible.sinks - i;
   if (count > cursor->stop - i) count = cursor->stop - i;
-  while (token >= cursor->segment_start + view->segments[cursor->segment].num_tokens)
+  while (tile.token >= cursor->segment_start + view->segments[cursor->segment].num_tokens)
     cursor->segment_start += view->segments[cursor->segment++].num_tokens;
-  tile_of_tokens tile = {.token = token};
-  do {
+  do { /* segments that do not end with a block of 16 tokens end the tile */
     const kvedge_segment *segment = &view->segments[cursor->segment];
-    int64_t offset = token + tile.num_tokens - cursor->segment_start, here = count - tile.num_tokens;
+    int64_t offset = tile.token + tile.num_tokens - cursor->segment_start, here = count - tile.num_tokens;
     if (here > segment->num_tokens - offset) here = segment->num_tokens - offset;
-    ptrdiff_t code = view->first_code + offset * view->token_stride;
-    ptrdiff_t scale = view->first_scale + offset * view->scale_token_stride;
-    tile.pieces[tile.num_pieces++] = (piece){
-        .first = tile.num_tokens, .num_tokens = (int)here,
-        .rows = {segment->keys + code, segment->values + code, segment->key_scales + scale,
-                 segment->value_scales + scale}};
-    tile.num_tokens += (int)here;
+    tile.in_order &= tile.num_tokens == 0;
+    add_blocks(view, segment, offset, here, &tile);
     if (tile.num_tokens == count) break;
     cursor->segment_start += segment->num_tokens;
     cursor->segment++;
   } while (tile.num_tokens % KVEDGE_BLOCK == 0);
   cursor->next += tile.num_tokens;
   return tile;
-}
-
-/* Those of KV head 0; the others' lie at an offset. */
-static tile_blocks blocks_of_tile(const kvedge_cache_view *view, const tile_of_tokens *tile) {
-  tile_blocks blocks = {.num_blocks = (tile->num_tokens + KVEDGE_BLOCK - 1) / KVEDGE_BLOCK,
-                        .in_order = tile->num_pieces == 1};
-  for (int i = 0; i < tile->num_pieces; i++) {
-    const piece *p = &tile->pieces[i];
-    for (int t = 0; t < p->num_tokens; t += KVEDGE_BLOCK) {
-      blocks.keys[(p->first + t) / KVEDGE_BLOCK] = (const int8_t *)p->rows.keys + t * view->token_stride;
-      blocks.values[(p->first + t) / KVEDGE_BLOCK] = (const int8_t *)p->rows.values + t * view->token_stride;
-    }
-  }
-  return blocks;
 }
 
 kvedge_visible kvedge_visible_tokens(const kvedge_attention *a, int64_t block) {
@@ -76,7 +77,7 @@ kvedge_visible kvedge_visible_tokens(const kvedge_attention *a, int64_t block) {
   return visible;
 }
 
-/* In visible tokens: where chunk number `chunk` of a row block starts, or the one before it ends. */
+/* In attended tokens: where chunk number `chunk` of a row block starts, or the one before it ends. */
 static int64_t start_of_chunk(const kvedge_attention *a, int64_t total, int64_t chunk) {
   int64_t tiles = (total + a->tile - 1) / a->tile;
   return chunk >= a->chunks_per_block ? total : tiles * chunk / a->chunks_per_block * a->tile;
@@ -91,59 +92,54 @@ static tile_cursor start_of_slice(const kvedge_attention *a, int slice) {
   return cursor;
 }
 
-static tile_of_tokens first_tile(kvedge_slice of) {
-  if (!of.attention) return (tile_of_tokens){.num_tokens = 0};
+static token_tile first_tile(kvedge_slice of) {
+  token_tile none;
+  none.num_tokens = none.num_blocks = 0;
+  if (!of.attention) return none;
   tile_cursor cursor = start_of_slice(of.attention, of.slice);
   return next_tile(of.attention, &cursor);
 }
 
-void kvedge_slice_run(const kvedge_attention *a, int slice, kvedge_slice next, int slot, const volatile int *stop) {
-  const kvedge_cache_view *view = &a->view;
-  int64_t block = slice / a->chunks_per_block;
+/* ---- A slice --------------------------------------------------------------------------------- */
+
+static kvedge_partial empty_partial(const kvedge_attention *a, int slot) {
   kvedge_partial partial = kvedge_partial_at(a, slot);
-  size_t states = (size_t)view->num_kv_heads * (size_t)a->stack;
+  size_t states = (size_t)a->view.num_kv_heads * (size_t)a->query_rows;
   for (size_t i = 0; i < states; i++) {
     partial.max[i] = -FLT_MAX;
     partial.sum[i] = 0.0f;
   }
   memset(partial.acc, 0, states * (size_t)a->acc_stride * sizeof *partial.acc);
+  return partial;
+}
 
-  tile_cursor cursor = start_of_slice(a, slice);
+void kvedge_slice_run(const kvedge_attention *a, int slice, kvedge_slice following, int slot, const volatile int *stop) {
+  const kvedge_cache_view *view = &a->view;
+  const int64_t block = slice / a->chunks_per_block;
+  kvedge_partial partial = empty_partial(a, slot);
   workspace w;
   w.queries = kvedge_queries_for(a, block, slot);
-  const int together = kvedge_heads_together(a);
-  tile_of_tokens tile = next_tile(a, &cursor);
+  tile_cursor cursor = start_of_slice(a, slice);
+  token_tile tile = next_tile(a, &cursor);
   while (tile.num_tokens > 0 && !(stop && __atomic_load_n(stop, __ATOMIC_RELAXED))) {
+    const int last = cursor.next >= cursor.stop;
+    const token_tile next = last ? first_tile(following) : next_tile(a, &cursor);
     kvedge_fetch_rest(view, &tile);
-    int last = cursor.next >= cursor.stop;
-    tile_of_tokens following = last ? first_tile(next) : next_tile(a, &cursor);
-    w.key_scales.first = w.value_scales.first = -KVEDGE_SCALE_COLUMNS;
-    int in_blocks = (tile.num_pieces > 1 || kvedge_has_heads_kernels(a, together)) && view->format == KVEDGE_INT8 &&
-                    a->kernels->scores_i8_blocks;
-    tile_blocks blocks, following_blocks;
-    if (in_blocks) blocks = blocks_of_tile(view, &tile);
-    if (in_blocks) following_blocks = blocks_of_tile(view, &following);
-    const encounter of_any_head = {.block = block, .queries = &w.queries, .tile = &tile,
-                                   .masking = kvedge_needs_masking(a, block, &tile),
-                                   .blocks = in_blocks ? &blocks : NULL};
-    for (int h = 0, num; h < view->num_kv_heads; h += num) {
-      encounter heads[KVEDGE_HEADS];
-      rows_ahead ahead[KVEDGE_HEADS];
-      tile_blocks share[KVEDGE_HEADS];
-      num = view->num_kv_heads - h < together ? view->num_kv_heads - h : together;
+    w.scales[KEYS].first = w.scales[VALUES].first = -KVEDGE_SCALE_COLUMNS;
+    const int masking = kvedge_needs_masking(a, block, &tile);
+    for (int kv_head = 0, num; kv_head < view->num_kv_heads; kv_head += num) {
+      head_tile heads[KVEDGE_HEADS];
+      num = view->num_kv_heads - kv_head < a->heads_per_step ? view->num_kv_heads - kv_head : a->heads_per_step;
       for (int j = 0; j < num; j++) {
-        heads[j] = of_any_head;
-        heads[j].kv_head = h + j;
-        if (!in_blocks) heads[j].ahead = kvedge_share_of_head(view, &tile, &following, h + j, &ahead[j]);
-        else if (following.num_tokens > 0)
-          heads[j].next_blocks = kvedge_share_in_blocks(view, blocks.num_blocks, &following_blocks, h, num, j,
-                                                        &share[j]);
+        head_tile *h = &heads[j];
+        h->tile = &tile, h->block = block, h->kv_head = kv_head + j, h->queries = &w.queries, h->masking = masking;
+        kvedge_share_next(view, &next, num, j, h);
       }
-      kvedge_step(a, heads, num, &following, &partial, &w);
+      kvedge_step(a, heads, num, &next, &partial, &w);
     }
-    kvedge_remember_asking(&tile, &following, in_blocks);
+    kvedge_remember_prefetch(&tile, &next);
     if (last) break;
-    tile = following;
+    tile = next;
   }
 }
 
@@ -158,16 +154,16 @@ void kvedge_all_logits(const kvedge_attention *a, float *logits) {
   tile_cursor cursor = {.visible = {.stop = view->len}, .stop = view->len};
   workspace w;
   w.queries = kvedge_queries_for(a, 0, 0);
-  for (tile_of_tokens tile = next_tile(a, &cursor); tile.num_tokens > 0; tile = next_tile(a, &cursor)) {
-    w.key_scales.first = -KVEDGE_SCALE_COLUMNS;
+  for (token_tile tile = next_tile(a, &cursor); tile.num_tokens > 0; tile = next_tile(a, &cursor)) {
+    w.scales[KEYS].first = -KVEDGE_SCALE_COLUMNS;
     for (int kv_head = 0; kv_head < view->num_kv_heads; kv_head++) {
-      for (int i = 0; i < a->stack; i += KVEDGE_STACK) {
-        int count = a->stack - i < KVEDGE_STACK ? a->stack - i : KVEDGE_STACK;
-        encounter e = {.kv_head = kv_head, .first = i, .count = count, .queries = &w.queries, .tile = &tile};
-        kvedge_tile_scores(a, &e, &w);
+      for (int i = 0; i < a->query_rows; i += KVEDGE_STACK) {
+        int count = a->query_rows - i < KVEDGE_STACK ? a->query_rows - i : KVEDGE_STACK;
+        head_tile h = {.tile = &tile, .kv_head = kv_head, .first = i, .count = count, .queries = &w.queries};
+        kvedge_head_scores(a, &h, &w);
         for (int j = 0; j < count; j++) {
           float *row = w.scores + j * KVEDGE_TILE;
-          kvedge_to_logits(a, &w.queries, kvedge_index_of(a, &e) + (size_t)j, tile.num_tokens, row);
+          kvedge_to_logits(a, &w.queries, kvedge_index_of(a, &h) + (size_t)j, tile.num_tokens, row);
           int64_t head = (int64_t)kv_head * a->heads_per_kv_head + i + j;
           memcpy(logits + head * view->len + tile.token, row, (size_t)tile.num_tokens * sizeof *row);
         }

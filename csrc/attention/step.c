@@ -1,20 +1,12 @@
 /* One step of a slice: one tile of one KV head, or of several side by side, met by all their queries. Scores, softmax,
  * weighted sums.
  */
-#include <string.h>
-
-#include "system/target.h"
 #include "attention/tile.h"
+#include "system/target.h"
 
-/* ---- Rows and scales of a head ---------------------------------------------------------------- */
+/* ---- Scales ---------------------------------------------------------------------------------- */
 
-static tile_rows rows_of_head(const kvedge_cache_view *view, const tile_rows *first, int kv_head) {
-  ptrdiff_t code = kv_head * view->head_stride, scale = kv_head * view->scale_head_stride;
-  return (tile_rows){first->keys + code, first->values + code, first->key_scales + scale,
-                     first->value_scales + scale};
-}
-
-/* Factors of one row may take scales of tokens that it does not see out of range. */
+/* A factor of what a call, or a row, sees may take scales of tokens that it does not see out of range. */
 static void clamp_hidden(float *scales, int num_columns, int num_tokens) {
   for (int c = 0; c < num_columns; c++, scales += SCALES)
     for (int t = 0; t < num_tokens; t++)
@@ -22,46 +14,86 @@ static void clamp_hidden(float *scales, int num_columns, int num_tokens) {
 }
 
 /* Scales of one group of one head's keys, or of its values, in a tile. */
-static const float *tile_scales(const kvedge_attention *a, const tile_of_tokens *tile, int kv_head, int group,
-                                int of_values, scale_columns *columns) {
-  const kvedge_cache_view *view = &a->view;
-  int column = kv_head * view->num_groups + group;
+static const float *tile_scales(const kvedge_attention *a, const token_tile *tile, int s, int kv_head, int group,
+                                scale_columns *columns) {
+  const kvedge_view_side *side = &a->view.side[s];
+  const int num_groups = side->shape.num_groups, column = kv_head * num_groups + group;
   if (column >= columns->first && column < columns->first + KVEDGE_SCALE_COLUMNS)
     return columns->scale[column - columns->first];
-  int left = view->num_kv_heads * view->num_groups - column;
+  int left = a->view.num_kv_heads * num_groups - column;
   int count = left < KVEDGE_SCALE_COLUMNS ? left : KVEDGE_SCALE_COLUMNS;
-  float factor = of_values ? a->value_factor : a->key_factor;
-  ptrdiff_t at = column * view->scale_head_stride / view->num_groups;
-  for (int i = 0; i < tile->num_pieces; i++) {
-    const piece *p = &tile->pieces[i];
-    const char *scales = of_values ? p->rows.value_scales : p->rows.key_scales;
-    a->kernels->transpose_scales(scales + at, view->scale_type, view->scale_token_stride,
-                                 p->num_tokens, count, factor, columns->scale[0] + p->first, SCALES);
+  ptrdiff_t at = column * side->scale_head_stride / num_groups;
+  for (int b = 0, blocks; b < tile->num_blocks; b += blocks) {
+    const int first = b * KVEDGE_BLOCK;
+    int tokens = tile->num_tokens - first;
+    blocks = tile->in_order ? tile->num_blocks : 1;
+    if (tokens > blocks * KVEDGE_BLOCK) tokens = blocks * KVEDGE_BLOCK;
+    a->kernels->transpose_scales(tile->scales[s][b] + at, side->shape.scale_type, side->scale_token_stride, tokens, count,
+                                 a->factor[s], columns->scale[0] + first, SCALES);
   }
   for (int t = tile->num_tokens; t % KVEDGE_BLOCK; t++)
     for (int c = 0; c < count; c++) columns->scale[c][t] = 0.0f;
-  if (a->is_refit) clamp_hidden(columns->scale[0], count, tile->num_tokens);
+  if (a->factor[s] > 1.0f) clamp_hidden(columns->scale[0], count, tile->num_tokens);
   columns->first = column;
   return columns->scale[0];
 }
 
-/* Asks for a share of the scales of the tile that follows, that of `num` KV heads from kv_head on: some of its pieces,
- * or where these are few a part of each one's lines, in the order of memory. (What is asked for all at once is often
- * forgotten: AMD. Always inlined, since GCC drops calls of a function that does nothing but this.) */
-KVEDGE_INLINE void prefetch_scales(const kvedge_cache_view *view, const tile_of_tokens *following, int kv_head, int num,
-                                   int of_values) {
-  const int heads = view->num_kv_heads, whole_pieces = following->num_pieces >= heads;
-  if (view->num_groups == 0) return;
-  int first = 0, stop = following->num_pieces;
-  if (whole_pieces) first = stop * kv_head / heads, stop = stop * (kv_head + num) / heads;
+/* Prefetches a share of the scales of the next tile, that of `num` KV heads from kv_head on: some of its blocks, or where
+ * these are few a part of each one's lines, in the order of memory. (Zen 4 drops prefetches when there are too many at
+ * once. Always inlined, since GCC drops calls of a function that does nothing but this.) */
+KVEDGE_INLINE void prefetch_scales(const kvedge_cache_view *view, const token_tile *next, int s, int kv_head, int num) {
+  const ptrdiff_t token_stride = view->side[s].scale_token_stride;
+  const int heads = view->num_kv_heads, runs = next->num_tokens == 0 ? 0 : next->in_order ? 1 : next->num_blocks;
+  const int whole_runs = runs >= heads;
+  if (token_stride == 0) return;
+  int first = 0, stop = runs;
+  if (whole_runs) first = stop * kv_head / heads, stop = stop * (kv_head + num) / heads;
   for (int i = first; i < stop; i++) {
-    const piece *p = &following->pieces[i];
-    const char *scales = of_values ? p->rows.value_scales : p->rows.key_scales;
-    const int lines = (int)((p->num_tokens * view->scale_token_stride + 63) / 64);
-    const int first_line = whole_pieces ? 0 : (int)((int64_t)lines * kv_head / heads);
-    const int stop_line = whole_pieces ? lines : (int)((int64_t)lines * (kv_head + num) / heads);
+    const char *scales = next->scales[s][i];
+    const int lines = (int)(((next->in_order ? next->num_tokens : KVEDGE_BLOCK) * token_stride + 63) / 64);
+    const int first_line = whole_runs ? 0 : (int)((int64_t)lines * kv_head / heads);
+    const int stop_line = whole_runs ? lines : (int)((int64_t)lines * (kv_head + num) / heads);
     for (int line = first_line; line < stop_line; line++) __builtin_prefetch(scales + 64 * line, 0, 2);
   }
+}
+
+/* ---- Rows of a head -------------------------------------------------------------------------- */
+
+/* One group of channels of a head's keys, or of its values. */
+static kvedge_tile rows_of_group(const kvedge_attention *a, const head_tile *h, int s, int group, workspace *w) {
+  const kvedge_view_side *side = &a->view.side[s];
+  const int start = group * side->shape.group_size, left = side->shape.dim - start;
+  const ptrdiff_t start_bytes = (ptrdiff_t)start * side->format->bits / 8;
+  kvedge_tile rows = {.blocks = h->tile->rows[s], .offset = h->kv_head * side->head_stride + start_bytes,
+                      .token_stride = side->token_stride, .num_tokens = h->tile->num_tokens,
+                      .dim = left < side->shape.group_size ? left : side->shape.group_size, .factor = a->factor[s]};
+  if (h->prefetches) rows.next = (kvedge_prefetch){h->next[s], KVEDGE_BLOCK * start_bytes, h->next_in_order};
+  if (side->shape.num_groups) {
+    rows.scales = tile_scales(a, h->tile, s, h->kv_head, group, &w->scales[s]);
+    rows.scale_stride = SCALES;
+  }
+  return rows;
+}
+
+/* Where a path has no kernels for a format: block b of a head's rows as float32, in `room`. */
+typedef struct {
+  float values[KVEDGE_BLOCK * KVEDGE_MAX_HEAD_DIM];
+  const char *start;
+} decoded_block;
+
+static kvedge_tile decode_block(const kvedge_attention *a, const head_tile *h, int s, int b, decoded_block *room) {
+  const kvedge_view_side *side = &a->view.side[s];
+  const int dim = side->shape.dim, left = h->tile->num_tokens - b * KVEDGE_BLOCK;
+  const int num_tokens = left < KVEDGE_BLOCK ? left : KVEDGE_BLOCK;
+  const char *rows = h->tile->rows[s][b] + h->kv_head * side->head_stride;
+  const char *scales = h->tile->scales[s][b] + h->kv_head * side->scale_head_stride;
+  for (int t = 0; t < num_tokens; t++, rows += side->token_stride, scales += side->scale_token_stride)
+    side->format->decode(&side->shape, rows, scales, 1, room->values + t * dim);
+  for (ptrdiff_t at = 0; h->prefetches && at < KVEDGE_BLOCK * side->head_stride; at += 64)
+    __builtin_prefetch(h->next[s][b] + at, 0, 2);
+  room->start = (const char *)room->values;
+  return (kvedge_tile){.blocks = &room->start, .token_stride = dim * (ptrdiff_t)sizeof(float), .num_tokens = num_tokens,
+                       .dim = dim, .factor = a->factor[s]};
 }
 
 /* ---- Scores ---------------------------------------------------------------------------------- */
@@ -78,269 +110,211 @@ static float largest_of(const float *x, int start, int stop, float largest) {
   return largest;
 }
 
-/* The largest of a tile's key scales that one stacked query sees. What it does not see must not matter,
+/* The largest of a tile's key scales that one query row of the KV head sees. What it does not see must not matter,
  * or results would depend on how a prompt is cut and on rows that are masked. */
-static float largest_scale_seen(const kvedge_attention *a, const encounter *e, int stacked, const float *scale) {
+static float largest_scale_seen(const kvedge_attention *a, const head_tile *h, int query_row, const float *scale) {
   const kvedge_attention_options *o = &a->options;
-  int num_tokens = e->tile->num_tokens;
-  if (!e->masking) return largest_of(scale, 0, num_tokens, 0.0f);
-  int64_t row = e->block * a->rows_per_block + stacked / a->heads_per_kv_head, token = e->tile->token;
-  sight seen = kvedge_sight_of(a, row, token, num_tokens);
+  int num_tokens = h->tile->num_tokens;
+  if (!h->masking) return largest_of(scale, 0, num_tokens, 0.0f);
+  int64_t row = h->block * a->rows_per_block + query_row / a->heads_per_kv_head, token = h->tile->token;
+  mask_range seen = kvedge_mask_range(a, row, token, num_tokens);
   float visible[KVEDGE_TILE];
   if (o->mask || o->bias) {
     memcpy(visible, scale, (size_t)num_tokens * sizeof *scale);
-    kvedge_clear_hidden(a, row, e->kv_head * a->heads_per_kv_head + stacked % a->heads_per_kv_head, token, num_tokens,
+    kvedge_clear_hidden(a, row, h->kv_head * a->heads_per_kv_head + query_row % a->heads_per_kv_head, token, num_tokens,
                         visible);
     scale = visible;
   }
   return largest_of(scale, 0, seen.sinks, largest_of(scale, seen.first, seen.stop, 0.0f));
 }
 
-/* Bytes of the codes of stacked queries against a tile: two where they move no logit by more than about
- * COARSEST, else three. At this figure the output keeps the numerics contract (2e-4) between flat and sharp, where
- * it is hardest (tools/accuracy.py --worst). A row's heads get the same, since a kernel call for each kind would
- * unpack the keys again. */
-static void choose_bytes(const kvedge_attention *a, const encounter *e, const float *scale, int *bytes) {
-  static const float COARSEST = 8e-5f;
-  const size_t query_index = kvedge_index_of(a, e);
+/* Planes of query rows against a tile: two where these move no logit by more than about LARGEST_ERROR, else three. At
+ * this figure the output keeps the numerics contract (2e-4) between flat and sharp, where it is hardest
+ * (tools/accuracy.py --worst). A row's heads get the same, since a kernel call for each kind would unpack the keys
+ * again. */
+static void choose_planes(const kvedge_attention *a, const head_tile *h, const float *scale, int *planes) {
+  static const float LARGEST_ERROR = 8e-5f;
+  const float *error = h->queries->error + kvedge_index_of(a, h);
   int plain = 1; /* do two suffice even with the largest scale of the layer? */
-  float bound = a->view.key_bound * a->key_factor;
-  for (int j = 0; j < e->count; j++) plain &= e->queries->coarseness[query_index + (size_t)j] * bound <= COARSEST;
-  if (a->bytes || plain) {
-    for (int j = 0; j < e->count; j++) bytes[j] = a->bytes ? a->bytes : 2;
+  float bound = a->view.side[KEYS].bound * a->factor[KEYS];
+  for (int j = 0; j < h->count; j++) plain &= error[j] * bound <= LARGEST_ERROR;
+  if (a->planes || plain) {
+    for (int j = 0; j < h->count; j++) planes[j] = a->planes ? a->planes : 2;
     return;
   }
-  int alike = !e->masking || (!a->options.mask && !a->options.bias); /* do a row's heads see the same? */
+  int alike = !h->masking || (!a->options.mask && !a->options.bias); /* do a row's heads see the same? */
   float largest = 0.0f;
-  for (int i = 0, next; i < e->count; i = next) {
-    next = i - (e->first + i) % a->heads_per_kv_head + a->heads_per_kv_head;
-    if (next > e->count) next = e->count;
-    float coarsest = 0.0f;
+  for (int i = 0, next; i < h->count; i = next) {
+    next = i - (h->first + i) % a->heads_per_kv_head + a->heads_per_kv_head;
+    if (next > h->count) next = h->count;
+    float most = 0.0f;
     for (int j = i; j < next; j++) {
-      if (!alike || (j == i && (i == 0 || e->masking))) largest = largest_scale_seen(a, e, e->first + j, scale);
-      float error = e->queries->coarseness[query_index + (size_t)j] * largest;
-      coarsest = error > coarsest ? error : coarsest;
+      if (!alike || (j == i && (i == 0 || h->masking))) largest = largest_scale_seen(a, h, h->first + j, scale);
+      most = error[j] * largest > most ? error[j] * largest : most;
     }
-    for (int j = i; j < next; j++) bytes[j] = coarsest > COARSEST ? 3 : 2;
+    for (int j = i; j < next; j++) planes[j] = most > LARGEST_ERROR ? 3 : 2;
   }
 }
 
-/* What a group of channels asks for in blocks: what lies after the shares of those before it. NULL: nothing. */
-static const int8_t *const *share_of_group(const int8_t *const *blocks, int start, int num_tokens,
-                                           const int8_t *share[KVEDGE_TILE_BLOCKS]) {
-  if (!blocks || start == 0) return blocks;
-  for (int t = 0; t < num_tokens; t += KVEDGE_BLOCK)
-    share[t / KVEDGE_BLOCK] = blocks[t / KVEDGE_BLOCK] + start * KVEDGE_BLOCK;
-  return share;
+/* One group of channels of query rows i..i+count-1 of a head tile. */
+static kvedge_query query_of_group(const kvedge_attention *a, const head_tile *h, int group, int i, int count) {
+  const kvedge_queries *queries = h->queries;
+  const int start = group * a->group_size, left = a->view.side[KEYS].shape.dim - start;
+  const size_t pad = (size_t)a->group_pad;
+  const size_t at = (kvedge_index_of(a, h) + (size_t)i) * (size_t)a->num_groups + (size_t)group;
+  kvedge_query q = {.num_queries = count, .stride = (ptrdiff_t)pad * a->num_groups, .scale_stride = a->num_groups,
+                    .dim = left < a->group_size ? left : a->group_size};
+  if (queries->codes) {
+    q.codes = queries->codes + at * pad * KVEDGE_CODE_BYTES;
+    q.scale = queries->scales + at;
+    q.offsets = queries->offsets + at * 4;
+  } else {
+    q.values = queries->values + at * pad;
+  }
+  return q;
 }
 
-/* Scores of one group of channels against a piece of a tile, in runs of queries that need as many
- * bytes. `scale` and `scores` are the piece's. */
-static void piece_scores(const kvedge_attention *a, const encounter *e, int group, const piece *p, const int *bytes,
-                         const float *scale, const char *prefetch, float *scores) {
-  const kvedge_cache_view *view = &a->view;
-  size_t pad = (size_t)a->group_pad;
-  int start = group * view->group_size;
-  const char *keys = rows_of_head(view, &p->rows, e->kv_head).keys + start;
-  kvedge_query q = {.stride = (ptrdiff_t)pad * a->num_groups, .scale_stride = a->num_groups,
-                    .dim = view->head_dim - start < view->group_size ? view->head_dim - start : view->group_size};
-  for (int i = 0, next; i < e->count; i = next) {
-    next = e->queries->codes ? i + 1 : e->count;
-    while (next < e->count && bytes[next] == bytes[i]) next++;
-    size_t at = (kvedge_index_of(a, e) + (size_t)i) * (size_t)a->num_groups + (size_t)group;
-    q.num_queries = next - i;
-    if (!e->queries->codes) {
-      q.values = e->queries->values + at * pad;
-    } else {
-      q.num_bytes = bytes[i];
-      q.codes = e->queries->codes + at * pad * KVEDGE_CODE_BYTES;
-      q.scale = e->queries->scales + at;
-      q.offsets = e->queries->offsets + at * 4;
-    }
-    if (e->blocks) {
-      const int8_t *const *next = e->next_blocks && i == 0 ? e->next_blocks->keys : NULL, *share[KVEDGE_TILE_BLOCKS];
-      a->kernels->scores_i8_blocks(&q, e->blocks->keys, start + e->kv_head * view->head_stride, view->token_stride,
-                                   e->tile->num_tokens, scale, share_of_group(next, start, e->tile->num_tokens, share),
-                                   scores + i * KVEDGE_TILE, group > 0);
-    } else {
-      a->kernels->scores_i8(&q, (const int8_t *)keys, view->token_stride, p->num_tokens, scale,
-                            prefetch && i == 0 ? prefetch + start * p->num_tokens : NULL, scores + i * KVEDGE_TILE,
-                            group > 0);
-    }
+static void decoded_scores(const kvedge_attention *a, const head_tile *h, float *scores) {
+  const kvedge_query q = query_of_group(a, h, 0, 0, h->count);
+  decoded_block room;
+  for (int b = 0; b < h->tile->num_blocks; b++) {
+    const kvedge_tile keys = decode_block(a, h, KEYS, b, &room);
+    a->cells[KEYS]->scores(&q, &keys, scores + b * KVEDGE_BLOCK, 0);
   }
 }
 
-void kvedge_tile_scores(const kvedge_attention *a, const encounter *e, workspace *w) {
-  const kvedge_cache_view *view = &a->view;
-  const tile_of_tokens *tile = e->tile;
-  const rows_ahead *ahead = e->ahead;
-  float *scores = w->scores + e->at * KVEDGE_TILE;
-  size_t index = kvedge_index_of(a, e);
-  if (view->format == KVEDGE_FLOAT32) {
-    kvedge_query q = {.num_queries = e->count, .dim = view->head_dim, .stride = a->group_pad,
-                      .values = e->queries->values + index * (size_t)a->group_pad};
-    for (int i = 0; i < tile->num_pieces; i++) {
-      const piece *p = &tile->pieces[i];
-      tile_rows rows = rows_of_head(view, &p->rows, e->kv_head);
-      a->kernels->scores_f32(&q, (const float *)rows.keys, view->token_stride, p->num_tokens, a->key_factor,
-                             ahead ? ahead->keys[i] : NULL, scores + p->first);
-    }
+void kvedge_head_scores(const kvedge_attention *a, const head_tile *h, workspace *w) {
+  float *scores = w->scores + h->at * KVEDGE_TILE;
+  if (a->decodes[KEYS]) {
+    decoded_scores(a, h, scores);
     return;
   }
-  int bytes[KVEDGE_STACK];
-  for (int g = 0; g < view->num_groups; g++) {
-    const float *scale = tile_scales(a, tile, e->kv_head, g, 0, &w->key_scales);
-    if (e->queries->codes) choose_bytes(a, e, scale, bytes);
-    for (int i = 0; i < (e->blocks ? 1 : tile->num_pieces); i++) {
-      const piece *p = &tile->pieces[i];
-      piece_scores(a, e, g, p, bytes, scale + p->first, ahead ? ahead->keys[i] : NULL, scores + p->first);
+  for (int g = 0; g < a->num_groups; g++) {
+    kvedge_tile keys = rows_of_group(a, h, KEYS, g, w);
+    int planes[KVEDGE_STACK];
+    if (h->queries->codes) choose_planes(a, h, keys.scales, planes);
+    for (int i = 0, next; i < h->count; i = next) { /* runs of query rows with as many planes */
+      next = h->queries->codes ? i + 1 : h->count;
+      while (next < h->count && planes[next] == planes[i]) next++;
+      kvedge_query q = query_of_group(a, h, g, i, next - i);
+      if (h->queries->codes) q.planes = planes[i];
+      a->cells[KEYS]->scores(&q, &keys, scores + i * KVEDGE_TILE, g > 0);
+      keys.next.blocks = NULL;
     }
   }
 }
 
-/* Scores become logits where an option wants these, and what is not seen -INFINITY. */
-static void finish_scores(const kvedge_attention *a, const encounter *e, workspace *w) {
-  int64_t first_row = e->block * a->rows_per_block;
-  for (int i = 0; i < e->count; i++) {
-    float *row = w->scores + (e->at + i) * KVEDGE_TILE;
-    int stacked = e->first + i;
-    if (a->real_logits) kvedge_to_logits(a, &w->queries, kvedge_index_of(a, e) + (size_t)i, e->tile->num_tokens, row);
-    if (e->masking)
-      kvedge_apply_options(a, first_row + stacked / a->heads_per_kv_head,
-                           e->kv_head * a->heads_per_kv_head + stacked % a->heads_per_kv_head, e->tile->token,
-                           e->tile->num_tokens, row);
+/* Scores become logits where an option wants these, and hidden ones -INFINITY. */
+static void finish_scores(const kvedge_attention *a, const head_tile *h, workspace *w) {
+  int64_t first_row = h->block * a->rows_per_block;
+  for (int i = 0; i < h->count; i++) {
+    float *row = w->scores + (h->at + i) * KVEDGE_TILE;
+    int query_row = h->first + i;
+    if (a->real_logits) kvedge_to_logits(a, &w->queries, kvedge_index_of(a, h) + (size_t)i, h->tile->num_tokens, row);
+    if (h->masking)
+      kvedge_apply_options(a, first_row + query_row / a->heads_per_kv_head,
+                           h->kv_head * a->heads_per_kv_head + query_row % a->heads_per_kv_head, h->tile->token,
+                           h->tile->num_tokens, row);
   }
 }
 
 /* ---- Weighted sums --------------------------------------------------------------------------- */
 
-/* Bytes of the codes of a tile's weights. Two leave an error of up to 1e-4 of the output, and twice that where there
+/* Planes of a tile's quantized probabilities. Two leave an error of up to 1e-4 of the output, and twice that where there
  * are few channels; so those have three, and so has the start of a context, of which parts and the whole are to agree
  * to the last digits. The position decides, and nothing that depends on how a prompt is cut. */
-static int weight_bytes(const kvedge_attention *a, const tile_of_tokens *tile) {
+static int probability_planes(const kvedge_attention *a, const token_tile *tile) {
   enum { FIRST_TOKENS = 1024, FEW_CHANNELS = 64 };
-  if (a->bytes) return a->bytes;
-  return tile->token < FIRST_TOKENS || a->view.head_dim < FEW_CHANNELS ? 3 : 2;
+  if (a->planes) return a->planes;
+  return tile->token < FIRST_TOKENS || a->view.side[VALUES].shape.dim < FEW_CHANNELS ? 3 : 2;
 }
 
-/* Adds a head's values. What was summed before is taken times alpha, once: with the first piece. */
-static void weighted_sum(const kvedge_attention *a, const encounter *e, workspace *w, kvedge_partial *partial) {
-  static const float once[KVEDGE_STACK] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
-                                           1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
-  const kvedge_cache_view *view = &a->view;
-  const tile_of_tokens *tile = e->tile;
-  const int bytes = weight_bytes(a, tile);
-  const float *p = w->scores + e->at * KVEDGE_TILE, *alpha = w->alpha + e->at;
-  float *acc = partial->acc + kvedge_index_of(a, e) * (size_t)a->acc_stride;
-  float v_factor = a->value_factor;
-  if (view->format == KVEDGE_FLOAT32 && v_factor > 1.0f) { /* values that are hidden may be too large for it */
-    for (int i = 0; i < e->count; i++)
-      for (int t = 0; t < tile->num_tokens; t++) w->scores[(e->at + i) * KVEDGE_TILE + t] *= v_factor;
-    v_factor = 1.0f;
+/* Where the factor of values without scales is above 1, probabilities take it: values that are hidden may be too large
+ * for it. */
+static void take_factor(const kvedge_attention *a, const head_tile *h, workspace *w) {
+  float *p = w->scores + h->at * KVEDGE_TILE;
+  for (int i = 0; i < h->count; i++)
+    for (int t = 0; t < h->tile->num_tokens; t++) p[i * KVEDGE_TILE + t] *= a->factor[VALUES];
+}
+
+static void weighted_sum(const kvedge_attention *a, const head_tile *h, workspace *w, kvedge_partial *partial) {
+  static const float one[KVEDGE_STACK] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
+                                          1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
+  const kvedge_row_shape *shape = &a->view.side[VALUES].shape;
+  const int takes_factor = shape->num_groups == 0 && a->factor[VALUES] > 1.0f;
+  kvedge_probabilities p = {.num_queries = h->count, .planes = probability_planes(a, h->tile),
+                            .p = w->scores + h->at * KVEDGE_TILE};
+  kvedge_accumulators to = {.acc = partial->acc + kvedge_index_of(a, h) * (size_t)a->acc_stride,
+                            .stride = a->acc_stride, .rescale = w->rescale + h->at};
+  if (takes_factor) take_factor(a, h, w);
+  if (a->decodes[VALUES]) {
+    decoded_block room;
+    for (int b = 0; b < h->tile->num_blocks; b++, p.p += KVEDGE_BLOCK, to.rescale = one) {
+      kvedge_tile values = decode_block(a, h, VALUES, b, &room);
+      if (takes_factor) values.factor = 1.0f;
+      a->cells[VALUES]->weighted_sum(&p, &values, &to);
+    }
+    return;
   }
-  for (int g = 0; g < a->num_groups; g++) {
-    int start = g * view->group_size;
-    int n = view->head_dim - start < view->group_size ? view->head_dim - start : view->group_size;
-    const float *v_scale = NULL;
-    if (view->format == KVEDGE_INT8) v_scale = tile_scales(a, tile, e->kv_head, g, 1, &w->value_scales);
-    if (e->blocks) {
-      const int8_t *const *next = e->next_blocks ? e->next_blocks->values : NULL, *share[KVEDGE_TILE_BLOCKS];
-      a->kernels->weighted_sum_i8_blocks(e->blocks->values, start + e->kv_head * view->head_stride, view->token_stride,
-                                         tile->num_tokens, n, e->count, bytes, p, v_scale, alpha,
-                                         share_of_group(next, start, tile->num_tokens, share), acc + start,
-                                         a->acc_stride);
-      continue;
-    }
-    for (int i = 0; i < tile->num_pieces; i++) {
-      const piece *of = &tile->pieces[i];
-      const char *values = rows_of_head(view, &of->rows, e->kv_head).values;
-      const char *prefetch = e->ahead ? e->ahead->values[i] : NULL;
-      const float *keep = i == 0 ? alpha : once;
-      if (view->format == KVEDGE_FLOAT32)
-        a->kernels->weighted_sum_f32((const float *)values, view->token_stride, of->num_tokens, view->head_dim,
-                                     e->count, p + of->first, v_factor, keep, prefetch, acc, a->acc_stride);
-      else
-        a->kernels->weighted_sum_i8((const int8_t *)values + start, view->token_stride, of->num_tokens, n,
-                                    e->count, bytes, p + of->first, v_scale + of->first, keep,
-                                    prefetch ? prefetch + start * of->num_tokens : NULL, acc + start, a->acc_stride);
-    }
+  const int num_groups = shape->num_groups ? shape->num_groups : 1;
+  for (int g = 0; g < num_groups; g++, to.acc += shape->group_size) {
+    kvedge_tile values = rows_of_group(a, h, VALUES, g, w);
+    if (takes_factor) values.factor = 1.0f;
+    a->cells[VALUES]->weighted_sum(&p, &values, &to);
   }
 }
 
-/* ---- Several heads at once --------------------------------------------------------------------
+/* ---- A head batch ----------------------------------------------------------------------------
  *
  * A decoded token has few queries for a head. What comes with each call of softmax is shared by those of several heads
- * side by side; and where a head has one query, some paths have kernels for its scores and sums too. */
+ * side by side; and where a head has one query, some paths have kernels for the scores and sums of several, too. */
 
-/* (Measured: with four queries for each it is slower.) */
-int kvedge_heads_together(const kvedge_attention *a) {
-  return a->num_row_blocks > 1 || a->stack > 3 ? 1 : a->stack == 1 ? KVEDGE_HEADS : 2;
-}
-
-int kvedge_has_heads_kernels(const kvedge_attention *a, int num_kv_heads) {
-  const kvedge_cache_view *view = &a->view;
-  return num_kv_heads == KVEDGE_HEADS && a->stack == 1 && a->kernels->scores_i8_heads &&
-         view->format == KVEDGE_INT8 && view->num_groups == 1 && view->head_dim % 16 == 0 && view->head_dim >= 64 &&
-         view->head_dim <= KVEDGE_HEADS_DIM;
-}
-
-/* Their scores; 0: nothing was done, since their queries need different numbers of bytes. */
-static int scores_of_heads(const kvedge_attention *a, const encounter *heads, workspace *w) {
-  const kvedge_cache_view *view = &a->view;
-  const encounter *e = &heads[0];
-  const size_t index = kvedge_index_of(a, e);
-  const float *scale = tile_scales(a, e->tile, e->kv_head, 0, 0, &w->key_scales);
-  int bytes[KVEDGE_HEADS], alike = 1;
+/* Their scores; 0: nothing was done, since their queries need different numbers of planes. */
+static int scores_of_batch(const kvedge_attention *a, const head_tile *heads, workspace *w) {
+  const kvedge_tile keys = rows_of_group(a, &heads[0], KEYS, 0, w);
+  kvedge_query q = query_of_group(a, &heads[0], 0, 0, KVEDGE_HEADS);
   for (int j = 0; j < KVEDGE_HEADS; j++) {
-    choose_bytes(a, &heads[j], scale + j * SCALES, &bytes[j]);
-    alike &= bytes[j] == bytes[0];
+    int planes;
+    choose_planes(a, &heads[j], keys.scales + j * keys.scale_stride, &planes);
+    if (j > 0 && planes != q.planes) return 0;
+    q.planes = planes;
   }
-  if (!alike) return 0;
-  kvedge_query q = {.num_queries = KVEDGE_HEADS, .dim = view->head_dim, .num_bytes = bytes[0],
-                    .stride = a->group_pad, .scale_stride = 1,
-                    .codes = e->queries->codes + index * (size_t)a->group_pad * KVEDGE_CODE_BYTES,
-                    .scale = e->queries->scales + index, .offsets = e->queries->offsets + index * 4};
-  const tile_blocks *next = e->next_blocks;
-  a->kernels->scores_i8_heads(&q, e->blocks->keys, e->kv_head * view->head_stride, view->token_stride,
-                              e->tile->num_tokens, scale, SCALES, next ? next->keys : NULL, next && next->in_order,
-                              w->scores);
+  a->cells[KEYS]->scores_of_heads(&q, &keys, w->scores, 0);
   return 1;
 }
 
-static void weighted_sum_of_heads(const kvedge_attention *a, const encounter *heads, workspace *w,
+static void weighted_sum_of_batch(const kvedge_attention *a, const head_tile *heads, workspace *w,
                                   kvedge_partial *partial) {
-  const kvedge_cache_view *view = &a->view;
-  const encounter *e = &heads[0];
-  const float *scale = tile_scales(a, e->tile, e->kv_head, 0, 1, &w->value_scales);
-  const tile_blocks *next = e->next_blocks;
-  float *acc = partial->acc + kvedge_index_of(a, e) * (size_t)a->acc_stride;
-  a->kernels->weighted_sum_i8_heads(e->blocks->values, e->kv_head * view->head_stride, view->token_stride,
-                                    e->tile->num_tokens, view->head_dim, weight_bytes(a, e->tile), w->scores, scale,
-                                    SCALES, w->alpha, next ? next->values : NULL, next && next->in_order, acc);
+  const kvedge_tile values = rows_of_group(a, &heads[0], VALUES, 0, w);
+  const kvedge_probabilities p = {.num_queries = KVEDGE_HEADS, .planes = probability_planes(a, heads[0].tile),
+                                  .p = w->scores};
+  const kvedge_accumulators to = {.acc = partial->acc + kvedge_index_of(a, &heads[0]) * (size_t)a->acc_stride,
+                                  .stride = values.dim, .rescale = w->rescale};
+  a->cells[VALUES]->weighted_sum_of_heads(&p, &values, &to);
 }
 
 /* ---- A step: one tile of one KV head, or of several ------------------------------------------ */
 
-void kvedge_step(const kvedge_attention *a, encounter *heads, int num_kv_heads, const tile_of_tokens *following,
-                 kvedge_partial *partial, workspace *w) {
-  const int at_once = kvedge_has_heads_kernels(a, num_kv_heads), num_tokens = heads->tile->num_tokens;
-  const int stack = (int)kvedge_rows_in_block(a, heads->block) * a->heads_per_kv_head;
-  for (int i = 0; i < stack; i += KVEDGE_STACK) { /* once, if there are several heads */
-    const int count = stack - i < KVEDGE_STACK ? stack - i : KVEDGE_STACK, asking = i == 0;
-    for (int j = 0; j < num_kv_heads; j++) {
+void kvedge_step(const kvedge_attention *a, head_tile *heads, int num, const token_tile *next, kvedge_partial *partial,
+                 workspace *w) {
+  const int batch = a->batches_heads && num == KVEDGE_HEADS, num_tokens = heads->tile->num_tokens;
+  const int query_rows = (int)kvedge_rows_in_block(a, heads->block) * a->heads_per_kv_head;
+  for (int i = 0; i < query_rows; i += KVEDGE_STACK) { /* once, if there are several heads */
+    const int count = query_rows - i < KVEDGE_STACK ? query_rows - i : KVEDGE_STACK, prefetches = i == 0;
+    for (int j = 0; j < num; j++) {
       heads[j].first = i, heads[j].count = count, heads[j].at = j * count;
-      if (!asking) heads[j].ahead = NULL, heads[j].next_blocks = NULL;
+      if (!prefetches) heads[j].prefetches = 0;
     }
-    if (asking) prefetch_scales(&a->view, following, heads->kv_head, num_kv_heads, 0);
-    if (!at_once || !scores_of_heads(a, heads, w))
-      for (int j = 0; j < num_kv_heads; j++) kvedge_tile_scores(a, &heads[j], w);
-    for (int j = 0; j < num_kv_heads && (a->real_logits || heads->masking); j++) finish_scores(a, &heads[j], w);
+    if (prefetches) prefetch_scales(&a->view, next, KEYS, heads->kv_head, num);
+    if (!batch || !scores_of_batch(a, heads, w))
+      for (int j = 0; j < num; j++) kvedge_head_scores(a, &heads[j], w);
+    for (int j = 0; j < num && (a->real_logits || heads->masking); j++) finish_scores(a, &heads[j], w);
     const size_t index = kvedge_index_of(a, &heads[0]);
-    a->kernels->softmax(w->scores, num_kv_heads * count, num_tokens, w->queries.softmax_factor + index,
-                        partial->max + index, partial->sum + index, w->alpha);
-    if (asking) prefetch_scales(&a->view, following, heads->kv_head, num_kv_heads, 1);
-    if (at_once) weighted_sum_of_heads(a, heads, w, partial);
+    a->kernels->softmax(w->scores, num * count, num_tokens, w->queries.log2_scale + index, partial->max + index,
+                        partial->sum + index, w->rescale);
+    if (prefetches) prefetch_scales(&a->view, next, VALUES, heads->kv_head, num);
+    if (batch) weighted_sum_of_batch(a, heads, w, partial);
     else
-      for (int j = 0; j < num_kv_heads; j++) weighted_sum(a, &heads[j], w, partial);
+      for (int j = 0; j < num; j++) weighted_sum(a, &heads[j], w, partial);
   }
 }

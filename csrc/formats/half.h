@@ -1,5 +1,5 @@
-/* IEEE half precision in integer arithmetic: the baseline CPUs have no instruction for it, and scales
- * are few. Only non-negative numbers are converted here: scales. */
+/* 16-bit floats, IEEE half precision and bfloat16, in integer arithmetic: the baseline CPUs have no instructions for
+ * them, and compilers make vector code of this. */
 #ifndef KVEDGE_HALF_H
 #define KVEDGE_HALF_H
 
@@ -9,7 +9,32 @@
 #include "kvedge.h"
 
 #define KVEDGE_HALF_MAX 65504.0f
+#define KVEDGE_HALF_OVERFLOW 65520.0f /* rounds to infinity, and what is above */
 
+/* Any finite half, also subnormal ones: its exponent and mantissa in a float's place, brought to a float's bias. */
+static inline float kvedge_float_of_half(uint16_t half) {
+  float magnitude = kvedge_float_of_bits((half & 0x7fffu) << 13) * 0x1p112f;
+  return kvedge_float_of_bits(kvedge_bits_of_float(magnitude) | (half & 0x8000u) << 16);
+}
+
+/* The nearest half, ties to even, for |x| < KVEDGE_HALF_OVERFLOW. Adding 1/2 to what becomes a subnormal half leaves its
+ * digits, rounded, at the end of a float. */
+static inline uint16_t kvedge_half_of_float(float x) {
+  uint32_t bits = kvedge_bits_of_float(x), sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7fffffffu;
+  uint32_t normal = (magnitude - (112u << 23) + 0xfff + (magnitude >> 13 & 1)) >> 13;
+  uint32_t subnormal = kvedge_bits_of_float(kvedge_float_of_bits(magnitude) + 0.5f) - kvedge_bits_of_float(0.5f);
+  return (uint16_t)(sign | (magnitude < 0x38800000u ? subnormal : normal));
+}
+
+static inline float kvedge_float_of_bfloat(uint16_t bits) { return kvedge_float_of_bits((uint32_t)bits << 16); }
+
+/* The nearest bfloat16, ties to even; may be infinite. */
+static inline uint16_t kvedge_bfloat_of_float(float x) {
+  uint32_t bits = kvedge_bits_of_float(x);
+  return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+/* A non-negative half: a scale. */
 static inline float kvedge_half_to_float(uint16_t half) {
   uint32_t exponent = (half >> 10) & 0x1f, mantissa = half & 0x3ff;
   if (exponent == 0) return (float)mantissa * 0x1p-24f;

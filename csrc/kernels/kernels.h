@@ -1,8 +1,8 @@
-/* The kernel table: everything whose machine code differs from CPU to CPU.
+/* The kernel tables: everything whose machine code differs from CPU to CPU.
  *
- * A kernel has no state, allocates nothing, starts no thread and reads no byte outside the rows it
- * is given. All paths store the same bytes and agree on results within the numerics contract
- * (docs/numerics.md). One file per path (kernels_<isa>.c) fills one table; dispatch.c picks it.
+ * A kernel has no state, allocates nothing, starts no thread and reads no byte outside the rows it is given. All paths
+ * store the same bytes and agree on results within the numerics contract (docs/numerics.md). Each path has a table in
+ * a folder of its own; system/dispatch.c picks one.
  */
 #ifndef KVEDGE_KERNELS_H
 #define KVEDGE_KERNELS_H
@@ -24,7 +24,7 @@ enum {
   KVEDGE_QUERY_PAD = 64,
   /* Columns that transpose_scales writes at most. */
   KVEDGE_SCALE_COLUMNS = 4,
-  /* KV heads with one query each that kernels of several heads work on: those whose scales come together. */
+  /* KV heads of a head batch: those whose scales come together. */
   KVEDGE_HEADS = KVEDGE_SCALE_COLUMNS,
   /* Channels that each of them has at most; at least 64, and a multiple of 16. */
   KVEDGE_HEADS_DIM = 256,
@@ -38,23 +38,104 @@ static inline int kvedge_padded_channels(int dim) {
   return (dim + KVEDGE_QUERY_PAD - 1) / KVEDGE_QUERY_PAD * KVEDGE_QUERY_PAD;
 }
 
-/* A stack of query rows against one group of channels of one KV head: as floats, and for paths with
- * 8-bit dot products as integers of 24 bits in three signed bytes, value ~ scale * (65536 * high +
- * 256 * middle + low). So the query adds nothing to what the keys' storage costs, whatever the size
- * of the logits. Channels dim..padded are zero in both. */
+/* Query rows of a KV head (group x rows of a prompt) against one group of channels: as floats, or for cells with an
+ * encode_query as integers of 24 bits in three planes, 8-bit digits: value ~ scale * (65536 * high + 256 * middle + low).
+ * So the query adds nothing to what the keys' storage costs, whatever the size of the logits. Channels dim..padded are
+ * zero in both. */
 typedef struct {
-  int num_queries;       /* 1..KVEDGE_STACK */
-  int dim;               /* channels of this group, 1..1024 */
-  int num_bytes;         /* of a code to multiply by: 3, or fewer (the high ones) for 16 or 8 bits */
-  ptrdiff_t stride;      /* channels from one query to the next */
-  const float *values;   /* (num_queries, stride); magnitudes up to 2 */
-  const int8_t *codes;   /* (num_queries, stride * KVEDGE_CODE_BYTES), 64-byte aligned: the integers as the path
-                          * multiplies them, in an order of its own; NULL where it has no encode_query */
+  int num_queries;        /* 1..KVEDGE_STACK */
+  int dim;                /* channels of this group, 1..1024 */
+  int planes;             /* digits to multiply by: 3, or fewer (the high ones) for 16 or 8 bits */
+  ptrdiff_t stride;       /* channels from one query to the next */
+  const float *values;    /* (num_queries, stride); magnitudes up to 2 */
+  const int8_t *codes;    /* (num_queries, stride * KVEDGE_CODE_BYTES), 64-byte aligned: the integers as the path
+                           * multiplies them, in an order of its own; NULL where the cell has no encode_query */
   ptrdiff_t scale_stride; /* groups from one query to the next, in scale and offsets */
-  const float *scale;    /* (num_queries) */
-  const int32_t *offsets; /* (num_queries, 4): what the sum of products with each byte starts from. Paths that
-                           * multiply unsigned keys, k + 128, take off here what that adds; else zeros. */
+  const float *scale;     /* (num_queries) */
+  const int32_t *offsets; /* (num_queries, 4): where the sum of products with each plane starts. Paths that multiply
+                           * unsigned keys, k + 128, take off here what that adds; else zeros. */
 } kvedge_query;
+
+/* Rows to prefetch, of a tile that comes later: with each block of the tile at hand one such block, of as many bytes as
+ * that has (tokens x dim). They are never read. */
+typedef struct {
+  const char *const *blocks; /* (blocks of the tile at hand); NULL: nothing is prefetched */
+  ptrdiff_t offset;          /* bytes from blocks[b] to the first */
+  int in_order;              /* they lie side by side, behind those that were prefetched before */
+} kvedge_prefetch;
+
+/* A tile: the rows of up to KVEDGE_TILE tokens, of one group of channels of one KV head (head batch: of KVEDGE_HEADS
+ * heads side by side), as a table of blocks of KVEDGE_BLOCK tokens, wherever these lie. */
+typedef struct {
+  const char *const *blocks; /* (ceil(num_tokens / KVEDGE_BLOCK)) */
+  ptrdiff_t offset;          /* bytes from blocks[b] to the first channel of the block's first row */
+  ptrdiff_t token_stride;    /* bytes from a row to the next of the same block */
+  int num_tokens;            /* 1..KVEDGE_TILE; rows past the last are not there, and may not be read */
+  int dim;                   /* channels, of one head */
+  const float *scales;       /* one per token, 0..2^61, readable to the end of the last block and 0 from num_tokens on;
+                              * NULL for formats without scales */
+  ptrdiff_t scale_stride;    /* from the scales of a head to those of the next (head batch) */
+  float factor;              /* what rows without scales are multiplied by: a power of two, at most 1 for values */
+  kvedge_prefetch next;
+} kvedge_tile;
+
+static inline const char *kvedge_tile_block(const kvedge_tile *tile, int token) {
+  return tile->blocks[token / KVEDGE_BLOCK] + tile->offset;
+}
+
+/* Where row `token` of a tile starts. */
+static inline const char *kvedge_tile_row(const kvedge_tile *tile, int token) {
+  return kvedge_tile_block(tile, token) + token % KVEDGE_BLOCK * tile->token_stride;
+}
+
+/* Probabilities of a tile's tokens, as softmax leaves them. */
+typedef struct {
+  int num_queries;
+  int planes;     /* of quantized probabilities: weights p[t] * scale[t] are rounded to 2^-24 of the tile's largest or
+                   * better; to 2^-16 or 2^-8 if it is 2 or 1 (or to 2^-15 of the largest of 64 tokens, whose errors add
+                   * up as those of 2^-16 of 256 do), small ones up or down as kvedge_dither has it */
+  const float *p; /* (num_queries, KVEDGE_TILE), 0 from num_tokens to the end of the last block */
+} kvedge_probabilities;
+
+/* Accumulators of the values. */
+typedef struct {
+  float *acc;           /* (num_queries, stride) */
+  ptrdiff_t stride;
+  const float *rescale; /* (num_queries): what they are multiplied by first */
+} kvedge_accumulators;
+
+/* What a path has for a storage format: a row of these is its cells. Heads of a head batch have one query each, query i
+ * for head i. */
+typedef struct {
+  /* Codes, scale and offsets of one query over one group of `dim` channels, as kvedge_query has them. Its values are
+   * x[d] * factor; `largest`, their largest magnitude, is at most 2. NULL where scores multiply floats. */
+  void (*encode_query)(const float *x, int dim, float factor, float largest, int8_t *codes, float *scale,
+                       int32_t *offsets);
+
+  /* scores[i * KVEDGE_TILE + t] (+)= scale[t] * sum_d value[i][d] * key[t][d] for the queries and the tile's tokens,
+   * adding where `accumulate` is not 0. Scores past the last token are undefined.
+   * NULL: the path has no kernels for the format, and its rows are decoded for those of float32. */
+  void (*scores)(const kvedge_query *q, const kvedge_tile *keys, float *scores, int accumulate);
+
+  /* acc[i][d] = acc[i][d] * rescale[i] + sum_t p[i][t] * scale[t] * value[t][d] */
+  void (*weighted_sum)(const kvedge_probabilities *p, const kvedge_tile *values, const kvedge_accumulators *to);
+
+  /* The same for a head batch; NULL: there are none. `to->stride` is dim. They want head_dim to be a multiple of 16 from
+   * 64 to KVEDGE_HEADS_DIM, and one scale per row. */
+  void (*scores_of_heads)(const kvedge_query *q, const kvedge_tile *keys, float *scores, int accumulate);
+  void (*weighted_sum_of_heads)(const kvedge_probabilities *p, const kvedge_tile *values,
+                                const kvedge_accumulators *to);
+} kvedge_cell;
+
+/* Sizes of a path, each measured on the CPUs that its file names. */
+typedef struct {
+  /* Bytes of keys of one head, and as many of values, that a tile has at most: what is read again for further queries
+   * should stay in the first-level cache. Larger tiles cost less per token. */
+  int step_bytes;
+  /* Work from which on other threads are woken for it, which takes some 50 us: bytes read, times 3 + the queries that
+   * meet each of them. (Reading one costs as much as the products of about three queries with it.) */
+  int parallel_work;
+} kvedge_tuning;
 
 /* Options that look at single logits: of one query, n tokens of a tile. Arrays are of n and do not overlap. */
 typedef struct {
@@ -71,14 +152,8 @@ typedef struct {
 
 typedef struct kvedge_kernels {
   const char *name; /* as in KVEDGE_ISA */
-
-  /* Bytes of keys of one head, and as many of values, that a tile has at most: what is read again for further queries
-   * should stay in the first-level cache. Larger tiles cost less per token. */
-  int step_bytes;
-
-  /* Work from which on other threads are woken for it, which takes some 50 us: bytes read, times 3 + the queries that
-   * meet each of them. (Reading one costs as much as the products of about three queries with it.) */
-  int parallel_work;
+  kvedge_tuning tuning;
+  kvedge_cell cells[KVEDGE_NUM_FORMATS]; /* by kvedge_format */
 
   /* max over i of the bits of |x[i]|: as a float the largest magnitude; >= 0x7f800000 tells of a NaN
    * or an infinity, since those order above every finite number as integers. n may be 0. */
@@ -90,72 +165,20 @@ typedef struct kvedge_kernels {
   /* out[i] = codes[i] * scale */
   void (*dequantize)(const int8_t *codes, size_t n, float scale, float *out);
 
-  /* Codes, scale and offsets of one query over one group of `dim` channels, as kvedge_query has them. Its values
-   * are x[d] * factor; `largest`, their largest magnitude, is at most 2. NULL where scores_i8 multiplies floats. */
-  void (*encode_query)(const float *x, int dim, float factor, float largest, int8_t *codes, float *scale,
-                       int32_t *offsets);
-
   /* out[c * out_stride + t] = row t's scales[c] * factor, for num_tokens rows of which 1 to KVEDGE_SCALE_COLUMNS
    * numbers of `type` are read, token_stride bytes apart. */
   void (*transpose_scales)(const void *scales, kvedge_scale_type type, ptrdiff_t token_stride, int num_tokens,
                            int num_columns, float factor, float *out, ptrdiff_t out_stride);
 
-  /* Scores of a tile: for query i < num_queries and token t < num_tokens
-   *   scores[i * KVEDGE_TILE + t] (+)= k_scale[t] * sum_d value[i][d] * k[t][d]
-   * adding when `accumulate` is not 0. Scores of a last block's tokens that are not there are undefined. k rows lie
-   * token_stride bytes apart; k_scale can be read to the end of the last block. `prefetch`, if not NULL, is where
-   * num_tokens * dim bytes (or floats) lie together that a later tile reads: they are asked for while this one is
-   * worked on. Never read from. */
-  void (*scores_i8)(const kvedge_query *q, const int8_t *k, ptrdiff_t token_stride, int num_tokens,
-                    const float *k_scale, const void *prefetch, float *scores, int accumulate);
-  void (*scores_f32)(const kvedge_query *q, const float *k, ptrdiff_t token_stride, int num_tokens,
-                     float k_scale, const void *prefetch, float *scores);
-
   /* One step of the online softmax for num_queries rows of scores[KVEDGE_TILE]: with
-   * m' = max(m, max_t s[t]),   p[t] = 2^((s[t] - m') * factor),   alpha = 2^((m - m') * factor)
-   * scores become p, sum becomes sum * alpha + sum_t p[t], m becomes m'. Where no p would be above 2^KVEDGE_HEADROOM,
+   * m' = max(m, max_t s[t]),   p[t] = 2^((s[t] - m') * factor),   rescale = 2^((m - m') * factor)
+   * scores become p, sum becomes sum * rescale + sum_t p[t], m becomes m'. Where no p would be above 2^KVEDGE_HEADROOM,
    * m' may be m instead, for which nothing need wait. A score of -INFINITY gives p = 0 whatever m is; from num_tokens
    * to the end of the last block p = 0.
    * m starts at -FLT_MAX, which does not stay where there is a score; factor > 0. Results below 2^-125 are 0: no
    * denormal is made. */
   void (*softmax)(float *scores, int num_queries, int num_tokens, const float *factor, float *max,
-                  float *sum, float *alpha);
-
-  /* acc[i * acc_stride + d] = acc[..] * alpha[i] + sum_t p[i][t] * v_scale[t] * v[t][d]  for d < dim,
-   * p as softmax leaves it. v_scale is 0..2^61, and 0 from num_tokens to the end of the last block. Weights
-   * p[t] * v_scale[t] are rounded to 2^-24 of the tile's largest or better; to 2^-16 or 2^-8 if num_bytes is 2 or 1
-   * (or to 2^-15 of the largest of 64 tokens, whose errors add up as those of 2^-16 of 256 do), small ones up or down
-   * as kvedge_dither has it. */
-  void (*weighted_sum_i8)(const int8_t *v, ptrdiff_t token_stride, int num_tokens, int dim,
-                          int num_queries, int num_bytes, const float *p, const float *v_scale,
-                          const float *alpha, const void *prefetch, float *acc, ptrdiff_t acc_stride);
-  /* Both for rows that lie together in blocks of KVEDGE_BLOCK only: k[b] + offset (v likewise) is where tokens
-   * KVEDGE_BLOCK * b and following start, and prefetch[b] where KVEDGE_BLOCK * dim bytes are asked for. NULL where a
-   * path has them not; then such rows are worked on block by block, which costs it up to half as much again. */
-  void (*scores_i8_blocks)(const kvedge_query *q, const int8_t *const *k, ptrdiff_t offset,
-                           ptrdiff_t token_stride, int num_tokens, const float *k_scale,
-                           const int8_t *const *prefetch, float *scores, int accumulate);
-  void (*weighted_sum_i8_blocks)(const int8_t *const *v, ptrdiff_t offset, ptrdiff_t token_stride,
-                                 int num_tokens, int dim, int num_queries, int num_bytes, const float *p,
-                                 const float *v_scale, const float *alpha,
-                                 const int8_t *const *prefetch, float *acc, ptrdiff_t acc_stride);
-
-  /* Both for KVEDGE_HEADS KV heads that lie side by side, with one query each, query i against head i; NULL where a
-   * path has them not. As the ones above, but: dim is that of a head; scales of head i are
-   * k_scale[i * k_scale_stride + t] (v_scale likewise); prefetch[b] is where KVEDGE_HEADS * KVEDGE_BLOCK * dim bytes
-   * are asked for (in_order: these lie side by side, behind those of the call before); scores are not added to; acc is
-   * (KVEDGE_HEADS, dim). */
-  void (*scores_i8_heads)(const kvedge_query *q, const int8_t *const *k, ptrdiff_t offset, ptrdiff_t token_stride,
-                          int num_tokens, const float *k_scale, ptrdiff_t k_scale_stride,
-                          const int8_t *const *prefetch, int in_order, float *scores);
-  void (*weighted_sum_i8_heads)(const int8_t *const *v, ptrdiff_t offset, ptrdiff_t token_stride, int num_tokens,
-                                int dim, int num_bytes, const float *p, const float *v_scale,
-                                ptrdiff_t v_scale_stride, const float *alpha, const int8_t *const *prefetch,
-                                int in_order, float *acc);
-
-  void (*weighted_sum_f32)(const float *v, ptrdiff_t token_stride, int num_tokens, int dim,
-                           int num_queries, const float *p, float v_scale, const float *alpha,
-                           const void *prefetch, float *acc, ptrdiff_t acc_stride);
+                  float *sum, float *rescale);
 
   kvedge_logit_kernels logits;
 
@@ -183,7 +206,7 @@ typedef struct kvedge_kernels {
 enum { KVEDGE_DITHERED = 4 };
 extern const float kvedge_dither[KVEDGE_TILE];
 
-/* NULL where the compiler could not build the path or the CPU cannot run it. */
+/* The paths of this processor family; system/dispatch.c knows which of them this CPU runs. */
 extern const kvedge_kernels kvedge_kernels_scalar;
 #if defined(__x86_64__) || defined(_M_X64)
 extern const kvedge_kernels kvedge_kernels_avx2;

@@ -37,7 +37,7 @@ KVEDGE_INLINE float soft_capped(float x, float cap, float inverse_of_cap) {
                               ((kvedge_bits_of_float(large) | sign) & ~all_if_small));
 }
 
-static void to_logits_portable(float *row, int n, double factor, double bias, float cap) {
+static inline void to_logits_portable(float *row, int n, double factor, double bias, float cap) {
   enum { RANGE = 1 << 30 }; /* within which float is no less exact than a logit in float can be */
   if (factor > 1.0 / RANGE && factor < RANGE && fabs(bias) < RANGE) {
     const float by = (float)factor, plus = (float)bias;
@@ -50,18 +50,18 @@ static void to_logits_portable(float *row, int n, double factor, double bias, fl
   for (int t = 0; t < n; t++) row[t] = soft_capped(row[t], cap, inverse_of_cap);
 }
 
-static void add_slope_portable(float *logits, int n, float slope, float first) {
+static inline void add_slope_portable(float *logits, int n, float slope, float first) {
   for (int t = 0; t < n; t++) logits[t] = nearest_finite(logits[t] + slope * (first + (float)t));
 }
 
-static void add_bias_portable(float *restrict logits, int n, const float *restrict bias) {
+static inline void add_bias_portable(float *restrict logits, int n, const float *restrict bias) {
   for (int t = 0; t < n; t++) {
     float sum = nearest_finite(logits[t] + bias[t]);
     logits[t] = bias[t] < -FLT_MAX ? -INFINITY : sum;
   }
 }
 
-static void hide_portable(float *restrict numbers, int n, const uint8_t *restrict mask, const float *restrict bias,
+static inline void hide_portable(float *restrict numbers, int n, const uint8_t *restrict mask, const float *restrict bias,
                           float instead) {
   if (mask)
     for (int t = 0; t < n; t++) numbers[t] = mask[t] ? numbers[t] : instead;

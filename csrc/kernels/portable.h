@@ -67,41 +67,94 @@ static inline void softmax_portable(float *scores, int num_queries, int num_toke
   }
 }
 
-static inline void scores_f32_portable(const kvedge_query *q, const float *k, ptrdiff_t token_stride,
-                                int num_tokens, float k_scale, const void *prefetch, float *scores) {
-  int whole = q->dim / LANES * LANES;
-  for (int t = 0; t < num_tokens; t++) {
-    const float *row = (const float *)((const char *)k + t * token_stride);
-    if (prefetch) prefetch_bytes((const char *)prefetch + 4 * (ptrdiff_t)t * q->dim, 4 * (ptrdiff_t)q->dim);
+/* ---- Rows of floats: float32, float16, bfloat16 ----
+ *
+ * Of the 16-bit formats a row is converted as a whole, which compilers make vector code of, and then multiplied as
+ * float32 rows are. */
+
+/* The row at `from` as floats: as it lies. */
+KVEDGE_INLINE const float *row_of_float32(const char *from, int dim, float *room) {
+  (void)dim;
+  (void)room;
+  return (const float *)from;
+}
+
+KVEDGE_INLINE const float *row_of_float16(const char *from, int dim, float *room) {
+  const uint16_t *halves = (const uint16_t *)from;
+  for (int d = 0; d < dim; d++) room[d] = kvedge_float_of_half(halves[d]);
+  return room;
+}
+
+KVEDGE_INLINE const float *row_of_bfloat16(const char *from, int dim, float *room) {
+  const uint16_t *halves = (const uint16_t *)from;
+  for (int d = 0; d < dim; d++) room[d] = kvedge_float_of_bits((uint32_t)halves[d] << 16);
+  return room;
+}
+
+/* Prefetches row `token` of the tile that comes later, of `bytes` bytes: rows of a block lie together there. */
+KVEDGE_INLINE void prefetch_row(const kvedge_tile *tile, int token, ptrdiff_t bytes) {
+  if (!tile->next.blocks) return;
+  const char *block = tile->next.blocks[token / KVEDGE_BLOCK] + tile->next.offset;
+  prefetch_bytes(block + token % KVEDGE_BLOCK * bytes, bytes);
+}
+
+typedef const float *row_function(const char *from, int dim, float *room);
+
+KVEDGE_INLINE void score_float_rows(const kvedge_query *q, const kvedge_tile *keys, float *scores, int accumulate,
+                                    row_function *row_of, const int size) {
+  const int whole = q->dim / LANES * LANES;
+  const float factor = keys->factor;
+  float room[1024];
+  for (int t = 0; t < keys->num_tokens; t++) {
+    const float *row = row_of(kvedge_tile_row(keys, t), q->dim, room);
+    prefetch_row(keys, t, (ptrdiff_t)size * q->dim);
     for (int i = 0; i < q->num_queries; i++) {
       const float *query = q->values + i * q->stride;
       float lane[LANES] = {0};
       for (int d = 0; d < whole; d += LANES)
-        for (int j = 0; j < LANES; j++) lane[j] += query[d + j] * (row[d + j] * k_scale);
+        for (int j = 0; j < LANES; j++) lane[j] += query[d + j] * (row[d + j] * factor);
       float dot = lanes_sum(lane);
-      for (int d = whole; d < q->dim; d++) dot += query[d] * (row[d] * k_scale);
-      scores[i * KVEDGE_TILE + t] = dot;
+      for (int d = whole; d < q->dim; d++) dot += query[d] * (row[d] * factor);
+      float *out = scores + i * KVEDGE_TILE + t;
+      *out = accumulate ? *out + dot : dot;
     }
   }
 }
 
-static inline void weighted_sum_f32_portable(const float *v, ptrdiff_t token_stride, int num_tokens, int dim,
-                                      int num_queries, const float *p, float v_scale,
-                                      const float *alpha, const void *prefetch, float *acc,
-                                      ptrdiff_t acc_stride) {
-  for (int i = 0; i < num_queries; i++)
-    if (alpha[i] != 1.0f)
-      for (int d = 0; d < dim; d++) acc[i * acc_stride + d] *= alpha[i];
-  for (int t = 0; t < num_tokens; t++) {
-    const float *restrict row = (const float *)((const char *)v + t * token_stride);
-    if (prefetch) prefetch_bytes((const char *)prefetch + 4 * (ptrdiff_t)t * dim, 4 * (ptrdiff_t)dim);
-    for (int i = 0; i < num_queries; i++) {
-      float weight = p[i * KVEDGE_TILE + t];
-      float *restrict sums = acc + i * acc_stride;
-      for (int d = 0; d < dim; d++) sums[d] += weight * (row[d] * v_scale);
+KVEDGE_INLINE void weigh_float_rows(const kvedge_probabilities *p, const kvedge_tile *values,
+                                    const kvedge_accumulators *to, row_function *row_of, const int size) {
+  const int dim = values->dim;
+  const float factor = values->factor;
+  float room[1024];
+  for (int i = 0; i < p->num_queries; i++)
+    if (to->rescale[i] != 1.0f)
+      for (int d = 0; d < dim; d++) to->acc[i * to->stride + d] *= to->rescale[i];
+  for (int t = 0; t < values->num_tokens; t++) {
+    const float *restrict row = row_of(kvedge_tile_row(values, t), dim, room);
+    prefetch_row(values, t, (ptrdiff_t)size * dim);
+    for (int i = 0; i < p->num_queries; i++) {
+      const float weight = p->p[i * KVEDGE_TILE + t];
+      float *restrict sums = to->acc + i * to->stride;
+      for (int d = 0; d < dim; d++) sums[d] += weight * (row[d] * factor);
     }
   }
 }
+
+#define KVEDGE_FLOAT_KERNELS(format, size)                                                                    \
+  static inline void scores_##format##_portable(const kvedge_query *q, const kvedge_tile *keys, float *scores, \
+                                                int accumulate) {                                             \
+    score_float_rows(q, keys, scores, accumulate, row_of_##format, size);                                     \
+  }                                                                                                           \
+  static inline void weighted_sum_##format##_portable(const kvedge_probabilities *p, const kvedge_tile *values, \
+                                                      const kvedge_accumulators *to) {                        \
+    weigh_float_rows(p, values, to, row_of_##format, size);                                                   \
+  }
+KVEDGE_FLOAT_KERNELS(float32, 4)
+KVEDGE_FLOAT_KERNELS(float16, 2)
+KVEDGE_FLOAT_KERNELS(bfloat16, 2)
+#undef KVEDGE_FLOAT_KERNELS
+
+#define KVEDGE_PORTABLE_CELL(format) {.scores = scores_##format##_portable, .weighted_sum = weighted_sum_##format##_portable}
 
 static inline void dequantize_portable(const int8_t *codes, size_t n, float scale, float *out) {
   for (size_t i = 0; i < n; i++) out[i] = (float)codes[i] * scale;

@@ -3,6 +3,7 @@
 #include "store/layer.h"
 
 #include <stdlib.h>
+#include <string.h>
 
 #include "system/dispatch.h"
 #include "system/pages.h"
@@ -13,47 +14,55 @@ const char *kvedge_strerror(kvedge_status status) {
     case KVEDGE_ERROR_ARGUMENT: return "an argument is out of its range";
     case KVEDGE_ERROR_CAPACITY: return "the tokens do not fit into the layer's capacity";
     case KVEDGE_ERROR_NONFINITE: return "the input holds a NaN or an infinity";
-    case KVEDGE_ERROR_SCALE: return "a row is too large for a float16 scale";
+    case KVEDGE_ERROR_SCALE: return "a row is too large for what it is stored in";
     case KVEDGE_ERROR_MEMORY: return "not enough memory";
     case KVEDGE_ERROR_ISA: return "KVEDGE_ISA names a path that this CPU cannot run";
   }
   return "unknown status";
 }
 
-enum { MAX_KV_HEADS = 65536, MAX_HEAD_DIM = 1024 };
+enum { MAX_KV_HEADS = 65536 };
 #define MAX_CAPACITY ((int64_t)1 << 40)
 
 /* Fills in what the config leaves open; 0 if it is not valid. */
 static int complete_config(const kvedge_layer_config *given, kvedge_layer_config *config) {
   if (!given || given->capacity < 1 || given->capacity > MAX_CAPACITY) return 0;
   if (given->num_kv_heads < 1 || given->num_kv_heads > MAX_KV_HEADS) return 0;
-  if (given->head_dim < 1 || given->head_dim > MAX_HEAD_DIM || given->group_size < 0) return 0;
-  if (given->format != KVEDGE_INT8 && given->format != KVEDGE_FLOAT32) return 0;
+  if (given->head_dim < 1 || given->head_dim > KVEDGE_MAX_HEAD_DIM || given->group_size < 0) return 0;
+  if (!kvedge_format_of(given->format)) return 0;
   if (given->scale_type != KVEDGE_SCALE_FLOAT32 && given->scale_type != KVEDGE_SCALE_FLOAT16) return 0;
   *config = *given;
   if (config->group_size == 0 || config->group_size > config->head_dim) config->group_size = config->head_dim;
   return 1;
 }
 
-static int groups_of(const kvedge_layer_config *config) {
-  if (config->format == KVEDGE_FLOAT32) return 0;
-  return (config->head_dim + config->group_size - 1) / config->group_size;
+/* One side of a layer, without its arrays. */
+static kvedge_side side_of(const kvedge_layer_config *config) {
+  kvedge_side side = {.format = kvedge_format_of(config->format), .num_kv_heads = config->num_kv_heads,
+                      .shape = {.dim = config->head_dim, .group_size = config->group_size,
+                                .scale_type = config->scale_type}};
+  if (side.format->has_scales) side.shape.num_groups = (config->head_dim + config->group_size - 1) / config->group_size;
+  else side.shape.group_size = config->head_dim;
+  side.row_bytes = kvedge_row_bytes(side.format, config->head_dim);
+  side.scale_row_bytes = kvedge_scale_row_bytes(&side.shape);
+  return side;
 }
 
 static size_t header_bytes(const kvedge_layer_config *config) {
-  size_t offset = config->format == KVEDGE_INT8
+  size_t offset = side_of(config).format->has_scales
                       ? (size_t)config->num_kv_heads * (size_t)config->head_dim * sizeof(float) : 0;
   return kvedge_align(sizeof(kvedge_layer) + offset);
 }
 
 /* Bytes of one array of codes and one of scales; 0 if they do not fit into a size_t. */
 static int slab_bytes(const kvedge_layer_config *config, size_t *codes, size_t *scales) {
+  const kvedge_side side = side_of(config);
   size_t rows;
   if (__builtin_mul_overflow((size_t)config->capacity, (size_t)config->num_kv_heads, &rows) ||
       (size_t)config->capacity != (uint64_t)config->capacity)
     return 0;
-  if (__builtin_mul_overflow(rows, (size_t)config->head_dim * kvedge_element_size(config), codes)) return 0;
-  if (__builtin_mul_overflow(rows, (size_t)groups_of(config) * kvedge_scale_size(config), scales)) return 0;
+  if (__builtin_mul_overflow(rows, side.row_bytes, codes)) return 0;
+  if (__builtin_mul_overflow(rows, side.scale_row_bytes, scales)) return 0;
   if (*codes > SIZE_MAX / 8 || *scales > SIZE_MAX / 8) return 0;
   *codes = kvedge_align(*codes);
   *scales = kvedge_align(*scales);
@@ -77,20 +86,21 @@ kvedge_status kvedge_layer_attach(void *header, size_t bytes, const kvedge_layer
   kvedge_layer_config config;
   if (!header || !slabs || !out || !complete_config(given, &config)) return KVEDGE_ERROR_ARGUMENT;
   if (!slabs->key_codes || !slabs->value_codes) return KVEDGE_ERROR_ARGUMENT;
-  if (config.format == KVEDGE_INT8 && (!slabs->key_scales || !slabs->value_scales))
-    return KVEDGE_ERROR_ARGUMENT;
+  kvedge_side side = side_of(&config);
+  if (side.format->has_scales && (!slabs->key_scales || !slabs->value_scales)) return KVEDGE_ERROR_ARGUMENT;
   if (bytes < header_bytes(&config)) return KVEDGE_ERROR_MEMORY;
   kvedge_status status = kvedge_isa_ready();
   if (status != KVEDGE_OK) return status;
   kvedge_layer *layer = header;
   layer->config = config;
-  layer->num_groups = groups_of(&config);
-  layer->slabs = *slabs;
+  layer->keys = layer->values = side;
+  layer->keys.codes = slabs->key_codes, layer->values.codes = slabs->value_codes;
+  layer->keys.scales = side.format->has_scales ? slabs->key_scales : slabs->key_codes;
+  layer->values.scales = side.format->has_scales ? slabs->value_scales : slabs->value_codes;
   atomic_init(&layer->len, 0);
   layer->written = 0;
   atomic_init(&layer->key_bound, 0.0f);
   atomic_init(&layer->value_bound, 0.0f);
-  layer->has_key_offset = 0;
   *out = layer;
   return KVEDGE_OK;
 }
@@ -123,9 +133,9 @@ kvedge_status kvedge_layer_create(const kvedge_layer_config *config, kvedge_laye
     free(memory);
     return status;
   }
-  size_t codes = (size_t)((char *)(*out)->slabs.value_codes - (char *)(*out)->slabs.key_codes);
-  advise_slab((*out)->slabs.key_codes, codes);
-  advise_slab((*out)->slabs.value_codes, codes);
+  size_t codes = (size_t)((*out)->values.codes - (*out)->keys.codes);
+  advise_slab((*out)->keys.codes, codes);
+  advise_slab((*out)->values.codes, codes);
   return KVEDGE_OK;
 }
 
@@ -135,19 +145,15 @@ void kvedge_layer_destroy(kvedge_layer *layer) {
   free(layer);
 }
 
-static const float *key_offset(const kvedge_layer *layer) {
-  return layer->has_key_offset ? layer->key_offset : NULL;
-}
-
 kvedge_status kvedge_layer_set_key_offset(kvedge_layer *layer, const float *offset) {
-  if (!layer || layer->config.format != KVEDGE_INT8 || kvedge_layer_len(layer) > 0)
+  if (!layer || !layer->keys.format->has_scales || kvedge_layer_len(layer) > 0)
     return KVEDGE_ERROR_ARGUMENT;
   size_t n = (size_t)layer->config.num_kv_heads * (size_t)layer->config.head_dim;
   if (offset) {
     if (kvedge_active()->abs_max_bits(offset, n) >= KVEDGE_NOT_FINITE) return KVEDGE_ERROR_NONFINITE;
     memcpy(layer->key_offset, offset, n * sizeof(float));
   }
-  layer->has_key_offset = offset != NULL;
+  layer->keys.offset = offset ? layer->key_offset : NULL;
   return KVEDGE_OK;
 }
 
@@ -167,16 +173,14 @@ enum { CHUNK_VALUES = 4096 };
 
 static kvedge_status write_chunk(kvedge_layer *layer, int64_t position, const float *keys, const float *values,
                                  int64_t num_tokens) {
-  const float *offset = key_offset(layer);
-  const kvedge_slabs *slabs = &layer->slabs;
-  float largest_key, largest_value;
-  kvedge_status status = kvedge_rows_check(layer, keys, num_tokens, offset, &largest_key);
-  if (status == KVEDGE_OK) status = kvedge_rows_check(layer, values, num_tokens, NULL, &largest_value);
+  float key_bound, value_bound;
+  kvedge_status status = kvedge_rows_check(&layer->keys, keys, num_tokens, &key_bound);
+  if (status == KVEDGE_OK) status = kvedge_rows_check(&layer->values, values, num_tokens, &value_bound);
   if (status != KVEDGE_OK) return status;
-  kvedge_rows_store(layer, keys, num_tokens, offset, slabs->key_codes, slabs->key_scales, position);
-  kvedge_rows_store(layer, values, num_tokens, NULL, slabs->value_codes, slabs->value_scales, position);
-  raise_bound(&layer->key_bound, largest_key);
-  raise_bound(&layer->value_bound, largest_value);
+  kvedge_rows_store(&layer->keys, keys, num_tokens, position);
+  kvedge_rows_store(&layer->values, values, num_tokens, position);
+  raise_bound(&layer->key_bound, key_bound);
+  raise_bound(&layer->value_bound, value_bound);
   return KVEDGE_OK;
 }
 
@@ -188,7 +192,7 @@ kvedge_status kvedge_layer_write(kvedge_layer *layer, int64_t position, const fl
   if (position < kvedge_layer_len(layer)) kvedge_quiesce(); /* a late reader may look at these rows */
   int overwrites = position < layer->written; /* rows that must stay if any of the new ones is refused */
   int64_t token = (int64_t)layer->config.num_kv_heads * layer->config.head_dim; /* values */
-  int64_t chunk = layer->config.format == KVEDGE_INT8 && !overwrites ? CHUNK_VALUES / token + 1 : num_tokens;
+  int64_t chunk = overwrites ? num_tokens : CHUNK_VALUES / token + 1;
   for (int64_t done = 0; done < num_tokens; done += chunk) {
     if (chunk > num_tokens - done) chunk = num_tokens - done;
     kvedge_status status = write_chunk(layer, position + done, keys + done * token, values + done * token, chunk);
@@ -213,10 +217,9 @@ int64_t kvedge_layer_len(const kvedge_layer *layer) {
 kvedge_status kvedge_layer_filled(kvedge_layer *layer, int64_t position, int64_t num_tokens) {
   if (!layer || position < 0 || num_tokens < 0 || num_tokens > layer->config.capacity - position)
     return KVEDGE_ERROR_ARGUMENT;
-  const kvedge_slabs *slabs = &layer->slabs;
   int64_t stop = position + num_tokens;
-  raise_bound(&layer->key_bound, kvedge_rows_bound(layer, slabs->key_codes, slabs->key_scales, position, stop));
-  raise_bound(&layer->value_bound, kvedge_rows_bound(layer, slabs->value_codes, slabs->value_scales, position, stop));
+  raise_bound(&layer->key_bound, kvedge_rows_bound(&layer->keys, position, stop));
+  raise_bound(&layer->value_bound, kvedge_rows_bound(&layer->values, position, stop));
   raise_written(layer, stop);
   return KVEDGE_OK;
 }
@@ -241,16 +244,19 @@ static int bad_range(const kvedge_layer *layer, int64_t start, int64_t stop, con
 
 kvedge_status kvedge_layer_get_keys(const kvedge_layer *layer, int64_t start, int64_t stop, float *out) {
   if (bad_range(layer, start, stop, out)) return KVEDGE_ERROR_ARGUMENT;
-  kvedge_rows_load(layer, layer->slabs.key_codes, layer->slabs.key_scales, key_offset(layer), start, stop, out);
+  kvedge_rows_load(&layer->keys, start, stop, out);
   return KVEDGE_OK;
 }
 
 kvedge_status kvedge_layer_get_values(const kvedge_layer *layer, int64_t start, int64_t stop, float *out) {
   if (bad_range(layer, start, stop, out)) return KVEDGE_ERROR_ARGUMENT;
-  kvedge_rows_load(layer, layer->slabs.value_codes, layer->slabs.value_scales, NULL, start, stop, out);
+  kvedge_rows_load(&layer->values, start, stop, out);
   return KVEDGE_OK;
 }
 
 void kvedge_layer_get_config(const kvedge_layer *layer, kvedge_layer_config *config) { *config = layer->config; }
 
-void kvedge_layer_get_slabs(const kvedge_layer *layer, kvedge_slabs *slabs) { *slabs = layer->slabs; }
+void kvedge_layer_get_slabs(const kvedge_layer *layer, kvedge_slabs *slabs) {
+  *slabs = (kvedge_slabs){.key_codes = layer->keys.codes, .value_codes = layer->values.codes};
+  if (layer->keys.format->has_scales) slabs->key_scales = layer->keys.scales, slabs->value_scales = layer->values.scales;
+}

@@ -70,7 +70,7 @@ static inline void fail(const char *format, ...) {
 static inline void end_case(void) { cases++, failures += case_failed, case_failed = 0; }
 
 static inline void end(void) {
-  printf("%-30s %6ld cases", group, cases);
+  printf("%-34s %6ld cases", group, cases);
   if (failures)
     printf(", %ld FAILED\n", failures);
   else if (worst > 0.0)

@@ -308,15 +308,24 @@ static void test_endless_windows(void) {
 
 /* ---- Errors ---- */
 
+enum { UNTOUCHED = 0x55 };
+
+static int is_untouched(const void *memory, size_t bytes) {
+  for (size_t i = 0; i < bytes; i++)
+    if (((const unsigned char *)memory)[i] != UNTOUCHED) return 0;
+  return 1;
+}
+
 static void test_errors(void) {
   const kvedge_layer_config config = {.capacity = 10, .num_kv_heads = 2, .head_dim = 8};
-  float query[5 * 32] = {1.0f}, out[5 * 32], keys[5 * 16] = {1.0f};
+  float query[5 * 32] = {1.0f}, out[5 * 32], lse[5 * 4], keys[5 * 16] = {1.0f};
   begin("errors");
+  memset(out, UNTOUCHED, sizeof out), memset(lse, UNTOUCHED, sizeof lse);
   kvedge_layer *layer = new_layer(config, NULL, keys, keys, 0);
   CHECK(kvedge_attend(layer, query, 1, 4, NULL, 1, out, NULL) == KVEDGE_ERROR_ARGUMENT); /* empty */
   CHECK(kvedge_layer_append(layer, keys, keys, 4) == KVEDGE_OK);
 #define REFUSED(status, layer, query, rows, heads, options, threads, out) \
-  CHECK(kvedge_attend(layer, query, rows, heads, options, threads, out, NULL) == status)
+  CHECK(kvedge_attend(layer, query, rows, heads, options, threads, out, lse) == status)
   REFUSED(KVEDGE_ERROR_ARGUMENT, NULL, query, 1, 4, NULL, 1, out);
   REFUSED(KVEDGE_ERROR_ARGUMENT, layer, NULL, 1, 4, NULL, 1, out);
   REFUSED(KVEDGE_ERROR_ARGUMENT, layer, query, 1, 4, NULL, 1, NULL);
@@ -350,7 +359,42 @@ static void test_errors(void) {
   CHECK(kvedge_attention_bytes(layer, 1, 4, NULL, 0) == 0);
   CHECK(kvedge_attention_init(NULL, 0, layer, query, 1, 4, NULL, 1, out, NULL, NULL) ==
         KVEDGE_ERROR_ARGUMENT);
+  CHECK(is_untouched(out, sizeof out) && is_untouched(lse, sizeof lse));
   kvedge_layer_destroy(layer);
+  end();
+}
+
+/* One bad sequence, the last: none of them is written. */
+static void test_errors_of_a_batch(void) {
+  enum { BLOCK = 4, NUM = 3, HEADS = 4, DIM = 8 };
+  const kvedge_layer_config config = {.capacity = 5 * BLOCK, .num_kv_heads = 2, .head_dim = DIM};
+  begin("errors of a batch");
+  float *rows = random_floats(5 * BLOCK * 2 * DIM, 1.0f), query[NUM][HEADS * DIM], out[NUM][HEADS * DIM], lse[NUM][HEADS];
+  const int32_t blocks[] = {3, 0, 4};
+  kvedge_layer *pool = new_layer(config, NULL, rows, rows, 0);
+  CHECK(kvedge_layer_write(pool, 0, rows, rows, 5 * BLOCK) == KVEDGE_OK);
+  for (int i = 0; i < NUM * HEADS * DIM; i++) query[i / (HEADS * DIM)][i % (HEADS * DIM)] = rows[i];
+  memset(out, UNTOUCHED, sizeof out), memset(lse, UNTOUCHED, sizeof lse);
+  kvedge_sequence good[NUM], all[NUM];
+  for (int s = 0; s < NUM; s++)
+    good[s] = (kvedge_sequence){.blocks = blocks, .len = 4 * s + 1, .query = query[s], .num_rows = 1, .out = out[s], .lse = lse[s]};
+#define BATCH_REFUSED(status, change)                                                      \
+  memcpy(all, good, sizeof all);                                                           \
+  all[NUM - 1].change;                                                                     \
+  for (int threads = 1; threads <= 2; threads++)                                           \
+    CHECK(kvedge_attend_batch(pool, BLOCK, all, NUM, HEADS, NULL, threads) == status)
+  BATCH_REFUSED(KVEDGE_ERROR_ARGUMENT, blocks = NULL);
+  BATCH_REFUSED(KVEDGE_ERROR_ARGUMENT, len = 0);
+  BATCH_REFUSED(KVEDGE_ERROR_ARGUMENT, num_rows = 10);
+  BATCH_REFUSED(KVEDGE_ERROR_ARGUMENT, query = NULL);
+  BATCH_REFUSED(KVEDGE_ERROR_ARGUMENT, out = NULL);
+  query[NUM - 1][HEADS * DIM - 1] = INFINITY;
+  BATCH_REFUSED(KVEDGE_ERROR_NONFINITE, num_rows = 1);
+  CHECK(is_untouched(out, sizeof out) && is_untouched(lse, sizeof lse));
+  query[NUM - 1][HEADS * DIM - 1] = 1.0f;
+  CHECK(kvedge_attend_batch(pool, BLOCK, good, NUM, HEADS, NULL, 2) == KVEDGE_OK);
+  CHECK(!is_untouched(out[NUM - 1], sizeof out[0]));
+  kvedge_layer_destroy(pool), free(rows);
   end();
 }
 
@@ -363,5 +407,6 @@ int main(void) {
   test_the_first_tokens();
   test_endless_windows();
   test_errors();
+  test_errors_of_a_batch();
   return report();
 }

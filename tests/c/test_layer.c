@@ -81,7 +81,7 @@ static void test_bad_configs(void) {
   const kvedge_layer_config bad[] = {
       with(.capacity = 0), with(.capacity = -1), with(.capacity = (int64_t)1 << 41), with(.num_kv_heads = 0),
       with(.num_kv_heads = 65537), with(.head_dim = 0), with(.head_dim = 1025), with(.group_size = -1),
-      with(.format = (kvedge_format)2), with(.scale_type = (kvedge_scale_type)2),
+      with(.format = (kvedge_format)KVEDGE_NUM_FORMATS), with(.scale_type = (kvedge_scale_type)2),
   };
   begin("bad configs");
   for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {

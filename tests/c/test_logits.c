@@ -1,11 +1,10 @@
 /* Holds what every table does with single logits against a plain reference in double.
  *
+ *   test_logits [all | NAME...]      NAME as in KVEDGE_ISA; default all
+ *
  * Prints a line per kernel, then 'N passed, N failed'; exits with 1 if one failed.
  */
-#include "check.h"
-#include "system/dispatch.h"
-
-static const kvedge_logit_kernels *kernels; /* under test */
+#include "tables.h"
 
 static double bounded(double x) { return x > FLT_MAX ? FLT_MAX : x < -FLT_MAX ? -FLT_MAX : x; }
 
@@ -39,7 +38,7 @@ static void to_logits_case(int n, double factor, double bias, float size, float 
   float *row = b.data, before[KVEDGE_TILE];
   if (random_below(3) == 0) row[random_below(n)] = 0.0f;
   memcpy(before, row, (size_t)n * sizeof *row);
-  kernels->to_logits(row, n, factor, bias, cap);
+  kernels->logits.to_logits(row, n, factor, bias, cap);
   for (int t = 0; t < n; t++) {
     double product = before[t] * factor, logit = bounded(product + bias), allowed = 2e-7 * (fabs(product) + fabs(bias));
     if (cap > 0.0f) {
@@ -54,11 +53,11 @@ static void to_logits_case(int n, double factor, double bias, float size, float 
   free_block(&b);
 }
 
-static void test_to_logits(const char *name) {
+static void test_to_logits(void) {
   static const double factors[] = {0.125, 1.0, 3.7e-5, 40.0, 1e-30, 1e30, 1e200, 1e-200};
   static const float sizes[] = {1.0f, 300.0f, 1e-20f, 1e20f, 3e38f};
   static const float caps[] = {0.0f, 0.5f, 5.0f, 50.0f, 1e6f, 1e-38f, 1e-40f, 3e38f};
-  begin("%s to_logits", name);
+  begin("%s to_logits", kernels->name);
   FOR_LENGTHS(n, 3)
     to_logits_case(n, factors[random_below(8)], random_below(2) ? 0.0 : random_signed(random_below(2) ? 10.0f : 1e30f),
                    sizes[random_below(5)], caps[random_below(8)]);
@@ -68,15 +67,15 @@ static void test_to_logits(const char *name) {
   end();
 }
 
-static void test_add_slope(const char *name) {
-  begin("%s add_slope", name);
+static void test_add_slope(void) {
+  begin("%s add_slope", kernels->name);
   FOR_LENGTHS(n, 2) {
     const float sizes[] = {3.0f, 1e4f, 3e38f}, size = sizes[random_below(3)];
     float slope = random_below(4) ? random_signed(1.0f) : random_signed(3e38f), first = (float)-random_below(1 << 20);
     block b = new_numbers(n, size);
     float *logits = b.data, before[KVEDGE_TILE];
     memcpy(before, logits, (size_t)n * sizeof *logits);
-    kernels->add_slope(logits, n, slope, first);
+    kernels->logits.add_slope(logits, n, slope, first);
     for (int t = 0; t < n; t++) {
       double added = (double)slope * (first + t); /* too large for a float: its sign decides */
       double sum = fabs(added) > FLT_MAX ? added : before[t] + added;
@@ -89,8 +88,8 @@ static void test_add_slope(const char *name) {
   end();
 }
 
-static void test_hiding(const char *name) {
-  begin("%s add_bias, hide", name);
+static void test_hiding(void) {
+  begin("%s add_bias, hide", kernels->name);
   FOR_LENGTHS(n, 3) {
     float size = random_below(4) ? 5.0f : 3e38f;
     block numbers = new_numbers(n, size), bias_block = new_bias(n, size), mask_block = new_mask(n);
@@ -98,14 +97,14 @@ static void test_hiding(const char *name) {
     const float *bias = random_below(4) ? bias_block.data : NULL;
     const uint8_t *mask = random_below(4) ? mask_block.data : NULL;
     memcpy(before, logits, (size_t)n * sizeof *logits);
-    kernels->hide(logits, n, mask, bias, 0.0f);
+    kernels->logits.hide(logits, n, mask, bias, 0.0f);
     for (int t = 0; t < n; t++) {
       int hidden = (mask && !mask[t]) || (bias && bias[t] == -INFINITY);
       if (logits[t] != (hidden ? 0.0f : before[t])) fail("hide, %d of %d: %.9g", t, n, logits[t]);
     }
     memcpy(logits, before, (size_t)n * sizeof *logits);
-    if (bias) kernels->add_bias(logits, n, bias);
-    kernels->hide(logits, n, mask, NULL, -INFINITY);
+    if (bias) kernels->logits.add_bias(logits, n, bias);
+    kernels->logits.hide(logits, n, mask, NULL, -INFINITY);
     for (int t = 0; t < n; t++) {
       double sum = bias ? (double)before[t] + bias[t] : before[t];
       int hidden = (mask && !mask[t]) || (bias && bias[t] == -INFINITY);
@@ -118,21 +117,10 @@ static void test_hiding(const char *name) {
   end();
 }
 
-int main(void) {
-  const char *why_not;
-  setvbuf(stdout, NULL, _IOLBF, 0);
-  for (int i = 0; kvedge_kernels_at(i); i++) {
-    const char *name = kvedge_kernels_at(i)->name;
-    const kvedge_kernels *table = kvedge_kernels_find(name, &why_not);
-    if (!table) {
-      printf("%s skipped: %s\n", name, why_not);
-      continue;
-    }
-    kernels = &table->logits;
-    random_state = 88172645463325252u; /* the same cases for every table */
-    test_to_logits(name);
-    test_add_slope(name);
-    test_hiding(name);
-  }
-  return report();
+static void test_table(void) {
+  test_to_logits();
+  test_add_slope();
+  test_hiding();
 }
+
+int main(int argc, char **argv) { return test_tables(argc, argv, test_table); }

@@ -106,9 +106,9 @@ enum { HEADS = 8, KV_HEADS = 2, DIM = 64, OUT = HEADS * DIM };
 static int len;
 
 static int tokens_for_threads(void) {
-  const int work_of_token = 2 * KV_HEADS * DIM * (3 + HEADS / KV_HEADS); /* as kvedge_kernels.parallel_work has it */
+  const int work_of_token = 2 * KV_HEADS * DIM * (3 + HEADS / KV_HEADS); /* as kvedge_tuning.parallel_work has it */
   CHECK(kvedge_isa_ready() == KVEDGE_OK);
-  return kvedge_active()->parallel_work / work_of_token + KVEDGE_TILE;
+  return kvedge_active()->tuning.parallel_work / work_of_token + KVEDGE_TILE;
 }
 
 static kvedge_layer *new_layer(void) {

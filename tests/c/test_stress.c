@@ -13,7 +13,7 @@
 #include <sys/wait.h>
 #include <time.h>
 
-#include "dispatch.h"
+#include "system/dispatch.h"
 #include "kvedge.h"
 
 enum {

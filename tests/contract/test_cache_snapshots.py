@@ -1,6 +1,7 @@
 """Snapshots: marks that cost nothing and know when they have gone stale, and detached copies."""
 
 import pickle
+import sys
 import time
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 from support import cache_content, normal, refuses
 
 from kvedge import KVCache, KvCacheSnapshot, Rope, errors
+from kvedge.snapshot import OverwriteLog
 
 L, H, D = 2, 2, 8
 
@@ -274,6 +276,38 @@ def test_a_snapshot_knows_its_length(cache, rng):
     step(cache, rng, 3)
     assert mark.length == 3
     assert "3" in repr(mark)
+
+
+def test_whether_a_mark_is_stale_is_right_at_every_step_of_an_overwrite(rng):
+    """Another thread may ask in between: what was stale stays so, what is not touched is not."""
+    for _ in range(30):
+        log = OverwriteLog()
+        marks = []
+        for position in rng.integers(0, 12, 12):
+            marks.append((int(rng.integers(0, 12)), log.epoch))
+            before = [log.reach_below(n, since=epoch) for n, epoch in marks]
+            seen = []
+
+            def trace(frame, event, argument, log=log, marks=marks, seen=seen):
+                frame.f_trace_opcodes = True
+                if event == "opcode":
+                    seen.append([log.reach_below(n, since=epoch) for n, epoch in marks])
+                return trace
+
+            old = sys.gettrace()
+            sys.settrace(trace)
+            try:
+                log.add(int(position))
+            finally:
+                sys.settrace(old)
+            after = [log.reach_below(n, since=epoch) for n, epoch in marks]
+            assert after == [was or position < n for was, (n, _) in zip(before, marks, strict=True)]
+            assert len(seen) > 5
+            for moment in seen:
+                assert all(
+                    now == was or now == then
+                    for was, now, then in zip(before, moment, after, strict=True)
+                )
 
 
 def test_a_snapshot_costs_nothing_however_long_the_cache(dtype, rng):

@@ -539,6 +539,22 @@ def test_an_out_beside_what_is_read_is_written_to(layer, rng):
     np.testing.assert_array_equal(memory[:2], np.stack([before, given]))
 
 
+def test_a_refused_attend_leaves_out_as_it_was(layer, rng):
+    good, out = normal(rng, H, D), np.full((H, D), 7, np.float32)
+    bad = good.copy()
+    bad[H - 1, D - 1] = np.nan
+    for query, options in [
+        (bad, {}),
+        (good.astype(np.float64), {}),
+        (good, {"window": -1}),
+        (good, {"sink_logits": np.full(H, np.inf, np.float32)}),
+        (good, {"mask": np.full((1, len(layer)), np.nan, np.float32)}),
+        (good, {"alibi_slopes": np.full(H, np.nan, np.float32)}),
+    ]:
+        refuses_attend(layer, errors.KvedgeError, query, out=out, **options)
+        assert (out == 7).all(), options
+
+
 def test_unknown_options_are_refused(layer, rng):
     with pytest.raises(TypeError):
         layer.attend(normal(rng, H, D), windows=3)

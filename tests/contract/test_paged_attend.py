@@ -7,6 +7,7 @@ from support import assert_attention_close, assert_lse_close, filled, normal, st
 
 from kvedge import KvBlockPool, KVCache, PagedKvCache, errors
 from kvedge.core.formats import FORMATS
+from kvedge.paged import cascade
 
 
 def scattered(rng, dtype, lengths, heads, dim, block, **options):
@@ -185,6 +186,27 @@ def test_bad_batches_are_refused(rng, dtype):
         cache.attend_batch(seqs, 1, good)
     with pytest.raises(TypeError):
         cache.attend_batch(seqs, 0, good, windows=3)
+
+
+@pytest.mark.parametrize("long", [False, True], ids=["apart", "shared beginning"])
+def test_a_refused_batch_leaves_outs_as_they_were(rng, dtype, long, monkeypatch):
+    """Also where only the last sequence is wrong, and where a shared beginning is read first."""
+    monkeypatch.setattr(cascade, "_SHARED_TOKENS", 16 if long else 10**9)
+    monkeypatch.setattr(cascade, "_SAVED_TOKENS", 16 if long else 10**9)
+    cache, (seq, other), _ = scattered(rng, dtype, [70, 9], 2, 8, 4)
+    cache.advance(seq, 70)
+    seqs = [seq, cache.fork(seq), other]
+    queries = normal(rng, 3, 4, 8)
+    queries[2, 3, 7] = np.nan
+    out = np.full((3, 4, 8), 7, np.float32)
+    for chosen, bad, options in [
+        (seqs, queries, {}),
+        (seqs, normal(rng, 3, 4, 8), {"sink_logits": np.full(4, np.nan, np.float32)}),
+        ([*seqs[:2], 10**6], normal(rng, 3, 4, 8), {}),
+    ]:
+        with pytest.raises(errors.KvedgeError):
+            cache.attend_batch(chosen, 0, bad, out=out, **options)
+        assert (out == 7).all()
 
 
 def test_no_query_rows_give_empty_results(rng, dtype):

@@ -23,9 +23,6 @@ NUM_BLOCKS, BLOCK = 12, 4
 NORMAL = None
 EXTREME = (-44.0, 38.4)  # decimal exponents of rows: denormal to the largest float32
 FLOAT16_SCALES = (-44.0, 6.9)  # to 65504 * 127
-# The C core scales values down for the largest one ever stored in the pool, whoever's it was; the
-# smallest lose digits by that. (The NumPy backend does not.) 3e38 * 2^-200.
-LOST_BESIDE_THE_LARGEST = 2e-22
 
 
 @remembered
@@ -485,7 +482,7 @@ class PagedMachine(RuleBasedStateMachine):
                 continue
             # Logits up to 1e38 decide between tokens by their last digits: only bounds are sure.
             largest = np.abs(values.astype(np.float64)).max(axis=(0, 2)).repeat(2)[:, np.newaxis]
-            bound = 1.001 * largest + LOST_BESIDE_THE_LARGEST
+            bound = 1.001 * largest
             for each in (out, alone):
                 assert np.isfinite(each).all() and (np.abs(each) <= bound).all()
 

@@ -351,6 +351,33 @@ def test_readers_attend_while_the_cache_grows(dtype, rng):
     run_together(write, read, read)
 
 
+@pytest.mark.skipif(kvedge.backend != "native", reason="NumPy's appends hold the GIL mostly")
+def test_a_second_writer_of_a_layer_is_refused_and_changes_nothing():
+    """The first is in C, without the GIL, for as long as many tokens take."""
+    many, one = np.ones((60_000, 1, 64), np.float32), np.full((1, 64), 2, np.float32)
+    refused = 0
+    for _ in range(50):
+        layer = QuantizedKvLayer(200_000, 1, 64)
+        first = threading.Thread(target=layer.extend, args=(many, many))
+        first.start()
+        pushed = 0
+        while first.is_alive() and pushed < 100_000:
+            try:
+                layer.push(one, one)
+                pushed += 1
+            except kvedge.KvedgeError:
+                refused += 1
+        first.join()
+        keys = layer.keys()[:, 0, 0]
+        assert len(layer) == pushed + len(many)
+        at = int(np.argmax(keys < 1.5))  # where the many begin
+        assert (np.abs(keys[at : at + len(many)] - 1) < 1e-3).all()
+        assert (keys < 1.5).sum() == len(many)
+        if refused:
+            return
+    raise AssertionError("no push met an extend")
+
+
 def test_attend_lets_other_python_threads_run(rng):
     layer, query = large(rng, length=20_000)
     ticks = 0

@@ -1,8 +1,7 @@
-/* AVX2 with FMA: x86 laptops since Haswell and Zen. kernels_avx256_keys.h has the scores, kernels_avx256_values.h the
- * weighted sums.
+/* AVX2 with FMA: x86 laptops since Haswell and Zen. scores.h has the scores, values.h the weighted sums.
  *
  *   instruction                what for                       Haswell/Skylake     Zen 2         Zen 4
- *   vpmaddwd ymm               products of 16-bit numbers     5 cycles, p01       3, FP0        3, FP01
+ *   vpmaddwd ymm               products of 16-bit integers     5 cycles, p01       3, FP0        3, FP01
  *   vpaddd ymm                 adding them up                 1, p015             1, FP013      1, FP0123
  *   vpmovsxbw ymm, m128        s8 to s16                      3, p5               3, FP12       FP12
  *   vfmadd231ps ymm            products of floats             4-5, p01            5, FP01       4, FP01
@@ -19,7 +18,7 @@
 KVEDGE_TARGET_BEGIN("avx2,fma,f16c")
 #define KVEDGE_NAME(function) function##_avx2
 
-/* sum += the products of 16-bit numbers, those of a pair added. */
+/* sum += the products of 16-bit integers, those of a pair added. */
 KVEDGE_INLINE void multiply_add_pairs(__m256i *sum, __m256i a, __m256i b) {
   *sum = _mm256_add_epi32(*sum, _mm256_madd_epi16(a, b));
   __asm__("" : "+x"(*sum)); /* as written: GCC 12 else adds products of many channels first, and spills them */
@@ -28,6 +27,8 @@ KVEDGE_INLINE void multiply_add_pairs(__m256i *sum, __m256i a, __m256i b) {
 #include "kernels/avx256/common.h"
 #include "kernels/avx256/scores.h"
 #include "kernels/avx256/values.h"
+#include "kernels/avx256/floats.h"
+#include "kernels/float_rows.h"
 
 #define KVEDGE_ENCODE_QUERY encode_query_avx2
 const kvedge_kernels kvedge_kernels_avx2 = KVEDGE_TABLE("avx2");

@@ -1,7 +1,7 @@
 /* AVX-VNNI, 256 bits wide: Alder Lake and later laptops, Zen 5. The method of AVX2, with one instruction for its two:
  *
  *   instruction              what for                              Golden Cove         Gracemont
- *   vpdpwssd ymm             products of 16-bit numbers, added     5 cycles, p01       FP01
+ *   vpdpwssd ymm             products of 16-bit integers, added     5 cycles, p01       FP01
  *
  * vpdpbusd would do as much with two bytes of a query: twice the channels, half the bits. But it needs twice the sums,
  * where there are 16 registers, and a second method.
@@ -25,8 +25,8 @@ KVEDGE_TARGET_BEGIN("avxvnni,avx2,fma,f16c")
 #endif
 #define KVEDGE_NAME(function) function##_avxvnni
 
-/* sum += the products of 16-bit numbers, those of a pair added. Written as an instruction for the reason in
- * kernels_avx512vnni.c. */
+/* sum += the products of 16-bit integers, those of a pair added. Written as an instruction for the reason in
+ * avx512vnni.c. */
 KVEDGE_INLINE void multiply_add_pairs(__m256i *sum, __m256i a, __m256i b) {
   __asm__(ENCODED_AS "vpdpwssd %2, %1, %0" : "+x"(*sum) : "x"(a), "x"(b));
 }
@@ -34,6 +34,8 @@ KVEDGE_INLINE void multiply_add_pairs(__m256i *sum, __m256i a, __m256i b) {
 #include "kernels/avx256/common.h"
 #include "kernels/avx256/scores.h"
 #include "kernels/avx256/values.h"
+#include "kernels/avx256/floats.h"
+#include "kernels/float_rows.h"
 
 #define KVEDGE_ENCODE_QUERY encode_query_avxvnni
 const kvedge_kernels kvedge_kernels_avxvnni = KVEDGE_TABLE("avxvnni");

@@ -1,30 +1,10 @@
-/* What the two 256-bit paths share besides scores and weighted sums. Included by kernels_avx2.c and kernels_avxvnni.c
- * after their target pragma, each of which first defines
+/* What the two 256-bit paths share besides scores and weighted sums. Included by avx2.c and avxvnni.c after their target
+ * pragma, each of which first defines
  *   KVEDGE_NAME(function)           function_avx2 or function_avxvnni
- *   multiply_add_pairs(sum, a, b)   sum += the products of 16-bit numbers, those of a pair added
+ *   multiply_add_pairs(sum, a, b)   sum += the products of 16-bit integers, those of a pair added
  */
 #include "kernels/portable.h"
 #include "kernels/x86.h"
-
-/* What a later tile reads: where, a number, since it may lie before what there is; 0: nothing is asked for. */
-typedef struct {
-  uintptr_t next, after;
-} asking;
-
-KVEDGE_INLINE asking asking_for(const void *bytes) {
-  return (asking){(uintptr_t)bytes, kvedge_ask_again_after()};
-}
-
-/* What begins `by` bytes further on. */
-KVEDGE_INLINE asking further(asking a, ptrdiff_t by) {
-  return (asking){a.next ? a.next + (uintptr_t)by : 0, a.after};
-}
-
-/* Asks for the line `by` bytes further on, twice. */
-KVEDGE_INLINE void ask(asking a, ptrdiff_t by) {
-  _mm_prefetch((const char *)(a.next + (uintptr_t)by), _MM_HINT_T1);
-  _mm_prefetch((const char *)(a.next + (uintptr_t)by - a.after), _MM_HINT_T1);
-}
 
 KVEDGE_INLINE float reduce_max(__m256 x) {
   __m128 half = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
@@ -124,7 +104,7 @@ KVEDGE_INLINE __m256 exp2_of(__m256 x) {
 }
 
 static void KVEDGE_NAME(softmax)(float *scores, int num_queries, int num_tokens, const float *factor,
-                                 float *max, float *sum, float *alpha) {
+                                 float *max, float *sum, float *rescale) {
   int padded = (num_tokens + 7) / 8 * 8;
   float fallen[KVEDGE_STACK]; /* old maximum minus new, times factor */
   for (int i = 0; i < num_queries; i++) {
@@ -138,7 +118,7 @@ static void KVEDGE_NAME(softmax)(float *scores, int num_queries, int num_tokens,
   }
   for (int i = 0; i < num_queries; i += 8) {
     __m256i valid = first_lanes(num_queries - i);
-    _mm256_maskstore_ps(alpha + i, valid, exp2_of(_mm256_maskload_ps(fallen + i, valid)));
+    _mm256_maskstore_ps(rescale + i, valid, exp2_of(_mm256_maskload_ps(fallen + i, valid)));
   }
   for (int i = 0; i < num_queries; i++) {
     float *row = scores + i * KVEDGE_TILE;
@@ -149,7 +129,7 @@ static void KVEDGE_NAME(softmax)(float *scores, int num_queries, int num_tokens,
       total = _mm256_add_ps(total, p);
     }
     if (padded % KVEDGE_BLOCK) _mm256_storeu_ps(row + padded, _mm256_setzero_ps());
-    sum[i] = sum[i] * alpha[i] + reduce_add(total);
+    sum[i] = sum[i] * rescale[i] + reduce_add(total);
   }
 }
 
@@ -215,24 +195,24 @@ static void KVEDGE_NAME(transpose_scales)(const void *scales, kvedge_scale_type 
                             num_columns, factor, out + done, out_stride);
 }
 
-#define KVEDGE_TABLE(isa)                                          \
-  {                                                                \
-      .name = isa,                                                 \
-      .step_bytes = 16 << 10,                                      \
-      .parallel_work = 6 << 20,                                    \
-      .abs_max_bits = KVEDGE_NAME(abs_max_bits),                   \
-      .quantize = KVEDGE_NAME(quantize),                           \
-      .dequantize = dequantize_portable,                           \
-      .encode_query = KVEDGE_ENCODE_QUERY,                         \
-      .transpose_scales = KVEDGE_NAME(transpose_scales),           \
-      .merge_row = merge_row_portable,                             \
-      .scale_row = scale_row_portable,                             \
-      .scores_i8 = KVEDGE_NAME(scores_i8),                         \
-      .scores_f32 = scores_f32_portable,                           \
-      .softmax = KVEDGE_NAME(softmax),                             \
-      .weighted_sum_i8 = KVEDGE_NAME(weighted_sum_i8),             \
-      .weighted_sum_f32 = weighted_sum_f32_portable,               \
-      .logits = KVEDGE_LOGIT_KERNELS,                              \
-      .read_bytes = KVEDGE_NAME(read_bytes),                       \
-      .multiply = KVEDGE_NAME(multiply),                           \
+#define KVEDGE_TABLE(isa)                                                                                          \
+  {                                                                                                                \
+      .name = isa,                                                                                                 \
+      .tuning = {.step_bytes = 16 << 10, .parallel_work = 6 << 20},                                                \
+      .cells = {[KVEDGE_INT8] = {.encode_query = KVEDGE_ENCODE_QUERY,                                              \
+                                 .scores = KVEDGE_NAME(scores_int8),                                               \
+                                 .weighted_sum = KVEDGE_NAME(weighted_sum_int8)},                                  \
+                [KVEDGE_FLOAT32] = KVEDGE_FLOAT_CELL(float32),                                                     \
+                [KVEDGE_FLOAT16] = KVEDGE_FLOAT_CELL(float16),                                                     \
+                [KVEDGE_BFLOAT16] = KVEDGE_FLOAT_CELL(bfloat16)},                                                  \
+      .abs_max_bits = KVEDGE_NAME(abs_max_bits),                                                                   \
+      .quantize = KVEDGE_NAME(quantize),                                                                           \
+      .dequantize = dequantize_portable,                                                                           \
+      .transpose_scales = KVEDGE_NAME(transpose_scales),                                                           \
+      .softmax = KVEDGE_NAME(softmax),                                                                             \
+      .logits = KVEDGE_LOGIT_KERNELS,                                                                              \
+      .merge_row = merge_row_portable,                                                                             \
+      .scale_row = scale_row_portable,                                                                             \
+      .read_bytes = KVEDGE_NAME(read_bytes),                                                                       \
+      .multiply = KVEDGE_NAME(multiply),                                                                           \
   }

@@ -1,8 +1,8 @@
-/* Scores of the 256-bit paths. Part of kernels_avx2.c and kernels_avxvnni.c.
+/* Scores of the 256-bit paths with keys of int8. Part of avx2.c and avxvnni.c.
  *
  * vpmaddubsw, the 8-bit product of AVX2, saturates, and keeps no more than 8 bits of a query. So keys become 16-bit
- * numbers, and so do queries: two bytes of a query's code cost a product and an addition for 16 channels, which is what
- * float FMAs cost, but the keys take 1 instruction to widen and not 4. Where two bytes do not suffice, keys and queries
+ * integers, and so do queries: two planes of a query cost a product and an addition for 16 channels, which is what
+ * float FMAs cost, but the keys take 1 instruction to widen and not 4. Where two planes do not suffice, keys and queries
  * are multiplied as floats.
  *
  * For many queries keys are transposed besides, two channels of a token side by side, so that no sum goes across
@@ -10,8 +10,8 @@
  */
 enum { SCORES = 8 }; /* made at a time: 8 tokens of 1 query, 4 of 2, 2 of 4; a register of sums each */
 
-/* Codes are kept for every 16 channels as 16 numbers of 16 bits, the high ones of a code, and 16 floats of the same
- * unit, which take the place of all three bytes. */
+/* Codes are kept for every 16 channels as 16 integers of 16 bits, the two high planes, and 16 floats of the same unit,
+ * which take the place of all three planes. */
 enum { CODES_OF_16 = KVEDGE_CODE_BYTES * 16, FLOATS_AT = 32 };
 
 static void KVEDGE_NAME(encode_query)(const float *x, int dim, float factor, float largest, int8_t *codes,
@@ -58,8 +58,8 @@ KVEDGE_INLINE void dot_16(const int8_t *codes, ptrdiff_t stride, const int count
   }
 }
 
-/* Dot products of SCORES / count rows with the codes of `count` queries, 1, 2 or 4, of which the numbers at `codes` are
- * taken: (count, rows). Up to CHANNELS_OF_TWO_BYTES. */
+/* Dot products of SCORES / count rows with the codes of `count` queries, 1, 2 or 4, of which the integers at `codes`
+ * are taken: (count, rows). Up to CHANNELS_OF_TWO_BYTES. */
 KVEDGE_INLINE __m256 dot_rows(const int8_t *codes, ptrdiff_t stride, const int count, const int8_t *const *from,
                               int dim) {
   __m256i sum[SCORES];
@@ -89,26 +89,37 @@ KVEDGE_INLINE __m256 reduce_add_8(const __m256 x[SCORES]) {
   return _mm256_add_ps(_mm256_permute2f128_ps(first, second, 0x20), _mm256_permute2f128_ps(first, second, 0x31));
 }
 
+/* sum += products of 8 channels of rows from `channel` on, of which n are there, with the queries' floats at `query`.
+ * (Constants as in dot_16(), n 8.) */
+KVEDGE_INLINE void dot_8_floats(const int8_t *query, ptrdiff_t stride, const int count, const int8_t *const *row,
+                                ptrdiff_t channel, int n, __m256 sum[SCORES]) {
+  const int rows = SCORES / count;
+  __m256 values[4];
+#pragma GCC unroll 4
+  for (int i = 0; i < count; i++) values[i] = _mm256_loadu_ps((const float *)(query + i * stride));
+#pragma GCC unroll 8
+  for (int t = 0; t < rows; t++) {
+    const int8_t *from = row[t] + channel;
+    __m256 key = floats_of(n >= 8 ? _mm_loadl_epi64((const __m128i *)from) : load_up_to_16(from, n));
+#pragma GCC unroll 4
+    for (int i = 0; i < count; i++) sum[i * rows + t] = _mm256_fmadd_ps(key, values[i], sum[i * rows + t]);
+  }
+}
+
 /* dot_rows() with the queries' floats, of any number of channels. */
 KVEDGE_INLINE __m256 dot_rows_of_floats(const int8_t *codes, ptrdiff_t stride, const int count,
                                         const int8_t *const *row, int dim) {
-  const int rows = SCORES / count;
   __m256 sum[SCORES];
 #pragma GCC unroll 8
   for (int i = 0; i < SCORES; i++) sum[i] = _mm256_setzero_ps();
-  for (int d = 0; d < dim; d += 8) {
-    const int8_t *at = codes + d / 16 * CODES_OF_16 + FLOATS_AT + d % 16 * 4;
-    __m256 query[4];
-#pragma GCC unroll 4
-    for (int i = 0; i < count; i++) query[i] = _mm256_loadu_ps((const float *)(at + i * stride));
-#pragma GCC unroll 8
-    for (int t = 0; t < rows; t++) {
-      const int8_t *from = row[t] + d;
-      __m256 key = floats_of(dim - d >= 8 ? _mm_loadl_epi64((const __m128i *)from) : load_up_to_16(from, dim - d));
-#pragma GCC unroll 4
-      for (int i = 0; i < count; i++) sum[i * rows + t] = _mm256_fmadd_ps(key, query[i], sum[i * rows + t]);
-    }
+  const int8_t *query = codes + FLOATS_AT;
+  ptrdiff_t d = 0;
+  for (; d + 16 <= dim; d += 16, query += CODES_OF_16) {
+    dot_8_floats(query, stride, count, row, d, 8, sum);
+    dot_8_floats(query + 32, stride, count, row, d + 8, 8, sum);
   }
+  for (int left = dim - (int)d; left > 0; left -= 8, d += 8, query += 32)
+    dot_8_floats(query, stride, count, row, d, left, sum);
   return reduce_add_8(sum);
 }
 
@@ -137,27 +148,22 @@ KVEDGE_INLINE void store_scores(__m256 score, const int tokens, float *scores) {
   }
 }
 
-/* Scores of all tokens for `count` queries: 1, 2 or 4 (a constant where this is inlined). */
-KVEDGE_INLINE void score_queries(const kvedge_query *q, const int of_floats, int first, const int count,
-                                 const int8_t *k, ptrdiff_t token_stride, int num_tokens, const float *k_scale,
-                                 asking ahead, float *scores, int accumulate) {
+/* Scores of a run's tokens for `count` queries, 1, 2 or 4: (count, KVEDGE_TILE). (Constants where this is inlined:
+ * count, of_floats.) */
+KVEDGE_INLINE void score_run(const kvedge_run *run, ptrdiff_t token_stride, int dim, const int8_t *codes,
+                             ptrdiff_t stride, const int of_floats, const int count, __m256 units,
+                             const float *k_scale, float *scores, int accumulate) {
   const int tokens = SCORES / count;
-  const ptrdiff_t stride = KVEDGE_CODE_BYTES * q->stride;
-  const int8_t *codes = q->codes + first * stride;
-  float unit[SCORES]; /* (count, tokens) */
-  for (int i = 0; i < SCORES; i++)
-    unit[i] = q->scale[(first + i / tokens) * q->scale_stride] * (of_floats ? 1.0f : 256.0f);
-  const __m256 units = _mm256_loadu_ps(unit);
-  scores += first * KVEDGE_TILE;
-  for (int t = 0; t < num_tokens; t += tokens) {
-    int left = num_tokens - t;
-    if (ahead.next && first == 0)
-      for (int at = 0; at < tokens * q->dim; at += 64) ask(ahead, t * q->dim + at);
+  const int8_t *rows = (const int8_t *)run->rows;
+  for (int t = 0; t < run->num_tokens; t += tokens) {
+    int left = run->num_tokens - t;
+    if (run->next.first)
+      for (int at = 0; at < tokens * dim; at += 64) kvedge_prefetch_line(run->next, t * dim + at);
     const int8_t *row[SCORES];
 #pragma GCC unroll 8
-    for (int j = 0; j < tokens; j++) row[j] = k + (j < left ? t + j : num_tokens - 1) * token_stride;
-    __m256 dot = of_floats ? dot_rows_of_floats(codes, stride, count, row, q->dim)
-                           : dot_rows(codes, stride, count, row, q->dim);
+    for (int j = 0; j < tokens; j++) row[j] = rows + (j < left ? t + j : run->num_tokens - 1) * token_stride;
+    __m256 dot = of_floats ? dot_rows_of_floats(codes, stride, count, row, dim)
+                           : dot_rows(codes, stride, count, row, dim);
     __m256 score = _mm256_mul_ps(_mm256_mul_ps(dot, units), scales_of_tokens(k_scale + t, tokens));
     if (left >= tokens && !accumulate) {
       store_scores(score, tokens, scores + t);
@@ -173,6 +179,38 @@ KVEDGE_INLINE void score_queries(const kvedge_query *q, const int of_floats, int
   }
 }
 
+/* Scores of all tokens for `count` queries from the `first` on. (Constants as in score_run().) */
+KVEDGE_INLINE void score_queries(const kvedge_query *q, const int of_floats, int first, const int count,
+                                 const kvedge_tile *keys, const kvedge_next_tile *next, float *scores,
+                                 int accumulate) {
+  const ptrdiff_t stride = KVEDGE_CODE_BYTES * q->stride;
+  float unit[SCORES]; /* (count, tokens) */
+  for (int i = 0; i < SCORES; i++)
+    unit[i] = q->scale[(first + i * count / SCORES) * q->scale_stride] * (of_floats ? 1.0f : 256.0f);
+  const __m256 units = _mm256_loadu_ps(unit);
+  for (int t = 0; t < keys->num_tokens;) {
+    kvedge_run run = kvedge_run_of(keys, next, t, keys->num_tokens);
+    if (first > 0) run.next.first = 0; /* prefetched with the first queries */
+    score_run(&run, keys->token_stride, q->dim, q->codes + first * stride, stride, of_floats, count, units,
+              keys->scales + t, scores + first * KVEDGE_TILE + t, accumulate);
+    t += run.num_tokens;
+  }
+}
+
+/* One function for each case, since GCC 12 spills more registers where all are inlined into one. */
+#define SCORE_QUERIES(name, of_floats, count)                                                                        \
+  static __attribute__((noinline)) void name(const kvedge_query *q, int first, const kvedge_tile *keys,              \
+                                             const kvedge_next_tile *next, float *scores, int accumulate) {          \
+    score_queries(q, of_floats, first, count, keys, next, scores, accumulate);                                       \
+  }
+SCORE_QUERIES(score_1, 0, 1)
+SCORE_QUERIES(score_2, 0, 2)
+SCORE_QUERIES(score_4, 0, 4)
+SCORE_QUERIES(score_1_of_floats, 1, 1)
+SCORE_QUERIES(score_2_of_floats, 1, 2)
+SCORE_QUERIES(score_4_of_floats, 1, 4)
+#undef SCORE_QUERIES
+
 /* ---- Scores for many queries ---- */
 
 enum {
@@ -186,7 +224,7 @@ typedef struct {
   ptrdiff_t stride;
   int dim;
   __m256i *columns; /* (padded channels / 4, VECTORS): four channels of 8 tokens */
-  asking ahead;     /* meanwhile */
+  kvedge_next_block next;
 } key_block;
 
 /* Four columns: channels d..d+15, of which n are there, of rows 8j..8j+7. (Whether n is 16 is a constant where this is
@@ -195,7 +233,8 @@ KVEDGE_INLINE void transpose_channels(const key_block *k, int d, const int j, in
   const int8_t *first = k->rows + 8 * j * k->stride + d, *last = first + 4 * k->stride;
   __m256i *columns = k->columns + d / 4 * VECTORS + j;
   __m256i two[4], four[4]; /* two: rows i and i + 4; four: channels 4c..4c+3 of all */
-  if (k->ahead.next) ask(k->ahead, (VECTORS * d + 16 * j) * 8), ask(k->ahead, (VECTORS * d + 16 * j) * 8 + 64);
+  if (k->next.first)
+    for (int line = 0; line < 2; line++) kvedge_prefetch_line(k->next, (VECTORS * d + 16 * j) * 8 + 64 * line);
 #pragma GCC unroll 4
   for (int i = 0; i < 4; i++)
     two[i] = _mm256_inserti128_si256(_mm256_castsi128_si256(load_up_to_16(first + i * k->stride, n)),
@@ -214,7 +253,7 @@ KVEDGE_INLINE void transpose_16(const key_block *k, int d, const int j) {
   else transpose_last_channels(k, d, j);
 }
 
-/* Channels 0 and 2 of each four, 1 and 3, as numbers of 16 bits. */
+/* Channels 0 and 2 of each four, 1 and 3, as integers of 16 bits. */
 KVEDGE_INLINE __m256i even_channels(__m256i column) { return _mm256_maddubs_epi16(_mm256_set1_epi16(1), column); }
 
 KVEDGE_INLINE __m256i odd_channels(__m256i column) { return _mm256_srai_epi16(column, 8); }
@@ -245,7 +284,7 @@ KVEDGE_INLINE void score_block(const int count, const int32_t *codes, const __m2
     for (int half = 0; half < 2; half++) { /* of 16 channels; of the next block's rows */
       if (next) transpose_16(next, 2 * p, half);
 #pragma GCC unroll 4
-      for (int c = 0; c < 4; c++) { /* columns become numbers of 16 bits here, since stores cost more than that */
+      for (int c = 0; c < 4; c++) { /* columns become integers of 16 bits here, since stores cost more than that */
         __m256i keys[VECTORS];
 #pragma GCC unroll 2
         for (int j = 0; j < VECTORS; j++) {
@@ -276,22 +315,26 @@ KVEDGE_INLINE void score_block(const int count, const int32_t *codes, const __m2
 /* Whether transposing costs less than sums across lanes: measured. */
 static int are_many(int num_queries, int dim) { return num_queries > (dim <= 128 ? 2 : 4); }
 
-static void score_many(const kvedge_query *q, const int8_t *k, ptrdiff_t token_stride, int num_tokens,
-                       const float *k_scale, asking ahead, float *scores, int accumulate) {
+static void score_many(const kvedge_query *q, const kvedge_tile *keys, const kvedge_next_tile *next_tile,
+                       float *scores, int accumulate) {
   const int n = q->num_queries, padded = (q->dim + 15) / 16 * 16, num_pairs = padded / 2;
+  const float *k_scale = keys->scales;
   __m256i columns[2][COLUMNS * VECTORS]; /* of a block, and of the next */
   int8_t rows[KVEDGE_BLOCK * CHANNELS_OF_TWO_BYTES]; /* of a last block, whose last row is repeated */
   int32_t codes[KVEDGE_STACK * 2 * COLUMNS];
   float unit[KVEDGE_STACK];
   for (int i = 0; i < n; i++) unit[i] = q->scale[i * q->scale_stride] * 256.0f;
   pair_codes(q, padded, codes);
-  for (int t = -KVEDGE_BLOCK; t < num_tokens; t += KVEDGE_BLOCK) { /* before the first block it is only transposed */
-    const int now = t / KVEDGE_BLOCK & 1, left = num_tokens - t - KVEDGE_BLOCK;
-    const int8_t *from = k + (t + KVEDGE_BLOCK) * token_stride;
-    key_block next = {from, token_stride, q->dim, columns[!now], further(ahead, (t + KVEDGE_BLOCK) * q->dim)};
+  for (int t = -KVEDGE_BLOCK; t < keys->num_tokens; t += KVEDGE_BLOCK) { /* before the first block it is only transposed */
+    const int now = t / KVEDGE_BLOCK & 1, left = keys->num_tokens - t - KVEDGE_BLOCK;
+    key_block next = {.columns = columns[!now], .stride = keys->token_stride, .dim = q->dim};
+    if (left > 0) {
+      next.rows = (const int8_t *)kvedge_tile_block(keys, t + KVEDGE_BLOCK);
+      next.next = kvedge_next_block_of(next_tile, t / KVEDGE_BLOCK + 1);
+    }
     if (left > 0 && left < KVEDGE_BLOCK) {
       for (int j = 0; j < KVEDGE_BLOCK; j++)
-        memcpy(rows + j * padded, from + (j < left ? j : left - 1) * token_stride, (size_t)q->dim);
+        memcpy(rows + j * padded, next.rows + (j < left ? j : left - 1) * next.stride, (size_t)q->dim);
       next.rows = rows, next.stride = padded;
     }
     if (t < 0) {
@@ -312,23 +355,18 @@ static void score_many(const kvedge_query *q, const int8_t *k, ptrdiff_t token_s
   }
 }
 
-static void KVEDGE_NAME(scores_i8)(const kvedge_query *q, const int8_t *k, ptrdiff_t token_stride,
-                           int num_tokens, const float *k_scale, const void *prefetch, float *scores,
-                           int accumulate) {
+static void KVEDGE_NAME(scores_int8)(const kvedge_query *q, const kvedge_tile *keys, float *scores, int accumulate) {
   const int n = q->num_queries;
-  const asking ahead = asking_for(prefetch);
-#define SCORE_QUERIES(of_floats, count) \
-  score_queries(q, of_floats, i, count, k, token_stride, num_tokens, k_scale, ahead, scores, accumulate)
-#define SCORE(of_floats)                                          \
-  {                                                               \
-    int i = 0;                                                    \
-    for (; i + 4 <= n; i += 4) SCORE_QUERIES(of_floats, 4);       \
-    for (; i + 2 <= n; i += 2) SCORE_QUERIES(of_floats, 2);       \
-    if (i < n) SCORE_QUERIES(of_floats, 1);                       \
+  const kvedge_next_tile next = kvedge_next_of(keys, q->dim);
+#define SCORE(suffix)                                                                               \
+  {                                                                                                 \
+    int i = 0;                                                                                      \
+    for (; i + 4 <= n; i += 4) score_4##suffix(q, i, keys, &next, scores, accumulate);              \
+    for (; i + 2 <= n; i += 2) score_2##suffix(q, i, keys, &next, scores, accumulate);              \
+    if (i < n) score_1##suffix(q, i, keys, &next, scores, accumulate);                              \
   }
-  if (q->num_bytes == 3 || q->dim > CHANNELS_OF_TWO_BYTES) SCORE(1)
-  else if (are_many(n, q->dim)) score_many(q, k, token_stride, num_tokens, k_scale, ahead, scores, accumulate);
-  else SCORE(0)
+  if (q->planes == 3 || q->dim > CHANNELS_OF_TWO_BYTES) SCORE(_of_floats)
+  else if (are_many(n, q->dim)) score_many(q, keys, &next, scores, accumulate);
+  else SCORE()
 #undef SCORE
-#undef SCORE_QUERIES
 }

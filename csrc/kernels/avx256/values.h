@@ -1,11 +1,12 @@
-/* Weighted sums of the 256-bit paths. Part of kernels_avx2.c and kernels_avxvnni.c, as kernels_avx256_keys.h is.
+/* Weighted sums of the 256-bit paths with values of int8. Part of avx2.c and avxvnni.c, as scores.h is.
  *
- * Weights become numbers of 15 bits, values of 16, those of two tokens side by side: a product then adds both tokens to
- * 8 channels, twice what a float FMA does, and making such values takes half of what making floats takes. Sums stay in
- * registers, of four queries at a time; for more queries such values are kept.
+ * A weight is p[t] * scale[t]. Weights are quantized to 15 bits, values widened to 16, those of two tokens side by side:
+ * a product then adds both tokens to 8 channels, twice what a float FMA does, and widening to 16 bits takes half of what
+ * conversion to floats takes. Sums stay in registers, of four queries at a time; for more queries widened values are
+ * kept.
  *
- * What weights lose to rounding goes with the largest among them, so only 64 tokens share a scale: as exact as 16 bits
- * over a tile of 256. Where that is not enough (three bytes), codes become floats, once for four queries.
+ * The rounding error of weights is in proportion to the largest of them, so only 64 tokens share a scale: as exact as 16
+ * bits over a tile of 256. Where that is not enough (three planes), values become floats, once for four queries.
  */
 enum {
   SUM_QUERIES = 4, /* whose sums stay in registers */
@@ -15,20 +16,12 @@ enum {
 
 #define WEIGHT_MAX_15 32766.0f /* as WEIGHT_MAX_16 */
 
-/* The values of up to TOGETHER tokens, or of a tile, and what to ask for meanwhile. */
-typedef struct {
-  const int8_t *rows;
-  ptrdiff_t stride;
-  int num_tokens;
-  asking ahead;
-} value_rows;
-
-/* Weights of up to TOGETHER tokens as codes, (num_queries, TOGETHER) with zeros to the end of the last block, and the
- * scales of these. First all scales, then all codes, so that these need not wait for maxima and divisions. */
-static void encode_weights(int num_queries, const float *p, const float *v_scale, const float *dither, int num_tokens,
+/* Quantizes the weights of up to TOGETHER tokens: codes (num_queries, TOGETHER), with zeros to the end of the last block,
+ * and their scales. First all scales, then all codes, so that these need not wait for maxima and divisions. */
+static void quantize_weights(int num_queries, const float *p, const float *v_scale, const float *dither, int num_tokens,
                            int16_t *codes, float *scale) {
   const int end = (num_tokens + KVEDGE_BLOCK - 1) / KVEDGE_BLOCK * KVEDGE_BLOCK;
-  float factor[KVEDGE_STACK]; /* the largest weight, then what makes codes of weights */
+  float factor[KVEDGE_STACK]; /* the largest weight, then the factor that quantizes */
   for (int i = 0; i < num_queries; i++) {
     __m256 largest[2] = {_mm256_setzero_ps(), _mm256_setzero_ps()};
     for (int t = 0; t < end; t += 16)
@@ -60,11 +53,11 @@ static void encode_weights(int num_queries, const float *p, const float *v_scale
     }
 }
 
-/* acc = acc * alpha + sum * scale, 8 channels or the first of them. */
-KVEDGE_INLINE void add_sums(__m256 sum, int num_channels, float scale, float alpha, float *acc) {
+/* acc = acc * rescale + sum * scale, 8 channels or the first of them. */
+KVEDGE_INLINE void add_sums(__m256 sum, int num_channels, float scale, float rescale, float *acc) {
   __m256i valid = first_lanes(num_channels);
   __m256 kept = _mm256_mul_ps(num_channels >= 8 ? _mm256_loadu_ps(acc) : _mm256_maskload_ps(acc, valid),
-                              _mm256_set1_ps(alpha));
+                              _mm256_set1_ps(rescale));
   sum = _mm256_fmadd_ps(sum, _mm256_set1_ps(scale), kept);
   if (num_channels >= 8) _mm256_storeu_ps(acc, sum);
   else _mm256_maskstore_ps(acc, valid, sum);
@@ -104,11 +97,11 @@ KVEDGE_INLINE void weigh_pair(const int8_t *first, const int8_t *second, const v
   }
 }
 
-/* Adds up to TOGETHER tokens' values to `groups` groups of 16 channels, or to num_channels fewer, of `count` queries.
- * Only one group's values are kept. (Constants as in weigh_pair().) */
-KVEDGE_INLINE void weigh_groups(const value_rows *v, const value_source source, __m256i (*kept)[2], const int groups,
-                                int num_channels, const int count, const int16_t *codes, const float *scale,
-                                const float *alpha, float *acc, ptrdiff_t acc_stride) {
+/* Adds the values of runs, of up to TOGETHER tokens together, to `groups` groups of 16 channels, or to num_channels fewer, of `count`
+ * queries. Only one group's values are kept. (Constants as in weigh_pair().) */
+KVEDGE_INLINE void weigh_groups(const kvedge_run *run, ptrdiff_t stride, int num_tokens, int channel, const value_source source, __m256i (*kept)[2],
+                                const int groups, int num_channels, const int count, const int16_t *codes,
+                                const float *scale, const float *rescale, float *acc, ptrdiff_t acc_stride) {
   /* Few sums are made twice as many, so that products need not wait for those before them. */
   const int chains = count * groups <= 2 ? 2 : 1;
   value_sums sum[2];
@@ -117,19 +110,22 @@ KVEDGE_INLINE void weigh_groups(const value_rows *v, const value_source source, 
 #pragma GCC unroll 4
     for (int g = 0; g < groups; g++)
       for (int k = 0; k < chains; k++) sum[k][i][g][0] = sum[k][i][g][1] = _mm256_setzero_si256();
-  const int8_t *row = v->rows;
-  int t = 0;
-  for (; t + 4 <= v->num_tokens; t += 4, codes += 4, kept += 2, row += 4 * v->stride) {
-    if (source != KEPT && v->ahead.next)
+  for (int left = num_tokens, tokens; left > 0; left -= tokens, run++) {
+    tokens = source == KEPT ? left : run->num_tokens; /* what is kept lies side by side */
+    const int8_t *row = (const int8_t *)run->rows + channel;
+    const kvedge_next_block next = kvedge_further(run->next, channel * tokens);
+    int t = 0;
+    for (; t + 4 <= tokens; t += 4, codes += 4, kept += 2, row += 4 * stride) {
+      if (source != KEPT && next.first)
 #pragma GCC unroll 4
-      for (int g = 0; g < groups; g++) ask(v->ahead, 16 * groups * t + 64 * g);
-    weigh_pair(row, row + v->stride, source, kept[0], groups, num_channels, count, codes, sum[0]);
-    weigh_pair(row + 2 * v->stride, row + 3 * v->stride, source, kept[1], groups, num_channels, count, codes + 2,
-               sum[chains - 1]);
+        for (int g = 0; g < groups; g++) kvedge_prefetch_line(next, 16 * groups * t + 64 * g);
+      weigh_pair(row, row + stride, source, kept[0], groups, num_channels, count, codes, sum[0]);
+      weigh_pair(row + 2 * stride, row + 3 * stride, source, kept[1], groups, num_channels, count, codes + 2,
+                 sum[chains - 1]);
+    }
+    for (; t < tokens; t += 2, codes += 2, kept++, row += 2 * stride) /* the weight of one past the last is 0 */
+      weigh_pair(row, t + 1 < tokens ? row + stride : row, source, kept[0], groups, num_channels, count, codes, sum[0]);
   }
-  for (; t < v->num_tokens; t += 2, codes += 2, kept++, row += 2 * v->stride) /* the weight of one past the last is 0 */
-    weigh_pair(row, t + 1 < v->num_tokens ? row + v->stride : row, source, kept[0], groups, num_channels, count, codes,
-               sum[0]);
 #pragma GCC unroll 4
   for (int i = 0; i < count; i++, acc += acc_stride)
 #pragma GCC unroll 4
@@ -140,32 +136,33 @@ KVEDGE_INLINE void weigh_groups(const value_rows *v, const value_source source, 
         if (chains == 2) of_16[j] = _mm256_add_epi32(of_16[j], sum[1][i][g][j]);
       __m256 low = _mm256_cvtepi32_ps(_mm256_permute2x128_si256(of_16[0], of_16[1], 0x20));
       __m256 high = _mm256_cvtepi32_ps(_mm256_permute2x128_si256(of_16[0], of_16[1], 0x31));
-      add_sums(low, num_channels, scale[i], alpha[i], acc + 16 * g);
-      if (num_channels > 8) add_sums(high, num_channels - 8, scale[i], alpha[i], acc + 16 * g + 8);
+      add_sums(low, num_channels, scale[i], rescale[i], acc + 16 * g);
+      if (num_channels > 8) add_sums(high, num_channels - 8, scale[i], rescale[i], acc + 16 * g + 8);
     }
 }
 
 /* A tile's weighted sum with weights of 15 bits. */
-static void weigh_codes(value_rows v, int dim, int num_queries, const float *p, const float *v_scale,
-                        const float *alpha, float *acc, ptrdiff_t acc_stride) {
+static void weigh_codes(const kvedge_probabilities *p, const kvedge_tile *values, const kvedge_accumulators *to) {
+  const int dim = values->dim, num_queries = p->num_queries;
+  const kvedge_next_tile next = kvedge_next_of(values, dim);
   int16_t codes[KVEDGE_STACK * TOGETHER]; /* (num_queries, TOGETHER) */
-  float scale[KVEDGE_STACK], keep[KVEDGE_STACK];
-  memcpy(keep, alpha, (size_t)num_queries * sizeof *keep);
-  for (int t = 0; t < v.num_tokens; t += TOGETHER) {
-    value_rows some = {.rows = v.rows + t * v.stride, .stride = v.stride,
-                       .num_tokens = v.num_tokens - t < TOGETHER ? v.num_tokens - t : TOGETHER};
-    encode_weights(num_queries, p + t, v_scale + t, kvedge_dither + t, some.num_tokens, codes, scale);
+  float scale[KVEDGE_STACK], rescale[KVEDGE_STACK];
+  memcpy(rescale, to->rescale, (size_t)num_queries * sizeof *rescale);
+  for (int t = 0; t < values->num_tokens; t += TOGETHER) {
+    const int num_tokens = values->num_tokens - t < TOGETHER ? values->num_tokens - t : TOGETHER;
+    kvedge_run runs[TOGETHER / KVEDGE_BLOCK];
+    for (int i = 0, first = t; first < t + num_tokens; first += runs[i++].num_tokens)
+      runs[i] = kvedge_run_of(values, &next, first, t + num_tokens);
+    quantize_weights(num_queries, p->p + t, values->scales + t, kvedge_dither + t, num_tokens, codes, scale);
     for (int d = 0, n; d < dim; d += n) {
       __m256i kept[TOGETHER / 2][2]; /* (tokens / 2, 2) x 8 channels x 2 tokens */
       const int left = dim - d;
-      float *out = acc + d;
-      some.rows = v.rows + t * v.stride + d;
-      some.ahead = further(v.ahead, t * dim + d * some.num_tokens);
+      float *out = to->acc + d;
       n = left < 16 ? left : 16;
       int i = 0;
-#define WEIGH(source, groups, num_channels, count)                                                          \
-  weigh_groups(&some, source, kept, groups, num_channels, count, codes + i * TOGETHER, scale + i, keep + i, \
-               out + i * acc_stride, acc_stride)
+#define WEIGH(source, groups, num_channels, count)                                                             \
+  weigh_groups(runs, values->token_stride, num_tokens, d, source, kept, groups, num_channels, count, \
+               codes + i * TOGETHER, scale + i, rescale + i, out + i * to->stride, to->stride)
 #define WEIGH_ROWS(count)                                               \
   if (count == 1 && left >= 64) WEIGH(ROWS, 4, 16, count), n = 64;      \
   else if (count <= 2 && left >= 32) WEIGH(ROWS, 2, 16, count), n = 32; \
@@ -184,71 +181,74 @@ static void weigh_codes(value_rows v, int dim, int num_queries, const float *p, 
 #undef WEIGH_ROWS
 #undef WEIGH
     }
-    for (int i = 0; i < num_queries; i++) keep[i] = 1.0f;
+    for (int i = 0; i < num_queries; i++) rescale[i] = 1.0f;
   }
 }
 
-/* Adds a tile's values to up to 16 channels of `count` queries, with weights as floats. (Constants as in
- * weigh_pair().) */
-KVEDGE_INLINE void weigh_16_floats(const value_rows *v, int num_channels, const int count, const float *weights,
-                                   const float *alpha, float *acc, ptrdiff_t acc_stride) {
+/* Adds a tile's values to up to 16 channels of `count` queries, with weights as floats: (num_queries, KVEDGE_TILE).
+ * (Constants as in weigh_pair().) */
+KVEDGE_INLINE void weigh_16_floats(const kvedge_run *run, ptrdiff_t stride, int num_tokens, int asking, int channel,
+                                   int num_channels, const int count, const float *weights, const float *rescale,
+                                   float *acc, ptrdiff_t acc_stride) {
   __m256 sum[SUM_QUERIES][2];
 #pragma GCC unroll 4
   for (int i = 0; i < count; i++) sum[i][0] = sum[i][1] = _mm256_setzero_ps();
-  const int8_t *row = v->rows;
+  for (int left = num_tokens; left > 0; left -= run++->num_tokens) {
+    const int tokens = run->num_tokens;
+    const int8_t *row = (const int8_t *)run->rows + channel;
+    const kvedge_next_block next = asking ? kvedge_further(run->next, channel * tokens) : (kvedge_next_block){0, 0};
 #pragma GCC unroll 4
-  for (int t = 0; t < v->num_tokens; t++, row += v->stride, weights++) {
-    if (v->ahead.next && t % 4 == 0) ask(v->ahead, 16 * t);
-    __m256 low, high;
-    if (num_channels >= 16) {
-      low = floats_of(_mm_loadl_epi64((const __m128i *)row));
-      high = floats_of(_mm_loadl_epi64((const __m128i *)(row + 8)));
-    } else {
-      __m128i codes = load_up_to_16(row, num_channels);
-      low = floats_of(codes);
-      high = floats_of(_mm_unpackhi_epi64(codes, codes));
-    }
+    for (int t = 0; t < tokens; t++, row += stride, weights++) {
+      if (next.first && t % 4 == 0) kvedge_prefetch_line(next, 16 * t);
+      __m256 low, high;
+      if (num_channels >= 16) {
+        low = floats_of(_mm_loadl_epi64((const __m128i *)row));
+        high = floats_of(_mm_loadl_epi64((const __m128i *)(row + 8)));
+      } else {
+        __m128i codes = load_up_to_16(row, num_channels);
+        low = floats_of(codes);
+        high = floats_of(_mm_unpackhi_epi64(codes, codes));
+      }
 #pragma GCC unroll 4
-    for (int i = 0; i < count; i++) {
-      __m256 weight = _mm256_broadcast_ss(weights + i * KVEDGE_TILE);
-      sum[i][0] = _mm256_fmadd_ps(low, weight, sum[i][0]);
-      sum[i][1] = _mm256_fmadd_ps(high, weight, sum[i][1]);
+      for (int i = 0; i < count; i++) {
+        __m256 weight = _mm256_broadcast_ss(weights + i * KVEDGE_TILE);
+        sum[i][0] = _mm256_fmadd_ps(low, weight, sum[i][0]);
+        sum[i][1] = _mm256_fmadd_ps(high, weight, sum[i][1]);
+      }
     }
   }
 #pragma GCC unroll 4
   for (int i = 0; i < count; i++)
     for (int j = 0; j < 2 && 8 * j < num_channels; j++)
-      add_sums(sum[i][j], num_channels - 8 * j, 1.0f, alpha[i], acc + i * acc_stride + 8 * j);
+      add_sums(sum[i][j], num_channels - 8 * j, 1.0f, rescale[i], acc + i * acc_stride + 8 * j);
 }
 
-static void weigh_floats(value_rows v, int dim, int num_queries, const float *p, const float *v_scale,
-                         const float *alpha, float *acc, ptrdiff_t acc_stride) {
+/* A tile's weighted sum with weights of 24 bits. */
+static void weigh_floats(const kvedge_probabilities *p, const kvedge_tile *values, const kvedge_accumulators *to) {
+  const int dim = values->dim, num_queries = p->num_queries, num_tokens = values->num_tokens;
+  const kvedge_next_tile next = kvedge_next_of(values, dim);
   float weights[KVEDGE_STACK * KVEDGE_TILE];
   for (int i = 0; i < num_queries; i++)
-    for (int t = 0; t < v.num_tokens; t++) weights[i * KVEDGE_TILE + t] = p[i * KVEDGE_TILE + t] * v_scale[t];
-  value_rows some = v;
-  for (int d = 0; d < dim; d += 16, some.rows += 16) {
+    for (int t = 0; t < num_tokens; t++) weights[i * KVEDGE_TILE + t] = p->p[i * KVEDGE_TILE + t] * values->scales[t];
+  kvedge_run runs[KVEDGE_TILE_BLOCKS];
+  for (int i = 0, t = 0; t < num_tokens; t += runs[i++].num_tokens)
+    runs[i] = kvedge_run_of(values, &next, t, num_tokens);
+  for (int d = 0; d < dim; d += 16) {
     int i = 0;
-#define WEIGH(num_channels, count)                                                  \
-  weigh_16_floats(&some, num_channels, count, weights + i * KVEDGE_TILE, alpha + i, \
-                  acc + i * acc_stride + d, acc_stride)
-#define WEIGH_16(count)                                                     \
-  {                                                                         \
-    some.ahead = i == 0 ? further(v.ahead, d * v.num_tokens) : (asking){0}; \
-    if (dim - d >= 16) WEIGH(16, count);                                    \
-    else WEIGH(dim - d, count);                                             \
-  }
+#define WEIGH(num_channels, count)                                                                    \
+  weigh_16_floats(runs, values->token_stride, num_tokens, i == 0, d, num_channels, count, \
+                  weights + i * KVEDGE_TILE, to->rescale + i, to->acc + i * to->stride + d, to->stride)
+#define WEIGH_16(count)              \
+  if (dim - d >= 16) WEIGH(16, count); \
+  else WEIGH(dim - d, count)
     BY_FOURS(num_queries, WEIGH_16)
 #undef WEIGH_16
 #undef WEIGH
   }
 }
 
-static void KVEDGE_NAME(weighted_sum_i8)(const int8_t *v, ptrdiff_t token_stride, int num_tokens, int dim,
-                                         int num_queries, int num_bytes, const float *p, const float *v_scale,
-                                         const float *alpha, const void *prefetch, float *acc,
-                                         ptrdiff_t acc_stride) {
-  const value_rows rows = {v, token_stride, num_tokens, asking_for(prefetch)};
-  if (num_bytes == 3) weigh_floats(rows, dim, num_queries, p, v_scale, alpha, acc, acc_stride);
-  else weigh_codes(rows, dim, num_queries, p, v_scale, alpha, acc, acc_stride);
+static void KVEDGE_NAME(weighted_sum_int8)(const kvedge_probabilities *p, const kvedge_tile *values,
+                                           const kvedge_accumulators *to) {
+  if (p->planes == 3) weigh_floats(p, values, to);
+  else weigh_codes(p, values, to);
 }

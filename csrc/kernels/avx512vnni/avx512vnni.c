@@ -9,137 +9,13 @@
  *   vmovups m512, zmm         keeping                     store               2 cycles, and 1.5 products fewer
  *
  * On Intel both products and shuffles want port 5, which bounds this path, so it is shuffles that are saved. On Zen 4
- * it is products, and what disturbs them is stores. kernels_avx512vnni_keys.h has the scores,
- * kernels_avx512vnni_values.h the weighted sums.
+ * it is products, and what disturbs them is stores. scores.c has the scores, values.h the weighted
+ * sums.
  */
 #include "kernels/kernels.h"
 
 #if defined(__x86_64__)
-#include <float.h>
-#include <immintrin.h>
-
-#include "system/target.h"
-
-KVEDGE_TARGET_BEGIN("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma")
-#include "kernels/portable.h"
-#include "kernels/x86.h"
-
-enum { BLOCK = KVEDGE_BLOCK }; /* tokens that are worked on together: one per 32-bit lane */
-
-/* sum += u8 x s8 products by fours. Written as instructions, since compilers (GCC 12) surround the
- * intrinsic with copies of the accumulators, which take twice the time of the products. */
-KVEDGE_INLINE void multiply_add(__m512i *sum, __m512i u8, __m512i s8) {
-  __asm__("vpdpbusd %2, %1, %0" : "+v"(*sum) : "v"(u8), "v"(s8));
-}
-
-/* Hides where a pointer comes from. Compilers (GCC 12) else keep a pointer for each of 16 rows, most of them
- * spilled to vector registers, which takes longer than the arithmetic on the rows. */
-#define OPAQUE(pointer) __asm__("" : "+r"(pointer))
-
-/* Lines that a later tile reads, in blocks of `size` bytes. They are asked for into L2, a few at a time and as evenly
- * as can be, since a core waits when more than about ten are on their way; and in the order of memory, which the CPU's
- * own prefetcher then follows.
- *
- * AMD's cores do not wait but forget, so each is asked for again, and a third time where there is little arithmetic
- * between. */
-typedef struct {
-  const int8_t *const *block, *const *last;
-  ptrdiff_t size, used; /* bytes of each; of this one */
-  uintptr_t after;      /* bytes until a line is asked for again */
-} lines_ahead;
-
-/* `in_order`: blocks lie side by side, behind those that were asked for before. */
-KVEDGE_INLINE lines_ahead lines_of(const int8_t *const *blocks, int num_tokens, int dim, int in_order) {
-  return (lines_ahead){.block = blocks, .last = blocks + (num_tokens - 1) / BLOCK, .size = BLOCK * dim,
-                       .after = in_order ? kvedge_ask_again_after() : 0};
-}
-
-/* Where the next `count` lines start. They may pass the end of a block, or be asked for twice: no harm is done. */
-KVEDGE_INLINE const char *take_lines(lines_ahead *a, int count) {
-  const char *lines = (const char *)*a->block + a->used;
-  a->used += 64 * count;
-  if (a->used >= a->size) {
-    a->used -= a->size;
-    a->block += a->block < a->last;
-  }
-  return lines;
-}
-
-/* (`count` and `times`, how often: constants where this is inlined.) Addresses are numbers, since they may lie before
- * the first block. */
-KVEDGE_INLINE void prefetch_lines(const lines_ahead *a, const char *lines, const int count, const int times) {
-  const uintptr_t first = (uintptr_t)lines, then[3] = {first - a->after, first - a->after / 8, first - 2 * a->after};
-#pragma GCC unroll 8
-  for (int i = 0; i < count; i++) _mm_prefetch((const char *)(first + 64 * i), _MM_HINT_T1);
-#pragma GCC unroll 3
-  for (int again = 0; again < times - 1; again++)
-#pragma GCC unroll 8
-    for (int i = 0; i < count; i++) _mm_prefetch((const char *)(then[again] + 64 * i), _MM_HINT_T1);
-}
-
-/* Four bytes, for all lanes. */
-KVEDGE_INLINE __m512i four_for_all(const void *bytes) {
-  int32_t four;
-  memcpy(&four, bytes, sizeof four);
-  return _mm512_set1_epi32(four);
-}
-
-/* Of n bytes, or of 64 if there are more. */
-KVEDGE_INLINE __mmask64 first_bytes(int n) { return n >= 64 ? ~0ull : (1ull << n) - 1; }
-
-/* In each 128-bit lane, four dwords become their lowest `count` bytes, the highest of these first: four bytes of
- * each dword side by side. (A constant where this is inlined. What follows them is of no use.) */
-KVEDGE_INLINE __m512i split_bytes(__m512i codes, const int count) {
-  const __m128i from_low = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-  const __m128i order = count == 3   ? _mm_shuffle_epi32(from_low, 0xc6)
-                        : count == 2 ? _mm_shuffle_epi32(from_low, 0xe1)
-                                     : from_low;
-  return _mm512_shuffle_epi8(codes, _mm512_broadcast_i32x4(order));
-}
-
-/* Lane L of out[c] is lane c of in[L], lanes being of 128 bits. */
-KVEDGE_INLINE void transpose_lanes(const __m512i in[4], __m512i out[4]) {
-  __m512i low_01 = _mm512_shuffle_i32x4(in[0], in[1], 0x44), high_01 = _mm512_shuffle_i32x4(in[0], in[1], 0xee);
-  __m512i low_23 = _mm512_shuffle_i32x4(in[2], in[3], 0x44), high_23 = _mm512_shuffle_i32x4(in[2], in[3], 0xee);
-  out[0] = _mm512_shuffle_i32x4(low_01, low_23, 0x88);
-  out[1] = _mm512_shuffle_i32x4(low_01, low_23, 0xdd);
-  out[2] = _mm512_shuffle_i32x4(high_01, high_23, 0x88);
-  out[3] = _mm512_shuffle_i32x4(high_01, high_23, 0xdd);
-}
-
-/* In each 128-bit lane, dword i of out[c] is dword c of row[i]: first dwords are paired, then their pairs. */
-KVEDGE_INLINE void pair_dwords(const __m512i row[4], __m512i pairs[4]) {
-  __m512i low_01 = _mm512_unpacklo_epi32(row[0], row[1]), high_01 = _mm512_unpackhi_epi32(row[0], row[1]);
-  __m512i low_23 = _mm512_unpacklo_epi32(row[2], row[3]), high_23 = _mm512_unpackhi_epi32(row[2], row[3]);
-  pairs[0] = low_01, pairs[1] = low_23, pairs[2] = high_01, pairs[3] = high_23;
-}
-
-KVEDGE_INLINE void pair_qwords(const __m512i pairs[4], __m512i out[4]) {
-  out[0] = _mm512_unpacklo_epi64(pairs[0], pairs[1]);
-  out[1] = _mm512_unpackhi_epi64(pairs[0], pairs[1]);
-  out[2] = _mm512_unpacklo_epi64(pairs[2], pairs[3]);
-  out[3] = _mm512_unpackhi_epi64(pairs[2], pairs[3]);
-}
-
-KVEDGE_INLINE void transpose_in_lanes(const __m512i row[4], __m512i out[4]) {
-  __m512i pairs[4];
-  pair_dwords(row, pairs);
-  pair_qwords(pairs, out);
-}
-
-/* high * 2^16 + middle * 2^8 + low, or fewer of them. (`bytes`: a constant where this is inlined.) */
-KVEDGE_INLINE __m512 total_of(const int bytes, __m512i high, __m512i middle, __m512i low) {
-  const __m512 byte = _mm512_set1_ps(256.0f);
-  __m512 total = _mm512_cvtepi32_ps(high);
-  if (bytes > 1) total = _mm512_fmadd_ps(total, byte, _mm512_cvtepi32_ps(middle));
-  if (bytes > 2) total = _mm512_fmadd_ps(total, byte, _mm512_cvtepi32_ps(low));
-  return total;
-}
-
-/* Blocks of rows that all lie token_stride apart. */
-KVEDGE_INLINE void blocks_of(const void *rows, ptrdiff_t token_stride, const int8_t *blocks[KVEDGE_TILE_BLOCKS]) {
-  for (int b = 0; b < KVEDGE_TILE_BLOCKS; b++) blocks[b] = (const int8_t *)rows + b * BLOCK * token_stride;
-}
+#include "kernels/avx512vnni/common.h"
 
 static uint32_t abs_max_bits_avx512vnni(const float *x, size_t n) {
   const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
@@ -231,22 +107,6 @@ KVEDGE_INLINE __m512 exp2_of(__m512 x) {
   return _mm512_maskz_scalef_ps(counts, y, _mm512_sub_ps(x, f));
 }
 
-/* The larger of each two lanes, or their sum (a constant where this is inlined). */
-typedef enum { MAX, ADD } reduction;
-
-KVEDGE_INLINE __m512 join(const reduction how, __m512 a, __m512 b) {
-  return how == MAX ? _mm512_max_ps(a, b) : _mm512_add_ps(a, b);
-}
-
-/* The largest in each of four vectors, or the sum of each. */
-KVEDGE_INLINE __m128 reduce_4(const reduction how, const __m512 v[4]) {
-  __m512 ab = join(how, _mm512_unpacklo_ps(v[0], v[1]), _mm512_unpackhi_ps(v[0], v[1]));
-  __m512 cd = join(how, _mm512_unpacklo_ps(v[2], v[3]), _mm512_unpackhi_ps(v[2], v[3]));
-  __m512 all = join(how, _mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
-  all = join(how, all, _mm512_shuffle_f32x4(all, all, 0x4e));
-  return _mm512_castps512_ps128(join(how, all, _mm512_shuffle_f32x4(all, all, 0xb1)));
-}
-
 /* Raises the maxima of `count` queries to those of a tile, given lane by lane. */
 static __attribute__((noinline)) void raise_max(int count, const __m512 tile_max[4], const float *factor, float *max,
                                                 float *sum, float *alpha) {
@@ -318,9 +178,19 @@ static void softmax_avx512vnni(float *scores, int num_queries, int num_tokens, c
 #undef SOFTMAX_OF
 }
 
-#include "kernels/avx512vnni/scores.h"
-#include "kernels/avx512vnni/values.h"
-#include "kernels/avx512vnni/heads.h"
+static void weighted_sum_int8_avx512vnni(const kvedge_probabilities *p, const kvedge_tile *values,
+                                         const kvedge_accumulators *to) {
+  if (p->planes == 3) weighted_sum_3_avx512vnni(p, values, to);
+  else if (p->planes == 2) weighted_sum_2_avx512vnni(p, values, to);
+  else weighted_sum_1_avx512vnni(p, values, to);
+}
+
+static void weighted_sum_of_heads_int8_avx512vnni(const kvedge_probabilities *p, const kvedge_tile *values,
+                                                  const kvedge_accumulators *to) {
+  if (p->planes == 3) weighted_sum_of_heads_3_avx512vnni(p, values, to);
+  else if (p->planes == 2) weighted_sum_of_heads_2_avx512vnni(p, values, to);
+  else weighted_sum_of_heads_1_avx512vnni(p, values, to);
+}
 
 static uint64_t read_bytes_avx512vnni(const void *p, size_t n) {
   const char *bytes = p;
@@ -351,27 +221,60 @@ static uint64_t multiply_avx512vnni(size_t n) {
   return (uint64_t)_mm512_reduce_or_epi64(sum[0]);
 }
 
+/* ---- Queries ---- */
+
+static void encode_query_avx512vnni(const float *x, int dim, float factor, float largest, int8_t *codes, float *scale,
+                                    int32_t *offsets) {
+  float inverse = largest > QUERY_NOTHING ? QUERY_MAX / largest : 0.0f;
+  const __m512i carry = _mm512_set1_epi32(0x808080); /* makes unsigned digits of signed ones and back */
+  const __m512i by_byte = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  __m512i sum = _mm512_setzero_si512();
+  for (int d = 0; d < dim; d += 64, codes += CODES_OF_64) {
+    __m512i digits[4], lanes[4];
+    __mmask64 valid = first_bytes(dim - d);
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+      __m512 values = _mm512_maskz_loadu_ps((__mmask16)(valid >> 16 * i), x + d + 16 * i);
+      __m512 scaled = _mm512_mul_ps(_mm512_mul_ps(values, _mm512_set1_ps(factor)), _mm512_set1_ps(inverse));
+      __m512i code = _mm512_cvtps_epi32(scaled);
+      digits[i] = split_bytes(_mm512_xor_si512(_mm512_add_epi32(code, carry), carry), 3);
+      sum = _mm512_dpbusd_epi32(sum, _mm512_set1_epi8((char)128), digits[i]);
+      digits[i] = _mm512_permutexvar_epi32(by_byte, digits[i]); /* lane b: byte b of 16 channels */
+    }
+    if (dim - d <= 32) {
+      digits[2] = digits[0];
+      digits[3] = digits[1];
+    }
+    transpose_lanes(digits, lanes);
+    for (int b = 0; b < 3; b++) _mm512_storeu_si512(codes + 64 * b, lanes[b]);
+  }
+  __m256i half = _mm256_add_epi32(_mm512_castsi512_si256(sum), _mm512_extracti64x4_epi64(sum, 1));
+  __m128i all = _mm_add_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+  _mm_storeu_si128((__m128i *)offsets, _mm_sub_epi32(_mm_setzero_si128(), all));
+  *scale = inverse > 0.0f ? largest / QUERY_MAX : 0.0f;
+}
+
 const kvedge_kernels kvedge_kernels_avx512vnni = {
     .name = "avx512vnni",
-    .step_bytes = 64 << 10, /* keys are read once, for all queries; values are kept as they are needed */
-    .parallel_work = 11 << 20,
+    /* Keys are read once, for all queries; values are kept as they are needed. */
+    .tuning = {.step_bytes = 64 << 10, .parallel_work = 11 << 20},
+    .cells = {[KVEDGE_INT8] = {.encode_query = encode_query_avx512vnni,
+                               .scores = scores_int8_avx512vnni,
+                               .weighted_sum = weighted_sum_int8_avx512vnni,
+                               .scores_of_heads = scores_of_heads_int8_avx512vnni,
+                               .weighted_sum_of_heads = weighted_sum_of_heads_int8_avx512vnni},
+              [KVEDGE_FLOAT32] = {.scores = scores_float32_avx512vnni, .weighted_sum = weighted_sum_float32_avx512vnni},
+              [KVEDGE_FLOAT16] = {.scores = scores_float16_avx512vnni, .weighted_sum = weighted_sum_float16_avx512vnni},
+              [KVEDGE_BFLOAT16] = {.scores = scores_bfloat16_avx512vnni,
+                                   .weighted_sum = weighted_sum_bfloat16_avx512vnni}},
     .abs_max_bits = abs_max_bits_avx512vnni,
     .quantize = quantize_avx512vnni,
     .dequantize = dequantize_portable,
-    .encode_query = encode_query_avx512vnni,
     .transpose_scales = transpose_scales_avx512vnni,
+    .softmax = softmax_avx512vnni,
+    .logits = KVEDGE_LOGIT_KERNELS,
     .merge_row = merge_row_portable,
     .scale_row = scale_row_portable,
-    .scores_i8 = scores_i8_avx512vnni,
-    .scores_f32 = scores_f32_portable,
-    .softmax = softmax_avx512vnni,
-    .weighted_sum_i8 = weighted_sum_i8_avx512vnni,
-    .scores_i8_blocks = scores_i8_blocks_avx512vnni,
-    .weighted_sum_i8_blocks = weighted_sum_i8_blocks_avx512vnni,
-    .scores_i8_heads = scores_i8_heads_avx512vnni,
-    .weighted_sum_i8_heads = weighted_sum_i8_heads_avx512vnni,
-    .weighted_sum_f32 = weighted_sum_f32_portable,
-    .logits = KVEDGE_LOGIT_KERNELS,
     .read_bytes = read_bytes_avx512vnni,
     .multiply = multiply_avx512vnni,
 };

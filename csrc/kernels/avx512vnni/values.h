@@ -1,4 +1,5 @@
-/* Weighted sums of AVX-512 VNNI. Part of kernels_avx512vnni.c.
+/* Weighted sums of the AVX-512 VNNI path, with probabilities quantized to PLANES planes. Part of values_1.c to
+ * values_3.c, which define it.
  *
  * Rows of four tokens are interleaved byte by byte (2 shuffles per 64-byte line, once for all queries), so that
  * vpdpbusd with a broadcast dword of weights, which are unsigned, adds all four tokens to 16 channels: a product per
@@ -86,13 +87,15 @@ KVEDGE_INLINE void interleave_4_rows(const __m512i row[4], __m512i out[4]) {
   out[3] = _mm512_unpackhi_epi16(high_ab, high_cd);
 }
 
-/* The values of a tile, in blocks, and what to ask for. */
+/* The values of a tile from a channel on, and the lines to prefetch. */
 typedef struct {
-  const int8_t *const *blocks;
+  const char *const *blocks;
   ptrdiff_t offset, token_stride;
   int num_tokens;
   lines_ahead *ahead;
 } value_rows;
+
+KVEDGE_INLINE const int8_t *block_of(const value_rows *v, int b) { return (const int8_t *)v->blocks[b] + v->offset; }
 
 /* Where weigh() has a tile's values from, and how many lines it asks for with every four rows: from rows that are whole
  * (four); from rows, and keeps them interleaved (two); from what was kept, the first time (the other half, two), and
@@ -108,8 +111,7 @@ static __attribute__((noinline)) void keep_values(const value_rows *v, int num_c
     __m512i row[4];
     for (int j = 0; j < 4; j++) {
       int token = t + j < v->num_tokens ? t + j : v->num_tokens - 1;
-      ptrdiff_t at = token % BLOCK * v->token_stride + v->offset;
-      row[j] = _mm512_maskz_loadu_epi8(valid, v->blocks[token / BLOCK] + at);
+      row[j] = _mm512_maskz_loadu_epi8(valid, block_of(v, token / BLOCK) + token % BLOCK * v->token_stride);
       prefetch_lines(v->ahead, take_lines(v->ahead, 1), 1, 1);
     }
     interleave_4_rows(row, kept);
@@ -160,8 +162,8 @@ KVEDGE_INLINE void weigh(const value_rows *v, const value_source source, const e
 #pragma GCC unroll 4
       for (int c = 0; c < 4; c++) sum[i][b][c] = _mm512_setzero_si512();
   for (int t = 0; t < v->num_tokens; t += BLOCK) {
-    const int8_t *from = v->blocks[t / BLOCK] + v->offset;
-    const int8_t *next = t + BLOCK < v->num_tokens ? v->blocks[t / BLOCK + 1] + v->offset : from;
+    const int8_t *from = block_of(v, t / BLOCK);
+    const int8_t *next = t + BLOCK < v->num_tokens ? block_of(v, t / BLOCK + 1) : from;
     const char *lines = asked ? take_lines(v->ahead, asked * BLOCK / step) : NULL;
 #pragma GCC unroll 4
     for (int r = 0; r < BLOCK; r += step) {
@@ -218,8 +220,8 @@ KVEDGE_INLINE void weigh_half(const value_rows *v, const extent how, __mmask64 v
 #pragma GCC unroll 3
     for (int b = 0; b < 3; b++) sum[i][b][0] = sum[i][b][1] = _mm512_setzero_si512();
   for (int t = 0; t < v->num_tokens; t += BLOCK) {
-    const int8_t *from = v->blocks[t / BLOCK] + v->offset;
-    const int8_t *next = t + BLOCK < v->num_tokens ? v->blocks[t / BLOCK + 1] + v->offset : from;
+    const int8_t *from = block_of(v, t / BLOCK);
+    const int8_t *next = t + BLOCK < v->num_tokens ? block_of(v, t / BLOCK + 1) : from;
     const char *lines = take_lines(v->ahead, BLOCK / 2);
 #pragma GCC unroll 4
     for (int r = 0; r < BLOCK; r += 4) {
@@ -295,13 +297,8 @@ KVEDGE_INLINE void weigh_64_by_halves(const value_rows *v, const extent how, __m
 }
 
 /* (Apart: so compilers make of whole rows what they make without this.) */
-static __attribute__((noinline)) void weigh_part_by_halves(const value_rows *v, __mmask64 valid, const weighing *w,
-                                                           int bytes) {
-  switch (bytes) {
-    case 3: weigh_64_by_halves(v, PART, valid, w, 3); break;
-    case 2: weigh_64_by_halves(v, PART, valid, w, 2); break;
-    default: weigh_64_by_halves(v, PART, valid, w, 1);
-  }
+static __attribute__((noinline)) void weigh_part_by_halves(const value_rows *v, __mmask64 valid, const weighing *w) {
+  weigh_64_by_halves(v, PART, valid, w, PLANES);
 }
 
 /* 64 channels, or fewer, of a tile of values, added for all queries, with weights of `bytes` bytes (a constant where
@@ -313,7 +310,7 @@ KVEDGE_INLINE void weigh_64(const value_rows *v, int num_channels, const weighin
   const __mmask64 valid = first_bytes(num_channels);
   if (n > FEW_QUERIES && n <= SEVERAL_QUERIES && whole && how != HALF) {
     if (how == WHOLE) weigh_64_by_halves(v, WHOLE, valid, w, bytes);
-    else weigh_part_by_halves(v, valid, w, bytes);
+    else weigh_part_by_halves(v, valid, w);
     return;
   }
   __m512i kept[KVEDGE_TILE]; /* (tokens / 4, 4) */
@@ -337,10 +334,14 @@ KVEDGE_INLINE void weigh_64(const value_rows *v, int num_channels, const weighin
     case KEPT_ASKING: WEIGH_FROM(KEPT_ASKING, count); break;     \
     case KEPT: WEIGH_FROM(KEPT, count); break;                   \
   }
-    if (count == most) { WEIGH(most) }
-    else if (count == 1) { WEIGH(1) }
+    if (count == 1) { WEIGH(1) }
     else if (count == 2) { WEIGH(2) }
-    else { WEIGH(3) }
+#if PLANES < 3 /* else there are no registers for more */
+    else if (count == 3) { WEIGH(3) }
+#endif
+#if PLANES == 1
+    else { WEIGH(4) }
+#endif
 #undef WEIGH
 #undef WEIGH_FROM
     source = source == ROWS_KEPT ? KEPT_ASKING : KEPT;
@@ -349,43 +350,93 @@ KVEDGE_INLINE void weigh_64(const value_rows *v, int num_channels, const weighin
   }
 }
 
-KVEDGE_INLINE void weigh_tile(const int8_t *const *v, ptrdiff_t offset, ptrdiff_t token_stride, int num_tokens,
-                              int dim, int num_queries, int num_bytes, const float *p, const float *v_scale,
-                              const float *alpha, lines_ahead ahead, float *acc, ptrdiff_t acc_stride) {
+void WEIGHTED_SUM(const kvedge_probabilities *p, const kvedge_tile *values, const kvedge_accumulators *to) {
   _Alignas(64) uint8_t codes[KVEDGE_STACK * CODE_ROW];
   float scale[KVEDGE_STACK];
-  switch (num_bytes) {
-    case 3: encode_weights(num_queries, 3, p, v_scale, 0, num_tokens, codes, scale); break;
-    case 2: encode_weights(num_queries, 2, p, v_scale, 0, num_tokens, codes, scale); break;
-    default: encode_weights(num_queries, 1, p, v_scale, 0, num_tokens, codes, scale);
-  }
-  value_rows rows = {.blocks = v, .token_stride = token_stride, .num_tokens = num_tokens, .ahead = &ahead};
-  weighing w = {num_queries, codes, scale, alpha, acc, acc_stride};
-  for (int d = 0; d < dim; d += 64, w.acc += 64) {
-    rows.offset = offset + d;
-    switch (num_bytes) {
-      case 3: weigh_64(&rows, dim - d, &w, 3); break;
-      case 2: weigh_64(&rows, dim - d, &w, 2); break;
-      default: weigh_64(&rows, dim - d, &w, 1);
+  lines_ahead ahead = lines_of(values, values->dim);
+  encode_weights(p->num_queries, PLANES, p->p, values->scales, 0, values->num_tokens, codes, scale);
+  value_rows rows = {values->blocks, values->offset, values->token_stride, values->num_tokens, &ahead};
+  weighing w = {p->num_queries, codes, scale, to->rescale, to->acc, to->stride};
+  for (int d = 0; d < values->dim; d += 64, w.acc += 64, rows.offset += 64)
+    weigh_64(&rows, values->dim - d, &w, PLANES);
+}
+
+/* ---- A head batch: see scores.c ---- */
+
+/* Sums of 64 channels of a tile, of the first head's weights in lanes 0..lanes-1 and of the next one's in the others;
+ * `kept`, if not NULL: interleaved rows. (`whole`: lanes are 4; it, `from_rows` and `bytes` are constants where this is
+ * inlined.) */
+KVEDGE_INLINE void weigh_64_of_heads(const value_rows *v, const int from_rows, const __m512i *kept, const int whole,
+                                     int lanes, const int bytes, const uint8_t *codes, __m512 totals[4]) {
+  const __mmask16 next = (__mmask16)(whole ? 0 : 0xffffu << 4 * lanes);
+  const int to_next = lanes < 4 ? CODE_ROW : 0; /* the last head has no next */
+  __m512i sum[3][4];
+#pragma GCC unroll 3
+  for (int b = 0; b < 3; b++)
+#pragma GCC unroll 4
+    for (int c = 0; c < 4; c++) sum[b][c] = _mm512_setzero_si512();
+  for (int t = 0; t < v->num_tokens; t += BLOCK) {
+    const int8_t *from = block_of(v, t / BLOCK);
+    const char *lines = from_rows ? take_lines(v->ahead, BLOCK) : NULL;
+#pragma GCC unroll 4
+    for (int r = 0; r < BLOCK; r += 4, codes += 16) {
+      __m512i row[4], value[4];
+      if (from_rows) {
+        load_values(from + r * v->token_stride, NULL, v->token_stride, WHOLE, ~0ull, row);
+        interleave_4_rows(row, value);
+        prefetch_lines(v->ahead, lines + 64 * r, 4, 4);
+      } else {
+#pragma GCC unroll 4
+        for (int c = 0; c < 4; c++) value[c] = *kept++;
+      }
+#pragma GCC unroll 3
+      for (int b = 0; b < bytes; b++) {
+        __m512i weights = four_for_all(codes + 4 * b);
+        if (!whole) weights = _mm512_mask_blend_epi32(next, weights, four_for_all(codes + to_next + 4 * b));
+#pragma GCC unroll 4
+        for (int c = 0; c < 4; c++) multiply_add(&sum[b][c], weights, value[c]);
+      }
     }
   }
+#pragma GCC unroll 4
+  for (int c = 0; c < 4; c++) totals[c] = total_of(bytes, sum[0][c], sum[1][c], sum[2][c]);
 }
 
-static void weighted_sum_i8_blocks_avx512vnni(const int8_t *const *v, ptrdiff_t offset, ptrdiff_t token_stride,
-                                              int num_tokens, int dim, int num_queries, int num_bytes,
-                                              const float *p, const float *v_scale, const float *alpha,
-                                              const int8_t *const *prefetch, float *acc, ptrdiff_t acc_stride) {
-  weigh_tile(v, offset, token_stride, num_tokens, dim, num_queries, num_bytes, p, v_scale, alpha,
-             lines_of(prefetch ? prefetch : v, num_tokens, dim, 0), acc, acc_stride);
+/* acc = acc * alpha + total * scale of 64 channels, 16 by 16. */
+KVEDGE_INLINE void add_totals_of_heads(const __m512 total[4], int lanes, const float *scale, const float *alpha,
+                                       float *acc) {
+  __m512i in[4], ordered[4];
+  for (int c = 0; c < 4; c++) in[c] = _mm512_castps_si512(total[c]);
+  transpose_lanes(in, ordered);
+  for (int c = 0; c < 4; c++, acc += 16) {
+    __m512 kept = _mm512_mul_ps(_mm512_loadu_ps(acc), _mm512_set1_ps(alpha[c >= lanes]));
+    _mm512_storeu_ps(acc, _mm512_fmadd_ps(_mm512_castsi512_ps(ordered[c]), _mm512_set1_ps(scale[c >= lanes]), kept));
+  }
 }
 
-static void weighted_sum_i8_avx512vnni(const int8_t *v, ptrdiff_t token_stride, int num_tokens, int dim,
-                                       int num_queries, int num_bytes, const float *p,
-                                       const float *v_scale, const float *alpha, const void *prefetch,
-                                       float *acc, ptrdiff_t acc_stride) {
-  const int8_t *blocks[KVEDGE_TILE_BLOCKS], *ahead[KVEDGE_TILE_BLOCKS];
-  blocks_of(v, token_stride, blocks);
-  if (prefetch) blocks_of(prefetch, dim, ahead);
-  weigh_tile(blocks, 0, token_stride, num_tokens, dim, num_queries, num_bytes, p, v_scale, alpha,
-             lines_of(prefetch ? ahead : blocks /* rows that are here anyway */, num_tokens, dim, 1), acc, acc_stride);
+KVEDGE_INLINE void weigh_heads(value_rows *v, int dim, const int bytes, const float *p, const float *v_scale,
+                               ptrdiff_t v_scale_stride, const float *alpha, float *acc) {
+  _Alignas(64) uint8_t codes[HEADS * CODE_ROW];
+  float scale[HEADS];
+  encode_weights(HEADS, bytes, p, v_scale, v_scale_stride, v->num_tokens, codes, scale);
+  int head = 0, left = dim / 16; /* as in score_block_of_heads() */
+  for (int d = 0; d < HEADS * dim; d += 64, acc += 64, v->offset += 64) {
+    __m512 totals[4];
+    const uint8_t *of_head = codes + head * CODE_ROW;
+    if (v->num_tokens % BLOCK) {
+      __m512i kept[KVEDGE_TILE];
+      keep_values(v, 64, kept);
+      weigh_64_of_heads(v, 0, kept, 0, left < 4 ? left : 4, bytes, of_head, totals);
+    } else if (left >= 4) weigh_64_of_heads(v, 1, NULL, 1, 4, bytes, of_head, totals);
+    else weigh_64_of_heads(v, 1, NULL, 0, left, bytes, of_head, totals);
+    add_totals_of_heads(totals, left, scale + head, alpha + head, acc);
+    left -= 4;
+    if (left <= 0) head++, left += dim / 16;
+  }
+}
+
+void WEIGHTED_SUM_OF_HEADS(const kvedge_probabilities *p, const kvedge_tile *values, const kvedge_accumulators *to) {
+  lines_ahead ahead = lines_of(values, HEADS * values->dim);
+  value_rows rows = {values->blocks, values->offset, values->token_stride, values->num_tokens, &ahead};
+  weigh_heads(&rows, values->dim, PLANES, p->p, values->scales, values->scale_stride, to->rescale, to->acc);
 }

@@ -2,9 +2,9 @@
  * own, and small helpers that make 32-bit ARM (armv7 NEON: 16 registers, no rounding, no sums across a
  * register) look like aarch64.
  *
- * Scores and weighted sums of float rows and of 8-bit rows are the same function here, inlined for an
- * element size: 8 channels become two registers of floats, and the rest is one multiply-add per four.
- * Included once by each kernels_neon*.c, inside its KVEDGE_TARGET_BEGIN. Static functions only.
+ * Scores and weighted sums are one function here for rows of every format, inlined for each: 8 channels
+ * become two registers of floats (load_row_8), and the rest is one multiply-add per four.
+ * Included once by neon.c and neondot.c, inside their KVEDGE_TARGET_BEGIN. Static functions only.
  *
  * Two things differ on armv7 and are seen to here, because stored bytes must not depend on the CPU:
  * its vector unit has no round-to-even (adding 1.5 * 2^23 rounds), and takes denormals for zero.
@@ -123,12 +123,6 @@ KVEDGE_INLINE float32x4_t load_part_f32(const float *p, int n) {
   return x;
 }
 
-KVEDGE_INLINE void store_part_f32(float *p, float32x4_t x, int n) {
-  if (n > 0) vst1q_lane_f32(p, x, 0);
-  if (n > 1) vst1q_lane_f32(p + 1, x, 1);
-  if (n > 2) vst1q_lane_f32(p + 2, x, 2);
-}
-
 /* Where the four rows of a group of tokens lie. Where fewer are left, the last stands in for the
  * missing: what comes of it has weight 0, or is not stored. */
 KVEDGE_INLINE void row_offsets(int tokens_left, ptrdiff_t token_stride, ptrdiff_t offset[4]) {
@@ -136,25 +130,72 @@ KVEDGE_INLINE void row_offsets(int tokens_left, ptrdiff_t token_stride, ptrdiff_
   for (int j = 0; j < 4; j++) offset[j] = min_int(j, tokens_left - 1) * token_stride;
 }
 
-/* acc * alpha + sum, for `vectors` times four channels of which `channels` exist. */
-KVEDGE_INLINE void add_to_acc(const float32x4_t *sum, const int vectors, float alpha, float *acc,
+/* acc * rescale + sum, for `vectors` times four channels of which `channels` exist. */
+KVEDGE_INLINE void add_to_acc(const float32x4_t *sum, const int vectors, float rescale, float *acc,
                               int channels) {
   float part[4 * 16];
   float *out = acc;
   if (channels < 4 * vectors) memcpy(out = part, acc, (size_t)channels * sizeof *acc);
   UNROLL
   for (int j = 0; j < vectors; j++)
-    vst1q_f32(out + 4 * j, multiply_add_f32(sum[j], vld1q_f32(out + 4 * j), vdupq_n_f32(alpha)));
+    vst1q_f32(out + 4 * j, multiply_add_f32(sum[j], vld1q_f32(out + 4 * j), vdupq_n_f32(rescale)));
   if (out == part) memcpy(acc, part, (size_t)channels * sizeof *acc);
 }
 
-/* Four tokens' scores of one query, of which `left` or all are stored. */
-KVEDGE_INLINE void store_scores(float32x4_t score, int left, int accumulate, float *scores) {
+/* ---- prefetch of the next tile ----
+ *
+ * The lines of `next` that come with a block of the tile at hand are issued with its groups of four tokens, so that
+ * they never queue up: every 64 bytes from the block's first byte, wherever that lies in a line. */
+
+typedef struct {
+  uintptr_t line, end; /* the next address to prefetch; where the share of the tokens so far ends */
+  int wanted;
+} prefetch_cursor;
+
+KVEDGE_INLINE prefetch_cursor prefetch_of_block(const kvedge_tile *tile, int token) {
+  if (!tile->next.blocks) return (prefetch_cursor){0, 0, 0};
+  uintptr_t line = (uintptr_t)tile->next.blocks[token / KVEDGE_BLOCK] + (uintptr_t)tile->next.offset;
+  return (prefetch_cursor){line, line, 1};
+}
+
+KVEDGE_INLINE void prefetch_next(prefetch_cursor *next, int bytes) {
+  if (!next->wanted) return;
+  next->end += (uintptr_t)bytes;
+  for (; next->line < next->end; next->line += 64) __builtin_prefetch((const void *)next->line, 0, 2);
+}
+
+/* A weighted sum passes over the tile once for each slice of channels: with a slice that starts `before` bytes into
+ * each row come the lines that start as many bytes, times the block's tokens, into the block to prefetch. */
+KVEDGE_INLINE const char *prefetch_of_slice(const kvedge_tile *tile, int token, int before) {
+  if (!tile->next.blocks) return NULL;
+  return tile->next.blocks[token / KVEDGE_BLOCK] + tile->next.offset +
+         before * min_int(KVEDGE_BLOCK, tile->num_tokens - token);
+}
+
+/* The share of the four tokens from t on of a slice `width` bytes wide: 4 * width bytes, a multiple of 32 unless the
+ * slice is partial; returns where the next share starts. */
+KVEDGE_INLINE const char *prefetch_slice(const char *next, int t, const int width, const int partial) {
+  /* opaque, because GCC 12 drops the caller's test for NULL of an address that is then prefetched from */
+  __asm__("" : "+r"(next));
+  if (partial) {
+    const int from = t % KVEDGE_BLOCK * width, line = (from + 63) / 64 * 64;
+    for (int i = line; i < from + 4 * width; i += 64) __builtin_prefetch(next - from + i, 0, 2);
+  } else if (4 * width < 64) {
+    if (t % 8 == 0) {
+      __asm__("" : "+r"(next)); /* for the same reason */
+      __builtin_prefetch(next, 0, 2);
+    }
+  } else {
+    UNROLL
+    for (int i = 0; i < 4 * width; i += 64) __builtin_prefetch(next + i, 0, 2);
+  }
+  return next + 4 * width;
+}
+
+/* Four tokens' scores of one query. Tokens past the tile's last have room, and nobody reads them. */
+KVEDGE_INLINE void store_scores(float32x4_t score, int accumulate, float *scores) {
   if (accumulate) score = vaddq_f32(vld1q_f32(scores), score);
-  if (left >= 4)
-    vst1q_f32(scores, score);
-  else
-    store_part_f32(scores, score, left);
+  vst1q_f32(scores, score);
 }
 
 /* ---- storing rows ---- */
@@ -241,7 +282,7 @@ KVEDGE_INLINE float32x4_t exp2_of(float32x4_t x) {
 }
 
 static void softmax_neon(float *scores, int num_queries, int num_tokens, const float *factor,
-                         float *max, float *sum, float *alpha) {
+                         float *max, float *sum, float *rescale) {
   int padded = (num_tokens + 3) / 4 * 4;
   for (int i = 0; i < num_queries; i++, scores += KVEDGE_TILE) {
     for (int t = num_tokens; t < padded; t++) scores[t] = -INFINITY;
@@ -255,7 +296,7 @@ static void softmax_neon(float *scores, int num_queries, int num_tokens, const f
     float tile_max = max_across(vmaxq_f32(largest, other));
     float m = max[i] > tile_max ? max[i] : tile_max;
     float32x4_t p = exp2_of(vdupq_n_f32((max[i] - m) * factor[i]));
-    alpha[i] = vgetq_lane_f32(p, 0);
+    rescale[i] = vgetq_lane_f32(p, 0);
     max[i] = m;
     float32x4_t total = vdupq_n_f32(0.0f);
     for (t = 0; t < padded; t += 4) {
@@ -264,57 +305,80 @@ static void softmax_neon(float *scores, int num_queries, int num_tokens, const f
       total = vaddq_f32(total, p);
     }
     for (; t % KVEDGE_BLOCK; t += 4) vst1q_f32(scores + t, vdupq_n_f32(0.0f));
-    sum[i] = sum[i] * alpha[i] + sum_across(total);
+    sum[i] = sum[i] * rescale[i] + sum_across(total);
   }
 }
 
 /* ---- rows of floats, or of codes that become floats ---- */
 
-/* What the loops below need of a tile's rows. `size` is 1 for codes and 4 for floats, a constant
- * wherever these functions are inlined; factor is for floats only (a power of two). */
-typedef struct {
-  const char *first; /* channel 0 of the first row */
-  ptrdiff_t stride;
-  int num_tokens;
-  float factor;
-} tile_rows;
-
-/* Channels after the last multiple of 8, with zeros up to 8. */
-typedef union {
-  int8_t codes[KVEDGE_TILE][8];
-  float floats[KVEDGE_TILE][8];
-} row_ends;
-
-KVEDGE_INLINE tile_rows from_channel(tile_rows rows, int channel, int size) {
-  return (tile_rows){rows.first + channel * size, rows.stride, rows.num_tokens, rows.factor};
+/* Bytes of an element. */
+KVEDGE_INLINE int element_size(const kvedge_format format) {
+  return format == KVEDGE_INT8 ? 1 : format == KVEDGE_FLOAT32 ? 4 : 2;
 }
 
-/* The n < 8 channels that rows start with, which are their last. */
-OUT_OF_LINE tile_rows gather_ends(tile_rows rows, int n, int size, row_ends *ends) {
-  const char *from = rows.first;
-  for (int t = 0; t < rows.num_tokens; t++, from += rows.stride) {
-    if (size == 1) {
-      uint64_t bytes = load_below_8((const int8_t *)from, n);
-      memcpy(ends->codes[t], &bytes, 8);
-    } else {
-      memset(ends->floats[t], 0, sizeof ends->floats[t]);
-      memcpy(ends->floats[t], from, (size_t)n * sizeof(float));
-    }
+/* Eight halves. On armv7 an instruction of the fp16 extension does it (with VFPv4: Cortex-A7 and A15), by name because
+ * GCC has the intrinsic with -mfp16-format only. */
+KVEDGE_INLINE void load_8_halves(const uint16_t *p, float32x4_t out[2]) {
+  uint16x8_t halves = vld1q_u16(p);
+#if defined(__aarch64__)
+  out[0] = vcvt_f32_f16(vreinterpret_f16_u16(vget_low_u16(halves)));
+  out[1] = vcvt_high_f32_f16(vreinterpretq_f16_u16(halves));
+#elif defined(__ARM_FP) && (__ARM_FP & 2)
+  __asm__("vcvt.f32.f16 %q0, %P1" : "=w"(out[0]) : "w"(vget_low_u16(halves)));
+  __asm__("vcvt.f32.f16 %q0, %P1" : "=w"(out[1]) : "w"(vget_high_u16(halves)));
+#else
+  /* Exponent and mantissa in a float's place, brought to a float's bias. A subnormal half, m * 2^-24, is given the
+   * exponent of 2^-14 as well, and loses 2^-14 again: the vector unit would take a denormal float for 0. */
+  const uint16x4_t half[2] = {vget_low_u16(halves), vget_high_u16(halves)};
+  for (int j = 0; j < 2; j++) {
+    uint32x4_t magnitude = vmovl_u16(vand_u16(half[j], vdup_n_u16(0x7fff)));
+    uint32x4_t sign = vshll_n_u16(vand_u16(half[j], vdup_n_u16(0x8000)), 15);
+    uint32x4_t subnormal = vcltq_u32(magnitude, vdupq_n_u32(0x400));
+    uint32x4_t bias = vaddq_u32(vdupq_n_u32(112u << 23), vandq_u32(subnormal, vdupq_n_u32(1u << 23)));
+    float32x4_t value = vreinterpretq_f32_u32(vaddq_u32(vshlq_n_u32(magnitude, 13), bias));
+    value = vsubq_f32(value, vreinterpretq_f32_u32(vandq_u32(subnormal, vdupq_n_u32(113u << 23))));
+    out[j] = vreinterpretq_f32_u32(vorrq_u32(vreinterpretq_u32_f32(value), vaddq_u32(sign, sign)));
   }
-  return (tile_rows){(const char *)ends, 8 * size, rows.num_tokens, rows.factor};
+#endif
 }
 
-/* Eight channels. */
-KVEDGE_INLINE void load_row_8(const char *p, const int size, float factor, float32x4_t out[2]) {
-  if (size == 1) {
+/* Eight channels as floats; of formats without scales times `factor`, a power of two. */
+KVEDGE_INLINE void load_row_8(const char *p, const kvedge_format format, float factor, float32x4_t out[2]) {
+  if (format == KVEDGE_INT8) {
     int16x8_t wide = vmovl_s8(vld1_s8((const int8_t *)p));
     out[0] = vcvtq_f32_s32(vmovl_s16(vget_low_s16(wide)));
     out[1] = vcvtq_f32_s32(vmovl_s16(vget_high_s16(wide)));
-  } else {
-    out[0] = vmulq_n_f32(vld1q_f32((const float *)p), factor);
-    out[1] = vmulq_n_f32(vld1q_f32((const float *)p + 4), factor);
+    return;
+  }
+  if (format == KVEDGE_FLOAT32) {
+    out[0] = vld1q_f32((const float *)p);
+    out[1] = vld1q_f32((const float *)p + 4);
+  } else if (format == KVEDGE_FLOAT16) {
+    load_8_halves((const uint16_t *)p, out);
+  } else { /* a bfloat16 is the upper half of a float */
+    uint16x8x2_t floats = vzipq_u16(vdupq_n_u16(0), vld1q_u16((const uint16_t *)p));
+    out[0] = vreinterpretq_f32_u16(floats.val[0]);
+    out[1] = vreinterpretq_f32_u16(floats.val[1]);
+  }
+  out[0] = vmulq_n_f32(out[0], factor);
+  out[1] = vmulq_n_f32(out[1], factor);
+}
+
+/* The last n < 8 channels of four rows, with zeros after them. */
+enum { END_BYTES = 32 }; /* 8 floats */
+OUT_OF_LINE void gather_ends(const char *rows, const ptrdiff_t offset[4], int n, int size,
+                             char *ends) { /* (4, END_BYTES) */
+  for (int j = 0; j < 4; j++, ends += END_BYTES) {
+    if (size == 1) {
+      uint64_t bytes = load_below_8((const int8_t *)rows + offset[j], n);
+      memcpy(ends, &bytes, sizeof bytes);
+    } else {
+      memset(ends, 0, END_BYTES);
+      memcpy(ends, rows + offset[j], (size_t)(n * size));
+    }
   }
 }
+static const ptrdiff_t end_offset[4] = {0, END_BYTES, 2 * END_BYTES, 3 * END_BYTES};
 
 enum {
 #if defined(__aarch64__)
@@ -328,12 +392,12 @@ enum {
 };
 
 /* sum[i][j] += values[i][0..7] . k[j][0..7] */
-KVEDGE_INLINE void score_8_channels(const float *values, ptrdiff_t stride, const char *rows,
-                                    const ptrdiff_t offset[4], const int size, float factor,
-                                    const int count, float32x4_t sum[SCORE_QUERIES][4]) {
+KVEDGE_INLINE void score_8_channels(const float *values, ptrdiff_t stride, const char *rows, const ptrdiff_t offset[4],
+                                    const kvedge_format format, float factor, const int count,
+                                    float32x4_t sum[SCORE_QUERIES][4]) {
   float32x4_t k[4][2];
   UNROLL
-  for (int j = 0; j < 4; j++) load_row_8(rows + offset[j], size, factor, k[j]);
+  for (int j = 0; j < 4; j++) load_row_8(rows + offset[j], format, factor, k[j]);
   UNROLL
   for (int i = 0; i < count; i++) {
     float32x4_t low = vld1q_f32(values + i * stride), high = vld1q_f32(values + i * stride + 4);
@@ -345,154 +409,169 @@ KVEDGE_INLINE void score_8_channels(const float *values, ptrdiff_t stride, const
   }
 }
 
-/* Scores of the four tokens from t on, as far as they are stored, for `count` queries. `ends`: the
- * channels past the last multiple of 8, if there are any. k_scale is for codes only. */
-KVEDGE_INLINE void score_block(const kvedge_query *q, int first, const int count, const tile_rows *rows,
-                               const tile_rows *ends, const int size, int t, const float *k_scale,
-                               float *scores, int accumulate) {
+/* Scores of four tokens for `count` queries from first on. ends (4, END_BYTES): the channels past the last multiple of
+ * 8, if there are any. `scale` is for int8 only. */
+KVEDGE_INLINE void score_four(const kvedge_query *q, int first, const int count, const kvedge_format format,
+                              const char *rows, const ptrdiff_t offset[4], const char *ends, float factor,
+                              float32x4_t scale, float *scores, int accumulate) {
   const float *values = q->values + first * q->stride; /* (count, stride), padded with zeros */
-  const char *row = rows->first + t * rows->stride;
-  int left = rows->num_tokens - t, d = 0;
-  float32x4_t sum[SCORE_QUERIES][4]; /* (count, 4 tokens) */
-  ptrdiff_t offset[4];
+  float32x4_t sum[SCORE_QUERIES][4];                   /* (count, 4 tokens) */
+  int d = 0;
   UNROLL
   for (int i = 0; i < count; i++)
     UNROLL
     for (int j = 0; j < 4; j++) sum[i][j] = vdupq_n_f32(0.0f);
-  row_offsets(left, rows->stride, offset);
   for (; d + 8 <= q->dim; d += 8)
-    score_8_channels(values + d, q->stride, row + d * size, offset, size, rows->factor, count, sum);
-  if (d < q->dim) {
-    row_offsets(left, ends->stride, offset);
-    score_8_channels(values + d, q->stride, ends->first + t * ends->stride, offset, size, rows->factor,
-                     count, sum);
-  }
-  float32x4_t scale = vdupq_n_f32(1.0f);
-  if (size == 1) scale = left >= 4 ? vld1q_f32(k_scale + t) : load_part_f32(k_scale + t, left);
+    score_8_channels(values + d, q->stride, rows + d * element_size(format), offset, format, factor, count, sum);
+  if (d < q->dim) score_8_channels(values + d, q->stride, ends, end_offset, format, factor, count, sum);
   UNROLL
   for (int i = 0; i < count; i++) {
     float32x4_t score = sum_each_f32(sum[i][0], sum[i][1], sum[i][2], sum[i][3]);
-    if (size == 1) score = vmulq_f32(score, scale);
-    store_scores(score, left, accumulate, scores + (first + i) * KVEDGE_TILE + t);
+    if (format == KVEDGE_INT8) score = vmulq_f32(score, scale);
+    store_scores(score, accumulate, scores + (first + i) * KVEDGE_TILE);
   }
 }
 
-KVEDGE_INLINE void score_rows(const kvedge_query *q, tile_rows rows, const int size, const float *k_scale,
-                              const void *prefetch, float *scores, int accumulate) {
-  int whole = q->dim / 8 * 8;
-  row_ends gathered;
-  tile_rows ends = rows;
-  if (whole < q->dim) ends = gather_ends(from_channel(rows, whole, size), q->dim - whole, size, &gathered);
-  for (int t = 0; t < rows.num_tokens; t += 4) {
-    if (prefetch) prefetch_bytes((const char *)prefetch + (ptrdiff_t)t * q->dim * size, 4 * q->dim * size);
-    for (int i = 0; i < q->num_queries; i += SCORE_QUERIES) {
-#define BLOCK(count) score_block(q, i, count, &rows, &ends, size, t, k_scale, scores, accumulate)
-      switch (min_int(q->num_queries - i, SCORE_QUERIES)) {
-        case 1: BLOCK(1); break;
-        case 2: BLOCK(2); break;
+KVEDGE_INLINE void score_rows(const kvedge_query *q, const kvedge_tile *keys, const kvedge_format format, float *scores,
+                              int accumulate) {
+  const int size = element_size(format), whole = q->dim / 8 * 8;
+  const ptrdiff_t stride = keys->token_stride;
+  ptrdiff_t offset[4] = {0, stride, 2 * stride, 3 * stride};
+  for (int first = 0; first < keys->num_tokens; first += KVEDGE_BLOCK) {
+    const char *rows = kvedge_tile_block(keys, first);
+    const int end = min_int(first + KVEDGE_BLOCK, keys->num_tokens);
+    prefetch_cursor next = prefetch_of_block(keys, first);
+    for (int t = first; t < end; t += 4, rows += 4 * stride) {
+      const int left = end - t;
+      char ends[4 * END_BYTES];
+      float32x4_t scale = vdupq_n_f32(1.0f);
+      if (left < 4) row_offsets(left, stride, offset);
+      prefetch_next(&next, min_int(left, 4) * size * q->dim);
+      if (whole < q->dim) gather_ends(rows + whole * size, offset, q->dim - whole, size, ends);
+      if (format == KVEDGE_INT8) scale = vld1q_f32(keys->scales + t);
+      for (int i = 0; i < q->num_queries; i += SCORE_QUERIES) {
+#define FOUR(count) \
+  score_four(q, i, count, format, rows, offset, ends, keys->factor, scale, scores + t, accumulate)
+        switch (min_int(q->num_queries - i, SCORE_QUERIES)) {
+          case 1: FOUR(1); break;
+          case 2: FOUR(2); break;
 #if defined(__aarch64__)
-        case 3: BLOCK(3); break;
-        default: BLOCK(4);
+          case 3: FOUR(3); break;
+          default: FOUR(4);
 #endif
+        }
+#undef FOUR
       }
-#undef BLOCK
     }
   }
 }
 
-static void scores_f32_neon(const kvedge_query *q, const float *k, ptrdiff_t token_stride,
-                            int num_tokens, float k_scale, const void *prefetch, float *scores) {
-  tile_rows rows = {(const char *)k, token_stride, num_tokens, k_scale};
-  score_rows(q, rows, sizeof(float), NULL, prefetch, scores, 0);
-}
-
-/* The sums of 8 * eights channels for `count` query rows, held in registers over the tile. `channels`
- * of them exist. */
-KVEDGE_INLINE void weigh_block(tile_rows rows, const int size, int channels, const float *weights,
-                               const float *alpha, const int count, const int eights,
-                               const char *prefetch, float *acc, ptrdiff_t acc_stride) {
-  enum { LINE = 64 };
-  const int lines = 8 * eights * size / LINE > 1 ? 8 * eights * size / LINE : 1;
-  const char *v = rows.first;
+/* The sums of 8 * eights channels from `channel` on for `count` query rows, held in registers over the tile. Of a
+ * partial slice (eights is 1) only the first `channels` exist. */
+KVEDGE_INLINE void weigh_slice(const kvedge_tile *values, const kvedge_format format, int channel, int channels,
+                               const int partial, const float *weights, const int count, const int eights,
+                               const int prefetch, const float *rescale, float *acc, ptrdiff_t acc_stride) {
+  const int size = element_size(format);
+  const ptrdiff_t stride = values->token_stride;
+  const float factor = values->factor;
   float32x4_t sum[WEIGH_SUMS]; /* (count, 2 * eights) */
-  ptrdiff_t offset[4] = {0, rows.stride, 2 * rows.stride, 3 * rows.stride};
+  ptrdiff_t offset[4] = {0, stride, 2 * stride, 3 * stride};
   UNROLL
   for (int s = 0; s < 2 * eights * count; s++) sum[s] = vdupq_n_f32(0.0f);
-  for (int t = 0; t < rows.num_tokens; t += 4) {
-    if (rows.num_tokens - t < 4) row_offsets(rows.num_tokens - t, rows.stride, offset);
+  const char *rows = NULL, *next = NULL;
+  for (int t = 0; t < values->num_tokens; t += 4, rows += 4 * stride) {
+    if (t % KVEDGE_BLOCK == 0) {
+      rows = kvedge_tile_block(values, t) + channel * size;
+      next = prefetch ? prefetch_of_slice(values, t, channel * size) : NULL;
+    }
+    const char *v = rows;
+    const ptrdiff_t *at = offset;
+    char ends[4 * END_BYTES];
+    if (values->num_tokens - t < 4) row_offsets(values->num_tokens - t, stride, offset);
+    if (next) next = prefetch_slice(next, t, (partial ? channels : 8 * eights) * size, partial);
+    if (partial) {
+      gather_ends(rows, offset, channels, size, ends);
+      v = ends;
+      at = end_offset;
+    }
     float32x4_t weight[WEIGH_QUERIES]; /* of four tokens */
     UNROLL
     for (int i = 0; i < count; i++) weight[i] = vld1q_f32(weights + i * KVEDGE_TILE + t);
-    if (prefetch) {
-      UNROLL
-      for (int line = 0; line < 4 * lines; line++) __builtin_prefetch(prefetch + LINE * line, 0, 2);
-      prefetch += 4 * LINE * lines;
-    }
-#define TOKEN(j)                                                                               \
-  UNROLL                                                                                       \
-  for (int e = 0; e < eights; e++) {                                                           \
-    float32x4_t row[2];                                                                        \
-    load_row_8(v + offset[j] + 8 * e * size, size, rows.factor, row);                          \
-    UNROLL                                                                                     \
-    for (int i = 0; i < count; i++) {                                                          \
-      float32x4_t *s = sum + 2 * (eights * i + e);                                             \
-      s[0] = MULTIPLY_ADD_LANE_F32(s[0], row[0], weight[i], j);                                \
-      s[1] = MULTIPLY_ADD_LANE_F32(s[1], row[1], weight[i], j);                                \
-    }                                                                                          \
+#define TOKEN(j)                                                     \
+  UNROLL                                                             \
+  for (int e = 0; e < eights; e++) {                                 \
+    float32x4_t row[2];                                              \
+    load_row_8(v + at[j] + 8 * e * size, format, factor, row);       \
+    UNROLL                                                           \
+    for (int i = 0; i < count; i++) {                                \
+      float32x4_t *s = sum + 2 * (eights * i + e);                   \
+      s[0] = MULTIPLY_ADD_LANE_F32(s[0], row[0], weight[i], j);      \
+      s[1] = MULTIPLY_ADD_LANE_F32(s[1], row[1], weight[i], j);      \
+    }                                                                \
   }
     TOKEN(0) TOKEN(1) TOKEN(2) TOKEN(3)
 #undef TOKEN
-    v += 4 * rows.stride;
   }
   UNROLL
   for (int i = 0; i < count; i++)
-    add_to_acc(sum + 2 * eights * i, 2 * eights, alpha[i], acc + i * acc_stride, channels);
+    add_to_acc(sum + 2 * eights * i, 2 * eights, rescale[i], acc + channel + i * acc_stride, channels);
 }
 
 /* All channels, for `count` query rows of weights (count, KVEDGE_TILE), 0 from num_tokens on. */
-KVEDGE_INLINE void weigh_rows(tile_rows rows, const int size, int dim, const int count,
-                              const float *weights, const float *alpha, const char *prefetch, float *acc,
-                              ptrdiff_t acc_stride) {
-  const int eights = WEIGH_SUMS / 2 / (count == 3 ? 4 : count);
-  int d = 0;
-#define BLOCK(rows, channels, eights)                                                             \
-  weigh_block(rows, size, channels, weights, alpha, count, eights,                                \
-              prefetch && d * size % 64 == 0 ? prefetch + d * size * (ptrdiff_t)(rows).num_tokens : NULL, \
-              acc + d, acc_stride)
-  for (; d + 8 * eights <= dim; d += 8 * eights) BLOCK(from_channel(rows, d, size), 8 * eights, eights);
-  for (; d + 8 <= dim; d += 8) BLOCK(from_channel(rows, d, size), 8, 1);
-  if (d < dim) {
-    row_ends ends;
-    tile_rows last = gather_ends(from_channel(rows, d, size), dim - d, size, &ends);
-    BLOCK(last, dim - d, 1);
-  }
-#undef BLOCK
-}
-
-/* The same for up to WEIGH_QUERIES query rows. */
-KVEDGE_INLINE void weigh_queries(tile_rows rows, const int size, int dim, int count, const float *weights,
-                                 const float *alpha, const void *prefetch, float *acc, ptrdiff_t acc_stride) {
-#define ROWS(count) weigh_rows(rows, size, dim, count, weights, alpha, prefetch, acc, acc_stride)
-  switch (count) {
-    case 1: ROWS(1); break;
-    case 2: ROWS(2); break;
-#if defined(__aarch64__)
-    case 3: ROWS(3); break;
-    default: ROWS(4);
-#endif
-  }
-#undef ROWS
-}
-
-static void weighted_sum_f32_neon(const float *v, ptrdiff_t token_stride, int num_tokens, int dim,
-                                  int num_queries, const float *p, float v_scale,
-                                  const float *alpha, const void *prefetch, float *acc,
+KVEDGE_INLINE void weigh_channels(const kvedge_tile *values, const kvedge_format format, const int count,
+                                  const float *weights, int prefetch, const float *rescale, float *acc,
                                   ptrdiff_t acc_stride) {
-  tile_rows rows = {(const char *)v, token_stride, num_tokens, v_scale};
-  for (int i = 0; i < num_queries; i += WEIGH_QUERIES, prefetch = NULL)
-    weigh_queries(rows, sizeof(float), dim, min_int(num_queries - i, WEIGH_QUERIES), p + i * KVEDGE_TILE,
-                  alpha + i, prefetch, acc + i * acc_stride, acc_stride);
+  const int most = WEIGH_SUMS / 2 / (count == 3 ? 4 : count), dim = values->dim;
+  int d = 0;
+#define SLICE(channels, partial, eights) \
+  weigh_slice(values, format, d, channels, partial, weights, count, eights, prefetch, rescale, acc, acc_stride)
+  for (; d + 8 * most <= dim; d += 8 * most) SLICE(8 * most, 0, most);
+  for (; d + 8 <= dim; d += 8) SLICE(8, 0, 1);
+  if (d < dim) SLICE(dim - d, 1, 1);
+#undef SLICE
 }
+
+KVEDGE_INLINE void weigh_rows(const kvedge_probabilities *p, const kvedge_tile *values, const kvedge_format format,
+                              const kvedge_accumulators *to) {
+  for (int i = 0; i < p->num_queries; i += WEIGH_QUERIES) {
+    const int count = min_int(p->num_queries - i, WEIGH_QUERIES);
+    const float *weights = p->p + i * KVEDGE_TILE;
+    float scaled[WEIGH_QUERIES * KVEDGE_TILE];
+    if (format == KVEDGE_INT8) {
+      for (int j = 0; j < count; j++)
+        for (int t = 0; t < values->num_tokens; t += 4) /* p and scales are 0 up to the block's end */
+          vst1q_f32(scaled + j * KVEDGE_TILE + t,
+                    vmulq_f32(vld1q_f32(weights + j * KVEDGE_TILE + t), vld1q_f32(values->scales + t)));
+      weights = scaled;
+    }
+#define QUERIES(count) \
+  weigh_channels(values, format, count, weights, i == 0, to->rescale + i, to->acc + i * to->stride, to->stride)
+    switch (count) {
+      case 1: QUERIES(1); break;
+      case 2: QUERIES(2); break;
+#if defined(__aarch64__)
+      case 3: QUERIES(3); break;
+      default: QUERIES(4);
+#endif
+    }
+#undef QUERIES
+  }
+}
+
+/* Not inlined anywhere but where the format is a constant. */
+#define KVEDGE_NEON_KERNELS(name, format)                                                                        \
+  static void scores_##name##_neon(const kvedge_query *q, const kvedge_tile *keys, float *scores, int accumulate) { \
+    score_rows(q, keys, format, scores, accumulate);                                                             \
+  }                                                                                                              \
+  static void weighted_sum_##name##_neon(const kvedge_probabilities *p, const kvedge_tile *values,               \
+                                         const kvedge_accumulators *to) {                                        \
+    weigh_rows(p, values, format, to);                                                                           \
+  }
+#define KVEDGE_NEON_CELL(name) {.scores = scores_##name##_neon, .weighted_sum = weighted_sum_##name##_neon}
+
+KVEDGE_NEON_KERNELS(float32, KVEDGE_FLOAT32)
+KVEDGE_NEON_KERNELS(float16, KVEDGE_FLOAT16)
+KVEDGE_NEON_KERNELS(bfloat16, KVEDGE_BFLOAT16)
 
 /* ---- the yardsticks ---- */
 
@@ -512,16 +591,17 @@ static uint64_t read_bytes_neon(const void *p, size_t n) {
 
 enum { SUMS = 12 }; /* a product waits up to 7 cycles for the one before it in the same sum */
 
-#define KVEDGE_NEON_TABLE(isa_name, encode, scores, weighted_sum, multiplied)                      \
-  {                                                                                                \
-    .name = isa_name, .step_bytes = 16 << 10, .parallel_work = 3 << 20 /* not measured */,         \
-    .abs_max_bits = abs_max_bits_neon,                                                             \
-    .quantize = quantize_neon, .dequantize = dequantize_neon, .encode_query = encode,              \
-    .transpose_scales = transpose_scales_portable,                                                 \
-    .merge_row = merge_row_portable, .scale_row = scale_row_portable, .scores_i8 = scores,         \
-    .scores_f32 = scores_f32_neon, .softmax = softmax_neon, .weighted_sum_i8 = weighted_sum,       \
-    .weighted_sum_f32 = weighted_sum_f32_neon, .logits = KVEDGE_LOGIT_KERNELS,                     \
-    .read_bytes = read_bytes_neon, .multiply = multiplied,                                         \
+#define KVEDGE_NEON_TABLE(isa_name, int8_cell, multiplied)                                             \
+  {                                                                                                    \
+    .name = isa_name, .tuning = {.step_bytes = 16 << 10, .parallel_work = 3 << 20 /* not measured */}, \
+    .cells = {[KVEDGE_INT8] = int8_cell,                                                               \
+              [KVEDGE_FLOAT32] = KVEDGE_NEON_CELL(float32),                                            \
+              [KVEDGE_FLOAT16] = KVEDGE_NEON_CELL(float16),                                            \
+              [KVEDGE_BFLOAT16] = KVEDGE_NEON_CELL(bfloat16)},                                         \
+    .abs_max_bits = abs_max_bits_neon, .quantize = quantize_neon, .dequantize = dequantize_neon,       \
+    .transpose_scales = transpose_scales_portable, .softmax = softmax_neon,                            \
+    .logits = KVEDGE_LOGIT_KERNELS, .merge_row = merge_row_portable, .scale_row = scale_row_portable,  \
+    .read_bytes = read_bytes_neon, .multiply = multiplied,                                             \
   }
 
 #endif

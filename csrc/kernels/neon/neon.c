@@ -4,13 +4,13 @@
  *   sshll, sshll2       s8 -> s16 -> s32                3 cycles, 2 a cycle     2, V1
  *   scvtf v.4s          s32 -> float                    10, 1 a cycle           4, V0, one in two cycles
  *   fmla v.4s           4 products                      10 (4), 1 a cycle       4 (2), V01
- *   fmla v.4s, v.s[i]   the same by one token's weight  likewise                likewise
+ *   fmla v.4s, v.s[i]   the same by one token's weight  as fmla v.4s            as fmla v.4s
  *
  * (A72: as LLVM models it, like an A57. In brackets: from sum to sum.)
  *
  * There is no 8-bit dot product here, and a query of 24 bits would take several 16-bit products: smlal
- * does 4 a cycle, as many as fmla. So codes become floats and meet the query as it is. That takes 10
- * instructions for 16 codes, once for all stacked queries (up to 4); each query then takes 4.
+ * does 4 a cycle, as many as fmla. So codes become floats and are multiplied with the query as it is. That takes 10
+ * instructions for 16 codes, once for up to 4 queries; each query then takes 4.
  *
  * Keys: four tokens at a time, 8 channels of each, so that a load of a query's channels serves four
  * rows; a sum per token and query, joined across lanes at the end. Values: a row's codes times
@@ -30,30 +30,7 @@ KVEDGE_TARGET_BEGIN("fpu=neon")
 
 #include "kernels/neon/common.h"
 
-static void scores_i8_neon(const kvedge_query *q, const int8_t *k, ptrdiff_t token_stride,
-                           int num_tokens, const float *k_scale, const void *prefetch, float *scores,
-                           int accumulate) {
-  tile_rows rows = {(const char *)k, token_stride, num_tokens, 1.0f};
-  score_rows(q, rows, sizeof(int8_t), k_scale, prefetch, scores, accumulate);
-}
-
-static void weighted_sum_i8_neon(const int8_t *v, ptrdiff_t token_stride, int num_tokens, int dim,
-                                 int num_queries, int num_bytes, const float *p, const float *v_scale,
-                                 const float *alpha, const void *prefetch, float *acc,
-                                 ptrdiff_t acc_stride) {
-  (void)num_bytes; /* floats cost the same whatever their precision */
-  tile_rows rows = {(const char *)v, token_stride, num_tokens, 1.0f};
-  for (int i = 0; i < num_queries; i += WEIGH_QUERIES, prefetch = NULL) {
-    int count = min_int(num_queries - i, WEIGH_QUERIES);
-    float weights[WEIGH_QUERIES * KVEDGE_TILE];
-    for (int j = 0; j < count; j++)
-      for (int t = 0; t < num_tokens; t += 4) /* p and v_scale are 0 up to the block's end */
-        vst1q_f32(weights + j * KVEDGE_TILE + t,
-                  vmulq_f32(vld1q_f32(p + (i + j) * KVEDGE_TILE + t), vld1q_f32(v_scale + t)));
-    weigh_queries(rows, sizeof(int8_t), dim, count, weights, alpha + i, prefetch, acc + i * acc_stride,
-                  acc_stride);
-  }
-}
+KVEDGE_NEON_KERNELS(int8, KVEDGE_INT8)
 
 static uint64_t multiply_neon(size_t n) {
   float32x4_t sum[SUMS], keys = vdupq_n_f32(1.0f);
@@ -72,7 +49,7 @@ static uint64_t multiply_neon(size_t n) {
 }
 
 const kvedge_kernels kvedge_kernels_neon =
-    KVEDGE_NEON_TABLE("neon", NULL, scores_i8_neon, weighted_sum_i8_neon, multiply_neon);
+    KVEDGE_NEON_TABLE("neon", KVEDGE_NEON_CELL(int8), multiply_neon);
 
 #ifdef TARGET_BEGUN
 KVEDGE_TARGET_END

@@ -5,21 +5,19 @@
  *   trn1, trn2, zip1, zip2    transposing                           2, V01
  *   tbl v.16b                 bytes of codes into digits            2, V01
  *
- * A query, and the weights of a tile, are integers of 24 bits in three signed bytes (kernels.h),
- * 16 bytes for four of them. So one register holds all that a step of four needs, and sdot picks a
- * digit by its lane number.
- *
- * Where 16 bits will do, the low digits are left out.
+ * A query, and the quantized probabilities of a tile, are integers of 24 bits in three planes (kernels.h),
+ * 16 bytes for four elements. So one register holds all planes of four elements, and sdot picks a plane by
+ * its lane number. With two planes (16 bits) or one, the high two are multiplied.
  *
  * Keys. Four tokens are transposed, 4 channels (one dword) at a time: lane t of a column holds
  * channels 4j..4j+3 of token t, and token t's score grows in lane t: no sums across lanes. 8
- * shuffles for 64 bytes of keys, once for all stacked queries; 12 sdot (8) for each query.
+ * shuffles for 64 bytes of keys, once for up to 4 queries; 12 sdot (8 with two planes) for each query.
  *
  * Values. Rows of four tokens are interleaved byte by byte, so that a lane holds one channel of the
  * four: 8 shuffles for 64 bytes, 12 sdot (8) for each query, sums in registers over the whole tile.
  *
  * At two a cycle, 64 bytes take 10 cycles (8) with one query, 28 (20) with four. The same by floats,
- * as in kernels_neon.c, takes twice that and more.
+ * as in neon.c, takes twice that and more.
  */
 #include "kernels/kernels.h"
 
@@ -37,7 +35,7 @@ KVEDGE_TARGET_BEGIN("dotprod")
 
 #include "kernels/neon/common.h"
 
-/* ---- numbers of 24 bits in three signed bytes, or 16 in two ---- */
+/* ---- integers of 24 bits in three planes of signed digits, or 16 bits in two ---- */
 
 /* What the largest of a set becomes. Three digits of 127 would be 8355711; one less, because the
  * product of a number and a rounded factor may end a little above. In 16 bits likewise 127 * 257 - 1,
@@ -56,22 +54,22 @@ KVEDGE_INLINE float divide_or_0(float a, float b, float largest) {
 KVEDGE_INLINE int8x16_t split_digits(int32x4_t codes) {
   static const uint8_t order[16] = {2, 6, 10, 14, 1, 5, 9, 13, 0, 4, 8, 12, 3, 7, 11, 15};
   const int32x4_t offset = vdupq_n_s32(0x808080);
-  int32x4_t bytes = veorq_s32(vaddq_s32(codes, offset), offset);
-  return vqtbl1q_s8(vreinterpretq_s8_s32(bytes), vld1q_u8(order));
+  int32x4_t digits = veorq_s32(vaddq_s32(codes, offset), offset);
+  return vqtbl1q_s8(vreinterpretq_s8_s32(digits), vld1q_u8(order));
 }
 
 /* The sums of four lanes' digits become one number each. A digit's sum is below 128 * 127 * 1024 =
  * 2^24 and exact as a float, where the three together would not fit an integer. */
-KVEDGE_INLINE float32x4_t join_digits(const int32x4_t sum[3], const int bytes) {
+KVEDGE_INLINE float32x4_t join_digits(const int32x4_t sum[3], const int planes) {
   float32x4_t upper = vfmaq_n_f32(vcvtq_f32_s32(sum[1]), vcvtq_f32_s32(sum[0]), 256.0f);
-  return bytes == 3 ? vfmaq_n_f32(vcvtq_f32_s32(sum[2]), upper, 256.0f) : vmulq_n_f32(upper, 256.0f);
+  return planes == 3 ? vfmaq_n_f32(vcvtq_f32_s32(sum[2]), upper, 256.0f) : vmulq_n_f32(upper, 256.0f);
 }
 
-/* sum += for each of four lanes, its four codes times four encoded numbers of 2 or 3 bytes */
-KVEDGE_INLINE void dot_digits(int32x4_t sum[3], int8x16_t codes, int8x16_t digits, const int bytes) {
+/* sum += for each of four lanes, its four codes times four encoded values of 2 or 3 planes */
+KVEDGE_INLINE void dot_digits(int32x4_t sum[3], int8x16_t codes, int8x16_t digits, const int planes) {
   sum[0] = vdotq_laneq_s32(sum[0], codes, digits, 0);
   sum[1] = vdotq_laneq_s32(sum[1], codes, digits, 1);
-  if (bytes == 3) sum[2] = vdotq_laneq_s32(sum[2], codes, digits, 2);
+  if (planes == 3) sum[2] = vdotq_laneq_s32(sum[2], codes, digits, 2);
 }
 
 /* ---- scores ---- */
@@ -88,12 +86,12 @@ static void encode_query_neondot(const float *x, int dim, float factor, float la
 }
 
 /* The last n < 16 channels of four rows, with zeros after them. */
-OUT_OF_LINE void gather_ends_16(const int8_t *rows, const ptrdiff_t offset[4], int n, int8_t ends[4][16]) {
+OUT_OF_LINE void gather_ends_16(const int8_t *rows, const ptrdiff_t offset[4], int n, int8_t *ends) { /* (4, 16) */
   for (int j = 0; j < 4; j++) {
     const int8_t *p = rows + offset[j];
     int8x8_t low = n < 8 ? vcreate_s8(load_below_8(p, n)) : vld1_s8(p);
     int8x8_t high = n < 8 ? vdup_n_s8(0) : vcreate_s8(load_below_8(p + 8, n - 8));
-    vst1q_s8(ends[j], vcombine_s8(low, high));
+    vst1q_s8(ends + 16 * j, vcombine_s8(low, high));
   }
 }
 
@@ -114,7 +112,7 @@ KVEDGE_INLINE void transpose_4x4(const int8x16_t row[4], int8x16_t out[4]) {
 enum { DOT_SCORE_QUERIES = 4 }; /* x 3 digits = 12 registers of sums */
 
 KVEDGE_INLINE void score_16_channels(const int8_t *codes, ptrdiff_t stride, const int8_t *rows,
-                                     const ptrdiff_t offset[4], const int count, const int bytes,
+                                     const ptrdiff_t offset[4], const int count, const int planes,
                                      int32x4_t sum[DOT_SCORE_QUERIES][3]) {
   int8x16_t k[4], column[4];
   UNROLL
@@ -124,14 +122,15 @@ KVEDGE_INLINE void score_16_channels(const int8_t *codes, ptrdiff_t stride, cons
   for (int c = 0; c < 4; c++)
     UNROLL
     for (int i = 0; i < count; i++)
-      dot_digits(sum[i], column[c], vld1q_s8(codes + i * stride + 16 * c), bytes);
+      dot_digits(sum[i], column[c], vld1q_s8(codes + i * stride + 16 * c), planes);
 }
 
-/* Scores of four tokens, of which `left` or all are stored, for `count` queries from first on. */
-KVEDGE_INLINE void score_dots(const kvedge_query *q, int first, const int count, const int bytes,
-                              const int8_t *rows, const ptrdiff_t offset[4], const int8_t ends[4][16],
-                              float32x4_t k_scale, int left, float *scores, int accumulate) {
-  static const ptrdiff_t end_offset[4] = {0, 16, 32, 48};
+/* Scores of four tokens for `count` queries from first on. ends (4, 16): the channels past the last multiple of 16, if
+ * there are any. */
+KVEDGE_INLINE void score_dots(const kvedge_query *q, int first, const int count, const int planes, const int8_t *rows,
+                              const ptrdiff_t offset[4], const int8_t *ends, float32x4_t scale, float *scores,
+                              int accumulate) {
+  static const ptrdiff_t ends_at[4] = {0, 16, 32, 48};
   const ptrdiff_t stride = KVEDGE_CODE_BYTES * q->stride;
   const int8_t *codes = q->codes + first * stride; /* (count, stride), padded with zeros */
   int32x4_t sum[DOT_SCORE_QUERIES][3];
@@ -139,56 +138,56 @@ KVEDGE_INLINE void score_dots(const kvedge_query *q, int first, const int count,
   for (int i = 0; i < count; i++) sum[i][0] = sum[i][1] = sum[i][2] = vdupq_n_s32(0);
   int d = 0;
   for (; d + 16 <= q->dim; d += 16)
-    score_16_channels(codes + 4 * d, stride, rows + d, offset, count, bytes, sum);
-  if (d < q->dim) score_16_channels(codes + 4 * d, stride, ends[0], end_offset, count, bytes, sum);
+    score_16_channels(codes + 4 * d, stride, rows + d, offset, count, planes, sum);
+  if (d < q->dim) score_16_channels(codes + 4 * d, stride, ends, ends_at, count, planes, sum);
   UNROLL
   for (int i = 0; i < count; i++) {
-    float32x4_t dot = vmulq_n_f32(join_digits(sum[i], bytes), q->scale[(first + i) * q->scale_stride]);
-    store_scores(vmulq_f32(dot, k_scale), left, accumulate, scores + (first + i) * KVEDGE_TILE);
+    float32x4_t dot = vmulq_n_f32(join_digits(sum[i], planes), q->scale[(first + i) * q->scale_stride]);
+    store_scores(vmulq_f32(dot, scale), accumulate, scores + (first + i) * KVEDGE_TILE);
   }
 }
 
-KVEDGE_INLINE void scores_of_bytes(const kvedge_query *q, const int bytes, const int8_t *k,
-                                   ptrdiff_t token_stride, int num_tokens, const float *k_scale,
-                                   const void *prefetch, float *scores, int accumulate) {
-  for (int t = 0; t < num_tokens; t += 4) {
-    const int8_t *rows = k + t * token_stride;
-    int left = num_tokens - t, whole = q->dim / 16 * 16;
-    int8_t ends[4][16];
-    ptrdiff_t offset[4];
-    row_offsets(left, token_stride, offset);
-    if (prefetch) prefetch_bytes((const char *)prefetch + t * q->dim, 4 * q->dim);
-    if (whole < q->dim) gather_ends_16(rows + whole, offset, q->dim - whole, ends);
-    float32x4_t scale = left >= 4 ? vld1q_f32(k_scale + t) : load_part_f32(k_scale + t, left);
-    for (int i = 0; i < q->num_queries; i += DOT_SCORE_QUERIES) {
-#define BLOCK(count) score_dots(q, i, count, bytes, rows, offset, ends, scale, left, scores + t, accumulate)
-      switch (min_int(q->num_queries - i, DOT_SCORE_QUERIES)) {
-        case 1: BLOCK(1); break;
-        case 2: BLOCK(2); break;
-        case 3: BLOCK(3); break;
-        default: BLOCK(4);
+KVEDGE_INLINE void score_tile(const kvedge_query *q, const int planes, const kvedge_tile *keys, float *scores,
+                              int accumulate) {
+  const int whole = q->dim / 16 * 16;
+  const ptrdiff_t stride = keys->token_stride;
+  ptrdiff_t offset[4] = {0, stride, 2 * stride, 3 * stride};
+  for (int first = 0; first < keys->num_tokens; first += KVEDGE_BLOCK) {
+    const int8_t *rows = (const int8_t *)kvedge_tile_block(keys, first);
+    const int end = min_int(first + KVEDGE_BLOCK, keys->num_tokens);
+    prefetch_cursor next = prefetch_of_block(keys, first);
+    for (int t = first; t < end; t += 4, rows += 4 * stride) {
+      int8_t ends[4 * 16];
+      if (end - t < 4) row_offsets(end - t, stride, offset);
+      prefetch_next(&next, min_int(end - t, 4) * q->dim);
+      if (whole < q->dim) gather_ends_16(rows + whole, offset, q->dim - whole, ends);
+      const float32x4_t scale = vld1q_f32(keys->scales + t);
+      for (int i = 0; i < q->num_queries; i += DOT_SCORE_QUERIES) {
+#define FOUR(count) score_dots(q, i, count, planes, rows, offset, ends, scale, scores + t, accumulate)
+        switch (min_int(q->num_queries - i, DOT_SCORE_QUERIES)) {
+          case 1: FOUR(1); break;
+          case 2: FOUR(2); break;
+          case 3: FOUR(3); break;
+          default: FOUR(4);
+        }
+#undef FOUR
       }
-#undef BLOCK
     }
   }
 }
 
-static void scores_i8_neondot(const kvedge_query *q, const int8_t *k, ptrdiff_t token_stride,
-                              int num_tokens, const float *k_scale, const void *prefetch, float *scores,
-                              int accumulate) {
-  if (q->num_bytes == 3)
-    scores_of_bytes(q, 3, k, token_stride, num_tokens, k_scale, prefetch, scores, accumulate);
-  else
-    scores_of_bytes(q, 2, k, token_stride, num_tokens, k_scale, prefetch, scores, accumulate);
+static void scores_int8_neondot(const kvedge_query *q, const kvedge_tile *keys, float *scores, int accumulate) {
+  if (q->planes == 3) score_tile(q, 3, keys, scores, accumulate);
+  else score_tile(q, 2, keys, scores, accumulate);
 }
 
 /* ---- weighted sum ---- */
 
 enum { DOT_WEIGH_QUERIES = 4, DOT_WEIGH_SUMS = 8 }; /* x 3 digits = 24 registers of sums */
 
-/* p * v_scale of up to DOT_WEIGH_QUERIES query rows, each relative to its largest. */
+/* p * scales of up to DOT_WEIGH_QUERIES query rows, each relative to its largest. */
 typedef struct {
-  int8_t digits[DOT_WEIGH_QUERIES][KVEDGE_TILE / 4][16];
+  int8_t digits[DOT_WEIGH_QUERIES][4 * KVEDGE_TILE]; /* 16 bytes for four tokens */
   float scale[DOT_WEIGH_QUERIES];
 } encoded_weights;
 
@@ -199,25 +198,26 @@ KVEDGE_INLINE int32x4_t round_to_16_bits(float32x4_t x, float32x4_t dither) {
   return vshlq_n_s32(round_to_i32(vaddq_f32(x, added)), 8);
 }
 
-KVEDGE_INLINE void encode_weights(const float *p, const float *v_scale, int num_tokens, int num_queries,
-                                  const int bytes, encoded_weights *weights) {
-  const float most = bytes == 3 ? LARGEST_CODE : LARGEST_CODE_16;
+KVEDGE_INLINE void encode_weights(const float *p, const float *scales, int num_tokens, int num_queries,
+                                  const int planes, encoded_weights *weights) {
+  const float most = planes == 3 ? LARGEST_CODE : LARGEST_CODE_16;
   for (int i = 0; i < num_queries; i++, p += KVEDGE_TILE) {
-    float32x4_t w[KVEDGE_TILE / 4]; /* p and v_scale are 0 from num_tokens to the end of the block */
+    float w[KVEDGE_TILE]; /* p and scales are 0 from num_tokens to the end of the block */
     float32x4_t largest_of = vdupq_n_f32(0.0f);
     for (int t = 0; t < num_tokens; t += 4) {
-      w[t / 4] = vmulq_f32(vld1q_f32(p + t), vld1q_f32(v_scale + t));
-      largest_of = vmaxq_f32(largest_of, w[t / 4]);
+      float32x4_t four = vmulq_f32(vld1q_f32(p + t), vld1q_f32(scales + t));
+      largest_of = vmaxq_f32(largest_of, four);
+      vst1q_f32(w + t, four);
     }
     float largest = max_across(largest_of), factor = divide_or_0(most, largest, largest);
     weights->scale[i] = divide_or_0(largest, most, largest);
     for (int t = 0; t < num_tokens; t += 4) {
       int32x4_t codes;
-      if (bytes == 3)
-        codes = round_to_i32(vmulq_n_f32(w[t / 4], factor));
+      if (planes == 3)
+        codes = round_to_i32(vmulq_n_f32(vld1q_f32(w + t), factor));
       else
-        codes = round_to_16_bits(vmulq_n_f32(w[t / 4], factor / 256.0f), vld1q_f32(kvedge_dither + t));
-      vst1q_s8(weights->digits[i][t / 4], split_digits(codes));
+        codes = round_to_16_bits(vmulq_n_f32(vld1q_f32(w + t), factor / 256.0f), vld1q_f32(kvedge_dither + t));
+      vst1q_s8(weights->digits[i] + 4 * t, split_digits(codes));
     }
   }
 }
@@ -236,32 +236,42 @@ KVEDGE_INLINE void interleave_tokens(const int8x16_t row[4], const int vectors, 
   }
 }
 
-/* The sums of 4 * vectors channels, vectors 2 or 4, for `count` query rows, held in registers over the
- * tile. */
-KVEDGE_INLINE void weigh_dots(const int8_t *v, ptrdiff_t token_stride, int num_tokens, int channels,
-                              const encoded_weights *weights, const float *alpha, const int count,
-                              const int bytes, const int vectors, const char *prefetch, float *acc,
-                              ptrdiff_t acc_stride) {
+/* The sums of 4 * vectors channels from `channel` on, vectors 2 or 4, for `count` query rows, held in registers over
+ * the tile. Of a partial slice (vectors is 2) only the first `channels` exist. */
+KVEDGE_INLINE void weigh_dots(const kvedge_tile *values, int channel, int channels, const int partial,
+                              const encoded_weights *weights, const int count, const int planes, const int vectors,
+                              const int prefetch, const float *rescale, float *acc, ptrdiff_t acc_stride) {
+  const ptrdiff_t stride = values->token_stride;
   int32x4_t sum[DOT_WEIGH_SUMS][3]; /* (count, vectors) */
-  ptrdiff_t offset[4] = {0, token_stride, 2 * token_stride, 3 * token_stride};
+  ptrdiff_t offset[4] = {0, stride, 2 * stride, 3 * stride};
   UNROLL
   for (int s = 0; s < count * vectors; s++) sum[s][0] = sum[s][1] = sum[s][2] = vdupq_n_s32(0);
-  for (int t = 0; t < num_tokens; t += 4, v += 4 * token_stride) {
-    if (num_tokens - t < 4) row_offsets(num_tokens - t, token_stride, offset);
-    if (prefetch) {
-      UNROLL
-      for (int j = 0; j < 4; j++) __builtin_prefetch(prefetch + 64 * (t + j), 0, 2);
+  const char *rows = NULL, *next = NULL;
+  for (int t = 0; t < values->num_tokens; t += 4, rows += 4 * stride) {
+    if (t % KVEDGE_BLOCK == 0) {
+      rows = kvedge_tile_block(values, t) + channel;
+      next = prefetch ? prefetch_of_slice(values, t, channel) : NULL;
+    }
+    const int8_t *v = (const int8_t *)rows;
+    const ptrdiff_t *at = offset;
+    char ends[4 * END_BYTES];
+    if (values->num_tokens - t < 4) row_offsets(values->num_tokens - t, stride, offset);
+    if (next) next = prefetch_slice(next, t, partial ? channels : 4 * vectors, partial);
+    if (partial) {
+      gather_ends(rows, offset, channels, 1, ends);
+      v = (const int8_t *)ends;
+      at = end_offset;
     }
     int8x16_t row[4], codes[4];
     UNROLL
     for (int j = 0; j < 4; j++)
-      row[j] = vectors == 4 ? vld1q_s8(v + offset[j]) : vcombine_s8(vld1_s8(v + offset[j]), vdup_n_s8(0));
+      row[j] = vectors == 4 ? vld1q_s8(v + at[j]) : vcombine_s8(vld1_s8(v + at[j]), vdup_n_s8(0));
     interleave_tokens(row, vectors, codes);
     UNROLL
     for (int i = 0; i < count; i++) {
-      int8x16_t digits = vld1q_s8(weights->digits[i][t / 4]);
+      int8x16_t digits = vld1q_s8(weights->digits[i] + 4 * t);
       UNROLL
-      for (int c = 0; c < vectors; c++) dot_digits(sum[vectors * i + c], codes[c], digits, bytes);
+      for (int c = 0; c < vectors; c++) dot_digits(sum[vectors * i + c], codes[c], digits, planes);
     }
   }
   UNROLL
@@ -269,63 +279,53 @@ KVEDGE_INLINE void weigh_dots(const int8_t *v, ptrdiff_t token_stride, int num_t
     float32x4_t joined[4];
     UNROLL
     for (int c = 0; c < vectors; c++)
-      joined[c] = vmulq_n_f32(join_digits(sum[vectors * i + c], bytes), weights->scale[i]);
-    add_to_acc(joined, vectors, alpha[i], acc + i * acc_stride, channels);
+      joined[c] = vmulq_n_f32(join_digits(sum[vectors * i + c], planes), weights->scale[i]);
+    add_to_acc(joined, vectors, rescale[i], acc + channel + i * acc_stride, channels);
   }
 }
 
-KVEDGE_INLINE void weigh_dot_rows(const int8_t *v, ptrdiff_t token_stride, int num_tokens, int dim,
-                                  const int count, const int bytes, const encoded_weights *weights,
-                                  const float *alpha, const char *prefetch, float *acc,
-                                  ptrdiff_t acc_stride) {
+KVEDGE_INLINE void weigh_dot_channels(const kvedge_tile *values, const int count, const int planes,
+                                      const encoded_weights *weights, int prefetch, const float *rescale, float *acc,
+                                      ptrdiff_t acc_stride) {
+  const int dim = values->dim;
   int d = 0;
-#define BLOCK(rows, stride, channels, vectors)                                                  \
-  weigh_dots(rows, stride, num_tokens, channels, weights, alpha, count, bytes, vectors,         \
-             prefetch && d % 64 == 0 ? prefetch + d * num_tokens : NULL, acc + d, acc_stride)
+#define SLICE(channels, partial, vectors) \
+  weigh_dots(values, d, channels, partial, weights, count, planes, vectors, prefetch, rescale, acc, acc_stride)
   if (count <= 2)
-    for (; d + 16 <= dim; d += 16) BLOCK(v + d, token_stride, 16, 4);
-  for (; d + 8 <= dim; d += 8) BLOCK(v + d, token_stride, 8, 2);
-  if (d < dim) {
-    row_ends ends;
-    tile_rows rows = {(const char *)(v + d), token_stride, num_tokens, 1.0f};
-    gather_ends(rows, dim - d, sizeof(int8_t), &ends);
-    BLOCK(ends.codes[0], 8, dim - d, 2);
-  }
-#undef BLOCK
+    for (; d + 16 <= dim; d += 16) SLICE(16, 0, 4);
+  for (; d + 8 <= dim; d += 8) SLICE(8, 0, 2);
+  if (d < dim) SLICE(dim - d, 1, 2);
+#undef SLICE
 }
 
-KVEDGE_INLINE void weigh_of_bytes(const int8_t *v, ptrdiff_t token_stride, int num_tokens, int dim,
-                                  int num_queries, const int bytes, const float *p, const float *v_scale,
-                                  const float *alpha, const void *prefetch, float *acc,
-                                  ptrdiff_t acc_stride) {
-  for (int i = 0; i < num_queries; i += DOT_WEIGH_QUERIES, prefetch = NULL) {
-    int count = min_int(num_queries - i, DOT_WEIGH_QUERIES);
+KVEDGE_INLINE void weigh_tile(const kvedge_probabilities *p, const int planes, const kvedge_tile *values,
+                              const kvedge_accumulators *to) {
+  for (int i = 0; i < p->num_queries; i += DOT_WEIGH_QUERIES) {
+    const int count = min_int(p->num_queries - i, DOT_WEIGH_QUERIES);
     encoded_weights weights;
-    encode_weights(p + i * KVEDGE_TILE, v_scale, num_tokens, count, bytes, &weights);
-#define ROWS(count)                                                                              \
-  weigh_dot_rows(v, token_stride, num_tokens, dim, count, bytes, &weights, alpha + i, prefetch,  \
-                 acc + i * acc_stride, acc_stride)
+    encode_weights(p->p + i * KVEDGE_TILE, values->scales, values->num_tokens, count, planes, &weights);
+#define QUERIES(count)                                                                                            \
+  weigh_dot_channels(values, count, planes, &weights, i == 0, to->rescale + i, to->acc + i * to->stride, to->stride)
     switch (count) {
-      case 1: ROWS(1); break;
-      case 2: ROWS(2); break;
-      case 3: ROWS(3); break;
-      default: ROWS(4);
+      case 1: QUERIES(1); break;
+      case 2: QUERIES(2); break;
+      case 3: QUERIES(3); break;
+      default: QUERIES(4);
     }
-#undef ROWS
+#undef QUERIES
   }
 }
 
-static void weighted_sum_i8_neondot(const int8_t *v, ptrdiff_t token_stride, int num_tokens, int dim,
-                                    int num_queries, int num_bytes, const float *p,
-                                    const float *v_scale, const float *alpha, const void *prefetch,
-                                    float *acc, ptrdiff_t acc_stride) {
-#define WEIGH(bytes)                                                                            \
-  weigh_of_bytes(v, token_stride, num_tokens, dim, num_queries, bytes, p, v_scale, alpha, prefetch, \
-                 acc, acc_stride)
-  if (num_bytes == 3) WEIGH(3);
-  else WEIGH(2);
-#undef WEIGH
+static void weighted_sum_int8_neondot(const kvedge_probabilities *p, const kvedge_tile *values,
+                                      const kvedge_accumulators *to) {
+  if (p->planes == 3) weigh_tile(p, 3, values, to);
+  else weigh_tile(p, 2, values, to);
 }
+
+#define KVEDGE_NEONDOT_INT8_CELL                                                  \
+  {                                                                               \
+    .encode_query = encode_query_neondot, .scores = scores_int8_neondot, .weighted_sum = weighted_sum_int8_neondot \
+  }
 
 static uint64_t multiply_neondot(size_t n) {
   int32x4_t sum[SUMS];
@@ -345,7 +345,7 @@ static uint64_t multiply_neondot(size_t n) {
 }
 
 const kvedge_kernels kvedge_kernels_neondot =
-    KVEDGE_NEON_TABLE("neondot", encode_query_neondot, scores_i8_neondot, weighted_sum_i8_neondot, multiply_neondot);
+    KVEDGE_NEON_TABLE("neondot", KVEDGE_NEONDOT_INT8_CELL, multiply_neondot);
 
 KVEDGE_TARGET_END
 #endif

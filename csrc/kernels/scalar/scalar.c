@@ -14,34 +14,29 @@ static void quantize_scalar(const float *x, size_t n, float inverse, int8_t *cod
   for (size_t i = 0; i < n; i++) codes[i] = (int8_t)rintf(x[i] * inverse);
 }
 
-static void scores_i8_scalar(const kvedge_query *q, const int8_t *k, ptrdiff_t token_stride,
-                             int num_tokens, const float *k_scale, const void *prefetch,
-                             float *scores, int accumulate) {
-  (void)prefetch;
-  for (int t = 0; t < num_tokens; t++, k += token_stride)
+static void scores_int8_scalar(const kvedge_query *q, const kvedge_tile *keys, float *scores, int accumulate) {
+  for (int t = 0; t < keys->num_tokens; t++) {
+    const int8_t *key = (const int8_t *)kvedge_tile_row(keys, t);
     for (int i = 0; i < q->num_queries; i++) {
       const float *query = q->values + i * q->stride;
       double dot = 0.0; /* one sum of up to 1024 products in a float would round too often */
-      for (int d = 0; d < q->dim; d++) dot += query[d] * (float)k[d];
-      float score = (float)dot * k_scale[t];
+      for (int d = 0; d < q->dim; d++) dot += query[d] * (float)key[d];
+      float score = (float)dot * keys->scales[t];
       float *out = scores + i * KVEDGE_TILE + t;
       *out = accumulate ? *out + score : score;
     }
+  }
 }
 
-static void weighted_sum_i8_scalar(const int8_t *v, ptrdiff_t token_stride, int num_tokens, int dim,
-                                   int num_queries, int num_bytes, const float *p,
-                                   const float *v_scale, const float *alpha, const void *prefetch,
-                                   float *acc, ptrdiff_t acc_stride) {
-  (void)num_bytes;
-  (void)prefetch;
-  for (int i = 0; i < num_queries; i++)
-    for (int d = 0; d < dim; d++) {
+static void weighted_sum_int8_scalar(const kvedge_probabilities *p, const kvedge_tile *values,
+                                     const kvedge_accumulators *to) {
+  for (int i = 0; i < p->num_queries; i++)
+    for (int d = 0; d < values->dim; d++) {
       float sum = 0.0f;
-      for (int t = 0; t < num_tokens; t++)
-        sum += p[i * KVEDGE_TILE + t] * v_scale[t] * (float)v[t * token_stride + d];
-      float *out = acc + i * acc_stride + d;
-      *out = *out * alpha[i] + sum;
+      for (int t = 0; t < values->num_tokens; t++)
+        sum += p->p[i * KVEDGE_TILE + t] * values->scales[t] * (float)((const int8_t *)kvedge_tile_row(values, t))[d];
+      float *out = to->acc + i * to->stride + d;
+      *out = *out * to->rescale[i] + sum;
     }
 }
 
@@ -56,20 +51,17 @@ const float kvedge_dither[KVEDGE_TILE] = {DITHER_128(0), DITHER_128(1)};
 
 const kvedge_kernels kvedge_kernels_scalar = {
     .name = "scalar",
-    .step_bytes = 16 << 10,
-    .parallel_work = 1 << 20,
+    .tuning = {.step_bytes = 16 << 10, .parallel_work = 1 << 20},
+    .cells = {[KVEDGE_INT8] = {.scores = scores_int8_scalar, .weighted_sum = weighted_sum_int8_scalar},
+              [KVEDGE_FLOAT32] = KVEDGE_PORTABLE_CELL(float32)},
     .abs_max_bits = abs_max_bits_scalar,
     .quantize = quantize_scalar,
     .dequantize = dequantize_portable,
-    .scores_i8 = scores_i8_scalar,
     .transpose_scales = transpose_scales_portable,
+    .softmax = softmax_portable,
+    .logits = KVEDGE_LOGIT_KERNELS,
     .merge_row = merge_row_portable,
     .scale_row = scale_row_portable,
-    .scores_f32 = scores_f32_portable,
-    .softmax = softmax_portable,
-    .weighted_sum_i8 = weighted_sum_i8_scalar,
-    .weighted_sum_f32 = weighted_sum_f32_portable,
-    .logits = KVEDGE_LOGIT_KERNELS,
     .read_bytes = read_bytes_portable,
     .multiply = multiply_portable,
 };

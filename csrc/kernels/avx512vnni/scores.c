@@ -1,4 +1,4 @@
-/* Scores of AVX-512 VNNI. Part of kernels_avx512vnni.c.
+/* Scores of the AVX-512 VNNI path.
  *
  * A dot product along a row ends in a sum across lanes, which costs more than the product. So keys are transposed, four
  * channels (one dword) at a time, and vpdpbusd leaves one token's sum in one lane. It wants unsigned keys: k + 128 =
@@ -16,47 +16,15 @@
  * lanes. The two high bytes of a query are added up as integers first. With up to 32 channels left, rows of two
  * tokens share a register.
  */
+#include "kernels/kernels.h"
+
+#if defined(__x86_64__)
+#include "kernels/avx512vnni/common.h"
+
 enum {
   PAIR = 2,           /* blocks that are scored together, and share the loads of the queries */
   SCORE_QUERIES = 4,  /* at a time: x 3 bytes x PAIR = 24 of the 32 registers */
-  FEW_QUERIES = 2,    /* at most: from three on, sums over lanes cost more than the other transposing */
-  SEVERAL_QUERIES = 8, /* at most, in one pass or two: as many sums as stay in registers */
 };
-
-/* Codes are stored byte by byte: for every 64 channels 64 high bytes, 64 middle ones and 64 low ones. Where 32 or
- * fewer are left, they are there twice, since two rows then share a register. */
-enum { CODES_OF_64 = 3 * 64 };
-
-static void encode_query_avx512vnni(const float *x, int dim, float factor, float largest, int8_t *codes, float *scale,
-                                    int32_t *offsets) {
-  float inverse = largest > QUERY_NOTHING ? QUERY_MAX / largest : 0.0f;
-  const __m512i carry = _mm512_set1_epi32(0x808080); /* makes unsigned digits of signed ones and back */
-  const __m512i by_byte = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-  __m512i sum = _mm512_setzero_si512();
-  for (int d = 0; d < dim; d += 64, codes += CODES_OF_64) {
-    __m512i digits[4], lanes[4];
-    __mmask64 valid = first_bytes(dim - d);
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-      __m512 values = _mm512_maskz_loadu_ps((__mmask16)(valid >> 16 * i), x + d + 16 * i);
-      __m512 scaled = _mm512_mul_ps(_mm512_mul_ps(values, _mm512_set1_ps(factor)), _mm512_set1_ps(inverse));
-      __m512i code = _mm512_cvtps_epi32(scaled);
-      digits[i] = split_bytes(_mm512_xor_si512(_mm512_add_epi32(code, carry), carry), 3);
-      sum = _mm512_dpbusd_epi32(sum, _mm512_set1_epi8((char)128), digits[i]);
-      digits[i] = _mm512_permutexvar_epi32(by_byte, digits[i]); /* lane b: byte b of 16 channels */
-    }
-    if (dim - d <= 32) {
-      digits[2] = digits[0];
-      digits[3] = digits[1];
-    }
-    transpose_lanes(digits, lanes);
-    for (int b = 0; b < 3; b++) _mm512_storeu_si512(codes + 64 * b, lanes[b]);
-  }
-  __m256i half = _mm256_add_epi32(_mm512_castsi512_si256(sum), _mm512_extracti64x4_epi64(sum, 1));
-  __m128i all = _mm_add_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
-  _mm_storeu_si128((__m128i *)offsets, _mm_sub_epi32(_mm_setzero_si128(), all));
-  *scale = inverse > 0.0f ? largest / QUERY_MAX : 0.0f;
-}
 
 /* A block of 16 tokens' keys. */
 typedef struct {
@@ -65,21 +33,7 @@ typedef struct {
   int num_tokens; /* that are there */
 } key_rows;
 
-/* How the rows of a block are read, 64 channels at a time: plainly; with 1 to 32 channels left, two to a
- * register; or so that only tokens and channels that are there are read. */
-typedef enum { WHOLE, HALF, PART, HALF_PART } extent;
-
 KVEDGE_INLINE int is_half(const extent how) { return how == HALF || how == HALF_PART; }
-
-/* 32 channels of two rows side by side; `part`: only those in `valid`. (A constant where this is inlined.) */
-KVEDGE_INLINE __m512i load_two_rows(const int8_t *from, const int8_t *upper, const int part, __mmask32 valid) {
-  if (part) {
-    __m512i row = _mm512_castsi256_si512(_mm256_maskz_loadu_epi8(valid, from));
-    return _mm512_inserti64x4(row, _mm256_maskz_loadu_epi8(valid, upper), 1);
-  }
-  __m512i row = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *)from));
-  return _mm512_inserti64x4(row, _mm256_loadu_si256((const __m256i *)upper), 1);
-}
 
 /* Rows 4u..4u+3 of 64 channels from d on, as unsigned bytes; or 8u..8u+3, in whose upper halves are rows
  * 8u+4..8u+7. Rows past the last token repeat it, channels past the last are 128. */
@@ -247,17 +201,22 @@ KVEDGE_INLINE void score_queries(const kvedge_query *q, const int bytes, const i
 #undef SCORE_BLOCKS_OF
 }
 
-/* Scores of a tile's blocks of keys: rows k[t / 16] + offset on, token_stride apart. */
+/* Scores of a tile's keys from block `first` on. */
 typedef struct {
   const kvedge_query *q;
-  const int8_t *const *k;
-  ptrdiff_t offset, token_stride;
-  int num_tokens;
-  const float *k_scale;
+  const kvedge_tile *keys;
+  int first;
+  int num_tokens;       /* from there on */
+  const float *k_scale; /* of them */
   lines_ahead *ahead;
-  float *scores;
+  float *scores;        /* of them */
   int accumulate;
 } scoring;
+
+/* First row of block b, counted from the first, of the channels at hand. */
+KVEDGE_INLINE const int8_t *block_of(const scoring *s, int b) {
+  return (const int8_t *)s->keys->blocks[s->first + b] + s->keys->offset;
+}
 
 KVEDGE_INLINE void score_many(const scoring *s, const int bytes) {
   const kvedge_query *q = s->q;
@@ -268,7 +227,7 @@ KVEDGE_INLINE void score_many(const scoring *s, const int bytes) {
   for (int t = 0; t < s->num_tokens; t += PAIR * BLOCK) {
     int blocks = s->num_tokens - t > BLOCK ? 2 : 1, block = t / BLOCK;
     for (int b = 0; b < blocks; b++) {
-      key_rows rows = {.rows = s->k[block + b] + s->offset, .token_stride = s->token_stride,
+      key_rows rows = {.rows = block_of(s, block + b), .token_stride = s->keys->token_stride,
                        .num_tokens = s->num_tokens - t - b * BLOCK};
       for (int d = 0; d < q->dim; d += 64) {
         __m512i *to = columns + PAIR * (d / 4) + b;
@@ -350,7 +309,8 @@ KVEDGE_INLINE void score_several_of(const scoring *s, int first, const int count
   const kvedge_query *q = s->q;
   const int chains = count * bytes <= 4 ? 2 : 1; /* as in score_blocks() */
   ptrdiff_t stride = KVEDGE_CODE_BYTES * q->stride, three_strides = 3 * stride;
-  next_rows next = {.from = s->k[0] + s->offset, .stride = s->token_stride, .three_strides = 3 * s->token_stride,
+  next_rows next = {.from = block_of(s, 0), .stride = s->keys->token_stride,
+                    .three_strides = 3 * s->keys->token_stride,
                     .valid = (__mmask32)first_bytes(q->dim)};
   OPAQUE(three_strides); /* else they are computed at every use */
   OPAQUE(next.three_strides);
@@ -380,7 +340,7 @@ KVEDGE_INLINE void score_several_of(const scoring *s, int first, const int count
       const int halves = part && d - q->dim >= 16 ? 1 : 2; /* of them that are there */
       const char *lines = take_lines(s->ahead, 4 * halves);
       next.from += 32;
-      if (d >= q->dim) next.from = s->k[t / BLOCK + (t + BLOCK < s->num_tokens)] + s->offset; /* or this one again */
+      if (d >= q->dim) next.from = block_of(s, t / BLOCK + (t + BLOCK < s->num_tokens)); /* or this one again */
       if (part) next.valid = (__mmask32)first_bytes(d >= q->dim ? q->dim : q->dim - d);
 #pragma GCC unroll 2
       for (int half = 0; half < 2; half++) {
@@ -552,7 +512,7 @@ static __attribute__((noinline)) void score_64_of_part(const kvedge_query *q, co
 #define SCORE_64_OF_PART(bytes)                                                                                    \
   if (q->dim - d <= 32) score_64(q, bytes, n, HALF_PART, codes, k, d, k_scale, ahead, sums, scores, accumulate); \
   else score_64(q, bytes, n, PART, codes, k, d, k_scale, ahead, sums, scores, accumulate)
-  switch (q->num_bytes) {
+  switch (q->planes) {
     case 3: SCORE_64_OF_PART(3); break;
     case 2: SCORE_64_OF_PART(2); break;
     default: SCORE_64_OF_PART(1);
@@ -566,9 +526,9 @@ KVEDGE_INLINE void score_few(const scoring *s, const int bytes, const int count)
   few_sums sums;
   few_codes codes;
   spread_codes(q, bytes, codes);
-  key_rows rows = {.token_stride = s->token_stride};
+  key_rows rows = {.token_stride = s->keys->token_stride};
   for (int t = 0; t < s->num_tokens; t += BLOCK) {
-    rows.rows = s->k[t / BLOCK] + s->offset;
+    rows.rows = block_of(s, t / BLOCK);
     rows.num_tokens = s->num_tokens - t;
     const float *scale = s->k_scale + t;
     float *out = s->scores + t;
@@ -600,7 +560,7 @@ KVEDGE_INLINE void score(const scoring *s, score_function *one, score_function *
     rest.num_tokens = s->num_tokens / BLOCK * BLOCK;
     if (rest.num_tokens > 0 && s->q->dim % 32 == 0) several(&rest);
     else if (rest.num_tokens > 0) several_parts(&rest);
-    rest.k += rest.num_tokens / BLOCK;
+    rest.first += rest.num_tokens / BLOCK;
     rest.k_scale += rest.num_tokens;
     rest.scores += rest.num_tokens;
     rest.num_tokens = s->num_tokens - rest.num_tokens;
@@ -624,30 +584,130 @@ SCORE(2)
 SCORE(3)
 #undef SCORE
 
-KVEDGE_INLINE void score_tile(const kvedge_query *q, const int8_t *const *k, ptrdiff_t offset, ptrdiff_t token_stride,
-                              int num_tokens, const float *k_scale, lines_ahead ahead, float *scores, int accumulate) {
-  const scoring s = {q, k, offset, token_stride, num_tokens, k_scale, &ahead, scores, accumulate};
-  switch (q->num_bytes) {
+void scores_int8_avx512vnni(const kvedge_query *q, const kvedge_tile *keys, float *scores, int accumulate) {
+  lines_ahead ahead = lines_of(keys, q->dim);
+  const scoring s = {q, keys, 0, keys->num_tokens, keys->scales, &ahead, scores, accumulate};
+  switch (q->planes) {
     case 3: score_3(&s); break;
     case 2: score_2(&s); break;
     default: score_1(&s);
   }
 }
 
-static void scores_i8_blocks_avx512vnni(const kvedge_query *q, const int8_t *const *k, ptrdiff_t offset,
-                                        ptrdiff_t token_stride, int num_tokens, const float *k_scale,
-                                        const int8_t *const *prefetch, float *scores, int accumulate) {
-  score_tile(q, k, offset, token_stride, num_tokens, k_scale, lines_of(prefetch ? prefetch : k, num_tokens, q->dim, 0),
-             scores, accumulate);
+/* ---- Scores of a head batch: several KV heads at once, one query each, as for few queries ----
+ *
+ * Where each query head has keys of its own, a head's part of a tile is little work, and what comes with every part
+ * (quantizing probabilities, sums over lanes, a call) costs as much again. Side by side KVEDGE_HEADS heads fill whole
+ * vectors, as long as a head has a multiple of 16 channels, and a line that two heads share is read once. A 128-bit
+ * lane belongs to one head; a vector belongs to one or two. */
+
+/* Codes of the heads' queries as if those were one query of all channels: (channels / 64, 4, bytes), see few_codes. */
+KVEDGE_INLINE void spread_codes_of_heads(const kvedge_query *q, const int bytes, __m512i *out) {
+  const int8_t *codes = q->codes;
+  int d = 0; /* of the head that `codes` are of */
+  for (int vector = 0; vector < HEADS * q->dim / 64; vector++, out += 4 * bytes) {
+    const int8_t *lane[4];
+    for (int i = 0; i < 4; i++) {
+      lane[i] = codes + d / 64 * CODES_OF_64 + d % 64;
+      d += 16;
+      if (d == q->dim) d = 0, codes += KVEDGE_CODE_BYTES * q->stride;
+    }
+#pragma GCC unroll 3
+    for (int b = 0; b < bytes; b++) {
+      __m512i all = _mm512_castsi128_si512(_mm_load_si128((const __m128i *)(lane[0] + 64 * b)));
+      all = _mm512_inserti32x4(all, _mm_load_si128((const __m128i *)(lane[1] + 64 * b)), 1);
+      all = _mm512_inserti32x4(all, _mm_load_si128((const __m128i *)(lane[2] + 64 * b)), 2);
+      spread_vector(_mm512_inserti32x4(all, _mm_load_si128((const __m128i *)(lane[3] + 64 * b)), 3), bytes, out + b);
+    }
+  }
 }
 
-static void scores_i8_avx512vnni(const kvedge_query *q, const int8_t *k, ptrdiff_t token_stride,
-                                 int num_tokens, const float *k_scale, const void *prefetch,
-                                 float *scores, int accumulate) {
-  const int8_t *blocks[KVEDGE_TILE_BLOCKS], *ahead[KVEDGE_TILE_BLOCKS];
-  blocks_of(k, token_stride, blocks);
-  if (prefetch) blocks_of(prefetch, q->dim, ahead);
-  score_tile(q, blocks, 0, token_stride, num_tokens, k_scale,
-             lines_of(prefetch ? ahead : blocks /* rows that are here anyway */, num_tokens, q->dim, 1), scores,
-             accumulate);
+/* Sums over 64 channels from d on of the products of a block, as few_sums. (`how` and `bytes`: constants where this is
+ * inlined.) */
+KVEDGE_INLINE void multiply_64_of_heads(const key_rows *k, const extent how, int d, int dim, const int bytes,
+                                        const __m512i *codes, const char *lines, const lines_ahead *ahead,
+                                        __m512i out[2][4]) {
+#pragma GCC unroll 4
+  for (int u = 0; u < 4; u++) {
+    __m512i row[4], column[4], sum[3];
+    load_keys(k, how, u, d, dim, row);
+    prefetch_lines(ahead, lines + 256 * u, 4, 4);
+    transpose_in_lanes(row, column);
+    sum[0] = sum[1] = sum[2] = _mm512_setzero_si512();
+#pragma GCC unroll 4
+    for (int c = 0; c < 4; c++)
+#pragma GCC unroll 3
+      for (int b = 0; b < bytes; b++) multiply_add(&sum[b], column[c], codes[c * bytes + b]);
+    out[0][u] = bytes > 1 ? _mm512_add_epi32(_mm512_slli_epi32(sum[0], 8), sum[1]) : sum[0];
+    out[1][u] = sum[2];
+  }
 }
+
+/* Scores of a block. */
+KVEDGE_INLINE void score_block_of_heads(const scoring *s, const key_rows *k, const extent how, const int bytes,
+                                        const __m512i *codes, const float *k_scale, ptrdiff_t k_scale_stride,
+                                        float *scores) {
+  const int dim = s->q->dim, parts = (bytes + 1) / 2;
+  __m512i sum[2][4]; /* of the head so far */
+#pragma GCC unroll 2
+  for (int part = 0; part < parts; part++)
+#pragma GCC unroll 4
+    for (int u = 0; u < 4; u++) sum[part][u] = _mm512_setzero_si512();
+  int head = 0, left = dim / 16; /* lanes of the head that are left */
+  for (int d = 0; d < HEADS * dim; d += 64, codes += 4 * bytes) {
+    __m512i products[2][4], halves[2][2];
+    multiply_64_of_heads(k, how, d, HEADS * dim, bytes, codes, take_lines(s->ahead, BLOCK), s->ahead, products);
+    const __mmask16 its = (__mmask16)(left >= 4 ? 0xffff : (1 << 4 * left) - 1);
+#pragma GCC unroll 2
+    for (int part = 0; part < parts; part++)
+#pragma GCC unroll 4
+      for (int u = 0; u < 4; u++)
+        sum[part][u] = _mm512_mask_add_epi32(sum[part][u], its, sum[part][u], products[part][u]);
+    left -= 4;
+    if (left > 0) continue;
+#pragma GCC unroll 2
+    for (int part = 0; part < parts; part++) {
+      halves[part][0] = add_half_lanes(sum[part][0], sum[part][1]);
+      halves[part][1] = add_half_lanes(sum[part][2], sum[part][3]);
+#pragma GCC unroll 4
+      for (int u = 0; u < 4; u++) sum[part][u] = _mm512_maskz_mov_epi32((__mmask16)~its, products[part][u]);
+    }
+    store_scores(s->q, head, bytes, halves, k_scale + head * k_scale_stride, scores + head * KVEDGE_TILE,
+                 s->accumulate);
+    head++, left += dim / 16;
+  }
+}
+
+static __attribute__((noinline)) void score_part_of_heads(const scoring *s, const key_rows *k, const __m512i *codes,
+                                                          const float *k_scale, ptrdiff_t k_scale_stride,
+                                                          float *scores) {
+  switch (s->q->planes) {
+    case 3: score_block_of_heads(s, k, PART, 3, codes, k_scale, k_scale_stride, scores); break;
+    case 2: score_block_of_heads(s, k, PART, 2, codes, k_scale, k_scale_stride, scores); break;
+    default: score_block_of_heads(s, k, PART, 1, codes, k_scale, k_scale_stride, scores);
+  }
+}
+
+KVEDGE_INLINE void score_heads(const scoring *s, ptrdiff_t k_scale_stride, const int bytes) {
+  __m512i codes[HEADS_VECTORS * 4 * 3];
+  spread_codes_of_heads(s->q, bytes, codes);
+  for (int t = 0; t < s->num_tokens; t += BLOCK) {
+    const key_rows rows = {block_of(s, t / BLOCK), s->keys->token_stride, s->num_tokens - t};
+    if (rows.num_tokens >= BLOCK)
+      score_block_of_heads(s, &rows, WHOLE, bytes, codes, s->k_scale + t, k_scale_stride, s->scores + t);
+    else score_part_of_heads(s, &rows, codes, s->k_scale + t, k_scale_stride, s->scores + t);
+  }
+}
+
+void scores_of_heads_int8_avx512vnni(const kvedge_query *q, const kvedge_tile *keys, float *scores, int accumulate) {
+  lines_ahead ahead = lines_of(keys, HEADS * q->dim);
+  const scoring s = {q, keys, 0, keys->num_tokens, keys->scales, &ahead, scores, accumulate};
+  switch (q->planes) {
+    case 3: score_heads(&s, keys->scale_stride, 3); break;
+    case 2: score_heads(&s, keys->scale_stride, 2); break;
+    default: score_heads(&s, keys->scale_stride, 1);
+  }
+}
+
+KVEDGE_TARGET_END
+#endif

@@ -1,0 +1,35 @@
+/* float32: the elements as they are. */
+#include <string.h>
+
+#include "formats/format.h"
+#include "system/bits.h"
+#include "system/dispatch.h"
+
+static float bound_of(const kvedge_row_shape *shape, float largest) {
+  (void)shape;
+  return largest;
+}
+
+static void encode(const kvedge_row_shape *shape, const float *x, int64_t num_rows, void *codes, void *scales) {
+  (void)scales;
+  memmove(codes, x, (size_t)(num_rows * shape->dim) * sizeof *x); /* a layer's own rows may be where they are going to */
+}
+
+static void decode(const kvedge_row_shape *shape, const void *codes, const void *scales, int64_t num_rows, float *x) {
+  (void)scales;
+  memcpy(x, codes, (size_t)(num_rows * shape->dim) * sizeof *x);
+}
+
+static float bound(const kvedge_row_shape *shape, const void *codes, const void *scales, int64_t num_rows) {
+  (void)scales;
+  return kvedge_float_of_bits(kvedge_active()->abs_max_bits(codes, (size_t)(num_rows * shape->dim)));
+}
+
+const kvedge_format_info kvedge_format_float32 = {.id = KVEDGE_FLOAT32,
+                                               .name = "float32",
+                                                  .bits = 32,
+                                                  .tokens_per_group = 1,
+                                                  .bound_of = bound_of,
+                                                  .encode = encode,
+                                                  .decode = decode,
+                                                  .bound = bound};

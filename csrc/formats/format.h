@@ -1,0 +1,63 @@
+/* A storage format is a row of a table: how a row, the elements of one token and KV head, becomes bytes, and back.
+ *
+ * A format works everywhere with the functions here; kernels/kernels.h has a second table, which makes it fast path by
+ * path. Nothing else knows a format by name.
+ */
+#ifndef KVEDGE_FORMAT_H
+#define KVEDGE_FORMAT_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "kvedge.h"
+
+enum { KVEDGE_MAX_HEAD_DIM = 1024 };
+
+/* What all rows of one side (keys, or values) of a layer have in common. */
+typedef struct {
+  int dim;        /* elements, 1..KVEDGE_MAX_HEAD_DIM */
+  int group_size; /* elements that share a scale, at most dim */
+  int num_groups; /* scales; 0 for formats without */
+  kvedge_scale_type scale_type;
+} kvedge_row_shape;
+
+typedef struct {
+  kvedge_format id;
+  const char *name;     /* as Python says it */
+  int bits;             /* of an element; a row takes ceil(dim * bits / 8) bytes */
+  int has_scales;       /* a row has a scale for each group, and may be stored minus a key offset */
+  int tokens_per_group; /* tokens whose rows are encoded together; 1: each row for itself */
+
+  /* The bound of a row whose largest magnitude is `largest`: at least its largest scale, or without scales its largest
+   * stored magnitude. INFINITY: it is too large to be stored. */
+  float (*bound_of)(const kvedge_row_shape *shape, float largest);
+
+  /* Rows (num_rows, dim), finite and with a finite bound, to bytes: the same on every machine. */
+  void (*encode)(const kvedge_row_shape *shape, const float *x, int64_t num_rows, void *codes, void *scales);
+
+  /* Rows back to floats, finite ones. */
+  void (*decode)(const kvedge_row_shape *shape, const void *codes, const void *scales, int64_t num_rows, float *x);
+
+  /* The bound of rows that are stored. In all of these rows lie one after the other. */
+  float (*bound)(const kvedge_row_shape *shape, const void *codes, const void *scales, int64_t num_rows);
+} kvedge_format_info;
+
+extern const kvedge_format_info kvedge_format_int8, kvedge_format_float32, kvedge_format_float16,
+    kvedge_format_bfloat16;
+
+/* NULL: there is no such format. */
+const kvedge_format_info *kvedge_format_of(kvedge_format format);
+
+static inline size_t kvedge_row_bytes(const kvedge_format_info *format, int dim) {
+  return ((size_t)dim * (size_t)format->bits + 7) / 8;
+}
+
+static inline size_t kvedge_scale_size(kvedge_scale_type type) {
+  return type == KVEDGE_SCALE_FLOAT32 ? sizeof(float) : sizeof(uint16_t);
+}
+
+static inline size_t kvedge_scale_row_bytes(const kvedge_row_shape *shape) {
+  return (size_t)shape->num_groups * kvedge_scale_size(shape->scale_type);
+}
+
+#endif

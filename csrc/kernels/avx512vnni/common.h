@@ -1,0 +1,183 @@
+/* What all files of the AVX-512 VNNI path share. Included once by each, which ends with KVEDGE_TARGET_END. */
+#include <float.h>
+#include <immintrin.h>
+
+#include "kernels/kernels.h"
+#include "system/target.h"
+
+KVEDGE_TARGET_BEGIN("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma")
+#include "kernels/portable.h"
+#include "kernels/x86.h"
+
+enum { BLOCK = KVEDGE_BLOCK }; /* tokens that are worked on together: one per 32-bit lane */
+
+/* sum += u8 x s8 products by fours. Written as instructions, since compilers (GCC 12) surround the
+ * intrinsic with copies of the accumulators, which take twice the time of the products. */
+KVEDGE_INLINE void multiply_add(__m512i *sum, __m512i u8, __m512i s8) {
+  __asm__("vpdpbusd %2, %1, %0" : "+v"(*sum) : "v"(u8), "v"(s8));
+}
+
+/* Hides where a pointer comes from. Compilers (GCC 12) else keep a pointer for each of 16 rows, most of them
+ * spilled to vector registers, which takes longer than the arithmetic on the rows. */
+#define OPAQUE(pointer) __asm__("" : "+r"(pointer))
+
+/* Cache lines of the next tile, in blocks of `size` bytes. They are prefetched into L2, a few at a time and as evenly as
+ * can be, since a core waits when more than about ten are on their way; and in the order of memory, which the CPU's own
+ * prefetcher then follows.
+ *
+ * Zen 4 does not wait but drops software prefetches when its miss queue is full, so each line is prefetched twice, and
+ * three times where there is little arithmetic between. */
+typedef struct {
+  const char *const *block, *const *last;
+  ptrdiff_t offset;     /* bytes from the start of a block */
+  ptrdiff_t size, used; /* bytes of a block; bytes of this one that are done */
+  uintptr_t after;      /* bytes until a line is prefetched again */
+} lines_ahead;
+
+/* Of a tile whose rows have `dim` channels. Where nothing follows, its own rows, which are there anyway. */
+KVEDGE_INLINE lines_ahead lines_of(const kvedge_tile *tile, int dim) {
+  const char *const *blocks = tile->next.blocks ? tile->next.blocks : tile->blocks;
+  return (lines_ahead){.block = blocks, .last = blocks + (tile->num_tokens - 1) / BLOCK,
+                       .offset = tile->next.blocks ? tile->next.offset : tile->offset, .size = BLOCK * dim,
+                       .after = tile->next.in_order ? kvedge_ask_again_after() : 0};
+}
+
+/* Where the next `count` lines start. They may pass the end of a block, or be prefetched twice: no harm is done. */
+KVEDGE_INLINE const char *take_lines(lines_ahead *a, int count) {
+  const char *lines = *a->block + a->offset + a->used;
+  a->used += 64 * count;
+  if (a->used >= a->size) {
+    a->used -= a->size;
+    a->block += a->block < a->last;
+  }
+  return lines;
+}
+
+/* (`count` and `times`, how often: constants where this is inlined.) Addresses are numbers, since they may lie before
+ * the first block. */
+KVEDGE_INLINE void prefetch_lines(const lines_ahead *a, const char *lines, const int count, const int times) {
+  const uintptr_t first = (uintptr_t)lines, then[3] = {first - a->after, first - a->after / 8, first - 2 * a->after};
+#pragma GCC unroll 8
+  for (int i = 0; i < count; i++) _mm_prefetch((const char *)(first + 64 * i), _MM_HINT_T1);
+#pragma GCC unroll 3
+  for (int again = 0; again < times - 1; again++)
+#pragma GCC unroll 8
+    for (int i = 0; i < count; i++) _mm_prefetch((const char *)(then[again] + 64 * i), _MM_HINT_T1);
+}
+
+/* Four bytes, for all lanes. */
+KVEDGE_INLINE __m512i four_for_all(const void *bytes) {
+  int32_t four;
+  memcpy(&four, bytes, sizeof four);
+  return _mm512_set1_epi32(four);
+}
+
+/* Of n bytes, or of 64 if there are more. */
+KVEDGE_INLINE __mmask64 first_bytes(int n) { return n >= 64 ? ~0ull : (1ull << n) - 1; }
+
+/* In each 128-bit lane, four dwords become their lowest `count` bytes, the highest of these first: four bytes of
+ * each dword side by side. (A constant where this is inlined. What follows them is of no use.) */
+KVEDGE_INLINE __m512i split_bytes(__m512i codes, const int count) {
+  const __m128i from_low = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  const __m128i order = count == 3   ? _mm_shuffle_epi32(from_low, 0xc6)
+                        : count == 2 ? _mm_shuffle_epi32(from_low, 0xe1)
+                                     : from_low;
+  return _mm512_shuffle_epi8(codes, _mm512_broadcast_i32x4(order));
+}
+
+/* Lane L of out[c] is lane c of in[L], lanes being of 128 bits. */
+KVEDGE_INLINE void transpose_lanes(const __m512i in[4], __m512i out[4]) {
+  __m512i low_01 = _mm512_shuffle_i32x4(in[0], in[1], 0x44), high_01 = _mm512_shuffle_i32x4(in[0], in[1], 0xee);
+  __m512i low_23 = _mm512_shuffle_i32x4(in[2], in[3], 0x44), high_23 = _mm512_shuffle_i32x4(in[2], in[3], 0xee);
+  out[0] = _mm512_shuffle_i32x4(low_01, low_23, 0x88);
+  out[1] = _mm512_shuffle_i32x4(low_01, low_23, 0xdd);
+  out[2] = _mm512_shuffle_i32x4(high_01, high_23, 0x88);
+  out[3] = _mm512_shuffle_i32x4(high_01, high_23, 0xdd);
+}
+
+/* In each 128-bit lane, dword i of out[c] is dword c of row[i]: first dwords are paired, then their pairs. */
+KVEDGE_INLINE void pair_dwords(const __m512i row[4], __m512i pairs[4]) {
+  __m512i low_01 = _mm512_unpacklo_epi32(row[0], row[1]), high_01 = _mm512_unpackhi_epi32(row[0], row[1]);
+  __m512i low_23 = _mm512_unpacklo_epi32(row[2], row[3]), high_23 = _mm512_unpackhi_epi32(row[2], row[3]);
+  pairs[0] = low_01, pairs[1] = low_23, pairs[2] = high_01, pairs[3] = high_23;
+}
+
+KVEDGE_INLINE void pair_qwords(const __m512i pairs[4], __m512i out[4]) {
+  out[0] = _mm512_unpacklo_epi64(pairs[0], pairs[1]);
+  out[1] = _mm512_unpackhi_epi64(pairs[0], pairs[1]);
+  out[2] = _mm512_unpacklo_epi64(pairs[2], pairs[3]);
+  out[3] = _mm512_unpackhi_epi64(pairs[2], pairs[3]);
+}
+
+KVEDGE_INLINE void transpose_in_lanes(const __m512i row[4], __m512i out[4]) {
+  __m512i pairs[4];
+  pair_dwords(row, pairs);
+  pair_qwords(pairs, out);
+}
+
+/* high * 2^16 + middle * 2^8 + low, or fewer planes. (`planes`: a constant where this is inlined.) */
+KVEDGE_INLINE __m512 total_of(const int planes, __m512i high, __m512i middle, __m512i low) {
+  const __m512 byte = _mm512_set1_ps(256.0f);
+  __m512 total = _mm512_cvtepi32_ps(high);
+  if (planes > 1) total = _mm512_fmadd_ps(total, byte, _mm512_cvtepi32_ps(middle));
+  if (planes > 2) total = _mm512_fmadd_ps(total, byte, _mm512_cvtepi32_ps(low));
+  return total;
+}
+
+/* The larger of each two lanes, or their sum (a constant where this is inlined). */
+typedef enum { MAX, ADD } reduction;
+
+KVEDGE_INLINE __m512 join(const reduction how, __m512 a, __m512 b) {
+  return how == MAX ? _mm512_max_ps(a, b) : _mm512_add_ps(a, b);
+}
+
+/* The largest in each of four vectors, or the sum of each. */
+KVEDGE_INLINE __m128 reduce_4(const reduction how, const __m512 v[4]) {
+  __m512 ab = join(how, _mm512_unpacklo_ps(v[0], v[1]), _mm512_unpackhi_ps(v[0], v[1]));
+  __m512 cd = join(how, _mm512_unpacklo_ps(v[2], v[3]), _mm512_unpackhi_ps(v[2], v[3]));
+  __m512 all = join(how, _mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
+  all = join(how, all, _mm512_shuffle_f32x4(all, all, 0x4e));
+  return _mm512_castps512_ps128(join(how, all, _mm512_shuffle_f32x4(all, all, 0xb1)));
+}
+
+/* Up to this many queries the kernels for few queries serve; from three on, sums over lanes cost more than the other
+ * transposing. */
+enum { FEW_QUERIES = 2 };
+/* Up to this many queries those for several, in one pass or two: as many sums as stay in registers. */
+enum { SEVERAL_QUERIES = 8 };
+
+/* How the rows of a block are read, 64 channels at a time: plainly; with 1 to 32 channels left, two to a
+ * register; or so that only tokens and channels that are there are read. */
+typedef enum { WHOLE, HALF, PART, HALF_PART } extent;
+
+/* 32 channels of two rows side by side; `part`: only those in `valid`. (A constant where this is inlined.) */
+KVEDGE_INLINE __m512i load_two_rows(const int8_t *from, const int8_t *upper, const int part, __mmask32 valid) {
+  if (part) {
+    __m512i row = _mm512_castsi256_si512(_mm256_maskz_loadu_epi8(valid, from));
+    return _mm512_inserti64x4(row, _mm256_maskz_loadu_epi8(valid, upper), 1);
+  }
+  __m512i row = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *)from));
+  return _mm512_inserti64x4(row, _mm256_loadu_si256((const __m256i *)upper), 1);
+}
+
+enum {
+  HEADS = KVEDGE_HEADS,
+  HEADS_VECTORS = HEADS * KVEDGE_HEADS_DIM / 64, /* of a row, at most */
+};
+
+typedef void scores_function(const kvedge_query *q, const kvedge_tile *keys, float *scores, int accumulate);
+scores_function scores_int8_avx512vnni, scores_of_heads_int8_avx512vnni; /* scores.c */
+scores_function scores_float32_avx512vnni, scores_float16_avx512vnni, scores_bfloat16_avx512vnni; /* floats.c */
+
+/* Weighted sums by the planes of quantized probabilities: compilers do better with several functions than with one. */
+typedef void weighted_sum_function(const kvedge_probabilities *p, const kvedge_tile *values,
+                                   const kvedge_accumulators *to);
+weighted_sum_function weighted_sum_float32_avx512vnni, weighted_sum_float16_avx512vnni,
+    weighted_sum_bfloat16_avx512vnni; /* floats.c */
+weighted_sum_function weighted_sum_1_avx512vnni, weighted_sum_2_avx512vnni, weighted_sum_3_avx512vnni;
+weighted_sum_function weighted_sum_of_heads_1_avx512vnni, weighted_sum_of_heads_2_avx512vnni,
+    weighted_sum_of_heads_3_avx512vnni;
+
+/* Codes of a query are stored plane by plane: for every 64 channels 64 high bytes, 64 middle ones and 64 low ones. Where 32 or
+ * fewer are left, they are there twice, since two rows then share a register. */
+enum { CODES_OF_64 = 3 * 64 };

@@ -1,0 +1,41 @@
+/* One side of a layer, its keys or its values: how rows are stored, and where. */
+#ifndef KVEDGE_ROWS_H
+#define KVEDGE_ROWS_H
+
+#include "formats/format.h"
+
+/* The largest magnitude of floats, as bits: this or more is not finite. */
+#define KVEDGE_NOT_FINITE 0x7f800000u
+
+typedef struct {
+  const kvedge_format_info *format;
+  kvedge_row_shape shape;
+  int num_kv_heads;
+  size_t row_bytes, scale_row_bytes; /* of one token and head */
+  char *codes;                       /* [capacity][num_kv_heads] rows */
+  char *scales;                      /* [capacity][num_kv_heads] rows of scales; for formats without, the codes: rows of
+                                      * no bytes somewhere, since a NULL may not be added to */
+  const float *offset;               /* (num_kv_heads, dim) what rows are stored minus, or NULL */
+} kvedge_side;
+
+static inline char *kvedge_codes_at(const kvedge_side *side, int64_t token) {
+  return side->codes + (size_t)token * (size_t)side->num_kv_heads * side->row_bytes;
+}
+
+static inline char *kvedge_scales_at(const kvedge_side *side, int64_t token) {
+  return side->scales + (size_t)token * (size_t)side->num_kv_heads * side->scale_row_bytes;
+}
+
+/* Checks rows (num_tokens, num_kv_heads, dim) without writing anything; *bound is what theirs will be. */
+kvedge_status kvedge_rows_check(const kvedge_side *side, const float *rows, int64_t num_tokens, float *bound);
+
+/* Stores rows that passed the check as tokens position... */
+void kvedge_rows_store(const kvedge_side *side, const float *rows, int64_t num_tokens, int64_t position);
+
+/* Reads tokens start..stop-1 back. */
+void kvedge_rows_load(const kvedge_side *side, int64_t start, int64_t stop, float *out);
+
+/* The bound of tokens start..stop-1, as they are stored. */
+float kvedge_rows_bound(const kvedge_side *side, int64_t start, int64_t stop);
+
+#endif

@@ -1,0 +1,575 @@
+/* Holds the cells of every table, scores and weighted sums of each storage format, against plain references in double.
+ *
+ *   test_cells [all | NAME...]      NAME as in KVEDGE_ISA; default all
+ *
+ * Tiles lie in memory of exactly the bytes that a kernel may read: a block each before a page without access, or all in
+ * order. Prints a line per kernel, then 'N passed, N failed'; exits with 1 if one failed.
+ */
+#include "tables.h"
+
+static const kvedge_cell *cell; /* under test, of `format` */
+static kvedge_format format;
+static const struct {
+  const char *name;
+  int size; /* bytes of an element */
+} formats[KVEDGE_NUM_FORMATS] = {[KVEDGE_INT8] = {"int8", 1},
+                                 [KVEDGE_FLOAT32] = {"float32", 4},
+                                 [KVEDGE_FLOAT16] = {"float16", 2},
+                                 [KVEDGE_BFLOAT16] = {"bfloat16", 2}};
+
+static const float untouched = 12345.678f;
+static double expected[KVEDGE_STACK * 1024], allowed[KVEDGE_STACK * 1024];
+
+static void fail_at(shape at, int query, int index, double got, double should_be) {
+  fail("dim=%d tokens=%d queries=%d: query %d, element %d: %.9g, not %.9g", at.dim, at.num_tokens, at.num_queries, query,
+       index, got, should_be);
+}
+
+/* ---- Elements ---- */
+
+typedef enum { PLAIN, EXTREME, TINY, NUM_KINDS } row_kind;
+
+static uint16_t random_half(row_kind kind) {
+  const int sign = random_below(2) << 15;
+  if (random_below(16) == 0) return (uint16_t)sign; /* 0 or -0 */
+  if (kind == EXTREME) return (uint16_t)(sign | 0x7bff);
+  if (kind == TINY) return (uint16_t)(sign | random_below(0x400)); /* subnormal */
+  return (uint16_t)(sign | random_below(17 << 10));                /* below 4, also subnormal */
+}
+
+/* t + d: extreme codes differ from row to row and from channel to channel. */
+static void store_element(char *to, row_kind kind, int t, int d) {
+  const float sign = (t / 2 + d / 3) % 2 ? 1.0f : -1.0f;
+  if (format == KVEDGE_INT8) {
+    *(int8_t *)to = (int8_t)(kind == EXTREME ? 127 * sign : kind == TINY ? random_below(3) - 1 : random_below(255) - 127);
+  } else if (format == KVEDGE_FLOAT16) {
+    const uint16_t half = random_half(kind);
+    memcpy(to, &half, sizeof half);
+  } else {
+    float x = kind == EXTREME ? 3.38e38f * sign : random_signed(kind == TINY ? 1e-36f : 3.0f);
+    if (random_below(16) == 0) x = -0.0f;
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    const uint16_t high = (uint16_t)(bits >> 16);
+    if (format == KVEDGE_FLOAT32) memcpy(to, &x, sizeof x);
+    else memcpy(to, &high, sizeof high);
+  }
+}
+
+static double element(const char *from) {
+  uint16_t half;
+  uint32_t bits;
+  float x;
+  if (format == KVEDGE_INT8) return *(const int8_t *)from;
+  if (format == KVEDGE_FLOAT32) return memcpy(&x, from, sizeof x), x;
+  memcpy(&half, from, sizeof half), bits = (uint32_t)half << 16;
+  if (format == KVEDGE_BFLOAT16) return memcpy(&x, &bits, sizeof x), x;
+  const int exponent = half >> 10 & 31, mantissa = half & 0x3ff;
+  const double size = exponent == 0 ? ldexp(mantissa, -24) : ldexp(1024 + mantissa, exponent - 25);
+  return half >> 15 ? -size : size;
+}
+
+/* ---- Tiles ---- */
+
+typedef struct {
+  block rows[KVEDGE_TILE_BLOCKS], table, prefetch, scales;
+  int num_rows; /* memories of rows: one, or one per block */
+  int heads;
+  kvedge_tile tile;
+} tile_rows;
+
+/* Where row t starts, without the help of kernels.h. */
+static char *row_of(const tile_rows *r, int t) {
+  return (char *)r->tile.blocks[t / KVEDGE_BLOCK] + r->tile.offset + t % KVEDGE_BLOCK * r->tile.token_stride;
+}
+
+/* num_rows rows of a tile in memory of their own; what is before, between and behind them may not be read. */
+static block new_tile_rows(int num_rows, size_t offset, size_t bytes, size_t stride) {
+  block b = new_block(offset + (size_t)(num_rows - 1) * stride + bytes);
+  memset(b.data, 0x80, b.size);
+  FORBID(b.data, offset);
+  for (int r = 0; r + 1 < num_rows; r++) FORBID((char *)b.data + offset + (size_t)r * stride + bytes, stride - bytes);
+  return b;
+}
+
+/* Half of the tiles prefetch, memory that may not be read. */
+static void add_prefetch(tile_rows *r, shape at, int num_blocks) {
+  static char *no_access;
+  const size_t bytes = (size_t)(KVEDGE_BLOCK * at.dim * formats[format].size);
+  if (!no_access) no_access = mmap(NULL, 4 << 20, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  r->prefetch = new_block((size_t)num_blocks * sizeof(char *));
+  r->tile.next.in_order = random_below(2), r->tile.next.offset = random_below(4096);
+  for (int b = 0; b < num_blocks; b++)
+    ((char **)r->prefetch.data)[b] = no_access + (r->tile.next.in_order ? b * bytes : (size_t)random_below(1 << 20));
+  if (random_below(2)) r->tile.next.blocks = r->prefetch.data;
+}
+
+/* Scales of heads, 0 from num_tokens to the end of the last block. */
+static void add_scales(tile_rows *r, int num_tokens, float largest) {
+  const int end = end_of_blocks(num_tokens);
+  r->tile.scale_stride = end + (random_below(2) ? 0 : 16);
+  r->scales = new_block(((size_t)(r->heads - 1) * (size_t)r->tile.scale_stride + (size_t)end) * sizeof(float));
+  float *scales = r->scales.data;
+  for (size_t i = 0; i < r->scales.size / sizeof *scales; i++) scales[i] = NAN;
+  for (int h = 0; h < r->heads; h++, scales += r->tile.scale_stride)
+    for (int t = 0; t < end; t++)
+      scales[t] = t < num_tokens && random_below(8) ? (1.0f - (float)random_unit()) * largest : 0.0f;
+  r->tile.scales = r->scales.data;
+}
+
+/* factor: of float rows; of int8 rows the largest scale */
+static tile_rows new_tile(shape at, int heads, row_kind kind, float factor) {
+  const int size = formats[format].size, num_blocks = end_of_blocks(at.num_tokens) / KVEDGE_BLOCK;
+  const int in_order = random_below(2), width = heads * at.dim, align = heads > 1 ? 16 : 1;
+  const size_t bytes = (size_t)(width * size), offset = (size_t)(align * random_below(80 / align) * size);
+  const size_t stride = bytes + (size_t)(random_below(2) ? 0 : align * (1 + random_below(80 / align)) * size);
+  tile_rows r = {.num_rows = in_order ? 1 : num_blocks, .heads = heads};
+  r.table = new_block((size_t)num_blocks * sizeof(char *));
+  char **blocks = r.table.data;
+  for (int n = 0; n < r.num_rows; n++) {
+    int left = at.num_tokens - n * KVEDGE_BLOCK;
+    r.rows[n] = new_tile_rows(in_order || left < KVEDGE_BLOCK ? left : KVEDGE_BLOCK, offset, bytes, stride);
+  }
+  for (int b = 0; b < num_blocks; b++)
+    blocks[b] = in_order ? (char *)r.rows[0].data + (size_t)(b * KVEDGE_BLOCK) * stride : r.rows[b].data;
+  r.tile = (kvedge_tile){.blocks = r.table.data, .offset = (ptrdiff_t)offset, .token_stride = (ptrdiff_t)stride,
+                         .num_tokens = at.num_tokens, .dim = at.dim, .factor = format == KVEDGE_INT8 ? NAN : factor};
+  for (int t = 0; t < at.num_tokens; t++)
+    for (int d = 0; d < width; d++) store_element(row_of(&r, t) + d * size, kind, t, d);
+  if (format == KVEDGE_INT8) add_scales(&r, at.num_tokens, factor);
+  add_prefetch(&r, at, num_blocks);
+  return r;
+}
+
+static void free_tile(tile_rows *r) {
+  for (int n = 0; n < r->num_rows; n++) free_block(&r->rows[n]);
+  free_block(&r->table), free_block(&r->prefetch);
+  if (r->scales.data) free_block(&r->scales);
+}
+
+/* What element d of a head's row t stands for, but for its scale. */
+static double tile_element(const tile_rows *r, int head, int t, int d) {
+  return element(row_of(r, t) + (head * r->tile.dim + d) * formats[format].size);
+}
+
+static double tile_scale(const tile_rows *r, int head, int t) {
+  return r->tile.scales ? r->tile.scales[head * r->tile.scale_stride + t] : r->tile.factor;
+}
+
+/* Rows of a head as doubles, (num_tokens, dim). */
+static const double *elements_of_head(const tile_rows *r, int head) {
+  static double elements[KVEDGE_TILE * 1024];
+  for (int t = 0; t < r->tile.num_tokens; t++)
+    for (int d = 0; d < r->tile.dim; d++) elements[t * r->tile.dim + d] = tile_element(r, head, t, d);
+  return elements;
+}
+
+/* A factor of float rows, or the largest scale of int8 rows, that keeps products of `kind` within floats. */
+static float random_factor(row_kind kind, int of_values) {
+  const float largest_scales[] = {1.0f, 1.0f, 1.0f, 0.01f, 0x1p61f, 1e-30f, 1e-38f, 1e-42f, 0.0f};
+  const float of_extreme[] = {0x1p-120f, 0x1p-100f, 0x1p-40f}, of_plain[] = {1.0f, 1.0f, 0.25f, 0x1p-20f};
+  if (format == KVEDGE_INT8) return largest_scales[random_below(of_values ? 9 : 6)];
+  if (kind == EXTREME) return format == KVEDGE_FLOAT16 ? of_plain[random_below(4)] : of_extreme[random_below(3)];
+  return kind == TINY && !of_values && random_below(2) ? 0x1p60f : of_plain[random_below(4)];
+}
+
+static row_kind random_kind(void) { return random_below(3) ? PLAIN : (row_kind)random_below(NUM_KINDS); }
+
+/* ---- Queries ---- */
+
+/* Do the 256-bit paths' kernels run, whose codes are integers of 16 bits and floats? */
+static int has_words(void) { return strcmp(kernels->name, "avx2") == 0 || strcmp(kernels->name, "avxvnni") == 0; }
+
+/* vpdpbusd multiplies k + 128. */
+static int has_unsigned_keys(void) { return strcmp(kernels->name, "avx512vnni") == 0; }
+
+/* Digit `plane`, the high one first, of element d of a query's codes. Each path orders them for itself. */
+static int digit_at(const int8_t *codes, int plane, int d) {
+  if (has_words()) return 0; /* see code_at() */
+  if (has_unsigned_keys()) return codes[d / 64 * 192 + plane * 64 + d % 64];
+  return codes[d / 4 * 16 + plane * 4 + d % 4]; /* of four channels, and four zeros */
+}
+
+/* Element d of a query's codes: of three digits, or of the first two, or one. */
+static double code_at(const int8_t *codes, int planes, int d) {
+  if (has_words()) { /* high digits together, and floats of the same unit */
+    const int8_t *sixteen = codes + d / 16 * 16 * KVEDGE_CODE_BYTES;
+    return planes == 3 ? ((const float *)(sixteen + 32))[d % 16] : 256.0 * ((const int16_t *)sixteen)[d % 16];
+  }
+  if (!has_unsigned_keys() && digit_at(codes, 3, d) != 0) return NAN;
+  return 65536.0 * digit_at(codes, 0, d) + (planes > 1 ? 256.0 * digit_at(codes, 1, d) : 0.0) +
+         (planes > 2 ? digit_at(codes, 2, d) : 0.0);
+}
+
+/* Is channel d, past the last one of a group, a copy of the one 32 before it? */
+static int is_doubled(int dim, int d) {
+  int left = dim % 64;
+  return has_unsigned_keys() && left > 0 && left <= 32 && d % 64 >= 32;
+}
+
+static void encode_case(int dim, float size, float factor, int extreme) {
+  const int padded = kvedge_padded_channels(dim);
+  block b = new_block((size_t)dim * 4), c = new_block((size_t)padded * KVEDGE_CODE_BYTES);
+  float *x = b.data, scale, largest = 0.0f;
+  int8_t *codes = c.data;
+  int32_t offsets[4], sums[4] = {0};
+  for (int d = 0; d < dim; d++) {
+    x[d] = (extreme ? (float)(d % 3 - 1) * size : random_signed(size)) / factor;
+    largest = fmaxf(fabsf(x[d] * factor), largest);
+  }
+  cell->encode_query(x, dim, factor, largest, codes, &scale, offsets);
+  /* Where a group is nothing beside the rest of its row, which reaches 1, all of it may be 0. */
+  const double error = largest < 0x1p-90f ? largest : largest * 2.4e-7;
+  if (!(scale >= 0.0f && isfinite(scale))) fail("dim=%d: scale %g", dim, scale);
+  for (int d = 0; d < dim; d++) {
+    if (!near(scale * code_at(codes, 3, d), (double)x[d] * factor, error))
+      fail("dim=%d: %.9g became %.9g of %.9g", dim, x[d] * factor, scale * code_at(codes, 3, d), largest);
+    for (int digit = 0; digit < 3; digit++) sums[digit] += digit_at(codes, digit, d);
+  }
+  for (int d = dim; d < padded; d++) /* what two rows in a register read twice is there twice */
+    if (code_at(codes, 3, d) != (is_doubled(dim, d) ? code_at(codes, 3, d - 32) : 0.0)) fail("dim=%d: padding", dim);
+  for (int digit = 0; digit < 3; digit++)
+    if (offsets[digit] != (has_unsigned_keys() ? -128 * sums[digit] : 0)) fail("dim=%d: offsets", dim);
+  end_case();
+  free_block(&b), free_block(&c);
+}
+
+static void test_encode_query(void) {
+  const float sizes[] = {2.0f, 1.0f, 1e-3f, 1e-20f, 1e-30f, 1e-38f, 1e-44f, 0.0f};
+  const float factors[] = {1.0f, 0.125f, 0.18033688f, 1e-30f, 1e30f};
+  begin("%s %s encode_query", kernels->name, formats[format].name);
+  for (int dim = 1; dim <= 1024; dim += dim < 130 && !is_short() ? 1 : 1 + random_below(40))
+    for (int s = 0; s < 16; s++)
+      encode_case(dim, sizes[s / 2], s / 2 < 4 ? factors[random_below(5)] : 1.0f, s % 2);
+  end();
+}
+
+/* Query rows as the driver prepares them: encoded where the cell wants that, else floats padded with zeros. */
+typedef struct {
+  block values, codes, scale, offsets;
+  kvedge_query query;
+} query_rows;
+
+static query_rows new_query(shape at, row_kind kind) {
+  const int padded = kvedge_padded_channels(at.dim);
+  const ptrdiff_t stride = padded + KVEDGE_QUERY_PAD * random_below(2), scale_stride = 1 + random_below(3);
+  const size_t channels = (size_t)((at.num_queries - 1) * stride + padded), groups = (size_t)(at.num_queries * scale_stride);
+  query_rows rows = {.values = new_block(4 * channels), .codes = new_block(KVEDGE_CODE_BYTES * channels),
+                     .scale = new_block(4 * groups), .offsets = new_block(16 * groups)};
+  float *values = rows.values.data, *scale = rows.scale.data;
+  int8_t *codes = rows.codes.data;
+  int32_t *offsets = rows.offsets.data;
+  memset(values, 0xff, rows.values.size), memset(scale, 0xff, rows.scale.size), memset(offsets, 0x7f, rows.offsets.size);
+  memset(codes, 0x7f, rows.codes.size);
+  for (int i = 0; i < at.num_queries; i++, values += stride, codes += KVEDGE_CODE_BYTES * stride) {
+    const float size = random_below(4) ? 2.0f : 1e-3f; /* a group of a row may be small beside another */
+    float largest = 0.0f;
+    for (int d = 0; d < padded; d++) {
+      values[d] = d >= at.dim ? 0.0f : kind == EXTREME ? (i % 2 ? 1.999f : -1.999f) : random_signed(size);
+      largest = fmaxf(fabsf(values[d]), largest);
+    }
+    if (cell->encode_query)
+      cell->encode_query(values, at.dim, 1.0f, largest, codes, scale + i * scale_stride, offsets + 4 * i * scale_stride);
+  }
+  rows.query = (kvedge_query){.num_queries = at.num_queries, .dim = at.dim, .planes = 1 + random_below(3), .stride = stride,
+                              .values = cell->encode_query ? NULL : rows.values.data,
+                              .codes = cell->encode_query ? rows.codes.data : NULL,
+                              .scale_stride = scale_stride, .scale = scale, .offsets = offsets};
+  return rows;
+}
+
+static void free_query(query_rows *rows) {
+  free_block(&rows->values), free_block(&rows->codes), free_block(&rows->scale), free_block(&rows->offsets);
+}
+
+/* What the kernel is to multiply: floats, or what `planes` digits of their codes stand for. */
+static double query_element(const kvedge_query *q, int planes, int i, int d) {
+  if (!q->codes) return q->values[i * q->stride + d];
+  return q->scale[i * q->scale_stride] * code_at(q->codes + KVEDGE_CODE_BYTES * i * q->stride, planes, d);
+}
+
+/* ---- Scores ---- */
+
+/* sum a[d] * b[d], and the sum of magnitudes */
+static void dot_of(const double *a, const double *b, int n, double *dot, double *size) {
+  double sums[4] = {0}, sizes[4] = {0};
+  for (int d = 0; d < n; d++) {
+    const double product = a[d] * b[d];
+    sums[d % 4] += product, sizes[d % 4] += fabs(product);
+  }
+  *dot = sums[0] + sums[1] + sums[2] + sums[3], *size = sizes[0] + sizes[1] + sizes[2] + sizes[3];
+}
+
+/* Scores of `planes` digits of the queries, added to `old`, and how far a kernel may be from them. */
+static void expect_scores(const kvedge_query *q, int planes, const tile_rows *r, const float *old) {
+  /* Sums of floats lose up to half a unit per addition; digits' sums are joined as floats. Rows and products that are
+   * denormal may count as 0. */
+  const int of_floats = !q->codes || (has_words() && planes == 3);
+  const double rounding = format != KVEDGE_INT8 ? 2e-6 : of_floats ? 3e-7 + 3e-8 * q->dim : 4.2e-7;
+  const double denormal = format == KVEDGE_INT8      ? 1e-44
+                          : format == KVEDGE_FLOAT16 ? 5e-38 * q->dim
+                                                     : 5e-38 * q->dim * fmax(r->tile.factor, 1.0);
+  const double *elements = elements_of_head(r, 0);
+  double query[1024];
+  for (int i = 0; i < q->num_queries; i++) {
+    const int head = r->heads > 1 ? i : 0;
+    if (head > 0) elements = elements_of_head(r, head);
+    for (int d = 0; d < q->dim; d++) query[d] = query_element(q, planes, i, d);
+    for (int t = 0; t < r->tile.num_tokens; t++) {
+      const double scale = tile_scale(r, head, t), before = old ? old[i * KVEDGE_TILE + t] : 0.0;
+      double dot, size;
+      dot_of(query, elements + t * q->dim, q->dim, &dot, &size);
+      expected[i * KVEDGE_TILE + t] = dot * scale + before;
+      allowed[i * KVEDGE_TILE + t] = rounding * size * scale + 1.2e-7 * fabs(dot * scale + before) + denormal;
+    }
+  }
+}
+
+static int scores_are_near(const float *scores, shape at) {
+  for (int i = 0; i < at.num_queries; i++)
+    for (int n = i * KVEDGE_TILE; n < i * KVEDGE_TILE + at.num_tokens; n++)
+      if (!(fabs(scores[n] - expected[n]) <= allowed[n])) return 0;
+  return 1;
+}
+
+static void check_scores(const float *scores, shape at) {
+  for (int i = 0; i < at.num_queries; i++)
+    for (int t = 0; t < KVEDGE_TILE; t++) {
+      const int n = i * KVEDGE_TILE + t;
+      if (t >= at.num_tokens && t < end_of_blocks(at.num_tokens)) continue;
+      if (t < at.num_tokens ? !near(scores[n], expected[n], allowed[n]) : scores[n] != untouched)
+        fail_at(at, i, t, scores[n], t < at.num_tokens ? expected[n] : untouched);
+    }
+}
+
+static void score_case(shape at, int heads) {
+  const row_kind kind = random_kind();
+  const int accumulate = random_below(2);
+  query_rows rows = new_query(at, kind);
+  tile_rows keys = new_tile(at, heads, kind, random_factor(kind, 0));
+  block scores_block = new_block((size_t)at.num_queries * KVEDGE_TILE * 4);
+  float *scores = scores_block.data, old[KVEDGE_STACK * KVEDGE_TILE];
+  for (int i = 0; i < at.num_queries * KVEDGE_TILE; i++)
+    scores[i] = i % KVEDGE_TILE >= end_of_blocks(at.num_tokens) ? untouched : accumulate ? random_signed(10.0f) : NAN;
+  memcpy(old, scores, scores_block.size);
+  (heads > 1 ? cell->scores_of_heads : cell->scores)(&rows.query, &keys.tile, scores, accumulate);
+  /* A path may multiply by more digits than it is asked for, but for all scores by as many. */
+  int planes = rows.query.codes ? rows.query.planes : 3;
+  expect_scores(&rows.query, planes, &keys, accumulate ? old : NULL);
+  while (planes < 3 && !scores_are_near(scores, at))
+    expect_scores(&rows.query, ++planes, &keys, accumulate ? old : NULL);
+  check_scores(scores, at);
+  end_case();
+  free_query(&rows), free_tile(&keys), free_block(&scores_block);
+}
+
+/* ---- Weighted sums ---- */
+
+typedef enum { DENSE, SPARSE, NOTHING } spread;
+
+typedef struct {
+  block acc_block, p_block, rescale_block;
+  float *acc, *p, *rescale; /* (num_queries, stride), (num_queries, KVEDGE_TILE), (num_queries) */
+  kvedge_probabilities probabilities;
+  kvedge_accumulators to;
+} weighing;
+
+static weighing new_weighing(shape at, spread of, int side_by_side) {
+  const int stride = at.dim + (side_by_side || random_below(2) ? 0 : 1 + random_below(20));
+  const float sizes[] = {1.0f, 1.0f, 1 << KVEDGE_HEADROOM, 0x1p-118f};
+  weighing w = {.acc_block = new_rows(at.num_queries, (size_t)at.dim * 4, (size_t)stride * 4),
+                .p_block = new_block((size_t)at.num_queries * KVEDGE_TILE * 4),
+                .rescale_block = new_block((size_t)at.num_queries * 4)};
+  w.acc = w.acc_block.data, w.p = w.p_block.data, w.rescale = w.rescale_block.data;
+  for (int i = 0; i < at.num_queries; i++) {
+    const float size = sizes[random_below(4)];
+    const int one_of = of == SPARSE ? 1 + at.num_tokens / 2 : 4;
+    w.rescale[i] = random_below(3) == 0 ? 1.0f : random_below(3) == 0 ? 0.0f : (float)random_unit();
+    for (int d = 0; d < at.dim; d++) w.acc[i * stride + d] = random_signed(3.0f);
+    for (int t = 0; t < KVEDGE_TILE; t++) {
+      const float p = (float)random_unit() * size;
+      const int none = of == NOTHING || !isnormal(p) || (random_below(one_of) == 0) == (of == DENSE);
+      w.p[i * KVEDGE_TILE + t] = t >= end_of_blocks(at.num_tokens) ? NAN /* left over from an earlier tile */
+                                 : t >= at.num_tokens || none      ? 0.0f
+                                                                   : p;
+    }
+  }
+  w.probabilities = (kvedge_probabilities){.num_queries = at.num_queries, .planes = 1 + random_below(3), .p = w.p};
+  w.to = (kvedge_accumulators){.acc = w.acc, .stride = stride, .rescale = w.rescale};
+  return w;
+}
+
+static void free_weighing(weighing *w) {
+  free_block(&w->acc_block), free_block(&w->p_block), free_block(&w->rescale_block);
+}
+
+/* expected and allowed, both (num_queries, dim), of a weighing that has not yet begun */
+static void expect_weighing(const weighing *w, shape at, const tile_rows *r) {
+  const double steps[] = {0, 0x1p-7, 0x1p-15, 0x1p-24}; /* of a weight, relative to the largest; at most one step */
+  const double step = format == KVEDGE_INT8 ? steps[w->probabilities.planes] : 0.0;
+  const double *elements = elements_of_head(r, 0);
+  for (int i = 0; i < at.num_queries; i++) {
+    const int head = r->heads > 1 ? i : 0;
+    double *sum = expected + i * at.dim, *error = allowed + i * at.dim, size[1024] = {0}, total[1024] = {0};
+    double largest = 0.0;
+    if (head > 0) elements = elements_of_head(r, head);
+    memset(sum, 0, (size_t)at.dim * sizeof *sum);
+    for (int t = 0; t < at.num_tokens; t++) {
+      const double weight = w->p[i * KVEDGE_TILE + t] * tile_scale(r, head, t);
+      if (weight == 0.0) continue;
+      largest = fmax(largest, weight);
+      for (int d = 0; d < at.dim; d++) {
+        const double x = elements[t * at.dim + d];
+        sum[d] += weight * x, size[d] += fabs(weight * x), total[d] += fabs(x);
+      }
+    }
+    for (int d = 0; d < at.dim; d++) {
+      const double kept = (double)w->acc[i * w->to.stride + d] * w->rescale[i];
+      sum[d] += kept;
+      if (format == KVEDGE_INT8) /* weights that are nothing beside those of some other tile may be 0 */
+        error[d] = (step * largest + 0x1p-100) * total[d] + 6e-7 * size[d] + 2e-7 * fabs(kept) + 1e-37;
+      else
+        error[d] = 2e-6 * (size[d] + fabs(kept)) + (format == KVEDGE_FLOAT16 ? 1e-36 : 1e-33);
+    }
+  }
+}
+
+static void weigh(const weighing *w, const tile_rows *values) {
+  (values->heads > 1 ? cell->weighted_sum_of_heads : cell->weighted_sum)(&w->probabilities, &values->tile, &w->to);
+}
+
+static void weigh_case(shape at, int heads) {
+  const row_kind kind = random_kind();
+  weighing w = new_weighing(at, random_below(3) ? DENSE : random_below(3) ? SPARSE : NOTHING, heads > 1);
+  tile_rows values = new_tile(at, heads, kind, random_factor(kind, 1));
+  expect_weighing(&w, at, &values);
+  weigh(&w, &values);
+  for (int i = 0; i < at.num_queries; i++)
+    for (int d = 0; d < at.dim; d++)
+      if (!near(w.acc[i * w.to.stride + d], expected[i * at.dim + d], allowed[i * at.dim + d]))
+        fail_at(at, i, d, w.acc[i * w.to.stride + d], expected[i * at.dim + d]);
+  end_case();
+  free_weighing(&w), free_tile(&values);
+}
+
+/* Rows whose p is 0 for all queries add exactly 0, however large they are: they may as well be zeros. */
+static void hidden_case(shape at, int heads, int all) {
+  float without[KVEDGE_STACK * 1024], before[KVEDGE_STACK * 1024];
+  weighing w = new_weighing(at, all ? NOTHING : DENSE, heads > 1);
+  tile_rows values = new_tile(at, heads, PLAIN, 1.0f);
+  uint8_t is_hidden[KVEDGE_TILE];
+  for (int t = 0; t < at.num_tokens; t++) {
+    is_hidden[t] = all || random_below(2);
+    for (int i = 0; i < at.num_queries && is_hidden[t]; i++) w.p[i * KVEDGE_TILE + t] = 0.0f;
+  }
+  for (int i = 0; i < at.num_queries; i++)
+    memcpy(before + i * at.dim, w.acc + i * w.to.stride, (size_t)at.dim * sizeof *before);
+  for (int huge = 0; huge < 2; huge++) {
+    for (int t = 0; t < at.num_tokens; t++) {
+      if (!is_hidden[t]) continue;
+      char *row = row_of(&values, t);
+      if (!huge) memset(row, 0, (size_t)(heads * at.dim * formats[format].size));
+      for (int d = 0; d < heads * at.dim && huge; d++) store_element(row + d * formats[format].size, EXTREME, t, d);
+      for (int h = 0; h < heads && values.tile.scales; h++)
+        ((float *)values.scales.data)[h * values.tile.scale_stride + t] = huge ? 0x1p61f : 0.0f;
+    }
+    for (int i = 0; i < at.num_queries; i++)
+      memcpy(w.acc + i * w.to.stride, before + i * at.dim, (size_t)at.dim * sizeof *before);
+    weigh(&w, &values);
+    for (int i = 0; i < at.num_queries; i++)
+      for (int d = 0; d < at.dim; d++) {
+        const float got = w.acc[i * w.to.stride + d];
+        volatile float kept = before[i * at.dim + d] * w.rescale[i];
+        if (!huge) without[i * at.dim + d] = got;
+        if (got != without[i * at.dim + d]) fail_at(at, i, d, got, without[i * at.dim + d]);
+        if (all && got != kept) fail_at(at, i, d, got, kept);
+      }
+  }
+  end_case();
+  free_weighing(&w), free_tile(&values);
+}
+
+/* Small weights beside one large one: each is below half a step, together they count. */
+static void small_weights_case(int planes, float weight) {
+  const double step = planes == 2 ? 0x1p-15 : 0x1p-7;
+  shape at = {16, KVEDGE_TILE, 1};
+  weighing w = new_weighing(at, NOTHING, 1);
+  tile_rows values = new_tile(at, 1, EXTREME, 1.0f);
+  for (int t = 0; t < KVEDGE_TILE; t++) {
+    memset(row_of(&values, t), t ? 127 : 0, 16);
+    w.p[t] = t ? weight : 1.0f, ((float *)values.scales.data)[t] = 1.0f;
+  }
+  w.probabilities.planes = planes, w.rescale[0] = 0.0f;
+  weigh(&w, &values);
+  const double sum = (KVEDGE_TILE - 1) * 127.0 * weight;
+  for (int d = 0; d < 16; d++)
+    if (!near(w.acc[d], sum, 2 * 127.0 * step)) fail("%d planes, weights %g: %g, not %g", planes, weight, w.acc[d], sum);
+  end_case();
+  free_weighing(&w), free_tile(&values);
+}
+
+/* ---- Shapes ---- */
+
+/* The n-th width of rows; 0 past the last. */
+static int dim_at(int n) {
+  const int wide[] = {192, 256, 333, 513, 1000, 1024, 0};
+  return n < 130 ? n + 1 : wide[n - 130];
+}
+
+/* Half of the tiles are short, so that last blocks come in all lengths beside few others. */
+static int random_tokens(void) { return 1 + random_below(random_below(2) ? 3 * KVEDGE_BLOCK : KVEDGE_TILE); }
+
+/* Each dim with each number of queries, and each number of tokens; of the short form's each dim with some. */
+static void for_shapes(void (*run)(shape at, int heads)) {
+  const int step = is_short() ? 16 : 1;
+  for (int n = 0; dim_at(n); n++)
+    for (int queries = 1 + n * 7 % step; queries <= KVEDGE_STACK; queries += dim_at(n) > 256 ? step + 6 : step)
+      run((shape){dim_at(n), random_tokens(), queries}, 1);
+  for (int tokens = 1; tokens <= KVEDGE_TILE; tokens += is_short() ? 5 : 1)
+    run((shape){1 + random_below(130), tokens, 1 + random_below(KVEDGE_STACK)}, 1);
+}
+
+/* Each dim and number of tokens of a head batch, whose heads have a query each. */
+static void for_shapes_of_heads(void (*run)(shape at, int heads)) {
+  const int step = is_short() ? 19 : 3;
+  for (int dim = 64; dim <= KVEDGE_HEADS_DIM; dim += 16)
+    for (int tokens = 1 + dim / 16 % step; tokens <= KVEDGE_TILE; tokens += step)
+      run((shape){dim, tokens, KVEDGE_HEADS}, KVEDGE_HEADS);
+}
+
+static void one_of_hidden_case(shape at, int heads) { hidden_case(at, heads, random_below(4) == 0); }
+
+static void test_cell(void) {
+  const char *path = kernels->name, *name = formats[format].name;
+  if (cell->encode_query) test_encode_query();
+  begin("%s %s scores", path, name), for_shapes(score_case), end();
+  begin("%s %s weighted_sum", path, name), for_shapes(weigh_case), end();
+  begin("%s %s hidden tokens", path, name), for_shapes(one_of_hidden_case), end();
+  if (cell->scores_of_heads)
+    begin("%s %s scores_of_heads", path, name), for_shapes_of_heads(score_case), end();
+  if (cell->weighted_sum_of_heads) {
+    begin("%s %s weighted_sum_of_heads", path, name), for_shapes_of_heads(weigh_case), end();
+    begin("%s %s hidden tokens of heads", path, name), for_shapes_of_heads(one_of_hidden_case), end();
+  }
+  if (format != KVEDGE_INT8) return;
+  begin("%s small weights", path);
+  for (int n = 1; n < 40; n++) small_weights_case(2, n / 40.0f / 65536.0f), small_weights_case(1, n / 40.0f / 256.0f);
+  end();
+}
+
+static void test_table(void) {
+  begin("%s cells", kernels->name);
+  CHECK(kernels->cells[KVEDGE_INT8].scores && kernels->cells[KVEDGE_FLOAT32].scores);
+  for (int f = 0; f < KVEDGE_NUM_FORMATS; f++) {
+    const kvedge_cell *of = &kernels->cells[f];
+    CHECK(!of->scores == !of->weighted_sum && !of->scores_of_heads == !of->weighted_sum_of_heads);
+    CHECK(of->scores || (!of->scores_of_heads && !of->encode_query));
+  }
+  end();
+  for (int f = 0; f < KVEDGE_NUM_FORMATS; f++) {
+    format = (kvedge_format)f, cell = &kernels->cells[f];
+    if (cell->scores) test_cell();
+  }
+}
+
+int main(int argc, char **argv) { return test_tables(argc, argv, test_table); }
