@@ -26,7 +26,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from kvedge.cli.output import Output
+from kvedge.console.output import Output
 
 HERE = Path(__file__).resolve().parent
 RECORD = HERE / "instructions.json"

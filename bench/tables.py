@@ -11,10 +11,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from kvedge.cli.output import Output
-
 from kvedge.bench.catalog import BENCHMARKS
 from kvedge.bench.report import load_report
+from kvedge.console.output import Output
 
 HERE = Path(__file__).resolve().parent
 RUNS, TABLES = HERE / "runs", HERE / "tables"

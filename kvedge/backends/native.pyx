@@ -28,6 +28,8 @@ from kvedge.errors import KvedgeError, OutOfMemoryError, UnsupportedIsaError
 
 cnp.import_array()
 
+cdef object _ZERO = 0  # the only int 0 there is, in CPython
+
 # Below about this many numbers, giving the GIL away and taking it back costs more than the work.
 cdef enum:
     _KEEP_GIL = 1 << 14
@@ -401,6 +403,7 @@ cdef class _LayerCore:
             query, scale, causal, window, sink_tokens, sink_logits, softcap, mask, alibi_slopes,
             precision_bits, return_lse, out, num_threads)
 
+    @cython.final
     cdef object _attend(
         self, query, scale, causal, window, sink_tokens, sink_logits, softcap, mask, alibi_slopes,
         precision_bits, return_lse, out, num_threads
@@ -427,8 +430,8 @@ cdef class _LayerCore:
         kvedge_attention_defaults(&c_options)
         reads = ()
         if not (
-            0 < length >= num_rows and causal is True and type(sink_tokens) is int
-            and <object>sink_tokens == 0 and sink_logits is None and softcap is None
+            0 < length >= num_rows and causal is True and sink_tokens is _ZERO
+            and sink_logits is None and softcap is None
             and mask is None and alibi_slopes is None and precision_bits is None
             and (return_lse is False or return_lse is True)
             and _fill_plain(&c_options, &threads, length, scale, window, num_threads)

@@ -34,7 +34,7 @@ with instrumented():
 
 SECONDS, KILOBYTES = 1.0, 500 << 10
 NUMPY = {"I8": np.int8, "F16": np.float16, "F32": np.float32}
-FIELDS = (*session._FIELDS, "sha256", "user.a", "")
+FIELDS = (*session.FIELDS, "sha256", "user.a", "")
 TEXTS = (
     *("", "0", "1", "2", "3", "8", "-1", "999999999999999999", "1e3", "\u0663", "1099511627776"),
     *("65536", "1024", "4096", "100000000", "int8", "float32", "float16", "auto", "kvedge", "\0"),
@@ -73,7 +73,7 @@ def digest(metadata: dict, tensors: dict, data: bytes) -> str:
         begin, end = tensor["data_offsets"]
         array = np.frombuffer(data[begin:end], NUMPY[tensor["dtype"]])
         arrays[name] = array.reshape(tensor["shape"])
-    return session._digest(metadata, arrays)
+    return session.digest(metadata, arrays)
 
 
 def with_digest(raw: bytes) -> bytes:
