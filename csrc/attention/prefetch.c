@@ -5,19 +5,19 @@
 
 /* The rows of the next tile, in the order of memory, are blocks of KVEDGE_BLOCK rows of one head each: (token blocks,
  * heads). A head tile prefetches as many of them as it has blocks; where fewer follow, some are prefetched again. The
- * shares of a step's heads are made of runs of `num` blocks, of which each head has the j-th. */
-void kvedge_share_next(const kvedge_cache_view *view, const token_tile *next, int num, int j, head_tile *h) {
+ * heads of a batch share runs of `batch` blocks, of which head `j` has the j-th, since its kernels prefetch whole runs. */
+void kvedge_share_next(const kvedge_cache_view *view, const token_tile *next, int batch, int j, head_tile *h) {
   const int heads = view->num_kv_heads, num_blocks = h->tile->num_blocks, there = next->num_blocks * heads;
   h->prefetches = there > 0;
   if (!h->prefetches) return;
   h->next_in_order = next->in_order;
-  int first = (h->kv_head - j) * num_blocks + j; /* counted over all */
+  int first = batch > 1 ? (h->kv_head - j) * num_blocks + j : h->kv_head * num_blocks; /* counted over all */
   if (first >= there) first %= there;
   int block = first / heads, head = first % heads;
   for (int i = 0; i < num_blocks; i++) {
     for (int s = 0; s < SIDES; s++)
       h->next[s][i] = next->rows[s][block] + head * KVEDGE_BLOCK * view->side[s].head_stride;
-    for (head += num; head >= heads; head -= heads) block++;
+    for (head += batch; head >= heads; head -= heads) block++;
     if (block >= next->num_blocks) block = 0;
   }
 }

@@ -133,7 +133,7 @@ void kvedge_slice_run(const kvedge_attention *a, int slice, kvedge_slice followi
       for (int j = 0; j < num; j++) {
         head_tile *h = &heads[j];
         h->tile = &tile, h->block = block, h->kv_head = kv_head + j, h->queries = &w.queries, h->masking = masking;
-        kvedge_share_next(view, &next, num, j, h);
+        kvedge_share_next(view, &next, a->batches_heads ? num : 1, j, h);
       }
       kvedge_step(a, heads, num, &next, &partial, &w);
     }

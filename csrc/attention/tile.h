@@ -51,8 +51,9 @@ static inline size_t kvedge_index_of(const kvedge_attention *a, const head_tile 
 
 /* ---- prefetch.c ---- */
 
-/* The share of the next tile that head `j` of `num` prefetches while it works on its own part, one block for each. */
-void kvedge_share_next(const kvedge_cache_view *view, const token_tile *next, int num, int j, head_tile *h);
+/* The share of the next tile that a head, the j-th of a batch (1: of none), prefetches while it works on its own part:
+ * one block for each. */
+void kvedge_share_next(const kvedge_cache_view *view, const token_tile *next, int batch, int j, head_tile *h);
 /* After the steps of a tile: this thread has prefetched the next one, as far as that went. */
 void kvedge_remember_prefetch(const token_tile *tile, const token_tile *next);
 /* Before the steps of a tile: what this thread has not prefetched of it is brought into the cache. */
