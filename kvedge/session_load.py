@@ -108,7 +108,9 @@ def _load_open(kind: type[_Kind], path: str, file: BinaryIO, mmap: bool) -> _Kin
     user = {k[len(USER) :]: v for k, v in fields.items() if k.startswith(USER)}
     auto = fields["key_offset"] == "auto"
     mapped = mmap and length > 0
-    cache = _reserve(path, kind, form, max_seq_len, auto, user, 0 if mapped else length)
+    # A mapped cache gets its slabs from the file, but may grow to max_seq_len: so what cannot be
+    # reserved is refused whichever way it is loaded.
+    cache = _reserve(path, kind, form, max_seq_len, auto, user, length)
     if mapped:
         _map(path, file, tensors, cache, length)
     else:

@@ -34,8 +34,6 @@ def test_the_bytes_are_those_of_a_real_cache(capsys):
     seen = set()
     for row in rows:
         options = {}
-        if row["dtype"] == "float16":
-            continue  # not a format of kvedge
         if row["dtype"] == "int8":
             options = {"group_size": row["group_size"], "scale_dtype": row["scale_dtype"]}
         cache = kvedge.KVCache(16, 8, 64, dtype=row["dtype"], max_seq_len=1000, **options)
@@ -43,7 +41,7 @@ def test_the_bytes_are_those_of_a_real_cache(capsys):
         assert row["ratio"] == pytest.approx(cache.compression_ratio)
         seen.add((row["dtype"], row["group_size"], row["scale_dtype"]))
     groups = {("int8", group, scale) for group in (64, 32) for scale in ("float32", "float16")}
-    assert seen == {("float32", None, None)} | groups
+    assert seen == {(dtype, None, None) for dtype in ("float32", "float16", "bfloat16")} | groups
 
 
 def test_float16_is_half_of_float32(capsys):

@@ -18,7 +18,15 @@ from __future__ import annotations
 import numpy as np
 
 import kvedge
-from kvedge import Float32KvLayer, KVCache, KvCacheSnapshot, QuantizedKvLayer, Rope
+from kvedge import (
+    Bfloat16KvLayer,
+    Float16KvLayer,
+    Float32KvLayer,
+    KVCache,
+    KvCacheSnapshot,
+    QuantizedKvLayer,
+    Rope,
+)
 
 kv = np.zeros((2, 8), np.float32)
 
@@ -41,7 +49,7 @@ out = cache.attend(0, kv, num_threads=1)
 out, lse = cache.attend(0, kv, return_lse=True)
 out = kvedge.merge_attention([out, out], [lse, lse])
 out, lse = kvedge.merge_attention(np.stack([out]), np.stack([lse]), return_lse=True, out=out)
-held: QuantizedKvLayer | Float32KvLayer = cache.layer(0)
+held: QuantizedKvLayer | Float32KvLayer | Float16KvLayer | Bfloat16KvLayer = cache.layer(0)
 snapshot: KvCacheSnapshot = cache.snapshot()
 cache.restore(snapshot)
 cache.keep([0])

@@ -8,7 +8,6 @@ from kvedge.layer import (
     Bfloat16LayerMethods,
     Float16LayerMethods,
     Float32LayerMethods,
-    LayerMethods,
     QuantizedLayerMethods,
 )
 from kvedge.paged.store import BlockStoreMethods
@@ -27,6 +26,8 @@ class Float16KvLayer(Float16LayerMethods): ...
 class Bfloat16KvLayer(Bfloat16LayerMethods): ...
 
 class KVCache(CacheMethods):
-    def layer(self, index: int) -> LayerMethods: ...
+    def layer(
+        self, index: int
+    ) -> QuantizedKvLayer | Float32KvLayer | Float16KvLayer | Bfloat16KvLayer: ...
 
 class BlockStore(BlockStoreMethods): ...

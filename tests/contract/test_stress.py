@@ -378,6 +378,18 @@ def next_tokens(n, rng):
     return slice(n, min(TOKENS, n + (1 if rng.random() < 0.6 else rng.randint(2, MANY))))
 
 
+@pytest.fixture(params=["int8", "float32"])
+def dtype(request):
+    """Formats that store the rows of this file exactly, so that readers can tell them."""
+    return request.param
+
+
+@pytest.fixture
+def layer_class(dtype):
+    """Their layers."""
+    return KVCache._layer_types[dtype]
+
+
 def told_cache(dtype, tokens, max_seq_len=None):
     """A cache of two layers that hold some tokens."""
     cache = KVCache(2, H, D, dtype=dtype, max_seq_len=max_seq_len)
