@@ -9,6 +9,7 @@
  *   logits.c    options on logits, masks and windows
  *   merge.c     partial results into one, and that into the output
  *   range.c     factors that keep huge and tiny rows within float's range
+ *   refit.c     the end of a slice, and rows that need factors of their own
  */
 #ifndef KVEDGE_ATTENTION_H
 #define KVEDGE_ATTENTION_H
@@ -78,7 +79,7 @@ struct kvedge_attention {
    * logit_bias. If an option needs true logits (real_logits), scores are turned into them at once. */
   int real_logits;
   float factor[SIDES];    /* powers of two that all scales are multiplied by */
-  int is_refit;                   /* one row of one head, with factors of what it sees: see range.c */
+  int is_refit;                   /* one row of one head, with factors of what it sees: see refit.c */
 
   const float *query;     /* (num_rows, num_heads, head_dim) */
   float *query_copy;      /* the same, unless query_stays where it is until all slices have run and been collected */
@@ -103,7 +104,7 @@ struct kvedge_attention {
   ptrdiff_t acc_stride;  /* channels of a value rounded up to 16 floats */
   size_t partial_floats;
   float *partials;       /* (num_slots + 1, partial_floats), the total last */
-  char *refit;           /* room for one row of one head, see kvedge_refit() */
+  char *refit;           /* room for one row of one head, see refit.c */
 
   float *out, *lse;
 };
@@ -176,12 +177,20 @@ kvedge_queries kvedge_queries_of(const kvedge_attention *a, int64_t block, int s
 
 /* range.c: sets the factors of a call whose arrays are set, from what it sees. */
 void kvedge_fit_factors(kvedge_attention *a);
-/* Bytes that kvedge_refit() needs. */
-size_t kvedge_refit_bytes(const kvedge_attention *a);
-/* Can sums of the query at `state` have lost what is small, because factors are for larger rows than it sees? */
-int kvedge_may_have_lost(const kvedge_attention *a, const kvedge_queries *q, size_t state, float sum, const float *acc);
-/* Attends again to one row of one query head, with factors of what it sees. 0: these are the same, nothing is done. */
-int kvedge_refit(const kvedge_attention *a, int64_t row, int head, float *out, float *lse);
+/* A power of two that brings a bound near 1. */
+float kvedge_normalizing_factor(float bound);
+/* Runs of tokens that lie together in memory, from `token` on; `segment` and `start` of it go along. */
+typedef struct {
+  const kvedge_cache_view *view;
+  int segment;
+  int64_t start; /* first token of the segment */
+} kvedge_row_cursor;
+
+/* The bound of a token's rows of `num_heads` heads. */
+float kvedge_bound_of_rows(kvedge_row_cursor *c, int s, int64_t token, int kv_head, int num_heads);
+
+/* merge.c: adds a slice's result to the total, and writes out with the last one of a row block. */
+void kvedge_merge_slice(const kvedge_attention *a, int slice, int slot);
 
 /* A slice of a call; attention NULL: none. */
 typedef struct {

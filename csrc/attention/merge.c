@@ -34,10 +34,9 @@ static double join_sink(double sink, double *log_sum) {
 }
 
 /* One query's output and the logarithm of its softmax denominator. */
-static void finish(const kvedge_attention *a, const kvedge_queries *q, size_t state, int64_t row, int head,
+static void finish(const kvedge_attention *a, const kvedge_queries *q, size_t state, int head,
                    const kvedge_partial *total, float *out, float *lse) {
   const float *acc = total->acc + state * (size_t)a->acc_stride;
-  if (kvedge_may_have_lost(a, q, state, total->sum[state], acc) && kvedge_refit(a, row, head, out, lse)) return;
   double sum = total->sum[state], keep = 1.0;
   if (lse || a->options.sink_logits) {
     double log_sum = log_denominator(a, q, state, total->max[state], sum);
@@ -48,7 +47,7 @@ static void finish(const kvedge_attention *a, const kvedge_queries *q, size_t st
   a->kernels->scale_row(acc, a->view.side[VALUES].shape.dim, factor, 1.0f / a->factor[VALUES], out);
 }
 
-void kvedge_attention_collect(kvedge_attention *a, int slice, int slot) {
+void kvedge_merge_slice(const kvedge_attention *a, int slice, int slot) {
   int64_t block = slice / a->chunks_per_block, chunk = slice % a->chunks_per_block;
   int group = a->heads_per_kv_head, dim = a->view.side[VALUES].shape.dim;
   int64_t rows = kvedge_rows_in_block(a, block);
@@ -66,7 +65,7 @@ void kvedge_attention_collect(kvedge_attention *a, int slice, int slot) {
         if (chunk + 1 < a->chunks_per_block) continue;
         int head = kv_head * group + g;
         int64_t row = block * a->rows_per_block + r, at = row * a->num_heads + head;
-        finish(a, &q, state, row, head, a->chunks_per_block > 1 ? &total : &part, a->out + at * dim,
+        finish(a, &q, state, head, a->chunks_per_block > 1 ? &total : &part, a->out + at * dim,
                a->lse ? a->lse + at : NULL);
       }
 }

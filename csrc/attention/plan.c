@@ -124,6 +124,15 @@ static size_t query_floats(const kvedge_attention *a) {
   return (size_t)a->num_rows * (size_t)a->num_heads * (size_t)a->view.side[KEYS].shape.dim;
 }
 
+/* Bytes for one row of one head that is attended to again (refit.c). */
+static size_t refit_bytes(const kvedge_attention *a) {
+  kvedge_attention one = *a; /* as refit.c makes it, as far as sizes depend on it */
+  one.view.num_kv_heads = one.num_heads = one.query_rows = 1;
+  one.num_row_blocks = one.is_refit = one.query_stays = 1;
+  one.partial_floats = kvedge_partial_floats(&one);
+  return kvedge_attention_lay_out(&one, NULL, 1);
+}
+
 size_t kvedge_attention_lay_out(kvedge_attention *a, char *base, int num_slots) {
   size_t used = 0;
   int slices_prepare = kvedge_slices_prepare(a);
@@ -137,7 +146,7 @@ size_t kvedge_attention_lay_out(kvedge_attention *a, char *base, int num_slots) 
   a->queries = kvedge_take(base, &used, (size_t)(slices_prepare ? num_slots : a->num_row_blocks) * a->query_bytes);
   a->num_slots = num_slots;
   a->partials = kvedge_take(base, &used, ((size_t)num_slots + 1) * a->partial_floats * sizeof *a->partials);
-  if (!a->is_refit) a->refit = kvedge_take(base, &used, kvedge_refit_bytes(a));
+  if (!a->is_refit) a->refit = kvedge_take(base, &used, refit_bytes(a));
   return used;
 }
 
