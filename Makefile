@@ -3,14 +3,14 @@
 #
 # make fuzz   coverage-guided fuzzing of the C API, of files and of paged caches; SECONDS=600 says how long
 #
-# The rest: test-numpy test-isa test-c test-sanitize test-valgrind test-arm-c test-arm test-all lint clean
+# The rest: test-numpy test-isa test-c test-sanitize test-valgrind test-arm-c test-arm test-all lint format clean
 
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 SOURCES := pyproject.toml setup.py kvedge/backends/native.pyx kvedge/backends/native_paged.pxi kvedge/backends/native.pxd $(shell find csrc -name "*.[ch]")
 
-.PHONY: run test test-numpy test-isa test-c test-sanitize test-valgrind test-arm-c test-arm test-all fuzz lint clean
+.PHONY: run test test-numpy test-isa test-c test-sanitize test-valgrind test-arm-c test-arm test-all fuzz lint format clean
 
 run: $(VENV)/run.stamp
 	$(BIN)/kvedge generate
@@ -55,9 +55,16 @@ SECONDS ?= 60
 fuzz: $(VENV)/test.stamp
 	PYTHON=$(BIN)/python tests/fuzz/run.sh $(SECONDS) fuzz_api fuzz_api_msan fuzz_session fuzz_paged
 
+C_FILES := $(shell find csrc tests examples -name "*.[ch]")
+
 lint: $(VENV)/test.stamp
-	$(BIN)/python -m pip install -q ruff
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	$(BIN)/ruff check .
+	$(BIN)/clang-format --dry-run --Werror $(C_FILES)
+
+format: $(VENV)/test.stamp
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	$(BIN)/clang-format -i $(C_FILES)
 
 clean:
 	rm -rf $(VENV) .venv-* .arm-env build dist *.egg-info kvedge/backends/native.c kvedge/backends/*.so

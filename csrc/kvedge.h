@@ -36,12 +36,12 @@ extern "C" {
 
 typedef enum {
   KVEDGE_OK = 0,
-  KVEDGE_ERROR_ARGUMENT,   /* a number out of its range, a NULL where an array is needed */
-  KVEDGE_ERROR_CAPACITY,   /* the tokens do not fit any more */
-  KVEDGE_ERROR_NONFINITE,  /* a NaN or an infinity in keys, values or query */
-  KVEDGE_ERROR_SCALE,      /* a row too large for what it is stored in: a float16 scale, a 16-bit float */
-  KVEDGE_ERROR_MEMORY,     /* no memory, or too little of it was handed over */
-  KVEDGE_ERROR_ISA,        /* KVEDGE_ISA names a path that this CPU cannot run */
+  KVEDGE_ERROR_ARGUMENT,  /* a number out of its range, a NULL where an array is needed */
+  KVEDGE_ERROR_CAPACITY,  /* the tokens do not fit any more */
+  KVEDGE_ERROR_NONFINITE, /* a NaN or an infinity in keys, values or query */
+  KVEDGE_ERROR_SCALE,     /* a row too large for what it is stored in: a float16 scale, a 16-bit float */
+  KVEDGE_ERROR_MEMORY,    /* no memory, or too little of it was handed over */
+  KVEDGE_ERROR_ISA,       /* KVEDGE_ISA names a path that this CPU cannot run */
 } kvedge_status;
 
 /* One sentence about a status, never NULL. */
@@ -54,8 +54,8 @@ const char *kvedge_strerror(kvedge_status status);
  * itself; call it to choose or to learn why not (*why_not, if asked for, names what is missing). */
 kvedge_status kvedge_select_isa(const char *name, const char **why_not);
 
-const char *kvedge_isa_name(void);              /* the path in use */
-const char *kvedge_isa_compiled(int index);     /* the paths in this library; NULL past the end */
+const char *kvedge_isa_name(void);                                /* the path in use */
+const char *kvedge_isa_compiled(int index);                       /* the paths in this library; NULL past the end */
 int kvedge_isa_available(const char *name, const char **why_not); /* can this CPU run it? */
 
 /* ---- A layer ------------------------------------------------------------------------------ */
@@ -74,10 +74,10 @@ typedef enum { KVEDGE_SCALE_FLOAT32 = 0, KVEDGE_SCALE_FLOAT16 = 1 } kvedge_scale
 typedef struct {
   kvedge_format format;
   kvedge_scale_type scale_type;
-  int64_t capacity;    /* tokens, 1..2^40 */
-  int num_kv_heads;    /* 1..65536 */
-  int head_dim;        /* channels, 1..1024 */
-  int group_size;      /* channels that share a scale; 0: the whole row */
+  int64_t capacity; /* tokens, 1..2^40 */
+  int num_kv_heads; /* 1..65536 */
+  int head_dim;     /* channels, 1..1024 */
+  int group_size;   /* channels that share a scale; 0: the whole row */
 } kvedge_layer_config;
 
 /* The four arrays of a layer; each followed by nothing, aligned to 64 bytes for speed. */
@@ -89,8 +89,7 @@ typedef struct {
 /* Size, then init on memory of the caller's, aligned to 64 bytes: header and arrays in one block.
  * The block need not be cleared, and is committed by the system only as tokens arrive. */
 size_t kvedge_layer_bytes(const kvedge_layer_config *config); /* 0: the config is not valid */
-kvedge_status kvedge_layer_init(void *memory, size_t bytes, const kvedge_layer_config *config,
-                                kvedge_layer **layer);
+kvedge_status kvedge_layer_init(void *memory, size_t bytes, const kvedge_layer_config *config, kvedge_layer **layer);
 
 /* The same on arrays that lie elsewhere; `header` needs kvedge_layer_header_bytes(config). The
  * arrays are kept, not copied. */
@@ -108,8 +107,7 @@ void kvedge_layer_destroy(kvedge_layer *layer);
 kvedge_status kvedge_layer_set_key_offset(kvedge_layer *layer, const float *key_offset);
 
 /* Appends num_tokens tokens, float[num_tokens][num_kv_heads][head_dim]; all of them or none. */
-kvedge_status kvedge_layer_append(kvedge_layer *layer, const float *keys, const float *values,
-                                  int64_t num_tokens);
+kvedge_status kvedge_layer_append(kvedge_layer *layer, const float *keys, const float *values, int64_t num_tokens);
 
 int64_t kvedge_layer_len(const kvedge_layer *layer);
 
@@ -118,8 +116,8 @@ int64_t kvedge_layer_len(const kvedge_layer *layer);
 kvedge_status kvedge_layer_set_len(kvedge_layer *layer, int64_t len);
 
 /* Quantizes tokens to any position within capacity, all of them or none; len stays as it is. */
-kvedge_status kvedge_layer_write(kvedge_layer *layer, int64_t position, const float *keys,
-                                 const float *values, int64_t num_tokens);
+kvedge_status kvedge_layer_write(kvedge_layer *layer, int64_t position, const float *keys, const float *values,
+                                 int64_t num_tokens);
 
 /* Tells that the caller has filled in the rows of these tokens himself: finite, scales >= 0. */
 kvedge_status kvedge_layer_filled(kvedge_layer *layer, int64_t position, int64_t num_tokens);
@@ -135,22 +133,22 @@ void kvedge_layer_get_slabs(const kvedge_layer *layer, kvedge_slabs *slabs);
 
 /* Start from kvedge_attention_defaults() and change what is needed. */
 typedef struct {
-  float scale;              /* of the logits; NaN: 1 / sqrt(head_dim) */
-  int causal;               /* 1: row i of n sees tokens 0..len-n+i; 0: all tokens */
-  int64_t window;           /* the row at position p sees tokens p-window+1..p; 0: no window */
-  int64_t sink_tokens;      /* the first tokens, seen besides the window */
-  const float *sink_logits; /* [num_heads]: exp(logit) joins the denominator; NULL: none */
-  float softcap;            /* c: logits become c * tanh(logit / c); 0: none */
-  const float *alibi_slopes;/* [num_heads]: slope * (token - p) is added; NULL: none */
-  const uint8_t *mask;      /* mask[head * strides[0] + row * strides[1] + token * strides[2]] != 0: seen */
-  int64_t mask_strides[3];  /* in elements; 0 repeats */
-  const float *bias;        /* added to the logits likewise; -INFINITY hides; NULL: none */
+  float scale;               /* of the logits; NaN: 1 / sqrt(head_dim) */
+  int causal;                /* 1: row i of n sees tokens 0..len-n+i; 0: all tokens */
+  int64_t window;            /* the row at position p sees tokens p-window+1..p; 0: no window */
+  int64_t sink_tokens;       /* the first tokens, seen besides the window */
+  const float *sink_logits;  /* [num_heads]: exp(logit) joins the denominator; NULL: none */
+  float softcap;             /* c: logits become c * tanh(logit / c); 0: none */
+  const float *alibi_slopes; /* [num_heads]: slope * (token - p) is added; NULL: none */
+  const uint8_t *mask;       /* mask[head * strides[0] + row * strides[1] + token * strides[2]] != 0: seen */
+  int64_t mask_strides[3];   /* in elements; 0 repeats */
+  const float *bias;         /* added to the logits likewise; -INFINITY hides; NULL: none */
   int64_t bias_strides[3];
-  int precision_bits;       /* of queries and probabilities in integer products: 24, 16, 8 (the fewer the
+  int precision_bits; /* of queries and probabilities in integer products: 24, 16, 8 (the fewer the
                              * faster; docs/numerics.md has the errors), or 0: 16 where the contract
                              * (2e-4) allows, else 24: for queries where logits are small enough, for
                              * probabilities past the first 1,024 tokens if head_dim is 64 or more */
-  int64_t num_tokens;       /* the call reads tokens 0..num_tokens-1 of a layer, and its query rows are those of the
+  int64_t num_tokens; /* the call reads tokens 0..num_tokens-1 of a layer, and its query rows are those of the
                              * last of them; 0: all that the layer holds when the call begins. Where another thread
                              * appends, set it to the length that masks, biases and room for slices were made for.
                              * Sequences of a pool have their own len; leave it 0 there. */
@@ -164,9 +162,8 @@ void kvedge_attention_defaults(kvedge_attention_options *options);
  * softmax denominator, with which results over parts of a context merge exactly.
  * options NULL: defaults. num_threads 1: this thread only; 0: the pool's default; n: at most n.
  * num_rows 0: nothing is read or written. */
-kvedge_status kvedge_attend(const kvedge_layer *layer, const float *query, int64_t num_rows,
-                            int num_heads, const kvedge_attention_options *options, int num_threads,
-                            float *out, float *lse);
+kvedge_status kvedge_attend(const kvedge_layer *layer, const float *query, int64_t num_rows, int num_heads,
+                            const kvedge_attention_options *options, int num_threads, float *out, float *lse);
 
 /* logits[num_heads][num_tokens] of one query row against tokens 0..num_tokens-1: scale * query . key, before any
  * option. KVEDGE_ERROR_ARGUMENT if the layer holds fewer. */
@@ -190,14 +187,12 @@ int kvedge_attention_num_slices(const kvedge_layer *layer, int64_t num_rows, int
                                 const kvedge_attention_options *options);
 size_t kvedge_attention_bytes(const kvedge_layer *layer, int64_t num_rows, int num_heads,
                               const kvedge_attention_options *options, int num_slots);
-kvedge_status kvedge_attention_init(void *memory, size_t bytes, const kvedge_layer *layer,
-                                    const float *query, int64_t num_rows, int num_heads,
-                                    const kvedge_attention_options *options, int num_slots, float *out,
-                                    float *lse, kvedge_attention **attention);
+kvedge_status kvedge_attention_init(void *memory, size_t bytes, const kvedge_layer *layer, const float *query,
+                                    int64_t num_rows, int num_heads, const kvedge_attention_options *options,
+                                    int num_slots, float *out, float *lse, kvedge_attention **attention);
 /* The start of slice + 1 is asked for at the end, so let a thread run slices that follow one another.
  * `stop`, if not NULL, is looked at now and then: not 0 ends the run early, its slot worthless. */
-void kvedge_attention_run(const kvedge_attention *attention, int slice, int slot,
-                          const volatile int *stop);
+void kvedge_attention_run(const kvedge_attention *attention, int slice, int slot, const volatile int *stop);
 void kvedge_attention_collect(kvedge_attention *attention, int slice, int slot);
 
 /* ---- Paged: sequences in the blocks of a pool ------------------------------------------------ */
@@ -210,14 +205,14 @@ typedef struct {
   int64_t len;           /* tokens */
   const float *query;    /* [num_rows][num_heads][head_dim], of its last num_rows tokens */
   int64_t num_rows;
-  float *out, *lse;      /* as in kvedge_attend */
+  float *out, *lse; /* as in kvedge_attend */
 } kvedge_sequence;
 
 /* kvedge_attend for every sequence, the work of all shared out over the threads in one go. Masks and
  * biases only for one sequence alone. Nothing is written unless all arguments are good. */
-kvedge_status kvedge_attend_batch(const kvedge_layer *pool, int64_t block_size,
-                                  const kvedge_sequence *sequences, int num_sequences, int num_heads,
-                                  const kvedge_attention_options *options, int num_threads);
+kvedge_status kvedge_attend_batch(const kvedge_layer *pool, int64_t block_size, const kvedge_sequence *sequences,
+                                  int num_sequences, int num_heads, const kvedge_attention_options *options,
+                                  int num_threads);
 
 /* ---- Threads ------------------------------------------------------------------------------ */
 

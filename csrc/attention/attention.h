@@ -51,12 +51,12 @@ typedef struct {
 
 /* Prepared queries of a query tile, each array in the order (KV head, query row, ...). */
 typedef struct {
-  float *values;         /* (.., num_groups, group_pad)  for cells without encode_query */
-  int8_t *codes;         /* (.., num_groups, group_pad * KVEDGE_CODE_BYTES)  for cells with encode_query */
-  float *scales;         /* (.., num_groups)                 likewise */
-  int32_t *offsets;      /* (.., num_groups, 4)              likewise */
-  float *error;          /* (..) quantization error of a logit with two planes, per unit of key scale;  likewise */
-  float *log2_scale;     /* (..) score differences times this are powers of two */
+  float *values;     /* (.., num_groups, group_pad)  for cells without encode_query */
+  int8_t *codes;     /* (.., num_groups, group_pad * KVEDGE_CODE_BYTES)  for cells with encode_query */
+  float *scales;     /* (.., num_groups)                 likewise */
+  int32_t *offsets;  /* (.., num_groups, 4)              likewise */
+  float *error;      /* (..) quantization error of a logit with two planes, per unit of key scale;  likewise */
+  float *log2_scale; /* (..) score differences times this are powers of two */
   double *logit_factor, *logit_bias; /* (..) */
 } kvedge_queries;
 
@@ -69,42 +69,42 @@ struct kvedge_attention {
   kvedge_attention_options options;
 
   int64_t num_rows;
-  int64_t first_position;    /* of row 0, as a token */
+  int64_t first_position; /* of row 0, as a token */
   int num_heads, heads_per_kv_head;
   int rows_per_block, query_rows; /* query_rows: those of a KV head, rows_per_block * heads_per_kv_head */
   int num_row_blocks, chunks_per_block;
-  int tile;                  /* tokens, a multiple of 16 up to KVEDGE_TILE */
+  int tile; /* tokens, a multiple of 16 up to KVEDGE_TILE */
 
   /* Scores are kept divided by a factor so that nothing overflows: logit = score * logit_factor +
    * logit_bias. If an option needs true logits (real_logits), scores are turned into them at once. */
   int real_logits;
-  float factor[SIDES];    /* powers of two that all scales are multiplied by */
-  int is_refit;                   /* one row of one head, with factors of what it sees: see refit.c */
+  float factor[SIDES]; /* powers of two that all scales are multiplied by */
+  int is_refit;        /* one row of one head, with factors of what it sees: see refit.c */
 
-  const float *query;     /* (num_rows, num_heads, head_dim) */
-  float *query_copy;      /* the same, unless query_stays where it is until all slices have run and been collected */
+  const float *query; /* (num_rows, num_heads, head_dim) */
+  float *query_copy;  /* the same, unless query_stays where it is until all slices have run and been collected */
   int query_stays;
-  float *alibi_slopes;    /* (num_heads) what options.alibi_slopes points to: a copy that lives with the call */
-  char *queries;          /* (slots or row blocks, query_bytes), see kvedge_queries_of() */
+  float *alibi_slopes; /* (num_heads) what options.alibi_slopes points to: a copy that lives with the call */
+  char *queries;       /* (slots or row blocks, query_bytes), see kvedge_queries_of() */
   size_t query_bytes;
-  int planes;             /* of queries and probabilities: 1 to 3, or 0 for what each tile needs */
-  int num_groups;         /* of a query: those of the keys' scales, or 1 */
-  int group_size;         /* channels of each */
-  int group_pad;          /* the same, rounded up to KVEDGE_QUERY_PAD */
+  int planes;     /* of queries and probabilities: 1 to 3, or 0 for what each tile needs */
+  int num_groups; /* of a query: those of the keys' scales, or 1 */
+  int group_size; /* channels of each */
+  int group_pad;  /* the same, rounded up to KVEDGE_QUERY_PAD */
 
   /* Which kernels serve the call. */
   const kvedge_cell *cells[SIDES];
-  int decodes[SIDES];     /* the path has none for the format: rows are decoded, block by block, for those of float32 */
-  int heads_per_step;     /* KV heads whose tiles are worked on together */
-  int batches_heads;      /* by kernels for as many heads at once */
+  int decodes[SIDES]; /* the path has none for the format: rows are decoded, block by block, for those of float32 */
+  int heads_per_step; /* KV heads whose tiles are worked on together */
+  int batches_heads;  /* by kernels for as many heads at once */
 
   /* Partial results, one per slot and one total: maximum and sum (num_kv_heads, query_rows), accumulator
    * (num_kv_heads, query_rows, acc_stride). */
   int num_slots;
-  ptrdiff_t acc_stride;  /* channels of a value rounded up to 16 floats */
+  ptrdiff_t acc_stride; /* channels of a value rounded up to 16 floats */
   size_t partial_floats;
-  float *partials;       /* (num_slots + 1, partial_floats), the total last */
-  char *refit;           /* room for one row of one head, see refit.c */
+  float *partials; /* (num_slots + 1, partial_floats), the total last */
+  char *refit;     /* room for one row of one head, see refit.c */
 
   float *out, *lse;
 };
@@ -160,10 +160,10 @@ static inline void *kvedge_take(char *base, size_t *used, size_t bytes) {
 /* attention.c: a call is checked (query NULL: only measured), planned (shapes and counts; row 0 is the
  * query of token first_position), laid out from `base` on (which returns its bytes; base NULL: only
  * that), and set up in so many bytes: arrays, segments, queries. */
-kvedge_status kvedge_attention_check(const kvedge_cache_view *view, const float *query, int64_t num_rows,
-                                     int num_heads, const kvedge_attention_options *options);
-void kvedge_attention_plan(kvedge_attention *a, const kvedge_cache_view *view, int64_t first_position,
-                           int64_t num_rows, int num_heads, const kvedge_attention_options *options);
+kvedge_status kvedge_attention_check(const kvedge_cache_view *view, const float *query, int64_t num_rows, int num_heads,
+                                     const kvedge_attention_options *options);
+void kvedge_attention_plan(kvedge_attention *a, const kvedge_cache_view *view, int64_t first_position, int64_t num_rows,
+                           int num_heads, const kvedge_attention_options *options);
 size_t kvedge_attention_lay_out(kvedge_attention *a, char *base, int num_slots);
 kvedge_attention *kvedge_attention_set_up(const kvedge_attention *planned, void *memory, int num_slots,
                                           const float *query, float *out, float *lse);

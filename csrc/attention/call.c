@@ -15,9 +15,7 @@ typedef struct {
   float *out, *lse;
 } planned_call;
 
-static int slices_of(const planned_call *call) {
-  return call->planned.num_row_blocks * call->planned.chunks_per_block;
-}
+static int slices_of(const planned_call *call) { return call->planned.num_row_blocks * call->planned.chunks_per_block; }
 
 /* As kvedge_tuning.parallel_work has it, about. */
 static int64_t work_of(const planned_call *call) {
@@ -37,8 +35,8 @@ typedef struct {
 } share;
 
 typedef struct {
-  share *shares;   /* (calls) */
-  int32_t *owner;  /* (tasks) whose share a task is in */
+  share *shares;  /* (calls) */
+  int32_t *owner; /* (tasks) whose share a task is in */
   int num_tasks;
 } batch;
 
@@ -81,14 +79,15 @@ static kvedge_status run_on_threads(planned_call *calls, int num_calls, int num_
     planned_call *call = &calls[i];
     int slices = slices_of(call);
     size_t used = kvedge_attention_lay_out(&call->planned, NULL, slices + 1);
-    b->shares[i] = (share){.first_task = task, .num_tasks = slices,
-                           .attention = kvedge_attention_set_up(&call->planned, memory, slices + 1,
-                                                                call->query, call->out, call->lse)};
+    b->shares[i] = (share){
+        .first_task = task,
+        .num_tasks = slices,
+        .attention = kvedge_attention_set_up(&call->planned, memory, slices + 1, call->query, call->out, call->lse)};
     memory += used;
     for (int j = 0; j < slices; j++) b->owner[task++] = i;
   }
-  kvedge_job_run(job, (kvedge_work){.context = b, .num_tasks = num_tasks, .run = run_task,
-                                    .collect = collect_task}, num_threads);
+  kvedge_job_run(job, (kvedge_work){.context = b, .num_tasks = num_tasks, .run = run_task, .collect = collect_task},
+                 num_threads);
   /* A helper that was left behind reads cache rows, which wait for it, and the job's own memory; but masks and biases
    * are the caller's, too large to copy, and may be gone after this. */
   const kvedge_attention_options *o = &calls[0].planned.options;
@@ -137,8 +136,8 @@ static kvedge_status run_planned(planned_call *calls, int num_calls, int num_thr
 /* ---- Calls ----------------------------------------------------------------------------------- */
 
 /* Plans rows row..row+count-1 of num_rows; masks and biases start at that row. */
-static void plan_rows(planned_call *call, const kvedge_cache_view *view, const kvedge_sequence *rows,
-                      int64_t row, int64_t count, int num_heads, const kvedge_attention_options *options) {
+static void plan_rows(planned_call *call, const kvedge_cache_view *view, const kvedge_sequence *rows, int64_t row,
+                      int64_t count, int num_heads, const kvedge_attention_options *options) {
   kvedge_attention_options own;
   if (options) own = *options;
   else kvedge_attention_defaults(&own);
@@ -150,9 +149,8 @@ static void plan_rows(planned_call *call, const kvedge_cache_view *view, const k
   call->lse = rows->lse ? rows->lse + row * num_heads : NULL;
 }
 
-kvedge_status kvedge_attend(const kvedge_layer *layer, const float *query, int64_t num_rows,
-                            int num_heads, const kvedge_attention_options *options, int num_threads,
-                            float *out, float *lse) {
+kvedge_status kvedge_attend(const kvedge_layer *layer, const float *query, int64_t num_rows, int num_heads,
+                            const kvedge_attention_options *options, int num_threads, float *out, float *lse) {
   if (!layer || !query || !out || num_threads < 0) return KVEDGE_ERROR_ARGUMENT;
   kvedge_segment segment;
   kvedge_cache_view view = kvedge_layer_view(layer, options ? options->num_tokens : 0, &segment);
@@ -183,8 +181,10 @@ static int segments_of(const kvedge_layer *pool, int64_t block_size, const kvedg
     }
     const int64_t token = block * block_size;
     segments[n++] = (kvedge_segment){
-        .rows = {kvedge_codes_at(&pool->keys, token), kvedge_codes_at(&pool->values, token)},
-        .scales = {kvedge_scales_at(&pool->keys, token), kvedge_scales_at(&pool->values, token)}, .num_tokens = tokens};
+        .rows = {kvedge_codes_at(&pool->keys,  token), kvedge_codes_at(&pool->values,  token)},
+        .scales = {kvedge_scales_at(&pool->keys, token), kvedge_scales_at(&pool->values, token)},
+        .num_tokens = tokens
+    };
   }
   return n;
 }
@@ -213,10 +213,9 @@ static kvedge_status check_batch(const kvedge_layer *pool, int64_t block_size, c
   return *num_calls > INT32_MAX / 2 ? KVEDGE_ERROR_ARGUMENT : KVEDGE_OK;
 }
 
-static kvedge_status attend_sequences(const kvedge_layer *pool, int64_t block_size,
-                                      const kvedge_sequence *sequences, int num_sequences, int num_heads,
-                                      const kvedge_attention_options *options, int num_threads,
-                                      kvedge_segment *segments, planned_call *calls) {
+static kvedge_status attend_sequences(const kvedge_layer *pool, int64_t block_size, const kvedge_sequence *sequences,
+                                      int num_sequences, int num_heads, const kvedge_attention_options *options,
+                                      int num_threads, kvedge_segment *segments, planned_call *calls) {
   int num_calls = 0;
   for (int i = 0; i < num_sequences; i++) {
     const kvedge_sequence *s = &sequences[i];
@@ -234,21 +233,20 @@ static kvedge_status attend_sequences(const kvedge_layer *pool, int64_t block_si
   return run_planned(calls, num_calls, num_threads);
 }
 
-kvedge_status kvedge_attend_batch(const kvedge_layer *pool, int64_t block_size,
-                                  const kvedge_sequence *sequences, int num_sequences, int num_heads,
-                                  const kvedge_attention_options *options, int num_threads) {
+kvedge_status kvedge_attend_batch(const kvedge_layer *pool, int64_t block_size, const kvedge_sequence *sequences,
+                                  int num_sequences, int num_heads, const kvedge_attention_options *options,
+                                  int num_threads) {
   int64_t num_segments, num_calls;
   if (num_threads < 0) return KVEDGE_ERROR_ARGUMENT;
-  kvedge_status status = check_batch(pool, block_size, sequences, num_sequences, num_heads, options,
-                                     &num_segments, &num_calls);
+  kvedge_status status =
+      check_batch(pool, block_size, sequences, num_sequences, num_heads, options, &num_segments, &num_calls);
   if (status != KVEDGE_OK || num_calls == 0) return status;
   kvedge_segment *segments = malloc((size_t)num_segments * sizeof *segments);
   planned_call *calls = malloc((size_t)num_calls * sizeof *calls);
   if (segments && calls)
-    status = attend_sequences(pool, block_size, sequences, num_sequences, num_heads, options, num_threads,
-                              segments, calls);
-  else
-    status = KVEDGE_ERROR_MEMORY;
+    status =
+        attend_sequences(pool, block_size, sequences, num_sequences, num_heads, options, num_threads, segments, calls);
+  else status = KVEDGE_ERROR_MEMORY;
   free(segments);
   free(calls);
   return status;

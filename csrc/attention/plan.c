@@ -24,22 +24,34 @@ void kvedge_attention_defaults(kvedge_attention_options *options) {
 }
 
 static kvedge_view_side view_side(const kvedge_side *side, float bound) {
-  const ptrdiff_t heads = side->num_kv_heads, row = (ptrdiff_t)side->row_bytes, scales = (ptrdiff_t)side->scale_row_bytes;
-  return (kvedge_view_side){.format = side->format, .shape = side->shape, .token_stride = row * heads,
-                            .head_stride = row, .scale_token_stride = scales * heads, .scale_head_stride = scales,
+  const ptrdiff_t heads = side->num_kv_heads, row = (ptrdiff_t)side->row_bytes,
+                  scales = (ptrdiff_t)side->scale_row_bytes;
+  return (kvedge_view_side){.format = side->format,
+                            .shape = side->shape,
+                            .token_stride = row * heads,
+                            .head_stride = row,
+                            .scale_token_stride = scales * heads,
+                            .scale_head_stride = scales,
                             .bound = bound};
 }
 
 kvedge_cache_view kvedge_layer_view(const kvedge_layer *layer, int64_t num_tokens, kvedge_segment *segment) {
   int64_t len = kvedge_layer_len(layer);
   if (num_tokens) len = num_tokens > 0 && num_tokens <= len ? num_tokens : 0; /* 0: refused by the check */
-  *segment = (kvedge_segment){.rows = {layer->keys.codes, layer->values.codes},
-                              .scales = {layer->keys.scales, layer->values.scales}, .num_tokens = len};
+  *segment = (kvedge_segment){
+      .rows = {layer->keys.codes,  layer->values.codes },
+      .scales = {layer->keys.scales, layer->values.scales},
+      .num_tokens = len
+  };
   return (kvedge_cache_view){
       .side = {view_side(&layer->keys, atomic_load_explicit(&layer->key_bound, memory_order_relaxed)),
                view_side(&layer->values, atomic_load_explicit(&layer->value_bound, memory_order_relaxed))},
-      .num_kv_heads = layer->config.num_kv_heads, .key_offset = layer->keys.offset,
-      .len = len, .num_segments = 1, .segments = segment};
+      .num_kv_heads = layer->config.num_kv_heads,
+      .key_offset = layer->keys.offset,
+      .len = len,
+      .num_segments = 1,
+      .segments = segment
+  };
 }
 
 /* The kernels of a call: those of the path for its formats, or float32's after decoding. */
@@ -88,8 +100,8 @@ static int plan_chunks(const kvedge_attention *a) {
   return wanted < 1 ? 1 : (int)wanted;
 }
 
-void kvedge_attention_plan(kvedge_attention *a, const kvedge_cache_view *view, int64_t first_position,
-                           int64_t num_rows, int num_heads, const kvedge_attention_options *options) {
+void kvedge_attention_plan(kvedge_attention *a, const kvedge_cache_view *view, int64_t first_position, int64_t num_rows,
+                           int num_heads, const kvedge_attention_options *options) {
   const int dim = view->side[KEYS].shape.dim;
   memset(a, 0, sizeof *a);
   a->view = *view;
@@ -170,14 +182,13 @@ kvedge_attention *kvedge_attention_set_up(const kvedge_attention *planned, void 
   return a;
 }
 
-kvedge_status kvedge_attention_check(const kvedge_cache_view *view, const float *query, int64_t num_rows,
-                                     int num_heads, const kvedge_attention_options *o) {
+kvedge_status kvedge_attention_check(const kvedge_cache_view *view, const float *query, int64_t num_rows, int num_heads,
+                                     const kvedge_attention_options *o) {
   if (num_rows < 0 || num_heads < 1 || num_heads % view->num_kv_heads) return KVEDGE_ERROR_ARGUMENT;
   if (view->len < 1 || ((!o || o->causal) && num_rows > view->len)) return KVEDGE_ERROR_ARGUMENT;
   if (o) {
     if (isinf(o->scale) || !(o->softcap >= 0.0f) || isinf(o->softcap)) return KVEDGE_ERROR_ARGUMENT;
-    if (o->precision_bits % 8 || o->precision_bits < 0 || o->precision_bits > 24)
-      return KVEDGE_ERROR_ARGUMENT;
+    if (o->precision_bits % 8 || o->precision_bits < 0 || o->precision_bits > 24) return KVEDGE_ERROR_ARGUMENT;
     if (o->window < 0 || o->sink_tokens < 0 || (o->window && !o->causal)) return KVEDGE_ERROR_ARGUMENT;
   }
   size_t n = (size_t)num_rows * (size_t)num_heads * (size_t)view->side[KEYS].shape.dim;
@@ -188,9 +199,8 @@ kvedge_status kvedge_attention_check(const kvedge_cache_view *view, const float 
 /* ---- Slices, for a runtime with threads of its own -------------------------------------------- */
 
 /* Plans a call on a whole layer; `segment` must live as long as the plan. */
-static kvedge_status plan_layer(kvedge_attention *a, const kvedge_layer *layer, const float *query,
-                                int64_t num_rows, int num_heads, const kvedge_attention_options *options,
-                                kvedge_segment *segment) {
+static kvedge_status plan_layer(kvedge_attention *a, const kvedge_layer *layer, const float *query, int64_t num_rows,
+                                int num_heads, const kvedge_attention_options *options, kvedge_segment *segment) {
   if (!layer || num_rows < 1) return KVEDGE_ERROR_ARGUMENT;
   kvedge_cache_view view = kvedge_layer_view(layer, options ? options->num_tokens : 0, segment);
   kvedge_status status = kvedge_attention_check(&view, query, num_rows, num_heads, options);
@@ -210,17 +220,14 @@ size_t kvedge_attention_bytes(const kvedge_layer *layer, int64_t num_rows, int n
                               const kvedge_attention_options *options, int num_slots) {
   kvedge_attention a;
   kvedge_segment segment;
-  if (num_slots < 1 || plan_layer(&a, layer, NULL, num_rows, num_heads, options, &segment) != KVEDGE_OK)
-    return 0;
+  if (num_slots < 1 || plan_layer(&a, layer, NULL, num_rows, num_heads, options, &segment) != KVEDGE_OK) return 0;
   return kvedge_attention_lay_out(&a, NULL, num_slots);
 }
 
-kvedge_status kvedge_attention_init(void *memory, size_t bytes, const kvedge_layer *layer,
-                                    const float *query, int64_t num_rows, int num_heads,
-                                    const kvedge_attention_options *options, int num_slots, float *out,
-                                    float *lse, kvedge_attention **attention) {
-  if (!memory || (uintptr_t)memory % 64 || !query || !out || !attention || num_slots < 1)
-    return KVEDGE_ERROR_ARGUMENT;
+kvedge_status kvedge_attention_init(void *memory, size_t bytes, const kvedge_layer *layer, const float *query,
+                                    int64_t num_rows, int num_heads, const kvedge_attention_options *options,
+                                    int num_slots, float *out, float *lse, kvedge_attention **attention) {
+  if (!memory || (uintptr_t)memory % 64 || !query || !out || !attention || num_slots < 1) return KVEDGE_ERROR_ARGUMENT;
   kvedge_attention planned;
   kvedge_segment segment;
   kvedge_status status = plan_layer(&planned, layer, query, num_rows, num_heads, options, &segment);

@@ -57,7 +57,8 @@ void kvedge_fit_factors(kvedge_attention *a) {
   for (int s = 0; s < SIDES; s++) a->factor[s] = kvedge_normalizing_factor(a->view.side[s].bound);
   if (a->factor[KEYS] == 1.0f && a->factor[VALUES] == 1.0f) return;
   kvedge_visible seen = {.stop = kvedge_visible_tokens(a, a->num_row_blocks - 1).stop};
-  if (a->options.window && a->options.window <= a->first_position) seen.first = a->first_position - a->options.window + 1;
+  if (a->options.window && a->options.window <= a->first_position)
+    seen.first = a->first_position - a->options.window + 1;
   seen.sinks = a->options.sink_tokens < seen.first ? a->options.sink_tokens : seen.first;
   for (int s = 0; s < SIDES; s++)
     if (a->factor[s] != 1.0f) a->factor[s] = kvedge_normalizing_factor(a->view.side[s].bound = largest_in(a, seen, s));

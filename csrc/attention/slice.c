@@ -113,7 +113,8 @@ static kvedge_partial empty_partial(const kvedge_attention *a, int slot) {
   return partial;
 }
 
-void kvedge_slice_run(const kvedge_attention *a, int slice, kvedge_slice following, int slot, const volatile int *stop) {
+void kvedge_slice_run(const kvedge_attention *a, int slice, kvedge_slice following, int slot,
+                      const volatile int *stop) {
   const kvedge_cache_view *view = &a->view;
   const int64_t block = slice / a->chunks_per_block;
   kvedge_partial partial = empty_partial(a, slot);

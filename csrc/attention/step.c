@@ -28,8 +28,8 @@ static const float *tile_scales(const kvedge_attention *a, const token_tile *til
     int tokens = tile->num_tokens - first;
     blocks = tile->in_order ? tile->num_blocks : 1;
     if (tokens > blocks * KVEDGE_BLOCK) tokens = blocks * KVEDGE_BLOCK;
-    a->kernels->transpose_scales(tile->scales[s][b] + at, side->shape.scale_type, side->scale_token_stride, tokens, count,
-                                 a->factor[s], columns->scale[0] + first, SCALES);
+    a->kernels->transpose_scales(tile->scales[s][b] + at, side->shape.scale_type, side->scale_token_stride, tokens,
+                                 count, a->factor[s], columns->scale[0] + first, SCALES);
   }
   for (int t = tile->num_tokens; t % KVEDGE_BLOCK; t++)
     for (int c = 0; c < count; c++) columns->scale[c][t] = 0.0f;
@@ -64,9 +64,12 @@ static kvedge_tile rows_of_group(const kvedge_attention *a, const head_tile *h, 
   const kvedge_view_side *side = &a->view.side[s];
   const int start = group * side->shape.group_size, left = side->shape.dim - start;
   const ptrdiff_t start_bytes = (ptrdiff_t)start * side->format->bits / 8;
-  kvedge_tile rows = {.blocks = h->tile->rows[s], .offset = h->kv_head * side->head_stride + start_bytes,
-                      .token_stride = side->token_stride, .num_tokens = h->tile->num_tokens,
-                      .dim = left < side->shape.group_size ? left : side->shape.group_size, .factor = a->factor[s]};
+  kvedge_tile rows = {.blocks = h->tile->rows[s],
+                      .offset = h->kv_head * side->head_stride + start_bytes,
+                      .token_stride = side->token_stride,
+                      .num_tokens = h->tile->num_tokens,
+                      .dim = left < side->shape.group_size ? left : side->shape.group_size,
+                      .factor = a->factor[s]};
   if (h->prefetches) rows.next = (kvedge_prefetch){h->next[s], KVEDGE_BLOCK * start_bytes, h->next_in_order};
   if (side->shape.num_groups) {
     rows.scales = tile_scales(a, h->tile, s, h->kv_head, group, &w->scales[s]);
@@ -92,8 +95,11 @@ static kvedge_tile decode_block(const kvedge_attention *a, const head_tile *h, i
   for (ptrdiff_t at = 0; h->prefetches && at < KVEDGE_BLOCK * side->head_stride; at += 64)
     __builtin_prefetch(h->next[s][b] + at, 0, 2);
   room->start = (const char *)room->values;
-  return (kvedge_tile){.blocks = &room->start, .token_stride = dim * (ptrdiff_t)sizeof(float), .num_tokens = num_tokens,
-                       .dim = dim, .factor = a->factor[s]};
+  return (kvedge_tile){.blocks = &room->start,
+                       .token_stride = dim * (ptrdiff_t)sizeof(float),
+                       .num_tokens = num_tokens,
+                       .dim = dim,
+                       .factor = a->factor[s]};
 }
 
 /* ---- Scores ---------------------------------------------------------------------------------- */
@@ -162,7 +168,9 @@ static kvedge_query query_of_group(const kvedge_attention *a, const head_tile *h
   const int start = group * a->group_size, left = a->view.side[KEYS].shape.dim - start;
   const size_t pad = (size_t)a->group_pad;
   const size_t at = (kvedge_index_of(a, h) + (size_t)i) * (size_t)a->num_groups + (size_t)group;
-  kvedge_query q = {.num_queries = count, .stride = (ptrdiff_t)pad * a->num_groups, .scale_stride = a->num_groups,
+  kvedge_query q = {.num_queries = count,
+                    .stride = (ptrdiff_t)pad * a->num_groups,
+                    .scale_stride = a->num_groups,
                     .dim = left < a->group_size ? left : a->group_size};
   if (queries->codes) {
     q.codes = queries->codes + at * pad * KVEDGE_CODE_BYTES;
@@ -242,10 +250,11 @@ static void weighted_sum(const kvedge_attention *a, const head_tile *h, workspac
                                           1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
   const kvedge_row_shape *shape = &a->view.side[VALUES].shape;
   const int takes_factor = (shape->num_groups == 0 || a->decodes[VALUES]) && a->factor[VALUES] > 1.0f;
-  kvedge_probabilities p = {.num_queries = h->count, .planes = probability_planes(a, h->tile),
-                            .p = w->scores + h->at * KVEDGE_TILE};
+  kvedge_probabilities p = {
+      .num_queries = h->count, .planes = probability_planes(a, h->tile), .p = w->scores + h->at * KVEDGE_TILE};
   kvedge_accumulators to = {.acc = partial->acc + kvedge_index_of(a, h) * (size_t)a->acc_stride,
-                            .stride = a->acc_stride, .rescale = w->rescale + h->at};
+                            .stride = a->acc_stride,
+                            .rescale = w->rescale + h->at};
   if (takes_factor) take_factor(a, h, w);
   if (a->decodes[VALUES]) {
     decoded_block room;
@@ -286,10 +295,11 @@ static int scores_of_batch(const kvedge_attention *a, const head_tile *heads, wo
 static void weighted_sum_of_batch(const kvedge_attention *a, const head_tile *heads, workspace *w,
                                   kvedge_partial *partial) {
   const kvedge_tile values = rows_of_group(a, &heads[0], VALUES, 0, w);
-  const kvedge_probabilities p = {.num_queries = KVEDGE_HEADS, .planes = probability_planes(a, heads[0].tile),
-                                  .p = w->scores};
+  const kvedge_probabilities p = {
+      .num_queries = KVEDGE_HEADS, .planes = probability_planes(a, heads[0].tile), .p = w->scores};
   const kvedge_accumulators to = {.acc = partial->acc + kvedge_index_of(a, &heads[0]) * (size_t)a->acc_stride,
-                                  .stride = values.dim, .rescale = w->rescale};
+                                  .stride = values.dim,
+                                  .rescale = w->rescale};
   a->cells[VALUES]->weighted_sum_of_heads(&p, &values, &to);
 }
 

@@ -10,7 +10,7 @@ typedef struct {
   int64_t token;
   int num_tokens; /* 0: there is none */
   int num_blocks;
-  int in_order;   /* the blocks lie side by side */
+  int in_order;                                  /* the blocks lie side by side */
   const char *rows[SIDES][KVEDGE_TILE_BLOCKS];   /* of KV head 0 of the view; the others' lie at an offset */
   const char *scales[SIDES][KVEDGE_TILE_BLOCKS]; /* likewise */
 } token_tile;
@@ -21,12 +21,12 @@ enum { SCALES = KVEDGE_TILE + KVEDGE_BLOCK };
 /* Scales of some columns of a tile, column by column. A column is one group of one head; in the cache a token's
  * scales lie side by side, so several columns at once cost little more than one. */
 typedef struct {
-  int first; /* column; -KVEDGE_SCALE_COLUMNS: none */
+  int first;                                              /* column; -KVEDGE_SCALE_COLUMNS: none */
   _Alignas(64) float scale[KVEDGE_SCALE_COLUMNS][SCALES]; /* 0 after the last token of a block */
 } scale_columns;
 
 typedef struct {
-  kvedge_queries queries; /* of the row block */
+  kvedge_queries queries;                                /* of the row block */
   _Alignas(64) float scores[KVEDGE_STACK * KVEDGE_TILE]; /* (query rows, tile): scores, then probabilities */
   _Alignas(64) float rescale[KVEDGE_STACK];
   scale_columns scales[SIDES]; /* of the tile */
@@ -37,9 +37,9 @@ typedef struct {
   const token_tile *tile;
   int64_t block; /* row block */
   int kv_head, first, count;
-  int at;        /* of their rows in the workspace */
+  int at; /* of their rows in the workspace */
   const kvedge_queries *queries;
-  int masking;   /* as kvedge_needs_masking() */
+  int masking;                                 /* as kvedge_needs_masking() */
   const char *next[SIDES][KVEDGE_TILE_BLOCKS]; /* blocks of the next tile to prefetch */
   int prefetches, next_in_order;               /* 0: nothing is prefetched */
 } head_tile;

@@ -13,10 +13,10 @@ static float bound_of(const kvedge_row_shape *shape, float largest) {
 }
 
 const kvedge_format_info kvedge_format_bfloat16 = {.id = KVEDGE_BFLOAT16,
-                                                  .name = "bfloat16",
-                                                  .bits = 16,
-                                                  .tokens_per_group = 1,
-                                                  .bound_of = bound_of,
-                                                  .encode = encode,
-                                                  .decode = decode,
-                                                  .bound = bound};
+                                                   .name = "bfloat16",
+                                                   .bits = 16,
+                                                   .tokens_per_group = 1,
+                                                   .bound_of = bound_of,
+                                                   .encode = encode,
+                                                   .decode = decode,
+                                                   .bound = bound};

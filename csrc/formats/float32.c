@@ -12,7 +12,8 @@ static float bound_of(const kvedge_row_shape *shape, float largest) {
 
 static void encode(const kvedge_row_shape *shape, const float *x, int64_t num_rows, void *codes, void *scales) {
   (void)scales;
-  memmove(codes, x, (size_t)(num_rows * shape->dim) * sizeof *x); /* a layer's own rows may be where they are going to */
+  memmove(codes, x,
+          (size_t)(num_rows * shape->dim) * sizeof *x); /* a layer's own rows may be where they are going to */
 }
 
 static void decode(const kvedge_row_shape *shape, const void *codes, const void *scales, int64_t num_rows, float *x) {
@@ -26,7 +27,7 @@ static float bound(const kvedge_row_shape *shape, const void *codes, const void 
 }
 
 const kvedge_format_info kvedge_format_float32 = {.id = KVEDGE_FLOAT32,
-                                               .name = "float32",
+                                                  .name = "float32",
                                                   .bits = 32,
                                                   .tokens_per_group = 1,
                                                   .bound_of = bound_of,

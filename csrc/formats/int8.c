@@ -55,7 +55,8 @@ static void encode_row(const kvedge_row_shape *shape, const float *x, void *code
 static void encode(const kvedge_row_shape *shape, const float *x, int64_t num_rows, void *codes, void *scales) {
   const size_t scale_bytes = kvedge_scale_row_bytes(shape);
   for (int64_t row = 0; row < num_rows; row++)
-    encode_row(shape, x + row * shape->dim, (int8_t *)codes + row * shape->dim, (char *)scales + (size_t)row * scale_bytes);
+    encode_row(shape, x + row * shape->dim, (int8_t *)codes + row * shape->dim,
+               (char *)scales + (size_t)row * scale_bytes);
 }
 
 static void decode_row(const kvedge_row_shape *shape, const void *codes, const void *scales, float *x) {

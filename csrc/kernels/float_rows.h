@@ -115,7 +115,7 @@ KVEDGE_INLINE void score_8_rows_of(const kvedge_query *q, const char *rows, ptrd
                                    int accumulate) {
   const int n = q->num_queries;
   int i = 0;
-#define SCORE(count) \
+#define SCORE(count)                                                                                                   \
   score_8_rows(q, i, count, rows, stride, num_tokens, format, dim, next, scores, accumulate), next.first = 0
   for (; i + 4 <= n; i += 4) SCORE(4);
   if (i + 2 <= n) SCORE(2), i += 2;
@@ -180,8 +180,7 @@ KVEDGE_INLINE void weigh_channels(const float_rows *v, const kvedge_format forma
   for (int left = v->num_tokens; left > 0; left -= run++->num_tokens) {
     const int tokens = run->num_tokens;
     const char *row = run->rows + at * size;
-    const kvedge_next_block next =
-        asking ? kvedge_further(run->next, at * size * tokens) : (kvedge_next_block){0, 0};
+    const kvedge_next_block next = asking ? kvedge_further(run->next, at * size * tokens) : (kvedge_next_block){0, 0};
 #pragma GCC unroll 4
     for (int t = 0; t < tokens; t++, row += v->stride, p++) {
       if (next.first && (bytes >= LINE || t % (LINE / bytes) == 0))
@@ -204,10 +203,8 @@ KVEDGE_INLINE void weigh_channels(const float_rows *v, const kvedge_format forma
 #pragma GCC unroll 8
     for (int k = 0; k < vectors; k++) {
       float *to = acc + k * FLOATS;
-      if (k < vectors - 1 || n >= FLOATS)
-        store_floats(to, multiply_add(load_floats(to), kept, sum[i * vectors + k]));
-      else
-        store_first_floats(to, n, multiply_add(load_first_floats(to, n), kept, sum[i * vectors + k]));
+      if (k < vectors - 1 || n >= FLOATS) store_floats(to, multiply_add(load_floats(to), kept, sum[i * vectors + k]));
+      else store_first_floats(to, n, multiply_add(load_first_floats(to, n), kept, sum[i * vectors + k]));
     }
   }
 }
@@ -232,12 +229,12 @@ static __attribute__((noinline)) void KVEDGE_NAME(weigh_converted)(const float *
   const kvedge_run run = {.rows = (const char *)rows, .num_tokens = num_tokens};
   const float_rows v = {&run, 2 * FLOATS * sizeof(float), num_tokens};
   int i = 0;
-#define WEIGH_VECTORS(vectors, last, count)                                                                     \
-  weigh_channels(&v, KVEDGE_FLOAT32, 0, vectors, last, count, 0, p->p + i * KVEDGE_TILE, to->rescale + i, \
+#define WEIGH_VECTORS(vectors, last, count)                                                                            \
+  weigh_channels(&v, KVEDGE_FLOAT32, 0, vectors, last, count, 0, p->p + i * KVEDGE_TILE, to->rescale + i,              \
                  to->acc + i * to->stride + d, to->stride)
-#define WEIGH(count)                                              \
-  if (n == 2 * FLOATS) WEIGH_VECTORS(2, FLOATS, count);           \
-  else if (n > FLOATS) WEIGH_VECTORS(2, n - FLOATS, count);       \
+#define WEIGH(count)                                                                                                   \
+  if (n == 2 * FLOATS) WEIGH_VECTORS(2, FLOATS, count);                                                                \
+  else if (n > FLOATS) WEIGH_VECTORS(2, n - FLOATS, count);                                                            \
   else WEIGH_VECTORS(1, n, count)
   BY_FOURS(p->num_queries, WEIGH)
 #undef WEIGH
@@ -255,10 +252,10 @@ KVEDGE_INLINE void weigh_rows_of_floats(const kvedge_probabilities *p, const kve
   if (!is_converted_first(values, format, dim, p->num_queries)) {
     const float_rows v = {runs, values->token_stride, num_tokens};
     int i = 0;
-#define WEIGH(count)                                                                                            \
-  for (int d = 0; d < dim;)                                                                                     \
-    d += weigh_pass(&v, format, d, dim - d, count, i == 0, p->p + i * KVEDGE_TILE, to->rescale + i, \
-                    to->acc + i * to->stride + d, to->stride)
+#define WEIGH(count)                                                                                                   \
+  for (int d = 0; d < dim;)                                                                                            \
+  d += weigh_pass(&v, format, d, dim - d, count, i == 0, p->p + i * KVEDGE_TILE, to->rescale + i,                      \
+                  to->acc + i * to->stride + d, to->stride)
     BY_FOURS(p->num_queries, WEIGH)
 #undef WEIGH
     return;
@@ -284,14 +281,14 @@ KVEDGE_INLINE void weigh_rows_of_floats(const kvedge_probabilities *p, const kve
   }
 }
 
-#define KVEDGE_FLOAT_CELL_FUNCTIONS(name, format)                                                              \
-  static void KVEDGE_NAME(scores_##name)(const kvedge_query *q, const kvedge_tile *keys, float *scores,        \
-                                         int accumulate) {                                                     \
-    score_floats(q, keys, scores, accumulate, format);                                                         \
-  }                                                                                                            \
-  static void KVEDGE_NAME(weighted_sum_##name)(const kvedge_probabilities *p, const kvedge_tile *values,       \
-                                               const kvedge_accumulators *to) {                                \
-    weigh_rows_of_floats(p, values, to, format);                                                               \
+#define KVEDGE_FLOAT_CELL_FUNCTIONS(name, format)                                                                      \
+  static void KVEDGE_NAME(scores_##name)(const kvedge_query *q, const kvedge_tile *keys, float *scores,                \
+                                         int accumulate) {                                                             \
+    score_floats(q, keys, scores, accumulate, format);                                                                 \
+  }                                                                                                                    \
+  static void KVEDGE_NAME(weighted_sum_##name)(const kvedge_probabilities *p, const kvedge_tile *values,               \
+                                               const kvedge_accumulators *to) {                                        \
+    weigh_rows_of_floats(p, values, to, format);                                                                       \
   }
 KVEDGE_FLOAT_CELL_FUNCTIONS(float32, KVEDGE_FLOAT32)
 KVEDGE_FLOAT_CELL_FUNCTIONS(float16, KVEDGE_FLOAT16)

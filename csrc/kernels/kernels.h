@@ -99,7 +99,7 @@ typedef struct {
 
 /* Accumulators of the values. */
 typedef struct {
-  float *acc;           /* (num_queries, stride) */
+  float *acc; /* (num_queries, stride) */
   ptrdiff_t stride;
   const float *rescale; /* (num_queries): what they are multiplied by first */
 } kvedge_accumulators;
@@ -177,8 +177,8 @@ typedef struct kvedge_kernels {
    * to the end of the last block p = 0.
    * m starts at -FLT_MAX, which does not stay where there is a score; factor > 0. Results below 2^-125 are 0: no
    * denormal is made. */
-  void (*softmax)(float *scores, int num_queries, int num_tokens, const float *factor, float *max,
-                  float *sum, float *rescale);
+  void (*softmax)(float *scores, int num_queries, int num_tokens, const float *factor, float *max, float *sum,
+                  float *rescale);
 
   kvedge_logit_kernels logits;
 

@@ -61,8 +61,8 @@ static inline void add_bias_portable(float *restrict logits, int n, const float 
   }
 }
 
-static inline void hide_portable(float *restrict numbers, int n, const uint8_t *restrict mask, const float *restrict bias,
-                          float instead) {
+static inline void hide_portable(float *restrict numbers, int n, const uint8_t *restrict mask,
+                                 const float *restrict bias, float instead) {
   if (mask)
     for (int t = 0; t < n; t++) numbers[t] = mask[t] ? numbers[t] : instead;
   if (bias)

@@ -15,7 +15,7 @@
 
 enum {
   LANES = 16,
-  CODE_ROW = 4 * KVEDGE_TILE, /* bytes of a tile's encoded weights, for paths that encode them */
+  CODE_ROW = 4 * KVEDGE_TILE,  /* bytes of a tile's encoded weights, for paths that encode them */
   CHANNELS_OF_TWO_BYTES = 512, /* whose products with two bytes of a query add up in 32 bits: x 127 x 32767 */
 };
 
@@ -42,8 +42,8 @@ static inline float lanes_sum(float lane[LANES]) {
   return lane[0];
 }
 
-static inline void softmax_portable(float *scores, int num_queries, int num_tokens, const float *factor,
-                             float *max, float *sum, float *alpha) {
+static inline void softmax_portable(float *scores, int num_queries, int num_tokens, const float *factor, float *max,
+                                    float *sum, float *alpha) {
   for (int i = 0; i < num_queries; i++, scores += KVEDGE_TILE) {
     int padded = (num_tokens + LANES - 1) / LANES * LANES;
     for (int t = num_tokens; t < padded; t++) scores[t] = -INFINITY;
@@ -140,21 +140,22 @@ KVEDGE_INLINE void weigh_float_rows(const kvedge_probabilities *p, const kvedge_
   }
 }
 
-#define KVEDGE_FLOAT_KERNELS(format, size)                                                                    \
-  static inline void scores_##format##_portable(const kvedge_query *q, const kvedge_tile *keys, float *scores, \
-                                                int accumulate) {                                             \
-    score_float_rows(q, keys, scores, accumulate, row_of_##format, size);                                     \
-  }                                                                                                           \
-  static inline void weighted_sum_##format##_portable(const kvedge_probabilities *p, const kvedge_tile *values, \
-                                                      const kvedge_accumulators *to) {                        \
-    weigh_float_rows(p, values, to, row_of_##format, size);                                                   \
+#define KVEDGE_FLOAT_KERNELS(format, size)                                                                             \
+  static inline void scores_##format##_portable(const kvedge_query *q, const kvedge_tile *keys, float *scores,         \
+                                                int accumulate) {                                                      \
+    score_float_rows(q, keys, scores, accumulate, row_of_##format, size);                                              \
+  }                                                                                                                    \
+  static inline void weighted_sum_##format##_portable(const kvedge_probabilities *p, const kvedge_tile *values,        \
+                                                      const kvedge_accumulators *to) {                                 \
+    weigh_float_rows(p, values, to, row_of_##format, size);                                                            \
   }
 KVEDGE_FLOAT_KERNELS(float32, 4)
 KVEDGE_FLOAT_KERNELS(float16, 2)
 KVEDGE_FLOAT_KERNELS(bfloat16, 2)
 #undef KVEDGE_FLOAT_KERNELS
 
-#define KVEDGE_PORTABLE_CELL(format) {.scores = scores_##format##_portable, .weighted_sum = weighted_sum_##format##_portable}
+#define KVEDGE_PORTABLE_CELL(format)                                                                                   \
+  {.scores = scores_##format##_portable, .weighted_sum = weighted_sum_##format##_portable}
 
 static inline void dequantize_portable(const int8_t *codes, size_t n, float scale, float *out) {
   for (size_t i = 0; i < n; i++) out[i] = (float)codes[i] * scale;

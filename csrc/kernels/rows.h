@@ -25,6 +25,5 @@ static inline void transpose_scales_portable(const void *scales, kvedge_scale_ty
                                              int num_tokens, int num_columns, float factor, float *out,
                                              ptrdiff_t out_stride) {
   for (int t = 0; t < num_tokens; t++, scales = (const char *)scales + token_stride)
-    for (int c = 0; c < num_columns; c++)
-      out[c * out_stride + t] = kvedge_load_scale(scales, type, c) * factor;
+    for (int c = 0; c < num_columns; c++) out[c * out_stride + t] = kvedge_load_scale(scales, type, c) * factor;
 }

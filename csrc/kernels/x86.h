@@ -66,7 +66,7 @@ KVEDGE_INLINE void kvedge_prefetch_line(kvedge_next_block next, ptrdiff_t by) {
 /* ---- Runs: blocks of a tile that lie side by side, and whose prefetch does ---- */
 
 typedef struct {
-  const char *rows;       /* (num_tokens), token_stride apart */
+  const char *rows; /* (num_tokens), token_stride apart */
   int num_tokens;
   kvedge_next_block next; /* num_tokens * row_bytes to prefetch */
 } kvedge_run;
@@ -88,14 +88,14 @@ KVEDGE_INLINE kvedge_run kvedge_run_of(const kvedge_tile *tile, const kvedge_nex
 }
 
 /* WORK(count) for queries i..n-1: four at a time, then those that are left. */
-#define BY_FOURS(n, WORK)                 \
-  {                                       \
-    for (; i + 4 <= (n); i += 4) WORK(4); \
-    switch ((n) - i) {                    \
-      case 3: WORK(3); break;             \
-      case 2: WORK(2); break;             \
-      case 1: WORK(1); break;             \
-    }                                     \
+#define BY_FOURS(n, WORK)                                                                                              \
+  {                                                                                                                    \
+    for (; i + 4 <= (n); i += 4) WORK(4);                                                                              \
+    switch ((n) - i) {                                                                                                 \
+      case 3: WORK(3); break;                                                                                          \
+      case 2: WORK(2); break;                                                                                          \
+      case 1: WORK(1); break;                                                                                          \
+    }                                                                                                                  \
   }
 
 #endif

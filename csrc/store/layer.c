@@ -38,9 +38,11 @@ static int complete_config(const kvedge_layer_config *given, kvedge_layer_config
 
 /* One side of a layer, without its arrays. */
 static kvedge_side side_of(const kvedge_layer_config *config) {
-  kvedge_side side = {.format = kvedge_format_of(config->format), .num_kv_heads = config->num_kv_heads,
-                      .shape = {.dim = config->head_dim, .group_size = config->group_size,
-                                .scale_type = config->scale_type}};
+  kvedge_side side = {
+      .format = kvedge_format_of(config->format),
+      .num_kv_heads = config->num_kv_heads,
+      .shape = {.dim = config->head_dim, .group_size = config->group_size, .scale_type = config->scale_type}
+  };
   if (side.format->has_scales) side.shape.num_groups = (config->head_dim + config->group_size - 1) / config->group_size;
   else side.shape.group_size = config->head_dim;
   side.row_bytes = kvedge_row_bytes(side.format, config->head_dim);
@@ -49,8 +51,8 @@ static kvedge_side side_of(const kvedge_layer_config *config) {
 }
 
 static size_t header_bytes(const kvedge_layer_config *config) {
-  size_t offset = side_of(config).format->has_scales
-                      ? (size_t)config->num_kv_heads * (size_t)config->head_dim * sizeof(float) : 0;
+  size_t offset =
+      side_of(config).format->has_scales ? (size_t)config->num_kv_heads * (size_t)config->head_dim * sizeof(float) : 0;
   return kvedge_align(sizeof(kvedge_layer) + offset);
 }
 
@@ -105,16 +107,17 @@ kvedge_status kvedge_layer_attach(void *header, size_t bytes, const kvedge_layer
   return KVEDGE_OK;
 }
 
-kvedge_status kvedge_layer_init(void *memory, size_t bytes, const kvedge_layer_config *given,
-                                kvedge_layer **out) {
+kvedge_status kvedge_layer_init(void *memory, size_t bytes, const kvedge_layer_config *given, kvedge_layer **out) {
   kvedge_layer_config config;
   size_t codes, scales;
   if (!memory || (uintptr_t)memory % 64) return KVEDGE_ERROR_ARGUMENT;
   if (!complete_config(given, &config) || !slab_bytes(&config, &codes, &scales)) return KVEDGE_ERROR_ARGUMENT;
   if (bytes < kvedge_layer_bytes(given)) return KVEDGE_ERROR_MEMORY;
   char *base = (char *)memory + header_bytes(&config);
-  kvedge_slabs slabs = {.key_codes = base, .value_codes = base + codes,
-                        .key_scales = base + 2 * codes, .value_scales = base + 2 * codes + scales};
+  kvedge_slabs slabs = {.key_codes = base,
+                        .value_codes = base + codes,
+                        .key_scales = base + 2 * codes,
+                        .value_scales = base + 2 * codes + scales};
   return kvedge_layer_attach(memory, bytes, &config, &slabs, out);
 }
 
@@ -146,8 +149,7 @@ void kvedge_layer_destroy(kvedge_layer *layer) {
 }
 
 kvedge_status kvedge_layer_set_key_offset(kvedge_layer *layer, const float *offset) {
-  if (!layer || !layer->keys.format->has_scales || kvedge_layer_len(layer) > 0)
-    return KVEDGE_ERROR_ARGUMENT;
+  if (!layer || !layer->keys.format->has_scales || kvedge_layer_len(layer) > 0) return KVEDGE_ERROR_ARGUMENT;
   size_t n = (size_t)layer->config.num_kv_heads * (size_t)layer->config.head_dim;
   if (offset) {
     if (kvedge_active()->abs_max_bits(offset, n) >= KVEDGE_NOT_FINITE) return KVEDGE_ERROR_NONFINITE;
@@ -184,13 +186,12 @@ static kvedge_status write_chunk(kvedge_layer *layer, int64_t position, const fl
   return KVEDGE_OK;
 }
 
-kvedge_status kvedge_layer_write(kvedge_layer *layer, int64_t position, const float *keys,
-                                 const float *values, int64_t num_tokens) {
-  if (!layer || position < 0 || num_tokens < 0 || (num_tokens > 0 && (!keys || !values)))
-    return KVEDGE_ERROR_ARGUMENT;
+kvedge_status kvedge_layer_write(kvedge_layer *layer, int64_t position, const float *keys, const float *values,
+                                 int64_t num_tokens) {
+  if (!layer || position < 0 || num_tokens < 0 || (num_tokens > 0 && (!keys || !values))) return KVEDGE_ERROR_ARGUMENT;
   if (num_tokens > layer->config.capacity - position) return KVEDGE_ERROR_CAPACITY;
   if (position < kvedge_layer_len(layer)) kvedge_quiesce(); /* a late reader may look at these rows */
-  int overwrites = position < layer->written; /* rows that must stay if any of the new ones is refused */
+  int overwrites = position < layer->written;               /* rows that must stay if any of the new ones is refused */
   int64_t token = (int64_t)layer->config.num_kv_heads * layer->config.head_dim; /* values */
   int64_t chunk = overwrites ? num_tokens : CHUNK_VALUES / token + 1;
   for (int64_t done = 0; done < num_tokens; done += chunk) {
@@ -202,17 +203,14 @@ kvedge_status kvedge_layer_write(kvedge_layer *layer, int64_t position, const fl
   return KVEDGE_OK;
 }
 
-kvedge_status kvedge_layer_append(kvedge_layer *layer, const float *keys, const float *values,
-                                  int64_t num_tokens) {
+kvedge_status kvedge_layer_append(kvedge_layer *layer, const float *keys, const float *values, int64_t num_tokens) {
   int64_t len = layer ? kvedge_layer_len(layer) : 0;
   kvedge_status status = kvedge_layer_write(layer, len, keys, values, num_tokens);
   if (status == KVEDGE_OK) atomic_store_explicit(&layer->len, len + num_tokens, memory_order_release);
   return status;
 }
 
-int64_t kvedge_layer_len(const kvedge_layer *layer) {
-  return atomic_load_explicit(&layer->len, memory_order_acquire);
-}
+int64_t kvedge_layer_len(const kvedge_layer *layer) { return atomic_load_explicit(&layer->len, memory_order_acquire); }
 
 kvedge_status kvedge_layer_filled(kvedge_layer *layer, int64_t position, int64_t num_tokens) {
   if (!layer || position < 0 || num_tokens < 0 || num_tokens > layer->config.capacity - position)
@@ -258,5 +256,6 @@ void kvedge_layer_get_config(const kvedge_layer *layer, kvedge_layer_config *con
 
 void kvedge_layer_get_slabs(const kvedge_layer *layer, kvedge_slabs *slabs) {
   *slabs = (kvedge_slabs){.key_codes = layer->keys.codes, .value_codes = layer->values.codes};
-  if (layer->keys.format->has_scales) slabs->key_scales = layer->keys.scales, slabs->value_scales = layer->values.scales;
+  if (layer->keys.format->has_scales)
+    slabs->key_scales = layer->keys.scales, slabs->value_scales = layer->values.scales;
 }

@@ -99,10 +99,10 @@ static const struct {
   const char *(*can)(void);
 } paths[] = {
     /* slowest first */
-    {&kvedge_kernels_scalar, can_scalar},
+    {&kvedge_kernels_scalar,     can_scalar    },
 #if defined(__x86_64__)
-    {&kvedge_kernels_avx2, can_avx2},
-    {&kvedge_kernels_avxvnni, can_avxvnni},
+    {&kvedge_kernels_avx2,       can_avx2      },
+    {&kvedge_kernels_avxvnni,    can_avxvnni   },
     {&kvedge_kernels_avx512vnni, can_avx512vnni},
 #elif defined(__aarch64__)
     {&kvedge_kernels_neon, can_neon},
@@ -171,6 +171,4 @@ const char *kvedge_isa_compiled(int index) {
   return kernels ? kernels->name : NULL;
 }
 
-int kvedge_isa_available(const char *name, const char **why_not) {
-  return kvedge_kernels_find(name, why_not) != NULL;
-}
+int kvedge_isa_available(const char *name, const char **why_not) { return kvedge_kernels_find(name, why_not) != NULL; }

@@ -46,8 +46,7 @@ static double seconds(void) {
 /* Runs `work` on every worker at once and returns the seconds until the last has ended. */
 static double run_all(worker *workers, int count, void *(*work)(void *)) {
   double start = seconds();
-  for (int i = 1; i < count; i++)
-    workers[i].started = pthread_create(&workers[i].thread, NULL, work, &workers[i]) == 0;
+  for (int i = 1; i < count; i++) workers[i].started = pthread_create(&workers[i].thread, NULL, work, &workers[i]) == 0;
   work(&workers[0]);
   for (int i = 1; i < count; i++) {
     if (workers[i].started) pthread_join(workers[i].thread, NULL);

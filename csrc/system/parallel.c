@@ -28,11 +28,11 @@ struct kvedge_job {
   void *memory;
   size_t bytes;
   kvedge_work work;
-  int num_ranges;                      /* one for each thread that may come, the caller's first */
+  int num_ranges; /* one for each thread that may come, the caller's first */
   task_range ranges[MAX_THREADS];
-  atomic_int done[MAX_TASKS];          /* 1: its result is in the slot of its number */
-  atomic_int cancelled;                /* 1: the call has returned */
-  int joined, helpers;                 /* helpers that have come; that are at work (pool.lock) */
+  atomic_int done[MAX_TASKS]; /* 1: its result is in the slot of its number */
+  atomic_int cancelled;       /* 1: the call has returned */
+  int joined, helpers;        /* helpers that have come; that are at work (pool.lock) */
 };
 
 static struct {
@@ -184,8 +184,7 @@ static void start_helpers(int wanted) {
   pthread_attr_init(&attributes);
   pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
   pthread_t thread;
-  while (pool.num_helpers < wanted && pthread_create(&thread, &attributes, helper, NULL) == 0)
-    pool.num_helpers++;
+  while (pool.num_helpers < wanted && pthread_create(&thread, &attributes, helper, NULL) == 0) pool.num_helpers++;
   pthread_attr_destroy(&attributes);
   pthread_sigmask(SIG_SETMASK, &old, NULL);
 }

@@ -12,8 +12,7 @@
 
 #define KVEDGE_PRAGMA(text) _Pragma(#text)
 #if defined(__clang__)
-#define KVEDGE_TARGET_BEGIN(isa) \
-  KVEDGE_PRAGMA(clang attribute push(__attribute__((target(isa))), apply_to = function))
+#define KVEDGE_TARGET_BEGIN(isa) KVEDGE_PRAGMA(clang attribute push(__attribute__((target(isa))), apply_to = function))
 #define KVEDGE_TARGET_END KVEDGE_PRAGMA(clang attribute pop)
 #else
 #define KVEDGE_TARGET_BEGIN(isa) KVEDGE_PRAGMA(GCC push_options) KVEDGE_PRAGMA(GCC target(isa))

@@ -22,7 +22,7 @@ typedef struct {
   pthread_barrier_t barrier;
   kvedge_attention *attention; /* of this step; NULL: go home */
   int num_slices;
-  atomic_int next;             /* the next slice nobody has taken */
+  atomic_int next; /* the next slice nobody has taken */
 } team;
 
 static void die(const char *what, kvedge_status status) {
@@ -60,8 +60,8 @@ static void fill(float *x, int n, unsigned *state) {
 }
 
 int main(void) {
-  kvedge_layer_config config = {.format = KVEDGE_INT8, .capacity = CAPACITY,
-                                .num_kv_heads = NUM_KV_HEADS, .head_dim = HEAD_DIM};
+  kvedge_layer_config config = {
+      .format = KVEDGE_INT8, .capacity = CAPACITY, .num_kv_heads = NUM_KV_HEADS, .head_dim = HEAD_DIM};
   size_t layer_bytes = kvedge_layer_bytes(&config);
   void *layer_memory = allocate(layer_bytes);
   kvedge_layer *layer;
@@ -91,15 +91,14 @@ int main(void) {
       free(scratch);
       scratch = allocate(scratch_bytes = needed);
     }
-    status = kvedge_attention_init(scratch, scratch_bytes, layer, query, 1, NUM_HEADS, NULL,
-                                   t.num_slices, out, NULL, &t.attention);
+    status = kvedge_attention_init(scratch, scratch_bytes, layer, query, 1, NUM_HEADS, NULL, t.num_slices, out, NULL,
+                                   &t.attention);
     if (status) die("attention", status);
     atomic_store(&t.next, 0);
     pthread_barrier_wait(&t.barrier);
     run_slices(&t);
     pthread_barrier_wait(&t.barrier);
-    for (int slice = 0; slice < t.num_slices; slice++)
-      kvedge_attention_collect(t.attention, slice, slice);
+    for (int slice = 0; slice < t.num_slices; slice++) kvedge_attention_collect(t.attention, slice, slice);
 
     if ((status = kvedge_attend(layer, query, 1, NUM_HEADS, NULL, 1, expected, NULL))) die("attend", status);
     if (memcmp(out, expected, sizeof out)) {
@@ -111,8 +110,8 @@ int main(void) {
   pthread_barrier_wait(&t.barrier);
   for (int i = 0; i < NUM_THREADS - 1; i++) pthread_join(helpers[i], NULL);
 
-  printf("%s: %d tokens in %.1f MB, the last step in %d slices on %d threads, equal to the bit\n",
-         kvedge_isa_name(), CAPACITY, (double)layer_bytes / 1e6, t.num_slices, NUM_THREADS);
+  printf("%s: %d tokens in %.1f MB, the last step in %d slices on %d threads, equal to the bit\n", kvedge_isa_name(),
+         CAPACITY, (double)layer_bytes / 1e6, t.num_slices, NUM_THREADS);
   kvedge_quiesce();
   free(layer_memory);
   free(scratch);

@@ -71,20 +71,17 @@ static inline void end_case(void) { cases++, failures += case_failed, case_faile
 
 static inline void end(void) {
   printf("%-34s %6ld cases", group, cases);
-  if (failures)
-    printf(", %ld FAILED\n", failures);
-  else if (worst > 0.0)
-    printf(", largest error %.0f%% of the allowed\n", 100.0 * worst);
-  else
-    printf("\n");
+  if (failures) printf(", %ld FAILED\n", failures);
+  else if (worst > 0.0) printf(", largest error %.0f%% of the allowed\n", 100.0 * worst);
+  else printf("\n");
   passed += cases - failures, failed += failures;
 }
 
 /* A case of its own: the condition holds. */
-#define CHECK(condition)                                                 \
-  do {                                                                   \
-    if (!(condition)) fail("line %d: not so: %s", __LINE__, #condition); \
-    end_case();                                                          \
+#define CHECK(condition)                                                                                               \
+  do {                                                                                                                 \
+    if (!(condition)) fail("line %d: not so: %s", __LINE__, #condition);                                               \
+    end_case();                                                                                                        \
   } while (0)
 
 /* Returns 0 where |got - expected| > allowed, or got is no number. */
@@ -142,10 +139,8 @@ static inline int on_heap(void) {
 static inline block new_block(size_t size) {
   block b = {.size = size};
   if (on_heap()) {
-    if (size % 64)
-      b.base = malloc(size);
-    else if (posix_memalign(&b.base, 64, size))
-      b.base = NULL;
+    if (size % 64) b.base = malloc(size);
+    else if (posix_memalign(&b.base, 64, size)) b.base = NULL;
     b.data = b.base;
   } else {
     size_t page = (size_t)sysconf(_SC_PAGESIZE), body = (size + page - 1) / page * page;
@@ -160,18 +155,15 @@ static inline block new_block(size_t size) {
 
 static inline void free_block(block *b) {
   ALLOW(b->data, b->size);
-  if (on_heap())
-    free(b->base);
-  else
-    munmap(b->base, b->mapped);
+  if (on_heap()) free(b->base);
+  else munmap(b->base, b->mapped);
 }
 
 /* count rows of row_bytes, stride apart, the last one ending with the block; poison between them */
 static inline block new_rows(int count, size_t row_bytes, size_t stride) {
   block b = new_block((size_t)(count - 1) * stride + row_bytes);
   memset(b.data, 0x80, b.size);
-  for (int r = 0; r + 1 < count; r++)
-    FORBID((char *)b.data + (size_t)r * stride + row_bytes, stride - row_bytes);
+  for (int r = 0; r + 1 < count; r++) FORBID((char *)b.data + (size_t)r * stride + row_bytes, stride - row_bytes);
   return b;
 }
 

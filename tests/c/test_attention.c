@@ -2,8 +2,8 @@
 #include "check.h"
 #include "kvedge.h"
 
-static kvedge_layer *new_layer(kvedge_layer_config config, const float *offset, const float *keys,
-                               const float *values, int64_t len) {
+static kvedge_layer *new_layer(kvedge_layer_config config, const float *offset, const float *keys, const float *values,
+                               int64_t len) {
   kvedge_layer *layer = NULL;
   CHECK(kvedge_layer_create(&config, &layer) == KVEDGE_OK);
   if (offset) CHECK(kvedge_layer_set_key_offset(layer, offset) == KVEDGE_OK);
@@ -23,8 +23,8 @@ static int is_seen(const kvedge_attention_options *o, int64_t position, int64_t 
   return !o->window || token > position - o->window || token < o->sink_tokens;
 }
 
-static double logit(const kvedge_attention_options *o, sizes n, const float *query, const float *key,
-                    int head, int64_t row, int64_t token) {
+static double logit(const kvedge_attention_options *o, sizes n, const float *query, const float *key, int head,
+                    int64_t row, int64_t token) {
   int64_t position = n.len - n.num_rows + row;
   double x = 0.0;
   for (int d = 0; d < n.dim; d++) x += (double)query[d] * key[d];
@@ -60,8 +60,8 @@ static double attend_row(const kvedge_attention_options *o, sizes n, const float
 }
 
 /* Holds out and lse of a call against the reference. */
-static void check_attention(const kvedge_layer *layer, sizes n, const float *query,
-                            const kvedge_attention_options *o, const float *out, const float *lse) {
+static void check_attention(const kvedge_layer *layer, sizes n, const float *query, const kvedge_attention_options *o,
+                            const float *out, const float *lse) {
   size_t stored = (size_t)(n.len * n.num_kv_heads * n.dim), rows = (size_t)(n.num_rows * n.num_heads);
   float *keys = malloc(stored * sizeof *keys), *values = malloc(stored * sizeof *values);
   double *expected = malloc(rows * (size_t)n.dim * sizeof *expected), largest = 0.0;
@@ -78,8 +78,8 @@ static void check_attention(const kvedge_layer *layer, sizes n, const float *que
   }
   for (size_t i = 0; i < rows * (size_t)n.dim; i++)
     if (!near(out[i], expected[i], allowed * largest) || !(out[i] == 0.0f || isnormal(out[i])))
-      fail("len %d, rows %d, heads %d/%d, dim %d: number %zu: %.9g, not %.9g of %.3g", (int)n.len,
-           (int)n.num_rows, n.num_heads, n.num_kv_heads, n.dim, i, out[i], expected[i], largest);
+      fail("len %d, rows %d, heads %d/%d, dim %d: number %zu: %.9g, not %.9g of %.3g", (int)n.len, (int)n.num_rows,
+           n.num_heads, n.num_kv_heads, n.dim, i, out[i], expected[i], largest);
   free(keys), free(values), free(expected);
 }
 
@@ -89,8 +89,8 @@ static void check_attention(const kvedge_layer *layer, sizes n, const float *que
 
 static kvedge_layer_config random_config(int dim, int num_kv_heads) {
   kvedge_layer_config config = {.capacity = 700, .num_kv_heads = num_kv_heads, .head_dim = dim};
-  config.format = (kvedge_format)ONE_OF(KVEDGE_INT8, KVEDGE_INT8, KVEDGE_INT8, KVEDGE_FLOAT32, KVEDGE_FLOAT16,
-                                        KVEDGE_BFLOAT16);
+  config.format =
+      (kvedge_format)ONE_OF(KVEDGE_INT8, KVEDGE_INT8, KVEDGE_INT8, KVEDGE_FLOAT32, KVEDGE_FLOAT16, KVEDGE_BFLOAT16);
   config.scale_type = random_below(2) ? KVEDGE_SCALE_FLOAT32 : KVEDGE_SCALE_FLOAT16;
   config.group_size = ONE_OF(0, 0, 32, 64);
   return config;
@@ -115,8 +115,8 @@ static kvedge_attention_options random_options(sizes n, const float *numbers, co
 }
 
 static void attend_case(void) {
-  sizes n = {.len = ONE_OF(1, 7, 16, 65, 130, 300), .num_kv_heads = 1 + random_below(3),
-             .dim = ONE_OF(1, 8, 33, 64, 80, 128)};
+  sizes n = {
+      .len = ONE_OF(1, 7, 16, 65, 130, 300), .num_kv_heads = 1 + random_below(3), .dim = ONE_OF(1, 8, 33, 64, 80, 128)};
   n.num_heads = n.num_kv_heads * ONE_OF(1, 2, 5, 8);
   n.num_rows = random_below(2) ? 1 : 1 + random_below(n.len < 20 ? (int)n.len : 20);
   size_t stored = (size_t)(n.len * n.num_kv_heads * n.dim), queries = (size_t)(n.num_rows * n.num_heads);
@@ -124,7 +124,8 @@ static void attend_case(void) {
   kvedge_layer_config config = random_config(n.dim, n.num_kv_heads);
   float *keys = random_floats(stored, 1.0f), *values = random_floats(stored, 2.0f);
   float *offset = config.format == KVEDGE_INT8 && random_below(3) == 0
-                      ? random_floats((size_t)(n.num_kv_heads * n.dim), 3.0f) : NULL;
+                      ? random_floats((size_t)(n.num_kv_heads * n.dim), 3.0f)
+                      : NULL;
   float *query = random_floats(queries * (size_t)n.dim, (float[]){0.1f, 2.0f, 10.0f}[random_below(3)]);
   float *numbers = random_floats(logits, 1.0f);
   uint8_t *bytes = malloc(logits);
@@ -134,8 +135,7 @@ static void attend_case(void) {
   kvedge_attention_options o = random_options(n, numbers, bytes);
   if (kvedge_attend(layer, query, n.num_rows, n.num_heads, &o, 1, out.data, lse.data) != KVEDGE_OK)
     fail("a good call was refused");
-  else
-    check_attention(layer, n, query, &o, out.data, lse.data);
+  else check_attention(layer, n, query, &o, out.data, lse.data);
   end_case();
   kvedge_layer_destroy(layer), free_block(&out), free_block(&lse);
   free(keys), free(values), free(offset), free(query), free(numbers), free(bytes);
@@ -159,17 +159,31 @@ static void check_magnitudes(kvedge_format format, float of_keys, float of_value
   kvedge_attention_defaults(&o);
   CHECK(kvedge_attend(layer, query, 3, 4, NULL, 1, out, lse) == KVEDGE_OK);
   if (!may_overflow) check_attention(layer, n, query, &o, out, lse);
-  else for (int d = 0; d < 480; d++) if (!isfinite(out[d])) fail("not finite");
+  else
+    for (int d = 0; d < 480; d++)
+      if (!isfinite(out[d])) fail("not finite");
   end_case();
   kvedge_layer_destroy(layer), free(keys), free(values), free(query);
 }
 
 /* Finite numbers of any size give what the formula says, in float's range. */
 static void test_sizes_of_numbers(void) {
-  const float sizes_of[][3] = {{1e30f, 1.0f, 1e-30f}, {1e-30f, 1e30f, 1e30f}, {1.0f, 1e-33f, 1.0f},
-                               {3e38f, 3e38f, 1e-37f}, {1e-20f, 1.0f, 1e-20f}, {1e25f, 1.0f, 1e25f}};
-  const float of_halves[][3] = {{6e4f, 1.0f, 1e-4f}, {1e-6f, 6e4f, 1e6f}, {1.0f, 3e-7f, 1.0f}, /* also subnormal */
-                                {6.5e4f, 6.5e4f, 1e-37f}, {1e-5f, 1.0f, 1e-20f}, {6e4f, 1.0f, 1e38f}};
+  const float sizes_of[][3] = {
+      {1e30f,  1.0f,   1e-30f},
+      {1e-30f, 1e30f,  1e30f },
+      {1.0f,   1e-33f, 1.0f  },
+      {3e38f,  3e38f,  1e-37f},
+      {1e-20f, 1.0f,   1e-20f},
+      {1e25f,  1.0f,   1e25f }
+  };
+  const float of_halves[][3] = {
+      {6e4f,   1.0f,   1e-4f },
+      {1e-6f,  6e4f,   1e6f  },
+      {1.0f,   3e-7f,  1.0f  }, /* also subnormal */
+      {6.5e4f, 6.5e4f, 1e-37f},
+      {1e-5f,  1.0f,   1e-20f},
+      {6e4f,   1.0f,   1e38f }
+  };
   const kvedge_format wide[] = {KVEDGE_INT8, KVEDGE_FLOAT32, KVEDGE_BFLOAT16};
   begin("sizes of numbers");
   for (size_t i = 0; i < sizeof sizes_of / sizeof sizes_of[0]; i++) {
@@ -184,14 +198,16 @@ static void test_sizes_of_numbers(void) {
 static void test_sizes_of_hidden_tokens(void) {
   begin("sizes of hidden tokens");
   const sizes n = {.len = 100, .num_rows = 2, .num_heads = 2, .num_kv_heads = 2, .dim = 24};
-  const float large[KVEDGE_NUM_FORMATS] = {[KVEDGE_INT8] = 1e38f, [KVEDGE_FLOAT32] = 1e38f, [KVEDGE_FLOAT16] = 6e4f,
-                                           [KVEDGE_BFLOAT16] = 1e38f};
+  const float large[KVEDGE_NUM_FORMATS] = {
+      [KVEDGE_INT8] = 1e38f, [KVEDGE_FLOAT32] = 1e38f, [KVEDGE_FLOAT16] = 6e4f, [KVEDGE_BFLOAT16] = 1e38f};
   uint8_t mask[100];
   for (int t = 0; t < 100; t++) mask[t] = t % 3 != 1;
   for (int format = 0; format < KVEDGE_NUM_FORMATS; format++) {
-    const kvedge_layer_config config = {.format = (kvedge_format)format, .capacity = 100, .num_kv_heads = 2, .head_dim = 24};
+    const kvedge_layer_config config = {
+        .format = (kvedge_format)format, .capacity = 100, .num_kv_heads = 2, .head_dim = 24};
     const float small = format == KVEDGE_FLOAT16 ? 1e-6f : 1e-30f;
-    float *keys = random_floats(4800, small), *values = random_floats(4800, small), *query = random_floats(96, 1.0f / small);
+    float *keys = random_floats(4800, small), *values = random_floats(4800, small),
+          *query = random_floats(96, 1.0f / small);
     for (int i = 0; i < 4800; i++)
       if (!mask[i / 48]) keys[i] = keys[i] / small * large[format], values[i] = values[i] / small * large[format];
     float out[96], lse[4];
@@ -255,10 +271,10 @@ static void slices_case(const kvedge_layer *layer, const float *query, int64_t r
     kvedge_attention *a;
     memset(out, 0x55, 4 * floats);
     float *second = lse + rows * heads;
-    CHECK(kvedge_attention_init(memory.data, bytes - 1, layer, query, rows, heads, NULL, slots, out, second,
-                                &a) == KVEDGE_ERROR_MEMORY);
-    CHECK(kvedge_attention_init(memory.data, bytes, layer, query, rows, heads, NULL, slots, out, second,
-                                &a) == KVEDGE_OK);
+    CHECK(kvedge_attention_init(memory.data, bytes - 1, layer, query, rows, heads, NULL, slots, out, second, &a) ==
+          KVEDGE_ERROR_MEMORY);
+    CHECK(kvedge_attention_init(memory.data, bytes, layer, query, rows, heads, NULL, slots, out, second, &a) ==
+          KVEDGE_OK);
     for (int s = slices - 1; s >= 0 && !in_turn; s--) kvedge_attention_run(a, s, s, NULL);
     for (int s = 0; s < slices; s++) {
       if (in_turn) kvedge_attention_run(a, s, 0, NULL);
@@ -291,7 +307,8 @@ static void test_the_first_tokens(void) {
   for (int len = 3; len <= 1500; len += len < 20 ? 1 : 493) {
     kvedge_layer *first = new_layer(config, NULL, keys, keys, len);
     block mask = new_block((size_t)len), bias = new_block((size_t)len * sizeof(float));
-    for (int t = 0; t < len; t++) ((uint8_t *)mask.data)[t] = t % 3 != 0, ((float *)bias.data)[t] = 0.1f * (float)(t % 7);
+    for (int t = 0; t < len; t++)
+      ((uint8_t *)mask.data)[t] = t % 3 != 0, ((float *)bias.data)[t] = 0.1f * (float)(t % 7);
     for (int kind = 0; kind < 4; kind++) {
       float expected[480], expected_lse[12], out[480], lse[12];
       kvedge_attention_options o;
@@ -359,7 +376,7 @@ static void test_errors(void) {
   kvedge_layer *layer = new_layer(config, NULL, keys, keys, 0);
   CHECK(kvedge_attend(layer, query, 1, 4, NULL, 1, out, NULL) == KVEDGE_ERROR_ARGUMENT); /* empty */
   CHECK(kvedge_layer_append(layer, keys, keys, 4) == KVEDGE_OK);
-#define REFUSED(status, layer, query, rows, heads, options, threads, out) \
+#define REFUSED(status, layer, query, rows, heads, options, threads, out)                                              \
   CHECK(kvedge_attend(layer, query, rows, heads, options, threads, out, lse) == status)
   REFUSED(KVEDGE_ERROR_ARGUMENT, NULL, query, 1, 4, NULL, 1, out);
   REFUSED(KVEDGE_ERROR_ARGUMENT, layer, NULL, 1, 4, NULL, 1, out);
@@ -373,9 +390,9 @@ static void test_errors(void) {
   REFUSED(KVEDGE_ERROR_ARGUMENT, layer, query, 1, 0, NULL, 1, out);
   REFUSED(KVEDGE_ERROR_ARGUMENT, layer, query, 1, 4, NULL, -1, out);
   kvedge_attention_options o;
-#define REFUSED_WITH(option)      \
-  kvedge_attention_defaults(&o); \
-  o.option;                      \
+#define REFUSED_WITH(option)                                                                                           \
+  kvedge_attention_defaults(&o);                                                                                       \
+  o.option;                                                                                                            \
   REFUSED(KVEDGE_ERROR_ARGUMENT, layer, query, 1, 4, &o, 1, out)
   REFUSED_WITH(scale = INFINITY);
   REFUSED_WITH(softcap = -1.0f);
@@ -392,8 +409,7 @@ static void test_errors(void) {
   CHECK(kvedge_attention_num_slices(layer, 1, 3, NULL) == 0);
   CHECK(kvedge_attention_bytes(layer, 1, 3, NULL, 1) == 0);
   CHECK(kvedge_attention_bytes(layer, 1, 4, NULL, 0) == 0);
-  CHECK(kvedge_attention_init(NULL, 0, layer, query, 1, 4, NULL, 1, out, NULL, NULL) ==
-        KVEDGE_ERROR_ARGUMENT);
+  CHECK(kvedge_attention_init(NULL, 0, layer, query, 1, 4, NULL, 1, out, NULL, NULL) == KVEDGE_ERROR_ARGUMENT);
   CHECK(is_untouched(out, sizeof out) && is_untouched(lse, sizeof lse));
   kvedge_layer_destroy(layer);
   end();
@@ -404,7 +420,8 @@ static void test_errors_of_a_batch(void) {
   enum { BLOCK = 4, NUM = 3, HEADS = 4, DIM = 8 };
   const kvedge_layer_config config = {.capacity = 5 * BLOCK, .num_kv_heads = 2, .head_dim = DIM};
   begin("errors of a batch");
-  float *rows = random_floats(5 * BLOCK * 2 * DIM, 1.0f), query[NUM][HEADS * DIM], out[NUM][HEADS * DIM], lse[NUM][HEADS];
+  float *rows = random_floats(5 * BLOCK * 2 * DIM, 1.0f), query[NUM][HEADS * DIM], out[NUM][HEADS * DIM],
+        lse[NUM][HEADS];
   const int32_t blocks[] = {3, 0, 4};
   kvedge_layer *pool = new_layer(config, NULL, rows, rows, 0);
   CHECK(kvedge_layer_write(pool, 0, rows, rows, 5 * BLOCK) == KVEDGE_OK);
@@ -412,12 +429,13 @@ static void test_errors_of_a_batch(void) {
   memset(out, UNTOUCHED, sizeof out), memset(lse, UNTOUCHED, sizeof lse);
   kvedge_sequence good[NUM], all[NUM];
   for (int s = 0; s < NUM; s++)
-    good[s] = (kvedge_sequence){.blocks = blocks, .len = 4 * s + 1, .query = query[s], .num_rows = 1, .out = out[s], .lse = lse[s]};
-#define BATCH_REFUSED(status, change)                                                      \
-  memcpy(all, good, sizeof all);                                                           \
-  all[NUM - 1].change;                                                                     \
-  for (int threads = 1; threads <= 2; threads++)                                           \
-    CHECK(kvedge_attend_batch(pool, BLOCK, all, NUM, HEADS, NULL, threads) == status)
+    good[s] = (kvedge_sequence){
+        .blocks = blocks, .len = 4 * s + 1, .query = query[s], .num_rows = 1, .out = out[s], .lse = lse[s]};
+#define BATCH_REFUSED(status, change)                                                                                  \
+  memcpy(all, good, sizeof all);                                                                                       \
+  all[NUM - 1].change;                                                                                                 \
+  for (int threads = 1; threads <= 2; threads++)                                                                       \
+  CHECK(kvedge_attend_batch(pool, BLOCK, all, NUM, HEADS, NULL, threads) == status)
   BATCH_REFUSED(KVEDGE_ERROR_ARGUMENT, blocks = NULL);
   BATCH_REFUSED(KVEDGE_ERROR_ARGUMENT, len = 0);
   BATCH_REFUSED(KVEDGE_ERROR_ARGUMENT, num_rows = 10);

@@ -12,17 +12,19 @@ static kvedge_format format;
 static const struct {
   const char *name;
   int size; /* bytes of an element */
-} formats[KVEDGE_NUM_FORMATS] = {[KVEDGE_INT8] = {"int8", 1},
-                                 [KVEDGE_FLOAT32] = {"float32", 4},
-                                 [KVEDGE_FLOAT16] = {"float16", 2},
-                                 [KVEDGE_BFLOAT16] = {"bfloat16", 2}};
+} formats[KVEDGE_NUM_FORMATS] = {
+    [KVEDGE_INT8] = {"int8",     1},
+    [KVEDGE_FLOAT32] = {"float32",  4},
+    [KVEDGE_FLOAT16] = {"float16",  2},
+    [KVEDGE_BFLOAT16] = {"bfloat16", 2}
+};
 
 static const float untouched = 12345.678f;
 static double expected[KVEDGE_STACK * 1024], allowed[KVEDGE_STACK * 1024];
 
 static void fail_at(shape at, int query, int index, double got, double should_be) {
-  fail("dim=%d tokens=%d queries=%d: query %d, element %d: %.9g, not %.9g", at.dim, at.num_tokens, at.num_queries, query,
-       index, got, should_be);
+  fail("dim=%d tokens=%d queries=%d: query %d, element %d: %.9g, not %.9g", at.dim, at.num_tokens, at.num_queries,
+       query, index, got, should_be);
 }
 
 /* ---- Elements ---- */
@@ -41,7 +43,9 @@ static uint16_t random_half(row_kind kind) {
 static void store_element(char *to, row_kind kind, int t, int d) {
   const float sign = (t / 2 + d / 3) % 2 ? 1.0f : -1.0f;
   if (format == KVEDGE_INT8) {
-    *(int8_t *)to = (int8_t)(kind == EXTREME ? 127 * sign : kind == TINY ? random_below(3) - 1 : random_below(255) - 127);
+    *(int8_t *)to = (int8_t)(kind == EXTREME ? 127 * sign
+                             : kind == TINY  ? random_below(3) - 1
+                                             : random_below(255) - 127);
   } else if (format == KVEDGE_FLOAT16) {
     const uint16_t half = random_half(kind);
     memcpy(to, &half, sizeof half);
@@ -132,8 +136,12 @@ static tile_rows new_tile(shape at, int heads, row_kind kind, float factor) {
   }
   for (int b = 0; b < num_blocks; b++)
     blocks[b] = in_order ? (char *)r.rows[0].data + (size_t)(b * KVEDGE_BLOCK) * stride : r.rows[b].data;
-  r.tile = (kvedge_tile){.blocks = r.table.data, .offset = (ptrdiff_t)offset, .token_stride = (ptrdiff_t)stride,
-                         .num_tokens = at.num_tokens, .dim = at.dim, .factor = format == KVEDGE_INT8 ? NAN : factor};
+  r.tile = (kvedge_tile){.blocks = r.table.data,
+                         .offset = (ptrdiff_t)offset,
+                         .token_stride = (ptrdiff_t)stride,
+                         .num_tokens = at.num_tokens,
+                         .dim = at.dim,
+                         .factor = format == KVEDGE_INT8 ? NAN : factor};
   for (int t = 0; t < at.num_tokens; t++)
     for (int d = 0; d < width; d++) store_element(row_of(&r, t) + d * size, kind, t, d);
   if (format == KVEDGE_INT8) add_scales(&r, at.num_tokens, factor);
@@ -239,8 +247,7 @@ static void test_encode_query(void) {
   const float factors[] = {1.0f, 0.125f, 0.18033688f, 1e-30f, 1e30f};
   begin("%s %s encode_query", kernels->name, formats[format].name);
   for (int dim = 1; dim <= 1024; dim += dim < 130 && !is_short() ? 1 : 1 + random_below(40))
-    for (int s = 0; s < 16; s++)
-      encode_case(dim, sizes[s / 2], s / 2 < 4 ? factors[random_below(5)] : 1.0f, s % 2);
+    for (int s = 0; s < 16; s++) encode_case(dim, sizes[s / 2], s / 2 < 4 ? factors[random_below(5)] : 1.0f, s % 2);
   end();
 }
 
@@ -253,13 +260,17 @@ typedef struct {
 static query_rows new_query(shape at, row_kind kind) {
   const int padded = kvedge_padded_channels(at.dim);
   const ptrdiff_t stride = padded + KVEDGE_QUERY_PAD * random_below(2), scale_stride = 1 + random_below(3);
-  const size_t channels = (size_t)((at.num_queries - 1) * stride + padded), groups = (size_t)(at.num_queries * scale_stride);
-  query_rows rows = {.values = new_block(4 * channels), .codes = new_block(KVEDGE_CODE_BYTES * channels),
-                     .scale = new_block(4 * groups), .offsets = new_block(16 * groups)};
+  const size_t channels = (size_t)((at.num_queries - 1) * stride + padded),
+               groups = (size_t)(at.num_queries * scale_stride);
+  query_rows rows = {.values = new_block(4 * channels),
+                     .codes = new_block(KVEDGE_CODE_BYTES * channels),
+                     .scale = new_block(4 * groups),
+                     .offsets = new_block(16 * groups)};
   float *values = rows.values.data, *scale = rows.scale.data;
   int8_t *codes = rows.codes.data;
   int32_t *offsets = rows.offsets.data;
-  memset(values, 0xff, rows.values.size), memset(scale, 0xff, rows.scale.size), memset(offsets, 0x7f, rows.offsets.size);
+  memset(values, 0xff, rows.values.size), memset(scale, 0xff, rows.scale.size),
+      memset(offsets, 0x7f, rows.offsets.size);
   memset(codes, 0x7f, rows.codes.size);
   for (int i = 0; i < at.num_queries; i++, values += stride, codes += KVEDGE_CODE_BYTES * stride) {
     const float size = random_below(4) ? 2.0f : 1e-3f; /* a group of a row may be small beside another */
@@ -269,12 +280,18 @@ static query_rows new_query(shape at, row_kind kind) {
       largest = fmaxf(fabsf(values[d]), largest);
     }
     if (cell->encode_query)
-      cell->encode_query(values, at.dim, 1.0f, largest, codes, scale + i * scale_stride, offsets + 4 * i * scale_stride);
+      cell->encode_query(values, at.dim, 1.0f, largest, codes, scale + i * scale_stride,
+                         offsets + 4 * i * scale_stride);
   }
-  rows.query = (kvedge_query){.num_queries = at.num_queries, .dim = at.dim, .planes = 1 + random_below(3), .stride = stride,
+  rows.query = (kvedge_query){.num_queries = at.num_queries,
+                              .dim = at.dim,
+                              .planes = 1 + random_below(3),
+                              .stride = stride,
                               .values = cell->encode_query ? NULL : rows.values.data,
                               .codes = cell->encode_query ? rows.codes.data : NULL,
-                              .scale_stride = scale_stride, .scale = scale, .offsets = offsets};
+                              .scale_stride = scale_stride,
+                              .scale = scale,
+                              .offsets = offsets};
   return rows;
 }
 
@@ -428,8 +445,7 @@ static void expect_weighing(const weighing *w, shape at, const tile_rows *r) {
       sum[d] += kept;
       if (format == KVEDGE_INT8) /* weights that are nothing beside those of some other tile may be 0 */
         error[d] = (step * largest + 0x1p-100) * total[d] + 6e-7 * size[d] + 2e-7 * fabs(kept) + 1e-37;
-      else
-        error[d] = 2e-6 * (size[d] + fabs(kept)) + (format == KVEDGE_FLOAT16 ? 1e-36 : 1e-33);
+      else error[d] = 2e-6 * (size[d] + fabs(kept)) + (format == KVEDGE_FLOAT16 ? 1e-36 : 1e-33);
     }
   }
 }
@@ -503,7 +519,8 @@ static void small_weights_case(int planes, float weight) {
   weigh(&w, &values);
   const double sum = (KVEDGE_TILE - 1) * 127.0 * weight;
   for (int d = 0; d < 16; d++)
-    if (!near(w.acc[d], sum, 2 * 127.0 * step)) fail("%d planes, weights %g: %g, not %g", planes, weight, w.acc[d], sum);
+    if (!near(w.acc[d], sum, 2 * 127.0 * step))
+      fail("%d planes, weights %g: %g, not %g", planes, weight, w.acc[d], sum);
   end_case();
   free_weighing(&w), free_tile(&values);
 }
@@ -545,8 +562,7 @@ static void test_cell(void) {
   begin("%s %s scores", path, name), for_shapes(score_case), end();
   begin("%s %s weighted_sum", path, name), for_shapes(weigh_case), end();
   begin("%s %s hidden tokens", path, name), for_shapes(one_of_hidden_case), end();
-  if (cell->scores_of_heads)
-    begin("%s %s scores_of_heads", path, name), for_shapes_of_heads(score_case), end();
+  if (cell->scores_of_heads) begin("%s %s scores_of_heads", path, name), for_shapes_of_heads(score_case), end();
   if (cell->weighted_sum_of_heads) {
     begin("%s %s weighted_sum_of_heads", path, name), for_shapes_of_heads(weigh_case), end();
     begin("%s %s hidden tokens of heads", path, name), for_shapes_of_heads(one_of_hidden_case), end();

@@ -124,7 +124,8 @@ static void transpose_case(int num_tokens, int num_columns, int columns_of_row, 
     for (int t = 0; t < OUT_STRIDE; t++) {
       int at = t * columns_of_row + first + c;
       double expected = c >= num_columns || t >= num_tokens ? (double)untouched
-                        : half ? half_value(((uint16_t *)b.data)[at]) * factor : ((float *)b.data)[at] * factor;
+                        : half                              ? half_value(((uint16_t *)b.data)[at]) * factor
+                                                            : ((float *)b.data)[at] * factor;
       if (out[c * OUT_STRIDE + t] != (float)expected)
         fail("half=%d tokens=%d columns=%d of %d: [%d][%d] is %a, not %a", half, num_tokens, num_columns,
              columns_of_row, c, t, out[c * OUT_STRIDE + t], expected);
@@ -173,7 +174,8 @@ static void fill_softmax_row(softmax_state *state, int i, int num_tokens) {
   for (int t = 0; t < KVEDGE_TILE; t++) {
     int hidden = masked == 0 || (masked == 1 && random_below(3));
     scores[t] = t >= num_tokens ? NAN /* left over from an earlier tile */
-                : hidden ? -INFINITY : random_signed(size);
+                : hidden        ? -INFINITY
+                                : random_signed(size);
   }
   if (random_below(4) == 0) scores[random_below(num_tokens)] = state->max[i]; /* the same maximum again */
 }
@@ -188,8 +190,7 @@ static void check_softmax_row(const softmax_state *before, const softmax_state *
     fail("tokens=%d: maximum %g, neither %g nor %g", num_tokens, after->max[i], m, old);
   m = after->max[i];
   if (!is_power(after->rescale[i], before->max[i], m, factor))
-    fail("tokens=%d: rescale of %.9g, %.9g, factor %g: %.9g", num_tokens, before->max[i], m, factor,
-         after->rescale[i]);
+    fail("tokens=%d: rescale of %.9g, %.9g, factor %g: %.9g", num_tokens, before->max[i], m, factor, after->rescale[i]);
   for (int t = end_of_blocks(num_tokens); t < KVEDGE_TILE; t++)
     if (!isnan(p[t])) fail("tokens=%d: number %d was written", num_tokens, t);
   for (int t = 0; t < end_of_blocks(num_tokens); t++) {

@@ -64,7 +64,8 @@ static int same_picture(const picture *before, const guarded_layer *g) {
 static const kvedge_layer_config plain = {.capacity = 20, .num_kv_heads = 3, .head_dim = 21};
 
 /* plain with a change: with(.capacity = 0) */
-#define with(...) (kvedge_layer_config){.capacity = 20, .num_kv_heads = 3, .head_dim = 21, __VA_ARGS__}
+#define with(...)                                                                                                      \
+  (kvedge_layer_config) { .capacity = 20, .num_kv_heads = 3, .head_dim = 21, __VA_ARGS__ }
 
 static const kvedge_layer_config good[] = {
     {.capacity = 20, .num_kv_heads = 3, .head_dim = 21},
@@ -88,9 +89,16 @@ static float too_large(const kvedge_layer_config *config) {
 #pragma GCC diagnostic ignored "-Woverride-init"
 static void test_bad_configs(void) {
   const kvedge_layer_config bad[] = {
-      with(.capacity = 0), with(.capacity = -1), with(.capacity = (int64_t)1 << 41), with(.num_kv_heads = 0),
-      with(.num_kv_heads = 65537), with(.head_dim = 0), with(.head_dim = 1025), with(.group_size = -1),
-      with(.format = (kvedge_format)KVEDGE_NUM_FORMATS), with(.scale_type = (kvedge_scale_type)2),
+      with(.capacity = 0),
+      with(.capacity = -1),
+      with(.capacity = (int64_t)1 << 41),
+      with(.num_kv_heads = 0),
+      with(.num_kv_heads = 65537),
+      with(.head_dim = 0),
+      with(.head_dim = 1025),
+      with(.group_size = -1),
+      with(.format = (kvedge_format)KVEDGE_NUM_FORMATS),
+      with(.scale_type = (kvedge_scale_type)2),
   };
   begin("bad configs");
   for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
@@ -170,13 +178,17 @@ typedef struct {
   uint16_t infinity;
 } float_type;
 
-static const float_type float_types[] = {{KVEDGE_FLOAT16, 10, -14, 0x7c00}, {KVEDGE_BFLOAT16, 7, -126, 0x7f80}};
+static const float_type float_types[] = {
+    {KVEDGE_FLOAT16,  10, -14,  0x7c00},
+    {KVEDGE_BFLOAT16, 7,  -126, 0x7f80}
+};
 
 /* What a type's bits stand for. */
 static double value_of(const float_type *type, uint16_t bits) {
   const int magnitude = bits & 0x7fff, exponent = magnitude >> type->mantissa_bits;
   const int mantissa = magnitude & ((1 << type->mantissa_bits) - 1), one = exponent ? 1 << type->mantissa_bits : 0;
-  const double value = ldexp(one + mantissa, (exponent ? exponent - 1 : 0) + type->least_exponent - type->mantissa_bits);
+  const double value =
+      ldexp(one + mantissa, (exponent ? exponent - 1 : 0) + type->least_exponent - type->mantissa_bits);
   return bits >> 15 ? -value : value;
 }
 
@@ -188,7 +200,8 @@ static double rounded(const float_type *type, double x) {
 }
 
 static kvedge_status append_one(const float_type *type, float key, float value) {
-  guarded_layer g = new_layer((kvedge_layer_config){.capacity = 1, .num_kv_heads = 1, .head_dim = 1, .format = type->format});
+  guarded_layer g =
+      new_layer((kvedge_layer_config){.capacity = 1, .num_kv_heads = 1, .head_dim = 1, .format = type->format});
   kvedge_status status = kvedge_layer_append(g.layer, &key, &value, 1);
   CHECK(kvedge_layer_len(g.layer) == (status == KVEDGE_OK));
   CHECK((status == KVEDGE_OK) == (*(uint16_t *)g.codes[0].data != 0x5555)); /* refused: no byte was written */
@@ -202,8 +215,8 @@ static void test_rounding_to_16_bits(void) {
   for (int t = 0; t < 2; t++) {
     const float_type *type = &float_types[t];
     const int tokens = type->infinity - 1; /* the last tie is beyond what can be stored */
-    guarded_layer g = new_layer((kvedge_layer_config){.capacity = tokens, .num_kv_heads = 1, .head_dim = 4,
-                                                      .format = type->format});
+    guarded_layer g =
+        new_layer((kvedge_layer_config){.capacity = tokens, .num_kv_heads = 1, .head_dim = 4, .format = type->format});
     float *keys = malloc((size_t)tokens * 4 * sizeof *keys), *values = malloc((size_t)tokens * 4 * sizeof *values);
     float *out = malloc((size_t)tokens * 4 * sizeof *out);
     for (int i = 0; i < tokens; i++) {
@@ -234,7 +247,8 @@ static void test_range_of_16_bits(void) {
   begin("range of 16 bits");
   const float first_refused[] = {65520.0f, 0x1.ffp127f};
   for (int t = 0; t < 2; t++) {
-    const float least = first_refused[t], most = nextafterf(least, 0.0f), refused[] = {least, nextafterf(least, INFINITY), FLT_MAX};
+    const float least = first_refused[t], most = nextafterf(least, 0.0f),
+                refused[] = {least, nextafterf(least, INFINITY), FLT_MAX};
     CHECK(append_one(&float_types[t], most, -most) == KVEDGE_OK);
     CHECK(append_one(&float_types[t], FLT_TRUE_MIN, -FLT_TRUE_MIN) == KVEDGE_OK);
     for (int i = 0; i < 3; i++)
@@ -254,7 +268,8 @@ static void test_read_back(void) {
     float *keys = random_floats(20 * row, 3.0f), *values = random_floats(20 * row, 3.0f);
     float *offset = random_floats(row, 10.0f), *out = malloc(20 * row * sizeof *out);
     int centred = good[c].format == KVEDGE_INT8;
-    const double errors[] = {13.0 / 127.0 * 0.51, 0.0, 0x1p-10, 0x1p-7}; /* of elements up to 3; int8: keys - offset, 13 */
+    const double errors[] = {13.0 / 127.0 * 0.51, 0.0, 0x1p-10,
+                             0x1p-7}; /* of elements up to 3; int8: keys - offset, 13 */
     double allowed = errors[good[c].format];
     CHECK((kvedge_layer_set_key_offset(g.layer, offset) == KVEDGE_OK) == centred);
     CHECK(kvedge_layer_append(g.layer, keys, values, 20) == KVEDGE_OK);
@@ -289,8 +304,7 @@ static void test_refused_rows_above_len(void) {
     CHECK(kvedge_layer_append(g.layer, keys, values, 1500) == KVEDGE_ERROR_NONFINITE);
     CHECK(kvedge_layer_write(g.layer, 300, keys, values, 1500) == KVEDGE_ERROR_NONFINITE);
     values[1500 * row - 1] = too_large(&config);
-    if (too_large(&config) > 0.0f)
-      CHECK(kvedge_layer_append(g.layer, keys, values, 1500) == KVEDGE_ERROR_SCALE);
+    if (too_large(&config) > 0.0f) CHECK(kvedge_layer_append(g.layer, keys, values, 1500) == KVEDGE_ERROR_SCALE);
     CHECK(same_picture(&before, &g));
     free(before.bytes);
     free(keys), free(values), free_layer(&g);

@@ -29,8 +29,8 @@ static block new_bias(int n, float size) {
   return b;
 }
 
-#define FOR_LENGTHS(n, repeats)           \
-  for (int n = 1; n <= KVEDGE_TILE; n++) \
+#define FOR_LENGTHS(n, repeats)                                                                                        \
+  for (int n = 1; n <= KVEDGE_TILE; n++)                                                                               \
     for (int repeat = 0; repeat < repeats; repeat++)
 
 static void to_logits_case(int n, double factor, double bias, float size, float cap) {
@@ -59,8 +59,8 @@ static void test_to_logits(void) {
   static const float caps[] = {0.0f, 0.5f, 5.0f, 50.0f, 1e6f, 1e-38f, 1e-40f, 3e38f};
   begin("%s to_logits", kernels->name);
   FOR_LENGTHS(n, 3)
-    to_logits_case(n, factors[random_below(8)], random_below(2) ? 0.0 : random_signed(random_below(2) ? 10.0f : 1e30f),
-                   sizes[random_below(5)], caps[random_below(8)]);
+  to_logits_case(n, factors[random_below(8)], random_below(2) ? 0.0 : random_signed(random_below(2) ? 10.0f : 1e30f),
+                 sizes[random_below(5)], caps[random_below(8)]);
   for (int c = 1; c <= 4; c++) /* near where one formula takes over from the other, and where tanh is 1 */
     for (int i = 0; i < 40; i++)
       to_logits_case(KVEDGE_TILE, i < 20 ? 0.51 * caps[c] : 20.0 * caps[c], 0.0, 1.0f, caps[c]);

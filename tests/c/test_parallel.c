@@ -45,8 +45,8 @@ static void test_many_small_jobs(void) {
     int num_tasks = 1 + i % MAX_TASKS_HERE, num_threads = 1 + i % 5, num_collected = 0, num_wrong = 0;
     kvedge_job *job = kvedge_job_take(sizeof(squares));
     squares *s = kvedge_job_memory(job);
-    *s = (squares){.num_tasks = num_tasks, .in_order = num_threads == 1, .num_collected = &num_collected,
-                   .num_wrong = &num_wrong};
+    *s = (squares){
+        .num_tasks = num_tasks, .in_order = num_threads == 1, .num_collected = &num_collected, .num_wrong = &num_wrong};
     kvedge_work work = {.context = s, .num_tasks = num_tasks, .run = square, .collect = collect_square};
     kvedge_job_run(job, work, num_threads);
     if (num_wrong || num_collected != num_tasks) fail("%d tasks, %d threads", num_tasks, num_threads);

@@ -17,10 +17,15 @@
 #include "kvedge.h"
 
 enum {
-  HEADS = 8, KV_HEADS = 4, GROUP = HEADS / KV_HEADS, DIM = 64,
+  HEADS = 8,
+  KV_HEADS = 4,
+  GROUP = HEADS / KV_HEADS,
+  DIM = 64,
   TOKEN = KV_HEADS * DIM, /* values */
   CAPACITY = 2048,        /* with MAX_ROWS rows enough to wake helpers on every path */
-  MAX_ROWS = 8, MAX_WRITE = 96, NUM_READERS = 4,
+  MAX_ROWS = 8,
+  MAX_WRITE = 96,
+  NUM_READERS = 4,
 };
 
 /* ---- Tokens ---- */
@@ -48,7 +53,7 @@ static void fill_tokens(float *keys, float *values, int64_t start, int64_t count
 
 typedef struct {
   kvedge_attention_options options;
-  int64_t len;      /* tokens seen by the last row, if causal */
+  int64_t len; /* tokens seen by the last row, if causal */
   int num_rows;
   int with_mask, with_bias;
 } call;
@@ -253,7 +258,8 @@ static void *read_layer(void *argument) {
         case 1: read_rows(r, below(r, 2), len); break;
         case 2: read_sliced(r, kind, len); break;
         case 3: read_attend_unsized(r, below(r, 2)); break;
-        case 4: if (below(r, 8) == 0) read_too_many(r); /* fall through */
+        case 4:
+          if (below(r, 8) == 0) read_too_many(r); /* fall through */
         default: read_attend(r, kind, len);
       }
     }
@@ -302,15 +308,16 @@ static void join_all(pthread_t *threads, reader *readers) {
   }
   for (int i = 0; i < NUM_READERS; i++) {
     for (long n = 0; n < readers[i].done - readers[i].wrong; n++) end_case();
-    if (readers[i].wrong) fail("%ld of %ld wrong, first: %s", readers[i].wrong, readers[i].done, readers[i].what), end_case();
+    if (readers[i].wrong)
+      fail("%ld of %ld wrong, first: %s", readers[i].wrong, readers[i].done, readers[i].what), end_case();
   }
 }
 
 static void test_layer(kvedge_format format, kvedge_scale_type scale_type) {
   begin("%s, %s%s", format == KVEDGE_INT8 ? "int8" : "float32", kvedge_isa_name(),
         scale_type == KVEDGE_SCALE_FLOAT16 ? ", float16 scales" : "");
-  const kvedge_layer_config config = {.format = format, .scale_type = scale_type, .capacity = CAPACITY,
-                                      .num_kv_heads = KV_HEADS, .head_dim = DIM};
+  const kvedge_layer_config config = {
+      .format = format, .scale_type = scale_type, .capacity = CAPACITY, .num_kv_heads = KV_HEADS, .head_dim = DIM};
   pthread_t threads[NUM_READERS + 1];
   reader readers[NUM_READERS];
   CHECK(kvedge_layer_create(&config, &layer) == KVEDGE_OK);
@@ -346,8 +353,12 @@ static void *read_pool(void *argument) {
       if (n > 0) calls[n].options = options;
       options = calls[n].options;
       options.num_tokens = calls[n].options.num_tokens = 0; /* a sequence has its own len */
-      sequences[n] = (kvedge_sequence){.blocks = tables[s], .len = len, .query = queries, .num_rows = calls[n].num_rows,
-                                       .out = out + n * MAX_ROWS * HEADS * DIM, .lse = lse[n]};
+      sequences[n] = (kvedge_sequence){.blocks = tables[s],
+                                       .len = len,
+                                       .query = queries,
+                                       .num_rows = calls[n].num_rows,
+                                       .out = out + n * MAX_ROWS * HEADS * DIM,
+                                       .lse = lse[n]};
       n++;
     }
     if (n == 0) continue;
@@ -361,8 +372,8 @@ static void *read_pool(void *argument) {
 
 static void test_pool(kvedge_format format) {
   begin("a pool of blocks, %s", format == KVEDGE_INT8 ? "int8" : "float32");
-  const kvedge_layer_config config = {.format = format, .capacity = NUM_BLOCKS * BLOCK, .num_kv_heads = KV_HEADS,
-                                      .head_dim = DIM};
+  const kvedge_layer_config config = {
+      .format = format, .capacity = NUM_BLOCKS * BLOCK, .num_kv_heads = KV_HEADS, .head_dim = DIM};
   pthread_t threads[NUM_READERS + 1];
   reader readers[NUM_READERS];
   for (int i = 0; i < NUM_BLOCKS; i++) /* neighbours now and then */

@@ -115,7 +115,8 @@ static void open_layer(void) {
   if (one_in(32)) check_bad_configs(config);
   it.config = config;
   if (!config.group_size || config.group_size > config.head_dim) it.config.group_size = config.head_dim;
-  int groups = (config.head_dim + it.config.group_size - 1) / it.config.group_size, is_int8 = config.format == KVEDGE_INT8;
+  int groups = (config.head_dim + it.config.group_size - 1) / it.config.group_size,
+      is_int8 = config.format == KVEDGE_INT8;
   it.entry = (int64_t)config.num_kv_heads * config.head_dim;
   it.row_bytes[0] = it.row_bytes[1] = (size_t)it.entry * (is_int8 ? 1 : 4);
   it.row_bytes[2] = it.row_bytes[3] =
@@ -160,7 +161,8 @@ static void open_layer(void) {
 static void close_layer(void) {
   kvedge_quiesce();
   if (it.created) kvedge_layer_destroy(it.layer);
-  release(it.memory), release(it.written), release(it.is_given), release(it.offset), release(it.given[0]), release(it.given[1]);
+  release(it.memory), release(it.written), release(it.is_given), release(it.offset), release(it.given[0]),
+      release(it.given[1]);
   for (int i = 0; i < NUM_ARRAYS; i++) release(it.own[i]), release(it.copies[i]);
 }
 
@@ -257,9 +259,11 @@ static void fill_call(void) {
         for (size_t j = 0; j < bytes; j++) at[j] = (char)(random_bits() % 255 - 127);
       } else if (it.config.scale_type == KVEDGE_SCALE_FLOAT16) {
         for (size_t j = 0; j < bytes; j += 2)
-          *(uint16_t *)(at + j) = (uint16_t)(style < ORDINARY_STYLES ? 0x1c00 + random_bits() % 0x800 : random_bits() % 0x7c00);
+          *(uint16_t *)(at + j) =
+              (uint16_t)(style < ORDINARY_STYLES ? 0x1c00 + random_bits() % 0x800 : random_bits() % 0x7c00);
       } else {
-        for (size_t j = 0; j < bytes; j += 4) *(float *)(at + j) = fabsf(element_of(style, (int)(random_bits() % 250) - 125, 0));
+        for (size_t j = 0; j < bytes; j += 4)
+          *(float *)(at + j) = fabsf(element_of(style, (int)(random_bits() % 250) - 125, 0));
       }
     }
     note_rows(position, n);
@@ -363,7 +367,14 @@ typedef struct {
 
 /* An array over heads, rows and tokens in any order, repeated along some of them: strides, and its size. */
 static size_t next_strides(const int64_t sizes[3], int64_t strides[3]) {
-  static const int orders[6][3] = {{0, 1, 2}, {0, 1, 2}, {1, 0, 2}, {0, 2, 1}, {2, 1, 0}, {1, 2, 0}};
+  static const int orders[6][3] = {
+      {0, 1, 2},
+      {0, 1, 2},
+      {1, 0, 2},
+      {0, 2, 1},
+      {2, 1, 0},
+      {1, 2, 0}
+  };
   const int *order = orders[next_below(6)];
   int repeats = next_byte() & 7, last = 0;
   int64_t stride = one_in(4) ? 2 : 1;
@@ -413,10 +424,12 @@ static void next_options(attention_call *c, int no_masks) {
   } else {
     unsigned chosen = next_byte(), more = next_byte();
     o->causal = chosen % 4 != 3;
-    if (chosen >> 2 & 1) o->scale = ONE_OF(float, 0.3f, -0.2f, 0.0f, 1.0f, 1e30f, -1e-30f, INFINITY, -INFINITY, 1e-45f, 3e38f);
+    if (chosen >> 2 & 1)
+      o->scale = ONE_OF(float, 0.3f, -0.2f, 0.0f, 1.0f, 1e30f, -1e-30f, INFINITY, -INFINITY, 1e-45f, 3e38f);
     if (chosen >> 3 & 1) o->window = next_tokens(c->ref.len);
     if (chosen >> 4 & 1) o->sink_tokens = next_tokens(c->ref.len);
-    if (chosen >> 5 & 1) o->softcap = ONE_OF(float, 1.5f, 50.0f, 30.0f, 1e-30f, 1e30f, 1.2e-38f, 3.4e38f, -1.0f, NAN, INFINITY);
+    if (chosen >> 5 & 1)
+      o->softcap = ONE_OF(float, 1.5f, 50.0f, 30.0f, 1e-30f, 1e30f, 1.2e-38f, 3.4e38f, -1.0f, NAN, INFINITY);
     if (chosen >> 6 & 1) o->precision_bits = ONE_OF(int, 8, 16, 24, 24, 0, 12, 32, -8);
     if (more & 1) o->sink_logits = c->sinks = next_per_head(c->ref.num_heads);
     if (more & 2) o->alibi_slopes = c->slopes = next_per_head(c->ref.num_heads);
@@ -485,7 +498,8 @@ static void load_tokens(attention_call *c, const int32_t *blocks, int64_t block_
 }
 
 static void free_call(attention_call *c) {
-  release(c->query), release(c->sinks), release(c->slopes), release(c->mask), release(c->bias), release(c->out), release(c->lse);
+  release(c->query), release(c->sinks), release(c->slopes), release(c->mask), release(c->bias), release(c->out),
+      release(c->lse);
   release(c->keys), release(c->values);
 }
 
@@ -494,7 +508,12 @@ static int is_number(float x) { return x == 0.0f || isnormal(x); }
 /* The contract, docs/numerics.md; and what rounding float logits of this amplitude may cost. */
 static double allowed_error(const attention_call *c, const ref_row *r, double largest) {
   int bits = c->ref.options.precision_bits;
-  double of_largest = bits == 24 ? 3e-5 : bits == 8 ? 5e-2 : 2e-4, of_spread = bits == 24 ? 1e-6 : bits == 8 ? 2e-1 : 2e-5;
+  double of_largest = bits == 24  ? 3e-5
+                      : bits == 8 ? 5e-2
+                                  : 2e-4,
+         of_spread = bits == 24  ? 1e-6
+                     : bits == 8 ? 2e-1
+                                 : 2e-5;
   if (bits == 16) of_spread = 1e-3;
   /* Where all that is seen cancels or has next to no weight, results are what is left of much larger terms. */
   return of_largest * largest + (of_spread + 4e-7 * r->amplitude) * r->spread + 1e-12 * r->largest;
@@ -514,13 +533,14 @@ static void check_row(const attention_call *c, const ref_row *r, const double *e
     REQUIRE(is_number(out[d]), "out %zu, %d: %g", at, d, out[d]);
     REQUIRE(fabs(out[d]) <= most, "out %zu, %d: %g, but values are at most %g", at, d, out[d], r->largest);
     if (ordinary)
-      REQUIRE(fabs(out[d] - expected[d]) <= allowed + 2e-38, "out %zu, %d: %g, not %g; allowed %g (path %s)", at, d, out[d],
-              expected[d], allowed, kvedge_isa_name());
+      REQUIRE(fabs(out[d] - expected[d]) <= allowed + 2e-38, "out %zu, %d: %g, not %g; allowed %g (path %s)", at, d,
+              out[d], expected[d], allowed, kvedge_isa_name());
   }
   if (!c->with_lse) return;
   REQUIRE(lse == -INFINITY || is_number(lse), "lse %zu: %g", at, lse);
   REQUIRE((lse == -INFINITY) == (r->lse == -INFINITY), "lse %zu: %g, not %g", at, lse, r->lse);
-  double of_lse = 3.0 * allowed_error(c, &(ref_row){.spread = 1.0, .amplitude = r->amplitude}, 1.0) * fmax(1.0, fabs(r->lse));
+  double of_lse =
+      3.0 * allowed_error(c, &(ref_row){.spread = 1.0, .amplitude = r->amplitude}, 1.0) * fmax(1.0, fabs(r->lse));
   if (ordinary && r->lse != -INFINITY)
     REQUIRE(fabs(lse - r->lse) <= of_lse, "lse %zu: %g, not %g; allowed %g", at, lse, r->lse, of_lse);
 }
@@ -532,7 +552,8 @@ static void check_results(const attention_call *c) {
   ref_row *of_rows = exact(rows * sizeof *of_rows);
   double largest = 0.0;
   for (size_t i = 0; i < rows; i++) {
-    of_rows[i] = reference(f, (int)(i % (size_t)f->num_heads), (int64_t)(i / (size_t)f->num_heads), room, expected + i * dim);
+    of_rows[i] =
+        reference(f, (int)(i % (size_t)f->num_heads), (int64_t)(i / (size_t)f->num_heads), room, expected + i * dim);
     for (size_t d = 0; d < dim; d++) largest = fmax(largest, fabs(expected[i * dim + d]));
   }
   for (size_t i = 0; i < rows; i++) check_row(c, &of_rows[i], expected + i * dim, largest, i);
@@ -570,8 +591,9 @@ static void check_slices(const attention_call *c) {
   void *memory = exact_aligned(bytes, 64);
   float *out = exact(c->num_out * sizeof *out), *lse = c->with_lse ? exact(c->num_lse * sizeof *lse) : NULL;
   if (bytes)
-    REQUIRE(kvedge_attention_init(memory, bytes - 1, it.layer, c->query, f->num_rows, f->num_heads, c->options, slots, out,
-                                  lse, &a) == (c->expected ? c->expected : KVEDGE_ERROR_MEMORY), "a byte too few");
+    REQUIRE(kvedge_attention_init(memory, bytes - 1, it.layer, c->query, f->num_rows, f->num_heads, c->options, slots,
+                                  out, lse, &a) == (c->expected ? c->expected : KVEDGE_ERROR_MEMORY),
+            "a byte too few");
   kvedge_status status = kvedge_attention_init(memory, bytes, it.layer, c->query, f->num_rows, f->num_heads, c->options,
                                                slots, out, lse, &a);
   REQUIRE(status == c->expected, "status %d, not %d", status, c->expected);
@@ -587,7 +609,8 @@ static void check_slices(const attention_call *c) {
     for (int i = 0; i < count; i++) kvedge_attention_collect(a, first + i, i);
   }
   if (status == KVEDGE_OK) {
-    REQUIRE(!memcmp(out, c->out, c->num_out * sizeof *out), "slices give another out (%d slices, %d slots)", slices, slots);
+    REQUIRE(!memcmp(out, c->out, c->num_out * sizeof *out), "slices give another out (%d slices, %d slots)", slices,
+            slots);
     if (lse) REQUIRE(!memcmp(lse, c->lse, c->num_lse * sizeof *lse), "slices give another lse");
   }
   release(memory), release(out), release(lse);
@@ -729,7 +752,8 @@ static int64_t next_table(int64_t block_size, int64_t most, int32_t **table) {
   int64_t next = num_blocks ? next_word() % num_blocks : 0;
   while (len < wanted && num_blocks) {
     int64_t tokens = wanted - len < block_size ? wanted - len : block_size, tried = 0;
-    while (tried++ < num_blocks && !all_written(next * block_size, next * block_size + tokens)) next = (next + 1) % num_blocks;
+    while (tried++ < num_blocks && !all_written(next * block_size, next * block_size + tokens))
+      next = (next + 1) % num_blocks;
     if (tried > num_blocks) break;
     blocks[len / block_size] = (int32_t)next;
     len += tokens;
@@ -769,8 +793,12 @@ static void batch_call(void) {
     }
     next_query(c);
     if (c->expected != KVEDGE_OK && expected == KVEDGE_OK) expected = c->expected;
-    sequences[made] = (kvedge_sequence){.blocks = tables[made], .len = len, .query = c->query, .num_rows = c->ref.num_rows,
-                                        .out = c->out, .lse = c->with_lse ? c->lse : NULL};
+    sequences[made] = (kvedge_sequence){.blocks = tables[made],
+                                        .len = len,
+                                        .query = c->query,
+                                        .num_rows = c->ref.num_rows,
+                                        .out = c->out,
+                                        .lse = c->with_lse ? c->lse : NULL};
     made++;
   }
   if (made && one_in(16)) { /* a block that the pool does not have */
@@ -816,7 +844,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size) {
   put(0, it.config.capacity - next_byte() % it.config.capacity, next_below(2), 1, 0);
   for (int i = 0; i < MAX_CALLS && !program_ended(); i++) {
     switch (next_below(16)) {
-      case 0: case 1: append_call(); break;
+      case 0:
+      case 1: append_call(); break;
       case 2: write_call(); break;
       case 3: fill_call(); break;
       case 4: set_len_call(); break;
@@ -824,7 +853,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size) {
       case 6: get_call(); break;
       case 7: choose_path(); break;
       case 8: scores_call(); break;
-      case 9: case 10: batch_call(); break;
+      case 9:
+      case 10: batch_call(); break;
       default: attend_call();
     }
   }

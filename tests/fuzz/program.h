@@ -44,7 +44,7 @@ static inline int next_word(void) {
   return (int)(high << 8 | next_byte());
 }
 
-#define ONE_OF(type, ...) \
+#define ONE_OF(type, ...)                                                                                              \
   ((const type[]){__VA_ARGS__}[next_byte() % (sizeof((const type[]){__VA_ARGS__}) / sizeof(type))])
 
 /* Numbers of tokens that a caller might hand over by mistake, or as "everything". */
@@ -55,14 +55,14 @@ static inline int64_t extreme_int(void) {
 
 /* ---- Failing ------------------------------------------------------------------------------------- */
 
-#define REQUIRE(condition, ...)                                              \
-  do {                                                                       \
-    if (!(condition)) {                                                      \
-      fprintf(stderr, "%s:%d: not so: %s: ", __FILE__, __LINE__, #condition); \
-      fprintf(stderr, __VA_ARGS__);                                          \
-      fprintf(stderr, "\n");                                                 \
-      abort();                                                               \
-    }                                                                        \
+#define REQUIRE(condition, ...)                                                                                        \
+  do {                                                                                                                 \
+    if (!(condition)) {                                                                                                \
+      fprintf(stderr, "%s:%d: not so: %s: ", __FILE__, __LINE__, #condition);                                          \
+      fprintf(stderr, __VA_ARGS__);                                                                                    \
+      fprintf(stderr, "\n");                                                                                           \
+      abort();                                                                                                         \
+    }                                                                                                                  \
   } while (0)
 
 /* ---- Memory: each array exactly as large as it must be --------------------------------------------- */
@@ -80,7 +80,8 @@ static inline void reserve_slots(void) {
   slots = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (slots == MAP_FAILED) perror("mmap"), exit(2);
   for (int i = 0; i < NUM_SLOTS; i++)
-    if (mprotect(slots + (size_t)i * (SLOT_BYTES + PAGE_BYTES) + SLOT_BYTES, PAGE_BYTES, PROT_NONE)) perror("mprotect"), exit(2);
+    if (mprotect(slots + (size_t)i * (SLOT_BYTES + PAGE_BYTES) + SLOT_BYTES, PAGE_BYTES, PROT_NONE))
+      perror("mprotect"), exit(2);
 }
 
 /* Nothing may depend on it: without value for MemorySanitizer, else bytes that make NaNs. */
@@ -97,7 +98,8 @@ static inline void *exact_aligned(size_t bytes, size_t alignment) {
   for (int i = 0; i < NUM_SLOTS && guarded && bytes <= SLOT_BYTES - 64; i++) {
     if (slot_taken[i]) continue;
     slot_taken[i] = 1;
-    memory = slots + (size_t)i * (SLOT_BYTES + PAGE_BYTES) + SLOT_BYTES - (bytes + alignment - 1) / alignment * alignment;
+    memory =
+        slots + (size_t)i * (SLOT_BYTES + PAGE_BYTES) + SLOT_BYTES - (bytes + alignment - 1) / alignment * alignment;
     break;
   }
   if (!memory && alignment == 1) memory = malloc(bytes ? bytes : 1);

@@ -33,13 +33,13 @@ static inline double half_value(uint16_t half) {
 static inline double clamped(double x) { return x > FLT_MAX ? FLT_MAX : x < -FLT_MAX ? -FLT_MAX : x; }
 
 /* One element of a row that is stored; `row` counts (token, head) pairs. */
-static inline double stored_value(const kvedge_layer_config *config, const void *codes, const void *scales,
-                                  int64_t row, int d) {
+static inline double stored_value(const kvedge_layer_config *config, const void *codes, const void *scales, int64_t row,
+                                  int d) {
   if (config->format == KVEDGE_FLOAT32) return ((const float *)codes)[row * config->head_dim + d];
   int group = config->group_size, groups = (config->head_dim + group - 1) / group;
   int64_t at = row * groups + d / group;
   double scale = config->scale_type == KVEDGE_SCALE_FLOAT16 ? half_value(((const uint16_t *)scales)[at])
-                                                           : (double)((const float *)scales)[at];
+                                                            : (double)((const float *)scales)[at];
   return clamped(((const int8_t *)codes)[row * config->head_dim + d] * scale);
 }
 
@@ -66,7 +66,8 @@ static inline double ref_score(const ref_call *c, int head, int64_t row, int64_t
   int kv_head = kv_head_of(c, head);
   const float *q = c->query + (row * c->num_heads + head) * c->dim;
   const double *k = c->keys + (token * c->num_kv_heads + kv_head) * c->dim;
-  double sum = 0.0, largest = 1e-31, keys = 0.0; /* channels of a query below 2^-126 count for nothing (csrc/attention/query.c) */
+  double sum = 0.0, largest = 1e-31,
+         keys = 0.0; /* channels of a query below 2^-126 count for nothing (csrc/attention/query.c) */
   for (int d = 0; d < c->dim; d++) {
     double offset = c->offset ? c->offset[kv_head * c->dim + d] : 0.0;
     sum += q[d] * k[d];

@@ -42,10 +42,8 @@ static void KVEDGE_NAME(quantize)(const float *x, size_t n, float inverse, int8_
   size_t i = 0;
   for (; i + 32 <= n; i += 32) {
     __m256i part[4];
-    for (int j = 0; j < 4; j++)
-      part[j] = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x + i + 8 * j), factor));
-    __m256i packed = _mm256_packs_epi16(_mm256_packs_epi32(part[0], part[1]),
-                                        _mm256_packs_epi32(part[2], part[3]));
+    for (int j = 0; j < 4; j++) part[j] = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x + i + 8 * j), factor));
+    __m256i packed = _mm256_packs_epi16(_mm256_packs_epi32(part[0], part[1]), _mm256_packs_epi32(part[2], part[3]));
     _mm256_storeu_si256((__m256i *)(codes + i), _mm256_permutevar8x32_epi32(packed, order));
   }
   for (; i + 8 <= n; i += 8) {
@@ -103,8 +101,8 @@ KVEDGE_INLINE __m256 exp2_of(__m256 x) {
   return _mm256_and_ps(y, _mm256_cmp_ps(x, _mm256_set1_ps(EXP2_NOTHING), _CMP_GT_OQ));
 }
 
-static void KVEDGE_NAME(softmax)(float *scores, int num_queries, int num_tokens, const float *factor,
-                                 float *max, float *sum, float *rescale) {
+static void KVEDGE_NAME(softmax)(float *scores, int num_queries, int num_tokens, const float *factor, float *max,
+                                 float *sum, float *rescale) {
   int padded = (num_tokens + 7) / 8 * 8;
   float fallen[KVEDGE_STACK]; /* old maximum minus new, times factor */
   for (int i = 0; i < num_queries; i++) {
@@ -195,6 +193,7 @@ static void KVEDGE_NAME(transpose_scales)(const void *scales, kvedge_scale_type 
                             num_columns, factor, out + done, out_stride);
 }
 
+/* clang-format off */
 #define KVEDGE_TABLE(isa)                                                                                          \
   {                                                                                                                \
       .name = isa,                                                                                                 \
@@ -216,3 +215,4 @@ static void KVEDGE_NAME(transpose_scales)(const void *scales, kvedge_scale_type 
       .read_bytes = KVEDGE_NAME(read_bytes),                                                                       \
       .multiply = KVEDGE_NAME(multiply),                                                                           \
   }
+/* clang-format on */

@@ -14,8 +14,8 @@ enum { SCORES = 8 }; /* made at a time: 8 tokens of 1 query, 4 of 2, 2 of 4; a r
  * which take the place of all three planes. */
 enum { CODES_OF_16 = KVEDGE_CODE_BYTES * 16, FLOATS_AT = 32 };
 
-static void KVEDGE_NAME(encode_query)(const float *x, int dim, float factor, float largest, int8_t *codes,
-                                      float *scale, int32_t *offsets) {
+static void KVEDGE_NAME(encode_query)(const float *x, int dim, float factor, float largest, int8_t *codes, float *scale,
+                                      int32_t *offsets) {
   float inverse = largest > QUERY_NOTHING ? QUERY_MAX / largest : 0.0f;
   for (int d = 0; d < kvedge_padded_channels(dim); d += 16, codes += CODES_OF_16) {
     __m256i high[2];
@@ -37,8 +37,8 @@ static void KVEDGE_NAME(encode_query)(const float *x, int dim, float factor, flo
 KVEDGE_INLINE __m256 reduce_add_8_i32(const __m256i x[SCORES]) {
   __m256i first = _mm256_hadd_epi32(_mm256_hadd_epi32(x[0], x[1]), _mm256_hadd_epi32(x[2], x[3]));
   __m256i second = _mm256_hadd_epi32(_mm256_hadd_epi32(x[4], x[5]), _mm256_hadd_epi32(x[6], x[7]));
-  return _mm256_cvtepi32_ps(_mm256_add_epi32(_mm256_permute2x128_si256(first, second, 0x20),
-                                             _mm256_permute2x128_si256(first, second, 0x31)));
+  return _mm256_cvtepi32_ps(
+      _mm256_add_epi32(_mm256_permute2x128_si256(first, second, 0x20), _mm256_permute2x128_si256(first, second, 0x31)));
 }
 
 /* sum += products of 16 channels of rows from `channel` on, of which n are there. (Constants where this is inlined:
@@ -151,8 +151,8 @@ KVEDGE_INLINE void store_scores(__m256 score, const int tokens, float *scores) {
 /* Scores of a run's tokens for `count` queries, 1, 2 or 4: (count, KVEDGE_TILE). (Constants where this is inlined:
  * count, of_floats.) */
 KVEDGE_INLINE void score_run(const kvedge_run *run, ptrdiff_t token_stride, int dim, const int8_t *codes,
-                             ptrdiff_t stride, const int of_floats, const int count, __m256 units,
-                             const float *k_scale, float *scores, int accumulate) {
+                             ptrdiff_t stride, const int of_floats, const int count, __m256 units, const float *k_scale,
+                             float *scores, int accumulate) {
   const int tokens = SCORES / count;
   const int8_t *rows = (const int8_t *)run->rows;
   for (int t = 0; t < run->num_tokens; t += tokens) {
@@ -160,8 +160,8 @@ KVEDGE_INLINE void score_run(const kvedge_run *run, ptrdiff_t token_stride, int 
     const int8_t *row[SCORES];
 #pragma GCC unroll 8
     for (int j = 0; j < tokens; j++) row[j] = rows + (j < left ? t + j : run->num_tokens - 1) * token_stride;
-    __m256 dot = of_floats ? dot_rows_of_floats(codes, stride, count, row, dim)
-                           : dot_rows(codes, stride, count, row, dim);
+    __m256 dot =
+        of_floats ? dot_rows_of_floats(codes, stride, count, row, dim) : dot_rows(codes, stride, count, row, dim);
     /* Behind the loads of these rows, which else wait for the prefetches: Zen 4, dim 64, one query, 3 planes: 1.1 times. */
     if (run->next.first)
       for (int at = 0; at < tokens * dim; at += 64) kvedge_prefetch_line(run->next, t * dim + at);
@@ -182,8 +182,7 @@ KVEDGE_INLINE void score_run(const kvedge_run *run, ptrdiff_t token_stride, int 
 
 /* Scores of all tokens for `count` queries from the `first` on. (Constants as in score_run().) */
 KVEDGE_INLINE void score_queries(const kvedge_query *q, const int of_floats, int first, const int count,
-                                 const kvedge_tile *keys, const kvedge_next_tile *next, float *scores,
-                                 int accumulate) {
+                                 const kvedge_tile *keys, const kvedge_next_tile *next, float *scores, int accumulate) {
   const ptrdiff_t stride = KVEDGE_CODE_BYTES * q->stride;
   float unit[SCORES]; /* (count, tokens) */
   for (int i = 0; i < SCORES; i++)
@@ -199,10 +198,10 @@ KVEDGE_INLINE void score_queries(const kvedge_query *q, const int of_floats, int
 }
 
 /* One function for each case, since GCC 12 spills more registers where all are inlined into one. */
-#define SCORE_QUERIES(name, of_floats, count)                                                                        \
-  static __attribute__((noinline)) void name(const kvedge_query *q, int first, const kvedge_tile *keys,              \
-                                             const kvedge_next_tile *next, float *scores, int accumulate) {          \
-    score_queries(q, of_floats, first, count, keys, next, scores, accumulate);                                       \
+#define SCORE_QUERIES(name, of_floats, count)                                                                          \
+  static __attribute__((noinline)) void name(const kvedge_query *q, int first, const kvedge_tile *keys,                \
+                                             const kvedge_next_tile *next, float *scores, int accumulate) {            \
+    score_queries(q, of_floats, first, count, keys, next, scores, accumulate);                                         \
   }
 SCORE_QUERIES(score_1, 0, 1)
 SCORE_QUERIES(score_2, 0, 2)
@@ -316,17 +315,18 @@ KVEDGE_INLINE void score_block(const int count, const int32_t *codes, const __m2
 /* Whether transposing costs less than sums across lanes: measured. */
 static int are_many(int num_queries, int dim) { return num_queries > (dim <= 128 ? 2 : 4); }
 
-static void score_many(const kvedge_query *q, const kvedge_tile *keys, const kvedge_next_tile *next_tile,
-                       float *scores, int accumulate) {
+static void score_many(const kvedge_query *q, const kvedge_tile *keys, const kvedge_next_tile *next_tile, float *scores,
+                       int accumulate) {
   const int n = q->num_queries, padded = (q->dim + 15) / 16 * 16, num_pairs = padded / 2;
   const float *k_scale = keys->scales;
-  __m256i columns[2][COLUMNS * VECTORS]; /* of a block, and of the next */
+  __m256i columns[2][COLUMNS * VECTORS];             /* of a block, and of the next */
   int8_t rows[KVEDGE_BLOCK * CHANNELS_OF_TWO_BYTES]; /* of a last block, whose last row is repeated */
   int32_t codes[KVEDGE_STACK * 2 * COLUMNS];
   float unit[KVEDGE_STACK];
   for (int i = 0; i < n; i++) unit[i] = q->scale[i * q->scale_stride] * 256.0f;
   pair_codes(q, padded, codes);
-  for (int t = -KVEDGE_BLOCK; t < keys->num_tokens; t += KVEDGE_BLOCK) { /* before the first block it is only transposed */
+  for (int t = -KVEDGE_BLOCK; t < keys->num_tokens;
+       t += KVEDGE_BLOCK) { /* before the first block it is only transposed */
     const int now = t / KVEDGE_BLOCK & 1, left = keys->num_tokens - t - KVEDGE_BLOCK;
     key_block next = {.columns = columns[!now], .stride = keys->token_stride, .dim = q->dim};
     if (left > 0) {
@@ -343,11 +343,11 @@ static void score_many(const kvedge_query *q, const kvedge_tile *keys, const kve
         for (int j = 0; j < VECTORS; j++) transpose_16(&next, d, j);
       continue;
     }
-#define SCORE_BLOCK_OF(count, next)                                                              \
-  score_block(count, codes + i * num_pairs, columns[now], num_pairs, next, unit + i, k_scale + t, \
+#define SCORE_BLOCK_OF(count, next)                                                                                    \
+  score_block(count, codes + i * num_pairs, columns[now], num_pairs, next, unit + i, k_scale + t,                      \
               scores + i * KVEDGE_TILE + t, accumulate)
-#define SCORE_BLOCK(count)                               \
-  if (i == 0 && left > 0) SCORE_BLOCK_OF(count, &next); \
+#define SCORE_BLOCK(count)                                                                                             \
+  if (i == 0 && left > 0) SCORE_BLOCK_OF(count, &next);                                                                \
   else SCORE_BLOCK_OF(count, NULL)
     int i = 0;
     BY_FOURS(n, SCORE_BLOCK)
@@ -359,12 +359,12 @@ static void score_many(const kvedge_query *q, const kvedge_tile *keys, const kve
 static void KVEDGE_NAME(scores_int8)(const kvedge_query *q, const kvedge_tile *keys, float *scores, int accumulate) {
   const int n = q->num_queries;
   const kvedge_next_tile next = kvedge_next_of(keys, q->dim);
-#define SCORE(suffix)                                                                               \
-  {                                                                                                 \
-    int i = 0;                                                                                      \
-    for (; i + 4 <= n; i += 4) score_4##suffix(q, i, keys, &next, scores, accumulate);              \
-    for (; i + 2 <= n; i += 2) score_2##suffix(q, i, keys, &next, scores, accumulate);              \
-    if (i < n) score_1##suffix(q, i, keys, &next, scores, accumulate);                              \
+#define SCORE(suffix)                                                                                                  \
+  {                                                                                                                    \
+    int i = 0;                                                                                                         \
+    for (; i + 4 <= n; i += 4) score_4##suffix(q, i, keys, &next, scores, accumulate);                                 \
+    for (; i + 2 <= n; i += 2) score_2##suffix(q, i, keys, &next, scores, accumulate);                                 \
+    if (i < n) score_1##suffix(q, i, keys, &next, scores, accumulate);                                                 \
   }
   if (q->planes == 3 || q->dim > CHANNELS_OF_TWO_BYTES) SCORE(_of_floats)
   else if (are_many(n, q->dim)) score_many(q, keys, &next, scores, accumulate);

@@ -19,7 +19,7 @@ enum {
 /* Quantizes the weights of up to TOGETHER tokens: codes (num_queries, TOGETHER), with zeros to the end of the last block,
  * and their scales. First all scales, then all codes, so that these need not wait for maxima and divisions. */
 static void quantize_weights(int num_queries, const float *p, const float *v_scale, const float *dither, int num_tokens,
-                           int16_t *codes, float *scale) {
+                             int16_t *codes, float *scale) {
   const int end = (num_tokens + KVEDGE_BLOCK - 1) / KVEDGE_BLOCK * KVEDGE_BLOCK;
   float factor[KVEDGE_STACK]; /* the largest weight, then the factor that quantizes */
   for (int i = 0; i < num_queries; i++) {
@@ -56,8 +56,8 @@ static void quantize_weights(int num_queries, const float *p, const float *v_sca
 /* acc = acc * rescale + sum * scale, 8 channels or the first of them. */
 KVEDGE_INLINE void add_sums(__m256 sum, int num_channels, float scale, float rescale, float *acc) {
   __m256i valid = first_lanes(num_channels);
-  __m256 kept = _mm256_mul_ps(num_channels >= 8 ? _mm256_loadu_ps(acc) : _mm256_maskload_ps(acc, valid),
-                              _mm256_set1_ps(rescale));
+  __m256 kept =
+      _mm256_mul_ps(num_channels >= 8 ? _mm256_loadu_ps(acc) : _mm256_maskload_ps(acc, valid), _mm256_set1_ps(rescale));
   sum = _mm256_fmadd_ps(sum, _mm256_set1_ps(scale), kept);
   if (num_channels >= 8) _mm256_storeu_ps(acc, sum);
   else _mm256_maskstore_ps(acc, valid, sum);
@@ -99,9 +99,10 @@ KVEDGE_INLINE void weigh_pair(const int8_t *first, const int8_t *second, const v
 
 /* Adds the values of runs, of up to TOGETHER tokens together, to `groups` groups of 16 channels, or to num_channels fewer, of `count`
  * queries. Only one group's values are kept. (Constants as in weigh_pair().) */
-KVEDGE_INLINE void weigh_groups(const kvedge_run *run, ptrdiff_t stride, int num_tokens, int channel, const value_source source, __m256i (*kept)[2],
-                                const int groups, int num_channels, const int count, const int16_t *codes,
-                                const float *scale, const float *rescale, float *acc, ptrdiff_t acc_stride) {
+KVEDGE_INLINE void weigh_groups(const kvedge_run *run, ptrdiff_t stride, int num_tokens, int channel,
+                                const value_source source, __m256i (*kept)[2], const int groups, int num_channels,
+                                const int count, const int16_t *codes, const float *scale, const float *rescale,
+                                float *acc, ptrdiff_t acc_stride) {
   /* Few sums are made twice as many, so that products need not wait for those before them. */
   const int chains = count * groups <= 2 ? 2 : 1;
   value_sums sum[2];
@@ -160,13 +161,13 @@ static void weigh_codes(const kvedge_probabilities *p, const kvedge_tile *values
       float *out = to->acc + d;
       n = left < 16 ? left : 16;
       int i = 0;
-#define WEIGH(source, groups, num_channels, count)                                                             \
-  weigh_groups(runs, values->token_stride, num_tokens, d, source, kept, groups, num_channels, count, \
+#define WEIGH(source, groups, num_channels, count)                                                                     \
+  weigh_groups(runs, values->token_stride, num_tokens, d, source, kept, groups, num_channels, count,                   \
                codes + i * TOGETHER, scale + i, rescale + i, out + i * to->stride, to->stride)
-#define WEIGH_ROWS(count)                                               \
-  if (count == 1 && left >= 64) WEIGH(ROWS, 4, 16, count), n = 64;      \
-  else if (count <= 2 && left >= 32) WEIGH(ROWS, 2, 16, count), n = 32; \
-  else if (left >= 16) WEIGH(ROWS, 1, 16, count);                       \
+#define WEIGH_ROWS(count)                                                                                              \
+  if (count == 1 && left >= 64) WEIGH(ROWS, 4, 16, count), n = 64;                                                     \
+  else if (count <= 2 && left >= 32) WEIGH(ROWS, 2, 16, count), n = 32;                                                \
+  else if (left >= 16) WEIGH(ROWS, 1, 16, count);                                                                      \
   else WEIGH(ROWS, 1, n, count)
 #define WEIGH_KEPT(count) WEIGH(KEPT, 1, n, count)
       if (num_queries <= SUM_QUERIES) {
@@ -235,11 +236,11 @@ static void weigh_floats(const kvedge_probabilities *p, const kvedge_tile *value
     runs[i] = kvedge_run_of(values, &next, t, num_tokens);
   for (int d = 0; d < dim; d += 16) {
     int i = 0;
-#define WEIGH(num_channels, count)                                                                    \
-  weigh_16_floats(runs, values->token_stride, num_tokens, i == 0, d, num_channels, count, \
-                  weights + i * KVEDGE_TILE, to->rescale + i, to->acc + i * to->stride + d, to->stride)
-#define WEIGH_16(count)              \
-  if (dim - d >= 16) WEIGH(16, count); \
+#define WEIGH(num_channels, count)                                                                                     \
+  weigh_16_floats(runs, values->token_stride, num_tokens, i == 0, d, num_channels, count, weights + i * KVEDGE_TILE,   \
+                  to->rescale + i, to->acc + i * to->stride + d, to->stride)
+#define WEIGH_16(count)                                                                                                \
+  if (dim - d >= 16) WEIGH(16, count);                                                                                 \
   else WEIGH(dim - d, count)
     BY_FOURS(num_queries, WEIGH_16)
 #undef WEIGH_16

@@ -82,7 +82,7 @@ static void transpose_scales_avx512vnni(const void *scales, kvedge_scale_type ty
                                         int num_tokens, int num_columns, float factor, float *out,
                                         ptrdiff_t out_stride) {
   const int whole = num_tokens / BLOCK * BLOCK;
-#define TRANSPOSE(type, all) \
+#define TRANSPOSE(type, all)                                                                                           \
   transpose_blocks(scales, type, all, token_stride, whole, num_columns, factor, out, out_stride)
   if (type == KVEDGE_SCALE_FLOAT32 && num_columns == 4) TRANSPOSE(KVEDGE_SCALE_FLOAT32, 1);
   else if (type == KVEDGE_SCALE_FLOAT32) TRANSPOSE(KVEDGE_SCALE_FLOAT32, 0);
@@ -169,9 +169,9 @@ KVEDGE_INLINE void softmax_of(const int count, float *scores, int num_tokens, co
   _mm_mask_storeu_ps(sum, queries, _mm_add_ps(_mm_maskz_loadu_ps(queries, sum), reduce_4(ADD, total)));
 }
 
-static void softmax_avx512vnni(float *scores, int num_queries, int num_tokens, const float *factor,
-                               float *max, float *sum, float *alpha) {
-#define SOFTMAX_OF(count) \
+static void softmax_avx512vnni(float *scores, int num_queries, int num_tokens, const float *factor, float *max,
+                               float *sum, float *alpha) {
+#define SOFTMAX_OF(count)                                                                                              \
   softmax_of(count, scores + i * KVEDGE_TILE, num_tokens, factor + i, max + i, sum + i, alpha + i)
   int i = 0;
   BY_FOURS(num_queries, SOFTMAX_OF)
@@ -198,8 +198,7 @@ static uint64_t read_bytes_avx512vnni(const void *p, size_t n) {
   for (int j = 0; j < 8; j++) lane[j] = _mm512_setzero_si512();
   for (size_t i = 0; i < n; i += 512)
 #pragma GCC unroll 8
-    for (int j = 0; j < 8; j++)
-      lane[j] = _mm512_or_si512(lane[j], _mm512_load_si512(bytes + i + 64 * j));
+    for (int j = 0; j < 8; j++) lane[j] = _mm512_or_si512(lane[j], _mm512_load_si512(bytes + i + 64 * j));
   for (int j = 1; j < 8; j++) lane[0] = _mm512_or_si512(lane[0], lane[j]);
   return (uint64_t)_mm512_reduce_or_epi64(lane[0]);
 }
@@ -263,9 +262,9 @@ const kvedge_kernels kvedge_kernels_avx512vnni = {
                                .weighted_sum = weighted_sum_int8_avx512vnni,
                                .scores_of_heads = scores_of_heads_int8_avx512vnni,
                                .weighted_sum_of_heads = weighted_sum_of_heads_int8_avx512vnni},
-              [KVEDGE_FLOAT32] = {.scores = scores_float32_avx512vnni, .weighted_sum = weighted_sum_float32_avx512vnni},
-              [KVEDGE_FLOAT16] = {.scores = scores_float16_avx512vnni, .weighted_sum = weighted_sum_float16_avx512vnni},
-              [KVEDGE_BFLOAT16] = {.scores = scores_bfloat16_avx512vnni,
+               [KVEDGE_FLOAT32] = {.scores = scores_float32_avx512vnni, .weighted_sum = weighted_sum_float32_avx512vnni},
+               [KVEDGE_FLOAT16] = {.scores = scores_float16_avx512vnni, .weighted_sum = weighted_sum_float16_avx512vnni},
+               [KVEDGE_BFLOAT16] = {.scores = scores_bfloat16_avx512vnni,
                                    .weighted_sum = weighted_sum_bfloat16_avx512vnni}},
     .abs_max_bits = abs_max_bits_avx512vnni,
     .quantize = quantize_avx512vnni,

@@ -37,8 +37,10 @@ typedef struct {
 /* Of a tile whose rows have `dim` channels. Where nothing follows, its own rows, which are there anyway. */
 KVEDGE_INLINE lines_ahead lines_of(const kvedge_tile *tile, int dim) {
   const char *const *blocks = tile->next.blocks ? tile->next.blocks : tile->blocks;
-  return (lines_ahead){.block = blocks, .last = blocks + (tile->num_tokens - 1) / BLOCK,
-                       .offset = tile->next.blocks ? tile->next.offset : tile->offset, .size = BLOCK * dim,
+  return (lines_ahead){.block = blocks,
+                       .last = blocks + (tile->num_tokens - 1) / BLOCK,
+                       .offset = tile->next.blocks ? tile->next.offset : tile->offset,
+                       .size = BLOCK * dim,
                        .after = tile->next.in_order ? kvedge_ask_again_after() : 0};
 }
 
@@ -166,7 +168,7 @@ enum {
 };
 
 typedef void scores_function(const kvedge_query *q, const kvedge_tile *keys, float *scores, int accumulate);
-scores_function scores_int8_avx512vnni, scores_of_heads_int8_avx512vnni; /* scores.c */
+scores_function scores_int8_avx512vnni, scores_of_heads_int8_avx512vnni;                          /* scores.c */
 scores_function scores_float32_avx512vnni, scores_float16_avx512vnni, scores_bfloat16_avx512vnni; /* floats.c */
 
 /* Weighted sums by the planes of quantized probabilities: compilers do better with several functions than with one. */

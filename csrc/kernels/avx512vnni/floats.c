@@ -70,8 +70,8 @@ KVEDGE_INLINE void score_rows(const float_format format, const kvedge_query *q, 
   }
 }
 
-KVEDGE_INLINE void score_floats(const float_format format, const kvedge_query *q, const kvedge_tile *keys, float *scores,
-                                int accumulate) {
+KVEDGE_INLINE void score_floats(const float_format format, const kvedge_query *q, const kvedge_tile *keys,
+                                float *scores, int accumulate) {
   const __m512 factor = _mm512_set1_ps(keys->factor);
   const int n = q->num_queries;
   lines_ahead ahead = lines_of(keys, (int)bytes_of(format) * q->dim);
@@ -130,11 +130,11 @@ KVEDGE_INLINE void weigh_floats(const float_format format, const kvedge_probabil
   for (int d = 0, channels; d < values->dim; d += channels) {
     const int left = (values->dim - d + 15) / 16;
     channels = left >= VECTORS ? 16 * VECTORS : 16;
-#define WEIGH_CHANNELS(count)                                                                              \
-  {                                                                                                        \
-    lines_ahead *ahead = i == 0 && values->next.blocks ? &lines : NULL;                                    \
-    if (channels > 16) weigh_channels(format, p, i, count, values, d, VECTORS, ahead, to);                 \
-    else weigh_channels(format, p, i, count, values, d, 1, ahead, to);                                     \
+#define WEIGH_CHANNELS(count)                                                                                          \
+  {                                                                                                                    \
+    lines_ahead *ahead = i == 0 && values->next.blocks ? &lines : NULL;                                                \
+    if (channels > 16) weigh_channels(format, p, i, count, values, d, VECTORS, ahead, to);                             \
+    else weigh_channels(format, p, i, count, values, d, 1, ahead, to);                                                 \
   }
     int i = 0;
     BY_FOURS(p->num_queries, WEIGH_CHANNELS)
@@ -142,13 +142,13 @@ KVEDGE_INLINE void weigh_floats(const float_format format, const kvedge_probabil
   }
 }
 
-#define FLOAT_KERNELS(name, format)                                                                               \
-  void scores_##name##_avx512vnni(const kvedge_query *q, const kvedge_tile *keys, float *scores, int accumulate) { \
-    score_floats(format, q, keys, scores, accumulate);                                                            \
-  }                                                                                                               \
-  void weighted_sum_##name##_avx512vnni(const kvedge_probabilities *p, const kvedge_tile *values,                 \
-                                        const kvedge_accumulators *to) {                                          \
-    weigh_floats(format, p, values, to);                                                                          \
+#define FLOAT_KERNELS(name, format)                                                                                    \
+  void scores_##name##_avx512vnni(const kvedge_query *q, const kvedge_tile *keys, float *scores, int accumulate) {     \
+    score_floats(format, q, keys, scores, accumulate);                                                                 \
+  }                                                                                                                    \
+  void weighted_sum_##name##_avx512vnni(const kvedge_probabilities *p, const kvedge_tile *values,                      \
+                                        const kvedge_accumulators *to) {                                               \
+    weigh_floats(format, p, values, to);                                                                               \
   }
 FLOAT_KERNELS(float32, FLOAT32)
 FLOAT_KERNELS(float16, FLOAT16)

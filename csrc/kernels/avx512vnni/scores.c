@@ -22,8 +22,8 @@
 #include "kernels/avx512vnni/common.h"
 
 enum {
-  PAIR = 2,           /* blocks that are scored together, and share the loads of the queries */
-  SCORE_QUERIES = 4,  /* at a time: x 3 bytes x PAIR = 24 of the 32 registers */
+  PAIR = 2,          /* blocks that are scored together, and share the loads of the queries */
+  SCORE_QUERIES = 4, /* at a time: x 3 bytes x PAIR = 24 of the 32 registers */
 };
 
 /* A block of 16 tokens' keys. */
@@ -104,9 +104,10 @@ KVEDGE_INLINE __m512i code_for_all(const int8_t *codes, ptrdiff_t stride, ptrdif
                                    const int at) {
 #if defined(__GNUC__) && !defined(__clang__) && defined(__OPTIMIZE__)
   typedef int8_t codes_of_all[SCORE_QUERIES * 1024 / 64 * CODES_OF_64]; /* at most: it is said that they are read */
-#define BROADCAST_FROM(address)                                                              \
-  __asm__("vpbroadcastd %c1" address ", %0" : "=v"(four) : "i"(at), "r"(codes), "r"(stride), \
-          "r"(three_strides), "m"(*(const codes_of_all *)codes))
+#define BROADCAST_FROM(address)                                                                                        \
+  __asm__("vpbroadcastd %c1" address ", %0"                                                                            \
+          : "=v"(four)                                                                                                 \
+          : "i"(at), "r"(codes), "r"(stride), "r"(three_strides), "m"(*(const codes_of_all *)codes))
   if (__builtin_constant_p(at)) { /* not so under sanitizers */
     __m512i four;
     if (i == 0) BROADCAST_FROM("(%2)");
@@ -148,9 +149,9 @@ typedef struct {
 
 /* Scores of `blocks` blocks of tokens, one or two, for `count` queries of `bytes` bytes. (Constants where this is
  * inlined, as is `asking` for lines.) */
-KVEDGE_INLINE void score_blocks(const kvedge_query *q, int first, const int count, const int bytes,
-                                const int blocks, const int asking, const key_blocks *k, const float *unit,
-                                const float *k_scale, float *scores, int accumulate) {
+KVEDGE_INLINE void score_blocks(const kvedge_query *q, int first, const int count, const int bytes, const int blocks,
+                                const int asking, const key_blocks *k, const float *unit, const float *k_scale,
+                                float *scores, int accumulate) {
   /* A product waits 5 cycles for the one before it in the same sum: few sums are made twice as many. */
   const int chains = count * bytes * blocks <= 8 ? 2 : 1;
   ptrdiff_t stride = KVEDGE_CODE_BYTES * q->stride, three_strides = 3 * stride;
@@ -193,8 +194,8 @@ KVEDGE_INLINE void score_blocks(const kvedge_query *q, int first, const int coun
 
 KVEDGE_INLINE void score_queries(const kvedge_query *q, const int bytes, const int blocks, const key_blocks *k,
                                  const float *unit, const float *k_scale, float *scores, int accumulate) {
-#define SCORE_BLOCKS_OF(count)                                                                   \
-  if (i == 0) score_blocks(q, i, count, bytes, blocks, 1, k, unit, k_scale, scores, accumulate); \
+#define SCORE_BLOCKS_OF(count)                                                                                         \
+  if (i == 0) score_blocks(q, i, count, bytes, blocks, 1, k, unit, k_scale, scores, accumulate);                       \
   else score_blocks(q, i, count, bytes, blocks, 0, k, unit, k_scale, scores, accumulate)
   int i = 0;
   BY_FOURS(q->num_queries, SCORE_BLOCKS_OF)
@@ -209,7 +210,7 @@ typedef struct {
   int num_tokens;       /* from there on */
   const float *k_scale; /* of them */
   lines_ahead *ahead;
-  float *scores;        /* of them */
+  float *scores; /* of them */
   int accumulate;
 } scoring;
 
@@ -227,7 +228,8 @@ KVEDGE_INLINE void score_many(const scoring *s, const int bytes) {
   for (int t = 0; t < s->num_tokens; t += PAIR * BLOCK) {
     int blocks = s->num_tokens - t > BLOCK ? 2 : 1, block = t / BLOCK;
     for (int b = 0; b < blocks; b++) {
-      key_rows rows = {.rows = block_of(s, block + b), .token_stride = s->keys->token_stride,
+      key_rows rows = {.rows = block_of(s, block + b),
+                       .token_stride = s->keys->token_stride,
                        .num_tokens = s->num_tokens - t - b * BLOCK};
       for (int d = 0; d < q->dim; d += 64) {
         __m512i *to = columns + PAIR * (d / 4) + b;
@@ -249,9 +251,10 @@ KVEDGE_INLINE void multiply_add_code(__m512i *sum, __m512i column, const int8_t 
   const int8_t *from = i < 4 ? codes : codes_of_4;
 #if defined(__GNUC__) && !defined(__clang__) && defined(__OPTIMIZE__)
   typedef int8_t codes_of_all[4 * 1024 / 64 * CODES_OF_64]; /* at most: it is said that they are read */
-#define MULTIPLY_FROM(address)                                                                               \
-  __asm__ volatile("vpdpbusd %c2" address "%{1to16%}, %1, %0"                                                \
-                   : "+v"(*sum) : "v"(column), "i"(at), "r"(from), "r"(stride), "r"(three_strides),          \
+#define MULTIPLY_FROM(address)                                                                                         \
+  __asm__ volatile("vpdpbusd %c2" address "%{1to16%}, %1, %0"                                                          \
+                   : "+v"(*sum)                                                                                        \
+                   : "v"(column), "i"(at), "r"(from), "r"(stride), "r"(three_strides),                                 \
                      "m"(*(const codes_of_all *)from))
   if (__builtin_constant_p(at)) { /* not so under sanitizers */
     if (i % 4 == 0) MULTIPLY_FROM("(%3)");
@@ -275,7 +278,7 @@ KVEDGE_INLINE void pin(__m512i *vectors, const int count) {
 typedef struct {
   const int8_t *from;
   ptrdiff_t stride, three_strides;
-  __mmask32 valid; /* channels that are there */
+  __mmask32 valid;         /* channels that are there */
   __m512i low[4], high[4]; /* lane L of [i]: the first, the other 16 channels of row 4 L + i */
 } next_rows;
 
@@ -309,7 +312,8 @@ KVEDGE_INLINE void score_several_of(const scoring *s, int first, const int count
   const kvedge_query *q = s->q;
   const int chains = count * bytes <= 4 ? 2 : 1; /* as in score_blocks() */
   ptrdiff_t stride = KVEDGE_CODE_BYTES * q->stride, three_strides = 3 * stride;
-  next_rows next = {.from = block_of(s, 0), .stride = s->keys->token_stride,
+  next_rows next = {.from = block_of(s, 0),
+                    .stride = s->keys->token_stride,
                     .three_strides = 3 * s->keys->token_stride,
                     .valid = (__mmask32)first_bytes(q->dim)};
   OPAQUE(three_strides); /* else they are computed at every use */
@@ -376,10 +380,8 @@ KVEDGE_INLINE void score_several(const scoring *s, const int bytes, const int pa
   const int n = s->q->num_queries, most = bytes < 3 ? 7 : 4;
   for (int i = 0, count, passes = (n + most - 1) / most; passes > 0; i += count, passes--) {
     count = (n - i + passes - 1) / passes;
-#define SEVERAL(count)                          \
-  case count:                                   \
-    score_several_of(s, i, count, bytes, part); \
-    break
+#define SEVERAL(count)                                                                                                 \
+  case count: score_several_of(s, i, count, bytes, part); break
     if (bytes == 3) switch (count) {
         SEVERAL(2);
         SEVERAL(3);
@@ -419,8 +421,7 @@ KVEDGE_INLINE void spread_codes(const kvedge_query *q, const int bytes, __m512i 
     const int8_t *codes = q->codes + i * KVEDGE_CODE_BYTES * q->stride;
     for (int d = 0; d < q->dim; d += 64, codes += CODES_OF_64, out += 4 * bytes)
 #pragma GCC unroll 3
-      for (int b = 0; b < bytes; b++)
-        spread_vector(_mm512_loadu_si512(codes + 64 * b), bytes, out + b);
+      for (int b = 0; b < bytes; b++) spread_vector(_mm512_loadu_si512(codes + 64 * b), bytes, out + b);
   }
 }
 
@@ -488,8 +489,8 @@ KVEDGE_INLINE void score_64(const kvedge_query *q, const int bytes, const int co
       if (is_half(how)) { /* unit u has tokens 8u..8u+3 in its lower half, 8u+4..8u+7 in the upper one */
 #pragma GCC unroll 2
         for (int u = 0; u < 2; u++)
-          halves[part][u] = d == 0 ? sum[part][u]
-                                   : _mm512_add_epi32(sum[part][u], add_half_lanes(before[2 * u], before[2 * u + 1]));
+          halves[part][u] =
+              d == 0 ? sum[part][u] : _mm512_add_epi32(sum[part][u], add_half_lanes(before[2 * u], before[2 * u + 1]));
       } else {
 #pragma GCC unroll 4
         for (int u = 0; u < 4 && d > 0; u++) sum[part][u] = _mm512_add_epi32(sum[part][u], before[u]);
@@ -504,13 +505,12 @@ KVEDGE_INLINE void score_64(const kvedge_query *q, const int bytes, const int co
   }
 }
 
-static __attribute__((noinline)) void score_64_of_part(const kvedge_query *q, const __m512i *codes,
-                                                       const key_rows *k, int d, const float *k_scale,
-                                                       lines_ahead *ahead, few_sums sums, float *scores,
-                                                       int accumulate) {
+static __attribute__((noinline)) void score_64_of_part(const kvedge_query *q, const __m512i *codes, const key_rows *k,
+                                                       int d, const float *k_scale, lines_ahead *ahead, few_sums sums,
+                                                       float *scores, int accumulate) {
   const int n = q->num_queries;
-#define SCORE_64_OF_PART(bytes)                                                                                    \
-  if (q->dim - d <= 32) score_64(q, bytes, n, HALF_PART, codes, k, d, k_scale, ahead, sums, scores, accumulate); \
+#define SCORE_64_OF_PART(bytes)                                                                                        \
+  if (q->dim - d <= 32) score_64(q, bytes, n, HALF_PART, codes, k, d, k_scale, ahead, sums, scores, accumulate);       \
   else score_64(q, bytes, n, PART, codes, k, d, k_scale, ahead, sums, scores, accumulate)
   switch (q->planes) {
     case 3: SCORE_64_OF_PART(3); break;
@@ -569,15 +569,14 @@ KVEDGE_INLINE void score(const scoring *s, score_function *one, score_function *
 }
 
 /* One function for each number of bytes: compilers do better with several than with one of all. */
-#define SCORE(bytes)                                                                                            \
-  static __attribute__((noinline)) void score_one_##bytes(const scoring *s) { score_few(s, bytes, 1); }         \
-  static __attribute__((noinline)) void score_two_##bytes(const scoring *s) { score_few(s, bytes, 2); }         \
-  static __attribute__((noinline)) void score_several_##bytes(const scoring *s) { score_several(s, bytes, 0); } \
-  static __attribute__((noinline)) void score_parts_##bytes(const scoring *s) { score_several(s, bytes, 1); }   \
-  static __attribute__((noinline)) void score_many_##bytes(const scoring *s) { score_many(s, bytes); }          \
-  static void score_##bytes(const scoring *s) {                                                                 \
-    score(s, score_one_##bytes, score_two_##bytes, score_several_##bytes, score_parts_##bytes,                  \
-          score_many_##bytes);                                                                                  \
+#define SCORE(bytes)                                                                                                   \
+  static __attribute__((noinline)) void score_one_##bytes(const scoring *s) { score_few(s, bytes, 1); }                \
+  static __attribute__((noinline)) void score_two_##bytes(const scoring *s) { score_few(s, bytes, 2); }                \
+  static __attribute__((noinline)) void score_several_##bytes(const scoring *s) { score_several(s, bytes, 0); }        \
+  static __attribute__((noinline)) void score_parts_##bytes(const scoring *s) { score_several(s, bytes, 1); }          \
+  static __attribute__((noinline)) void score_many_##bytes(const scoring *s) { score_many(s, bytes); }                 \
+  static void score_##bytes(const scoring *s) {                                                                        \
+    score(s, score_one_##bytes, score_two_##bytes, score_several_##bytes, score_parts_##bytes, score_many_##bytes);    \
   }
 SCORE(1)
 SCORE(2)

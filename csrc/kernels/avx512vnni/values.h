@@ -64,10 +64,10 @@ KVEDGE_INLINE void encode_weights_of(const int count, const int bytes, const flo
 KVEDGE_INLINE void encode_weights(int num_queries, const int bytes, const float *p, const float *v_scale,
                                   const ptrdiff_t v_scale_stride, int num_tokens, uint8_t *codes, float *scale) {
   float factor[KVEDGE_STACK];
-#define SCALE_OF(count) \
+#define SCALE_OF(count)                                                                                                \
   scale_of_weights(count, bytes, p + i * KVEDGE_TILE, v_scale, v_scale_stride, num_tokens, scale + i, factor + i)
-#define ENCODE_OF(count) \
-  encode_weights_of(count, bytes, p + i * KVEDGE_TILE, v_scale, v_scale_stride, num_tokens, factor + i, \
+#define ENCODE_OF(count)                                                                                               \
+  encode_weights_of(count, bytes, p + i * KVEDGE_TILE, v_scale, v_scale_stride, num_tokens, factor + i,                \
                     codes + i * CODE_ROW)
   int i = 0;
   BY_FOURS(num_queries, SCALE_OF)
@@ -147,8 +147,7 @@ KVEDGE_INLINE __m512i weights_at(const uint8_t *codes, const int half) {
 /* Sums over a tile of `count` queries' weights, of `bytes` bytes, times the values, as interleave_4_rows() orders
  * them: (count, 4). `how` and `valid`: as load_values() has them. (Constants where this is inlined.) */
 KVEDGE_INLINE void weigh(const value_rows *v, const value_source source, const extent how, __mmask64 valid,
-                         __m512i *kept, const int count, const int bytes, const uint8_t *codes,
-                         __m512 (*totals)[4]) {
+                         __m512i *kept, const int count, const int bytes, const uint8_t *codes, __m512 (*totals)[4]) {
   const int half = how == HALF;
   const int step = half ? 8 : 4, asked = source == ROWS ? 4 : source == KEPT ? 0 : 2; /* lines in a step */
   /* Rows come from L2, and lie too far apart for prefetchers. Where there is little arithmetic, asking costs more. */
@@ -226,8 +225,8 @@ KVEDGE_INLINE void weigh_half(const value_rows *v, const extent how, __mmask64 v
 #pragma GCC unroll 4
     for (int r = 0; r < BLOCK; r += 4) {
       __m512i row[4], value[2];
-      const int8_t *near = r < BLOCK - ROWS_NEAR ? from + ROWS_NEAR * v->token_stride
-                                                 : next + (r - BLOCK + ROWS_NEAR) * v->token_stride;
+      const int8_t *near =
+          r < BLOCK - ROWS_NEAR ? from + ROWS_NEAR * v->token_stride : next + (r - BLOCK + ROWS_NEAR) * v->token_stride;
       load_values(from, near, v->token_stride, how, valid, row);
       interleave_half(row, high, value);
       prefetch_lines(v->ahead, lines, 2, 2);
@@ -280,10 +279,10 @@ KVEDGE_INLINE void weigh_64_by_halves(const value_rows *v, const extent how, __m
     __m512 totals[HALF_QUERIES][4];
     const uint8_t *codes = w->codes + i * CODE_ROW;
     count = (w->num_queries - i + passes - 1) / passes; /* as equal as can be */
-#define WEIGH_HALVES(count)                                    \
-  case count:                                                  \
-    weigh_half(v, how, valid, 0, count, bytes, codes, totals); \
-    weigh_half(v, how, valid, 1, count, bytes, codes, totals); \
+#define WEIGH_HALVES(count)                                                                                            \
+  case count:                                                                                                          \
+    weigh_half(v, how, valid, 0, count, bytes, codes, totals);                                                         \
+    weigh_half(v, how, valid, 1, count, bytes, codes, totals);                                                         \
     break
     switch (count) {
       WEIGH_HALVES(2);
@@ -323,24 +322,31 @@ KVEDGE_INLINE void weigh_64(const value_rows *v, int num_channels, const weighin
     __m512 totals[SUM_QUERIES][4];
     const uint8_t *codes = w->codes + i * CODE_ROW;
     count = (n - i + passes - 1) / passes; /* as equal as can be */
-#define WEIGH_FROM(source, count)                                                                                 \
-  if (how == HALF) weigh(v, source, HALF, valid, kept, count, bytes, codes, totals);                             \
-  else if (how == PART && source < KEPT_ASKING) weigh(v, source, PART, valid, kept, count, bytes, codes, totals); \
+#define WEIGH_FROM(source, count)                                                                                      \
+  if (how == HALF) weigh(v, source, HALF, valid, kept, count, bytes, codes, totals);                                   \
+  else if (how == PART && source < KEPT_ASKING) weigh(v, source, PART, valid, kept, count, bytes, codes, totals);      \
   else weigh(v, source, WHOLE, valid, kept, count, bytes, codes, totals)
-#define WEIGH(count)                                             \
-  switch (source) {                                              \
-    case ROWS: WEIGH_FROM(ROWS, count); break;                   \
-    case ROWS_KEPT: WEIGH_FROM(ROWS_KEPT, count); break;         \
-    case KEPT_ASKING: WEIGH_FROM(KEPT_ASKING, count); break;     \
-    case KEPT: WEIGH_FROM(KEPT, count); break;                   \
+#define WEIGH(count)                                                                                                   \
+  switch (source) {                                                                                                    \
+    case ROWS: WEIGH_FROM(ROWS, count); break;                                                                         \
+    case ROWS_KEPT: WEIGH_FROM(ROWS_KEPT, count); break;                                                               \
+    case KEPT_ASKING: WEIGH_FROM(KEPT_ASKING, count); break;                                                           \
+    case KEPT: WEIGH_FROM(KEPT, count); break;                                                                         \
   }
-    if (count == 1) { WEIGH(1) }
-    else if (count == 2) { WEIGH(2) }
+    if (count == 1) {
+      WEIGH(1)
+    } else if (count == 2) {
+      WEIGH(2)
+    }
 #if PLANES < 3 /* else there are no registers for more */
-    else if (count == 3) { WEIGH(3) }
+    else if (count == 3) {
+      WEIGH(3)
+    }
 #endif
 #if PLANES == 1
-    else { WEIGH(4) }
+    else {
+      WEIGH(4)
+    }
 #endif
 #undef WEIGH
 #undef WEIGH_FROM

@@ -27,9 +27,11 @@
 
 /* Before a loop of constant length over an array that is to live in registers. */
 #if defined(__clang__)
-#define UNROLL _Pragma("unroll")
+/* A loop of a constant count, unrolled. */
+#define UNROLLED(i, count) _Pragma("unroll") for (int i = 0; i < (count); i++)
 #else
-#define UNROLL _Pragma("GCC unroll 16")
+/* A loop of a constant count, unrolled. */
+#define UNROLLED(i, count) _Pragma("GCC unroll 16") for (int i = 0; i < (count); i++)
 #endif
 
 /* Seldom called: kept out of the loops that inline everything else. */
@@ -50,7 +52,7 @@ KVEDGE_INLINE float32x4_t multiply_add_f32(float32x4_t acc, float32x4_t a, float
 #if defined(__aarch64__)
 #define MULTIPLY_ADD_LANE_F32(acc, a, b, j) vfmaq_laneq_f32(acc, a, b, j)
 #else
-#define MULTIPLY_ADD_LANE_F32(acc, a, b, j) \
+#define MULTIPLY_ADD_LANE_F32(acc, a, b, j)                                                                            \
   multiply_add_f32(acc, a, vdupq_lane_f32(j < 2 ? vget_low_f32(b) : vget_high_f32(b), j % 2))
 #endif
 
@@ -91,10 +93,8 @@ KVEDGE_INLINE float32x4_t sum_each_f32(float32x4_t a, float32x4_t b, float32x4_t
 #if defined(__aarch64__)
   return vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d));
 #else
-  float32x2_t ab = vpadd_f32(vadd_f32(vget_low_f32(a), vget_high_f32(a)),
-                             vadd_f32(vget_low_f32(b), vget_high_f32(b)));
-  float32x2_t cd = vpadd_f32(vadd_f32(vget_low_f32(c), vget_high_f32(c)),
-                             vadd_f32(vget_low_f32(d), vget_high_f32(d)));
+  float32x2_t ab = vpadd_f32(vadd_f32(vget_low_f32(a), vget_high_f32(a)), vadd_f32(vget_low_f32(b), vget_high_f32(b)));
+  float32x2_t cd = vpadd_f32(vadd_f32(vget_low_f32(c), vget_high_f32(c)), vadd_f32(vget_low_f32(d), vget_high_f32(d)));
   return vcombine_f32(ab, cd);
 #endif
 }
@@ -110,8 +110,7 @@ KVEDGE_INLINE uint64_t load_below_8(const int8_t *p, int n) {
   }
   if (n == 0) return 0;
   const uint8_t *bytes = (const uint8_t *)p;
-  return (uint32_t)bytes[0] | (uint32_t)bytes[n / 2] << (8 * (n / 2)) |
-         (uint32_t)bytes[n - 1] << (8 * (n - 1));
+  return (uint32_t)bytes[0] | (uint32_t)bytes[n / 2] << (8 * (n / 2)) | (uint32_t)bytes[n - 1] << (8 * (n - 1));
 }
 
 /* n < 4 floats, then zeros */
@@ -126,19 +125,15 @@ KVEDGE_INLINE float32x4_t load_part_f32(const float *p, int n) {
 /* Where the four rows of a group of tokens lie. Where fewer are left, the last stands in for the
  * missing: what comes of it has weight 0, or is not stored. */
 KVEDGE_INLINE void row_offsets(int tokens_left, ptrdiff_t token_stride, ptrdiff_t offset[4]) {
-  UNROLL
-  for (int j = 0; j < 4; j++) offset[j] = min_int(j, tokens_left - 1) * token_stride;
+  UNROLLED (j, 4) offset[j] = min_int(j, tokens_left - 1) * token_stride;
 }
 
 /* acc * rescale + sum, for `vectors` times four channels of which `channels` exist. */
-KVEDGE_INLINE void add_to_acc(const float32x4_t *sum, const int vectors, float rescale, float *acc,
-                              int channels) {
+KVEDGE_INLINE void add_to_acc(const float32x4_t *sum, const int vectors, float rescale, float *acc, int channels) {
   float part[4 * 16];
   float *out = acc;
   if (channels < 4 * vectors) memcpy(out = part, acc, (size_t)channels * sizeof *acc);
-  UNROLL
-  for (int j = 0; j < vectors; j++)
-    vst1q_f32(out + 4 * j, multiply_add_f32(sum[j], vld1q_f32(out + 4 * j), vdupq_n_f32(rescale)));
+  UNROLLED (j, vectors) vst1q_f32(out + 4 * j, multiply_add_f32(sum[j], vld1q_f32(out + 4 * j), vdupq_n_f32(rescale)));
   if (out == part) memcpy(acc, part, (size_t)channels * sizeof *acc);
 }
 
@@ -186,8 +181,7 @@ KVEDGE_INLINE const char *prefetch_slice(const char *next, int t, const int widt
       __builtin_prefetch(next, 0, 2);
     }
   } else {
-    UNROLL
-    for (int i = 0; i < 4 * width; i += 64) __builtin_prefetch(next + i, 0, 2);
+    UNROLLED (i, width / 16) __builtin_prefetch(next + 64 * i, 0, 2);
   }
   return next + 4 * width;
 }
@@ -206,13 +200,9 @@ static uint32_t abs_max_bits_neon(const float *x, size_t n) {
   uint32x4_t largest[4] = {vdupq_n_u32(0), vdupq_n_u32(0), vdupq_n_u32(0), vdupq_n_u32(0)};
   size_t i = 0;
   for (; i + 16 <= n; i += 16)
-    UNROLL
-    for (int j = 0; j < 4; j++)
-      largest[j] = vmaxq_u32(largest[j], magnitude_bits(vld1q_f32(x + i + 4 * j)));
-  for (; i + 4 <= n; i += 4)
-    largest[0] = vmaxq_u32(largest[0], magnitude_bits(vld1q_f32(x + i)));
-  if (i < n)
-    largest[1] = vmaxq_u32(largest[1], magnitude_bits(load_part_f32(x + i, (int)(n - i))));
+    UNROLLED (j, 4) largest[j] = vmaxq_u32(largest[j], magnitude_bits(vld1q_f32(x + i + 4 * j)));
+  for (; i + 4 <= n; i += 4) largest[0] = vmaxq_u32(largest[0], magnitude_bits(vld1q_f32(x + i)));
+  if (i < n) largest[1] = vmaxq_u32(largest[1], magnitude_bits(load_part_f32(x + i, (int)(n - i))));
   uint32x4_t all = vmaxq_u32(vmaxq_u32(largest[0], largest[1]), vmaxq_u32(largest[2], largest[3]));
   uint32x2_t half = vpmax_u32(vget_low_u32(all), vget_high_u32(all));
   return vget_lane_u32(vpmax_u32(half, half), 0);
@@ -281,8 +271,8 @@ KVEDGE_INLINE float32x4_t exp2_of(float32x4_t x) {
   return vreinterpretq_f32_u32(vandq_u32(bits, vcgtq_f32(x, vdupq_n_f32(EXP2_NOTHING))));
 }
 
-static void softmax_neon(float *scores, int num_queries, int num_tokens, const float *factor,
-                         float *max, float *sum, float *rescale) {
+static void softmax_neon(float *scores, int num_queries, int num_tokens, const float *factor, float *max, float *sum,
+                         float *rescale) {
   int padded = (num_tokens + 3) / 4 * 4;
   for (int i = 0; i < num_queries; i++, scores += KVEDGE_TILE) {
     for (int t = num_tokens; t < padded; t++) scores[t] = -INFINITY;
@@ -386,7 +376,7 @@ enum {
   WEIGH_SUMS = 16,   /* registers: 1 query and 64 channels, 2 and 32, 3 or 4 and 16 */
 #else
   SCORE_QUERIES = 2,
-  WEIGH_SUMS = 8,    /* 1 query and 32 channels, 2 and 16 */
+  WEIGH_SUMS = 8, /* 1 query and 32 channels, 2 and 16 */
 #endif
   WEIGH_QUERIES = WEIGH_SUMS / 4,
 };
@@ -396,13 +386,10 @@ KVEDGE_INLINE void score_8_channels(const float *values, ptrdiff_t stride, const
                                     const kvedge_format format, float factor, const int count,
                                     float32x4_t sum[SCORE_QUERIES][4]) {
   float32x4_t k[4][2];
-  UNROLL
-  for (int j = 0; j < 4; j++) load_row_8(rows + offset[j], format, factor, k[j]);
-  UNROLL
-  for (int i = 0; i < count; i++) {
+  UNROLLED (j, 4) load_row_8(rows + offset[j], format, factor, k[j]);
+  UNROLLED (i, count) {
     float32x4_t low = vld1q_f32(values + i * stride), high = vld1q_f32(values + i * stride + 4);
-    UNROLL
-    for (int j = 0; j < 4; j++) {
+    UNROLLED (j, 4) {
       sum[i][j] = multiply_add_f32(sum[i][j], low, k[j][0]);
       sum[i][j] = multiply_add_f32(sum[i][j], high, k[j][1]);
     }
@@ -417,15 +404,12 @@ KVEDGE_INLINE void score_four(const kvedge_query *q, int first, const int count,
   const float *values = q->values + first * q->stride; /* (count, stride), padded with zeros */
   float32x4_t sum[SCORE_QUERIES][4];                   /* (count, 4 tokens) */
   int d = 0;
-  UNROLL
-  for (int i = 0; i < count; i++)
-    UNROLL
-    for (int j = 0; j < 4; j++) sum[i][j] = vdupq_n_f32(0.0f);
+  UNROLLED (i, count)
+    UNROLLED (j, 4) sum[i][j] = vdupq_n_f32(0.0f);
   for (; d + 8 <= q->dim; d += 8)
     score_8_channels(values + d, q->stride, rows + d * element_size(format), offset, format, factor, count, sum);
   if (d < q->dim) score_8_channels(values + d, q->stride, ends, end_offset, format, factor, count, sum);
-  UNROLL
-  for (int i = 0; i < count; i++) {
+  UNROLLED (i, count) {
     float32x4_t score = sum_each_f32(sum[i][0], sum[i][1], sum[i][2], sum[i][3]);
     if (format == KVEDGE_INT8) score = vmulq_f32(score, scale);
     store_scores(score, accumulate, scores + (first + i) * KVEDGE_TILE);
@@ -450,8 +434,7 @@ KVEDGE_INLINE void score_rows(const kvedge_query *q, const kvedge_tile *keys, co
       if (whole < q->dim) gather_ends(rows + whole * size, offset, q->dim - whole, size, ends);
       if (format == KVEDGE_INT8) scale = vld1q_f32(keys->scales + t);
       for (int i = 0; i < q->num_queries; i += SCORE_QUERIES) {
-#define FOUR(count) \
-  score_four(q, i, count, format, rows, offset, ends, keys->factor, scale, scores + t, accumulate)
+#define FOUR(count) score_four(q, i, count, format, rows, offset, ends, keys->factor, scale, scores + t, accumulate)
         switch (min_int(q->num_queries - i, SCORE_QUERIES)) {
           case 1: FOUR(1); break;
           case 2: FOUR(2); break;
@@ -476,8 +459,7 @@ KVEDGE_INLINE void weigh_slice(const kvedge_tile *values, const kvedge_format fo
   const float factor = values->factor;
   float32x4_t sum[WEIGH_SUMS]; /* (count, 2 * eights) */
   ptrdiff_t offset[4] = {0, stride, 2 * stride, 3 * stride};
-  UNROLL
-  for (int s = 0; s < 2 * eights * count; s++) sum[s] = vdupq_n_f32(0.0f);
+  UNROLLED (s, 2 * eights * count) sum[s] = vdupq_n_f32(0.0f);
   const char *rows = NULL, *next = NULL;
   for (int t = 0; t < values->num_tokens; t += 4, rows += 4 * stride) {
     if (t % KVEDGE_BLOCK == 0) {
@@ -495,25 +477,21 @@ KVEDGE_INLINE void weigh_slice(const kvedge_tile *values, const kvedge_format fo
       at = end_offset;
     }
     float32x4_t weight[WEIGH_QUERIES]; /* of four tokens */
-    UNROLL
-    for (int i = 0; i < count; i++) weight[i] = vld1q_f32(weights + i * KVEDGE_TILE + t);
-#define TOKEN(j)                                                     \
-  UNROLL                                                             \
-  for (int e = 0; e < eights; e++) {                                 \
-    float32x4_t row[2];                                              \
-    load_row_8(v + at[j] + 8 * e * size, format, factor, row);       \
-    UNROLL                                                           \
-    for (int i = 0; i < count; i++) {                                \
-      float32x4_t *s = sum + 2 * (eights * i + e);                   \
-      s[0] = MULTIPLY_ADD_LANE_F32(s[0], row[0], weight[i], j);      \
-      s[1] = MULTIPLY_ADD_LANE_F32(s[1], row[1], weight[i], j);      \
-    }                                                                \
+    UNROLLED (i, count) weight[i] = vld1q_f32(weights + i * KVEDGE_TILE + t);
+#define TOKEN(j)                                                                                                       \
+  UNROLLED (e, eights) {                                                                                               \
+    float32x4_t row[2];                                                                                                \
+    load_row_8(v + at[j] + 8 * e * size, format, factor, row);                                                         \
+    UNROLLED (i, count) {                                                                                              \
+      float32x4_t *s = sum + 2 * (eights * i + e);                                                                     \
+      s[0] = MULTIPLY_ADD_LANE_F32(s[0], row[0], weight[i], j);                                                        \
+      s[1] = MULTIPLY_ADD_LANE_F32(s[1], row[1], weight[i], j);                                                        \
+    }                                                                                                                  \
   }
     TOKEN(0) TOKEN(1) TOKEN(2) TOKEN(3)
 #undef TOKEN
   }
-  UNROLL
-  for (int i = 0; i < count; i++)
+  UNROLLED (i, count)
     add_to_acc(sum + 2 * eights * i, 2 * eights, rescale[i], acc + channel + i * acc_stride, channels);
 }
 
@@ -523,7 +501,7 @@ KVEDGE_INLINE void weigh_channels(const kvedge_tile *values, const kvedge_format
                                   ptrdiff_t acc_stride) {
   const int most = WEIGH_SUMS / 2 / (count == 3 ? 4 : count), dim = values->dim;
   int d = 0;
-#define SLICE(channels, partial, eights) \
+#define SLICE(channels, partial, eights)                                                                               \
   weigh_slice(values, format, d, channels, partial, weights, count, eights, prefetch, rescale, acc, acc_stride)
   for (; d + 8 * most <= dim; d += 8 * most) SLICE(8 * most, 0, most);
   for (; d + 8 <= dim; d += 8) SLICE(8, 0, 1);
@@ -544,7 +522,7 @@ KVEDGE_INLINE void weigh_rows(const kvedge_probabilities *p, const kvedge_tile *
                     vmulq_f32(vld1q_f32(weights + j * KVEDGE_TILE + t), vld1q_f32(values->scales + t)));
       weights = scaled;
     }
-#define QUERIES(count) \
+#define QUERIES(count)                                                                                                 \
   weigh_channels(values, format, count, weights, i == 0, to->rescale + i, to->acc + i * to->stride, to->stride)
     switch (count) {
       case 1: QUERIES(1); break;
@@ -559,13 +537,13 @@ KVEDGE_INLINE void weigh_rows(const kvedge_probabilities *p, const kvedge_tile *
 }
 
 /* Not inlined anywhere but where the format is a constant. */
-#define KVEDGE_NEON_KERNELS(name, format)                                                                        \
-  static void scores_##name##_neon(const kvedge_query *q, const kvedge_tile *keys, float *scores, int accumulate) { \
-    score_rows(q, keys, format, scores, accumulate);                                                             \
-  }                                                                                                              \
-  static void weighted_sum_##name##_neon(const kvedge_probabilities *p, const kvedge_tile *values,               \
-                                         const kvedge_accumulators *to) {                                        \
-    weigh_rows(p, values, format, to);                                                                           \
+#define KVEDGE_NEON_KERNELS(name, format)                                                                              \
+  static void scores_##name##_neon(const kvedge_query *q, const kvedge_tile *keys, float *scores, int accumulate) {    \
+    score_rows(q, keys, format, scores, accumulate);                                                                   \
+  }                                                                                                                    \
+  static void weighted_sum_##name##_neon(const kvedge_probabilities *p, const kvedge_tile *values,                     \
+                                         const kvedge_accumulators *to) {                                              \
+    weigh_rows(p, values, format, to);                                                                                 \
   }
 #define KVEDGE_NEON_CELL(name) {.scores = scores_##name##_neon, .weighted_sum = weighted_sum_##name##_neon}
 
@@ -578,12 +556,9 @@ KVEDGE_NEON_KERNELS(bfloat16, KVEDGE_BFLOAT16)
 static uint64_t read_bytes_neon(const void *p, size_t n) {
   const uint8_t *bytes = p; /* (n), n a multiple of 512 */
   uint8x16_t lane[8];
-  UNROLL
-  for (int j = 0; j < 8; j++) lane[j] = vdupq_n_u8(0);
+  UNROLLED (j, 8) lane[j] = vdupq_n_u8(0);
   for (size_t i = 0; i < n; i += 128)
-    UNROLL
-    for (int j = 0; j < 8; j++) lane[j] = vorrq_u8(lane[j], vld1q_u8(bytes + i + 16 * j));
-  UNROLL
+    UNROLLED (j, 8) lane[j] = vorrq_u8(lane[j], vld1q_u8(bytes + i + 16 * j));
   for (int j = 1; j < 8; j++) lane[0] = vorrq_u8(lane[0], lane[j]);
   uint64x2_t all = vreinterpretq_u64_u8(lane[0]);
   return vgetq_lane_u64(all, 0) | vgetq_lane_u64(all, 1);
@@ -591,17 +566,24 @@ static uint64_t read_bytes_neon(const void *p, size_t n) {
 
 enum { SUMS = 12 }; /* a product waits up to 7 cycles for the one before it in the same sum */
 
-#define KVEDGE_NEON_TABLE(isa_name, int8_cell, multiplied)                                             \
-  {                                                                                                    \
-    .name = isa_name, .tuning = {.step_bytes = 16 << 10, .parallel_work = 3 << 20 /* not measured */}, \
-    .cells = {[KVEDGE_INT8] = int8_cell,                                                               \
-              [KVEDGE_FLOAT32] = KVEDGE_NEON_CELL(float32),                                            \
-              [KVEDGE_FLOAT16] = KVEDGE_NEON_CELL(float16),                                            \
-              [KVEDGE_BFLOAT16] = KVEDGE_NEON_CELL(bfloat16)},                                         \
-    .abs_max_bits = abs_max_bits_neon, .quantize = quantize_neon, .dequantize = dequantize_neon,       \
-    .transpose_scales = transpose_scales_portable, .softmax = softmax_neon,                            \
-    .logits = KVEDGE_LOGIT_KERNELS, .merge_row = merge_row_portable, .scale_row = scale_row_portable,  \
-    .read_bytes = read_bytes_neon, .multiply = multiplied,                                             \
-  }
+#define KVEDGE_NEON_TABLE(isa_name, int8_cell, multiplied)                                                             \
+  {                                                                                                                    \
+      .name = isa_name,                                                                                                \
+      .tuning = {.step_bytes = 16 << 10, .parallel_work = 3 << 20 /* not measured */},                                 \
+      .cells = {[KVEDGE_INT8] = int8_cell,                                                                             \
+                 [KVEDGE_FLOAT32] = KVEDGE_NEON_CELL(float32),                                                          \
+                 [KVEDGE_FLOAT16] = KVEDGE_NEON_CELL(float16),                                                          \
+                 [KVEDGE_BFLOAT16] = KVEDGE_NEON_CELL(bfloat16)},                                                       \
+      .abs_max_bits = abs_max_bits_neon,                                                                               \
+      .quantize = quantize_neon,                                                                                       \
+      .dequantize = dequantize_neon,                                                                                   \
+      .transpose_scales = transpose_scales_portable,                                                                   \
+      .softmax = softmax_neon,                                                                                         \
+      .logits = KVEDGE_LOGIT_KERNELS,                                                                                  \
+      .merge_row = merge_row_portable,                                                                                 \
+      .scale_row = scale_row_portable,                                                                                 \
+      .read_bytes = read_bytes_neon,                                                                                   \
+      .multiply = multiplied,                                                                                          \
+}
 
 #endif

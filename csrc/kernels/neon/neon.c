@@ -35,21 +35,17 @@ KVEDGE_NEON_KERNELS(int8, KVEDGE_INT8)
 static uint64_t multiply_neon(size_t n) {
   float32x4_t sum[SUMS], keys = vdupq_n_f32(1.0f);
   const float32x4_t codes = keys;
-  UNROLL
-  for (int j = 0; j < SUMS; j++) sum[j] = vdupq_n_f32(0.0f);
+  UNROLLED (j, SUMS) sum[j] = vdupq_n_f32(0.0f);
   for (size_t i = 0; i < n; i += SUMS * 4)
-    UNROLL
-    for (int j = 0; j < SUMS; j++) {
+    UNROLLED (j, SUMS) {
       __asm__("" : "+w"(keys)); /* others, for all a compiler knows: none makes one sum for all */
       sum[j] = multiply_add_f32(sum[j], keys, codes);
     }
-  UNROLL
   for (int j = 1; j < SUMS; j++) sum[0] = vaddq_f32(sum[0], sum[j]);
   return (uint64_t)vgetq_lane_f32(sum[0], 0);
 }
 
-const kvedge_kernels kvedge_kernels_neon =
-    KVEDGE_NEON_TABLE("neon", KVEDGE_NEON_CELL(int8), multiply_neon);
+const kvedge_kernels kvedge_kernels_neon = KVEDGE_NEON_TABLE("neon", KVEDGE_NEON_CELL(int8), multiply_neon);
 
 #ifdef TARGET_BEGUN
 KVEDGE_TARGET_END

@@ -45,9 +45,7 @@ KVEDGE_TARGET_BEGIN("dotprod")
 /* Below, LARGEST_CODE / largest is no float any more: such a set counts as zeros. */
 #define SMALLEST_ENCODED 0x1p-104f
 
-KVEDGE_INLINE float divide_or_0(float a, float b, float largest) {
-  return largest > SMALLEST_ENCODED ? a / b : 0.0f;
-}
+KVEDGE_INLINE float divide_or_0(float a, float b, float largest) { return largest > SMALLEST_ENCODED ? a / b : 0.0f; }
 
 /* Codes 65536 * high + 256 * middle + low as {high x 4, middle x 4, low x 4, 0 x 4}. With 128 added to
  * each digit the digits are plain bytes, and inverting a byte's top bit takes 128 off. */
@@ -115,14 +113,10 @@ KVEDGE_INLINE void score_16_channels(const int8_t *codes, ptrdiff_t stride, cons
                                      const ptrdiff_t offset[4], const int count, const int planes,
                                      int32x4_t sum[DOT_SCORE_QUERIES][3]) {
   int8x16_t k[4], column[4];
-  UNROLL
-  for (int j = 0; j < 4; j++) k[j] = vld1q_s8(rows + offset[j]);
+  UNROLLED (j, 4) k[j] = vld1q_s8(rows + offset[j]);
   transpose_4x4(k, column);
-  UNROLL
-  for (int c = 0; c < 4; c++)
-    UNROLL
-    for (int i = 0; i < count; i++)
-      dot_digits(sum[i], column[c], vld1q_s8(codes + i * stride + 16 * c), planes);
+  UNROLLED (c, 4)
+    UNROLLED (i, count) dot_digits(sum[i], column[c], vld1q_s8(codes + i * stride + 16 * c), planes);
 }
 
 /* Scores of four tokens for `count` queries from first on. ends (4, 16): the channels past the last multiple of 16, if
@@ -134,14 +128,11 @@ KVEDGE_INLINE void score_dots(const kvedge_query *q, int first, const int count,
   const ptrdiff_t stride = KVEDGE_CODE_BYTES * q->stride;
   const int8_t *codes = q->codes + first * stride; /* (count, stride), padded with zeros */
   int32x4_t sum[DOT_SCORE_QUERIES][3];
-  UNROLL
-  for (int i = 0; i < count; i++) sum[i][0] = sum[i][1] = sum[i][2] = vdupq_n_s32(0);
+  UNROLLED (i, count) sum[i][0] = sum[i][1] = sum[i][2] = vdupq_n_s32(0);
   int d = 0;
-  for (; d + 16 <= q->dim; d += 16)
-    score_16_channels(codes + 4 * d, stride, rows + d, offset, count, planes, sum);
+  for (; d + 16 <= q->dim; d += 16) score_16_channels(codes + 4 * d, stride, rows + d, offset, count, planes, sum);
   if (d < q->dim) score_16_channels(codes + 4 * d, stride, ends, ends_at, count, planes, sum);
-  UNROLL
-  for (int i = 0; i < count; i++) {
+  UNROLLED (i, count) {
     float32x4_t dot = vmulq_n_f32(join_digits(sum[i], planes), q->scale[(first + i) * q->scale_stride]);
     store_scores(vmulq_f32(dot, scale), accumulate, scores + (first + i) * KVEDGE_TILE);
   }
@@ -213,10 +204,8 @@ KVEDGE_INLINE void encode_weights(const float *p, const float *scales, int num_t
     weights->scale[i] = divide_or_0(largest, most, largest);
     for (int t = 0; t < num_tokens; t += 4) {
       int32x4_t codes;
-      if (planes == 3)
-        codes = round_to_i32(vmulq_n_f32(vld1q_f32(w + t), factor));
-      else
-        codes = round_to_16_bits(vmulq_n_f32(vld1q_f32(w + t), factor / 256.0f), vld1q_f32(kvedge_dither + t));
+      if (planes == 3) codes = round_to_i32(vmulq_n_f32(vld1q_f32(w + t), factor));
+      else codes = round_to_16_bits(vmulq_n_f32(vld1q_f32(w + t), factor / 256.0f), vld1q_f32(kvedge_dither + t));
       vst1q_s8(weights->digits[i] + 4 * t, split_digits(codes));
     }
   }
@@ -244,8 +233,7 @@ KVEDGE_INLINE void weigh_dots(const kvedge_tile *values, int channel, int channe
   const ptrdiff_t stride = values->token_stride;
   int32x4_t sum[DOT_WEIGH_SUMS][3]; /* (count, vectors) */
   ptrdiff_t offset[4] = {0, stride, 2 * stride, 3 * stride};
-  UNROLL
-  for (int s = 0; s < count * vectors; s++) sum[s][0] = sum[s][1] = sum[s][2] = vdupq_n_s32(0);
+  UNROLLED (s, count * vectors) sum[s][0] = sum[s][1] = sum[s][2] = vdupq_n_s32(0);
   const char *rows = NULL, *next = NULL;
   for (int t = 0; t < values->num_tokens; t += 4, rows += 4 * stride) {
     if (t % KVEDGE_BLOCK == 0) {
@@ -263,23 +251,16 @@ KVEDGE_INLINE void weigh_dots(const kvedge_tile *values, int channel, int channe
       at = end_offset;
     }
     int8x16_t row[4], codes[4];
-    UNROLL
-    for (int j = 0; j < 4; j++)
-      row[j] = vectors == 4 ? vld1q_s8(v + at[j]) : vcombine_s8(vld1_s8(v + at[j]), vdup_n_s8(0));
+    UNROLLED (j, 4) row[j] = vectors == 4 ? vld1q_s8(v + at[j]) : vcombine_s8(vld1_s8(v + at[j]), vdup_n_s8(0));
     interleave_tokens(row, vectors, codes);
-    UNROLL
-    for (int i = 0; i < count; i++) {
+    UNROLLED (i, count) {
       int8x16_t digits = vld1q_s8(weights->digits[i] + 4 * t);
-      UNROLL
-      for (int c = 0; c < vectors; c++) dot_digits(sum[vectors * i + c], codes[c], digits, planes);
+      UNROLLED (c, vectors) dot_digits(sum[vectors * i + c], codes[c], digits, planes);
     }
   }
-  UNROLL
-  for (int i = 0; i < count; i++) {
+  UNROLLED (i, count) {
     float32x4_t joined[4];
-    UNROLL
-    for (int c = 0; c < vectors; c++)
-      joined[c] = vmulq_n_f32(join_digits(sum[vectors * i + c], planes), weights->scale[i]);
+    UNROLLED (c, vectors) joined[c] = vmulq_n_f32(join_digits(sum[vectors * i + c], planes), weights->scale[i]);
     add_to_acc(joined, vectors, rescale[i], acc + channel + i * acc_stride, channels);
   }
 }
@@ -289,7 +270,7 @@ KVEDGE_INLINE void weigh_dot_channels(const kvedge_tile *values, const int count
                                       ptrdiff_t acc_stride) {
   const int dim = values->dim;
   int d = 0;
-#define SLICE(channels, partial, vectors) \
+#define SLICE(channels, partial, vectors)                                                                              \
   weigh_dots(values, d, channels, partial, weights, count, planes, vectors, prefetch, rescale, acc, acc_stride)
   if (count <= 2)
     for (; d + 16 <= dim; d += 16) SLICE(16, 0, 4);
@@ -304,7 +285,7 @@ KVEDGE_INLINE void weigh_tile(const kvedge_probabilities *p, const int planes, c
     const int count = min_int(p->num_queries - i, DOT_WEIGH_QUERIES);
     encoded_weights weights;
     encode_weights(p->p + i * KVEDGE_TILE, values->scales, values->num_tokens, count, planes, &weights);
-#define QUERIES(count)                                                                                            \
+#define QUERIES(count)                                                                                                 \
   weigh_dot_channels(values, count, planes, &weights, i == 0, to->rescale + i, to->acc + i * to->stride, to->stride)
     switch (count) {
       case 1: QUERIES(1); break;
@@ -322,30 +303,24 @@ static void weighted_sum_int8_neondot(const kvedge_probabilities *p, const kvedg
   else weigh_tile(p, 2, values, to);
 }
 
-#define KVEDGE_NEONDOT_INT8_CELL                                                  \
-  {                                                                               \
-    .encode_query = encode_query_neondot, .scores = scores_int8_neondot, .weighted_sum = weighted_sum_int8_neondot \
-  }
+#define KVEDGE_NEONDOT_INT8_CELL                                                                                       \
+  {.encode_query = encode_query_neondot, .scores = scores_int8_neondot, .weighted_sum = weighted_sum_int8_neondot}
 
 static uint64_t multiply_neondot(size_t n) {
   int32x4_t sum[SUMS];
   int8x16_t keys = vdupq_n_s8(1);
   const int8x16_t codes = keys;
-  UNROLL
-  for (int j = 0; j < SUMS; j++) sum[j] = vdupq_n_s32(0);
+  UNROLLED (j, SUMS) sum[j] = vdupq_n_s32(0);
   for (size_t i = 0; i < n; i += SUMS * 8) /* 16 bytes of keys with one of the two of codes */
-    UNROLL
-    for (int j = 0; j < SUMS; j++) {
+    UNROLLED (j, SUMS) {
       __asm__("" : "+w"(keys)); /* others, for all a compiler knows: none makes one sum for all */
       sum[j] = vdotq_laneq_s32(sum[j], keys, codes, 0);
     }
-  UNROLL
   for (int j = 1; j < SUMS; j++) sum[0] = vorrq_s32(sum[0], sum[j]);
   return (uint64_t)vgetq_lane_s32(sum[0], 0);
 }
 
-const kvedge_kernels kvedge_kernels_neondot =
-    KVEDGE_NEON_TABLE("neondot", KVEDGE_NEONDOT_INT8_CELL, multiply_neondot);
+const kvedge_kernels kvedge_kernels_neondot = KVEDGE_NEON_TABLE("neondot", KVEDGE_NEONDOT_INT8_CELL, multiply_neondot);
 
 KVEDGE_TARGET_END
 #endif
