@@ -26,7 +26,7 @@ test-numpy: $(VENV)/test.stamp
 test-isa: $(VENV)/test.stamp
 	@for isa in $$($(BIN)/python -c 'import kvedge; print(*kvedge.isa_info()["available"])'); do \
 	  echo "== KVEDGE_ISA=$$isa"; \
-	  KVEDGE_ISA=$$isa $(BIN)/python -m pytest tests/contract tests/test_golden.py $(PYTEST_ARGS) || exit 1; \
+	  KVEDGE_ISA=$$isa $(BIN)/python -m pytest tests/contract $(PYTEST_ARGS) || exit 1; \
 	done
 
 # The C kernel tests: as they are, under sanitizers, under valgrind, for ARM under emulation.

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import collections
 import os
 import zlib
 
@@ -43,6 +44,16 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="slow: set KVEDGE_SLOW=1"))
         if "subprocess" in item.keywords and NO_SUBPROCESS:
             item.add_marker(pytest.mark.skip(reason="starts a process: KVEDGE_NO_SUBPROCESS=1"))
+
+
+def pytest_terminal_summary(terminalreporter):
+    """How many tests were skipped, for each reason."""
+    reasons = collections.Counter()
+    for report in terminalreporter.getreports("skipped"):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        reasons[reason.removeprefix("Skipped: ")] += 1
+    for reason, count in reasons.most_common():
+        terminalreporter.line(f"{count} skipped: {reason}")
 
 
 def pytest_report_header():

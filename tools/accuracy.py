@@ -28,7 +28,7 @@ import numpy as np
 
 import kvedge
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "helpers"))
 import reference
 import support
 

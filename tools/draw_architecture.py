@@ -1,6 +1,6 @@
 """Draws docs/architecture.svg from the boxes and arrows below: python tools/draw_architecture.py.
 
-A test compares the file with what this writes (tests/test_docs.py).
+A test compares the file with what this writes (tests/house/test_docs.py).
 """
 
 from html import escape

@@ -241,8 +241,8 @@ def test_the_numbers_outside_a_window_change_no_bit(rows, window, sink_tokens, l
 @pytest.mark.subprocess
 @pytest.mark.skipif(sys.platform != "linux", reason="protects memory with mprotect")
 def test_the_memory_outside_a_window_is_not_read():
-    """In a process of its own, which a read would end (tests/window_worker.py)."""
-    worker = Path(__file__).parents[1] / "window_worker.py"
+    """In a process of its own, which a read would end (tests/helpers/window_worker.py)."""
+    worker = Path(__file__).parents[1] / "helpers" / "window_worker.py"
     done = subprocess.run(
         [sys.executable, str(worker)], capture_output=True, text=True, check=False, timeout=120
     )

@@ -13,7 +13,7 @@ import pytest
 import kvedge
 import kvedge.llama  # so that its names are found
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "promises.md").read_text(encoding="utf-8")
 ROWS = [
     [cell.strip() for cell in line.strip("|").split(" | ")]

@@ -10,7 +10,7 @@ import kvedge
 from kvedge.data import STORIES_MODEL
 from kvedge.llama import LlamaModel, nats_per_token
 
-SHARED = Path(__file__).parents[2] / "shared"  # beside the checkout, not part of it
+SHARED = Path(__file__).parents[3] / "shared"  # beside the checkout, not part of it
 
 
 @pytest.fixture(scope="module")

@@ -123,7 +123,7 @@ def mypy(code, folder):
     return subprocess.run(
         [sys.executable, "-m", "mypy", *options, script.name],
         cwd=folder,
-        env={"MYPYPATH": str(Path(__file__).parents[1]), "PATH": ""},
+        env={"MYPYPATH": str(Path(__file__).parents[2]), "PATH": ""},
         capture_output=True,
         text=True,
         check=False,

@@ -15,7 +15,7 @@ from kvedge.console import exits
 from kvedge.console.output import Output
 from kvedge.core import memory
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture

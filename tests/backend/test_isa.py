@@ -1,6 +1,6 @@
 """Every kernel path stores the bytes that NumPy stores, and keeps the numerics contract.
 
-Each runs in a process of its own (tests/isa_worker.py), chosen by KVEDGE_BACKEND and KVEDGE_ISA.
+Each runs in a process of its own (tests/helpers/isa_worker.py), chosen by KVEDGE_BACKEND and KVEDGE_ISA.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ import reference
 
 import kvedge
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 
 #: What /proc/cpuinfo must list for an ISA to be usable.
 CPU_FLAGS = {
@@ -51,7 +51,7 @@ def run(code, *, backend, isa=None):
 
 @cache
 def worker(backend, isa=None):
-    done = run([str(TESTS / "isa_worker.py")], backend=backend, isa=isa)
+    done = run([str(TESTS / "helpers" / "isa_worker.py")], backend=backend, isa=isa)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
