@@ -23,6 +23,7 @@ ORDER = [
     ["kvedge.system"],
     ["kvedge"],  # the public names
     ["kvedge.llama"],
+    ["kvedge.transformers"],
     ["kvedge.console"],
     ["kvedge.bench"],
     ["kvedge.cli"],

@@ -1,0 +1,18 @@
+"""Models of Hugging Face transformers on kvedge's bytes: :class:`KvedgeCache`.
+
+Importing this package registers ``attn_implementation="kvedge"``:
+
+    model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="kvedge")
+    model.generate(**inputs, past_key_values=KvedgeCache(model.config))
+"""
+
+from kvedge.transformers._installed import require
+
+require()
+
+from kvedge.transformers.attention import register  # noqa: E402
+from kvedge.transformers.cache import KvedgeCache  # noqa: E402
+
+register()
+
+__all__ = ["KvedgeCache"]

@@ -1,0 +1,432 @@
+"""Cache layers that transformers drives: keys and values go to kvedge's rows, and stay there.
+
+A row is one sequence of the batch, a kvedge layer of its own. What :meth:`KvedgeLayer.update` gives
+back are lazy tensors that stand for the rows (:mod:`kvedge.transformers.lazy`).
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from transformers.cache_utils import CacheLayerMixin
+
+from kvedge.errors import InvalidArgumentError, KvedgeError, ShapeMismatchError
+from kvedge.transformers import rows
+from kvedge.transformers.lazy import LazyTensor, warn_decoded
+from kvedge.transformers.options import StoreOptions
+
+__all__ = ["KvedgeLayer", "KvedgeSlidingLayer", "LazyRows"]
+
+
+class LazyRows(LazyTensor):
+    """Keys or values of a cache layer, (batch, num_kv_heads, tokens, head_dim), still stored."""
+
+    layer: KvedgeLayer
+    of_values: bool
+    made_at: int  # the version of the layer's contents that these are
+
+    def layer_for(self, values: LazyRows) -> KvedgeLayer:
+        """Return the layer that these are the keys of, and `values` the values."""
+        layer = self.layer
+        if layer is not values.layer or self.of_values or not values.of_values:
+            raise InvalidArgumentError("keys and values must be of the same layer of a KvedgeCache")
+        self._check()
+        return layer
+
+    def elements(self) -> torch.Tensor:
+        """Decode what the layer holds."""
+        self._check()
+        warn_decoded()
+        return self.layer.decoded(self.of_values, self.shape[2])
+
+    def _check(self) -> None:
+        if self.made_at != self.layer.version:
+            raise KvedgeError(
+                "these keys and values were of an earlier state of the KvedgeCache, which has "
+                "changed since: read them before the next token, or take a clone()"
+            )
+
+
+class KvedgeLayer(CacheLayerMixin):
+    """A full-attention layer; one kvedge layer for each sequence of the batch."""
+
+    is_sliding = False
+    is_compileable = False
+    is_croppable = True
+    supports_early_init = True
+
+    def __init__(self, options: StoreOptions, index: int, **more: Any) -> None:
+        super().__init__(**more)
+        self._options = options
+        self._index = index  # in the model
+        self.version = 0  # raised by whatever changes the rows
+        self.rows: list[Any] = []  # kvedge layers, one for each sequence
+        self.dtype: torch.dtype | None = None
+        self.device = torch.device("cpu")
+
+    # ---- tokens in -------------------------------------------------------------------------------
+
+    def lazy_initialization(
+        self, key_states: torch.Tensor, value_states: torch.Tensor | None = None
+    ) -> None:
+        """Make empty rows for a batch, as wide as its keys and values."""
+        value_states = key_states if value_states is None else value_states  # transformers 4
+        self._check_states(key_states, value_states)
+        batch, heads, _, head_dim = key_states.shape
+        self.dtype = key_states.dtype
+        self.rows = [self._new_row(heads, head_dim, value_states.shape[3]) for _ in range(batch)]
+        self.is_initialized = True
+
+    def _new_row(self, heads: int, head_dim: int, value_head_dim: int) -> Any:
+        return self._options.new_row(self._index, heads, head_dim, value_head_dim)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append tokens to all rows.
+
+        Parameters
+        ----------
+        key_states, value_states : torch.Tensor
+            (batch, num_kv_heads, tokens, head_dim) on the CPU.
+
+        Returns
+        -------
+        LazyRows, LazyRows
+            Keys and values as the layer holds them now; not to be used once it has changed.
+
+        Raises
+        ------
+        InvalidArgumentError, ShapeMismatchError, NonFiniteInputError, ScaleRangeError
+        """
+        if key_states.requires_grad or key_states.device.type != "cpu":
+            self._check_states(key_states, value_states)
+        if len(self.rows) != key_states.shape[0] or not self.is_initialized:
+            if self.get_seq_length():
+                raise ShapeMismatchError(
+                    f"the KvedgeCache holds {len(self.rows)} sequences, not {key_states.shape[0]}: "
+                    "reset() it, or make another"
+                )
+            self.lazy_initialization(key_states, value_states)
+        self._make_room(key_states.shape[2])
+        rows.append(self.rows, key_states, value_states)
+        self.version += 1
+        self._appended(key_states.shape[2])
+        return self._lazy(key_states.shape[2])
+
+    def _make_room(self, tokens: int) -> None:
+        """Drop what no query will read, before `tokens` more are appended."""
+
+    def _appended(self, tokens: int) -> None:
+        """Note that the rows hold `tokens` more."""
+
+    def _check_states(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        for states in (key_states, value_states):
+            if states.device.type != "cpu":
+                raise InvalidArgumentError(
+                    f"a KvedgeCache is for the CPU, and these keys are on {states.device}: move "
+                    "the model with model.to('cpu')"
+                )
+            if states.requires_grad:
+                raise InvalidArgumentError(
+                    "a KvedgeCache carries no gradients: run the model under torch.no_grad() or "
+                    "torch.inference_mode(), or train with a DynamicCache"
+                )
+            if states.ndim != 4:
+                raise ShapeMismatchError(
+                    "keys and values must be (batch, heads, tokens, head_dim), not "
+                    f"{tuple(states.shape)}"
+                )
+
+    # ---- tokens out ------------------------------------------------------------------------------
+
+    def _lazy(self, new: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values that attention may read after `new` tokens were appended."""
+        row = self.rows[0]
+        batch, heads, tokens = len(self.rows), row.num_kv_heads, self._readable(new)
+        widths = (row.head_dim, rows.value_head_dim(row))
+        lazy = []
+        for of_values in (False, True):
+            tensor: LazyRows = torch.Tensor._make_wrapper_subclass(
+                LazyRows, (batch, heads, tokens, widths[of_values]), dtype=self.dtype
+            )
+            tensor.layer, tensor.of_values, tensor.made_at = self, of_values, self.version
+            lazy.append(tensor)
+        return lazy[0], lazy[1]
+
+    def _readable(self, new: int) -> int:
+        """Tokens that `new` query rows may read between them."""
+        return len(self.rows[0])
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """The keys that the next token may read, lazy; None before the first token."""
+        return self._lazy(1)[0] if self.is_initialized else None
+
+    @keys.setter
+    def keys(self, keys: None) -> None:
+        """Take None, which transformers' base class sets; tokens come by :meth:`update`."""
+        _refuse_tensor(keys)
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        """As :attr:`keys`."""
+        return self._lazy(1)[1] if self.is_initialized else None
+
+    @values.setter
+    def values(self, values: None) -> None:
+        """As :attr:`keys`."""
+        _refuse_tensor(values)
+
+    def decoded(self, of_values: bool, tokens: int) -> torch.Tensor:
+        """Decode the last tokens of all rows.
+
+        Parameters
+        ----------
+        of_values : bool
+            Values; else keys.
+        tokens : int
+
+        Returns
+        -------
+        torch.Tensor
+            (batch, num_kv_heads, tokens, head_dim), of the model's dtype.
+        """
+        return rows.decoded(self.rows, of_values, tokens).to(self.dtype)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        tokens: int,
+        *,
+        scale: float | None,
+        causal: bool,
+        window: int | None,
+        softcap: float | None,
+        sink_logits: torch.Tensor | None,
+        mask: torch.Tensor | None,
+        starts: list[int] | None,
+    ) -> torch.Tensor:
+        """Attention of the last query rows over the last `tokens`; options as of kvedge's layers.
+
+        Returns
+        -------
+        torch.Tensor
+            (batch, queries, num_heads, head_dim of the values), of the query's dtype.
+        """
+        return rows.attend(
+            self.rows,
+            query,
+            tokens,
+            starts=starts,
+            mask=mask,
+            causal=causal,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            sink_logits=sink_logits,
+            precision_bits=self._options.precision_bits,
+            num_threads=self._options.num_threads or torch.get_num_threads(),
+        )
+
+    # ---- lengths ---------------------------------------------------------------------------------
+
+    def get_seq_length(self) -> int:
+        """Tokens seen."""
+        return len(self.rows[0]) if self.rows else 0
+
+    def get_mask_sizes(self, query_length: int | torch.Tensor) -> tuple[int, int]:
+        """Keys that a mask for so many further tokens has, and the position of the first of them.
+
+        ``query_length`` is a number, or (transformers 4) the positions of the tokens. Nothing
+        changes: transformers makes the mask before :meth:`update`.
+        """
+        if isinstance(query_length, torch.Tensor):
+            query_length = query_length.shape[0]
+        return self._mask_sizes(query_length)
+
+    def _mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        """-1: there is no limit."""
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        """As :meth:`get_max_length`, in transformers 4."""
+        return self.get_max_length()
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes that the rows' tokens take."""
+        return sum(rows.used_bytes(row) for row in self.rows)
+
+    # ---- removing and rearranging ----------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Drop all tokens; the next may be of another batch."""
+        self.version += 1
+        self.rows = []
+        self.is_initialized = False
+
+    def crop(self, length: int) -> None:
+        """Drop the last tokens, as the installed transformers means the number.
+
+        Parameters
+        ----------
+        length : int
+            Negative: so many tokens go. Positive, transformers 4 only: so many stay.
+        """
+        length = self._options.tokens_after_crop(length, self.get_seq_length())
+        if length == self.get_seq_length():
+            return
+        self.version += 1
+        for row in self.rows:
+            row.truncate(length)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Let row i be a copy of what row ``beam_idx[i]`` is."""
+        self._take(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Let each row be there `repeats` times, copies next to each other."""
+        if self.get_seq_length():
+            self._take(torch.arange(len(self.rows)).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the rows at `indices`, or where a bool mask says so."""
+        self._take(torch.arange(len(self.rows))[indices])
+
+    def _take(self, indices: torch.Tensor) -> None:
+        """Have the rows at `indices`, in that order; what is asked for twice is copied."""
+        if not self.get_seq_length():
+            return
+        self.version += 1
+        taken: set[int] = set()
+        chosen = []
+        for index in indices.tolist():
+            row = self.rows[index]
+            chosen.append(row.copy() if index in taken else row)
+            taken.add(index)
+        self.rows = chosen
+
+    def offload(self) -> None:
+        """Do nothing: rows are in the CPU's memory."""
+
+    def prefetch(self) -> None:
+        """Do nothing: rows are in the CPU's memory."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KvedgeLayer:
+        """Copy the rows; options are shared."""
+        other = copy.copy(self)
+        memo[id(self)] = other
+        for name, value in vars(self).items():
+            if name != "_options":
+                setattr(other, name, copy.deepcopy(value, memo))
+        return other
+
+
+def _refuse_tensor(given: torch.Tensor | None) -> None:
+    if given is not None:
+        raise InvalidArgumentError(
+            "keys and values of a KvedgeCache are not set: update() appends to them"
+        )
+
+
+class KvedgeSlidingLayer(KvedgeLayer):
+    """A layer whose queries see their own token and ``sliding_window - 1`` before it.
+
+    Rows keep the tokens that the next query may read, and at most as many again.
+    """
+
+    is_sliding = True
+
+    def __init__(self, options: StoreOptions, index: int, sliding_window: int, **more: Any) -> None:
+        super().__init__(options, index, **more)
+        self.sliding_window = int(sliding_window)
+        self.cumulative_length = 0  # tokens seen
+        self.record_past = False  # as transformers means it: drop nothing but in crop()
+        self._sliding_window_tensor = torch.tensor(self.sliding_window, dtype=torch.long)
+
+    def activate_past_recording(self) -> None:
+        """Drop no token before :meth:`crop` is called, so that it can go back."""
+        self.record_past = True
+
+    def get_seq_length(self) -> int:
+        """Tokens seen; fewer are there."""
+        return self.cumulative_length
+
+    def get_max_length(self) -> int:
+        """Return the window."""
+        return self.sliding_window
+
+    def _mask_sizes(self, query_length: int) -> tuple[int, int]:
+        before = min(self.cumulative_length, self.sliding_window - 1)
+        return before + query_length, self.cumulative_length - before
+
+    def _readable(self, new: int) -> int:
+        return min(len(self.rows[0]), self.sliding_window - 1 + new)
+
+    def _appended(self, tokens: int) -> None:
+        self.cumulative_length += tokens
+
+    def _make_room(self, tokens: int) -> None:
+        self.drop_unread()
+
+    def drop_unread(self) -> None:
+        """Drop tokens before the window, once there are as many as it holds."""
+        if self.record_past or not self.rows:
+            return
+        if len(self.rows[0]) >= 2 * self.sliding_window:
+            self._restrict()
+
+    def _restrict(self) -> None:
+        """Keep the tokens that the next query may read, no others."""
+        extra = len(self.rows[0]) - (self.sliding_window - 1)
+        if extra > 0:
+            self.version += 1
+            self.rows = [rows.without_first(row, extra) for row in self.rows]
+
+    def attend(
+        self, query: torch.Tensor, tokens: int, *, causal: bool, window: int | None, **options: Any
+    ) -> torch.Tensor:
+        """As of a full layer, within the window."""
+        if causal:
+            window = min(window or self.sliding_window, self.sliding_window)
+        out = super().attend(query, tokens, causal=causal, window=window, **options)
+        if not self._options.shares_rows:  # else a later layer reads them as well
+            self.drop_unread()
+        return out
+
+    def reset(self) -> None:
+        """Drop all tokens."""
+        super().reset()
+        self.cumulative_length = 0
+
+    def crop(self, length: int) -> None:
+        """Drop the last tokens, if those before them are still there.
+
+        Raises
+        ------
+        InvalidArgumentError
+            Tokens that the window needs then are gone: ``activate_past_recording()`` before the
+            tokens are appended that may have to go.
+        """
+        length = self._options.tokens_after_crop(length, self.cumulative_length)
+        gone = self.cumulative_length - length
+        if gone:
+            held = len(self.rows[0]) - gone
+            if held < min(length, self.sliding_window - 1):
+                raise InvalidArgumentError(
+                    f"layer {self._index} cannot go back by {gone} tokens: its window of "
+                    f"{self.sliding_window} would need tokens that are gone. Call "
+                    "activate_past_recording() before the tokens that may have to go"
+                )
+            self.version += 1
+            for row in self.rows:
+                row.truncate(held)
+            self.cumulative_length = length
+        if self.record_past and self.rows:
+            self._restrict()

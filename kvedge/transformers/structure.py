@@ -1,0 +1,68 @@
+"""Which cache layer each layer of a model gets: ours for attention, or transformers' own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import cache_utils
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from kvedge.errors import InvalidArgumentError
+from kvedge.transformers.layers import KvedgeLayer, KvedgeSlidingLayer
+from kvedge.transformers.options import StoreOptions
+
+__all__ = ["layers_for", "shares_rows"]
+
+
+def _known(*names: str) -> tuple[type, ...]:
+    """Classes of the installed transformers; older versions lack some."""
+    return tuple(getattr(cache_utils, name) for name in names if hasattr(cache_utils, name))
+
+
+_KEPT = _known("LinearAttentionLayer", "DummyLayer")  # hold no keys
+
+
+def text_config(config: Any) -> Any:
+    """Return the part of a config that the decoder is made from."""
+    return config.get_text_config(decoder=True)
+
+
+def shares_rows(config: Any) -> bool:
+    """Whether some layers read keys and values of an earlier one."""
+    text = text_config(config)
+    modes = getattr(text, "kv_sharing_modes", None) or ()
+    return bool(getattr(text, "num_kv_shared_layers", 0)) or "reuse" in modes
+
+
+def layers_for(config: Any, options: StoreOptions) -> list[Any]:
+    """One cache layer for each layer of the model, as transformers' own DynamicCache would have.
+
+    Raises
+    ------
+    InvalidArgumentError
+        A layer that kvedge cannot serve.
+    """
+    if getattr(config, "is_encoder_decoder", False):
+        raise InvalidArgumentError(
+            f"{type(config).__name__}: a KvedgeCache is for decoder-only models; let generate() "
+            "make the EncoderDecoderCache that this one needs"
+        )
+    text = text_config(config)
+    own = DynamicCache(config=config).layers
+    if not own:  # transformers 4, a config whose num_kv_shared_layers is 0
+        own = [DynamicLayer() for _ in range(text.num_hidden_layers)]
+    return [_layer_for(layer, index, options) for index, layer in enumerate(own)]
+
+
+def _layer_for(layer: Any, index: int, options: StoreOptions) -> Any:
+    kind = type(layer)
+    if kind is DynamicLayer:
+        return KvedgeLayer(options, index)
+    if kind is DynamicSlidingWindowLayer:
+        return KvedgeSlidingLayer(options, index, layer.sliding_window)
+    if kind in _KEPT:
+        return layer
+    raise InvalidArgumentError(
+        f"layer {index} of the model needs a {kind.__name__}, which a KvedgeCache has not: use "
+        "transformers' DynamicCache"
+    )
