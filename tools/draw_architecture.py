@@ -13,7 +13,7 @@ PYTHON, C, SHARED = "#e3eefb", "#fdebd3", "#e8f3e1"
 
 # name: (x, y, width, height, colour, title, lines)
 BOXES = {
-    "programs": (20, 56, 400, 76, PYTHON, "cli/  llama/  bench/  console/",
+    "programs": (20, 56, 400, 76, PYTHON, "cli/  llama/  evaluation/  bench/  console/",
                  ["programs over the public classes;", "nothing imports them"]),
     "backends": (20, 176, 400, 100, PYTHON, "backends/",
                  ["select.py     picks one of the two, once",

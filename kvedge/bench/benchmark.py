@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import kvedge
-from kvedge.bench import plotting
 from kvedge.bench.report import save_report
+from kvedge.console import plotting
 from kvedge.console.exits import INTERRUPTED, OK
 from kvedge.console.output import Output, print_json
 

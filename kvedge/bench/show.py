@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from kvedge.bench import plotting
 from kvedge.bench.benchmark import present
 from kvedge.bench.catalog import BENCHMARKS
 from kvedge.bench.report import load_report
+from kvedge.console import plotting
 from kvedge.console.exits import OK, CommandError
 from kvedge.console.output import Output
 

@@ -9,13 +9,13 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from kvedge.cli import bench, generate, info, plan
+from kvedge.cli import bench, evaluate, generate, info, plan
 from kvedge.console import exits
 from kvedge.console.output import Output
 from kvedge.errors import KvedgeError
 
 # Each has NAME, SUMMARY, DESCRIPTION, EXAMPLES, add_options(parser), run(options, output) -> code.
-_COMMANDS = (generate, info, plan, bench)
+_COMMANDS = (generate, info, plan, evaluate, bench)
 
 # Errors that say what is wrong with the user's input or machine; any other is a bug of ours.
 _EXPECTED = (KvedgeError, exits.CommandError, exits.UsageError, OSError, MemoryError)

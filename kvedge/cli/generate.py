@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import kvedge
 from kvedge.cli import compare, resume
 from kvedge.cli.figures import cache_figures, describe_cache, tokens_and_speed
+from kvedge.cli.model import add_model_options, load_model
 from kvedge.console.exits import INTERRUPTED, OK, UsageError
 from kvedge.console.output import Output, print_json
 from kvedge.console.values import non_negative_float, non_negative_int, positive_int, probability
@@ -41,13 +42,7 @@ _DEFAULT_TOKENS = 200
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the command."""
-    model = parser.add_argument_group("model")
-    model.add_argument("--model", metavar="FILE", help="llama2.c checkpoint or GGUF file")
-    model.add_argument(
-        "--tokenizer",
-        metavar="FILE",
-        help="llama2.c tokenizer.bin (default: in the GGUF file, or beside the checkpoint)",
-    )
+    add_model_options(parser)
     text = parser.add_argument_group("text")
     text.add_argument("--prompt", metavar="TEXT", help="what to continue (default: nothing)")
     text.add_argument(
@@ -114,13 +109,7 @@ def run(options: argparse.Namespace, output: Output) -> int:
     _check(options)
     if options.save_session is not None:
         resume.check_can_save(options.save_session)
-    path, tokenizer = _model_files(options)
-    from kvedge.llama import LlamaModel  # here: `kvedge plan --layers ...` needs no model code
-
-    with output.status("loading the model"):
-        model = LlamaModel.from_file(path, tokenizer)
-    if model.tokenizer is None:
-        raise UsageError(f"there is no tokenizer beside {path}: give one with --tokenizer FILE")
+    path, model = load_model(options, output)
     limit = model.config.max_seq_len
     if options.context is not None and options.context > limit:
         raise UsageError(f"--context {options.context}: the model was made for {limit} tokens")
@@ -134,8 +123,6 @@ def _check(options: argparse.Namespace) -> None:
     if options.group_size is not None and options.cache and not FORMATS[options.cache].has_scales:
         scaled = " or ".join(form.name for form in FORMATS.values() if form.has_scales)
         raise UsageError(f"--group-size is for --cache {scaled}: {options.cache} has no scales")
-    if options.tokenizer is not None and options.model is None:
-        raise UsageError("--tokenizer needs --model: the built-in model has its own")
     if options.compare:
         for name in ("cache", "temperature", "top_p", "seed", "save_session", "load_session"):
             if getattr(options, name) is not None:
@@ -145,14 +132,6 @@ def _check(options: argparse.Namespace) -> None:
                 )
         if options.tokens == 0:
             raise UsageError("--compare needs at least one token: --tokens 1 or more")
-
-
-def _model_files(options: argparse.Namespace) -> tuple[str, str | None]:
-    if options.model is not None:
-        return options.model, options.tokenizer
-    from kvedge.data import STORIES_MODEL, STORIES_TOKENIZER
-
-    return str(STORIES_MODEL), str(STORIES_TOKENIZER)
 
 
 class _Run:

@@ -5,7 +5,13 @@ from __future__ import annotations
 import argparse
 import math
 
-__all__ = ["non_negative_float", "non_negative_int", "positive_int", "probability"]
+__all__ = [
+    "non_negative_float",
+    "non_negative_int",
+    "positive_float",
+    "positive_int",
+    "probability",
+]
 
 
 def positive_int(text: str) -> int:
@@ -29,6 +35,14 @@ def non_negative_float(text: str) -> float:
     value = _real(text)
     if value is None or value < 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of 0 or more")
+    return value
+
+
+def positive_float(text: str) -> float:
+    """Return a finite number above 0."""
+    value = _real(text)
+    if value is None or value <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return value
 
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-__all__ = ["STORIES_MODEL", "STORIES_TOKENIZER"]
+__all__ = ["STORIES_MODEL", "STORIES_TEXT", "STORIES_TOKENIZER"]
 
 _FOLDER = Path(__file__).parent
 
@@ -11,3 +11,6 @@ STORIES_MODEL = _FOLDER / "stories260K.bin"
 
 #: Its tokenizer, 512 tokens.
 STORIES_TOKENIZER = _FOLDER / "tok512.bin"
+
+#: Stories that it wrote (18 KB), for ``kvedge eval`` to read.
+STORIES_TEXT = _FOLDER / "stories.txt"

@@ -14,9 +14,9 @@ the extra ``kvedge[gguf]``.
 
 from .checkpoint import load_checkpoint
 from .config import LlamaConfig, rope_frequencies
-from .evaluate import nats_per_token
 from .generate import Generation, Piece, generate, shift_context
 from .gguf_file import load_gguf
+from .key_bias import with_key_bias
 from .model import LlamaModel, read_config
 from .sampling import Sampler
 from .tokenizer import ScoredBpeTokenizer, Tokenizer, load_llama2c_tokenizer
@@ -36,8 +36,8 @@ __all__ = [
     "load_checkpoint",
     "load_gguf",
     "load_llama2c_tokenizer",
-    "nats_per_token",
     "read_config",
     "rope_frequencies",
     "shift_context",
+    "with_key_bias",
 ]

@@ -132,6 +132,7 @@ class LlamaModel:
         *,
         last_only: bool = False,
         num_threads: int | None = None,
+        precision_bits: int | None = None,
     ) -> np.ndarray:
         """Run tokens through the model and append their keys and values to the cache.
 
@@ -146,7 +147,7 @@ class LlamaModel:
             From :meth:`new_cache`.
         last_only : bool
             Compute the logits of the last token only: what generation needs of a prompt.
-        num_threads : int, optional
+        num_threads, precision_bits : int, optional
             Passed on to ``cache.attend``.
 
         Returns
@@ -189,7 +190,9 @@ class LlamaModel:
 
                 # store keys and values, attend to all that is stored, back into the residual stream
                 cache.append(i, k, v)
-                attended = cache.attend(i, q, num_threads=num_threads)  # (n, num_heads, head_dim)
+                attended = cache.attend(  # (n, num_heads, head_dim)
+                    i, q, num_threads=num_threads, precision_bits=precision_bits
+                )
                 x += attended.reshape(n, -1) @ layer.wo.T  # (n, dim)
 
                 # feed-forward network: w2(silu(w1 x) * w3 x)

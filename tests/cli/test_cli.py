@@ -15,7 +15,7 @@ from kvedge.console import exits, output
 PLAN = ["plan", "--layers", "2", "--kv-heads", "4", "--head-dim", "64", "--context", "100"]
 
 
-@pytest.mark.parametrize("command", ["generate", "info", "plan"])
+@pytest.mark.parametrize("command", ["generate", "info", "plan", "eval"])
 def test_help_of_each_command_has_examples_and_exit_codes(command, capsys):
     assert main([command, "--help"]) == exits.OK
     text = capsys.readouterr().out
@@ -27,7 +27,7 @@ def test_help_of_each_command_has_examples_and_exit_codes(command, capsys):
 def test_help_of_the_command_names_every_subcommand(capsys):
     assert main(["--help"]) == exits.OK
     text = capsys.readouterr().out
-    assert all(name in text for name in ("generate", "info", "plan"))
+    assert all(name in text for name in ("generate", "info", "plan", "eval"))
 
 
 def test_version(capsys):

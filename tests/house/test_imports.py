@@ -24,6 +24,7 @@ ORDER = [
     ["kvedge"],  # the public names
     ["kvedge.llama"],
     ["kvedge.transformers"],
+    ["kvedge.evaluation"],
     ["kvedge.console"],
     ["kvedge.bench"],
     ["kvedge.cli"],

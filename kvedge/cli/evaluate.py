@@ -1,0 +1,222 @@
+"""``kvedge eval``: what each storage format costs a model on a text."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import kvedge
+from kvedge.cli.model import add_model_options, load_model
+from kvedge.console import plotting
+from kvedge.console.exits import OK, CommandError, UsageError
+from kvedge.console.output import Output, print_json
+from kvedge.console.values import positive_float, positive_int
+
+if TYPE_CHECKING:
+    from kvedge.evaluation import Estimate, Result
+
+NAME = "eval"
+SUMMARY = "what storage formats cost a model on a text: perplexity, KL, bytes"
+DESCRIPTION = """\
+Let a model read a text with its keys and values in caches of several formats, and compare what it
+predicts with what it predicts on a float32 cache. Without --model, the small story writer that
+comes with kvedge reads stories that it wrote; give a text that your model has not seen.
+
+A format is named with its options: int8:group_size=32,key_offset=auto. Options are arguments of
+kvedge.KVCache, and precision_bits of attention.
+"""
+EXAMPLES = """\
+  kvedge eval
+  kvedge eval --formats int8 float16 int8:group_size=32,key_offset=auto --tokens 2000
+  kvedge eval --model model.gguf --text book.txt --tokens 20000 --plot loss.png
+  kvedge eval --key-bias 100             # a stress test: keys with constant channels
+  kvedge eval --formats int8 --chunk 1   # one token at a time, as in generation
+"""
+
+_DEFAULT_TOKENS = 8192
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of the command."""
+    add_model_options(parser)
+    parser.add_argument(
+        "--key-bias",
+        type=positive_float,
+        metavar="B",
+        help="add a constant of about B to a few channel pairs of the model's keys, as Qwen2.5 "
+        "has, before measuring; 100 is much (see kvedge.llama.with_key_bias)",
+    )
+    text = parser.add_argument_group("text")
+    text.add_argument("--text", metavar="FILE", help="what to read, UTF-8 (needed with --model)")
+    text.add_argument(
+        "--tokens",
+        type=positive_int,
+        default=_DEFAULT_TOKENS,
+        metavar="N",
+        help="tokens to read at most (default: %(default)s)",
+    )
+    text.add_argument(
+        "--window",
+        type=positive_int,
+        metavar="N",
+        help="tokens per block, each read from an empty cache (default: 512, or the model's "
+        "context if that is less)",
+    )
+    text.add_argument(
+        "--chunk",
+        type=positive_int,
+        metavar="N",
+        help="tokens that enter the caches at once (default: 32)",
+    )
+    cache = parser.add_argument_group("caches")
+    cache.add_argument(
+        "--formats",
+        nargs="+",
+        metavar="FORMAT",
+        help="what to compare with float32 (default: every format, and options of int8)",
+    )
+    cache.add_argument("--threads", type=positive_int, metavar="N", help="threads of attention")
+    parser.add_argument(
+        "--plot", metavar="FILE", help="draw loss and KL against bytes: .png, .svg, .pdf"
+    )
+
+
+def run(options: argparse.Namespace, output: Output) -> int:
+    """Measure, and print what came of it."""
+    if options.model is not None and options.text is None:
+        raise UsageError("--model needs --text FILE: a text that the model has not seen")
+    if options.plot is not None:
+        plotting.require(options.plot)  # before minutes of measuring
+    from kvedge.evaluation import LlamaSubject, default_choices, evaluate, parse_choices
+    from kvedge.evaluation.measure import DEFAULT_CHUNK
+
+    asked = None if options.formats is None else parse_choices(options.formats)
+    path, model = load_model(options, output)
+    if options.key_bias is not None:
+        from kvedge.llama import with_key_bias
+
+        model = with_key_bias(model, options.key_bias)
+    text, tokens = _tokens(options, model.tokenizer)
+    results = evaluate(
+        LlamaSubject(model, options.threads),
+        tokens,
+        default_choices(model.config.head_dim) if asked is None else asked,
+        window=options.window,
+        chunk=options.chunk or DEFAULT_CHUNK,
+        track=lambda blocks: output.track(blocks, "reading"),
+    )
+    title = f"{Path(path).name}, {len(tokens):,} tokens of {Path(text).name}"
+    if options.key_bias is not None:
+        title += f", keys with a bias of {options.key_bias:g}"
+    if options.plot is not None:
+        from kvedge.evaluation.plot import draw
+
+        plotting.save_figure(options.plot, lambda figure: draw(results, figure, title))
+    if options.json:
+        print_json(_report(options, path, text, len(tokens), results))
+    else:
+        _print(title, results, output)
+    return OK
+
+
+def _tokens(options: argparse.Namespace, tokenizer: Any) -> tuple[str, list[int]]:
+    """Return the text's path, and its first tokens."""
+    path = options.text
+    if path is None:
+        from kvedge.data import STORIES_TEXT
+
+        path = str(STORIES_TEXT)
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise CommandError(f"{path} is not a text in UTF-8: {error}") from error
+    # A part of a long text will do, and is far quicker to encode: no usual token is this long.
+    tokens = tokenizer.encode(text[: 16 * options.tokens])[: options.tokens]
+    if len(tokens) < 2:
+        raise CommandError(f"{path}: a text of 2 tokens or more is needed, it has {len(tokens)}")
+    return path, tokens
+
+
+def _report(
+    options: argparse.Namespace, model: str, text: str, tokens: int, results: list[Result]
+) -> dict[str, Any]:
+    isa = kvedge.isa_info()
+    return {
+        "model": model,
+        "key_bias": options.key_bias,
+        "text": text,
+        "tokens": tokens,
+        "predicted_tokens": results[0].tokens,
+        "blocks": results[0].blocks,
+        "backend": isa["backend"],
+        "isa": isa["isa"],
+        "formats": [
+            {
+                "name": result.choice.name,
+                "dtype": result.choice.dtype,
+                "options": {**result.choice.cache_options, **result.choice.attention_options},
+                "bytes_per_token": result.bytes_per_token,
+                "bits_per_value": result.bits_per_value,
+                "perplexity": result.perplexity if math.isfinite(result.perplexity) else None,
+                **_estimates(result),
+                "largest_logit_difference": result.largest_logit_difference,
+            }
+            for result in results
+        ],
+    }
+
+
+def _estimates(result: Result) -> dict[str, float | None]:
+    """Name and value of the estimates, each followed by its standard error."""
+    found: dict[str, float | None] = {}
+    for name in ("nats", "loss", "kl", "agreement"):
+        estimate: Estimate = getattr(result, name)
+        found[name] = estimate.mean
+        found[f"{name}_standard_error"] = estimate.standard_error
+    return found
+
+
+def _print(title: str, results: list[Result], output: Output) -> None:
+    columns = (
+        "cache",
+        ">bytes/token",
+        ">bits/value",
+        ">perplexity",
+        ">nats/token",
+        ">nats lost",
+        ">KL to float32",
+        ">same best token",
+        ">logits differ by",
+    )
+    output.table(title, columns, [_cells(result, index) for index, result in enumerate(results)])
+    if results[0].blocks == 1:
+        output.note("one block of text: no standard errors (more --tokens, or a smaller --window)")
+
+
+def _cells(result: Result, index: int) -> tuple[str, ...]:
+    row = (
+        result.choice.name,
+        f"{result.bytes_per_token:.0f}",
+        f"{result.bits_per_value:.2f}",
+        f"{result.perplexity:.4f}",
+        f"{result.nats.mean:.4f}",
+    )
+    if index == 0:  # float32 itself
+        return (*row, "", "", "", "")
+    agreement = result.agreement
+    return (
+        *row,
+        _with_error(result.loss, "+.5f", ".5f"),
+        _with_error(result.kl, ".2e", ".0e"),
+        f"{100 * agreement.mean:.2f}%"
+        + ("" if agreement.standard_error is None else f" ± {100 * agreement.standard_error:.2f}"),
+        f"{result.largest_logit_difference:.3g}",
+    )
+
+
+def _with_error(estimate: Estimate, mean: str, error: str) -> str:
+    if estimate.standard_error is None:
+        return format(estimate.mean, mean)
+    return f"{estimate.mean:{mean}} ± {estimate.standard_error:{error}}"

@@ -1,0 +1,119 @@
+"""A configuration of the cache by name: ``int8``, ``int8:group_size=32,key_offset=auto``."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from .. import KVCache
+from ..core.formats import FORMATS
+from ..core.types import Dtype
+from ..errors import InvalidArgumentError
+
+__all__ = ["FLOAT32", "CacheChoice", "default_choices", "parse_choices"]
+
+# Arguments of KVCache that are the model's or the evaluation's business.
+_NOT_A_CHOICE = ("num_layers", "num_kv_heads", "head_dim", "dtype", "max_seq_len")
+_ATTENTION = ("precision_bits",)  # arguments of attend(), not of the cache
+
+# What is compared unless asked otherwise, beside every format as it is.
+_VARIANTS = (
+    "int8:group_size=32",
+    "int8:scale_dtype=float16",
+    "int8:key_offset=auto",
+    "int8:precision_bits=8",
+)
+
+
+@dataclass(frozen=True)
+class CacheChoice:
+    """A storage format and its options; made by :func:`parse_choices`."""
+
+    name: str  # as it was given
+    dtype: Dtype
+    cache_options: dict[str, Any] = field(default_factory=dict)  # further arguments of KVCache
+    attention_options: dict[str, Any] = field(default_factory=dict)  # arguments of attend()
+
+
+FLOAT32 = CacheChoice("float32", "float32")
+
+
+def parse_choices(texts: Iterable[str]) -> list[CacheChoice]:
+    """Return the configurations that texts name, in their order, each once.
+
+    Parameters
+    ----------
+    texts : iterable of str
+        Each names one or more configurations with commas between: a format, then perhaps a colon
+        and options: ``"float16,int8:group_size=32,key_offset=auto,bfloat16"``. A part with ``=``
+        and without ``:`` is a further option of the format before it. Options are arguments of
+        :class:`kvedge.KVCache`, and ``precision_bits`` of its ``attend``.
+
+    Returns
+    -------
+    list of CacheChoice
+
+    Raises
+    ------
+    InvalidArgumentError
+        For a format or an option that does not exist. Whether a value suits its option, the cache
+        decides.
+    """
+    found: dict[str, CacheChoice] = {}
+    for text in texts:
+        for name in _names(text):
+            found.setdefault(name, _parse(name))
+    return list(found.values())
+
+
+def default_choices(head_dim: int) -> list[CacheChoice]:
+    """Return every format, and int8's options where they differ from int8 for this head_dim."""
+    choices = parse_choices([*FORMATS, *_VARIANTS])
+    return [each for each in choices if each.cache_options.get("group_size", 0) < head_dim]
+
+
+def _names(text: str) -> Sequence[str]:
+    """Split at the commas that do not stand between two options of one format."""
+    names: list[str] = []
+    for part in text.split(","):
+        if names and "=" in part and ":" not in part:
+            names[-1] += f",{part.strip()}"
+        else:
+            names.append(part.strip())
+    return names
+
+
+def _parse(name: str) -> CacheChoice:
+    dtype, _, rest = name.partition(":")
+    if dtype not in FORMATS:
+        raise InvalidArgumentError(f"{name!r}: no format {dtype!r}, only {', '.join(FORMATS)}")
+    known = _cache_options()
+    choice = CacheChoice(name, cast(Dtype, dtype))
+    for option in rest.split(",") if rest else ():
+        key, equals, value = option.partition("=")
+        if key not in (*known, *_ATTENTION) or not equals:
+            wanted = "=, ".join((*known, *_ATTENTION))
+            raise InvalidArgumentError(f"{name!r}: no option {option!r}, only {wanted}=")
+        options = choice.attention_options if key in _ATTENTION else choice.cache_options
+        options[key] = _value(value)
+    return choice
+
+
+def _cache_options() -> list[str]:
+    parameters = inspect.signature(KVCache).parameters
+    return [name for name in parameters if name not in _NOT_A_CHOICE]
+
+
+def _value(text: str) -> Any:
+    """Return a number, True, False or None where the text is one, else the text."""
+    words = {"true": True, "false": False, "none": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    for number in (int, float):
+        try:
+            return number(text)
+        except ValueError:
+            pass
+    return text

@@ -1,0 +1,267 @@
+"""What formats cost a model: the arithmetic against a reference, names of configurations, plots."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from llama_reference import logits as reference_logits
+
+import kvedge
+from kvedge.core.formats import FORMATS
+from kvedge.data import STORIES_MODEL
+from kvedge.evaluation import (
+    FLOAT32,
+    CacheChoice,
+    Estimate,
+    LlamaSubject,
+    Result,
+    default_choices,
+    evaluate,
+    parse_choices,
+)
+from kvedge.evaluation.plot import draw, frontier
+from kvedge.llama import LlamaModel, with_key_bias
+
+SHARED = Path(__file__).parents[3] / "shared"  # beside the checkout, not part of it
+
+
+@pytest.fixture(scope="module")
+def stories():
+    return LlamaModel.from_file(STORIES_MODEL)
+
+
+@pytest.fixture(scope="module")
+def story(stories):
+    text = "Once upon a time, there was a big dog named Max. Max liked to run in the park. "
+    return stories.tokenizer.encode(text * 8)[:300]
+
+
+def log_softmax(logits):
+    logits = np.asarray(logits, np.float64)
+    return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+
+
+# ---- measuring -----------------------------------------------------------------------------------
+
+
+def test_blocks_are_predicted_each_from_its_own_start(stories, story):
+    tokens = story[:25]
+    losses = []
+    for part in (tokens[:10], tokens[10:20], tokens[20:]):
+        log_p = log_softmax(reference_logits(stories.config, stories.weights, part))[:-1]
+        losses.append(-log_p[np.arange(len(part) - 1), part[1:]])
+    subject = LlamaSubject(stories)
+    (float32,) = evaluate(subject, tokens, [], window=10, chunk=4)
+    every = np.concatenate(losses)
+    assert float32.nats.mean == pytest.approx(every.mean(), abs=1e-4)
+    assert float32.perplexity == pytest.approx(np.exp(every.mean()), rel=1e-4)
+    assert (float32.tokens, float32.blocks) == (every.size, 3)
+    # a single token left over predicts nothing
+    (float32,) = evaluate(subject, tokens[:21], [], window=10)
+    assert float32.nats.mean == pytest.approx(every[:18].mean(), abs=1e-4)
+    assert float32.blocks == 2
+
+
+class Scripted:
+    """A model of three tokens whose logits depend on the format and the position alone."""
+
+    context, vocab_size = 6, 3
+
+    def __init__(self, logits):
+        self.logits = {name: np.asarray(rows, np.float32) for name, rows in logits.items()}
+
+    def reader(self, choice):
+        return _ScriptedReader(self.logits[choice.name])
+
+
+class _ScriptedReader:
+    def __init__(self, rows):
+        self.rows, self.position = rows, 0
+
+    def clear(self):
+        self.position = 0
+
+    def read(self, tokens):
+        start, self.position = self.position, self.position + len(tokens)
+        return self.rows[start : self.position]
+
+    @property
+    def used_bytes(self):
+        return 10 * self.position
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 32])
+def test_the_measures_are_those_of_the_logits(chunk):
+    rng = np.random.default_rng(3)
+    exact, other = rng.normal(size=(2, 6, 3)).astype(np.float32)
+    subject = Scripted({"float32": exact, "int8": other})
+    tokens = rng.integers(0, 3, 15)
+    float32, int8 = evaluate(subject, tokens, parse_choices(["int8"]), chunk=chunk)
+    p, q = log_softmax(exact), log_softmax(other)
+    sums = []  # per block: tokens, loss, KL, agreements
+    for start in (0, 6, 12):
+        targets = tokens[start + 1 : start + 6]
+        n = len(targets)
+        loss = (p - q)[np.arange(n), targets].sum()
+        kl = (np.exp(p) * (p - q))[:n].sum()
+        sums.append((n, loss, kl, (p.argmax(1) == q.argmax(1))[:n].sum()))
+    n, *figures = np.array(sums, float).T
+    for name, total in zip(("loss", "kl", "agreement"), figures, strict=True):
+        mean = total.sum() / n.sum()
+        error = np.sqrt(((total - mean * n) ** 2).sum() * 3 / 2) / n.sum()
+        estimate = getattr(int8, name)
+        assert estimate.mean == pytest.approx(mean, rel=1e-6), name
+        assert estimate.standard_error == pytest.approx(error, rel=1e-6), name
+    assert int8.largest_logit_difference == pytest.approx(np.abs(exact - other)[:5].max())
+    assert int8.bytes_per_token == 10 and int8.bits_per_value == 32
+    assert int8.nats.mean - float32.nats.mean == pytest.approx(int8.loss.mean)
+    assert float32.kl == float32.loss == Estimate(0.0, 0.0)
+    assert float32.agreement.mean == 1
+
+
+def test_one_block_has_no_standard_error(stories, story):
+    for result in evaluate(LlamaSubject(stories), story[:20], parse_choices(["int8"])):
+        assert result.blocks == 1 and result.loss.standard_error is None
+
+
+def test_every_format_and_option_costs_little_and_takes_its_bytes(stories, story):
+    choices = default_choices(stories.config.head_dim)
+    assert {each.dtype for each in choices} == set(FORMATS)
+    first, *results = evaluate(LlamaSubject(stories), story, choices, window=100)
+    assert first.choice == FLOAT32 and first.bytes_per_token == 1280
+    assert [each.choice for each in results] == [each for each in choices if each != FLOAT32]
+    for result in results:
+        cache = stories.new_cache(result.choice.dtype, **result.choice.cache_options)
+        stories.forward(story[:99], cache)
+        assert result.bytes_per_token == pytest.approx(cache.used_bytes / 99)
+        assert 0 < result.kl.mean < 0.1 and abs(result.loss.mean) < 0.05, result.choice.name
+
+
+def test_attention_options_reach_attention(stories, story):
+    choices = parse_choices(["float32:precision_bits=24", "int8", "int8:precision_bits=8"])
+    _, same, int8, coarse = evaluate(LlamaSubject(stories), story[:100], choices)
+    assert same.kl.mean < 1e-9
+    if kvedge.backend == "native":  # NumPy attends in float64 whatever is asked for
+        assert coarse.kl.mean != int8.kl.mean
+    assert coarse.bytes_per_token == int8.bytes_per_token
+
+
+@pytest.mark.parametrize(
+    ("tokens", "options"),
+    [
+        ([], {}),
+        ([1], {}),
+        ([1, 2], {"window": 1}),
+        ([1, 2], {"window": 513}),
+        ([1, 2], {"chunk": 0}),
+    ],
+    ids=str,
+)
+def test_texts_and_windows_that_make_no_sense_are_refused(stories, tokens, options):
+    with pytest.raises(kvedge.InvalidArgumentError):
+        evaluate(LlamaSubject(stories), tokens, [], **options)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not SHARED.exists(), reason="../shared is not there")
+def test_books5m_predicts_its_text_as_well_as_it_did_in_training():
+    """3.27 nats per token over the first 40 windows of 512 tokens."""
+    model = LlamaModel.from_file(SHARED / "models/books5M.bin")
+    text = (SHARED / "text/books_val.txt").read_text(encoding="utf-8")
+    tokens = model.tokenizer.encode(text[:80000])[: 40 * 512]
+    float32, int8 = evaluate(LlamaSubject(model), tokens, parse_choices(["int8"]))
+    assert float32.nats.mean == pytest.approx(3.2724, abs=0.002)
+    assert int8.loss.mean == pytest.approx(0, abs=0.001)
+    assert int8.kl.mean < 1e-4
+
+
+# ---- names of configurations ---------------------------------------------------------------------
+
+
+def test_configurations_are_named_by_format_and_options():
+    names = [
+        "float16,int8:group_size=32,key_offset=auto, bfloat16",
+        "int8:precision_bits=8",
+        "int8",
+    ]
+    assert parse_choices([*names, "float16"]) == [
+        CacheChoice("float16", "float16"),
+        CacheChoice(
+            "int8:group_size=32,key_offset=auto", "int8", {"group_size": 32, "key_offset": "auto"}
+        ),
+        CacheChoice("bfloat16", "bfloat16"),
+        CacheChoice("int8:precision_bits=8", "int8", {}, {"precision_bits": 8}),
+        CacheChoice("int8", "int8"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", "int9", "int8,", "group_size=32", "int8:size=32", "int8:group_size", "int8:max_seq_len=9"],
+)
+def test_names_of_no_configuration_are_refused(name):
+    with pytest.raises(kvedge.InvalidArgumentError, match=r"only (int8|group_size)"):
+        parse_choices([name])
+
+
+def test_the_error_for_options_that_clash_names_the_configuration(stories, story):
+    choices = parse_choices(["float16:group_size=4"])
+    with pytest.raises(kvedge.InvalidArgumentError, match=r"^float16:group_size=4: "):
+        evaluate(LlamaSubject(stories), story, choices)
+
+
+# ---- the stress test -----------------------------------------------------------------------------
+
+
+def test_a_key_bias_makes_channels_constant_before_rope(stories, story):
+    biased = with_key_bias(stories, 100.0)
+    c = stories.config
+    rope = c.rope
+    for layer in range(c.num_layers):
+        keys = {}
+        for name, model in (("plain", stories), ("biased", biased)):
+            cache = model.new_cache("float32")
+            model.forward(story[:50], cache)
+            turned = [rope.rotate(k, -t) for t, k in enumerate(cache.k(layer))]
+            keys[name] = np.array(turned)  # (n, KV heads, head_dim), before RoPE
+        mean = keys["biased"].mean(axis=0)
+        lengths = np.hypot(mean[:, 0::2], mean[:, 1::2])  # (KV heads, pairs)
+        assert np.all((lengths[:, 3] > 40) & (lengths[:, 3] < 170))  # the pair that turns slowest
+        assert np.all(lengths[:, :3] < 20)
+        deviation = keys["biased"].std(axis=0)
+        assert deviation.max() < 20  # constant: only the model's own keys vary
+    assert stories.weights.layers[0].bqkv is None  # left alone
+
+
+def test_a_key_bias_is_what_one_scale_per_row_loses(stories, story):
+    choices = parse_choices(["int8"])
+    _, plain = evaluate(LlamaSubject(stories), story, choices)
+    _, biased = evaluate(LlamaSubject(with_key_bias(stories, 100.0)), story, choices)
+    assert biased.kl.mean > 10 * plain.kl.mean
+
+
+@pytest.mark.parametrize("magnitude", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_key_bias_that_is_none_is_refused(stories, magnitude):
+    with pytest.raises(kvedge.InvalidArgumentError, match="magnitude"):
+        with_key_bias(stories, magnitude)
+
+
+# ---- the plot ------------------------------------------------------------------------------------
+
+
+def result(name, size, kl):
+    some = Estimate(kl, kl / 10)
+    return Result(CacheChoice(name, "int8"), 100, 2, size, 8.0, some, some, some, some, 0.1)
+
+
+def test_the_frontier_holds_what_nothing_smaller_does_better():
+    results = [result("a", 16, 0.1), result("b", 8, 0.2), result("c", 9, 0.3), result("d", 8, 0.4)]
+    assert [each.choice.name for each in frontier(results)] == ["b", "a"]
+
+
+def test_a_plot_is_drawn(tmp_path):
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    draw([result("float32", 32, 0.0), result("a", 16, 0.1), result("b", 8, 0.2)], figure, "title")
+    left, _ = figure.axes
+    assert [text.get_text() for text in left.get_legend().get_texts()] == ["frontier", "a", "b"]
+    figure.savefig(tmp_path / "plot.svg")
