@@ -62,7 +62,8 @@ int kvedge_isa_available(const char *name, const char **why_not); /* can this CP
 
 /* The keys and values of one attention layer for the tokens 0..len-1.
  *
- * Storage is token-major: codes[token][num_kv_heads][head_dim], scales[token][num_kv_heads][groups].
+ * Storage is token-major: codes[token][num_kv_heads][head_dim], scales[token][num_kv_heads][groups]; values have rows of
+ * value_head_dim where that is given.
  * KVEDGE_INT8 keeps a signed byte per value and one scale per group of a row (by default the row):
  * value = code * scale. KVEDGE_FLOAT32 keeps the values, KVEDGE_FLOAT16 and KVEDGE_BFLOAT16 round them to 16 bits. */
 typedef struct kvedge_layer kvedge_layer;
@@ -74,16 +75,19 @@ typedef enum { KVEDGE_SCALE_FLOAT32 = 0, KVEDGE_SCALE_FLOAT16 = 1 } kvedge_scale
 typedef struct {
   kvedge_format format;
   kvedge_scale_type scale_type;
-  int64_t capacity; /* tokens, 1..2^40 */
-  int num_kv_heads; /* 1..65536 */
-  int head_dim;     /* channels, 1..1024 */
-  int group_size;   /* channels that share a scale; 0: the whole row */
+  int64_t capacity;   /* tokens, 1..2^40 */
+  int num_kv_heads;   /* 1..65536 */
+  int head_dim;       /* channels, 1..1024 */
+  int group_size;     /* channels that share a scale; 0, or more than a row has: the whole row */
+  int value_head_dim; /* channels of a value, where they are not head_dim: 1..1024; 0: head_dim */
 } kvedge_layer_config;
 
 /* The four arrays of a layer; each followed by nothing, aligned to 64 bytes for speed. */
 typedef struct {
-  void *key_codes, *value_codes;   /* [capacity][num_kv_heads][head_dim], int8_t, float or 16-bit floats */
-  void *key_scales, *value_scales; /* [capacity][num_kv_heads][groups], float or float16; NULL but for int8 */
+  void *key_codes, *value_codes;   /* [capacity][num_kv_heads][head_dim or value_head_dim], int8_t, float or 16-bit
+                                    * floats */
+  void *key_scales, *value_scales; /* [capacity][num_kv_heads][groups of such a row], float or float16; NULL but for
+                                    * int8 */
 } kvedge_slabs;
 
 /* Size, then init on memory of the caller's, aligned to 64 bytes: header and arrays in one block.
@@ -106,7 +110,8 @@ void kvedge_layer_destroy(kvedge_layer *layer);
  * it away; formats with scales only (KVEDGE_INT8). The vector is copied. */
 kvedge_status kvedge_layer_set_key_offset(kvedge_layer *layer, const float *key_offset);
 
-/* Appends num_tokens tokens, float[num_tokens][num_kv_heads][head_dim]; all of them or none. */
+/* Appends num_tokens tokens, keys float[num_tokens][num_kv_heads][head_dim] and values
+ * float[num_tokens][num_kv_heads][value_head_dim]; all of them or none. */
 kvedge_status kvedge_layer_append(kvedge_layer *layer, const float *keys, const float *values, int64_t num_tokens);
 
 int64_t kvedge_layer_len(const kvedge_layer *layer);
@@ -122,10 +127,12 @@ kvedge_status kvedge_layer_write(kvedge_layer *layer, int64_t position, const fl
 /* Tells that the caller has filled in the rows of these tokens himself: finite, scales >= 0. */
 kvedge_status kvedge_layer_filled(kvedge_layer *layer, int64_t position, int64_t num_tokens);
 
-/* Writes the keys (values) of tokens start..stop-1 to out, float[stop-start][num_kv_heads][head_dim]. */
+/* Writes the keys (values) of tokens start..stop-1 to out, float[stop-start][num_kv_heads][head_dim
+ * (value_head_dim)]. */
 kvedge_status kvedge_layer_get_keys(const kvedge_layer *layer, int64_t start, int64_t stop, float *out);
 kvedge_status kvedge_layer_get_values(const kvedge_layer *layer, int64_t start, int64_t stop, float *out);
 
+/* The config with nothing left open: no 0 in it. */
 void kvedge_layer_get_config(const kvedge_layer *layer, kvedge_layer_config *config);
 void kvedge_layer_get_slabs(const kvedge_layer *layer, kvedge_slabs *slabs);
 
@@ -147,7 +154,7 @@ typedef struct {
   int precision_bits; /* of queries and probabilities in integer products: 24, 16, 8 (the fewer the
                              * faster; docs/numerics.md has the errors), or 0: 16 where the contract
                              * (2e-4) allows, else 24: for queries where logits are small enough, for
-                             * probabilities past the first 1,024 tokens if head_dim is 64 or more */
+                             * probabilities past the first 1,024 tokens if value_head_dim is 64 or more */
   int64_t num_tokens; /* the call reads tokens 0..num_tokens-1 of a layer, and its query rows are those of the
                              * last of them; 0: all that the layer holds when the call begins. Where another thread
                              * appends, set it to the length that masks, biases and room for slices were made for.
@@ -156,7 +163,7 @@ typedef struct {
 
 void kvedge_attention_defaults(kvedge_attention_options *options);
 
-/* out[num_rows][num_heads][head_dim] = attention of query[num_rows][num_heads][head_dim], the rows
+/* out[num_rows][num_heads][value_head_dim] = attention of query[num_rows][num_heads][head_dim], the rows
  * being those of the last num_rows tokens; num_heads a multiple of num_kv_heads, whose query heads
  * lie side by side. `lse`, if not NULL, float[num_rows][num_heads], gets the logarithm of the
  * softmax denominator, with which results over parts of a context merge exactly.

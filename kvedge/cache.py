@@ -53,6 +53,7 @@ class CacheMethods(CacheHistory):
         num_kv_heads: int,
         head_dim: int,
         *,
+        value_head_dim: int | None = None,
         dtype: Dtype = "int8",
         max_seq_len: int | None = None,
         group_size: int | None = None,
@@ -68,14 +69,18 @@ class CacheMethods(CacheHistory):
         num_kv_heads : int
             Key/value heads of each layer, 1 to 65536.
         head_dim : int
-            Channels of a head, 1 to 1024.
+            Channels of a head in queries and keys, 1 to 1024.
+        value_head_dim : int, optional
+            Channels of a head in values and in what attention gives, 1 to 1024; by default
+            head_dim. (DeepSeek's latent attention has 192 and 128, or 576 and 512.)
         dtype : {"int8", "float32", "float16", "bfloat16"}
             How keys and values are stored.
         max_seq_len : int, optional
             Tokens to reserve for; memory is committed only as it is filled. None: the cache grows,
             doubling a layer's reservation when it is full.
         group_size : int, optional
-            int8 only: channels that share a scale. None: the whole row of a head.
+            int8 only: channels that share a scale. None: the whole row of a head, as for rows
+            narrower than that.
         scale_dtype : {"float32", "float16"}
             int8 only: type of the scales.
         key_offset : None, "auto" or array of float32 (num_layers, num_kv_heads, head_dim)
@@ -108,6 +113,7 @@ class CacheMethods(CacheHistory):
             first_capacity(max_seq_len),
             num_kv_heads,
             head_dim,
+            value_head_dim=value_head_dim,
             group_size=group_size,
             scale_dtype=scale_dtype,
         )
@@ -135,8 +141,8 @@ class CacheMethods(CacheHistory):
         ----------
         layer : int
         keys, values : array of float32 (or float16, bfloat16)
-            One token, (num_kv_heads, head_dim) or flat, or several, (n, num_kv_heads, head_dim).
-            They follow what this layer already holds.
+            One token, (num_kv_heads, head_dim) or flat, or several, (n, num_kv_heads, head_dim);
+            values of value_head_dim where that differs. They follow what this layer already holds.
 
         Raises
         ------
@@ -155,7 +161,7 @@ class CacheMethods(CacheHistory):
             try:
                 target._append(keys, values)
             except CapacityExceededError:
-                n = checks.as_rows(keys, "keys", self._config, many=None).shape[0]
+                n = checks.as_rows(keys, False, self._config, many=None).shape[0]
                 self._make_room(layer, start + n)
                 target._append(keys, values)
         except OutOfMemoryError:
@@ -203,6 +209,7 @@ class CacheMethods(CacheHistory):
         Parameters
         ----------
         keys, values : array of float32 (or float16, bfloat16), (num_layers, num_kv_heads, head_dim)
+            Values of value_head_dim where that differs.
 
         Raises
         ------
@@ -212,9 +219,9 @@ class CacheMethods(CacheHistory):
         CapacityExceededError, OutOfMemoryError
             As for :meth:`append`.
         """
-        shape = (self._num_layers, self._config.num_kv_heads, self._config.head_dim)
-        keys = checks.as_float32(keys, "keys", shape=shape)
-        values = checks.as_float32(values, "values", shape=shape)
+        config, layers = self._config, self._num_layers
+        keys = checks.as_float32(keys, "keys", shape=config.rows_shape(False, layers))
+        values = checks.as_float32(values, "values", shape=config.rows_shape(True, layers))
         self._refuse_pending("push_step()")
         start = self._length
         if start >= self._room:
@@ -332,7 +339,8 @@ class CacheMethods(CacheHistory):
         Returns
         -------
         ndarray of float32
-            Shaped as the query; with ``return_lse`` a pair with the log-sum-exp.
+            Shaped as the query, but as wide as values; with ``return_lse`` a pair with the
+            log-sum-exp.
 
         Raises
         ------
@@ -408,7 +416,12 @@ class CacheMethods(CacheHistory):
 
     @memory_for("the values of a layer")
     def v(self, layer: int, *, out: np.ndarray | None = None) -> np.ndarray:
-        """Return the values of one layer, pending tokens included; as :meth:`k`."""
+        """Return the values of one layer, pending tokens included; as :meth:`k`.
+
+        Returns
+        -------
+        ndarray of float32, (tokens, num_kv_heads, value_head_dim)
+        """
         held: LayerMethods = self.layer(layer)
         if out is None and self._config.value_format.is_float32:
             return held.value_codes

@@ -44,6 +44,7 @@ class LayerMethods(LayerCore):
         num_kv_heads: int,
         head_dim: int,
         *,
+        value_head_dim: int | None = None,
         group_size: int | None = None,
         scale_dtype: ScaleDtype = "float32",
         key_offset: Array | Literal["auto"] | None = None,
@@ -54,6 +55,7 @@ class LayerMethods(LayerCore):
             capacity,
             num_kv_heads,
             head_dim,
+            value_head_dim=value_head_dim,
             group_size=group_size,
             scale_dtype=scale_dtype,
         )
@@ -91,7 +93,7 @@ class LayerMethods(LayerCore):
         return self._one_row(False, position, head, out)
 
     def get_value(self, position: int, head: int, *, out: np.ndarray | None = None) -> np.ndarray:
-        """Value of one token and KV head; as :meth:`get_key`."""
+        """Value of one token and KV head, float32 (value_head_dim,); as :meth:`get_key`."""
         return self._one_row(True, position, head, out)
 
     def get_keys_at(self, position: int, *, out: np.ndarray | None = None) -> np.ndarray:
@@ -116,7 +118,13 @@ class LayerMethods(LayerCore):
         return self._one_token(False, position, out)
 
     def get_values_at(self, position: int, *, out: np.ndarray | None = None) -> np.ndarray:
-        """Values of one token, all heads one after the other; as :meth:`get_keys_at`."""
+        """Values of one token, all heads one after the other; as :meth:`get_keys_at`.
+
+        Returns
+        -------
+        numpy.ndarray
+            float32 (num_kv_heads * value_head_dim,).
+        """
         return self._one_token(True, position, out)
 
     @memory_for("the keys of a layer")
@@ -137,7 +145,7 @@ class LayerMethods(LayerCore):
 
     @memory_for("the values of a layer")
     def values(self, *, out: np.ndarray | None = None) -> np.ndarray:
-        """All values; as :meth:`keys`."""
+        """All values, float32 (len, num_kv_heads, value_head_dim); as :meth:`keys`."""
         return self._all_tokens(True, out)
 
     def _one_row(
@@ -145,22 +153,20 @@ class LayerMethods(LayerCore):
     ) -> np.ndarray:
         position = checks.check_position(position, len(self))
         head = checks.check_head(head, self._config.num_kv_heads)
-        out = checks.as_out(out, (self._config.head_dim,), reads=self._slabs)
+        out = checks.as_out(out, self._config.rows_shape(values, 1)[2:], reads=self._slabs)
         out[:] = self._dequantize(values, position, position + 1)[0, head]
         return out
 
     def _one_token(self, values: bool, position: int, out: np.ndarray | None) -> np.ndarray:
         position = checks.check_position(position, len(self))
-        config = self._config
-        out = checks.as_out(out, (config.entry_size,), reads=self._slabs)
-        shape = (1, config.num_kv_heads, config.head_dim)
+        shape = self._config.rows_shape(values, 1)
+        out = checks.as_out(out, (shape[1] * shape[2],), reads=self._slabs)
         self._dequantize_into(values, position, position + 1, out.reshape(shape))
         return out
 
     def _all_tokens(self, values: bool, out: np.ndarray | None) -> np.ndarray:
-        length, config = len(self), self._config
-        shape = (length, config.num_kv_heads, config.head_dim)
-        out = checks.as_out(out, shape, reads=self._slabs)
+        length = len(self)
+        out = checks.as_out(out, self._config.rows_shape(values, length), reads=self._slabs)
         self._dequantize_into(values, 0, length, out)
         return out
 
@@ -284,7 +290,7 @@ class LayerMethods(LayerCore):
         largest = form.largest(slabs.key_codes[rows], slabs.key_scales[rows]) + offset
         # A rotation makes a channel at most sqrt(2) times the largest; the rest is for rounding.
         bound = 1.01 * (_SQRT2 * largest + offset)
-        return bound > form.limit(config)
+        return bound > form.limit(config.key_rows)
 
     def _shifted(
         self, delta: int, rope: Rope, start: int, stop: int | None
@@ -301,7 +307,7 @@ class LayerMethods(LayerCore):
         scratch._set_key_offset(self._key_offset)
         codes = np.empty_like(slabs.key_codes[start:stop])
         scales = np.empty_like(slabs.key_scales[start:stop])
-        values = np.zeros((scratch.capacity, config.num_kv_heads, config.head_dim), np.float32)
+        values = np.zeros(config.rows_shape(True, scratch.capacity), np.float32)
         for first in range(start, stop, step):
             last = min(stop, first + step)
             turned = rope.rotate(self._dequantize(False, first, last), delta)
@@ -313,7 +319,8 @@ class LayerMethods(LayerCore):
         return codes, scales
 
     def _block_tokens(self) -> int:
-        return max(1, _BLOCK_NUMBERS // self._config.entry_size)
+        config = self._config
+        return max(1, _BLOCK_NUMBERS // (config.num_kv_heads * config.widest))
 
     # ---- key offset ------------------------------------------------------------------------------
 
@@ -373,9 +380,12 @@ class QuantizedLayerMethods(LayerMethods):
         Tokens to reserve room for; memory is committed by the system as it is touched.
     num_kv_heads : int
     head_dim : int
-        1 to 1024.
+        Channels of a key, 1 to 1024.
+    value_head_dim : int, optional
+        Channels of a value, 1 to 1024; by default head_dim. (DeepSeek's latent attention has 192
+        and 128, or 576 and 512.)
     group_size : int, optional
-        Channels that share a scale; by default the whole row of head_dim.
+        Channels that share a scale; by default the whole row, as for rows narrower than that.
     scale_dtype : {"float32", "float16"}
         float16 halves the scales, and refuses rows whose scale it cannot hold.
     key_offset : array or "auto", optional
@@ -408,7 +418,9 @@ class Float32LayerMethods(LayerMethods):
         Tokens to reserve room for; memory is committed by the system as it is touched.
     num_kv_heads : int
     head_dim : int
-        1 to 1024.
+        Channels of a key, 1 to 1024.
+    value_head_dim : int, optional
+        Channels of a value, 1 to 1024; by default head_dim.
 
     Raises
     ------
@@ -430,7 +442,9 @@ class Float16LayerMethods(LayerMethods):
         Tokens to reserve room for; memory is committed by the system as it is touched.
     num_kv_heads : int
     head_dim : int
-        1 to 1024.
+        Channels of a key, 1 to 1024.
+    value_head_dim : int, optional
+        Channels of a value, 1 to 1024; by default head_dim.
 
     Raises
     ------
@@ -452,7 +466,9 @@ class Bfloat16LayerMethods(LayerMethods):
         Tokens to reserve room for; memory is committed by the system as it is touched.
     num_kv_heads : int
     head_dim : int
-        1 to 1024.
+        Channels of a key, 1 to 1024.
+    value_head_dim : int, optional
+        Channels of a value, 1 to 1024; by default head_dim.
 
     Raises
     ------

@@ -32,7 +32,8 @@ class LayerCore(LayerFacts):
         Parameters
         ----------
         keys, values : array
-            float32 (num_kv_heads, head_dim) or flat; float16 and bfloat16 are converted.
+            float32 (num_kv_heads, head_dim) or flat, values of value_head_dim where that differs;
+            float16 and bfloat16 are converted.
 
         Raises
         ------
@@ -48,7 +49,8 @@ class LayerCore(LayerFacts):
         Parameters
         ----------
         keys, values : array
-            float32 (n, num_kv_heads, head_dim); float16 and bfloat16 are converted.
+            float32 (n, num_kv_heads, head_dim), values of value_head_dim where that differs;
+            float16 and bfloat16 are converted.
 
         Raises
         ------
@@ -134,7 +136,7 @@ class LayerCore(LayerFacts):
         precision_bits : 8, 16 or 24, optional
             Bits of queries and probabilities in integer products. By default 16 where the contract
             (an error of 2e-4 of the largest output) allows, else 24: for queries where logits are
-            small enough, for probabilities past the first 1,024 tokens if head_dim is 64 or more.
+            small enough, for probabilities past the first 1,024 tokens of values as wide as 64.
             Fewer are faster: 16 adds errors of about 1e-4, 8 of about 1e-2, as much as storing in 8
             bits does; 24 about 1e-6. See docs/numerics.md. No effect on paths that multiply floats
             (scalar, neon, NumPy); avx2, avxvnni and neondot take 8 for 16.
@@ -142,7 +144,8 @@ class LayerCore(LayerFacts):
             Return the logarithm of each softmax denominator, learned sinks included, as well; with
             it, :func:`kvedge.merge_attention` merges results over parts of a context.
         out : numpy.ndarray, optional
-            float32, shaped as the query, to write to; it may overlap nothing that is read.
+            float32, shaped as the query (but as wide as values), to write to; it may overlap
+            nothing that is read.
         num_threads : int, optional
             At most so many; by default see :func:`kvedge.set_num_threads`. The result does not
             depend on it. Has no effect on the NumPy backend.
@@ -150,7 +153,8 @@ class LayerCore(LayerFacts):
         Returns
         -------
         out : numpy.ndarray
-            float32, shaped as the query.
+            float32, shaped as the query; where values have another width than keys, (num_heads,
+            value_head_dim) or (n, num_heads, value_head_dim).
         lse : numpy.ndarray
             With `return_lse`: float32 (num_heads,) or (n, num_heads); -inf for a row that sees
             nothing.
@@ -207,7 +211,7 @@ class LayerCore(LayerFacts):
             """Append one token or several, to a frozen layer too."""
 
         def _dequantize(self, values: bool, start: int, stop: int) -> Floats:
-            """Keys or values of a range of tokens, float32 (n, num_kv_heads, head_dim)."""
+            """Keys or values of a range of tokens, float32 (n, num_kv_heads, channels)."""
 
         def _dequantize_into(self, values: bool, start: int, stop: int, out: np.ndarray) -> None:
             """As `_dequantize`, to `out`."""

@@ -33,7 +33,7 @@ class LayerFacts(ConfigFacts):
 
     @property
     def value_codes(self) -> np.ndarray:
-        """Stored values, read-only and without a copy: int8 (or float32) (len, H, head_dim)."""
+        """Stored values, (len, H, value_head_dim); for the rest as :attr:`key_codes`."""
         return self._view("value_codes")
 
     @property
@@ -46,7 +46,7 @@ class LayerFacts(ConfigFacts):
 
     @property
     def value_scales(self) -> np.ndarray:
-        """Scales of the values; as :attr:`key_scales`."""
+        """Scales of the values; as :attr:`key_scales`, in the groups of a value."""
         return self._scales_view("value_scales")
 
     def _view(self, name: str) -> np.ndarray:
@@ -57,7 +57,7 @@ class LayerFacts(ConfigFacts):
 
     def _scales_view(self, name: str) -> np.ndarray:
         view = self._view(name)
-        return view[:, :, 0] if self._config.num_groups == 1 else view
+        return view[:, :, 0] if view.shape[2] == 1 else view
 
     @property
     def key_offset(self) -> np.ndarray | None:
@@ -95,8 +95,8 @@ class LayerFacts(ConfigFacts):
 
     @property
     def num_groups(self) -> int:
-        """Scales per row; 0 in float32 layers."""
-        return self._config.num_groups
+        """Scales per row of the keys; 0 in float32 layers."""
+        return self._config.key_rows.num_groups
 
     @property
     def memory_bytes(self) -> int:
@@ -114,15 +114,17 @@ class LayerFacts(ConfigFacts):
 
     @property
     def fp32_memory_bytes(self) -> int:
-        """Bytes that the same capacity takes in float32: 2 * capacity * H * head_dim * 4."""
-        return 8 * self._config.capacity * self._config.entry_size
+        """Bytes that the same capacity takes in float32, keys and values: 4 bytes a number."""
+        return 4 * self._config.capacity * self._config.token_size
 
     def __repr__(self) -> str:
         """Class, fill and shape."""
         length, config = len(self), self._config
         parts = [f"{length} of {config.capacity} tokens", f"num_kv_heads={config.num_kv_heads}"]
         parts.append(f"head_dim={config.head_dim}")
-        if config.num_groups > 1:
+        if config.value_head_dim != config.head_dim:
+            parts.append(f"value_head_dim={config.value_head_dim}")
+        if config.has_scales and config.group_size < config.widest:
             parts.append(f"group_size={config.group_size}")
         if config.scale_dtype != "float32":
             parts.append(f"scale_dtype={config.scale_dtype!r}")

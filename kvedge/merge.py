@@ -72,7 +72,7 @@ def merge_attention(
     Parameters
     ----------
     outs : sequence of arrays, or one array stacked over the parts
-        float32 (..., num_heads, head_dim), one per part, all for the same query: what
+        float32 (..., num_heads, value_head_dim), one per part, all for the same query: what
         ``attend(query, return_lse=True)`` gave.
     lses : sequence of arrays, or one array stacked over the parts
         float32 (..., num_heads), the logarithms that came with them. -inf where a part saw nothing:
@@ -85,7 +85,7 @@ def merge_attention(
     Returns
     -------
     out : numpy.ndarray
-        float32 (..., num_heads, head_dim).
+        float32 (..., num_heads, value_head_dim).
     lse : numpy.ndarray
         With `return_lse`: float32 (..., num_heads).
 

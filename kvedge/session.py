@@ -6,8 +6,9 @@ The format is safetensors, which other tools can read. Per layer i it holds
     layers.{i}.key_scales, layers.{i}.value_scales   (length, num_kv_heads, num_groups) F32 or F16
     layers.{i}.key_offset                            (num_kv_heads, head_dim) F32, if it has one
 
-and as metadata, all text, the fields of ``FIELDS``, ``sha256`` over everything else, and the
-user's own under "user.".
+and as metadata, all text, the fields of ``FIELDS``, ``value_head_dim`` where values have another
+width than keys, ``sha256`` over everything else, and the user's own under "user.". Versions of
+kvedge that know no such width refuse the files that have one.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ FIELDS = (
     "max_seq_len",  # "" for a cache that grows
     "key_offset",  # "auto": layers without one take it from their first tokens; else ""
 )
+VALUE_HEAD_DIM = "value_head_dim"  # a field of files where it is not head_dim
 # The safetensors package refuses headers of more than 10^8 bytes. Half is left to the tensors.
 MAX_HEADER = 100_000_000
 _MAX_METADATA = 50_000_000
@@ -143,7 +145,10 @@ def _fields(contents: CacheContents, cache: _Saved) -> dict[str, str]:
         "" if cache.max_seq_len is None else cache.max_seq_len,
         "auto" if cache._auto_offset else "",
     )
-    return {name: str(value) for name, value in zip(FIELDS, values, strict=True)}
+    fields = {name: str(value) for name, value in zip(FIELDS, values, strict=True)}
+    if form.value_head_dim != form.head_dim:
+        fields[VALUE_HEAD_DIM] = str(form.value_head_dim)
+    return fields
 
 
 def _user_fields(metadata: Mapping[str, str]) -> dict[str, str]:

@@ -28,6 +28,7 @@ from kvedge.session import (
     FORMAT,
     MAX_HEADER,
     USER,
+    VALUE_HEAD_DIM,
     VERSION,
     checked_path,
     digest,
@@ -207,9 +208,8 @@ def _read_fields(path: str, fields: Mapping[str, str]) -> tuple[CacheFormat, int
     missing = [name for name in (*FIELDS, "sha256") if name not in fields]
     if missing:
         _corrupt(path, f"its metadata lacks {', '.join(missing)}")
-    unknown = [
-        name for name in fields if name not in (*FIELDS, "sha256") and not name.startswith(USER)
-    ]
+    known = (*FIELDS, VALUE_HEAD_DIM, "sha256")
+    unknown = [name for name in fields if name not in known and not name.startswith(USER)]
     if unknown:
         _corrupt(path, f"its metadata has {unknown[0][:40]!r}, which kvedge never writes")
     has_scales = fields["dtype"] in FORMATS and FORMATS[fields["dtype"]].has_scales
@@ -221,19 +221,25 @@ def _read_fields(path: str, fields: Mapping[str, str]) -> tuple[CacheFormat, int
     _check_num_layers(path, num_layers)
     length = _number(path, fields, "length")
     max_seq_len = _number(path, fields, "max_seq_len") if fields["max_seq_len"] else None
+    head_dim = value_head_dim = _number(path, fields, "head_dim")
+    if VALUE_HEAD_DIM in fields:
+        value_head_dim = _number(path, fields, VALUE_HEAD_DIM)
+        if value_head_dim == head_dim:
+            _corrupt(path, f"its {VALUE_HEAD_DIM} is its head_dim, which kvedge never writes")
     try:
         config = checks.layer_config(
             fields["dtype"],
             max(length, 1) if max_seq_len is None else max_seq_len,
             _number(path, fields, "num_kv_heads"),
-            _number(path, fields, "head_dim"),
+            head_dim,
+            value_head_dim=value_head_dim,
             group_size=_number(path, fields, "group_size") if has_scales else None,
             scale_dtype=fields["scale_dtype"] if has_scales else "float32",
         )
     except KvedgeError as error:
         _corrupt(path, f"its metadata makes no cache: {error}", error)
     if has_scales and fields["group_size"] != str(config.group_size):
-        _corrupt(path, f"its group_size is {fields['group_size']}, beyond its head_dim")
+        _corrupt(path, f"its group_size is {fields['group_size']}, beyond its rows")
     if max_seq_len is not None and length > max_seq_len:
         _corrupt(path, f"it holds {length} tokens, more than its max_seq_len of {max_seq_len}")
     return CacheFormat.of(num_layers, config), length, max_seq_len
@@ -390,18 +396,16 @@ def _check_offset(
     path: str, index: int, layer: Any, length: int, offset: np.ndarray | None
 ) -> None:
     """Refuse a key offset whose keys lie beyond float32, further than rounding takes them."""
-    slabs = layer._slabs
-    scales = slabs.key_scales[:length]
+    stored = layer._slabs.side(False, layer._config)
+    codes, scales = stored.codes[:length], stored.scales[:length]
     if offset is None or not scales.size:
         return
-    form = layer._config.key_format
-    codes = slabs.key_codes[:length]
-    if form.largest(codes, scales) + float(np.abs(offset).max()) <= checks.FLOAT32_MAX:
+    if stored.form.largest(codes, scales) + float(np.abs(offset).max()) <= checks.FLOAT32_MAX:
         return
     step = layer._block_tokens()
     for start in range(0, length, step):
         rows = slice(start, min(length, start + step))
-        keys = form.decode(codes[rows], scales[rows], layer._config, np.float64)
+        keys = stored.decode(rows, np.float64)
         if np.abs(keys + offset).max() > checks.FLOAT32_MAX + float(scales[rows].max()):
             _corrupt(path, f"tensor layers.{index}.key_offset leads to keys beyond float32")
 

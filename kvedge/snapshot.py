@@ -23,6 +23,7 @@ class CacheFormat:
     num_layers: int
     num_kv_heads: int
     head_dim: int
+    value_head_dim: int
     dtype: str
     group_size: int  # channels that share a scale
     scale_dtype: str
@@ -34,6 +35,7 @@ class CacheFormat:
             num_layers,
             config.num_kv_heads,
             config.head_dim,
+            config.value_head_dim,
             config.dtype,
             config.group_size,
             config.scale_dtype,
@@ -46,15 +48,14 @@ class CacheFormat:
             capacity,
             self.num_kv_heads,
             self.head_dim,
+            self.value_head_dim,
             self.group_size,
             self.scale_dtype,
         )
 
     def __str__(self) -> str:
-        text = (
-            f"{self.num_layers} layers x {self.num_kv_heads} KV heads x {self.head_dim}, "
-            f"{self.dtype}"
-        )
+        widths = self.layer_config(1).widths
+        text = f"{self.num_layers} layers x {self.num_kv_heads} KV heads x {widths}, {self.dtype}"
         if not FORMATS[self.dtype].has_scales:
             return text
         return f"{text} in groups of {self.group_size} with {self.scale_dtype} scales"

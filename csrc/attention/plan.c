@@ -10,11 +10,12 @@ enum {
    * that a helper which is held up delays nobody for long. */
   SLICE_BYTES = 256 << 10,
   MAX_SLICES_OF_A_BLOCK = 32,
-  /* The keys of all heads in a tile have up to this many bytes, which is also how far ahead of their use rows are
-   * asked for: two tiles' keys and values are to fit a second-level cache, which two threads may share. */
+  /* The keys of all heads in a tile, and the values, have on average up to this many bytes, which is also how far ahead
+   * of their use rows are asked for: two tiles' keys and values are to fit a second-level cache, which two threads may
+   * share. */
   TILE_BYTES = 100 << 10,
   LEAST_TILE = 48, /* but this many tokens are worked on at once, since a call for fewer costs more */
-  /* Rows of up to this many channels get 24 bits: with few channels all of an output may cancel, so that what 16 bits
+  /* Keys or values of up to this many channels get 24 bits: with few channels all of an output may cancel, so that what 16 bits
    * leave of an error is large beside it. */
   TINY_ROW_CHANNELS = 8,
 };
@@ -71,17 +72,19 @@ static void plan_kernels(kvedge_attention *a) {
   /* Where a KV head has few queries, several heads are worked on together. (Measured: with four queries for each it is
    * slower.) */
   a->heads_per_step = a->num_row_blocks > 1 || a->query_rows > 3 ? 1 : a->query_rows == 1 ? KVEDGE_HEADS : 2;
-  const int dim = keys->shape.dim;
-  a->batches_heads = a->query_rows == 1 && !a->decodes[KEYS] && !a->decodes[VALUES] &&
-                     a->cells[KEYS]->scores_of_heads && a->cells[VALUES]->weighted_sum_of_heads &&
-                     keys->shape.num_groups <= 1 && a->view.side[VALUES].shape.num_groups <= 1 &&
-                     a->view.side[VALUES].shape.dim == dim && dim % 16 == 0 && dim >= 64 && dim <= KVEDGE_HEADS_DIM;
+  a->batches_heads = a->query_rows == 1 && a->cells[KEYS]->scores_of_heads && a->cells[VALUES]->weighted_sum_of_heads;
+  for (int s = 0; s < SIDES; s++) {
+    const kvedge_row_shape *shape = &a->view.side[s].shape;
+    a->batches_heads &= !a->decodes[s] && shape->num_groups <= 1 && shape->dim % 16 == 0 && shape->dim >= 64 &&
+                        shape->dim <= KVEDGE_HEADS_DIM;
+  }
 }
 
 /* Tokens of a tile. */
 static int plan_tile(const kvedge_attention *a) {
-  const kvedge_view_side *keys = &a->view.side[KEYS];
-  int64_t most = TILE_BYTES / keys->token_stride, tile = a->kernels->tuning.step_bytes / keys->head_stride;
+  const kvedge_view_side *keys = &a->view.side[KEYS], *values = &a->view.side[VALUES];
+  int64_t most = 2 * TILE_BYTES / (keys->token_stride + values->token_stride);
+  int64_t tile = 2 * a->kernels->tuning.step_bytes / (keys->head_stride + values->head_stride);
   if (most < LEAST_TILE) most = LEAST_TILE;
   tile = (tile < most ? tile : most) / KVEDGE_BLOCK * KVEDGE_BLOCK;
   return tile < KVEDGE_BLOCK ? KVEDGE_BLOCK : tile > KVEDGE_TILE ? KVEDGE_TILE : (int)tile;
@@ -102,7 +105,7 @@ static int plan_chunks(const kvedge_attention *a) {
 
 void kvedge_attention_plan(kvedge_attention *a, const kvedge_cache_view *view, int64_t first_position, int64_t num_rows,
                            int num_heads, const kvedge_attention_options *options) {
-  const int dim = view->side[KEYS].shape.dim;
+  const int dim = view->side[KEYS].shape.dim, value_dim = view->side[VALUES].shape.dim;
   memset(a, 0, sizeof *a);
   a->view = *view;
   if (options) a->options = *options;
@@ -127,8 +130,8 @@ void kvedge_attention_plan(kvedge_attention *a, const kvedge_cache_view *view, i
   a->tile = plan_tile(a);
   a->chunks_per_block = plan_chunks(a);
   a->planes = a->options.precision_bits / 8;
-  if (a->planes == 0 && dim <= TINY_ROW_CHANNELS) a->planes = 3;
-  a->acc_stride = (view->side[VALUES].shape.dim + 15) / 16 * 16;
+  if (a->planes == 0 && (dim <= TINY_ROW_CHANNELS || value_dim <= TINY_ROW_CHANNELS)) a->planes = 3;
+  a->acc_stride = (value_dim + 15) / 16 * 16;
   a->partial_floats = kvedge_partial_floats(a);
 }
 

@@ -29,45 +29,70 @@ static int complete_config(const kvedge_layer_config *given, kvedge_layer_config
   if (!given || given->capacity < 1 || given->capacity > MAX_CAPACITY) return 0;
   if (given->num_kv_heads < 1 || given->num_kv_heads > MAX_KV_HEADS) return 0;
   if (given->head_dim < 1 || given->head_dim > KVEDGE_MAX_HEAD_DIM || given->group_size < 0) return 0;
+  if (given->value_head_dim < 0 || given->value_head_dim > KVEDGE_MAX_HEAD_DIM) return 0;
   if (!kvedge_format_of(given->format)) return 0;
   if (given->scale_type != KVEDGE_SCALE_FLOAT32 && given->scale_type != KVEDGE_SCALE_FLOAT16) return 0;
   *config = *given;
-  if (config->group_size == 0 || config->group_size > config->head_dim) config->group_size = config->head_dim;
+  if (config->value_head_dim == 0) config->value_head_dim = config->head_dim;
+  const int widest = config->head_dim > config->value_head_dim ? config->head_dim : config->value_head_dim;
+  if (config->group_size == 0 || config->group_size > widest) config->group_size = widest;
   return 1;
 }
 
-/* One side of a layer, without its arrays. */
-static kvedge_side side_of(const kvedge_layer_config *config) {
+/* One side of a layer, whose rows have `dim` elements, without its arrays. */
+static kvedge_side side_of(const kvedge_layer_config *config, int dim) {
+  const kvedge_format_info *format = kvedge_format_of(config->format);
+  const int group_size = format->has_scales && config->group_size < dim ? config->group_size : dim;
   kvedge_side side = {
-      .format = kvedge_format_of(config->format),
+      .format = format,
       .num_kv_heads = config->num_kv_heads,
-      .shape = {.dim = config->head_dim, .group_size = config->group_size, .scale_type = config->scale_type}
+      .shape = {.dim = dim, .group_size = group_size, .scale_type = config->scale_type}
   };
-  if (side.format->has_scales) side.shape.num_groups = (config->head_dim + config->group_size - 1) / config->group_size;
-  else side.shape.group_size = config->head_dim;
-  side.row_bytes = kvedge_row_bytes(side.format, config->head_dim);
+  if (format->has_scales) side.shape.num_groups = (dim + group_size - 1) / group_size;
+  side.row_bytes = kvedge_row_bytes(format, dim);
   side.scale_row_bytes = kvedge_scale_row_bytes(&side.shape);
   return side;
 }
 
+static kvedge_side keys_of(const kvedge_layer_config *config) { return side_of(config, config->head_dim); }
+
+static kvedge_side values_of(const kvedge_layer_config *config) { return side_of(config, config->value_head_dim); }
+
 static size_t header_bytes(const kvedge_layer_config *config) {
   size_t offset =
-      side_of(config).format->has_scales ? (size_t)config->num_kv_heads * (size_t)config->head_dim * sizeof(float) : 0;
+      keys_of(config).format->has_scales ? (size_t)config->num_kv_heads * (size_t)config->head_dim * sizeof(float) : 0;
   return kvedge_align(sizeof(kvedge_layer) + offset);
 }
 
-/* Bytes of one array of codes and one of scales; 0 if they do not fit into a size_t. */
-static int slab_bytes(const kvedge_layer_config *config, size_t *codes, size_t *scales) {
-  const kvedge_side side = side_of(config);
+/* Bytes of a side's array of codes and of its scales; 0 if they do not fit into a size_t. */
+static int side_bytes(const kvedge_layer_config *config, const kvedge_side *side, size_t *codes, size_t *scales) {
   size_t rows;
   if (__builtin_mul_overflow((size_t)config->capacity, (size_t)config->num_kv_heads, &rows) ||
       (size_t)config->capacity != (uint64_t)config->capacity)
     return 0;
-  if (__builtin_mul_overflow(rows, side.row_bytes, codes)) return 0;
-  if (__builtin_mul_overflow(rows, side.scale_row_bytes, scales)) return 0;
+  if (__builtin_mul_overflow(rows, side->row_bytes, codes)) return 0;
+  if (__builtin_mul_overflow(rows, side->scale_row_bytes, scales)) return 0;
   if (*codes > SIZE_MAX / 8 || *scales > SIZE_MAX / 8) return 0;
   *codes = kvedge_align(*codes);
   *scales = kvedge_align(*scales);
+  return 1;
+}
+
+/* Where the arrays of a layer lie in one block, from the end of its header on. */
+typedef struct {
+  size_t value_codes, key_scales, value_scales, bytes;
+} slab_offsets;
+
+/* 0: they do not fit into a size_t. */
+static int slabs_in_block(const kvedge_layer_config *config, slab_offsets *at) {
+  const kvedge_side keys = keys_of(config), values = values_of(config);
+  size_t key_codes, value_codes, key_scales, value_scales;
+  if (!side_bytes(config, &keys, &key_codes, &key_scales)) return 0;
+  if (!side_bytes(config, &values, &value_codes, &value_scales)) return 0;
+  at->value_codes = key_codes;
+  at->key_scales = at->value_codes + value_codes;
+  at->value_scales = at->key_scales + key_scales;
+  at->bytes = at->value_scales + value_scales;
   return 1;
 }
 
@@ -78,9 +103,9 @@ size_t kvedge_layer_header_bytes(const kvedge_layer_config *given) {
 
 size_t kvedge_layer_bytes(const kvedge_layer_config *given) {
   kvedge_layer_config config;
-  size_t codes, scales;
-  if (!complete_config(given, &config) || !slab_bytes(&config, &codes, &scales)) return 0;
-  return header_bytes(&config) + 2 * codes + 2 * scales;
+  slab_offsets at;
+  if (!complete_config(given, &config) || !slabs_in_block(&config, &at)) return 0;
+  return header_bytes(&config) + at.bytes;
 }
 
 kvedge_status kvedge_layer_attach(void *header, size_t bytes, const kvedge_layer_config *given,
@@ -88,17 +113,18 @@ kvedge_status kvedge_layer_attach(void *header, size_t bytes, const kvedge_layer
   kvedge_layer_config config;
   if (!header || !slabs || !out || !complete_config(given, &config)) return KVEDGE_ERROR_ARGUMENT;
   if (!slabs->key_codes || !slabs->value_codes) return KVEDGE_ERROR_ARGUMENT;
-  kvedge_side side = side_of(&config);
-  if (side.format->has_scales && (!slabs->key_scales || !slabs->value_scales)) return KVEDGE_ERROR_ARGUMENT;
+  kvedge_side keys = keys_of(&config), values = values_of(&config);
+  if ((keys.format->has_scales && !slabs->key_scales) || (values.format->has_scales && !slabs->value_scales))
+    return KVEDGE_ERROR_ARGUMENT;
   if (bytes < header_bytes(&config)) return KVEDGE_ERROR_MEMORY;
   kvedge_status status = kvedge_isa_ready();
   if (status != KVEDGE_OK) return status;
   kvedge_layer *layer = header;
   layer->config = config;
-  layer->keys = layer->values = side;
-  layer->keys.codes = slabs->key_codes, layer->values.codes = slabs->value_codes;
-  layer->keys.scales = side.format->has_scales ? slabs->key_scales : slabs->key_codes;
-  layer->values.scales = side.format->has_scales ? slabs->value_scales : slabs->value_codes;
+  keys.codes = slabs->key_codes, values.codes = slabs->value_codes;
+  keys.scales = keys.format->has_scales ? slabs->key_scales : slabs->key_codes;
+  values.scales = values.format->has_scales ? slabs->value_scales : slabs->value_codes;
+  layer->keys = keys, layer->values = values;
   atomic_init(&layer->len, 0);
   layer->written = 0;
   atomic_init(&layer->key_bound, 0.0f);
@@ -109,15 +135,15 @@ kvedge_status kvedge_layer_attach(void *header, size_t bytes, const kvedge_layer
 
 kvedge_status kvedge_layer_init(void *memory, size_t bytes, const kvedge_layer_config *given, kvedge_layer **out) {
   kvedge_layer_config config;
-  size_t codes, scales;
+  slab_offsets at;
   if (!memory || (uintptr_t)memory % 64) return KVEDGE_ERROR_ARGUMENT;
-  if (!complete_config(given, &config) || !slab_bytes(&config, &codes, &scales)) return KVEDGE_ERROR_ARGUMENT;
+  if (!complete_config(given, &config) || !slabs_in_block(&config, &at)) return KVEDGE_ERROR_ARGUMENT;
   if (bytes < kvedge_layer_bytes(given)) return KVEDGE_ERROR_MEMORY;
   char *base = (char *)memory + header_bytes(&config);
   kvedge_slabs slabs = {.key_codes = base,
-                        .value_codes = base + codes,
-                        .key_scales = base + 2 * codes,
-                        .value_scales = base + 2 * codes + scales};
+                        .value_codes = base + at.value_codes,
+                        .key_scales = base + at.key_scales,
+                        .value_scales = base + at.value_scales};
   return kvedge_layer_attach(memory, bytes, &config, &slabs, out);
 }
 
@@ -136,9 +162,10 @@ kvedge_status kvedge_layer_create(const kvedge_layer_config *config, kvedge_laye
     free(memory);
     return status;
   }
-  size_t codes = (size_t)((*out)->values.codes - (*out)->keys.codes);
-  advise_slab((*out)->keys.codes, codes);
-  advise_slab((*out)->values.codes, codes);
+  slab_offsets at;
+  slabs_in_block(&(*out)->config, &at);
+  advise_slab((*out)->keys.codes, at.value_codes);
+  advise_slab((*out)->values.codes, at.key_scales - at.value_codes);
   return KVEDGE_OK;
 }
 
@@ -192,11 +219,13 @@ kvedge_status kvedge_layer_write(kvedge_layer *layer, int64_t position, const fl
   if (num_tokens > layer->config.capacity - position) return KVEDGE_ERROR_CAPACITY;
   if (position < kvedge_layer_len(layer)) kvedge_quiesce(); /* a late reader may look at these rows */
   int overwrites = position < layer->written;               /* rows that must stay if any of the new ones is refused */
-  int64_t token = (int64_t)layer->config.num_kv_heads * layer->config.head_dim; /* values */
-  int64_t chunk = overwrites ? num_tokens : CHUNK_VALUES / token + 1;
+  const int64_t heads = layer->config.num_kv_heads;
+  const int64_t key_token = heads * layer->config.head_dim, value_token = heads * layer->config.value_head_dim;
+  int64_t chunk = overwrites ? num_tokens : 2 * CHUNK_VALUES / (key_token + value_token) + 1;
   for (int64_t done = 0; done < num_tokens; done += chunk) {
     if (chunk > num_tokens - done) chunk = num_tokens - done;
-    kvedge_status status = write_chunk(layer, position + done, keys + done * token, values + done * token, chunk);
+    kvedge_status status =
+        write_chunk(layer, position + done, keys + done * key_token, values + done * value_token, chunk);
     if (status != KVEDGE_OK) return status;
   }
   raise_written(layer, position + num_tokens);

@@ -8,7 +8,7 @@
 #include "store/rows.h"
 
 struct kvedge_layer {
-  kvedge_layer_config config; /* group_size is never 0 here, nor above head_dim */
+  kvedge_layer_config config; /* no 0 here: group_size is at most the wider of head_dim and value_head_dim */
   kvedge_side keys, values;   /* their shapes; keys.offset is NULL or key_offset below */
   /* Readers look at len first: what lies below it, and both bounds, is then written. */
   _Atomic int64_t len;

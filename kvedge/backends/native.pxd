@@ -31,6 +31,7 @@ cdef extern from "kvedge.h" nogil:
         int num_kv_heads
         int head_dim
         int group_size
+        int value_head_dim
 
     ctypedef struct kvedge_slabs:
         void *key_codes

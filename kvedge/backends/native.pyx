@@ -162,6 +162,7 @@ cdef _Handle _attach(config, slabs):
     c_config.num_kv_heads = config.num_kv_heads
     c_config.head_dim = config.head_dim
     c_config.group_size = config.group_size
+    c_config.value_head_dim = config.value_head_dim
     c_slabs.key_codes = cnp.PyArray_DATA(slabs.key_codes)
     c_slabs.value_codes = cnp.PyArray_DATA(slabs.value_codes)
     c_slabs.key_scales = cnp.PyArray_DATA(slabs.key_scales) if has_scales else NULL
@@ -192,13 +193,16 @@ cdef class _LayerCore:
     cdef public bint _frozen            # belongs to a KVCache, which alone may change it
     cdef public bint _auto_key_offset   # take the offset from the first keys
     cdef bint _writing                  # a thread is in _store, perhaps without the GIL
-    cdef cnp.npy_intp _num_kv_heads, _head_dim
+    cdef cnp.npy_intp _num_kv_heads, _head_dim, _value_head_dim
+    cdef cnp.npy_intp _widest  # of the last two
 
     def _open(self, config, slabs=None):
         self._handle = None
         self._key_offset = None
         self._num_kv_heads = config.num_kv_heads
         self._head_dim = config.head_dim
+        self._value_head_dim = config.value_head_dim
+        self._widest = config.widest
         self._bind(memory.reserve_slabs(config) if slabs is None else slabs, config)
 
     cdef _Handle _opened(self):
@@ -246,16 +250,16 @@ cdef class _LayerCore:
 
     # ---- tokens in -------------------------------------------------------------------------------
 
-    cdef inline bint _is_token(self, object array):
+    cdef inline bint _is_token(self, object array, cnp.npy_intp width):
         cdef cnp.ndarray rows
         if not _is_plain(array):
             return False
         rows = <cnp.ndarray>array
         if rows.ndim == 2:
-            return rows.shape[0] == self._num_kv_heads and rows.shape[1] == self._head_dim
-        return rows.ndim == 1 and rows.shape[0] == self._num_kv_heads * self._head_dim
+            return rows.shape[0] == self._num_kv_heads and rows.shape[1] == width
+        return rows.ndim == 1 and rows.shape[0] == self._num_kv_heads * width
 
-    cdef inline bint _is_tokens(self, object array):
+    cdef inline bint _is_tokens(self, object array, cnp.npy_intp width):
         cdef cnp.ndarray rows
         if not _is_plain(array):
             return False
@@ -263,13 +267,13 @@ cdef class _LayerCore:
         return (
             rows.ndim == 3
             and rows.shape[1] == self._num_kv_heads
-            and rows.shape[2] == self._head_dim
+            and rows.shape[2] == width
         )
 
     def push(self, keys, values):
         if self._frozen:
             checks.check_unfrozen(True)
-        if self._is_token(keys) and self._is_token(values):
+        if self._is_token(keys, self._head_dim) and self._is_token(values, self._value_head_dim):
             self._store(keys, values, 1)
         else:
             self._store_checked(keys, values, False)
@@ -280,15 +284,15 @@ cdef class _LayerCore:
         self._extend(keys, values, True)
 
     def _append(self, keys, values):
-        if self._is_token(keys) and self._is_token(values):
+        if self._is_token(keys, self._head_dim) and self._is_token(values, self._value_head_dim):
             self._store(keys, values, 1)
         else:
             self._extend(keys, values, None)
 
     cdef _extend(self, keys, values, many):
         if (
-            self._is_tokens(keys)
-            and self._is_tokens(values)
+            self._is_tokens(keys, self._head_dim)
+            and self._is_tokens(values, self._value_head_dim)
             and (<cnp.ndarray>keys).shape[0] == (<cnp.ndarray>values).shape[0]
         ):
             self._store(keys, values, (<cnp.ndarray>keys).shape[0])
@@ -315,7 +319,7 @@ cdef class _LayerCore:
                 self._set_key_offset(self._offset_for(rows))
             finally:
                 self._writing = False
-        if num_tokens * self._num_kv_heads * self._head_dim < _KEEP_GIL:
+        if num_tokens * self._num_kv_heads * self._widest < _KEEP_GIL:
             status = kvedge_layer_append(handle.layer, key_data, value_data, num_tokens)
         else:
             self._writing = True
@@ -328,31 +332,32 @@ cdef class _LayerCore:
         if first:
             self._set_key_offset(None)
         self._refuse(keys, values)
-        self._refuse_range(keys, offset, "keys", self._config.key_format)
-        self._refuse_range(values, None, "values", self._config.value_format)
+        config = self._config
+        keys = keys.reshape(config.rows_shape(False, -1))
+        values = values.reshape(config.rows_shape(True, -1))
+        self._refuse_range(keys, offset, "keys", config.key_format, config.key_rows)
+        self._refuse_range(values, None, "values", config.value_format, config.value_rows)
         raise KvedgeError(kvedge_strerror(status).decode())
 
     def _refuse(self, keys, values):
         """Raise what is wrong with rows that C refuses, if it is room or a number not finite."""
-        shape = (-1, self._num_kv_heads, self._head_dim)
-        checks.checked_rows(
-            keys.reshape(shape), values.reshape(shape), self._config, len(self), many=True
-        )
+        config = self._config
+        keys = keys.reshape(config.rows_shape(False, -1))
+        values = values.reshape(config.rows_shape(True, -1))
+        checks.checked_rows(keys, values, config, len(self), many=True)
 
-    def _refuse_range(self, rows, offset, name, form):
+    def _refuse_range(self, rows, offset, name, form, shape):
         """Raise if rows, less their offset, are too large for what they are stored in."""
-        rows = rows.reshape(-1, self._num_kv_heads, self._head_dim)
         if offset is not None:
             with np.errstate(all="ignore"):
                 rows = rows - offset
             checks.check_finite(rows, f"{name} minus key_offset")
-        form.refuse(rows, name, self._config)
+        form.refuse(rows, name, shape)
 
     # ---- tokens out ------------------------------------------------------------------------------
 
     def _dequantize(self, values, start, stop):
-        shape = (stop - start, self._num_kv_heads, self._head_dim)
-        out = np.empty(shape, dtype=np.float32)
+        out = np.empty(self._config.rows_shape(values, stop - start), dtype=np.float32)
         self._dequantize_into(values, start, stop, out)
         return out
 
@@ -448,16 +453,17 @@ cdef class _LayerCore:
             reads = options.arrays()
         c_options.num_tokens = length  # what options, mask and threads were chosen for
         if out is None:
-            out = _empty(rows.ndim, rows.shape)
-        elif reads or not _is_out(out, rows, handle):
-            out = checks.as_out(out, query.shape, reads=(query, *handle.slabs, *reads))
+            out = self._empty_out(rows)
+        elif reads or not self._is_out(out, rows, handle):
+            shape = self._config.out_shape(query.shape)
+            out = checks.as_out(out, shape, reads=(query, *handle.slabs, *reads))
         lse = None
         if return_lse:
             lse = _empty(rows.ndim - 1, rows.shape)
             lse_data = _floats(lse)
         query_data = _floats(query)
         out_data = _floats(out)
-        if num_rows * length * num_heads * self._head_dim < _KEEP_GIL:
+        if num_rows * length * num_heads * self._widest < _KEEP_GIL:
             status = kvedge_attend(
                 handle.layer, query_data, num_rows, num_heads, &c_options, threads, out_data,
                 lse_data)
@@ -469,6 +475,34 @@ cdef class _LayerCore:
         if status != KVEDGE_OK:
             self._refuse_attend(query, status)
         return (out, lse) if return_lse else out
+
+    cdef inline object _empty_out(self, cnp.ndarray query):
+        """An array for the result of a query: shaped as that, but as wide as values."""
+        cdef cnp.npy_intp shape[3]
+        cdef int axis, last = <int>query.ndim - 1
+        for axis in range(last):
+            shape[axis] = query.shape[axis]
+        shape[last] = self._value_head_dim
+        return _empty(query.ndim, shape)
+
+    cdef inline bint _is_out(self, object array, cnp.ndarray query, _Handle handle):
+        """Whether the result of a query may be written to `array` as it lies."""
+        cdef cnp.ndarray out
+        cdef uintptr_t start, query_start
+        cdef int axis
+        if not _is_plain(array) or not cnp.PyArray_ISWRITEABLE(<cnp.ndarray>array):
+            return False
+        out = <cnp.ndarray>array
+        if out.ndim != query.ndim or out.shape[out.ndim - 1] != self._value_head_dim:
+            return False
+        for axis in range(out.ndim - 1):
+            if out.shape[axis] != query.shape[axis]:
+                return False
+        start, query_start = <uintptr_t>out.data, <uintptr_t>query.data
+        return (
+            start + cnp.PyArray_NBYTES(out) <= query_start
+            or query_start + cnp.PyArray_NBYTES(query) <= start
+        ) and handle.is_apart_from(out)
 
     def scores(self, query, *, scale=None):
         cdef _Handle handle = self._opened()
@@ -499,24 +533,6 @@ cdef class _LayerCore:
         if status == KVEDGE_ERROR_MEMORY:
             raise OutOfMemoryError("no memory for the intermediate results of attention")
         raise KvedgeError(kvedge_strerror(status).decode())
-
-
-cdef inline bint _is_out(object array, cnp.ndarray query, _Handle handle):
-    """Whether a result shaped as `query` may be written to `array` as it lies."""
-    cdef cnp.ndarray out
-    cdef uintptr_t start, query_start
-    cdef int axis
-    if not _is_plain(array) or not cnp.PyArray_ISWRITEABLE(<cnp.ndarray>array):
-        return False
-    out = <cnp.ndarray>array
-    if out.ndim != query.ndim:
-        return False
-    for axis in range(out.ndim):
-        if out.shape[axis] != query.shape[axis]:
-            return False
-    start, query_start = <uintptr_t>out.data, <uintptr_t>query.data
-    size = cnp.PyArray_NBYTES(out)  # of both
-    return (start + size <= query_start or query_start + size <= start) and handle.is_apart_from(out)
 
 
 cdef bint _fill_plain(

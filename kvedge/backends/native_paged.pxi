@@ -12,7 +12,7 @@ cdef class _BlockStoreCore(_LayerCore):
         cdef const float *value_data = _floats(values)
         cdef int64_t num_tokens = (<cnp.ndarray>keys).shape[0]
         cdef kvedge_status status
-        if num_tokens * self._num_kv_heads * self._head_dim < _KEEP_GIL:
+        if num_tokens * self._num_kv_heads * self._widest < _KEEP_GIL:
             status = kvedge_layer_write(handle.layer, position, key_data, value_data, num_tokens)
         else:
             with nogil:
@@ -49,7 +49,7 @@ cdef class _BlockStoreCore(_LayerCore):
                 sequences[i].out = _floats(out)
                 sequences[i].lse = NULL if lse is None else _floats(lse)
                 numbers += query.shape[0] * sequences[i].len
-            if numbers * num_heads * self._head_dim < _KEEP_GIL:
+            if numbers * num_heads * self._widest < _KEEP_GIL:
                 status = kvedge_attend_batch(
                     handle.layer, block_size, sequences, num_sequences, num_heads, &c_options,
                     num_threads)

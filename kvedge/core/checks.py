@@ -269,14 +269,15 @@ def _check_layout(array: np.ndarray, name: str, contiguous: bool = True) -> None
         )
 
 
-def as_rows(array: Any, name: str, config: LayerConfig, *, many: bool | None) -> np.ndarray:
-    """Keys or values of tokens, as C-contiguous float32 of shape (n, num_kv_heads, head_dim).
+def as_rows(array: Any, values: bool, config: LayerConfig, *, many: bool | None) -> np.ndarray:
+    """Keys or values of tokens, as C-contiguous float32 of shape (n, num_kv_heads, channels).
 
     Parameters
     ----------
     array : array
-        One token, (num_kv_heads, head_dim) or flat, or n tokens, (n, num_kv_heads, head_dim).
-    name : str
+        One token, (num_kv_heads, channels) or flat, or n tokens, (n, num_kv_heads, channels).
+    values : bool
+        Whether they are values, of value_head_dim channels, or keys, of head_dim.
     config : LayerConfig
     many : bool or None
         True: n tokens are needed. False: one token is. None: either.
@@ -285,7 +286,8 @@ def as_rows(array: Any, name: str, config: LayerConfig, *, many: bool | None) ->
     ------
     DtypeMismatchError, ShapeMismatchError, LayoutError
     """
-    heads, dim = config.num_kv_heads, config.head_dim
+    name = "values" if values else "keys"
+    _, heads, dim = config.rows_shape(values, 0)
     rows = as_ndarray(array, name)
     half = _check_dtype(rows, name)
     shape = rows.shape
@@ -294,7 +296,8 @@ def as_rows(array: Any, name: str, config: LayerConfig, *, many: bool | None) ->
     if not is_many and not is_one:
         one, several = f"({heads}, {dim}) or ({heads * dim},)", f"(n, {heads}, {dim})"
         wanted = {True: several, False: one, None: f"{one} or {several}"}[many]
-        raise ShapeMismatchError(f"{name} must have shape {wanted}, not {shape}")
+        width = f": value_head_dim is {dim}" if values and dim != config.head_dim else ""
+        raise ShapeMismatchError(f"{name} must have shape {wanted}, not {shape}{width}")
     _check_layout(rows, name)
     if half:
         rows = _widened(rows)
@@ -310,8 +313,8 @@ def checked_rows(
     ------
     DtypeMismatchError, ShapeMismatchError, LayoutError, CapacityExceededError, NonFiniteInputError
     """
-    keys = as_rows(keys, "keys", config, many=many)
-    values = as_rows(values, "values", config, many=many)
+    keys = as_rows(keys, False, config, many=many)
+    values = as_rows(values, True, config, many=many)
     if len(keys) != len(values):
         raise ShapeMismatchError(
             f"keys and values must hold as many tokens: {len(keys)} against {len(values)}"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvedge.core.formats import FORMATS, SCALE_TYPES, WITH_SCALES, Format, ScaleType
+from kvedge.core.rows import RowShape
 from kvedge.errors import InvalidArgumentError, NonFiniteInputError
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -32,8 +33,9 @@ class LayerConfig:
     dtype: str  # the name of a row of FORMATS
     capacity: int  # tokens
     num_kv_heads: int
-    head_dim: int
-    group_size: int  # channels that share a scale; head_dim when a row has one scale
+    head_dim: int  # channels of a query and of a key
+    value_head_dim: int  # channels of a value, and of what attention gives
+    group_size: int  # channels that share a scale, at most those of the wider rows
     scale_dtype: str  # the name of a row of SCALE_TYPES
 
     # One format for both today. What is about one of them asks for its own.
@@ -59,14 +61,43 @@ class LayerConfig:
         return self.key_format.has_scales
 
     @property
-    def num_groups(self) -> int:
-        """Scales per row: ceil(head_dim / group_size); 0 where rows have none."""
-        return -(-self.head_dim // self.group_size) if self.has_scales else 0
+    def key_rows(self) -> RowShape:
+        """The shape of a key's row."""
+        return RowShape.of(self.head_dim, self.group_size, self.scale_dtype, self.has_scales)
+
+    @property
+    def value_rows(self) -> RowShape:
+        """The shape of a value's row."""
+        return RowShape.of(self.value_head_dim, self.group_size, self.scale_dtype, self.has_scales)
+
+    @property
+    def widest(self) -> int:
+        """Channels of the wider rows: of the keys, or of the values."""
+        return max(self.head_dim, self.value_head_dim)
+
+    @property
+    def widths(self) -> str:
+        """Channels of keys and values, for people: "64", or "192/128" where they differ."""
+        one = self.head_dim == self.value_head_dim
+        return str(self.head_dim) if one else f"{self.head_dim}/{self.value_head_dim}"
 
     @property
     def entry_size(self) -> int:
         """Numbers in the keys of one token."""
         return self.num_kv_heads * self.head_dim
+
+    @property
+    def token_size(self) -> int:
+        """Numbers in the keys and values of one token."""
+        return self.num_kv_heads * (self.head_dim + self.value_head_dim)
+
+    def rows_shape(self, values: bool, n: int) -> tuple[int, int, int]:
+        """The shape of the values, or keys, of `n` tokens: (n, num_kv_heads, channels)."""
+        return n, self.num_kv_heads, self.value_head_dim if values else self.head_dim
+
+    def out_shape(self, query_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of what attention gives for a query: the same, but as wide as values."""
+        return (*query_shape[:-1], self.value_head_dim)
 
 
 class ConfigFacts:
@@ -88,8 +119,13 @@ class ConfigFacts:
 
     @property
     def head_dim(self) -> int:
-        """Channels of a head."""
+        """Channels of a head, in queries and keys."""
         return self._config.head_dim
+
+    @property
+    def value_head_dim(self) -> int:
+        """Channels of a head in values and in what attention gives; mostly head_dim."""
+        return self._config.value_head_dim
 
     @property
     def entry_size(self) -> int:
@@ -98,7 +134,10 @@ class ConfigFacts:
 
     @property
     def group_size(self) -> int:
-        """Channels that share a scale; head_dim where a row has one scale, or none."""
+        """Channels that share a scale; all of a row's where a row has one scale, or none.
+
+        Where keys and values differ in width, at most the wider; a narrower row has one scale.
+        """
         return self._config.group_size
 
     @property
@@ -123,6 +162,7 @@ def layer_config(
     num_kv_heads: Any,
     head_dim: Any,
     *,
+    value_head_dim: Any = None,
     group_size: Any = None,
     scale_dtype: Any = "float32",
 ) -> LayerConfig:
@@ -137,8 +177,11 @@ def layer_config(
         1 to 65536.
     head_dim : int
         1 to 1024.
+    value_head_dim : int, optional
+        1 to 1024; None: head_dim.
     group_size : int, optional
-        Channels that share a scale, at least 1; None or >= head_dim: the whole row. int8 only.
+        Channels that share a scale, at least 1; None or more than a row has: the whole row. int8
+        only.
     scale_dtype : {"float32", "float16"}
         float16 for int8 only.
 
@@ -154,6 +197,11 @@ def layer_config(
     capacity = _size(capacity, "capacity", MAX_CAPACITY)
     num_kv_heads = _size(num_kv_heads, "num_kv_heads", MAX_KV_HEADS)
     head_dim = _size(head_dim, "head_dim", MAX_HEAD_DIM)
+    if value_head_dim is None:
+        value_head_dim = head_dim
+    else:
+        value_head_dim = _size(value_head_dim, "value_head_dim", MAX_HEAD_DIM)
+    widest = max(head_dim, value_head_dim)
     _one_of(scale_dtype, "scale_dtype", SCALE_TYPES)
     if not FORMATS[dtype].has_scales and (group_size is not None or scale_dtype != "float32"):
         what = "group_size" if group_size is not None else "scale_dtype"
@@ -161,13 +209,21 @@ def layer_config(
             f"{what} is for dtype={WITH_SCALES}: {dtype} layers have no scales"
         )
     if group_size is None:
-        group_size = head_dim
+        group_size = widest
     else:
         group_size = as_int(group_size, "group_size")
         if group_size < 1:
             raise InvalidArgumentError(f"group_size must be at least 1, not {group_size}")
-        group_size = min(group_size, head_dim)
-    return LayerConfig(str(dtype), capacity, num_kv_heads, head_dim, group_size, str(scale_dtype))
+        group_size = min(group_size, widest)
+    return LayerConfig(
+        str(dtype),
+        capacity,
+        num_kv_heads,
+        head_dim,
+        value_head_dim,
+        group_size,
+        str(scale_dtype),
+    )
 
 
 def _one_of(value: Any, name: str, choices: Iterable[str]) -> None:

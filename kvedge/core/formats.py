@@ -13,14 +13,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvedge.core import half, int8
-from kvedge.core.types import RowConfig
+from kvedge.core.rows import RowShape
 
 __all__ = ["FORMATS", "SCALE_TYPES", "WITH_SCALES", "Format", "ScaleType"]
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How rows of float32 are stored; `n` tokens of `H` KV heads, `D` channels, `G` groups."""
+    """How rows of float32 are stored: `n` tokens, `H` KV heads, `D` channels, `G` groups."""
 
     name: str  # the dtype of layers, caches, pools and files
     c_code: int  # kvedge_format of csrc/kvedge.h
@@ -29,13 +29,13 @@ class Format:
     file_type: str  # safetensors' name of the type of the codes
     has_scales: bool  # and with them group_size, scale_dtype and key_offset
     # Finite float32 (n, H, D) -> codes (n, H, codes_per_row), scales (n, H, G); after `refuse`.
-    encode: Callable[[np.ndarray, RowConfig], tuple[np.ndarray, np.ndarray]]
-    # Codes, scales, config, float32 or float64 -> (n, H, D) in it. Exact in float64; in float32
+    encode: Callable[[np.ndarray, RowShape], tuple[np.ndarray, np.ndarray]]
+    # Codes, scales, shape, float32 or float64 -> (n, H, D) in it. Exact in float64; in float32
     # rounded once, so perhaps infinite. May be the codes themselves.
-    decode: Callable[[np.ndarray, np.ndarray, RowConfig, type], np.ndarray]
+    decode: Callable[[np.ndarray, np.ndarray, RowShape, type], np.ndarray]
     # Raises if finite rows (name, for the message) cannot be stored.
-    refuse: Callable[[np.ndarray, str, RowConfig], None]
-    limit: Callable[[RowConfig], float]  # rows within +-limit can be stored
+    refuse: Callable[[np.ndarray, str, RowShape], None]
+    limit: Callable[[RowShape], float]  # rows within +-limit can be stored
     largest: Callable[[np.ndarray, np.ndarray], float]  # no value of codes, scales is beyond +-this
     # What is wrong with foreign codes or scales that no encoder makes, or None.
     fault_of_codes: Callable[[np.ndarray], str | None]
@@ -46,9 +46,9 @@ class Format:
         """Whether the codes are the values, to be read without decoding."""
         return self.codes == np.float32
 
-    def codes_per_row(self, head_dim: int) -> int:
-        """Elements of `codes` that the row of a head takes."""
-        return -(-head_dim * self.bits // (8 * self.codes.itemsize))
+    def codes_per_row(self, dim: int) -> int:
+        """Elements of `codes` that a row of `dim` elements takes."""
+        return -(-dim * self.bits // (8 * self.codes.itemsize))
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +96,10 @@ FORMATS: dict[str, Format] = {
             bits=32,
             file_type="F32",
             has_scales=False,
-            encode=lambda rows, config: (rows, _no_scales(rows)),
-            decode=lambda codes, scales, config, dtype: codes.astype(dtype, copy=False),
-            refuse=lambda rows, name, config: None,
-            limit=lambda config: float(np.finfo(np.float32).max),
+            encode=lambda rows, shape: (rows, _no_scales(rows)),
+            decode=lambda codes, scales, shape, dtype: codes.astype(dtype, copy=False),
+            refuse=lambda rows, name, shape: None,
+            limit=lambda shape: float(np.finfo(np.float32).max),
             largest=lambda codes, scales: max(float(codes.max()), -float(codes.min())),
             fault_of_codes=_fault_of_floats,
             fault_of_scales=lambda scales: None,
@@ -111,12 +111,12 @@ FORMATS: dict[str, Format] = {
             bits=16,
             file_type="F16",
             has_scales=False,
-            encode=lambda rows, config: (rows.astype(np.float16), _no_scales(rows)),
-            decode=lambda codes, scales, config, dtype: codes.astype(dtype),
-            refuse=lambda rows, name, config: half.refuse_above(
+            encode=lambda rows, shape: (rows.astype(np.float16), _no_scales(rows)),
+            decode=lambda codes, scales, shape, dtype: codes.astype(dtype),
+            refuse=lambda rows, name, shape: half.refuse_above(
                 half.LARGEST_FLOAT16_INPUT, "float16", rows, name
             ),
-            limit=lambda config: half.LARGEST_FLOAT16_INPUT,
+            limit=lambda shape: half.LARGEST_FLOAT16_INPUT,
             largest=lambda codes, scales: max(float(codes.max()), -float(codes.min())),
             fault_of_codes=_fault_of_floats,
             fault_of_scales=lambda scales: None,
@@ -128,12 +128,12 @@ FORMATS: dict[str, Format] = {
             bits=16,
             file_type="BF16",
             has_scales=False,
-            encode=lambda rows, config: (half.encode_bfloat16(rows), _no_scales(rows)),
-            decode=lambda codes, scales, config, dtype: half.decode_bfloat16(codes, dtype),
-            refuse=lambda rows, name, config: half.refuse_above(
+            encode=lambda rows, shape: (half.encode_bfloat16(rows), _no_scales(rows)),
+            decode=lambda codes, scales, shape, dtype: half.decode_bfloat16(codes, dtype),
+            refuse=lambda rows, name, shape: half.refuse_above(
                 half.LARGEST_BFLOAT16_INPUT, "bfloat16", rows, name
             ),
-            limit=lambda config: half.LARGEST_BFLOAT16_INPUT,
+            limit=lambda shape: half.LARGEST_BFLOAT16_INPUT,
             largest=lambda codes, scales: half.largest_bfloat16(codes),
             fault_of_codes=half.fault_of_bfloat16,
             fault_of_scales=lambda scales: None,

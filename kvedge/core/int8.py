@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvedge.core.types import RowConfig
+from kvedge.core.rows import RowShape
 from kvedge.errors import ScaleRangeError
 
 __all__ = [
@@ -32,56 +32,56 @@ _SMALL = np.float32(2.0**-96)
 _LIFT = np.float32(2.0**96)
 
 
-def quantize(rows: np.ndarray, config: RowConfig) -> tuple[np.ndarray, np.ndarray]:
+def quantize(rows: np.ndarray, shape: RowShape) -> tuple[np.ndarray, np.ndarray]:
     """Quantize rows to int8.
 
     Parameters
     ----------
     rows : numpy.ndarray
-        Finite float32 (n, num_kv_heads, head_dim); with float16 scales within their range.
-    config : RowConfig
+        Finite float32 (n, num_kv_heads, dim); with float16 scales within their range.
+    shape : RowShape
 
     Returns
     -------
     codes : numpy.ndarray
-        int8 (n, num_kv_heads, head_dim).
+        int8 (n, num_kv_heads, dim).
     scales : numpy.ndarray
         float32 or float16 (n, num_kv_heads, num_groups).
     """
     with np.errstate(all="ignore"):
-        top = _group_max(rows, config)  # (n, H, num_groups), as all below
+        top = _group_max(rows, shape)  # (n, H, num_groups), as all below
         scales = top / np.float32(127)
-        if config.scale_dtype == "float16":
+        if shape.scale_dtype == "float16":
             scales = _round_up_to_float16(scales)
             inverse = np.float32(1) / scales.astype(np.float32)
             inverse[scales == 0] = 0
-            return np.rint(rows * _per_channel(inverse, config)).astype(np.int8), scales
+            return np.rint(rows * _per_channel(inverse, shape)).astype(np.int8), scales
         lift = np.where(top < _SMALL, _LIFT, np.float32(1))
         inverse = np.float32(127) / (top * lift)
         inverse[scales == 0] = 0  # a zero row, or one whose scale is below the smallest float32
-        lifted = rows * _per_channel(lift, config) if (lift != 1).any() else rows
-        return np.rint(lifted * _per_channel(inverse, config)).astype(np.int8), scales
+        lifted = rows * _per_channel(lift, shape) if (lift != 1).any() else rows
+        return np.rint(lifted * _per_channel(inverse, shape)).astype(np.int8), scales
 
 
 def dequantize(
-    codes: np.ndarray, scales: np.ndarray, config: RowConfig, dtype: type = np.float32
+    codes: np.ndarray, scales: np.ndarray, shape: RowShape, dtype: type = np.float32
 ) -> np.ndarray:
-    """Codes times scales, as `dtype` (n, num_kv_heads, head_dim).
+    """Codes times scales, as `dtype` (n, num_kv_heads, dim).
 
     In float64 the product is exact; in float32 it is rounded once, as the kernels do, and may be
     infinite by that rounding where the row held numbers next to float32's largest.
     """
     with np.errstate(all="ignore"):
-        values: np.ndarray = codes.astype(dtype) * _per_channel(scales.astype(dtype), config)
+        values: np.ndarray = codes.astype(dtype) * _per_channel(scales.astype(dtype), shape)
         return values
 
 
 # ---- what can be stored, and what can have been stored -------------------------------------------
 
 
-def refuse(rows: np.ndarray, name: str, config: RowConfig) -> None:
-    """ScaleRangeError if a row (..., head_dim) needs a scale above float16's largest."""
-    if config.scale_dtype != "float16" or rows.size == 0:
+def refuse(rows: np.ndarray, name: str, shape: RowShape) -> None:
+    """ScaleRangeError if a row (..., dim) needs a scale above float16's largest."""
+    if shape.scale_dtype != "float16" or rows.size == 0:
         return
     top = max(float(rows.max()), -float(rows.min()))
     with np.errstate(all="ignore"):
@@ -93,9 +93,9 @@ def refuse(rows: np.ndarray, name: str, config: RowConfig) -> None:
         )
 
 
-def limit(config: RowConfig) -> float:
+def limit(shape: RowShape) -> float:
     """Rows up to this magnitude can be stored."""
-    return _LARGEST_CODE * _FLOAT16_MAX if config.scale_dtype == "float16" else _FLOAT32_MAX
+    return _LARGEST_CODE * _FLOAT16_MAX if shape.scale_dtype == "float16" else _FLOAT32_MAX
 
 
 def largest(codes: np.ndarray, scales: np.ndarray) -> float:
@@ -125,19 +125,19 @@ def fault_of_scales(scales: np.ndarray) -> str | None:
 # ---- groups --------------------------------------------------------------------------------------
 
 
-def _group_max(rows: np.ndarray, config: RowConfig) -> np.ndarray:
+def _group_max(rows: np.ndarray, shape: RowShape) -> np.ndarray:
     magnitudes = np.abs(rows)
-    if config.num_groups == 1:
+    if shape.num_groups == 1:
         return np.asarray(magnitudes.max(axis=-1, keepdims=True))
-    starts = np.arange(0, config.head_dim, config.group_size)
+    starts = np.arange(0, shape.dim, shape.group_size)
     return np.asarray(np.maximum.reduceat(magnitudes, starts, axis=-1))
 
 
-def _per_channel(per_group: np.ndarray, config: RowConfig) -> np.ndarray:
-    """(..., num_groups) spread over the channels: (..., head_dim), or (..., 1) of one group."""
-    if config.num_groups == 1:
+def _per_channel(per_group: np.ndarray, shape: RowShape) -> np.ndarray:
+    """(..., num_groups) spread over the channels: (..., dim), or (..., 1) of one group."""
+    if shape.num_groups == 1:
         return per_group
-    return np.repeat(per_group, config.group_size, axis=-1)[..., : config.head_dim]
+    return np.repeat(per_group, shape.group_size, axis=-1)[..., : shape.dim]
 
 
 def _round_up_to_float16(scales: np.ndarray) -> np.ndarray:

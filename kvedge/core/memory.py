@@ -22,6 +22,7 @@ import numpy as np
 
 from kvedge.core.config import FLOAT32_MAX, LayerConfig
 from kvedge.core.formats import Format
+from kvedge.core.rows import RowShape
 from kvedge.errors import OutOfMemoryError
 
 # A kernel may load whole registers at the end of the last row: so many bytes after a slab are
@@ -49,11 +50,26 @@ class Slabs(NamedTuple):
     key_scales: np.ndarray  # (capacity, num_kv_heads, num_groups) float32 or float16
     value_scales: np.ndarray  # (capacity, num_kv_heads, num_groups) float32 or float16
 
-    def side(self, values: bool, config: LayerConfig) -> tuple[np.ndarray, np.ndarray, Format]:
-        """Codes and scales of the values or of the keys, and their format."""
+    def side(self, values: bool, config: LayerConfig) -> StoredRows:
+        """The values, or the keys."""
         if values:
-            return self.value_codes, self.value_scales, config.value_format
-        return self.key_codes, self.key_scales, config.key_format
+            return StoredRows(
+                self.value_codes, self.value_scales, config.value_format, config.value_rows
+            )
+        return StoredRows(self.key_codes, self.key_scales, config.key_format, config.key_rows)
+
+
+class StoredRows(NamedTuple):
+    """One side of a layer, its keys or its values, as they are stored."""
+
+    codes: np.ndarray  # (tokens, num_kv_heads, codes per row)
+    scales: np.ndarray  # (tokens, num_kv_heads, num_groups)
+    form: Format
+    shape: RowShape
+
+    def decode(self, at: Any, dtype: type) -> np.ndarray:
+        """The rows at an index of tokens, or of (tokens, heads), in float32 or float64."""
+        return self.form.decode(self.codes[at], self.scales[at], self.shape, dtype)
 
 
 def clamp(rows: np.ndarray, out: np.ndarray) -> np.ndarray:
@@ -83,12 +99,12 @@ def memory_for(what: str) -> Iterator[None]:
 def slab_layout(config: LayerConfig) -> tuple[tuple[tuple[int, int, int], np.dtype], ...]:
     """Shapes and dtypes of the four slabs, in the order of :class:`Slabs`."""
     rows = (config.capacity, config.num_kv_heads)
-    keys, values = (
-        ((*rows, form.codes_per_row(config.head_dim)), form.codes)
-        for form in (config.key_format, config.value_format)
+    sides = ((config.key_format, config.key_rows), (config.value_format, config.value_rows))
+    keys, values = (((*rows, form.codes_per_row(of.dim)), form.codes) for form, of in sides)
+    key_scales, value_scales = (
+        ((*rows, of.num_groups), config.scale_type.dtype) for _, of in sides
     )
-    scales = ((*rows, config.num_groups), config.scale_type.dtype)
-    return (keys, values, scales, scales)
+    return (keys, values, key_scales, value_scales)
 
 
 def token_bytes(config: LayerConfig) -> int:
@@ -156,7 +172,7 @@ def _reserve(total: int, config: LayerConfig, num_layers: int) -> tuple[Any, int
     except (OSError, OverflowError, ValueError, MemoryError) as error:
         raise OutOfMemoryError(
             f"cannot reserve {total} bytes ({total / 2**30:.1f} GiB) for {config.capacity} tokens "
-            f"in {num_layers} layers of {config.num_kv_heads} KV heads x {config.head_dim} "
+            f"in {num_layers} layers of {config.num_kv_heads} KV heads x {config.widths} "
             f"({config.dtype}): {error}"
         ) from error
 
@@ -217,7 +233,7 @@ def huge_page_share() -> float | None:
 
     (0.75 is all: the first is not asked for.) None where the system does not tell.
     """
-    config = LayerConfig("int8", 4 * HUGE_PAGE // 64, 1, 64, 64, "float32")
+    config = LayerConfig("int8", 4 * HUGE_PAGE // 64, 1, 64, 64, 64, "float32")
     codes = reserve_slabs(config).key_codes
     codes[:] = 1
     try:

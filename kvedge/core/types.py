@@ -54,23 +54,11 @@ class BatchArguments(TypedDict, total=False):
 class CacheArguments(TypedDict, total=False):
     """The options of a KVCache but for its size."""
 
+    value_head_dim: int | None
     dtype: Dtype
     group_size: int | None
     scale_dtype: ScaleDtype
     key_offset: Array | Literal["auto"] | None
-
-
-class RowConfig(Protocol):
-    """What a format is told of the rows it stores."""
-
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def group_size(self) -> int: ...
-    @property
-    def num_groups(self) -> int: ...
-    @property
-    def scale_dtype(self) -> str: ...
 
 
 # What keys, values and queries may come as: float32, or float16 and bfloat16, which are converted.

@@ -92,7 +92,8 @@ class PagedAttention(PagedFacts):
         Returns
         -------
         numpy.ndarray
-            float32, shaped as the query; with ``return_lse`` a pair with the log-sum-exp.
+            float32, shaped as the query, but as wide as values; with ``return_lse`` a pair with
+            the log-sum-exp.
 
         Raises
         ------
@@ -125,10 +126,12 @@ class PagedAttention(PagedFacts):
                 return_lse=return_lse,
                 num_threads=num_threads,
             )
-            shape = rows.shape[1:] if single else rows.shape
-            out = checks.as_out(out, shape, reads=(rows, *store._slabs, *made.arrays()))
+            shape = pool._config.out_shape(rows.shape)
+            out = checks.as_out(
+                out, shape[1:] if single else shape, reads=(rows, *store._slabs, *made.arrays())
+            )
             lse = np.empty(rows.shape[:2], np.float32) if made.return_lse else None
-            one = batch.Rows(table, length, rows, out.reshape(rows.shape), lse)
+            one = batch.Rows(table, length, rows, out.reshape(shape), lse)
             if num_rows:
                 store._attend_blocks(pool.block_size, [one], made)
         finally:
@@ -203,7 +206,7 @@ class PagedAttention(PagedFacts):
             float32 (len(seqs), num_heads, head_dim), one row for each sequence; or for each one an
             array as for :meth:`attend`, all with one number of heads.
         out : numpy.ndarray or list of them, optional
-            float32, shaped as `queries`, to write to.
+            float32, shaped as `queries`, but as wide as values, to write to.
         scale, causal, window, sink_tokens, sink_logits, softcap, alibi_slopes, precision_bits
         return_lse, num_threads
             As in :meth:`kvedge.QuantizedKvLayer.attend`, the same for all sequences; no mask.
@@ -211,7 +214,7 @@ class PagedAttention(PagedFacts):
         Returns
         -------
         out : numpy.ndarray or list of numpy.ndarray
-            float32, shaped as `queries`.
+            float32, shaped as `queries`, but as wide as values.
         lse : numpy.ndarray or list of numpy.ndarray
             With ``return_lse``: float32, without the last dimension.
 
@@ -252,7 +255,7 @@ class PagedAttention(PagedFacts):
             reads: tuple[np.ndarray, ...] = ()
             if out is not None:
                 reads = (*(query for query, _ in checked), *store._slabs, *made.arrays())
-            out, outs = batch.checked_outs(out, checked, stacked, reads)
+            out, outs = batch.checked_outs(out, checked, stacked, reads, pool._config)
             lses: list[Any] = [None] * len(readings)
             if made.return_lse:
                 lses = [np.empty(query.shape[:2], np.float32) for query, _ in checked]

@@ -21,7 +21,7 @@ class Rows(NamedTuple):
     table: np.ndarray  # int32 (blocks,)
     length: int  # tokens
     query: np.ndarray  # float32 (n, num_heads, head_dim), of the last n tokens
-    out: np.ndarray  # float32 (n, num_heads, head_dim), to be written
+    out: np.ndarray  # float32 (n, num_heads, value_head_dim), to be written
     lse: np.ndarray | None  # float32 (n, num_heads), to be written
 
 
@@ -66,9 +66,12 @@ def checked_outs(
     queries: Sequence[tuple[np.ndarray, bool]],
     stacked: bool,
     reads: tuple[np.ndarray, ...],
+    config: LayerConfig,
 ) -> tuple[Any, list[np.ndarray]]:
-    """Where results go: what is given back, and of each sequence (n, num_heads, head_dim)."""
-    shapes = [query.shape[1:] if single else query.shape for query, single in queries]
+    """Where results go: what is given back, and of each sequence (n, num_heads, value_head_dim)."""
+    shapes = [
+        config.out_shape(query.shape[1:] if single else query.shape) for query, single in queries
+    ]
     if stacked:
         out = checks.as_out(outs, (len(queries), *shapes[0]), reads=reads)
         return out, [row[np.newaxis] for row in out]
@@ -83,7 +86,10 @@ def checked_outs(
     given = [out for out in outs if out is not None]
     for i, one in enumerate(given):
         checks.as_out(one, one.shape, reads=given[:i], name="an array in out")
-    return made, [out.reshape(query.shape) for out, (query, _) in zip(made, queries, strict=True)]
+    return made, [
+        out.reshape(config.out_shape(query.shape))
+        for out, (query, _) in zip(made, queries, strict=True)
+    ]
 
 
 def batch_options(

@@ -145,8 +145,9 @@ class PagedKvCache(PagedAttention):
         ----------
         seq, layer : int
         keys, values : array of float32 (or float16, bfloat16)
-            One token, (num_kv_heads, head_dim) or flat, or several, (n, num_kv_heads, head_dim).
-            They follow what this layer of the sequence already holds.
+            One token, (num_kv_heads, head_dim) or flat, or several, (n, num_kv_heads, head_dim);
+            values of value_head_dim where that differs. They follow what this layer of the sequence
+            already holds.
 
         Raises
         ------
@@ -159,8 +160,8 @@ class PagedKvCache(PagedAttention):
         with pool._lock:
             state = self._state(seq)
             layer = self._layer(layer)
-            keys = checks.as_rows(keys, "keys", pool._config, many=None)
-            values = checks.as_rows(values, "values", pool._config, many=None)
+            keys = checks.as_rows(keys, False, pool._config, many=None)
+            values = checks.as_rows(values, True, pool._config, many=None)
             if len(keys) != len(values):
                 raise ShapeMismatchError(
                     f"keys and values must hold as many tokens: {len(keys)} against {len(values)}"

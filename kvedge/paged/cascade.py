@@ -50,10 +50,12 @@ def attend_batch(store: Any, block_size: int, rows: list[Rows], options: AttendO
     early, late = [], list(rows)
     for members, num_blocks in groups:
         query = np.concatenate([rows[i].query for i in members])
-        early.append(_rows_to(rows[members[0]].table[:num_blocks], num_blocks * block_size, query))
+        width = rows[members[0]].out.shape[2]
+        shared, tokens = rows[members[0]].table[:num_blocks], num_blocks * block_size
+        early.append(_rows_to(shared, tokens, query, width))
         for i in members:
             rest = rows[i].table[num_blocks:]
-            late[i] = _rows_to(rest, rows[i].length - num_blocks * block_size, rows[i].query)
+            late[i] = _rows_to(rest, rows[i].length - tokens, rows[i].query, width)
     # All of the shared tokens come before all rows; learned sinks count in one part only.
     store._attend_blocks(block_size, early, replace(options, causal=False, sink_logits=None))
     store._attend_blocks(block_size, late, options)
@@ -110,7 +112,8 @@ def _groups(rows: Sequence[Rows], block_size: int) -> Iterator[tuple[list[int], 
             yield members, num_blocks
 
 
-def _rows_to(table: np.ndarray, length: int, query: np.ndarray) -> Rows:
-    """Rows whose results are an intermediate step."""
-    lse = np.empty(query.shape[:2], np.float32)
-    return Rows(table, length, query, np.empty_like(query), lse)
+def _rows_to(table: np.ndarray, length: int, query: np.ndarray, width: int) -> Rows:
+    """Rows whose results, (n, num_heads, width), are an intermediate step."""
+    shape = query.shape[:2]
+    out, lse = np.empty((*shape, width), np.float32), np.empty(shape, np.float32)
+    return Rows(table, length, query, out, lse)

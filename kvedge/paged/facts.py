@@ -58,7 +58,7 @@ class PagedFacts:
         return self._read(False, seq, layer)
 
     def v(self, seq: int, layer: int) -> np.ndarray:
-        """Values of one layer of a sequence, pending tokens included; as :meth:`k`."""
+        """Values of one layer of a sequence, of value_head_dim; as :meth:`k`."""
         return self._read(True, seq, layer)
 
     def block_table(self, seq: int) -> np.ndarray:

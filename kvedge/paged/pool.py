@@ -51,13 +51,16 @@ class KvBlockPool(ConfigFacts):
     num_layers, num_kv_heads : int
         1 to 65536.
     head_dim : int
-        1 to 1024.
+        Channels of a key, 1 to 1024.
     dtype : {"int8", "float32", "float16", "bfloat16"}
         How keys and values are stored.
     scale_dtype : {"float16", "float32"}, optional
         int8 only: type of the scales, by default float16.
     group_size : int, optional
-        int8 only: channels that share a scale; by default the whole row of head_dim.
+        int8 only: channels that share a scale; by default the whole row, as for rows narrower than
+        that.
+    value_head_dim : int, optional
+        Channels of a value, 1 to 1024; by default head_dim.
 
     Raises
     ------
@@ -79,6 +82,7 @@ class KvBlockPool(ConfigFacts):
         dtype: Dtype = "int8",
         scale_dtype: ScaleDtype | None = None,
         group_size: int | None = None,
+        value_head_dim: int | None = None,
     ) -> None:
         """Make a pool of free blocks; the class tells of the parameters."""
         num_blocks = _size(num_blocks, "num_blocks", MAX_BLOCKS)
@@ -97,6 +101,7 @@ class KvBlockPool(ConfigFacts):
             num_blocks * block_size,
             num_kv_heads,
             head_dim,
+            value_head_dim=value_head_dim,
             group_size=group_size,
             scale_dtype=scale_dtype,
         )
@@ -204,7 +209,7 @@ class KvBlockPool(ConfigFacts):
     @property
     def fp32_memory_bytes(self) -> int:
         """Bytes that the same blocks would take in float32."""
-        return 8 * self._config.capacity * self._config.entry_size * self.num_layers
+        return 4 * self._config.capacity * self._config.token_size * self.num_layers
 
     def __len__(self) -> int:
         return self._num_blocks
@@ -215,7 +220,7 @@ class KvBlockPool(ConfigFacts):
         return (
             f"<{type(self).__name__} {self._num_blocks} blocks of {self._block_size} tokens, "
             f"{self.free_count} free, {self.num_layers} layers x {config.num_kv_heads} KV heads "
-            f"x {config.head_dim}, {config.dtype}{scales}, {self.memory_bytes} bytes reserved>"
+            f"x {config.widths}, {config.dtype}{scales}, {self.memory_bytes} bytes reserved>"
         )
 
     def __reduce__(self) -> Any:
@@ -246,7 +251,7 @@ class KvBlockPool(ConfigFacts):
         return self._blocks_of(layer, "key_codes")
 
     def value_codes(self, layer: int) -> np.ndarray:
-        """Stored values of a layer; as :meth:`key_codes`."""
+        """Stored values of a layer, of value_head_dim; as :meth:`key_codes`."""
         return self._blocks_of(layer, "value_codes")
 
     def key_scales(self, layer: int) -> np.ndarray:

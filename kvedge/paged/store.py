@@ -4,7 +4,7 @@ Block b is the tokens b * block_size to (b + 1) * block_size - 1 of a layer as l
 all that a layer's core can do with rows, it can do here; only its length means nothing. A backend's
 core provides, besides what :class:`kvedge.layer_core.LayerCore` names,
 
-    _write_at(position, keys, values)     checked float32 rows (n, H, D), n >= 1, to positions
+    _write_at(position, keys, values)     checked float32 rows (n, H, channels), n >= 1
     _attend_blocks(block_size, rows, options)   attention of kvedge.paged.batch.Rows
     _settle()                             wait for late helper threads of calls that have ended
 """
@@ -70,19 +70,19 @@ class BlockStoreMethods(LayerCore):
         self._open(config, slabs)
 
     def check(self, keys: np.ndarray, values: np.ndarray) -> None:
-        """Raise if rows (n, H, D) cannot be stored."""
+        """Raise if rows (n, H, channels) cannot be stored."""
         config = self._config
-        for rows, name, form in (
-            (keys, "keys", config.key_format),
-            (values, "values", config.value_format),
+        for rows, name, form, shape in (
+            (keys, "keys", config.key_format, config.key_rows),
+            (values, "values", config.value_format, config.value_rows),
         ):
             checks.check_finite(rows, name)
-            form.refuse(rows, name, config)
+            form.refuse(rows, name, shape)
 
     def write(
         self, table: np.ndarray, block_size: int, start: int, keys: np.ndarray, values: np.ndarray
     ) -> None:
-        """Store rows (n, H, D) as the tokens from `start` on; raising, it may have stored some."""
+        """Store rows (n, H, channels) from token `start` on; raising, it may have stored some."""
         block, row = divmod(start, block_size)
         try:
             if row + len(keys) <= block_size:  # one token, mostly: no runs to be found
@@ -95,10 +95,9 @@ class BlockStoreMethods(LayerCore):
             raise
 
     def read(self, values: bool, table: np.ndarray, block_size: int, length: int) -> np.ndarray:
-        """Dequantize the first tokens: float32 (length, H, D)."""
+        """Dequantize the first tokens: float32 (length, H, channels)."""
         copies = self.gather(table, block_size, length)
-        codes, scales, form = copies.side(values, self._config)
-        rows = form.decode(codes, scales, self._config, np.float32)
+        rows = copies.side(values, self._config).decode(slice(None), np.float32)
         return clamp(rows, rows)
 
     def gather(self, table: np.ndarray, block_size: int, length: int) -> Slabs:

@@ -152,9 +152,9 @@ def logits(
 def attention(query, keys, values, *, sink_logits=None, **options):
     """Attention in float64.
 
-    ``query`` (N, D) for the last token stored or (n, N, D) for the last n; ``keys`` and ``values``
-    (len, H, D). ``sink_logits``: (N,), each joins a head's softmax denominator. Returns ``out`` in
-    the shape of the query and ``lse`` (N,) or (n, N), the natural logarithm of the softmax
+    ``query`` (N, D) for the last token stored or (n, N, D) for the last n; ``keys`` (len, H, D) and
+    ``values`` (len, H, V). ``sink_logits``: (N,), each joins a head's softmax denominator. Returns
+    ``out`` (N, V) or (n, N, V) and ``lse`` (N,) or (n, N), the natural logarithm of the softmax
     denominator (learned sinks included).
     """
     rows = query if query.ndim == 3 else query[None]
@@ -175,7 +175,7 @@ def attention(query, keys, values, *, sink_logits=None, **options):
     weight = weight / np.where(total == 0, 1, total)[..., None]
     weight = weight.reshape(num_kv_heads, -1, n, length)
     out = np.einsum("hgnt,thd->nhgd", weight, values.astype(np.float64), optimize=True)
-    out = out.reshape(rows.shape)
+    out = out.reshape(n, num_heads, -1)
     return (out, lse.T) if query.ndim == 3 else (out[0], lse[:, 0])
 
 

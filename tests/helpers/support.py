@@ -112,8 +112,8 @@ def filled(layer_class, rng, length, num_kv_heads, head_dim, *, capacity=None, *
     """A layer with ``length`` normal tokens."""
     layer = layer_class(capacity or max(length, 1), num_kv_heads, head_dim, **options)
     if length:
-        kv = normal(rng, 2, length, num_kv_heads, head_dim)
-        layer.extend(kv[0], kv[1])
+        keys = normal(rng, length, num_kv_heads, head_dim)
+        layer.extend(keys, normal(rng, length, num_kv_heads, layer.value_head_dim))
     return layer
 
 

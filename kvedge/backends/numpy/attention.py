@@ -52,12 +52,11 @@ class Stored:
         return self._rows(False, heads, tokens)
 
     def values(self, heads: slice, tokens: slice) -> np.ndarray:
-        """float64 (tokens, heads, head_dim); exact."""
+        """float64 (tokens, heads, value_head_dim); exact."""
         return self._rows(True, heads, tokens)
 
     def _rows(self, values: bool, heads: slice, tokens: Any) -> np.ndarray:
-        codes, scales, form = self.slabs.side(values, self.config)
-        return form.decode(codes[tokens, heads], scales[tokens, heads], self.config, np.float64)
+        return self.slabs.side(values, self.config).decode((tokens, heads), np.float64)
 
 
 def attend(
@@ -72,7 +71,7 @@ def attend(
         float32 (n, num_heads, head_dim).
     options : AttendOptions
     out : numpy.ndarray
-        float32 (n, num_heads, head_dim).
+        float32 (n, num_heads, value_head_dim).
 
     Returns
     -------
@@ -80,14 +79,14 @@ def attend(
         lse, float32 (n, num_heads): natural logarithm of each softmax denominator.
     """
     n_rows, num_heads, head_dim = query.shape
-    num_kv_heads = stored.config.num_kv_heads
+    num_kv_heads, widest = stored.config.num_kv_heads, stored.config.widest
     group = num_heads // num_kv_heads  # query heads per KV head
     by_head = query.reshape(n_rows, num_kv_heads, group, head_dim)  # views, as are the next two
-    out_by_head = out.reshape(by_head.shape)
+    out_by_head = out.reshape(stored.config.out_shape(by_head.shape))
     lse = np.empty((n_rows, num_heads), dtype=np.float32)
     lse_by_head = lse.reshape(by_head.shape[:3])
     with np.errstate(all="ignore"):
-        for heads, rows in _query_blocks(n_rows, num_kv_heads, group, head_dim):
+        for heads, rows in _query_blocks(n_rows, num_kv_heads, group, widest):
             part = by_head[rows, heads].transpose(1, 2, 0, 3).astype(np.float64)  # (H, g, R, D)
             result, log_sum = _attend_block(stored, part, heads, rows, n_rows, options)
             out_by_head[rows, heads] = _to_float32(result).transpose(2, 0, 1, 3)
@@ -119,7 +118,7 @@ def scores(stored: Stored, query: np.ndarray, scale: float) -> np.ndarray:
         for heads, _ in _query_blocks(1, num_kv_heads, group, head_dim):
             part = by_head[heads].astype(np.float64)
             constant = _offset_logits(stored, part, heads, scale)
-            for tokens in _token_blocks([(0, stored.length)], part.shape):
+            for tokens in _token_blocks([(0, stored.length)], part.shape, head_dim):
                 block = _logits(stored, part, heads, tokens, scale) + constant[..., np.newaxis]
                 logits[heads, :, tokens] = _to_float32(block[:, :, 0])
     return logits.reshape(num_heads, stored.length)
@@ -133,14 +132,15 @@ def _attend_block(
     n_rows: int,
     options: AttendOptions,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Attention of query rows (H, g, R, D): out (H, g, R, D) and lse (H, g, R), both float64."""
+    """Attention of query rows (H, g, R, D): out (H, g, R, V) and lse (H, g, R), both float64."""
     first = stored.length - n_rows + rows.start  # position of the first row
     positions = np.arange(first, first + query.shape[2])  # (R,)
     constant = _offset_logits(stored, query, heads, options.scale)  # (H, g, R)
     largest = np.full(query.shape[:3], -np.inf)  # m of the softmax
     total = np.zeros(query.shape[:3])
-    summed = np.zeros(query.shape)
-    for tokens in _token_blocks(_visible_runs(positions, stored.length, options), query.shape):
+    summed = np.zeros(stored.config.out_shape(query.shape))
+    runs = _visible_runs(positions, stored.length, options)
+    for tokens in _token_blocks(runs, query.shape, stored.config.widest):
         logits = _logits(stored, query, heads, tokens, options.scale)  # (H, g, R, T)
         if options.softcap:
             logits += constant[..., np.newaxis]
@@ -181,7 +181,7 @@ def _logits(
 
 
 def _weighted_sum(weights: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """(H, g, R, T) over (T, H, D) -> (H, g, R, D)."""
+    """(H, g, R, T) over (T, H, V) -> (H, g, R, V)."""
     num_heads, group, n_rows, n_tokens = weights.shape
     flat = weights.reshape(num_heads, group * n_rows, n_tokens)
     summed: np.ndarray = np.matmul(flat, values.transpose(1, 0, 2))
@@ -235,12 +235,12 @@ def _visible_runs(
     return [(0, sinks), (start, stop)]
 
 
-def _token_blocks(runs: list[tuple[int, int]], query_shape: tuple[int, ...]) -> Iterator[slice]:
-    """Slices of tokens small enough for the blocks of keys, values and scores."""
-    num_heads, group, n_rows, head_dim = query_shape
-    size = min(
-        _KV_NUMBERS // (num_heads * head_dim), _SCORE_NUMBERS // (num_heads * group * n_rows)
-    )
+def _token_blocks(
+    runs: list[tuple[int, int]], query_shape: tuple[int, ...], width: int
+) -> Iterator[slice]:
+    """Slices of tokens small enough for the blocks of keys, values (up to `width`) and scores."""
+    num_heads, group, n_rows, _ = query_shape
+    size = min(_KV_NUMBERS // (num_heads * width), _SCORE_NUMBERS // (num_heads * group * n_rows))
     size = max(1, size)
     for start, stop in runs:
         for block in range(start, stop, size):
@@ -248,12 +248,12 @@ def _token_blocks(runs: list[tuple[int, int]], query_shape: tuple[int, ...]) -> 
 
 
 def _query_blocks(
-    n_rows: int, num_kv_heads: int, group: int, head_dim: int
+    n_rows: int, num_kv_heads: int, group: int, width: int
 ) -> Iterator[tuple[slice, slice]]:
     """Slices of KV heads and of query rows that leave room for at least 64 tokens in a block."""
-    n_heads = max(1, min(_KV_NUMBERS // head_dim, _SCORE_NUMBERS // group) // 64)
+    n_heads = max(1, min(_KV_NUMBERS // width, _SCORE_NUMBERS // group) // 64)
     n_heads = min(n_heads, num_kv_heads)
-    per_row = n_heads * group * max(64, head_dim)  # scores of 64 tokens, or the sums
+    per_row = n_heads * group * max(64, width)  # scores of 64 tokens, or the sums
     step = max(1, _SCORE_NUMBERS // per_row)
     return product(
         [slice(h, min(h + n_heads, num_kv_heads)) for h in range(0, num_kv_heads, n_heads)],

@@ -14,6 +14,7 @@ from kvedge.core.config import LayerConfig
 from kvedge.core.formats import Format
 from kvedge.core.memory import Slabs, clamp
 from kvedge.core.options import AttendOptions
+from kvedge.core.rows import RowShape
 from kvedge.core.types import Array, Floats
 from kvedge.layer import (
     Bfloat16LayerMethods,
@@ -70,55 +71,63 @@ class _LayerCore(LayerCore):
         self._store(*checks.checked_rows(keys, values, self._config, self._len, many=None))
 
     def _store(self, keys: np.ndarray, values: np.ndarray) -> None:
-        """Append checked float32 rows (n, num_kv_heads, head_dim)."""
+        """Append checked float32 rows (n, num_kv_heads, channels)."""
         if not len(keys):
             return
         offset = self._offset_for(keys)
-        self._refuse(keys, offset, "keys", self._config.key_format)
-        self._refuse(values, None, "values", self._config.value_format)
+        config = self._config
+        self._refuse(keys, offset, "keys", config.key_format, config.key_rows)
+        self._refuse(values, None, "values", config.value_format, config.value_rows)
         self._write(self._len, keys, values, offset)
         if offset is not self._key_offset:
             self._set_key_offset(offset)
         self._len += len(keys)
 
-    def _refuse(self, rows: np.ndarray, offset: np.ndarray | None, name: str, form: Format) -> None:
+    def _refuse(
+        self,
+        rows: np.ndarray,
+        offset: np.ndarray | None,
+        name: str,
+        form: Format,
+        shape: RowShape,
+    ) -> None:
         """Raise if any of the rows cannot be stored, before the first is written."""
         for block in self._blocks(len(rows)):
             centred = _minus(rows[block], offset)
             if offset is not None:
                 checks.check_finite(centred, f"{name} minus key_offset")
-            form.refuse(centred, name, self._config)
+            form.refuse(centred, name, shape)
 
     def _write(
         self, position: int, keys: np.ndarray, values: np.ndarray, offset: np.ndarray | None
     ) -> None:
-        """Store rows (n, num_kv_heads, head_dim) at a position, keys less the offset."""
+        """Store rows (n, num_kv_heads, channels) at a position, keys less the offset."""
         slabs, config = self._slabs, self._config
         for block in self._blocks(len(keys)):
             at = slice(position + block.start, position + block.stop)
             slabs.key_codes[at], slabs.key_scales[at] = config.key_format.encode(
-                _minus(keys[block], offset), config
+                _minus(keys[block], offset), config.key_rows
             )
             slabs.value_codes[at], slabs.value_scales[at] = config.value_format.encode(
-                values[block], config
+                values[block], config.value_rows
             )
 
     def _blocks(self, n: int) -> Iterator[slice]:
-        step = max(1, _BLOCK_NUMBERS // self._config.entry_size)
+        config = self._config
+        step = max(1, _BLOCK_NUMBERS // (config.num_kv_heads * config.widest))
         return (slice(start, min(n, start + step)) for start in range(0, n, step))
 
     def _dequantize(self, values: bool, start: int, stop: int) -> Floats:
-        shape = (stop - start, self._config.num_kv_heads, self._config.head_dim)
-        out = np.empty(shape, dtype=np.float32)
+        out = np.empty(self._config.rows_shape(values, stop - start), dtype=np.float32)
         self._dequantize_into(values, start, stop, out)
         return out
 
     def _dequantize_into(self, values: bool, start: int, stop: int, out: np.ndarray) -> None:
-        codes, scales, form = self._slabs.side(values, self._config)
+        stored = self._slabs.side(values, self._config)
         offset = None if values else self._key_offset
         for block in self._blocks(stop - start):
             at = slice(start + block.start, start + block.stop)
-            rows = form.decode(codes[at], scales[at], self._config, np.float32)
+            rows = stored.decode(at, np.float32)
             if offset is not None:
                 with np.errstate(all="ignore"):
                     rows = rows + offset
@@ -161,9 +170,10 @@ class _LayerCore(LayerCore):
             return_lse=return_lse,
             num_threads=num_threads,
         )
-        shape = rows.shape[1:] if single else rows.shape
-        out = checks.as_out(out, shape, reads=(rows, *self._slabs, *options.arrays()))
-        lse = attention.attend(self._stored(length), rows, options, out.reshape(rows.shape))
+        shape = self._config.out_shape(rows.shape)
+        reads = (rows, *self._slabs, *options.arrays())
+        out = checks.as_out(out, shape[1:] if single else shape, reads=reads)
+        lse = attention.attend(self._stored(length), rows, options, out.reshape(shape))
         if not options.return_lse:
             return out
         return out, (lse[0] if single else lse)
