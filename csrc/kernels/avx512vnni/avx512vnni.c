@@ -240,10 +240,6 @@ static void encode_query_avx512vnni(const float *x, int dim, float factor, float
       sum = _mm512_dpbusd_epi32(sum, _mm512_set1_epi8((char)128), digits[i]);
       digits[i] = _mm512_permutexvar_epi32(by_byte, digits[i]); /* lane b: byte b of 16 channels */
     }
-    if (dim - d <= 32) {
-      digits[2] = digits[0];
-      digits[3] = digits[1];
-    }
     transpose_lanes(digits, lanes);
     for (int b = 0; b < 3; b++) _mm512_storeu_si512(codes + 64 * b, lanes[b]);
   }

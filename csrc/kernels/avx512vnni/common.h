@@ -142,15 +142,12 @@ KVEDGE_INLINE __m128 reduce_4(const reduction how, const __m512 v[4]) {
   return _mm512_castps512_ps128(join(how, all, _mm512_shuffle_f32x4(all, all, 0xb1)));
 }
 
-/* Up to this many queries the kernels for few queries serve; from three on, sums over lanes cost more than the other
- * transposing. */
-enum { FEW_QUERIES = 2 };
-/* Up to this many queries those for several, in one pass or two: as many sums as stay in registers. */
+/* Up to this many queries the kernels for several serve, in one pass or two: as many sums as stay in registers. */
 enum { SEVERAL_QUERIES = 8 };
 
-/* How the rows of a block are read, 64 channels at a time: plainly; with 1 to 32 channels left, two to a
- * register; or so that only tokens and channels that are there are read. */
-typedef enum { WHOLE, HALF, PART, HALF_PART } extent;
+/* How the rows of a block are read, 64 channels at a time: plainly; with 1 to 32 channels left, two to a register; or so
+ * that only tokens and channels that are there are read. */
+typedef enum { WHOLE, HALF, PART } extent;
 
 /* 32 channels of two rows side by side; `part`: only those in `valid`. (A constant where this is inlined.) */
 KVEDGE_INLINE __m512i load_two_rows(const int8_t *from, const int8_t *upper, const int part, __mmask32 valid) {
@@ -180,6 +177,6 @@ weighted_sum_function weighted_sum_1_avx512vnni, weighted_sum_2_avx512vnni, weig
 weighted_sum_function weighted_sum_of_heads_1_avx512vnni, weighted_sum_of_heads_2_avx512vnni,
     weighted_sum_of_heads_3_avx512vnni;
 
-/* Codes of a query are stored plane by plane: for every 64 channels 64 high bytes, 64 middle ones and 64 low ones. Where 32 or
- * fewer are left, they are there twice, since two rows then share a register. */
+/* Codes of a query are stored plane by plane: for every 64 channels 64 high bytes, 64 middle ones and 64 low
+ * ones; zeros past the last channel. */
 enum { CODES_OF_64 = 3 * 64 };

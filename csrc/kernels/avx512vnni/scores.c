@@ -7,14 +7,13 @@
  * Many queries: 16 tokens are transposed as a whole, 4 shuffles per 64-byte line, and stored; each byte of a query then
  * costs a product per line and no more.
  *
- * Several queries: likewise, but what is transposed stays in registers, since Zen 4 pays for a stored vector with one
+ * Up to eight queries: the same, but transposed keys stay in registers, since Zen 4 pays for a stored vector with one
  * and a half products. Loads put half lines of two rows side by side, so that 3 shuffles per line are left, and these
  * come between the products of the rows before.
  *
- * Few queries: 4 tokens are transposed within 128-bit lanes, 2 shuffles per line, and stay in registers. A lane then
- * has its own channels, so a query's codes are spread accordingly, and each query and 16 tokens end in a sum over four
- * lanes. The two high bytes of a query are added up as integers first. With up to 32 channels left, rows of two
- * tokens share a register.
+ * A head batch: 4 tokens are transposed within 128-bit lanes, 2 shuffles per line, and stay in registers. A lane then has
+ * its own channels, so a query's codes are spread accordingly, and each query and 16 tokens end in a sum over four lanes.
+ * The two high planes of a query are added up as integers first.
  */
 #include "kernels/kernels.h"
 
@@ -33,27 +32,19 @@ typedef struct {
   int num_tokens; /* that are there */
 } key_rows;
 
-KVEDGE_INLINE int is_half(const extent how) { return how == HALF || how == HALF_PART; }
-
-/* Rows 4u..4u+3 of 64 channels from d on, as unsigned bytes; or 8u..8u+3, in whose upper halves are rows
- * 8u+4..8u+7. Rows past the last token repeat it, channels past the last are 128. */
+/* Rows 4u..4u+3 of 64 channels from d on, as unsigned bytes. Rows past the last token repeat it, channels past the last
+ * are 128. (`how`: a constant where this is inlined.) */
 KVEDGE_INLINE void load_keys(const key_rows *k, const extent how, int u, int d, int dim, __m512i row[4]) {
   const __m512i to_unsigned = _mm512_set1_epi8((char)0x80);
-  const int first = (is_half(how) ? 8 : 4) * u;
-  const int last = how == WHOLE || how == HALF ? BLOCK - 1 : k->num_tokens < BLOCK ? k->num_tokens - 1 : BLOCK - 1;
+  const int last = how == WHOLE ? BLOCK - 1 : k->num_tokens < BLOCK ? k->num_tokens - 1 : BLOCK - 1;
   const ptrdiff_t stride = k->token_stride;
-  const int8_t *from = k->rows + first * stride + d;
+  const int8_t *from = k->rows + 4 * u * stride + d;
   OPAQUE(from);
 #pragma GCC unroll 4
   for (int t = 0; t < 4; t++) {
-    ptrdiff_t at = (first + t <= last ? t : last - first) * stride;
+    const ptrdiff_t at = (4 * u + t <= last ? t : last - 4 * u) * stride;
     if (how == WHOLE) row[t] = _mm512_loadu_si512(from + at);
-    else if (how == PART) row[t] = _mm512_maskz_loadu_epi8(first_bytes(dim - d), from + at);
-    else {
-      __mmask32 valid = (__mmask32)first_bytes(dim - d);
-      ptrdiff_t upper = (first + 4 + t <= last ? 4 + t : last - first) * stride;
-      row[t] = load_two_rows(from + at, from + upper, 1, valid);
-    }
+    else row[t] = _mm512_maskz_loadu_epi8(first_bytes(dim - d), from + at);
     row[t] = _mm512_xor_si512(row[t], to_unsigned);
   }
 }
@@ -242,7 +233,7 @@ KVEDGE_INLINE void score_many(const scoring *s, const int bytes) {
   }
 }
 
-/* ---- Scores for several queries ---- */
+/* ---- Scores for up to eight queries ---- */
 
 /* Adds a column times four bytes of query i's codes. Written as one instruction with its broadcast, and one that stays
  * where it is: GCC (12) computes an address for each query anew, and gathers what was to come between products. */
@@ -311,6 +302,7 @@ KVEDGE_INLINE void prepare_next(next_rows *n, const int part, const int step, __
 KVEDGE_INLINE void score_several_of(const scoring *s, int first, const int count, const int bytes, const int part) {
   const kvedge_query *q = s->q;
   const int chains = count * bytes <= 4 ? 2 : 1; /* as in score_blocks() */
+  const int times = count * bytes <= 2 ? 3 : 2;  /* little arithmetic between prefetches: Zen 4 drops more of them */
   ptrdiff_t stride = KVEDGE_CODE_BYTES * q->stride, three_strides = 3 * stride;
   next_rows next = {.from = block_of(s, 0),
                     .stride = s->keys->token_stride,
@@ -353,7 +345,7 @@ KVEDGE_INLINE void score_several_of(const scoring *s, int first, const int count
         for (int c = 0; c < 4; c++) {
           prepare_next(&next, part, 4 * half + c, column);
           if (half >= halves) continue;
-          prefetch_lines(s->ahead, lines + 64 * (4 * half + c), 1, 2);
+          prefetch_lines(s->ahead, lines + 64 * (4 * half + c), 1, times);
 #pragma GCC unroll 8
           for (int i = 0; i < count; i++)
 #pragma GCC unroll 3
@@ -382,14 +374,13 @@ KVEDGE_INLINE void score_several(const scoring *s, const int bytes, const int pa
     count = (n - i + passes - 1) / passes;
 #define SEVERAL(count)                                                                                                 \
   case count: score_several_of(s, i, count, bytes, part); break
-    if (bytes == 3) switch (count) {
-        SEVERAL(2);
-        SEVERAL(3);
-        SEVERAL(4);
-      }
-    else switch (count) {
-        SEVERAL(3);
-        SEVERAL(4);
+    switch (count) {
+      SEVERAL(1);
+      SEVERAL(2);
+      SEVERAL(3);
+      SEVERAL(4);
+    }
+    if (bytes < 3) switch (count) {
         SEVERAL(5);
         SEVERAL(6);
         SEVERAL(7);
@@ -398,16 +389,52 @@ KVEDGE_INLINE void score_several(const scoring *s, const int bytes, const int pa
   }
 }
 
-/* ---- Scores for few queries ---- */
+typedef void score_function(const scoring *s);
 
-/* Sums of 16 tokens for few queries, from one 64 channels to the next: of the query's high and middle
- * bytes, and of its low ones if it has three. In lane L of sum u is that of tokens 4u..4u+3 over the channels
- * which lie in lane L. */
-typedef __m512i few_sums[FEW_QUERIES][2][4];
+/* Scores a tile's whole blocks for several queries; returns what is left. */
+KVEDGE_INLINE scoring whole_blocks(const scoring *s, score_function *several, score_function *several_parts) {
+  scoring rest = *s;
+  rest.num_tokens = s->num_tokens / BLOCK * BLOCK;
+  if (rest.num_tokens > 0 && s->q->dim % 32 == 0) several(&rest);
+  else if (rest.num_tokens > 0) several_parts(&rest);
+  rest.first += rest.num_tokens / BLOCK;
+  rest.k_scale += rest.num_tokens;
+  rest.scores += rest.num_tokens;
+  rest.num_tokens = s->num_tokens - rest.num_tokens;
+  return rest;
+}
 
-/* The codes of few queries as score_64() multiplies them, (queries, channels / 64, 4, bytes): lane L of the vector of
- * c and byte b has that byte of channels 16 L + 4 c .. + 3, four times. */
-typedef __m512i few_codes[FEW_QUERIES * CHANNELS_OF_TWO_BYTES / 64 * 4 * 3];
+/* One function for each number of planes: GCC does better with several than with one of all. */
+#define SCORE(planes)                                                                                                  \
+  static __attribute__((noinline)) void score_several_##planes(const scoring *s) { score_several(s, planes, 0); }      \
+  static __attribute__((noinline)) void score_parts_##planes(const scoring *s) { score_several(s, planes, 1); }        \
+  static __attribute__((noinline)) void score_many_##planes(const scoring *s) { score_many(s, planes); }               \
+  static void score_##planes(const scoring *s) {                                                                       \
+    scoring rest = *s;                                                                                                 \
+    if (s->q->num_queries <= SEVERAL_QUERIES) rest = whole_blocks(s, score_several_##planes, score_parts_##planes);    \
+    if (rest.num_tokens > 0) score_many_##planes(&rest);                                                               \
+  }
+SCORE(1)
+SCORE(2)
+SCORE(3)
+#undef SCORE
+
+void scores_int8_avx512vnni(const kvedge_query *q, const kvedge_tile *keys, float *scores, int accumulate) {
+  lines_ahead ahead = lines_of(keys, q->dim);
+  const scoring s = {q, keys, 0, keys->num_tokens, keys->scales, &ahead, scores, accumulate};
+  switch (q->planes) {
+    case 3: score_3(&s); break;
+    case 2: score_2(&s); break;
+    default: score_1(&s);
+  }
+}
+
+/* ---- Scores of a head batch: several KV heads at once, one query each ----
+ *
+ * Where each query head has keys of its own, a head's part of a tile is little work, and what comes with every part
+ * (quantizing probabilities, sums over lanes, a call) costs as much again. Side by side KVEDGE_HEADS heads fill whole
+ * vectors, as long as a head has a multiple of 16 channels, and a line that two heads share is read once. A 128-bit
+ * lane belongs to one head; a vector belongs to one or two. */
 
 KVEDGE_INLINE void spread_vector(__m512i codes, const int bytes, __m512i *out) {
   out[0] = _mm512_shuffle_epi32(codes, 0x00);
@@ -416,16 +443,7 @@ KVEDGE_INLINE void spread_vector(__m512i codes, const int bytes, __m512i *out) {
   out[3 * bytes] = _mm512_shuffle_epi32(codes, 0xff);
 }
 
-KVEDGE_INLINE void spread_codes(const kvedge_query *q, const int bytes, __m512i *out) {
-  for (int i = 0; i < q->num_queries; i++) {
-    const int8_t *codes = q->codes + i * KVEDGE_CODE_BYTES * q->stride;
-    for (int d = 0; d < q->dim; d += 64, codes += CODES_OF_64, out += 4 * bytes)
-#pragma GCC unroll 3
-      for (int b = 0; b < bytes; b++) spread_vector(_mm512_loadu_si512(codes + 64 * b), bytes, out + b);
-  }
-}
-
-/* Half of adding lanes: lanes 0 and 1 of the result add up to those of a, 2 and 3 to those of b. */
+/* Half of a sum over lanes: lanes 0 and 1 of the result add up to those of a, 2 and 3 to those of b. */
 KVEDGE_INLINE __m512i add_half_lanes(__m512i a, __m512i b) {
   return _mm512_add_epi32(_mm512_shuffle_i32x4(a, b, 0x44), _mm512_shuffle_i32x4(a, b, 0xee));
 }
@@ -446,161 +464,8 @@ KVEDGE_INLINE void store_scores(const kvedge_query *q, int i, const int bytes, _
   put_scores(dot, unit_of(q, i, bytes), _mm512_loadu_ps(k_scale), out, accumulate);
 }
 
-/* A block's 64 channels from d on: adds to the sums, and after the last channels makes scores of them. */
-KVEDGE_INLINE void score_64(const kvedge_query *q, const int bytes, const int count, const extent how,
-                            const __m512i *codes, const key_rows *k, int d, const float *k_scale, lines_ahead *ahead,
-                            few_sums sums, float *scores, int accumulate) {
-  const int parts = (bytes + 1) / 2, units = is_half(how) ? 2 : 4;
-  const char *lines = take_lines(ahead, 4 * units); /* half of them while rows are transposed */
-  __m512i column[4][4];                             /* of each unit */
-#pragma GCC unroll 4
-  for (int u = 0; u < units; u++) {
-    __m512i row[4];
-    load_keys(k, how, u, d, q->dim, row);
-    prefetch_lines(ahead, lines + 128 * u, 2, 3);
-    transpose_in_lanes(row, column[u]);
-  }
-  codes += d / 64 * 4 * bytes;
-#pragma GCC unroll 2
-  for (int i = 0; i < count; i++, codes += (q->dim + 63) / 64 * 4 * bytes) {
-    if (i == count - 1) prefetch_lines(ahead, lines + 128 * units, 2 * units, 3);
-    __m512i sum[3][4]; /* of each byte, of each unit */
-#pragma GCC unroll 3
-    for (int b = 0; b < bytes; b++)
-#pragma GCC unroll 4
-      for (int u = 0; u < units; u++) sum[b][u] = _mm512_setzero_si512();
-#pragma GCC unroll 4
-    for (int c = 0; c < 4; c++)
-#pragma GCC unroll 3
-      for (int b = 0; b < bytes; b++) {
-        __m512i query = codes[c * bytes + b];
-#pragma GCC unroll 4
-        for (int u = 0; u < units; u++) multiply_add(&sum[b][u], column[u][c], query);
-      }
-#pragma GCC unroll 4
-    for (int u = 0; u < units; u++) {
-      if (bytes > 1) sum[0][u] = _mm512_add_epi32(_mm512_slli_epi32(sum[0][u], 8), sum[1][u]);
-      if (bytes > 2) sum[1][u] = sum[2][u];
-    }
-    __m512i halves[2][2];
-#pragma GCC unroll 2
-    for (int part = 0; part < parts; part++) {
-      __m512i *before = sums[i][part];
-      if (is_half(how)) { /* unit u has tokens 8u..8u+3 in its lower half, 8u+4..8u+7 in the upper one */
-#pragma GCC unroll 2
-        for (int u = 0; u < 2; u++)
-          halves[part][u] =
-              d == 0 ? sum[part][u] : _mm512_add_epi32(sum[part][u], add_half_lanes(before[2 * u], before[2 * u + 1]));
-      } else {
-#pragma GCC unroll 4
-        for (int u = 0; u < 4 && d > 0; u++) sum[part][u] = _mm512_add_epi32(sum[part][u], before[u]);
-#pragma GCC unroll 4
-        for (int u = 0; u < 4; u++)
-          if (d + 64 < q->dim) before[u] = sum[part][u];
-        halves[part][0] = add_half_lanes(sum[part][0], sum[part][1]);
-        halves[part][1] = add_half_lanes(sum[part][2], sum[part][3]);
-      }
-    }
-    if (d + 64 >= q->dim) store_scores(q, i, bytes, halves, k_scale, scores + i * KVEDGE_TILE, accumulate);
-  }
-}
-
-static __attribute__((noinline)) void score_64_of_part(const kvedge_query *q, const __m512i *codes, const key_rows *k,
-                                                       int d, const float *k_scale, lines_ahead *ahead, few_sums sums,
-                                                       float *scores, int accumulate) {
-  const int n = q->num_queries;
-#define SCORE_64_OF_PART(bytes)                                                                                        \
-  if (q->dim - d <= 32) score_64(q, bytes, n, HALF_PART, codes, k, d, k_scale, ahead, sums, scores, accumulate);       \
-  else score_64(q, bytes, n, PART, codes, k, d, k_scale, ahead, sums, scores, accumulate)
-  switch (q->planes) {
-    case 3: SCORE_64_OF_PART(3); break;
-    case 2: SCORE_64_OF_PART(2); break;
-    default: SCORE_64_OF_PART(1);
-  }
-#undef SCORE_64_OF_PART
-}
-
-KVEDGE_INLINE void score_few(const scoring *s, const int bytes, const int count) {
-  const kvedge_query *q = s->q;
-  const int whole = q->dim & ~63, left = q->dim - whole;
-  few_sums sums;
-  few_codes codes;
-  spread_codes(q, bytes, codes);
-  key_rows rows = {.token_stride = s->keys->token_stride};
-  for (int t = 0; t < s->num_tokens; t += BLOCK) {
-    rows.rows = block_of(s, t / BLOCK);
-    rows.num_tokens = s->num_tokens - t;
-    const float *scale = s->k_scale + t;
-    float *out = s->scores + t;
-    int d = 0;
-    if (rows.num_tokens >= BLOCK) {
-      for (; d < whole; d += 64)
-        score_64(q, bytes, count, WHOLE, codes, &rows, d, scale, s->ahead, sums, out, s->accumulate);
-      if (left > 0 && left <= 32) {
-        score_64(q, bytes, count, HALF, codes, &rows, d, scale, s->ahead, sums, out, s->accumulate);
-        continue;
-      }
-    }
-    for (; d < q->dim; d += 64) score_64_of_part(q, codes, &rows, d, scale, s->ahead, sums, out, s->accumulate);
-  }
-}
-
-typedef void score_function(const scoring *s);
-
-KVEDGE_INLINE void score(const scoring *s, score_function *one, score_function *two, score_function *several,
-                         score_function *several_parts, score_function *many) {
-  const int n = s->q->num_queries;
-  if (n <= FEW_QUERIES && s->q->dim <= CHANNELS_OF_TWO_BYTES) {
-    if (n == 1) one(s);
-    else two(s);
-    return;
-  }
-  scoring rest = *s;
-  if (n > FEW_QUERIES && n <= SEVERAL_QUERIES) { /* whole blocks */
-    rest.num_tokens = s->num_tokens / BLOCK * BLOCK;
-    if (rest.num_tokens > 0 && s->q->dim % 32 == 0) several(&rest);
-    else if (rest.num_tokens > 0) several_parts(&rest);
-    rest.first += rest.num_tokens / BLOCK;
-    rest.k_scale += rest.num_tokens;
-    rest.scores += rest.num_tokens;
-    rest.num_tokens = s->num_tokens - rest.num_tokens;
-  }
-  if (rest.num_tokens > 0) many(&rest);
-}
-
-/* One function for each number of bytes: compilers do better with several than with one of all. */
-#define SCORE(bytes)                                                                                                   \
-  static __attribute__((noinline)) void score_one_##bytes(const scoring *s) { score_few(s, bytes, 1); }                \
-  static __attribute__((noinline)) void score_two_##bytes(const scoring *s) { score_few(s, bytes, 2); }                \
-  static __attribute__((noinline)) void score_several_##bytes(const scoring *s) { score_several(s, bytes, 0); }        \
-  static __attribute__((noinline)) void score_parts_##bytes(const scoring *s) { score_several(s, bytes, 1); }          \
-  static __attribute__((noinline)) void score_many_##bytes(const scoring *s) { score_many(s, bytes); }                 \
-  static void score_##bytes(const scoring *s) {                                                                        \
-    score(s, score_one_##bytes, score_two_##bytes, score_several_##bytes, score_parts_##bytes, score_many_##bytes);    \
-  }
-SCORE(1)
-SCORE(2)
-SCORE(3)
-#undef SCORE
-
-void scores_int8_avx512vnni(const kvedge_query *q, const kvedge_tile *keys, float *scores, int accumulate) {
-  lines_ahead ahead = lines_of(keys, q->dim);
-  const scoring s = {q, keys, 0, keys->num_tokens, keys->scales, &ahead, scores, accumulate};
-  switch (q->planes) {
-    case 3: score_3(&s); break;
-    case 2: score_2(&s); break;
-    default: score_1(&s);
-  }
-}
-
-/* ---- Scores of a head batch: several KV heads at once, one query each, as for few queries ----
- *
- * Where each query head has keys of its own, a head's part of a tile is little work, and what comes with every part
- * (quantizing probabilities, sums over lanes, a call) costs as much again. Side by side KVEDGE_HEADS heads fill whole
- * vectors, as long as a head has a multiple of 16 channels, and a line that two heads share is read once. A 128-bit
- * lane belongs to one head; a vector belongs to one or two. */
-
-/* Codes of the heads' queries as if those were one query of all channels: (channels / 64, 4, bytes), see few_codes. */
+/* Codes of the heads' queries as if those were one query of all channels, (channels / 64, 4, bytes): lane L of the vector
+ * of c and plane b has that plane of channels 16 L + 4 c .. + 3, four times. */
 KVEDGE_INLINE void spread_codes_of_heads(const kvedge_query *q, const int bytes, __m512i *out) {
   const int8_t *codes = q->codes;
   int d = 0; /* of the head that `codes` are of */
@@ -621,8 +486,9 @@ KVEDGE_INLINE void spread_codes_of_heads(const kvedge_query *q, const int bytes,
   }
 }
 
-/* Sums over 64 channels from d on of the products of a block, as few_sums. (`how` and `bytes`: constants where this is
- * inlined.) */
+/* Sums over 64 channels from d on of the products of a block: of the two high planes, and of the low one if there are
+ * three. In lane L of out[][u] is the sum of tokens 4u..4u+3 over the channels that lie in lane L. (`how` and `bytes`:
+ * constants where this is inlined.) */
 KVEDGE_INLINE void multiply_64_of_heads(const key_rows *k, const extent how, int d, int dim, const int bytes,
                                         const __m512i *codes, const char *lines, const lines_ahead *ahead,
                                         __m512i out[2][4]) {

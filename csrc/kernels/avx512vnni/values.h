@@ -15,6 +15,7 @@ enum {
   SUM_REGISTERS = 24, /* of 32: queries x bytes of the weights x 4 */
   SUM_QUERIES = 4,    /* at most */
   HALF_QUERIES = 4,   /* at most, where half of the sums are made at a time */
+  FEW_QUERIES = 2,    /* up to which all sums of 64 channels are made at a time */
   ROWS_NEAR = 8,      /* this many rows before a row is used, it is asked for into L1 */
 };
 
