@@ -3,14 +3,16 @@
 #
 # make fuzz   coverage-guided fuzzing of the C API, of files and of paged caches; SECONDS=600 says how long
 #
-# The rest: test-numpy test-isa test-c test-sanitize test-valgrind test-arm-c test-arm test-all lint format clean
+# The rest: test-numpy test-isa test-peers test-slow test-c test-sanitize test-valgrind test-arm-c test-arm test-all
+# lint format clean
 
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 SOURCES := pyproject.toml setup.py kvedge/backends/native.pyx kvedge/backends/native_paged.pxi kvedge/backends/native.pxd $(shell find csrc -name "*.[ch]")
 
-.PHONY: run test test-numpy test-isa test-c test-sanitize test-valgrind test-arm-c test-arm test-all fuzz lint format clean
+.PHONY: run test test-numpy test-isa test-peers test-slow test-c test-sanitize test-valgrind test-arm-c test-arm test-all \
+        fuzz lint format clean
 
 run: $(VENV)/run.stamp
 	$(BIN)/kvedge generate
@@ -28,6 +30,14 @@ test-isa: $(VENV)/test.stamp
 	  echo "== KVEDGE_ISA=$$isa"; \
 	  KVEDGE_ISA=$$isa $(BIN)/python -m pytest tests/contract $(PYTEST_ARGS) || exit 1; \
 	done
+
+# What needs more than `make test` installs: plots, torch and ONNX Runtime beside kvedge in its benchmarks.
+test-peers: $(VENV)/peers.stamp
+	$(BIN)/python -m pytest -m extras $(PYTEST_ARGS)
+
+# Once per issue: slow tests, more examples of Hypothesis, ggml as a peer as well.
+test-slow: $(VENV)/bench.stamp
+	KVEDGE_SLOW=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 # The C kernel tests: as they are, under sanitizers, under valgrind, for ARM under emulation.
 test-c:
@@ -57,13 +67,11 @@ fuzz: $(VENV)/test.stamp
 
 C_FILES := $(shell find csrc tests examples -name "*.[ch]")
 
-lint: $(VENV)/test.stamp
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
 	$(BIN)/clang-format --dry-run --Werror $(C_FILES)
 
-format: $(VENV)/test.stamp
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+format: $(VENV)/dev.stamp
 	$(BIN)/clang-format -i $(C_FILES)
 
 clean:
@@ -81,3 +89,20 @@ $(VENV)/run.stamp: $(VENV)/bin/python $(SOURCES)
 $(VENV)/test.stamp: $(VENV)/bin/python $(SOURCES)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test]'
 	@touch $@ $(VENV)/run.stamp
+
+# More extras of the kvedge that is installed, which is not built again for them. Of torch the version whose CPU build is
+# at hand here; elsewhere: make test-peers TORCH="torch --extra-index-url https://download.pytorch.org/whl/cpu"
+TORCH ?= torch==2.13.0
+
+$(VENV)/dev.stamp: pyproject.toml | $(VENV)/test.stamp
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'kvedge[dev]'
+	@touch $@
+
+$(VENV)/peers.stamp: pyproject.toml | $(VENV)/test.stamp
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'kvedge[peers]' $(TORCH)
+	@touch $@
+
+# ggml comes as llama-cpp-python, which is compiled for some minutes.
+$(VENV)/bench.stamp: pyproject.toml | $(VENV)/peers.stamp
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'kvedge[bench]'
+	@touch $@

@@ -36,6 +36,7 @@ else:
 def pytest_configure(config):
     config.addinivalue_line("markers", "slow: takes long; runs with KVEDGE_SLOW=1")
     config.addinivalue_line("markers", "subprocess: starts another process")
+    config.addinivalue_line("markers", "extras: needs matplotlib, torch, ... (make test-peers)")
 
 
 def pytest_collection_modifyitems(items):

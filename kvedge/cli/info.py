@@ -39,7 +39,8 @@ EXTRAS = {
     "cli": ("rich",),
     "gguf": ("gguf",),
     "io": ("safetensors",),
-    "bench": ("matplotlib", "torch", "onnx", "onnxruntime", "llama_cpp", "threadpoolctl"),
+    "peers": ("matplotlib", "torch", "onnx", "onnxruntime", "threadpoolctl"),
+    "bench": ("llama_cpp",),
 }
 
 _VARIABLES = ("KVEDGE_BACKEND", "KVEDGE_ISA", "KVEDGE_NUM_THREADS")
@@ -148,7 +149,8 @@ _PURPOSES = {
     "cli": "no tables, colours and progress bars",
     "gguf": "no GGUF models",
     "io": "no saving and loading of sessions",
-    "bench": "no plots of benchmarks, or fewer peers in them",
+    "peers": "no plots of benchmarks, or fewer peers in them",
+    "bench": "no ggml in benchmarks",
 }
 
 

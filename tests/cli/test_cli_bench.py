@@ -247,6 +247,7 @@ def test_a_file_that_is_no_report_is_one_line(content, capsys, tmp_path):
     assert str(path) in error and error.count("\n") == 1
 
 
+@pytest.mark.extras
 @pytest.mark.subprocess
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_plot(name, tmp_path):

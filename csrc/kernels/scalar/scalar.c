@@ -30,14 +30,18 @@ static void scores_int8_scalar(const kvedge_query *q, const kvedge_tile *keys, f
 
 static void weighted_sum_int8_scalar(const kvedge_probabilities *p, const kvedge_tile *values,
                                      const kvedge_accumulators *to) {
-  for (int i = 0; i < p->num_queries; i++)
+  const int8_t *rows[KVEDGE_TILE];
+  float weights[KVEDGE_TILE];
+  for (int t = 0; t < values->num_tokens; t++) rows[t] = (const int8_t *)kvedge_tile_row(values, t);
+  for (int i = 0; i < p->num_queries; i++) {
+    for (int t = 0; t < values->num_tokens; t++) weights[t] = p->p[i * KVEDGE_TILE + t] * values->scales[t];
     for (int d = 0; d < values->dim; d++) {
       float sum = 0.0f;
-      for (int t = 0; t < values->num_tokens; t++)
-        sum += p->p[i * KVEDGE_TILE + t] * values->scales[t] * (float)((const int8_t *)kvedge_tile_row(values, t))[d];
+      for (int t = 0; t < values->num_tokens; t++) sum += weights[t] * (float)rows[t][d];
       float *out = to->acc + i * to->stride + d;
       *out = *out * to->rescale[i] + sum;
     }
+  }
 }
 
 #define DITHER_2(n) (n - 127.5f) / 256, (n + 0.5f) / 256
