@@ -15,7 +15,14 @@ from ..errors import InvalidArgumentError
 __all__ = ["FLOAT32", "CacheChoice", "default_choices", "parse_choices"]
 
 # Arguments of KVCache that are the model's or the evaluation's business.
-_NOT_A_CHOICE = ("num_layers", "num_kv_heads", "head_dim", "dtype", "max_seq_len")
+_NOT_A_CHOICE = (
+    "num_layers",
+    "num_kv_heads",
+    "head_dim",
+    "value_head_dim",
+    "dtype",
+    "max_seq_len",
+)
 _ATTENTION = ("precision_bits",)  # arguments of attend(), not of the cache
 
 # What is compared unless asked otherwise, beside every format as it is.

@@ -197,7 +197,16 @@ def test_configurations_are_named_by_format_and_options():
 
 @pytest.mark.parametrize(
     "name",
-    ["", "int9", "int8,", "group_size=32", "int8:size=32", "int8:group_size", "int8:max_seq_len=9"],
+    [
+        "",
+        "int9",
+        "int8,",
+        "group_size=32",
+        "int8:size=32",
+        "int8:group_size",
+        "int8:max_seq_len=9",
+        "int8:value_head_dim=4",
+    ],
 )
 def test_names_of_no_configuration_are_refused(name):
     with pytest.raises(kvedge.InvalidArgumentError, match=r"only (int8|group_size)"):
