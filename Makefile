@@ -31,7 +31,7 @@ test-isa: $(VENV)/test.stamp
 	  KVEDGE_ISA=$$isa $(BIN)/python -m pytest tests/contract $(PYTEST_ARGS) || exit 1; \
 	done
 
-# What needs more than `make test` installs: plots, torch and ONNX Runtime beside kvedge in its benchmarks.
+# What needs more than `make test` installs: plots, torch and ONNX Runtime beside kvedge in its benchmarks, transformers.
 test-peers: $(VENV)/peers.stamp
 	$(BIN)/python -m pytest -m extras $(PYTEST_ARGS)
 
@@ -99,7 +99,7 @@ $(VENV)/dev.stamp: pyproject.toml | $(VENV)/test.stamp
 	@touch $@
 
 $(VENV)/peers.stamp: pyproject.toml | $(VENV)/test.stamp
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'kvedge[peers]' $(TORCH)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'kvedge[peers,transformers]' $(TORCH)
 	@touch $@
 
 # ggml comes as llama-cpp-python, which is compiled for some minutes.

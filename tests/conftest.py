@@ -39,8 +39,11 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "extras: needs matplotlib, torch, ... (make test-peers)")
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items):
     for item in items:
+        if item.path.parent.name == "transformers":
+            item.add_marker("extras")
         if "slow" in item.keywords and not SLOW:
             item.add_marker(pytest.mark.skip(reason="slow: set KVEDGE_SLOW=1"))
         if "subprocess" in item.keywords and NO_SUBPROCESS:

@@ -1,6 +1,7 @@
 """Every kernel path stores the bytes that NumPy stores, and keeps the numerics contract.
 
-Each runs in a process of its own (tests/helpers/isa_worker.py), chosen by KVEDGE_BACKEND and KVEDGE_ISA.
+Each runs in a process of its own (tests/helpers/isa_worker.py), chosen by KVEDGE_BACKEND and
+KVEDGE_ISA.
 """
 
 import hashlib

@@ -73,6 +73,7 @@ def test_the_table_has_a_line_per_format(with_rich, capsys, monkeypatch):
         assert word in printed
 
 
+@pytest.mark.extras
 def test_a_plot_is_written(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     plot = tmp_path / "loss.svg"
