@@ -65,7 +65,7 @@ SECONDS ?= 60
 fuzz: $(VENV)/test.stamp
 	PYTHON=$(BIN)/python tests/fuzz/run.sh $(SECONDS) fuzz_api fuzz_api_msan fuzz_session fuzz_paged
 
-C_FILES := $(shell find csrc tests examples -name "*.[ch]")
+C_FILES := $(shell find csrc tests examples bench -name "*.[ch]")
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .

@@ -36,13 +36,13 @@ int main(int argc, char **argv) {
   }
   int num_heads = atoi(argv[1]), num_kv_heads = atoi(argv[2]), head_dim = atoi(argv[3]);
   int64_t tokens = atoll(argv[4]);
-  kvedge_layer_config config = {.format = KVEDGE_INT8, .capacity = tokens,
-                                .num_kv_heads = num_kv_heads, .head_dim = head_dim};
+  kvedge_layer_config config = {
+      .format = KVEDGE_INT8, .capacity = tokens, .num_kv_heads = num_kv_heads, .head_dim = head_dim};
   size_t row = (size_t)num_kv_heads * (size_t)head_dim;
-  float *keys = values((size_t)tokens * row, 1);                      /* [tokens][num_kv_heads][head_dim] */
-  float *vals = values((size_t)tokens * row, 2);                      /* the same */
-  float *query = values((size_t)num_heads * (size_t)head_dim, 3);     /* [num_heads][head_dim] */
-  float *out = values((size_t)num_heads * (size_t)head_dim, 4);       /* the same */
+  float *keys = values((size_t)tokens * row, 1);                  /* [tokens][num_kv_heads][head_dim] */
+  float *vals = values((size_t)tokens * row, 2);                  /* the same */
+  float *query = values((size_t)num_heads * (size_t)head_dim, 3); /* [num_heads][head_dim] */
+  float *out = values((size_t)num_heads * (size_t)head_dim, 4);   /* the same */
   kvedge_layer *layer;
   check(kvedge_layer_create(&config, &layer));
   check(kvedge_layer_append(layer, keys, vals, tokens));
