@@ -16,7 +16,6 @@ from transformers.utils import logging
 
 from kvedge.errors import InvalidArgumentError, ShapeMismatchError
 from kvedge.transformers.layers import LazyRows
-from kvedge.transformers.lazy import LazyTensor
 from kvedge.transformers.masks import LazyMask, kvedge_mask
 
 __all__ = ["NAME", "kvedge_attention", "register"]
@@ -103,12 +102,14 @@ def kvedge_attention(
     window = sliding_window if is_causal else None
     if attention_mask is None:
         pass
-    elif isinstance(attention_mask, LazyMask):
+    elif isinstance(attention_mask, LazyMask) and attention_mask.plain:
         starts = attention_mask.starts
         if attention_mask.window is not None:
             window = min(window or attention_mask.window, attention_mask.window)
         is_causal = True
     else:
+        if isinstance(attention_mask, LazyMask):
+            attention_mask = attention_mask.visible()
         mask = _checked_mask(attention_mask, query, key)
         is_causal, window = False, None
     out = layer.attend(
@@ -160,15 +161,17 @@ def _on_tensors(
     **more: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend over ordinary tensors: with sdpa, or in plain torch where sdpa lacks an option."""
-    if isinstance(attention_mask, LazyTensor):
-        attention_mask = attention_mask.elements()
     if softcap is None and s_aux is None:
+        if isinstance(attention_mask, LazyMask):
+            attention_mask = attention_mask.for_sdpa()
         if position_bias is not None:
             more["position_bias"] = position_bias
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling,
             is_causal=is_causal, **more,
         )  # fmt: skip
+    if isinstance(attention_mask, LazyMask):
+        attention_mask = attention_mask.elements()
     num_heads, queries, head_dim = query.shape[1:]
     groups = num_heads // key.shape[1]
     keys = key.repeat_interleave(groups, 1)

@@ -64,7 +64,9 @@ class KvedgeCache(Cache):
             num_threads=num_threads,
             shares_rows=shares_rows(config),
         )
-        super().__init__(layers=layers_for(config, self._options))
+        layers = layers_for(config, self._options)
+        self._options.check(len(layers))
+        super().__init__(layers=layers)
 
     @property
     def memory_bytes(self) -> int:

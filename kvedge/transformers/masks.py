@@ -1,8 +1,8 @@
 """The mask function that transformers calls once per step, before any layer.
 
-What causality, a window and padding on the left say is not written out: a :class:`LazyMask` says
-it to kvedge's attention in three numbers, and writes itself out for anybody else. All other
-patterns (chunks, image blocks, packed sequences, padding elsewhere) become ordinary masks.
+It returns a :class:`LazyMask`. Causality, a window and padding on the left it says to kvedge's
+attention in a few numbers; any other pattern (chunks, image blocks, packed sequences, padding
+elsewhere) it writes out. Attention code of a model's own gets the mask that eager attention has.
 """
 
 from __future__ import annotations
@@ -17,42 +17,59 @@ from kvedge.transformers.lazy import LazyTensor
 
 __all__ = ["LazyMask", "kvedge_mask"]
 
-_sdpa_mask: Callable[..., torch.Tensor | None] = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+_MaskFunction = Callable[..., "torch.Tensor | None"]
+_sdpa_mask: _MaskFunction = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+_eager_mask: _MaskFunction = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["eager"]
 
 
 class LazyMask(LazyTensor):
-    """A bool mask (batch, 1, queries, keys), True: visible, said by a window and the rows' starts.
+    """A mask (batch, 1, queries, keys) that is written out only for those who need it so.
 
-    The last query stands at the position of the last key. ``starts`` counts from the first key that
-    the mask has.
+    Its elements, for attention code of a model's own, are added to the logits, as in eager
+    attention. :meth:`visible` is the same in bool.
     """
 
-    starts: list[int] | None  # (batch,) tokens of padding on the left; None: no row has any
+    plain: bool  # causality, window and starts say it all; the last query is that of the last key
+    starts: list[int] | None  # (batch,) keys of padding on the left; None: no row has any
     window: int | None  # a query sees its own token and window - 1 before it
-    _arguments: dict[str, Any]  # of sdpa's mask function, which writes the mask out
-    _written: torch.Tensor | None
+    _arguments: dict[str, Any]  # of transformers' mask functions
+    _visible: torch.Tensor | None
+    _added: torch.Tensor | None
 
     @staticmethod
     def of(
         shape: tuple[int, int, int, int],
+        plain: bool,
         starts: list[int] | None,
         window: int | None,
         arguments: dict[str, Any],
     ) -> LazyMask:
-        """Make a mask of `shape`, which sdpa's mask function would write out from `arguments`."""
-        mask: LazyMask = torch.Tensor._make_wrapper_subclass(LazyMask, shape, dtype=torch.bool)
-        mask.starts, mask.window = starts, window
-        mask._arguments, mask._written = arguments, None
+        """Make a mask of `shape`, which transformers' functions would write from `arguments`."""
+        dtype = arguments.get("dtype", torch.float32)
+        mask: LazyMask = torch.Tensor._make_wrapper_subclass(LazyMask, shape, dtype=dtype)
+        mask.plain, mask.starts, mask.window = plain, starts, window
+        mask._arguments, mask._visible, mask._added = arguments, None, None
         return mask
 
-    def elements(self) -> torch.Tensor:
-        """The mask written out, once."""
-        if self._written is None:
-            arguments = {**self._arguments, "allow_is_causal_skip": False}
-            written = _sdpa_mask(**arguments)
+    def visible(self) -> torch.Tensor:
+        """Return bool (batch, 1, queries, keys), True: visible; written out once."""
+        if self._visible is None:
+            written = _sdpa_mask(**{**self._arguments, "allow_is_causal_skip": False})
             assert written is not None
-            self._written = written
-        return self._written
+            self._visible = written
+        return self._visible
+
+    def for_sdpa(self) -> torch.Tensor | None:
+        """Return what sdpa's mask function gives: None where its ``is_causal`` says it all."""
+        return _sdpa_mask(**self._arguments)
+
+    def elements(self) -> torch.Tensor:
+        """Return what eager attention adds to the logits; written out once."""
+        if self._added is None:
+            written = _eager_mask(**self._arguments)
+            assert written is not None
+            self._added = written
+        return self._added
 
 
 def kvedge_mask(
@@ -62,23 +79,24 @@ def kvedge_mask(
     mask_function: Callable[..., Any] = masking_utils.causal_mask_function,
     attention_mask: torch.Tensor | None = None,
     allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
     **more: Any,
 ) -> torch.Tensor | None:
-    """Return a mask as transformers asks for it, written out only where it must be.
+    """Make the mask of a step.
 
     Parameters
     ----------
     batch_size, kv_length, kv_offset, mask_function, attention_mask, allow_is_causal_skip
+    allow_is_bidirectional_skip
         As for ``transformers.masking_utils.sdpa_mask``.
     **more
-        ``q_length`` and ``q_offset``, or (transformers 4) ``cache_position``; and what only
-        sdpa's function reads.
+        ``q_length`` and ``q_offset``, or (transformers 4) ``cache_position``; and what only some of
+        transformers' mask functions read.
 
     Returns
     -------
-    torch.Tensor or None
-        bool (batch, 1, queries, keys), perhaps lazy. None where sdpa's function gives none: then
-        causality says it all.
+    LazyMask or None
+        None only where eager attention has no mask either: every token is seen.
     """
     arguments = {
         "batch_size": batch_size,
@@ -87,27 +105,25 @@ def kvedge_mask(
         "mask_function": mask_function,
         "attention_mask": attention_mask,
         "allow_is_causal_skip": allow_is_causal_skip,
+        "allow_is_bidirectional_skip": allow_is_bidirectional_skip,
         **more,
     }
-    plain, window = _pattern(mask_function)
-    if not plain or not allow_is_causal_skip or torch.compiler.is_compiling():
-        return _sdpa_mask(**arguments)
+    if allow_is_bidirectional_skip:
+        return _eager_mask(**arguments)
     if "cache_position" in more:
         q_length, q_offset = len(more["cache_position"]), int(more["cache_position"][0])
     else:
         q_length, q_offset = more["q_length"], int(more.get("q_offset", 0))
+    shape = (batch_size, 1, q_length, kv_length)
     kv_offset = int(kv_offset)  # a tensor in transformers 4
-    if q_offset + q_length != kv_offset + kv_length:  # keys past the last query: a static cache
-        return _sdpa_mask(**arguments)
+    plain, window = _pattern(mask_function)
+    # allow_is_causal_skip is False where more than the pattern was said. Keys past the last query
+    # are those of a static cache.
+    plain = plain and allow_is_causal_skip and q_offset + q_length == kv_offset + kv_length
     starts = None
-    if attention_mask is not None:
-        left, starts = _left_padding(attention_mask, kv_offset, kv_length)
-        if not left:
-            return _sdpa_mask(**arguments)
-    if starts is None and (window is None or kv_length < window):
-        if q_length == 1 or q_length == kv_length:
-            return None  # causality says it all, to sdpa as well
-    return LazyMask.of((batch_size, 1, q_length, kv_length), starts, window, arguments)
+    if plain and attention_mask is not None:
+        plain, starts = _left_padding(attention_mask, kv_offset, kv_length)
+    return LazyMask.of(shape, plain, starts, window, arguments)
 
 
 # ---- reading patterns ----------------------------------------------------------------------------

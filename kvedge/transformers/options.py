@@ -8,6 +8,9 @@ from typing import Any, Literal
 
 import transformers
 
+from kvedge.core import checks
+from kvedge.core.formats import FORMATS
+from kvedge.core.options import AttendOptions
 from kvedge.core.types import Array, Dtype, ScaleDtype
 from kvedge.errors import InvalidArgumentError
 from kvedge.transformers import rows
@@ -28,6 +31,31 @@ class StoreOptions:
     precision_bits: int | None
     num_threads: int | None  # None: as many as torch uses
     shares_rows: bool  # some layers of the model read the rows of another
+
+    def check(self, num_layers: int) -> None:
+        """Raise what is wrong with an option, as far as it does not depend on a layer's shape.
+
+        Raises
+        ------
+        InvalidArgumentError
+        """
+        checks.layer_config(
+            self.dtype, 1, 1, 1, group_size=self.group_size, scale_dtype=self.scale_dtype
+        )
+        AttendOptions.make(
+            1, 1, 1, 1, precision_bits=self.precision_bits, num_threads=self.num_threads
+        )
+        offset = self.key_offset
+        if isinstance(offset, str):
+            if offset != "auto":
+                raise InvalidArgumentError(f"key_offset must be 'auto' or arrays, not {offset!r}")
+        elif offset is not None and len(offset) != num_layers:
+            raise InvalidArgumentError(
+                f"key_offset must have an array (or None) for each of {num_layers} layers, not "
+                f"{len(offset)}"
+            )
+        if offset is not None and not FORMATS[self.dtype].has_scales:
+            raise InvalidArgumentError(f"key_offset is for formats with scales, not {self.dtype}")
 
     def new_row(self, index: int, heads: int, head_dim: int, value_head_dim: int) -> Any:
         """Make an empty kvedge layer for a sequence in layer `index` of the model."""

@@ -1,0 +1,246 @@
+"""What transformers asks of a cache: lengths, mask sizes, crop, rows of a batch, copies."""
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+from tiny_models import KvedgeCache, dynamic_cache, prompt, tiny_model, torch, transformers
+
+import kvedge
+
+MAJOR = int(transformers.__version__.split(".")[0])
+
+
+def states(batch, tokens, *, heads=2, head_dim=16, seed=0, dtype=None):
+    """Keys and values as a model would give them."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (batch, heads, tokens, head_dim)
+    pair = (torch.randn(shape, generator=generator) for _ in range(2))
+    return tuple(tensor.to(dtype or torch.float32) for tensor in pair)
+
+
+@pytest.fixture(params=["llama", "gemma2"])
+def config(request):
+    """Of a model of full attention, and of one with a window of 8 in every second layer."""
+    return tiny_model(request.param).config
+
+
+@pytest.fixture
+def pair(config):
+    """Our cache and transformers' own, empty."""
+    return KvedgeCache(config, dtype="float32"), transformers.DynamicCache(config=config)
+
+
+def mask_sizes(cache, n, layer):
+    """get_mask_sizes of either version of transformers."""
+    if MAJOR < 5:
+        first = cache.get_seq_length()
+        return tuple(map(int, cache.get_mask_sizes(torch.arange(first, first + n), layer)))
+    return cache.get_mask_sizes(n, layer)
+
+
+def crop(cache, removed):
+    """Take tokens back as the installed version says it."""
+    cache.crop(-removed)
+
+
+def step(caches, tokens, *, batch=2, seed=0):
+    """Give both caches the same tokens; returns each one's keys and values, layer by layer."""
+    results = []
+    for cache in caches:
+        results.append(
+            [
+                cache.update(*states(batch, tokens, seed=seed + 100 * i), i)
+                for i in range(len(cache.layers))
+            ]
+        )
+    return results
+
+
+def assert_same(ours, theirs):
+    for mine, other in zip(ours, theirs, strict=True):
+        for a, b in zip(mine, other, strict=True):
+            assert a.shape == b.shape
+            assert a.dtype == b.dtype
+            assert torch.equal(a + 0, b)
+
+
+@pytest.mark.parametrize("lengths", [(13, 1, 1), (1, 1, 1, 1), (5, 5, 5, 5), (30,), (7, 1, 8)])
+def test_update_returns_what_transformers_own_cache_returns(pair, lengths):
+    for number, tokens in enumerate(lengths):
+        ours, theirs = pair
+        for layer in range(4):
+            before = ours.get_seq_length(layer)
+            sizes = mask_sizes(ours, tokens, layer)
+            assert sizes == mask_sizes(theirs, tokens, layer)
+            assert ours.get_seq_length(layer) == before  # sizes are asked for before update()
+        results = []
+        for i in range(4):  # each layer is read before the next, as models do
+            new = states(2, tokens, seed=number * 10 + i)
+            mine, other = ours.update(*new, i), theirs.update(*new, i)
+            assert_same([mine], [other])
+            assert mine[0].shape[2] == mask_sizes_of(ours, i, tokens)
+            results.append(mine)
+        assert ours.get_seq_length() == theirs.get_seq_length() == sum(lengths[: number + 1])
+
+
+def mask_sizes_of(cache, layer, tokens):
+    """Keys that the mask for the tokens just appended had."""
+    row = cache.layers[layer]
+    window = getattr(row, "sliding_window", None)
+    seen = row.get_seq_length()
+    return seen if window is None else min(seen, window - 1 + tokens)
+
+
+def test_a_window_layer_holds_at_most_twice_its_window():
+    model = tiny_model("gemma2")
+    cache = KvedgeCache(model.config)
+    with torch.no_grad():
+        model(prompt(2, 100)["input_ids"], past_key_values=cache)
+        for step in range(40):
+            held = [len(layer.rows[0]) for layer in cache.layers if layer.is_sliding]
+            assert max(held) <= 2 * 8
+            assert cache.get_seq_length() == 100 + step
+            model(torch.tensor([[5], [6]]), past_key_values=cache)
+
+
+def test_reorder_select_and_repeat(pair):
+    step(pair, 6, batch=3)
+    for change in (
+        lambda cache: cache.reorder_cache(torch.tensor([2, 0, 0])),
+        lambda cache: cache.batch_repeat_interleave(2),
+        lambda cache: cache.batch_select_indices(torch.tensor([5, 1, 1, 0])),
+        lambda cache: cache.batch_select_indices(torch.tensor([True, False, True, True])),
+    ):
+        for cache in pair:
+            change(cache)
+        held = [[(layer.keys, layer.values) for layer in cache.layers] for cache in pair]
+        batch = held[1][0][0].shape[0]
+        for mine, other in zip(*held, strict=True):
+            n = other[0].shape[2]
+            for a, b in zip(mine, other, strict=True):
+                assert torch.equal((a + 0)[:, :, -n:], b)
+        step(pair, 1, batch=batch)  # rows that were one are independent now
+
+
+def test_contrastive_search_as_the_hub_has_it():
+    """Its calls: copy for each candidate, take a step, keep one candidate."""
+    model = tiny_model("llama")
+    texts = []
+    for cache in (KvedgeCache(model.config, dtype="float32"), dynamic_cache(model)):
+        ids = prompt(2)["input_ids"]
+        with torch.no_grad():
+            logits = model(ids, past_key_values=cache).logits[:, -1]
+            for _ in range(8):
+                candidates = logits.topk(3).indices
+                cache.batch_repeat_interleave(3)
+                step = model(candidates.reshape(-1, 1), past_key_values=cache).logits[:, -1]
+                chosen = step.logsumexp(-1).reshape(2, 3).argmax(-1)
+                rows = torch.arange(2) * 3 + chosen
+                cache.batch_select_indices(rows)
+                logits = step[rows]
+                ids = torch.cat([ids, candidates.reshape(-1, 1)[rows]], 1)
+        texts.append(ids.tolist())
+    assert texts[0] == texts[1]
+
+
+def test_crop_takes_tokens_back(pair, config):
+    step(pair, 6)
+    for cache in pair:
+        if MAJOR >= 5:
+            cache.activate_past_recording()
+    for removed in (2, 1):
+        for cache in pair:
+            crop(cache, removed)
+    assert pair[0].get_seq_length() == pair[1].get_seq_length() == 3
+    assert_same(*step(pair, 2, seed=7))
+    if MAJOR < 5:
+        for cache in pair:
+            cache.crop(4)
+            cache.crop(10)
+        assert pair[0].get_seq_length() == pair[1].get_seq_length() == 4
+
+
+def test_crop_past_a_window_needs_recording():
+    config = tiny_model("gemma2").config
+    cache = KvedgeCache(config)
+    step([cache], 40)
+    cache.layers[0].drop_unread()
+    with pytest.raises(ValueError, match="layer 0 cannot go back by 20 tokens"):
+        cache.crop(-20)
+    assert len(cache.layers[0].rows[0]) <= 16
+
+
+@pytest.mark.skipif(MAJOR < 5, reason="transformers 4 has no activate_past_recording")
+def test_recorded_past_comes_back():
+    config = tiny_model("gemma2").config
+    pair = KvedgeCache(config, dtype="float32"), transformers.DynamicCache(config=config)
+    step(pair, 12)
+    for cache in pair:
+        cache.activate_past_recording()
+    for removed in (0, 3, 5, 1):
+        step(pair, 6, seed=removed)
+        for cache in pair:
+            crop(cache, removed)
+        assert pair[0].get_seq_length() == pair[1].get_seq_length()
+    assert_same(*step(pair, 1, seed=9))
+
+
+@pytest.mark.skipif(MAJOR < 5, reason="transformers 4 takes the tokens to keep")
+def test_crop_to_a_length_is_refused_where_transformers_refuses_it(config):
+    cache = KvedgeCache(config)
+    step([cache], 6)
+    with pytest.raises(ValueError, match=r"crop\(3\).*negative"):
+        cache.crop(3)
+
+
+def test_reset_begins_anew_with_another_batch(pair):
+    step(pair, 6)
+    for cache in pair:
+        cache.reset()
+    assert pair[0].get_seq_length() == 0
+    step([pair[0]], 9, batch=5, seed=3)
+    assert pair[0].get_seq_length() == 9
+    assert pair[0].layers[1].keys.shape == (5, 2, 9, 16)
+
+
+def test_copies_are_independent(pair):
+    cache = pair[0]
+    step([cache], 12)
+    other = copy.deepcopy(cache)
+    step([other], 3)
+    assert (cache.get_seq_length(), other.get_seq_length()) == (12, 15)
+    again = pickle.loads(pickle.dumps(other))
+    assert again.get_seq_length() == 15
+    assert torch.equal(again.layers[1].keys + 0, other.layers[1].keys + 0)
+
+
+def test_early_initialization_makes_empty_rows(config):
+    cache = KvedgeCache(config)
+    cache.early_initialization(3, 2, 16, torch.bfloat16, torch.device("cpu"))
+    assert cache.get_seq_length() == 0
+    assert all(len(layer.rows) == 3 for layer in cache.layers)
+    keys, _ = cache.update(*states(3, 4, dtype=torch.bfloat16), 0)
+    assert (keys.dtype, tuple(keys.shape)) == (torch.bfloat16, (3, 2, 4, 16))
+
+
+def test_memory_is_that_of_the_tokens(config):
+    cache = KvedgeCache(config)
+    assert cache.memory_bytes == 0
+    step([cache], 6, batch=2)
+    per_token = 2 * 2 * (16 + 4)  # keys and values, heads, a row of 16 and its scale
+    assert cache.memory_bytes == 4 * 2 * 6 * per_token
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float16", "bfloat16", "float32"])
+def test_every_format_stores_what_its_layer_would(dtype):
+    config = tiny_model("llama").config
+    cache = KvedgeCache(config, dtype=dtype)
+    keys, values = states(1, 5)
+    got = cache.update(keys, values, 0)
+    layer = kvedge.KVCache(1, 2, 16, dtype=dtype).layer(0).copy()
+    for position in range(5):
+        layer.push(*(np.array(states[0, :, position]) for states in (keys, values)))
+    np.testing.assert_array_equal(got[0].numpy()[0], layer.keys().transpose(1, 0, 2))
+    np.testing.assert_array_equal(got[1].numpy()[0], layer.values().transpose(1, 0, 2))

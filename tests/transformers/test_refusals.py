@@ -1,0 +1,132 @@
+"""What a KvedgeCache cannot serve is refused, with the reason, before anything has changed."""
+
+import pytest
+from tiny_models import KvedgeCache, prompt, tiny_model, torch, transformers
+
+import kvedge
+
+
+@pytest.fixture
+def model():
+    return tiny_model("llama")
+
+
+def test_gradients(model):
+    cache = KvedgeCache(model.config)
+    model.requires_grad_(True)
+    with pytest.raises(ValueError, match=r"no gradients: .*torch\.no_grad"):
+        model(**prompt(), past_key_values=cache)
+    assert cache.get_seq_length() == 0
+
+
+def test_dropout(model):
+    model.config.attention_dropout = 0.5
+    for module in model.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.5
+    model.train()
+    with torch.no_grad(), pytest.raises(ValueError, match=r"no dropout .*model\.eval"):
+        model(**prompt(), past_key_values=KvedgeCache(model.config))
+
+
+def test_another_device(model):
+    cache = KvedgeCache(model.config)
+    keys = torch.empty(1, 2, 3, 16, device="meta")
+    with pytest.raises(ValueError, match="is for the CPU.*meta"):
+        cache.update(keys, keys, 0)
+
+
+def test_another_batch(model):
+    cache = KvedgeCache(model.config)
+    keys = torch.zeros(2, 2, 3, 16)
+    cache.update(keys, keys, 0)
+    with pytest.raises(ValueError, match="holds 2 sequences, not 3"):
+        cache.update(keys[:1].repeat(3, 1, 1, 1), keys[:1].repeat(3, 1, 1, 1), 0)
+
+
+def test_a_mask_of_another_shape(model):
+    cache = KvedgeCache(model.config)
+    with torch.no_grad(), pytest.raises(ValueError, match="must broadcast to"):
+        model(prompt()["input_ids"], attention_mask=torch.zeros(1, 1, 13, 9), past_key_values=cache)
+
+
+def test_keys_that_are_not_finite(model):
+    cache = KvedgeCache(model.config)
+    keys = torch.full((1, 2, 3, 16), torch.nan)
+    with pytest.raises(kvedge.NonFiniteInputError):
+        cache.update(keys, keys, 0)
+    assert cache.get_seq_length() == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "int9"}, "dtype"),
+        ({"group_size": 0}, "group_size"),
+        ({"dtype": "float32", "group_size": 8}, "group_size"),
+        ({"precision_bits": 7}, "precision_bits"),
+        ({"num_threads": 0}, "num_threads"),
+        ({"key_offset": "mean"}, "key_offset"),
+        ({"key_offset": [None]}, "key_offset"),
+    ],
+)
+def test_options(model, options, message):
+    with pytest.raises(ValueError, match=message):
+        KvedgeCache(model.config, **options)
+
+
+def test_an_encoder_decoder_model():
+    with pytest.raises(ValueError, match="decoder-only"):
+        KvedgeCache(transformers.T5Config(num_layers=1))
+
+
+def test_keys_and_values_are_not_written(model):
+    cache = KvedgeCache(model.config)
+    ones = torch.ones(1, 2, 3, 16)
+    keys, _ = cache.update(ones, ones, 0)
+    with pytest.raises(ValueError, match="read-only"):
+        keys.add_(1)
+    with pytest.raises(ValueError, match="read-only"):
+        torch.add(ones, ones, out=keys)
+    with pytest.raises(ValueError, match="not set"):
+        cache.layers[0].keys = ones
+
+
+def test_keys_of_an_earlier_state(model):
+    cache = KvedgeCache(model.config)
+    ones = torch.ones(1, 2, 3, 16)
+    keys, _ = cache.update(ones, ones, 0)
+    cache.update(ones, ones, 0)
+    with pytest.raises(kvedge.KvedgeError, match="earlier state"):
+        keys + 1
+
+
+def test_output_attentions_warns_as_sdpa_does(model):
+    from transformers.utils import logging
+
+    lines = []
+    logger = logging.get_logger("kvedge.transformers.attention")
+    logger.warning_once.__func__.cache_clear() if hasattr(
+        getattr(logger.warning_once, "__func__", None), "cache_clear"
+    ) else None
+    import logging as std
+
+    class Handler(std.Handler):
+        def emit(self, record):
+            lines.append(record.getMessage())
+
+    handler = Handler()
+    logger.addHandler(handler)
+    try:
+        from kvedge.transformers.attention import kvedge_attention
+
+        cache = KvedgeCache(model.config)
+        ones = torch.ones(1, 2, 1, 16)
+        keys, values = cache.update(ones, ones, 0)
+        out, weights = kvedge_attention(
+            model, torch.ones(1, 4, 1, 16), keys, values, None, output_attentions=True
+        )
+    finally:
+        logger.removeHandler(handler)
+    assert weights is None and tuple(out.shape) == (1, 1, 4, 16)
+    assert any("output_attentions" in line for line in lines)
