@@ -57,8 +57,8 @@ class KvedgeLayer(CacheLayerMixin):
     is_croppable = True
     supports_early_init = True
 
-    def __init__(self, options: StoreOptions, index: int, **more: Any) -> None:
-        super().__init__(**more)
+    def __init__(self, options: StoreOptions, index: int) -> None:
+        self.is_initialized = False
         self._options = options
         self._index = index  # in the model
         self.version = 0  # raised by whatever changes the rows
@@ -343,8 +343,8 @@ class KvedgeSlidingLayer(KvedgeLayer):
 
     is_sliding = True
 
-    def __init__(self, options: StoreOptions, index: int, sliding_window: int, **more: Any) -> None:
-        super().__init__(options, index, **more)
+    def __init__(self, options: StoreOptions, index: int, sliding_window: int) -> None:
+        super().__init__(options, index)
         self.sliding_window = int(sliding_window)
         self.cumulative_length = 0  # tokens seen
         self.record_past = False  # as transformers means it: drop nothing but in crop()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import cache_utils
+import transformers
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, cache_utils
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from kvedge.errors import InvalidArgumentError
@@ -20,6 +21,9 @@ def _known(*names: str) -> tuple[type, ...]:
 
 
 _KEPT = _known("LinearAttentionLayer", "DummyLayer")  # hold no keys
+_HYBRID = _known(
+    "LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer"
+)
 
 
 def text_config(config: Any) -> Any:
@@ -47,11 +51,26 @@ def layers_for(config: Any, options: StoreOptions) -> list[Any]:
             f"{type(config).__name__}: a KvedgeCache is for decoder-only models; let generate() "
             "make the EncoderDecoderCache that this one needs"
         )
+    _check_model(config)
     text = text_config(config)
     own = DynamicCache(config=config).layers
     if not own:  # transformers 4, a config whose num_kv_shared_layers is 0
         own = [DynamicLayer() for _ in range(text.num_hidden_layers)]
     return [_layer_for(layer, index, options) for index, layer in enumerate(own)]
+
+
+def _check_model(config: Any) -> None:
+    """Raise if the model keeps its states in a cache of a class of its own."""
+    try:
+        model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    except KeyError:  # a part of a model, or code that is not transformers' own
+        return
+    model = model[0] if isinstance(model, tuple) else model
+    if not model._supports_default_dynamic_cache():
+        raise InvalidArgumentError(
+            f"{model.__name__} of transformers {transformers.__version__} keeps its layers' states "
+            "in a cache of its own: let generate() make it"
+        )
 
 
 def _layer_for(layer: Any, index: int, options: StoreOptions) -> Any:
@@ -62,6 +81,13 @@ def _layer_for(layer: Any, index: int, options: StoreOptions) -> Any:
         return KvedgeSlidingLayer(options, index, layer.sliding_window)
     if kind in _KEPT:
         return layer
+    if kind in _HYBRID:
+        from kvedge.transformers import hybrid  # transformers 4 lacks its bases
+
+        states = layer.number_of_states
+        if isinstance(layer, DynamicSlidingWindowLayer):
+            return hybrid.KvedgeHybridSlidingLayer(options, index, layer.sliding_window, states)
+        return hybrid.KvedgeHybridLayer(options, index, states)
     raise InvalidArgumentError(
         f"layer {index} of the model needs a {kind.__name__}, which a KvedgeCache has not: use "
         "transformers' DynamicCache"

@@ -72,6 +72,8 @@ def test_fused_models_make_no_decoded_copy_of_the_past(family, decodings):
 
 @pytest.mark.parametrize("family", DECODED)
 def test_attention_code_of_a_models_own_is_right_and_named_once(family, decodings):
+    if family == "mpt" and int(transformers.__version__.split(".")[0]) < 5:
+        pytest.skip("transformers 4's MPT fails with any cache")
     config_name, model_name, options = DECODED[family]
     config = getattr(transformers, config_name)(
         vocab_size=128, bos_token_id=1, eos_token_id=None, pad_token_id=0, **options

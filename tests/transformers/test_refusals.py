@@ -32,7 +32,7 @@ def test_dropout(model):
 def test_another_device(model):
     cache = KvedgeCache(model.config)
     keys = torch.empty(1, 2, 3, 16, device="meta")
-    with pytest.raises(ValueError, match="is for the CPU.*meta"):
+    with pytest.raises(ValueError, match=r"is for the CPU.*meta"):
         cache.update(keys, keys, 0)
 
 

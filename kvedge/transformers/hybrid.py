@@ -1,0 +1,72 @@
+"""Layers that have attention and a linear-attention state at once (Falcon-H1): transformers 5 only.
+
+The state stays in transformers' own code; the keys and values are ours.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.cache_utils import (
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+)
+
+from kvedge.transformers.layers import KvedgeLayer, KvedgeSlidingLayer
+from kvedge.transformers.options import StoreOptions
+
+__all__ = ["KvedgeHybridLayer", "KvedgeHybridSlidingLayer"]
+
+
+class _WithState(KvedgeLayer):
+    """What both kinds do twice, for the tokens and for the state."""
+
+    def lazy_initialization(self, *states: torch.Tensor, **of_state: Any) -> None:
+        """Make room for keys and values, given two tensors; or for the state, given by name."""
+        if of_state:
+            LinearAttentionLayer.lazy_initialization(self, **of_state)
+        else:
+            super().lazy_initialization(*states)
+
+    def reset(self) -> None:
+        """Drop tokens and state."""
+        LinearAttentionLayer.reset(self)
+        super().reset()
+
+    def crop(self, length: int) -> None:
+        """Drop the last tokens, from the state as well."""
+        LinearAttentionLayer.crop(self, length)  # first: it may refuse
+        super().crop(length)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Rearrange tokens and state."""
+        LinearAttentionLayer.reorder_cache(self, beam_idx)
+        super().reorder_cache(beam_idx)
+
+
+class KvedgeHybridLayer(_WithState, LinearAttentionAndFullAttentionLayer):
+    """Full attention beside a state."""
+
+    def __init__(self, options: StoreOptions, index: int, number_of_states: int) -> None:
+        LinearAttentionAndFullAttentionLayer.__init__(self, number_of_states)
+        KvedgeLayer.__init__(self, options, index)
+
+
+class KvedgeHybridSlidingLayer(
+    _WithState, KvedgeSlidingLayer, LinearAttentionAndSlidingWindowAttentionLayer
+):
+    """Attention within a window beside a state."""
+
+    def __init__(
+        self, options: StoreOptions, index: int, sliding_window: int, number_of_states: int
+    ) -> None:
+        LinearAttentionAndSlidingWindowAttentionLayer.__init__(
+            self, sliding_window, number_of_states
+        )
+        KvedgeSlidingLayer.__init__(self, options, index, sliding_window)
+
+    def activate_past_recording(self) -> None:
+        """Drop no token, and no state, before :meth:`crop` is called."""
+        LinearAttentionLayer.activate_past_recording(self)
