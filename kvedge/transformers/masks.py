@@ -19,57 +19,61 @@ __all__ = ["LazyMask", "kvedge_mask"]
 
 _MaskFunction = Callable[..., "torch.Tensor | None"]
 _sdpa_mask: _MaskFunction = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
-_eager_mask: _MaskFunction = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["eager"]
 
 
 class LazyMask(LazyTensor):
     """A mask (batch, 1, queries, keys) that is written out only for those who need it so.
 
-    Its elements, for attention code of a model's own, are added to the logits, as in eager
-    attention. :meth:`visible` is the same in bool.
+    The last query stands at the position of the last key. The elements, for attention code of a
+    model's own, are added to the logits, as in eager attention; :meth:`visible` is the same in bool.
     """
 
-    plain: bool  # causality, window and starts say it all; the last query is that of the last key
+    plain: bool  # causality, window and starts say it all
     starts: list[int] | None  # (batch,) keys of padding on the left; None: no row has any
     window: int | None  # a query sees its own token and window - 1 before it
-    _arguments: dict[str, Any]  # of transformers' mask functions
     _visible: torch.Tensor | None
-    _added: torch.Tensor | None
 
     @staticmethod
     def of(
         shape: tuple[int, int, int, int],
-        plain: bool,
-        starts: list[int] | None,
-        window: int | None,
-        arguments: dict[str, Any],
+        dtype: torch.dtype,
+        *,
+        starts: list[int] | None = None,
+        window: int | None = None,
+        visible: torch.Tensor | None = None,
     ) -> LazyMask:
-        """Make a mask of `shape`, which transformers' functions would write from `arguments`."""
-        dtype = arguments.get("dtype", torch.float32)
+        """Make a mask of `shape`: causal, within a window, after starts; or as `visible` says."""
         mask: LazyMask = torch.Tensor._make_wrapper_subclass(LazyMask, shape, dtype=dtype)
-        mask.plain, mask.starts, mask.window = plain, starts, window
-        mask._arguments, mask._visible, mask._added = arguments, None, None
+        mask.plain, mask.starts, mask.window = visible is None, starts, window
+        mask._visible = visible
         return mask
 
     def visible(self) -> torch.Tensor:
         """Return bool (batch, 1, queries, keys), True: visible; written out once."""
         if self._visible is None:
-            written = _sdpa_mask(**{**self._arguments, "allow_is_causal_skip": False})
-            assert written is not None
-            self._visible = written
+            batch, _, queries, keys = self.shape
+            key = torch.arange(keys)
+            query = torch.arange(keys - queries, keys)[:, None]
+            visible = key <= query
+            if self.window is not None:
+                visible &= key > query - self.window
+            if self.starts is not None:
+                visible = visible & (key >= torch.tensor(self.starts)[:, None, None, None])
+            self._visible = visible.expand(batch, 1, queries, keys)
         return self._visible
 
     def for_sdpa(self) -> torch.Tensor | None:
         """Return what sdpa's mask function gives: None where its ``is_causal`` says it all."""
-        return _sdpa_mask(**self._arguments)
+        queries, keys = self.shape[2:]
+        cut = self.starts is not None or (self.window is not None and self.window <= keys)
+        if self.plain and not cut and queries in (1, keys):
+            return None
+        return self.visible()
 
     def elements(self) -> torch.Tensor:
-        """Return what eager attention adds to the logits; written out once."""
-        if self._added is None:
-            written = _eager_mask(**self._arguments)
-            assert written is not None
-            self._added = written
-        return self._added
+        """Return what eager attention adds to the logits."""
+        hidden = torch.finfo(self.dtype).min
+        return torch.zeros(self.shape, dtype=self.dtype).masked_fill_(~self.visible(), hidden)
 
 
 def kvedge_mask(
@@ -80,6 +84,7 @@ def kvedge_mask(
     attention_mask: torch.Tensor | None = None,
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False,
+    dtype: torch.dtype = torch.float32,
     **more: Any,
 ) -> torch.Tensor | None:
     """Make the mask of a step.
@@ -87,8 +92,8 @@ def kvedge_mask(
     Parameters
     ----------
     batch_size, kv_length, kv_offset, mask_function, attention_mask, allow_is_causal_skip
-    allow_is_bidirectional_skip
-        As for ``transformers.masking_utils.sdpa_mask``.
+    allow_is_bidirectional_skip, dtype
+        As for transformers' own, ``masking_utils.sdpa_mask`` and ``eager_mask``.
     **more
         ``q_length`` and ``q_offset``, or (transformers 4) ``cache_position``; and what only some of
         transformers' mask functions read.
@@ -98,32 +103,33 @@ def kvedge_mask(
     LazyMask or None
         None only where eager attention has no mask either: every token is seen.
     """
-    arguments = {
-        "batch_size": batch_size,
-        "kv_length": kv_length,
-        "kv_offset": kv_offset,
-        "mask_function": mask_function,
-        "attention_mask": attention_mask,
-        "allow_is_causal_skip": allow_is_causal_skip,
-        "allow_is_bidirectional_skip": allow_is_bidirectional_skip,
-        **more,
-    }
-    if allow_is_bidirectional_skip:
-        return _eager_mask(**arguments)
     if "cache_position" in more:
         q_length, q_offset = len(more["cache_position"]), int(more["cache_position"][0])
     else:
         q_length, q_offset = more["q_length"], int(more.get("q_offset", 0))
     shape = (batch_size, 1, q_length, kv_length)
-    kv_offset = int(kv_offset)  # a tensor in transformers 4
+    first = int(kv_offset)  # a tensor in transformers 4
     plain, window = _pattern(mask_function)
     # allow_is_causal_skip is False where more than the pattern was said. Keys past the last query
     # are those of a static cache.
-    plain = plain and allow_is_causal_skip and q_offset + q_length == kv_offset + kv_length
+    plain = plain and allow_is_causal_skip and q_offset + q_length == first + kv_length
     starts = None
     if plain and attention_mask is not None:
-        plain, starts = _left_padding(attention_mask, kv_offset, kv_length)
-    return LazyMask.of(shape, plain, starts, window, arguments)
+        plain, starts = _left_padding(attention_mask, first, kv_length)
+    if plain:
+        return LazyMask.of(shape, dtype, starts=starts, window=window)
+    visible = _sdpa_mask(
+        batch_size=batch_size,
+        kv_length=kv_length,
+        kv_offset=kv_offset,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        allow_is_causal_skip=False,
+        allow_is_bidirectional_skip=allow_is_bidirectional_skip,
+        dtype=dtype,
+        **more,
+    )
+    return None if visible is None else LazyMask.of(shape, dtype, visible=visible)
 
 
 # ---- reading patterns ----------------------------------------------------------------------------

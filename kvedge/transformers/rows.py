@@ -17,11 +17,11 @@ def new_row(dtype: str, heads: int, head_dim: int, value_head_dim: int, **option
     kind = KVCache._layer_types[dtype]
     if dtype != "int8":
         options = {}
-    return kind(_FIRST, heads, head_dim, **options)
+    return kind(_FIRST, heads, head_dim, value_head_dim=value_head_dim, **options)
 
 
 def value_head_dim(row: Any) -> int:
-    return int(row.head_dim)
+    return int(row.value_head_dim)
 
 
 def used_bytes(row: Any) -> int:

@@ -1,0 +1,164 @@
+"""Layers of every kind: states stay transformers' own, shared and narrow values, chunks, refusals."""
+
+import pytest
+from tiny_models import SIZES, KvedgeCache, dynamic_cache, prompt, torch, transformers
+
+from kvedge.transformers import layers
+
+_MAMBA = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 1,
+    "mamba_chunk_size": 8,
+    "mamba_expand": 2,
+}
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+}
+_LATENT = {
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+    "head_dim": 8,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "num_key_value_heads": 4,
+    **_EXPERTS,
+}
+_SHARED = {
+    "head_dim": 16,
+    "sliding_window": 8,
+    "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 128,
+}
+_CONV = {"layer_types": ["conv", "full_attention"] * 2, "conv_L_cache": 3}
+_MIXED = ["LinearAttentionLayer", "KvedgeLayer"] * 2
+
+# Name of the config without "Config": (options, whether attention runs fused, layers' classes).
+STRUCTURES = {
+    "Qwen3Next": (
+        {**_LINEAR, **_EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 32},
+        True,
+        _MIXED,
+    ),
+    "Qwen3_5Text": (_LINEAR, True, _MIXED),
+    "Lfm2": (_CONV, True, _MIXED),
+    "GraniteMoeHybrid": (
+        {**_MAMBA, "layer_types": ["mamba", "attention"] * 2, "num_local_experts": 4,
+         "num_experts_per_tok": 2, "shared_intermediate_size": 32},
+        True,
+        _MIXED,
+    ),
+    "Jamba": (
+        {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 4, "mamba_d_state": 8,
+         "use_mamba_kernels": False, "mamba_dt_rank": 4},
+        True,
+        _MIXED,
+    ),
+    "FalconH1": ({**_MAMBA, "mamba_d_ssm": 128, "head_dim": 16}, True, ["KvedgeHybridLayer"] * 4),
+    "Gemma4Text": (
+        {**_SHARED, "global_head_dim": 32},
+        True,
+        ["KvedgeSlidingLayer", "KvedgeLayer", "DummyLayer", "DummyLayer"],
+    ),
+    "Gemma3nText": (
+        {**_SHARED, "laurel_rank": 8, "intermediate_size": 96,
+         "activation_sparsity_pattern": [0.0] * 4},
+        None,  # transformers 4 takes parts of a sliding layer's keys
+        None,
+    ),
+    "Llama4Text": (
+        {"head_dim": 16, "attention_chunk_size": 8, "num_local_experts": 2,
+         "intermediate_size_mlp": 96, "num_experts_per_tok": 1},
+        True,
+        ["KvedgeSlidingLayer"] * 3 + ["KvedgeLayer"],
+    ),
+    "MiMoV2Flash": (
+        {"head_dim": 16, "v_head_dim": 12, "swa_head_dim": 16, "swa_v_head_dim": 12,
+         "sliding_window": 8, "num_experts": 4},
+        True,
+        None,
+    ),
+    "DeepseekV3": (_LATENT, None, ["KvedgeLayer"] * 4),  # transformers 5 keeps the latents
+}  # fmt: skip
+
+
+def structure_of(name):
+    """A tiny model, its config and what is expected of it."""
+    options, fused, kinds = STRUCTURES[name]
+    config_class = getattr(transformers, f"{name}Config", None)
+    if config_class is None:
+        pytest.skip(f"transformers {transformers.__version__} has no {name}Config")
+    config = config_class(**{**SIZES, **options})
+    torch.manual_seed(0)
+    model_class = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")
+    model = model_class(config).eval().requires_grad_(False)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.12)
+    return model, fused, kinds
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_every_kind_of_layer_writes_the_same_text(name, monkeypatch):
+    model, fused, kinds = structure_of(name)
+    options = {"max_new_tokens": 14, "do_sample": False}
+    inputs = prompt(2, padding=5)
+    if not model._supports_default_dynamic_cache():
+        with pytest.raises(ValueError, match=f"{type(model).__name__} .* cache of its own"):
+            KvedgeCache(model.config)
+        return
+    model.set_attn_implementation("eager")
+    wanted = model.generate(**inputs, past_key_values=dynamic_cache(model), **options)
+    decoded = []
+    elements = layers.LazyRows.elements
+    monkeypatch.setattr(
+        layers.LazyRows, "elements", lambda self: decoded.append(1) or elements(self)
+    )
+    model.set_attn_implementation("kvedge")
+    cache = KvedgeCache(model.config, dtype="float32")
+    assert model.generate(**inputs, past_key_values=cache, **options).tolist() == wanted.tolist()
+    if kinds is not None:
+        assert [type(layer).__name__ for layer in cache.layers] == kinds
+    if fused is not None:
+        assert bool(decoded) != fused
+
+
+def test_beams_on_a_hybrid_model():
+    model, _, _ = structure_of("Qwen3Next")
+    texts = []
+    for attention in ("eager", "kvedge"):
+        model.set_attn_implementation(attention)
+        cache = dynamic_cache(model)
+        if attention == "kvedge":
+            cache = KvedgeCache(model.config, dtype="float32")
+        texts.append(
+            model.generate(
+                **prompt(2, padding=5), past_key_values=cache, num_beams=3, max_new_tokens=14,
+                do_sample=False,
+            ).tolist()
+        )  # fmt: skip
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("name", ["DeepseekV32", "DeepseekV4"])
+def test_layers_that_select_or_compress_tokens_are_refused(name):
+    config_class = getattr(transformers, f"{name}Config", None)
+    if config_class is None:
+        pytest.skip(f"transformers {transformers.__version__} has no {name}Config")
+    with pytest.raises(ValueError, match=r"layer 0 .* use transformers' DynamicCache"):
+        KvedgeCache(config_class())
