@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvedge.cli.shape import CacheShape
 from kvedge.console.sizes import format_size
 from kvedge.core.formats import FORMATS
 
@@ -16,8 +15,7 @@ __all__ = ["cache_figures", "describe_cache", "tokens_and_speed"]
 
 def cache_figures(cache: KVCache) -> dict[str, Any]:
     """Return what a cache takes for the tokens it holds, and what float32 would take (bytes)."""
-    shape = CacheShape("", cache.num_layers, cache.num_kv_heads, cache.head_dim, None)
-    fp32 = len(cache) * shape.bytes_per_token("float32")
+    fp32 = len(cache) * (cache.fp32_memory_bytes // cache.capacity)
     return {
         "dtype": cache.dtype,
         "group_size": cache.group_size if FORMATS[cache.dtype].has_scales else None,

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from kvedge import system
-from kvedge.cli.shape import CacheShape, add_shape_options, shape_from_options
+from kvedge.cli.layer_groups import CacheShape
+from kvedge.cli.shape import add_shape_options, shape_from_options
 from kvedge.console.exits import OK, UsageError
 from kvedge.console.output import Output, print_json
 from kvedge.console.sizes import format_count, format_size, parse_size
@@ -18,7 +20,10 @@ NAME = "plan"
 SUMMARY = "how much memory a cache takes, and which context fits"
 DESCRIPTION = """\
 Bytes of a model's cache in float32, float16 and kvedge's INT8 formats, for a given context, and
-the longest context that fits in a given memory. Only the cache is counted, not the weights.
+the longest context that fits in a given memory. Only the cache is counted, not the weights. A layer
+with a sliding window holds at most twice its window; layers of linear attention, convolutions and
+cross-attention hold nothing. For latent attention (MLA) there are two tables: with keys and values
+expanded, and as the model's own latents.
 """
 EXAMPLES = """\
   kvedge plan --layers 16 --kv-heads 8 --head-dim 64 --context 131072    # Llama-3.2-1B
@@ -38,9 +43,13 @@ class Row:
     group_size: int | None  # channels that share a scale, None where there are no scales
     scale_dtype: str | None
     bytes: int  # for the whole context, all layers, keys and values
-    bytes_per_token: int
+    bytes_per_token: int  # in all layers, while no window has left it behind
     ratio: float  # float32 bytes / these bytes
-    longest_context: int  # tokens that fit in the RAM
+    longest_context: int | None  # tokens that fit in the RAM; None: there is no end to them
+
+    def fits(self, context: int) -> bool:
+        """Whether a context fits in the RAM."""
+        return self.longest_context is None or context <= self.longest_context
 
     def cells(self, context: int) -> tuple[str, ...]:
         """Return the row of the table."""
@@ -49,8 +58,8 @@ class Row:
             format_size(self.bytes),
             format_count(self.bytes_per_token),
             f"{self.ratio:.2f}x",
-            format_count(self.longest_context),
-            "yes" if context <= self.longest_context else "no",
+            "any" if self.longest_context is None else format_count(self.longest_context),
+            "yes" if self.fits(context) else "no",
         )
 
 
@@ -81,31 +90,49 @@ def run(options: argparse.Namespace, output: Output) -> int:
     ram = options.ram or system.machine().usable_ram_bytes
     if ram is None:
         raise UsageError("--ram is missing: this system does not tell how much memory it has")
-    rows = plan_rows(shape, context, ram)
+    latent = CacheShape(shape.name, shape.latent) if shape.latent else None
     if options.json:
+        first = shape.groups[0]
         print_json(
             {
                 "model": shape.name,
                 "num_layers": shape.num_layers,
-                "num_kv_heads": shape.num_kv_heads,
-                "head_dim": shape.head_dim,
+                "num_kv_heads": first.num_kv_heads,
+                "head_dim": first.head_dim,
+                "value_head_dim": first.value_head_dim,
                 "context": context,
                 "ram_bytes": ram,
                 "notes": list(shape.notes),
-                "formats": [asdict(row) | {"fits": row.bytes <= ram} for row in rows],
+                "layers": [asdict(group) for group in shape.groups],
+                "formats": _report(shape, context, ram),
+                "latent": latent
+                and {
+                    "layers": [asdict(group) for group in latent.groups],
+                    "formats": _report(latent, context, ram),
+                },
             }
         )
         return OK
-    title = (
-        f"{shape.name}: {shape.num_layers} layers, {shape.num_kv_heads} KV heads of "
-        f"{shape.head_dim} channels, {format_count(context)} tokens"
-    )
-    fits = f"fits {format_size(ram)}"
-    headings = ("format", ">cache", ">bytes/token", ">against float32", ">longest context", fits)
-    output.table(title, headings, (row.cells(context) for row in rows))
+    _print_table(output, shape.name, shape, context, ram)
+    if latent is not None:
+        _print_table(output, f"{shape.name}, latents", latent, context, ram)
     for note in shape.notes:
         output.note(f"note: {note}")
     return OK
+
+
+def _report(shape: CacheShape, context: int, ram: int) -> list[dict[str, Any]]:
+    rows = plan_rows(shape, context, ram)
+    return [asdict(row) | {"fits": row.fits(context)} for row in rows]
+
+
+def _print_table(output: Output, name: str, shape: CacheShape, context: int, ram: int) -> None:
+    groups = "; ".join(map(str, shape.groups))
+    fits = f"fits {format_size(ram)}"
+    headings = ("format", ">cache", ">bytes/token", ">against float32", ">longest context", fits)
+    rows = plan_rows(shape, context, ram)
+    title = f"{name}: {groups}; {format_count(context)} tokens"
+    output.table(title, headings, (row.cells(context) for row in rows))
 
 
 def plan_rows(shape: CacheShape, context: int, ram: int) -> list[Row]:
@@ -114,35 +141,44 @@ def plan_rows(shape: CacheShape, context: int, ram: int) -> list[Row]:
     Parameters
     ----------
     shape : CacheShape
-        Layers, KV heads and head dimension.
     context : int
         Tokens.
     ram : int
         Memory to fill (bytes).
     """
-    float32 = shape.bytes_per_token("float32")
-    formats: list[tuple[str, str, int | None, str | None, int]] = []
+    formats: list[tuple[str, str, dict[str, Any]]] = []  # name, dtype, options
     for form in FORMATS.values():
         if form.has_scales:
             formats.extend(_scaled_rows(shape, form.name))
         else:
-            formats.append((form.name, form.name, None, None, shape.bytes_per_token(form.name)))
-    if "float16" not in FORMATS:  # what runtimes that keep half precision take
-        formats.append(("float16", "float16", None, None, float32 // 2))
+            formats.append((form.name, form.name, {}))
+    float32 = shape.bytes(context, "float32")
+    rows = []
+    for name, dtype, options in formats:
+        size = shape.bytes(context, dtype, **options)
+        rows.append(
+            Row(
+                name,
+                dtype,
+                options.get("group_size"),
+                options.get("scale_dtype"),
+                size,
+                shape.bytes_per_token(dtype, **options),
+                float32 / size,
+                shape.longest_context(ram, dtype, **options),
+            )
+        )
     # Formats without scales first, the widest of them at the top.
-    formats.sort(key=lambda row: (row[3] is not None, 0 if row[3] else -row[4]))
-    return [
-        Row(name, dtype, group, scale, context * size, size, float32 / size, ram // size)
-        for name, dtype, group, scale, size in formats
-    ]
+    rows.sort(key=lambda row: (row.scale_dtype is not None, 0 if row.scale_dtype else -row.bytes))
+    return rows
 
 
-def _scaled_rows(shape: CacheShape, dtype: str) -> Iterator[tuple[str, str, int, str, int]]:
-    """Name, dtype, group size, scale dtype and bytes per token of a format with scales."""
+def _scaled_rows(shape: CacheShape, dtype: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Name, dtype and options of each way to store rows with scales."""
     for group in _GROUPS:
-        if group is not None and group >= shape.head_dim:
+        if group is not None and group >= shape.widest:
             continue  # the same as the whole row
         for scale in SCALE_TYPES:
             name = f"{dtype}, {'whole row' if group is None else f'groups of {group}'}"
-            size = shape.bytes_per_token(dtype, group_size=group, scale_dtype=scale)
-            yield f"{name}, {scale} scales", dtype, group or shape.head_dim, scale, size
+            options = {"group_size": group or shape.widest, "scale_dtype": scale}
+            yield f"{name}, {scale} scales", dtype, options

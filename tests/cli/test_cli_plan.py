@@ -9,7 +9,8 @@ import pytest
 
 import kvedge
 from kvedge.cli import main
-from kvedge.cli.shape import shape_from_hf_config
+from kvedge.cli.hf_config import shape_from_hf_config
+from kvedge.cli.layer_groups import LayerGroup
 from kvedge.console import exits
 from kvedge.console.exits import CommandError
 from kvedge.console.sizes import format_size, parse_size
@@ -161,8 +162,9 @@ def _hf(tmp_path, **config):
 )
 def test_hugging_face_configs_of_many_families(config, shape, tmp_path):
     found = shape_from_hf_config(str(_hf(tmp_path, **config)))
-    assert (found.num_layers, found.num_kv_heads, found.head_dim, found.context) == shape
-    assert found.notes == ()
+    layers, kv_heads, head_dim, context = shape
+    assert found.groups == (LayerGroup(layers, kv_heads, head_dim, head_dim),)
+    assert (found.context, found.notes, found.latent) == (context, (), ())
 
 
 def test_the_folder_of_a_config_will_do(tmp_path, capsys):
@@ -175,7 +177,10 @@ def test_the_folder_of_a_config_will_do(tmp_path, capsys):
     [
         ({"layer_types": ["sliding_attention", "full_attention"]}, "1 of 2 layers"),
         ({"sliding_window": 4096}, "4096"),
-        ({"kv_lora_rank": 512}, "latent"),
+        (
+            {"kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 4},
+            "latent",
+        ),
     ],
 )
 def test_where_the_model_could_do_with_less_a_note_says_so(extra, word, tmp_path, capsys):
@@ -199,6 +204,11 @@ def test_where_the_model_could_do_with_less_a_note_says_so(extra, word, tmp_path
         b'{"num_hidden_layers": -1, "num_attention_heads": 1, "hidden_size": 8}',
         b'{"num_hidden_layers": 2, "num_attention_heads": 1}',
         b'{"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": [2, 2]}',
+        b'{"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 8, "kv_lora_rank": 4}',
+        b'{"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 8, "layer_types": "x"}',
+        b'{"num_hidden_layers": 1, "num_heads": 1, "d_model": 8, "layer_types": ["conv"]}',
+        b'{"num_layers": 2, "num_attention_heads": 2, "hidden_size": 8, "attn_layer_period": "x"}',
+        b'{"num_hidden_layers": 99999999999, "num_attention_heads": 2, "hidden_size": 8}',
     ],
 )
 def test_a_config_that_makes_no_sense_is_a_clear_error(content, tmp_path, capsys):
@@ -209,6 +219,283 @@ def test_a_config_that_makes_no_sense_is_a_clear_error(content, tmp_path, capsys
     assert main(["plan", "--hf-config", str(path), "--context", "10"]) == exits.FAILED
     error = capsys.readouterr().err
     assert str(path) in error and error.count("\n") == 1
+
+
+# Configurations of real models, as far as they matter, and what they keep.
+
+DEEPSEEK_V2_LITE = {
+    "model_type": "deepseek_v2",
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "hidden_size": 2048,
+    "kv_lora_rank": 512,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "max_position_embeddings": 163840,
+}
+JAMBA = {
+    "model_type": "jamba",
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "hidden_size": 4096,
+    "attn_layer_period": 8,
+    "attn_layer_offset": 4,
+    "sliding_window": None,
+    "max_position_embeddings": 262144,
+}
+QWEN3_NEXT = {
+    "model_type": "qwen3_next",
+    "num_hidden_layers": 48,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "hidden_size": 2048,
+    "full_attention_interval": 4,
+    "use_sliding_window": False,
+}
+FALCON_7B = {
+    "model_type": "falcon",
+    "num_hidden_layers": 32,
+    "num_attention_heads": 71,
+    "num_kv_heads": 71,
+    "hidden_size": 4544,
+    "multi_query": True,
+    "new_decoder_architecture": False,
+}
+FALCON_40B = {
+    "model_type": "falcon",
+    "num_hidden_layers": 60,
+    "num_attention_heads": 128,
+    "num_kv_heads": 8,
+    "hidden_size": 8192,
+    "multi_query": True,
+    "new_decoder_architecture": True,
+}
+FALCON_RW_1B = {
+    "model_type": "falcon",
+    "num_hidden_layers": 24,
+    "num_attention_heads": 32,
+    "hidden_size": 2048,
+    "multi_query": False,
+    "new_decoder_architecture": False,
+}
+GEMMA_3_1B = {
+    "model_type": "gemma3_text",
+    "num_hidden_layers": 26,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 256,
+    "hidden_size": 1152,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "max_position_embeddings": 32768,
+}
+MISTRAL_7B_V01 = {
+    "model_type": "mistral",
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "hidden_size": 4096,
+    "sliding_window": 4096,
+}
+GPT_OSS_20B = {
+    "model_type": "gpt_oss",
+    "num_hidden_layers": 24,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "hidden_size": 2880,
+    "sliding_window": 128,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+}
+LLAMA_32_VISION = {
+    "model_type": "mllama",
+    "vision_config": {"num_hidden_layers": 32},
+    "text_config": {
+        "num_hidden_layers": 40,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "hidden_size": 4096,
+        "cross_attention_layers": [3, 8, 13, 18, 23, 28, 33, 38],
+    },
+}
+
+
+def _base(layers, **more):
+    """A model of 2 KV heads of 8 channels: 128 bytes of float32 for a token and layer."""
+    heads = {"num_attention_heads": 2, "head_dim": 8, "hidden_size": 16}
+    return {"num_hidden_layers": layers, **heads, **more}
+
+
+@pytest.mark.parametrize(
+    ("config", "groups"),
+    [
+        (DEEPSEEK_V2_LITE, [(27, 16, 192, 128)]),
+        (JAMBA, [(4, 8, 128, 128)]),  # layers 4, 12, 20, 28
+        (QWEN3_NEXT, [(12, 2, 256, 256)]),  # every fourth
+        (FALCON_7B, [(32, 1, 64, 64)]),
+        (FALCON_40B, [(60, 8, 64, 64)]),
+        (FALCON_RW_1B, [(24, 32, 64, 64)]),
+        (GEMMA_3_1B, [(4, 1, 256, 256), (22, 1, 256, 256, 512)]),  # layers 6, 12, 18, 24 see all
+        (MISTRAL_7B_V01, [(32, 8, 128, 128, 4096)]),
+        (GPT_OSS_20B, [(12, 8, 64, 64), (12, 8, 64, 64, 128)]),
+        (LLAMA_32_VISION, [(32, 8, 128, 128)]),
+        # Gemma 2 and 3 without a pattern in the file: its class has one
+        (_base(4, model_type="gemma2", sliding_window=7), [(2, 2, 8, 8), (2, 2, 8, 8, 7)]),
+        (_base(7, model_type="gemma3_text", sliding_window=7), [(1, 2, 8, 8), (6, 2, 8, 8, 7)]),
+        # EXAONE 4
+        (
+            _base(8, sliding_window=9, sliding_window_pattern="LLLG"),
+            [(2, 2, 8, 8), (6, 2, 8, 8, 9)],
+        ),
+        # Qwen2: off, or from a layer on
+        (_base(8, sliding_window=9, use_sliding_window=False, max_window_layers=6), [(8, 2, 8, 8)]),
+        (
+            _base(8, sliding_window=9, use_sliding_window=True, max_window_layers=6),
+            [(6, 2, 8, 8), (2, 2, 8, 8, 9)],
+        ),
+        # Granite 4.0 hybrid, Nemotron-H, Bamba, LFM2, RecurrentGemma, MiniMax, Kimi Linear
+        (_base(4, layer_types=["mamba", "mamba", "attention", "mamba"]), [(1, 2, 8, 8)]),
+        (_base(6, hybrid_override_pattern="M-M*-*"), [(2, 2, 8, 8)]),
+        (_base(9, attn_layer_indices=[1, 7]), [(2, 2, 8, 8)]),
+        (_base(4, full_attn_idxs=[2]), [(1, 2, 8, 8)]),
+        (
+            _base(
+                8,
+                block_types=["recurrent", "recurrent", "attention"],
+                attention_window_size=20,
+                num_key_value_heads=1,
+            ),
+            [(2, 1, 8, 8, 20)],
+        ),
+        (_base(4, attn_type_list=[0, 0, 0, 1]), [(1, 2, 8, 8)]),
+        (_base(4, linear_attn_config={"full_attn_layers": [4]}), [(1, 2, 8, 8)]),
+        # Gemma 3n: the last layers read the rows of others
+        (
+            _base(
+                4,
+                layer_types=["sliding_attention", "full_attention"] * 2,
+                sliding_window=5,
+                num_kv_shared_layers=1,
+            ),
+            [(1, 2, 8, 8), (2, 2, 8, 8, 5)],
+        ),
+        # Gemma 4: layers that see all have heads of their own
+        (
+            _base(
+                2,
+                layer_types=["sliding_attention", "full_attention"],
+                sliding_window=5,
+                global_head_dim=16,
+                num_global_key_value_heads=1,
+                attention_k_eq_v=True,
+            ),
+            [(1, 1, 16, 16), (1, 2, 8, 8, 5)],
+        ),
+        # T5: the decoder counts, and its cross-attention does not
+        (
+            {
+                "is_encoder_decoder": True,
+                "num_layers": 24,
+                "num_decoder_layers": 6,
+                "num_heads": 12,
+                "d_kv": 64,
+                "d_model": 512,
+            },
+            [(6, 12, 64, 64)],
+        ),
+    ],
+)
+def test_layers_that_keep_keys_and_values_are_counted_as_the_model_has_them(
+    config, groups, tmp_path
+):
+    found = shape_from_hf_config(str(_hf(tmp_path, **config)))
+    assert found.groups == tuple(LayerGroup(*group) for group in groups)
+
+
+@pytest.mark.parametrize(
+    ("config", "tokens", "size"),
+    [
+        # 27 layers x 16 heads x (128 + 64 of a key, 128 of a value) x 4 bytes
+        (DEEPSEEK_V2_LITE, 1000, 1000 * 27 * 16 * (192 + 128) * 4),
+        (JAMBA, 1000, 32_768_000),  # 4 x 8 heads x 128 x 2 x 4 = 32,768 for a token
+        (QWEN3_NEXT, 1000, 49_152_000),  # 12 x 2 x 256 x 2 x 4
+        (FALCON_7B, 1000, 16_384_000),  # 32 x 1 x 64 x 2 x 4
+        (FALCON_40B, 1000, 245_760_000),  # 60 x 8 x 64 x 2 x 4
+        # 1 x 256 x 2 x 4 = 2,048 for a token and layer; 4 layers of 32,768, 22 of 2 x 512 tokens
+        (GEMMA_3_1B, 32768, 4 * 32768 * 2048 + 22 * 1024 * 2048),
+        (GEMMA_3_1B, 700, 26 * 700 * 2048),  # below twice the window all layers hold all
+        (MISTRAL_7B_V01, 100_000, 2 << 30),  # 32 layers x 8,192 tokens x 8 x 128 x 2 x 4
+        (LLAMA_32_VISION, 1000, 262_144_000),  # 32 x 8 x 128 x 2 x 4
+    ],
+)
+def test_the_bytes_of_a_context_worked_out_by_hand(config, tokens, size, tmp_path, capsys):
+    report = _plan(capsys, "--hf-config", _hf(tmp_path, **config), "--context", tokens)
+    rows = _by_format(report)
+    assert rows["float32"]["bytes"] == size
+    assert rows["float16"]["bytes"] == size // 2 and rows["bfloat16"]["bytes"] == size // 2
+
+
+def test_latent_attention_is_shown_expanded_and_as_latents(tmp_path, capsys):
+    path = _hf(tmp_path, **DEEPSEEK_V2_LITE)
+    report = _plan(capsys, "--hf-config", path, "--context", 1000)
+    assert (report["num_kv_heads"], report["head_dim"], report["value_head_dim"]) == (16, 192, 128)
+    assert _by_format(report)["float32"]["bytes_per_token"] == 552_960  # 27 x 16 x 320 x 4
+    cache = kvedge.KVCache(27, 16, 192, value_head_dim=128, max_seq_len=1000)
+    assert _by_format(report)["int8, whole row, float32 scales"]["bytes"] == cache.memory_bytes
+    (latent,) = report["latent"]["layers"]
+    assert (latent["count"], latent["num_kv_heads"]) == (27, 1)
+    assert (latent["head_dim"], latent["value_head_dim"]) == (576, 512)
+    rows = _by_format(report["latent"])
+    assert rows["float32"]["bytes_per_token"] == 62_208  # 27 x (512 + 64) x 4: a ninth
+    assert rows["int8, whole row, float32 scales"]["bytes_per_token"] == 27 * (576 + 4)
+    assert rows["int8, groups of 64, float16 scales"]["bytes_per_token"] == 27 * (576 + 9 * 2)
+    assert main(["plan", "--hf-config", str(path), "--context", "1000"]) == exits.OK
+    printed = capsys.readouterr()
+    assert "16 KV heads of 192 channels (values: 128)" in printed.out
+    assert "1 KV head of 576 channels, whose first 512 are the value" in printed.out
+    assert "value_head_dim=512 takes 1.89 times as much" in printed.err  # (576 + 512) / 576
+
+
+def test_a_context_that_slides_has_no_longest(tmp_path, capsys):
+    path = _hf(tmp_path, **MISTRAL_7B_V01)
+    report = _plan(capsys, "--hf-config", path, "--context", 10**9, "--ram", "2G")
+    rows = _by_format(report)
+    assert rows["float32"]["longest_context"] is None and rows["float32"]["fits"]
+    report = _plan(capsys, "--hf-config", path, "--context", 5000, "--ram", "1G")
+    rows = _by_format(report)
+    assert rows["float32"]["longest_context"] == 4096 and not rows["float32"]["fits"]
+    assert main(["plan", "--hf-config", str(path), "--context", "9", "--ram", "2G"]) == exits.OK
+    assert "any" in capsys.readouterr().out
+
+
+def test_the_longest_context_counts_windows(tmp_path, capsys):
+    path = _hf(tmp_path, **GEMMA_3_1B)
+    report = _plan(capsys, "--hf-config", path, "--context", 9, "--ram", "1G")
+    longest = _by_format(report)["float32"]["longest_context"]
+    assert longest == (2**30 - 22 * 1024 * 2048) // (4 * 2048)
+
+
+def test_kinds_of_layers_that_nobody_knows_are_counted_and_named(tmp_path, capsys):
+    path = _hf(tmp_path, **_base(2, layer_types=["indexed_attention", "full_attention"]))
+    assert _plan(capsys, "--hf-config", path, "--context", 9)["num_layers"] == 2
+    assert main(["plan", "--hf-config", str(path), "--context", "9"]) == exits.OK
+    assert "indexed_attention" in capsys.readouterr().err
+
+
+def test_values_of_another_width_by_hand(capsys):
+    shape = ["--layers", 2, "--kv-heads", 3, "--head-dim", 40, "--context", 100]
+    report = _plan(capsys, *shape, "--value-head-dim", 24)
+    for row in report["formats"]:
+        options = {"dtype": row["dtype"], "max_seq_len": 100, "value_head_dim": 24}
+        if row["scale_dtype"]:
+            options |= {"group_size": row["group_size"], "scale_dtype": row["scale_dtype"]}
+        assert row["bytes"] == kvedge.KVCache(2, 3, 40, **options).memory_bytes
+    assert main(["plan", "--value-head-dim", "8"]) == exits.USAGE
 
 
 # ---- sizes ---------------------------------------------------------------------------------------

@@ -1,0 +1,210 @@
+"""What a model keeps of each token, from its Hugging Face ``config.json``.
+
+Field names and defaults are those of the models' own configuration classes in transformers 5.23.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvedge.cli.layer_groups import CacheShape, LayerGroup
+from kvedge.cli.layer_kinds import FULL, NOTHING, SLIDING, layer_kinds, sliding_window
+from kvedge.console.exits import CommandError
+
+__all__ = ["shape_from_hf_config"]
+
+# The same number under the names that the families of models give it; the first is today's usual.
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_DECODER_LAYERS = ("num_decoder_layers", "decoder_layers")
+_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+_DECODER_HEADS = ("decoder_attention_heads",)
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
+_HEAD_DIM = ("head_dim", "kv_channels", "d_kv")
+_HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
+_CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "seq_length")
+# Where models that also see or hear keep the configuration of the part that writes.
+_TEXT = ("text_config", "language_config", "llm_config", "thinker_config")
+_MOST_LAYERS = 1 << 16
+# Models whose configuration class has multi_query=True where the file says nothing.
+_MULTI_QUERY = ("falcon", "gpt_bigcode", "RefinedWebModel")
+
+
+def shape_from_hf_config(path: str) -> CacheShape:
+    """Read the shape from a Hugging Face ``config.json`` (or the folder that holds it).
+
+    Raises
+    ------
+    CommandError
+        If the file is not JSON, or lacks a number that the shape needs.
+    """
+    file = Path(path)
+    if file.is_dir():
+        file = file / "config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:  # also JSONDecodeError, UnicodeDecodeError
+        raise CommandError(f"{file} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise CommandError(f"{file} must hold a JSON object, not a {type(config).__name__}")
+    name = config.get("_name_or_path") or config.get("model_type") or file.name
+    for key in _TEXT:
+        if isinstance(config.get(key), dict) and _find(config, _LAYERS) is None:
+            config = {"model_type": config.get("model_type"), **config[key]}
+    return _Model(str(name), config, file).shape()
+
+
+class _Model:
+    """A configuration, and what is made of it."""
+
+    def __init__(self, name: str, config: Mapping[str, Any], file: Path) -> None:
+        self.name, self.config, self.file = name, config, file
+        self.notes: list[str] = []
+
+    def shape(self) -> CacheShape:
+        decodes = self.config.get("is_encoder_decoder") is True
+        layers = self._optional(_DECODER_LAYERS) if decodes else None
+        if layers is None:
+            layers = self._optional(_LAYERS)  # None: a list of kinds may tell
+        if layers is not None and layers > _MOST_LAYERS:
+            raise CommandError(f"{self.file}: {layers} layers, where {_MOST_LAYERS} are the most")
+        if layers is not None and self.config.get("model_type") == "longcat_flash":
+            layers *= 2  # each has two attentions
+        kinds = self._kinds(layers)
+        if decodes:
+            self.notes.append("cross-attention to the encoder's output is not counted")
+        heads = self._optional(_DECODER_HEADS) if decodes else None
+        if heads is None:
+            heads = self._number(_HEADS)
+        latent: tuple[LayerGroup, ...] = ()
+        if self.config.get("kv_lora_rank"):
+            of_layer, of_latent = self._latent_attention(heads)
+            latent = _groups(kinds, {kind: of_latent for kind in (FULL, SLIDING)}, self._window())
+            latent = tuple(_keeping_once(group) for group in latent)
+            shapes = {FULL: of_layer, SLIDING: of_layer}
+        else:
+            shapes = self._attention(heads)
+        groups = _groups(kinds, shapes, self._window())
+        context = self._optional(_CONTEXT)
+        return CacheShape(self.name, groups, context, tuple(self.notes), latent)
+
+    # ---- a layer of each kind: KV heads, channels of a key, of a value -------------------------
+
+    def _attention(self, heads: int) -> dict[str, tuple[int, int, int]]:
+        kv_heads = self._kv_heads(heads)
+        head_dim = self._optional(_HEAD_DIM)
+        if head_dim is None:
+            head_dim = self._number(_HIDDEN) // heads
+        # Gemma 4: layers that see all have heads of their own.
+        wide = self._optional(("global_head_dim",)) or head_dim
+        few = self._optional(("num_global_key_value_heads",))
+        if few is None or not self.config.get("attention_k_eq_v", True):
+            few = kv_heads
+        return {FULL: (few, wide, wide), SLIDING: (kv_heads, head_dim, head_dim)}
+
+    def _kv_heads(self, heads: int) -> int:
+        config = self.config
+        kv_heads = self._optional(_KV_HEADS) or heads  # else every query head has its own
+        if config.get("new_decoder_architecture") is True:  # Falcon 40B: num_kv_heads counts
+            if kv_heads != heads:
+                self.notes.append(
+                    f"transformers keeps Falcon's {kv_heads} KV heads repeated for all {heads}"
+                    " query heads: these are the sizes of the model's own heads"
+                )
+            return kv_heads
+        one = config.get("multi_query", config.get("model_type") in _MULTI_QUERY)
+        return 1 if one is True else kv_heads  # Falcon 7B has num_kv_heads 71 and uses 1
+
+    def _latent_attention(self, heads: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+        """Multi-head latent attention (DeepSeek-V2): expanded, and as the latents it projects."""
+        rank, rope = self._number(("kv_lora_rank",)), self._number(("qk_rope_head_dim",))
+        head_dim = self._number(("qk_nope_head_dim",)) + rope
+        value = self._optional(("v_head_dim",)) or self._number(_HIDDEN) // heads
+        self.notes.append(
+            f"latent attention: expanded, {heads} heads have keys of {head_dim} channels and values"
+            f" of {value}; a latent has {rank} + {rope} channels, of which the first {rank} are"
+            f" the value. kvedge keeps values apart: a KVCache of head_dim={rank + rope} and"
+            f" value_head_dim={rank} takes {(2 * rank + rope) / (rank + rope):.2f} times as much"
+        )
+        return (heads, head_dim, value), (1, rank + rope, rank)
+
+    # ---- layers ---------------------------------------------------------------------------------
+
+    def _window(self) -> int | None:
+        return sliding_window(self.config)
+
+    def _kinds(self, layers: int | None) -> list[str]:
+        """What each layer keeps; notes tell where it is not all."""
+        try:
+            kinds, unknown = layer_kinds(self.config, layers)
+        except (TypeError, ValueError) as error:
+            what = f"{self.file}: which layers have attention cannot be read: {error}"
+            raise CommandError(what) from error
+        count, of = Counter(kinds), len(kinds)
+        if count[SLIDING] and self._window() is None:
+            self.notes.append(
+                f"{count[SLIDING]} of {of} layers slide over a window that the file does not tell:"
+                " they are counted in full"
+            )
+        elif count[SLIDING]:
+            self.notes.append(
+                f"{count[SLIDING]} of {of} layers have a sliding window of {self._window()} tokens:"
+                " each is counted with at most twice as many"
+            )
+        if count[NOTHING]:
+            self.notes.append(
+                f"{count[NOTHING]} of {of} layers keep no keys and values of each token (linear"
+                " attention, convolution, cross-attention, rows of another layer): not counted"
+            )
+        if unknown:
+            names = ", ".join(sorted(unknown))
+            self.notes.append(f"layers of unknown kinds are counted as full attention: {names}")
+        if count[NOTHING] == of:
+            raise CommandError(f"{self.file}: no layer of the model keeps keys and values")
+        return kinds
+
+    # ---- numbers --------------------------------------------------------------------------------
+
+    def _optional(self, names: tuple[str, ...]) -> int | None:
+        value = _find(self.config, names)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            key = next(name for name in names if self.config.get(name) is not None)
+            raise CommandError(
+                f"{self.file}: {key} must be a whole number of 1 or more, not {value!r}"
+            )
+        return value
+
+    def _number(self, names: tuple[str, ...]) -> int:
+        value = self._optional(names)
+        if value is None:
+            others = f" (nor {', '.join(names[1:])})" if names[1:] else ""
+            raise CommandError(
+                f"{self.file} has no {names[0]}{others}: the model has a default that the file does"
+                " not tell; give --layers, --kv-heads and --head-dim"
+            )
+        return value
+
+
+def _groups(
+    kinds: list[str], shapes: Mapping[str, tuple[int, int, int]], window: int | None
+) -> tuple[LayerGroup, ...]:
+    """Layers of one shape and window together, those that see all first."""
+    count: Counter[tuple[tuple[int, int, int], int | None]] = Counter()
+    for kind in (FULL, SLIDING):
+        count[shapes[kind], window if kind == SLIDING else None] += kinds.count(kind)
+    return tuple(LayerGroup(n, *shape, window=of) for (shape, of), n in count.items() if n)
+
+
+def _keeping_once(group: LayerGroup) -> LayerGroup:
+    return LayerGroup(
+        group.count, group.num_kv_heads, group.head_dim, group.value_head_dim, group.window, True
+    )
+
+
+def _find(config: Mapping[str, Any], names: tuple[str, ...]) -> Any:
+    return next((config[name] for name in names if config.get(name) is not None), None)

@@ -1,0 +1,105 @@
+"""What the size of a model's cache depends on: groups of like layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kvedge.core.config import MAX_CAPACITY, layer_config
+from kvedge.core.memory import slab_layout
+
+__all__ = ["CacheShape", "LayerGroup"]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers of a model that keep the same of each token."""
+
+    count: int  # layers
+    num_kv_heads: int
+    head_dim: int  # channels of a key
+    value_head_dim: int  # channels of a value
+    window: int | None = None  # tokens that a sliding layer sees; None: all
+    values_in_keys: bool = False  # a value is the beginning of its key, and kept once
+
+    def tokens(self, context: int) -> int:
+        """Tokens that a layer holds of a context: of a sliding one, at most twice its window."""
+        return context if self.window is None else min(context, 2 * self.window)
+
+    def bytes_per_token(self, dtype: str, **options: Any) -> int:
+        """Bytes that one token takes in all of the layers, by the layers' own arithmetic."""
+        config = layer_config(
+            dtype,
+            1,
+            self.num_kv_heads,
+            self.head_dim,
+            value_head_dim=self.value_head_dim,
+            **options,
+        )
+        slabs = slab_layout(config)
+        if self.values_in_keys:
+            slabs = slabs[::2]  # those of the keys
+        rows = sum(dtype.itemsize * shape[2] for shape, dtype in slabs)
+        return self.count * self.num_kv_heads * rows
+
+    def __str__(self) -> str:
+        heads = "1 KV head" if self.num_kv_heads == 1 else f"{self.num_kv_heads} KV heads"
+        text = f"{self.count} layer{'' if self.count == 1 else 's'}, {heads} of {self.head_dim}"
+        if self.values_in_keys:
+            text += f" channels, whose first {self.value_head_dim} are the value"
+        elif self.value_head_dim != self.head_dim:
+            text += f" channels (values: {self.value_head_dim})"
+        else:
+            text += " channels"
+        return text if self.window is None else f"{text}, a window of {self.window} tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """What the size of a cache depends on."""
+
+    name: str
+    groups: tuple[LayerGroup, ...]  # layers that keep keys and values; those that see all first
+    context: int | None = None  # tokens the model was made for, where known
+    notes: tuple[str, ...] = ()
+    latent: tuple[LayerGroup, ...] = ()  # the same layers, as latent attention (MLA) can keep them
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that keep keys and values."""
+        return sum(group.count for group in self.groups)
+
+    @property
+    def widest(self) -> int:
+        """Channels of the widest rows."""
+        return max(max(group.head_dim, group.value_head_dim) for group in self.groups)
+
+    def bytes_per_token(self, dtype: str, **options: Any) -> int:
+        """Bytes that one token takes in all layers, while none has dropped it.
+
+        Parameters
+        ----------
+        dtype : {"int8", "float32", "float16", "bfloat16"}
+        **options
+            ``group_size`` and ``scale_dtype`` of :class:`kvedge.QuantizedKvLayer`.
+        """
+        return sum(group.bytes_per_token(dtype, **options) for group in self.groups)
+
+    def bytes(self, context: int, dtype: str, **options: Any) -> int:
+        """Bytes of a context in all layers; options as for :meth:`bytes_per_token`."""
+        return sum(
+            group.tokens(context) * group.bytes_per_token(dtype, **options) for group in self.groups
+        )
+
+    def longest_context(self, ram: int, dtype: str, **options: Any) -> int | None:
+        """Tokens of the longest context that fits in `ram` bytes; None: there is no end to them."""
+        if self.bytes(MAX_CAPACITY, dtype, **options) <= ram:
+            return None
+        fits, too_many = 0, MAX_CAPACITY
+        while too_many - fits > 1:
+            middle = (fits + too_many) // 2
+            if self.bytes(middle, dtype, **options) <= ram:
+                fits = middle
+            else:
+                too_many = middle
+        return fits
