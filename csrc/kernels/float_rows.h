@@ -2,61 +2,63 @@
  * its target pragma and x86.h; the path first defines
  *
  *   floats                         a vector of FLOATS floats
- *   load_floats(p), store_floats(p, x), zero_floats(), all_floats(f), multiply(a, b), multiply_add(a, b, c): a * b + c
+ *   load_floats(p), store_floats(p, x), zero_floats(), all_floats(f), multiply_floats(a, b), multiply_add_floats(a, b, c): a * b + c
  *   load_first_floats(p, n), store_first_floats(p, n, x)   only the first n of them; zeros from there on
  *   load_channels(from, format), load_first_channels(from, format, n)   a row's channels as floats; likewise
  *   sums_of_8(x)                   of each of 8 vectors the sum: __m256
- *   store_scores(sums, tokens, scores)   these, as 8 / tokens rows of a tile's scores
+ *   CONVERTED_QUERIES              with more of them 16-bit rows are converted first
+ *   PART_LOADS_ARE_CHEAP           load_first_channels() costs about what load_channels() does
  *
  * Scores: 8 sums stay in registers, of 8 rows and one query, 4 and 2, or 2 and 4; then lanes are added up, 8 vectors at
  * once. Weighted sums: 8 vectors of sums stay in registers over all tokens of a tile, of one query, 2 or up to 4. So each
  * FMA waits for no FMA of the 7 before it, and every row loaded serves up to 4 queries.
  *
  * Rows are converted as they are loaded where few queries meet them. They are converted first, and kept, where more do,
- * where tile->factor is not 1, and where channels do not fill vectors: for scores 8 rows, for weighted sums the channels
+ * where tile->factor is not 1, and where channels do not fill vectors and part loads are not cheap: for scores 8 rows, for weighted sums the channels
  * of one pass. (factor may be as small as 2^-67 and rows as large as 3e38, so neither queries nor probabilities can take
  * it.)
  */
 
 enum {
   FLOAT_SUMS = 8,
-  CONVERTED_QUERIES = 4, /* with more of them 16-bit rows are converted first */
-  LINE = 64,             /* bytes */
+  LINE = 64, /* bytes */
 };
 
 KVEDGE_INLINE ptrdiff_t channel_bytes(const kvedge_format format) { return format == KVEDGE_FLOAT32 ? 4 : 2; }
 
 KVEDGE_INLINE int is_converted_first(const kvedge_tile *tile, const kvedge_format format, int dim, int num_queries) {
-  return tile->factor != 1.0f || dim % FLOATS != 0 || (format != KVEDGE_FLOAT32 && num_queries > CONVERTED_QUERIES);
+  return tile->factor != 1.0f || (dim % FLOATS != 0 && !PART_LOADS_ARE_CHEAP) ||
+         (format != KVEDGE_FLOAT32 && num_queries > CONVERTED_QUERIES);
 }
 
 /* Converts n channels, FLOATS at a time; from n on, to the next multiple of FLOATS, zeros. */
 KVEDGE_INLINE void convert_channels(const char *from, const kvedge_format format, int n, floats factor, float *to) {
   int d = 0;
   for (; d + FLOATS <= n; d += FLOATS, from += FLOATS * channel_bytes(format))
-    store_floats(to + d, multiply(load_channels(from, format), factor));
-  if (d < n) store_floats(to + d, multiply(load_first_channels(from, format, n - d), factor));
+    store_floats(to + d, multiply_floats(load_channels(from, format), factor));
+  if (d < n) store_floats(to + d, multiply_floats(load_first_channels(from, format, n - d), factor));
 }
 
 /* ---- Scores ---- */
 
-/* sum[i * rows + j] += products of FLOATS channels of query i and row j, `at` channels on. (Constants where this is
- * inlined: format and count.) */
+/* sum[i * rows + j] += products of FLOATS channels, or n fewer, of query i and row j, `at` channels on. (Constants where
+ * this is inlined: format, count, and whether n is FLOATS.) */
 KVEDGE_INLINE void dot_channels(const float *query, ptrdiff_t stride, const int count, const char *const *row,
-                                const kvedge_format format, ptrdiff_t at, floats sum[FLOAT_SUMS]) {
+                                const kvedge_format format, ptrdiff_t at, int n, floats sum[FLOAT_SUMS]) {
   const int rows = FLOAT_SUMS / count;
   floats q[4];
 #pragma GCC unroll 4
   for (int i = 0; i < count; i++) q[i] = load_floats(query + i * stride + at);
 #pragma GCC unroll 8
   for (int j = 0; j < rows; j++) {
-    const floats key = load_channels(row[j] + at * channel_bytes(format), format);
+    const char *from = row[j] + at * channel_bytes(format);
+    const floats key = n >= FLOATS ? load_channels(from, format) : load_first_channels(from, format, n);
 #pragma GCC unroll 4
-    for (int i = 0; i < count; i++) sum[i * rows + j] = multiply_add(key, q[i], sum[i * rows + j]);
+    for (int i = 0; i < count; i++) sum[i * rows + j] = multiply_add_floats(key, q[i], sum[i * rows + j]);
   }
 }
 
-/* Dot products of FLOAT_SUMS / count rows, of whole vectors, with `count` queries, 1, 2 or 4: (count, rows). Meanwhile as many bytes are
+/* Dot products of FLOAT_SUMS / count rows with `count` queries, 1, 2 or 4: (count, rows). Meanwhile as many bytes are
  * prefetched as the rows have, from `next` on. */
 KVEDGE_INLINE __m256 dot_float_rows(const float *query, ptrdiff_t stride, const int count, const char *const *from,
                                     const kvedge_format format, int dim, kvedge_next_block next) {
@@ -70,14 +72,15 @@ KVEDGE_INLINE __m256 dot_float_rows(const float *query, ptrdiff_t stride, const 
   ptrdiff_t d = 0, asked = 0;
   for (; d + per_line <= dim; d += per_line) {
 #pragma GCC unroll 4
-    for (int e = 0; e < per_line; e += FLOATS) dot_channels(query, stride, count, row, format, d + e, sum);
+    for (int e = 0; e < per_line; e += FLOATS) dot_channels(query, stride, count, row, format, d + e, FLOATS, sum);
     if (next.first)
 #pragma GCC unroll 8
       for (int j = 0; j < rows; j++, asked += LINE) kvedge_prefetch_line(next, asked);
   }
   if (next.first)
     for (; asked < rows * dim * channel_bytes(format); asked += LINE) kvedge_prefetch_line(next, asked);
-  for (; d < dim; d += FLOATS) dot_channels(query, stride, count, row, format, d, sum);
+  for (; d + FLOATS <= dim; d += FLOATS) dot_channels(query, stride, count, row, format, d, FLOATS, sum);
+  if (PART_LOADS_ARE_CHEAP && d < dim) dot_channels(query, stride, count, row, format, d, (int)(dim - d), sum);
   return sums_of_8(sum);
 }
 
@@ -188,12 +191,16 @@ KVEDGE_INLINE void weigh_channels(const float_rows *v, const kvedge_format forma
         for (int line = 0; line < bytes; line += LINE) kvedge_prefetch_line(next, (ptrdiff_t)bytes * t + line);
       floats value[FLOAT_SUMS];
 #pragma GCC unroll 8
-      for (int k = 0; k < vectors; k++) value[k] = load_channels(row + k * FLOATS * size, format);
+      for (int k = 0; k < vectors; k++) {
+        const char *from = row + k * FLOATS * size;
+        value[k] = k < vectors - 1 || n >= FLOATS ? load_channels(from, format) : load_first_channels(from, format, n);
+      }
 #pragma GCC unroll 4
       for (int i = 0; i < count; i++) {
         const floats weight = all_floats(p[i * KVEDGE_TILE]);
 #pragma GCC unroll 8
-        for (int k = 0; k < vectors; k++) sum[i * vectors + k] = multiply_add(value[k], weight, sum[i * vectors + k]);
+        for (int k = 0; k < vectors; k++)
+          sum[i * vectors + k] = multiply_add_floats(value[k], weight, sum[i * vectors + k]);
       }
     }
   }
@@ -203,22 +210,26 @@ KVEDGE_INLINE void weigh_channels(const float_rows *v, const kvedge_format forma
 #pragma GCC unroll 8
     for (int k = 0; k < vectors; k++) {
       float *to = acc + k * FLOATS;
-      if (k < vectors - 1 || n >= FLOATS) store_floats(to, multiply_add(load_floats(to), kept, sum[i * vectors + k]));
-      else store_first_floats(to, n, multiply_add(load_first_floats(to, n), kept, sum[i * vectors + k]));
+      if (k < vectors - 1 || n >= FLOATS)
+        store_floats(to, multiply_add_floats(load_floats(to), kept, sum[i * vectors + k]));
+      else store_first_floats(to, n, multiply_add_floats(load_first_floats(to, n), kept, sum[i * vectors + k]));
     }
   }
 }
 
-/* A pass over the tokens for `count` queries, of as many channels of `left` whole vectors as it can: how many is returned.
+/* A pass over the tokens for `count` queries, of as many of `left` channels as it can: how many is returned.
  * (Constants as in weigh_channels().) */
 KVEDGE_INLINE int weigh_pass(const float_rows *v, const kvedge_format format, int at, int left, const int count,
                              int asking, const float *p, const float *rescale, float *acc, ptrdiff_t acc_stride) {
-#define WEIGH(vectors) weigh_channels(v, format, at, vectors, FLOATS, count, asking, p, rescale, acc, acc_stride)
+#define WEIGH_OF(vectors, n) weigh_channels(v, format, at, vectors, n, count, asking, p, rescale, acc, acc_stride)
+#define WEIGH(vectors) WEIGH_OF(vectors, FLOATS)
   if (count == 1 && left >= 8 * FLOATS) return WEIGH(8), 8 * FLOATS;
   if (count <= 2 && left >= 4 * FLOATS) return WEIGH(4), 4 * FLOATS;
   if (left >= 2 * FLOATS) return WEIGH(2), 2 * FLOATS;
-  WEIGH(1);
+  if (PART_LOADS_ARE_CHEAP && left < FLOATS) WEIGH_OF(1, left);
+  else WEIGH(1);
 #undef WEIGH
+#undef WEIGH_OF
   return FLOATS;
 }
 
@@ -273,7 +284,7 @@ KVEDGE_INLINE void weigh_rows_of_floats(const kvedge_probabilities *p, const kve
           for (int line = 0; line < 2 * LINE; line += LINE) kvedge_prefetch_line(ahead, t * 2 * FLOATS * size + line);
         if (n == 2 * FLOATS)
           for (int k = 0; k < 2 * FLOATS; k += FLOATS)
-            store_floats(row + k, multiply(load_channels(from + k * size, format), factor));
+            store_floats(row + k, multiply_floats(load_channels(from + k * size, format), factor));
         else convert_channels(from, format, n, factor, row);
       }
     }

@@ -87,6 +87,22 @@ KVEDGE_INLINE kvedge_run kvedge_run_of(const kvedge_tile *tile, const kvedge_nex
   return run;
 }
 
+/* Scores of 8, 4 or 2 tokens of each of 1, 2 or 4 queries, a row of the tile for each query. */
+KVEDGE_INLINE void store_scores(__m256 score, const int tokens, float *scores) {
+  __m128 low = _mm256_castps256_ps128(score), high = _mm256_extractf128_ps(score, 1);
+  if (tokens == 8) {
+    _mm256_storeu_ps(scores, score);
+  } else if (tokens == 4) {
+    _mm_storeu_ps(scores, low);
+    _mm_storeu_ps(scores + KVEDGE_TILE, high);
+  } else {
+    _mm_storel_pi((__m64 *)scores, low);
+    _mm_storeh_pi((__m64 *)(scores + KVEDGE_TILE), low);
+    _mm_storel_pi((__m64 *)(scores + 2 * KVEDGE_TILE), high);
+    _mm_storeh_pi((__m64 *)(scores + 3 * KVEDGE_TILE), high);
+  }
+}
+
 /* WORK(count) for queries i..n-1: four at a time, then those that are left. */
 #define BY_FOURS(n, WORK)                                                                                              \
   {                                                                                                                    \

@@ -1,5 +1,5 @@
 /* Vectors of 8 floats as kernels/float_rows.h wants them. Part of avx2.c and avxvnni.c, after scores.h. */
-enum { FLOATS = 8 };
+enum { FLOATS = 8, CONVERTED_QUERIES = 4, PART_LOADS_ARE_CHEAP = 0 };
 typedef __m256 floats;
 
 KVEDGE_INLINE floats zero_floats(void) { return _mm256_setzero_ps(); }
@@ -8,8 +8,8 @@ KVEDGE_INLINE floats load_floats(const float *p) { return _mm256_loadu_ps(p); }
 KVEDGE_INLINE void store_floats(float *p, floats x) { _mm256_storeu_ps(p, x); }
 KVEDGE_INLINE floats load_first_floats(const float *p, int n) { return _mm256_maskload_ps(p, first_lanes(n)); }
 KVEDGE_INLINE void store_first_floats(float *p, int n, floats x) { _mm256_maskstore_ps(p, first_lanes(n), x); }
-KVEDGE_INLINE floats multiply(floats a, floats b) { return _mm256_mul_ps(a, b); }
-KVEDGE_INLINE floats multiply_add(floats a, floats b, floats c) { return _mm256_fmadd_ps(a, b, c); }
+KVEDGE_INLINE floats multiply_floats(floats a, floats b) { return _mm256_mul_ps(a, b); }
+KVEDGE_INLINE floats multiply_add_floats(floats a, floats b, floats c) { return _mm256_fmadd_ps(a, b, c); }
 KVEDGE_INLINE __m256 sums_of_8(const floats x[8]) { return reduce_add_8(x); }
 
 KVEDGE_INLINE floats floats_of_halves(__m128i halves, const kvedge_format format) {

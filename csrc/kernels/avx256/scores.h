@@ -132,22 +132,6 @@ KVEDGE_INLINE __m256 scales_of_tokens(const float *k_scale, const int tokens) {
   return _mm256_castpd_ps(_mm256_set1_pd(two));
 }
 
-/* Scores of 8, 4 or 2 tokens of each of 1, 2 or 4 queries, a row of the tile for each query. */
-KVEDGE_INLINE void store_scores(__m256 score, const int tokens, float *scores) {
-  __m128 low = _mm256_castps256_ps128(score), high = _mm256_extractf128_ps(score, 1);
-  if (tokens == 8) {
-    _mm256_storeu_ps(scores, score);
-  } else if (tokens == 4) {
-    _mm_storeu_ps(scores, low);
-    _mm_storeu_ps(scores + KVEDGE_TILE, high);
-  } else {
-    _mm_storel_pi((__m64 *)scores, low);
-    _mm_storeh_pi((__m64 *)(scores + KVEDGE_TILE), low);
-    _mm_storel_pi((__m64 *)(scores + 2 * KVEDGE_TILE), high);
-    _mm_storeh_pi((__m64 *)(scores + 3 * KVEDGE_TILE), high);
-  }
-}
-
 /* Scores of a run's tokens for `count` queries, 1, 2 or 4: (count, KVEDGE_TILE). (Constants where this is inlined:
  * count, of_floats.) */
 KVEDGE_INLINE void score_run(const kvedge_run *run, ptrdiff_t token_stride, int dim, const int8_t *codes,

@@ -16,6 +16,9 @@
 
 #if defined(__x86_64__)
 #include "kernels/avx512vnni/common.h"
+#define KVEDGE_NAME(function) function##_avx512vnni
+#include "kernels/avx512vnni/floats.h"
+#include "kernels/float_rows.h"
 
 static uint32_t abs_max_bits_avx512vnni(const float *x, size_t n) {
   const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
@@ -258,10 +261,9 @@ const kvedge_kernels kvedge_kernels_avx512vnni = {
                                .weighted_sum = weighted_sum_int8_avx512vnni,
                                .scores_of_heads = scores_of_heads_int8_avx512vnni,
                                .weighted_sum_of_heads = weighted_sum_of_heads_int8_avx512vnni},
-               [KVEDGE_FLOAT32] = {.scores = scores_float32_avx512vnni, .weighted_sum = weighted_sum_float32_avx512vnni},
-               [KVEDGE_FLOAT16] = {.scores = scores_float16_avx512vnni, .weighted_sum = weighted_sum_float16_avx512vnni},
-               [KVEDGE_BFLOAT16] = {.scores = scores_bfloat16_avx512vnni,
-                                   .weighted_sum = weighted_sum_bfloat16_avx512vnni}},
+               [KVEDGE_FLOAT32] = KVEDGE_FLOAT_CELL(float32),
+               [KVEDGE_FLOAT16] = KVEDGE_FLOAT_CELL(float16),
+               [KVEDGE_BFLOAT16] = KVEDGE_FLOAT_CELL(bfloat16)},
     .abs_max_bits = abs_max_bits_avx512vnni,
     .quantize = quantize_avx512vnni,
     .dequantize = dequantize_portable,

@@ -165,14 +165,11 @@ enum {
 };
 
 typedef void scores_function(const kvedge_query *q, const kvedge_tile *keys, float *scores, int accumulate);
-scores_function scores_int8_avx512vnni, scores_of_heads_int8_avx512vnni;                          /* scores.c */
-scores_function scores_float32_avx512vnni, scores_float16_avx512vnni, scores_bfloat16_avx512vnni; /* floats.c */
+scores_function scores_int8_avx512vnni, scores_of_heads_int8_avx512vnni; /* scores.c */
 
 /* Weighted sums by the planes of quantized probabilities: compilers do better with several functions than with one. */
 typedef void weighted_sum_function(const kvedge_probabilities *p, const kvedge_tile *values,
                                    const kvedge_accumulators *to);
-weighted_sum_function weighted_sum_float32_avx512vnni, weighted_sum_float16_avx512vnni,
-    weighted_sum_bfloat16_avx512vnni; /* floats.c */
 weighted_sum_function weighted_sum_1_avx512vnni, weighted_sum_2_avx512vnni, weighted_sum_3_avx512vnni;
 weighted_sum_function weighted_sum_of_heads_1_avx512vnni, weighted_sum_of_heads_2_avx512vnni,
     weighted_sum_of_heads_3_avx512vnni;

@@ -449,8 +449,8 @@ KVEDGE_INLINE __m512i add_half_lanes(__m512i a, __m512i b) {
 }
 
 /* Scores of a block for one query, whose sums over all channels are half added up, as add_half_lanes() leaves them. */
-KVEDGE_INLINE void store_scores(const kvedge_query *q, int i, const int bytes, __m512i halves[2][2],
-                                const float *k_scale, float *out, int accumulate) {
+KVEDGE_INLINE void put_head_scores(const kvedge_query *q, int i, const int bytes, __m512i halves[2][2],
+                                   const float *k_scale, float *out, int accumulate) {
   const int32_t *offset = q->offsets + i * 4 * q->scale_stride;
   __m512 dot = _mm512_setzero_ps();
 #pragma GCC unroll 2
@@ -537,8 +537,8 @@ KVEDGE_INLINE void score_block_of_heads(const scoring *s, const key_rows *k, con
 #pragma GCC unroll 4
       for (int u = 0; u < 4; u++) sum[part][u] = _mm512_maskz_mov_epi32((__mmask16)~its, products[part][u]);
     }
-    store_scores(s->q, head, bytes, halves, k_scale + head * k_scale_stride, scores + head * KVEDGE_TILE,
-                 s->accumulate);
+    put_head_scores(s->q, head, bytes, halves, k_scale + head * k_scale_stride, scores + head * KVEDGE_TILE,
+                    s->accumulate);
     head++, left += dim / 16;
   }
 }
