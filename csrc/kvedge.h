@@ -10,7 +10,7 @@
  *   kvedge_attend(layer, query, 1, 32, NULL, 0, out, NULL); // float[32][head_dim] in and out
  *   kvedge_layer_destroy(layer);
  *
- * All arrays are C-contiguous, in the order written in brackets. Every call that can fail returns a
+ * All arrays are C-contiguous, in the order written in brackets, but for kvedge_array, which has strides. Every call that can fail returns a
  * kvedge_status and, failing, has changed nothing. Nothing here prints, exits or keeps a pointer to
  * an argument after it returned, except where it says so.
  *
@@ -57,6 +57,21 @@ kvedge_status kvedge_select_isa(const char *name, const char **why_not);
 const char *kvedge_isa_name(void);                                /* the path in use */
 const char *kvedge_isa_compiled(int index);                       /* the paths in this library; NULL past the end */
 int kvedge_isa_available(const char *name, const char **why_not); /* can this CPU run it? */
+
+/* ---- Arrays ------------------------------------------------------------------------------- */
+
+typedef enum { KVEDGE_TYPE_FLOAT32 = 0, KVEDGE_TYPE_FLOAT16 = 1, KVEDGE_TYPE_BFLOAT16 = 2 } kvedge_element_type;
+
+/* Rows of channels, one for each token and head, as they lie in the caller's memory: the row's channels side by side,
+ * the rows at any distance. Address and strides are multiples of the element's size. 16-bit elements are converted
+ * exactly when they are read, and rounded to nearest, ties to even, when they are written (to the largest finite number
+ * where that would be infinite). An array that is only read is not written to; one that is written to has no two rows
+ * that share memory: its larger stride passes over all that the smaller one reaches. */
+typedef struct {
+  void *data; /* row of token t and head h: (char *)data + t * token_stride + h * head_stride */
+  kvedge_element_type type;
+  ptrdiff_t token_stride, head_stride; /* in bytes; may be 0 or negative */
+} kvedge_array;
 
 /* ---- A layer ------------------------------------------------------------------------------ */
 
@@ -114,6 +129,15 @@ kvedge_status kvedge_layer_set_key_offset(kvedge_layer *layer, const float *key_
  * float[num_tokens][num_kv_heads][value_head_dim]; all of them or none. */
 kvedge_status kvedge_layer_append(kvedge_layer *layer, const float *keys, const float *values, int64_t num_tokens);
 
+/* The same of arrays with strides, float32 or 16-bit: (num_tokens, num_kv_heads, head_dim). */
+kvedge_status kvedge_layer_append_arrays(kvedge_layer *layer, const kvedge_array *keys, const kvedge_array *values,
+                                         int64_t num_tokens);
+
+/* Appends num_tokens tokens to each of num_layers layers, to layer i those of keys[i] and values[i]: to all of them or,
+ * also where one lacks room, to none. The layers may differ in all but have to be different ones. */
+kvedge_status kvedge_layers_append(kvedge_layer *const *layers, const kvedge_array *keys, const kvedge_array *values,
+                                   int num_layers, int64_t num_tokens);
+
 int64_t kvedge_layer_len(const kvedge_layer *layer);
 
 /* Sets the number of tokens. Fewer: the last ones are forgotten. More: the rows up to len must have
@@ -159,6 +183,10 @@ typedef struct {
                              * last of them; 0: all that the layer holds when the call begins. Where another thread
                              * appends, set it to the length that masks, biases and room for slices were made for.
                              * Sequences of a pool have their own len; leave it 0 there. */
+  int64_t
+      start; /* the first token that is seen, 0 to len: the padding before it is neither read nor paid for. Positions
+                  * and causality stay as they are; sink_tokens count from it. A row that sees nothing, as one before
+                  * it, gives out = 0 and lse = -INFINITY (but for sink_logits). */
 } kvedge_attention_options;
 
 void kvedge_attention_defaults(kvedge_attention_options *options);
@@ -171,6 +199,21 @@ void kvedge_attention_defaults(kvedge_attention_options *options);
  * num_rows 0: nothing is read or written. */
 kvedge_status kvedge_attend(const kvedge_layer *layer, const float *query, int64_t num_rows, int num_heads,
                             const kvedge_attention_options *options, int num_threads, float *out, float *lse);
+
+/* One of several calls on layers: kvedge_attend with strides, and with options of its own. */
+typedef struct {
+  const kvedge_layer *layer;
+  kvedge_array query; /* (num_rows, num_heads, head_dim), of the layer's last num_rows tokens */
+  int64_t num_rows;
+  kvedge_array out;                        /* as query; overlaps nothing that any of the calls reads or writes */
+  float *lse;                              /* [num_rows][num_heads] or NULL */
+  const kvedge_attention_options *options; /* NULL: defaults */
+} kvedge_attention_call;
+
+/* kvedge_attend for every call, such as for the rows of a batch, which are layers of their own: the work of all is
+ * shared out over the threads in one go. Layers may differ in length, format and shape, and one may occur several times;
+ * num_heads has to be a multiple of the num_kv_heads of each. Nothing is written unless all arguments are good. */
+kvedge_status kvedge_attend_layers(const kvedge_attention_call *calls, int num_calls, int num_heads, int num_threads);
 
 /* logits[num_heads][num_tokens] of one query row against tokens 0..num_tokens-1: scale * query . key, before any
  * option. KVEDGE_ERROR_ARGUMENT if the layer holds fewer. */

@@ -44,6 +44,8 @@ try:
         Float32KvLayer,
         KVCache,
         QuantizedKvLayer,
+        append_batch,
+        attend_batch,
         backend,
         isa_info,
     )
@@ -85,6 +87,8 @@ __all__ = [
     "UnknownSequenceError",
     "UnsupportedIsaError",
     "__version__",
+    "append_batch",
+    "attend_batch",
     "backend",
     "get_num_threads",
     "isa_info",

@@ -21,6 +21,7 @@ from kvedge.core.types import (
     CacheArguments,
     Dtype,
     Floats,
+    Layout,
     ScaleDtype,
 )
 from kvedge.errors import (
@@ -134,7 +135,7 @@ class CacheMethods(CacheHistory):
 
     # ---- tokens in -------------------------------------------------------------------------------
 
-    def append(self, layer: int, keys: Array, values: Array) -> None:
+    def append(self, layer: int, keys: Array, values: Array, *, layout: Layout = "nhd") -> None:
         """Give one layer its next token or tokens; ``attend(layer, ...)`` sees them at once.
 
         Parameters
@@ -143,6 +144,9 @@ class CacheMethods(CacheHistory):
         keys, values : array of float32 (or float16, bfloat16)
             One token, (num_kv_heads, head_dim) or flat, or several, (n, num_kv_heads, head_dim);
             values of value_head_dim where that differs. They follow what this layer already holds.
+            Any strides but of the channels.
+        layout : {"nhd", "hnd"}
+            "hnd": several tokens come as (num_kv_heads, n, head_dim).
 
         Raises
         ------
@@ -159,11 +163,11 @@ class CacheMethods(CacheHistory):
         start = len(target)
         try:
             try:
-                target._append(keys, values)
+                target._append(keys, values, layout)
             except CapacityExceededError:
-                n = checks.as_rows(keys, False, self._config, many=None).shape[0]
-                self._make_room(layer, start + n)
-                target._append(keys, values)
+                rows = checks.as_rows(keys, False, self._config, many=None, layout=layout)
+                self._make_room(layer, start + len(rows))
+                target._append(keys, values, layout)
         except OutOfMemoryError:
             raise
         except MemoryError as error:
@@ -284,7 +288,7 @@ class CacheMethods(CacheHistory):
         query: Array,
         *,
         return_lse: Literal[False] = False,
-        out: Floats | None = None,
+        out: Any = None,
         **options: Unpack[AttendArguments],
     ) -> Floats: ...
     @overload
@@ -294,7 +298,7 @@ class CacheMethods(CacheHistory):
         query: Array,
         *,
         return_lse: Literal[True],
-        out: Floats | None = None,
+        out: Any = None,
         **options: Unpack[AttendArguments],
     ) -> tuple[Floats, Floats]: ...
     @overload
@@ -304,7 +308,7 @@ class CacheMethods(CacheHistory):
         query: Array,
         *,
         return_lse: bool,
-        out: Floats | None = None,
+        out: Any = None,
         **options: Unpack[AttendArguments],
     ) -> Floats | tuple[Floats, Floats]: ...
     def attend(
@@ -319,11 +323,13 @@ class CacheMethods(CacheHistory):
         sink_logits: Array | None = None,
         softcap: float | None = None,
         mask: Array | None = None,
+        start: int = 0,
         alibi_slopes: Array | None = None,
         precision_bits: int | None = None,
         return_lse: bool = False,
-        out: Floats | None = None,
+        out: Any = None,
         num_threads: int | None = None,
+        layout: Layout = "nhd",
     ) -> Any:
         """Attend to what one layer holds, pending tokens included.
 
@@ -332,8 +338,8 @@ class CacheMethods(CacheHistory):
         layer : int
         query : array of float32 (or float16, bfloat16)
             (num_heads, head_dim) for one token, (n, num_heads, head_dim) for the last n stored.
-        scale, causal, window, sink_tokens, sink_logits, softcap, mask, alibi_slopes, precision_bits
-        return_lse, out, num_threads
+        scale, causal, window, sink_tokens, sink_logits, softcap, mask, start, alibi_slopes
+        precision_bits, return_lse, out, num_threads, layout
             As in :meth:`kvedge.QuantizedKvLayer.attend`.
 
         Returns
@@ -359,11 +365,13 @@ class CacheMethods(CacheHistory):
                 sink_logits=sink_logits,
                 softcap=softcap,
                 mask=mask,
+                start=start,
                 alibi_slopes=alibi_slopes,
                 precision_bits=precision_bits,
                 return_lse=return_lse,
                 out=out,
                 num_threads=num_threads,
+                layout=layout,
             )
         except OutOfMemoryError:
             raise

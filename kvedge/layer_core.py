@@ -12,7 +12,7 @@ import numpy as np
 
 from kvedge.core.config import LayerConfig
 from kvedge.core.memory import Slabs
-from kvedge.core.types import Array, AttendArguments, Floats
+from kvedge.core.types import Array, AttendArguments, Floats, Layout
 from kvedge.layer_facts import LayerFacts
 
 if TYPE_CHECKING:
@@ -43,14 +43,17 @@ class LayerCore(LayerFacts):
         """
         raise NotImplementedError
 
-    def extend(self, keys: Array, values: Array) -> None:
+    def extend(self, keys: Array, values: Array, *, layout: Layout = "nhd") -> None:
         """Append any number of tokens: all of them or none.
 
         Parameters
         ----------
         keys, values : array
             float32 (n, num_kv_heads, head_dim), values of value_head_dim where that differs;
-            float16 and bfloat16 are converted.
+            float16 and bfloat16 are converted. Any strides, but that the channels of a head lie
+            side by side; torch tensors are read in place.
+        layout : {"nhd", "hnd"}
+            "hnd": tokens come as (num_kv_heads, n, head_dim).
 
         Raises
         ------
@@ -66,7 +69,7 @@ class LayerCore(LayerFacts):
         query: Array,
         *,
         return_lse: Literal[False] = False,
-        out: Floats | None = None,
+        out: Any = None,
         **options: Unpack[AttendArguments],
     ) -> Floats: ...
     @overload
@@ -75,7 +78,7 @@ class LayerCore(LayerFacts):
         query: Array,
         *,
         return_lse: Literal[True],
-        out: Floats | None = None,
+        out: Any = None,
         **options: Unpack[AttendArguments],
     ) -> tuple[Floats, Floats]: ...
     @overload
@@ -84,7 +87,7 @@ class LayerCore(LayerFacts):
         query: Array,
         *,
         return_lse: bool,
-        out: Floats | None = None,
+        out: Any = None,
         **options: Unpack[AttendArguments],
     ) -> Floats | tuple[Floats, Floats]: ...
     def attend(
@@ -98,11 +101,13 @@ class LayerCore(LayerFacts):
         sink_logits: Array | None = None,
         softcap: float | None = None,
         mask: Array | None = None,
+        start: int = 0,
         alibi_slopes: Array | None = None,
         precision_bits: int | None = None,
         return_lse: bool = False,
-        out: Floats | None = None,
+        out: Any = None,
         num_threads: int | None = None,
+        layout: Layout = "nhd",
     ) -> Any:
         """Attention of query rows over the tokens stored.
 
@@ -113,7 +118,9 @@ class LayerCore(LayerFacts):
         ----------
         query : array
             float32 (num_heads, head_dim) for the last token, or (n, num_heads, head_dim) for the
-            last n; num_heads a multiple of num_kv_heads.
+            last n; num_heads a multiple of num_kv_heads. float16 and bfloat16 are converted. Any
+            strides, but that the channels of a head lie side by side; torch tensors are read in
+            place.
         scale : float, optional
             Factor of the dot products; by default 1 / sqrt(head_dim).
         causal : bool
@@ -130,7 +137,10 @@ class LayerCore(LayerFacts):
             c: logits become c * tanh(logit / c).
         mask : array, optional
             bool (True: visible) or float32 that is added (-inf hides), broadcast to (num_heads, n,
-            len); for one row also (num_heads, len).
+            len); for one row also (num_heads, len). Any strides; what is repeated is not copied.
+        start : int
+            The first token that is seen, 0 to len: left padding before it is skipped and costs
+            nothing. Positions and causality stay as they are; `sink_tokens` count from it.
         alibi_slopes : array, optional
             float32 (num_heads,): slope * (t - p) is added (https://arxiv.org/abs/2108.12409).
         precision_bits : 8, 16 or 24, optional
@@ -143,21 +153,24 @@ class LayerCore(LayerFacts):
         return_lse : bool
             Return the logarithm of each softmax denominator, learned sinks included, as well; with
             it, :func:`kvedge.merge_attention` merges results over parts of a context.
-        out : numpy.ndarray, optional
-            float32, shaped as the query (but as wide as values), to write to; it may overlap
-            nothing that is read.
+        out : numpy.ndarray or torch.Tensor, optional
+            float32, float16 or bfloat16, shaped as the query (but as wide as values), any strides
+            but of its channels, to write to; it may overlap nothing that is read. 16-bit results
+            are rounded to nearest.
         num_threads : int, optional
             At most so many; by default see :func:`kvedge.set_num_threads`. The result does not
             depend on it. Has no effect on the NumPy backend.
+        layout : {"nhd", "hnd"}
+            "hnd": query and result of n tokens are (num_heads, n, head_dim).
 
         Returns
         -------
         out : numpy.ndarray
             float32, shaped as the query; where values have another width than keys, (num_heads,
-            value_head_dim) or (n, num_heads, value_head_dim).
+            value_head_dim) or (n, num_heads, value_head_dim). `out`, if that was given.
         lse : numpy.ndarray
-            With `return_lse`: float32 (num_heads,) or (n, num_heads); -inf for a row that sees
-            nothing.
+            With `return_lse`: float32, shaped as the query without its channels; -inf for a row
+            that sees nothing.
 
         Raises
         ------
@@ -207,7 +220,7 @@ class LayerCore(LayerFacts):
         def _set_key_offset(self, key_offset: np.ndarray | None) -> None:
             """Take keys to be stored less this, float32 (num_kv_heads, head_dim)."""
 
-        def _append(self, keys: Array, values: Array) -> None:
+        def _append(self, keys: Array, values: Array, layout: Layout = "nhd") -> None:
             """Append one token or several, to a frozen layer too."""
 
         def _dequantize(self, values: bool, start: int, stop: int) -> Floats:

@@ -1,6 +1,7 @@
 /* What one call of attention is made of; private to csrc/. README.md has the loop.
  *
- *   call.c      the convenience calls: a layer, or a batch of paged sequences, on threads of our own
+ *   call.c      one call or several on threads of our own; kvedge_attend
+ *   batch.c     the calls of a batch: layers, or sequences in the blocks of a pool
  *   plan.c      shapes, memory and kernels of a call; slices for a runtime with threads of its own
  *   query.c     query rows into the form that the kernels read
  *   slice.c     one slice: its tiles, in the order of memory
@@ -16,6 +17,7 @@
 
 #include <string.h>
 
+#include "formats/array.h"
 #include "store/layer.h"
 #include "system/bits.h"
 #include "system/dispatch.h"
@@ -81,7 +83,7 @@ struct kvedge_attention {
   float factor[SIDES]; /* powers of two that all scales are multiplied by */
   int is_refit;        /* one row of one head, with factors of what it sees: see refit.c */
 
-  const float *query; /* (num_rows, num_heads, head_dim) */
+  kvedge_array query; /* (num_rows, num_heads, head_dim) */
   float *query_copy;  /* the same, unless query_stays where it is until all slices have run and been collected */
   int query_stays;
   float *alibi_slopes; /* (num_heads) what options.alibi_slopes points to: a copy that lives with the call */
@@ -106,7 +108,8 @@ struct kvedge_attention {
   float *partials; /* (num_slots + 1, partial_floats), the total last */
   char *refit;     /* room for one row of one head, see refit.c */
 
-  float *out, *lse;
+  kvedge_array out; /* (num_rows, num_heads, channels of a value) */
+  float *lse;       /* (num_rows, num_heads) or NULL */
 };
 
 typedef struct {
@@ -157,16 +160,32 @@ static inline void *kvedge_take(char *base, size_t *used, size_t bytes) {
   return at;
 }
 
-/* attention.c: a call is checked (query NULL: only measured), planned (shapes and counts; row 0 is the
- * query of token first_position), laid out from `base` on (which returns its bytes; base NULL: only
- * that), and set up in so many bytes: arrays, segments, queries. */
-kvedge_status kvedge_attention_check(const kvedge_cache_view *view, const float *query, int64_t num_rows, int num_heads,
-                                     const kvedge_attention_options *options);
+/* The tokens of a view from `start` on; `segments` are those of the view. */
+void kvedge_cut_view(kvedge_cache_view *view, kvedge_segment *segments, int64_t start);
+
+/* plan.c: a call is checked (query NULL: only measured) on all of its tokens, planned on those from options->start on
+ * (shapes and counts; row 0 is the query of token first_position, which is negative before the first of them), laid out
+ * from `base` on (which returns its bytes; base NULL: only that), and set up in so many bytes: arrays, segments,
+ * queries. */
+kvedge_status kvedge_attention_check(const kvedge_cache_view *view, const kvedge_array *query, int64_t num_rows,
+                                     int num_heads, const kvedge_attention_options *options);
 void kvedge_attention_plan(kvedge_attention *a, const kvedge_cache_view *view, int64_t first_position, int64_t num_rows,
                            int num_heads, const kvedge_attention_options *options);
 size_t kvedge_attention_lay_out(kvedge_attention *a, char *base, int num_slots);
 kvedge_attention *kvedge_attention_set_up(const kvedge_attention *planned, void *memory, int num_slots,
-                                          const float *query, float *out, float *lse);
+                                          const kvedge_array *query, const kvedge_array *out, float *lse);
+
+/* Query rows and what they attend to: a call on a layer, a sequence of a batch. */
+typedef struct {
+  kvedge_cache_view view; /* from options->start on */
+  int64_t num_rows;
+  kvedge_array query, out;
+  float *lse;
+  const kvedge_attention_options *options;
+} kvedge_request;
+
+/* call.c: plans and runs checked requests, the work of several shared out over the threads together. */
+kvedge_status kvedge_run_requests(const kvedge_request *requests, int num_requests, int num_heads, int num_threads);
 
 /* query.c: bytes of a row block's prepared queries; prepares those of all row blocks, unless slices do; those of a
  * slice, which prepares them in its slot if slices do; and the same once they are prepared. */
@@ -199,7 +218,7 @@ typedef struct {
 } kvedge_slice;
 
 /* slice.c: as kvedge_attention_run, which takes the slice that follows for the next one. What this thread runs next
- * is asked for at the end; it has to be of the same layout. */
+ * is asked for at the end, if its rows lie as those of this one. */
 void kvedge_slice_run(const kvedge_attention *a, int slice, kvedge_slice next, int slot, const volatile int *stop);
 
 /* slice.c: logits of a call of one query row over all tokens, (num_heads, len). */

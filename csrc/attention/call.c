@@ -1,18 +1,18 @@
-/* kvedge_attend and kvedge_attend_batch: calls planned, then run together on as many threads as asked. */
+/* Calls planned, then run together on as many threads as asked; kvedge_attend. */
 #include <stdlib.h>
 
 #include "attention/attention.h"
 #include "system/parallel.h"
 
 enum {
-  /* Query rows of a call, which bounds the memory of a long prompt. */
+  /* Query rows of a call, and of calls that run together, which bounds the memory of long prompts. */
   MAX_ROWS = 512,
 };
 
 typedef struct {
   kvedge_attention planned;
-  const float *query;
-  float *out, *lse;
+  kvedge_array query, out;
+  float *lse;
 } planned_call;
 
 static int slices_of(const planned_call *call) { return call->planned.num_row_blocks * call->planned.chunks_per_block; }
@@ -82,7 +82,7 @@ static kvedge_status run_on_threads(planned_call *calls, int num_calls, int num_
     b->shares[i] = (share){
         .first_task = task,
         .num_tasks = slices,
-        .attention = kvedge_attention_set_up(&call->planned, memory, slices + 1, call->query, call->out, call->lse)};
+        .attention = kvedge_attention_set_up(&call->planned, memory, slices + 1, &call->query, &call->out, call->lse)};
     memory += used;
     for (int j = 0; j < slices; j++) b->owner[task++] = i;
   }
@@ -90,8 +90,9 @@ static kvedge_status run_on_threads(planned_call *calls, int num_calls, int num_
                  num_threads);
   /* A helper that was left behind reads cache rows, which wait for it, and the job's own memory; but masks and biases
    * are the caller's, too large to copy, and may be gone after this. */
-  const kvedge_attention_options *o = &calls[0].planned.options;
-  if (o->mask || o->bias) kvedge_quiesce();
+  int is_masked = 0;
+  for (int i = 0; i < num_calls; i++) is_masked |= calls[i].planned.options.mask || calls[i].planned.options.bias;
+  if (is_masked) kvedge_quiesce();
   return KVEDGE_OK;
 }
 
@@ -108,7 +109,7 @@ static kvedge_status run_here(planned_call *calls, int num_calls) {
   if (!memory) return KVEDGE_ERROR_MEMORY;
   for (int i = 0; i < num_calls; i++) {
     planned_call *call = &calls[i];
-    kvedge_attention *a = kvedge_attention_set_up(&call->planned, memory, 1, call->query, call->out, call->lse);
+    kvedge_attention *a = kvedge_attention_set_up(&call->planned, memory, 1, &call->query, &call->out, call->lse);
     for (int slice = 0; slice < slices_of(call); slice++) {
       kvedge_slice next = {a, slice + 1};
       if (next.slice == slices_of(call)) next = (kvedge_slice){i + 1 < num_calls ? &calls[i + 1].planned : NULL, 0};
@@ -133,121 +134,66 @@ static kvedge_status run_planned(planned_call *calls, int num_calls, int num_thr
   return run_here(calls, num_calls);
 }
 
-/* ---- Calls ----------------------------------------------------------------------------------- */
+/* ---- Requests -------------------------------------------------------------------------------- */
 
-/* Plans rows row..row+count-1 of num_rows; masks and biases start at that row. */
-static void plan_rows(planned_call *call, const kvedge_cache_view *view, const kvedge_sequence *rows, int64_t row,
-                      int64_t count, int num_heads, const kvedge_attention_options *options) {
+/* Plans rows row..row+count-1 of a request; masks and biases start at that row. */
+static void plan_rows(planned_call *call, const kvedge_request *r, int64_t row, int64_t count, int num_heads) {
   kvedge_attention_options own;
-  if (options) own = *options;
+  if (r->options) own = *r->options;
   else kvedge_attention_defaults(&own);
   if (own.mask) own.mask += row * own.mask_strides[1];
   if (own.bias) own.bias += row * own.bias_strides[1];
-  kvedge_attention_plan(&call->planned, view, view->len - rows->num_rows + row, count, num_heads, &own);
-  call->query = rows->query + row * num_heads * view->side[KEYS].shape.dim;
-  call->out = rows->out + row * num_heads * view->side[VALUES].shape.dim;
-  call->lse = rows->lse ? rows->lse + row * num_heads : NULL;
+  kvedge_attention_plan(&call->planned, &r->view, r->view.len - r->num_rows + row, count, num_heads, &own);
+  call->query = kvedge_array_from(&r->query, row, 0);
+  call->out = kvedge_array_from(&r->out, row, 0);
+  call->lse = r->lse ? r->lse + row * num_heads : NULL;
+}
+
+static kvedge_status run_request(const kvedge_request *r, int num_heads, int num_threads) {
+  kvedge_status status = KVEDGE_OK;
+  for (int64_t row = 0; row < r->num_rows && status == KVEDGE_OK; row += MAX_ROWS) {
+    planned_call call;
+    plan_rows(&call, r, row, r->num_rows - row < MAX_ROWS ? r->num_rows - row : MAX_ROWS, num_heads);
+    status = run_planned(&call, 1, num_threads);
+  }
+  return status;
+}
+
+kvedge_status kvedge_run_requests(const kvedge_request *requests, int num_requests, int num_heads, int num_threads) {
+  if (num_requests == 1) return run_request(requests, num_heads, num_threads);
+  const int room = num_requests < MAX_ROWS ? num_requests : MAX_ROWS;
+  planned_call *calls = malloc((size_t)room * sizeof *calls);
+  if (!calls) return KVEDGE_ERROR_MEMORY;
+  kvedge_status status = KVEDGE_OK;
+  int num_calls = 0;
+  int64_t num_rows = 0; /* of calls, of which each has one at least */
+  for (int i = 0; i < num_requests; i++)
+    for (int64_t row = 0, count; row < requests[i].num_rows && status == KVEDGE_OK; row += count) {
+      count = requests[i].num_rows - row < MAX_ROWS ? requests[i].num_rows - row : MAX_ROWS;
+      if (num_calls == room || num_rows + count > MAX_ROWS) {
+        status = run_planned(calls, num_calls, num_threads);
+        num_calls = 0, num_rows = 0;
+      }
+      plan_rows(&calls[num_calls++], &requests[i], row, count, num_heads);
+      num_rows += count;
+    }
+  if (status == KVEDGE_OK && num_calls > 0) status = run_planned(calls, num_calls, num_threads);
+  free(calls);
+  return status;
 }
 
 kvedge_status kvedge_attend(const kvedge_layer *layer, const float *query, int64_t num_rows, int num_heads,
                             const kvedge_attention_options *options, int num_threads, float *out, float *lse) {
   if (!layer || !query || !out || num_threads < 0) return KVEDGE_ERROR_ARGUMENT;
   kvedge_segment segment;
-  kvedge_cache_view view = kvedge_layer_view(layer, options ? options->num_tokens : 0, &segment);
-  kvedge_sequence rows = {.query = query, .num_rows = num_rows, .out = out, .lse = lse};
-  kvedge_status status = kvedge_attention_check(&view, query, num_rows, num_heads, options);
-  for (int64_t row = 0; row < num_rows && status == KVEDGE_OK; row += MAX_ROWS) {
-    planned_call call;
-    int64_t count = num_rows - row < MAX_ROWS ? num_rows - row : MAX_ROWS;
-    plan_rows(&call, &view, &rows, row, count, num_heads, options);
-    status = run_planned(&call, 1, num_threads);
-  }
-  return status;
-}
-
-/* Blocks of a sequence as segments: neighbours in the pool that are neighbours in the sequence are one.
- * Returns their number; -1: a block is not in the pool. */
-static int segments_of(const kvedge_layer *pool, int64_t block_size, const kvedge_sequence *sequence,
-                       kvedge_segment *segments) {
-  int64_t num_blocks = pool->config.capacity / block_size;
-  int n = 0;
-  for (int64_t i = 0; i * block_size < sequence->len; i++) {
-    int64_t block = sequence->blocks[i], left = sequence->len - i * block_size;
-    if (block < 0 || block >= num_blocks) return -1;
-    int64_t tokens = left < block_size ? left : block_size;
-    if (i > 0 && block == (int64_t)sequence->blocks[i - 1] + 1) {
-      segments[n - 1].num_tokens += tokens;
-      continue;
-    }
-    const int64_t token = block * block_size;
-    segments[n++] = (kvedge_segment){
-        .rows = {kvedge_codes_at(&pool->keys,  token), kvedge_codes_at(&pool->values,  token)},
-        .scales = {kvedge_scales_at(&pool->keys, token), kvedge_scales_at(&pool->values, token)},
-        .num_tokens = tokens
-    };
-  }
-  return n;
-}
-
-/* Checks all sequences, and counts what they need. */
-static kvedge_status check_batch(const kvedge_layer *pool, int64_t block_size, const kvedge_sequence *sequences,
-                                 int num_sequences, int num_heads, const kvedge_attention_options *options,
-                                 int64_t *num_segments, int64_t *num_calls) {
-  if (!pool || block_size < 1 || block_size > pool->config.capacity || !sequences || num_sequences < 1)
-    return KVEDGE_ERROR_ARGUMENT;
-  if (options && (options->mask || options->bias) && num_sequences > 1) return KVEDGE_ERROR_ARGUMENT;
-  if (options && options->num_tokens) return KVEDGE_ERROR_ARGUMENT;
-  kvedge_segment unused;
-  kvedge_cache_view view = kvedge_layer_view(pool, 0, &unused);
-  *num_segments = *num_calls = 0;
-  for (int i = 0; i < num_sequences; i++) {
-    const kvedge_sequence *s = &sequences[i];
-    if (!s->blocks || !s->query || !s->out || s->len < 1) return KVEDGE_ERROR_ARGUMENT;
-    if (s->len > (int64_t)INT32_MAX * block_size) return KVEDGE_ERROR_ARGUMENT;
-    view.len = s->len;
-    kvedge_status status = kvedge_attention_check(&view, s->query, s->num_rows, num_heads, options);
-    if (status != KVEDGE_OK) return status;
-    *num_segments += (s->len + block_size - 1) / block_size;
-    *num_calls += (s->num_rows + MAX_ROWS - 1) / MAX_ROWS;
-  }
-  return *num_calls > INT32_MAX / 2 ? KVEDGE_ERROR_ARGUMENT : KVEDGE_OK;
-}
-
-static kvedge_status attend_sequences(const kvedge_layer *pool, int64_t block_size, const kvedge_sequence *sequences,
-                                      int num_sequences, int num_heads, const kvedge_attention_options *options,
-                                      int num_threads, kvedge_segment *segments, planned_call *calls) {
-  int num_calls = 0;
-  for (int i = 0; i < num_sequences; i++) {
-    const kvedge_sequence *s = &sequences[i];
-    kvedge_cache_view view = kvedge_layer_view(pool, 0, segments);
-    view.len = s->len;
-    view.segments = segments;
-    view.num_segments = segments_of(pool, block_size, s, segments);
-    if (view.num_segments < 0) return KVEDGE_ERROR_ARGUMENT;
-    segments += view.num_segments;
-    for (int64_t row = 0; row < s->num_rows; row += MAX_ROWS) {
-      int64_t count = s->num_rows - row < MAX_ROWS ? s->num_rows - row : MAX_ROWS;
-      plan_rows(&calls[num_calls++], &view, s, row, count, num_heads, options);
-    }
-  }
-  return run_planned(calls, num_calls, num_threads);
-}
-
-kvedge_status kvedge_attend_batch(const kvedge_layer *pool, int64_t block_size, const kvedge_sequence *sequences,
-                                  int num_sequences, int num_heads, const kvedge_attention_options *options,
-                                  int num_threads) {
-  int64_t num_segments, num_calls;
-  if (num_threads < 0) return KVEDGE_ERROR_ARGUMENT;
-  kvedge_status status =
-      check_batch(pool, block_size, sequences, num_sequences, num_heads, options, &num_segments, &num_calls);
-  if (status != KVEDGE_OK || num_calls == 0) return status;
-  kvedge_segment *segments = malloc((size_t)num_segments * sizeof *segments);
-  planned_call *calls = malloc((size_t)num_calls * sizeof *calls);
-  if (segments && calls)
-    status =
-        attend_sequences(pool, block_size, sequences, num_sequences, num_heads, options, num_threads, segments, calls);
-  else status = KVEDGE_ERROR_MEMORY;
-  free(segments);
-  free(calls);
-  return status;
+  kvedge_request request = {.view = kvedge_layer_view(layer, options ? options->num_tokens : 0, &segment),
+                            .num_rows = num_rows,
+                            .query = kvedge_dense_array(query, num_heads, layer->keys.shape.dim),
+                            .out = kvedge_dense_array(out, num_heads, layer->values.shape.dim),
+                            .lse = lse,
+                            .options = options};
+  kvedge_status status = kvedge_attention_check(&request.view, &request.query, num_rows, num_heads, options);
+  if (status != KVEDGE_OK) return status;
+  if (options) kvedge_cut_view(&request.view, &segment, options->start);
+  return run_request(&request, num_heads, num_threads);
 }

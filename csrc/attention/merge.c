@@ -33,10 +33,19 @@ static double join_sink(double sink, double *log_sum) {
   return share;
 }
 
+/* A row of the output: acc * factor. */
+static void write_row(const kvedge_attention *a, const float *acc, float factor, int64_t row, int head) {
+  const int dim = a->view.side[VALUES].shape.dim, is_float32 = a->out.type == KVEDGE_TYPE_FLOAT32;
+  float room[KVEDGE_MAX_HEAD_DIM];
+  void *out = kvedge_array_at(&a->out, row, head);
+  a->kernels->scale_row(acc, dim, factor, 1.0f / a->factor[VALUES], is_float32 ? out : room);
+  if (!is_float32) kvedge_narrow(a->out.type, room, dim, out);
+}
+
 /* One query's output and the logarithm of its softmax denominator. */
-static void finish(const kvedge_attention *a, const kvedge_queries *q, size_t state, int head,
-                   const kvedge_partial *total, float *out, float *lse) {
-  const float *acc = total->acc + state * (size_t)a->acc_stride;
+static void finish(const kvedge_attention *a, const kvedge_queries *q, size_t state, int64_t row, int head,
+                   const kvedge_partial *total) {
+  float *lse = a->lse ? a->lse + row * a->num_heads + head : NULL;
   double sum = total->sum[state], keep = 1.0;
   if (lse || a->options.sink_logits) {
     double log_sum = log_denominator(a, q, state, total->max[state], sum);
@@ -44,12 +53,12 @@ static void finish(const kvedge_attention *a, const kvedge_queries *q, size_t st
     if (lse) *lse = log_sum == -INFINITY ? -INFINITY : kvedge_bounded((float)log_sum);
   }
   float factor = sum > 0.0 ? (float)(keep / sum) : 0.0f;
-  a->kernels->scale_row(acc, a->view.side[VALUES].shape.dim, factor, 1.0f / a->factor[VALUES], out);
+  write_row(a, total->acc + state * (size_t)a->acc_stride, factor, row, head);
 }
 
 void kvedge_merge_slice(const kvedge_attention *a, int slice, int slot) {
   int64_t block = slice / a->chunks_per_block, chunk = slice % a->chunks_per_block;
-  int group = a->heads_per_kv_head, dim = a->view.side[VALUES].shape.dim;
+  int group = a->heads_per_kv_head;
   int64_t rows = kvedge_rows_in_block(a, block);
   kvedge_queries q = kvedge_queries_of(a, block, slot);
   kvedge_partial part = kvedge_partial_at(a, slot), total = kvedge_partial_at(a, a->num_slots);
@@ -64,8 +73,6 @@ void kvedge_merge_slice(const kvedge_attention *a, int slice, int slot) {
         if (chunk > 0) merge(a, &q, state, &total, &part);
         if (chunk + 1 < a->chunks_per_block) continue;
         int head = kv_head * group + g;
-        int64_t row = block * a->rows_per_block + r, at = row * a->num_heads + head;
-        finish(a, &q, state, head, a->chunks_per_block > 1 ? &total : &part, a->out + at * dim,
-               a->lse ? a->lse + at : NULL);
+        finish(a, &q, state, block * a->rows_per_block + r, head, a->chunks_per_block > 1 ? &total : &part);
       }
 }

@@ -55,6 +55,20 @@ kvedge_cache_view kvedge_layer_view(const kvedge_layer *layer, int64_t num_token
   };
 }
 
+void kvedge_cut_view(kvedge_cache_view *view, kvedge_segment *segments, int64_t start) {
+  view->len -= start;
+  while (view->num_segments > 1 && start >= segments->num_tokens) {
+    start -= segments->num_tokens;
+    segments++, view->num_segments--;
+  }
+  view->segments = segments;
+  segments->num_tokens -= start;
+  for (int s = 0; s < SIDES; s++) {
+    segments->rows[s] += start * view->side[s].token_stride;
+    segments->scales[s] += start * view->side[s].scale_token_stride;
+  }
+}
+
 /* The kernels of a call: those of the path for its formats, or float32's after decoding. */
 static void plan_kernels(kvedge_attention *a) {
   const kvedge_view_side *keys = &a->view.side[KEYS];
@@ -110,6 +124,9 @@ void kvedge_attention_plan(kvedge_attention *a, const kvedge_cache_view *view, i
   a->view = *view;
   if (options) a->options = *options;
   else kvedge_attention_defaults(&a->options);
+  if (a->options.mask) a->options.mask += a->options.start * a->options.mask_strides[2];
+  if (a->options.bias) a->options.bias += a->options.start * a->options.bias_strides[2];
+  a->options.start = 0; /* the view begins there */
   if (isnan(a->options.scale)) a->options.scale = (float)(1.0 / sqrt(dim));
   if (a->options.window >= view->len) a->options.window = 0; /* hides nothing, and sums with it stay in range */
   if (a->options.sink_tokens > view->len) a->options.sink_tokens = view->len;
@@ -166,7 +183,7 @@ size_t kvedge_attention_lay_out(kvedge_attention *a, char *base, int num_slots) 
 }
 
 kvedge_attention *kvedge_attention_set_up(const kvedge_attention *planned, void *memory, int num_slots,
-                                          const float *query, float *out, float *lse) {
+                                          const kvedge_array *query, const kvedge_array *out, float *lse) {
   kvedge_attention *a = memory;
   *a = *planned;
   kvedge_attention_lay_out(a, memory, num_slots);
@@ -176,39 +193,48 @@ kvedge_attention *kvedge_attention_set_up(const kvedge_attention *planned, void 
     memcpy(a->alibi_slopes, planned->options.alibi_slopes, (size_t)a->num_heads * sizeof *a->alibi_slopes);
     a->options.alibi_slopes = a->alibi_slopes;
   }
-  a->out = out;
+  const int dim = a->view.side[KEYS].shape.dim;
+  a->out = *out;
   a->lse = lse;
-  if (a->query_copy) memcpy(a->query_copy, query, query_floats(a) * sizeof *query);
-  a->query = a->query_copy ? a->query_copy : query;
+  a->query = *query;
+  if (a->query_copy) {
+    kvedge_array_copy(query, a->num_rows, a->num_heads, dim, a->query_copy);
+    a->query = kvedge_dense_array(a->query_copy, a->num_heads, dim);
+  }
   kvedge_fit_factors(a);
   kvedge_prepare_queries(a);
   return a;
 }
 
-kvedge_status kvedge_attention_check(const kvedge_cache_view *view, const float *query, int64_t num_rows, int num_heads,
-                                     const kvedge_attention_options *o) {
+kvedge_status kvedge_attention_check(const kvedge_cache_view *view, const kvedge_array *query, int64_t num_rows,
+                                     int num_heads, const kvedge_attention_options *o) {
   if (num_rows < 0 || num_heads < 1 || num_heads % view->num_kv_heads) return KVEDGE_ERROR_ARGUMENT;
   if (view->len < 1 || ((!o || o->causal) && num_rows > view->len)) return KVEDGE_ERROR_ARGUMENT;
   if (o) {
     if (isinf(o->scale) || !(o->softcap >= 0.0f) || isinf(o->softcap)) return KVEDGE_ERROR_ARGUMENT;
     if (o->precision_bits % 8 || o->precision_bits < 0 || o->precision_bits > 24) return KVEDGE_ERROR_ARGUMENT;
+    if (o->start < 0 || o->start > view->len) return KVEDGE_ERROR_ARGUMENT;
     if (o->window < 0 || o->sink_tokens < 0 || (o->window && !o->causal)) return KVEDGE_ERROR_ARGUMENT;
   }
-  size_t n = (size_t)num_rows * (size_t)num_heads * (size_t)view->side[KEYS].shape.dim;
-  if (query && kvedge_active()->abs_max_bits(query, n) >= KVEDGE_NOT_FINITE) return KVEDGE_ERROR_NONFINITE;
+  if (!query) return KVEDGE_OK;
+  const uint32_t bits = kvedge_array_abs_max_bits(query, num_rows, num_heads, view->side[KEYS].shape.dim);
+  if (bits >= KVEDGE_NOT_FINITE) return KVEDGE_ERROR_NONFINITE;
   return KVEDGE_OK;
 }
 
 /* ---- Slices, for a runtime with threads of its own -------------------------------------------- */
 
 /* Plans a call on a whole layer; `segment` must live as long as the plan. */
-static kvedge_status plan_layer(kvedge_attention *a, const kvedge_layer *layer, const float *query, int64_t num_rows,
-                                int num_heads, const kvedge_attention_options *options, kvedge_segment *segment) {
+static kvedge_status plan_layer(kvedge_attention *a, const kvedge_layer *layer, const kvedge_array *query,
+                                int64_t num_rows, int num_heads, const kvedge_attention_options *options,
+                                kvedge_segment *segment) {
   if (!layer || num_rows < 1) return KVEDGE_ERROR_ARGUMENT;
   kvedge_cache_view view = kvedge_layer_view(layer, options ? options->num_tokens : 0, segment);
   kvedge_status status = kvedge_attention_check(&view, query, num_rows, num_heads, options);
-  if (status == KVEDGE_OK) kvedge_attention_plan(a, &view, view.len - num_rows, num_rows, num_heads, options);
-  return status;
+  if (status != KVEDGE_OK) return status;
+  if (options) kvedge_cut_view(&view, segment, options->start);
+  kvedge_attention_plan(a, &view, view.len - num_rows, num_rows, num_heads, options);
+  return KVEDGE_OK;
 }
 
 int kvedge_attention_num_slices(const kvedge_layer *layer, int64_t num_rows, int num_heads,
@@ -230,13 +256,16 @@ size_t kvedge_attention_bytes(const kvedge_layer *layer, int64_t num_rows, int n
 kvedge_status kvedge_attention_init(void *memory, size_t bytes, const kvedge_layer *layer, const float *query,
                                     int64_t num_rows, int num_heads, const kvedge_attention_options *options,
                                     int num_slots, float *out, float *lse, kvedge_attention **attention) {
-  if (!memory || (uintptr_t)memory % 64 || !query || !out || !attention || num_slots < 1) return KVEDGE_ERROR_ARGUMENT;
+  if (!memory || (uintptr_t)memory % 64 || !layer || !query || !out || !attention || num_slots < 1)
+    return KVEDGE_ERROR_ARGUMENT;
   kvedge_attention planned;
   kvedge_segment segment;
-  kvedge_status status = plan_layer(&planned, layer, query, num_rows, num_heads, options, &segment);
+  const kvedge_array from = kvedge_dense_array(query, num_heads, layer->keys.shape.dim);
+  const kvedge_array to = kvedge_dense_array(out, num_heads, layer->values.shape.dim);
+  kvedge_status status = plan_layer(&planned, layer, &from, num_rows, num_heads, options, &segment);
   if (status != KVEDGE_OK) return status;
   if (kvedge_attention_lay_out(&planned, NULL, num_slots) > bytes) return KVEDGE_ERROR_MEMORY;
-  *attention = kvedge_attention_set_up(&planned, memory, num_slots, query, out, lse);
+  *attention = kvedge_attention_set_up(&planned, memory, num_slots, &from, &to, lse);
   return KVEDGE_OK;
 }
 
@@ -244,7 +273,7 @@ kvedge_status kvedge_attention_init(void *memory, size_t bytes, const kvedge_lay
 
 kvedge_status kvedge_scores(const kvedge_layer *layer, const float *query, int num_heads, float scale,
                             int64_t num_tokens, float *logits) {
-  if (!query || !logits || num_tokens < 1) return KVEDGE_ERROR_ARGUMENT;
+  if (!layer || !query || !logits || num_tokens < 1) return KVEDGE_ERROR_ARGUMENT;
   kvedge_attention_options options;
   kvedge_attention_defaults(&options);
   options.scale = scale;
@@ -252,11 +281,12 @@ kvedge_status kvedge_scores(const kvedge_layer *layer, const float *query, int n
   options.num_tokens = num_tokens;
   kvedge_attention planned;
   kvedge_segment segment;
-  kvedge_status status = plan_layer(&planned, layer, query, 1, num_heads, &options, &segment);
+  const kvedge_array row = kvedge_dense_array(query, num_heads, layer->keys.shape.dim);
+  kvedge_status status = plan_layer(&planned, layer, &row, 1, num_heads, &options, &segment);
   if (status != KVEDGE_OK) return status;
   void *memory = aligned_alloc(64, kvedge_attention_lay_out(&planned, NULL, 1));
   if (!memory) return KVEDGE_ERROR_MEMORY;
-  kvedge_all_logits(kvedge_attention_set_up(&planned, memory, 1, query, NULL, NULL), logits);
+  kvedge_all_logits(kvedge_attention_set_up(&planned, memory, 1, &row, &row, NULL), logits); /* which writes no out */
   free(memory);
   return KVEDGE_OK;
 }

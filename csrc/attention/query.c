@@ -75,10 +75,11 @@ static void prepare_block(const kvedge_attention *a, int64_t block, const kvedge
   int dim = a->view.side[KEYS].shape.dim, group = a->heads_per_kv_head;
   int64_t first_row = block * a->rows_per_block, rows = kvedge_rows_in_block(a, block);
   double key_norm = 127.0 * sqrt((dim + 8) / 9.0);
-  const float *x = a->query + first_row * a->num_heads * dim;
+  float room[KVEDGE_MAX_HEAD_DIM];
   for (int64_t r = 0; r < rows; r++)
     for (int kv_head = 0; kv_head < a->view.num_kv_heads; kv_head++)
-      for (int g = 0; g < group; g++, x += dim) {
+      for (int g = 0; g < group; g++) {
+        const float *x = kvedge_array_row(&a->query, first_row + r, kv_head * group + g, dim, room);
         size_t index = kvedge_query_index(a, kv_head) + (size_t)(r * group + g);
         prepare_row(a, to, x, kv_head, index);
         if (to->codes) to->error[index] = quantization_error(a, to, index, key_norm);

@@ -61,7 +61,7 @@ static float largest_seen(const kvedge_attention *one, int s) {
   return largest;
 }
 
-static void refit(const kvedge_attention *a, int64_t row, int head, float *out, float *lse) {
+static void refit(const kvedge_attention *a, int64_t row, int head) {
   kvedge_attention planned, *one = (kvedge_attention *)a->refit;
   plan_one(a, row, head, &planned);
   *one = planned;
@@ -69,9 +69,9 @@ static void refit(const kvedge_attention *a, int64_t row, int head, float *out, 
     one->factor[s] = kvedge_normalizing_factor(one->view.side[s].bound = largest_seen(one, s));
   if (one->factor[KEYS] == a->factor[KEYS] && one->factor[VALUES] == a->factor[VALUES]) return;
   kvedge_attention_lay_out(one, a->refit, 1);
-  one->query = a->query + (row * a->num_heads + head) * a->view.side[KEYS].shape.dim;
-  one->out = out;
-  one->lse = lse;
+  one->query = kvedge_array_from(&a->query, row, head);
+  one->out = kvedge_array_from(&a->out, row, head);
+  one->lse = a->lse ? a->lse + row * a->num_heads + head : NULL;
   kvedge_prepare_queries(one);
   for (int slice = 0; slice < one->chunks_per_block; slice++) {
     kvedge_slice_run(one, slice, (kvedge_slice){.attention = NULL}, 0, NULL);
@@ -81,7 +81,7 @@ static void refit(const kvedge_attention *a, int64_t row, int head, float *out, 
 
 void kvedge_attention_collect(kvedge_attention *a, int slice, int slot) {
   const int64_t block = slice / a->chunks_per_block;
-  const int group = a->heads_per_kv_head, key_heads = a->view.num_kv_heads, dim = a->view.side[VALUES].shape.dim;
+  const int group = a->heads_per_kv_head, key_heads = a->view.num_kv_heads;
   kvedge_merge_slice(a, slice, slot);
   if (slice % a->chunks_per_block + 1 < a->chunks_per_block) return;
   const kvedge_queries q = kvedge_queries_of(a, block, slot);
@@ -90,7 +90,6 @@ void kvedge_attention_collect(kvedge_attention *a, int slice, int slot) {
     for (int head = 0; head < key_heads * group; head++) {
       const size_t state = kvedge_query_index(a, head / group) + (size_t)(r * group + head % group);
       if (!may_have_lost(a, &q, state, total.sum[state], total.acc + state * (size_t)a->acc_stride)) continue;
-      const int64_t row = block * a->rows_per_block + r, at = row * a->num_heads + head;
-      refit(a, row, head, a->out + at * dim, a->lse ? a->lse + at : NULL);
+      refit(a, block * a->rows_per_block + r, head);
     }
 }

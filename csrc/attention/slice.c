@@ -70,6 +70,7 @@ kvedge_visible kvedge_visible_tokens(const kvedge_attention *a, int64_t block) {
   int64_t row = block * a->rows_per_block, position = a->first_position + row;
   kvedge_visible visible = {.sinks = 0, .first = 0, .stop = a->view.len};
   if (o->causal) visible.stop = position + kvedge_rows_in_block(a, block);
+  if (visible.stop < 0) visible.stop = 0; /* all rows are before options.start */
   if (o->window) {
     if (position - o->window + 1 > 0) visible.first = (position - o->window + 1) / a->tile * a->tile;
     visible.sinks = o->sink_tokens < visible.first ? o->sink_tokens : visible.first;
@@ -92,10 +93,21 @@ static tile_cursor start_of_slice(const kvedge_attention *a, int slice) {
   return cursor;
 }
 
-static token_tile first_tile(kvedge_slice of) {
+/* Do rows lie alike in two views? Else one's kernels cannot prefetch the other's. */
+static int lie_alike(const kvedge_cache_view *one, const kvedge_cache_view *other) {
+  for (int s = 0; s < SIDES; s++) {
+    const kvedge_view_side *a = &one->side[s], *b = &other->side[s];
+    if (a->format != b->format || a->token_stride != b->token_stride || a->head_stride != b->head_stride ||
+        a->scale_token_stride != b->scale_token_stride || a->shape.group_size != b->shape.group_size)
+      return 0;
+  }
+  return one->num_kv_heads == other->num_kv_heads;
+}
+
+static token_tile first_tile(const kvedge_cache_view *view, kvedge_slice of) {
   token_tile none;
   none.num_tokens = none.num_blocks = 0;
-  if (!of.attention) return none;
+  if (!of.attention || !lie_alike(view, &of.attention->view)) return none;
   tile_cursor cursor = start_of_slice(of.attention, of.slice);
   return next_tile(of.attention, &cursor);
 }
@@ -124,7 +136,7 @@ void kvedge_slice_run(const kvedge_attention *a, int slice, kvedge_slice followi
   token_tile tile = next_tile(a, &cursor);
   while (tile.num_tokens > 0 && !(stop && __atomic_load_n(stop, __ATOMIC_RELAXED))) {
     const int last = cursor.next >= cursor.stop;
-    const token_tile next = last ? first_tile(following) : next_tile(a, &cursor);
+    const token_tile next = last ? first_tile(view, following) : next_tile(a, &cursor);
     kvedge_fetch_rest(view, &tile);
     w.scales[KEYS].first = w.scales[VALUES].first = -KVEDGE_SCALE_COLUMNS;
     const int masking = kvedge_needs_masking(a, block, &tile);

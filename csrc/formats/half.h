@@ -17,6 +17,12 @@ static inline float kvedge_float_of_half(uint16_t half) {
   return kvedge_float_of_bits(kvedge_bits_of_float(magnitude) | (half & 0x8000u) << 16);
 }
 
+/* Any half, also infinities and NaNs. */
+static inline float kvedge_float_of_any_half(uint16_t half) {
+  uint32_t bits = kvedge_bits_of_float(kvedge_float_of_half(half));
+  return kvedge_float_of_bits((half & 0x7c00u) == 0x7c00u ? bits | 0x7f800000u : bits);
+}
+
 /* The nearest half, ties to even, for |x| < KVEDGE_HALF_OVERFLOW. Adding 1/2 to what becomes a subnormal half leaves its
  * digits, rounded, at the end of a float. */
 static inline uint16_t kvedge_half_of_float(float x) {

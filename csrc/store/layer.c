@@ -200,42 +200,132 @@ static void raise_written(kvedge_layer *layer, int64_t stop) {
  * where nothing was ever written. */
 enum { CHUNK_VALUES = 4096 };
 
-static kvedge_status write_chunk(kvedge_layer *layer, int64_t position, const float *keys, const float *values,
-                                 int64_t num_tokens) {
-  float key_bound, value_bound;
-  kvedge_status status = kvedge_rows_check(&layer->keys, keys, num_tokens, &key_bound);
-  if (status == KVEDGE_OK) status = kvedge_rows_check(&layer->values, values, num_tokens, &value_bound);
+/* Keys and values of some tokens, and where they go. */
+typedef struct {
+  kvedge_array keys, values;
+  int64_t position, num_tokens;
+} token_rows;
+
+static token_rows tokens_from(const token_rows *rows, int64_t first, int64_t num_tokens) {
+  return (token_rows){.keys = kvedge_array_from(&rows->keys, first, 0),
+                      .values = kvedge_array_from(&rows->values, first, 0),
+                      .position = rows->position + first,
+                      .num_tokens = num_tokens};
+}
+
+typedef struct {
+  float keys, values;
+} bounds;
+
+static kvedge_status check_tokens(const kvedge_layer *layer, const token_rows *rows, bounds *bound) {
+  kvedge_status status = kvedge_rows_check(&layer->keys, &rows->keys, rows->num_tokens, &bound->keys);
+  if (status == KVEDGE_OK) status = kvedge_rows_check(&layer->values, &rows->values, rows->num_tokens, &bound->values);
+  return status;
+}
+
+static void store_tokens(kvedge_layer *layer, const token_rows *rows, const bounds *bound) {
+  kvedge_rows_store(&layer->keys, &rows->keys, rows->num_tokens, rows->position);
+  kvedge_rows_store(&layer->values, &rows->values, rows->num_tokens, rows->position);
+  raise_bound(&layer->key_bound, bound->keys);
+  raise_bound(&layer->value_bound, bound->values);
+}
+
+/* Arguments, and room. */
+static kvedge_status check_call(const kvedge_layer *layer, const token_rows *rows) {
+  if (!layer || rows->position < 0 || rows->num_tokens < 0) return KVEDGE_ERROR_ARGUMENT;
+  if (rows->num_tokens > 0 && !(kvedge_array_is_valid(&rows->keys) && kvedge_array_is_valid(&rows->values)))
+    return KVEDGE_ERROR_ARGUMENT;
+  return rows->num_tokens > layer->config.capacity - rows->position ? KVEDGE_ERROR_CAPACITY : KVEDGE_OK;
+}
+
+static kvedge_status write_tokens(kvedge_layer *layer, const token_rows *rows) {
+  kvedge_status status = check_call(layer, rows);
   if (status != KVEDGE_OK) return status;
-  kvedge_rows_store(&layer->keys, keys, num_tokens, position);
-  kvedge_rows_store(&layer->values, values, num_tokens, position);
-  raise_bound(&layer->key_bound, key_bound);
-  raise_bound(&layer->value_bound, value_bound);
+  if (rows->position < kvedge_layer_len(layer)) kvedge_quiesce(); /* a late reader may look at these rows */
+  int overwrites = rows->position < layer->written; /* rows that must stay if any of the new ones is refused */
+  const int64_t channels = layer->config.head_dim + layer->config.value_head_dim;
+  const int64_t token = layer->config.num_kv_heads * channels, num_tokens = rows->num_tokens;
+  int64_t chunk = overwrites ? num_tokens : 2 * CHUNK_VALUES / token + 1;
+  for (int64_t done = 0; done < num_tokens; done += chunk) {
+    if (chunk > num_tokens - done) chunk = num_tokens - done;
+    bounds bound;
+    token_rows part = tokens_from(rows, done, chunk);
+    status = check_tokens(layer, &part, &bound);
+    if (status != KVEDGE_OK) return status;
+    store_tokens(layer, &part, &bound);
+  }
+  raise_written(layer, rows->position + num_tokens);
   return KVEDGE_OK;
+}
+
+static void set_appended(kvedge_layer *layer, int64_t len) {
+  atomic_store_explicit(&layer->len, len, memory_order_release);
+}
+
+static kvedge_status append_tokens(kvedge_layer *layer, token_rows rows) {
+  rows.position = layer ? kvedge_layer_len(layer) : 0;
+  kvedge_status status = write_tokens(layer, &rows);
+  if (status == KVEDGE_OK) set_appended(layer, rows.position + rows.num_tokens);
+  return status;
+}
+
+/* Tokens of C-contiguous float32 arrays. */
+static token_rows dense_tokens(const kvedge_layer *layer, int64_t position, const float *keys, const float *values,
+                               int64_t num_tokens) {
+  token_rows rows = {.position = position, .num_tokens = num_tokens};
+  if (!layer) return rows;
+  rows.keys = kvedge_dense_array(keys, layer->keys.num_kv_heads, layer->keys.shape.dim);
+  rows.values = kvedge_dense_array(values, layer->values.num_kv_heads, layer->values.shape.dim);
+  return rows;
 }
 
 kvedge_status kvedge_layer_write(kvedge_layer *layer, int64_t position, const float *keys, const float *values,
                                  int64_t num_tokens) {
-  if (!layer || position < 0 || num_tokens < 0 || (num_tokens > 0 && (!keys || !values))) return KVEDGE_ERROR_ARGUMENT;
-  if (num_tokens > layer->config.capacity - position) return KVEDGE_ERROR_CAPACITY;
-  if (position < kvedge_layer_len(layer)) kvedge_quiesce(); /* a late reader may look at these rows */
-  int overwrites = position < layer->written;               /* rows that must stay if any of the new ones is refused */
-  const int64_t heads = layer->config.num_kv_heads;
-  const int64_t key_token = heads * layer->config.head_dim, value_token = heads * layer->config.value_head_dim;
-  int64_t chunk = overwrites ? num_tokens : 2 * CHUNK_VALUES / (key_token + value_token) + 1;
-  for (int64_t done = 0; done < num_tokens; done += chunk) {
-    if (chunk > num_tokens - done) chunk = num_tokens - done;
-    kvedge_status status =
-        write_chunk(layer, position + done, keys + done * key_token, values + done * value_token, chunk);
-    if (status != KVEDGE_OK) return status;
-  }
-  raise_written(layer, position + num_tokens);
-  return KVEDGE_OK;
+  const token_rows rows = dense_tokens(layer, position, keys, values, num_tokens);
+  return write_tokens(layer, &rows);
 }
 
 kvedge_status kvedge_layer_append(kvedge_layer *layer, const float *keys, const float *values, int64_t num_tokens) {
-  int64_t len = layer ? kvedge_layer_len(layer) : 0;
-  kvedge_status status = kvedge_layer_write(layer, len, keys, values, num_tokens);
-  if (status == KVEDGE_OK) atomic_store_explicit(&layer->len, len + num_tokens, memory_order_release);
+  return append_tokens(layer, dense_tokens(layer, 0, keys, values, num_tokens));
+}
+
+kvedge_status kvedge_layer_append_arrays(kvedge_layer *layer, const kvedge_array *keys, const kvedge_array *values,
+                                         int64_t num_tokens) {
+  if (!keys || !values) return KVEDGE_ERROR_ARGUMENT;
+  return append_tokens(layer, (token_rows){.keys = *keys, .values = *values, .num_tokens = num_tokens});
+}
+
+static token_rows rows_of_batch(kvedge_layer *layer, const kvedge_array *keys, const kvedge_array *values,
+                                int64_t num_tokens) {
+  return (token_rows){.keys = *keys, .values = *values, .position = kvedge_layer_len(layer), .num_tokens = num_tokens};
+}
+
+kvedge_status kvedge_layers_append(kvedge_layer *const *layers, const kvedge_array *keys, const kvedge_array *values,
+                                   int num_layers, int64_t num_tokens) {
+  if (!layers || !keys || !values || num_layers < 1) return KVEDGE_ERROR_ARGUMENT;
+  if (num_layers == 1) return kvedge_layer_append_arrays(layers[0], keys, values, num_tokens);
+  for (int i = 0; i < num_layers; i++) { /* arguments and room first: they cost nothing */
+    for (int j = 0; j < i; j++)
+      if (layers[j] == layers[i]) return KVEDGE_ERROR_ARGUMENT;
+    if (!layers[i]) return KVEDGE_ERROR_ARGUMENT;
+    const token_rows rows = rows_of_batch(layers[i], &keys[i], &values[i], num_tokens);
+    const kvedge_status status = check_call(layers[i], &rows);
+    if (status != KVEDGE_OK) return status;
+  }
+  bounds *bound = malloc((size_t)num_layers * sizeof *bound);
+  if (!bound) return KVEDGE_ERROR_MEMORY;
+  kvedge_status status = KVEDGE_OK;
+  for (int i = 0; i < num_layers && status == KVEDGE_OK; i++) {
+    const token_rows rows = rows_of_batch(layers[i], &keys[i], &values[i], num_tokens);
+    status = check_tokens(layers[i], &rows, &bound[i]);
+  }
+  for (int i = 0; i < num_layers && status == KVEDGE_OK; i++) {
+    const token_rows rows = rows_of_batch(layers[i], &keys[i], &values[i], num_tokens);
+    store_tokens(layers[i], &rows, &bound[i]);
+    raise_written(layers[i], rows.position + num_tokens);
+    set_appended(layers[i], rows.position + num_tokens);
+  }
+  free(bound);
   return status;
 }
 

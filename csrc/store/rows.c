@@ -7,45 +7,48 @@
 #include "system/bits.h"
 #include "system/dispatch.h"
 
-/* x - offset in `room`, or x itself where there is no offset. `row` counts (token, head) pairs. */
-static const float *centred(const kvedge_side *side, const float *rows, int64_t row, float room[KVEDGE_MAX_HEAD_DIM]) {
+/* A row of the caller's as it is to be encoded: less the offset, as floats; in `room` where it does not lie so. */
+static const float *centred(const kvedge_side *side, const kvedge_array *rows, int64_t token, int head,
+                            float room[KVEDGE_MAX_HEAD_DIM]) {
   const int dim = side->shape.dim;
-  const float *x = rows + row * dim;
+  const float *x = kvedge_array_row(rows, token, head, dim, room);
   if (!side->offset) return x;
-  const float *offset = side->offset + row % side->num_kv_heads * dim;
+  const float *offset = side->offset + (ptrdiff_t)head * dim;
   for (int d = 0; d < dim; d++) room[d] = x[d] - offset[d];
   return room;
 }
 
-kvedge_status kvedge_rows_check(const kvedge_side *side, const float *rows, int64_t num_tokens, float *bound) {
+kvedge_status kvedge_rows_check(const kvedge_side *side, const kvedge_array *rows, int64_t num_tokens, float *bound) {
   const kvedge_kernels *kernels = kvedge_active();
-  const int64_t num_rows = num_tokens * side->num_kv_heads;
-  const size_t dim = (size_t)side->shape.dim;
+  const int heads = side->num_kv_heads, dim = side->shape.dim;
   uint32_t bits = 0;
   if (!side->offset) {
-    bits = kernels->abs_max_bits(rows, (size_t)num_rows * dim);
+    bits = kvedge_array_abs_max_bits(rows, num_tokens, heads, dim);
   } else {
     float room[KVEDGE_MAX_HEAD_DIM];
-    for (int64_t row = 0; row < num_rows; row++) {
-      uint32_t row_bits = kernels->abs_max_bits(centred(side, rows, row, room), dim);
-      bits = row_bits > bits ? row_bits : bits;
-    }
+    for (int64_t token = 0; token < num_tokens; token++)
+      for (int head = 0; head < heads; head++) {
+        uint32_t row_bits = kernels->abs_max_bits(centred(side, rows, token, head, room), (size_t)dim);
+        bits = row_bits > bits ? row_bits : bits;
+      }
   }
   if (bits >= KVEDGE_NOT_FINITE) return KVEDGE_ERROR_NONFINITE;
   *bound = side->format->bound_of(&side->shape, kvedge_float_of_bits(bits));
   return isinf(*bound) ? KVEDGE_ERROR_SCALE : KVEDGE_OK;
 }
 
-void kvedge_rows_store(const kvedge_side *side, const float *rows, int64_t num_tokens, int64_t position) {
-  const int64_t num_rows = num_tokens * side->num_kv_heads;
+void kvedge_rows_store(const kvedge_side *side, const kvedge_array *rows, int64_t num_tokens, int64_t position) {
+  const int heads = side->num_kv_heads;
   char *codes = kvedge_codes_at(side, position), *scales = kvedge_scales_at(side, position);
-  if (!side->offset) {
-    if (num_rows > 0) side->format->encode(&side->shape, rows, num_rows, codes, scales);
+  if (num_tokens < 1) return;
+  if (!side->offset && kvedge_array_is_dense(rows, num_tokens, heads, side->shape.dim)) {
+    side->format->encode(&side->shape, rows->data, num_tokens * heads, codes, scales);
     return;
   }
   float room[KVEDGE_MAX_HEAD_DIM];
-  for (int64_t row = 0; row < num_rows; row++, codes += side->row_bytes, scales += side->scale_row_bytes)
-    side->format->encode(&side->shape, centred(side, rows, row, room), 1, codes, scales);
+  for (int64_t token = 0; token < num_tokens; token++)
+    for (int head = 0; head < heads; head++, codes += side->row_bytes, scales += side->scale_row_bytes)
+      side->format->encode(&side->shape, centred(side, rows, token, head, room), 1, codes, scales);
 }
 
 static void clamp_to_finite(float *x, int n) {

@@ -2,7 +2,7 @@
 #ifndef KVEDGE_ROWS_H
 #define KVEDGE_ROWS_H
 
-#include "formats/format.h"
+#include "formats/array.h"
 
 /* The largest magnitude of floats, as bits: this or more is not finite. */
 #define KVEDGE_NOT_FINITE 0x7f800000u
@@ -27,10 +27,10 @@ static inline char *kvedge_scales_at(const kvedge_side *side, int64_t token) {
 }
 
 /* Checks rows (num_tokens, num_kv_heads, dim) without writing anything; *bound is what theirs will be. */
-kvedge_status kvedge_rows_check(const kvedge_side *side, const float *rows, int64_t num_tokens, float *bound);
+kvedge_status kvedge_rows_check(const kvedge_side *side, const kvedge_array *rows, int64_t num_tokens, float *bound);
 
 /* Stores rows that passed the check as tokens position... */
-void kvedge_rows_store(const kvedge_side *side, const float *rows, int64_t num_tokens, int64_t position);
+void kvedge_rows_store(const kvedge_side *side, const kvedge_array *rows, int64_t num_tokens, int64_t position);
 
 /* Reads tokens start..stop-1 back. */
 void kvedge_rows_load(const kvedge_side *side, int64_t start, int64_t stop, float *out);

@@ -21,6 +21,17 @@ cdef extern from "kvedge.h" nogil:
         KVEDGE_SCALE_FLOAT32
         KVEDGE_SCALE_FLOAT16
 
+    ctypedef enum kvedge_element_type:
+        KVEDGE_TYPE_FLOAT32
+        KVEDGE_TYPE_FLOAT16
+        KVEDGE_TYPE_BFLOAT16
+
+    ctypedef struct kvedge_array:
+        void *data
+        kvedge_element_type type
+        ptrdiff_t token_stride
+        ptrdiff_t head_stride
+
     ctypedef struct kvedge_layer:
         pass
 
@@ -53,6 +64,15 @@ cdef extern from "kvedge.h" nogil:
         int64_t bias_strides[3]
         int precision_bits
         int64_t num_tokens
+        int64_t start
+
+    ctypedef struct kvedge_attention_call:
+        const kvedge_layer *layer
+        kvedge_array query
+        int64_t num_rows
+        kvedge_array out
+        float *lse
+        const kvedge_attention_options *options
 
     ctypedef struct kvedge_sequence:
         const int32_t *blocks
@@ -75,6 +95,12 @@ cdef extern from "kvedge.h" nogil:
     kvedge_status kvedge_layer_set_key_offset(kvedge_layer *layer, const float *key_offset)
     kvedge_status kvedge_layer_append(
         kvedge_layer *layer, const float *keys, const float *values, int64_t num_tokens)
+    kvedge_status kvedge_layer_append_arrays(
+        kvedge_layer *layer, const kvedge_array *keys, const kvedge_array *values,
+        int64_t num_tokens)
+    kvedge_status kvedge_layers_append(
+        kvedge_layer *const *layers, const kvedge_array *keys, const kvedge_array *values,
+        int num_layers, int64_t num_tokens)
     int64_t kvedge_layer_len(const kvedge_layer *layer)
     kvedge_status kvedge_layer_set_len(kvedge_layer *layer, int64_t len)
     kvedge_status kvedge_layer_write(
@@ -90,6 +116,8 @@ cdef extern from "kvedge.h" nogil:
     kvedge_status kvedge_attend(
         const kvedge_layer *layer, const float *query, int64_t num_rows, int num_heads,
         const kvedge_attention_options *options, int num_threads, float *out, float *lse)
+    kvedge_status kvedge_attend_layers(
+        const kvedge_attention_call *calls, int num_calls, int num_heads, int num_threads)
     kvedge_status kvedge_scores(
         const kvedge_layer *layer, const float *query, int num_heads, float scale,
         int64_t num_tokens, float *logits)

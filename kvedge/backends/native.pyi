@@ -3,11 +3,16 @@
 Signatures and docstrings of the classes are in their plain bases.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 from kvedge.cache import CacheMethods
+from kvedge.core.types import Array, Layout
 from kvedge.layer import (
     Bfloat16LayerMethods,
     Float16LayerMethods,
     Float32LayerMethods,
+    LayerMethods,
     QuantizedLayerMethods,
 )
 from kvedge.paged.store import BlockStoreMethods
@@ -19,6 +24,10 @@ def isa_available() -> list[str]: ...
 def set_num_threads(num_threads: int) -> None: ...
 def read_bandwidth(num_threads: int, megabytes: int = 512, repeats: int = 3) -> float: ...
 def product_rate(num_threads: int, products: int, repeats: int = 3) -> float: ...
+def attend_batch(layers: Sequence[LayerMethods], query: Array, **options: Any) -> Any: ...
+def append_batch(
+    layers: Sequence[LayerMethods], keys: Array, values: Array, *, layout: Layout = "nhd"
+) -> None: ...
 
 class QuantizedKvLayer(QuantizedLayerMethods): ...
 class Float32KvLayer(Float32LayerMethods): ...

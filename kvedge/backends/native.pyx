@@ -24,7 +24,7 @@ from kvedge.layer import (
 )
 from kvedge.layer_core import document
 from kvedge.core.options import AttendOptions
-from kvedge.errors import KvedgeError, OutOfMemoryError, UnsupportedIsaError
+from kvedge.errors import KvedgeError, LayoutError, OutOfMemoryError, UnsupportedIsaError
 
 cnp.import_array()
 
@@ -128,6 +128,9 @@ cdef inline float *_floats(object array):
 
 cdef inline object _empty(int ndim, cnp.npy_intp *shape):
     return cnp.PyArray_EMPTY(ndim, shape, cnp.NPY_FLOAT32, 0)
+
+
+include "native_arrays.pxi"
 
 
 cdef class _Handle:
@@ -276,37 +279,86 @@ cdef class _LayerCore:
         if self._is_token(keys, self._head_dim) and self._is_token(values, self._value_head_dim):
             self._store(keys, values, 1)
         else:
-            self._store_checked(keys, values, False)
+            self._store_any(keys, values, False, _NHD)
 
-    def extend(self, keys, values):
+    def extend(self, keys, values, *, layout="nhd"):
         if self._frozen:
             checks.check_unfrozen(True)
-        self._extend(keys, values, True)
+        self._extend(keys, values, True, layout)
 
-    def _append(self, keys, values):
+    def _append(self, keys, values, layout="nhd"):
         if self._is_token(keys, self._head_dim) and self._is_token(values, self._value_head_dim):
+            _is_hnd(layout)
             self._store(keys, values, 1)
         else:
-            self._extend(keys, values, None)
+            self._extend(keys, values, None, layout)
 
-    cdef _extend(self, keys, values, many):
+    cdef _extend(self, keys, values, many, layout):
         if (
-            self._is_tokens(keys, self._head_dim)
+            layout is _NHD
+            and self._is_tokens(keys, self._head_dim)
             and self._is_tokens(values, self._value_head_dim)
             and (<cnp.ndarray>keys).shape[0] == (<cnp.ndarray>values).shape[0]
         ):
             self._store(keys, values, (<cnp.ndarray>keys).shape[0])
         else:
-            self._store_checked(keys, values, many)
-
-    cdef _store_checked(self, keys, values, many):
-        keys, values = checks.checked_rows(keys, values, self._config, len(self), many=many)
-        self._store(keys, values, (<cnp.ndarray>keys).shape[0])
+            self._store_any(keys, values, many, layout)
 
     cdef _store(self, keys, values, int64_t num_tokens):
+        """Append plain arrays of tokens."""
+        cdef kvedge_array key_rows = self._dense(keys, self._head_dim)
+        cdef kvedge_array value_rows = self._dense(values, self._value_head_dim)
+        self._store_rows(keys, values, &key_rows, &value_rows, num_tokens, None, _NHD)
+
+    cdef inline kvedge_array _dense(self, object array, cnp.npy_intp width):
+        cdef kvedge_array rows
+        rows.data = cnp.PyArray_DATA(<cnp.ndarray>array)
+        rows.type = KVEDGE_TYPE_FLOAT32
+        rows.head_stride = width * sizeof(float)
+        rows.token_stride = self._num_kv_heads * rows.head_stride
+        return rows
+
+    cdef _store_any(self, keys, values, many, layout):
+        """Append arrays of any strides and types."""
+        cdef bint hnd = _is_hnd(layout)
+        cdef _Array key_rows, value_rows
+        cdef kvedge_array c_keys, c_values
+        if not (
+            self._read_tokens(keys, self._head_dim, &key_rows, many, hnd)
+            and self._read_tokens(values, self._value_head_dim, &value_rows, many, hnd)
+            and key_rows.shape[1] == value_rows.shape[1]
+        ):
+            keys, values = checks.checked_rows(
+                keys, values, self._config, len(self), many=many, layout=layout)
+            many, layout = True, _NHD
+            _read_ndarray(<cnp.ndarray>keys, &key_rows)
+            _read_ndarray(<cnp.ndarray>values, &value_rows)
+            _insert_axis(&key_rows, 0)
+            _insert_axis(&value_rows, 0)
+        c_keys, c_values = _rows_of(&key_rows, 0), _rows_of(&value_rows, 0)
+        self._store_rows(keys, values, &c_keys, &c_values, key_rows.shape[1], many, layout)
+
+    cdef bint _read_tokens(
+        self, object array, Py_ssize_t width, _Array *to, many, bint hnd
+    ) except -1:
+        """Whether `array` can be read as it lies, as (1, n, num_kv_heads, width)."""
+        if not _read(array, to):
+            return False
+        if to.ndim == 1 and many is not True and to.shape[0] == self._num_kv_heads * width:
+            to.ndim = 2
+            to.shape[0], to.shape[1] = self._num_kv_heads, width
+            to.strides[0], to.strides[1] = width * to.itemsize, to.itemsize
+        if not (to.ndim == 2 and many is not True or to.ndim == 3 and many is not False):
+            return False
+        _as_batch(to, True, to.ndim == 2, hnd)
+        return to.shape[2] == self._num_kv_heads and to.shape[3] == width
+
+    cdef _store_rows(
+        self, keys, values, const kvedge_array *key_rows, const kvedge_array *value_rows,
+        int64_t num_tokens, many, layout
+    ):
+        """Append rows; `keys` and `values` are what came, for what is said of rows that are refused."""
         cdef _Handle handle = self._opened()
-        cdef const float *key_data = _floats(keys)
-        cdef const float *value_data = _floats(values)
         cdef kvedge_status status
         cdef bint first = self._auto_key_offset and self._key_offset is None and num_tokens > 0
         if self._writing:
@@ -314,45 +366,40 @@ cdef class _LayerCore:
         if first:
             self._writing = True  # this runs Python code, during which another thread may begin
             try:
-                self._refuse(keys, values)  # before their mean is taken
-                rows = keys.reshape(-1, self._num_kv_heads, self._head_dim)
+                rows, _ = self._checked(keys, values, many, layout)  # before their mean is taken
                 self._set_key_offset(self._offset_for(rows))
             finally:
                 self._writing = False
         if num_tokens * self._num_kv_heads * self._widest < _KEEP_GIL:
-            status = kvedge_layer_append(handle.layer, key_data, value_data, num_tokens)
+            status = kvedge_layer_append_arrays(handle.layer, key_rows, value_rows, num_tokens)
         else:
             self._writing = True
             with nogil:
-                status = kvedge_layer_append(handle.layer, key_data, value_data, num_tokens)
+                status = kvedge_layer_append_arrays(handle.layer, key_rows, value_rows, num_tokens)
             self._writing = False
         if status == KVEDGE_OK:
             return
         offset = self._key_offset
         if first:
             self._set_key_offset(None)
-        self._refuse(keys, values)
-        config = self._config
-        keys = keys.reshape(config.rows_shape(False, -1))
-        values = values.reshape(config.rows_shape(True, -1))
-        self._refuse_range(keys, offset, "keys", config.key_format, config.key_rows)
-        self._refuse_range(values, None, "values", config.value_format, config.value_rows)
+        keys, values = self._checked(keys, values, many, layout)
+        self._refuse_range(keys, values, offset)
         raise KvedgeError(kvedge_strerror(status).decode())
 
-    def _refuse(self, keys, values):
-        """Raise what is wrong with rows that C refuses, if it is room or a number not finite."""
-        config = self._config
-        keys = keys.reshape(config.rows_shape(False, -1))
-        values = values.reshape(config.rows_shape(True, -1))
-        checks.checked_rows(keys, values, config, len(self), many=True)
+    def _checked(self, keys, values, many, layout):
+        """Rows (n, num_kv_heads, channels) in float32; raises if there is no room or a number is not finite."""
+        return checks.checked_rows(
+            keys, values, self._config, len(self), many=many, layout=layout)
 
-    def _refuse_range(self, rows, offset, name, form, shape):
-        """Raise if rows, less their offset, are too large for what they are stored in."""
+    def _refuse_range(self, keys, values, offset):
+        """Raise if rows, keys less their offset, are too large for what they are stored in."""
+        config = self._config
         if offset is not None:
             with np.errstate(all="ignore"):
-                rows = rows - offset
-            checks.check_finite(rows, f"{name} minus key_offset")
-        form.refuse(rows, name, shape)
+                keys = keys - offset
+            checks.check_finite(keys, "keys minus key_offset")
+        config.key_format.refuse(keys, "keys", config.key_rows)
+        config.value_format.refuse(values, "values", config.value_rows)
 
     # ---- tokens out ------------------------------------------------------------------------------
 
@@ -398,83 +445,92 @@ cdef class _LayerCore:
         sink_logits=None,
         softcap=None,
         mask=None,
+        start=0,
         alibi_slopes=None,
         precision_bits=None,
         return_lse=False,
         out=None,
         num_threads=None,
+        layout="nhd",
     ):
         return self._attend(
-            query, scale, causal, window, sink_tokens, sink_logits, softcap, mask, alibi_slopes,
-            precision_bits, return_lse, out, num_threads)
+            query, scale, causal, window, sink_tokens, sink_logits, softcap, mask, start,
+            alibi_slopes, precision_bits, return_lse, out, num_threads, layout)
 
     @cython.final
     cdef object _attend(
-        self, query, scale, causal, window, sink_tokens, sink_logits, softcap, mask, alibi_slopes,
-        precision_bits, return_lse, out, num_threads
+        self, query, scale, causal, window, sink_tokens, sink_logits, softcap, mask, start,
+        alibi_slopes, precision_bits, return_lse, out, num_threads, layout
     ):
+        """One row, plain and with plain options, goes straight to C; all else goes through _attend_to."""
         cdef _Handle handle = self._opened()
         cdef kvedge_attention_options c_options
         cdef kvedge_status status
         cdef cnp.ndarray rows
         cdef int num_heads, threads = 0
         cdef int64_t num_rows, length = kvedge_layer_len(handle.layer)
-        cdef float *lse_data = NULL
         cdef float *out_data
         cdef float *query_data
-        cdef bint single
-        if self._is_query(query):
-            single = (<cnp.ndarray>query).ndim == 2
-        else:
-            query, single = checks.as_query(query, self._config)
-            if single:
-                query = query[0]
-        rows = <cnp.ndarray>query
-        num_heads = <int>rows.shape[rows.ndim - 2]
-        num_rows = 1 if single else rows.shape[0]
         kvedge_attention_defaults(&c_options)
-        reads = ()
         if not (
-            0 < length >= num_rows and causal is True and sink_tokens is _ZERO
+            self._is_query(query) and layout is _NHD and start is _ZERO
+            and causal is True and sink_tokens is _ZERO
             and sink_logits is None and softcap is None
             and mask is None and alibi_slopes is None and precision_bits is None
-            and (return_lse is False or return_lse is True)
+            and return_lse is False
+            and (out is None or self._is_out(out, <cnp.ndarray>query, handle))
             and _fill_plain(&c_options, &threads, length, scale, window, num_threads)
         ):
-            options = AttendOptions.make(
-                self._head_dim, num_rows, num_heads, length, scale=scale, causal=causal,
-                window=window, sink_tokens=sink_tokens, sink_logits=sink_logits, softcap=softcap,
-                mask=mask, alibi_slopes=alibi_slopes, precision_bits=precision_bits,
-                return_lse=return_lse, num_threads=num_threads,
-            )
-            _fill(&c_options, options)
-            threads = options.num_threads
-            return_lse = options.return_lse
-            reads = options.arrays()
-        c_options.num_tokens = length  # what options, mask and threads were chosen for
+            return self._attend_any(
+                query, scale, causal, window, sink_tokens, sink_logits, softcap, mask, start,
+                alibi_slopes, precision_bits, return_lse, out, num_threads, layout)
+        rows = <cnp.ndarray>query
+        num_heads = <int>rows.shape[rows.ndim - 2]
+        num_rows = 1 if rows.ndim == 2 else rows.shape[0]
+        if not 0 < length >= num_rows:
+            return self._attend_any(
+                query, scale, causal, window, sink_tokens, sink_logits, softcap, mask, start,
+                alibi_slopes, precision_bits, return_lse, out, num_threads, layout)
+        c_options.num_tokens = length
         if out is None:
             out = self._empty_out(rows)
-        elif reads or not self._is_out(out, rows, handle):
-            shape = self._config.out_shape(query.shape)
-            out = checks.as_out(out, shape, reads=(query, *handle.slabs, *reads))
-        lse = None
-        if return_lse:
-            lse = _empty(rows.ndim - 1, rows.shape)
-            lse_data = _floats(lse)
         query_data = _floats(query)
         out_data = _floats(out)
         if num_rows * length * num_heads * self._widest < _KEEP_GIL:
             status = kvedge_attend(
-                handle.layer, query_data, num_rows, num_heads, &c_options, threads, out_data,
-                lse_data)
+                handle.layer, query_data, num_rows, num_heads, &c_options, threads, out_data, NULL)
         else:
             with nogil:
                 status = kvedge_attend(
                     handle.layer, query_data, num_rows, num_heads, &c_options, threads, out_data,
-                    lse_data)
+                    NULL)
         if status != KVEDGE_OK:
             self._refuse_attend(query, status)
-        return (out, lse) if return_lse else out
+        return out
+
+    cdef object _attend_any(
+        self, query, scale, causal, window, sink_tokens, sink_logits, softcap, mask, start,
+        alibi_slopes, precision_bits, return_lse, out, num_threads, layout
+    ):
+        cdef bint hnd = _is_hnd(layout)
+        cdef _Array asked
+        cdef Py_ssize_t num_heads
+        cdef bint right = _read(query, &asked) and (asked.ndim == 2 or asked.ndim == 3)
+        read = query
+        if right:
+            num_heads = asked.shape[0 if asked.ndim == 2 or hnd else 1]
+            right = (
+                asked.shape[asked.ndim - 1] == self._head_dim
+                and num_heads > 0 and num_heads % self._num_kv_heads == 0
+            )
+        if not right:
+            read, one_row = checks.as_query(query, self._config, finite=False, layout=layout)
+            read = read[0] if one_row else arrays.in_nhd(read, layout)
+            _read_ndarray(<cnp.ndarray>read, &asked)
+        return _attend_to(
+            [self], query, &asked, True, asked.ndim == 2, hnd, scale, causal, window, sink_tokens,
+            sink_logits, softcap, mask, start, alibi_slopes, precision_bits, return_lse, out,
+            num_threads)
 
     cdef inline object _empty_out(self, cnp.ndarray query):
         """An array for the result of a query: shaped as that, but as wide as values."""
@@ -510,7 +566,7 @@ cdef class _LayerCore:
         cdef kvedge_status status
         cdef float c_scale = NAN if scale is None else checks.as_float(scale, "scale")
         if not self._is_query(query) or (<cnp.ndarray>query).ndim != 2:
-            query = checks.as_query(query, self._config, many=False)[0][0]
+            query = np.ascontiguousarray(checks.as_query(query, self._config, many=False)[0][0])
         shape[0] = (<cnp.ndarray>query).shape[0]
         shape[1] = kvedge_layer_len(handle.layer)
         out = _empty(2, shape)
@@ -530,9 +586,7 @@ cdef class _LayerCore:
     def _refuse_attend(self, query, status):
         """Raise what C refused about a query."""
         checks.check_finite(query, "query")
-        if status == KVEDGE_ERROR_MEMORY:
-            raise OutOfMemoryError("no memory for the intermediate results of attention")
-        raise KvedgeError(kvedge_strerror(status).decode())
+        _refuse_status(status)
 
 
 cdef bint _fill_plain(
@@ -560,14 +614,15 @@ cdef bint _fill_plain(
 
 
 cdef _fill(kvedge_attention_options *c, options):
-    """AttendOptions as C takes them; `options` keeps the arrays alive."""
-    cdef int i
+    """AttendOptions as C takes them; `options` keeps the arrays alive. Of a batch's mask the first layer's part."""
+    cdef int i, batch
     kvedge_attention_defaults(c)
     c.scale = options.scale
     c.causal = options.causal
     c.window = options.window
     c.sink_tokens = options.sink_tokens
     c.softcap = options.softcap
+    c.start = options.start
     c.precision_bits = options.precision_bits
     if options.sink_logits is not None:
         c.sink_logits = _floats(options.sink_logits)
@@ -575,12 +630,14 @@ cdef _fill(kvedge_attention_options *c, options):
         c.alibi_slopes = _floats(options.alibi_slopes)
     if options.mask_bool is not None:
         c.mask = <const uint8_t *>cnp.PyArray_DATA(options.mask_bool)
+        batch = options.mask_bool.ndim - 3
         for i in range(3):
-            c.mask_strides[i] = options.mask_bool.strides[i]
+            c.mask_strides[i] = options.mask_bool.strides[batch + i]
     if options.mask_bias is not None:
         c.bias = _floats(options.mask_bias)
+        batch = options.mask_bias.ndim - 3
         for i in range(3):
-            c.bias_strides[i] = options.mask_bias.strides[i] // 4
+            c.bias_strides[i] = options.mask_bias.strides[batch + i] // 4
 
 
 document(_LayerCore)
@@ -624,19 +681,21 @@ class KVCache(CacheMethods):
         sink_logits=None,
         softcap=None,
         mask=None,
+        start=0,
         alibi_slopes=None,
         precision_bits=None,
         return_lse=False,
         out=None,
         num_threads=None,
+        layout="nhd",
     ):
         if layer.__class__ is not int or not 0 <= layer < self._num_layers:
             layer = checks.check_layer(layer, self._num_layers)
         cdef _LayerCore target = self._layers[layer]
         try:
             return target._attend(
-                query, scale, causal, window, sink_tokens, sink_logits, softcap, mask, alibi_slopes,
-                precision_bits, return_lse, out, num_threads)
+                query, scale, causal, window, sink_tokens, sink_logits, softcap, mask, start,
+                alibi_slopes, precision_bits, return_lse, out, num_threads, layout)
         except OutOfMemoryError:
             raise
         except MemoryError as error:
@@ -644,6 +703,10 @@ class KVCache(CacheMethods):
 
     attend.__doc__ = CacheMethods.attend.__doc__
 
+
+# ---- several layers, arrays with strides ----------------------------------------------------------
+
+include "native_batch.pxi"
 
 # ---- layers in blocks ----------------------------------------------------------------------------
 

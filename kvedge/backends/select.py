@@ -22,6 +22,8 @@ __all__ = [
     "Float32KvLayer",
     "KVCache",
     "QuantizedKvLayer",
+    "append_batch",
+    "attend_batch",
     "backend",
     "isa_info",
 ]
@@ -91,12 +93,15 @@ if TYPE_CHECKING:  # the same types whichever backend it will be
         KVCache,
         QuantizedKvLayer,
     )
+    from kvedge.batch import append_batch, attend_batch
 else:
     KVCache = _module.KVCache
     QuantizedKvLayer = _module.QuantizedKvLayer
     Float32KvLayer = _module.Float32KvLayer
     Float16KvLayer = _module.Float16KvLayer
     Bfloat16KvLayer = _module.Bfloat16KvLayer
+    attend_batch = _module.attend_batch
+    append_batch = _module.append_batch
 
 
 def isa_info() -> dict[str, Any]:

@@ -9,11 +9,12 @@ layout, is there room, are its values finite. Nothing is written before all have
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
+from kvedge.core import arrays
 from kvedge.core.config import (
     FLOAT32_MAX,
     MAX_CAPACITY,
@@ -56,6 +57,8 @@ __all__ = [
     "as_out",
     "as_query",
     "as_rows",
+    "as_start",
+    "as_starts",
     "as_vector",
     "check_finite",
     "check_head",
@@ -191,6 +194,8 @@ def as_ndarray(array: Any, name: str) -> np.ndarray:
         raise DtypeMismatchError(f"{name} is a masked array: convert with .filled(value)")
     if isinstance(array, np.ndarray):
         return np.asarray(array)  # a memmap, a matrix
+    if arrays.is_tensor(array):
+        return arrays.ndarray_of_tensor(array, name)
     if getattr(type(array), "__dlpack__", None) is None:
         raise DtypeMismatchError(
             f"{name} must be a float32 array, not {describe(array)}: "
@@ -198,9 +203,9 @@ def as_ndarray(array: Any, name: str) -> np.ndarray:
         )
     try:
         return np.from_dlpack(array)
-    except Exception as error:  # foreign code: another device, a gradient, a dtype NumPy lacks
+    except Exception as error:  # foreign code: another device, a dtype NumPy lacks
         try:
-            # NumPy cannot receive a torch tensor in bfloat16; float() is the one conversion.
+            # NumPy cannot receive bfloat16; float() is the one conversion.
             return np.from_dlpack(array.float())
         except Exception:  # the first error tells more
             raise DtypeMismatchError(
@@ -269,8 +274,10 @@ def _check_layout(array: np.ndarray, name: str, contiguous: bool = True) -> None
         )
 
 
-def as_rows(array: Any, values: bool, config: LayerConfig, *, many: bool | None) -> np.ndarray:
-    """Keys or values of tokens, as C-contiguous float32 of shape (n, num_kv_heads, channels).
+def as_rows(
+    array: Any, values: bool, config: LayerConfig, *, many: bool | None, layout: str = "nhd"
+) -> np.ndarray:
+    """Keys or values of tokens, as float32 of shape (n, num_kv_heads, channels), any strides.
 
     Parameters
     ----------
@@ -281,6 +288,8 @@ def as_rows(array: Any, values: bool, config: LayerConfig, *, many: bool | None)
     config : LayerConfig
     many : bool or None
         True: n tokens are needed. False: one token is. None: either.
+    layout : {"nhd", "hnd"}
+        "hnd": n tokens come as (num_kv_heads, n, head_dim).
 
     Raises
     ------
@@ -288,24 +297,34 @@ def as_rows(array: Any, values: bool, config: LayerConfig, *, many: bool | None)
     """
     name = "values" if values else "keys"
     _, heads, dim = config.rows_shape(values, 0)
-    rows = as_ndarray(array, name)
+    layout = arrays.as_layout(layout)
+    rows = arrays.in_nhd(as_ndarray(array, name), layout)
     half = _check_dtype(rows, name)
     shape = rows.shape
     is_many = len(shape) == 3 and shape[1:] == (heads, dim) and many is not False
     is_one = shape in ((heads, dim), (heads * dim,)) and many is not True
     if not is_many and not is_one:
         one, several = f"({heads}, {dim}) or ({heads * dim},)", f"(n, {heads}, {dim})"
+        if layout == "hnd":
+            several = f"({heads}, n, {dim})"
+            shape = arrays.in_nhd(rows, layout).shape
         wanted = {True: several, False: one, None: f"{one} or {several}"}[many]
         width = f": value_head_dim is {dim}" if values and dim != config.head_dim else ""
         raise ShapeMismatchError(f"{name} must have shape {wanted}, not {shape}{width}")
-    _check_layout(rows, name)
+    arrays.check_channels(rows, name)
     if half:
         rows = _widened(rows)
     return rows if is_many else rows.reshape(1, heads, dim)
 
 
 def checked_rows(
-    keys: Any, values: Any, config: LayerConfig, length: int, *, many: bool | None
+    keys: Any,
+    values: Any,
+    config: LayerConfig,
+    length: int,
+    *,
+    many: bool | None,
+    layout: str = "nhd",
 ) -> tuple[np.ndarray, np.ndarray]:
     """Keys and values that may be appended after `length` tokens; see :func:`as_rows`.
 
@@ -313,8 +332,8 @@ def checked_rows(
     ------
     DtypeMismatchError, ShapeMismatchError, LayoutError, CapacityExceededError, NonFiniteInputError
     """
-    keys = as_rows(keys, False, config, many=many)
-    values = as_rows(values, True, config, many=many)
+    keys = as_rows(keys, False, config, many=many, layout=layout)
+    values = as_rows(values, True, config, many=many, layout=layout)
     if len(keys) != len(values):
         raise ShapeMismatchError(
             f"keys and values must hold as many tokens: {len(keys)} against {len(values)}"
@@ -341,9 +360,14 @@ def check_finite(array: np.ndarray, name: str) -> None:
 
 
 def as_query(
-    query: Any, config: LayerConfig, *, many: bool = True, finite: bool = True
+    query: Any,
+    config: LayerConfig,
+    *,
+    many: bool = True,
+    finite: bool = True,
+    layout: str = "nhd",
 ) -> tuple[np.ndarray, bool]:
-    """A query as C-contiguous float32 (n, num_heads, head_dim), and whether it was one row.
+    """A query as float32 (n, num_heads, head_dim), any strides, and whether it was one row.
 
     Parameters
     ----------
@@ -354,22 +378,27 @@ def as_query(
     many : bool
     finite : bool
         Whether to look at the numbers as well; else someone else does.
+    layout : {"nhd", "hnd"}
+        "hnd": n rows come as (num_heads, n, head_dim).
 
     Raises
     ------
     DtypeMismatchError, ShapeMismatchError, LayoutError, NonFiniteInputError
     """
-    query = as_ndarray(query, "query")
+    layout = arrays.as_layout(layout)
+    query = arrays.in_nhd(as_ndarray(query, "query"), layout)
     half = _check_dtype(query, "query")
     heads, dim = config.num_kv_heads, config.head_dim
     shape = query.shape
     right_rank = len(shape) == 2 or (many and len(shape) == 3)
     if not right_rank or shape[-1] != dim or shape[-2] == 0 or shape[-2] % heads:
-        wanted = f"(num_heads, {dim})" + (f" or (n, num_heads, {dim})" if many else "")
+        several = f"(num_heads, n, {dim})" if layout == "hnd" else f"(n, num_heads, {dim})"
+        wanted = f"(num_heads, {dim})" + (f" or {several}" if many else "")
+        shape = arrays.in_nhd(query, layout).shape
         raise ShapeMismatchError(
             f"query must have shape {wanted} with num_heads a multiple of {heads}, not {shape}"
         )
-    _check_layout(query, "query")
+    arrays.check_channels(query, "query")
     if half:
         query = _widened(query)
     if finite:
@@ -407,6 +436,38 @@ def as_key_offset(key_offset: Any, config: LayerConfig) -> np.ndarray | str | No
     key_offset = as_float32(key_offset, "key_offset", shape=(config.num_kv_heads, config.head_dim))
     check_finite(key_offset, "key_offset")
     return np.array(key_offset)
+
+
+def as_start(start: Any, length: int) -> int:
+    """The first token that is seen, 0 to length, or InvalidArgumentError."""
+    number = as_int(start, "start")
+    if not 0 <= number <= length:
+        raise InvalidArgumentError(
+            f"start must be from 0 to the {_tokens(length)} stored, not {number}"
+        )
+    return number
+
+
+def as_starts(start: Any, lengths: Sequence[int]) -> list[int]:
+    """`start` for each of several layers: None is 0, one number is for all of them.
+
+    Raises
+    ------
+    InvalidArgumentError, ShapeMismatchError
+    """
+    if start is None:
+        return [0] * len(lengths)
+    if arrays.is_tensor(start):
+        start = start.tolist()
+    if isinstance(start, np.ndarray) and start.ndim:
+        start = list(start)
+    if not isinstance(start, (list, tuple)):
+        start = [start] * len(lengths)
+    if len(start) != len(lengths):
+        raise ShapeMismatchError(
+            f"start must be one number or {len(lengths)}, one for each layer, not {len(start)}"
+        )
+    return [as_start(each, length) for each, length in zip(start, lengths, strict=True)]
 
 
 def as_out(

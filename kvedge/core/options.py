@@ -16,6 +16,7 @@ from kvedge.core.checks import (
     as_float32,
     as_int,
     as_ndarray,
+    as_start,
     as_vector,
 )
 from kvedge.errors import InvalidArgumentError, NonFiniteInputError, ShapeMismatchError
@@ -37,9 +38,11 @@ class AttendOptions:
     sink_logits: np.ndarray | None = None  # (num_heads,) float32, each adds exp() to the sum
     softcap: float = 0.0  # 0: none; c * tanh(s / c) of the scaled logit
     alibi_slopes: np.ndarray | None = None  # (num_heads,) float32, adds slope * (t - p)
-    # Masks are broadcast views: strides of 0 occur, and the last stride is 0 or one element.
+    # Masks are broadcast views: strides of 0 occur, all are multiples of an element. A batch's have
+    # its axis before the others.
     mask_bool: np.ndarray | None = None  # (num_heads, n, length) uint8, nonzero: visible
     mask_bias: np.ndarray | None = None  # (num_heads, n, length) float32, finite or -inf
+    start: int = 0  # the first token that is seen
     precision_bits: int = 0  # 8, 16 or 24; 0: what is needed
     return_lse: bool = False
     num_threads: int = 0  # 0: the default
@@ -64,10 +67,12 @@ class AttendOptions:
         sink_logits: Any = None,
         softcap: Any = None,
         mask: Any = None,
+        start: Any = 0,
         alibi_slopes: Any = None,
         precision_bits: Any = None,
         return_lse: Any = False,
         num_threads: Any = None,
+        batch: int | None = None,
     ) -> AttendOptions:
         """Check the arguments of ``attend``.
 
@@ -76,10 +81,12 @@ class AttendOptions:
         head_dim, n_rows, num_heads : int
             Of the query.
         length : int
-            Tokens stored.
-        scale, causal, window, sink_tokens, sink_logits, softcap, mask, alibi_slopes
+            Tokens stored; of a batch the longest layer's.
+        scale, causal, window, sink_tokens, sink_logits, softcap, mask, start, alibi_slopes
         precision_bits, return_lse, num_threads
             As the caller gave them to ``attend``.
+        batch : int, optional
+            Layers of a batch, each with its own part of the mask.
 
         Raises
         ------
@@ -102,7 +109,10 @@ class AttendOptions:
         if softcap is not None:
             options["softcap"] = _softcap(softcap)
         if mask is not None:
-            options.update(_mask(mask, (num_heads, n_rows, length)))
+            shape = (num_heads, n_rows, length)
+            options.update(_mask(mask, shape if batch is None else (batch, *shape)))
+        if start.__class__ is not int or start:
+            options["start"] = as_start(start, length)
         if alibi_slopes is not None:
             options["alibi_slopes"] = as_vector(alibi_slopes, "alibi_slopes", num_heads)
         if precision_bits is not None:
@@ -153,20 +163,24 @@ def _softcap(softcap: Any) -> float:
     return cap
 
 
-def _mask(mask: Any, shape: tuple[int, int, int]) -> dict[str, np.ndarray]:
-    """mask_bool or mask_bias, broadcast to `shape` = (num_heads, n_rows, length)."""
-    num_heads, n_rows, _ = shape
+def _mask(mask: Any, shape: tuple[int, ...]) -> dict[str, np.ndarray]:
+    """mask_bool or mask_bias, broadcast to `shape` = ([batch,] num_heads, n_rows, length)."""
+    num_heads, n_rows = shape[-3:-1]
     mask = as_ndarray(mask, "mask")
     given = mask.shape
-    if mask.ndim == 2 and n_rows == 1 and given[0] == num_heads:
+    one_row = n_rows == 1 and len(shape) == 3
+    if mask.ndim == 2 and one_row and given[0] == num_heads:
         mask = mask[:, np.newaxis]  # (num_heads, length) of the one row
-    if not 1 <= mask.ndim <= 3 or any(
+    if not 1 <= mask.ndim <= len(shape) or any(
         have not in (1, want) for have, want in zip(mask.shape[::-1], shape[::-1], strict=False)
     ):
-        short = " (or (num_heads, length))" if n_rows == 1 else ""
+        names = "num_heads, rows, length" if len(shape) == 3 else "batch, num_heads, rows, length"
+        short = " (or (num_heads, length))" if one_row else ""
         raise ShapeMismatchError(
-            f"mask must broadcast to (num_heads, rows, length) = {shape}{short}, not from {given}"
+            f"mask must broadcast to ({names}) = {shape}{short}, not from {given}"
         )
+    # What is repeated is looked at, and converted, once.
+    mask = mask[tuple(slice(None, None if stride else 1) for stride in mask.strides)]
     if mask.dtype == np.bool_:
         kind = "mask_bool"
         mask = mask.view(np.uint8)
@@ -176,6 +190,6 @@ def _mask(mask: Any, shape: tuple[int, int, int]) -> dict[str, np.ndarray]:
         with np.errstate(all="ignore"):
             if mask.size and not mask.max() < np.inf:  # also when it is NaN
                 raise NonFiniteInputError("mask must be finite or -inf: it holds NaN or +inf")
-    if mask.strides[-1] not in (0, mask.itemsize):
+    if any(stride % mask.itemsize for stride in mask.strides):
         mask = np.ascontiguousarray(mask)
     return {kind: np.broadcast_to(mask, shape)}

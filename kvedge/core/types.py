@@ -21,6 +21,9 @@ Floats: TypeAlias = "npt.NDArray[np.float32]"
 Dtype: TypeAlias = Literal["int8", "float32", "float16", "bfloat16"]
 ScaleDtype: TypeAlias = Literal["float32", "float16"]
 
+# Order of the axes tokens (n), heads (h) and channels (d), where there are tokens.
+Layout: TypeAlias = Literal["nhd", "hnd"]
+
 
 class AttendArguments(TypedDict, total=False):
     """The options of ``attend`` that do not change what it returns."""
@@ -32,9 +35,11 @@ class AttendArguments(TypedDict, total=False):
     sink_logits: Array | None
     softcap: float | None
     mask: Array | None
+    start: int
     alibi_slopes: Array | None
     precision_bits: int | None
     num_threads: int | None
+    layout: Layout
 
 
 class BatchArguments(TypedDict, total=False):
@@ -46,6 +51,7 @@ class BatchArguments(TypedDict, total=False):
     sink_tokens: int
     sink_logits: Array | None
     softcap: float | None
+    start: int
     alibi_slopes: Array | None
     precision_bits: int | None
     num_threads: int | None

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
-from kvedge.core import checks
+from kvedge.core import arrays, checks
 from kvedge.core.options import AttendOptions
-from kvedge.core.types import Array, AttendArguments, BatchArguments, Floats
+from kvedge.core.types import Array, AttendArguments, BatchArguments, Floats, Layout
 from kvedge.errors import InvalidArgumentError
 from kvedge.paged import batch, cascade
 from kvedge.paged.facts import PagedFacts, as_list
@@ -33,7 +33,7 @@ class PagedAttention(PagedFacts):
         query: Array,
         *,
         return_lse: Literal[False] = False,
-        out: Floats | None = None,
+        out: Any = None,
         **options: Unpack[AttendArguments],
     ) -> Floats: ...
     @overload
@@ -44,7 +44,7 @@ class PagedAttention(PagedFacts):
         query: Array,
         *,
         return_lse: Literal[True],
-        out: Floats | None = None,
+        out: Any = None,
         **options: Unpack[AttendArguments],
     ) -> tuple[Floats, Floats]: ...
     @overload
@@ -55,7 +55,7 @@ class PagedAttention(PagedFacts):
         query: Array,
         *,
         return_lse: bool,
-        out: Floats | None = None,
+        out: Any = None,
         **options: Unpack[AttendArguments],
     ) -> Floats | tuple[Floats, Floats]: ...
     def attend(
@@ -71,11 +71,13 @@ class PagedAttention(PagedFacts):
         sink_logits: Array | None = None,
         softcap: float | None = None,
         mask: Array | None = None,
+        start: int = 0,
         alibi_slopes: Array | None = None,
         precision_bits: int | None = None,
         return_lse: bool = False,
-        out: Floats | None = None,
+        out: Any = None,
         num_threads: int | None = None,
+        layout: Layout = "nhd",
     ) -> Any:
         """Attend to what one layer of a sequence holds, pending tokens included.
 
@@ -85,8 +87,8 @@ class PagedAttention(PagedFacts):
         query : array of float32 (or float16, bfloat16)
             (num_heads, head_dim) for one token, (n, num_heads, head_dim) for the last n; without
             rows the result is empty.
-        scale, causal, window, sink_tokens, sink_logits, softcap, mask, alibi_slopes, precision_bits
-        return_lse, out, num_threads
+        scale, causal, window, sink_tokens, sink_logits, softcap, mask, start, alibi_slopes
+        precision_bits, return_lse, out, num_threads, layout
             As in :meth:`kvedge.QuantizedKvLayer.attend`.
 
         Returns
@@ -107,7 +109,8 @@ class PagedAttention(PagedFacts):
         reading = self._begin(seq, state, layer)
         try:
             table, length = reading.table, reading.length
-            rows, single = checks.as_query(query, pool._config, finite=False)
+            rows, single = checks.as_query(query, pool._config, finite=False, layout=layout)
+            rows = np.ascontiguousarray(rows)
             num_rows, num_heads, head_dim = rows.shape
             made = AttendOptions.make(
                 head_dim,
@@ -121,24 +124,26 @@ class PagedAttention(PagedFacts):
                 sink_logits=sink_logits,
                 softcap=softcap,
                 mask=mask,
+                start=start,
                 alibi_slopes=alibi_slopes,
                 precision_bits=precision_bits,
                 return_lse=return_lse,
                 num_threads=num_threads,
             )
-            shape = pool._config.out_shape(rows.shape)
-            out = checks.as_out(
-                out, shape[1:] if single else shape, reads=(rows, *store._slabs, *made.arrays())
-            )
+            shape = rows.shape[1:] if single else arrays.in_nhd(rows, layout).shape
+            shape = pool._config.out_shape(shape)
+            reads = (rows, *store._slabs, *made.arrays())
+            target = arrays.as_target(out, shape, reads=reads, layout=layout, dense=True)
             lse = np.empty(rows.shape[:2], np.float32) if made.return_lse else None
-            one = batch.Rows(table, length, rows, out.reshape(shape), lse)
+            to = target.rows.reshape(pool._config.out_shape(rows.shape))
+            one = batch.Rows(table, length, rows, to, lse)
             if num_rows:
                 store._attend_blocks(pool.block_size, [one], made)
         finally:
             pool._running.discard(reading)
         if lse is None:
-            return out
-        return out, (lse[0] if single else lse)
+            return target.finish()
+        return target.finish(), (lse[0] if single else lse.T if layout == "hnd" else lse)
 
     @overload
     def attend_batch(
@@ -186,6 +191,7 @@ class PagedAttention(PagedFacts):
         sink_logits: Array | None = None,
         softcap: float | None = None,
         mask: None = None,
+        start: int = 0,
         alibi_slopes: Array | None = None,
         precision_bits: int | None = None,
         return_lse: bool = False,
@@ -207,7 +213,8 @@ class PagedAttention(PagedFacts):
             array as for :meth:`attend`, all with one number of heads.
         out : numpy.ndarray or list of them, optional
             float32, shaped as `queries`, but as wide as values, to write to.
-        scale, causal, window, sink_tokens, sink_logits, softcap, alibi_slopes, precision_bits
+        scale, causal, window, sink_tokens, sink_logits, softcap, start, alibi_slopes
+        precision_bits
         return_lse, num_threads
             As in :meth:`kvedge.QuantizedKvLayer.attend`, the same for all sequences; no mask.
 
@@ -246,6 +253,7 @@ class PagedAttention(PagedFacts):
                 sink_tokens=sink_tokens,
                 sink_logits=sink_logits,
                 softcap=softcap,
+                start=start,
                 alibi_slopes=alibi_slopes,
                 precision_bits=precision_bits,
                 return_lse=return_lse,

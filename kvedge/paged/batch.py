@@ -42,6 +42,7 @@ def checked_queries(queries: Any, count: int, config: LayerConfig) -> list[tuple
     """
     if isinstance(queries, np.ndarray) or hasattr(type(queries), "__dlpack__"):
         stacked, single = checks.as_query(queries, config, finite=False)
+        stacked = np.ascontiguousarray(stacked)
         if single or len(stacked) != count:
             raise ShapeMismatchError(
                 f"queries in one array must have shape ({count}, num_heads, {config.head_dim}), "
@@ -54,7 +55,10 @@ def checked_queries(queries: Any, count: int, config: LayerConfig) -> list[tuple
         )
     if len(queries) != count:
         raise ShapeMismatchError(f"there are {count} sequences, but {len(queries)} queries")
-    checked = [checks.as_query(query, config, finite=False) for query in queries]
+    checked = []
+    for query in queries:
+        rows, single = checks.as_query(query, config, finite=False)
+        checked.append((np.ascontiguousarray(rows), single))
     heads = {query.shape[1] for query, _ in checked}
     if len(heads) > 1:
         raise ShapeMismatchError(f"queries must have one number of heads, not {sorted(heads)}")
@@ -109,6 +113,7 @@ def batch_options(
     num_heads, head_dim = queries[0][0].shape[1:]
     # Lengths matter only where a window hides nothing: so the longest decides for all.
     made = AttendOptions.make(head_dim, 1, num_heads, max(lengths), **options)
+    checks.as_start(made.start, min(lengths))
     if not made.causal:
         return made
     for i, ((query, _), length) in enumerate(zip(queries, lengths, strict=True)):

@@ -24,7 +24,7 @@ from kvedge.paged.sequences import Contents, PagedSnapshot, SequenceState
 from kvedge.snapshot import CacheContents, CacheFormat, LayerContents
 
 if TYPE_CHECKING:
-    from kvedge.core.types import Array
+    from kvedge.core.types import Array, Layout
 
 __all__ = ["PagedKvCache"]
 
@@ -138,7 +138,9 @@ class PagedKvCache(PagedAttention):
 
     # ---- tokens in -------------------------------------------------------------------------------
 
-    def append(self, seq: int, layer: int, keys: Array, values: Array) -> None:
+    def append(
+        self, seq: int, layer: int, keys: Array, values: Array, *, layout: Layout = "nhd"
+    ) -> None:
         """Give one layer of a sequence its next token or tokens: all of them or none.
 
         Parameters
@@ -147,7 +149,9 @@ class PagedKvCache(PagedAttention):
         keys, values : array of float32 (or float16, bfloat16)
             One token, (num_kv_heads, head_dim) or flat, or several, (n, num_kv_heads, head_dim);
             values of value_head_dim where that differs. They follow what this layer of the sequence
-            already holds.
+            already holds. Any strides but of the channels.
+        layout : {"nhd", "hnd"}
+            "hnd": several tokens come as (num_kv_heads, n, head_dim).
 
         Raises
         ------
@@ -160,8 +164,9 @@ class PagedKvCache(PagedAttention):
         with pool._lock:
             state = self._state(seq)
             layer = self._layer(layer)
-            keys = checks.as_rows(keys, False, pool._config, many=None)
-            values = checks.as_rows(values, True, pool._config, many=None)
+            keys = checks.as_rows(keys, False, pool._config, many=None, layout=layout)
+            values = checks.as_rows(values, True, pool._config, many=None, layout=layout)
+            keys, values = np.ascontiguousarray(keys), np.ascontiguousarray(values)
             if len(keys) != len(values):
                 raise ShapeMismatchError(
                     f"keys and values must hold as many tokens: {len(keys)} against {len(values)}"

@@ -19,8 +19,8 @@ typedef struct {
 } sizes;
 
 static int is_seen(const kvedge_attention_options *o, int64_t position, int64_t token) {
-  if (o->causal && token > position) return 0;
-  return !o->window || token > position - o->window || token < o->sink_tokens;
+  if (token < o->start || (o->causal && token > position)) return 0;
+  return !o->window || token > position - o->window || token < o->start + o->sink_tokens;
 }
 
 static double logit(const kvedge_attention_options *o, sizes n, const float *query, const float *key, int head,
@@ -104,6 +104,7 @@ static kvedge_attention_options random_options(sizes n, const float *numbers, co
   o.precision_bits = random_below(2) ? 0 : 24;
   if (random_below(4) == 0) o.scale = (float[]){0.3f, -0.2f, 0.0f}[random_below(3)];
   if (random_below(4) == 0 && o.causal) o.window = 1 + random_below(100), o.sink_tokens = random_below(6);
+  if (random_below(3) == 0) o.start = random_below((int)n.len + 1);
   if (random_below(5) == 0) o.sink_logits = numbers;
   if (random_below(5) == 0) o.softcap = 1.5f;
   if (random_below(5) == 0) o.alibi_slopes = numbers;
@@ -404,6 +405,8 @@ static void test_errors(void) {
   REFUSED_WITH(window = -1);
   REFUSED_WITH(sink_tokens = -1);
   REFUSED_WITH(window = 4 + (o.causal = 0));
+  REFUSED_WITH(start = -1);
+  REFUSED_WITH(start = 5);
   query[31] = NAN;
   REFUSED(KVEDGE_ERROR_NONFINITE, layer, query, 1, 4, NULL, 1, out);
   CHECK(kvedge_attention_num_slices(layer, 1, 3, NULL) == 0);
@@ -412,42 +415,6 @@ static void test_errors(void) {
   CHECK(kvedge_attention_init(NULL, 0, layer, query, 1, 4, NULL, 1, out, NULL, NULL) == KVEDGE_ERROR_ARGUMENT);
   CHECK(is_untouched(out, sizeof out) && is_untouched(lse, sizeof lse));
   kvedge_layer_destroy(layer);
-  end();
-}
-
-/* One bad sequence, the last: none of them is written. */
-static void test_errors_of_a_batch(void) {
-  enum { BLOCK = 4, NUM = 3, HEADS = 4, DIM = 8 };
-  const kvedge_layer_config config = {.capacity = 5 * BLOCK, .num_kv_heads = 2, .head_dim = DIM};
-  begin("errors of a batch");
-  float *rows = random_floats(5 * BLOCK * 2 * DIM, 1.0f), query[NUM][HEADS * DIM], out[NUM][HEADS * DIM],
-        lse[NUM][HEADS];
-  const int32_t blocks[] = {3, 0, 4};
-  kvedge_layer *pool = new_layer(config, NULL, rows, rows, 0);
-  CHECK(kvedge_layer_write(pool, 0, rows, rows, 5 * BLOCK) == KVEDGE_OK);
-  for (int i = 0; i < NUM * HEADS * DIM; i++) query[i / (HEADS * DIM)][i % (HEADS * DIM)] = rows[i];
-  memset(out, UNTOUCHED, sizeof out), memset(lse, UNTOUCHED, sizeof lse);
-  kvedge_sequence good[NUM], all[NUM];
-  for (int s = 0; s < NUM; s++)
-    good[s] = (kvedge_sequence){
-        .blocks = blocks, .len = 4 * s + 1, .query = query[s], .num_rows = 1, .out = out[s], .lse = lse[s]};
-#define BATCH_REFUSED(status, change)                                                                                  \
-  memcpy(all, good, sizeof all);                                                                                       \
-  all[NUM - 1].change;                                                                                                 \
-  for (int threads = 1; threads <= 2; threads++)                                                                       \
-  CHECK(kvedge_attend_batch(pool, BLOCK, all, NUM, HEADS, NULL, threads) == status)
-  BATCH_REFUSED(KVEDGE_ERROR_ARGUMENT, blocks = NULL);
-  BATCH_REFUSED(KVEDGE_ERROR_ARGUMENT, len = 0);
-  BATCH_REFUSED(KVEDGE_ERROR_ARGUMENT, num_rows = 10);
-  BATCH_REFUSED(KVEDGE_ERROR_ARGUMENT, query = NULL);
-  BATCH_REFUSED(KVEDGE_ERROR_ARGUMENT, out = NULL);
-  query[NUM - 1][HEADS * DIM - 1] = INFINITY;
-  BATCH_REFUSED(KVEDGE_ERROR_NONFINITE, num_rows = 1);
-  CHECK(is_untouched(out, sizeof out) && is_untouched(lse, sizeof lse));
-  query[NUM - 1][HEADS * DIM - 1] = 1.0f;
-  CHECK(kvedge_attend_batch(pool, BLOCK, good, NUM, HEADS, NULL, 2) == KVEDGE_OK);
-  CHECK(!is_untouched(out[NUM - 1], sizeof out[0]));
-  kvedge_layer_destroy(pool), free(rows);
   end();
 }
 
@@ -461,6 +428,5 @@ int main(void) {
   test_the_first_tokens();
   test_endless_windows();
   test_errors();
-  test_errors_of_a_batch();
   return report();
 }

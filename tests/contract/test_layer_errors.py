@@ -236,7 +236,6 @@ LAYOUTS = {
     "reversed": lambda a: a[..., ::-1],
     "fortran": np.asfortranarray,
     "broadcast": lambda a: np.broadcast_to(a[..., :1], a.shape),
-    "part-of-a-row": lambda a: np.concatenate([a, a], axis=-1)[..., : a.shape[-1]],
     "byte-swapped": lambda a: a.astype(a.dtype.newbyteorder("S")),
     "misaligned": misaligned,
 }
@@ -488,6 +487,10 @@ INF_BIAS = np.array([0, np.inf], np.float32)
         ({"out": np.zeros((1, H, D), np.float32)}, errors.ShapeMismatchError),
         ({"out": np.zeros((H, D))}, errors.DtypeMismatchError),
         ({"out": np.zeros((D, H), np.float32).T}, errors.LayoutError),
+        ({"start": -1}, errors.InvalidArgumentError),
+        ({"start": 3}, errors.InvalidArgumentError),
+        ({"start": None}, errors.InvalidArgumentError),
+        ({"layout": "ndh"}, errors.InvalidArgumentError),
         ({"out": [[0.0] * D] * H}, errors.DtypeMismatchError),
     ],
     ids=lambda x: "-".join(x) if isinstance(x, dict) else "",

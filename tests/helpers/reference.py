@@ -103,7 +103,7 @@ FLOATS = {
 # Attention
 
 
-def visible_tokens(n, length, causal=True, window=None, sink_tokens=0):
+def visible_tokens(n, length, causal=True, window=None, sink_tokens=0, start=0):
     """Which of ``length`` tokens each of the last ``n`` sees: bool (n, length)."""
     position = np.arange(length - n, length)[:, None]  # of each query row
     token = np.arange(length)[None, :]
@@ -111,8 +111,8 @@ def visible_tokens(n, length, causal=True, window=None, sink_tokens=0):
     if causal:
         seen &= token <= position
     if window is not None:
-        seen &= (token > position - window) | (token < sink_tokens)
-    return seen
+        seen &= (token > position - window) | (token < start + sink_tokens)
+    return seen & (token >= start)
 
 
 def logits(
@@ -125,6 +125,7 @@ def logits(
     sink_tokens=0,
     softcap=None,
     mask=None,
+    start=0,
     alibi_slopes=None,
 ):
     """Masked logits (N, n, len) float64 of ``query`` (n, N, D) on ``keys`` (len, H, D)."""
@@ -146,7 +147,7 @@ def logits(
         if mask.ndim == 2 and n == 1 and mask.shape[0] == num_heads:
             mask = mask[:, None, :]  # (N, len) for a single query row
         s = np.where(mask, s, -np.inf) if mask.dtype == bool else s + mask.astype(np.float64)
-    return np.where(visible_tokens(n, length, causal, window, sink_tokens), s, -np.inf)
+    return np.where(visible_tokens(n, length, causal, window, sink_tokens, start), s, -np.inf)
 
 
 def attention(query, keys, values, *, sink_logits=None, **options):

@@ -17,7 +17,7 @@ ORDER = [
     ["kvedge.session", "kvedge.session_load"],
     ["kvedge.layer", "kvedge.layer_core", "kvedge.layer_facts"],
     ["kvedge.cache", "kvedge.cache_facts", "kvedge.cache_history", "kvedge.cache_state"],
-    ["kvedge.paged"],
+    ["kvedge.paged", "kvedge.batch"],
     ["kvedge.backends.native", "kvedge.backends.numpy"],
     ["kvedge.backends"],
     ["kvedge.system"],
@@ -47,7 +47,7 @@ def imported(name, path, names):
     """The package's modules that one imports, also those for a type checker or in a function."""
     text = path.read_text()
     if path.suffix == ".pyx":  # Cython is not Python, but its imports are
-        text += (path.parent / "native_paged.pxi").read_text()
+        text += "".join(part.read_text() for part in sorted(path.parent.glob("*.pxi")))
         text = "\n".join(re.findall(r"^from kvedge[^\n(]*$", text, re.MULTILINE))
     package = name if path.stem == "__init__" else name.rpartition(".")[0]
     for node in ast.walk(ast.parse(text)):

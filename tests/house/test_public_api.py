@@ -93,15 +93,14 @@ def test_help_shows_every_class(cls):
 
 
 ATTEND_OPTIONS = [
-    "scale", "causal", "window", "sink_tokens", "sink_logits", "softcap", "mask", "alibi_slopes",
-    "precision_bits", "return_lse", "out", "num_threads",
+    "scale", "causal", "window", "sink_tokens", "sink_logits", "softcap", "mask", "start",
+    "alibi_slopes", "precision_bits", "return_lse", "out", "num_threads", "layout",
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "attend",
-    [cls.attend for cls in (*CLASSES[:3], kvedge.PagedKvCache)]
-    + [kvedge.PagedKvCache.attend_batch],
+    [cls.attend for cls in (*CLASSES[:3], kvedge.PagedKvCache)] + [kvedge.attend_batch],
     ids=lambda function: function.__qualname__,
 )
 def test_every_attend_names_its_options(attend):

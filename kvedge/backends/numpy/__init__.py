@@ -1,5 +1,6 @@
 """The NumPy backend: all that it provides, as the compiled one does in one module."""
 
+from kvedge.backends.numpy.batch import append_batch, attend_batch
 from kvedge.backends.numpy.layer import (
     Bfloat16KvLayer,
     Float16KvLayer,
@@ -16,4 +17,6 @@ __all__ = [
     "Float32KvLayer",
     "KVCache",
     "QuantizedKvLayer",
+    "append_batch",
+    "attend_batch",
 ]

@@ -219,7 +219,7 @@ def _add_bias_and_hide(
         logits[..., steps > 0] = -np.inf
     if options.window and tokens.start <= positions[-1] - options.window:
         outside = steps <= -options.window
-        outside[:, : max(0, options.sink_tokens - tokens.start)] = False
+        outside[:, : max(0, options.start + options.sink_tokens - tokens.start)] = False
         logits[..., outside] = -np.inf
 
 
@@ -229,10 +229,10 @@ def _visible_runs(
     """Runs (start, stop) of tokens that some of the rows may see; no others are read."""
     stop = int(positions[-1]) + 1 if options.causal else length
     if not options.window:
-        return [(0, stop)]
-    start = max(0, int(positions[0]) - options.window + 1)
-    sinks = min(options.sink_tokens, start)
-    return [(0, sinks), (start, stop)]
+        return [(options.start, stop)]
+    first = max(options.start, int(positions[0]) - options.window + 1)
+    sinks = min(options.start + options.sink_tokens, first)
+    return [(options.start, sinks), (first, stop)]
 
 
 def _token_blocks(

@@ -9,13 +9,13 @@ import numpy as np
 
 from kvedge.backends.numpy import attention
 from kvedge.cache import CacheMethods
-from kvedge.core import checks, memory, registry
+from kvedge.core import arrays, checks, memory, registry
 from kvedge.core.config import LayerConfig
 from kvedge.core.formats import Format
 from kvedge.core.memory import Slabs, clamp
 from kvedge.core.options import AttendOptions
 from kvedge.core.rows import RowShape
-from kvedge.core.types import Array, Floats
+from kvedge.core.types import Array, Floats, Layout
 from kvedge.layer import (
     Bfloat16LayerMethods,
     Float16LayerMethods,
@@ -63,21 +63,31 @@ class _LayerCore(LayerCore):
         checks.check_unfrozen(self._frozen)
         self._store(*checks.checked_rows(keys, values, self._config, self._len, many=False))
 
-    def extend(self, keys: Array, values: Array) -> None:
+    def extend(self, keys: Array, values: Array, *, layout: Layout = "nhd") -> None:
         checks.check_unfrozen(self._frozen)
-        self._store(*checks.checked_rows(keys, values, self._config, self._len, many=True))
+        self._extend(keys, values, True, layout)
 
-    def _append(self, keys: Array, values: Array) -> None:
-        self._store(*checks.checked_rows(keys, values, self._config, self._len, many=None))
+    def _append(self, keys: Array, values: Array, layout: Layout = "nhd") -> None:
+        self._extend(keys, values, None, layout)
+
+    def _extend(self, keys: Array, values: Array, many: bool | None, layout: Layout) -> None:
+        config, length = self._config, self._len
+        self._store(*checks.checked_rows(keys, values, config, length, many=many, layout=layout))
 
     def _store(self, keys: np.ndarray, values: np.ndarray) -> None:
         """Append checked float32 rows (n, num_kv_heads, channels)."""
-        if not len(keys):
-            return
+        if len(keys):
+            self._store_with(keys, values, self._refused(keys, values))
+
+    def _refused(self, keys: np.ndarray, values: np.ndarray) -> np.ndarray | None:
+        """Raise if checked rows cannot be stored, else the key offset to store them with."""
         offset = self._offset_for(keys)
         config = self._config
         self._refuse(keys, offset, "keys", config.key_format, config.key_rows)
         self._refuse(values, None, "values", config.value_format, config.value_rows)
+        return offset
+
+    def _store_with(self, keys: np.ndarray, values: np.ndarray, offset: np.ndarray | None) -> None:
         self._write(self._len, keys, values, offset)
         if offset is not self._key_offset:
             self._set_key_offset(offset)
@@ -144,13 +154,15 @@ class _LayerCore(LayerCore):
         sink_logits: Array | None = None,
         softcap: float | None = None,
         mask: Array | None = None,
+        start: int = 0,
         alibi_slopes: Array | None = None,
         precision_bits: int | None = None,
         return_lse: bool = False,
-        out: Floats | None = None,
+        out: Any = None,
         num_threads: int | None = None,
+        layout: Layout = "nhd",
     ) -> Any:
-        rows, single = checks.as_query(query, self._config)
+        rows, single = checks.as_query(query, self._config, layout=layout)
         n_rows, num_heads, head_dim = rows.shape
         length = self._len  # read once: another thread may be appending
         options = AttendOptions.make(
@@ -165,18 +177,20 @@ class _LayerCore(LayerCore):
             sink_logits=sink_logits,
             softcap=softcap,
             mask=mask,
+            start=start,
             alibi_slopes=alibi_slopes,
             precision_bits=precision_bits,
             return_lse=return_lse,
             num_threads=num_threads,
         )
-        shape = self._config.out_shape(rows.shape)
-        reads = (rows, *self._slabs, *options.arrays())
-        out = checks.as_out(out, shape[1:] if single else shape, reads=reads)
-        lse = attention.attend(self._stored(length), rows, options, out.reshape(shape))
+        given = rows.shape[1:] if single else arrays.in_nhd(rows, layout).shape
+        reads = (arrays.memory_of(query, "query"), *self._slabs, *options.arrays())
+        target = arrays.as_target(out, self._config.out_shape(given), reads=reads, layout=layout)
+        to = target.rows[np.newaxis] if single else target.rows
+        lse = attention.attend(self._stored(length), rows, options, to)
         if not options.return_lse:
-            return out
-        return out, (lse[0] if single else lse)
+            return target.finish()
+        return target.finish(), (lse[0] if single else lse.T if layout == "hnd" else lse)
 
     def scores(self, query: Array, *, scale: float | None = None) -> Floats:
         rows, _ = checks.as_query(query, self._config, many=False)

@@ -1,0 +1,136 @@
+/* The calls of a batch: rows that attend to layers of their own, or to sequences in the blocks of a pool. All are
+ * checked, then run together. */
+#include <stdlib.h>
+
+#include "attention/attention.h"
+
+/* ---- Layers ---------------------------------------------------------------------------------- */
+
+/* A call checked, as a request; `segment` goes with it. The layer's length is read here, once. */
+static kvedge_status request_of_call(const kvedge_attention_call *call, int num_heads, kvedge_request *request,
+                                     kvedge_segment *segment) {
+  const kvedge_attention_options *options = call->options;
+  if (!call->layer) return KVEDGE_ERROR_ARGUMENT;
+  *request = (kvedge_request){.view = kvedge_layer_view(call->layer, options ? options->num_tokens : 0, segment),
+                              .num_rows = call->num_rows,
+                              .query = call->query,
+                              .out = call->out,
+                              .lse = call->lse,
+                              .options = options};
+  if (!kvedge_array_is_valid(&call->query) || !kvedge_array_is_valid(&call->out)) return KVEDGE_ERROR_ARGUMENT;
+  if (!kvedge_array_is_apart(&call->out, call->num_rows, num_heads, request->view.side[VALUES].shape.dim))
+    return KVEDGE_ERROR_ARGUMENT;
+  const kvedge_status status = kvedge_attention_check(&request->view, &call->query, call->num_rows, num_heads, options);
+  if (status == KVEDGE_OK && options) kvedge_cut_view(&request->view, segment, options->start);
+  return status;
+}
+
+kvedge_status kvedge_attend_layers(const kvedge_attention_call *calls, int num_calls, int num_heads, int num_threads) {
+  enum { FEW = 8 }; /* that need no memory of the heap */
+  kvedge_request few[FEW], *requests = few;
+  kvedge_segment few_segments[FEW], *segments = few_segments;
+  kvedge_status status = KVEDGE_OK;
+  if (!calls || num_calls < 1 || num_threads < 0) return KVEDGE_ERROR_ARGUMENT;
+  if (num_calls > FEW) {
+    requests = malloc((size_t)num_calls * sizeof *requests);
+    segments = malloc((size_t)num_calls * sizeof *segments);
+    if (!requests || !segments) status = KVEDGE_ERROR_MEMORY;
+  }
+  for (int i = 0; i < num_calls && status == KVEDGE_OK; i++)
+    status = request_of_call(&calls[i], num_heads, &requests[i], &segments[i]);
+  if (status == KVEDGE_OK) status = kvedge_run_requests(requests, num_calls, num_heads, num_threads);
+  if (requests != few) free(requests), free(segments);
+  return status;
+}
+
+/* ---- Sequences in the blocks of a pool --------------------------------------------------------- */
+
+/* Blocks of a sequence as segments: neighbours in the pool that are neighbours in the sequence are one.
+ * Returns their number; -1: a block is not in the pool. */
+static int segments_of(const kvedge_layer *pool, int64_t block_size, const kvedge_sequence *sequence,
+                       kvedge_segment *segments) {
+  int64_t num_blocks = pool->config.capacity / block_size;
+  int n = 0;
+  for (int64_t i = 0; i * block_size < sequence->len; i++) {
+    int64_t block = sequence->blocks[i], left = sequence->len - i * block_size;
+    if (block < 0 || block >= num_blocks) return -1;
+    int64_t tokens = left < block_size ? left : block_size;
+    if (i > 0 && block == (int64_t)sequence->blocks[i - 1] + 1) {
+      segments[n - 1].num_tokens += tokens;
+      continue;
+    }
+    const int64_t token = block * block_size;
+    segments[n++] = (kvedge_segment){
+        .rows = {kvedge_codes_at(&pool->keys,  token), kvedge_codes_at(&pool->values,  token)},
+        .scales = {kvedge_scales_at(&pool->keys, token), kvedge_scales_at(&pool->values, token)},
+        .num_tokens = tokens
+    };
+  }
+  return n;
+}
+
+/* Checks all sequences, and counts the segments they need. */
+static kvedge_status check_batch(const kvedge_layer *pool, int64_t block_size, const kvedge_sequence *sequences,
+                                 int num_sequences, int num_heads, const kvedge_attention_options *options,
+                                 int64_t *num_segments) {
+  if (!pool || block_size < 1 || block_size > pool->config.capacity || !sequences || num_sequences < 1)
+    return KVEDGE_ERROR_ARGUMENT;
+  if (options && (options->mask || options->bias) && num_sequences > 1) return KVEDGE_ERROR_ARGUMENT;
+  if (options && options->num_tokens) return KVEDGE_ERROR_ARGUMENT;
+  kvedge_segment unused;
+  kvedge_cache_view view = kvedge_layer_view(pool, 0, &unused);
+  *num_segments = 0;
+  for (int i = 0; i < num_sequences; i++) {
+    const kvedge_sequence *s = &sequences[i];
+    if (!s->blocks || !s->query || !s->out || s->len < 1) return KVEDGE_ERROR_ARGUMENT;
+    if (s->len > (int64_t)INT32_MAX * block_size) return KVEDGE_ERROR_ARGUMENT;
+    view.len = s->len;
+    const kvedge_array query = kvedge_dense_array(s->query, num_heads, pool->keys.shape.dim);
+    kvedge_status status = kvedge_attention_check(&view, &query, s->num_rows, num_heads, options);
+    if (status != KVEDGE_OK) return status;
+    *num_segments += (s->len + block_size - 1) / block_size;
+  }
+  return KVEDGE_OK;
+}
+
+/* Checked sequences as requests; `segments` has room for those of all. */
+static kvedge_status requests_of_batch(const kvedge_layer *pool, int64_t block_size, const kvedge_sequence *sequences,
+                                       int num_sequences, int num_heads, const kvedge_attention_options *options,
+                                       kvedge_segment *segments, kvedge_request *requests) {
+  for (int i = 0; i < num_sequences; i++) {
+    const kvedge_sequence *s = &sequences[i];
+    kvedge_cache_view view = kvedge_layer_view(pool, 0, segments);
+    view.len = s->len;
+    view.segments = segments;
+    view.num_segments = segments_of(pool, block_size, s, segments);
+    if (view.num_segments < 0) return KVEDGE_ERROR_ARGUMENT;
+    kvedge_segment *first = segments;
+    segments += view.num_segments;
+    if (options) kvedge_cut_view(&view, first, options->start);
+    requests[i] = (kvedge_request){.view = view,
+                                   .num_rows = s->num_rows,
+                                   .query = kvedge_dense_array(s->query, num_heads, pool->keys.shape.dim),
+                                   .out = kvedge_dense_array(s->out, num_heads, pool->values.shape.dim),
+                                   .lse = s->lse,
+                                   .options = options};
+  }
+  return KVEDGE_OK;
+}
+
+kvedge_status kvedge_attend_batch(const kvedge_layer *pool, int64_t block_size, const kvedge_sequence *sequences,
+                                  int num_sequences, int num_heads, const kvedge_attention_options *options,
+                                  int num_threads) {
+  int64_t num_segments;
+  if (num_threads < 0) return KVEDGE_ERROR_ARGUMENT;
+  kvedge_status status = check_batch(pool, block_size, sequences, num_sequences, num_heads, options, &num_segments);
+  if (status != KVEDGE_OK) return status;
+  kvedge_segment *segments = malloc((size_t)num_segments * sizeof *segments);
+  kvedge_request *requests = malloc((size_t)num_sequences * sizeof *requests);
+  status = KVEDGE_ERROR_MEMORY;
+  if (segments && requests)
+    status = requests_of_batch(pool, block_size, sequences, num_sequences, num_heads, options, segments, requests);
+  if (status == KVEDGE_OK) status = kvedge_run_requests(requests, num_sequences, num_heads, num_threads);
+  free(segments);
+  free(requests);
+  return status;
+}

@@ -1,0 +1,72 @@
+/* Rows of the caller's arrays: float32, float16 or bfloat16, with any strides between rows. */
+#include "formats/array.h"
+
+#include "formats/half.h"
+#include "system/dispatch.h"
+
+static ptrdiff_t element_bytes(kvedge_element_type type) { return type == KVEDGE_TYPE_FLOAT32 ? 4 : 2; }
+
+int kvedge_array_is_valid(const kvedge_array *array) {
+  if (!array->data) return 0;
+  if (array->type != KVEDGE_TYPE_FLOAT32 && array->type != KVEDGE_TYPE_FLOAT16 && array->type != KVEDGE_TYPE_BFLOAT16)
+    return 0;
+  const uintptr_t within = (uintptr_t)element_bytes(array->type) - 1;
+  return (((uintptr_t)array->data | (uintptr_t)array->token_stride | (uintptr_t)array->head_stride) & within) == 0;
+}
+
+int kvedge_array_is_apart(const kvedge_array *array, int64_t num_tokens, int num_heads, int dim) {
+  const ptrdiff_t row = dim * element_bytes(array->type);
+  ptrdiff_t tokens = array->token_stride < 0 ? -array->token_stride : array->token_stride;
+  ptrdiff_t heads = array->head_stride < 0 ? -array->head_stride : array->head_stride;
+  if (num_tokens <= 1) return num_heads <= 1 || heads >= row;
+  if (num_heads <= 1) return tokens >= row;
+  if (tokens >= heads) return heads >= row && (tokens - row) / heads >= num_heads - 1;
+  return tokens >= row && (heads - row) / tokens >= num_tokens - 1;
+}
+
+void kvedge_widen(kvedge_element_type type, const void *from, int n, float *to) {
+  const uint16_t *in = from;
+  if (type == KVEDGE_TYPE_BFLOAT16)
+    for (int i = 0; i < n; i++) to[i] = kvedge_float_of_bfloat(in[i]);
+  else
+    for (int i = 0; i < n; i++) to[i] = kvedge_float_of_any_half(in[i]);
+}
+
+void kvedge_narrow(kvedge_element_type type, const float *from, int n, void *to) {
+  enum { LARGEST_HALF = 0x477fe000, LARGEST_BFLOAT = 0x7f7f0000 }; /* as bits of a float */
+  uint16_t *out = to;
+  const uint32_t largest = type == KVEDGE_TYPE_BFLOAT16 ? LARGEST_BFLOAT : LARGEST_HALF;
+  for (int i = 0; i < n; i++) {
+    const uint32_t bits = kvedge_bits_of_float(from[i]), magnitude = bits & 0x7fffffffu;
+    const float x = kvedge_float_of_bits((bits ^ magnitude) | (magnitude > largest ? largest : magnitude));
+    out[i] = type == KVEDGE_TYPE_BFLOAT16 ? kvedge_bfloat_of_float(x) : kvedge_half_of_float(x);
+  }
+}
+
+uint32_t kvedge_array_abs_max_bits(const kvedge_array *array, int64_t num_tokens, int num_heads, int dim) {
+  const kvedge_kernels *kernels = kvedge_active();
+  if (num_tokens < 1) return 0;
+  if (kvedge_array_is_dense(array, num_tokens, num_heads, dim))
+    return kernels->abs_max_bits(array->data, (size_t)num_tokens * (size_t)num_heads * (size_t)dim);
+  float room[KVEDGE_MAX_HEAD_DIM];
+  uint32_t largest = 0;
+  for (int64_t token = 0; token < num_tokens; token++)
+    for (int head = 0; head < num_heads; head++) {
+      const uint32_t bits = kernels->abs_max_bits(kvedge_array_row(array, token, head, dim, room), (size_t)dim);
+      largest = bits > largest ? bits : largest;
+    }
+  return largest;
+}
+
+void kvedge_array_copy(const kvedge_array *array, int64_t num_tokens, int num_heads, int dim, float *to) {
+  const size_t n = (size_t)num_heads * (size_t)dim;
+  if (kvedge_array_is_dense(array, num_tokens, num_heads, dim)) {
+    memcpy(to, array->data, (size_t)num_tokens * n * sizeof *to);
+    return;
+  }
+  for (int64_t token = 0; token < num_tokens; token++)
+    for (int head = 0; head < num_heads; head++, to += dim) {
+      if (array->type == KVEDGE_TYPE_FLOAT32) memcpy(to, kvedge_array_at(array, token, head), (size_t)dim * sizeof *to);
+      else kvedge_widen(array->type, kvedge_array_at(array, token, head), dim, to);
+    }
+}

@@ -1,0 +1,317 @@
+"""Calls on several layers, and on one with arrays of any strides. Included by native.pyx."""
+
+from kvedge import batch as _batch
+
+
+cdef object _attend_to(
+    list layers, object given, const _Array *asked, bint one_layer, bint one_row, bint hnd,
+    scale, causal, window, sink_tokens, sink_logits, softcap, mask, start, alibi_slopes,
+    precision_bits, return_lse, out, num_threads
+):
+    """Attention of a query, `given` as it was `asked`: its shape is right, for one layer or for a batch of them."""
+    cdef int i, num_heads, threads = 0, num = <int>len(layers)
+    cdef _Array query = asked[0]
+    cdef Py_ssize_t n_rows, head_dim, width = (<_LayerCore>layers[0])._value_head_dim
+    cdef cnp.npy_intp out_shape[_MAX_AXES]
+    cdef int64_t length, longest = 0, shortest = 0, work = 0
+    cdef kvedge_attention_options c_options
+    cdef kvedge_attention_call *calls
+    cdef kvedge_attention_options *own
+    cdef kvedge_status status
+    cdef cnp.npy_intp shape[3]
+    cdef _Array to
+    cdef _Handle handle
+    cdef cnp.ndarray mask_array = None
+    cdef float *lse_data = NULL
+    cdef list handles = []
+    cdef list lengths = []
+    _as_batch(&query, one_layer, one_row, hnd)
+    n_rows, num_heads, head_dim = query.shape[1], <int>query.shape[2], query.shape[3]
+    for layer in layers:
+        handle = (<_LayerCore>layer)._opened()
+        length = kvedge_layer_len(handle.layer)  # once: another thread may be appending
+        longest = length if length > longest else longest
+        shortest = length if not handles or length < shortest else shortest
+        handles.append(handle)
+        lengths.append(length)
+    kvedge_attention_defaults(&c_options)
+    reads = ()
+    options = None  # keeps their arrays
+    if not (
+        0 < shortest >= n_rows and causal is True and sink_tokens is _ZERO
+        and sink_logits is None and softcap is None
+        and mask is None and alibi_slopes is None and precision_bits is None
+        and (return_lse is False or return_lse is True)
+        and _fill_plain(&c_options, &threads, longest, scale, window, num_threads)
+    ):
+        if not one_layer:
+            _batch.check_lengths(lengths, n_rows, causal)
+        options = AttendOptions.make(
+            head_dim, n_rows, num_heads, longest, scale=scale, causal=causal, window=window,
+            sink_tokens=sink_tokens, sink_logits=sink_logits, softcap=softcap, mask=mask,
+            alibi_slopes=alibi_slopes, precision_bits=precision_bits, return_lse=return_lse,
+            num_threads=num_threads, batch=None if one_layer else num,
+        )
+        _fill(&c_options, options)
+        threads = options.num_threads
+        return_lse = options.return_lse
+        reads = options.arrays()
+        if not one_layer:
+            mask_array = options.mask_bias if options.mask_bool is None else options.mask_bool
+    starts = None
+    if one_layer:
+        c_options.start = 0 if start is _ZERO else checks.as_start(start, longest)
+    elif start is not None:
+        starts = checks.as_starts(start, lengths)
+
+    for i in range(asked.ndim):
+        out_shape[i] = asked.shape[i] if i + 1 < asked.ndim else width
+    if out is None:
+        out = _empty(asked.ndim, out_shape)
+        _read_ndarray(<cnp.ndarray>out, &to)
+    else:
+        _read_out(out, given, asked, out_shape, handles, reads, &to)
+    _as_batch(&to, one_layer, one_row, hnd)
+    lse = None
+    if return_lse:
+        shape[0], shape[1], shape[2] = num, n_rows, num_heads
+        lse = _empty(3, shape)
+        lse_data = _floats(lse)
+
+    calls = <kvedge_attention_call *>PyMem_Malloc(
+        num * (sizeof(kvedge_attention_call) + sizeof(kvedge_attention_options)))
+    if calls == NULL:
+        raise OutOfMemoryError(f"no memory for a call over {num} layers")
+    try:
+        own = <kvedge_attention_options *>(calls + num)
+        for i in range(num):
+            handle = <_Handle>handles[i]
+            own[i] = c_options
+            own[i].num_tokens = lengths[i]
+            if starts is not None:
+                own[i].start = starts[i]
+            if mask_array is not None:
+                _take_mask(&own[i], mask_array, i)
+            calls[i].layer = handle.layer
+            calls[i].query = _rows_of(&query, i)
+            calls[i].num_rows = n_rows
+            calls[i].out = _rows_of(&to, i)
+            calls[i].lse = NULL if lse_data == NULL else lse_data + i * n_rows * num_heads
+            calls[i].options = &own[i]
+            work += own[i].num_tokens - own[i].start
+        if n_rows == 0:
+            status = KVEDGE_OK
+        elif work * n_rows * num_heads * max(head_dim, width) < _KEEP_GIL:
+            status = kvedge_attend_layers(calls, num, num_heads, threads)
+        else:
+            with nogil:
+                status = kvedge_attend_layers(calls, num, num_heads, threads)
+    finally:
+        PyMem_Free(calls)
+    if status != KVEDGE_OK:
+        checks.check_finite(checks.as_ndarray(given, "query"), "query")
+        _refuse_status(status)
+    if not return_lse:
+        return out
+    lse = lse[:, 0] if one_row else lse.swapaxes(1, 2) if hnd else lse
+    return out, (lse[0] if one_layer else lse)
+
+
+cdef _read_out(
+    out, given, const _Array *query, const cnp.npy_intp *out_shape, list handles, reads, _Array *to
+):
+    """Where the result of a query is written to."""
+    cdef uintptr_t low, high, query_low, query_high
+    cdef _Handle handle
+    cdef bint right = _read(out, to) and to.ndim == query.ndim and _is_apart_from_itself(to)
+    cdef int i
+    if right and cnp.PyArray_CheckExact(out):
+        right = cnp.PyArray_ISWRITEABLE(<cnp.ndarray>out)
+    for i in range(query.ndim):
+        right = right and to.shape[i] == out_shape[i]
+    if right:
+        _bounds(to, &low, &high)
+        _bounds(query, &query_low, &query_high)
+        right = not len(reads) and (high <= query_low or query_high <= low)
+        for handle in handles:
+            right = right and (high <= handle.low or handle.high <= low)
+    if right:
+        return
+    # It is refused, in the words of kvedge.core, or is right though bounds overlap.
+    shape = tuple([out_shape[i] for i in range(query.ndim)])
+    slabs = [slab for handle in handles for slab in handle.slabs]
+    target = arrays.as_target(out, shape, reads=(arrays.memory_of(given, "query"), *slabs, *reads))
+    if not _read(out, to) and not _read(target.memory, to):
+        raise LayoutError(f"out cannot be written to as it lies: {checks.describe(out)}")
+
+
+cdef _take_mask(kvedge_attention_options *c, cnp.ndarray mask, Py_ssize_t i):
+    """The part of a mask (batch, num_heads, n, length) that is layer i's."""
+    if c.mask != NULL:
+        c.mask = <const uint8_t *>cnp.PyArray_DATA(mask) + i * mask.strides[0]
+    else:
+        c.bias = <const float *>(<char *>cnp.PyArray_DATA(mask) + i * mask.strides[0])
+
+
+def attend_batch(
+    layers,
+    query,
+    *,
+    scale=None,
+    causal=True,
+    window=None,
+    sink_tokens=0,
+    sink_logits=None,
+    softcap=None,
+    mask=None,
+    start=None,
+    alibi_slopes=None,
+    precision_bits=None,
+    return_lse=False,
+    out=None,
+    num_threads=None,
+    layout="nhd",
+):
+    cdef list made = _as_layers(layers)
+    cdef _Array asked
+    cdef bint hnd = _is_hnd(layout), one_row
+    read = query
+    if not (_read(query, &asked) and _fits_batch(&asked, made, hnd, _QUERY)):
+        read, one_row = _batch.as_query(query, made, layout)  # refuses or converts
+        read = read[:, 0] if one_row else arrays.in_nhd(read, layout)
+        _read_ndarray(<cnp.ndarray>read, &asked)
+    try:
+        return _attend_to(
+            made, query, &asked, False, asked.ndim == 3, hnd, scale, causal, window, sink_tokens,
+            sink_logits, softcap, mask, start, alibi_slopes, precision_bits, return_lse, out,
+            num_threads)
+    except OutOfMemoryError:
+        raise
+    except MemoryError as error:
+        raise memory.out_of_memory(error, "the result of attention") from error
+
+
+def append_batch(layers, keys, values, *, layout="nhd"):
+    cdef list made = _as_layers(layers)
+    cdef bint hnd = _is_hnd(layout), first = False, right
+    cdef _Array key_rows, value_rows
+    cdef _LayerCore layer
+    right = (
+        _read(keys, &key_rows) and _fits_batch(&key_rows, made, hnd, _KEYS)
+        and _read(values, &value_rows) and _fits_batch(&value_rows, made, hnd, _VALUES)
+    )
+    for each in made:
+        layer = <_LayerCore>each
+        layer._opened()
+        first = first or (layer._auto_key_offset and layer._key_offset is None)
+        right = right and not layer._frozen
+    if right and not first:
+        _as_batch(&key_rows, False, key_rows.ndim == 3, hnd)
+        _as_batch(&value_rows, False, value_rows.ndim == 3, hnd)
+        if key_rows.shape[1] == value_rows.shape[1]:
+            _store_batch(made, keys, values, &key_rows, &value_rows, layout)
+            return
+    dense_keys, dense_values = _batch.checked_rows(made, keys, values, layout)
+    _read_ndarray(<cnp.ndarray>dense_keys, &key_rows)
+    _read_ndarray(<cnp.ndarray>dense_values, &value_rows)
+    firsts = []
+    if key_rows.shape[1] > 0:
+        firsts = [each for each in made if each._auto_key_offset and each._key_offset is None]
+    try:
+        for layer, rows in zip(made, dense_keys):
+            if layer in firsts:
+                layer._set_key_offset(layer._offset_for(rows))
+        _store_batch(made, keys, values, &key_rows, &value_rows, layout)
+    except BaseException:
+        for each in firsts:
+            each._set_key_offset(None)
+        raise
+
+
+cdef _store_batch(list layers, keys, values, const _Array *key_rows, const _Array *value_rows, layout):
+    """Append rows (batch, n, num_kv_heads, head_dim) that lie as told."""
+    cdef int i, num = <int>len(layers)
+    cdef int64_t num_tokens = key_rows.shape[1]
+    cdef kvedge_layer **pointers
+    cdef kvedge_array *sides
+    cdef kvedge_status status
+    cdef _LayerCore layer
+    cdef list handles = []
+    if num_tokens == 0:
+        return
+    for layer in layers:
+        if layer._writing:
+            raise KvedgeError("another thread is appending to this layer: one at a time may")
+        handles.append(layer._opened())
+    sides = <kvedge_array *>PyMem_Malloc(num * (2 * sizeof(kvedge_array) + sizeof(kvedge_layer *)))
+    if sides == NULL:
+        raise OutOfMemoryError(f"no memory for a call over {num} layers")
+    pointers = <kvedge_layer **>(sides + 2 * num)
+    for i in range(num):
+        pointers[i] = (<_Handle>handles[i]).layer
+        sides[i] = _rows_of(key_rows, i)
+        sides[num + i] = _rows_of(value_rows, i)
+    if _size(key_rows) < _KEEP_GIL and _size(value_rows) < _KEEP_GIL:
+        status = kvedge_layers_append(pointers, sides, sides + num, num, num_tokens)
+    else:
+        for layer in layers:
+            layer._writing = True
+        with nogil:
+            status = kvedge_layers_append(pointers, sides, sides + num, num, num_tokens)
+        for layer in layers:
+            layer._writing = False
+    PyMem_Free(sides)
+    if status == KVEDGE_OK:
+        return
+    dense_keys, dense_values = _batch.checked_rows(layers, keys, values, layout)
+    for layer, some_keys, some_values in zip(layers, dense_keys, dense_values):
+        layer._refuse_range(some_keys, some_values, layer._key_offset)
+    _refuse_status(status)
+
+
+attend_batch.__doc__ = _batch.attend_batch.__doc__
+append_batch.__doc__ = _batch.append_batch.__doc__
+
+
+cdef list _as_layers(layers):
+    cdef list made
+    if type(layers) is list or type(layers) is tuple:
+        made = list(layers)
+        for layer in made:
+            if not isinstance(layer, _LayerCore):
+                break
+        else:
+            if made:
+                return made
+    return _batch.as_layers(layers, _LayerCore)
+
+
+cdef enum:
+    _QUERY
+    _KEYS
+    _VALUES
+
+
+cdef bint _fits_batch(const _Array *array, list layers, bint hnd, int kind):
+    """Whether it is (batch, heads, channels), or has an axis of tokens beside the heads, for all layers."""
+    cdef _LayerCore layer
+    cdef Py_ssize_t heads
+    if array.ndim != 3 and array.ndim != 4 or array.shape[0] != len(layers):
+        return False
+    heads = array.shape[1 if array.ndim == 3 or hnd else 2]
+    for each in layers:
+        layer = <_LayerCore>each
+        if array.shape[array.ndim - 1] != (layer._value_head_dim if kind == _VALUES else layer._head_dim):
+            return False
+        if heads != layer._num_kv_heads:
+            if kind != _QUERY or heads == 0 or heads % layer._num_kv_heads:
+                return False
+        if layer._value_head_dim != (<_LayerCore>layers[0])._value_head_dim:
+            return False  # results are one array
+    return True
+
+
+cdef _refuse_status(kvedge_status status):
+    if status == KVEDGE_ERROR_MEMORY:
+        raise OutOfMemoryError("no memory for the intermediate results of attention")
+    raise KvedgeError(kvedge_strerror(status).decode())

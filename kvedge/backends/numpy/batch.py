@@ -1,0 +1,108 @@
+"""Several layers in one call, in NumPy: one after the other, once all is checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from kvedge import batch
+from kvedge.backends.numpy import attention
+from kvedge.backends.numpy.layer import _LayerCore
+from kvedge.core import arrays, checks
+from kvedge.core.options import AttendOptions
+from kvedge.core.types import Array, Layout
+
+__all__ = ["append_batch", "attend_batch"]
+
+
+def attend_batch(
+    layers: Sequence[Any],
+    query: Array,
+    *,
+    scale: float | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    sink_tokens: int = 0,
+    sink_logits: Array | None = None,
+    softcap: float | None = None,
+    mask: Array | None = None,
+    start: int | Sequence[int] | None = None,
+    alibi_slopes: Array | None = None,
+    precision_bits: int | None = None,
+    return_lse: bool = False,
+    out: Any = None,
+    num_threads: int | None = None,
+    layout: Layout = "nhd",
+) -> Any:
+    layers = batch.as_layers(layers, _LayerCore)
+    rows, single = batch.as_query(query, layers, layout)
+    num, n_rows, num_heads, head_dim = rows.shape
+    lengths = [len(layer) for layer in layers]  # read once: another thread may be appending
+    batch.check_lengths(lengths, n_rows, causal)
+    options = AttendOptions.make(
+        head_dim,
+        n_rows,
+        num_heads,
+        max(lengths),
+        scale=scale,
+        causal=causal,
+        window=window,
+        sink_tokens=sink_tokens,
+        sink_logits=sink_logits,
+        softcap=softcap,
+        mask=mask,
+        alibi_slopes=alibi_slopes,
+        precision_bits=precision_bits,
+        return_lse=return_lse,
+        num_threads=num_threads,
+        batch=num,
+    )
+    starts = checks.as_starts(start, lengths)
+    slabs = [slab for layer in layers for slab in layer._slabs]
+    reads = (arrays.memory_of(query, "query"), *options.arrays(), *slabs)
+    shape = rows[:, 0].shape if single else arrays.in_nhd(rows, layout).shape
+    shape = layers[0]._config.out_shape(shape)
+    target = arrays.as_target(out, shape, reads=reads, layout="nhd" if single else layout)
+    checks.check_finite(rows[:, 0] if single else rows, "query")
+    lse = np.empty((num, n_rows, num_heads), np.float32)
+    to = target.rows[:, np.newaxis] if single else target.rows
+    for i, (layer, length) in enumerate(zip(layers, lengths, strict=True)):
+        own = _own_options(options, i, length, starts[i])
+        lse[i] = attention.attend(layer._stored(length), rows[i], own, to[i])
+    if not options.return_lse:
+        return target.finish()
+    if single:
+        return target.finish(), lse[:, 0]
+    return target.finish(), (lse.swapaxes(1, 2) if layout == "hnd" else lse)
+
+
+def _own_options(options: AttendOptions, i: int, length: int, start: int) -> AttendOptions:
+    """Those of layer i: its part of the mask, its start, and no window where that hides nothing."""
+    own: dict[str, Any] = {"start": start}
+    for name in ("mask_bool", "mask_bias"):
+        mask = getattr(options, name)
+        if mask is not None:
+            own[name] = mask[i, :, :, :length]
+    if options.window >= length:
+        own.update(window=0, sink_tokens=0)
+    return replace(options, **own)
+
+
+def append_batch(
+    layers: Sequence[Any], keys: Array, values: Array, *, layout: Layout = "nhd"
+) -> None:
+    layers = batch.as_layers(layers, _LayerCore)
+    sides = batch.checked_rows(layers, keys, values, layout)
+    if not sides[0].shape[1]:
+        return
+    pairs = list(zip(*sides, strict=True))
+    offsets = [layer._refused(*pair) for layer, pair in zip(layers, pairs, strict=True)]
+    for layer, pair, offset in zip(layers, pairs, offsets, strict=True):
+        layer._store_with(*pair, offset)
+
+
+attend_batch.__doc__ = batch.attend_batch.__doc__
+append_batch.__doc__ = batch.append_batch.__doc__
