@@ -9,6 +9,9 @@ from support import assert_lse_close, normal, stored
 from kvedge import Float32KvLayer, QuantizedKvLayer
 
 
+widths = st.integers(1, 70) | st.sampled_from([96, 128, 192, 256])
+
+
 @st.composite
 def calls(draw):
     """(layer, query, options) of any shape and any combination of options."""
@@ -16,19 +19,21 @@ def calls(draw):
     length = draw(st.integers(1, 80) | st.sampled_from([255, 256, 257, 600]))
     heads = draw(st.integers(1, 3))
     group = draw(st.integers(1, 5))
-    head_dim = draw(st.integers(1, 70) | st.sampled_from([96, 128, 256]))
+    head_dim = draw(widths)
+    value_head_dim = draw(st.just(head_dim) | widths)
     if draw(st.booleans()):
         layer = QuantizedKvLayer(
             length,
             heads,
             head_dim,
-            group_size=draw(st.none() | st.integers(1, 64)),
+            value_head_dim=value_head_dim,
+            group_size=draw(st.none() | st.integers(1, 300)),
             scale_dtype=draw(st.sampled_from(["float32", "float16"])),
             key_offset=draw(st.sampled_from([None, "auto"])),
         )
     else:
-        layer = Float32KvLayer(length, heads, head_dim)
-    layer.extend(*normal(rng, 2, length, heads, head_dim))
+        layer = Float32KvLayer(length, heads, head_dim, value_head_dim=value_head_dim)
+    layer.extend(normal(rng, length, heads, head_dim), normal(rng, length, heads, value_head_dim))
 
     num_heads = heads * group
     rows = draw(st.none() | st.integers(1, min(length, 20)))

@@ -73,6 +73,10 @@ class CacheMachine(RuleBasedStateMachine):
     def rows(self, *shape):
         return self.rng.standard_normal(shape, dtype=np.float32)
 
+    def pair(self, n):
+        """Keys and values of n tokens."""
+        return self.rows(n, H, D), self.rows(n, H, self.options.get("value_head_dim", D))
+
     def fits(self, layer, n):
         return self.limit is None or self.held[layer] + n <= self.limit
 
@@ -161,7 +165,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(layer=st.integers(0, L - 1), n=st.integers(0, 7), one=st.booleans())
     def append(self, layer, n, one):
-        keys, values = self.rows(2, n, H, D)
+        keys, values = self.pair(n)
         if one and n:
             keys, values, n = keys[:1], values[:1], 1
             call = (keys[0], values[0])
@@ -180,8 +184,10 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(layer=st.integers(0, L - 1), n=st.integers(1, 4), low=st.integers(-45, 38))
     def append_extremes(self, layer, n, low):
         """Each row at a power of ten of its own, from denormal to next to the largest."""
-        exponents = self.rng.uniform(low, 38, (2, n, H, 1))
-        keys, values = (self.rng.uniform(-3, 3, (2, n, H, D)) * 10.0**exponents).astype(np.float32)
+        keys, values = self.pair(n)
+        for rows in (keys, values):
+            exponents = self.rng.uniform(low, 38, (n, H, 1))
+            rows[...] = self.rng.uniform(-3, 3, rows.shape) * 10.0**exponents
         if not self.fits(layer, n) or self.as_stored(layer, keys, values) is None:
             with self.refused():
                 self.cache.append(layer, keys, values)
@@ -197,10 +203,10 @@ class CacheMachine(RuleBasedStateMachine):
         bad=st.sampled_from([np.nan, np.inf, -np.inf, "range"]),
     )
     def append_refused_numbers(self, layer, n, first, in_keys, bad):
-        keys, values = self.rows(2, n, H, D)
+        keys, values = self.pair(n)
         if bad == "range":
             bad = 2 * FLOAT16_MAX_ROW if self.has_float16 else np.nan
-        element = (0, 0, 0) if first else (n - 1, H - 1, D - 1)
+        element = (0, 0, 0) if first else (n - 1, H - 1, -1)
         (keys if in_keys else values)[element] = bad
         if self.as_stored(layer, keys, values) is not None:
             return  # an automatic offset brings the only row of keys into range
@@ -209,7 +215,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(layer=st.integers(0, L - 1), n=st.sampled_from(LONG))
     def append_refused_shapes(self, layer, n):
-        keys, values = self.rows(2, n, H, D)
+        keys, values = self.pair(n)
         for bad in (
             (keys, values[:-1]),
             (keys[:, :1].copy(), values[:, :1].copy()),
@@ -227,16 +233,16 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(layer=st.integers(0, L - 1), beyond=st.integers(1, 3))
     def append_beyond_capacity(self, layer, beyond):
         n = self.limit - self.held[layer] + beyond
-        keys, values = self.rows(2, n, H, D)
+        keys, values = self.pair(n)
         with self.refused(errors.CapacityExceededError):
             self.cache.append(layer, keys, values)
 
     @rule(layer=st.integers(0, L - 1), bad=st.sampled_from([np.nan, np.inf, "range"]))
     def push_refused(self, layer, bad):
-        keys, values = self.rows(2, L, H, D)
+        keys, values = self.pair(L)
         if bad == "range":
             bad = 2 * FLOAT16_MAX_ROW if self.has_float16 else np.nan
-        values[layer, H - 1, D - 1] = bad
+        values[layer, H - 1, -1] = bad
         with self.refused():
             self.cache.push_step(keys, values)
 
@@ -253,7 +259,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(n=st.integers(1, 3))
     def push_steps(self, n):
         for _ in range(n):
-            keys, values = self.rows(2, L, H, D)
+            keys, values = self.pair(L)
             stored = [self.as_stored(i, keys[i : i + 1], values[i : i + 1]) for i in range(L)]
             if not self.fits(0, 1) or None in stored:
                 with self.refused():
@@ -270,7 +276,7 @@ class CacheMachine(RuleBasedStateMachine):
         if not self.fits(0, n):
             return
         for layer in range(L):
-            keys, values = self.rows(2, n, H, D)
+            keys, values = self.pair(n)
             if self.as_stored(layer, keys, values) is None:  # less an offset of an extreme
                 return
             self.cache.append(layer, keys, values)
@@ -501,6 +507,10 @@ class Float32CacheMachine(CacheMachine):
     dtype = "float32"
 
 
+class WideValuesCacheMachine(CacheMachine):
+    options = MappingProxyType({"value_head_dim": 7, "group_size": 5, "key_offset": "auto"})
+
+
 steps = settings(max_examples=max(10, settings.default.max_examples // 2), stateful_step_count=60)
 TestInt8Cache = CacheMachine.TestCase
 TestGroupedCache = GroupedCacheMachine.TestCase
@@ -508,6 +518,7 @@ TestFloat16ScalesCache = Float16ScalesCacheMachine.TestCase
 TestAutoOffsetCache = AutoOffsetCacheMachine.TestCase
 TestAutoOffsetFloat16Cache = AutoOffsetFloat16CacheMachine.TestCase
 TestFloat32Cache = Float32CacheMachine.TestCase
+TestWideValuesCache = WideValuesCacheMachine.TestCase
 for machine in (
     TestInt8Cache,
     TestGroupedCache,
@@ -515,6 +526,7 @@ for machine in (
     TestAutoOffsetCache,
     TestAutoOffsetFloat16Cache,
     TestFloat32Cache,
+    TestWideValuesCache,
 ):
     machine.settings = steps
 del machine  # else it is collected as one more test

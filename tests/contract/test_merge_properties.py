@@ -13,7 +13,9 @@ def test_any_split_of_a_context_merges_into_the_whole(data):
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     lengths = data.draw(st.lists(st.integers(1, 150), min_size=1, max_size=7))
     heads, group = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 4))
-    head_dim = data.draw(st.integers(1, 70) | st.sampled_from([80, 128, 256]))
+    widths = st.integers(1, 70) | st.sampled_from([80, 128, 256])
+    head_dim = data.draw(widths)
+    value_head_dim = data.draw(st.just(head_dim) | widths)
     if data.draw(st.booleans()):
         layer_class, options = Float32KvLayer, {}
     else:
@@ -23,7 +25,9 @@ def test_any_split_of_a_context_merges_into_the_whole(data):
             "group_size": data.draw(st.sampled_from([None, 24, 32])),
             "key_offset": None if offset is None else offset * normal(rng, heads, head_dim),
         }
-    keys, values = normal(rng, 2, sum(lengths), heads, head_dim)
+    options["value_head_dim"] = value_head_dim
+    keys = normal(rng, sum(lengths), heads, head_dim)
+    values = normal(rng, sum(lengths), heads, value_head_dim)
     n = data.draw(st.integers(1, lengths[-1]))
     query = normal(rng, n, heads * group, head_dim)
 

@@ -26,6 +26,20 @@ def test_any_finite_rows_store_the_bytes_of_the_reference(keys, group_size):
     assert layer.key_scales.tobytes() == scales.tobytes() == layer.value_scales.tobytes()
 
 
+@given(keys=rows, width=st.integers(1, 80), group_size=st.none() | st.integers(1, 100))
+def test_any_rows_of_two_widths_store_the_bytes_of_the_reference(keys, width, group_size):
+    values = np.resize(-keys, (*keys.shape[:2], width))
+    layer = QuantizedKvLayer(*keys.shape, value_head_dim=width, group_size=group_size)
+    layer.extend(keys, values)
+    for given_rows, codes, scales in (
+        (keys, layer.key_codes, layer.key_scales),
+        (values, layer.value_codes, layer.value_scales),
+    ):
+        wanted = reference.quantize(given_rows, group_size)
+        np.testing.assert_array_equal(codes, wanted[0])
+        assert scales.tobytes() == wanted[1].tobytes()
+
+
 @given(keys=rows, group_size=st.none() | st.integers(1, 80))
 def test_any_rows_in_range_store_the_bytes_of_the_reference_with_float16_scales(keys, group_size):
     assume(np.abs(keys).max() < 127 * 65504)
