@@ -16,7 +16,10 @@ static kvedge_layer *new_layer(kvedge_layer_config config, const float *offset, 
 typedef struct {
   int64_t len, num_rows;
   int num_heads, num_kv_heads, dim;
+  int value_dim; /* 0: dim */
 } sizes;
+
+static int width_of_values(sizes n) { return n.value_dim ? n.value_dim : n.dim; }
 
 static int is_seen(const kvedge_attention_options *o, int64_t position, int64_t token) {
   if (token < o->start || (o->causal && token > position)) return 0;
@@ -37,10 +40,10 @@ static double logit(const kvedge_attention_options *o, sizes n, const float *que
   return hidden || !is_seen(o, position, token) ? -INFINITY : x;
 }
 
-/* One row of one head: out (dim) and the logarithm of the denominator. */
+/* One row of one head: out (value_dim) and the logarithm of the denominator. */
 static double attend_row(const kvedge_attention_options *o, sizes n, const float *query, const float *keys,
                          const float *values, int head, int64_t row, double *out) {
-  int kv_head = head / (n.num_heads / n.num_kv_heads);
+  int kv_head = head / (n.num_heads / n.num_kv_heads), value_dim = width_of_values(n);
   double *logits = malloc((size_t)n.len * sizeof *logits), max = -INFINITY, sum = 0.0;
   if (o->sink_logits) max = o->sink_logits[head];
   for (int64_t t = 0; t < n.len; t++) {
@@ -48,13 +51,13 @@ static double attend_row(const kvedge_attention_options *o, sizes n, const float
     max = fmax(logits[t], max);
   }
   if (o->sink_logits) sum = exp(o->sink_logits[head] - max);
-  for (int d = 0; d < n.dim; d++) out[d] = 0.0;
+  for (int d = 0; d < value_dim; d++) out[d] = 0.0;
   for (int64_t t = 0; t < n.len; t++) {
     double p = logits[t] == -INFINITY ? 0.0 : exp(logits[t] - max);
     sum += p;
-    for (int d = 0; d < n.dim; d++) out[d] += p * values[(t * n.num_kv_heads + kv_head) * n.dim + d];
+    for (int d = 0; d < value_dim; d++) out[d] += p * values[(t * n.num_kv_heads + kv_head) * value_dim + d];
   }
-  for (int d = 0; d < n.dim; d++) out[d] = sum > 0.0 ? out[d] / sum : 0.0;
+  for (int d = 0; d < value_dim; d++) out[d] = sum > 0.0 ? out[d] / sum : 0.0;
   free(logits);
   return sum > 0.0 ? max + log(sum) : -INFINITY;
 }
@@ -62,24 +65,25 @@ static double attend_row(const kvedge_attention_options *o, sizes n, const float
 /* Holds out and lse of a call against the reference. */
 static void check_attention(const kvedge_layer *layer, sizes n, const float *query, const kvedge_attention_options *o,
                             const float *out, const float *lse) {
-  size_t stored = (size_t)(n.len * n.num_kv_heads * n.dim), rows = (size_t)(n.num_rows * n.num_heads);
-  float *keys = malloc(stored * sizeof *keys), *values = malloc(stored * sizeof *values);
-  double *expected = malloc(rows * (size_t)n.dim * sizeof *expected), largest = 0.0;
+  size_t stored = (size_t)(n.len * n.num_kv_heads), rows = (size_t)(n.num_rows * n.num_heads);
+  size_t value_dim = (size_t)width_of_values(n);
+  float *keys = malloc(stored * (size_t)n.dim * sizeof *keys), *values = malloc(stored * value_dim * sizeof *values);
+  double *expected = malloc(rows * value_dim * sizeof *expected), largest = 0.0;
   double allowed = o->precision_bits == 24 ? 3e-5 : 2e-4; /* the numerics contract, or much better */
   kvedge_layer_get_keys(layer, 0, n.len, keys), kvedge_layer_get_values(layer, 0, n.len, values);
   for (size_t i = 0; i < rows; i++) {
-    double *row = expected + i * (size_t)n.dim;
+    double *row = expected + i * value_dim;
     double log_sum = attend_row(o, n, query + i * (size_t)n.dim, keys, values, (int)(i % (size_t)n.num_heads),
                                 (int64_t)(i / (size_t)n.num_heads), row);
     double of_lse = 3.0 * allowed * fmax(1.0, fabs(log_sum));
     int right = isinf(log_sum) ? lse[i] == log_sum : near(lse[i], log_sum, of_lse);
     if (!right) fail("lse %zu of %zu: %.9g, not %.9g", i, rows, lse[i], log_sum);
-    for (int d = 0; d < n.dim; d++) largest = fmax(fabs(row[d]), largest);
+    for (size_t d = 0; d < value_dim; d++) largest = fmax(fabs(row[d]), largest);
   }
-  for (size_t i = 0; i < rows * (size_t)n.dim; i++)
+  for (size_t i = 0; i < rows * value_dim; i++)
     if (!near(out[i], expected[i], allowed * largest) || !(out[i] == 0.0f || isnormal(out[i])))
-      fail("len %d, rows %d, heads %d/%d, dim %d: number %zu: %.9g, not %.9g of %.3g", (int)n.len, (int)n.num_rows,
-           n.num_heads, n.num_kv_heads, n.dim, i, out[i], expected[i], largest);
+      fail("len %d, rows %d, heads %d/%d, dim %d/%d: number %zu: %.9g, not %.9g of %.3g", (int)n.len, (int)n.num_rows,
+           n.num_heads, n.num_kv_heads, n.dim, (int)value_dim, i, out[i], expected[i], largest);
   free(keys), free(values), free(expected);
 }
 
@@ -119,11 +123,13 @@ static void attend_case(void) {
   sizes n = {
       .len = ONE_OF(1, 7, 16, 65, 130, 300), .num_kv_heads = 1 + random_below(3), .dim = ONE_OF(1, 8, 33, 64, 80, 128)};
   n.num_heads = n.num_kv_heads * ONE_OF(1, 2, 5, 8);
+  n.value_dim = random_below(3) ? 0 : ONE_OF(1, 7, 64, 96, 128, 192, 520);
   n.num_rows = random_below(2) ? 1 : 1 + random_below(n.len < 20 ? (int)n.len : 20);
-  size_t stored = (size_t)(n.len * n.num_kv_heads * n.dim), queries = (size_t)(n.num_rows * n.num_heads);
-  size_t logits = queries * (size_t)n.len;
+  size_t stored = (size_t)(n.len * n.num_kv_heads), queries = (size_t)(n.num_rows * n.num_heads);
+  size_t logits = queries * (size_t)n.len, value_dim = (size_t)width_of_values(n);
   kvedge_layer_config config = random_config(n.dim, n.num_kv_heads);
-  float *keys = random_floats(stored, 1.0f), *values = random_floats(stored, 2.0f);
+  config.value_head_dim = n.value_dim;
+  float *keys = random_floats(stored * (size_t)n.dim, 1.0f), *values = random_floats(stored * value_dim, 2.0f);
   float *offset = config.format == KVEDGE_INT8 && random_below(3) == 0
                       ? random_floats((size_t)(n.num_kv_heads * n.dim), 3.0f)
                       : NULL;
@@ -131,7 +137,7 @@ static void attend_case(void) {
   float *numbers = random_floats(logits, 1.0f);
   uint8_t *bytes = malloc(logits);
   for (size_t i = 0; i < logits; i++) bytes[i] = random_below(3) > 0;
-  block out = new_block(queries * (size_t)n.dim * 4), lse = new_block(queries * 4);
+  block out = new_block(queries * value_dim * 4), lse = new_block(queries * 4);
   kvedge_layer *layer = new_layer(config, offset, keys, values, n.len);
   kvedge_attention_options o = random_options(n, numbers, bytes);
   if (kvedge_attend(layer, query, n.num_rows, n.num_heads, &o, 1, out.data, lse.data) != KVEDGE_OK)
@@ -295,7 +301,10 @@ static void test_slices(void) {
   kvedge_layer *layer = new_layer(config, NULL, keys, keys, 3000);
   slices_case(layer, query, 1, 8, 64);
   slices_case(layer, query, 9, 8, 64);
-  kvedge_layer_destroy(layer), free(keys), free(query);
+  const kvedge_layer_config wide = {.capacity = 1500, .num_kv_heads = 2, .head_dim = 64, .value_head_dim = 128};
+  kvedge_layer *other = new_layer(wide, NULL, keys, keys, 1500);
+  slices_case(other, query, 9, 8, 128);
+  kvedge_layer_destroy(other), kvedge_layer_destroy(layer), free(keys), free(query);
   end();
 }
 

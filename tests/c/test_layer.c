@@ -97,6 +97,8 @@ static void test_bad_configs(void) {
       with(.head_dim = 0),
       with(.head_dim = 1025),
       with(.group_size = -1),
+      with(.value_head_dim = -1),
+      with(.value_head_dim = 1025),
       with(.format = (kvedge_format)KVEDGE_NUM_FORMATS),
       with(.scale_type = (kvedge_scale_type)2),
   };
