@@ -14,9 +14,9 @@
  * kvedge_status and, failing, has changed nothing. Nothing here prints, exits or keeps a pointer to
  * an argument after it returned, except where it says so.
  *
- * Threads: many may attend to one layer at the same time; one may append at the same time, since it
- * writes only rows that no reader looks at yet. A call reads a layer's length once, when it begins. Everything that takes rows away (truncate, destroy)
- * needs the layer alone.
+ * Threads: many may attend to one layer at the same time; one may append or drop first tokens at the same
+ * time, since it writes only rows that no reader looks at yet. A call looks once at which tokens a layer
+ * holds, when it begins. Everything that takes rows away (set_len, compact, destroy) needs the layer alone.
  */
 #ifndef KVEDGE_H
 #define KVEDGE_H
@@ -75,7 +75,8 @@ typedef struct {
 
 /* ---- A layer ------------------------------------------------------------------------------ */
 
-/* The keys and values of one attention layer for the tokens 0..len-1.
+/* The keys and values of one attention layer for the tokens 0..len-1. Token 0 is the first that has not been dropped;
+ * it lies in row `start` of the arrays, the others in the rows after it.
  *
  * Storage is token-major: codes[token][num_kv_heads][head_dim], scales[token][num_kv_heads][groups]; values have rows of
  * value_head_dim where that is given.
@@ -140,9 +141,24 @@ kvedge_status kvedge_layers_append(kvedge_layer *const *layers, const kvedge_arr
 
 int64_t kvedge_layer_len(const kvedge_layer *layer);
 
+/* Length, and the row of token 0, both of one moment; for a reader beside a writer that drops. */
+int64_t kvedge_layer_range(const kvedge_layer *layer, int64_t *start);
+
+/* Forgets the first tokens: token i becomes token i - num_tokens. No row is moved, and beside readers this is as safe as
+ * append. The rows are free again only after compact: a layer that is appended to and dropped from comes to the end of its
+ * arrays, and append returns KVEDGE_ERROR_CAPACITY, while it holds fewer tokens than its capacity. */
+kvedge_status kvedge_layer_drop_first(kvedge_layer *layer, int64_t num_tokens);
+
+/* Moves the tokens to row 0. Needs the layer alone. With a capacity of twice what a sliding window holds, one row is
+ * moved per token on average. */
+kvedge_status kvedge_layer_compact(kvedge_layer *layer);
+
 /* Sets the number of tokens. Fewer: the last ones are forgotten. More: the rows up to len must have
  * been filled in by the caller (a loaded file, a copy), finite and with scales >= 0. */
 kvedge_status kvedge_layer_set_len(kvedge_layer *layer, int64_t len);
+
+/* Up to so many tokens set_len finds as they were written (or filled in), whatever len is now. The writer's to ask. */
+int64_t kvedge_layer_written(const kvedge_layer *layer);
 
 /* Quantizes tokens to any position within capacity, all of them or none; len stays as it is. */
 kvedge_status kvedge_layer_write(kvedge_layer *layer, int64_t position, const float *keys, const float *values,
@@ -155,6 +171,9 @@ kvedge_status kvedge_layer_filled(kvedge_layer *layer, int64_t position, int64_t
  * (value_head_dim)]. */
 kvedge_status kvedge_layer_get_keys(const kvedge_layer *layer, int64_t start, int64_t stop, float *out);
 kvedge_status kvedge_layer_get_values(const kvedge_layer *layer, int64_t start, int64_t stop, float *out);
+
+/* The keys (values: 1) of num_tokens tokens from a row on, which may have been dropped since kvedge_layer_range told it. */
+kvedge_status kvedge_layer_get_rows(const kvedge_layer *layer, int values, int64_t row, int64_t num_tokens, float *out);
 
 /* The config with nothing left open: no 0 in it. */
 void kvedge_layer_get_config(const kvedge_layer *layer, kvedge_layer_config *config);
@@ -187,6 +206,8 @@ typedef struct {
       start; /* the first token that is seen, 0 to len: the padding before it is neither read nor paid for. Positions
                   * and causality stay as they are; sink_tokens count from it. A row that sees nothing, as one before
                   * it, gives out = 0 and lse = -INFINITY (but for sink_logits). */
+  int64_t first_row; /* with num_tokens, where another thread also drops tokens: the row of token 0, as
+                      * kvedge_layer_range told it together with the length; -1: that of the layer when the call begins */
 } kvedge_attention_options;
 
 void kvedge_attention_defaults(kvedge_attention_options *options);
@@ -215,10 +236,10 @@ typedef struct {
  * num_heads has to be a multiple of the num_kv_heads of each. Nothing is written unless all arguments are good. */
 kvedge_status kvedge_attend_layers(const kvedge_attention_call *calls, int num_calls, int num_heads, int num_threads);
 
-/* logits[num_heads][num_tokens] of one query row against tokens 0..num_tokens-1: scale * query . key, before any
- * option. KVEDGE_ERROR_ARGUMENT if the layer holds fewer. */
+/* logits[num_heads][num_tokens] of one query row against num_tokens tokens from first_row on (-1: from token 0):
+ * scale * query . key, before any option. KVEDGE_ERROR_ARGUMENT if the layer holds fewer. */
 kvedge_status kvedge_scores(const kvedge_layer *layer, const float *query, int num_heads, float scale,
-                            int64_t num_tokens, float *logits);
+                            int64_t first_row, int64_t num_tokens, float *logits);
 
 /* The same in slices, for a runtime that has threads of its own and memory of its own:
  *

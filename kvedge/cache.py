@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 
 from kvedge.cache_history import CacheHistory
-from kvedge.cache_state import first_capacity
 from kvedge.core import checks, memory
 from kvedge.core.config import MAX_LAYERS
 from kvedge.core.memory import memory_for
@@ -31,6 +30,7 @@ from kvedge.errors import (
     OutOfMemoryError,
 )
 from kvedge.layer import LayerMethods
+from kvedge.layer_room import first_rows
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack  # type checkers bring it along
@@ -111,12 +111,13 @@ class CacheMethods(CacheHistory):
                 )
         config = checks.layer_config(
             dtype,
-            first_capacity(max_seq_len),
+            max_seq_len,
             num_kv_heads,
             head_dim,
             value_head_dim=value_head_dim,
             group_size=group_size,
             scale_dtype=scale_dtype,
+            rows=first_rows(None),
         )
         self._start(num_layers, config, max_seq_len, key_offset, {})
 
@@ -162,14 +163,11 @@ class CacheMethods(CacheHistory):
         target = self._layers[layer]
         start = len(target)
         try:
-            try:
-                target._append(keys, values, layout)
-            except CapacityExceededError:
-                rows = checks.as_rows(keys, False, self._config, many=None, layout=layout)
-                self._make_room(layer, start + len(rows))
-                target._append(keys, values, layout)
+            target._append(keys, values, layout)
         except OutOfMemoryError:
             raise
+        except CapacityExceededError as error:
+            raise self._no_room(layer, error) from None
         except MemoryError as error:
             raise self._append_failed(layer, start, error) from error
         stop = len(target)
@@ -229,9 +227,7 @@ class CacheMethods(CacheHistory):
         self._refuse_pending("push_step()")
         start = self._length
         if start >= self._room:
-            for index in range(self._num_layers):
-                self._make_room(index, start + 1)
-            self._room = self.capacity
+            self._make_room(1)
 
         # What a layer may still refuse, when others already hold the token: a number that is not
         # finite, or an offset key or a scale out of range. The bytes above the length may be what a

@@ -6,7 +6,6 @@ Nothing here is public. :class:`kvedge.cache.CacheMethods` makes a KVCache of it
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -23,6 +22,7 @@ from kvedge.errors import (
     StaleSnapshotError,
 )
 from kvedge.layer import LayerMethods, new_layer
+from kvedge.layer_room import first_rows
 from kvedge.snapshot import (
     CacheContents,
     CacheFormat,
@@ -34,16 +34,7 @@ from kvedge.snapshot import (
 if TYPE_CHECKING:
     from typing_extensions import Self  # type checkers bring it along
 
-__all__ = ["CacheState", "first_capacity", "layer_names"]
-
-_FIRST_CAPACITY = 256  # tokens a growing cache is made for; it doubles from there
-
-
-def first_capacity(max_seq_len: int | None, tokens: int = 0) -> int:
-    """Tokens to reserve for in a new cache that shall hold so many."""
-    if max_seq_len is not None:
-        return max_seq_len
-    return max(_FIRST_CAPACITY, 1 << tokens.bit_length())
+__all__ = ["CacheState", "layer_names"]
 
 
 class CacheState(CacheFacts):
@@ -94,27 +85,20 @@ class CacheState(CacheFacts):
         self._overwrites = OverwriteLog()
         self._metadata = dict(metadata)
 
-    def _make_room(self, index: int, tokens: int) -> None:
-        """Let a layer hold ``tokens``, by moving it to larger slabs if it must."""
-        layer = self._layers[index]
-        if tokens <= layer.capacity:
-            return
-        limit = self._max_seq_len
-        if limit is None:
-            capacity = max(tokens, 2 * layer.capacity, _FIRST_CAPACITY)
-        elif tokens <= limit:
-            capacity = limit  # a loaded file that was mapped, outgrown now
-        else:
-            raise CapacityExceededError(
-                f"layer {index} has no room: {tokens} tokens wanted, max_seq_len is {limit} "
-                f"and {len(layer)} are held"
-            ) from None
-        config = replace(layer._config, capacity=capacity)
-        slabs = memory.reserve_slabs(config)
-        # Up to the high-water mark: tokens above the length may be gone back to.
-        memory.copy_tokens(layer._slabs, slabs, self._high_water[index])
-        layer._bind(slabs, config)
-        layer._filled(len(layer), max(0, self._high_water[index] - len(layer)))
+    def _make_room(self, n: int) -> None:
+        """Reserve room for ``n`` more tokens in every layer."""
+        for index, layer in enumerate(self._layers):
+            try:
+                layer._reserve(n)
+            except CapacityExceededError as error:
+                raise self._no_room(index, error) from None
+        self._room = self.capacity
+
+    def _no_room(self, index: int, error: CapacityExceededError) -> CapacityExceededError:
+        """What a layer refused, with its number and the cache's limit."""
+        return CapacityExceededError(
+            f"layer {index} has {error}: max_seq_len is {self._max_seq_len}"
+        )
 
     # ---- positions -------------------------------------------------------------------------------
 
@@ -189,9 +173,10 @@ class CacheState(CacheFacts):
             length = self._length  # before those of the layers, which are never less
         layers = []
         for index, layer in enumerate(self._layers):
-            stop = len(layer) if lengths is None else lengths[index]
+            held = layer._held()
+            stop = held.num_tokens if lengths is None else lengths[index]
             keys, values, key_scales, value_scales = (
-                slab[:stop].copy() if copy else slab[:stop] for slab in layer._slabs
+                slab[:stop].copy() if copy else slab[:stop] for slab in held.slabs
             )
             layers.append(LayerContents(keys, values, key_scales, value_scales, layer._key_offset))
         return CacheContents(self._format, length, tuple(layers))
@@ -202,8 +187,11 @@ class CacheState(CacheFacts):
             raise ShapeMismatchError(
                 f"the snapshot is of {contents.format}, this cache is {self._format}"
             )
-        for index, tokens in enumerate(contents.layers):
-            self._make_room(index, tokens.num_tokens)
+        for index, (layer, tokens) in enumerate(zip(self._layers, contents.layers, strict=True)):
+            try:
+                layer._reserve(max(0, tokens.num_tokens - len(layer)))
+            except CapacityExceededError as error:
+                raise self._no_room(index, error) from None
         if any(self._high_water):
             self._overwrites.add(0)
         for layer, tokens in zip(self._layers, contents.layers, strict=True):
@@ -247,7 +235,7 @@ class CacheState(CacheFacts):
     ) -> Self:
         """Make an empty cache with room for ``tokens``, without the constructor of a subclass."""
         cache = cls.__new__(cls)
-        config = form.layer_config(first_capacity(max_seq_len, tokens))
+        config = form.layer_config(first_rows(max_seq_len, tokens), max_seq_len)
         offset = "auto" if auto_offset else None
         cache._start(form.num_layers, config, max_seq_len, offset, metadata)
         return cache

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, overload
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from kvedge.core.config import LayerConfig
 from kvedge.core.memory import memory_for
 from kvedge.core.types import Array, ScaleDtype
 from kvedge.errors import InvalidArgumentError
-from kvedge.layer_core import LayerCore
+from kvedge.layer_room import LayerRoom, first_rows
 from kvedge.rope import Rope
 
 if TYPE_CHECKING:
@@ -33,16 +33,41 @@ _BLOCK_NUMBERS = 1 << 19  # float32 numbers that a shift works on at a time: 2 M
 _SQRT2 = 2.0**0.5
 
 
-class LayerMethods(LayerCore):
+class LayerMethods(LayerRoom):
     """The part of a layer that does not depend on the backend."""
 
     _dtype: ClassVar[str]  # of the public class
 
+    # Whatever the capacity, num_kv_heads and head_dim have to be given.
+    @overload
     def __init__(
         self,
-        capacity: int,
+        capacity: int | None,
         num_kv_heads: int,
         head_dim: int,
+        *,
+        value_head_dim: int | None = ...,
+        group_size: int | None = ...,
+        scale_dtype: ScaleDtype = ...,
+        key_offset: Array | Literal["auto"] | None = ...,
+    ) -> None: ...
+    @overload
+    def __init__(
+        self,
+        capacity: int | None = None,
+        *,
+        num_kv_heads: int,
+        head_dim: int,
+        value_head_dim: int | None = ...,
+        group_size: int | None = ...,
+        scale_dtype: ScaleDtype = ...,
+        key_offset: Array | Literal["auto"] | None = ...,
+    ) -> None: ...
+    def __init__(
+        self,
+        capacity: int | None = None,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
         *,
         value_head_dim: int | None = None,
         group_size: int | None = None,
@@ -58,6 +83,7 @@ class LayerMethods(LayerCore):
             value_head_dim=value_head_dim,
             group_size=group_size,
             scale_dtype=scale_dtype,
+            rows=first_rows(None),
         )
         self._start(config, checks.as_key_offset(key_offset, config))
 
@@ -151,24 +177,27 @@ class LayerMethods(LayerCore):
     def _one_row(
         self, values: bool, position: int, head: int, out: np.ndarray | None
     ) -> np.ndarray:
-        position = checks.check_position(position, len(self))
-        head = checks.check_head(head, self._config.num_kv_heads)
-        out = checks.as_out(out, self._config.rows_shape(values, 1)[2:], reads=self._slabs)
-        out[:] = self._dequantize(values, position, position + 1)[0, head]
+        held, config = self._held(), self._config
+        position = checks.check_position(position, held.num_tokens)
+        head = checks.check_head(head, config.num_kv_heads)
+        shape = config.rows_shape(values, 1)
+        out = checks.as_out(out, shape[2:], reads=held.slabs)
+        token = np.empty(shape, np.float32)
+        out[:] = self._dequantize(held, values, position, position + 1, token)[0, head]
         return out
 
     def _one_token(self, values: bool, position: int, out: np.ndarray | None) -> np.ndarray:
-        position = checks.check_position(position, len(self))
+        held = self._held()
+        position = checks.check_position(position, held.num_tokens)
         shape = self._config.rows_shape(values, 1)
-        out = checks.as_out(out, (shape[1] * shape[2],), reads=self._slabs)
-        self._dequantize_into(values, position, position + 1, out.reshape(shape))
+        out = checks.as_out(out, (shape[1] * shape[2],), reads=held.slabs)
+        self._dequantize(held, values, position, position + 1, out.reshape(shape))
         return out
 
     def _all_tokens(self, values: bool, out: np.ndarray | None) -> np.ndarray:
-        length = len(self)
-        out = checks.as_out(out, self._config.rows_shape(values, length), reads=self._slabs)
-        self._dequantize_into(values, 0, length, out)
-        return out
+        held = self._held()
+        out = checks.as_out(out, self._config.rows_shape(values, held.num_tokens), reads=held.slabs)
+        return self._dequantize(held, values, 0, held.num_tokens, out)
 
     # ---- removing and moving ---------------------------------------------------------------------
 
@@ -195,7 +224,10 @@ class LayerMethods(LayerCore):
         self._clear()
 
     def _clear(self) -> None:
-        self._set_len(0)
+        if self.num_dropped:
+            self._restart()
+        else:
+            self._set_len(0)  # rows stay where they are: a cache may return to them
         if self._auto_key_offset:
             self._set_key_offset(None)
 
@@ -224,12 +256,13 @@ class LayerMethods(LayerCore):
         moved = np.flatnonzero(indices != np.arange(len(indices)))
         first = int(moved[0]) if len(moved) else len(indices)
         step = self._block_tokens()
+        tokens = self._held().tokens
         self._set_len(min(first, len(self)))  # should this be broken off, no wrong row is seen
         for start in range(first, len(indices), step):
             # indices[i] >= i, so what a later block reads is not yet written over.
             source = indices[start : start + step]
-            for slab in self._slabs:
-                slab[start : start + len(source)] = slab[source]
+            for rows in tokens:
+                rows[start : start + len(source)] = rows[source]
         self._set_len(len(indices))
 
     @memory_for("the shifted keys of a layer")
@@ -262,11 +295,11 @@ class LayerMethods(LayerCore):
     def _shift(self, delta: int, rope: Rope, start: int = 0, stop: int | None = None) -> None:
         """Shift a frozen layer too; all or nothing."""
         codes, scales = self._shifted(delta, rope, start, stop)
-        length = len(self)
+        length, tokens = len(self), self._held().tokens
         try:
             self._set_len(start)  # a core looks anew at the rows that it gets back below
-            self._slabs.key_codes[start : start + len(codes)] = codes
-            self._slabs.key_scales[start : start + len(codes)] = scales
+            tokens.key_codes[start : start + len(codes)] = codes
+            tokens.key_scales[start : start + len(codes)] = scales
         finally:
             self._set_len(length)
 
@@ -284,10 +317,10 @@ class LayerMethods(LayerCore):
 
     def _shift_may_overflow(self, start: int, stop: int) -> bool:
         """Whether some rotated key could pass the range of what it is stored in."""
-        config, slabs = self._config, self._slabs
+        config, tokens = self._config, self._held().tokens
         offset = 0.0 if self._key_offset is None else float(np.abs(self._key_offset).max())
         form, rows = config.key_format, slice(start, stop)
-        largest = form.largest(slabs.key_codes[rows], slabs.key_scales[rows]) + offset
+        largest = form.largest(tokens.key_codes[rows], tokens.key_scales[rows]) + offset
         # A rotation makes a channel at most sqrt(2) times the largest; the rest is for rounding.
         bound = 1.01 * (_SQRT2 * largest + offset)
         return bound > form.limit(config.key_rows)
@@ -297,7 +330,7 @@ class LayerMethods(LayerCore):
     ) -> tuple[np.ndarray, np.ndarray]:
         """Codes and scales of the shifted keys, made by a core of the same kind."""
         start, stop = self._shift_range(delta, rope, start, stop)
-        slabs, config = self._slabs, self._config
+        held, config = self._held(), self._config
         if not delta:
             stop = start
         step = self._block_tokens()
@@ -305,12 +338,14 @@ class LayerMethods(LayerCore):
             registry.backend_class_of(type(self)), config, max(1, min(step, stop - start))
         )
         scratch._set_key_offset(self._key_offset)
-        codes = np.empty_like(slabs.key_codes[start:stop])
-        scales = np.empty_like(slabs.key_scales[start:stop])
+        codes = np.empty_like(held.tokens.key_codes[start:stop])
+        scales = np.empty_like(held.tokens.key_scales[start:stop])
+        keys = np.empty(config.rows_shape(False, scratch.capacity), np.float32)
         values = np.zeros(config.rows_shape(True, scratch.capacity), np.float32)
         for first in range(start, stop, step):
             last = min(stop, first + step)
-            turned = rope.rotate(self._dequantize(False, first, last), delta)
+            block = self._dequantize(held, False, first, last, keys[: last - first])
+            turned = rope.rotate(block, delta)
             scratch._set_len(0)
             scratch._append(turned, values[: last - first])
             at = slice(first - start, last - start)
@@ -336,23 +371,24 @@ class LayerMethods(LayerCore):
     @memory_for("a copy of the layer")
     def copy(self) -> Self:
         """An independent layer with the same tokens and capacity; it belongs to no cache."""
-        length, config = len(self), self._config  # in this order: see LayerFacts
+        held, config = self._held(), self._config  # in this order: see LayerFacts
         other = new_layer(type(self), config, config.capacity)
-        other._fill(self._slabs, length, self._key_offset, self._auto_key_offset)
+        other._fill(held.tokens, self._key_offset, self._auto_key_offset, held.num_dropped)
         return other
 
     def _fill(
         self,
-        slabs: Sequence[np.ndarray],
-        length: int,
+        tokens: Sequence[np.ndarray],
         key_offset: np.ndarray | None,
         auto_key_offset: bool,
+        num_dropped: int,
     ) -> None:
         """Take over the stored bytes of another layer; this one is empty."""
         self._auto_key_offset = auto_key_offset
         self._set_key_offset(key_offset)
-        memory.copy_tokens(slabs, self._slabs, length)
-        self._set_len(length)
+        self._restart(num_dropped)
+        memory.copy_tokens(tokens, self._slabs, len(tokens[0]))
+        self._set_len(len(tokens[0]))
 
     def __copy__(self) -> Self:
         """As :meth:`copy`."""
@@ -365,10 +401,10 @@ class LayerMethods(LayerCore):
     @memory_for("a pickle of the layer")
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the stored bytes; they are restored into whatever backend is active then."""
-        length = len(self)  # first, and of all four: see LayerFacts
-        slabs = [np.array(slab[:length]) for slab in self._slabs]
-        kind = registry.named(type(self))
-        return _restore, (kind, self._config, slabs, self._key_offset, self._auto_key_offset)
+        held, config = self._held(), self._config  # in this order: see LayerFacts
+        tokens = [np.array(rows) for rows in held.tokens]
+        offset = (self._key_offset, self._auto_key_offset)
+        return _restore, (registry.named(type(self)), config, tokens, *offset, held.num_dropped)
 
 
 class QuantizedLayerMethods(LayerMethods):
@@ -376,8 +412,9 @@ class QuantizedLayerMethods(LayerMethods):
 
     Parameters
     ----------
-    capacity : int
-        Tokens to reserve room for; memory is committed by the system as it is touched.
+    capacity : int, optional
+        Tokens to reserve room for; memory is committed by the system as it is touched. None: the
+        layer grows, doubling its room when it is full.
     num_kv_heads : int
     head_dim : int
         Channels of a key, 1 to 1024.
@@ -414,8 +451,9 @@ class Float32LayerMethods(LayerMethods):
 
     Parameters
     ----------
-    capacity : int
-        Tokens to reserve room for; memory is committed by the system as it is touched.
+    capacity : int, optional
+        Tokens to reserve room for; memory is committed by the system as it is touched. None: the
+        layer grows, doubling its room when it is full.
     num_kv_heads : int
     head_dim : int
         Channels of a key, 1 to 1024.
@@ -438,8 +476,9 @@ class Float16LayerMethods(LayerMethods):
 
     Parameters
     ----------
-    capacity : int
-        Tokens to reserve room for; memory is committed by the system as it is touched.
+    capacity : int, optional
+        Tokens to reserve room for; memory is committed by the system as it is touched. None: the
+        layer grows, doubling its room when it is full.
     num_kv_heads : int
     head_dim : int
         Channels of a key, 1 to 1024.
@@ -462,8 +501,9 @@ class Bfloat16LayerMethods(LayerMethods):
 
     Parameters
     ----------
-    capacity : int
-        Tokens to reserve room for; memory is committed by the system as it is touched.
+    capacity : int, optional
+        Tokens to reserve room for; memory is committed by the system as it is touched. None: the
+        layer grows, doubling its room when it is full.
     num_kv_heads : int
     head_dim : int
         Channels of a key, 1 to 1024.
@@ -496,11 +536,12 @@ def new_layer(
 def _restore(
     kind: str | type[LayerMethods],
     config: LayerConfig,
-    slabs: list[np.ndarray],
+    tokens: list[np.ndarray],
     key_offset: np.ndarray | None,
     auto_key_offset: bool,
+    num_dropped: int,
 ) -> LayerMethods:
     """Unpickle a layer, into the active backend unless it is of a user's own class."""
     layer: LayerMethods = new_layer(registry.resolved(kind), config, config.capacity)
-    layer._fill(slabs, len(slabs[0]), key_offset, auto_key_offset)
+    layer._fill(tokens, key_offset, auto_key_offset, num_dropped)
     return layer

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 
 from kvedge.core.config import LayerConfig
-from kvedge.core.memory import Slabs
+from kvedge.core.memory import Held, Slabs
 from kvedge.core.types import Array, AttendArguments, Floats, Layout
 from kvedge.layer_facts import LayerFacts
 
@@ -208,8 +208,20 @@ class LayerCore(LayerFacts):
         def _open(self, config: LayerConfig, slabs: Slabs | None = None) -> None:
             """Be an empty layer, over slabs that are given or reserved."""
 
+        def _held(self) -> Held:
+            """All that a reader needs, of one moment."""
+
+        def _written(self) -> int:
+            """Tokens that `_set_len` may return to, from token 0 on."""
+
         def _bind(self, slabs: Slabs, config: LayerConfig) -> None:
-            """Move to other slabs, which hold the same tokens."""
+            """Move to other slabs, which hold the same tokens from row 0 on."""
+
+        def _drop(self, n: int) -> None:
+            """Drop the first `n` tokens, of a frozen layer too."""
+
+        def _restart(self, num_dropped: int = 0) -> None:
+            """Hold no token, and begin at row 0 again."""
 
         def _filled(self, position: int, n: int) -> None:
             """Be told that rows were copied to the slabs."""
@@ -223,11 +235,10 @@ class LayerCore(LayerFacts):
         def _append(self, keys: Array, values: Array, layout: Layout = "nhd") -> None:
             """Append one token or several, to a frozen layer too."""
 
-        def _dequantize(self, values: bool, start: int, stop: int) -> Floats:
-            """Keys or values of a range of tokens, float32 (n, num_kv_heads, channels)."""
-
-        def _dequantize_into(self, values: bool, start: int, stop: int, out: np.ndarray) -> None:
-            """As `_dequantize`, to `out`."""
+        def _dequantize(
+            self, held: Held, values: bool, start: int, stop: int, out: np.ndarray
+        ) -> Floats:
+            """Keys or values of a range of what was held, float32 (n, num_kv_heads, channels)."""
 
 
 def document(core: type) -> None:

@@ -13,16 +13,17 @@ from kvedge.core.config import ConfigFacts
 class LayerFacts(ConfigFacts):
     """The part of a layer that changes nothing; a backend's core fills the fields."""
 
-    _slabs: memory.Slabs
+    _slabs: memory.Slabs  # those of now: a reader takes `_held()`
     _key_offset: np.ndarray | None
     _auto_key_offset: bool = False  # take the offset from the first keys
 
     if TYPE_CHECKING:
 
         def __len__(self) -> int: ...
+        def _held(self) -> memory.Held: ...
 
-    # A reader takes the length first, then the slabs and the config: a writer may move the layer to
-    # larger slabs in between, which hold the tokens of the older length too.
+    # A reader takes `_held()` once: a writer may drop tokens, or move the layer to other slabs, at
+    # any moment.
 
     # ---- views -----------------------------------------------------------------------------------
 
@@ -50,8 +51,7 @@ class LayerFacts(ConfigFacts):
         return self._scales_view("value_scales")
 
     def _view(self, name: str) -> np.ndarray:
-        length = len(self)
-        view: np.ndarray = getattr(self._slabs, name)[:length]
+        view: np.ndarray = getattr(self._held().tokens, name)
         view.flags.writeable = False
         return view
 
@@ -73,14 +73,20 @@ class LayerFacts(ConfigFacts):
 
     @property
     def capacity(self) -> int:
-        """Tokens there is room for."""
-        return self._config.capacity
+        """Tokens there is room for now; a growing layer takes more room when it is full."""
+        config = self._config
+        return config.capacity if config.limit is None else min(config.capacity, config.limit)
+
+    @property
+    def num_dropped(self) -> int:
+        """Tokens dropped from the front so far, since the layer was made or cleared."""
+        return self._held().num_dropped
 
     @property
     def remaining(self) -> int:
-        """Tokens that may still be appended."""
+        """Tokens that may still be appended; in a growing layer, before it grows."""
         length = len(self)
-        return self._config.capacity - length
+        return self.capacity - length
 
     @property
     def is_empty(self) -> bool:
@@ -89,9 +95,8 @@ class LayerFacts(ConfigFacts):
 
     @property
     def is_full(self) -> bool:
-        """Whether no further token fits."""
-        length = len(self)
-        return length == self._config.capacity
+        """Whether no further token fits; never in a growing layer."""
+        return len(self) == self._config.limit
 
     @property
     def num_groups(self) -> int:
@@ -100,7 +105,7 @@ class LayerFacts(ConfigFacts):
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of keys and values at full capacity, scales included."""
+        """Bytes reserved for keys and values, scales included."""
         return self._config.capacity * memory.token_bytes(self._config)
 
     @property
@@ -120,10 +125,13 @@ class LayerFacts(ConfigFacts):
     def __repr__(self) -> str:
         """Class, fill and shape."""
         length, config = len(self), self._config
-        parts = [f"{length} of {config.capacity} tokens", f"num_kv_heads={config.num_kv_heads}"]
+        room = config.capacity if config.limit is None else config.limit
+        parts = [f"{length} of {room} tokens", f"num_kv_heads={config.num_kv_heads}"]
         parts.append(f"head_dim={config.head_dim}")
         if config.value_head_dim != config.head_dim:
             parts.append(f"value_head_dim={config.value_head_dim}")
+        if config.limit is None:
+            parts.append("growing")
         if config.has_scales and config.group_size < config.widest:
             parts.append(f"group_size={config.group_size}")
         if config.scale_dtype != "float32":

@@ -334,7 +334,7 @@ def _map(
     # Slabs must be followed by readable bytes. The rest of the file's last page is readable.
     readable = -(-len(mapping) // memory.PAGE) * memory.PAGE
     for index, layer in enumerate(cache._layers):
-        config = replace(layer._config, capacity=length)
+        config = replace(layer._config, capacity=length)  # up to its limit when it is outgrown
         spare = None  # memory of the usual kind, for a tensor that cannot be used where it lies
         slabs = []
         for name, (shape, dtype) in zip(

@@ -41,8 +41,8 @@ class CacheFormat:
             config.scale_dtype,
         )
 
-    def layer_config(self, capacity: int) -> LayerConfig:
-        """The config of each layer, with room for `capacity` tokens."""
+    def layer_config(self, capacity: int, limit: int | None = None) -> LayerConfig:
+        """The config of each layer, with room for `capacity` tokens, and for `limit` at most."""
         return LayerConfig(
             self.dtype,
             capacity,
@@ -51,6 +51,7 @@ class CacheFormat:
             self.value_head_dim,
             self.group_size,
             self.scale_dtype,
+            limit,
         )
 
     def __str__(self) -> str:

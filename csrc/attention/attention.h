@@ -150,8 +150,10 @@ typedef struct {
 
 kvedge_visible kvedge_visible_tokens(const kvedge_attention *a, int64_t block);
 
-/* The first num_tokens tokens of a layer, 0: all; the layer's length is read here, once per call. */
-kvedge_cache_view kvedge_layer_view(const kvedge_layer *layer, int64_t num_tokens, kvedge_segment *segment);
+/* The tokens of a layer that a call reads, by options' num_tokens and first_row (NULL: all); what the layer holds is
+ * read here, once per call. No tokens: the options ask for what is not there. */
+kvedge_cache_view kvedge_layer_view(const kvedge_layer *layer, const kvedge_attention_options *options,
+                                    kvedge_segment *segment);
 
 /* Takes `bytes` from a region that starts at base (NULL: only counts). */
 static inline void *kvedge_take(char *base, size_t *used, size_t bytes) {

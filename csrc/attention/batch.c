@@ -11,7 +11,7 @@ static kvedge_status request_of_call(const kvedge_attention_call *call, int num_
                                      kvedge_segment *segment) {
   const kvedge_attention_options *options = call->options;
   if (!call->layer) return KVEDGE_ERROR_ARGUMENT;
-  *request = (kvedge_request){.view = kvedge_layer_view(call->layer, options ? options->num_tokens : 0, segment),
+  *request = (kvedge_request){.view = kvedge_layer_view(call->layer, options, segment),
                               .num_rows = call->num_rows,
                               .query = call->query,
                               .out = call->out,
@@ -78,7 +78,7 @@ static kvedge_status check_batch(const kvedge_layer *pool, int64_t block_size, c
   if (options && (options->mask || options->bias) && num_sequences > 1) return KVEDGE_ERROR_ARGUMENT;
   if (options && options->num_tokens) return KVEDGE_ERROR_ARGUMENT;
   kvedge_segment unused;
-  kvedge_cache_view view = kvedge_layer_view(pool, 0, &unused);
+  kvedge_cache_view view = kvedge_layer_view(pool, NULL, &unused);
   *num_segments = 0;
   for (int i = 0; i < num_sequences; i++) {
     const kvedge_sequence *s = &sequences[i];
@@ -99,7 +99,7 @@ static kvedge_status requests_of_batch(const kvedge_layer *pool, int64_t block_s
                                        kvedge_segment *segments, kvedge_request *requests) {
   for (int i = 0; i < num_sequences; i++) {
     const kvedge_sequence *s = &sequences[i];
-    kvedge_cache_view view = kvedge_layer_view(pool, 0, segments);
+    kvedge_cache_view view = kvedge_layer_view(pool, NULL, segments);
     view.len = s->len;
     view.segments = segments;
     view.num_segments = segments_of(pool, block_size, s, segments);

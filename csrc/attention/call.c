@@ -186,7 +186,7 @@ kvedge_status kvedge_attend(const kvedge_layer *layer, const float *query, int64
                             const kvedge_attention_options *options, int num_threads, float *out, float *lse) {
   if (!layer || !query || !out || num_threads < 0) return KVEDGE_ERROR_ARGUMENT;
   kvedge_segment segment;
-  kvedge_request request = {.view = kvedge_layer_view(layer, options ? options->num_tokens : 0, &segment),
+  kvedge_request request = {.view = kvedge_layer_view(layer, options, &segment),
                             .num_rows = num_rows,
                             .query = kvedge_dense_array(query, num_heads, layer->keys.shape.dim),
                             .out = kvedge_dense_array(out, num_heads, layer->values.shape.dim),

@@ -21,7 +21,7 @@ enum {
 };
 
 void kvedge_attention_defaults(kvedge_attention_options *options) {
-  *options = (kvedge_attention_options){.scale = NAN, .causal = 1};
+  *options = (kvedge_attention_options){.scale = NAN, .causal = 1, .first_row = -1};
 }
 
 static kvedge_view_side view_side(const kvedge_side *side, float bound) {
@@ -36,12 +36,17 @@ static kvedge_view_side view_side(const kvedge_side *side, float bound) {
                             .bound = bound};
 }
 
-kvedge_cache_view kvedge_layer_view(const kvedge_layer *layer, int64_t num_tokens, kvedge_segment *segment) {
-  int64_t len = kvedge_layer_len(layer);
-  if (num_tokens) len = num_tokens > 0 && num_tokens <= len ? num_tokens : 0; /* 0: refused by the check */
+kvedge_cache_view kvedge_layer_view(const kvedge_layer *layer, const kvedge_attention_options *options,
+                                    kvedge_segment *segment) {
+  int64_t row, len = kvedge_layer_range(layer, &row);
+  if (options && options->num_tokens) {
+    const int64_t stop = row + len;
+    if (options->first_row >= 0) row = options->first_row < stop ? options->first_row : stop;
+    len = options->num_tokens > 0 && options->num_tokens <= stop - row ? options->num_tokens : 0; /* 0: refused */
+  }
   *segment = (kvedge_segment){
-      .rows = {layer->keys.codes,  layer->values.codes },
-      .scales = {layer->keys.scales, layer->values.scales},
+      .rows = {kvedge_codes_at(&layer->keys,  row), kvedge_codes_at(&layer->values,  row)},
+      .scales = {kvedge_scales_at(&layer->keys, row), kvedge_scales_at(&layer->values, row)},
       .num_tokens = len
   };
   return (kvedge_cache_view){
@@ -229,7 +234,7 @@ static kvedge_status plan_layer(kvedge_attention *a, const kvedge_layer *layer, 
                                 int64_t num_rows, int num_heads, const kvedge_attention_options *options,
                                 kvedge_segment *segment) {
   if (!layer || num_rows < 1) return KVEDGE_ERROR_ARGUMENT;
-  kvedge_cache_view view = kvedge_layer_view(layer, options ? options->num_tokens : 0, segment);
+  kvedge_cache_view view = kvedge_layer_view(layer, options, segment);
   kvedge_status status = kvedge_attention_check(&view, query, num_rows, num_heads, options);
   if (status != KVEDGE_OK) return status;
   if (options) kvedge_cut_view(&view, segment, options->start);
@@ -272,13 +277,14 @@ kvedge_status kvedge_attention_init(void *memory, size_t bytes, const kvedge_lay
 /* ---- Logits --------------------------------------------------------------------------------- */
 
 kvedge_status kvedge_scores(const kvedge_layer *layer, const float *query, int num_heads, float scale,
-                            int64_t num_tokens, float *logits) {
+                            int64_t first_row, int64_t num_tokens, float *logits) {
   if (!layer || !query || !logits || num_tokens < 1) return KVEDGE_ERROR_ARGUMENT;
   kvedge_attention_options options;
   kvedge_attention_defaults(&options);
   options.scale = scale;
   options.precision_bits = 24;
   options.num_tokens = num_tokens;
+  options.first_row = first_row;
   kvedge_attention planned;
   kvedge_segment segment;
   const kvedge_array row = kvedge_dense_array(query, num_heads, layer->keys.shape.dim);

@@ -125,7 +125,8 @@ kvedge_status kvedge_layer_attach(void *header, size_t bytes, const kvedge_layer
   keys.scales = keys.format->has_scales ? slabs->key_scales : slabs->key_codes;
   values.scales = values.format->has_scales ? slabs->value_scales : slabs->value_codes;
   layer->keys = keys, layer->values = values;
-  atomic_init(&layer->len, 0);
+  atomic_init(&layer->start, 0);
+  atomic_init(&layer->stop, 0);
   layer->written = 0;
   atomic_init(&layer->key_bound, 0.0f);
   atomic_init(&layer->value_bound, 0.0f);
@@ -195,6 +196,11 @@ static void raise_written(kvedge_layer *layer, int64_t stop) {
   if (stop > layer->written) layer->written = stop;
 }
 
+/* Where a token lies, for the writer, who alone moves `start`. */
+static int64_t row_of(const kvedge_layer *layer, int64_t token) {
+  return atomic_load_explicit(&layer->start, memory_order_relaxed) + token;
+}
+
 /* Tokens are checked and stored in chunks of about so many values, which a core's own cache still holds
  * when they are read for the second time. What a chunk leaves behind if a later one is refused lies
  * where nothing was ever written. */
@@ -224,8 +230,9 @@ static kvedge_status check_tokens(const kvedge_layer *layer, const token_rows *r
 }
 
 static void store_tokens(kvedge_layer *layer, const token_rows *rows, const bounds *bound) {
-  kvedge_rows_store(&layer->keys, &rows->keys, rows->num_tokens, rows->position);
-  kvedge_rows_store(&layer->values, &rows->values, rows->num_tokens, rows->position);
+  const int64_t row = row_of(layer, rows->position);
+  kvedge_rows_store(&layer->keys, &rows->keys, rows->num_tokens, row);
+  kvedge_rows_store(&layer->values, &rows->values, rows->num_tokens, row);
   raise_bound(&layer->key_bound, bound->keys);
   raise_bound(&layer->value_bound, bound->values);
 }
@@ -235,14 +242,15 @@ static kvedge_status check_call(const kvedge_layer *layer, const token_rows *row
   if (!layer || rows->position < 0 || rows->num_tokens < 0) return KVEDGE_ERROR_ARGUMENT;
   if (rows->num_tokens > 0 && !(kvedge_array_is_valid(&rows->keys) && kvedge_array_is_valid(&rows->values)))
     return KVEDGE_ERROR_ARGUMENT;
-  return rows->num_tokens > layer->config.capacity - rows->position ? KVEDGE_ERROR_CAPACITY : KVEDGE_OK;
+  const int64_t left = layer->config.capacity - row_of(layer, 0);
+  return rows->num_tokens > left - rows->position ? KVEDGE_ERROR_CAPACITY : KVEDGE_OK;
 }
 
 static kvedge_status write_tokens(kvedge_layer *layer, const token_rows *rows) {
   kvedge_status status = check_call(layer, rows);
   if (status != KVEDGE_OK) return status;
-  if (rows->position < kvedge_layer_len(layer)) kvedge_quiesce(); /* a late reader may look at these rows */
-  int overwrites = rows->position < layer->written; /* rows that must stay if any of the new ones is refused */
+  if (rows->position < kvedge_layer_len(layer)) kvedge_quiesce();  /* a late reader may look at these rows */
+  int overwrites = row_of(layer, rows->position) < layer->written; /* rows that must stay if a new one is refused */
   const int64_t channels = layer->config.head_dim + layer->config.value_head_dim;
   const int64_t token = layer->config.num_kv_heads * channels, num_tokens = rows->num_tokens;
   int64_t chunk = overwrites ? num_tokens : 2 * CHUNK_VALUES / token + 1;
@@ -254,12 +262,12 @@ static kvedge_status write_tokens(kvedge_layer *layer, const token_rows *rows) {
     if (status != KVEDGE_OK) return status;
     store_tokens(layer, &part, &bound);
   }
-  raise_written(layer, rows->position + num_tokens);
+  raise_written(layer, row_of(layer, rows->position) + num_tokens);
   return KVEDGE_OK;
 }
 
 static void set_appended(kvedge_layer *layer, int64_t len) {
-  atomic_store_explicit(&layer->len, len, memory_order_release);
+  atomic_store_explicit(&layer->stop, row_of(layer, len), memory_order_release);
 }
 
 static kvedge_status append_tokens(kvedge_layer *layer, token_rows rows) {
@@ -322,27 +330,44 @@ kvedge_status kvedge_layers_append(kvedge_layer *const *layers, const kvedge_arr
   for (int i = 0; i < num_layers && status == KVEDGE_OK; i++) {
     const token_rows rows = rows_of_batch(layers[i], &keys[i], &values[i], num_tokens);
     store_tokens(layers[i], &rows, &bound[i]);
-    raise_written(layers[i], rows.position + num_tokens);
+    raise_written(layers[i], row_of(layers[i], rows.position) + num_tokens);
     set_appended(layers[i], rows.position + num_tokens);
   }
   free(bound);
   return status;
 }
 
-int64_t kvedge_layer_len(const kvedge_layer *layer) { return atomic_load_explicit(&layer->len, memory_order_acquire); }
+/* Both of one moment: start only rises, so it was the same all the time between two looks that find it so. */
+int64_t kvedge_layer_range(const kvedge_layer *layer, int64_t *start) {
+  int64_t before, stop;
+  *start = atomic_load_explicit(&layer->start, memory_order_acquire);
+  do {
+    before = *start;
+    stop = atomic_load_explicit(&layer->stop, memory_order_acquire);
+    *start = atomic_load_explicit(&layer->start, memory_order_acquire);
+  } while (*start != before);
+  return stop - *start;
+}
+
+int64_t kvedge_layer_len(const kvedge_layer *layer) {
+  int64_t start;
+  return kvedge_layer_range(layer, &start);
+}
+
+int64_t kvedge_layer_written(const kvedge_layer *layer) { return layer->written - row_of(layer, 0); }
 
 kvedge_status kvedge_layer_filled(kvedge_layer *layer, int64_t position, int64_t num_tokens) {
-  if (!layer || position < 0 || num_tokens < 0 || num_tokens > layer->config.capacity - position)
-    return KVEDGE_ERROR_ARGUMENT;
-  int64_t stop = position + num_tokens;
-  raise_bound(&layer->key_bound, kvedge_rows_bound(&layer->keys, position, stop));
-  raise_bound(&layer->value_bound, kvedge_rows_bound(&layer->values, position, stop));
+  if (!layer || position < 0 || num_tokens < 0) return KVEDGE_ERROR_ARGUMENT;
+  if (num_tokens > layer->config.capacity - row_of(layer, 0) - position) return KVEDGE_ERROR_ARGUMENT;
+  const int64_t row = row_of(layer, position), stop = row + num_tokens;
+  raise_bound(&layer->key_bound, kvedge_rows_bound(&layer->keys, row, stop));
+  raise_bound(&layer->value_bound, kvedge_rows_bound(&layer->values, row, stop));
   raise_written(layer, stop);
   return KVEDGE_OK;
 }
 
 kvedge_status kvedge_layer_set_len(kvedge_layer *layer, int64_t len) {
-  if (!layer || len < 0 || len > layer->config.capacity) return KVEDGE_ERROR_ARGUMENT;
+  if (!layer || len < 0 || len > layer->config.capacity - row_of(layer, 0)) return KVEDGE_ERROR_ARGUMENT;
   int64_t old = kvedge_layer_len(layer);
   if (len < old) kvedge_quiesce(); /* rows that a late reader may look at become writable */
   if (len == 0) {
@@ -351,24 +376,58 @@ kvedge_status kvedge_layer_set_len(kvedge_layer *layer, int64_t len) {
   } else if (len > old) {
     kvedge_layer_filled(layer, old, len - old);
   }
-  atomic_store_explicit(&layer->len, len, memory_order_release);
+  set_appended(layer, len);
   return KVEDGE_OK;
 }
 
-static int bad_range(const kvedge_layer *layer, int64_t start, int64_t stop, const float *out) {
-  return !layer || !out || start < 0 || stop < start || stop > kvedge_layer_len(layer);
+kvedge_status kvedge_layer_drop_first(kvedge_layer *layer, int64_t num_tokens) {
+  if (!layer || num_tokens < 0 || num_tokens > kvedge_layer_len(layer)) return KVEDGE_ERROR_ARGUMENT;
+  atomic_store_explicit(&layer->start, row_of(layer, num_tokens), memory_order_release);
+  return KVEDGE_OK;
+}
+
+static void move_to_front(kvedge_side *side, int64_t row, int64_t num_tokens) {
+  const size_t tokens = (size_t)num_tokens * (size_t)side->num_kv_heads;
+  memmove(kvedge_codes_at(side, 0), kvedge_codes_at(side, row), tokens * side->row_bytes);
+  if (side->format->has_scales)
+    memmove(kvedge_scales_at(side, 0), kvedge_scales_at(side, row), tokens * side->scale_row_bytes);
+}
+
+kvedge_status kvedge_layer_compact(kvedge_layer *layer) {
+  if (!layer) return KVEDGE_ERROR_ARGUMENT;
+  int64_t start, len = kvedge_layer_range(layer, &start);
+  if (start == 0) return KVEDGE_OK;
+  kvedge_quiesce(); /* a late reader may look at rows that are written over */
+  move_to_front(&layer->keys, start, len);
+  move_to_front(&layer->values, start, len);
+  layer->written = len;
+  atomic_store_explicit(&layer->start, 0, memory_order_release);
+  atomic_store_explicit(&layer->stop, len, memory_order_release);
+  return KVEDGE_OK;
+}
+
+kvedge_status kvedge_layer_get_rows(const kvedge_layer *layer, int values, int64_t row, int64_t num_tokens,
+                                    float *out) {
+  int64_t start;
+  if (!layer || !out || row < 0 || num_tokens < 0) return KVEDGE_ERROR_ARGUMENT;
+  const int64_t len = kvedge_layer_range(layer, &start);
+  if (num_tokens > start + len - row) return KVEDGE_ERROR_ARGUMENT;
+  kvedge_rows_load(values ? &layer->values : &layer->keys, row, row + num_tokens, out);
+  return KVEDGE_OK;
+}
+
+static kvedge_status get_tokens(const kvedge_layer *layer, int values, int64_t first, int64_t stop, float *out) {
+  int64_t start;
+  if (!layer || first < 0 || stop < first || stop > kvedge_layer_range(layer, &start)) return KVEDGE_ERROR_ARGUMENT;
+  return kvedge_layer_get_rows(layer, values, start + first, stop - first, out);
 }
 
 kvedge_status kvedge_layer_get_keys(const kvedge_layer *layer, int64_t start, int64_t stop, float *out) {
-  if (bad_range(layer, start, stop, out)) return KVEDGE_ERROR_ARGUMENT;
-  kvedge_rows_load(&layer->keys, start, stop, out);
-  return KVEDGE_OK;
+  return get_tokens(layer, 0, start, stop, out);
 }
 
 kvedge_status kvedge_layer_get_values(const kvedge_layer *layer, int64_t start, int64_t stop, float *out) {
-  if (bad_range(layer, start, stop, out)) return KVEDGE_ERROR_ARGUMENT;
-  kvedge_rows_load(&layer->values, start, stop, out);
-  return KVEDGE_OK;
+  return get_tokens(layer, 1, start, stop, out);
 }
 
 void kvedge_layer_get_config(const kvedge_layer *layer, kvedge_layer_config *config) { *config = layer->config; }

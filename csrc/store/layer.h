@@ -10,9 +10,10 @@
 struct kvedge_layer {
   kvedge_layer_config config; /* no 0 here: group_size is at most the wider of head_dim and value_head_dim */
   kvedge_side keys, values;   /* their shapes; keys.offset is NULL or key_offset below */
-  /* Readers look at len first: what lies below it, and both bounds, is then written. */
-  _Atomic int64_t len;
-  /* Rows below it have been written. They may lie above len, where a caller can return to them with set_len. */
+  /* The tokens are rows start..stop-1. Readers look at these first, by kvedge_layer_range: what lies below stop, and
+   * both bounds, is then written. Beside readers both only rise. */
+  _Atomic int64_t start, stop;
+  /* Rows below it have been written. They may lie above stop, where a caller can return to them with set_len. */
   int64_t written;
   /* At least the largest scale (formats without: magnitude) stored; attention scales by their exponents, so that
    * neither huge nor tiny caches leave float's range. */

@@ -37,9 +37,9 @@ kvedge_status kvedge_rows_check(const kvedge_side *side, const kvedge_array *row
   return isinf(*bound) ? KVEDGE_ERROR_SCALE : KVEDGE_OK;
 }
 
-void kvedge_rows_store(const kvedge_side *side, const kvedge_array *rows, int64_t num_tokens, int64_t position) {
+void kvedge_rows_store(const kvedge_side *side, const kvedge_array *rows, int64_t num_tokens, int64_t at) {
   const int heads = side->num_kv_heads;
-  char *codes = kvedge_codes_at(side, position), *scales = kvedge_scales_at(side, position);
+  char *codes = kvedge_codes_at(side, at), *scales = kvedge_scales_at(side, at);
   if (num_tokens < 1) return;
   if (!side->offset && kvedge_array_is_dense(rows, num_tokens, heads, side->shape.dim)) {
     side->format->encode(&side->shape, rows->data, num_tokens * heads, codes, scales);

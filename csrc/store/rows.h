@@ -18,24 +18,25 @@ typedef struct {
   const float *offset;               /* (num_kv_heads, dim) what rows are stored minus, or NULL */
 } kvedge_side;
 
-static inline char *kvedge_codes_at(const kvedge_side *side, int64_t token) {
-  return side->codes + (size_t)token * (size_t)side->num_kv_heads * side->row_bytes;
+/* Where a token's row lies; rows count from the start of the arrays. */
+static inline char *kvedge_codes_at(const kvedge_side *side, int64_t row) {
+  return side->codes + (size_t)row * (size_t)side->num_kv_heads * side->row_bytes;
 }
 
-static inline char *kvedge_scales_at(const kvedge_side *side, int64_t token) {
-  return side->scales + (size_t)token * (size_t)side->num_kv_heads * side->scale_row_bytes;
+static inline char *kvedge_scales_at(const kvedge_side *side, int64_t row) {
+  return side->scales + (size_t)row * (size_t)side->num_kv_heads * side->scale_row_bytes;
 }
 
 /* Checks rows (num_tokens, num_kv_heads, dim) without writing anything; *bound is what theirs will be. */
 kvedge_status kvedge_rows_check(const kvedge_side *side, const kvedge_array *rows, int64_t num_tokens, float *bound);
 
-/* Stores rows that passed the check as tokens position... */
-void kvedge_rows_store(const kvedge_side *side, const kvedge_array *rows, int64_t num_tokens, int64_t position);
+/* Stores tokens that passed the check, from row `at` on. */
+void kvedge_rows_store(const kvedge_side *side, const kvedge_array *rows, int64_t num_tokens, int64_t at);
 
-/* Reads tokens start..stop-1 back. */
+/* Reads the tokens in rows start..stop-1 back. */
 void kvedge_rows_load(const kvedge_side *side, int64_t start, int64_t stop, float *out);
 
-/* The bound of tokens start..stop-1, as they are stored. */
+/* The bound of the tokens in rows start..stop-1, as they are stored. */
 float kvedge_rows_bound(const kvedge_side *side, int64_t start, int64_t stop);
 
 #endif

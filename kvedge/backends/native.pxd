@@ -65,6 +65,7 @@ cdef extern from "kvedge.h" nogil:
         int precision_bits
         int64_t num_tokens
         int64_t start
+        int64_t first_row
 
     ctypedef struct kvedge_attention_call:
         const kvedge_layer *layer
@@ -102,15 +103,17 @@ cdef extern from "kvedge.h" nogil:
         kvedge_layer *const *layers, const kvedge_array *keys, const kvedge_array *values,
         int num_layers, int64_t num_tokens)
     int64_t kvedge_layer_len(const kvedge_layer *layer)
+    int64_t kvedge_layer_range(const kvedge_layer *layer, int64_t *start)
+    int64_t kvedge_layer_written(const kvedge_layer *layer)
+    kvedge_status kvedge_layer_drop_first(kvedge_layer *layer, int64_t num_tokens)
+    kvedge_status kvedge_layer_compact(kvedge_layer *layer)
     kvedge_status kvedge_layer_set_len(kvedge_layer *layer, int64_t len)
     kvedge_status kvedge_layer_write(
         kvedge_layer *layer, int64_t position, const float *keys, const float *values,
         int64_t num_tokens)
     kvedge_status kvedge_layer_filled(kvedge_layer *layer, int64_t position, int64_t num_tokens)
-    kvedge_status kvedge_layer_get_keys(
-        const kvedge_layer *layer, int64_t start, int64_t stop, float *out)
-    kvedge_status kvedge_layer_get_values(
-        const kvedge_layer *layer, int64_t start, int64_t stop, float *out)
+    kvedge_status kvedge_layer_get_rows(
+        const kvedge_layer *layer, int values, int64_t row, int64_t num_tokens, float *out)
 
     void kvedge_attention_defaults(kvedge_attention_options *options)
     kvedge_status kvedge_attend(
@@ -120,7 +123,7 @@ cdef extern from "kvedge.h" nogil:
         const kvedge_attention_call *calls, int num_calls, int num_heads, int num_threads)
     kvedge_status kvedge_scores(
         const kvedge_layer *layer, const float *query, int num_heads, float scale,
-        int64_t num_tokens, float *logits)
+        int64_t first_row, int64_t num_tokens, float *logits)
 
     kvedge_status kvedge_attend_batch(
         const kvedge_layer *pool, int64_t block_size, const kvedge_sequence *sequences,

@@ -135,11 +135,12 @@ include "native_arrays.pxi"
 
 cdef class _Handle:
     """A kvedge_layer and what it points to. Whoever is in a C call holds a reference, so a layer may
-    take other slabs (a growing cache) while another thread still attends to the old ones."""
+    take other slabs (to grow) while another thread still attends to the old ones."""
 
     cdef kvedge_layer *layer
     cdef void *header
     cdef object slabs
+    cdef int64_t dropped          # tokens dropped before row 0 of these slabs
     cdef uintptr_t low, high  # all slabs lie between these addresses
 
     cdef bint is_apart_from(self, cnp.ndarray array):
@@ -173,6 +174,7 @@ cdef _Handle _attach(config, slabs):
     size = kvedge_layer_header_bytes(&c_config)
     cdef _Handle handle = _Handle()
     handle.slabs = slabs
+    handle.dropped = 0
     starts = [slab.ctypes.data for slab in slabs]
     handle.low = min(starts)
     handle.high = max(start + slab.nbytes for start, slab in zip(starts, slabs))
@@ -198,6 +200,7 @@ cdef class _LayerCore:
     cdef bint _writing                  # a thread is in _store, perhaps without the GIL
     cdef cnp.npy_intp _num_kv_heads, _head_dim, _value_head_dim
     cdef cnp.npy_intp _widest  # of the last two
+    cdef int64_t _limit                 # most tokens it holds
 
     def _open(self, config, slabs=None):
         self._handle = None
@@ -206,6 +209,7 @@ cdef class _LayerCore:
         self._head_dim = config.head_dim
         self._value_head_dim = config.value_head_dim
         self._widest = config.widest
+        self._limit = checks.MAX_CAPACITY if config.limit is None else config.limit
         self._bind(memory.reserve_slabs(config) if slabs is None else slabs, config)
 
     cdef _Handle _opened(self):
@@ -218,13 +222,25 @@ cdef class _LayerCore:
         """Tokens stored."""
         return kvedge_layer_len(self._opened().layer)
 
+    def _held(self):
+        cdef _Handle handle = self._opened()
+        cdef int64_t start, length = kvedge_layer_range(handle.layer, &start)
+        return memory.Held(handle.slabs, start, length, handle.dropped + start, handle)
+
+    def _written(self):
+        return kvedge_layer_written(self._opened().layer)
+
     def _bind(self, slabs, config):
         cdef _Handle old = self._handle
         cdef _Handle handle = _attach(config, slabs)
+        cdef int64_t start, length
         if old is not None:
             if self._key_offset is not None:
                 kvedge_layer_set_key_offset(handle.layer, _floats(self._key_offset))
-            kvedge_layer_set_len(handle.layer, kvedge_layer_len(old.layer))
+            length = kvedge_layer_range(old.layer, &start)
+            handle.dropped = old.dropped + start
+            kvedge_layer_set_len(handle.layer, length)
+            kvedge_layer_filled(handle.layer, length, kvedge_layer_written(old.layer) - length)
         self._handle = handle
         self._slabs = slabs
         self._config = config
@@ -237,6 +253,15 @@ cdef class _LayerCore:
 
     def _set_len(self, n):
         kvedge_layer_set_len(self._opened().layer, n)
+
+    def _drop(self, int64_t n):
+        kvedge_layer_drop_first(self._opened().layer, n)
+
+    def _restart(self, int64_t num_dropped=0):
+        cdef _Handle handle = self._opened()
+        kvedge_layer_set_len(handle.layer, 0)
+        kvedge_layer_compact(handle.layer)
+        handle.dropped = num_dropped
 
     def _set_key_offset(self, key_offset):
         cdef _Handle handle = self._opened()
@@ -358,7 +383,6 @@ cdef class _LayerCore:
         int64_t num_tokens, many, layout
     ):
         """Append rows; `keys` and `values` are what came, for what is said of rows that are refused."""
-        cdef _Handle handle = self._opened()
         cdef kvedge_status status
         cdef bint first = self._auto_key_offset and self._key_offset is None and num_tokens > 0
         if self._writing:
@@ -370,21 +394,41 @@ cdef class _LayerCore:
                 self._set_key_offset(self._offset_for(rows))
             finally:
                 self._writing = False
-        if num_tokens * self._num_kv_heads * self._widest < _KEEP_GIL:
-            status = kvedge_layer_append_arrays(handle.layer, key_rows, value_rows, num_tokens)
-        else:
-            self._writing = True
-            with nogil:
-                status = kvedge_layer_append_arrays(handle.layer, key_rows, value_rows, num_tokens)
-            self._writing = False
+        status = self._append_rows(key_rows, value_rows, num_tokens)
         if status == KVEDGE_OK:
             return
-        offset = self._key_offset
-        if first:
-            self._set_key_offset(None)
-        keys, values = self._checked(keys, values, many, layout)
-        self._refuse_range(keys, values, offset)
-        raise KvedgeError(kvedge_strerror(status).decode())
+        self._writing = True  # as above
+        try:
+            # What is refused besides room raises before the layer moves.
+            rows, value_tokens = self._checked(keys, values, many, layout)
+            self._refuse_range(rows, value_tokens, self._key_offset)
+            if status != KVEDGE_ERROR_CAPACITY:
+                raise KvedgeError(kvedge_strerror(status).decode())
+            self._reserve(num_tokens)
+        except BaseException:
+            if first:
+                self._set_key_offset(None)
+            raise
+        finally:
+            self._writing = False
+        status = self._append_rows(key_rows, value_rows, num_tokens)
+        if status != KVEDGE_OK:
+            raise KvedgeError(kvedge_strerror(status).decode())
+
+    cdef kvedge_status _append_rows(
+        self, const kvedge_array *keys, const kvedge_array *values, int64_t num_tokens
+    ):
+        cdef _Handle handle = self._opened()
+        cdef kvedge_status status
+        if num_tokens > self._limit - kvedge_layer_len(handle.layer):
+            return KVEDGE_ERROR_CAPACITY
+        if num_tokens * self._num_kv_heads * self._widest < _KEEP_GIL:
+            return kvedge_layer_append_arrays(handle.layer, keys, values, num_tokens)
+        self._writing = True
+        with nogil:
+            status = kvedge_layer_append_arrays(handle.layer, keys, values, num_tokens)
+        self._writing = False
+        return status
 
     def _checked(self, keys, values, many, layout):
         """Rows (n, num_kv_heads, channels) in float32; raises if there is no room or a number is not finite."""
@@ -403,22 +447,16 @@ cdef class _LayerCore:
 
     # ---- tokens out ------------------------------------------------------------------------------
 
-    def _dequantize(self, values, start, stop):
-        out = np.empty(self._config.rows_shape(values, stop - start), dtype=np.float32)
-        self._dequantize_into(values, start, stop, out)
-        return out
-
-    def _dequantize_into(self, bint values, int64_t start, int64_t stop, out):
-        cdef _Handle handle = self._opened()
+    def _dequantize(self, held, bint values, int64_t start, int64_t stop, out):
+        cdef _Handle handle = held.source
+        cdef int64_t row = held.start + start
         cdef float *data = _floats(out)
         cdef kvedge_status status
         with nogil:
-            if values:
-                status = kvedge_layer_get_values(handle.layer, start, stop, data)
-            else:
-                status = kvedge_layer_get_keys(handle.layer, start, stop, data)
+            status = kvedge_layer_get_rows(handle.layer, values, row, stop - start, data)
         if status != KVEDGE_OK:
             raise KvedgeError(kvedge_strerror(status).decode())
+        return out
 
     # ---- attention -------------------------------------------------------------------------------
 
@@ -468,7 +506,7 @@ cdef class _LayerCore:
         cdef kvedge_status status
         cdef cnp.ndarray rows
         cdef int num_heads, threads = 0
-        cdef int64_t num_rows, length = kvedge_layer_len(handle.layer)
+        cdef int64_t num_rows, first_row, length = kvedge_layer_range(handle.layer, &first_row)
         cdef float *out_data
         cdef float *query_data
         kvedge_attention_defaults(&c_options)
@@ -491,7 +529,7 @@ cdef class _LayerCore:
             return self._attend_any(
                 query, scale, causal, window, sink_tokens, sink_logits, softcap, mask, start,
                 alibi_slopes, precision_bits, return_lse, out, num_threads, layout)
-        c_options.num_tokens = length
+        c_options.num_tokens, c_options.first_row = length, first_row
         if out is None:
             out = self._empty_out(rows)
         query_data = _floats(query)
@@ -563,22 +601,24 @@ cdef class _LayerCore:
     def scores(self, query, *, scale=None):
         cdef _Handle handle = self._opened()
         cdef cnp.npy_intp shape[2]
+        cdef int64_t first_row, length
         cdef kvedge_status status
         cdef float c_scale = NAN if scale is None else checks.as_float(scale, "scale")
         if not self._is_query(query) or (<cnp.ndarray>query).ndim != 2:
             query = np.ascontiguousarray(checks.as_query(query, self._config, many=False)[0][0])
         shape[0] = (<cnp.ndarray>query).shape[0]
-        shape[1] = kvedge_layer_len(handle.layer)
+        length = kvedge_layer_range(handle.layer, &first_row)
+        shape[1] = length
         out = _empty(2, shape)
         cdef float *query_data = _floats(query)
         cdef float *out_data = _floats(out)
         cdef int num_heads = <int>shape[0]
-        if shape[1] == 0:
+        if length == 0:
             checks.check_finite(query, "query")
             return out
         with nogil:
             status = kvedge_scores(
-                handle.layer, query_data, num_heads, c_scale, shape[1], out_data)
+                handle.layer, query_data, num_heads, c_scale, first_row, length, out_data)
         if status != KVEDGE_OK:
             self._refuse_attend(query, status)
         return out

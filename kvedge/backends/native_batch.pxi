@@ -13,7 +13,7 @@ cdef object _attend_to(
     cdef _Array query = asked[0]
     cdef Py_ssize_t n_rows, head_dim, width = (<_LayerCore>layers[0])._value_head_dim
     cdef cnp.npy_intp out_shape[_MAX_AXES]
-    cdef int64_t length, longest = 0, shortest = 0, work = 0
+    cdef int64_t length, first_row, longest = 0, shortest = 0, work = 0
     cdef kvedge_attention_options c_options
     cdef kvedge_attention_call *calls
     cdef kvedge_attention_options *own
@@ -25,15 +25,17 @@ cdef object _attend_to(
     cdef float *lse_data = NULL
     cdef list handles = []
     cdef list lengths = []
+    cdef list first_rows = []
     _as_batch(&query, one_layer, one_row, hnd)
     n_rows, num_heads, head_dim = query.shape[1], <int>query.shape[2], query.shape[3]
     for layer in layers:
         handle = (<_LayerCore>layer)._opened()
-        length = kvedge_layer_len(handle.layer)  # once: another thread may be appending
+        length = kvedge_layer_range(handle.layer, &first_row)  # once: another thread may be writing
         longest = length if length > longest else longest
         shortest = length if not handles or length < shortest else shortest
         handles.append(handle)
         lengths.append(length)
+        first_rows.append(first_row)
     kvedge_attention_defaults(&c_options)
     reads = ()
     options = None  # keeps their arrays
@@ -87,7 +89,7 @@ cdef object _attend_to(
         for i in range(num):
             handle = <_Handle>handles[i]
             own[i] = c_options
-            own[i].num_tokens = lengths[i]
+            own[i].num_tokens, own[i].first_row = lengths[i], first_rows[i]
             if starts is not None:
                 own[i].start = starts[i]
             if mask_array is not None:
@@ -230,19 +232,46 @@ def append_batch(layers, keys, values, *, layout="nhd"):
 
 cdef _store_batch(list layers, keys, values, const _Array *key_rows, const _Array *value_rows, layout):
     """Append rows (batch, n, num_kv_heads, head_dim) that lie as told."""
+    cdef int64_t num_tokens = key_rows.shape[1]
+    cdef kvedge_status status
+    cdef _LayerCore layer
+    if num_tokens == 0:
+        return
+    for layer in layers:
+        if layer._writing:
+            raise KvedgeError("another thread is appending to this layer: one at a time may")
+    status = _append_to_all(layers, key_rows, value_rows)
+    if status == KVEDGE_OK:
+        return
+    # What is refused besides room raises before the first layer moves.
+    dense_keys, dense_values = _batch.checked_rows(layers, keys, values, layout)
+    for layer, some_keys, some_values in zip(layers, dense_keys, dense_values):
+        layer._refuse_range(some_keys, some_values, layer._key_offset)
+    if status == KVEDGE_ERROR_CAPACITY:
+        for layer in layers:
+            layer._reserve(num_tokens)
+        status = _append_to_all(layers, key_rows, value_rows)
+    if status != KVEDGE_OK:
+        _refuse_status(status)
+
+
+cdef kvedge_status _append_to_all(
+    list layers, const _Array *key_rows, const _Array *value_rows
+) except *:
+    """Append to all layers or, also where one lacks room, to none."""
     cdef int i, num = <int>len(layers)
     cdef int64_t num_tokens = key_rows.shape[1]
     cdef kvedge_layer **pointers
     cdef kvedge_array *sides
     cdef kvedge_status status
     cdef _LayerCore layer
+    cdef _Handle handle
     cdef list handles = []
-    if num_tokens == 0:
-        return
     for layer in layers:
-        if layer._writing:
-            raise KvedgeError("another thread is appending to this layer: one at a time may")
-        handles.append(layer._opened())
+        handle = layer._opened()
+        if num_tokens > layer._limit - kvedge_layer_len(handle.layer):
+            return KVEDGE_ERROR_CAPACITY
+        handles.append(handle)
     sides = <kvedge_array *>PyMem_Malloc(num * (2 * sizeof(kvedge_array) + sizeof(kvedge_layer *)))
     if sides == NULL:
         raise OutOfMemoryError(f"no memory for a call over {num} layers")
@@ -261,12 +290,7 @@ cdef _store_batch(list layers, keys, values, const _Array *key_rows, const _Arra
         for layer in layers:
             layer._writing = False
     PyMem_Free(sides)
-    if status == KVEDGE_OK:
-        return
-    dense_keys, dense_values = _batch.checked_rows(layers, keys, values, layout)
-    for layer, some_keys, some_values in zip(layers, dense_keys, dense_values):
-        layer._refuse_range(some_keys, some_values, layer._key_offset)
-    _refuse_status(status)
+    return status
 
 
 attend_batch.__doc__ = _batch.attend_batch.__doc__

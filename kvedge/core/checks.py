@@ -60,6 +60,7 @@ __all__ = [
     "as_start",
     "as_starts",
     "as_vector",
+    "check_drop",
     "check_finite",
     "check_head",
     "check_keep",
@@ -116,6 +117,14 @@ def check_length(n: Any, length: int) -> int:
     return number
 
 
+def check_drop(n: Any, length: int) -> int:
+    """`n` as an int in [0, length]: how many tokens to drop, or PositionOutOfRangeError."""
+    number = as_int(n, "n")
+    if not 0 <= number <= length:
+        raise PositionOutOfRangeError(f"cannot drop {number} tokens: {_tokens(length)} stored")
+    return number
+
+
 def check_range(start: Any, stop: Any, length: int) -> tuple[int, int]:
     """(start, stop) as ints with 0 <= start <= stop <= length; stop None means length."""
     start = as_int(start, "start")
@@ -169,10 +178,9 @@ def check_keep(indices: Any, length: int) -> np.ndarray:
 
 def check_room(config: LayerConfig, length: int, n: int) -> None:
     """CapacityExceededError unless `n` more tokens fit after `length`."""
-    if n > config.capacity - length:
-        raise CapacityExceededError(
-            f"no room for {_tokens(n)}: {length} of {config.capacity} are in use"
-        )
+    limit = MAX_CAPACITY if config.limit is None else config.limit
+    if n > limit - length:
+        raise CapacityExceededError(f"no room for {_tokens(n)}: {length} of {limit} are in use")
 
 
 def check_unfrozen(frozen: bool) -> None:

@@ -31,12 +31,13 @@ class LayerConfig:
     """What a layer stores and how; made and checked by :func:`layer_config`."""
 
     dtype: str  # the name of a row of FORMATS
-    capacity: int  # tokens
+    capacity: int  # rows of its slabs: tokens there is room for
     num_kv_heads: int
     head_dim: int  # channels of a query and of a key
     value_head_dim: int  # channels of a value, and of what attention gives
     group_size: int  # channels that share a scale, at most those of the wider rows
     scale_dtype: str  # the name of a row of SCALE_TYPES
+    limit: int | None = None  # most tokens it holds; None: it grows
 
     # One format for both today. What is about one of them asks for its own.
 
@@ -165,14 +166,15 @@ def layer_config(
     value_head_dim: Any = None,
     group_size: Any = None,
     scale_dtype: Any = "float32",
+    rows: int = 1,
 ) -> LayerConfig:
     """Check the arguments of a layer's constructor.
 
     Parameters
     ----------
     dtype : {"int8", "float32"}
-    capacity : int
-        Tokens, 1 to 2^40.
+    capacity : int or None
+        Tokens, 1 to 2^40; None: the layer grows, from `rows` on.
     num_kv_heads : int
         1 to 65536.
     head_dim : int
@@ -194,7 +196,8 @@ def layer_config(
     InvalidArgumentError
     """
     _one_of(dtype, "dtype", FORMATS)
-    capacity = _size(capacity, "capacity", MAX_CAPACITY)
+    if capacity is not None:
+        rows = capacity = _size(capacity, "capacity", MAX_CAPACITY)
     num_kv_heads = _size(num_kv_heads, "num_kv_heads", MAX_KV_HEADS)
     head_dim = _size(head_dim, "head_dim", MAX_HEAD_DIM)
     if value_head_dim is None:
@@ -217,12 +220,13 @@ def layer_config(
         group_size = min(group_size, widest)
     return LayerConfig(
         str(dtype),
-        capacity,
+        rows,
         num_kv_heads,
         head_dim,
         value_head_dim,
         group_size,
         str(scale_dtype),
+        capacity,
     )
 
 

@@ -72,6 +72,25 @@ class StoredRows(NamedTuple):
         return self.form.decode(self.codes[at], self.scales[at], self.shape, dtype)
 
 
+class Held(NamedTuple):
+    """What a layer holds at one moment: whoever reads takes it once.
+
+    Its rows stay as they are while it lives, whatever a writer appends or drops meanwhile.
+    """
+
+    slabs: Slabs
+    start: int  # row of token 0
+    num_tokens: int
+    num_dropped: int  # tokens before token 0
+    source: Any  # the backend's own
+
+    @property
+    def tokens(self) -> Slabs:
+        """The rows of the tokens, in all four slabs, without a copy."""
+        rows = slice(self.start, self.start + self.num_tokens)
+        return Slabs(*(slab[rows] for slab in self.slabs))
+
+
 def clamp(rows: np.ndarray, out: np.ndarray) -> np.ndarray:
     """Write decoded rows to `out`, with what rounding took past float32's range at its ends."""
     return np.clip(rows, -FLOAT32_MAX, FLOAT32_MAX, out=out)

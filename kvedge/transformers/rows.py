@@ -8,16 +8,13 @@ import numpy as np
 import torch
 
 from kvedge.backends.select import KVCache
-from kvedge.core import memory
-
-_FIRST = 64
 
 
 def new_row(dtype: str, heads: int, head_dim: int, value_head_dim: int, **options: Any) -> Any:
     kind = KVCache._layer_types[dtype]
     if dtype != "int8":
         options = {}
-    return kind(_FIRST, heads, head_dim, value_head_dim=value_head_dim, **options)
+    return kind(None, heads, head_dim, value_head_dim=value_head_dim, **options)
 
 
 def value_head_dim(row: Any) -> int:
@@ -34,26 +31,12 @@ def _floats(tensor: torch.Tensor) -> np.ndarray:
 
 def append(layers: list[Any], keys: torch.Tensor, values: torch.Tensor) -> None:
     for number, row in enumerate(layers):
-        need = len(row) + keys.shape[2]
-        if need > row.capacity:
-            row = layers[number] = _moved(row, 0, max(need, 2 * row.capacity))
         row.extend(_floats(keys[number]), _floats(values[number]))
 
 
-def _moved(row: Any, first: int, capacity: int) -> Any:
-    from kvedge.layer import new_layer
-
-    other = new_layer(type(row), row._config, capacity)
-    slabs = [slab[first:] for slab in row._slabs]
-    other._auto_key_offset = row._auto_key_offset
-    other._set_key_offset(row._key_offset)
-    memory.copy_tokens(slabs, other._slabs, len(row) - first)
-    other._set_len(len(row) - first)
-    return other
-
-
 def without_first(row: Any, n: int) -> Any:
-    return _moved(row, n, max(_FIRST, len(row) - n))
+    row.drop_first(n)
+    return row
 
 
 def decoded(layers: list[Any], of_values: bool, tokens: int) -> torch.Tensor:

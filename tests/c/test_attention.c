@@ -241,20 +241,20 @@ static void test_scores(void) {
   kvedge_attention_options o;
   kvedge_attention_defaults(&o);
   kvedge_layer_get_keys(layer, 0, 100, stored);
-  CHECK(kvedge_scores(layer, query, 6, o.scale = 0.2f, 100, logits.data) == KVEDGE_OK);
+  CHECK(kvedge_scores(layer, query, 6, o.scale = 0.2f, -1, 100, logits.data) == KVEDGE_OK);
   for (int head = 0; head < 6; head++)
     for (int t = 0; t < 100; t++)
       CHECK(near(((float *)logits.data)[head * 100 + t],
                  logit(&o, n, query + head * 48, stored + (2 * t + head / 3) * 48, head, 0, t), 1e-5));
-  CHECK(kvedge_scores(layer, NULL, 6, 1.0f, 100, logits.data) == KVEDGE_ERROR_ARGUMENT);
-  CHECK(kvedge_scores(layer, query, 5, 1.0f, 100, logits.data) == KVEDGE_ERROR_ARGUMENT);
-  CHECK(kvedge_scores(layer, query, 6, INFINITY, 100, logits.data) == KVEDGE_ERROR_ARGUMENT);
-  CHECK(kvedge_scores(layer, query, 6, 1.0f, 101, logits.data) == KVEDGE_ERROR_ARGUMENT);
-  CHECK(kvedge_scores(layer, query, 6, 1.0f, 0, logits.data) == KVEDGE_ERROR_ARGUMENT);
-  CHECK(kvedge_scores(layer, query, 6, 1.0f, -1, logits.data) == KVEDGE_ERROR_ARGUMENT);
+  CHECK(kvedge_scores(layer, NULL, 6, 1.0f, -1, 100, logits.data) == KVEDGE_ERROR_ARGUMENT);
+  CHECK(kvedge_scores(layer, query, 5, 1.0f, -1, 100, logits.data) == KVEDGE_ERROR_ARGUMENT);
+  CHECK(kvedge_scores(layer, query, 6, INFINITY, -1, 100, logits.data) == KVEDGE_ERROR_ARGUMENT);
+  CHECK(kvedge_scores(layer, query, 6, 1.0f, -1, 101, logits.data) == KVEDGE_ERROR_ARGUMENT);
+  CHECK(kvedge_scores(layer, query, 6, 1.0f, -1, 0, logits.data) == KVEDGE_ERROR_ARGUMENT);
+  CHECK(kvedge_scores(layer, query, 6, 1.0f, -1, -1, logits.data) == KVEDGE_ERROR_ARGUMENT);
   for (int len = 1; len < 100; len += 7) { /* room for exactly so many tokens */
     block first = new_block(6 * (size_t)len * sizeof(float));
-    CHECK(kvedge_scores(layer, query, 6, 0.2f, len, first.data) == KVEDGE_OK);
+    CHECK(kvedge_scores(layer, query, 6, 0.2f, -1, len, first.data) == KVEDGE_OK);
     for (int i = 0; i < 6 * len; i++)
       CHECK(near(((float *)first.data)[i], ((float *)logits.data)[i / len * 100 + i % len], 1e-6));
     free_block(&first);
@@ -341,6 +341,55 @@ static void test_the_first_tokens(void) {
     free_block(&mask), free_block(&bias), kvedge_layer_destroy(first);
   }
   kvedge_layer_destroy(all), free(keys), free(query);
+  end();
+}
+
+/* A layer whose first tokens were dropped gives the bits of one that never had them; with first_row and num_tokens,
+ * what it held at some moment before. */
+static void test_dropped_tokens(void) {
+  begin("dropped tokens");
+  float *keys = random_floats(600 * 80, 1.0f), *query = random_floats(3 * 160, 3.0f);
+  for (int format = 0; format < KVEDGE_NUM_FORMATS; format++) {
+    const kvedge_layer_config config = {
+        .format = (kvedge_format)format, .capacity = 600, .num_kv_heads = 2, .head_dim = 40};
+    kvedge_layer *all = new_layer(config, NULL, keys, keys, 600);
+    for (int first = 1; first < 597; first += first < 20 ? 3 : 191) {
+      kvedge_layer *rest = new_layer(config, NULL, keys + first * 80, keys + first * 80, 600 - first);
+      kvedge_attention_options o;
+      kvedge_attention_defaults(&o);
+      int64_t start;
+      kvedge_layer_range(all, &start);
+      CHECK(kvedge_layer_drop_first(all, first - start) == KVEDGE_OK);
+      for (int kind = 0; kind < 2; kind++) {
+        float expected[480], expected_lse[12], out[480], lse[12];
+        block logits = new_block((size_t)(600 - first) * 4 * sizeof(float)),
+              expected_logits = new_block((size_t)(600 - first) * 4 * sizeof(float));
+        if (kind == 1) o.window = 50, o.sink_tokens = 3;
+        o.num_tokens = 0, o.first_row = -1;
+        CHECK(kvedge_attend(rest, query, 3, 4, &o, 1, expected, expected_lse) == KVEDGE_OK);
+        CHECK(kvedge_attend(all, query, 3, 4, &o, 1, out, lse) == KVEDGE_OK);
+        CHECK(memcmp(out, expected, sizeof out) == 0 && memcmp(lse, expected_lse, sizeof lse) == 0);
+        CHECK(kvedge_scores(rest, query, 4, 0.2f, -1, 600 - first, expected_logits.data) == KVEDGE_OK);
+        CHECK(kvedge_scores(all, query, 4, 0.2f, -1, 600 - first, logits.data) == KVEDGE_OK);
+        CHECK(memcmp(logits.data, expected_logits.data, logits.size) == 0);
+        kvedge_layer *later = new_layer(config, NULL, keys, keys, 600);
+        CHECK(kvedge_layer_drop_first(later, 598) == KVEDGE_OK);
+        o.first_row = first, o.num_tokens = 600 - first;
+        CHECK(kvedge_attend(later, query, 3, 4, &o, 1, out, lse) == KVEDGE_OK);
+        CHECK(memcmp(out, expected, sizeof out) == 0 && memcmp(lse, expected_lse, sizeof lse) == 0);
+        CHECK(kvedge_scores(later, query, 4, 0.2f, first, 600 - first, logits.data) == KVEDGE_OK);
+        CHECK(memcmp(logits.data, expected_logits.data, logits.size) == 0);
+        o.num_tokens++;
+        CHECK(kvedge_attend(later, query, 3, 4, &o, 1, out, lse) == KVEDGE_ERROR_ARGUMENT);
+        o.num_tokens--, o.first_row = INT64_MAX;
+        CHECK(kvedge_attend(later, query, 3, 4, &o, 1, out, lse) == KVEDGE_ERROR_ARGUMENT);
+        free_block(&logits), free_block(&expected_logits), kvedge_layer_destroy(later);
+      }
+      kvedge_layer_destroy(rest);
+    }
+    kvedge_layer_destroy(all);
+  }
+  free(keys), free(query);
   end();
 }
 
@@ -435,6 +484,7 @@ int main(void) {
   test_scores();
   test_slices();
   test_the_first_tokens();
+  test_dropped_tokens();
   test_endless_windows();
   test_errors();
   return report();

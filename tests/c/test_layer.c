@@ -380,6 +380,79 @@ static void test_capacity_and_len(void) {
   end();
 }
 
+/* Whether token 0.. of the layer are those of number `first`.. of what was appended. */
+static int holds(const guarded_layer *g, const float *keys, int64_t first, int64_t len) {
+  const size_t row = (size_t)(g->config.num_kv_heads * g->config.head_dim);
+  guarded_layer fresh = new_layer(g->config);
+  float *out = malloc((size_t)len * row * sizeof *out), *expected = malloc((size_t)len * row * sizeof *out);
+  CHECK(kvedge_layer_append(fresh.layer, keys + (size_t)first * row, keys + (size_t)first * row, len) == KVEDGE_OK);
+  int same = kvedge_layer_len(g->layer) == len;
+  for (int values = 0; values < 2; values++) {
+    CHECK((values ? kvedge_layer_get_values : kvedge_layer_get_keys)(fresh.layer, 0, len, expected) == KVEDGE_OK);
+    same &= (values ? kvedge_layer_get_values : kvedge_layer_get_keys)(g->layer, 0, len, out) == KVEDGE_OK;
+    same &= memcmp(out, expected, (size_t)len * row * sizeof *out) == 0;
+  }
+  free(out), free(expected), free_layer(&fresh);
+  return same;
+}
+
+static void test_drop_first(void) {
+  begin("dropping first tokens");
+  for (int c = 0; c < NUM_GOOD; c++) {
+    guarded_layer g = new_layer(good[c]);
+    size_t row = (size_t)(good[c].num_kv_heads * good[c].head_dim);
+    float *keys = random_floats(40 * row, 3.0f), *out = malloc(20 * row * sizeof *out);
+    int64_t start;
+    CHECK(kvedge_layer_append(g.layer, keys, keys, 15) == KVEDGE_OK);
+    picture before = take_picture(&g);
+    CHECK(kvedge_layer_drop_first(g.layer, -1) == KVEDGE_ERROR_ARGUMENT);
+    CHECK(kvedge_layer_drop_first(g.layer, 16) == KVEDGE_ERROR_ARGUMENT);
+    CHECK(kvedge_layer_drop_first(NULL, 1) == KVEDGE_ERROR_ARGUMENT);
+    CHECK(kvedge_layer_drop_first(g.layer, 0) == KVEDGE_OK && same_picture(&before, &g));
+    CHECK(kvedge_layer_drop_first(g.layer, 4) == KVEDGE_OK && holds(&g, keys, 4, 11));
+    CHECK(kvedge_layer_range(g.layer, &start) == 11 && start == 4);
+    before.len = 11;
+    CHECK(same_picture(&before, &g));                                  /* no row has moved */
+    CHECK(kvedge_layer_get_rows(g.layer, 0, 2, 13, out) == KVEDGE_OK); /* two that were dropped among them */
+    CHECK(kvedge_layer_get_rows(g.layer, 0, -1, 2, out) == KVEDGE_ERROR_ARGUMENT);
+    CHECK(kvedge_layer_get_rows(g.layer, 1, 2, 14, out) == KVEDGE_ERROR_ARGUMENT);
+    CHECK(kvedge_layer_get_keys(g.layer, 0, 12, out) == KVEDGE_ERROR_ARGUMENT);
+
+    /* Positions count from the first token that is left; so does the room. */
+    CHECK(kvedge_layer_append(g.layer, keys + 15 * row, keys + 15 * row, 6) == KVEDGE_ERROR_CAPACITY);
+    CHECK(kvedge_layer_write(g.layer, 16, keys, keys, 1) == KVEDGE_ERROR_CAPACITY);
+    CHECK(kvedge_layer_filled(g.layer, 11, 6) == KVEDGE_ERROR_ARGUMENT);
+    CHECK(kvedge_layer_set_len(g.layer, 17) == KVEDGE_ERROR_ARGUMENT);
+    CHECK(same_picture(&before, &g));
+    CHECK(kvedge_layer_write(g.layer, 11, keys + 15 * row, keys + 15 * row, 5) == KVEDGE_OK);
+    CHECK(kvedge_layer_written(g.layer) == 16 && kvedge_layer_len(g.layer) == 11);
+    CHECK(kvedge_layer_set_len(g.layer, 16) == KVEDGE_OK && holds(&g, keys, 4, 16));
+    CHECK(kvedge_layer_set_len(g.layer, 7) == KVEDGE_OK && holds(&g, keys, 4, 7));
+    CHECK(kvedge_layer_append(g.layer, keys + 11 * row, keys + 11 * row, 9) == KVEDGE_OK && holds(&g, keys, 4, 16));
+
+    /* Compact frees the rows of what was dropped, and what was above len is no longer there. */
+    CHECK(kvedge_layer_compact(NULL) == KVEDGE_ERROR_ARGUMENT);
+    CHECK(kvedge_layer_compact(g.layer) == KVEDGE_OK && holds(&g, keys, 4, 16));
+    CHECK(kvedge_layer_range(g.layer, &start) == 16 && start == 0 && kvedge_layer_written(g.layer) == 16);
+    CHECK(kvedge_layer_append(g.layer, keys + 20 * row, keys + 20 * row, 4) == KVEDGE_OK && holds(&g, keys, 4, 20));
+    picture full = take_picture(&g);
+    CHECK(kvedge_layer_compact(g.layer) == KVEDGE_OK && same_picture(&full, &g)); /* nothing to move */
+
+    /* A sliding window: one row is moved per token, on average, and the oldest go. */
+    CHECK(kvedge_layer_drop_first(g.layer, 10) == KVEDGE_OK);
+    for (int64_t next = 24; next < 40; next++) {
+      if (kvedge_layer_range(g.layer, &start) + start == 20) CHECK(kvedge_layer_compact(g.layer) == KVEDGE_OK);
+      CHECK(kvedge_layer_append(g.layer, keys + (size_t)next * row, keys + (size_t)next * row, 1) == KVEDGE_OK);
+      CHECK(kvedge_layer_drop_first(g.layer, 1) == KVEDGE_OK && holds(&g, keys, next - 9, 10));
+    }
+    CHECK(kvedge_layer_drop_first(g.layer, 10) == KVEDGE_OK && kvedge_layer_len(g.layer) == 0);
+    CHECK(kvedge_layer_compact(g.layer) == KVEDGE_OK);
+    CHECK(kvedge_layer_append(g.layer, keys, keys, 20) == KVEDGE_OK && holds(&g, keys, 0, 20));
+    free(before.bytes), free(full.bytes), free(keys), free(out), free_layer(&g);
+  }
+  end();
+}
+
 static void test_key_offset(void) {
   begin("key offset");
   guarded_layer g = new_layer(plain);
@@ -408,6 +481,7 @@ int main(void) {
   test_errors_change_nothing();
   test_refused_rows_above_len();
   test_capacity_and_len();
+  test_drop_first();
   test_key_offset();
   return report();
 }

@@ -206,7 +206,7 @@ static void read_sliced(reader *r, int kind, int64_t len) {
 
 static void read_scores(reader *r, int64_t len) {
   block logits = new_block(HEADS * (size_t)len * sizeof(float));
-  int right = kvedge_scores(layer, queries, HEADS, 0.1f, len, logits.data) == KVEDGE_OK;
+  int right = kvedge_scores(layer, queries, HEADS, 0.1f, -1, len, logits.data) == KVEDGE_OK;
   for (int head = 0; head < HEADS && right; head++)
     for (int64_t t = 0; t < len; t++) {
       double logit = 0.1 * query_of(head) * key_of(t, head / GROUP) * DIM;
@@ -239,7 +239,7 @@ static void read_too_many(reader *r) {
   kvedge_attention_defaults(&o);
   o.num_tokens = CAPACITY + 1;
   int right = kvedge_attend(layer, queries, 1, HEADS, &o, 1, out, NULL) == KVEDGE_ERROR_ARGUMENT;
-  right &= kvedge_scores(layer, queries, HEADS, 1.0f, CAPACITY + 1, out) == KVEDGE_ERROR_ARGUMENT;
+  right &= kvedge_scores(layer, queries, HEADS, 1.0f, -1, CAPACITY + 1, out) == KVEDGE_ERROR_ARGUMENT;
   right &= kvedge_layer_get_keys(layer, 0, CAPACITY + 1, out) == KVEDGE_ERROR_ARGUMENT;
   count(r, right, "more tokens than there are", 0, CAPACITY + 1);
 }
@@ -311,6 +311,75 @@ static void join_all(pthread_t *threads, reader *readers) {
     if (readers[i].wrong)
       fail("%ld of %ld wrong, first: %s", readers[i].wrong, readers[i].done, readers[i].what), end_case();
   }
+}
+
+/* ---- A writer that appends and drops: row r of the layer is token r ---- */
+
+/* What the layer held at a moment: its rows, and logits of them, though some may have been dropped since. */
+static void read_held(reader *r) {
+  int64_t start, len = kvedge_layer_range(layer, &start);
+  if (len == 0) return;
+  float *logits = malloc(HEADS * (size_t)len * sizeof *logits), *rows = malloc((size_t)len * TOKEN * sizeof *rows);
+  int right = kvedge_scores(layer, queries, HEADS, 0.1f, start, len, logits) == KVEDGE_OK;
+  right &= kvedge_layer_get_rows(layer, 1, start, len, rows) == KVEDGE_OK;
+  for (int64_t i = 0; i < len && right; i++) {
+    double logit = 0.1 * query_of(0) * key_of(start + i, 0) * DIM;
+    right &= fabs(logits[i] - logit) <= 1e-4;
+    right &= fabs(rows[i * TOKEN] - sign_of(0) * value_of(start + i, 0)) <= 1e-5 * (double)(start + i + 1);
+  }
+  count(r, right, "what was held", 0, len);
+  free(logits), free(rows);
+}
+
+/* Without first_row: the tokens of some moment of the call, whole. With scale 0 and a value of t + 1 in token t the
+ * result is the middle of the tokens seen, and lse their number. */
+static void read_held_unsized(reader *r) {
+  float out[HEADS * DIM], lse[HEADS];
+  int64_t first[2], stop[2];
+  kvedge_attention_options o;
+  kvedge_attention_defaults(&o);
+  o.scale = 0.0f, o.precision_bits = 24;
+  stop[0] = kvedge_layer_range(layer, &first[0]) + first[0];
+  kvedge_status status = kvedge_attend(layer, queries, 1, HEADS, &o, 1 + below(r, 2), out, lse);
+  stop[1] = kvedge_layer_range(layer, &first[1]) + first[1];
+  if (status == KVEDGE_ERROR_ARGUMENT && stop[0] == first[0]) return; /* empty then, perhaps */
+  double tokens = exp(lse[0]), middle = fabs((double)out[0]);         /* of start + 1 .. start + tokens */
+  double start = middle - 0.5 * (tokens + 1.0);
+  int right = status == KVEDGE_OK && start > (double)first[0] - 0.5 && start < (double)first[1] + 0.5;
+  right &= start + tokens > (double)stop[0] - 0.5 && start + tokens < (double)stop[1] + 0.5;
+  count(r, right, "all that is held", 0, stop[0] - first[0]);
+}
+
+static void *read_sliding(void *argument) {
+  reader *r = argument;
+  while (!atomic_load(&writer_done))
+    if (below(r, 2)) read_held(r);
+    else read_held_unsized(r);
+  return NULL;
+}
+
+static void test_sliding_layer(kvedge_format format) {
+  begin("sliding, %s", format == KVEDGE_INT8 ? "int8" : "float32");
+  const kvedge_layer_config config = {
+      .format = format, .capacity = CAPACITY, .num_kv_heads = KV_HEADS, .head_dim = DIM};
+  pthread_t threads[NUM_READERS + 1];
+  reader readers[NUM_READERS];
+  float *keys = malloc(MAX_WRITE * TOKEN * sizeof *keys), *values = malloc(MAX_WRITE * TOKEN * sizeof *values);
+  CHECK(kvedge_layer_create(&config, &layer) == KVEDGE_OK);
+  start_all(threads, readers, read_sliding);
+  for (int64_t next = 0, limit = is_short() ? 100 : CAPACITY, n; next < limit; next += n) {
+    n = random_below(4) ? 1 : 1 + random_below(MAX_WRITE);
+    if (n > limit - next) n = limit - next;
+    fill_tokens(keys, values, next, n);
+    CHECK(kvedge_layer_append(layer, keys, values, n) == KVEDGE_OK);
+    int64_t len = kvedge_layer_len(layer), window = 1 + random_below(200);
+    if (len > window) CHECK(kvedge_layer_drop_first(layer, len - window) == KVEDGE_OK);
+    if (n == 1) pause_us(is_short() ? 1 : 500);
+  }
+  join_all(threads, readers);
+  kvedge_layer_destroy(layer);
+  free(keys), free(values);
+  end();
 }
 
 static void test_layer(kvedge_format format, kvedge_scale_type scale_type) {
@@ -443,6 +512,8 @@ int main(void) {
   CHECK(kvedge_isa_ready() == KVEDGE_OK);
   test_layer(KVEDGE_INT8, KVEDGE_SCALE_FLOAT32);
   test_layer(KVEDGE_FLOAT32, KVEDGE_SCALE_FLOAT32);
+  test_sliding_layer(KVEDGE_INT8);
+  test_sliding_layer(KVEDGE_FLOAT32);
   test_pool(KVEDGE_INT8);
   test_pool(KVEDGE_FLOAT32);
   CHECK(kvedge_select_isa("scalar", NULL) == KVEDGE_OK);

@@ -115,7 +115,7 @@ def test_a_refused_append_leaves_rows_above_the_length_alone(length, growing, dt
     before, mark = cache_content(cache), cache.snapshot()
     cache.truncate(length // 3)
     if growing:  # refused in larger slabs than the rows were written to
-        cache._make_room(0, 2 * cache.capacity)
+        cache._make_room(2 * cache.capacity)
     keys, values = normal(rng, 2, length, H, D)
     values[-1, -1, -1] = np.nan
     with refuses(errors.NonFiniteInputError, cache):

@@ -721,7 +721,7 @@ static void scores_call(void) {
   next_query(&c);
   int64_t n = c.ref.num_heads * c.ref.len;
   float *logits = exact((size_t)n * sizeof *logits);
-  kvedge_status status = kvedge_scores(it.layer, c.query, c.ref.num_heads, scale, tokens, logits);
+  kvedge_status status = kvedge_scores(it.layer, c.query, c.ref.num_heads, scale, -1, tokens, logits);
   REQUIRE(status == c.expected, "status %d, not %d", status, c.expected);
   if (status == KVEDGE_OK) {
     load_tokens(&c, NULL, 0);

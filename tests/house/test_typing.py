@@ -84,7 +84,7 @@ MISTAKES = """
 import numpy as np
 from kvedge import KVCache, QuantizedKvLayer
 
-layer = QuantizedKvLayer(16, 2)
+layer: QuantizedKvLayer = QuantizedKvLayer(16, 2)
 layer = QuantizedKvLayer(16, 2, 8, groups=2)
 layer.push([1.0], [2.0])
 text: str = layer.attend(np.zeros((2, 8), np.float32))

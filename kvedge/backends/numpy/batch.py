@@ -40,7 +40,8 @@ def attend_batch(
     layers = batch.as_layers(layers, _LayerCore)
     rows, single = batch.as_query(query, layers, layout)
     num, n_rows, num_heads, head_dim = rows.shape
-    lengths = [len(layer) for layer in layers]  # read once: another thread may be appending
+    held = [layer._held() for layer in layers]  # taken once: another thread may be writing
+    lengths = [one.num_tokens for one in held]
     batch.check_lengths(lengths, n_rows, causal)
     options = AttendOptions.make(
         head_dim,
@@ -61,7 +62,7 @@ def attend_batch(
         batch=num,
     )
     starts = checks.as_starts(start, lengths)
-    slabs = [slab for layer in layers for slab in layer._slabs]
+    slabs = [slab for one in held for slab in one.slabs]
     reads = (arrays.memory_of(query, "query"), *options.arrays(), *slabs)
     shape = rows[:, 0].shape if single else arrays.in_nhd(rows, layout).shape
     shape = layers[0]._config.out_shape(shape)
@@ -69,9 +70,9 @@ def attend_batch(
     checks.check_finite(rows[:, 0] if single else rows, "query")
     lse = np.empty((num, n_rows, num_heads), np.float32)
     to = target.rows[:, np.newaxis] if single else target.rows
-    for i, (layer, length) in enumerate(zip(layers, lengths, strict=True)):
-        own = _own_options(options, i, length, starts[i])
-        lse[i] = attention.attend(layer._stored(length), rows[i], own, to[i])
+    for i, layer in enumerate(layers):
+        own = _own_options(options, i, lengths[i], starts[i])
+        lse[i] = attention.attend(layer._stored(held[i]), rows[i], own, to[i])
     if not options.return_lse:
         return target.finish()
     if single:
@@ -100,6 +101,8 @@ def append_batch(
         return
     pairs = list(zip(*sides, strict=True))
     offsets = [layer._refused(*pair) for layer, pair in zip(layers, pairs, strict=True)]
+    for layer in layers:
+        layer._reserve(sides[0].shape[1])
     for layer, pair, offset in zip(layers, pairs, offsets, strict=True):
         layer._store_with(*pair, offset)
 

@@ -12,7 +12,7 @@ from kvedge.cache import CacheMethods
 from kvedge.core import arrays, checks, memory, registry
 from kvedge.core.config import LayerConfig
 from kvedge.core.formats import Format
-from kvedge.core.memory import Slabs, clamp
+from kvedge.core.memory import Held, Slabs, clamp
 from kvedge.core.options import AttendOptions
 from kvedge.core.rows import RowShape
 from kvedge.core.types import Array, Floats, Layout
@@ -30,38 +30,66 @@ _BLOCK_NUMBERS = 1 << 20  # float32 numbers worked on at a time: 4 MiB
 class _LayerCore(LayerCore):
     """Storage, quantizer and attention of one layer; see LayerCore for what it must provide."""
 
-    _len: int
+    _now: Held  # replaced as a whole, so that a reader sees one moment
+    _last_row: int  # rows below it have been written
 
     if TYPE_CHECKING:  # what LayerMethods adds
 
         def _offset_for(self, keys: np.ndarray) -> np.ndarray | None: ...
+        def _reserve(self, n: int) -> None: ...
 
     def _open(self, config: LayerConfig, slabs: Slabs | None = None) -> None:
         self._frozen = False
-        self._len = 0
         self._key_offset = None
-        self._bind(memory.reserve_slabs(config) if slabs is None else slabs, config)
+        slabs = memory.reserve_slabs(config) if slabs is None else slabs
+        self._now = Held(slabs, 0, 0, 0, None)
+        self._last_row = 0
+        self._bind(slabs, config)
 
     def __len__(self) -> int:
         """Tokens stored."""
-        return self._len
+        return self._now.num_tokens
+
+    def _held(self) -> Held:
+        return self._now
+
+    def _written(self) -> int:
+        return self._last_row - self._now.start
+
+    @property
+    def _slabs(self) -> Slabs:  # type: ignore[override]
+        return self._now.slabs
 
     def _bind(self, slabs: Slabs, config: LayerConfig) -> None:
-        self._slabs = slabs
+        self._last_row -= self._now.start
+        self._now = self._now._replace(slabs=slabs, start=0)
         self._config = config
 
     def _filled(self, position: int, n: int) -> None:
-        pass  # nothing is known of the rows that would have to be kept up
+        self._last_row = max(self._last_row, self._now.start + position + n)
 
     def _set_len(self, n: int) -> None:
-        self._len = n
+        self._filled(0, n)
+        self._now = self._now._replace(num_tokens=n)
+
+    def _drop(self, n: int) -> None:
+        held = self._now
+        self._now = held._replace(
+            start=held.start + n,
+            num_tokens=held.num_tokens - n,
+            num_dropped=held.num_dropped + n,
+        )
+
+    def _restart(self, num_dropped: int = 0) -> None:
+        self._now = self._now._replace(start=0, num_tokens=0, num_dropped=num_dropped)
+        self._last_row = 0
 
     def _set_key_offset(self, key_offset: np.ndarray | None) -> None:
         self._key_offset = key_offset
 
     def push(self, keys: Array, values: Array) -> None:
         checks.check_unfrozen(self._frozen)
-        self._store(*checks.checked_rows(keys, values, self._config, self._len, many=False))
+        self._store(*checks.checked_rows(keys, values, self._config, len(self), many=False))
 
     def extend(self, keys: Array, values: Array, *, layout: Layout = "nhd") -> None:
         checks.check_unfrozen(self._frozen)
@@ -71,13 +99,15 @@ class _LayerCore(LayerCore):
         self._extend(keys, values, None, layout)
 
     def _extend(self, keys: Array, values: Array, many: bool | None, layout: Layout) -> None:
-        config, length = self._config, self._len
+        config, length = self._config, len(self)
         self._store(*checks.checked_rows(keys, values, config, length, many=many, layout=layout))
 
     def _store(self, keys: np.ndarray, values: np.ndarray) -> None:
         """Append checked float32 rows (n, num_kv_heads, channels)."""
         if len(keys):
-            self._store_with(keys, values, self._refused(keys, values))
+            offset = self._refused(keys, values)
+            self._reserve(len(keys))
+            self._store_with(keys, values, offset)
 
     def _refused(self, keys: np.ndarray, values: np.ndarray) -> np.ndarray | None:
         """Raise if checked rows cannot be stored, else the key offset to store them with."""
@@ -88,10 +118,12 @@ class _LayerCore(LayerCore):
         return offset
 
     def _store_with(self, keys: np.ndarray, values: np.ndarray, offset: np.ndarray | None) -> None:
-        self._write(self._len, keys, values, offset)
+        """Append rows that are checked, and that there is room for."""
+        held = self._now
+        self._write(held.start + held.num_tokens, keys, values, offset)
         if offset is not self._key_offset:
             self._set_key_offset(offset)
-        self._len += len(keys)
+        self._set_len(held.num_tokens + len(keys))
 
     def _refuse(
         self,
@@ -109,12 +141,12 @@ class _LayerCore(LayerCore):
             form.refuse(centred, name, shape)
 
     def _write(
-        self, position: int, keys: np.ndarray, values: np.ndarray, offset: np.ndarray | None
+        self, row: int, keys: np.ndarray, values: np.ndarray, offset: np.ndarray | None
     ) -> None:
-        """Store rows (n, num_kv_heads, channels) at a position, keys less the offset."""
+        """Store tokens (n, num_kv_heads, channels) from a row of the slabs on, less the offset."""
         slabs, config = self._slabs, self._config
         for block in self._blocks(len(keys)):
-            at = slice(position + block.start, position + block.stop)
+            at = slice(row + block.start, row + block.stop)
             slabs.key_codes[at], slabs.key_scales[at] = config.key_format.encode(
                 _minus(keys[block], offset), config.key_rows
             )
@@ -127,13 +159,10 @@ class _LayerCore(LayerCore):
         step = max(1, _BLOCK_NUMBERS // (config.num_kv_heads * config.widest))
         return (slice(start, min(n, start + step)) for start in range(0, n, step))
 
-    def _dequantize(self, values: bool, start: int, stop: int) -> Floats:
-        out = np.empty(self._config.rows_shape(values, stop - start), dtype=np.float32)
-        self._dequantize_into(values, start, stop, out)
-        return out
-
-    def _dequantize_into(self, values: bool, start: int, stop: int, out: np.ndarray) -> None:
-        stored = self._slabs.side(values, self._config)
+    def _dequantize(
+        self, held: Held, values: bool, start: int, stop: int, out: np.ndarray
+    ) -> Floats:
+        stored = held.tokens.side(values, self._config)
         offset = None if values else self._key_offset
         for block in self._blocks(stop - start):
             at = slice(start + block.start, start + block.stop)
@@ -142,6 +171,7 @@ class _LayerCore(LayerCore):
                 with np.errstate(all="ignore"):
                     rows = rows + offset
             clamp(rows, out[block])
+        return out
 
     def attend(
         self,
@@ -164,7 +194,8 @@ class _LayerCore(LayerCore):
     ) -> Any:
         rows, single = checks.as_query(query, self._config, layout=layout)
         n_rows, num_heads, head_dim = rows.shape
-        length = self._len  # read once: another thread may be appending
+        held = self._held()  # taken once: another thread may be appending
+        length = held.num_tokens
         options = AttendOptions.make(
             head_dim,
             n_rows,
@@ -184,10 +215,10 @@ class _LayerCore(LayerCore):
             num_threads=num_threads,
         )
         given = rows.shape[1:] if single else arrays.in_nhd(rows, layout).shape
-        reads = (arrays.memory_of(query, "query"), *self._slabs, *options.arrays())
+        reads = (arrays.memory_of(query, "query"), *held.slabs, *options.arrays())
         target = arrays.as_target(out, self._config.out_shape(given), reads=reads, layout=layout)
         to = target.rows[np.newaxis] if single else target.rows
-        lse = attention.attend(self._stored(length), rows, options, to)
+        lse = attention.attend(self._stored(held), rows, options, to)
         if not options.return_lse:
             return target.finish()
         return target.finish(), (lse[0] if single else lse.T if layout == "hnd" else lse)
@@ -195,10 +226,10 @@ class _LayerCore(LayerCore):
     def scores(self, query: Array, *, scale: float | None = None) -> Floats:
         rows, _ = checks.as_query(query, self._config, many=False)
         scale = rows.shape[2] ** -0.5 if scale is None else checks.as_float(scale, "scale")
-        return attention.scores(self._stored(self._len), rows, scale)
+        return attention.scores(self._stored(self._held()), rows, scale)
 
-    def _stored(self, length: int) -> attention.Stored:
-        return attention.Stored(self._slabs, self._config, length, self._key_offset)
+    def _stored(self, held: Held) -> attention.Stored:
+        return attention.Stored(held.tokens, self._config, held.num_tokens, self._key_offset)
 
 
 def _minus(rows: np.ndarray, offset: np.ndarray | None) -> np.ndarray:
