@@ -4,18 +4,8 @@
 #include "formats/half.h"
 #include "system/dispatch.h"
 
-static ptrdiff_t element_bytes(kvedge_element_type type) { return type == KVEDGE_TYPE_FLOAT32 ? 4 : 2; }
-
-int kvedge_array_is_valid(const kvedge_array *array) {
-  if (!array->data) return 0;
-  if (array->type != KVEDGE_TYPE_FLOAT32 && array->type != KVEDGE_TYPE_FLOAT16 && array->type != KVEDGE_TYPE_BFLOAT16)
-    return 0;
-  const uintptr_t within = (uintptr_t)element_bytes(array->type) - 1;
-  return (((uintptr_t)array->data | (uintptr_t)array->token_stride | (uintptr_t)array->head_stride) & within) == 0;
-}
-
 int kvedge_array_is_apart(const kvedge_array *array, int64_t num_tokens, int num_heads, int dim) {
-  const ptrdiff_t row = dim * element_bytes(array->type);
+  const ptrdiff_t row = dim * kvedge_element_bytes(array->type);
   ptrdiff_t tokens = array->token_stride < 0 ? -array->token_stride : array->token_stride;
   ptrdiff_t heads = array->head_stride < 0 ? -array->head_stride : array->head_stride;
   if (num_tokens <= 1) return num_heads <= 1 || heads >= row;

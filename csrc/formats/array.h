@@ -11,8 +11,14 @@ static inline kvedge_array kvedge_dense_array(const float *data, int num_heads, 
       .data = (void *)data, .type = KVEDGE_TYPE_FLOAT32, .token_stride = num_heads * row, .head_stride = row};
 }
 
+static inline ptrdiff_t kvedge_element_bytes(kvedge_element_type type) { return type == KVEDGE_TYPE_FLOAT32 ? 4 : 2; }
+
 /* Is it there, of a known type, and are all rows aligned to its elements? */
-int kvedge_array_is_valid(const kvedge_array *array);
+static inline int kvedge_array_is_valid(const kvedge_array *array) {
+  if (!array->data || (unsigned)array->type > KVEDGE_TYPE_BFLOAT16) return 0;
+  const uintptr_t within = (uintptr_t)kvedge_element_bytes(array->type) - 1;
+  return (((uintptr_t)array->data | (uintptr_t)array->token_stride | (uintptr_t)array->head_stride) & within) == 0;
+}
 
 /* Do no two rows share a byte? Surely not where the larger stride passes over all that the smaller one reaches;
  * interleaved in another way: no. */

@@ -237,6 +237,13 @@ static void store_tokens(kvedge_layer *layer, const token_rows *rows, const boun
   raise_bound(&layer->value_bound, bound->values);
 }
 
+static kvedge_status write_chunk(kvedge_layer *layer, const token_rows *rows) {
+  bounds bound;
+  const kvedge_status status = check_tokens(layer, rows, &bound);
+  if (status == KVEDGE_OK) store_tokens(layer, rows, &bound);
+  return status;
+}
+
 /* Arguments, and room. */
 static kvedge_status check_call(const kvedge_layer *layer, const token_rows *rows) {
   if (!layer || rows->position < 0 || rows->num_tokens < 0) return KVEDGE_ERROR_ARGUMENT;
@@ -256,11 +263,9 @@ static kvedge_status write_tokens(kvedge_layer *layer, const token_rows *rows) {
   int64_t chunk = overwrites ? num_tokens : 2 * CHUNK_VALUES / token + 1;
   for (int64_t done = 0; done < num_tokens; done += chunk) {
     if (chunk > num_tokens - done) chunk = num_tokens - done;
-    bounds bound;
-    token_rows part = tokens_from(rows, done, chunk);
-    status = check_tokens(layer, &part, &bound);
+    const token_rows part = tokens_from(rows, done, chunk);
+    status = write_chunk(layer, chunk == num_tokens ? rows : &part);
     if (status != KVEDGE_OK) return status;
-    store_tokens(layer, &part, &bound);
   }
   raise_written(layer, row_of(layer, rows->position) + num_tokens);
   return KVEDGE_OK;

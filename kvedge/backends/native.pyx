@@ -331,6 +331,14 @@ cdef class _LayerCore:
 
     cdef _store(self, keys, values, int64_t num_tokens):
         """Append plain arrays of tokens."""
+        cdef kvedge_layer *layer = self._opened().layer
+        if (
+            not self._writing and num_tokens * self._num_kv_heads * self._widest < _KEEP_GIL
+            and (not self._auto_key_offset or self._key_offset is not None)
+            and kvedge_layer_append(layer, _floats(keys), _floats(values), num_tokens) == KVEDGE_OK
+        ):
+            return
+        # Large, the first ones, or refused: then nothing has changed, and it is refused again below.
         cdef kvedge_array key_rows = self._dense(keys, self._head_dim)
         cdef kvedge_array value_rows = self._dense(values, self._value_head_dim)
         self._store_rows(keys, values, &key_rows, &value_rows, num_tokens, None, _NHD)
