@@ -14,7 +14,7 @@ int kvedge_array_is_apart(const kvedge_array *array, int64_t num_tokens, int num
   return tokens >= row && (heads - row) / tokens >= num_tokens - 1;
 }
 
-void kvedge_widen(kvedge_element_type type, const void *from, int n, float *to) {
+void kvedge_widen(kvedge_element_type type, const void *from, int n, float *restrict to) {
   const uint16_t *in = from;
   if (type == KVEDGE_TYPE_BFLOAT16)
     for (int i = 0; i < n; i++) to[i] = kvedge_float_of_bfloat(in[i]);
@@ -22,15 +22,19 @@ void kvedge_widen(kvedge_element_type type, const void *from, int n, float *to) 
     for (int i = 0; i < n; i++) to[i] = kvedge_float_of_any_half(in[i]);
 }
 
+/* x, or the nearest that is not beyond +-largest, as its bits. */
+static inline float bounded(float x, uint32_t largest) {
+  const uint32_t bits = kvedge_bits_of_float(x), magnitude = bits & 0x7fffffffu;
+  return kvedge_float_of_bits((bits ^ magnitude) | (magnitude > largest ? largest : magnitude));
+}
+
 void kvedge_narrow(kvedge_element_type type, const float *from, int n, void *to) {
-  enum { LARGEST_HALF = 0x477fe000, LARGEST_BFLOAT = 0x7f7f0000 }; /* as bits of a float */
-  uint16_t *out = to;
-  const uint32_t largest = type == KVEDGE_TYPE_BFLOAT16 ? LARGEST_BFLOAT : LARGEST_HALF;
-  for (int i = 0; i < n; i++) {
-    const uint32_t bits = kvedge_bits_of_float(from[i]), magnitude = bits & 0x7fffffffu;
-    const float x = kvedge_float_of_bits((bits ^ magnitude) | (magnitude > largest ? largest : magnitude));
-    out[i] = type == KVEDGE_TYPE_BFLOAT16 ? kvedge_bfloat_of_float(x) : kvedge_half_of_float(x);
-  }
+  enum { LARGEST_HALF = 0x477fe000, LARGEST_BFLOAT = 0x7f7f0000 };
+  uint16_t *restrict out = to;
+  if (type == KVEDGE_TYPE_BFLOAT16)
+    for (int i = 0; i < n; i++) out[i] = kvedge_bfloat_of_float(bounded(from[i], LARGEST_BFLOAT));
+  else
+    for (int i = 0; i < n; i++) out[i] = kvedge_half_of_float(bounded(from[i], LARGEST_HALF));
 }
 
 uint32_t kvedge_array_abs_max_bits(const kvedge_array *array, int64_t num_tokens, int num_heads, int dim) {
