@@ -8,7 +8,6 @@ from support import assert_lse_close, normal, stored
 
 from kvedge import Float32KvLayer, QuantizedKvLayer
 
-
 widths = st.integers(1, 70) | st.sampled_from([96, 128, 192, 256])
 
 
