@@ -334,6 +334,7 @@ cdef class _LayerCore:
         cdef kvedge_layer *layer = self._opened().layer
         if (
             not self._writing and num_tokens * self._num_kv_heads * self._widest < _KEEP_GIL
+            and num_tokens <= self._limit - kvedge_layer_len(layer)
             and (not self._auto_key_offset or self._key_offset is not None)
             and kvedge_layer_append(layer, _floats(keys), _floats(values), num_tokens) == KVEDGE_OK
         ):
