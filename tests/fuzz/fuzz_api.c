@@ -30,7 +30,8 @@ enum { NUM_ARRAYS = 4 };
 static struct {
   kvedge_layer *layer;
   kvedge_layer_config config; /* group_size as it is used */
-  int created;                /* by kvedge_layer_create */
+  const ref_format *format;
+  int created; /* by kvedge_layer_create */
   void *memory, *own[NUM_ARRAYS];
   char *arrays[NUM_ARRAYS];     /* key and value codes, key and value scales */
   char *copies[NUM_ARRAYS];     /* what they held after the last call that changed them */
@@ -99,7 +100,8 @@ static void check_bad_configs(kvedge_layer_config config) {
 }
 
 static kvedge_layer_config next_config(void) {
-  kvedge_layer_config config = {.format = one_in(4) ? KVEDGE_FLOAT32 : KVEDGE_INT8,
+  unsigned other = next_byte(); /* half of the layers are int8 */
+  kvedge_layer_config config = {.format = (kvedge_format)(other % 2 ? 1 + other / 2 % (KVEDGE_NUM_FORMATS - 1) : 0),
                                 .scale_type = next_byte() % 2 ? KVEDGE_SCALE_FLOAT16 : KVEDGE_SCALE_FLOAT32};
   config.head_dim = one_in(3) ? ONE_OF(int, 8, 16, 32, 64, 80, 128) : 1 + next_below(130);
   config.num_kv_heads = 1 + next_below(next_below(4) == 3 ? 8 : 3);
@@ -115,12 +117,12 @@ static void open_layer(void) {
   if (one_in(32)) check_bad_configs(config);
   it.config = config;
   if (!config.group_size || config.group_size > config.head_dim) it.config.group_size = config.head_dim;
-  int groups = (config.head_dim + it.config.group_size - 1) / it.config.group_size,
-      is_int8 = config.format == KVEDGE_INT8;
+  int groups = (config.head_dim + it.config.group_size - 1) / it.config.group_size;
+  it.format = &ref_formats[config.format];
   it.entry = (int64_t)config.num_kv_heads * config.head_dim;
-  it.row_bytes[0] = it.row_bytes[1] = (size_t)it.entry * (is_int8 ? 1 : 4);
-  it.row_bytes[2] = it.row_bytes[3] =
-      is_int8 ? (size_t)(config.num_kv_heads * groups) * (config.scale_type == KVEDGE_SCALE_FLOAT16 ? 2 : 4) : 0;
+  it.row_bytes[0] = it.row_bytes[1] = (size_t)config.num_kv_heads * ref_row_bytes(config.format, config.head_dim);
+  size_t scale_bytes = config.scale_type == KVEDGE_SCALE_FLOAT16 ? 2 : 4;
+  it.row_bytes[2] = it.row_bytes[3] = it.format->has_scales ? (size_t)(config.num_kv_heads * groups) * scale_bytes : 0;
   size_t header = kvedge_layer_header_bytes(&config), bytes = kvedge_layer_bytes(&config);
   REQUIRE(header > 0 && bytes > header, "bytes of a good config");
   kvedge_status status;
@@ -182,7 +184,8 @@ static unsigned failures_of(const float *rows, int64_t n, const float *offset) {
     if (!isfinite(x)) failures |= 1u << KVEDGE_ERROR_NONFINITE;
     else largest = fmaxf(largest, fabsf(x));
   }
-  if (it.config.format == KVEDGE_INT8 && it.config.scale_type == KVEDGE_SCALE_FLOAT16 && largest / 127.0f > 65504.0f)
+  int half_scales = it.format->has_scales && it.config.scale_type == KVEDGE_SCALE_FLOAT16;
+  if (largest >= it.format->too_large || (half_scales && largest / (float)it.format->steps > 65504.0f))
     failures |= 1u << KVEDGE_ERROR_SCALE;
   return failures;
 }
@@ -253,10 +256,9 @@ static void fill_call(void) {
       if (!it.row_bytes[i]) continue;
       size_t start = (size_t)position * it.row_bytes[i], bytes = (size_t)n * it.row_bytes[i];
       char *at = it.arrays[i] + start;
-      if (it.config.format == KVEDGE_FLOAT32) {
-        fill_rows((float *)at, n * it.config.num_kv_heads, it.config.head_dim, style);
-      } else if (i < 2) {
-        for (size_t j = 0; j < bytes; j++) at[j] = (char)(random_bits() % 255 - 127);
+      if (i < 2) {
+        size_t row_bytes = it.row_bytes[i] / (size_t)it.config.num_kv_heads;
+        for (size_t j = 0; j < bytes; j += row_bytes) it.format->fill(at + j, it.config.head_dim, style);
       } else if (it.config.scale_type == KVEDGE_SCALE_FLOAT16) {
         for (size_t j = 0; j < bytes; j += 2)
           *(uint16_t *)(at + j) =
@@ -296,7 +298,7 @@ static void offset_call(void) {
     for (int64_t i = 0; i < it.entry; i++)
       if (!isfinite(offset[i])) failures = 1u << KVEDGE_ERROR_NONFINITE;
   }
-  if (it.len > 0 || it.config.format != KVEDGE_INT8) failures = 1u << KVEDGE_ERROR_ARGUMENT;
+  if (it.len > 0 || !it.format->has_scales) failures = 1u << KVEDGE_ERROR_ARGUMENT;
   check_status(kvedge_layer_set_key_offset(it.layer, offset), failures);
   if (failures) {
     release(offset);
@@ -310,9 +312,9 @@ static void offset_call(void) {
 
 /* ---- Tokens out ----------------------------------------------------------------------------------- */
 
-/* How far what is stored may be from what was given: half a step of its group. */
+/* How far what is stored may be from what was given: half a step of its group, or the format's rounding. */
 static double storage_error(int values, const float *row, int d) {
-  if (it.config.format == KVEDGE_FLOAT32) return 0.0;
+  if (!it.format->has_scales) return fmax(it.format->rounding * fabs(row[d]), it.format->smallest);
   int group = it.config.group_size, start = d / group * group;
   double largest = 0.0, step, rounding = 0.0;
   for (int i = start; i < start + group && i < it.config.head_dim; i++) {
@@ -320,7 +322,7 @@ static double storage_error(int values, const float *row, int d) {
     largest = fmax(largest, fabs(row[i] - offset));
     if (i == d) rounding = 3e-7 * (fabs(row[i]) + fabs(offset));
   }
-  step = largest / 127.0;
+  step = largest / it.format->steps;
   if (it.config.scale_type == KVEDGE_SCALE_FLOAT16) step = step * (1.0 + 0x1p-10) + 0x1p-24;
   return 0.5001 * step + rounding + 1e-38;
 }

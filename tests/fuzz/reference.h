@@ -27,20 +27,88 @@ typedef struct {
 static inline double half_value(uint16_t half) {
   int exponent = half >> 10 & 0x1f, mantissa = half & 0x3ff;
   if (exponent == 31) return NAN;
-  return exponent ? ldexp(1024 + mantissa, exponent - 25) : ldexp(mantissa, -24);
+  double x = exponent ? ldexp(1024 + mantissa, exponent - 25) : ldexp(mantissa, -24);
+  return half >> 15 ? -x : x;
 }
 
 static inline double clamped(double x) { return x > FLT_MAX ? FLT_MAX : x < -FLT_MAX ? -FLT_MAX : x; }
 
+/* ---- Storage formats ---- */
+
+static inline double int8_element(const void *row, int d) { return ((const int8_t *)row)[d]; }
+static inline double float32_element(const void *row, int d) { return ((const float *)row)[d]; }
+static inline double float16_element(const void *row, int d) { return half_value(((const uint16_t *)row)[d]); }
+static inline double bfloat16_element(const void *row, int d) {
+  const uint32_t bits = (uint32_t)((const uint16_t *)row)[d] << 16;
+  float x;
+  return memcpy(&x, &bits, sizeof x), x;
+}
+
+/* Rows of a caller's own: any bytes that the header allows. */
+static inline void fill_int8(void *row, int dim, int style) {
+  (void)style;
+  for (int d = 0; d < dim; d++) ((int8_t *)row)[d] = (int8_t)((int)(random_bits() % 255) - 127);
+}
+static inline void fill_float32(void *row, int dim, int style) { fill_rows(row, 1, dim, style); }
+static inline void fill_float16(void *row, int dim, int style) {
+  for (int d = 0; d < dim; d++) {
+    unsigned exponent = style < ORDINARY_STYLES ? 12 + random_bits() % 4 : random_bits() % 31;
+    ((uint16_t *)row)[d] = (uint16_t)((random_bits() % 2) << 15 | exponent << 10 | random_bits() % 1024);
+  }
+}
+static inline void fill_bfloat16(void *row, int dim, int style) {
+  for (int d = 0; d < dim; d++) {
+    unsigned exponent = style < ORDINARY_STYLES ? 124 + random_bits() % 4 : random_bits() % 255;
+    ((uint16_t *)row)[d] = (uint16_t)((random_bits() % 2) << 15 | exponent << 7 | random_bits() % 128);
+  }
+}
+
+/* What kvedge.h and docs/numerics.md say of a format; a new one needs a row. */
+typedef struct {
+  int bits;       /* of an element */
+  int has_scales; /* a row has one for each group; its largest element is `steps` of them */
+  int steps;
+  double rounding, smallest; /* what storing moves an element by: so much of it, or of the smallest subnormal */
+  double too_large;          /* elements from here on are refused */
+  double (*element)(const void *row, int d); /* times a scale, where there are scales */
+  void (*fill)(void *row, int dim, int style);
+} ref_format;
+
+static const ref_format ref_formats[] = {
+    [KVEDGE_INT8] =
+        {.bits = 8, .has_scales = 1, .steps = 127, .too_large = INFINITY, .element = int8_element, .fill = fill_int8},
+    [KVEDGE_FLOAT32] = {.bits = 32, .too_large = INFINITY, .element = float32_element, .fill = fill_float32},
+    [KVEDGE_FLOAT16] = {.bits = 16,
+                       .rounding = 0x1p-11,
+                       .smallest = 0x1p-25,
+                       .too_large = 65520.0,
+                       .element = float16_element,
+                       .fill = fill_float16},
+    [KVEDGE_BFLOAT16] = {.bits = 16,
+                       .rounding = 0x1p-8,
+                       .smallest = 0x1p-134,
+                       .too_large = 0x1.ffp127,
+                       .element = bfloat16_element,
+                       .fill = fill_bfloat16},
+};
+_Static_assert(sizeof ref_formats / sizeof *ref_formats == KVEDGE_NUM_FORMATS, "a row for each format");
+
+static inline size_t ref_row_bytes(kvedge_format format, int dim) {
+  return ((size_t)dim * (size_t)ref_formats[format].bits + 7) / 8;
+}
+
 /* One element of a row that is stored; `row` counts (token, head) pairs. */
 static inline double stored_value(const kvedge_layer_config *config, const void *codes, const void *scales, int64_t row,
                                   int d) {
-  if (config->format == KVEDGE_FLOAT32) return ((const float *)codes)[row * config->head_dim + d];
+  const ref_format *format = &ref_formats[config->format];
+  size_t row_bytes = ref_row_bytes(config->format, config->head_dim);
+  double x = format->element((const char *)codes + (size_t)row * row_bytes, d), scale = 1.0;
   int group = config->group_size, groups = (config->head_dim + group - 1) / group;
   int64_t at = row * groups + d / group;
-  double scale = config->scale_type == KVEDGE_SCALE_FLOAT16 ? half_value(((const uint16_t *)scales)[at])
-                                                            : (double)((const float *)scales)[at];
-  return clamped(((const int8_t *)codes)[row * config->head_dim + d] * scale);
+  if (format->has_scales)
+    scale = config->scale_type == KVEDGE_SCALE_FLOAT16 ? half_value(((const uint16_t *)scales)[at])
+                                                       : (double)((const float *)scales)[at];
+  return clamped(x * scale);
 }
 
 /* Position of row 0, as a token: below 0 where rows that are not causal outnumber the tokens. */
