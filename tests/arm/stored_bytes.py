@@ -8,45 +8,49 @@ import hashlib
 import numpy as np
 
 import kvedge
+from kvedge.core.formats import FORMATS
 
+SHAPES = [(64, 2, None), (128, 1, 32), (80, 3, None), (33, 2, 16), (1, 1, None), (1000, 1, None)]
 CASES = [
-    dict(head_dim=dim, num_kv_heads=heads, group_size=group, scale_dtype=scale)
-    for dim, heads, group in [
-        (64, 2, None),
-        (128, 1, 32),
-        (80, 3, None),
-        (33, 2, 16),
-        (1, 1, None),
-        (1000, 1, None),
-    ]
-    for scale in ["float32", "float16"]
+    (name, dict(head_dim=dim, num_kv_heads=heads), options)
+    for name, row in FORMATS.items()
+    for dim, heads, group in SHAPES
+    for options in (
+        [dict(group_size=group, scale_dtype=scale) for scale in ("float32", "float16")]
+        if row.has_scales
+        else [{}]
+    )
 ]
 SIZES = {"plain": 0, "small": -12, "denormal": -135, "huge": 100}  # powers of two
 
 
-def rows(case, exponent, tokens=400):
+def rows(exponent, num_kv_heads, head_dim, tokens=400):
     """(tokens, heads, dim): random mantissas, ties of the rounding and zeros among them."""
-    shape = (tokens, case["num_kv_heads"], case["head_dim"])
+    shape = (tokens, num_kv_heads, head_dim)
     bits = np.random.Generator(np.random.PCG64(7)).integers(-(2**23), 2**23, shape, dtype=np.int32)
     numbers = bits.astype(np.float32) * np.float32(2.0**-20)
     numbers[::5] = (bits[::5] >> 16).astype(np.float32) + np.float32(0.5)  # codes of n + 1/2
+    numbers[1::5] = (bits[1::5] >> 11 | 1).astype(np.float32)  # ties of 16-bit floats among them
     numbers[::5, :, 0] = 127.0
     numbers[::7] = 0.0
     return np.ldexp(numbers, exponent)
 
 
 def main():
-    for case in CASES:
+    for dtype, shape, options in CASES:
         for name, exponent in SIZES.items():
-            if case["scale_dtype"] == "float16" and name in ("denormal", "huge"):
-                continue  # all zeros; refused
-            x = rows(case, exponent)
-            layer = kvedge.QuantizedKvLayer(len(x), **case)
-            layer.extend(x, x[::-1].copy())
+            x = rows(exponent, **shape)
+            layer = kvedge.KVCache._layer_types[dtype](len(x), **shape, **options)
+            print(dtype, *shape.values(), *options.values(), name, end=" ")
+            try:
+                layer.extend(x, x[::-1].copy())
+            except kvedge.ScaleRangeError:
+                print("too large")
+                continue
             stored = [layer.key_codes, layer.key_scales, layer.value_codes, layer.value_scales]
             digest = hashlib.sha256(b"".join(part.tobytes() for part in stored)).hexdigest()
             back = hashlib.sha256(layer.keys().tobytes() + layer.values().tobytes()).hexdigest()
-            print(*case.values(), name, digest[:32], back[:32])
+            print(digest[:32], back[:32])
 
 
 if __name__ == "__main__":
