@@ -129,6 +129,19 @@ def as_layers(layers: Any, kind: type) -> list[Any]:
     return made
 
 
+def window_of(layers: Sequence[Any], window: Any) -> Any:
+    """`window` as given to a call, else that which the layers have."""
+    windows = {layer._config.window for layer in layers}
+    if window is not None or windows == {None}:
+        return window
+    if len(windows) > 1:
+        raise InvalidArgumentError(
+            "layers of a call must have one window, or it must be given: some have "
+            f"{_listed({w for w in windows if w is not None})}, others another or none"
+        )
+    return windows.pop()
+
+
 def check_lengths(lengths: Sequence[int], n_rows: int, causal: Any) -> None:
     """Raise unless each layer has tokens, and for a causal query as many as rows."""
     for i, length in enumerate(lengths):

@@ -50,6 +50,7 @@ class LayerMethods(LayerRoom):
         group_size: int | None = ...,
         scale_dtype: ScaleDtype = ...,
         key_offset: Array | Literal["auto"] | None = ...,
+        window: int | None = ...,
     ) -> None: ...
     @overload
     def __init__(
@@ -62,6 +63,7 @@ class LayerMethods(LayerRoom):
         group_size: int | None = ...,
         scale_dtype: ScaleDtype = ...,
         key_offset: Array | Literal["auto"] | None = ...,
+        window: int | None = ...,
     ) -> None: ...
     def __init__(
         self,
@@ -73,6 +75,7 @@ class LayerMethods(LayerRoom):
         group_size: int | None = None,
         scale_dtype: ScaleDtype = "float32",
         key_offset: Array | Literal["auto"] | None = None,
+        window: int | None = None,
     ) -> None:
         """Make an empty layer; the class tells of the parameters."""
         config = checks.layer_config(
@@ -83,6 +86,7 @@ class LayerMethods(LayerRoom):
             value_head_dim=value_head_dim,
             group_size=group_size,
             scale_dtype=scale_dtype,
+            window=window,
             rows=first_rows(None),
         )
         self._start(config, checks.as_key_offset(key_offset, config))
@@ -207,11 +211,14 @@ class LayerMethods(LayerRoom):
         Raises
         ------
         PositionOutOfRangeError
-            `n` is negative or more than are stored.
+            `n` is negative or more than are stored; or the layer has a ``window``, and has dropped
+            tokens that the next one would see.
         ReadOnlyLayerError
         """
         checks.check_unfrozen(self._frozen)
-        self._set_len(checks.check_length(n, len(self)))
+        n = checks.check_length(n, len(self))
+        checks.check_back(self._config, self._held(), n)
+        self._set_len(n)
 
     def clear(self) -> None:
         """Drop all tokens, and a key offset that was taken from the first of them.
@@ -243,12 +250,14 @@ class LayerMethods(LayerRoom):
         Raises
         ------
         PositionOutOfRangeError, InvalidArgumentError, ShapeMismatchError, ReadOnlyLayerError
+            Also where a layer with a ``window`` has dropped tokens.
 
         Notes
         -----
         Keys keep the rotation of their old positions: see :meth:`shift`.
         """
         checks.check_unfrozen(self._frozen)
+        checks.check_whole(self._config, self._held(), "keep()")
         self._keep(checks.check_keep(indices, len(self)))
 
     def _keep(self, indices: np.ndarray) -> None:
@@ -429,6 +438,11 @@ class QuantizedLayerMethods(LayerMethods):
         float32 (num_kv_heads, head_dim), taken off the keys when stored and added back when read,
         for models whose keys have large constant channels. "auto": the mean of the keys of the
         first append, until clear().
+    window : int, optional
+        The layer keeps what query rows need that see so many tokens each, itself included, and
+        attends with this window: an append drops the tokens that neither its own rows nor later
+        ones see. :attr:`num_dropped` counts them. ``capacity`` must be None: it takes memory for
+        two windows, or a prompt's length for as long as it is needed.
 
     Raises
     ------
@@ -459,6 +473,11 @@ class Float32LayerMethods(LayerMethods):
         Channels of a key, 1 to 1024.
     value_head_dim : int, optional
         Channels of a value, 1 to 1024; by default head_dim.
+    window : int, optional
+        The layer keeps what query rows need that see so many tokens each, itself included, and
+        attends with this window: an append drops the tokens that neither its own rows nor later
+        ones see. :attr:`num_dropped` counts them. ``capacity`` must be None: it takes memory for
+        two windows, or a prompt's length for as long as it is needed.
 
     Raises
     ------
@@ -484,6 +503,11 @@ class Float16LayerMethods(LayerMethods):
         Channels of a key, 1 to 1024.
     value_head_dim : int, optional
         Channels of a value, 1 to 1024; by default head_dim.
+    window : int, optional
+        The layer keeps what query rows need that see so many tokens each, itself included, and
+        attends with this window: an append drops the tokens that neither its own rows nor later
+        ones see. :attr:`num_dropped` counts them. ``capacity`` must be None: it takes memory for
+        two windows, or a prompt's length for as long as it is needed.
 
     Raises
     ------
@@ -509,6 +533,11 @@ class Bfloat16LayerMethods(LayerMethods):
         Channels of a key, 1 to 1024.
     value_head_dim : int, optional
         Channels of a value, 1 to 1024; by default head_dim.
+    window : int, optional
+        The layer keeps what query rows need that see so many tokens each, itself included, and
+        attends with this window: an append drops the tokens that neither its own rows nor later
+        ones see. :attr:`num_dropped` counts them. ``capacity`` must be None: it takes memory for
+        two windows, or a prompt's length for as long as it is needed.
 
     Raises
     ------

@@ -83,6 +83,11 @@ class LayerFacts(ConfigFacts):
         return self._held().num_dropped
 
     @property
+    def window(self) -> int | None:
+        """Tokens that a query row sees, if the layer keeps only what they need; else None."""
+        return self._config.window
+
+    @property
     def remaining(self) -> int:
         """Tokens that may still be appended; in a growing layer, before it grows."""
         length = len(self)
@@ -130,7 +135,9 @@ class LayerFacts(ConfigFacts):
         parts.append(f"head_dim={config.head_dim}")
         if config.value_head_dim != config.head_dim:
             parts.append(f"value_head_dim={config.value_head_dim}")
-        if config.limit is None:
+        if config.window is not None:
+            parts.append(f"window={config.window}")
+        elif config.limit is None:
             parts.append("growing")
         if config.has_scales and config.group_size < config.widest:
             parts.append(f"group_size={config.group_size}")

@@ -32,6 +32,8 @@ def _rows_for(tokens: int, config: LayerConfig, *, drops: bool) -> int:
     Half of the rows are free after a move, so that moving costs a token O(1) on average: a copy of
     at most one row, or of two where the layer grows.
     """
+    if config.window is not None:  # twice the window, but where a prompt needs more
+        return max(tokens, min(max(2 * tokens, FIRST_ROWS), 2 * config.window))
     if drops:  # the rows of dropped tokens are used up too
         most = None if config.limit is None else 2 * config.limit
         rows = max(2 * tokens, FIRST_ROWS)
@@ -83,6 +85,8 @@ class LayerRoom(LayerCore):
         ------
         PositionOutOfRangeError
             `n` is negative or more than are stored.
+        InvalidArgumentError
+            The layer has a ``window``: it drops what no row sees by itself.
         ReadOnlyLayerError
 
         Notes
@@ -91,7 +95,22 @@ class LayerRoom(LayerCore):
         only differences count. :attr:`num_dropped` counts what was dropped.
         """
         checks.check_unfrozen(self._frozen)
+        if self._config.window is not None:
+            raise InvalidArgumentError(
+                f"a layer with window={self._config.window} drops tokens by itself"
+            )
         self._drop(checks.check_drop(n, len(self)))
+
+    def _slide(self, n: int) -> None:
+        """Drop what no row sees from now on, once `n` tokens have been appended.
+
+        Rows of these may still be attended: what they see stays until the next append.
+        """
+        window = self._config.window
+        if window is not None:
+            unseen = len(self) - n - (window - 1)
+            if unseen > 0 and n > 0:
+                self._drop(unseen)
 
     def _move(self, tokens: int) -> None:
         """Take other slabs with room for `tokens`, those that are held included."""

@@ -201,6 +201,7 @@ cdef class _LayerCore:
     cdef cnp.npy_intp _num_kv_heads, _head_dim, _value_head_dim
     cdef cnp.npy_intp _widest  # of the last two
     cdef int64_t _limit                 # most tokens it holds
+    cdef object _window                 # its config's: an int or None
 
     def _open(self, config, slabs=None):
         self._handle = None
@@ -210,6 +211,7 @@ cdef class _LayerCore:
         self._value_head_dim = config.value_head_dim
         self._widest = config.widest
         self._limit = checks.MAX_CAPACITY if config.limit is None else config.limit
+        self._window = config.window
         self._bind(memory.reserve_slabs(config) if slabs is None else slabs, config)
 
     cdef _Handle _opened(self):
@@ -305,11 +307,16 @@ cdef class _LayerCore:
             self._store(keys, values, 1)
         else:
             self._store_any(keys, values, False, _NHD)
+        if self._window is not None:
+            self._slide(1)
 
     def extend(self, keys, values, *, layout="nhd"):
         if self._frozen:
             checks.check_unfrozen(True)
+        cdef int64_t before = kvedge_layer_len(self._opened().layer)
         self._extend(keys, values, True, layout)
+        if self._window is not None:
+            self._slide(kvedge_layer_len(self._handle.layer) - before)
 
     def _append(self, keys, values, layout="nhd"):
         if self._is_token(keys, self._head_dim) and self._is_token(values, self._value_head_dim):
@@ -518,6 +525,8 @@ cdef class _LayerCore:
         cdef int64_t num_rows, first_row, length = kvedge_layer_range(handle.layer, &first_row)
         cdef float *out_data
         cdef float *query_data
+        if window is None:
+            window = self._window
         kvedge_attention_defaults(&c_options)
         if not (
             self._is_query(query) and layout is _NHD and start is _ZERO
@@ -534,7 +543,10 @@ cdef class _LayerCore:
         rows = <cnp.ndarray>query
         num_heads = <int>rows.shape[rows.ndim - 2]
         num_rows = 1 if rows.ndim == 2 else rows.shape[0]
-        if not 0 < length >= num_rows:
+        if not 0 < length >= num_rows or (
+            self._window is not None and handle.dropped + first_row > 0
+            and num_rows + <int64_t>window - 1 > length
+        ):
             return self._attend_any(
                 query, scale, causal, window, sink_tokens, sink_logits, softcap, mask, start,
                 alibi_slopes, precision_bits, return_lse, out, num_threads, layout)

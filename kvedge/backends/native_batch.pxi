@@ -36,6 +36,9 @@ cdef object _attend_to(
         handles.append(handle)
         lengths.append(length)
         first_rows.append(first_row)
+        if (<_LayerCore>layer)._window is not None and handle.dropped + first_row > 0:
+            held = memory.Held(None, first_row, length, handle.dropped + first_row, None)
+            checks.check_reach((<_LayerCore>layer)._config, held, n_rows, window, sink_tokens)
     kvedge_attention_defaults(&c_options)
     reads = ()
     options = None  # keeps their arrays
@@ -183,6 +186,7 @@ def attend_batch(
         read = read[:, 0] if one_row else arrays.in_nhd(read, layout)
         _read_ndarray(<cnp.ndarray>read, &asked)
     try:
+        window = _batch.window_of(made, window)
         return _attend_to(
             made, query, &asked, False, asked.ndim == 3, hnd, scale, causal, window, sink_tokens,
             sink_logits, softcap, mask, start, alibi_slopes, precision_bits, return_lse, out,
@@ -242,6 +246,7 @@ cdef _store_batch(list layers, keys, values, const _Array *key_rows, const _Arra
             raise KvedgeError("another thread is appending to this layer: one at a time may")
     status = _append_to_all(layers, key_rows, value_rows)
     if status == KVEDGE_OK:
+        _slide_all(layers, num_tokens)
         return
     # What is refused besides room raises before the first layer moves.
     dense_keys, dense_values = _batch.checked_rows(layers, keys, values, layout)
@@ -253,6 +258,14 @@ cdef _store_batch(list layers, keys, values, const _Array *key_rows, const _Arra
         status = _append_to_all(layers, key_rows, value_rows)
     if status != KVEDGE_OK:
         _refuse_status(status)
+    _slide_all(layers, num_tokens)
+
+
+cdef _slide_all(list layers, int64_t num_tokens):
+    cdef _LayerCore layer
+    for layer in layers:
+        if layer._window is not None:
+            layer._slide(num_tokens)
 
 
 cdef kvedge_status _append_to_all(

@@ -10,7 +10,7 @@ layout, is there room, are its values finite. Nothing is written before all have
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -41,6 +41,9 @@ from kvedge.errors import (
     ShapeMismatchError,
 )
 
+if TYPE_CHECKING:
+    from kvedge.core.memory import Held
+
 __all__ = [
     "FLOAT32_MAX",
     "FLOAT32_TINY",
@@ -60,6 +63,7 @@ __all__ = [
     "as_start",
     "as_starts",
     "as_vector",
+    "check_back",
     "check_drop",
     "check_finite",
     "check_head",
@@ -68,8 +72,10 @@ __all__ = [
     "check_length",
     "check_position",
     "check_range",
+    "check_reach",
     "check_room",
     "check_unfrozen",
+    "check_whole",
     "checked_rows",
     "describe",
     "layer_config",
@@ -123,6 +129,54 @@ def check_drop(n: Any, length: int) -> int:
     if not 0 <= number <= length:
         raise PositionOutOfRangeError(f"cannot drop {number} tokens: {_tokens(length)} stored")
     return number
+
+
+def check_reach(
+    config: LayerConfig, held: Held, n_rows: int, window: Any, sink_tokens: Any = 0
+) -> None:
+    """InvalidArgumentError if query rows see tokens that a layer with a window has dropped.
+
+    Parameters
+    ----------
+    config : LayerConfig
+    held : Held
+        What the layer holds.
+    n_rows : int
+        Query rows, of the last tokens.
+    window, sink_tokens : int
+        As given to ``attend``; the layer's own window where none was.
+    """
+    if config.window is None or not held.num_dropped:
+        return
+    if as_int(sink_tokens, "sink_tokens") > 0:
+        raise InvalidArgumentError(
+            f"sink_tokens are gone: a layer with window={config.window} keeps no first tokens"
+        )
+    reach = as_int(window, "window") + max(n_rows, 1) - 1
+    if reach > held.num_tokens:
+        raise InvalidArgumentError(
+            f"{n_rows} query rows with a window of {window} see the last {reach} tokens, but a "
+            f"layer with window={config.window} has dropped all but {held.num_tokens}"
+        )
+
+
+def check_back(config: LayerConfig, held: Held, n: int) -> None:
+    """PositionOutOfRangeError if the first `n` tokens held are too few for the layer's window."""
+    if config.window is None or not held.num_dropped or n >= config.window - 1:
+        return
+    raise PositionOutOfRangeError(
+        f"cannot go back to token {held.num_dropped + n}: the {config.window - 1} tokens before "
+        f"it are in the window of the next, and those before {held.num_dropped} were dropped"
+    )
+
+
+def check_whole(config: LayerConfig, held: Held, call: str) -> None:
+    """InvalidArgumentError if a layer with a window has dropped tokens, for a call that edits."""
+    if config.window is not None and held.num_dropped:
+        raise InvalidArgumentError(
+            f"{call} of a layer with window={config.window} that has dropped "
+            f"{_tokens(held.num_dropped)}: its window would no longer be whole"
+        )
 
 
 def check_range(start: Any, stop: Any, length: int) -> tuple[int, int]:

@@ -38,6 +38,7 @@ class LayerConfig:
     group_size: int  # channels that share a scale, at most those of the wider rows
     scale_dtype: str  # the name of a row of SCALE_TYPES
     limit: int | None = None  # most tokens it holds; None: it grows
+    window: int | None = None  # it holds what rows see that see so many tokens; None: all
 
     # One format for both today. What is about one of them asks for its own.
 
@@ -166,6 +167,7 @@ def layer_config(
     value_head_dim: Any = None,
     group_size: Any = None,
     scale_dtype: Any = "float32",
+    window: Any = None,
     rows: int = 1,
 ) -> LayerConfig:
     """Check the arguments of a layer's constructor.
@@ -186,6 +188,8 @@ def layer_config(
         only.
     scale_dtype : {"float32", "float16"}
         float16 for int8 only.
+    window : int, optional
+        Tokens that a query row sees, 1 to 2^40, in a layer without a capacity.
 
     Returns
     -------
@@ -218,6 +222,14 @@ def layer_config(
         if group_size < 1:
             raise InvalidArgumentError(f"group_size must be at least 1, not {group_size}")
         group_size = min(group_size, widest)
+    if window is not None:
+        window = _size(window, "window", MAX_CAPACITY)
+        if capacity is not None:
+            raise InvalidArgumentError(
+                f"a layer with a window takes what the window needs: capacity must be None, not "
+                f"{capacity}"
+            )
+        rows = min(rows, 2 * window)
     return LayerConfig(
         str(dtype),
         rows,
@@ -227,6 +239,7 @@ def layer_config(
         group_size,
         str(scale_dtype),
         capacity,
+        window,
     )
 
 

@@ -43,6 +43,9 @@ def attend_batch(
     held = [layer._held() for layer in layers]  # taken once: another thread may be writing
     lengths = [one.num_tokens for one in held]
     batch.check_lengths(lengths, n_rows, causal)
+    window = batch.window_of(layers, window)
+    for layer, one in zip(layers, held, strict=True):
+        checks.check_reach(layer._config, one, n_rows, window, sink_tokens)
     options = AttendOptions.make(
         head_dim,
         n_rows,
@@ -105,6 +108,7 @@ def append_batch(
         layer._reserve(sides[0].shape[1])
     for layer, pair, offset in zip(layers, pairs, offsets, strict=True):
         layer._store_with(*pair, offset)
+        layer._slide(sides[0].shape[1])
 
 
 attend_batch.__doc__ = batch.attend_batch.__doc__

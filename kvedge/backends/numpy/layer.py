@@ -37,6 +37,7 @@ class _LayerCore(LayerCore):
 
         def _offset_for(self, keys: np.ndarray) -> np.ndarray | None: ...
         def _reserve(self, n: int) -> None: ...
+        def _slide(self, n: int) -> None: ...
 
     def _open(self, config: LayerConfig, slabs: Slabs | None = None) -> None:
         self._frozen = False
@@ -90,10 +91,13 @@ class _LayerCore(LayerCore):
     def push(self, keys: Array, values: Array) -> None:
         checks.check_unfrozen(self._frozen)
         self._store(*checks.checked_rows(keys, values, self._config, len(self), many=False))
+        self._slide(1)
 
     def extend(self, keys: Array, values: Array, *, layout: Layout = "nhd") -> None:
         checks.check_unfrozen(self._frozen)
+        before = len(self)
         self._extend(keys, values, True, layout)
+        self._slide(len(self) - before)
 
     def _append(self, keys: Array, values: Array, layout: Layout = "nhd") -> None:
         self._extend(keys, values, None, layout)
@@ -196,6 +200,8 @@ class _LayerCore(LayerCore):
         n_rows, num_heads, head_dim = rows.shape
         held = self._held()  # taken once: another thread may be appending
         length = held.num_tokens
+        window = self._config.window if window is None else window
+        checks.check_reach(self._config, held, n_rows, window, sink_tokens)
         options = AttendOptions.make(
             head_dim,
             n_rows,
