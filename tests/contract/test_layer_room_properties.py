@@ -1,12 +1,13 @@
 """A layer that grows, drops, truncates and moves, against a list of its tokens."""
 
 import numpy as np
+import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from support import content
 
 import kvedge.layer_room
-from kvedge import KVCache
+from kvedge import KVCache, errors
 from kvedge.core.formats import FORMATS
 
 H, D = 2, 8
@@ -18,13 +19,16 @@ class LayerRoom(RuleBasedStateMachine):
     @initialize(
         dtype=st.sampled_from(list(FORMATS)),
         capacity=st.none() | st.integers(1, 40),
+        window=st.none() | st.integers(1, 20),
         first_rows=st.sampled_from([1, 4, 256]),
     )
-    def make(self, dtype, capacity, first_rows):
+    def make(self, dtype, capacity, window, first_rows):
+        capacity = None if window else capacity
         kvedge.layer_room.FIRST_ROWS, self.before = first_rows, kvedge.layer_room.FIRST_ROWS
         self.kind = KVCache._layer_types[dtype]
         self.capacity = capacity
-        self.layer = self.kind(capacity, H, D)
+        self.window = window
+        self.layer = self.kind(capacity, H, D, window=window)
         self.tokens, self.next, self.dropped = [], 0, 0
 
     def teardown(self):
@@ -47,16 +51,23 @@ class LayerRoom(RuleBasedStateMachine):
                 return
             raise AssertionError("more than the capacity was taken")
         self.layer.extend(*self.rows(numbers))
+        self.append(numbers)
+
+    def append(self, numbers):
+        if self.window and numbers:
+            unseen = max(0, len(self.tokens) - (self.window - 1))
+            del self.tokens[:unseen]
+            self.dropped += unseen
         self.tokens += numbers
-        self.next += n
+        self.next += len(numbers)
 
     @rule()
     def push(self):
         if self.capacity is None or len(self.tokens) < self.capacity:
             self.layer.push(*(row[0] for row in self.rows([self.next])))
-            self.tokens.append(self.next)
-            self.next += 1
+            self.append([self.next])
 
+    @precondition(lambda self: not self.window)
     @rule(share=st.floats(0, 1))
     def drop_first(self, share):
         n = round(share * len(self.tokens))
@@ -67,9 +78,14 @@ class LayerRoom(RuleBasedStateMachine):
     @rule(share=st.floats(0, 1))
     def truncate(self, share):
         n = round(share * len(self.tokens))
+        if self.window and self.dropped and n < self.window - 1:
+            with pytest.raises(errors.PositionOutOfRangeError):
+                self.layer.truncate(n)
+            return
         self.layer.truncate(n)
         del self.tokens[n:]
 
+    @precondition(lambda self: not self.window)
     @rule(data=st.data())
     def keep(self, data):
         mask = data.draw(
@@ -104,7 +120,8 @@ class LayerRoom(RuleBasedStateMachine):
         np.testing.assert_array_equal(layer.values(), other.values())
         if self.tokens:
             query = np.cos(np.arange(2 * H * D, dtype=np.float32)).reshape(2 * H, D)
-            np.testing.assert_allclose(layer.attend(query), other.attend(query), atol=1e-5)
+            expected = other.attend(query, window=self.window)
+            np.testing.assert_allclose(layer.attend(query), expected, atol=1e-5)
         if self.capacity is not None:
             assert layer._config.capacity <= 2 * self.capacity
 

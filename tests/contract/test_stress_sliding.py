@@ -58,7 +58,7 @@ def copied(layer, rng):
 
 def attended(layer, rng):
     """With scale 0 the result is the middle of the values, and lse the number of tokens."""
-    window = rng.choice([None, None, 3])
+    window = 3 if layer.window or rng.random() < 0.3 else None
     options = {"window": window, "softcap": rng.choice([None, 30.0]), "precision_bits": 24}
     out, lse = layer.attend(QUERY, scale=0.0, return_lse=True, **options)
     n = round(float(np.exp(lse[0])))
@@ -111,10 +111,12 @@ def read_on(layer, appended, done, failures, counts, seed):
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float32"])
-@pytest.mark.parametrize("capacity", [None, 40])
-def test_readers_of_a_sliding_layer_see_one_moment(dtype, capacity, monkeypatch):
+@pytest.mark.parametrize(
+    "options", [{}, {"capacity": 40}, {"window": 20}], ids=["growing", "fixed", "window"]
+)
+def test_readers_of_a_sliding_layer_see_one_moment(dtype, options, monkeypatch):
     monkeypatch.setattr("kvedge.layer_room.FIRST_ROWS", 4)
-    layer = KVCache._layer_types[dtype](capacity, H, D)
+    layer = KVCache._layer_types[dtype](num_kv_heads=H, head_dim=D, **options)
     appended = [0, 0]  # tokens that are there, and that may be
     done, failures, counts = threading.Event(), [], {}
     threads = [
@@ -132,7 +134,7 @@ def test_readers_of_a_sliding_layer_see_one_moment(dtype, capacity, monkeypatch)
             appended[1] += n
             layer.extend(*rows(range(appended[0], appended[1])))
             appended[0] = appended[1]
-            if len(layer) > 20:
+            if layer.window is None and len(layer) > 20:
                 layer.drop_first(rng.randint(len(layer) - 20, len(layer)))
             if rng.random() < 0.3:
                 time.sleep(0.0005)
