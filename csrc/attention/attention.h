@@ -220,7 +220,7 @@ typedef struct {
 } kvedge_slice;
 
 /* slice.c: as kvedge_attention_run, which takes the slice that follows for the next one. What this thread runs next
- * is asked for at the end, if its rows lie as those of this one. */
+ * is prefetched at the end, if its rows lie as those of this one. */
 void kvedge_slice_run(const kvedge_attention *a, int slice, kvedge_slice next, int slot, const volatile int *stop);
 
 /* slice.c: logits of a call of one query row over all tokens, (num_heads, len). */

@@ -173,8 +173,8 @@ typedef struct {
 /* Adds the values of `vectors` vectors of channels, from channel `at` on, to the accumulators of `count` queries: of the
  * last vector n channels. (Constants where this is inlined: format, count, vectors, and whether n is FLOATS.) */
 KVEDGE_INLINE void weigh_channels(const float_rows *v, const kvedge_format format, ptrdiff_t at, const int vectors,
-                                  int n, const int count, int asking, const float *p, const float *rescale, float *acc,
-                                  ptrdiff_t acc_stride) {
+                                  int n, const int count, int prefetches, const float *p, const float *rescale,
+                                  float *acc, ptrdiff_t acc_stride) {
   const int size = (int)channel_bytes(format), bytes = vectors * FLOATS * size;
   floats sum[FLOAT_SUMS];
 #pragma GCC unroll 8
@@ -183,7 +183,8 @@ KVEDGE_INLINE void weigh_channels(const float_rows *v, const kvedge_format forma
   for (int left = v->num_tokens; left > 0; left -= run++->num_tokens) {
     const int tokens = run->num_tokens;
     const char *row = run->rows + at * size;
-    const kvedge_next_block next = asking ? kvedge_further(run->next, at * size * tokens) : (kvedge_next_block){0, 0};
+    const kvedge_next_block next =
+        prefetches ? kvedge_further(run->next, at * size * tokens) : (kvedge_next_block){0, 0};
 #pragma GCC unroll 4
     for (int t = 0; t < tokens; t++, row += v->stride, p++) {
       if (next.first && (bytes >= LINE || t % (LINE / bytes) == 0))
@@ -220,8 +221,8 @@ KVEDGE_INLINE void weigh_channels(const float_rows *v, const kvedge_format forma
 /* A pass over the tokens for `count` queries, of as many of `left` channels as it can: how many is returned.
  * (Constants as in weigh_channels().) */
 KVEDGE_INLINE int weigh_pass(const float_rows *v, const kvedge_format format, int at, int left, const int count,
-                             int asking, const float *p, const float *rescale, float *acc, ptrdiff_t acc_stride) {
-#define WEIGH_OF(vectors, n) weigh_channels(v, format, at, vectors, n, count, asking, p, rescale, acc, acc_stride)
+                             int prefetches, const float *p, const float *rescale, float *acc, ptrdiff_t acc_stride) {
+#define WEIGH_OF(vectors, n) weigh_channels(v, format, at, vectors, n, count, prefetches, p, rescale, acc, acc_stride)
 #define WEIGH(vectors) WEIGH_OF(vectors, FLOATS)
   if (count == 1 && left >= 8 * FLOATS) return WEIGH(8), 8 * FLOATS;
   if (count <= 2 && left >= 4 * FLOATS) return WEIGH(4), 4 * FLOATS;

@@ -18,7 +18,7 @@ enum {
   /* Tokens that a kernel works on together at least: tiles are cut at multiples of it only. */
   KVEDGE_BLOCK = 16,
   KVEDGE_TILE_BLOCKS = KVEDGE_TILE / KVEDGE_BLOCK,
-  /* Query rows that one kernel call serves at most (a stack of query heads and prompt rows). */
+  /* Query rows of a KV head (group x rows of a prompt) that one kernel call serves at most. */
   KVEDGE_STACK = 32,
   /* Prepared query groups are padded with zeros to this many channels: one 64-byte vector. */
   KVEDGE_QUERY_PAD = 64,
@@ -146,8 +146,8 @@ typedef struct {
   void (*add_slope)(float *logits, int n, float slope, float first);
   /* logits[t] += bias[t], finite likewise; -INFINITY where bias[t] is */
   void (*add_bias)(float *logits, int n, const float *bias);
-  /* numbers[t] = instead where mask[t] is 0 or bias[t] is -INFINITY; NULL: nowhere */
-  void (*hide)(float *numbers, int n, const uint8_t *mask, const float *bias, float instead);
+  /* row[t] = instead where mask[t] is 0 or bias[t] is -INFINITY; NULL: nowhere */
+  void (*hide)(float *row, int n, const uint8_t *mask, const float *bias, float instead);
 } kvedge_logit_kernels;
 
 typedef struct kvedge_kernels {
@@ -166,7 +166,7 @@ typedef struct kvedge_kernels {
   void (*dequantize)(const int8_t *codes, size_t n, float scale, float *out);
 
   /* out[c * out_stride + t] = row t's scales[c] * factor, for num_tokens rows of which 1 to KVEDGE_SCALE_COLUMNS
-   * numbers of `type` are read, token_stride bytes apart. */
+   * values of `type` are read, token_stride bytes apart. */
   void (*transpose_scales)(const void *scales, kvedge_scale_type type, ptrdiff_t token_stride, int num_tokens,
                            int num_columns, float factor, float *out, ptrdiff_t out_stride);
 
@@ -182,7 +182,7 @@ typedef struct kvedge_kernels {
 
   kvedge_logit_kernels logits;
 
-  /* to = to * keep + from * add, n numbers that do not overlap. */
+  /* to = to * keep + from * add, n elements that do not overlap. */
   void (*merge_row)(float *to, float keep, const float *from, float add, int n);
 
   /* out = row * factor * power, in this order (power, of two, may take the product to where it rounds), or the

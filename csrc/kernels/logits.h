@@ -61,12 +61,12 @@ static inline void add_bias_portable(float *restrict logits, int n, const float 
   }
 }
 
-static inline void hide_portable(float *restrict numbers, int n, const uint8_t *restrict mask,
-                                 const float *restrict bias, float instead) {
+static inline void hide_portable(float *restrict row, int n, const uint8_t *restrict mask, const float *restrict bias,
+                                 float instead) {
   if (mask)
-    for (int t = 0; t < n; t++) numbers[t] = mask[t] ? numbers[t] : instead;
+    for (int t = 0; t < n; t++) row[t] = mask[t] ? row[t] : instead;
   if (bias)
-    for (int t = 0; t < n; t++) numbers[t] = bias[t] < -FLT_MAX ? instead : numbers[t];
+    for (int t = 0; t < n; t++) row[t] = bias[t] < -FLT_MAX ? instead : row[t];
 }
 
 #define KVEDGE_LOGIT_KERNELS {to_logits_portable, add_slope_portable, add_bias_portable, hide_portable}

@@ -43,7 +43,7 @@ static inline float lanes_sum(float lane[LANES]) {
 }
 
 static inline void softmax_portable(float *scores, int num_queries, int num_tokens, const float *factor, float *max,
-                                    float *sum, float *alpha) {
+                                    float *sum, float *rescale) {
   for (int i = 0; i < num_queries; i++, scores += KVEDGE_TILE) {
     int padded = (num_tokens + LANES - 1) / LANES * LANES;
     for (int t = num_tokens; t < padded; t++) scores[t] = -INFINITY;
@@ -54,7 +54,7 @@ static inline void softmax_portable(float *scores, int num_queries, int num_toke
     float tile_max = lanes_max(lane);
     float m = max[i] > tile_max ? max[i] : tile_max;
     float f = factor[i];
-    alpha[i] = exp2_nonpositive((max[i] - m) * f);
+    rescale[i] = exp2_nonpositive((max[i] - m) * f);
     max[i] = m;
     for (int j = 0; j < LANES; j++) lane[j] = 0.0f;
     for (int t = 0; t < padded; t += LANES)
@@ -63,7 +63,7 @@ static inline void softmax_portable(float *scores, int num_queries, int num_toke
         scores[t + j] = p;
         lane[j] += p;
       }
-    sum[i] = sum[i] * alpha[i] + lanes_sum(lane);
+    sum[i] = sum[i] * rescale[i] + lanes_sum(lane);
   }
 }
 

@@ -165,18 +165,23 @@ static uint64_t KVEDGE_NAME(multiply)(size_t n) {
   return words[0] | words[1] | words[2] | words[3];
 }
 
-/* transpose_scales of four columns and whole fours of tokens; returns how many. (`type`: a constant where this is
- * inlined.) */
-KVEDGE_INLINE int transpose_fours(const char *scales, const kvedge_scale_type type, ptrdiff_t token_stride,
-                                  int num_tokens, float factor, float *out, ptrdiff_t out_stride) {
+/* transpose_scales of whole fours of tokens; returns how many. (`type`, and `all` for four columns: constants where this
+ * is inlined. Fewer columns of float32 only.) */
+KVEDGE_INLINE int transpose_fours(const char *scales, const kvedge_scale_type type, const int all,
+                                  ptrdiff_t token_stride, int num_tokens, int num_columns, float factor, float *out,
+                                  ptrdiff_t out_stride) {
+  const __m128i columns = _mm256_castsi256_si128(first_lanes(num_columns));
   int t = 0;
   for (; t + 4 <= num_tokens; t += 4) {
     __m128 row[4];
     for (int i = 0; i < 4; i++, scales += token_stride)
       row[i] = type == KVEDGE_SCALE_FLOAT16 ? _mm_cvtph_ps(_mm_loadl_epi64((const __m128i *)scales))
-                                            : _mm_loadu_ps((const float *)scales);
+               : all                        ? _mm_loadu_ps((const float *)scales)
+                                            : _mm_maskload_ps((const float *)scales, columns);
     _MM_TRANSPOSE4_PS(row[0], row[1], row[2], row[3]);
-    for (int c = 0; c < 4; c++) _mm_storeu_ps(out + c * out_stride + t, _mm_mul_ps(row[c], _mm_set1_ps(factor)));
+#pragma GCC unroll 4
+    for (int c = 0; c < 4; c++)
+      if (all || c < num_columns) _mm_storeu_ps(out + c * out_stride + t, _mm_mul_ps(row[c], _mm_set1_ps(factor)));
   }
   return t;
 }
@@ -185,10 +190,12 @@ static void KVEDGE_NAME(transpose_scales)(const void *scales, kvedge_scale_type 
                                           int num_tokens, int num_columns, float factor, float *out,
                                           ptrdiff_t out_stride) {
   int done = 0;
-  if (num_columns == 4 && type == KVEDGE_SCALE_FLOAT32)
-    done = transpose_fours(scales, KVEDGE_SCALE_FLOAT32, token_stride, num_tokens, factor, out, out_stride);
-  else if (num_columns == 4)
-    done = transpose_fours(scales, KVEDGE_SCALE_FLOAT16, token_stride, num_tokens, factor, out, out_stride);
+#define TRANSPOSE(type, all)                                                                                           \
+  transpose_fours(scales, type, all, token_stride, num_tokens, num_columns, factor, out, out_stride)
+  if (type == KVEDGE_SCALE_FLOAT32 && num_columns == 4) done = TRANSPOSE(KVEDGE_SCALE_FLOAT32, 1);
+  else if (type == KVEDGE_SCALE_FLOAT32) done = TRANSPOSE(KVEDGE_SCALE_FLOAT32, 0);
+  else if (num_columns == 4) done = TRANSPOSE(KVEDGE_SCALE_FLOAT16, 1);
+#undef TRANSPOSE
   transpose_scales_portable((const char *)scales + done * token_stride, type, token_stride, num_tokens - done,
                             num_columns, factor, out + done, out_stride);
 }

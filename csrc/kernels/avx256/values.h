@@ -188,7 +188,7 @@ static void weigh_codes(const kvedge_probabilities *p, const kvedge_tile *values
 
 /* Adds a tile's values to up to 16 channels of `count` queries, with weights as floats: (num_queries, KVEDGE_TILE).
  * (Constants as in weigh_pair().) */
-KVEDGE_INLINE void weigh_16_floats(const kvedge_run *run, ptrdiff_t stride, int num_tokens, int asking, int channel,
+KVEDGE_INLINE void weigh_16_floats(const kvedge_run *run, ptrdiff_t stride, int num_tokens, int prefetches, int channel,
                                    int num_channels, const int count, const float *weights, const float *rescale,
                                    float *acc, ptrdiff_t acc_stride) {
   __m256 sum[SUM_QUERIES][2];
@@ -197,7 +197,7 @@ KVEDGE_INLINE void weigh_16_floats(const kvedge_run *run, ptrdiff_t stride, int 
   for (int left = num_tokens; left > 0; left -= run++->num_tokens) {
     const int tokens = run->num_tokens;
     const int8_t *row = (const int8_t *)run->rows + channel;
-    const kvedge_next_block next = asking ? kvedge_further(run->next, channel * tokens) : (kvedge_next_block){0, 0};
+    const kvedge_next_block next = prefetches ? kvedge_further(run->next, channel * tokens) : (kvedge_next_block){0, 0};
 #pragma GCC unroll 4
     for (int t = 0; t < tokens; t++, row += stride, weights++) {
       if (next.first && t % 4 == 0) kvedge_prefetch_line(next, 16 * t);

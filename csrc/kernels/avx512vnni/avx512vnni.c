@@ -112,7 +112,7 @@ KVEDGE_INLINE __m512 exp2_of(__m512 x) {
 
 /* Raises the maxima of `count` queries to those of a tile, given lane by lane. */
 static __attribute__((noinline)) void raise_max(int count, const __m512 tile_max[4], const float *factor, float *max,
-                                                float *sum, float *alpha) {
+                                                float *sum, float *rescale) {
   const __mmask8 queries = (__mmask8)((1 << count) - 1);
   __m128 old = _mm_maskz_loadu_ps(queries, max), f = _mm_maskz_loadu_ps(queries, factor);
   __m128 new = _mm_max_ps(old, reduce_4(MAX, tile_max));
@@ -120,7 +120,7 @@ static __attribute__((noinline)) void raise_max(int count, const __m512 tile_max
   __m128 before = _mm_mul_ps(_mm_maskz_loadu_ps(queries, sum), _mm512_castps512_ps128(fallen));
   _mm_mask_storeu_ps(max, queries, new);
   _mm_mask_storeu_ps(sum, queries, before);
-  _mm512_mask_storeu_ps(alpha, queries, fallen); /* 512 bits: masked, vextractf32x4 touches what it must not */
+  _mm512_mask_storeu_ps(rescale, queries, fallen); /* 512 bits: masked, vextractf32x4 touches what it must not */
 }
 
 /* Scores of up to 16 tokens become powers, which are added to the totals; those that are not valid become 0. (`count`
@@ -138,7 +138,7 @@ KVEDGE_INLINE void raise_powers(const int count, const int all, __mmask16 valid,
 
 /* softmax of `count` queries, 1 to 4 (a constant where this is inlined). */
 KVEDGE_INLINE void softmax_of(const int count, float *scores, int num_tokens, const float *factor, float *max,
-                              float *sum, float *alpha) {
+                              float *sum, float *rescale) {
   const __m512 nothing = _mm512_set1_ps(-INFINITY);
   const __mmask8 queries = (__mmask8)((1 << count) - 1);
   int whole = (num_tokens - 1) / 16; /* vectors before the last, of which this many are there: */
@@ -158,9 +158,9 @@ KVEDGE_INLINE void softmax_of(const int count, float *scores, int num_tokens, co
     above |= _mm512_cmp_ps_mask(risen, _mm512_set1_ps(KVEDGE_HEADROOM), _CMP_GT_OQ);
     above |= max[i] == -FLT_MAX;
   }
-  if (__builtin_expect(above != 0, 0)) raise_max(count, largest, factor, max, sum, alpha);
+  if (__builtin_expect(above != 0, 0)) raise_max(count, largest, factor, max, sum, rescale);
   else
-    for (int i = 0; i < count; i++) alpha[i] = 1.0f;
+    for (int i = 0; i < count; i++) rescale[i] = 1.0f;
 #pragma GCC unroll 4
   for (int i = 0; i < 4; i++) {
     m[i] = _mm512_set1_ps(i < count ? max[i] : 0.0f);
@@ -173,9 +173,9 @@ KVEDGE_INLINE void softmax_of(const int count, float *scores, int num_tokens, co
 }
 
 static void softmax_avx512vnni(float *scores, int num_queries, int num_tokens, const float *factor, float *max,
-                               float *sum, float *alpha) {
+                               float *sum, float *rescale) {
 #define SOFTMAX_OF(count)                                                                                              \
-  softmax_of(count, scores + i * KVEDGE_TILE, num_tokens, factor + i, max + i, sum + i, alpha + i)
+  softmax_of(count, scores + i * KVEDGE_TILE, num_tokens, factor + i, max + i, sum + i, rescale + i)
   int i = 0;
   BY_FOURS(num_queries, SOFTMAX_OF)
 #undef SOFTMAX_OF

@@ -41,7 +41,7 @@ KVEDGE_INLINE lines_ahead lines_of(const kvedge_tile *tile, int dim) {
                        .last = blocks + (tile->num_tokens - 1) / BLOCK,
                        .offset = tile->next.blocks ? tile->next.offset : tile->offset,
                        .size = BLOCK * dim,
-                       .after = tile->next.in_order ? kvedge_ask_again_after() : 0};
+                       .after = tile->next.in_order ? kvedge_prefetch_again_after() : 0};
 }
 
 /* Where the next `count` lines start. They may pass the end of a block, or be prefetched twice: no harm is done. */

@@ -49,7 +49,7 @@ KVEDGE_INLINE void load_keys(const key_rows *k, const extent how, int u, int d, 
   }
 }
 
-/* What a query's code of `bytes` bytes is to be multiplied by. */
+/* The unit of a query's code of `bytes` planes. */
 KVEDGE_INLINE float unit_of(const kvedge_query *q, int i, const int bytes) {
   return q->scale[i * q->scale_stride] * (bytes == 3 ? 1.0f : bytes == 2 ? 256.0f : 65536.0f);
 }
@@ -132,16 +132,16 @@ KVEDGE_INLINE void multiply_two_columns(const int count, const int bytes, const 
   }
 }
 
-/* A block or a pair of them to score: its columns, and the lines to ask for. */
+/* A block or a pair of them to score: its columns, and the lines to prefetch. */
 typedef struct {
   const __m512i *columns;
   lines_ahead *ahead;
 } key_blocks;
 
 /* Scores of `blocks` blocks of tokens, one or two, for `count` queries of `bytes` bytes. (Constants where this is
- * inlined, as is `asking` for lines.) */
+ * inlined, as is `prefetches` for lines.) */
 KVEDGE_INLINE void score_blocks(const kvedge_query *q, int first, const int count, const int bytes, const int blocks,
-                                const int asking, const key_blocks *k, const float *unit, const float *k_scale,
+                                const int prefetches, const key_blocks *k, const float *unit, const float *k_scale,
                                 float *scores, int accumulate) {
   /* A product waits 5 cycles for the one before it in the same sum: few sums are made twice as many. */
   const int chains = count * bytes * blocks <= 8 ? 2 : 1;
@@ -164,7 +164,7 @@ KVEDGE_INLINE void score_blocks(const kvedge_query *q, int first, const int coun
     /* An odd column out: the next is there, and its codes are 0. */
     const int8_t *end = codes + (q->dim - d < 64 ? q->dim - d : 64);
     for (const int8_t *at = codes; at < end; at += 8, columns += 2 * PAIR) {
-      if (asking) prefetch_lines(k->ahead, take_lines(k->ahead, 2 * blocks), 2 * blocks, 1);
+      if (prefetches) prefetch_lines(k->ahead, take_lines(k->ahead, 2 * blocks), 2 * blocks, 1);
       multiply_two_columns(count, bytes, blocks, chains, at, stride, three_strides, columns, sum);
     }
   }
@@ -236,7 +236,7 @@ KVEDGE_INLINE void score_many(const scoring *s, const int bytes) {
 /* ---- Scores for up to eight queries ---- */
 
 /* Adds a column times four bytes of query i's codes. Written as one instruction with its broadcast, and one that stays
- * where it is: GCC (12) computes an address for each query anew, and gathers what was to come between products. */
+ * where it is: GCC (12) computes an address for each query anew, and gathers the shuffles that are to come between products. */
 KVEDGE_INLINE void multiply_add_code(__m512i *sum, __m512i column, const int8_t *codes, const int8_t *codes_of_4,
                                      ptrdiff_t stride, ptrdiff_t three_strides, const int i, const int at) {
   const int8_t *from = i < 4 ? codes : codes_of_4;

@@ -101,7 +101,7 @@ KVEDGE_INLINE const int8_t *block_of(const value_rows *v, int b) { return (const
 /* Where weigh() has a tile's values from, and how many lines it asks for with every four rows: from rows that are whole
  * (four); from rows, and keeps them interleaved (two); from what was kept, the first time (the other half, two), and
  * after that (none). */
-typedef enum { ROWS, ROWS_KEPT, KEPT_ASKING, KEPT } value_source;
+typedef enum { ROWS, ROWS_KEPT, KEPT_PREFETCHING, KEPT } value_source;
 
 /* All of a tile's values interleaved: (tokens of whole blocks / 4, 4). Rows past the last token repeat it: their weight
  * is 0. */
@@ -124,7 +124,7 @@ static __attribute__((noinline)) void keep_values(const value_rows *v, int num_c
  * constants where this is inlined.) */
 KVEDGE_INLINE void load_values(const int8_t *from, const int8_t *near, ptrdiff_t stride, const extent how,
                                __mmask64 valid, __m512i row[4]) {
-  const int asking = near != NULL;
+  const int prefetches = near != NULL;
   OPAQUE(from);
   OPAQUE(near);
 #pragma GCC unroll 4
@@ -135,7 +135,7 @@ KVEDGE_INLINE void load_values(const int8_t *from, const int8_t *near, ptrdiff_t
     }
     if (how == WHOLE) row[j] = _mm512_loadu_si512(from + j * stride);
     else row[j] = _mm512_maskz_loadu_epi8(valid, from + j * stride);
-    if (asking) _mm_prefetch((const char *)near + j * stride, _MM_HINT_T0);
+    if (prefetches) _mm_prefetch((const char *)near + j * stride, _MM_HINT_T0);
   }
 }
 
@@ -151,9 +151,9 @@ KVEDGE_INLINE void weigh(const value_rows *v, const value_source source, const e
                          __m512i *kept, const int count, const int bytes, const uint8_t *codes, __m512 (*totals)[4]) {
   const int half = how == HALF;
   const int step = half ? 8 : 4, asked = source == ROWS ? 4 : source == KEPT ? 0 : 2; /* lines in a step */
-  /* Rows come from L2, and lie too far apart for prefetchers. Where there is little arithmetic, asking costs more. */
-  const int asking_near = source == ROWS_KEPT || count * bytes > 4;
-  const int times = source != ROWS ? 1 : asking_near ? 2 : 3;
+  /* Rows come from L2, and lie too far apart for prefetchers. Where there is little arithmetic, prefetching costs more. */
+  const int prefetches_near = source == ROWS_KEPT || count * bytes > 4;
+  const int times = source != ROWS ? 1 : prefetches_near ? 2 : 3;
   __m512i sum[SUM_QUERIES][3][4];
 #pragma GCC unroll 4
   for (int i = 0; i < count; i++)
@@ -168,14 +168,14 @@ KVEDGE_INLINE void weigh(const value_rows *v, const value_source source, const e
 #pragma GCC unroll 4
     for (int r = 0; r < BLOCK; r += step) {
       __m512i value[4];
-      if (source == KEPT || source == KEPT_ASKING) {
+      if (source == KEPT || source == KEPT_PREFETCHING) {
 #pragma GCC unroll 4
         for (int c = 0; c < 4; c++) value[c] = kept[c];
       } else {
         __m512i row[4];
         const int8_t *near = r < BLOCK - ROWS_NEAR ? from + ROWS_NEAR * v->token_stride
                                                    : next + (r - BLOCK + ROWS_NEAR) * v->token_stride;
-        load_values(from, asking_near ? near : NULL, v->token_stride, how, valid, row);
+        load_values(from, prefetches_near ? near : NULL, v->token_stride, how, valid, row);
         interleave_4_rows(row, value);
 #pragma GCC unroll 4
         for (int c = 0; c < 4; c++)
@@ -248,15 +248,15 @@ KVEDGE_INLINE void weigh_half(const value_rows *v, const extent how, __mmask64 v
     for (int c = 0; c < 2; c++) totals[i][2 * high + c] = total_of(bytes, sum[i][0][c], sum[i][1][c], sum[i][2][c]);
 }
 
-/* acc = acc * alpha + total * scale of 64 channels (those in `valid`) of one query. */
-KVEDGE_INLINE void add_totals(const __m512 total[4], __mmask64 valid, float scale, float alpha, float *acc) {
+/* acc = acc * rescale + total * scale of 64 channels (those in `valid`) of one query. */
+KVEDGE_INLINE void add_totals(const __m512 total[4], __mmask64 valid, float scale, float rescale, float *acc) {
   /* 128-bit lane L of total[c] belongs to lane c of channels 16 L */
   __m512i lanes[4], ordered[4];
   for (int c = 0; c < 4; c++) lanes[c] = _mm512_castps_si512(total[c]);
   transpose_lanes(lanes, ordered);
   for (int c = 0; c < 4; c++) {
     __mmask16 mask = (__mmask16)(valid >> (16 * c));
-    __m512 kept = _mm512_mul_ps(_mm512_maskz_loadu_ps(mask, acc + 16 * c), _mm512_set1_ps(alpha));
+    __m512 kept = _mm512_mul_ps(_mm512_maskz_loadu_ps(mask, acc + 16 * c), _mm512_set1_ps(rescale));
     __m512 sum = _mm512_fmadd_ps(_mm512_castsi512_ps(ordered[c]), _mm512_set1_ps(scale), kept);
     _mm512_mask_storeu_ps(acc + 16 * c, mask, sum);
   }
@@ -266,7 +266,7 @@ KVEDGE_INLINE void add_totals(const __m512 total[4], __mmask64 valid, float scal
 typedef struct {
   int num_queries;
   const uint8_t *codes;
-  const float *scale, *alpha;
+  const float *scale, *rescale;
   float *acc;
   ptrdiff_t acc_stride;
 } weighing;
@@ -292,7 +292,7 @@ KVEDGE_INLINE void weigh_64_by_halves(const value_rows *v, const extent how, __m
     }
 #undef WEIGH_HALVES
     for (int j = i; j < i + count; j++)
-      add_totals(totals[j - i], how == WHOLE ? ~0ull : valid, w->scale[j], w->alpha[j], w->acc + j * w->acc_stride);
+      add_totals(totals[j - i], how == WHOLE ? ~0ull : valid, w->scale[j], w->rescale[j], w->acc + j * w->acc_stride);
   }
 }
 
@@ -325,13 +325,13 @@ KVEDGE_INLINE void weigh_64(const value_rows *v, int num_channels, const weighin
     count = (n - i + passes - 1) / passes; /* as equal as can be */
 #define WEIGH_FROM(source, count)                                                                                      \
   if (how == HALF) weigh(v, source, HALF, valid, kept, count, bytes, codes, totals);                                   \
-  else if (how == PART && source < KEPT_ASKING) weigh(v, source, PART, valid, kept, count, bytes, codes, totals);      \
+  else if (how == PART && source < KEPT_PREFETCHING) weigh(v, source, PART, valid, kept, count, bytes, codes, totals); \
   else weigh(v, source, WHOLE, valid, kept, count, bytes, codes, totals)
 #define WEIGH(count)                                                                                                   \
   switch (source) {                                                                                                    \
     case ROWS: WEIGH_FROM(ROWS, count); break;                                                                         \
     case ROWS_KEPT: WEIGH_FROM(ROWS_KEPT, count); break;                                                               \
-    case KEPT_ASKING: WEIGH_FROM(KEPT_ASKING, count); break;                                                           \
+    case KEPT_PREFETCHING: WEIGH_FROM(KEPT_PREFETCHING, count); break;                                                 \
     case KEPT: WEIGH_FROM(KEPT, count); break;                                                                         \
   }
     if (count == 1) {
@@ -351,9 +351,9 @@ KVEDGE_INLINE void weigh_64(const value_rows *v, int num_channels, const weighin
 #endif
 #undef WEIGH
 #undef WEIGH_FROM
-    source = source == ROWS_KEPT ? KEPT_ASKING : KEPT;
+    source = source == ROWS_KEPT ? KEPT_PREFETCHING : KEPT;
     for (int j = i; j < i + count; j++)
-      add_totals(totals[j - i], valid, w->scale[j], w->alpha[j], w->acc + j * w->acc_stride);
+      add_totals(totals[j - i], valid, w->scale[j], w->rescale[j], w->acc + j * w->acc_stride);
   }
 }
 
@@ -409,20 +409,20 @@ KVEDGE_INLINE void weigh_64_of_heads(const value_rows *v, const int from_rows, c
   for (int c = 0; c < 4; c++) totals[c] = total_of(bytes, sum[0][c], sum[1][c], sum[2][c]);
 }
 
-/* acc = acc * alpha + total * scale of 64 channels, 16 by 16. */
-KVEDGE_INLINE void add_totals_of_heads(const __m512 total[4], int lanes, const float *scale, const float *alpha,
+/* acc = acc * rescale + total * scale of 64 channels, 16 by 16. */
+KVEDGE_INLINE void add_totals_of_heads(const __m512 total[4], int lanes, const float *scale, const float *rescale,
                                        float *acc) {
   __m512i in[4], ordered[4];
   for (int c = 0; c < 4; c++) in[c] = _mm512_castps_si512(total[c]);
   transpose_lanes(in, ordered);
   for (int c = 0; c < 4; c++, acc += 16) {
-    __m512 kept = _mm512_mul_ps(_mm512_loadu_ps(acc), _mm512_set1_ps(alpha[c >= lanes]));
+    __m512 kept = _mm512_mul_ps(_mm512_loadu_ps(acc), _mm512_set1_ps(rescale[c >= lanes]));
     _mm512_storeu_ps(acc, _mm512_fmadd_ps(_mm512_castsi512_ps(ordered[c]), _mm512_set1_ps(scale[c >= lanes]), kept));
   }
 }
 
 KVEDGE_INLINE void weigh_heads(value_rows *v, int dim, const int bytes, const float *p, const float *v_scale,
-                               ptrdiff_t v_scale_stride, const float *alpha, float *acc) {
+                               ptrdiff_t v_scale_stride, const float *rescale, float *acc) {
   _Alignas(64) uint8_t codes[HEADS * CODE_ROW];
   float scale[HEADS];
   encode_weights(HEADS, bytes, p, v_scale, v_scale_stride, v->num_tokens, codes, scale);
@@ -436,7 +436,7 @@ KVEDGE_INLINE void weigh_heads(value_rows *v, int dim, const int bytes, const fl
       weigh_64_of_heads(v, 0, kept, 0, left < 4 ? left : 4, bytes, of_head, totals);
     } else if (left >= 4) weigh_64_of_heads(v, 1, NULL, 1, 4, bytes, of_head, totals);
     else weigh_64_of_heads(v, 1, NULL, 0, left, bytes, of_head, totals);
-    add_totals_of_heads(totals, left, scale + head, alpha + head, acc);
+    add_totals_of_heads(totals, left, scale + head, rescale + head, acc);
     left -= 4;
     if (left <= 0) head++, left += dim / 16;
   }
