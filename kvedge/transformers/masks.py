@@ -25,7 +25,7 @@ class LazyMask(LazyTensor):
     """A mask (batch, 1, queries, keys) that is written out only for those who need it so.
 
     The last query stands at the position of the last key. The elements, for attention code of a
-    model's own, are added to the logits, as in eager attention; :meth:`visible` is the same in bool.
+    model's own, are added to the logits, as in eager attention; :meth:`visible` is that in bool.
     """
 
     plain: bool  # causality, window and starts say it all

@@ -1,4 +1,4 @@
-"""Layers of every kind: states stay transformers' own, shared and narrow values, chunks, refusals."""
+"""Layers of every kind: states stay transformers' own; shared and narrow values; chunks."""
 
 import pytest
 from tiny_models import SIZES, KvedgeCache, dynamic_cache, prompt, torch, transformers
