@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import kvedge
-from kvedge.cli import compare, resume
+from kvedge.cli import compare, hugging_face, resume
 from kvedge.cli.figures import cache_figures, describe_cache, tokens_and_speed
 from kvedge.cli.model import add_model_options, load_model
 from kvedge.console.exits import INTERRUPTED, OK, UsageError
@@ -32,6 +32,7 @@ EXAMPLES = """\
   kvedge generate
   kvedge generate --prompt "Once upon a time" --tokens 100 --temperature 0.8 --seed 1
   kvedge generate --model model.gguf --prompt "The sea" --cache float32
+  kvedge generate --hf Qwen2.5-0.5B-Instruct --prompt "Why is the sea salty?"
   kvedge generate --tokens 50 --save-session s.kv && kvedge generate --load-session s.kv
   kvedge generate --compare              # int8 against float32, token by token
   kvedge generate > story.txt            # the summary stays on the screen
@@ -43,6 +44,7 @@ _DEFAULT_TOKENS = 200
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the command."""
     add_model_options(parser)
+    hugging_face.add_options(parser)
     text = parser.add_argument_group("text")
     text.add_argument("--prompt", metavar="TEXT", help="what to continue (default: nothing)")
     text.add_argument(
@@ -107,6 +109,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, output: Output) -> int:
     """Write the text and the summary."""
     _check(options)
+    if options.hf is not None:
+        return hugging_face.run(options, output)
     if options.save_session is not None:
         resume.check_can_save(options.save_session)
     path, model = load_model(options, output)
@@ -123,6 +127,8 @@ def _check(options: argparse.Namespace) -> None:
     if options.group_size is not None and options.cache and not FORMATS[options.cache].has_scales:
         scaled = " or ".join(form.name for form in FORMATS.values() if form.has_scales)
         raise UsageError(f"--group-size is for --cache {scaled}: {options.cache} has no scales")
+    if options.hf is None and (options.gguf is not None or options.no_chat):
+        raise UsageError("--gguf and --no-chat are for --hf DIR")
     if options.compare:
         for name in ("cache", "temperature", "top_p", "seed", "save_session", "load_session"):
             if getattr(options, name) is not None:

@@ -62,7 +62,7 @@ def test_int8_agrees_on_the_best_token(folder, record_property):
     record_property("KL, nats", divergence)
     print(f"{share:.4f} of positions have the same best token; KL {divergence:.2e} nats")
     assert share >= 0.98
-    assert divergence < 2e-3
+    assert divergence < 4e-3  # stories260K, whose heads have 8 channels: 1.9e-3
 
 
 def test_float32_writes_the_text_of_kvedges_own_llama():

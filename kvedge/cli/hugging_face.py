@@ -1,0 +1,214 @@
+"""``kvedge generate --hf``: a checkpoint of Hugging Face transformers on a KvedgeCache."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import sys
+import time
+from typing import Any
+
+from kvedge.cli.figures import tokens_and_speed
+from kvedge.console.exits import INTERRUPTED, OK, CommandError, UsageError
+from kvedge.console.output import Output, print_json
+from kvedge.console.sizes import format_size
+
+__all__ = ["add_options", "run"]
+
+_FOREIGN = ("model", "tokenizer", "context", "compare", "save_session", "load_session")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options that are for ``--hf`` alone."""
+    group = parser.add_argument_group(
+        "Hugging Face transformers (pip install 'kvedge[transformers]')"
+    )
+    group.add_argument("--hf", metavar="DIR", help="folder of a local checkpoint")
+    group.add_argument(
+        "--gguf", metavar="FILE", help="GGUF file in that folder, which transformers loads"
+    )
+    group.add_argument(
+        "--no-chat", action="store_true", help="give the prompt as it is, without a chat template"
+    )
+
+
+def run(options: argparse.Namespace, output: Output) -> int:
+    """Write the text and the summary."""
+    _check(options)
+    from kvedge.transformers import KvedgeCache  # says what is to be installed, if it is
+
+    with output.status("loading the model"):
+        model, tokenizer = _load(options.hf, options.gguf)
+    import torch
+
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    more = {} if options.group_size is None else {"group_size": options.group_size}
+    cache = KvedgeCache(model.config, options.cache or "int8", **more)
+    chat = bool(tokenizer.chat_template) and not options.no_chat
+    ids = _prompt(options.prompt or "", tokenizer, chat=chat)
+    shown = 0 if chat else len(tokenizer.decode(ids[0], skip_special_tokens=True))
+    stream = _Stream(tokenizer, skip_prompt=chat, show=not options.json)
+    arguments: dict[str, Any] = {"do_sample": False}
+    seed = None
+    if options.temperature:
+        seed = secrets.randbelow(1 << 32) if options.seed is None else options.seed
+        torch.manual_seed(seed)
+        arguments = {
+            "do_sample": True,
+            "temperature": options.temperature,
+            "top_p": options.top_p or 1.0,
+            "top_k": 0,
+        }
+    interrupted = False
+    try:
+        model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            past_key_values=cache,
+            max_new_tokens=max(options.tokens, 1),
+            streamer=stream,
+            pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id or 0,
+            **arguments,
+        )
+    except KeyboardInterrupt:
+        interrupted = True
+    summary = {
+        "model": options.hf,
+        "prompt": options.prompt or "",
+        "text": stream.text[shown:],
+        "tokens": stream.tokens,
+        "prompt_tokens": ids.shape[1],
+        "prompt_tokens_per_second": stream.prompt_speed(ids.shape[1]),
+        "generated_tokens": len(stream.tokens),
+        "tokens_per_second": stream.speed(),
+        "temperature": options.temperature or 0.0,
+        "top_p": options.top_p or 1.0,
+        "seed": seed,
+        "cache": {
+            "dtype": options.cache or "int8",
+            "tokens": cache.get_seq_length(),
+            "used_bytes": cache.memory_bytes,
+        },
+        "num_threads": torch.get_num_threads(),
+        "interrupted": interrupted,
+    }
+    if options.json:
+        print_json(summary)
+    else:
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+        _print_summary(summary, output)
+    return INTERRUPTED if interrupted else OK
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Refuse options of the other models."""
+    for name in _FOREIGN:
+        if getattr(options, name):
+            raise UsageError(f"--{name.replace('_', '-')} does not go with --hf")
+    if options.gguf is not None and not os.path.isfile(os.path.join(options.hf, options.gguf)):
+        raise CommandError(f"{options.hf}: there is no file {options.gguf} in it")
+    if not os.path.isdir(options.hf):
+        raise CommandError(
+            f"{options.hf}: no such folder (models are not downloaded: "
+            "'hf download NAME --local-dir DIR' does that)"
+        )
+
+
+def _load(folder: str, gguf: str | None) -> tuple[Any, Any]:
+    """Return the model, in its own dtype, and its tokenizer."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    more = {} if gguf is None else {"gguf_file": gguf}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, **more)
+        model = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype="auto",
+            attn_implementation="kvedge",
+            local_files_only=True,
+            **more,
+        )
+    except (OSError, ValueError, ImportError) as error:
+        raise CommandError(f"{folder}: transformers cannot load it: {error}") from error
+    return model.eval().requires_grad_(False), tokenizer
+
+
+def _prompt(text: str, tokenizer: Any, *, chat: bool) -> Any:
+    """Token ids of the prompt, (1, tokens); as a turn of a chat, in the model's template."""
+    import torch
+
+    if chat:
+        turn = [{"role": "user", "content": text}]
+        text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+    ids = tokenizer(text, add_special_tokens=not chat)["input_ids"]
+    if not ids:
+        if tokenizer.bos_token_id is None:
+            raise UsageError("the model has no token to begin with: give a --prompt")
+        ids = [tokenizer.bos_token_id]
+    return torch.tensor([ids])
+
+
+class _Stream:
+    """What ``generate`` calls with each token: the text goes out, and the time is noted."""
+
+    def __init__(self, tokenizer: Any, *, skip_prompt: bool, show: bool) -> None:
+        from transformers import TextStreamer
+
+        self.tokens: list[int] = []
+        self.text = ""
+        self._start = time.perf_counter()
+        self._times: list[float] = []
+        self._prompt = True
+        self._pieces: Any = TextStreamer(
+            tokenizer, skip_prompt=skip_prompt, skip_special_tokens=True
+        )
+        self._pieces.on_finalized_text = self._take
+        self._show = show
+
+    def put(self, value: Any) -> None:
+        """Take the prompt, then each token."""
+        self._pieces.put(value.reshape(-1))
+        if self._prompt:
+            self._prompt = False
+            return
+        self._times.append(time.perf_counter())
+        self.tokens.extend(value.reshape(-1).tolist())
+
+    def end(self) -> None:
+        """Write what is left."""
+        self._pieces.end()
+
+    def _take(self, text: str, stream_end: bool = False) -> None:
+        self.text += text
+        if self._show:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+
+    def prompt_speed(self, tokens: int) -> float | None:
+        """Tokens of the prompt read in a second."""
+        return tokens / (self._times[0] - self._start) if self._times else None
+
+    def speed(self) -> float | None:
+        """Tokens written in a second, from the first to the last."""
+        if len(self._times) < 2:
+            return None
+        return (len(self._times) - 1) / (self._times[-1] - self._times[0])
+
+
+def _print_summary(summary: dict[str, Any], output: Output) -> None:
+    cache = summary["cache"]
+    rows = [
+        ("prompt", tokens_and_speed(summary["prompt_tokens"], summary["prompt_tokens_per_second"])),
+        ("generation", tokens_and_speed(summary["generated_tokens"], summary["tokens_per_second"])),
+        (
+            "cache",
+            f"{cache['dtype']}, {cache['tokens']} tokens in {format_size(cache['used_bytes'])}",
+        ),
+        ("threads", str(summary["num_threads"])),
+    ]
+    if summary["seed"] is not None:
+        rows.insert(2, ("seed", str(summary["seed"])))
+    output.facts("kvedge generate", rows, stream=sys.stderr)
