@@ -12,10 +12,15 @@ from typing import Any
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
+from kvedge import append_batch, attend_batch
 from kvedge.errors import InvalidArgumentError, KvedgeError, ShapeMismatchError
-from kvedge.transformers import rows
 from kvedge.transformers.lazy import LazyTensor, warn_decoded
 from kvedge.transformers.options import StoreOptions
+
+# A window's rows are moved to smaller slabs when theirs have room for so many windows, and for
+# more tokens than slabs begin with anyway.
+_SLACK = 8
+_SMALL = 1024
 
 __all__ = ["KvedgeLayer", "KvedgeSlidingLayer", "LazyRows"]
 
@@ -111,7 +116,7 @@ class KvedgeLayer(CacheLayerMixin):
                 )
             self.lazy_initialization(key_states, value_states)
         self._make_room(key_states.shape[2])
-        rows.append(self.rows, key_states, value_states)
+        append_batch(self.rows, key_states, value_states, layout="hnd")
         self.version += 1
         self._appended(key_states.shape[2])
         return self._lazy(key_states.shape[2])
@@ -146,7 +151,7 @@ class KvedgeLayer(CacheLayerMixin):
         """Keys and values that attention may read after `new` tokens were appended."""
         row = self.rows[0]
         batch, heads, tokens = len(self.rows), row.num_kv_heads, self._readable(new)
-        widths = (row.head_dim, rows.value_head_dim(row))
+        widths = (row.head_dim, row.value_head_dim)
         lazy = []
         for of_values in (False, True):
             tensor: LazyRows = torch.Tensor._make_wrapper_subclass(
@@ -194,7 +199,11 @@ class KvedgeLayer(CacheLayerMixin):
         torch.Tensor
             (batch, num_kv_heads, tokens, head_dim), of the model's dtype.
         """
-        return rows.decoded(self.rows, of_values, tokens).to(self.dtype)
+        decoded = []
+        for row in self.rows:
+            floats = torch.from_numpy(row.values() if of_values else row.keys())
+            decoded.append(floats[len(row) - tokens :].transpose(0, 1))
+        return torch.stack(decoded).to(self.dtype)
 
     def attend(
         self,
@@ -216,20 +225,35 @@ class KvedgeLayer(CacheLayerMixin):
         torch.Tensor
             (batch, queries, num_heads, head_dim of the values), of the query's dtype.
         """
-        return rows.attend(
+        batch, num_heads, queries, _ = query.shape
+        before = len(self.rows[0]) - tokens  # held, but not for these rows to read
+        start: int | list[int] = before
+        if starts is not None:
+            start = [before + own for own in starts]
+        if mask is not None:
+            mask = mask.detach()
+            if before:
+                mask = torch.nn.functional.pad(mask, (before, 0))
+        if sink_logits is not None:
+            sink_logits = sink_logits.detach().float()
+        width = self.rows[0].value_head_dim
+        out = torch.empty((batch, queries, num_heads, width), dtype=query.dtype)
+        attend_batch(
             self.rows,
             query,
-            tokens,
-            starts=starts,
-            mask=mask,
-            causal=causal,
             scale=scale,
+            causal=causal,
             window=window,
-            softcap=softcap,
             sink_logits=sink_logits,
+            softcap=softcap,
+            mask=mask,
+            start=start,
             precision_bits=self._options.precision_bits,
+            out=out.transpose(1, 2),
             num_threads=self._options.num_threads or torch.get_num_threads(),
+            layout="hnd",
         )
+        return out
 
     # ---- lengths ---------------------------------------------------------------------------------
 
@@ -261,7 +285,7 @@ class KvedgeLayer(CacheLayerMixin):
     @property
     def memory_bytes(self) -> int:
         """Bytes that the rows' tokens take."""
-        return sum(rows.used_bytes(row) for row in self.rows)
+        return sum(row.memory_bytes * len(row) // row.capacity for row in self.rows)
 
     # ---- removing and rearranging ----------------------------------------------------------------
 
@@ -387,7 +411,11 @@ class KvedgeSlidingLayer(KvedgeLayer):
         extra = len(self.rows[0]) - (self.sliding_window - 1)
         if extra > 0:
             self.version += 1
-            self.rows = [rows.without_first(row, extra) for row in self.rows]
+            for row in self.rows:
+                row.drop_first(extra)
+            # A long prompt was held whole while it was read: give that memory back.
+            if self.rows[0].capacity > max(_SLACK * self.sliding_window, _SMALL):
+                self.rows = [row.copy() for row in self.rows]
 
     def attend(
         self, query: torch.Tensor, tokens: int, *, causal: bool, window: int | None, **options: Any

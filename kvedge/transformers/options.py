@@ -8,12 +8,12 @@ from typing import Any, Literal
 
 import transformers
 
-from kvedge.core import checks
+from kvedge.backends.select import KVCache
+from kvedge.core.config import layer_config
 from kvedge.core.formats import FORMATS
 from kvedge.core.options import AttendOptions
 from kvedge.core.types import Array, Dtype, ScaleDtype
 from kvedge.errors import InvalidArgumentError
-from kvedge.transformers import rows
 
 __all__ = ["StoreOptions"]
 
@@ -39,9 +39,7 @@ class StoreOptions:
         ------
         InvalidArgumentError
         """
-        checks.layer_config(
-            self.dtype, 1, 1, 1, group_size=self.group_size, scale_dtype=self.scale_dtype
-        )
+        layer_config(self.dtype, 1, 1, 1, group_size=self.group_size, scale_dtype=self.scale_dtype)
         AttendOptions.make(
             1, 1, 1, 1, precision_bits=self.precision_bits, num_threads=self.num_threads
         )
@@ -62,10 +60,15 @@ class StoreOptions:
         offset = self.key_offset
         if offset is not None and not isinstance(offset, str):
             offset = offset[index]  # type: ignore[assignment]
-        return rows.new_row(
-            self.dtype, heads, head_dim, value_head_dim,
-            group_size=self.group_size, scale_dtype=self.scale_dtype, key_offset=offset,
-        )  # fmt: skip
+        kind: Any = KVCache._layer_types[self.dtype]
+        more: dict[str, Any] = {}
+        if FORMATS[self.dtype].has_scales:
+            more = {
+                "group_size": self.group_size,
+                "scale_dtype": self.scale_dtype,
+                "key_offset": offset,
+            }
+        return kind(None, heads, head_dim, value_head_dim=value_head_dim, **more)
 
     @staticmethod
     def tokens_after_crop(number: int, length: int) -> int:
