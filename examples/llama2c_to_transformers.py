@@ -3,7 +3,8 @@
     python examples/llama2c_to_transformers.py stories15M.bin tokenizer.bin stories15M/
     kvedge generate --hf stories15M --prompt "Once upon a time"
 
-Needs: pip install 'kvedge[transformers]'. Checkpoints of version 0 (llama2.c's run.c reads them).
+Without arguments it converts the small model that comes with kvedge, to stories260K/. Needs
+pip install 'kvedge[transformers]'. Checkpoints of version 0 (llama2.c's run.c reads them).
 """
 
 import struct
@@ -13,6 +14,8 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from kvedge.data import STORIES_MODEL, STORIES_TOKENIZER
 
 BOS, EOS = 1, 2
 
@@ -143,6 +146,8 @@ def convert(checkpoint, tokenizer, folder):
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 4:
+    if len(sys.argv) not in (1, 4):
         raise SystemExit(__doc__)
-    convert(*sys.argv[1:])
+    arguments = sys.argv[1:] or [str(STORIES_MODEL), str(STORIES_TOKENIZER), "stories260K"]
+    convert(*arguments)
+    print(f"{arguments[2]}: a LlamaForCausalLM and its tokenizer")

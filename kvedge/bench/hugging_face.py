@@ -19,6 +19,7 @@ from kvedge.bench.statistics import spread_of
 from kvedge.console.output import Output
 from kvedge.console.sizes import format_size
 from kvedge.console.values import positive_int
+from kvedge.core.types import Dtype
 from kvedge.errors import MissingExtraError
 
 NAME = "transformers"
@@ -49,7 +50,7 @@ class _Kind:
     make: Callable[[Any], Any]  # from the model's config
 
 
-def _kvedge(dtype: str) -> Callable[[Any], Any]:
+def _kvedge(dtype: Dtype) -> Callable[[Any], Any]:
     def make(config: Any) -> Any:
         from kvedge.transformers import KvedgeCache
 
@@ -152,10 +153,10 @@ def measure(options: argparse.Namespace, output: Output) -> dict[str, Any]:
 
     kinds, notes = _installed(options.cache)
     machine = system.machine()
-    packages = [_Versioned("torch"), _Versioned("transformers")]
+    packages: list[Any] = [_Versioned("torch"), _Versioned("transformers")]
     packages += [_Versioned(_KINDS[kind].package) for kind in kinds if _KINDS[kind].package]
     settings = {"model": f"Qwen2.5-0.5B's shape, {options.layers} layers", "rounds": options.rounds}
-    report = header("transformers", machine, packages, settings=settings, notes=notes)  # type: ignore[arg-type]
+    report = header("transformers", machine, packages, settings=settings, notes=notes)
     report["cases"] = []
     contexts = common.chosen_contexts(options)
     steps = len(options.dtype) * len(contexts) * len(options.threads) * options.rounds
@@ -262,7 +263,7 @@ def _bytes(cache: Any) -> int:
 def _case(
     dtype: str, context: int, threads: int, tokens: Sequence[_Token], samples: Sequence[list[float]]
 ) -> dict[str, Any]:
-    results = []
+    results: list[dict[str, Any]] = []
     for token, seconds in zip(tokens, samples, strict=True):
         spread = spread_of(seconds)
         results.append(

@@ -17,6 +17,8 @@ from kvedge.errors import InvalidArgumentError, KvedgeError, ShapeMismatchError
 from kvedge.transformers.lazy import LazyTensor, warn_decoded
 from kvedge.transformers.options import StoreOptions
 
+_make_wrapper: Any = torch.Tensor._make_wrapper_subclass
+
 # A window's rows are moved to smaller slabs when theirs have room for so many windows, and for
 # more tokens than slabs begin with anyway.
 _SLACK = 8
@@ -151,15 +153,13 @@ class KvedgeLayer(CacheLayerMixin):
         """Keys and values that attention may read after `new` tokens were appended."""
         row = self.rows[0]
         batch, heads, tokens = len(self.rows), row.num_kv_heads, self._readable(new)
-        widths = (row.head_dim, row.value_head_dim)
-        lazy = []
-        for of_values in (False, True):
-            tensor: LazyRows = torch.Tensor._make_wrapper_subclass(
-                LazyRows, (batch, heads, tokens, widths[of_values]), dtype=self.dtype
-            )
-            tensor.layer, tensor.of_values, tensor.made_at = self, of_values, self.version
-            lazy.append(tensor)
-        return lazy[0], lazy[1]
+        keys = _make_wrapper(LazyRows, (batch, heads, tokens, row.head_dim), dtype=self.dtype)
+        keys.layer, keys.of_values, keys.made_at = self, False, self.version
+        values = _make_wrapper(
+            LazyRows, (batch, heads, tokens, row.value_head_dim), dtype=self.dtype
+        )
+        values.layer, values.of_values, values.made_at = self, True, self.version
+        return keys, values
 
     def _readable(self, new: int) -> int:
         """Tokens that `new` query rows may read between them."""
@@ -225,19 +225,21 @@ class KvedgeLayer(CacheLayerMixin):
         torch.Tensor
             (batch, queries, num_heads, head_dim of the values), of the query's dtype.
         """
-        batch, num_heads, queries, _ = query.shape
-        before = len(self.rows[0]) - tokens  # held, but not for these rows to read
-        start: int | list[int] = before
+        first = self.rows[0]
+        before = len(first) - tokens  # held, but not for these rows to read
+        start: int | list[int] | None = None
         if starts is not None:
             start = [before + own for own in starts]
+        elif before and window is None:
+            start = before
         if mask is not None:
             mask = mask.detach()
             if before:
                 mask = torch.nn.functional.pad(mask, (before, 0))
         if sink_logits is not None:
             sink_logits = sink_logits.detach().float()
-        width = self.rows[0].value_head_dim
-        out = torch.empty((batch, queries, num_heads, width), dtype=query.dtype)
+        batch, num_heads, queries, _ = query.shape
+        out = torch.empty((batch, queries, num_heads, first.value_head_dim), dtype=query.dtype)
         attend_batch(
             self.rows,
             query,
