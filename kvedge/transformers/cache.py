@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from transformers.cache_utils import Cache
 
 from kvedge.core.types import Array, Dtype, ScaleDtype
+from kvedge.transformers import session
 from kvedge.transformers.options import StoreOptions
 from kvedge.transformers.structure import layers_for, shares_rows
+
+if TYPE_CHECKING:
+    from typing_extensions import Self  # type checkers bring it along
 
 __all__ = ["KvedgeCache"]
 
@@ -67,8 +73,104 @@ class KvedgeCache(Cache):
         layers = layers_for(config, self._options)
         self._options.check(len(layers))
         super().__init__(layers=layers)
+        self._model_fields = session.model_fields(config)
+        self._noted_ids: tuple[torch.Tensor, tuple[int, ...]] | None = None
 
     @property
     def memory_bytes(self) -> int:
         """Bytes that the tokens take, in all rows of all layers that kvedge serves."""
         return sum(getattr(layer, "memory_bytes", 0) for layer in self.layers)
+
+    # ---- a conversation --------------------------------------------------------------------------
+
+    @property
+    def token_ids(self) -> torch.Tensor | None:
+        """The ids of the tokens held, int64 (batch, tokens); None where they are not known.
+
+        A cache is given keys and values, no ids: set this to what ``generate`` returned. Ids beyond
+        the tokens held, as that of the last token, are left out. A further step, or anything else
+        that changes the cache but :meth:`keep_prefix`, makes them unknown again.
+
+        Raises
+        ------
+        ShapeMismatchError
+            Ids of another number of sequences, or fewer than the tokens held.
+        """
+        return session.known_ids(self, self._noted_ids)
+
+    @token_ids.setter
+    def token_ids(self, token_ids: Any) -> None:
+        self._noted_ids = session.note_ids(self, token_ids)
+
+    def keep_prefix(self, token_ids: Any) -> int:
+        """Keep the tokens that a prompt begins with, and drop the others.
+
+        ``generate`` with the whole prompt then computes the rest only. At least the last token of
+        the prompt is computed. Rows of a batch keep as many as all of them share with their prompts.
+
+        Parameters
+        ----------
+        token_ids : integers, (batch, tokens) or (tokens,)
+            The next prompt. Where it is padded, the padding must be what it was.
+
+        Returns
+        -------
+        int
+            Tokens kept.
+
+        Raises
+        ------
+        InvalidArgumentError
+            :attr:`token_ids` are not known; or a layer cannot go back, as its window or its state
+            has gone on. The cache is then as it was.
+        ShapeMismatchError
+            A prompt of another number of sequences.
+        """
+        return session.keep_prefix(self, token_ids)
+
+    def save(self, path: str | os.PathLike[str], token_ids: Any = None) -> None:
+        """Write the conversation to a folder, which is made if it is not there.
+
+        The folder's former conversation is replaced once all of this one is written.
+
+        Parameters
+        ----------
+        path : str or path
+        token_ids : integers, (batch, tokens) or (tokens,), optional
+            What ``generate`` returned. By default :attr:`token_ids`.
+
+        Raises
+        ------
+        InvalidArgumentError
+            The ids are not known; or a layer has a linear-attention state.
+        ShapeMismatchError
+            As of :attr:`token_ids`.
+        """
+        session.save(self, self._model_fields, path, token_ids)
+
+    @classmethod
+    def load(
+        cls, path: str | os.PathLike[str], config: Any, *, num_threads: int | None = None
+    ) -> Self:
+        """Read a conversation that :meth:`save` wrote; :attr:`token_ids` are known then.
+
+        Parameters
+        ----------
+        path : str or path
+        config : transformers.PretrainedConfig
+            Of the model it was with. Weights are not compared: they must be the same.
+        num_threads : int, optional
+            As of the constructor; other options are those of the cache that was saved.
+
+        Raises
+        ------
+        InvalidArgumentError
+            A conversation with a model of another shape.
+        CorruptFileError
+            The folder's files were changed, damaged, or do not belong together.
+        FileNotFoundError
+        """
+        fields, options, rows = session.read(path, config)
+        cache = cls(config, num_threads=num_threads, **options)
+        session.fill(cache, fields, rows, path)
+        return cache

@@ -1,0 +1,338 @@
+"""A conversation in a folder, and how much of it a new prompt can keep.
+
+A folder holds ``conversation.json`` and session files (:mod:`kvedge.session`), which together have a
+layer for each row of each cache layer: rows of the same shape and length stand in one file. The
+JSON is written last and names the files, which have new names each time: so after a crash at any
+moment the folder holds the old conversation or the new one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import secrets
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import torch
+from transformers import cache_utils
+
+from kvedge.backends.select import KVCache
+from kvedge.core.config import MAX_LAYERS
+from kvedge.core.replacing import replacing
+from kvedge.errors import CorruptFileError, InvalidArgumentError, KvedgeError, ShapeMismatchError
+from kvedge.session import checked_path
+from kvedge.session import save as save_session
+from kvedge.snapshot import CacheContents, CacheFormat, LayerContents
+from kvedge.transformers.layers import KvedgeLayer, KvedgeSlidingLayer
+from kvedge.transformers.structure import text_config
+
+__all__ = ["fill", "keep_prefix", "known_ids", "model_fields", "note_ids", "read", "save"]
+
+_INDEX = "conversation.json"
+_FORMAT = {"format": "kvedge.transformers", "format_version": 1}
+_FILE = re.compile(r"rows-[0-9a-f]{16}-[0-9]{1,4}\.safetensors")
+_CONVERSATION = "conversation"  # metadata of a session file: which it belongs to
+# What two models must share for the rows of one to fit the other.
+_MODEL = (
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "sliding_window",
+)
+_OPTIONS = ("dtype", "group_size", "scale_dtype", "key_offset", "precision_bits")
+_GIVEN = "given"
+_STATE: type | None = getattr(cache_utils, "LinearAttentionLayer", None)  # transformers 5
+
+
+# ---- token ids -----------------------------------------------------------------------------------
+
+
+def _rows_layers(cache: Any) -> list[tuple[int, KvedgeLayer]]:
+    """Layers that hold rows, with their numbers."""
+    return [
+        (index, layer)
+        for index, layer in enumerate(cache.layers)
+        if isinstance(layer, KvedgeLayer) and layer.rows
+    ]
+
+
+def _length(cache: Any) -> int:
+    """Tokens that a cache has seen."""
+    held = _rows_layers(cache)
+    lengths = {layer.get_seq_length() for _, layer in held}
+    if len(lengths) > 1:
+        raise KvedgeError(
+            f"the layers of the KvedgeCache are at different lengths, {sorted(lengths)}: a step of "
+            "the model was interrupted; reset() it"
+        )
+    return lengths.pop() if lengths else 0
+
+
+def _as_ids(token_ids: Any) -> torch.Tensor:
+    """Token ids as int64 (batch, tokens), a copy."""
+    try:
+        ids = torch.as_tensor(token_ids)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InvalidArgumentError(f"token_ids must be numbers, (batch, tokens): {error}") from None
+    if ids.numel() and (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool):
+        raise InvalidArgumentError(f"token_ids must be integers, not {ids.dtype}")
+    if ids.ndim == 1:
+        ids = ids[None]
+    if ids.ndim != 2:
+        raise ShapeMismatchError(
+            f"token_ids must be (batch, tokens) or (tokens,), not {tuple(ids.shape)}"
+        )
+    return ids.detach().to("cpu", torch.int64, copy=True)
+
+
+def note_ids(cache: Any, token_ids: Any) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """Return the ids of the tokens held, of ids that may go on; and the layers' versions now."""
+    ids, length, held = _as_ids(token_ids), _length(cache), _rows_layers(cache)
+    batch = len(held[0][1].rows) if held else ids.shape[0]
+    if ids.shape[0] != batch or ids.shape[1] < length:
+        raise ShapeMismatchError(
+            f"the KvedgeCache holds {length} tokens of {batch} sequences: token_ids must be "
+            f"({batch}, {length} or more), not {tuple(ids.shape)}"
+        )
+    return ids[:, :length].clone(), _versions(cache)
+
+
+def known_ids(
+    cache: Any, noted: tuple[torch.Tensor, tuple[int, ...]] | None
+) -> torch.Tensor | None:
+    """Return the ids that were noted, unless the cache has changed since."""
+    if noted is None or noted[1] != _versions(cache):
+        return None
+    return noted[0].clone()
+
+
+def _versions(cache: Any) -> tuple[int, ...]:
+    return tuple(layer.version for layer in cache.layers if isinstance(layer, KvedgeLayer))
+
+
+# ---- prefixes ------------------------------------------------------------------------------------
+
+
+def keep_prefix(cache: Any, token_ids: Any) -> int:
+    """Keep the tokens that a prompt begins with; see :meth:`KvedgeCache.keep_prefix`."""
+    ids, length = _as_ids(token_ids), _length(cache)
+    if length == 0:
+        return 0
+    held = cache.token_ids
+    if held is None:
+        raise InvalidArgumentError(
+            f"the KvedgeCache holds {length} tokens and does not know which: set cache.token_ids "
+            "to what generate() returned, after the last step"
+        )
+    if ids.shape[0] != held.shape[0]:
+        raise ShapeMismatchError(
+            f"the KvedgeCache holds {held.shape[0]} sequences, token_ids are of {ids.shape[0]}: "
+            "reset() it, or make another"
+        )
+    most = min(length, max(ids.shape[1] - 1, 0))  # the last token is computed: it gives the logits
+    differ = (ids[:, :most] != held[:, :most]).any(0).nonzero()
+    kept = int(differ[0]) if len(differ) else most
+    if kept == 0:
+        cache.reset()
+    elif kept < length:
+        for index, layer in enumerate(cache.layers):
+            _check_goes_back(index, layer, kept, length)
+        cache.crop(kept - length)
+        cache.token_ids = held
+    return kept
+
+
+def _check_goes_back(index: int, layer: Any, kept: int, length: int) -> None:
+    """Raise if a layer cannot go back to its first tokens."""
+    again = "reset() the cache and compute the prompt anew, or deepcopy() it before it goes on"
+    if _STATE is not None and isinstance(layer, _STATE):
+        raise InvalidArgumentError(
+            f"layer {index} has a linear-attention state, which cannot go back from {length} "
+            f"tokens to {kept}: {again}"
+        )
+    if isinstance(layer, KvedgeSlidingLayer) and layer.rows:
+        held = len(layer.rows[0]) - (length - kept)
+        if held < min(kept, layer.sliding_window - 1):
+            raise InvalidArgumentError(
+                f"layer {index} cannot go back from {length} tokens to {kept}: its window of "
+                f"{layer.sliding_window} would need tokens that are gone: {again}"
+            )
+
+
+# ---- saving --------------------------------------------------------------------------------------
+
+
+class _Rows:
+    """Rows of one shape and length, as :func:`kvedge.session.save` asks for a cache."""
+
+    max_seq_len = None
+
+    def __init__(self, rows: list[Any], auto_offset: bool, conversation: str) -> None:
+        self._rows = rows
+        self._auto_offset = auto_offset
+        self.num_layers = len(rows)
+        self.metadata = {_CONVERSATION: conversation}
+
+    def __len__(self) -> int:
+        return len(self._rows[0])
+
+    def _refuse_pending(self, call: str) -> None:
+        """Do nothing: rows are whole."""
+
+    def _contents(
+        self, lengths: list[int] | None = None, length: int | None = None, *, copy: bool = True
+    ) -> CacheContents:
+        layers = [LayerContents(*row._held().tokens, row._key_offset) for row in self._rows]
+        form = CacheFormat.of(self.num_layers, self._rows[0]._config)
+        return CacheContents(form, len(self), tuple(layers))
+
+
+def save(cache: Any, model: dict[str, Any], path: Any, token_ids: Any) -> None:
+    """Write a conversation; see :meth:`KvedgeCache.save`."""
+    folder = checked_path(path)
+    if token_ids is None and (token_ids := cache.token_ids) is None:
+        raise InvalidArgumentError(
+            "the KvedgeCache does not know the ids of its tokens: give save() what generate() "
+            "returned"
+        )
+    ids, _ = note_ids(cache, token_ids)
+    for index, layer in enumerate(cache.layers):
+        if _STATE is not None and isinstance(layer, _STATE):
+            raise InvalidArgumentError(
+                f"layer {index} has a linear-attention state, which save() does not write"
+            )
+    os.makedirs(folder, exist_ok=True)
+    conversation = secrets.token_hex(8)
+    auto = cache._options.key_offset == "auto"
+    files, places = [], {}
+    for number, rows in enumerate(_groups(cache)):
+        files.append(f"rows-{conversation}-{number}.safetensors")
+        group = _Rows(rows, auto, conversation)
+        save_session(group, os.path.join(folder, files[-1]))
+        places.update({id(row): [number, place] for place, row in enumerate(rows)})
+    layers: list[Any] = [None] * len(cache.layers)
+    for index, layer in _rows_layers(cache):
+        layers[index] = {
+            "tokens": layer.get_seq_length(),
+            "dtype": str(layer.dtype).removeprefix("torch."),
+            "rows": [places[id(row)] for row in layer.rows],
+        }
+    index_fields = {
+        **_FORMAT,
+        "conversation": conversation,
+        "model": model,
+        "options": _saved_options(cache._options),
+        "files": files,
+        "layers": layers,
+        "token_ids": ids.tolist(),
+    }
+    index_fields["sha256"] = _digest(index_fields)
+    with replacing(os.path.join(os.path.realpath(folder), _INDEX)) as file:
+        file.write(json.dumps(index_fields).encode())
+    for name in os.listdir(folder):  # those of the conversation that was there before
+        if _FILE.fullmatch(name) and name not in files:
+            with suppress(OSError):
+                os.unlink(os.path.join(folder, name))
+
+
+def _groups(cache: Any) -> Iterator[list[Any]]:
+    """All rows of a cache, by shape and length."""
+    groups: dict[Any, list[Any]] = {}
+    for _, layer in _rows_layers(cache):
+        for row in layer.rows:
+            groups.setdefault((CacheFormat.of(1, row._config), len(row)), []).append(row)
+    for rows in groups.values():
+        for first in range(0, len(rows), MAX_LAYERS):
+            yield rows[first : first + MAX_LAYERS]
+
+
+def _saved_options(options: Any) -> dict[str, Any]:
+    """Options of a cache; arrays of key offsets are with the rows."""
+    saved = {name: getattr(options, name) for name in _OPTIONS}
+    if not (saved["key_offset"] is None or isinstance(saved["key_offset"], str)):
+        saved["key_offset"] = _GIVEN
+    return saved
+
+
+def model_fields(config: Any) -> dict[str, Any]:
+    """What is noted of the model that a conversation is with."""
+    text = text_config(config)
+    return {name: getattr(text, name, None) for name in _MODEL}
+
+
+def _digest(fields: dict[str, Any]) -> str:
+    covered = {name: value for name, value in fields.items() if name != "sha256"}
+    return hashlib.sha256(json.dumps(covered, sort_keys=True).encode()).hexdigest()
+
+
+# ---- loading -------------------------------------------------------------------------------------
+
+
+def read(path: Any, config: Any) -> tuple[dict[str, Any], dict[str, Any], list[Any]]:
+    """Read a folder's JSON and rows: its fields, the options of the cache, each layer's rows."""
+    folder = checked_path(path)
+    name = os.path.join(folder, _INDEX)
+    with open(name, "rb") as file:
+        text = file.read()
+    try:
+        fields = json.loads(text)
+        if any(fields[key] != value for key, value in _FORMAT.items()):
+            raise CorruptFileError(f"{name}: it is not a conversation that this kvedge can read")
+        if fields["sha256"] != _digest(fields):
+            raise CorruptFileError(f"{name}: it was changed or damaged")
+        model, wanted = fields["model"], model_fields(config)
+        wrong = [key for key in _MODEL if model[key] != wanted[key]]
+        if wrong:
+            differ = ", ".join(f"{key} is {model[key]}, not {wanted[key]}" for key in wrong)
+            raise InvalidArgumentError(f"{folder} is a conversation with another model: {differ}")
+        files = [_read_rows(folder, file, fields["conversation"]) for file in fields["files"]]
+        options = {key: fields["options"][key] for key in _OPTIONS}
+        rows = [
+            layer and [files[file].layer(place).copy() for file, place in layer["rows"]]
+            for layer in fields["layers"]
+        ]
+    except KvedgeError:
+        raise
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        raise CorruptFileError(f"{name}: {type(error).__name__}: {error}") from error
+    if options["key_offset"] == _GIVEN:
+        options["key_offset"] = [own[0].key_offset if own else None for own in rows]
+    return fields, options, rows
+
+
+def _read_rows(folder: str, name: str, conversation: str) -> Any:
+    if not _FILE.fullmatch(name):
+        raise ValueError(f"{name!r} is no name of a session file")
+    rows = KVCache.load(os.path.join(folder, name))
+    if rows.metadata.get(_CONVERSATION) != conversation:
+        raise CorruptFileError(f"{os.path.join(folder, name)}: it is of another conversation")
+    return rows
+
+
+def fill(cache: Any, fields: dict[str, Any], rows: list[Any], path: Any) -> None:
+    """Let an empty cache hold what was read."""
+    try:
+        if len(rows) != len(cache.layers):
+            raise ValueError(f"{len(rows)} layers, and the model has {len(cache.layers)}")
+        for layer, saved, own in zip(cache.layers, fields["layers"], rows, strict=True):
+            if saved is None:
+                continue
+            if not isinstance(layer, KvedgeLayer):
+                raise ValueError("rows of a layer that holds none")
+            layer.rows = own
+            layer.dtype = getattr(torch, saved["dtype"])
+            layer.is_initialized = True
+            layer.version += 1
+            if isinstance(layer, KvedgeSlidingLayer):
+                layer.cumulative_length = saved["tokens"]
+        cache.token_ids = fields["token_ids"]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CorruptFileError(f"{os.path.join(checked_path(path), _INDEX)}: {error}") from error

@@ -1,0 +1,198 @@
+"""Conversations: saved and loaded, and what of them a new prompt keeps."""
+
+import copy
+import json
+
+import numpy as np
+import pytest
+from tiny_models import KvedgeCache, prompt, tiny_model, torch
+
+import kvedge
+from kvedge.errors import CorruptFileError
+
+KINDS = {
+    "llama": {},
+    "gemma2": {},  # every second layer has a window of 8
+    "gpt-oss": {"dtype": "float32"},
+    "qwen3": {"group_size": 8, "scale_dtype": "float16", "key_offset": "auto"},
+}
+
+
+def generate(model, cache, ids, tokens=6, mask=None):
+    return model.generate(
+        ids, attention_mask=torch.ones_like(ids) if mask is None else mask,
+        past_key_values=cache, max_new_tokens=tokens, do_sample=False, pad_token_id=0,
+    )  # fmt: skip
+
+
+def stored(cache):
+    """All bytes of a cache."""
+    return [
+        (np.array(row.key_codes), np.array(row.value_codes), np.array(row.key_scales))
+        for layer in cache.layers
+        for row in layer.rows
+    ]
+
+
+def assert_same_bytes(one, other):
+    for mine, theirs in zip(stored(one), stored(other), strict=True):
+        for a, b in zip(mine, theirs, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("family", KINDS)
+def test_a_loaded_conversation_goes_on_as_the_saved_one(family, batch, tmp_path):
+    model = tiny_model(family)
+    cache = KvedgeCache(model.config, **KINDS[family])
+    out = generate(model, cache, prompt(batch, 30)["input_ids"])
+    cache.save(tmp_path / "talk", out)
+    loaded = KvedgeCache.load(tmp_path / "talk", model.config)
+    assert loaded.get_seq_length() == cache.get_seq_length() == 35
+    assert loaded.memory_bytes == cache.memory_bytes
+    assert torch.equal(loaded.token_ids, out[:, :35])
+    assert_same_bytes(loaded, cache)
+    more = torch.cat([out, prompt(batch, 9, seed=4)["input_ids"]], 1)
+    assert torch.equal(generate(model, loaded, more), generate(model, cache, more))
+
+
+def test_given_key_offsets_are_those_of_the_loaded_cache(tmp_path):
+    model = tiny_model("llama")
+    offsets = [np.full((2, 16), number / 8, np.float32) for number in range(4)]
+    cache = KvedgeCache(model.config, key_offset=offsets)
+    out = generate(model, cache, prompt()["input_ids"])
+    cache.save(tmp_path, out)
+    loaded = KvedgeCache.load(tmp_path, model.config)
+    loaded.reset()
+    ids = prompt(seed=2)["input_ids"]
+    cache.reset()
+    generate(model, loaded, ids), generate(model, cache, ids)
+    assert_same_bytes(loaded, cache)
+
+
+def test_saving_again_replaces_the_conversation(tmp_path):
+    model = tiny_model("gemma2")
+    cache = KvedgeCache(model.config)
+    for seed in range(2):
+        cache.reset()
+        out = generate(model, cache, prompt(1, 20, seed=seed)["input_ids"])
+        (tmp_path / "messages.json").write_text("the user's own")
+        cache.token_ids = out
+        cache.save(tmp_path)
+        assert torch.equal(KvedgeCache.load(tmp_path, model.config).token_ids, out[:, :-1])
+    files = {path.name.partition("-")[0] for path in tmp_path.iterdir()}
+    assert files == {"conversation.json", "messages.json", "rows"}
+    assert len(list(tmp_path.glob("rows-*"))) == 2  # full layers, window layers
+
+
+def test_an_empty_cache_is_saved_and_loaded(tmp_path):
+    model = tiny_model("llama")
+    KvedgeCache(model.config).save(tmp_path, [[]])
+    loaded = KvedgeCache.load(tmp_path, model.config)
+    assert loaded.get_seq_length() == 0
+    assert loaded.keep_prefix([1, 2]) == 0
+
+
+def test_what_was_damaged_or_is_of_another_model_is_refused(tmp_path):
+    model = tiny_model("llama")
+    cache = KvedgeCache(model.config)
+    out = generate(model, cache, prompt()["input_ids"])
+    cache.save(tmp_path / "a", out)
+    cache.save(tmp_path / "b", out)
+    with pytest.raises(ValueError, match="another model: model_type is llama, not qwen3"):
+        KvedgeCache.load(tmp_path / "a", tiny_model("qwen3").config)
+    index = tmp_path / "a" / "conversation.json"
+    text = index.read_text()
+    fields = json.loads(text)
+    for damaged in (
+        "",
+        text[:-9],
+        "[]",
+        json.dumps({**fields, "token_ids": [[1]]}),
+        json.dumps({**fields, "format_version": 2}),
+    ):
+        index.write_text(damaged)
+        with pytest.raises(CorruptFileError, match=r"conversation\.json"):
+            KvedgeCache.load(tmp_path / "a", model.config)
+    index.write_text(text)
+    [mine], [other] = (list((tmp_path / name).glob("rows-*")) for name in "ab")
+    mine.write_bytes(other.read_bytes())
+    with pytest.raises(CorruptFileError, match="another conversation"):
+        KvedgeCache.load(tmp_path / "a", model.config)
+    mine.unlink()
+    with pytest.raises(FileNotFoundError):
+        KvedgeCache.load(tmp_path / "a", model.config)
+    with pytest.raises(FileNotFoundError):
+        KvedgeCache.load(tmp_path / "c", model.config)
+
+
+def test_ids_must_be_those_of_the_tokens_held(tmp_path):
+    model = tiny_model("llama")
+    cache = KvedgeCache(model.config)
+    assert cache.token_ids is None
+    out = generate(model, cache, prompt(2)["input_ids"])
+    with pytest.raises(kvedge.KvedgeError, match="does not know"):
+        cache.save(tmp_path)
+    with pytest.raises(kvedge.KvedgeError, match="does not know which"):
+        cache.keep_prefix(out)
+    for wrong in (out[:, :17], out[:1], out.float(), out[None], "text"):
+        with pytest.raises(ValueError, match="token_ids must be"):
+            cache.token_ids = wrong
+        with pytest.raises(ValueError, match="token_ids must be"):
+            cache.save(tmp_path, wrong)
+    assert not list(tmp_path.iterdir())
+    cache.token_ids = out
+    with torch.no_grad():
+        model(out[:, -1:], past_key_values=cache)
+    assert cache.token_ids is None  # it has gone on
+
+
+@pytest.mark.parametrize("shared", [0, 1, 7, 12, 13])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_prefix_is_kept_and_the_rest_computed(shared, batch):
+    model = tiny_model("llama")
+    cache = KvedgeCache(model.config, dtype="float32")
+    first = prompt(batch, 13)["input_ids"]
+    cache.token_ids = generate(model, cache, first)
+    second = torch.cat([first[:, :shared], prompt(batch, 9, seed=1)["input_ids"]], 1)
+    second[0, shared] = (first[0, shared] + 1) % 100 + 3 if shared < 13 else 2
+    assert cache.keep_prefix(second) == shared
+    assert cache.get_seq_length() == shared
+    if shared:
+        assert torch.equal(cache.token_ids, first[:, :shared])
+    got = generate(model, cache, second)
+    assert torch.equal(got, generate(model, KvedgeCache(model.config, "float32"), second))
+
+
+def test_the_last_token_of_a_prompt_is_computed():
+    model = tiny_model("llama")
+    cache = KvedgeCache(model.config)
+    out = generate(model, cache, prompt()["input_ids"])
+    cache.token_ids = out
+    assert cache.keep_prefix(out) == 18  # all that is held: the last of 19 never was
+    assert cache.keep_prefix(out[0, :18]) == 17
+    assert cache.keep_prefix(out[0, :5]) == 4
+    with pytest.raises(ValueError, match="holds 1 sequences, token_ids are of 2"):
+        cache.keep_prefix(prompt(2)["input_ids"])
+    assert cache.get_seq_length() == 4
+
+
+def test_a_window_that_has_gone_on_cannot_keep_a_prefix():
+    model = tiny_model("gemma2")
+    cache = KvedgeCache(model.config, dtype="float32")
+    document = prompt(1, 40)["input_ids"]
+    with torch.no_grad():
+        model(document, past_key_values=cache)
+    cache.token_ids = document
+    before = copy.deepcopy(cache)
+    cache.token_ids = generate(model, cache, torch.cat([document, document[:, :20]], 1))
+    question = torch.cat([document, prompt(1, 5, seed=1)["input_ids"]], 1)
+    held = stored(cache)
+    with pytest.raises(ValueError, match="layer 0 cannot go back from 65 tokens to 40: its window"):
+        cache.keep_prefix(question)
+    assert cache.token_ids.shape == (1, 65)
+    assert all(np.array_equal(a[0], b[0]) for a, b in zip(held, stored(cache), strict=True))
+    assert before.keep_prefix(question) == 40  # the copy, which did not go on
+    got = generate(model, before, question)
+    assert torch.equal(got, generate(model, KvedgeCache(model.config, "float32"), question))
+    assert cache.keep_prefix([99, 98]) == 0  # nothing in common: it begins anew
