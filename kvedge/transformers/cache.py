@@ -106,7 +106,7 @@ class KvedgeCache(Cache):
         """Keep the tokens that a prompt begins with, and drop the others.
 
         ``generate`` with the whole prompt then computes the rest only. At least the last token of
-        the prompt is computed. Rows of a batch keep as many as all of them share with their prompts.
+        the prompt is computed. Rows of a batch keep as many as each shares with its prompt.
 
         Parameters
         ----------

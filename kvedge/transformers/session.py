@@ -1,7 +1,7 @@
 """A conversation in a folder, and how much of it a new prompt can keep.
 
-A folder holds ``conversation.json`` and session files (:mod:`kvedge.session`), which together have a
-layer for each row of each cache layer: rows of the same shape and length stand in one file. The
+A folder holds ``conversation.json`` and session files (:mod:`kvedge.session`), which together have
+a layer for each row of each cache layer: rows of the same shape and length stand in one file. The
 JSON is written last and names the files, which have new names each time: so after a crash at any
 moment the folder holds the old conversation or the new one.
 """
@@ -190,7 +190,10 @@ class _Rows:
     def _contents(
         self, lengths: list[int] | None = None, length: int | None = None, *, copy: bool = True
     ) -> CacheContents:
-        layers = [LayerContents(*row._held().tokens, row._key_offset) for row in self._rows]
+        layers = []
+        for row in self._rows:
+            keys, values, key_scales, value_scales = row._held().tokens
+            layers.append(LayerContents(keys, values, key_scales, value_scales, row._key_offset))
         form = CacheFormat.of(self.num_layers, self._rows[0]._config)
         return CacheContents(form, len(self), tuple(layers))
 
