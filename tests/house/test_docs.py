@@ -54,8 +54,16 @@ def test_the_picture_of_the_architecture_is_what_its_script_draws():
     assert (ROOT / "docs" / "architecture.svg").read_text() == drawn
 
 
+# Those with transformers: tests/transformers/test_examples.py.
+PLAIN_EXAMPLES = [
+    path
+    for path in sorted((ROOT / "examples").glob("*.py"))
+    if "transformers" not in path.read_text()
+]
+
+
 @pytest.mark.subprocess
-@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.name)
+@pytest.mark.parametrize("path", PLAIN_EXAMPLES, ids=lambda p: p.name)
 def test_examples_run(path, tmp_path):
     for package in ("torch", "transformers"):
         if f"import {package}" in path.read_text() or f"from {package}" in path.read_text():
