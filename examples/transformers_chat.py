@@ -20,7 +20,7 @@ from kvedge.transformers import KvedgeCache
 
 
 def conversation_ids(tokenizer, messages, before):
-    """Token ids of all messages, (1, tokens); `before` are those of the last turn and its answer."""
+    """Token ids of all messages, (1, tokens); `before` are those of the turns before the last."""
     if tokenizer.chat_template:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
