@@ -268,7 +268,8 @@ def _saved_options(options: Any) -> dict[str, Any]:
 def model_fields(config: Any) -> dict[str, Any]:
     """What is noted of the model that a conversation is with."""
     text = text_config(config)
-    return {name: getattr(text, name, None) for name in _MODEL}
+    fields = text.to_dict()  # attributes of a config whose layers differ raise errors
+    return {name: fields.get(name) for name in _MODEL}
 
 
 def _digest(fields: dict[str, Any]) -> str:
