@@ -3,6 +3,8 @@
 The names below are the public ones; :class:`KVCache` is where most people begin.
 """
 
+from typing import TYPE_CHECKING
+
 from kvedge._version import __version__
 from kvedge.core.starting import is_command
 from kvedge.errors import (
@@ -39,11 +41,7 @@ from kvedge.threads import get_num_threads, set_num_threads
 _failure: KvedgeError | None = None
 try:
     from kvedge.backends.select import (
-        Bfloat16KvLayer,
-        Float16KvLayer,
-        Float32KvLayer,
         KVCache,
-        QuantizedKvLayer,
         append_batch,
         attend_batch,
         backend,
@@ -53,6 +51,16 @@ except KvedgeError as error:
     if not is_command():
         raise
     _failure = error  # kvedge.cli tells of it
+else:
+    if TYPE_CHECKING:  # the same types whichever backend it is
+        from kvedge.backends.native import (
+            Bfloat16KvLayer,
+            Float16KvLayer,
+            Float32KvLayer,
+            QuantizedKvLayer,
+        )
+    else:
+        globals().update({kind.__name__: kind for kind in KVCache._layer_types.values()})
 
 __all__ = [
     "BackendUnavailableError",

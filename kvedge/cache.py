@@ -74,8 +74,8 @@ class CacheMethods(CacheHistory):
         value_head_dim : int, optional
             Channels of a head in values and in what attention gives, 1 to 1024; by default
             head_dim. (DeepSeek's latent attention has 192 and 128, or 576 and 512.)
-        dtype : {"int8", "float32", "float16", "bfloat16"}
-            How keys and values are stored.
+        dtype : kvedge.core.types.Dtype
+            How keys and values are stored, such as "int8": docs/numerics.md has the table.
         max_seq_len : int, optional
             Tokens to reserve for; memory is committed only as it is filled. None: the cache grows,
             doubling a layer's reservation when it is full.
@@ -269,7 +269,7 @@ class CacheMethods(CacheHistory):
 
         Returns
         -------
-        QuantizedKvLayer, Float32KvLayer, Float16KvLayer or Bfloat16KvLayer
+        QuantizedKvLayer, Float32KvLayer or whichever is the class of its dtype
 
         Raises
         ------

@@ -1,5 +1,7 @@
 """A layer: what both backends share of it. Getters, views, removal, shift, copying, facts.
 
+The public classes, one per storage format, are in :mod:`kvedge.layer_types`.
+
 A backend's core stores, quantizes and attends: :class:`kvedge.layer_core.LayerCore` says what it
 provides. It calls `_offset_for(keys)` from here when it appends, whose result it sets as the key
 offset once the tokens are written. Methods with a leading underscore that change something are for
@@ -25,7 +27,7 @@ from kvedge.rope import Rope
 if TYPE_CHECKING:
     from typing_extensions import Self  # type checkers bring it along
 
-__all__ = ["Float32LayerMethods", "LayerMethods", "QuantizedLayerMethods", "new_layer"]
+__all__ = ["LayerMethods", "new_layer"]
 
 _Layer = TypeVar("_Layer", bound="LayerMethods")
 
@@ -414,137 +416,6 @@ class LayerMethods(LayerRoom):
         tokens = [np.array(rows) for rows in held.tokens]
         offset = (self._key_offset, self._auto_key_offset)
         return _restore, (registry.named(type(self)), config, tokens, *offset, held.num_dropped)
-
-
-class QuantizedLayerMethods(LayerMethods):
-    """Keys and values of one layer, stored as int8 with one float scale per group.
-
-    Parameters
-    ----------
-    capacity : int, optional
-        Tokens to reserve room for; memory is committed by the system as it is touched. None: the
-        layer grows, doubling its room when it is full.
-    num_kv_heads : int
-    head_dim : int
-        Channels of a key, 1 to 1024.
-    value_head_dim : int, optional
-        Channels of a value, 1 to 1024; by default head_dim. (DeepSeek's latent attention has 192
-        and 128, or 576 and 512.)
-    group_size : int, optional
-        Channels that share a scale; by default the whole row, as for rows narrower than that.
-    scale_dtype : {"float32", "float16"}
-        float16 halves the scales, and refuses rows whose scale it cannot hold.
-    key_offset : array or "auto", optional
-        float32 (num_kv_heads, head_dim), taken off the keys when stored and added back when read,
-        for models whose keys have large constant channels. "auto": the mean of the keys of the
-        first append, until clear().
-    window : int, optional
-        The layer keeps what query rows need that see so many tokens each, itself included, and
-        attends with this window: an append drops the tokens that neither its own rows nor later
-        ones see. :attr:`num_dropped` counts them. ``capacity`` must be None: it takes memory for
-        two windows, or a prompt's length for as long as it is needed.
-
-    Raises
-    ------
-    InvalidArgumentError, OutOfMemoryError
-    DtypeMismatchError, ShapeMismatchError, LayoutError, NonFiniteInputError
-        From key_offset.
-
-    Examples
-    --------
-    >>> layer = QuantizedKvLayer(4096, num_kv_heads=8, head_dim=64)
-    >>> layer.push(keys, values)  # float32 (8, 64) each
-    >>> out = layer.attend(query)  # float32 (32, 64) -> (32, 64)
-    """
-
-    _dtype = "int8"
-
-
-class Float32LayerMethods(LayerMethods):
-    """Keys and values of one layer, stored as they come, in float32.
-
-    Parameters
-    ----------
-    capacity : int, optional
-        Tokens to reserve room for; memory is committed by the system as it is touched. None: the
-        layer grows, doubling its room when it is full.
-    num_kv_heads : int
-    head_dim : int
-        Channels of a key, 1 to 1024.
-    value_head_dim : int, optional
-        Channels of a value, 1 to 1024; by default head_dim.
-    window : int, optional
-        The layer keeps what query rows need that see so many tokens each, itself included, and
-        attends with this window: an append drops the tokens that neither its own rows nor later
-        ones see. :attr:`num_dropped` counts them. ``capacity`` must be None: it takes memory for
-        two windows, or a prompt's length for as long as it is needed.
-
-    Raises
-    ------
-    InvalidArgumentError, OutOfMemoryError
-    """
-
-    _dtype = "float32"
-
-
-class Float16LayerMethods(LayerMethods):
-    """Keys and values of one layer, stored as float16 (IEEE half precision).
-
-    Rounded to nearest, ties to even. Rows with elements of 65520 or more are refused
-    (ScaleRangeError), never stored as infinity.
-
-    Parameters
-    ----------
-    capacity : int, optional
-        Tokens to reserve room for; memory is committed by the system as it is touched. None: the
-        layer grows, doubling its room when it is full.
-    num_kv_heads : int
-    head_dim : int
-        Channels of a key, 1 to 1024.
-    value_head_dim : int, optional
-        Channels of a value, 1 to 1024; by default head_dim.
-    window : int, optional
-        The layer keeps what query rows need that see so many tokens each, itself included, and
-        attends with this window: an append drops the tokens that neither its own rows nor later
-        ones see. :attr:`num_dropped` counts them. ``capacity`` must be None: it takes memory for
-        two windows, or a prompt's length for as long as it is needed.
-
-    Raises
-    ------
-    InvalidArgumentError, OutOfMemoryError
-    """
-
-    _dtype = "float16"
-
-
-class Bfloat16LayerMethods(LayerMethods):
-    """Keys and values of one layer, stored as bfloat16: float32 without its last 16 bits.
-
-    Rounded to nearest, ties to even. NumPy has no such type: ``key_codes`` and ``value_codes``
-    show them as uint16.
-
-    Parameters
-    ----------
-    capacity : int, optional
-        Tokens to reserve room for; memory is committed by the system as it is touched. None: the
-        layer grows, doubling its room when it is full.
-    num_kv_heads : int
-    head_dim : int
-        Channels of a key, 1 to 1024.
-    value_head_dim : int, optional
-        Channels of a value, 1 to 1024; by default head_dim.
-    window : int, optional
-        The layer keeps what query rows need that see so many tokens each, itself included, and
-        attends with this window: an append drops the tokens that neither its own rows nor later
-        ones see. :attr:`num_dropped` counts them. ``capacity`` must be None: it takes memory for
-        two windows, or a prompt's length for as long as it is needed.
-
-    Raises
-    ------
-    InvalidArgumentError, OutOfMemoryError
-    """
-
-    _dtype = "bfloat16"
 
 
 def new_layer(

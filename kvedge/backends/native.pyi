@@ -8,7 +8,7 @@ from typing import Any
 
 from kvedge.cache import CacheMethods
 from kvedge.core.types import Array, Layout
-from kvedge.layer import (
+from kvedge.layer_types import (
     Bfloat16LayerMethods,
     Float16LayerMethods,
     Float32LayerMethods,

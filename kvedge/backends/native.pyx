@@ -16,13 +16,8 @@ import numpy as np
 
 from kvedge.core import checks, memory, registry
 from kvedge.cache import CacheMethods
-from kvedge.layer import (
-    Bfloat16LayerMethods,
-    Float16LayerMethods,
-    Float32LayerMethods,
-    QuantizedLayerMethods,
-)
 from kvedge.layer_core import document
+from kvedge.layer_types import layer_classes
 from kvedge.core.options import AttendOptions
 from kvedge.errors import KvedgeError, LayoutError, OutOfMemoryError, UnsupportedIsaError
 
@@ -704,30 +699,14 @@ cdef _fill(kvedge_attention_options *c, options):
 document(_LayerCore)
 
 
-@registry.backend_class
-class QuantizedKvLayer(_LayerCore, QuantizedLayerMethods):
-    __doc__ = QuantizedLayerMethods.__doc__
-
-
-@registry.backend_class
-class Float32KvLayer(_LayerCore, Float32LayerMethods):
-    __doc__ = Float32LayerMethods.__doc__
-
-
-@registry.backend_class
-class Float16KvLayer(_LayerCore, Float16LayerMethods):
-    __doc__ = Float16LayerMethods.__doc__
-
-
-@registry.backend_class
-class Bfloat16KvLayer(_LayerCore, Bfloat16LayerMethods):
-    __doc__ = Bfloat16LayerMethods.__doc__
+_layer_types = layer_classes(_LayerCore)
+globals().update({kind.__name__: kind for kind in _layer_types.values()})
 
 
 @registry.backend_class
 class KVCache(CacheMethods):
     __doc__ = CacheMethods.__doc__
-    _layer_types = {kind._dtype: kind for kind in (QuantizedKvLayer, Float32KvLayer, Float16KvLayer, Bfloat16KvLayer)}
+    _layer_types = _layer_types
 
     # As in CacheMethods, but straight to the layer's C, without naming its arguments again.
     def attend(

@@ -17,11 +17,7 @@ from kvedge.errors import BackendUnavailableError, UnsupportedIsaError
 
 __all__ = [
     "ISA_NAMES",
-    "Bfloat16KvLayer",
-    "Float16KvLayer",
-    "Float32KvLayer",
     "KVCache",
-    "QuantizedKvLayer",
     "append_batch",
     "attend_batch",
     "backend",
@@ -86,20 +82,10 @@ backend, _module, _reason = _start()
 registry.activate(_module)
 
 if TYPE_CHECKING:  # the same types whichever backend it will be
-    from kvedge.backends.native import (
-        Bfloat16KvLayer,
-        Float16KvLayer,
-        Float32KvLayer,
-        KVCache,
-        QuantizedKvLayer,
-    )
+    from kvedge.backends.native import KVCache
     from kvedge.batch import append_batch, attend_batch
 else:
     KVCache = _module.KVCache
-    QuantizedKvLayer = _module.QuantizedKvLayer
-    Float32KvLayer = _module.Float32KvLayer
-    Float16KvLayer = _module.Float16KvLayer
-    Bfloat16KvLayer = _module.Bfloat16KvLayer
     attend_batch = _module.attend_batch
     append_batch = _module.append_batch
 

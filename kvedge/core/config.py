@@ -149,7 +149,7 @@ class ConfigFacts:
 
     @property
     def dtype(self) -> str:
-        """What keys and values are stored as: "int8" or "float32"."""
+        """What keys and values are stored as, such as "int8"."""
         return self._config.dtype
 
     @property
@@ -174,7 +174,7 @@ def layer_config(
 
     Parameters
     ----------
-    dtype : {"int8", "float32"}
+    dtype : kvedge.core.types.Dtype
     capacity : int or None
         Tokens, 1 to 2^40; None: the layer grows, from `rows` on.
     num_kv_heads : int

@@ -105,8 +105,8 @@ class LlamaModel:
 
         Parameters
         ----------
-        dtype : {"int8", "float32", "float16", "bfloat16"}
-            How keys and values are stored.
+        dtype : kvedge.core.types.Dtype
+            How keys and values are stored, such as "int8": docs/numerics.md has the table.
         **options
             Further arguments of :class:`kvedge.KVCache`, such as `group_size`; `max_seq_len` is
             the model's own unless given.

@@ -52,8 +52,8 @@ class KvBlockPool(ConfigFacts):
         1 to 65536.
     head_dim : int
         Channels of a key, 1 to 1024.
-    dtype : {"int8", "float32", "float16", "bfloat16"}
-        How keys and values are stored.
+    dtype : kvedge.core.types.Dtype
+        How keys and values are stored, such as "int8": docs/numerics.md has the table.
     scale_dtype : {"float16", "float32"}, optional
         int8 only: type of the scales, by default float16.
     group_size : int, optional

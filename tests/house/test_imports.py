@@ -15,7 +15,7 @@ ORDER = [
     ["kvedge.core"],
     ["kvedge.rope", "kvedge.merge", "kvedge.threads", "kvedge.snapshot"],
     ["kvedge.session", "kvedge.session_load"],
-    ["kvedge.layer", "kvedge.layer_core", "kvedge.layer_facts", "kvedge.layer_room"],
+    ["kvedge.layer", "kvedge.layer_core", "kvedge.layer_facts", "kvedge.layer_types", "kvedge.layer_room"],
     ["kvedge.cache", "kvedge.cache_facts", "kvedge.cache_history", "kvedge.cache_state"],
     ["kvedge.paged", "kvedge.batch"],
     ["kvedge.backends.native", "kvedge.backends.numpy"],

@@ -1,22 +1,9 @@
 """The NumPy backend: all that it provides, as the compiled one does in one module."""
 
 from kvedge.backends.numpy.batch import append_batch, attend_batch
-from kvedge.backends.numpy.layer import (
-    Bfloat16KvLayer,
-    Float16KvLayer,
-    Float32KvLayer,
-    KVCache,
-    QuantizedKvLayer,
-)
+from kvedge.backends.numpy.layer import KVCache, layer_types
 from kvedge.backends.numpy.paged import BlockStore
 
-__all__ = [
-    "Bfloat16KvLayer",
-    "BlockStore",
-    "Float16KvLayer",
-    "Float32KvLayer",
-    "KVCache",
-    "QuantizedKvLayer",
-    "append_batch",
-    "attend_batch",
-]
+__all__ = ["BlockStore", "KVCache", "append_batch", "attend_batch"]
+
+globals().update({kind.__name__: kind for kind in layer_types.values()})

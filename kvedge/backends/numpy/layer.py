@@ -16,13 +16,8 @@ from kvedge.core.memory import Held, Slabs, clamp
 from kvedge.core.options import AttendOptions
 from kvedge.core.rows import RowShape
 from kvedge.core.types import Array, Floats, Layout
-from kvedge.layer import (
-    Bfloat16LayerMethods,
-    Float16LayerMethods,
-    Float32LayerMethods,
-    QuantizedLayerMethods,
-)
 from kvedge.layer_core import LayerCore, document
+from kvedge.layer_types import layer_classes
 
 _BLOCK_NUMBERS = 1 << 20  # float32 numbers worked on at a time: 4 MiB
 
@@ -248,30 +243,11 @@ def _minus(rows: np.ndarray, offset: np.ndarray | None) -> np.ndarray:
 document(_LayerCore)
 
 
-@registry.backend_class
-class QuantizedKvLayer(_LayerCore, QuantizedLayerMethods):
-    __doc__ = QuantizedLayerMethods.__doc__
-
-
-@registry.backend_class
-class Float32KvLayer(_LayerCore, Float32LayerMethods):
-    __doc__ = Float32LayerMethods.__doc__
-
-
-@registry.backend_class
-class Float16KvLayer(_LayerCore, Float16LayerMethods):
-    __doc__ = Float16LayerMethods.__doc__
-
-
-@registry.backend_class
-class Bfloat16KvLayer(_LayerCore, Bfloat16LayerMethods):
-    __doc__ = Bfloat16LayerMethods.__doc__
+layer_types = layer_classes(_LayerCore)
+globals().update({kind.__name__: kind for kind in layer_types.values()})
 
 
 @registry.backend_class
 class KVCache(CacheMethods):
     __doc__ = CacheMethods.__doc__
-    _layer_types: ClassVar = {
-        kind._dtype: kind
-        for kind in (QuantizedKvLayer, Float32KvLayer, Float16KvLayer, Bfloat16KvLayer)
-    }
+    _layer_types: ClassVar = layer_types

@@ -1,0 +1,131 @@
+"""The public layer classes, one per storage format: the table of them.
+
+``XLayerMethods`` holds what a class ``XKvLayer`` has of its own: its dtype and its docstring. Each
+backend makes ``XKvLayer`` of it over the backend's core, with :func:`layer_classes`. Type checkers
+read the names in kvedge/backends/native.pyi.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvedge.core import registry
+from kvedge.layer import LayerMethods
+
+__all__ = ["layer_classes"]
+
+# What ends the docstring of a class without scales.
+_PARAMETERS = """
+
+    Parameters
+    ----------
+    capacity : int, optional
+        Tokens to reserve room for; memory is committed by the system as it is touched. None: the
+        layer grows, doubling its room when it is full.
+    num_kv_heads : int
+    head_dim : int
+        Channels of a key, 1 to 1024.
+    value_head_dim : int, optional
+        Channels of a value, 1 to 1024; by default head_dim.
+    window : int, optional
+        The layer keeps what query rows need that see so many tokens each, itself included, and
+        attends with this window: an append drops the tokens that neither its own rows nor later
+        ones see. :attr:`num_dropped` counts them. ``capacity`` must be None: it takes memory for
+        two windows, or a prompt's length for as long as it is needed.
+
+    Raises
+    ------
+    InvalidArgumentError, OutOfMemoryError
+    """
+
+
+class QuantizedLayerMethods(LayerMethods):
+    """Keys and values of one layer, stored as int8 with one float scale per group.
+
+    Parameters
+    ----------
+    capacity : int, optional
+        Tokens to reserve room for; memory is committed by the system as it is touched. None: the
+        layer grows, doubling its room when it is full.
+    num_kv_heads : int
+    head_dim : int
+        Channels of a key, 1 to 1024.
+    value_head_dim : int, optional
+        Channels of a value, 1 to 1024; by default head_dim. (DeepSeek's latent attention has 192
+        and 128, or 576 and 512.)
+    group_size : int, optional
+        Channels that share a scale; by default the whole row, as for rows narrower than that.
+    scale_dtype : {"float32", "float16"}
+        float16 halves the scales, and refuses rows whose scale it cannot hold.
+    key_offset : array or "auto", optional
+        float32 (num_kv_heads, head_dim), taken off the keys when stored and added back when read,
+        for models whose keys have large constant channels. "auto": the mean of the keys of the
+        first append, until clear().
+    window : int, optional
+        The layer keeps what query rows need that see so many tokens each, itself included, and
+        attends with this window: an append drops the tokens that neither its own rows nor later
+        ones see. :attr:`num_dropped` counts them. ``capacity`` must be None: it takes memory for
+        two windows, or a prompt's length for as long as it is needed.
+
+    Raises
+    ------
+    InvalidArgumentError, OutOfMemoryError
+    DtypeMismatchError, ShapeMismatchError, LayoutError, NonFiniteInputError
+        From key_offset.
+
+    Examples
+    --------
+    >>> layer = QuantizedKvLayer(4096, num_kv_heads=8, head_dim=64)
+    >>> layer.push(keys, values)  # float32 (8, 64) each
+    >>> out = layer.attend(query)  # float32 (32, 64) -> (32, 64)
+    """
+
+    _dtype = "int8"
+
+
+class Float32LayerMethods(LayerMethods):
+    """Keys and values of one layer, stored as they come, in float32."""
+
+    _dtype = "float32"
+
+
+class Float16LayerMethods(LayerMethods):
+    """Keys and values of one layer, stored as float16 (IEEE half precision).
+
+    Rounded to nearest, ties to even. Rows with elements of 65520 or more are refused
+    (ScaleRangeError), never stored as infinity.
+    """
+
+    _dtype = "float16"
+
+
+class Bfloat16LayerMethods(LayerMethods):
+    """Keys and values of one layer, stored as bfloat16: float32 without its last 16 bits.
+
+    Rounded to nearest, ties to even. NumPy has no such type: ``key_codes`` and ``value_codes``
+    show them as uint16.
+    """
+
+    _dtype = "bfloat16"
+
+
+_CLASSES: tuple[type[LayerMethods], ...] = (
+    QuantizedLayerMethods,
+    Float32LayerMethods,
+    Float16LayerMethods,
+    Bfloat16LayerMethods,
+)
+
+
+def layer_classes(core: type) -> dict[str, Any]:
+    """The public layer classes of a backend by their dtype: its `core` and a row of the table."""
+    return {methods._dtype: _layer_class(core, methods) for methods in _CLASSES}
+
+
+def _layer_class(core: type, methods: type[LayerMethods]) -> type:
+    name = methods.__name__.replace("LayerMethods", "KvLayer")
+    doc = methods.__doc__ or ""
+    if methods is not QuantizedLayerMethods:
+        doc = doc.rstrip() + _PARAMETERS
+    body = {"__doc__": doc, "__module__": core.__module__}
+    return registry.backend_class(type(name, (core, methods), body))
