@@ -81,11 +81,20 @@ typedef struct {
  * Storage is token-major: codes[token][num_kv_heads][head_dim], scales[token][num_kv_heads][groups]; values have rows of
  * value_head_dim where that is given.
  * KVEDGE_INT8 keeps a signed byte per value and one scale per group of a row (by default the row):
- * value = code * scale. KVEDGE_FLOAT32 keeps the values, KVEDGE_FLOAT16 and KVEDGE_BFLOAT16 round them to 16 bits. */
+ * value = code * scale. KVEDGE_FLOAT32 keeps the values, KVEDGE_FLOAT16 and KVEDGE_BFLOAT16 round them to 16 bits;
+ * KVEDGE_FP8_E4M3 and KVEDGE_FP8_E5M2 to the 8 bits of OCP's types, where what lies beyond the largest, 448 and 57344,
+ * becomes the largest and is no error. */
 typedef struct kvedge_layer kvedge_layer;
 
-typedef enum { KVEDGE_INT8 = 0, KVEDGE_FLOAT32 = 1, KVEDGE_FLOAT16 = 2, KVEDGE_BFLOAT16 = 3 } kvedge_format;
-enum { KVEDGE_NUM_FORMATS = 4 };
+typedef enum {
+  KVEDGE_INT8 = 0,
+  KVEDGE_FLOAT32 = 1,
+  KVEDGE_FLOAT16 = 2,
+  KVEDGE_BFLOAT16 = 3,
+  KVEDGE_FP8_E4M3 = 4,
+  KVEDGE_FP8_E5M2 = 5,
+} kvedge_format;
+enum { KVEDGE_NUM_FORMATS = 6 };
 typedef enum { KVEDGE_SCALE_FLOAT32 = 0, KVEDGE_SCALE_FLOAT16 = 1 } kvedge_scale_type;
 
 typedef struct {
@@ -100,8 +109,8 @@ typedef struct {
 
 /* The four arrays of a layer; each followed by nothing, aligned to 64 bytes for speed. */
 typedef struct {
-  void *key_codes, *value_codes;   /* [capacity][num_kv_heads][head_dim or value_head_dim], int8_t, float or 16-bit
-                                    * floats */
+  void *key_codes, *value_codes;   /* [capacity][num_kv_heads][head_dim or value_head_dim], int8_t, float, or
+                                    * floats of 16 or 8 bits */
   void *key_scales, *value_scales; /* [capacity][num_kv_heads][groups of such a row], float or float16; NULL but for
                                     * int8 */
 } kvedge_slabs;

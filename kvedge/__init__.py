@@ -57,6 +57,8 @@ else:
             Bfloat16KvLayer,
             Float16KvLayer,
             Float32KvLayer,
+            Fp8E4m3KvLayer,
+            Fp8E5m2KvLayer,
             QuantizedKvLayer,
         )
     else:
@@ -71,6 +73,8 @@ __all__ = [
     "DtypeMismatchError",
     "Float16KvLayer",
     "Float32KvLayer",
+    "Fp8E4m3KvLayer",
+    "Fp8E5m2KvLayer",
     "HeadOutOfRangeError",
     "InvalidArgumentError",
     "KVCache",

@@ -43,7 +43,16 @@ FORMATS = {
     "int8, group_size=32": {"group_size": 32},
     "int8, float16 scales": {"scale_dtype": "float16"},
     'int8, key_offset="auto"': {"key_offset": "auto"},
+    "float16": {"dtype": "float16"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "fp8_e4m3": {"dtype": "fp8_e4m3"},
+    "fp8_e5m2": {"dtype": "fp8_e5m2"},
 }
+
+
+def new_layer(capacity: int, *shape: int, **options: Any) -> Any:
+    """An empty layer, with the options of a cache."""
+    return kvedge.KVCache.with_capacity(1, *shape, capacity, **options).layer(0).copy()
 
 
 def error(out: np.ndarray, exact: np.ndarray) -> float:
@@ -59,7 +68,7 @@ def errors(
     keys, values = support.normal(rng, 2, length, NUM_KV_HEADS, head_dim)
     keys[..., ::16] += np.float32(constant)
     query = support.normal(rng, NUM_KV_HEADS * group, head_dim)
-    layer = kvedge.QuantizedKvLayer(length, NUM_KV_HEADS, head_dim, **options)
+    layer = new_layer(length, NUM_KV_HEADS, head_dim, **options)
     layer.extend(keys, values)
     out = layer.attend(query)
     over_stored, _ = reference.attention(query, *support.stored(layer))
@@ -160,7 +169,7 @@ def main() -> None:
         "| storage, constant channels |\n|:--|--:|--:|--:|--:|"
     )
     for name, options in FORMATS.items():
-        layer = kvedge.QuantizedKvLayer(1000, 8, 128, **options)
+        layer = new_layer(1000, 8, 128, **options)
         size = layer.memory_bytes / (2 * 1000 * 8 * 128)
         plain = largest([errors(seed, 1000, 128, 4, **options) for seed in range(5)])
         shifted = largest([errors(seed, 1000, 128, 4, 10, **options) for seed in range(5)])

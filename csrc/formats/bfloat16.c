@@ -3,9 +3,10 @@
  */
 #include <math.h>
 
+#define CODE uint16_t
 #define FROM_FLOAT kvedge_bfloat_of_float
 #define TO_FLOAT kvedge_float_of_bfloat
-#include "formats/halves.h"
+#include "formats/small_floats.h"
 
 static float bound_of(const kvedge_row_shape *shape, float largest) {
   (void)shape;

@@ -43,7 +43,7 @@ typedef struct {
 } kvedge_format_info;
 
 extern const kvedge_format_info kvedge_format_int8, kvedge_format_float32, kvedge_format_float16,
-    kvedge_format_bfloat16;
+    kvedge_format_bfloat16, kvedge_format_fp8_e4m3, kvedge_format_fp8_e5m2;
 
 /* NULL: there is no such format. */
 const kvedge_format_info *kvedge_format_of(kvedge_format format);

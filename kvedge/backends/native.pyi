@@ -8,11 +8,13 @@ from typing import Any
 
 from kvedge.cache import CacheMethods
 from kvedge.core.types import Array, Layout
+from kvedge.layer import LayerMethods
 from kvedge.layer_types import (
     Bfloat16LayerMethods,
     Float16LayerMethods,
     Float32LayerMethods,
-    LayerMethods,
+    Fp8E4m3LayerMethods,
+    Fp8E5m2LayerMethods,
     QuantizedLayerMethods,
 )
 from kvedge.paged.store import BlockStoreMethods
@@ -33,10 +35,19 @@ class QuantizedKvLayer(QuantizedLayerMethods): ...
 class Float32KvLayer(Float32LayerMethods): ...
 class Float16KvLayer(Float16LayerMethods): ...
 class Bfloat16KvLayer(Bfloat16LayerMethods): ...
+class Fp8E4m3KvLayer(Fp8E4m3LayerMethods): ...
+class Fp8E5m2KvLayer(Fp8E5m2LayerMethods): ...
 
 class KVCache(CacheMethods):
     def layer(
         self, index: int
-    ) -> QuantizedKvLayer | Float32KvLayer | Float16KvLayer | Bfloat16KvLayer: ...
+    ) -> (
+        QuantizedKvLayer
+        | Float32KvLayer
+        | Float16KvLayer
+        | Bfloat16KvLayer
+        | Fp8E4m3KvLayer
+        | Fp8E5m2KvLayer
+    ): ...
 
 class BlockStore(BlockStoreMethods): ...

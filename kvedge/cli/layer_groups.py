@@ -79,7 +79,7 @@ class CacheShape:
 
         Parameters
         ----------
-        dtype : {"int8", "float32", "float16", "bfloat16"}
+        dtype : kvedge.core.types.Dtype
         **options
             ``group_size`` and ``scale_dtype`` of :class:`kvedge.QuantizedKvLayer`.
         """

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvedge.core import half, int8
+from kvedge.core import fp8, half, int8
 from kvedge.core.rows import RowShape
 
 __all__ = ["FORMATS", "SCALE_TYPES", "WITH_SCALES", "Format", "ScaleType"]
@@ -69,6 +69,24 @@ def _fault_of_floats(codes: np.ndarray) -> str | None:
     # Both carry a NaN through; neither needs memory, which isfinite() would.
     finite = np.isfinite(codes.min()) and np.isfinite(codes.max())
     return None if finite else "a number that is not finite"
+
+
+def _fp8(name: str, c_code: int, file_type: str, kind: fp8.Fp8) -> Format:
+    return Format(
+        name=name,
+        c_code=c_code,
+        codes=np.dtype(np.uint8),
+        bits=8,
+        file_type=file_type,
+        has_scales=False,
+        encode=lambda rows, shape: (kind.encode(rows), _no_scales(rows)),
+        decode=lambda codes, scales, shape, dtype: kind.decode(codes, dtype),
+        refuse=lambda rows, name, shape: None,  # larger ones become the largest
+        limit=lambda shape: float(np.finfo(np.float32).max),
+        largest=lambda codes, scales: kind.largest(codes),
+        fault_of_codes=kind.fault,
+        fault_of_scales=lambda scales: None,
+    )
 
 
 FORMATS: dict[str, Format] = {
@@ -138,6 +156,8 @@ FORMATS: dict[str, Format] = {
             fault_of_codes=half.fault_of_bfloat16,
             fault_of_scales=lambda scales: None,
         ),
+        _fp8("fp8_e4m3", 4, "F8_E4M3", fp8.E4M3),
+        _fp8("fp8_e5m2", 5, "F8_E5M2", fp8.E5M2),
     )
 }
 

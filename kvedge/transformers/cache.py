@@ -45,7 +45,7 @@ class KvedgeCache(Cache):
         ----------
         config : transformers.PretrainedConfig
             ``model.config``.
-        dtype : {"int8", "float32", "float16", "bfloat16"}
+        dtype : kvedge.core.types.Dtype
             How keys and values are stored.
         group_size, scale_dtype
             As of :class:`kvedge.KVCache`.

@@ -93,8 +93,7 @@ static void check_attention(const kvedge_layer *layer, sizes n, const float *que
 
 static kvedge_layer_config random_config(int dim, int num_kv_heads) {
   kvedge_layer_config config = {.capacity = 700, .num_kv_heads = num_kv_heads, .head_dim = dim};
-  config.format =
-      (kvedge_format)ONE_OF(KVEDGE_INT8, KVEDGE_INT8, KVEDGE_INT8, KVEDGE_FLOAT32, KVEDGE_FLOAT16, KVEDGE_BFLOAT16);
+  config.format = random_below(2) ? KVEDGE_INT8 : (kvedge_format)random_below(KVEDGE_NUM_FORMATS);
   config.scale_type = random_below(2) ? KVEDGE_SCALE_FLOAT32 : KVEDGE_SCALE_FLOAT16;
   config.group_size = ONE_OF(0, 0, 32, 64);
   return config;
@@ -191,12 +190,22 @@ static void test_sizes_of_numbers(void) {
       {1e-5f,  1.0f,   1e-20f},
       {6e4f,   1.0f,   1e38f }
   };
+  const float of_fp8[][3] = {
+      {448.0f, 1.0f,   1e-2f },
+      {2e-3f,  448.0f, 1e3f  }, /* also subnormal, and 0 */
+      {1.0f,   2e-3f,  1.0f  },
+      {3e38f,  3e38f,  1e-37f}, /* becomes 448, or 57344 */
+      {1e-2f,  1.0f,   1e-20f},
+      {448.0f, 1.0f,   1e38f }
+  };
   const kvedge_format wide[] = {KVEDGE_INT8, KVEDGE_FLOAT32, KVEDGE_BFLOAT16};
   begin("sizes of numbers");
   for (size_t i = 0; i < sizeof sizes_of / sizeof sizes_of[0]; i++) {
     for (size_t f = 0; f < sizeof wide / sizeof wide[0]; f++)
       check_magnitudes(wide[f], sizes_of[i][0], sizes_of[i][1], sizes_of[i][2], i == 5);
     check_magnitudes(KVEDGE_FLOAT16, of_halves[i][0], of_halves[i][1], of_halves[i][2], i == 5);
+    check_magnitudes(KVEDGE_FP8_E4M3, of_fp8[i][0], of_fp8[i][1], of_fp8[i][2], i == 5);
+    check_magnitudes(KVEDGE_FP8_E5M2, of_fp8[i][0], of_fp8[i][1], of_fp8[i][2], i == 5);
   }
   end();
 }
@@ -206,13 +215,17 @@ static void test_sizes_of_hidden_tokens(void) {
   begin("sizes of hidden tokens");
   const sizes n = {.len = 100, .num_rows = 2, .num_heads = 2, .num_kv_heads = 2, .dim = 24};
   const float large[KVEDGE_NUM_FORMATS] = {
-      [KVEDGE_INT8] = 1e38f, [KVEDGE_FLOAT32] = 1e38f, [KVEDGE_FLOAT16] = 6e4f, [KVEDGE_BFLOAT16] = 1e38f};
+      [KVEDGE_INT8] = 1e38f,     [KVEDGE_FLOAT32] = 1e38f,   [KVEDGE_FLOAT16] = 6e4f,
+      [KVEDGE_BFLOAT16] = 1e38f, [KVEDGE_FP8_E4M3] = 448.0f, [KVEDGE_FP8_E5M2] = 57344.0f};
+  const float least[KVEDGE_NUM_FORMATS] = {
+      [KVEDGE_INT8] = 1e-30f,     [KVEDGE_FLOAT32] = 1e-30f, [KVEDGE_FLOAT16] = 1e-6f,
+      [KVEDGE_BFLOAT16] = 1e-30f, [KVEDGE_FP8_E4M3] = 1e-2f, [KVEDGE_FP8_E5M2] = 1e-4f};
   uint8_t mask[100];
   for (int t = 0; t < 100; t++) mask[t] = t % 3 != 1;
   for (int format = 0; format < KVEDGE_NUM_FORMATS; format++) {
     const kvedge_layer_config config = {
         .format = (kvedge_format)format, .capacity = 100, .num_kv_heads = 2, .head_dim = 24};
-    const float small = format == KVEDGE_FLOAT16 ? 1e-6f : 1e-30f;
+    const float small = least[format];
     float *keys = random_floats(4800, small), *values = random_floats(4800, small),
           *query = random_floats(96, 1.0f / small);
     for (int i = 0; i < 4800; i++)

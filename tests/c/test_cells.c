@@ -14,9 +14,11 @@ static const struct {
   int size; /* bytes of an element */
 } formats[KVEDGE_NUM_FORMATS] = {
     [KVEDGE_INT8] = {"int8",     1},
-    [KVEDGE_FLOAT32] = {"float32",  4},
-    [KVEDGE_FLOAT16] = {"float16",  2},
-    [KVEDGE_BFLOAT16] = {"bfloat16", 2}
+      [KVEDGE_FLOAT32] = {"float32",  4},
+      [KVEDGE_FLOAT16] = {"float16",  2},
+    [KVEDGE_BFLOAT16] = {"bfloat16", 2},
+      [KVEDGE_FP8_E4M3] = {"fp8_e4m3", 1},
+      [KVEDGE_FP8_E5M2] = {"fp8_e5m2", 1}
 };
 
 static const float untouched = 12345.678f;
@@ -30,6 +32,19 @@ static void fail_at(shape at, int query, int index, double got, double should_be
 /* ---- Elements ---- */
 
 typedef enum { PLAIN, EXTREME, TINY, NUM_KINDS } row_kind;
+
+static int is_fp8(void) { return format == KVEDGE_FP8_E4M3 || format == KVEDGE_FP8_E5M2; }
+
+/* Are all elements between 2^-24 and 2^16? */
+static int is_narrow(void) { return format == KVEDGE_FLOAT16 || is_fp8(); }
+
+static uint8_t random_fp8(row_kind kind) {
+  const int sign = random_below(2) << 7, is_e4m3 = format == KVEDGE_FP8_E4M3;
+  if (random_below(16) == 0) return (uint8_t)sign; /* 0 or -0 */
+  if (kind == EXTREME) return (uint8_t)(sign | (is_e4m3 ? 0x7e : 0x7b));
+  if (kind == TINY) return (uint8_t)(sign | random_below(is_e4m3 ? 8 : 4)); /* subnormal */
+  return (uint8_t)(sign | random_below(is_e4m3 ? 9 << 3 : 17 << 2));        /* below 4, also subnormal */
+}
 
 static uint16_t random_half(row_kind kind) {
   const int sign = random_below(2) << 15;
@@ -46,6 +61,8 @@ static void store_element(char *to, row_kind kind, int t, int d) {
     *(int8_t *)to = (int8_t)(kind == EXTREME ? 127 * sign
                              : kind == TINY  ? random_below(3) - 1
                                              : random_below(255) - 127);
+  } else if (is_fp8()) {
+    *(uint8_t *)to = random_fp8(kind);
   } else if (format == KVEDGE_FLOAT16) {
     const uint16_t half = random_half(kind);
     memcpy(to, &half, sizeof half);
@@ -66,7 +83,14 @@ static double element(const char *from) {
   float x;
   if (format == KVEDGE_INT8) return *(const int8_t *)from;
   if (format == KVEDGE_FLOAT32) return memcpy(&x, from, sizeof x), x;
-  memcpy(&half, from, sizeof half), bits = (uint32_t)half << 16;
+  if (format == KVEDGE_FP8_E4M3) {
+    const int code = *(const uint8_t *)from & 0x7f, power = code >> 3, digits = code & 7;
+    const double value = power == 0 ? ldexp(digits, -9) : ldexp(8 + digits, power - 10);
+    return *(const int8_t *)from < 0 ? -value : value;
+  }
+  if (format == KVEDGE_FP8_E5M2) half = (uint16_t)(*(const uint8_t *)from << 8);
+  else memcpy(&half, from, sizeof half);
+  bits = (uint32_t)half << 16;
   if (format == KVEDGE_BFLOAT16) return memcpy(&x, &bits, sizeof x), x;
   const int exponent = half >> 10 & 31, mantissa = half & 0x3ff;
   const double size = exponent == 0 ? ldexp(mantissa, -24) : ldexp(1024 + mantissa, exponent - 25);
@@ -177,7 +201,7 @@ static float random_factor(row_kind kind, int of_values) {
   const float largest_scales[] = {1.0f, 1.0f, 1.0f, 0.01f, 0x1p61f, 1e-30f, 1e-38f, 1e-42f, 0.0f};
   const float of_extreme[] = {0x1p-120f, 0x1p-100f, 0x1p-40f}, of_plain[] = {1.0f, 1.0f, 0.25f, 0x1p-20f};
   if (format == KVEDGE_INT8) return largest_scales[random_below(of_values ? 9 : 6)];
-  if (kind == EXTREME) return format == KVEDGE_FLOAT16 ? of_plain[random_below(4)] : of_extreme[random_below(3)];
+  if (kind == EXTREME) return is_narrow() ? of_plain[random_below(4)] : of_extreme[random_below(3)];
   return kind == TINY && !of_values && random_below(2) ? 0x1p60f : of_plain[random_below(4)];
 }
 
@@ -317,9 +341,9 @@ static void expect_scores(const kvedge_query *q, int planes, const tile_rows *r,
    * denormal may count as 0. */
   const int of_floats = !q->codes || (has_words() && planes == 3);
   const double rounding = format != KVEDGE_INT8 ? 2e-6 : of_floats ? 3e-7 + 3e-8 * q->dim : 4.2e-7;
-  const double denormal = format == KVEDGE_INT8      ? 1e-44
-                          : format == KVEDGE_FLOAT16 ? 5e-38 * q->dim
-                                                     : 5e-38 * q->dim * fmax(r->tile.factor, 1.0);
+  const double denormal = format == KVEDGE_INT8 ? 1e-44
+                          : is_narrow()         ? 5e-38 * q->dim
+                                                : 5e-38 * q->dim * fmax(r->tile.factor, 1.0);
   const double *elements = elements_of_head(r, 0);
   double query[1024];
   for (int i = 0; i < q->num_queries; i++) {
@@ -439,7 +463,7 @@ static void expect_weighing(const weighing *w, shape at, const tile_rows *r) {
       sum[d] += kept;
       if (format == KVEDGE_INT8) /* weights that are nothing beside those of some other tile may be 0 */
         error[d] = (step * largest + 0x1p-100) * total[d] + 6e-7 * size[d] + 2e-7 * fabs(kept) + 1e-37;
-      else error[d] = 2e-6 * (size[d] + fabs(kept)) + (format == KVEDGE_FLOAT16 ? 1e-36 : 1e-33);
+      else error[d] = 2e-6 * (size[d] + fabs(kept)) + (is_narrow() ? 1e-36 : 1e-33);
     }
   }
 }

@@ -18,7 +18,7 @@ static size_t groups_of(const kvedge_layer_config *c) {
 static guarded_layer new_layer(kvedge_layer_config config) {
   guarded_layer g = {.config = config};
   size_t rows = (size_t)config.capacity * (size_t)config.num_kv_heads;
-  size_t element = config.format == KVEDGE_INT8 ? 1 : config.format == KVEDGE_FLOAT32 ? sizeof(float) : 2;
+  const size_t elements[] = {1, 4, 2, 2, 1, 1}, element = elements[config.format]; /* bytes */
   size_t scale = config.scale_type == KVEDGE_SCALE_FLOAT16 ? 2 : sizeof(float);
   g.header = new_block(kvedge_layer_header_bytes(&config));
   for (int i = 0; i < 2; i++) {
@@ -75,6 +75,8 @@ static const kvedge_layer_config good[] = {
     {.capacity = 20, .num_kv_heads = 2, .head_dim = 33, .format = KVEDGE_FLOAT32},
     {.capacity = 20, .num_kv_heads = 2, .head_dim = 33, .format = KVEDGE_FLOAT16},
     {.capacity = 20, .num_kv_heads = 3, .head_dim = 21, .format = KVEDGE_BFLOAT16},
+    {.capacity = 20, .num_kv_heads = 3, .head_dim = 21, .format = KVEDGE_FP8_E4M3},
+    {.capacity = 20, .num_kv_heads = 2, .head_dim = 33, .format = KVEDGE_FP8_E5M2},
 };
 enum { NUM_GOOD = sizeof good / sizeof good[0] };
 
@@ -172,51 +174,67 @@ static void test_stored_bytes(void) {
   end();
 }
 
-/* ---- 16-bit floats ---- */
+/* ---- Floats of 16 and 8 bits ---- */
 
 typedef struct {
   kvedge_format format;
-  int mantissa_bits, least_exponent; /* of normal numbers; below it elements are subnormal */
-  uint16_t infinity;
+  int bytes, mantissa_bits, least_exponent; /* of normal numbers; below it elements are subnormal */
+  uint16_t last;                            /* bits of the largest number */
+  int saturates;                            /* what rounds beyond it becomes it; else: is refused */
 } float_type;
 
 static const float_type float_types[] = {
-    {KVEDGE_FLOAT16,  10, -14,  0x7c00},
-    {KVEDGE_BFLOAT16, 7,  -126, 0x7f80}
+    {KVEDGE_FLOAT16,  2, 10, -14,  0x7bff, 0},
+    {KVEDGE_BFLOAT16, 2, 7,  -126, 0x7f7f, 0},
+    {KVEDGE_FP8_E4M3, 1, 3,  -6,   0x7e,   1},
+    {KVEDGE_FP8_E5M2, 1, 2,  -14,  0x7b,   1}
 };
+enum { NUM_FLOAT_TYPES = sizeof float_types / sizeof float_types[0] };
+
+/* Bits of element i of a row. */
+static uint16_t bits_at(const float_type *type, const void *codes, int i) {
+  return type->bytes == 1 ? ((const uint8_t *)codes)[i] : ((const uint16_t *)codes)[i];
+}
 
 /* What a type's bits stand for. */
 static double value_of(const float_type *type, uint16_t bits) {
-  const int magnitude = bits & 0x7fff, exponent = magnitude >> type->mantissa_bits;
+  const int sign = 1 << (8 * type->bytes - 1), magnitude = bits & (sign - 1),
+            exponent = magnitude >> type->mantissa_bits;
   const int mantissa = magnitude & ((1 << type->mantissa_bits) - 1), one = exponent ? 1 << type->mantissa_bits : 0;
   const double value =
       ldexp(one + mantissa, (exponent ? exponent - 1 : 0) + type->least_exponent - type->mantissa_bits);
-  return bits >> 15 ? -value : value;
+  return bits & sign ? -value : value;
 }
 
 /* The nearest of a type's numbers, ties to even: whole multiples of its step there. */
 static double rounded(const float_type *type, double x) {
   const int exponent = x == 0.0 || ilogb(x) < type->least_exponent ? type->least_exponent : ilogb(x);
-  const double step = ldexp(1.0, exponent - type->mantissa_bits);
-  return rint(x / step) * step;
+  const double step = ldexp(1.0, exponent - type->mantissa_bits), largest = value_of(type, type->last);
+  const double nearest = rint(x / step) * step;
+  return type->saturates && fabs(nearest) > largest ? copysign(largest, nearest) : nearest;
 }
 
-static kvedge_status append_one(const float_type *type, float key, float value) {
+/* Is a layer of one element what is expected: stored, or refused with no byte written? */
+static void append_one(const float_type *type, float key, float value, kvedge_status expected) {
   guarded_layer g =
       new_layer((kvedge_layer_config){.capacity = 1, .num_kv_heads = 1, .head_dim = 1, .format = type->format});
-  kvedge_status status = kvedge_layer_append(g.layer, &key, &value, 1);
-  CHECK(kvedge_layer_len(g.layer) == (status == KVEDGE_OK));
-  CHECK((status == KVEDGE_OK) == (*(uint16_t *)g.codes[0].data != 0x5555)); /* refused: no byte was written */
+  const float x[] = {key, value};
+  CHECK(kvedge_layer_append(g.layer, &key, &value, 1) == expected);
+  CHECK(kvedge_layer_len(g.layer) == (expected == KVEDGE_OK));
+  for (int s = 0; s < 2; s++) {
+    const uint16_t bits = bits_at(type, g.codes[s].data, 0);
+    if (expected == KVEDGE_OK) CHECK(value_of(type, bits) == rounded(type, x[s]));
+    else CHECK(memcmp(g.codes[s].data, "\x55\x55", (size_t)type->bytes) == 0);
+  }
   free_layer(&g);
-  return status;
 }
 
 /* Every number that a type has, and beside each the tie with the next one and the floats next to that tie. */
-static void test_rounding_to_16_bits(void) {
-  begin("rounding to 16 bits");
-  for (int t = 0; t < 2; t++) {
+static void test_rounding_of_floats(void) {
+  begin("rounding of 16 and 8 bits");
+  for (int t = 0; t < NUM_FLOAT_TYPES; t++) {
     const float_type *type = &float_types[t];
-    const int tokens = type->infinity - 1; /* the last tie is beyond what can be stored */
+    const int tokens = type->last; /* the last tie is beyond what can be stored, or not between numbers */
     guarded_layer g =
         new_layer((kvedge_layer_config){.capacity = tokens, .num_kv_heads = 1, .head_dim = 4, .format = type->format});
     float *keys = malloc((size_t)tokens * 4 * sizeof *keys), *values = malloc((size_t)tokens * 4 * sizeof *values);
@@ -229,13 +247,13 @@ static void test_rounding_to_16_bits(void) {
     }
     CHECK(kvedge_layer_append(g.layer, keys, values, tokens) == KVEDGE_OK);
     for (int s = 0; s < 2; s++) {
-      const uint16_t *bits = g.codes[s].data;
       const float *x = s ? values : keys;
       CHECK((s ? kvedge_layer_get_values : kvedge_layer_get_keys)(g.layer, 0, tokens, out) == KVEDGE_OK);
       for (int i = 0; i < 4 * tokens; i++) {
+        const uint16_t bits = bits_at(type, g.codes[s].data, i);
         const double expected = rounded(type, x[i]);
-        if (value_of(type, bits[i]) != expected || out[i] != expected || !signbit(out[i]) != !signbit(x[i]))
-          fail("%.9g is stored as %04x and read back as %.9g, not %.9g", x[i], bits[i], out[i], expected);
+        if (value_of(type, bits) != expected || out[i] != expected || !signbit(out[i]) != !signbit(x[i]))
+          fail("%.9g is stored as %04x and read back as %.9g, not %.9g", x[i], bits, out[i], expected);
       }
       end_case();
     }
@@ -244,19 +262,22 @@ static void test_rounding_to_16_bits(void) {
   end();
 }
 
-/* From the tie of the largest number with infinity on, which is even, elements are refused: keys and values. */
-static void test_range_of_16_bits(void) {
-  begin("range of 16 bits");
-  const float first_refused[] = {65520.0f, 0x1.ffp127f};
-  for (int t = 0; t < 2; t++) {
-    const float least = first_refused[t], most = nextafterf(least, 0.0f),
-                refused[] = {least, nextafterf(least, INFINITY), FLT_MAX};
-    CHECK(append_one(&float_types[t], most, -most) == KVEDGE_OK);
-    CHECK(append_one(&float_types[t], FLT_TRUE_MIN, -FLT_TRUE_MIN) == KVEDGE_OK);
+/* From the tie of the largest number with infinity on, which is even, elements are refused, keys and values; of types that
+ * saturate none. */
+static void test_range_of_floats(void) {
+  begin("range of 16 and 8 bits");
+  for (int t = 0; t < NUM_FLOAT_TYPES; t++) {
+    const float_type *type = &float_types[t];
+    const double last = value_of(type, type->last), step = last - value_of(type, (uint16_t)(type->last - 1));
+    const float least = (float)(last + step / 2.0), most = nextafterf(least, 0.0f),
+                beyond[] = {least, nextafterf(least, INFINITY), FLT_MAX};
+    const kvedge_status expected = type->saturates ? KVEDGE_OK : KVEDGE_ERROR_SCALE;
+    append_one(type, most, -most, KVEDGE_OK);
+    append_one(type, FLT_TRUE_MIN, -FLT_TRUE_MIN, KVEDGE_OK);
     for (int i = 0; i < 3; i++)
       for (int sign = -1; sign <= 1; sign += 2) {
-        CHECK(append_one(&float_types[t], sign * refused[i], 1.0f) == KVEDGE_ERROR_SCALE);
-        CHECK(append_one(&float_types[t], 1.0f, sign * refused[i]) == KVEDGE_ERROR_SCALE);
+        append_one(type, sign * beyond[i], 1.0f, expected);
+        append_one(type, 1.0f, sign * beyond[i], expected);
       }
   }
   end();
@@ -270,8 +291,8 @@ static void test_read_back(void) {
     float *keys = random_floats(20 * row, 3.0f), *values = random_floats(20 * row, 3.0f);
     float *offset = random_floats(row, 10.0f), *out = malloc(20 * row * sizeof *out);
     int centred = good[c].format == KVEDGE_INT8;
-    const double errors[] = {13.0 / 127.0 * 0.51, 0.0, 0x1p-10,
-                             0x1p-7}; /* of elements up to 3; int8: keys - offset, 13 */
+    /* Of elements up to 3; int8: keys - offset, 13. */
+    const double errors[] = {13.0 / 127.0 * 0.51, 0.0, 0x1p-10, 0x1p-7, 0x1p-3, 0x1p-2};
     double allowed = errors[good[c].format];
     CHECK((kvedge_layer_set_key_offset(g.layer, offset) == KVEDGE_OK) == centred);
     CHECK(kvedge_layer_append(g.layer, keys, values, 20) == KVEDGE_OK);
@@ -475,8 +496,8 @@ int main(void) {
   test_bad_configs();
   test_memory_of_the_caller();
   test_stored_bytes();
-  test_rounding_to_16_bits();
-  test_range_of_16_bits();
+  test_rounding_of_floats();
+  test_range_of_floats();
   test_read_back();
   test_errors_change_nothing();
   test_refused_rows_above_len();

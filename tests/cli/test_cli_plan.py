@@ -14,6 +14,7 @@ from kvedge.cli.layer_groups import LayerGroup
 from kvedge.console import exits
 from kvedge.console.exits import CommandError
 from kvedge.console.sizes import format_size, parse_size
+from kvedge.core.formats import FORMATS
 from kvedge.data import STORIES_MODEL
 
 LLAMA_1B = ["--layers", "16", "--kv-heads", "8", "--head-dim", "64", "--context", "1000"]
@@ -42,7 +43,8 @@ def test_the_bytes_are_those_of_a_real_cache(capsys):
         assert row["ratio"] == pytest.approx(cache.compression_ratio)
         seen.add((row["dtype"], row["group_size"], row["scale_dtype"]))
     groups = {("int8", group, scale) for group in (64, 32) for scale in ("float32", "float16")}
-    assert seen == {(dtype, None, None) for dtype in ("float32", "float16", "bfloat16")} | groups
+    plain = {(name, None, None) for name, form in FORMATS.items() if not form.has_scales}
+    assert seen == plain | groups
 
 
 def test_float16_is_half_of_float32(capsys):

@@ -62,8 +62,8 @@ def test_with_capacity_reserves_for_so_many_tokens(dtype, rng):
 
 
 def test_layers_have_the_type_of_their_storage(cache, dtype):
-    name = {"int8": "Quantized"}.get(dtype, dtype.capitalize())
-    expected = getattr(kvedge, f"{name}KvLayer")
+    name = {"int8": "quantized"}.get(dtype, dtype.replace("_", "")) + "kvlayer"
+    expected = next(getattr(kvedge, each) for each in kvedge.__all__ if each.lower() == name)
     for i in range(L):
         assert isinstance(cache.layer(i), expected)
         assert cache.layer(i) is cache.layer(i)

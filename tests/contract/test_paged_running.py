@@ -8,7 +8,7 @@ import threading
 
 import numpy as np
 import pytest
-from support import cache_content, normal
+from support import STORAGE_ERROR, cache_content, normal
 
 from kvedge import KvBlockPool, PagedKvCache, errors
 
@@ -368,7 +368,7 @@ def test_rows_that_are_read_are_not_written_over_where_no_block_is_free(
 
     np.testing.assert_array_equal(during(lambda: cache.k(seq, 0), action), keys)
     cache.append(seq, 0, row, row)
-    np.testing.assert_allclose(cache.k(seq, 0)[9], row, atol=0.05)
+    np.testing.assert_allclose(cache.k(seq, 0)[9], row, atol=STORAGE_ERROR[pool.dtype])
 
 
 def test_a_registered_block_that_is_read_is_not_written_over(pool, cache, rng, during):

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from kvedge import KvBlockPool, PagedKvCache, errors
+from kvedge.core.formats import FORMATS
 from kvedge.paged import cascade
 
 SLOW = os.environ.get("KVEDGE_SLOW") == "1"
@@ -37,12 +38,20 @@ def frequent_switches():
     sys.setswitchinterval(before)
 
 
-class Rows:
-    """All rows ever written. Integers up to 127, one of them 127: INT8 stores them exactly."""
+DIGITS = 8 ** np.arange(7)  # FP8 stores integers up to 8 exactly
+TAG, LAYER, POSITION = slice(1, 8), 8, slice(D - 3, D)
 
-    def __init__(self, seed):
-        noise = np.random.default_rng(seed).integers(-127, 128, (1 << 12, D))
-        self.noise = noise.astype(np.int16)
+
+class Rows:
+    """All rows ever written, of numbers that each format stores exactly.
+
+    Those are integers of two binary digits; INT8 needs one of them to be 127.
+    """
+
+    def __init__(self, dtype, seed):
+        noise = np.random.default_rng(seed).integers((4, 0), (8, 5), (1 << 12, D, 2))
+        self.noise = np.ldexp(noise[..., 0], noise[..., 1] - 2).round()  # up to 28
+        self.largest = 127 if FORMATS[dtype].has_scales else 112
         self.parents = np.full(MAX_TAGS, NONE)
         self.positions = np.zeros(MAX_TAGS, np.int64)
         self.sums = np.zeros((MAX_TAGS, D))  # of the values of a row and all before it, layer 0
@@ -62,30 +71,34 @@ class Rows:
         return list(tags)
 
     def values(self, tags, layer):
-        """(n, D): 127, the tag in four digits, the layer, and noise."""
+        """(n, D): the largest number, the tag in seven digits, the layer, and noise."""
         rows = self.noise[tags * 7 % len(self.noise)].astype(np.float32)
-        rows[:, 0] = 127
-        for i in range(4):
-            rows[:, 1 + i] = tags // 100**i % 100
-        rows[:, 5] = layer
+        rows[:, 0] = self.largest
+        rows[:, TAG] = digits(tags, 7)
+        rows[:, LAYER] = layer
         return rows
 
     def keys(self, tags, layer):
-        """(n, D): as the values, but the last two channels are the position."""
+        """(n, D): as the values, but the last three channels are the position."""
         rows = self.values(tags, layer)
-        rows[:, -2], rows[:, -1] = np.divmod(self.positions[tags], 100)
+        rows[:, POSITION] = digits(self.positions[tags], 3)
         return rows
 
     def tags_of(self, rows):
         """Of keys or values (n, D)."""
-        return np.rint(rows[:, 1:5]).astype(np.int64) @ (100 ** np.arange(4))
+        return np.rint(rows[:, TAG]).astype(np.int64) @ DIGITS
+
+
+def digits(numbers, n):
+    """(len(numbers), n): of base 8, the lowest first."""
+    return np.asarray(numbers)[:, None] // DIGITS[:n] % 8
 
 
 # Of four query heads on two KV heads: every first sees all tokens alike, so that its output is the
 # mean of the values and its log-sum-exp the logarithm of their number; every second sees the last
 # token alone, so that its output is that token's value.
 QUERY = np.zeros((2 * H, D), np.float32)
-QUERY[1::2, -2], QUERY[1::2, -1] = 100 * 200, 200
+QUERY[1::2, POSITION] = 200 * DIGITS[:3]
 
 
 class Stress:
@@ -94,7 +107,7 @@ class Stress:
     def __init__(self, dtype, seed):
         self.pool = KvBlockPool(NUM_BLOCKS, BLOCK, L, H, D, dtype)
         self.cache = PagedKvCache(self.pool)
-        self.rows = Rows(seed)
+        self.rows = Rows(dtype, seed)
         self.tags = {}  # of each sequence, as it is
         self.ever = {}  # of each sequence, all tags that it held; added before they are appended
         self.readable = []  # sequences with tokens
@@ -298,7 +311,7 @@ class Stress:
         self.check_last(seq, tag, n)
         assert np.abs(lse[::2] - np.log(n)).max() < 5e-4
         mean = self.rows.sums[tag] / n
-        mean[5] = layer
+        mean[LAYER] = layer
         off = np.abs(out[::2] - mean).max()
         assert off < 0.02, f"the mean of {n} rows to {tag} of sequence {seq} is off by {off:.3g}"
 

@@ -91,11 +91,25 @@ def automatic_key_offset(keys):
     return keys.astype(np.float64).mean(axis=0).astype(np.float32)
 
 
+def small_float(codes, mantissa_bits, bias):
+    """Codes of 8 bits, a sign and exponents of `bias` before the mantissa, to float64."""
+    codes = codes.astype(np.int64)
+    exponent, mantissa = (
+        codes >> mantissa_bits & (0x7F >> mantissa_bits),
+        codes & (2**mantissa_bits - 1),
+    )
+    digits = np.where(exponent == 0, mantissa, 2**mantissa_bits + mantissa)  # or subnormal
+    size = digits * 2.0 ** (np.maximum(exponent, 1) - bias - mantissa_bits)
+    return np.where(codes >> 7 == 1, -size, size)
+
+
 #: Codes of formats without scales to float64.
 FLOATS = {
     "float32": lambda codes: codes.astype(np.float64),
     "float16": lambda codes: codes.astype(np.float64),
     "bfloat16": lambda codes: (codes.astype(np.uint32) << 16).view(np.float32).astype(np.float64),
+    "fp8_e4m3": lambda codes: small_float(codes, 3, 7),
+    "fp8_e5m2": lambda codes: small_float(codes, 2, 15),
 }
 
 

@@ -133,13 +133,18 @@ def stored(layer):
     )
 
 
-#: Formats that hold what float32 does, for tests of magnitudes; float16 ends at 65504.
-WIDE = [name for name in FORMATS if name != "float16"]
+#: The largest magnitude of formats that end before float32 does, for tests of magnitudes.
+LARGEST = {"float16": 65504.0, "fp8_e4m3": 448.0, "fp8_e5m2": 57344.0}
+WIDE = [name for name in FORMATS if name not in LARGEST]
+
+
+#: What storing normal rows (up to 8) may change of them, at most.
+STORAGE_ERROR = dict.fromkeys(FORMATS, 0.05) | {"fp8_e4m3": 0.25, "fp8_e5m2": 0.5}
 
 
 def huge(layer_class):
     """The largest magnitude that tests give to a kind of layer."""
-    return np.float32(60000 if layer_class._dtype == "float16" else 3e38)
+    return np.float32(LARGEST.get(layer_class._dtype, 3e38))
 
 
 def content(layer):

@@ -22,6 +22,8 @@ from kvedge import (
     Bfloat16KvLayer,
     Float16KvLayer,
     Float32KvLayer,
+    Fp8E4m3KvLayer,
+    Fp8E5m2KvLayer,
     KVCache,
     KvCacheSnapshot,
     QuantizedKvLayer,
@@ -49,7 +51,14 @@ out = cache.attend(0, kv, num_threads=1)
 out, lse = cache.attend(0, kv, return_lse=True)
 out = kvedge.merge_attention([out, out], [lse, lse])
 out, lse = kvedge.merge_attention(np.stack([out]), np.stack([lse]), return_lse=True, out=out)
-held: QuantizedKvLayer | Float32KvLayer | Float16KvLayer | Bfloat16KvLayer = cache.layer(0)
+held: (
+    QuantizedKvLayer
+    | Float32KvLayer
+    | Float16KvLayer
+    | Bfloat16KvLayer
+    | Fp8E4m3KvLayer
+    | Fp8E5m2KvLayer
+) = cache.layer(0)
 snapshot: KvCacheSnapshot = cache.snapshot()
 cache.restore(snapshot)
 cache.keep([0])

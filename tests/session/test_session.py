@@ -30,7 +30,7 @@ from session_support import (
     run,
     small_file,
 )
-from support import cache_content, normal, refuses
+from support import PLAIN, cache_content, normal, refuses
 
 import kvedge
 from kvedge import KVCache, errors
@@ -44,7 +44,7 @@ FORMATS = {
         "key_offset": np.linspace(-2, 2, 2 * 2 * 40, dtype=np.float32).reshape(2, 2, 40)
     },
     "auto-offset": {"key_offset": "auto"},
-    "float32": {"dtype": "float32"},
+    **{name: {"dtype": name} for name in PLAIN},
 }
 
 

@@ -22,9 +22,10 @@ from session_support import (
     put,
     run,
 )
-from support import assert_well_formed, cache_content, normal
+from support import PLAIN, assert_well_formed, cache_content, normal
 
 from kvedge import KVCache, errors, session
+from kvedge.core.formats import FORMATS
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
@@ -386,3 +387,12 @@ def test_forged_files_have_the_digest_that_fits(path, rng):
     assert cache_content(KVCache.load(path)) == cache_content(cache)
     assert session.digest.__module__ == "kvedge.session"
     assert len(saved) == len(path.read_bytes())
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_codes_of_floats_that_are_not_finite_have_a_fault(name):
+    form = FORMATS[name]
+    codes = np.zeros(8, np.uint8)
+    assert form.fault_of_codes(codes.view(form.codes)) is None
+    codes[4:] = 0xFF  # a NaN in each of them
+    assert "finite" in form.fault_of_codes(codes.view(form.codes))
