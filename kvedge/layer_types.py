@@ -115,20 +115,6 @@ class Fp8E4m3LayerMethods(LayerMethods):
     Rounded to nearest, ties to even; what lies beyond 448 becomes 448, which is no error. There
     is no scale. NumPy has no such type: ``key_codes`` and ``value_codes`` show them as uint8, which
     ``.view(ml_dtypes.float8_e4m3fn)`` reads.
-
-    Parameters
-    ----------
-    capacity : int
-        Tokens to reserve room for; memory is committed by the system as it is touched.
-    num_kv_heads : int
-    head_dim : int
-        Channels of a key, 1 to 1024.
-    value_head_dim : int, optional
-        Channels of a value, 1 to 1024; by default head_dim.
-
-    Raises
-    ------
-    InvalidArgumentError, OutOfMemoryError
     """
 
     _dtype = "fp8_e4m3"
@@ -140,20 +126,6 @@ class Fp8E5m2LayerMethods(LayerMethods):
     Rounded to nearest, ties to even; what lies beyond 57344 becomes 57344, which is no error. There
     is no scale. NumPy has no such type: ``key_codes`` and ``value_codes`` show them as uint8, which
     ``.view(ml_dtypes.float8_e5m2)`` reads.
-
-    Parameters
-    ----------
-    capacity : int
-        Tokens to reserve room for; memory is committed by the system as it is touched.
-    num_kv_heads : int
-    head_dim : int
-        Channels of a key, 1 to 1024.
-    value_head_dim : int, optional
-        Channels of a value, 1 to 1024; by default head_dim.
-
-    Raises
-    ------
-    InvalidArgumentError, OutOfMemoryError
     """
 
     _dtype = "fp8_e5m2"

@@ -6,7 +6,8 @@ import pickle
 import numpy as np
 import pytest
 import reference
-from support import STORAGE_ERROR, (
+from support import (
+    STORAGE_ERROR,
     assert_attention_close,
     assert_lse_close,
     cache_content,
