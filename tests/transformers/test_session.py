@@ -5,7 +5,7 @@ import json
 
 import numpy as np
 import pytest
-from tiny_models import KvedgeCache, prompt, tiny_model, torch
+from tiny_models import SIZES, KvedgeCache, prompt, tiny_model, torch, transformers
 
 import kvedge
 from kvedge.errors import CorruptFileError
@@ -196,3 +196,19 @@ def test_a_window_that_has_gone_on_cannot_keep_a_prefix():
     got = generate(model, before, question)
     assert torch.equal(got, generate(model, KvedgeCache(model.config, "float32"), question))
     assert cache.keep_prefix([99, 98]) == 0  # nothing in common: it begins anew
+
+
+@pytest.mark.skipif(transformers.__version__ < "5", reason="LFM2 has a cache of its own")
+def test_a_linear_attention_state_is_neither_saved_nor_taken_back(tmp_path):
+    config = transformers.Lfm2Config(**SIZES, layer_types=["conv", "full_attention"] * 2)
+    model = transformers.Lfm2ForCausalLM(config).eval().requires_grad_(False)
+    model.set_attn_implementation("kvedge")
+    cache = KvedgeCache(config)
+    out = generate(model, cache, prompt()["input_ids"])
+    cache.token_ids = out
+    with pytest.raises(ValueError, match="layer 0 has a linear-attention state"):
+        cache.save(tmp_path / "talk")
+    assert not (tmp_path / "talk").exists()
+    with pytest.raises(ValueError, match=r"layer 0 .* cannot go back from 18 tokens to 4"):
+        cache.keep_prefix(out[:, :5])
+    assert cache.get_seq_length() == cache.keep_prefix(out) == 18
