@@ -91,7 +91,10 @@ cdef bint _read_tensor(object tensor, _Array *to) except -1:
     for i in range(to.ndim):
         to.shape[i] = shape[i]
         to.strides[i] = <Py_ssize_t>strides[i] * to.itemsize
-    data = tensor.data_ptr()
+    try:
+        data = tensor.data_ptr()
+    except RuntimeError:  # it has no memory of its own, as those inside torch.func.vmap
+        return False
     to.data = <char *>data
     return (data != 0 or _size(to) == 0) and _has_rows(to)
 

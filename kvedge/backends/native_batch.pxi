@@ -146,8 +146,13 @@ cdef _read_out(
     shape = tuple([out_shape[i] for i in range(query.ndim)])
     slabs = [slab for handle in handles for slab in handle.slabs]
     target = arrays.as_target(out, shape, reads=(arrays.memory_of(given, "query"), *slabs, *reads))
-    if not _read(out, to) and not _read(target.memory, to):
+    if _read(out, to):
+        return
+    # A tensor that requires a gradient, where none is recorded, or a subclass of ndarray.
+    if not _read_ndarray(target.memory.view(np.float16) if target.bits else target.memory, to):
         raise LayoutError(f"out cannot be written to as it lies: {checks.describe(out)}")
+    if target.bits:
+        to.type = KVEDGE_TYPE_BFLOAT16
 
 
 cdef _take_mask(kvedge_attention_options *c, cnp.ndarray mask, Py_ssize_t i):

@@ -144,7 +144,10 @@ def ndarray_of_tensor(tensor: Any, name: str) -> np.ndarray:
     torch = torch_if_loaded()
     tensor = check_tensor(tensor, name).detach()
     if tensor.dtype is torch.bfloat16:
-        return half.decode_bfloat16(_bits_of_tensor(tensor))
+        bits = _bits_of_tensor(tensor)
+        # An axis that repeats one element stays so: NumPy's copy would lay it inside the channels.
+        once = bits[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in bits.strides)]
+        return np.broadcast_to(half.decode_bfloat16(once), bits.shape)
     try:
         array: np.ndarray = tensor.numpy()
     except (RuntimeError, TypeError) as error:
@@ -186,7 +189,7 @@ class Target:
     def __init__(self, given: Any, memory: np.ndarray, bits: bool, layout: str, dense: bool):
         self.given = given  # what the call returns
         self.memory = memory  # its memory, bfloat16 as uint16
-        self._bits = bits
+        self.bits = bits  # whether it is bfloat16
         lies = in_nhd(memory, layout)
         direct = memory.dtype == np.float32 and (lies.flags.c_contiguous or not dense)
         self.rows = lies if direct else np.empty(lies.shape, np.float32)  # (..., n, H, D)
@@ -195,7 +198,7 @@ class Target:
     def finish(self) -> Any:
         """Convert the rows to what was given, and return that."""
         if self._lies is not None:
-            if self._bits:
+            if self.bits:
                 rows = np.clip(self.rows, -_LARGEST_BFLOAT16, _LARGEST_BFLOAT16)
                 self._lies[...] = half.encode_bfloat16(rows)
             elif self._lies.dtype == np.float16:

@@ -224,6 +224,16 @@ def test_bfloat16_arrays_of_ml_dtypes(layer_class, rng):
     assert_attention_close(wanted, wanted.astype(np.float64))
 
 
+@pytest.mark.parametrize("name", ["float32", "float16", "bfloat16"])
+def test_results_in_a_subclass_of_arrays(layer_class, name, rng, tmp_path):
+    kind = pytest.importorskip("ml_dtypes").bfloat16 if name == "bfloat16" else name
+    layer = filled(layer_class, rng, 30, H, D)
+    query = normal(rng, N, HEADS, D)
+    file = np.memmap(tmp_path / "out", kind, "w+", shape=(N, HEADS, D))
+    assert layer.attend(query, out=file) is file
+    np.testing.assert_array_equal(np.asarray(file), layer.attend(query).astype(kind))
+
+
 def test_infinities_in_16_bits_are_refused(dtype, rng):
     kind = kvedge.KVCache._layer_types[dtype]
     layers = [filled(kind, rng, 5, H, D, capacity=10) for _ in range(2)]
