@@ -69,6 +69,7 @@ C_FILES := $(shell find csrc tests examples bench -name "*.[ch]")
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
+	$(BIN)/mypy --strict kvedge
 	$(BIN)/clang-format --dry-run --Werror $(C_FILES)
 
 format: $(VENV)/dev.stamp

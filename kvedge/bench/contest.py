@@ -9,7 +9,7 @@ from typing import Any
 import kvedge
 from kvedge import system
 from kvedge.bench.copies import available_bytes, cold_bytes, copies_for, shortage
-from kvedge.bench.peers import Competitor, KvedgeInt8
+from kvedge.bench.peers import Competitor, KvedgeLayer
 from kvedge.bench.roundrobin import BandwidthProbe, ProductProbe, TimedCalls, round_robin
 from kvedge.bench.shapes import AttentionShape
 from kvedge.bench.statistics import Spread, spread_of
@@ -258,5 +258,5 @@ def _result(entry: Entry, seconds: Spread, bandwidth: float, own_seconds: float)
 def errors_of(entry: Entry) -> dict[str, float | None]:
     """Return the error of a result, and of kvedge's what its arithmetic adds."""
     competitor = entry.competitor
-    arithmetic = competitor.arithmetic_error() if isinstance(competitor, KvedgeInt8) else None
+    arithmetic = competitor.arithmetic_error() if isinstance(competitor, KvedgeLayer) else None
     return {"error": entry.error, "arithmetic_error": arithmetic}

@@ -12,7 +12,7 @@ from kvedge.bench import plotting
 from kvedge.bench.affinity import choose_cpus, pinned_to, pinning
 from kvedge.bench.benchmark import measuring, progress
 from kvedge.bench.contest import Conditions, bandwidth_megabytes, measure_case
-from kvedge.bench.peers import KvedgeInt8, installed_peers
+from kvedge.bench.peers import KvedgeLayer, installed_peers
 from kvedge.bench.report import (
     by_shape,
     header,
@@ -55,10 +55,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     common.add_contexts(cases, _CONTEXTS)
     common.add_threads(cases)
     common.add_peers(cases)
-    how = parser.add_argument_group("how")
-    common.add_hot(how)
-    common.add_rounds(how)
-    common.add_output(parser)
+    common.add_how(parser)
 
 
 def measure(options: argparse.Namespace, output: Output) -> dict[str, Any]:
@@ -66,7 +63,7 @@ def measure(options: argparse.Namespace, output: Output) -> dict[str, Any]:
     machine = system.machine()
     conditions = Conditions(machine, options.rounds, options.budget, options.hot)
     peers, notes = installed_peers(common.chosen_peers(options))
-    competitors = [KvedgeInt8(), *peers]
+    competitors = [KvedgeLayer(), *peers]
     thread_counts = sorted(set(options.threads or [1]))
     cases = [
         (shape, context)
@@ -191,7 +188,8 @@ def _rows(case: Mapping[str, Any]) -> Iterable[Sequence[str]]:
 
 
 def _summary(case: Mapping[str, Any]) -> Sequence[str]:
-    own, *peers = case["results"]
+    own, *others = case["results"]
+    peers = [one for one in others if not one["name"].startswith("kvedge-")]
     shape = case["shape"]
     name = shape["name"] or f"{shape['num_heads']},{shape['num_kv_heads']},{shape['head_dim']}"
     best = min(peers, key=lambda peer: peer["seconds"]["median"], default=None)
@@ -225,23 +223,9 @@ def draw(report: dict[str, Any], figure: Any) -> None:
         limits = [_read_limit(case) * 1e6 for case in cases]
         axes.plot(contexts, limits, "k:", marker="_", label="read limit of INT8")
         plotting.draw_limit(axes, contexts, [product_limit(case) for case in cases], 1e6)
-        for competitor in names:
-            points = [
-                (case["context"], result["seconds"]["median"] * 1e6)
-                for case in cases
-                for result in case["results"]
-                if result["name"] == competitor
-            ]
-            if points:
-                style = plotting.style_of(competitor, names)
-                axes.plot(*zip(*points, strict=True), label=competitor, **style)
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.set_xticks(contexts, [f"{n:,}" for n in contexts], rotation=45)
+        plotting.draw_times(axes, cases, names, lambda case: case["context"], 1e6)
         axes.set_xlabel("context (tokens)")
         axes.set_ylabel("us per layer and token")
         axes.set_title(f"{name}; {num_threads} threads", fontsize="small")
-        axes.grid(True, alpha=0.3)
-        axes.legend(fontsize="x-small")
     cache = report["settings"]["cache"]
     figure.suptitle(f"Decode attention, {cache}, {report['machine']['cpu']}", fontsize="medium")

@@ -15,7 +15,7 @@ from kvedge.bench import plotting
 from kvedge.bench.affinity import choose_cpus, pinned_to, pinning
 from kvedge.bench.benchmark import measuring, progress
 from kvedge.bench.copies import copies_that_fit
-from kvedge.bench.peers import KvedgeInt8, filled_layers
+from kvedge.bench.peers import KvedgeLayer, filled_layers
 from kvedge.bench.report import header, print_by_shape, timing_rows
 from kvedge.bench.roundrobin import TimedCalls, round_robin
 from kvedge.bench.shapes import SHAPES, AttentionShape
@@ -57,10 +57,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="tokens with a query, the last ones of the context (default: %(default)s)",
     )
     common.add_threads(cases)
-    how = parser.add_argument_group("how")
-    common.add_hot(how)
-    common.add_rounds(how)
-    common.add_output(parser)
+    common.add_how(parser)
 
 
 def measure(options: argparse.Namespace, output: Output) -> dict[str, Any]:
@@ -72,7 +69,7 @@ def measure(options: argparse.Namespace, output: Output) -> dict[str, Any]:
         "rounds": options.rounds,
         "pinned": pinning(max(counts)),
     }
-    report = header("logits", machine, [KvedgeInt8()], settings=settings)
+    report = header("logits", machine, [KvedgeLayer()], settings=settings)
     report["cases"] = []
     cases = [
         (shape, context)
@@ -130,7 +127,7 @@ def _calls(
 ) -> list[TimedCalls]:
     """Attention with each option; all read the same copies."""
     shape = workload.shape
-    size = int(workload.context * KvedgeInt8().bytes_per_token(shape))
+    size = int(workload.context * KvedgeLayer().bytes_per_token(shape))
     copies = copies_that_fit(f"{shape}, {workload.context} tokens", size, machine, hot=hot)
     layers = filled_layers(workload, copies)
     out = np.empty_like(workload.query)

@@ -109,7 +109,8 @@ def add_peers(group: argparse._ArgumentGroup, *, default: str = "all") -> None:
         action="extend",
         metavar="PEER",
         help=f"whom to compare with: all, none, {', '.join(PEER_NAMES)}; and "
-        f"{', '.join(VARIANT_NAMES)} (precision_bits), which 'all' leaves out. Default: {default}",
+        f"{', '.join(VARIANT_NAMES)} (storage formats, precision_bits, pages), which 'all' leaves "
+        f"out. Default: {default}",
     )
     group.set_defaults(default_peers=default)
 
@@ -149,6 +150,14 @@ def parse_seconds(text: str) -> float:
     if not 0 < seconds < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
     return seconds
+
+
+def add_how(parser: argparse.ArgumentParser) -> None:
+    """Add what nearly all benchmarks have: ``--hot``, rounds, results."""
+    how = parser.add_argument_group("how")
+    add_hot(how)
+    add_rounds(how)
+    add_output(parser)
 
 
 def add_hot(group: argparse._ArgumentGroup) -> None:

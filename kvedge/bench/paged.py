@@ -16,7 +16,7 @@ from kvedge.bench import plotting
 from kvedge.bench.affinity import choose_cpus, pinned_to, pinning
 from kvedge.bench.benchmark import measuring, progress
 from kvedge.bench.copies import copies_that_fit
-from kvedge.bench.peers import KvedgeInt8, filled_layers
+from kvedge.bench.peers import KvedgeLayer, filled_layers
 from kvedge.bench.report import header, print_by_shape, timing_rows
 from kvedge.bench.roundrobin import TimedCalls, round_robin
 from kvedge.bench.shapes import SHAPES, AttentionShape
@@ -63,10 +63,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="sequences that the context is divided into (default: %(default)s)",
     )
     common.add_threads(cases)
-    how = parser.add_argument_group("how")
-    common.add_hot(how)
-    common.add_rounds(how)
-    common.add_output(parser)
+    common.add_how(parser)
 
 
 def measure(options: argparse.Namespace, output: Output) -> dict[str, Any]:
@@ -78,7 +75,7 @@ def measure(options: argparse.Namespace, output: Output) -> dict[str, Any]:
         "rounds": options.rounds,
         "pinned": pinning(max(counts)),
     }
-    report = header("paged", machine, [KvedgeInt8()], settings=settings)
+    report = header("paged", machine, [KvedgeLayer()], settings=settings)
     report["cases"] = []
     cases = [
         (shape, context, block_size)

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvedge.bench.shapes import AttentionShape
 
-__all__ = ["draw_bars", "draw_limit", "grid", "style_of"]
+__all__ = ["draw_bars", "draw_limit", "draw_times", "grid", "style_of"]
 
 
 def grid(figure: Any, count: int) -> list[Any]:
@@ -32,6 +32,32 @@ def draw_limit(
     ]
     if points:
         axes.plot(*zip(*points, strict=True), "k--", marker="_", label="product limit, 16 bits")
+
+
+def draw_times(
+    axes: Any,
+    cases: Sequence[Mapping[str, Any]],
+    names: list[str],
+    tokens_of: Callable[[Mapping[str, Any]], int],
+    unit: float,
+) -> None:
+    """Draw each competitor's median time, in 1 / ``unit`` seconds, against numbers of tokens."""
+    for competitor in names:
+        points = [
+            (tokens_of(case), result["seconds"]["median"] * unit)
+            for case in cases
+            for result in case["results"]
+            if result["name"] == competitor
+        ]
+        if points:
+            style = style_of(competitor, names)
+            axes.plot(*zip(*points, strict=True), label=competitor, **style)
+    tokens = [tokens_of(case) for case in cases]
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(tokens, [f"{n:,}" for n in tokens], rotation=45)
+    axes.grid(True, alpha=0.3)
+    axes.legend(fontsize="x-small")
 
 
 def draw_bars(

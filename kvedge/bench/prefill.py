@@ -20,7 +20,7 @@ from kvedge.bench.contest import (
     product_figures,
     product_probes,
 )
-from kvedge.bench.peers import Competitor, KvedgeInt8, installed_peers
+from kvedge.bench.peers import Competitor, KvedgeLayer, installed_peers
 from kvedge.bench.report import (
     by_shape,
     header,
@@ -82,7 +82,7 @@ def measure(options: argparse.Namespace, output: Output) -> dict[str, Any]:
     conditions = Conditions(machine, options.rounds, options.budget, hot=True)
     names = dict.fromkeys(("kvedge-8", "kvedge-16", *common.chosen_peers(options)))
     peers, notes = installed_peers(tuple(names))
-    competitors = [KvedgeInt8(), *peers]
+    competitors = [KvedgeLayer(), *peers]
     thread_counts = sorted(set(options.threads or [1]))
     cases = [
         (shape, context)
@@ -130,7 +130,7 @@ def _measure_case(
         appending = {
             entry.competitor.name: entry.competitor.run_with_append
             for entry in contest.entries
-            if isinstance(entry.competitor, KvedgeInt8)
+            if isinstance(entry.competitor, KvedgeLayer)
         }
         samples = round_robin(
             [
@@ -255,27 +255,18 @@ def draw(report: dict[str, Any], figure: Any) -> None:
     for axes, ((name, num_threads), cases) in zip(
         plotting.grid(figure, len(panels)), panels.items(), strict=True
     ):
-        totals = [case["context"] + case["new_tokens"] for case in cases]
+        totals = [_total(case) for case in cases]
         plotting.draw_limit(axes, totals, [product_limit(case) for case in cases], 1e3)
-        for competitor in names:
-            points = [
-                (case["context"] + case["new_tokens"], result["seconds"]["median"] * 1e3)
-                for case in cases
-                for result in case["results"]
-                if result["name"] == competitor
-            ]
-            if points:
-                style = plotting.style_of(competitor, names)
-                axes.plot(*zip(*points, strict=True), label=competitor, **style)
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.set_xticks(totals, [f"{n:,}" for n in totals], rotation=45)
+        plotting.draw_times(axes, cases, names, _total, 1e3)
         axes.set_xlabel("tokens, the new ones included")
         axes.set_ylabel("ms per layer")
         axes.set_title(f"{name}; {num_threads} threads", fontsize="small")
-        axes.grid(True, alpha=0.3)
-        axes.legend(fontsize="x-small")
     tokens = report["settings"]["new tokens"]
     figure.suptitle(
         f"Attention of {tokens} new tokens, {report['machine']['cpu']}", fontsize="medium"
     )
+
+
+def _total(case: Mapping[str, Any]) -> int:
+    total: int = case["context"] + case["new_tokens"]
+    return total

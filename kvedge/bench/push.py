@@ -13,7 +13,7 @@ from kvedge.bench import plotting
 from kvedge.bench.affinity import choose_cpus, pinned_to
 from kvedge.bench.benchmark import measuring, progress
 from kvedge.bench.copies import copies_for
-from kvedge.bench.peers import KvedgeInt8, installed_peers
+from kvedge.bench.peers import KvedgeLayer, installed_peers
 from kvedge.bench.quantizers import QUANTIZERS, Intake, Step, make_intake
 from kvedge.bench.report import header, print_by_shape, timing_rows
 from kvedge.bench.roundrobin import TimedCalls, round_robin
@@ -55,10 +55,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"tokens per call (default: {' '.join(map(str, _TOKENS))})",
     )
-    how = parser.add_argument_group("how")
-    common.add_hot(how)
-    common.add_rounds(how)
-    common.add_output(parser)
+    common.add_how(parser)
 
 
 def measure(options: argparse.Namespace, output: Output) -> dict[str, Any]:
@@ -73,7 +70,7 @@ def measure(options: argparse.Namespace, output: Output) -> dict[str, Any]:
         "threads": 1,
         "pinned": f"to processor {cpus[0]}" if cpus else "no: this system cannot",
     }
-    report = header("push", machine, [KvedgeInt8(), *peers], settings=settings, notes=notes)
+    report = header("push", machine, [KvedgeLayer(), *peers], settings=settings, notes=notes)
     report["cases"] = []
     cases = [
         (shape, tokens)

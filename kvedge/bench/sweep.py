@@ -14,7 +14,7 @@ from kvedge.bench import plotting
 from kvedge.bench.affinity import choose_cpus, pinned_to
 from kvedge.bench.benchmark import measuring, progress
 from kvedge.bench.contest import Conditions, Contest, enter
-from kvedge.bench.peers import Competitor, KvedgeInt8, installed_peers, make_peers
+from kvedge.bench.peers import Competitor, KvedgeLayer, installed_peers, make_peers
 from kvedge.bench.report import header, microseconds, plus_minus, print_header
 from kvedge.bench.roundrobin import TimedCalls, round_robin
 from kvedge.bench.shapes import CONTEXTS, SHAPES, AttentionShape
@@ -44,10 +44,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     common.add_contexts(cases, CONTEXTS)
     common.add_threads(cases)
     common.add_peers(cases, default="none")
-    how = parser.add_argument_group("how")
-    common.add_hot(how)
-    common.add_rounds(how)
-    common.add_output(parser)
+    common.add_how(parser)
 
 
 def measure(options: argparse.Namespace, output: Output) -> dict[str, Any]:
@@ -65,7 +62,7 @@ def measure(options: argparse.Namespace, output: Output) -> dict[str, Any]:
         "rounds": options.rounds,
         "threads": ", ".join(map(str, thread_counts)),
     }
-    report = header("sweep", machine, [KvedgeInt8(), *peers], settings=settings, notes=notes)
+    report = header("sweep", machine, [KvedgeLayer(), *peers], settings=settings, notes=notes)
     report["lines"] = []
     shapes = common.chosen_shapes(options)
     steps = len(shapes) * len(thread_counts) * len(names) * (len(contexts) + options.rounds)
@@ -93,7 +90,7 @@ def _measure_line(
     notes: list[str] = []
     try:
         for context in contexts:
-            competitor: Competitor = KvedgeInt8() if name == "kvedge" else make_peers([name])[0]
+            competitor: Competitor = KvedgeLayer() if name == "kvedge" else make_peers([name])[0]
             workload = make_workload(shape, context)
             contest = enter([competitor], workload, num_threads, conditions, advance)
             contests.append(contest)

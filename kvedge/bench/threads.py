@@ -14,7 +14,7 @@ from kvedge.bench.affinity import choose_cpus, pinned_to
 from kvedge.bench.benchmark import measuring, progress
 from kvedge.bench.busy import BusyProcess, can_stop_and_go
 from kvedge.bench.contest import Conditions, enter
-from kvedge.bench.peers import KvedgeInt8, installed_peers
+from kvedge.bench.peers import KvedgeLayer, installed_peers
 from kvedge.bench.report import by_shape, header, microseconds, plus_minus, print_header
 from kvedge.bench.roundrobin import Sampler, round_robin
 from kvedge.bench.shapes import SHAPES, AttentionShape
@@ -44,10 +44,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     common.add_contexts(cases, (_CONTEXT,))
     common.add_threads(cases, "every number up to the cores there are")
     common.add_peers(cases)
-    how = parser.add_argument_group("how")
-    common.add_hot(how)
-    common.add_rounds(how)
-    common.add_output(parser)
+    common.add_how(parser)
 
 
 def measure(options: argparse.Namespace, output: Output) -> dict[str, Any]:
@@ -55,7 +52,7 @@ def measure(options: argparse.Namespace, output: Output) -> dict[str, Any]:
     machine = system.machine()
     conditions = Conditions(machine, options.rounds, options.budget, options.hot)
     peers, notes = installed_peers(common.chosen_peers(options))
-    competitors = [KvedgeInt8(), *peers]
+    competitors = [KvedgeLayer(), *peers]
     cores = machine.physical_cores or machine.usable_cores
     counts = sorted(set(options.threads or range(1, min(cores, machine.usable_cores) + 1)))
     cpus = choose_cpus(max(counts))

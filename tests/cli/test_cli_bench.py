@@ -16,6 +16,7 @@ from kvedge.bench.catalog import BENCHMARKS
 from kvedge.bench.peers import PEER_NAMES, VARIANT_NAMES
 from kvedge.cli import main
 from kvedge.console import exits
+from kvedge.core.formats import FORMATS
 
 # One small layer, in the caches, three rounds: about a tenth of a second per case.
 TINY = ["--shape", "4,2,16", "--hot", "--rounds", "3"]
@@ -139,6 +140,21 @@ def test_decode_at_other_precisions_when_asked(capsys):
     assert report["competitors"]["kvedge-24"] == kvedge.__version__
     assert case["results"][1]["arithmetic_error"] < 2e-4
     assert case["results"][2]["arithmetic_error"] < 1e-5
+
+
+def test_other_formats_stand_beside_int8_and_are_no_peers(capsys, tmp_path):
+    names = [f"kvedge-{name}" for name in FORMATS if name != "int8"]
+    path = tmp_path / "run.json"
+    options = [*TINY, "--context", "24", "--peers", "numpy-fp32", *names, "--save", str(path)]
+    assert main(["bench", "decode", *options]) == exits.OK
+    summary = capsys.readouterr().out.partition("summary")[2]
+    assert "numpy-fp32" in summary and not any(name in summary for name in names)
+    results = json.loads(path.read_text())["cases"][0]["results"]
+    assert [result["name"] for result in results] == ["kvedge", *names, "numpy-fp32"]
+    for result, row in zip(results[1:-1], list(FORMATS.values())[1:], strict=True):
+        scales = 24 * 2 * 2 * 4 if row.has_scales else 0
+        assert result["bytes"] == 24 * 2 * 2 * 16 * row.bits // 8 + scales
+        assert result["arithmetic_error"] < 2e-4
 
 
 def test_prefill_json(capsys):

@@ -122,7 +122,7 @@ static void open_layer(void) {
   it.entry = (int64_t)config.num_kv_heads * config.head_dim;
   it.row_bytes[0] = it.row_bytes[1] = (size_t)config.num_kv_heads * ref_row_bytes(config.format, config.head_dim);
   size_t scale_bytes = config.scale_type == KVEDGE_SCALE_FLOAT16 ? 2 : 4;
-  it.row_bytes[2] = it.row_bytes[3] = it.format->has_scales ? (size_t)(config.num_kv_heads * groups) * scale_bytes : 0;
+  it.row_bytes[2] = it.row_bytes[3] = it.format->steps ? (size_t)(config.num_kv_heads * groups) * scale_bytes : 0;
   size_t header = kvedge_layer_header_bytes(&config), bytes = kvedge_layer_bytes(&config);
   REQUIRE(header > 0 && bytes > header, "bytes of a good config");
   kvedge_status status;
@@ -184,7 +184,7 @@ static unsigned failures_of(const float *rows, int64_t n, const float *offset) {
     if (!isfinite(x)) failures |= 1u << KVEDGE_ERROR_NONFINITE;
     else largest = fmaxf(largest, fabsf(x));
   }
-  int half_scales = it.format->has_scales && it.config.scale_type == KVEDGE_SCALE_FLOAT16;
+  int half_scales = it.format->steps && it.config.scale_type == KVEDGE_SCALE_FLOAT16;
   if (largest >= it.format->too_large || (half_scales && largest / (float)it.format->steps > 65504.0f))
     failures |= 1u << KVEDGE_ERROR_SCALE;
   return failures;
@@ -258,7 +258,7 @@ static void fill_call(void) {
       char *at = it.arrays[i] + start;
       if (i < 2) {
         size_t row_bytes = it.row_bytes[i] / (size_t)it.config.num_kv_heads;
-        for (size_t j = 0; j < bytes; j += row_bytes) it.format->fill(at + j, it.config.head_dim, style);
+        for (size_t j = 0; j < bytes; j += row_bytes) ref_fill(it.format, at + j, it.config.head_dim, style);
       } else if (it.config.scale_type == KVEDGE_SCALE_FLOAT16) {
         for (size_t j = 0; j < bytes; j += 2)
           *(uint16_t *)(at + j) =
@@ -298,7 +298,7 @@ static void offset_call(void) {
     for (int64_t i = 0; i < it.entry; i++)
       if (!isfinite(offset[i])) failures = 1u << KVEDGE_ERROR_NONFINITE;
   }
-  if (it.len > 0 || !it.format->has_scales) failures = 1u << KVEDGE_ERROR_ARGUMENT;
+  if (it.len > 0 || !it.format->steps) failures = 1u << KVEDGE_ERROR_ARGUMENT;
   check_status(kvedge_layer_set_key_offset(it.layer, offset), failures);
   if (failures) {
     release(offset);
@@ -314,7 +314,7 @@ static void offset_call(void) {
 
 /* How far what is stored may be from what was given: half a step of its group, or the format's rounding. */
 static double storage_error(int values, const float *row, int d) {
-  if (!it.format->has_scales) return fmax(it.format->rounding * fabs(row[d]), it.format->smallest);
+  if (!it.format->steps) return ref_rounding(it.format, row[d]);
   int group = it.config.group_size, start = d / group * group;
   double largest = 0.0, step, rounding = 0.0;
   for (int i = start; i < start + group && i < it.config.head_dim; i++) {

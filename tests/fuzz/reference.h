@@ -24,74 +24,68 @@ typedef struct {
   double largest_key;
 } ref_row;
 
-static inline double half_value(uint16_t half) {
-  int exponent = half >> 10 & 0x1f, mantissa = half & 0x3ff;
-  if (exponent == 31) return NAN;
-  double x = exponent ? ldexp(1024 + mantissa, exponent - 25) : ldexp(mantissa, -24);
-  return half >> 15 ? -x : x;
-}
-
 static inline double clamped(double x) { return x > FLT_MAX ? FLT_MAX : x < -FLT_MAX ? -FLT_MAX : x; }
 
 /* ---- Storage formats ---- */
 
-static inline double int8_element(const void *row, int d) { return ((const int8_t *)row)[d]; }
-static inline double float32_element(const void *row, int d) { return ((const float *)row)[d]; }
-static inline double float16_element(const void *row, int d) { return half_value(((const uint16_t *)row)[d]); }
-static inline double bfloat16_element(const void *row, int d) {
-  const uint32_t bits = (uint32_t)((const uint16_t *)row)[d] << 16;
-  float x;
-  return memcpy(&x, &bits, sizeof x), x;
-}
-
-/* Rows of a caller's own: any bytes that the header allows. */
-static inline void fill_int8(void *row, int dim, int style) {
-  (void)style;
-  for (int d = 0; d < dim; d++) ((int8_t *)row)[d] = (int8_t)((int)(random_bits() % 255) - 127);
-}
-static inline void fill_float32(void *row, int dim, int style) { fill_rows(row, 1, dim, style); }
-static inline void fill_float16(void *row, int dim, int style) {
-  for (int d = 0; d < dim; d++) {
-    unsigned exponent = style < ORDINARY_STYLES ? 12 + random_bits() % 4 : random_bits() % 31;
-    ((uint16_t *)row)[d] = (uint16_t)((random_bits() % 2) << 15 | exponent << 10 | random_bits() % 1024);
-  }
-}
-static inline void fill_bfloat16(void *row, int dim, int style) {
-  for (int d = 0; d < dim; d++) {
-    unsigned exponent = style < ORDINARY_STYLES ? 124 + random_bits() % 4 : random_bits() % 255;
-    ((uint16_t *)row)[d] = (uint16_t)((random_bits() % 2) << 15 | exponent << 7 | random_bits() % 128);
-  }
-}
-
-/* What kvedge.h and docs/numerics.md say of a format; a new one needs a row. */
+/* What kvedge.h says of a format; a new one needs a row. */
 typedef struct {
-  int bits;       /* of an element */
-  int has_scales; /* a row has one for each group; its largest element is `steps` of them */
-  int steps;
-  double rounding, smallest; /* what storing moves an element by: so much of it, or of the smallest subnormal */
-  double too_large;          /* elements from here on are refused */
-  double (*element)(const void *row, int d); /* times a scale, where there are scales */
-  void (*fill)(void *row, int dim, int style);
+  int bits;           /* of an element: whole bytes */
+  int steps;          /* an integer times a scale of its group, at most so many; 0: a float without scales */
+  int mantissa, bias; /* of a float: bits, and what its exponent is more than it means */
+  uint32_t largest;   /* code of the largest finite one */
+  double too_large;   /* elements from here on are refused; smaller ones beyond the largest become that */
 } ref_format;
 
 static const ref_format ref_formats[] = {
-    [KVEDGE_INT8] =
-        {.bits = 8, .has_scales = 1, .steps = 127, .too_large = INFINITY, .element = int8_element, .fill = fill_int8},
-    [KVEDGE_FLOAT32] = {.bits = 32, .too_large = INFINITY, .element = float32_element, .fill = fill_float32},
-    [KVEDGE_FLOAT16] = {.bits = 16,
-                       .rounding = 0x1p-11,
-                       .smallest = 0x1p-25,
-                       .too_large = 65520.0,
-                       .element = float16_element,
-                       .fill = fill_float16},
-    [KVEDGE_BFLOAT16] = {.bits = 16,
-                       .rounding = 0x1p-8,
-                       .smallest = 0x1p-134,
-                       .too_large = 0x1.ffp127,
-                       .element = bfloat16_element,
-                       .fill = fill_bfloat16},
+    [KVEDGE_INT8] = {.bits = 8, .steps = 127, .too_large = INFINITY},
+    [KVEDGE_FLOAT32] = {.bits = 32, .mantissa = 23, .bias = 127, .largest = 0x7f7fffff, .too_large = INFINITY},
+    [KVEDGE_FLOAT16] = {.bits = 16, .mantissa = 10, .bias = 15, .largest = 0x7bff, .too_large = 65520.0},
+    [KVEDGE_BFLOAT16] = {.bits = 16, .mantissa = 7, .bias = 127, .largest = 0x7f7f, .too_large = 0x1.ffp127},
+    [KVEDGE_FP8_E4M3] = {.bits = 8, .mantissa = 3, .bias = 7, .largest = 0x7e, .too_large = INFINITY},
+    [KVEDGE_FP8_E5M2] = {.bits = 8, .mantissa = 2, .bias = 15, .largest = 0x7b, .too_large = INFINITY},
 };
 _Static_assert(sizeof ref_formats / sizeof *ref_formats == KVEDGE_NUM_FORMATS, "a row for each format");
+
+/* The float that a code means. */
+static inline double ref_float(const ref_format *format, uint32_t code) {
+  const uint32_t sign = code >> (format->bits - 1), magnitude = code - (sign << (format->bits - 1));
+  const int exponent = (int)(magnitude >> format->mantissa);
+  const double hidden = exponent ? ldexp(1.0, format->mantissa) : 0.0; /* subnormals have none */
+  const double digits = hidden + magnitude % (1u << format->mantissa);
+  const double x = ldexp(digits, (exponent ? exponent : 1) - format->bias - format->mantissa);
+  return sign ? -x : x;
+}
+
+/* Element d of a row, times its scale. */
+static inline double ref_element(const ref_format *format, const void *row, int d) {
+  const size_t bytes = (size_t)format->bits / 8;
+  uint32_t code = 0; /* little-endian, as all that is fuzzed on */
+  memcpy(&code, (const char *)row + (size_t)d * bytes, bytes);
+  return format->steps ? (int8_t)code : ref_float(format, code);
+}
+
+/* A row of a caller's own: any bytes that the header allows. */
+static inline void ref_fill(const ref_format *format, void *row, int dim, int style) {
+  const size_t bytes = (size_t)format->bits / 8;
+  for (int d = 0; d < dim; d++) {
+    uint32_t magnitude = random_bits() % (format->largest + 1);
+    uint32_t code = magnitude | (random_bits() & 1u) << (format->bits - 1);
+    if (style < ORDINARY_STYLES && !format->steps) /* 1/8 to 2 */
+      code = code % (1u << format->mantissa) | ((uint32_t)format->bias - random_bits() % 4) << format->mantissa;
+    if (format->steps)
+      code = (uint32_t)(int32_t)(random_bits() % (2 * (uint32_t)format->steps + 1)) - (uint32_t)format->steps;
+    memcpy((char *)row + (size_t)d * bytes, &code, bytes);
+  }
+}
+
+/* How far a float without scales may be from x, whose code it is. */
+static inline double ref_rounding(const ref_format *format, double x) {
+  const double beyond = fabs(x) - ref_float(format, format->largest);
+  if (beyond > 0.0) return beyond;
+  if (format->mantissa == 23) return 0.0; /* a float32 */
+  return fmax(ldexp(fabs(x), -format->mantissa - 1), ldexp(1.0, -format->bias - format->mantissa));
+}
 
 static inline size_t ref_row_bytes(kvedge_format format, int dim) {
   return ((size_t)dim * (size_t)ref_formats[format].bits + 7) / 8;
@@ -102,12 +96,13 @@ static inline double stored_value(const kvedge_layer_config *config, const void 
                                   int d) {
   const ref_format *format = &ref_formats[config->format];
   size_t row_bytes = ref_row_bytes(config->format, config->head_dim);
-  double x = format->element((const char *)codes + (size_t)row * row_bytes, d), scale = 1.0;
+  double x = ref_element(format, (const char *)codes + (size_t)row * row_bytes, d), scale = 1.0;
   int group = config->group_size, groups = (config->head_dim + group - 1) / group;
   int64_t at = row * groups + d / group;
-  if (format->has_scales)
-    scale = config->scale_type == KVEDGE_SCALE_FLOAT16 ? half_value(((const uint16_t *)scales)[at])
-                                                       : (double)((const float *)scales)[at];
+  if (format->steps)
+    scale = config->scale_type == KVEDGE_SCALE_FLOAT16
+                ? ref_float(&ref_formats[KVEDGE_FLOAT16], ((const uint16_t *)scales)[at])
+                : (double)((const float *)scales)[at];
   return clamped(x * scale);
 }
 

@@ -10,23 +10,30 @@ from collections.abc import Callable, Iterable, Sequence
 
 from kvedge.bench.peers.base import Competitor
 from kvedge.bench.peers.ggml_flash import GgmlFlashAttention
-from kvedge.bench.peers.kvedge_layer import KvedgeInt8, KvedgeOnSmallPages, filled_layers
+from kvedge.bench.peers.kvedge_layer import KvedgeLayer, KvedgeOnSmallPages, filled_layers
 from kvedge.bench.peers.numpy_attention import NumpyAttention
 from kvedge.bench.peers.ort_gqa import OrtGroupQueryAttention
 from kvedge.bench.peers.torch_sdpa import TorchSdpa
+from kvedge.core.formats import FORMATS
 
 __all__ = [
     "PEER_NAMES",
     "VARIANT_NAMES",
     "Competitor",
-    "KvedgeInt8",
+    "KvedgeLayer",
     "filled_layers",
     "installed_peers",
     "make_peers",
 ]
 
-#: kvedge with ``precision_bits``, and without huge pages: competitors for those who ask.
-VARIANT_NAMES = ("kvedge-8", "kvedge-16", "kvedge-24", "kvedge-4k")
+#: kvedge's other formats, with ``precision_bits``, and without huge pages: for those who ask.
+VARIANT_NAMES = (
+    *(f"kvedge-{dtype}" for dtype in FORMATS if dtype != "int8"),
+    "kvedge-8",
+    "kvedge-16",
+    "kvedge-24",
+    "kvedge-4k",
+)
 
 #: Names of all peers, in the order of the tables.
 PEER_NAMES = (
@@ -49,13 +56,19 @@ def make_peers(names: Iterable[str]) -> list[Competitor]:
 def _make(name: str) -> Competitor:
     library, _, kind = name.partition("-")
     classes: dict[str, Callable[[str], Competitor]] = {
-        "kvedge": lambda kind: KvedgeOnSmallPages() if kind == "4k" else KvedgeInt8(int(kind)),
+        "kvedge": _make_variant,
         "numpy": NumpyAttention,
         "torch": TorchSdpa,
         "ort": OrtGroupQueryAttention,
         "ggml": GgmlFlashAttention,
     }
     return classes[library](kind)
+
+
+def _make_variant(kind: str) -> Competitor:
+    if kind == "4k":
+        return KvedgeOnSmallPages()
+    return KvedgeLayer(kind) if kind in FORMATS else KvedgeLayer(precision_bits=int(kind))
 
 
 def installed_peers(names: Sequence[str]) -> tuple[list[Competitor], list[str]]:

@@ -1,4 +1,4 @@
-"""kvedge's own INT8 layer."""
+"""kvedge's own layers."""
 
 from __future__ import annotations
 
@@ -15,43 +15,50 @@ from kvedge.bench.workload import Workload
 from kvedge.core.config import layer_config
 from kvedge.core.memory import token_bytes
 
-__all__ = ["KvedgeInt8", "KvedgeOnSmallPages", "filled_layers"]
+__all__ = ["KvedgeLayer", "KvedgeOnSmallPages", "filled_layers"]
 
 
 def filled_layers(
     workload: Workload,
     copies: int,
-    while_empty: Callable[[kvedge.QuantizedKvLayer], object] = lambda layer: None,
+    while_empty: Callable[[Any], object] = lambda layer: None,
+    dtype: str = "int8",
     **options: Any,
-) -> list[kvedge.QuantizedKvLayer]:
+) -> list[Any]:
     """Return layers that hold a workload's tokens; ``while_empty`` gets each beforehand."""
     shape = workload.shape
+    kind = kvedge.KVCache._layer_types[dtype]
     layers = []
     for _ in range(copies):
-        layer = kvedge.QuantizedKvLayer(
-            workload.context, shape.num_kv_heads, shape.head_dim, **options
-        )
+        layer = kind(workload.context, shape.num_kv_heads, shape.head_dim, **options)
         while_empty(layer)
         layer.extend(workload.keys, workload.values)
         layers.append(layer)
     return layers
 
 
-class KvedgeInt8(Competitor):
-    """:meth:`kvedge.QuantizedKvLayer.attend`, with the layer's default options.
+class KvedgeLayer(Competitor):
+    """A layer's ``attend``, with default options.
 
     Parameters
     ----------
+    dtype : str
+        Storage format of the layer.
     precision_bits : int, optional
-        Passed on to ``attend``; named in the competitor's name.
+        Passed on to ``attend``.
+
+    What is not the default is in the competitor's name.
     """
 
-    def __init__(self, precision_bits: int | None = None) -> None:
-        super().__init__("kvedge" if precision_bits is None else f"kvedge-{precision_bits}")
-        self._options: dict[str, Any] = (
-            {} if precision_bits is None else {"precision_bits": precision_bits}
-        )
-        self._layers: list[kvedge.QuantizedKvLayer] = []
+    def __init__(self, dtype: str = "int8", precision_bits: int | None = None) -> None:
+        words = [] if dtype == "int8" else [dtype]
+        self._options: dict[str, Any] = {}
+        if precision_bits is not None:
+            words.append(str(precision_bits))
+            self._options["precision_bits"] = precision_bits
+        super().__init__("-".join(["kvedge", *words]))
+        self._dtype = dtype
+        self._layers: list[Any] = []
         self._workload: Workload | None = None
         self._query = np.empty(0, np.float32)
 
@@ -60,16 +67,16 @@ class KvedgeInt8(Competitor):
         return kvedge.__version__
 
     def bytes_per_token(self, shape: AttentionShape) -> float:
-        """By the layers' own arithmetic: a byte per value, a float32 scale per row."""
-        return token_bytes(layer_config("int8", 1, shape.num_kv_heads, shape.head_dim))
+        """By the layers' own arithmetic: codes, and scales where there are any."""
+        return token_bytes(layer_config(self._dtype, 1, shape.num_kv_heads, shape.head_dim))
 
-    def _before_filling(self, layer: kvedge.QuantizedKvLayer) -> None:
+    def _before_filling(self, layer: Any) -> None:
         """Nothing: the system gives what pages it likes."""
 
     def prepare(self, workload: Workload, copies: int, num_threads: int) -> None:
         """Fill the layers; the number of threads is the process's default."""
         kvedge.set_num_threads(num_threads)
-        self._layers = filled_layers(workload, copies, self._before_filling)
+        self._layers = filled_layers(workload, copies, self._before_filling, self._dtype)
         self._workload, self._query = workload, workload.query
 
     def run(self, copy: int) -> object:
@@ -93,13 +100,15 @@ class KvedgeInt8(Competitor):
     def arithmetic_error(self) -> float:
         """Return the error against float64 attention over what is stored, not over what was given.
 
-        That is what kvedge's integer arithmetic adds to the cost of storing INT8.
+        That is what kvedge's arithmetic adds to the cost of the storage format.
         """
         assert self._workload is not None
-        layer = self._layers[0]
-        keys = layer.key_codes.astype(np.float64) * layer.key_scales[:, :, None]
-        values = layer.value_codes.astype(np.float64) * layer.value_scales[:, :, None]
-        exact = self._workload.exact(keys, values)
+        layer, everything = self._layers[0], slice(0, self._workload.context)
+        tokens, config = layer._held().tokens, layer._config
+        exact = self._workload.exact(
+            tokens.side(False, config).decode(everything, np.float64),
+            tokens.side(True, config).decode(everything, np.float64),
+        )
         return self._workload.error(self.as_array(self.run(0)), exact)
 
     def release(self) -> None:
@@ -107,7 +116,7 @@ class KvedgeInt8(Competitor):
         self._layers, self._workload = [], None
 
 
-class KvedgeOnSmallPages(KvedgeInt8):
+class KvedgeOnSmallPages(KvedgeLayer):
     """The same on pages of 4 KB: what huge pages are worth (Linux)."""
 
     def __init__(self) -> None:
@@ -120,7 +129,7 @@ class KvedgeOnSmallPages(KvedgeInt8):
             return None
         return "this system has no madvise(MADV_NOHUGEPAGE)"
 
-    def _before_filling(self, layer: kvedge.QuantizedKvLayer) -> None:
+    def _before_filling(self, layer: Any) -> None:
         # One mapping has all slabs of a layer. Once touched, it would have huge pages already.
-        mapping: Any = layer._slabs.key_codes.base
+        mapping = layer._slabs.key_codes.base
         mapping.madvise(mmap.MADV_NOHUGEPAGE)
