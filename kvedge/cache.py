@@ -6,13 +6,14 @@ KVCache from :class:`CacheMethods` and names its layer types.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
 from kvedge.cache_history import CacheHistory
+from kvedge.cache_layers import layer_configs, taken_over
 from kvedge.core import checks, memory
-from kvedge.core.config import MAX_LAYERS
 from kvedge.core.memory import memory_for
 from kvedge.core.types import (
     Array,
@@ -30,7 +31,6 @@ from kvedge.errors import (
     OutOfMemoryError,
 )
 from kvedge.layer import LayerMethods
-from kvedge.layer_room import first_rows
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack  # type checkers bring it along
@@ -50,16 +50,18 @@ class CacheMethods(CacheHistory):
 
     def __init__(
         self,
-        num_layers: int,
-        num_kv_heads: int,
-        head_dim: int,
+        num_layers: int | None = None,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
         *,
         value_head_dim: int | None = None,
         dtype: Dtype = "int8",
         max_seq_len: int | None = None,
         group_size: int | None = None,
         scale_dtype: ScaleDtype = "float32",
-        key_offset: Array | Literal["auto"] | None = None,
+        key_offset: Array | Literal["auto"] | Sequence[Any] | None = None,
+        window: int | Sequence[int | None] | None = None,
+        layers: Sequence[Mapping[str, Any]] | Sequence[LayerMethods] | None = None,
     ) -> None:
         """Make an empty cache.
 
@@ -87,39 +89,51 @@ class CacheMethods(CacheHistory):
         key_offset : None, "auto" or array of float32 (num_layers, num_kv_heads, head_dim)
             int8 only: a vector subtracted from every key before it is stored, which changes no
             attention and helps keys with large constant channels. "auto" takes the mean over the
-            first tokens that a layer is given.
+            first tokens that a layer is given. For layers that differ, a list of one each.
+        window : int, None or a sequence of them, optional
+            Tokens that a query row sees, in all layers or in each. A layer with a window keeps what
+            that needs, attends with it by default, and takes memory for two windows
+            (:class:`kvedge.QuantizedKvLayer`). Gemma 3: ``[512] * 5 + [None]``, and so on.
+        layers : sequence of mappings, or of layers, optional
+            Layers that differ: a mapping for each, of what is not as given above, out of
+            num_kv_heads, head_dim, value_head_dim, dtype, group_size, scale_dtype and window. Or
+            layer objects, which the cache takes over with their tokens: from then on they are
+            changed through it alone. They have to stand at one position.
 
         Raises
         ------
         InvalidArgumentError
-            A size out of range, or an option that float32 storage does not have.
+            A size out of range, or an option that float32 storage does not have; ``layers`` that do
+            not fit together.
         DtypeMismatchError, ShapeMismatchError, LayoutError, NonFiniteInputError
             A bad ``key_offset`` array.
         OutOfMemoryError
             The system refused to reserve the memory.
         """
-        num_layers = checks.as_int(num_layers, "num_layers")
-        if not 1 <= num_layers <= MAX_LAYERS:
-            raise InvalidArgumentError(
-                f"num_layers must be from 1 to {MAX_LAYERS}, not {num_layers}"
-            )
+        given = {"num_kv_heads": num_kv_heads, "head_dim": head_dim, "num_layers": num_layers}
+        more = {"value_head_dim": value_head_dim, "group_size": group_size, "window": window}
+        ready = taken_over(layers, **given, **more, max_seq_len=max_seq_len, key_offset=key_offset)
+        if ready is not None:
+            limits = [one._config.limit for one in ready if one._config.limit is not None]
+            auto = any(one._auto_key_offset for one in ready)
+            self._take(ready, min(limits, default=None), auto, {})
+            return
         if max_seq_len is not None:
             max_seq_len = checks.as_int(max_seq_len, "max_seq_len")
             if not 1 <= max_seq_len <= checks.MAX_CAPACITY:
                 raise InvalidArgumentError(
                     f"max_seq_len must be from 1 to {checks.MAX_CAPACITY}, not {max_seq_len}"
                 )
-        config = checks.layer_config(
-            dtype,
-            max_seq_len,
-            num_kv_heads,
-            head_dim,
-            value_head_dim=value_head_dim,
-            group_size=group_size,
-            scale_dtype=scale_dtype,
-            rows=first_rows(None),
-        )
-        self._start(num_layers, config, max_seq_len, key_offset, {})
+        common = {
+            "dtype": dtype,
+            "num_kv_heads": num_kv_heads,
+            "head_dim": head_dim,
+            "value_head_dim": value_head_dim,
+            "group_size": group_size,
+            "scale_dtype": scale_dtype,
+        }
+        configs = layer_configs(num_layers, layers, window, common)
+        self._start(configs, max_seq_len, key_offset, {})
 
     @classmethod
     def with_capacity(
@@ -161,8 +175,10 @@ class CacheMethods(CacheHistory):
         if layer.__class__ is not int or not 0 <= layer < self._num_layers:
             layer = checks.check_layer(layer, self._num_layers)
         target = self._layers[layer]
-        start = len(target)
+        start = target._end()
         try:
+            if self._has_windows and self._max_seq_len is not None:
+                self._check_position(target, start, keys, layout)
             target._append(keys, values, layout)
         except OutOfMemoryError:
             raise
@@ -170,12 +186,21 @@ class CacheMethods(CacheHistory):
             raise self._no_room(layer, error) from None
         except MemoryError as error:
             raise self._append_failed(layer, start, error) from error
-        stop = len(target)
+        stop = target._end()
         if start < self._high_water[layer]:
             if start == stop:
                 return
             self._overwrites.add(start)
         self._high_water[layer] = stop
+        if self._has_windows:
+            target._slide(stop - start)
+
+    def _check_position(self, target: Any, start: int, keys: Array, layout: Layout) -> None:
+        """Raise if tokens end beyond max_seq_len, which a layer with a window cannot know."""
+        n = len(checks.as_rows(keys, False, target._config, many=None, layout=layout))
+        limit = self._max_seq_len
+        if limit is not None and n > limit - start:
+            raise CapacityExceededError(f"no room for {n} tokens after {start}")
 
     def _append_failed(self, layer: int, start: int, error: MemoryError) -> OutOfMemoryError:
         if start < self._high_water[layer]:
@@ -200,7 +225,7 @@ class CacheMethods(CacheHistory):
                 raise InvalidArgumentError(f"n must be at least 0, not {n}: truncate() goes back")
         length = self._length + n
         for layer in self._layers:
-            if len(layer) < length:
+            if layer._end() < length:
                 raise LayersOutOfStepError(self._who_lacks(length))
         self._length = length
 
@@ -227,6 +252,9 @@ class CacheMethods(CacheHistory):
         self._refuse_pending("push_step()")
         start = self._length
         if start >= self._room:
+            limit = self._max_seq_len
+            if limit is not None and start >= limit:
+                raise self._no_room(0, CapacityExceededError(f"no room for 1 token after {start}"))
             self._make_room(1)
 
         # What a layer may still refuse, when others already hold the token: a number that is not
@@ -239,12 +267,12 @@ class CacheMethods(CacheHistory):
                 layer._append(key, value)
         except BaseException:
             for layer in self._layers:
-                layer._set_len(start)
+                layer._set_end(start)
             for layer, offset in zip(self._layers, offsets, strict=False):
                 layer._set_key_offset(offset)
-            for slabs, rows in saved:
-                for slab, row in zip(slabs, rows, strict=True):
-                    slab[start] = row
+            for rows, copies in saved:
+                for row, copy in zip(rows, copies, strict=True):
+                    row[...] = copy
             # The layer named the element within its own token; these name it in the arrays given.
             checks.check_finite(keys, "keys")
             checks.check_finite(values, "values")
@@ -253,6 +281,9 @@ class CacheMethods(CacheHistory):
             self._overwrites.add(start)
         self._high_water = [start + 1] * self._num_layers
         self._length = start + 1
+        if self._has_windows:
+            for layer in self._layers:
+                layer._slide(1)
 
     # ---- reading ---------------------------------------------------------------------------------
 
@@ -414,7 +445,7 @@ class CacheMethods(CacheHistory):
             A view keeps showing the tokens it was made for, and what later overwrites them.
         """
         held: LayerMethods = self.layer(layer)
-        if out is None and self._config.key_format.is_float32:
+        if out is None and held._config.key_format.is_float32:
             return held.key_codes
         return held.keys(out=out)
 
@@ -427,6 +458,6 @@ class CacheMethods(CacheHistory):
         ndarray of float32, (tokens, num_kv_heads, value_head_dim)
         """
         held: LayerMethods = self.layer(layer)
-        if out is None and self._config.value_format.is_float32:
+        if out is None and held._config.value_format.is_float32:
             return held.value_codes
         return held.values(out=out)

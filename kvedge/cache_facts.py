@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from kvedge.core import memory
 from kvedge.core.config import ConfigFacts, LayerConfig
+from kvedge.errors import InvalidArgumentError
 from kvedge.snapshot import CacheFormat
 
 
@@ -16,7 +18,7 @@ class CacheFacts(ConfigFacts):
 
     _layers: tuple[Any, ...]
     _num_layers: int
-    _config: LayerConfig  # of every layer, but for the capacity
+    _format: CacheFormat
     _max_seq_len: int | None
     _length: int
     _metadata: dict[str, str]
@@ -39,6 +41,11 @@ class CacheFacts(ConfigFacts):
         """Vectors subtracted from stored keys, (num_layers, num_kv_heads, head_dim) float32.
 
         None where there are none; layers whose automatic offset is not yet known show zeros.
+
+        Raises
+        ------
+        InvalidArgumentError
+            The layers differ: so do the shapes of their vectors.
         """
         offsets = [layer._key_offset for layer in self._layers]
         if all(offset is None for offset in offsets):
@@ -47,14 +54,19 @@ class CacheFacts(ConfigFacts):
         return np.stack([zeros if offset is None else offset for offset in offsets])
 
     @property
+    def window(self) -> tuple[int | None, ...]:
+        """Window of each layer, None where it keeps all."""
+        return tuple(config.window for config in self._format.layers)
+
+    @property
     def max_seq_len(self) -> int | None:
         """Most tokens it takes; None if it grows."""
         return self._max_seq_len
 
     @property
     def capacity(self) -> int:
-        """Tokens there is memory reserved for now."""
-        capacity: int = min(layer.capacity for layer in self._layers)
+        """Tokens there is memory reserved for now, those that windows have dropped included."""
+        capacity: int = min(layer._room_until() for layer in self._layers)
         return capacity
 
     @property
@@ -70,7 +82,7 @@ class CacheFacts(ConfigFacts):
     @property
     def used_bytes(self) -> int:
         """Bytes of the tokens held, pending ones included."""
-        return memory.token_bytes(self._config) * sum(len(layer) for layer in self._layers)
+        return sum(memory.token_bytes(layer._config) * len(layer) for layer in self._layers)
 
     @property
     def fp32_memory_bytes(self) -> int:
@@ -85,7 +97,7 @@ class CacheFacts(ConfigFacts):
     def __repr__(self) -> str:
         room = "growing" if self._max_seq_len is None else f"max_seq_len={self._max_seq_len}"
         length = self._length  # before those of the layers, which are never less
-        pending = max(len(layer) for layer in self._layers) - length
+        pending = max(layer._end() for layer in self._layers) - length
         more = f" + up to {pending} pending" if pending else ""
         return (
             f"<{type(self).__name__} {self._format}, {length} tokens{more}, {room}, "
@@ -93,5 +105,11 @@ class CacheFacts(ConfigFacts):
         )
 
     @property
-    def _format(self) -> CacheFormat:
-        return CacheFormat.of(self._num_layers, self._config)
+    def _config(self) -> LayerConfig:  # type: ignore[override]
+        """The shape of a layer, if all have one; room and window aside."""
+        shapes = {replace(config, window=None) for config in self._format.layers}
+        if len(shapes) > 1:
+            raise InvalidArgumentError(
+                f"layers differ in this cache ({self._format}): ask layer(i), append() to each"
+            )
+        return shapes.pop()

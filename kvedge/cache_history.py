@@ -70,19 +70,21 @@ class CacheHistory(CacheState):
         Raises
         ------
         PositionOutOfRangeError
-            Unless 0 <= n <= len(cache).
+            Unless 0 <= n <= len(cache); or a layer with a window has dropped tokens that the next
+            one would see. Those of the last append can always be taken back, and all (n=0).
         """
-        self._set_length(checks.check_length(n, self._length))
+        n = checks.check_length(n, self._length)
+        self._check_kept(n)
+        self._set_length(n)
 
     def clear(self) -> None:
         """Forget all tokens. An automatic key offset is taken anew from the next ones."""
-        self._length = 0
+        self._set_length(0)
         for layer in self._layers:
-            layer._auto_key_offset = self._auto_offset
+            layer._auto_key_offset = self._auto_offset and layer._config.has_scales
             layer._clear()
         if self._auto_offset:  # the bytes still there mean nothing without the offset they had
-            self._overwrites.add(0)
-            self._high_water = [0] * self._num_layers
+            self._forget_bytes()
 
     @memory_for("the positions to keep")
     def keep(self, indices: Any) -> None:
@@ -98,11 +100,14 @@ class CacheHistory(CacheState):
         Raises
         ------
         InvalidArgumentError, ShapeMismatchError, PositionOutOfRangeError
+            Also where a layer with a window has dropped tokens.
         LayersOutOfStepError
             If some layer holds tokens that have not been advanced over.
         """
         positions = checks.check_keep(indices, self._length)
         self._refuse_pending("keep()")
+        for layer in self._layers:
+            checks.check_whole(layer._config, layer._held(), "keep()")
         moved = np.flatnonzero(positions != np.arange(len(positions)))
         if moved.size == 0:
             self._set_length(len(positions))
@@ -138,9 +143,9 @@ class CacheHistory(CacheState):
         start, stop = checks.check_range(start, stop, self._length)
         self._refuse_pending("shift()")
         for layer in self._layers:
-            layer._check_shift(delta, rope, start, stop)
+            layer._check_shift(delta, rope, *_held_range(layer, start, stop))
         for layer in self._layers:
-            layer._shift(delta, rope, start, stop)
+            layer._shift(delta, rope, *_held_range(layer, start, stop))
         if delta and start < stop:
             self._overwrites.add(start)
 
@@ -237,6 +242,12 @@ class CacheHistory(CacheState):
             As ``open`` raises them.
         """
         return session_load.load(cls, path, mmap=mmap)
+
+
+def _held_range(layer: Any, start: int, stop: int) -> tuple[int, int]:
+    """Positions start to stop of a cache as tokens of a layer, which may have dropped some."""
+    dropped = layer.num_dropped
+    return max(0, start - dropped), max(0, stop - dropped)
 
 
 @memory_for("the cache of a pickle")

@@ -5,7 +5,8 @@ Nothing here is public. :class:`kvedge.cache.CacheMethods` makes a KVCache of it
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -18,6 +19,7 @@ from kvedge.errors import (
     CapacityExceededError,
     InvalidArgumentError,
     LayersOutOfStepError,
+    PositionOutOfRangeError,
     ShapeMismatchError,
     StaleSnapshotError,
 )
@@ -48,6 +50,7 @@ class CacheState(CacheFacts):
 
     _layer_types: ClassVar[dict[str, type[LayerMethods]]]  # the backend's, by their dtype
 
+    _has_windows: bool  # some layer keeps only what its window needs
     _auto_offset: bool  # layers take their key offset from their first tokens
     _room: int  # tokens that every layer has room for, or fewer
     _high_water: list[int]  # tokens of each layer whose bytes are still there, whatever its length
@@ -55,33 +58,50 @@ class CacheState(CacheFacts):
 
     def _start(
         self,
-        num_layers: int,
-        config: LayerConfig,
+        configs: Sequence[LayerConfig],
         max_seq_len: int | None,
         key_offset: Any,
         metadata: Mapping[str, str],
+        tokens: Sequence[int] | None = None,
     ) -> None:
-        """Be an empty cache, from arguments that are checked but for the key offset."""
-        offsets: Any = [key_offset] * num_layers
-        if config.has_scales and key_offset is not None and not isinstance(key_offset, str):
-            shape = (num_layers, config.num_kv_heads, config.head_dim)
-            offsets = checks.as_float32(key_offset, "key_offset", shape=shape)
-        kind = self._layer_types[config.dtype]
-        layers = []
-        for offset in offsets:
-            offset = checks.as_key_offset(offset, config)
-            layer = new_layer(kind, config, config.capacity, offset)
-            layer._frozen = True  # changed through the cache alone, which keeps the positions
-            layers.append(layer)
+        """Be an empty cache, with room for ``tokens`` in each layer.
 
+        The arguments are checked but for the key offset.
+        """
+        layers = []
+        offsets = _offsets(key_offset, configs)
+        for index, config in enumerate(configs):
+            # The window bounds what such a layer holds; the cache bounds the position.
+            limit = None if config.window is not None else max_seq_len
+            rows = first_rows(limit, 0 if tokens is None else tokens[index], config.window)
+            layer = new_layer(
+                self._layer_types[config.dtype],
+                replace(config, limit=limit),
+                rows,
+                checks.as_key_offset(offsets[index], config),
+            )
+            layers.append(layer)
+        self._take(layers, max_seq_len, isinstance(key_offset, str), metadata)
+
+    def _take(
+        self,
+        layers: Sequence[Any],
+        max_seq_len: int | None,
+        auto_offset: bool,
+        metadata: Mapping[str, str],
+    ) -> None:
+        """Be a cache of layers that stand at one position."""
+        for layer in layers:
+            layer._frozen = True  # changed through the cache alone, which keeps the positions
         self._layers = tuple(layers)
-        self._num_layers = num_layers
-        self._config = config
+        self._num_layers = len(layers)
+        self._format = CacheFormat.of(layer._config for layer in layers)
+        self._has_windows = any(config.window is not None for config in self._format.layers)
         self._max_seq_len = max_seq_len
-        self._auto_offset = isinstance(key_offset, str)
-        self._length = 0
-        self._room = config.capacity
-        self._high_water = [0] * num_layers
+        self._auto_offset = auto_offset
+        self._length = layers[0]._end()
+        self._room = self.capacity
+        self._high_water = [self._length] * self._num_layers
         self._overwrites = OverwriteLog()
         self._metadata = dict(metadata)
 
@@ -103,9 +123,28 @@ class CacheState(CacheFacts):
     # ---- positions -------------------------------------------------------------------------------
 
     def _set_length(self, length: int) -> None:
+        """Go to a position that all layers keep."""
+        if not length and any(layer.num_dropped for layer in self._layers):
+            self._forget_bytes()
         for layer in self._layers:
-            layer._set_len(length)
+            layer._set_end(length)
         self._length = length
+
+    def _forget_bytes(self) -> None:
+        """Note that no byte stands for a position any more, and that layers begin anew."""
+        self._overwrites.add(0)
+        self._high_water = [0] * self._num_layers
+        self._room = 0
+
+    def _check_kept(self, length: int) -> None:
+        """Raise unless every layer can go to a position."""
+        for index, layer in enumerate(self._layers):
+            if not layer._keeps(length):
+                held = layer._held()
+                raise PositionOutOfRangeError(
+                    f"cannot go to position {length}: layer {index} keeps a window of "
+                    f"{layer.window} tokens, and has dropped those before {held.num_dropped}"
+                )
 
     def _refuse_pending(self, call: str) -> None:
         ahead = self._ahead(self._length)
@@ -118,11 +157,11 @@ class CacheState(CacheFacts):
 
     def _ahead(self, length: int) -> list[int]:
         """Layers with tokens beyond the length, which are pending."""
-        return [i for i, layer in enumerate(self._layers) if len(layer) != length]
+        return [i for i, layer in enumerate(self._layers) if layer._end() != length]
 
     def _who_lacks(self, length: int) -> str:
-        lacking = [i for i, layer in enumerate(self._layers) if len(layer) < length]
-        held = min(len(self._layers[i]) for i in lacking)
+        lacking = [i for i, layer in enumerate(self._layers) if layer._end() < length]
+        held = min(self._layers[i]._end() for i in lacking)
         return (
             f"cannot advance to position {length}: {layer_names(lacking)} of {self._num_layers} "
             f"lack tokens (the shortest holds {held}): append to them first"
@@ -131,6 +170,8 @@ class CacheState(CacheFacts):
     # ---- snapshots -------------------------------------------------------------------------------
 
     def _is_stale(self, snapshot: KvCacheSnapshot) -> bool:
+        if self._has_windows and not all(layer._keeps(snapshot._length) for layer in self._layers):
+            return True
         return self._overwrites.reach_below(snapshot._length, since=snapshot._epoch)
 
     def _checked_mark(self, snapshot: Any) -> int:
@@ -145,8 +186,8 @@ class CacheState(CacheFacts):
             )
         if self._is_stale(snapshot):
             raise StaleSnapshotError(
-                f"tokens below position {snapshot._length} have been overwritten since this "
-                "snapshot was taken: detach() it before writing over them"
+                f"tokens below position {snapshot._length} have been overwritten, or dropped from "
+                "a window, since this snapshot was taken: detach() it before that"
             )
         return snapshot._length
 
@@ -161,24 +202,29 @@ class CacheState(CacheFacts):
                 f"beyond position {length} when this snapshot was taken: advance() over them or "
                 "truncate() first, and take another"
             )
-        return self._contents([length] * self._num_layers, length)
+        return self._contents(length)
 
     # ---- all that is held ------------------------------------------------------------------------
 
-    def _contents(
-        self, lengths: list[int] | None = None, length: int | None = None, *, copy: bool = True
-    ) -> CacheContents:
-        """Return the stored bytes of each layer: by default of all tokens it holds."""
-        if length is None:
-            length = self._length  # before those of the layers, which are never less
+    def _contents(self, upto: int | None = None, *, copy: bool = True) -> CacheContents:
+        """Return the stored bytes of each layer, up to a position or of all tokens it holds."""
+        length = self._length if upto is None else upto  # first: layers never hold less
         layers = []
         for index, layer in enumerate(self._layers):
             held = layer._held()
-            stop = held.num_tokens if lengths is None else lengths[index]
+            if upto is not None and not layer._keeps(upto, held):
+                raise LayersOutOfStepError(
+                    f"layer {index} has dropped tokens that position {upto} sees: they were "
+                    "appended to meanwhile"
+                )
+            n = held.num_tokens if upto is None else max(0, upto - held.num_dropped)
+            rows = slice(held.start, held.start + n)
             keys, values, key_scales, value_scales = (
-                slab[:stop].copy() if copy else slab[:stop] for slab in held.slabs
+                slab[rows].copy() if copy else slab[rows] for slab in held.slabs
             )
-            layers.append(LayerContents(keys, values, key_scales, value_scales, layer._key_offset))
+            dropped = held.num_dropped if upto is None else min(held.num_dropped, upto)
+            offset = layer._key_offset
+            layers.append(LayerContents(keys, values, key_scales, value_scales, offset, dropped))
         return CacheContents(self._format, length, tuple(layers))
 
     def _replace(self, contents: CacheContents) -> None:
@@ -196,17 +242,23 @@ class CacheState(CacheFacts):
             self._overwrites.add(0)
         for layer, tokens in zip(self._layers, contents.layers, strict=True):
             memory.copy_tokens(tokens.arrays, layer._slabs, tokens.num_tokens)
-        self._adopt(contents.length, [(t.num_tokens, t.key_offset) for t in contents.layers])
+        self._adopt(
+            contents.length, [(t.num_tokens, t.key_offset, t.num_dropped) for t in contents.layers]
+        )
 
-    def _adopt(self, length: int, layers: list[tuple[int, np.ndarray | None]]) -> None:
-        """Take over bytes that were put into the slabs: tokens and key offset of each layer."""
-        for layer, (tokens, offset) in zip(self._layers, layers, strict=True):
-            layer._set_len(0)  # a core forgets what it knew of the old bytes
+    def _adopt(self, length: int, layers: list[tuple[int, np.ndarray | None, int]]) -> None:
+        """Take over bytes that were put into the slabs.
+
+        Of each layer: tokens, which lie from row 0 on, key offset, and tokens dropped before them.
+        """
+        for layer, (tokens, offset, dropped) in zip(self._layers, layers, strict=True):
+            layer._restart(dropped)  # a core forgets what it knew of the old bytes
             layer._set_key_offset(offset)
             # Tokens that were stored without an offset must not be given one by the next append.
-            layer._auto_key_offset = self._auto_offset and (offset is not None or tokens == 0)
+            auto = self._auto_offset and layer._config.has_scales
+            layer._auto_key_offset = auto and (offset is not None or tokens + dropped == 0)
             layer._set_len(tokens)
-        self._high_water = [tokens for tokens, _ in layers]
+        self._high_water = [layer._end() for layer in self._layers]
         self._length = length
         self._room = self.capacity
 
@@ -219,7 +271,7 @@ class CacheState(CacheFacts):
         metadata: Mapping[str, str],
     ) -> Self:
         """Make a cache that holds ``contents``."""
-        held = max(layer.num_tokens for layer in contents.layers)
+        held = [layer.num_tokens for layer in contents.layers]
         cache = cls._empty(contents.format, max_seq_len, auto_offset, metadata, held)
         cache._replace(contents)
         return cache
@@ -231,19 +283,37 @@ class CacheState(CacheFacts):
         max_seq_len: int | None,
         auto_offset: bool,
         metadata: Mapping[str, str],
-        tokens: int,
+        tokens: Sequence[int],
     ) -> Self:
         """Make an empty cache with room for ``tokens``, without the constructor of a subclass."""
         cache = cls.__new__(cls)
-        config = form.layer_config(first_rows(max_seq_len, tokens), max_seq_len)
         offset = "auto" if auto_offset else None
-        cache._start(form.num_layers, config, max_seq_len, offset, metadata)
+        cache._start(form.layers, max_seq_len, offset, metadata, tokens)
         return cache
 
     def _token_bytes(self, index: int, position: int) -> tuple[Any, list[np.ndarray]]:
-        """Return a layer's slabs, and a copy of one token in each."""
-        slabs = self._layers[index]._slabs
-        return slabs, [slab[position].copy() for slab in slabs]
+        """Return a layer's rows from a position on, which may lie above the length; and a copy."""
+        held = self._layers[index]._held()
+        row = held.start + position - held.num_dropped
+        rows = [slab[row] for slab in held.slabs]
+        return rows, [one.copy() for one in rows]
+
+
+def _offsets(key_offset: Any, configs: Sequence[LayerConfig]) -> Any:
+    """The key offset of each layer, by what was given for the cache; not checked one by one."""
+    scaled = [config.has_scales for config in configs]
+    if isinstance(key_offset, str):  # for the layers that can have one, if any can
+        return [key_offset if one or not any(scaled) else None for one in scaled]
+    if isinstance(key_offset, (list, tuple)):
+        if len(key_offset) != len(configs):
+            raise ShapeMismatchError(
+                f"key_offset must hold {len(configs)} vectors, not {len(key_offset)}"
+            )
+        return key_offset
+    if key_offset is None or not scaled[0]:
+        return [key_offset] * len(configs)
+    shape = (len(configs), configs[0].num_kv_heads, configs[0].head_dim)
+    return checks.as_float32(key_offset, "key_offset", shape=shape)
 
 
 def layer_names(layers: list[int]) -> str:

@@ -211,6 +211,9 @@ class LayerCore(LayerFacts):
         def _held(self) -> Held:
             """All that a reader needs, of one moment."""
 
+        def _end(self) -> int:
+            """Position of the next token: those dropped and those held."""
+
         def _written(self) -> int:
             """Tokens that `_set_len` may return to, from token 0 on."""
 

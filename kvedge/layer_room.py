@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from kvedge.core import checks, memory
 from kvedge.core.config import LayerConfig, as_int
-from kvedge.core.memory import memory_for
+from kvedge.core.memory import Held, memory_for
 from kvedge.errors import InvalidArgumentError
 from kvedge.layer_core import LayerCore
 
@@ -19,11 +19,12 @@ __all__ = ["LayerRoom", "first_rows"]
 FIRST_ROWS = 256  # rows that a growing layer is made with; it doubles from there
 
 
-def first_rows(limit: int | None, tokens: int = 0) -> int:
+def first_rows(limit: int | None, tokens: int = 0, window: int | None = None) -> int:
     """Rows of a new layer that shall hold so many tokens now, and at most `limit`."""
     if limit is not None:
         return limit
-    return max(FIRST_ROWS, 1 << tokens.bit_length())
+    rows = max(FIRST_ROWS, 1 << tokens.bit_length())
+    return rows if window is None else max(tokens, min(rows, 2 * window))
 
 
 def _rows_for(tokens: int, config: LayerConfig, *, drops: bool) -> int:
@@ -100,6 +101,30 @@ class LayerRoom(LayerCore):
                 f"a layer with window={self._config.window} drops tokens by itself"
             )
         self._drop(checks.check_drop(n, len(self)))
+
+    def _room_until(self) -> int:
+        """Position up to which tokens can be appended without moving."""
+        held, config = self._held(), self._config
+        rows = config.capacity - held.start
+        if config.limit is not None:
+            rows = min(rows, config.limit)
+        return held.num_dropped + rows
+
+    def _keeps(self, length: int, held: Held | None = None) -> bool:
+        """Whether it can go to a position: what the next token there sees was not dropped."""
+        held = self._held() if held is None else held
+        window = self._config.window
+        if not held.num_dropped or not length:
+            return True
+        return window is not None and length - held.num_dropped >= window - 1
+
+    def _set_end(self, length: int) -> None:
+        """Go to a position that :meth:`_keeps` is true of."""
+        held = self._held()
+        if length or not held.num_dropped:
+            self._set_len(length - held.num_dropped)
+        else:
+            self._restart()
 
     def _slide(self, n: int) -> None:
         """Drop what no row sees from now on, once `n` tokens have been appended.

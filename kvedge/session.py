@@ -2,13 +2,14 @@
 
 The format is safetensors, which other tools can read. Per layer i it holds
 
-    layers.{i}.key_codes, layers.{i}.value_codes     (length, num_kv_heads, codes per row) I8 or F32
-    layers.{i}.key_scales, layers.{i}.value_scales   (length, num_kv_heads, num_groups) F32 or F16
+    layers.{i}.key_codes, layers.{i}.value_codes     (tokens, num_kv_heads, codes per row) I8 or F32
+    layers.{i}.key_scales, layers.{i}.value_scales   (tokens, num_kv_heads, num_groups) F32 or F16
     layers.{i}.key_offset                            (num_kv_heads, head_dim) F32, if it has one
 
 and as metadata, all text, the fields of ``FIELDS``, ``value_head_dim`` where values have another
-width than keys, ``sha256`` over everything else, and the user's own under "user.". Versions of
-kvedge that know no such width refuse the files that have one.
+width than keys, ``layers`` where layers differ or have windows, ``sha256`` over everything else,
+and the user's own under "user.". tokens are length, less those that the layer's window has dropped.
+Versions of kvedge that do not know a field refuse the files that have it.
 """
 
 from __future__ import annotations
@@ -16,16 +17,18 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
 
 from kvedge.core import checks, memory
+from kvedge.core.config import LayerConfig
 from kvedge.core.formats import FORMATS, SCALE_TYPES
 from kvedge.core.replacing import replacing
 from kvedge.errors import InvalidArgumentError, MissingExtraError
-from kvedge.snapshot import CacheContents
+from kvedge.snapshot import CacheContents, CacheFormat
 
 __all__ = ["checked_path", "digest", "file_types", "safetensors_package", "save"]
 
@@ -46,6 +49,9 @@ FIELDS = (
     "key_offset",  # "auto": layers without one take it from their first tokens; else ""
 )
 VALUE_HEAD_DIM = "value_head_dim"  # a field of files where it is not head_dim
+# A field of files whose layers differ or have windows: JSON, a list of what each layer has that the
+# fields above, which are those of layer 0, do not say; see `layers_field`.
+LAYERS = "layers"
 # The safetensors package refuses headers of more than 10^8 bytes. Half is left to the tensors.
 MAX_HEADER = 100_000_000
 _MAX_METADATA = 50_000_000
@@ -64,9 +70,7 @@ class _Saved(Protocol):
     def metadata(self) -> dict[str, str]: ...
     def __len__(self) -> int: ...
     def _refuse_pending(self, call: str) -> None: ...
-    def _contents(
-        self, lengths: list[int] | None = None, length: int | None = None, *, copy: bool = True
-    ) -> CacheContents: ...
+    def _contents(self, upto: int | None = None, *, copy: bool = True) -> CacheContents: ...
 
 
 def save(
@@ -79,8 +83,7 @@ def save(
     safetensors_package()  # what could not be loaded here is not saved either
     target = os.path.realpath(checked_path(path))  # through a link: it stays a link
     cache._refuse_pending("save()")
-    length = len(cache)
-    contents = cache._contents([length] * cache.num_layers, length, copy=False)
+    contents = cache._contents(len(cache), copy=False)
     tensors = _tensors(contents)
     fields = _fields(contents, cache)
     fields.update(_user_fields(cache.metadata if metadata is None else metadata))
@@ -99,12 +102,12 @@ def _header(fields: Mapping[str, str], tensors: Mapping[str, np.ndarray]) -> byt
     https://github.com/huggingface/safetensors#format. The package itself writes to a temporary file
     of its own, which a killed process would leave behind for ever.
     """
-    types = file_types(fields["dtype"], fields["scale_dtype"])
+    type_of = file_types(fields)
     header: dict[str, Any] = {"__metadata__": dict(sorted(fields.items()))}
     offset = 0
     for name, array in tensors.items():
         header[name] = {
-            "dtype": types[name.rpartition(".")[2]],
+            "dtype": type_of(name),
             "shape": array.shape,
             "data_offsets": (offset, offset + array.nbytes),
         }
@@ -130,25 +133,50 @@ def _tensors(contents: CacheContents) -> dict[str, np.ndarray]:
 
 
 def _fields(contents: CacheContents, cache: _Saved) -> dict[str, str]:
-    form = contents.format
-    has_scales = FORMATS[form.dtype].has_scales
+    form, first = contents.format, contents.format.layers[0]
     values = (
         FORMAT,
         VERSION,
         form.num_layers,
-        form.num_kv_heads,
-        form.head_dim,
-        form.dtype,
-        form.group_size if has_scales else "",
-        form.scale_dtype if has_scales else "",
+        first.num_kv_heads,
+        first.head_dim,
+        first.dtype,
+        first.group_size if first.has_scales else "",
+        first.scale_dtype if first.has_scales else "",
         contents.length,
         "" if cache.max_seq_len is None else cache.max_seq_len,
         "auto" if cache._auto_offset else "",
     )
     fields = {name: str(value) for name, value in zip(FIELDS, values, strict=True)}
-    if form.value_head_dim != form.head_dim:
-        fields[VALUE_HEAD_DIM] = str(form.value_head_dim)
+    if first.value_head_dim != first.head_dim:
+        fields[VALUE_HEAD_DIM] = str(first.value_head_dim)
+    text = layers_field(form, [layer.num_dropped for layer in contents.layers])
+    if text:
+        fields[LAYERS] = text
     return fields
+
+
+def layers_field(form: CacheFormat, dropped: Sequence[int]) -> str:
+    """What each layer has that the file's own fields do not say of all; "" if that is nothing."""
+    common = _own_fields(replace(form.layers[0], window=None), 0)
+    layers = []
+    for config, num_dropped in zip(form.layers, dropped, strict=True):
+        own = _own_fields(config, num_dropped)
+        layers.append({name: value for name, value in own.items() if value != common[name]})
+    return json.dumps(layers, separators=(",", ":")) if any(layers) else ""
+
+
+def _own_fields(config: LayerConfig, dropped: int) -> dict[str, Any]:
+    return {
+        "num_kv_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "value_head_dim": config.value_head_dim,
+        "dtype": config.dtype,
+        "group_size": config.group_size if config.has_scales else "",
+        "scale_dtype": config.scale_dtype if config.has_scales else "",
+        "window": config.window,
+        "dropped": dropped,  # tokens before the first that the layer holds
+    }
 
 
 def _user_fields(metadata: Mapping[str, str]) -> dict[str, str]:
@@ -179,27 +207,35 @@ def _user_fields(metadata: Mapping[str, str]) -> dict[str, str]:
 # ---- what files hold -----------------------------------------------------------------------------
 
 
-def file_types(dtype: str, scale_dtype: str) -> dict[str, str]:
-    """Safetensors' names of the types of a layer's tensors, by the tensors' own names."""
-    codes, scales = FORMATS[dtype].file_type, SCALE_TYPES[scale_dtype or "float32"].file_type
-    return {
-        "key_codes": codes,
-        "value_codes": codes,
-        "key_scales": scales,
-        "value_scales": scales,
-        "key_offset": "F32",
-    }
+def file_types(fields: Mapping[str, str]) -> Callable[[str], str]:
+    """Safetensors' name of the type of a tensor, by the tensor's name, in a file of such fields."""
+    layers = json.loads(fields[LAYERS]) if LAYERS in fields else None
+
+    def type_of(name: str) -> str:
+        own = layers[int(name.split(".")[1])] if layers else {}
+        codes = FORMATS[own.get("dtype", fields["dtype"])].file_type
+        scales = own.get("scale_dtype", fields["scale_dtype"]) or "float32"
+        of_layer = {
+            "key_codes": codes,
+            "value_codes": codes,
+            "key_scales": SCALE_TYPES[scales].file_type,
+            "value_scales": SCALE_TYPES[scales].file_type,
+            "key_offset": "F32",
+        }
+        return of_layer[name.rpartition(".")[2]]
+
+    return type_of
 
 
 def digest(fields: Mapping[str, str], tensors: Mapping[str, np.ndarray]) -> str:
     """SHA-256 of the metadata and of every tensor's name, type, shape and bytes."""
-    types = file_types(fields["dtype"], fields["scale_dtype"])
+    type_of = file_types(fields)
     sha256 = hashlib.sha256()
     covered = {name: value for name, value in fields.items() if name != "sha256"}
     sha256.update(json.dumps(covered, sort_keys=True).encode())
     for name in sorted(tensors):
         array = tensors[name]
-        sha256.update(json.dumps([name, types[name.rpartition(".")[2]], array.shape]).encode())
+        sha256.update(json.dumps([name, type_of(name), array.shape]).encode())
         if array.size:
             sha256.update(array.reshape(-1).view(np.uint8).data)
     return sha256.hexdigest()

@@ -13,19 +13,20 @@ import mmap as mmap_module
 import os
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn, Protocol, TypeVar
 
 import numpy as np
 
 from kvedge.core import checks, memory
-from kvedge.core.config import MAX_LAYERS
-from kvedge.core.formats import FORMATS, SCALE_TYPES, Format
+from kvedge.core.config import MAX_LAYERS, LayerConfig
+from kvedge.core.formats import FORMATS, SCALE_TYPES
 from kvedge.errors import CorruptFileError, KvedgeError, MissingExtraError, OutOfMemoryError
 from kvedge.session import (
     FIELDS,
     FORMAT,
+    LAYERS,
     MAX_HEADER,
     USER,
     VALUE_HEAD_DIM,
@@ -33,6 +34,7 @@ from kvedge.session import (
     checked_path,
     digest,
     file_types,
+    layers_field,
     safetensors_package,
 )
 from kvedge.snapshot import CacheFormat
@@ -65,9 +67,9 @@ class _Cache(Protocol):
         max_seq_len: int | None,
         auto_offset: bool,
         metadata: Mapping[str, str],
-        tokens: int,
+        tokens: Sequence[int],
     ) -> Self: ...
-    def _adopt(self, length: int, layers: list[tuple[int, np.ndarray | None]]) -> None: ...
+    def _adopt(self, length: int, layers: list[tuple[int, np.ndarray | None, int]]) -> None: ...
 
 
 _Kind = TypeVar("_Kind", bound=_Cache)
@@ -104,27 +106,29 @@ def _load_open(kind: type[_Kind], path: str, file: BinaryIO, mmap: bool) -> _Kin
     if header is None:
         return None
     fields, tensors = header
-    form, length, max_seq_len = _read_fields(path, fields)
-    _check_tensors(path, tensors, form, length)
+    form, length, max_seq_len, dropped = _read_fields(path, fields)
+    tokens = [length - num_dropped for num_dropped in dropped]
+    _check_tensors(path, tensors, form, tokens, file_types(fields))
     user = {k[len(USER) :]: v for k, v in fields.items() if k.startswith(USER)}
     auto = fields["key_offset"] == "auto"
     mapped = mmap and length > 0
     # A mapped cache gets its slabs from the file, but may grow to max_seq_len: so what cannot be
     # reserved is refused whichever way it is loaded.
-    cache = _reserve(path, kind, form, max_seq_len, auto, user, length)
+    cache = _reserve(path, kind, form, max_seq_len, auto, user, tokens)
     if mapped:
-        _map(path, file, tensors, cache, length)
+        _map(path, file, tensors, cache, tokens)
     else:
-        _read(path, file, tensors, cache, length)
-    arrays = _loaded_arrays(path, file, tensors, cache, length)
+        _read(path, file, tensors, cache, tokens)
+    arrays = _loaded_arrays(path, file, tensors, cache, tokens)
     if digest(fields, arrays) != fields["sha256"]:
         _corrupt(path, "its content does not match its sha256: it was changed or damaged")
     for name, array in arrays.items():
-        _check_numbers(path, name, array, FORMATS[form.dtype])
+        config = form.layers[int(name.split(".")[1])]
+        _check_numbers(path, name, array, config)
     offsets = [arrays.get(f"layers.{index}.key_offset") for index in range(form.num_layers)]
     for index, offset in enumerate(offsets):
-        _check_offset(path, index, cache._layers[index], length, offset)
-    cache._adopt(length, [(length, offset) for offset in offsets])
+        _check_offset(path, index, cache._layers[index], tokens[index], offset)
+    cache._adopt(length, list(zip(tokens, offsets, dropped, strict=True)))
     return cache
 
 
@@ -196,7 +200,10 @@ def _read_header(path: str, file: BinaryIO) -> tuple[dict[str, str], dict[str, _
     return fields, tensors
 
 
-def _read_fields(path: str, fields: Mapping[str, str]) -> tuple[CacheFormat, int, int | None]:
+def _read_fields(
+    path: str, fields: Mapping[str, str]
+) -> tuple[CacheFormat, int, int | None, list[int]]:
+    """Format, length, max_seq_len, and how many tokens each layer has dropped."""
     if fields.get("format") != FORMAT:
         _corrupt(path, "it is a safetensors file, but not of a kvedge cache")
     if fields.get("format_version") != VERSION:
@@ -208,12 +215,13 @@ def _read_fields(path: str, fields: Mapping[str, str]) -> tuple[CacheFormat, int
     missing = [name for name in (*FIELDS, "sha256") if name not in fields]
     if missing:
         _corrupt(path, f"its metadata lacks {', '.join(missing)}")
-    known = (*FIELDS, VALUE_HEAD_DIM, "sha256")
+    known = (*FIELDS, VALUE_HEAD_DIM, LAYERS, "sha256")
     unknown = [name for name in fields if name not in known and not name.startswith(USER)]
     if unknown:
         _corrupt(path, f"its metadata has {unknown[0][:40]!r}, which kvedge never writes")
     has_scales = fields["dtype"] in FORMATS and FORMATS[fields["dtype"]].has_scales
-    if fields["key_offset"] not in (("", "auto") if has_scales else ("",)):
+    may_have_scales = has_scales or LAYERS in fields
+    if fields["key_offset"] not in (("", "auto") if may_have_scales else ("",)):
         _corrupt(path, f"its key_offset is {fields['key_offset'][:40]!r}")
     if not has_scales and (fields["group_size"], fields["scale_dtype"]) != ("", ""):
         _corrupt(path, f"its metadata gives scales to {fields['dtype'][:40]} rows")
@@ -242,7 +250,58 @@ def _read_fields(path: str, fields: Mapping[str, str]) -> tuple[CacheFormat, int
         _corrupt(path, f"its group_size is {fields['group_size']}, beyond its rows")
     if max_seq_len is not None and length > max_seq_len:
         _corrupt(path, f"it holds {length} tokens, more than its max_seq_len of {max_seq_len}")
-    return CacheFormat.of(num_layers, config), length, max_seq_len
+    configs, dropped = [config] * num_layers, [0] * num_layers
+    if LAYERS in fields:
+        configs, dropped = _read_layers(path, fields[LAYERS], config, num_layers, length)
+    form = CacheFormat.of(configs)
+    if fields["key_offset"] and not any(config.has_scales for config in form.layers):
+        _corrupt(path, "its key_offset is for layers with scales, and it has none")
+    # The text has to be that which these layers have: no other number, name or order will do.
+    if fields.get(LAYERS, "") != layers_field(form, dropped):
+        _corrupt(path, f"its {LAYERS} are not as kvedge writes them")
+    return form, length, max_seq_len, dropped
+
+
+def _read_layers(
+    path: str, text: str, config: LayerConfig, num_layers: int, length: int
+) -> tuple[list[LayerConfig], list[int]]:
+    """Configs of layers that differ, and how many tokens each has dropped."""
+    try:
+        listed = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        _corrupt(path, f"its {LAYERS} cannot be read: {type(error).__name__}: {error}", error)
+    if not isinstance(listed, list) or len(listed) != num_layers:
+        _corrupt(path, f"its {LAYERS} are not those of {num_layers} layers")
+    configs, dropped = [], []
+    for index, own in enumerate(listed):
+        if not isinstance(own, dict):
+            _corrupt(path, f"its {LAYERS} hold no mapping for layer {index}")
+        own = dict(own)
+        gone = own.pop("dropped", 0)
+        dtype = own.get("dtype", config.dtype)
+        has_scales = isinstance(dtype, str) and dtype in FORMATS and FORMATS[dtype].has_scales
+        given = {
+            "dtype": dtype,
+            "num_kv_heads": config.num_kv_heads,
+            "head_dim": config.head_dim,
+            "value_head_dim": config.value_head_dim,
+            "group_size": config.group_size if config.has_scales else "",
+            "scale_dtype": config.scale_dtype if config.has_scales else "",
+            **own,
+        }
+        if not has_scales and (given["group_size"], given["scale_dtype"]) == ("", ""):
+            given.update(group_size=None, scale_dtype="float32")
+        try:
+            made = checks.layer_config(capacity=None, **given)
+        except (KvedgeError, TypeError) as error:
+            _corrupt(path, f"its {LAYERS} make no layer {index}: {error}", error)
+        if isinstance(gone, bool) or not isinstance(gone, int) or not 0 <= gone <= length:
+            _corrupt(path, f"layer {index} cannot have dropped {str(gone)[:40]} of {length} tokens")
+        if gone and (made.window is None or length - gone < made.window - 1):
+            _corrupt(path, f"layer {index} has dropped {gone} of {length} tokens that it needs")
+        configs.append(made)
+        dropped.append(gone)
+    return configs, dropped
 
 
 def _number(path: str, fields: Mapping[str, str], name: str) -> int:
@@ -253,7 +312,11 @@ def _number(path: str, fields: Mapping[str, str], name: str) -> int:
 
 
 def _check_tensors(
-    path: str, tensors: Mapping[str, _Tensor], form: CacheFormat, length: int
+    path: str,
+    tensors: Mapping[str, _Tensor],
+    form: CacheFormat,
+    tokens: Sequence[int],
+    type_of: Callable[[str], str],
 ) -> None:
     """Compare names, types and shapes with what the metadata promises, before any is read."""
     offsets = [name for name in tensors if name.endswith(".key_offset")]
@@ -262,19 +325,15 @@ def _check_tensors(
         _corrupt(
             path, f"it has {len(tensors)} tensors where {form.num_layers} layers have {expected}"
         )
-    config = form.layer_config(max(length, 1))
-    types = file_types(form.dtype, form.scale_dtype)
     wanted: dict[str, tuple[str, tuple[int, ...]]] = {}
-    of_layer = [
-        (name, (types[name], (length, *shape[1:])))
-        for name, (shape, _) in zip(memory.Slabs._fields, memory.slab_layout(config), strict=True)
-    ]
-    for index in range(form.num_layers):
-        for name, one in of_layer:
-            wanted[f"layers.{index}.{name}"] = one
+    for index, config in enumerate(form.layers):
+        layout = memory.slab_layout(config)
+        for field, (shape, _) in zip(memory.Slabs._fields, layout, strict=True):
+            name = f"layers.{index}.{field}"
+            wanted[name] = (type_of(name), (tokens[index], *shape[1:]))
         offset = f"layers.{index}.key_offset"
         if offset in tensors and config.has_scales:
-            wanted[offset] = ("F32", (form.num_kv_heads, form.head_dim))
+            wanted[offset] = ("F32", (config.num_kv_heads, config.head_dim))
     for name, belongs in wanted.items():
         tensor = tensors.get(name)
         if tensor is None:
@@ -297,7 +356,7 @@ def _reserve(
     max_seq_len: int | None,
     auto: bool,
     user: Mapping[str, str],
-    tokens: int,
+    tokens: Sequence[int],
 ) -> _Kind:
     """Make the empty cache that a file describes, with room for ``tokens``.
 
@@ -307,25 +366,25 @@ def _reserve(
     try:
         return kind._empty(form, max_seq_len, auto, user, tokens)
     except OutOfMemoryError as error:
-        if max_seq_len is None and tokens:
+        if max_seq_len is None and any(tokens):
             raise
-        if max_seq_len is not None and tokens:
+        if max_seq_len is not None and any(tokens):
             kind._empty(form, None, auto, user, tokens)
         what = "num_layers, num_kv_heads and head_dim" if max_seq_len is None else "max_seq_len"
         _corrupt(path, f"its {what} ask for memory that no system has: {error}", error)
 
 
 def _read(
-    path: str, file: BinaryIO, tensors: Mapping[str, _Tensor], cache: _Cache, length: int
+    path: str, file: BinaryIO, tensors: Mapping[str, _Tensor], cache: _Cache, tokens: Sequence[int]
 ) -> None:
     """Read the tokens into the slabs of an empty cache."""
     for index, layer in enumerate(cache._layers):
         for name, slab in zip(memory.Slabs._fields, layer._slabs, strict=True):
-            _read_into(path, file, tensors[f"layers.{index}.{name}"], slab[:length])
+            _read_into(path, file, tensors[f"layers.{index}.{name}"], slab[: tokens[index]])
 
 
 def _map(
-    path: str, file: BinaryIO, tensors: Mapping[str, _Tensor], cache: _Cache, length: int
+    path: str, file: BinaryIO, tensors: Mapping[str, _Tensor], cache: _Cache, tokens: Sequence[int]
 ) -> None:
     """Give the layers slabs that are the file itself, private to this process when written."""
     mapping = mmap_module.mmap(file.fileno(), 0, access=mmap_module.ACCESS_COPY)
@@ -334,7 +393,9 @@ def _map(
     # Slabs must be followed by readable bytes. The rest of the file's last page is readable.
     readable = -(-len(mapping) // memory.PAGE) * memory.PAGE
     for index, layer in enumerate(cache._layers):
-        config = replace(layer._config, capacity=length)  # up to its limit when it is outgrown
+        if not tokens[index]:  # of a window of one token
+            continue
+        config = replace(layer._config, capacity=tokens[index])  # it moves when that is outgrown
         spare = None  # memory of the usual kind, for a tensor that cannot be used where it lies
         slabs = []
         for name, (shape, dtype) in zip(
@@ -355,13 +416,13 @@ def _map(
 
 
 def _loaded_arrays(
-    path: str, file: BinaryIO, tensors: Mapping[str, _Tensor], cache: _Cache, length: int
+    path: str, file: BinaryIO, tensors: Mapping[str, _Tensor], cache: _Cache, tokens: Sequence[int]
 ) -> dict[str, np.ndarray]:
     """Return every tensor as it now lies in memory; key offsets are read here."""
     arrays = {}
     for index, layer in enumerate(cache._layers):
         for name, slab in zip(memory.Slabs._fields, layer._slabs, strict=True):
-            arrays[f"layers.{index}.{name}"] = slab[:length]
+            arrays[f"layers.{index}.{name}"] = slab[: tokens[index]]
     for name, tensor in tensors.items():
         if name not in arrays:
             arrays[name] = np.empty(tensor.shape, np.float32)
@@ -378,8 +439,9 @@ def _read_into(path: str, file: BinaryIO, tensor: _Tensor, array: np.ndarray) ->
         _corrupt(path, f"it ends {tensor.nbytes - count} bytes early: it was cut while being read")
 
 
-def _check_numbers(path: str, name: str, array: np.ndarray, form: Format) -> None:
+def _check_numbers(path: str, name: str, array: np.ndarray, config: LayerConfig) -> None:
     """Refuse numbers that the format cannot have produced."""
+    form = config.value_format if ".value" in name else config.key_format
     if not array.size:
         return
     if name.endswith("_codes"):

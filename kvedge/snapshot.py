@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_left, bisect_right
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 
 from kvedge.core.config import LayerConfig
-from kvedge.core.formats import FORMATS
 from kvedge.errors import InvalidArgumentError, StaleSnapshotError
 
 __all__ = ["CacheContents", "CacheFormat", "KvCacheSnapshot", "LayerContents", "OverwriteLog"]
@@ -20,46 +21,30 @@ __all__ = ["CacheContents", "CacheFormat", "KvCacheSnapshot", "LayerContents", "
 class CacheFormat:
     """What must be equal for the bytes of one cache to mean the same in another."""
 
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    value_head_dim: int
-    dtype: str
-    group_size: int  # channels that share a scale
-    scale_dtype: str
+    layers: tuple[LayerConfig, ...]  # without regard to room: of one row each, without a limit
 
     @classmethod
-    def of(cls, num_layers: int, config: LayerConfig) -> CacheFormat:
-        """The format of layers as in `config`."""
-        return cls(
-            num_layers,
-            config.num_kv_heads,
-            config.head_dim,
-            config.value_head_dim,
-            config.dtype,
-            config.group_size,
-            config.scale_dtype,
-        )
+    def of(cls, configs: Iterable[LayerConfig]) -> CacheFormat:
+        """The format of layers as in `configs`."""
+        known: dict[LayerConfig, LayerConfig] = {}  # equal ones are one object
+        plain = (replace(config, capacity=1, limit=None) for config in configs)
+        return cls(tuple(known.setdefault(config, config) for config in plain))
 
-    def layer_config(self, capacity: int, limit: int | None = None) -> LayerConfig:
-        """The config of each layer, with room for `capacity` tokens, and for `limit` at most."""
-        return LayerConfig(
-            self.dtype,
-            capacity,
-            self.num_kv_heads,
-            self.head_dim,
-            self.value_head_dim,
-            self.group_size,
-            self.scale_dtype,
-            limit,
-        )
+    @property
+    def num_layers(self) -> int:
+        """Layers."""
+        return len(self.layers)
 
     def __str__(self) -> str:
-        widths = self.layer_config(1).widths
-        text = f"{self.num_layers} layers x {self.num_kv_heads} KV heads x {widths}, {self.dtype}"
-        if not FORMATS[self.dtype].has_scales:
-            return text
-        return f"{text} in groups of {self.group_size} with {self.scale_dtype} scales"
+        counts = Counter(map(_layer_text, self.layers))  # in the order of their first layers
+        return ", ".join(f"{count} layers x {text}" for text, count in counts.items())
+
+
+def _layer_text(config: LayerConfig) -> str:
+    text = f"{config.num_kv_heads} KV heads x {config.widths}, {config.dtype}"
+    if config.has_scales:
+        text += f" in groups of {config.group_size} with {config.scale_dtype} scales"
+    return text if config.window is None else f"{text} in a window of {config.window}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +56,7 @@ class LayerContents:
     key_scales: np.ndarray  # (tokens, num_kv_heads, num_groups) float32 or float16
     value_scales: np.ndarray  # (tokens, num_kv_heads, num_groups) float32 or float16
     key_offset: np.ndarray | None  # (num_kv_heads, head_dim) float32
+    num_dropped: int = 0  # tokens before the first of these
 
     @property
     def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -200,6 +186,8 @@ class KvCacheSnapshot:
     @property
     def is_stale(self) -> bool:
         """Whether it can no longer be restored: its tokens were overwritten, or the cache is gone.
+
+        Or a layer with a window has dropped tokens that it needs.
 
         A detached snapshot is never stale.
         """

@@ -224,6 +224,11 @@ cdef class _LayerCore:
         cdef int64_t start, length = kvedge_layer_range(handle.layer, &start)
         return memory.Held(handle.slabs, start, length, handle.dropped + start, handle)
 
+    def _end(self):
+        cdef _Handle handle = self._opened()
+        cdef int64_t start, length = kvedge_layer_range(handle.layer, &start)
+        return handle.dropped + start + length
+
     def _written(self):
         return kvedge_layer_written(self._opened().layer)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, Protocol, TypeAlias, TypedDict, Union
 
 import numpy as np
@@ -65,6 +66,7 @@ class CacheArguments(TypedDict, total=False):
     group_size: int | None
     scale_dtype: ScaleDtype
     key_offset: Array | Literal["auto"] | None
+    window: int | Sequence[int | None] | None
 
 
 # What keys, values and queries may come as: float32, or float16 and bfloat16, which are converted.

@@ -511,7 +511,7 @@ class PagedKvCache(PagedAttention):
 
     @property
     def _format(self) -> CacheFormat:
-        return CacheFormat.of(self._pool.num_layers, self._pool._config)
+        return CacheFormat.of([self._pool._config] * self._pool.num_layers)
 
     # ---- inside ----------------------------------------------------------------------------------
 

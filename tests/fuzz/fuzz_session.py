@@ -189,7 +189,7 @@ def made_file(program: Program) -> tuple[bytes, bool]:
 
 
 def contents(cache) -> list[bytes]:
-    held = cache._contents([len(cache)] * cache.num_layers, len(cache), copy=False)
+    held = cache._contents(len(cache), copy=False)
     return [
         array.tobytes()
         for layer in held.layers

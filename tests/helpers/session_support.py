@@ -68,7 +68,10 @@ def forge(path, change=None, **fields):
             metadata[name] = value
     if change is not None:
         change(tensors)
-    with contextlib.suppress(KeyError):  # a dtype that there is not has no digest that fits
+    # A dtype that there is not, or layers that are none, have no digest that fits.
+    with contextlib.suppress(
+        KeyError, ValueError, TypeError, AttributeError, IndexError, RecursionError
+    ):
         metadata["sha256"] = session.digest(metadata, tensors)
     save_file(tensors, path, metadata=metadata)
 

@@ -396,3 +396,74 @@ def test_codes_of_floats_that_are_not_finite_have_a_fault(name):
     assert form.fault_of_codes(codes.view(form.codes)) is None
     codes[4:] = 0xFF  # a NaN in each of them
     assert "finite" in form.fault_of_codes(codes.view(form.codes))
+
+
+# -- layers that differ ---------------------------------------------------------------------------
+
+
+def saved_layers(path):
+    """A cache of three layers, of which one has dropped 5 of 12 tokens; its field `layers`."""
+    rng = np.random.default_rng(5)
+    cache = KVCache(3, 2, 16, layers=[{}, {"window": 7}, {"dtype": "float16"}])
+    for n in (11, 1):
+        for i in range(3):
+            cache.append(i, *rng.standard_normal((2, n, 2, 16), dtype=np.float32))
+        cache.advance(n)
+    cache.save(path)
+    return '[{},{"window":7,"dropped":5},{"dtype":"float16","group_size":"","scale_dtype":""}]'
+
+
+@pytest.mark.parametrize("mmap", [False, True], ids=["read", "mmap"])
+@pytest.mark.parametrize("old, new", [
+    ("[{}", "[ {}"),
+    ("[{}", "[{}, {}"),
+    ("[{}", '["a"'),
+    ("[{}", "[[]"),
+    ("[{}", '[{"head_dim":16}'),
+    ("[{}", '[{"rows":5}'),
+    ("[{}", '[{"capacity":5}'),
+    ("[{}", '[{"window":null}'),
+    ("[{}", '[{"head_dim":17}'),
+    ("[{}", '[{"num_kv_heads":99999999999999999999}'),
+    ("[{}", '[{"dtype":"int4"}'),
+    ("[{}", '[{"dtype":["int8"]}'),
+    ("[{}", "["),
+    ("[{}", "[" * 100000),
+    (':7', ':7.0'),
+    (':7', ':true'),
+    (':7', ':-7'),
+    (':7', ':1e400'),
+    (':7', ':' + '7' * 5000),
+    (':7', ':9'),
+    (':5', ':4'),
+    (':5', ':6'),
+    (':5', ':12'),
+    (':5', ':13'),
+    (':5', ':-1'),
+    (':5', ':0'),
+    (':5', ':5.0'),
+    (':5', ':true'),
+    (':5', ':"5"'),
+    ('"window":7,', ''),
+    ('"float16"', '"bfloat16"'),
+    ('"float16"', '"int8"'),
+    ('"group_size":"",', ''),
+    ('"group_size":""', '"group_size":16'),
+])  # fmt: skip
+def test_layers_that_kvedge_never_writes_are_corrupt(tmp_path, old, new, mmap):
+    path = tmp_path / "cache"
+    text = saved_layers(path)
+    forge(path, layers=text)  # what is there, written again
+    assert KVCache.load(path, mmap=mmap).window == (None, 7, None)
+    assert old in text
+    forge(path, layers=text.replace(old, new, 1))
+    assert_corrupt(path, mmap=mmap)
+    forge(path, layers=None)
+    assert_corrupt(path, mmap=mmap)
+
+
+def test_layers_that_are_alike_have_no_field(tmp_path):
+    path = tmp_path / "cache"
+    KVCache(2, 2, 16).save(path)
+    forge(path, layers="[{},{}]")
+    assert_corrupt(path, match="layers")

@@ -49,6 +49,10 @@ class _LayerCore(LayerCore):
     def _held(self) -> Held:
         return self._now
 
+    def _end(self) -> int:
+        held = self._now
+        return held.num_dropped + held.num_tokens
+
     def _written(self) -> int:
         return self._last_row - self._now.start
 
