@@ -3,7 +3,7 @@
 #
 # make fuzz   coverage-guided fuzzing of the C API, of files and of paged caches; SECONDS=600 says how long
 #
-# The rest: test-numpy test-isa test-peers test-slow test-c test-sanitize test-valgrind test-arm-c test-arm test-all
+# The rest: test-numpy test-isa test-peers test-transformers test-slow test-c test-sanitize test-valgrind test-arm-c test-arm test-all
 # lint format clean
 
 PYTHON ?= python3
@@ -11,7 +11,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 SOURCES := pyproject.toml setup.py kvedge/backends/native.pyx kvedge/backends/native_paged.pxi kvedge/backends/native.pxd $(shell find csrc -name "*.[ch]")
 
-.PHONY: run test test-numpy test-isa test-peers test-slow test-c test-sanitize test-valgrind test-arm-c test-arm test-all \
+.PHONY: run test test-numpy test-isa test-peers test-transformers test-transformers-old test-slow test-c test-sanitize test-valgrind test-arm-c test-arm test-all \
         fuzz lint format clean
 
 run: $(VENV)/run.stamp
@@ -34,6 +34,12 @@ test-isa: $(VENV)/test.stamp
 # What needs more than `make test` installs: plots, torch and ONNX Runtime beside kvedge in its benchmarks, transformers.
 test-peers: $(VENV)/peers.stamp
 	$(BIN)/python -m pytest -m extras $(PYTEST_ARGS)
+
+# KvedgeCache with the newest transformers, and with the oldest that it is for.
+test-transformers: $(VENV)/peers.stamp test-transformers-old
+	$(BIN)/python -m pytest tests/transformers $(PYTEST_ARGS)
+test-transformers-old: $(VENV)/transformers-4.56
+	PYTHONPATH=$< $(BIN)/python -m pytest tests/transformers $(PYTEST_ARGS)
 
 # Once per issue: slow tests, more examples of Hypothesis, ggml as a peer as well.
 test-slow: $(VENV)/bench.stamp
@@ -102,6 +108,11 @@ $(VENV)/dev.stamp: pyproject.toml | $(VENV)/test.stamp
 $(VENV)/peers.stamp: pyproject.toml | $(VENV)/test.stamp
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'kvedge[peers,transformers]' $(TORCH)
 	@touch $@
+
+# An old transformers in a folder of its own, with the torch of the environment.
+$(VENV)/transformers-4.56: | $(VENV)/peers.stamp
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ \
+	  transformers==4.56.2 'huggingface_hub<1' 'tokenizers>=0.22,<=0.23'
 
 # ggml comes as llama-cpp-python, which is compiled for some minutes.
 $(VENV)/bench.stamp: pyproject.toml | $(VENV)/peers.stamp

@@ -46,7 +46,7 @@ class KvedgeCache(Cache):
         config : transformers.PretrainedConfig
             ``model.config``.
         dtype : kvedge.core.types.Dtype
-            How keys and values are stored.
+            How keys and values are stored, as of :class:`kvedge.KVCache`.
         group_size, scale_dtype
             As of :class:`kvedge.KVCache`.
         key_offset : None, "auto" or a sequence of arrays, one for each layer

@@ -8,6 +8,7 @@ import pytest
 from tiny_models import KvedgeCache, dynamic_cache, prompt, tiny_model, torch, transformers
 
 import kvedge
+from kvedge.core.formats import FORMATS
 
 MAJOR = int(transformers.__version__.split(".")[0])
 
@@ -233,7 +234,7 @@ def test_memory_is_that_of_the_tokens(config):
     assert cache.memory_bytes == 4 * 2 * 6 * per_token
 
 
-@pytest.mark.parametrize("dtype", ["int8", "float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", FORMATS)
 def test_every_format_stores_what_its_layer_would(dtype):
     config = tiny_model("llama").config
     cache = KvedgeCache(config, dtype=dtype)

@@ -1,0 +1,103 @@
+"""``kvedge generate --hf`` and ``kvedge bench transformers``."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+from tiny_models import torch, transformers
+
+from kvedge.cli import main
+from kvedge.data import STORIES_MODEL, STORIES_TOKENIZER
+
+ROOT = Path(__file__).parents[2]
+STORY = "Once upon a time, there was a little girl named Lily. She loved to play outside"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The small story writer as transformers loads it."""
+    path = ROOT / "examples" / "llama2c_to_transformers.py"
+    spec = importlib.util.spec_from_file_location("llama2c_to_transformers", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    target = tmp_path_factory.mktemp("stories260K")
+    module.convert(str(STORIES_MODEL), str(STORIES_TOKENIZER), str(target))
+    return target
+
+
+def test_it_writes_the_story(folder, capsys):
+    assert main(["generate", "--hf", str(folder), "--prompt", "Once upon", "--tokens", "24"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out.startswith(STORY[:60])
+    assert "tokens/s" in shown.err and "int8" in shown.err
+
+
+def test_json_says_what_was_written_and_what_it_took(folder, capsys):
+    arguments = ["--prompt", "Once upon", "--tokens", "24", "--cache", "float32", "--threads", "1"]
+    assert main(["generate", "--hf", str(folder), *arguments, "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert ("Once upon" + summary["text"]).startswith(STORY[:60])
+    assert len(summary["tokens"]) == summary["generated_tokens"] == 24
+    held = summary["cache"]["tokens"]
+    assert held == summary["prompt_tokens"] + 23
+    assert summary["cache"]["used_bytes"] == held * 5 * 2 * 4 * 8 * 4  # layers, K and V, heads, dim
+
+
+def test_draws_repeat_with_their_seed(folder, capsys):
+    texts = []
+    for _ in range(2):
+        arguments = ["--tokens", "12", "--temperature", "1", "--seed", "3", "--json"]
+        assert main(["generate", "--hf", str(folder), *arguments]) == 0
+        texts.append(json.loads(capsys.readouterr().out)["text"])
+    assert texts[0] == texts[1]
+
+
+def test_the_prompt_is_a_turn_where_the_model_has_a_template(folder, tmp_path, capsys):
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = "{% for turn in messages %}<s>{{ turn['content'] }} time{% endfor %}"
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    common = ["generate", "--hf", str(tmp_path), "--prompt", "Once upon a", "--tokens", "5"]
+    lengths = []
+    for more in ([], ["--no-chat"]):
+        assert main([*common, "--json", *more]) == 0
+        lengths.append(json.loads(capsys.readouterr().out)["prompt_tokens"])
+    assert lengths[0] > lengths[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--hf", "nowhere"], 1, "nowhere: no such folder"),
+        (["--hf", ".", "--gguf", "absent.gguf"], 1, "no file absent.gguf"),
+        (["--hf", ".", "--compare"], 2, "--compare does not go with --hf"),
+        (["--gguf", "a.gguf"], 2, "are for --hf DIR"),
+        (["--hf", "."], 1, "transformers cannot load it"),
+    ],
+)
+def test_what_is_wrong_is_one_line(arguments, code, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["generate", *arguments]) == code
+    error = capsys.readouterr().err
+    assert message in error
+    assert len(error.splitlines()) == 1
+
+
+def test_the_benchmark_runs(capsys, tmp_path):
+    threads = torch.get_num_threads()
+    arguments = [
+        "--layers", "1", "--context", "64", "--rounds", "3", "--threads", "1",
+        "--dtype", "bfloat16", "--cache", "kvedge-int8", "dynamic",
+        "--save", str(tmp_path / "run.json"),
+    ]  # fmt: skip
+    assert main(["bench", "transformers", *arguments]) == 0
+    assert "one further token" in capsys.readouterr().out
+    assert main(["bench", "show", str(tmp_path / "run.json")]) == 0
+    (case,) = json.loads((tmp_path / "run.json").read_text())["cases"]
+    ours, theirs = case["results"]
+    tokens = 64 + 3 + 1  # a round each, and the first
+    assert theirs["cache_bytes"] == tokens * 2 * 2 * 64 * 2
+    assert ours["cache_bytes"] == tokens * 2 * 2 * (64 + 4)
+    assert torch.get_num_threads() == threads
