@@ -112,7 +112,7 @@ def test_pending_tokens_of_windows(pair, rng):
 
 
 def test_going_back_within_the_last_append(pair, rng):
-    cache, full = pair
+    cache, _full = pair
     step(pair, 50, rng)
     step(pair, 6, rng)
     for n in (49, 41, 1):
@@ -162,7 +162,7 @@ def test_marks_hold_while_the_windows_have_what_they_need(pair, rng):
 
 
 def test_a_mark_above_the_length_can_be_gone_to(pair, rng):
-    cache, full = pair
+    cache, _full = pair
     step(pair, 20, rng)
     step(pair, 5, rng)
     marks = [one.snapshot() for one in pair]
@@ -230,7 +230,7 @@ def test_a_refused_step_changes_no_layer(pair, rng):
 
 
 def test_editing_with_windows(pair, rng):
-    cache, full = pair
+    cache, _full = pair
     step(pair, 1, rng)
     for one in pair:
         one.keep([0])
