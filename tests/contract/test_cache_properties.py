@@ -221,7 +221,7 @@ class CacheMachine(RuleBasedStateMachine):
             (keys[:, :1].copy(), values[:, :1].copy()),
             (keys[..., :-1].copy(), values),
             (keys, values.astype(np.float64)),
-            (keys[:, ::-1], values),
+            (keys[..., ::-1], values),
             (None, values),
         ):
             with self.refused():
