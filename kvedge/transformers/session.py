@@ -187,14 +187,12 @@ class _Rows:
     def _refuse_pending(self, call: str) -> None:
         """Do nothing: rows are whole."""
 
-    def _contents(
-        self, lengths: list[int] | None = None, length: int | None = None, *, copy: bool = True
-    ) -> CacheContents:
+    def _contents(self, upto: int | None = None, *, copy: bool = True) -> CacheContents:
         layers = []
         for row in self._rows:
             keys, values, key_scales, value_scales = row._held().tokens
             layers.append(LayerContents(keys, values, key_scales, value_scales, row._key_offset))
-        form = CacheFormat.of(self.num_layers, self._rows[0]._config)
+        form = CacheFormat.of(row._config for row in self._rows)
         return CacheContents(form, len(self), tuple(layers))
 
 
@@ -251,7 +249,7 @@ def _groups(cache: Any) -> Iterator[list[Any]]:
     groups: dict[Any, list[Any]] = {}
     for _, layer in _rows_layers(cache):
         for row in layer.rows:
-            groups.setdefault((CacheFormat.of(1, row._config), len(row)), []).append(row)
+            groups.setdefault((CacheFormat.of([row._config]), len(row)), []).append(row)
     for rows in groups.values():
         for first in range(0, len(rows), MAX_LAYERS):
             yield rows[first : first + MAX_LAYERS]
