@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from kvedge.core import checks
@@ -135,8 +134,3 @@ def taken_over(layers: Any, **others: Any) -> list[LayerMethods] | None:
     if len(autos) > 1:
         raise InvalidArgumentError('some layers have key_offset="auto", and some have not')
     return list(layers)
-
-
-def with_room(config: LayerConfig, rows: int, limit: int | None) -> LayerConfig:
-    """The config of a layer with so many rows, which shall hold at most `limit` tokens."""
-    return replace(config, capacity=rows, limit=limit)
