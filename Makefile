@@ -11,7 +11,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 SOURCES := pyproject.toml setup.py kvedge/backends/native.pyx kvedge/backends/native_paged.pxi kvedge/backends/native.pxd $(shell find csrc -name "*.[ch]")
 
-.PHONY: run test test-numpy test-isa test-peers test-transformers test-transformers-old test-slow test-c test-sanitize test-valgrind test-arm-c test-arm test-all \
+.PHONY: run test test-numpy test-isa test-peers test-transformers test-transformers-old test-transformers-own test-slow test-c test-sanitize test-valgrind test-arm-c test-arm test-all \
         fuzz lint format clean
 
 run: $(VENV)/run.stamp
@@ -40,6 +40,15 @@ test-transformers: $(VENV)/peers.stamp test-transformers-old
 	$(BIN)/python -m pytest tests/transformers $(PYTEST_ARGS)
 test-transformers-old: $(VENV)/transformers-4.56
 	PYTHONPATH=$< $(BIN)/python -m pytest tests/transformers $(PYTEST_ARGS)
+
+# transformers' own tests of caches and of generation, with KvedgeCache in the place of DynamicCache; CHECKOUT is a checkout
+# of the installed version. What stays to be read: tests of what KvedgeCache refuses (training, other devices, compiling).
+OWN_MODELS ?= llama mistral gemma2 gemma3 gpt_oss qwen2 qwen3
+OWN_TESTS  ?= generate or beam or sample or assisted or prompt_lookup or contrastive or cache or left_padding
+test-transformers-own: $(VENV)/peers.stamp
+	@test -d "$(CHECKOUT)/tests/utils" || { echo "make test-transformers-own CHECKOUT=DIR: a checkout of transformers"; exit 2; }
+	cd "$(CHECKOUT)" && PYTHONPATH=$(CURDIR):$(CURDIR)/tests/helpers $(abspath $(BIN)/python) -m pytest -p transformers_own \
+	  tests/utils/test_cache_utils.py $(foreach m,$(OWN_MODELS),tests/models/$m/test_modeling_$m.py) -k "$(OWN_TESTS)" $(PYTEST_ARGS)
 
 # Once per issue: slow tests, more examples of Hypothesis, ggml as a peer as well.
 test-slow: $(VENV)/bench.stamp

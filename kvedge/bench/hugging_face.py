@@ -32,7 +32,7 @@ All caches are measured in turn. Needs: pip install 'kvedge[transformers]'.
 """
 EXAMPLES = """\
   kvedge bench transformers
-  kvedge bench transformers --context 1k 8k --dtype bfloat16 --threads 1 --cache kvedge-int8 dynamic
+  kvedge bench transformers --context 1024 8192 --threads 1 --cache kvedge-int8 dynamic
   kvedge bench transformers --layers 2 --context 256 --rounds 3      # seconds, to see that it runs
 """
 

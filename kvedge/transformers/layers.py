@@ -167,8 +167,8 @@ class KvedgeLayer(CacheLayerMixin):
 
     @property
     def keys(self) -> torch.Tensor | None:
-        """The keys that the next token may read, lazy; None before the first token."""
-        return self._lazy(1)[0] if self.is_initialized else None
+        """The keys held that a further token may read, lazy; None before the first token."""
+        return self._lazy(0)[0] if self.is_initialized else None
 
     @keys.setter
     def keys(self, keys: None) -> None:
@@ -178,7 +178,7 @@ class KvedgeLayer(CacheLayerMixin):
     @property
     def values(self) -> torch.Tensor | None:
         """As :attr:`keys`."""
-        return self._lazy(1)[1] if self.is_initialized else None
+        return self._lazy(0)[1] if self.is_initialized else None
 
     @values.setter
     def values(self, values: None) -> None:
