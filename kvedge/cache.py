@@ -15,6 +15,7 @@ from kvedge.cache_history import CacheHistory
 from kvedge.cache_layers import layer_configs, taken_over
 from kvedge.core import checks, memory
 from kvedge.core.memory import memory_for
+from kvedge.core.options import takes_options_of
 from kvedge.core.types import (
     Array,
     AttendArguments,
@@ -338,26 +339,8 @@ class CacheMethods(CacheHistory):
         out: Any = None,
         **options: Unpack[AttendArguments],
     ) -> Floats | tuple[Floats, Floats]: ...
-    def attend(
-        self,
-        layer: int,
-        query: Array,
-        *,
-        scale: float | None = None,
-        causal: bool = True,
-        window: int | None = None,
-        sink_tokens: int = 0,
-        sink_logits: Array | None = None,
-        softcap: float | None = None,
-        mask: Array | None = None,
-        start: int = 0,
-        alibi_slopes: Array | None = None,
-        precision_bits: int | None = None,
-        return_lse: bool = False,
-        out: Any = None,
-        num_threads: int | None = None,
-        layout: Layout = "nhd",
-    ) -> Any:
+    @takes_options_of(LayerMethods.attend)
+    def attend(self, layer: int, query: Array, **options: Any) -> Any:
         """Attend to what one layer holds, pending tokens included.
 
         Parameters
@@ -383,23 +366,7 @@ class CacheMethods(CacheHistory):
         if layer.__class__ is not int or not 0 <= layer < self._num_layers:
             layer = checks.check_layer(layer, self._num_layers)
         try:
-            return self._layers[layer].attend(
-                query,
-                scale=scale,
-                causal=causal,
-                window=window,
-                sink_tokens=sink_tokens,
-                sink_logits=sink_logits,
-                softcap=softcap,
-                mask=mask,
-                start=start,
-                alibi_slopes=alibi_slopes,
-                precision_bits=precision_bits,
-                return_lse=return_lse,
-                out=out,
-                num_threads=num_threads,
-                layout=layout,
-            )
+            return self._layers[layer].attend(query, **options)
         except OutOfMemoryError:
             raise
         except MemoryError as error:

@@ -52,10 +52,10 @@ cdef object _attend_to(
         if not one_layer:
             _batch.check_lengths(lengths, n_rows, causal)
         options = AttendOptions.make(
-            head_dim, n_rows, num_heads, longest, scale=scale, causal=causal, window=window,
+            head_dim, n_rows, num_heads, longest, None if one_layer else num, scale=scale, causal=causal, window=window,
             sink_tokens=sink_tokens, sink_logits=sink_logits, softcap=softcap, mask=mask,
             alibi_slopes=alibi_slopes, precision_bits=precision_bits, return_lse=return_lse,
-            num_threads=num_threads, batch=None if one_layer else num,
+            num_threads=num_threads,
         )
         _fill(&c_options, options)
         threads = options.num_threads

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -22,6 +24,28 @@ from kvedge.core.checks import (
 from kvedge.errors import InvalidArgumentError, NonFiniteInputError, ShapeMismatchError
 
 MAX_THREADS = 1024
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def takes_options_of(attend: Callable[..., Any]) -> Callable[[_Function], _Function]:
+    """Let a function that passes ``**options`` on show those of `attend` in its signature.
+
+    In the order of `attend`; an option that the function names itself is shown as it has it.
+    """
+
+    def show(function: _Function) -> _Function:
+        own = inspect.signature(function)
+        shown = [
+            each for each in own.parameters.values() if each.kind is each.POSITIONAL_OR_KEYWORD
+        ]
+        for name, each in inspect.signature(attend).parameters.items():
+            if each.kind is each.KEYWORD_ONLY:
+                shown.append(own.parameters.get(name, each))
+        function.__signature__ = own.replace(parameters=shown)  # type: ignore[attr-defined]
+        return function
+
+    return show
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +83,8 @@ class AttendOptions:
         n_rows: int,
         num_heads: int,
         length: int,
+        batch: int | None = None,
+        /,
         *,
         scale: Any = None,
         causal: Any = True,
@@ -72,7 +98,6 @@ class AttendOptions:
         precision_bits: Any = None,
         return_lse: Any = False,
         num_threads: Any = None,
-        batch: int | None = None,
     ) -> AttendOptions:
         """Check the arguments of ``attend``.
 
@@ -82,11 +107,11 @@ class AttendOptions:
             Of the query.
         length : int
             Tokens stored; of a batch the longest layer's.
+        batch : int, optional
+            Layers of a batch, each with its own part of the mask.
         scale, causal, window, sink_tokens, sink_logits, softcap, mask, start, alibi_slopes
         precision_bits, return_lse, num_threads
             As the caller gave them to ``attend``.
-        batch : int, optional
-            Layers of a batch, each with its own part of the mask.
 
         Raises
         ------

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 
 from kvedge.core import arrays, checks
-from kvedge.core.options import AttendOptions
+from kvedge.core.options import AttendOptions, takes_options_of
 from kvedge.core.types import Array, AttendArguments, BatchArguments, Floats, Layout
 from kvedge.errors import InvalidArgumentError
+from kvedge.layer_core import LayerCore
 from kvedge.paged import batch, cascade
 from kvedge.paged.facts import PagedFacts, as_list
 
@@ -58,26 +59,16 @@ class PagedAttention(PagedFacts):
         out: Any = None,
         **options: Unpack[AttendArguments],
     ) -> Floats | tuple[Floats, Floats]: ...
+    @takes_options_of(LayerCore.attend)
     def attend(
         self,
         seq: int,
         layer: int,
         query: Array,
         *,
-        scale: float | None = None,
-        causal: bool = True,
-        window: int | None = None,
-        sink_tokens: int = 0,
-        sink_logits: Array | None = None,
-        softcap: float | None = None,
-        mask: Array | None = None,
-        start: int = 0,
-        alibi_slopes: Array | None = None,
-        precision_bits: int | None = None,
-        return_lse: bool = False,
         out: Any = None,
-        num_threads: int | None = None,
         layout: Layout = "nhd",
+        **options: Any,
     ) -> Any:
         """Attend to what one layer of a sequence holds, pending tokens included.
 
@@ -112,24 +103,7 @@ class PagedAttention(PagedFacts):
             rows, single = checks.as_query(query, pool._config, finite=False, layout=layout)
             rows = np.ascontiguousarray(rows)
             num_rows, num_heads, head_dim = rows.shape
-            made = AttendOptions.make(
-                head_dim,
-                num_rows,
-                num_heads,
-                length,
-                scale=scale,
-                causal=causal,
-                window=window,
-                sink_tokens=sink_tokens,
-                sink_logits=sink_logits,
-                softcap=softcap,
-                mask=mask,
-                start=start,
-                alibi_slopes=alibi_slopes,
-                precision_bits=precision_bits,
-                return_lse=return_lse,
-                num_threads=num_threads,
-            )
+            made = AttendOptions.make(head_dim, num_rows, num_heads, length, **options)
             shape = rows.shape[1:] if single else arrays.in_nhd(rows, layout).shape
             shape = pool._config.out_shape(shape)
             reads = (rows, *store._slabs, *made.arrays())

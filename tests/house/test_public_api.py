@@ -10,6 +10,7 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import kvedge
@@ -109,6 +110,26 @@ def test_every_attend_names_its_options(attend):
     assert options == ATTEND_OPTIONS
     assert not [each for each in parameters if each.kind is each.VAR_KEYWORD]
     assert attend.__doc__
+
+
+@pytest.mark.parametrize("name", ["sliding_window", "batch", "head_dim"])
+def test_every_attend_refuses_options_that_there_are_not(name):
+    row, query = np.ones((1, 1, 8), np.float32), np.ones((1, 8), np.float32)
+    cache = kvedge.KVCache(1, 1, 8)
+    cache.push_step(row, row)
+    paged = kvedge.PagedKvCache(kvedge.KvBlockPool(1, 4, 1, 1, 8, scale_dtype="float32"))
+    seq = paged.from_kv_cache(cache)
+    layer = kvedge.QuantizedKvLayer(1, 1, 8)
+    layer.push(row, row)
+    for attend in (
+        lambda **options: layer.attend(query, **options),
+        lambda **options: cache.attend(0, query, **options),
+        lambda **options: paged.attend(seq, 0, query, **options),
+        lambda **options: kvedge.attend_batch([layer], query[None], **options),
+    ):
+        attend(scale=1.0)
+        with pytest.raises(TypeError, match=name):
+            attend(**{name: 3})
 
 
 def parameters_of(function):

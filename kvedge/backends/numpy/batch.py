@@ -12,30 +12,24 @@ from kvedge import batch
 from kvedge.backends.numpy import attention
 from kvedge.backends.numpy.layer import _LayerCore
 from kvedge.core import arrays, checks
-from kvedge.core.options import AttendOptions
+from kvedge.core.options import AttendOptions, takes_options_of
 from kvedge.core.types import Array, Layout
 
 __all__ = ["append_batch", "attend_batch"]
 
 
+@takes_options_of(batch.attend_batch)
 def attend_batch(
     layers: Sequence[Any],
     query: Array,
     *,
-    scale: float | None = None,
     causal: bool = True,
     window: int | None = None,
     sink_tokens: int = 0,
-    sink_logits: Array | None = None,
-    softcap: float | None = None,
-    mask: Array | None = None,
     start: int | Sequence[int] | None = None,
-    alibi_slopes: Array | None = None,
-    precision_bits: int | None = None,
-    return_lse: bool = False,
     out: Any = None,
-    num_threads: int | None = None,
     layout: Layout = "nhd",
+    **options: Any,
 ) -> Any:
     layers = batch.as_layers(layers, _LayerCore)
     rows, single = batch.as_query(query, layers, layout)
@@ -46,27 +40,20 @@ def attend_batch(
     window = batch.window_of(layers, window)
     for layer, one in zip(layers, held, strict=True):
         checks.check_reach(layer._config, one, n_rows, window, sink_tokens)
-    options = AttendOptions.make(
+    made = AttendOptions.make(
         head_dim,
         n_rows,
         num_heads,
         max(lengths),
-        scale=scale,
+        num,
         causal=causal,
         window=window,
         sink_tokens=sink_tokens,
-        sink_logits=sink_logits,
-        softcap=softcap,
-        mask=mask,
-        alibi_slopes=alibi_slopes,
-        precision_bits=precision_bits,
-        return_lse=return_lse,
-        num_threads=num_threads,
-        batch=num,
+        **options,
     )
     starts = checks.as_starts(start, lengths)
     slabs = [slab for one in held for slab in one.slabs]
-    reads = (arrays.memory_of(query, "query"), *options.arrays(), *slabs)
+    reads = (arrays.memory_of(query, "query"), *made.arrays(), *slabs)
     shape = rows[:, 0].shape if single else arrays.in_nhd(rows, layout).shape
     shape = layers[0]._config.out_shape(shape)
     target = arrays.as_target(out, shape, reads=reads, layout="nhd" if single else layout)
@@ -74,9 +61,9 @@ def attend_batch(
     lse = np.empty((num, n_rows, num_heads), np.float32)
     to = target.rows[:, np.newaxis] if single else target.rows
     for i, layer in enumerate(layers):
-        own = _own_options(options, i, lengths[i], starts[i])
+        own = _own_options(made, i, lengths[i], starts[i])
         lse[i] = attention.attend(layer._stored(held[i]), rows[i], own, to[i])
-    if not options.return_lse:
+    if not made.return_lse:
         return target.finish()
     if single:
         return target.finish(), lse[:, 0]

@@ -13,7 +13,7 @@ from kvedge.core import arrays, checks, memory, registry
 from kvedge.core.config import LayerConfig
 from kvedge.core.formats import Format
 from kvedge.core.memory import Held, Slabs, clamp
-from kvedge.core.options import AttendOptions
+from kvedge.core.options import AttendOptions, takes_options_of
 from kvedge.core.rows import RowShape
 from kvedge.core.types import Array, Floats, Layout
 from kvedge.layer_core import LayerCore, document
@@ -176,24 +176,16 @@ class _LayerCore(LayerCore):
             clamp(rows, out[block])
         return out
 
+    @takes_options_of(LayerCore.attend)
     def attend(
         self,
         query: Array,
         *,
-        scale: float | None = None,
-        causal: bool = True,
         window: int | None = None,
         sink_tokens: int = 0,
-        sink_logits: Array | None = None,
-        softcap: float | None = None,
-        mask: Array | None = None,
-        start: int = 0,
-        alibi_slopes: Array | None = None,
-        precision_bits: int | None = None,
-        return_lse: bool = False,
         out: Any = None,
-        num_threads: int | None = None,
         layout: Layout = "nhd",
+        **options: Any,
     ) -> Any:
         rows, single = checks.as_query(query, self._config, layout=layout)
         n_rows, num_heads, head_dim = rows.shape
@@ -201,30 +193,21 @@ class _LayerCore(LayerCore):
         length = held.num_tokens
         window = self._config.window if window is None else window
         checks.check_reach(self._config, held, n_rows, window, sink_tokens)
-        options = AttendOptions.make(
+        made = AttendOptions.make(
             head_dim,
             n_rows,
             num_heads,
             length,
-            scale=scale,
-            causal=causal,
             window=window,
             sink_tokens=sink_tokens,
-            sink_logits=sink_logits,
-            softcap=softcap,
-            mask=mask,
-            start=start,
-            alibi_slopes=alibi_slopes,
-            precision_bits=precision_bits,
-            return_lse=return_lse,
-            num_threads=num_threads,
+            **options,
         )
         given = rows.shape[1:] if single else arrays.in_nhd(rows, layout).shape
-        reads = (arrays.memory_of(query, "query"), *held.slabs, *options.arrays())
+        reads = (arrays.memory_of(query, "query"), *held.slabs, *made.arrays())
         target = arrays.as_target(out, self._config.out_shape(given), reads=reads, layout=layout)
         to = target.rows[np.newaxis] if single else target.rows
-        lse = attention.attend(self._stored(held), rows, options, to)
-        if not options.return_lse:
+        lse = attention.attend(self._stored(held), rows, made, to)
+        if not made.return_lse:
             return target.finish()
         return target.finish(), (lse[0] if single else lse.T if layout == "hnd" else lse)
 
