@@ -1,12 +1,13 @@
-/* Scores and weighted sums over rows of float32, float16 and bfloat16, for any width of vectors. Included by a path after
+/* Scores and weighted sums over rows of floats of 32, 16 and 8 bits, for any width of vectors. Included by a path after
  * its target pragma and x86.h; the path first defines
  *
  *   floats                         a vector of FLOATS floats
  *   load_floats(p), store_floats(p, x), zero_floats(), all_floats(f), multiply_floats(a, b), multiply_add_floats(a, b, c): a * b + c
  *   load_first_floats(p, n), store_first_floats(p, n, x)   only the first n of them; zeros from there on
- *   load_channels(from, format), load_first_channels(from, format, n)   a row's channels as floats; likewise
+ *   load_channels(from, format), load_first_channels(from, format, n)   a row's channels as floats; likewise. Those of
+ *                                  FP8 e4m3 come divided by channel_unit(format)
  *   sums_of_8(x)                   of each of 8 vectors the sum: __m256
- *   CONVERTED_QUERIES              with more of them 16-bit rows are converted first
+ *   CONVERTED_QUERIES              with more of them rows of 16 and 8 bits are converted first
  *   PART_LOADS_ARE_CHEAP           load_first_channels() costs about what load_channels() does
  *
  * Scores: 8 sums stay in registers, of 8 rows and one query, 4 and 2, or 2 and 4; then lanes are added up, 8 vectors at
@@ -24,7 +25,13 @@ enum {
   LINE = 64, /* bytes */
 };
 
-KVEDGE_INLINE ptrdiff_t channel_bytes(const kvedge_format format) { return format == KVEDGE_FLOAT32 ? 4 : 2; }
+KVEDGE_INLINE ptrdiff_t channel_bytes(const kvedge_format format) {
+  return format == KVEDGE_FLOAT32 ? 4 : format == KVEDGE_FLOAT16 || format == KVEDGE_BFLOAT16 ? 2 : 1;
+}
+
+/* An e4m3 becomes a half by a shift, whose exponent counts from 15 where that of e4m3 counts from 7; instructions convert
+ * halves, subnormal ones included. The 2^8 between them is left to be multiplied by once per sum. */
+KVEDGE_INLINE float channel_unit(const kvedge_format format) { return format == KVEDGE_FP8_E4M3 ? 256.0f : 1.0f; }
 
 KVEDGE_INLINE int is_converted_first(const kvedge_tile *tile, const kvedge_format format, int dim, int num_queries) {
   return tile->factor != 1.0f || (dim % FLOATS != 0 && !PART_LOADS_ARE_CHEAP) ||
@@ -81,7 +88,8 @@ KVEDGE_INLINE __m256 dot_float_rows(const float *query, ptrdiff_t stride, const 
     for (; asked < rows * dim * channel_bytes(format); asked += LINE) kvedge_prefetch_line(next, asked);
   for (; d + FLOATS <= dim; d += FLOATS) dot_channels(query, stride, count, row, format, d, FLOATS, sum);
   if (PART_LOADS_ARE_CHEAP && d < dim) dot_channels(query, stride, count, row, format, d, (int)(dim - d), sum);
-  return sums_of_8(sum);
+  const __m256 dot = sums_of_8(sum);
+  return channel_unit(format) == 1.0f ? dot : _mm256_mul_ps(dot, _mm256_set1_ps(channel_unit(format)));
 }
 
 /* Scores of up to 8 tokens, whose rows lie `stride` bytes apart, for `count` queries. */
@@ -140,7 +148,7 @@ KVEDGE_INLINE void score_floats(const kvedge_query *q, const kvedge_tile *keys, 
   const kvedge_next_tile next_tile = kvedge_next_of(keys, (int)row_bytes);
   const int converted = is_converted_first(keys, format, q->dim, q->num_queries);
   const int padded = (q->dim + FLOATS - 1) / FLOATS * FLOATS; /* queries are padded with as many zeros and more */
-  const floats factor = all_floats(keys->factor);
+  const floats factor = all_floats(keys->factor * channel_unit(format));
   float room[FLOAT_SUMS * 1024]; /* (FLOAT_SUMS, padded) */
   kvedge_next_block next = {0, 0};
   for (int t = 0; t < keys->num_tokens; t += FLOAT_SUMS) {
@@ -207,13 +215,14 @@ KVEDGE_INLINE void weigh_channels(const float_rows *v, const kvedge_format forma
   }
 #pragma GCC unroll 4
   for (int i = 0; i < count; i++, acc += acc_stride) {
-    const floats kept = all_floats(rescale[i]);
+    const floats kept = all_floats(rescale[i]), unit = all_floats(channel_unit(format));
 #pragma GCC unroll 8
     for (int k = 0; k < vectors; k++) {
       float *to = acc + k * FLOATS;
-      if (k < vectors - 1 || n >= FLOATS)
-        store_floats(to, multiply_add_floats(load_floats(to), kept, sum[i * vectors + k]));
-      else store_first_floats(to, n, multiply_add_floats(load_first_floats(to, n), kept, sum[i * vectors + k]));
+      const floats made = sum[i * vectors + k],
+                   added = channel_unit(format) == 1.0f ? made : multiply_floats(made, unit);
+      if (k < vectors - 1 || n >= FLOATS) store_floats(to, multiply_add_floats(load_floats(to), kept, added));
+      else store_first_floats(to, n, multiply_add_floats(load_first_floats(to, n), kept, added));
     }
   }
 }
@@ -272,7 +281,7 @@ KVEDGE_INLINE void weigh_rows_of_floats(const kvedge_probabilities *p, const kve
 #undef WEIGH
     return;
   }
-  const floats factor = all_floats(values->factor);
+  const floats factor = all_floats(values->factor * channel_unit(format));
   float room[KVEDGE_TILE * 2 * FLOATS]; /* (num_tokens, 2 * FLOATS) */
   for (int d = 0; d < dim; d += 2 * FLOATS) {
     const int n = dim - d < 2 * FLOATS ? dim - d : 2 * FLOATS;
@@ -305,6 +314,8 @@ KVEDGE_INLINE void weigh_rows_of_floats(const kvedge_probabilities *p, const kve
 KVEDGE_FLOAT_CELL_FUNCTIONS(float32, KVEDGE_FLOAT32)
 KVEDGE_FLOAT_CELL_FUNCTIONS(float16, KVEDGE_FLOAT16)
 KVEDGE_FLOAT_CELL_FUNCTIONS(bfloat16, KVEDGE_BFLOAT16)
+KVEDGE_FLOAT_CELL_FUNCTIONS(fp8_e4m3, KVEDGE_FP8_E4M3)
+KVEDGE_FLOAT_CELL_FUNCTIONS(fp8_e5m2, KVEDGE_FP8_E5M2)
 #undef KVEDGE_FLOAT_CELL_FUNCTIONS
 
 #define KVEDGE_FLOAT_CELL(name) {.scores = KVEDGE_NAME(scores_##name), .weighted_sum = KVEDGE_NAME(weighted_sum_##name)}

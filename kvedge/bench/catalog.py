@@ -4,9 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvedge.bench import decode, hugging_face, logits, paged, prefill, push, sweep, threads
+from kvedge.bench import decode, formats, hugging_face, logits, paged, prefill, push, sweep, threads
 
 __all__ = ["BENCHMARKS"]
 
 #: Modules, each a :class:`kvedge.bench.benchmark.Benchmark`.
-BENCHMARKS: tuple[Any, ...] = (decode, prefill, push, paged, logits, threads, sweep, hugging_face)
+BENCHMARKS: tuple[Any, ...] = (
+    decode,
+    prefill,
+    formats,
+    push,
+    paged,
+    logits,
+    threads,
+    sweep,
+    hugging_face,
+)

@@ -175,6 +175,7 @@ def measure_case(
     num_threads: int,
     conditions: Conditions,
     advance: Callable[[], None] = lambda: None,
+    new_tokens: int | None = None,
 ) -> tuple[dict[str, Any], list[str]]:
     """Measure one case.
 
@@ -187,6 +188,8 @@ def measure_case(
     conditions : Conditions
     advance : callable
         Called once per competitor prepared and once per round.
+    new_tokens : int, optional
+        So many of the context's last tokens have a query, causal; None: decode.
 
     Returns
     -------
@@ -195,7 +198,10 @@ def measure_case(
     list of str
         Notes on it.
     """
-    contest = enter(competitors, make_workload(shape, context), num_threads, conditions, advance)
+    workload = make_workload(shape, context, new_tokens)
+    rows = workload.num_rows
+    seen = rows * context - rows * (rows - 1) // 2  # tokens, by all rows together
+    contest = enter(competitors, workload, num_threads, conditions, advance)
     try:
         megabytes = bandwidth_megabytes(conditions.machine, hot=conditions.hot)
         probe = BandwidthProbe(num_threads, megabytes, repeats=20 if conditions.hot else 2)
@@ -218,8 +224,9 @@ def measure_case(
             "shape": asdict(shape),
             "context": context,
             "num_threads": num_threads,
+            "new_tokens": new_tokens,
             "read_bandwidth": asdict(bandwidth) | {"method": probe.method, "megabytes": megabytes},
-            **product_figures(2 * shape.num_heads * shape.head_dim * context, product_rates),
+            **product_figures(2 * shape.num_heads * shape.head_dim * seen, product_rates),
             "results": [
                 _result(entry, spread_of(seconds), bandwidth.median, own_seconds)
                 for entry, seconds in zip(contest.entries, samples, strict=True)

@@ -210,7 +210,9 @@ static void KVEDGE_NAME(transpose_scales)(const void *scales, kvedge_scale_type 
                                  .weighted_sum = KVEDGE_NAME(weighted_sum_int8)},                                  \
                 [KVEDGE_FLOAT32] = KVEDGE_FLOAT_CELL(float32),                                                     \
                 [KVEDGE_FLOAT16] = KVEDGE_FLOAT_CELL(float16),                                                     \
-                [KVEDGE_BFLOAT16] = KVEDGE_FLOAT_CELL(bfloat16)},                                                  \
+                [KVEDGE_BFLOAT16] = KVEDGE_FLOAT_CELL(bfloat16),                                                     \
+                [KVEDGE_FP8_E4M3] = KVEDGE_FLOAT_CELL(fp8_e4m3),                                                     \
+                [KVEDGE_FP8_E5M2] = KVEDGE_FLOAT_CELL(fp8_e5m2)},                                                  \
       .abs_max_bits = KVEDGE_NAME(abs_max_bits),                                                                   \
       .quantize = KVEDGE_NAME(quantize),                                                                           \
       .dequantize = dequantize_portable,                                                                           \

@@ -303,13 +303,12 @@ static void softmax_neon(float *scores, int num_queries, int num_tokens, const f
 
 /* Bytes of an element. */
 KVEDGE_INLINE int element_size(const kvedge_format format) {
-  return format == KVEDGE_INT8 ? 1 : format == KVEDGE_FLOAT32 ? 4 : 2;
+  return format == KVEDGE_FLOAT32 ? 4 : format == KVEDGE_FLOAT16 || format == KVEDGE_BFLOAT16 ? 2 : 1;
 }
 
-/* Eight halves. On armv7 an instruction of the fp16 extension does it (with VFPv4: Cortex-A7 and A15), by name because
+/* Eight halves as floats. On armv7 an instruction of the fp16 extension does it (with VFPv4: Cortex-A7 and A15), by name because
  * GCC has the intrinsic with -mfp16-format only. */
-KVEDGE_INLINE void load_8_halves(const uint16_t *p, float32x4_t out[2]) {
-  uint16x8_t halves = vld1q_u16(p);
+KVEDGE_INLINE void load_8_halves(uint16x8_t halves, float32x4_t out[2]) {
 #if defined(__aarch64__)
   out[0] = vcvt_f32_f16(vreinterpret_f16_u16(vget_low_u16(halves)));
   out[1] = vcvt_high_f32_f16(vreinterpretq_f16_u16(halves));
@@ -344,7 +343,13 @@ KVEDGE_INLINE void load_row_8(const char *p, const kvedge_format format, float f
     out[0] = vld1q_f32((const float *)p);
     out[1] = vld1q_f32((const float *)p + 4);
   } else if (format == KVEDGE_FLOAT16) {
-    load_8_halves((const uint16_t *)p, out);
+    load_8_halves(vld1q_u16((const uint16_t *)p), out);
+  } else if (format == KVEDGE_FP8_E5M2) { /* the upper byte of a half */
+    load_8_halves(vshlq_n_u16(vmovl_u8(vld1_u8((const uint8_t *)p)), 8), out);
+  } else if (format == KVEDGE_FP8_E4M3) { /* as the digits of a half, 2^-8 of what they are; the sign in bit 15 */
+    const uint16x8_t halves = vreinterpretq_u16_s16(vshlq_n_s16(vmovl_s8(vld1_s8((const int8_t *)p)), 7));
+    load_8_halves(vandq_u16(halves, vdupq_n_u16(0xbfff)), out);
+    factor *= 256.0f;
   } else { /* a bfloat16 is the upper half of a float */
     uint16x8x2_t floats = vzipq_u16(vdupq_n_u16(0), vld1q_u16((const uint16_t *)p));
     out[0] = vreinterpretq_f32_u16(floats.val[0]);
@@ -550,6 +555,8 @@ KVEDGE_INLINE void weigh_rows(const kvedge_probabilities *p, const kvedge_tile *
 KVEDGE_NEON_KERNELS(float32, KVEDGE_FLOAT32)
 KVEDGE_NEON_KERNELS(float16, KVEDGE_FLOAT16)
 KVEDGE_NEON_KERNELS(bfloat16, KVEDGE_BFLOAT16)
+KVEDGE_NEON_KERNELS(fp8_e4m3, KVEDGE_FP8_E4M3)
+KVEDGE_NEON_KERNELS(fp8_e5m2, KVEDGE_FP8_E5M2)
 
 /* ---- the yardsticks ---- */
 
@@ -573,7 +580,9 @@ enum { SUMS = 12 }; /* a product waits up to 7 cycles for the one before it in t
       .cells = {[KVEDGE_INT8] = int8_cell,                                                                             \
                  [KVEDGE_FLOAT32] = KVEDGE_NEON_CELL(float32),                                                          \
                  [KVEDGE_FLOAT16] = KVEDGE_NEON_CELL(float16),                                                          \
-                 [KVEDGE_BFLOAT16] = KVEDGE_NEON_CELL(bfloat16)},                                                       \
+                 [KVEDGE_BFLOAT16] = KVEDGE_NEON_CELL(bfloat16),                                                        \
+                 [KVEDGE_FP8_E4M3] = KVEDGE_NEON_CELL(fp8_e4m3),                                                        \
+                 [KVEDGE_FP8_E5M2] = KVEDGE_NEON_CELL(fp8_e5m2)},                                                       \
       .abs_max_bits = abs_max_bits_neon,                                                                               \
       .quantize = quantize_neon,                                                                                       \
       .dequantize = dequantize_neon,                                                                                   \
