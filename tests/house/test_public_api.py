@@ -120,7 +120,7 @@ def test_every_attend_refuses_options_that_there_are_not(name):
     paged = kvedge.PagedKvCache(kvedge.KvBlockPool(1, 4, 1, 1, 8, scale_dtype="float32"))
     seq = paged.from_kv_cache(cache)
     layer = kvedge.QuantizedKvLayer(1, 1, 8)
-    layer.push(row, row)
+    layer.extend(row, row)
     for attend in (
         lambda **options: layer.attend(query, **options),
         lambda **options: cache.attend(0, query, **options),
