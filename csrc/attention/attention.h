@@ -133,9 +133,14 @@ static inline kvedge_partial kvedge_partial_at(const kvedge_attention *a, int sl
  * and those of all row blocks are prepared beforehand. */
 static inline int kvedge_slices_prepare(const kvedge_attention *a) { return a->chunks_per_block == 1; }
 
-static inline int64_t kvedge_rows_in_block(const kvedge_attention *a, int64_t block) {
-  int64_t left = a->num_rows - block * a->rows_per_block;
-  return left < a->rows_per_block ? left : a->rows_per_block;
+/* Query rows first..first+count-1 of a call: those of row block `index`, or the rest of them. */
+typedef struct {
+  int64_t index, first, count;
+} kvedge_row_block;
+
+static inline kvedge_row_block kvedge_row_block_of(const kvedge_attention *a, int64_t index) {
+  const int64_t first = index * a->rows_per_block, left = a->num_rows - first;
+  return (kvedge_row_block){index, first, left < a->rows_per_block ? left : a->rows_per_block};
 }
 
 /* Position of a KV head's first query in what is prepared of a row block, and in partial results. */
@@ -143,12 +148,12 @@ static inline size_t kvedge_query_index(const kvedge_attention *a, int kv_head) 
   return (size_t)kv_head * (size_t)a->query_rows;
 }
 
-/* The tokens that some row of a block sees: 0..sinks-1 and first..stop-1, sinks <= first. */
+/* The tokens that some row of a row block sees: 0..sinks-1 and first..stop-1, sinks <= first. */
 typedef struct {
   int64_t sinks, first, stop;
 } kvedge_visible;
 
-kvedge_visible kvedge_visible_tokens(const kvedge_attention *a, int64_t block);
+kvedge_visible kvedge_visible_tokens(const kvedge_attention *a, const kvedge_row_block *block);
 
 /* The tokens of a layer that a call reads, by options' num_tokens and first_row (NULL: all); what the layer holds is
  * read here, once per call. No tokens: the options ask for what is not there. */
@@ -193,7 +198,7 @@ kvedge_status kvedge_run_requests(const kvedge_request *requests, int num_reques
  * slice, which prepares them in its slot if slices do; and the same once they are prepared. */
 size_t kvedge_query_bytes(const kvedge_attention *a);
 void kvedge_prepare_queries(const kvedge_attention *a);
-kvedge_queries kvedge_queries_for(const kvedge_attention *a, int64_t block, int slot);
+kvedge_queries kvedge_queries_for(const kvedge_attention *a, const kvedge_row_block *block, int slot);
 kvedge_queries kvedge_queries_of(const kvedge_attention *a, int64_t block, int slot);
 
 /* range.c: sets the factors of a call whose arrays are set, from what it sees. */

@@ -20,7 +20,8 @@ static int slices_of(const planned_call *call) { return call->planned.num_row_bl
 /* As kvedge_tuning.parallel_work has it, about. */
 static int64_t work_of(const planned_call *call) {
   const kvedge_attention *a = &call->planned;
-  kvedge_visible seen = kvedge_visible_tokens(a, a->num_row_blocks - 1);
+  const kvedge_row_block last = kvedge_row_block_of(a, a->num_row_blocks - 1);
+  const kvedge_visible seen = kvedge_visible_tokens(a, &last);
   const kvedge_view_side *keys = &a->view.side[KEYS], *values = &a->view.side[VALUES];
   int64_t tokens = (seen.sinks + seen.stop - seen.first) * a->num_row_blocks;
   return tokens * (keys->token_stride + values->token_stride) * (3 + a->query_rows);

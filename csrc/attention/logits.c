@@ -77,10 +77,10 @@ void kvedge_apply_options(const kvedge_attention *a, int64_t row, int head, int6
   for (int t = seen.stop; t < num_tokens; t++) logits[t] = -INFINITY;
 }
 
-int kvedge_needs_masking(const kvedge_attention *a, int64_t block, const token_tile *tile) {
+int kvedge_needs_masking(const kvedge_attention *a, const kvedge_row_block *block, const token_tile *tile) {
   const kvedge_attention_options *o = &a->options;
   if (o->mask || o->bias || o->alibi_slopes) return 1;
-  int64_t first = a->first_position + block * a->rows_per_block, last = first + kvedge_rows_in_block(a, block) - 1;
+  int64_t first = a->first_position + block->first, last = first + block->count - 1;
   int64_t end = tile->token + tile->num_tokens;
   if (o->causal && end - 1 > first) return 1;
   return o->window && tile->token <= last - o->window && end > o->sink_tokens;

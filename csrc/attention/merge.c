@@ -57,15 +57,15 @@ static void finish(const kvedge_attention *a, const kvedge_queries *q, size_t st
 }
 
 void kvedge_merge_slice(const kvedge_attention *a, int slice, int slot) {
-  int64_t block = slice / a->chunks_per_block, chunk = slice % a->chunks_per_block;
+  const kvedge_row_block block = kvedge_row_block_of(a, slice / a->chunks_per_block);
+  const int64_t chunk = slice % a->chunks_per_block;
   int group = a->heads_per_kv_head;
-  int64_t rows = kvedge_rows_in_block(a, block);
-  kvedge_queries q = kvedge_queries_of(a, block, slot);
+  kvedge_queries q = kvedge_queries_of(a, block.index, slot);
   kvedge_partial part = kvedge_partial_at(a, slot), total = kvedge_partial_at(a, a->num_slots);
   if (chunk == 0 && a->chunks_per_block > 1) {
     memcpy(total.max, part.max, a->partial_floats * sizeof(float));
   }
-  for (int64_t r = 0; r < rows; r++)
+  for (int64_t r = 0; r < block.count; r++)
     for (int kv_head = 0; kv_head < a->view.num_kv_heads; kv_head++)
       for (int g = 0; g < group; g++) {
         size_t i = (size_t)(r * group + g);
@@ -73,6 +73,6 @@ void kvedge_merge_slice(const kvedge_attention *a, int slice, int slot) {
         if (chunk > 0) merge(a, &q, state, &total, &part);
         if (chunk + 1 < a->chunks_per_block) continue;
         int head = kv_head * group + g;
-        finish(a, &q, state, block * a->rows_per_block + r, head, a->chunks_per_block > 1 ? &total : &part);
+        finish(a, &q, state, block.first + r, head, a->chunks_per_block > 1 ? &total : &part);
       }
 }

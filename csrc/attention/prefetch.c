@@ -28,11 +28,6 @@ static _Thread_local struct {
   int num_tokens;
 } prefetched;
 
-void kvedge_remember_prefetch(const token_tile *tile, const token_tile *next) {
-  prefetched.keys = next->num_tokens > 0 ? next->rows[KEYS][0] : NULL;
-  prefetched.num_tokens = tile->num_tokens;
-}
-
 /* A run of memory; bytes <= 0: nothing. */
 typedef struct {
   const char *start;
@@ -71,8 +66,10 @@ static void fetch_blocks(const token_tile *tile, const char *const *blocks, ptrd
 
 /* All of a call's first tile, for a start. In the order of memory, at memory's speed: by heads, as steps read it, it
  * was a fifth of that, and Zen 4 drops so many prefetches at once. */
-void kvedge_fetch_rest(const kvedge_cache_view *view, const token_tile *tile) {
-  int known = prefetched.keys == tile->rows[KEYS][0] ? prefetched.num_tokens : 0;
+void kvedge_fetch_rest(const kvedge_cache_view *view, const token_tile *tile, const token_tile *next) {
+  const int known = prefetched.keys == tile->rows[KEYS][0] ? prefetched.num_tokens : 0;
+  prefetched.keys = next->num_tokens > 0 ? next->rows[KEYS][0] : NULL;
+  prefetched.num_tokens = tile->num_tokens; /* blocks of the next tile, one for each of this one's */
   if (known >= tile->num_tokens) return;
   for (int s = 0; s < SIDES; s++) {
     const kvedge_view_side *side = &view->side[s];

@@ -71,15 +71,14 @@ static void prepare_row(const kvedge_attention *a, const kvedge_queries *to, con
   to->log2_scale[index] = (float)between(a->real_logits ? LOG2_E : factor * LOG2_E, FLT_MIN, FLT_MAX);
 }
 
-static void prepare_block(const kvedge_attention *a, int64_t block, const kvedge_queries *to) {
+static void prepare_block(const kvedge_attention *a, const kvedge_row_block *block, const kvedge_queries *to) {
   int dim = a->view.side[KEYS].shape.dim, group = a->heads_per_kv_head;
-  int64_t first_row = block * a->rows_per_block, rows = kvedge_rows_in_block(a, block);
   double key_norm = 127.0 * sqrt((dim + 8) / 9.0);
   float room[KVEDGE_MAX_HEAD_DIM];
-  for (int64_t r = 0; r < rows; r++)
+  for (int64_t r = 0; r < block->count; r++)
     for (int kv_head = 0; kv_head < a->view.num_kv_heads; kv_head++)
       for (int g = 0; g < group; g++) {
-        const float *x = kvedge_array_row(&a->query, first_row + r, kv_head * group + g, dim, room);
+        const float *x = kvedge_array_row(&a->query, block->first + r, kv_head * group + g, dim, room);
         size_t index = kvedge_query_index(a, kv_head) + (size_t)(r * group + g);
         prepare_row(a, to, x, kv_head, index);
         if (to->codes) to->error[index] = quantization_error(a, to, index, key_norm);
@@ -117,16 +116,17 @@ kvedge_queries kvedge_queries_of(const kvedge_attention *a, int64_t block, int s
   return q;
 }
 
-kvedge_queries kvedge_queries_for(const kvedge_attention *a, int64_t block, int slot) {
-  kvedge_queries q = kvedge_queries_of(a, block, slot);
+kvedge_queries kvedge_queries_for(const kvedge_attention *a, const kvedge_row_block *block, int slot) {
+  kvedge_queries q = kvedge_queries_of(a, block->index, slot);
   if (kvedge_slices_prepare(a)) prepare_block(a, block, &q);
   return q;
 }
 
 void kvedge_prepare_queries(const kvedge_attention *a) {
   if (kvedge_slices_prepare(a)) return;
-  for (int64_t block = 0; block < a->num_row_blocks; block++) {
-    kvedge_queries q = kvedge_queries_of(a, block, 0);
-    prepare_block(a, block, &q);
+  for (int64_t i = 0; i < a->num_row_blocks; i++) {
+    const kvedge_row_block block = kvedge_row_block_of(a, i);
+    kvedge_queries q = kvedge_queries_of(a, i, 0);
+    prepare_block(a, &block, &q);
   }
 }

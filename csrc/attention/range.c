@@ -56,7 +56,8 @@ static float largest_in(const kvedge_attention *a, kvedge_visible seen, int s) {
 void kvedge_fit_factors(kvedge_attention *a) {
   for (int s = 0; s < SIDES; s++) a->factor[s] = kvedge_normalizing_factor(a->view.side[s].bound);
   if (a->factor[KEYS] == 1.0f && a->factor[VALUES] == 1.0f) return;
-  kvedge_visible seen = {.stop = kvedge_visible_tokens(a, a->num_row_blocks - 1).stop};
+  const kvedge_row_block last = kvedge_row_block_of(a, a->num_row_blocks - 1);
+  kvedge_visible seen = {.stop = kvedge_visible_tokens(a, &last).stop};
   if (a->options.window && a->options.window <= a->first_position)
     seen.first = a->first_position - a->options.window + 1;
   seen.sinks = a->options.sink_tokens < seen.first ? a->options.sink_tokens : seen.first;

@@ -45,7 +45,8 @@ static void plan_one(const kvedge_attention *a, int64_t row, int head, kvedge_at
 
 /* The largest that the row of a planned call of one row sees. */
 static float largest_seen(const kvedge_attention *one, int s) {
-  const kvedge_visible visible = kvedge_visible_tokens(one, 0);
+  const kvedge_row_block block = {.count = 1};
+  const kvedge_visible visible = kvedge_visible_tokens(one, &block);
   float largest = 0.0f, of_token[KVEDGE_TILE];
   kvedge_row_cursor c = {.view = &one->view};
   for (int64_t token = 0, count; token < visible.stop; token += count) {
@@ -80,16 +81,16 @@ static void refit(const kvedge_attention *a, int64_t row, int head) {
 }
 
 void kvedge_attention_collect(kvedge_attention *a, int slice, int slot) {
-  const int64_t block = slice / a->chunks_per_block;
+  const kvedge_row_block block = kvedge_row_block_of(a, slice / a->chunks_per_block);
   const int group = a->heads_per_kv_head, key_heads = a->view.num_kv_heads;
   kvedge_merge_slice(a, slice, slot);
   if (slice % a->chunks_per_block + 1 < a->chunks_per_block) return;
-  const kvedge_queries q = kvedge_queries_of(a, block, slot);
+  const kvedge_queries q = kvedge_queries_of(a, block.index, slot);
   const kvedge_partial total = kvedge_partial_at(a, a->chunks_per_block > 1 ? a->num_slots : slot);
-  for (int64_t r = 0; r < kvedge_rows_in_block(a, block); r++)
+  for (int64_t r = 0; r < block.count; r++)
     for (int head = 0; head < key_heads * group; head++) {
       const size_t state = kvedge_query_index(a, head / group) + (size_t)(r * group + head % group);
       if (!may_have_lost(a, &q, state, total.sum[state], total.acc + state * (size_t)a->acc_stride)) continue;
-      refit(a, block * a->rows_per_block + r, head);
+      refit(a, block.first + r, head);
     }
 }

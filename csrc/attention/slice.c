@@ -65,11 +65,11 @@ static token_tile next_tile(const kvedge_attention *a, tile_cursor *cursor) {
   return tile;
 }
 
-kvedge_visible kvedge_visible_tokens(const kvedge_attention *a, int64_t block) {
+kvedge_visible kvedge_visible_tokens(const kvedge_attention *a, const kvedge_row_block *block) {
   const kvedge_attention_options *o = &a->options;
-  int64_t row = block * a->rows_per_block, position = a->first_position + row;
+  const int64_t position = a->first_position + block->first;
   kvedge_visible visible = {.sinks = 0, .first = 0, .stop = a->view.len};
-  if (o->causal) visible.stop = position + kvedge_rows_in_block(a, block);
+  if (o->causal) visible.stop = position + block->count;
   if (visible.stop < 0) visible.stop = 0; /* all rows are before options.start */
   if (o->window) {
     if (position - o->window + 1 > 0) visible.first = (position - o->window + 1) / a->tile * a->tile;
@@ -79,17 +79,16 @@ kvedge_visible kvedge_visible_tokens(const kvedge_attention *a, int64_t block) {
 }
 
 /* In attended tokens: where chunk number `chunk` of a row block starts, or the one before it ends. */
-static int64_t start_of_chunk(const kvedge_attention *a, int64_t total, int64_t chunk) {
+static int64_t tokens_before_chunk(const kvedge_attention *a, int64_t total, int64_t chunk) {
   int64_t tiles = (total + a->tile - 1) / a->tile;
   return chunk >= a->chunks_per_block ? total : tiles * chunk / a->chunks_per_block * a->tile;
 }
 
-static tile_cursor start_of_slice(const kvedge_attention *a, int slice) {
-  int64_t block = slice / a->chunks_per_block, chunk = slice % a->chunks_per_block;
+static tile_cursor start_of_chunk(const kvedge_attention *a, const kvedge_row_block *block, int64_t chunk) {
   tile_cursor cursor = {.visible = kvedge_visible_tokens(a, block)};
   int64_t total = cursor.visible.sinks + cursor.visible.stop - cursor.visible.first;
-  cursor.next = start_of_chunk(a, total, chunk);
-  cursor.stop = start_of_chunk(a, total, chunk + 1);
+  cursor.next = tokens_before_chunk(a, total, chunk);
+  cursor.stop = tokens_before_chunk(a, total, chunk + 1);
   return cursor;
 }
 
@@ -108,49 +107,48 @@ static token_tile first_tile(const kvedge_cache_view *view, kvedge_slice of) {
   token_tile none;
   none.num_tokens = none.num_blocks = 0;
   if (!of.attention || !lie_alike(view, &of.attention->view)) return none;
-  tile_cursor cursor = start_of_slice(of.attention, of.slice);
+  const kvedge_row_block block = kvedge_row_block_of(of.attention, of.slice / of.attention->chunks_per_block);
+  tile_cursor cursor = start_of_chunk(of.attention, &block, of.slice % of.attention->chunks_per_block);
   return next_tile(of.attention, &cursor);
 }
 
 /* ---- A slice --------------------------------------------------------------------------------- */
 
-static kvedge_partial empty_partial(const kvedge_attention *a, int slot) {
-  kvedge_partial partial = kvedge_partial_at(a, slot);
-  size_t states = (size_t)a->view.num_kv_heads * (size_t)a->query_rows;
+static void clear_partial(const kvedge_attention *a, kvedge_partial *partial) {
+  const size_t states = (size_t)a->view.num_kv_heads * (size_t)a->query_rows;
   for (size_t i = 0; i < states; i++) {
-    partial.max[i] = -FLT_MAX;
-    partial.sum[i] = 0.0f;
+    partial->max[i] = -FLT_MAX;
+    partial->sum[i] = 0.0f;
   }
-  memset(partial.acc, 0, states * (size_t)a->acc_stride * sizeof *partial.acc);
-  return partial;
+  memset(partial->acc, 0, states * (size_t)a->acc_stride * sizeof *partial->acc);
 }
 
 void kvedge_slice_run(const kvedge_attention *a, int slice, kvedge_slice following, int slot,
                       const volatile int *stop) {
   const kvedge_cache_view *view = &a->view;
-  const int64_t block = slice / a->chunks_per_block;
-  kvedge_partial partial = empty_partial(a, slot);
+  const kvedge_row_block block = kvedge_row_block_of(a, slice / a->chunks_per_block);
+  kvedge_partial partial = kvedge_partial_at(a, slot);
   workspace w;
-  w.queries = kvedge_queries_for(a, block, slot);
-  tile_cursor cursor = start_of_slice(a, slice);
+  w.queries = kvedge_queries_for(a, &block, slot);
+  clear_partial(a, &partial);
+  tile_cursor cursor = start_of_chunk(a, &block, slice % a->chunks_per_block);
   token_tile tile = next_tile(a, &cursor);
   while (tile.num_tokens > 0 && !(stop && __atomic_load_n(stop, __ATOMIC_RELAXED))) {
     const int last = cursor.next >= cursor.stop;
     const token_tile next = last ? first_tile(view, following) : next_tile(a, &cursor);
-    kvedge_fetch_rest(view, &tile);
+    const int masking = kvedge_needs_masking(a, &block, &tile);
+    kvedge_fetch_rest(view, &tile, &next);
     w.scales[KEYS].first = w.scales[VALUES].first = -KVEDGE_SCALE_COLUMNS;
-    const int masking = kvedge_needs_masking(a, block, &tile);
     for (int kv_head = 0, num; kv_head < view->num_kv_heads; kv_head += num) {
       head_tile heads[KVEDGE_HEADS];
       num = view->num_kv_heads - kv_head < a->heads_per_step ? view->num_kv_heads - kv_head : a->heads_per_step;
       for (int j = 0; j < num; j++) {
         head_tile *h = &heads[j];
-        h->tile = &tile, h->block = block, h->kv_head = kv_head + j, h->queries = &w.queries, h->masking = masking;
+        h->tile = &tile, h->block = &block, h->kv_head = kv_head + j, h->queries = &w.queries, h->masking = masking;
         kvedge_share_next(view, &next, a->batches_heads ? num : 1, j, h);
       }
       kvedge_step(a, heads, num, &next, &partial, &w);
     }
-    kvedge_remember_prefetch(&tile, &next);
     if (last) break;
     tile = next;
   }
@@ -166,7 +164,8 @@ void kvedge_all_logits(const kvedge_attention *a, float *logits) {
   const kvedge_cache_view *view = &a->view;
   tile_cursor cursor = {.visible = {.stop = view->len}, .stop = view->len};
   workspace w;
-  w.queries = kvedge_queries_for(a, 0, 0);
+  const kvedge_row_block block = {.count = a->num_rows};
+  w.queries = kvedge_queries_for(a, &block, 0);
   for (token_tile tile = next_tile(a, &cursor); tile.num_tokens > 0; tile = next_tile(a, &cursor)) {
     w.scales[KEYS].first = -KVEDGE_SCALE_COLUMNS;
     for (int kv_head = 0; kv_head < view->num_kv_heads; kv_head++) {

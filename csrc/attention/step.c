@@ -122,7 +122,7 @@ static float largest_scale_seen(const kvedge_attention *a, const head_tile *h, i
   const kvedge_attention_options *o = &a->options;
   int num_tokens = h->tile->num_tokens;
   if (!h->masking) return largest_of(scale, 0, num_tokens, 0.0f);
-  int64_t row = h->block * a->rows_per_block + query_row / a->heads_per_kv_head, token = h->tile->token;
+  int64_t row = h->block->first + query_row / a->heads_per_kv_head, token = h->tile->token;
   mask_range seen = kvedge_mask_range(a, row, token, num_tokens);
   float visible[KVEDGE_TILE];
   if (o->mask || o->bias) {
@@ -214,13 +214,12 @@ void kvedge_head_scores(const kvedge_attention *a, const head_tile *h, workspace
 
 /* Scores become logits where an option wants these, and hidden ones -INFINITY. */
 static void finish_scores(const kvedge_attention *a, const head_tile *h, workspace *w) {
-  int64_t first_row = h->block * a->rows_per_block;
   for (int i = 0; i < h->count; i++) {
     float *row = w->scores + (h->at + i) * KVEDGE_TILE;
     int query_row = h->first + i;
     if (a->real_logits) kvedge_to_logits(a, &w->queries, kvedge_index_of(a, h) + (size_t)i, h->tile->num_tokens, row);
     if (h->masking)
-      kvedge_apply_options(a, first_row + query_row / a->heads_per_kv_head,
+      kvedge_apply_options(a, h->block->first + query_row / a->heads_per_kv_head,
                            h->kv_head * a->heads_per_kv_head + query_row % a->heads_per_kv_head, h->tile->token,
                            h->tile->num_tokens, row);
   }
@@ -308,7 +307,7 @@ static void weighted_sum_of_batch(const kvedge_attention *a, const head_tile *he
 void kvedge_step(const kvedge_attention *a, head_tile *heads, int num, const token_tile *next, kvedge_partial *partial,
                  workspace *w) {
   const int batch = a->batches_heads && num == KVEDGE_HEADS, num_tokens = heads->tile->num_tokens;
-  const int query_rows = (int)kvedge_rows_in_block(a, heads->block) * a->heads_per_kv_head;
+  const int query_rows = (int)heads->block->count * a->heads_per_kv_head;
   for (int i = 0; i < query_rows; i += KVEDGE_STACK) { /* once, if there are several heads */
     const int count = query_rows - i < KVEDGE_STACK ? query_rows - i : KVEDGE_STACK, prefetches = i == 0;
     for (int j = 0; j < num; j++) {

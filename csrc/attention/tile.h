@@ -35,7 +35,7 @@ typedef struct {
 /* One KV head's part of a tile, and the query rows that meet it: first..first+count-1 of those of the KV head. */
 typedef struct {
   const token_tile *tile;
-  int64_t block; /* row block */
+  const kvedge_row_block *block;
   int kv_head, first, count;
   int at; /* of their rows in the workspace */
   const kvedge_queries *queries;
@@ -54,10 +54,9 @@ static inline size_t kvedge_index_of(const kvedge_attention *a, const head_tile 
 /* The share of the next tile that a head, the j-th of a batch (1: of none), prefetches while it works on its own part:
  * one block for each. */
 void kvedge_share_next(const kvedge_cache_view *view, const token_tile *next, int batch, int j, head_tile *h);
-/* After the steps of a tile: this thread has prefetched the next one, as far as that went. */
-void kvedge_remember_prefetch(const token_tile *tile, const token_tile *next);
-/* Before the steps of a tile: what this thread has not prefetched of it is brought into the cache. */
-void kvedge_fetch_rest(const kvedge_cache_view *view, const token_tile *tile);
+/* Before the steps of a tile: what this thread has not prefetched of it is brought into the cache. The steps prefetch
+ * the next one, as far as that goes. */
+void kvedge_fetch_rest(const kvedge_cache_view *view, const token_tile *tile, const token_tile *next);
 
 /* ---- step.c ---- */
 
@@ -77,7 +76,7 @@ typedef struct {
 
 mask_range kvedge_mask_range(const kvedge_attention *a, int64_t row, int64_t token, int num_tokens);
 /* Is any token of the tile hidden from any row of the block, or its logit changed? */
-int kvedge_needs_masking(const kvedge_attention *a, int64_t block, const token_tile *tile);
+int kvedge_needs_masking(const kvedge_attention *a, const kvedge_row_block *block, const token_tile *tile);
 /* A query row's scores become logits: those of the query at `index`, see kvedge_index_of(). */
 void kvedge_to_logits(const kvedge_attention *a, const kvedge_queries *q, size_t index, int num_tokens, float *row);
 /* Of a tile's values, those that masks hide from one query row's head become 0. */

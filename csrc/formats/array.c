@@ -22,6 +22,13 @@ void kvedge_widen(kvedge_element_type type, const void *from, int n, float *rest
     for (int i = 0; i < n; i++) to[i] = kvedge_float_of_any_half(in[i]);
 }
 
+const float *kvedge_array_row(const kvedge_array *array, int64_t token, int64_t head, int dim, float *room) {
+  const char *row = kvedge_array_at(array, token, head);
+  if (array->type == KVEDGE_TYPE_FLOAT32) return (const float *)row;
+  kvedge_widen(array->type, row, dim, room);
+  return room;
+}
+
 /* x, or the nearest that is not beyond +-largest, as its bits. */
 static inline float bounded(float x, uint32_t largest) {
   const uint32_t bits = kvedge_bits_of_float(x), magnitude = bits & 0x7fffffffu;

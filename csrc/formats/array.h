@@ -45,13 +45,7 @@ static inline kvedge_array kvedge_array_from(const kvedge_array *array, int64_t 
 void kvedge_widen(kvedge_element_type type, const void *from, int n, float *to);
 
 /* A row: where it lies, or if it is not float32 its values in `room` (dim). */
-static inline const float *kvedge_array_row(const kvedge_array *array, int64_t token, int64_t head, int dim,
-                                            float *room) {
-  const char *row = kvedge_array_at(array, token, head);
-  if (array->type == KVEDGE_TYPE_FLOAT32) return (const float *)row;
-  kvedge_widen(array->type, row, dim, room);
-  return room;
-}
+const float *kvedge_array_row(const kvedge_array *array, int64_t token, int64_t head, int dim, float *room);
 
 /* Finite float32 to a row of 16-bit elements, to nearest, ties to even; the largest finite number instead of an
  * infinity. */
