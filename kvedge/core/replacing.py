@@ -22,7 +22,7 @@ try:
 except ImportError:  # Windows
     fcntl = None
 
-__all__ = ["replacing"]
+__all__ = ["locked", "remove_abandoned", "replacing"]
 
 _NAME_CHARS = 100  # of the target's name: file systems allow 255 bytes
 
@@ -38,7 +38,7 @@ def replacing(target: str) -> Iterator[BinaryIO]:
     """
     folder, name = os.path.split(target)
     prefix = f".{name[:_NAME_CHARS]}."
-    _remove_abandoned(folder, prefix)
+    remove_abandoned(folder, re.escape(name[:_NAME_CHARS]))
     try:
         mode = stat.S_IMODE(os.stat(target).st_mode)
     except FileNotFoundError:
@@ -95,20 +95,44 @@ def _locked_file(folder: str, prefix: str, mode: int) -> tuple[str, int]:
             os.unlink(path)
 
 
-def _remove_abandoned(folder: str, prefix: str) -> None:
-    """Remove what a writer of the same name left behind when it was killed.
+def remove_abandoned(folder: str, names: str) -> None:
+    """Remove what writers left behind when they were killed.
 
     Only regular files of this user, and only those that nobody holds locked. A failure of any kind
     leaves them where they are.
+
+    Parameters
+    ----------
+    folder : str
+    names : str
+        A regular expression for the names that were to be written.
     """
     if fcntl is None:
         return
-    pattern = re.compile(re.escape(prefix) + r"[0-9a-f]{16}\.tmp")
+    pattern = re.compile(rf"\.(?:{names})\.[0-9a-f]{{16}}\.tmp")
     with suppress(OSError):
         for name in os.listdir(folder or os.curdir):
             if pattern.fullmatch(name):
                 with suppress(OSError):
                     _remove_if_abandoned(os.path.join(folder, name))
+
+
+@contextmanager
+def locked(folder: str, *, shared: bool = False) -> Iterator[None]:
+    """Hold a folder locked against others that ask for it here; wait for them.
+
+    Readers share it. On a file system or a system without such locks it is not locked.
+    """
+    if fcntl is None:
+        yield
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _remove_if_abandoned(path: str) -> None:

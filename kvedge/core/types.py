@@ -58,14 +58,19 @@ class BatchArguments(TypedDict, total=False):
     num_threads: int | None
 
 
-class CacheArguments(TypedDict, total=False):
+class StorageArguments(TypedDict, total=False):
+    """The options of a KVCache that say how rows are stored, but for their ``dtype``."""
+
+    group_size: int | None
+    scale_dtype: ScaleDtype
+    key_offset: Array | Literal["auto"] | Sequence[Any] | None
+
+
+class CacheArguments(StorageArguments, total=False):
     """The options of a KVCache but for its size."""
 
     value_head_dim: int | None
     dtype: Dtype
-    group_size: int | None
-    scale_dtype: ScaleDtype
-    key_offset: Array | Literal["auto"] | None
     window: int | Sequence[int | None] | None
 
 

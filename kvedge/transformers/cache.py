@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.cache_utils import Cache
 
-from kvedge.core.types import Array, Dtype, ScaleDtype
+from kvedge.core.types import StorageArguments
 from kvedge.transformers import session
-from kvedge.transformers.options import StoreOptions
+from kvedge.transformers.options import STORAGE, StoreOptions
 from kvedge.transformers.structure import layers_for, shares_rows
 
 if TYPE_CHECKING:
-    from typing_extensions import Self  # type checkers bring it along
+    from typing_extensions import Self, Unpack  # type checkers bring them along
 
 __all__ = ["KvedgeCache"]
 
@@ -31,13 +30,11 @@ class KvedgeCache(Cache):
     def __init__(
         self,
         config: Any,
-        dtype: Dtype = "int8",
+        dtype: Any = STORAGE["dtype"],
         *,
-        group_size: int | None = None,
-        scale_dtype: ScaleDtype = "float32",
-        key_offset: Literal["auto"] | Sequence[Array | None] | None = None,
         precision_bits: int | None = None,
         num_threads: int | None = None,
+        **storage: Unpack[StorageArguments],
     ) -> None:
         """Make an empty cache for a model.
 
@@ -45,16 +42,16 @@ class KvedgeCache(Cache):
         ----------
         config : transformers.PretrainedConfig
             ``model.config``.
-        dtype : kvedge.core.types.Dtype
+        dtype : kvedge.core.types.Dtype, or a sequence of them
             How keys and values are stored, as of :class:`kvedge.KVCache`.
-        group_size, scale_dtype
-            As of :class:`kvedge.KVCache`.
-        key_offset : None, "auto" or a sequence of arrays, one for each layer
-            As of :class:`kvedge.KVCache`; an array is float32 (num_kv_heads, head_dim).
         precision_bits : 8, 16 or 24, optional
             As of ``attend``.
         num_threads : int, optional
             Threads of attention; by default ``torch.get_num_threads()`` at each call.
+        **storage
+            All other options of :class:`kvedge.KVCache` that the model does not decide, such as
+            ``group_size`` and ``key_offset``. One for all layers of the model, or a sequence (an
+            array's first axis) with one for each.
 
         Raises
         ------
@@ -62,10 +59,7 @@ class KvedgeCache(Cache):
             A layer of the model cannot be served, or an option makes no sense.
         """
         self._options = StoreOptions(
-            dtype=dtype,
-            group_size=group_size,
-            scale_dtype=scale_dtype,
-            key_offset=key_offset,
+            storage={"dtype": dtype, **storage},
             precision_bits=precision_bits,
             num_threads=num_threads,
             shares_rows=shares_rows(config),

@@ -2,32 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
+import numpy as np
 import transformers
 
 from kvedge.backends.select import KVCache
-from kvedge.core.config import layer_config
-from kvedge.core.formats import FORMATS
 from kvedge.core.options import AttendOptions
-from kvedge.core.types import Array, Dtype, ScaleDtype
 from kvedge.errors import InvalidArgumentError
 
-__all__ = ["StoreOptions"]
+__all__ = ["STORAGE", "StoreOptions", "is_for_each_layer"]
 
 _MAJOR = int(transformers.__version__.split(".", 1)[0])
+
+# Arguments of a KVCache that the model's config or transformers decides.
+_OF_THE_MODEL = {
+    "num_layers",
+    "num_kv_heads",
+    "head_dim",
+    "value_head_dim",
+    "max_seq_len",
+    "window",
+    "layers",
+}
+
+#: Options of a KvedgeCache that say how rows are stored: all others of a KVCache; their defaults.
+STORAGE: dict[str, Any] = {
+    name: parameter.default
+    for name, parameter in inspect.signature(KVCache.__init__).parameters.items()
+    if name != "self" and name not in _OF_THE_MODEL
+}
+
+_TRIED = 128  # channels of the layer that options are tried on
+
+
+def is_for_each_layer(value: Any) -> bool:
+    """Whether an option has an element for each layer of the model, and is not for all alike."""
+    if isinstance(value, (str, Mapping)) or getattr(value, "ndim", 1) == 0:
+        return False
+    return hasattr(value, "__len__")
 
 
 @dataclass(frozen=True)
 class StoreOptions:
     """The options of a KvedgeCache that its layers need; checked by the cache."""
 
-    dtype: Dtype
-    group_size: int | None
-    scale_dtype: ScaleDtype
-    key_offset: Literal["auto"] | Sequence[Array | None] | None  # arrays: one for each layer
+    storage: dict[str, Any]  # of STORAGE: what was given
     precision_bits: int | None
     num_threads: int | None  # None: as many as torch uses
     shares_rows: bool  # some layers of the model read the rows of another
@@ -39,36 +62,50 @@ class StoreOptions:
         ------
         InvalidArgumentError
         """
-        layer_config(self.dtype, 1, 1, 1, group_size=self.group_size, scale_dtype=self.scale_dtype)
+        for name, value in self.storage.items():
+            if name not in STORAGE:
+                raise InvalidArgumentError(
+                    f"{name} is no option of a KvedgeCache: it has {', '.join(STORAGE)}, "
+                    "precision_bits and num_threads"
+                )
+            if is_for_each_layer(value) and len(value) != num_layers:
+                raise InvalidArgumentError(
+                    f"{name} must be one for all or have one for each of {num_layers} layers, not "
+                    f"{len(value)}"
+                )
         AttendOptions.make(
             1, 1, 1, 1, precision_bits=self.precision_bits, num_threads=self.num_threads
         )
-        offset = self.key_offset
-        if isinstance(offset, str):
-            if offset != "auto":
-                raise InvalidArgumentError(f"key_offset must be 'auto' or arrays, not {offset!r}")
-        elif offset is not None and len(offset) != num_layers:
-            raise InvalidArgumentError(
-                f"key_offset must have an array (or None) for each of {num_layers} layers, not "
-                f"{len(offset)}"
-            )
-        if offset is not None and not FORMATS[self.dtype].has_scales:
-            raise InvalidArgumentError(f"key_offset is for formats with scales, not {self.dtype}")
+        for index in range(num_layers):
+            # Arrays have the shape of a layer's rows, which is not known yet: ones stand for them.
+            tried = {
+                name: np.ones((1, _TRIED), np.float32) if hasattr(value, "__dlpack__") else value
+                for name, value in self._of_layer(index).items()
+            }
+            self._row(1, _TRIED, None, tried)
+            if not any(map(is_for_each_layer, self.storage.values())):
+                break  # they are all alike
 
     def new_row(self, index: int, heads: int, head_dim: int, value_head_dim: int) -> Any:
         """Make an empty kvedge layer for a sequence in layer `index` of the model."""
-        offset = self.key_offset
-        if offset is not None and not isinstance(offset, str):
-            offset = offset[index]  # type: ignore[assignment]
-        kind: Any = KVCache._layer_types[self.dtype]
-        more: dict[str, Any] = {}
-        if FORMATS[self.dtype].has_scales:
-            more = {
-                "group_size": self.group_size,
-                "scale_dtype": self.scale_dtype,
-                "key_offset": offset,
-            }
-        return kind(None, heads, head_dim, value_head_dim=value_head_dim, **more)
+        return self._row(heads, head_dim, value_head_dim, self._of_layer(index))
+
+    def _of_layer(self, index: int) -> dict[str, Any]:
+        """What was given, for one layer of the model."""
+        return {
+            name: value[index] if is_for_each_layer(value) else value
+            for name, value in self.storage.items()
+        }
+
+    @staticmethod
+    def _row(heads: int, head_dim: int, value_head_dim: int | None, storage: Any) -> Any:
+        # A cache of one layer takes arrays with an axis of layers.
+        given: dict[str, Any] = {
+            name: [value] if hasattr(value, "__dlpack__") else value
+            for name, value in storage.items()
+        }
+        cache = KVCache(1, heads, head_dim, value_head_dim=value_head_dim, **given)
+        return cache.layer(0).copy()
 
     @staticmethod
     def tokens_after_crop(number: int, length: int) -> int:

@@ -3,7 +3,7 @@
 A folder holds ``conversation.json`` and session files (:mod:`kvedge.session`), which together have
 a layer for each row of each cache layer: rows of the same shape and length stand in one file. The
 JSON is written last and names the files, which have new names each time: so after a crash at any
-moment the folder holds the old conversation or the new one.
+moment the folder holds the old conversation or the new one. Whoever writes holds the folder locked.
 """
 
 from __future__ import annotations
@@ -15,18 +15,20 @@ import re
 import secrets
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
 from transformers import cache_utils
 
 from kvedge.backends.select import KVCache
+from kvedge.cache_state import CacheState
 from kvedge.core.config import MAX_LAYERS
-from kvedge.core.replacing import replacing
+from kvedge.core.replacing import locked, remove_abandoned, replacing
 from kvedge.errors import CorruptFileError, InvalidArgumentError, KvedgeError, ShapeMismatchError
 from kvedge.session import checked_path
 from kvedge.session import save as save_session
-from kvedge.snapshot import CacheContents, CacheFormat, LayerContents
+from kvedge.snapshot import CacheContents, CacheFormat
 from kvedge.transformers.layers import KvedgeLayer, KvedgeSlidingLayer
 from kvedge.transformers.structure import text_config
 
@@ -47,8 +49,7 @@ _MODEL = (
     "head_dim",
     "sliding_window",
 )
-_OPTIONS = ("dtype", "group_size", "scale_dtype", "key_offset", "precision_bits")
-_GIVEN = "given"
+_ROWS = {"of": "rows"}  # stands for arrays among saved options: the rows have them
 _STATE: type | None = getattr(cache_utils, "LinearAttentionLayer", None)  # transformers 5
 
 
@@ -171,29 +172,29 @@ def _check_goes_back(index: int, layer: Any, kept: int, length: int) -> None:
 
 
 class _Rows:
-    """Rows of one shape and length, as :func:`kvedge.session.save` asks for a cache."""
+    """Rows of the same length, as :func:`kvedge.session.save` asks for a cache."""
 
     max_seq_len = None
 
-    def __init__(self, rows: list[Any], auto_offset: bool, conversation: str) -> None:
-        self._rows = rows
-        self._auto_offset = auto_offset
+    def __init__(self, rows: list[Any], conversation: str) -> None:
+        self._layers = rows
+        self._format = CacheFormat.of(row._config for row in rows)
+        self._length = len(rows[0])
+        self._auto_offset = any(row._auto_key_offset for row in rows)
         self.num_layers = len(rows)
         self.metadata = {_CONVERSATION: conversation}
 
     def __len__(self) -> int:
-        return len(self._rows[0])
+        return self._length
 
     def _refuse_pending(self, call: str) -> None:
         """Do nothing: rows are whole."""
 
     def _contents(self, upto: int | None = None, *, copy: bool = True) -> CacheContents:
-        layers = []
-        for row in self._rows:
-            keys, values, key_scales, value_scales = row._held().tokens
-            layers.append(LayerContents(keys, values, key_scales, value_scales, row._key_offset))
-        form = CacheFormat.of(row._config for row in self._rows)
-        return CacheContents(form, len(self), tuple(layers))
+        contents = CacheState._contents(self, copy=copy)  # type: ignore[arg-type]
+        # What a row has dropped is not missed: a window's position is in the index.
+        layers = tuple(replace(layer, num_dropped=0) for layer in contents.layers)
+        return replace(contents, layers=layers)
 
 
 def save(cache: Any, model: dict[str, Any], path: Any, token_ids: Any) -> None:
@@ -211,13 +212,17 @@ def save(cache: Any, model: dict[str, Any], path: Any, token_ids: Any) -> None:
                 f"layer {index} has a linear-attention state, which save() does not write"
             )
     os.makedirs(folder, exist_ok=True)
+    with locked(folder):
+        _write(cache, model, os.path.realpath(folder), ids)
+
+
+def _write(cache: Any, model: dict[str, Any], folder: str, ids: torch.Tensor) -> None:
+    """Write a checked conversation to a folder, then remove what was there before."""
     conversation = secrets.token_hex(8)
-    auto = cache._options.key_offset == "auto"
     files, places = [], {}
     for number, rows in enumerate(_groups(cache)):
         files.append(f"rows-{conversation}-{number}.safetensors")
-        group = _Rows(rows, auto, conversation)
-        save_session(group, os.path.join(folder, files[-1]))
+        save_session(_Rows(rows, conversation), os.path.join(folder, files[-1]))
         places.update({id(row): [number, place] for place, row in enumerate(rows)})
     layers: list[Any] = [None] * len(cache.layers)
     for index, layer in _rows_layers(cache):
@@ -236,9 +241,10 @@ def save(cache: Any, model: dict[str, Any], path: Any, token_ids: Any) -> None:
         "token_ids": ids.tolist(),
     }
     index_fields["sha256"] = _digest(index_fields)
-    with replacing(os.path.join(os.path.realpath(folder), _INDEX)) as file:
+    with replacing(os.path.join(folder, _INDEX)) as file:
         file.write(json.dumps(index_fields).encode())
-    for name in os.listdir(folder):  # those of the conversation that was there before
+    remove_abandoned(folder, _FILE.pattern)
+    for name in os.listdir(folder):  # those of conversations that were there, or were broken off
         if _FILE.fullmatch(name) and name not in files:
             with suppress(OSError):
                 os.unlink(os.path.join(folder, name))
@@ -256,11 +262,15 @@ def _groups(cache: Any) -> Iterator[list[Any]]:
 
 
 def _saved_options(options: Any) -> dict[str, Any]:
-    """Options of a cache; arrays of key offsets are with the rows."""
-    saved = {name: getattr(options, name) for name in _OPTIONS}
-    if not (saved["key_offset"] is None or isinstance(saved["key_offset"], str)):
-        saved["key_offset"] = _GIVEN
-    return saved
+    """Options of a cache for JSON; arrays are with the rows."""
+    saved = {**options.storage, "precision_bits": options.precision_bits}
+    return {name: _ROWS if _has_arrays(value) else value for name, value in saved.items()}
+
+
+def _has_arrays(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(map(_has_arrays, value))
+    return hasattr(value, "__dlpack__")
 
 
 def model_fields(config: Any) -> dict[str, Any]:
@@ -281,6 +291,11 @@ def _digest(fields: dict[str, Any]) -> str:
 def read(path: Any, config: Any) -> tuple[dict[str, Any], dict[str, Any], list[Any]]:
     """Read a folder's JSON and rows: its fields, the options of the cache, each layer's rows."""
     folder = checked_path(path)
+    with locked(folder, shared=True):
+        return _read(folder, config)
+
+
+def _read(folder: str, config: Any) -> tuple[dict[str, Any], dict[str, Any], list[Any]]:
     name = os.path.join(folder, _INDEX)
     with open(name, "rb") as file:
         text = file.read()
@@ -296,7 +311,7 @@ def read(path: Any, config: Any) -> tuple[dict[str, Any], dict[str, Any], list[A
             differ = ", ".join(f"{key} is {model[key]}, not {wanted[key]}" for key in wrong)
             raise InvalidArgumentError(f"{folder} is a conversation with another model: {differ}")
         files = [_read_rows(folder, file, fields["conversation"]) for file in fields["files"]]
-        options = {key: fields["options"][key] for key in _OPTIONS}
+        options = dict(fields["options"])
         rows = [
             layer and [files[file].layer(place).copy() for file, place in layer["rows"]]
             for layer in fields["layers"]
@@ -305,8 +320,8 @@ def read(path: Any, config: Any) -> tuple[dict[str, Any], dict[str, Any], list[A
         raise
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise CorruptFileError(f"{name}: {type(error).__name__}: {error}") from error
-    if options["key_offset"] == _GIVEN:
-        options["key_offset"] = [own[0].key_offset if own else None for own in rows]
+    for name in [name for name, value in options.items() if value == _ROWS]:
+        options[name] = [getattr(own[0], name) if own else None for own in rows]
     return fields, options, rows
 
 

@@ -9,6 +9,8 @@ from tiny_models import KvedgeCache, dynamic_cache, prompt, tiny_model, torch, t
 
 import kvedge
 from kvedge.core.formats import FORMATS
+from kvedge.core.types import StorageArguments
+from kvedge.transformers import options
 
 MAJOR = int(transformers.__version__.split(".")[0])
 
@@ -232,6 +234,24 @@ def test_memory_is_that_of_the_tokens(config):
     assert cache.memory_bytes == 4 * 2 * 6 * per_token
 
 
+def test_options_of_storage_are_those_of_a_kvcache():
+    """All but the shape, which the model has; the types name the same."""
+    assert {"dtype", "group_size", "scale_dtype", "key_offset"} <= set(options.STORAGE)
+    assert {"dtype", *StorageArguments.__annotations__} == set(options.STORAGE)
+
+
+def test_layers_may_differ_in_storage(config):
+    cache = KvedgeCache(config, dtype=["int8", "float32", "bfloat16", "int8"], group_size=None)
+    step([cache], 6)
+    assert [layer.rows[0].dtype for layer in cache.layers] == [
+        "int8",
+        "float32",
+        "bfloat16",
+        "int8",
+    ]
+    assert cache.memory_bytes == 2 * 6 * 2 * 2 * (20 + 64 + 32 + 20)
+
+
 @pytest.mark.parametrize("dtype", FORMATS)
 def test_every_format_stores_what_its_layer_would(dtype):
     config = tiny_model("llama").config
@@ -240,6 +260,6 @@ def test_every_format_stores_what_its_layer_would(dtype):
     got = cache.update(keys, values, 0)
     layer = kvedge.KVCache(1, 2, 16, dtype=dtype).layer(0).copy()
     for position in range(5):
-        layer.push(*(np.array(states[0, :, position]) for states in (keys, values)))
+        layer.push(*(states[0, :, position] for states in (keys, values)))
     np.testing.assert_array_equal(got[0].numpy()[0], layer.keys().transpose(1, 0, 2))
     np.testing.assert_array_equal(got[1].numpy()[0], layer.values().transpose(1, 0, 2))

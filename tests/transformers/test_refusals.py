@@ -1,5 +1,6 @@
 """What a KvedgeCache cannot serve is refused, with the reason, before anything has changed."""
 
+import numpy as np
 import pytest
 from tiny_models import KvedgeCache, prompt, tiny_model, torch, transformers
 
@@ -68,6 +69,9 @@ def test_keys_that_are_not_finite(model):
         ({"num_threads": 0}, "num_threads"),
         ({"key_offset": "mean"}, "key_offset"),
         ({"key_offset": [None]}, "key_offset"),
+        ({"dtype": ["int8", "float32", "int8"]}, "each of 4 layers, not 3"),
+        ({"dtype": "float32", "key_offset": [np.zeros((2, 16), np.float32)] * 4}, "key_offset"),
+        ({"window": 8}, "window is no option of a KvedgeCache: it has dtype, group_size"),
     ],
 )
 def test_options(model, options, message):

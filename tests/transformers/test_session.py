@@ -2,6 +2,11 @@
 
 import copy
 import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -212,3 +217,91 @@ def test_a_linear_attention_state_is_neither_saved_nor_taken_back(tmp_path):
     with pytest.raises(ValueError, match=r"layer 0 .* cannot go back from 18 tokens to 4"):
         cache.keep_prefix(out[:, :5])
     assert cache.get_seq_length() == cache.keep_prefix(out) == 18
+
+
+# ---- broken off ----------------------------------------------------------------------------------
+
+_SAVER = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+from tiny_models import KvedgeCache, tiny_model
+model = tiny_model("gemma2")
+cache = KvedgeCache.load(sys.argv[2], model.config)
+cache.batch_repeat_interleave(2)
+ids = KvedgeCache.load(sys.argv[2], model.config).token_ids.repeat(2, 1)
+steps = int(sys.argv[3])
+for name in ("fsync", "replace"):
+    def counted(*arguments, call=getattr(os, name)):
+        global steps
+        steps -= 1
+        if steps < 0:
+            os.kill(os.getpid(), 9)
+        return call(*arguments)
+    setattr(os, name, counted)
+cache.save(sys.argv[2], ids)
+"""
+
+
+@pytest.mark.subprocess
+def test_a_killed_save_leaves_the_old_conversation_whole(tmp_path):
+    model = tiny_model("gemma2")
+    cache = KvedgeCache(model.config)
+    out = generate(model, cache, prompt(1, 20)["input_ids"])
+    cache.save(tmp_path, out)
+    helpers = str(Path(__file__).parents[1] / "helpers")
+    kept = 0
+    for step in range(0, 12, 2):  # file by file: fsync, rename, fsync of the folder
+        command = [sys.executable, "-c", _SAVER, helpers, str(tmp_path), str(step)]
+        assert subprocess.run(command, check=False).returncode == -9
+        loaded = KvedgeCache.load(tmp_path, model.config)
+        if len(loaded.token_ids) == 2:  # the new one was whole
+            break
+        assert_same_bytes(loaded, cache)
+        kept += 1
+    assert kept >= 4  # two files of rows, the index
+    cache.save(tmp_path, out)
+    names = sorted(path.name.partition("-")[0] for path in tmp_path.iterdir())
+    assert names == ["conversation.json", "rows", "rows"]  # nothing of the killed ones is left
+
+
+@pytest.mark.parametrize("step", ["write", "rename"])
+def test_a_save_that_fails_leaves_the_old_conversation_whole(step, tmp_path, monkeypatch):
+    model = tiny_model("gemma2")
+    cache = KvedgeCache(model.config)
+    out = generate(model, cache, prompt(1, 20)["input_ids"])
+    cache.save(tmp_path, out)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    real, left = getattr(os, "fsync" if step == "write" else "replace"), [2]
+
+    def failing(*arguments):
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(28, "No space left on device")
+        return real(*arguments)
+
+    monkeypatch.setattr(os, "fsync" if step == "write" else "replace", failing)
+    with pytest.raises(OSError, match="No space"):
+        cache.save(tmp_path, out)
+    monkeypatch.undo()
+    assert_same_bytes(KvedgeCache.load(tmp_path, model.config), cache)
+    assert all((tmp_path / name).read_bytes() == data for name, data in before.items())
+    cache.save(tmp_path, out)
+    assert len(list(tmp_path.iterdir())) == len(before)
+
+
+def test_conversations_saved_and_loaded_at_once_are_whole(tmp_path):
+    model = tiny_model("llama")
+    cache = KvedgeCache(model.config)
+    out = generate(model, cache, prompt(1, 20)["input_ids"])
+    cache.save(tmp_path, out)
+
+    def work(number):
+        for _ in range(6):
+            if number % 2:
+                cache.save(tmp_path, out)
+            else:
+                assert_same_bytes(KvedgeCache.load(tmp_path, model.config), cache)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
+    assert len(list(tmp_path.iterdir())) == 2
