@@ -22,6 +22,9 @@ __all__ = ["NAME", "kvedge_attention", "register"]
 
 NAME = "kvedge"
 
+# Where models of sparse attention say which tokens a query reads; else it is in the mask.
+_SELECTIONS = ("indices", "block_indices")
+
 _logger = logging.get_logger(__name__)
 
 
@@ -44,6 +47,7 @@ def kvedge_attention(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     position_bias: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     **more: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention of query rows over the tokens that a cache layer holds.
@@ -65,9 +69,11 @@ def kvedge_attention(
     s_aux : torch.Tensor, optional
         (num_heads,) learned sinks (GPT-OSS).
     position_bias : torch.Tensor, optional
-        Added to the logits; past keys are then decoded.
+        (batch or 1, num_heads or 1, queries, keys), added to the logits.
+    sinks : torch.Tensor, optional
+        (batch, num_heads, queries, 1): a sink for each query row (Inkling 2).
     **more
-        Ignored, as by sdpa's function.
+        Ignored, as by sdpa's function, but for what selects tokens.
 
     Returns
     -------
@@ -75,20 +81,31 @@ def kvedge_attention(
         (batch, queries, num_heads, head_dim of the values), of the query's dtype.
     None
         There are no attention weights to give.
+
+    Raises
+    ------
+    InvalidArgumentError
+        Dropout with a KvedgeCache; or the model selects the tokens that a query reads.
+    ShapeMismatchError
+        A mask or bias of another shape.
     """
+    for name in _SELECTIONS:
+        if more.get(name) is not None:
+            raise InvalidArgumentError(
+                f"{type(module).__name__} selects the tokens that a query reads ({name}), which "
+                "kvedge's attention does not take: load the model with attn_implementation='sdpa'"
+            )
     if more.get("output_attentions"):
         _logger.warning_once(
             "`kvedge` attention does not support `output_attentions=True`."
             " Please set your attention to `eager` if you want any of these features."
         )
-    if (
-        not isinstance(key, LazyRows)
-        or not isinstance(value, LazyRows)
-        or position_bias is not None
-    ):
+    if not isinstance(key, LazyRows) or not isinstance(value, LazyRows):
+        if s_aux is not None:
+            sinks = s_aux.reshape(1, -1, 1, 1)
         return _on_tensors(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling,
-            is_causal=is_causal, softcap=softcap, s_aux=s_aux, position_bias=position_bias, **more,
+            is_causal=is_causal, softcap=softcap, sinks=sinks, position_bias=position_bias, **more,
         )  # fmt: skip
     if dropout:
         raise InvalidArgumentError(
@@ -100,18 +117,18 @@ def kvedge_attention(
     starts: list[int] | None = None
     mask: torch.Tensor | None = None
     window = sliding_window if is_causal else None
-    if attention_mask is None:
-        pass
-    elif isinstance(attention_mask, LazyMask) and attention_mask.plain:
+    if isinstance(attention_mask, LazyMask) and attention_mask.plain and position_bias is None:
         starts = attention_mask.starts
         if attention_mask.window is not None:
             window = min(window or attention_mask.window, attention_mask.window)
         is_causal = True
-    else:
+    elif attention_mask is not None:
         if isinstance(attention_mask, LazyMask):
             attention_mask = attention_mask.visible()
         mask = _checked_mask(attention_mask, query, key)
         is_causal, window = False, None
+    if position_bias is not None:
+        mask = _with_bias(mask, _checked_mask(position_bias, query, key))
     out = layer.attend(
         query,
         key.shape[2],
@@ -122,8 +139,16 @@ def kvedge_attention(
         sink_logits=s_aux,
         mask=mask,
         starts=starts,
+        sinks=sinks,
     )
     return out, None
+
+
+def _with_bias(mask: torch.Tensor | None, bias: torch.Tensor) -> torch.Tensor:
+    """A mask to add, of one that may be bool, and a bias."""
+    if mask is None:
+        return bias
+    return bias.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else bias + mask
 
 
 def _checked_mask(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
@@ -142,7 +167,7 @@ def _checked_mask(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) ->
     return mask
 
 
-# ---- keys that are no cache layer's, or options that only eager attention has --------------------
+# ---- keys that are no cache layer's --------------------------------------------------------------
 
 
 def _on_tensors(
@@ -156,12 +181,12 @@ def _on_tensors(
     scaling: float | None,
     is_causal: bool | None,
     softcap: float | None,
-    s_aux: torch.Tensor | None,
+    sinks: torch.Tensor | None,
     position_bias: torch.Tensor | None,
     **more: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend over ordinary tensors: with sdpa, or in plain torch where sdpa lacks an option."""
-    if softcap is None and s_aux is None:
+    if softcap is None and sinks is None:
         if isinstance(attention_mask, LazyMask):
             attention_mask = attention_mask.for_sdpa()
         if position_bias is not None:
@@ -191,11 +216,11 @@ def _on_tensors(
         logits = logits.masked_fill(~attention_mask, torch.finfo(logits.dtype).min)
     else:
         logits = logits + attention_mask
-    if s_aux is not None:
-        sinks = s_aux.reshape(1, -1, 1, 1).expand(query.shape[0], -1, queries, 1)
+    if sinks is not None:
+        sinks = sinks.expand(query.shape[0], -1, queries, 1)
         logits = torch.cat([logits, sinks.to(logits.dtype)], -1)
     weights = torch.softmax(logits, -1, dtype=torch.float32).to(query.dtype)
-    if s_aux is not None:
+    if sinks is not None:
         weights = weights[..., :-1]
     weights = torch.nn.functional.dropout(weights, dropout, module.training)
     return torch.matmul(weights, values).transpose(1, 2).contiguous(), None

@@ -110,6 +110,10 @@ class KvedgeLayer(CacheLayerMixin):
         """
         if key_states.requires_grad or key_states.device.type != "cpu":
             self._check_states(key_states, value_states)
+        if key_states.stride(-1) != 1:  # a convolution over tokens leaves them so
+            key_states = key_states.contiguous()
+        if value_states.stride(-1) != 1:
+            value_states = value_states.contiguous()
         if len(self.rows) != key_states.shape[0] or not self.is_initialized:
             if self.get_seq_length():
                 raise ShapeMismatchError(
@@ -217,8 +221,11 @@ class KvedgeLayer(CacheLayerMixin):
         sink_logits: torch.Tensor | None,
         mask: torch.Tensor | None,
         starts: list[int] | None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attention of the last query rows over the last `tokens`; options as of kvedge's layers.
+
+        `sinks`, (batch, num_heads, queries, 1), are logits that join each row's denominator.
 
         Returns
         -------
@@ -238,9 +245,11 @@ class KvedgeLayer(CacheLayerMixin):
                 mask = torch.nn.functional.pad(mask, (before, 0))
         if sink_logits is not None:
             sink_logits = sink_logits.detach().float()
+        if query.stride(-1) != 1:
+            query = query.contiguous()
         batch, num_heads, queries, _ = query.shape
         out = torch.empty((batch, queries, num_heads, first.value_head_dim), dtype=query.dtype)
-        attend_batch(
+        got = attend_batch(
             self.rows,
             query,
             scale=scale,
@@ -254,7 +263,12 @@ class KvedgeLayer(CacheLayerMixin):
             out=out.transpose(1, 2),
             num_threads=self._options.num_threads or torch.get_num_threads(),
             layout="hnd",
+            return_lse=sinks is not None,
         )
+        if sinks is not None:
+            lse = torch.from_numpy(got[1])  # (batch, num_heads, queries)
+            kept = torch.sigmoid(lse - sinks[..., 0].float())
+            out.mul_(kept.transpose(1, 2)[..., None])
         return out
 
     # ---- lengths ---------------------------------------------------------------------------------
@@ -419,13 +433,9 @@ class KvedgeSlidingLayer(KvedgeLayer):
             if self.rows[0].capacity > max(_SLACK * self.sliding_window, _SMALL):
                 self.rows = [row.copy() for row in self.rows]
 
-    def attend(
-        self, query: torch.Tensor, tokens: int, *, causal: bool, window: int | None, **options: Any
-    ) -> torch.Tensor:
-        """As of a full layer, within the window."""
-        if causal:
-            window = min(window or self.sliding_window, self.sliding_window)
-        out = super().attend(query, tokens, causal=causal, window=window, **options)
+    def attend(self, query: torch.Tensor, tokens: int, **options: Any) -> torch.Tensor:
+        """As of a full layer, over the tokens that are still to be read."""
+        out = super().attend(query, tokens, **options)
         if not self._options.shares_rows:  # else a later layer reads them as well
             self.drop_unread()
         return out

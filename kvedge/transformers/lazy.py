@@ -98,7 +98,8 @@ def warn_decoded() -> None:
         if frame.f_code.co_varnames[:1] == ("self",):
             owner = frame.f_locals.get("self")
             if isinstance(owner, torch.nn.Module):
-                innermost = innermost or type(owner)
+                if not type(owner).__module__.startswith("torch."):  # no Linear or Dropout
+                    innermost = innermost or type(owner)
                 outermost = type(owner)
         frame = frame.f_back  # type: ignore[assignment]
     if innermost is None or outermost is None or (outermost, innermost) in _warned:

@@ -1,6 +1,7 @@
 """Keys and values stay stored: who runs fused never decodes them, who does not is named, once."""
 
 import copy
+import tracemalloc
 import warnings
 
 import pytest
@@ -14,7 +15,10 @@ from tiny_models import (
     torch,
     transformers,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+import kvedge
 from kvedge.transformers import layers, lazy
 
 # Families whose attention code is their own: name: (config, model, options).
@@ -68,6 +72,48 @@ def test_fused_models_make_no_decoded_copy_of_the_past(family, decodings):
             do_sample=False,
         )  # fmt: skip
     assert not decodings
+
+
+class _Made(TorchDispatchMode):
+    """Counts the elements that torch operations make."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.elements += sum(x.numel() for x in tree_leaves(out) if isinstance(x, torch.Tensor))
+        return out
+
+
+def made_by_a_step(model, tokens):
+    """Elements that torch makes, and bytes that Python and NumPy hold at most, for a token."""
+    cache = KvedgeCache(model.config)
+    with torch.no_grad():
+        model(prompt(1, tokens)["input_ids"], past_key_values=cache)
+        model(torch.tensor([[5]]), past_key_values=cache)  # what is kept for later is made here
+        tracemalloc.start()
+        try:
+            with _Made() as made:
+                model(torch.tensor([[6]]), past_key_values=cache)
+            return made.elements, tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_takes_no_memory_for_the_past(family, decodings, monkeypatch):
+    """Neither torch nor NumPy makes anything as large as one decoded head of the past."""
+    model = tiny_model(family)
+    for name in ("keys", "values", "_dequantize"):
+        monkeypatch.setattr(kvedge.QuantizedKvLayer, name, None)
+    (few, few_bytes), (many, many_bytes) = (made_by_a_step(model, n) for n in (100, 400))
+    decoded = 300 * 16  # elements of one head of one layer's keys
+    assert many - few < decoded
+    assert not decodings
+    if kvedge.backend == "native":
+        assert many_bytes - few_bytes < 4 * decoded
 
 
 @pytest.mark.parametrize("family", DECODED)

@@ -5,6 +5,7 @@ import pytest
 from tiny_models import KvedgeCache, prompt, tiny_model, torch, transformers
 
 import kvedge
+from kvedge.transformers.attention import kvedge_attention
 
 
 @pytest.fixture
@@ -134,3 +135,17 @@ def test_output_attentions_warns_as_sdpa_does(model):
         logger.removeHandler(handler)
     assert weights is None and tuple(out.shape) == (1, 1, 4, 16)
     assert any("output_attentions" in line for line in lines)
+
+
+@pytest.mark.parametrize("name", ["indices", "block_indices"])
+@pytest.mark.parametrize("cached", [True, False])
+def test_attention_to_selected_tokens(model, name, cached):
+    """Models of sparse attention say so to attention functions other than eager and sdpa."""
+    keys = values = torch.ones(1, 2, 3, 16)
+    if cached:
+        keys, values = KvedgeCache(model.config).update(keys, values, 0)
+    with pytest.raises(ValueError, match=f"Linear selects .*{name}.*attn_implementation='sdpa'"):
+        kvedge_attention(
+            torch.nn.Linear(1, 1), torch.ones(1, 4, 1, 16), keys, values, None,
+            **{name: torch.zeros(1, 1, 2, dtype=torch.int32)},
+        )  # fmt: skip

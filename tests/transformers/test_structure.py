@@ -46,6 +46,10 @@ _SHARED = {
     "vocab_size_per_layer_input": 128,
 }
 _CONV = {"layer_types": ["conv", "full_attention"] * 2, "conv_L_cache": 3}
+_INKLING = {
+    "head_dim": 16, "sliding_window_size": 8, "n_routed_experts": 4, "n_shared_experts": 1,
+    **_EXPERTS,
+}  # fmt: skip
 _MIXED = ["LinearAttentionLayer", "KvedgeLayer"] * 2
 
 # Name of the config without "Config": (options, whether attention runs fused, layers' classes).
@@ -93,7 +97,38 @@ STRUCTURES = {
         True,
         None,
     ),
-    "DeepseekV3": (_LATENT, None, ["KvedgeLayer"] * 4),  # transformers 5 keeps the latents
+    "DeepseekV2": (_LATENT, None, ["KvedgeLayer"] * 4),  # transformers 5 keeps the latents
+    "DeepseekV3": (_LATENT, None, ["KvedgeLayer"] * 4),
+    "MiniCPM3": (_LATENT, None, ["KvedgeLayer"] * 4),
+    "KimiLinear": (
+        {**_LATENT, "num_experts": 4, "layer_types": ["linear_attention", "full_attention"] * 2},
+        None,
+        _MIXED,
+    ),
+    "Bamba": ({**_MAMBA, "attn_layer_indices": [1, 3]}, True, None),
+    "NemotronH": (
+        {**_MAMBA, "head_dim": 16, "n_groups": 1, "ssm_state_size": 8, "chunk_size": 8,
+         "mamba_num_heads": 8, "mamba_head_dim": 16, "n_routed_experts": 4, **_EXPERTS},
+        True,
+        None,
+    ),
+    "OlmoHybrid": (_LINEAR, True, _MIXED),
+    "Zamba": (
+        {**_MAMBA, "n_mamba_heads": 8, "layer_types": ["mamba", "hybrid"] * 2, "mamba_dt_rank": 4,
+         "use_mamba_kernels": False},
+        True,
+        ["LinearAttentionLayer", "KvedgeHybridLayer"] * 2,
+    ),
+    "Zaya": ({"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 1}, True, None),
+    # None: transformers 4 has attention code of their own. Moshi sees all of a prompt.
+    "Moshi": ({"sliding_window": 8, "head_dim": 16, "ffn_dim": 96}, None, None),
+    "StableLm": ({}, None, None),
+    "Phimoe": ({"sliding_window": 8, "num_local_experts": 4, "num_experts_per_tok": 2}, None, None),
+    "InklingText": (_INKLING, True, None),
+    "Inkling2Text": (_INKLING, True, None),  # a bias, and a sink for each query row
+    "Afmoe": ({"head_dim": 16, "sliding_window": 8, "num_experts": 4, **_EXPERTS}, True, None),
+    "ModernBertDecoder": ({"sliding_window": 8, "local_attention": 16}, True, None),
+    "OPT": ({"ffn_dim": 96, "word_embed_proj_dim": 64}, True, None),
 }  # fmt: skip
 
 
