@@ -3,15 +3,15 @@
 #
 # make fuzz   coverage-guided fuzzing of the C API, of files and of paged caches; SECONDS=600 says how long
 #
-# The rest: test-numpy test-isa test-peers test-transformers test-slow test-c test-sanitize test-valgrind test-arm-c test-arm test-all
+# The rest: test-numpy test-isa test-peers test-transformers test-slow test-c test-library test-sanitize test-valgrind test-arm-c test-arm test-all
 # lint format clean
 
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-SOURCES := pyproject.toml setup.py kvedge/backends/native.pyx kvedge/backends/native_paged.pxi kvedge/backends/native.pxd $(shell find csrc -name "*.[ch]")
+SOURCES := pyproject.toml setup.py kvedge/backends/native.pyx kvedge/backends/native_paged.pxi kvedge/__init__.pxd $(shell find csrc -name "*.[ch]")
 
-.PHONY: run test test-numpy test-isa test-peers test-transformers test-transformers-old test-transformers-own test-slow test-c test-sanitize test-valgrind test-arm-c test-arm test-all \
+.PHONY: run test test-numpy test-isa test-peers test-transformers test-transformers-old test-transformers-own test-slow test-c test-library test-sanitize test-valgrind test-arm-c test-arm test-all \
         fuzz lint format clean
 
 run: $(VENV)/run.stamp
@@ -57,6 +57,9 @@ test-slow: $(VENV)/bench.stamp
 # The C kernel tests: as they are, under sanitizers, under valgrind, for ARM under emulation.
 test-c:
 	tests/c/run.sh native
+# The C library, installed and found in every way that docs/c_api.md tells; its examples.
+test-library: $(VENV)/test.stamp
+	tests/library/run.sh $(BIN)/python
 test-sanitize:
 	tests/c/run.sh asan
 	tests/c/run.sh tsan

@@ -16,6 +16,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent
+LIBRARY_FILES = ("include/kvedge.h", "lib/libkvedge.a")
 
 
 def flag(name):
@@ -35,8 +36,28 @@ class OptionalBuildExt(build_ext):
         try:
             with side_by_side(self.compiler):
                 super().build_extension(ext)
+            self.keep_library(ext)
         except Exception as error:
             self.give_up(error)
+
+    def keep_library(self, ext):
+        """Keep the objects of csrc/ as a library beside the package, and the header with it."""
+        sources = [source for source in ext.sources if source.startswith("csrc")]
+        objects = self.compiler.object_filenames(sources, output_dir=self.build_temp)
+        header, library = (Path(self.build_lib, "kvedge", name) for name in LIBRARY_FILES)
+        for file in (header, library):
+            self.mkpath(str(file.parent))
+        self.copy_file("csrc/kvedge.h", str(header))
+        library.unlink(missing_ok=True)  # ar would keep objects that are gone
+        self.compiler.create_static_lib(objects, "kvedge", output_dir=str(library.parent))
+
+    def copy_extensions_to_source(self):
+        """For an editable install."""
+        super().copy_extensions_to_source()
+        for name in LIBRARY_FILES:
+            if (built := Path(self.build_lib, "kvedge", name)).exists():
+                self.mkpath(str((ROOT / "kvedge" / name).parent))
+                self.copy_file(str(built), str(ROOT / "kvedge" / name))
 
     def give_up(self, error):
         if flag("KVEDGE_REQUIRE_EXT"):
@@ -111,7 +132,14 @@ def extensions():
         depends=sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("csrc/**/*.h")),
         define_macros=macros,
         # -fno-wrapv: Python's own flags let integers wrap, which makes index arithmetic slower.
-        extra_compile_args=["-std=c11", "-O3", "-fno-wrapv", "-fvisibility=hidden", "-pthread"],
+        extra_compile_args=[
+            "-std=c11",
+            "-O3",
+            "-fno-wrapv",
+            "-fvisibility=hidden",
+            "-g0",
+            "-pthread",
+        ],
         extra_link_args=["-pthread", *([] if sys.platform == "darwin" else ["-s"])],
     )
     return cythonize([native], language_level=3)

@@ -28,9 +28,16 @@
 extern "C" {
 #endif
 
+#if defined(KVEDGE_EXPORTS) && defined(__GNUC__) /* the library is being compiled: what is declared here is visible */
+#pragma GCC visibility push(default)
+#endif
+
 #define KVEDGE_VERSION_MAJOR 0
 #define KVEDGE_VERSION_MINOR 1
 #define KVEDGE_VERSION_PATCH 0
+
+/* The version of the library that runs, such as "0.1.0"; the macros are those of the header that was compiled with. */
+const char *kvedge_version(void);
 
 /* ---- Status ------------------------------------------------------------------------------- */
 
@@ -317,6 +324,10 @@ double kvedge_read_bandwidth(int num_threads, size_t bytes, int repeats);
  * values) for each query head, token it sees and channel; half as many again where it needs 24 bits, half as many with
  * precision_bits 8. 0: no memory. */
 double kvedge_product_rate(int num_threads, size_t products, int repeats);
+
+#if defined(KVEDGE_EXPORTS) && defined(__GNUC__)
+#pragma GCC visibility pop
+#endif
 
 #ifdef __cplusplus
 }

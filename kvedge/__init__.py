@@ -6,6 +6,7 @@ The names below are the public ones; :class:`KVCache` is where most people begin
 from typing import TYPE_CHECKING
 
 from kvedge._version import __version__
+from kvedge.c_library import get_include, get_library_dir
 from kvedge.core.starting import is_command
 from kvedge.errors import (
     BackendUnavailableError,
@@ -102,6 +103,8 @@ __all__ = [
     "append_batch",
     "attend_batch",
     "backend",
+    "get_include",
+    "get_library_dir",
     "get_num_threads",
     "isa_info",
     "merge_attention",

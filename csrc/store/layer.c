@@ -8,19 +8,6 @@
 #include "system/dispatch.h"
 #include "system/pages.h"
 
-const char *kvedge_strerror(kvedge_status status) {
-  switch (status) {
-    case KVEDGE_OK: return "no error";
-    case KVEDGE_ERROR_ARGUMENT: return "an argument is out of its range";
-    case KVEDGE_ERROR_CAPACITY: return "the tokens do not fit into the layer's capacity";
-    case KVEDGE_ERROR_NONFINITE: return "the input holds a NaN or an infinity";
-    case KVEDGE_ERROR_SCALE: return "a row is too large for what it is stored in";
-    case KVEDGE_ERROR_MEMORY: return "not enough memory";
-    case KVEDGE_ERROR_ISA: return "KVEDGE_ISA names a path that this CPU cannot run";
-  }
-  return "unknown status";
-}
-
 enum { MAX_KV_HEADS = 65536 };
 #define MAX_CAPACITY ((int64_t)1 << 40)
 

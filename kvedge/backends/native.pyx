@@ -6,6 +6,7 @@ share; then C does the work, without the GIL where that takes long.
 """
 
 cimport cython
+from kvedge cimport *
 cimport numpy as cnp
 from cpython.mem cimport PyMem_Free, PyMem_Malloc
 from libc.float cimport FLT_MAX

@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
+from kvedge import c_library
 from kvedge.cli import bench, evaluate, generate, info, plan
 from kvedge.console import exits
 from kvedge.console.output import Output
@@ -38,6 +39,9 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="store_true", help="print the version and exit")
+    library = parser.add_argument_group("the C library, for a compiler's command line")
+    library.add_argument("--cflags", action="store_true", help="print the flags to compile with")
+    library.add_argument("--libs", action="store_true", help="print the flags to link with")
     common = _Parser(add_help=False)
     group = common.add_argument_group("output")
     group.add_argument("--json", action="store_true", help="print one JSON object instead of text")
@@ -95,6 +99,10 @@ def _run(arguments: list[str]) -> int:
         from kvedge import __version__
 
         print(f"kvedge {__version__}")
+        return exits.OK
+    if options.cflags or options.libs:
+        flags = [(options.cflags, c_library.compile_flags), (options.libs, c_library.link_flags)]
+        print(*(tell() for is_asked, tell in flags if is_asked))
         return exits.OK
     if options.command is None:
         parser.print_help(sys.stderr)

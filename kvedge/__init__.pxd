@@ -1,4 +1,4 @@
-"""The C API of csrc/kvedge.h, as far as the Python classes use it."""
+"""The C API of csrc/kvedge.h for Cython: ``from kvedge cimport kvedge_layer, kvedge_attend``."""
 
 from libc.stdint cimport int32_t, int64_t, uint8_t
 
@@ -16,6 +16,16 @@ cdef extern from "kvedge.h" nogil:
     ctypedef enum kvedge_format:
         KVEDGE_INT8
         KVEDGE_FLOAT32
+        KVEDGE_FLOAT16
+        KVEDGE_BFLOAT16
+        KVEDGE_FP8_E4M3
+        KVEDGE_FP8_E5M2
+
+    enum:
+        KVEDGE_NUM_FORMATS
+        KVEDGE_VERSION_MAJOR
+        KVEDGE_VERSION_MINOR
+        KVEDGE_VERSION_PATCH
 
     ctypedef enum kvedge_scale_type:
         KVEDGE_SCALE_FLOAT32
@@ -83,12 +93,21 @@ cdef extern from "kvedge.h" nogil:
         float *out
         float *lse
 
+    ctypedef struct kvedge_attention:
+        pass
+
+    const char *kvedge_version()
     const char *kvedge_strerror(kvedge_status status)
     kvedge_status kvedge_select_isa(const char *name, const char **why_not)
     const char *kvedge_isa_name()
     const char *kvedge_isa_compiled(int index)
     int kvedge_isa_available(const char *name, const char **why_not)
 
+    size_t kvedge_layer_bytes(const kvedge_layer_config *config)
+    kvedge_status kvedge_layer_init(
+        void *memory, size_t bytes, const kvedge_layer_config *config, kvedge_layer **layer)
+    kvedge_status kvedge_layer_create(const kvedge_layer_config *config, kvedge_layer **layer)
+    void kvedge_layer_destroy(kvedge_layer *layer)
     size_t kvedge_layer_header_bytes(const kvedge_layer_config *config)
     kvedge_status kvedge_layer_attach(
         void *header, size_t bytes, const kvedge_layer_config *config, const kvedge_slabs *slabs,
@@ -112,6 +131,12 @@ cdef extern from "kvedge.h" nogil:
         kvedge_layer *layer, int64_t position, const float *keys, const float *values,
         int64_t num_tokens)
     kvedge_status kvedge_layer_filled(kvedge_layer *layer, int64_t position, int64_t num_tokens)
+    kvedge_status kvedge_layer_get_keys(
+        const kvedge_layer *layer, int64_t start, int64_t stop, float *out)
+    kvedge_status kvedge_layer_get_values(
+        const kvedge_layer *layer, int64_t start, int64_t stop, float *out)
+    void kvedge_layer_get_config(const kvedge_layer *layer, kvedge_layer_config *config)
+    void kvedge_layer_get_slabs(const kvedge_layer *layer, kvedge_slabs *slabs)
     kvedge_status kvedge_layer_get_rows(
         const kvedge_layer *layer, int values, int64_t row, int64_t num_tokens, float *out)
 
@@ -125,11 +150,26 @@ cdef extern from "kvedge.h" nogil:
         const kvedge_layer *layer, const float *query, int num_heads, float scale,
         int64_t first_row, int64_t num_tokens, float *logits)
 
+    int kvedge_attention_num_slices(
+        const kvedge_layer *layer, int64_t num_rows, int num_heads,
+        const kvedge_attention_options *options)
+    size_t kvedge_attention_bytes(
+        const kvedge_layer *layer, int64_t num_rows, int num_heads,
+        const kvedge_attention_options *options, int num_slots)
+    kvedge_status kvedge_attention_init(
+        void *memory, size_t bytes, const kvedge_layer *layer, const float *query,
+        int64_t num_rows, int num_heads, const kvedge_attention_options *options, int num_slots,
+        float *out, float *lse, kvedge_attention **attention)
+    void kvedge_attention_run(
+        const kvedge_attention *attention, int slice, int slot, const volatile int *stop)
+    void kvedge_attention_collect(kvedge_attention *attention, int slice, int slot)
+
     kvedge_status kvedge_attend_batch(
         const kvedge_layer *pool, int64_t block_size, const kvedge_sequence *sequences,
         int num_sequences, int num_heads, const kvedge_attention_options *options, int num_threads)
 
     kvedge_status kvedge_set_num_threads(int num_threads)
+    int kvedge_get_num_threads()
     void kvedge_quiesce()
     double kvedge_read_bandwidth(int num_threads, size_t bytes, int repeats)
     double kvedge_product_rate(int num_threads, size_t products, int repeats)
