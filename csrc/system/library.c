@@ -4,9 +4,7 @@
 #define TEXT(number) #number
 #define VERSION(major, minor, patch) TEXT(major) "." TEXT(minor) "." TEXT(patch)
 
-const char *kvedge_version(void) {
-  return VERSION(KVEDGE_VERSION_MAJOR, KVEDGE_VERSION_MINOR, KVEDGE_VERSION_PATCH);
-}
+const char *kvedge_version(void) { return VERSION(KVEDGE_VERSION_MAJOR, KVEDGE_VERSION_MINOR, KVEDGE_VERSION_PATCH); }
 
 const char *kvedge_strerror(kvedge_status status) {
   switch (status) {
