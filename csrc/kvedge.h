@@ -90,7 +90,10 @@ typedef struct {
  * KVEDGE_INT8 keeps a signed byte per value and one scale per group of a row (by default the row):
  * value = code * scale. KVEDGE_FLOAT32 keeps the values, KVEDGE_FLOAT16 and KVEDGE_BFLOAT16 round them to 16 bits;
  * KVEDGE_FP8_E4M3 and KVEDGE_FP8_E5M2 to the 8 bits of OCP's types, where what lies beyond the largest, 448 and 57344,
- * becomes the largest and is no error. */
+ * becomes the largest and is no error.
+ * KVEDGE_GRID2 to KVEDGE_GRID8 keep one of 2^bits levels per value, as bits one after the other, and one scale per group:
+ * value = level * scale. Levels suit a normal distribution: rotate rows by a random orthogonal matrix first, the query as
+ * the keys, and the result back as values were. No path has kernels for them: they are decoded block by block. */
 typedef struct kvedge_layer kvedge_layer;
 
 typedef enum {
@@ -100,6 +103,13 @@ typedef enum {
   KVEDGE_BFLOAT16 = 3,
   KVEDGE_FP8_E4M3 = 4,
   KVEDGE_FP8_E5M2 = 5,
+  KVEDGE_GRID2 = 66, /* 64 + bits; not counted below */
+  KVEDGE_GRID3,
+  KVEDGE_GRID4,
+  KVEDGE_GRID5,
+  KVEDGE_GRID6,
+  KVEDGE_GRID7,
+  KVEDGE_GRID8,
 } kvedge_format;
 enum { KVEDGE_NUM_FORMATS = 6 };
 typedef enum { KVEDGE_SCALE_FLOAT32 = 0, KVEDGE_SCALE_FLOAT16 = 1 } kvedge_scale_type;

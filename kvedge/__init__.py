@@ -32,6 +32,9 @@ from kvedge.errors import (
     UnsupportedIsaError,
 )
 from kvedge.merge import merge_attention
+from kvedge.multi_head.cache import MultiHeadKvCache
+from kvedge.multi_head.config import KvCacheConfig
+from kvedge.multi_head.head import KvCacheHead
 from kvedge.paged.cache import PagedKvCache
 from kvedge.paged.pool import KvBlockPool
 from kvedge.paged.sequences import PagedSnapshot
@@ -80,12 +83,15 @@ __all__ = [
     "InvalidArgumentError",
     "KVCache",
     "KvBlockPool",
+    "KvCacheConfig",
+    "KvCacheHead",
     "KvCacheSnapshot",
     "KvedgeError",
     "LayerOutOfRangeError",
     "LayersOutOfStepError",
     "LayoutError",
     "MissingExtraError",
+    "MultiHeadKvCache",
     "NonFiniteInputError",
     "OutOfMemoryError",
     "PagedKvCache",

@@ -30,7 +30,7 @@ from kvedge.core.replacing import replacing
 from kvedge.errors import InvalidArgumentError, MissingExtraError
 from kvedge.snapshot import CacheContents, CacheFormat
 
-__all__ = ["checked_path", "digest", "file_types", "safetensors_package", "save"]
+__all__ = ["checked_path", "digest", "file_types", "header", "safetensors_package", "save"]
 
 FORMAT = "kvedge"
 VERSION = "1"
@@ -87,32 +87,34 @@ def save(
     tensors = _tensors(contents)
     fields = _fields(contents, cache)
     fields.update(_user_fields(cache.metadata if metadata is None else metadata))
-    fields["sha256"] = digest(fields, tensors)
+    type_of = file_types(fields)
+    fields["sha256"] = digest(fields, tensors, type_of)
     names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
-    header = _header(fields, {name: tensors[name] for name in names})
+    head = header(fields, {name: tensors[name] for name in names}, type_of)
     with replacing(target) as file:
-        file.write(header)
+        file.write(head)
         for name in names:
             file.write(tensors[name].reshape(-1).view(np.uint8).data)
 
 
-def _header(fields: Mapping[str, str], tensors: Mapping[str, np.ndarray]) -> bytes:
+def header(
+    fields: Mapping[str, str], tensors: Mapping[str, np.ndarray], type_of: Callable[[str], str]
+) -> bytes:
     """Return a file up to its tensors, as the safetensors package would write it.
 
     https://github.com/huggingface/safetensors#format. The package itself writes to a temporary file
     of its own, which a killed process would leave behind for ever.
     """
-    type_of = file_types(fields)
-    header: dict[str, Any] = {"__metadata__": dict(sorted(fields.items()))}
+    entries: dict[str, Any] = {"__metadata__": dict(sorted(fields.items()))}
     offset = 0
     for name, array in tensors.items():
-        header[name] = {
+        entries[name] = {
             "dtype": type_of(name),
             "shape": array.shape,
             "data_offsets": (offset, offset + array.nbytes),
         }
         offset += array.nbytes
-    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8 bytes
     if len(text) > MAX_HEADER:
         raise InvalidArgumentError(
@@ -227,9 +229,10 @@ def file_types(fields: Mapping[str, str]) -> Callable[[str], str]:
     return type_of
 
 
-def digest(fields: Mapping[str, str], tensors: Mapping[str, np.ndarray]) -> str:
+def digest(
+    fields: Mapping[str, str], tensors: Mapping[str, np.ndarray], type_of: Callable[[str], str]
+) -> str:
     """SHA-256 of the metadata and of every tensor's name, type, shape and bytes."""
-    type_of = file_types(fields)
     sha256 = hashlib.sha256()
     covered = {name: value for name, value in fields.items() if name != "sha256"}
     sha256.update(json.dumps(covered, sort_keys=True).encode())

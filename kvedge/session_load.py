@@ -120,7 +120,7 @@ def _load_open(kind: type[_Kind], path: str, file: BinaryIO, mmap: bool) -> _Kin
     else:
         _read(path, file, tensors, cache, tokens)
     arrays = _loaded_arrays(path, file, tensors, cache, tokens)
-    if digest(fields, arrays) != fields["sha256"]:
+    if digest(fields, arrays, file_types(fields)) != fields["sha256"]:
         _corrupt(path, "its content does not match its sha256: it was changed or damaged")
     for name, array in arrays.items():
         config = form.layers[int(name.split(".")[1])]

@@ -79,9 +79,9 @@ static void plan_kernels(kvedge_attention *a) {
   const kvedge_view_side *keys = &a->view.side[KEYS];
   a->kernels = kvedge_active();
   for (int s = 0; s < SIDES; s++) {
-    a->cells[s] = &a->kernels->cells[a->view.side[s].format->id];
-    a->decodes[s] = !a->cells[s]->scores;
-    if (a->decodes[s]) a->cells[s] = &a->kernels->cells[KVEDGE_FLOAT32];
+    const unsigned format = a->view.side[s].format->id; /* grids have no cells */
+    a->decodes[s] = format >= KVEDGE_NUM_FORMATS || !a->kernels->cells[format].scores;
+    a->cells[s] = &a->kernels->cells[a->decodes[s] ? KVEDGE_FLOAT32 : format];
   }
   const int grouped = keys->shape.num_groups && !a->decodes[KEYS];
   a->num_groups = grouped ? keys->shape.num_groups : 1;

@@ -1,4 +1,4 @@
-/* The table of storage formats, in the order of kvedge_format. */
+/* The table of storage formats, in the order of kvedge_format, and that of the grids, which no path has cells for. */
 #include "formats/format.h"
 
 static const kvedge_format_info *const formats[KVEDGE_NUM_FORMATS] = {
@@ -7,6 +7,13 @@ static const kvedge_format_info *const formats[KVEDGE_NUM_FORMATS] = {
     [KVEDGE_FP8_E4M3] = &kvedge_format_fp8_e4m3, [KVEDGE_FP8_E5M2] = &kvedge_format_fp8_e5m2,
 };
 
+static const kvedge_format_info *const grids[] = {
+    &kvedge_format_grid2, &kvedge_format_grid3, &kvedge_format_grid4, &kvedge_format_grid5,
+    &kvedge_format_grid6, &kvedge_format_grid7, &kvedge_format_grid8,
+};
+
 const kvedge_format_info *kvedge_format_of(kvedge_format format) {
+  const unsigned grid = (unsigned)format - KVEDGE_GRID2;
+  if (grid < sizeof grids / sizeof *grids) return grids[grid];
   return (unsigned)format < KVEDGE_NUM_FORMATS ? formats[format] : NULL;
 }

@@ -57,6 +57,7 @@ __all__ = [
     "as_int",
     "as_key_offset",
     "as_ndarray",
+    "as_num_query_heads",
     "as_out",
     "as_query",
     "as_rows",
@@ -498,6 +499,18 @@ def as_key_offset(key_offset: Any, config: LayerConfig) -> np.ndarray | str | No
     key_offset = as_float32(key_offset, "key_offset", shape=(config.num_kv_heads, config.head_dim))
     check_finite(key_offset, "key_offset")
     return np.array(key_offset)
+
+
+def as_num_query_heads(num_query_heads: Any, num_kv_heads: int) -> int | None:
+    """`num_query_heads` as None or a multiple of num_kv_heads, or InvalidArgumentError."""
+    if num_query_heads is None:
+        return None
+    number = as_int(num_query_heads, "num_query_heads")
+    if number < 1 or number % num_kv_heads:
+        raise InvalidArgumentError(
+            f"num_query_heads must be a multiple of the {num_kv_heads} KV heads, not {number}"
+        )
+    return number
 
 
 def as_start(start: Any, length: int) -> int:

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvedge.core.formats import FORMATS, SCALE_TYPES, WITH_SCALES, Format, ScaleType
+from kvedge.core.formats import (
+    FORMATS,
+    SCALE_TYPES,
+    WITH_SCALES,
+    Format,
+    ScaleType,
+    format_of,
+)
 from kvedge.core.rows import RowShape
 from kvedge.errors import InvalidArgumentError, NonFiniteInputError
 
@@ -30,7 +37,7 @@ _FAR = 1 << 2048  # beyond any range here, and not too long to print
 class LayerConfig:
     """What a layer stores and how; made and checked by :func:`layer_config`."""
 
-    dtype: str  # the name of a row of FORMATS
+    dtype: str  # the name of a row of FORMATS, or of GRIDS
     capacity: int  # rows of its slabs: tokens there is room for
     num_kv_heads: int
     head_dim: int  # channels of a query and of a key
@@ -45,12 +52,12 @@ class LayerConfig:
     @property
     def key_format(self) -> Format:
         """How keys are stored."""
-        return FORMATS[self.dtype]
+        return format_of(self.dtype)
 
     @property
     def value_format(self) -> Format:
         """How values are stored."""
-        return FORMATS[self.dtype]
+        return format_of(self.dtype)
 
     @property
     def scale_type(self) -> ScaleType:

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvedge.core import fp8, half, int8
+from kvedge.core import fp8, grids, half, int8
 from kvedge.core.rows import RowShape
 
-__all__ = ["FORMATS", "SCALE_TYPES", "WITH_SCALES", "Format", "ScaleType"]
+__all__ = ["FORMATS", "GRIDS", "SCALE_TYPES", "WITH_SCALES", "Format", "ScaleType", "format_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +86,25 @@ def _fp8(name: str, c_code: int, file_type: str, kind: fp8.Fp8) -> Format:
         largest=lambda codes, scales: kind.largest(codes),
         fault_of_codes=kind.fault,
         fault_of_scales=lambda scales: None,
+    )
+
+
+def _grid(bits: int) -> Format:
+    grid = grids.Grid(bits)
+    return Format(
+        name=f"grid{bits}",
+        c_code=64 + bits,
+        codes=np.dtype(np.uint8),
+        bits=bits,
+        file_type="U8",
+        has_scales=True,
+        encode=grid.encode,
+        decode=grid.decode,
+        refuse=grids.refuse,
+        limit=grids.limit,
+        largest=grid.largest,
+        fault_of_codes=lambda codes: None,  # every code has a level
+        fault_of_scales=int8.fault_of_scales,
     )
 
 
@@ -160,6 +179,15 @@ FORMATS: dict[str, Format] = {
         _fp8("fp8_e5m2", 5, "F8_E5M2", fp8.E5M2),
     )
 }
+
+#: What rows are stored as after a random rotation; no dtype of layers, which rotate none.
+GRIDS: dict[str, Format] = {row.name: row for row in map(_grid, range(2, 9))}
+
+
+def format_of(name: str) -> Format:
+    """The format of that name, a grid's too."""
+    return FORMATS.get(name) or GRIDS[name]
+
 
 SCALE_TYPES: dict[str, ScaleType] = {
     row.name: row

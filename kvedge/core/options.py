@@ -135,7 +135,7 @@ class AttendOptions:
             options["softcap"] = _softcap(softcap)
         if mask is not None:
             shape = (num_heads, n_rows, length)
-            options.update(_mask(mask, shape if batch is None else (batch, *shape)))
+            options.update(as_mask(mask, shape if batch is None else (batch, *shape)))
         if start.__class__ is not int or start:
             options["start"] = as_start(start, length)
         if alibi_slopes is not None:
@@ -188,7 +188,7 @@ def _softcap(softcap: Any) -> float:
     return cap
 
 
-def _mask(mask: Any, shape: tuple[int, ...]) -> dict[str, np.ndarray]:
+def as_mask(mask: Any, shape: tuple[int, ...]) -> dict[str, np.ndarray]:
     """mask_bool or mask_bias, broadcast to `shape` = ([batch,] num_heads, n_rows, length)."""
     num_heads, n_rows = shape[-3:-1]
     mask = as_ndarray(mask, "mask")

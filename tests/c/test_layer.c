@@ -18,11 +18,13 @@ static size_t groups_of(const kvedge_layer_config *c) {
 static guarded_layer new_layer(kvedge_layer_config config) {
   guarded_layer g = {.config = config};
   size_t rows = (size_t)config.capacity * (size_t)config.num_kv_heads;
-  const size_t elements[] = {1, 4, 2, 2, 1, 1}, element = elements[config.format]; /* bytes */
+  const size_t elements[] = {8, 32, 16, 16, 8, 8}; /* bits */
+  const size_t element = config.format >= KVEDGE_GRID2 ? (size_t)config.format - 64 : elements[config.format];
+  const size_t row = ((size_t)config.head_dim * element + 7) / 8;
   size_t scale = config.scale_type == KVEDGE_SCALE_FLOAT16 ? 2 : sizeof(float);
   g.header = new_block(kvedge_layer_header_bytes(&config));
   for (int i = 0; i < 2; i++) {
-    g.codes[i] = new_block(rows * (size_t)config.head_dim * element);
+    g.codes[i] = new_block(rows * row);
     g.scales[i] = new_block(rows * groups_of(&config) * scale);
     memset(g.codes[i].data, 0x55, g.codes[i].size), memset(g.scales[i].data, 0x55, g.scales[i].size);
   }
@@ -77,6 +79,9 @@ static const kvedge_layer_config good[] = {
     {.capacity = 20, .num_kv_heads = 3, .head_dim = 21, .format = KVEDGE_BFLOAT16},
     {.capacity = 20, .num_kv_heads = 3, .head_dim = 21, .format = KVEDGE_FP8_E4M3},
     {.capacity = 20, .num_kv_heads = 2, .head_dim = 33, .format = KVEDGE_FP8_E5M2},
+    {.capacity = 20, .num_kv_heads = 3, .head_dim = 21, .format = KVEDGE_GRID3, .scale_type = KVEDGE_SCALE_FLOAT16},
+    {.capacity = 20, .num_kv_heads = 2, .head_dim = 64, .format = KVEDGE_GRID4},
+    {.capacity = 20, .num_kv_heads = 2, .head_dim = 70, .format = KVEDGE_GRID7, .group_size = 32},
 };
 enum { NUM_GOOD = sizeof good / sizeof good[0] };
 
@@ -84,6 +89,7 @@ enum { NUM_GOOD = sizeof good / sizeof good[0] };
 static float too_large(const kvedge_layer_config *config) {
   if (config->format == KVEDGE_FLOAT16) return 65520.0f;
   if (config->format == KVEDGE_BFLOAT16) return FLT_MAX;
+  if (config->format >= KVEDGE_GRID2) return config->scale_type == KVEDGE_SCALE_FLOAT16 ? 29200.0f : FLT_MAX / 2.0f;
   return config->format == KVEDGE_INT8 && config->scale_type == KVEDGE_SCALE_FLOAT16 ? 127.0f * 65600.0f : 0.0f;
 }
 
@@ -290,10 +296,10 @@ static void test_read_back(void) {
     size_t row = (size_t)(good[c].num_kv_heads * good[c].head_dim);
     float *keys = random_floats(20 * row, 3.0f), *values = random_floats(20 * row, 3.0f);
     float *offset = random_floats(row, 10.0f), *out = malloc(20 * row * sizeof *out);
-    int centred = good[c].format == KVEDGE_INT8;
-    /* Of elements up to 3; int8: keys - offset, 13. */
+    const int is_grid = good[c].format >= KVEDGE_GRID2, centred = is_grid || good[c].format == KVEDGE_INT8;
+    /* Of elements up to 3; with scales: keys - offset, 13. */
     const double errors[] = {13.0 / 127.0 * 0.51, 0.0, 0x1p-10, 0x1p-7, 0x1p-3, 0x1p-2};
-    double allowed = errors[good[c].format];
+    const double allowed = is_grid ? ldexp(52.0, KVEDGE_GRID2 - 2 - (int)good[c].format) : errors[good[c].format];
     CHECK((kvedge_layer_set_key_offset(g.layer, offset) == KVEDGE_OK) == centred);
     CHECK(kvedge_layer_append(g.layer, keys, values, 20) == KVEDGE_OK);
     CHECK(kvedge_layer_get_keys(g.layer, 3, 20, out) == KVEDGE_OK);

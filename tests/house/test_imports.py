@@ -14,7 +14,7 @@ ORDER = [
     ["kvedge.errors", "kvedge._version", "kvedge.data"],
     ["kvedge.core"],
     ["kvedge.c_library", "kvedge.rope", "kvedge.merge", "kvedge.threads", "kvedge.snapshot"],
-    ["kvedge.session", "kvedge.session_load"],
+    ["kvedge.session", "kvedge.session_load", "kvedge.tensor_file"],
     [
         "kvedge.layer",
         "kvedge.layer_core",
@@ -29,7 +29,7 @@ ORDER = [
         "kvedge.cache_layers",
         "kvedge.cache_state",
     ],
-    ["kvedge.paged", "kvedge.batch"],
+    ["kvedge.paged", "kvedge.batch", "kvedge.multi_head"],
     ["kvedge.backends.native", "kvedge.backends.numpy"],
     ["kvedge.backends"],
     ["kvedge.system"],
