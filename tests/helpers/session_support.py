@@ -72,7 +72,7 @@ def forge(path, change=None, **fields):
     with contextlib.suppress(
         KeyError, ValueError, TypeError, AttributeError, IndexError, RecursionError
     ):
-        metadata["sha256"] = session.digest(metadata, tensors)
+        metadata["sha256"] = session.digest(metadata, tensors, session.file_types(metadata))
     save_file(tensors, path, metadata=metadata)
 
 
