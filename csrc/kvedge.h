@@ -303,6 +303,7 @@ typedef struct {
   const float *query;    /* [num_rows][num_heads][head_dim], of its last num_rows tokens */
   int64_t num_rows;
   float *out, *lse; /* as in kvedge_attend */
+  int64_t start;    /* the first token that is seen, 0 to len; not besides a mask, a bias or a start of the options */
 } kvedge_sequence;
 
 /* kvedge_attend for every sequence, the work of all shared out over the threads in one go. Masks and

@@ -92,6 +92,7 @@ cdef extern from "kvedge.h" nogil:
         int64_t num_rows
         float *out
         float *lse
+        int64_t start
 
     ctypedef struct kvedge_attention:
         pass

@@ -88,6 +88,8 @@ static kvedge_status check_batch(const kvedge_layer *pool, int64_t block_size, c
     const kvedge_array query = kvedge_dense_array(s->query, num_heads, pool->keys.shape.dim);
     kvedge_status status = kvedge_attention_check(&view, &query, s->num_rows, num_heads, options);
     if (status != KVEDGE_OK) return status;
+    if (s->start < 0 || s->start > s->len) return KVEDGE_ERROR_ARGUMENT;
+    if (s->start && options && (options->mask || options->bias || options->start)) return KVEDGE_ERROR_ARGUMENT;
     *num_segments += (s->len + block_size - 1) / block_size;
   }
   return KVEDGE_OK;
@@ -106,7 +108,7 @@ static kvedge_status requests_of_batch(const kvedge_layer *pool, int64_t block_s
     if (view.num_segments < 0) return KVEDGE_ERROR_ARGUMENT;
     kvedge_segment *first = segments;
     segments += view.num_segments;
-    if (options) kvedge_cut_view(&view, first, options->start);
+    kvedge_cut_view(&view, first, s->start ? s->start : options ? options->start : 0);
     requests[i] = (kvedge_request){.view = view,
                                    .num_rows = s->num_rows,
                                    .query = kvedge_dense_array(s->query, num_heads, pool->keys.shape.dim),

@@ -39,7 +39,7 @@ cdef class _BlockStoreCore(_LayerCore):
         if sequences == NULL:
             raise OutOfMemoryError(f"no memory for a call over {num_sequences} sequences")
         try:
-            for i, (table, length, one, out, lse) in enumerate(rows):
+            for i, (table, length, one, out, lse, start) in enumerate(rows):
                 query = one
                 num_heads = <int>query.shape[1]
                 sequences[i].blocks = <const int32_t *>cnp.PyArray_DATA(<cnp.ndarray>table)
@@ -48,7 +48,8 @@ cdef class _BlockStoreCore(_LayerCore):
                 sequences[i].num_rows = query.shape[0]
                 sequences[i].out = _floats(out)
                 sequences[i].lse = NULL if lse is None else _floats(lse)
-                numbers += query.shape[0] * sequences[i].len
+                sequences[i].start = start
+                numbers += query.shape[0] * (sequences[i].len - sequences[i].start)
             if numbers * num_heads * self._widest < _KEEP_GIL:
                 status = kvedge_attend_batch(
                     handle.layer, block_size, sequences, num_sequences, num_heads, &c_options,

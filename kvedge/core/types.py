@@ -52,10 +52,11 @@ class BatchArguments(TypedDict, total=False):
     sink_tokens: int
     sink_logits: Array | None
     softcap: float | None
-    start: int
+    start: int | Sequence[int] | None
     alibi_slopes: Array | None
     precision_bits: int | None
     num_threads: int | None
+    layout: Layout
 
 
 class StorageArguments(TypedDict, total=False):

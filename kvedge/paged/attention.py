@@ -127,7 +127,7 @@ class PagedAttention(PagedFacts):
         queries: Array | Sequence[Array],
         *,
         return_lse: Literal[False] = False,
-        out: Floats | Sequence[Floats | None] | None = None,
+        out: Any = None,
         **options: Unpack[BatchArguments],
     ) -> Any: ...
     @overload
@@ -138,7 +138,7 @@ class PagedAttention(PagedFacts):
         queries: Array | Sequence[Array],
         *,
         return_lse: Literal[True],
-        out: Floats | Sequence[Floats | None] | None = None,
+        out: Any = None,
         **options: Unpack[BatchArguments],
     ) -> tuple[Any, Any]: ...
     @overload
@@ -149,7 +149,7 @@ class PagedAttention(PagedFacts):
         queries: Array | Sequence[Array],
         *,
         return_lse: bool,
-        out: Floats | Sequence[Floats | None] | None = None,
+        out: Any = None,
         **options: Unpack[BatchArguments],
     ) -> Any: ...
     def attend_batch(
@@ -165,12 +165,13 @@ class PagedAttention(PagedFacts):
         sink_logits: Array | None = None,
         softcap: float | None = None,
         mask: None = None,
-        start: int = 0,
+        start: int | Sequence[int] | None = None,
         alibi_slopes: Array | None = None,
         precision_bits: int | None = None,
         return_lse: bool = False,
-        out: Floats | Sequence[Floats | None] | None = None,
+        out: Any = None,
         num_threads: int | None = None,
+        layout: Layout = "nhd",
     ) -> Any:
         """Attend to several sequences in one call, whose work is shared out over the threads.
 
@@ -184,18 +185,23 @@ class PagedAttention(PagedFacts):
         layer : int
         queries : array or list of arrays
             float32 (len(seqs), num_heads, head_dim), one row for each sequence; or for each one an
-            array as for :meth:`attend`, all with one number of heads.
-        out : numpy.ndarray or list of them, optional
-            float32, shaped as `queries`, but as wide as values, to write to.
-        scale, causal, window, sink_tokens, sink_logits, softcap, start, alibi_slopes
-        precision_bits
+            array as for :meth:`attend`, all with one number of heads. float16 and bfloat16 are
+            converted.
+        out : array or list of them, optional
+            float32, float16 or bfloat16, shaped as `queries`, but as wide as values, to write to.
+        start : int or sequence of int, optional
+            Of each sequence the first token that is seen, 0 to its length. ``sink_tokens`` count
+            from it.
+        layout : {"nhd", "hnd"}
+            "hnd": queries and results of n tokens are (num_heads, n, head_dim).
+        scale, causal, window, sink_tokens, sink_logits, softcap, alibi_slopes, precision_bits
         return_lse, num_threads
             As in :meth:`kvedge.QuantizedKvLayer.attend`, the same for all sequences; no mask.
 
         Returns
         -------
         out : numpy.ndarray or list of numpy.ndarray
-            float32, shaped as `queries`, but as wide as values.
+            float32, shaped as `queries`, but as wide as values; or what `out` gave.
         lse : numpy.ndarray or list of numpy.ndarray
             With ``return_lse``: float32, without the last dimension.
 
@@ -217,17 +223,18 @@ class PagedAttention(PagedFacts):
                 readings.append(self._begin(seq, self._state(seq), layer))
             if not readings:
                 raise InvalidArgumentError("seqs must name at least one sequence")
-            checked = batch.checked_queries(queries, len(readings), pool._config)
-            made = batch.batch_options(
+            arrays.as_layout(layout)
+            checked = batch.checked_queries(queries, len(readings), pool._config, layout)
+            made, starts = batch.batch_options(
                 checked,
                 [each.length for each in readings],
+                start,
                 scale=scale,
                 causal=causal,
                 window=window,
                 sink_tokens=sink_tokens,
                 sink_logits=sink_logits,
                 softcap=softcap,
-                start=start,
                 alibi_slopes=alibi_slopes,
                 precision_bits=precision_bits,
                 return_lse=return_lse,
@@ -237,23 +244,28 @@ class PagedAttention(PagedFacts):
             reads: tuple[np.ndarray, ...] = ()
             if out is not None:
                 reads = (*(query for query, _ in checked), *store._slabs, *made.arrays())
-            out, outs = batch.checked_outs(out, checked, stacked, reads, pool._config)
+            targets, outs = batch.checked_outs(out, checked, stacked, reads, pool._config, layout)
             lses: list[Any] = [None] * len(readings)
             if made.return_lse:
                 lses = [np.empty(query.shape[:2], np.float32) for query, _ in checked]
             rows = [
-                batch.Rows(reading.table, reading.length, query, one, lse)
-                for reading, (query, _), one, lse in zip(readings, checked, outs, lses, strict=True)
+                batch.Rows(reading.table, reading.length, query, one, lse, own)
+                for reading, (query, _), one, lse, own in zip(
+                    readings, checked, outs, lses, starts, strict=True
+                )
             ]
             rows = [one for one in rows if len(one.query)]
             if rows:
                 cascade.attend_batch(store, pool.block_size, rows, made)
         finally:
             pool._running.difference_update(readings)
+        results = [target.finish() for target in targets]
+        out = results[0] if stacked else results
         if not made.return_lse:
             return out
         if stacked:
             return out, np.concatenate(lses)
         return out, [
-            lse[0] if single else lse for lse, (_, single) in zip(lses, checked, strict=True)
+            lse[0] if single else lse.T if layout == "hnd" else lse
+            for lse, (_, single) in zip(lses, checked, strict=True)
         ]

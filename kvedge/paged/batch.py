@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvedge.core import checks
+from kvedge.core import arrays, checks
 from kvedge.core.config import LayerConfig
 from kvedge.core.options import AttendOptions
 from kvedge.errors import InvalidArgumentError, ShapeMismatchError
@@ -23,9 +23,12 @@ class Rows(NamedTuple):
     query: np.ndarray  # float32 (n, num_heads, head_dim), of the last n tokens
     out: np.ndarray  # float32 (n, num_heads, value_head_dim), to be written
     lse: np.ndarray | None  # float32 (n, num_heads), to be written
+    start: int = 0  # the first token that is seen; not besides one in the options
 
 
-def checked_queries(queries: Any, count: int, config: LayerConfig) -> list[tuple[np.ndarray, bool]]:
+def checked_queries(
+    queries: Any, count: int, config: LayerConfig, layout: str
+) -> list[tuple[np.ndarray, bool]]:
     """For each of `count` sequences float32 (n, num_heads, head_dim), and if it came as one row.
 
     Whether their numbers are finite is looked at where they are read.
@@ -35,6 +38,8 @@ def checked_queries(queries: Any, count: int, config: LayerConfig) -> list[tuple
     queries : array or sequence of arrays
         (count, num_heads, head_dim), one row for each; or for each (num_heads, head_dim) or
         (n, num_heads, head_dim).
+    layout : {"nhd", "hnd"}
+        Of the arrays with an axis of n.
 
     Raises
     ------
@@ -57,7 +62,7 @@ def checked_queries(queries: Any, count: int, config: LayerConfig) -> list[tuple
         raise ShapeMismatchError(f"there are {count} sequences, but {len(queries)} queries")
     checked = []
     for query in queries:
-        rows, single = checks.as_query(query, config, finite=False)
+        rows, single = checks.as_query(query, config, finite=False, layout=layout)
         checked.append((np.ascontiguousarray(rows), single))
     heads = {query.shape[1] for query, _ in checked}
     if len(heads) > 1:
@@ -71,35 +76,43 @@ def checked_outs(
     stacked: bool,
     reads: tuple[np.ndarray, ...],
     config: LayerConfig,
-) -> tuple[Any, list[np.ndarray]]:
-    """Where results go: what is given back, and of each sequence (n, num_heads, value_head_dim)."""
-    shapes = [
-        config.out_shape(query.shape[1:] if single else query.shape) for query, single in queries
-    ]
+    layout: str,
+) -> tuple[list[arrays.Target], list[np.ndarray]]:
+    """Where results go: one target of all, or one each; of each (n, num_heads, value_head_dim)."""
+    rows = [config.out_shape(query.shape) for query, _ in queries]
     if stacked:
-        out = checks.as_out(outs, (len(queries), *shapes[0]), reads=reads)
-        return out, [row[np.newaxis] for row in out]
+        shape = (len(queries), *rows[0][1:])
+        target = arrays.as_target(outs, shape, reads=reads, dense=True)
+        return [target], [row[np.newaxis] for row in target.rows]
     if outs is None:
         outs = [None] * len(queries)
     elif not isinstance(outs, (list, tuple)) or len(outs) != len(queries):
         raise ShapeMismatchError(f"out must be a list of {len(queries)} arrays, as the queries are")
-    made = [
-        checks.as_out(out, shape, reads=reads, name=f"out[{i}]")
-        for i, (out, shape) in enumerate(zip(outs, shapes, strict=True))
-    ]
-    given = [out for out in outs if out is not None]
-    for i, one in enumerate(given):
-        checks.as_out(one, one.shape, reads=given[:i], name="an array in out")
-    return made, [
-        out.reshape(config.out_shape(query.shape))
-        for out, (query, _) in zip(made, queries, strict=True)
+    targets: list[arrays.Target] = []
+    for i, (out, (_, single)) in enumerate(zip(outs, queries, strict=True)):
+        h_first = (rows[i][1], rows[i][0], rows[i][2]) if layout == "hnd" else rows[i]
+        targets.append(
+            arrays.as_target(
+                out,
+                rows[i][1:] if single else h_first,
+                reads=(*reads, *(target.memory for target in targets)),
+                name=f"out[{i}]",
+                layout="nhd" if single else layout,
+                dense=True,
+            )
+        )
+    return targets, [
+        target.rows.reshape(shape) for target, shape in zip(targets, rows, strict=True)
     ]
 
 
 def batch_options(
-    queries: Sequence[tuple[np.ndarray, bool]], lengths: Sequence[int], **options: Any
-) -> AttendOptions:
-    """The options of a call for all of its sequences.
+    queries: Sequence[tuple[np.ndarray, bool]],
+    lengths: Sequence[int],
+    start: int | Sequence[int] | None,
+    **options: Any,
+) -> tuple[AttendOptions, list[int]]:
+    """The options of a call for all of its sequences, and the start of each.
 
     Raises
     ------
@@ -113,13 +126,13 @@ def batch_options(
     num_heads, head_dim = queries[0][0].shape[1:]
     # Lengths matter only where a window hides nothing: so the longest decides for all.
     made = AttendOptions.make(head_dim, 1, num_heads, max(lengths), **options)
-    checks.as_start(made.start, min(lengths))
+    starts = checks.as_starts(start, lengths)
     if not made.causal:
-        return made
+        return made, starts
     for i, ((query, _), length) in enumerate(zip(queries, lengths, strict=True)):
         if len(query) > length:
             raise ShapeMismatchError(
                 f"a causal query is for the last tokens stored: {len(query)} rows against "
                 f"{length} of sequence {i} of the call"
             )
-    return made
+    return made, starts

@@ -88,7 +88,9 @@ def _may_be_parted(rows: Sequence[Rows], options: AttendOptions) -> bool:
     """Whether sequences are long enough, and no option but causality depends on distances."""
     if max(one.length for one in rows) < _SHARED_TOKENS:
         return False
-    return not options.window and not options.start and options.alibi_slopes is None
+    if any(one.start for one in rows):
+        return False
+    return not options.window and options.alibi_slopes is None
 
 
 def _groups(rows: Sequence[Rows], block_size: int) -> Iterator[tuple[list[int], int]]:

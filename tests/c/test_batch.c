@@ -411,6 +411,8 @@ static void test_errors_of_a_batch(void) {
   BATCH_REFUSED(KVEDGE_ERROR_ARGUMENT, num_rows = 10);
   BATCH_REFUSED(KVEDGE_ERROR_ARGUMENT, query = NULL);
   BATCH_REFUSED(KVEDGE_ERROR_ARGUMENT, out = NULL);
+  BATCH_REFUSED(KVEDGE_ERROR_ARGUMENT, start = -1);
+  BATCH_REFUSED(KVEDGE_ERROR_ARGUMENT, start = 4 * NUM);
   query[NUM - 1][HEADS * DIM - 1] = INFINITY;
   BATCH_REFUSED(KVEDGE_ERROR_NONFINITE, num_rows = 1);
   CHECK(is_untouched(out, sizeof out) && is_untouched(lse, sizeof lse));

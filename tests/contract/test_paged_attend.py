@@ -344,3 +344,51 @@ def test_a_shared_beginning_is_read_once(rng, dtype, monkeypatch):
     with pytest.raises(errors.NonFiniteInputError):
         cache.attend_batch(seqs, 0, bad, out=out)
     assert (out == 7).all()
+
+
+@pytest.mark.parametrize("layout", ["nhd", "hnd"])
+@pytest.mark.parametrize("options", [{}, OPTIONS["window and sinks"], OPTIONS["alibi"]])
+@pytest.mark.parametrize("rows", [1, 5])
+def test_each_sequence_has_its_start_and_arrays_their_layout(rng, dtype, rows, options, layout):
+    lengths, starts = [9, 70, 33, 40], [4, 0, 33, 17]
+    cache, seqs, layers = scattered(rng, dtype, lengths, 2, 40, 8)
+    queries = [normal(rng, rows, 4, 40) for _ in lengths]
+    given = [query.transpose(1, 0, 2).copy() if layout == "hnd" else query for query in queries]
+    outs, lses = cache.attend_batch(
+        seqs, 0, given, start=starts, layout=layout, return_lse=True, precision_bits=24, **options
+    )
+    for layer, query, start, out, lse in zip(layers, queries, starts, outs, lses, strict=True):
+        want, want_lse = layer.attend(
+            query, start=start, return_lse=True, precision_bits=24, **options
+        )
+        if layout == "hnd":
+            out, lse = out.transpose(1, 0, 2), lse.T
+        np.testing.assert_allclose(out, want, atol=1e-5)
+        np.testing.assert_allclose(lse, want_lse, atol=1e-5)
+    halves = [np.full(query.shape, 9, np.float16) for query in given]
+    again = cache.attend_batch(seqs, 0, given, start=starts, layout=layout, out=halves, **options)
+    assert all(one is half for one, half in zip(again, halves, strict=True))
+    for half, out in zip(halves, outs, strict=True):
+        np.testing.assert_allclose(half, out, atol=2e-3)
+
+
+def test_starts_of_a_batch_that_make_no_sense_are_refused(rng, dtype):
+    cache, seqs, _ = scattered(rng, dtype, [9, 20], 2, 40, 8)
+    queries = normal(rng, 2, 4, 40)
+    for start in ([0, 21], [10, 0], -1, [0], [0, 0, 0], 1.5, [0, "a"]):
+        with pytest.raises(ValueError, match="start"):
+            cache.attend_batch(seqs, 0, queries, start=start)
+    with pytest.raises(ValueError, match="layout"):
+        cache.attend_batch(seqs, 0, queries, layout="dnh")
+
+
+def test_sequences_with_starts_share_no_beginning(rng, monkeypatch):
+    monkeypatch.setattr(cascade, "_SHARED_TOKENS", 16)
+    monkeypatch.setattr(cascade, "_SAVED_TOKENS", 16)
+    cache, (seq,), (layer,) = scattered(rng, "int8", [64], 2, 40, 8)
+    cache.advance(seq, 64)
+    twin = cache.fork(seq)
+    query = normal(rng, 2, 4, 40)
+    outs = cache.attend_batch([seq, twin], 0, query, start=[0, 40])
+    for out, one, start in zip(outs, query, [0, 40], strict=True):
+        np.testing.assert_allclose(out, layer.attend(one, start=start), atol=1e-4)

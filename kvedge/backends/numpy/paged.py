@@ -33,9 +33,9 @@ class BlockStore(_LayerCore, BlockStoreMethods):
             checks.check_finite(one.query, "query")  # all of them before the first is written
         for one in rows:
             stored = _StoredInBlocks(self._slabs, self._config, one.length, one.table, block_size)
-            own = options
+            own = replace(options, start=one.start) if one.start else options
             if options.window >= one.length:
-                own = replace(options, window=0, sink_tokens=0)
+                own = replace(own, window=0, sink_tokens=0)
             lse = attention.attend(stored, one.query, own, one.out)
             if one.lse is not None:
                 one.lse[...] = lse
