@@ -63,15 +63,20 @@ def run(options: argparse.Namespace, output: Output) -> int:
         }
     interrupted = False
     try:
-        model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            past_key_values=cache,
-            max_new_tokens=max(options.tokens, 1),
-            streamer=stream,
-            pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id or 0,
-            **arguments,
-        )
+        if options.tokens == 0:
+            stream.put(ids)
+            model(ids, past_key_values=cache, logits_to_keep=1)
+            stream.end()
+        else:
+            model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                past_key_values=cache,
+                max_new_tokens=options.tokens,
+                streamer=stream,
+                pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id or 0,
+                **arguments,
+            )
     except KeyboardInterrupt:
         interrupted = True
     summary = {
@@ -131,7 +136,7 @@ def _load(folder: str, gguf: str | None) -> tuple[Any, Any]:
             local_files_only=True,
             **more,
         )
-    except (OSError, ValueError, ImportError) as error:
+    except Exception as error:  # of any kind, where a file is damaged
         raise CommandError(f"{folder}: transformers cannot load it: {error}") from error
     return model.eval().requires_grad_(False), tokenizer
 
@@ -161,6 +166,7 @@ class _Stream:
         self.text = ""
         self._start = time.perf_counter()
         self._times: list[float] = []
+        self._end: float | None = None
         self._prompt = True
         self._pieces: Any = TextStreamer(
             tokenizer, skip_prompt=skip_prompt, skip_special_tokens=True
@@ -179,6 +185,7 @@ class _Stream:
 
     def end(self) -> None:
         """Write what is left."""
+        self._end = time.perf_counter()
         self._pieces.end()
 
     def _take(self, text: str, stream_end: bool = False) -> None:
@@ -189,7 +196,8 @@ class _Stream:
 
     def prompt_speed(self, tokens: int) -> float | None:
         """Tokens of the prompt read in a second."""
-        return tokens / (self._times[0] - self._start) if self._times else None
+        end = self._times[0] if self._times else self._end
+        return None if end is None else tokens / (end - self._start)
 
     def speed(self) -> float | None:
         """Tokens written in a second, from the first to the last."""

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from gguf_files import FORMATS, gguf, stored, tensors_of, write_gguf
 
 import kvedge
 from kvedge.data import STORIES_MODEL
@@ -16,92 +17,12 @@ from kvedge.llama import (
     rope_frequencies,
 )
 
-gguf = pytest.importorskip("gguf")
-FORMATS = gguf.GGMLQuantizationType
 TOKENS = [1, 403, 407, 261, 378, 5, 9, 300, 42, 511, 261, 262]
 
 
 @pytest.fixture(scope="module")
 def stories():
     return LlamaModel.from_file(STORIES_MODEL)
-
-
-def tensors_of(config, weights):
-    """GGUF's names -> float32 arrays."""
-    tensors = {
-        "token_embd.weight": weights.token_embedding,
-        "output_norm.weight": weights.final_norm,
-    }
-    if weights.output is not weights.token_embedding:
-        tensors["output.weight"] = weights.output
-    query = config.num_heads * config.head_dim
-    rows = [query, query + config.num_kv_heads * config.head_dim]
-    for i, layer in enumerate(weights.layers):
-        q, k, v = np.split(layer.wqkv, rows)
-        gate, up = np.split(layer.w13, 2)
-        arrays = {
-            "attn_norm.weight": layer.attention_norm,
-            "attn_q.weight": q,
-            "attn_k.weight": k,
-            "attn_v.weight": v,
-            "attn_output.weight": layer.wo,
-            "ffn_norm.weight": layer.ffn_norm,
-            "ffn_gate.weight": gate,
-            "ffn_up.weight": up,
-            "ffn_down.weight": layer.w2,
-        }
-        if layer.bqkv is not None:
-            names = ("attn_q.bias", "attn_k.bias", "attn_v.bias")
-            arrays.update(zip(names, np.split(layer.bqkv, rows), strict=True))
-        tensors.update({f"blk.{i}.{name}": array for name, array in arrays.items()})
-    return tensors
-
-
-def stored(array, kind):
-    """The array's format in a file: norms, and rows that a block does not divide, stay float32."""
-    block = gguf.GGML_QUANT_SIZES[kind][0]
-    return kind if array.ndim == 2 and array.shape[-1] % block == 0 else FORMATS.F32
-
-
-def write_gguf(
-    path, model, *, kind=FORMATS.F32, arch="llama", tokenizer=True, drop=(), more=(), fields=None
-):
-    """Write a model as llama.cpp's converter does; `more` tensors, other `fields`, some dropped."""
-    c = model.config
-    writer = gguf.GGUFWriter(path, arch)
-    values = {
-        "embedding_length": c.dim,
-        "block_count": c.num_layers,
-        "feed_forward_length": c.hidden_dim,
-        "attention.head_count": c.num_heads,
-        "attention.head_count_kv": c.num_kv_heads,
-        "context_length": c.max_seq_len,
-        "rope.dimension_count": c.head_dim,
-        "attention.layer_norm_rms_epsilon": c.norm_eps,
-        **(fields or {}),
-    }
-    adders = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
-    for key, value in values.items():
-        if key not in drop:
-            adders[type(value)](f"{arch}.{key}", value)
-    if tokenizer:
-        t = model.tokenizer
-        pieces = [piece.decode().replace(" ", "\u2581") for piece in t._pieces]
-        writer.add_tokenizer_model("llama")
-        writer.add_token_list(pieces)
-        writer.add_token_scores(t._scores)
-        writer.add_token_types([2, 3, 3] + [6] * 256 + [1] * (t.vocab_size - 259))
-        writer.add_bos_token_id(1)
-        writer.add_eos_token_id(2)
-    for name, array in {**tensors_of(c, model.weights), **dict(more)}.items():
-        if name not in drop:
-            to = stored(array, kind)
-            writer.add_tensor(name, gguf.quantize(array, to), raw_dtype=to)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
 
 
 def forward(model):

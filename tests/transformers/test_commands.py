@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from tiny_models import torch, transformers
 
 from kvedge.cli import main
 from kvedge.data import STORIES_MODEL, STORIES_TOKENIZER
+from kvedge.llama import LlamaModel
 
 ROOT = Path(__file__).parents[2]
 STORY = "Once upon a time, there was a little girl named Lily. She loved to play outside"
@@ -65,6 +67,33 @@ def test_the_prompt_is_a_turn_where_the_model_has_a_template(folder, tmp_path, c
         assert main([*common, "--json", *more]) == 0
         lengths.append(json.loads(capsys.readouterr().out)["prompt_tokens"])
     assert lengths[0] > lengths[1]
+
+
+def test_without_tokens_to_write_the_prompt_is_read(folder, capsys):
+    assert (
+        main(["generate", "--hf", str(folder), "--prompt", "Once", "--tokens", "0", "--json"]) == 0
+    )
+    summary = json.loads(capsys.readouterr().out)
+    assert (summary["text"], summary["tokens"]) == ("", [])
+    assert summary["cache"]["tokens"] == summary["prompt_tokens"] > 0
+    assert summary["prompt_tokens_per_second"] > 0
+
+
+def test_a_gguf_file_is_loaded_by_transformers(tmp_path, capsys):
+    from gguf_files import write_gguf  # skips without gguf
+
+    write_gguf(tmp_path / "stories.gguf", LlamaModel.from_file(STORIES_MODEL))
+    arguments = ["--gguf", "stories.gguf", "--prompt", "Once upon a time", "--tokens", "16"]
+    assert main(["generate", "--hf", str(tmp_path), *arguments]) == 0
+    assert capsys.readouterr().out.startswith(STORY[:50])
+
+
+def test_a_damaged_checkpoint_is_one_line(folder, tmp_path, capsys):
+    shutil.copytree(folder, tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:2000])
+    assert main(["generate", "--hf", str(tmp_path / "model"), "--tokens", "3"]) == 1
+    assert "transformers cannot load it" in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
