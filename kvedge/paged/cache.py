@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -17,13 +18,15 @@ from kvedge.errors import (
     ShapeMismatchError,
     StaleSnapshotError,
 )
-from kvedge.paged import readings
+from kvedge.paged import file, readings
 from kvedge.paged.attention import PagedAttention
 from kvedge.paged.pool import KvBlockPool
 from kvedge.paged.sequences import Contents, PagedSnapshot, SequenceState
 from kvedge.snapshot import CacheContents, CacheFormat, LayerContents
 
 if TYPE_CHECKING:
+    from typing_extensions import Self  # type checkers bring it along
+
     from kvedge.core.types import Array, Layout
 
 __all__ = ["PagedKvCache"]
@@ -115,7 +118,8 @@ class PagedKvCache(PagedAttention):
         with self._pool._lock:
             state = self._state(seq)
             _check_nothing_pending(state.held, state.length)
-            return self._add_holding(state.table, state.length)
+            kept = self._pool._blocks_for(state.length)  # reserved blocks stay this one's alone
+            return self._add_holding(state.table[:kept], state.length)
 
     def drop(self, seq: int) -> None:
         """Forget a sequence. Blocks that nobody else holds become free.
@@ -247,6 +251,37 @@ class PagedKvCache(PagedAttention):
         if pool._running and readings.reads_from(pool._running, layer, table, last, start):
             return int(last)
         return None
+
+    def reserve(self, seq: int, n: int) -> None:
+        """Take the blocks that `n` more tokens of a sequence need, so that appending finds room.
+
+        They are the sequence's until :meth:`truncate`, :meth:`restore` or :meth:`drop`. A last
+        block that is shared is copied when it is written to, which may need one block more.
+
+        Parameters
+        ----------
+        seq : int
+        n : int
+            Tokens after those that the fullest layer holds.
+
+        Raises
+        ------
+        UnknownSequenceError
+        InvalidArgumentError
+            ``n`` is negative or no integer.
+        CapacityExceededError
+            The pool has too few free blocks; nothing has changed.
+        """
+        pool = self._pool
+        with pool._lock:
+            state = self._state(seq)
+            n = checks.as_int(n, "n")
+            if n < 0:
+                raise InvalidArgumentError(f"n must be at least 0, not {n}")
+            more = pool._blocks_for(max(state.held) + n) - len(state.table)
+            if more > 0:
+                longer = np.concatenate([state.table, pool._take(more)])
+                state.contents = Contents(longer, state.held)
 
     def advance(self, seq: int, n: int = 1) -> None:
         """Move a sequence past ``n`` tokens that all of its layers have been given.
@@ -381,13 +416,16 @@ class PagedKvCache(PagedAttention):
                 )
             self._pool._prefixes.add(ids, state.table.tolist())
 
-    def match_prefix(self, token_ids: Any) -> tuple[int, int]:
+    def match_prefix(self, token_ids: Any, *, leave: int = 0) -> tuple[int, int]:
         """Begin a sequence with the longest registered prefix of some tokens, sharing its blocks.
 
         Parameters
         ----------
         token_ids : sequence or array of int
-            All but the last token of a prompt, where the model has to run at least one.
+            Such as those of a prompt.
+        leave : int
+            So many of the last tokens are not looked for. A model needs to run at least one of a
+            prompt to say what comes next: leave=1.
 
         Returns
         -------
@@ -407,9 +445,12 @@ class PagedKvCache(PagedAttention):
         another (https://docs.vllm.ai/en/latest/design/prefix_caching.html).
         """
         ids = _token_ids(token_ids)
+        leave = checks.as_int(leave, "leave")
+        if leave < 0:
+            raise InvalidArgumentError(f"leave must be at least 0, not {leave}")
         pool = self._pool
         with pool._lock:
-            table = pool._match(ids)
+            table = pool._match(ids[: max(0, len(ids) - leave)])
             n = len(table) * pool.block_size
             return self._add(SequenceState(pool.num_layers, table, n)), n
 
@@ -423,6 +464,62 @@ class PagedKvCache(PagedAttention):
         pool = getattr(self, "_pool", None)
         if pool is not None:  # the pool may be another cache's as well
             pool._abandoned.extend(state.table for state in self._sequences.values())
+
+    # ---- files -----------------------------------------------------------------------------------
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write all sequences and the pool's known prefixes to a file: all of it or nothing.
+
+        What sequences share is there once. Sequences of other caches over the pool, snapshots and
+        blocks that :meth:`KvBlockPool.allocate` gave are not saved. Needs ``kvedge[io]``.
+
+        Parameters
+        ----------
+        path : str or path-like
+
+        Raises
+        ------
+        LayersOutOfStepError
+            Some layer of a sequence has pending tokens.
+        OSError, MissingExtraError
+        """
+        with self._pool._lock:
+            sequences = []
+            for state in self._sequences.values():
+                _check_nothing_pending(state.held, state.length)
+                table = state.table[: self._pool._blocks_for(state.length)]
+                sequences.append((table, state.length))
+            file.save(self._pool, sequences, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], *, num_blocks: int | None = None) -> Self:
+        """Read what :meth:`save` wrote into a pool of its own.
+
+        Parameters
+        ----------
+        path : str or path-like
+        num_blocks : int, optional
+            Of the new pool; by default as many as the saved one had.
+
+        Returns
+        -------
+        PagedKvCache
+            :attr:`sequences` are in the order they were saved in, under numbers of their own.
+
+        Raises
+        ------
+        CorruptFileError
+            The file is damaged, or none of a paged cache.
+        InvalidArgumentError
+            num_blocks are too few.
+        OSError, MissingExtraError, OutOfMemoryError
+        """
+        number = None if num_blocks is None else checks.as_int(num_blocks, "num_blocks")
+        pool, sequences = file.load(path, number)
+        cache = cls(pool)
+        for table, length in sequences:
+            cache._add(SequenceState(pool.num_layers, table, length))
+        return cache
 
     # ---- to and from a KVCache -------------------------------------------------------------------
 

@@ -61,8 +61,56 @@ class PagedFacts:
         """Values of one layer of a sequence, of value_head_dim; as :meth:`k`."""
         return self._read(True, seq, layer)
 
+    def get_key(self, seq: int, layer: int, position: int, head: int) -> np.ndarray:
+        """Key of one token and KV head, pending tokens included.
+
+        Parameters
+        ----------
+        seq, layer, position, head : int
+
+        Returns
+        -------
+        numpy.ndarray
+            float32 (head_dim,), a copy.
+
+        Raises
+        ------
+        UnknownSequenceError, LayerOutOfRangeError, PositionOutOfRangeError, HeadOutOfRangeError
+        """
+        head = checks.check_head(head, self._pool.num_kv_heads)
+        key: np.ndarray = self._read_token(False, seq, layer, position)[head]
+        return key
+
+    def get_value(self, seq: int, layer: int, position: int, head: int) -> np.ndarray:
+        """Value of one token and KV head, of value_head_dim; as :meth:`get_key`."""
+        head = checks.check_head(head, self._pool.num_kv_heads)
+        value: np.ndarray = self._read_token(True, seq, layer, position)[head]
+        return value
+
+    def get_keys_at(self, seq: int, layer: int, position: int) -> np.ndarray:
+        """Keys of one token, all heads one after the other.
+
+        Parameters
+        ----------
+        seq, layer, position : int
+
+        Returns
+        -------
+        numpy.ndarray
+            float32 (num_kv_heads * head_dim,), a copy.
+
+        Raises
+        ------
+        UnknownSequenceError, LayerOutOfRangeError, PositionOutOfRangeError
+        """
+        return self._read_token(False, seq, layer, position).reshape(-1)
+
+    def get_values_at(self, seq: int, layer: int, position: int) -> np.ndarray:
+        """Values of one token, all heads, of value_head_dim each; as :meth:`get_keys_at`."""
+        return self._read_token(True, seq, layer, position).reshape(-1)
+
     def block_table(self, seq: int) -> np.ndarray:
-        """The blocks of a sequence in order, those of pending tokens included.
+        """The blocks of a sequence in order, those of pending tokens and reserved ones included.
 
         Parameters
         ----------
@@ -177,6 +225,20 @@ class PagedFacts:
             store = pool._stores[layer]
             rows: np.ndarray = store.read(values, reading.table, pool.block_size, reading.length)
             return rows
+        finally:
+            pool._running.discard(reading)
+
+    def _read_token(self, values: bool, seq: int, layer: int, position: int) -> np.ndarray:
+        """float32 (num_kv_heads, channels) of one token."""
+        pool, state, layer = self._pool, self._state(seq), self._layer(layer)
+        reading = self._begin(seq, state, layer)
+        try:
+            position = checks.check_position(position, reading.length)
+            block, row = divmod(position, pool.block_size)
+            table = reading.table[block : block + 1]
+            row += int(table[0]) * pool.block_size
+            token: np.ndarray = pool._stores[layer].read_row(values, row)
+            return token
         finally:
             pool._running.discard(reading)
 

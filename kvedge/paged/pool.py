@@ -364,11 +364,24 @@ class KvBlockPool(ConfigFacts):
     # ---- prefixes --------------------------------------------------------------------------------
 
     def forget_prefixes(self) -> None:
-        """Let no prefix be found any more, as is needed when the model's weights have changed."""
+        """Let no prefix be found any more, as is needed when the model's weights have changed.
+
+        :attr:`prefix_hits` and :attr:`prefix_misses` count from 0 again.
+        """
         with self._lock:
             self._prefixes = PrefixTree(self._block_size)
             self._freed.extend(reversed(self._idle))
             self._idle.clear()
+
+    @property
+    def prefix_hits(self) -> int:
+        """How many calls of ``match_prefix`` found a prefix, since prefixes were last forgotten."""
+        return self._prefixes.hits
+
+    @property
+    def prefix_misses(self) -> int:
+        """How many calls of ``match_prefix`` found none, since prefixes were last forgotten."""
+        return self._prefixes.misses
 
     def _match(self, token_ids: np.ndarray) -> np.ndarray:
         """The blocks of the longest known prefix, held once more."""

@@ -43,6 +43,8 @@ class PrefixTree:
         self._block_size = block_size
         self._root = _Node(None, b"", -1)
         self._nodes: dict[int, _Node] = {}  # by block
+        self.hits = 0  # prompts that a prefix of was found
+        self.misses = 0
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -59,6 +61,10 @@ class PrefixTree:
                 break
             blocks.append(child.block)
             node = child
+        if blocks:
+            self.hits += 1
+        else:
+            self.misses += 1
         return blocks
 
     def add(self, token_ids: np.ndarray, blocks: Sequence[int]) -> None:
@@ -116,6 +122,24 @@ class PrefixTree:
             del self._nodes[node.block]
             gone.append(node.block)
         return gone
+
+    def nodes(self) -> list[tuple[int, int, bytes]]:
+        """All that is known: (block, the block before it or -1, token ids), parents first."""
+        found, waiting = [], [self._root]
+        while waiting:
+            node = waiting.pop()
+            for child in node.children.values():
+                found.append((child.block, node.block, child.ids))
+                waiting.append(child)
+        return found
+
+    def add_block(self, parent: int, ids: bytes, block: int) -> bool:
+        """Make one more block known, after `parent` (-1: none); False if such a one is there."""
+        node = self._root if parent < 0 else self._nodes[parent]
+        if ids in node.children:
+            return False
+        node.children[ids] = self._nodes[block] = _Node(node, ids, block)
+        return True
 
     def _split(self, token_ids: np.ndarray) -> Iterator[bytes]:
         """The token ids of each full block, as bytes."""

@@ -100,6 +100,14 @@ class BlockStoreMethods(LayerCore):
         rows = copies.side(values, self._config).decode(slice(None), np.float32)
         return clamp(rows, rows)
 
+    def read_row(self, values: bool, position: int) -> np.ndarray:
+        """Dequantize one row of the pool's layer: float32 (H, channels)."""
+        rows = self._slabs.side(values, self._config).decode(
+            slice(position, position + 1), np.float32
+        )
+        row: np.ndarray = clamp(rows, np.empty(rows.shape, np.float32))[0]
+        return row
+
     def gather(self, table: np.ndarray, block_size: int, length: int) -> Slabs:
         """Copy the stored bytes of the first tokens: four arrays, in the order of the slabs."""
         copies = [np.empty((length, *slab.shape[1:]), slab.dtype) for slab in self._slabs]

@@ -529,3 +529,69 @@ def test_threads_may_append_to_sequences_of_their_own_while_others_attend(dtype)
     assert not failures, failures
     cache.drop(start)
     assert pool.free_count == pool.num_blocks
+
+
+# ---- single tokens, and room beforehand ----------------------------------------------------------
+
+
+def test_single_tokens_are_those_of_the_whole(cache, rng):
+    sequence(cache, rng, 3)
+    seq = sequence(cache, rng, 9)
+    cache.append(seq, 1, *normal(rng, 2, H, D))  # pending
+    for layer, tokens in ((0, 9), (1, 10)):
+        keys, values = cache.k(seq, layer), cache.v(seq, layer)
+        for position in range(tokens):
+            of_token = cache.get_keys_at(seq, layer, position)
+            np.testing.assert_array_equal(of_token, keys[position].reshape(-1))
+            of_token = cache.get_values_at(seq, layer, position)
+            np.testing.assert_array_equal(of_token, values[position].reshape(-1))
+            for head in range(H):
+                key = cache.get_key(seq, layer, position, head)
+                np.testing.assert_array_equal(key, keys[position, head])
+                value = cache.get_value(seq, layer, position, head)
+                np.testing.assert_array_equal(value, values[position, head])
+        for read in (cache.get_keys_at, cache.get_values_at):
+            refused(cache, errors.PositionOutOfRangeError, read, seq, layer, tokens)
+            refused(cache, errors.PositionOutOfRangeError, read, seq, layer, -1)
+    refused(cache, errors.HeadOutOfRangeError, cache.get_key, seq, 0, 0, H)
+    refused(cache, errors.HeadOutOfRangeError, cache.get_value, seq, 0, 0, -1)
+    refused(cache, errors.LayerOutOfRangeError, cache.get_keys_at, seq, L, 0)
+    refused(cache, errors.UnknownSequenceError, cache.get_keys_at, 10**9, 0, 0)
+
+
+def test_what_was_reserved_is_there_when_the_pool_is_full(cache, pool, rng):
+    seq = sequence(cache, rng, 2)
+    cache.reserve(seq, 10)  # 3 blocks in all
+    assert len(cache.block_table(seq)) == 3 and pool.used_count == 3
+    cache.reserve(seq, 4)
+    assert pool.used_count == 3
+    others = pool.allocate(pool.free_count)
+    fill(cache, seq, rng, 10)
+    refused(cache, errors.CapacityExceededError, cache.append, seq, 0, *normal(rng, 2, H, D))
+    refused(cache, errors.CapacityExceededError, cache.reserve, seq, 1)
+    pool.free(others)
+    refused(cache, errors.CapacityExceededError, cache.reserve, seq, 2**70)
+    refused(cache, errors.InvalidArgumentError, cache.reserve, seq, -1)
+    refused(cache, errors.UnknownSequenceError, cache.reserve, 10**9, 1)
+
+
+def test_reserved_blocks_are_nobody_elses(cache, pool, rng):
+    seq = sequence(cache, rng, 6)
+    cache.reserve(seq, 9)
+    query = normal(rng, H, D)
+    before = cache.attend(seq, 0, query)
+    with cache.snapshot(seq) as mark:
+        twin, copy = cache.fork(seq), cache.new_sequence()
+        cache.restore(copy, mark)
+        np.testing.assert_array_equal(cache.attend(twin, 0, query), before)
+        rows = [fill(cache, each, rng, 3) for each in (seq, twin, copy)]
+    for each, (keys, _) in zip((seq, twin, copy), (of[0] for of in rows), strict=True):
+        error = np.abs(cache.k(each, 0)[6:] - keys).max()
+        assert error <= 4 * STORAGE_ERROR[pool.dtype]
+    own = [set(cache.block_table(each)[2:].tolist()) for each in (seq, twin, copy)]
+    assert not (own[0] & own[1] or own[1] & own[2] or own[0] & own[2])
+    cache.truncate(seq, 1)
+    assert len(cache.block_table(seq)) == 1  # reserved blocks are given back
+    for each in (seq, twin, copy):
+        cache.drop(each)
+    assert pool.used_count == 0

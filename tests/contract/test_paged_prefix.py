@@ -221,3 +221,24 @@ def test_prefixes_can_be_forgotten(pool, cache, rng):
     assert matched(cache, [1] * 8) == matched(cache, [2] * 8) == 0
     cache.register(seq, [3] * 8)  # the blocks are nobody's any more
     assert matched(cache, [3] * 8) == 8
+
+
+def test_hits_and_misses_are_counted_until_prefixes_are_forgotten(pool, cache, rng):
+    assert (pool.prefix_hits, pool.prefix_misses) == (0, 0)
+    registered(cache, rng, list(range(9)))
+    for ids in (range(9), range(4), range(3), [7] * 8):
+        matched(cache, ids)
+    assert (pool.prefix_hits, pool.prefix_misses) == (2, 3)
+    pool.forget_prefixes()
+    assert (pool.prefix_hits, pool.prefix_misses) == (0, 0)
+
+
+def test_last_tokens_are_left_to_be_computed(cache, rng):
+    registered(cache, rng, list(range(8)))
+    assert cache.match_prefix(range(8))[1] == 8
+    assert cache.match_prefix(range(8), leave=1)[1] == 4
+    assert cache.match_prefix(range(9), leave=1)[1] == 8
+    assert cache.match_prefix(range(8), leave=99)[1] == 0
+    for leave in (-1, 1.0):
+        with pytest.raises(errors.InvalidArgumentError, match="leave"):
+            cache.match_prefix(range(8), leave=leave)
