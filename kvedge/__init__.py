@@ -39,6 +39,7 @@ from kvedge.paged.cache import PagedKvCache
 from kvedge.paged.pool import KvBlockPool
 from kvedge.paged.sequences import PagedSnapshot
 from kvedge.rope import Rope
+from kvedge.rows import dequantize_rows, quantize_rows
 from kvedge.snapshot import KvCacheSnapshot
 from kvedge.threads import get_num_threads, set_num_threads
 
@@ -109,10 +110,12 @@ __all__ = [
     "append_batch",
     "attend_batch",
     "backend",
+    "dequantize_rows",
     "get_include",
     "get_library_dir",
     "get_num_threads",
     "isa_info",
     "merge_attention",
+    "quantize_rows",
     "set_num_threads",
 ]

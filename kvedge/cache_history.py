@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvedge import session, session_load
-from kvedge.cache_state import CacheState
+from kvedge.cache_ranges import CacheRanges
 from kvedge.core import checks, registry
 from kvedge.core.memory import memory_for
 from kvedge.snapshot import KvCacheSnapshot
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["CacheHistory"]
 
 
-class CacheHistory(CacheState):
+class CacheHistory(CacheRanges):
     """The part of a cache that takes back, moves and copies what it holds."""
 
     # ---- going back and forth --------------------------------------------------------------------

@@ -13,7 +13,14 @@ ROOT = Path(kvedge.__file__).parent
 ORDER = [
     ["kvedge.errors", "kvedge._version", "kvedge.data"],
     ["kvedge.core"],
-    ["kvedge.c_library", "kvedge.rope", "kvedge.merge", "kvedge.threads", "kvedge.snapshot"],
+    [
+        "kvedge.c_library",
+        "kvedge.rope",
+        "kvedge.rows",
+        "kvedge.merge",
+        "kvedge.threads",
+        "kvedge.snapshot",
+    ],
     ["kvedge.session", "kvedge.session_load", "kvedge.tensor_file"],
     [
         "kvedge.layer",
@@ -27,6 +34,7 @@ ORDER = [
         "kvedge.cache_facts",
         "kvedge.cache_history",
         "kvedge.cache_layers",
+        "kvedge.cache_ranges",
         "kvedge.cache_state",
     ],
     ["kvedge.paged", "kvedge.batch", "kvedge.multi_head"],

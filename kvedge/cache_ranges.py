@@ -1,0 +1,180 @@
+"""A range of tokens out of one cache and into another: byte for byte where stored alike."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvedge.cache_state import CacheState
+from kvedge.core import checks
+from kvedge.core.memory import memory_for
+from kvedge.errors import CapacityExceededError, InvalidArgumentError, ShapeMismatchError
+from kvedge.snapshot import CacheContents, LayerContents
+
+if TYPE_CHECKING:
+    from typing_extensions import Self  # type checkers bring it along
+
+__all__ = ["CacheRanges"]
+
+_TOKENS = ("key_codes", "value_codes", "key_scales", "value_scales", "num_dropped")
+
+
+class CacheRanges(CacheState):
+    """The part of a cache that gives tokens to other caches and takes them from there."""
+
+    @memory_for("the tokens of a range")
+    def extract(self, start: int = 0, stop: int | None = None) -> Self:
+        """Copy a range of tokens, byte for byte, into a cache of their own, which grows.
+
+        Parameters
+        ----------
+        start, stop : int, optional
+            Positions, by default all.
+
+        Returns
+        -------
+        KVCache
+
+        Raises
+        ------
+        PositionOutOfRangeError
+        InvalidArgumentError
+            Some layer has a window.
+        LayersOutOfStepError
+            Some layer has pending tokens.
+
+        Notes
+        -----
+        Keys keep the rotation of the positions they had: see :meth:`shift`.
+        """
+        start, stop = checks.check_range(start, stop, self._length)
+        contents = self._whole("extract()")
+        layers = []
+        for layer in contents.layers:
+            rows = {name: getattr(layer, name)[start:stop] for name in _TOKENS[:4]}
+            layers.append(replace(layer, **rows))
+        contents = replace(contents, length=stop - start, layers=tuple(layers))
+        return self._holding(contents, None, self._auto_offset, {})
+
+    @memory_for("the tokens of another cache")
+    def inject(self, other: CacheRanges, *, requantize: bool = False) -> None:
+        """Append all tokens of another cache: byte for byte, or not at all.
+
+        Parameters
+        ----------
+        other : KVCache
+            Such as one that :meth:`extract` gave. It stays as it is.
+        requantize : bool
+            Where the other cache stores keys and values in another way (dtype, groups, scales, key
+            offset), decode them and store them anew, which costs precision. Else that is an error.
+
+        Raises
+        ------
+        InvalidArgumentError
+            Not a KVCache; or some layer has a window.
+        ShapeMismatchError
+            It has other layers, heads or widths; or stores them otherwise, without ``requantize``.
+        LayersOutOfStepError
+            Some layer of either has pending tokens.
+        CapacityExceededError, ScaleRangeError, NonFiniteInputError, OutOfMemoryError
+            Nothing has changed.
+
+        Notes
+        -----
+        Keys keep the rotation of the positions they had: see :meth:`shift`.
+        """
+        if not isinstance(other, CacheRanges):
+            raise InvalidArgumentError(f"other must be a KVCache, not {checks.describe(other)}")
+        requantize = checks.as_bool(requantize, "requantize")
+        own, contents = self._whole("inject()"), other._whole("inject()")
+        limit = self._max_seq_len
+        if limit is not None and contents.length > limit - self._length:
+            raise CapacityExceededError(
+                f"no room for {contents.length} tokens after {self._length}: max_seq_len is {limit}"
+            )
+        shapes = [[_shape(config) for config in each.format.layers] for each in (own, contents)]
+        if shapes[0] != shapes[1]:
+            raise ShapeMismatchError(
+                f"the tokens are of {contents.format}, this cache {own.format}"
+            )
+        if not self._stores_alike(own, contents):
+            if not requantize:
+                raise ShapeMismatchError(
+                    f"the tokens are stored as {contents.format}, this cache stores {own.format}"
+                    f"{_offsets(own, contents)}: requantize=True stores them anew"
+                )
+            contents = self._requantized(other)._contents(copy=False)
+        if not self._length:
+            self._replace(contents)
+        elif contents.length:
+            self._add(contents)
+
+    def _whole(self, call: str) -> CacheContents:
+        """All that is held, not copied, in layers without windows or pending tokens."""
+        self._refuse_pending(call)
+        if self._has_windows:
+            raise InvalidArgumentError(
+                f"{call} needs layers that keep all tokens: one has a window"
+            )
+        return self._contents(copy=False)
+
+    def _stores_alike(self, own: CacheContents, other: CacheContents) -> bool:
+        """Whether the other's bytes mean the same here; an empty cache may take what is its own."""
+        if own.format != other.format:
+            return False
+        if self._auto_offset and not self._length:
+            return True
+        return all(map(_same_meaning, own.layers, other.layers))
+
+    def _requantized(self, other: CacheState) -> Self:
+        """The other's tokens in a cache that stores as this one does."""
+        made: Any = self.extract(0, 0)
+        for index, layer in enumerate(other._layers):
+            held, step = layer._held(), layer._block_tokens()
+            for start in range(0, held.num_tokens, step):
+                stop = min(held.num_tokens, start + step)
+                rows = [
+                    np.empty(layer._config.rows_shape(values, stop - start), np.float32)
+                    for values in (False, True)
+                ]
+                for values in (False, True):
+                    layer._dequantize(held, values, start, stop, rows[values])
+                made.append(index, *rows)
+        made.advance(len(other))
+        cache: Self = made
+        return cache
+
+    def _add(self, contents: CacheContents) -> None:
+        """Append bytes that mean the same here."""
+        n, start = contents.length, self._length
+        self._make_room(n)
+        if start < max(self._high_water):
+            self._overwrites.add(start)
+        for layer, tokens in zip(self._layers, contents.layers, strict=True):
+            held = layer._held()
+            first = held.start + held.num_tokens
+            for slab, rows in zip(held.slabs, tokens.arrays, strict=True):
+                slab[first : first + n] = rows
+            layer._set_len(held.num_tokens + n)
+        self._high_water = [start + n] * self._num_layers
+        self._length = start + n
+
+
+def _shape(config: Any) -> tuple[int, int, int]:
+    return config.num_kv_heads, config.head_dim, config.value_head_dim
+
+
+def _same_meaning(one: LayerContents, other: LayerContents) -> bool:
+    """Whether all but the tokens is the same, such as key offsets."""
+    names = [field.name for field in fields(LayerContents) if field.name not in _TOKENS]
+    for name in names:
+        a, b = getattr(one, name), getattr(other, name)
+        if (a is None) != (b is None) or (a is not None and not np.array_equal(a, b)):
+            return False
+    return True
+
+
+def _offsets(own: CacheContents, other: CacheContents) -> str:
+    return "" if own.format != other.format else " with another key offset"
