@@ -11,7 +11,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 SOURCES := pyproject.toml setup.py kvedge/backends/native.pyx kvedge/backends/native_paged.pxi kvedge/__init__.pxd $(shell find csrc -name "*.[ch]")
 
-.PHONY: run test test-numpy test-isa test-peers test-transformers test-transformers-old test-transformers-own test-slow test-c test-library test-sanitize test-valgrind test-arm-c test-arm test-all \
+.PHONY: run test test-numpy test-isa test-peers test-transformers test-transformers-old test-transformers-own test-slow test-c test-library test-sanitize test-valgrind test-arm-c test-arm test-all arm-cycles \
         fuzz lint format clean
 
 run: $(VENV)/run.stamp
@@ -30,6 +30,10 @@ test-isa: $(VENV)/test.stamp
 	  echo "== KVEDGE_ISA=$$isa"; \
 	  KVEDGE_ISA=$$isa $(BIN)/python -m pytest tests/contract $(PYTEST_ARGS) || exit 1; \
 	done
+
+# An estimate for Raspberry Pis, by emulation: python bench/arm_cycles.py --help.
+arm-cycles: $(VENV)/test.stamp
+	$(BIN)/python bench/arm_cycles.py --formats int8 float16 fp8_e4m3 float32
 
 # What needs more than `make test` installs: plots, torch and ONNX Runtime beside kvedge in its benchmarks, transformers.
 test-peers: $(VENV)/peers.stamp

@@ -1,0 +1,261 @@
+#!/usr/bin/env python3
+"""Estimates the time of attention on a Raspberry Pi 4 and 5, without one.
+
+    python bench/arm_cycles.py                          five shapes, int8, gcc
+    python bench/arm_cycles.py --formats int8 float16   CC=clang python bench/arm_cycles.py
+    python bench/arm_cycles.py --csrc OTHER/csrc        of another checkout
+
+qemu logs every instruction that a call of kvedge_attend executes; llvm-mca times them as straight
+code on a model of the processor. LLVM has no model of the A76 (its name stands for the A57's, as
+does the A72's), so the Neoverse N1's is taken at a dispatch of four instructions. Up to four KV
+heads are measured, by the difference of two contexts; other heads and tokens cost the same (but
+past the first 1,024 tokens, probabilities need two planes, not three). Caches, TLB and mispredicted
+branches are not modelled: read the ratios, and beside them what the memory needs, at the rates that
+others measured: 4 GB/s on a Pi 4, 9 GB/s on a Pi 5.
+
+Needs aarch64-linux-gnu-gcc (or CC=clang), qemu-aarch64-static and llvm-mca-22 with llvm-objdump-22
+(Debian: gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user-static llvm-22).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvedge.bench.shapes import SHAPES, AttentionShape
+from kvedge.console.output import Output
+from kvedge.core.formats import FORMATS
+
+HERE = Path(__file__).resolve().parent
+TOKENS = 4096  # of the table
+FROM, TO = 192, 384  # contexts whose difference is timed
+
+
+@dataclass(frozen=True)
+class Board:
+    """A processor as qemu and llvm-mca know it, its clock and its memory."""
+
+    name: str
+    qemu: str
+    model: tuple[str, ...]
+    gigahertz: float
+    gigabytes_per_second: float
+
+
+BOARDS = (
+    Board("Pi 4", "cortex-a72", ("-mcpu=cortex-a72",), 1.8, 4.0),
+    Board("Pi 5", "cortex-a76", ("-mcpu=neoverse-n1", "-dispatch=4"), 2.4, 9.0),
+)
+_MCA = (
+    *("-march=aarch64", "-mattr=+dotprod,+fullfp16", "-iterations=1"),
+    *("-instruction-info=false", "-resource-pressure=false"),
+)
+# Every instruction is a block of its own, and logged; the program's own code only.
+_LOG = (
+    *("-singlestep", "-d", "exec,nochain", "-dfilter", "0x400000..0x5fffff"),
+    *("-D", "/dev/stderr"),
+)
+DEFAULT_SHAPES = ("Llama-3.2-1B", "Qwen2.5-0.5B", "Gemma-3-1B", "SmolLM2-135M", "Phi-3-mini")
+
+
+def main() -> int:
+    """Run the command."""
+    names = [shape.name for shape in SHAPES]
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--formats", nargs="+", choices=list(FORMATS), default=["int8"])
+    parser.add_argument("--shapes", nargs="+", choices=names, metavar="SHAPE")
+    parser.add_argument("--csrc", type=Path, default=HERE.parent / "csrc", help="C sources")
+    options = parser.parse_args()
+    clang = "clang" in os.environ.get("CC", "")
+    tools = ["qemu-aarch64-static", "llvm-mca-22", "llvm-objdump-22", *compiler()[:1]]
+    for tool in tools:
+        if shutil.which(tool) is None:
+            print(f"{tool} is not installed", file=sys.stderr)
+            return 3
+    wanted = options.shapes or [name for name in DEFAULT_SHAPES if name in names]
+    cases = [
+        (board, shape, name)
+        for shape in SHAPES
+        if shape.name in wanted
+        for name in options.formats
+        for board in BOARDS
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        program = build(options.csrc, Path(folder))
+        code = disassemble(program)
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            cycles = list(pool.map(lambda case: token_cycles(program, code, *case), cases))
+    title = f"one layer, {TOKENS:,} tokens, one core, {'clang' if clang else 'gcc'}; estimated"
+    rows = []
+    for (board, shape, name), of_token in zip(cases, cycles, strict=True):
+        microseconds = of_token.cycles * shape.num_kv_heads * TOKENS / board.gigahertz / 1e3
+        row = FORMATS[name].bits * shape.head_dim / 8 + 2 * FORMATS[name].has_scales
+        read = 2 * row * shape.num_kv_heads * TOKENS / board.gigabytes_per_second / 1e3
+        rows.append(
+            (
+                shape.name,
+                name,
+                board.name,
+                f"{microseconds:,.0f}",
+                f"{read:,.0f}",
+                f"{of_token.cycles:.1f}",
+                f"{of_token.instructions:.1f}",
+            )
+        )
+    columns = ("", "", "", ">us", ">us, memory", ">cycles/token, head", ">instructions")
+    Output().table(title, columns, rows)
+    return 0
+
+
+def compiler() -> list[str]:
+    """Return the cross compiler's command."""
+    given = os.environ.get("CC", "")
+    return [given, "--target=aarch64-linux-gnu"] if "clang" in given else ["aarch64-linux-gnu-gcc"]
+
+
+def build(csrc: Path, folder: Path) -> Path:
+    """Compile csrc/ and arm_cycles.c, static."""
+    program = folder / "arm_cycles"
+    options = ["-std=c11", "-O3", "-fno-wrapv", "-pthread", f"-I{csrc}"]
+
+    def compile_one(source: Path) -> str:
+        made = folder / (str(source).replace("/", "_") + ".o")
+        subprocess.run([*compiler(), *options, "-c", source, "-o", made], check=True)
+        return str(made)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = list(pool.map(compile_one, [*csrc.rglob("*.c"), HERE / "arm_cycles.c"]))
+    link = [*compiler(), "-static", "-pthread", *objects, "-lm", "-o", program]
+    subprocess.run(link, check=True)
+    return program
+
+
+@dataclass(frozen=True)
+class Code:
+    """Instructions by their address, and where the marks are."""
+
+    at: dict[int, list[str]]
+    begin: int
+    end: int
+
+
+def disassemble(program: Path) -> Code:
+    """Return a program's instructions in llvm-mca's words; targets of branches do not matter."""
+    listing = subprocess.run(
+        ["llvm-objdump-22", "-d", "--no-show-raw-insn", "--mattr=+dotprod,+fullfp16", program],
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    at: dict[int, list[str]] = {}
+    names = {}
+    for line in listing.splitlines():
+        if named := re.match(r"([0-9a-f]{16}) <(.*)>:", line):
+            names[named[2]] = int(named[1], 16)
+        elif found := re.match(r"\s*([0-9a-f]+):\s+(\S.*)", line):
+            text = found[2].split("//")[0].split(" <")[0].strip()
+            at[int(found[1], 16)] = in_words_of_mca(text)
+    return Code(at, names["mark_begin"], names["mark_end"])
+
+
+def in_words_of_mca(text: str) -> list[str]:
+    """Return an instruction, or two for a store that moves its address.
+
+    llvm-mca lets the new address wait for the data that is stored; the processors do not.
+    """
+    operation = text.split()[0] if text else "nop"
+    if operation in ("b", "bl") or operation.startswith("b."):
+        return [f"{operation} #8"]
+    if operation in ("cbz", "cbnz", "tbz", "tbnz", "adr", "adrp"):
+        return [text.rsplit(",", 1)[0] + (", #0" if operation.startswith("adr") else ", #8")]
+    if after := re.match(r"(st\w+)\s+(.*), \[(\w+)\], #(-?)(\w+)$", text):
+        store, data, base, minus, step = after.groups()
+        return [f"{store} {data}, [{base}]", f"{'sub' if minus else 'add'} {base}, {base}, #{step}"]
+    if before := re.match(r"(st\w+)\s+(.*), \[(\w+), #(-?)(\w+)\]!$", text):
+        store, data, base, minus, step = before.groups()
+        return [f"{'sub' if minus else 'add'} {base}, {base}, #{step}", f"{store} {data}, [{base}]"]
+    return [text]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of a call, or of a token and KV head."""
+
+    cycles: float
+    instructions: float
+
+
+def token_cycles(program: Path, code: Code, board: Board, shape: AttentionShape, name: str) -> Cost:
+    """Return what a further token of one KV head costs."""
+    few, many = (call(program, code, board, shape, name, tokens) for tokens in (FROM, TO))
+    tokens = (TO - FROM) * heads_traced(shape)[1]
+    return Cost(
+        (many.cycles - few.cycles) / tokens, (many.instructions - few.instructions) / tokens
+    )
+
+
+def heads_traced(shape: AttentionShape) -> tuple[int, int]:
+    """Return query and KV heads: a trace of four KV heads is as good as one of 32."""
+    kv_heads = min(shape.num_kv_heads, 4)
+    return shape.num_heads // shape.num_kv_heads * kv_heads, kv_heads
+
+
+def call(
+    program: Path, code: Code, board: Board, shape: AttentionShape, name: str, tokens: int
+) -> Cost:
+    """Return what a call on one KV head costs."""
+    form = FORMATS[name]
+    arguments = [
+        str(n) for n in (form.c_code, form.bits // 8, *heads_traced(shape), shape.head_dim, tokens)
+    ]
+    lines = [line for pc in trace(program, code, board, arguments) for line in code.at[pc]]
+    done = subprocess.run(
+        ["llvm-mca-22", *_MCA, *board.model],
+        input="\n".join(lines) + "\n",
+        capture_output=True,
+        text=True,
+    )
+    found = re.search(r"Total Cycles:\s+(\d+)", done.stdout)
+    if found is None:
+        raise SystemExit(f"llvm-mca failed:\n{done.stderr[:2000]}")
+    return Cost(int(found[1]), len(lines))
+
+
+def trace(program: Path, code: Code, board: Board, arguments: list[str]) -> Iterator[int]:
+    """Yield the address of each instruction executed between the marks."""
+    pipe = subprocess.Popen(
+        ["qemu-aarch64-static", "-cpu", board.qemu, *_LOG, str(program), *arguments],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert pipe.stderr is not None
+    place = re.compile(r"\[[0-9a-f]+/([0-9a-f]+)/")
+    is_on = False
+    for line in pipe.stderr:
+        if not (found := place.search(line)):
+            continue
+        pc = int(found[1], 16)
+        if pc == code.begin:
+            is_on = True
+        elif pc == code.end:
+            is_on = False
+        elif is_on and pc in code.at:
+            yield pc
+    if pipe.wait() != 0:
+        raise SystemExit(f"qemu: arm_cycles {' '.join(arguments)} ended with {pipe.returncode}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
