@@ -152,6 +152,13 @@ void kvedge_layer_destroy(kvedge_layer *layer);
  * it away; formats with scales only (KVEDGE_INT8). The vector is copied. */
 kvedge_status kvedge_layer_set_key_offset(kvedge_layer *layer, const float *key_offset);
 
+/* Stores keys divided by this, float[num_kv_heads][head_dim], positive and finite, after the offset is taken off; the
+ * query is multiplied by it once per call, so that results are the same in algebra. A scale that is large where keys
+ * are keeps a few large channels from costing the others their precision. Any format; only while the layer is empty;
+ * NULL takes it away. Copied. KVEDGE_ERROR_ARGUMENT: not positive; KVEDGE_ERROR_NONFINITE: not finite. Keys so
+ * divided that are not finite are refused by append. */
+kvedge_status kvedge_layer_set_key_scale(kvedge_layer *layer, const float *key_scale);
+
 /* Appends num_tokens tokens, keys float[num_tokens][num_kv_heads][head_dim] and values
  * float[num_tokens][num_kv_heads][value_head_dim]; all of them or none. */
 kvedge_status kvedge_layer_append(kvedge_layer *layer, const float *keys, const float *values, int64_t num_tokens);

@@ -46,6 +46,7 @@ typedef struct {
   kvedge_view_side side[SIDES];
   int num_kv_heads;
   const float *key_offset; /* (num_kv_heads, head_dim) or NULL */
+  const float *key_scale;  /* likewise */
   int64_t len;             /* tokens in all segments */
   int num_segments;
   const kvedge_segment *segments;

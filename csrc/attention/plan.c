@@ -54,6 +54,7 @@ kvedge_cache_view kvedge_layer_view(const kvedge_layer *layer, const kvedge_atte
                view_side(&layer->values, atomic_load_explicit(&layer->value_bound, memory_order_relaxed))},
       .num_kv_heads = layer->config.num_kv_heads,
       .key_offset = layer->keys.offset,
+      .key_scale = layer->keys.scale,
       .len = len,
       .num_segments = 1,
       .segments = segment

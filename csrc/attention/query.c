@@ -55,16 +55,33 @@ static float quantization_error(const kvedge_attention *a, const kvedge_queries 
   return (float)between(256.0 * inverse_sqrt_12 * largest * key_norm * q->logit_factor[index], 0.0, FLT_MAX);
 }
 
+/* A query times the scales that stored keys were divided by, over a power of two, *unit, that brings the largest
+ * product near 1: no finite numbers leave float's range. */
+static const float *times_key_scale(const float *x, const float *key_scale, int dim, float room[KVEDGE_MAX_HEAD_DIM],
+                                    double *unit) {
+  double products[KVEDGE_MAX_HEAD_DIM], largest = 0.0;
+  for (int d = 0; d < dim; d++) products[d] = (double)x[d] * key_scale[d];
+  for (int d = 0; d < dim; d++) largest = fabs(products[d]) > largest ? fabs(products[d]) : largest;
+  *unit = largest > 0.0 ? ldexp(1.0, ilogb(largest)) : 1.0;
+  const double inverse = 1.0 / *unit; /* exact */
+  for (int d = 0; d < dim; d++) room[d] = (float)(products[d] * inverse);
+  return room;
+}
+
 static void prepare_row(const kvedge_attention *a, const kvedge_queries *to, const float *x, int kv_head,
                         size_t index) {
   const kvedge_cache_view *view = &a->view;
   const float scale = a->options.scale;
   int dim = view->side[KEYS].shape.dim;
+  const ptrdiff_t of_head = (ptrdiff_t)kv_head * dim;
+  float room[KVEDGE_MAX_HEAD_DIM];
+  double constant = view->key_offset ? scale * dot(x, view->key_offset + of_head, dim) : 0.0;
+  double scale_unit = 1.0;
+  if (view->key_scale) x = times_key_scale(x, view->key_scale + of_head, dim, room, &scale_unit);
   float largest = largest_magnitude(a, x, dim);
   double unit = power_below(largest);
   fill(a, to, x, (float)(scale < 0.0f ? -1.0 / unit : 1.0 / unit), largest, index);
-  double factor = fabs((double)scale) * unit / a->factor[KEYS];
-  double constant = view->key_offset ? scale * dot(x, view->key_offset + (ptrdiff_t)kv_head * dim, dim) : 0.0;
+  double factor = fabs((double)scale) * unit * scale_unit / a->factor[KEYS];
   to->logit_factor[index] = factor;
   to->logit_bias[index] = constant;
   /* > 0 even where the scale is 0: a score of -infinity times 0 would be no number */

@@ -34,7 +34,9 @@ static void plan_one(const kvedge_attention *a, int64_t row, int head, kvedge_at
     view.side[s].first_row += kv_head * view.side[s].head_stride;
     view.side[s].first_scale += kv_head * view.side[s].scale_head_stride;
   }
-  if (view.key_offset) view.key_offset += (ptrdiff_t)kv_head * view.side[KEYS].shape.dim;
+  const ptrdiff_t at = (ptrdiff_t)kv_head * view.side[KEYS].shape.dim;
+  if (view.key_offset) view.key_offset += at;
+  if (view.key_scale) view.key_scale += at;
   if (options.sink_logits) options.sink_logits += head;
   if (options.alibi_slopes) options.alibi_slopes += head;
   if (options.mask) options.mask += head * options.mask_strides[0] + row * options.mask_strides[1];

@@ -45,10 +45,13 @@ static kvedge_side keys_of(const kvedge_layer_config *config) { return side_of(c
 
 static kvedge_side values_of(const kvedge_layer_config *config) { return side_of(config, config->value_head_dim); }
 
+/* Elements of a key offset or scale, (num_kv_heads, head_dim). */
+static size_t key_vector_size(const kvedge_layer_config *config) {
+  return (size_t)config->num_kv_heads * (size_t)config->head_dim;
+}
+
 static size_t header_bytes(const kvedge_layer_config *config) {
-  size_t offset =
-      keys_of(config).format->has_scales ? (size_t)config->num_kv_heads * (size_t)config->head_dim * sizeof(float) : 0;
-  return kvedge_align(sizeof(kvedge_layer) + offset);
+  return kvedge_align(sizeof(kvedge_layer) + 2 * key_vector_size(config) * sizeof(float));
 }
 
 /* Bytes of a side's array of codes and of its scales; 0 if they do not fit into a size_t. */
@@ -165,12 +168,26 @@ void kvedge_layer_destroy(kvedge_layer *layer) {
 
 kvedge_status kvedge_layer_set_key_offset(kvedge_layer *layer, const float *offset) {
   if (!layer || !layer->keys.format->has_scales || kvedge_layer_len(layer) > 0) return KVEDGE_ERROR_ARGUMENT;
-  size_t n = (size_t)layer->config.num_kv_heads * (size_t)layer->config.head_dim;
+  const size_t n = key_vector_size(&layer->config);
   if (offset) {
     if (kvedge_active()->abs_max_bits(offset, n) >= KVEDGE_NOT_FINITE) return KVEDGE_ERROR_NONFINITE;
-    memcpy(layer->key_offset, offset, n * sizeof(float));
+    memcpy(layer->key_vectors, offset, n * sizeof(float));
   }
-  layer->keys.offset = offset ? layer->key_offset : NULL;
+  layer->keys.offset = offset ? layer->key_vectors : NULL;
+  return KVEDGE_OK;
+}
+
+kvedge_status kvedge_layer_set_key_scale(kvedge_layer *layer, const float *scale) {
+  if (!layer || kvedge_layer_len(layer) > 0) return KVEDGE_ERROR_ARGUMENT;
+  const size_t n = key_vector_size(&layer->config);
+  float *own = layer->key_vectors + n;
+  if (scale) {
+    if (kvedge_active()->abs_max_bits(scale, n) >= KVEDGE_NOT_FINITE) return KVEDGE_ERROR_NONFINITE;
+    for (size_t i = 0; i < n; i++)
+      if (!(scale[i] > 0.0f)) return KVEDGE_ERROR_ARGUMENT;
+    memcpy(own, scale, n * sizeof(float));
+  }
+  layer->keys.scale = scale ? own : NULL;
   return KVEDGE_OK;
 }
 

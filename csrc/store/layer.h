@@ -9,7 +9,7 @@
 
 struct kvedge_layer {
   kvedge_layer_config config; /* no 0 here: group_size is at most the wider of head_dim and value_head_dim */
-  kvedge_side keys, values;   /* their shapes; keys.offset is NULL or key_offset below */
+  kvedge_side keys, values;   /* their shapes; keys.offset and .scale are NULL or lie below */
   /* The tokens are rows start..stop-1. Readers look at these first, by kvedge_layer_range: what lies below stop, and
    * both bounds, is then written. Beside readers both only rise. */
   _Atomic int64_t start, stop;
@@ -18,7 +18,7 @@ struct kvedge_layer {
   /* At least the largest scale (formats without: magnitude) stored; attention scales by their exponents, so that
    * neither huge nor tiny caches leave float's range. */
   _Atomic float key_bound, value_bound;
-  float key_offset[]; /* (num_kv_heads, head_dim) for formats that have one */
+  float key_vectors[]; /* (2, num_kv_heads, head_dim): the key offset and the key scale, where they are set */
 };
 
 static inline size_t kvedge_align(size_t bytes) { return (bytes + 63) / 64 * 64; }

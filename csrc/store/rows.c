@@ -7,28 +7,37 @@
 #include "system/bits.h"
 #include "system/dispatch.h"
 
-/* A row of the caller's as it is to be encoded: less the offset, as floats; in `room` where it does not lie so. */
-static const float *centred(const kvedge_side *side, const kvedge_array *rows, int64_t token, int head,
-                            float room[KVEDGE_MAX_HEAD_DIM]) {
+static int is_mapped(const kvedge_side *side) { return side->offset || side->scale; }
+
+/* A row of the caller's as it is to be encoded: less the offset, over the scale, as floats; in `room` where it does
+ * not lie so. */
+static const float *mapped(const kvedge_side *side, const kvedge_array *rows, int64_t token, int head,
+                           float room[KVEDGE_MAX_HEAD_DIM]) {
   const int dim = side->shape.dim;
   const float *x = kvedge_array_row(rows, token, head, dim, room);
-  if (!side->offset) return x;
-  const float *offset = side->offset + (ptrdiff_t)head * dim;
-  for (int d = 0; d < dim; d++) room[d] = x[d] - offset[d];
-  return room;
+  const ptrdiff_t at = (ptrdiff_t)head * dim;
+  if (side->offset) {
+    for (int d = 0; d < dim; d++) room[d] = x[d] - side->offset[at + d];
+    x = room;
+  }
+  if (side->scale) {
+    for (int d = 0; d < dim; d++) room[d] = x[d] / side->scale[at + d];
+    x = room;
+  }
+  return x;
 }
 
 kvedge_status kvedge_rows_check(const kvedge_side *side, const kvedge_array *rows, int64_t num_tokens, float *bound) {
   const kvedge_kernels *kernels = kvedge_active();
   const int heads = side->num_kv_heads, dim = side->shape.dim;
   uint32_t bits = 0;
-  if (!side->offset) {
+  if (!is_mapped(side)) {
     bits = kvedge_array_abs_max_bits(rows, num_tokens, heads, dim);
   } else {
     float room[KVEDGE_MAX_HEAD_DIM];
     for (int64_t token = 0; token < num_tokens; token++)
       for (int head = 0; head < heads; head++) {
-        uint32_t row_bits = kernels->abs_max_bits(centred(side, rows, token, head, room), (size_t)dim);
+        uint32_t row_bits = kernels->abs_max_bits(mapped(side, rows, token, head, room), (size_t)dim);
         bits = row_bits > bits ? row_bits : bits;
       }
   }
@@ -41,14 +50,14 @@ void kvedge_rows_store(const kvedge_side *side, const kvedge_array *rows, int64_
   const int heads = side->num_kv_heads;
   char *codes = kvedge_codes_at(side, at), *scales = kvedge_scales_at(side, at);
   if (num_tokens < 1) return;
-  if (!side->offset && kvedge_array_is_dense(rows, num_tokens, heads, side->shape.dim)) {
+  if (!is_mapped(side) && kvedge_array_is_dense(rows, num_tokens, heads, side->shape.dim)) {
     side->format->encode(&side->shape, rows->data, num_tokens * heads, codes, scales);
     return;
   }
   float room[KVEDGE_MAX_HEAD_DIM];
   for (int64_t token = 0; token < num_tokens; token++)
     for (int head = 0; head < heads; head++, codes += side->row_bytes, scales += side->scale_row_bytes)
-      side->format->encode(&side->shape, centred(side, rows, token, head, room), 1, codes, scales);
+      side->format->encode(&side->shape, mapped(side, rows, token, head, room), 1, codes, scales);
 }
 
 static void clamp_to_finite(float *x, int n) {
@@ -60,9 +69,10 @@ void kvedge_rows_load(const kvedge_side *side, int64_t start, int64_t stop, floa
   const int dim = side->shape.dim;
   if (num_rows == 0) return;
   side->format->decode(&side->shape, kvedge_codes_at(side, start), kvedge_scales_at(side, start), num_rows, out);
-  for (int64_t row = 0; side->offset && row < num_rows; row++, out += dim) {
-    const float *offset = side->offset + row % side->num_kv_heads * dim;
-    for (int d = 0; d < dim; d++) out[d] += offset[d];
+  for (int64_t row = 0; is_mapped(side) && row < num_rows; row++, out += dim) {
+    const ptrdiff_t at = row % side->num_kv_heads * dim;
+    for (int d = 0; side->scale && d < dim; d++) out[d] *= side->scale[at + d];
+    for (int d = 0; side->offset && d < dim; d++) out[d] += side->offset[at + d];
     clamp_to_finite(out, dim);
   }
 }

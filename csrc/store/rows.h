@@ -16,6 +16,7 @@ typedef struct {
   char *scales;                      /* [capacity][num_kv_heads] rows of scales; for formats without, the codes: rows of
                                       * no bytes somewhere, since a NULL may not be added to */
   const float *offset;               /* (num_kv_heads, dim) what rows are stored minus, or NULL */
+  const float *scale;                /* (num_kv_heads, dim) what rows are stored divided by, after that; or NULL */
 } kvedge_side;
 
 /* Where a token's row lies; rows count from the start of the arrays. */

@@ -2,13 +2,26 @@
 #include "check.h"
 #include "kvedge.h"
 
-static kvedge_layer *new_layer(kvedge_layer_config config, const float *offset, const float *keys, const float *values,
-                               int64_t len) {
+static kvedge_layer *scaled_layer(kvedge_layer_config config, const float *offset, const float *scale,
+                                  const float *keys, const float *values, int64_t len) {
   kvedge_layer *layer = NULL;
   CHECK(kvedge_layer_create(&config, &layer) == KVEDGE_OK);
   if (offset) CHECK(kvedge_layer_set_key_offset(layer, offset) == KVEDGE_OK);
+  if (scale) CHECK(kvedge_layer_set_key_scale(layer, scale) == KVEDGE_OK);
   CHECK(kvedge_layer_append(layer, keys, values, len) == KVEDGE_OK);
   return layer;
+}
+
+static kvedge_layer *new_layer(kvedge_layer_config config, const float *offset, const float *keys, const float *values,
+                               int64_t len) {
+  return scaled_layer(config, offset, NULL, keys, values, len);
+}
+
+/* `count` factors from 2^-exponent to 2^exponent. */
+static float *random_scales(size_t count, float exponent) {
+  float *scales = random_floats(count, exponent);
+  for (size_t i = 0; i < count; i++) scales[i] = exp2f(scales[i]);
+  return scales;
 }
 
 /* ---- The reference ---- */
@@ -133,19 +146,20 @@ static void attend_case(void) {
   float *offset = config.format == KVEDGE_INT8 && random_below(3) == 0
                       ? random_floats((size_t)(n.num_kv_heads * n.dim), 3.0f)
                       : NULL;
+  float *scale = random_below(3) == 0 ? random_scales((size_t)(n.num_kv_heads * n.dim), 2.5f) : NULL;
   float *query = random_floats(queries * (size_t)n.dim, (float[]){0.1f, 2.0f, 10.0f}[random_below(3)]);
   float *numbers = random_floats(logits, 1.0f);
   uint8_t *bytes = malloc(logits);
   for (size_t i = 0; i < logits; i++) bytes[i] = random_below(3) > 0;
   block out = new_block(queries * value_dim * 4), lse = new_block(queries * 4);
-  kvedge_layer *layer = new_layer(config, offset, keys, values, n.len);
+  kvedge_layer *layer = scaled_layer(config, offset, scale, keys, values, n.len);
   kvedge_attention_options o = random_options(n, numbers, bytes);
   if (kvedge_attend(layer, query, n.num_rows, n.num_heads, &o, 1, out.data, lse.data) != KVEDGE_OK)
     fail("a good call was refused");
   else check_attention(layer, n, query, &o, out.data, lse.data);
   end_case();
   kvedge_layer_destroy(layer), free_block(&out), free_block(&lse);
-  free(keys), free(values), free(offset), free(query), free(numbers), free(bytes);
+  free(keys), free(values), free(offset), free(scale), free(query), free(numbers), free(bytes);
 }
 
 static void test_attend(void) {
@@ -208,6 +222,37 @@ static void test_sizes_of_numbers(void) {
     check_magnitudes(KVEDGE_FP8_E4M3, of_fp8[i][0], of_fp8[i][1], of_fp8[i][2], i == 5);
     check_magnitudes(KVEDGE_FP8_E5M2, of_fp8[i][0], of_fp8[i][1], of_fp8[i][2], i == 5);
   }
+  end();
+}
+
+/* Keys that scales take to any magnitude and queries that they take beyond float's range give what the formula says. */
+static void test_sizes_of_key_scales(void) {
+  begin("sizes of key scales");
+  const sizes n = {.len = 100, .num_rows = 3, .num_heads = 4, .num_kv_heads = 2, .dim = 40};
+  const float magnitudes[][2] = {
+      {1.0f,   1.0f  },
+      {1e30f,  1e-30f},
+      {1e-30f, 1e30f },
+      {1e-10f, 1e10f }
+  }; /* of keys, of the query */
+  for (int format = 0; format < KVEDGE_NUM_FORMATS; format++)
+    for (size_t i = 0; i < sizeof magnitudes / sizeof magnitudes[0]; i++) {
+      const kvedge_layer_config config = {
+          .format = (kvedge_format)format, .capacity = 100, .num_kv_heads = 2, .head_dim = 40};
+      float *keys = random_floats(100 * 80, 1.0f), *values = random_floats(100 * 80, 1.0f);
+      float *query = random_floats(3 * 160, magnitudes[i][1]), out[3 * 160], lse[12];
+      float *scale = random_scales(80, 10.0f);
+      for (int d = 0; d < 80; d++) scale[d] *= magnitudes[i][0];
+      for (int d = 0; d < 100 * 80; d++) keys[d] *= scale[d % 80]; /* channels as large as their scales */
+      for (int d = 0; d < 3 * 160; d++) query[d] /= scale[d / 80 % 2 * 40 + d % 40] / magnitudes[i][0];
+      kvedge_layer *layer = scaled_layer(config, NULL, scale, keys, values, 100);
+      kvedge_attention_options o;
+      kvedge_attention_defaults(&o);
+      CHECK(kvedge_attend(layer, query, 3, 4, &o, 1, out, lse) == KVEDGE_OK);
+      check_attention(layer, n, query, &o, out, lse);
+      end_case();
+      kvedge_layer_destroy(layer), free(keys), free(values), free(query), free(scale);
+    }
   end();
 }
 
@@ -494,6 +539,7 @@ int main(void) {
   printf("path %s\n", kvedge_isa_name());
   test_attend();
   test_sizes_of_numbers();
+  test_sizes_of_key_scales();
   test_sizes_of_hidden_tokens();
   test_scores();
   test_slices();

@@ -375,6 +375,7 @@ static void test_errors_change_nothing(void) {
       }
     }
     CHECK(kvedge_layer_set_key_offset(g.layer, keys) == KVEDGE_ERROR_ARGUMENT);
+    CHECK(kvedge_layer_set_key_scale(g.layer, NULL) == KVEDGE_ERROR_ARGUMENT);
     CHECK(kvedge_layer_set_len(g.layer, -1) == KVEDGE_ERROR_ARGUMENT);
     CHECK(kvedge_layer_set_len(g.layer, 21) == KVEDGE_ERROR_ARGUMENT);
     CHECK(kvedge_layer_append(g.layer, NULL, NULL, 0) == KVEDGE_OK);
@@ -498,6 +499,43 @@ static void test_key_offset(void) {
   end();
 }
 
+/* Keys are stored over the scale, in every format: a channel that is 1000 times as large costs the others nothing. */
+static void test_key_scale(void) {
+  begin("key scale");
+  for (int format = 0; format < KVEDGE_NUM_FORMATS; format++) {
+    kvedge_layer_config config = plain;
+    config.format = (kvedge_format)format;
+    guarded_layer g = new_layer(config);
+    const int row = config.num_kv_heads * config.head_dim;
+    float *keys = random_floats(4 * (size_t)row, 1.0f), *out = malloc(4 * (size_t)row * sizeof *out);
+    float *scale = malloc((size_t)row * sizeof *scale);
+    for (int i = 0; i < row; i++) scale[i] = i % 5 ? 1.25f : 1000.0f;
+    for (int i = 0; i < 4 * row; i++) keys[i] *= scale[i % row];
+    CHECK(kvedge_layer_set_key_scale(g.layer, scale) == KVEDGE_OK);
+    scale[0] = 0.0f;
+    CHECK(kvedge_layer_set_key_scale(g.layer, scale) == KVEDGE_ERROR_ARGUMENT);
+    scale[0] = -1.0f;
+    CHECK(kvedge_layer_set_key_scale(g.layer, scale) == KVEDGE_ERROR_ARGUMENT);
+    scale[0] = NAN;
+    CHECK(kvedge_layer_set_key_scale(g.layer, scale) == KVEDGE_ERROR_NONFINITE); /* the old one stays, a copy */
+    scale[0] = 1000.0f;
+    CHECK(kvedge_layer_append(g.layer, keys, keys, 4) == KVEDGE_OK);
+    CHECK(kvedge_layer_get_keys(g.layer, 0, 4, out) == KVEDGE_OK);
+    for (int i = 0; i < 4 * row; i++) CHECK(near(out[i], keys[i], 0.13 * scale[i % row]));
+    if (format == KVEDGE_INT8)
+      for (int i = 0; i < 4 * row; i++) CHECK(near(out[i], keys[i], scale[i % row] / 250.0));
+    CHECK(kvedge_layer_set_key_scale(g.layer, scale) == KVEDGE_ERROR_ARGUMENT); /* not empty */
+    CHECK(kvedge_layer_set_len(g.layer, 0) == KVEDGE_OK);
+    for (int i = 0; i < row; i++) scale[i] = 1e-38f, keys[i] = 1e3f;
+    CHECK(kvedge_layer_set_key_scale(g.layer, scale) == KVEDGE_OK);
+    CHECK(kvedge_layer_append(g.layer, keys, keys, 1) == KVEDGE_ERROR_NONFINITE); /* 1e41 */
+    CHECK(kvedge_layer_set_key_scale(g.layer, NULL) == KVEDGE_OK);
+    CHECK(kvedge_layer_append(g.layer, keys, keys, 1) == KVEDGE_OK);
+    free(keys), free(out), free(scale), free_layer(&g);
+  }
+  end();
+}
+
 int main(void) {
   test_bad_configs();
   test_memory_of_the_caller();
@@ -510,5 +548,6 @@ int main(void) {
   test_capacity_and_len();
   test_drop_first();
   test_key_offset();
+  test_key_scale();
   return report();
 }
