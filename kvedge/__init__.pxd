@@ -114,6 +114,7 @@ cdef extern from "kvedge.h" nogil:
         void *header, size_t bytes, const kvedge_layer_config *config, const kvedge_slabs *slabs,
         kvedge_layer **layer)
     kvedge_status kvedge_layer_set_key_offset(kvedge_layer *layer, const float *key_offset)
+    kvedge_status kvedge_layer_set_key_scale(kvedge_layer *layer, const float *key_scale)
     kvedge_status kvedge_layer_append(
         kvedge_layer *layer, const float *keys, const float *values, int64_t num_tokens)
     kvedge_status kvedge_layer_append_arrays(

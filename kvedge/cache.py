@@ -14,6 +14,7 @@ import numpy as np
 from kvedge.cache_history import CacheHistory
 from kvedge.cache_layers import layer_configs, taken_over
 from kvedge.core import checks, memory
+from kvedge.core.key_map import KeyRule
 from kvedge.core.memory import memory_for
 from kvedge.core.options import takes_options_of
 from kvedge.core.types import (
@@ -61,6 +62,7 @@ class CacheMethods(CacheHistory):
         group_size: int | None = None,
         scale_dtype: ScaleDtype = "float32",
         key_offset: Array | Literal["auto"] | Sequence[Any] | None = None,
+        key_scale: Array | Literal["auto"] | Sequence[Any] | None = None,
         window: int | Sequence[int | None] | None = None,
         layers: Sequence[Mapping[str, Any]] | Sequence[LayerMethods] | None = None,
     ) -> None:
@@ -90,7 +92,14 @@ class CacheMethods(CacheHistory):
         key_offset : None, "auto" or array of float32 (num_layers, num_kv_heads, head_dim)
             int8 only: a vector subtracted from every key before it is stored, which changes no
             attention and helps keys with large constant channels. "auto" takes the mean over the
-            first tokens that a layer is given. For layers that differ, a list of one each.
+            first tokens that a layer is given, in the channels whose range that halves. For layers
+            that differ, a list of one each.
+        key_scale : None, "auto" or array of float32 (num_layers, num_kv_heads, head_dim)
+            Positive factors that keys are divided by before they are stored, and queries multiplied
+            by, which changes no attention and keeps a few large channels of the keys (as Qwen2.5
+            has) from costing the others their precision. "auto", for formats of up to 8 bits, takes
+            them from the first 64 tokens, of 16 at least: fewer are encoded anew once 16 are there.
+            They stay until :meth:`clear`. For layers that differ, a list of one each.
         window : int, None or a sequence of them, optional
             Tokens that a query row sees, in all layers or in each. A layer with a window keeps what
             that needs, attends with it by default, and takes memory for two windows
@@ -107,17 +116,19 @@ class CacheMethods(CacheHistory):
             A size out of range, or an option that float32 storage does not have; ``layers`` that do
             not fit together.
         DtypeMismatchError, ShapeMismatchError, LayoutError, NonFiniteInputError
-            A bad ``key_offset`` array.
+            A bad ``key_offset`` or ``key_scale`` array.
         OutOfMemoryError
             The system refused to reserve the memory.
         """
         given = {"num_kv_heads": num_kv_heads, "head_dim": head_dim, "num_layers": num_layers}
+        more: dict[str, Any]
         more = {"value_head_dim": value_head_dim, "group_size": group_size, "window": window}
-        ready = taken_over(layers, **given, **more, max_seq_len=max_seq_len, key_offset=key_offset)
+        more |= {"max_seq_len": max_seq_len, "key_offset": key_offset, "key_scale": key_scale}
+        ready = taken_over(layers, **given, **more)
         if ready is not None:
             limits = [one._config.limit for one in ready if one._config.limit is not None]
-            auto = any(one._auto_key_offset for one in ready)
-            self._take(ready, min(limits, default=None), auto, {})
+            rule = KeyRule.of_any(one._key_rule for one in ready)
+            self._take(ready, min(limits, default=None), rule, {})
             return
         if max_seq_len is not None:
             max_seq_len = checks.as_int(max_seq_len, "max_seq_len")
@@ -134,7 +145,7 @@ class CacheMethods(CacheHistory):
             "scale_dtype": scale_dtype,
         }
         configs = layer_configs(num_layers, layers, window, common)
-        self._start(configs, max_seq_len, key_offset, {})
+        self._start(configs, max_seq_len, key_offset, key_scale, {})
 
     @classmethod
     def with_capacity(
@@ -262,15 +273,15 @@ class CacheMethods(CacheHistory):
         # finite, or an offset key or a scale out of range. The bytes above the length may be what a
         # snapshot stands for, so then they are put back as well.
         saved = [self._token_bytes(i, start) for i, n in enumerate(self._high_water) if n > start]
-        offsets = [layer._key_offset for layer in self._layers] if self._auto_offset else []
+        marks = [(each, each._mark()) for each in self._layers if each._key_map_is_open]
         try:
             for layer, key, value in zip(self._layers, keys, values, strict=True):
                 layer._append(key, value)
         except BaseException:
             for layer in self._layers:
                 layer._set_end(start)
-            for layer, offset in zip(self._layers, offsets, strict=False):
-                layer._set_key_offset(offset)
+            for layer, mark in marks:
+                layer._return_to(mark)
             for rows, copies in saved:
                 for row, copy in zip(rows, copies, strict=True):
                     row[...] = copy
@@ -408,11 +419,12 @@ class CacheMethods(CacheHistory):
         Returns
         -------
         ndarray of float32, (tokens, num_kv_heads, head_dim)
-            For float32 storage without ``out``, a read-only view of the stored keys; else a copy.
+            For float32 storage without ``key_scale`` and ``out``, a read-only view of the stored
+            keys; else a copy.
             A view keeps showing the tokens it was made for, and what later overwrites them.
         """
         held: LayerMethods = self.layer(layer)
-        if out is None and held._config.key_format.is_float32:
+        if out is None and held._config.key_format.is_float32 and held._key_map.is_plain:
             return held.key_codes
         return held.keys(out=out)
 

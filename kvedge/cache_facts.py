@@ -47,11 +47,28 @@ class CacheFacts(ConfigFacts):
         InvalidArgumentError
             The layers differ: so do the shapes of their vectors.
         """
-        offsets = [layer._key_offset for layer in self._layers]
-        if all(offset is None for offset in offsets):
+        return self._vectors([layer._key_map.offset for layer in self._layers], 0.0)
+
+    @property
+    def key_scale(self) -> np.ndarray | None:
+        """Factors that stored keys are divided by, (num_layers, num_kv_heads, head_dim) float32.
+
+        None where there are none; layers without, or whose automatic ones are not yet known, show
+        ones.
+
+        Raises
+        ------
+        InvalidArgumentError
+            The layers differ: so do the shapes of their vectors.
+        """
+        return self._vectors([layer._key_map.scale for layer in self._layers], 1.0)
+
+    def _vectors(self, of_layers: list[np.ndarray | None], none: float) -> np.ndarray | None:
+        """One array of those of all layers, with `none` for a layer without; or None."""
+        if all(vector is None for vector in of_layers):
             return None
-        zeros = np.zeros((self.num_kv_heads, self.head_dim), np.float32)
-        return np.stack([zeros if offset is None else offset for offset in offsets])
+        plain = np.full((self.num_kv_heads, self.head_dim), none, np.float32)
+        return np.stack([plain if vector is None else vector for vector in of_layers])
 
     @property
     def window(self) -> tuple[int | None, ...]:

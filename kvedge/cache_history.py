@@ -78,12 +78,12 @@ class CacheHistory(CacheRanges):
         self._set_length(n)
 
     def clear(self) -> None:
-        """Forget all tokens. An automatic key offset is taken anew from the next ones."""
+        """Forget all tokens. Automatic key offsets and scales are taken anew from the next ones."""
         self._set_length(0)
         for layer in self._layers:
-            layer._auto_key_offset = self._auto_offset and layer._config.has_scales
+            layer._key_rule = self._rule_of(layer)
             layer._clear()
-        if self._auto_offset:  # the bytes still there mean nothing without the offset they had
+        if any(self._key_rule):  # the bytes still there mean nothing without the map they had
             self._forget_bytes()
 
     @memory_for("the positions to keep")
@@ -158,7 +158,7 @@ class CacheHistory(CacheRanges):
         Snapshots stay with the cache that made them.
         """
         return self._holding(
-            self._contents(copy=False), self._max_seq_len, self._auto_offset, self._metadata
+            self._contents(copy=False), self._max_seq_len, self._key_rule, self._metadata
         )
 
     def __copy__(self) -> Self:
@@ -172,7 +172,7 @@ class CacheHistory(CacheRanges):
         kind = registry.named(type(self))
         return (
             _restore_cache,
-            (kind, self._contents(), self._max_seq_len, self._auto_offset, self._metadata),
+            (kind, self._contents(), self._max_seq_len, self._key_rule, self._metadata),
         )
 
     @memory_for("the file of the cache")

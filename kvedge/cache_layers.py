@@ -130,7 +130,9 @@ def taken_over(layers: Any, **others: Any) -> list[LayerMethods] | None:
         raise InvalidArgumentError(
             f"layers must stand at one position, not at {min(ends)} and {max(ends)}"
         )
-    autos = {layer._auto_key_offset for layer in layers if layer._config.has_scales}
-    if len(autos) > 1:
-        raise InvalidArgumentError('some layers have key_offset="auto", and some have not')
+    offsets = {layer._key_rule.auto_offset for layer in layers if layer._config.has_scales}
+    scales = {layer._key_rule.auto_scale for layer in layers if layer._config.has_auto_scale}
+    for name, autos in (("key_offset", offsets), ("key_scale", scales)):
+        if len(autos) > 1:
+            raise InvalidArgumentError(f'some layers have {name}="auto", and some have not')
     return list(layers)

@@ -14,6 +14,7 @@ import numpy as np
 from kvedge.cache_facts import CacheFacts
 from kvedge.core import checks, memory
 from kvedge.core.config import LayerConfig
+from kvedge.core.key_map import KeyMap, KeyRule
 from kvedge.core.memory import memory_for
 from kvedge.errors import (
     CapacityExceededError,
@@ -51,7 +52,7 @@ class CacheState(CacheFacts):
     _layer_types: ClassVar[dict[str, type[LayerMethods]]]  # the backend's, by their dtype
 
     _has_windows: bool  # some layer keeps only what its window needs
-    _auto_offset: bool  # layers take their key offset from their first tokens
+    _key_rule: KeyRule  # what layers take from their first tokens, those that can
     _room: int  # tokens that every layer has room for, or fewer
     _high_water: list[int]  # tokens of each layer whose bytes are still there, whatever its length
     _overwrites: OverwriteLog
@@ -61,15 +62,19 @@ class CacheState(CacheFacts):
         configs: Sequence[LayerConfig],
         max_seq_len: int | None,
         key_offset: Any,
+        key_scale: Any,
         metadata: Mapping[str, str],
         tokens: Sequence[int] | None = None,
     ) -> None:
         """Be an empty cache, with room for ``tokens`` in each layer.
 
-        The arguments are checked but for the key offset.
+        The arguments are checked but for the key offset and scale.
         """
         layers = []
-        offsets = _offsets(key_offset, configs)
+        with_offset = [config.has_scales for config in configs]
+        with_scale = [config.has_auto_scale for config in configs]
+        offsets = _of_each(key_offset, "key_offset", configs, with_offset)
+        scales = _of_each(key_scale, "key_scale", configs, with_scale)
         for index, config in enumerate(configs):
             # The window bounds what such a layer holds; the cache bounds the position.
             limit = None if config.window is not None else max_seq_len
@@ -79,15 +84,17 @@ class CacheState(CacheFacts):
                 replace(config, limit=limit),
                 rows,
                 checks.as_key_offset(offsets[index], config),
+                checks.as_key_scale(scales[index], config),
             )
             layers.append(layer)
-        self._take(layers, max_seq_len, isinstance(key_offset, str), metadata)
+        rule = KeyRule(isinstance(key_offset, str), isinstance(key_scale, str))
+        self._take(layers, max_seq_len, rule, metadata)
 
     def _take(
         self,
         layers: Sequence[Any],
         max_seq_len: int | None,
-        auto_offset: bool,
+        key_rule: KeyRule,
         metadata: Mapping[str, str],
     ) -> None:
         """Be a cache of layers that stand at one position."""
@@ -98,7 +105,7 @@ class CacheState(CacheFacts):
         self._format = CacheFormat.of(layer._config for layer in layers)
         self._has_windows = any(config.window is not None for config in self._format.layers)
         self._max_seq_len = max_seq_len
-        self._auto_offset = auto_offset
+        self._key_rule = key_rule
         self._length = layers[0]._end()
         self._room = self.capacity
         self._high_water = [self._length] * self._num_layers
@@ -223,8 +230,9 @@ class CacheState(CacheFacts):
                 slab[rows].copy() if copy else slab[rows] for slab in held.slabs
             )
             dropped = held.num_dropped if upto is None else min(held.num_dropped, upto)
-            offset = layer._key_offset
-            layers.append(LayerContents(keys, values, key_scales, value_scales, offset, dropped))
+            layers.append(
+                LayerContents(keys, values, key_scales, value_scales, layer._key_map, dropped)
+            )
         return CacheContents(self._format, length, tuple(layers))
 
     def _replace(self, contents: CacheContents) -> None:
@@ -243,36 +251,41 @@ class CacheState(CacheFacts):
         for layer, tokens in zip(self._layers, contents.layers, strict=True):
             memory.copy_tokens(tokens.arrays, layer._slabs, tokens.num_tokens)
         self._adopt(
-            contents.length, [(t.num_tokens, t.key_offset, t.num_dropped) for t in contents.layers]
+            contents.length, [(t.num_tokens, t.key_map, t.num_dropped) for t in contents.layers]
         )
 
-    def _adopt(self, length: int, layers: list[tuple[int, np.ndarray | None, int]]) -> None:
+    def _adopt(self, length: int, layers: list[tuple[int, KeyMap, int]]) -> None:
         """Take over bytes that were put into the slabs.
 
-        Of each layer: tokens, which lie from row 0 on, key offset, and tokens dropped before them.
+        Of each layer: tokens, which lie from row 0 on, how keys are stored, and tokens dropped
+        before them.
         """
-        for layer, (tokens, offset, dropped) in zip(self._layers, layers, strict=True):
+        for layer, (tokens, key_map, dropped) in zip(self._layers, layers, strict=True):
             layer._restart(dropped)  # a core forgets what it knew of the old bytes
-            layer._set_key_offset(offset)
-            # Tokens that were stored without an offset must not be given one by the next append.
-            auto = self._auto_offset and layer._config.has_scales
-            layer._auto_key_offset = auto and (offset is not None or tokens + dropped == 0)
+            layer._store_keys_as(key_map, self._rule_of(layer).held_by(key_map, tokens + dropped))
             layer._set_len(tokens)
         self._high_water = [layer._end() for layer in self._layers]
         self._length = length
         self._room = self.capacity
+
+    def _rule_of(self, layer: LayerMethods) -> KeyRule:
+        """What of the cache's rule an empty layer has."""
+        config, rule = layer._config, self._key_rule
+        return KeyRule(
+            rule.auto_offset and config.has_scales, rule.auto_scale and config.has_auto_scale
+        )
 
     @classmethod
     def _holding(
         cls,
         contents: CacheContents,
         max_seq_len: int | None,
-        auto_offset: bool,
+        key_rule: KeyRule,
         metadata: Mapping[str, str],
     ) -> Self:
         """Make a cache that holds ``contents``."""
         held = [layer.num_tokens for layer in contents.layers]
-        cache = cls._empty(contents.format, max_seq_len, auto_offset, metadata, held)
+        cache = cls._empty(contents.format, max_seq_len, key_rule, metadata, held)
         cache._replace(contents)
         return cache
 
@@ -281,14 +294,15 @@ class CacheState(CacheFacts):
         cls,
         form: CacheFormat,
         max_seq_len: int | None,
-        auto_offset: bool,
+        key_rule: KeyRule,
         metadata: Mapping[str, str],
         tokens: Sequence[int],
     ) -> Self:
         """Make an empty cache with room for ``tokens``, without the constructor of a subclass."""
         cache = cls.__new__(cls)
-        offset = "auto" if auto_offset else None
-        cache._start(form.layers, max_seq_len, offset, metadata, tokens)
+        offset = "auto" if key_rule.auto_offset else None
+        scale = "auto" if key_rule.auto_scale else None
+        cache._start(form.layers, max_seq_len, offset, scale, metadata, tokens)
         return cache
 
     def _token_bytes(self, index: int, position: int) -> tuple[Any, list[np.ndarray]]:
@@ -299,21 +313,18 @@ class CacheState(CacheFacts):
         return rows, [one.copy() for one in rows]
 
 
-def _offsets(key_offset: Any, configs: Sequence[LayerConfig]) -> Any:
-    """The key offset of each layer, by what was given for the cache; not checked one by one."""
-    scaled = [config.has_scales for config in configs]
-    if isinstance(key_offset, str):  # for the layers that can have one, if any can
-        return [key_offset if one or not any(scaled) else None for one in scaled]
-    if isinstance(key_offset, (list, tuple)):
-        if len(key_offset) != len(configs):
-            raise ShapeMismatchError(
-                f"key_offset must hold {len(configs)} vectors, not {len(key_offset)}"
-            )
-        return key_offset
-    if key_offset is None or not scaled[0]:
-        return [key_offset] * len(configs)
+def _of_each(given: Any, name: str, configs: Sequence[LayerConfig], can_be_auto: list[bool]) -> Any:
+    """The key offset or scale of each layer, by what the cache was given; not yet checked."""
+    if isinstance(given, str):  # for the layers that can have one, if any can
+        return [given if one or not any(can_be_auto) else None for one in can_be_auto]
+    if isinstance(given, (list, tuple)):
+        if len(given) != len(configs):
+            raise ShapeMismatchError(f"{name} must hold {len(configs)} vectors, not {len(given)}")
+        return given
+    if given is None or (name == "key_offset" and not can_be_auto[0]):
+        return [given] * len(configs)
     shape = (len(configs), configs[0].num_kv_heads, configs[0].head_dim)
-    return checks.as_float32(key_offset, "key_offset", shape=shape)
+    return checks.as_float32(given, name, shape=shape)
 
 
 def layer_names(layers: list[int]) -> str:

@@ -3,9 +3,9 @@
 The public classes, one per storage format, are in :mod:`kvedge.layer_types`.
 
 A backend's core stores, quantizes and attends: :class:`kvedge.layer_core.LayerCore` says what it
-provides. It calls `_offset_for(keys)` from here when it appends, whose result it sets as the key
-offset once the tokens are written. Methods with a leading underscore that change something are for
-the cache that owns a frozen layer.
+provides. Where `_key_map_is_open`, it calls `_decide_key_map(keys)` from here before it appends,
+and `_return_to(mark)` if that fails. Methods with a leading underscore that change something are
+for the cache that owns a frozen layer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,15 @@ import numpy as np
 
 from kvedge.core import checks, memory, registry
 from kvedge.core.config import LayerConfig
-from kvedge.core.memory import memory_for
+from kvedge.core.key_map import (
+    FIRST_TOKENS,
+    LEAST_TOKENS,
+    KeyMap,
+    KeyRule,
+    key_offset_of,
+    key_scale_of,
+)
+from kvedge.core.memory import Held, memory_for
 from kvedge.core.types import Array, ScaleDtype
 from kvedge.errors import InvalidArgumentError
 from kvedge.layer_room import LayerRoom, first_rows
@@ -52,6 +60,7 @@ class LayerMethods(LayerRoom):
         group_size: int | None = ...,
         scale_dtype: ScaleDtype = ...,
         key_offset: Array | Literal["auto"] | None = ...,
+        key_scale: Array | Literal["auto"] | None = ...,
         window: int | None = ...,
     ) -> None: ...
     @overload
@@ -65,6 +74,7 @@ class LayerMethods(LayerRoom):
         group_size: int | None = ...,
         scale_dtype: ScaleDtype = ...,
         key_offset: Array | Literal["auto"] | None = ...,
+        key_scale: Array | Literal["auto"] | None = ...,
         window: int | None = ...,
     ) -> None: ...
     def __init__(
@@ -77,6 +87,7 @@ class LayerMethods(LayerRoom):
         group_size: int | None = None,
         scale_dtype: ScaleDtype = "float32",
         key_offset: Array | Literal["auto"] | None = None,
+        key_scale: Array | Literal["auto"] | None = None,
         window: int | None = None,
     ) -> None:
         """Make an empty layer; the class tells of the parameters."""
@@ -91,13 +102,24 @@ class LayerMethods(LayerRoom):
             window=window,
             rows=first_rows(None),
         )
-        self._start(config, checks.as_key_offset(key_offset, config))
+        offset = checks.as_key_offset(key_offset, config)
+        self._start(config, offset, checks.as_key_scale(key_scale, config))
 
-    def _start(self, config: LayerConfig, key_offset: np.ndarray | str | None = None) -> None:
+    def _start(
+        self,
+        config: LayerConfig,
+        key_offset: np.ndarray | str | None = None,
+        key_scale: np.ndarray | str | None = None,
+    ) -> None:
         """Be an empty layer, from checked arguments."""
         self._open(config)
-        self._auto_key_offset = isinstance(key_offset, str)
-        self._set_key_offset(None if isinstance(key_offset, str) else key_offset)
+        self._store_keys_as(
+            KeyMap(
+                None if isinstance(key_offset, str) else key_offset,
+                None if isinstance(key_scale, str) else key_scale,
+            ),
+            KeyRule(isinstance(key_offset, str), isinstance(key_scale, str)),
+        )
 
     # ---- reading ---------------------------------------------------------------------------------
 
@@ -223,7 +245,7 @@ class LayerMethods(LayerRoom):
         self._set_len(n)
 
     def clear(self) -> None:
-        """Drop all tokens, and a key offset that was taken from the first of them.
+        """Drop all tokens, and a key offset and scale that were taken from the first of them.
 
         Raises
         ------
@@ -237,8 +259,8 @@ class LayerMethods(LayerRoom):
             self._restart()
         else:
             self._set_len(0)  # rows stay where they are: a cache may return to them
-        if self._auto_key_offset:
-            self._set_key_offset(None)
+        rule = self._key_rule._replace(scale_is_settled=False)
+        self._store_keys_as(rule.given_of(self._key_map), rule)
 
     @memory_for("the positions to keep")
     def keep(self, indices: Any) -> None:
@@ -329,11 +351,15 @@ class LayerMethods(LayerRoom):
     def _shift_may_overflow(self, start: int, stop: int) -> bool:
         """Whether some rotated key could pass the range of what it is stored in."""
         config, tokens = self._config, self._held().tokens
-        offset = 0.0 if self._key_offset is None else float(np.abs(self._key_offset).max())
+        key_map = self._key_map
+        offset = 0.0 if key_map.offset is None else float(np.abs(key_map.offset).max())
+        low, high = 1.0, 1.0
+        if key_map.scale is not None:
+            low, high = float(key_map.scale.min()), float(key_map.scale.max())
         form, rows = config.key_format, slice(start, stop)
-        largest = form.largest(tokens.key_codes[rows], tokens.key_scales[rows]) + offset
+        largest = form.largest(tokens.key_codes[rows], tokens.key_scales[rows]) * high + offset
         # A rotation makes a channel at most sqrt(2) times the largest; the rest is for rounding.
-        bound = 1.01 * (_SQRT2 * largest + offset)
+        bound = 1.01 * (_SQRT2 * largest + offset) / low
         return bound > form.limit(config.key_rows)
 
     def _shifted(
@@ -348,7 +374,7 @@ class LayerMethods(LayerRoom):
         scratch = new_layer(
             registry.backend_class_of(type(self)), config, max(1, min(step, stop - start))
         )
-        scratch._set_key_offset(self._key_offset)
+        scratch._set_key_map(self._key_map)
         codes = np.empty_like(held.tokens.key_codes[start:stop])
         scales = np.empty_like(held.tokens.key_scales[start:stop])
         keys = np.empty(config.rows_shape(False, scratch.capacity), np.float32)
@@ -368,14 +394,60 @@ class LayerMethods(LayerRoom):
         config = self._config
         return max(1, _BLOCK_NUMBERS // (config.num_kv_heads * config.widest))
 
-    # ---- key offset ------------------------------------------------------------------------------
+    # ---- key offset and scale --------------------------------------------------------------------
 
-    def _offset_for(self, keys: np.ndarray) -> np.ndarray | None:
-        """The offset to store checked keys (n, H, D) with: as set, or with "auto" their mean."""
-        if not self._auto_key_offset or self._key_offset is not None or not len(keys):
-            return self._key_offset
-        with np.errstate(all="ignore"):
-            return np.asarray(keys.mean(axis=0, dtype=np.float64), dtype=np.float32)
+    def _store_keys_as(self, key_map: KeyMap, rule: KeyRule) -> None:
+        """Set how keys are stored; those in the slabs, from row 0 on, are."""
+        if key_map is not self._key_map:
+            self._set_key_map(key_map)
+        self._key_rule = rule
+        self._key_map_is_open = rule.is_open(key_map)
+
+    def _decide_key_map(self, keys: np.ndarray) -> None:
+        """Let checked keys (n, H, D), n >= 1, that are appended next decide what is open.
+
+        What is stored already is encoded anew.
+        """
+        key_map, rule, held = self._key_map, self._key_rule, self._held()
+        if rule.auto_offset and key_map.offset is None:
+            key_map = key_map._replace(offset=key_offset_of(keys))
+        if rule.auto_scale and not rule.scale_is_settled:
+            settled = self._end() + len(keys) >= LEAST_TOKENS
+            if settled or key_map.scale is None:
+                first = np.concatenate([self._all_tokens(False, None), keys[:FIRST_TOKENS]])
+                offset_only = KeyMap(key_map.offset)
+                scale = key_scale_of(offset_only.to_stored(first[:FIRST_TOKENS]))
+                key_map = key_map._replace(scale=scale)
+            rule = rule._replace(scale_is_settled=settled)
+        if held.start or held.num_tokens:
+            self._encode_anew(key_map, held)
+        self._store_keys_as(key_map, rule)
+
+    def _encode_anew(self, key_map: KeyMap, held: Held) -> None:
+        """Move to slabs in which keys are stored as in `key_map`; readers keep the old ones."""
+        config, n = self._config, held.num_tokens
+        slabs = memory.reserve_slabs(config)
+        if n:
+            scratch = new_layer(registry.backend_class_of(type(self)), config, n)
+            scratch._set_key_map(key_map)
+            keys = self._dequantize(
+                held, False, 0, n, np.empty(config.rows_shape(False, n), np.float32)
+            )
+            scratch._append(keys, np.zeros(config.rows_shape(True, n), np.float32))
+            anew = scratch._held().tokens
+            tokens = held.tokens._replace(key_codes=anew.key_codes, key_scales=anew.key_scales)
+            memory.copy_tokens(tokens, slabs, n)
+        self._bind(slabs, config, key_map)
+
+    def _mark(self) -> tuple[Any, ...]:
+        """What `_return_to` needs, before an append that may decide the key map."""
+        return self._binding(), self._key_rule
+
+    def _return_to(self, mark: tuple[Any, ...]) -> None:
+        """Undo all that was done since `_mark`, by appends alone."""
+        binding, self._key_rule = mark
+        self._rebind(binding)
+        self._key_map_is_open = self._key_rule.is_open(self._key_map)
 
     # ---- copying ---------------------------------------------------------------------------------
 
@@ -384,19 +456,18 @@ class LayerMethods(LayerRoom):
         """An independent layer with the same tokens and capacity; it belongs to no cache."""
         held, config = self._held(), self._config  # in this order: see LayerFacts
         other = new_layer(type(self), config, config.capacity)
-        other._fill(held.tokens, self._key_offset, self._auto_key_offset, held.num_dropped)
+        other._fill(held.tokens, self._key_map, self._key_rule, held.num_dropped)
         return other
 
     def _fill(
         self,
         tokens: Sequence[np.ndarray],
-        key_offset: np.ndarray | None,
-        auto_key_offset: bool,
+        key_map: KeyMap,
+        rule: KeyRule,
         num_dropped: int,
     ) -> None:
         """Take over the stored bytes of another layer; this one is empty."""
-        self._auto_key_offset = auto_key_offset
-        self._set_key_offset(key_offset)
+        self._store_keys_as(key_map, rule)
         self._restart(num_dropped)
         memory.copy_tokens(tokens, self._slabs, len(tokens[0]))
         self._set_len(len(tokens[0]))
@@ -414,8 +485,8 @@ class LayerMethods(LayerRoom):
         """Pickle the stored bytes; they are restored into whatever backend is active then."""
         held, config = self._held(), self._config  # in this order: see LayerFacts
         tokens = [np.array(rows) for rows in held.tokens]
-        offset = (self._key_offset, self._auto_key_offset)
-        return _restore, (registry.named(type(self)), config, tokens, *offset, held.num_dropped)
+        stored = (self._key_map, self._key_rule)
+        return _restore, (registry.named(type(self)), config, tokens, *stored, held.num_dropped)
 
 
 def new_layer(
@@ -423,12 +494,12 @@ def new_layer(
     config: LayerConfig,
     capacity: int,
     key_offset: np.ndarray | str | None = None,
+    key_scale: np.ndarray | str | None = None,
 ) -> _Layer:
     """An empty layer of class `kind` as in `config`, but for its capacity."""
     layer = kind.__new__(kind)
-    layer._start(
-        replace(config, capacity=capacity), key_offset
-    )  # a subclass may have another __init__
+    # A subclass may have another __init__.
+    layer._start(replace(config, capacity=capacity), key_offset, key_scale)
     return layer
 
 
@@ -437,11 +508,11 @@ def _restore(
     kind: str | type[LayerMethods],
     config: LayerConfig,
     tokens: list[np.ndarray],
-    key_offset: np.ndarray | None,
-    auto_key_offset: bool,
+    key_map: KeyMap,
+    rule: KeyRule,
     num_dropped: int,
 ) -> LayerMethods:
     """Unpickle a layer, into the active backend unless it is of a user's own class."""
     layer: LayerMethods = new_layer(registry.resolved(kind), config, config.capacity)
-    layer._fill(tokens, key_offset, auto_key_offset, num_dropped)
+    layer._fill(tokens, key_map, rule, num_dropped)
     return layer

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 
 from kvedge.core.config import LayerConfig
+from kvedge.core.key_map import KeyMap
 from kvedge.core.memory import Held, Slabs
 from kvedge.core.types import Array, AttendArguments, Floats, Layout
 from kvedge.layer_facts import LayerFacts
@@ -217,8 +218,8 @@ class LayerCore(LayerFacts):
         def _written(self) -> int:
             """Tokens that `_set_len` may return to, from token 0 on."""
 
-        def _bind(self, slabs: Slabs, config: LayerConfig) -> None:
-            """Move to other slabs, which hold the same tokens from row 0 on."""
+        def _bind(self, slabs: Slabs, config: LayerConfig, key_map: KeyMap | None = None) -> None:
+            """Move to other slabs, which hold the same tokens from row 0 on, keys as in a map."""
 
         def _drop(self, n: int) -> None:
             """Drop the first `n` tokens, of a frozen layer too."""
@@ -232,8 +233,14 @@ class LayerCore(LayerFacts):
         def _set_len(self, n: int) -> None:
             """Hold the first `n` tokens that are in the slabs."""
 
-        def _set_key_offset(self, key_offset: np.ndarray | None) -> None:
-            """Take keys to be stored less this, float32 (num_kv_heads, head_dim)."""
+        def _set_key_map(self, key_map: KeyMap) -> None:
+            """Take keys to be stored so; those in the slabs, from row 0 on, are."""
+
+        def _binding(self) -> tuple[Any, ...]:
+            """Slabs, key map and what they hold, for `_rebind`."""
+
+        def _rebind(self, binding: tuple[Any, ...]) -> None:
+            """Be as it was; only tokens were appended, and slabs and key map set, since."""
 
         def _append(self, keys: Array, values: Array, layout: Layout = "nhd") -> None:
             """Append one token or several, to a frozen layer too."""

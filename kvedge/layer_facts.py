@@ -8,14 +8,16 @@ import numpy as np
 
 from kvedge.core import memory
 from kvedge.core.config import ConfigFacts
+from kvedge.core.key_map import KeyMap, KeyRule
 
 
 class LayerFacts(ConfigFacts):
     """The part of a layer that changes nothing; a backend's core fills the fields."""
 
     _slabs: memory.Slabs  # those of now: a reader takes `_held()`
-    _key_offset: np.ndarray | None
-    _auto_key_offset: bool = False  # take the offset from the first keys
+    _key_map: KeyMap  # how keys are stored
+    _key_rule: KeyRule = KeyRule()  # what of that the first tokens decide
+    _key_map_is_open: bool  # the next append may decide it
 
     if TYPE_CHECKING:
 
@@ -62,12 +64,12 @@ class LayerFacts(ConfigFacts):
     @property
     def key_offset(self) -> np.ndarray | None:
         """What is taken off stored keys, float32 (num_kv_heads, head_dim), read-only; or None."""
-        offset = self._key_offset
-        if offset is None:
-            return None
-        view = offset.view()
-        view.flags.writeable = False
-        return view
+        return _read_only(self._key_map.offset)
+
+    @property
+    def key_scale(self) -> np.ndarray | None:
+        """What stored keys are divided by, float32 (num_kv_heads, head_dim), read-only; or None."""
+        return _read_only(self._key_map.scale)
 
     # ---- shape and sizes -------------------------------------------------------------------------
 
@@ -143,9 +145,21 @@ class LayerFacts(ConfigFacts):
             parts.append(f"group_size={config.group_size}")
         if config.scale_dtype != "float32":
             parts.append(f"scale_dtype={config.scale_dtype!r}")
-        if self._auto_key_offset:
+        if self._key_rule.auto_offset:
             parts.append('key_offset="auto"')
-        elif self._key_offset is not None:
+        elif self._key_map.offset is not None:
             parts.append("key_offset=given")
+        if self._key_rule.auto_scale:
+            parts.append('key_scale="auto"')
+        elif self._key_map.scale is not None:
+            parts.append("key_scale=given")
         size = config.capacity * memory.token_bytes(config) / 2**20
         return f"{type(self).__name__}({', '.join(parts)}, {size:.1f} MiB)"
+
+
+def _read_only(vector: np.ndarray | None) -> np.ndarray | None:
+    if vector is None:
+        return None
+    view = vector.view()
+    view.flags.writeable = False
+    return view

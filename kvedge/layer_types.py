@@ -32,6 +32,8 @@ _PARAMETERS = """
         attends with this window: an append drops the tokens that neither its own rows nor later
         ones see. :attr:`num_dropped` counts them. ``capacity`` must be None: it takes memory for
         two windows, or a prompt's length for as long as it is needed.
+    key_scale : array or "auto", optional
+        As of :class:`kvedge.QuantizedKvLayer`; "auto" for formats of up to 8 bits.
 
     Raises
     ------
@@ -60,7 +62,12 @@ class QuantizedLayerMethods(LayerMethods):
     key_offset : array or "auto", optional
         float32 (num_kv_heads, head_dim), taken off the keys when stored and added back when read,
         for models whose keys have large constant channels. "auto": the mean of the keys of the
-        first append, until clear().
+        first append, in the channels whose range that halves, until clear().
+    key_scale : array or "auto", optional
+        float32 (num_kv_heads, head_dim), positive, what keys are divided by when stored; the query
+        is multiplied by it, which changes no attention. For models with a few large key channels,
+        as Qwen2.5. "auto": from the first 64 tokens (16 at least: fewer are encoded anew once 16
+        are there), until clear().
     window : int, optional
         The layer keeps what query rows need that see so many tokens each, itself included, and
         attends with this window: an append drops the tokens that neither its own rows nor later
@@ -71,7 +78,7 @@ class QuantizedLayerMethods(LayerMethods):
     ------
     InvalidArgumentError, OutOfMemoryError
     DtypeMismatchError, ShapeMismatchError, LayoutError, NonFiniteInputError
-        From key_offset.
+        From key_offset and key_scale.
 
     Examples
     --------

@@ -4,11 +4,12 @@ The format is safetensors, which other tools can read. Per layer i it holds
 
     layers.{i}.key_codes, layers.{i}.value_codes     (tokens, num_kv_heads, codes per row) I8 or F32
     layers.{i}.key_scales, layers.{i}.value_scales   (tokens, num_kv_heads, num_groups) F32 or F16
-    layers.{i}.key_offset                            (num_kv_heads, head_dim) F32, if it has one
+    layers.{i}.key_offset, layers.{i}.key_scale      (num_kv_heads, head_dim) F32, if it has one
 
 and as metadata, all text, the fields of ``FIELDS``, ``value_head_dim`` where values have another
-width than keys, ``layers`` where layers differ or have windows, ``sha256`` over everything else,
-and the user's own under "user.". tokens are length, less those that the layer's window has dropped.
+width than keys, ``key_scale`` where layers take theirs from their first tokens, ``layers`` where
+layers differ or have windows, ``sha256`` over everything else, and the user's own under "user.".
+tokens are length, less those that the layer's window has dropped.
 Versions of kvedge that do not know a field refuse the files that have it.
 """
 
@@ -26,6 +27,7 @@ import numpy as np
 from kvedge.core import checks, memory
 from kvedge.core.config import LayerConfig
 from kvedge.core.formats import FORMATS, SCALE_TYPES
+from kvedge.core.key_map import KeyRule
 from kvedge.core.replacing import replacing
 from kvedge.errors import InvalidArgumentError, MissingExtraError
 from kvedge.snapshot import CacheContents, CacheFormat
@@ -48,6 +50,9 @@ FIELDS = (
     "max_seq_len",  # "" for a cache that grows
     "key_offset",  # "auto": layers without one take it from their first tokens; else ""
 )
+AUTO = "auto"
+KEY_SCALE = "key_scale"  # "auto": a field of files whose layers take it from their first tokens
+KEY_VECTORS = ("key_offset", "key_scale")  # tensors of a layer, in the order of KeyMap
 VALUE_HEAD_DIM = "value_head_dim"  # a field of files where it is not head_dim
 # A field of files whose layers differ or have windows: JSON, a list of what each layer has that the
 # fields above, which are those of layer 0, do not say; see `layers_field`.
@@ -60,7 +65,7 @@ _MAX_METADATA = 50_000_000
 class _Saved(Protocol):
     """What saving asks of a cache."""
 
-    _auto_offset: bool
+    _key_rule: KeyRule
 
     @property
     def num_layers(self) -> int: ...
@@ -129,8 +134,9 @@ def _tensors(contents: CacheContents) -> dict[str, np.ndarray]:
     for index, layer in enumerate(contents.layers):
         for name, array in zip(memory.Slabs._fields, layer.arrays, strict=True):
             tensors[f"layers.{index}.{name}"] = array
-        if layer.key_offset is not None:
-            tensors[f"layers.{index}.key_offset"] = np.ascontiguousarray(layer.key_offset)
+        for name, vector in zip(KEY_VECTORS, layer.key_map, strict=True):
+            if vector is not None:
+                tensors[f"layers.{index}.{name}"] = np.ascontiguousarray(vector)
     return tensors
 
 
@@ -147,11 +153,13 @@ def _fields(contents: CacheContents, cache: _Saved) -> dict[str, str]:
         first.scale_dtype if first.has_scales else "",
         contents.length,
         "" if cache.max_seq_len is None else cache.max_seq_len,
-        "auto" if cache._auto_offset else "",
+        AUTO if cache._key_rule.auto_offset else "",
     )
     fields = {name: str(value) for name, value in zip(FIELDS, values, strict=True)}
     if first.value_head_dim != first.head_dim:
         fields[VALUE_HEAD_DIM] = str(first.value_head_dim)
+    if cache._key_rule.auto_scale:
+        fields[KEY_SCALE] = AUTO
     text = layers_field(form, [layer.num_dropped for layer in contents.layers])
     if text:
         fields[LAYERS] = text
@@ -223,6 +231,7 @@ def file_types(fields: Mapping[str, str]) -> Callable[[str], str]:
             "key_scales": SCALE_TYPES[scales].file_type,
             "value_scales": SCALE_TYPES[scales].file_type,
             "key_offset": "F32",
+            "key_scale": "F32",
         }
         return of_layer[name.rpartition(".")[2]]
 

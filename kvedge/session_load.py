@@ -22,10 +22,14 @@ import numpy as np
 from kvedge.core import checks, memory
 from kvedge.core.config import MAX_LAYERS, LayerConfig
 from kvedge.core.formats import FORMATS, SCALE_TYPES
+from kvedge.core.key_map import KeyMap, KeyRule
 from kvedge.errors import CorruptFileError, KvedgeError, MissingExtraError, OutOfMemoryError
 from kvedge.session import (
+    AUTO,
     FIELDS,
     FORMAT,
+    KEY_SCALE,
+    KEY_VECTORS,
     LAYERS,
     MAX_HEADER,
     USER,
@@ -45,7 +49,7 @@ if TYPE_CHECKING:
 __all__ = ["load"]
 
 # Parsing takes the safetensors package some 4 us per tensor. Headers beyond this are looked at
-# before it: 5 tensors per layer, each of at most `_MAX_ENTRY` bytes with names and numbers at their
+# before it: 6 tensors per layer, each of at most `_MAX_ENTRY` bytes with names and numbers at their
 # longest (135, and room for spaces).
 _SHORT_HEADER = 1 << 20
 _MAX_ENTRY = 200
@@ -65,11 +69,11 @@ class _Cache(Protocol):
         cls,
         form: CacheFormat,
         max_seq_len: int | None,
-        auto_offset: bool,
+        key_rule: KeyRule,
         metadata: Mapping[str, str],
         tokens: Sequence[int],
     ) -> Self: ...
-    def _adopt(self, length: int, layers: list[tuple[int, np.ndarray | None, int]]) -> None: ...
+    def _adopt(self, length: int, layers: list[tuple[int, KeyMap, int]]) -> None: ...
 
 
 _Kind = TypeVar("_Kind", bound=_Cache)
@@ -110,11 +114,11 @@ def _load_open(kind: type[_Kind], path: str, file: BinaryIO, mmap: bool) -> _Kin
     tokens = [length - num_dropped for num_dropped in dropped]
     _check_tensors(path, tensors, form, tokens, file_types(fields))
     user = {k[len(USER) :]: v for k, v in fields.items() if k.startswith(USER)}
-    auto = fields["key_offset"] == "auto"
+    rule = KeyRule(fields["key_offset"] == AUTO, KEY_SCALE in fields)
     mapped = mmap and length > 0
     # A mapped cache gets its slabs from the file, but may grow to max_seq_len: so what cannot be
     # reserved is refused whichever way it is loaded.
-    cache = _reserve(path, kind, form, max_seq_len, auto, user, tokens)
+    cache = _reserve(path, kind, form, max_seq_len, rule, user, tokens)
     if mapped:
         _map(path, file, tensors, cache, tokens)
     else:
@@ -125,10 +129,13 @@ def _load_open(kind: type[_Kind], path: str, file: BinaryIO, mmap: bool) -> _Kin
     for name, array in arrays.items():
         config = form.layers[int(name.split(".")[1])]
         _check_numbers(path, name, array, config)
-    offsets = [arrays.get(f"layers.{index}.key_offset") for index in range(form.num_layers)]
-    for index, offset in enumerate(offsets):
-        _check_offset(path, index, cache._layers[index], tokens[index], offset)
-    cache._adopt(length, list(zip(tokens, offsets, dropped, strict=True)))
+    maps = [
+        KeyMap(*(arrays.get(f"layers.{index}.{name}") for name in KEY_VECTORS))
+        for index in range(form.num_layers)
+    ]
+    for index, key_map in enumerate(maps):
+        _check_key_map(path, index, cache._layers[index], tokens[index], key_map)
+    cache._adopt(length, list(zip(tokens, maps, dropped, strict=True)))
     return cache
 
 
@@ -149,7 +156,7 @@ def _check_header_size(path: str, file: BinaryIO) -> None:
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         _corrupt(path, f"its metadata cannot be read: {type(error).__name__}: {error}", error)
     _check_num_layers(path, num_layers)
-    if len(text) - end > 5 * num_layers * _MAX_ENTRY:
+    if len(text) - end > 6 * num_layers * _MAX_ENTRY:
         _corrupt(path, f"its header is too long for the tensors of {num_layers} layers")
 
 
@@ -215,7 +222,7 @@ def _read_fields(
     missing = [name for name in (*FIELDS, "sha256") if name not in fields]
     if missing:
         _corrupt(path, f"its metadata lacks {', '.join(missing)}")
-    known = (*FIELDS, VALUE_HEAD_DIM, LAYERS, "sha256")
+    known = (*FIELDS, KEY_SCALE, VALUE_HEAD_DIM, LAYERS, "sha256")
     unknown = [name for name in fields if name not in known and not name.startswith(USER)]
     if unknown:
         _corrupt(path, f"its metadata has {unknown[0][:40]!r}, which kvedge never writes")
@@ -223,6 +230,8 @@ def _read_fields(
     may_have_scales = has_scales or LAYERS in fields
     if fields["key_offset"] not in (("", "auto") if may_have_scales else ("",)):
         _corrupt(path, f"its key_offset is {fields['key_offset'][:40]!r}")
+    if fields.get(KEY_SCALE, AUTO) != AUTO:
+        _corrupt(path, f"its {KEY_SCALE} is {fields[KEY_SCALE][:40]!r}")
     if not has_scales and (fields["group_size"], fields["scale_dtype"]) != ("", ""):
         _corrupt(path, f"its metadata gives scales to {fields['dtype'][:40]} rows")
     num_layers = _number(path, fields, "num_layers")
@@ -256,6 +265,8 @@ def _read_fields(
     form = CacheFormat.of(configs)
     if fields["key_offset"] and not any(config.has_scales for config in form.layers):
         _corrupt(path, "its key_offset is for layers with scales, and it has none")
+    if KEY_SCALE in fields and not any(config.has_auto_scale for config in form.layers):
+        _corrupt(path, f"its {KEY_SCALE} is for formats of up to 8 bits, and it has none")
     # The text has to be that which these layers have: no other number, name or order will do.
     if fields.get(LAYERS, "") != layers_field(form, dropped):
         _corrupt(path, f"its {LAYERS} are not as kvedge writes them")
@@ -319,8 +330,8 @@ def _check_tensors(
     type_of: Callable[[str], str],
 ) -> None:
     """Compare names, types and shapes with what the metadata promises, before any is read."""
-    offsets = [name for name in tensors if name.endswith(".key_offset")]
-    expected = 4 * form.num_layers + len(offsets)
+    vectors = [name for name in tensors if name.rpartition(".")[2] in KEY_VECTORS]
+    expected = 4 * form.num_layers + len(vectors)
     if len(tensors) != expected:
         _corrupt(
             path, f"it has {len(tensors)} tensors where {form.num_layers} layers have {expected}"
@@ -331,9 +342,10 @@ def _check_tensors(
         for field, (shape, _) in zip(memory.Slabs._fields, layout, strict=True):
             name = f"layers.{index}.{field}"
             wanted[name] = (type_of(name), (tokens[index], *shape[1:]))
-        offset = f"layers.{index}.key_offset"
-        if offset in tensors and config.has_scales:
-            wanted[offset] = ("F32", (config.num_kv_heads, config.head_dim))
+        for field, may_have in zip(KEY_VECTORS, (config.has_scales, True), strict=True):
+            name = f"layers.{index}.{field}"
+            if name in tensors and may_have:
+                wanted[name] = ("F32", (config.num_kv_heads, config.head_dim))
     for name, belongs in wanted.items():
         tensor = tensors.get(name)
         if tensor is None:
@@ -354,7 +366,7 @@ def _reserve(
     kind: type[_Kind],
     form: CacheFormat,
     max_seq_len: int | None,
-    auto: bool,
+    rule: KeyRule,
     user: Mapping[str, str],
     tokens: Sequence[int],
 ) -> _Kind:
@@ -364,12 +376,12 @@ def _reserve(
     refuses that, but has room for the tokens that are there, the file asks for too much.
     """
     try:
-        return kind._empty(form, max_seq_len, auto, user, tokens)
+        return kind._empty(form, max_seq_len, rule, user, tokens)
     except OutOfMemoryError as error:
         if max_seq_len is None and any(tokens):
             raise
         if max_seq_len is not None and any(tokens):
-            kind._empty(form, None, auto, user, tokens)
+            kind._empty(form, None, rule, user, tokens)
         what = "num_layers, num_kv_heads and head_dim" if max_seq_len is None else "max_seq_len"
         _corrupt(path, f"its {what} ask for memory that no system has: {error}", error)
 
@@ -418,7 +430,7 @@ def _map(
 def _loaded_arrays(
     path: str, file: BinaryIO, tensors: Mapping[str, _Tensor], cache: _Cache, tokens: Sequence[int]
 ) -> dict[str, np.ndarray]:
-    """Return every tensor as it now lies in memory; key offsets are read here."""
+    """Return every tensor as it now lies in memory; key offsets and scales are read here."""
     arrays = {}
     for index, layer in enumerate(cache._layers):
         for name, slab in zip(memory.Slabs._fields, layer._slabs, strict=True):
@@ -448,28 +460,34 @@ def _check_numbers(path: str, name: str, array: np.ndarray, config: LayerConfig)
         fault = form.fault_of_codes(array)
     elif name.endswith("_scales"):
         fault = form.fault_of_scales(array)
-    else:  # a key offset
+    else:  # a key offset or a key scale
         fault = FORMATS["float32"].fault_of_codes(array)
+        if fault is None and name.endswith(".key_scale") and not (array > 0).all():
+            fault = "a number that is not positive"
     if fault is not None:
         _corrupt(path, f"tensor {name} holds {fault}")
 
 
-def _check_offset(
-    path: str, index: int, layer: Any, length: int, offset: np.ndarray | None
-) -> None:
-    """Refuse a key offset whose keys lie beyond float32, further than rounding takes them."""
+def _check_key_map(path: str, index: int, layer: Any, length: int, key_map: KeyMap) -> None:
+    """Refuse a key map whose keys lie beyond float32, further than rounding takes them."""
     stored = layer._slabs.side(False, layer._config)
     codes, scales = stored.codes[:length], stored.scales[:length]
-    if offset is None or not scales.size:
+    if key_map.is_plain or not codes.size:
         return
-    if stored.form.largest(codes, scales) + float(np.abs(offset).max()) <= checks.FLOAT32_MAX:
+    scale = 1.0 if key_map.scale is None else float(key_map.scale.max())
+    offset = 0.0 if key_map.offset is None else float(np.abs(key_map.offset).max())
+    if stored.form.largest(codes, scales) * scale + offset <= checks.FLOAT32_MAX:
         return
     step = layer._block_tokens()
     for start in range(0, length, step):
         rows = slice(start, min(length, start + step))
-        keys = stored.decode(rows, np.float64)
-        if np.abs(keys + offset).max() > checks.FLOAT32_MAX + float(scales[rows].max()):
-            _corrupt(path, f"tensor layers.{index}.key_offset leads to keys beyond float32")
+        keys = key_map.from_stored(stored.decode(rows, np.float64))
+        # A format of few bits rounds up by up to a quarter.
+        rounding = 0.25 * checks.FLOAT32_MAX if key_map.scale is not None else 0.0
+        rounding += float(scales[rows].max(initial=0.0))
+        if np.abs(keys).max() > checks.FLOAT32_MAX + rounding:
+            name = KEY_VECTORS[key_map.scale is not None]
+            _corrupt(path, f"tensor layers.{index}.{name} leads to keys beyond float32")
 
 
 def _corrupt(path: str, what: str, cause: Exception | None = None) -> NoReturn:

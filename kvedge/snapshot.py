@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from kvedge.core.config import LayerConfig
+from kvedge.core.key_map import KeyMap
 from kvedge.errors import InvalidArgumentError, StaleSnapshotError
 
 __all__ = ["CacheContents", "CacheFormat", "KvCacheSnapshot", "LayerContents", "OverwriteLog"]
@@ -55,7 +56,7 @@ class LayerContents:
     value_codes: np.ndarray  # (tokens, num_kv_heads, codes per row)
     key_scales: np.ndarray  # (tokens, num_kv_heads, num_groups) float32 or float16
     value_scales: np.ndarray  # (tokens, num_kv_heads, num_groups) float32 or float16
-    key_offset: np.ndarray | None  # (num_kv_heads, head_dim) float32
+    key_map: KeyMap  # how keys are stored
     num_dropped: int = 0  # tokens before the first of these
 
     @property

@@ -16,6 +16,7 @@ from libc.stdint cimport uintptr_t
 import numpy as np
 
 from kvedge.core import checks, memory, registry
+from kvedge.core.key_map import NO_MAP
 from kvedge.cache import CacheMethods
 from kvedge.layer_core import document
 from kvedge.layer_types import layer_classes
@@ -190,9 +191,9 @@ cdef class _LayerCore:
     cdef _Handle _handle
     cdef readonly object _config
     cdef readonly object _slabs
-    cdef readonly object _key_offset
+    cdef readonly object _key_map
     cdef public bint _frozen            # belongs to a KVCache, which alone may change it
-    cdef public bint _auto_key_offset   # take the offset from the first keys
+    cdef public bint _key_map_is_open   # the next append may decide it
     cdef bint _writing                  # a thread is in _store, perhaps without the GIL
     cdef cnp.npy_intp _num_kv_heads, _head_dim, _value_head_dim
     cdef cnp.npy_intp _widest  # of the last two
@@ -201,7 +202,7 @@ cdef class _LayerCore:
 
     def _open(self, config, slabs=None):
         self._handle = None
-        self._key_offset = None
+        self._key_map = NO_MAP
         self._num_kv_heads = config.num_kv_heads
         self._head_dim = config.head_dim
         self._value_head_dim = config.value_head_dim
@@ -233,13 +234,17 @@ cdef class _LayerCore:
     def _written(self):
         return kvedge_layer_written(self._opened().layer)
 
-    def _bind(self, slabs, config):
+    def _bind(self, slabs, config, key_map=None):
         cdef _Handle old = self._handle
         cdef _Handle handle = _attach(config, slabs)
         cdef int64_t start, length
+        if key_map is None:
+            key_map = self._key_map
+        if key_map.offset is not None:
+            kvedge_layer_set_key_offset(handle.layer, _floats(key_map.offset))
+        if key_map.scale is not None:
+            kvedge_layer_set_key_scale(handle.layer, _floats(key_map.scale))
         if old is not None:
-            if self._key_offset is not None:
-                kvedge_layer_set_key_offset(handle.layer, _floats(self._key_offset))
             length = kvedge_layer_range(old.layer, &start)
             handle.dropped = old.dropped + start
             kvedge_layer_set_len(handle.layer, length)
@@ -247,6 +252,13 @@ cdef class _LayerCore:
         self._handle = handle
         self._slabs = slabs
         self._config = config
+        self._key_map = key_map
+
+    def _binding(self):
+        return self._opened(), self._slabs, self._config, self._key_map
+
+    def _rebind(self, binding):
+        self._handle, self._slabs, self._config, self._key_map = binding
 
     def _filled(self, int64_t position, int64_t num_tokens):
         """Rows were copied to the slabs, within capacity."""
@@ -266,18 +278,13 @@ cdef class _LayerCore:
         kvedge_layer_compact(handle.layer)
         handle.dropped = num_dropped
 
-    def _set_key_offset(self, key_offset):
-        cdef _Handle handle = self._opened()
-        cdef kvedge_layer *layer = handle.layer
-        cdef int64_t length = kvedge_layer_len(layer)
-        if key_offset is not None:
-            key_offset = np.ascontiguousarray(key_offset, dtype=np.float32)
-        # C takes an offset for an empty layer only. Going through 0 also makes it look at the scales
-        # again, as is needed where the bytes were exchanged below it.
-        kvedge_layer_set_len(layer, 0)
-        kvedge_layer_set_key_offset(layer, NULL if key_offset is None else _floats(key_offset))
-        kvedge_layer_set_len(layer, length)
-        self._key_offset = key_offset
+    def _set_key_map(self, key_map):
+        # A C layer takes it only while it is empty: so this makes another over the same slabs.
+        if key_map.offset is not None:
+            key_map = key_map._replace(offset=np.ascontiguousarray(key_map.offset, np.float32))
+        if key_map.scale is not None:
+            key_map = key_map._replace(scale=np.ascontiguousarray(key_map.scale, np.float32))
+        self._bind(self._slabs, self._config, key_map)
 
     # ---- tokens in -------------------------------------------------------------------------------
 
@@ -343,7 +350,7 @@ cdef class _LayerCore:
         if (
             not self._writing and num_tokens * self._num_kv_heads * self._widest < _KEEP_GIL
             and num_tokens <= self._limit - kvedge_layer_len(layer)
-            and (not self._auto_key_offset or self._key_offset is not None)
+            and not self._key_map_is_open
             and kvedge_layer_append(layer, _floats(keys), _floats(values), num_tokens) == KVEDGE_OK
         ):
             return
@@ -401,14 +408,18 @@ cdef class _LayerCore:
     ):
         """Append rows; `keys` and `values` are what came, for what is said of rows that are refused."""
         cdef kvedge_status status
-        cdef bint first = self._auto_key_offset and self._key_offset is None and num_tokens > 0
+        cdef bint decides = self._key_map_is_open and num_tokens > 0
         if self._writing:
             raise KvedgeError("another thread is appending to this layer: one at a time may")
-        if first:
+        if decides:
+            mark = self._mark()
             self._writing = True  # this runs Python code, during which another thread may begin
             try:
-                rows, _ = self._checked(keys, values, many, layout)  # before their mean is taken
-                self._set_key_offset(self._offset_for(rows))
+                rows, _ = self._checked(keys, values, many, layout)
+                self._decide_key_map(rows)
+            except BaseException:
+                self._return_to(mark)
+                raise
             finally:
                 self._writing = False
         status = self._append_rows(key_rows, value_rows, num_tokens)
@@ -418,13 +429,13 @@ cdef class _LayerCore:
         try:
             # What is refused besides room raises before the layer moves.
             rows, value_tokens = self._checked(keys, values, many, layout)
-            self._refuse_range(rows, value_tokens, self._key_offset)
+            self._refuse_range(rows, value_tokens)
             if status != KVEDGE_ERROR_CAPACITY:
                 raise KvedgeError(kvedge_strerror(status).decode())
             self._reserve(num_tokens)
         except BaseException:
-            if first:
-                self._set_key_offset(None)
+            if decides:
+                self._return_to(mark)
             raise
         finally:
             self._writing = False
@@ -452,13 +463,12 @@ cdef class _LayerCore:
         return checks.checked_rows(
             keys, values, self._config, len(self), many=many, layout=layout)
 
-    def _refuse_range(self, keys, values, offset):
-        """Raise if rows, keys less their offset, are too large for what they are stored in."""
-        config = self._config
-        if offset is not None:
-            with np.errstate(all="ignore"):
-                keys = keys - offset
-            checks.check_finite(keys, "keys minus key_offset")
+    def _refuse_range(self, keys, values):
+        """Raise if rows, keys as the key map has them, are too large for what they are stored in."""
+        config, key_map = self._config, self._key_map
+        if not key_map.is_plain:
+            keys = key_map.to_stored(keys)
+            checks.check_finite(keys, key_map.text)
         config.key_format.refuse(keys, "keys", config.key_rows)
         config.value_format.refuse(values, "values", config.value_rows)
 

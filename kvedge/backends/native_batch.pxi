@@ -204,7 +204,7 @@ def attend_batch(
 
 def append_batch(layers, keys, values, *, layout="nhd"):
     cdef list made = _as_layers(layers)
-    cdef bint hnd = _is_hnd(layout), first = False, right
+    cdef bint hnd = _is_hnd(layout), decides = False, right
     cdef _Array key_rows, value_rows
     cdef _LayerCore layer
     right = (
@@ -214,9 +214,9 @@ def append_batch(layers, keys, values, *, layout="nhd"):
     for each in made:
         layer = <_LayerCore>each
         layer._opened()
-        first = first or (layer._auto_key_offset and layer._key_offset is None)
+        decides = decides or layer._key_map_is_open
         right = right and not layer._frozen
-    if right and not first:
+    if right and not decides:
         _as_batch(&key_rows, False, key_rows.ndim == 3, hnd)
         _as_batch(&value_rows, False, value_rows.ndim == 3, hnd)
         if key_rows.shape[1] == value_rows.shape[1]:
@@ -225,17 +225,16 @@ def append_batch(layers, keys, values, *, layout="nhd"):
     dense_keys, dense_values = _batch.checked_rows(made, keys, values, layout)
     _read_ndarray(<cnp.ndarray>dense_keys, &key_rows)
     _read_ndarray(<cnp.ndarray>dense_values, &value_rows)
-    firsts = []
-    if key_rows.shape[1] > 0:
-        firsts = [each for each in made if each._auto_key_offset and each._key_offset is None]
+    marks = []
     try:
-        for layer, rows in zip(made, dense_keys):
-            if layer in firsts:
-                layer._set_key_offset(layer._offset_for(rows))
+        for each, rows in zip(made, dense_keys):
+            if each._key_map_is_open and len(rows):
+                marks.append((each, each._mark()))
+                each._decide_key_map(rows)
         _store_batch(made, keys, values, &key_rows, &value_rows, layout)
     except BaseException:
-        for each in firsts:
-            each._set_key_offset(None)
+        for each, mark in marks:
+            each._return_to(mark)
         raise
 
 
@@ -256,7 +255,7 @@ cdef _store_batch(list layers, keys, values, const _Array *key_rows, const _Arra
     # What is refused besides room raises before the first layer moves.
     dense_keys, dense_values = _batch.checked_rows(layers, keys, values, layout)
     for layer, some_keys, some_values in zip(layers, dense_keys, dense_values):
-        layer._refuse_range(some_keys, some_values, layer._key_offset)
+        layer._refuse_range(some_keys, some_values)
     if status == KVEDGE_ERROR_CAPACITY:
         for layer in layers:
             layer._reserve(num_tokens)

@@ -56,6 +56,7 @@ __all__ = [
     "as_float32",
     "as_int",
     "as_key_offset",
+    "as_key_scale",
     "as_ndarray",
     "as_num_query_heads",
     "as_out",
@@ -511,6 +512,35 @@ def as_num_query_heads(num_query_heads: Any, num_kv_heads: int) -> int | None:
             f"num_query_heads must be a multiple of the {num_kv_heads} KV heads, not {number}"
         )
     return number
+
+
+def as_key_scale(key_scale: Any, config: LayerConfig) -> np.ndarray | str | None:
+    """`key_scale` as None, "auto", or a float32 (num_kv_heads, head_dim) array of its own.
+
+    Raises
+    ------
+    InvalidArgumentError, DtypeMismatchError, ShapeMismatchError, NonFiniteInputError
+    """
+    if key_scale is None:
+        return None
+    if isinstance(key_scale, str):
+        if key_scale != "auto":
+            raise InvalidArgumentError(
+                f'key_scale must be "auto", an array or None, not {describe(key_scale)}'
+            )
+        if not config.has_auto_scale:
+            raise InvalidArgumentError(
+                f'key_scale="auto" is for formats of up to 8 bits: {config.dtype} layers gain '
+                "nothing by it"
+            )
+        return key_scale
+    key_scale = as_float32(key_scale, "key_scale", shape=(config.num_kv_heads, config.head_dim))
+    check_finite(key_scale, "key_scale")
+    if not (key_scale > 0).all():
+        raise InvalidArgumentError(
+            f"key_scale must be positive, and holds {float(key_scale.min())!r}"
+        )
+    return np.array(key_scale)
 
 
 def as_start(start: Any, length: int) -> int:

@@ -70,6 +70,11 @@ class LayerConfig:
         return self.key_format.has_scales
 
     @property
+    def has_auto_scale(self) -> bool:
+        """Whether keys may have a key scale of their own making: up to 8 bits gain by it."""
+        return self.key_format.bits <= 8
+
+    @property
     def key_rows(self) -> RowShape:
         """The shape of a key's row."""
         return RowShape.of(self.head_dim, self.group_size, self.scale_dtype, self.has_scales)

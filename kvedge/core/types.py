@@ -65,6 +65,7 @@ class StorageArguments(TypedDict, total=False):
     group_size: int | None
     scale_dtype: ScaleDtype
     key_offset: Array | Literal["auto"] | Sequence[Any] | None
+    key_scale: Array | Literal["auto"] | Sequence[Any] | None
 
 
 class CacheArguments(StorageArguments, total=False):

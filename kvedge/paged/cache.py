@@ -12,6 +12,7 @@ import numpy as np
 from kvedge.cache import CacheMethods
 from kvedge.cache_state import layer_names
 from kvedge.core import checks, registry
+from kvedge.core.key_map import KeyRule
 from kvedge.errors import (
     InvalidArgumentError,
     LayersOutOfStepError,
@@ -558,11 +559,11 @@ class PagedKvCache(PagedAttention):
             for store, reading in zip(pool._stores, running, strict=True):
                 slabs = store.gather(reading.table, pool.block_size, length)
                 keys, values, key_scales, value_scales = slabs
-                layers.append(LayerContents(keys, values, key_scales, value_scales, None))
+                layers.append(LayerContents(keys, values, key_scales, value_scales, store._key_map))
         finally:
             pool._running.difference_update(running)
         contents = CacheContents(self._format, length, tuple(layers))
-        return registry.active("KVCache")._holding(contents, max_seq_len, False, {})
+        return registry.active("KVCache")._holding(contents, max_seq_len, KeyRule(), {})
 
     def from_kv_cache(self, cache: CacheMethods) -> int:
         """Begin a sequence with a copy of a cache's tokens, byte for byte.
@@ -570,8 +571,8 @@ class PagedKvCache(PagedAttention):
         Parameters
         ----------
         cache : KVCache
-            Of the pool's layers, heads, head_dim, dtype, group size and scale dtype, and without a
-            key offset.
+            Of the pool's layers, heads, head_dim, dtype, group size, scale dtype and key scale, and
+            without a key offset.
 
         Returns
         -------
@@ -580,7 +581,7 @@ class PagedKvCache(PagedAttention):
         Raises
         ------
         InvalidArgumentError
-            Not a KVCache, or one with a key offset.
+            Not a KVCache, or one with a key offset or another key scale.
         ShapeMismatchError
             A cache of another format.
         LayersOutOfStepError
@@ -594,6 +595,11 @@ class PagedKvCache(PagedAttention):
             raise ShapeMismatchError(f"the cache is {cache._format}, this pool {self._format}")
         if cache.key_offset is not None:
             raise InvalidArgumentError("blocks have no key offset, but this cache has one")
+        if not _are_equal(cache.key_scale, self._pool.key_scale):
+            raise InvalidArgumentError(
+                "the cache has another key_scale than the pool: make the pool with "
+                "key_scale=cache.key_scale"
+            )
         pool, length = self._pool, len(cache)
         _check_nothing_pending([len(layer) for layer in cache._layers], length)
         with pool._lock:
@@ -631,6 +637,12 @@ class PagedKvCache(PagedAttention):
         if snapshot._table is None:
             raise StaleSnapshotError("this snapshot was released: its blocks are no longer held")
         return snapshot._table
+
+
+def _are_equal(one: np.ndarray | None, other: np.ndarray | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return np.array_equal(one, other)
 
 
 def _check_nothing_pending(held: Sequence[int], length: int) -> None:

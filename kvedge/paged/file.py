@@ -4,6 +4,7 @@ Blocks that no sequence and no prefix has are left out, and the others are numbe
 order. A file holds, beside the metadata,
 
     layers.{i}.key_codes, ...    of each layer, as a pool has them: (blocks * block_size, H, ...)
+    layers.{i}.key_scale         float32 (H, head_dim), where the pool has one
     lengths                      int64 (sequences,): tokens, oldest sequence first
     tables                       int32: the blocks of the sequences, one after the other
     prefix_blocks                int32 (known,): a block whose token ids are known, parents first
@@ -70,6 +71,8 @@ def save(
             tensors[f"layers.{i}.{name}"] = rows.reshape(
                 len(saved) * pool.block_size, *slab.shape[1:]
             )
+        if store._key_map.scale is not None:
+            tensors[f"layers.{i}.key_scale"] = store._key_map.scale
     config = pool._config
     fields = {
         "format": _FORMAT,
@@ -105,9 +108,18 @@ def load(
     group_size = number(path, fields, "group_size")
     if fields.get("dtype") == "int8":
         options["group_size"] = group_size
-    expected = 6 + 4 * given["num_layers"]
+    is_scaled = "layers.0.key_scale" in arrays
+    expected = 6 + (5 if is_scaled else 4) * given["num_layers"]
     if len(arrays) != expected:
         corrupt(path, f"it has {len(arrays)} tensors where {expected} belong")
+    if is_scaled:
+        shape = (given["num_kv_heads"], given["head_dim"])
+        options["key_scale"] = np.stack(
+            [
+                tensor_file.check_array(path, arrays, f"layers.{i}.key_scale", np.float32, shape)
+                for i in range(given["num_layers"])
+            ]
+        )
     try:
         pool = KvBlockPool(**given, **options)
     except MemoryError:

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from kvedge.core import checks, memory, registry
-from kvedge.core.config import ConfigFacts
+from kvedge.core.config import ConfigFacts, LayerConfig
 from kvedge.core.formats import FORMATS
-from kvedge.core.types import Dtype, ScaleDtype
+from kvedge.core.types import Array, Dtype, ScaleDtype
 from kvedge.errors import (
     BlockNotHeldError,
     CapacityExceededError,
@@ -61,10 +61,16 @@ class KvBlockPool(ConfigFacts):
         that.
     value_head_dim : int, optional
         Channels of a value, 1 to 1024; by default head_dim.
+    key_scale : array, optional
+        float32 (num_layers, num_kv_heads, head_dim), what keys are divided by before they are
+        stored, as of :class:`kvedge.KVCache`: its ``key_scale`` after a prompt is what "auto" takes
+        there. Sequences share blocks, so a pool takes none from its first tokens.
 
     Raises
     ------
     InvalidArgumentError, OutOfMemoryError
+    DtypeMismatchError, ShapeMismatchError, LayoutError, NonFiniteInputError
+        From key_scale.
 
     Notes
     -----
@@ -83,6 +89,7 @@ class KvBlockPool(ConfigFacts):
         scale_dtype: ScaleDtype | None = None,
         group_size: int | None = None,
         value_head_dim: int | None = None,
+        key_scale: Array | None = None,
     ) -> None:
         """Make a pool of free blocks; the class tells of the parameters."""
         num_blocks = _size(num_blocks, "num_blocks", MAX_BLOCKS)
@@ -105,6 +112,7 @@ class KvBlockPool(ConfigFacts):
             group_size=group_size,
             scale_dtype=scale_dtype,
         )
+        scales = _key_scales(key_scale, config, num_layers)
         slabs = memory.reserve_layers(config, num_layers)
         try:
             references = np.zeros(num_blocks, np.int32)  # committed as it is touched, too
@@ -115,7 +123,8 @@ class KvBlockPool(ConfigFacts):
         self._config = config
         self._num_blocks = num_blocks
         self._block_size = block_size
-        self._stores = tuple(registry.active("BlockStore")(config, each) for each in slabs)
+        store = registry.active("BlockStore")
+        self._stores = tuple(store(config, *each) for each in zip(slabs, scales, strict=True))
 
         self._lock = threading.RLock()  # held by every method that changes pool, cache or sequence
         self._references = references
@@ -146,6 +155,12 @@ class KvBlockPool(ConfigFacts):
     def num_layers(self) -> int:
         """Layers of the model."""
         return len(self._stores)
+
+    @property
+    def key_scale(self) -> np.ndarray | None:
+        """What keys are stored over, float32 (num_layers, num_kv_heads, head_dim); or None."""
+        scales = [store._key_map.scale for store in self._stores]
+        return None if scales[0] is None else np.stack(scales)
 
     @property
     def free_count(self) -> int:
@@ -484,3 +499,17 @@ def _size(value: Any, name: str, most: int) -> int:
     if not 1 <= number <= most:
         raise InvalidArgumentError(f"{name} must be from 1 to {most}, not {number}")
     return number
+
+
+def _key_scales(key_scale: Any, config: LayerConfig, num_layers: int) -> list[np.ndarray | None]:
+    """The key scale of each layer, checked."""
+    if key_scale is None:
+        return [None] * num_layers
+    if isinstance(key_scale, str):
+        raise InvalidArgumentError(
+            f"key_scale of a pool must be an array, not {key_scale!r}: sequences share its blocks, "
+            "and none is the first"
+        )
+    shape = (num_layers, config.num_kv_heads, config.head_dim)
+    scales = checks.as_float32(key_scale, "key_scale", shape=shape)
+    return [np.asarray(checks.as_key_scale(scale, config)) for scale in scales]

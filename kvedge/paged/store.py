@@ -19,6 +19,7 @@ import numpy as np
 
 from kvedge.core import checks
 from kvedge.core.config import LayerConfig
+from kvedge.core.key_map import KeyMap
 from kvedge.core.memory import Slabs, clamp
 from kvedge.errors import KvedgeError
 from kvedge.layer_core import LayerCore
@@ -66,18 +67,21 @@ class BlockStoreMethods(LayerCore):
         def _attend_blocks(self, block_size: int, rows: list[Any], options: Any) -> None: ...
         def _settle(self) -> None: ...
 
-    def __init__(self, config: LayerConfig, slabs: Slabs) -> None:
+    def __init__(self, config: LayerConfig, slabs: Slabs, key_scale: np.ndarray | None) -> None:
         self._open(config, slabs)
+        if key_scale is not None:
+            self._set_key_map(KeyMap(None, key_scale))
 
     def check(self, keys: np.ndarray, values: np.ndarray) -> None:
         """Raise if rows (n, H, channels) cannot be stored."""
-        config = self._config
-        for rows, name, form, shape in (
-            (keys, "keys", config.key_format, config.key_rows),
-            (values, "values", config.value_format, config.value_rows),
-        ):
-            checks.check_finite(rows, name)
-            form.refuse(rows, name, shape)
+        config, key_map = self._config, self._key_map
+        checks.check_finite(keys, "keys")
+        checks.check_finite(values, "values")
+        mapped = key_map.to_stored(keys)
+        if not key_map.is_plain:
+            checks.check_finite(mapped, key_map.text)
+        config.key_format.refuse(mapped, "keys", config.key_rows)
+        config.value_format.refuse(values, "values", config.value_rows)
 
     def write(
         self, table: np.ndarray, block_size: int, start: int, keys: np.ndarray, values: np.ndarray
@@ -98,6 +102,7 @@ class BlockStoreMethods(LayerCore):
         """Dequantize the first tokens: float32 (length, H, channels)."""
         copies = self.gather(table, block_size, length)
         rows = copies.side(values, self._config).decode(slice(None), np.float32)
+        rows = rows if values else self._key_map.from_stored(rows)
         return clamp(rows, rows)
 
     def read_row(self, values: bool, position: int) -> np.ndarray:

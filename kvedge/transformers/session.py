@@ -24,6 +24,7 @@ from transformers import cache_utils
 from kvedge.backends.select import KVCache
 from kvedge.cache_state import CacheState
 from kvedge.core.config import MAX_LAYERS
+from kvedge.core.key_map import KeyRule
 from kvedge.core.replacing import locked, remove_abandoned, replacing
 from kvedge.errors import CorruptFileError, InvalidArgumentError, KvedgeError, ShapeMismatchError
 from kvedge.session import checked_path
@@ -180,7 +181,7 @@ class _Rows:
         self._layers = rows
         self._format = CacheFormat.of(row._config for row in rows)
         self._length = len(rows[0])
-        self._auto_offset = any(row._auto_key_offset for row in rows)
+        self._key_rule = KeyRule.of_any(row._key_rule for row in rows)
         self.num_layers = len(rows)
         self.metadata = {_CONVERSATION: conversation}
 

@@ -391,7 +391,7 @@ class _Scripted:
     def __init__(self, **texts):
         self.texts = texts  # one per dtype
 
-    def forward(self, tokens, cache, *, last_only, num_threads):
+    def forward(self, tokens, cache, *, last_only, num_threads, precision_bits):
         cache.tokens.extend(tokens)
         logits = np.zeros(10, np.float32)
         written = len(cache.tokens) - 1  # after a prompt of one token

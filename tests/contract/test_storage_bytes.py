@@ -183,13 +183,16 @@ def test_keys_are_stored_less_the_given_offset(head_dim, scale_dtype, rng):
         np.testing.assert_array_equal(layer.key_offset, offset)
 
 
-def test_the_automatic_offset_is_the_mean_of_the_first_keys_then_frozen(rng):
+def test_the_automatic_offset_is_the_mean_of_the_first_keys_where_that_narrows_them_then_frozen(
+    rng,
+):
     keys, values = normal(rng, 2, 9, HEADS, 40)
-    keys += 5
+    keys[:, :, ::2] += 9
     layer = QuantizedKvLayer(9, HEADS, 40, key_offset="auto")
     layer.extend(keys[:0], values[:0])
     layer.extend(keys[:4], values[:4])
     offset = reference.automatic_key_offset(keys[:4])
+    assert offset[:, ::2].all() and not offset[:, 1::2].all()
     np.testing.assert_array_equal(layer.key_offset, offset)
     layer.extend(keys[4:8], values[4:8])
     layer.push(keys[8], values[8])

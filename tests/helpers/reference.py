@@ -87,8 +87,11 @@ def dequantize(codes, scales, group_size=None, offset=None, dtype=np.float64):
 
 
 def automatic_key_offset(keys):
-    """key_offset="auto": the mean over tokens of the first keys (n, H, D) appended."""
-    return keys.astype(np.float64).mean(axis=0).astype(np.float32)
+    """key_offset="auto": the mean of the first keys (n, H, D) in channels whose range it halves."""
+    mean = keys.astype(np.float64).mean(axis=0).astype(np.float32)
+    with np.errstate(all="ignore"):
+        narrow = 2 * np.abs(keys - mean).max(axis=0) <= np.abs(keys).max(axis=0)
+    return np.where(narrow, mean, np.float32(0))
 
 
 def small_float(codes, mantissa_bits, bias):

@@ -149,7 +149,7 @@ def huge(layer_class):
 
 def content(layer):
     """Everything stored in a layer, as bytes that can be compared."""
-    offset = layer.key_offset
+    offset, scale = layer.key_offset, layer.key_scale
     return (
         len(layer),
         layer.key_codes.tobytes(),
@@ -157,6 +157,7 @@ def content(layer):
         layer.value_codes.tobytes(),
         np.asarray(layer.value_scales).tobytes(),
         None if offset is None else offset.tobytes(),
+        None if scale is None else scale.tobytes(),
     )
 
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from kvedge.core.checks import FLOAT32_MAX, FLOAT32_TINY
 from kvedge.core.config import LayerConfig
+from kvedge.core.key_map import KeyMap
 from kvedge.core.memory import Slabs
 from kvedge.core.options import AttendOptions
 
@@ -35,21 +36,21 @@ class Stored:
     config : LayerConfig
     length : int
         Tokens stored.
-    key_offset : numpy.ndarray or None
-        float32 (num_kv_heads, head_dim), to be added to the keys.
+    key_map : KeyMap
+        How the keys are stored.
     """
 
-    def __init__(
-        self, slabs: Slabs, config: LayerConfig, length: int, key_offset: np.ndarray | None
-    ) -> None:
+    def __init__(self, slabs: Slabs, config: LayerConfig, length: int, key_map: KeyMap) -> None:
         self.slabs = slabs
         self.config = config
         self.length = length
-        self.key_offset = key_offset
+        self.key_map = key_map
 
     def keys(self, heads: slice, tokens: slice) -> np.ndarray:
         """float64 (tokens, heads, head_dim) without the offset; exact."""
-        return self._rows(False, heads, tokens)
+        rows = self._rows(False, heads, tokens)
+        scale = self.key_map.scale
+        return rows if scale is None else np.asarray(rows * scale[heads])
 
     def values(self, heads: slice, tokens: slice) -> np.ndarray:
         """float64 (tokens, heads, value_head_dim); exact."""
@@ -190,9 +191,9 @@ def _weighted_sum(weights: np.ndarray, values: np.ndarray) -> np.ndarray:
 
 def _offset_logits(stored: Stored, query: np.ndarray, heads: slice, scale: float) -> np.ndarray:
     """What the key offset adds to all logits of a row: (H, g, R)."""
-    if stored.key_offset is None:
+    if stored.key_map.offset is None:
         return np.zeros(query.shape[:3])
-    offset = stored.key_offset[heads].astype(np.float64)  # (H, D)
+    offset = stored.key_map.offset[heads].astype(np.float64)  # (H, D)
     return np.asarray(scale * np.einsum("hgrd,hd->hgr", query, offset))
 
 

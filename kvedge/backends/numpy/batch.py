@@ -90,11 +90,18 @@ def append_batch(
     if not sides[0].shape[1]:
         return
     pairs = list(zip(*sides, strict=True))
-    offsets = [layer._refused(*pair) for layer, pair in zip(layers, pairs, strict=True)]
-    for layer in layers:
-        layer._reserve(sides[0].shape[1])
-    for layer, pair, offset in zip(layers, pairs, offsets, strict=True):
-        layer._store_with(*pair, offset)
+    marks = [layer._mark() for layer in layers]
+    try:
+        for layer, pair in zip(layers, pairs, strict=True):
+            layer._make_ready(*pair)
+        for layer in layers:
+            layer._reserve(sides[0].shape[1])
+    except BaseException:
+        for layer, mark in zip(layers, marks, strict=True):
+            layer._return_to(mark)
+        raise
+    for layer, pair in zip(layers, pairs, strict=True):
+        layer._store_ready(*pair)
         layer._slide(sides[0].shape[1])
 
 

@@ -12,6 +12,7 @@ from kvedge.cache import CacheMethods
 from kvedge.core import arrays, checks, memory, registry
 from kvedge.core.config import LayerConfig
 from kvedge.core.formats import Format
+from kvedge.core.key_map import NO_MAP, KeyMap
 from kvedge.core.memory import Held, Slabs, clamp
 from kvedge.core.options import AttendOptions, takes_options_of
 from kvedge.core.rows import RowShape
@@ -30,15 +31,16 @@ class _LayerCore(LayerCore):
 
     if TYPE_CHECKING:  # what LayerMethods adds
 
-        def _offset_for(self, keys: np.ndarray) -> np.ndarray | None: ...
+        def _decide_key_map(self, keys: np.ndarray) -> None: ...
+        def _mark(self) -> tuple[Any, ...]: ...
+        def _return_to(self, mark: tuple[Any, ...]) -> None: ...
         def _reserve(self, n: int) -> None: ...
         def _slide(self, n: int) -> None: ...
 
     def _open(self, config: LayerConfig, slabs: Slabs | None = None) -> None:
         self._frozen = False
-        self._key_offset = None
         slabs = memory.reserve_slabs(config) if slabs is None else slabs
-        self._now = Held(slabs, 0, 0, 0, None)
+        self._now = Held(slabs, 0, 0, 0, NO_MAP)
         self._last_row = 0
         self._bind(slabs, config)
 
@@ -60,9 +62,15 @@ class _LayerCore(LayerCore):
     def _slabs(self) -> Slabs:  # type: ignore[override]
         return self._now.slabs
 
-    def _bind(self, slabs: Slabs, config: LayerConfig) -> None:
+    @property
+    def _key_map(self) -> KeyMap:  # type: ignore[override]
+        key_map: KeyMap = self._now.source
+        return key_map
+
+    def _bind(self, slabs: Slabs, config: LayerConfig, key_map: KeyMap | None = None) -> None:
         self._last_row -= self._now.start
-        self._now = self._now._replace(slabs=slabs, start=0)
+        source = self._now.source if key_map is None else key_map
+        self._now = self._now._replace(slabs=slabs, start=0, source=source)
         self._config = config
 
     def _filled(self, position: int, n: int) -> None:
@@ -84,8 +92,14 @@ class _LayerCore(LayerCore):
         self._now = self._now._replace(start=0, num_tokens=0, num_dropped=num_dropped)
         self._last_row = 0
 
-    def _set_key_offset(self, key_offset: np.ndarray | None) -> None:
-        self._key_offset = key_offset
+    def _set_key_map(self, key_map: KeyMap) -> None:
+        self._bind(self._slabs, self._config, key_map)
+
+    def _binding(self) -> tuple[Any, ...]:
+        return self._now, self._last_row, self._config
+
+    def _rebind(self, binding: tuple[Any, ...]) -> None:
+        self._now, self._last_row, self._config = binding
 
     def push(self, keys: Array, values: Array) -> None:
         checks.check_unfrozen(self._frozen)
@@ -108,50 +122,46 @@ class _LayerCore(LayerCore):
     def _store(self, keys: np.ndarray, values: np.ndarray) -> None:
         """Append checked float32 rows (n, num_kv_heads, channels)."""
         if len(keys):
-            offset = self._refused(keys, values)
-            self._reserve(len(keys))
-            self._store_with(keys, values, offset)
+            mark = self._mark()
+            try:
+                self._make_ready(keys, values)
+                self._reserve(len(keys))
+                self._store_ready(keys, values)
+            except BaseException:
+                self._return_to(mark)
+                raise
 
-    def _refused(self, keys: np.ndarray, values: np.ndarray) -> np.ndarray | None:
-        """Raise if checked rows cannot be stored, else the key offset to store them with."""
-        offset = self._offset_for(keys)
+    def _make_ready(self, keys: np.ndarray, values: np.ndarray) -> None:
+        """Decide how checked rows are stored, and raise if they cannot be."""
+        if self._key_map_is_open:
+            self._decide_key_map(keys)
         config = self._config
-        self._refuse(keys, offset, "keys", config.key_format, config.key_rows)
-        self._refuse(values, None, "values", config.value_format, config.value_rows)
-        return offset
+        self._refuse(keys, self._key_map, "keys", config.key_format, config.key_rows)
+        self._refuse(values, NO_MAP, "values", config.value_format, config.value_rows)
 
-    def _store_with(self, keys: np.ndarray, values: np.ndarray, offset: np.ndarray | None) -> None:
+    def _store_ready(self, keys: np.ndarray, values: np.ndarray) -> None:
         """Append rows that are checked, and that there is room for."""
         held = self._now
-        self._write(held.start + held.num_tokens, keys, values, offset)
-        if offset is not self._key_offset:
-            self._set_key_offset(offset)
+        self._write(held.start + held.num_tokens, keys, values)
         self._set_len(held.num_tokens + len(keys))
 
     def _refuse(
-        self,
-        rows: np.ndarray,
-        offset: np.ndarray | None,
-        name: str,
-        form: Format,
-        shape: RowShape,
+        self, rows: np.ndarray, key_map: KeyMap, name: str, form: Format, shape: RowShape
     ) -> None:
         """Raise if any of the rows cannot be stored, before the first is written."""
         for block in self._blocks(len(rows)):
-            centred = _minus(rows[block], offset)
-            if offset is not None:
-                checks.check_finite(centred, f"{name} minus key_offset")
-            form.refuse(centred, name, shape)
+            mapped = key_map.to_stored(rows[block])
+            if not key_map.is_plain:
+                checks.check_finite(mapped, key_map.text)
+            form.refuse(mapped, name, shape)
 
-    def _write(
-        self, row: int, keys: np.ndarray, values: np.ndarray, offset: np.ndarray | None
-    ) -> None:
-        """Store tokens (n, num_kv_heads, channels) from a row of the slabs on, less the offset."""
+    def _write(self, row: int, keys: np.ndarray, values: np.ndarray) -> None:
+        """Store tokens (n, num_kv_heads, channels) from a row of the slabs on."""
         slabs, config = self._slabs, self._config
         for block in self._blocks(len(keys)):
             at = slice(row + block.start, row + block.stop)
             slabs.key_codes[at], slabs.key_scales[at] = config.key_format.encode(
-                _minus(keys[block], offset), config.key_rows
+                self._key_map.to_stored(keys[block]), config.key_rows
             )
             slabs.value_codes[at], slabs.value_scales[at] = config.value_format.encode(
                 values[block], config.value_rows
@@ -166,14 +176,10 @@ class _LayerCore(LayerCore):
         self, held: Held, values: bool, start: int, stop: int, out: np.ndarray
     ) -> Floats:
         stored = held.tokens.side(values, self._config)
-        offset = None if values else self._key_offset
+        key_map: KeyMap = NO_MAP if values else held.source
         for block in self._blocks(stop - start):
             at = slice(start + block.start, start + block.stop)
-            rows = stored.decode(at, np.float32)
-            if offset is not None:
-                with np.errstate(all="ignore"):
-                    rows = rows + offset
-            clamp(rows, out[block])
+            clamp(key_map.from_stored(stored.decode(at, np.float32)), out[block])
         return out
 
     @takes_options_of(LayerCore.attend)
@@ -217,14 +223,7 @@ class _LayerCore(LayerCore):
         return attention.scores(self._stored(self._held()), rows, scale)
 
     def _stored(self, held: Held) -> attention.Stored:
-        return attention.Stored(held.tokens, self._config, held.num_tokens, self._key_offset)
-
-
-def _minus(rows: np.ndarray, offset: np.ndarray | None) -> np.ndarray:
-    if offset is None:
-        return rows
-    with np.errstate(all="ignore"):
-        return np.asarray(rows - offset)
+        return attention.Stored(held.tokens, self._config, held.num_tokens, held.source)
 
 
 document(_LayerCore)

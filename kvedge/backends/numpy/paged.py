@@ -10,8 +10,6 @@ import numpy as np
 from kvedge.backends.numpy import attention
 from kvedge.backends.numpy.layer import _LayerCore
 from kvedge.core import checks, registry
-from kvedge.core.config import LayerConfig
-from kvedge.core.memory import Slabs
 from kvedge.core.options import AttendOptions
 from kvedge.paged.batch import Rows
 from kvedge.paged.store import BlockStoreMethods
@@ -23,7 +21,7 @@ class BlockStore(_LayerCore, BlockStoreMethods):
 
     def _write_at(self, position: int, keys: np.ndarray, values: np.ndarray) -> None:
         self.check(keys, values)
-        self._write(position, keys, values, None)
+        self._write(position, keys, values)
 
     def _settle(self) -> None:
         pass  # there are no threads
@@ -32,7 +30,7 @@ class BlockStore(_LayerCore, BlockStoreMethods):
         for one in rows:
             checks.check_finite(one.query, "query")  # all of them before the first is written
         for one in rows:
-            stored = _StoredInBlocks(self._slabs, self._config, one.length, one.table, block_size)
+            stored = _StoredInBlocks(self, one.length, one.table, block_size)
             own = replace(options, start=one.start) if one.start else options
             if options.window >= one.length:
                 own = replace(own, window=0, sink_tokens=0)
@@ -44,10 +42,8 @@ class BlockStore(_LayerCore, BlockStoreMethods):
 class _StoredInBlocks(attention.Stored):
     """The tokens of a sequence, wherever their blocks lie."""
 
-    def __init__(
-        self, slabs: Slabs, config: LayerConfig, length: int, table: np.ndarray, block_size: int
-    ) -> None:
-        super().__init__(slabs, config, length, None)
+    def __init__(self, store: BlockStore, length: int, table: np.ndarray, block_size: int) -> None:
+        super().__init__(store._slabs, store._config, length, store._key_map)
         self._table = table.astype(np.int64)
         self._block_size = block_size
 
