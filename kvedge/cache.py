@@ -97,9 +97,10 @@ class CacheMethods(CacheHistory):
         key_scale : None, "auto" or array of float32 (num_layers, num_kv_heads, head_dim)
             Positive factors that keys are divided by before they are stored, and queries multiplied
             by, which changes no attention and keeps a few large channels of the keys (as Qwen2.5
-            has) from costing the others their precision. "auto", for formats of up to 8 bits, takes
-            them from the first 64 tokens, of 16 at least: fewer are encoded anew once 16 are there.
-            They stay until :meth:`clear`. For layers that differ, a list of one each.
+            has) from costing the others their precision. "auto" takes them from the first 64
+            tokens, of 16 at least: fewer are encoded anew once 16 are there. They stay until
+            :meth:`clear`. (Formats of more than 8 bits gain nothing: "auto" takes none there.) For
+            layers that differ, a list of one each.
         window : int, None or a sequence of them, optional
             Tokens that a query row sees, in all layers or in each. A layer with a window keeps what
             that needs, attends with it by default, and takes memory for two windows

@@ -87,7 +87,7 @@ class CacheState(CacheFacts):
                 checks.as_key_scale(scales[index], config),
             )
             layers.append(layer)
-        rule = KeyRule(isinstance(key_offset, str), isinstance(key_scale, str))
+        rule = KeyRule(isinstance(key_offset, str), isinstance(key_scale, str) and any(with_scale))
         self._take(layers, max_seq_len, rule, metadata)
 
     def _take(

@@ -33,7 +33,7 @@ _PARAMETERS = """
         ones see. :attr:`num_dropped` counts them. ``capacity`` must be None: it takes memory for
         two windows, or a prompt's length for as long as it is needed.
     key_scale : array or "auto", optional
-        As of :class:`kvedge.QuantizedKvLayer`; "auto" for formats of up to 8 bits.
+        As of :class:`kvedge.QuantizedKvLayer`; "auto" is none for formats of more than 8 bits.
 
     Raises
     ------

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import kvedge
+from kvedge.cli import storage
 from kvedge.cli.figures import cache_figures
 from kvedge.console.exits import OK, UsageError
 from kvedge.console.output import Output, print_json
@@ -44,8 +45,15 @@ class Comparison:
 class _Reader:
     """A cache that tokens are fed to, and the time it took."""
 
-    def __init__(self, model: LlamaModel, cache: KVCache, num_threads: int | None) -> None:
-        self.model, self.cache, self.num_threads = model, cache, num_threads
+    def __init__(
+        self,
+        model: LlamaModel,
+        cache: KVCache,
+        num_threads: int | None,
+        precision_bits: int | None = None,
+    ) -> None:
+        self.model, self.cache = model, cache
+        self.num_threads, self.precision_bits = num_threads, precision_bits
         self.logits: Any = None  # (vocab_size,) float32, for the token after the last one fed
         self.prompt_seconds = self.seconds = 0.0
         self.steps = 0
@@ -54,7 +62,11 @@ class _Reader:
         started = time.perf_counter()
         for at in range(0, len(tokens), _CHUNK):
             self.logits = self.model.forward(
-                tokens[at : at + _CHUNK], self.cache, last_only=True, num_threads=self.num_threads
+                tokens[at : at + _CHUNK],
+                self.cache,
+                last_only=True,
+                num_threads=self.num_threads,
+                precision_bits=self.precision_bits,
             )
         elapsed = time.perf_counter() - started
         if prompt:
@@ -67,7 +79,7 @@ class _Reader:
         return int(np.argmax(self.logits))
 
     def fork(self) -> _Reader:
-        other = _Reader(self.model, self.cache.copy(), self.num_threads)
+        other = _Reader(self.model, self.cache.copy(), self.num_threads, self.precision_bits)
         other.logits = self.logits
         return other
 
@@ -134,9 +146,14 @@ def run(model: LlamaModel, path: str, options: argparse.Namespace, output: Outpu
     assert tokenizer is not None
     prompt = tokenizer.encode(options.prompt or "")
     sizes = {} if options.context is None else {"max_seq_len": options.context}
-    groups = {} if options.group_size is None else {"group_size": options.group_size}
+    stored = storage.cache_options(options)
     float32 = _Reader(model, model.new_cache("float32", **sizes), options.threads)
-    int8 = _Reader(model, model.new_cache("int8", **sizes, **groups), options.threads)
+    int8 = _Reader(
+        model,
+        model.new_cache("int8", **sizes, **stored),
+        options.threads,
+        options.precision_bits,
+    )
     limit = model.context_limit(int8.cache)
     steps = min(options.tokens, limit - len(prompt) + 1)  # the last token need not be stored
     if steps < 1:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import kvedge
+from kvedge.cli import hugging_face
 from kvedge.cli.model import add_model_options, load_model
 from kvedge.console import plotting
 from kvedge.console.exits import OK, CommandError, UsageError
@@ -15,7 +16,7 @@ from kvedge.console.output import Output, print_json
 from kvedge.console.values import positive_float, positive_int
 
 if TYPE_CHECKING:
-    from kvedge.evaluation import Estimate, Result
+    from kvedge.evaluation import Estimate, Result, Subject
 
 NAME = "eval"
 SUMMARY = "what storage formats cost a model on a text: perplexity, KL, bytes"
@@ -24,13 +25,15 @@ Let a model read a text with its keys and values in caches of several formats, a
 predicts with what it predicts on a float32 cache. Without --model, the small story writer that
 comes with kvedge reads stories that it wrote; give a text that your model has not seen.
 
-A format is named with its options: int8:group_size=32,key_offset=auto. Options are arguments of
-kvedge.KVCache, and precision_bits of attention.
+A format is named with its options: int8:group_size=32,key_scale=auto. Options are arguments of
+kvedge.KVCache, and precision_bits of attention. "auto" is what is recommended, and what KvedgeCache
+does by itself.
 """
 EXAMPLES = """\
   kvedge eval
   kvedge eval --formats int8 float16 int8:group_size=32,key_offset=auto --tokens 2000
   kvedge eval --model model.gguf --text book.txt --tokens 20000 --plot loss.png
+  kvedge eval --hf Qwen2.5-0.5B --text book.txt --formats auto int8 bfloat16
   kvedge eval --key-bias 100             # a stress test: keys with constant channels
   kvedge eval --formats int8 --chunk 1   # one token at a time, as in generation
 """
@@ -41,6 +44,12 @@ _DEFAULT_TOKENS = 8192
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the command."""
     add_model_options(parser)
+    parser.add_argument(
+        "--hf",
+        metavar="DIR",
+        help="folder of a local checkpoint of Hugging Face transformers, read on a KvedgeCache "
+        "(pip install 'kvedge[transformers]')",
+    )
     parser.add_argument(
         "--key-bias",
         type=positive_float,
@@ -85,24 +94,23 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, output: Output) -> int:
     """Measure, and print what came of it."""
-    if options.model is not None and options.text is None:
-        raise UsageError("--model needs --text FILE: a text that the model has not seen")
+    for name in ("model", "hf"):
+        if getattr(options, name) is not None and options.text is None:
+            raise UsageError(f"--{name} needs --text FILE: a text that the model has not seen")
+    if options.hf is not None and (options.model or options.tokenizer or options.key_bias):
+        raise UsageError("--hf does not go with --model, --tokenizer and --key-bias")
     if options.plot is not None:
         plotting.require(options.plot)  # before minutes of measuring
-    from kvedge.evaluation import LlamaSubject, default_choices, evaluate, parse_choices
+    from kvedge.evaluation import default_choices, evaluate, parse_choices
     from kvedge.evaluation.measure import DEFAULT_CHUNK
 
     asked = None if options.formats is None else parse_choices(options.formats)
-    path, model = load_model(options, output)
-    if options.key_bias is not None:
-        from kvedge.llama import with_key_bias
-
-        model = with_key_bias(model, options.key_bias)
-    text, tokens = _tokens(options, model.tokenizer)
+    path, subject, tokenizer, head_dim = _subject(options, output)
+    text, tokens = _tokens(options, tokenizer)
     results = evaluate(
-        LlamaSubject(model, options.threads),
+        subject,
         tokens,
-        default_choices(model.config.head_dim) if asked is None else asked,
+        default_choices(head_dim) if asked is None else asked,
         window=options.window,
         chunk=options.chunk or DEFAULT_CHUNK,
         track=lambda blocks: output.track(blocks, "reading"),
@@ -119,6 +127,27 @@ def run(options: argparse.Namespace, output: Output) -> int:
     else:
         _print(title, results, output)
     return OK
+
+
+def _subject(options: argparse.Namespace, output: Output) -> tuple[str, Subject, Any, int]:
+    """Return the model's path, what reads the text, its tokenizer and its head_dim."""
+    if options.hf is not None:
+        from kvedge.evaluation.hugging_face import HuggingFaceSubject
+
+        with output.status("loading the model"):
+            model, tokenizer = hugging_face.load(options.hf, dtype="float32")
+        text = model.config.get_text_config()
+        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        return options.hf, HuggingFaceSubject(model, options.threads), tokenizer, head_dim
+    from kvedge.evaluation import LlamaSubject
+
+    path, llama = load_model(options, output)
+    if options.key_bias is not None:
+        from kvedge.llama import with_key_bias
+
+        llama = with_key_bias(llama, options.key_bias)
+    subject = LlamaSubject(llama, options.threads)
+    return path, subject, llama.tokenizer, llama.config.head_dim
 
 
 def _tokens(options: argparse.Namespace, tokenizer: Any) -> tuple[str, list[int]]:

@@ -9,13 +9,12 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import kvedge
-from kvedge.cli import compare, hugging_face, resume
+from kvedge.cli import compare, hugging_face, resume, storage
 from kvedge.cli.figures import cache_figures, describe_cache, tokens_and_speed
 from kvedge.cli.model import add_model_options, load_model
 from kvedge.console.exits import INTERRUPTED, OK, UsageError
 from kvedge.console.output import Output, print_json
 from kvedge.console.values import non_negative_float, non_negative_int, positive_int, probability
-from kvedge.core.formats import FORMATS
 
 if TYPE_CHECKING:
     from kvedge import KVCache
@@ -32,6 +31,7 @@ EXAMPLES = """\
   kvedge generate
   kvedge generate --prompt "Once upon a time" --tokens 100 --temperature 0.8 --seed 1
   kvedge generate --model model.gguf --prompt "The sea" --cache float32
+  kvedge generate --model model.gguf --cache auto --precision-bits 8
   kvedge generate --hf Qwen2.5-0.5B-Instruct --prompt "Why is the sea salty?"
   kvedge generate --tokens 50 --save-session s.kv && kvedge generate --load-session s.kv
   kvedge generate --compare              # int8 against float32, token by token
@@ -68,17 +68,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     text.add_argument("--seed", type=non_negative_int, metavar="N", help="of the random draws")
     cache = parser.add_argument_group("cache")
-    cache.add_argument(
-        "--cache",
-        choices=tuple(FORMATS),
-        help="how keys and values are stored (default: int8)",
-    )
-    cache.add_argument(
-        "--group-size",
-        type=positive_int,
-        metavar="N",
-        help="channels that share a scale, for int8 (default: a whole head)",
-    )
+    storage.add_options(cache)
     cache.add_argument(
         "--context",
         type=positive_int,
@@ -124,9 +114,7 @@ def run(options: argparse.Namespace, output: Output) -> int:
 
 def _check(options: argparse.Namespace) -> None:
     """Refuse combinations that make no sense."""
-    if options.group_size is not None and options.cache and not FORMATS[options.cache].has_scales:
-        scaled = " or ".join(form.name for form in FORMATS.values() if form.has_scales)
-        raise UsageError(f"--group-size is for --cache {scaled}: {options.cache} has no scales")
+    storage.cache_options(options)
     if options.hf is None and (options.gguf is not None or options.no_chat):
         raise UsageError("--gguf and --no-chat are for --hf DIR")
     if options.compare:
@@ -202,19 +190,27 @@ class _Run:
 
     def _new_cache(self) -> KVCache:
         options = self.options
-        more = {} if options.group_size is None else {"group_size": options.group_size}
+        more = storage.cache_options(options)
         if options.context is not None:
             more["max_seq_len"] = options.context
-        return self.model.new_cache(options.cache or "int8", **more)
+        return self.model.new_cache(storage.dtype_of(options) or "int8", **more)
 
     def _check_session(self) -> None:
         """Refuse options that contradict what the session's cache is."""
         options, cache = self.options, self.cache
-        if options.cache not in (None, cache.dtype):
+        if storage.dtype_of(options) not in (None, cache.dtype):
             raise UsageError(f"--cache {options.cache}: the session's cache is {cache.dtype}")
         group = options.group_size
         if group is not None and min(group, cache.head_dim) != cache.group_size:
             raise UsageError(f"--group-size {group}: the session's cache has {cache.group_size}")
+        for name in ("key_scale", "key_offset"):
+            if getattr(options, name) is not None and getattr(cache, name) is None:
+                flag = "--" + name.replace("_", "-")
+                raise UsageError(f"{flag} auto: the session's cache has no {name}")
+        if options.scale_dtype not in (None, cache.scale_dtype):
+            raise UsageError(
+                f"--scale-dtype {options.scale_dtype}: the session's cache has {cache.scale_dtype}"
+            )
         if options.context is not None and options.context != cache.max_seq_len:
             raise UsageError(
                 f"--context {options.context}: the session's cache was made for {cache.max_seq_len}"
@@ -265,6 +261,7 @@ class _Run:
             top_p=self.top_p,
             seed=self.seed,
             num_threads=self.options.threads,
+            precision_bits=self.options.precision_bits,
         )
         self.generation = generation
         resume.set_random_state(generation, self.random_state)

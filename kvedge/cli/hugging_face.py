@@ -9,12 +9,13 @@ import sys
 import time
 from typing import Any
 
+from kvedge.cli import storage
 from kvedge.cli.figures import tokens_and_speed
 from kvedge.console.exits import INTERRUPTED, OK, CommandError, UsageError
 from kvedge.console.output import Output, print_json
 from kvedge.console.sizes import format_size
 
-__all__ = ["add_options", "run"]
+__all__ = ["add_options", "load", "run"]
 
 _FOREIGN = ("model", "tokenizer", "context", "compare", "save_session", "load_session")
 
@@ -39,13 +40,17 @@ def run(options: argparse.Namespace, output: Output) -> int:
     from kvedge.transformers import KvedgeCache  # says what is to be installed, if it is
 
     with output.status("loading the model"):
-        model, tokenizer = _load(options.hf, options.gguf)
+        model, tokenizer = load(options.hf, options.gguf)
     import torch
 
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    more = {} if options.group_size is None else {"group_size": options.group_size}
-    cache = KvedgeCache(model.config, options.cache or "int8", **more)
+    cache = KvedgeCache(
+        model.config,
+        storage.dtype_of(options) or "int8",
+        precision_bits=options.precision_bits,
+        **storage.cache_options(options),
+    )
     chat = bool(tokenizer.chat_template) and not options.no_chat
     ids = _prompt(options.prompt or "", tokenizer, chat=chat)
     shown = 0 if chat else len(tokenizer.decode(ids[0], skip_special_tokens=True))
@@ -92,7 +97,7 @@ def run(options: argparse.Namespace, output: Output) -> int:
         "top_p": options.top_p or 1.0,
         "seed": seed,
         "cache": {
-            "dtype": options.cache or "int8",
+            "dtype": storage.dtype_of(options) or "int8",
             "tokens": cache.get_seq_length(),
             "used_bytes": cache.memory_bytes,
         },
@@ -122,16 +127,18 @@ def _check(options: argparse.Namespace) -> None:
         )
 
 
-def _load(folder: str, gguf: str | None) -> tuple[Any, Any]:
-    """Return the model, in its own dtype, and its tokenizer."""
+def load(folder: str, gguf: str | None = None, *, dtype: str = "auto") -> tuple[Any, Any]:
+    """Return the model, in its own dtype unless another is named, and its tokenizer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    import kvedge.transformers  # says what is to be installed, if it is  # noqa: F401
 
     more = {} if gguf is None else {"gguf_file": gguf}
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, **more)
         model = AutoModelForCausalLM.from_pretrained(
             folder,
-            dtype="auto",
+            dtype=dtype,
             attn_implementation="kvedge",
             local_files_only=True,
             **more,

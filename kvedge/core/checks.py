@@ -517,6 +517,8 @@ def as_num_query_heads(num_query_heads: Any, num_kv_heads: int) -> int | None:
 def as_key_scale(key_scale: Any, config: LayerConfig) -> np.ndarray | str | None:
     """`key_scale` as None, "auto", or a float32 (num_kv_heads, head_dim) array of its own.
 
+    "auto" is None for formats that gain nothing by it.
+
     Raises
     ------
     InvalidArgumentError, DtypeMismatchError, ShapeMismatchError, NonFiniteInputError
@@ -528,12 +530,7 @@ def as_key_scale(key_scale: Any, config: LayerConfig) -> np.ndarray | str | None
             raise InvalidArgumentError(
                 f'key_scale must be "auto", an array or None, not {describe(key_scale)}'
             )
-        if not config.has_auto_scale:
-            raise InvalidArgumentError(
-                f'key_scale="auto" is for formats of up to 8 bits: {config.dtype} layers gain '
-                "nothing by it"
-            )
-        return key_scale
+        return key_scale if config.has_auto_scale else None
     key_scale = as_float32(key_scale, "key_scale", shape=(config.num_kv_heads, config.head_dim))
     check_finite(key_scale, "key_scale")
     if not (key_scale > 0).all():

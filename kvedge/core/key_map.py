@@ -123,7 +123,9 @@ def key_offset_of(keys: np.ndarray) -> np.ndarray:
     with np.errstate(all="ignore"):
         mean = np.asarray(keys.mean(axis=0, dtype=np.float64), dtype=np.float32)
         left = np.abs(keys - mean).max(axis=0)
-        return np.asarray(np.where(left <= _NARROWS * np.abs(keys).max(axis=0), mean, np.float32(0)))
+        return np.asarray(
+            np.where(left <= _NARROWS * np.abs(keys).max(axis=0), mean, np.float32(0))
+        )
 
 
 def key_scale_of(keys: np.ndarray) -> np.ndarray:
@@ -151,7 +153,8 @@ def key_scale_of(keys: np.ndarray) -> np.ndarray:
     size = np.maximum(np.sqrt(own * pair), _LEAST_SHARE * pair)
     middle = np.median(size, axis=1, keepdims=True)
     ratio = np.divide(size, middle, out=np.ones_like(size), where=middle > 0)
-    return np.clip(ratio, 1.0, _LARGEST_SCALE).astype(np.float32)
+    scale: np.ndarray = np.clip(ratio, 1.0, _LARGEST_SCALE).astype(np.float32)
+    return scale
 
 
 def _partners(dim: int) -> list[np.ndarray]:

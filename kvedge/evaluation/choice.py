@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from .. import KVCache
 from ..core.formats import FORMATS
+from ..core.recommended import AUTO, RECOMMENDED
 from ..core.types import Dtype
 from ..errors import InvalidArgumentError
 
@@ -29,8 +30,10 @@ _ATTENTION = ("precision_bits",)  # arguments of attend(), not of the cache
 _VARIANTS = (
     "int8:group_size=32",
     "int8:scale_dtype=float16",
+    "int8:key_scale=auto",
     "int8:key_offset=auto",
     "int8:precision_bits=8",
+    "fp8_e4m3:key_scale=auto",
 )
 
 
@@ -53,9 +56,10 @@ def parse_choices(texts: Iterable[str]) -> list[CacheChoice]:
     Parameters
     ----------
     texts : iterable of str
-        Each names one or more configurations with commas between: a format, then perhaps a colon
-        and options: ``"float16,int8:group_size=32,key_offset=auto,bfloat16"``. A part with ``=``
-        and without ``:`` is a further option of the format before it. Options are arguments of
+        Each names one or more configurations with commas between: a format, or ``auto`` for what is
+        recommended, then perhaps a colon and options:
+        ``"float16,int8:group_size=32,key_offset=auto,bfloat16"``. A part with ``=`` and without
+        ``:`` is a further option of the format before it. Options are arguments of
         :class:`kvedge.KVCache`, and ``precision_bits`` of its ``attend``.
 
     Returns
@@ -76,7 +80,7 @@ def parse_choices(texts: Iterable[str]) -> list[CacheChoice]:
 
 
 def default_choices(head_dim: int) -> list[CacheChoice]:
-    """Return every format, and int8's options where they differ from int8 for this head_dim."""
+    """Return every format, and options where they differ for this head_dim."""
     choices = parse_choices([*FORMATS, *_VARIANTS])
     return [each for each in choices if each.cache_options.get("group_size", 0) < head_dim]
 
@@ -94,10 +98,15 @@ def _names(text: str) -> Sequence[str]:
 
 def _parse(name: str) -> CacheChoice:
     dtype, _, rest = name.partition(":")
+    options: dict[str, Any] = {}
+    if dtype == AUTO:
+        options = dict(RECOMMENDED)
+        dtype = options.pop("dtype")
     if dtype not in FORMATS:
-        raise InvalidArgumentError(f"{name!r}: no format {dtype!r}, only {', '.join(FORMATS)}")
+        wanted = ", ".join((AUTO, *FORMATS))
+        raise InvalidArgumentError(f"{name!r}: no format {dtype!r}, only {wanted}")
     known = _cache_options()
-    choice = CacheChoice(name, cast(Dtype, dtype))
+    choice = CacheChoice(name, cast(Dtype, dtype), options)
     for option in rest.split(",") if rest else ():
         key, equals, value = option.partition("=")
         if key not in (*known, *_ATTENTION) or not equals:

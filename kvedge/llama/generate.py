@@ -54,6 +54,7 @@ class Generation(Iterator[Piece]):
         keep_tokens: int | None,
         chunk: int,
         num_threads: int | None,
+        precision_bits: int | None = None,
     ) -> None:
         self.cache = cache
         self.prompt_tokens = prompt_tokens
@@ -69,6 +70,7 @@ class Generation(Iterator[Piece]):
         self._keep_tokens = keep_tokens  # None: do not shift
         self._chunk = chunk
         self._num_threads = num_threads
+        self._precision_bits = precision_bits
         self._pieces = self._run()
 
     def __iter__(self) -> Generation:
@@ -133,7 +135,11 @@ class Generation(Iterator[Piece]):
 
     def _forward(self, tokens: list[int]) -> None:
         self.logits = self._model.forward(
-            tokens, self.cache, last_only=True, num_threads=self._num_threads
+            tokens,
+            self.cache,
+            last_only=True,
+            num_threads=self._num_threads,
+            precision_bits=self._precision_bits,
         )  # (vocab_size,)
 
     def _is_full(self) -> bool:
@@ -162,6 +168,7 @@ def generate(
     keep_tokens: int = 4,
     chunk: int = 512,
     num_threads: int | None = None,
+    precision_bits: int | None = None,
 ) -> Generation:
     """Continue a prompt, token by token.
 
@@ -188,6 +195,8 @@ def generate(
         sinks" of Xiao et al. 2023, without which text degrades.
     chunk : int
         Prompt tokens run through the model at once.
+    precision_bits : int, optional
+        Of attention's products, as of ``attend``.
     num_threads : int, optional
         Threads for attention.
 
@@ -245,6 +254,7 @@ def generate(
         keep_tokens if context_shift else None,
         chunk,
         num_threads,
+        precision_bits,
     )
 
 

@@ -51,7 +51,7 @@ class KvedgeCache(Cache):
         **storage
             All other options of :class:`kvedge.KVCache` that the model does not decide, such as
             ``group_size`` and ``key_offset``. One for all layers of the model, or a sequence (an
-            array's first axis) with one for each.
+            array's first axis) with one for each. ``key_scale`` is "auto" unless given.
 
         Raises
         ------
@@ -59,7 +59,7 @@ class KvedgeCache(Cache):
             A layer of the model cannot be served, or an option makes no sense.
         """
         self._options = StoreOptions(
-            storage={"dtype": dtype, **storage},
+            storage={**STORAGE, "dtype": dtype, **storage},
             precision_bits=precision_bits,
             num_threads=num_threads,
             shares_rows=shares_rows(config),

@@ -12,6 +12,7 @@ import transformers
 
 from kvedge.backends.select import KVCache
 from kvedge.core.options import AttendOptions
+from kvedge.core.recommended import RECOMMENDED
 from kvedge.errors import InvalidArgumentError
 
 __all__ = ["STORAGE", "StoreOptions", "is_for_each_layer"]
@@ -29,12 +30,13 @@ _OF_THE_MODEL = {
     "layers",
 }
 
-#: Options of a KvedgeCache that say how rows are stored: all others of a KVCache; their defaults.
+#: Options of a KvedgeCache that say how rows are stored, all others of a KVCache, and their
+#: defaults: those of a KVCache but where something is recommended.
 STORAGE: dict[str, Any] = {
     name: parameter.default
     for name, parameter in inspect.signature(KVCache.__init__).parameters.items()
     if name != "self" and name not in _OF_THE_MODEL
-}
+} | RECOMMENDED
 
 _TRIED = 128  # channels of the layer that options are tried on
 

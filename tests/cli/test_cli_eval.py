@@ -28,6 +28,7 @@ def test_alone_it_compares_every_format_on_what_comes_along(capsys):
     formats = report["formats"]
     assert formats[0]["name"] == "float32" and formats[0]["kl"] == 0
     assert {each["dtype"] for each in formats} == set(FORMATS)
+    assert {"key_scale": "auto"} in [each["options"] for each in formats]
     assert {"key_offset": "auto"} in [each["options"] for each in formats]
     for each in formats[1:]:
         assert 0 < each["kl"] < 0.1 and each["kl_standard_error"] > 0
@@ -62,6 +63,13 @@ def test_a_key_bias_is_told_and_costs_int8_much(capsys):
     assert biased["formats"][1]["kl"] > 10 * plain["formats"][1]["kl"]
 
 
+def test_what_is_recommended_is_right_for_keys_with_a_bias(capsys):
+    arguments = ("--tokens", 400, "--window", 100, "--formats", "auto", "int8", "--key-bias", "100")
+    _, auto, int8 = _eval(capsys, *arguments)["formats"]
+    assert auto["options"] == {"key_scale": "auto"}
+    assert auto["kl"] < int8["kl"] / 20
+
+
 @pytest.mark.parametrize("with_rich", [True, False])
 def test_the_table_has_a_line_per_format(with_rich, capsys, monkeypatch):
     if not with_rich:
@@ -88,6 +96,8 @@ def test_a_plot_is_written(tmp_path, capsys):
         (("--formats", "int8:size=3"), "group_size"),
         (("--formats", "float16:group_size=32"), "float16:group_size=32"),
         (("--model", STORIES_MODEL), "--text"),
+        (("--hf", "folder"), "--text"),
+        (("--hf", "folder", "--text", "t.txt", "--key-bias", "9"), "--hf"),
         (("--tokenizer", STORIES_TOKENIZER), "--model"),
         (("--window", "513"), "512"),
         (("--window", "1"), "window"),

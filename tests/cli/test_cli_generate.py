@@ -111,6 +111,35 @@ def test_group_size_and_context_reach_the_cache(capsys):
     assert cache["reserved_bytes"] == 64 * 5 * 2 * 4 * (8 + 2 * 4)
 
 
+def test_every_option_of_storage_reaches_the_cache(session, capsys):
+    arguments = ("--scale-dtype", "float16", "--key-offset", "auto", "--key-scale", "auto")
+    _generate(capsys, "--tokens", 20, *arguments, "--save-session", session)
+    cache = kvedge.KVCache.load(session)
+    assert cache.scale_dtype == "float16"
+    assert cache.key_offset is not None and cache.key_scale is not None
+    _generate(capsys, "--load-session", session, "--tokens", 2, *arguments)
+
+
+def test_cache_auto_is_what_is_recommended(session, capsys):
+    _generate(capsys, "--tokens", 20, "--cache", "auto", "--save-session", session)
+    cache = kvedge.KVCache.load(session)
+    assert cache.dtype == "int8" and cache.key_scale is not None and cache.key_offset is None
+
+
+def test_precision_bits_reach_attention(capsys, monkeypatch):
+    seen = set()
+
+    def forward(*arguments, **options):
+        seen.add(options["precision_bits"])
+        return run(*arguments, **options)
+
+    run = LlamaModel.forward
+    monkeypatch.setattr(LlamaModel, "forward", forward)
+    _generate(capsys, "--tokens", 3, "--precision-bits", 8)
+    _generate(capsys, "--tokens", 3)
+    assert seen == {8, None}
+
+
 def test_a_seed_repeats_the_same_text_and_another_gives_another(capsys):
     arguments = ("--tokens", 30, "--temperature", 1, "--top-p", 0.9)
     first = _generate(capsys, *arguments, "--seed", 1)
@@ -142,6 +171,8 @@ def test_a_context_longer_than_the_models_is_refused(capsys):
     "arguments",
     [
         ("--cache", "float32", "--group-size", 32),
+        ("--cache", "fp8_e4m3", "--key-offset", "auto"),
+        ("--cache", "float16", "--scale-dtype", "float16"),
         ("--tokenizer", "t.bin"),
         ("--compare", "--cache", "int8"),
         ("--compare", "--temperature", 1),
@@ -282,7 +313,15 @@ def test_a_cut_session_file_is_a_clear_error(session, capsys):
 
 
 @pytest.mark.parametrize(
-    "option", [("--cache", "float32"), ("--group-size", 4), ("--context", 100)]
+    "option",
+    [
+        ("--cache", "float32"),
+        ("--cache", "auto"),
+        ("--group-size", 4),
+        ("--scale-dtype", "float16"),
+        ("--key-scale", "auto"),
+        ("--context", 100),
+    ],
 )
 def test_options_that_contradict_the_session_are_refused(option, session, capsys):
     _generate(capsys, "--tokens", 2, "--save-session", session)

@@ -145,9 +145,14 @@ def test_keys_that_it_takes_beyond_float32_are_refused(layer_class, rng):
 
 
 @pytest.mark.parametrize("dtype", [name for name in FORMATS if name not in SMALL])
-def test_wide_formats_have_no_automatic_one(dtype):
-    with pytest.raises(errors.InvalidArgumentError, match="up to 8 bits"):
-        KVCache._layer_types[dtype](9, KV_HEADS, D, key_scale="auto")
+def test_wide_formats_take_no_automatic_one(dtype, rng):
+    layer = KVCache._layer_types[dtype](40, KV_HEADS, D, key_scale="auto")
+    layer.extend(*normal(rng, 2, 40, KV_HEADS, D))
+    assert layer.key_scale is None
+    cache = KVCache(1, KV_HEADS, D, dtype=dtype, key_scale="auto")
+    cache.append(0, *normal(rng, 2, 20, KV_HEADS, D))
+    cache.advance(20)
+    assert cache.key_scale is None
 
 
 def test_large_channels_cost_the_others_nothing(rng):

@@ -193,6 +193,8 @@ def test_configurations_are_named_by_format_and_options():
         CacheChoice("int8:precision_bits=8", "int8", {}, {"precision_bits": 8}),
         CacheChoice("int8", "int8"),
     ]
+    (auto,) = parse_choices(["auto:group_size=4"])
+    assert (auto.dtype, auto.cache_options) == ("int8", {"key_scale": "auto", "group_size": 4})
 
 
 @pytest.mark.parametrize(
@@ -209,7 +211,7 @@ def test_configurations_are_named_by_format_and_options():
     ],
 )
 def test_names_of_no_configuration_are_refused(name):
-    with pytest.raises(kvedge.InvalidArgumentError, match=r"only (int8|group_size)"):
+    with pytest.raises(kvedge.InvalidArgumentError, match=r"only (auto|group_size)"):
         parse_choices([name])
 
 

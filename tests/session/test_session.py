@@ -44,6 +44,11 @@ FORMATS = {
         "key_offset": np.linspace(-2, 2, 2 * 2 * 40, dtype=np.float32).reshape(2, 2, 40)
     },
     "auto-offset": {"key_offset": "auto"},
+    "given-scale": {
+        "key_scale": np.linspace(0.2, 5, 2 * 2 * 40, dtype=np.float32).reshape(2, 2, 40)
+    },
+    "auto-scale": {"key_scale": "auto"},
+    "auto-scale-fp8": {"key_scale": "auto", "dtype": "fp8_e4m3"},
     **{name: {"dtype": name} for name in PLAIN},
 }
 
@@ -354,6 +359,8 @@ def test_a_forged_file_without_a_change_loads(path, rng):
         ("max_seq_len", "0"),
         ("max_seq_len", "many"),
         ("key_offset", "yes"),
+        ("key_scale", ""),
+        ("key_scale", "yes"),
         ("sha256", None),
     ],
 )
@@ -388,6 +395,15 @@ TENSOR_DAMAGE = {
     "NaN offset": lambda tensors: tensors.update(
         {"layers.0.key_offset": np.full((HEADS, DIM), np.nan, np.float32)}
     ),
+    "key scale of 0": lambda tensors: tensors.update(
+        {"layers.0.key_scale": np.zeros((HEADS, DIM), np.float32)}
+    ),
+    "key scale that leads beyond float32": lambda tensors: tensors.update(
+        {"layers.0.key_scale": np.full((HEADS, DIM), 3e38, np.float32)}
+    ),
+    "key scale of another shape": lambda tensors: tensors.update(
+        {"layers.0.key_scale": np.ones((HEADS + 1, DIM), np.float32)}
+    ),
     "float64": replaced("layers.0.key_scales", lambda x: x.astype(np.float64)),
     "uint8": replaced("layers.0.key_codes", lambda x: x.view(np.uint8)),
     "float16": replaced("layers.0.key_scales", lambda x: x.astype(np.float16)),
@@ -414,6 +430,9 @@ def test_a_float32_cache_has_no_key_offset(path, rng):
     offset = {"layers.0.key_offset": np.zeros((HEADS, DIM), np.float32)}
     forge(path, lambda tensors: tensors.update(offset))
     assert_corrupt(path, match="key_offset")
+    filled_cache(rng, dtype="float32").save(path)
+    forge(path, key_scale="auto")
+    assert_corrupt(path, match="key_scale")
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="needs /proc")

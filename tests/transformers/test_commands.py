@@ -46,6 +46,42 @@ def test_json_says_what_was_written_and_what_it_took(folder, capsys):
     assert summary["cache"]["used_bytes"] == held * 5 * 2 * 4 * 8 * 4  # layers, K and V, heads, dim
 
 
+def test_eval_reads_a_text_on_a_kvedge_cache(folder, tmp_path, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text(STORY * 4)
+    arguments = ["--text", str(text), "--tokens", "120", "--window", "60", "--json"]
+    formats = ["auto", "int8", "float16", "int8:precision_bits=8"]
+    assert main(["eval", "--hf", str(folder), *arguments, "--formats", *formats]) == 0
+    exact, *others = json.loads(capsys.readouterr().out)["formats"]
+    assert [each["name"] for each in others] == formats
+    assert exact["kl"] == 0 and all(0 < each["kl"] < 0.02 for each in others)
+    assert exact["bytes_per_token"] > 3 * 5 * 2 * 4 * 8
+    assert (
+        main(
+            [
+                "eval",
+                "--model",
+                str(STORIES_MODEL),
+                "--tokenizer",
+                str(STORIES_TOKENIZER),
+                *arguments,
+                "--formats",
+                *formats,
+            ]
+        )
+        == 0
+    )
+    own = json.loads(capsys.readouterr().out)["formats"][0]
+    assert exact["nats"] == pytest.approx(own["nats"], abs=1e-3)
+
+
+def test_storage_flags_reach_the_cache(folder, capsys):
+    flags = ["--cache", "auto", "--scale-dtype", "float16", "--precision-bits", "8"]
+    assert main(["generate", "--hf", str(folder), "--tokens", "4", "--json", *flags]) == 0
+    summary = json.loads(capsys.readouterr().out)["cache"]
+    assert summary["used_bytes"] == summary["tokens"] * 5 * 2 * 4 * (8 + 2)
+
+
 def test_draws_repeat_with_their_seed(folder, capsys):
     texts = []
     for _ in range(2):
