@@ -204,7 +204,7 @@ class _Run:
         if group is not None and min(group, cache.head_dim) != cache.group_size:
             raise UsageError(f"--group-size {group}: the session's cache has {cache.group_size}")
         for name in ("key_scale", "key_offset"):
-            if getattr(options, name) is not None and getattr(cache, name) is None:
+            if name in storage.cache_options(options) and getattr(cache, name) is None:
                 flag = "--" + name.replace("_", "-")
                 raise UsageError(f"{flag} auto: the session's cache has no {name}")
         if options.scale_dtype not in (None, cache.scale_dtype):
