@@ -260,7 +260,8 @@ class LayerMethods(LayerRoom):
         else:
             self._set_len(0)  # rows stay where they are: a cache may return to them
         rule = self._key_rule._replace(scale_is_settled=False)
-        self._store_keys_as(rule.given_of(self._key_map), rule)
+        if any(rule):
+            self._store_keys_as(rule.given_of(self._key_map), rule)
 
     @memory_for("the positions to keep")
     def keep(self, indices: Any) -> None:
