@@ -110,6 +110,7 @@ class BlockStoreMethods(LayerCore):
         rows = self._slabs.side(values, self._config).decode(
             slice(position, position + 1), np.float32
         )
+        rows = rows if values else self._key_map.from_stored(rows)
         row: np.ndarray = clamp(rows, np.empty(rows.shape, np.float32))[0]
         return row
 

@@ -368,6 +368,7 @@ def test_sequences_of_a_pool_with_a_given_one(dtype, rng, tmp_path):
     np.testing.assert_array_equal(cache.key_scale, scale)
     for layer in range(2):
         np.testing.assert_array_equal(paged.k(seq, layer), cache.k(layer))
+        np.testing.assert_array_equal(paged.get_key(seq, layer, 9, 1), cache.k(layer)[9, 1])
         ref, _ = reference.attention(query[np.newaxis], cache.k(layer), cache.v(layer))
         assert_attention_close(paged.attend(seq, layer, query), ref[0])
     pytest.importorskip("safetensors")
