@@ -56,7 +56,7 @@ class CacheRanges(CacheState):
             rows = {name: getattr(layer, name)[start:stop] for name in _TOKENS[:4]}
             layers.append(replace(layer, **rows))
         contents = replace(contents, length=stop - start, layers=tuple(layers))
-        return self._holding(contents, None, self._auto_offset, {})
+        return self._holding(contents, None, self._key_rule, {})
 
     @memory_for("the tokens of another cache")
     def inject(self, other: CacheRanges, *, requantize: bool = False) -> None:
@@ -124,13 +124,25 @@ class CacheRanges(CacheState):
         """Whether the other's bytes mean the same here; an empty cache may take what is its own."""
         if own.format != other.format:
             return False
-        if self._auto_offset and not self._length:
-            return True
+        if not self._length:  # what first tokens decide is still open
+            own, other = (self._without_decided(each) for each in (own, other))
         return all(map(_same_meaning, own.layers, other.layers))
+
+    def _without_decided(self, contents: CacheContents) -> CacheContents:
+        """Contents without what this cache takes from its first tokens."""
+        given = (
+            replace(layer, key_map=self._key_rule.given_of(layer.key_map))
+            for layer in contents.layers
+        )
+        return replace(contents, layers=tuple(given))
 
     def _requantized(self, other: CacheState) -> Self:
         """The other's tokens in a cache that stores as this one does."""
         made: Any = self.extract(0, 0)
+        if self._length:
+            for layer, mine in zip(made._layers, self._layers, strict=True):
+                rule = mine._key_rule._replace(scale_is_settled=True)
+                layer._store_keys_as(mine._key_map, rule)
         for index, layer in enumerate(other._layers):
             held, step = layer._held(), layer._block_tokens()
             for start in range(0, held.num_tokens, step):
@@ -167,14 +179,19 @@ def _shape(config: Any) -> tuple[int, int, int]:
 
 
 def _same_meaning(one: LayerContents, other: LayerContents) -> bool:
-    """Whether all but the tokens is the same, such as key offsets."""
+    """Whether all but the tokens is the same, such as key offsets and scales."""
     names = [field.name for field in fields(LayerContents) if field.name not in _TOKENS]
-    for name in names:
-        a, b = getattr(one, name), getattr(other, name)
+    parts = [[getattr(each, name) for name in names] for each in (one, other)]
+    for a, b in zip(*map(_flat, parts), strict=True):
         if (a is None) != (b is None) or (a is not None and not np.array_equal(a, b)):
             return False
     return True
 
 
+def _flat(values: list[Any]) -> list[Any]:
+    """Values, the elements of tuples (a KeyMap) in their place."""
+    return [part for value in values for part in (value if isinstance(value, tuple) else (value,))]
+
+
 def _offsets(own: CacheContents, other: CacheContents) -> str:
-    return "" if own.format != other.format else " with another key offset"
+    return "" if own.format != other.format else " with another key offset or scale"

@@ -299,6 +299,24 @@ def test_snapshots_and_keep_have_it(rng):
     np.testing.assert_array_equal(cache.k(0), held[[0, 1, 2, 30, 31]])
 
 
+def test_ranges_go_to_caches_of_another_one(rng):
+    keys, values = biased(rng, 70), normal(rng, 70, KV_HEADS, D)
+    cache, other = KVCache(1, KV_HEADS, D, key_scale="auto"), KVCache(1, KV_HEADS, D)
+    for each, part in ((cache, slice(0, 40)), (other, slice(40, 70))):
+        each.append(0, keys[part], values[part])
+        each.advance(len(keys[part]))
+    with refuses(errors.ShapeMismatchError, match="scale"):
+        cache.inject(other)
+    cache.inject(other, requantize=True)
+    layer = cache.layer(0)
+    np.testing.assert_allclose(layer.keys()[40:], other.k(0), atol=2)
+    assert error(layer, keys)[()] < 1 and len(layer) == 70
+    twin = KVCache(1, KV_HEADS, D, key_scale="auto")
+    twin.inject(cache.extract(0, 40))
+    np.testing.assert_array_equal(twin.k(0), cache.k(0)[:40])
+    np.testing.assert_array_equal(twin.key_scale, cache.key_scale)
+
+
 def test_a_mark_from_before_the_first_tokens_were_encoded_anew_holds(rng):
     keys, values = biased(rng, 40), normal(rng, 40, KV_HEADS, D)
     cache = KVCache(1, KV_HEADS, D, key_scale="auto")
