@@ -29,7 +29,6 @@ from kvedge.core.types import (
 from kvedge.errors import (
     CapacityExceededError,
     InvalidArgumentError,
-    LayersOutOfStepError,
     OutOfMemoryError,
 )
 from kvedge.layer import LayerMethods
@@ -48,6 +47,9 @@ class CacheMethods(CacheHistory):
     ``restore`` drop them, as they say, and calls that can do neither raise LayersOutOfStepError,
     which names the layers: ``save``, ``keep``, ``shift``, ``push_step``, and ``detach`` of a
     snapshot that was taken while layers held pending tokens.
+
+    An empty cache, like an empty layer, is false as any container without items is: to ask whether
+    there is a cache, write ``cache is not None``.
     """
 
     def __init__(
@@ -239,7 +241,7 @@ class CacheMethods(CacheHistory):
         length = self._length + n
         for layer in self._layers:
             if layer._end() < length:
-                raise LayersOutOfStepError(self._who_lacks(length))
+                raise self._lacking(length)
         self._length = length
 
     @memory_for("a token of all layers")

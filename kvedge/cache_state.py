@@ -124,7 +124,10 @@ class CacheState(CacheFacts):
     def _no_room(self, index: int, error: CapacityExceededError) -> CapacityExceededError:
         """What a layer refused, with its number and the cache's limit."""
         return CapacityExceededError(
-            f"layer {index} has {error}: max_seq_len is {self._max_seq_len}"
+            f"layer {index} has {error}: max_seq_len is {self._max_seq_len}",
+            expected=error.expected,
+            got=error.got,
+            layer=index,
         )
 
     # ---- positions -------------------------------------------------------------------------------
@@ -159,19 +162,26 @@ class CacheState(CacheFacts):
             hold = "holds" if len(ahead) == 1 else "hold"
             raise LayersOutOfStepError(
                 f"{call} needs all layers at position {self._length}, but {layer_names(ahead)} "
-                f"{hold} tokens beyond it: advance() over them or truncate() first"
+                f"{hold} tokens beyond it: advance() over them or truncate() first",
+                expected=self._length,
+                got=self._layers[ahead[0]]._end(),
+                layer=ahead[0],
             )
 
     def _ahead(self, length: int) -> list[int]:
         """Layers with tokens beyond the length, which are pending."""
         return [i for i, layer in enumerate(self._layers) if layer._end() != length]
 
-    def _who_lacks(self, length: int) -> str:
+    def _lacking(self, length: int) -> LayersOutOfStepError:
+        """What advance() raises where layers have not been given their tokens."""
         lacking = [i for i, layer in enumerate(self._layers) if layer._end() < length]
         held = min(self._layers[i]._end() for i in lacking)
-        return (
+        return LayersOutOfStepError(
             f"cannot advance to position {length}: {layer_names(lacking)} of {self._num_layers} "
-            f"lack tokens (the shortest holds {held}): append to them first"
+            f"lack tokens (the shortest holds {held}): append to them first",
+            expected=length,
+            got=held,
+            layer=lacking[0],
         )
 
     # ---- snapshots -------------------------------------------------------------------------------

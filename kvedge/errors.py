@@ -31,7 +31,31 @@ __all__ = [
 
 
 class KvedgeError(Exception):
-    """Root of all errors of this package."""
+    """Root of all errors of this package.
+
+    Attributes
+    ----------
+    expected, got : object
+        What was wanted and what came, where that is a shape, a dtype or a number; else None.
+    layer : int or None
+        The layer of a cache that it is about.
+    """
+
+    expected: object = None
+    got: object = None
+    layer: int | None = None
+
+    def __init__(
+        self,
+        *args: object,
+        expected: object = None,
+        got: object = None,
+        layer: int | None = None,
+    ) -> None:
+        super().__init__(*args)
+        for name, value in (("expected", expected), ("got", got), ("layer", layer)):
+            if value is not None:
+                setattr(self, name, value)
 
 
 class CapacityExceededError(KvedgeError, IndexError):

@@ -165,7 +165,12 @@ def _blocks(
     filled = []
     for _ in range(copies):
         pool = kvedge.KvBlockPool(
-            num_blocks, numbers.block_size, 1, shape.num_kv_heads, shape.head_dim
+            num_blocks,
+            numbers.block_size,
+            1,
+            shape.num_kv_heads,
+            shape.head_dim,
+            scale_dtype="float16",
         )
         if shuffled:
             pool.free(rng.permutation(pool.allocate(num_blocks)))

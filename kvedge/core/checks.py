@@ -96,7 +96,9 @@ def check_position(position: Any, length: int) -> int:
     number = as_int(position, "position")
     if not 0 <= number < length:
         raise PositionOutOfRangeError(
-            f"position {number} is out of range: {_tokens(length)} stored, positions count from 0"
+            f"position {number} is out of range: {_tokens(length)} stored, positions count from 0",
+            expected=range(length),
+            got=number,
         )
     return number
 
@@ -105,7 +107,11 @@ def check_head(head: Any, num_kv_heads: int) -> int:
     """`head` as an int in [0, num_kv_heads), or HeadOutOfRangeError."""
     number = as_int(head, "head")
     if not 0 <= number < num_kv_heads:
-        raise HeadOutOfRangeError(f"KV head {number} is out of range: there are {num_kv_heads}")
+        raise HeadOutOfRangeError(
+            f"KV head {number} is out of range: there are {num_kv_heads}",
+            expected=range(num_kv_heads),
+            got=number,
+        )
     return number
 
 
@@ -113,7 +119,12 @@ def check_layer(layer: Any, num_layers: int) -> int:
     """`layer` as an int in [0, num_layers), or LayerOutOfRangeError."""
     number = as_int(layer, "layer")
     if not 0 <= number < num_layers:
-        raise LayerOutOfRangeError(f"layer {number} is out of range: there are {num_layers}")
+        raise LayerOutOfRangeError(
+            f"layer {number} is out of range: there are {num_layers}",
+            expected=range(num_layers),
+            got=number,
+            layer=number,
+        )
     return number
 
 
@@ -236,7 +247,11 @@ def check_room(config: LayerConfig, length: int, n: int) -> None:
     """CapacityExceededError unless `n` more tokens fit after `length`."""
     limit = MAX_CAPACITY if config.limit is None else config.limit
     if n > limit - length:
-        raise CapacityExceededError(f"no room for {_tokens(n)}: {length} of {limit} are in use")
+        raise CapacityExceededError(
+            f"no room for {_tokens(n)}: {length} of {limit} are in use",
+            expected=limit - length,
+            got=n,
+        )
 
 
 def check_unfrozen(frozen: bool) -> None:
@@ -300,7 +315,9 @@ def as_float32(
     plain = as_ndarray(array, name)
     half = _check_dtype(plain, name)
     if shape is not None and plain.shape != shape:
-        raise ShapeMismatchError(f"{name} must have shape {shape}, not {plain.shape}")
+        raise ShapeMismatchError(
+            f"{name} must have shape {shape}, not {plain.shape}", expected=shape, got=plain.shape
+        )
     _check_layout(plain, name, contiguous)
     return _widened(plain) if half else plain
 
@@ -318,7 +335,9 @@ def _check_dtype(array: np.ndarray, name: str) -> bool:
         )
     raise DtypeMismatchError(
         f"{name} must be float32 (or float16, bfloat16), not {dtype}: "
-        "convert with .astype(numpy.float32)"
+        "convert with .astype(numpy.float32)",
+        expected="float32",
+        got=str(dtype),
     )
 
 
@@ -374,7 +393,13 @@ def as_rows(
             shape = arrays.in_nhd(rows, layout).shape
         wanted = {True: several, False: one, None: f"{one} or {several}"}[many]
         width = f": value_head_dim is {dim}" if values and dim != config.head_dim else ""
-        raise ShapeMismatchError(f"{name} must have shape {wanted}, not {shape}{width}")
+        turned = layout == "nhd" and many is not False and (*shape[:1], *shape[2:]) == (heads, dim)
+        hint = ': for (num_kv_heads, n, channels) pass layout="hnd"' if turned else ""
+        raise ShapeMismatchError(
+            f"{name} must have shape {wanted}, not {shape}{width}{hint}",
+            expected=wanted,
+            got=shape,
+        )
     arrays.check_channels(rows, name)
     if half:
         rows = _widened(rows)
@@ -400,7 +425,9 @@ def checked_rows(
     values = as_rows(values, True, config, many=many, layout=layout)
     if len(keys) != len(values):
         raise ShapeMismatchError(
-            f"keys and values must hold as many tokens: {len(keys)} against {len(values)}"
+            f"keys and values must hold as many tokens: {len(keys)} against {len(values)}",
+            expected=len(keys),
+            got=len(values),
         )
     check_room(config, length, len(keys))
     check_finite(keys, "keys")
@@ -460,7 +487,9 @@ def as_query(
         wanted = f"(num_heads, {dim})" + (f" or {several}" if many else "")
         shape = arrays.in_nhd(query, layout).shape
         raise ShapeMismatchError(
-            f"query must have shape {wanted} with num_heads a multiple of {heads}, not {shape}"
+            f"query must have shape {wanted} with num_heads a multiple of {heads}, not {shape}",
+            expected=wanted,
+            got=shape,
         )
     arrays.check_channels(query, "query")
     if half:
@@ -597,7 +626,11 @@ def as_out(
     if out.dtype != np.float32:
         raise DtypeMismatchError(f"{name} must be float32, not {out.dtype}")
     if out.shape != tuple(shape):
-        raise ShapeMismatchError(f"{name} must have shape {tuple(shape)}, not {out.shape}")
+        raise ShapeMismatchError(
+            f"{name} must have shape {tuple(shape)}, not {out.shape}",
+            expected=tuple(shape),
+            got=out.shape,
+        )
     _check_layout(out, name)
     if not out.flags.writeable:
         raise LayoutError(f"{name} is read-only: pass a writable array")

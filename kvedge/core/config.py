@@ -258,7 +258,10 @@ def layer_config(
 def _one_of(value: Any, name: str, choices: Iterable[str]) -> None:
     if not isinstance(value, str) or value not in tuple(choices):
         wanted = " or ".join(f'"{choice}"' for choice in choices)
-        raise InvalidArgumentError(f"{name} must be {wanted}, not {describe(value)}")
+        text = f"dtype('{value.name}')" if type(value) is np.dtype else describe(value)
+        raise InvalidArgumentError(
+            f"{name} must be {wanted} (the name, as text), not {text}", expected=wanted, got=value
+        )
 
 
 def _size(value: Any, name: str, most: int) -> int:
@@ -310,6 +313,8 @@ def describe(value: Any) -> str:
     """A short description of any object that is safe to make, for an error message."""
     if isinstance(value, np.ndarray):
         return f"an array of {value.dtype} with shape {value.shape}"
+    if isinstance(value, type):
+        return f"the class {type.__getattribute__(value, '__name__')}"
     kind = type(value)
     # Exact types: a subclass has a __repr__ of its own, which may do anything.
     if kind in (bool, int, float, complex, str, bytes, type(None)) or issubclass(kind, np.number):

@@ -9,7 +9,7 @@ the extra ``kvedge[gguf]``.
 >>> model = LlamaModel.from_file(STORIES_MODEL)
 >>> text = generate(model, prompt="Once upon a time", max_tokens=8)
 >>> "".join(piece.text for piece in text)
-', there was a little girl named'
+', there was a little girl'
 """
 
 from .checkpoint import load_checkpoint

@@ -310,7 +310,10 @@ class PagedKvCache(PagedAttention):
             if fewest < length:
                 raise LayersOutOfStepError(
                     f"cannot advance sequence {seq} to position {length}: layer "
-                    f"{state.held.index(fewest)} holds {fewest} tokens, append to it first"
+                    f"{state.held.index(fewest)} holds {fewest} tokens, append to it first",
+                    expected=length,
+                    got=fewest,
+                    layer=state.held.index(fewest),
                 )
             state.length = length
 

@@ -16,7 +16,6 @@ import numpy as np
 
 from kvedge.core import checks, memory, registry
 from kvedge.core.config import ConfigFacts, LayerConfig
-from kvedge.core.formats import FORMATS
 from kvedge.core.types import Array, Dtype, ScaleDtype
 from kvedge.errors import (
     BlockNotHeldError,
@@ -54,8 +53,8 @@ class KvBlockPool(ConfigFacts):
         Channels of a key, 1 to 1024.
     dtype : kvedge.core.types.Dtype
         How keys and values are stored, such as "int8": docs/numerics.md has the table.
-    scale_dtype : {"float16", "float32"}, optional
-        int8 only: type of the scales, by default float16.
+    scale_dtype : {"float32", "float16"}
+        int8 only: type of the scales.
     group_size : int, optional
         int8 only: channels that share a scale; by default the whole row, as for rows narrower than
         that.
@@ -86,7 +85,7 @@ class KvBlockPool(ConfigFacts):
         num_kv_heads: int,
         head_dim: int,
         dtype: Dtype = "int8",
-        scale_dtype: ScaleDtype | None = None,
+        scale_dtype: ScaleDtype = "float32",
         group_size: int | None = None,
         value_head_dim: int | None = None,
         key_scale: Array | None = None,
@@ -100,9 +99,6 @@ class KvBlockPool(ConfigFacts):
                 f"a pool may have {checks.MAX_CAPACITY} tokens, not num_blocks * block_size = "
                 f"{num_blocks * block_size}"
             )
-        if scale_dtype is None:
-            form = FORMATS.get(dtype) if isinstance(dtype, str) else None
-            scale_dtype = "float16" if form is not None and form.has_scales else "float32"
         config = checks.layer_config(
             dtype,
             num_blocks * block_size,

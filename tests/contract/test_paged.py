@@ -72,16 +72,21 @@ def test_a_pool_tells_its_size(pool, dtype):
     assert (pool.num_kv_heads, pool.head_dim, pool.dtype) == (H, D, dtype)
     assert (pool.free_count, pool.used_count, pool.utilization) == (10, 0, 0.0)
     form = FORMATS[dtype]
-    per_row = D * form.bits // 8 + (2 if form.has_scales else 0)  # float16 scales by default
+    per_row = D * form.bits // 8 + (4 if form.has_scales else 0)  # float32 scales by default
     assert pool.memory_bytes == 10 * pool.block_bytes == 10 * BLOCK * L * 2 * H * per_row
     assert pool.fp32_memory_bytes == 10 * BLOCK * L * 2 * H * D * 4
     assert "10 blocks" in repr(pool) and dtype in repr(pool)
 
 
-def test_scales_are_float16_unless_asked():
-    assert KvBlockPool(1, 1, 1, 1, 1).scale_dtype == "float16"
-    assert KvBlockPool(1, 1, 1, 1, 1, "int8", "float32").scale_dtype == "float32"
-    assert KvBlockPool(1, 1, 1, 1, 1, "float32").scale_dtype == "float32"
+def test_pools_layers_and_caches_have_one_default_type_of_scales(rng):
+    pool, cache = KvBlockPool(4, BLOCK, L, H, D), KVCache(L, H, D)
+    layer = kvedge.QuantizedKvLayer(4, H, D)
+    assert pool.scale_dtype == cache.scale_dtype == layer.scale_dtype == "float32"
+    assert KvBlockPool(1, 1, 1, 1, 1, "int8", "float16").scale_dtype == "float16"
+    cache.push_step(*normal(rng, 2, L, H, D))
+    paged = PagedKvCache(pool)
+    seq = paged.from_kv_cache(cache)
+    np.testing.assert_array_equal(paged.k(seq, 0), cache.k(0))
 
 
 def test_a_large_pool_takes_memory_only_as_it_is_written(rng):
@@ -391,7 +396,9 @@ def test_bad_rows_change_nothing(cache, rng, dtype):
         refused(cache, error, cache.append, fork, 0, keys, values)
     if FORMATS[dtype].has_scales:
         large = np.full((6, H, D), 1e38, np.float32)
-        refused(cache, errors.ScaleRangeError, cache.append, fork, 0, good, large)
+        half = PagedKvCache(KvBlockPool(10, BLOCK, L, H, D, dtype, "float16"))
+        other = half.fork(sequence(half, rng, 3))
+        refused(half, errors.ScaleRangeError, half.append, other, 0, good, large)
     for layer in (-1, L, 2**70):
         refused(cache, errors.LayerOutOfRangeError, cache.append, fork, layer, good, good)
     refused(cache, errors.PositionOutOfRangeError, cache.truncate, fork, 4)

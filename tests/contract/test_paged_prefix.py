@@ -11,7 +11,7 @@ L, H, D, BLOCK = 2, 2, 8, 4
 
 @pytest.fixture
 def pool():
-    return KvBlockPool(10, BLOCK, L, H, D)
+    return KvBlockPool(10, BLOCK, L, H, D, scale_dtype="float16")
 
 
 @pytest.fixture
