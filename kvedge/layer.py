@@ -417,7 +417,10 @@ class LayerMethods(LayerRoom):
             if settled or key_map.scale is None:
                 first = np.concatenate([self._all_tokens(False, None), keys[:FIRST_TOKENS]])
                 offset_only = KeyMap(key_map.offset)
-                scale = key_scale_of(offset_only.to_stored(first[:FIRST_TOKENS]))
+                scale = key_scale_of(
+                    offset_only.to_stored(first[:FIRST_TOKENS]),
+                    powers_of_two=not self._config.has_scales,
+                )
                 key_map = key_map._replace(scale=scale)
             rule = rule._replace(scale_is_settled=settled)
         if held.start or held.num_tokens:

@@ -128,7 +128,7 @@ def key_offset_of(keys: np.ndarray) -> np.ndarray:
         )
 
 
-def key_scale_of(keys: np.ndarray) -> np.ndarray:
+def key_scale_of(keys: np.ndarray, *, powers_of_two: bool = False) -> np.ndarray:
     """The scale for keys like these: how much larger a channel is than the median, at least 1.
 
     RoPE turns pairs of channels, so one that is small in the first tokens may be as large as its
@@ -140,6 +140,8 @@ def key_scale_of(keys: np.ndarray) -> np.ndarray:
     ----------
     keys : numpy.ndarray
         float32 (n, num_kv_heads, head_dim), n >= 1, less their offset.
+    powers_of_two : bool
+        Rounded down to those: for formats whose steps are relative, where they change no digit.
 
     Returns
     -------
@@ -154,6 +156,8 @@ def key_scale_of(keys: np.ndarray) -> np.ndarray:
     middle = np.median(size, axis=1, keepdims=True)
     ratio = np.divide(size, middle, out=np.ones_like(size), where=middle > 0)
     scale: np.ndarray = np.clip(ratio, 1.0, _LARGEST_SCALE).astype(np.float32)
+    if powers_of_two:
+        scale = np.ldexp(np.float32(1), np.frexp(scale)[1] - 1)
     return scale
 
 

@@ -166,6 +166,15 @@ def test_large_channels_cost_the_others_nothing(rng):
     assert scale.min() == 1 and scale[:, 3].min() > BIAS / 4
 
 
+@pytest.mark.parametrize("dtype", [name for name in SMALL if name.startswith("fp8")])
+def test_large_channels_do_not_leave_the_range_of_fp8(dtype, rng):
+    keys = biased(rng, 40)
+    keys[:, :, 3] = np.where(keys[:, :, 3] < 0, -1e5, 1e5)
+    layer = KVCache._layer_types[dtype](40, KV_HEADS, D, key_scale="auto")
+    layer.extend(keys, keys)
+    np.testing.assert_allclose(layer.keys()[:, :, 3], keys[:, :, 3], rtol=0.13)
+
+
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_a_channel_that_its_pair_turns_into_later_is_scaled_too(interleaved, rng):
     keys = normal(rng, 400, KV_HEADS, D)
@@ -194,6 +203,8 @@ def test_the_first_tokens_decide_and_are_encoded_anew(dtype, sizes, rng):
             settled = layer.key_scale.copy() if settled is None else settled
             np.testing.assert_array_equal(layer.key_scale, settled)  # frozen
     assert settled[:, 3].min() > BIAS / 8
+    if dtype != "int8":
+        assert (np.frexp(settled)[0] == 0.5).all()  # powers of two, which change no digit
     allowed = 0.1 if dtype == "int8" else 0.5
     assert error(layer, keys) < allowed
     np.testing.assert_array_equal(layer.values().shape, values.shape)
@@ -373,7 +384,7 @@ def test_float32_keys_are_read_back_whatever_the_scale(rng):
 @pytest.mark.parametrize("dtype", list(FORMATS))
 def test_sequences_of_a_pool_with_a_given_one(dtype, rng, tmp_path):
     scale = np.stack([scales(rng), scales(rng)])
-    pool = KvBlockPool(20, 8, 2, KV_HEADS, D, dtype=dtype, scale_dtype=None, key_scale=scale)
+    pool = KvBlockPool(20, 8, 2, KV_HEADS, D, dtype=dtype, key_scale=scale)
     np.testing.assert_array_equal(pool.key_scale, scale)
     paged = PagedKvCache(pool)
     seq = paged.new_sequence()

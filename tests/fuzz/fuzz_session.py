@@ -34,13 +34,14 @@ with instrumented():
 
 SECONDS, KILOBYTES = 1.0, 500 << 10
 NUMPY = {"I8": np.int8, "F16": np.float16, "F32": np.float32}
-FIELDS = (*session.FIELDS, "sha256", "user.a", "")
+FIELDS = (*session.FIELDS, session.KEY_SCALE, "sha256", "user.a", "")
 TEXTS = (
     *("", "0", "1", "2", "3", "8", "-1", "999999999999999999", "1e3", "\u0663", "1099511627776"),
     *("65536", "1024", "4096", "100000000", "int8", "float32", "float16", "auto", "kvedge", "\0"),
 )
 VALID = {  # what these fields may be, in some file or other
     "key_offset": ("", "auto"),
+    session.KEY_SCALE: ("", "auto"),
     "dtype": ("int8", "float32"),
     "scale_dtype": ("", "float16", "float32"),
     "group_size": ("", "1", "8", "32"),
@@ -93,6 +94,7 @@ def saved(program: Program) -> bytes:
         options = {"scale_dtype": program.choice(("float16", "float32"))}
         options["group_size"] = program.choice((None, 1, 3, 8, 32))
         options["key_offset"] = program.choice((None, "auto"))
+        options["key_scale"] = program.choice((None, "auto"))
     layers, heads, dim = 1 + program.below(3), 1 + program.below(3), 1 + program.below(40)
     length = program.choice((0, 1, 2, 5, 20))
     cache = kvedge.KVCache(
@@ -144,8 +146,8 @@ def change(program: Program, metadata: dict, tensors: dict, data: bytearray) -> 
                 program.choice((*tensors, "x", "layers.0.key_offset", "layers.9.key_codes"))
             ] = moved
     elif kind == 7 and tensor:
-        tensors[program.choice(("layers.0.key_offset", "layers.1.key_offset", "x"))] = (
-            copy.deepcopy(tensor)
+        tensors[program.choice(("layers.0.key_offset", "layers.1.key_scale", "x"))] = copy.deepcopy(
+            tensor
         )
     elif kind == 8 and data:
         at = program.below(65536) % len(data)
@@ -193,7 +195,7 @@ def contents(cache) -> list[bytes]:
     return [
         array.tobytes()
         for layer in held.layers
-        for array in (*layer.arrays, layer.key_offset)
+        for array in (*layer.arrays, *layer.key_map)
         if array is not None
     ]
 

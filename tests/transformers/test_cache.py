@@ -255,11 +255,15 @@ def test_layers_may_differ_in_storage(config):
 @pytest.mark.parametrize("dtype", FORMATS)
 def test_every_format_stores_what_its_layer_would(dtype):
     config = tiny_model("llama").config
-    cache = KvedgeCache(config, dtype=dtype)
     keys, values = states(1, 5)
-    got = cache.update(keys, values, 0)
-    layer = kvedge.KVCache(1, 2, 16, dtype=dtype).layer(0).copy()
-    for position in range(5):
-        layer.push(*(states[0, :, position] for states in (keys, values)))
+    for given in ({}, {"key_scale": None}):
+        got = KvedgeCache(config, dtype=dtype, **given).update(keys, values, 0)
+        own = {"key_scale": "auto", **given}  # which is the default of a KvedgeCache alone
+        layer = kvedge.KVCache(1, 2, 16, dtype=dtype, **own).layer(0).copy()
+        layer.extend(*(states[0].transpose(0, 1).numpy() for states in (keys, values)))
+        assert_same_rows(got, layer)
+
+
+def assert_same_rows(got, layer):
     np.testing.assert_array_equal(got[0].numpy()[0], layer.keys().transpose(1, 0, 2))
     np.testing.assert_array_equal(got[1].numpy()[0], layer.values().transpose(1, 0, 2))
