@@ -31,6 +31,7 @@ from kvedge.errors import (
     UnknownSequenceError,
     UnsupportedIsaError,
 )
+from kvedge.layer_types import Fp8KvLayer
 from kvedge.merge import merge_attention
 from kvedge.multi_head.cache import MultiHeadKvCache
 from kvedge.multi_head.config import KvCacheConfig
@@ -80,6 +81,7 @@ __all__ = [
     "Float32KvLayer",
     "Fp8E4m3KvLayer",
     "Fp8E5m2KvLayer",
+    "Fp8KvLayer",
     "HeadOutOfRangeError",
     "InvalidArgumentError",
     "KVCache",

@@ -7,12 +7,14 @@ read the names in kvedge/backends/native.pyi.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from kvedge.core import registry
+from kvedge.core.config import describe
+from kvedge.errors import InvalidArgumentError
 from kvedge.layer import LayerMethods
 
-__all__ = ["layer_classes"]
+__all__ = ["Fp8KvLayer", "layer_classes"]
 
 # What ends the docstring of a class without scales.
 _PARAMETERS = """
@@ -146,6 +148,40 @@ _CLASSES: tuple[type[LayerMethods], ...] = (
     Fp8E4m3LayerMethods,
     Fp8E5m2LayerMethods,
 )
+
+
+def Fp8KvLayer(
+    capacity: int | None = None,
+    num_kv_heads: int | None = None,
+    head_dim: int | None = None,
+    *,
+    dtype: Literal["fp8_e4m3", "fp8_e5m2"] = "fp8_e4m3",
+    value_head_dim: int | None = None,
+    window: int | None = None,
+) -> Any:
+    """Make an empty layer of 8-bit floats, of either type.
+
+    Parameters
+    ----------
+    capacity, num_kv_heads, head_dim, value_head_dim, window
+        As of :class:`kvedge.Fp8E4m3KvLayer`.
+    dtype : {"fp8_e4m3", "fp8_e5m2"}
+        e4m3 has a bit more of mantissa, e5m2 of exponent.
+
+    Returns
+    -------
+    Fp8E4m3KvLayer or Fp8E5m2KvLayer
+
+    Raises
+    ------
+    InvalidArgumentError, OutOfMemoryError
+    """
+    kinds = {"fp8_e4m3": "Fp8E4m3KvLayer", "fp8_e5m2": "Fp8E5m2KvLayer"}
+    if not isinstance(dtype, str) or dtype not in kinds:
+        wanted = " or ".join(f'"{name}"' for name in kinds)
+        raise InvalidArgumentError(f"dtype must be {wanted}, not {describe(dtype)}")
+    kind = registry.active(kinds[dtype])
+    return kind(capacity, num_kv_heads, head_dim, value_head_dim=value_head_dim, window=window)
 
 
 def layer_classes(core: type) -> dict[str, Any]:

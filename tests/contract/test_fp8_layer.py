@@ -84,3 +84,16 @@ def test_a_shifted_key_saturates_too(dtype, layer_class):
     layer.push(row, row)
     layer.shift(1, rope=kvedge.Rope(inv_freq=np.array([np.pi / 4])))  # to (0, 1.41 times as large)
     np.testing.assert_array_equal(layer.keys()[0, 0], [0, LARGEST[dtype]])
+
+
+def test_the_layer_of_a_type_is_made_by_its_name(rng):
+    for dtype, kind in (
+        ("fp8_e4m3", kvedge.Fp8E4m3KvLayer),
+        ("fp8_e5m2", kvedge.Fp8E5m2KvLayer),
+    ):
+        layer = kvedge.Fp8KvLayer(4, 2, 8, dtype=dtype, value_head_dim=6)
+        assert type(layer) is kind and layer.dtype == dtype and layer.value_head_dim == 6
+    assert type(kvedge.Fp8KvLayer(num_kv_heads=1, head_dim=8)) is kvedge.Fp8E4m3KvLayer
+    for dtype in ("float16", np.int8):
+        with pytest.raises(kvedge.InvalidArgumentError, match="fp8_e4m3"):
+            kvedge.Fp8KvLayer(4, 2, 8, dtype=dtype)
