@@ -6,6 +6,7 @@ import itertools
 import math
 import pickle
 import tracemalloc
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -379,6 +380,12 @@ def test_damaged_and_foreign_files_are_refused(rng, tmp_path):
         kvedge.KVCache.load(path)
     with pytest.raises(FileNotFoundError):
         MultiHeadKvCache.load(tmp_path / "none")
+
+
+def test_an_old_file_opens_for_ever():
+    """Saved by the first version: golden_cache(4, 64)."""
+    cache = MultiHeadKvCache.load(Path(__file__).parents[1] / "fixtures" / "v1-multi-head.kvedge")
+    assert same(cache, golden_cache(4, 64)) and cache.config.projections == 20
 
 
 # ---- errors --------------------------------------------------------------------------------------
