@@ -30,6 +30,7 @@ __all__ = [
     "ReadBandwidth",
     "bandwidth_thread_counts",
     "machine",
+    "process_bytes",
     "product_rate",
     "read_bandwidth",
 ]
@@ -147,6 +148,14 @@ def machine(root: str | os.PathLike[str] = "/") -> Machine:
         ram_limit_bytes=_ram_limit(base),
         huge_pages=_huge_pages(base / "sys/kernel/mm/transparent_hugepage"),
     )
+
+
+def process_bytes() -> int | None:
+    """Bytes of memory that this process has committed (VmRSS); None where there is no /proc."""
+    for line in _read(Path("/proc/self/status")).splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) << 10  # in KiB
+    return None
 
 
 def bandwidth_thread_counts(num_threads: int) -> list[int]:

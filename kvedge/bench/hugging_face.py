@@ -27,7 +27,8 @@ SUMMARY = "tokens/s and memory of a Hugging Face model on KvedgeCache and other 
 DESCRIPTION = """\
 Time of one further token of a whole model (the shape of Qwen2.5-0.5B, random weights) after so many
 tokens, with KvedgeCache and with transformers' own caches: DynamicCache (sdpa), and QuantizedCache
-where quanto or HQQ is installed. Caches are filled with random keys and values, not by a prompt.
+where quanto or HQQ is installed. Caches are filled with random keys and values, not by a prompt;
+"process" is by how much the process's memory (VmRSS in /proc) grew meanwhile.
 All caches are measured in turn. Needs: pip install 'kvedge[transformers]'.
 """
 EXAMPLES = """\
@@ -50,11 +51,11 @@ class _Kind:
     make: Callable[[Any], Any]  # from the model's config
 
 
-def _kvedge(dtype: Dtype) -> Callable[[Any], Any]:
+def _kvedge(dtype: Dtype, num_threads: int | None = None) -> Callable[[Any], Any]:
     def make(config: Any) -> Any:
         from kvedge.transformers import KvedgeCache
 
-        return KvedgeCache(config, dtype)
+        return KvedgeCache(config, dtype, num_threads=num_threads)
 
     return make
 
@@ -77,6 +78,7 @@ def _quantized(backend: str, bits: int) -> Callable[[Any], Any]:
 
 _KINDS = {
     "kvedge-int8": _Kind("kvedge", "", _kvedge("int8")),
+    "kvedge-int8-one-thread": _Kind("kvedge", "", _kvedge("int8", 1)),  # whatever torch has
     "kvedge-float32": _Kind("kvedge", "", _kvedge("float32")),
     "kvedge-bfloat16": _Kind("kvedge", "", _kvedge("bfloat16")),
     "dynamic": _Kind("sdpa", "", _dynamic),
@@ -122,11 +124,14 @@ class _Versioned:
 class _Token:
     """One cache, filled; a sample is the time of one further token."""
 
-    def __init__(self, name: str, model: Any, cache: Any, attention: str) -> None:
+    def __init__(
+        self, name: str, model: Any, cache: Any, attention: str, grown: int | None
+    ) -> None:
         import torch
 
         self.name = name
         self.cache = cache
+        self.grown = grown  # bytes of the process, by the cache
         self._model, self._attention = model, attention
         self._token = torch.ones((1, 1), dtype=torch.long)
 
@@ -223,6 +228,8 @@ def _filled(kind: str, model: Any, context: int) -> _Token:
     import torch
 
     config = model.config
+    gc.collect()
+    before = system.process_bytes()
     cache = _KINDS[kind].make(config)
     head_dim = config.hidden_size // config.num_attention_heads
     generator = torch.Generator().manual_seed(0)
@@ -232,7 +239,9 @@ def _filled(kind: str, model: Any, context: int) -> _Token:
         keys, values = (torch.randn(shape, generator=generator).to(model.dtype) for _ in range(2))
         for layer in range(config.num_hidden_layers):
             cache.update(keys, values, layer)
-    return _Token(kind, model, cache, _KINDS[kind].attention)
+    after = system.process_bytes()
+    grown = None if before is None or after is None else after - before
+    return _Token(kind, model, cache, _KINDS[kind].attention, grown)
 
 
 def _bytes(cache: Any) -> int:
@@ -272,6 +281,7 @@ def _case(
                 "seconds": spread.as_json(),
                 "tokens_per_second": 1.0 / spread.median,
                 "cache_bytes": _bytes(token.cache),
+                "process_bytes": token.grown,
                 "note": "",
             }
         )
@@ -283,7 +293,7 @@ def _case(
 
 _COLUMNS = (
     "model", ">context", ">threads", "cache", ">ms per token", ">spread", ">tokens/s",
-    ">time / the first's", ">cache",
+    ">time / the first's", ">cache", ">process",
 )  # fmt: skip
 
 
@@ -305,6 +315,7 @@ def _rows(case: Mapping[str, Any]) -> Iterable[Sequence[str]]:
             f"{result['tokens_per_second']:.2f}",
             f"{result['ratio_to_first']:.2f}",
             format_size(result["cache_bytes"]),
+            "" if result["process_bytes"] is None else format_size(max(0, result["process_bytes"])),
         )
         names = ["", "", ""]
 

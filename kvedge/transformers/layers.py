@@ -13,7 +13,7 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from kvedge import append_batch, attend_batch
-from kvedge.errors import InvalidArgumentError, KvedgeError, ShapeMismatchError
+from kvedge.errors import InvalidArgumentError, KvedgeError, LayoutError, ShapeMismatchError
 from kvedge.transformers.lazy import LazyTensor, warn_decoded
 from kvedge.transformers.options import StoreOptions
 
@@ -110,22 +110,23 @@ class KvedgeLayer(CacheLayerMixin):
         """
         if key_states.requires_grad or key_states.device.type != "cpu":
             self._check_states(key_states, value_states)
-        if key_states.stride(-1) != 1:  # a convolution over tokens leaves them so
-            key_states = key_states.contiguous()
-        if value_states.stride(-1) != 1:
-            value_states = value_states.contiguous()
-        if len(self.rows) != key_states.shape[0] or not self.is_initialized:
+        batch, _, tokens, _ = key_states.shape
+        if len(self.rows) != batch or not self.is_initialized:
             if self.get_seq_length():
                 raise ShapeMismatchError(
-                    f"the KvedgeCache holds {len(self.rows)} sequences, not {key_states.shape[0]}: "
-                    "reset() it, or make another"
+                    f"the KvedgeCache holds {len(self.rows)} sequences, not {batch}: reset() it, "
+                    "or make another"
                 )
             self.lazy_initialization(key_states, value_states)
-        self._make_room(key_states.shape[2])
-        append_batch(self.rows, key_states, value_states, layout="hnd")
+        self._make_room(tokens)
+        try:
+            append_batch(self.rows, key_states, value_states, layout="hnd")
+        except LayoutError:  # a convolution over tokens leaves channels apart
+            keys, values = key_states.contiguous(), value_states.contiguous()
+            append_batch(self.rows, keys, values, layout="hnd")
         self.version += 1
-        self._appended(key_states.shape[2])
-        return self._lazy(key_states.shape[2])
+        self._appended(tokens)
+        return self._lazy(tokens)
 
     def _make_room(self, tokens: int) -> None:
         """Drop what no query will read, before `tokens` more are appended."""
@@ -155,13 +156,11 @@ class KvedgeLayer(CacheLayerMixin):
 
     def _lazy(self, new: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values that attention may read after `new` tokens were appended."""
-        row = self.rows[0]
-        batch, heads, tokens = len(self.rows), row.num_kv_heads, self._readable(new)
-        keys = _make_wrapper(LazyRows, (batch, heads, tokens, row.head_dim), dtype=self.dtype)
+        config = self.rows[0]._config
+        heads = (len(self.rows), config.num_kv_heads, self._readable(new))
+        keys = _make_wrapper(LazyRows, (*heads, config.head_dim), dtype=self.dtype)
         keys.layer, keys.of_values, keys.made_at = self, False, self.version
-        values = _make_wrapper(
-            LazyRows, (batch, heads, tokens, row.value_head_dim), dtype=self.dtype
-        )
+        values = _make_wrapper(LazyRows, (*heads, config.value_head_dim), dtype=self.dtype)
         values.layer, values.of_values, values.made_at = self, True, self.version
         return keys, values
 
@@ -248,7 +247,7 @@ class KvedgeLayer(CacheLayerMixin):
         if query.stride(-1) != 1:
             query = query.contiguous()
         batch, num_heads, queries, _ = query.shape
-        out = torch.empty((batch, queries, num_heads, first.value_head_dim), dtype=query.dtype)
+        out = query.new_empty(batch, queries, num_heads, first.value_head_dim)
         got = attend_batch(
             self.rows,
             query,

@@ -165,4 +165,5 @@ def test_the_benchmark_runs(capsys, tmp_path):
     tokens = 64 + 3 + 1  # a round each, and the first
     assert theirs["cache_bytes"] == tokens * 2 * 2 * 64 * 2
     assert ours["cache_bytes"] == tokens * 2 * 2 * (64 + 4)
+    assert isinstance(ours["process_bytes"], int)
     assert torch.get_num_threads() == threads

@@ -9,11 +9,12 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from tiny_models import transformers
+from tiny_models import prompt, tiny_model, torch, transformers
 
 from kvedge.data import STORIES_MODEL, STORIES_TOKENIZER
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+DOCS = Path(__file__).parents[2] / "docs"
 TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}> {{ message.content }} "
     "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -92,3 +93,20 @@ def test_a_document_is_read_once(checkpoint, tmp_path, window):
     again = run("long_document.py", *options, "--ask", "Lily saw")
     assert f"[{tokens} tokens kept" in again
     assert re.findall(r"> Lily saw\n(.*?)\n\[", again, re.S) == answers[:1]
+
+
+def test_the_code_of_the_manual_runs(tmp_path, monkeypatch):
+    """Every block of Python in docs/transformers.md, one after the other."""
+    blocks = re.findall(r"```python\n(.*?)```", (DOCS / "transformers.md").read_text(), re.S)
+    assert len(blocks) >= 2
+    monkeypatch.chdir(tmp_path)
+    ids = prompt(1, 9)["input_ids"]
+    more = torch.cat([ids, prompt(1, 4, seed=1)["input_ids"]], 1)
+    loader = mock.Mock(from_pretrained=lambda *args, **options: tiny_model("llama"))
+    names = {"AutoModelForCausalLM": loader, "inputs": prompt(), "ids": ids, "next_ids": more}
+    for number, block in enumerate(blocks):
+        exec(block, names)
+        if not number:
+            names["cache"] = names["KvedgeCache"](names["model"].config)
+    assert names["kept"] == 9
+    assert torch.equal(names["cache"].token_ids, names["out"][:, :-1])

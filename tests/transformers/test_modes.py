@@ -13,6 +13,8 @@ from tiny_models import (
     transformers,
 )
 
+from kvedge.transformers import layers
+
 LLAMA, WINDOWS = "llama", "gemma2"
 
 
@@ -134,6 +136,27 @@ def test_the_text_depends_on_the_mask(family):
     seen = {**inputs, "attention_mask": torch.ones_like(inputs["attention_mask"])}
     caches = [KvedgeCache(model.config, dtype="float32") for _ in range(2)]
     assert generate(model, caches[0], inputs) != generate(model, caches[1], seen)
+
+
+def test_threads_are_those_that_torch_is_set_to(monkeypatch):
+    model, seen, before = tiny_model(LLAMA), [], torch.get_num_threads()
+    attend = layers.attend_batch
+    monkeypatch.setattr(
+        layers,
+        "attend_batch",
+        lambda *args, **options: seen.append(options["num_threads"]) or attend(*args, **options),
+    )
+    try:
+        for num_threads, wanted in ((None, [1, 2]), (3, [3, 3])):
+            cache = KvedgeCache(model.config, num_threads=num_threads)
+            for number, count in enumerate(wanted, 1):
+                torch.set_num_threads(number)
+                with torch.no_grad():
+                    model(torch.tensor([[5]]), past_key_values=cache)
+                assert seen == [count] * 4
+                seen.clear()
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_two_models_and_two_caches_in_turn():
