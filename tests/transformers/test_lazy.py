@@ -87,12 +87,14 @@ class _Made(TorchDispatchMode):
         return out
 
 
-def made_by_a_step(model, tokens):
+def made_by_a_step(model, tokens, monkeypatch):
     """Elements that torch makes, and bytes that Python and NumPy hold at most, for a token."""
     cache = KvedgeCache(model.config)
-    with torch.no_grad():
+    with torch.no_grad(), monkeypatch.context() as patch:
         model(prompt(1, tokens)["input_ids"], past_key_values=cache)
         model(torch.tensor([[5]]), past_key_values=cache)  # what is kept for later is made here
+        for name in ("keys", "values", "_dequantize"):
+            patch.setattr(kvedge.QuantizedKvLayer, name, None)
         tracemalloc.start()
         try:
             with _Made() as made:
@@ -106,9 +108,9 @@ def made_by_a_step(model, tokens):
 def test_a_step_takes_no_memory_for_the_past(family, decodings, monkeypatch):
     """Neither torch nor NumPy makes anything as large as one decoded head of the past."""
     model = tiny_model(family)
-    for name in ("keys", "values", "_dequantize"):
-        monkeypatch.setattr(kvedge.QuantizedKvLayer, name, None)
-    (few, few_bytes), (many, many_bytes) = (made_by_a_step(model, n) for n in (100, 400))
+    (few, few_bytes), (many, many_bytes) = (
+        made_by_a_step(model, tokens, monkeypatch) for tokens in (100, 400)
+    )
     decoded = 300 * 16  # elements of one head of one layer's keys
     assert many - few < decoded
     assert not decodings
