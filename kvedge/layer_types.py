@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from kvedge.core import registry
 from kvedge.core.config import describe
+from kvedge.core.types import Array
 from kvedge.errors import InvalidArgumentError
 from kvedge.layer import LayerMethods
 
@@ -157,13 +158,14 @@ def Fp8KvLayer(
     *,
     dtype: Literal["fp8_e4m3", "fp8_e5m2"] = "fp8_e4m3",
     value_head_dim: int | None = None,
+    key_scale: Array | Literal["auto"] | None = None,
     window: int | None = None,
 ) -> Any:
     """Make an empty layer of 8-bit floats, of either type.
 
     Parameters
     ----------
-    capacity, num_kv_heads, head_dim, value_head_dim, window
+    capacity, num_kv_heads, head_dim, value_head_dim, key_scale, window
         As of :class:`kvedge.Fp8E4m3KvLayer`.
     dtype : {"fp8_e4m3", "fp8_e5m2"}
         e4m3 has a bit more of mantissa, e5m2 of exponent.
@@ -181,7 +183,14 @@ def Fp8KvLayer(
         wanted = " or ".join(f'"{name}"' for name in kinds)
         raise InvalidArgumentError(f"dtype must be {wanted}, not {describe(dtype)}")
     kind = registry.active(kinds[dtype])
-    return kind(capacity, num_kv_heads, head_dim, value_head_dim=value_head_dim, window=window)
+    return kind(
+        capacity,
+        num_kv_heads,
+        head_dim,
+        value_head_dim=value_head_dim,
+        key_scale=key_scale,
+        window=window,
+    )
 
 
 def layer_classes(core: type) -> dict[str, Any]:

@@ -170,7 +170,7 @@ def test_large_channels_cost_the_others_nothing(rng):
 def test_large_channels_do_not_leave_the_range_of_fp8(dtype, rng):
     keys = biased(rng, 40)
     keys[:, :, 3] = np.where(keys[:, :, 3] < 0, -1e5, 1e5)
-    layer = KVCache._layer_types[dtype](40, KV_HEADS, D, key_scale="auto")
+    layer = kvedge.Fp8KvLayer(40, KV_HEADS, D, dtype=dtype, key_scale="auto")
     layer.extend(keys, keys)
     np.testing.assert_allclose(layer.keys()[:, :, 3], keys[:, :, 3], rtol=0.13)
 
