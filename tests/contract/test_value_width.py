@@ -358,14 +358,13 @@ def test_a_beginning_that_is_read_once_for_all_gives_the_same(dtype, rng):
 
 def test_a_pool_copies_caches_of_its_widths_alone(dtype, rng):
     pool_cache = filled_pool(rng, dtype, (9,))
-    scales = {"scale_dtype": "float16"} if FORMATS[dtype].has_scales else {}
-    cache = KVCache(1, 2, 40, value_head_dim=24, dtype=dtype, **scales)
+    cache = KVCache(1, 2, 40, value_head_dim=24, dtype=dtype)
     cache.append(0, normal(rng, 9, 2, 40), normal(rng, 9, 2, 24))
     cache.advance(9)
     seq = pool_cache.from_kv_cache(cache)
     assert cache_content(pool_cache.to_kv_cache(seq)) == cache_content(cache)
     with pytest.raises(errors.ShapeMismatchError, match="40/24"):
-        pool_cache.from_kv_cache(KVCache(1, 2, 40, dtype=dtype, **scales))
+        pool_cache.from_kv_cache(KVCache(1, 2, 40, dtype=dtype))
     with pytest.raises(errors.ShapeMismatchError, match="value_head_dim is 24"):
         pool_cache.append(seq, 0, normal(rng, 2, 40), normal(rng, 2, 40))
     pool = pool_cache.pool
