@@ -67,9 +67,12 @@ def stored_digests():
             for name, options in OPTIONS.items():
                 if "float16" in name and kind in ("huge", "mixed"):
                     continue
+                if name == "offset":
+                    if kind in ("huge", "mixed"):
+                        keys = keys / np.float32(4)  # a mean taken off the largest would overflow
+                    mean = keys[:33].astype(np.float64).mean(axis=0)
+                    options = {"key_offset": mean.astype(np.float32)}
                 layer = kvedge.QuantizedKvLayer(41, 2, head_dim, **options)
-                if kind in ("huge", "mixed") and name == "offset":
-                    keys = keys / np.float32(4)  # a mean taken off the largest would overflow
                 layer.extend(keys[:33], values[:33])
                 layer.push(keys[33], values[33])
                 layer.extend(keys[34:], values[34:])
