@@ -73,13 +73,13 @@ finish() {
 
 case $mode in
 native)
-  compiler=${CC:-cc}
-  need "$compiler" gcc
-  build "$compiler" -O3 && run
+  read -ra compiler <<<"${CC:-cc}" # such as "ccache gcc"
+  need "${compiler[0]}" gcc
+  build "${compiler[@]}" -O3 && run
   # AVX-VNNI's code in AVX-512VL's encoding, where only that can be run
   if grep -qw avx512_vnni /proc/cpuinfo 2>/dev/null && ! grep -qw avx_vnni /proc/cpuinfo; then
     programs=(test_kernels test_cells)
-    build "$compiler" -O3 -DKVEDGE_AVXVNNI_AS_EVEX && tables=avxvnni run
+    build "${compiler[@]}" -O3 -DKVEDGE_AVXVNNI_AS_EVEX && tables=avxvnni run
   fi
   ;;
 clang)
