@@ -24,9 +24,9 @@ test: $(VENV)/test.stamp
 test-numpy: $(VENV)/test.stamp
 	KVEDGE_BACKEND=numpy $(BIN)/python -m pytest $(PYTEST_ARGS)
 
-# What touches kernels, once on each path that this CPU can run.
+# What touches kernels, once on each path that this CPU can run, or on those of ISAS="avx2 scalar".
 test-isa: $(VENV)/test.stamp
-	@for isa in $$($(BIN)/python -c 'import kvedge; print(*kvedge.isa_info()["available"])'); do \
+	@for isa in $${ISAS:-$$($(BIN)/python -c 'import kvedge; print(*kvedge.isa_info()["available"])')}; do \
 	  echo "== KVEDGE_ISA=$$isa"; \
 	  KVEDGE_ISA=$$isa $(BIN)/python -m pytest tests/contract $(PYTEST_ARGS) || exit 1; \
 	done
