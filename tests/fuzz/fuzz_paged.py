@@ -62,10 +62,9 @@ class Machine:
         self.block = 1 + program.below(5)
         self.num_blocks = 2 + program.below(15)
         self.dtype = program.choice(("int8", "float32"))
-        scales = "float16" if self.dtype == "int8" else None  # which large rows do not fit
-        self.pool = KvBlockPool(
-            self.num_blocks, self.block, L, H, D, self.dtype, scale_dtype=scales
-        )
+        # Scales that large rows do not fit.
+        options = {"scale_dtype": "float16"} if self.dtype == "int8" else {}
+        self.pool = KvBlockPool(self.num_blocks, self.block, L, H, D, self.dtype, **options)
         self.caches = [PagedKvCache(self.pool), PagedKvCache(self.pool)]
         self.models: dict[int, Sequence] = {}
         self.snapshots: list = []  # (PagedSnapshot, table, ids)
