@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvedge.cache_state import CacheState
 from kvedge.core import checks
-from kvedge.core.memory import memory_for
+from kvedge.core.memory import Slabs, memory_for
 from kvedge.errors import CapacityExceededError, InvalidArgumentError, ShapeMismatchError
-from kvedge.snapshot import CacheContents, LayerContents
+from kvedge.snapshot import CacheContents
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # type checkers bring it along
 
 __all__ = ["CacheRanges"]
-
-_TOKENS = ("key_codes", "value_codes", "key_scales", "value_scales", "num_dropped")
 
 
 class CacheRanges(CacheState):
@@ -53,7 +51,7 @@ class CacheRanges(CacheState):
         contents = self._whole("extract()")
         layers = []
         for layer in contents.layers:
-            rows = {name: getattr(layer, name)[start:stop] for name in _TOKENS[:4]}
+            rows = {name: getattr(layer, name)[start:stop] for name in Slabs._fields}
             layers.append(replace(layer, **rows))
         contents = replace(contents, length=stop - start, layers=tuple(layers))
         return self._holding(contents, None, self._key_rule, {})
@@ -126,7 +124,10 @@ class CacheRanges(CacheState):
             return False
         if not self._length:  # what first tokens decide is still open
             own, other = (self._without_decided(each) for each in (own, other))
-        return all(map(_same_meaning, own.layers, other.layers))
+        return all(
+            mine.key_map.is_same(theirs.key_map)
+            for mine, theirs in zip(own.layers, other.layers, strict=True)
+        )
 
     def _without_decided(self, contents: CacheContents) -> CacheContents:
         """Contents without what this cache takes from its first tokens."""
@@ -176,21 +177,6 @@ class CacheRanges(CacheState):
 
 def _shape(config: Any) -> tuple[int, int, int]:
     return config.num_kv_heads, config.head_dim, config.value_head_dim
-
-
-def _same_meaning(one: LayerContents, other: LayerContents) -> bool:
-    """Whether all but the tokens is the same, such as key offsets and scales."""
-    names = [field.name for field in fields(LayerContents) if field.name not in _TOKENS]
-    parts = [[getattr(each, name) for name in names] for each in (one, other)]
-    for a, b in zip(*map(_flat, parts), strict=True):
-        if (a is None) != (b is None) or (a is not None and not np.array_equal(a, b)):
-            return False
-    return True
-
-
-def _flat(values: list[Any]) -> list[Any]:
-    """Values, the elements of tuples (a KeyMap) in their place."""
-    return [part for value in values for part in (value if isinstance(value, tuple) else (value,))]
 
 
 def _offsets(own: CacheContents, other: CacheContents) -> str:

@@ -49,8 +49,11 @@ extern const kvedge_format_info kvedge_format_int8, kvedge_format_float32, kvedg
 /* NULL: there is no such format. */
 const kvedge_format_info *kvedge_format_of(kvedge_format format);
 
+/* Bytes of n elements of so many bits. */
+static inline size_t kvedge_packed_bytes(int n, int bits) { return ((size_t)n * (size_t)bits + 7) / 8; }
+
 static inline size_t kvedge_row_bytes(const kvedge_format_info *format, int dim) {
-  return ((size_t)dim * (size_t)format->bits + 7) / 8;
+  return kvedge_packed_bytes(dim, format->bits);
 }
 
 static inline size_t kvedge_scale_size(kvedge_scale_type type) {

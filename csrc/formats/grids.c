@@ -14,9 +14,8 @@
 #include <math.h>
 #include <string.h>
 
-#include "formats/format.h"
 #include "formats/grid_levels.h"
-#include "formats/half.h"
+#include "formats/scales.h"
 
 /* A least-squares scale is at most 2.2 times the largest magnitude: t is at most 2.17 times its level (2 bits; fewer at
  * more), but for what lies beyond the last one. The rest is for rounding a scale to half precision. */
@@ -64,7 +63,7 @@ static void store_scale(kvedge_scale_type type, void *scales, int group, float s
 }
 
 static void pack(int bits, const uint8_t *codes, int n, uint8_t *out) {
-  const int bytes = (n * bits + 7) / 8;
+  const int bytes = (int)kvedge_packed_bytes(n, bits);
   uint32_t digits = 0;
   int held = 0, at = 0;
   for (int d = 0; d < n; d++) {
@@ -79,7 +78,7 @@ static inline void encode_rows(int bits, const float *level, const kvedge_row_sh
   double boundary[256]; /* [code]: below it; [0] is not used */
   for (unsigned code = 1; code < 1u << bits; code++) boundary[code] = boundary_below(level, code);
   uint8_t room[KVEDGE_MAX_HEAD_DIM];
-  const size_t row_bytes = ((size_t)shape->dim * (size_t)bits + 7) / 8;
+  const size_t row_bytes = kvedge_packed_bytes(shape->dim, bits);
   for (int64_t row = 0; row < num_rows; row++, x += shape->dim) {
     void *row_scales = (char *)scales + (size_t)row * kvedge_scale_row_bytes(shape);
     for (int g = 0, start = 0; g < shape->num_groups; g++, start += shape->group_size) {
@@ -115,7 +114,7 @@ static void times_scale(float *x, int n, float scale) {
 
 static inline void decode_rows(int bits, const float *level, const kvedge_row_shape *shape, const void *codes,
                                const void *scales, int64_t num_rows, float *x) {
-  const size_t row_bytes = ((size_t)shape->dim * (size_t)bits + 7) / 8;
+  const size_t row_bytes = kvedge_packed_bytes(shape->dim, bits);
   for (int64_t row = 0; row < num_rows; row++, x += shape->dim) {
     const uint8_t *in = (const uint8_t *)codes + (size_t)row * row_bytes;
     int d = 0;
@@ -123,7 +122,7 @@ static inline void decode_rows(int bits, const float *level, const kvedge_row_sh
     if (d < shape->dim) {
       uint8_t last[8] = {0};
       float room[8];
-      memcpy(last, in, (size_t)((shape->dim - d) * bits + 7) / 8);
+      memcpy(last, in, kvedge_packed_bytes(shape->dim - d, bits));
       unpack_8(bits, level, last, room);
       memcpy(x + d, room, (size_t)(shape->dim - d) * sizeof *x);
     }
@@ -137,17 +136,7 @@ static inline void decode_rows(int bits, const float *level, const kvedge_row_sh
 }
 
 static float bound_of(const kvedge_row_shape *shape, float largest) {
-  const float scale = LARGEST_SCALE * largest; /* infinite where float32 cannot hold it */
-  if (shape->scale_type == KVEDGE_SCALE_FLOAT32) return scale;
-  return scale > KVEDGE_HALF_MAX ? INFINITY : kvedge_half_to_float(kvedge_float_to_half_up(scale));
-}
-
-static float bound(const kvedge_row_shape *shape, const void *codes, const void *scales, int64_t num_rows) {
-  (void)codes;
-  float largest = 0.0f;
-  for (int64_t i = 0; i < num_rows * shape->num_groups; i++)
-    largest = fmaxf(largest, kvedge_load_scale(scales, shape->scale_type, i));
-  return largest;
+  return kvedge_stored_scale_bound(shape, LARGEST_SCALE * largest); /* infinite where float32 cannot hold it */
 }
 
 /* A format: functions in which `bits` is a constant, and its row of the table. */
@@ -168,7 +157,7 @@ static float bound(const kvedge_row_shape *shape, const void *codes, const void 
                                                        .bound_of = bound_of,                                           \
                                                        .encode = encode_##BITS,                                        \
                                                        .decode = decode_##BITS,                                        \
-                                                       .bound = bound};
+                                                       .bound = kvedge_largest_scale};
 
 GRID(2)
 GRID(3)

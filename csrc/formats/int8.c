@@ -6,8 +6,7 @@
 #include <math.h>
 #include <string.h>
 
-#include "formats/format.h"
-#include "formats/half.h"
+#include "formats/scales.h"
 #include "system/dispatch.h"
 
 /* Below this, 127 / max|x| could overflow; such a row is first multiplied by 2^96, exactly. */
@@ -15,9 +14,7 @@
 #define TINY_ROW_FACTOR 0x1p96f
 
 static float bound_of(const kvedge_row_shape *shape, float largest) {
-  float scale = largest / 127.0f;
-  if (shape->scale_type == KVEDGE_SCALE_FLOAT32) return scale;
-  return scale > KVEDGE_HALF_MAX ? INFINITY : kvedge_half_to_float(kvedge_float_to_half_up(scale));
+  return kvedge_stored_scale_bound(shape, largest / 127.0f);
 }
 
 static void encode_group(kvedge_scale_type scale_type, const float *x, int n, int8_t *codes, void *scales, int group) {
@@ -78,14 +75,6 @@ static void decode(const kvedge_row_shape *shape, const void *codes, const void 
                x + row * shape->dim);
 }
 
-static float bound(const kvedge_row_shape *shape, const void *codes, const void *scales, int64_t num_rows) {
-  (void)codes;
-  float largest = 0.0f;
-  for (int64_t i = 0; i < num_rows * shape->num_groups; i++)
-    largest = fmaxf(largest, kvedge_load_scale(scales, shape->scale_type, i));
-  return largest;
-}
-
 const kvedge_format_info kvedge_format_int8 = {.id = KVEDGE_INT8,
                                                .name = "int8",
                                                .bits = 8,
@@ -94,4 +83,4 @@ const kvedge_format_info kvedge_format_int8 = {.id = KVEDGE_INT8,
                                                .bound_of = bound_of,
                                                .encode = encode,
                                                .decode = decode,
-                                               .bound = bound};
+                                               .bound = kvedge_largest_scale};

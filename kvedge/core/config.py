@@ -211,7 +211,7 @@ def layer_config(
     ------
     InvalidArgumentError
     """
-    _one_of(dtype, "dtype", FORMATS)
+    one_of(dtype, "dtype", FORMATS)
     if capacity is not None:
         rows = capacity = _size(capacity, "capacity", MAX_CAPACITY)
     num_kv_heads = _size(num_kv_heads, "num_kv_heads", MAX_KV_HEADS)
@@ -221,7 +221,7 @@ def layer_config(
     else:
         value_head_dim = _size(value_head_dim, "value_head_dim", MAX_HEAD_DIM)
     widest = max(head_dim, value_head_dim)
-    _one_of(scale_dtype, "scale_dtype", SCALE_TYPES)
+    one_of(scale_dtype, "scale_dtype", SCALE_TYPES)
     if not FORMATS[dtype].has_scales and (group_size is not None or scale_dtype != "float32"):
         what = "group_size" if group_size is not None else "scale_dtype"
         raise InvalidArgumentError(
@@ -255,7 +255,8 @@ def layer_config(
     )
 
 
-def _one_of(value: Any, name: str, choices: Iterable[str]) -> None:
+def one_of(value: Any, name: str, choices: Iterable[str]) -> None:
+    """InvalidArgumentError if a value is none of these names."""
     if not isinstance(value, str) or value not in tuple(choices):
         wanted = " or ".join(f'"{choice}"' for choice in choices)
         text = f"dtype('{value.name}')" if type(value) is np.dtype else describe(value)

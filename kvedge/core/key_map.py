@@ -23,6 +23,7 @@ __all__ = [
     "KeyRule",
     "key_offset_of",
     "key_scale_of",
+    "same_vector",
 ]
 
 FIRST_TOKENS = 64  # whose keys an automatic scale is taken from
@@ -52,6 +53,10 @@ class KeyMap(NamedTuple):
         less = "" if self.offset is None else " minus key_offset"
         return "keys" + less + ("" if self.scale is None else " over key_scale")
 
+    def is_same(self, other: KeyMap) -> bool:
+        """Whether keys are stored alike."""
+        return all(map(same_vector, self, other))
+
     def to_stored(self, keys: np.ndarray) -> np.ndarray:
         """Keys (n, H, D) as they are encoded, rounded as C rounds them; perhaps infinite."""
         with np.errstate(all="ignore"):
@@ -68,6 +73,13 @@ class KeyMap(NamedTuple):
 
 
 NO_MAP = KeyMap()
+
+
+def same_vector(one: np.ndarray | None, other: np.ndarray | None) -> bool:
+    """Whether two offsets or scales are the same, None only as None."""
+    if one is None or other is None:
+        return one is other
+    return np.array_equal(one, other)
 
 
 class KeyRule(NamedTuple):

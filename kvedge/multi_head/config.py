@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvedge.core.config import MAX_HEAD_DIM, LayerConfig, as_int, describe, layer_config
+from kvedge.core.config import MAX_HEAD_DIM, LayerConfig, as_int, layer_config, one_of
+from kvedge.core.formats import SCALE_TYPES
 from kvedge.core.types import ScaleDtype
 from kvedge.errors import InvalidArgumentError
 
@@ -54,10 +55,7 @@ class KvCacheConfig:
             if not least <= number <= most:
                 raise InvalidArgumentError(f"{name} must be from {least} to {most}, not {number}")
             object.__setattr__(self, name, number)
-        if self.scale_dtype not in ("float16", "float32"):
-            raise InvalidArgumentError(
-                f'scale_dtype must be "float16" or "float32", not {describe(self.scale_dtype)}'
-            )
+        one_of(self.scale_dtype, "scale_dtype", SCALE_TYPES)
 
     def _layer(self, num_heads: int, capacity: int) -> LayerConfig:
         """The layer that holds the rotated rows of so many heads."""

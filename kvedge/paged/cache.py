@@ -12,7 +12,7 @@ import numpy as np
 from kvedge.cache import CacheMethods
 from kvedge.cache_state import layer_names
 from kvedge.core import checks, registry
-from kvedge.core.key_map import KeyRule
+from kvedge.core.key_map import KeyRule, same_vector
 from kvedge.errors import (
     InvalidArgumentError,
     LayersOutOfStepError,
@@ -598,7 +598,7 @@ class PagedKvCache(PagedAttention):
             raise ShapeMismatchError(f"the cache is {cache._format}, this pool {self._format}")
         if cache.key_offset is not None:
             raise InvalidArgumentError("blocks have no key offset, but this cache has one")
-        if not _are_equal(cache.key_scale, self._pool.key_scale):
+        if not same_vector(cache.key_scale, self._pool.key_scale):
             raise InvalidArgumentError(
                 "the cache has another key_scale than the pool: make the pool with "
                 "key_scale=cache.key_scale"
@@ -640,12 +640,6 @@ class PagedKvCache(PagedAttention):
         if snapshot._table is None:
             raise StaleSnapshotError("this snapshot was released: its blocks are no longer held")
         return snapshot._table
-
-
-def _are_equal(one: np.ndarray | None, other: np.ndarray | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    return np.array_equal(one, other)
 
 
 def _check_nothing_pending(held: Sequence[int], length: int) -> None:
