@@ -3,6 +3,8 @@
 #
 # make fuzz   coverage-guided fuzzing of the C API, of files and of paged caches; SECONDS=600 says how long
 #
+# make wheel  a source distribution and a wheel, in dist/, tried in an empty environment
+#
 # The rest: test-numpy test-isa test-peers test-transformers test-slow test-c test-library test-sanitize test-valgrind test-arm-c test-arm test-all
 # lint format clean
 
@@ -12,7 +14,7 @@ BIN    := $(VENV)/bin
 SOURCES := pyproject.toml setup.py kvedge/backends/native.pyx kvedge/backends/native_paged.pxi kvedge/__init__.pxd $(shell find csrc -name "*.[ch]")
 
 .PHONY: run test test-numpy test-isa test-peers test-transformers test-transformers-old test-transformers-own test-slow test-c test-library test-sanitize test-valgrind test-arm-c test-arm test-all arm-cycles \
-        fuzz lint format clean
+        wheel fuzz lint format clean
 
 run: $(VENV)/run.stamp
 	$(BIN)/kvedge generate
@@ -81,6 +83,10 @@ test-arm:
 # The suite on every Python from 3.10 to 3.13 that this machine has.
 test-all:
 	tools/test_all.sh
+
+# What goes to PyPI: built from the source distribution, repaired and tested; see tools/wheel.sh.
+wheel:
+	tools/wheel.sh $(PYTHON)
 
 # See tests/fuzz/README.md. What it finds is left in build/fuzz/findings.
 SECONDS ?= 60

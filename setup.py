@@ -16,7 +16,12 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent
-LIBRARY_FILES = ("include/kvedge.h", "lib/libkvedge.a")
+C_SOURCES = sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("csrc/**/*.c"))
+# The C library goes into the package once; the extension and other programs are linked to it. On
+# Windows, where an extension cannot say where its libraries lie, the extension holds the library,
+# and programs get a static one.
+LIBRARY = {"darwin": "libkvedge.dylib", "win32": "libkvedge.a"}.get(sys.platform, "libkvedge.so")
+LIBRARY_FILES = ("include/kvedge.h", f"lib/{LIBRARY}")
 
 
 def flag(name):
@@ -35,21 +40,40 @@ class OptionalBuildExt(build_ext):
     def build_extension(self, ext):
         try:
             with side_by_side(self.compiler):
+                self.build_library(ext)
                 super().build_extension(ext)
-            self.keep_library(ext)
         except Exception as error:
             self.give_up(error)
 
-    def keep_library(self, ext):
-        """Keep the objects of csrc/ as a library beside the package, and the header with it."""
-        sources = [source for source in ext.sources if source.startswith("csrc")]
-        objects = self.compiler.object_filenames(sources, output_dir=self.build_temp)
+    def build_library(self, ext):
+        """Build csrc/ as a library, with its header, in the package; link `ext` to it."""
         header, library = (Path(self.build_lib, "kvedge", name) for name in LIBRARY_FILES)
         for file in (header, library):
             self.mkpath(str(file.parent))
         self.copy_file("csrc/kvedge.h", str(header))
-        library.unlink(missing_ok=True)  # ar would keep objects that are gone
-        self.compiler.create_static_lib(objects, "kvedge", output_dir=str(library.parent))
+        objects = self.compiler.compile(
+            C_SOURCES,
+            output_dir=self.build_temp,
+            macros=[*ext.define_macros, ("KVEDGE_EXPORTS", None)],
+            include_dirs=["csrc"],
+            extra_postargs=ext.extra_compile_args,
+            depends=ext.depends,
+        )
+        library.unlink(missing_ok=True)
+        if library.suffix == ".a":
+            self.compiler.create_static_lib(objects, "kvedge", output_dir=str(library.parent))
+            ext.extra_objects = objects
+            return
+        named, origin = f"-Wl,-soname,{LIBRARY}", "$ORIGIN"
+        if sys.platform == "darwin":
+            named, origin = f"-Wl,-install_name,@rpath/{LIBRARY}", "@loader_path"
+        with linking_libraries(self.compiler):
+            self.compiler.link_shared_object(
+                objects, str(library), libraries=["m"], extra_postargs=[*ext.extra_link_args, named]
+            )
+        ext.library_dirs = [str(library.parent)]
+        ext.libraries = ["kvedge"]
+        ext.extra_link_args = [*ext.extra_link_args, f"-Wl,-rpath,{origin}/../lib"]
 
     def copy_extensions_to_source(self):
         """For an editable install."""
@@ -107,6 +131,17 @@ def side_by_side(compiler):
         compiler.compile = compile_all
 
 
+@contextmanager
+def linking_libraries(compiler):
+    """On macOS, what Python links extensions with makes bundles, which nothing can be linked to."""
+    before = compiler.linker_so
+    compiler.linker_so = ["-dynamiclib" if word == "-bundle" else word for word in before]
+    try:
+        yield
+    finally:
+        compiler.linker_so = before
+
+
 def report(line):
     """To the terminal itself, since pip keeps what a build prints; nowhere where there is none."""
     with suppress(OSError), open("/dev/tty", "w") as terminal:
@@ -124,10 +159,7 @@ def extensions():
         macros.append(("KVEDGE_AVXVNNI_AS_EVEX", "1"))
     native = Extension(
         "kvedge.backends.native",
-        [
-            "kvedge/backends/native.pyx",
-            *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("csrc/**/*.c")),
-        ],
+        ["kvedge/backends/native.pyx"],
         include_dirs=["csrc", numpy.get_include()],
         depends=sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("csrc/**/*.h")),
         define_macros=macros,

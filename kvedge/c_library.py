@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from kvedge.errors import BackendUnavailableError
@@ -9,6 +10,7 @@ from kvedge.errors import BackendUnavailableError
 __all__ = ["compile_flags", "get_include", "get_library_dir", "link_flags"]
 
 _PACKAGE = Path(__file__).parent
+_LIBRARY = {"darwin": "libkvedge.dylib", "win32": "libkvedge.a"}.get(sys.platform, "libkvedge.so")
 
 
 def _folder(name: str, file: str) -> str:
@@ -38,22 +40,24 @@ def get_include() -> str:
 
 
 def get_library_dir() -> str:
-    """Return the folder of ``libkvedge.a``, the C library that the extension was made of.
+    """Return the folder of ``libkvedge.so``, the C library that kvedge's own extension runs on.
 
-    It is position-independent, so it goes into programs and into extensions alike; what it needs
-    besides is the maths library and threads: ``-lkvedge -lm -pthread``.
+    (``libkvedge.dylib`` on macOS, a static ``libkvedge.a`` on Windows.) A program finds it at run
+    time if it is linked with ``-Wl,-rpath,DIR``, as ``python -m kvedge --libs`` says. A static
+    library comes from ``make -C csrc install`` or CMake.
 
     Returns
     -------
     str
-        For a linker's ``-L``, or ``library_dirs`` of an extension.
+        For a linker's ``-L`` and ``-rpath``; ``library_dirs`` and ``runtime_library_dirs`` of an
+        extension.
 
     Raises
     ------
     BackendUnavailableError
         kvedge was installed where there was no C compiler.
     """
-    return _folder("lib", "libkvedge.a")
+    return _folder("lib", _LIBRARY)
 
 
 def compile_flags() -> str:
@@ -63,4 +67,6 @@ def compile_flags() -> str:
 
 def link_flags() -> str:
     """Return what ``python -m kvedge --libs`` prints."""
-    return f"-L{get_library_dir()} -lkvedge -lm -pthread"
+    folder = get_library_dir()
+    rpath = "" if sys.platform == "win32" else f"-Wl,-rpath,{folder} "
+    return f"-L{folder} {rpath}-lkvedge -lm -pthread"

@@ -10,6 +10,7 @@ attend = Extension(
     ["attend.pyx"],
     include_dirs=[kvedge.get_include()],
     library_dirs=[kvedge.get_library_dir()],
+    runtime_library_dirs=[kvedge.get_library_dir()],
     libraries=["kvedge", "m"],
     extra_link_args=["-pthread"],
 )
