@@ -49,6 +49,7 @@ typedef enum {
   KVEDGE_ERROR_SCALE,     /* a row too large for what it is stored in: a float16 scale, a 16-bit float */
   KVEDGE_ERROR_MEMORY,    /* no memory, or too little of it was handed over */
   KVEDGE_ERROR_ISA,       /* KVEDGE_ISA names a path that this CPU cannot run */
+  KVEDGE_ERROR_FILE,      /* a session file is damaged, or none; or the sink of one refused a piece */
 } kvedge_status;
 
 /* One sentence about a status, never NULL. */
@@ -211,6 +212,78 @@ kvedge_status kvedge_layer_get_rows(const kvedge_layer *layer, int values, int64
 /* The config with nothing left open: no 0 in it. */
 void kvedge_layer_get_config(const kvedge_layer *layer, kvedge_layer_config *config);
 void kvedge_layer_get_slabs(const kvedge_layer *layer, kvedge_slabs *slabs);
+
+/* ---- Sessions ----------------------------------------------------------------------------- */
+
+/* A session file holds what layers hold, as they store it: the file that KVCache.save of Python writes and KVCache.load
+ * reads, byte for byte (safetensors; kvedge/session.py has the names). Files are the caller's: writing hands over pieces,
+ * reading looks at memory, such as a mapped file. No call here takes memory. KVEDGE_GRID2 to KVEDGE_GRID8 are in no session.
+ *
+ *   const kvedge_session session = {.num_layers = n, .length = kvedge_layer_len(layers[0])};
+ *   kvedge_session_write(&session, layers, my_fwrite, file);
+ *
+ *   kvedge_session_reader_bytes(data, bytes, &needed, &why);   // data: a whole file; why: what is wrong with it
+ *   kvedge_session_read(data, bytes, memory, needed, &reader, &why);
+ *   const kvedge_session *held = kvedge_session_held(reader);
+ *   for every layer:  kvedge_layer_create(&config, &layers[i])   // held->layers[i].config, with the capacity you want
+ *   kvedge_session_load(reader, layers, &why);
+ */
+typedef struct {
+  const char *key, *value; /* UTF-8, which no NUL ends */
+  size_t key_bytes, value_bytes;
+} kvedge_session_text;
+
+typedef struct {
+  int64_t window; /* tokens that a query row sees, 1..2^40; 0: all */
+  int64_t
+      dropped; /* tokens before the first that the layer holds; with a window, whose last window - 1 tokens are held */
+  /* These a reader tells; writing asks the layer. */
+  kvedge_layer_config config; /* capacity: the tokens that the layer holds, length - dropped, or 1 */
+  int has_key_offset, has_key_scale;
+} kvedge_session_layer;
+
+typedef struct {
+  int num_layers;      /* 1..4096 */
+  int64_t length;      /* tokens of the session, which each layer holds but for those it has dropped */
+  int64_t max_seq_len; /* tokens that a KVCache made of it has room for, length..2^40; 0: it grows */
+  /* Not 0: a KVCache made of it takes key offsets (key scales, of formats of up to 8 bits) from the first tokens of layers
+   * that have none. */
+  int auto_key_offset, auto_key_scale;
+  const kvedge_session_layer *layers;  /* [num_layers]; writing, NULL: none has a window */
+  const kvedge_session_text *metadata; /* [num_metadata] of the user's own, ascending by the bytes of their keys */
+  int num_metadata;
+} kvedge_session;
+
+/* Takes the next bytes of a file; not 0 ends the writing with KVEDGE_ERROR_FILE. */
+typedef int (*kvedge_session_sink)(void *context, const void *piece, size_t bytes);
+
+/* Bytes of the file; 0: it cannot be written. */
+size_t kvedge_session_bytes(const kvedge_session *session, kvedge_layer *const *layers);
+
+/* Writes the first length - dropped tokens of each layer. Others may append to the layers meanwhile, and drop nothing.
+ * KVEDGE_ERROR_ARGUMENT: a number out of its range, a layer with fewer tokens, metadata that is no UTF-8 or not in order.
+ * The tokens are read twice, at first for their digest. */
+kvedge_status kvedge_session_write(const kvedge_session *session, kvedge_layer *const *layers, kvedge_session_sink sink,
+                                   void *context);
+
+/* Reading trusts nothing in `data`, which must stay as it is meanwhile. Where it is refused (KVEDGE_ERROR_FILE) nothing has
+ * changed, and *why, if asked for, says in a sentence what is wrong. */
+
+/* The memory that reading needs, aligned to 16 bytes: some for each layer, and for the user's metadata at most four times
+ * what it takes in the file. */
+kvedge_status kvedge_session_reader_bytes(const void *data, size_t bytes, size_t *needed, const char **why);
+
+typedef struct kvedge_session_reader kvedge_session_reader;
+
+/* Reads what the file says it holds, in `memory`; data and memory are the reader's until it is used no more. */
+kvedge_status kvedge_session_read(const void *data, size_t bytes, void *memory, size_t memory_bytes,
+                                  kvedge_session_reader **reader, const char **why);
+const kvedge_session *kvedge_session_held(const kvedge_session_reader *reader);
+
+/* Compares all of the file with its digest, checks every number, then fills the layers: all of them or none. They are
+ * num_layers different ones, empty and of the configs that the reader tells; what capacity they have besides is theirs. Key
+ * offset and key scale become the file's. Nobody reads the layers meanwhile. */
+kvedge_status kvedge_session_load(const kvedge_session_reader *reader, kvedge_layer *const *layers, const char **why);
 
 /* ---- Attention ---------------------------------------------------------------------------- */
 

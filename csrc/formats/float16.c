@@ -6,6 +6,7 @@
 #define CODE uint16_t
 #define FROM_FLOAT kvedge_half_of_float
 #define TO_FLOAT kvedge_float_of_half
+#define LARGEST_BITS 0x7bffu
 #include "formats/small_floats.h"
 
 static float bound_of(const kvedge_row_shape *shape, float largest) {
@@ -15,9 +16,11 @@ static float bound_of(const kvedge_row_shape *shape, float largest) {
 
 const kvedge_format_info kvedge_format_float16 = {.id = KVEDGE_FLOAT16,
                                                   .name = "float16",
+                                                  .file_type = "F16",
                                                   .bits = 16,
                                                   .tokens_per_group = 1,
                                                   .bound_of = bound_of,
                                                   .encode = encode,
                                                   .decode = decode,
-                                                  .bound = bound};
+                                                  .bound = bound,
+                                                  .is_valid = is_valid};

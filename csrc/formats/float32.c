@@ -1,4 +1,5 @@
 /* float32: the elements as they are. */
+#include <math.h>
 #include <string.h>
 
 #include "formats/format.h"
@@ -26,11 +27,17 @@ static float bound(const kvedge_row_shape *shape, const void *codes, const void 
   return kvedge_float_of_bits(kvedge_active()->abs_max_bits(codes, (size_t)(num_rows * shape->dim)));
 }
 
+static int is_valid(const kvedge_row_shape *shape, const void *codes, const void *scales, int64_t num_rows) {
+  return isfinite(bound(shape, codes, scales, num_rows));
+}
+
 const kvedge_format_info kvedge_format_float32 = {.id = KVEDGE_FLOAT32,
                                                   .name = "float32",
+                                                  .file_type = "F32",
                                                   .bits = 32,
                                                   .tokens_per_group = 1,
                                                   .bound_of = bound_of,
                                                   .encode = encode,
                                                   .decode = decode,
-                                                  .bound = bound};
+                                                  .bound = bound,
+                                                  .is_valid = is_valid};

@@ -23,10 +23,11 @@ typedef struct {
 
 typedef struct {
   kvedge_format id;
-  const char *name;     /* as Python says it */
-  int bits;             /* of an element; a row takes ceil(dim * bits / 8) bytes */
-  int has_scales;       /* a row has a scale for each group, and may be stored minus a key offset */
-  int tokens_per_group; /* tokens whose rows are encoded together; 1, each row for itself, is all that store/ knows */
+  const char *name;      /* as Python says it */
+  const char *file_type; /* safetensors' name of the type of an element; NULL: session files hold none of the format */
+  int bits;              /* of an element; a row takes ceil(dim * bits / 8) bytes */
+  int has_scales;        /* a row has a scale for each group, and may be stored minus a key offset */
+  int tokens_per_group;  /* tokens whose rows are encoded together; 1, each row for itself, is all that store/ knows */
 
   /* The bound of a row whose largest magnitude is `largest`: at least its largest scale, or without scales its largest
    * stored magnitude. INFINITY: it is too large to be stored. */
@@ -40,7 +41,21 @@ typedef struct {
 
   /* The bound of rows that are stored. In all of these rows lie one after the other. */
   float (*bound)(const kvedge_row_shape *shape, const void *codes, const void *scales, int64_t num_rows);
+
+  /* Can `encode` have made these bytes, which come from a file? Else decode might give what is not finite. */
+  int (*is_valid)(const kvedge_row_shape *shape, const void *codes, const void *scales, int64_t num_rows);
 } kvedge_format_info;
+
+/* The shape of rows of `dim` elements of a format, in a layer with such groups and scales. */
+static inline kvedge_row_shape kvedge_row_shape_of(const kvedge_format_info *format, int dim, int group_size,
+                                                   kvedge_scale_type scale_type) {
+  kvedge_row_shape shape = {.dim = dim, .group_size = dim, .scale_type = scale_type};
+  if (format->has_scales) {
+    if (group_size < dim) shape.group_size = group_size;
+    shape.num_groups = (dim + shape.group_size - 1) / shape.group_size;
+  }
+  return shape;
+}
 
 extern const kvedge_format_info kvedge_format_int8, kvedge_format_float32, kvedge_format_float16,
     kvedge_format_bfloat16, kvedge_format_fp8_e4m3, kvedge_format_fp8_e5m2, kvedge_format_grid2, kvedge_format_grid3,

@@ -75,12 +75,21 @@ static void decode(const kvedge_row_shape *shape, const void *codes, const void 
                x + row * shape->dim);
 }
 
+static int is_valid(const kvedge_row_shape *shape, const void *codes, const void *scales, int64_t num_rows) {
+  const int8_t *code = codes;
+  int lowest = 0;
+  for (int64_t i = 0; i < num_rows * shape->dim; i++) lowest = code[i] < lowest ? code[i] : lowest;
+  return lowest >= -127 && kvedge_scales_are_valid(shape, scales, num_rows, FLT_MAX / 127.0f);
+}
+
 const kvedge_format_info kvedge_format_int8 = {.id = KVEDGE_INT8,
                                                .name = "int8",
+                                               .file_type = "I8",
                                                .bits = 8,
                                                .has_scales = 1,
                                                .tokens_per_group = 1,
                                                .bound_of = bound_of,
                                                .encode = encode,
                                                .decode = decode,
-                                               .bound = kvedge_largest_scale};
+                                               .bound = kvedge_largest_scale,
+                                               .is_valid = is_valid};

@@ -23,4 +23,21 @@ static inline float kvedge_largest_scale(const kvedge_row_shape *shape, const vo
   return largest;
 }
 
+/* Are stored scales from 0 to a limit, and none of them -0? */
+static inline int kvedge_scales_are_valid(const kvedge_row_shape *shape, const void *scales, int64_t num_rows,
+                                          float limit) {
+  const int64_t n = num_rows * shape->num_groups;
+  uint32_t largest = 0; /* of their bits: larger than any number's where the sign is set */
+  if (shape->scale_type == KVEDGE_SCALE_FLOAT16) {
+    for (int64_t i = 0; i < n; i++)
+      largest = ((const uint16_t *)scales)[i] > largest ? ((const uint16_t *)scales)[i] : largest;
+    return largest < 0x7c00u && kvedge_half_to_float((uint16_t)largest) <= limit;
+  }
+  for (int64_t i = 0; i < n; i++) {
+    const uint32_t bits = kvedge_bits_of_float(((const float *)scales)[i]);
+    largest = bits > largest ? bits : largest;
+  }
+  return largest <= kvedge_bits_of_float(limit);
+}
+
 #endif

@@ -29,13 +29,9 @@ static int complete_config(const kvedge_layer_config *given, kvedge_layer_config
 /* One side of a layer, whose rows have `dim` elements, without its arrays. */
 static kvedge_side side_of(const kvedge_layer_config *config, int dim) {
   const kvedge_format_info *format = kvedge_format_of(config->format);
-  const int group_size = format->has_scales && config->group_size < dim ? config->group_size : dim;
-  kvedge_side side = {
-      .format = format,
-      .num_kv_heads = config->num_kv_heads,
-      .shape = {.dim = dim, .group_size = group_size, .scale_type = config->scale_type}
-  };
-  if (format->has_scales) side.shape.num_groups = (dim + group_size - 1) / group_size;
+  kvedge_side side = {.format = format,
+                      .num_kv_heads = config->num_kv_heads,
+                      .shape = kvedge_row_shape_of(format, dim, config->group_size, config->scale_type)};
   side.row_bytes = kvedge_row_bytes(format, dim);
   side.scale_row_bytes = kvedge_scale_row_bytes(&side.shape);
   return side;

@@ -15,6 +15,7 @@ const char *kvedge_strerror(kvedge_status status) {
     case KVEDGE_ERROR_SCALE: return "a row is too large for what it is stored in";
     case KVEDGE_ERROR_MEMORY: return "not enough memory";
     case KVEDGE_ERROR_ISA: return "KVEDGE_ISA names a path that this CPU cannot run";
+    case KVEDGE_ERROR_FILE: return "a session file is damaged or none, or could not be written";
   }
   return "unknown status";
 }

@@ -1,0 +1,291 @@
+/* What a session file holds: tensors, metadata, digest. */
+#include "session/contents.h"
+
+#include <string.h>
+
+#include "session/json.h"
+#include "session/sha256.h"
+#include "store/layer.h"
+
+const char *const kvedge_tensor_names[NUM_TENSORS] = {
+    [KEY_CODES] = "key_codes",   [KEY_OFFSET] = "key_offset",   [KEY_SCALE] = "key_scale",
+    [KEY_SCALES] = "key_scales", [VALUE_CODES] = "value_codes", [VALUE_SCALES] = "value_scales",
+};
+
+/* ---- Layers and tensors ------------------------------------------------------------------------------------------- */
+
+kvedge_session_layer kvedge_contents_layer(const kvedge_contents *contents, int index) {
+  kvedge_session_layer layer = {0};
+  if (contents->session->layers) layer = contents->session->layers[index];
+  if (contents->layers) {
+    const kvedge_layer *from = contents->layers[index];
+    kvedge_layer_get_config(from, &layer.config);
+    layer.has_key_offset = from->keys.offset != NULL;
+    layer.has_key_scale = from->keys.scale != NULL;
+  }
+  return layer;
+}
+
+static const char *data_in_layer(const kvedge_layer *layer, int tensor) {
+  int64_t start;
+  kvedge_layer_range(layer, &start);
+  switch (tensor) {
+    case KEY_CODES: return kvedge_codes_at(&layer->keys, start);
+    case KEY_OFFSET: return (const char *)layer->keys.offset;
+    case KEY_SCALE: return (const char *)layer->keys.scale;
+    case KEY_SCALES: return kvedge_scales_at(&layer->keys, start);
+    case VALUE_CODES: return kvedge_codes_at(&layer->values, start);
+    default: return kvedge_scales_at(&layer->values, start);
+  }
+}
+
+kvedge_tensor kvedge_contents_tensor(const kvedge_contents *contents, int index, int tensor) {
+  const kvedge_session_layer layer = kvedge_contents_layer(contents, index);
+  const kvedge_layer_config *config = &layer.config;
+  const kvedge_format_info *format = kvedge_format_of(config->format);
+  const int dim = tensor < VALUE_CODES ? config->head_dim : config->value_head_dim;
+  const kvedge_row_shape rows = kvedge_row_shape_of(format, dim, config->group_size, config->scale_type);
+  const int halves = format->has_scales && config->scale_type == KVEDGE_SCALE_FLOAT16;
+  kvedge_tensor t = {
+      .num_dims = 3, .shape = {kvedge_held_tokens(contents->session, &layer), config->num_kv_heads, dim}
+  };
+  if (tensor == KEY_CODES || tensor == VALUE_CODES) {
+    t.type = format->file_type, t.item_bytes = format->bits / 8;
+  } else if (tensor == KEY_SCALES || tensor == VALUE_SCALES) {
+    t.type = halves ? "F16" : "F32", t.item_bytes = halves ? 2 : 4, t.shape[2] = rows.num_groups;
+  } else {
+    t.type = "F32", t.item_bytes = 4, t.num_dims = 2;
+    t.shape[0] = config->num_kv_heads, t.shape[1] = dim;
+  }
+  t.bytes = (uint64_t)t.item_bytes;
+  for (int i = 0; i < t.num_dims; i++) t.bytes *= (uint64_t)t.shape[i];
+  t.data = contents->layers ? data_in_layer(contents->layers[index], tensor) : contents->tensors[index].at[tensor];
+  return t;
+}
+
+int kvedge_next_layer(int index, int num_layers) {
+  if (index > 0 && index * 10 < num_layers) return index * 10;
+  while (index % 10 == 9 || index + 1 >= num_layers) {
+    index /= 10;
+    if (index == 0) return -1;
+  }
+  return index + 1;
+}
+
+int kvedge_same_rows(const kvedge_layer_config *a, const kvedge_layer_config *b) {
+  if (a->format != b->format || a->num_kv_heads != b->num_kv_heads) return 0;
+  if (a->head_dim != b->head_dim || a->value_head_dim != b->value_head_dim) return 0;
+  if (!kvedge_format_of(a->format)->has_scales) return 1;
+  return a->group_size == b->group_size && a->scale_type == b->scale_type;
+}
+
+/* ---- What kvedge writes ------------------------------------------------------------------------------------------- */
+
+int kvedge_compare_keys(const kvedge_session_text *a, const kvedge_session_text *b) {
+  const size_t shorter = a->key_bytes < b->key_bytes ? a->key_bytes : b->key_bytes;
+  const int order = shorter ? memcmp(a->key, b->key, shorter) : 0;
+  return order ? order : (a->key_bytes > b->key_bytes) - (a->key_bytes < b->key_bytes);
+}
+
+static const char *metadata_fault(const kvedge_session *session) {
+  if (session->num_metadata < 0 || (session->num_metadata > 0 && !session->metadata)) return "its metadata is missing";
+  uint64_t total = 0;
+  for (int i = 0; i < session->num_metadata; i++) {
+    const kvedge_session_text *text = &session->metadata[i];
+    const char *const part[] = {text->key, text->value};
+    const size_t bytes[] = {text->key_bytes, text->value_bytes};
+    for (int side = 0; side < 2; side++) {
+      total += bytes[side];
+      if ((!part[side] && bytes[side]) || total > KVEDGE_MAX_HEADER) return "its metadata is missing, or too long";
+      for (size_t at = 0; at < bytes[side];) {
+        uint32_t code;
+        const int length = kvedge_utf8(part[side] + at, bytes[side] - at, &code);
+        if (length == 0) return "its metadata is not UTF-8";
+        at += (size_t)length;
+      }
+    }
+    if (i > 0 && kvedge_compare_keys(text - 1, text) >= 0)
+      return "the keys of its metadata do not ascend, or one is there twice";
+  }
+  return NULL;
+}
+
+const char *kvedge_contents_fault(const kvedge_contents *contents) {
+  const kvedge_session *session = contents->session;
+  int any_has_scales = 0, any_is_small = 0;
+  if (session->num_layers < 1 || session->num_layers > KVEDGE_MAX_LAYERS) return "it has not 1 to 4096 layers";
+  if (session->length < 0 || session->length > KVEDGE_MAX_TOKENS) return "its length is out of its range";
+  if (session->max_seq_len != 0 &&
+      (session->max_seq_len < session->length || session->max_seq_len < 1 || session->max_seq_len > KVEDGE_MAX_TOKENS))
+    return "it holds more tokens than its max_seq_len, or that is out of its range";
+  for (int i = 0; i < session->num_layers; i++) {
+    const kvedge_session_layer layer = kvedge_contents_layer(contents, i);
+    const kvedge_format_info *format = kvedge_format_of(layer.config.format);
+    if (!format->file_type) return "a layer has a format that session files do not hold";
+    if (layer.window < 0 || layer.window > KVEDGE_MAX_TOKENS) return "a layer's window is out of its range";
+    if (layer.dropped < 0 || layer.dropped > session->length ||
+        (layer.dropped > 0 && (layer.window == 0 || session->length - layer.dropped < layer.window - 1)))
+      return "a layer has dropped tokens that it needs";
+    any_has_scales |= format->has_scales, any_is_small |= format->bits <= 8;
+  }
+  if (session->auto_key_offset && !any_has_scales) return "its key_offset is for layers with scales, and it has none";
+  if (session->auto_key_scale && !any_is_small) return "its key_scale is for formats of up to 8 bits, and it has none";
+  return metadata_fault(session);
+}
+
+/* ---- Metadata ----------------------------------------------------------------------------------------------------- */
+
+static const char *scale_type_name(kvedge_scale_type type) {
+  return type == KVEDGE_SCALE_FLOAT16 ? "float16" : "float32";
+}
+
+/* The members of a JSON object, one after the other. */
+typedef struct {
+  kvedge_output *out;
+  const char *quote, *comma, *colon;
+  int count;
+} members;
+
+static void put_name(members *m, const char *name) {
+  if (m->count++) kvedge_put_text(m->out, m->comma);
+  kvedge_put_text(m->out, m->quote), kvedge_put_text(m->out, name), kvedge_put_text(m->out, m->quote);
+  kvedge_put_text(m->out, m->colon);
+}
+
+static void put_value(members *m, const char *text) {
+  kvedge_put_text(m->out, m->quote), kvedge_put_text(m->out, text), kvedge_put_text(m->out, m->quote);
+}
+
+static void put_text(members *m, const char *name, const char *text) {
+  put_name(m, name);
+  put_value(m, text);
+}
+
+/* A number as text; "" where there is none. */
+static void put_digits(members *m, const char *name, int is_there, int64_t number) {
+  put_name(m, name);
+  kvedge_put_text(m->out, m->quote);
+  if (is_there) kvedge_put_number(m->out, number);
+  kvedge_put_text(m->out, m->quote);
+}
+
+static void put_if_other(members *m, const char *name, int64_t number, int64_t common) {
+  if (number == common) return;
+  put_name(m, name);
+  kvedge_put_number(m->out, number);
+}
+
+void kvedge_put_layers(kvedge_output *out, const kvedge_contents *contents, const char *quote) {
+  const kvedge_session_layer first = kvedge_contents_layer(contents, 0);
+  const kvedge_layer_config *common = &first.config;
+  const kvedge_format_info *common_format = kvedge_format_of(common->format);
+  const int n = contents->session->num_layers;
+  int any = first.window > 0;
+  for (int i = 1; i < n && !any; i++) {
+    const kvedge_session_layer layer = kvedge_contents_layer(contents, i);
+    any = layer.window > 0 || !kvedge_same_rows(&layer.config, common);
+  }
+  if (!any) return;
+  for (int i = 0; i < n; i++) {
+    const kvedge_session_layer layer = kvedge_contents_layer(contents, i);
+    const kvedge_layer_config *own = &layer.config;
+    const kvedge_format_info *format = kvedge_format_of(own->format);
+    members m = {.out = out, .quote = quote, .comma = ",", .colon = ":"};
+    kvedge_put_text(out, i ? ",{" : "[{");
+    put_if_other(&m, "num_kv_heads", own->num_kv_heads, common->num_kv_heads);
+    put_if_other(&m, "head_dim", own->head_dim, common->head_dim);
+    put_if_other(&m, "value_head_dim", own->value_head_dim, common->value_head_dim);
+    if (format != common_format) put_text(&m, "dtype", format->name);
+    if (!format->has_scales) {
+      if (common_format->has_scales) put_text(&m, "group_size", ""), put_text(&m, "scale_dtype", "");
+    } else {
+      put_if_other(&m, "group_size", own->group_size, common_format->has_scales ? common->group_size : 0);
+      if (!common_format->has_scales || own->scale_type != common->scale_type)
+        put_text(&m, "scale_dtype", scale_type_name(own->scale_type));
+    }
+    put_if_other(&m, "window", layer.window, 0);
+    put_if_other(&m, "dropped", layer.dropped, 0);
+    kvedge_put_text(out, "}");
+  }
+  kvedge_put_text(out, "]");
+}
+
+void kvedge_put_metadata(kvedge_output *out, const kvedge_contents *contents, const char *digest) {
+  const kvedge_session *session = contents->session;
+  const kvedge_session_layer first = kvedge_contents_layer(contents, 0);
+  const kvedge_layer_config *config = &first.config;
+  const kvedge_format_info *format = kvedge_format_of(config->format);
+  members m = {.out = out, .quote = "\"", .comma = digest ? "," : ", ", .colon = digest ? ":" : ": "};
+  kvedge_put_text(out, "{");
+  put_text(&m, "dtype", format->name); /* in the order of names */
+  put_text(&m, "format", "kvedge");
+  put_text(&m, "format_version", "1");
+  put_digits(&m, "group_size", format->has_scales, config->group_size);
+  put_digits(&m, "head_dim", 1, config->head_dim);
+  put_text(&m, "key_offset", session->auto_key_offset ? "auto" : "");
+  if (session->auto_key_scale) put_text(&m, "key_scale", "auto");
+  kvedge_output probe = kvedge_output_to(NULL, NULL);
+  kvedge_put_layers(&probe, contents, "\"");
+  if (probe.written > 0) {
+    put_name(&m, "layers");
+    kvedge_put_text(out, "\"");
+    kvedge_put_layers(out, contents, "\\\"");
+    kvedge_put_text(out, "\"");
+  }
+  put_digits(&m, "length", 1, session->length);
+  put_digits(&m, "max_seq_len", session->max_seq_len > 0, session->max_seq_len);
+  put_digits(&m, "num_kv_heads", 1, config->num_kv_heads);
+  put_digits(&m, "num_layers", 1, session->num_layers);
+  put_text(&m, "scale_dtype", format->has_scales ? scale_type_name(config->scale_type) : "");
+  if (digest) {
+    put_name(&m, "sha256");
+    kvedge_put_text(out, "\"");
+    kvedge_put(out, digest, KVEDGE_DIGEST);
+    kvedge_put_text(out, "\"");
+  }
+  for (int i = 0; i < session->num_metadata; i++) {
+    const kvedge_session_text *text = &session->metadata[i];
+    kvedge_put_text(out, m.comma), kvedge_put_text(out, "\"user.");
+    kvedge_put_escaped(out, text->key, text->key_bytes, !digest);
+    kvedge_put_text(out, "\""), kvedge_put_text(out, m.colon), kvedge_put_text(out, "\"");
+    kvedge_put_escaped(out, text->value, text->value_bytes, !digest);
+    kvedge_put_text(out, "\"");
+  }
+  if (config->value_head_dim != config->head_dim) put_digits(&m, "value_head_dim", 1, config->value_head_dim);
+  kvedge_put_text(out, "}");
+}
+
+void kvedge_put_tensor_name(kvedge_output *out, int index, int tensor) {
+  kvedge_put_text(out, "layers.");
+  kvedge_put_number(out, index);
+  kvedge_put_text(out, ".");
+  kvedge_put_text(out, kvedge_tensor_names[tensor]);
+}
+
+static int take_into_digest(void *sha, const void *piece, size_t bytes) {
+  kvedge_sha256_take(sha, piece, bytes);
+  return 0;
+}
+
+void kvedge_contents_digest(const kvedge_contents *contents, char digest[KVEDGE_DIGEST]) {
+  kvedge_sha256 sha;
+  kvedge_sha256_begin(&sha);
+  kvedge_output out = kvedge_output_to(take_into_digest, &sha);
+  kvedge_put_metadata(&out, contents, NULL);
+  for (int i = 0; i >= 0; i = kvedge_next_layer(i, contents->session->num_layers))
+    for (int tensor = 0; tensor < NUM_TENSORS; tensor++) {
+      const kvedge_tensor t = kvedge_contents_tensor(contents, i, tensor);
+      if (!t.data) continue;
+      kvedge_put_text(&out, "[\"");
+      kvedge_put_tensor_name(&out, i, tensor);
+      kvedge_put_text(&out, "\", \""), kvedge_put_text(&out, t.type), kvedge_put_text(&out, "\", [");
+      for (int d = 0; d < t.num_dims; d++) {
+        if (d > 0) kvedge_put_text(&out, ", ");
+        kvedge_put_number(&out, t.shape[d]);
+      }
+      kvedge_put_text(&out, "]]");
+      kvedge_put(&out, t.data, (size_t)t.bytes);
+    }
+  kvedge_output_flush(&out);
+  kvedge_sha256_end(&sha, digest);
+}

@@ -1,0 +1,490 @@
+/* Reading what a file says it holds: its header, which nobody vouches for. The file's numbers are load.c's to check. */
+#include <limits.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "session/json.h"
+#include "session/reader.h"
+
+/* ---- The fields of the metadata, as text -------------------------------------------------------------------------- */
+
+enum {
+  DTYPE,
+  FORMAT,
+  FORMAT_VERSION,
+  GROUP_SIZE,
+  HEAD_DIM,
+  KEY_OFFSETS,
+  LENGTH,
+  MAX_SEQ_LEN,
+  NUM_KV_HEADS,
+  NUM_LAYERS,
+  SCALE_DTYPE,
+  SHA256,
+  NUM_NEEDED, /* the others need not be there */
+  KEY_SCALES_OF_FIRST = NUM_NEEDED,
+  LAYERS,
+  VALUE_HEAD_DIM,
+  NUM_FIELDS
+};
+
+static const char *const field_names[NUM_FIELDS] = {
+    [DTYPE] = "dtype",
+    [FORMAT] = "format",
+    [FORMAT_VERSION] = "format_version",
+    [GROUP_SIZE] = "group_size",
+    [HEAD_DIM] = "head_dim",
+    [KEY_OFFSETS] = "key_offset",
+    [LENGTH] = "length",
+    [MAX_SEQ_LEN] = "max_seq_len",
+    [NUM_KV_HEADS] = "num_kv_heads",
+    [NUM_LAYERS] = "num_layers",
+    [SCALE_DTYPE] = "scale_dtype",
+    [SHA256] = "sha256",
+    [KEY_SCALES_OF_FIRST] = "key_scale",
+    [LAYERS] = "layers",
+    [VALUE_HEAD_DIM] = "value_head_dim",
+};
+
+enum { LONGEST_FIELD = 72 };
+
+typedef struct {
+  char field[NUM_FIELDS][LONGEST_FIELD]; /* ended by a NUL; of "layers" nothing */
+  int has[NUM_FIELDS];
+  kvedge_json metadata, layers, entries; /* the object; the string "layers"; what follows the object */
+  size_t layers_bytes, user_bytes;       /* of their texts */
+  int num_user;
+  const char *tensors;
+  uint64_t tensor_bytes;
+  kvedge_session session; /* without what needs memory */
+  kvedge_session_layer first;
+} header;
+
+/* Goes past a short string without a NUL in it, which one ends in `word`. */
+static int read_word(kvedge_json *json, char *word, size_t room) {
+  const int64_t bytes = kvedge_json_string(json, word, room - 1);
+  if (bytes < 0) return 0;
+  word[bytes] = 0;
+  return strlen(word) == (size_t)bytes;
+}
+
+static int is_user_key(const kvedge_json *json) {
+  return json->end - json->at > 6 && memcmp(json->at, "\"user.", 6) == 0;
+}
+
+static const char *read_field(header *head, kvedge_json *json) {
+  char name[24];
+  int i = 0;
+  if (!read_word(json, name, sizeof name)) i = NUM_FIELDS;
+  while (i < NUM_FIELDS && strcmp(field_names[i], name)) i++;
+  if (i == NUM_FIELDS) return "its metadata has a field that kvedge does not know, or is no JSON";
+  if (head->has[i]++) return "its metadata has a field twice";
+  if (!kvedge_json_next(json, ':')) return "its metadata is no JSON";
+  if (i != LAYERS)
+    return read_word(json, head->field[i], LONGEST_FIELD) ? NULL : "a field of its metadata is none of kvedge's";
+  head->layers = *json;
+  const int64_t bytes = kvedge_json_string(json, NULL, 0);
+  head->layers_bytes = (size_t)bytes;
+  return bytes < 0 ? "its metadata is no JSON" : NULL;
+}
+
+static const char *read_metadata(header *head, kvedge_json *json) {
+  if (!kvedge_json_next(json, '{')) return "its metadata is no JSON object";
+  head->metadata = *json;
+  do {
+    kvedge_json_skip(json);
+    if (is_user_key(json)) {
+      const int64_t key = kvedge_json_string(json, NULL, 0);
+      const int64_t value = kvedge_json_next(json, ':') ? kvedge_json_string(json, NULL, 0) : -1;
+      if (key < 0 || value < 0) return "its metadata is no JSON of text";
+      head->user_bytes += (size_t)(key + value), head->num_user++;
+    } else {
+      const char *fault = read_field(head, json);
+      if (fault) return fault;
+    }
+  } while (kvedge_json_next(json, ','));
+  if (!kvedge_json_next(json, '}')) return "its metadata is no JSON of text";
+  head->entries = *json;
+  for (int i = 0; i < NUM_NEEDED; i++)
+    if (!head->has[i]) return "its metadata lacks a field: it is no session of kvedge";
+  return NULL;
+}
+
+/* ---- What the fields mean ----------------------------------------------------------------------------------------- */
+
+/* Text that is a number and nothing else, as kvedge writes it. */
+static int number_of(const char *text, int64_t *number) {
+  kvedge_json json = {text, text + strlen(text)};
+  return *text >= '0' && *text <= '9' && kvedge_json_number(&json, number) && json.at == json.end;
+}
+
+static int small_number_of(const char *text, int *number) {
+  int64_t wide;
+  if (!number_of(text, &wide) || wide > INT_MAX) return 0;
+  *number = (int)wide;
+  return 1;
+}
+
+static const kvedge_format_info *format_named(const char *name) {
+  for (int i = 0; i < KVEDGE_NUM_FORMATS; i++) {
+    const kvedge_format_info *format = kvedge_format_of((kvedge_format)i);
+    if (format->file_type && !strcmp(format->name, name)) return format;
+  }
+  return NULL;
+}
+
+static int scale_type_named(const char *name, kvedge_scale_type *type) {
+  *type = strcmp(name, "float16") ? KVEDGE_SCALE_FLOAT32 : KVEDGE_SCALE_FLOAT16;
+  return *type == KVEDGE_SCALE_FLOAT16 || !strcmp(name, "float32");
+}
+
+static int widest_row(const kvedge_layer_config *config) {
+  return config->head_dim > config->value_head_dim ? config->head_dim : config->value_head_dim;
+}
+
+/* Can a layer be made for so many tokens of this config, which leaves nothing open? Then their bytes fit into a size_t. */
+static int is_config(kvedge_layer_config *config, int64_t tokens) {
+  config->capacity = tokens > 0 ? tokens : 1;
+  return config->value_head_dim > 0 && config->group_size > 0 && config->group_size <= widest_row(config) &&
+         kvedge_layer_bytes(config) > 0;
+}
+
+/* Rows without scales are one group, of no text. */
+static const char *read_first_layer(header *head) {
+  kvedge_layer_config *config = &head->first.config;
+  const kvedge_format_info *format = format_named(head->field[DTYPE]);
+  if (!format) return "its dtype is none that this library reads";
+  config->format = format->id;
+  if (!small_number_of(head->field[NUM_KV_HEADS], &config->num_kv_heads) ||
+      !small_number_of(head->field[HEAD_DIM], &config->head_dim))
+    return "its num_kv_heads or head_dim is no number";
+  config->value_head_dim = config->head_dim;
+  if (head->has[VALUE_HEAD_DIM] && (!small_number_of(head->field[VALUE_HEAD_DIM], &config->value_head_dim) ||
+                                    config->value_head_dim == config->head_dim))
+    return "its value_head_dim is no number, or its head_dim";
+  if (format->has_scales) {
+    if (!small_number_of(head->field[GROUP_SIZE], &config->group_size)) return "its group_size is no number";
+    if (!scale_type_named(head->field[SCALE_DTYPE], &config->scale_type)) return "its scale_dtype is unknown";
+  } else {
+    if (*head->field[GROUP_SIZE] || *head->field[SCALE_DTYPE]) return "it gives scales to rows that have none";
+    config->group_size = widest_row(config);
+  }
+  return is_config(config, 1) ? NULL : "its metadata makes no layer";
+}
+
+static const char *auto_field(const char *text, int is_there, int *is_auto) {
+  *is_auto = is_there && !strcmp(text, "auto");
+  return is_there && *text && !*is_auto ? "its key_offset or key_scale is unknown" : NULL;
+}
+
+/* All fields but "layers". */
+static const char *read_fields(header *head) {
+  kvedge_session *session = &head->session;
+  if (strcmp(head->field[FORMAT], "kvedge")) return "it is no session of kvedge";
+  if (strcmp(head->field[FORMAT_VERSION], "1")) return "it is of another version: a newer kvedge may have written it";
+  if (!small_number_of(head->field[NUM_LAYERS], &session->num_layers) || session->num_layers < 1 ||
+      session->num_layers > KVEDGE_MAX_LAYERS)
+    return "its num_layers is not 1 to 4096";
+  if (!number_of(head->field[LENGTH], &session->length) || session->length > KVEDGE_MAX_TOKENS)
+    return "its length is no number of tokens";
+  if (*head->field[MAX_SEQ_LEN] &&
+      (!number_of(head->field[MAX_SEQ_LEN], &session->max_seq_len) || session->max_seq_len < 1))
+    return "its max_seq_len is no number of tokens";
+  const char *fault = auto_field(head->field[KEY_OFFSETS], 1, &session->auto_key_offset);
+  if (!fault)
+    fault = auto_field(head->field[KEY_SCALES_OF_FIRST], head->has[KEY_SCALES_OF_FIRST], &session->auto_key_scale);
+  if (!fault && head->has[KEY_SCALES_OF_FIRST] && !session->auto_key_scale) fault = "its key_scale is unknown";
+  if (!fault && strlen(head->field[SHA256]) != KVEDGE_DIGEST) fault = "its sha256 is none";
+  session->num_metadata = head->num_user;
+  return fault ? fault : read_first_layer(head);
+}
+
+/* The header up to its tensors. */
+static const char *read_header(header *head, const void *data, size_t bytes) {
+  const uint8_t *from = data;
+  uint64_t size = 0;
+  memset(head, 0, sizeof *head);
+  if (bytes < 8) return "it is too short for a safetensors file";
+  for (int i = 0; i < 8; i++) size |= (uint64_t)from[i] << 8 * i;
+  if (size > KVEDGE_MAX_HEADER || size > bytes - 8) return "its header is longer than the file, or than headers may be";
+  kvedge_json json = {(const char *)data + 8, (const char *)data + 8 + size};
+  head->tensors = json.end, head->tensor_bytes = bytes - 8 - size;
+  char name[16];
+  if (json.at == json.end || *json.at != '{') return "it is no safetensors file";
+  json.at++;
+  if (!read_word(&json, name, sizeof name) || strcmp(name, "__metadata__") || !kvedge_json_next(&json, ':'))
+    return "its header does not begin with metadata: it is no session of kvedge";
+  const char *fault = read_metadata(head, &json);
+  return fault ? fault : read_fields(head);
+}
+
+/* ---- Memory of the caller's --------------------------------------------------------------------------------------- */
+
+typedef struct {
+  char *base; /* NULL: bytes are counted */
+  size_t used;
+} arena;
+
+static void *take(arena *a, size_t bytes) {
+  void *at = a->base ? a->base + a->used : NULL;
+  a->used += (bytes + 15) / 16 * 16;
+  return at;
+}
+
+typedef struct {
+  kvedge_session_reader *reader;
+  kvedge_session_layer *layers;
+  kvedge_layer_tensors *tensors;
+  kvedge_session_text *metadata;
+  char *texts, *layers_text;
+} places;
+
+/* Where all that is read goes. The sums fit: each is of things that the header, of 10^8 bytes at most, has. */
+static places places_in(arena *a, const header *head) {
+  const size_t num_layers = (size_t)head->session.num_layers;
+  places p;
+  p.reader = take(a, sizeof *p.reader);
+  p.layers = take(a, num_layers * sizeof *p.layers);
+  p.tensors = take(a, num_layers * sizeof *p.tensors);
+  p.metadata = take(a, (size_t)head->num_user * sizeof *p.metadata);
+  p.texts = take(a, head->user_bytes);
+  p.layers_text = take(a, head->layers_bytes);
+  return p;
+}
+
+/* ---- What needs memory: the user's metadata, layers that differ ---------------------------------------------------- */
+
+static int by_key(const void *a, const void *b) { return kvedge_compare_keys(a, b); }
+
+static void read_user_metadata(const header *head, places *p) {
+  kvedge_json json = head->metadata;
+  char *text = p->texts, *end = text + head->user_bytes;
+  int n = 0, in_order = 1;
+  do {
+    kvedge_json_skip(&json);
+    const int is_user = is_user_key(&json);
+    char *out[2] = {NULL, NULL};
+    int64_t bytes[2];
+    for (int side = 0; side < 2; side++) {
+      if (is_user) out[side] = text;
+      bytes[side] = kvedge_json_string(&json, out[side], is_user ? (size_t)(end - text) : 0);
+      if (is_user) text += bytes[side];
+      kvedge_json_next(&json, ':');
+    }
+    if (!is_user) continue;
+    p->metadata[n] = (kvedge_session_text){
+        .key = out[0] + 5, .key_bytes = (size_t)bytes[0] - 5, .value = out[1], .value_bytes = (size_t)bytes[1]};
+    if (n > 0) in_order &= kvedge_compare_keys(&p->metadata[n - 1], &p->metadata[n]) < 0;
+    n++;
+  } while (kvedge_json_next(&json, ','));
+  if (!in_order) qsort(p->metadata, (size_t)n, sizeof *p->metadata, by_key); /* other tools do not sort */
+}
+
+/* One member of what layers have of their own. */
+static int read_own(kvedge_json *json, kvedge_session_layer *layer, int *group_size, char scale_type[12]) {
+  char name[16], text[12] = "";
+  int64_t number = 0;
+  if (!read_word(json, name, sizeof name) || !kvedge_json_next(json, ':')) return 0;
+  kvedge_json_skip(json);
+  const int is_text = json->at < json->end && *json->at == '"';
+  if (is_text ? !read_word(json, text, sizeof text) : !kvedge_json_number(json, &number)) return 0;
+  kvedge_layer_config *config = &layer->config;
+  if (!strcmp(name, "dtype")) {
+    const kvedge_format_info *format = format_named(text);
+    if (format) config->format = format->id;
+    return format != NULL;
+  }
+  if (!strcmp(name, "scale_dtype")) return memcpy(scale_type, text, sizeof text), is_text;
+  if (!strcmp(name, "window")) return layer->window = number, 1;
+  if (!strcmp(name, "dropped")) return layer->dropped = number, 1;
+  if (number > INT_MAX) return 0;
+  int *const to = !strcmp(name, "num_kv_heads")     ? &config->num_kv_heads
+                  : !strcmp(name, "head_dim")       ? &config->head_dim
+                  : !strcmp(name, "value_head_dim") ? &config->value_head_dim
+                  : !strcmp(name, "group_size")     ? group_size
+                                                    : NULL;
+  if (to) *to = (int)number;
+  return to != NULL;
+}
+
+static int read_own_layer(kvedge_json *json, const header *head, kvedge_session_layer *layer) {
+  const int first_has_scales = kvedge_format_of(head->first.config.format)->has_scales;
+  int group_size = first_has_scales ? head->first.config.group_size : 0; /* 0: written as "" */
+  char scale_type[12] = "";
+  if (first_has_scales) strcpy(scale_type, head->first.config.scale_type ? "float16" : "float32");
+  *layer = head->first;
+  if (!kvedge_json_next(json, '{')) return 0;
+  if (!kvedge_json_next(json, '}')) {
+    do
+      if (!read_own(json, layer, &group_size, scale_type)) return 0;
+    while (kvedge_json_next(json, ','));
+    if (!kvedge_json_next(json, '}')) return 0;
+  }
+  kvedge_layer_config *config = &layer->config;
+  if (kvedge_format_of(config->format)->has_scales) {
+    config->group_size = group_size;
+    if (!scale_type_named(scale_type, &config->scale_type)) return 0;
+  } else {
+    config->group_size = widest_row(config), config->scale_type = KVEDGE_SCALE_FLOAT32;
+  }
+  return 1;
+}
+
+/* A sink that compares. */
+static int is_other(void *expected, const void *piece, size_t bytes) {
+  kvedge_json *left = expected;
+  if ((size_t)(left->end - left->at) < bytes || memcmp(left->at, piece, bytes)) return 1;
+  left->at += bytes;
+  return 0;
+}
+
+/* The text has to be what these layers have: no other number, name or order will do. */
+static const char *read_layers(const header *head, places *p) {
+  kvedge_json json = head->layers;
+  kvedge_session session = head->session;
+  kvedge_json text = {p->layers_text, p->layers_text + head->layers_bytes};
+  if (head->has[LAYERS]) kvedge_json_string(&json, p->layers_text, head->layers_bytes);
+  json = text;
+  for (int i = 0; i < session.num_layers; i++) {
+    kvedge_session_layer *layer = &p->layers[i];
+    *layer = head->first;
+    if (head->has[LAYERS] && (!kvedge_json_next(&json, i ? ',' : '[') || !read_own_layer(&json, head, layer)))
+      return "its layers are not as kvedge writes them";
+    if (layer->dropped > session.length || !is_config(&layer->config, kvedge_held_tokens(&session, layer)))
+      return "its metadata makes no layers";
+  }
+  session.layers = p->layers;
+  const kvedge_contents contents = {.session = &session};
+  kvedge_output out = kvedge_output_to(is_other, &text);
+  kvedge_put_layers(&out, &contents, "\"");
+  kvedge_output_flush(&out);
+  if (out.failed || text.at != text.end || (head->has[LAYERS] && !head->layers_bytes))
+    return "its layers are not as kvedge writes them";
+  return NULL;
+}
+
+/* ---- Tensors ------------------------------------------------------------------------------------------------------- */
+
+/* "layers.0.key_codes" */
+static int read_tensor_name(kvedge_json *json, int num_layers, int *index, int *tensor) {
+  char name[40];
+  int64_t number;
+  if (!read_word(json, name, sizeof name) || strncmp(name, "layers.", 7) || name[7] < '0' || name[7] > '9') return 0;
+  kvedge_json digits = {name + 7, name + strlen(name)};
+  if (!kvedge_json_number(&digits, &number) || number >= num_layers || *digits.at != '.') return 0;
+  for (int i = 0; i < NUM_TENSORS; i++)
+    if (!strcmp(digits.at + 1, kvedge_tensor_names[i])) return *index = (int)number, *tensor = i, 1;
+  return 0;
+}
+
+static int read_numbers(kvedge_json *json, int64_t *numbers, int count) {
+  for (int i = 0; i < count; i++)
+    if (!kvedge_json_next(json, i ? ',' : '[') || !kvedge_json_number(json, &numbers[i])) return 0;
+  return kvedge_json_next(json, ']');
+}
+
+/* An entry of the header: that of a tensor which belongs there, next in the file. */
+static const char *read_entry(kvedge_json *json, const kvedge_tensor *t, uint64_t offset) {
+  char name[16], type[16];
+  int64_t shape[3], offsets[2];
+  int has_type = 0, has_shape = 0, has_offsets = 0;
+  if (!kvedge_json_next(json, ':') || !kvedge_json_next(json, '{')) return "its header is no JSON";
+  do {
+    if (!read_word(json, name, sizeof name) || !kvedge_json_next(json, ':')) return "its header is no JSON of tensors";
+    if (!strcmp(name, "dtype")) {
+      if (has_type++ || !read_word(json, type, sizeof type) || strcmp(type, t->type))
+        return "a tensor has another dtype than its metadata says";
+    } else if (!strcmp(name, "shape")) {
+      if (has_shape++ || !read_numbers(json, shape, t->num_dims) ||
+          memcmp(shape, t->shape, (size_t)t->num_dims * sizeof *shape))
+        return "a tensor has another shape than its metadata says";
+    } else if (!strcmp(name, "data_offsets")) {
+      if (has_offsets++ || !read_numbers(json, offsets, 2) || (uint64_t)offsets[0] != offset ||
+          (uint64_t)offsets[1] != offset + t->bytes)
+        return "its tensors do not follow one another, or are longer than their shapes";
+    } else {
+      return "its header has an entry that is no tensor's";
+    }
+  } while (kvedge_json_next(json, ','));
+  if (!kvedge_json_next(json, '}') || !has_type || !has_shape || !has_offsets)
+    return "its header is no JSON of tensors";
+  return NULL;
+}
+
+static const char *read_tensors(const header *head, places *p, const kvedge_session *session) {
+  const kvedge_contents contents = {.session = session, .tensors = p->tensors};
+  kvedge_json json = head->entries;
+  uint64_t offset = 0;
+  memset(p->tensors, 0, (size_t)session->num_layers * sizeof *p->tensors);
+  while (kvedge_json_next(&json, ',')) {
+    int index, tensor;
+    if (!read_tensor_name(&json, session->num_layers, &index, &tensor)) return "it has a tensor that no layer has";
+    if (p->tensors[index].at[tensor]) return "it has a tensor twice";
+    const kvedge_session_layer *layer = &session->layers[index];
+    if (tensor == KEY_OFFSET && !kvedge_format_of(layer->config.format)->has_scales)
+      return "it has a key offset of rows without scales";
+    const kvedge_tensor t = kvedge_contents_tensor(&contents, index, tensor);
+    const char *fault = read_entry(&json, &t, offset);
+    if (fault) return fault;
+    if (t.bytes > head->tensor_bytes - offset) return "it ends before its last tensor";
+    p->tensors[index].at[tensor] = head->tensors + offset;
+    offset += t.bytes;
+  }
+  const int is_closed = kvedge_json_next(&json, '}');
+  kvedge_json_skip(&json);
+  if (!is_closed || json.at != json.end) return "its header is no JSON of tensors";
+  if (offset != head->tensor_bytes) return "it does not end with its last tensor";
+  for (int i = 0; i < session->num_layers; i++) {
+    for (int tensor = 0; tensor < NUM_TENSORS; tensor++)
+      if (!p->tensors[i].at[tensor] && tensor != KEY_OFFSET && tensor != KEY_SCALE) return "a tensor is missing";
+    p->layers[i].has_key_offset = p->tensors[i].at[KEY_OFFSET] != NULL;
+    p->layers[i].has_key_scale = p->tensors[i].at[KEY_SCALE] != NULL;
+  }
+  return NULL;
+}
+
+/* ---- Calls --------------------------------------------------------------------------------------------------------- */
+
+static kvedge_status status_of(const char *fault, const char **why) {
+  if (why) *why = fault;
+  return fault ? KVEDGE_ERROR_FILE : KVEDGE_OK;
+}
+
+kvedge_status kvedge_session_reader_bytes(const void *data, size_t bytes, size_t *needed, const char **why) {
+  header head;
+  if (why) *why = NULL;
+  if (!data || !needed) return KVEDGE_ERROR_ARGUMENT;
+  const char *fault = read_header(&head, data, bytes);
+  if (!fault) {
+    arena counted = {0};
+    places_in(&counted, &head);
+    *needed = counted.used;
+  }
+  return status_of(fault, why);
+}
+
+kvedge_status kvedge_session_read(const void *data, size_t bytes, void *memory, size_t memory_bytes,
+                                  kvedge_session_reader **out, const char **why) {
+  header head;
+  arena within = {.base = memory}, counted = {0};
+  if (why) *why = NULL;
+  if (!data || !memory || (uintptr_t)memory % 16 || !out) return KVEDGE_ERROR_ARGUMENT;
+  const char *fault = read_header(&head, data, bytes);
+  if (fault) return status_of(fault, why);
+  places_in(&counted, &head);
+  if (memory_bytes < counted.used) return KVEDGE_ERROR_MEMORY;
+  places p = places_in(&within, &head);
+  kvedge_session *session = &p.reader->session;
+  *session = head.session;
+  session->layers = p.layers, session->metadata = p.metadata;
+  p.reader->tensors = p.tensors;
+  memcpy(p.reader->digest, head.field[SHA256], KVEDGE_DIGEST);
+  if (head.num_user > 0) read_user_metadata(&head, &p);
+  fault = read_layers(&head, &p);
+  if (!fault) fault = kvedge_contents_fault(&(kvedge_contents){.session = session});
+  if (!fault) fault = read_tensors(&head, &p, session);
+  if (!fault) *out = p.reader;
+  return status_of(fault, why);
+}
+
+const kvedge_session *kvedge_session_held(const kvedge_session_reader *reader) { return &reader->session; }

@@ -1,0 +1,492 @@
+/* Session files: what is written is read, and written again, to the same bytes; what is damaged is refused, and no layer
+ * changes; SHA-256 as the standard has it. That Python's files are these is tests/session/test_session_c.py's to check.
+ *
+ * Files and the reader's memory lie in blocks of exactly their size, so a stray access is a fault.
+ */
+#include "check.h"
+#include "formats/format.h"
+#include "kvedge.h"
+#include "session/sha256.h"
+
+/* ---- SHA-256 -------------------------------------------------------------------------------------------------------- */
+
+static int digest_is(const char *text, size_t times, size_t piece, const char *expected) {
+  const size_t n = strlen(text) * times;
+  char *all = malloc(n + 1), hex[64];
+  for (size_t i = 0; i < n; i++) all[i] = text[i % strlen(text)];
+  kvedge_sha256 sha;
+  kvedge_sha256_begin(&sha);
+  for (size_t at = 0; at < n; at += piece) kvedge_sha256_take(&sha, all + at, n - at < piece ? n - at : piece);
+  kvedge_sha256_end(&sha, hex);
+  free(all);
+  return memcmp(hex, expected, 64) == 0;
+}
+
+static void test_sha256(void) {
+  static const struct {
+    const char *text;
+    size_t times;
+    const char *digest;
+  } examples[] = {
+      /* of FIPS 180-4 and NIST's example values */
+      {"",                                                         1,       "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"},
+      {"abc",                                                      1,       "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"},
+      {"abcdbcdecdefdefgefghfghighijhijkijkljklmklmnlmnomnopnopq", 1,
+       "248d6a61d20638b8e5c026930c3e6039a33ce45964ff2167f6ecedd419db06c1"                                                                     },
+      {"a",                                                        1000000, "cdc76e5c9914fb9281a1c7e284d73e67f1809a48a497200e046d39ccc7112cd0"}
+  };
+  begin("sha256");
+  for (size_t i = 0; i < sizeof examples / sizeof *examples; i++)
+    for (size_t piece = 1; piece < 200; piece = piece * 3 / 2 + 1)
+      CHECK(digest_is(examples[i].text, examples[i].times, piece, examples[i].digest));
+  end();
+}
+
+/* ---- Sessions ------------------------------------------------------------------------------------------------------- */
+
+enum { MAX_LAYERS = 12 };
+
+typedef struct {
+  kvedge_session session;
+  kvedge_session_layer own[MAX_LAYERS];
+  kvedge_layer *layers[MAX_LAYERS];
+} sample;
+
+typedef struct {
+  char *at;
+  size_t bytes, room;
+} buffer;
+
+static int take(void *context, const void *piece, size_t bytes) {
+  buffer *to = context;
+  if (bytes > to->room - to->bytes) return 1;
+  memcpy(to->at + to->bytes, piece, bytes);
+  to->bytes += bytes;
+  return 0;
+}
+
+static block write_file(const kvedge_session *session, kvedge_layer *const *layers) {
+  block file = new_block(kvedge_session_bytes(session, layers));
+  buffer to = {file.data, 0, file.size};
+  if (kvedge_session_write(session, layers, take, &to) != KVEDGE_OK || to.bytes != file.size)
+    fail("a file of %zu bytes was written as %zu", file.size, to.bytes);
+  return file;
+}
+
+static kvedge_layer *new_layer(kvedge_layer_config config, int tokens) {
+  kvedge_layer *layer;
+  if (kvedge_layer_create(&config, &layer) != KVEDGE_OK) fail("no layer"), exit(2);
+  kvedge_layer_get_config(layer, &config);
+  const size_t keys = (size_t)(config.num_kv_heads * config.head_dim);
+  const size_t values = (size_t)(config.num_kv_heads * config.value_head_dim);
+  float *scale = random_floats(keys, 1.0f), *k = random_floats(keys * (size_t)tokens, 3.0f);
+  float *v = random_floats(values * (size_t)tokens, 3.0f);
+  for (size_t i = 0; i < keys; i++) scale[i] = 1.5f + scale[i];
+  if (config.format == KVEDGE_INT8 && config.num_kv_heads > 1) kvedge_layer_set_key_offset(layer, k);
+  if (config.head_dim % 2) kvedge_layer_set_key_scale(layer, scale);
+  if (kvedge_layer_append(layer, k, v, tokens) != KVEDGE_OK) fail("append");
+  free(scale), free(k), free(v);
+  return layer;
+}
+
+/* Layers that differ in all they can, the last with windows. */
+static sample new_sample(int num_layers, int length) {
+  static const kvedge_session_text texts[] = {
+      {"",                                 "\"quoted\\\"\n\t\x01\x7f", 0, 12},
+      {"a\0b",                             "",                         3, 0 },
+      {"\xd0\xba\xd0\xbb\xd1\x8e\xd1\x87", "\xf0\x9f\x98\x80",         8, 4 },
+  };
+  sample s = {
+      .session = {.num_layers = num_layers, .length = length, .metadata = texts, .num_metadata = 3}
+  };
+  for (int i = 0; i < num_layers; i++) {
+    const kvedge_layer_config config = {.format = (kvedge_format)(i % KVEDGE_NUM_FORMATS),
+                                        .scale_type = i > 5 ? KVEDGE_SCALE_FLOAT16 : KVEDGE_SCALE_FLOAT32,
+                                        .capacity = 40,
+                                        .num_kv_heads = 1 + i % 3,
+                                        .head_dim = 5 + i / 4,
+                                        .value_head_dim = i % 4 == 3 ? 3 : 0,
+                                        .group_size = i % 2 ? 0 : 4};
+    s.own[i].window = i > 7 ? 4 : 0;
+    s.own[i].dropped = s.own[i].window && length > 3 ? length - 3 : 0;
+    s.layers[i] = new_layer(config, length + i % 2); /* one more than is saved */
+    kvedge_layer_drop_first(s.layers[i], s.own[i].dropped);
+  }
+  return s;
+}
+
+static void free_sample(sample *s) {
+  for (int i = 0; i < s->session.num_layers; i++) kvedge_layer_destroy(s->layers[i]);
+}
+
+/* A file that is read, and new layers for it. */
+typedef struct {
+  block memory;
+  kvedge_session_reader *reader;
+  const kvedge_session *held;
+  kvedge_layer *layers[MAX_LAYERS];
+} opened;
+
+static void close_file(opened *o) {
+  for (int i = 0; i < MAX_LAYERS; i++) kvedge_layer_destroy(o->layers[i]);
+  if (o->memory.base) free_block(&o->memory);
+}
+
+/* Reads up to the layers, of another capacity, empty. */
+static kvedge_status open_file(const block *file, opened *o, const char **why) {
+  size_t needed;
+  memset(o, 0, sizeof *o);
+  kvedge_status status = kvedge_session_reader_bytes(file->data, file->size, &needed, why);
+  if (status != KVEDGE_OK) return status;
+  o->memory = new_block(needed);
+  status = kvedge_session_read(file->data, file->size, o->memory.data, needed, &o->reader, why);
+  if (status != KVEDGE_OK) return status;
+  o->held = kvedge_session_held(o->reader);
+  for (int i = 0; i < o->held->num_layers && i < MAX_LAYERS; i++) {
+    kvedge_layer_config config = o->held->layers[i].config;
+    config.capacity += i;
+    if (kvedge_layer_create(&config, &o->layers[i]) != KVEDGE_OK) return KVEDGE_ERROR_MEMORY;
+  }
+  return KVEDGE_OK;
+}
+
+static kvedge_status load_file(const block *file, opened *o, const char **why) {
+  const kvedge_status status = open_file(file, o, why);
+  return status == KVEDGE_OK ? kvedge_session_load(o->reader, o->layers, why) : status;
+}
+
+static int same_file(const block *a, const block *b) {
+  return a->size == b->size && memcmp(a->data, b->data, a->size) == 0;
+}
+
+static void test_round_trip(void) {
+  begin("written, read, written");
+  for (int num_layers = 1; num_layers <= MAX_LAYERS; num_layers++)
+    for (int length = 0; length < 20; length = 3 * length + 1) {
+      sample s = new_sample(num_layers, length);
+      s.session.layers = num_layers % 4 ? s.own : NULL;
+      if (!s.session.layers && num_layers > 8) s.session.length = length > 3 ? 3 : length;
+      s.session.auto_key_offset = s.session.auto_key_scale = length % 2;
+      s.session.max_seq_len = num_layers % 2 ? 50 : 0;
+      block file = write_file(&s.session, s.layers);
+      opened o;
+      const char *why = NULL;
+      if (load_file(&file, &o, &why) != KVEDGE_OK) {
+        fail("%d layers, %d tokens: %s", num_layers, length, why ? why : "no reason");
+      } else {
+        block again = write_file(o.held, o.layers);
+        if (!same_file(&file, &again)) fail("%d layers, %d tokens: another file", num_layers, length);
+        if (o.held->num_metadata != 3 || o.held->metadata[1].key_bytes != 3) fail("metadata");
+        for (int i = 0; i < num_layers; i++) {
+          kvedge_layer_config config = {0};
+          kvedge_layer_get_config(s.layers[i], &config);
+          if (o.held->layers[i].config.head_dim != config.head_dim) fail("config of layer %d", i);
+        }
+        free_block(&again);
+      }
+      end_case();
+      close_file(&o), free_block(&file), free_sample(&s);
+    }
+  end();
+}
+
+/* ---- What is refused ------------------------------------------------------------------------------------------------ */
+
+static int are_empty(const opened *o) {
+  for (int i = 0; o->held && i < o->held->num_layers && i < MAX_LAYERS; i++)
+    if (o->layers[i] && kvedge_layer_len(o->layers[i])) return 0;
+  return 1;
+}
+
+/* Is it refused, with a reason? */
+static int is_refused(const block *file) {
+  opened o;
+  const char *why = NULL;
+  const kvedge_status status = load_file(file, &o, &why);
+  const int refused = status == KVEDGE_ERROR_FILE && why && are_empty(&o);
+  close_file(&o);
+  return refused;
+}
+
+static sample small_sample(void) {
+  sample s = {
+      .session = {.num_layers = 2, .length = 3}
+  };
+  for (int i = 0; i < 2; i++)
+    s.layers[i] = new_layer(
+        (kvedge_layer_config){
+            .format = i ? KVEDGE_FLOAT16 : KVEDGE_INT8, .capacity = 8, .num_kv_heads = 2, .head_dim = 3},
+        3);
+  return s;
+}
+
+static void test_truncated(void) {
+  begin("cut, or longer");
+  sample s = small_sample();
+  block file = write_file(&s.session, s.layers);
+  for (size_t bytes = 0; bytes < file.size; bytes++) {
+    block cut = new_block(bytes ? bytes : 1);
+    cut.size = bytes;
+    memcpy(cut.data, file.data, bytes);
+    CHECK(is_refused(&cut));
+    cut.size = bytes ? bytes : 1;
+    free_block(&cut);
+  }
+  block longer = new_block(file.size + 1);
+  memcpy(longer.data, file.data, file.size), ((char *)longer.data)[file.size] = 0;
+  CHECK(is_refused(&longer));
+  free_block(&longer), free_block(&file), free_sample(&s);
+  end();
+}
+
+/* Any byte changed: refused, or (spaces in the header) the same session. */
+static void test_changed_bytes(void) {
+  begin("every byte changed");
+  sample s = small_sample();
+  const kvedge_session_text text = {"k", "v\xc3\xa4\n", 1, 4};
+  s.session.metadata = &text, s.session.num_metadata = 1;
+  kvedge_layer_drop_first(s.layers[0], 1);
+  s.own[0].window = 2, s.own[0].dropped = 1, s.session.layers = s.own;
+  block file = write_file(&s.session, s.layers);
+  static const unsigned char changes[] = {0x01, 0x02, 0x04, 0x08, 0x10, 0x20, 0x40, 0x80, 0xff};
+  for (size_t at = 0; at < file.size; at++) {
+    unsigned char *byte = (unsigned char *)file.data + at;
+    const unsigned char was = *byte;
+    for (size_t i = 0; i < sizeof changes + 3; i++) {
+      *byte = i < sizeof changes ? was ^ changes[i] : (unsigned char)" \"{"[i - sizeof changes];
+      if (*byte == was) continue;
+      opened o;
+      const char *why = NULL;
+      const kvedge_status status = load_file(&file, &o, &why);
+      if (status == KVEDGE_OK) {
+        block again = write_file(o.held, o.layers);
+        *byte = was;
+        if (!same_file(&file, &again)) fail("byte %zu changed by %zu: another session", at, i);
+        free_block(&again);
+      } else if (status != KVEDGE_ERROR_FILE || !why || !are_empty(&o)) {
+        fail("byte %zu changed by %zu: status %d", at, i, (int)status);
+      }
+      close_file(&o);
+      *byte = was;
+    }
+    end_case();
+  }
+  free_block(&file), free_sample(&s);
+  end();
+}
+
+/* Files whose digest is right, of numbers that no layer stores. */
+static void test_forged_numbers(void) {
+  begin("forged numbers");
+  for (int i = 0; i < 12; i++) {
+    static const kvedge_format formats[] = {KVEDGE_INT8,     KVEDGE_INT8,     KVEDGE_INT8,     KVEDGE_INT8,
+                                            KVEDGE_INT8,     KVEDGE_INT8,     KVEDGE_FLOAT32,  KVEDGE_FLOAT16,
+                                            KVEDGE_BFLOAT16, KVEDGE_FP8_E4M3, KVEDGE_FP8_E5M2, KVEDGE_INT8};
+    static const float foreign_scales[] = {-1.0f, -0.0f, INFINITY, NAN, 2.7e36f};
+    const int halves = i == 11;
+    kvedge_layer_config config = {
+        .format = formats[i], .capacity = 4, .num_kv_heads = 1, .head_dim = 4, .scale_type = (kvedge_scale_type)halves};
+    kvedge_layer *layer = new_layer(config, 3);
+    const kvedge_session session = {.num_layers = 1, .length = 3};
+    kvedge_slabs slabs;
+    kvedge_layer_get_slabs(layer, &slabs);
+    static const uint8_t bits[][4] = {
+        {0x00, 0x00, 0x80, 0x7f}, /* of float32 */
+        {0x01, 0x7c}, /* of float16 */
+        {0x80, 0xff}, /* of bfloat16 */
+        {0xff}, /* of e4m3 */
+        {0x7c}, /* of e5m2 */
+    };
+    static const size_t sizes[] = {4, 2, 2, 1, 1};
+    if (i == 0) ((int8_t *)slabs.key_codes)[7] = -128;
+    else if (i < 6) ((float *)slabs.value_scales)[2] = foreign_scales[i - 1];
+    else if (halves) ((uint16_t *)slabs.key_scales)[2] = 0x8000;
+    else memcpy((char *)slabs.value_codes + 11 * sizes[i - 6], bits[i - 6], sizes[i - 6]);
+    block file = write_file(&session, &layer);
+    CHECK(is_refused(&file));
+    free_block(&file), kvedge_layer_destroy(layer);
+  }
+  /* A key scale that leads beyond float32. */
+  kvedge_layer_config config = {.format = KVEDGE_FLOAT32, .capacity = 4, .num_kv_heads = 1, .head_dim = 2};
+  for (int beyond = 0; beyond < 2; beyond++) {
+    kvedge_layer *layer;
+    kvedge_layer_create(&config, &layer);
+    const float scale[] = {1.0f, 4.0f}, key[] = {1e38f, 8e37f}, more = 1.2e38f;
+    kvedge_layer_set_key_scale(layer, scale);
+    kvedge_layer_append(layer, scale, scale, 1), kvedge_layer_append(layer, key, key, 1);
+    kvedge_slabs slabs;
+    kvedge_layer_get_slabs(layer, &slabs);
+    if (beyond) ((float *)slabs.key_codes)[3] = more;
+    const kvedge_session session = {.num_layers = 1, .length = 2};
+    block file = write_file(&session, &layer);
+    CHECK(is_refused(&file) == beyond);
+    free_block(&file), kvedge_layer_destroy(layer);
+  }
+  end();
+}
+
+/* Headers that hold other text, where the digest is not yet asked. */
+static int header_is_refused(const char *text) {
+  const size_t length = strlen(text);
+  block file = new_block(8 + length);
+  memset(file.data, 0, 8), memcpy(file.data, &length, sizeof length), memcpy((char *)file.data + 8, text, length);
+  const int refused = is_refused(&file);
+  free_block(&file);
+  return refused;
+}
+
+static void test_foreign_headers(void) {
+#define FIELDS(heads, dim, length, more)                                                                               \
+  "{\"__metadata__\":{\"dtype\":\"int8\",\"format\":\"kvedge\",\"format_version\":\"1\",\"group_size\":\"4\",\"head_"  \
+  "dim\":\"" dim "\",\"key_offset\":\"\",\"length\":\"" length "\",\"max_seq_len\":\"\",\"num_kv_heads\":\"" heads     \
+  "\",\"num_layers\":\"1\",\"scale_dtype\":\"float32\",\"sha256\":"                                                    \
+  "\"0123456789012345678901234567890123456789012345678901"                                                             \
+  "234567890123\"" more "}"
+#define EMPTY(name, shape) ",\"layers.0." name "\":{\"dtype\":\"" shape ",\"data_offsets\":[0,0]}"
+#define TENSORS                                                                                                        \
+  EMPTY("key_scales", "F32\",\"shape\":[0,1,1]")                                                                       \
+  EMPTY("value_scales", "F32\",\"shape\":[0,1,1]")                                                                     \
+  EMPTY("key_codes", "I8\",\"shape\":[0,1,4]") EMPTY("value_codes", "I8\",\"shape\":[0,1,4]") "}"
+  static const char *const headers[] = {
+      "",
+      " ",
+      "[]",
+      "{}",
+      "{\"__metadata__\"",
+      "{\"__metadata__\":{}}",
+      "{\"a\":{}}",
+      FIELDS("1", "4", "0", ""),
+      FIELDS("1", "4", "0", "") "}",
+      FIELDS("1", "4", "0", "") TENSORS,                    /* only the digest is wrong */
+      FIELDS("65536", "1024", "1099511627776", "") TENSORS, /* 2^68 bytes */
+      FIELDS("1", "4", "999999999999999999", "") TENSORS,
+      FIELDS("1", "4", "9999999999999999999999", "") TENSORS,
+      FIELDS("01", "4", "0", "") TENSORS,
+      FIELDS("0", "4", "0", "") TENSORS,
+      FIELDS("4294967297", "4", "0", "") TENSORS,
+      FIELDS("1", "-4", "0", "") TENSORS,
+      FIELDS("1", "4", "0", ",\"length\":\"0\"") TENSORS,
+      FIELDS("1", "4", "0", ",\"other\":\"0\"") TENSORS,
+      FIELDS("1", "4", "0", ",\"user.a\":\"1\",\"user.a\":\"2\"") TENSORS,
+      FIELDS("1", "4", "0", ",\"user.a\":\"\\ud800\"") TENSORS,
+      FIELDS("1", "4", "0", ",\"user.a\":\"\\ud800\\u0041\"") TENSORS,
+      FIELDS("1", "4", "0", ",\"user.a\":\"\xc0\x80\"") TENSORS,
+      FIELDS("1", "4", "0", ",\"user.a\":\"\xed\xa0\x80\"") TENSORS,
+      FIELDS("1", "4", "0", ",\"user.a\":\"\n\"") TENSORS,
+      FIELDS("1", "4", "0", ",\"user.a\":\"\\x\"") TENSORS,
+      FIELDS("1", "4", "0", ",\"user.a\":{}") TENSORS,
+      FIELDS("1", "4", "0", ",\"value_head_dim\":\"4\"") TENSORS,
+      FIELDS("1", "4", "0", ",\"key_scale\":\"\"") TENSORS,
+      FIELDS("1", "4", "0", ",\"layers\":\"\"") TENSORS,
+      FIELDS("1", "4", "0", ",\"layers\":\"[{}]\"") TENSORS,
+      FIELDS("1", "4", "0", ",\"layers\":\"[{\\\"window\\\":1},{}]\"") TENSORS,
+      FIELDS("1", "4", "0", ",\"layers\":\"[{\\\"window\\\": 1}]\"") TENSORS,
+      FIELDS("1", "4", "0", ",\"layers\":\"[{\\\"window\\\":0}]\"") TENSORS,
+      FIELDS("1", "4", "0", ",\"layers\":\"[{\\\"window\\\":1,\\\"dropped\\\":1}]\"") TENSORS,
+      FIELDS("1", "4", "0", ",\"layers\":\"[[[[[[[[[[\"") TENSORS,
+      FIELDS("1", "4", "0", "") EMPTY("key_offset", "F32\",\"shape\":[1,4]") TENSORS,
+      FIELDS("1", "4", "0", "") EMPTY("key_codes", "I8\",\"shape\":[0,1,4]") TENSORS,
+      FIELDS("1", "4", "0", "") EMPTY("others", "I8\",\"shape\":[0,1,4]") TENSORS,
+  };
+  begin("foreign headers");
+  for (size_t i = 0; i < sizeof headers / sizeof *headers; i++) {
+    if (!header_is_refused(headers[i])) fail("header %zu is accepted", i);
+    end_case();
+  }
+  /* The one whose digest alone is wrong is read. */
+  opened o;
+  const char *text = headers[9], *why = NULL;
+  const size_t length = strlen(text);
+  block file = new_block(8 + length);
+  memset(file.data, 0, 8), memcpy(file.data, &length, sizeof length), memcpy((char *)file.data + 8, text, length);
+  CHECK(open_file(&file, &o, &why) == KVEDGE_OK);
+  CHECK(kvedge_session_load(o.reader, o.layers, &why) == KVEDGE_ERROR_FILE && why && strstr(why, "sha256"));
+  close_file(&o), free_block(&file);
+  end();
+}
+
+static void test_layers_that_do_not_fit(void) {
+  begin("layers that do not fit");
+  sample s = small_sample();
+  block file = write_file(&s.session, s.layers);
+  opened o;
+  const char *why;
+  CHECK(open_file(&file, &o, &why) == KVEDGE_OK);
+  kvedge_layer *const good[] = {o.layers[0], o.layers[1]};
+  CHECK(kvedge_session_load(o.reader, s.layers, &why) == KVEDGE_ERROR_ARGUMENT); /* not empty */
+  CHECK(kvedge_session_load(o.reader, (kvedge_layer *[]){good[0], good[0]}, &why) == KVEDGE_ERROR_ARGUMENT);
+  CHECK(kvedge_session_load(o.reader, (kvedge_layer *[]){good[1], good[0]}, &why) == KVEDGE_ERROR_ARGUMENT);
+  CHECK(kvedge_session_load(o.reader, (kvedge_layer *[]){good[0], NULL}, &why) == KVEDGE_ERROR_ARGUMENT);
+  kvedge_layer_config config = o.held->layers[1].config;
+  kvedge_layer *small;
+  config.capacity = 2;
+  CHECK(kvedge_layer_create(&config, &small) == KVEDGE_OK);
+  CHECK(kvedge_session_load(o.reader, (kvedge_layer *[]){good[0], small}, &why) == KVEDGE_ERROR_CAPACITY);
+  kvedge_layer_destroy(small);
+  CHECK(are_empty(&o));
+  CHECK(kvedge_session_load(o.reader, good, NULL) == KVEDGE_OK);
+  CHECK(kvedge_layer_len(good[0]) == 3 && kvedge_layer_len(good[1]) == 3);
+  CHECK(kvedge_session_read(file.data, file.size, o.memory.data, o.memory.size - 16, &o.reader, &why) ==
+        KVEDGE_ERROR_MEMORY);
+  close_file(&o), free_block(&file), free_sample(&s);
+  end();
+}
+
+static void test_what_cannot_be_written(void) {
+  begin("what cannot be written");
+  sample s = small_sample();
+  const size_t bytes = kvedge_session_bytes(&s.session, s.layers);
+  char *room = malloc(bytes);
+  for (size_t i = 0; i < bytes; i += 50) { /* a sink that is full */
+    buffer to = {room, 0, i};
+    CHECK(kvedge_session_write(&s.session, s.layers, take, &to) == KVEDGE_ERROR_FILE);
+  }
+  free(room);
+  const kvedge_session_text texts[] = {
+      {"b", "",     1, 0},
+      {"a", "",     1, 0},
+      {"c", "\xff", 1, 1}
+  };
+  s.session.layers = s.own;
+  for (int i = 0; i < 14; i++) {
+    kvedge_session wrong = s.session;
+    kvedge_layer *layers[] = {s.layers[0], s.layers[1]};
+    memset(s.own, 0, sizeof s.own);
+    wrong.metadata = texts;
+    if (i == 0) wrong.num_layers = 0;
+    if (i == 1) wrong.num_layers = 4097;
+    if (i == 2) wrong.length = 4; /* than the layers hold */
+    if (i == 3) wrong.length = -1;
+    if (i == 4) wrong.max_seq_len = 2;
+    if (i == 5) s.own[0].window = -1;
+    if (i == 6) s.own[0].dropped = 1; /* of a layer without a window */
+    if (i == 7) s.own[0].window = 4, s.own[0].dropped = 1;
+    if (i == 8) wrong.num_metadata = 2;                             /* not in order */
+    if (i == 9) wrong.metadata = texts + 1, wrong.num_metadata = 2; /* no UTF-8 */
+    if (i == 10) wrong.num_metadata = 1, wrong.metadata = NULL;
+    if (i == 11) layers[1] = NULL;
+    if (i == 12) layers[0] = layers[1], wrong.auto_key_offset = 1;
+    if (i == 13) layers[0] = layers[1], wrong.auto_key_scale = 1;
+    buffer to = {NULL, 0, 0};
+    CHECK(kvedge_session_bytes(&wrong, layers) == 0);
+    CHECK(kvedge_session_write(&wrong, layers, take, &to) == KVEDGE_ERROR_ARGUMENT && to.bytes == 0);
+  }
+  kvedge_layer *grid =
+      new_layer((kvedge_layer_config){.format = KVEDGE_GRID4, .capacity = 1, .num_kv_heads = 1, .head_dim = 4}, 1);
+  const kvedge_session session = {.num_layers = 1, .length = 1};
+  CHECK(kvedge_session_bytes(&session, &grid) == 0);
+  kvedge_layer_destroy(grid), free_sample(&s);
+  end();
+}
+
+int main(void) {
+  test_sha256();
+  test_round_trip();
+  test_truncated();
+  test_changed_bytes();
+  test_forged_numbers();
+  test_foreign_headers();
+  test_layers_that_do_not_fit();
+  test_what_cannot_be_written();
+  return report();
+}
