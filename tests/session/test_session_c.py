@@ -12,8 +12,7 @@ import pytest
 from session_support import DIM, HEADS, LAYERS, feed, filled_cache, forge, put
 from support import cache_content, normal
 
-import kvedge
-from kvedge import KVCache, errors
+from kvedge import KVCache, c_library, errors
 from kvedge.core.formats import FORMATS
 
 TESTS = Path(__file__).parent.parent
@@ -29,13 +28,13 @@ pytestmark = [
 def copy(tmp_path_factory):
     """Copy a file by the C API; the reason where it is refused."""
     try:
-        library = Path(kvedge.get_library_dir()) / "libkvedge.a"
+        flags = f"{c_library.compile_flags()} {c_library.link_flags()}".split()
     except errors.BackendUnavailableError:
         pytest.skip("needs the C library")
     program = tmp_path_factory.mktemp("c") / "copy_session"
     source = TESTS / "helpers" / "copy_session.c"
     command = ["cc", "-std=c11", "-Wall", "-Wextra", "-Wpedantic", "-Werror", str(source)]
-    command += ["-I", kvedge.get_include(), str(library), "-lm", "-pthread", "-o", str(program)]
+    command += [*flags, "-o", str(program)]
     subprocess.run(command, check=True)
 
     def run(source, target):
