@@ -5,6 +5,8 @@
  *   cc -std=c11 -O3 examples/llama.c -o llama $(pkg-config --cflags --libs --static kvedge) -lm
  *   ./llama -p "Once upon a time" kvedge/data/stories260K.bin kvedge/data/tok512.bin
  *
+ * -S FILE saves the caches as a session of kvedge, which KVCache.load of Python reads as well; -L FILE goes on from one.
+ *
  * It prints what `kvedge generate --cache FORMAT` prints, token for token; then its speed, and with -x that of a float32
  * cache in the same process. Everything but forward() is what any small runtime has; the cache is the five calls in it and
  * in new_caches(). The model's layout is that of llama2.c (Andrej Karpathy, MIT), version 0.
@@ -329,6 +331,56 @@ static void forward(const model *m, run_state *s, const int *tokens, int n) {
   matmul(s->h, m->output, 1, m->vocab_size, dim, s->logits);
 }
 
+/* ---- Sessions --------------------------------------------------------------------------------- */
+
+/* What the file holds besides the caches: the token that comes next, as text. */
+static const char NEXT_TOKEN[] = "next_token";
+
+static int write_piece(void *to, const void *piece, size_t bytes) { return fwrite(piece, 1, bytes, to) != bytes; }
+
+static void save_session(const char *path, const model *m, const run_state *s, int next) {
+  char text[16];
+  const kvedge_session_text metadata = {.key = NEXT_TOKEN,
+                                        .key_bytes = strlen(NEXT_TOKEN),
+                                        .value = text,
+                                        .value_bytes = (size_t)snprintf(text, sizeof text, "%d", next)};
+  const kvedge_session session = {.num_layers = m->num_layers,
+                                  .length = s->length,
+                                  .max_seq_len = m->max_seq_len,
+                                  .metadata = &metadata,
+                                  .num_metadata = 1};
+  FILE *to = fopen(path, "wb");
+  if (!to) die(path, "cannot be written");
+  check(kvedge_session_write(&session, s->layers, write_piece, to), path);
+  if (fclose(to)) die(path, "cannot be written");
+}
+
+/* Fills the caches, and returns the token that comes next. */
+static int load_session(const char *path, const model *m, run_state *s) {
+  file f = read_file(path);
+  size_t bytes;
+  const char *why;
+  kvedge_session_reader *reader;
+  if (kvedge_session_reader_bytes(f.bytes, f.size, &bytes, &why) != KVEDGE_OK) die(path, why);
+  void *memory = allocate(bytes);
+  if (kvedge_session_read(f.bytes, f.size, memory, bytes, &reader, &why) != KVEDGE_OK) die(path, why);
+  const kvedge_session *session = kvedge_session_held(reader);
+  if (session->num_layers != m->num_layers) die(path, "is of another model");
+  const kvedge_status status = kvedge_session_load(reader, s->layers, &why);
+  if (status != KVEDGE_OK) die(path, why ? why : "is of another model or format");
+  s->length = (int)session->length;
+  int next = -1;
+  for (int i = 0; i < session->num_metadata; i++) {
+    const kvedge_session_text *text = &session->metadata[i];
+    if (text->key_bytes == strlen(NEXT_TOKEN) && !memcmp(text->key, NEXT_TOKEN, text->key_bytes))
+      for (size_t d = next = 0; d < text->value_bytes && next < m->vocab_size; d++)
+        next = 10 * next + text->value[d] - '0';
+  }
+  if (next < 0 || next >= m->vocab_size) die(path, "does not tell the next token");
+  free(memory), free(f.bytes);
+  return next;
+}
+
 /* ---- Writing ---------------------------------------------------------------------------------- */
 
 static int likeliest(const float *logits, int count) {
@@ -339,7 +391,7 @@ static int likeliest(const float *logits, int count) {
 }
 
 typedef struct {
-  int written;
+  int written, next; /* tokens; the one that comes next, which the cache does not hold */
   double prompt_seconds, seconds, attention_seconds; /* the latter two: of writing */
 } figures;
 
@@ -354,7 +406,7 @@ static figures write_text(const model *m, run_state *s, const int *prompt, int n
   int previous = prompt[num_prompt - 1];
   start = seconds();
   while (f.written < most) {
-    const int token = likeliest(s->logits, m->vocab_size);
+    const int token = f.next = likeliest(s->logits, m->vocab_size);
     if (token == BOS || token == EOS) break;
     if (t && ids) printf("%d ", token);
     else if (t) print_token(t, token, previous);
@@ -390,45 +442,53 @@ static void tell(const model *m, const char *name, kvedge_format format, figures
 }
 
 static void usage(void) {
-  fprintf(stderr, "usage: llama [-p PROMPT] [-n TOKENS] [-c FORMAT] [-t THREADS] [-i] [-x] MODEL TOKENIZER\n"
-                  "  -n  tokens to write at most (200)    -c  int8 (default)");
+  fprintf(
+      stderr,
+      "usage: llama [-p PROMPT] [-n TOKENS] [-c FORMAT] [-t THREADS] [-i] [-x] [-L FILE] [-S FILE] MODEL TOKENIZER\n"
+      "  -n  tokens to write at most (200)    -c  int8 (default)");
   for (int i = 1; i < NUM_FORMATS; i++) fprintf(stderr, ", %s", FORMATS[i].name);
   fprintf(stderr, "\n  -t  threads of attention (1)         -i  print token ids instead of text\n"
-                  "  -x  the same with a float32 cache afterwards, for its speed\n");
+                  "  -x  the same with a float32 cache afterwards, for its speed\n"
+                  "  -L  go on from a session         -S  save the session afterwards\n");
   exit(2);
 }
 
 int main(int argc, char **argv) {
-  const char *prompt = "", *format_name = "int8";
+  const char *prompt = "", *format_name = "int8", *load = NULL, *save = NULL;
   int most = 200, num_threads = 1, ids = 0, compare = 0;
-  for (int option; (option = getopt(argc, argv, "p:n:c:t:ix")) != -1;) {
+  for (int option; (option = getopt(argc, argv, "p:n:c:t:ixL:S:")) != -1;) {
     if (option == 'p') prompt = optarg;
     else if (option == 'n') most = atoi(optarg);
     else if (option == 'c') format_name = optarg;
     else if (option == 't') num_threads = atoi(optarg);
     else if (option == 'i') ids = 1;
     else if (option == 'x') compare = 1;
+    else if (option == 'L') load = optarg;
+    else if (option == 'S') save = optarg;
     else usage();
   }
   int chosen = 0;
   while (chosen < NUM_FORMATS && strcmp(FORMATS[chosen].name, format_name)) chosen++;
   if (argc - optind != 2 || chosen == NUM_FORMATS || most < 1 || num_threads < 1) usage();
+  if (compare && (load || save)) usage();
 
   const model m = load_model(argv[optind]);
   const tokenizer t = load_tokenizer(argv[optind + 1], m.vocab_size);
   int *tokens = allocate((strlen(prompt) + 2) * sizeof *tokens);
   const int num_tokens = encode(&t, prompt, tokens);
-  if (num_tokens > m.max_seq_len) die("prompt", "is longer than the model's context");
 
   if (!ids) printf("%s", prompt);
   for (int i = 0; i <= compare; i++) {
     const char *name = i ? "float32" : format_name;
     const kvedge_format format = i ? KVEDGE_FLOAT32 : FORMATS[chosen].format;
     run_state s = new_caches(&m, format, num_tokens, num_threads);
+    if (load) tokens[0] = load_session(load, &m, &s); /* instead of BOS */
+    if (num_tokens > m.max_seq_len - s.length) die("prompt", "is longer than what is left of the model's context");
     const figures f = write_text(&m, &s, tokens, num_tokens, most, i ? NULL : &t, ids);
     if (!i) printf("\n");
     fflush(stdout);
     tell(&m, name, format, f);
+    if (save) save_session(save, &m, &s, f.next);
     drop_caches(&m, &s);
   }
   free(tokens);

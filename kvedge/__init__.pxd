@@ -12,6 +12,7 @@ cdef extern from "kvedge.h" nogil:
         KVEDGE_ERROR_SCALE
         KVEDGE_ERROR_MEMORY
         KVEDGE_ERROR_ISA
+        KVEDGE_ERROR_FILE
 
     ctypedef enum kvedge_format:
         KVEDGE_INT8
@@ -141,6 +142,46 @@ cdef extern from "kvedge.h" nogil:
     void kvedge_layer_get_slabs(const kvedge_layer *layer, kvedge_slabs *slabs)
     kvedge_status kvedge_layer_get_rows(
         const kvedge_layer *layer, int values, int64_t row, int64_t num_tokens, float *out)
+
+    ctypedef struct kvedge_session_text:
+        const char *key
+        const char *value
+        size_t key_bytes
+        size_t value_bytes
+
+    ctypedef struct kvedge_session_layer:
+        int64_t window
+        int64_t dropped
+        kvedge_layer_config config
+        int has_key_offset
+        int has_key_scale
+
+    ctypedef struct kvedge_session:
+        int num_layers
+        int64_t length
+        int64_t max_seq_len
+        int auto_key_offset
+        int auto_key_scale
+        const kvedge_session_layer *layers
+        const kvedge_session_text *metadata
+        int num_metadata
+
+    ctypedef struct kvedge_session_reader:
+        pass
+    ctypedef int (*kvedge_session_sink)(void *context, const void *piece, size_t bytes) noexcept
+
+    size_t kvedge_session_bytes(const kvedge_session *session, kvedge_layer *const *layers)
+    kvedge_status kvedge_session_write(
+        const kvedge_session *session, kvedge_layer *const *layers, kvedge_session_sink sink,
+        void *context)
+    kvedge_status kvedge_session_reader_bytes(
+        const void *data, size_t bytes, size_t *needed, const char **why)
+    kvedge_status kvedge_session_read(
+        const void *data, size_t bytes, void *memory, size_t memory_bytes,
+        kvedge_session_reader **reader, const char **why)
+    const kvedge_session *kvedge_session_held(const kvedge_session_reader *reader)
+    kvedge_status kvedge_session_load(
+        const kvedge_session_reader *reader, kvedge_layer *const *layers, const char **why)
 
     void kvedge_attention_defaults(kvedge_attention_options *options)
     kvedge_status kvedge_attend(

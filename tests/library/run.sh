@@ -60,6 +60,16 @@ same_text "$data/stories260K.bin" "$data/tok512.bin" "Once upon a time"
 shared=$root/../shared/models
 [ ! -e "$shared/books5M.bin" ] || same_text "$shared/books5M.bin" "$shared/tok2048.bin" "The old man sat"
 
+echo "== a session: saved and gone on with in C, loaded in Python"
+llama() { "$work/llama" -i "$@" "$data/stories260K.bin" "$data/tok512.bin" 2>/dev/null; }
+llama -n 80 >"$work/whole.txt"
+llama -n 40 -S "$work/session" >"$work/halves.txt"
+llama -n 40 -L "$work/session" >>"$work/halves.txt"
+[ "$(tr -d '\n' <"$work/whole.txt")" = "$(tr -d '\n' <"$work/halves.txt")" ]
+ok
+"$python" -c 'import sys, kvedge; cache = kvedge.KVCache.load(sys.argv[1]); assert len(cache) == 40, len(cache)' "$work/session"
+ok
+
 echo "== CMake: find_package and add_subdirectory"
 cmake -S "$root/csrc" -B "$work/cmake-build" -DCMAKE_BUILD_TYPE= -DCMAKE_C_FLAGS=-O1 "-DCMAKE_INSTALL_PREFIX=$work/cmake" >/dev/null
 cmake --build "$work/cmake-build" -j2 --target install >/dev/null
