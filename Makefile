@@ -91,7 +91,7 @@ wheel:
 # See tests/fuzz/README.md. What it finds is left in build/fuzz/findings.
 SECONDS ?= 60
 fuzz: $(VENV)/test.stamp
-	PYTHON=$(BIN)/python tests/fuzz/run.sh $(SECONDS) fuzz_api fuzz_api_msan fuzz_session fuzz_paged
+	PYTHON=$(BIN)/python tests/fuzz/run.sh $(SECONDS) fuzz_api fuzz_api_msan fuzz_session_c fuzz_session fuzz_paged
 
 C_FILES := $(shell find csrc tests examples bench -name "*.[ch]")
 

@@ -4,7 +4,7 @@
 #   tests/fuzz/run.sh [SECONDS] [HARNESS...]
 #
 #   SECONDS   for all harnesses together, default 60; 0: only what is in the corpora, once
-#   HARNESS   fuzz_api (AddressSanitizer and UndefinedBehaviorSanitizer), fuzz_api_msan (MemorySanitizer),
+#   HARNESS   fuzz_api, fuzz_session_c (AddressSanitizer and UndefinedBehaviorSanitizer), fuzz_api_msan (MemorySanitizer),
 #             fuzz_session, fuzz_paged; default all but fuzz_api_msan
 #
 #   tests/fuzz/run.sh minimize [HARNESS...]    build/fuzz/corpus, which runs leave behind, into tests/fuzz/corpus
@@ -19,7 +19,7 @@ built=$root/build/fuzz
 seconds=${1:-60}
 shift || true
 harnesses=("$@")
-[ ${#harnesses[@]} -gt 0 ] || harnesses=(fuzz_api fuzz_session fuzz_paged)
+[ ${#harnesses[@]} -gt 0 ] || harnesses=(fuzz_api fuzz_session_c fuzz_session fuzz_paged)
 [[ $seconds =~ ^([0-9]+|minimize)$ ]] || { sed -n '2,/^set/p' "$0" | sed 's/^# \{0,1\}//;/^set/d'; exit 2; }
 MAX_FILES=55 # of a corpus
 
@@ -64,25 +64,27 @@ msan_flags() {
 # build HARNESS: the program $built/HARNESS
 build() {
   local objects=() source name object started=$SECONDS sanitizers=address,undefined flags=asan_flags without=
-  if [ "$1" = fuzz_api_msan ]; then
-    sanitizers=memory flags=msan_flags without=avx512vnni
-  fi
+  case $1 in # without: folders of kernels
+  fuzz_api_msan) sanitizers=memory flags=msan_flags without=avx512vnni ;;
+  fuzz_session_c) without="avx256 avx512vnni neon" ;;
+  esac
   mkdir -p "$built/$1.o"
   while read -r source; do
     name=${source#"$root/"}
     name=${name%.c}
     object=$built/$1.o/${name//\//_}.o
-    if [ -n "$without" ] && [[ $name == csrc/kernels/$without/* ]]; then # a table of the name, which is never chosen
-      [ "$name" = "csrc/kernels/$without/$without" ] || continue
-      source=$built/$1.o/$without.c
+    local folder=${name#csrc/kernels/} table=${name##*/}
+    if [[ $name == csrc/kernels/*/* && " $without " == *" ${folder%/*} "* ]]; then # a table of the name, which is never chosen
+      grep -q "^const kvedge_kernels kvedge_kernels_$table = " "$source" || continue
+      source=$built/$1.o/$table.c
       [ -f "$source" ] ||
         echo "#include \"kernels/kernels.h\"
-const kvedge_kernels kvedge_kernels_$without = {.name = \"$without\"};" >"$source"
+const kvedge_kernels kvedge_kernels_$table = {.name = \"$table\"};" >"$source"
     fi
     # shellcheck disable=SC2046
     compile "$object" "$source" "-DFUZZ_WITHOUT=\"$without\"" $($flags "$name") || return 1
     objects+=("$object")
-  done < <(find "$root/csrc" "$here/fuzz_api.c" -name '*.c' | sort)
+  done < <(find "$root/csrc" "$here/${1%_msan}.c" -name '*.c' | sort)
   clang -g1 "-fsanitize=$sanitizers,fuzzer" -pthread "${objects[@]}" -o "$built/$1" -lm || return 1
   echo "built in $((SECONDS - started)) s"
 }
@@ -103,12 +105,14 @@ find_python() {
 # command_of HARNESS: sets `command`
 command_of() {
   case $1 in
-  fuzz_api | fuzz_api_msan)
+  fuzz_api | fuzz_api_msan | fuzz_session_c)
     need clang "clang libclang-rt-14-dev"
     build "$1" || return 1
     export ASAN_OPTIONS=detect_stack_use_after_return=1:allocator_may_return_null=1:detect_leaks=1
     export UBSAN_OPTIONS=print_stacktrace=1
-    command=("$built/$1" -max_len=400 -len_control=0 -timeout=20 -rss_limit_mb=2048)
+    local longest=400
+    [ "$1" != fuzz_session_c ] || longest=4000
+    command=("$built/$1" -max_len=$longest -len_control=0 -timeout=20 -rss_limit_mb=2048)
     ;;
   fuzz_session | fuzz_paged)
     find_python
