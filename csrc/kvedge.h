@@ -144,8 +144,16 @@ size_t kvedge_layer_header_bytes(const kvedge_layer_config *config);
 kvedge_status kvedge_layer_attach(void *header, size_t bytes, const kvedge_layer_config *config,
                                   const kvedge_slabs *slabs, kvedge_layer **layer);
 
-/* The convenience: memory from the heap. Destroy only what create made. */
+/* The convenience: memory from the heap, or from an allocator of the caller's, which lives as long as the layer. Destroy
+ * only what these made. */
+typedef struct {
+  void *(*allocate)(void *context, size_t bytes); /* aligned to 64 bytes, need not be cleared; NULL: there is none */
+  void (*release)(void *context, void *memory, size_t bytes);
+  void *context;
+} kvedge_allocator;
 kvedge_status kvedge_layer_create(const kvedge_layer_config *config, kvedge_layer **layer);
+kvedge_status kvedge_layer_create_with(const kvedge_layer_config *config, const kvedge_allocator *allocator,
+                                       kvedge_layer **layer);
 void kvedge_layer_destroy(kvedge_layer *layer);
 
 /* Stores keys minus this vector, float[num_kv_heads][head_dim], which changes no attention result
@@ -208,6 +216,42 @@ kvedge_status kvedge_layer_get_values(const kvedge_layer *layer, int64_t start, 
 
 /* The keys (values: 1) of num_tokens tokens from a row on, which may have been dropped since kvedge_layer_range told it. */
 kvedge_status kvedge_layer_get_rows(const kvedge_layer *layer, int values, int64_t row, int64_t num_tokens, float *out);
+
+/* ---- Editing a layer ---------------------------------------------------------------------- */
+
+/* Makes `to`, which is empty, hold the tokens, the key offset and the key scale of `from`; a snapshot, a beam. The two
+ * are of one config but for the capacity: KVEDGE_ERROR_CAPACITY if `to` is too small. `from` may be appended to meanwhile. */
+kvedge_status kvedge_layer_copy(const kvedge_layer *from, kvedge_layer *to);
+
+/* Room for num_tokens more: moves the tokens to row 0 where half of the rows are free then, else to a layer with twice the
+ * room, which *layer becomes, the old one being destroyed. So appending costs O(1) per token, whether a layer grows or
+ * slides. For layers that create made; needs the layer alone. On KVEDGE_ERROR_MEMORY nothing has changed.
+ *
+ * A layer that attends within a window: after appending n rows and attending to them,
+ *     int64_t unseen = kvedge_layer_len(layer) - (window - 1);
+ *     if (unseen > 0) kvedge_layer_drop_first(layer, unseen);
+ * and kvedge_layer_reserve(&layer, n) before the next append: it holds at most about four windows. */
+kvedge_status kvedge_layer_reserve(kvedge_layer **layer, int64_t num_tokens);
+
+/* Drops all tokens but these, which close ranks: strictly increasing positions, 0 to len - 1. Needs the layer alone. */
+kvedge_status kvedge_layer_keep(kvedge_layer *layer, const int64_t *tokens, int64_t num_tokens);
+
+/* How keys are turned that move to other positions: pair i of channels through an angle. Channels (2i, 2i + 1) are a pair
+ * if interleaved (llama2.c, GPT-J), else (i, i + dims / 2) are (Hugging Face's Llama, GPT-NeoX). */
+typedef struct {
+  int dims;                     /* channels that are rotated, the first ones of a head: even, 2 to head_dim */
+  int interleaved;              /* 0 or 1 */
+  const float *cosines, *sines; /* [dims / 2] of the angles */
+} kvedge_rotation;
+
+/* Cosines and sines [dims / 2] of a move by `delta` positions: angles delta * base^(-2i / dims), in double precision.
+ * Models that scale their frequencies bring their own. */
+kvedge_status kvedge_rotation_angles(double base, int dims, int64_t delta, float *cosines, float *sines);
+
+/* Rotates the keys of tokens start..stop-1: read, turned in float, stored again. All of them or, where one would not fit
+ * what it is stored in (KVEDGE_ERROR_NONFINITE, KVEDGE_ERROR_SCALE), none. After drop_first or keep, it brings the rest to
+ * positions that the model knows (llama.cpp's context shift). Needs the layer alone. */
+kvedge_status kvedge_layer_shift(kvedge_layer *layer, int64_t start, int64_t stop, const kvedge_rotation *rotation);
 
 /* The config with nothing left open: no 0 in it. */
 void kvedge_layer_get_config(const kvedge_layer *layer, kvedge_layer_config *config);
@@ -385,6 +429,29 @@ typedef struct {
   float *out, *lse; /* as in kvedge_attend */
   int64_t start;    /* the first token that is seen, 0 to len; not besides a mask, a bias or a start of the options */
 } kvedge_sequence;
+
+/* Which blocks are in use: a count of users for each, in num_blocks * 4 bytes and a few of the caller's memory. Sequences
+ * that begin with the same tokens hold the same blocks. Calls on one object, one at a time. */
+typedef struct kvedge_blocks kvedge_blocks;
+size_t kvedge_blocks_bytes(int32_t num_blocks); /* 0: num_blocks is not positive */
+kvedge_status kvedge_blocks_init(void *memory, size_t bytes, int32_t num_blocks, kvedge_blocks **blocks);
+int32_t kvedge_blocks_num_free(const kvedge_blocks *blocks);
+int32_t kvedge_blocks_users(const kvedge_blocks *blocks, int32_t block); /* 0: free, or there is no such block */
+
+int32_t kvedge_blocks_take(kvedge_blocks *blocks);                         /* a block with one user; -1: none is free */
+kvedge_status kvedge_blocks_hold(kvedge_blocks *blocks, int32_t block);    /* one user more of a block in use */
+kvedge_status kvedge_blocks_release(kvedge_blocks *blocks, int32_t block); /* one less; the last one frees it */
+
+/* Copy on write: before tokens of a block are written that others hold as well, *block becomes a copy, in the pool of
+ * every layer, which one sequence holds. KVEDGE_ERROR_CAPACITY: no block is free; nothing has changed. */
+kvedge_status kvedge_blocks_own(kvedge_blocks *blocks, kvedge_layer *const *pools, int num_layers, int64_t block_size,
+                                int32_t *block);
+
+/* Writes tokens first..first+num_tokens-1 of a sequence to its blocks, table[token / block_size]: dense arrays as for
+ * kvedge_layer_append. If one block's tokens are refused, those of earlier blocks are written; the sequence's len is the
+ * caller's, so they count for nothing. */
+kvedge_status kvedge_blocks_write(kvedge_layer *pool, int64_t block_size, const int32_t *table, int64_t first,
+                                  const float *keys, const float *values, int64_t num_tokens);
 
 /* kvedge_attend for every sequence, the work of all shared out over the threads in one go. Masks and
  * biases only for one sequence alone. Nothing is written unless all arguments are good. */

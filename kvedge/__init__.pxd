@@ -61,6 +61,17 @@ cdef extern from "kvedge.h" nogil:
         void *key_scales
         void *value_scales
 
+    ctypedef struct kvedge_allocator:
+        void *(*allocate)(void *context, size_t bytes)
+        void (*release)(void *context, void *memory, size_t bytes)
+        void *context
+
+    ctypedef struct kvedge_rotation:
+        int dims
+        int interleaved
+        const float *cosines
+        const float *sines
+
     ctypedef struct kvedge_attention_options:
         float scale
         int causal
@@ -95,6 +106,9 @@ cdef extern from "kvedge.h" nogil:
         float *lse
         int64_t start
 
+    ctypedef struct kvedge_blocks:
+        pass
+
     ctypedef struct kvedge_attention:
         pass
 
@@ -109,6 +123,8 @@ cdef extern from "kvedge.h" nogil:
     kvedge_status kvedge_layer_init(
         void *memory, size_t bytes, const kvedge_layer_config *config, kvedge_layer **layer)
     kvedge_status kvedge_layer_create(const kvedge_layer_config *config, kvedge_layer **layer)
+    kvedge_status kvedge_layer_create_with(
+        const kvedge_layer_config *config, const kvedge_allocator *allocator, kvedge_layer **layer)
     void kvedge_layer_destroy(kvedge_layer *layer)
     size_t kvedge_layer_header_bytes(const kvedge_layer_config *config)
     kvedge_status kvedge_layer_attach(
@@ -138,6 +154,14 @@ cdef extern from "kvedge.h" nogil:
         const kvedge_layer *layer, int64_t start, int64_t stop, float *out)
     kvedge_status kvedge_layer_get_values(
         const kvedge_layer *layer, int64_t start, int64_t stop, float *out)
+    kvedge_status kvedge_layer_copy(const kvedge_layer *layer, kvedge_layer *to)
+    kvedge_status kvedge_layer_reserve(kvedge_layer **layer, int64_t num_tokens)
+    kvedge_status kvedge_layer_keep(
+        kvedge_layer *layer, const int64_t *tokens, int64_t num_tokens)
+    kvedge_status kvedge_rotation_angles(
+        double base, int dims, int64_t delta, float *cosines, float *sines)
+    kvedge_status kvedge_layer_shift(
+        kvedge_layer *layer, int64_t start, int64_t stop, const kvedge_rotation *rotation)
     void kvedge_layer_get_config(const kvedge_layer *layer, kvedge_layer_config *config)
     void kvedge_layer_get_slabs(const kvedge_layer *layer, kvedge_slabs *slabs)
     kvedge_status kvedge_layer_get_rows(
@@ -207,6 +231,20 @@ cdef extern from "kvedge.h" nogil:
         const kvedge_attention *attention, int slice, int slot, const volatile int *stop)
     void kvedge_attention_collect(kvedge_attention *attention, int slice, int slot)
 
+    size_t kvedge_blocks_bytes(int32_t num_blocks)
+    kvedge_status kvedge_blocks_init(
+        void *memory, size_t bytes, int32_t num_blocks, kvedge_blocks **blocks)
+    int32_t kvedge_blocks_num_free(const kvedge_blocks *blocks)
+    int32_t kvedge_blocks_users(const kvedge_blocks *blocks, int32_t block)
+    int32_t kvedge_blocks_take(kvedge_blocks *blocks)
+    kvedge_status kvedge_blocks_hold(kvedge_blocks *blocks, int32_t block)
+    kvedge_status kvedge_blocks_release(kvedge_blocks *blocks, int32_t block)
+    kvedge_status kvedge_blocks_own(
+        kvedge_blocks *blocks, kvedge_layer *const *pools, int num_layers, int64_t block_size,
+        int32_t *block)
+    kvedge_status kvedge_blocks_write(
+        kvedge_layer *pool, int64_t block_size, const int32_t *table, int64_t first,
+        const float *keys, const float *values, int64_t num_tokens)
     kvedge_status kvedge_attend_batch(
         const kvedge_layer *pool, int64_t block_size, const kvedge_sequence *sequences,
         int num_sequences, int num_heads, const kvedge_attention_options *options, int num_threads)

@@ -107,6 +107,7 @@ kvedge_status kvedge_layer_attach(void *header, size_t bytes, const kvedge_layer
   if (status != KVEDGE_OK) return status;
   kvedge_layer *layer = header;
   layer->config = config;
+  layer->allocator = (kvedge_allocator){.allocate = NULL};
   keys.codes = slabs->key_codes, values.codes = slabs->value_codes;
   keys.scales = keys.format->has_scales ? slabs->key_scales : slabs->key_codes;
   values.scales = values.format->has_scales ? slabs->value_scales : slabs->value_codes;
@@ -139,16 +140,35 @@ static void advise_slab(void *slab, size_t bytes) {
   if (bytes > KVEDGE_HUGE_PAGE) kvedge_advise_huge_pages((char *)slab + KVEDGE_HUGE_PAGE, bytes - KVEDGE_HUGE_PAGE);
 }
 
-kvedge_status kvedge_layer_create(const kvedge_layer_config *config, kvedge_layer **out) {
+static void *allocate_from_heap(void *context, size_t bytes) {
+  (void)context;
+  return aligned_alloc(64, bytes);
+}
+
+static void release_to_heap(void *context, void *memory, size_t bytes) {
+  (void)context, (void)bytes;
+  free(memory);
+}
+
+kvedge_status kvedge_layer_create_with(const kvedge_layer_config *config, const kvedge_allocator *allocator,
+                                       kvedge_layer **out) {
   size_t bytes = kvedge_layer_bytes(config);
-  if (!bytes || !out) return KVEDGE_ERROR_ARGUMENT;
-  void *memory = aligned_alloc(64, bytes);
+  if (!bytes || !out || !allocator || !allocator->allocate || !allocator->release) return KVEDGE_ERROR_ARGUMENT;
+  void *memory = allocator->allocate(allocator->context, bytes);
   if (!memory) return KVEDGE_ERROR_MEMORY;
   kvedge_status status = kvedge_layer_init(memory, bytes, config, out);
   if (status != KVEDGE_OK) {
-    free(memory);
+    allocator->release(allocator->context, memory, bytes);
     return status;
   }
+  (*out)->allocator = *allocator;
+  return KVEDGE_OK;
+}
+
+kvedge_status kvedge_layer_create(const kvedge_layer_config *config, kvedge_layer **out) {
+  static const kvedge_allocator heap = {.allocate = allocate_from_heap, .release = release_to_heap};
+  const kvedge_status status = kvedge_layer_create_with(config, &heap, out);
+  if (status != KVEDGE_OK) return status;
   slab_offsets at;
   slabs_in_block(&(*out)->config, &at);
   advise_slab((*out)->keys.codes, at.value_codes);
@@ -159,7 +179,8 @@ kvedge_status kvedge_layer_create(const kvedge_layer_config *config, kvedge_laye
 void kvedge_layer_destroy(kvedge_layer *layer) {
   if (!layer) return;
   kvedge_quiesce();
-  free(layer);
+  const kvedge_allocator from = layer->allocator;
+  from.release(from.context, layer, kvedge_layer_bytes(&layer->config));
 }
 
 kvedge_status kvedge_layer_set_key_offset(kvedge_layer *layer, const float *offset) {
@@ -185,11 +206,6 @@ kvedge_status kvedge_layer_set_key_scale(kvedge_layer *layer, const float *scale
   }
   layer->keys.scale = scale ? own : NULL;
   return KVEDGE_OK;
-}
-
-static void raise_bound(_Atomic float *bound, float value) {
-  if (value > atomic_load_explicit(bound, memory_order_relaxed))
-    atomic_store_explicit(bound, value, memory_order_relaxed);
 }
 
 static void raise_written(kvedge_layer *layer, int64_t stop) {
@@ -233,8 +249,8 @@ static void store_tokens(kvedge_layer *layer, const token_rows *rows, const boun
   const int64_t row = row_of(layer, rows->position);
   kvedge_rows_store(&layer->keys, &rows->keys, rows->num_tokens, row);
   kvedge_rows_store(&layer->values, &rows->values, rows->num_tokens, row);
-  raise_bound(&layer->key_bound, bound->keys);
-  raise_bound(&layer->value_bound, bound->values);
+  kvedge_raise_bound(&layer->key_bound, bound->keys);
+  kvedge_raise_bound(&layer->value_bound, bound->values);
 }
 
 static kvedge_status write_chunk(kvedge_layer *layer, const token_rows *rows) {
@@ -365,8 +381,8 @@ kvedge_status kvedge_layer_filled(kvedge_layer *layer, int64_t position, int64_t
   if (!layer || position < 0 || num_tokens < 0) return KVEDGE_ERROR_ARGUMENT;
   if (num_tokens > layer->config.capacity - row_of(layer, 0) - position) return KVEDGE_ERROR_ARGUMENT;
   const int64_t row = row_of(layer, position), stop = row + num_tokens;
-  raise_bound(&layer->key_bound, kvedge_rows_bound(&layer->keys, row, stop));
-  raise_bound(&layer->value_bound, kvedge_rows_bound(&layer->values, row, stop));
+  kvedge_raise_bound(&layer->key_bound, kvedge_rows_bound(&layer->keys, row, stop));
+  kvedge_raise_bound(&layer->value_bound, kvedge_rows_bound(&layer->values, row, stop));
   raise_written(layer, stop);
   return KVEDGE_OK;
 }
@@ -391,20 +407,13 @@ kvedge_status kvedge_layer_drop_first(kvedge_layer *layer, int64_t num_tokens) {
   return KVEDGE_OK;
 }
 
-static void move_to_front(kvedge_side *side, int64_t row, int64_t num_tokens) {
-  const size_t tokens = (size_t)num_tokens * (size_t)side->num_kv_heads;
-  memmove(kvedge_codes_at(side, 0), kvedge_codes_at(side, row), tokens * side->row_bytes);
-  if (side->format->has_scales)
-    memmove(kvedge_scales_at(side, 0), kvedge_scales_at(side, row), tokens * side->scale_row_bytes);
-}
-
 kvedge_status kvedge_layer_compact(kvedge_layer *layer) {
   if (!layer) return KVEDGE_ERROR_ARGUMENT;
   int64_t start, len = kvedge_layer_range(layer, &start);
   if (start == 0) return KVEDGE_OK;
   kvedge_quiesce(); /* a late reader may look at rows that are written over */
-  move_to_front(&layer->keys, start, len);
-  move_to_front(&layer->values, start, len);
+  kvedge_copy_rows(&layer->keys, start, &layer->keys, 0, len);
+  kvedge_copy_rows(&layer->values, start, &layer->values, 0, len);
   layer->written = len;
   atomic_store_explicit(&layer->start, 0, memory_order_release);
   atomic_store_explicit(&layer->stop, len, memory_order_release);

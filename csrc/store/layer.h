@@ -18,8 +18,14 @@ struct kvedge_layer {
   /* At least the largest scale (formats without: magnitude) stored; attention scales by their exponents, so that
    * neither huge nor tiny caches leave float's range. */
   _Atomic float key_bound, value_bound;
-  float key_vectors[]; /* (2, num_kv_heads, head_dim): the key offset and the key scale, where they are set */
+  kvedge_allocator allocator; /* that gave its memory; allocate is NULL: the caller brought it */
+  float key_vectors[];        /* (2, num_kv_heads, head_dim): the key offset and the key scale, where they are set */
 };
+
+static inline void kvedge_raise_bound(_Atomic float *bound, float value) {
+  if (value > atomic_load_explicit(bound, memory_order_relaxed))
+    atomic_store_explicit(bound, value, memory_order_relaxed);
+}
 
 static inline size_t kvedge_align(size_t bytes) { return (bytes + 63) / 64 * 64; }
 

@@ -3,6 +3,7 @@
 
 #include <float.h>
 #include <math.h>
+#include <string.h>
 
 #include "system/bits.h"
 #include "system/dispatch.h"
@@ -75,6 +76,13 @@ void kvedge_rows_load(const kvedge_side *side, int64_t start, int64_t stop, floa
     for (int d = 0; side->offset && d < dim; d++) out[d] += side->offset[at + d];
     clamp_to_finite(out, dim);
   }
+}
+
+void kvedge_copy_rows(const kvedge_side *from, int64_t row, const kvedge_side *to, int64_t at, int64_t num_tokens) {
+  const size_t rows = (size_t)num_tokens * (size_t)from->num_kv_heads;
+  memmove(kvedge_codes_at(to, at), kvedge_codes_at(from, row), rows * from->row_bytes);
+  if (from->format->has_scales)
+    memmove(kvedge_scales_at(to, at), kvedge_scales_at(from, row), rows * from->scale_row_bytes);
 }
 
 float kvedge_rows_bound(const kvedge_side *side, int64_t start, int64_t stop) {

@@ -37,6 +37,9 @@ void kvedge_rows_store(const kvedge_side *side, const kvedge_array *rows, int64_
 /* Reads the tokens in rows start..stop-1 back. */
 void kvedge_rows_load(const kvedge_side *side, int64_t start, int64_t stop, float *out);
 
+/* Copies tokens from a row of one side on to another, stored alike, or within one. */
+void kvedge_copy_rows(const kvedge_side *from, int64_t row, const kvedge_side *to, int64_t at, int64_t num_tokens);
+
 /* The bound of the tokens in rows start..stop-1, as they are stored. */
 float kvedge_rows_bound(const kvedge_side *side, int64_t start, int64_t stop);
 

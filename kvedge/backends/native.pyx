@@ -286,6 +286,36 @@ cdef class _LayerCore:
             key_map = key_map._replace(scale=np.ascontiguousarray(key_map.scale, np.float32))
         self._bind(self._slabs, self._config, key_map)
 
+    # ---- removing and moving; what LayerMethods does in NumPy --------------------------------------
+
+    def _keep(self, indices):
+        cdef _Handle handle = self._opened()
+        cdef cnp.ndarray tokens = np.ascontiguousarray(indices, np.int64)
+        cdef const int64_t *positions = <const int64_t *>cnp.PyArray_DATA(tokens)
+        cdef int64_t num_tokens = tokens.shape[0]
+        cdef kvedge_status status
+        with nogil:
+            status = kvedge_layer_keep(handle.layer, positions, num_tokens)
+        if status != KVEDGE_OK:
+            raise KvedgeError(kvedge_strerror(status).decode())
+
+    def _shift(self, delta, rope, start=0, stop=None):
+        cdef _Handle handle = self._opened()
+        cdef kvedge_rotation rotation
+        cdef kvedge_status status
+        first, last = self._shift_range(delta, rope, start, stop)
+        cdef int64_t c_first = first, c_last = last
+        if not delta:
+            return
+        cosines, sines = rope.cos_sin(delta, self._config.head_dim)
+        rotation.dims, rotation.interleaved = 2 * len(cosines), rope.interleaved
+        rotation.cosines, rotation.sines = _floats(cosines), _floats(sines)
+        with nogil:
+            status = kvedge_layer_shift(handle.layer, c_first, c_last, &rotation)
+        if status != KVEDGE_OK:
+            self._shifted(delta, rope, start, stop)  # raises, and names the key
+            raise KvedgeError(kvedge_strerror(status).decode())
+
     # ---- tokens in -------------------------------------------------------------------------------
 
     cdef inline bint _is_token(self, object array, cnp.npy_intp width):
