@@ -22,6 +22,9 @@ C_SOURCES = sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("csrc/**/*.c"))
 # and programs get a static one.
 LIBRARY = {"darwin": "libkvedge.dylib", "win32": "libkvedge.a"}.get(sys.platform, "libkvedge.so")
 LIBRARY_FILES = ("include/kvedge.h", f"lib/{LIBRARY}")
+LINK_ARGS = ["-pthread", *([] if sys.platform == "darwin" else ["-s"])]
+if sys.platform == "win32":
+    LINK_ARGS.append("-static")  # mingw's threads go into the extension
 
 
 def flag(name):
@@ -172,7 +175,7 @@ def extensions():
             "-g0",
             "-pthread",
         ],
-        extra_link_args=["-pthread", *([] if sys.platform == "darwin" else ["-s"])],
+        extra_link_args=LINK_ARGS,
     )
     return cythonize([native], language_level=3)
 
