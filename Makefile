@@ -5,7 +5,7 @@
 #
 # make wheel  a source distribution and a wheel, in dist/, tried in an empty environment
 #
-# The rest: test-numpy test-isa test-peers test-transformers test-slow test-c test-library test-sanitize test-valgrind test-arm-c test-arm test-all
+# The rest: test-numpy test-isa test-peers test-transformers test-slow test-c test-library test-sanitize test-valgrind test-arm-c test-arm test-oldx86 test-all cross
 # lint format clean
 
 PYTHON ?= python3
@@ -14,7 +14,7 @@ BIN    := $(VENV)/bin
 SOURCES := pyproject.toml setup.py kvedge/backends/native.pyx kvedge/backends/native_paged.pxi kvedge/__init__.pxd $(shell find csrc -name "*.[ch]")
 
 .PHONY: run test test-numpy test-isa test-peers test-transformers test-transformers-old test-transformers-own test-slow test-c test-library test-sanitize test-valgrind test-arm-c test-arm test-all arm-cycles \
-        wheel fuzz lint format clean
+        wheel cross test-oldx86 fuzz lint format clean
 
 run: $(VENV)/run.stamp
 	$(BIN)/kvedge generate
@@ -74,6 +74,14 @@ test-valgrind:
 test-arm-c:
 	tests/c/run.sh aarch64
 	tests/c/run.sh armv7
+
+# C tests on x86 without AVX, and without AVX-512, by emulation: no illegal instruction.
+test-oldx86:
+	tests/c/run.sh oldx86
+
+# csrc/ compiled by zig for Linux (glibc 2.17, musl), macOS and Windows, on ARM and x86-64, and tested where that can run.
+cross:
+	PYTHON=$(PYTHON) tools/cross.sh
 
 # The Python contract suite on an emulated ARM Python (see tools/arm_env.sh), as a Pi 4 and a Pi 5.
 test-arm:

@@ -433,7 +433,7 @@ static const struct {
 };
 enum { NUM_FORMATS = sizeof FORMATS / sizeof *FORMATS };
 
-static void tell(const model *m, const char *name, kvedge_format format, figures f) {
+static void report(const model *m, const char *name, kvedge_format format, figures f) {
   const kvedge_layer_config one = {
       .format = format, .capacity = m->max_seq_len, .num_kv_heads = m->num_kv_heads, .head_dim = m->head_dim};
   fprintf(stderr, "%-8s  %.1f tokens/s, attention %.1f%% of the time, %.2f MB for %d tokens; prompt %.1f ms\n", name,
@@ -487,7 +487,7 @@ int main(int argc, char **argv) {
     const figures f = write_text(&m, &s, tokens, num_tokens, most, i ? NULL : &t, ids);
     if (!i) printf("\n");
     fflush(stdout);
-    tell(&m, name, format, f);
+    report(&m, name, format, f);
     if (save) save_session(save, &m, &s, f.next);
     drop_caches(&m, &s);
   }

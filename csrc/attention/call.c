@@ -2,6 +2,7 @@
 #include <stdlib.h>
 
 #include "attention/attention.h"
+#include "system/memory.h"
 #include "system/parallel.h"
 
 enum {
@@ -106,7 +107,7 @@ static kvedge_status run_here(planned_call *calls, int num_calls) {
     size_t bytes = kvedge_attention_lay_out(&calls[i].planned, NULL, 1);
     if (bytes > most) most = bytes;
   }
-  void *memory = aligned_alloc(64, most);
+  void *memory = kvedge_aligned_alloc(64, most);
   if (!memory) return KVEDGE_ERROR_MEMORY;
   for (int i = 0; i < num_calls; i++) {
     planned_call *call = &calls[i];
@@ -118,7 +119,7 @@ static kvedge_status run_here(planned_call *calls, int num_calls) {
       kvedge_attention_collect(a, slice, 0);
     }
   }
-  free(memory);
+  kvedge_aligned_free(memory);
   return KVEDGE_OK;
 }
 

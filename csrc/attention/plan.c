@@ -5,6 +5,8 @@
 #include <math.h>
 #include <stdlib.h>
 
+#include "system/memory.h"
+
 enum {
   /* A slice reads about this many bytes: large beside the cost of merging its result, small enough
    * that a helper which is held up delays nobody for long. */
@@ -291,9 +293,9 @@ kvedge_status kvedge_scores(const kvedge_layer *layer, const float *query, int n
   const kvedge_array row = kvedge_dense_array(query, num_heads, layer->keys.shape.dim);
   kvedge_status status = plan_layer(&planned, layer, &row, 1, num_heads, &options, &segment);
   if (status != KVEDGE_OK) return status;
-  void *memory = aligned_alloc(64, kvedge_attention_lay_out(&planned, NULL, 1));
+  void *memory = kvedge_aligned_alloc(64, kvedge_attention_lay_out(&planned, NULL, 1));
   if (!memory) return KVEDGE_ERROR_MEMORY;
   kvedge_all_logits(kvedge_attention_set_up(&planned, memory, 1, &row, &row, NULL), logits); /* which writes no out */
-  free(memory);
+  kvedge_aligned_free(memory);
   return KVEDGE_OK;
 }

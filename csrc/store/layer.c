@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "system/dispatch.h"
+#include "system/memory.h"
 #include "system/pages.h"
 
 enum { MAX_KV_HEADS = 65536 };
@@ -142,12 +143,12 @@ static void advise_slab(void *slab, size_t bytes) {
 
 static void *allocate_from_heap(void *context, size_t bytes) {
   (void)context;
-  return aligned_alloc(64, bytes);
+  return kvedge_aligned_alloc(64, bytes);
 }
 
 static void release_to_heap(void *context, void *memory, size_t bytes) {
   (void)context, (void)bytes;
-  free(memory);
+  kvedge_aligned_free(memory);
 }
 
 kvedge_status kvedge_layer_create_with(const kvedge_layer_config *config, const kvedge_allocator *allocator,

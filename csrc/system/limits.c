@@ -7,6 +7,7 @@
 
 #include "system/dispatch.h"
 #include "kvedge.h"
+#include "system/memory.h"
 #include "system/pages.h"
 
 enum { BLOCK = 512, MAX_WORKERS = 1024 }; /* read_bytes() takes whole blocks of 512 bytes */
@@ -81,7 +82,7 @@ double kvedge_read_bandwidth(int num_threads, size_t bytes, int repeats) {
   int complete = 1;
   for (int i = 0; complete && i < num_threads; i++) {
     size_t whole = (each + KVEDGE_HUGE_PAGE - 1) / KVEDGE_HUGE_PAGE * KVEDGE_HUGE_PAGE;
-    readers[i].memory = aligned_alloc(KVEDGE_HUGE_PAGE, whole);
+    readers[i].memory = kvedge_aligned_alloc(KVEDGE_HUGE_PAGE, whole);
     complete = readers[i].memory != NULL;
     if (complete) kvedge_advise_huge_pages(readers[i].memory, whole);
   }
@@ -89,7 +90,7 @@ double kvedge_read_bandwidth(int num_threads, size_t bytes, int repeats) {
     run_all(readers, num_threads, touch);
     best = best_rate(readers, num_threads, read_all, repeats);
   }
-  for (int i = 0; i < num_threads; i++) free(readers[i].memory);
+  for (int i = 0; i < num_threads; i++) kvedge_aligned_free(readers[i].memory);
   free(readers);
   return best;
 }

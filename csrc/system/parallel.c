@@ -15,9 +15,13 @@
 #include "system/parallel.h"
 
 #include <pthread.h>
-#include <signal.h>
 #include <stdatomic.h>
 #include <stdlib.h>
+#if !defined(_WIN32)
+#include <signal.h>
+#endif
+
+#include "system/memory.h"
 
 enum { MAX_THREADS = 1024, MAX_TASKS = 4096 };
 
@@ -58,7 +62,7 @@ int kvedge_get_num_threads(void) { return atomic_load(&default_threads); }
 /* ---- Jobs ----------------------------------------------------------------------------------- */
 
 static void free_job(kvedge_job *job) {
-  free(job->memory);
+  kvedge_aligned_free(job->memory);
   free(job);
 }
 
@@ -75,7 +79,7 @@ kvedge_job *kvedge_job_take(size_t bytes) {
     job = calloc(1, sizeof *job);
     if (!job) return NULL;
     job->bytes = (bytes + bytes / 2 + 63) / 64 * 64; /* room to grow with the context */
-    job->memory = aligned_alloc(64, job->bytes);
+    job->memory = kvedge_aligned_alloc(64, job->bytes);
     if (!job->memory) {
       free(job);
       return NULL;
@@ -160,6 +164,19 @@ static void *helper(void *unused) {
   return NULL;
 }
 
+static void start_threads(int wanted) {
+  pthread_attr_t attributes;
+  pthread_attr_init(&attributes);
+  pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+  pthread_t thread;
+  while (pool.num_helpers < wanted && pthread_create(&thread, &attributes, helper, NULL) == 0) pool.num_helpers++;
+  pthread_attr_destroy(&attributes);
+}
+
+/* Starts helpers until there are `wanted`, as far as the system allows; pool.lock is held. */
+#if defined(_WIN32) /* it has neither fork nor signals */
+static void start_helpers(int wanted) { start_threads(wanted); }
+#else
 /* A forked child has no helpers, and may have been forked in the middle of anything. */
 static void forget_after_fork(void) {
   pthread_mutex_init(&pool.lock, NULL);
@@ -173,21 +190,16 @@ static void forget_after_fork(void) {
 
 static void install_fork_handler(void) { pthread_atfork(NULL, NULL, forget_after_fork); }
 
-/* Starts helpers until there are `wanted`, as far as the system allows; pool.lock is held. */
 static void start_helpers(int wanted) {
   static pthread_once_t once = PTHREAD_ONCE_INIT;
   pthread_once(&once, install_fork_handler);
   sigset_t all, old;
   sigfillset(&all); /* signals are the caller's threads' business */
   pthread_sigmask(SIG_SETMASK, &all, &old);
-  pthread_attr_t attributes;
-  pthread_attr_init(&attributes);
-  pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
-  pthread_t thread;
-  while (pool.num_helpers < wanted && pthread_create(&thread, &attributes, helper, NULL) == 0) pool.num_helpers++;
-  pthread_attr_destroy(&attributes);
+  start_threads(wanted);
   pthread_sigmask(SIG_SETMASK, &old, NULL);
 }
+#endif
 
 /* ---- A call --------------------------------------------------------------------------------- */
 
