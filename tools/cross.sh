@@ -8,7 +8,7 @@
 #   aarch64-macos           compiled, and linked to a shared library; there is nothing to run it with
 #   x86_64-windows-gnu      compiled; with wine, where that is installed, examples/llama.c writes its story
 #
-# KVEDGE_CROSS_SHORT=1    warnings and what a system lacks alone: nothing is linked or run
+# KVEDGE_CROSS_SHORT=1    warnings, what a system lacks, linking alone: no optimization, nothing is run
 # PYTHON=...              for the environment of zig; default python3
 # Exits with 0, 1 (something failed) or 77 (zig cannot be had).
 set -uo pipefail
@@ -72,10 +72,10 @@ for target in "${targets[@]}"; do
     (cd "$root" && find csrc -name '*.c') | (cd "$work/obj" && xargs -P 2 -I '{}' sh -c \
       'object=$(echo "$1" | tr / _).o; shift; exec "$@" -o "$object"' sh '{}' "$zig/bin/python" -m ziglang cc "${flags[@]}" -c "$root/{}")
   }
-  [ -z "${KVEDGE_CROSS_SHORT:-}" ] || flags+=(-fsyntax-only)
+  [ -z "${KVEDGE_CROSS_SHORT:-}" ] || flags+=(-O0 -fno-sanitize=undefined)
   check "$target: compile" compile || continue
-  [ -z "${KVEDGE_CROSS_SHORT:-}" ] || continue
   check "$target: $library" cc -target "$target" -shared "$work"/obj/*.o -pthread -o "$work/$library"
+  [ -z "${KVEDGE_CROSS_SHORT:-}" ] || continue
   run=$(runner "$target")
   case $target in *-windows-*)
     check "$target: build examples/llama.c" cc "${flags[@]}" "$root/examples/llama.c" "$work"/obj/*.o -o "$work/llama.exe" || continue
