@@ -133,12 +133,7 @@ class CacheMethods(CacheHistory):
             rule = KeyRule.of_any(one._key_rule for one in ready)
             self._take(ready, min(limits, default=None), rule, {})
             return
-        if max_seq_len is not None:
-            max_seq_len = checks.as_int(max_seq_len, "max_seq_len")
-            if not 1 <= max_seq_len <= checks.MAX_CAPACITY:
-                raise InvalidArgumentError(
-                    f"max_seq_len must be from 1 to {checks.MAX_CAPACITY}, not {max_seq_len}"
-                )
+        max_seq_len = checks.check_max_seq_len(max_seq_len)
         common = {
             "dtype": dtype,
             "num_kv_heads": num_kv_heads,

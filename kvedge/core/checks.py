@@ -243,6 +243,16 @@ def check_keep(indices: Any, length: int) -> np.ndarray:
     return array
 
 
+def check_max_seq_len(value: Any) -> int | None:
+    """Most tokens of a cache, None without a limit."""
+    if value is None:
+        return None
+    number = as_int(value, "max_seq_len")
+    if not 1 <= number <= MAX_CAPACITY:
+        raise InvalidArgumentError(f"max_seq_len must be from 1 to {MAX_CAPACITY}, not {number}")
+    return number
+
+
 def check_room(config: LayerConfig, length: int, n: int) -> None:
     """CapacityExceededError unless `n` more tokens fit after `length`."""
     limit = MAX_CAPACITY if config.limit is None else config.limit

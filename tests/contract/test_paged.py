@@ -602,3 +602,10 @@ def test_reserved_blocks_are_nobody_elses(cache, pool, rng):
     for each in (seq, twin, copy):
         cache.drop(each)
     assert pool.used_count == 0
+
+
+@pytest.mark.parametrize("length", [0, -3])
+def test_a_cache_of_no_tokens_at_most_is_refused(length):
+    cache = PagedKvCache(KvBlockPool(4, 4, 1, 2, 8))
+    with pytest.raises(errors.InvalidArgumentError, match="max_seq_len must be from 1"):
+        cache.to_kv_cache(cache.new_sequence(), max_seq_len=length)
