@@ -77,6 +77,8 @@ SCRIPT = """
             said = ("nothing", "raised", "")
         resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         print(name, *said, sep=" | ")
+        if said[0] == "nothing":  # it needed none: a shift in C
+            before = digest()
         assert digest() == before, name
     assert sorted(os.listdir(os.path.dirname(path))) == ["session", "session.small"]
 """
@@ -96,7 +98,7 @@ def test_without_memory_every_call_raises_kvedges_error_and_changes_nothing(tmp_
         check=False,
     )
     lines = done.stdout.splitlines()
-    # save needs no more memory than a file's buffer: it may well succeed
+    # save needs no more memory than a file's buffer, and C shifts in place: they may well succeed
     may_succeed = {"save", "attend", "shift"}
     wrong = []
     for line in lines:
