@@ -87,7 +87,7 @@ clang)
   need clang clang
   build clang -O3 && run
   if [ -d /usr/aarch64-linux-gnu/lib ] && command -v qemu-aarch64-static >/dev/null; then
-    build clang --target=aarch64-linux-gnu -static -O3 &&
+    build clang --target=aarch64-linux-gnu -static -DKVEDGE_TEST_IS_STATIC -O3 &&
       tables=neondot run qemu-aarch64-static -cpu cortex-a76
   else
     echo "(clang for aarch64 left out: needs gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user-static)"
@@ -129,7 +129,7 @@ aarch64)
   need aarch64-linux-gnu-gcc "gcc-aarch64-linux-gnu libc6-dev-arm64-cross"
   need qemu-aarch64-static qemu-user-static
   export KVEDGE_TEST_SHORT=1
-  if build aarch64-linux-gnu-gcc -static -O3; then
+  if build aarch64-linux-gnu-gcc -static -DKVEDGE_TEST_IS_STATIC -O3; then
     run qemu-aarch64-static -cpu cortex-a72
     tables=neondot run qemu-aarch64-static -cpu cortex-a76
   fi
@@ -138,15 +138,15 @@ armv7)
   need arm-linux-gnueabihf-gcc "gcc-arm-linux-gnueabihf libc6-dev-armhf-cross"
   need qemu-arm-static qemu-user-static
   export KVEDGE_TEST_SHORT=1
-  build arm-linux-gnueabihf-gcc -static -O3 && run qemu-arm-static -cpu cortex-a9
-  build arm-linux-gnueabihf-gcc -static -O3 -mfpu=neon-vfpv4 && tables=neon run qemu-arm-static -cpu cortex-a7
+  build arm-linux-gnueabihf-gcc -static -DKVEDGE_TEST_IS_STATIC -O3 && run qemu-arm-static -cpu cortex-a9
+  build arm-linux-gnueabihf-gcc -static -DKVEDGE_TEST_IS_STATIC -O3 -mfpu=neon-vfpv4 && tables=neon run qemu-arm-static -cpu cortex-a7
   ;;
 oldx86)
   need gcc gcc
   need qemu-x86_64-static qemu-user-static
   # Heap blocks and no pages without access: qemu 7.2 reads what a masked load masks out, which a CPU does not.
   export KVEDGE_TEST_SHORT=1 KVEDGE_TEST_HEAP=1
-  build gcc -static -O3 && run qemu-x86_64-static -cpu Nehalem && run qemu-x86_64-static -cpu Haswell
+  build gcc -static -DKVEDGE_TEST_IS_STATIC -O3 && run qemu-x86_64-static -cpu Nehalem && run qemu-x86_64-static -cpu Haswell
   ;;
 all)
   missing=0

@@ -1,14 +1,15 @@
 /* With the caller's memory and threads, a decode step allocates nothing; kvedge_attend takes one block and gives it back.
  *
- * malloc and its kin are replaced here by ones that count, where the C library is glibc, linked dynamically (other CPUs'
- * programs are static), and no sanitizer has its own. */
+ * malloc and its kin are replaced here by ones that count, where the C library is glibc, linked dynamically, and no
+ * sanitizer has its own. */
 #define _GNU_SOURCE
 #include <stdlib.h>
 
 #include "check.h"
 #include "kvedge.h"
 
-#if defined(__GLIBC__) && defined(__x86_64__) && !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+#if defined(__GLIBC__) && !defined(KVEDGE_TEST_IS_STATIC) && !defined(__SANITIZE_ADDRESS__) &&                         \
+    !defined(__SANITIZE_THREAD__)
 static long asked, given_back;
 
 void *__libc_malloc(size_t);
