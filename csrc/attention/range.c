@@ -14,7 +14,7 @@
 /* A power of two that takes scales (float32: values) of at most `bound` to where sums over a million
  * tokens stay within float's range, and leaves as much room below as above. Mostly 1. */
 float kvedge_normalizing_factor(float bound) {
-  enum { LARGEST = 60, SMALLEST = -40, MAX_FACTOR = 127 };
+  enum { LARGEST = 60, SMALLEST = -40, MAX_FACTOR = 126 - KVEDGE_HEADROOM }; /* times a weight it is finite */
   if (bound <= 0.0f) return 1.0f;
   int exponent = ilogbf(bound);
   if (exponent > LARGEST) return ldexpf(1.0f, LARGEST - exponent);

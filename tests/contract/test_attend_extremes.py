@@ -178,6 +178,18 @@ def test_one_dominating_token_keeps_the_contract(position, logit, layer_class, r
     check(layer_of(layer_class, keys, values), query)
 
 
+@pytest.mark.parametrize("size", [1e-44, 1e-39, 1e-37, 1e-30])
+def test_maxima_that_grow_by_less_than_the_headroom_suit_values_of_any_size(size, layer_class, rng):
+    """A weight may then be 2^8 until its row is done, and small values make it larger still."""
+    keys, query, values = aimed(rng, np.linspace(-4, 1, 2000))
+    values = (size * values).astype(np.float32)
+    layer = layer_of(layer_class, keys, values)
+    for call in (query, np.repeat(query[None], 12, 0)):
+        out = layer.attend(call)
+        assert_well_formed(out)
+        assert abs(out).max() <= abs(stored(layer)[1]).max() + 1e-38
+
+
 @pytest.mark.parametrize("slope", [0.001, 0.01, 0.05, 0.3])
 def test_maxima_that_grow_along_the_context_keep_the_contract(slope, layer_class, rng):
     for logits in (slope * np.arange(2000), slope * np.arange(2000)[::-1]):
