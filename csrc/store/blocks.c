@@ -66,8 +66,7 @@ kvedge_status kvedge_blocks_own(kvedge_blocks *blocks, kvedge_layer *const *pool
   const int32_t own = kvedge_blocks_take(blocks);
   if (own < 0) return KVEDGE_ERROR_CAPACITY;
   for (int i = 0; i < num_layers; i++) {
-    kvedge_copy_rows(&pools[i]->keys, *block * block_size, &pools[i]->keys, own * block_size, block_size);
-    kvedge_copy_rows(&pools[i]->values, *block * block_size, &pools[i]->values, own * block_size, block_size);
+    kvedge_copy_tokens(pools[i], *block * block_size, pools[i], own * block_size, block_size);
     kvedge_layer_filled(pools[i], own * block_size, block_size);
   }
   blocks->users[*block]--;

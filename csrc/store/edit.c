@@ -4,9 +4,6 @@
 #include <string.h>
 
 #include "store/layer.h"
-#include "system/bits.h"
-
-static kvedge_side *side_of(kvedge_layer *layer, int values) { return values ? &layer->values : &layer->keys; }
 
 /* ---- Copies ---------------------------------------------------------------------------------- */
 
@@ -27,8 +24,7 @@ kvedge_status kvedge_layer_copy(const kvedge_layer *from, kvedge_layer *to) {
     status = kvedge_layer_set_key_offset(to, from->keys.offset);
   if (status == KVEDGE_OK) status = kvedge_layer_set_key_scale(to, from->keys.scale);
   if (status != KVEDGE_OK) return status;
-  kvedge_copy_rows(&from->keys, row, &to->keys, 0, len);
-  kvedge_copy_rows(&from->values, row, &to->values, 0, len);
+  kvedge_copy_tokens(from, row, to, 0, len);
   return kvedge_layer_set_len(to, len);
 }
 
@@ -66,8 +62,7 @@ kvedge_status kvedge_layer_keep(kvedge_layer *layer, const int64_t *tokens, int6
   kvedge_quiesce();                                    /* a late reader may look at rows that are written over */
   for (int64_t i = 0, num; i < num_tokens; i += num) { /* tokens[i] >= i: what is read later is not yet written over */
     for (num = 1; i + num < num_tokens && tokens[i + num] == tokens[i] + num;) num++;
-    for (int s = 0; s < 2 && tokens[i] > i; s++)
-      kvedge_copy_rows(side_of(layer, s), row + tokens[i], side_of(layer, s), row + i, num);
+    if (tokens[i] > i) kvedge_copy_tokens(layer, row + tokens[i], layer, row + i, num);
   }
   kvedge_status status = kvedge_layer_set_len(layer, num_tokens);
   layer->written = row + num_tokens; /* what lies above is no longer what it was */

@@ -413,8 +413,7 @@ kvedge_status kvedge_layer_compact(kvedge_layer *layer) {
   int64_t start, len = kvedge_layer_range(layer, &start);
   if (start == 0) return KVEDGE_OK;
   kvedge_quiesce(); /* a late reader may look at rows that are written over */
-  kvedge_copy_rows(&layer->keys, start, &layer->keys, 0, len);
-  kvedge_copy_rows(&layer->values, start, &layer->values, 0, len);
+  kvedge_copy_tokens(layer, start, layer, 0, len);
   layer->written = len;
   atomic_store_explicit(&layer->start, 0, memory_order_release);
   atomic_store_explicit(&layer->stop, len, memory_order_release);

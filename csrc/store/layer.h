@@ -27,6 +27,13 @@ static inline void kvedge_raise_bound(_Atomic float *bound, float value) {
     atomic_store_explicit(bound, value, memory_order_relaxed);
 }
 
+/* Copies tokens from a row of one layer on to another that is stored alike, or within one; readers of those rows are gone. */
+static inline void kvedge_copy_tokens(const kvedge_layer *from, int64_t row, kvedge_layer *to, int64_t at,
+                                      int64_t num_tokens) {
+  kvedge_copy_rows(&from->keys, row, &to->keys, at, num_tokens);
+  kvedge_copy_rows(&from->values, row, &to->values, at, num_tokens);
+}
+
 static inline size_t kvedge_align(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
 #endif

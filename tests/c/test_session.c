@@ -6,6 +6,7 @@
 #include "check.h"
 #include "formats/format.h"
 #include "kvedge.h"
+#include "memory_sink.h"
 #include "session/sha256.h"
 
 /* ---- SHA-256 -------------------------------------------------------------------------------------------------------- */
@@ -51,19 +52,6 @@ typedef struct {
   kvedge_session_layer own[MAX_LAYERS];
   kvedge_layer *layers[MAX_LAYERS];
 } sample;
-
-typedef struct {
-  char *at;
-  size_t bytes, room;
-} buffer;
-
-static int take(void *context, const void *piece, size_t bytes) {
-  buffer *to = context;
-  if (bytes > to->room - to->bytes) return 1;
-  memcpy(to->at + to->bytes, piece, bytes);
-  to->bytes += bytes;
-  return 0;
-}
 
 static block write_file(const kvedge_session *session, kvedge_layer *const *layers) {
   block file = new_block(kvedge_session_bytes(session, layers));

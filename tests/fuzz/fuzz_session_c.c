@@ -11,6 +11,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "../c/memory_sink.h"
 #include "session/reader.h"
 
 #define NOT_SO(condition)                                                                                              \
@@ -19,19 +20,6 @@
   } while (0)
 
 enum { MOST_LAYERS = 64, MOST_BYTES = 16 << 20 };
-
-typedef struct {
-  char *at;
-  size_t bytes, room;
-} buffer;
-
-static int take(void *context, const void *piece, size_t bytes) {
-  buffer *to = context;
-  NOT_SO(bytes > to->room - to->bytes);
-  memcpy(to->at + to->bytes, piece, bytes);
-  to->bytes += bytes;
-  return 0;
-}
 
 static buffer written(const kvedge_session *session, kvedge_layer *const *layers) {
   buffer to = {.room = kvedge_session_bytes(session, layers)};
