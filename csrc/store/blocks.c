@@ -65,9 +65,10 @@ kvedge_status kvedge_blocks_own(kvedge_blocks *blocks, kvedge_layer *const *pool
   if (blocks->users[*block] == 1) return KVEDGE_OK;
   const int32_t own = kvedge_blocks_take(blocks);
   if (own < 0) return KVEDGE_ERROR_CAPACITY;
+  /* The pool's bounds hold for the copies; they are not looked at, since rows without tokens may hold anything. */
   for (int i = 0; i < num_layers; i++) {
     kvedge_copy_tokens(pools[i], *block * block_size, pools[i], own * block_size, block_size);
-    kvedge_layer_filled(pools[i], own * block_size, block_size);
+    kvedge_raise_written(pools[i], (own + 1) * block_size);
   }
   blocks->users[*block]--;
   *block = own;

@@ -209,10 +209,6 @@ kvedge_status kvedge_layer_set_key_scale(kvedge_layer *layer, const float *scale
   return KVEDGE_OK;
 }
 
-static void raise_written(kvedge_layer *layer, int64_t stop) {
-  if (stop > layer->written) layer->written = stop;
-}
-
 /* Where a token lies, for the writer, who alone moves `start`. */
 static int64_t row_of(const kvedge_layer *layer, int64_t token) {
   return atomic_load_explicit(&layer->start, memory_order_relaxed) + token;
@@ -284,7 +280,7 @@ static kvedge_status write_tokens(kvedge_layer *layer, const token_rows *rows) {
     status = write_chunk(layer, chunk == num_tokens ? rows : &part);
     if (status != KVEDGE_OK) return status;
   }
-  raise_written(layer, row_of(layer, rows->position) + num_tokens);
+  kvedge_raise_written(layer, row_of(layer, rows->position) + num_tokens);
   return KVEDGE_OK;
 }
 
@@ -352,7 +348,7 @@ kvedge_status kvedge_layers_append(kvedge_layer *const *layers, const kvedge_arr
   for (int i = 0; i < num_layers && status == KVEDGE_OK; i++) {
     const token_rows rows = rows_of_batch(layers[i], &keys[i], &values[i], num_tokens);
     store_tokens(layers[i], &rows, &bound[i]);
-    raise_written(layers[i], row_of(layers[i], rows.position) + num_tokens);
+    kvedge_raise_written(layers[i], row_of(layers[i], rows.position) + num_tokens);
     set_appended(layers[i], rows.position + num_tokens);
   }
   free(bound);
@@ -384,7 +380,7 @@ kvedge_status kvedge_layer_filled(kvedge_layer *layer, int64_t position, int64_t
   const int64_t row = row_of(layer, position), stop = row + num_tokens;
   kvedge_raise_bound(&layer->key_bound, kvedge_rows_bound(&layer->keys, row, stop));
   kvedge_raise_bound(&layer->value_bound, kvedge_rows_bound(&layer->values, row, stop));
-  raise_written(layer, stop);
+  kvedge_raise_written(layer, stop);
   return KVEDGE_OK;
 }
 

@@ -27,6 +27,10 @@ static inline void kvedge_raise_bound(_Atomic float *bound, float value) {
     atomic_store_explicit(bound, value, memory_order_relaxed);
 }
 
+static inline void kvedge_raise_written(kvedge_layer *layer, int64_t stop) {
+  if (stop > layer->written) layer->written = stop;
+}
+
 /* Copies tokens from a row of one layer on to another that is stored alike, or within one; readers of those rows are gone. */
 static inline void kvedge_copy_tokens(const kvedge_layer *from, int64_t row, kvedge_layer *to, int64_t at,
                                       int64_t num_tokens) {
