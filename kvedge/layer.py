@@ -459,7 +459,8 @@ class LayerMethods(LayerRoom):
     def copy(self) -> Self:
         """An independent layer with the same tokens and capacity; it belongs to no cache."""
         held, config = self._held(), self._config  # in this order: see LayerFacts
-        other = new_layer(type(self), config, config.capacity)
+        # A writer may have moved to fewer rows since.
+        other = new_layer(type(self), config, max(config.capacity, held.num_tokens))
         other._fill(held.tokens, self._key_map, self._key_rule, held.num_dropped)
         return other
 
@@ -517,6 +518,7 @@ def _restore(
     num_dropped: int,
 ) -> LayerMethods:
     """Unpickle a layer, into the active backend unless it is of a user's own class."""
-    layer: LayerMethods = new_layer(registry.resolved(kind), config, config.capacity)
+    rows = max(config.capacity, len(tokens[0]))  # the config may be of a later moment
+    layer: LayerMethods = new_layer(registry.resolved(kind), config, rows)
     layer._fill(tokens, key_map, rule, num_dropped)
     return layer

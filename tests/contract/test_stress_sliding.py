@@ -146,3 +146,37 @@ def test_readers_of_a_sliding_layer_see_one_moment(dtype, options, monkeypatch):
     if failures:
         raise failures[0]
     assert len(counts) == len(READS), counts
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float32"])
+def test_a_copy_has_room_for_what_was_held_however_small_the_layer_becomes(dtype, monkeypatch):
+    monkeypatch.setattr("kvedge.layer_room.FIRST_ROWS", 4)
+    kind = KVCache._layer_types[dtype]
+
+    class Overtaken(kind):
+        """A layer whose writer drops nearly all, and moves, whenever a copy has looked at it."""
+
+        overtake = False
+
+        def _held(self):
+            held = super()._held()
+            if self.overtake:
+                self.overtake = False
+                self.drop_first(len(self) - 1)
+                for t in range(300, 700):
+                    self.push(*(side[0] for side in rows([t])))
+                    self.drop_first(1)
+            return held
+
+    def restored(layer):
+        make, arguments = layer.__reduce__()
+        return make(kind, *arguments[1:])
+
+    for copied in (lambda layer: layer.copy(), restored):
+        layer = Overtaken(num_kv_heads=H, head_dim=D)
+        layer.extend(*rows(range(300)))
+        layer.overtake = True
+        other = copied(layer)
+        assert layer.num_dropped == 699
+        assert other.num_dropped == 0
+        assert run_of(other.values()) == (0, 300)
