@@ -123,14 +123,16 @@ typedef struct {
   int head_dim;       /* channels, 1..1024 */
   int group_size;     /* channels that share a scale; 0, or more than a row has: the whole row */
   int value_head_dim; /* channels of a value, where they are not head_dim: 1..1024; 0: head_dim */
+  int value_format;   /* KVEDGE_VALUES(a kvedge_format) of the values, where `format` is that of the keys; 0: both */
 } kvedge_layer_config;
+#define KVEDGE_VALUES(format) (1 + (int)(format))
 
 /* The four arrays of a layer; each followed by nothing, aligned to 64 bytes for speed. */
 typedef struct {
   void *key_codes, *value_codes;   /* [capacity][num_kv_heads][head_dim or value_head_dim], int8_t, float, or
                                     * floats of 16 or 8 bits */
-  void *key_scales, *value_scales; /* [capacity][num_kv_heads][groups of such a row], float or float16; NULL but for
-                                    * int8 */
+  void *key_scales, *value_scales; /* [capacity][num_kv_heads][groups of such a row], float or float16; NULL where the
+                                    * format has no scales */
 } kvedge_slabs;
 
 /* Size, then init on memory of the caller's, aligned to 64 bytes: header and arrays in one block.

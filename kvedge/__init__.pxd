@@ -54,6 +54,7 @@ cdef extern from "kvedge.h" nogil:
         int head_dim
         int group_size
         int value_head_dim
+        int value_format
 
     ctypedef struct kvedge_slabs:
         void *key_codes

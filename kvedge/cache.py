@@ -60,6 +60,8 @@ class CacheMethods(CacheHistory):
         *,
         value_head_dim: int | None = None,
         dtype: Dtype = "int8",
+        key_dtype: Dtype | None = None,
+        value_dtype: Dtype | None = None,
         max_seq_len: int | None = None,
         group_size: int | None = None,
         scale_dtype: ScaleDtype = "float32",
@@ -83,6 +85,8 @@ class CacheMethods(CacheHistory):
             head_dim. (DeepSeek's latent attention has 192 and 128, or 576 and 512.)
         dtype : kvedge.core.types.Dtype
             How keys and values are stored, such as "int8": docs/numerics.md has the table.
+        key_dtype, value_dtype : kvedge.core.types.Dtype, optional
+            How keys, or values, are stored where not as `dtype`.
         max_seq_len : int, optional
             Tokens to reserve for; memory is committed only as it is filled. None: the cache grows,
             doubling a layer's reservation when it is full.
@@ -109,8 +113,8 @@ class CacheMethods(CacheHistory):
             (:class:`kvedge.QuantizedKvLayer`). Gemma 3: ``[512] * 5 + [None]``, and so on.
         layers : sequence of mappings, or of layers, optional
             Layers that differ: a mapping for each, of what is not as given above, out of
-            num_kv_heads, head_dim, value_head_dim, dtype, group_size, scale_dtype and window. Or
-            layer objects, which the cache takes over with their tokens: from then on they are
+            num_kv_heads, head_dim, value_head_dim, dtype, key_dtype, value_dtype, group_size,
+            scale_dtype and window. Or layer objects, which the cache takes over with their tokens: from then on they are
             changed through it alone. They have to stand at one position.
 
         Raises
@@ -126,6 +130,7 @@ class CacheMethods(CacheHistory):
         given = {"num_kv_heads": num_kv_heads, "head_dim": head_dim, "num_layers": num_layers}
         more: dict[str, Any]
         more = {"value_head_dim": value_head_dim, "group_size": group_size, "window": window}
+        more |= {"key_dtype": key_dtype, "value_dtype": value_dtype}
         more |= {"max_seq_len": max_seq_len, "key_offset": key_offset, "key_scale": key_scale}
         ready = taken_over(layers, **given, **more)
         if ready is not None:
@@ -139,6 +144,8 @@ class CacheMethods(CacheHistory):
             "num_kv_heads": num_kv_heads,
             "head_dim": head_dim,
             "value_head_dim": value_head_dim,
+            "key_dtype": key_dtype,
+            "value_dtype": value_dtype,
             "group_size": group_size,
             "scale_dtype": scale_dtype,
         }

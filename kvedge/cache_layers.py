@@ -18,6 +18,8 @@ OF_A_LAYER = (
     "head_dim",
     "value_head_dim",
     "dtype",
+    "key_dtype",
+    "value_dtype",
     "group_size",
     "scale_dtype",
     "window",
@@ -130,7 +132,7 @@ def taken_over(layers: Any, **others: Any) -> list[LayerMethods] | None:
         raise InvalidArgumentError(
             f"layers must stand at one position, not at {min(ends)} and {max(ends)}"
         )
-    offsets = {layer._key_rule.auto_offset for layer in layers if layer._config.has_scales}
+    offsets = {layer._key_rule.auto_offset for layer in layers if layer._config.key_format.has_scales}
     scales = {layer._key_rule.auto_scale for layer in layers if layer._config.has_auto_scale}
     for name, autos in (("key_offset", offsets), ("key_scale", scales)):
         if len(autos) > 1:

@@ -27,7 +27,7 @@ from kvedge.core.key_map import (
     key_scale_of,
 )
 from kvedge.core.memory import Held, memory_for
-from kvedge.core.types import Array, ScaleDtype
+from kvedge.core.types import Array, Dtype, ScaleDtype
 from kvedge.errors import InvalidArgumentError
 from kvedge.layer_room import LayerRoom, first_rows
 from kvedge.rope import Rope
@@ -57,6 +57,7 @@ class LayerMethods(LayerRoom):
         head_dim: int,
         *,
         value_head_dim: int | None = ...,
+        value_dtype: Dtype | None = ...,
         group_size: int | None = ...,
         scale_dtype: ScaleDtype = ...,
         key_offset: Array | Literal["auto"] | None = ...,
@@ -71,6 +72,7 @@ class LayerMethods(LayerRoom):
         num_kv_heads: int,
         head_dim: int,
         value_head_dim: int | None = ...,
+        value_dtype: Dtype | None = ...,
         group_size: int | None = ...,
         scale_dtype: ScaleDtype = ...,
         key_offset: Array | Literal["auto"] | None = ...,
@@ -84,6 +86,7 @@ class LayerMethods(LayerRoom):
         head_dim: int | None = None,
         *,
         value_head_dim: int | None = None,
+        value_dtype: Dtype | None = None,
         group_size: int | None = None,
         scale_dtype: ScaleDtype = "float32",
         key_offset: Array | Literal["auto"] | None = None,
@@ -97,6 +100,7 @@ class LayerMethods(LayerRoom):
             num_kv_heads,
             head_dim,
             value_head_dim=value_head_dim,
+            value_dtype=value_dtype,
             group_size=group_size,
             scale_dtype=scale_dtype,
             window=window,
@@ -419,7 +423,7 @@ class LayerMethods(LayerRoom):
                 offset_only = KeyMap(key_map.offset)
                 scale = key_scale_of(
                     offset_only.to_stored(first[:FIRST_TOKENS]),
-                    powers_of_two=not self._config.has_scales,
+                    powers_of_two=not self._config.key_format.has_scales,
                 )
                 key_map = key_map._replace(scale=scale)
             rule = rule._replace(scale_is_settled=settled)

@@ -137,6 +137,8 @@ class LayerFacts(ConfigFacts):
         parts.append(f"head_dim={config.head_dim}")
         if config.value_head_dim != config.head_dim:
             parts.append(f"value_head_dim={config.value_head_dim}")
+        if config.value_dtype is not None:
+            parts.append(f"value_dtype={config.value_dtype}")
         if config.window is not None:
             parts.append(f"window={config.window}")
         elif config.limit is None:

@@ -30,6 +30,8 @@ _PARAMETERS = """
         Channels of a key, 1 to 1024.
     value_head_dim : int, optional
         Channels of a value, 1 to 1024; by default head_dim.
+    value_dtype : kvedge.core.types.Dtype, optional
+        How values are stored, where not as keys.
     window : int, optional
         The layer keeps what query rows need that see so many tokens each, itself included, and
         attends with this window: an append drops the tokens that neither its own rows nor later
@@ -58,6 +60,8 @@ class QuantizedLayerMethods(LayerMethods):
     value_head_dim : int, optional
         Channels of a value, 1 to 1024; by default head_dim. (DeepSeek's latent attention has 192
         and 128, or 576 and 512.)
+    value_dtype : kvedge.core.types.Dtype, optional
+        How values are stored, where not as keys.
     group_size : int, optional
         Channels that share a scale; by default the whole row, as for rows narrower than that.
     scale_dtype : {"float32", "float16"}

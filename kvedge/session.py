@@ -6,7 +6,7 @@ The format is safetensors, which other tools can read. Per layer i it holds
     layers.{i}.key_scales, layers.{i}.value_scales   (tokens, num_kv_heads, num_groups) F32 or F16
     layers.{i}.key_offset, layers.{i}.key_scale      (num_kv_heads, head_dim) F32, if it has one
 
-and as metadata, all text, the fields of ``FIELDS``, ``value_head_dim`` where values have another
+and as metadata, all text, the fields of ``FIELDS``, ``value_dtype`` and ``value_head_dim`` where values have another
 width than keys, ``key_scale`` where layers take theirs from their first tokens, ``layers`` where
 layers differ or have windows, ``sha256`` over everything else, and the user's own under "user.".
 tokens are length, less those that the layer's window has dropped.
@@ -53,6 +53,7 @@ FIELDS = (
 AUTO = "auto"
 KEY_SCALE = "key_scale"  # "auto": a field of files whose layers take it from their first tokens
 KEY_VECTORS = ("key_offset", "key_scale")  # tensors of a layer, in the order of KeyMap
+VALUE_DTYPE = "value_dtype"  # a field of files where it is not dtype
 VALUE_HEAD_DIM = "value_head_dim"  # a field of files where it is not head_dim
 # A field of files whose layers differ or have windows: JSON, a list of what each layer has that the
 # fields above, which are those of layer 0, do not say; see `layers_field`.
@@ -156,6 +157,8 @@ def _fields(contents: CacheContents, cache: _Saved) -> dict[str, str]:
         AUTO if cache._key_rule.auto_offset else "",
     )
     fields = {name: str(value) for name, value in zip(FIELDS, values, strict=True)}
+    if first.value_dtype is not None:
+        fields[VALUE_DTYPE] = first.value_dtype
     if first.value_head_dim != first.head_dim:
         fields[VALUE_HEAD_DIM] = str(first.value_head_dim)
     if cache._key_rule.auto_scale:
@@ -182,6 +185,7 @@ def _own_fields(config: LayerConfig, dropped: int) -> dict[str, Any]:
         "head_dim": config.head_dim,
         "value_head_dim": config.value_head_dim,
         "dtype": config.dtype,
+        "value_dtype": config.value_dtype or "",  # "": as keys
         "group_size": config.group_size if config.has_scales else "",
         "scale_dtype": config.scale_dtype if config.has_scales else "",
         "window": config.window,
@@ -223,11 +227,12 @@ def file_types(fields: Mapping[str, str]) -> Callable[[str], str]:
 
     def type_of(name: str) -> str:
         own = layers[int(name.split(".")[1])] if layers else {}
-        codes = FORMATS[own.get("dtype", fields["dtype"])].file_type
+        keys = own.get("dtype", fields["dtype"])
+        values = own.get(VALUE_DTYPE, fields.get(VALUE_DTYPE)) or keys
         scales = own.get("scale_dtype", fields["scale_dtype"]) or "float32"
         of_layer = {
-            "key_codes": codes,
-            "value_codes": codes,
+            "key_codes": FORMATS[keys].file_type,
+            "value_codes": FORMATS[values].file_type,
             "key_scales": SCALE_TYPES[scales].file_type,
             "value_scales": SCALE_TYPES[scales].file_type,
             "key_offset": "F32",

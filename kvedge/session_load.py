@@ -33,6 +33,7 @@ from kvedge.session import (
     LAYERS,
     MAX_HEADER,
     USER,
+    VALUE_DTYPE,
     VALUE_HEAD_DIM,
     VERSION,
     checked_path,
@@ -222,11 +223,14 @@ def _read_fields(
     missing = [name for name in (*FIELDS, "sha256") if name not in fields]
     if missing:
         _corrupt(path, f"its metadata lacks {', '.join(missing)}")
-    known = (*FIELDS, KEY_SCALE, VALUE_HEAD_DIM, LAYERS, "sha256")
+    known = (*FIELDS, KEY_SCALE, VALUE_DTYPE, VALUE_HEAD_DIM, LAYERS, "sha256")
     unknown = [name for name in fields if name not in known and not name.startswith(USER)]
     if unknown:
         _corrupt(path, f"its metadata has {unknown[0][:40]!r}, which kvedge never writes")
-    has_scales = fields["dtype"] in FORMATS and FORMATS[fields["dtype"]].has_scales
+    dtypes = (fields["dtype"], fields.get(VALUE_DTYPE, fields["dtype"]))
+    if VALUE_DTYPE in fields and dtypes[0] == dtypes[1]:
+        _corrupt(path, f"its {VALUE_DTYPE} is its dtype, which kvedge never writes")
+    has_scales = _have_scales(*dtypes)
     may_have_scales = has_scales or LAYERS in fields
     if fields["key_offset"] not in (("", "auto") if may_have_scales else ("",)):
         _corrupt(path, f"its key_offset is {fields['key_offset'][:40]!r}")
@@ -250,6 +254,7 @@ def _read_fields(
             _number(path, fields, "num_kv_heads"),
             head_dim,
             value_head_dim=value_head_dim,
+            value_dtype=fields.get(VALUE_DTYPE),
             group_size=_number(path, fields, "group_size") if has_scales else None,
             scale_dtype=fields["scale_dtype"] if has_scales else "float32",
         )
@@ -263,8 +268,8 @@ def _read_fields(
     if LAYERS in fields:
         configs, dropped = _read_layers(path, fields[LAYERS], config, num_layers, length)
     form = CacheFormat.of(configs)
-    if fields["key_offset"] and not any(config.has_scales for config in form.layers):
-        _corrupt(path, "its key_offset is for layers with scales, and it has none")
+    if fields["key_offset"] and not any(config.key_format.has_scales for config in form.layers):
+        _corrupt(path, "its key_offset is for keys with scales, and it has none")
     if KEY_SCALE in fields and not any(config.has_auto_scale for config in form.layers):
         _corrupt(path, f"its {KEY_SCALE} is for formats of up to 8 bits, and it has none")
     # The text has to be that which these layers have: no other number, name or order will do.
@@ -290,9 +295,11 @@ def _read_layers(
         own = dict(own)
         gone = own.pop("dropped", 0)
         dtype = own.get("dtype", config.dtype)
-        has_scales = isinstance(dtype, str) and dtype in FORMATS and FORMATS[dtype].has_scales
+        value_dtype = own.pop(VALUE_DTYPE, config.value_dtype or "") or None
+        has_scales = _have_scales(dtype, value_dtype)
         given = {
             "dtype": dtype,
+            "value_dtype": value_dtype,
             "num_kv_heads": config.num_kv_heads,
             "head_dim": config.head_dim,
             "value_head_dim": config.value_head_dim,
@@ -313,6 +320,13 @@ def _read_layers(
         configs.append(made)
         dropped.append(gone)
     return configs, dropped
+
+
+def _have_scales(*dtypes: Any) -> bool:
+    """Whether one of these formats, if they are any, has scales."""
+    return any(
+        FORMATS[name].has_scales for name in dtypes if isinstance(name, str) and name in FORMATS
+    )
 
 
 def _number(path: str, fields: Mapping[str, str], name: str) -> int:
@@ -342,7 +356,9 @@ def _check_tensors(
         for field, (shape, _) in zip(memory.Slabs._fields, layout, strict=True):
             name = f"layers.{index}.{field}"
             wanted[name] = (type_of(name), (tokens[index], *shape[1:]))
-        for field, may_have in zip(KEY_VECTORS, (config.has_scales, True), strict=True):
+        for field, may_have in zip(
+            KEY_VECTORS, (config.key_format.has_scales, True), strict=True
+        ):
             name = f"layers.{index}.{field}"
             if name in tensors and may_have:
                 wanted[name] = ("F32", (config.num_kv_heads, config.head_dim))

@@ -42,7 +42,7 @@ class CacheFormat:
 
 
 def _layer_text(config: LayerConfig) -> str:
-    text = f"{config.num_kv_heads} KV heads x {config.widths}, {config.dtype}"
+    text = f"{config.num_kv_heads} KV heads x {config.widths}, {config.dtypes}"
     if config.has_scales:
         text += f" in groups of {config.group_size} with {config.scale_dtype} scales"
     return text if config.window is None else f"{text} in a window of {config.window}"

@@ -64,6 +64,17 @@ extern const kvedge_format_info kvedge_format_int8, kvedge_format_float32, kvedg
 /* NULL: there is no such format. */
 const kvedge_format_info *kvedge_format_of(kvedge_format format);
 
+/* The format of a layer's keys, or of its values; NULL: there is no such format. */
+static inline const kvedge_format_info *kvedge_side_format(const kvedge_layer_config *config, int values) {
+  if (!values || config->value_format == 0) return kvedge_format_of(config->format);
+  return config->value_format < 0 ? NULL : kvedge_format_of((kvedge_format)(config->value_format - 1));
+}
+
+/* Do keys or values have scales? */
+static inline int kvedge_has_scales(const kvedge_layer_config *config) {
+  return kvedge_side_format(config, 0)->has_scales || kvedge_side_format(config, 1)->has_scales;
+}
+
 /* Bytes of n elements of so many bits. */
 static inline size_t kvedge_packed_bytes(int n, int bits) { return ((size_t)n * (size_t)bits + 7) / 8; }
 

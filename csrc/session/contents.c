@@ -42,7 +42,7 @@ static const char *data_in_layer(const kvedge_layer *layer, int tensor) {
 kvedge_tensor kvedge_contents_tensor(const kvedge_contents *contents, int index, int tensor) {
   const kvedge_session_layer layer = kvedge_contents_layer(contents, index);
   const kvedge_layer_config *config = &layer.config;
-  const kvedge_format_info *format = kvedge_format_of(config->format);
+  const kvedge_format_info *format = kvedge_side_format(config, tensor >= VALUE_CODES);
   const int dim = tensor < VALUE_CODES ? config->head_dim : config->value_head_dim;
   const kvedge_row_shape rows = kvedge_row_shape_of(format, dim, config->group_size, config->scale_type);
   const int halves = format->has_scales && config->scale_type == KVEDGE_SCALE_FLOAT16;
@@ -73,9 +73,10 @@ int kvedge_next_layer(int index, int num_layers) {
 }
 
 int kvedge_same_rows(const kvedge_layer_config *a, const kvedge_layer_config *b) {
-  if (a->format != b->format || a->num_kv_heads != b->num_kv_heads) return 0;
+  if (a->format != b->format || kvedge_side_format(a, 1) != kvedge_side_format(b, 1)) return 0;
+  if (a->num_kv_heads != b->num_kv_heads) return 0;
   if (a->head_dim != b->head_dim || a->value_head_dim != b->value_head_dim) return 0;
-  if (!kvedge_format_of(a->format)->has_scales) return 1;
+  if (!kvedge_has_scales(a)) return 1;
   return a->group_size == b->group_size && a->scale_type == b->scale_type;
 }
 
@@ -121,15 +122,16 @@ const char *kvedge_contents_fault(const kvedge_contents *contents) {
   for (int i = 0; i < session->num_layers; i++) {
     const kvedge_session_layer layer = kvedge_contents_layer(contents, i);
     const kvedge_format_info *format = kvedge_format_of(layer.config.format);
-    if (!format->file_type) return "a layer has a format that session files do not hold";
+    if (!format->file_type || !kvedge_side_format(&layer.config, 1)->file_type)
+      return "a layer has a format that session files do not hold";
     if (layer.window < 0 || layer.window > KVEDGE_MAX_TOKENS) return "a layer's window is out of its range";
     if (layer.dropped < 0 || layer.dropped > session->length ||
         (layer.dropped > 0 && (layer.window == 0 || session->length - layer.dropped < layer.window - 1)))
       return "a layer has dropped tokens that it needs";
     any_has_scales |= format->has_scales, any_is_small |= format->bits <= 8;
   }
-  if (session->auto_key_offset && !any_has_scales) return "its key_offset is for layers with scales, and it has none";
-  if (session->auto_key_scale && !any_is_small) return "its key_scale is for formats of up to 8 bits, and it has none";
+  if (session->auto_key_offset && !any_has_scales) return "its key_offset is for keys with scales, and it has none";
+  if (session->auto_key_scale && !any_is_small) return "its key_scale is for keys of up to 8 bits, and it has none";
   return metadata_fault(session);
 }
 
@@ -137,6 +139,12 @@ const char *kvedge_contents_fault(const kvedge_contents *contents) {
 
 static const char *scale_type_name(kvedge_scale_type type) {
   return type == KVEDGE_SCALE_FLOAT16 ? "float16" : "float32";
+}
+
+/* The format of values where it is not that of keys, else "". */
+static const char *value_format_name(const kvedge_layer_config *config) {
+  const kvedge_format_info *values = kvedge_side_format(config, 1);
+  return values == kvedge_side_format(config, 0) ? "" : values->name;
 }
 
 /* The members of a JSON object, one after the other. */
@@ -179,6 +187,7 @@ void kvedge_put_layers(kvedge_output *out, const kvedge_contents *contents, cons
   const kvedge_session_layer first = kvedge_contents_layer(contents, 0);
   const kvedge_layer_config *common = &first.config;
   const kvedge_format_info *common_format = kvedge_format_of(common->format);
+  const int common_has_scales = kvedge_has_scales(common);
   const int n = contents->session->num_layers;
   int any = first.window > 0;
   for (int i = 1; i < n && !any; i++) {
@@ -190,17 +199,20 @@ void kvedge_put_layers(kvedge_output *out, const kvedge_contents *contents, cons
     const kvedge_session_layer layer = kvedge_contents_layer(contents, i);
     const kvedge_layer_config *own = &layer.config;
     const kvedge_format_info *format = kvedge_format_of(own->format);
+    const int has_scales = kvedge_has_scales(own);
     members m = {.out = out, .quote = quote, .comma = ",", .colon = ":"};
     kvedge_put_text(out, i ? ",{" : "[{");
     put_if_other(&m, "num_kv_heads", own->num_kv_heads, common->num_kv_heads);
     put_if_other(&m, "head_dim", own->head_dim, common->head_dim);
     put_if_other(&m, "value_head_dim", own->value_head_dim, common->value_head_dim);
     if (format != common_format) put_text(&m, "dtype", format->name);
-    if (!format->has_scales) {
-      if (common_format->has_scales) put_text(&m, "group_size", ""), put_text(&m, "scale_dtype", "");
+    if (strcmp(value_format_name(own), value_format_name(common)))
+      put_text(&m, "value_dtype", value_format_name(own));
+    if (!has_scales) {
+      if (common_has_scales) put_text(&m, "group_size", ""), put_text(&m, "scale_dtype", "");
     } else {
-      put_if_other(&m, "group_size", own->group_size, common_format->has_scales ? common->group_size : 0);
-      if (!common_format->has_scales || own->scale_type != common->scale_type)
+      put_if_other(&m, "group_size", own->group_size, common_has_scales ? common->group_size : 0);
+      if (!common_has_scales || own->scale_type != common->scale_type)
         put_text(&m, "scale_dtype", scale_type_name(own->scale_type));
     }
     put_if_other(&m, "window", layer.window, 0);
@@ -214,13 +226,13 @@ void kvedge_put_metadata(kvedge_output *out, const kvedge_contents *contents, co
   const kvedge_session *session = contents->session;
   const kvedge_session_layer first = kvedge_contents_layer(contents, 0);
   const kvedge_layer_config *config = &first.config;
-  const kvedge_format_info *format = kvedge_format_of(config->format);
+  const int has_scales = kvedge_has_scales(config);
   members m = {.out = out, .quote = "\"", .comma = digest ? "," : ", ", .colon = digest ? ":" : ": "};
   kvedge_put_text(out, "{");
-  put_text(&m, "dtype", format->name); /* in the order of names */
+  put_text(&m, "dtype", kvedge_format_of(config->format)->name); /* in the order of names */
   put_text(&m, "format", "kvedge");
   put_text(&m, "format_version", "1");
-  put_digits(&m, "group_size", format->has_scales, config->group_size);
+  put_digits(&m, "group_size", has_scales, config->group_size);
   put_digits(&m, "head_dim", 1, config->head_dim);
   put_text(&m, "key_offset", session->auto_key_offset ? "auto" : "");
   if (session->auto_key_scale) put_text(&m, "key_scale", "auto");
@@ -236,7 +248,7 @@ void kvedge_put_metadata(kvedge_output *out, const kvedge_contents *contents, co
   put_digits(&m, "max_seq_len", session->max_seq_len > 0, session->max_seq_len);
   put_digits(&m, "num_kv_heads", 1, config->num_kv_heads);
   put_digits(&m, "num_layers", 1, session->num_layers);
-  put_text(&m, "scale_dtype", format->has_scales ? scale_type_name(config->scale_type) : "");
+  put_text(&m, "scale_dtype", has_scales ? scale_type_name(config->scale_type) : "");
   if (digest) {
     put_name(&m, "sha256");
     kvedge_put_text(out, "\"");
@@ -251,6 +263,7 @@ void kvedge_put_metadata(kvedge_output *out, const kvedge_contents *contents, co
     kvedge_put_escaped(out, text->value, text->value_bytes, !digest);
     kvedge_put_text(out, "\"");
   }
+  if (*value_format_name(config)) put_text(&m, "value_dtype", value_format_name(config));
   if (config->value_head_dim != config->head_dim) put_digits(&m, "value_head_dim", 1, config->value_head_dim);
   kvedge_put_text(out, "}");
 }

@@ -43,7 +43,7 @@ static file_rows rows_of(const kvedge_contents *contents, int index, int values)
   const kvedge_layer_config *config = &layer.config;
   const kvedge_tensor codes = kvedge_contents_tensor(contents, index, values ? VALUE_CODES : KEY_CODES);
   const kvedge_tensor scales = kvedge_contents_tensor(contents, index, values ? VALUE_SCALES : KEY_SCALES);
-  const kvedge_format_info *format = kvedge_format_of(config->format);
+  const kvedge_format_info *format = kvedge_side_format(config, values);
   file_rows rows = {.format = format,
                     .shape = kvedge_row_shape_of(format, values ? config->value_head_dim : config->head_dim,
                                                  config->group_size, config->scale_type),

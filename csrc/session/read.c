@@ -24,6 +24,7 @@ enum {
   NUM_NEEDED, /* the others need not be there */
   KEY_SCALES_OF_FIRST = NUM_NEEDED,
   LAYERS,
+  VALUE_DTYPE,
   VALUE_HEAD_DIM,
   NUM_FIELDS
 };
@@ -43,6 +44,7 @@ static const char *const field_names[NUM_FIELDS] = {
     [SHA256] = "sha256",
     [KEY_SCALES_OF_FIRST] = "key_scale",
     [LAYERS] = "layers",
+    [VALUE_DTYPE] = "value_dtype",
     [VALUE_HEAD_DIM] = "value_head_dim",
 };
 
@@ -149,12 +151,22 @@ static int is_config(kvedge_layer_config *config, int64_t tokens) {
          kvedge_layer_bytes(config) > 0;
 }
 
+/* "": that of the keys. */
+static int read_value_format(const char *name, kvedge_layer_config *config) {
+  const kvedge_format_info *format = *name ? format_named(name) : NULL;
+  config->value_format = format ? KVEDGE_VALUES(format->id) : 0;
+  return !*name || format;
+}
+
 /* Rows without scales are one group, of no text. */
 static const char *read_first_layer(header *head) {
   kvedge_layer_config *config = &head->first.config;
   const kvedge_format_info *format = format_named(head->field[DTYPE]);
   if (!format) return "its dtype is none that this library reads";
   config->format = format->id;
+  if (head->has[VALUE_DTYPE] && (!read_value_format(head->field[VALUE_DTYPE], config) || !config->value_format ||
+                                 config->value_format == KVEDGE_VALUES(format->id)))
+    return "its value_dtype is none that this library reads, or its dtype";
   if (!small_number_of(head->field[NUM_KV_HEADS], &config->num_kv_heads) ||
       !small_number_of(head->field[HEAD_DIM], &config->head_dim))
     return "its num_kv_heads or head_dim is no number";
@@ -162,7 +174,7 @@ static const char *read_first_layer(header *head) {
   if (head->has[VALUE_HEAD_DIM] && (!small_number_of(head->field[VALUE_HEAD_DIM], &config->value_head_dim) ||
                                     config->value_head_dim == config->head_dim))
     return "its value_head_dim is no number, or its head_dim";
-  if (format->has_scales) {
+  if (kvedge_has_scales(config)) {
     if (!small_number_of(head->field[GROUP_SIZE], &config->group_size)) return "its group_size is no number";
     if (!scale_type_named(head->field[SCALE_DTYPE], &config->scale_type)) return "its scale_dtype is unknown";
   } else {
@@ -294,6 +306,7 @@ static int read_own(kvedge_json *json, kvedge_session_layer *layer, int *group_s
     if (format) config->format = format->id;
     return format != NULL;
   }
+  if (!strcmp(name, "value_dtype")) return is_text && read_value_format(text, config);
   if (!strcmp(name, "scale_dtype")) return memcpy(scale_type, text, sizeof text), is_text;
   if (!strcmp(name, "window")) return layer->window = number, 1;
   if (!strcmp(name, "dropped")) return layer->dropped = number, 1;
@@ -308,7 +321,7 @@ static int read_own(kvedge_json *json, kvedge_session_layer *layer, int *group_s
 }
 
 static int read_own_layer(kvedge_json *json, const header *head, kvedge_session_layer *layer) {
-  const int first_has_scales = kvedge_format_of(head->first.config.format)->has_scales;
+  const int first_has_scales = kvedge_has_scales(&head->first.config);
   int group_size = first_has_scales ? head->first.config.group_size : 0; /* 0: written as "" */
   char scale_type[12] = "";
   if (first_has_scales) strcpy(scale_type, head->first.config.scale_type ? "float16" : "float32");
@@ -321,7 +334,7 @@ static int read_own_layer(kvedge_json *json, const header *head, kvedge_session_
     if (!kvedge_json_next(json, '}')) return 0;
   }
   kvedge_layer_config *config = &layer->config;
-  if (kvedge_format_of(config->format)->has_scales) {
+  if (kvedge_has_scales(config)) {
     config->group_size = group_size;
     if (!scale_type_named(scale_type, &config->scale_type)) return 0;
   } else {

@@ -18,18 +18,18 @@ static int complete_config(const kvedge_layer_config *given, kvedge_layer_config
   if (given->num_kv_heads < 1 || given->num_kv_heads > MAX_KV_HEADS) return 0;
   if (given->head_dim < 1 || given->head_dim > KVEDGE_MAX_HEAD_DIM || given->group_size < 0) return 0;
   if (given->value_head_dim < 0 || given->value_head_dim > KVEDGE_MAX_HEAD_DIM) return 0;
-  if (!kvedge_format_of(given->format)) return 0;
+  if (!kvedge_side_format(given, 0) || !kvedge_side_format(given, 1)) return 0;
   if (given->scale_type != KVEDGE_SCALE_FLOAT32 && given->scale_type != KVEDGE_SCALE_FLOAT16) return 0;
   *config = *given;
   if (config->value_head_dim == 0) config->value_head_dim = config->head_dim;
+  if (config->value_format == 0) config->value_format = KVEDGE_VALUES(config->format);
   const int widest = config->head_dim > config->value_head_dim ? config->head_dim : config->value_head_dim;
   if (config->group_size == 0 || config->group_size > widest) config->group_size = widest;
   return 1;
 }
 
 /* One side of a layer, whose rows have `dim` elements, without its arrays. */
-static kvedge_side side_of(const kvedge_layer_config *config, int dim) {
-  const kvedge_format_info *format = kvedge_format_of(config->format);
+static kvedge_side side_of(const kvedge_layer_config *config, const kvedge_format_info *format, int dim) {
   kvedge_side side = {.format = format,
                       .num_kv_heads = config->num_kv_heads,
                       .shape = kvedge_row_shape_of(format, dim, config->group_size, config->scale_type)};
@@ -38,9 +38,13 @@ static kvedge_side side_of(const kvedge_layer_config *config, int dim) {
   return side;
 }
 
-static kvedge_side keys_of(const kvedge_layer_config *config) { return side_of(config, config->head_dim); }
+static kvedge_side keys_of(const kvedge_layer_config *config) {
+  return side_of(config, kvedge_side_format(config, 0), config->head_dim);
+}
 
-static kvedge_side values_of(const kvedge_layer_config *config) { return side_of(config, config->value_head_dim); }
+static kvedge_side values_of(const kvedge_layer_config *config) {
+  return side_of(config, kvedge_side_format(config, 1), config->value_head_dim);
+}
 
 /* Elements of a key offset or scale, (num_kv_heads, head_dim). */
 static size_t key_vector_size(const kvedge_layer_config *config) {
@@ -444,6 +448,6 @@ void kvedge_layer_get_config(const kvedge_layer *layer, kvedge_layer_config *con
 
 void kvedge_layer_get_slabs(const kvedge_layer *layer, kvedge_slabs *slabs) {
   *slabs = (kvedge_slabs){.key_codes = layer->keys.codes, .value_codes = layer->values.codes};
-  if (layer->keys.format->has_scales)
-    slabs->key_scales = layer->keys.scales, slabs->value_scales = layer->values.scales;
+  if (layer->keys.format->has_scales) slabs->key_scales = layer->keys.scales;
+  if (layer->values.format->has_scales) slabs->value_scales = layer->values.scales;
 }

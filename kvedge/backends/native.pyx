@@ -156,7 +156,9 @@ cdef _Handle _attach(config, slabs):
     cdef size_t size
     cdef int format_code = config.key_format.c_code
     cdef int scale_code = config.scale_type.c_code
-    cdef bint has_scales = config.has_scales
+    cdef int value_code = config.value_format.c_code
+    cdef bint keys_scaled = config.key_format.has_scales
+    cdef bint values_scaled = config.value_format.has_scales
     c_config.format = <kvedge_format>format_code
     c_config.scale_type = <kvedge_scale_type>scale_code
     c_config.capacity = config.capacity
@@ -164,10 +166,11 @@ cdef _Handle _attach(config, slabs):
     c_config.head_dim = config.head_dim
     c_config.group_size = config.group_size
     c_config.value_head_dim = config.value_head_dim
+    c_config.value_format = 1 + value_code  # KVEDGE_VALUES
     c_slabs.key_codes = cnp.PyArray_DATA(slabs.key_codes)
     c_slabs.value_codes = cnp.PyArray_DATA(slabs.value_codes)
-    c_slabs.key_scales = cnp.PyArray_DATA(slabs.key_scales) if has_scales else NULL
-    c_slabs.value_scales = cnp.PyArray_DATA(slabs.value_scales) if has_scales else NULL
+    c_slabs.key_scales = cnp.PyArray_DATA(slabs.key_scales) if keys_scaled else NULL
+    c_slabs.value_scales = cnp.PyArray_DATA(slabs.value_scales) if values_scaled else NULL
     size = kvedge_layer_header_bytes(&c_config)
     cdef _Handle handle = _Handle()
     handle.slabs = slabs

@@ -15,10 +15,11 @@ __all__ = ["cache_figures", "describe_cache", "tokens_and_speed"]
 
 def cache_figures(cache: KVCache) -> dict[str, Any]:
     """Return what a cache takes for the tokens it holds, and what float32 would take (bytes)."""
+    scaled = any(FORMATS[name].has_scales for name in (cache.dtype, cache.value_dtype))
     fp32 = len(cache) * (cache.fp32_memory_bytes // cache.capacity)
     return {
         "dtype": cache.dtype,
-        "group_size": cache.group_size if FORMATS[cache.dtype].has_scales else None,
+        "group_size": cache.group_size if scaled else None,
         "tokens": len(cache),
         "used_bytes": cache.used_bytes,
         "fp32_bytes": fp32,

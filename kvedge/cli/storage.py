@@ -13,7 +13,7 @@ from kvedge.core.types import Dtype
 
 __all__ = ["add_options", "cache_options", "dtype_of"]
 
-_FLAGS = ("group_size", "scale_dtype", "key_offset", "key_scale")
+_FLAGS = ("value_dtype", "group_size", "scale_dtype", "key_offset", "key_scale")
 
 
 def add_options(group: Any) -> None:
@@ -22,6 +22,11 @@ def add_options(group: Any) -> None:
         "--cache",
         choices=(AUTO, *FORMATS),
         help="how keys and values are stored; auto is int8 with --key-scale auto (default: int8)",
+    )
+    group.add_argument(
+        "--value-dtype",
+        choices=tuple(FORMATS),
+        help="how values are stored, where not as keys",
     )
     group.add_argument(
         "--group-size",
@@ -69,8 +74,11 @@ def cache_options(options: argparse.Namespace) -> dict[str, Any]:
     given = {name: value for name, value in given.items() if value is not None}
     if options.cache == AUTO:
         given.setdefault("key_scale", RECOMMENDED["key_scale"])
+    values = options.value_dtype or dtype
     for name in given:
-        if name != "key_scale" and not FORMATS[dtype].has_scales:
+        stored = (dtype,) if name == "key_offset" else (dtype, values)
+        of_any = name in ("key_scale", "value_dtype")
+        if not of_any and not any(FORMATS[each].has_scales for each in stored):
             scaled = " or ".join(form.name for form in FORMATS.values() if form.has_scales)
             flag = "--" + name.replace("_", "-")
             raise UsageError(f"{flag} is for --cache {scaled}: {dtype} has no scales")

@@ -526,7 +526,7 @@ def as_key_offset(key_offset: Any, config: LayerConfig) -> np.ndarray | str | No
     """
     if key_offset is None:
         return None
-    if not config.has_scales:
+    if not config.key_format.has_scales:
         raise InvalidArgumentError(
             f"key_offset is for dtype={WITH_SCALES}: {config.dtype} layers store keys as they are"
         )

@@ -37,7 +37,7 @@ _FAR = 1 << 2048  # beyond any range here, and not too long to print
 class LayerConfig:
     """What a layer stores and how; made and checked by :func:`layer_config`."""
 
-    dtype: str  # the name of a row of FORMATS, or of GRIDS
+    dtype: str  # how keys are stored: the name of a row of FORMATS, or of GRIDS
     capacity: int  # rows of its slabs: tokens there is room for
     num_kv_heads: int
     head_dim: int  # channels of a query and of a key
@@ -46,8 +46,7 @@ class LayerConfig:
     scale_dtype: str  # the name of a row of SCALE_TYPES
     limit: int | None = None  # most tokens it holds; None: it grows
     window: int | None = None  # it holds what rows see that see so many tokens; None: all
-
-    # One format for both today. What is about one of them asks for its own.
+    value_dtype: str | None = None  # how values are stored, where not as keys
 
     @property
     def key_format(self) -> Format:
@@ -57,7 +56,7 @@ class LayerConfig:
     @property
     def value_format(self) -> Format:
         """How values are stored."""
-        return format_of(self.dtype)
+        return format_of(self.value_dtype or self.dtype)
 
     @property
     def scale_type(self) -> ScaleType:
@@ -66,8 +65,8 @@ class LayerConfig:
 
     @property
     def has_scales(self) -> bool:
-        """Whether rows have scales, and may have groups and a key offset."""
-        return self.key_format.has_scales
+        """Whether keys or values have scales, and may have groups."""
+        return self.key_format.has_scales or self.value_format.has_scales
 
     @property
     def has_auto_scale(self) -> bool:
@@ -77,12 +76,16 @@ class LayerConfig:
     @property
     def key_rows(self) -> RowShape:
         """The shape of a key's row."""
-        return RowShape.of(self.head_dim, self.group_size, self.scale_dtype, self.has_scales)
+        return RowShape.of(
+            self.head_dim, self.group_size, self.scale_dtype, self.key_format.has_scales
+        )
 
     @property
     def value_rows(self) -> RowShape:
         """The shape of a value's row."""
-        return RowShape.of(self.value_head_dim, self.group_size, self.scale_dtype, self.has_scales)
+        return RowShape.of(
+            self.value_head_dim, self.group_size, self.scale_dtype, self.value_format.has_scales
+        )
 
     @property
     def widest(self) -> int:
@@ -94,6 +97,11 @@ class LayerConfig:
         """Channels of keys and values, for people: "64", or "192/128" where they differ."""
         one = self.head_dim == self.value_head_dim
         return str(self.head_dim) if one else f"{self.head_dim}/{self.value_head_dim}"
+
+    @property
+    def dtypes(self) -> str:
+        """What keys and values are stored as, for people: "int8", or "int8/float16"."""
+        return self.dtype + (f"/{self.value_dtype}" if self.value_dtype else "")
 
     @property
     def entry_size(self) -> int:
@@ -161,8 +169,13 @@ class ConfigFacts:
 
     @property
     def dtype(self) -> str:
-        """What keys and values are stored as, such as "int8"."""
+        """What keys are stored as, and mostly values too, such as "int8"."""
         return self._config.dtype
+
+    @property
+    def value_dtype(self) -> str:
+        """What values are stored as; mostly dtype."""
+        return self._config.value_dtype or self._config.dtype
 
     @property
     def compression_ratio(self) -> float:
@@ -177,6 +190,8 @@ def layer_config(
     head_dim: Any,
     *,
     value_head_dim: Any = None,
+    key_dtype: Any = None,
+    value_dtype: Any = None,
     group_size: Any = None,
     scale_dtype: Any = "float32",
     window: Any = None,
@@ -195,6 +210,8 @@ def layer_config(
         1 to 1024.
     value_head_dim : int, optional
         1 to 1024; None: head_dim.
+    key_dtype, value_dtype : kvedge.core.types.Dtype, optional
+        How keys, or values, are stored where not as `dtype`.
     group_size : int, optional
         Channels that share a scale, at least 1; None or more than a row has: the whole row. int8
         only.
@@ -212,6 +229,11 @@ def layer_config(
     InvalidArgumentError
     """
     one_of(dtype, "dtype", FORMATS)
+    for name, given in (("key_dtype", key_dtype), ("value_dtype", value_dtype)):
+        if given is not None:
+            one_of(given, name, FORMATS)
+    value_dtype = dtype if value_dtype is None else value_dtype
+    dtype = dtype if key_dtype is None else key_dtype
     if capacity is not None:
         rows = capacity = _size(capacity, "capacity", MAX_CAPACITY)
     num_kv_heads = _size(num_kv_heads, "num_kv_heads", MAX_KV_HEADS)
@@ -222,7 +244,8 @@ def layer_config(
         value_head_dim = _size(value_head_dim, "value_head_dim", MAX_HEAD_DIM)
     widest = max(head_dim, value_head_dim)
     one_of(scale_dtype, "scale_dtype", SCALE_TYPES)
-    if not FORMATS[dtype].has_scales and (group_size is not None or scale_dtype != "float32"):
+    has_scales = FORMATS[dtype].has_scales or FORMATS[value_dtype].has_scales
+    if not has_scales and (group_size is not None or scale_dtype != "float32"):
         what = "group_size" if group_size is not None else "scale_dtype"
         raise InvalidArgumentError(
             f"{what} is for dtype={WITH_SCALES}: {dtype} layers have no scales"
@@ -252,6 +275,7 @@ def layer_config(
         str(scale_dtype),
         capacity,
         window,
+        None if value_dtype == dtype else str(value_dtype),
     )
 
 

@@ -192,7 +192,7 @@ def _reserve(total: int, config: LayerConfig, num_layers: int) -> tuple[Any, int
         raise OutOfMemoryError(
             f"cannot reserve {total} bytes ({total / 2**30:.1f} GiB) for {config.capacity} tokens "
             f"in {num_layers} layers of {config.num_kv_heads} KV heads x {config.widths} "
-            f"({config.dtype}): {error}"
+            f"({config.dtypes}): {error}"
         ) from error
 
 

@@ -62,6 +62,8 @@ class BatchArguments(TypedDict, total=False):
 class StorageArguments(TypedDict, total=False):
     """The options of a KVCache that say how rows are stored, but for their ``dtype``."""
 
+    key_dtype: Dtype | None
+    value_dtype: Dtype | None
     group_size: int | None
     scale_dtype: ScaleDtype
     key_offset: Array | Literal["auto"] | Sequence[Any] | None

@@ -83,6 +83,8 @@ def save(
         "blocks": str(len(saved)),
         **{name: str(getattr(pool, name)) for name in _NUMBERS},
     }
+    if config.value_dtype is not None:
+        fields["value_dtype"] = config.value_dtype
     tensor_file.write(path, fields, tensors)
 
 
@@ -103,10 +105,11 @@ def load(
         given["num_blocks"] = num_blocks
     options: dict[str, Any] = {
         "dtype": fields.get("dtype"),
+        "value_dtype": fields.get("value_dtype"),
         "scale_dtype": fields.get("scale_dtype"),
     }
     group_size = number(path, fields, "group_size")
-    if fields.get("dtype") == "int8":
+    if "int8" in (fields.get("dtype"), fields.get("value_dtype")):
         options["group_size"] = group_size
     is_scaled = "layers.0.key_scale" in arrays
     expected = 6 + (5 if is_scaled else 4) * given["num_layers"]

@@ -64,6 +64,8 @@ class KvBlockPool(ConfigFacts):
         float32 (num_layers, num_kv_heads, head_dim), what keys are divided by before they are
         stored, as of :class:`kvedge.KVCache`: its ``key_scale`` after a prompt is what "auto" takes
         there. Sequences share blocks, so a pool takes none from its first tokens.
+    key_dtype, value_dtype : kvedge.core.types.Dtype, optional
+        How keys, or values, are stored where not as `dtype`.
 
     Raises
     ------
@@ -89,6 +91,9 @@ class KvBlockPool(ConfigFacts):
         group_size: int | None = None,
         value_head_dim: int | None = None,
         key_scale: Array | None = None,
+        *,
+        key_dtype: Dtype | None = None,
+        value_dtype: Dtype | None = None,
     ) -> None:
         """Make a pool of free blocks; the class tells of the parameters."""
         num_blocks = _size(num_blocks, "num_blocks", MAX_BLOCKS)
@@ -105,6 +110,8 @@ class KvBlockPool(ConfigFacts):
             num_kv_heads,
             head_dim,
             value_head_dim=value_head_dim,
+            key_dtype=key_dtype,
+            value_dtype=value_dtype,
             group_size=group_size,
             scale_dtype=scale_dtype,
         )
@@ -231,7 +238,7 @@ class KvBlockPool(ConfigFacts):
         return (
             f"<{type(self).__name__} {self._num_blocks} blocks of {self._block_size} tokens, "
             f"{self.free_count} free, {self.num_layers} layers x {config.num_kv_heads} KV heads "
-            f"x {config.widths}, {config.dtype}{scales}, {self.memory_bytes} bytes reserved>"
+            f"x {config.widths}, {config.dtypes}{scales}, {self.memory_bytes} bytes reserved>"
         )
 
     def __reduce__(self) -> Any:

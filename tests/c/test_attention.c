@@ -108,6 +108,7 @@ static kvedge_layer_config random_config(int dim, int num_kv_heads) {
   kvedge_layer_config config = {.capacity = 700, .num_kv_heads = num_kv_heads, .head_dim = dim};
   config.format = random_below(2) ? KVEDGE_INT8 : (kvedge_format)random_below(KVEDGE_NUM_FORMATS);
   if (random_below(6) == 0) config.format = (kvedge_format)(KVEDGE_GRID2 + random_below(7));
+  if (random_below(3) == 0) config.value_format = KVEDGE_VALUES(random_below(KVEDGE_NUM_FORMATS));
   config.scale_type = random_below(2) ? KVEDGE_SCALE_FLOAT32 : KVEDGE_SCALE_FLOAT16;
   config.group_size = ONE_OF(0, 0, 32, 64);
   return config;

@@ -19,12 +19,12 @@ static guarded_layer new_layer(kvedge_layer_config config) {
   guarded_layer g = {.config = config};
   size_t rows = (size_t)config.capacity * (size_t)config.num_kv_heads;
   const size_t elements[] = {8, 32, 16, 16, 8, 8}; /* bits */
-  const size_t element = config.format >= KVEDGE_GRID2 ? (size_t)config.format - 64 : elements[config.format];
-  const size_t row = ((size_t)config.head_dim * element + 7) / 8;
   size_t scale = config.scale_type == KVEDGE_SCALE_FLOAT16 ? 2 : sizeof(float);
   g.header = new_block(kvedge_layer_header_bytes(&config));
   for (int i = 0; i < 2; i++) {
-    g.codes[i] = new_block(rows * row);
+    const int format = i && config.value_format ? config.value_format - 1 : (int)config.format;
+    const size_t element = format >= KVEDGE_GRID2 ? (size_t)format - 64 : elements[format];
+    g.codes[i] = new_block(rows * (((size_t)config.head_dim * element + 7) / 8));
     g.scales[i] = new_block(rows * groups_of(&config) * scale);
     memset(g.codes[i].data, 0x55, g.codes[i].size), memset(g.scales[i].data, 0x55, g.scales[i].size);
   }
@@ -82,6 +82,8 @@ static const kvedge_layer_config good[] = {
     {.capacity = 20, .num_kv_heads = 3, .head_dim = 21, .format = KVEDGE_GRID3, .scale_type = KVEDGE_SCALE_FLOAT16},
     {.capacity = 20, .num_kv_heads = 2, .head_dim = 64, .format = KVEDGE_GRID4},
     {.capacity = 20, .num_kv_heads = 2, .head_dim = 70, .format = KVEDGE_GRID7, .group_size = 32},
+    {.capacity = 20, .num_kv_heads = 2, .head_dim = 33, .format = KVEDGE_INT8, .value_format = KVEDGE_VALUES(KVEDGE_FLOAT16)},
+    {.capacity = 20, .num_kv_heads = 2, .head_dim = 33, .format = KVEDGE_FLOAT32, .value_format = KVEDGE_VALUES(KVEDGE_INT8)},
 };
 enum { NUM_GOOD = sizeof good / sizeof good[0] };
 
@@ -296,16 +298,18 @@ static void test_read_back(void) {
     size_t row = (size_t)(good[c].num_kv_heads * good[c].head_dim);
     float *keys = random_floats(20 * row, 3.0f), *values = random_floats(20 * row, 3.0f);
     float *offset = random_floats(row, 10.0f), *out = malloc(20 * row * sizeof *out);
+    const int value_format = good[c].value_format ? good[c].value_format - 1 : (int)good[c].format;
     const int is_grid = good[c].format >= KVEDGE_GRID2, centred = is_grid || good[c].format == KVEDGE_INT8;
     /* Of elements up to 3; with scales: keys - offset, 13. */
     const double errors[] = {13.0 / 127.0 * 0.51, 0.0, 0x1p-10, 0x1p-7, 0x1p-3, 0x1p-2};
     const double allowed = is_grid ? ldexp(52.0, KVEDGE_GRID2 - 2 - (int)good[c].format) : errors[good[c].format];
+    const double of_values = is_grid ? allowed : errors[value_format];
     CHECK((kvedge_layer_set_key_offset(g.layer, offset) == KVEDGE_OK) == centred);
     CHECK(kvedge_layer_append(g.layer, keys, values, 20) == KVEDGE_OK);
     CHECK(kvedge_layer_get_keys(g.layer, 3, 20, out) == KVEDGE_OK);
     for (size_t i = 0; i < 17 * row; i++) CHECK(near(out[i], keys[3 * row + i], allowed));
     CHECK(kvedge_layer_get_values(g.layer, 0, 7, out) == KVEDGE_OK);
-    for (size_t i = 0; i < 7 * row; i++) CHECK(near(out[i], values[i], allowed));
+    for (size_t i = 0; i < 7 * row; i++) CHECK(near(out[i], values[i], of_values));
     CHECK(kvedge_layer_get_values(g.layer, 5, 5, out) == KVEDGE_OK);
     CHECK(kvedge_layer_get_keys(g.layer, -1, 5, out) == KVEDGE_ERROR_ARGUMENT);
     CHECK(kvedge_layer_get_keys(g.layer, 5, 4, out) == KVEDGE_ERROR_ARGUMENT);
