@@ -114,8 +114,8 @@ class CacheMethods(CacheHistory):
         layers : sequence of mappings, or of layers, optional
             Layers that differ: a mapping for each, of what is not as given above, out of
             num_kv_heads, head_dim, value_head_dim, dtype, key_dtype, value_dtype, group_size,
-            scale_dtype and window. Or layer objects, which the cache takes over with their tokens: from then on they are
-            changed through it alone. They have to stand at one position.
+            scale_dtype and window. Or layer objects, which the cache takes over with their tokens:
+            from then on they are changed through it alone. They have to stand at one position.
 
         Raises
         ------

@@ -282,7 +282,8 @@ class CacheState(CacheFacts):
         """What of the cache's rule an empty layer has."""
         config, rule = layer._config, self._key_rule
         return KeyRule(
-            rule.auto_offset and config.key_format.has_scales, rule.auto_scale and config.has_auto_scale
+            rule.auto_offset and config.key_format.has_scales,
+            rule.auto_scale and config.has_auto_scale,
         )
 
     @classmethod

@@ -6,10 +6,10 @@ The format is safetensors, which other tools can read. Per layer i it holds
     layers.{i}.key_scales, layers.{i}.value_scales   (tokens, num_kv_heads, num_groups) F32 or F16
     layers.{i}.key_offset, layers.{i}.key_scale      (num_kv_heads, head_dim) F32, if it has one
 
-and as metadata, all text, the fields of ``FIELDS``, ``value_dtype`` and ``value_head_dim`` where values have another
-width than keys, ``key_scale`` where layers take theirs from their first tokens, ``layers`` where
-layers differ or have windows, ``sha256`` over everything else, and the user's own under "user.".
-tokens are length, less those that the layer's window has dropped.
+and as metadata, all text, the fields of ``FIELDS``, ``value_dtype`` and ``value_head_dim`` where
+values have another type and width than keys, ``key_scale`` where layers take theirs from their
+first tokens, ``layers`` where layers differ or have windows, ``sha256`` over everything else, and
+the user's own under "user.". tokens are length, less those that the layer's window has dropped.
 Versions of kvedge that do not know a field refuse the files that have it.
 """
 

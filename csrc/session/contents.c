@@ -206,8 +206,7 @@ void kvedge_put_layers(kvedge_output *out, const kvedge_contents *contents, cons
     put_if_other(&m, "head_dim", own->head_dim, common->head_dim);
     put_if_other(&m, "value_head_dim", own->value_head_dim, common->value_head_dim);
     if (format != common_format) put_text(&m, "dtype", format->name);
-    if (strcmp(value_format_name(own), value_format_name(common)))
-      put_text(&m, "value_dtype", value_format_name(own));
+    if (strcmp(value_format_name(own), value_format_name(common))) put_text(&m, "value_dtype", value_format_name(own));
     if (!has_scales) {
       if (common_has_scales) put_text(&m, "group_size", ""), put_text(&m, "scale_dtype", "");
     } else {

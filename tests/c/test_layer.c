@@ -82,8 +82,16 @@ static const kvedge_layer_config good[] = {
     {.capacity = 20, .num_kv_heads = 3, .head_dim = 21, .format = KVEDGE_GRID3, .scale_type = KVEDGE_SCALE_FLOAT16},
     {.capacity = 20, .num_kv_heads = 2, .head_dim = 64, .format = KVEDGE_GRID4},
     {.capacity = 20, .num_kv_heads = 2, .head_dim = 70, .format = KVEDGE_GRID7, .group_size = 32},
-    {.capacity = 20, .num_kv_heads = 2, .head_dim = 33, .format = KVEDGE_INT8, .value_format = KVEDGE_VALUES(KVEDGE_FLOAT16)},
-    {.capacity = 20, .num_kv_heads = 2, .head_dim = 33, .format = KVEDGE_FLOAT32, .value_format = KVEDGE_VALUES(KVEDGE_INT8)},
+    {.capacity = 20,
+     .num_kv_heads = 2,
+     .head_dim = 33,
+     .format = KVEDGE_INT8,
+     .value_format = KVEDGE_VALUES(KVEDGE_FLOAT16)},
+    {.capacity = 20,
+     .num_kv_heads = 2,
+     .head_dim = 33,
+     .format = KVEDGE_FLOAT32,
+     .value_format = KVEDGE_VALUES(KVEDGE_INT8)},
 };
 enum { NUM_GOOD = sizeof good / sizeof good[0] };
 

@@ -74,7 +74,12 @@ def test_copies_files_and_pickles_keep_both(tmp_path, keys, values):
 
 
 def test_layers_of_a_file_differ_in_their_values(tmp_path):
-    layers = [{}, {"value_dtype": "float16"}, {"dtype": "float32"}, {"dtype": "fp8_e4m3", "value_dtype": "fp8_e4m3"}]
+    layers = [
+        {},
+        {"value_dtype": "float16"},
+        {"dtype": "float32"},
+        {"dtype": "fp8_e4m3", "value_dtype": "fp8_e4m3"},
+    ]
     cache = kvedge.KVCache(4, HEADS, DIM, value_dtype="int8", layers=layers)
     for layer in range(4):
         cache.append(layer, *rows(layer))

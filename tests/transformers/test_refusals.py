@@ -72,7 +72,7 @@ def test_keys_that_are_not_finite(model):
         ({"key_offset": [None]}, "key_offset"),
         ({"dtype": ["int8", "float32", "int8"]}, "each of 4 layers, not 3"),
         ({"dtype": "float32", "key_offset": [np.zeros((2, 16), np.float32)] * 4}, "key_offset"),
-        ({"window": 8}, "window is no option of a KvedgeCache: it has dtype, group_size"),
+        ({"window": 8}, "window is no option of a KvedgeCache: it has dtype, key_dtype, value_d"),
     ],
 )
 def test_options(model, options, message):
