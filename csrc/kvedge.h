@@ -92,6 +92,8 @@ typedef struct {
  * value = code * scale. KVEDGE_FLOAT32 keeps the values, KVEDGE_FLOAT16 and KVEDGE_BFLOAT16 round them to 16 bits;
  * KVEDGE_FP8_E4M3 and KVEDGE_FP8_E5M2 to the 8 bits of OCP's types, where what lies beyond the largest, 448 and 57344,
  * becomes the largest and is no error.
+ * KVEDGE_INT4 keeps one of 16 levels per value, two to a byte, and a scale per group: value = level * scale. A group of
+ * 32 loses less than a row does. Values bear it better than keys: docs/formats.md.
  * KVEDGE_GRID2 to KVEDGE_GRID8 keep one of 2^bits levels per value, as bits one after the other, and one scale per group:
  * value = level * scale. Levels suit a normal distribution: rotate rows by a random orthogonal matrix first, the query as
  * the keys, and the result back as values were. No path has kernels for them: they are decoded block by block. */
@@ -104,6 +106,7 @@ typedef enum {
   KVEDGE_BFLOAT16 = 3,
   KVEDGE_FP8_E4M3 = 4,
   KVEDGE_FP8_E5M2 = 5,
+  KVEDGE_INT4 = 6,
   KVEDGE_GRID2 = 66, /* 64 + bits; not counted below */
   KVEDGE_GRID3,
   KVEDGE_GRID4,
@@ -112,7 +115,7 @@ typedef enum {
   KVEDGE_GRID7,
   KVEDGE_GRID8,
 } kvedge_format;
-enum { KVEDGE_NUM_FORMATS = 6 };
+enum { KVEDGE_NUM_FORMATS = 7 };
 typedef enum { KVEDGE_SCALE_FLOAT32 = 0, KVEDGE_SCALE_FLOAT16 = 1 } kvedge_scale_type;
 
 typedef struct {

@@ -21,6 +21,7 @@ cdef extern from "kvedge.h" nogil:
         KVEDGE_BFLOAT16
         KVEDGE_FP8_E4M3
         KVEDGE_FP8_E5M2
+        KVEDGE_INT4
 
     enum:
         KVEDGE_NUM_FORMATS

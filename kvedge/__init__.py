@@ -65,6 +65,7 @@ else:
             Float32KvLayer,
             Fp8E4m3KvLayer,
             Fp8E5m2KvLayer,
+            Int4KvLayer,
             QuantizedKvLayer,
         )
     else:
@@ -81,6 +82,7 @@ __all__ = [
     "Float32KvLayer",
     "Fp8E4m3KvLayer",
     "Fp8E5m2KvLayer",
+    "Int4KvLayer",
     "Fp8KvLayer",
     "HeadOutOfRangeError",
     "InvalidArgumentError",

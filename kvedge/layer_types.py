@@ -17,7 +17,7 @@ from kvedge.layer import LayerMethods
 
 __all__ = ["Fp8KvLayer", "layer_classes"]
 
-# What ends the docstring of a class without scales.
+# What ends the docstring of the other classes.
 _PARAMETERS = """
 
     Parameters
@@ -39,6 +39,8 @@ _PARAMETERS = """
         two windows, or a prompt's length for as long as it is needed.
     key_scale : array or "auto", optional
         As of :class:`kvedge.QuantizedKvLayer`; "auto" is none for formats of more than 8 bits.
+    group_size, scale_dtype, key_offset
+        As of :class:`kvedge.QuantizedKvLayer`, where keys or values are int4 or int8.
 
     Raises
     ------
@@ -145,6 +147,18 @@ class Fp8E5m2LayerMethods(LayerMethods):
     _dtype = "fp8_e5m2"
 
 
+class Int4LayerMethods(LayerMethods):
+    """Keys and values of one layer, stored as one of 16 levels each, with a scale per group.
+
+    Half the bytes of int8, at a loss that models show: docs/formats.md has the measurements. Values
+    bear it better than keys, which ``value_dtype="int4"`` of another layer class is for. A
+    ``group_size`` of 32 loses less than a row does. ``key_codes`` and ``value_codes`` show two codes
+    to a byte, uint8 (len, num_kv_heads, ceil(head_dim / 2)).
+    """
+
+    _dtype = "int4"
+
+
 _CLASSES: tuple[type[LayerMethods], ...] = (
     QuantizedLayerMethods,
     Float32LayerMethods,
@@ -152,6 +166,7 @@ _CLASSES: tuple[type[LayerMethods], ...] = (
     Bfloat16LayerMethods,
     Fp8E4m3LayerMethods,
     Fp8E5m2LayerMethods,
+    Int4LayerMethods,
 )
 
 

@@ -83,7 +83,9 @@ static void plan_kernels(kvedge_attention *a) {
   a->kernels = kvedge_active();
   for (int s = 0; s < SIDES; s++) {
     const unsigned format = a->view.side[s].format->id; /* grids have no cells */
-    a->decodes[s] = format >= KVEDGE_NUM_FORMATS || !a->kernels->cells[format].scores;
+    const kvedge_row_shape *rows = &a->view.side[s].shape;
+    const int whole_bytes = rows->num_groups <= 1 || rows->group_size * a->view.side[s].format->bits % 8 == 0;
+    a->decodes[s] = format >= KVEDGE_NUM_FORMATS || !a->kernels->cells[format].scores || !whole_bytes;
     a->cells[s] = &a->kernels->cells[a->decodes[s] ? KVEDGE_FLOAT32 : format];
   }
   const int grouped = keys->shape.num_groups && !a->decodes[KEYS];

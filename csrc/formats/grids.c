@@ -21,16 +21,6 @@
  * more), but for what lies beyond the last one. The rest is for rounding a scale to half precision. */
 #define LARGEST_SCALE 2.25f
 
-/* Sum of x[0..n-1] by halves; changes x, which has room for the next power of two. */
-static double sum_by_halves(double *x, int n) {
-  int size = 1;
-  while (size < n) size *= 2;
-  for (int i = n; i < size; i++) x[i] = 0.0;
-  for (int half = size / 2; half > 0; half /= 2)
-    for (int i = 0; i < half; i++) x[i] += x[i + half];
-  return x[0];
-}
-
 /* Half way between the levels of codes `code` - 1 and `code`. */
 static inline double boundary_below(const float *level, unsigned code) {
   return (double)((level[code - 1] + level[code]) / 2.0f);
@@ -49,17 +39,12 @@ static inline float encode_group(int bits, const float *level, const double *bou
                                  uint8_t *codes) {
   double terms[KVEDGE_MAX_HEAD_DIM];
   for (int d = 0; d < n; d++) terms[d] = (double)x[d] * (double)x[d];
-  const double rms = sqrt(sum_by_halves(terms, n) / n), inverse = rms > 0.0 ? 1.0 / rms : 0.0;
+  const double rms = sqrt(kvedge_sum_by_halves(terms, n) / n), inverse = rms > 0.0 ? 1.0 / rms : 0.0;
   for (int d = 0; d < n; d++) codes[d] = (uint8_t)nearest_code(bits, boundary, (double)x[d] * inverse);
   for (int d = 0; d < n; d++) terms[d] = (double)x[d] * (double)level[codes[d]];
-  const double product = sum_by_halves(terms, n);
+  const double product = kvedge_sum_by_halves(terms, n);
   for (int d = 0; d < n; d++) terms[d] = (double)level[codes[d]] * (double)level[codes[d]];
-  return (float)(product / sum_by_halves(terms, n));
-}
-
-static void store_scale(kvedge_scale_type type, void *scales, int group, float scale) {
-  if (type == KVEDGE_SCALE_FLOAT16) ((uint16_t *)scales)[group] = kvedge_half_of_float(scale);
-  else ((float *)scales)[group] = scale;
+  return (float)(product / kvedge_sum_by_halves(terms, n));
 }
 
 static void pack(int bits, const uint8_t *codes, int n, uint8_t *out) {
@@ -83,7 +68,7 @@ static inline void encode_rows(int bits, const float *level, const kvedge_row_sh
     void *row_scales = (char *)scales + (size_t)row * kvedge_scale_row_bytes(shape);
     for (int g = 0, start = 0; g < shape->num_groups; g++, start += shape->group_size) {
       const int left = shape->dim - start, n = left < shape->group_size ? left : shape->group_size;
-      store_scale(shape->scale_type, row_scales, g, encode_group(bits, level, boundary, x + start, n, room + start));
+      kvedge_store_scale(shape->scale_type, row_scales, g, encode_group(bits, level, boundary, x + start, n, room + start));
     }
     pack(bits, room, shape->dim, (uint8_t *)codes + (size_t)row * row_bytes);
   }

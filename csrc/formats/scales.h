@@ -7,6 +7,22 @@
 #include "formats/format.h"
 #include "formats/half.h"
 
+/* A scale, to nearest. */
+static inline void kvedge_store_scale(kvedge_scale_type type, void *scales, int group, float scale) {
+  if (type == KVEDGE_SCALE_FLOAT16) ((uint16_t *)scales)[group] = kvedge_half_of_float(scale);
+  else ((float *)scales)[group] = scale;
+}
+
+/* Sum of x[0..n-1] by halves; changes x, which has room for the next power of two. */
+static inline double kvedge_sum_by_halves(double *x, int n) {
+  int size = 1;
+  while (size < n) size *= 2;
+  for (int i = n; i < size; i++) x[i] = 0.0;
+  for (int half = size / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; i++) x[i] += x[i + half];
+  return x[0];
+}
+
 /* At least a scale as it is stored; INFINITY: its type cannot hold it. */
 static inline float kvedge_stored_scale_bound(const kvedge_row_shape *shape, float scale) {
   if (shape->scale_type == KVEDGE_SCALE_FLOAT32) return scale;

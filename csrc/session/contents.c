@@ -50,7 +50,8 @@ kvedge_tensor kvedge_contents_tensor(const kvedge_contents *contents, int index,
       .num_dims = 3, .shape = {kvedge_held_tokens(contents->session, &layer), config->num_kv_heads, dim}
   };
   if (tensor == KEY_CODES || tensor == VALUE_CODES) {
-    t.type = format->file_type, t.item_bytes = format->bits / 8;
+    t.type = format->file_type, t.item_bytes = format->bits < 8 ? 1 : format->bits / 8;
+    t.shape[2] = (int64_t)kvedge_row_bytes(format, dim) / t.item_bytes;
   } else if (tensor == KEY_SCALES || tensor == VALUE_SCALES) {
     t.type = halves ? "F16" : "F32", t.item_bytes = halves ? 2 : 4, t.shape[2] = rows.num_groups;
   } else {

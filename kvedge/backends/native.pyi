@@ -15,6 +15,7 @@ from kvedge.layer_types import (
     Float32LayerMethods,
     Fp8E4m3LayerMethods,
     Fp8E5m2LayerMethods,
+    Int4LayerMethods,
     QuantizedLayerMethods,
 )
 from kvedge.paged.store import BlockStoreMethods
@@ -37,6 +38,7 @@ class Float16KvLayer(Float16LayerMethods): ...
 class Bfloat16KvLayer(Bfloat16LayerMethods): ...
 class Fp8E4m3KvLayer(Fp8E4m3LayerMethods): ...
 class Fp8E5m2KvLayer(Fp8E5m2LayerMethods): ...
+class Int4KvLayer(Int4LayerMethods): ...
 
 class KVCache(CacheMethods):
     def layer(
@@ -48,6 +50,7 @@ class KVCache(CacheMethods):
         | Bfloat16KvLayer
         | Fp8E4m3KvLayer
         | Fp8E5m2KvLayer
+        | Int4KvLayer
     ): ...
 
 class BlockStore(BlockStoreMethods): ...

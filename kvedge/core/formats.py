@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvedge.core import fp8, grids, half, int8
+from kvedge.core import fp8, grids, half, int4, int8
 from kvedge.core.rows import RowShape
 
 __all__ = ["FORMATS", "GRIDS", "SCALE_TYPES", "WITH_SCALES", "Format", "ScaleType", "format_of"]
@@ -177,6 +177,21 @@ FORMATS: dict[str, Format] = {
         ),
         _fp8("fp8_e4m3", 4, "F8_E4M3", fp8.E4M3),
         _fp8("fp8_e5m2", 5, "F8_E5M2", fp8.E5M2),
+        Format(
+            name="int4",
+            c_code=6,
+            codes=np.dtype(np.uint8),
+            bits=4,
+            file_type="U8",
+            has_scales=True,
+            encode=int4.encode,
+            decode=int4.decode,
+            refuse=int4.refuse,
+            limit=int4.limit,
+            largest=int4.largest,
+            fault_of_codes=lambda codes: None,  # every code has a level
+            fault_of_scales=int4.fault_of_scales,
+        ),
     )
 }
 

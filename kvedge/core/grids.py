@@ -23,7 +23,7 @@ from kvedge.core.grid_levels import POSITIVE_LEVELS
 from kvedge.core.rows import RowShape
 from kvedge.errors import ScaleRangeError
 
-__all__ = ["Grid", "limit", "refuse"]
+__all__ = ["Grid", "limit", "refuse", "sum_by_halves"]
 
 # A scale is at most 2.2 times the largest magnitude; see csrc/formats/grids.c.
 _LARGEST_SCALE = 2.25
@@ -51,12 +51,12 @@ class Grid:
         for group in range(shape.num_groups):
             at = slice(group * shape.group_size, min((group + 1) * shape.group_size, shape.dim))
             x = rows[..., at].astype(np.float64)
-            rms = np.sqrt(_sum_by_halves(x * x) / x.shape[-1])
+            rms = np.sqrt(sum_by_halves(x * x) / x.shape[-1])
             with np.errstate(divide="ignore", over="ignore", under="ignore"):
                 inverse = np.where(rms > 0, 1.0 / rms, 0.0)
                 codes[..., at] = np.searchsorted(boundaries, x * inverse[..., np.newaxis], "right")
                 level = levels[codes[..., at]].astype(np.float64)
-                scale = _sum_by_halves(x * level) / _sum_by_halves(level * level)
+                scale = sum_by_halves(x * level) / sum_by_halves(level * level)
                 scales[..., group] = scale.astype(np.float32).astype(shape.scale_dtype)
         return self.pack(codes), scales
 
@@ -117,7 +117,7 @@ def limit(shape: RowShape) -> float:
     return _LARGEST[shape.scale_dtype] / _LARGEST_SCALE
 
 
-def _sum_by_halves(x: np.ndarray) -> np.ndarray:
+def sum_by_halves(x: np.ndarray) -> np.ndarray:
     """Sums over the last axis, in the one order that all machines share."""
     size = 1 << (x.shape[-1] - 1).bit_length()
     if size != x.shape[-1]:

@@ -7,19 +7,25 @@
  */
 #include "tables.h"
 
+#include "formats/format.h"
+#include "formats/int4_levels.h"
+
 static const kvedge_cell *cell; /* under test, of `format` */
 static kvedge_format format;
 static const struct {
   const char *name;
-  int size; /* bytes of an element */
+  int bits; /* of an element */
 } formats[KVEDGE_NUM_FORMATS] = {
-    [KVEDGE_INT8] = {"int8",     1},
-      [KVEDGE_FLOAT32] = {"float32",  4},
-      [KVEDGE_FLOAT16] = {"float16",  2},
-    [KVEDGE_BFLOAT16] = {"bfloat16", 2},
-      [KVEDGE_FP8_E4M3] = {"fp8_e4m3", 1},
-      [KVEDGE_FP8_E5M2] = {"fp8_e5m2", 1}
+    [KVEDGE_INT8] = {"int8",     8},
+      [KVEDGE_FLOAT32] = {"float32",  32},
+      [KVEDGE_FLOAT16] = {"float16",  16},
+    [KVEDGE_BFLOAT16] = {"bfloat16", 16},
+      [KVEDGE_FP8_E4M3] = {"fp8_e4m3", 8},
+      [KVEDGE_FP8_E5M2] = {"fp8_e5m2", 8},
+    [KVEDGE_INT4] = {"int4",     4}
 };
+
+static size_t bytes_of(int elements) { return kvedge_packed_bytes(elements, formats[format].bits); }
 
 static const float untouched = 12345.678f;
 static double expected[KVEDGE_STACK * 1024], allowed[KVEDGE_STACK * 1024];
@@ -34,6 +40,9 @@ static void fail_at(shape at, int query, int index, double got, double should_be
 typedef enum { PLAIN, EXTREME, TINY, NUM_KINDS } row_kind;
 
 static int is_fp8(void) { return format == KVEDGE_FP8_E4M3 || format == KVEDGE_FP8_E5M2; }
+
+/* Are elements integers of 8 bits, or levels that are, with scales? */
+static int is_scaled(void) { return format == KVEDGE_INT8 || format == KVEDGE_INT4; }
 
 /* Are all elements between 2^-24 and 2^16? */
 static int is_narrow(void) { return format == KVEDGE_FLOAT16 || is_fp8(); }
@@ -55,9 +64,13 @@ static uint16_t random_half(row_kind kind) {
 }
 
 /* t + d: extreme codes differ from row to row and from channel to channel. */
-static void store_element(char *to, row_kind kind, int t, int d) {
+static void store_element(char *row, row_kind kind, int t, int d) {
+  char *to = row + d * formats[format].bits / 8;
   const float sign = (t / 2 + d / 3) % 2 ? 1.0f : -1.0f;
-  if (format == KVEDGE_INT8) {
+  if (format == KVEDGE_INT4) {
+    const int code = kind == EXTREME ? (sign > 0 ? 15 : 0) : kind == TINY ? 7 + random_below(2) : random_below(16);
+    *to = (char)(d % 2 ? (*to & 15) | code << 4 : (*to & ~15) | code);
+  } else if (format == KVEDGE_INT8) {
     *(int8_t *)to = (int8_t)(kind == EXTREME ? 127 * sign
                              : kind == TINY  ? random_below(3) - 1
                                              : random_below(255) - 127);
@@ -77,10 +90,13 @@ static void store_element(char *to, row_kind kind, int t, int d) {
   }
 }
 
-static double element(const char *from) {
+/* Element d of a row. */
+static double element(const char *row, int d) {
+  const char *from = row + d * formats[format].bits / 8;
   uint16_t half;
   uint32_t bits;
   float x;
+  if (format == KVEDGE_INT4) return kvedge_int4_levels[*(const uint8_t *)from >> 4 * (d % 2) & 15];
   if (format == KVEDGE_INT8) return *(const int8_t *)from;
   if (format == KVEDGE_FLOAT32) return memcpy(&x, from, sizeof x), x;
   if (format == KVEDGE_FP8_E4M3) {
@@ -123,7 +139,7 @@ static block new_tile_rows(int num_rows, size_t offset, size_t bytes, size_t str
 /* Half of the tiles prefetch, memory that may not be read. */
 static void add_prefetch(tile_rows *r, shape at, int num_blocks) {
   static char *no_access;
-  const size_t bytes = (size_t)(KVEDGE_BLOCK * at.dim * formats[format].size);
+  const size_t bytes = KVEDGE_BLOCK * bytes_of(at.dim);
   if (!no_access) no_access = mmap(NULL, 4 << 20, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   r->prefetch = new_block((size_t)num_blocks * sizeof(char *));
   r->tile.next.in_order = random_below(2), r->tile.next.offset = random_below(4096);
@@ -147,10 +163,10 @@ static void add_scales(tile_rows *r, int num_tokens, float largest) {
 
 /* factor: of float rows; of int8 rows the largest scale */
 static tile_rows new_tile(shape at, int heads, row_kind kind, float factor) {
-  const int size = formats[format].size, num_blocks = end_of_blocks(at.num_tokens) / KVEDGE_BLOCK;
+  const int num_blocks = end_of_blocks(at.num_tokens) / KVEDGE_BLOCK;
   const int in_order = random_below(2), width = heads * at.dim, align = heads > 1 ? 16 : 1;
-  const size_t bytes = (size_t)(width * size), offset = (size_t)(align * random_below(80 / align) * size);
-  const size_t stride = bytes + (size_t)(random_below(2) ? 0 : align * (1 + random_below(80 / align)) * size);
+  const size_t bytes = bytes_of(width), offset = bytes_of(align * random_below(80 / align));
+  const size_t stride = bytes + (random_below(2) ? 0 : bytes_of(align * (1 + random_below(80 / align))));
   tile_rows r = {.num_rows = in_order ? 1 : num_blocks, .heads = heads};
   r.table = new_block((size_t)num_blocks * sizeof(char *));
   char **blocks = r.table.data;
@@ -165,10 +181,10 @@ static tile_rows new_tile(shape at, int heads, row_kind kind, float factor) {
                          .token_stride = (ptrdiff_t)stride,
                          .num_tokens = at.num_tokens,
                          .dim = at.dim,
-                         .factor = format == KVEDGE_INT8 ? NAN : factor};
+                         .factor = is_scaled() ? NAN : factor};
   for (int t = 0; t < at.num_tokens; t++)
-    for (int d = 0; d < width; d++) store_element(row_of(&r, t) + d * size, kind, t, d);
-  if (format == KVEDGE_INT8) add_scales(&r, at.num_tokens, factor);
+    for (int d = 0; d < width; d++) store_element(row_of(&r, t), kind, t, d);
+  if (is_scaled()) add_scales(&r, at.num_tokens, factor);
   add_prefetch(&r, at, num_blocks);
   return r;
 }
@@ -181,7 +197,7 @@ static void free_tile(tile_rows *r) {
 
 /* What element d of a head's row t stands for, but for its scale. */
 static double tile_element(const tile_rows *r, int head, int t, int d) {
-  return element(row_of(r, t) + (head * r->tile.dim + d) * formats[format].size);
+  return element(row_of(r, t), head * r->tile.dim + d);
 }
 
 static double tile_scale(const tile_rows *r, int head, int t) {
@@ -200,7 +216,7 @@ static const double *elements_of_head(const tile_rows *r, int head) {
 static float random_factor(row_kind kind, int of_values) {
   const float largest_scales[] = {1.0f, 1.0f, 1.0f, 0.01f, 0x1p61f, 1e-30f, 1e-38f, 1e-42f, 0.0f};
   const float of_extreme[] = {0x1p-120f, 0x1p-100f, 0x1p-40f}, of_plain[] = {1.0f, 1.0f, 0.25f, 0x1p-20f};
-  if (format == KVEDGE_INT8) return largest_scales[random_below(of_values ? 9 : 6)];
+  if (is_scaled()) return largest_scales[random_below(of_values ? 9 : 6)];
   if (kind == EXTREME) return is_narrow() ? of_plain[random_below(4)] : of_extreme[random_below(3)];
   return kind == TINY && !of_values && random_below(2) ? 0x1p60f : of_plain[random_below(4)];
 }
@@ -340,8 +356,8 @@ static void expect_scores(const kvedge_query *q, int planes, const tile_rows *r,
   /* Sums of floats lose up to half a unit per addition; digits' sums are joined as floats. Rows and products that are
    * denormal may count as 0. */
   const int of_floats = !q->codes || (has_words() && planes == 3);
-  const double rounding = format != KVEDGE_INT8 ? 2e-6 : of_floats ? 3e-7 + 3e-8 * q->dim : 4.2e-7;
-  const double denormal = format == KVEDGE_INT8 ? 1e-44
+  const double rounding = !is_scaled() ? 2e-6 : of_floats ? 3e-7 + 3e-8 * q->dim : 4.2e-7;
+  const double denormal = is_scaled() ? 1e-44
                           : is_narrow()         ? 5e-38 * q->dim
                                                 : 5e-38 * q->dim * fmax(r->tile.factor, 1.0);
   const double *elements = elements_of_head(r, 0);
@@ -441,7 +457,7 @@ static void free_weighing(weighing *w) {
 /* expected and allowed, both (num_queries, dim), of a weighing that has not yet begun */
 static void expect_weighing(const weighing *w, shape at, const tile_rows *r) {
   const double steps[] = {0, 0x1p-7, 0x1p-15, 0x1p-24}; /* of a weight, relative to the largest; at most one step */
-  const double step = format == KVEDGE_INT8 ? steps[w->probabilities.planes] : 0.0;
+  const double step = is_scaled() ? steps[w->probabilities.planes] : 0.0;
   const double *elements = elements_of_head(r, 0);
   for (int i = 0; i < at.num_queries; i++) {
     const int head = r->heads > 1 ? i : 0;
@@ -461,7 +477,7 @@ static void expect_weighing(const weighing *w, shape at, const tile_rows *r) {
     for (int d = 0; d < at.dim; d++) {
       const double kept = (double)w->acc[i * w->to.stride + d] * w->rescale[i];
       sum[d] += kept;
-      if (format == KVEDGE_INT8) /* weights that are nothing beside those of some other tile may be 0 */
+      if (is_scaled()) /* weights that are nothing beside those of some other tile may be 0 */
         error[d] = (step * largest + 0x1p-100) * total[d] + 6e-7 * size[d] + 2e-7 * fabs(kept) + 1e-37;
       else error[d] = 2e-6 * (size[d] + fabs(kept)) + (is_narrow() ? 1e-36 : 1e-33);
     }
@@ -502,8 +518,8 @@ static void hidden_case(shape at, int heads, int all) {
     for (int t = 0; t < at.num_tokens; t++) {
       if (!is_hidden[t]) continue;
       char *row = row_of(&values, t);
-      if (!huge) memset(row, 0, (size_t)(heads * at.dim * formats[format].size));
-      for (int d = 0; d < heads * at.dim && huge; d++) store_element(row + d * formats[format].size, EXTREME, t, d);
+      if (!huge) memset(row, 0, bytes_of(heads * at.dim));
+      for (int d = 0; d < heads * at.dim && huge; d++) store_element(row, EXTREME, t, d);
       for (int h = 0; h < heads && values.tile.scales; h++)
         ((float *)values.scales.data)[h * values.tile.scale_stride + t] = huge ? 0x1p61f : 0.0f;
     }

@@ -101,7 +101,7 @@ static void check_bad_configs(kvedge_layer_config config) {
 
 static kvedge_layer_config next_config(void) {
   unsigned other = next_byte(); /* half of the layers are int8 */
-  kvedge_layer_config config = {.format = (kvedge_format)(other % 2 ? 1 + other / 2 % (KVEDGE_NUM_FORMATS - 1) : 0),
+  kvedge_layer_config config = {.format = (kvedge_format)(other % 2 ? 1 + other / 2 % (KVEDGE_INT4 - 1) : 0),
                                 .scale_type = next_byte() % 2 ? KVEDGE_SCALE_FLOAT16 : KVEDGE_SCALE_FLOAT32};
   config.head_dim = one_in(3) ? ONE_OF(int, 8, 16, 32, 64, 80, 128) : 1 + next_below(130);
   config.num_kv_heads = 1 + next_below(next_below(4) == 3 ? 8 : 3);

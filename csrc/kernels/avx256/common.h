@@ -208,6 +208,9 @@ static void KVEDGE_NAME(transpose_scales)(const void *scales, kvedge_scale_type 
       .cells = {[KVEDGE_INT8] = {.encode_query = KVEDGE_ENCODE_QUERY,                                              \
                                  .scores = KVEDGE_NAME(scores_int8),                                               \
                                  .weighted_sum = KVEDGE_NAME(weighted_sum_int8)},                                  \
+                [KVEDGE_INT4] = {.encode_query = KVEDGE_ENCODE_QUERY,                                              \
+                                 .scores = KVEDGE_NAME(scores_int4),                                               \
+                                 .weighted_sum = KVEDGE_NAME(weighted_sum_int4)},                                  \
                 [KVEDGE_FLOAT32] = KVEDGE_FLOAT_CELL(float32),                                                     \
                 [KVEDGE_FLOAT16] = KVEDGE_FLOAT_CELL(float16),                                                     \
                 [KVEDGE_BFLOAT16] = KVEDGE_FLOAT_CELL(bfloat16),                                                     \

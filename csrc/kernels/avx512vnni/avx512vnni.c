@@ -15,6 +15,7 @@
 #include "kernels/kernels.h"
 
 #if defined(__x86_64__)
+#include "formats/int4_levels.h"
 #include "kernels/avx512vnni/common.h"
 #define KVEDGE_NAME(function) function##_avx512vnni
 #include "kernels/avx512vnni/floats.h"
@@ -195,6 +196,24 @@ static void weighted_sum_of_heads_int8_avx512vnni(const kvedge_probabilities *p,
   else weighted_sum_of_heads_1_avx512vnni(p, values, to);
 }
 
+/* ---- int4 ---- */
+
+/* Levels of 64 channels from 32 bytes; of the last ones, only bytes that are there are read. */
+static inline void widen_row(const uint8_t *codes, int n, int8_t *out) {
+  const __m512i levels = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)kvedge_int4_levels));
+  for (int d = 0; d < n; d += 64) {
+    const __m256i bytes = _mm256_maskz_loadu_epi8((__mmask32)first_bytes((n - d + 1) / 2), codes + d / 2);
+    const __m512i pairs = _mm512_cvtepu8_epi16(bytes);
+    const __m512i low = _mm512_and_si512(pairs, _mm512_set1_epi16(0x0f));
+    const __m512i high = _mm512_and_si512(_mm512_slli_epi16(pairs, 4), _mm512_set1_epi16(0x0f00));
+    _mm512_storeu_si512(out + d, _mm512_shuffle_epi8(levels, _mm512_or_si512(low, high)));
+  }
+}
+
+#include "kernels/int4.h"
+KVEDGE_INT4_FUNCTIONS(avx512vnni, scores_int8_avx512vnni, weighted_sum_int8_avx512vnni)
+KVEDGE_INT4_HEADS(avx512vnni, scores_of_heads_int8_avx512vnni, weighted_sum_of_heads_int8_avx512vnni)
+
 static uint64_t read_bytes_avx512vnni(const void *p, size_t n) {
   const char *bytes = p;
   __m512i lane[8];
@@ -261,6 +280,11 @@ const kvedge_kernels kvedge_kernels_avx512vnni = {
                                .weighted_sum = weighted_sum_int8_avx512vnni,
                                .scores_of_heads = scores_of_heads_int8_avx512vnni,
                                .weighted_sum_of_heads = weighted_sum_of_heads_int8_avx512vnni},
+               [KVEDGE_INT4] = {.encode_query = encode_query_avx512vnni,
+                                .scores = scores_int4_avx512vnni,
+                                .weighted_sum = weighted_sum_int4_avx512vnni,
+                                .scores_of_heads = scores_of_heads_int4_avx512vnni,
+                                .weighted_sum_of_heads = weighted_sum_of_heads_int4_avx512vnni},
                [KVEDGE_FLOAT32] = KVEDGE_FLOAT_CELL(float32),
                [KVEDGE_FLOAT16] = KVEDGE_FLOAT_CELL(float16),
                [KVEDGE_BFLOAT16] = KVEDGE_FLOAT_CELL(bfloat16),

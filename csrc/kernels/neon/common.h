@@ -17,6 +17,7 @@
 #include <math.h>
 #include <string.h>
 
+#include "formats/int4_levels.h"
 #include "kernels/kernels.h"
 #include "kernels/exp2.h"
 #include "kernels/logits.h"
@@ -590,6 +591,25 @@ KVEDGE_NEON_KERNELS(bfloat16, KVEDGE_BFLOAT16)
 KVEDGE_NEON_KERNELS(fp8_e4m3, KVEDGE_FP8_E4M3)
 KVEDGE_NEON_KERNELS(fp8_e5m2, KVEDGE_FP8_E5M2)
 
+/* ---- int4 ---- */
+
+/* Levels of 32 channels from 16 bytes, and the last ones one by one. */
+static inline void widen_row(const uint8_t *codes, int n, int8_t *out) {
+  int d = 0;
+#if defined(__aarch64__)
+  const int8x16_t levels = vld1q_s8(kvedge_int4_levels);
+  for (; d + 32 <= n; d += 32) {
+    const uint8x16_t pairs = vld1q_u8(codes + d / 2);
+    const uint8x16_t low = vandq_u8(pairs, vdupq_n_u8(15)), high = vshrq_n_u8(pairs, 4);
+    vst1q_s8(out + d, vqtbl1q_s8(levels, vzip1q_u8(low, high)));
+    vst1q_s8(out + d + 16, vqtbl1q_s8(levels, vzip2q_u8(low, high)));
+  }
+#endif
+  for (; d < n; d++) out[d] = kvedge_int4_levels[codes[d / 2] >> 4 * (d % 2) & 15];
+}
+
+#include "kernels/int4.h"
+
 /* ---- the yardsticks ---- */
 
 static uint64_t read_bytes_neon(const void *p, size_t n) {
@@ -605,11 +625,12 @@ static uint64_t read_bytes_neon(const void *p, size_t n) {
 
 enum { SUMS = 12 }; /* a product waits up to 7 cycles for the one before it in the same sum */
 
-#define KVEDGE_NEON_TABLE(isa_name, int8_cell, multiplied)                                                             \
+#define KVEDGE_NEON_TABLE(isa_name, int8_cell, int4_cell, multiplied)                                                            \
   {                                                                                                                    \
       .name = isa_name,                                                                                                \
       .tuning = {.step_bytes = 16 << 10, .parallel_work = 3 << 20 /* not measured */},                                 \
       .cells = {[KVEDGE_INT8] = int8_cell,                                                                             \
+                 [KVEDGE_INT4] = int4_cell,                                                                             \
                  [KVEDGE_FLOAT32] = KVEDGE_NEON_CELL(float32),                                                          \
                  [KVEDGE_FLOAT16] = KVEDGE_NEON_CELL(float16),                                                          \
                  [KVEDGE_BFLOAT16] = KVEDGE_NEON_CELL(bfloat16),                                                        \

@@ -31,6 +31,7 @@ KVEDGE_TARGET_BEGIN("fpu=neon")
 #include "kernels/neon/common.h"
 
 KVEDGE_NEON_KERNELS(int8, KVEDGE_INT8)
+KVEDGE_INT4_FUNCTIONS(neon, scores_int8_neon, weighted_sum_int8_neon)
 
 static uint64_t multiply_neon(size_t n) {
   float32x4_t sum[SUMS], keys = vdupq_n_f32(1.0f);
@@ -45,7 +46,7 @@ static uint64_t multiply_neon(size_t n) {
   return (uint64_t)vgetq_lane_f32(sum[0], 0);
 }
 
-const kvedge_kernels kvedge_kernels_neon = KVEDGE_NEON_TABLE("neon", KVEDGE_NEON_CELL(int8), multiply_neon);
+const kvedge_kernels kvedge_kernels_neon = KVEDGE_NEON_TABLE("neon", KVEDGE_NEON_CELL(int8), KVEDGE_NEON_CELL(int4), multiply_neon);
 
 #ifdef TARGET_BEGUN
 KVEDGE_TARGET_END

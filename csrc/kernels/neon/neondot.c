@@ -303,6 +303,9 @@ static void weighted_sum_int8_neondot(const kvedge_probabilities *p, const kvedg
   else weigh_tile(p, 2, values, to);
 }
 
+KVEDGE_INT4_FUNCTIONS(neondot, scores_int8_neondot, weighted_sum_int8_neondot)
+#define KVEDGE_NEONDOT_INT4_CELL                                                                                       \
+  {.encode_query = encode_query_neondot, .scores = scores_int4_neondot, .weighted_sum = weighted_sum_int4_neondot}
 #define KVEDGE_NEONDOT_INT8_CELL                                                                                       \
   {.encode_query = encode_query_neondot, .scores = scores_int8_neondot, .weighted_sum = weighted_sum_int8_neondot}
 
@@ -320,7 +323,7 @@ static uint64_t multiply_neondot(size_t n) {
   return (uint64_t)vgetq_lane_s32(sum[0], 0);
 }
 
-const kvedge_kernels kvedge_kernels_neondot = KVEDGE_NEON_TABLE("neondot", KVEDGE_NEONDOT_INT8_CELL, multiply_neondot);
+const kvedge_kernels kvedge_kernels_neondot = KVEDGE_NEON_TABLE("neondot", KVEDGE_NEONDOT_INT8_CELL, KVEDGE_NEONDOT_INT4_CELL, multiply_neondot);
 
 KVEDGE_TARGET_END
 #endif

@@ -1,4 +1,5 @@
 /* The reference in C: what every other kernel file computes, one element at a time, on any CPU. */
+#include "formats/int4_levels.h"
 #include "kernels/portable.h"
 
 static uint32_t abs_max_bits_scalar(const float *x, size_t n) {
@@ -44,6 +45,13 @@ static void weighted_sum_int8_scalar(const kvedge_probabilities *p, const kvedge
   }
 }
 
+static void widen_row(const uint8_t *codes, int n, int8_t *out) {
+  for (int d = 0; d < n; d++) out[d] = kvedge_int4_levels[codes[d / 2] >> 4 * (d % 2) & 15];
+}
+
+#include "kernels/int4.h"
+KVEDGE_INT4_FUNCTIONS(scalar, scores_int8_scalar, weighted_sum_int8_scalar)
+
 #define DITHER_2(n) (n - 127.5f) / 256, (n + 0.5f) / 256
 #define DITHER_4(n) DITHER_2(n), DITHER_2(n + 64)
 #define DITHER_8(n) DITHER_4(n), DITHER_4(n + 32)
@@ -57,6 +65,7 @@ const kvedge_kernels kvedge_kernels_scalar = {
     .name = "scalar",
     .tuning = {.step_bytes = 16 << 10,                                                                   .parallel_work = 1 << 20},
     .cells = {[KVEDGE_INT8] = {.scores = scores_int8_scalar, .weighted_sum = weighted_sum_int8_scalar},
+               [KVEDGE_INT4] = {.scores = scores_int4_scalar, .weighted_sum = weighted_sum_int4_scalar},
                [KVEDGE_FLOAT32] = KVEDGE_PORTABLE_CELL(float32)                                                                  },
     .abs_max_bits = abs_max_bits_scalar,
     .quantize = quantize_scalar,
