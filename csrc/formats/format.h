@@ -58,8 +58,9 @@ static inline kvedge_row_shape kvedge_row_shape_of(const kvedge_format_info *for
 }
 
 extern const kvedge_format_info kvedge_format_int8, kvedge_format_float32, kvedge_format_float16,
-    kvedge_format_bfloat16, kvedge_format_fp8_e4m3, kvedge_format_fp8_e5m2, kvedge_format_int4, kvedge_format_grid2, kvedge_format_grid3,
-    kvedge_format_grid4, kvedge_format_grid5, kvedge_format_grid6, kvedge_format_grid7, kvedge_format_grid8;
+    kvedge_format_bfloat16, kvedge_format_fp8_e4m3, kvedge_format_fp8_e5m2, kvedge_format_int4, kvedge_format_grid2,
+    kvedge_format_grid3, kvedge_format_grid4, kvedge_format_grid5, kvedge_format_grid6, kvedge_format_grid7,
+    kvedge_format_grid8;
 
 /* NULL: there is no such format. */
 const kvedge_format_info *kvedge_format_of(kvedge_format format);

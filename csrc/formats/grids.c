@@ -68,7 +68,8 @@ static inline void encode_rows(int bits, const float *level, const kvedge_row_sh
     void *row_scales = (char *)scales + (size_t)row * kvedge_scale_row_bytes(shape);
     for (int g = 0, start = 0; g < shape->num_groups; g++, start += shape->group_size) {
       const int left = shape->dim - start, n = left < shape->group_size ? left : shape->group_size;
-      kvedge_store_scale(shape->scale_type, row_scales, g, encode_group(bits, level, boundary, x + start, n, room + start));
+      kvedge_store_scale(shape->scale_type, row_scales, g,
+                         encode_group(bits, level, boundary, x + start, n, room + start));
     }
     pack(bits, room, shape->dim, (uint8_t *)codes + (size_t)row * row_bytes);
   }

@@ -29,8 +29,9 @@ static inline kvedge_tile widen(const kvedge_tile *from, int first, int num_toke
     if (row == 0) room->blocks[t / KVEDGE_BLOCK] = (const char *)out;
     widen_row((const uint8_t *)from->blocks[block] + from->offset + row * from->token_stride, width, out);
     if (from->next.blocks)
-      prefetch_bytes((const char *)((uintptr_t)from->next.blocks[block] + (uintptr_t)(from->next.offset + row * row_bytes)),
-                     row_bytes);
+      prefetch_bytes(
+          (const char *)((uintptr_t)from->next.blocks[block] + (uintptr_t)(from->next.offset + row * row_bytes)),
+          row_bytes);
   }
   return (kvedge_tile){.blocks = room->blocks,
                        .token_stride = width,

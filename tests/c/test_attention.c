@@ -262,13 +262,11 @@ static void test_sizes_of_hidden_tokens(void) {
   begin("sizes of hidden tokens");
   const sizes n = {.len = 100, .num_rows = 2, .num_heads = 2, .num_kv_heads = 2, .dim = 24};
   const float large[KVEDGE_NUM_FORMATS] = {
-      [KVEDGE_INT8] = 1e38f,     [KVEDGE_FLOAT32] = 1e38f,   [KVEDGE_FLOAT16] = 6e4f,
-      [KVEDGE_BFLOAT16] = 1e38f, [KVEDGE_FP8_E4M3] = 448.0f, [KVEDGE_FP8_E5M2] = 57344.0f,
-      [KVEDGE_INT4] = 1e38f};
+      [KVEDGE_INT8] = 1e38f,      [KVEDGE_FLOAT32] = 1e38f,     [KVEDGE_FLOAT16] = 6e4f, [KVEDGE_BFLOAT16] = 1e38f,
+      [KVEDGE_FP8_E4M3] = 448.0f, [KVEDGE_FP8_E5M2] = 57344.0f, [KVEDGE_INT4] = 1e38f};
   const float least[KVEDGE_NUM_FORMATS] = {
-      [KVEDGE_INT8] = 1e-30f,     [KVEDGE_FLOAT32] = 1e-30f, [KVEDGE_FLOAT16] = 1e-6f,
-      [KVEDGE_BFLOAT16] = 1e-30f, [KVEDGE_FP8_E4M3] = 1e-2f, [KVEDGE_FP8_E5M2] = 1e-4f,
-      [KVEDGE_INT4] = 1e-30f};
+      [KVEDGE_INT8] = 1e-30f,    [KVEDGE_FLOAT32] = 1e-30f, [KVEDGE_FLOAT16] = 1e-6f, [KVEDGE_BFLOAT16] = 1e-30f,
+      [KVEDGE_FP8_E4M3] = 1e-2f, [KVEDGE_FP8_E5M2] = 1e-4f, [KVEDGE_INT4] = 1e-30f};
   uint8_t mask[100];
   for (int t = 0; t < 100; t++) mask[t] = t % 3 != 1;
   for (int format = 0; format < KVEDGE_NUM_FORMATS; format++) {

@@ -16,13 +16,13 @@ static const struct {
   const char *name;
   int bits; /* of an element */
 } formats[KVEDGE_NUM_FORMATS] = {
-    [KVEDGE_INT8] = {"int8",     8},
+    [KVEDGE_INT8] = {"int8",     8 },
       [KVEDGE_FLOAT32] = {"float32",  32},
       [KVEDGE_FLOAT16] = {"float16",  16},
     [KVEDGE_BFLOAT16] = {"bfloat16", 16},
-      [KVEDGE_FP8_E4M3] = {"fp8_e4m3", 8},
-      [KVEDGE_FP8_E5M2] = {"fp8_e5m2", 8},
-    [KVEDGE_INT4] = {"int4",     4}
+      [KVEDGE_FP8_E4M3] = {"fp8_e4m3", 8 },
+      [KVEDGE_FP8_E5M2] = {"fp8_e5m2", 8 },
+    [KVEDGE_INT4] = {"int4",     4 }
 };
 
 static size_t bytes_of(int elements) { return kvedge_packed_bytes(elements, formats[format].bits); }
@@ -357,9 +357,9 @@ static void expect_scores(const kvedge_query *q, int planes, const tile_rows *r,
    * denormal may count as 0. */
   const int of_floats = !q->codes || (has_words() && planes == 3);
   const double rounding = !is_scaled() ? 2e-6 : of_floats ? 3e-7 + 3e-8 * q->dim : 4.2e-7;
-  const double denormal = is_scaled() ? 1e-44
-                          : is_narrow()         ? 5e-38 * q->dim
-                                                : 5e-38 * q->dim * fmax(r->tile.factor, 1.0);
+  const double denormal = is_scaled()   ? 1e-44
+                          : is_narrow() ? 5e-38 * q->dim
+                                        : 5e-38 * q->dim * fmax(r->tile.factor, 1.0);
   const double *elements = elements_of_head(r, 0);
   double query[1024];
   for (int i = 0; i < q->num_queries; i++) {

@@ -83,7 +83,12 @@ static const kvedge_layer_config good[] = {
     {.capacity = 20, .num_kv_heads = 2, .head_dim = 64, .format = KVEDGE_GRID4},
     {.capacity = 20, .num_kv_heads = 2, .head_dim = 70, .format = KVEDGE_GRID7, .group_size = 32},
     {.capacity = 20, .num_kv_heads = 3, .head_dim = 21, .format = KVEDGE_INT4},
-    {.capacity = 20, .num_kv_heads = 2, .head_dim = 70, .format = KVEDGE_INT4, .group_size = 32, .scale_type = KVEDGE_SCALE_FLOAT16},
+    {.capacity = 20,
+     .num_kv_heads = 2,
+     .head_dim = 70,
+     .format = KVEDGE_INT4,
+     .group_size = 32,
+     .scale_type = KVEDGE_SCALE_FLOAT16},
     {.capacity = 20,
      .num_kv_heads = 2,
      .head_dim = 33,
@@ -102,7 +107,8 @@ static float too_large(const kvedge_layer_config *config) {
   if (config->format == KVEDGE_FLOAT16) return 65520.0f;
   if (config->format == KVEDGE_BFLOAT16) return FLT_MAX;
   if (config->format >= KVEDGE_GRID2) return config->scale_type == KVEDGE_SCALE_FLOAT16 ? 29200.0f : FLT_MAX / 2.0f;
-  if (config->format == KVEDGE_INT4) return config->scale_type == KVEDGE_SCALE_FLOAT16 ? 127.0f / 2.1f * 65600.0f : 0.0f;
+  if (config->format == KVEDGE_INT4)
+    return config->scale_type == KVEDGE_SCALE_FLOAT16 ? 127.0f / 2.1f * 65600.0f : 0.0f;
   return config->format == KVEDGE_INT8 && config->scale_type == KVEDGE_SCALE_FLOAT16 ? 127.0f * 65600.0f : 0.0f;
 }
 
@@ -310,7 +316,8 @@ static void test_read_back(void) {
     float *keys = random_floats(20 * row, 3.0f), *values = random_floats(20 * row, 3.0f);
     float *offset = random_floats(row, 10.0f), *out = malloc(20 * row * sizeof *out);
     const int value_format = good[c].value_format ? good[c].value_format - 1 : (int)good[c].format;
-    const int is_grid = good[c].format >= KVEDGE_GRID2, centred = is_grid || good[c].format == KVEDGE_INT8 || good[c].format == KVEDGE_INT4;
+    const int is_grid = good[c].format >= KVEDGE_GRID2,
+              centred = is_grid || good[c].format == KVEDGE_INT8 || good[c].format == KVEDGE_INT4;
     /* Of elements up to 3; with scales: keys - offset, 13. */
     const double errors[] = {13.0 / 127.0 * 0.51, 0.0, 0x1p-10, 0x1p-7, 0x1p-3, 0x1p-2, 13.0 / 127.0 * 20.0};
     const double allowed = is_grid ? ldexp(52.0, KVEDGE_GRID2 - 2 - (int)good[c].format) : errors[good[c].format];

@@ -54,7 +54,7 @@ def test_no_command_is_a_usage_error_with_the_help_on_stderr(capsys):
         ["plan", "--layers", "2", "--kv-heads", "4", "--head-dim", "64"],
         ["plan", "--layers", "2", "--kv-heads", "4", "--head-dim", "5000", "--context", "8"],
         ["generate", "--tokens", "-1"],
-        ["generate", "--cache", "int4"],
+        ["generate", "--cache", "int5"],
         ["generate", "--top-p", "0"],
         ["generate", "--temperature", "nan"],
         ["generate", "--threads", "5000", "--tokens", "1"],

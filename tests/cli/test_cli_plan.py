@@ -36,13 +36,18 @@ def test_the_bytes_are_those_of_a_real_cache(capsys):
     seen = set()
     for row in rows:
         options = {}
-        if row["dtype"] == "int8":
+        if FORMATS[row["dtype"]].has_scales:
             options = {"group_size": row["group_size"], "scale_dtype": row["scale_dtype"]}
         cache = kvedge.KVCache(16, 8, 64, dtype=row["dtype"], max_seq_len=1000, **options)
         assert row["bytes"] == cache.memory_bytes == 1000 * row["bytes_per_token"]
         assert row["ratio"] == pytest.approx(cache.compression_ratio)
         seen.add((row["dtype"], row["group_size"], row["scale_dtype"]))
-    groups = {("int8", group, scale) for group in (64, 32) for scale in ("float32", "float16")}
+    groups = {
+        (name, group, scale)
+        for name in ("int8", "int4")
+        for group in (64, 32)
+        for scale in ("float32", "float16")
+    }
     plain = {(name, None, None) for name, form in FORMATS.items() if not form.has_scales}
     assert seen == plain | groups
 

@@ -122,7 +122,7 @@ def test_bad_dimensions_are_refused(dtype, name, bad):
         KVCache(**{**good, name: bad}, dtype=dtype)
 
 
-@pytest.mark.parametrize("bad", ["int4", "float64", None, 8, np.float64])
+@pytest.mark.parametrize("bad", ["int5", "float64", None, 8, np.float64])
 def test_unknown_dtypes_are_refused(bad):
     with refuses(errors.InvalidArgumentError, match="dtype"):
         KVCache(2, 2, 8, dtype=bad)

@@ -261,7 +261,7 @@ def test_reserving_much_costs_the_process_little(layer_class):
             return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     before = resident()
-    layer = layer_class(600_000, 8, 64)  # 0.6 GB of a byte each, 2.5 GB of float32
+    layer = layer_class(1_200_000, 8, 64)  # 1.2 GB of a byte each, 5 GB of float32
     assert layer.memory_bytes > 2**29
     assert resident() - before < 2**25
     del layer

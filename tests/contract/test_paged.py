@@ -114,7 +114,7 @@ def test_a_pool_too_large_is_refused():
 
 @pytest.mark.parametrize(
     "options",
-    [{"dtype": "int4"}, {"scale_dtype": "bfloat16"}, {"dtype": "float32", "group_size": 4}],
+    [{"dtype": "int5"}, {"scale_dtype": "bfloat16"}, {"dtype": "float32", "group_size": 4}],
 )
 def test_bad_formats_are_refused(options):
     with pytest.raises(errors.InvalidArgumentError):

@@ -106,6 +106,13 @@ def small_float(codes, mantissa_bits, bias):
     return np.where(codes >> 7 == 1, -size, size)
 
 
+def int4_levels(codes, dim):
+    """Two codes to a byte, the first in the lower half, to the levels they stand for."""
+    half = [6, 18, 31, 44, 58, 75, 96, 127]
+    levels = np.array([-level for level in reversed(half)] + half)
+    return levels[np.stack([codes % 16, codes // 16], -1).reshape(*codes.shape[:-1], -1)[..., :dim]]
+
+
 #: Codes of formats without scales to float64.
 FLOATS = {
     "float32": lambda codes: codes.astype(np.float64),

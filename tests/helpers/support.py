@@ -119,17 +119,19 @@ def filled(layer_class, rng, length, num_kv_heads, head_dim, *, capacity=None, *
 
 def stored(layer):
     """The exact float64 keys and values (len, H, D) that a layer holds, from its raw bytes."""
-    if layer.dtype != "int8":
+    if layer.dtype in reference.FLOATS:
         to_float64 = reference.FLOATS[layer.dtype]
         return to_float64(layer.key_codes), to_float64(layer.value_codes)
 
-    def values_of(codes, scales, offset=None):
+    def values_of(codes, scales, dim, offset=None):
+        if layer.dtype == "int4":
+            codes = reference.int4_levels(codes, dim)
         scales = np.asarray(scales).reshape(*codes.shape[:2], -1)
         return reference.dequantize(codes, scales, layer.group_size, offset)
 
     return (
-        values_of(layer.key_codes, layer.key_scales, layer.key_offset),
-        values_of(layer.value_codes, layer.value_scales),
+        values_of(layer.key_codes, layer.key_scales, layer.head_dim, layer.key_offset),
+        values_of(layer.value_codes, layer.value_scales, layer.value_head_dim),
     )
 
 
@@ -139,7 +141,7 @@ WIDE = [name for name in FORMATS if name not in LARGEST]
 
 
 #: What storing normal rows (up to 8) may change of them, at most.
-STORAGE_ERROR = dict.fromkeys(FORMATS, 0.05) | {"fp8_e4m3": 0.25, "fp8_e5m2": 0.5}
+STORAGE_ERROR = dict.fromkeys(FORMATS, 0.05) | {"fp8_e4m3": 0.25, "fp8_e5m2": 0.5, "int4": 1.1}
 
 
 def huge(layer_class):

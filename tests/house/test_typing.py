@@ -24,6 +24,7 @@ from kvedge import (
     Float32KvLayer,
     Fp8E4m3KvLayer,
     Fp8E5m2KvLayer,
+    Int4KvLayer,
     KVCache,
     KvCacheSnapshot,
     QuantizedKvLayer,
@@ -58,6 +59,7 @@ held: (
     | Bfloat16KvLayer
     | Fp8E4m3KvLayer
     | Fp8E5m2KvLayer
+    | Int4KvLayer
 ) = cache.layer(0)
 snapshot: KvCacheSnapshot = cache.snapshot()
 cache.restore(snapshot)

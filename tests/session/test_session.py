@@ -346,7 +346,7 @@ def test_a_forged_file_without_a_change_loads(path, rng):
         ("head_dim", "٤٠"),
         ("head_dim", ""),
         ("dtype", "float32"),
-        ("dtype", "int4"),
+        ("dtype", "int5"),
         ("group_size", "0"),
         ("group_size", "20"),
         ("group_size", ""),

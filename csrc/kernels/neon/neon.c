@@ -46,7 +46,8 @@ static uint64_t multiply_neon(size_t n) {
   return (uint64_t)vgetq_lane_f32(sum[0], 0);
 }
 
-const kvedge_kernels kvedge_kernels_neon = KVEDGE_NEON_TABLE("neon", KVEDGE_NEON_CELL(int8), KVEDGE_NEON_CELL(int4), multiply_neon);
+const kvedge_kernels kvedge_kernels_neon =
+    KVEDGE_NEON_TABLE("neon", KVEDGE_NEON_CELL(int8), KVEDGE_NEON_CELL(int4), multiply_neon);
 
 #ifdef TARGET_BEGUN
 KVEDGE_TARGET_END

@@ -63,10 +63,10 @@ const float kvedge_dither[KVEDGE_TILE] = {DITHER_128(0), DITHER_128(1)};
 
 const kvedge_kernels kvedge_kernels_scalar = {
     .name = "scalar",
-    .tuning = {.step_bytes = 16 << 10,                                                                   .parallel_work = 1 << 20},
+    .tuning = {.step_bytes = 16 << 10, .parallel_work = 1 << 20},
     .cells = {[KVEDGE_INT8] = {.scores = scores_int8_scalar, .weighted_sum = weighted_sum_int8_scalar},
                [KVEDGE_INT4] = {.scores = scores_int4_scalar, .weighted_sum = weighted_sum_int4_scalar},
-               [KVEDGE_FLOAT32] = KVEDGE_PORTABLE_CELL(float32)                                                                  },
+               [KVEDGE_FLOAT32] = KVEDGE_PORTABLE_CELL(float32)},
     .abs_max_bits = abs_max_bits_scalar,
     .quantize = quantize_scalar,
     .dequantize = dequantize_portable,
