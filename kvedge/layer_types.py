@@ -152,8 +152,8 @@ class Int4LayerMethods(LayerMethods):
 
     Half the bytes of int8, at a loss that models show: docs/formats.md has the measurements. Values
     bear it better than keys, which ``value_dtype="int4"`` of another layer class is for. A
-    ``group_size`` of 32 loses less than a row does. ``key_codes`` and ``value_codes`` show two codes
-    to a byte, uint8 (len, num_kv_heads, ceil(head_dim / 2)).
+    ``group_size`` of 32 loses less than a row does. Two codes to a byte: ``key_codes`` and
+    ``value_codes`` are uint8 (len, num_kv_heads, ceil(head_dim / 2)).
     """
 
     _dtype = "int4"

@@ -291,7 +291,7 @@ def test_layers_come_and_go_while_others_attend(layer_class, rng):
                 other.attend(query, num_threads=2)
                 del other
                 gc.collect()
-                assert view.shape == (5000, H, D)
+                assert view.shape[:2] == (5000, H)
         finally:
             stop.set()
 

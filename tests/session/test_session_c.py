@@ -108,6 +108,9 @@ def test_c_copies_layers_that_differ(copy, tmp_path, rng):
         {"num_kv_heads": 1, "head_dim": 24, "dtype": "float32", "window": 3},
         {"num_kv_heads": 2, "head_dim": 40, "scale_dtype": "float16", "value_head_dim": 8},
         {"num_kv_heads": 4, "head_dim": 40, "dtype": "fp8_e5m2"},
+        {"num_kv_heads": 2, "head_dim": 33, "dtype": "int4"},
+        {"num_kv_heads": 2, "head_dim": 40, "value_dtype": "int4", "group_size": 16},
+        {"num_kv_heads": 2, "head_dim": 24, "dtype": "float16", "value_dtype": "float32"},
     ] * 3  # names of layers are sorted as text: 10 before 2
     for layers in (shapes, shapes[1:]):
         cache = KVCache(layers=layers)
