@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from helpers.reference import attention, int4_levels
@@ -30,15 +32,13 @@ def encoded(x):
     codes = []
     for v in x:
         t = float(v) * (127.0 / largest) if largest else 0.0
-        codes.append(sum((a + b) / 2 <= t for a, b in zip(LEVELS, LEVELS[1:], strict=False)))
+        codes.append(sum((a + b) / 2 <= t for a, b in itertools.pairwise(LEVELS)))
     product = by_halves([float(v) * LEVELS[c] for v, c in zip(x, codes, strict=True)])
     scale = product / sum(LEVELS[c] ** 2 for c in codes) if product > 0 else 0.0
     return codes, np.float32(scale)
 
 
-ROWS = hnp.arrays(
-    np.float32, (3, 1, 21), elements=st.floats(-(2.0**99), 2.0**99, width=32)
-)
+ROWS = hnp.arrays(np.float32, (3, 1, 21), elements=st.floats(-(2.0**99), 2.0**99, width=32))
 
 
 @given(rows=ROWS, group=st.sampled_from([None, 4, 7, 16]))
