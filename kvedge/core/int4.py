@@ -117,6 +117,6 @@ def fault_of_scales(scales: np.ndarray) -> str | None:
     low, high = scales.min(), scales.max()  # these carry a NaN through
     if not (np.isfinite(low) and np.isfinite(high)):
         return "a number that is not finite"
-    if high > _MAX_SCALE:
+    if float(high) > _MAX_SCALE:
         return f"the scale {high:g}, of numbers beyond float32"
     return None
