@@ -7,53 +7,25 @@ python bench/tables.py
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TextIO
 
 from kvedge.bench.catalog import BENCHMARKS
+from kvedge.bench.page import markdown_table, tables_of
 from kvedge.bench.report import load_report
-from kvedge.console.output import Output
 
 HERE = Path(__file__).resolve().parent
 RUNS, TABLES = HERE / "runs", HERE / "tables"
-
-
-class Markdown(Output):
-    """Collects what a benchmark prints, as Markdown."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts: list[str] = []
-
-    def table(
-        self,
-        title: str,
-        columns: Sequence[str],
-        rows: Iterable[Sequence[str]],
-        *,
-        stream: TextIO | None = None,
-    ) -> None:
-        """Add a table; columns of figures are those whose heading starts with ``>``."""
-        marks = ["--:" if column.startswith(">") else ":--" for column in columns]
-        lines = [[column.lstrip(">") for column in columns], marks, *rows]
-        self.parts.append(f"## {title}\n\n" + "\n".join(map(_line, lines)))
-
-
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def page(run: Path) -> str:
     """Return one run as Markdown: its command, its tables, and the notes of the run."""
     report = load_report(str(run))
     modules = {module.NAME: module for module in BENCHMARKS}
-    output = Markdown()
-    modules[report["benchmark"]].print_tables(report, output)
+    tables = map(markdown_table, tables_of(modules[report["benchmark"]], report))
     source = f"[{run.name}](../runs/{run.name})"
     head = f"# {run.stem}\n\nWritten by `python bench/tables.py` from {source}:"
     notes = "\n".join(f"- {note}" for note in report["notes"])
-    parts = [head, f"```\nkvedge {report['command']}\n```", *output.parts, notes]
+    parts = [head, f"```\nkvedge {report['command']}\n```", *tables, notes]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 

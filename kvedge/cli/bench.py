@@ -6,7 +6,7 @@ import argparse
 import functools
 from typing import Any
 
-from kvedge.bench import show
+from kvedge.bench import show, whole
 from kvedge.bench.benchmark import run_benchmark
 from kvedge.bench.catalog import BENCHMARKS
 from kvedge.console import exits
@@ -23,6 +23,7 @@ EXAMPLES = """\
   kvedge bench decode --shape Llama-3.2-1B --context 32768
   kvedge bench prefill --shape Llama-3.2-1B --context 4096
   kvedge bench push
+  kvedge bench report --out report.html
   kvedge bench decode --save run.json && kvedge bench show run.json --plot run.png
 """
 
@@ -35,7 +36,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     for module in BENCHMARKS:
         command = _add_parser(names, module)
         command.set_defaults(run=functools.partial(run_benchmark, module))
-    _add_parser(names, show).set_defaults(run=show.run)
+    for module in (whole, show):
+        _add_parser(names, module).set_defaults(run=module.run)
 
 
 def _add_parser(names: Any, module: Any) -> argparse.ArgumentParser:

@@ -6,12 +6,12 @@ import importlib.util
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from kvedge.console.exits import UsageError
 from kvedge.errors import MissingExtraError
 
-__all__ = ["require", "save_figure"]
+__all__ = ["require", "require_matplotlib", "save_figure", "write_svg"]
 
 _SUFFIXES = (".png", ".svg", ".pdf")
 _DPI = 150
@@ -29,15 +29,29 @@ def require(path: str) -> None:
     """
     if Path(path).suffix.lower() not in _SUFFIXES:
         raise UsageError(f"--plot {path}: the name must end with {', '.join(_SUFFIXES)}")
+    require_matplotlib("--plot")
+
+
+def require_matplotlib(what: str) -> None:
+    """MissingExtraError, which says what needs it, without matplotlib."""
     if importlib.util.find_spec("matplotlib") is None:
         raise MissingExtraError(
-            "--plot needs matplotlib: pip install 'kvedge[bench]' or pip install matplotlib"
+            f"{what} needs matplotlib: pip install 'kvedge[bench]' or pip install matplotlib"
         )
 
 
 def save_figure(path: str, draw: Callable[[Any], None]) -> None:
     """Let ``draw`` fill a figure, and write it to a file."""
+    _drawn(draw).savefig(path, dpi=_DPI)
+
+
+def write_svg(stream: TextIO, draw: Callable[[Any], None]) -> None:
+    """Let ``draw`` fill a figure, and write it as SVG."""
+    _drawn(draw).savefig(stream, format="svg")
+
+
+def _drawn(draw: Callable[[Any], None]) -> Any:
     # Not through pyplot: no window, no global state.
     figure = import_module("matplotlib.figure").Figure(layout="constrained")
     draw(figure)
-    figure.savefig(path, dpi=_DPI)
+    return figure

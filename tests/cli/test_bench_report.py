@@ -1,0 +1,99 @@
+"""``kvedge bench report``: one file of several benchmarks. No figure is asserted."""
+
+from __future__ import annotations
+
+import html.parser
+import importlib.util
+import json
+
+import pytest
+
+from kvedge import system
+from kvedge.bench import contest, copies, formats, push, whole
+from kvedge.cli import main
+from kvedge.console import exits
+
+TINY = ("--shape", "4,2,16", "--hot", "--rounds", "2")
+RUNS = (
+    (push, (*TINY, "--tokens", "1"), ()),
+    (formats, (*TINY, "--context", "8", "--new-tokens", "4", "--formats", "int4"), ()),
+)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    found = system.ReadBandwidth(1, 1e10, "native")
+    monkeypatch.setattr(system, "read_bandwidth", lambda *args, **options: found)
+    rate = system.ProductRate(1, 1e11, "scalar")
+    monkeypatch.setattr(system, "product_rate", lambda *args, **options: rate)
+    monkeypatch.setattr(copies, "cold_bytes", lambda machine: 1 << 16)
+    monkeypatch.setattr(contest, "_SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr(push, "_STORED_TOKENS", 64)
+    monkeypatch.setattr(whole, "_RUNS", RUNS)
+
+
+@pytest.fixture
+def measured(tmp_path):
+    path = tmp_path / "report.json"
+    assert main(["bench", "report", "--out", str(path)]) == exits.OK
+    return path
+
+
+def test_json_has_each_run_as_save_writes_it(measured):
+    report = json.loads(measured.read_text())
+    assert [run["benchmark"] for run in report["runs"]] == ["push", "formats"]
+    assert report["machine"]["cpu"] == system.machine().cpu and not report["interrupted"]
+    assert all(run["cases"] for run in report["runs"])
+    assert report["runs"][0]["command"].startswith("bench push --shape 4,2,16")
+
+
+def test_markdown_of_figures_measured_before(measured, tmp_path):
+    page = tmp_path / "report.md"
+    assert main(["bench", "report", "--from", str(measured), "--out", str(page)]) == exits.OK
+    text = page.read_text()
+    assert text.startswith("# kvedge ") and "| int4 |" in text and "kvedge bench push" in text
+
+
+@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib")
+def test_html_is_one_file_with_plots(measured, tmp_path):
+    class Page(html.parser.HTMLParser):
+        def __init__(self):
+            super().__init__()
+            self.tags, self.links = [], []
+
+        def handle_starttag(self, tag, attrs):
+            self.tags.append(tag)
+            self.links += [v for k, v in attrs if k in ("src", "href") and not v.startswith("#")]
+
+    path = tmp_path / "report.html"
+    assert main(["bench", "report", "--from", str(measured), "--out", str(path)]) == exits.OK
+    page = Page()
+    page.feed(path.read_text())
+    assert page.tags.count("svg") == 2 and page.tags.count("table") >= 4
+    assert page.links == []  # nothing is fetched
+
+
+@pytest.mark.parametrize("name", ["report.pdf", "report"])
+def test_other_names_are_refused_before_minutes_of_measuring(name, tmp_path, capsys):
+    assert main(["bench", "report", "--out", str(tmp_path / name)]) == exits.USAGE
+    assert ".html, .md, .json" in capsys.readouterr().err
+
+
+def test_a_file_of_something_else_is_refused(tmp_path, capsys):
+    path = tmp_path / "run.json"
+    assert main(["bench", "push", *TINY, "--tokens", "1", "--save", str(path)]) == exits.OK
+    code = main(["bench", "report", "--from", str(path), "--out", str(tmp_path / "a.md")])
+    assert code not in (exits.OK, exits.USAGE)
+    assert "no report of 'kvedge bench report'" in capsys.readouterr().err
+
+
+def test_what_was_measured_before_an_interrupt_is_written(tmp_path, monkeypatch):
+    def interrupted(options, output):
+        return {**push_measure(options, output), "interrupted": True}
+
+    push_measure = push.measure
+    monkeypatch.setattr(push, "measure", interrupted)
+    path = tmp_path / "report.json"
+    assert main(["bench", "report", "--out", str(path)]) == exits.INTERRUPTED
+    report = json.loads(path.read_text())
+    assert len(report["runs"]) == 1 and report["notes"]
