@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from kvedge.core import checks
-from kvedge.core.config import LayerConfig, layer_config
+from kvedge.core.config import LayerConfig, as_int, layer_config
+from kvedge.core.formats import FORMATS
 from kvedge.core.memory import clamp, memory_for
 from kvedge.core.types import Array, Dtype, Floats, ScaleDtype
 from kvedge.errors import DtypeMismatchError, InvalidArgumentError, ShapeMismatchError
@@ -82,18 +83,21 @@ def dequantize_rows(
     dtype: Dtype = "int8",
     *,
     group_size: int | None = None,
+    dim: int | None = None,
 ) -> Floats:
     """Decode what :func:`quantize_rows` gave, or the codes and scales of a layer.
 
     Parameters
     ----------
     codes : numpy.ndarray
-        (..., dim), of the type that `dtype` has.
+        (..., dim), of the type that `dtype` has; int4: uint8 (..., ceil(dim / 2)).
     scales : numpy.ndarray, optional
-        (..., num_groups) or, of one group, (...); float32 or float16. For int8 only.
+        (..., num_groups) or, of one group, (...); float32 or float16. For int8 and int4 only.
     dtype : kvedge.core.types.Dtype
     group_size : int, optional
         As the rows were encoded with.
+    dim : int, optional
+        Channels of a row, where several share a byte (int4); by default as many as its bytes hold.
 
     Returns
     -------
@@ -108,8 +112,13 @@ def dequantize_rows(
     codes = checks.as_ndarray(codes, "codes")
     given = None if scales is None else checks.as_ndarray(scales, "scales")
     scale_dtype: Any = "float32" if given is None else given.dtype.name
-    config = _config(dtype, codes.shape, group_size, scale_dtype)
+    config = _config(dtype, _rows_shape(dtype, codes.shape, dim), group_size, scale_dtype)
     form, shape = config.key_format, config.key_rows
+    if codes.shape[-1] != form.codes_per_row(config.head_dim):
+        raise ShapeMismatchError(
+            f"codes of {config.head_dim} channels have {form.codes_per_row(config.head_dim)} "
+            f"elements, not {codes.shape[-1]}"
+        )
     if form.has_scales != (given is not None):
         needs = "needs scales" if form.has_scales else "has no scales"
         raise InvalidArgumentError(f"{config.dtype} {needs}")
@@ -129,7 +138,7 @@ def dequantize_rows(
             fault = form.fault_of_scales(np.ascontiguousarray(given))
         if fault is not None:
             raise InvalidArgumentError(f"codes and scales of {config.dtype} cannot hold {fault}")
-    out = np.empty(codes.shape, np.float32)
+    out = np.empty((*lead, config.head_dim), np.float32)
     flat_codes, flat_out = (
         codes.reshape(-1, 1, codes.shape[-1]),
         out.reshape(-1, 1, config.head_dim),
@@ -144,6 +153,15 @@ def _config(dtype: Any, shape: tuple[int, ...], group_size: Any, scale_dtype: An
     if not shape or not shape[-1]:
         raise ShapeMismatchError(f"rows must have shape (..., dim), not {shape}")
     return layer_config(dtype, 1, 1, shape[-1], group_size=group_size, scale_dtype=scale_dtype)
+
+
+def _rows_shape(dtype: Any, codes: tuple[int, ...], dim: Any) -> tuple[int, ...]:
+    """The shape of the rows of which codes are: (..., dim)."""
+    if dim is not None:
+        return (*codes[:-1], as_int(dim, "dim"))
+    form = FORMATS.get(dtype) if isinstance(dtype, str) else None
+    per_code = 8 * form.codes.itemsize // form.bits if form else 1
+    return (*codes[:-1], per_code * codes[-1]) if codes else codes
 
 
 def _blocks(n: int, dim: int) -> list[slice]:

@@ -69,6 +69,7 @@ h1 { font-size: 1.5em } h2 { font-size: 1.15em; margin-top: 2.5em } h3 { font-si
 table { border-collapse: collapse; font-variant-numeric: tabular-nums }
 th, td { padding: .2em .8em; border-bottom: 1px solid #dddddd; text-align: left }
 .figure { text-align: right }
+.figure, thead + tbody td { white-space: nowrap }
 .wide { overflow-x: auto } svg { max-width: 100%; height: auto }
 code { background: #f3f3f3; padding: .1em .3em }
 """

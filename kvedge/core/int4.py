@@ -77,7 +77,7 @@ def decode(
 ) -> np.ndarray:
     """Levels times scales, (..., dim): exact in float64, rounded once in float32."""
     pairs = np.stack((codes & 15, codes >> 4), axis=-1)
-    level = LEVELS[pairs.reshape(*codes.shape[:-1], -1)[..., : shape.dim]]
+    level = LEVELS[pairs.reshape(*codes.shape[:-1], 2 * codes.shape[-1])[..., : shape.dim]]
     scales = scales.astype(dtype)
     if shape.num_groups > 1:
         scales = np.repeat(scales, shape.group_size, axis=-1)[..., : shape.dim]

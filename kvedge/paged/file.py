@@ -26,6 +26,7 @@ import numpy as np
 from kvedge import tensor_file
 from kvedge.core import memory
 from kvedge.core.config import LayerConfig
+from kvedge.core.formats import FORMATS
 from kvedge.core.memory import Slabs
 from kvedge.errors import InvalidArgumentError, KvedgeError
 from kvedge.paged.pool import KvBlockPool
@@ -109,7 +110,8 @@ def load(
         "scale_dtype": fields.get("scale_dtype"),
     }
     group_size = number(path, fields, "group_size")
-    if "int8" in (fields.get("dtype"), fields.get("value_dtype")):
+    names = (fields.get("dtype"), fields.get("value_dtype"))
+    if any(FORMATS[name].has_scales for name in names if name in FORMATS):
         options["group_size"] = group_size
     is_scaled = "layers.0.key_scale" in arrays
     expected = 6 + (5 if is_scaled else 4) * given["num_layers"]

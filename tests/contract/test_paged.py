@@ -156,9 +156,12 @@ def test_other_runtimes_can_read_the_blocks(pool, cache, rng, dtype):
     seq = sequence(cache, rng, 7)
     table = cache.block_table(seq)
     codes = pool.key_codes(1)
-    assert codes.shape == (10, BLOCK, H, D) and not codes.flags.writeable
-    rows = codes[table].reshape(-1, H, D)[:7]
-    if dtype != "int8":
+    per_row = D // 2 if dtype == "int4" else D
+    assert codes.shape == (10, BLOCK, H, per_row) and not codes.flags.writeable
+    rows = codes[table].reshape(-1, H, per_row)[:7]
+    if dtype == "int4":
+        rows = reference.int4_levels(rows, D)
+    if dtype in reference.FLOATS:
         rows = reference.FLOATS[dtype](rows)
     else:
         scales = pool.key_scales(1)[table].reshape(-1, H, 1)[:7]

@@ -33,7 +33,7 @@ def test_rows_have_the_bytes_that_a_layer_stores(rng, dtype, options):
             back = dequantize_rows(codes, dtype=dtype)
         else:
             assert scales.tobytes() == layer.key_scales.tobytes()
-            back = dequantize_rows(layer.key_codes, layer.key_scales, dtype, **size)
+            back = dequantize_rows(layer.key_codes, layer.key_scales, dtype, dim=40, **size)
         np.testing.assert_array_equal(back, layer.keys())
 
 
@@ -77,3 +77,14 @@ def test_what_makes_no_rows_is_refused(rng):
     ):
         with pytest.raises(error):
             dequantize_rows(*wrong)
+
+
+def test_packed_codes_do_not_tell_their_channels(rng):
+    rows = normal(rng, 3, 5)
+    codes, scales = quantize_rows(rows, "int4")
+    assert codes.shape == (3, 3)
+    np.testing.assert_array_equal(
+        dequantize_rows(codes, scales, "int4", dim=5), dequantize_rows(codes, scales, "int4")[:, :5]
+    )
+    with pytest.raises(kvedge.ShapeMismatchError, match="codes of 7 channels have 4 elements"):
+        dequantize_rows(codes, scales, "int4", dim=7)

