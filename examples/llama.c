@@ -429,7 +429,8 @@ static const struct {
     {"float16",  KVEDGE_FLOAT16 },
     {"bfloat16", KVEDGE_BFLOAT16},
     {"fp8_e4m3", KVEDGE_FP8_E4M3},
-    {"fp8_e5m2", KVEDGE_FP8_E5M2}
+    {"fp8_e5m2", KVEDGE_FP8_E5M2},
+    {"int4",     KVEDGE_INT4    }
 };
 enum { NUM_FORMATS = sizeof FORMATS / sizeof *FORMATS };
 
