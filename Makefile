@@ -130,13 +130,15 @@ $(VENV)/test.stamp: $(VENV)/bin/python $(SOURCES)
 # More extras of the kvedge that is installed, which is not built again for them. Of torch the version whose CPU build is
 # at hand here; elsewhere: make test-peers TORCH="torch --extra-index-url https://download.pytorch.org/whl/cpu"
 TORCH ?= torch==2.13.0
+# The newest that has been tried; TRANSFORMERS=transformers is the newest there is.
+TRANSFORMERS ?= transformers==5.24.0
 
 $(VENV)/dev.stamp: pyproject.toml | $(VENV)/test.stamp
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'kvedge[dev]'
 	@touch $@
 
 $(VENV)/peers.stamp: pyproject.toml | $(VENV)/test.stamp
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'kvedge[peers,transformers]' $(TORCH)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'kvedge[peers,transformers]' $(TORCH) $(TRANSFORMERS)
 	@touch $@
 
 # An old transformers in a folder of its own, with the torch of the environment.

@@ -147,8 +147,12 @@ def test_attention_code_of_a_models_own_is_right_and_named_once(family, decoding
         except ValueError:
             pass  # a class that takes no other than its own
     assert texts[0] == texts[1]
-    assert decodings
     slow = [str(w.message) for w in caught if w.category is RuntimeWarning]
+    if model._supports_attention_backend:  # GPT-J and CodeGen from transformers 5.24 on
+        assert not decodings
+        assert not slow
+        return
+    assert decodings
     assert len(slow) == 1
     assert slow[0].startswith(f"{model_name} is served the slow way: ")
 

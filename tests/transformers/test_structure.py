@@ -125,7 +125,8 @@ STRUCTURES = {
     "StableLm": ({}, None, None),
     "Phimoe": ({"sliding_window": 8, "num_local_experts": 4, "num_experts_per_tok": 2}, None, None),
     "InklingText": (_INKLING, True, None),
-    "Inkling2Text": (_INKLING, True, None),  # a bias, and a sink for each query row
+    # a bias, and a sink for each query row
+    "Inkling2Text": ({**_INKLING, "unpadded_vocab_size": 128}, True, None),
     "Afmoe": ({"head_dim": 16, "sliding_window": 8, "num_experts": 4, **_EXPERTS}, True, None),
     "ModernBertDecoder": ({"sliding_window": 8, "local_attention": 16}, True, None),
     "OPT": ({"ffn_dim": 96, "word_embed_proj_dim": 64}, True, None),
