@@ -90,6 +90,7 @@ cdef extern from "kvedge.h" nogil:
         int64_t num_tokens
         int64_t start
         int64_t first_row
+        float tolerance
 
     ctypedef struct kvedge_attention_call:
         const kvedge_layer *layer

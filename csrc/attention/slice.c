@@ -130,6 +130,7 @@ void kvedge_slice_run(const kvedge_attention *a, int slice, kvedge_slice followi
   kvedge_partial partial = kvedge_partial_at(a, slot);
   workspace w;
   w.queries = kvedge_queries_for(a, &block, slot);
+  w.skipping = kvedge_skip_start(a, &block, slot);
   clear_partial(a, &partial);
   tile_cursor cursor = start_of_chunk(a, &block, slice % a->chunks_per_block);
   token_tile tile = next_tile(a, &cursor);
@@ -137,7 +138,8 @@ void kvedge_slice_run(const kvedge_attention *a, int slice, kvedge_slice followi
     const int last = cursor.next >= cursor.stop;
     const token_tile next = last ? first_tile(view, following) : next_tile(a, &cursor);
     const int masking = kvedge_needs_masking(a, &block, &tile);
-    kvedge_fetch_rest(view, &tile, &next);
+    const int reads_values = !w.skipping || kvedge_skip_reads_values(w.skipping);
+    kvedge_fetch_rest(view, &tile, &next, reads_values);
     w.scales[KEYS].first = w.scales[VALUES].first = -KVEDGE_SCALE_COLUMNS;
     for (int kv_head = 0, num; kv_head < view->num_kv_heads; kv_head += num) {
       head_tile heads[KVEDGE_HEADS];
@@ -146,9 +148,11 @@ void kvedge_slice_run(const kvedge_attention *a, int slice, kvedge_slice followi
         head_tile *h = &heads[j];
         h->tile = &tile, h->block = &block, h->kv_head = kv_head + j, h->queries = &w.queries, h->masking = masking;
         kvedge_share_next(view, &next, a->batches_heads ? num : 1, j, h);
+        h->prefetches[VALUES] &= reads_values;
       }
       kvedge_step(a, heads, num, &next, &partial, &w);
     }
+    if (w.skipping) kvedge_skip_end_tile(a, &w, &partial, last);
     if (last) break;
     tile = next;
   }
