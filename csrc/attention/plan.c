@@ -13,8 +13,8 @@ enum {
   SLICE_BYTES = 256 << 10,
   MAX_SLICES_OF_A_BLOCK = 32,
   /* With a tolerance slices are longer and fewer, since what may be dropped is measured against what a slice has seen. */
-  SKIPPING_SLICE_BYTES = 1 << 20,
-  MAX_SKIPPING_SLICES = 8,
+  SKIPPING_SLICE_BYTES = 4 << 20,
+  SKIPPING_SLICE_TOKENS = 2048,
   /* The keys of all heads in a tile, and the values, have on average up to this many bytes, which is also how far ahead
    * of their use rows are asked for: two tiles' keys and values are to fit a second-level cache, which two threads may
    * share. */
@@ -124,9 +124,10 @@ static int plan_chunks(const kvedge_attention *a) {
   if (o->window && o->window + a->rows_per_block + o->sink_tokens < seen)
     seen = o->window + a->rows_per_block + o->sink_tokens;
   const int skips = o->tolerance > 0.0f;
-  int64_t most = (skips ? MAX_SKIPPING_SLICES : MAX_SLICES_OF_A_BLOCK) / a->num_row_blocks;
+  int64_t most = MAX_SLICES_OF_A_BLOCK / a->num_row_blocks;
   int64_t wanted = seen * (a->view.side[KEYS].token_stride + a->view.side[VALUES].token_stride) /
                    (skips ? SKIPPING_SLICE_BYTES : SLICE_BYTES);
+  if (skips && most > seen / SKIPPING_SLICE_TOKENS) most = seen / SKIPPING_SLICE_TOKENS;
   if (most > seen / a->tile) most = seen / a->tile;
   if (wanted > most) wanted = most;
   return wanted < 1 ? 1 : (int)wanted;

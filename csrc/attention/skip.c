@@ -29,6 +29,7 @@ typedef struct {
 struct kvedge_skipping {
   int num_queries;                        /* query rows of a KV head */
   float share;                            /* 1 / what a block may hold of the sum */
+  float *newest;                          /* (num_kv_heads, query_rows) sums of the newest tokens, as maxima are now */
   int is_dense;                           /* values of this tile are read as a whole */
   int wait, longest;                      /* tiles until it is looked at whether they need be, and how many there were */
   int looked_at, kept;                    /* blocks of this tile, of all KV heads */
@@ -38,15 +39,20 @@ struct kvedge_skipping {
 
 static int has_lists(const kvedge_attention *a) { return a->query_rows <= LIST_QUERIES; }
 
+int kvedge_skip_wants_newest(const kvedge_attention *a) { return has_lists(a) && a->chunks_per_block > 1; }
+
 static kvedge_skipping *lay_out(const kvedge_attention *a, char *base, size_t *used) {
   const int heads = has_lists(a) ? a->view.num_kv_heads : 0;
   kvedge_skipping *s = kvedge_take(base, used, sizeof *s);
   kept_list(*lists)[2] = kvedge_take(base, used, (size_t)heads * sizeof *lists);
+  float *newest = NULL;
+  if (kvedge_skip_wants_newest(a))
+    newest = kvedge_take(base, used, (size_t)heads * (size_t)a->query_rows * sizeof *newest);
   for (int i = 0; i < 2 * heads; i++) {
     float *p = kvedge_take(base, used, (size_t)a->query_rows * KVEDGE_TILE * sizeof *p);
     if (base) lists[i / 2][i % 2] = (kept_list){.p = p};
   }
-  if (base) *s = (kvedge_skipping){.lists = heads ? lists : NULL};
+  if (base) *s = (kvedge_skipping){.lists = heads ? lists : NULL, .newest = newest};
   return s;
 }
 
@@ -70,6 +76,12 @@ kvedge_skipping *kvedge_skip_start(const kvedge_attention *a, const kvedge_row_b
   return s;
 }
 
+void kvedge_skip_take_newest(const kvedge_attention *a, kvedge_skipping *s, kvedge_partial *partial) {
+  const size_t states = (size_t)a->view.num_kv_heads * (size_t)a->query_rows;
+  memcpy(s->newest, partial->sum, states * sizeof *partial->sum);
+  memset(partial->sum, 0, states * sizeof *partial->sum);
+}
+
 /* ---- The process's counts ---- */
 
 static atomic_llong num_seen, num_dropped;
@@ -91,11 +103,13 @@ void kvedge_tolerance_counts(int64_t *seen, int64_t *dropped) {
 /* The blocks of a head tile that matter to some of its queries. One of fewer than 16 tokens does: it has no share. */
 static uint32_t blocks_to_keep(const kvedge_attention *a, const kvedge_skipping *s, const head_tile *h, const float *p,
                                const kvedge_partial *partial) {
-  const float *sum = partial->sum + kvedge_index_of(a, h);
+  const float *sum = partial->sum + kvedge_index_of(a, h), *newest = s->newest ? s->newest + kvedge_index_of(a, h) : NULL;
   float factor[KVEDGE_STACK];
   const int whole = h->tile->num_tokens / KVEDGE_BLOCK;
   for (int i = 0; i < h->count; i++) {
-    factor[i] = sum[i] > 0.0f ? s->share / sum[i] : 0.0f; /* 0: it has seen nothing */
+    float least = sum[i]; /* of the final sum */
+    if (newest && newest[i] > least) least = newest[i];
+    factor[i] = least > 0.0f ? s->share / least : 0.0f; /* 0: it has seen nothing */
     if (!(factor[i] <= FLT_MAX)) factor[i] = FLT_MAX;
   }
   return a->kernels->heavy_blocks(p, h->count, whole, factor) | (h->tile->num_blocks > whole ? 1u << whole : 0u);
@@ -217,11 +231,16 @@ static void list_kept(const kvedge_attention *a, const head_tile *h, uint32_t ke
 
 int kvedge_skip_reads_values(const kvedge_skipping *s) { return s->is_dense || !s->lists; }
 
+static void follow_maxima(float *sums, const float *by, int n) {
+  for (int i = 0; i < n; i++) sums[i] *= by[i];
+}
+
 int kvedge_skip_heads(const kvedge_attention *a, const head_tile *heads, int num, workspace *w,
                       kvedge_partial *partial) {
   kvedge_skipping *s = w->skipping;
   const int num_blocks = heads->tile->num_blocks;
   s->seen += num * num_blocks;
+  if (s->newest) follow_maxima(s->newest + kvedge_index_of(a, heads), w->rescale, num * heads->count);
   if (s->is_dense && s->wait > 0) return 0;
   for (int j = 0; j < num; j++) {
     const head_tile *h = &heads[j];
@@ -250,7 +269,7 @@ void kvedge_skip_end_tile(const kvedge_attention *a, workspace *w, kvedge_partia
     s->wait--;
   } else {
     const int was_dense = s->is_dense;
-    s->is_dense = 4 * s->kept > 3 * s->looked_at;
+    s->is_dense = 8 * s->kept > 5 * s->looked_at;
     if (!s->is_dense) s->longest = 0;
     else s->wait = s->longest = s->longest < LONGEST_WAIT ? 2 * s->longest + 1 : LONGEST_WAIT;
     if (s->is_dense && !was_dense) sum_all_lists(a, w, partial);

@@ -304,9 +304,28 @@ static void weighted_sum_of_batch(const kvedge_attention *a, const head_tile *he
 
 /* ---- A step: one tile of one KV head, or of several ------------------------------------------ */
 
+/* Probabilities of `num` head tiles, in the workspace; maxima and sums go along. */
+static void take_probabilities(const kvedge_attention *a, const head_tile *heads, int num, int batch,
+                               kvedge_partial *partial, workspace *w) {
+  if (!batch || !scores_of_batch(a, heads, w))
+    for (int j = 0; j < num; j++) kvedge_head_scores(a, &heads[j], w);
+  for (int j = 0; j < num && (a->real_logits || heads->masking); j++) finish_scores(a, &heads[j], w);
+  const size_t index = kvedge_index_of(a, &heads[0]);
+  a->kernels->softmax(w->scores, num * heads->count, heads->tile->num_tokens, w->queries.log2_scale + index,
+                      partial->max + index, partial->sum + index, w->rescale);
+}
+
+void kvedge_add_to_sums(const kvedge_attention *a, const token_tile *tile, const kvedge_row_block *block,
+                        kvedge_partial *partial, workspace *w) {
+  w->scales[KEYS].first = -KVEDGE_SCALE_COLUMNS;
+  head_tile h = {.tile = tile, .block = block, .queries = &w->queries, .masking = kvedge_needs_masking(a, block, tile)};
+  h.count = (int)block->count * a->heads_per_kv_head;
+  for (; h.kv_head < a->view.num_kv_heads; h.kv_head++) take_probabilities(a, &h, 1, 0, partial, w);
+}
+
 void kvedge_step(const kvedge_attention *a, head_tile *heads, int num, const token_tile *next, kvedge_partial *partial,
                  workspace *w) {
-  const int batch = a->batches_heads && num == KVEDGE_HEADS, num_tokens = heads->tile->num_tokens;
+  const int batch = a->batches_heads && num == KVEDGE_HEADS;
   const int query_rows = (int)heads->block->count * a->heads_per_kv_head;
   for (int i = 0; i < query_rows; i += KVEDGE_STACK) { /* once, if there are several heads */
     const int count = query_rows - i < KVEDGE_STACK ? query_rows - i : KVEDGE_STACK, prefetches = i == 0;
@@ -315,12 +334,7 @@ void kvedge_step(const kvedge_attention *a, head_tile *heads, int num, const tok
       if (!prefetches) heads[j].prefetches[KEYS] = heads[j].prefetches[VALUES] = 0;
     }
     if (prefetches) prefetch_scales(&a->view, next, KEYS, heads->kv_head, num);
-    if (!batch || !scores_of_batch(a, heads, w))
-      for (int j = 0; j < num; j++) kvedge_head_scores(a, &heads[j], w);
-    for (int j = 0; j < num && (a->real_logits || heads->masking); j++) finish_scores(a, &heads[j], w);
-    const size_t index = kvedge_index_of(a, &heads[0]);
-    a->kernels->softmax(w->scores, num * count, num_tokens, w->queries.log2_scale + index, partial->max + index,
-                        partial->sum + index, w->rescale);
+    take_probabilities(a, heads, num, batch, partial, w);
     if (heads->prefetches[VALUES]) prefetch_scales(&a->view, next, VALUES, heads->kv_head, num);
     if (w->skipping && kvedge_skip_heads(a, heads, num, w, partial)) continue;
     if (batch) {

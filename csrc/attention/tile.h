@@ -66,6 +66,9 @@ void kvedge_fetch_rest(const kvedge_cache_view *view, const token_tile *tile, co
  * prefetched meanwhile. */
 void kvedge_step(const kvedge_attention *a, head_tile *heads, int num, const token_tile *next, kvedge_partial *partial,
                  workspace *w);
+/* Maxima and sums of all KV heads over a tile, and nothing else: its queries are up to KVEDGE_STACK for each. */
+void kvedge_add_to_sums(const kvedge_attention *a, const token_tile *tile, const kvedge_row_block *block,
+                        kvedge_partial *partial, workspace *w);
 /* acc = acc * rescale + p . values of a head tile; p (count, KVEDGE_TILE) may be changed. */
 void kvedge_weighted_sum(const kvedge_attention *a, const head_tile *h, float *p, const float *rescale, workspace *w,
                          kvedge_partial *partial);
@@ -76,6 +79,10 @@ void kvedge_head_scores(const kvedge_attention *a, const head_tile *h, workspace
 
 /* A slice begins: its state, in memory of its slot; NULL: the call reads all values. */
 kvedge_skipping *kvedge_skip_start(const kvedge_attention *a, const kvedge_row_block *block, int slot);
+/* Is a slice to know what the newest tokens give, before it begins? */
+int kvedge_skip_wants_newest(const kvedge_attention *a);
+/* What the newest tokens alone give as sums of the softmax; they become 0. */
+void kvedge_skip_take_newest(const kvedge_attention *a, kvedge_skipping *s, kvedge_partial *partial);
 /* Are the values of the tile that comes, and of the next one, prefetched as by a call without tolerance? */
 int kvedge_skip_reads_values(const kvedge_skipping *s);
 /* After the softmax of `num` head tiles: their weighted sums, of the blocks that matter, now or later. 0: all of them are
