@@ -78,6 +78,12 @@ def set_num_threads(int num_threads):
     kvedge_set_num_threads(num_threads)
 
 
+def tolerance_counts():
+    cdef int64_t seen, dropped
+    kvedge_tolerance_counts(&seen, &dropped)
+    return seen, dropped
+
+
 def read_bandwidth(int num_threads, int megabytes=512, int repeats=3):
     """Bytes per second that `num_threads` threads read from memory, best of `repeats` passes.
 

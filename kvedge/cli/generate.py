@@ -262,6 +262,7 @@ class _Run:
             seed=self.seed,
             num_threads=self.options.threads,
             precision_bits=self.options.precision_bits,
+            tolerance=self.options.tolerance,
         )
         self.generation = generation
         resume.set_random_state(generation, self.random_state)

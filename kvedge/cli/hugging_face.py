@@ -49,6 +49,7 @@ def run(options: argparse.Namespace, output: Output) -> int:
         model.config,
         storage.dtype_of(options) or "int8",
         precision_bits=options.precision_bits,
+        tolerance=options.tolerance,
         **storage.cache_options(options),
     )
     chat = bool(tokenizer.chat_template) and not options.no_chat

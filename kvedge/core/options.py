@@ -168,10 +168,11 @@ def as_num_threads(num_threads: Any) -> int:
 
 def as_tolerance(tolerance: Any) -> float:
     """`tolerance` as a float that is a float32 from 0 to below 1."""
-    share = float(np.float32(as_float(tolerance, "tolerance")))
+    given = as_float(tolerance, "tolerance")
+    share = float(np.float32(given)) if abs(given) <= 1 else given
     if not 0 <= share < 1:
         raise InvalidArgumentError(
-            f"tolerance must be a share of the softmax mass, from 0 to below 1, not {tolerance:g}"
+            f"tolerance must be a share of the softmax mass, from 0 to below 1, not {given:g}"
         )
     return share
 

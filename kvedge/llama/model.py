@@ -133,6 +133,7 @@ class LlamaModel:
         last_only: bool = False,
         num_threads: int | None = None,
         precision_bits: int | None = None,
+        tolerance: float = 0.0,
     ) -> np.ndarray:
         """Run tokens through the model and append their keys and values to the cache.
 
@@ -148,6 +149,7 @@ class LlamaModel:
         last_only : bool
             Compute the logits of the last token only: what generation needs of a prompt.
         num_threads, precision_bits : int, optional
+        tolerance : float
             Passed on to ``cache.attend``.
 
         Returns
@@ -191,7 +193,11 @@ class LlamaModel:
                 # store keys and values, attend to all that is stored, back into the residual stream
                 cache.append(i, k, v)
                 attended = cache.attend(  # (n, num_heads, head_dim)
-                    i, q, num_threads=num_threads, precision_bits=precision_bits
+                    i,
+                    q,
+                    num_threads=num_threads,
+                    precision_bits=precision_bits,
+                    tolerance=tolerance,
                 )
                 x += attended.reshape(n, -1) @ layer.wo.T  # (n, dim)
 
