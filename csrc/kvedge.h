@@ -363,9 +363,9 @@ typedef struct {
                   * it, gives out = 0 and lse = -INFINITY (but for sink_logits). */
   int64_t first_row; /* with num_tokens, where another thread also drops tokens: the row of token 0, as
                       * kvedge_layer_range told it together with the length; -1: that of the layer when the call begins */
-  float tolerance;    /* 0 <= tolerance < 1, the share of the softmax mass that each row of each head may leave out: blocks of
-                       * 16 values that together hold at most this are not read. The error is at most tolerance * the
-                       * largest |value|; lse stays exact. 0: nothing is left out */
+  float tolerance;   /* 0 <= tolerance < 1: the share of the softmax mass that each row of each head may lose. Blocks of
+                      * 16 values that hold no more are not read: the error is at most tolerance * the largest |value|,
+                      * and lse counts them. 0: all are read */
 } kvedge_attention_options;
 
 void kvedge_attention_defaults(kvedge_attention_options *options);

@@ -110,7 +110,7 @@ struct kvedge_attention {
   float *partials; /* (num_slots + 1, partial_floats), the total last */
   char *skipping;  /* (num_slots, skipping_bytes), see skip.c; no bytes: all values are read */
   size_t skipping_bytes;
-  char *refit;     /* room for one row of one head, see refit.c */
+  char *refit; /* room for one row of one head, see refit.c */
 
   kvedge_array out; /* (num_rows, num_heads, channels of a value) */
   float *lse;       /* (num_rows, num_heads) or NULL */

@@ -27,14 +27,14 @@ typedef struct {
 } kept_list;
 
 struct kvedge_skipping {
-  int num_queries;                        /* query rows of a KV head */
-  float share;                            /* 1 / what a block may hold of the sum */
-  float *newest;                          /* (num_kv_heads, query_rows) sums of the newest tokens, as maxima are now */
-  int is_dense;                           /* values of this tile are read as a whole */
-  int wait, longest;                      /* tiles until it is looked at whether they need be, and how many there were */
-  int looked_at, kept;                    /* blocks of this tile, of all KV heads */
-  int64_t seen, dropped;                  /* blocks of the slice */
-  kept_list (*lists)[2];                  /* (num_kv_heads): the one that is filled, and a full one that is waited for */
+  int num_queries;       /* query rows of a KV head */
+  float share;           /* 1 / what a block may hold of the sum */
+  float *newest;         /* (num_kv_heads, query_rows) sums of the newest tokens, as maxima are now */
+  int is_dense;          /* values of this tile are read as a whole */
+  int wait, longest;     /* tiles until it is looked at whether they need be, and how many there were */
+  int looked_at, kept;   /* blocks of this tile, of all KV heads */
+  int64_t seen, dropped; /* blocks of the slice */
+  kept_list (*lists)[2]; /* (num_kv_heads): the one that is filled, and a full one that is waited for */
 };
 
 static int has_lists(const kvedge_attention *a) { return a->query_rows <= LIST_QUERIES; }
@@ -103,7 +103,8 @@ void kvedge_tolerance_counts(int64_t *seen, int64_t *dropped) {
 /* The blocks of a head tile that matter to some of its queries. One of fewer than 16 tokens does: it has no share. */
 static uint32_t blocks_to_keep(const kvedge_attention *a, const kvedge_skipping *s, const head_tile *h, const float *p,
                                const kvedge_partial *partial) {
-  const float *sum = partial->sum + kvedge_index_of(a, h), *newest = s->newest ? s->newest + kvedge_index_of(a, h) : NULL;
+  const float *sum = partial->sum + kvedge_index_of(a, h),
+              *newest = s->newest ? s->newest + kvedge_index_of(a, h) : NULL;
   float factor[KVEDGE_STACK];
   const int whole = h->tile->num_tokens / KVEDGE_BLOCK;
   for (int i = 0; i < h->count; i++) {

@@ -249,11 +249,9 @@ void kvedge_weighted_sum(const kvedge_attention *a, const head_tile *h, float *p
                                           1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
   const kvedge_row_shape *shape = &a->view.side[VALUES].shape;
   const int takes_factor = (shape->num_groups == 0 || a->decodes[VALUES]) && a->factor[VALUES] > 1.0f;
-  kvedge_probabilities p = {
-      .num_queries = h->count, .planes = probability_planes(a, h->tile), .p = probabilities};
-  kvedge_accumulators to = {.acc = partial->acc + kvedge_index_of(a, h) * (size_t)a->acc_stride,
-                            .stride = a->acc_stride,
-                            .rescale = rescale};
+  kvedge_probabilities p = {.num_queries = h->count, .planes = probability_planes(a, h->tile), .p = probabilities};
+  kvedge_accumulators to = {
+      .acc = partial->acc + kvedge_index_of(a, h) * (size_t)a->acc_stride, .stride = a->acc_stride, .rescale = rescale};
   if (takes_factor) take_factor(a, h, probabilities);
   if (a->decodes[VALUES]) {
     decoded_block room;

@@ -87,7 +87,8 @@ void kvedge_skip_take_newest(const kvedge_attention *a, kvedge_skipping *s, kved
 int kvedge_skip_reads_values(const kvedge_skipping *s);
 /* After the softmax of `num` head tiles: their weighted sums, of the blocks that matter, now or later. 0: all of them are
  * to be summed, by the caller. */
-int kvedge_skip_heads(const kvedge_attention *a, const head_tile *heads, int num, workspace *w, kvedge_partial *partial);
+int kvedge_skip_heads(const kvedge_attention *a, const head_tile *heads, int num, workspace *w,
+                      kvedge_partial *partial);
 /* A tile ends, and with the last one the slice. */
 void kvedge_skip_end_tile(const kvedge_attention *a, workspace *w, kvedge_partial *partial, int last);
 

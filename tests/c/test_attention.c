@@ -343,8 +343,7 @@ static void slices_case(const kvedge_layer *layer, const float *query, int64_t r
     float *second = lse + rows * heads;
     CHECK(kvedge_attention_init(memory.data, bytes - 1, layer, query, rows, heads, o, slots, out, second, &a) ==
           KVEDGE_ERROR_MEMORY);
-    CHECK(kvedge_attention_init(memory.data, bytes, layer, query, rows, heads, o, slots, out, second, &a) ==
-          KVEDGE_OK);
+    CHECK(kvedge_attention_init(memory.data, bytes, layer, query, rows, heads, o, slots, out, second, &a) == KVEDGE_OK);
     for (int s = slices - 1; s >= 0 && !in_turn; s--) kvedge_attention_run(a, s, s, NULL);
     for (int s = 0; s < slices; s++) {
       if (in_turn) kvedge_attention_run(a, s, 0, NULL);
