@@ -109,9 +109,7 @@ def _template(model: LlamaModel, path: str, options: argparse.Namespace) -> Chat
     own: ChatTemplate | None = getattr(model.tokenizer, "chat_template", None)
     if options.chat_template is not None:
         source = Path(options.chat_template).read_text(encoding="utf-8")
-        return ChatTemplate(
-            source, own.bos_token if own else "", own.eos_token if own else ""
-        )
+        return ChatTemplate(source, own.bos_token if own else "", own.eos_token if own else "")
     if own is None:
         raise CommandError(
             f"{path} has no chat template: it was not made to chat, or give --chat-template FILE"
@@ -190,7 +188,7 @@ class _Chat:
         except KeyboardInterrupt:
             self._show(" (interrupted)")
         finally:
-            pieces.close()  # type: ignore[attr-defined]
+            pieces.close()
         self._show("\n")
         generation = self.conversation.generation
         if generation is not None and generation.stop_reason == "context":

@@ -8,7 +8,7 @@ said), the tokens that both begin with stay.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -101,7 +101,7 @@ class Conversation:
         """Questions that were answered."""
         return len(self._marks)
 
-    def ask(self, text: str) -> Iterator[str]:
+    def ask(self, text: str) -> Generator[str, None, None]:
         """Take a message of the user, and yield the answer as it is made.
 
         An interrupt ends the answer; what came of it stays. Where none of it came, the message is
@@ -190,7 +190,8 @@ class Conversation:
             stored = json.loads(saved.more["conversation"])
             messages, text = stored["messages"], stored["text"]
             whole = all(
-                set(message) == {"role", "content"} and all(type(x) is str for x in message.values())
+                set(message) == {"role", "content"}
+                and all(type(x) is str for x in message.values())
                 for message in messages
             )
             if not whole or not (text is None or isinstance(text, str)):
@@ -273,7 +274,7 @@ class Conversation:
         if not generation.tokens and generation.stop_reason is None:  # interrupted before it began
             self.undo()
             return
-        if len(generation.context) < len(self._held) + len(generation.tokens):
+        if generation.dropped:
             self._note_shift()
         elif not self._shifts:
             self._exact = len(generation.context)

@@ -59,7 +59,7 @@ class PromptLine:
         KeyboardInterrupt
             Ctrl-C, which drops what was typed.
         """
-        lines = []
+        lines: list[str] = []
         while True:
             line = self._line("> " if not lines else "| ")
             if line is None:

@@ -28,7 +28,7 @@ from kvedge.errors import InvalidArgumentError, MissingExtraError
 
 if TYPE_CHECKING:
     from kvedge import KVCache
-    from kvedge.llama import Generation, LlamaModel, Tokenizer
+    from kvedge.llama import Generation, LlamaModel
 
 __all__ = [
     "SavedText",

@@ -207,17 +207,21 @@ class Writer:
 
     def _save(self, path: str) -> None:
         state = self.random_state
+        exact = self.saved.exact if self.saved.tokens else len(self.tokens)
         if self.generation is not None and self.options.tokens != 0:
             state = self.generation.sampler.random_state
             self.held = list(self.generation.context)
-        exact = resume.common_prefix(self.held, self.tokens)
+            if self.generation.dropped:
+                exact = min(exact, self.options.keep)
+            elif exact >= len(self.saved.tokens):
+                exact = len(self.held)
         text = resume.SavedText(
             tokens=self.held,
             ended=self.ended,
             settings=self.settings,
             seed=self.seed,
             random_state=state,
-            exact=min(exact, self.saved.exact) if self.saved.tokens else exact,
+            exact=min(exact, len(self.held)),
         )
         resume.save(path, self.cache, text, self.model, self.path)
 

@@ -34,6 +34,8 @@ class Generation(Iterator[Piece]):
         Holds the prompt and all generated tokens but `pending`.
     context : list of int
         The tokens that the cache holds, those of `before` included, then `pending`.
+    dropped : int
+        Tokens that context shifts have dropped.
     prompt_tokens, tokens : list of int
         The prompt; what has been generated so far.
     logits : ndarray, shape (vocab_size,), float32, or None
@@ -67,6 +69,7 @@ class Generation(Iterator[Piece]):
     ) -> None:
         self.cache = cache
         self.context = [*before, *prompt_tokens]
+        self.dropped = 0
         self.prompt_tokens = prompt_tokens
         self.tokens: list[int] = []
         self.logits: np.ndarray | None = None
@@ -168,6 +171,7 @@ class Generation(Iterator[Piece]):
             )
         unknown = len(self.cache) - len(self.context) + 1  # first tokens, without `before`
         dropped = shift_context(self._model, self.cache, self._keep_tokens)
+        self.dropped += dropped
         first = self._keep_tokens - unknown
         del self.context[max(first, 0) : max(first + dropped, 0)]
 

@@ -392,7 +392,7 @@ class _Tokenizer:
 
 def test_a_prompt_comes_from_a_file_without_its_last_line_end(tmp_path, capsys):
     file = tmp_path / "prompt.txt"
-    file.write_bytes("Once upon\n a time\r\n".encode())
+    file.write_bytes(b"Once upon\n a time\r\n")
     report = _generate(capsys, "-f", file, "-n", 3)
     assert report["prompt"] == "Once upon\n a time"
 
@@ -431,9 +431,7 @@ def test_a_prompt_cache_of_another_storage_or_model_is_refused(session, capsys):
     _generate(capsys, "-p", "Once upon", "-n", 1, "--prompt-cache", session)
     error = _fails(capsys, "--prompt-cache", session, "--cache", "float32", code=exits.USAGE)
     assert "int8" in error
-    error = _fails(
-        capsys, "--prompt-cache", session, "--load-session", session, code=exits.USAGE
-    )
+    error = _fails(capsys, "--prompt-cache", session, "--load-session", session, code=exits.USAGE)
     assert "--load-session" in error
 
 
@@ -494,8 +492,9 @@ def test_a_stop_text_is_never_shown_in_part(capsys):
 
 def test_what_only_looked_like_a_stop_text_is_shown(capsys):
     whole = _generate(capsys, "-n", 30)
-    assert _generate(capsys, "-n", 30, "--stop", "little dog", "--stop", "park?")["text"] == (
-        whole["text"]
+    assert (
+        _generate(capsys, "-n", 30, "--stop", "little dog", "--stop", "park?")["text"]
+        == (whole["text"])
     )
 
 
