@@ -22,7 +22,8 @@ def add_options(group: Any) -> None:
         "--cache",
         choices=(AUTO, *FORMATS),
         metavar="FORMAT",
-        help=f"{AUTO}, {', '.join(FORMATS)}: how keys and values are stored; auto is int8 with --key-scale auto (default: int8)",
+        help=f"how keys and values are stored: {AUTO}, {', '.join(FORMATS)}; {AUTO} is int8 with "
+        "--key-scale auto (default: int8)",
     )
     for rows in ("key", "value"):
         group.add_argument(
