@@ -110,10 +110,11 @@ class Matrix:
             local = indices[here] - start
             shape = RowShape.of(part.head_dim, part.group_size, "float16", form.has_scales)
             scales = np.empty(0)
-            if form.has_scales:  # (n, heads, groups): one group has no axis in `key_scales`
-                scales = part.key_scales[local].reshape(len(local), self._heads, -1)
+            if form.has_scales:  # one group has no axis in `key_scales`
+                groups = (len(local), self._heads, shape.num_groups)
+                scales = part.key_scales[local].reshape(groups)
             decoded = form.decode(part.key_codes[local], scales, shape, np.float32)
-            found[here] = decoded.reshape(len(local), -1)
+            found[here] = decoded.reshape(len(local), self.shape[1])
         return found
 
     def product(self, x: np.ndarray, num_threads: int | None = None) -> np.ndarray:

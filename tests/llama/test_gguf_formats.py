@@ -168,6 +168,11 @@ def test_parts_of_a_large_matrix_are_multiplied_by_threads(monkeypatch):
     x = rng.standard_normal((3, 768)).astype(np.float32)
     np.testing.assert_allclose(product(x, matrix), x @ np.asarray(matrix).T, atol=1e-3)
     np.testing.assert_array_equal(product(x, matrix), product(x, matrix, 1))
+    for dtype in ("int8", "bfloat16"):
+        matrix = Matrix(4099, 768, dtype, [values])
+        for indices in ([0, 4098, 1500, 0], [4098]):  # none of some parts
+            whole = np.asarray(matrix)
+            np.testing.assert_array_equal(rows_of(matrix, np.array(indices)), whole[indices])
 
 
 @pytest.mark.parametrize(
