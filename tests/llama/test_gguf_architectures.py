@@ -152,7 +152,7 @@ def test_an_int8_cache_is_close(pair):
 
 
 def test_a_context_shift_turns_each_layer_by_its_own_rope(pair):
-    """With one layer's worth of attention sinks kept, as a text without the dropped tokens would."""
+    """Keys of the first layer are what they would be without the dropped tokens."""
     name, _, ours = pair
     cache = ours.new_cache("float32", max_seq_len=24, window=None)
     generation = generate(
