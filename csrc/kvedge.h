@@ -392,7 +392,7 @@ typedef struct {
  * that loses less, shards of a long context, a prefix that others read too. Parts follow one another, in the order of
  * their positions, and have heads and widths in common, but formats, key offsets and key scales of their own. Causality,
  * windows, sinks, slopes, masks, biases and options.start mean positions of the sequence; of positions that are in no
- * part nothing is seen. Its length, whose last tokens the query rows are of, is options.num_tokens, or if that is 0 the
+ * part nothing is seen. The sequence's length, whose last tokens the query rows are of, is options.num_tokens, or if that is 0 the
  * end of the last part; so one shard alone is a call with one part, and `lse` merges several. Results of the parts are
  * merged in double. */
 typedef struct kvedge_part {

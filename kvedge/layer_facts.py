@@ -125,21 +125,6 @@ class LayerFacts(ConfigFacts):
         return sum(part.layer.memory_bytes for part in self._precise.now)
 
     @property
-    def recent(self) -> int:
-        """So many last tokens are read in :attr:`recent_dtype`."""
-        return self._config.recent
-
-    @property
-    def sinks(self) -> int:
-        """So many first tokens are read in :attr:`recent_dtype`."""
-        return self._config.sinks
-
-    @property
-    def recent_dtype(self) -> str | None:
-        """What first and last tokens are stored as; None if none are apart."""
-        return self._config.recent_dtype or None
-
-    @property
     def resident_bytes(self) -> int:
         """Bytes that the system has committed so far, in whole pages.
 

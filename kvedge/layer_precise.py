@@ -102,7 +102,7 @@ class PreciseTokens:
 
     def __init__(self, layer: Any, kind: type) -> None:
         config: LayerConfig = layer._config
-        self._kind = kind
+        self._kind: Any = kind
         self._whole = layer
         self._kept = config.recent + DRAFT if config.recent else 0  # last tokens that may be read
         self._config = config.precise
@@ -148,7 +148,7 @@ class PreciseTokens:
             last = moved
         skipped = max(0, last.position - end) if self._kept else n
         joins = first.position + len(first.layer) == end
-        sinks = min(n, self._whole._config.sinks - len(first.layer)) if joins else 0
+        sinks = max(0, min(n, self._whole._config.sinks - end)) if joins else 0
         return Appending(first, last, sinks, skipped, n, (len(first.layer), len(last.layer)))
 
     def commit(self, made: Appending) -> None:
@@ -272,7 +272,6 @@ class PreciseTokens:
             _filled(self._first(start), first), _filled(self._last(end - tokens), last)
         )
 
-
     def joined(self, contents: Sequence[PartContents], end: int, n: int) -> tuple[Any, ...]:
         """What :meth:`return_to` needs once `n` tokens come behind position `end`.
 
@@ -285,7 +284,10 @@ class PreciseTokens:
         if before and self.now.last.layer._key_map.is_same(last.key_map):
             own = self.now.last.layer._held().tokens
             arrays = memory.Slabs(
-                *(np.concatenate([mine[-before:], new]) for mine, new in zip(own, arrays, strict=True))
+                *(
+                    np.concatenate([mine[-before:], new])
+                    for mine, new in zip(own, arrays, strict=True)
+                )
             )
         part = self._last(end + n - len(arrays.key_codes))
         part = _filled(part, last._replace(arrays=arrays))

@@ -243,7 +243,7 @@ def file_types(fields: Mapping[str, str]) -> Callable[[str], str]:
         own = layers[int(name.split(".")[1])] if layers else {}
         column = name.rpartition(".")[2]
         if len(name.split(".")) == 4:
-            precise = own.get("recent_dtype", fields.get("recent_dtype"))
+            precise = own.get("recent_dtype", fields.get("recent_dtype", ""))
             return FORMATS[precise].file_type if column.endswith("codes") else part_scales(own)
         keys = own.get("dtype", fields["dtype"])
         values = own.get(VALUE_DTYPE, fields.get(VALUE_DTYPE)) or keys
@@ -260,7 +260,7 @@ def file_types(fields: Mapping[str, str]) -> Callable[[str], str]:
 
     def part_scales(own: Mapping[str, Any]) -> str:
         """As `LayerConfig.precise` has it."""
-        precise = own.get("recent_dtype", fields.get("recent_dtype"))
+        precise = own.get("recent_dtype", fields.get("recent_dtype", ""))
         scales = own.get("scale_dtype", fields["scale_dtype"])
         has_scales = FORMATS[precise].has_scales and scales
         return SCALE_TYPES[scales if has_scales else "float32"].file_type

@@ -211,6 +211,11 @@ class _Run:
             raise UsageError(
                 f"--scale-dtype {options.scale_dtype}: the session's cache has {cache.scale_dtype}"
             )
+        for name in ("recent", "sinks", "recent_dtype"):
+            given, held = getattr(options, name), getattr(cache, name)
+            if given not in (None, held):
+                flag = "--" + name.replace("_", "-")
+                raise UsageError(f"{flag} {given}: the session's cache has {held or 'none'}")
         if options.context is not None and options.context != cache.max_seq_len:
             raise UsageError(
                 f"--context {options.context}: the session's cache was made for {cache.max_seq_len}"

@@ -13,7 +13,8 @@ from kvedge.core.types import Dtype
 
 __all__ = ["add_options", "cache_options", "dtype_of"]
 
-_FLAGS = ("value_dtype", "group_size", "scale_dtype", "key_offset", "key_scale")
+_PRECISE = ("recent", "sinks", "recent_dtype")
+_FLAGS = ("value_dtype", "group_size", "scale_dtype", "key_offset", "key_scale", *_PRECISE)
 
 
 def add_options(group: Any) -> None:
@@ -47,6 +48,23 @@ def add_options(group: Any) -> None:
         "--key-offset", choices=(AUTO,), help="store int8 keys less the mean of the first tokens"
     )
     group.add_argument(
+        "--recent",
+        type=positive_int,
+        metavar="N",
+        help="read the last N tokens in --recent-dtype, which repairs most of what few bits lose",
+    )
+    group.add_argument(
+        "--sinks",
+        type=positive_int,
+        metavar="N",
+        help="read the first N tokens in --recent-dtype",
+    )
+    group.add_argument(
+        "--recent-dtype",
+        choices=tuple(FORMATS),
+        help="how the last and first tokens are stored (default: float16)",
+    )
+    group.add_argument(
         "--precision-bits",
         type=int,
         choices=(8, 16, 24),
@@ -77,7 +95,7 @@ def cache_options(options: argparse.Namespace) -> dict[str, Any]:
     values = options.value_dtype or dtype
     for name in given:
         stored = (dtype,) if name == "key_offset" else (dtype, values)
-        of_any = name in ("key_scale", "value_dtype")
+        of_any = name in ("key_scale", "value_dtype", *_PRECISE)
         if not of_any and not any(FORMATS[each].has_scales for each in stored):
             scaled = " or ".join(form.name for form in FORMATS.values() if form.has_scales)
             flag = "--" + name.replace("_", "-")

@@ -202,6 +202,21 @@ class ConfigFacts:
         return self._config.value_dtype or self._config.dtype
 
     @property
+    def recent(self) -> int:
+        """So many last tokens are read in :attr:`recent_dtype`."""
+        return self._config.recent
+
+    @property
+    def sinks(self) -> int:
+        """So many first tokens are read in :attr:`recent_dtype`."""
+        return self._config.sinks
+
+    @property
+    def recent_dtype(self) -> str | None:
+        """What first and last tokens are stored as; None if none are apart."""
+        return self._config.recent_dtype or None
+
+    @property
     def compression_ratio(self) -> float:
         """How many times smaller than float32: fp32_memory_bytes / memory_bytes."""
         return self.fp32_memory_bytes / self.memory_bytes
