@@ -124,8 +124,9 @@ class CacheMethods(CacheHistory):
         layers : sequence of mappings, or of layers, optional
             Layers that differ: a mapping for each, of what is not as given above, out of
             num_kv_heads, head_dim, value_head_dim, dtype, key_dtype, value_dtype, group_size,
-            scale_dtype, window, recent, sinks and recent_dtype. Or layer objects, which the cache takes over with their tokens:
-            from then on they are changed through it alone. They have to stand at one position.
+            scale_dtype, window, recent, sinks and recent_dtype. Or layer objects, which the cache
+            takes over with their tokens: from then on they are changed through it alone. They have
+            to stand at one position.
 
         Raises
         ------

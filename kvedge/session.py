@@ -5,14 +5,14 @@ The format is safetensors, which other tools can read. Per layer i it holds
     layers.{i}.key_codes, layers.{i}.value_codes     (tokens, num_kv_heads, codes per row) I8 or F32
     layers.{i}.key_scales, layers.{i}.value_scales   (tokens, num_kv_heads, num_groups) F32 or F16
     layers.{i}.key_offset, layers.{i}.key_scale      (num_kv_heads, head_dim) F32, if it has one
-    layers.{i}.first.key_codes, ..., layers.{i}.last.value_scales     its first and last tokens again,
-                                                     in recent_dtype, if it has such
+    layers.{i}.first.key_codes, ..., layers.{i}.last.value_scales    first and last tokens again, in
+                                                     recent_dtype, if it has such
 
 and as metadata, all text, the fields of ``FIELDS``, ``value_dtype`` and ``value_head_dim`` where
 values have another type and width than keys, ``key_scale`` where layers take theirs from their
-first tokens, ``recent``, ``sinks`` and ``recent_dtype`` where first or last tokens are held in another
-format too, ``layers`` where layers differ or have windows, ``sha256`` over everything else, and
-the user's own under "user.". tokens are length, less those that the layer's window has dropped.
+first tokens, ``recent``, ``sinks`` and ``recent_dtype`` where first or last tokens are held in
+another format too, ``layers`` where layers differ or have windows, ``sha256`` over everything else,
+and the user's own under "user.". tokens are length, less those that the layer's window has dropped.
 Versions of kvedge that do not know a field refuse the files that have it.
 """
 

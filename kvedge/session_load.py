@@ -53,8 +53,8 @@ if TYPE_CHECKING:
 __all__ = ["load"]
 
 # Parsing takes the safetensors package some 4 us per tensor. Headers beyond this are looked at
-# before it: at most 14 tensors per layer, each of at most `_MAX_ENTRY` bytes with names and numbers at
-# their longest (141, and room for spaces).
+# before it: at most 14 tensors per layer, each of at most `_MAX_ENTRY` bytes with names and numbers
+# at their longest (141, and room for spaces).
 _SHORT_HEADER = 1 << 20
 _MAX_ENTRY = 200
 # Bytes of an element, by safetensors' name of its type.

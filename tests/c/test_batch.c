@@ -201,7 +201,8 @@ static void parts_case(void) {
   const int num_heads = 4, heads = ONE_OF(1, 2, 4), dim = ONE_OF(1, 8, 33, 64), len = ONE_OF(1, 6, 40, 300);
   const int rows = 1 + random_below(len < 40 ? len : 40), num = 1 + random_below(MOST_PARTS);
   const size_t outs = (size_t)(rows * num_heads * dim), lses = (size_t)(rows * num_heads);
-  float *keys = random_floats((size_t)(len * heads * dim), 2.0f), *values = random_floats((size_t)(len * heads * dim), 2.0f);
+  float *keys = random_floats((size_t)(len * heads * dim), 2.0f),
+        *values = random_floats((size_t)(len * heads * dim), 2.0f);
   float *query = random_floats(outs, 2.0f), *slopes = random_floats((size_t)num_heads, 0.2f);
   float *learned = random_floats((size_t)num_heads, 3.0f), *bias = random_floats((size_t)(rows * len), 1.0f);
   float *out = malloc(outs * sizeof *out), *expected = malloc(outs * sizeof *out);
@@ -232,13 +233,15 @@ static void parts_case(void) {
   if (random_below(4) == 0) o.mask = mask, o.mask_strides[1] = len, o.mask_strides[2] = 1;
   if (random_below(4) == 0) o.bias = bias, o.bias_strides[1] = len, o.bias_strides[2] = 1;
   if (!o.window && random_below(4) == 0) o.causal = 0;
-  const kvedge_attention_call call = {.parts = parts,
-                                      .num_parts = num,
-                                      .num_rows = rows,
-                                      .query = {query, KVEDGE_TYPE_FLOAT32, num_heads * dim * 4, dim * 4},
-                                      .out = {out, KVEDGE_TYPE_FLOAT32, num_heads * dim * 4, dim * 4},
-                                      .lse = lse,
-                                      .options = &o};
+  const kvedge_attention_call call = {
+      .parts = parts,
+      .num_parts = num,
+      .num_rows = rows,
+      .query = {query, KVEDGE_TYPE_FLOAT32, num_heads * dim * 4, dim * 4},
+      .out = {out,   KVEDGE_TYPE_FLOAT32, num_heads * dim * 4, dim * 4},
+      .lse = lse,
+      .options = &o
+  };
   CHECK(kvedge_attend(whole, query, rows, num_heads, &o, 1, expected, expected_lse) == KVEDGE_OK);
   for (int threads = 1; threads <= 3; threads += 2) {
     CHECK(kvedge_attend_layers(&call, 1, num_heads, threads) == KVEDGE_OK);
@@ -277,17 +280,19 @@ static void test_parts_are_checked(void) {
   kvedge_attention_options o;
   kvedge_attention_defaults(&o);
   const kvedge_part good[2] = {
-      {layer, 0, 12, 0},
-      {layer, 12, 8, 12}
+      {layer, 0,  12, 0 },
+      {layer, 12, 8,  12}
   };
   kvedge_part parts[2] = {good[0], good[1]};
-  kvedge_attention_call call = {.parts = parts,
-                                .num_parts = 2,
-                                .num_rows = 1,
-                                .query = {tokens, KVEDGE_TYPE_FLOAT32, HEADS * DIM * 4, DIM * 4},
-                                .out = {both, KVEDGE_TYPE_FLOAT32, HEADS * DIM * 4, DIM * 4},
-                                .lse = all,
-                                .options = &o};
+  kvedge_attention_call call = {
+      .parts = parts,
+      .num_parts = 2,
+      .num_rows = 1,
+      .query = {tokens, KVEDGE_TYPE_FLOAT32, HEADS * DIM * 4, DIM * 4},
+      .out = {both,   KVEDGE_TYPE_FLOAT32, HEADS * DIM * 4, DIM * 4},
+      .lse = all,
+      .options = &o
+  };
   CHECK(kvedge_attend_layers(&call, 1, HEADS, 1) == KVEDGE_OK);
   float sum[HEADS] = {0}; /* the shards one by one */
   for (int i = 0; i < 2; i++) {
@@ -301,7 +306,15 @@ static void test_parts_are_checked(void) {
   for (int h = 0; h < HEADS; h++)
     if (fabsf(sum[h] - 1.0f) > 1e-5f) fail("shards sum up to %.9g", sum[h]);
   end_case();
-#define REFUSED(change)                                                                                                  do {                                                                                                                     kvedge_attention_call kept = call;                                                                                     parts[0] = good[0], parts[1] = good[1];                                                                                change;                                                                                                                CHECK(kvedge_attend_layers(&call, 1, HEADS, 1) == KVEDGE_ERROR_ARGUMENT);                                              call = kept, o.num_tokens = 0;                                                                                         end_case();                                                                                                          } while (0)
+#define REFUSED(change)                                                                                                \
+  do {                                                                                                                 \
+    kvedge_attention_call kept = call;                                                                                 \
+    parts[0] = good[0], parts[1] = good[1];                                                                            \
+    change;                                                                                                            \
+    CHECK(kvedge_attend_layers(&call, 1, HEADS, 1) == KVEDGE_ERROR_ARGUMENT);                                          \
+    call = kept, o.num_tokens = 0;                                                                                     \
+    end_case();                                                                                                        \
+  } while (0)
   REFUSED(call.layer = layer);
   REFUSED(call.parts = NULL);
   REFUSED(call.num_parts = -1);

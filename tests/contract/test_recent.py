@@ -1,4 +1,4 @@
-"""``recent=`` and ``sinks=``: first and last tokens in a format that loses less, everywhere alike."""
+"""``recent=`` and ``sinks=``: first and last tokens in a format that loses less."""
 
 from __future__ import annotations
 
@@ -376,6 +376,8 @@ def test_layers_of_a_cache_may_differ(tmp_path):
         4, HEADS, DIM, dtype="int8", recent=9, sinks=2, recent_dtype="bfloat16", layers=layers
     )
     assert [cache.layer(i).sinks for i in range(4)] == [2, 0, 0, 2]
+    assert (cache.recent, cache.sinks, cache.recent_dtype) == (9, 2, "bfloat16")
+    cache.push_step(*rows(25, 4)), cache.truncate(0)
     assert [cache.layer(i).recent_dtype for i in range(4)] == [
         "bfloat16",
         None,
