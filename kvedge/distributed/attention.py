@@ -106,9 +106,9 @@ def _run(rows: slice, starts: np.ndarray, stops: np.ndarray, base: int, sinks_en
     starts, stops = starts[rows], stops[rows]
     start, tokens, sinks = int(starts[0]), int(stops[-1]), sinks_end - base
     moves_on, grows = starts[-1] > start, tokens > stops[0]
+    if last - first == 1 and start == base:
+        return Run(first, last, tokens, base, causal=True)
     if last - first == 1 or (moves_on and grows):
-        if start == base:
-            return Run(first, last, tokens, base, causal=True)
         window = int(stops[0]) - start
         return Run(first, last, tokens, base, causal=True, window=window, sinks=sinks)
     if not moves_on and not sinks:

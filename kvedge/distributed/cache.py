@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvedge import KVCache, KvCacheSnapshot
+from kvedge import KVCache
 from kvedge.cache_state import layer_names
 from kvedge.core import arrays, checks
 from kvedge.core.config import ConfigFacts, LayerConfig, as_int
@@ -328,15 +329,19 @@ class ShardedKVCache(ConfigFacts):
         self.advance()
 
     def _refuse_pending(self, call: str) -> None:
-        ahead = [i for i, end in enumerate(self._ends) if end != self._length]
+        ahead = self._ahead()
         if ahead:
             raise LayersOutOfStepError(
                 f"{call} needs all layers at position {self._length}, but {layer_names(ahead)} "
-                "beyond it: advance() over their tokens or truncate() first",
+                f"{'holds' if len(ahead) == 1 else 'hold'} tokens beyond it: advance() over them or truncate() first",
                 expected=self._length,
                 got=self._ends[ahead[0]],
                 layer=ahead[0],
             )
+
+    def _ahead(self) -> list[int]:
+        """Layers with pending tokens, on whichever rank."""
+        return [i for i, end in enumerate(self._ends) if end != self._length]
 
     # ---- attention -------------------------------------------------------------------------------
 
@@ -419,10 +424,12 @@ class ShardedKVCache(ConfigFacts):
 
     def snapshot(self) -> ShardedSnapshot:
         """Mark this moment; nothing is copied. Pending tokens are not in it."""
-        return ShardedSnapshot(self, self._length, self._overwrites.epoch, self._part.snapshot())
+        return ShardedSnapshot(self, self._overwrites.epoch, tuple(self._ahead()))
 
     def restore(self, snapshot: ShardedSnapshot) -> None:
         """Return to a snapshot: back, or forward again; all ranks to that of the same moment.
+
+        One that was detached brings its key offsets and scales along, which stay from then on.
 
         Raises
         ------
@@ -436,10 +443,7 @@ class ShardedKVCache(ConfigFacts):
                 f"snapshot must be one that this cache made, not {checks.describe(snapshot)}"
             )
         if snapshot.is_stale:
-            raise StaleSnapshotError(
-                f"tokens below position {len(snapshot)} have been overwritten since this snapshot "
-                "was taken: detach() it before that"
-            )
+            raise snapshot._stale()
         n = len(snapshot)
         self._part.restore(snapshot._part)
         for first in self._first:
@@ -524,13 +528,12 @@ class ShardedKVCache(ConfigFacts):
 class ShardedSnapshot:
     """A moment of a :class:`ShardedKVCache`, made by its ``snapshot()`` on each rank."""
 
-    def __init__(
-        self, cache: ShardedKVCache, length: int, epoch: int, part: KvCacheSnapshot
-    ) -> None:
+    def __init__(self, cache: ShardedKVCache, epoch: int, pending: tuple[int, ...]) -> None:
         self._cache = cache
-        self._length = length
+        self._length = len(cache)
         self._epoch = epoch
-        self._part = part
+        self._pending = pending  # layers that held tokens beyond the length
+        self._part = cache.part.snapshot()
 
     def __len__(self) -> int:
         return self._length
@@ -546,6 +549,12 @@ class ShardedSnapshot:
         overwrites = self._cache._overwrites
         return not self.is_detached and overwrites.reach_below(self._length, since=self._epoch)
 
+    def _stale(self) -> StaleSnapshotError:
+        return StaleSnapshotError(
+            f"tokens below position {self._length} have been overwritten since this snapshot was "
+            "taken: detach() it before that"
+        )
+
     def detach(self) -> ShardedSnapshot:
         """Copy this rank's stored bytes, so that it can always be restored; all ranks call it.
 
@@ -555,11 +564,15 @@ class ShardedSnapshot:
             As of :meth:`kvedge.KvCacheSnapshot.detach`.
         """
         if self.is_stale:
-            raise StaleSnapshotError(
-                f"tokens below position {self._length} have been overwritten since this snapshot "
-                "was taken"
+            raise self._stale()
+        if self._pending:
+            raise LayersOutOfStepError(
+                f"detach() would lose tokens: {layer_names(list(self._pending))} held some beyond "
+                f"position {self._length} when this snapshot was taken"
             )
-        return ShardedSnapshot(self._cache, self._length, self._epoch, self._part.detach())
+        other = copy.copy(self)
+        other._part = self._part.detach()
+        return other
 
     def __repr__(self) -> str:
         what = "detached" if self.is_detached else "stale" if self.is_stale else "mark"

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from kvedge.core import checks, registry
-from kvedge.core.key_map import NO_MAP, KeyMap, KeyRule
+from kvedge.core.key_map import LEAST_TOKENS, NO_MAP, KeyMap, KeyRule
 from kvedge.layer import new_layer
 
 __all__ = ["FirstTokens", "check_storable", "close"]
@@ -54,16 +54,15 @@ class FirstTokens:
         whole, part = self._whole, self._part
         mark = whole._mark()
         try:
-            whole._decide_key_map(keys)
-            check_storable(whole._config, whole._key_map, keys, values)
-            if whole._key_map_is_open:
+            if len(whole) + len(keys) < LEAST_TOKENS:  # to be decided again, perhaps
                 whole._append(keys, values)
-            key_map = whole._key_map
-            if not key_map.is_same(part._key_map):
-                held = part._held()
-                if held.num_tokens:
-                    part._encode_anew(key_map, held)
-                part._store_keys_as(key_map, KeyRule())
+            else:
+                whole._decide_key_map(keys)
+                check_storable(whole._config, whole._key_map, keys, values)
+            held = part._held()
+            if held.num_tokens:  # even for the same map: this is not idempotent to the last bit
+                part._encode_anew(whole._key_map, held)
+            part._store_keys_as(whole._key_map, KeyRule())
         except BaseException:
             whole._return_to(mark)
             raise
