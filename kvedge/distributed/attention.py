@@ -22,6 +22,8 @@ from kvedge.distributed.placement import Placement
 
 __all__ = ["Run", "attend_part", "runs_of"]
 
+_SHARED_BIAS = 512.0  # of a logit: its rounding is 3e-5, and slopes of models are at most 1
+
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -170,14 +172,21 @@ def attend_part(
             if positions is not None or run.seen is not None:
                 own["mask"] = _mask(run, options, positions, length - len(query))
             out[rows], lse[rows] = layer.attend(query[rows], return_lse=True, **own, **passed)
-            if slopes is not None:
-                # The bias was that of the run's last row: less for a row before it, by as much in
-                # all of its logits.
+            if slopes is not None and _shares_bias(run, slopes):
                 back = np.arange(run.last - run.first - 1, -1, -1, dtype=np.float32)
                 lse[rows] += back[:, np.newaxis] * slopes
     finally:
         if len(layer) != held:
             layer._set_len(held)
+
+
+def _shares_bias(run: Run, slopes: np.ndarray) -> bool:
+    """Whether rows of a run are given the ALiBi bias of its last row.
+
+    That is too little for a row before it, by slope times its distance, in all of its logits: so
+    its lse lacks as much, and nothing else changes. In float32 that is precise to 1e-7 of it.
+    """
+    return float(np.abs(slopes).max()) * (run.last - run.first) <= _SHARED_BIAS
 
 
 def _mask(
@@ -198,7 +207,9 @@ def _mask(
         if options.mask_bias is not None:
             bias = _taken(options.mask_bias, rows, columns)
         if options.alibi_slopes is not None:
-            distance = (columns - (before + run.last - 1)).astype(np.float32)
+            first = run.last - 1 if _shares_bias(run, options.alibi_slopes) else run.first
+            ends = np.arange(before + first, before + run.last)
+            distance = (columns - ends[:, np.newaxis]).astype(np.float32)  # (1 or rows, tokens)
             with np.errstate(over="ignore"):
                 slope = options.alibi_slopes[:, np.newaxis, np.newaxis] * distance
                 slope = np.clip(slope, -FLOAT32_MAX, FLOAT32_MAX)
