@@ -331,9 +331,10 @@ class ShardedKVCache(ConfigFacts):
     def _refuse_pending(self, call: str) -> None:
         ahead = self._ahead()
         if ahead:
+            hold = "holds" if len(ahead) == 1 else "hold"
             raise LayersOutOfStepError(
                 f"{call} needs all layers at position {self._length}, but {layer_names(ahead)} "
-                f"{'holds' if len(ahead) == 1 else 'hold'} tokens beyond it: advance() over them or truncate() first",
+                f"{hold} tokens beyond it: advance() over them or truncate() first",
                 expected=self._length,
                 got=self._ends[ahead[0]],
                 layer=ahead[0],

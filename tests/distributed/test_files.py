@@ -132,7 +132,7 @@ def test_a_folder_holds_the_last_save_and_nothing_else(tmp_path):
     names = sorted(os.listdir(tmp_path))
     assert len(names) == 3 and MANIFEST in names
     manifest = json.loads((tmp_path / MANIFEST).read_text())
-    assert sorted(manifest["files"]) + [MANIFEST] == names
+    assert [*sorted(manifest["files"]), MANIFEST] == names
     assert (manifest["length"], manifest["ranks"], manifest["number"]) == (60, 2, 2)
     assert np.array_equal(held_in(tmp_path, 3), keys_of(2, 60))
 
@@ -153,7 +153,7 @@ def test_with_a_folder_on_each_machine_a_rank_needs_its_own_part_only(tmp_path):
 
     # One rank alone needs both parts, and is told which to bring.
     def read_alone(group):
-        with pytest.raises(FileNotFoundError, match="part of rank 1 of 2.*copy it"):
+        with pytest.raises(FileNotFoundError, match=r"part of rank 1 of 2.*copy it"):
             ShardedKVCache.load(tmp_path / "0", group)
 
     run_ranks(1, read_alone)
@@ -180,7 +180,7 @@ def test_a_save_that_fails_on_one_rank_is_an_error_on_all_and_leaves_the_one_bef
             with pytest.raises(OSError, match="No space left"):
                 cache.save(tmp_path)
         else:
-            with pytest.raises(errors.KvedgeError, match="rank 1 could not save.*No space left"):
+            with pytest.raises(errors.KvedgeError, match=r"rank 1 could not save.*No space left"):
                 cache.save(tmp_path)
         return cache.attend(0, np.ones((HEADS, DIM), np.float32))  # and they go on
 

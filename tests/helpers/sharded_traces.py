@@ -40,7 +40,7 @@ def storages(draw):
 
 
 @st.composite
-def traces(draw, ranks=st.integers(1, 5)):
+def traces(draw):
     heads = draw(st.integers(1, 3))
     dim = draw(st.integers(1, 40))
     fraction = st.floats(0, 1)
@@ -57,7 +57,7 @@ def traces(draw, ranks=st.integers(1, 5)):
     )
     return {
         "seed": draw(st.integers(0, 2**32 - 1)),
-        "ranks": draw(ranks),
+        "ranks": draw(st.integers(1, 5)),
         "shape": (draw(st.integers(1, 2)), heads, dim, draw(st.just(dim) | st.integers(1, 40))),
         "storage": draw(storages()),
         "block_size": draw(st.integers(1, 20)),
