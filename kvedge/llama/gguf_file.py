@@ -14,6 +14,7 @@ import numpy as np
 from ..errors import CorruptFileError, InvalidArgumentError, MissingExtraError
 from ..rope import Rope
 from .byte_level_bpe import TEXT_SPLITS, ByteLevelBpeTokenizer
+from .chat_template import ChatTemplate
 from .config import LlamaConfig, rope_frequencies
 from .tokenizer import ScoredBpeTokenizer, Tokenizer
 from .weights import LayerWeights, LlamaWeights, tensor_shapes
@@ -231,9 +232,20 @@ class _GgufModel:
                 f"{', '.join(TEXT_SPLITS)}"
             )
         try:
-            return self._byte_level_bpe(split) if kind == "gpt2" else self._scored_bpe()
+            made = self._byte_level_bpe(split) if kind == "gpt2" else self._scored_bpe()
+            made.chat_template = self._chat_template()
+            return made
         except InvalidArgumentError as error:  # an id outside the vocabulary, a score of NaN ...
             raise CorruptFileError(f"{self._path}: {error}") from error
+
+    def _chat_template(self) -> ChatTemplate | None:
+        source = self._get("tokenizer.chat_template", str, None)
+        if source is None:
+            return None
+        tokens = self._get_list("tokenizer.ggml.tokens", str)
+        ids = (self._get(f"tokenizer.ggml.{name}_token_id", int, None) for name in ("bos", "eos"))
+        bos, eos = ("" if id is None else tokens[id] for id in ids)
+        return ChatTemplate(source, bos, eos)
 
     def _scored_bpe(self) -> ScoredBpeTokenizer:
         tokens = self._get_list("tokenizer.ggml.tokens", str)
@@ -244,6 +256,7 @@ class _GgufModel:
             bos_id=bos_id,
             stop_ids=self._stop_ids() or {bos_id, 2},
             special_ids=self._ids_of_type(_UNKNOWN, _CONTROL, _UNUSED),
+            spelled_ids=self._ids_of_type(_CONTROL, _USER_DEFINED),
             unknown_id=self._get("tokenizer.ggml.unknown_token_id", int, 0),
             add_bos=self._get("tokenizer.ggml.add_bos_token", bool, True),
             add_space_prefix=self._get("tokenizer.ggml.add_space_prefix", bool, True),

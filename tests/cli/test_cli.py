@@ -53,7 +53,7 @@ def test_no_command_is_a_usage_error_with_the_help_on_stderr(capsys):
         [*PLAN, "--ram", "4X"],
         ["plan", "--layers", "2", "--kv-heads", "4", "--head-dim", "64"],
         ["plan", "--layers", "2", "--kv-heads", "4", "--head-dim", "5000", "--context", "8"],
-        ["generate", "--tokens", "-1"],
+        ["generate", "--tokens", "-2"],
         ["generate", "--cache", "int5"],
         ["generate", "--top-p", "0"],
         ["generate", "--temperature", "nan"],

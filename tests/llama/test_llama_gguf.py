@@ -29,10 +29,11 @@ def forward(model):
     return model.forward(TOKENS, model.new_cache("float32"))
 
 
-# largest logit difference, relative to the largest logit; about ten times what one weight may lose
+# largest logit difference, relative to the largest logit; about ten times what one weight may lose.
+# float16 holds every weight of this checkpoint (tools/round_model.py), so it loses nothing.
 @pytest.mark.parametrize(
     ("kind", "tolerance"),
-    [("F32", 0), ("F16", 2e-3), ("BF16", 2e-2), ("Q8_0", 3e-2), ("Q4_0", 0.4)],
+    [("F32", 0), ("F16", 0), ("BF16", 2e-2), ("Q8_0", 3e-2), ("Q4_0", 0.4)],
 )
 def test_logits_are_the_checkpoints_within_the_formats_error(tmp_path, stories, kind, tolerance):
     model = LlamaModel.from_file(write_gguf(tmp_path / "m.gguf", stories, kind=FORMATS[kind]))
