@@ -43,6 +43,7 @@ ORDER = [
     ["kvedge.backends"],
     ["kvedge.system"],
     ["kvedge"],  # the public names
+    ["kvedge.distributed"],
     ["kvedge.llama"],
     ["kvedge.transformers"],
     ["kvedge.evaluation"],
