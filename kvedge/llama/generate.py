@@ -280,7 +280,7 @@ def generate(
             f"a prompt of {len(tokens)} tokens after {len(cache)} does not fit the context of "
             f"{limit}"
         )
-    if context_shift and any(window is not None for window in cache.window):
+    if context_shift and any(cache.window):
         raise InvalidArgumentError(
             "a context shift needs layers that keep all tokens: this cache has windows "
             "(model.new_cache(window=None) has none)"

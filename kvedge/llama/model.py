@@ -212,11 +212,9 @@ class LlamaModel:
                 attended = cache.attend(  # (n, num_heads, head_dim)
                     i,
                     q,
-                    scale=c.attention_scale,
-                    softcap=c.attention_softcap,
-                    window=self._window(i, cache),
                     num_threads=num_threads,
                     precision_bits=precision_bits,
+                    **self._attention_options(i, cache),
                 )
                 h = product(attended.reshape(n, -1), layer.wo, num_threads)  # (n, dim)
                 if layer.attention_post_norm is not None:
@@ -244,10 +242,18 @@ class LlamaModel:
             logits = np.float32(c.logit_softcap) * np.tanh(logits / np.float32(c.logit_softcap))
         return logits  # (n, vocab_size)
 
-    def _window(self, layer: int, cache: KVCache) -> int | None:
-        """Tokens that a layer sees; None where it sees all that its storage keeps."""
-        window, kept = self.config.window_of(layer), cache.window[layer]
-        return window if window is None or kept is None or window < kept else None
+    def _attention_options(self, layer: int, cache: KVCache) -> dict[str, Any]:
+        """What attention of a layer does otherwise than Llama's."""
+        c = self.config
+        options: dict[str, Any] = {}
+        if c.attention_scale is not None:
+            options["scale"] = c.attention_scale
+        if c.attention_softcap is not None:
+            options["softcap"] = c.attention_softcap
+        if (window := c.window_of(layer)) is not None:
+            kept = cache.window[layer]  # what its storage keeps, and attends with by default
+            options["window"] = window if kept is None else min(window, kept)
+        return options
 
     def _check_cache(self, cache: KVCache, n: int) -> None:
         """Refuse a cache of another shape, or without room for n tokens."""
