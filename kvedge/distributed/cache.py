@@ -21,7 +21,7 @@ from kvedge.distributed import files
 from kvedge.distributed.first_tokens import FirstTokens, check_storable, close
 from kvedge.distributed.group import as_group
 from kvedge.distributed.placement import BLOCK_SIZE, Placement
-from kvedge.distributed.share import Share
+from kvedge.distributed.share import Share, join
 from kvedge.errors import (
     CapacityExceededError,
     GroupMismatchError,
@@ -105,9 +105,8 @@ class ShardedKVCache(ConfigFacts):
                 "without windows, and pass window= to attend()"
             )
         cache._refuse_pending("sharding")
-        group = as_group(group, timeout)
-        placement = Placement(group.size, block_size=block_size, weights=weights)
-        self._form(cache, Share(group, placement))
+        share = join(group, timeout, block_size=block_size, weights=weights)
+        self._form(cache, share)
 
     def _form(self, cache: KVCache, share: Share) -> None:
         self._part = cache
@@ -115,8 +114,7 @@ class ShardedKVCache(ConfigFacts):
         share.agree(
             {
                 "the format": str(cache._format),
-                "block_size": share.placement.block_size,
-                "the order of ranks": list(share.placement.pattern),
+                **share.placement_facts(),
                 "key offset and scale": _maps_text(cache),
             }
         )

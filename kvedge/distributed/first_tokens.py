@@ -68,8 +68,15 @@ class FirstTokens:
             raise
 
     def go_to(self, n: int) -> None:
-        """Hold the first n tokens, back or forward again."""
-        self._whole._set_len(n)
+        """Hold the first n tokens, back or forward again, while they decide anything."""
+        if self.is_open:
+            self._whole._set_len(n)
+
+    def copy(self, part: Any) -> FirstTokens:
+        """The same for a copy of the part's layer."""
+        other = FirstTokens.__new__(FirstTokens)
+        other._part, other._whole = part, self._whole.copy()
+        return other
 
 
 def check_storable(config: Any, key_map: KeyMap, keys: np.ndarray, values: np.ndarray) -> None:
