@@ -13,7 +13,7 @@ import numpy as np
 
 from kvedge import KVCache
 from kvedge.cache_state import layer_names
-from kvedge.core import arrays, checks
+from kvedge.core import arrays, checks, memory
 from kvedge.core.config import ConfigFacts, LayerConfig, as_int
 from kvedge.core.options import AttendOptions, takes_options_of
 from kvedge.core.types import Array, Layout
@@ -207,6 +207,21 @@ class ShardedKVCache(ConfigFacts):
     def used_bytes(self) -> int:
         """Bytes of the tokens that this rank holds."""
         return self._part.used_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of the tokens that all ranks hold between them, pending ones aside."""
+        return self._length * sum(memory.token_bytes(each._config) for each in self._part._layers)
+
+    @property
+    def key_offset(self) -> np.ndarray | None:
+        """As of :attr:`kvedge.KVCache.key_offset`; the same on all ranks."""
+        return self._part.key_offset
+
+    @property
+    def key_scale(self) -> np.ndarray | None:
+        """As of :attr:`kvedge.KVCache.key_scale`; the same on all ranks."""
+        return self._part.key_scale
 
     @property
     def metadata(self) -> dict[str, str]:

@@ -21,7 +21,7 @@ from kvedge.core.checks import describe
 from kvedge.core.config import as_float
 from kvedge.errors import InvalidArgumentError, MissingExtraError, RankLostError
 
-__all__ = ["Group", "MpiGroup", "TorchGroup", "as_group"]
+__all__ = ["Group", "MpiGroup", "TorchGroup", "as_group", "torch_distributed"]
 
 _TAG = 28  # of our messages: apart from those of other users of the group
 _MOST_TAGS = 32_000  # MPI promises 32,767
@@ -158,6 +158,26 @@ def _first_line(error: Exception) -> str:
     return lines[0][:200] if lines else type(error).__name__
 
 
+def torch_distributed() -> Any:
+    """Return the module ``torch.distributed``.
+
+    Raises
+    ------
+    MissingExtraError
+        torch is not installed, or without it.
+    """
+    try:
+        import torch.distributed as distributed
+    except ImportError as error:
+        raise MissingExtraError(
+            f"a context over several processes needs torch: pip install 'kvedge[distributed]' "
+            f"({error})"
+        ) from error
+    if not distributed.is_available():
+        raise MissingExtraError("this torch was built without torch.distributed")
+    return distributed
+
+
 class TorchGroup(_Messages):
     """A process group of ``torch.distributed``."""
 
@@ -179,21 +199,14 @@ class TorchGroup(_Messages):
             torch is not installed, or without torch.distributed.
         """
         super().__init__(timeout)
-        try:
-            import torch
-            import torch.distributed as distributed
-        except ImportError as error:
-            raise MissingExtraError(
-                f"a context over several processes needs torch: pip install 'kvedge[distributed]' "
-                f"({error})"
-            ) from error
-        if not distributed.is_available():
-            raise MissingExtraError("this torch was built without torch.distributed")
+        distributed = torch_distributed()
         if not distributed.is_initialized():
             raise InvalidArgumentError(
                 "there is no process group yet: call torch.distributed.init_process_group('gloo') "
                 "first, or run the program with torchrun"
             )
+        import torch
+
         self._torch, self._distributed, self._group = torch, distributed, group
         self.rank = distributed.get_rank(group)
         self.size = distributed.get_world_size(group)

@@ -26,7 +26,7 @@ slow = pytest.mark.slow
     ],
     ids=lambda value: str(value).replace("'", "") if isinstance(value, dict) else None,
 )
-@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=slow), "int8"])
 def test_ranks_write_the_text_of_one_process(pool, ranks, family, batch, padding, options, dtype):
     model = tiny_model(family)
     inputs = sharded_models.inputs_of(batch, padding)

@@ -36,7 +36,8 @@ def edited(group):
     """A conversation that is copied, goes back and goes on; as one cache where group is None."""
     model = tiny_model("llama")
     inputs = inputs_of()
-    cache = KvedgeCache(model.config, "float32", group=group, **({"block_size": 8} if group else {}))
+    block_size = None if group is None else 8
+    cache = KvedgeCache(model.config, "float32", group=group, block_size=block_size)
     first = write(model, inputs, cache)
     other = copy.deepcopy(cache)
     cache.token_ids = first
