@@ -113,7 +113,7 @@ class CacheHistory(CacheRanges):
             self._set_length(len(positions))
             return
         for layer in self._layers:
-            layer._keep(positions)
+            layer._keep_all(positions)
         self._overwrites.add(int(moved[0]))
         self._high_water = [len(positions)] * self._num_layers
         self._length = len(positions)
@@ -145,7 +145,7 @@ class CacheHistory(CacheRanges):
         for layer in self._layers:
             layer._check_shift(delta, rope, *_held_range(layer, start, stop))
         for layer in self._layers:
-            layer._shift(delta, rope, *_held_range(layer, start, stop))
+            layer._shift_all(delta, rope, *_held_range(layer, start, stop))
         if delta and start < stop:
             self._overwrites.add(start)
 

@@ -13,7 +13,16 @@ from kvedge.core.types import Dtype
 
 __all__ = ["add_options", "cache_options", "dtype_of"]
 
-_FLAGS = ("key_dtype", "value_dtype", "group_size", "scale_dtype", "key_offset", "key_scale")
+_PRECISE = ("recent", "sinks", "recent_dtype")
+_FLAGS = (
+    "key_dtype",
+    "value_dtype",
+    "group_size",
+    "scale_dtype",
+    "key_offset",
+    "key_scale",
+    *_PRECISE,
+)
 
 
 def add_options(group: Any) -> None:
@@ -51,6 +60,24 @@ def add_options(group: Any) -> None:
         "--key-offset", choices=(AUTO,), help="store int8 keys less the mean of the first tokens"
     )
     group.add_argument(
+        "--recent",
+        type=positive_int,
+        metavar="N",
+        help="read the last N tokens in --recent-dtype, which repairs most of what few bits lose",
+    )
+    group.add_argument(
+        "--sinks",
+        type=positive_int,
+        metavar="N",
+        help="read the first N tokens in --recent-dtype",
+    )
+    group.add_argument(
+        "--recent-dtype",
+        choices=tuple(FORMATS),
+        metavar="FORMAT",
+        help="how the last and first tokens are stored (default: float16)",
+    )
+    group.add_argument(
         "--precision-bits",
         type=int,
         choices=(8, 16, 24),
@@ -81,7 +108,7 @@ def cache_options(options: argparse.Namespace) -> dict[str, Any]:
     keys, values = options.key_dtype or dtype, options.value_dtype or dtype
     for name in given:
         stored = (keys,) if name == "key_offset" else (keys, values)
-        of_any = name in ("key_scale", "key_dtype", "value_dtype")
+        of_any = name in ("key_scale", "key_dtype", "value_dtype", *_PRECISE)
         if not of_any and not any(FORMATS[each].has_scales for each in stored):
             scaled = " or ".join(form.name for form in FORMATS.values() if form.has_scales)
             flag = "--" + name.replace("_", "-")

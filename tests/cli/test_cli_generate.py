@@ -120,6 +120,16 @@ def test_every_option_of_storage_reaches_the_cache(session, capsys):
     _generate(capsys, "--load-session", session, "--tokens", 2, *arguments)
 
 
+def test_first_and_last_tokens_reach_the_cache(session, capsys):
+    arguments = ("--cache", "int4", "--recent", 16, "--sinks", 2, "--recent-dtype", "bfloat16")
+    _generate(capsys, "--tokens", 20, *arguments, "--save-session", session)
+    cache = kvedge.KVCache.load(session)
+    assert (cache.recent, cache.sinks, cache.recent_dtype) == (16, 2, "bfloat16")
+    _generate(capsys, "--load-session", session, "--tokens", 2, *arguments)
+    assert main(["generate", "--load-session", str(session), "--recent", "9"]) == exits.USAGE
+    assert "the session's cache has 16" in capsys.readouterr().err
+
+
 def test_cache_auto_is_what_is_recommended(session, capsys):
     _generate(capsys, "--tokens", 20, "--cache", "auto", "--save-session", session)
     cache = kvedge.KVCache.load(session)

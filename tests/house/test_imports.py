@@ -19,6 +19,7 @@ ORDER = [
         "kvedge.rows",
         "kvedge.merge",
         "kvedge.threads",
+        "kvedge.layer_precise",
         "kvedge.snapshot",
     ],
     ["kvedge.session", "kvedge.session_load", "kvedge.tensor_file"],
