@@ -18,7 +18,7 @@ from kvedge.core.config import ConfigFacts, LayerConfig, as_int
 from kvedge.core.options import AttendOptions, takes_options_of
 from kvedge.core.types import Array, Layout
 from kvedge.distributed import files
-from kvedge.distributed.first_tokens import FirstTokens, check_storable, close
+from kvedge.distributed.first_tokens import FirstTokens, check_storable, close, refuse_precise
 from kvedge.distributed.group import as_group
 from kvedge.distributed.placement import BLOCK_SIZE, Placement
 from kvedge.distributed.share import Share, join
@@ -90,7 +90,8 @@ class ShardedKVCache(ConfigFacts):
         Raises
         ------
         InvalidArgumentError
-            ``cache`` has layers with windows, or an argument makes no sense.
+            ``cache`` has layers with windows or with ``recent`` or ``sinks``, or an argument makes
+            no sense.
         LayersOutOfStepError
             Some layer of ``cache`` has pending tokens.
         GroupMismatchError
@@ -104,6 +105,8 @@ class ShardedKVCache(ConfigFacts):
                 "a layer with a window keeps little, and all ranks may keep that: shard a cache "
                 "without windows, and pass window= to attend()"
             )
+        for config in cache._format.layers:
+            refuse_precise(config)
         cache._refuse_pending("sharding")
         share = join(group, timeout, block_size=block_size, weights=weights)
         self._form(cache, share)
