@@ -32,6 +32,7 @@ from kvedge.errors import (
     StaleSnapshotError,
     UnknownSequenceError,
     UnsupportedIsaError,
+    UnsupportedModelError,
 )
 from kvedge.layer_types import Fp8KvLayer
 from kvedge.merge import merge_attention
@@ -114,6 +115,7 @@ __all__ = [
     "StaleSnapshotError",
     "UnknownSequenceError",
     "UnsupportedIsaError",
+    "UnsupportedModelError",
     "__version__",
     "append_batch",
     "attend_batch",

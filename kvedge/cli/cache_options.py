@@ -75,6 +75,8 @@ def new_cache(options: argparse.Namespace, model: LlamaModel) -> Any:
             )
         if options.on_full == "shift":
             raise UsageError("--on-full shift needs layers that keep all tokens: no --window")
+    elif options.on_full == "shift":  # also layers that see a window keep all tokens then
+        more["window"] = None
     dtype = storage.dtype_of(options) or "int8"
     if options.group is not None:
         return ranks.new_cache(options, options.group, model, dtype, more)

@@ -280,6 +280,11 @@ def generate(
             f"a prompt of {len(tokens)} tokens after {len(cache)} does not fit the context of "
             f"{limit}"
         )
+    if context_shift and any(cache.window):
+        raise InvalidArgumentError(
+            "a context shift needs layers that keep all tokens: this cache has windows "
+            "(model.new_cache(window=None) has none)"
+        )
     if context_shift and not 0 <= keep_tokens <= limit - 2:
         raise InvalidArgumentError(
             f"keep_tokens must be 0 to {limit - 2} in a context of {limit}, got {keep_tokens}"
@@ -310,7 +315,7 @@ def shift_context(model: LlamaModel, cache: KVCache, keep_tokens: int = 4) -> in
     Parameters
     ----------
     model : LlamaModel
-        Its `rope` turns the keys.
+        Its `rope` turns the keys, or its `ropes` those of each layer.
     cache : KVCache
         The cache.
     keep_tokens : int
@@ -333,7 +338,8 @@ def shift_context(model: LlamaModel, cache: KVCache, keep_tokens: int = 4) -> in
     kept = np.r_[0:keep_tokens, keep_tokens + dropped : length]
     cache.keep(kept)
     if len(cache) > keep_tokens:
-        cache.shift(-dropped, rope=model.config.rope, start=keep_tokens)
+        c = model.config
+        cache.shift(-dropped, rope=c.ropes or c.rope, start=keep_tokens)
     return dropped
 
 
