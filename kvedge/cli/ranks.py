@@ -151,6 +151,8 @@ def new_cache(
     placement = Placement(group.size, **where)
     limit = more.pop("max_seq_len", model.config.max_seq_len)
     own = max(1, placement.count(limit, group.rank))
+    # A layer that sees a window keeps all tokens too: attention is told of the window.
+    more["window"] = None
     return ShardedKVCache(model.new_cache(dtype, max_seq_len=own, **more), group, **where)
 
 

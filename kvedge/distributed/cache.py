@@ -227,6 +227,11 @@ class ShardedKVCache(ConfigFacts):
         return self._part.key_scale
 
     @property
+    def window(self) -> tuple[int | None, ...]:
+        """None for each layer: all keep all tokens."""
+        return self._part.window
+
+    @property
     def metadata(self) -> dict[str, str]:
         """Notes of the user's own, saved and loaded with the cache; those of this rank's part."""
         return self._part.metadata
