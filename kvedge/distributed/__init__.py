@@ -9,6 +9,7 @@ and from there as with a :class:`kvedge.KVCache`, with the same calls on every r
 from kvedge.distributed.cache import ShardedKVCache, ShardedSnapshot
 from kvedge.distributed.group import Group, MpiGroup, TorchGroup
 from kvedge.distributed.placement import Placement
+from kvedge.distributed.weights import measure_weights
 
 __all__ = [
     "Group",
@@ -17,4 +18,5 @@ __all__ = [
     "ShardedKVCache",
     "ShardedSnapshot",
     "TorchGroup",
+    "measure_weights",
 ]

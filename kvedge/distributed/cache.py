@@ -13,15 +13,15 @@ import numpy as np
 
 from kvedge import KVCache
 from kvedge.cache_state import layer_names
-from kvedge.core import arrays, checks
+from kvedge.core import arrays, checks, memory
 from kvedge.core.config import ConfigFacts, LayerConfig, as_int
 from kvedge.core.options import AttendOptions, takes_options_of
 from kvedge.core.types import Array, Layout
 from kvedge.distributed import files
-from kvedge.distributed.first_tokens import FirstTokens, check_storable, close
+from kvedge.distributed.first_tokens import FirstTokens, check_storable, close, refuse_precise
 from kvedge.distributed.group import as_group
 from kvedge.distributed.placement import BLOCK_SIZE, Placement
-from kvedge.distributed.share import Share
+from kvedge.distributed.share import Share, join
 from kvedge.errors import (
     CapacityExceededError,
     GroupMismatchError,
@@ -90,7 +90,8 @@ class ShardedKVCache(ConfigFacts):
         Raises
         ------
         InvalidArgumentError
-            ``cache`` has layers with windows, or an argument makes no sense.
+            ``cache`` has layers with windows or with ``recent`` or ``sinks``, or an argument makes
+            no sense.
         LayersOutOfStepError
             Some layer of ``cache`` has pending tokens.
         GroupMismatchError
@@ -104,10 +105,11 @@ class ShardedKVCache(ConfigFacts):
                 "a layer with a window keeps little, and all ranks may keep that: shard a cache "
                 "without windows, and pass window= to attend()"
             )
+        for config in cache._format.layers:
+            refuse_precise(config)
         cache._refuse_pending("sharding")
-        group = as_group(group, timeout)
-        placement = Placement(group.size, block_size=block_size, weights=weights)
-        self._form(cache, Share(group, placement))
+        share = join(group, timeout, block_size=block_size, weights=weights)
+        self._form(cache, share)
 
     def _form(self, cache: KVCache, share: Share) -> None:
         self._part = cache
@@ -115,8 +117,7 @@ class ShardedKVCache(ConfigFacts):
         share.agree(
             {
                 "the format": str(cache._format),
-                "block_size": share.placement.block_size,
-                "the order of ranks": list(share.placement.pattern),
+                **share.placement_facts(),
                 "key offset and scale": _maps_text(cache),
             }
         )
@@ -209,6 +210,26 @@ class ShardedKVCache(ConfigFacts):
     def used_bytes(self) -> int:
         """Bytes of the tokens that this rank holds."""
         return self._part.used_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of the tokens that all ranks hold between them, pending ones aside."""
+        return self._length * sum(memory.token_bytes(each._config) for each in self._part._layers)
+
+    @property
+    def key_offset(self) -> np.ndarray | None:
+        """As of :attr:`kvedge.KVCache.key_offset`; the same on all ranks."""
+        return self._part.key_offset
+
+    @property
+    def key_scale(self) -> np.ndarray | None:
+        """As of :attr:`kvedge.KVCache.key_scale`; the same on all ranks."""
+        return self._part.key_scale
+
+    @property
+    def window(self) -> tuple[int | None, ...]:
+        """None for each layer: all keep all tokens."""
+        return self._part.window
 
     @property
     def metadata(self) -> dict[str, str]:

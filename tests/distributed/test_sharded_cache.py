@@ -95,6 +95,8 @@ def test_what_cannot_be_shared_is_refused():
     def form(group):
         with pytest.raises(errors.InvalidArgumentError, match="window keeps little"):
             ShardedKVCache(KVCache(2, 1, 4, window=[8, None]), group)
+        with pytest.raises(errors.InvalidArgumentError, match="recent= and sinks= are of one"):
+            ShardedKVCache(KVCache(2, 1, 4, recent=8), group)
         with pytest.raises(errors.InvalidArgumentError, match="must be a KVCache"):
             ShardedKVCache(None, group)
         part = KVCache(1, 1, 4)
