@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvedge.bench import decode, formats, hugging_face, logits, paged, prefill, push, sweep, threads
+from kvedge.bench import (
+    decode,
+    formats,
+    hugging_face,
+    logits,
+    paged,
+    prefill,
+    push,
+    skip,
+    sweep,
+    threads,
+)
 
 __all__ = ["BENCHMARKS"]
 
@@ -16,6 +27,7 @@ BENCHMARKS: tuple[Any, ...] = (
     push,
     paged,
     logits,
+    skip,
     threads,
     sweep,
     hugging_face,
