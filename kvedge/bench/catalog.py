@@ -6,6 +6,7 @@ from typing import Any
 
 from kvedge.bench import (
     decode,
+    distributed,
     formats,
     hugging_face,
     logits,
@@ -31,4 +32,5 @@ BENCHMARKS: tuple[Any, ...] = (
     threads,
     sweep,
     hugging_face,
+    distributed,
 )
