@@ -91,15 +91,15 @@ class CacheMethods(CacheHistory):
             Tokens to reserve for; memory is committed only as it is filled. None: the cache grows,
             doubling a layer's reservation when it is full.
         group_size : int, optional
-            int8 only: channels that share a scale. None: the whole row of a head, as for rows
-            narrower than that.
+            int8 and int4 only: channels that share a scale, at most those of a row. None: the whole
+            row of a head, as for values (or keys) narrower than that.
         scale_dtype : {"float32", "float16"}
-            int8 only: type of the scales.
+            int8 and int4 only: type of the scales.
         key_offset : None, "auto" or array of float32 (num_layers, num_kv_heads, head_dim)
-            int8 only: a vector subtracted from every key before it is stored, which changes no
-            attention and helps keys with large constant channels. "auto" takes the mean over the
-            first tokens that a layer is given, in the channels whose range that halves. For layers
-            that differ, a list of one each.
+            int8 and int4 only: a vector subtracted from every key before it is stored, which
+            changes no attention and helps keys with large constant channels. "auto" takes the mean
+            over the first tokens that a layer is given, in the channels whose range that halves.
+            For layers that differ, a list of one each.
         key_scale : None, "auto" or array of float32 (num_layers, num_kv_heads, head_dim)
             Positive factors that keys are divided by before they are stored, and queries multiplied
             by, which changes no attention and keeps a few large channels of the keys (as Qwen2.5

@@ -54,10 +54,10 @@ class KvBlockPool(ConfigFacts):
     dtype : kvedge.core.types.Dtype
         How keys and values are stored, such as "int8": docs/numerics.md has the table.
     scale_dtype : {"float32", "float16"}
-        int8 only: type of the scales.
+        int8 and int4 only: type of the scales.
     group_size : int, optional
-        int8 only: channels that share a scale; by default the whole row, as for rows narrower than
-        that.
+        int8 and int4 only: channels that share a scale, at most those of a row; by default the
+        whole row, as for values (or keys) narrower than that.
     value_head_dim : int, optional
         Channels of a value, 1 to 1024; by default head_dim.
     key_scale : array, optional
