@@ -30,6 +30,7 @@ from kvedge.errors import (
     CapacityExceededError,
     InvalidArgumentError,
     OutOfMemoryError,
+    ShapeMismatchError,
 )
 from kvedge.layer import LayerMethods
 
@@ -69,6 +70,7 @@ class CacheMethods(CacheHistory):
         key_scale: Array | Literal["auto"] | Sequence[Any] | None = None,
         window: int | Sequence[int | None] | None = None,
         layers: Sequence[Mapping[str, Any]] | Sequence[LayerMethods] | None = None,
+        num_query_heads: int | None = None,
     ) -> None:
         """Make an empty cache.
 
@@ -116,12 +118,15 @@ class CacheMethods(CacheHistory):
             num_kv_heads, head_dim, value_head_dim, dtype, key_dtype, value_dtype, group_size,
             scale_dtype and window. Or layer objects, which the cache takes over with their tokens:
             from then on they are changed through it alone. They have to stand at one position.
+        num_query_heads : int, optional
+            Heads of the model's queries, a multiple of the KV heads of every layer; `attend` then
+            refuses any other number. It is kept in copies and pickles, not in files.
 
         Raises
         ------
         InvalidArgumentError
-            A size out of range, or an option that float32 storage does not have; ``layers`` that do
-            not fit together.
+            A size out of range, or an option that float32 storage does not have; ``layers`` or
+            ``num_query_heads`` that do not fit.
         DtypeMismatchError, ShapeMismatchError, LayoutError, NonFiniteInputError
             A bad ``key_offset`` or ``key_scale`` array.
         OutOfMemoryError
@@ -137,6 +142,7 @@ class CacheMethods(CacheHistory):
             limits = [one._config.limit for one in ready if one._config.limit is not None]
             rule = KeyRule.of_any(one._key_rule for one in ready)
             self._take(ready, min(limits, default=None), rule, {})
+            self._set_query_heads(num_query_heads)
             return
         max_seq_len = checks.check_max_seq_len(max_seq_len)
         common = {
@@ -150,7 +156,15 @@ class CacheMethods(CacheHistory):
             "scale_dtype": scale_dtype,
         }
         configs = layer_configs(num_layers, layers, window, common)
+        for config in configs:
+            checks.as_num_query_heads(num_query_heads, config.num_kv_heads)
         self._start(configs, max_seq_len, key_offset, key_scale, {})
+        self._set_query_heads(num_query_heads)
+
+    def _set_query_heads(self, num_query_heads: int | None) -> None:
+        for config in self._format.layers:
+            num_query_heads = checks.as_num_query_heads(num_query_heads, config.num_kv_heads)
+        self._num_query_heads = num_query_heads
 
     @classmethod
     def with_capacity(
@@ -381,6 +395,8 @@ class CacheMethods(CacheHistory):
         """
         if layer.__class__ is not int or not 0 <= layer < self._num_layers:
             layer = checks.check_layer(layer, self._num_layers)
+        if self._num_query_heads is not None:
+            self._check_query_heads(layer, query, options.get("layout", "nhd"))
         try:
             return self._layers[layer].attend(query, **options)
         except OutOfMemoryError:
@@ -408,8 +424,23 @@ class CacheMethods(CacheHistory):
         LayerOutOfRangeError
             And whatever the layer's ``scores`` raises.
         """
+        if self._num_query_heads is not None:
+            self._check_query_heads(checks.check_layer(layer, self._num_layers), query)
         logits: Floats = self.layer(layer).scores(query, scale=scale)
         return logits
+
+    def _check_query_heads(self, layer: int, query: Any, layout: str = "nhd") -> None:
+        """ShapeMismatchError unless a query has as many heads as the cache was told."""
+        config = self._layers[layer]._config
+        rows, _ = checks.as_query(query, config, finite=False, layout=layout)
+        if rows.shape[1] != self._num_query_heads:
+            raise ShapeMismatchError(
+                f"query must have num_query_heads={self._num_query_heads} heads, not "
+                f"{rows.shape[1]}",
+                expected=self._num_query_heads,
+                got=rows.shape[1],
+                layer=layer,
+            )
 
     @memory_for("the keys of a layer")
     def k(self, layer: int, *, out: np.ndarray | None = None) -> np.ndarray:

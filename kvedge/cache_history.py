@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvedge import session, session_load
-from kvedge.cache_ranges import CacheRanges
+from kvedge.cache_storage import CacheStorage
 from kvedge.core import checks, registry
 from kvedge.core.memory import memory_for
 from kvedge.snapshot import KvCacheSnapshot
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["CacheHistory"]
 
 
-class CacheHistory(CacheRanges):
+class CacheHistory(CacheStorage):
     """The part of a cache that takes back, moves and copies what it holds."""
 
     # ---- going back and forth --------------------------------------------------------------------
@@ -157,9 +157,11 @@ class CacheHistory(CacheRanges):
 
         Snapshots stay with the cache that made them.
         """
-        return self._holding(
+        other = self._holding(
             self._contents(copy=False), self._max_seq_len, self._key_rule, self._metadata
         )
+        other._num_query_heads = self._num_query_heads
+        return other
 
     def __copy__(self) -> Self:
         return self.copy()
@@ -173,6 +175,7 @@ class CacheHistory(CacheRanges):
         return (
             _restore_cache,
             (kind, self._contents(), self._max_seq_len, self._key_rule, self._metadata),
+            {"_num_query_heads": self._num_query_heads},
         )
 
     @memory_for("the file of the cache")

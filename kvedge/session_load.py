@@ -356,9 +356,7 @@ def _check_tensors(
         for field, (shape, _) in zip(memory.Slabs._fields, layout, strict=True):
             name = f"layers.{index}.{field}"
             wanted[name] = (type_of(name), (tokens[index], *shape[1:]))
-        for field, may_have in zip(
-            KEY_VECTORS, (config.key_format.has_scales, True), strict=True
-        ):
+        for field, may_have in zip(KEY_VECTORS, (config.key_format.has_scales, True), strict=True):
             name = f"layers.{index}.{field}"
             if name in tensors and may_have:
                 wanted[name] = ("F32", (config.num_kv_heads, config.head_dim))

@@ -72,6 +72,8 @@ def stored_digests():
                         keys = keys / np.float32(4)  # a mean taken off the largest would overflow
                     mean = keys[:33].astype(np.float64).mean(axis=0)
                     options = {"key_offset": mean.astype(np.float32)}
+                elif "group_size" in options:
+                    options = options | {"group_size": min(options["group_size"], head_dim)}
                 layer = kvedge.QuantizedKvLayer(41, 2, head_dim, **options)
                 layer.extend(keys[:33], values[:33])
                 layer.push(keys[33], values[33])
