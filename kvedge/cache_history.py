@@ -11,8 +11,9 @@ import numpy as np
 from kvedge import session, session_load
 from kvedge.cache_storage import CacheStorage
 from kvedge.core import checks, registry
+from kvedge.core.key_map import KeyRule
 from kvedge.core.memory import memory_for
-from kvedge.snapshot import KvCacheSnapshot
+from kvedge.snapshot import CacheContents, KvCacheSnapshot
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # type checkers bring it along
@@ -174,8 +175,10 @@ class CacheHistory(CacheStorage):
         kind = registry.named(type(self))
         return (
             _restore_cache,
-            (kind, self._contents(), self._max_seq_len, self._key_rule, self._metadata),
-            {"_num_query_heads": self._num_query_heads},
+            (
+                *(kind, self._contents(), self._max_seq_len, self._key_rule, self._metadata),
+                self._num_query_heads,
+            ),
         )
 
     @memory_for("the file of the cache")
@@ -254,7 +257,17 @@ def _held_range(layer: Any, start: int, stop: int) -> tuple[int, int]:
 
 
 @memory_for("the cache of a pickle")
-def _restore_cache(kind: str | type[CacheHistory], *parts: Any) -> CacheHistory:
+def _restore_cache(
+    kind: str | type[CacheHistory],
+    contents: CacheContents,
+    max_seq_len: int | None,
+    key_rule: KeyRule,
+    metadata: Mapping[str, str],
+    num_query_heads: int | None = None,  # earlier versions had none
+) -> CacheHistory:
     """Rebuild a pickled cache, in the active backend unless it is of a user's own class."""
-    cache: CacheHistory = registry.resolved(kind)._holding(*parts)
+    cache: CacheHistory = registry.resolved(kind)._holding(
+        contents, max_seq_len, key_rule, metadata
+    )
+    cache._num_query_heads = num_query_heads
     return cache
