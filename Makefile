@@ -104,7 +104,7 @@ fuzz: $(VENV)/test.stamp
 	PYTHON=$(BIN)/python tests/fuzz/run.sh $(SECONDS) fuzz_api fuzz_api_msan fuzz_session_c fuzz_session fuzz_paged
 
 docs: $(VENV)/docs.stamp
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 	@echo build/site/index.html
 
 C_FILES := $(shell find csrc tests examples bench -name "*.[ch]")
