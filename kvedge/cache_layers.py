@@ -10,7 +10,7 @@ from kvedge.core.config import MAX_LAYERS, LayerConfig
 from kvedge.errors import InvalidArgumentError
 from kvedge.layer import LayerMethods
 
-__all__ = ["layer_configs", "taken_over"]
+__all__ = ["layer_configs", "shape_of", "taken_over"]
 
 #: What may be said of a layer by itself; the rest is the cache's business.
 OF_A_LAYER = (
@@ -23,6 +23,9 @@ OF_A_LAYER = (
     "group_size",
     "scale_dtype",
     "window",
+    "recent",
+    "sinks",
+    "recent_dtype",
 )
 
 
@@ -62,6 +65,12 @@ def layer_configs(num_layers: Any, layers: Any, window: Any, common: dict[str, A
     return [_config(i, own[i], {**common, "window": windows[i]}, made) for i in range(num_layers)]
 
 
+def shape_of(config: LayerConfig) -> dict[str, Any]:
+    """What :func:`layer_configs` is told of a layer that is to be stored in another way."""
+    names = ("num_kv_heads", "head_dim", "value_head_dim", "window")
+    return {name: getattr(config, name) for name in names}
+
+
 def _config(
     index: int, own: Any, common: dict[str, Any], made: dict[Any, LayerConfig]
 ) -> LayerConfig:
@@ -77,6 +86,10 @@ def _config(
             f"{', '.join(OF_A_LAYER)}"
         )
     given = {**common, **own}
+    if given["window"] is not None and "sinks" not in own:  # where the cache has them, others do
+        given["sinks"] = 0
+        if not given["recent"] and "recent_dtype" not in own:
+            given["recent_dtype"] = None
     try:
         config = checks.layer_config(capacity=None, **given)
     except InvalidArgumentError as error:

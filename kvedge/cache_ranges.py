@@ -16,6 +16,7 @@ from kvedge.errors import (
     PositionOutOfRangeError,
     ShapeMismatchError,
 )
+from kvedge.layer_precise import parts_of_range
 from kvedge.snapshot import CacheContents
 
 if TYPE_CHECKING:
@@ -57,7 +58,8 @@ class CacheRanges(CacheState):
         layers = []
         for layer in contents.layers:
             rows = {name: getattr(layer, name)[start:stop] for name in Slabs._fields}
-            layers.append(replace(layer, **rows))
+            parts = parts_of_range(layer.parts, contents.length, start, stop)
+            layers.append(replace(layer, **rows, parts=parts))
         contents = replace(contents, length=stop - start, layers=tuple(layers))
         return self._holding(contents, None, self._key_rule, {})
 
@@ -73,7 +75,9 @@ class CacheRanges(CacheState):
             Such as one that :meth:`extract` gave. It stays as it is.
         start : int, optional
             Position of the first of them, 0 to len(cache); by default they are appended. Tokens
-            that are there already are replaced, those before and after them stay.
+            that are there already are replaced, those before and after them stay. (Where tokens
+            follow, ``recent`` ones and ``sinks`` from `start` on are read in the cache's own format
+            from then on.)
         requantize : bool
             Where the other cache stores keys and values in another way (dtype, groups, scales, key
             offset), decode them and store them anew, which costs precision. Else that is an error.
@@ -189,10 +193,16 @@ class CacheRanges(CacheState):
             self._overwrites.add(start)
         for layer, tokens in zip(self._layers, contents.layers, strict=True):
             layer._set_end(start)  # a core looks anew at the rows that it gets back below
-            held = layer._held()
+            held, precise, state = layer._held(), layer._precise, None
+            if precise is not None and start + n == length:
+                state = precise.joined(tokens.parts, start, n)
+            elif precise is not None:
+                precise.forget(start, length)
             for slab, rows in zip(held.slabs, tokens.arrays, strict=True):
                 slab[held.start + start : held.start + start + n] = rows
             layer._set_end(length)
+            if precise is not None and state is not None:
+                precise.return_to(state)
         self._high_water = [length] * self._num_layers
         self._length = length
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from kvedge.cache_layers import layer_configs
+from kvedge.cache_layers import layer_configs, shape_of
 from kvedge.cache_ranges import CacheRanges
 from kvedge.core import registry
 from kvedge.core.memory import memory_for
@@ -35,6 +35,9 @@ class CacheStorage(CacheRanges):
         scale_dtype: ScaleDtype = "float32",
         key_offset: Array | Literal["auto"] | Sequence[Any] | None = None,
         key_scale: Array | Literal["auto"] | Sequence[Any] | None = None,
+        recent: int = 0,
+        sinks: int = 0,
+        recent_dtype: Dtype | None = None,
     ) -> None:
         """Store all layers in another format from now on, the tokens held included.
 
@@ -44,7 +47,8 @@ class CacheStorage(CacheRanges):
 
         Parameters
         ----------
-        dtype, key_dtype, value_dtype, group_size, scale_dtype, key_offset, key_scale
+        dtype, key_dtype, value_dtype, group_size, scale_dtype, key_offset, key_scale, recent, sinks
+        recent_dtype
             As of :class:`kvedge.KVCache`, for all layers; what is left out is as in a new cache.
             "auto" looks at the first of the tokens held.
 
@@ -72,16 +76,11 @@ class CacheStorage(CacheRanges):
             "value_dtype": value_dtype,
             "group_size": group_size,
             "scale_dtype": scale_dtype,
+            "recent": recent,
+            "sinks": sinks,
+            "recent_dtype": recent_dtype,
         }
-        shapes = [
-            {
-                "num_kv_heads": old.num_kv_heads,
-                "head_dim": old.head_dim,
-                "value_head_dim": old.value_head_dim,
-                "window": old.window,
-            }
-            for old in self._format.layers
-        ]
+        shapes = [shape_of(old) for old in self._format.layers]
         configs = layer_configs(self._num_layers, shapes, None, common)
         made = type(self).__new__(type(self))  # its memory is reserved, and not yet taken
         tokens = [len(layer) for layer in self._layers]
@@ -147,14 +146,12 @@ def _surely_fits(old: Any, new: Any) -> bool:
     keys += keys if new._key_rule.auto_offset else _largest(will.offset, 0.0)
     if will.scale is not None:  # automatic ones are at least 1
         keys /= float(will.scale.min())
+    configs = [new._config] + ([] if new._precise is None else [new._config.precise])
     limits = [
-        form.limit(rows)
-        for form, rows in (
-            (new._config.key_format, new._config.key_rows),
-            (new._config.value_format, new._config.value_rows),
-        )
+        (each.key_format.limit(each.key_rows), each.value_format.limit(each.value_rows))
+        for each in configs
     ]
-    return bool(_SLACK * keys <= limits[0] and _SLACK * values <= limits[1])
+    return all(_SLACK * keys <= key and _SLACK * values <= value for key, value in limits)
 
 
 def _largest(vector: np.ndarray | None, none: float) -> float:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvedge.cache import CacheMethods
+from kvedge.cache_layers import layer_configs, shape_of
 from kvedge.core import checks, memory, registry
 from kvedge.core.config import LayerConfig, as_float, as_int, layer_config
 from kvedge.errors import InvalidArgumentError
@@ -22,8 +23,11 @@ _STORAGE = (
     "scale_dtype",
     "key_offset",
     "key_scale",
+    "recent",
+    "sinks",
+    "recent_dtype",
 )
-_OF_A_LAYER = _STORAGE[:5]  # what LayerConfig knows of them
+_OF_A_CACHE = ("key_offset", "key_scale")  # what LayerConfig knows nothing of
 
 
 @dataclass(frozen=True)
@@ -38,17 +42,11 @@ class _Step:
         group = self.storage.get("group_size")
         return self.storage | ({} if group is None else {"group_size": min(group, widest)})
 
-    def config(self, old: LayerConfig) -> LayerConfig:
+    def config(self, old: LayerConfig) -> Any:
         """A layer of the same shape, stored so."""
-        options = self.options(old.widest)
-        return layer_config(
-            capacity=None,
-            num_kv_heads=old.num_kv_heads,
-            head_dim=old.head_dim,
-            value_head_dim=old.value_head_dim,
-            window=old.window,
-            **{name: options[name] for name in _OF_A_LAYER if name in options},
-        )
+        storage = self.options(old.widest)
+        common = {name: storage[name] for name in storage if name not in _OF_A_CACHE}
+        return layer_configs(1, [shape_of(old)], None, {"recent": 0, "sinks": 0, **common})[0]
 
 
 class KvCachePolicy:

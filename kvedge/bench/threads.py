@@ -220,5 +220,6 @@ def draw(report: dict[str, Any], figure: Any) -> None:
         axes.set_ylabel("us per layer and token")
         axes.set_title(f"{shape}; {context:,} tokens", fontsize="small")
         axes.grid(True, alpha=0.3)
-        axes.legend(fontsize="x-small")
+        plotting.plain_numbers(axes.yaxis)
+    axes.legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(1.01, 1))
     figure.suptitle(f"Threads, {report['machine']['cpu']}", fontsize="medium")

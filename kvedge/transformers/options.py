@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from kvedge.core.options import AttendOptions
 from kvedge.core.recommended import RECOMMENDED
 from kvedge.errors import InvalidArgumentError
 
-__all__ = ["STORAGE", "StoreOptions", "is_for_each_layer"]
+__all__ = ["STORAGE", "StoreOptions", "is_for_each_layer", "stored_text"]
 
 _MAJOR = int(transformers.__version__.split(".", 1)[0])
 
@@ -122,3 +123,13 @@ class StoreOptions:
                 "of the tokens to remove"
             )
         return min(number, length)
+
+
+def stored_text(options: StoreOptions) -> str:
+    """What of the options has to be equal on all ranks of a group, for a comparison."""
+    texts = []
+    for name, value in sorted(options.storage.items()):
+        if hasattr(value, "__dlpack__"):
+            value = f"sha256 {hashlib.sha256(np.asarray(value).tobytes()).hexdigest()[:12]}"
+        texts.append(f"{name}={value}")
+    return ", ".join(texts)

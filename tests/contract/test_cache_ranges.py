@@ -198,3 +198,28 @@ def test_tokens_at_a_position_are_stored_anew_where_that_is_asked_for(rng):
     cache.inject(other, 1, requantize=True)
     np.testing.assert_array_equal(cache.key_scale, scale)
     np.testing.assert_allclose(cache.k(1)[1:3], other.k(1), atol=0.05)
+
+
+def test_recent_tokens_at_a_position(rng):
+    """Replaced to the end, tokens keep their recent format; before others, they are read anew."""
+    options = {"dtype": "int4", "recent": 4, "sinks": 2}
+    for start, n in ((3, 6), (5, 6), (1, 3), (6, 1)):
+        cache, other = filled(rng, 9, **options), filled(rng, n, **options)
+        own, new = cache.k(0).copy(), other.k(0).copy()
+        cache.inject(other, start)
+        length = max(9, start + n)
+        to_end = start + n == length
+        whole = np.concatenate([own[:start], new, own[start + n :]])
+        off = np.abs(cache.k(0) - whole).max(axis=(1, 2))
+        assert len(off) == length and (off < 1.1).all()
+        if to_end:
+            assert (off[-min(4, n) :] == 0).all()
+        assert (off[: min(2, start)] == 0).all()
+        feed(cache, rng, 6)
+        query = normal(rng, H, D)
+        exact = KVCache(1, H, D, dtype="float32")
+        exact.append(0, cache.k(0), cache.v(0))
+        wanted = exact.attend(0, query)
+        np.testing.assert_allclose(cache.attend(0, query), wanted, atol=1e-3 * np.abs(wanted).max())
+        cache.truncate(start)
+        assert len(cache.k(1)) == start

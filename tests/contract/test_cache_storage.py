@@ -75,6 +75,25 @@ def test_keys_and_values_may_differ_and_layers_keep_their_windows(rng):
         cache.push_step(*normal(rng, 2, L, H, D))
 
 
+def test_last_and_first_tokens_stay_precise(rng):
+    cache = filled(rng, 90, dtype="float16")
+    keys = cache.k(1).copy()
+    cache.requantize("int4", recent=16, sinks=4)
+    assert (cache.recent, cache.sinks, cache.recent_dtype) == (16, 4, "float16")
+    now = cache.k(1)
+    assert (now[-16:] == keys[-16:]).all() and (now[:4] == keys[:4]).all()
+    assert (now[4:-16] != keys[4:-16]).any()
+    wanted = appended([(cache.k(i), cache.v(i)) for i in range(L)], dtype="float32")
+    query = normal(rng, H, D)
+    cache.requantize("float32")
+    np.testing.assert_array_equal(cache.attend(1, query), wanted.attend(1, query))
+    huge = KVCache(1, 1, 8, dtype="float32")
+    huge.push_step(np.full((1, 1, 8), 7e4, np.float32), np.zeros((1, 1, 8), np.float32))
+    with pytest.raises(errors.ScaleRangeError, match="recent_dtype"):
+        huge.requantize("int8", recent=2)
+    huge.requantize("int8", recent=2, recent_dtype="bfloat16")
+
+
 def test_what_does_not_fit_is_refused_and_changes_nothing(rng):
     cache = filled(rng, 20, dtype="float32")
     keys = normal(rng, L, H, D)
