@@ -235,7 +235,8 @@ def draw(report: dict[str, Any], figure: Any) -> None:
         plotting.draw_times(axes, cases, names, lambda case: case["context"], 1e6)
         axes.set_xlabel("context (tokens)")
         axes.set_ylabel("us per layer and token")
-        axes.set_title(f"{name}; {_threads(num_threads)}", fontsize="small")
+        title = f"{name.replace(': ', chr(10))}; {_threads(num_threads)}"
+        axes.set_title(title, fontsize="small")
     cache = report["settings"]["cache"]
     figure.suptitle(f"Decode attention, {cache}, {report['machine']['cpu']}", fontsize="medium")
 

@@ -218,7 +218,7 @@ def draw(report: dict[str, Any], figure: Any) -> None:
         axes.set_xticks([case["num_threads"] for case in cases])
         axes.set_xlabel("threads (dashed: one core busy)")
         axes.set_ylabel("us per layer and token")
-        axes.set_title(f"{shape}; {context:,} tokens", fontsize="small")
+        axes.set_title(f"{shape.replace(': ', chr(10))}; {context:,} tokens", fontsize="small")
         axes.grid(True, alpha=0.3)
         plotting.plain_numbers(axes.yaxis)
     axes.legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(1.01, 1))
