@@ -56,6 +56,7 @@ try:
         attend_batch,
         backend,
         isa_info,
+        tolerance_counts,
     )
 except KvedgeError as error:
     if not is_command():
@@ -130,4 +131,5 @@ __all__ = [
     "merge_attention",
     "quantize_rows",
     "set_num_threads",
+    "tolerance_counts",
 ]

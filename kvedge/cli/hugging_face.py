@@ -55,6 +55,7 @@ def run(options: argparse.Namespace, output: Output) -> int:
         model.config,
         storage.dtype_of(options) or "int8",
         precision_bits=options.precision_bits,
+        tolerance=options.tolerance,
         **over,
         **storage.cache_options(options),
     )

@@ -183,6 +183,7 @@ class Writer:
             keep_tokens=min(options.keep, limit - 2) if shifts else 0,
             num_threads=options.threads,
             precision_bits=options.precision_bits,
+            tolerance=options.tolerance,
             incomplete=self._file is None,  # else the continuation completes the character
         )
         self.generation = generation

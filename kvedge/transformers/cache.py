@@ -35,6 +35,7 @@ class KvedgeCache(Cache):
         dtype: Any = STORAGE["dtype"],
         *,
         precision_bits: int | None = None,
+        tolerance: float = 0.0,
         num_threads: int | None = None,
         group: Any = None,
         block_size: int | None = None,
@@ -51,6 +52,7 @@ class KvedgeCache(Cache):
         dtype : kvedge.core.types.Dtype, or a sequence of them
             How keys and values are stored, as of :class:`kvedge.KVCache`.
         precision_bits : 8, 16 or 24, optional
+        tolerance : float
             As of ``attend``.
         num_threads : int, optional
             Threads of attention; by default ``torch.get_num_threads()`` at each call.
@@ -74,6 +76,7 @@ class KvedgeCache(Cache):
         self._options = StoreOptions(
             storage={**STORAGE, "dtype": dtype, **storage},
             precision_bits=precision_bits,
+            tolerance=tolerance,
             num_threads=num_threads,
             shares_rows=shares_rows(config),
         )

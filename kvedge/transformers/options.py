@@ -57,6 +57,7 @@ class StoreOptions:
 
     storage: dict[str, Any]  # of STORAGE: what was given
     precision_bits: int | None
+    tolerance: float
     num_threads: int | None  # None: as many as torch uses
     shares_rows: bool  # some layers of the model read the rows of another
 
@@ -71,7 +72,7 @@ class StoreOptions:
             if name not in STORAGE:
                 raise InvalidArgumentError(
                     f"{name} is no option of a KvedgeCache: it has {', '.join(STORAGE)}, "
-                    "precision_bits and num_threads"
+                    "precision_bits, tolerance and num_threads"
                 )
             if is_for_each_layer(value) and len(value) != num_layers:
                 raise InvalidArgumentError(
@@ -79,7 +80,13 @@ class StoreOptions:
                     f"{len(value)}"
                 )
         AttendOptions.make(
-            1, 1, 1, 1, precision_bits=self.precision_bits, num_threads=self.num_threads
+            1,
+            1,
+            1,
+            1,
+            precision_bits=self.precision_bits,
+            tolerance=self.tolerance,
+            num_threads=self.num_threads,
         )
         for index in range(num_layers):
             # Arrays have the shape of a layer's rows, which is not known yet: ones stand for them.
