@@ -144,7 +144,7 @@ def test_a_step_that_is_refused_decides_nothing():
     def run(cache):
         for i in range(40):
             bad = rows[i].copy()
-            bad[0, 1] = 1e30  # the second layer cannot store it, the first could
+            bad[1, 1] = 1e30  # the second layer cannot store it, the first could
             with pytest.raises(errors.ScaleRangeError):
                 cache.push_step(*bad)
             cache.push_step(*rows[i])
