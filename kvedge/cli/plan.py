@@ -129,7 +129,7 @@ def _report(shape: CacheShape, context: int, ram: int) -> list[dict[str, Any]]:
 def _print_table(output: Output, name: str, shape: CacheShape, context: int, ram: int) -> None:
     groups = "; ".join(map(str, shape.groups))
     fits = f"fits {format_size(ram)}"
-    headings = ("format", ">cache", ">bytes/token", ">against float32", ">longest context", fits)
+    headings = ("format", ">cache", "?>bytes/token", "?>against float32", ">longest context", fits)
     rows = plan_rows(shape, context, ram)
     title = f"{name}: {groups}; {format_count(context)} tokens"
     output.table(title, headings, (row.cells(context) for row in rows))
