@@ -11,13 +11,13 @@ import traceback
 from collections.abc import Sequence
 
 from kvedge import c_library
-from kvedge.cli import bench, evaluate, generate, info, plan
+from kvedge.cli import bench, doctor, evaluate, generate, info, plan
 from kvedge.console import exits
 from kvedge.console.output import Output
 from kvedge.errors import KvedgeError
 
 # Each has NAME, SUMMARY, DESCRIPTION, EXAMPLES, add_options(parser), run(options, output) -> code.
-_COMMANDS = (generate, info, plan, evaluate, bench)
+_COMMANDS = (generate, info, doctor, plan, evaluate, bench)
 
 # Errors that say what is wrong with the user's input or machine; any other is a bug of ours.
 _EXPECTED = (KvedgeError, exits.CommandError, exits.UsageError, OSError, MemoryError)

@@ -49,9 +49,9 @@ class Output:
         title : str
             One line above the table.
         columns : sequence of str
-            Headings. One that starts with ``>`` is of a column of figures, aligned to the right. One
-            that starts with ``?`` can be done without: the last of these go first where a terminal
-            is too narrow for all, and where that is not enough each row becomes a few lines.
+            Headings. One that starts with ``>`` is of a column of figures, aligned to the right.
+            One that starts with ``?`` can be done without: the last of these go first where a
+            terminal is too narrow for all; where that is not enough a row becomes a few lines.
         rows : iterable of sequence of str
             Cells, as many as there are columns.
         stream : text file, optional

@@ -17,7 +17,7 @@ from kvedge.console import exits, output
 PLAN = ["plan", "--layers", "2", "--kv-heads", "4", "--head-dim", "64", "--context", "100"]
 
 
-@pytest.mark.parametrize("command", ["generate", "info", "plan", "eval"])
+@pytest.mark.parametrize("command", ["generate", "info", "plan", "eval", "doctor"])
 def test_help_of_each_command_has_examples_and_exit_codes(command, capsys):
     assert main([command, "--help"]) == exits.OK
     text = capsys.readouterr().out
@@ -29,7 +29,7 @@ def test_help_of_each_command_has_examples_and_exit_codes(command, capsys):
 def test_help_of_the_command_names_every_subcommand(capsys):
     assert main(["--help"]) == exits.OK
     text = capsys.readouterr().out
-    assert all(name in text for name in ("generate", "info", "plan", "eval"))
+    assert all(name in text for name in ("generate", "info", "plan", "eval", "doctor"))
 
 
 def test_version(capsys):
