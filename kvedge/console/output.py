@@ -106,7 +106,9 @@ class Output:
             for heading, cell in zip(headings[1:], others, strict=True):
                 if cell:
                     text = f"{heading}: {cell}" if heading else cell
-                    console.print(rich.padding.Padding(rich.text.Text(text), (0, 0, 0, 2)))
+                    console.print(
+                        rich.padding.Padding(rich.text.Text(text), (0, 0, 0, 2), expand=False)
+                    )
 
     def facts(
         self, title: str, rows: Iterable[tuple[str, str]], *, stream: TextIO | None = None
