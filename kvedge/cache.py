@@ -51,6 +51,24 @@ class CacheMethods(CacheHistory):
 
     An empty cache, like an empty layer, is false as any container without items is: to ask whether
     there is a cache, write ``cache is not None``.
+
+    Parameters are those of ``__init__``. What a layer can do by itself is in
+    :class:`kvedge.QuantizedKvLayer`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> cache = KVCache(num_layers=2, num_kv_heads=8, head_dim=64)
+    >>> rows = np.ones((5, 8, 64), np.float32)  # 5 tokens
+    >>> for layer in range(2):
+    ...     cache.append(layer, rows, rows)
+    ...     out = cache.attend(layer, np.ones((5, 32, 64), np.float32))  # 4 query heads per KV head
+    >>> cache.advance(5)
+    >>> len(cache), out.shape
+    (5, (5, 32, 64))
+    >>> cache.truncate(3)  # going back costs nothing
+    >>> cache.layer(0).key_codes.shape
+    (3, 8, 64)
     """
 
     def __init__(

@@ -90,6 +90,10 @@ class QuantizedLayerMethods(LayerMethods):
     DtypeMismatchError, ShapeMismatchError, LayoutError, NonFiniteInputError
         From key_offset and key_scale.
 
+    Notes
+    -----
+    An empty layer is false, as any container without items is: ask ``layer is not None``.
+
     Examples
     --------
     >>> layer = QuantizedKvLayer(4096, num_kv_heads=8, head_dim=64)

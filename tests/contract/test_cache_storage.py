@@ -267,6 +267,17 @@ def test_what_is_stored_after_each_step_is_near_what_came(rng):
         assert error <= most[name], name
 
 
+def test_going_step_by_step_costs_little_more_than_the_last_step(rng):
+    keys = normal(rng, 500, H, D)
+    options = {"group_size": 20, "key_scale": "auto"}
+    stepped = appended([(keys, keys)] * L, dtype="float16")
+    stepped.requantize("int8", key_scale="auto")
+    stepped.requantize("int4", **options)
+    at_once = appended([(keys, keys)] * L, dtype="int4", **options)
+    errors_of = [np.sqrt(np.square(each.k(1) - keys).mean()) for each in (stepped, at_once)]
+    assert errors_of[0] < 1.02 * errors_of[1]
+
+
 def test_a_finer_format_comes_back_with_room_to_spare(rng):
     limit = bytes_of("float16", 100)
     policy = KvCachePolicy(limit, hysteresis=0.2)
