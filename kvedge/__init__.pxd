@@ -91,6 +91,12 @@ cdef extern from "kvedge.h" nogil:
         int64_t start
         int64_t first_row
 
+    ctypedef struct kvedge_part:
+        const kvedge_layer *layer
+        int64_t first_row
+        int64_t num_tokens
+        int64_t position
+
     ctypedef struct kvedge_attention_call:
         const kvedge_layer *layer
         kvedge_array query
@@ -98,6 +104,8 @@ cdef extern from "kvedge.h" nogil:
         kvedge_array out
         float *lse
         const kvedge_attention_options *options
+        const kvedge_part *parts
+        int num_parts
 
     ctypedef struct kvedge_sequence:
         const int32_t *blocks

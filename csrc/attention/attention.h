@@ -2,6 +2,7 @@
  *
  *   call.c      one call or several on threads of our own; kvedge_attend
  *   batch.c     the calls of a batch: layers, or sequences in the blocks of a pool
+ *   parts.c     calls whose tokens lie in several layers; their results merged
  *   plan.c      shapes, memory and kernels of a call; slices for a runtime with threads of its own
  *   query.c     query rows into the form that the kernels read
  *   slice.c     one slice: its tiles, in the order of memory
@@ -111,6 +112,7 @@ struct kvedge_attention {
 
   kvedge_array out; /* (num_rows, num_heads, channels of a value) */
   float *lse;       /* (num_rows, num_heads) or NULL */
+  double *log_sums; /* the same in double, where results of several parts are merged; or NULL */
 };
 
 typedef struct {
@@ -187,8 +189,10 @@ kvedge_attention *kvedge_attention_set_up(const kvedge_attention *planned, void 
 typedef struct {
   kvedge_cache_view view; /* from options->start on */
   int64_t num_rows;
+  int64_t first_position; /* of row 0, as a token of the view; it may lie before or behind all of them */
   kvedge_array query, out;
   float *lse;
+  double *log_sums; /* or NULL */
   const kvedge_attention_options *options;
 } kvedge_request;
 

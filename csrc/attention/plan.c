@@ -138,7 +138,8 @@ void kvedge_attention_plan(kvedge_attention *a, const kvedge_cache_view *view, i
   if (a->options.bias) a->options.bias += a->options.start * a->options.bias_strides[2];
   a->options.start = 0; /* the view begins there */
   if (isnan(a->options.scale)) a->options.scale = (float)(1.0 / sqrt(dim));
-  if (a->options.window >= view->len) a->options.window = 0; /* hides nothing, and sums with it stay in range */
+  /* A window that hides nothing is none, and sums with it stay in range. */
+  if (a->options.window >= first_position + num_rows) a->options.window = 0;
   if (a->options.sink_tokens > view->len) a->options.sink_tokens = view->len;
   a->real_logits = a->options.softcap > 0.0f || a->options.alibi_slopes || a->options.bias;
   a->factor[KEYS] = a->factor[VALUES] = 1.0f;

@@ -75,6 +75,7 @@ static void refit(const kvedge_attention *a, int64_t row, int head) {
   one->query = kvedge_array_from(&a->query, row, head);
   one->out = kvedge_array_from(&a->out, row, head);
   one->lse = a->lse ? a->lse + row * a->num_heads + head : NULL;
+  one->log_sums = a->log_sums ? a->log_sums + row * a->num_heads + head : NULL;
   kvedge_prepare_queries(one);
   for (int slice = 0; slice < one->chunks_per_block; slice++) {
     kvedge_slice_run(one, slice, (kvedge_slice){.attention = NULL}, 0, NULL);

@@ -68,6 +68,9 @@ class StorageArguments(TypedDict, total=False):
     scale_dtype: ScaleDtype
     key_offset: Array | Literal["auto"] | Sequence[Any] | None
     key_scale: Array | Literal["auto"] | Sequence[Any] | None
+    recent: int
+    sinks: int
+    recent_dtype: Dtype | None
 
 
 class CacheArguments(StorageArguments, total=False):
