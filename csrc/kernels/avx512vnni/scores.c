@@ -281,7 +281,7 @@ KVEDGE_INLINE void score_several_of(const scoring *s, const int bits, int first,
                                     const int part) {
   const kvedge_query *q = s->q;
   const int row_bytes = bytes_of(q->dim, bits), wide = 8 / bits; /* columns of channels in one of bytes */
-  const int chains = count * bytes <= 4 ? 2 : 1;                  /* as in score_blocks() */
+  const int chains = count * bytes <= 4 ? 2 : 1;                 /* as in score_blocks() */
   const int times = count * bytes <= 2 ? 3 : 2; /* little arithmetic between prefetches: Zen 4 drops more of them */
   const __m512i levels = int4_levels(1);
   ptrdiff_t stride = KVEDGE_CODE_BYTES * q->stride, three_strides = 3 * stride;

@@ -448,7 +448,8 @@ KVEDGE_INLINE void weigh_heads(value_rows *v, int dim, const int bytes, const fl
   }
 }
 
-void WEIGHTED_SUM(of_heads_int8)(const kvedge_probabilities *p, const kvedge_tile *values, const kvedge_accumulators *to) {
+void WEIGHTED_SUM(of_heads_int8)(const kvedge_probabilities *p, const kvedge_tile *values,
+                                 const kvedge_accumulators *to) {
   lines_ahead ahead = lines_of(values, HEADS * values->dim);
   value_rows rows = {values->blocks, values->offset, values->token_stride, values->num_tokens, &ahead};
   weigh_heads(&rows, values->dim, PLANES, p->p, values->scales, values->scale_stride, to->rescale, to->acc);

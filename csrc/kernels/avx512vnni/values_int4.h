@@ -98,7 +98,9 @@ KVEDGE_INLINE void weigh_codes_of(const value_rows *v, int num_channels, const i
 #pragma GCC unroll 2
       for (int lane = 0; lane < 2; lane++) {
         const int at = 32 * lane + 16 * p;
-        if (at < num_channels) add_16(ordered[lane], (__mmask16)first_bytes(num_channels - at < 16 ? num_channels - at : 16), scale, rescale, acc + at);
+        if (at < num_channels)
+          add_16(ordered[lane], (__mmask16)first_bytes(num_channels - at < 16 ? num_channels - at : 16), scale, rescale,
+                 acc + at);
       }
     }
   }
@@ -130,14 +132,17 @@ static __attribute__((noinline)) void keep_levels(const value_rows *v, int num_c
 /* 64 channels, or fewer, of a tile, added for all queries. */
 static void weigh_codes(const value_rows *v, int num_channels, const weighing *w) {
   const int n = w->num_queries, several = n <= SEVERAL_QUERIES && v->num_tokens % BLOCK == 0;
-  const int most = several ? CODES_QUERIES : SUM_REGISTERS / (4 * PLANES) < SUM_QUERIES ? SUM_REGISTERS / (4 * PLANES) : SUM_QUERIES;
+  const int most = several                                      ? CODES_QUERIES
+                   : SUM_REGISTERS / (4 * PLANES) < SUM_QUERIES ? SUM_REGISTERS / (4 * PLANES)
+                                                                : SUM_QUERIES;
   __m512i kept[KVEDGE_TILE];
   if (!several) keep_levels(v, num_channels, kept);
   for (int i = 0, count, passes = (n + most - 1) / most; passes > 0; i += count, passes--) {
     count = (n - i + passes - 1) / passes; /* as equal as can be */
     if (several) {
 #define WEIGH(count)                                                                                                   \
-  weigh_codes_of(v, num_channels, LOWER, w, i, count, i == 0), weigh_codes_of(v, num_channels, UPPER, w, i, count, i == 0)
+  weigh_codes_of(v, num_channels, LOWER, w, i, count, i == 0),                                                         \
+      weigh_codes_of(v, num_channels, UPPER, w, i, count, i == 0)
       if (count == 1) weigh_codes_of(v, num_channels, ALL, w, i, 1, i == 0);
       else if (count == 2) WEIGH(2);
 #if PLANES < 3
@@ -218,9 +223,10 @@ KVEDGE_INLINE void weigh_codes_of_heads(const value_rows *v, const int apart, co
       for (int b = 0; b < PLANES; b++)
 #pragma GCC unroll 2
         for (int u = 0; u <= apart; u++) {
-          weights[b][u] = _mm512_mask_blend_epi32(later[u][0], four_for_all(codes + 4 * b),
-                                                  four_for_all(codes + to_next + 4 * b));
-          if (apart) weights[b][u] = _mm512_mask_blend_epi32(later[u][1], weights[b][u], four_for_all(codes + to_last + 4 * b));
+          weights[b][u] =
+              _mm512_mask_blend_epi32(later[u][0], four_for_all(codes + 4 * b), four_for_all(codes + to_next + 4 * b));
+          if (apart)
+            weights[b][u] = _mm512_mask_blend_epi32(later[u][1], weights[b][u], four_for_all(codes + to_last + 4 * b));
         }
 #pragma GCC unroll 8
       for (int k = 0; k < 8; k++) {
