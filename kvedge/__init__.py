@@ -55,6 +55,7 @@ try:
         attend_batch,
         backend,
         isa_info,
+        tolerance_counts,
     )
 except KvedgeError as error:
     if not is_command():
@@ -128,4 +129,5 @@ __all__ = [
     "merge_attention",
     "quantize_rows",
     "set_num_threads",
+    "tolerance_counts",
 ]

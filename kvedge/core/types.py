@@ -39,6 +39,7 @@ class AttendArguments(TypedDict, total=False):
     start: int
     alibi_slopes: Array | None
     precision_bits: int | None
+    tolerance: float
     num_threads: int | None
     layout: Layout
 
@@ -55,6 +56,7 @@ class BatchArguments(TypedDict, total=False):
     start: int | Sequence[int] | None
     alibi_slopes: Array | None
     precision_bits: int | None
+    tolerance: float
     num_threads: int | None
     layout: Layout
 
