@@ -57,6 +57,7 @@ def run(options: argparse.Namespace, output: Output) -> int:
         **over,
         **storage.cache_options(options),
     )
+    ranks.begun(options)
     chat = bool(tokenizer.chat_template) and not options.no_chat
     ids = _prompt(options.prompt or "", tokenizer, chat=chat)
     shown = 0 if chat else len(tokenizer.decode(ids[0], skip_special_tokens=True))
