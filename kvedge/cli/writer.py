@@ -60,6 +60,7 @@ class Writer:
             cache_options.check_against(options, self.cache)
         else:
             self.cache = cache_options.new_cache(options, model)
+        ranks.begun(options)
         # What has to run through the model before it can write: pending tokens, then the prompt.
         prompt = self._prompt_tokens()
         self.tokens = [*self.saved.tokens, *prompt]  # all tokens of the text
