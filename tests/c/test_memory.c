@@ -40,11 +40,16 @@ static void step(kvedge_layer *layer, const float *row, int heads, void *room, s
 static void test_step(kvedge_format format) {
   enum { HEADS = 2, DIM = 64, HELD = 3000, STEPS = 40 };
   const kvedge_layer_config config = {.format = format, .capacity = 4096, .num_kv_heads = HEADS, .head_dim = DIM};
-  block memory = new_block(kvedge_layer_bytes(&config)), room = new_block(1 << 22);
+  block memory = new_block(kvedge_layer_bytes(&config)), room;
   float *rows = malloc(HELD * HEADS * DIM * sizeof *rows), out[HEADS * DIM], again[HEADS * DIM];
   for (int i = 0; i < HELD * HEADS * DIM; i++) rows[i] = (float)(i * 37 % 101) / 101;
   kvedge_layer *layer;
   CHECK(kvedge_layer_init(memory.data, memory.size, &config, &layer) == KVEDGE_OK);
+  kvedge_attention_options longest;
+  kvedge_attention_defaults(&longest);
+  longest.num_tokens = config.capacity;
+  const int slices = kvedge_attention_num_slices(layer, 1, HEADS, &longest);
+  room = new_block((kvedge_attention_bytes(layer, 1, HEADS, &longest, slices) + 63) / 64 * 64); /* of an empty layer */
   CHECK(kvedge_layer_append(layer, rows, rows, HELD) == KVEDGE_OK);
   const long before = asked;
   for (int i = 0; i < STEPS; i++) step(layer, rows + i * HEADS * DIM, HEADS, room.data, room.size, out);
