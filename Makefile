@@ -5,7 +5,7 @@
 #
 # make wheel  a source distribution and a wheel, in dist/, tried in an empty environment
 #
-# The rest: test-numpy test-isa test-peers test-transformers test-slow test-c test-library test-sanitize test-valgrind test-arm-c test-arm test-oldx86 test-all cross
+# The rest: test-numpy test-isa test-peers test-transformers test-slow test-c test-library test-ggml test-sanitize test-valgrind test-arm-c test-arm test-oldx86 test-all cross
 # lint format clean
 
 PYTHON ?= python3
@@ -13,7 +13,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 SOURCES := pyproject.toml setup.py kvedge/backends/native.pyx kvedge/backends/native_paged.pxi kvedge/__init__.pxd $(shell find csrc -name "*.[ch]")
 
-.PHONY: run test test-numpy test-isa test-peers test-transformers test-transformers-old test-transformers-own test-slow test-c test-library test-sanitize test-valgrind test-arm-c test-arm test-all arm-cycles \
+.PHONY: run test test-numpy test-isa test-peers test-transformers test-transformers-old test-transformers-own test-slow test-c test-library test-ggml test-sanitize test-valgrind test-arm-c test-arm test-all arm-cycles \
         wheel cross test-oldx86 fuzz lint format clean
 
 run: $(VENV)/run.stamp
@@ -66,6 +66,9 @@ test-c:
 # The C library, installed and found in every way that docs/c_api.md tells; its examples.
 test-library: $(VENV)/test.stamp
 	tests/library/run.sh $(BIN)/python
+# kvedge inside a ggml graph (docs/ggml.md).
+test-ggml: $(VENV)/bench.stamp
+	tests/library/ggml.sh $(BIN)/python
 test-sanitize:
 	tests/c/run.sh asan
 	tests/c/run.sh tsan
