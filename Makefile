@@ -3,7 +3,7 @@
 #
 # make fuzz   coverage-guided fuzzing of the C API, of files and of paged caches; SECONDS=600 says how long
 #
-# make wheel  a source distribution and a wheel, in dist/, tried in an empty environment
+# make wheel  a source distribution and a wheel, in dist/, tried in an empty environment; make wheel-aarch64
 #
 # The rest: test-numpy test-isa test-peers test-transformers test-slow test-c test-library test-ggml test-sanitize test-valgrind test-arm-c test-arm test-oldx86 test-all cross
 # lint format clean
@@ -14,7 +14,7 @@ BIN    := $(VENV)/bin
 SOURCES := pyproject.toml setup.py kvedge/backends/native.pyx kvedge/backends/native_paged.pxi kvedge/__init__.pxd $(shell find csrc -name "*.[ch]")
 
 .PHONY: run test test-numpy test-isa test-peers test-transformers test-transformers-old test-transformers-own test-slow test-c test-library test-ggml test-sanitize test-valgrind test-arm-c test-arm test-all arm-cycles \
-        wheel cross test-oldx86 fuzz lint format clean
+        wheel wheel-aarch64 cross test-oldx86 fuzz lint format clean
 
 run: $(VENV)/run.stamp
 	$(BIN)/kvedge generate
@@ -98,6 +98,9 @@ test-all:
 # What goes to PyPI: built from the source distribution, repaired and tested; see tools/wheel.sh.
 wheel:
 	tools/wheel.sh $(PYTHON)
+# The same for 64-bit ARM: cross-compiled, tested in an emulated Python.
+wheel-aarch64:
+	tools/wheel_aarch64.sh
 
 # See tests/fuzz/README.md. What it finds is left in build/fuzz/findings.
 SECONDS ?= 60
