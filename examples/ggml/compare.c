@@ -268,7 +268,7 @@ static int by_size(const void *a, const void *b) {
 /* Layers of a model, each with a cache of its own, so that no cache is in the processor's when its turn comes. */
 enum { LAYERS = 4, ROUNDS = 9 };
 
-/* One token through LAYERS layers of n_kv - 1 tokens: it is stored and attends to all, as in decoding. */
+/* One token through LAYERS layers of n_kv - 1 tokens: it is stored and attends to all, as in decoding, without a mask. */
 static void time_decode(const shape *m, int64_t n_kv, int num_threads) {
   const int width = m->num_kv_heads * m->head_dim;
   enum { CHUNK = 1024 };
@@ -294,7 +294,6 @@ static void time_decode(const shape *m, int64_t n_kv, int num_threads) {
     struct ggml_tensor *k_cur = ggml_new_tensor_3d(fixed[s], GGML_TYPE_F32, m->head_dim, m->num_kv_heads, 1);
     struct ggml_tensor *v_cur = ggml_new_tensor_3d(fixed[s], GGML_TYPE_F32, m->head_dim, m->num_kv_heads, 1);
     struct ggml_tensor *where = ggml_new_tensor_1d(fixed[s], GGML_TYPE_I64, 1);
-    struct ggml_tensor *mask = ggml_new_tensor_2d(fixed[s], GGML_TYPE_F16, n_kv, 1); /* zeros: all is seen */
     buffers[s] = check(ggml_backend_alloc_ctx_tensors(fixed[s], backend), "buffer");
     ggml_backend_buffer_clear(buffers[s], 0);
     memcpy(q->data, rows, ggml_nbytes(q)); /* CHUNK rows are more than any query */
@@ -320,7 +319,7 @@ static void time_decode(const shape *m, int64_t n_kv, int num_threads) {
           }
         }
       if (s == IN_PLACE && kvedge_layer_set_len(c->layer, n_kv)) check(NULL, "layer");
-      build_attention(ctx[s], graphs[s], c, m, &calls[s][l], q, k_cur, v_cur, where, mask, n_kv);
+      build_attention(ctx[s], graphs[s], c, m, &calls[s][l], q, k_cur, v_cur, where, NULL, n_kv);
     }
     allocators[s] = check(ggml_gallocr_new(ggml_backend_get_default_buffer_type(backend)), "allocator");
     if (!ggml_gallocr_alloc_graph(allocators[s], graphs[s])) check(NULL, "memory for the graph");
