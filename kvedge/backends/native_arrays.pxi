@@ -26,15 +26,16 @@ cdef struct _Array:
 
 
 cdef bint _find_torch():
-    # Two threads at once set the same; nothing that a third may look at goes away (docs/threads.md).
-    global _tensor_type, _strided
+    global _tensor_type, _strided, _tensor_types
     torch = arrays.torch_if_loaded()
     if torch is None:
         return False
-    _tensor_types[torch.float32] = KVEDGE_TYPE_FLOAT32
-    _tensor_types[torch.float16] = KVEDGE_TYPE_FLOAT16
-    _tensor_types[torch.bfloat16] = KVEDGE_TYPE_BFLOAT16
     _strided = torch.strided
+    _tensor_types = {
+        torch.float32: KVEDGE_TYPE_FLOAT32,
+        torch.float16: KVEDGE_TYPE_FLOAT16,
+        torch.bfloat16: KVEDGE_TYPE_BFLOAT16,
+    }
     _tensor_type = torch.Tensor
     return True
 
