@@ -25,9 +25,7 @@ _FOREIGN = (
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options that are for ``--hf`` alone."""
-    group = parser.add_argument_group(
-        "Hugging Face transformers (pip install 'kvedge[transformers]')"
-    )
+    group = parser.add_argument_group("Hugging Face (pip install 'kvedge[transformers]')")
     group.add_argument("--hf", metavar="DIR", help="folder of a local checkpoint")
     group.add_argument(
         "--gguf", metavar="FILE", help="GGUF file in that folder, which transformers loads"
