@@ -16,8 +16,10 @@
 #include "system/target.h"
 
 enum {
-  LIST_QUERIES = 8, /* up to so many query rows of a KV head values are worth waiting for */
-  LONGEST_WAIT = 7, /* tiles that are not looked at where little could be dropped, at most */
+  LIST_QUERIES = 8,   /* up to so many query rows of a KV head values are worth waiting for */
+  LEAST_TOKENS = 512, /* in fewer, finding out costs as much as it saves */
+  LEAST_ROW = 32,     /* bytes of a head's values: the rows of smaller ones share a line with other heads' */
+  LONGEST_WAIT = 7,   /* tiles that are not looked at where little could be dropped, at most */
 };
 
 /* Kept blocks of a KV head. */
@@ -64,13 +66,19 @@ size_t kvedge_skipping_bytes(const kvedge_attention *a) {
 
 static char *state_of(const kvedge_attention *a, int slot) { return a->skipping + (size_t)slot * a->skipping_bytes; }
 
+static int pays(const kvedge_attention *a, int64_t tokens) {
+  const kvedge_view_side *values = &a->view.side[VALUES];
+  return tokens >= LEAST_TOKENS && (values->head_stride >= LEAST_ROW || values->head_stride == values->token_stride);
+}
+
 kvedge_skipping *kvedge_skip_start(const kvedge_attention *a, const kvedge_row_block *block, int slot) {
   size_t used = 0;
   if (!a->skipping_bytes) return NULL;
   kvedge_skipping *s = lay_out(a, state_of(a, slot), &used);
   const kvedge_visible visible = kvedge_visible_tokens(a, block);
-  const double blocks = (double)(visible.sinks + visible.stop - visible.first) / KVEDGE_BLOCK;
-  const double share = blocks / (double)a->options.tolerance;
+  const int64_t tokens = visible.sinks + visible.stop - visible.first;
+  if (!pays(a, tokens)) return NULL;
+  const double share = (double)tokens / KVEDGE_BLOCK / (double)a->options.tolerance;
   s->share = share < FLT_MAX ? (float)share : FLT_MAX;
   s->num_queries = (int)block->count * a->heads_per_kv_head;
   return s;

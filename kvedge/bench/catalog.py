@@ -13,6 +13,7 @@ from kvedge.bench import (
     paged,
     prefill,
     push,
+    skip,
     sweep,
     threads,
 )
@@ -27,6 +28,7 @@ BENCHMARKS: tuple[Any, ...] = (
     push,
     paged,
     logits,
+    skip,
     threads,
     sweep,
     hugging_face,

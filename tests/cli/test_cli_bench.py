@@ -7,16 +7,20 @@ import json
 import os
 import re
 
+import numpy as np
 import pytest
 
 import kvedge
 from kvedge import system
 from kvedge.bench import contest, copies, push
 from kvedge.bench.catalog import BENCHMARKS
+from kvedge.bench.model_rows import rows_of_model
 from kvedge.bench.peers import PEER_NAMES, VARIANT_NAMES
 from kvedge.cli import main
 from kvedge.console import exits
 from kvedge.core.formats import FORMATS
+from kvedge.data import STORIES_MODEL, STORIES_TEXT
+from kvedge.llama import LlamaModel
 
 # One small layer, in the caches, three rounds: about a tenth of a second per case.
 TINY = ["--shape", "4,2,16", "--hot", "--rounds", "3"]
@@ -27,6 +31,7 @@ COMMANDS = {
     "push": [*TINY, "--tokens", "1", "20"],
     "paged": [*TINY, "--context", "40", "--block-size", "4", "8", "--batch", "2"],
     "logits": [*TINY, "--context", "40", "--new-tokens", "5"],
+    "skip": ["--hot", "--rounds", "3", "--context", "40", "--new-tokens", "5"],
     "threads": [*TINY, "--context", "8", "--threads", "1", "--peers", "none"],
     "sweep": [*TINY, "--context", "8", "16", "64"],
 }
@@ -58,7 +63,8 @@ def test_tables_for_people(name, capsys):
     assert main(["bench", name, *COMMANDS[name]]) == exits.OK
     text = capsys.readouterr().out
     assert system.machine().cpu in text and kvedge.__version__ in text
-    assert "4 query heads, 2 KV heads of 16" in text
+    of_stories = name == "skip"
+    assert ("4 KV heads of 8" if of_stories else "4 query heads, 2 KV heads of 16") in text
     assert (kvedge.get_num_threads(), _affinity()) == (threads, affinity)  # as before
 
 
@@ -204,6 +210,45 @@ def test_logits_json(capsys):
 def test_logits_needs_as_many_tokens_as_have_a_query(capsys):
     assert main(["bench", "logits", *TINY, "--context", "4", "--new-tokens", "5"]) != exits.OK
     assert "4 tokens are too few for 5" in capsys.readouterr().err
+
+
+def test_skip_json(capsys):
+    report = _json(capsys, "skip", "--context", "700", *COMMANDS["skip"][:3])
+    model, normal = report["cases"]
+    assert (model["data"], normal["data"]) == ("model", "normal")
+    for case in (model, normal):
+        assert [result["name"] for result in case["results"]] == ["dense", "0.0001", "0.001"]
+        assert case["results"][0]["ratio_to_dense"] == 1.0
+        assert case["results"][0]["dropped"] == 0.0
+        for result in case["results"]:
+            whole = case["results"][0]["bytes"]
+            assert result["bytes"] == pytest.approx(whole * (1 - result["dropped"] / 2))
+
+
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        (["--model", "a.bin"], "--model and --text go together"),
+        (["--context", "40", "--new-tokens", "41"], "--new-tokens 41"),
+    ],
+)
+def test_skip_refuses_what_it_cannot_measure(capsys, words, told):
+    assert main(["bench", "skip", *words]) != exits.OK
+    assert told in capsys.readouterr().err
+
+
+def test_rows_of_windows_are_those_of_one_context():
+    model = LlamaModel.from_file(STORIES_MODEL)
+    tokens = model.tokenizer.encode(STORIES_TEXT.read_text(encoding="utf-8"))[:700]
+    whole = rows_of_model(model, tokens, 700, 3)
+    cache = model.new_cache("float32", max_seq_len=188)
+    model.forward(tokens[512:], cache)
+    cache.shift(512, rope=model.config.rope)
+    for i, layer in enumerate(whole):
+        assert layer.keys.shape == layer.values.shape == (700, 4, 8)
+        assert layer.queries.shape == (3, 8, 8)
+        np.testing.assert_allclose(layer.keys[512:], cache.k(i), atol=1e-5)
+        np.testing.assert_array_equal(layer.values[512:], cache.v(i))
 
 
 def test_push_json(capsys):

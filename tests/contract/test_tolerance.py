@@ -17,15 +17,16 @@ from kvedge import Float32KvLayer, InvalidArgumentError, NonFiniteInputError, Qu
 from kvedge.core.formats import FORMATS
 
 
+@pytest.mark.parametrize("factors", [[1.0, 1.0], [1.0, 0.5, 0.1, -0.7]], ids=["alike", "apart"])
 @pytest.mark.parametrize("rows", [None, 3, 64])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tolerance", TOLERANCES)
-def test_a_row_never_loses_more_than_the_tolerance(rng, kind, tolerance, rows):
+def test_a_row_never_loses_more_than_the_tolerance(rng, kind, tolerance, rows, factors):
     length = 3000
     logits = kind(rng, length, tolerance)[:, np.newaxis]
     layer = layer_of_logits(logits, np.ones((length, 1, 64), np.float32))
-    query = np.zeros((rows or 1, 4, 2), np.float32)
-    query[..., 0] = [1.0, 0.5, 0.1, -0.7]
+    query = np.zeros((rows or 1, len(factors), 2), np.float32)
+    query[..., 0] = factors
     out = layer.attend(query if rows else query[0], scale=1.0, tolerance=tolerance)
     assert out.min() >= 1 - tolerance - 2e-4
     assert out.max() <= 1 + 2e-4

@@ -14,7 +14,7 @@ from kvedge import Float32KvLayer, QuantizedKvLayer
 def calls(draw):
     """(layer, query, tolerance, options) on data that is made to lose as much as can be."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
-    length = draw(st.integers(1, 700) | st.sampled_from([256, 1024, 1025, 2048]))
+    length = draw(st.integers(400, 1100) | st.sampled_from([1, 512, 1024, 1025, 2048]))
     heads, group = draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 3, 8]))
     rows = draw(st.none() | st.integers(1, min(length, 40)))
     tolerance = draw(st.sampled_from(TOLERANCES))
@@ -31,7 +31,8 @@ def calls(draw):
     num_heads, n = heads * group, rows or 1
     query = np.zeros((n, num_heads, 2), np.float32)
     query[..., 0] = draw(st.sampled_from([1.0, 1.0, 0.3, -1.0]))
-    query *= rng.uniform(0.9, 1.1, (n, num_heads, 1)).astype(np.float32)
+    if draw(st.booleans()):  # else all rows may lose the same blocks
+        query *= rng.uniform(0.9, 1.1, (n, num_heads, 1)).astype(np.float32)
 
     options = {"scale": 1.0, "causal": draw(st.booleans())}
     if draw(st.integers(0, 3)) == 0:
@@ -58,8 +59,9 @@ def test_the_error_is_at_most_the_tolerance_times_the_largest_value(call):
     ref, ref_lse = reference.attention(query, keys, values, **options)
     options |= {"precision_bits": 24, "return_lse": True}
     out, lse = layer.attend(query, tolerance=tolerance, **options)
-    allowed = reference.TOLERANCE * np.abs(ref).max() + tolerance * np.abs(values).max()
-    np.testing.assert_allclose(out, ref, rtol=0, atol=allowed * (1 + 1e-5), err_msg=str(options))
+    lost = tolerance * np.abs(values).max(axis=(0, 1)) * (1 + 1e-5)  # of each channel
+    excess = np.abs(out - ref) - lost
+    assert excess.max() <= reference.TOLERANCE * np.abs(ref).max(), options
     assert_lse_close(lse, ref_lse)  # it counts what is left out
     _, exact_lse = layer.attend(query, **options)
     np.testing.assert_allclose(lse, exact_lse, rtol=1e-5, atol=1e-5)

@@ -6,16 +6,14 @@ import numpy as np
 
 from kvedge import Float32KvLayer
 
-BLOCK = 16
 TOLERANCES = [1e-6, 1e-4, 1e-3, 1e-2, 0.1, 0.5, 0.999]
 
 
 def below_the_threshold(rng, length, share):
-    """Each block holds just about what it may: together they would be all of the tolerance."""
-    blocks = -(-length // BLOCK)
-    logits = np.full(length, math.log(share / length) if share < 1 else 0.0)
-    logits += rng.choice([-1e-3, 1e-3, 0.0], length)
-    logits[rng.integers(blocks) * BLOCK :][:1] = 0.0
+    """After one giant, each block holds just about what it may, or some times as much."""
+    logits = np.full(length, math.log(share / length * rng.choice([1.0, 1.0, 1.5, 2.0])))
+    logits += rng.choice([-1e-3, 1e-3, 0.0])
+    logits[rng.choice([0, 0, rng.integers(length)])] = 0.0
     return logits
 
 
