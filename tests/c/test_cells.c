@@ -225,8 +225,11 @@ static row_kind random_kind(void) { return random_below(3) ? PLAIN : (row_kind)r
 
 /* ---- Queries ---- */
 
-/* Do the 256-bit paths' kernels run, whose codes are integers of 16 bits and floats? */
-static int has_words(void) { return strcmp(kernels->name, "avx2") == 0 || strcmp(kernels->name, "avxvnni") == 0; }
+/* Does a path run whose codes are integers of 16 bits and floats? */
+static int has_words(void) {
+  const char *name = kernels->name;
+  return strcmp(name, "avx2") == 0 || strcmp(name, "avxvnni") == 0 || strcmp(name, "neon") == 0;
+}
 
 /* vpdpbusd multiplies k + 128. */
 static int has_unsigned_keys(void) { return strcmp(kernels->name, "avx512vnni") == 0; }

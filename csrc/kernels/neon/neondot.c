@@ -34,18 +34,14 @@ KVEDGE_TARGET_BEGIN("dotprod")
 #endif
 
 #include "kernels/neon/common.h"
+#include "kernels/neon/codes.h"
+#include "kernels/neon/floats.h"
+#include "kernels/neon/int4.h"
 
 /* ---- integers of 24 bits in three planes of signed digits, or 16 bits in two ---- */
 
-/* What the largest of a set becomes. Three digits of 127 would be 8355711; one less, because the
- * product of a number and a rounded factor may end a little above. In 16 bits likewise 127 * 257 - 1,
- * as high digits. */
-#define LARGEST_CODE 8355710.0f
+/* What the largest weight of a tile becomes in 16 bits: 127 * 257 - 1, as high digits. */
 #define LARGEST_CODE_16 (32638.0f * 256.0f)
-/* Below, LARGEST_CODE / largest is no float any more: such a set counts as zeros. */
-#define SMALLEST_ENCODED 0x1p-104f
-
-KVEDGE_INLINE float divide_or_0(float a, float b, float largest) { return largest > SMALLEST_ENCODED ? a / b : 0.0f; }
 
 /* Codes 65536 * high + 256 * middle + low as {high x 4, middle x 4, low x 4, 0 x 4}. With 128 added to
  * each digit the digits are plain bytes, and inverting a byte's top bit takes 128 off. */
@@ -76,21 +72,11 @@ static void encode_query_neondot(const float *x, int dim, float factor, float la
                                  int32_t *offsets) {
   float inverse = divide_or_0(LARGEST_CODE, largest, largest);
   for (int d = 0; d < kvedge_padded_channels(dim); d += 4) {
-    float32x4_t four = dim - d >= 4 ? vld1q_f32(x + d) : load_part_f32(x + min_int(d, dim), dim - d);
-    vst1q_s8(codes + 4 * d, split_digits(round_to_i32(vmulq_n_f32(vmulq_n_f32(four, factor), inverse))));
+    const float32x4_t four = vmulq_n_f32(vmulq_n_f32(load_query_f32(x, dim, d), factor), inverse);
+    vst1q_s8(codes + 4 * d, split_digits(round_to_i32(four)));
   }
   *scale = divide_or_0(largest, LARGEST_CODE, largest);
   vst1q_s32(offsets, vdupq_n_s32(0)); /* keys are signed here */
-}
-
-/* The last n < 16 channels of four rows, with zeros after them. */
-OUT_OF_LINE void gather_ends_16(const int8_t *rows, const ptrdiff_t offset[4], int n, int8_t *ends) { /* (4, 16) */
-  for (int j = 0; j < 4; j++) {
-    const int8_t *p = rows + offset[j];
-    int8x8_t low = n < 8 ? vcreate_s8(load_below_8(p, n)) : vld1_s8(p);
-    int8x8_t high = n < 8 ? vdup_n_s8(0) : vcreate_s8(load_below_8(p + 8, n - 8));
-    vst1q_s8(ends + 16 * j, vcombine_s8(low, high));
-  }
 }
 
 /* Rows of 4 dwords become columns: lane t of out[c] is dword c of row t. */
