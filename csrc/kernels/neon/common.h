@@ -33,6 +33,9 @@
 /* Seldom called: kept out of the loops that inline everything else. */
 #define OUT_OF_LINE static __attribute__((noinline))
 
+/* After a product that is added to a sum: else GCC 12 takes products of several tokens together, and spills sums. */
+#define AS_WRITTEN(sum) __asm__ volatile("" : "+w"(sum))
+
 KVEDGE_INLINE int min_int(int a, int b) { return a < b ? a : b; }
 
 /* acc + a * b; fused where the instruction exists */
@@ -325,48 +328,43 @@ static void dequantize_neon(const int8_t *codes, size_t n, float scale, float *o
 
 /* ---- softmax ---- */
 
-/* 2^x for x <= 0, as exp2_nonpositive(); 0 also for NaN (-inf times a factor that armv7 took for 0). */
+/* 2^x for x <= 0, as exp2_nonpositive(), by pairs of terms, which wait less for each other; 0 also for NaN (-inf times a
+ * factor that armv7 took for 0). What comes of an x below the least, perhaps a NaN, is masked out. */
 KVEDGE_INLINE float32x4_t exp2_of(float32x4_t x) {
   const float32x4_t round = vdupq_n_f32(ROUND_TO_INTEGER);
-  float32x4_t clamped = vmaxq_f32(x, vdupq_n_f32(-126.0f)); /* takes -inf too */
-  float32x4_t shifted = vaddq_f32(clamped, round);
-  float32x4_t f = vsubq_f32(clamped, vsubq_f32(shifted, round));
-  float32x4_t y = vdupq_n_f32(EXP2_5);
-  y = multiply_add_f32(vdupq_n_f32(EXP2_4), y, f);
-  y = multiply_add_f32(vdupq_n_f32(EXP2_3), y, f);
-  y = multiply_add_f32(vdupq_n_f32(EXP2_2), y, f);
-  y = multiply_add_f32(vdupq_n_f32(EXP2_1), y, f);
-  y = multiply_add_f32(vdupq_n_f32(1.0f), y, f);
-  int32x4_t exponent = vshlq_n_s32(vreinterpretq_s32_f32(shifted), 23);
-  uint32x4_t bits = vreinterpretq_u32_s32(vaddq_s32(vreinterpretq_s32_f32(y), exponent));
+  const float32x4_t shifted = vaddq_f32(x, round);
+  const float32x4_t f = vsubq_f32(x, vsubq_f32(shifted, round)), f2 = vmulq_f32(f, f);
+  const float32x4_t terms_45 = multiply_add_f32(vdupq_n_f32(EXP2_4), f, vdupq_n_f32(EXP2_5));
+  const float32x4_t terms_23 = multiply_add_f32(vdupq_n_f32(EXP2_2), f, vdupq_n_f32(EXP2_3));
+  float32x4_t y = multiply_add_f32(vdupq_n_f32(1.0f), f, vdupq_n_f32(EXP2_1));
+  y = multiply_add_f32(y, multiply_add_f32(terms_23, terms_45, f2), f2);
+  const int32x4_t exponent = vshlq_n_s32(vreinterpretq_s32_f32(shifted), 23);
+  const uint32x4_t bits = vreinterpretq_u32_s32(vaddq_s32(vreinterpretq_s32_f32(y), exponent));
   return vreinterpretq_f32_u32(vandq_u32(bits, vcgtq_f32(x, vdupq_n_f32(EXP2_NOTHING))));
 }
 
 static void softmax_neon(float *scores, int num_queries, int num_tokens, const float *factor, float *max, float *sum,
                          float *rescale) {
-  int padded = (num_tokens + 3) / 4 * 4;
+  const int padded = (num_tokens + 7) / 8 * 8, end = (num_tokens + KVEDGE_BLOCK - 1) / KVEDGE_BLOCK * KVEDGE_BLOCK;
   for (int i = 0; i < num_queries; i++, scores += KVEDGE_TILE) {
     for (int t = num_tokens; t < padded; t++) scores[t] = -INFINITY;
-    float32x4_t largest = vld1q_f32(scores), other = largest;
-    int t = 4;
-    for (; t + 8 <= padded; t += 8) {
-      largest = vmaxq_f32(largest, vld1q_f32(scores + t));
-      other = vmaxq_f32(other, vld1q_f32(scores + t + 4));
-    }
-    if (t < padded) other = vmaxq_f32(other, vld1q_f32(scores + t));
-    float tile_max = max_across(vmaxq_f32(largest, other));
-    float m = max[i] > tile_max ? max[i] : tile_max;
-    float32x4_t p = exp2_of(vdupq_n_f32((max[i] - m) * factor[i]));
-    rescale[i] = vgetq_lane_f32(p, 0);
+    float32x4_t largest[2] = {vld1q_f32(scores), vld1q_f32(scores + 4)};
+    for (int t = 8; t < padded; t += 8)
+      UNROLLED (j, 2) largest[j] = vmaxq_f32(largest[j], vld1q_f32(scores + t + 4 * j));
+    const float tile_max = max_across(vmaxq_f32(largest[0], largest[1])), by = factor[i];
+    const float m = max[i] > tile_max ? max[i] : tile_max;
+    rescale[i] = vgetq_lane_f32(exp2_of(vdupq_n_f32((max[i] - m) * by)), 0);
     max[i] = m;
-    float32x4_t total = vdupq_n_f32(0.0f);
-    for (t = 0; t < padded; t += 4) {
-      p = exp2_of(vmulq_n_f32(vsubq_f32(vld1q_f32(scores + t), vdupq_n_f32(m)), factor[i]));
-      vst1q_f32(scores + t, p);
-      total = vaddq_f32(total, p);
-    }
-    for (; t % KVEDGE_BLOCK; t += 4) vst1q_f32(scores + t, vdupq_n_f32(0.0f));
-    sum[i] = sum[i] * rescale[i] + sum_across(total);
+    float32x4_t total[2] = {vdupq_n_f32(0.0f), vdupq_n_f32(0.0f)};
+    for (int t = 0; t < padded; t += 8)
+      UNROLLED (j, 2) {
+        float *four = scores + t + 4 * j;
+        const float32x4_t p = exp2_of(vmulq_n_f32(vsubq_f32(vld1q_f32(four), vdupq_n_f32(m)), by));
+        vst1q_f32(four, p);
+        total[j] = vaddq_f32(total[j], p);
+      }
+    for (int t = padded; t < end; t += 4) vst1q_f32(scores + t, vdupq_n_f32(0.0f));
+    sum[i] = sum[i] * rescale[i] + sum_across(vaddq_f32(total[0], total[1]));
   }
 }
 

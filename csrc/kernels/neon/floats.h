@@ -93,17 +93,6 @@ enum {
   WEIGH_QUERIES = WEIGH_SUMS / 4,
 };
 
-/* The floats of a query, a row of format int8's being among its codes (codes.h); where channel d, a multiple of 8, is. */
-KVEDGE_INLINE const float *query_floats(const kvedge_query *q, const kvedge_format format) {
-  return format == KVEDGE_INT8 ? (const float *)(q->codes + FLOATS_AT) : q->values;
-}
-KVEDGE_INLINE ptrdiff_t query_floats_stride(const kvedge_query *q, const kvedge_format format) {
-  return format == KVEDGE_INT8 ? q->stride / 16 * (CODES_OF_16 / 4) : q->stride;
-}
-KVEDGE_INLINE int query_float_at(const kvedge_format format, int d) {
-  return format == KVEDGE_INT8 ? d / 16 * (CODES_OF_16 / 4) + d % 16 : d;
-}
-
 /* sum[i][j] += values[i][0..7] . k[j][0..7] */
 KVEDGE_INLINE void score_8_channels(const float *values, ptrdiff_t stride, const char *rows, const ptrdiff_t offset[4],
                                     const kvedge_format format, float factor, const int count,
@@ -124,17 +113,24 @@ KVEDGE_INLINE void score_8_channels(const float *values, ptrdiff_t stride, const
 KVEDGE_INLINE void score_four(const kvedge_query *q, int first, const int count, const kvedge_format format,
                               const char *rows, const ptrdiff_t offset[4], const char *ends, float factor,
                               float32x4_t scale, float *scores, int accumulate) {
-  const ptrdiff_t stride = query_floats_stride(q, format);
-  const float *values = query_floats(q, format) + first * stride; /* (count, stride), padded with zeros */
-  float32x4_t sum[SCORE_QUERIES][4];                   /* (count, 4 tokens) */
+  const float *values = q->values + first * q->stride; /* (count, stride), padded with zeros */
+  ptrdiff_t stride = q->stride;
+  float32x4_t sum[SCORE_QUERIES][4]; /* (count, 4 tokens) */
   int d = 0;
   UNROLLED (i, count)
     UNROLLED (j, 4) sum[i][j] = vdupq_n_f32(0.0f);
-  for (; d + 8 <= q->dim; d += 8)
-    score_8_channels(values + query_float_at(format, d), stride, rows + d * element_size(format), offset, format, factor,
-                     count, sum);
-  if (d < q->dim)
-    score_8_channels(values + query_float_at(format, d), stride, ends, end_offset, format, factor, count, sum);
+#define EIGHT(values, rows, offset) score_8_channels(values, stride, rows, offset, format, factor, count, sum)
+  if (format == KVEDGE_INT8) { /* among the codes: words.h */
+    stride = q->stride / 16 * (CODES_OF_16 / 4);
+    values = (const float *)(q->codes + FLOATS_AT) + first * stride;
+    for (; d + 16 <= q->dim; d += 16, values += CODES_OF_16 / 4) {
+      EIGHT(values, rows + d, offset);
+      EIGHT(values + 8, rows + d + 8, offset);
+    }
+  }
+  for (; d + 8 <= q->dim; d += 8, values += 8) EIGHT(values, rows + d * element_size(format), offset);
+  if (d < q->dim) EIGHT(values, ends, end_offset);
+#undef EIGHT
   UNROLLED (i, count) {
     float32x4_t score = sum_each_f32(sum[i][0], sum[i][1], sum[i][2], sum[i][3]);
     if (format == KVEDGE_INT8)

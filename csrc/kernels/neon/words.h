@@ -167,6 +167,8 @@ KVEDGE_INLINE void weigh_words(const kvedge_tile *values, int channel, int chann
         uint32x4_t *s = sum + 2 * (eights * i + 2 * e + h);                                                            \
         s[0] = vmlal_lane_u16(s[0], vget_low_u16(wide[h]), weight[i], j);                                              \
         s[1] = MULTIPLY_ADD_HIGH_LANE_U16(s[1], wide[h], weight[i], j);                                                \
+        AS_WRITTEN(s[0]);                                                                                              \
+        AS_WRITTEN(s[1]);                                                                                              \
       }                                                                                                                \
   }
     TOKEN(0) TOKEN(1) TOKEN(2) TOKEN(3)
