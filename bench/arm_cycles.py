@@ -8,9 +8,9 @@
 qemu logs every instruction that a call of kvedge_attend executes; llvm-mca times them as straight
 code on a model of the processor. LLVM has no model of the A76 (its name stands for the A57's, as
 does the A72's), so the Neoverse N1's is taken at a dispatch of four instructions. Up to four KV
-heads are measured, by the difference of two contexts; other heads and tokens cost the same (but
-past the first 1,024 tokens, probabilities need two planes, not three). Caches, TLB and mispredicted
-branches are not modelled: read the ratios, and beside them what the memory needs, at the rates that
+heads are measured, by the difference of two contexts; other heads and tokens cost the same. For
+formats with scales that is done twice: as in the first 1,024 tokens, whose weights have 24 bits, and
+as in those after them, with 16 bits. Caches, TLB and mispredicted branches are not modelled: read the ratios, and beside them what the memory needs, at the rates that
 others measured: 4 GB/s on a Pi 4, 9 GB/s on a Pi 5.
 
 Needs aarch64-linux-gnu-gcc (or CC=clang), qemu-aarch64-static and llvm-mca-22 with llvm-objdump-22
@@ -37,6 +37,7 @@ from kvedge.core.formats import FORMATS
 
 HERE = Path(__file__).resolve().parent
 TOKENS = 4096  # of the table
+FIRST_TOKENS = 1024  # whose weights have 24 bits: attention/step.c
 FROM, TO = 192, 384  # contexts whose difference is timed
 
 
@@ -197,12 +198,19 @@ class Cost:
 
 
 def token_cycles(program: Path, code: Code, board: Board, shape: AttentionShape, name: str) -> Cost:
-    """Return what a further token of one KV head costs."""
-    few, many = (call(program, code, board, shape, name, tokens) for tokens in (FROM, TO))
-    tokens = (TO - FROM) * heads_traced(shape)[1]
-    return Cost(
-        (many.cycles - few.cycles) / tokens, (many.instructions - few.instructions) / tokens
-    )
+    """Return what a token of one KV head costs on average."""
+    shares = {0: FIRST_TOKENS, 16: TOKENS - FIRST_TOKENS} if FORMATS[name].has_scales else {0: TOKENS}
+    total = Cost(0.0, 0.0)
+    for precision, share in shares.items():
+        few, many = (
+            call(program, code, board, shape, name, tokens, precision) for tokens in (FROM, TO)
+        )
+        part = share / TOKENS / ((TO - FROM) * heads_traced(shape)[1])
+        total = Cost(
+            total.cycles + (many.cycles - few.cycles) * part,
+            total.instructions + (many.instructions - few.instructions) * part,
+        )
+    return total
 
 
 def heads_traced(shape: AttentionShape) -> tuple[int, int]:
@@ -212,13 +220,19 @@ def heads_traced(shape: AttentionShape) -> tuple[int, int]:
 
 
 def call(
-    program: Path, code: Code, board: Board, shape: AttentionShape, name: str, tokens: int
+    program: Path,
+    code: Code,
+    board: Board,
+    shape: AttentionShape,
+    name: str,
+    tokens: int,
+    precision: int,
 ) -> Cost:
-    """Return what a call on one KV head costs."""
+    """Return what a call costs."""
     form = FORMATS[name]
-    arguments = [
-        str(n) for n in (form.c_code, form.bits // 8, *heads_traced(shape), shape.head_dim, tokens)
-    ]
+    heads = heads_traced(shape)
+    numbers = (form.c_code, form.bits, *heads, shape.head_dim, tokens, precision)
+    arguments = [str(number) for number in numbers]
     lines = [line for pc in trace(program, code, board, arguments) for line in code.at[pc]]
     done = subprocess.run(
         ["llvm-mca-22", *_MCA, *board.model],
