@@ -47,14 +47,14 @@ static const ptrdiff_t end_offset_16[4] = {0, 16, 32, 48};
 
 /* Weights, probabilities times scales, of a tile's tokens to the end of the last block; returns the largest. */
 KVEDGE_INLINE float weigh_tokens(const float *p, const float *scales, int num_tokens, float *weights) {
-  float32x4_t largest[2] = {vdupq_n_f32(0.0f), vdupq_n_f32(0.0f)};
-  for (int t = 0; t < num_tokens; t += 8) /* p and scales are 0 from num_tokens to the end of the block */
-    UNROLLED (j, 2) {
+  float32x4_t largest[4] = {vdupq_n_f32(0.0f), vdupq_n_f32(0.0f), vdupq_n_f32(0.0f), vdupq_n_f32(0.0f)};
+  for (int t = 0; t < num_tokens; t += KVEDGE_BLOCK) /* p and scales are 0 from num_tokens to the end of the block */
+    UNROLLED (j, KVEDGE_BLOCK / 4) {
       const float32x4_t four = vmulq_f32(vld1q_f32(p + t + 4 * j), vld1q_f32(scales + t + 4 * j));
       largest[j] = vmaxq_f32(largest[j], four);
       vst1q_f32(weights + t + 4 * j, four);
     }
-  return max_across(vmaxq_f32(largest[0], largest[1]));
+  return max_across(vmaxq_f32(vmaxq_f32(largest[0], largest[1]), vmaxq_f32(largest[2], largest[3])));
 }
 
 /* Codes of 16 or 8 bits, small ones dithered. */

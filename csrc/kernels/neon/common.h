@@ -36,6 +36,13 @@
 /* After a product that is added to a sum: else GCC 12 takes products of several tokens together, and spills sums. */
 #define AS_WRITTEN(sum) __asm__ volatile("" : "+w"(sum))
 
+/* A factor of 16-bit integers by lane is one of the first 16 registers: else GCC 12 copies it there before each product. */
+#if defined(__aarch64__)
+#define IN_LOWER_REGISTER(factor) __asm__ volatile("" : "+x"(factor))
+#else
+#define IN_LOWER_REGISTER(factor)
+#endif
+
 KVEDGE_INLINE int min_int(int a, int b) { return a < b ? a : b; }
 
 /* acc + a * b; fused where the instruction exists */
@@ -60,12 +67,12 @@ KVEDGE_INLINE float32x4_t multiply_add_f32(float32x4_t acc, float32x4_t a, float
 #define MULTIPLY_ADD_HIGH_S16(acc, a, b) vmlal_high_s16(acc, a, b)
 #define MULTIPLY_ADD_HIGH_LANE_U16(acc, a, b, j) vmlal_high_lane_u16(acc, a, b, j)
 #define WIDEN_HIGH_S8(x) vmovl_high_s8(x)
-#define WIDEN_HIGH_U8(x) vmovl_high_u8(x)
+#define SUBTRACT_HIGH_S8(x, y) vsubl_high_s8(x, y)
 #else
 #define MULTIPLY_ADD_HIGH_S16(acc, a, b) vmlal_s16(acc, vget_high_s16(a), vget_high_s16(b))
 #define MULTIPLY_ADD_HIGH_LANE_U16(acc, a, b, j) vmlal_lane_u16(acc, vget_high_u16(a), b, j)
 #define WIDEN_HIGH_S8(x) vmovl_s8(vget_high_s8(x))
-#define WIDEN_HIGH_U8(x) vmovl_u8(vget_high_u8(x))
+#define SUBTRACT_HIGH_S8(x, y) vsubl_s8(vget_high_s8(x), vget_high_s8(y))
 #endif
 
 /* rint, ties to even, for |x| < 2^22 */
@@ -237,30 +244,49 @@ KVEDGE_INLINE void store_scores(float32x4_t score, int accumulate, float *scores
 /* ---- scales ---- */
 
 #if defined(__aarch64__)
-/* Four columns at a time; a half becomes a float by an instruction. */
+/* Halves of four rows, four columns of each: columns. */
+KVEDGE_INLINE void transpose_halves(const char *row, ptrdiff_t stride, uint16x4_t column[4]) {
+  uint16x4_t halves[4];
+  uint32x2_t even[2], odd[2]; /* columns 0 and 2, 1 and 3, of two rows */
+  UNROLLED (j, 4) halves[j] = vld1_u16((const uint16_t *)(const void *)(row + j * stride));
+  UNROLLED (j, 2) {
+    even[j] = vreinterpret_u32_u16(vtrn1_u16(halves[2 * j], halves[2 * j + 1]));
+    odd[j] = vreinterpret_u32_u16(vtrn2_u16(halves[2 * j], halves[2 * j + 1]));
+  }
+  column[0] = vreinterpret_u16_u32(vtrn1_u32(even[0], even[1]));
+  column[1] = vreinterpret_u16_u32(vtrn1_u32(odd[0], odd[1]));
+  column[2] = vreinterpret_u16_u32(vtrn2_u32(even[0], even[1]));
+  column[3] = vreinterpret_u16_u32(vtrn2_u32(odd[0], odd[1]));
+}
+
+KVEDGE_INLINE uint16x4_t column_of_halves(const char *row, ptrdiff_t stride) {
+  uint16x4_t column = vld1_dup_u16((const uint16_t *)(const void *)row);
+  column = vld1_lane_u16((const uint16_t *)(const void *)(row + stride), column, 1);
+  column = vld1_lane_u16((const uint16_t *)(const void *)(row + 2 * stride), column, 2);
+  return vld1_lane_u16((const uint16_t *)(const void *)(row + 3 * stride), column, 3);
+}
+
+KVEDGE_INLINE void store_halves(uint16x4_t halves, float factor, float *out) {
+  vst1q_f32(out, vmulq_n_f32(vcvt_f32_f16(vreinterpret_f16_u16(halves)), factor));
+}
+
+/* Four tokens at a time; a half becomes a float by an instruction. */
 static void transpose_scales_neon(const void *scales, kvedge_scale_type type, ptrdiff_t token_stride, int num_tokens,
                                   int num_columns, float factor, float *out, ptrdiff_t out_stride) {
-  if (type != KVEDGE_SCALE_FLOAT16) {
-    transpose_scales_portable(scales, type, token_stride, num_tokens, num_columns, factor, out, out_stride);
-    return;
-  }
-  for (int c = 0; c < num_columns; c += 4, out += 4 * out_stride) {
-    const char *from = (const char *)scales + c * (ptrdiff_t)sizeof(__fp16);
-    const int left = num_columns - c;
-    for (int t = 0; t < num_tokens; t++, from += token_stride) {
-      if (left < 4) {
-        for (int j = 0; j < left; j++)
-          out[j * out_stride + t] = (float)((const __fp16 *)(const void *)from)[j] * factor;
-        continue;
-      }
-      const uint16x4_t halves = vld1_u16((const uint16_t *)(const void *)from);
-      const float32x4_t four = vmulq_n_f32(vcvt_f32_f16(vreinterpret_f16_u16(halves)), factor);
-      vst1q_lane_f32(out + t, four, 0);
-      vst1q_lane_f32(out + out_stride + t, four, 1);
-      vst1q_lane_f32(out + 2 * out_stride + t, four, 2);
-      vst1q_lane_f32(out + 3 * out_stride + t, four, 3);
+  const char *row = scales;
+  int t = 0;
+  for (; type == KVEDGE_SCALE_FLOAT16 && t + 4 <= num_tokens; t += 4, row += 4 * token_stride) {
+    if (num_columns == 4) {
+      uint16x4_t column[4];
+      transpose_halves(row, token_stride, column);
+      UNROLLED (c, 4) store_halves(column[c], factor, out + c * out_stride + t);
+    } else {
+      for (int c = 0; c < num_columns; c++)
+        store_halves(column_of_halves(row + 2 * c, token_stride), factor, out + c * out_stride + t);
     }
   }
+  if (t < num_tokens)
+    transpose_scales_portable(row, type, token_stride, num_tokens - t, num_columns, factor, out + t, out_stride);
 }
 #else
 #define transpose_scales_neon transpose_scales_portable
@@ -345,26 +371,27 @@ KVEDGE_INLINE float32x4_t exp2_of(float32x4_t x) {
 
 static void softmax_neon(float *scores, int num_queries, int num_tokens, const float *factor, float *max, float *sum,
                          float *rescale) {
-  const int padded = (num_tokens + 7) / 8 * 8, end = (num_tokens + KVEDGE_BLOCK - 1) / KVEDGE_BLOCK * KVEDGE_BLOCK;
+  enum { LANES = KVEDGE_BLOCK / 4 };
+  const int end = (num_tokens + KVEDGE_BLOCK - 1) / KVEDGE_BLOCK * KVEDGE_BLOCK;
   for (int i = 0; i < num_queries; i++, scores += KVEDGE_TILE) {
-    for (int t = num_tokens; t < padded; t++) scores[t] = -INFINITY;
-    float32x4_t largest[2] = {vld1q_f32(scores), vld1q_f32(scores + 4)};
-    for (int t = 8; t < padded; t += 8)
-      UNROLLED (j, 2) largest[j] = vmaxq_f32(largest[j], vld1q_f32(scores + t + 4 * j));
-    const float tile_max = max_across(vmaxq_f32(largest[0], largest[1])), by = factor[i];
+    const float by = factor[i];
+    float32x4_t largest[LANES], total[LANES];
+    for (int t = num_tokens; t < end; t++) scores[t] = -INFINITY;
+    UNROLLED (j, LANES) largest[j] = vld1q_f32(scores + 4 * j), total[j] = vdupq_n_f32(0.0f);
+    for (int t = KVEDGE_BLOCK; t < end; t += KVEDGE_BLOCK)
+      UNROLLED (j, LANES) largest[j] = vmaxq_f32(largest[j], vld1q_f32(scores + t + 4 * j));
+    const float tile_max = max_across(vmaxq_f32(vmaxq_f32(largest[0], largest[1]), vmaxq_f32(largest[2], largest[3])));
     const float m = max[i] > tile_max ? max[i] : tile_max;
     rescale[i] = vgetq_lane_f32(exp2_of(vdupq_n_f32((max[i] - m) * by)), 0);
     max[i] = m;
-    float32x4_t total[2] = {vdupq_n_f32(0.0f), vdupq_n_f32(0.0f)};
-    for (int t = 0; t < padded; t += 8)
-      UNROLLED (j, 2) {
+    for (int t = 0; t < end; t += KVEDGE_BLOCK)
+      UNROLLED (j, LANES) {
         float *four = scores + t + 4 * j;
         const float32x4_t p = exp2_of(vmulq_n_f32(vsubq_f32(vld1q_f32(four), vdupq_n_f32(m)), by));
         vst1q_f32(four, p);
         total[j] = vaddq_f32(total[j], p);
       }
-    for (int t = padded; t < end; t += 4) vst1q_f32(scores + t, vdupq_n_f32(0.0f));
-    sum[i] = sum[i] * rescale[i] + sum_across(vaddq_f32(total[0], total[1]));
+    sum[i] = sum[i] * rescale[i] + sum_across(vaddq_f32(vaddq_f32(total[0], total[1]), vaddq_f32(total[2], total[3])));
   }
 }
 

@@ -105,57 +105,51 @@ KVEDGE_INLINE void score_16_channels(const int8_t *codes, ptrdiff_t stride, cons
     UNROLLED (i, count) dot_digits(sum[i], column[c], vld1q_s8(codes + i * stride + 16 * c), planes);
 }
 
-/* Scores of four tokens for `count` queries from first on. ends (4, 16): the channels past the last multiple of 16, if
- * there are any. */
-KVEDGE_INLINE void score_dots(const kvedge_query *q, int first, const int count, const int planes, const int8_t *rows,
-                              const ptrdiff_t offset[4], const int8_t *ends, float32x4_t scale, float *scores,
-                              int accumulate) {
-  static const ptrdiff_t ends_at[4] = {0, 16, 32, 48};
-  const ptrdiff_t stride = KVEDGE_CODE_BYTES * q->stride;
-  const int8_t *codes = q->codes + first * stride; /* (count, stride), padded with zeros */
-  int32x4_t sum[DOT_SCORE_QUERIES][3];
-  UNROLLED (i, count) sum[i][0] = sum[i][1] = sum[i][2] = vdupq_n_s32(0);
-  int d = 0;
-  for (; d + 16 <= q->dim; d += 16) score_16_channels(codes + 4 * d, stride, rows + d, offset, count, planes, sum);
-  if (d < q->dim) score_16_channels(codes + 4 * d, stride, ends, ends_at, count, planes, sum);
-  UNROLLED (i, count) {
-    float32x4_t dot = vmulq_n_f32(join_digits(sum[i], planes), q->scale[(first + i) * q->scale_stride]);
-    store_scores(vmulq_f32(dot, scale), accumulate, scores + (first + i) * KVEDGE_TILE);
-  }
-}
-
-KVEDGE_INLINE void score_tile(const kvedge_query *q, const int planes, const kvedge_tile *keys, float *scores,
-                              int accumulate) {
+/* Scores of all tokens for `count` queries from `first` on; the next tile is prefetched with the first of them. */
+KVEDGE_INLINE void score_dots(const kvedge_query *q, int first, const int count, const int planes,
+                              const kvedge_tile *keys, float *scores, int accumulate) {
   const int whole = q->dim / 16 * 16;
-  const ptrdiff_t stride = keys->token_stride;
+  const ptrdiff_t stride = keys->token_stride, code_stride = KVEDGE_CODE_BYTES * q->stride;
+  const int8_t *codes = q->codes + first * code_stride; /* (count, code_stride), padded with zeros */
   ptrdiff_t offset[4] = {0, stride, 2 * stride, 3 * stride};
-  for (int first = 0; first < keys->num_tokens; first += KVEDGE_BLOCK) {
-    const int8_t *rows = (const int8_t *)kvedge_tile_block(keys, first);
-    const int end = min_int(first + KVEDGE_BLOCK, keys->num_tokens);
-    prefetch_cursor next = prefetch_of_block(keys, first);
-    for (int t = first; t < end; t += 4, rows += 4 * stride) {
+  float unit[DOT_SCORE_QUERIES];
+  UNROLLED (i, count) unit[i] = q->scale[(first + i) * q->scale_stride];
+  scores += first * KVEDGE_TILE;
+  const int8_t *rows = NULL;
+  uintptr_t next = 0;
+  for (int t = 0; t < keys->num_tokens; t += 4, rows += 4 * stride) {
+    int32x4_t sum[DOT_SCORE_QUERIES][3];
+    if (t % KVEDGE_BLOCK == 0) {
+      rows = (const int8_t *)kvedge_tile_block(keys, t);
+      next = first == 0 ? prefetch_of_block(keys, t).line : 0;
+    }
+    if (keys->num_tokens - t < 4) row_offsets(keys->num_tokens - t, stride, offset);
+    UNROLLED (i, count) sum[i][0] = sum[i][1] = sum[i][2] = vdupq_n_s32(0);
+    const int8_t *of_16 = codes;
+    for (int d = 0; d < whole; d += 16, of_16 += 64) {
+      prefetch_line(&next);
+      score_16_channels(of_16, code_stride, rows + d, offset, count, planes, sum);
+    }
+    if (whole < q->dim) {
       int8_t ends[4 * 16];
-      if (end - t < 4) row_offsets(end - t, stride, offset);
-      prefetch_next(&next, min_int(end - t, 4) * q->dim);
-      if (whole < q->dim) gather_ends_16(rows + whole, offset, q->dim - whole, ends);
-      const float32x4_t scale = vld1q_f32(keys->scales + t);
-      for (int i = 0; i < q->num_queries; i += DOT_SCORE_QUERIES) {
-#define FOUR(count) score_dots(q, i, count, planes, rows, offset, ends, scale, scores + t, accumulate)
-        switch (min_int(q->num_queries - i, DOT_SCORE_QUERIES)) {
-          case 1: FOUR(1); break;
-          case 2: FOUR(2); break;
-          case 3: FOUR(3); break;
-          default: FOUR(4);
-        }
-#undef FOUR
-      }
+      if (q->dim - whole >= 8) prefetch_line(&next);
+      gather_ends_16(rows + whole, offset, q->dim - whole, ends);
+      score_16_channels(of_16, code_stride, ends, end_offset_16, count, planes, sum);
+    }
+    const float32x4_t scale = vld1q_f32(keys->scales + t);
+    UNROLLED (i, count) {
+      const float32x4_t dot = vmulq_n_f32(join_digits(sum[i], planes), unit[i]);
+      store_scores(vmulq_f32(dot, scale), accumulate, scores + i * KVEDGE_TILE + t);
     }
   }
 }
 
 static void scores_int8_neondot(const kvedge_query *q, const kvedge_tile *keys, float *scores, int accumulate) {
-  if (q->planes == 3) score_tile(q, 3, keys, scores, accumulate);
-  else score_tile(q, 2, keys, scores, accumulate);
+#define SCORE(count)                                                                                                   \
+  if (q->planes == 3) score_dots(q, i, count, 3, keys, scores, accumulate);                                            \
+  else score_dots(q, i, count, 2, keys, scores, accumulate)
+  BY_QUERIES(i, q->num_queries, SCORE)
+#undef SCORE
 }
 
 /* ---- weighted sum ---- */
@@ -168,32 +162,23 @@ typedef struct {
   float scale[DOT_WEIGH_QUERIES];
 } encoded_weights;
 
-/* Codes of 16 bits, small ones dithered, as those of 24 whose last digit is 0. */
-KVEDGE_INLINE int32x4_t round_to_16_bits(float32x4_t x, float32x4_t dither) {
-  uint32x4_t small = vcltq_f32(x, vdupq_n_f32(KVEDGE_DITHERED));
-  float32x4_t added = vreinterpretq_f32_u32(vandq_u32(small, vreinterpretq_u32_f32(dither)));
-  return vshlq_n_s32(round_to_i32(vaddq_f32(x, added)), 8);
-}
-
 KVEDGE_INLINE void encode_weights(const float *p, const float *scales, int num_tokens, int num_queries,
                                   const int planes, encoded_weights *weights) {
   const float most = planes == 3 ? LARGEST_CODE : LARGEST_CODE_16;
   for (int i = 0; i < num_queries; i++, p += KVEDGE_TILE) {
-    float w[KVEDGE_TILE]; /* p and scales are 0 from num_tokens to the end of the block */
-    float32x4_t largest_of = vdupq_n_f32(0.0f);
-    for (int t = 0; t < num_tokens; t += 4) {
-      float32x4_t four = vmulq_f32(vld1q_f32(p + t), vld1q_f32(scales + t));
-      largest_of = vmaxq_f32(largest_of, four);
-      vst1q_f32(w + t, four);
-    }
-    float largest = max_across(largest_of), factor = divide_or_0(most, largest, largest);
+    float w[KVEDGE_TILE];
+    const float largest = weigh_tokens(p, scales, num_tokens, w), factor = divide_or_0(most, largest, largest);
     weights->scale[i] = divide_or_0(largest, most, largest);
-    for (int t = 0; t < num_tokens; t += 4) {
-      int32x4_t codes;
-      if (planes == 3) codes = round_to_i32(vmulq_n_f32(vld1q_f32(w + t), factor));
-      else codes = round_to_16_bits(vmulq_n_f32(vld1q_f32(w + t), factor / 256.0f), vld1q_f32(kvedge_dither + t));
-      vst1q_s8(weights->digits[i] + 4 * t, split_digits(codes));
-    }
+    for (int t = 0; t < num_tokens; t += 8)
+      UNROLLED (j, 2) {
+        const float32x4_t four = vld1q_f32(w + t + 4 * j);
+        int32x4_t codes; /* of 24 bits, those of 16 with a last digit of 0 */
+        if (planes == 3) codes = round_to_i32(vmulq_n_f32(four, factor));
+        else
+          codes = vshlq_n_s32(
+              round_dithered(vmulq_n_f32(four, factor / 256.0f), vld1q_f32(kvedge_dither + t + 4 * j)), 8);
+        vst1q_s8(weights->digits[i] + 4 * (t + 4 * j), split_digits(codes));
+      }
   }
 }
 

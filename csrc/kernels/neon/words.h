@@ -119,8 +119,9 @@ KVEDGE_INLINE void encode_words(const float *p, const float *scales, int num_tok
       UNROLLED (j, 2)
         code[j] = vreinterpretq_u32_s32(
             round_dithered(vmulq_n_f32(vld1q_f32(w + t + 4 * j), factor), vld1q_f32(kvedge_dither + t + 4 * j)));
-      total = vaddq_u32(total, vaddq_u32(code[0], code[1]));
-      vst1q_u16(weights->codes[i] + t, vcombine_u16(vmovn_u32(code[0]), vmovn_u32(code[1])));
+      const uint16x8_t eight = vcombine_u16(vmovn_u32(code[0]), vmovn_u32(code[1]));
+      total = vpadalq_u16(total, eight);
+      vst1q_u16(weights->codes[i] + t, eight);
     }
     weights->scale[i] = divide_or_0(largest, LARGEST_WORD, largest);
     weights->start[i] = 0u - 128u * sum_across_u32(total);
@@ -133,7 +134,7 @@ KVEDGE_INLINE void weigh_words(const kvedge_tile *values, int channel, int chann
                                const float *rescale, float *acc, ptrdiff_t acc_stride) {
   const ptrdiff_t stride = values->token_stride;
   const int sixteens = (eights + 1) / 2, halves = eights == 1 ? 1 : 2;
-  const uint8x16_t top = vdupq_n_u8(0x80); /* inverted, a signed byte is that plus 128 */
+  const int8x16_t least = vdupq_n_s8(-128);
   uint32x4_t sum[WEIGH_SUMS];              /* (count, 2 * eights) */
   ptrdiff_t offset[4] = {0, stride, 2 * stride, 3 * stride};
   UNROLLED (i, count)
@@ -155,13 +156,16 @@ KVEDGE_INLINE void weigh_words(const kvedge_tile *values, int channel, int chann
       at = end_offset;
     }
     uint16x4_t weight[WEIGH_QUERIES]; /* of four tokens */
-    UNROLLED (i, count) weight[i] = vld1_u16(weights->codes[i] + t);
+    UNROLLED (i, count) {
+      weight[i] = vld1_u16(weights->codes[i] + t);
+      IN_LOWER_REGISTER(weight[i]);
+    }
 #define TOKEN(j)                                                                                                       \
   UNROLLED (e, sixteens) {                                                                                             \
-    const uint8_t *bytes = (const uint8_t *)v + at[j] + 16 * e;                                                        \
-    const uint8x16_t row =                                                                                             \
-        veorq_u8(eights == 1 ? vcombine_u8(vld1_u8(bytes), vdup_n_u8(0)) : vld1q_u8(bytes), top);                      \
-    const uint16x8_t wide[2] = {vmovl_u8(vget_low_u8(row)), WIDEN_HIGH_U8(row)};                                 \
+    const int8_t *codes = (const int8_t *)v + at[j] + 16 * e;                                                          \
+    const int8x16_t row = eights == 1 ? vcombine_s8(vld1_s8(codes), vdup_n_s8(0)) : vld1q_s8(codes);                   \
+    const uint16x8_t wide[2] = {vreinterpretq_u16_s16(vsubl_s8(vget_low_s8(row), vget_low_s8(least))),                 \
+                                vreinterpretq_u16_s16(SUBTRACT_HIGH_S8(row, least))};                                  \
     UNROLLED (h, halves)                                                                                               \
       UNROLLED (i, count) {                                                                                            \
         uint32x4_t *s = sum + 2 * (eights * i + 2 * e + h);                                                            \
