@@ -45,6 +45,61 @@ static const ptrdiff_t end_offset_16[4] = {0, 16, 32, 48};
     }
 #endif
 
+/* ---- runs of tokens ---- */
+
+/* Tokens whose rows lie side by side, as do the bytes to prefetch with them: groups of four, or the last group of a tile
+ * where that has fewer. So loops over groups know nothing of blocks and of ends; most tiles are one run. */
+typedef struct {
+  const char *rows;
+  uintptr_t next; /* the first byte to prefetch, num_tokens times a row's channels; 0: none */
+  int num_tokens; /* a multiple of 4, or fewer than 4 */
+} token_run;
+
+typedef struct {
+  token_run run[KVEDGE_TILE_BLOCKS + 1];
+  int count;
+} token_runs;
+
+static void add_run(token_runs *runs, const char *rows, uintptr_t next, int num_tokens) {
+  if (num_tokens > 0) runs->run[runs->count++] = (token_run){rows, next, num_tokens};
+}
+
+static token_runs runs_of(const kvedge_tile *tile) {
+  const ptrdiff_t stride = tile->token_stride;
+  const char *const *blocks = tile->blocks, *const *next = tile->next.blocks;
+  token_runs runs;
+  runs.count = 0;
+  for (int first = 0, block; first * KVEDGE_BLOCK < tile->num_tokens; first = block + 1) {
+    for (block = first; (block + 1) * KVEDGE_BLOCK < tile->num_tokens; block++)
+      if (blocks[block + 1] != blocks[block] + KVEDGE_BLOCK * stride ||
+          (next && next[block + 1] != next[block] + KVEDGE_BLOCK * tile->dim))
+        break;
+    const int tokens = min_int((block + 1) * KVEDGE_BLOCK, tile->num_tokens) - first * KVEDGE_BLOCK;
+    const int whole = tokens / 4 * 4;
+    const char *rows = blocks[first] + tile->offset;
+    const uintptr_t from = next ? (uintptr_t)next[first] + (uintptr_t)tile->next.offset : 0;
+    add_run(&runs, rows, from, whole);
+    add_run(&runs, rows + whole * stride, from ? from + (uintptr_t)(whole * tile->dim) : 0, tokens - whole);
+  }
+  return runs;
+}
+
+/* Where a pass over byte `before` and later ones of a run's rows prefetches from: earlier passes had as many bytes of each
+ * token. */
+KVEDGE_INLINE uintptr_t next_of_run(const token_run *run, int before, int prefetches) {
+  return prefetches && run->next ? run->next + (uintptr_t)(before * run->num_tokens) : 0;
+}
+
+/* Lines of the next tile that come with four tokens of a slice `width` channels wide, from *next on, unless that is 0. A
+ * slice of 8 has half a line. */
+KVEDGE_INLINE void prefetch_of_group(uintptr_t *next, int group, const int width) {
+  if (width >= 16) {
+    UNROLLED (i, width / 16) prefetch_line(next);
+  } else if (group % 2 == 0) {
+    prefetch_line(next);
+  }
+}
+
 /* Weights, probabilities times scales, of a tile's tokens to the end of the last block; returns the largest. */
 KVEDGE_INLINE float weigh_tokens(const float *p, const float *scales, int num_tokens, float *weights) {
   float32x4_t largest[4] = {vdupq_n_f32(0.0f), vdupq_n_f32(0.0f), vdupq_n_f32(0.0f), vdupq_n_f32(0.0f)};

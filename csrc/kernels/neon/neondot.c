@@ -107,47 +107,47 @@ KVEDGE_INLINE void score_16_channels(const int8_t *codes, ptrdiff_t stride, cons
 
 /* Scores of all tokens for `count` queries from `first` on; the next tile is prefetched with the first of them. */
 KVEDGE_INLINE void score_dots(const kvedge_query *q, int first, const int count, const int planes,
-                              const kvedge_tile *keys, float *scores, int accumulate) {
+                              const kvedge_tile *keys, const token_runs *runs, float *scores, int accumulate) {
   const int whole = q->dim / 16 * 16;
-  const ptrdiff_t stride = keys->token_stride, code_stride = KVEDGE_CODE_BYTES * q->stride;
+  const ptrdiff_t code_stride = KVEDGE_CODE_BYTES * q->stride;
   const int8_t *codes = q->codes + first * code_stride; /* (count, code_stride), padded with zeros */
-  ptrdiff_t offset[4] = {0, stride, 2 * stride, 3 * stride};
   float unit[DOT_SCORE_QUERIES];
   UNROLLED (i, count) unit[i] = q->scale[(first + i) * q->scale_stride];
   scores += first * KVEDGE_TILE;
-  const int8_t *rows = NULL;
-  uintptr_t next = 0;
-  for (int t = 0; t < keys->num_tokens; t += 4, rows += 4 * stride) {
-    int32x4_t sum[DOT_SCORE_QUERIES][3];
-    if (t % KVEDGE_BLOCK == 0) {
-      rows = (const int8_t *)kvedge_tile_block(keys, t);
-      next = first == 0 ? prefetch_of_block(keys, t).line : 0;
-    }
-    if (keys->num_tokens - t < 4) row_offsets(keys->num_tokens - t, stride, offset);
-    UNROLLED (i, count) sum[i][0] = sum[i][1] = sum[i][2] = vdupq_n_s32(0);
-    const int8_t *of_16 = codes;
-    for (int d = 0; d < whole; d += 16, of_16 += 64) {
-      prefetch_line(&next);
-      score_16_channels(of_16, code_stride, rows + d, offset, count, planes, sum);
-    }
-    if (whole < q->dim) {
-      int8_t ends[4 * 16];
-      if (q->dim - whole >= 8) prefetch_line(&next);
-      gather_ends_16(rows + whole, offset, q->dim - whole, ends);
-      score_16_channels(of_16, code_stride, ends, end_offset_16, count, planes, sum);
-    }
-    const float32x4_t scale = vld1q_f32(keys->scales + t);
-    UNROLLED (i, count) {
-      const float32x4_t dot = vmulq_n_f32(join_digits(sum[i], planes), unit[i]);
-      store_scores(vmulq_f32(dot, scale), accumulate, scores + i * KVEDGE_TILE + t);
+  const token_run *run = runs->run;
+  for (int r = 0, t = 0; r < runs->count; r++, run++) {
+    const int8_t *rows = (const int8_t *)run->rows;
+    uintptr_t next = next_of_run(run, 0, first == 0);
+    ptrdiff_t offset[4];
+    row_offsets(run->num_tokens, keys->token_stride, offset);
+    for (const int end = t + run->num_tokens; t < end; t += 4, rows += 4 * keys->token_stride) {
+      int32x4_t sum[DOT_SCORE_QUERIES][3];
+      UNROLLED (i, count) sum[i][0] = sum[i][1] = sum[i][2] = vdupq_n_s32(0);
+      const int8_t *of_16 = codes;
+      for (int d = 0; d < whole; d += 16, of_16 += 64) {
+        prefetch_line(&next);
+        score_16_channels(of_16, code_stride, rows + d, offset, count, planes, sum);
+      }
+      if (whole < q->dim) {
+        int8_t ends[4 * 16];
+        if (q->dim - whole >= 8) prefetch_line(&next);
+        gather_ends_16(rows + whole, offset, q->dim - whole, ends);
+        score_16_channels(of_16, code_stride, ends, end_offset_16, count, planes, sum);
+      }
+      const float32x4_t scale = vld1q_f32(keys->scales + t);
+      UNROLLED (i, count) {
+        const float32x4_t dot = vmulq_n_f32(join_digits(sum[i], planes), unit[i]);
+        store_scores(vmulq_f32(dot, scale), accumulate, scores + i * KVEDGE_TILE + t);
+      }
     }
   }
 }
 
 static void scores_int8_neondot(const kvedge_query *q, const kvedge_tile *keys, float *scores, int accumulate) {
+  const token_runs runs = runs_of(keys);
 #define SCORE(count)                                                                                                   \
-  if (q->planes == 3) score_dots(q, i, count, 3, keys, scores, accumulate);                                            \
-  else score_dots(q, i, count, 2, keys, scores, accumulate)
+  if (q->planes == 3) score_dots(q, i, count, 3, keys, &runs, scores, accumulate);                                            \
+  else score_dots(q, i, count, 2, keys, &runs, scores, accumulate)
   BY_QUERIES(i, q->num_queries, SCORE)
 #undef SCORE
 }
@@ -198,35 +198,34 @@ KVEDGE_INLINE void interleave_tokens(const int8x16_t row[4], const int vectors, 
 
 /* The sums of 4 * vectors channels from `channel` on, vectors 2 or 4, for `count` query rows, held in registers over
  * the tile. Of a partial slice (vectors is 2) only the first `channels` exist. */
-KVEDGE_INLINE void weigh_dots(const kvedge_tile *values, int channel, int channels, const int partial,
+KVEDGE_INLINE void weigh_dots(const kvedge_tile *values, const token_runs *runs, int channel, int channels, const int partial,
                               const encoded_weights *weights, const int count, const int planes, const int vectors,
                               const int prefetch, const float *rescale, float *acc, ptrdiff_t acc_stride) {
-  const ptrdiff_t stride = values->token_stride;
   int32x4_t sum[DOT_WEIGH_SUMS][3]; /* (count, vectors) */
-  ptrdiff_t offset[4] = {0, stride, 2 * stride, 3 * stride};
   UNROLLED (s, count * vectors) sum[s][0] = sum[s][1] = sum[s][2] = vdupq_n_s32(0);
-  const char *rows = NULL, *next = NULL;
-  for (int t = 0; t < values->num_tokens; t += 4, rows += 4 * stride) {
-    if (t % KVEDGE_BLOCK == 0) {
-      rows = kvedge_tile_block(values, t) + channel;
-      next = prefetch ? prefetch_of_slice(values, t, channel) : NULL;
-    }
-    const int8_t *v = (const int8_t *)rows;
-    const ptrdiff_t *at = offset;
-    char ends[4 * END_BYTES];
-    if (values->num_tokens - t < 4) row_offsets(values->num_tokens - t, stride, offset);
-    if (next) next = prefetch_slice(next, t, partial ? channels : 4 * vectors, partial);
-    if (partial) {
-      gather_ends(rows, offset, channels, 1, ends);
-      v = (const int8_t *)ends;
-      at = end_offset;
-    }
-    int8x16_t row[4], codes[4];
-    UNROLLED (j, 4) row[j] = vectors == 4 ? vld1q_s8(v + at[j]) : vcombine_s8(vld1_s8(v + at[j]), vdup_n_s8(0));
-    interleave_tokens(row, vectors, codes);
-    UNROLLED (i, count) {
-      int8x16_t digits = vld1q_s8(weights->digits[i] + 4 * t);
-      UNROLLED (c, vectors) dot_digits(sum[vectors * i + c], codes[c], digits, planes);
+  const token_run *run = runs->run;
+  for (int r = 0, t = 0; r < runs->count; r++, run++) {
+    const char *rows = run->rows + channel;
+    uintptr_t next = next_of_run(run, channel, prefetch);
+    ptrdiff_t offset[4];
+    row_offsets(run->num_tokens, values->token_stride, offset);
+    for (const int end = t + run->num_tokens; t < end; t += 4, rows += 4 * values->token_stride) {
+      const int8_t *v = (const int8_t *)rows;
+      const ptrdiff_t *at = offset;
+      char ends[4 * END_BYTES];
+      prefetch_of_group(&next, t / 4, partial ? 8 : 4 * vectors);
+      if (partial) {
+        gather_ends(rows, offset, channels, 1, ends);
+        v = (const int8_t *)ends;
+        at = end_offset;
+      }
+      int8x16_t row[4], codes[4];
+      UNROLLED (j, 4) row[j] = vectors == 4 ? vld1q_s8(v + at[j]) : vcombine_s8(vld1_s8(v + at[j]), vdup_n_s8(0));
+      interleave_tokens(row, vectors, codes);
+      UNROLLED (i, count) {
+        const int8x16_t digits = vld1q_s8(weights->digits[i] + 4 * t);
+        UNROLLED (c, vectors) dot_digits(sum[vectors * i + c], codes[c], digits, planes);
+      }
     }
   }
   UNROLLED (i, count) {
@@ -236,13 +235,13 @@ KVEDGE_INLINE void weigh_dots(const kvedge_tile *values, int channel, int channe
   }
 }
 
-KVEDGE_INLINE void weigh_dot_channels(const kvedge_tile *values, const int count, const int planes,
+KVEDGE_INLINE void weigh_dot_channels(const kvedge_tile *values, const token_runs *runs, const int count, const int planes,
                                       const encoded_weights *weights, int prefetch, const float *rescale, float *acc,
                                       ptrdiff_t acc_stride) {
   const int dim = values->dim;
   int d = 0;
 #define SLICE(channels, partial, vectors)                                                                              \
-  weigh_dots(values, d, channels, partial, weights, count, planes, vectors, prefetch, rescale, acc, acc_stride)
+  weigh_dots(values, runs, d, channels, partial, weights, count, planes, vectors, prefetch, rescale, acc, acc_stride)
   if (count <= 2)
     for (; d + 16 <= dim; d += 16) SLICE(16, 0, 4);
   for (; d + 8 <= dim; d += 8) SLICE(8, 0, 2);
@@ -252,12 +251,13 @@ KVEDGE_INLINE void weigh_dot_channels(const kvedge_tile *values, const int count
 
 KVEDGE_INLINE void weigh_tile(const kvedge_probabilities *p, const int planes, const kvedge_tile *values,
                               const kvedge_accumulators *to) {
+  const token_runs runs = runs_of(values);
   for (int i = 0; i < p->num_queries; i += DOT_WEIGH_QUERIES) {
     const int count = min_int(p->num_queries - i, DOT_WEIGH_QUERIES);
     encoded_weights weights;
     encode_weights(p->p + i * KVEDGE_TILE, values->scales, values->num_tokens, count, planes, &weights);
 #define QUERIES(count)                                                                                                 \
-  weigh_dot_channels(values, count, planes, &weights, i == 0, to->rescale + i, to->acc + i * to->stride, to->stride)
+  weigh_dot_channels(values, &runs, count, planes, &weights, i == 0, to->rescale + i, to->acc + i * to->stride, to->stride)
     switch (count) {
       case 1: QUERIES(1); break;
       case 2: QUERIES(2); break;

@@ -51,40 +51,39 @@ KVEDGE_INLINE void score_16_words(const int8_t *codes, ptrdiff_t stride, const i
 
 /* Scores of all tokens for `count` queries from `first` on; the next tile is prefetched with the first of them. */
 KVEDGE_INLINE void score_words_of(const kvedge_query *q, int first, const int count, const kvedge_tile *keys,
-                                  float *scores, int accumulate) {
+                                  const token_runs *runs, float *scores, int accumulate) {
   const int whole = q->dim / 16 * 16;
-  const ptrdiff_t stride = keys->token_stride, code_stride = KVEDGE_CODE_BYTES * q->stride;
+  const ptrdiff_t code_stride = KVEDGE_CODE_BYTES * q->stride;
   const int8_t *codes = q->codes + first * code_stride; /* (count, code_stride) */
-  ptrdiff_t offset[4] = {0, stride, 2 * stride, 3 * stride};
   float unit[SCORE_QUERIES];
   UNROLLED (i, count) unit[i] = 256.0f * q->scale[(first + i) * q->scale_stride];
   scores += first * KVEDGE_TILE;
-  const int8_t *rows = NULL;
-  uintptr_t next = 0;
-  for (int t = 0; t < keys->num_tokens; t += 4, rows += 4 * stride) {
-    int32x4_t sum[SCORE_QUERIES][4]; /* (count, 4 tokens) */
-    if (t % KVEDGE_BLOCK == 0) {
-      rows = (const int8_t *)kvedge_tile_block(keys, t);
-      next = first == 0 ? prefetch_of_block(keys, t).line : 0;
-    }
-    if (keys->num_tokens - t < 4) row_offsets(keys->num_tokens - t, stride, offset);
-    UNROLLED (i, count)
-      UNROLLED (j, 4) sum[i][j] = vdupq_n_s32(0);
-    const int8_t *of_16 = codes;
-    for (int d = 0; d < whole; d += 16, of_16 += CODES_OF_16) {
-      prefetch_line(&next);
-      score_16_words(of_16, code_stride, rows + d, offset, count, sum);
-    }
-    if (whole < q->dim) {
-      int8_t ends[4 * 16];
-      if (q->dim - whole >= 8) prefetch_line(&next);
-      gather_ends_16(rows + whole, offset, q->dim - whole, ends);
-      score_16_words(of_16, code_stride, ends, end_offset_16, count, sum);
-    }
-    const float32x4_t scale = vld1q_f32(keys->scales + t);
-    UNROLLED (i, count) {
-      const int32x4_t dot = sum_each_s32(sum[i][0], sum[i][1], sum[i][2], sum[i][3]);
-      store_scores(vmulq_f32(vmulq_n_f32(vcvtq_f32_s32(dot), unit[i]), scale), accumulate, scores + i * KVEDGE_TILE + t);
+  const token_run *run = runs->run;
+  for (int r = 0, t = 0; r < runs->count; r++, run++) {
+    const int8_t *rows = (const int8_t *)run->rows;
+    uintptr_t next = next_of_run(run, 0, first == 0);
+    ptrdiff_t offset[4];
+    row_offsets(run->num_tokens, keys->token_stride, offset);
+    for (const int end = t + run->num_tokens; t < end; t += 4, rows += 4 * keys->token_stride) {
+      int32x4_t sum[SCORE_QUERIES][4]; /* (count, 4 tokens) */
+      UNROLLED (i, count)
+        UNROLLED (j, 4) sum[i][j] = vdupq_n_s32(0);
+      const int8_t *of_16 = codes;
+      for (int d = 0; d < whole; d += 16, of_16 += CODES_OF_16) {
+        prefetch_line(&next);
+        score_16_words(of_16, code_stride, rows + d, offset, count, sum);
+      }
+      if (whole < q->dim) {
+        int8_t ends[4 * 16];
+        if (q->dim - whole >= 8) prefetch_line(&next);
+        gather_ends_16(rows + whole, offset, q->dim - whole, ends);
+        score_16_words(of_16, code_stride, ends, end_offset_16, count, sum);
+      }
+      const float32x4_t scale = vld1q_f32(keys->scales + t);
+      UNROLLED (i, count) {
+        const float32x4_t dot = vcvtq_f32_s32(sum_each_s32(sum[i][0], sum[i][1], sum[i][2], sum[i][3]));
+        store_scores(vmulq_f32(vmulq_n_f32(dot, unit[i]), scale), accumulate, scores + i * KVEDGE_TILE + t);
+      }
     }
   }
 }
@@ -94,7 +93,8 @@ static void scores_int8_neon(const kvedge_query *q, const kvedge_tile *keys, flo
     score_rows(q, keys, KVEDGE_INT8, scores, accumulate);
     return;
   }
-#define SCORE(count) score_words_of(q, i, count, keys, scores, accumulate)
+  const token_runs runs = runs_of(keys);
+#define SCORE(count) score_words_of(q, i, count, keys, &runs, scores, accumulate)
   BY_QUERIES(i, q->num_queries, SCORE)
 #undef SCORE
 }
@@ -129,37 +129,35 @@ KVEDGE_INLINE void encode_words(const float *p, const float *scales, int num_tok
 }
 
 /* The sums of 8 * eights channels from `channel` on for `count` query rows, as weigh_slice() has them. */
-KVEDGE_INLINE void weigh_words(const kvedge_tile *values, int channel, int channels, const int partial,
+KVEDGE_INLINE void weigh_words(const kvedge_tile *values, const token_runs *runs, int channel, int channels, const int partial,
                                const word_weights *weights, const int count, const int eights, const int prefetch,
                                const float *rescale, float *acc, ptrdiff_t acc_stride) {
-  const ptrdiff_t stride = values->token_stride;
   const int sixteens = (eights + 1) / 2, halves = eights == 1 ? 1 : 2;
   const int8x16_t least = vdupq_n_s8(-128);
-  uint32x4_t sum[WEIGH_SUMS];              /* (count, 2 * eights) */
-  ptrdiff_t offset[4] = {0, stride, 2 * stride, 3 * stride};
+  uint32x4_t sum[WEIGH_SUMS]; /* (count, 2 * eights) */
   UNROLLED (i, count)
     UNROLLED (s, 2 * eights) sum[2 * eights * i + s] = vdupq_n_u32(weights->start[i]);
-  const char *rows = NULL, *next = NULL;
-  for (int t = 0; t < values->num_tokens; t += 4, rows += 4 * stride) {
-    if (t % KVEDGE_BLOCK == 0) {
-      rows = kvedge_tile_block(values, t) + channel;
-      next = prefetch ? prefetch_of_slice(values, t, channel) : NULL;
-    }
-    const char *v = rows;
-    const ptrdiff_t *at = offset;
-    char ends[4 * END_BYTES];
-    if (values->num_tokens - t < 4) row_offsets(values->num_tokens - t, stride, offset);
-    if (next) next = prefetch_slice(next, t, partial ? channels : 8 * eights, partial);
-    if (partial) {
-      gather_ends(rows, offset, channels, 1, ends);
-      v = ends;
-      at = end_offset;
-    }
-    uint16x4_t weight[WEIGH_QUERIES]; /* of four tokens */
-    UNROLLED (i, count) {
-      weight[i] = vld1_u16(weights->codes[i] + t);
-      IN_LOWER_REGISTER(weight[i]);
-    }
+  const token_run *run = runs->run;
+  for (int r = 0, t = 0; r < runs->count; r++, run++) {
+    const char *rows = run->rows + channel;
+    uintptr_t next = next_of_run(run, channel, prefetch);
+    ptrdiff_t offset[4];
+    row_offsets(run->num_tokens, values->token_stride, offset);
+    for (const int end = t + run->num_tokens; t < end; t += 4, rows += 4 * values->token_stride) {
+      const char *v = rows;
+      const ptrdiff_t *at = offset;
+      char ends[4 * END_BYTES];
+      prefetch_of_group(&next, t / 4, partial ? 8 : 8 * eights);
+      if (partial) {
+        gather_ends(rows, offset, channels, 1, ends);
+        v = ends;
+        at = end_offset;
+      }
+      uint16x4_t weight[WEIGH_QUERIES]; /* of four tokens */
+      UNROLLED (i, count) {
+        weight[i] = vld1_u16(weights->codes[i] + t);
+        IN_LOWER_REGISTER(weight[i]);
+      }
 #define TOKEN(j)                                                                                                       \
   UNROLLED (e, sixteens) {                                                                                             \
     const int8_t *codes = (const int8_t *)v + at[j] + 16 * e;                                                          \
@@ -177,6 +175,7 @@ KVEDGE_INLINE void weigh_words(const kvedge_tile *values, int channel, int chann
   }
     TOKEN(0) TOKEN(1) TOKEN(2) TOKEN(3)
 #undef TOKEN
+    }
   }
   UNROLLED (i, count) {
     float32x4_t joined[WEIGH_SUMS];
@@ -187,12 +186,12 @@ KVEDGE_INLINE void weigh_words(const kvedge_tile *values, int channel, int chann
 }
 
 /* All channels, for `count` query rows. */
-KVEDGE_INLINE void weigh_channels_by_words(const kvedge_tile *values, const int count, const word_weights *weights,
+KVEDGE_INLINE void weigh_channels_by_words(const kvedge_tile *values, const token_runs *runs, const int count, const word_weights *weights,
                                            int prefetch, const float *rescale, float *acc, ptrdiff_t acc_stride) {
   const int most = WEIGH_SUMS / 2 / (count == 3 ? 4 : count), dim = values->dim;
   int d = 0;
 #define SLICE(channels, partial, eights)                                                                               \
-  weigh_words(values, d, channels, partial, weights, count, eights, prefetch, rescale, acc, acc_stride)
+  weigh_words(values, runs, d, channels, partial, weights, count, eights, prefetch, rescale, acc, acc_stride)
   for (; d + 8 * most <= dim; d += 8 * most) SLICE(8 * most, 0, most);
   if (most > 2)
     for (; d + 16 <= dim; d += 16) SLICE(16, 0, 2);
@@ -207,12 +206,13 @@ static void weighted_sum_int8_neon(const kvedge_probabilities *p, const kvedge_t
     weigh_rows(p, values, KVEDGE_INT8, to);
     return;
   }
+  const token_runs runs = runs_of(values);
   for (int i = 0; i < p->num_queries; i += WEIGH_QUERIES) {
     const int count = min_int(p->num_queries - i, WEIGH_QUERIES);
     word_weights weights;
     encode_words(p->p + i * KVEDGE_TILE, values->scales, values->num_tokens, count, &weights);
 #define WEIGH(count)                                                                                                   \
-  weigh_channels_by_words(values, count, &weights, i == 0, to->rescale + i, to->acc + i * to->stride, to->stride)
+  weigh_channels_by_words(values, &runs, count, &weights, i == 0, to->rescale + i, to->acc + i * to->stride, to->stride)
     switch (count) {
       case 1: WEIGH(1); break;
       case 2: WEIGH(2); break;
