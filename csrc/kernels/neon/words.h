@@ -45,7 +45,10 @@ KVEDGE_INLINE void score_16_words(const int8_t *codes, ptrdiff_t stride, const i
     UNROLLED (j, 4) sum[i][j] = vmlal_s16(sum[i][j], vget_low_s16(low[j]), vget_low_s16(first));
     UNROLLED (j, 4) sum[i][j] = MULTIPLY_ADD_HIGH_S16(sum[i][j], low[j], first);
     UNROLLED (j, 4) sum[i][j] = vmlal_s16(sum[i][j], vget_low_s16(high[j]), vget_low_s16(second));
-    UNROLLED (j, 4) sum[i][j] = MULTIPLY_ADD_HIGH_S16(sum[i][j], high[j], second);
+    UNROLLED (j, 4) {
+      sum[i][j] = MULTIPLY_ADD_HIGH_S16(sum[i][j], high[j], second);
+      AS_WRITTEN(sum[i][j]);
+    }
   }
 }
 
