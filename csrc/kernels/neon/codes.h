@@ -92,7 +92,7 @@ KVEDGE_INLINE uintptr_t next_of_run(const token_run *run, int before, int prefet
 
 /* Lines of the next tile that come with four tokens of a slice `width` channels wide, from *next on, unless that is 0. A
  * slice of 8 has half a line. */
-KVEDGE_INLINE void prefetch_of_group(uintptr_t *next, int group, const int width) {
+KVEDGE_INLINE void prefetch_of_group(uintptr_t *next, unsigned group, const int width) {
   if (width >= 16) {
     UNROLLED (i, width / 16) prefetch_line(next);
   } else if (group % 2 == 0) {

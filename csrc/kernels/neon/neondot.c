@@ -158,7 +158,7 @@ enum { DOT_WEIGH_QUERIES = 4, DOT_WEIGH_SUMS = 8 }; /* x 3 digits = 24 registers
 
 /* p * scales of up to DOT_WEIGH_QUERIES query rows, each relative to its largest. */
 typedef struct {
-  int8_t digits[DOT_WEIGH_QUERIES][4 * KVEDGE_TILE]; /* 16 bytes for four tokens */
+  int8_t digits[KVEDGE_TILE / 4][DOT_WEIGH_QUERIES][16]; /* of four tokens: (tokens / 4, num_queries) side by side */
   float scale[DOT_WEIGH_QUERIES];
 } encoded_weights;
 
@@ -177,7 +177,7 @@ KVEDGE_INLINE void encode_weights(const float *p, const float *scales, int num_t
         else
           codes = vshlq_n_s32(
               round_dithered(vmulq_n_f32(four, factor / 256.0f), vld1q_f32(kvedge_dither + t + 4 * j)), 8);
-        vst1q_s8(weights->digits[i] + 4 * (t + 4 * j), split_digits(codes));
+        vst1q_s8(weights->digits[t / 4 + j][i], split_digits(codes));
       }
   }
 }
@@ -204,16 +204,18 @@ KVEDGE_INLINE void weigh_dots(const kvedge_tile *values, const token_runs *runs,
   int32x4_t sum[DOT_WEIGH_SUMS][3]; /* (count, vectors) */
   UNROLLED (s, count * vectors) sum[s][0] = sum[s][1] = sum[s][2] = vdupq_n_s32(0);
   const token_run *run = runs->run;
-  for (int r = 0, t = 0; r < runs->count; r++, run++) {
+  const int8_t(*digits)[16] = weights->digits[0]; /* (tokens / 4, DOT_WEIGH_QUERIES) */
+  for (int r = 0; r < runs->count; r++, run++) {
     const char *rows = run->rows + channel;
     uintptr_t next = next_of_run(run, channel, prefetch);
     ptrdiff_t offset[4];
     row_offsets(run->num_tokens, values->token_stride, offset);
-    for (const int end = t + run->num_tokens; t < end; t += 4, rows += 4 * values->token_stride) {
+    const unsigned groups = ((unsigned)run->num_tokens + 3) / 4;
+    for (unsigned g = 0; g < groups; g++, rows += 4 * values->token_stride, digits += DOT_WEIGH_QUERIES) {
       const int8_t *v = (const int8_t *)rows;
       const ptrdiff_t *at = offset;
       char ends[4 * END_BYTES];
-      prefetch_of_group(&next, t / 4, partial ? 8 : 4 * vectors);
+      prefetch_of_group(&next, g, partial ? 8 : 4 * vectors);
       if (partial) {
         gather_ends(rows, offset, channels, 1, ends);
         v = (const int8_t *)ends;
@@ -223,8 +225,8 @@ KVEDGE_INLINE void weigh_dots(const kvedge_tile *values, const token_runs *runs,
       UNROLLED (j, 4) row[j] = vectors == 4 ? vld1q_s8(v + at[j]) : vcombine_s8(vld1_s8(v + at[j]), vdup_n_s8(0));
       interleave_tokens(row, vectors, codes);
       UNROLLED (i, count) {
-        const int8x16_t digits = vld1q_s8(weights->digits[i] + 4 * t);
-        UNROLLED (c, vectors) dot_digits(sum[vectors * i + c], codes[c], digits, planes);
+        const int8x16_t of_query = vld1q_s8(digits[i]);
+        UNROLLED (c, vectors) dot_digits(sum[vectors * i + c], codes[c], of_query, planes);
       }
     }
   }

@@ -150,7 +150,7 @@ KVEDGE_INLINE void weigh_words(const kvedge_tile *values, const token_runs *runs
       const char *v = rows;
       const ptrdiff_t *at = offset;
       char ends[4 * END_BYTES];
-      prefetch_of_group(&next, t / 4, partial ? 8 : 8 * eights);
+      prefetch_of_group(&next, (unsigned)t / 4, partial ? 8 : 8 * eights);
       if (partial) {
         gather_ends(rows, offset, channels, 1, ends);
         v = ends;
