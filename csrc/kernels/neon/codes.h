@@ -100,6 +100,56 @@ KVEDGE_INLINE void prefetch_of_group(uintptr_t *next, unsigned group, const int 
   }
 }
 
+/* ---- scores ---- */
+
+enum { SCORE_SUMS = 16 }; /* registers */
+
+/* Adds products of 16 channels of four tokens with `count` queries' codes, of 2 or 3 planes, to the sums of a path. */
+typedef void score_step(const int8_t *codes, ptrdiff_t stride, const int8_t *rows, const ptrdiff_t offset[4], int count,
+                        int planes, int32x4_t sum[SCORE_SUMS]);
+
+/* What they amount to, of query i: four tokens' scores in units of its codes. */
+typedef float32x4_t score_join(const int32x4_t sum[SCORE_SUMS], int i, int planes);
+
+/* Scores of all tokens for `count` queries from `first` on, whose codes have code_bytes for 16 channels; the next tile is
+ * prefetched with the first of them. Inlined, with step and join. */
+KVEDGE_INLINE void score_runs(const kvedge_query *q, int first, const int count, const int planes, const int code_bytes,
+                              score_step *const step, score_join *const join, const kvedge_tile *keys,
+                              const token_runs *runs, float *scores, int accumulate) {
+  const int whole = q->dim / 16 * 16;
+  const ptrdiff_t code_stride = KVEDGE_CODE_BYTES * q->stride;
+  const int8_t *codes = q->codes + first * code_stride; /* (count, code_stride), padded with zeros */
+  float unit[SCORE_QUERIES];
+  UNROLLED (i, count) unit[i] = q->scale[(first + i) * q->scale_stride];
+  scores += first * KVEDGE_TILE;
+  const token_run *run = runs->run;
+  for (int r = 0, t = 0; r < runs->count; r++, run++) {
+    const int8_t *rows = (const int8_t *)run->rows;
+    uintptr_t next = next_of_run(run, 0, first == 0);
+    ptrdiff_t offset[4];
+    row_offsets(run->num_tokens, keys->token_stride, offset);
+    for (const int end = t + run->num_tokens; t < end; t += 4, rows += 4 * keys->token_stride) {
+      int32x4_t sum[SCORE_SUMS];
+      UNROLLED (s, SCORE_SUMS) sum[s] = vdupq_n_s32(0);
+      const int8_t *of_16 = codes;
+      for (int d = 0; d < whole; d += 16, of_16 += code_bytes) {
+        prefetch_line(&next);
+        step(of_16, code_stride, rows + d, offset, count, planes, sum);
+      }
+      if (whole < q->dim) {
+        int8_t ends[4 * 16];
+        if (q->dim - whole >= 8) prefetch_line(&next);
+        gather_ends_16(rows + whole, offset, q->dim - whole, ends);
+        step(of_16, code_stride, ends, end_offset_16, count, planes, sum);
+      }
+      const float32x4_t scale = vld1q_f32(keys->scales + t);
+      UNROLLED (i, count)
+        store_scores(vmulq_f32(vmulq_n_f32(join(sum, i, planes), unit[i]), scale), accumulate,
+                     scores + i * KVEDGE_TILE + t);
+    }
+  }
+}
+
 /* Weights, probabilities times scales, of a tile's tokens to the end of the last block; returns the largest. */
 KVEDGE_INLINE float weigh_tokens(const float *p, const float *scales, int num_tokens, float *weights) {
   float32x4_t largest[4] = {vdupq_n_f32(0.0f), vdupq_n_f32(0.0f), vdupq_n_f32(0.0f), vdupq_n_f32(0.0f)};

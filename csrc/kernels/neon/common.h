@@ -19,6 +19,18 @@
 #include "kernels/rows.h"
 #include "system/target.h"
 
+/* Query rows that scores and weighted sums of floats and 16-bit integers have in registers. */
+enum {
+#if defined(__aarch64__)
+  SCORE_QUERIES = 4, /* x 4 tokens = 16 registers of sums, 8 of keys */
+  WEIGH_SUMS = 16,   /* registers: 1 query and 64 channels, 2 and 32, 3 or 4 and 16 */
+#else
+  SCORE_QUERIES = 2,
+  WEIGH_SUMS = 8, /* 1 query and 32 channels, 2 and 16 */
+#endif
+  WEIGH_QUERIES = WEIGH_SUMS / 4,
+};
+
 /* ---- helpers ---- */
 
 /* Before a loop of constant length over an array that is to live in registers. */

@@ -82,17 +82,6 @@ OUT_OF_LINE void gather_ends(const char *rows, const ptrdiff_t offset[4], int n,
 }
 static const ptrdiff_t end_offset[4] = {0, END_BYTES, 2 * END_BYTES, 3 * END_BYTES};
 
-enum {
-#if defined(__aarch64__)
-  SCORE_QUERIES = 4, /* x 4 tokens = 16 registers of sums, 8 of keys */
-  WEIGH_SUMS = 16,   /* registers: 1 query and 64 channels, 2 and 32, 3 or 4 and 16 */
-#else
-  SCORE_QUERIES = 2,
-  WEIGH_SUMS = 8, /* 1 query and 32 channels, 2 and 16 */
-#endif
-  WEIGH_QUERIES = WEIGH_SUMS / 4,
-};
-
 /* sum[i][j] += values[i][0..7] . k[j][0..7] */
 KVEDGE_INLINE void score_8_channels(const float *values, ptrdiff_t stride, const char *rows, const ptrdiff_t offset[4],
                                     const kvedge_format format, float factor, const int count,

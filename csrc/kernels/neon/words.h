@@ -31,10 +31,11 @@ static void encode_query_neon(const float *x, int dim, float factor, float large
   vst1q_s32(offsets, vdupq_n_s32(0)); /* keys are signed here */
 }
 
-/* sum[i][j] += query i . row j, of 16 channels */
+/* sum[4 * i + j] += query i . row j, of 16 channels */
 KVEDGE_INLINE void score_16_words(const int8_t *codes, ptrdiff_t stride, const int8_t *rows, const ptrdiff_t offset[4],
-                                  const int count, int32x4_t sum[SCORE_QUERIES][4]) {
+                                  const int count, const int planes, int32x4_t sum[SCORE_SUMS]) {
   int16x8_t low[4], high[4];
+  (void)planes;
   UNROLLED (j, 4) {
     const int8x16_t row = vld1q_s8(rows + offset[j]);
     low[j] = vmovl_s8(vget_low_s8(row)), high[j] = WIDEN_HIGH_S8(row);
@@ -42,53 +43,20 @@ KVEDGE_INLINE void score_16_words(const int8_t *codes, ptrdiff_t stride, const i
   UNROLLED (i, count) {
     const int16x8_t first = vld1q_s16((const int16_t *)(codes + i * stride));
     const int16x8_t second = vld1q_s16((const int16_t *)(codes + i * stride) + 8);
-    UNROLLED (j, 4) sum[i][j] = vmlal_s16(sum[i][j], vget_low_s16(low[j]), vget_low_s16(first));
-    UNROLLED (j, 4) sum[i][j] = MULTIPLY_ADD_HIGH_S16(sum[i][j], low[j], first);
-    UNROLLED (j, 4) sum[i][j] = vmlal_s16(sum[i][j], vget_low_s16(high[j]), vget_low_s16(second));
+    int32x4_t *of_query = sum + 4 * i;
+    UNROLLED (j, 4) of_query[j] = vmlal_s16(of_query[j], vget_low_s16(low[j]), vget_low_s16(first));
+    UNROLLED (j, 4) of_query[j] = MULTIPLY_ADD_HIGH_S16(of_query[j], low[j], first);
+    UNROLLED (j, 4) of_query[j] = vmlal_s16(of_query[j], vget_low_s16(high[j]), vget_low_s16(second));
     UNROLLED (j, 4) {
-      sum[i][j] = MULTIPLY_ADD_HIGH_S16(sum[i][j], high[j], second);
-      AS_WRITTEN(sum[i][j]);
+      of_query[j] = MULTIPLY_ADD_HIGH_S16(of_query[j], high[j], second);
+      AS_WRITTEN(of_query[j]);
     }
   }
 }
 
-/* Scores of all tokens for `count` queries from `first` on; the next tile is prefetched with the first of them. */
-KVEDGE_INLINE void score_words_of(const kvedge_query *q, int first, const int count, const kvedge_tile *keys,
-                                  const token_runs *runs, float *scores, int accumulate) {
-  const int whole = q->dim / 16 * 16;
-  const ptrdiff_t code_stride = KVEDGE_CODE_BYTES * q->stride;
-  const int8_t *codes = q->codes + first * code_stride; /* (count, code_stride) */
-  float unit[SCORE_QUERIES];
-  UNROLLED (i, count) unit[i] = 256.0f * q->scale[(first + i) * q->scale_stride];
-  scores += first * KVEDGE_TILE;
-  const token_run *run = runs->run;
-  for (int r = 0, t = 0; r < runs->count; r++, run++) {
-    const int8_t *rows = (const int8_t *)run->rows;
-    uintptr_t next = next_of_run(run, 0, first == 0);
-    ptrdiff_t offset[4];
-    row_offsets(run->num_tokens, keys->token_stride, offset);
-    for (const int end = t + run->num_tokens; t < end; t += 4, rows += 4 * keys->token_stride) {
-      int32x4_t sum[SCORE_QUERIES][4]; /* (count, 4 tokens) */
-      UNROLLED (i, count)
-        UNROLLED (j, 4) sum[i][j] = vdupq_n_s32(0);
-      const int8_t *of_16 = codes;
-      for (int d = 0; d < whole; d += 16, of_16 += CODES_OF_16) {
-        prefetch_line(&next);
-        score_16_words(of_16, code_stride, rows + d, offset, count, sum);
-      }
-      if (whole < q->dim) {
-        int8_t ends[4 * 16];
-        if (q->dim - whole >= 8) prefetch_line(&next);
-        gather_ends_16(rows + whole, offset, q->dim - whole, ends);
-        score_16_words(of_16, code_stride, ends, end_offset_16, count, sum);
-      }
-      const float32x4_t scale = vld1q_f32(keys->scales + t);
-      UNROLLED (i, count) {
-        const float32x4_t dot = vcvtq_f32_s32(sum_each_s32(sum[i][0], sum[i][1], sum[i][2], sum[i][3]));
-        store_scores(vmulq_f32(vmulq_n_f32(dot, unit[i]), scale), accumulate, scores + i * KVEDGE_TILE + t);
-      }
-    }
-  }
+KVEDGE_INLINE float32x4_t join_words(const int32x4_t sum[SCORE_SUMS], const int i, const int planes) {
+  (void)planes; /* two, whose unit is 256 times that of three */
+  return vmulq_n_f32(vcvtq_f32_s32(sum_each_s32(sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3])), 256.0f);
 }
 
 static void scores_int8_neon(const kvedge_query *q, const kvedge_tile *keys, float *scores, int accumulate) {
@@ -97,7 +65,8 @@ static void scores_int8_neon(const kvedge_query *q, const kvedge_tile *keys, flo
     return;
   }
   const token_runs runs = runs_of(keys);
-#define SCORE(count) score_words_of(q, i, count, keys, &runs, scores, accumulate)
+#define SCORE(count)                                                                                                   \
+  score_runs(q, i, count, 2, CODES_OF_16, score_16_words, join_words, keys, &runs, scores, accumulate)
   BY_QUERIES(i, q->num_queries, SCORE)
 #undef SCORE
 }
