@@ -77,13 +77,14 @@ KVEDGE_INLINE void interleave_tokens(const int8x16_t row[4], const int vectors, 
 
 /* The sums of 4 * vectors channels from `channel` on, vectors 2 or 4, for `count` query rows, held in registers over
  * the tile. Of a partial slice (vectors is 2) only the first `channels` exist. */
-KVEDGE_INLINE void weigh_dots(const kvedge_tile *values, const token_runs *runs, int channel, int channels, const int partial,
-                              const encoded_weights *weights, const int count, const int planes, const int vectors,
-                              const int prefetch, const float *rescale, float *acc, ptrdiff_t acc_stride) {
+KVEDGE_INLINE void weigh_dots(const kvedge_tile *values, const token_runs *runs, int channel, int channels,
+                              const int partial, const encoded_weights *weights, const int count, const int planes,
+                              const int vectors, const int prefetch, const float *rescale, float *acc,
+                              ptrdiff_t acc_stride) {
   int32x4_t sum[DOT_WEIGH_SUMS][3]; /* (count, vectors) */
   UNROLLED (s, count * vectors) sum[s][0] = sum[s][1] = sum[s][2] = vdupq_n_s32(0);
   const token_run *run = runs->run;
-  const int8_t(*digits)[16] = weights->digits[0]; /* (tokens / 4, DOT_WEIGH_QUERIES) */
+  const int8_t (*digits)[16] = weights->digits[0]; /* (tokens / 4, DOT_WEIGH_QUERIES) */
   for (int r = 0; r < runs->count; r++, run++) {
     const char *rows = run->rows + channel;
     uintptr_t next = next_of_run(run, channel, prefetch);
@@ -116,9 +117,9 @@ KVEDGE_INLINE void weigh_dots(const kvedge_tile *values, const token_runs *runs,
   }
 }
 
-KVEDGE_INLINE void weigh_dot_channels(const kvedge_tile *values, const token_runs *runs, const int count, const int planes,
-                                      const encoded_weights *weights, int prefetch, const float *rescale, float *acc,
-                                      ptrdiff_t acc_stride) {
+KVEDGE_INLINE void weigh_dot_channels(const kvedge_tile *values, const token_runs *runs, const int count,
+                                      const int planes, const encoded_weights *weights, int prefetch,
+                                      const float *rescale, float *acc, ptrdiff_t acc_stride) {
   const int dim = values->dim;
   int d = 0;
 #define SLICE(channels, partial, vectors)                                                                              \

@@ -122,8 +122,7 @@ KVEDGE_INLINE void score_four(const kvedge_query *q, int first, const int count,
 #undef EIGHT
   UNROLLED (i, count) {
     float32x4_t score = sum_each_f32(sum[i][0], sum[i][1], sum[i][2], sum[i][3]);
-    if (format == KVEDGE_INT8)
-      score = vmulq_f32(vmulq_n_f32(score, q->scale[(first + i) * q->scale_stride]), scale);
+    if (format == KVEDGE_INT8) score = vmulq_f32(vmulq_n_f32(score, q->scale[(first + i) * q->scale_stride]), scale);
     store_scores(score, accumulate, scores + (first + i) * KVEDGE_TILE);
   }
 }

@@ -14,7 +14,7 @@
  *
  * Values. One register has the digits of a query's weights of 8 tokens, the other two channels of these tokens. Values are
  * transposed for that, 8 channels of the tile at a time, once for all queries: 12 zip for 64 bytes, then 4 smmla for each
- * query. For few queries sdot takes less (dots.h).
+ * query. For fewer than eight queries sdot takes less (dots.h).
  */
 #include "kernels/kernels.h"
 
@@ -41,10 +41,13 @@ KVEDGE_TARGET_BEGIN("dotprod,i8mm")
 
 /* Eight codes as {high x 8, middle x 8} and low x 8, as split_digits() has them. */
 KVEDGE_INLINE void split_eight(int32x4_t first, int32x4_t second, int8_t *upper, int8_t *lower) {
-  static const uint8_t order[24] = {2, 6, 10, 14, 18, 22, 26, 30, 1, 5, 9, 13, 17, 21, 25, 29, 0, 4, 8, 12, 16, 20, 24, 28};
+  static const uint8_t order[24] = {2,  6,  10, 14, 18, 22, 26, 30, 1,  5,  9,  13,
+                                    17, 21, 25, 29, 0,  4,  8,  12, 16, 20, 24, 28};
   const int32x4_t offset = vdupq_n_s32(0x808080);
-  const int8x16x2_t digits = {{vreinterpretq_s8_s32(veorq_s32(vaddq_s32(first, offset), offset)),
-                               vreinterpretq_s8_s32(veorq_s32(vaddq_s32(second, offset), offset))}};
+  const int8x16x2_t digits = {
+      {vreinterpretq_s8_s32(veorq_s32(vaddq_s32(first, offset), offset)),
+       vreinterpretq_s8_s32(veorq_s32(vaddq_s32(second, offset), offset))}
+  };
   vst1q_s8(upper, vqtbl2q_s8(digits, vld1q_u8(order)));
   vst1_s8(lower, vqtbl2_s8(digits, vld1_u8(order + 16)));
 }
@@ -114,7 +117,7 @@ static void scores_int8_neoni8mm(const kvedge_query *q, const kvedge_tile *keys,
 
 enum {
   MATRIX_QUERIES = 4, /* whose sums stay in registers, of 8 channels: 16, and 8 of lower digits */
-  MATRIX_LEAST = 3,   /* queries from which on it pays to transpose values */
+  MATRIX_LEAST = 8,   /* queries from which on it pays to transpose values */
   GROUPS = KVEDGE_TILE / 8,
 };
 
@@ -142,13 +145,13 @@ KVEDGE_INLINE void encode_matrix_weights(const float *p, const float *scales, in
     for (int g = 0; 8 * g < num_tokens; g++) memset(weights->lower[g][count], 0, sizeof weights->lower[g][count]);
 }
 
-/* Eight channels of eight tokens, the last token in the place of those that are missing: channels 2j and 2j + 1 in
- * columns[j]. Of a partial slice only the first `channels` exist. */
-KVEDGE_INLINE void transpose_8x8(const int8_t *rows, ptrdiff_t stride, int left, int channels, int8x16_t columns[4]) {
+/* Eight channels of eight tokens: channels 2j and 2j + 1 in columns[j]. Of a partial slice only the first `channels`
+ * exist. */
+KVEDGE_INLINE void transpose_8x8(const int8_t *rows, const ptrdiff_t offset[8], int channels, int8x16_t columns[4]) {
   int8x16_t row[8];
   int16x8_t two[4], four[4];
   UNROLLED (j, 8) {
-    const int8_t *at = rows + min_int(j, left - 1) * stride;
+    const int8_t *at = rows + offset[j];
     row[j] = vcombine_s8(channels >= 8 ? vld1_s8(at) : vcreate_s8(load_below_8(at, channels)), vdup_n_s8(0));
   }
   UNROLLED (j, 4) two[j] = vreinterpretq_s16_s8(vzip1q_s8(row[2 * j], row[2 * j + 1]));
@@ -163,19 +166,22 @@ KVEDGE_INLINE void transpose_8x8(const int8_t *rows, ptrdiff_t stride, int left,
   }
 }
 
-/* Channels from `channel` on of all tokens: (tokens / 8, 4). */
+/* Channels from `channel` on of all tokens, (tokens / 8, 4), the last token in the place of those that are missing. */
 static void transpose_slice(const kvedge_tile *values, int channel, int8x16_t (*columns)[4]) {
   const int channels = min_int(values->dim - channel, 8);
+  ptrdiff_t offset[8];
+  UNROLLED (j, 8) offset[j] = j * values->token_stride;
   for (int t = 0; t < values->num_tokens; t += 8, columns++) {
     const int left = values->num_tokens - t;
     const int8_t *rows = (const int8_t *)kvedge_tile_row(values, t) + channel;
+    for (int j = left; j < 8; j++) offset[j] = offset[left - 1];
     if (values->next.blocks && t % KVEDGE_BLOCK == 0) {
       uintptr_t next = (uintptr_t)values->next.blocks[t / KVEDGE_BLOCK] +
                        (uintptr_t)(values->next.offset + channel * min_int(left, KVEDGE_BLOCK));
       prefetch_line(&next), prefetch_line(&next);
     }
-    if (channels == 8) transpose_8x8(rows, values->token_stride, left, 8, *columns);
-    else transpose_8x8(rows, values->token_stride, left, channels, *columns);
+    if (channels == 8) transpose_8x8(rows, offset, 8, *columns);
+    else transpose_8x8(rows, offset, channels, *columns);
   }
 }
 
@@ -239,10 +245,9 @@ static void weighted_sum_int8_neoni8mm(const kvedge_probabilities *p, const kved
   }
   const token_runs runs = runs_of(values);
 #define WEIGH(count)                                                                                                   \
-  if (p->planes == 3) weigh_queries(p, 0, count, 3, values, &runs, to);                                                \
-  else weigh_queries(p, 0, count, 2, values, &runs, to)
-  if (p->num_queries == 1) WEIGH(1);
-  else WEIGH(2);
+  if (p->planes == 3) weigh_queries(p, i, count, 3, values, &runs, to);                                                \
+  else weigh_queries(p, i, count, 2, values, &runs, to)
+  BY_QUERIES(i, p->num_queries, WEIGH)
 #undef WEIGH
 }
 

@@ -101,9 +101,9 @@ KVEDGE_INLINE void encode_words(const float *p, const float *scales, int num_tok
 }
 
 /* The sums of 8 * eights channels from `channel` on for `count` query rows, as weigh_slice() has them. */
-KVEDGE_INLINE void weigh_words(const kvedge_tile *values, const token_runs *runs, int channel, int channels, const int partial,
-                               const word_weights *weights, const int count, const int eights, const int prefetch,
-                               const float *rescale, float *acc, ptrdiff_t acc_stride) {
+KVEDGE_INLINE void weigh_words(const kvedge_tile *values, const token_runs *runs, int channel, int channels,
+                               const int partial, const word_weights *weights, const int count, const int eights,
+                               const int prefetch, const float *rescale, float *acc, ptrdiff_t acc_stride) {
   const int sixteens = (eights + 1) / 2, halves = eights == 1 ? 1 : 2;
   const int8x16_t least = vdupq_n_s8(-128);
   uint32x4_t sum[WEIGH_SUMS]; /* (count, 2 * eights) */
@@ -145,7 +145,7 @@ KVEDGE_INLINE void weigh_words(const kvedge_tile *values, const token_runs *runs
         AS_WRITTEN(s[1]);                                                                                              \
       }                                                                                                                \
   }
-    TOKEN(0) TOKEN(1) TOKEN(2) TOKEN(3)
+      TOKEN(0) TOKEN(1) TOKEN(2) TOKEN(3)
 #undef TOKEN
     }
   }
@@ -158,8 +158,9 @@ KVEDGE_INLINE void weigh_words(const kvedge_tile *values, const token_runs *runs
 }
 
 /* All channels, for `count` query rows. */
-KVEDGE_INLINE void weigh_channels_by_words(const kvedge_tile *values, const token_runs *runs, const int count, const word_weights *weights,
-                                           int prefetch, const float *rescale, float *acc, ptrdiff_t acc_stride) {
+KVEDGE_INLINE void weigh_channels_by_words(const kvedge_tile *values, const token_runs *runs, const int count,
+                                           const word_weights *weights, int prefetch, const float *rescale, float *acc,
+                                           ptrdiff_t acc_stride) {
   const int most = WEIGH_SUMS / 2 / (count == 3 ? 4 : count), dim = values->dim;
   int d = 0;
 #define SLICE(channels, partial, eights)                                                                               \
