@@ -35,7 +35,7 @@ test-isa: $(VENV)/test.stamp
 
 # An estimate for Raspberry Pis, by emulation: python bench/arm_cycles.py --help. Half an hour of a core.
 arm-cycles: $(VENV)/test.stamp
-	$(BIN)/python bench/arm_cycles.py --formats all --compilers aarch64-linux-gnu-gcc clang
+	$(BIN)/python bench/arm_cycles.py --formats all --compilers gcc clang
 
 # What needs more than `make test` installs: plots, torch and ONNX Runtime beside kvedge in its benchmarks, transformers.
 test-peers: $(VENV)/peers.stamp

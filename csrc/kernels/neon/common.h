@@ -49,7 +49,7 @@ enum {
 #define AS_WRITTEN(sum) __asm__ volatile("" : "+w"(sum))
 
 /* A factor of 16-bit integers by lane is one of the first 16 registers: else GCC 12 copies it there before each product. */
-#if defined(__aarch64__)
+#if defined(__aarch64__) && !defined(__clang__)
 #define IN_LOWER_REGISTER(factor) __asm__ volatile("" : "+x"(factor))
 #else
 #define IN_LOWER_REGISTER(factor)
