@@ -363,6 +363,9 @@ typedef struct {
                   * it, gives out = 0 and lse = -INFINITY (but for sink_logits). */
   int64_t first_row; /* with num_tokens, where another thread also drops tokens: the row of token 0, as
                       * kvedge_layer_range told it together with the length; -1: that of the layer when the call begins */
+  float tolerance;   /* 0 <= tolerance < 1: the share of the softmax mass that each row of each head may lose. Blocks of
+                      * 16 values that hold no more are not read: the error is at most tolerance * the largest |value|,
+                      * and lse counts them. 0: all are read */
 } kvedge_attention_options;
 
 void kvedge_attention_defaults(kvedge_attention_options *options);
@@ -384,7 +387,23 @@ typedef struct {
   kvedge_array out;                        /* as query; overlaps nothing that any of the calls reads or writes */
   float *lse;                              /* [num_rows][num_heads] or NULL */
   const kvedge_attention_options *options; /* NULL: defaults */
+  const struct kvedge_part *parts;         /* where `layer` is NULL: [num_parts], what is attended to instead */
+  int num_parts;                           /* 0 to 4096; 0: `layer` */
 } kvedge_attention_call;
+
+/* Some tokens of a layer, at their place in a sequence whose tokens lie in several layers: first and last ones in a format
+ * that loses less, shards of a long context, a prefix that others read too. Parts follow one another, in the order of
+ * their positions, and have heads and widths in common, but formats, key offsets and key scales of their own. Causality,
+ * windows, sinks, slopes, masks, biases and options.start mean positions of the sequence; of positions that are in no
+ * part nothing is seen. The sequence's length, whose last tokens the query rows are of, is options.num_tokens, or if that is 0 the
+ * end of the last part; so one shard alone is a call with one part, and `lse` merges several. Results of the parts are
+ * merged in double. */
+typedef struct kvedge_part {
+  const kvedge_layer *layer;
+  int64_t first_row;  /* of its first token, as in kvedge_attention_options; -1: that of the layer's token 0 */
+  int64_t num_tokens; /* 0: it is passed over */
+  int64_t position;   /* of its first token in the sequence */
+} kvedge_part;
 
 /* kvedge_attend for every call, such as for the rows of a batch, which are layers of their own: the work of all is
  * shared out over the threads in one go. Layers may differ in length, format and shape, and one may occur several times;
@@ -395,6 +414,10 @@ kvedge_status kvedge_attend_layers(const kvedge_attention_call *calls, int num_c
  * scale * query . key, before any option. KVEDGE_ERROR_ARGUMENT if the layer holds fewer. */
 kvedge_status kvedge_scores(const kvedge_layer *layer, const float *query, int num_heads, float scale,
                             int64_t first_row, int64_t num_tokens, float *logits);
+
+/* Calls with a tolerance so far, in this process: blocks of values, of 16 tokens and one KV head, that could have been left
+ * out, and those that were. Differences tell of the calls between. */
+void kvedge_tolerance_counts(int64_t *seen, int64_t *dropped);
 
 /* The same in slices, for a runtime that has threads of its own and memory of its own:
  *

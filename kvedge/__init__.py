@@ -14,6 +14,7 @@ from kvedge.errors import (
     CapacityExceededError,
     CorruptFileError,
     DtypeMismatchError,
+    GroupMismatchError,
     HeadOutOfRangeError,
     InvalidArgumentError,
     KvedgeError,
@@ -24,12 +25,14 @@ from kvedge.errors import (
     NonFiniteInputError,
     OutOfMemoryError,
     PositionOutOfRangeError,
+    RankLostError,
     ReadOnlyLayerError,
     ScaleRangeError,
     ShapeMismatchError,
     StaleSnapshotError,
     UnknownSequenceError,
     UnsupportedIsaError,
+    UnsupportedModelError,
 )
 from kvedge.layer_types import Fp8KvLayer
 from kvedge.merge import merge_attention
@@ -52,6 +55,7 @@ try:
         attend_batch,
         backend,
         isa_info,
+        tolerance_counts,
     )
 except KvedgeError as error:
     if not is_command():
@@ -83,6 +87,7 @@ __all__ = [
     "Fp8E4m3KvLayer",
     "Fp8E5m2KvLayer",
     "Fp8KvLayer",
+    "GroupMismatchError",
     "HeadOutOfRangeError",
     "Int4KvLayer",
     "InvalidArgumentError",
@@ -103,6 +108,7 @@ __all__ = [
     "PagedSnapshot",
     "PositionOutOfRangeError",
     "QuantizedKvLayer",
+    "RankLostError",
     "ReadOnlyLayerError",
     "Rope",
     "ScaleRangeError",
@@ -110,6 +116,7 @@ __all__ = [
     "StaleSnapshotError",
     "UnknownSequenceError",
     "UnsupportedIsaError",
+    "UnsupportedModelError",
     "__version__",
     "append_batch",
     "attend_batch",
@@ -122,4 +129,5 @@ __all__ = [
     "merge_attention",
     "quantize_rows",
     "set_num_threads",
+    "tolerance_counts",
 ]

@@ -68,6 +68,9 @@ class CacheMethods(CacheHistory):
         key_offset: Array | Literal["auto"] | Sequence[Any] | None = None,
         key_scale: Array | Literal["auto"] | Sequence[Any] | None = None,
         window: int | Sequence[int | None] | None = None,
+        recent: int = 0,
+        sinks: int = 0,
+        recent_dtype: Dtype | None = None,
         layers: Sequence[Mapping[str, Any]] | Sequence[LayerMethods] | None = None,
     ) -> None:
         """Make an empty cache.
@@ -111,11 +114,19 @@ class CacheMethods(CacheHistory):
             Tokens that a query row sees, in all layers or in each. A layer with a window keeps what
             that needs, attends with it by default, and takes memory for two windows
             (:class:`kvedge.QuantizedKvLayer`). Gemma 3: ``[512] * 5 + [None]``, and so on.
+        recent, sinks : int
+            So many last and first tokens are read in ``recent_dtype``, which repairs most of what
+            a format of few bits loses. Besides, 64 more of the last tokens are kept so: what is
+            appended and taken back by :meth:`truncate`, up to 64 tokens, leaves no trace. Layers
+            with a window have no ``sinks``.
+        recent_dtype : kvedge.core.types.Dtype, optional
+            By default "float16".
         layers : sequence of mappings, or of layers, optional
             Layers that differ: a mapping for each, of what is not as given above, out of
             num_kv_heads, head_dim, value_head_dim, dtype, key_dtype, value_dtype, group_size,
-            scale_dtype and window. Or layer objects, which the cache takes over with their tokens:
-            from then on they are changed through it alone. They have to stand at one position.
+            scale_dtype, window, recent, sinks and recent_dtype. Or layer objects, which the cache
+            takes over with their tokens: from then on they are changed through it alone. They have
+            to stand at one position.
 
         Raises
         ------
@@ -132,6 +143,7 @@ class CacheMethods(CacheHistory):
         more = {"value_head_dim": value_head_dim, "group_size": group_size, "window": window}
         more |= {"key_dtype": key_dtype, "value_dtype": value_dtype}
         more |= {"max_seq_len": max_seq_len, "key_offset": key_offset, "key_scale": key_scale}
+        more |= {"recent": recent or None, "sinks": sinks or None, "recent_dtype": recent_dtype}
         ready = taken_over(layers, **given, **more)
         if ready is not None:
             limits = [one._config.limit for one in ready if one._config.limit is not None]
@@ -148,6 +160,9 @@ class CacheMethods(CacheHistory):
             "value_dtype": value_dtype,
             "group_size": group_size,
             "scale_dtype": scale_dtype,
+            "recent": recent,
+            "sinks": sinks,
+            "recent_dtype": recent_dtype,
         }
         configs = layer_configs(num_layers, layers, window, common)
         self._start(configs, max_seq_len, key_offset, key_scale, {})
@@ -278,7 +293,11 @@ class CacheMethods(CacheHistory):
         # finite, or an offset key or a scale out of range. The bytes above the length may be what a
         # snapshot stands for, so then they are put back as well.
         saved = [self._token_bytes(i, start) for i, n in enumerate(self._high_water) if n > start]
-        marks = [(each, each._mark()) for each in self._layers if each._key_map_is_open]
+        marks = [
+            (each, each._mark())
+            for each in self._layers
+            if each._key_map_is_open or each._precise is not None
+        ]
         try:
             for layer, key, value in zip(self._layers, keys, values, strict=True):
                 layer._append(key, value)
@@ -365,7 +384,7 @@ class CacheMethods(CacheHistory):
         query : array of float32 (or float16, bfloat16)
             (num_heads, head_dim) for one token, (n, num_heads, head_dim) for the last n stored.
         scale, causal, window, sink_tokens, sink_logits, softcap, mask, start, alibi_slopes
-        precision_bits, return_lse, out, num_threads, layout
+        precision_bits, tolerance, return_lse, out, num_threads, layout
             As in :meth:`kvedge.QuantizedKvLayer.attend`.
 
         Returns
@@ -429,7 +448,8 @@ class CacheMethods(CacheHistory):
             A view keeps showing the tokens it was made for, and what later overwrites them.
         """
         held: LayerMethods = self.layer(layer)
-        if out is None and held._config.key_format.is_float32 and held._key_map.is_plain:
+        plain = held._key_map.is_plain and held._precise is None
+        if out is None and held._config.key_format.is_float32 and plain:
             return held.key_codes
         return held.keys(out=out)
 
@@ -442,6 +462,6 @@ class CacheMethods(CacheHistory):
         ndarray of float32, (tokens, num_kv_heads, value_head_dim)
         """
         held: LayerMethods = self.layer(layer)
-        if out is None and held._config.value_format.is_float32:
+        if out is None and held._config.value_format.is_float32 and held._precise is None:
             return held.value_codes
         return held.values(out=out)

@@ -76,6 +76,21 @@ class CacheFacts(ConfigFacts):
         return tuple(config.window for config in self._format.layers)
 
     @property
+    def recent(self) -> int:
+        """So many last tokens are read in :attr:`recent_dtype`: the most of any layer."""
+        return max(config.recent for config in self._format.layers)
+
+    @property
+    def sinks(self) -> int:
+        """So many first tokens are read in :attr:`recent_dtype`: the most of any layer."""
+        return max(config.sinks for config in self._format.layers)
+
+    @property
+    def recent_dtype(self) -> str | None:
+        """What first and last tokens are stored as, in the first layer that has such."""
+        return next((c.recent_dtype for c in self._format.layers if c.recent_dtype), None)
+
+    @property
     def max_seq_len(self) -> int | None:
         """Most tokens it takes; None if it grows."""
         return self._max_seq_len
@@ -123,8 +138,8 @@ class CacheFacts(ConfigFacts):
 
     @property
     def _config(self) -> LayerConfig:  # type: ignore[override]
-        """The shape of a layer, if all have one; room and window aside."""
-        shapes = {replace(config, window=None) for config in self._format.layers}
+        """The shape of a layer, if all have one; room, window and what is held twice aside."""
+        shapes = {replace(config.plain, window=None) for config in self._format.layers}
         if len(shapes) > 1:
             raise InvalidArgumentError(
                 f"layers differ in this cache ({self._format}): ask layer(i), append() to each"

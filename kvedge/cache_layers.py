@@ -23,6 +23,9 @@ OF_A_LAYER = (
     "group_size",
     "scale_dtype",
     "window",
+    "recent",
+    "sinks",
+    "recent_dtype",
 )
 
 
@@ -77,6 +80,10 @@ def _config(
             f"{', '.join(OF_A_LAYER)}"
         )
     given = {**common, **own}
+    if given["window"] is not None and "sinks" not in own:  # where the cache has them, others do
+        given["sinks"] = 0
+        if not given["recent"] and "recent_dtype" not in own:
+            given["recent_dtype"] = None
     try:
         config = checks.layer_config(capacity=None, **given)
     except InvalidArgumentError as error:

@@ -11,6 +11,7 @@ from kvedge.cache_state import CacheState
 from kvedge.core import checks
 from kvedge.core.memory import Slabs, memory_for
 from kvedge.errors import CapacityExceededError, InvalidArgumentError, ShapeMismatchError
+from kvedge.layer_precise import parts_of_range
 from kvedge.snapshot import CacheContents
 
 if TYPE_CHECKING:
@@ -52,7 +53,8 @@ class CacheRanges(CacheState):
         layers = []
         for layer in contents.layers:
             rows = {name: getattr(layer, name)[start:stop] for name in Slabs._fields}
-            layers.append(replace(layer, **rows))
+            parts = parts_of_range(layer.parts, contents.length, start, stop)
+            layers.append(replace(layer, **rows, parts=parts))
         contents = replace(contents, length=stop - start, layers=tuple(layers))
         return self._holding(contents, None, self._key_rule, {})
 
@@ -170,7 +172,11 @@ class CacheRanges(CacheState):
             first = held.start + held.num_tokens
             for slab, rows in zip(held.slabs, tokens.arrays, strict=True):
                 slab[first : first + n] = rows
+            precise = layer._precise
+            state = None if precise is None else precise.joined(tokens.parts, start, n)
             layer._set_len(held.num_tokens + n)
+            if precise is not None:
+                precise.return_to(state)
         self._high_water = [start + n] * self._num_layers
         self._length = start + n
 

@@ -25,6 +25,7 @@ from kvedge.errors import (
     StaleSnapshotError,
 )
 from kvedge.layer import LayerMethods, new_layer
+from kvedge.layer_precise import PartContents, contents_of
 from kvedge.layer_room import first_rows
 from kvedge.snapshot import (
     CacheContents,
@@ -240,8 +241,11 @@ class CacheState(CacheFacts):
                 slab[rows].copy() if copy else slab[rows] for slab in held.slabs
             )
             dropped = held.num_dropped if upto is None else min(held.num_dropped, upto)
+            parts = contents_of(held, dropped, dropped + n, copy=copy)
             layers.append(
-                LayerContents(keys, values, key_scales, value_scales, layer._key_map, dropped)
+                LayerContents(
+                    keys, values, key_scales, value_scales, layer._key_map, dropped, parts
+                )
             )
         return CacheContents(self._format, length, tuple(layers))
 
@@ -261,19 +265,24 @@ class CacheState(CacheFacts):
         for layer, tokens in zip(self._layers, contents.layers, strict=True):
             memory.copy_tokens(tokens.arrays, layer._slabs, tokens.num_tokens)
         self._adopt(
-            contents.length, [(t.num_tokens, t.key_map, t.num_dropped) for t in contents.layers]
+            contents.length,
+            [(t.num_tokens, t.key_map, t.num_dropped, t.parts) for t in contents.layers],
         )
 
-    def _adopt(self, length: int, layers: list[tuple[int, KeyMap, int]]) -> None:
+    def _adopt(
+        self, length: int, layers: list[tuple[int, KeyMap, int, Sequence[PartContents]]]
+    ) -> None:
         """Take over bytes that were put into the slabs.
 
-        Of each layer: tokens, which lie from row 0 on, how keys are stored, and tokens dropped
-        before them.
+        Of each layer: tokens, which lie from row 0 on, how keys are stored, tokens dropped before
+        them, and what is held in another format too.
         """
-        for layer, (tokens, key_map, dropped) in zip(self._layers, layers, strict=True):
+        for layer, (tokens, key_map, dropped, parts) in zip(self._layers, layers, strict=True):
             layer._restart(dropped)  # a core forgets what it knew of the old bytes
             layer._store_keys_as(key_map, self._rule_of(layer).held_by(key_map, tokens + dropped))
             layer._set_len(tokens)
+            if layer._precise is not None:
+                layer._precise.fill(parts, dropped, dropped + tokens)
         self._high_water = [layer._end() for layer in self._layers]
         self._length = length
         self._room = self.capacity
@@ -321,6 +330,8 @@ class CacheState(CacheFacts):
         held = self._layers[index]._held()
         row = held.start + position - held.num_dropped
         rows = [slab[row] for slab in held.slabs]
+        if self._layers[index]._precise is not None:
+            rows += self._layers[index]._precise.rows_at(position)
         return rows, [one.copy() for one in rows]
 
 

@@ -11,6 +11,7 @@ __all__ = [
     "CapacityExceededError",
     "CorruptFileError",
     "DtypeMismatchError",
+    "GroupMismatchError",
     "HeadOutOfRangeError",
     "InvalidArgumentError",
     "KvedgeError",
@@ -21,12 +22,14 @@ __all__ = [
     "NonFiniteInputError",
     "OutOfMemoryError",
     "PositionOutOfRangeError",
+    "RankLostError",
     "ReadOnlyLayerError",
     "ScaleRangeError",
     "ShapeMismatchError",
     "StaleSnapshotError",
     "UnknownSequenceError",
     "UnsupportedIsaError",
+    "UnsupportedModelError",
 ]
 
 
@@ -80,6 +83,10 @@ class NonFiniteInputError(KvedgeError, ValueError):
 
 class InvalidArgumentError(KvedgeError, ValueError):
     """An argument, or a combination of arguments, that makes no sense."""
+
+
+class UnsupportedModelError(InvalidArgumentError):
+    """A model file is sound, but of a kind that :mod:`kvedge.llama` does not run."""
 
 
 class PositionOutOfRangeError(KvedgeError, IndexError):
@@ -136,3 +143,21 @@ class MissingExtraError(KvedgeError, ImportError):
 
 class OutOfMemoryError(KvedgeError, MemoryError):
     """The system refused to reserve the memory for a cache."""
+
+
+class GroupMismatchError(KvedgeError, ValueError):
+    """Processes that share a context do not fit together, or are not doing the same."""
+
+
+class RankLostError(KvedgeError, ConnectionError):
+    """A process that shares the context has died, or did not answer in time.
+
+    Attributes
+    ----------
+    rank : int
+        Its number in the group, as the process that raises sees it.
+    """
+
+    def __init__(self, *args: object, rank: int = -1) -> None:
+        super().__init__(*args)
+        self.rank = rank

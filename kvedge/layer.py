@@ -29,6 +29,7 @@ from kvedge.core.key_map import (
 from kvedge.core.memory import Held, memory_for
 from kvedge.core.types import Array, Dtype, ScaleDtype
 from kvedge.errors import InvalidArgumentError
+from kvedge.layer_precise import PartContents, PreciseTokens, contents_of
 from kvedge.layer_room import LayerRoom, first_rows
 from kvedge.rope import Rope
 
@@ -63,6 +64,9 @@ class LayerMethods(LayerRoom):
         key_offset: Array | Literal["auto"] | None = ...,
         key_scale: Array | Literal["auto"] | None = ...,
         window: int | None = ...,
+        recent: int = ...,
+        sinks: int = ...,
+        recent_dtype: Dtype | None = ...,
     ) -> None: ...
     @overload
     def __init__(
@@ -78,6 +82,9 @@ class LayerMethods(LayerRoom):
         key_offset: Array | Literal["auto"] | None = ...,
         key_scale: Array | Literal["auto"] | None = ...,
         window: int | None = ...,
+        recent: int = ...,
+        sinks: int = ...,
+        recent_dtype: Dtype | None = ...,
     ) -> None: ...
     def __init__(
         self,
@@ -92,6 +99,9 @@ class LayerMethods(LayerRoom):
         key_offset: Array | Literal["auto"] | None = None,
         key_scale: Array | Literal["auto"] | None = None,
         window: int | None = None,
+        recent: int = 0,
+        sinks: int = 0,
+        recent_dtype: Dtype | None = None,
     ) -> None:
         """Make an empty layer; the class tells of the parameters."""
         config = checks.layer_config(
@@ -104,6 +114,9 @@ class LayerMethods(LayerRoom):
             group_size=group_size,
             scale_dtype=scale_dtype,
             window=window,
+            recent=recent,
+            sinks=sinks,
+            recent_dtype=recent_dtype,
             rows=first_rows(None),
         )
         offset = checks.as_key_offset(key_offset, config)
@@ -124,6 +137,8 @@ class LayerMethods(LayerRoom):
             ),
             KeyRule(isinstance(key_offset, str), isinstance(key_scale, str)),
         )
+        if config.recent_dtype:
+            self._precise = PreciseTokens(self, registry.backend_class_of(type(self)))
 
     # ---- reading ---------------------------------------------------------------------------------
 
@@ -213,7 +228,7 @@ class LayerMethods(LayerRoom):
         position = checks.check_position(position, held.num_tokens)
         head = checks.check_head(head, config.num_kv_heads)
         shape = config.rows_shape(values, 1)
-        out = checks.as_out(out, shape[2:], reads=held.slabs)
+        out = checks.as_out(out, shape[2:], reads=self._memory_of(held))
         token = np.empty(shape, np.float32)
         out[:] = self._dequantize(held, values, position, position + 1, token)[0, head]
         return out
@@ -222,14 +237,19 @@ class LayerMethods(LayerRoom):
         held = self._held()
         position = checks.check_position(position, held.num_tokens)
         shape = self._config.rows_shape(values, 1)
-        out = checks.as_out(out, (shape[1] * shape[2],), reads=held.slabs)
+        out = checks.as_out(out, (shape[1] * shape[2],), reads=self._memory_of(held))
         self._dequantize(held, values, position, position + 1, out.reshape(shape))
         return out
 
     def _all_tokens(self, values: bool, out: np.ndarray | None) -> np.ndarray:
         held = self._held()
-        out = checks.as_out(out, self._config.rows_shape(values, held.num_tokens), reads=held.slabs)
+        shape = self._config.rows_shape(values, held.num_tokens)
+        out = checks.as_out(out, shape, reads=self._memory_of(held))
         return self._dequantize(held, values, 0, held.num_tokens, out)
+
+    def _memory_of(self, held: Held) -> Sequence[np.ndarray]:
+        """All memory that what is held lies in."""
+        return held.slabs if self._precise is None else (*held.slabs, *self._precise.slabs)
 
     # ---- removing and moving ---------------------------------------------------------------------
 
@@ -287,7 +307,7 @@ class LayerMethods(LayerRoom):
         """
         checks.check_unfrozen(self._frozen)
         checks.check_whole(self._config, self._held(), "keep()")
-        self._keep(checks.check_keep(indices, len(self)))
+        self._keep_all(checks.check_keep(indices, len(self)))
 
     def _keep(self, indices: np.ndarray) -> None:
         """Keep what :func:`kvedge.core.checks.check_keep` gave."""
@@ -302,6 +322,15 @@ class LayerMethods(LayerRoom):
             for rows in tokens:
                 rows[start : start + len(source)] = rows[source]
         self._set_len(len(indices))
+
+    def _keep_all(self, indices: np.ndarray) -> None:
+        """Keep tokens also in their other format."""
+        dropped = self.num_dropped
+        before = None if self._precise is None else self._precise.state()
+        self._keep(indices)
+        if self._precise is not None and before is not None:
+            self._precise.return_to(before)
+            self._precise.keep(indices + dropped, dropped)
 
     @memory_for("the shifted keys of a layer")
     def shift(self, delta: int, *, rope: Rope, start: int = 0, stop: int | None = None) -> None:
@@ -328,7 +357,20 @@ class LayerMethods(LayerRoom):
         ReadOnlyLayerError
         """
         checks.check_unfrozen(self._frozen)
-        self._shift(delta, rope, start, stop)
+        self._shift_all(delta, rope, start, stop)
+
+    def _shift_all(self, delta: int, rope: Rope, start: int = 0, stop: int | None = None) -> None:
+        """Shift keys also in their other format; all or nothing."""
+        if self._precise is None:
+            self._shift(delta, rope, start, stop)
+            return
+        first, last = self._shift_range(delta, rope, start, stop)
+        dropped = self.num_dropped
+        self._precise.check_shift(delta, rope, first + dropped, last + dropped)
+        state = self._precise.state()
+        self._shift(delta, rope, first, last)
+        self._precise.return_to(state)
+        self._precise.shift(delta, rope, first + dropped, last + dropped)
 
     def _shift(self, delta: int, rope: Rope, start: int = 0, stop: int | None = None) -> None:
         """Shift a frozen layer too; all or nothing."""
@@ -346,6 +388,9 @@ class LayerMethods(LayerRoom):
         start, stop = self._shift_range(delta, rope, start, stop)
         if delta and stop > start and self._shift_may_overflow(start, stop):
             self._shifted(delta, rope, start, stop)
+        if self._precise is not None:
+            dropped = self.num_dropped
+            self._precise.check_shift(delta, rope, start + dropped, stop + dropped)
 
     def _shift_range(self, delta: int, rope: Rope, start: int, stop: int | None) -> tuple[int, int]:
         if not isinstance(rope, Rope):
@@ -372,7 +417,7 @@ class LayerMethods(LayerRoom):
     ) -> tuple[np.ndarray, np.ndarray]:
         """Codes and scales of the shifted keys, made by a core of the same kind."""
         start, stop = self._shift_range(delta, rope, start, stop)
-        held, config = self._held(), self._config
+        held, config = self._held()._replace(parts=None), self._config.plain
         if not delta:
             stop = start
         step = self._block_tokens()
@@ -405,6 +450,8 @@ class LayerMethods(LayerRoom):
         """Set how keys are stored; those in the slabs, from row 0 on, are."""
         if key_map is not self._key_map:
             self._set_key_map(key_map)
+        if self._precise is not None:
+            self._precise.store_keys_as(key_map)
         self._key_rule = rule
         self._key_map_is_open = rule.is_open(key_map)
 
@@ -436,7 +483,7 @@ class LayerMethods(LayerRoom):
         config, n = self._config, held.num_tokens
         slabs = memory.reserve_slabs(config)
         if n:
-            scratch = new_layer(registry.backend_class_of(type(self)), config, n)
+            scratch = new_layer(registry.backend_class_of(type(self)), config.plain, n)
             scratch._set_key_map(key_map)
             keys = self._dequantize(
                 held, False, 0, n, np.empty(config.rows_shape(False, n), np.float32)
@@ -449,12 +496,14 @@ class LayerMethods(LayerRoom):
 
     def _mark(self) -> tuple[Any, ...]:
         """What `_return_to` needs, before an append that may decide the key map."""
-        return self._binding(), self._key_rule
+        return self._binding(), self._key_rule, self._precise and self._precise.state()
 
     def _return_to(self, mark: tuple[Any, ...]) -> None:
         """Undo all that was done since `_mark`, by appends alone."""
-        binding, self._key_rule = mark
+        binding, self._key_rule, state = mark
         self._rebind(binding)
+        if self._precise is not None:
+            self._precise.return_to(state)
         self._key_map_is_open = self._key_rule.is_open(self._key_map)
 
     # ---- copying ---------------------------------------------------------------------------------
@@ -465,7 +514,8 @@ class LayerMethods(LayerRoom):
         held, config = self._held(), self._config  # in this order: see LayerFacts
         # A writer may have moved to fewer rows since.
         other = new_layer(type(self), config, max(config.capacity, held.num_tokens))
-        other._fill(held.tokens, self._key_map, self._key_rule, held.num_dropped)
+        parts = contents_of(held, held.num_dropped, held.num_dropped + held.num_tokens, copy=False)
+        other._fill(held.tokens, self._key_map, self._key_rule, held.num_dropped, parts)
         return other
 
     def _fill(
@@ -474,12 +524,15 @@ class LayerMethods(LayerRoom):
         key_map: KeyMap,
         rule: KeyRule,
         num_dropped: int,
+        parts: Sequence[PartContents],
     ) -> None:
         """Take over the stored bytes of another layer; this one is empty."""
         self._store_keys_as(key_map, rule)
         self._restart(num_dropped)
         memory.copy_tokens(tokens, self._slabs, len(tokens[0]))
         self._set_len(len(tokens[0]))
+        if self._precise is not None:
+            self._precise.fill(parts, num_dropped, num_dropped + len(tokens[0]))
 
     def __copy__(self) -> Self:
         """As :meth:`copy`."""
@@ -494,8 +547,9 @@ class LayerMethods(LayerRoom):
         """Pickle the stored bytes; they are restored into whatever backend is active then."""
         held, config = self._held(), self._config  # in this order: see LayerFacts
         tokens = [np.array(rows) for rows in held.tokens]
-        stored = (self._key_map, self._key_rule)
-        return _restore, (registry.named(type(self)), config, tokens, *stored, held.num_dropped)
+        parts = contents_of(held, held.num_dropped, held.num_dropped + held.num_tokens, copy=True)
+        stored = (self._key_map, self._key_rule, held.num_dropped, parts)
+        return _restore, (registry.named(type(self)), config, tokens, *stored)
 
 
 def new_layer(
@@ -520,9 +574,10 @@ def _restore(
     key_map: KeyMap,
     rule: KeyRule,
     num_dropped: int,
+    parts: Sequence[PartContents] = (),
 ) -> LayerMethods:
     """Unpickle a layer, into the active backend unless it is of a user's own class."""
     rows = max(config.capacity, len(tokens[0]))  # the config may be of a later moment
     layer: LayerMethods = new_layer(registry.resolved(kind), config, rows)
-    layer._fill(tokens, key_map, rule, num_dropped)
+    layer._fill(tokens, key_map, rule, num_dropped, parts)
     return layer

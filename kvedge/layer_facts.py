@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,6 +18,7 @@ class LayerFacts(ConfigFacts):
     _key_map: KeyMap  # how keys are stored
     _key_rule: KeyRule = KeyRule()  # what of that the first tokens decide
     _key_map_is_open: bool  # the next append may decide it
+    _precise: Any  # PreciseTokens, or None: no tokens are held in another format too
 
     if TYPE_CHECKING:
 
@@ -113,7 +114,15 @@ class LayerFacts(ConfigFacts):
     @property
     def memory_bytes(self) -> int:
         """Bytes reserved for keys and values, scales included."""
-        return self._config.capacity * memory.token_bytes(self._config)
+        own = self._config.capacity * memory.token_bytes(self._config)
+        return own + self._precise_bytes
+
+    @property
+    def _precise_bytes(self) -> int:
+        """Bytes reserved for tokens that are held in another format too."""
+        if self._precise is None:
+            return 0
+        return sum(part.layer.memory_bytes for part in self._precise.now)
 
     @property
     def resident_bytes(self) -> int:
@@ -121,7 +130,8 @@ class LayerFacts(ConfigFacts):
 
         Where the system does not tell, the bytes of the tokens stored.
         """
-        resident = memory.resident_bytes(self._slabs)
+        slabs = self._slabs if self._precise is None else (*self._slabs, *self._precise.slabs)
+        resident = memory.resident_bytes(slabs)
         return len(self) * memory.token_bytes(self._config) if resident is None else resident
 
     @property
@@ -147,6 +157,9 @@ class LayerFacts(ConfigFacts):
             parts.append(f"group_size={config.group_size}")
         if config.scale_dtype != "float32":
             parts.append(f"scale_dtype={config.scale_dtype!r}")
+        for name, count in (("sinks", config.sinks), ("recent", config.recent)):
+            if count:
+                parts.append(f"{name}={count} in {config.recent_dtype}")
         if self._key_rule.auto_offset:
             parts.append('key_offset="auto"')
         elif self._key_map.offset is not None:
@@ -155,7 +168,7 @@ class LayerFacts(ConfigFacts):
             parts.append('key_scale="auto"')
         elif self._key_map.scale is not None:
             parts.append("key_scale=given")
-        size = config.capacity * memory.token_bytes(config) / 2**20
+        size = self.memory_bytes / 2**20
         return f"{type(self).__name__}({', '.join(parts)}, {size:.1f} MiB)"
 
 

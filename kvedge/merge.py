@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, overload
 
 import numpy as np
@@ -132,21 +132,29 @@ def merge_attention(
     merged = as_out(out, shape)
     return_lse = as_bool(return_lse, "return_lse")
 
-    logarithms = np.stack(lse_parts).astype(np.float64)  # (parts, ..., num_heads)
+    total, whole = merged_parts(out_parts, np.stack(lse_parts))
+    rounded(total, merged)
+    if not return_lse:
+        return merged
+    return merged, rounded(whole, np.empty(shape[:-1], np.float32))
+
+
+def merged_parts(
+    outs: Sequence[np.ndarray] | np.ndarray, lses: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Merge checked parts; float32 (parts, ..., channels) and (parts, ...), results float64."""
+    logarithms = lses.astype(np.float64)
     peak = logarithms.max(axis=0)
     peak[np.isneginf(peak)] = 0.0  # nobody saw anything: the weights are 0 all the same
     weights = np.exp(logarithms - peak)
     sums = weights.sum(axis=0)  # 1 to the number of parts; 0 where nobody saw anything
     weights /= np.where(sums == 0.0, 1.0, sums)
-    total = np.zeros(shape)
-    for part, weight in zip(out_parts, weights, strict=True):
+    total = np.zeros(outs[0].shape)
+    for part, weight in zip(outs, weights, strict=True):
         seen = weight > 0.0
         total[seen] += weight[seen][..., np.newaxis] * part[seen]
-    _round(total, merged)
-    if not return_lse:
-        return merged
     with np.errstate(divide="ignore"):
-        return merged, _round(peak + np.log(sums), np.empty(shape[:-1], np.float32))
+        return total, peak + np.log(sums)
 
 
 def _parts(arrays: Any, name: str) -> list[np.ndarray]:
@@ -180,7 +188,7 @@ def _check_part(i: int, part: np.ndarray, lse: np.ndarray, shape: tuple[int, ...
     check_finite(part[lse > -np.inf], f"outs[{i}], where its lse is finite,")
 
 
-def _round(exact: np.ndarray, out: np.ndarray) -> np.ndarray:
+def rounded(exact: np.ndarray, out: np.ndarray) -> np.ndarray:
     """Float64 to float32, without denormal numbers as everything that leaves attention."""
     exact[np.abs(exact) < FLOAT32_TINY] = 0.0
     out[...] = exact

@@ -5,11 +5,14 @@ The format is safetensors, which other tools can read. Per layer i it holds
     layers.{i}.key_codes, layers.{i}.value_codes     (tokens, num_kv_heads, codes per row) I8 or F32
     layers.{i}.key_scales, layers.{i}.value_scales   (tokens, num_kv_heads, num_groups) F32 or F16
     layers.{i}.key_offset, layers.{i}.key_scale      (num_kv_heads, head_dim) F32, if it has one
+    layers.{i}.first.key_codes, ..., layers.{i}.last.value_scales    first and last tokens again, in
+                                                     recent_dtype, if it has such
 
 and as metadata, all text, the fields of ``FIELDS``, ``value_dtype`` and ``value_head_dim`` where
 values have another type and width than keys, ``key_scale`` where layers take theirs from their
-first tokens, ``layers`` where layers differ or have windows, ``sha256`` over everything else, and
-the user's own under "user.". tokens are length, less those that the layer's window has dropped.
+first tokens, ``recent``, ``sinks`` and ``recent_dtype`` where first or last tokens are held in
+another format too, ``layers`` where layers differ or have windows, ``sha256`` over everything else,
+and the user's own under "user.". tokens are length, less those that the layer's window has dropped.
 Versions of kvedge that do not know a field refuse the files that have it.
 """
 
@@ -55,6 +58,9 @@ KEY_SCALE = "key_scale"  # "auto": a field of files whose layers take it from th
 KEY_VECTORS = ("key_offset", "key_scale")  # tensors of a layer, in the order of KeyMap
 VALUE_DTYPE = "value_dtype"  # a field of files where it is not dtype
 VALUE_HEAD_DIM = "value_head_dim"  # a field of files where it is not head_dim
+# Fields of files whose layers hold first or last tokens in another format too.
+PRECISE = ("recent", "sinks", "recent_dtype")
+PARTS = ("first", "last")  # tensors of such: layers.{i}.PART.NAME
 # A field of files whose layers differ or have windows: JSON, a list of what each layer has that the
 # fields above, which are those of layer 0, do not say; see `layers_field`.
 LAYERS = "layers"
@@ -138,6 +144,9 @@ def _tensors(contents: CacheContents) -> dict[str, np.ndarray]:
         for name, vector in zip(KEY_VECTORS, layer.key_map, strict=True):
             if vector is not None:
                 tensors[f"layers.{index}.{name}"] = np.ascontiguousarray(vector)
+        for part, contents_of_part in zip(PARTS, layer.parts, strict=False):
+            for name, array in zip(memory.Slabs._fields, contents_of_part.arrays, strict=True):
+                tensors[f"layers.{index}.{part}.{name}"] = np.ascontiguousarray(array)
     return tensors
 
 
@@ -163,6 +172,8 @@ def _fields(contents: CacheContents, cache: _Saved) -> dict[str, str]:
         fields[VALUE_HEAD_DIM] = str(first.value_head_dim)
     if cache._key_rule.auto_scale:
         fields[KEY_SCALE] = AUTO
+    if first.recent_dtype:
+        fields.update({name: str(getattr(first, name)) for name in PRECISE})
     text = layers_field(form, [layer.num_dropped for layer in contents.layers])
     if text:
         fields[LAYERS] = text
@@ -189,6 +200,9 @@ def _own_fields(config: LayerConfig, dropped: int) -> dict[str, Any]:
         "group_size": config.group_size if config.has_scales else "",
         "scale_dtype": config.scale_dtype if config.has_scales else "",
         "window": config.window,
+        "recent": config.recent,
+        "sinks": config.sinks,
+        "recent_dtype": config.recent_dtype,
         "dropped": dropped,  # tokens before the first that the layer holds
     }
 
@@ -227,6 +241,10 @@ def file_types(fields: Mapping[str, str]) -> Callable[[str], str]:
 
     def type_of(name: str) -> str:
         own = layers[int(name.split(".")[1])] if layers else {}
+        column = name.rpartition(".")[2]
+        if len(name.split(".")) == 4:
+            precise = own.get("recent_dtype", fields.get("recent_dtype", ""))
+            return FORMATS[precise].file_type if column.endswith("codes") else part_scales(own)
         keys = own.get("dtype", fields["dtype"])
         values = own.get(VALUE_DTYPE, fields.get(VALUE_DTYPE)) or keys
         scales = own.get("scale_dtype", fields["scale_dtype"]) or "float32"
@@ -238,7 +256,14 @@ def file_types(fields: Mapping[str, str]) -> Callable[[str], str]:
             "key_offset": "F32",
             "key_scale": "F32",
         }
-        return of_layer[name.rpartition(".")[2]]
+        return of_layer[column]
+
+    def part_scales(own: Mapping[str, Any]) -> str:
+        """As `LayerConfig.precise` has it."""
+        precise = own.get("recent_dtype", fields.get("recent_dtype", ""))
+        scales = own.get("scale_dtype", fields["scale_dtype"])
+        has_scales = FORMATS[precise].has_scales and scales
+        return SCALE_TYPES[scales if has_scales else "float32"].file_type
 
     return type_of
 

@@ -24,6 +24,7 @@ from kvedge.core.config import MAX_LAYERS, LayerConfig
 from kvedge.core.formats import FORMATS, SCALE_TYPES
 from kvedge.core.key_map import KeyMap, KeyRule
 from kvedge.errors import CorruptFileError, KvedgeError, MissingExtraError, OutOfMemoryError
+from kvedge.layer_precise import PartContents, last_rows, part_key_map
 from kvedge.session import (
     AUTO,
     FIELDS,
@@ -32,6 +33,8 @@ from kvedge.session import (
     KEY_VECTORS,
     LAYERS,
     MAX_HEADER,
+    PARTS,
+    PRECISE,
     USER,
     VALUE_DTYPE,
     VALUE_HEAD_DIM,
@@ -50,8 +53,8 @@ if TYPE_CHECKING:
 __all__ = ["load"]
 
 # Parsing takes the safetensors package some 4 us per tensor. Headers beyond this are looked at
-# before it: 6 tensors per layer, each of at most `_MAX_ENTRY` bytes with names and numbers at their
-# longest (135, and room for spaces).
+# before it: at most 14 tensors per layer, each of at most `_MAX_ENTRY` bytes with names and numbers
+# at their longest (141, and room for spaces).
 _SHORT_HEADER = 1 << 20
 _MAX_ENTRY = 200
 # Bytes of an element, by safetensors' name of its type.
@@ -74,7 +77,9 @@ class _Cache(Protocol):
         metadata: Mapping[str, str],
         tokens: Sequence[int],
     ) -> Self: ...
-    def _adopt(self, length: int, layers: list[tuple[int, KeyMap, int]]) -> None: ...
+    def _adopt(
+        self, length: int, layers: list[tuple[int, KeyMap, int, Sequence[PartContents]]]
+    ) -> None: ...
 
 
 _Kind = TypeVar("_Kind", bound=_Cache)
@@ -129,6 +134,8 @@ def _load_open(kind: type[_Kind], path: str, file: BinaryIO, mmap: bool) -> _Kin
         _corrupt(path, "its content does not match its sha256: it was changed or damaged")
     for name, array in arrays.items():
         config = form.layers[int(name.split(".")[1])]
+        if len(name.split(".")) == 4:
+            config = config.precise
         _check_numbers(path, name, array, config)
     maps = [
         KeyMap(*(arrays.get(f"layers.{index}.{name}") for name in KEY_VECTORS))
@@ -136,7 +143,8 @@ def _load_open(kind: type[_Kind], path: str, file: BinaryIO, mmap: bool) -> _Kin
     ]
     for index, key_map in enumerate(maps):
         _check_key_map(path, index, cache._layers[index], tokens[index], key_map)
-    cache._adopt(length, list(zip(tokens, maps, dropped, strict=True)))
+    parts = [_parts(arrays, index, config, maps[index]) for index, config in enumerate(form.layers)]
+    cache._adopt(length, list(zip(tokens, maps, dropped, parts, strict=True)))
     return cache
 
 
@@ -157,7 +165,7 @@ def _check_header_size(path: str, file: BinaryIO) -> None:
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         _corrupt(path, f"its metadata cannot be read: {type(error).__name__}: {error}", error)
     _check_num_layers(path, num_layers)
-    if len(text) - end > 6 * num_layers * _MAX_ENTRY:
+    if len(text) - end > 14 * num_layers * _MAX_ENTRY:
         _corrupt(path, f"its header is too long for the tensors of {num_layers} layers")
 
 
@@ -223,7 +231,7 @@ def _read_fields(
     missing = [name for name in (*FIELDS, "sha256") if name not in fields]
     if missing:
         _corrupt(path, f"its metadata lacks {', '.join(missing)}")
-    known = (*FIELDS, KEY_SCALE, VALUE_DTYPE, VALUE_HEAD_DIM, LAYERS, "sha256")
+    known = (*FIELDS, *PRECISE, KEY_SCALE, VALUE_DTYPE, VALUE_HEAD_DIM, LAYERS, "sha256")
     unknown = [name for name in fields if name not in known and not name.startswith(USER)]
     if unknown:
         _corrupt(path, f"its metadata has {unknown[0][:40]!r}, which kvedge never writes")
@@ -236,6 +244,12 @@ def _read_fields(
         _corrupt(path, f"its key_offset is {fields['key_offset'][:40]!r}")
     if fields.get(KEY_SCALE, AUTO) != AUTO:
         _corrupt(path, f"its {KEY_SCALE} is {fields[KEY_SCALE][:40]!r}")
+    if any(name in fields for name in PRECISE):
+        missing = [name for name in PRECISE if name not in fields]
+        if missing:
+            _corrupt(path, f"its metadata lacks {', '.join(missing)}")
+        if fields["recent"] == fields["sinks"] == "0":
+            _corrupt(path, "it has a recent_dtype and no tokens of it, which kvedge never writes")
     if not has_scales and (fields["group_size"], fields["scale_dtype"]) != ("", ""):
         _corrupt(path, f"its metadata gives scales to {fields['dtype'][:40]} rows")
     num_layers = _number(path, fields, "num_layers")
@@ -257,6 +271,9 @@ def _read_fields(
             value_dtype=fields.get(VALUE_DTYPE),
             group_size=_number(path, fields, "group_size") if has_scales else None,
             scale_dtype=fields["scale_dtype"] if has_scales else "float32",
+            recent=_number(path, fields, "recent") if "recent" in fields else 0,
+            sinks=_number(path, fields, "sinks") if "sinks" in fields else 0,
+            recent_dtype=fields.get("recent_dtype"),
         )
     except KvedgeError as error:
         _corrupt(path, f"its metadata makes no cache: {error}", error)
@@ -305,8 +322,10 @@ def _read_layers(
             "value_head_dim": config.value_head_dim,
             "group_size": config.group_size if config.has_scales else "",
             "scale_dtype": config.scale_dtype if config.has_scales else "",
+            **{name: getattr(config, name) for name in PRECISE},
             **own,
         }
+        given["recent_dtype"] = given["recent_dtype"] or None
         if not has_scales and (given["group_size"], given["scale_dtype"]) == ("", ""):
             given.update(group_size=None, scale_dtype="float32")
         try:
@@ -345,7 +364,8 @@ def _check_tensors(
 ) -> None:
     """Compare names, types and shapes with what the metadata promises, before any is read."""
     vectors = [name for name in tensors if name.rpartition(".")[2] in KEY_VECTORS]
-    expected = 4 * form.num_layers + len(vectors)
+    with_parts = sum(bool(config.recent_dtype) for config in form.layers)
+    expected = 4 * (form.num_layers + len(PARTS) * with_parts) + len(vectors)
     if len(tensors) != expected:
         _corrupt(
             path, f"it has {len(tensors)} tensors where {form.num_layers} layers have {expected}"
@@ -356,12 +376,21 @@ def _check_tensors(
         for field, (shape, _) in zip(memory.Slabs._fields, layout, strict=True):
             name = f"layers.{index}.{field}"
             wanted[name] = (type_of(name), (tokens[index], *shape[1:]))
-        for field, may_have in zip(
-            KEY_VECTORS, (config.key_format.has_scales, True), strict=True
-        ):
+        for field, may_have in zip(KEY_VECTORS, (config.key_format.has_scales, True), strict=True):
             name = f"layers.{index}.{field}"
             if name in tensors and may_have:
                 wanted[name] = ("F32", (config.num_kv_heads, config.head_dim))
+        for part in PARTS if config.recent_dtype else ():
+            first = tensors.get(f"layers.{index}.{part}.key_codes")
+            held = first.shape[0] if first is not None and first.shape else 0
+            most = config.sinks if part == "first" else last_rows(config)
+            if held > min(most, tokens[index]):
+                _corrupt(path, f"layer {index} has {held} {part} tokens, more than can be")
+            for field, (shape, _) in zip(
+                memory.Slabs._fields, memory.slab_layout(config.precise), strict=True
+            ):
+                name = f"layers.{index}.{part}.{field}"
+                wanted[name] = (type_of(name), (held, *shape[1:]))
     for name, belongs in wanted.items():
         tensor = tensors.get(name)
         if tensor is None:
@@ -453,7 +482,12 @@ def _loaded_arrays(
             arrays[f"layers.{index}.{name}"] = slab[: tokens[index]]
     for name, tensor in tensors.items():
         if name not in arrays:
-            arrays[name] = np.empty(tensor.shape, np.float32)
+            kind: Any = np.float32
+            if len(name.split(".")) == 4:
+                config = cache._layers[int(name.split(".")[1])]._config.precise
+                layout = memory.slab_layout(config)
+                kind = layout[memory.Slabs._fields.index(name.rpartition(".")[2])][1]
+            arrays[name] = np.empty(tensor.shape, kind)
             _read_into(path, file, tensor, arrays[name])
     return arrays
 
@@ -465,6 +499,24 @@ def _read_into(path: str, file: BinaryIO, tensor: _Tensor, array: np.ndarray) ->
     count = file.readinto(array.reshape(-1).view(np.uint8))  # type: ignore[attr-defined]
     if count != tensor.nbytes:
         _corrupt(path, f"it ends {tensor.nbytes - count} bytes early: it was cut while being read")
+
+
+def _parts(
+    arrays: Mapping[str, np.ndarray], index: int, config: LayerConfig, key_map: KeyMap
+) -> tuple[PartContents, ...]:
+    """What a layer holds in another format too."""
+    if not config.recent_dtype:
+        return ()
+    own = part_key_map(config, key_map)
+    return tuple(
+        PartContents(
+            memory.Slabs(
+                *(arrays[f"layers.{index}.{part}.{name}"] for name in memory.Slabs._fields)
+            ),
+            own,
+        )
+        for part in PARTS
+    )
 
 
 def _check_numbers(path: str, name: str, array: np.ndarray, config: LayerConfig) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 from kvedge.core.config import LayerConfig
 from kvedge.core.key_map import KeyMap
 from kvedge.errors import InvalidArgumentError, StaleSnapshotError
+from kvedge.layer_precise import PartContents
 
 __all__ = ["CacheContents", "CacheFormat", "KvCacheSnapshot", "LayerContents", "OverwriteLog"]
 
@@ -45,6 +46,9 @@ def _layer_text(config: LayerConfig) -> str:
     text = f"{config.num_kv_heads} KV heads x {config.widths}, {config.dtypes}"
     if config.has_scales:
         text += f" in groups of {config.group_size} with {config.scale_dtype} scales"
+    for name, count in (("first", config.sinks), ("last", config.recent)):
+        if count:
+            text += f", the {name} {count} in {config.recent_dtype}"
     return text if config.window is None else f"{text} in a window of {config.window}"
 
 
@@ -58,6 +62,7 @@ class LayerContents:
     value_scales: np.ndarray  # (tokens, num_kv_heads, num_groups) float32 or float16
     key_map: KeyMap  # how keys are stored
     num_dropped: int = 0  # tokens before the first of these
+    parts: tuple[PartContents, ...] = ()  # first and last tokens in another format, if some are
 
     @property
     def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -81,7 +86,12 @@ class CacheContents:
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
-        return sum(array.nbytes for layer in self.layers for array in layer.arrays)
+        return sum(
+            array.nbytes
+            for layer in self.layers
+            for arrays in (layer.arrays, *(part.arrays for part in layer.parts))
+            for array in arrays
+        )
 
 
 class OverwriteLog:

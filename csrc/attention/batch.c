@@ -2,7 +2,8 @@
  * checked, then run together. */
 #include <stdlib.h>
 
-#include "attention/attention.h"
+#include "attention/parts.h"
+#include "system/memory.h"
 
 /* ---- Layers ---------------------------------------------------------------------------------- */
 
@@ -22,24 +23,58 @@ static kvedge_status request_of_call(const kvedge_attention_call *call, int num_
     return KVEDGE_ERROR_ARGUMENT;
   const kvedge_status status = kvedge_attention_check(&request->view, &call->query, call->num_rows, num_heads, options);
   if (status == KVEDGE_OK && options) kvedge_cut_view(&request->view, segment, options->start);
+  request->first_position = request->view.len - call->num_rows;
+  return status;
+}
+
+/* The requests of a call, one or those of its parts; returns their number. */
+static int requests_of_call(const kvedge_attention_call *call, int num_heads, kvedge_part_room *rooms,
+                            kvedge_request *requests, kvedge_status *status) {
+  if (call->num_parts) return kvedge_requests_of_parts(call, num_heads, rooms, requests, status);
+  *status = request_of_call(call, num_heads, requests, &rooms->segment);
+  return 1;
+}
+
+/* Runs checked requests, and merges those of calls that have several. */
+static kvedge_status run_calls(const kvedge_attention_call *calls, int num_calls, const int *counts,
+                               kvedge_request *requests, int num_requests, int num_heads, int num_threads) {
+  size_t bytes = 0;
+  for (int i = 0, first = 0; i < num_calls; first += counts[i++])
+    bytes += kvedge_parts_bytes(&requests[first], counts[i], num_heads);
+  if (bytes == 0) return kvedge_run_requests(requests, num_requests, num_heads, num_threads);
+  char *memory = kvedge_aligned_alloc(64, bytes), *room = memory;
+  if (!memory) return KVEDGE_ERROR_MEMORY;
+  for (int i = 0, first = 0; i < num_calls; first += counts[i++])
+    room = kvedge_parts_take_room(&requests[first], counts[i], num_heads, room);
+  const kvedge_status status = kvedge_run_requests(requests, num_requests, num_heads, num_threads);
+  for (int i = 0, first = 0; i < num_calls && status == KVEDGE_OK; first += counts[i++])
+    kvedge_merge_parts(&calls[i], &requests[first], counts[i], num_heads);
+  kvedge_aligned_free(memory);
   return status;
 }
 
 kvedge_status kvedge_attend_layers(const kvedge_attention_call *calls, int num_calls, int num_heads, int num_threads) {
   enum { FEW = 8 }; /* that need no memory of the heap */
   kvedge_request few[FEW], *requests = few;
-  kvedge_segment few_segments[FEW], *segments = few_segments;
+  kvedge_part_room few_rooms[FEW], *rooms = few_rooms;
+  int few_counts[FEW], *counts = few_counts, most = 0, n = 0;
   kvedge_status status = KVEDGE_OK;
   if (!calls || num_calls < 1 || num_threads < 0) return KVEDGE_ERROR_ARGUMENT;
-  if (num_calls > FEW) {
-    requests = malloc((size_t)num_calls * sizeof *requests);
-    segments = malloc((size_t)num_calls * sizeof *segments);
-    if (!requests || !segments) status = KVEDGE_ERROR_MEMORY;
+  for (int i = 0; i < num_calls; i++) {
+    const int parts = calls[i].num_parts ? calls[i].num_parts : 1;
+    if (parts < 0 || parts > KVEDGE_MOST_PARTS || __builtin_add_overflow(most, parts, &most))
+      return KVEDGE_ERROR_ARGUMENT;
+  }
+  if (most > FEW) {
+    requests = malloc((size_t)most * sizeof *requests);
+    rooms = malloc((size_t)most * sizeof *rooms);
+    counts = malloc((size_t)num_calls * sizeof *counts);
+    if (!requests || !rooms || !counts) status = KVEDGE_ERROR_MEMORY;
   }
   for (int i = 0; i < num_calls && status == KVEDGE_OK; i++)
-    status = request_of_call(&calls[i], num_heads, &requests[i], &segments[i]);
-  if (status == KVEDGE_OK) status = kvedge_run_requests(requests, num_calls, num_heads, num_threads);
-  if (requests != few) free(requests), free(segments);
+    n += counts[i] = requests_of_call(&calls[i], num_heads, &rooms[n], &requests[n], &status);
+  if (status == KVEDGE_OK) status = run_calls(calls, num_calls, counts, requests, n, num_heads, num_threads);
+  if (requests != few) free(requests), free(rooms), free(counts);
   return status;
 }
 
@@ -111,6 +146,7 @@ static kvedge_status requests_of_batch(const kvedge_layer *pool, int64_t block_s
     kvedge_cut_view(&view, first, s->start ? s->start : options ? options->start : 0);
     requests[i] = (kvedge_request){.view = view,
                                    .num_rows = s->num_rows,
+                                   .first_position = view.len - s->num_rows,
                                    .query = kvedge_dense_array(s->query, num_heads, pool->keys.shape.dim),
                                    .out = kvedge_dense_array(s->out, num_heads, pool->values.shape.dim),
                                    .lse = s->lse,

@@ -145,7 +145,8 @@ static void plan_rows(planned_call *call, const kvedge_request *r, int64_t row, 
   else kvedge_attention_defaults(&own);
   if (own.mask) own.mask += row * own.mask_strides[1];
   if (own.bias) own.bias += row * own.bias_strides[1];
-  kvedge_attention_plan(&call->planned, &r->view, r->view.len - r->num_rows + row, count, num_heads, &own);
+  kvedge_attention_plan(&call->planned, &r->view, r->first_position + row, count, num_heads, &own);
+  if (r->log_sums) call->planned.log_sums = r->log_sums + row * num_heads;
   call->query = kvedge_array_from(&r->query, row, 0);
   call->out = kvedge_array_from(&r->out, row, 0);
   call->lse = r->lse ? r->lse + row * num_heads : NULL;
@@ -197,5 +198,6 @@ kvedge_status kvedge_attend(const kvedge_layer *layer, const float *query, int64
   kvedge_status status = kvedge_attention_check(&request.view, &request.query, num_rows, num_heads, options);
   if (status != KVEDGE_OK) return status;
   if (options) kvedge_cut_view(&request.view, &segment, options->start);
+  request.first_position = request.view.len - num_rows;
   return run_request(&request, num_heads, num_threads);
 }

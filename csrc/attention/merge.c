@@ -47,9 +47,11 @@ static void finish(const kvedge_attention *a, const kvedge_queries *q, size_t st
                    const kvedge_partial *total) {
   float *lse = a->lse ? a->lse + row * a->num_heads + head : NULL;
   double sum = total->sum[state], keep = 1.0;
-  if (lse || a->options.sink_logits) {
+  double *log_sum_out = a->log_sums ? a->log_sums + row * a->num_heads + head : NULL;
+  if (lse || log_sum_out || a->options.sink_logits) {
     double log_sum = log_denominator(a, q, state, total->max[state], sum);
     if (a->options.sink_logits) keep = join_sink(a->options.sink_logits[head], &log_sum);
+    if (log_sum_out) *log_sum_out = log_sum;
     if (lse) *lse = log_sum == -INFINITY ? -INFINITY : kvedge_bounded((float)log_sum);
   }
   float factor = sum > 0.0 ? (float)(keep / sum) : 0.0f;

@@ -48,6 +48,7 @@ static float largest_in(const kvedge_attention *a, kvedge_visible seen, int s) {
   kvedge_row_cursor c = {.view = &a->view};
   for (int64_t token = 0; token < seen.stop; token++) {
     if (token == seen.sinks && token < seen.first) token = seen.first;
+    if (token >= seen.stop) break;
     largest = fmaxf(largest, kvedge_bound_of_rows(&c, s, token, 0, a->view.num_kv_heads));
   }
   return largest;
@@ -60,6 +61,7 @@ void kvedge_fit_factors(kvedge_attention *a) {
   kvedge_visible seen = {.stop = kvedge_visible_tokens(a, &last).stop};
   if (a->options.window && a->options.window <= a->first_position)
     seen.first = a->first_position - a->options.window + 1;
+  if (seen.first > seen.stop) seen.first = seen.stop;
   seen.sinks = a->options.sink_tokens < seen.first ? a->options.sink_tokens : seen.first;
   for (int s = 0; s < SIDES; s++)
     if (a->factor[s] != 1.0f) a->factor[s] = kvedge_normalizing_factor(a->view.side[s].bound = largest_in(a, seen, s));

@@ -75,6 +75,7 @@ static void refit(const kvedge_attention *a, int64_t row, int head) {
   one->query = kvedge_array_from(&a->query, row, head);
   one->out = kvedge_array_from(&a->out, row, head);
   one->lse = a->lse ? a->lse + row * a->num_heads + head : NULL;
+  one->log_sums = a->log_sums ? a->log_sums + row * a->num_heads + head : NULL;
   kvedge_prepare_queries(one);
   for (int slice = 0; slice < one->chunks_per_block; slice++) {
     kvedge_slice_run(one, slice, (kvedge_slice){.attention = NULL}, 0, NULL);
@@ -86,6 +87,7 @@ void kvedge_attention_collect(kvedge_attention *a, int slice, int slot) {
   const kvedge_row_block block = kvedge_row_block_of(a, slice / a->chunks_per_block);
   const int group = a->heads_per_kv_head, key_heads = a->view.num_kv_heads;
   kvedge_merge_slice(a, slice, slot);
+  kvedge_skip_count(a, slot);
   if (slice % a->chunks_per_block + 1 < a->chunks_per_block) return;
   const kvedge_queries q = kvedge_queries_of(a, block.index, slot);
   const kvedge_partial total = kvedge_partial_at(a, a->chunks_per_block > 1 ? a->num_slots : slot);

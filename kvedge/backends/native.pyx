@@ -19,12 +19,14 @@ from kvedge.core import checks, memory, registry
 from kvedge.core.key_map import NO_MAP
 from kvedge.cache import CacheMethods
 from kvedge.layer_core import document
+from kvedge.layer_precise import spans_of
 from kvedge.layer_types import layer_classes
 from kvedge.core.options import AttendOptions
 from kvedge.errors import KvedgeError, LayoutError, OutOfMemoryError, UnsupportedIsaError
 
 cnp.import_array()
 
+cdef object _NO_TOLERANCE = 0.0  # the default
 cdef object _ZERO = 0  # the only int 0 there is, in CPython
 
 # Below about this many numbers, giving the GIL away and taking it back costs more than the work.
@@ -75,6 +77,12 @@ def isa_available():
 def set_num_threads(int num_threads):
     """Set how many threads a call uses by default; kvedge.set_num_threads checks the number."""
     kvedge_set_num_threads(num_threads)
+
+
+def tolerance_counts():
+    cdef int64_t seen, dropped
+    kvedge_tolerance_counts(&seen, &dropped)
+    return seen, dropped
 
 
 def read_bandwidth(int num_threads, int megabytes=512, int repeats=3):
@@ -202,9 +210,11 @@ cdef class _LayerCore:
     cdef cnp.npy_intp _widest  # of the last two
     cdef int64_t _limit                 # most tokens it holds
     cdef object _window                 # its config's: an int or None
+    cdef public object _precise         # PreciseTokens or None
 
     def _open(self, config, slabs=None):
         self._handle = None
+        self._precise = None
         self._key_map = NO_MAP
         self._num_kv_heads = config.num_kv_heads
         self._head_dim = config.head_dim
@@ -222,16 +232,27 @@ cdef class _LayerCore:
 
     def __len__(self):
         """Tokens stored."""
+        if self._precise is not None:
+            return self._held().num_tokens
         return kvedge_layer_len(self._opened().layer)
 
     def _held(self):
+        # The parts first: what they end with is in the rows by then, and what is needed of the parts stays.
+        parts = None if self._precise is None else self._precise.now
         cdef _Handle handle = self._opened()
-        cdef int64_t start, length = kvedge_layer_range(handle.layer, &start)
-        return memory.Held(handle.slabs, start, length, handle.dropped + start, handle)
+        cdef int64_t start, length = kvedge_layer_range(handle.layer, &start), end
+        if parts is not None:
+            end = parts.end
+            length = max(0, min(length, end - handle.dropped - start))
+        return memory.Held(handle.slabs, start, length, handle.dropped + start, handle, parts)
 
     def _end(self):
         cdef _Handle handle = self._opened()
-        cdef int64_t start, length = kvedge_layer_range(handle.layer, &start)
+        cdef int64_t start, length
+        if self._precise is not None:
+            held = self._held()
+            return held.num_dropped + held.num_tokens
+        length = kvedge_layer_range(handle.layer, &start)
         return handle.dropped + start + length
 
     def _written(self):
@@ -270,7 +291,12 @@ cdef class _LayerCore:
             raise KvedgeError(f"tokens {position} to {position + num_tokens} are not in the layer")
 
     def _set_len(self, n):
-        kvedge_layer_set_len(self._opened().layer, n)
+        cdef _Handle handle = self._opened()
+        cdef int64_t start
+        kvedge_layer_set_len(handle.layer, n)
+        if self._precise is not None:
+            kvedge_layer_range(handle.layer, &start)
+            self._precise.set_end(handle.dropped + start + n)
 
     def _drop(self, int64_t n):
         kvedge_layer_drop_first(self._opened().layer, n)
@@ -280,6 +306,8 @@ cdef class _LayerCore:
         kvedge_layer_set_len(handle.layer, 0)
         kvedge_layer_compact(handle.layer)
         handle.dropped = num_dropped
+        if self._precise is not None:
+            self._precise.restart(num_dropped)
 
     def _set_key_map(self, key_map):
         # A C layer takes it only while it is empty: so this makes another over the same slabs.
@@ -354,10 +382,10 @@ cdef class _LayerCore:
     def extend(self, keys, values, *, layout="nhd"):
         if self._frozen:
             checks.check_unfrozen(True)
-        cdef int64_t before = kvedge_layer_len(self._opened().layer)
+        cdef int64_t before = len(self)
         self._extend(keys, values, True, layout)
         if self._window is not None:
-            self._slide(kvedge_layer_len(self._handle.layer) - before)
+            self._slide(len(self) - before)
 
     def _append(self, keys, values, layout="nhd"):
         if self._is_token(keys, self._head_dim) and self._is_token(values, self._value_head_dim):
@@ -381,7 +409,8 @@ cdef class _LayerCore:
         """Append plain arrays of tokens."""
         cdef kvedge_layer *layer = self._opened().layer
         if (
-            not self._writing and num_tokens * self._num_kv_heads * self._widest < _KEEP_GIL
+            self._precise is None
+            and not self._writing and num_tokens * self._num_kv_heads * self._widest < _KEEP_GIL
             and num_tokens <= self._limit - kvedge_layer_len(layer)
             and not self._key_map_is_open
             and kvedge_layer_append(layer, _floats(keys), _floats(values), num_tokens) == KVEDGE_OK
@@ -478,6 +507,42 @@ cdef class _LayerCore:
 
     cdef kvedge_status _append_rows(
         self, const kvedge_array *keys, const kvedge_array *values, int64_t num_tokens
+    ) except *:
+        if self._precise is not None:
+            return self._append_parts(keys, values, num_tokens)
+        return self._append_to_slabs(keys, values, num_tokens)
+
+    cdef kvedge_status _append_parts(
+        self, const kvedge_array *keys, const kvedge_array *values, int64_t num_tokens
+    ) except *:
+        """Append rows that are held in another format too: there first, so that the rows here end with all of them."""
+        cdef kvedge_status status
+        made = self._precise.begin(self._end(), num_tokens)
+        status = (<_LayerCore>made.first.layer)._append_range(keys, values, 0, made.sinks)
+        if status == KVEDGE_OK:
+            status = (<_LayerCore>made.last.layer)._append_range(
+                keys, values, made.skipped, num_tokens - made.skipped)
+        if status == KVEDGE_OK:
+            status = self._append_to_slabs(keys, values, num_tokens)
+        if status == KVEDGE_OK:
+            self._precise.commit(made)
+        else:
+            self._precise.take_back(made)
+        return status
+
+    cdef kvedge_status _append_range(
+        self, const kvedge_array *keys, const kvedge_array *values, int64_t first, int64_t num_tokens
+    ) except *:
+        """Append some of the rows."""
+        cdef kvedge_array of_keys = keys[0], of_values = values[0]
+        if num_tokens == 0:
+            return KVEDGE_OK
+        of_keys.data = <char *>of_keys.data + first * of_keys.token_stride
+        of_values.data = <char *>of_values.data + first * of_values.token_stride
+        return self._append_to_slabs(&of_keys, &of_values, num_tokens)
+
+    cdef kvedge_status _append_to_slabs(
+        self, const kvedge_array *keys, const kvedge_array *values, int64_t num_tokens
     ):
         cdef _Handle handle = self._opened()
         cdef kvedge_status status
@@ -498,16 +563,31 @@ cdef class _LayerCore:
 
     def _refuse_range(self, keys, values):
         """Raise if rows, keys as the key map has them, are too large for what they are stored in."""
-        config, key_map = self._config, self._key_map
+        config, key_map, keys_given = self._config, self._key_map, keys
         if not key_map.is_plain:
             keys = key_map.to_stored(keys)
             checks.check_finite(keys, key_map.text)
         config.key_format.refuse(keys, "keys", config.key_rows)
         config.value_format.refuse(values, "values", config.value_rows)
+        if self._precise is not None:
+            self._precise.refuse(keys_given, values)
 
     # ---- tokens out ------------------------------------------------------------------------------
 
     def _dequantize(self, held, bint values, int64_t start, int64_t stop, out):
+        if held.parts is None:
+            return self._dequantize_rows(held, values, start, stop, out)
+        for span in spans_of(held, self._config):
+            first, last = max(start, span.start), min(stop, span.stop)
+            if first < last:
+                layer = self if span.layer is None else span.layer
+                own = held if span.layer is None else span.layer._held()
+                at = span.at + first - span.start
+                (<_LayerCore>layer)._dequantize_rows(
+                    own, values, at, at + last - first, out[first - start : last - start])
+        return out
+
+    cdef _dequantize_rows(self, held, bint values, int64_t start, int64_t stop, out):
         cdef _Handle handle = held.source
         cdef int64_t row = held.start + start
         cdef float *data = _floats(out)
@@ -546,6 +626,7 @@ cdef class _LayerCore:
         start=0,
         alibi_slopes=None,
         precision_bits=None,
+        tolerance=_NO_TOLERANCE,
         return_lse=False,
         out=None,
         num_threads=None,
@@ -553,12 +634,12 @@ cdef class _LayerCore:
     ):
         return self._attend(
             query, scale, causal, window, sink_tokens, sink_logits, softcap, mask, start,
-            alibi_slopes, precision_bits, return_lse, out, num_threads, layout)
+            alibi_slopes, precision_bits, tolerance, return_lse, out, num_threads, layout)
 
     @cython.final
     cdef object _attend(
         self, query, scale, causal, window, sink_tokens, sink_logits, softcap, mask, start,
-        alibi_slopes, precision_bits, return_lse, out, num_threads, layout
+        alibi_slopes, precision_bits, tolerance, return_lse, out, num_threads, layout
     ):
         """One row, plain and with plain options, goes straight to C; all else goes through _attend_to."""
         cdef _Handle handle = self._opened()
@@ -573,17 +654,17 @@ cdef class _LayerCore:
             window = self._window
         kvedge_attention_defaults(&c_options)
         if not (
-            self._is_query(query) and layout is _NHD and start is _ZERO
+            self._precise is None and self._is_query(query) and layout is _NHD and start is _ZERO
             and causal is True and sink_tokens is _ZERO
             and sink_logits is None and softcap is None
             and mask is None and alibi_slopes is None and precision_bits is None
             and return_lse is False
             and (out is None or self._is_out(out, <cnp.ndarray>query, handle))
-            and _fill_plain(&c_options, &threads, length, scale, window, num_threads)
+            and _fill_plain(&c_options, &threads, length, scale, window, tolerance, num_threads)
         ):
             return self._attend_any(
                 query, scale, causal, window, sink_tokens, sink_logits, softcap, mask, start,
-                alibi_slopes, precision_bits, return_lse, out, num_threads, layout)
+                alibi_slopes, precision_bits, tolerance, return_lse, out, num_threads, layout)
         rows = <cnp.ndarray>query
         num_heads = <int>rows.shape[rows.ndim - 2]
         num_rows = 1 if rows.ndim == 2 else rows.shape[0]
@@ -593,7 +674,7 @@ cdef class _LayerCore:
         ):
             return self._attend_any(
                 query, scale, causal, window, sink_tokens, sink_logits, softcap, mask, start,
-                alibi_slopes, precision_bits, return_lse, out, num_threads, layout)
+                alibi_slopes, precision_bits, tolerance, return_lse, out, num_threads, layout)
         c_options.num_tokens, c_options.first_row = length, first_row
         if out is None:
             out = self._empty_out(rows)
@@ -613,7 +694,7 @@ cdef class _LayerCore:
 
     cdef object _attend_any(
         self, query, scale, causal, window, sink_tokens, sink_logits, softcap, mask, start,
-        alibi_slopes, precision_bits, return_lse, out, num_threads, layout
+        alibi_slopes, precision_bits, tolerance, return_lse, out, num_threads, layout
     ):
         cdef bint hnd = _is_hnd(layout)
         cdef _Array asked
@@ -632,7 +713,7 @@ cdef class _LayerCore:
             _read_ndarray(<cnp.ndarray>read, &asked)
         return _attend_to(
             [self], query, &asked, True, asked.ndim == 2, hnd, scale, causal, window, sink_tokens,
-            sink_logits, softcap, mask, start, alibi_slopes, precision_bits, return_lse, out,
+            sink_logits, softcap, mask, start, alibi_slopes, precision_bits, tolerance, return_lse, out,
             num_threads)
 
     cdef inline object _empty_out(self, cnp.ndarray query):
@@ -671,6 +752,8 @@ cdef class _LayerCore:
         cdef float c_scale = NAN if scale is None else checks.as_float(scale, "scale")
         if not self._is_query(query) or (<cnp.ndarray>query).ndim != 2:
             query = np.ascontiguousarray(checks.as_query(query, self._config, many=False)[0][0])
+        if self._precise is not None:
+            return self._scores_of_parts(query, scale)
         shape[0] = (<cnp.ndarray>query).shape[0]
         length = kvedge_layer_range(handle.layer, &first_row)
         shape[1] = length
@@ -688,6 +771,30 @@ cdef class _LayerCore:
             self._refuse_attend(query, status)
         return out
 
+    def _scores_of_parts(self, query, scale):
+        """Scores of a plain query row, over the tokens where they are read."""
+        cdef cnp.ndarray part
+        cdef _LayerCore layer
+        cdef _Handle handle
+        cdef int64_t first_row, num_tokens
+        cdef float c_scale = NAN if scale is None else checks.as_float(scale, "scale")
+        cdef float *query_data = _floats(query)
+        cdef int num_heads = <int>(<cnp.ndarray>query).shape[0]
+        cdef kvedge_status status
+        held = self._held()
+        out = np.empty((num_heads, held.num_tokens), np.float32)
+        checks.check_finite(query, "query")
+        for span in spans_of(held, self._config):
+            own = held if span.layer is None else span.layer._held()
+            handle, first_row, num_tokens = own.source, own.start + span.at, span.stop - span.start
+            part = np.empty((num_heads, num_tokens), np.float32)
+            status = kvedge_scores(
+                handle.layer, query_data, num_heads, c_scale, first_row, num_tokens, _floats(part))
+            if status != KVEDGE_OK:
+                self._refuse_attend(query, status)
+            out[:, span.start : span.stop] = part
+        return out
+
     def _refuse_attend(self, query, status):
         """Raise what C refused about a query."""
         checks.check_finite(query, "query")
@@ -695,7 +802,7 @@ cdef class _LayerCore:
 
 
 cdef bint _fill_plain(
-    kvedge_attention_options *c, int *threads, int64_t length, scale, window, num_threads
+    kvedge_attention_options *c, int *threads, int64_t length, scale, window, tolerance, num_threads
 ) except -1:
     """Take the options that most calls pass, given as plain Python numbers in range; else False."""
     cdef double factor
@@ -711,6 +818,10 @@ cdef bint _fill_plain(
             return False
         if window < length:  # else it hides nothing, which is none
             c.window = window
+    if tolerance is not _NO_TOLERANCE:
+        if type(tolerance) is not float or not 0 <= <float><double>tolerance < 1:
+            return False
+        c.tolerance = <float><double>tolerance
     if num_threads is not None:
         if type(num_threads) is not int or not 1 <= num_threads <= _MAX_THREADS:
             return False
@@ -729,6 +840,7 @@ cdef _fill(kvedge_attention_options *c, options):
     c.softcap = options.softcap
     c.start = options.start
     c.precision_bits = options.precision_bits
+    c.tolerance = options.tolerance
     if options.sink_logits is not None:
         c.sink_logits = _floats(options.sink_logits)
     if options.alibi_slopes is not None:
@@ -773,6 +885,7 @@ class KVCache(CacheMethods):
         start=0,
         alibi_slopes=None,
         precision_bits=None,
+        tolerance=_NO_TOLERANCE,
         return_lse=False,
         out=None,
         num_threads=None,
@@ -784,7 +897,7 @@ class KVCache(CacheMethods):
         try:
             return target._attend(
                 query, scale, causal, window, sink_tokens, sink_logits, softcap, mask, start,
-                alibi_slopes, precision_bits, return_lse, out, num_threads, layout)
+                alibi_slopes, precision_bits, tolerance, return_lse, out, num_threads, layout)
         except OutOfMemoryError:
             raise
         except MemoryError as error:

@@ -6,7 +6,7 @@ from kvedge import batch as _batch
 cdef object _attend_to(
     list layers, object given, const _Array *asked, bint one_layer, bint one_row, bint hnd,
     scale, causal, window, sink_tokens, sink_logits, softcap, mask, start, alibi_slopes,
-    precision_bits, return_lse, out, num_threads
+    precision_bits, tolerance, return_lse, out, num_threads
 ):
     """Attention of a query, `given` as it was `asked`: its shape is right, for one layer or for a batch of them."""
     cdef int i, num_heads, threads = 0, num = <int>len(layers)
@@ -26,11 +26,22 @@ cdef object _attend_to(
     cdef list handles = []
     cdef list lengths = []
     cdef list first_rows = []
+    cdef list spans = []         # of each layer whose tokens lie in parts
+    cdef list part_handles = []  # theirs, which live until the call is over
+    cdef int num_parts = 0
+    cdef kvedge_part *parts
     _as_batch(&query, one_layer, one_row, hnd)
     n_rows, num_heads, head_dim = query.shape[1], <int>query.shape[2], query.shape[3]
     for layer in layers:
-        handle = (<_LayerCore>layer)._opened()
-        length = kvedge_layer_range(handle.layer, &first_row)  # once: another thread may be writing
+        if (<_LayerCore>layer)._precise is None:
+            handle = (<_LayerCore>layer)._opened()
+            length = kvedge_layer_range(handle.layer, &first_row)  # once: another thread may be writing
+            spans.append(None)
+        else:
+            held = layer._held()
+            handle, length, first_row = held.source, held.num_tokens, held.start
+            spans.append(_spans(held, layer, part_handles))
+            num_parts += <int>len(spans[-1])
         longest = length if length > longest else longest
         shortest = length if not handles or length < shortest else shortest
         handles.append(handle)
@@ -47,15 +58,15 @@ cdef object _attend_to(
         and sink_logits is None and softcap is None
         and mask is None and alibi_slopes is None and precision_bits is None
         and (return_lse is False or return_lse is True)
-        and _fill_plain(&c_options, &threads, longest, scale, window, num_threads)
+        and _fill_plain(&c_options, &threads, longest, scale, window, tolerance, num_threads)
     ):
         if not one_layer:
             _batch.check_lengths(lengths, n_rows, causal)
         options = AttendOptions.make(
             head_dim, n_rows, num_heads, longest, None if one_layer else num, scale=scale, causal=causal, window=window,
             sink_tokens=sink_tokens, sink_logits=sink_logits, softcap=softcap, mask=mask,
-            alibi_slopes=alibi_slopes, precision_bits=precision_bits, return_lse=return_lse,
-            num_threads=num_threads,
+            alibi_slopes=alibi_slopes, precision_bits=precision_bits, tolerance=tolerance,
+            return_lse=return_lse, num_threads=num_threads,
         )
         _fill(&c_options, options)
         threads = options.num_threads
@@ -75,7 +86,7 @@ cdef object _attend_to(
         out = _empty(asked.ndim, out_shape)
         _read_ndarray(<cnp.ndarray>out, &to)
     else:
-        _read_out(out, given, asked, out_shape, handles, reads, &to)
+        _read_out(out, given, asked, out_shape, handles + part_handles, reads, &to)
     _as_batch(&to, one_layer, one_row, hnd)
     lse = None
     if return_lse:
@@ -84,11 +95,13 @@ cdef object _attend_to(
         lse_data = _floats(lse)
 
     calls = <kvedge_attention_call *>PyMem_Malloc(
-        num * (sizeof(kvedge_attention_call) + sizeof(kvedge_attention_options)))
+        num * (sizeof(kvedge_attention_call) + sizeof(kvedge_attention_options))
+        + num_parts * sizeof(kvedge_part))
     if calls == NULL:
         raise OutOfMemoryError(f"no memory for a call over {num} layers")
     try:
         own = <kvedge_attention_options *>(calls + num)
+        parts = <kvedge_part *>(own + num)
         for i in range(num):
             handle = <_Handle>handles[i]
             own[i] = c_options
@@ -97,7 +110,13 @@ cdef object _attend_to(
                 own[i].start = starts[i]
             if mask_array is not None:
                 _take_mask(&own[i], mask_array, i)
-            calls[i].layer = handle.layer
+            calls[i].layer, calls[i].parts, calls[i].num_parts = handle.layer, NULL, 0
+            if spans[i]:
+                calls[i].layer, calls[i].parts, calls[i].num_parts = NULL, parts, <int>len(spans[i])
+                for part_handle, row, start_of, stop_of in spans[i]:
+                    parts.layer = (<_Handle>part_handle).layer
+                    parts.first_row, parts.position, parts.num_tokens = row, start_of, stop_of - start_of
+                    parts += 1
             calls[i].query = _rows_of(&query, i)
             calls[i].num_rows = n_rows
             calls[i].out = _rows_of(&to, i)
@@ -120,6 +139,16 @@ cdef object _attend_to(
         return out
     lse = lse[:, 0] if one_row else lse.swapaxes(1, 2) if hnd else lse
     return out, (lse[0] if one_layer else lse)
+
+
+cdef list _spans(held, layer, list handles):
+    """Parts of what a layer holds: handle, row, first token and the one after the last; handles are added to `handles`."""
+    made = []
+    for span in spans_of(held, (<_LayerCore>layer)._config):
+        own = held if span.layer is None else span.layer._held()
+        handles.append(own.source)
+        made.append((own.source, own.start + span.at, span.start, span.stop))
+    return made
 
 
 cdef _read_out(
@@ -177,6 +206,7 @@ def attend_batch(
     start=None,
     alibi_slopes=None,
     precision_bits=None,
+    tolerance=_NO_TOLERANCE,
     return_lse=False,
     out=None,
     num_threads=None,
@@ -194,8 +224,8 @@ def attend_batch(
         window = _batch.window_of(made, window)
         return _attend_to(
             made, query, &asked, False, asked.ndim == 3, hnd, scale, causal, window, sink_tokens,
-            sink_logits, softcap, mask, start, alibi_slopes, precision_bits, return_lse, out,
-            num_threads)
+            sink_logits, softcap, mask, start, alibi_slopes, precision_bits, tolerance,
+            return_lse, out, num_threads)
     except OutOfMemoryError:
         raise
     except MemoryError as error:
@@ -204,7 +234,7 @@ def attend_batch(
 
 def append_batch(layers, keys, values, *, layout="nhd"):
     cdef list made = _as_layers(layers)
-    cdef bint hnd = _is_hnd(layout), decides = False, right
+    cdef bint hnd = _is_hnd(layout), decides = False, precise = False, right
     cdef _Array key_rows, value_rows
     cdef _LayerCore layer
     right = (
@@ -216,6 +246,11 @@ def append_batch(layers, keys, values, *, layout="nhd"):
         layer._opened()
         decides = decides or layer._key_map_is_open
         right = right and not layer._frozen
+        precise = precise or layer._precise is not None
+    if precise:
+        dense_keys, dense_values = _batch.checked_rows(made, keys, values, layout)
+        _append_each(made, dense_keys, dense_values)
+        return
     if right and not decides:
         _as_batch(&key_rows, False, key_rows.ndim == 3, hnd)
         _as_batch(&value_rows, False, value_rows.ndim == 3, hnd)
@@ -236,6 +271,25 @@ def append_batch(layers, keys, values, *, layout="nhd"):
         for each, mark in marks:
             each._return_to(mark)
         raise
+
+
+cdef _append_each(list layers, dense_keys, dense_values):
+    """Append checked rows to layers of which some hold tokens in another format too: to all or none."""
+    cdef int64_t num_tokens = dense_keys.shape[1]
+    if num_tokens == 0:
+        return
+    marks = [(layer, layer._mark(), len(layer)) for layer in layers]
+    try:
+        for layer in layers:
+            layer._reserve(num_tokens)
+        for layer, rows, value_rows in zip(layers, dense_keys, dense_values):
+            layer._append(rows, value_rows)
+    except BaseException:
+        for layer, mark, length in marks:
+            layer._set_len(length)
+            layer._return_to(mark)
+        raise
+    _slide_all(layers, num_tokens)
 
 
 cdef _store_batch(list layers, keys, values, const _Array *key_rows, const _Array *value_rows, layout):

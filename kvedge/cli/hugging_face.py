@@ -9,7 +9,7 @@ import sys
 import time
 from typing import Any
 
-from kvedge.cli import storage
+from kvedge.cli import ranks, sampling, storage
 from kvedge.cli.figures import tokens_and_speed
 from kvedge.console.exits import INTERRUPTED, OK, CommandError, UsageError
 from kvedge.console.output import Output, print_json
@@ -17,7 +17,10 @@ from kvedge.console.sizes import format_size
 
 __all__ = ["add_options", "load", "run"]
 
-_FOREIGN = ("model", "tokenizer", "context", "compare", "save_session", "load_session")
+_FOREIGN = (
+    *("model", "tokenizer", "context", "window", "compare"),
+    *("save_session", "load_session", "prompt_cache"),
+)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -45,27 +48,36 @@ def run(options: argparse.Namespace, output: Output) -> int:
 
     if options.threads is not None:
         torch.set_num_threads(options.threads)
+    over = {}
+    if options.group is not None:
+        over = {"group": options.group, **ranks.placement_options(options)}
     cache = KvedgeCache(
         model.config,
         storage.dtype_of(options) or "int8",
         precision_bits=options.precision_bits,
+        tolerance=options.tolerance,
+        **over,
         **storage.cache_options(options),
     )
     chat = bool(tokenizer.chat_template) and not options.no_chat
     ids = _prompt(options.prompt or "", tokenizer, chat=chat)
     shown = 0 if chat else len(tokenizer.decode(ids[0], skip_special_tokens=True))
     stream = _Stream(tokenizer, skip_prompt=chat, show=not options.json)
-    arguments: dict[str, Any] = {"do_sample": False}
+    settings = sampling.chosen(options, {})
+    sampling.note_what_is_idle(options, settings["temperature"], output)
+    arguments = _sampling_arguments(settings)
     seed = None
-    if options.temperature:
+    if settings["temperature"] > 0:
         seed = secrets.randbelow(1 << 32) if options.seed is None else options.seed
+        if options.group is not None:
+            seed = ranks.shared_seed(options.group, seed)
         torch.manual_seed(seed)
-        arguments = {
-            "do_sample": True,
-            "temperature": options.temperature,
-            "top_p": options.top_p or 1.0,
-            "top_k": 0,
-        }
+    if options.group is not None:
+        from transformers import LogitsProcessorList
+
+        arguments["logits_processor"] = LogitsProcessorList([ranks.shared_logits(options.group)])
+    if options.stop:
+        arguments |= {"stop_strings": options.stop, "tokenizer": tokenizer}
     interrupted = False
     try:
         if options.tokens == 0:
@@ -77,7 +89,7 @@ def run(options: argparse.Namespace, output: Output) -> int:
                 ids,
                 attention_mask=torch.ones_like(ids),
                 past_key_values=cache,
-                max_new_tokens=options.tokens,
+                max_new_tokens=_most(options.tokens, model, ids.shape[1]),
                 streamer=stream,
                 pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id or 0,
                 **arguments,
@@ -93,8 +105,7 @@ def run(options: argparse.Namespace, output: Output) -> int:
         "prompt_tokens_per_second": stream.prompt_speed(ids.shape[1]),
         "generated_tokens": len(stream.tokens),
         "tokens_per_second": stream.speed(),
-        "temperature": options.temperature or 0.0,
-        "top_p": options.top_p or 1.0,
+        **sampling.figures(settings),
         "seed": seed,
         "cache": {
             "dtype": storage.dtype_of(options) or "int8",
@@ -113,11 +124,35 @@ def run(options: argparse.Namespace, output: Output) -> int:
     return INTERRUPTED if interrupted else OK
 
 
+def _sampling_arguments(settings: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of transformers' ``generate`` for the settings."""
+    arguments: dict[str, Any] = {"do_sample": False}
+    if settings["temperature"] > 0:
+        names = ("temperature", "top_k", "top_p", "min_p")
+        arguments = {"do_sample": True, **{name: settings[name] for name in names}}
+    if settings["repeat_penalty"] != 1:
+        arguments["repetition_penalty"] = settings["repeat_penalty"]
+    if settings["logit_bias"]:
+        bias = settings["logit_bias"].items()
+        arguments["sequence_bias"] = [[[token], value] for token, value in bias]
+    return arguments
+
+
+def _most(tokens: int, model: Any, prompt: int) -> int:
+    """Tokens to write at most: for -1, what the model's context has room for."""
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return tokens if tokens != -1 else max((context or 4096) - prompt, 1)
+
+
 def _check(options: argparse.Namespace) -> None:
     """Refuse options of the other models."""
     for name in _FOREIGN:
         if getattr(options, name):
             raise UsageError(f"--{name.replace('_', '-')} does not go with --hf")
+    if options.on_full == "shift":
+        raise UsageError("--on-full shift does not go with --hf")
+    if options.repeat_last is not None:
+        raise UsageError("--repeat-last does not go with --hf: transformers counts all tokens")
     if options.gguf is not None and not os.path.isfile(os.path.join(options.hf, options.gguf)):
         raise CommandError(f"{options.hf}: there is no file {options.gguf} in it")
     if not os.path.isdir(options.hf):

@@ -37,6 +37,7 @@ EXAMPLES = """\
 # pyproject.toml by the tests.
 EXTRAS = {
     "cli": ("rich",),
+    "chat": ("jinja2",),
     "gguf": ("gguf",),
     "io": ("safetensors",),
     "peers": ("matplotlib", "torch", "onnx", "onnxruntime", "threadpoolctl"),
@@ -147,6 +148,7 @@ def _obstacles(
 
 _PURPOSES = {
     "cli": "no tables, colours and progress bars",
+    "chat": "no --chat",
     "gguf": "no GGUF models",
     "io": "no saving and loading of sessions",
     "peers": "no plots of benchmarks, or fewer peers in them",

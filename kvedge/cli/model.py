@@ -17,7 +17,7 @@ __all__ = ["add_model_options", "load_model"]
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """Declare ``--model`` and ``--tokenizer``."""
     group = parser.add_argument_group("model")
-    group.add_argument("--model", metavar="FILE", help="llama2.c checkpoint or GGUF file")
+    group.add_argument("-m", "--model", metavar="FILE", help="llama2.c checkpoint or GGUF file")
     group.add_argument(
         "--tokenizer",
         metavar="FILE",

@@ -6,7 +6,9 @@ The cache is kvedge's own session file (:meth:`kvedge.KVCache.save`). Its user m
     tokens                JSON list of all token ids, the last of them perhaps not in the cache yet
     text                  the same as text, for readers of the file
     ended                 "true" if the model had ended the text
-    sampling              JSON: temperature, top_p, seed, and the state of the random generator
+    sampling              JSON: how tokens were chosen, the seed, the state of the random generator
+    exact_tokens          how many first tokens have keys and values as a fresh run would give them;
+                          fewer than all after the context was shifted
 """
 
 from __future__ import annotations
@@ -15,26 +17,30 @@ import hashlib
 import importlib.util
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvedge.cli import sampling
 from kvedge.console.exits import CommandError
 from kvedge.errors import InvalidArgumentError, MissingExtraError
 
 if TYPE_CHECKING:
     from kvedge import KVCache
-    from kvedge.llama import Generation, LlamaModel, Tokenizer
+    from kvedge.llama import Generation, LlamaModel
 
 __all__ = [
     "SavedText",
     "check_can_save",
-    "decoder_after",
+    "common_prefix",
     "load",
     "save",
     "set_random_state",
 ]
+
+
+_MORE = ("conversation",)  # metadata of conversations
 
 
 @dataclass(frozen=True)
@@ -43,14 +49,17 @@ class SavedText:
 
     tokens: Sequence[int] = field(default_factory=list)
     ended: bool = False
-    temperature: float | None = None
-    top_p: float | None = None
+    settings: dict[str, Any] = field(default_factory=dict)  # of kvedge.cli.sampling
     seed: int | None = None
     random_state: dict[str, Any] | None = None  # of NumPy's bit generator
+    exact: int = 0  # first tokens whose rows are those of a fresh run
+    more: dict[str, str] = field(default_factory=dict)  # further metadata
 
 
-def check_can_save(path: str) -> None:
+def check_can_save(path: str, *, folder: bool = False) -> None:
     """Find out before the work, not after it, that a session could not be saved.
+
+    That of several ranks is a folder, which may be there.
 
     Raises
     ------
@@ -61,35 +70,38 @@ def check_can_save(path: str) -> None:
     """
     if importlib.util.find_spec("safetensors") is None:
         raise MissingExtraError("sessions need the safetensors package: pip install 'kvedge[io]'")
-    folder = os.path.dirname(os.path.realpath(path))
-    if not os.path.isdir(folder):
-        raise CommandError(f"{path}: there is no folder {folder} to save the session in")
-    if os.path.isdir(path) or not os.access(folder, os.W_OK):
+    parent = os.path.dirname(os.path.realpath(path))
+    if not os.path.isdir(parent):
+        raise CommandError(f"{path}: there is no folder {parent} to save the session in")
+    if folder and os.path.isdir(path):
+        parent = path
+    elif folder != os.path.isdir(path) and os.path.exists(path):
+        raise CommandError(f"{path}: the session cannot be written there")
+    if not os.access(parent, os.W_OK):
         raise CommandError(f"{path}: the session cannot be written there")
 
 
 def save(path: str, cache: KVCache, text: SavedText, model: LlamaModel, model_path: str) -> None:
     """Save a cache and the text that it holds, the one whole or not at all."""
     assert model.tokenizer is not None
-    sampling = {
-        "temperature": text.temperature,
-        "top_p": text.top_p,
-        "seed": text.seed,
-        "random_state": text.random_state,
-    }
+    chosen = {**text.settings, "seed": text.seed, "random_state": text.random_state}
     metadata = {
         "model": Path(model_path).name,
         "model_sha256": _sha256(model_path),
         "tokens": json.dumps(list(text.tokens)),
         "text": model.tokenizer.decode(text.tokens),
         "ended": json.dumps(text.ended),
-        "sampling": json.dumps(sampling),
+        "sampling": json.dumps(chosen),
+        "exact_tokens": str(text.exact),
+        **text.more,
     }
     cache.save(path, metadata=metadata)
 
 
-def load(path: str, model: LlamaModel, model_path: str) -> tuple[KVCache, SavedText]:
-    """Load what :func:`save` wrote.
+def load(
+    path: str, model: LlamaModel, model_path: str, *, ranks: Mapping[str, Any] | None = None
+) -> tuple[KVCache, SavedText]:
+    """Load what :func:`save` wrote; with `ranks`, arguments of ShardedKVCache.load, a folder.
 
     Raises
     ------
@@ -98,9 +110,19 @@ def load(path: str, model: LlamaModel, model_path: str) -> tuple[KVCache, SavedT
     CorruptFileError, MissingExtraError, OSError
         As :meth:`kvedge.KVCache.load`.
     """
-    from kvedge import KVCache
+    if ranks is not None:
+        from kvedge.distributed import ShardedKVCache
 
-    cache = KVCache.load(path)
+        cache: Any = ShardedKVCache.load(path, **ranks)
+    elif os.path.isdir(path):
+        raise CommandError(
+            f"{path} is a folder: a session of several processes goes on with 'torchrun "
+            "--nproc-per-node N -m kvedge generate', also with N=1"
+        )
+    else:
+        from kvedge import KVCache
+
+        cache = KVCache.load(path)
     metadata = cache.metadata
     missing = {"model", "model_sha256", "tokens", "ended", "sampling"} - metadata.keys()
     if missing:
@@ -116,27 +138,49 @@ def load(path: str, model: LlamaModel, model_path: str) -> tuple[KVCache, SavedT
         )
     try:
         text = _saved_text(metadata, len(cache), model.config.vocab_size)
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CommandError(f"{path}: the session's metadata is damaged: {error!r}") from error
     return cache, text
 
 
 def _saved_text(metadata: dict[str, str], num_cached: int, vocab_size: int) -> SavedText:
-    tokens, sampling = json.loads(metadata["tokens"]), json.loads(metadata["sampling"])
+    tokens, chosen = json.loads(metadata["tokens"]), json.loads(metadata["sampling"])
     if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
         raise ValueError("tokens must be a list of whole numbers")
     if len(tokens) < max(num_cached, 1):
         raise ValueError(f"{len(tokens)} tokens, but {num_cached} are in the cache")
     if min(tokens) < 0 or max(tokens) >= vocab_size:
         raise ValueError(f"a token is outside the vocabulary of {vocab_size}")
+    exact = int(metadata.get("exact_tokens", len(tokens)))
+    if not 0 <= exact <= len(tokens):
+        raise ValueError(f"{exact} exact tokens of {len(tokens)}")
     return SavedText(
         tokens=tokens,
         ended=json.loads(metadata["ended"]) is True,
-        temperature=float(sampling["temperature"]),
-        top_p=float(sampling["top_p"]),
-        seed=int(sampling["seed"]),
-        random_state=sampling["random_state"],
+        settings=_settings(chosen),
+        seed=int(chosen["seed"]),
+        random_state=chosen["random_state"],
+        exact=exact,
+        more={name: text for name, text in metadata.items() if name in _MORE},
     )
+
+
+def _settings(saved: dict[str, Any]) -> dict[str, Any]:
+    """How tokens were chosen; earlier versions saved temperature and top_p alone."""
+    found = {}
+    for name, default in sampling.DEFAULTS.items():
+        if name == "logit_bias":
+            found[name] = {int(id): float(bias) for id, bias in saved.get(name, {}).items()}
+        elif name in saved or name in ("temperature", "top_p"):
+            found[name] = type(default)(saved[name])
+    return found
+
+
+def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+    """Tokens that two sequences begin with alike."""
+    pairs = zip(first, second, strict=False)
+    same = (index for index, (one, other) in enumerate(pairs) if one != other)
+    return next(same, min(len(first), len(second)))
 
 
 def _sha256(path: str) -> str:
@@ -161,15 +205,3 @@ def set_random_state(generation: Generation, state: dict[str, Any] | None) -> No
         generation.sampler.random_state = state
     except InvalidArgumentError as error:
         raise CommandError(f"the session's random state is damaged: {error}") from error
-
-
-def decoder_after(tokenizer: Tokenizer, tokens: Sequence[int]) -> Any:
-    """Return a decoder of UTF-8 that has seen some tokens: a character may be incomplete."""
-    from kvedge.llama.tokenizer import text_decoder
-
-    decoder = text_decoder()
-    previous = None
-    for token in tokens:
-        decoder.decode(tokenizer.piece(token, previous))
-        previous = token
-    return decoder

@@ -8,12 +8,22 @@ from typing import Any
 from kvedge.console.exits import UsageError
 from kvedge.console.values import positive_int
 from kvedge.core.formats import FORMATS, SCALE_TYPES
+from kvedge.core.options import as_tolerance
 from kvedge.core.recommended import AUTO, RECOMMENDED
 from kvedge.core.types import Dtype
 
 __all__ = ["add_options", "cache_options", "dtype_of"]
 
-_FLAGS = ("value_dtype", "group_size", "scale_dtype", "key_offset", "key_scale")
+_PRECISE = ("recent", "sinks", "recent_dtype")
+_FLAGS = (
+    "key_dtype",
+    "value_dtype",
+    "group_size",
+    "scale_dtype",
+    "key_offset",
+    "key_scale",
+    *_PRECISE,
+)
 
 
 def add_options(group: Any) -> None:
@@ -21,13 +31,17 @@ def add_options(group: Any) -> None:
     group.add_argument(
         "--cache",
         choices=(AUTO, *FORMATS),
-        help="how keys and values are stored; auto is int8 with --key-scale auto (default: int8)",
+        metavar="FORMAT",
+        help=f"how keys and values are stored: {AUTO}, {', '.join(FORMATS)}; {AUTO} is int8 with "
+        "--key-scale auto (default: int8)",
     )
-    group.add_argument(
-        "--value-dtype",
-        choices=tuple(FORMATS),
-        help="how values are stored, where not as keys",
-    )
+    for rows in ("key", "value"):
+        group.add_argument(
+            f"--{rows}-dtype",
+            choices=tuple(FORMATS),
+            metavar="FORMAT",
+            help=f"how {rows}s are stored, where not as --cache says",
+        )
     group.add_argument(
         "--group-size",
         type=positive_int,
@@ -47,12 +61,45 @@ def add_options(group: Any) -> None:
         "--key-offset", choices=(AUTO,), help="store int8 keys less the mean of the first tokens"
     )
     group.add_argument(
+        "--recent",
+        type=positive_int,
+        metavar="N",
+        help="read the last N tokens in --recent-dtype, which repairs most of what few bits lose",
+    )
+    group.add_argument(
+        "--sinks",
+        type=positive_int,
+        metavar="N",
+        help="read the first N tokens in --recent-dtype",
+    )
+    group.add_argument(
+        "--recent-dtype",
+        choices=tuple(FORMATS),
+        metavar="FORMAT",
+        help="how the last and first tokens are stored (default: float16)",
+    )
+    group.add_argument(
         "--precision-bits",
         type=int,
         choices=(8, 16, 24),
         help="of products in attention: 8 reads long prompts in about 0.6 of the time, at an "
         "error as large as int8's own (default: 16, or 24 where needed)",
     )
+    group.add_argument(
+        "--tolerance",
+        type=_tolerance,
+        default=0.0,
+        metavar="SHARE",
+        help="of the softmax mass that attention may leave out, such as 1e-4: values that hold no "
+        "more are not read, which saves time in long contexts (default: 0)",
+    )
+
+
+def _tolerance(text: str) -> float:
+    try:
+        return as_tolerance(float(text))
+    except ValueError as error:  # also of kvedge
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def dtype_of(options: argparse.Namespace) -> Dtype | None:
@@ -74,12 +121,12 @@ def cache_options(options: argparse.Namespace) -> dict[str, Any]:
     given = {name: value for name, value in given.items() if value is not None}
     if options.cache == AUTO:
         given.setdefault("key_scale", RECOMMENDED["key_scale"])
-    values = options.value_dtype or dtype
+    keys, values = options.key_dtype or dtype, options.value_dtype or dtype
     for name in given:
-        stored = (dtype,) if name == "key_offset" else (dtype, values)
-        of_any = name in ("key_scale", "value_dtype")
+        stored = (keys,) if name == "key_offset" else (keys, values)
+        of_any = name in ("key_scale", "key_dtype", "value_dtype", *_PRECISE)
         if not of_any and not any(FORMATS[each].has_scales for each in stored):
             scaled = " or ".join(form.name for form in FORMATS.values() if form.has_scales)
             flag = "--" + name.replace("_", "-")
-            raise UsageError(f"{flag} is for --cache {scaled}: {dtype} has no scales")
+            raise UsageError(f"{flag} is for {scaled}: {stored[0]} has no scales")
     return given

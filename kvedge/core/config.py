@@ -5,7 +5,7 @@ from __future__ import annotations
 import numbers
 import operator
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,6 +26,7 @@ FLOAT32_MAX = float(np.finfo(np.float32).max)
 MAX_CAPACITY = 1 << 40  # tokens
 MAX_KV_HEADS = 1 << 16
 MAX_HEAD_DIM = 1 << 10
+MAX_PRECISE = 1 << 16  # tokens of a layer that are kept in another format too
 # A long layer's reservation takes Linux up to 9 mappings (its 4 slabs, and the part of each on huge
 # pages), and a process may have 65530 of them.
 MAX_LAYERS = 1 << 12
@@ -47,6 +48,29 @@ class LayerConfig:
     limit: int | None = None  # most tokens it holds; None: it grows
     window: int | None = None  # it holds what rows see that see so many tokens; None: all
     value_dtype: str | None = None  # how values are stored, where not as keys
+    recent: int = 0  # last tokens that are read in another format
+    sinks: int = 0  # first tokens likewise
+    recent_dtype: str = ""  # that format; "" where there are none
+
+    @property
+    def plain(self) -> LayerConfig:
+        """The same without first and last tokens in another format."""
+        return replace(self, recent=0, sinks=0, recent_dtype="")
+
+    @property
+    def precise(self) -> LayerConfig:
+        """Of a layer that holds first or last tokens in their other format."""
+        form = FORMATS[self.recent_dtype]
+        return LayerConfig(
+            form.name,
+            1,
+            self.num_kv_heads,
+            self.head_dim,
+            self.value_head_dim,
+            self.group_size if form.has_scales and self.has_scales else self.widest,
+            self.scale_dtype if form.has_scales and self.has_scales else "float32",
+            1,
+        )
 
     @property
     def key_format(self) -> Format:
@@ -178,6 +202,21 @@ class ConfigFacts:
         return self._config.value_dtype or self._config.dtype
 
     @property
+    def recent(self) -> int:
+        """So many last tokens are read in :attr:`recent_dtype`."""
+        return self._config.recent
+
+    @property
+    def sinks(self) -> int:
+        """So many first tokens are read in :attr:`recent_dtype`."""
+        return self._config.sinks
+
+    @property
+    def recent_dtype(self) -> str | None:
+        """What first and last tokens are stored as; None if none are apart."""
+        return self._config.recent_dtype or None
+
+    @property
     def compression_ratio(self) -> float:
         """How many times smaller than float32: fp32_memory_bytes / memory_bytes."""
         return self.fp32_memory_bytes / self.memory_bytes
@@ -195,6 +234,9 @@ def layer_config(
     group_size: Any = None,
     scale_dtype: Any = "float32",
     window: Any = None,
+    recent: Any = 0,
+    sinks: Any = 0,
+    recent_dtype: Any = None,
     rows: int = 1,
 ) -> LayerConfig:
     """Check the arguments of a layer's constructor.
@@ -219,6 +261,10 @@ def layer_config(
         float16 for int8 only.
     window : int, optional
         Tokens that a query row sees, 1 to 2^40, in a layer without a capacity.
+    recent, sinks : int
+        Last and first tokens that are kept in `recent_dtype` besides, 0 to 65536.
+    recent_dtype : kvedge.core.types.Dtype, optional
+        By default float16.
 
     Returns
     -------
@@ -265,6 +311,7 @@ def layer_config(
                 f"{capacity}"
             )
         rows = min(rows, 2 * window)
+    recent, sinks, recent_dtype = _precise(recent, sinks, recent_dtype, window)
     return LayerConfig(
         str(dtype),
         rows,
@@ -276,7 +323,30 @@ def layer_config(
         capacity,
         window,
         None if value_dtype == dtype else str(value_dtype),
+        recent,
+        sinks,
+        recent_dtype,
     )
+
+
+def _precise(recent: Any, sinks: Any, recent_dtype: Any, window: int | None) -> Any:
+    """Check what is told of tokens in another format."""
+    counts = []
+    for name, given in (("recent", recent), ("sinks", sinks)):
+        number = as_int(given, name)
+        if not 0 <= number <= MAX_PRECISE:
+            raise InvalidArgumentError(f"{name} must be from 0 to {MAX_PRECISE}, not {number}")
+        counts.append(number)
+    if counts[1] and window is not None:
+        raise InvalidArgumentError(
+            f"sinks={counts[1]} are gone once window={window} has passed them: leave them out"
+        )
+    if recent_dtype is None:
+        recent_dtype = "float16"
+    elif not any(counts):
+        raise InvalidArgumentError("recent_dtype is for recent and sinks, and both are 0")
+    one_of(recent_dtype, "recent_dtype", FORMATS)
+    return (*counts, str(recent_dtype) if any(counts) else "")
 
 
 def one_of(value: Any, name: str, choices: Iterable[str]) -> None:

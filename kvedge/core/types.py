@@ -39,6 +39,7 @@ class AttendArguments(TypedDict, total=False):
     start: int
     alibi_slopes: Array | None
     precision_bits: int | None
+    tolerance: float
     num_threads: int | None
     layout: Layout
 
@@ -55,6 +56,7 @@ class BatchArguments(TypedDict, total=False):
     start: int | Sequence[int] | None
     alibi_slopes: Array | None
     precision_bits: int | None
+    tolerance: float
     num_threads: int | None
     layout: Layout
 
@@ -68,6 +70,9 @@ class StorageArguments(TypedDict, total=False):
     scale_dtype: ScaleDtype
     key_offset: Array | Literal["auto"] | Sequence[Any] | None
     key_scale: Array | Literal["auto"] | Sequence[Any] | None
+    recent: int
+    sinks: int
+    recent_dtype: Dtype | None
 
 
 class CacheArguments(StorageArguments, total=False):

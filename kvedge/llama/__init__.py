@@ -12,6 +12,7 @@ the extra ``kvedge[gguf]``.
 ', there was a little girl'
 """
 
+from .chat_template import ChatTemplate
 from .checkpoint import load_checkpoint
 from .config import LlamaConfig, rope_frequencies
 from .generate import Generation, Piece, generate, shift_context
@@ -23,6 +24,7 @@ from .tokenizer import ScoredBpeTokenizer, Tokenizer, load_llama2c_tokenizer
 from .weights import LayerWeights, LlamaWeights
 
 __all__ = [
+    "ChatTemplate",
     "Generation",
     "LayerWeights",
     "LlamaConfig",

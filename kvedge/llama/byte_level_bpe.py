@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from ..errors import InvalidArgumentError, MissingExtraError
+from .chat_template import ChatTemplate
 
 __all__ = ["TEXT_SPLITS", "ByteLevelBpeTokenizer"]
 
@@ -84,6 +85,7 @@ class ByteLevelBpeTokenizer:
         self.vocab_size = len(tokens)
         for token in (*stop_ids, *special_ids, *spelled_ids, *([] if bos_id is None else [bos_id])):
             self._check(token)
+        self.chat_template: ChatTemplate | None = None
         self.bos_id = bos_id
         self.stop_ids = frozenset(stop_ids)
         pattern = TEXT_SPLITS[split]

@@ -9,10 +9,12 @@ from typing import NamedTuple
 import numpy as np
 
 from .. import KVCache
+from ..core.options import as_tolerance
 from ..errors import CapacityExceededError, InvalidArgumentError
 from .model import LlamaModel
 from .sampling import Sampler
-from .tokenizer import Tokenizer, text_decoder
+from .text_stream import TextStream
+from .tokenizer import Tokenizer
 
 __all__ = ["Generation", "Piece", "generate", "shift_context"]
 
@@ -31,6 +33,10 @@ class Generation(Iterator[Piece]):
     ----------
     cache : KVCache
         Holds the prompt and all generated tokens but `pending`.
+    context : list of int
+        The tokens that the cache holds, those of `before` included, then `pending`.
+    dropped : int
+        Tokens that context shifts have dropped.
     prompt_tokens, tokens : list of int
         The prompt; what has been generated so far.
     logits : ndarray, shape (vocab_size,), float32, or None
@@ -39,8 +45,11 @@ class Generation(Iterator[Piece]):
         Time spent on the prompt; and on the tokens after the first, which the prompt gave. The time
         that the caller takes between two tokens is not in it.
     stop_reason : str or None
-        None while there is more to come; then ``"stop"`` (the model ended the text), ``"length"``
-        (`max_tokens` reached) or ``"context"`` (the context is full).
+        None while there is more to come; then ``"stop"`` (the model ended the text),
+        ``"stop_string"`` (one of `stop` came), ``"length"`` (`max_tokens` reached) or
+        ``"context"`` (the context is full).
+    rest : str
+        After ``"stop"``, the text that was held back and is in no piece.
     """
 
     def __init__(
@@ -54,15 +63,22 @@ class Generation(Iterator[Piece]):
         keep_tokens: int | None,
         chunk: int,
         num_threads: int | None,
-        precision_bits: int | None = None,
+        precision_bits: int | None,
+        tolerance: float,
+        before: Sequence[int],
+        stop: Sequence[str],
+        incomplete: bool,
     ) -> None:
         self.cache = cache
+        self.context = [*before, *prompt_tokens]
+        self.dropped = 0
         self.prompt_tokens = prompt_tokens
         self.tokens: list[int] = []
         self.logits: np.ndarray | None = None
         self.prompt_seconds = 0.0
         self.generation_seconds = 0.0
         self.stop_reason: str | None = None
+        self.rest = ""
         self._model = model
         self._tokenizer = tokenizer
         self._sampler = sampler
@@ -71,6 +87,9 @@ class Generation(Iterator[Piece]):
         self._chunk = chunk
         self._num_threads = num_threads
         self._precision_bits = precision_bits
+        self._tolerance = tolerance
+        self._stop = stop
+        self._incomplete = incomplete
         self._pieces = self._run()
 
     def __iter__(self) -> Generation:
@@ -100,8 +119,7 @@ class Generation(Iterator[Piece]):
         return _rate(max(len(self.tokens) - 1, 0), self.generation_seconds)
 
     def _run(self) -> Iterator[Piece]:
-        decoder = text_decoder()
-        previous = self.prompt_tokens[-1]
+        stream = TextStream(self._tokenizer, self.context, self._stop)
         started = time.perf_counter()
         for start in range(0, len(self.prompt_tokens), self._chunk):
             self._forward(self.prompt_tokens[start : start + self._chunk])
@@ -111,21 +129,24 @@ class Generation(Iterator[Piece]):
             return
         while True:
             assert self.logits is not None  # the prompt has at least one token
-            token = self._sampler(self.logits)
+            token = self._sampler(self.logits, self.context)
             if token in self._tokenizer.stop_ids:
                 self.stop_reason = "stop"
-                break
+                self.rest = stream.rest(incomplete=self._incomplete)
+                return
             self.tokens.append(token)
-            if len(self.tokens) == self._max_tokens:
+            self.context.append(token)
+            text = stream.push(token)
+            if stream.stop_string is not None:
+                self.stop_reason = "stop_string"
+            elif len(self.tokens) == self._max_tokens:
                 self.stop_reason = "length"
             elif self._is_full() and self._keep_tokens is None and self._max_tokens is None:
                 self.stop_reason = "context"
-            text = decoder.decode(self._tokenizer.piece(token, previous))
             if self.stop_reason is not None:
-                yield Piece(token, text + decoder.decode(b"", final=True))
+                yield Piece(token, text + stream.rest(incomplete=self._incomplete))
                 return
             yield Piece(token, text)
-            previous = token
 
             started = time.perf_counter()
             if self._is_full():
@@ -140,6 +161,7 @@ class Generation(Iterator[Piece]):
             last_only=True,
             num_threads=self._num_threads,
             precision_bits=self._precision_bits,
+            tolerance=self._tolerance,
         )  # (vocab_size,)
 
     def _is_full(self) -> bool:
@@ -151,7 +173,11 @@ class Generation(Iterator[Piece]):
                 f"the context of {len(self.cache)} tokens is full after {len(self.tokens)} of "
                 f"{self._max_tokens} generated tokens: ask for fewer, or for a context shift"
             )
-        shift_context(self._model, self.cache, self._keep_tokens)
+        unknown = len(self.cache) - len(self.context) + 1  # first tokens, without `before`
+        dropped = shift_context(self._model, self.cache, self._keep_tokens)
+        self.dropped += dropped
+        first = self._keep_tokens - unknown
+        del self.context[max(first, 0) : max(first + dropped, 0)]
 
 
 def generate(
@@ -163,12 +189,17 @@ def generate(
     temperature: float = 0.0,
     top_p: float = 1.0,
     seed: int | None = None,
+    sampler: Sampler | None = None,
+    stop: Sequence[str] = (),
     cache: KVCache | None = None,
+    before: Sequence[int] = (),
     context_shift: bool = False,
     keep_tokens: int = 4,
     chunk: int = 512,
     num_threads: int | None = None,
     precision_bits: int | None = None,
+    tolerance: float = 0.0,
+    incomplete: bool = True,
 ) -> Generation:
     """Continue a prompt, token by token.
 
@@ -186,8 +217,16 @@ def generate(
         ends the text or the context is full.
     temperature, top_p, seed
         See :class:`Sampler`; the default is greedy.
+    sampler : Sampler, optional
+        Draws the tokens, with options of its own; then the three above are of no effect.
+    stop : sequence of str
+        Texts that end the generation where one comes. It is in no piece, nor is what follows in its
+        last token; the tokens are kept as they were drawn.
     cache : KVCache, optional
         What came before the prompt; it is appended to. None: a new cache in int8.
+    before : sequence of int
+        The tokens that `cache` holds, where they matter: for a repeat penalty, and for a character
+        whose tokens are only in part among them.
     context_shift : bool
         When the context is full, forget the older half and go on (see :func:`shift_context`).
     keep_tokens : int
@@ -197,8 +236,12 @@ def generate(
         Prompt tokens run through the model at once.
     precision_bits : int, optional
         Of attention's products, as of ``attend``.
+    tolerance : float
+        The share of the softmax mass that attention may leave out, as of ``attend``; 0: none.
     num_threads : int, optional
         Threads for attention.
+    incomplete : bool
+        End a text that stops within a character with U+FFFD; False: leave that to a continuation.
 
     Returns
     -------
@@ -224,9 +267,13 @@ def generate(
         )
     if max_tokens is not None and max_tokens < 0:
         raise InvalidArgumentError(f"max_tokens must be 0 or more, got {max_tokens}")
+    if isinstance(stop, str) or not all(stop):
+        raise InvalidArgumentError(f"stop must be a sequence of texts, none empty, got {stop!r}")
     if chunk < 1:
         raise InvalidArgumentError(f"chunk must be 1 or more, got {chunk}")
     cache = model.new_cache() if cache is None else cache
+    if before and len(before) != len(cache):
+        raise InvalidArgumentError(f"before has {len(before)} tokens, the cache {len(cache)}")
     if isinstance(prompt, str):
         fresh = None if len(cache) == 0 else False  # None: as the model was trained
         tokens = tokenizer.encode(prompt, bos=fresh, space_prefix=fresh)
@@ -240,6 +287,11 @@ def generate(
             f"a prompt of {len(tokens)} tokens after {len(cache)} does not fit the context of "
             f"{limit}"
         )
+    if context_shift and any(cache.window):
+        raise InvalidArgumentError(
+            "a context shift needs layers that keep all tokens: this cache has windows "
+            "(model.new_cache(window=None) has none)"
+        )
     if context_shift and not 0 <= keep_tokens <= limit - 2:
         raise InvalidArgumentError(
             f"keep_tokens must be 0 to {limit - 2} in a context of {limit}, got {keep_tokens}"
@@ -249,12 +301,16 @@ def generate(
         tokenizer,
         tokens,
         cache,
-        Sampler(temperature, top_p, seed),
+        Sampler(temperature, top_p, seed) if sampler is None else sampler,
         max_tokens,
         keep_tokens if context_shift else None,
         chunk,
         num_threads,
         precision_bits,
+        as_tolerance(tolerance),
+        before,
+        stop,
+        incomplete,
     )
 
 
@@ -267,7 +323,7 @@ def shift_context(model: LlamaModel, cache: KVCache, keep_tokens: int = 4) -> in
     Parameters
     ----------
     model : LlamaModel
-        Its `rope` turns the keys.
+        Its `rope` turns the keys, or its `ropes` those of each layer.
     cache : KVCache
         The cache.
     keep_tokens : int
@@ -290,7 +346,8 @@ def shift_context(model: LlamaModel, cache: KVCache, keep_tokens: int = 4) -> in
     kept = np.r_[0:keep_tokens, keep_tokens + dropped : length]
     cache.keep(kept)
     if len(cache) > keep_tokens:
-        cache.shift(-dropped, rope=model.config.rope, start=keep_tokens)
+        c = model.config
+        cache.shift(-dropped, rope=c.ropes or c.rope, start=keep_tokens)
     return dropped
 
 

@@ -1,7 +1,8 @@
-"""Chooses the next token from logits: greedy, or at random with a temperature and top-p."""
+"""Chooses the next token from logits: greedy, or at random among the likely ones."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,9 @@ __all__ = ["Sampler"]
 class Sampler:
     """Picks a token id from logits.
 
+    The steps, in the order of Hugging Face transformers: bias, repeat penalty, temperature, top-k,
+    top-p, min-p. Each sees the probabilities that the one before left, scaled to add up to 1.
+
     Parameters
     ----------
     temperature : float
@@ -23,15 +27,35 @@ class Sampler:
         (nucleus sampling, Holtzman et al. 2019); 1 draws from all.
     seed : int, optional
         Of NumPy's default generator: the same seed and logits give the same tokens.
+    top_k : int
+        Draw from so many of the most likely tokens (Fan et al. 2018); 0 draws from all.
+    min_p : float
+        Leave out tokens less likely than `min_p` times the likeliest (Nguyen et al. 2024).
+    repeat_penalty : float
+        The logits of tokens seen lately are divided by it where positive, multiplied where negative
+        (Keskar et al. 2019, "CTRL"); 1 changes nothing.
+    repeat_last : int
+        Tokens that count as seen lately; 0 for none, -1 for all.
+    logit_bias : mapping of int to float, optional
+        Added to the logits of these tokens; ``-inf`` forbids one.
 
     Raises
     ------
     InvalidArgumentError
-        If `temperature` is negative or not finite, or `top_p` is not in (0, 1].
+        For a value out of its range.
     """
 
     def __init__(
-        self, temperature: float = 0.0, top_p: float = 1.0, seed: int | None = None
+        self,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+        *,
+        top_k: int = 0,
+        min_p: float = 0.0,
+        repeat_penalty: float = 1.0,
+        repeat_last: int = 64,
+        logit_bias: Mapping[int, float] | None = None,
     ) -> None:
         if not (np.isfinite(temperature) and temperature >= 0):
             raise InvalidArgumentError(f"temperature must be 0 or more, got {temperature}")
@@ -39,12 +63,31 @@ class Sampler:
             raise InvalidArgumentError(f"top_p must be above 0 and at most 1, got {top_p}")
         if seed is not None and seed < 0:
             raise InvalidArgumentError(f"seed must be 0 or more, got {seed}")
+        if top_k < 0:
+            raise InvalidArgumentError(f"top_k must be 0 or more, got {top_k}")
+        if not 0 <= min_p <= 1:
+            raise InvalidArgumentError(f"min_p must be 0 to 1, got {min_p}")
+        if not (np.isfinite(repeat_penalty) and repeat_penalty > 0):
+            raise InvalidArgumentError(f"repeat_penalty must be above 0, got {repeat_penalty}")
+        if repeat_last < -1:
+            raise InvalidArgumentError(f"repeat_last must be -1 or more, got {repeat_last}")
+        bias = dict(logit_bias or {})
+        if any(token < 0 or np.isnan(value) or value == np.inf for token, value in bias.items()):
+            raise InvalidArgumentError(
+                f"logit_bias must be of token ids, and finite numbers or -inf, got {bias}"
+            )
         self.temperature = float(temperature)
         self.top_p = float(top_p)
+        self.top_k = int(top_k)
+        self.min_p = float(min_p)
+        self.repeat_penalty = float(repeat_penalty)
+        self.repeat_last = int(repeat_last)
+        self.logit_bias = bias
         self._rng = np.random.default_rng(seed)
 
     def __repr__(self) -> str:
-        return f"Sampler(temperature={self.temperature}, top_p={self.top_p})"
+        names = ("temperature", "top_p", "top_k", "min_p", "repeat_penalty")
+        return f"Sampler({', '.join(f'{name}={getattr(self, name)}' for name in names)})"
 
     @property
     def random_state(self) -> dict[str, Any]:
@@ -58,10 +101,25 @@ class Sampler:
         except (ValueError, TypeError, KeyError, OverflowError) as error:
             raise InvalidArgumentError(f"not a state of {self._rng}: {error!r}") from error
 
-    def __call__(self, logits: np.ndarray) -> int:
-        """Token id drawn for `logits` of shape (vocab_size,)."""
+    def __call__(self, logits: np.ndarray, seen: Sequence[int] = ()) -> int:
+        """Token id drawn.
+
+        Parameters
+        ----------
+        logits : ndarray of float32, (vocab_size,)
+        seen : sequence of int
+            All tokens so far, for the repeat penalty.
+
+        Raises
+        ------
+        NonFiniteInputError
+            `logits` holds a NaN or an infinity.
+        InvalidArgumentError
+            `logit_bias` names a token outside the vocabulary, or forbids all.
+        """
         if not np.isfinite(logits).all():
             raise NonFiniteInputError("logits hold a NaN or an infinity")
+        logits = self._penalized(logits, seen)
         if self.temperature == 0:
             return int(np.argmax(logits))
         # probabilities up to a constant factor; float64: a cumulative sum over 100,000 tokens
@@ -69,10 +127,36 @@ class Sampler:
             scaled = (logits.astype(np.float64) - logits.max()) / self.temperature  # (vocab_size,)
         weights = np.exp(scaled)
         order = np.argsort(-weights, kind="stable")  # most likely first
-        cumulative = np.cumsum(weights[order])
+        weights = weights[order]
+        if self.top_k:
+            weights = weights[: self.top_k]
+        cumulative = np.cumsum(weights)
         if self.top_p < 1:
             # tokens up to and with the first whose cumulative probability reaches top_p
             count = int(np.searchsorted(cumulative, self.top_p * cumulative[-1])) + 1
             cumulative = cumulative[:count]
+        if self.min_p > 0:
+            count = int((weights[: cumulative.size] >= self.min_p * weights[0]).sum())
+            cumulative = cumulative[:count]
         drawn = np.searchsorted(cumulative, self._rng.random() * cumulative[-1], side="right")
         return int(order[min(drawn, cumulative.size - 1)])  # the product may round up to the sum
+
+    def _penalized(self, logits: np.ndarray, seen: Sequence[int]) -> np.ndarray:
+        """Logits after bias and repeat penalty, a copy where they change."""
+        if self.logit_bias:
+            tokens = np.fromiter(self.logit_bias, np.int64)
+            if tokens.max() >= logits.size:
+                raise InvalidArgumentError(
+                    f"logit_bias names token {tokens.max()} of a vocabulary of {logits.size}"
+                )
+            logits = logits.copy()
+            logits[tokens] += np.fromiter(self.logit_bias.values(), np.float32)
+            if logits.max() == -np.inf:
+                raise InvalidArgumentError("logit_bias forbids every token")
+        if self.repeat_penalty != 1 and self.repeat_last != 0:
+            recent = seen if self.repeat_last == -1 else seen[-self.repeat_last :]
+            tokens = np.unique(np.asarray(recent, np.int64))
+            logits, found = logits.copy(), logits[tokens]
+            penalty = np.float32(self.repeat_penalty)
+            logits[tokens] = np.where(found > 0, found / penalty, found * penalty)
+        return logits

@@ -18,6 +18,7 @@ from typing import Protocol
 import numpy as np
 
 from ..errors import CorruptFileError, InvalidArgumentError
+from .chat_template import ChatTemplate
 
 __all__ = ["ScoredBpeTokenizer", "Tokenizer", "load_llama2c_tokenizer", "text_decoder"]
 
@@ -26,6 +27,9 @@ _BYTE_TOKEN = re.compile(rb"<0x([0-9A-F]{2})>")  # SentencePiece's name for a by
 
 class Tokenizer(Protocol):
     """What :func:`kvedge.llama.generate` needs of a tokenizer."""
+
+    #: How the model was taught to chat, if it was.
+    chat_template: ChatTemplate | None
 
     @property
     def vocab_size(self) -> int:
@@ -66,6 +70,8 @@ class ScoredBpeTokenizer:
         Tokens that end one.
     special_ids : collection of int
         Tokens without text (begin, end, unknown, control). Never produced from text.
+    spelled_ids : collection of int
+        Tokens recognised where a text spells them out, such as ``<start_of_turn>``.
     unknown_id : int
         Stands for a byte that has no token of its own.
     add_bos, add_space_prefix : bool
@@ -86,6 +92,7 @@ class ScoredBpeTokenizer:
         bos_id: int = 1,
         stop_ids: Collection[int] = (1, 2),
         special_ids: Collection[int] = (0, 1, 2),
+        spelled_ids: Collection[int] = (),
         unknown_id: int = 0,
         add_bos: bool = True,
         add_space_prefix: bool = True,
@@ -95,8 +102,9 @@ class ScoredBpeTokenizer:
         if not np.isfinite(scores).all():
             raise InvalidArgumentError("a token's score is NaN or infinite")
         self.vocab_size = len(pieces)
-        for token in (bos_id, unknown_id, *stop_ids, *special_ids):
+        for token in (bos_id, unknown_id, *stop_ids, *special_ids, *spelled_ids):
             self._check(token)
+        self.chat_template: ChatTemplate | None = None
         self.bos_id = bos_id
         self.stop_ids = frozenset(stop_ids)
         self.add_bos = add_bos
@@ -112,6 +120,9 @@ class ScoredBpeTokenizer:
         for token in special_ids:
             self._text[token] = b""
         # first of equal pieces wins; special tokens are not made from text
+        self._spelled = {pieces[token].decode("utf-8", "replace"): token for token in spelled_ids}
+        longest_first = sorted(filter(None, self._spelled), key=len, reverse=True)
+        self._spelled_in = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         special = frozenset(special_ids)
         self._ids: dict[bytes, int] = {}
         for token, piece in enumerate(pieces):
@@ -149,8 +160,17 @@ class ScoredBpeTokenizer:
             raise InvalidArgumentError(f"text must be str, got {type(text).__name__}")
         bos = self.add_bos if bos is None else bos
         space_prefix = self.add_space_prefix if space_prefix is None else space_prefix
-        if text and space_prefix:
+        if text and space_prefix and not self._spelled_in.match(text):
             text = " " + text
+        found = [self.bos_id] * bos
+        at = 0
+        for match in self._spelled_in.finditer(text):
+            found += [*self._encode(text[at : match.start()]), self._spelled[match[0]]]
+            at = match.end()
+        return [*found, *self._encode(text[at:])]
+
+    def _encode(self, text: str) -> list[int]:
+        """Tokens of a text, none of them spelled out in it."""
         ids = []
         for character in text:
             try:
@@ -160,7 +180,7 @@ class ScoredBpeTokenizer:
                 raise InvalidArgumentError(f"text holds a lone surrogate, {character!r}") from error
             token = self._ids.get(utf8)
             ids.extend([token] if token is not None else [self._byte_ids[byte] for byte in utf8])
-        return [self.bos_id] * bos + self._merge(ids)
+        return self._merge(ids)
 
     def _merge(self, ids: list[int]) -> list[int]:
         """Join the best scored pair, the leftmost of equals, until no pair is a token.

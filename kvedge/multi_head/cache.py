@@ -456,7 +456,7 @@ def _restored(
     cache = MultiHeadKvCache(num_heads, config, num_query_heads=num_query_heads)
     layer = cache._layer
     layer._reserve(len(tokens[0]))
-    layer._fill(tokens, layer._key_map, layer._key_rule, 0)
+    layer._fill(tokens, layer._key_map, layer._key_rule, 0, ())
     if sketches is not None:
         cache._sketches = sketches.part(slice(None))
     return cache

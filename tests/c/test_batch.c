@@ -191,6 +191,149 @@ static void test_attend_layers(void) {
   end();
 }
 
+/* ---- Parts ---- */
+
+enum { MOST_PARTS = 5 };
+
+/* Tokens of one layer in layers of their own, of the same rows: attention over the parts is that over the whole, but for
+ * rounding. */
+static void parts_case(void) {
+  const int num_heads = 4, heads = ONE_OF(1, 2, 4), dim = ONE_OF(1, 8, 33, 64), len = ONE_OF(1, 6, 40, 300);
+  const int rows = 1 + random_below(len < 40 ? len : 40), num = 1 + random_below(MOST_PARTS);
+  const size_t outs = (size_t)(rows * num_heads * dim), lses = (size_t)(rows * num_heads);
+  float *keys = random_floats((size_t)(len * heads * dim), 2.0f),
+        *values = random_floats((size_t)(len * heads * dim), 2.0f);
+  float *query = random_floats(outs, 2.0f), *slopes = random_floats((size_t)num_heads, 0.2f);
+  float *learned = random_floats((size_t)num_heads, 3.0f), *bias = random_floats((size_t)(rows * len), 1.0f);
+  float *out = malloc(outs * sizeof *out), *expected = malloc(outs * sizeof *out);
+  float *lse = malloc(lses * sizeof *lse), *expected_lse = malloc(lses * sizeof *lse);
+  uint8_t *mask = malloc((size_t)(rows * len));
+  for (int i = 0; i < rows * len; i++) mask[i] = random_below(4) != 0;
+  kvedge_layer_config config = {.format = KVEDGE_FLOAT32, .capacity = 2 * len, .num_kv_heads = heads, .head_dim = dim};
+  kvedge_layer *whole, *layers[MOST_PARTS];
+  kvedge_part parts[MOST_PARTS];
+  CHECK(kvedge_layer_create(&config, &whole) == KVEDGE_OK);
+  CHECK(kvedge_layer_append(whole, keys, values, len) == KVEDGE_OK);
+  for (int i = 0, at = 0; i < num; i++) {
+    const int n = i + 1 < num ? random_below(len - at + 1) : len - at, before = random_below(3);
+    CHECK(kvedge_layer_create(&config, &layers[i]) == KVEDGE_OK);
+    CHECK(kvedge_layer_append(layers[i], keys, values, before < len ? before : len) == KVEDGE_OK);
+    const int64_t row = kvedge_layer_len(layers[i]);
+    if (n) CHECK(kvedge_layer_append(layers[i], keys + at * heads * dim, values + at * heads * dim, n) == KVEDGE_OK);
+    parts[i] = (kvedge_part){.layer = layers[i], .first_row = row ? row : -1, .num_tokens = n, .position = at};
+    at += n;
+  }
+  kvedge_attention_options o;
+  kvedge_attention_defaults(&o);
+  o.start = random_below(2) ? 0 : random_below(len + 1);
+  if (random_below(3) == 0) o.window = 1 + random_below(60), o.sink_tokens = random_below(9);
+  if (random_below(4) == 0) o.softcap = 3.0f;
+  if (random_below(4) == 0) o.alibi_slopes = slopes;
+  if (random_below(4) == 0) o.sink_logits = learned;
+  if (random_below(4) == 0) o.mask = mask, o.mask_strides[1] = len, o.mask_strides[2] = 1;
+  if (random_below(4) == 0) o.bias = bias, o.bias_strides[1] = len, o.bias_strides[2] = 1;
+  if (!o.window && random_below(4) == 0) o.causal = 0;
+  const kvedge_attention_call call = {
+      .parts = parts,
+      .num_parts = num,
+      .num_rows = rows,
+      .query = {query, KVEDGE_TYPE_FLOAT32, num_heads * dim * 4, dim * 4},
+      .out = {out,   KVEDGE_TYPE_FLOAT32, num_heads * dim * 4, dim * 4},
+      .lse = lse,
+      .options = &o
+  };
+  CHECK(kvedge_attend(whole, query, rows, num_heads, &o, 1, expected, expected_lse) == KVEDGE_OK);
+  for (int threads = 1; threads <= 3; threads += 2) {
+    CHECK(kvedge_attend_layers(&call, 1, num_heads, threads) == KVEDGE_OK);
+    for (size_t i = 0; i < outs; i++)
+      if (!(fabsf(out[i] - expected[i]) <= 2e-5f)) fail("%.9g, not %.9g", out[i], expected[i]);
+    for (size_t i = 0; i < lses; i++)
+      if (lse[i] != expected_lse[i] && !(fabsf(lse[i] - expected_lse[i]) <= 2e-5f))
+        fail("lse %.9g, not %.9g", lse[i], expected_lse[i]);
+    end_case();
+  }
+  for (int i = 0; i < num; i++) kvedge_layer_destroy(layers[i]);
+  kvedge_layer_destroy(whole);
+  free(keys), free(values), free(query), free(slopes), free(learned), free(bias), free(mask);
+  free(out), free(expected), free(lse), free(expected_lse);
+}
+
+static void test_parts(void) {
+  begin("parts of a sequence");
+  const int count = getenv("KVEDGE_TEST_SHORT") ? 60 : 300;
+  for (int i = 0; i < count; i++) parts_case();
+  end();
+}
+
+/* Of one shard the logarithm of the denominator, and what calls on parts are refused for. */
+static void test_parts_are_checked(void) {
+  enum { LEN = 20, HEADS = 2, DIM = 8 };
+  begin("checks of parts");
+  float *tokens = random_floats(LEN * HEADS * DIM, 1.0f), out[HEADS * DIM], lse[HEADS], both[HEADS * DIM], all[HEADS];
+  kvedge_layer_config config = {.format = KVEDGE_FLOAT32, .capacity = LEN, .num_kv_heads = HEADS, .head_dim = DIM};
+  kvedge_layer *layer, *narrow;
+  CHECK(kvedge_layer_create(&config, &layer) == KVEDGE_OK);
+  CHECK(kvedge_layer_append(layer, tokens, tokens, LEN) == KVEDGE_OK);
+  config.head_dim = 4;
+  CHECK(kvedge_layer_create(&config, &narrow) == KVEDGE_OK);
+  CHECK(kvedge_layer_append(narrow, tokens, tokens, LEN) == KVEDGE_OK);
+  kvedge_attention_options o;
+  kvedge_attention_defaults(&o);
+  const kvedge_part good[2] = {
+      {layer, 0,  12, 0 },
+      {layer, 12, 8,  12}
+  };
+  kvedge_part parts[2] = {good[0], good[1]};
+  kvedge_attention_call call = {
+      .parts = parts,
+      .num_parts = 2,
+      .num_rows = 1,
+      .query = {tokens, KVEDGE_TYPE_FLOAT32, HEADS * DIM * 4, DIM * 4},
+      .out = {both,   KVEDGE_TYPE_FLOAT32, HEADS * DIM * 4, DIM * 4},
+      .lse = all,
+      .options = &o
+  };
+  CHECK(kvedge_attend_layers(&call, 1, HEADS, 1) == KVEDGE_OK);
+  float sum[HEADS] = {0}; /* the shards one by one */
+  for (int i = 0; i < 2; i++) {
+    kvedge_attention_call shard = call;
+    shard.parts = &good[i], shard.num_parts = 1, shard.lse = lse, shard.out.data = out;
+    o.num_tokens = LEN;
+    CHECK(kvedge_attend_layers(&shard, 1, HEADS, 1) == KVEDGE_OK);
+    for (int h = 0; h < HEADS; h++) sum[h] += expf(lse[h] - all[h]);
+    o.num_tokens = 0;
+  }
+  for (int h = 0; h < HEADS; h++)
+    if (fabsf(sum[h] - 1.0f) > 1e-5f) fail("shards sum up to %.9g", sum[h]);
+  end_case();
+#define REFUSED(change)                                                                                                \
+  do {                                                                                                                 \
+    kvedge_attention_call kept = call;                                                                                 \
+    parts[0] = good[0], parts[1] = good[1];                                                                            \
+    change;                                                                                                            \
+    CHECK(kvedge_attend_layers(&call, 1, HEADS, 1) == KVEDGE_ERROR_ARGUMENT);                                          \
+    call = kept, o.num_tokens = 0;                                                                                     \
+    end_case();                                                                                                        \
+  } while (0)
+  REFUSED(call.layer = layer);
+  REFUSED(call.parts = NULL);
+  REFUSED(call.num_parts = -1);
+  REFUSED(call.num_parts = 5000);
+  REFUSED(parts[1].layer = NULL);
+  REFUSED(parts[1].layer = narrow);
+  REFUSED(parts[1].position = 11);
+  REFUSED(parts[0].position = -1);
+  REFUSED(parts[1].position = INT64_MAX - 2);
+  REFUSED(parts[0].num_tokens = -1);
+  REFUSED(parts[1].num_tokens = 9);
+  REFUSED(parts[0].num_tokens = parts[1].num_tokens = 0; parts[1].position = 0);
+  REFUSED(o.num_tokens = LEN - 1);
+  REFUSED(call.num_rows = LEN + 1);
+#undef REFUSED
+  kvedge_layer_destroy(layer), kvedge_layer_destroy(narrow), free(tokens);
+  end();
+}
+
 /* A prompt in every layer: more rows than run together. */
 static void test_prompts(void) {
   enum { LEN = 700, NUM = 3, HEADS = 2, DIM = 8 };
@@ -426,6 +569,8 @@ static void test_errors_of_a_batch(void) {
 int main(void) {
   printf("path %s\n", kvedge_isa_name());
   test_attend_layers();
+  test_parts();
+  test_parts_are_checked();
   test_prompts();
   test_narrow_results();
   test_errors_of_layers();

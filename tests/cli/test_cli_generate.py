@@ -78,7 +78,7 @@ def test_the_summary_without_rich_is_tab_separated(capsys, monkeypatch):
     monkeypatch.setattr(output, "rich", None)
     assert main(["generate", "--tokens", "2"]) == exits.OK
     lines = capsys.readouterr().err.splitlines()
-    assert "kvedge[cli]" in lines[0]
+    assert lines[0] == "kvedge generate"
     assert any(line.startswith("cache\tint8, 2 tokens in ") for line in lines)
 
 
@@ -120,24 +120,34 @@ def test_every_option_of_storage_reaches_the_cache(session, capsys):
     _generate(capsys, "--load-session", session, "--tokens", 2, *arguments)
 
 
+def test_first_and_last_tokens_reach_the_cache(session, capsys):
+    arguments = ("--cache", "int4", "--recent", 16, "--sinks", 2, "--recent-dtype", "bfloat16")
+    _generate(capsys, "--tokens", 20, *arguments, "--save-session", session)
+    cache = kvedge.KVCache.load(session)
+    assert (cache.recent, cache.sinks, cache.recent_dtype) == (16, 2, "bfloat16")
+    _generate(capsys, "--load-session", session, "--tokens", 2, *arguments)
+    assert main(["generate", "--load-session", str(session), "--recent", "9"]) == exits.USAGE
+    assert "the session's cache has 16" in capsys.readouterr().err
+
+
 def test_cache_auto_is_what_is_recommended(session, capsys):
     _generate(capsys, "--tokens", 20, "--cache", "auto", "--save-session", session)
     cache = kvedge.KVCache.load(session)
     assert cache.dtype == "int8" and cache.key_scale is not None and cache.key_offset is None
 
 
-def test_precision_bits_reach_attention(capsys, monkeypatch):
+def test_precision_bits_and_tolerance_reach_attention(capsys, monkeypatch):
     seen = set()
 
     def forward(*arguments, **options):
-        seen.add(options["precision_bits"])
+        seen.add((options["precision_bits"], options["tolerance"]))
         return run(*arguments, **options)
 
     run = LlamaModel.forward
     monkeypatch.setattr(LlamaModel, "forward", forward)
     _generate(capsys, "--tokens", 3, "--precision-bits", 8)
-    _generate(capsys, "--tokens", 3)
-    assert seen == {8, None}
+    _generate(capsys, "--tokens", 3, "--tolerance", 0.25)
+    assert seen == {(8, 0.0), (None, 0.25)}
 
 
 def test_a_seed_repeats_the_same_text_and_another_gives_another(capsys):
@@ -379,22 +389,188 @@ class _Tokenizer:
 
         original, calls = Sampler.__call__, []
 
-        def sample(self, logits):
+        def sample(self, logits, seen=()):
             calls.append(0)
-            return 1 if len(calls) > count else original(self, logits)
+            return 1 if len(calls) > count else original(self, logits, seen)
 
         monkeypatch.setattr(Sampler, "__call__", sample)
         return count
 
 
-def test_a_character_split_between_two_sessions_is_completed():
-    class Bytes:
-        def piece(self, token, previous=None):
-            return bytes([token])
+# ---- the prompt: from a file, stdin, a prompt cache ----------------------------------------------
 
-    first, second = "é".encode()
-    decoder = resume.decoder_after(Bytes(), [ord("a"), first])
-    assert decoder.decode(bytes([second])) == "é"
+
+def test_a_prompt_comes_from_a_file_without_its_last_line_end(tmp_path, capsys):
+    file = tmp_path / "prompt.txt"
+    file.write_bytes(b"Once upon\n a time\r\n")
+    report = _generate(capsys, "-f", file, "-n", 3)
+    assert report["prompt"] == "Once upon\n a time"
+
+
+@pytest.mark.parametrize("arguments", [("-p", "-"), ("-f", "-"), ("--file", "-")])
+def test_a_prompt_comes_from_stdin(arguments, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Tom saw a\n"))
+    assert _generate(capsys, *arguments, "-n", 3)["whole_text"].startswith("Tom saw a")
+
+
+def test_prompts_that_cannot_be_read_are_clear_errors(tmp_path, capsys):
+    file = tmp_path / "prompt.txt"
+    file.write_bytes(b"\xff\xfe")
+    assert "UTF-8" in _fails(capsys, "-f", file)
+    assert "No such file" in _fails(capsys, "-f", tmp_path / "none")
+    assert "--file" in _fails(capsys, "-f", file, "-p", "x", code=exits.USAGE)
+
+
+def test_a_prompt_cache_keeps_the_longest_common_prefix(session, capsys):
+    first = _generate(capsys, "-p", "Once upon a time there", "-n", 4, "--prompt-cache", session)
+    assert first["reused_tokens"] == 0
+    tokens = LlamaModel.from_file(STORIES_MODEL).tokenizer.encode
+    common = resume.common_prefix(
+        [*tokens("Once upon a time there"), *first["tokens"]], tokens("Once upon a dog")
+    )
+    other = _generate(capsys, "-p", "Once upon a dog", "-n", 4, "--prompt-cache", session)
+    assert other["reused_tokens"] == common > 3
+    assert other["prompt_tokens"] == len(tokens("Once upon a dog")) - common
+    alone = _generate(capsys, "-p", "Once upon a dog", "-n", 4)
+    assert other["tokens"] == alone["tokens"] and other["cache"] == alone["cache"]
+    again = _generate(capsys, "-p", "Once upon a dog", "-n", 4, "--prompt-cache", session)
+    assert again["prompt_tokens"] == 1 and again["tokens"] == alone["tokens"]
+
+
+def test_a_prompt_cache_of_another_storage_or_model_is_refused(session, capsys):
+    _generate(capsys, "-p", "Once upon", "-n", 1, "--prompt-cache", session)
+    error = _fails(capsys, "--prompt-cache", session, "--cache", "float32", code=exits.USAGE)
+    assert "int8" in error
+    error = _fails(capsys, "--prompt-cache", session, "--load-session", session, code=exits.USAGE)
+    assert "--load-session" in error
+
+
+def test_after_a_shift_a_prompt_cache_holds_only_what_a_fresh_run_would(session, capsys):
+    arguments = ("-c", 32, "--on-full", "shift", "-n", 60, "--prompt-cache", session)
+    _generate(capsys, "-p", "Once upon a time there was", *arguments)
+    report = _generate(capsys, "-p", "Once upon a time there was", *arguments)
+    assert report["reused_tokens"] == 4  # --keep
+    alone = _generate(capsys, "-p", "Once upon a time there was", *arguments[:-2])
+    assert report["tokens"] == alone["tokens"]
+
+
+# ---- a full context ------------------------------------------------------------------------------
+
+
+def test_on_full_shift_goes_on_past_the_context(session, capsys):
+    arguments = ("-c", 32, "--on-full", "shift", "--save-session", session)
+    report = _generate(capsys, "-n", 100, *arguments)
+    assert report["generated_tokens"] == 100 and report["stop_reason"] == "length"
+    assert report["cache"]["tokens"] <= 32
+    whole = _generate(capsys, "-n", 130, *arguments[:-2])
+    more = _generate(capsys, "--load-session", session, "-n", 30, "--on-full", "shift")
+    assert report["text"] + more["text"] == whole["text"]
+
+
+def test_minus_one_writes_until_the_context_is_full(capsys):
+    report = _generate(capsys, "-n", -1, "-c", 16)
+    assert report["stop_reason"] == "context" and report["generated_tokens"] == 16
+
+
+def test_keep_says_which_first_tokens_stay(capsys, monkeypatch):
+    seen = set()
+    keep = kvedge.KVCache.keep
+
+    def note(self, indices):
+        seen.add(tuple(indices[:7]))
+        return keep(self, indices)
+
+    monkeypatch.setattr(kvedge.KVCache, "keep", note)
+    _generate(capsys, "-n", 40, "-c", 24, "--on-full", "shift", "--keep", 6)
+    assert all(first[:6] == (0, 1, 2, 3, 4, 5) and first[6] > 6 for first in seen) and seen
+
+
+# ---- the choice of tokens ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stop", ["little", " was", "girl named", "e, t"])
+def test_a_stop_text_ends_the_text_before_it(stop, capsys):
+    report = _generate(capsys, "-n", 60, "--stop", stop, "--stop", "never")
+    assert report["stop_reason"] == "stop_string"
+    assert report["text"] == BEGINNING[: BEGINNING.index(stop)]
+
+
+def test_a_stop_text_is_never_shown_in_part(capsys):
+    assert main(["generate", "-n", "60", "--stop", "girl named Lily"]) == exits.OK
+    assert capsys.readouterr().out.removesuffix("\n") == BEGINNING[: BEGINNING.index("girl")]
+
+
+def test_what_only_looked_like_a_stop_text_is_shown(capsys):
+    whole = _generate(capsys, "-n", 30)
+    assert (
+        _generate(capsys, "-n", 30, "--stop", "little dog", "--stop", "park?")["text"]
+        == (whole["text"])
+    )
+
+
+def test_a_forbidden_token_does_not_come(capsys):
+    first = _generate(capsys, "-n", 12)["tokens"]
+    report = _generate(capsys, "-n", 12, "--logit-bias", f"{first[0]}-inf")
+    assert first[0] not in report["tokens"]
+    assert report["logit_bias"] == {str(first[0]): None}
+    forced = _generate(capsys, "-n", 3, "--logit-bias", f"{first[3]}+100")
+    assert forced["tokens"] == [first[3]] * 3
+
+
+def test_top_k_of_one_is_greedy_and_a_penalty_changes_the_text(capsys):
+    greedy = _generate(capsys, "-n", 30)["tokens"]
+    assert _generate(capsys, "-n", 30, "--temp", 1, "--top-k", 1)["tokens"] == greedy
+    assert _generate(capsys, "-n", 30, "--temp", 1, "--min-p", 1)["tokens"] == greedy
+    assert _generate(capsys, "-n", 30, "--repeat-penalty", 2)["tokens"] != greedy
+
+
+def test_flags_of_draws_without_a_temperature_are_told_to_be_idle(capsys):
+    assert main(["generate", "-n", "1", "--top-k", "5", "--min-p", "0.1"]) == exits.OK
+    assert "--top-k, --min-p: of no effect" in capsys.readouterr().err
+
+
+def test_sampling_options_go_on_with_the_session(session, capsys):
+    arguments = ("--temp", 1, "--top-k", 20, "--repeat-penalty", 1.3, "--seed", 5)
+    bias = ("--logit-bias", "300-inf")
+    whole = _generate(capsys, "-n", 40, *arguments, *bias)
+    first = _generate(capsys, "-n", 15, *arguments, *bias, "--save-session", session)
+    more = _generate(capsys, "-n", 25, "--load-session", session)
+    assert first["tokens"] + more["tokens"] == whole["tokens"]
+    assert more["top_k"] == 20 and more["logit_bias"] == {"300": None}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--logit-bias", "300"),
+        ("--logit-bias", "300+nan"),
+        ("--logit-bias", "-1+2"),
+        ("--logit-bias", "99999+1"),
+        ("--min-p", 1.5),
+        ("--repeat-penalty", 0),
+        ("--repeat-last", -2),
+        ("--top-k", -1),
+        ("--stop", ""),
+        ("--window", "8,8"),
+        ("--window", "8", "--on-full", "shift"),
+        ("--compare", "--top-k", 3),
+        ("--system", "x"),
+        ("--chat", "--json"),
+    ],
+)
+def test_values_that_make_no_sense_are_refused(arguments, capsys):
+    _fails(capsys, *arguments, code=exits.USAGE)
+
+
+def test_windows_and_formats_of_keys_reach_the_cache(session, capsys):
+    more = ("--key-dtype", "float16", "--value-dtype", "int4", "--window", "16,0,16,0,16")
+    _generate(capsys, "-n", 40, *more, "--save-session", session)
+    cache = kvedge.KVCache.load(session)
+    assert (cache.dtype, cache.value_dtype) == ("float16", "int4")
+    assert cache.window == (16, None, 16, None, 16)
+    _generate(capsys, "-n", 4, *more, "--load-session", session)
+    _fails(capsys, "--load-session", session, "--window", 16, code=exits.USAGE)
+    _fails(capsys, "--load-session", session, "--key-dtype", "int8", code=exits.USAGE)
 
 
 # ---- int8 against float32 ------------------------------------------------------------------------
@@ -430,7 +606,7 @@ class _Scripted:
     def __init__(self, **texts):
         self.texts = texts  # one per dtype
 
-    def forward(self, tokens, cache, *, last_only, num_threads, precision_bits):
+    def forward(self, tokens, cache, *, last_only, num_threads, precision_bits, tolerance):
         cache.tokens.extend(tokens)
         logits = np.zeros(10, np.float32)
         written = len(cache.tokens) - 1  # after a prompt of one token

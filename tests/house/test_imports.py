@@ -19,6 +19,7 @@ ORDER = [
         "kvedge.rows",
         "kvedge.merge",
         "kvedge.threads",
+        "kvedge.layer_precise",
         "kvedge.snapshot",
     ],
     ["kvedge.session", "kvedge.session_load", "kvedge.tensor_file"],
@@ -42,6 +43,7 @@ ORDER = [
     ["kvedge.backends"],
     ["kvedge.system"],
     ["kvedge"],  # the public names
+    ["kvedge.distributed"],
     ["kvedge.llama"],
     ["kvedge.transformers"],
     ["kvedge.evaluation"],

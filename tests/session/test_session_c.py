@@ -139,6 +139,9 @@ def test_c_copies_any_metadata(copy, tmp_path, rng, tokens):
 )
 def test_c_copies_files_of_earlier_versions(copy, tmp_path, path):
     """Their fields were in another order, so as a new save of them."""
+    if "recent" in path.stem:  # C layers hold a token once
+        assert "does not know" in copy(path, tmp_path / "c.safetensors")
+        return
     assert copy(path, tmp_path / "c.safetensors") == ""
     KVCache.load(path).save(tmp_path / "python.safetensors")
     copied = (tmp_path / "c.safetensors").read_bytes()

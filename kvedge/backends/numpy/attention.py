@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,37 +27,62 @@ _KV_NUMBERS = 1 << 18  # of keys or of values in a block: 2 MiB of float64, a sh
 _SCORE_NUMBERS = 1 << 20  # in a block: 8 MiB of float64
 
 
+class StoredSpan(NamedTuple):
+    """Tokens start to stop of what is attended to, stored alike."""
+
+    slabs: Slabs  # their rows
+    config: LayerConfig
+    key_map: KeyMap
+    start: int
+    stop: int
+
+    def rows(self, values: bool, heads: slice, at: Any, *, with_offset: bool) -> np.ndarray:
+        """float64 (tokens, heads, channels) of rows `at`; keys with their offset or without."""
+        rows = self.slabs.side(values, self.config).decode((at, heads), np.float64)
+        offset, scale = self.key_map
+        if scale is not None and not values:
+            rows = np.asarray(rows * scale[heads])
+        if offset is not None and not values and with_offset:
+            rows = np.asarray(rows + offset[heads])
+        return rows
+
+
 class Stored:
-    """What is attended to: the slabs of a layer, and which part of them is in use.
+    """What is attended to: the tokens of a layer.
 
     Parameters
     ----------
-    slabs : Slabs
+    spans : list of StoredSpan
+        All tokens, in their order.
     config : LayerConfig
+        The layer's.
     length : int
         Tokens stored.
-    key_map : KeyMap
-        How the keys are stored.
     """
 
-    def __init__(self, slabs: Slabs, config: LayerConfig, length: int, key_map: KeyMap) -> None:
-        self.slabs = slabs
+    def __init__(self, spans: list[StoredSpan], config: LayerConfig, length: int) -> None:
+        self.spans = spans
         self.config = config
         self.length = length
-        self.key_map = key_map
+        # What all keys are stored less, where it is one vector.
+        self.offset = spans[0].key_map.offset if len(spans) == 1 else None
 
     def keys(self, heads: slice, tokens: slice) -> np.ndarray:
-        """float64 (tokens, heads, head_dim) without the offset; exact."""
-        rows = self._rows(False, heads, tokens)
-        scale = self.key_map.scale
-        return rows if scale is None else np.asarray(rows * scale[heads])
+        """float64 (tokens, heads, head_dim) without `offset`; exact."""
+        return self._joined(False, heads, tokens)
 
     def values(self, heads: slice, tokens: slice) -> np.ndarray:
         """float64 (tokens, heads, value_head_dim); exact."""
-        return self._rows(True, heads, tokens)
+        return self._joined(True, heads, tokens)
 
-    def _rows(self, values: bool, heads: slice, tokens: Any) -> np.ndarray:
-        return self.slabs.side(values, self.config).decode((tokens, heads), np.float64)
+    def _joined(self, values: bool, heads: slice, tokens: slice) -> np.ndarray:
+        parts = []
+        for span in self.spans:
+            start, stop = max(tokens.start, span.start), min(tokens.stop, span.stop)
+            if start < stop:
+                at = slice(start - span.start, stop - span.start)
+                parts.append(span.rows(values, heads, at, with_offset=len(self.spans) > 1))
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def attend(
@@ -191,9 +216,9 @@ def _weighted_sum(weights: np.ndarray, values: np.ndarray) -> np.ndarray:
 
 def _offset_logits(stored: Stored, query: np.ndarray, heads: slice, scale: float) -> np.ndarray:
     """What the key offset adds to all logits of a row: (H, g, R)."""
-    if stored.key_map.offset is None:
+    if stored.offset is None:
         return np.zeros(query.shape[:3])
-    offset = stored.key_map.offset[heads].astype(np.float64)  # (H, D)
+    offset = stored.offset[heads].astype(np.float64)  # (H, D)
     return np.asarray(scale * np.einsum("hgrd,hd->hgr", query, offset))
 
 

@@ -52,7 +52,9 @@ def attend_batch(
         **options,
     )
     starts = checks.as_starts(start, lengths)
-    slabs = [slab for one in held for slab in one.slabs]
+    slabs = [
+        slab for layer, one in zip(layers, held, strict=True) for slab in layer._memory_of(one)
+    ]
     reads = (arrays.memory_of(query, "query"), *made.arrays(), *slabs)
     shape = rows[:, 0].shape if single else arrays.in_nhd(rows, layout).shape
     shape = layers[0]._config.out_shape(shape)

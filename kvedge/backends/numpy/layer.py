@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -18,6 +18,7 @@ from kvedge.core.options import AttendOptions, takes_options_of
 from kvedge.core.rows import RowShape
 from kvedge.core.types import Array, Floats, Layout
 from kvedge.layer_core import LayerCore, document
+from kvedge.layer_precise import spans_of
 from kvedge.layer_types import layer_classes
 
 _BLOCK_NUMBERS = 1 << 20  # float32 numbers worked on at a time: 4 MiB
@@ -36,9 +37,11 @@ class _LayerCore(LayerCore):
         def _return_to(self, mark: tuple[Any, ...]) -> None: ...
         def _reserve(self, n: int) -> None: ...
         def _slide(self, n: int) -> None: ...
+        def _memory_of(self, held: Held) -> Sequence[np.ndarray]: ...
 
     def _open(self, config: LayerConfig, slabs: Slabs | None = None) -> None:
         self._frozen = False
+        self._precise = None
         slabs = memory.reserve_slabs(config) if slabs is None else slabs
         self._now = Held(slabs, 0, 0, 0, NO_MAP)
         self._last_row = 0
@@ -46,13 +49,18 @@ class _LayerCore(LayerCore):
 
     def __len__(self) -> int:
         """Tokens stored."""
-        return self._now.num_tokens
+        return self._held().num_tokens
 
     def _held(self) -> Held:
-        return self._now
+        if self._precise is None:
+            return self._now
+        parts = self._precise.now  # first: see the native backend
+        held = self._now
+        n = max(0, min(held.num_tokens, parts.end - held.num_dropped))
+        return held._replace(num_tokens=n, parts=parts)
 
     def _end(self) -> int:
-        held = self._now
+        held = self._held()
         return held.num_dropped + held.num_tokens
 
     def _written(self) -> int:
@@ -79,6 +87,8 @@ class _LayerCore(LayerCore):
     def _set_len(self, n: int) -> None:
         self._filled(0, n)
         self._now = self._now._replace(num_tokens=n)
+        if self._precise is not None:
+            self._precise.set_end(self._now.num_dropped + n)
 
     def _drop(self, n: int) -> None:
         held = self._now
@@ -91,6 +101,8 @@ class _LayerCore(LayerCore):
     def _restart(self, num_dropped: int = 0) -> None:
         self._now = self._now._replace(start=0, num_tokens=0, num_dropped=num_dropped)
         self._last_row = 0
+        if self._precise is not None:
+            self._precise.restart(num_dropped)
 
     def _set_key_map(self, key_map: KeyMap) -> None:
         self._bind(self._slabs, self._config, key_map)
@@ -138,12 +150,25 @@ class _LayerCore(LayerCore):
         config = self._config
         self._refuse(keys, self._key_map, "keys", config.key_format, config.key_rows)
         self._refuse(values, NO_MAP, "values", config.value_format, config.value_rows)
+        if self._precise is not None:
+            self._precise.refuse(keys, values)
 
     def _store_ready(self, keys: np.ndarray, values: np.ndarray) -> None:
         """Append rows that are checked, and that there is room for."""
-        held = self._now
+        if self._precise is None:
+            self._store_in_slabs(keys, values)
+            return
+        made = self._precise.begin(self._end(), len(keys))
+        made.first.layer._store_in_slabs(keys[: made.sinks], values[: made.sinks])
+        made.last.layer._store_in_slabs(keys[made.skipped :], values[made.skipped :])
+        self._store_in_slabs(keys, values)
+        self._precise.commit(made)
+
+    def _store_in_slabs(self, keys: np.ndarray, values: np.ndarray) -> None:
+        held, n = self._now, len(keys)
         self._write(held.start + held.num_tokens, keys, values)
-        self._set_len(held.num_tokens + len(keys))
+        self._filled(held.num_tokens, n)
+        self._now = held._replace(num_tokens=held.num_tokens + n)
 
     def _refuse(
         self, rows: np.ndarray, key_map: KeyMap, name: str, form: Format, shape: RowShape
@@ -173,6 +198,21 @@ class _LayerCore(LayerCore):
         return (slice(start, min(n, start + step)) for start in range(0, n, step))
 
     def _dequantize(
+        self, held: Held, values: bool, start: int, stop: int, out: np.ndarray
+    ) -> Floats:
+        if held.parts is None:
+            return self._dequantize_rows(held, values, start, stop, out)
+        for span in spans_of(held, self._config):
+            first, last = max(start, span.start), min(stop, span.stop)
+            if first < last:
+                layer = self if span.layer is None else span.layer
+                own = held if span.layer is None else layer._held()
+                at = span.at + first - span.start
+                to = out[first - start : last - start]
+                layer._dequantize_rows(own, values, at, at + last - first, to)
+        return out
+
+    def _dequantize_rows(
         self, held: Held, values: bool, start: int, stop: int, out: np.ndarray
     ) -> Floats:
         stored = held.tokens.side(values, self._config)
@@ -209,7 +249,7 @@ class _LayerCore(LayerCore):
             **options,
         )
         given = rows.shape[1:] if single else arrays.in_nhd(rows, layout).shape
-        reads = (arrays.memory_of(query, "query"), *held.slabs, *made.arrays())
+        reads = (arrays.memory_of(query, "query"), *self._memory_of(held), *made.arrays())
         target = arrays.as_target(out, self._config.out_shape(given), reads=reads, layout=layout)
         to = target.rows[np.newaxis] if single else target.rows
         lse = attention.attend(self._stored(held), rows, made, to)
@@ -223,7 +263,14 @@ class _LayerCore(LayerCore):
         return attention.scores(self._stored(self._held()), rows, scale)
 
     def _stored(self, held: Held) -> attention.Stored:
-        return attention.Stored(held.tokens, self._config, held.num_tokens, held.source)
+        spans = []
+        for span in spans_of(held, self._config):
+            own = held if span.layer is None else span.layer._held()
+            config = self._config if span.layer is None else span.layer._config
+            rows = slice(own.start + span.at, own.start + span.at + span.stop - span.start)
+            slabs = Slabs(*(slab[rows] for slab in own.slabs))
+            spans.append(attention.StoredSpan(slabs, config, own.source, span.start, span.stop))
+        return attention.Stored(spans, self._config, held.num_tokens)
 
 
 document(_LayerCore)

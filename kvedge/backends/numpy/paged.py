@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -43,10 +42,12 @@ class _StoredInBlocks(attention.Stored):
     """The tokens of a sequence, wherever their blocks lie."""
 
     def __init__(self, store: BlockStore, length: int, table: np.ndarray, block_size: int) -> None:
-        super().__init__(store._slabs, store._config, length, store._key_map)
+        span = attention.StoredSpan(store._slabs, store._config, store._key_map, 0, length)
+        super().__init__([span], store._config, length)
         self._table = table.astype(np.int64)
         self._block_size = block_size
 
-    def _rows(self, values: bool, heads: slice, tokens: Any) -> np.ndarray:
+    def _joined(self, values: bool, heads: slice, tokens: slice) -> np.ndarray:
         blocks, rows = np.divmod(np.arange(tokens.start, tokens.stop), self._block_size)
-        return super()._rows(values, heads, self._table[blocks] * self._block_size + rows)
+        at = self._table[blocks] * self._block_size + rows
+        return self.spans[0].rows(values, heads, at, with_offset=False)

@@ -1,0 +1,156 @@
+/* Calls whose tokens lie in several layers: a part is attended to like a layer of its own, at its place in the sequence, and
+ * the results are merged by their softmax denominators, exactly but for rounding (in double). */
+#include <math.h>
+#include <stdlib.h>
+
+#include "attention/parts.h"
+
+/* Tokens of all parts; 0: they do not follow one another. */
+static int64_t tokens_in(const kvedge_attention_call *call) {
+  int64_t stop = 0;
+  if (!call->parts || call->num_parts < 1) return 0;
+  for (int i = 0; i < call->num_parts; i++) {
+    const kvedge_part *p = &call->parts[i];
+    if (!p->layer || p->num_tokens < 0 || p->position < stop) return 0;
+    if (p->position > KVEDGE_MOST_TOKENS || p->num_tokens > KVEDGE_MOST_TOKENS) return 0;
+    stop = p->position + p->num_tokens;
+  }
+  return stop;
+}
+
+/* Do the results of all parts have one shape? */
+static int are_alike(const kvedge_attention_call *call) {
+  const kvedge_layer *first = call->parts[0].layer;
+  for (int i = 1; i < call->num_parts; i++) {
+    const kvedge_layer *other = call->parts[i].layer;
+    if (other->config.num_kv_heads != first->config.num_kv_heads || other->keys.shape.dim != first->keys.shape.dim ||
+        other->values.shape.dim != first->values.shape.dim)
+      return 0;
+  }
+  return 1;
+}
+
+static kvedge_status check(const kvedge_attention_call *call, int num_heads, int64_t *len) {
+  const kvedge_attention_options *o = call->options;
+  *len = call->layer ? 0 : tokens_in(call);
+  if (*len == 0 || !are_alike(call)) return KVEDGE_ERROR_ARGUMENT;
+  if (o && o->num_tokens) {
+    if (o->num_tokens < *len || o->num_tokens > KVEDGE_MOST_TOKENS) return KVEDGE_ERROR_ARGUMENT;
+    *len = o->num_tokens;
+  }
+  if (!kvedge_array_is_valid(&call->query) || !kvedge_array_is_valid(&call->out)) return KVEDGE_ERROR_ARGUMENT;
+  kvedge_segment unused;
+  kvedge_cache_view view = kvedge_layer_view(call->parts[0].layer, NULL, &unused);
+  if (!kvedge_array_is_apart(&call->out, call->num_rows, num_heads, view.side[VALUES].shape.dim))
+    return KVEDGE_ERROR_ARGUMENT;
+  view.len = *len;
+  return kvedge_attention_check(&view, &call->query, call->num_rows, num_heads, o);
+}
+
+static int64_t clamp(int64_t x, int64_t most) { return x < 0 ? 0 : x > most ? most : x; }
+
+/* The request for one part; 0: it has no token that is seen. */
+static int request_of_part(const kvedge_attention_call *call, const kvedge_part *part, int64_t len,
+                           kvedge_part_room *room, kvedge_request *request) {
+  kvedge_attention_options *own = &room->options;
+  if (call->options) *own = *call->options;
+  else kvedge_attention_defaults(own);
+  const int64_t start = clamp(own->start - part->position, part->num_tokens);
+  if (start == part->num_tokens) return 0;
+  own->num_tokens = part->num_tokens;
+  own->first_row = part->first_row;
+  const kvedge_cache_view view = kvedge_layer_view(part->layer, own, &room->segment);
+  *request = (kvedge_request){.view = view,
+                              .num_rows = call->num_rows,
+                              .first_position = len - call->num_rows - part->position - start,
+                              .query = call->query,
+                              .out = call->out,
+                              .lse = call->lse,
+                              .options = own};
+  if (view.len != part->num_tokens) return 1; /* the layer does not hold it: refused by the caller */
+  kvedge_cut_view(&request->view, &room->segment, start);
+  const int64_t sinks = clamp(own->sink_tokens, KVEDGE_MOST_TOKENS); /* from the call's start on */
+  own->sink_tokens = clamp(own->start + sinks - part->position - start, part->num_tokens - start);
+  if (own->mask) own->mask += part->position * own->mask_strides[2];
+  if (own->bias) own->bias += part->position * own->bias_strides[2];
+  own->start = start;
+  return 1;
+}
+
+int kvedge_requests_of_parts(const kvedge_attention_call *call, int num_heads, kvedge_part_room *rooms,
+                             kvedge_request *requests, kvedge_status *status) {
+  int64_t len;
+  int n = 0;
+  *status = check(call, num_heads, &len);
+  for (int i = 0; i < call->num_parts && *status == KVEDGE_OK; i++) {
+    if (!request_of_part(call, &call->parts[i], len, &rooms[n], &requests[n])) continue;
+    if (requests[n].view.len + rooms[n].options.start != call->parts[i].num_tokens) *status = KVEDGE_ERROR_ARGUMENT;
+    if (n > 0) rooms[n].options.sink_logits = NULL; /* they count once */
+    n++;
+  }
+  if (*status != KVEDGE_OK || n > 0) return n;
+  /* Nothing is seen: attention to no token of the last part. */
+  const kvedge_part *last = &call->parts[call->num_parts - 1];
+  kvedge_attention_options *own = &rooms->options;
+  *own = *call->options; /* whose start is behind all parts */
+  own->num_tokens = own->start = 0;
+  own->mask = NULL, own->bias = NULL;
+  *requests = (kvedge_request){.view = kvedge_layer_view(last->layer, NULL, &rooms->segment),
+                               .num_rows = call->num_rows,
+                               .query = call->query,
+                               .out = call->out,
+                               .lse = call->lse,
+                               .options = own};
+  kvedge_cut_view(&requests->view, &rooms->segment, requests->view.len);
+  requests->first_position = -call->num_rows;
+  return 1;
+}
+
+/* ---- Merging --------------------------------------------------------------------------------- */
+
+size_t kvedge_parts_bytes(const kvedge_request *requests, int num_parts, int num_heads) {
+  const size_t rows = (size_t)requests->num_rows * (size_t)num_heads;
+  const size_t dim = (size_t)requests->view.side[VALUES].shape.dim;
+  if (num_parts < 2) return 0;
+  return (size_t)num_parts * (kvedge_align(rows * dim * sizeof(float)) + kvedge_align(rows * sizeof(double)));
+}
+
+char *kvedge_parts_take_room(kvedge_request *requests, int num_parts, int num_heads, char *room) {
+  const int dim = requests->view.side[VALUES].shape.dim;
+  const size_t rows = (size_t)requests->num_rows * (size_t)num_heads;
+  for (int i = 0; i < num_parts && num_parts > 1; i++) {
+    requests[i].log_sums = (double *)room;
+    room += kvedge_align(rows * sizeof(double));
+    requests[i].out = kvedge_dense_array((float *)room, num_heads, dim);
+    room += kvedge_align(rows * (size_t)dim * sizeof(float));
+    requests[i].lse = NULL;
+  }
+  return room;
+}
+
+static void merge_row(const kvedge_attention_call *call, const kvedge_request *requests, int num_parts, int64_t row,
+                      int head, int num_heads) {
+  const int dim = requests->view.side[VALUES].shape.dim;
+  const int64_t at = row * num_heads + head;
+  double largest = -INFINITY, total = 0.0, sum[KVEDGE_MAX_HEAD_DIM];
+  float merged[KVEDGE_MAX_HEAD_DIM];
+  for (int i = 0; i < num_parts; i++) largest = fmax(largest, requests[i].log_sums[at]);
+  for (int d = 0; d < dim; d++) sum[d] = 0.0;
+  for (int i = 0; i < num_parts && largest > -INFINITY; i++) {
+    const double weight = exp(requests[i].log_sums[at] - largest);
+    const float *part = (const float *)kvedge_array_at(&requests[i].out, row, head);
+    total += weight;
+    for (int d = 0; d < dim; d++) sum[d] += weight * part[d];
+  }
+  for (int d = 0; d < dim; d++) merged[d] = total > 0.0 ? kvedge_bounded((float)(sum[d] / total)) : 0.0f;
+  char *out = kvedge_array_at(&call->out, row, head);
+  if (call->out.type == KVEDGE_TYPE_FLOAT32) memcpy(out, merged, (size_t)dim * sizeof *merged);
+  else kvedge_narrow(call->out.type, merged, dim, out);
+  if (call->lse) call->lse[at] = total > 0.0 ? kvedge_bounded((float)(largest + log(total))) : -INFINITY;
+}
+
+void kvedge_merge_parts(const kvedge_attention_call *call, const kvedge_request *requests, int num_parts,
+                        int num_heads) {
+  for (int64_t row = 0; row < call->num_rows && num_parts > 1; row++)
+    for (int head = 0; head < num_heads; head++) merge_row(call, requests, num_parts, row, head, num_heads);
+}

@@ -1,0 +1,30 @@
+/* A call on several parts, as requests: made, given room for their results, run by the caller, merged. */
+#ifndef KVEDGE_PARTS_H
+#define KVEDGE_PARTS_H
+
+#include "attention/attention.h"
+
+#define KVEDGE_MOST_TOKENS ((int64_t)1 << 40)
+enum { KVEDGE_MOST_PARTS = 4096 };
+
+/* What a request of a part points to. */
+typedef struct {
+  kvedge_segment segment;
+  kvedge_attention_options options;
+} kvedge_part_room;
+
+/* Checks a call on parts, and makes requests of them, at most num_parts and at least one; returns their number. */
+int kvedge_requests_of_parts(const kvedge_attention_call *call, int num_heads, kvedge_part_room *rooms,
+                             kvedge_request *requests, kvedge_status *status);
+
+/* Room for the results of the requests of a call; 0 for one request, which writes to the call's own arrays. */
+size_t kvedge_parts_bytes(const kvedge_request *requests, int num_parts, int num_heads);
+
+/* Lets the requests of a call write to `room`; returns its end. */
+char *kvedge_parts_take_room(kvedge_request *requests, int num_parts, int num_heads, char *room);
+
+/* The call's own results, of those of its requests. */
+void kvedge_merge_parts(const kvedge_attention_call *call, const kvedge_request *requests, int num_parts,
+                        int num_heads);
+
+#endif

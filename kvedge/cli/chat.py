@@ -1,0 +1,251 @@
+"""``kvedge generate --chat``: a conversation, with commands at its prompt line."""
+
+from __future__ import annotations
+
+import argparse
+import secrets
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import kvedge
+from kvedge.cli import cache_options, sampling
+from kvedge.cli.conversation import Conversation
+from kvedge.cli.figures import cache_figures, describe_cache, tokens_and_speed
+from kvedge.cli.prompt_line import PromptLine
+from kvedge.console.exits import OK, CommandError, UsageError, message_of
+from kvedge.console.output import Output
+from kvedge.errors import KvedgeError
+
+if TYPE_CHECKING:
+    from kvedge.llama import ChatTemplate, LlamaModel
+
+__all__ = ["add_options", "check", "run"]
+
+_HELP = """\
+/undo         forget the latest question and its answer (free: the cache is cut there)
+/clear        forget everything but --system
+/save FILE    keep the conversation and its cache in a file
+/load FILE    go on with a saved one, in the place of this
+/stats        tokens, bytes, speed
+/help         this
+/quit         leave; so does Ctrl-D
+
+Ctrl-C ends an answer, or drops what was typed. A line that ends with \\ goes on in the next."""
+
+
+def add_options(group: Any) -> None:
+    """Declare the flags, in a group of a parser."""
+    group.add_argument(
+        "--chat",
+        action="store_true",
+        default=None,
+        help="talk with the model, in its own chat template (pip install 'kvedge[chat]'); /help at "
+        "the prompt line; --prompt is the first question",
+    )
+    group.add_argument("--system", metavar="TEXT", help="the system's message, before all others")
+    group.add_argument(
+        "--chat-template",
+        metavar="FILE",
+        help="a Jinja template in the place of the model's own",
+    )
+
+
+def check(options: argparse.Namespace) -> None:
+    """Refuse combinations that make no sense."""
+    if not options.chat:
+        for name in ("system", "chat_template"):
+            if getattr(options, name) is not None:
+                raise UsageError(f"--{name.replace('_', '-')} is for --chat")
+        return
+    if options.json:
+        raise UsageError("--json does not go with --chat")
+    if options.hf is not None:
+        raise UsageError(
+            "--chat is for --model; examples/transformers_chat.py is a chat with --hf's models"
+        )
+    if "-" in (options.prompt, options.file):
+        raise UsageError("--chat reads the conversation from stdin: give --prompt TEXT")
+    if options.tokens == 0:
+        raise UsageError("--chat needs at least one token an answer: --tokens 1 or more, or -1")
+
+
+def run(model: LlamaModel, path: str, options: argparse.Namespace, output: Output) -> int:
+    """Talk until the conversation ends, and sum up."""
+    settings = sampling.chosen(options, {})
+    sampling.note_what_is_idle(options, settings["temperature"], output)
+    seed = secrets.randbelow(1 << 32) if options.seed is None else options.seed
+    cache = cache_options.new_cache(options, model)
+    limit = model.context_limit(cache)
+    conversation = Conversation(
+        model,
+        _template(model, path, options),
+        cache,
+        sampling.make_sampler(settings, seed),
+        system=options.system,
+        keep=min(options.keep, limit - 2) if options.on_full == "shift" else None,
+        options={
+            "max_tokens": None if options.tokens == -1 else options.tokens,
+            "stop": options.stop or (),
+            "num_threads": options.threads,
+            "precision_bits": options.precision_bits,
+            "tolerance": options.tolerance,
+        },
+    )
+    chat = _Chat(conversation, path, settings, seed, output)
+    if options.load_session is not None:
+        chat.load(options.load_session)
+        cache_options.check_against(options, conversation.cache)
+    chat.talk(options.prompt)
+    if options.save_session is not None:
+        chat.save(options.save_session)
+    chat.stats()
+    return OK
+
+
+def _template(model: LlamaModel, path: str, options: argparse.Namespace) -> ChatTemplate:
+    from kvedge.llama import ChatTemplate
+
+    own: ChatTemplate | None = getattr(model.tokenizer, "chat_template", None)
+    if options.chat_template is not None:
+        source = Path(options.chat_template).read_text(encoding="utf-8")
+        return ChatTemplate(source, own.bos_token if own else "", own.eos_token if own else "")
+    if own is None:
+        raise CommandError(
+            f"{path} has no chat template: it was not made to chat, or give --chat-template FILE"
+        )
+    own.render([{"role": "user", "content": ""}])  # whether it can be read, before the first answer
+    return own
+
+
+class _Chat:
+    """The prompt line, its commands, and what they print."""
+
+    def __init__(
+        self,
+        conversation: Conversation,
+        path: str,
+        settings: dict[str, Any],
+        seed: int,
+        output: Output,
+    ) -> None:
+        self.conversation = conversation
+        self.path = path
+        self.settings = settings
+        self.seed = seed
+        self.output = output
+        self._commands: dict[str, Callable[[str], None]] = {
+            "/undo": lambda _: self.undo(),
+            "/clear": lambda _: self.clear(),
+            "/save": self.save,
+            "/load": self.load,
+            "/stats": lambda _: self.stats(),
+            "/help": lambda _: print(_HELP),
+        }
+
+    def talk(self, first: str | None) -> None:
+        """Ask and answer until there is no more to ask."""
+        with PromptLine((*self._commands, "/quit")) as line:
+            if sys.stdin.isatty():
+                print("/help tells the commands, Ctrl-D leaves")
+            if first:
+                print(f"> {first}")
+                self._guarded(lambda: self.answer(first))
+            while True:
+                try:
+                    text = line.read()
+                except KeyboardInterrupt:
+                    print()
+                    continue
+                if text is None or text.strip() == "/quit":
+                    if text is None and sys.stdin.isatty():
+                        print()
+                    return
+                if text.strip():
+                    self._guarded(lambda text=text: self.take(text))  # type: ignore[misc]
+
+    def take(self, text: str) -> None:
+        """Do what a line says."""
+        name, _, rest = text.strip().partition(" ")
+        if not name.startswith("/"):
+            self.answer(text)
+        elif name not in self._commands:
+            print(f"{name} is no command; /help tells them")
+        elif name in ("/save", "/load") and not rest.strip():
+            print(f"{name} needs the name of a file")
+        else:
+            self._commands[name](rest.strip())
+
+    def answer(self, text: str) -> None:
+        """Print the model's answer as it comes."""
+        pieces = self.conversation.ask(text)
+        try:
+            with self.output.status("reading"):
+                first = next(pieces, "")
+            self._show(first)
+            for piece in pieces:
+                self._show(piece)
+        except KeyboardInterrupt:
+            self._show(" (interrupted)")
+        finally:
+            pieces.close()
+        self._show("\n")
+        generation = self.conversation.generation
+        if generation is not None and generation.stop_reason == "context":
+            self.output.note("the context is full: /undo, /clear, or --on-full shift")
+
+    def undo(self) -> None:
+        """Forget the latest turn."""
+        done = self.conversation.undo()
+        print("forgotten" if done else "there is nothing to undo")
+
+    def clear(self) -> None:
+        """Forget all turns."""
+        self.conversation.clear()
+        print("forgotten")
+
+    def save(self, file: str) -> None:
+        """Keep the conversation in a file."""
+        if not self.conversation.num_turns:
+            print("there is nothing to save yet")
+            return
+        self.conversation.save(file, self.path, self.settings, self.seed)
+        print(f"saved to {file}")
+
+    def load(self, file: str) -> None:
+        """Take up a conversation from a file."""
+        self.conversation.load(file, self.path)
+        print(f"{self.conversation.num_turns} turns from {file}")
+
+    def stats(self) -> None:
+        """Print tokens, bytes and speed."""
+        conversation, generation = self.conversation, self.conversation.generation
+        isa = kvedge.isa_info()
+        figures = cache_figures(conversation.cache)
+        rows = [
+            ("turns", str(conversation.num_turns)),
+            ("context", f"{len(conversation.cache)} of {conversation.limit} tokens"),
+            ("cache", describe_cache(figures)),
+        ]
+        if generation is not None:
+            read, wrote = len(generation.prompt_tokens), len(generation.tokens)
+            reading, writing = generation.prompt_tokens_per_second, generation.tokens_per_second
+            rows += [
+                ("latest question", tokens_and_speed(read, reading or None)),
+                ("latest answer", tokens_and_speed(wrote, writing or None)),
+            ]
+        rows.append(("backend", f"{isa['backend']}, {isa['isa']}"))
+        self.output.facts("kvedge generate --chat", rows, stream=sys.stderr)
+
+    def _guarded(self, what: Callable[[], None]) -> None:
+        """Do something; an error of the user's is told, and the conversation goes on."""
+        try:
+            what()
+        except (KvedgeError, CommandError, OSError) as error:
+            print(message_of(error), file=sys.stderr)
+
+    @staticmethod
+    def _show(text: str) -> None:
+        sys.stdout.write(text)
+        sys.stdout.flush()

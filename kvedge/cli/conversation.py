@@ -1,0 +1,285 @@
+"""A conversation whose tokens lie in one cache, which is never computed twice where it need not be.
+
+The template turns all messages into one text. As long as that text begins with what the cache
+holds, only the rest runs through the model; where it does not (a template that rewrites what was
+said), the tokens that both begin with stay.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvedge.cli import resume
+from kvedge.console.exits import CommandError
+from kvedge.errors import PositionOutOfRangeError
+
+if TYPE_CHECKING:
+    from kvedge import KVCache
+    from kvedge.llama import ChatTemplate, Generation, LlamaModel, Sampler
+
+__all__ = ["ContextFull", "Conversation"]
+
+
+class ContextFull(CommandError):
+    """A message does not fit the context any more; it was not taken."""
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """Where the conversation stood before a turn."""
+
+    num_messages: int
+    num_tokens: int
+    text: str | None
+    shifts: int
+
+
+class Conversation:
+    """Messages, and the cache that holds them.
+
+    Parameters
+    ----------
+    model : LlamaModel
+        With a tokenizer.
+    template : ChatTemplate
+    cache : KVCache
+        Empty.
+    sampler : Sampler
+    system : str or None
+        The first message, of the system.
+    keep : int or None
+        First tokens that stay where the context is full and the older half of the others is
+        dropped; None: the context ends there.
+    options : mapping
+        Further arguments of :func:`kvedge.llama.generate`.
+
+    Attributes
+    ----------
+    messages : list of {"role": str, "content": str}
+    generation : Generation or None
+        Of the latest answer.
+    """
+
+    def __init__(
+        self,
+        model: LlamaModel,
+        template: ChatTemplate,
+        cache: KVCache,
+        sampler: Sampler,
+        *,
+        system: str | None = None,
+        keep: int | None = None,
+        options: Mapping[str, Any],
+    ) -> None:
+        self.model, self.cache = model, cache
+        self.generation: Generation | None = None
+        self.messages: list[dict[str, str]] = []
+        if system is not None:
+            self.messages.append({"role": "system", "content": system})
+        self._first = list(self.messages)
+        self._tokenizer: Any = model.tokenizer
+        self._template = template
+        self._sampler = sampler
+        self._keep = keep
+        self._options = options
+        self._held: list[int] = []  # tokens in the cache, in its order, then those to come
+        self._text: str | None = ""  # what they say; None: not what the template would write
+        self._exact = 0  # first of them whose rows are those of a fresh run
+        self._shifts = 0
+        self._marks: list[_Mark] = []  # before each turn
+
+    @property
+    def limit(self) -> int:
+        """Tokens that fit."""
+        return self.model.context_limit(self.cache)
+
+    @property
+    def num_turns(self) -> int:
+        """Questions that were answered."""
+        return len(self._marks)
+
+    def ask(self, text: str) -> Generator[str, None, None]:
+        """Take a message of the user, and yield the answer as it is made.
+
+        An interrupt ends the answer; what came of it stays. Where none of it came, the message is
+        forgotten.
+
+        Raises
+        ------
+        ContextFull
+            The message does not fit; the conversation is as it was.
+        InvalidArgumentError, MissingExtraError
+            Of the template.
+        """
+        from kvedge.llama import generate
+
+        messages = [*self.messages, {"role": "user", "content": text}]
+        rendered, tokens, kept = self._rendered(messages)
+        mark = _Mark(len(self.messages), len(self._held), self._text, self._shifts)
+        self._make_room(tokens, kept)
+        self.messages = messages
+        self._marks.append(mark)
+        answer = ""
+        generation = generate(
+            self.model,
+            prompt=self._held[len(self.cache) :],
+            cache=self.cache,
+            before=self._held[: len(self.cache)],
+            sampler=self._sampler,
+            context_shift=self._keep is not None,
+            keep_tokens=self._keep or 0,
+            **self._options,
+        )
+        self.generation = generation
+        try:
+            for _, piece in generation:
+                answer += piece
+                yield piece
+            answer += generation.rest
+            yield generation.rest
+        finally:
+            self._take(generation, rendered, answer)
+
+    def undo(self) -> bool:
+        """Forget the latest question and its answer; whether there was one."""
+        if not self._marks:
+            return False
+        mark = self._marks.pop()
+        del self.messages[mark.num_messages :]
+        self.generation = None
+        if mark.shifts == self._shifts and self._truncate(mark.num_tokens):
+            self._text = mark.text
+        else:  # those tokens are no longer where they were
+            self._text = None
+        return True
+
+    def clear(self) -> None:
+        """Forget everything but the system's message."""
+        self.cache.clear()
+        self.messages = list(self._first)
+        self.generation = None
+        self._held, self._text, self._exact, self._marks = [], "", 0, []
+
+    def save(self, path: str, model_path: str, settings: dict[str, Any], seed: int) -> None:
+        """Keep cache and messages in a session file."""
+        conversation = {"messages": self.messages, "text": self._text}
+        text = resume.SavedText(
+            tokens=self._held,
+            settings=settings,
+            seed=seed,
+            random_state=self._sampler.random_state,
+            exact=min(self._exact, len(self._held)),
+            more={"conversation": json.dumps(conversation)},
+        )
+        resume.save(path, self.cache, text, self.model, model_path)
+
+    def load(self, path: str, model_path: str) -> resume.SavedText:
+        """Go on with a saved conversation in the place of this one.
+
+        Raises
+        ------
+        CommandError
+            It is no conversation, or one of another model.
+        CorruptFileError, MissingExtraError, OSError
+        """
+        cache, saved = resume.load(path, self.model, model_path)
+        try:
+            stored = json.loads(saved.more["conversation"])
+            messages, text = stored["messages"], stored["text"]
+            whole = all(
+                set(message) == {"role", "content"}
+                and all(type(x) is str for x in message.values())
+                for message in messages
+            )
+            if not whole or not (text is None or isinstance(text, str)):
+                raise ValueError("no messages")
+        except KeyError as error:
+            raise CommandError(f"{path} is a session, but not of a chat") from error
+        except (ValueError, TypeError) as error:
+            raise CommandError(f"{path}: the session's conversation is damaged") from error
+        self.cache, self.messages, self._text = cache, messages, text
+        self._first = [message for message in messages[:1] if message["role"] == "system"]
+        self._held, self._exact = list(saved.tokens), saved.exact
+        self._shifts, self._marks, self.generation = 0, [], None
+        self._marks = [
+            _Mark(index, 0, None, -1)  # their tokens are not known: computed again
+            for index, message in enumerate(messages)
+            if message["role"] == "user"
+        ]
+        return saved
+
+    # ---- from messages to tokens -----------------------------------------------------------------
+
+    def _rendered(self, messages: list[dict[str, str]]) -> tuple[str, list[int], int]:
+        """The conversation's text, its tokens, and how many of the held ones they begin with."""
+        rendered = self._template.render(messages)
+        if self._text and rendered.startswith(self._text):
+            more = rendered[len(self._text) :]
+            new = self._tokenizer.encode(more, bos=False, space_prefix=False)
+            return rendered, [*self._held, *new], len(self._held)
+        begins = self._template.bos_token
+        spelled = bool(begins) and rendered.startswith(begins)
+        tokens = self._tokenizer.encode(rendered, bos=False if spelled else None)
+        exact = self._held[: self._exact] if self._shifts else self._held
+        return rendered, tokens, resume.common_prefix(exact, tokens)
+
+    def _make_room(self, tokens: list[int], kept: int) -> None:
+        """Let the cache hold what stays, and have room for the rest and one token more."""
+        if len(tokens) - kept < 1:  # the last token runs again, for its logits
+            kept = len(tokens) - 1
+        too_many = len(tokens) >= self.limit
+        fits_shifted = self._keep is not None and self._keep + len(tokens) - kept < self.limit
+        if too_many and not fits_shifted:
+            raise ContextFull(
+                f"{len(tokens)} tokens of conversation and message do not fit the context of "
+                f"{self.limit}: /undo, /clear, a longer --context, or --on-full shift"
+            )
+        if not self._truncate(kept):
+            kept = 0
+        self._held = tokens
+        if too_many:
+            self._shift(len(tokens) - max(kept, len(self.cache)))
+
+    def _shift(self, coming: int) -> None:
+        """Drop older tokens until so many more fit, and one."""
+        from kvedge.llama import shift_context
+
+        assert self._keep is not None
+        while len(self.cache) + coming >= self.limit:
+            dropped = shift_context(self.model, self.cache, self._keep)
+            del self._held[self._keep : self._keep + dropped]
+            self._note_shift()
+
+    def _note_shift(self) -> None:
+        assert self._keep is not None
+        self._shifts += 1
+        self._exact = min(self._exact, self._keep)
+
+    def _truncate(self, count: int) -> bool:
+        """Forget all but the first tokens; False where layers with a window cannot, and all go."""
+        try:
+            self.cache.truncate(min(count, len(self.cache)))
+        except PositionOutOfRangeError:
+            self.cache.clear()
+            self._held, self._text = [], None
+            return False
+        del self._held[count:]
+        return True
+
+    def _take(self, generation: Generation, rendered: str, answer: str) -> None:
+        """Note what came of an answer."""
+        if not generation.tokens and generation.stop_reason is None:  # interrupted before it began
+            self.undo()
+            return
+        if generation.dropped:
+            self._note_shift()
+        elif not self._shifts:
+            self._exact = len(generation.context)
+        self._held = list(generation.context)
+        self.messages = [*self.messages, {"role": "assistant", "content": answer}]
+        # A stop string was cut off, or a character is incomplete: tokens say more than the text.
+        whole = generation.stop_reason != "stop_string" and "\ufffd" not in answer[-1:]
+        self._text = rendered + answer if whole and self._text is not None else None

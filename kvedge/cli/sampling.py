@@ -1,0 +1,119 @@
+"""How a command chooses tokens: its flags, what a session had, the defaults."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from kvedge.console.output import Output
+from kvedge.console.values import (
+    logit_bias,
+    non_negative_float,
+    non_negative_int,
+    positive_float,
+    probability,
+    share,
+    whole_or_all,
+)
+
+if TYPE_CHECKING:
+    from kvedge.llama import Sampler
+
+__all__ = ["DEFAULTS", "add_options", "chosen", "figures", "make_sampler", "note_what_is_idle"]
+
+# Arguments of kvedge.llama.Sampler, seed aside; the flags have these names.
+DEFAULTS: dict[str, Any] = {
+    "temperature": 0.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "repeat_penalty": 1.0,
+    "repeat_last": 64,
+    "logit_bias": {},
+}
+_OF_DRAWS = ("top_k", "top_p", "min_p", "seed")  # idle while the likeliest token is taken
+
+
+def add_options(group: Any) -> None:
+    """Declare the flags, in a group of a parser."""
+    group.add_argument(
+        "--temperature",
+        "--temp",
+        type=non_negative_float,
+        metavar="T",
+        help="0, the default, takes the likeliest token; 1 draws as the model says",
+    )
+    group.add_argument(
+        "--top-k",
+        type=non_negative_int,
+        metavar="K",
+        help="draw from the K likeliest tokens (default: 0, all)",
+    )
+    group.add_argument(
+        "--top-p",
+        type=probability,
+        metavar="P",
+        help="draw from the likeliest tokens that have probability P together (default: 1)",
+    )
+    group.add_argument(
+        "--min-p",
+        type=share,
+        metavar="P",
+        help="draw no token less likely than P times the likeliest (default: 0)",
+    )
+    group.add_argument(
+        "--repeat-penalty",
+        type=positive_float,
+        metavar="R",
+        help="above 1: tokens seen lately become less likely (default: 1, off)",
+    )
+    group.add_argument(
+        "--repeat-last",
+        type=whole_or_all,
+        metavar="N",
+        help="tokens that count as seen lately (default: 64; -1: all)",
+    )
+    group.add_argument(
+        "--logit-bias",
+        type=logit_bias,
+        action="append",
+        metavar="ID+B",
+        help="add B to the logit of token ID; ID-inf forbids it; may be given several times",
+    )
+    group.add_argument(
+        "-s", "--seed", type=non_negative_int, metavar="N", help="of the random draws"
+    )
+
+
+def chosen(options: argparse.Namespace, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Take what the options say, else what a session did, else the defaults."""
+    found = {}
+    for name, default in DEFAULTS.items():
+        given = getattr(options, name)
+        if name == "logit_bias" and given is not None:
+            given = dict(given)
+        found[name] = saved.get(name, default) if given is None else given
+    return found
+
+
+def make_sampler(settings: Mapping[str, Any], seed: int) -> Sampler:
+    """Return a sampler of :func:`chosen` settings."""
+    from kvedge.llama import Sampler
+
+    return Sampler(seed=seed, **settings)
+
+
+def note_what_is_idle(options: argparse.Namespace, temperature: float, output: Output) -> None:
+    """Tell of flags that do nothing while every token is the likeliest."""
+    idle = [name for name in _OF_DRAWS if getattr(options, name) is not None]
+    if idle and temperature == 0:
+        flags = ", ".join("--" + name.replace("_", "-") for name in idle)
+        output.note(f"note: {flags}: of no effect without --temperature above 0")
+
+
+def figures(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings as JSON can hold them: a bias of -inf as null, ids as text."""
+    bias = settings["logit_bias"]
+    numbers = {str(id): None if value == float("-inf") else value for id, value in bias.items()}
+    return {**settings, "logit_bias": numbers}

@@ -1,0 +1,500 @@
+"""A context over several processes: each holds a part, and attention is merged from all parts."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvedge import KVCache
+from kvedge.cache_state import layer_names
+from kvedge.core import arrays, checks
+from kvedge.core.config import as_int
+from kvedge.core.options import AttendOptions, takes_options_of
+from kvedge.core.types import Array, Layout
+from kvedge.distributed import files
+from kvedge.distributed.facts import ShardedFacts
+from kvedge.distributed.first_tokens import FirstTokens, check_storable, close, refuse_precise
+from kvedge.distributed.group import as_group
+from kvedge.distributed.leading import LeadingKVCache, follow
+from kvedge.distributed.placement import BLOCK_SIZE
+from kvedge.distributed.share import Share, join
+from kvedge.distributed.snapshot import ShardedSnapshot
+from kvedge.errors import (
+    CapacityExceededError,
+    GroupMismatchError,
+    InvalidArgumentError,
+    LayersOutOfStepError,
+)
+from kvedge.snapshot import OverwriteLog
+
+if TYPE_CHECKING:
+    from typing_extensions import Self  # type checkers bring it along
+
+__all__ = ["ShardedKVCache"]
+
+# Options of attend that speak of positions; a part is told of its own.
+_OF_POSITIONS = {
+    "causal",
+    "window",
+    "sink_tokens",
+    "sink_logits",
+    "mask",
+    "start",
+    "alibi_slopes",
+}
+
+
+class ShardedKVCache(ShardedFacts):
+    """The keys and values of a model over a group of processes, each with a part of the tokens.
+
+    Every process (rank) runs the model and makes the same calls: ``append`` with all keys and
+    values, of which a rank stores its own, and ``attend``, whose result is the same bits on all of
+    them. ``attend`` sends ``num_heads * (value_head_dim + 1)`` floats for each row to every other
+    rank, whatever the context; ``save``, ``load`` and the constructor send a little; nothing else
+    communicates. What is stored is what one cache would store, byte for byte.
+
+    A rank that dies or hangs is a RankLostError on the others after at most ``timeout`` seconds.
+    """
+
+    def __init__(
+        self,
+        cache: KVCache,
+        group: Any = None,
+        *,
+        block_size: int = BLOCK_SIZE,
+        weights: Sequence[float] | None = None,
+        timeout: float = 60.0,
+    ) -> None:
+        """Form a group; all ranks call it.
+
+        Parameters
+        ----------
+        cache : KVCache
+            This rank's part: empty, or what this rank held of a context that is placed so. From now
+            on it is changed through this object alone. Its ``max_seq_len`` bounds the part.
+        group : process group of torch.distributed, mpi4py communicator or Group, optional
+            By default that of ``torch.distributed.init_process_group()``.
+        block_size : int
+            Tokens that lie on a rank before the next rank's begin.
+        weights : sequence of float, optional
+            For each rank a number in proportion to the tokens it shall hold, as
+            :func:`kvedge.distributed.measure_weights` gives. None: block i is on rank i mod n.
+        timeout : float
+            Seconds without an answer after which a rank counts as lost. Not looked at where
+            ``group`` is a :class:`kvedge.distributed.Group`, which has its own.
+
+        Raises
+        ------
+        InvalidArgumentError
+            ``cache`` has layers with windows or with ``recent`` or ``sinks``, or an argument makes
+            no sense.
+        LayersOutOfStepError
+            Some layer of ``cache`` has pending tokens.
+        GroupMismatchError
+            Ranks differ in shape, format, version, placement, or in how many tokens they hold.
+        RankLostError
+        """
+        if not isinstance(cache, KVCache):
+            raise InvalidArgumentError(f"cache must be a KVCache, not {checks.describe(cache)}")
+        if any(window is not None for window in cache.window):
+            raise InvalidArgumentError(
+                "a layer with a window keeps little, and all ranks may keep that: shard a cache "
+                "without windows, and pass window= to attend()"
+            )
+        for config in cache._format.layers:
+            refuse_precise(config)
+        cache._refuse_pending("sharding")
+        share = join(group, timeout, block_size=block_size, weights=weights)
+        self._form(cache, share)
+
+    def _form(self, cache: KVCache, share: Share) -> None:
+        self._part = cache
+        self._share = share
+        share.agree(
+            {
+                "the format": str(cache._format),
+                **share.placement_facts(),
+                "key offset and scale": _maps_text(cache),
+            }
+        )
+        told = share.tell([len(cache), cache.max_seq_len])
+        self._length = self._length_of([held for held, _ in told])
+        self._max_seq_len = share.placement.longest(limit for _, limit in told)
+        self._ends = [self._length] * cache.num_layers
+        self._high_water = list(self._ends)
+        self._overwrites = OverwriteLog()
+        self._first: list[FirstTokens | None] = [None] * cache.num_layers
+        if not self._length:
+            self._begin_anew()
+        for layer in cache._layers:
+            close(layer)
+
+    def _length_of(self, held: Sequence[int]) -> int:
+        """Tokens of the context of which ranks hold so many each."""
+        length = sum(held)
+        for rank, tokens in enumerate(held):
+            wanted = int(self.placement.count(length, rank))
+            if tokens != wanted:
+                raise GroupMismatchError(
+                    f"the ranks do not fit together: rank {rank} holds {tokens} tokens, and "
+                    f"{wanted} of a context of {length} tokens in {self.placement} (all ranks: "
+                    f"{', '.join(map(str, held))})",
+                    expected=wanted,
+                    got=tokens,
+                )
+        return length
+
+    def _begin_anew(self) -> None:
+        """Let the next tokens decide what is automatic."""
+        for index, layer in enumerate(self._part._layers):
+            rule = self._part._rule_of(layer)
+            self._first[index] = FirstTokens(layer, rule) if rule.is_open(layer._key_map) else None
+
+    # ---- tokens in -------------------------------------------------------------------------------
+
+    def append(self, layer: int, keys: Array, values: Array, *, layout: Layout = "nhd") -> None:
+        """Give one layer its next token or tokens, on all ranks the same; each stores its own.
+
+        Parameters and errors as of :meth:`kvedge.KVCache.append`. Rows that cannot be stored are
+        refused on all ranks, whichever would have held them.
+        """
+        index = checks.check_layer(layer, self.num_layers)
+        part = self._part._layers[index]
+        start = self._ends[index]
+        keys, values = checks.checked_rows(
+            keys, values, replace(part._config, limit=None), start, many=None, layout=layout
+        )
+        n = len(keys)
+        self._check_room(index, n)
+        if not n:
+            return
+        first = self._first[index]
+        if first is None:
+            check_storable(part._config, part._key_map, keys, values)
+        else:
+            first.take(keys, values)
+        mine = self._share.held(start, start + n)
+        if len(mine) == n:
+            self._part.append(index, keys, values)
+        elif len(mine):
+            self._part.append(index, keys[mine], values[mine])
+        if first is not None and not first.is_open:
+            self._first[index] = None
+        if start < self._high_water[index]:
+            self._overwrites.add(start)
+        self._ends[index] = self._high_water[index] = start + n
+
+    def _check_room(self, index: int, n: int) -> None:
+        limit, start = self._max_seq_len, self._ends[index]
+        if limit is not None and n > limit - start:
+            raise CapacityExceededError(
+                f"layer {index} has no room for {n} more tokens: {start} of {limit}, which is what "
+                f"the parts hold in {self.placement}, are in use",
+                expected=limit - start,
+                got=n,
+                layer=index,
+            )
+
+    def advance(self, n: int = 1) -> None:
+        """Move the position past ``n`` tokens that every layer has been given.
+
+        Raises
+        ------
+        LayersOutOfStepError, InvalidArgumentError
+            As of :meth:`kvedge.KVCache.advance`.
+        """
+        n = as_int(n, "n")
+        if n < 0:
+            raise InvalidArgumentError(f"n must be at least 0, not {n}: truncate() goes back")
+        length = self._length + n
+        lacking = [i for i, end in enumerate(self._ends) if end < length]
+        if lacking:
+            held = min(self._ends[i] for i in lacking)
+            raise LayersOutOfStepError(
+                f"cannot advance to position {length}: {layer_names(lacking)} of "
+                f"{self.num_layers} lack tokens (the shortest holds {held}): append to them first",
+                expected=length,
+                got=held,
+                layer=lacking[0],
+            )
+        self._part.advance(self._share.count(length) - len(self._part))
+        self._length = length
+
+    def push_step(self, keys: Array, values: Array) -> None:
+        """Append one token to every layer, then advance: all of it or nothing.
+
+        Parameters
+        ----------
+        keys, values : array of float32 (or float16, bfloat16), (num_layers, num_kv_heads, head_dim)
+
+        Raises
+        ------
+        LayersOutOfStepError
+            If some layer holds tokens that have not been advanced over.
+        DtypeMismatchError, ShapeMismatchError, LayoutError, NonFiniteInputError, ScaleRangeError
+        CapacityExceededError, OutOfMemoryError
+            As of :meth:`append`.
+        """
+        config, layers = self._config, self.num_layers
+        keys = checks.as_float32(keys, "keys", shape=config.rows_shape(False, layers))
+        values = checks.as_float32(values, "values", shape=config.rows_shape(True, layers))
+        self._refuse_pending("push_step()")
+        checks.check_finite(keys, "keys")
+        checks.check_finite(values, "values")
+        start = self._length
+        try:
+            for index in range(layers):
+                self.append(index, keys[index], values[index])
+        except BaseException:
+            self.truncate(start)
+            raise
+        self.advance()
+
+    def _refuse_pending(self, call: str) -> None:
+        ahead = self._ahead()
+        if ahead:
+            hold = "holds" if len(ahead) == 1 else "hold"
+            raise LayersOutOfStepError(
+                f"{call} needs all layers at position {self._length}, but {layer_names(ahead)} "
+                f"{hold} tokens beyond it: advance() over them or truncate() first",
+                expected=self._length,
+                got=self._ends[ahead[0]],
+                layer=ahead[0],
+            )
+
+    def _ahead(self) -> list[int]:
+        """Layers with pending tokens, on whichever rank."""
+        return [i for i, end in enumerate(self._ends) if end != self._length]
+
+    # ---- attention -------------------------------------------------------------------------------
+
+    @takes_options_of(KVCache.attend)
+    def attend(
+        self,
+        layer: int,
+        query: Array,
+        *,
+        return_lse: bool = False,
+        out: Any = None,
+        layout: Layout = "nhd",
+        **options: Any,
+    ) -> Any:
+        """Attend to what one layer holds on all ranks, pending tokens included; all ranks call it.
+
+        Parameters, results and errors as of :meth:`kvedge.KVCache.attend`: positions, and whatever
+        speaks of them, are those of the whole context. The result is the same bits on all ranks.
+
+        Raises
+        ------
+        RankLostError
+            A rank did not answer in time, or has died. What is stored here is as it was.
+        GroupMismatchError
+            The ranks are not at the same call.
+        """
+        index = checks.check_layer(layer, self.num_layers)
+        part = self._part._layers[index]
+        rows, single = checks.as_query(query, part._config, layout=layout)
+        n_rows, num_heads, head_dim = rows.shape
+        length = self._ends[index]
+        made = AttendOptions.make(
+            head_dim, n_rows, num_heads, length, return_lse=return_lse, **options
+        )
+        given = rows.shape[1:] if single else arrays.in_nhd(rows, layout).shape
+        reads = (arrays.memory_of(query, "query"), *made.arrays())
+        target = arrays.as_target(out, part._config.out_shape(given), reads=reads, layout=layout)
+        passed = {name: value for name, value in options.items() if name not in _OF_POSITIONS}
+        whole, lse = self._share.attend(
+            index, [part], [rows], length, [made], passed, made.sink_logits
+        )
+        to = target.rows[np.newaxis] if single else target.rows
+        to[...] = whole[0]
+        result = target.finish()
+        if not made.return_lse:
+            return result
+        of_rows = lse[0].astype(np.float32)
+        return result, (of_rows[0] if single else of_rows.T if layout == "hnd" else of_rows)
+
+    # ---- going back and forth --------------------------------------------------------------------
+
+    def truncate(self, n: int) -> None:
+        """Keep the first ``n`` tokens of the context; pending tokens are dropped.
+
+        Raises
+        ------
+        PositionOutOfRangeError
+            Unless 0 <= n <= len(cache).
+        """
+        self._set_length(checks.check_length(n, self._length))
+
+    def _set_length(self, n: int) -> None:
+        self._part._set_length(self._share.count(n))
+        for first in self._first:
+            if first is not None:
+                first.go_to(n)
+        self._length = n
+        self._ends = [n] * self.num_layers
+
+    def clear(self) -> None:
+        """Forget all tokens. Automatic key offsets and scales are taken anew from the next ones."""
+        self._set_length(0)
+        self._part.clear()
+        self._begin_anew()
+        for layer in self._part._layers:
+            close(layer)
+        if any(self._part._key_rule):
+            self._overwrites.add(0)
+            self._high_water = [0] * self.num_layers
+
+    def snapshot(self) -> ShardedSnapshot:
+        """Mark this moment; nothing is copied. Pending tokens are not in it."""
+        return ShardedSnapshot(self, self._overwrites.epoch, tuple(self._ahead()))
+
+    def restore(self, snapshot: ShardedSnapshot) -> None:
+        """Return to a snapshot: back, or forward again; all ranks to that of the same moment.
+
+        One that was detached brings its key offsets and scales along, which stay from then on.
+
+        Raises
+        ------
+        StaleSnapshotError
+            Tokens below the mark have been overwritten since, on whichever rank.
+        InvalidArgumentError
+            Not a snapshot of this cache.
+        """
+        if not isinstance(snapshot, ShardedSnapshot) or snapshot._cache is not self:
+            raise InvalidArgumentError(
+                f"snapshot must be one that this cache made, not {checks.describe(snapshot)}"
+            )
+        if snapshot.is_stale:
+            raise snapshot._stale()
+        n = len(snapshot)
+        self._part.restore(snapshot._part)
+        for first in self._first:
+            if first is not None:
+                first.go_to(n)
+        if snapshot.is_detached:
+            for layer in self._part._layers:
+                close(layer)
+            self._first = [None] * self.num_layers
+            self._overwrites.add(0)
+            self._high_water = [n] * self.num_layers
+        self._length = n
+        self._ends = [n] * self.num_layers
+
+    # ---- one rank's model ------------------------------------------------------------------------
+
+    def lead(self) -> LeadingKVCache:
+        """Return this cache as one whose calls are made on all ranks: this one runs the model.
+
+        All others call :meth:`follow`. A step sends them the keys, values and queries of each layer
+        (``broadcast``), and they the parts of the result, as ever.
+
+        Examples
+        --------
+        >>> if cache.rank == 0:
+        ...     with cache.lead() as leading:
+        ...         run_model(leading)
+        ... else:
+        ...     cache.follow()
+        """
+        return LeadingKVCache(self)
+
+    def follow(self, leader: int = 0, *, idle: float = 3600.0) -> None:
+        """Make the calls that another rank makes on its :meth:`lead`, until that stops.
+
+        What it is refused, this rank is refused as well, and goes on.
+
+        Parameters
+        ----------
+        leader : int
+            The rank that leads.
+        idle : float
+            Seconds without a call after which the leader counts as lost. (Of a
+            :class:`kvedge.distributed.Group` that has a ``timeout``.)
+
+        Raises
+        ------
+        RankLostError, GroupMismatchError, OutOfMemoryError, InvalidArgumentError
+        """
+        follow(self, leader, idle)
+
+    # ---- files -----------------------------------------------------------------------------------
+
+    def save(
+        self, path: str | os.PathLike[str], *, metadata: Mapping[str, str] | None = None
+    ) -> None:
+        """Write the context to a folder, a file per rank and a manifest; all ranks call it.
+
+        The folder may be one that all share, or one on each machine. What was saved there before is
+        replaced once all parts of this context are written.
+
+        Parameters
+        ----------
+        path : str or path
+            Made if it is not there.
+        metadata : mapping of str to str, optional
+            As of :meth:`kvedge.KVCache.save`.
+
+        Raises
+        ------
+        KvedgeError
+            Another rank could not write its part. What was saved before is still there.
+        LayersOutOfStepError, OSError, MissingExtraError, InvalidArgumentError, RankLostError
+            As of :meth:`kvedge.KVCache.save`.
+        """
+        self._refuse_pending("save()")
+        given = dict(self.metadata if metadata is None else metadata)
+        files.save(self._part, self._share, path, self._length, self._max_seq_len, given)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        group: Any = None,
+        *,
+        block_size: int | None = None,
+        weights: Sequence[float] | None = None,
+        timeout: float = 60.0,
+    ) -> Self:
+        """Read a context that :meth:`save` wrote, with any number of ranks; all ranks call it.
+
+        Parameters
+        ----------
+        path : str or path
+            With the same ranks placed alike, a rank needs its own file only; else all files that
+            hold one of its tokens.
+        group, timeout
+            As of the constructor.
+        block_size, weights : optional
+            As of the constructor; by default as saved, striped if the number of ranks is another.
+
+        Raises
+        ------
+        CorruptFileError
+            A file is damaged, or of another save.
+        FileNotFoundError
+            There is no manifest, or a file is not on this machine.
+        KvedgeError
+            Another rank could not read what it needs.
+        InvalidArgumentError, OutOfMemoryError, GroupMismatchError, RankLostError
+        """
+        joined = as_group(group, timeout)
+        part, share = files.load(path, joined, block_size, weights)
+        cache = cls.__new__(cls)
+        cache._form(part, share)
+        return cache
+
+
+def _maps_text(cache: KVCache) -> str:
+    """What of key offsets and scales has to be equal on all ranks, in a few characters."""
+    vectors = [vector for layer in cache._layers for vector in layer._key_map]
+    given = [b"-" if one is None else np.ascontiguousarray(one).tobytes() for one in vectors]
+    rule = cache._key_rule
+    autos = [name for name, is_auto in zip(("offset", "scale"), rule, strict=False) if is_auto]
+    digest = hashlib.sha256(b"|".join(given)).hexdigest()[:12]
+    return f"{'+'.join(autos) or 'nothing'} automatic, vectors {digest}"

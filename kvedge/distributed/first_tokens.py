@@ -1,0 +1,100 @@
+"""Automatic key offsets and scales, taken from the first tokens of the whole context.
+
+A rank holds every n-th block only, so its own first tokens are not the context's. All ranks are
+given all keys, and each decides from them as one cache would: so their bytes are those of one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from kvedge.core import checks, registry
+from kvedge.core.key_map import LEAST_TOKENS, NO_MAP, KeyMap, KeyRule
+from kvedge.errors import InvalidArgumentError
+from kvedge.layer import new_layer
+
+__all__ = ["FirstTokens", "check_storable", "close", "refuse_precise"]
+
+
+def close(layer: Any) -> None:
+    """Let a part's layer decide nothing by itself."""
+    layer._store_keys_as(layer._key_map, KeyRule())
+
+
+class FirstTokens:
+    """A layer's first tokens, all of them, until how keys are stored is settled."""
+
+    def __init__(self, part: Any, rule: KeyRule) -> None:
+        """Begin for an empty layer of a part, by the rule that it would have alone."""
+        self._part = part
+        kind = registry.backend_class_of(type(part))
+        self._whole = new_layer(kind, replace(part._config, limit=None), 1)
+        self._whole._store_keys_as(part._key_map, rule)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the next tokens may change how keys are stored."""
+        return bool(self._whole._key_map_is_open)
+
+    def take(self, keys: np.ndarray, values: np.ndarray) -> None:
+        """Decide by tokens that are appended next, and let the part store keys so.
+
+        Parameters
+        ----------
+        keys, values : ndarray of float32, (n, num_kv_heads, channels)
+            Checked; n >= 1.
+
+        Raises
+        ------
+        NonFiniteInputError, ScaleRangeError
+            They cannot be stored; nothing has changed.
+        """
+        whole, part = self._whole, self._part
+        mark = whole._mark()
+        try:
+            if len(whole) + len(keys) < LEAST_TOKENS:  # to be decided again, perhaps
+                whole._append(keys, values)
+            else:
+                whole._decide_key_map(keys)
+                check_storable(whole._config, whole._key_map, keys, values)
+            held = part._held()
+            if held.num_tokens:  # even for the same map: this is not idempotent to the last bit
+                part._encode_anew(whole._key_map, held)
+            part._store_keys_as(whole._key_map, KeyRule())
+        except BaseException:
+            whole._return_to(mark)
+            raise
+
+    def go_to(self, n: int) -> None:
+        """Hold the first n tokens, back or forward again, while they decide anything."""
+        if self.is_open:
+            self._whole._set_len(n)
+
+    def copy(self, part: Any) -> FirstTokens:
+        """The same for a copy of the part's layer."""
+        other = FirstTokens.__new__(FirstTokens)
+        other._part, other._whole = part, self._whole.copy()
+        return other
+
+
+def refuse_precise(config: Any) -> None:
+    """InvalidArgumentError for a layer that holds some tokens in a second format.
+
+    Which they are changes with every token of the context, wherever that lies.
+    """
+    if config.recent_dtype:
+        raise InvalidArgumentError(
+            "recent= and sinks= are of one cache: over ranks, all tokens are stored in one format"
+        )
+
+
+def check_storable(config: Any, key_map: KeyMap, keys: np.ndarray, values: np.ndarray) -> None:
+    """Raise what a layer raises for finite rows that are too large for it."""
+    if key_map is not NO_MAP and not key_map.is_plain:
+        keys = key_map.to_stored(keys)
+        checks.check_finite(keys, key_map.text)
+    config.key_format.refuse(keys, "keys", config.key_rows)
+    config.value_format.refuse(values, "values", config.value_rows)

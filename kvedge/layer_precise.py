@@ -1,0 +1,382 @@
+"""The first and the last tokens of a layer in a format that loses less: ``sinks=`` and ``recent=``.
+
+The rows of a layer hold all tokens, in its own format. Beside them two small layers hold the first
+tokens and the last ones again; attention and the getters read these where they are. A token that
+grows old is no longer read there, and nothing has to be moved or stored again. Of the last tokens
+64 more are kept than are read, so that a rejected draft leaves no trace.
+
+A reader takes `Held`, which has the parts of one moment. A writer that has no room in the layer of
+the last tokens copies what is still needed to another one, and replaces `now` as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvedge.core import memory
+from kvedge.core.config import LayerConfig
+from kvedge.core.key_map import NO_MAP, KeyMap
+from kvedge.core.memory import Held
+from kvedge.errors import ScaleRangeError
+
+__all__ = [
+    "DRAFT",
+    "Part",
+    "PartContents",
+    "Parts",
+    "PreciseTokens",
+    "Span",
+    "contents_of",
+    "last_rows",
+    "part_key_map",
+    "parts_of_range",
+    "spans_of",
+]
+
+DRAFT = 64  # last tokens that may be taken back, and those before them are still all there
+_ROOM = 64  # tokens appended between two moves, each of which copies the last tokens
+
+
+def last_rows(config: LayerConfig) -> int:
+    """Last tokens that a layer has room for in their other format."""
+    return config.recent + DRAFT + _ROOM if config.recent else 0
+
+
+def part_key_map(config: LayerConfig, key_map: KeyMap) -> KeyMap:
+    """How first and last tokens store keys, where the layer stores them as in `key_map`."""
+    precise = config.precise
+    if not precise.has_auto_scale:
+        return NO_MAP
+    return key_map if precise.key_format.has_scales else KeyMap(None, key_map.scale)
+
+
+class Part(NamedTuple):
+    """Some tokens in a layer of their own."""
+
+    layer: Any
+    position: int  # of its first token, those that were dropped counted
+
+
+class Parts(NamedTuple):
+    """Of one moment: the first tokens and the last ones."""
+
+    first: Part
+    last: Part
+
+    @property
+    def end(self) -> int:
+        """Position up to which the last tokens are there."""
+        return self.last.position + len(self.last.layer)
+
+
+class PartContents(NamedTuple):
+    """The stored bytes of a part, and how its keys are stored."""
+
+    arrays: memory.Slabs
+    key_map: KeyMap
+
+
+class Span(NamedTuple):
+    """Consecutive tokens of a layer that lie together."""
+
+    layer: Any  # a part's; None: the layer itself
+    at: int  # index of the first one there
+    start: int  # the same in the whole layer
+    stop: int
+
+
+class PreciseTokens:
+    """The precise parts of one layer; its methods are the writer's, but for `now`.
+
+    Parameters
+    ----------
+    layer : LayerMethods
+        An empty layer whose config has ``recent`` or ``sinks``.
+    kind : type
+        The class of the parts' layers.
+    """
+
+    def __init__(self, layer: Any, kind: type) -> None:
+        config: LayerConfig = layer._config
+        self._kind: Any = kind
+        self._whole = layer
+        self._kept = config.recent + DRAFT if config.recent else 0  # last tokens that may be read
+        self._config = config.precise
+        self.restart(0)
+
+    def _first(self, position: int) -> Part:
+        """Room for the first tokens."""
+        return self._empty(self._whole._config.sinks, position)
+
+    def _last(self, position: int) -> Part:
+        """Room for the last tokens."""
+        return self._empty(last_rows(self._whole._config), position)
+
+    def _empty(self, rows: int, position: int) -> Part:
+        layer = self._kind.__new__(self._kind)
+        layer._start(replace(self._config, capacity=max(rows, 1), limit=max(rows, 1)))
+        key_map = part_key_map(self._whole._config, self._whole._key_map)
+        if not key_map.is_plain:
+            layer._set_key_map(key_map)
+        return Part(layer, position)
+
+    @property
+    def slabs(self) -> list[np.ndarray]:
+        """All memory of the parts."""
+        return [slab for part in self.now for slab in part.layer._held().slabs]
+
+    # ---- appending -------------------------------------------------------------------------------
+
+    def begin(self, end: int, n: int) -> Appending:
+        """Make ready for `n` tokens from position `end` on; nothing is changed yet."""
+        first, last = self.now
+        kept = max(0, end + n - self._kept)  # tokens from here on are needed
+        if not self._kept:
+            last = Part(last.layer, end)
+        elif self.now.end != end:  # it was gone back to before the part
+            last = self._last(max(end, kept))
+        elif n > last.layer.capacity - len(last.layer):
+            moved = self._last(max(last.position, kept))
+            rows = [each[moved.position - last.position :] for each in last.layer._held().tokens]
+            if len(rows[0]):
+                memory.copy_tokens(rows, moved.layer._slabs, len(rows[0]))
+                moved.layer._set_len(len(rows[0]))
+            last = moved
+        skipped = max(0, last.position - end) if self._kept else n
+        joins = first.position + len(first.layer) == end
+        sinks = max(0, min(n, self._whole._config.sinks - end)) if joins else 0
+        return Appending(first, last, sinks, skipped, n, (len(first.layer), len(last.layer)))
+
+    def commit(self, made: Appending) -> None:
+        """Let readers see what was appended to the parts of `begin`."""
+        last = made.last
+        if not self._kept:  # it only says where the tokens end
+            last = Part(last.layer, last.position + made.n)
+        self.now = Parts(made.first, last)
+
+    def take_back(self, made: Appending) -> None:
+        """Undo what was appended to the parts of `begin`."""
+        for part, length in zip((made.first, made.last), made.lengths, strict=True):
+            part.layer._set_len(length)
+
+    def refuse(self, keys: np.ndarray, values: np.ndarray) -> None:
+        """Raise if checked rows cannot be stored in the parts."""
+        config = self._config
+        stored = self.now.last.layer._key_map.to_stored(keys)
+        try:
+            config.key_format.refuse(stored, "keys", config.key_rows)
+            config.value_format.refuse(values, "values", config.value_rows)
+        except ScaleRangeError as error:
+            raise ScaleRangeError(
+                f"{error} (recent_dtype: bfloat16 and float32 take all)"
+            ) from error
+
+    # ---- going back and forth --------------------------------------------------------------------
+
+    def set_end(self, end: int) -> None:
+        """Hold the tokens before a position, which may lie above the present one."""
+        first, last = self.now
+        length = end - last.position
+        if not self._kept:
+            last = Part(last.layer, end)
+        elif length > last.layer._written():
+            last = self._last(end)
+        else:
+            last.layer._set_len(max(length, 0))
+        first.layer._set_len(min(max(end - first.position, 0), first.layer._written()))
+        self.now = Parts(first, last)
+
+    def restart(self, position: int) -> None:
+        """Hold no token; the next one is at a position."""
+        self.now = Parts(self._first(position), self._last(position))
+
+    def state(self) -> tuple[Any, ...]:
+        """What `return_to` needs."""
+        return self.state_of(self.now)
+
+    @staticmethod
+    def state_of(parts: Parts) -> tuple[Any, ...]:
+        """The state in which the parts are those."""
+        return parts, [(part.layer._binding(), len(part.layer)) for part in parts]
+
+    def return_to(self, state: tuple[Any, ...]) -> None:
+        """Be as it was; tokens were appended since, and keys stored otherwise."""
+        now, layers = state
+        for part, (binding, length) in zip(now, layers, strict=True):
+            part.layer._rebind(binding)
+            part.layer._set_len(length)
+        self.now = now
+
+    def rows_at(self, position: int) -> list[np.ndarray]:
+        """The bytes of a token that may lie above the end, in the parts that have it."""
+        rows = []
+        for part in self.now:
+            held = part.layer._held()
+            if 0 <= position - part.position < part.layer._written():
+                rows += [slab[held.start + position - part.position] for slab in held.slabs]
+        return rows
+
+    # ---- other keys ------------------------------------------------------------------------------
+
+    def store_keys_as(self, key_map: KeyMap) -> None:
+        """Store keys as the layer does, where the format of the parts gains by it."""
+        own = part_key_map(self._whole._config, key_map)
+        for part in self.now:
+            if not part.layer._key_map.is_same(own):
+                part.layer._encode_anew(own, part.layer._held())
+
+    def _ranges(self, start: int, stop: int) -> Iterator[tuple[Any, int, int]]:
+        """Parts, and their tokens, of a range of positions."""
+        for part in self.now:
+            low, high = max(start - part.position, 0), min(stop - part.position, len(part.layer))
+            if low < high:
+                yield part.layer, low, high
+
+    def check_shift(self, delta: int, rope: Any, start: int, stop: int) -> None:
+        """Raise what :meth:`shift` would raise."""
+        for layer, low, high in self._ranges(start, stop):
+            layer._check_shift(delta, rope, low, high)
+
+    def shift(self, delta: int, rope: Any, start: int, stop: int) -> None:
+        """Rotate the keys of a range of positions."""
+        for layer, low, high in self._ranges(start, stop):
+            layer._shift(delta, rope, low, high)
+
+    def keep(self, positions: np.ndarray, start: int) -> None:
+        """Hold the tokens at these positions alone, which close ranks from `start` on."""
+        first, last = self.now
+        held = [
+            positions[(part.position <= positions) & (positions < part.position + len(part.layer))]
+            for part in (first, last)
+        ]
+        begins = len(held[0]) == 0 or positions[0] == held[0][0]
+        contents = [
+            _contents(part, rows - part.position)
+            for part, rows in zip((first, last), held, strict=True)
+        ]
+        if not begins:
+            contents[0] = _contents(first, slice(0, 0))
+        self.fill(contents, start, start + len(positions))
+
+    # ---- copying ---------------------------------------------------------------------------------
+
+    def fill(self, contents: Sequence[PartContents], start: int, end: int) -> None:
+        """Take over the first and last tokens of a layer that holds positions `start` to `end`."""
+        first, last = contents
+        tokens = len(last.arrays.key_codes)
+        self.now = Parts(
+            _filled(self._first(start), first), _filled(self._last(end - tokens), last)
+        )
+
+    def joined(self, contents: Sequence[PartContents], end: int, n: int) -> tuple[Any, ...]:
+        """What :meth:`return_to` needs once `n` tokens come behind position `end`.
+
+        Their last ones count; first tokens are those of an empty layer only.
+        """
+        last = contents[1]
+        tokens = len(last.arrays.key_codes)
+        arrays = last.arrays
+        before = max(0, min(len(self.now.last.layer), self._kept - tokens)) if tokens == n else 0
+        if before and self.now.last.layer._key_map.is_same(last.key_map):
+            own = self.now.last.layer._held().tokens
+            arrays = memory.Slabs(
+                *(
+                    np.concatenate([mine[-before:], new])
+                    for mine, new in zip(own, arrays, strict=True)
+                )
+            )
+        part = self._last(end + n - len(arrays.key_codes))
+        part = _filled(part, last._replace(arrays=arrays))
+        return self.state_of(Parts(self.now.first, part))
+
+
+class Appending(NamedTuple):
+    """Tokens on their way into the parts: the first `sinks` of them, and all but `skipped`."""
+
+    first: Part
+    last: Part
+    sinks: int
+    skipped: int
+    n: int
+    lengths: tuple[int, int]  # of the parts before
+
+
+def _filled(part: Part, contents: PartContents) -> Part:
+    layer, tokens = part.layer, len(contents.arrays.key_codes)
+    if not contents.key_map.is_same(layer._key_map):
+        layer._set_key_map(contents.key_map)
+    memory.copy_tokens(contents.arrays, layer._slabs, tokens)
+    layer._set_len(tokens)
+    return part
+
+
+def _contents(part: Part, rows: Any) -> PartContents:
+    held = part.layer._held()
+    return PartContents(memory.Slabs(*(each[rows] for each in held.tokens)), part.layer._key_map)
+
+
+def contents_of(held: Held, start: int, end: int, *, copy: bool) -> tuple[PartContents, ...]:
+    """The first and last ones of the tokens at positions `start` to `end`, as they are stored.
+
+    `end` may lie above what is held, where a layer can go.
+    """
+    if held.parts is None:
+        return ()
+    first, last = held.parts
+    first_rows = slice(max(0, start - first.position), max(0, end - first.position))
+    if first.position > start:
+        first_rows = slice(0, 0)
+    rows = min(len(first.layer), first_rows.stop)
+    first_rows = slice(min(first_rows.start, rows), rows)
+    stop = end - last.position
+    if not 0 <= stop <= last.layer._written():
+        stop = 0
+    last_rows = slice(min(stop, max(0, start - last.position)), stop)
+    made = []
+    for part, at in ((first, first_rows), (last, last_rows)):
+        of_part = part.layer._held()
+        arrays = memory.Slabs(
+            *(slab[of_part.start + at.start : of_part.start + at.stop] for slab in of_part.slabs)
+        )
+        if copy:
+            arrays = memory.Slabs(*(each.copy() for each in arrays))
+        made.append(PartContents(arrays, part.layer._key_map))
+    return tuple(made)
+
+
+def parts_of_range(
+    parts: Sequence[PartContents], length: int, start: int, stop: int
+) -> tuple[PartContents, ...]:
+    """The parts of tokens `start` to `stop`, of those of `length` tokens."""
+    if not parts:
+        return ()
+    first, last = parts
+    before = length - len(last.arrays.key_codes)  # tokens before the last ones
+    ranges = (slice(start, stop), slice(max(0, start - before), max(0, stop - before)))
+    return tuple(
+        part._replace(arrays=memory.Slabs(*(array[rows] for array in part.arrays)))
+        for part, rows in zip((first, last), ranges, strict=True)
+    )
+
+
+def spans_of(held: Held, config: LayerConfig) -> list[Span]:
+    """Where the tokens of a layer are read, in their order; none overlap."""
+    n, dropped = held.num_tokens, held.num_dropped
+    if held.parts is None or not n:
+        return [Span(None, 0, 0, n)] if n else []
+    first, last = held.parts
+    sinks = 0
+    if first.position <= dropped:
+        sinks = min(n, max(0, first.position + len(first.layer) - dropped))
+    tail = max(sinks, last.position - dropped, n - config.recent)
+    tail = min(tail, n)
+    spans = (
+        Span(first.layer, dropped - first.position, 0, sinks),
+        Span(None, sinks, sinks, tail),
+        Span(last.layer, tail + dropped - last.position, tail, n),
+    )
+    return [span for span in spans if span.start < span.stop]

@@ -1,0 +1,522 @@
+"""``recent=`` and ``sinks=``: first and last tokens in a format that loses less."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+
+import numpy as np
+import pytest
+from helpers.reference import attention
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+import kvedge
+from kvedge import KVCache, Rope, append_batch, attend_batch, errors
+from kvedge.core.formats import FORMATS
+
+HEADS, DIM = 2, 24
+DRAFT = 64  # tokens that may be taken back without a trace
+CLASSES = {
+    "int8": kvedge.QuantizedKvLayer,
+    "int4": kvedge.Int4KvLayer,
+    "fp8_e4m3": kvedge.Fp8E4m3KvLayer,
+    "float32": kvedge.Float32KvLayer,
+    "float16": kvedge.Float16KvLayer,
+    "bfloat16": kvedge.Bfloat16KvLayer,
+}
+
+
+def rows(seed, tokens, size=1.0):
+    rng = np.random.default_rng(seed)
+    return size * rng.standard_normal((2, tokens, HEADS, DIM)).astype(np.float32)
+
+
+def new_layer(dtype="int4", **options):
+    return CLASSES[dtype](None, HEADS, DIM, **options)
+
+
+def through(dtype, tokens):
+    """Tokens as a layer of that format gives them back."""
+    layer = new_layer(dtype)
+    if tokens.shape[1]:
+        layer.extend(*tokens)
+    return np.stack([layer.keys(), layer.values()])
+
+
+def expected(layer, tokens):
+    """What is read of all tokens where first and last ones are in another format."""
+    made, n = through(layer.dtype, tokens), tokens.shape[1]
+    precise = through(layer.recent_dtype, tokens)
+    first, last = min(n, layer.sinks), max(0, n - layer.recent)
+    made[:, :first], made[:, last:] = precise[:, :first], precise[:, last:]
+    return made
+
+
+def read(layer):
+    return np.stack([layer.keys(), layer.values()])
+
+
+def bits(layer):
+    """All that two equal layers have in common."""
+    query = np.random.default_rng(1).standard_normal((4, DIM)).astype(np.float32)
+    return read(layer).tobytes(), layer.attend(query).tobytes(), layer.scores(query).tobytes()
+
+
+@pytest.mark.parametrize("recent_dtype", ["float16", "float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", CLASSES)
+@pytest.mark.parametrize(("recent", "sinks"), [(8, 0), (0, 5), (33, 4)])
+def test_first_and_last_tokens_are_read_in_the_other_format(dtype, recent_dtype, recent, sinks):
+    layer = new_layer(dtype, recent=recent, sinks=sinks, recent_dtype=recent_dtype)
+    assert (layer.recent, layer.sinks, layer.recent_dtype) == (recent, sinks, recent_dtype)
+    tokens = rows(0, 0)
+    for seed, n in enumerate((1, 1, 3, 30, 1, 250, 1, 1, 63, 64, 65, 1)):
+        new = rows(seed, n)
+        tokens = np.concatenate([tokens, new], axis=1)
+        layer.extend(*new)
+        np.testing.assert_array_equal(read(layer), expected(layer, tokens))
+    at = len(layer) - 1
+    np.testing.assert_array_equal(layer.get_keys_at(at).reshape(HEADS, DIM), layer.keys()[at])
+    np.testing.assert_array_equal(layer.get_value(0, 1), layer.values()[0, 1])
+    assert layer.memory_bytes > new_layer(dtype).memory_bytes
+
+
+OPTIONS = {
+    "plain": {},
+    "window": {"window": 40},
+    "sinks besides a window": {"window": 9, "sink_tokens": 7},
+    "window in the last tokens": {"window": 3},
+    "start": {"start": 60},
+    "start in the last tokens": {"start": 195},
+    "start, window, sinks": {"start": 3, "window": 20, "sink_tokens": 6},
+    "softcap": {"softcap": 2.0},
+    "scale": {"scale": -0.3},
+    "not causal": {"causal": False},
+    "8 bits": {"precision_bits": 24},
+}
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4", "float16"])
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("num_rows", [1, 7, 200])
+def test_attention_is_that_over_what_is_read(dtype, options, num_rows):
+    layer = new_layer(dtype, recent=20, sinks=4)
+    layer.extend(*rows(3, 200))
+    query = rows(4, num_rows)[0].repeat(2, axis=1)
+    options = OPTIONS[options]
+    slopes = np.array([0.1, -0.2, 0.0, 0.3], np.float32)
+    learned = np.array([0.5, -2, 3, 0], np.float32)
+    mask = np.random.default_rng(5).random((4, num_rows, 200)) < 0.8
+    bias = np.random.default_rng(6).standard_normal((4, num_rows, 200)).astype(np.float32)
+    for more in (
+        {},
+        {"alibi_slopes": slopes},
+        {"sink_logits": learned},
+        {"mask": mask},
+        {"mask": bias},
+    ):
+        given = {**options, **more}
+        out, lse = layer.attend(query, return_lse=True, **given)
+        given.pop("precision_bits", None)
+        wanted, wanted_lse = attention(query, *read(layer), **given)
+        np.testing.assert_allclose(out, wanted, atol=2e-4 * np.abs(wanted).max())
+        np.testing.assert_allclose(lse, wanted_lse, atol=5e-4)
+    np.testing.assert_array_equal(
+        layer.attend(query[-1], **options), layer.attend(query[-1:], **options)[0]
+    )
+
+
+def test_other_maps_of_keys_go_along():
+    keys, values = rows(7, 120)
+    keys[..., 3] += 60
+    for recent_dtype, options in itertools.product(
+        ("int8", "float16"),
+        (
+            {"key_scale": "auto"},
+            {"key_offset": "auto"},
+            {"key_scale": np.full((HEADS, DIM), 2, np.float32)},
+        ),
+    ):
+        layer = new_layer("int8", recent=10, sinks=3, recent_dtype=recent_dtype, **options)
+        for t in range(120):
+            layer.push(keys[t], values[t])
+        query = rows(8, 1)[0][0].repeat(2, axis=0)
+        wanted, wanted_lse = attention(query[None], *read(layer))
+        out, lse = layer.attend(query, return_lse=True)
+        np.testing.assert_allclose(out, wanted[0], atol=2e-4 * np.abs(wanted).max())
+        np.testing.assert_allclose(lse, wanted_lse[0], atol=5e-4)
+        np.testing.assert_allclose(layer.keys(), keys, atol=0.6)
+        for other in (layer.copy(), pickle.loads(pickle.dumps(layer))):
+            assert bits(other) == bits(layer)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_a_rejected_draft_leaves_no_trace(dtype):
+    """At every length, of every number of tokens up to 64, one by one or at once."""
+    tokens, draft = rows(9, 150), rows(10, DRAFT)
+    layer = new_layer(dtype, recent=16, sinks=2)
+    for n in range(1, 150):
+        layer.push(*tokens[:, n - 1])
+        before = bits(layer)
+        count = n % DRAFT + 1
+        if n % 3:
+            layer.extend(*draft[:, :count])
+        else:
+            for t in range(count):
+                layer.push(*draft[:, t])
+        layer.truncate(n)
+        assert bits(layer) == before, n
+    never = new_layer(dtype, recent=16, sinks=2)
+    never.extend(*tokens[:, :149])
+    assert bits(layer) == bits(never)
+
+
+def test_tokens_gone_back_to_before_the_last_ones_stay_as_they_are_stored():
+    tokens = rows(11, 400)
+    layer = new_layer(recent=16)
+    layer.extend(*tokens)
+    layer.truncate(100)
+    np.testing.assert_array_equal(read(layer), through("int4", tokens[:, :100]))
+    layer.extend(*tokens[:, :5])
+    np.testing.assert_array_equal(read(layer)[:, 100:], through("float16", tokens[:, :5]))
+    np.testing.assert_array_equal(read(layer)[:, :100], through("int4", tokens[:, :100]))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_a_window_slides_over_them(dtype):
+    tokens = rows(12, 300)
+    layer = new_layer(dtype, window=40, recent=10)
+    query = rows(13, 1)[0][0].repeat(2, axis=0)
+    for t in range(300):
+        layer.push(*tokens[:, t])
+        got, n = read(layer), len(layer)
+        np.testing.assert_array_equal(got, expected(layer, tokens[:, : t + 1])[:, t + 1 - n :])
+    wanted, _ = attention(query[None], *read(layer), window=40)
+    np.testing.assert_allclose(layer.attend(query), wanted[0], atol=2e-4 * np.abs(wanted).max())
+    layer.truncate(len(layer) - 0)
+
+
+def test_keeping_dropping_and_shifting():
+    tokens = rows(14, 200)
+    layer = new_layer("int8", recent=10, sinks=4)
+    layer.extend(*tokens)
+    whole = read(layer)
+    kept = np.r_[0:2, 30:100, 185:196, 198:200]
+    layer.keep(kept)
+    np.testing.assert_array_equal(read(layer)[:, :2], whole[:, :2])
+    np.testing.assert_array_equal(read(layer)[:, -10:], through("float16", tokens[:, kept[-10:]]))
+    before = len(layer)
+    layer.drop_first(1)
+    np.testing.assert_array_equal(read(layer)[:, 0], whole[:, 1])
+    assert len(layer) == before - 1
+    keys, rope = layer.keys(), Rope()
+    layer.shift(-7, rope=rope)
+    np.testing.assert_allclose(layer.keys(), rope.rotate(keys, -7), atol=0.05)
+    np.testing.assert_allclose(layer.keys()[-10:], rope.rotate(keys[-10:], -7), atol=4e-3)
+    layer.clear()
+    layer.extend(*tokens)
+    np.testing.assert_array_equal(read(layer), whole)
+
+
+def test_a_shift_that_one_of_them_refuses_changes_nothing():
+    layer = new_layer("bfloat16", recent=4)
+    tokens = np.full((2, 20, HEADS, DIM), 1.0, np.float32)
+    tokens[0, 18] = 60000  # within float16; turned, it may not be
+    layer.extend(*tokens)
+    before = bits(layer)
+    with pytest.raises(errors.ScaleRangeError):
+        layer.shift(1, rope=Rope())
+    assert bits(layer) == before
+
+
+def test_what_does_not_fit_is_refused_and_changes_nothing():
+    layer = new_layer("int8", recent=4, sinks=2)
+    layer.extend(*rows(15, 50))
+    before = bits(layer)
+    with pytest.raises(errors.ScaleRangeError, match="recent_dtype"):
+        layer.push(*np.full((2, HEADS, DIM), 1e5, np.float32))
+    huge = rows(16, 9)
+    huge[1, 7] = 3e38
+    with pytest.raises(errors.ScaleRangeError):
+        layer.extend(*huge)
+    huge[1, 7] = np.nan
+    with pytest.raises(errors.NonFiniteInputError):
+        layer.extend(*huge)
+    assert bits(layer) == before
+    limited = CLASSES["int8"](60, HEADS, DIM, recent=4)
+    limited.extend(*rows(15, 58))
+    before = bits(limited)
+    with pytest.raises(errors.CapacityExceededError):
+        limited.extend(*rows(16, 3))
+    assert bits(limited) == before
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"recent": -1}, "recent must be from 0"),
+        ({"recent": 1 << 17}, "recent must be from 0"),
+        ({"sinks": 2.5}, "sinks must be an integer"),
+        ({"recent_dtype": "int8"}, "recent_dtype is for"),
+        ({"recent": 3, "recent_dtype": "int9"}, "recent_dtype must be"),
+        ({"sinks": 3, "window": 9}, "sinks=3 are gone"),
+    ],
+)
+def test_options_are_checked(options, match):
+    with pytest.raises(errors.InvalidArgumentError, match=match):
+        new_layer("int8", **options)
+    with pytest.raises(errors.InvalidArgumentError, match=match):
+        KVCache(1, HEADS, DIM, layers=[options])
+
+
+# ---- caches ----
+
+
+def new_cache(tokens, layers=2, **options):
+    cache = KVCache(layers, HEADS, DIM, **{"dtype": "int4", "recent": 12, "sinks": 3, **options})
+    for i in range(layers):
+        cache.append(i, *tokens)
+    cache.advance(tokens.shape[1])
+    return cache
+
+
+def cache_bits(cache):
+    return [bits(cache.layer(i)) for i in range(cache.num_layers)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"recent_dtype": "int8", "dtype": "int8", "key_scale": "auto"},
+        {"recent": 0},
+        {"sinks": 0},
+    ],
+)
+def test_copies_files_and_pickles_keep_them(tmp_path, options):
+    cache = new_cache(rows(17, 130), **options)
+    cache.save(tmp_path / "cache")
+    others = [
+        cache.copy(),
+        copy.deepcopy(cache),
+        pickle.loads(pickle.dumps(cache)),
+        KVCache.load(tmp_path / "cache"),
+        KVCache.load(tmp_path / "cache", mmap=True),
+        cache.extract(),
+    ]
+    for other in others:
+        assert cache_bits(other) == cache_bits(cache)
+        assert str(other._format) == str(cache._format)
+    for other in (cache, *others):  # and go on alike
+        other.truncate(80)
+        for i in range(2):
+            other.append(i, *rows(18, 30))
+        other.advance(30)
+        assert cache_bits(other) == cache_bits(cache)
+    cache.save(tmp_path / "again")
+    assert cache_bits(KVCache.load(tmp_path / "again")) == cache_bits(cache)
+
+
+def test_snapshots_go_back_and_forth():
+    cache = new_cache(rows(19, 130))
+    mark, before = cache.snapshot(), cache_bits(cache)
+    cache.truncate(100)
+    cache.restore(mark)
+    assert cache_bits(cache) == before
+    detached = mark.detach()
+    cache.truncate(20)
+    cache.push_step(*rows(20, 2))
+    assert mark.is_stale
+    cache.restore(detached)
+    assert cache_bits(cache) == before
+    other = KVCache(2, HEADS, DIM, dtype="int4", recent=12, sinks=3)
+    other.restore(pickle.loads(pickle.dumps(detached)))
+    assert cache_bits(other) == before
+
+
+def test_a_step_that_is_refused_changes_nothing():
+    cache = new_cache(rows(21, 130))
+    mark, before = cache.snapshot(), cache_bits(cache)
+    cache.truncate(110)
+    keys, values = rows(22, 2)
+    values[1, 0, 0] = 1e6  # too large for the second layer's last tokens
+    with pytest.raises(errors.ScaleRangeError):
+        cache.push_step(keys, values)
+    cache.restore(mark)
+    assert cache_bits(cache) == before
+
+
+def test_ranges_take_them_along():
+    tokens = rows(23, 130)
+    cache = new_cache(tokens)
+    part = cache.extract(40, 125)
+    np.testing.assert_array_equal(part.k(0)[-12:], through("float16", tokens[:, 113:125])[0])
+    start = cache.extract(0, 40)
+    start.inject(part)
+    np.testing.assert_array_equal(start.k(1)[-12:], through("float16", tokens[:, 113:125])[0])
+    np.testing.assert_array_equal(start.k(1)[:3], through("float16", tokens[:, :3])[0])
+    np.testing.assert_array_equal(start.v(1)[3:100], through("int4", tokens[:, 3:100])[1])
+    plain = KVCache(2, HEADS, DIM, dtype="int4")
+    with pytest.raises(errors.ShapeMismatchError, match="requantize"):
+        plain.inject(part)
+    plain.inject(part, requantize=True)
+    assert len(plain) == 85
+
+
+def test_layers_of_a_cache_may_differ(tmp_path):
+    layers = [
+        {},
+        {"recent": 0, "sinks": 0, "recent_dtype": None},
+        {"window": 30},
+        {"recent_dtype": "float32"},
+    ]
+    cache = KVCache(
+        4, HEADS, DIM, dtype="int8", recent=9, sinks=2, recent_dtype="bfloat16", layers=layers
+    )
+    assert [cache.layer(i).sinks for i in range(4)] == [2, 0, 0, 2]
+    assert (cache.recent, cache.sinks, cache.recent_dtype) == (9, 2, "bfloat16")
+    cache.push_step(*rows(25, 4)), cache.truncate(0)
+    assert [cache.layer(i).recent_dtype for i in range(4)] == [
+        "bfloat16",
+        None,
+        "bfloat16",
+        "float32",
+    ]
+    for i in range(4):
+        cache.append(i, *rows(24, 100))
+    cache.advance(100)
+    cache.save(tmp_path / "cache")
+    assert cache_bits(KVCache.load(tmp_path / "cache")) == cache_bits(cache)
+
+
+def test_batches_are_as_their_layers():
+    layers = [new_layer("int8", recent=5, sinks=2), new_layer("int8"), new_layer("int8", recent=40)]
+    alone = [layer.copy() for layer in layers]
+    for seed, n in enumerate((1, 30, 90, 1, 200)):
+        keys, values = (
+            np.stack([rows(seed + 10 * i, n)[side] for i in range(3)]) for side in (0, 1)
+        )
+        append_batch(layers, keys, values)
+        for i, layer in enumerate(alone):
+            layer.extend(keys[i], values[i])
+    query = np.stack([rows(30 + i, 1)[0][0].repeat(2, axis=0) for i in range(3)])
+    for start in (None, [0, 7, 320]):
+        out, lse = attend_batch(layers, query, start=start, return_lse=True)
+        for i, layer in enumerate(alone):
+            wanted = layer.attend(query[i], start=start[i] if start else 0, return_lse=True)
+            np.testing.assert_array_equal(out[i], wanted[0])
+            np.testing.assert_array_equal(lse[i], wanted[1])
+    before = [bits(layer) for layer in layers]
+    keys[2, -1] = 1e6
+    with pytest.raises(errors.ScaleRangeError):
+        append_batch(layers, keys, values)
+    assert [bits(layer) for layer in layers] == before
+
+
+# ---- anything in any order ----
+
+
+class RecentMachine(RuleBasedStateMachine):
+    """A layer against a list of the tokens, and from where on the last ones must be precise."""
+
+    @initialize(
+        recent=st.sampled_from([0, 1, 7, 40]),
+        sinks=st.sampled_from([0, 1, 6]),
+        dtype=st.sampled_from(["int8", "int4", "float32"]),
+    )
+    def start(self, recent, sinks, dtype):
+        if not recent and not sinks:
+            sinks = 2
+        self.layer = new_layer(dtype, recent=recent, sinks=sinks)
+        self.tokens, self.seed = rows(0, 0), 0
+        self.base = self.first = (
+            0  # last tokens are precise from here on, if so many; first ones up to there
+        )
+
+    @rule(n=st.sampled_from([1, 1, 1, 2, 5, 31, 64, 130, 400]))
+    def extend(self, n):
+        self.seed += 1
+        new = rows(self.seed, n)
+        if self.first == self.tokens.shape[1]:
+            self.first = max(
+                self.first, min(self.first + n, self.layer.sinks - self.layer.num_dropped)
+            )
+        self.layer.extend(*new)
+        self.tokens = np.concatenate([self.tokens, new], axis=1)
+        self.base = max(self.base, self.tokens.shape[1] - self.layer.recent - DRAFT)
+
+    @rule(back=st.integers(0, 200))
+    def truncate(self, back):
+        n = max(0, len(self.layer) - back)
+        self.layer.truncate(n)
+        self.tokens = self.tokens[:, :n]
+        self.base, self.first = min(self.base, n), min(self.first, n)
+
+    @precondition(lambda self: self.tokens.shape[1] > 0)
+    @rule(n=st.integers(0, 12))
+    def drop_first(self, n):
+        n = min(n, len(self.layer))
+        self.layer.drop_first(n)
+        self.tokens = self.tokens[:, n:]
+        self.base, self.first = max(0, self.base - n), max(0, self.first - n)
+        if n:
+            self.grows = False
+
+    @precondition(lambda self: self.tokens.shape[1] > 3)
+    @rule(data=st.data())
+    def keep(self, data):
+        gone = data.draw(st.sets(st.integers(0, len(self.layer) - 1), max_size=9))
+        kept = np.array([t for t in range(len(self.layer)) if t not in gone], np.int64)
+        self.layer.keep(kept)
+        self.tokens = self.tokens[:, kept]
+        self.base = int((kept < self.base).sum())
+        self.first = int((kept < self.first).sum())
+
+    @rule(how=st.sampled_from([lambda x: x.copy(), lambda x: pickle.loads(pickle.dumps(x))]))
+    def other(self, how):
+        self.layer = how(self.layer)
+
+    @rule()
+    def clear(self):
+        self.layer.clear()
+        self.tokens, self.base, self.first = rows(0, 0), 0, 0
+
+    @invariant()
+    def holds_them(self):
+        if not hasattr(self, "layer"):
+            return
+        n = self.tokens.shape[1]
+        assert len(self.layer) == n
+        got, coarse = read(self.layer), through(self.layer.dtype, self.tokens)
+        fine = through("float16", self.tokens)
+        is_fine = (got == fine).all((0, 2, 3))
+        assert (is_fine | (got == coarse).all((0, 2, 3))).all()
+        assert is_fine[max(self.base, n - self.layer.recent) : n].all() or not self.layer.recent
+        assert is_fine[: min(self.first, n)].all()
+        if n:
+            query = np.ones((HEADS, DIM), np.float32)
+            wanted, _ = attention(query[None], *got)
+            np.testing.assert_allclose(
+                self.layer.attend(query), wanted[0], atol=2e-4 * np.abs(wanted).max()
+            )
+
+
+TestRecent = RecentMachine.TestCase
+TestRecent.settings = settings(max_examples=40, stateful_step_count=20, deadline=None)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    cuts=st.lists(st.integers(1, 90), min_size=1, max_size=8), dtype=st.sampled_from(list(FORMATS))
+)
+def test_stored_bytes_do_not_depend_on_how_tokens_come(cuts, dtype):
+    tokens = rows(40, sum(cuts))
+    made = [KVCache(1, HEADS, DIM, dtype=dtype, recent=10, sinks=3) for _ in range(2)]
+    start = 0
+    for n in cuts:
+        made[0].append(0, *tokens[:, start : start + n])
+        start += n
+    made[1].append(0, *tokens)
+    assert cache_bits(made[0]) == cache_bits(made[1])
