@@ -57,7 +57,7 @@ const char *kvedge_strerror(kvedge_status status);
 
 /* ---- Kernel paths ------------------------------------------------------------------------- */
 
-/* Picks a path by name ("scalar", "avx2", "avxvnni", "avx512vnni", "neon", "neondot"), or with NULL
+/* Picks a path by name ("scalar", "avx2", "avxvnni", "avx512vnni", "neon", "neondot", "neoni8mm"), or with NULL
  * what the environment variable KVEDGE_ISA names, or if unset the best this CPU runs. Called once by
  * itself; call it to choose or to learn why not (*why_not, if asked for, names what is missing). */
 kvedge_status kvedge_select_isa(const char *name, const char **why_not);
