@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from kvedge import c_library
 from kvedge.cli import bench, doctor, evaluate, generate, info, plan
 from kvedge.console import exits
+from kvedge.console.help import HelpFormatter
 from kvedge.console.output import Output
 from kvedge.errors import KvedgeError
 
@@ -36,7 +37,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="kvedge",
         description="An INT8 key/value cache and its attention, for language models on CPUs.",
         epilog=exits.HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="store_true", help="print the version and exit")
@@ -55,7 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
             help=module.SUMMARY,
             description=module.DESCRIPTION,
             epilog=f"examples:\n{module.EXAMPLES}\n{exits.HELP}",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=HelpFormatter,
             allow_abbrev=False,
         )
         module.add_options(command)

@@ -26,6 +26,15 @@ def test_help_of_each_command_has_examples_and_exit_codes(command, capsys):
     assert "--json" in text and "--debug" in text
 
 
+@pytest.mark.parametrize("columns", [60, 120])
+@pytest.mark.parametrize("command", [["plan"], ["generate"], ["bench", "decode"], ["doctor"]])
+def test_help_is_wrapped_to_the_terminal(command, columns, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert main([*command, "--help"]) == exits.OK
+    prose = capsys.readouterr().out.partition("examples:")[0]
+    assert max(map(len, prose.splitlines())) <= columns
+
+
 def test_help_of_the_command_names_every_subcommand(capsys):
     assert main(["--help"]) == exits.OK
     text = capsys.readouterr().out
