@@ -31,8 +31,10 @@ static kvedge_view_side view_side(const kvedge_side *side, float bound) {
                   scales = (ptrdiff_t)side->scale_row_bytes;
   return (kvedge_view_side){.format = side->format,
                             .shape = side->shape,
-                            .token_stride = row * heads,
+                            .token_stride = kvedge_has_runs(side) ? 0 : row * heads,
                             .head_stride = row,
+                            .run_stride = row * heads,
+                            .token_bytes = row * heads / side->format->tokens_per_group,
                             .scale_token_stride = scales * heads,
                             .scale_head_stride = scales,
                             .bound = bound};
@@ -46,6 +48,8 @@ kvedge_cache_view kvedge_layer_view(const kvedge_layer *layer, const kvedge_atte
     if (options->first_row >= 0) row = options->first_row < stop ? options->first_row : stop;
     len = options->num_tokens > 0 && options->num_tokens <= stop - row ? options->num_tokens : 0; /* 0: refused */
   }
+  const int64_t first_row = kvedge_has_runs(&layer->keys) ? row : 0;
+  row -= first_row;
   *segment = (kvedge_segment){
       .rows = {kvedge_codes_at(&layer->keys,  row), kvedge_codes_at(&layer->values,  row)},
       .scales = {kvedge_scales_at(&layer->keys, row), kvedge_scales_at(&layer->values, row)},
@@ -58,6 +62,7 @@ kvedge_cache_view kvedge_layer_view(const kvedge_layer *layer, const kvedge_atte
       .key_offset = layer->keys.offset,
       .key_scale = layer->keys.scale,
       .len = len,
+      .first_row = first_row,
       .num_segments = 1,
       .segments = segment
   };
@@ -65,6 +70,7 @@ kvedge_cache_view kvedge_layer_view(const kvedge_layer *layer, const kvedge_atte
 
 void kvedge_cut_view(kvedge_cache_view *view, kvedge_segment *segments, int64_t start) {
   view->len -= start;
+  if (view->side[KEYS].format->tokens_per_group > 1) view->first_row += start;
   while (view->num_segments > 1 && start >= segments->num_tokens) {
     start -= segments->num_tokens;
     segments++, view->num_segments--;
@@ -107,8 +113,10 @@ static void plan_kernels(kvedge_attention *a) {
 /* Tokens of a tile. */
 static int plan_tile(const kvedge_attention *a) {
   const kvedge_view_side *keys = &a->view.side[KEYS], *values = &a->view.side[VALUES];
-  int64_t most = 2 * TILE_BYTES / (keys->token_stride + values->token_stride);
-  int64_t tile = 2 * a->kernels->tuning.step_bytes / (keys->head_stride + values->head_stride);
+  const int64_t of_token = keys->token_bytes + values->token_bytes;
+  int64_t most = 2 * TILE_BYTES / (of_token > 0 ? of_token : 1);
+  const int64_t of_head = keys->head_stride + values->head_stride;
+  int64_t tile = 2 * a->kernels->tuning.step_bytes * keys->format->tokens_per_group / (of_head > 0 ? of_head : 1);
   if (most < LEAST_TILE) most = LEAST_TILE;
   tile = (tile < most ? tile : most) / KVEDGE_BLOCK * KVEDGE_BLOCK;
   return tile < KVEDGE_BLOCK ? KVEDGE_BLOCK : tile > KVEDGE_TILE ? KVEDGE_TILE : (int)tile;
@@ -121,7 +129,7 @@ static int plan_chunks(const kvedge_attention *a) {
   if (o->window && o->window + a->rows_per_block + o->sink_tokens < seen)
     seen = o->window + a->rows_per_block + o->sink_tokens;
   int64_t most = MAX_SLICES_OF_A_BLOCK / a->num_row_blocks;
-  int64_t wanted = seen * (a->view.side[KEYS].token_stride + a->view.side[VALUES].token_stride) / SLICE_BYTES;
+  int64_t wanted = seen * (a->view.side[KEYS].token_bytes + a->view.side[VALUES].token_bytes) / SLICE_BYTES;
   if (most > seen / a->tile) most = seen / a->tile;
   if (wanted > most) wanted = most;
   return wanted < 1 ? 1 : (int)wanted;

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvedge.console.sizes import format_size
-from kvedge.core.formats import FORMATS
+from kvedge.core.formats import format_of
 
 if TYPE_CHECKING:
     from kvedge import KVCache
@@ -15,7 +15,7 @@ __all__ = ["cache_figures", "describe_cache", "tokens_and_speed"]
 
 def cache_figures(cache: KVCache) -> dict[str, Any]:
     """Return what a cache takes for the tokens it holds, and what float32 would take (bytes)."""
-    scaled = any(FORMATS[name].has_scales for name in (cache.dtype, cache.value_dtype))
+    scaled = any(format_of(name).has_scales for name in (cache.dtype, cache.value_dtype))
     fp32 = len(cache) * (cache.fp32_memory_bytes // cache.capacity)
     return {
         "dtype": cache.dtype,
@@ -31,7 +31,7 @@ def cache_figures(cache: KVCache) -> dict[str, Any]:
 def describe_cache(figures: dict[str, Any]) -> str:
     """Return :func:`cache_figures` in words."""
     text = f"{figures['dtype']}, {figures['tokens']} tokens in {format_size(figures['used_bytes'])}"
-    if FORMATS[figures["dtype"]].is_float32 or not figures["ratio"]:
+    if format_of(figures["dtype"]).is_float32 or not figures["ratio"]:
         return text
     return f"{text}; float32: {format_size(figures['fp32_bytes'])}, {figures['ratio']:.2f}x"
 

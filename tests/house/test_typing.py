@@ -25,6 +25,9 @@ from kvedge import (
     Fp8E4m3KvLayer,
     Fp8E5m2KvLayer,
     Int4KvLayer,
+    Kivi2KvLayer,
+    Kivi4KvLayer,
+    Kivi8KvLayer,
     KVCache,
     KvCacheSnapshot,
     QuantizedKvLayer,
@@ -60,6 +63,9 @@ held: (
     | Fp8E4m3KvLayer
     | Fp8E5m2KvLayer
     | Int4KvLayer
+    | Kivi2KvLayer
+    | Kivi4KvLayer
+    | Kivi8KvLayer
 ) = cache.layer(0)
 snapshot: KvCacheSnapshot = cache.snapshot()
 cache.restore(snapshot)
