@@ -9,6 +9,7 @@ import numpy as np
 
 from kvedge.cache_state import CacheState
 from kvedge.core import checks
+from kvedge.core.kivi import RUN
 from kvedge.core.memory import Slabs, memory_for
 from kvedge.errors import CapacityExceededError, InvalidArgumentError, ShapeMismatchError
 from kvedge.layer_precise import parts_of_range
@@ -26,6 +27,8 @@ class CacheRanges(CacheState):
     @memory_for("the tokens of a range")
     def extract(self, start: int = 0, stop: int | None = None) -> Self:
         """Copy a range of tokens, byte for byte, into a cache of their own, which grows.
+
+        Runs (``dtype="kivi4"``) are encoded anew where `start` is no multiple of 32.
 
         Parameters
         ----------
@@ -50,6 +53,10 @@ class CacheRanges(CacheState):
         """
         start, stop = checks.check_range(start, stop, self._length)
         contents = self._whole("extract()")
+        if start % RUN and any(config.in_runs for config in contents.format.layers):
+            made = self.extract(0, 0)
+            made._store_anew(self, start, stop)
+            return made
         layers = []
         for layer in contents.layers:
             rows = {name: getattr(layer, name)[start:stop] for name in Slabs._fields}
@@ -105,11 +112,12 @@ class CacheRanges(CacheState):
                     f"the tokens are stored as {contents.format}, this cache stores {own.format}"
                     f"{_offsets(own, contents)}: requantize=True stores them anew"
                 )
-            contents = self._requantized(other)._contents(copy=False)
+            other = self._requantized(other)
+            contents = other._contents(copy=False)
         if not self._length:
             self._replace(contents)
         elif contents.length:
-            self._add(contents)
+            self._add(contents, other)
 
     def _whole(self, call: str) -> CacheContents:
         """All that is held, not copied, in layers without windows or pending tokens."""
@@ -146,29 +154,29 @@ class CacheRanges(CacheState):
             for layer, mine in zip(made._layers, self._layers, strict=True):
                 rule = mine._key_rule._replace(scale_is_settled=True)
                 layer._store_keys_as(mine._key_map, rule)
-        for index, layer in enumerate(other._layers):
-            held, step = layer._held(), layer._block_tokens()
-            for start in range(0, held.num_tokens, step):
-                stop = min(held.num_tokens, start + step)
-                rows = [
-                    np.empty(layer._config.rows_shape(values, stop - start), np.float32)
-                    for values in (False, True)
-                ]
-                for values in (False, True):
-                    layer._dequantize(held, values, start, stop, rows[values])
-                made.append(index, *rows)
-        made.advance(len(other))
+        made._store_anew(other, 0, len(other))
         cache: Self = made
         return cache
 
-    def _add(self, contents: CacheContents) -> None:
-        """Append bytes that mean the same here."""
+    def _store_anew(self, other: CacheState, start: int, stop: int) -> None:
+        """Decode a range of another cache's tokens and append them; this one has no pending ones."""
+        for mine, layer in zip(self._layers, other._layers, strict=True):
+            _append_decoded(mine, layer, start, stop)
+        self._high_water = [self._length + stop - start] * self._num_layers
+        self._length += stop - start
+        self._room = self.capacity
+
+    def _add(self, contents: CacheContents, other: CacheState) -> None:
+        """Append bytes that mean the same here; runs are encoded anew."""
         n, start = contents.length, self._length
         self._make_room(n)
         if start < max(self._high_water):
             self._overwrites.add(start)
-        for layer, tokens in zip(self._layers, contents.layers, strict=True):
+        for layer, source, tokens in zip(self._layers, other._layers, contents.layers, strict=True):
             held = layer._held()
+            if layer._config.in_runs:
+                _append_decoded(layer, source, 0, n)
+                continue
             first = held.start + held.num_tokens
             for slab, rows in zip(held.slabs, tokens.arrays, strict=True):
                 slab[first : first + n] = rows
@@ -179,6 +187,20 @@ class CacheRanges(CacheState):
                 precise.return_to(state)
         self._high_water = [start + n] * self._num_layers
         self._length = start + n
+
+
+def _append_decoded(to: Any, layer: Any, start: int, stop: int) -> None:
+    """Append a range of a layer's tokens, as they are read, to another."""
+    held, step = layer._held(), layer._block_tokens()
+    for first in range(start, stop, step):
+        last = min(stop, first + step)
+        rows = [
+            np.empty(layer._config.rows_shape(values, last - first), np.float32)
+            for values in (False, True)
+        ]
+        for values in (False, True):
+            layer._dequantize(held, values, first, last, rows[values])
+        to._append(*rows)
 
 
 def _shape(config: Any) -> tuple[int, int, int]:

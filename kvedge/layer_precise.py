@@ -41,6 +41,7 @@ __all__ = [
     "last_rows",
     "part_key_map",
     "parts_of_range",
+    "runs_end",
     "spans_of",
 ]
 
@@ -538,12 +539,15 @@ def parts_of_range(
     """The parts of tokens `start` to `stop`, of those of `length` tokens."""
     if not parts:
         return ()
-    first, last = parts
-    before = length - len(last.arrays.key_codes)  # tokens before the last ones
-    ranges = (slice(start, stop), slice(max(0, start - before), max(0, stop - before)))
+    before = length - len(parts[1].arrays.key_codes)  # tokens before the last ones
+    ranges = (
+        slice(start, stop),
+        slice(max(0, start - before), max(0, stop - before)),
+        slice(start // RUN, -(-stop // RUN)),  # from the start of a run on
+    )
     return tuple(
         part._replace(arrays=memory.Slabs(*(array[rows] for array in part.arrays)))
-        for part, rows in zip((first, last), ranges, strict=True)
+        for part, rows in zip(parts, ranges, strict=False)
     )
 
 

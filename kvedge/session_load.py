@@ -25,7 +25,7 @@ from kvedge.core.formats import FORMATS, IN_RUNS, SCALE_TYPES
 from kvedge.core.key_map import NO_MAP, KeyMap, KeyRule
 from kvedge.core.kivi import RUN
 from kvedge.errors import CorruptFileError, KvedgeError, MissingExtraError, OutOfMemoryError
-from kvedge.layer_precise import PartContents, last_rows, part_key_map
+from kvedge.layer_precise import PartContents, last_rows, part_key_map, runs_end
 from kvedge.session import (
     AUTO,
     FIELDS,
@@ -119,7 +119,7 @@ def _load_open(kind: type[_Kind], path: str, file: BinaryIO, mmap: bool) -> _Kin
     fields, tensors = header
     form, length, max_seq_len, dropped = _read_fields(path, fields)
     tokens = [length - num_dropped for num_dropped in dropped]
-    _check_tensors(path, tensors, form, tokens, file_types(fields))
+    _check_tensors(path, tensors, form, tokens, dropped, file_types(fields))
     user = {k[len(USER) :]: v for k, v in fields.items() if k.startswith(USER)}
     rule = KeyRule(fields["key_offset"] == AUTO, KEY_SCALE in fields)
     mapped = mmap and length > 0
@@ -361,6 +361,7 @@ def _check_tensors(
     tensors: Mapping[str, _Tensor],
     form: CacheFormat,
     tokens: Sequence[int],
+    dropped: Sequence[int],
     type_of: Callable[[str], str],
 ) -> None:
     """Compare names, types and shapes with what the metadata promises, before any is read."""
@@ -383,9 +384,20 @@ def _check_tensors(
         for part in _parts_of(config):
             first = tensors.get(f"layers.{index}.{part}.key_codes")
             held = first.shape[0] if first is not None and first.shape else 0
-            fault = _fault_of_rows(config, part, held, tensors, index, tokens[index])
-            if fault:
-                _corrupt(path, fault)
+            if part == "runs":
+                last = wanted[f"layers.{index}.last.key_codes"][1][0]
+                most = least = _num_runs(dropped[index], tokens[index], last)
+            else:
+                first_or_last = config.sinks if part == "first" else last_rows(config)
+                # With runs, of the one that the first token lies in too.
+                spare = RUN - 1 if config.in_runs else 0
+                least, most = 0, min(first_or_last, tokens[index] + spare)
+            if not least <= held <= most:
+                _corrupt(
+                    path,
+                    f"layer {index} has {held} rows of its {part} tokens, where {least} to {most} "
+                    f"belong to {tokens[index]} tokens",
+                )
             for field, (shape, _) in zip(
                 memory.Slabs._fields, memory.slab_layout(_config_of(config, part)), strict=True
             ):
@@ -415,26 +427,10 @@ def _config_of(config: LayerConfig, part: str) -> LayerConfig:
     return config.runs(RUN) if part == "runs" else config.precise
 
 
-def _fault_of_rows(
-    config: LayerConfig,
-    part: str,
-    held: int,
-    tensors: Mapping[str, _Tensor],
-    index: int,
-    tokens: int,
-) -> str | None:
-    """What is wrong with so many rows of a part, of a layer with so many tokens."""
-    spare = RUN - 1 if config.in_runs else 0  # of the run that the first token lies in
-    if part != "runs":
-        most = min(config.sinks, tokens) if part == "first" else last_rows(config)
-        if held > min(most, tokens + spare):
-            return f"layer {index} has {held} {part} tokens, more than can be"
-        return None
-    last = tensors.get(f"layers.{index}.last.key_codes")
-    others = last.shape[0] if last is not None and last.shape else 0
-    if not tokens - others - spare <= held * RUN <= tokens + 2 * RUN:
-        return f"layer {index} has {held} runs for {tokens} tokens, of which {others} lie elsewhere"
-    return None
+def _num_runs(dropped: int, tokens: int, last: int) -> int:
+    """Runs of a layer that has dropped so many tokens, and holds so many last ones apart."""
+    end = dropped + tokens
+    return max(0, -(-(runs_end(end, end - last) - dropped // RUN * RUN) // RUN))
 
 
 def _reserve(

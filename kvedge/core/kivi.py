@@ -69,7 +69,7 @@ class Kivi:
         most = np.float32((1 << self.bits) - 1)
         low = _half_down(x.min(axis=axis, keepdims=True) + np.float32(0))
         base = low.astype(np.float32)
-        step = _half_up((x.max(axis=axis, keepdims=True) - base) / most)
+        step = _half_up((x.max(axis=axis, keepdims=True) - base) / most + np.float32(0))
         size = step.astype(np.float32)
         inverse = np.divide(np.float32(1), size, out=np.zeros_like(size), where=size > 0)
         codes = np.minimum(np.rint((x - base) * inverse), most)

@@ -115,6 +115,10 @@ class KvBlockPool(ConfigFacts):
             group_size=group_size,
             scale_dtype=scale_dtype,
         )
+        if config.in_runs:
+            raise InvalidArgumentError(
+                f"a pool has no dtype={config.dtype!r}: runs of tokens do not lie in its blocks"
+            )
         scales = _key_scales(key_scale, config, num_layers)
         slabs = memory.reserve_layers(config, num_layers)
         try:
