@@ -37,7 +37,8 @@ test-isa: $(VENV)/test.stamp
 arm-cycles: $(VENV)/test.stamp
 	$(BIN)/python bench/arm_cycles.py --formats int8 float16 fp8_e4m3 float32
 
-# What needs more than `make test` installs: plots, torch and ONNX Runtime beside kvedge in its benchmarks, transformers.
+# What needs more than `make test` installs: plots, torch and ONNX Runtime beside kvedge in its benchmarks, transformers,
+# contexts over several processes (gloo, MPI).
 test-peers: $(VENV)/peers.stamp
 	$(BIN)/python -m pytest -m extras $(PYTEST_ARGS)
 
@@ -138,7 +139,7 @@ $(VENV)/dev.stamp: pyproject.toml | $(VENV)/test.stamp
 	@touch $@
 
 $(VENV)/peers.stamp: pyproject.toml | $(VENV)/test.stamp
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'kvedge[peers,transformers]' $(TORCH) $(TRANSFORMERS)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'kvedge[peers,transformers,distributed,mpi]' mpich $(TORCH) $(TRANSFORMERS)
 	@touch $@
 
 # An old transformers in a folder of its own, with the torch of the environment.

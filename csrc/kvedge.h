@@ -373,6 +373,9 @@ typedef struct {
                   * it, gives out = 0 and lse = -INFINITY (but for sink_logits). */
   int64_t first_row; /* with num_tokens, where another thread also drops tokens: the row of token 0, as
                       * kvedge_layer_range told it together with the length; -1: that of the layer when the call begins */
+  float tolerance;   /* 0 <= tolerance < 1: the share of the softmax mass that each row of each head may lose. Blocks of
+                      * 16 values that hold no more are not read: the error is at most tolerance * the largest |value|,
+                      * and lse counts them. 0: all are read */
 } kvedge_attention_options;
 
 void kvedge_attention_defaults(kvedge_attention_options *options);
@@ -421,6 +424,10 @@ kvedge_status kvedge_attend_layers(const kvedge_attention_call *calls, int num_c
  * scale * query . key, before any option. KVEDGE_ERROR_ARGUMENT if the layer holds fewer. */
 kvedge_status kvedge_scores(const kvedge_layer *layer, const float *query, int num_heads, float scale,
                             int64_t first_row, int64_t num_tokens, float *logits);
+
+/* Calls with a tolerance so far, in this process: blocks of values, of 16 tokens and one KV head, that could have been left
+ * out, and those that were. Differences tell of the calls between. */
+void kvedge_tolerance_counts(int64_t *seen, int64_t *dropped);
 
 /* The same in slices, for a runtime that has threads of its own and memory of its own:
  *

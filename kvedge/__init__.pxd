@@ -90,6 +90,7 @@ cdef extern from "kvedge.h" nogil:
         int64_t num_tokens
         int64_t start
         int64_t first_row
+        float tolerance
 
     ctypedef struct kvedge_part:
         const kvedge_layer *layer
@@ -262,5 +263,6 @@ cdef extern from "kvedge.h" nogil:
     kvedge_status kvedge_set_num_threads(int num_threads)
     int kvedge_get_num_threads()
     void kvedge_quiesce()
+    void kvedge_tolerance_counts(int64_t *seen, int64_t *dropped)
     double kvedge_read_bandwidth(int num_threads, size_t bytes, int repeats)
     double kvedge_product_rate(int num_threads, size_t products, int repeats)

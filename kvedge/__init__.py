@@ -32,6 +32,7 @@ from kvedge.errors import (
     StaleSnapshotError,
     UnknownSequenceError,
     UnsupportedIsaError,
+    UnsupportedModelError,
 )
 from kvedge.layer_types import Fp8KvLayer
 from kvedge.merge import merge_attention
@@ -54,6 +55,7 @@ try:
         attend_batch,
         backend,
         isa_info,
+        tolerance_counts,
     )
 except KvedgeError as error:
     if not is_command():
@@ -120,6 +122,7 @@ __all__ = [
     "StaleSnapshotError",
     "UnknownSequenceError",
     "UnsupportedIsaError",
+    "UnsupportedModelError",
     "__version__",
     "append_batch",
     "attend_batch",
@@ -132,4 +135,5 @@ __all__ = [
     "merge_attention",
     "quantize_rows",
     "set_num_threads",
+    "tolerance_counts",
 ]

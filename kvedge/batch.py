@@ -34,6 +34,7 @@ def attend_batch(
     start: int | Sequence[int] | None = None,
     alibi_slopes: Array | None = None,
     precision_bits: int | None = None,
+    tolerance: float = 0.0,
     return_lse: bool = False,
     out: Any = None,
     num_threads: int | None = None,
@@ -53,7 +54,7 @@ def attend_batch(
         float32, float16 or bfloat16: (batch, num_heads, head_dim) for the last token of each layer,
         or (batch, n, num_heads, head_dim) for the last n.
     scale, causal, window, sink_tokens, sink_logits, softcap, alibi_slopes, precision_bits
-    return_lse, num_threads
+    tolerance, return_lse, num_threads
         As in :meth:`kvedge.QuantizedKvLayer.attend`, the same for all layers.
     mask : array, optional
         bool (True: visible) or float that is added (-inf hides), broadcast to (batch, num_heads, n,

@@ -384,7 +384,7 @@ class CacheMethods(CacheHistory):
         query : array of float32 (or float16, bfloat16)
             (num_heads, head_dim) for one token, (n, num_heads, head_dim) for the last n stored.
         scale, causal, window, sink_tokens, sink_logits, softcap, mask, start, alibi_slopes
-        precision_bits, return_lse, out, num_threads, layout
+        precision_bits, tolerance, return_lse, out, num_threads, layout
             As in :meth:`kvedge.QuantizedKvLayer.attend`.
 
         Returns

@@ -12,6 +12,7 @@ from kvedge import session, session_load
 from kvedge.cache_ranges import CacheRanges
 from kvedge.core import checks, registry
 from kvedge.core.memory import memory_for
+from kvedge.errors import InvalidArgumentError
 from kvedge.snapshot import KvCacheSnapshot
 
 if TYPE_CHECKING:
@@ -129,8 +130,9 @@ class CacheHistory(CacheRanges):
         ----------
         delta : int
             Positions to move by; negative moves towards the start.
-        rope : Rope
-            The model's rotary embedding.
+        rope : Rope, or sequence of Rope or None
+            The model's rotary embedding; where layers differ, one for each, None for layers whose
+            keys are not rotated.
         start, stop : int, optional
             Range of tokens; by default all.
 
@@ -142,10 +144,22 @@ class CacheHistory(CacheRanges):
         """
         start, stop = checks.check_range(start, stop, self._length)
         self._refuse_pending("shift()")
-        for layer in self._layers:
-            layer._check_shift(delta, rope, *_held_range(layer, start, stop))
-        for layer in self._layers:
-            layer._shift_all(delta, rope, *_held_range(layer, start, stop))
+        ropes = list(rope) if isinstance(rope, (list, tuple)) else [rope] * self._num_layers
+        if len(ropes) != self._num_layers:
+            raise InvalidArgumentError(
+                f"rope must be one for all or one for each of {self._num_layers} layers, not "
+                f"{len(ropes)}"
+            )
+        several = isinstance(rope, (list, tuple))
+        turned = [
+            (layer, one)
+            for layer, one in zip(self._layers, ropes, strict=True)
+            if one is not None or not several
+        ]
+        for layer, one in turned:
+            layer._check_shift(delta, one, *_held_range(layer, start, stop))
+        for layer, one in turned:
+            layer._shift_all(delta, one, *_held_range(layer, start, stop))
         if delta and start < stop:
             self._overwrites.add(start)
 

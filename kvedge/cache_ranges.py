@@ -159,7 +159,7 @@ class CacheRanges(CacheState):
         return cache
 
     def _store_anew(self, other: CacheState, start: int, stop: int) -> None:
-        """Decode a range of another cache's tokens and append them; this one has no pending ones."""
+        """Decode a range of another cache's tokens and append them."""
         for mine, layer in zip(self._layers, other._layers, strict=True):
             _append_decoded(mine, layer, start, stop)
         self._high_water = [self._length + stop - start] * self._num_layers

@@ -29,6 +29,7 @@ __all__ = [
     "StaleSnapshotError",
     "UnknownSequenceError",
     "UnsupportedIsaError",
+    "UnsupportedModelError",
 ]
 
 
@@ -82,6 +83,10 @@ class NonFiniteInputError(KvedgeError, ValueError):
 
 class InvalidArgumentError(KvedgeError, ValueError):
     """An argument, or a combination of arguments, that makes no sense."""
+
+
+class UnsupportedModelError(InvalidArgumentError):
+    """A model file is sound, but of a kind that :mod:`kvedge.llama` does not run."""
 
 
 class PositionOutOfRangeError(KvedgeError, IndexError):

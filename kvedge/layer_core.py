@@ -105,6 +105,7 @@ class LayerCore(LayerFacts):
         start: int = 0,
         alibi_slopes: Array | None = None,
         precision_bits: int | None = None,
+        tolerance: float = 0.0,
         return_lse: bool = False,
         out: Any = None,
         num_threads: int | None = None,
@@ -151,6 +152,12 @@ class LayerCore(LayerFacts):
             Fewer are faster: 16 adds errors of about 1e-4, 8 of about 1e-2, as much as storing in 8
             bits does; 24 about 1e-6. See docs/numerics.md. No effect on paths that multiply floats
             (scalar, neon, NumPy); avx2, avxvnni and neondot take 8 for 16.
+        tolerance : float
+            The share of the softmax mass that each row of each head may leave out, from 0 (exact)
+            to below 1. Blocks of 16 values that together hold no more are neither read nor
+            multiplied, so the error grows by at most ``tolerance * max|value|``, whatever the
+            data; `lse` stays exact. The NumPy backend reads all, which is within any tolerance.
+            See docs/numerics.md.
         return_lse : bool
             Return the logarithm of each softmax denominator, learned sinks included, as well; with
             it, :func:`kvedge.merge_attention` merges results over parts of a context.

@@ -135,6 +135,7 @@ class PreciseTokens:
         self._kept = kept_rows(config)
         self._config = config.precise
         self._in_runs = config.in_runs
+        self.now: Parts
         self.restart(0)
 
     def _first(self, position: int) -> Part:
@@ -382,7 +383,7 @@ class PreciseTokens:
     def _turned(
         self, delta: int, rope: Any, start: int, stop: int
     ) -> tuple[int, np.ndarray] | None:
-        """The keys of runs with a range of positions turned: the first token, and what is stored."""
+        """Runs of keys with a range of positions turned: their first token, and their bytes."""
         runs = self.now.runs
         if runs is None or not delta:
             return None

@@ -12,6 +12,9 @@ enum {
    * that a helper which is held up delays nobody for long. */
   SLICE_BYTES = 256 << 10,
   MAX_SLICES_OF_A_BLOCK = 32,
+  /* With a tolerance slices are longer and fewer, since what may be dropped is measured against what a slice has seen. */
+  SKIPPING_SLICE_BYTES = 4 << 20,
+  SKIPPING_SLICE_TOKENS = 2048,
   /* The keys of all heads in a tile, and the values, have on average up to this many bytes, which is also how far ahead
    * of their use rows are asked for: two tiles' keys and values are to fit a second-level cache, which two threads may
    * share. */
@@ -128,8 +131,11 @@ static int plan_chunks(const kvedge_attention *a) {
   int64_t seen = a->view.len;
   if (o->window && o->window + a->rows_per_block + o->sink_tokens < seen)
     seen = o->window + a->rows_per_block + o->sink_tokens;
+  const int skips = o->tolerance > 0.0f;
   int64_t most = MAX_SLICES_OF_A_BLOCK / a->num_row_blocks;
-  int64_t wanted = seen * (a->view.side[KEYS].token_bytes + a->view.side[VALUES].token_bytes) / SLICE_BYTES;
+  int64_t wanted = seen * (a->view.side[KEYS].token_bytes + a->view.side[VALUES].token_bytes) /
+                   (skips ? SKIPPING_SLICE_BYTES : SLICE_BYTES);
+  if (skips && most > seen / SKIPPING_SLICE_TOKENS) most = seen / SKIPPING_SLICE_TOKENS;
   if (most > seen / a->tile) most = seen / a->tile;
   if (wanted > most) wanted = most;
   return wanted < 1 ? 1 : (int)wanted;
@@ -145,6 +151,7 @@ void kvedge_attention_plan(kvedge_attention *a, const kvedge_cache_view *view, i
   if (a->options.mask) a->options.mask += a->options.start * a->options.mask_strides[2];
   if (a->options.bias) a->options.bias += a->options.start * a->options.bias_strides[2];
   a->options.start = 0; /* the view begins there */
+  if (view->side[VALUES].format->tokens_per_group > 1) a->options.tolerance = 0.0f; /* runs are read whole */
   if (isnan(a->options.scale)) a->options.scale = (float)(1.0 / sqrt(dim));
   /* A window that hides nothing is none, and sums with it stay in range. */
   if (a->options.window >= first_position + num_rows) a->options.window = 0;
@@ -197,6 +204,8 @@ size_t kvedge_attention_lay_out(kvedge_attention *a, char *base, int num_slots) 
   a->queries = kvedge_take(base, &used, (size_t)(slices_prepare ? num_slots : a->num_row_blocks) * a->query_bytes);
   a->num_slots = num_slots;
   a->partials = kvedge_take(base, &used, ((size_t)num_slots + 1) * a->partial_floats * sizeof *a->partials);
+  a->skipping_bytes = kvedge_align(kvedge_skipping_bytes(a));
+  a->skipping = kvedge_take(base, &used, (size_t)num_slots * a->skipping_bytes);
   if (!a->is_refit) a->refit = kvedge_take(base, &used, refit_bytes(a));
   return used;
 }
@@ -232,6 +241,7 @@ kvedge_status kvedge_attention_check(const kvedge_cache_view *view, const kvedge
   if (o) {
     if (isinf(o->scale) || !(o->softcap >= 0.0f) || isinf(o->softcap)) return KVEDGE_ERROR_ARGUMENT;
     if (o->precision_bits % 8 || o->precision_bits < 0 || o->precision_bits > 24) return KVEDGE_ERROR_ARGUMENT;
+    if (!(o->tolerance >= 0.0f && o->tolerance < 1.0f)) return KVEDGE_ERROR_ARGUMENT;
     if (o->start < 0 || o->start > view->len) return KVEDGE_ERROR_ARGUMENT;
     if (o->window < 0 || o->sink_tokens < 0 || (o->window && !o->causal)) return KVEDGE_ERROR_ARGUMENT;
   }

@@ -8,8 +8,8 @@
  * heads of a batch share runs of `batch` blocks, of which head `j` has the j-th, since its kernels prefetch whole runs. */
 void kvedge_share_next(const kvedge_cache_view *view, const token_tile *next, int batch, int j, head_tile *h) {
   const int heads = view->num_kv_heads, num_blocks = h->tile->num_blocks, there = next->num_blocks * heads;
-  h->prefetches = there > 0;
-  if (!h->prefetches) return;
+  for (int s = 0; s < SIDES; s++) h->prefetches[s] = there > 0;
+  if (there == 0) return;
   h->next_in_order = next->in_order;
   int first = batch > 1 ? (h->kv_head - j) * num_blocks + j : h->kv_head * num_blocks; /* counted over all */
   if (first >= there) first %= there;
@@ -25,7 +25,7 @@ void kvedge_share_next(const kvedge_cache_view *view, const token_tile *next, in
 /* The tile that this thread prefetched last, and how many of its tokens. */
 static _Thread_local struct {
   const char *keys;
-  int num_tokens;
+  int num_tokens[SIDES];
 } prefetched;
 
 /* A run of memory; bytes <= 0: nothing. */
@@ -66,13 +66,16 @@ static void fetch_blocks(const token_tile *tile, const char *const *blocks, ptrd
 
 /* All of a call's first tile, for a start. In the order of memory, at memory's speed: by heads, as steps read it, it
  * was a fifth of that, and Zen 4 drops so many prefetches at once. */
-void kvedge_fetch_rest(const kvedge_cache_view *view, const token_tile *tile, const token_tile *next) {
-  const int known = prefetched.keys == tile->rows[KEYS][0] ? prefetched.num_tokens : 0;
+void kvedge_fetch_rest(const kvedge_cache_view *view, const token_tile *tile, const token_tile *next,
+                       int reads_values) {
+  const int is_known = prefetched.keys == tile->rows[KEYS][0], reads[SIDES] = {1, reads_values};
   prefetched.keys = next->num_tokens > 0 ? next->rows[KEYS][0] : NULL;
-  prefetched.num_tokens = tile->num_tokens; /* blocks of the next tile, one for each of this one's */
-  if (known >= tile->num_tokens) return;
   for (int s = 0; s < SIDES; s++) {
+    const int known = is_known ? prefetched.num_tokens[s] : 0;
     const kvedge_view_side *side = &view->side[s];
+    /* blocks of the next tile, one for each of this one's */
+    prefetched.num_tokens[s] = reads[s] ? tile->num_tokens : 0;
+    if (known >= tile->num_tokens || !reads[s]) continue;
     fetch_blocks(tile, tile->scales[s], side->scale_token_stride, view->num_kv_heads * side->scale_head_stride, known);
     fetch_blocks(tile, tile->rows[s], side->token_stride, view->num_kv_heads * side->head_stride, known);
   }

@@ -87,6 +87,7 @@ void kvedge_attention_collect(kvedge_attention *a, int slice, int slot) {
   const kvedge_row_block block = kvedge_row_block_of(a, slice / a->chunks_per_block);
   const int group = a->heads_per_kv_head, key_heads = a->view.num_kv_heads;
   kvedge_merge_slice(a, slice, slot);
+  kvedge_skip_count(a, slot);
   if (slice % a->chunks_per_block + 1 < a->chunks_per_block) return;
   const kvedge_queries q = kvedge_queries_of(a, block.index, slot);
   const kvedge_partial total = kvedge_partial_at(a, a->chunks_per_block > 1 ? a->num_slots : slot);

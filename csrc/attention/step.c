@@ -70,7 +70,7 @@ static kvedge_tile rows_of_group(const kvedge_attention *a, const head_tile *h, 
                       .num_tokens = h->tile->num_tokens,
                       .dim = left < side->shape.group_size ? left : side->shape.group_size,
                       .factor = a->factor[s]};
-  if (h->prefetches) rows.next = (kvedge_prefetch){h->next[s], KVEDGE_BLOCK * start_bytes, h->next_in_order};
+  if (h->prefetches[s]) rows.next = (kvedge_prefetch){h->next[s], KVEDGE_BLOCK * start_bytes, h->next_in_order};
   if (side->shape.num_groups) {
     rows.scales = tile_scales(a, h->tile, s, h->kv_head, group, &w->scales[s]);
     rows.scale_stride = SCALES;
@@ -107,7 +107,7 @@ static kvedge_tile decode_block(const kvedge_attention *a, const head_tile *h, i
   if (in_runs) decode_runs(a, h, s, b, num_tokens, room->values);
   for (int t = 0; t < num_tokens && !in_runs; t++, rows += side->token_stride, scales += side->scale_token_stride)
     side->format->decode(&side->shape, rows, scales, 1, room->values + t * dim);
-  for (ptrdiff_t at = 0; h->prefetches && !in_runs && at < KVEDGE_BLOCK * side->head_stride; at += 64)
+  for (ptrdiff_t at = 0; h->prefetches[s] && !in_runs && at < KVEDGE_BLOCK * side->head_stride; at += 64)
     __builtin_prefetch(h->next[s][b] + at, 0, 2);
   room->start = (const char *)room->values;
   return (kvedge_tile){.blocks = &room->start,
@@ -253,23 +253,21 @@ static int probability_planes(const kvedge_attention *a, const token_tile *tile)
 
 /* Where the factor of values that come without scales (also: decoded ones) is above 1, probabilities take it: values
  * that are hidden may be too large for it. */
-static void take_factor(const kvedge_attention *a, const head_tile *h, workspace *w) {
-  float *p = w->scores + h->at * KVEDGE_TILE;
+static void take_factor(const kvedge_attention *a, const head_tile *h, float *p) {
   for (int i = 0; i < h->count; i++)
     for (int t = 0; t < h->tile->num_tokens; t++) p[i * KVEDGE_TILE + t] *= a->factor[VALUES];
 }
 
-static void weighted_sum(const kvedge_attention *a, const head_tile *h, workspace *w, kvedge_partial *partial) {
+void kvedge_weighted_sum(const kvedge_attention *a, const head_tile *h, float *probabilities, const float *rescale,
+                         workspace *w, kvedge_partial *partial) {
   static const float one[KVEDGE_STACK] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
                                           1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
   const kvedge_row_shape *shape = &a->view.side[VALUES].shape;
   const int takes_factor = (shape->num_groups == 0 || a->decodes[VALUES]) && a->factor[VALUES] > 1.0f;
-  kvedge_probabilities p = {
-      .num_queries = h->count, .planes = probability_planes(a, h->tile), .p = w->scores + h->at * KVEDGE_TILE};
-  kvedge_accumulators to = {.acc = partial->acc + kvedge_index_of(a, h) * (size_t)a->acc_stride,
-                            .stride = a->acc_stride,
-                            .rescale = w->rescale + h->at};
-  if (takes_factor) take_factor(a, h, w);
+  kvedge_probabilities p = {.num_queries = h->count, .planes = probability_planes(a, h->tile), .p = probabilities};
+  kvedge_accumulators to = {
+      .acc = partial->acc + kvedge_index_of(a, h) * (size_t)a->acc_stride, .stride = a->acc_stride, .rescale = rescale};
+  if (takes_factor) take_factor(a, h, probabilities);
   if (a->decodes[VALUES]) {
     decoded_block room;
     for (int b = 0; b < h->tile->num_blocks; b++, p.p += KVEDGE_BLOCK, to.rescale = one) {
@@ -319,26 +317,44 @@ static void weighted_sum_of_batch(const kvedge_attention *a, const head_tile *he
 
 /* ---- A step: one tile of one KV head, or of several ------------------------------------------ */
 
+/* Probabilities of `num` head tiles, in the workspace; maxima and sums go along. */
+static void take_probabilities(const kvedge_attention *a, const head_tile *heads, int num, int batch,
+                               kvedge_partial *partial, workspace *w) {
+  if (!batch || !scores_of_batch(a, heads, w))
+    for (int j = 0; j < num; j++) kvedge_head_scores(a, &heads[j], w);
+  for (int j = 0; j < num && (a->real_logits || heads->masking); j++) finish_scores(a, &heads[j], w);
+  const size_t index = kvedge_index_of(a, &heads[0]);
+  a->kernels->softmax(w->scores, num * heads->count, heads->tile->num_tokens, w->queries.log2_scale + index,
+                      partial->max + index, partial->sum + index, w->rescale);
+}
+
+void kvedge_add_to_sums(const kvedge_attention *a, const token_tile *tile, const kvedge_row_block *block,
+                        kvedge_partial *partial, workspace *w) {
+  w->scales[KEYS].first = -KVEDGE_SCALE_COLUMNS;
+  head_tile h = {.tile = tile, .block = block, .queries = &w->queries, .masking = kvedge_needs_masking(a, block, tile)};
+  h.count = (int)block->count * a->heads_per_kv_head;
+  for (; h.kv_head < a->view.num_kv_heads; h.kv_head++) take_probabilities(a, &h, 1, 0, partial, w);
+}
+
 void kvedge_step(const kvedge_attention *a, head_tile *heads, int num, const token_tile *next, kvedge_partial *partial,
                  workspace *w) {
-  const int batch = a->batches_heads && num == KVEDGE_HEADS, num_tokens = heads->tile->num_tokens;
+  const int batch = a->batches_heads && num == KVEDGE_HEADS;
   const int query_rows = (int)heads->block->count * a->heads_per_kv_head;
   for (int i = 0; i < query_rows; i += KVEDGE_STACK) { /* once, if there are several heads */
     const int count = query_rows - i < KVEDGE_STACK ? query_rows - i : KVEDGE_STACK, prefetches = i == 0;
     for (int j = 0; j < num; j++) {
       heads[j].first = i, heads[j].count = count, heads[j].at = j * count;
-      if (!prefetches) heads[j].prefetches = 0;
+      if (!prefetches) heads[j].prefetches[KEYS] = heads[j].prefetches[VALUES] = 0;
     }
     if (prefetches) prefetch_scales(&a->view, next, KEYS, heads->kv_head, num);
-    if (!batch || !scores_of_batch(a, heads, w))
-      for (int j = 0; j < num; j++) kvedge_head_scores(a, &heads[j], w);
-    for (int j = 0; j < num && (a->real_logits || heads->masking); j++) finish_scores(a, &heads[j], w);
-    const size_t index = kvedge_index_of(a, &heads[0]);
-    a->kernels->softmax(w->scores, num * count, num_tokens, w->queries.log2_scale + index, partial->max + index,
-                        partial->sum + index, w->rescale);
-    if (prefetches) prefetch_scales(&a->view, next, VALUES, heads->kv_head, num);
-    if (batch) weighted_sum_of_batch(a, heads, w, partial);
-    else
-      for (int j = 0; j < num; j++) weighted_sum(a, &heads[j], w, partial);
+    take_probabilities(a, heads, num, batch, partial, w);
+    if (heads->prefetches[VALUES]) prefetch_scales(&a->view, next, VALUES, heads->kv_head, num);
+    if (w->skipping && kvedge_skip_heads(a, heads, num, w, partial)) continue;
+    if (batch) {
+      weighted_sum_of_batch(a, heads, w, partial);
+      continue;
+    }
+    for (int j = 0; j < num; j++)
+      kvedge_weighted_sum(a, &heads[j], w->scores + heads[j].at * KVEDGE_TILE, w->rescale + heads[j].at, w, partial);
   }
 }

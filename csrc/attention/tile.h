@@ -1,5 +1,5 @@
 /* What the files of a slice share: its tiles (slice.c), what is prefetched (prefetch.c), a step over one (step.c), masks
- * and other options on logits (logits.c). */
+ * and other options on logits (logits.c), what is not read (skip.c). */
 #ifndef KVEDGE_TILE_H
 #define KVEDGE_TILE_H
 
@@ -30,6 +30,7 @@ typedef struct {
   _Alignas(64) float scores[KVEDGE_STACK * KVEDGE_TILE]; /* (query rows, tile): scores, then probabilities */
   _Alignas(64) float rescale[KVEDGE_STACK];
   scale_columns scales[SIDES]; /* of the tile */
+  kvedge_skipping *skipping;   /* NULL: all values are read */
 } workspace;
 
 /* One KV head's part of a tile, and the query rows that meet it: first..first+count-1 of those of the KV head. */
@@ -41,7 +42,7 @@ typedef struct {
   const kvedge_queries *queries;
   int masking;                                 /* as kvedge_needs_masking() */
   const char *next[SIDES][KVEDGE_TILE_BLOCKS]; /* blocks of the next tile to prefetch */
-  int prefetches, next_in_order;               /* 0: nothing is prefetched */
+  int prefetches[SIDES], next_in_order;        /* 0: nothing is prefetched */
 } head_tile;
 
 /* Position of the first of its queries in what is prepared of a row block, and in partial results. */
@@ -55,8 +56,9 @@ static inline size_t kvedge_index_of(const kvedge_attention *a, const head_tile 
  * one block for each. */
 void kvedge_share_next(const kvedge_cache_view *view, const token_tile *next, int batch, int j, head_tile *h);
 /* Before the steps of a tile: what this thread has not prefetched of it is brought into the cache. The steps prefetch
- * the next one, as far as that goes. */
-void kvedge_fetch_rest(const kvedge_cache_view *view, const token_tile *tile, const token_tile *next);
+ * the next one, as far as that goes. (reads_values 0: this tile's values are left where they are, and those of the next
+ * one are not prefetched.) */
+void kvedge_fetch_rest(const kvedge_cache_view *view, const token_tile *tile, const token_tile *next, int reads_values);
 
 /* ---- step.c ---- */
 
@@ -64,8 +66,31 @@ void kvedge_fetch_rest(const kvedge_cache_view *view, const token_tile *tile, co
  * prefetched meanwhile. */
 void kvedge_step(const kvedge_attention *a, head_tile *heads, int num, const token_tile *next, kvedge_partial *partial,
                  workspace *w);
+/* Maxima and sums of all KV heads over a tile, and nothing else: its queries are up to KVEDGE_STACK for each. */
+void kvedge_add_to_sums(const kvedge_attention *a, const token_tile *tile, const kvedge_row_block *block,
+                        kvedge_partial *partial, workspace *w);
+/* acc = acc * rescale + p . values of a head tile; p (count, KVEDGE_TILE) may be changed. */
+void kvedge_weighted_sum(const kvedge_attention *a, const head_tile *h, float *p, const float *rescale, workspace *w,
+                         kvedge_partial *partial);
 /* Scores of a head tile as they come from the kernels. */
 void kvedge_head_scores(const kvedge_attention *a, const head_tile *h, workspace *w);
+
+/* ---- skip.c: values that options.tolerance lets a call leave out ---- */
+
+/* A slice begins: its state, in memory of its slot; NULL: the call reads all values. */
+kvedge_skipping *kvedge_skip_start(const kvedge_attention *a, const kvedge_row_block *block, int slot);
+/* Is a slice to know what the newest tokens give, before it begins? */
+int kvedge_skip_wants_newest(const kvedge_attention *a);
+/* What the newest tokens alone give as sums of the softmax; they become 0. */
+void kvedge_skip_take_newest(const kvedge_attention *a, kvedge_skipping *s, kvedge_partial *partial);
+/* Are the values of the tile that comes, and of the next one, prefetched as by a call without tolerance? */
+int kvedge_skip_reads_values(const kvedge_skipping *s);
+/* After the softmax of `num` head tiles: their weighted sums, of the blocks that matter, now or later. 0: all of them are
+ * to be summed, by the caller. */
+int kvedge_skip_heads(const kvedge_attention *a, const head_tile *heads, int num, workspace *w,
+                      kvedge_partial *partial);
+/* A tile ends, and with the last one the slice. */
+void kvedge_skip_end_tile(const kvedge_attention *a, workspace *w, kvedge_partial *partial, int last);
 
 /* ---- logits.c ---- */
 

@@ -26,6 +26,7 @@ from kvedge.errors import KvedgeError, LayoutError, OutOfMemoryError, Unsupporte
 
 cnp.import_array()
 
+cdef object _NO_TOLERANCE = 0.0  # the default
 cdef object _ZERO = 0  # the only int 0 there is, in CPython
 
 # Below about this many numbers, giving the GIL away and taking it back costs more than the work.
@@ -76,6 +77,12 @@ def isa_available():
 def set_num_threads(int num_threads):
     """Set how many threads a call uses by default; kvedge.set_num_threads checks the number."""
     kvedge_set_num_threads(num_threads)
+
+
+def tolerance_counts():
+    cdef int64_t seen, dropped
+    kvedge_tolerance_counts(&seen, &dropped)
+    return seen, dropped
 
 
 def read_bandwidth(int num_threads, int megabytes=512, int repeats=3):
@@ -651,6 +658,7 @@ cdef class _LayerCore:
         start=0,
         alibi_slopes=None,
         precision_bits=None,
+        tolerance=_NO_TOLERANCE,
         return_lse=False,
         out=None,
         num_threads=None,
@@ -658,12 +666,12 @@ cdef class _LayerCore:
     ):
         return self._attend(
             query, scale, causal, window, sink_tokens, sink_logits, softcap, mask, start,
-            alibi_slopes, precision_bits, return_lse, out, num_threads, layout)
+            alibi_slopes, precision_bits, tolerance, return_lse, out, num_threads, layout)
 
     @cython.final
     cdef object _attend(
         self, query, scale, causal, window, sink_tokens, sink_logits, softcap, mask, start,
-        alibi_slopes, precision_bits, return_lse, out, num_threads, layout
+        alibi_slopes, precision_bits, tolerance, return_lse, out, num_threads, layout
     ):
         """One row, plain and with plain options, goes straight to C; all else goes through _attend_to."""
         cdef _Handle handle = self._opened()
@@ -684,11 +692,11 @@ cdef class _LayerCore:
             and mask is None and alibi_slopes is None and precision_bits is None
             and return_lse is False
             and (out is None or self._is_out(out, <cnp.ndarray>query, handle))
-            and _fill_plain(&c_options, &threads, length, scale, window, num_threads)
+            and _fill_plain(&c_options, &threads, length, scale, window, tolerance, num_threads)
         ):
             return self._attend_any(
                 query, scale, causal, window, sink_tokens, sink_logits, softcap, mask, start,
-                alibi_slopes, precision_bits, return_lse, out, num_threads, layout)
+                alibi_slopes, precision_bits, tolerance, return_lse, out, num_threads, layout)
         rows = <cnp.ndarray>query
         num_heads = <int>rows.shape[rows.ndim - 2]
         num_rows = 1 if rows.ndim == 2 else rows.shape[0]
@@ -698,7 +706,7 @@ cdef class _LayerCore:
         ):
             return self._attend_any(
                 query, scale, causal, window, sink_tokens, sink_logits, softcap, mask, start,
-                alibi_slopes, precision_bits, return_lse, out, num_threads, layout)
+                alibi_slopes, precision_bits, tolerance, return_lse, out, num_threads, layout)
         c_options.num_tokens, c_options.first_row = length, first_row
         if out is None:
             out = self._empty_out(rows)
@@ -718,7 +726,7 @@ cdef class _LayerCore:
 
     cdef object _attend_any(
         self, query, scale, causal, window, sink_tokens, sink_logits, softcap, mask, start,
-        alibi_slopes, precision_bits, return_lse, out, num_threads, layout
+        alibi_slopes, precision_bits, tolerance, return_lse, out, num_threads, layout
     ):
         cdef bint hnd = _is_hnd(layout)
         cdef _Array asked
@@ -737,7 +745,7 @@ cdef class _LayerCore:
             _read_ndarray(<cnp.ndarray>read, &asked)
         return _attend_to(
             [self], query, &asked, True, asked.ndim == 2, hnd, scale, causal, window, sink_tokens,
-            sink_logits, softcap, mask, start, alibi_slopes, precision_bits, return_lse, out,
+            sink_logits, softcap, mask, start, alibi_slopes, precision_bits, tolerance, return_lse, out,
             num_threads)
 
     cdef inline object _empty_out(self, cnp.ndarray query):
@@ -826,7 +834,7 @@ cdef class _LayerCore:
 
 
 cdef bint _fill_plain(
-    kvedge_attention_options *c, int *threads, int64_t length, scale, window, num_threads
+    kvedge_attention_options *c, int *threads, int64_t length, scale, window, tolerance, num_threads
 ) except -1:
     """Take the options that most calls pass, given as plain Python numbers in range; else False."""
     cdef double factor
@@ -842,6 +850,10 @@ cdef bint _fill_plain(
             return False
         if window < length:  # else it hides nothing, which is none
             c.window = window
+    if tolerance is not _NO_TOLERANCE:
+        if type(tolerance) is not float or not 0 <= <float><double>tolerance < 1:
+            return False
+        c.tolerance = <float><double>tolerance
     if num_threads is not None:
         if type(num_threads) is not int or not 1 <= num_threads <= _MAX_THREADS:
             return False
@@ -860,6 +872,7 @@ cdef _fill(kvedge_attention_options *c, options):
     c.softcap = options.softcap
     c.start = options.start
     c.precision_bits = options.precision_bits
+    c.tolerance = options.tolerance
     if options.sink_logits is not None:
         c.sink_logits = _floats(options.sink_logits)
     if options.alibi_slopes is not None:
@@ -904,6 +917,7 @@ class KVCache(CacheMethods):
         start=0,
         alibi_slopes=None,
         precision_bits=None,
+        tolerance=_NO_TOLERANCE,
         return_lse=False,
         out=None,
         num_threads=None,
@@ -915,7 +929,7 @@ class KVCache(CacheMethods):
         try:
             return target._attend(
                 query, scale, causal, window, sink_tokens, sink_logits, softcap, mask, start,
-                alibi_slopes, precision_bits, return_lse, out, num_threads, layout)
+                alibi_slopes, precision_bits, tolerance, return_lse, out, num_threads, layout)
         except OutOfMemoryError:
             raise
         except MemoryError as error:

@@ -6,7 +6,7 @@ from kvedge import batch as _batch
 cdef object _attend_to(
     list layers, object given, const _Array *asked, bint one_layer, bint one_row, bint hnd,
     scale, causal, window, sink_tokens, sink_logits, softcap, mask, start, alibi_slopes,
-    precision_bits, return_lse, out, num_threads
+    precision_bits, tolerance, return_lse, out, num_threads
 ):
     """Attention of a query, `given` as it was `asked`: its shape is right, for one layer or for a batch of them."""
     cdef int i, num_heads, threads = 0, num = <int>len(layers)
@@ -58,15 +58,15 @@ cdef object _attend_to(
         and sink_logits is None and softcap is None
         and mask is None and alibi_slopes is None and precision_bits is None
         and (return_lse is False or return_lse is True)
-        and _fill_plain(&c_options, &threads, longest, scale, window, num_threads)
+        and _fill_plain(&c_options, &threads, longest, scale, window, tolerance, num_threads)
     ):
         if not one_layer:
             _batch.check_lengths(lengths, n_rows, causal)
         options = AttendOptions.make(
             head_dim, n_rows, num_heads, longest, None if one_layer else num, scale=scale, causal=causal, window=window,
             sink_tokens=sink_tokens, sink_logits=sink_logits, softcap=softcap, mask=mask,
-            alibi_slopes=alibi_slopes, precision_bits=precision_bits, return_lse=return_lse,
-            num_threads=num_threads,
+            alibi_slopes=alibi_slopes, precision_bits=precision_bits, tolerance=tolerance,
+            return_lse=return_lse, num_threads=num_threads,
         )
         _fill(&c_options, options)
         threads = options.num_threads
@@ -206,6 +206,7 @@ def attend_batch(
     start=None,
     alibi_slopes=None,
     precision_bits=None,
+    tolerance=_NO_TOLERANCE,
     return_lse=False,
     out=None,
     num_threads=None,
@@ -223,8 +224,8 @@ def attend_batch(
         window = _batch.window_of(made, window)
         return _attend_to(
             made, query, &asked, False, asked.ndim == 3, hnd, scale, causal, window, sink_tokens,
-            sink_logits, softcap, mask, start, alibi_slopes, precision_bits, return_lse, out,
-            num_threads)
+            sink_logits, softcap, mask, start, alibi_slopes, precision_bits, tolerance,
+            return_lse, out, num_threads)
     except OutOfMemoryError:
         raise
     except MemoryError as error:

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvedge.bench import decode, formats, hugging_face, logits, paged, prefill, push, sweep, threads
+from kvedge.bench import (
+    decode,
+    distributed,
+    formats,
+    hugging_face,
+    logits,
+    paged,
+    prefill,
+    push,
+    sweep,
+    threads,
+)
 
 __all__ = ["BENCHMARKS"]
 
@@ -19,4 +30,5 @@ BENCHMARKS: tuple[Any, ...] = (
     threads,
     sweep,
     hugging_face,
+    distributed,
 )

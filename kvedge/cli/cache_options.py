@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from kvedge.cli import storage
+from kvedge.cli import ranks, storage
 from kvedge.console.exits import UsageError
 from kvedge.console.values import non_negative_int, positive_int
 
@@ -62,8 +62,8 @@ def _windows(text: str) -> int | list[int | None] | None:
     return sizes[0] if len(sizes) == 1 else list(sizes)
 
 
-def new_cache(options: argparse.Namespace, model: LlamaModel) -> KVCache:
-    """Return an empty cache as the flags say."""
+def new_cache(options: argparse.Namespace, model: LlamaModel) -> Any:
+    """Return an empty KVCache as the flags say, or a ShardedKVCache over ``options.group``."""
     more = storage.cache_options(options)
     if options.context is not None:
         more["max_seq_len"] = options.context
@@ -75,7 +75,12 @@ def new_cache(options: argparse.Namespace, model: LlamaModel) -> KVCache:
             )
         if options.on_full == "shift":
             raise UsageError("--on-full shift needs layers that keep all tokens: no --window")
-    return model.new_cache(storage.dtype_of(options) or "int8", **more)
+    elif options.on_full == "shift":  # also layers that see a window keep all tokens then
+        more["window"] = None
+    dtype = storage.dtype_of(options) or "int8"
+    if options.group is not None:
+        return ranks.new_cache(options, options.group, model, dtype, more)
+    return model.new_cache(dtype, **more)
 
 
 def check_against(options: argparse.Namespace, cache: KVCache) -> None:

@@ -51,9 +51,11 @@ class _Reader:
         cache: KVCache,
         num_threads: int | None,
         precision_bits: int | None = None,
+        tolerance: float = 0.0,
     ) -> None:
         self.model, self.cache = model, cache
         self.num_threads, self.precision_bits = num_threads, precision_bits
+        self.tolerance = tolerance
         self.logits: Any = None  # (vocab_size,) float32, for the token after the last one fed
         self.prompt_seconds = self.seconds = 0.0
         self.steps = 0
@@ -67,6 +69,7 @@ class _Reader:
                 last_only=True,
                 num_threads=self.num_threads,
                 precision_bits=self.precision_bits,
+                tolerance=self.tolerance,
             )
         elapsed = time.perf_counter() - started
         if prompt:
@@ -79,7 +82,9 @@ class _Reader:
         return int(np.argmax(self.logits))
 
     def fork(self) -> _Reader:
-        other = _Reader(self.model, self.cache.copy(), self.num_threads, self.precision_bits)
+        other = _Reader(
+            self.model, self.cache.copy(), self.num_threads, self.precision_bits, self.tolerance
+        )
         other.logits = self.logits
         return other
 
@@ -153,6 +158,7 @@ def run(model: LlamaModel, path: str, options: argparse.Namespace, output: Outpu
         model.new_cache("int8", **sizes, **stored),
         options.threads,
         options.precision_bits,
+        options.tolerance,
     )
     limit = model.context_limit(int8.cache)
     steps = min(options.tokens, limit - len(prompt) + 1)  # the last token need not be stored

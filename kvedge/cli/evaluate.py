@@ -26,8 +26,8 @@ predicts with what it predicts on a float32 cache. Without --model, the small st
 comes with kvedge reads stories that it wrote; give a text that your model has not seen.
 
 A format is named with its options: int8:group_size=32,key_scale=auto. Options are arguments of
-kvedge.KVCache, and precision_bits of attention. "auto" is what is recommended, and what KvedgeCache
-does by itself.
+kvedge.KVCache, and precision_bits and tolerance of attention. "auto" is what is recommended, and
+what KvedgeCache does by itself.
 """
 EXAMPLES = """\
   kvedge eval

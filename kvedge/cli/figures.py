@@ -2,35 +2,40 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvedge.console.sizes import format_size
 from kvedge.core.formats import format_of
 
-if TYPE_CHECKING:
-    from kvedge import KVCache
-
 __all__ = ["cache_figures", "describe_cache", "tokens_and_speed"]
 
 
-def cache_figures(cache: KVCache) -> dict[str, Any]:
-    """Return what a cache takes for the tokens it holds, and what float32 would take (bytes)."""
+def cache_figures(cache: Any) -> dict[str, Any]:
+    """Return what a cache takes for the tokens it holds, and what float32 would take (bytes).
+
+    Of a ShardedKVCache: what all ranks take, how many they are, and what this one takes.
+    """
     scaled = any(format_of(name).has_scales for name in (cache.dtype, cache.value_dtype))
     fp32 = len(cache) * (cache.fp32_memory_bytes // cache.capacity)
-    return {
+    ranks = getattr(cache, "num_ranks", None)  # of a ShardedKVCache
+    used = cache.used_bytes if ranks is None else cache.total_bytes
+    figures = {
         "dtype": cache.dtype,
         "group_size": cache.group_size if scaled else None,
         "tokens": len(cache),
-        "used_bytes": cache.used_bytes,
+        "used_bytes": used,
         "fp32_bytes": fp32,
-        "ratio": fp32 / cache.used_bytes if cache.used_bytes else None,
+        "ratio": fp32 / used if used else None,
         "reserved_bytes": cache.memory_bytes,
     }
+    return figures if ranks is None else figures | {"ranks": ranks, "part_bytes": cache.used_bytes}
 
 
 def describe_cache(figures: dict[str, Any]) -> str:
     """Return :func:`cache_figures` in words."""
     text = f"{figures['dtype']}, {figures['tokens']} tokens in {format_size(figures['used_bytes'])}"
+    if "ranks" in figures:
+        text += f" over {figures['ranks']} ranks, {format_size(figures['part_bytes'])} here"
     if format_of(figures["dtype"]).is_float32 or not figures["ratio"]:
         return text
     return f"{text}; float32: {format_size(figures['fp32_bytes'])}, {figures['ratio']:.2f}x"

@@ -10,6 +10,7 @@ from kvedge.cli import (
     compare,
     hugging_face,
     prompt,
+    ranks,
     resume,
     sampling,
     storage,
@@ -37,6 +38,7 @@ EXAMPLES = """\
   kvedge generate -f book.txt --prompt-cache p.kv   # the next run reads only what is new
   kvedge generate -n 50 --save-session s.kv && kvedge generate --load-session s.kv
   kvedge generate --hf Qwen2.5-0.5B-Instruct -p "Why is the sea salty?"
+  torchrun --nproc-per-node 2 -m kvedge generate -m model.gguf -f book.txt   # half the cache each
   kvedge generate --compare              # int8 against float32, token by token
   kvedge generate > story.txt            # the summary stays on the screen
 """
@@ -85,6 +87,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "in FILE, which is made if it is not there",
     )
     chat.add_options(parser.add_argument_group("chat"))
+    ranks.add_options(parser.add_argument_group("several processes, under torchrun"))
     parser.add_argument(
         "--compare",
         action="store_true",
@@ -105,11 +108,17 @@ def run(options: argparse.Namespace, output: Output) -> int:
     """Write the text and the summary."""
     _check(options)
     prompt.read_prompt(options)
+    with ranks.joined(options) as options.group:
+        return _run(options, output)
+
+
+def _run(options: argparse.Namespace, output: Output) -> int:
+    """Run as one process, or as a rank of ``options.group``."""
     if options.hf is not None:
         return hugging_face.run(options, output)
     for path in (options.save_session, options.prompt_cache):
         if path is not None:
-            resume.check_can_save(path)
+            resume.check_can_save(path, folder=options.group is not None)
     path, model = load_model(options, output)
     limit = model.config.max_seq_len
     if options.context is not None and options.context > limit:

@@ -9,7 +9,7 @@ import sys
 import time
 from typing import Any
 
-from kvedge.cli import sampling, storage
+from kvedge.cli import ranks, sampling, storage
 from kvedge.cli.figures import tokens_and_speed
 from kvedge.console.exits import INTERRUPTED, OK, CommandError, UsageError
 from kvedge.console.output import Output, print_json
@@ -48,10 +48,15 @@ def run(options: argparse.Namespace, output: Output) -> int:
 
     if options.threads is not None:
         torch.set_num_threads(options.threads)
+    over = {}
+    if options.group is not None:
+        over = {"group": options.group, **ranks.placement_options(options)}
     cache = KvedgeCache(
         model.config,
         storage.dtype_of(options) or "int8",
         precision_bits=options.precision_bits,
+        tolerance=options.tolerance,
+        **over,
         **storage.cache_options(options),
     )
     chat = bool(tokenizer.chat_template) and not options.no_chat
@@ -64,7 +69,13 @@ def run(options: argparse.Namespace, output: Output) -> int:
     seed = None
     if settings["temperature"] > 0:
         seed = secrets.randbelow(1 << 32) if options.seed is None else options.seed
+        if options.group is not None:
+            seed = ranks.shared_seed(options.group, seed)
         torch.manual_seed(seed)
+    if options.group is not None:
+        from transformers import LogitsProcessorList
+
+        arguments["logits_processor"] = LogitsProcessorList([ranks.shared_logits(options.group)])
     if options.stop:
         arguments |= {"stop_strings": options.stop, "tokenizer": tokenizer}
     interrupted = False

@@ -17,7 +17,7 @@ import hashlib
 import importlib.util
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,8 +56,10 @@ class SavedText:
     more: dict[str, str] = field(default_factory=dict)  # further metadata
 
 
-def check_can_save(path: str) -> None:
+def check_can_save(path: str, *, folder: bool = False) -> None:
     """Find out before the work, not after it, that a session could not be saved.
+
+    That of several ranks is a folder, which may be there.
 
     Raises
     ------
@@ -68,10 +70,14 @@ def check_can_save(path: str) -> None:
     """
     if importlib.util.find_spec("safetensors") is None:
         raise MissingExtraError("sessions need the safetensors package: pip install 'kvedge[io]'")
-    folder = os.path.dirname(os.path.realpath(path))
-    if not os.path.isdir(folder):
-        raise CommandError(f"{path}: there is no folder {folder} to save the session in")
-    if os.path.isdir(path) or not os.access(folder, os.W_OK):
+    parent = os.path.dirname(os.path.realpath(path))
+    if not os.path.isdir(parent):
+        raise CommandError(f"{path}: there is no folder {parent} to save the session in")
+    if folder and os.path.isdir(path):
+        parent = path
+    elif folder != os.path.isdir(path) and os.path.exists(path):
+        raise CommandError(f"{path}: the session cannot be written there")
+    if not os.access(parent, os.W_OK):
         raise CommandError(f"{path}: the session cannot be written there")
 
 
@@ -92,8 +98,10 @@ def save(path: str, cache: KVCache, text: SavedText, model: LlamaModel, model_pa
     cache.save(path, metadata=metadata)
 
 
-def load(path: str, model: LlamaModel, model_path: str) -> tuple[KVCache, SavedText]:
-    """Load what :func:`save` wrote.
+def load(
+    path: str, model: LlamaModel, model_path: str, *, ranks: Mapping[str, Any] | None = None
+) -> tuple[KVCache, SavedText]:
+    """Load what :func:`save` wrote; with `ranks`, arguments of ShardedKVCache.load, a folder.
 
     Raises
     ------
@@ -102,9 +110,19 @@ def load(path: str, model: LlamaModel, model_path: str) -> tuple[KVCache, SavedT
     CorruptFileError, MissingExtraError, OSError
         As :meth:`kvedge.KVCache.load`.
     """
-    from kvedge import KVCache
+    if ranks is not None:
+        from kvedge.distributed import ShardedKVCache
 
-    cache = KVCache.load(path)
+        cache: Any = ShardedKVCache.load(path, **ranks)
+    elif os.path.isdir(path):
+        raise CommandError(
+            f"{path} is a folder: a session of several processes goes on with 'torchrun "
+            "--nproc-per-node N -m kvedge generate', also with N=1"
+        )
+    else:
+        from kvedge import KVCache
+
+        cache = KVCache.load(path)
     metadata = cache.metadata
     missing = {"model", "model_sha256", "tokens", "ended", "sampling"} - metadata.keys()
     if missing:

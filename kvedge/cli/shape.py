@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from pathlib import Path
 
 from kvedge.cli.hf_config import shape_from_hf_config
@@ -73,5 +74,10 @@ def _shape_from_model(path: str) -> CacheShape:
     from kvedge.llama import read_config
 
     config = read_config(path)
-    group = LayerGroup(config.num_layers, config.num_kv_heads, config.head_dim, config.head_dim)
-    return CacheShape(Path(path).name, (group,), config.max_seq_len)
+    windows = Counter(config.window_of(i) for i in range(config.num_layers))
+    groups = (
+        LayerGroup(count, config.num_kv_heads, config.head_dim, config.head_dim, window)
+        for window, count in windows.items()
+    )
+    seeing_all_first = sorted(groups, key=lambda group: group.window is not None)
+    return CacheShape(Path(path).name, tuple(seeing_all_first), config.max_seq_len)

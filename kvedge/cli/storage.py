@@ -8,6 +8,7 @@ from typing import Any
 from kvedge.console.exits import UsageError
 from kvedge.console.values import positive_int
 from kvedge.core.formats import DTYPES, FORMATS, SCALE_TYPES, format_of
+from kvedge.core.options import as_tolerance
 from kvedge.core.recommended import AUTO, RECOMMENDED
 from kvedge.core.types import Dtype
 
@@ -84,6 +85,21 @@ def add_options(group: Any) -> None:
         help="of products in attention: 8 reads long prompts in about 0.6 of the time, at an "
         "error as large as int8's own (default: 16, or 24 where needed)",
     )
+    group.add_argument(
+        "--tolerance",
+        type=_tolerance,
+        default=0.0,
+        metavar="SHARE",
+        help="of the softmax mass that attention may leave out, such as 1e-4: values that hold no "
+        "more are not read, which saves time in long contexts (default: 0)",
+    )
+
+
+def _tolerance(text: str) -> float:
+    try:
+        return as_tolerance(float(text))
+    except ValueError as error:  # also of kvedge
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def dtype_of(options: argparse.Namespace) -> Dtype | None:

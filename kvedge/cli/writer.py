@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import kvedge
-from kvedge.cli import cache_options, resume, sampling
+from kvedge.cli import cache_options, ranks, resume, sampling
 from kvedge.cli.figures import cache_figures, describe_cache, tokens_and_speed
 from kvedge.console.exits import INTERRUPTED, OK, UsageError
 from kvedge.console.output import Output, print_json
@@ -53,7 +53,12 @@ class Writer:
         self.saved = resume.SavedText()
         if options.load_session is not None:
             with output.status("loading the session"):
-                self.cache, self.saved = resume.load(options.load_session, model, path)
+                where = None
+                if options.group is not None:
+                    where = {"group": options.group, **ranks.placement_options(options)}
+                self.cache, self.saved = resume.load(
+                    options.load_session, model, path, ranks=where
+                )
             cache_options.check_against(options, self.cache)
         else:
             self.cache = cache_options.new_cache(options, model)
@@ -135,9 +140,16 @@ class Writer:
             for seed in (options.seed, saved.seed, secrets.randbelow(1 << 32))
             if seed is not None
         )
+        if options.group is not None:
+            self.seed = ranks.shared_seed(options.group, self.seed)
         # The draws go on where they stopped, unless another seed is asked for.
         self.random_state = saved.random_state if options.seed is None else None
         sampling.note_what_is_idle(options, self.settings["temperature"], self.output)
+
+    def _sampler(self) -> Any:
+        sampler = sampling.make_sampler(self.settings, self.seed)
+        group = self.options.group
+        return sampler if group is None else ranks.SharedSampler(sampler, group)
 
     # ---- writing ---------------------------------------------------------------------------------
 
@@ -167,12 +179,13 @@ class Writer:
             cache=cache,
             before=held[: len(cache)],
             max_tokens=most or (1 if most == 0 else None),
-            sampler=sampling.make_sampler(self.settings, self.seed),
+            sampler=self._sampler(),
             stop=options.stop or (),
             context_shift=shifts,
             keep_tokens=min(options.keep, limit - 2) if shifts else 0,
             num_threads=options.threads,
             precision_bits=options.precision_bits,
+            tolerance=options.tolerance,
             incomplete=self._file is None,  # else the continuation completes the character
         )
         self.generation = generation

@@ -7,12 +7,14 @@ from kvedge.errors import (
     InvalidArgumentError,
     MissingExtraError,
     UnsupportedIsaError,
+    UnsupportedModelError,
 )
 
 OK = 0
 FAILED = 1
 USAGE = 2
 UNAVAILABLE = 3
+UNSUPPORTED = 4
 INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
 BROKEN_PIPE = 141  # 128 + SIGPIPE
 
@@ -22,6 +24,7 @@ exit codes:
   1    failed: a file that cannot be read or is damaged, no memory, ...
   2    wrong usage: an unknown option, a value out of range
   3    not available here: a missing pip extra, backend or instruction set
+  4    this model is not supported: its architecture, weight format or tokenizer
   130  interrupted (Ctrl-C)
   141  whoever read the output closed it (kvedge ... | head)
 """
@@ -37,6 +40,8 @@ class CommandError(Exception):
 
 def code_of(error: BaseException) -> int:
     """Return the exit code for an error that ended a command."""
+    if isinstance(error, UnsupportedModelError):
+        return UNSUPPORTED
     if isinstance(error, (UsageError, InvalidArgumentError)):
         return USAGE
     if isinstance(error, (MissingExtraError, BackendUnavailableError, UnsupportedIsaError)):

@@ -41,7 +41,7 @@ class Kivi:
         return RUN * -(-dim // _GROUP) if self.of_values else dim
 
     def encode(self, rows: np.ndarray, shape: RowShape) -> tuple[np.ndarray, np.ndarray]:
-        """Finite float32 (n, H, dim), n a multiple of 32 -> uint8 (n / 32, H, run_bytes); no scales."""
+        """Finite float32 (n, H, dim), n a multiple of 32 -> uint8 (n / 32, H, run_bytes)."""
         n, heads, dim = rows.shape
         runs = rows.reshape(n // RUN, RUN, heads, dim).transpose(0, 2, 1, 3)  # (N, H, RUN, dim)
         groups = [slice(at, min(at + _GROUP, dim)) for at in range(0, dim, _GROUP)]
@@ -84,15 +84,15 @@ class Kivi:
         return packed
 
     def decode(self, runs: np.ndarray, dim: int, dtype: type) -> np.ndarray:
-        """uint8 (N, H, run_bytes) -> (N * 32, H, dim); exact in float64, rounded once in float32."""
+        """uint8 (N, H, run_bytes) -> (N * 32, H, dim): exact in float64, else rounded once."""
         split = RUN * self._row(dim)
         packed = runs[..., :split].reshape(*runs.shape[:2], RUN, -1)
         per_byte = 8 // self.bits
         codes = np.empty((*packed.shape, per_byte), np.uint8)
         for i in range(per_byte):
             codes[..., i] = packed >> np.uint8(i * self.bits) & np.uint8((1 << self.bits) - 1)
-        x = codes.reshape(*packed.shape[:3], -1)[..., :dim].astype(dtype)
-        halves = np.ascontiguousarray(runs[..., split:]).view("<f2").astype(dtype)
+        x: np.ndarray = codes.reshape(*packed.shape[:3], -1)[..., :dim].astype(dtype)
+        halves: np.ndarray = np.ascontiguousarray(runs[..., split:]).view("<f2").astype(dtype)
         steps, lows = np.split(halves, 2, axis=-1)
         if self.of_values:
             shape = (*packed.shape[:3], -1)

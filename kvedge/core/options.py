@@ -68,6 +68,7 @@ class AttendOptions:
     mask_bias: np.ndarray | None = None  # (num_heads, n, length) float32, finite or -inf
     start: int = 0  # the first token that is seen
     precision_bits: int = 0  # 8, 16 or 24; 0: what is needed
+    tolerance: float = 0.0  # share of the softmax mass that a row may leave out, below 1
     return_lse: bool = False
     num_threads: int = 0  # 0: the default
 
@@ -96,6 +97,7 @@ class AttendOptions:
         start: Any = 0,
         alibi_slopes: Any = None,
         precision_bits: Any = None,
+        tolerance: Any = 0.0,
         return_lse: Any = False,
         num_threads: Any = None,
     ) -> AttendOptions:
@@ -110,7 +112,7 @@ class AttendOptions:
         batch : int, optional
             Layers of a batch, each with its own part of the mask.
         scale, causal, window, sink_tokens, sink_logits, softcap, mask, start, alibi_slopes
-        precision_bits, return_lse, num_threads
+        precision_bits, tolerance, return_lse, num_threads
             As the caller gave them to ``attend``.
 
         Raises
@@ -147,6 +149,8 @@ class AttendOptions:
                     f"precision_bits must be 8, 16 or 24 (or None), not {precision_bits}"
                 )
             options["precision_bits"] = precision_bits
+        if tolerance.__class__ is not float or tolerance:
+            options["tolerance"] = as_tolerance(tolerance)
         if return_lse is not False:
             options["return_lse"] = as_bool(return_lse, "return_lse")
         if num_threads is not None:
@@ -160,6 +164,17 @@ def as_num_threads(num_threads: Any) -> int:
     if not 1 <= number <= MAX_THREADS:
         raise InvalidArgumentError(f"num_threads must be from 1 to {MAX_THREADS}, not {number}")
     return number
+
+
+def as_tolerance(tolerance: Any) -> float:
+    """`tolerance` as a float that is a float32 from 0 to below 1."""
+    given = as_float(tolerance, "tolerance")
+    share = float(np.float32(given)) if abs(given) <= 1 else given
+    if not 0 <= share < 1:
+        raise InvalidArgumentError(
+            f"tolerance must be a share of the softmax mass, from 0 to below 1, not {given:g}"
+        )
+    return share
 
 
 def _window(window: Any, sink_tokens: Any, causal: bool, length: int) -> dict[str, Any]:

@@ -50,6 +50,7 @@ class AttendArguments(TypedDict, total=False):
     start: int
     alibi_slopes: Array | None
     precision_bits: int | None
+    tolerance: float
     num_threads: int | None
     layout: Layout
 
@@ -66,6 +67,7 @@ class BatchArguments(TypedDict, total=False):
     start: int | Sequence[int] | None
     alibi_slopes: Array | None
     precision_bits: int | None
+    tolerance: float
     num_threads: int | None
     layout: Layout
 

@@ -6,15 +6,20 @@
 and from there as with a :class:`kvedge.KVCache`, with the same calls on every rank.
 """
 
-from kvedge.distributed.cache import ShardedKVCache, ShardedSnapshot
+from kvedge.distributed.cache import ShardedKVCache
 from kvedge.distributed.group import Group, MpiGroup, TorchGroup
+from kvedge.distributed.leading import LeadingKVCache
 from kvedge.distributed.placement import Placement
+from kvedge.distributed.snapshot import ShardedSnapshot
+from kvedge.distributed.weights import measure_weights
 
 __all__ = [
     "Group",
+    "LeadingKVCache",
     "MpiGroup",
     "Placement",
     "ShardedKVCache",
     "ShardedSnapshot",
     "TorchGroup",
+    "measure_weights",
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
@@ -14,27 +13,29 @@ import numpy as np
 from kvedge import KVCache
 from kvedge.cache_state import layer_names
 from kvedge.core import arrays, checks
-from kvedge.core.config import ConfigFacts, LayerConfig, as_int
+from kvedge.core.config import as_int
 from kvedge.core.options import AttendOptions, takes_options_of
 from kvedge.core.types import Array, Layout
 from kvedge.distributed import files
-from kvedge.distributed.first_tokens import FirstTokens, check_storable, close
+from kvedge.distributed.facts import ShardedFacts
+from kvedge.distributed.first_tokens import FirstTokens, check_storable, close, refuse_precise
 from kvedge.distributed.group import as_group
-from kvedge.distributed.placement import BLOCK_SIZE, Placement
-from kvedge.distributed.share import Share
+from kvedge.distributed.leading import LeadingKVCache, follow
+from kvedge.distributed.placement import BLOCK_SIZE
+from kvedge.distributed.share import Share, join
+from kvedge.distributed.snapshot import ShardedSnapshot
 from kvedge.errors import (
     CapacityExceededError,
     GroupMismatchError,
     InvalidArgumentError,
     LayersOutOfStepError,
-    StaleSnapshotError,
 )
 from kvedge.snapshot import OverwriteLog
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # type checkers bring it along
 
-__all__ = ["ShardedKVCache", "ShardedSnapshot"]
+__all__ = ["ShardedKVCache"]
 
 # Options of attend that speak of positions; a part is told of its own.
 _OF_POSITIONS = {
@@ -48,7 +49,7 @@ _OF_POSITIONS = {
 }
 
 
-class ShardedKVCache(ConfigFacts):
+class ShardedKVCache(ShardedFacts):
     """The keys and values of a model over a group of processes, each with a part of the tokens.
 
     Every process (rank) runs the model and makes the same calls: ``append`` with all keys and
@@ -90,7 +91,8 @@ class ShardedKVCache(ConfigFacts):
         Raises
         ------
         InvalidArgumentError
-            ``cache`` has layers with windows, or an argument makes no sense.
+            ``cache`` has layers with windows or with ``recent`` or ``sinks``, or an argument makes
+            no sense.
         LayersOutOfStepError
             Some layer of ``cache`` has pending tokens.
         GroupMismatchError
@@ -104,10 +106,11 @@ class ShardedKVCache(ConfigFacts):
                 "a layer with a window keeps little, and all ranks may keep that: shard a cache "
                 "without windows, and pass window= to attend()"
             )
+        for config in cache._format.layers:
+            refuse_precise(config)
         cache._refuse_pending("sharding")
-        group = as_group(group, timeout)
-        placement = Placement(group.size, block_size=block_size, weights=weights)
-        self._form(cache, Share(group, placement))
+        share = join(group, timeout, block_size=block_size, weights=weights)
+        self._form(cache, share)
 
     def _form(self, cache: KVCache, share: Share) -> None:
         self._part = cache
@@ -115,8 +118,7 @@ class ShardedKVCache(ConfigFacts):
         share.agree(
             {
                 "the format": str(cache._format),
-                "block_size": share.placement.block_size,
-                "the order of ranks": list(share.placement.pattern),
+                **share.placement_facts(),
                 "key offset and scale": _maps_text(cache),
             }
         )
@@ -152,81 +154,6 @@ class ShardedKVCache(ConfigFacts):
         for index, layer in enumerate(self._part._layers):
             rule = self._part._rule_of(layer)
             self._first[index] = FirstTokens(layer, rule) if rule.is_open(layer._key_map) else None
-
-    # ---- facts -----------------------------------------------------------------------------------
-
-    @property
-    def part(self) -> KVCache:
-        """The tokens that this rank holds; to be read, saved or copied, and not to be changed."""
-        return self._part
-
-    @property
-    def placement(self) -> Placement:
-        """Which rank holds which tokens."""
-        return self._share.placement
-
-    @property
-    def rank(self) -> int:
-        """Number of this process in the group."""
-        return self._share.rank
-
-    @property
-    def num_ranks(self) -> int:
-        """Processes of the group."""
-        return self._share.size
-
-    @property
-    def num_layers(self) -> int:
-        """Layers of the model."""
-        return self._part.num_layers
-
-    @property
-    def max_seq_len(self) -> int | None:
-        """Most tokens of the whole context; None if all parts grow."""
-        return self._max_seq_len
-
-    @property
-    def capacity(self) -> int:
-        """Tokens that this rank has memory reserved for now."""
-        return self._part.capacity
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether no token has been advanced over."""
-        return self._length == 0
-
-    @property
-    def memory_bytes(self) -> int:
-        """Bytes that this rank has reserved."""
-        return self._part.memory_bytes
-
-    @property
-    def fp32_memory_bytes(self) -> int:
-        """Bytes the same capacity would take as float32."""
-        return self._part.fp32_memory_bytes
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of the tokens that this rank holds."""
-        return self._part.used_bytes
-
-    @property
-    def metadata(self) -> dict[str, str]:
-        """Notes of the user's own, saved and loaded with the cache; those of this rank's part."""
-        return self._part.metadata
-
-    @property
-    def _config(self) -> LayerConfig:  # type: ignore[override]
-        return self._part._config
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __repr__(self) -> str:
-        return (
-            f"<ShardedKVCache {self._part._format}, {self._length} tokens in {self.placement}, "
-            f"{len(self._part)} of them on this rank, {self.rank}>"
-        )
 
     # ---- tokens in -------------------------------------------------------------------------------
 
@@ -459,6 +386,43 @@ class ShardedKVCache(ConfigFacts):
         self._length = n
         self._ends = [n] * self.num_layers
 
+    # ---- one rank's model ------------------------------------------------------------------------
+
+    def lead(self) -> LeadingKVCache:
+        """Return this cache as one whose calls are made on all ranks: this one runs the model.
+
+        All others call :meth:`follow`. A step sends them the keys, values and queries of each layer
+        (``broadcast``), and they the parts of the result, as ever.
+
+        Examples
+        --------
+        >>> if cache.rank == 0:
+        ...     with cache.lead() as leading:
+        ...         run_model(leading)
+        ... else:
+        ...     cache.follow()
+        """
+        return LeadingKVCache(self)
+
+    def follow(self, leader: int = 0, *, idle: float = 3600.0) -> None:
+        """Make the calls that another rank makes on its :meth:`lead`, until that stops.
+
+        What it is refused, this rank is refused as well, and goes on.
+
+        Parameters
+        ----------
+        leader : int
+            The rank that leads.
+        idle : float
+            Seconds without a call after which the leader counts as lost. (Of a
+            :class:`kvedge.distributed.Group` that has a ``timeout``.)
+
+        Raises
+        ------
+        RankLostError, GroupMismatchError, OutOfMemoryError, InvalidArgumentError
+        """
+        follow(self, leader, idle)
+
     # ---- files -----------------------------------------------------------------------------------
 
     def save(
@@ -524,60 +488,6 @@ class ShardedKVCache(ConfigFacts):
         cache = cls.__new__(cls)
         cache._form(part, share)
         return cache
-
-
-class ShardedSnapshot:
-    """A moment of a :class:`ShardedKVCache`, made by its ``snapshot()`` on each rank."""
-
-    def __init__(self, cache: ShardedKVCache, epoch: int, pending: tuple[int, ...]) -> None:
-        self._cache = cache
-        self._length = len(cache)
-        self._epoch = epoch
-        self._pending = pending  # layers that held tokens beyond the length
-        self._part = cache.part.snapshot()
-
-    def __len__(self) -> int:
-        return self._length
-
-    @property
-    def is_detached(self) -> bool:
-        """Whether it holds the stored bytes of this rank itself."""
-        return self._part.is_detached
-
-    @property
-    def is_stale(self) -> bool:
-        """Whether it can no longer be restored; the same on all ranks."""
-        overwrites = self._cache._overwrites
-        return not self.is_detached and overwrites.reach_below(self._length, since=self._epoch)
-
-    def _stale(self) -> StaleSnapshotError:
-        return StaleSnapshotError(
-            f"tokens below position {self._length} have been overwritten since this snapshot was "
-            "taken: detach() it before that"
-        )
-
-    def detach(self) -> ShardedSnapshot:
-        """Copy this rank's stored bytes, so that it can always be restored; all ranks call it.
-
-        Raises
-        ------
-        StaleSnapshotError, LayersOutOfStepError, OutOfMemoryError
-            As of :meth:`kvedge.KvCacheSnapshot.detach`.
-        """
-        if self.is_stale:
-            raise self._stale()
-        if self._pending:
-            raise LayersOutOfStepError(
-                f"detach() would lose tokens: {layer_names(list(self._pending))} held some beyond "
-                f"position {self._length} when this snapshot was taken"
-            )
-        other = copy.copy(self)
-        other._part = self._part.detach()
-        return other
-
-    def __repr__(self) -> str:
-        what = "detached" if self.is_detached else "stale" if self.is_stale else "mark"
-        return f"<ShardedSnapshot of {self._length} tokens ({what})>"
 
 
 def _maps_text(cache: KVCache) -> str:

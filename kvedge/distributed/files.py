@@ -223,7 +223,7 @@ def _assemble(folder: str, manifest: Mapping[str, Any], saved: Placement, share:
             held = theirs._held()
             for slab, stored in zip(layer._slabs, held.slabs, strict=True):
                 slab[to] = stored[held.start + rows]
-    part._adopt(tokens, [(tokens, key_map, 0) for key_map in maps])
+    part._adopt(tokens, [(tokens, key_map, 0, ()) for key_map in maps])
     whole: KVCache = part
     return whole
 

@@ -13,9 +13,10 @@ import numpy as np
 
 from kvedge.core import checks, registry
 from kvedge.core.key_map import LEAST_TOKENS, NO_MAP, KeyMap, KeyRule
+from kvedge.errors import InvalidArgumentError
 from kvedge.layer import new_layer
 
-__all__ = ["FirstTokens", "check_storable", "close"]
+__all__ = ["FirstTokens", "check_storable", "close", "refuse_precise"]
 
 
 def close(layer: Any) -> None:
@@ -68,8 +69,26 @@ class FirstTokens:
             raise
 
     def go_to(self, n: int) -> None:
-        """Hold the first n tokens, back or forward again."""
-        self._whole._set_len(n)
+        """Hold the first n tokens, back or forward again, while they decide anything."""
+        if self.is_open:
+            self._whole._set_len(n)
+
+    def copy(self, part: Any) -> FirstTokens:
+        """The same for a copy of the part's layer."""
+        other = FirstTokens.__new__(FirstTokens)
+        other._part, other._whole = part, self._whole.copy()
+        return other
+
+
+def refuse_precise(config: Any) -> None:
+    """InvalidArgumentError for a layer that holds some tokens in a second format.
+
+    Which they are changes with every token of the context, wherever that lies.
+    """
+    if config.recent_dtype:
+        raise InvalidArgumentError(
+            "recent= and sinks= are of one cache: over ranks, all tokens are stored in one format"
+        )
 
 
 def check_storable(config: Any, key_map: KeyMap, keys: np.ndarray, values: np.ndarray) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import datetime
 import time
+import zlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
@@ -20,9 +21,10 @@ from kvedge.core.checks import describe
 from kvedge.core.config import as_float
 from kvedge.errors import InvalidArgumentError, MissingExtraError, RankLostError
 
-__all__ = ["Group", "MpiGroup", "TorchGroup", "as_group"]
+__all__ = ["Group", "MpiGroup", "TorchGroup", "as_group", "torch_distributed"]
 
 _TAG = 28  # of our messages: apart from those of other users of the group
+_MOST_TAGS = 32_000  # MPI promises 32,767
 
 
 @runtime_checkable
@@ -120,7 +122,9 @@ class _Messages:
         except Exception as error:
             self._unfinished = requests, receive, send
             late = time.monotonic() - begun >= self.timeout
-            why = f"did not answer within {self.timeout:g} s" if late else "has closed its end"
+            why = "has closed its end"
+            if late:
+                why = f"did not answer within {self.timeout:g} s, or is at a call of another size"
             self._lost = RankLostError(
                 f"rank {other} of {self.size} {why}, as rank {self.rank} sees it: this rank's part "
                 "is as it was, but a context takes all ranks. Form a group anew, and load the last "
@@ -140,9 +144,38 @@ class _Messages:
 _Start = tuple[int, Callable[[], Any]]  # a rank, and what starts a message to it or from it
 
 
+def _tag(data: np.ndarray) -> int:
+    """The tag of a message, by its length.
+
+    One of another length then is one that does not come. gloo ends the process if it meets one, and
+    MPI cuts it.
+    """
+    return _TAG + zlib.crc32(str(len(data)).encode()) % _MOST_TAGS
+
+
 def _first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return lines[0][:200] if lines else type(error).__name__
+
+
+def torch_distributed() -> Any:
+    """Return the module ``torch.distributed``.
+
+    Raises
+    ------
+    MissingExtraError
+        torch is not installed, or without it.
+    """
+    try:
+        import torch.distributed as distributed
+    except ImportError as error:
+        raise MissingExtraError(
+            f"a context over several processes needs torch: pip install 'kvedge[distributed]' "
+            f"({error})"
+        ) from error
+    if not distributed.is_available():
+        raise MissingExtraError("this torch was built without torch.distributed")
+    return distributed
 
 
 class TorchGroup(_Messages):
@@ -166,21 +199,14 @@ class TorchGroup(_Messages):
             torch is not installed, or without torch.distributed.
         """
         super().__init__(timeout)
-        try:
-            import torch
-            import torch.distributed as distributed
-        except ImportError as error:
-            raise MissingExtraError(
-                f"a context over several processes needs torch: pip install 'kvedge[distributed]' "
-                f"({error})"
-            ) from error
-        if not distributed.is_available():
-            raise MissingExtraError("this torch was built without torch.distributed")
+        distributed = torch_distributed()
         if not distributed.is_initialized():
             raise InvalidArgumentError(
                 "there is no process group yet: call torch.distributed.init_process_group('gloo') "
                 "first, or run the program with torchrun"
             )
+        import torch
+
         self._torch, self._distributed, self._group = torch, distributed, group
         self.rank = distributed.get_rank(group)
         self.size = distributed.get_world_size(group)
@@ -191,11 +217,11 @@ class TorchGroup(_Messages):
 
     def _send(self, data: np.ndarray, to: int) -> Any:
         tensor = self._torch.from_numpy(data)
-        return self._distributed.isend(tensor, self._global[to], group=self._group, tag=_TAG)
+        return self._distributed.isend(tensor, self._global[to], self._group, _tag(data))
 
     def _receive(self, data: np.ndarray, source: int) -> Any:
         tensor = self._torch.from_numpy(data)
-        return self._distributed.irecv(tensor, self._global[source], group=self._group, tag=_TAG)
+        return self._distributed.irecv(tensor, self._global[source], self._group, _tag(data))
 
     def _finish(self, request: Any, deadline: float) -> None:
         left = max(deadline - time.monotonic(), 1e-3)
@@ -217,10 +243,10 @@ class MpiGroup(_Messages):
         self.size = communicator.Get_size()
 
     def _send(self, data: np.ndarray, to: int) -> Any:
-        return self._communicator.Isend(data, dest=to, tag=_TAG)
+        return self._communicator.Isend(data, dest=to, tag=_tag(data))
 
     def _receive(self, data: np.ndarray, source: int) -> Any:
-        return self._communicator.Irecv(data, source=source, tag=_TAG)
+        return self._communicator.Irecv(data, source=source, tag=_tag(data))
 
     def _finish(self, request: Any, deadline: float) -> None:
         # MPI has no wait with a time limit. At first without a pause: messages take microseconds.

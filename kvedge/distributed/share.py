@@ -11,12 +11,12 @@ import numpy as np
 from kvedge._version import __version__
 from kvedge.core.options import AttendOptions
 from kvedge.distributed.attention import attend_part
-from kvedge.distributed.group import Group
-from kvedge.distributed.placement import Placement
+from kvedge.distributed.group import Group, as_group
+from kvedge.distributed.placement import BLOCK_SIZE, Placement
 from kvedge.errors import GroupMismatchError
 from kvedge.merge import merged_parts, rounded
 
-__all__ = ["Share"]
+__all__ = ["Share", "join"]
 
 PROTOCOL = 1  # of the messages below
 # What each message of attention begins with, int64: all ranks have to be at the same point.
@@ -33,6 +33,10 @@ class Share:
         self.size = group.size
         self._calls = 0  # of attention so far
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Share:
+        """Return itself: a copy of a cache is in the same group."""
+        return self
+
     def count(self, length: int) -> int:
         """Tokens held here of the first `length` of a context."""
         return int(self.placement.count(length, self.rank))
@@ -40,6 +44,13 @@ class Share:
     def held(self, start: int, stop: int) -> np.ndarray:
         """Which of the positions start to stop - 1 are held here, counted from start."""
         return self.placement.held_by(self.rank, start, stop)
+
+    def placement_facts(self) -> dict[str, Any]:
+        """What of the placement ranks have to agree on."""
+        return {
+            "block_size": self.placement.block_size,
+            "the order of ranks": list(self.placement.pattern),
+        }
 
     # ---- what all ranks do together ------------------------------------------------------------
 
@@ -167,6 +178,22 @@ class Share:
             expected=int(mine[field]),
             got=int(told[rank, field]),
         )
+
+
+def join(
+    group: Any,
+    timeout: float,
+    *,
+    block_size: int | None = None,
+    weights: Sequence[float] | None = None,
+) -> Share:
+    """This rank's share in a group of any kind; arguments as of ShardedKVCache."""
+    joined = as_group(group, timeout)
+    blocks = BLOCK_SIZE if block_size is None else block_size
+    placement = Placement(joined.size, block_size=blocks, weights=weights)
+    share = Share(joined, placement)
+    share.agree(share.placement_facts())
+    return share
 
 
 def _text(value: Any) -> str:

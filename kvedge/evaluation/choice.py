@@ -24,7 +24,7 @@ _NOT_A_CHOICE = (
     "dtype",
     "max_seq_len",
 )
-_ATTENTION = ("precision_bits",)  # arguments of attend(), not of the cache
+_ATTENTION = ("precision_bits", "tolerance")  # arguments of attend(), not of the cache
 
 # What is compared unless asked otherwise, beside every format as it is.
 _VARIANTS = (
@@ -60,7 +60,7 @@ def parse_choices(texts: Iterable[str]) -> list[CacheChoice]:
         recommended, then perhaps a colon and options:
         ``"float16,int8:group_size=32,key_offset=auto,bfloat16"``. A part with ``=`` and without
         ``:`` is a further option of the format before it. Options are arguments of
-        :class:`kvedge.KVCache`, and ``precision_bits`` of its ``attend``.
+        :class:`kvedge.KVCache`, and ``precision_bits`` and ``tolerance`` of its ``attend``.
 
     Returns
     -------

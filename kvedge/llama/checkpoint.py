@@ -12,10 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
-from ..errors import CorruptFileError, InvalidArgumentError
+from ..errors import CorruptFileError, InvalidArgumentError, UnsupportedModelError
 from ..rope import Rope
 from .config import LlamaConfig, rope_frequencies
-from .weights import LayerWeights, LlamaWeights, tensor_shapes
+from .weights import LayerWeights, LlamaWeights, check_fits, tensor_shapes
 
 __all__ = ["load_checkpoint", "read_checkpoint_config"]
 
@@ -39,7 +39,7 @@ def read_checkpoint_config(path: str | os.PathLike[str]) -> LlamaConfig:
     ------
     CorruptFileError
         If the file is shorter or longer than its header says, or the header makes no sense.
-    InvalidArgumentError
+    UnsupportedModelError
         If it is a llama2.c checkpoint of version 1 or 2.
     """
     return _read_header(Path(path))[0]
@@ -62,11 +62,14 @@ def load_checkpoint(path: str | os.PathLike[str]) -> tuple[LlamaConfig, LlamaWei
     CorruptFileError
         If the file is shorter or longer than its header says, the header makes no sense, or a
         weight is NaN or infinite.
-    InvalidArgumentError
+    OutOfMemoryError
+        The weights would take more than the memory that is available; nothing was loaded.
+    UnsupportedModelError
         If it is a llama2.c checkpoint of version 1 or 2.
     """
     path = Path(path)
     config, own_output = _read_header(path)
+    check_fits(path, path.stat().st_size)
     arrays = {}
     with path.open("rb") as file:
         file.seek(_HEADER.size)
@@ -106,7 +109,7 @@ def _read_header(path: Path) -> tuple[LlamaConfig, bool]:
         )
     dim, hidden_dim, num_layers, num_heads, num_kv_heads, vocab, seq_len = _HEADER.unpack(header)
     if dim == _VERSIONED_MAGIC:
-        raise InvalidArgumentError(
+        raise UnsupportedModelError(
             f"{path}: llama2.c checkpoint of version {hidden_dim}; this runtime reads version 0 "
             "(llama2.c: python export.py model.bin --version 0 ...)"
         )

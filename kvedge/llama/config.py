@@ -1,4 +1,4 @@
-"""What a Llama-architecture model looks like: its sizes, its RoPE, its epsilon."""
+"""What a model looks like: its sizes, its RoPE, and where it departs from Llama."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SIZES = (
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """Sizes of a Llama-architecture model.
+    """Sizes of a model of Llama's kind, and what its relatives do otherwise.
 
     Parameters
     ----------
@@ -43,6 +43,22 @@ class LlamaConfig:
         Added to the mean square in RMSNorm.
     rope : Rope
         Rotation of queries and keys; ``rope.inv_freq`` is always set here, in radians per token.
+    ropes : tuple of Rope or None, optional
+        One for each layer, where they differ: Gemma 3's sliding layers have another base, and one
+        in four layers of SmolLM3 has none.
+    rope_magnitude : float
+        Turned channels are multiplied by it (LongRoPE).
+    windows : tuple of int or None, optional
+        Tokens that each layer sees; None: all.
+    activation : {"silu", "gelu"}
+        Of the feed-forward network; GELU in its tanh form (Gemma).
+    attention_scale : float, optional
+        Logits of attention are multiplied by it; None: 1 / sqrt(head_dim).
+    attention_softcap, logit_softcap : float, optional
+        Logits x of attention, or of the next token, become cap * tanh(x / cap) (Gemma 2).
+    embedding_scale, residual_scale, logit_scale : float
+        Factors of token embeddings (Gemma, Granite), of what each half of a layer adds, and of the
+        logits (Granite).
 
     Raises
     ------
@@ -60,6 +76,24 @@ class LlamaConfig:
     max_seq_len: int
     norm_eps: float = 1e-5
     rope: Rope = field(default_factory=Rope)
+    ropes: tuple[Rope | None, ...] | None = None
+    rope_magnitude: float = 1.0
+    windows: tuple[int | None, ...] | None = None
+    activation: str = "silu"
+    attention_scale: float | None = None
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+
+    def rope_of(self, layer: int) -> Rope | None:
+        """How a layer turns queries and keys; None: not at all."""
+        return self.rope if self.ropes is None else self.ropes[layer]
+
+    def window_of(self, layer: int) -> int | None:
+        """Tokens that a layer sees; None: all."""
+        return None if self.windows is None else self.windows[layer]
 
     def __post_init__(self) -> None:
         for name in _SIZES:
@@ -71,6 +105,14 @@ class LlamaConfig:
                 f"num_heads must be a multiple of num_kv_heads, got {self.num_heads} query heads "
                 f"and {self.num_kv_heads} KV heads"
             )
+        for name in ("ropes", "windows"):
+            given = getattr(self, name)
+            if given is not None and len(given) != self.num_layers:
+                raise InvalidArgumentError(f"{len(given)} {name} for {self.num_layers} layers")
+        if any(window is not None and window < 1 for window in self.windows or ()):
+            raise InvalidArgumentError(f"windows must be 1 or more, got {self.windows}")
+        if self.activation not in ("silu", "gelu"):
+            raise InvalidArgumentError(f"activation must be silu or gelu, got {self.activation!r}")
         if not (np.isfinite(self.norm_eps) and self.norm_eps >= 0):
             raise InvalidArgumentError(f"norm_eps must be 0 or more, got {self.norm_eps!r}")
 

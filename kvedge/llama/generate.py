@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .. import KVCache
+from ..core.options import as_tolerance
 from ..errors import CapacityExceededError, InvalidArgumentError
 from .model import LlamaModel
 from .sampling import Sampler
@@ -63,6 +64,7 @@ class Generation(Iterator[Piece]):
         chunk: int,
         num_threads: int | None,
         precision_bits: int | None,
+        tolerance: float,
         before: Sequence[int],
         stop: Sequence[str],
         incomplete: bool,
@@ -85,6 +87,7 @@ class Generation(Iterator[Piece]):
         self._chunk = chunk
         self._num_threads = num_threads
         self._precision_bits = precision_bits
+        self._tolerance = tolerance
         self._stop = stop
         self._incomplete = incomplete
         self._pieces = self._run()
@@ -158,6 +161,7 @@ class Generation(Iterator[Piece]):
             last_only=True,
             num_threads=self._num_threads,
             precision_bits=self._precision_bits,
+            tolerance=self._tolerance,
         )  # (vocab_size,)
 
     def _is_full(self) -> bool:
@@ -194,6 +198,7 @@ def generate(
     chunk: int = 512,
     num_threads: int | None = None,
     precision_bits: int | None = None,
+    tolerance: float = 0.0,
     incomplete: bool = True,
 ) -> Generation:
     """Continue a prompt, token by token.
@@ -231,6 +236,8 @@ def generate(
         Prompt tokens run through the model at once.
     precision_bits : int, optional
         Of attention's products, as of ``attend``.
+    tolerance : float
+        The share of the softmax mass that attention may leave out, as of ``attend``; 0: none.
     num_threads : int, optional
         Threads for attention.
     incomplete : bool
@@ -280,6 +287,11 @@ def generate(
             f"a prompt of {len(tokens)} tokens after {len(cache)} does not fit the context of "
             f"{limit}"
         )
+    if context_shift and any(cache.window):
+        raise InvalidArgumentError(
+            "a context shift needs layers that keep all tokens: this cache has windows "
+            "(model.new_cache(window=None) has none)"
+        )
     if context_shift and not 0 <= keep_tokens <= limit - 2:
         raise InvalidArgumentError(
             f"keep_tokens must be 0 to {limit - 2} in a context of {limit}, got {keep_tokens}"
@@ -295,6 +307,7 @@ def generate(
         chunk,
         num_threads,
         precision_bits,
+        as_tolerance(tolerance),
         before,
         stop,
         incomplete,
@@ -310,7 +323,7 @@ def shift_context(model: LlamaModel, cache: KVCache, keep_tokens: int = 4) -> in
     Parameters
     ----------
     model : LlamaModel
-        Its `rope` turns the keys.
+        Its `rope` turns the keys, or its `ropes` those of each layer.
     cache : KVCache
         The cache.
     keep_tokens : int
@@ -333,7 +346,8 @@ def shift_context(model: LlamaModel, cache: KVCache, keep_tokens: int = 4) -> in
     kept = np.r_[0:keep_tokens, keep_tokens + dropped : length]
     cache.keep(kept)
     if len(cache) > keep_tokens:
-        cache.shift(-dropped, rope=model.config.rope, start=keep_tokens)
+        c = model.config
+        cache.shift(-dropped, rope=c.ropes or c.rope, start=keep_tokens)
     return dropped
 
 

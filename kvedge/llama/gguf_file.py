@@ -1,57 +1,63 @@
-"""Reads Llama-architecture models from GGUF files, through the package ``gguf`` (an extra).
+"""Reads models of Llama's kind from GGUF files.
 
 Names and meaning of the fields follow ggml's ``docs/gguf.md`` and llama.cpp's ``llama-model.cpp``.
 """
 
 from __future__ import annotations
 
+import math
 import os
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
 
 import numpy as np
 
-from ..errors import CorruptFileError, InvalidArgumentError, MissingExtraError
+from ..errors import CorruptFileError, InvalidArgumentError, ScaleRangeError, UnsupportedModelError
 from ..rope import Rope
-from .byte_level_bpe import TEXT_SPLITS, ByteLevelBpeTokenizer
-from .chat_template import ChatTemplate
 from .config import LlamaConfig, rope_frequencies
-from .tokenizer import ScoredBpeTokenizer, Tokenizer
-from .weights import LayerWeights, LlamaWeights, tensor_shapes
+from .gguf_reader import GgufFile, is_gguf
+from .gguf_tokenizer import read_tokenizer
+from .matrix import GROUP, Matrix, Weight, is_worth_it, stored_bytes
+from .tokenizer import Tokenizer
+from .weights import LayerWeights, LlamaWeights, check_fits
 
-if TYPE_CHECKING:
-    from gguf import GGUFReader, ReaderTensor
+__all__ = ["ARCHITECTURES", "is_gguf", "load_gguf", "read_gguf_config"]
 
-__all__ = ["is_gguf", "load_gguf", "read_gguf_config"]
-
-# architecture -> does RoPE turn neighbours? (llama.cpp: LLAMA_ROPE_TYPE_NORM; else ..._NEOX)
-_ARCHITECTURES = {"llama": True, "qwen2": False}
-
-# A damaged list length would have gguf read a large file value by value. A vocabulary of 260,000
-# tokens with as many merges has about 2 million.
-_MAX_PARTS = 8_000_000
-
-# our names for the tensors of a layer -> GGUF's
-_LAYER_TENSORS = {
-    "rms_att": "attn_norm.weight",
-    "wq": "attn_q.weight",
-    "wk": "attn_k.weight",
-    "wv": "attn_v.weight",
-    "wo": "attn_output.weight",
-    "rms_ffn": "ffn_norm.weight",
-    "w1": "ffn_gate.weight",
-    "w2": "ffn_down.weight",
-    "w3": "ffn_up.weight",
+#: architecture -> does RoPE turn neighbours? (llama.cpp: LLAMA_ROPE_TYPE_NORM; else ..._NEOX)
+ARCHITECTURES = {
+    "llama": True,
+    "qwen2": False,
+    "qwen3": False,
+    "gemma": False,
+    "gemma2": False,
+    "gemma3": False,
+    "phi3": False,
+    "smollm3": True,
+    "granite": True,
 }
+_GEMMA = ("gemma", "gemma2", "gemma3")
+
+# Sliding layers come in groups of so many, of which the last sees all; 0: every layer slides.
+_WINDOW_PATTERNS = {"gemma2": 2, "gemma3": 6, "phi3": 0}
+_NO_ROPE_EVERY = 4  # SmolLM3: layers that do not turn; llama.cpp has it in code too
+# The two whose query scale is not 1 / sqrt(head_dim), by their number of layers, as in llama.cpp.
+_GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
+
+# What a layer may have besides norms and matrices.
 _BIASES = ("attn_q.bias", "attn_k.bias", "attn_v.bias")
-
-_UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5  # gguf.TokenType, without needing gguf
-
-
-def is_gguf(path: str | os.PathLike[str]) -> bool:
-    """Whether a file begins with GGUF's magic."""
-    with Path(path).open("rb") as file:
-        return file.read(4) == b"GGUF"
+_HEAD_NORMS = ("attn_q_norm.weight", "attn_k_norm.weight")
+_POST_NORMS = ("post_attention_norm.weight", "post_ffw_norm.weight")
+# Architectures with only some of these; the others have none.
+_EXTRAS: dict[str, tuple[str, ...]] = {
+    "llama": _BIASES,
+    "qwen2": _BIASES,
+    "qwen3": _HEAD_NORMS,
+    "gemma2": _POST_NORMS,
+    "gemma3": _HEAD_NORMS + _POST_NORMS,
+}
+_FACTORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
+_FLOATS = {"F16": "float16", "BF16": "bfloat16"}  # GGUF's name -> ours
 
 
 def read_gguf_config(path: str | os.PathLike[str]) -> LlamaConfig:
@@ -68,7 +74,7 @@ def read_gguf_config(path: str | os.PathLike[str]) -> LlamaConfig:
 
     Raises
     ------
-    CorruptFileError, InvalidArgumentError, MissingExtraError
+    CorruptFileError, UnsupportedModelError, MissingExtraError
         As :func:`load_gguf`.
     """
     return _GgufModel(path).config()
@@ -77,12 +83,17 @@ def read_gguf_config(path: str | os.PathLike[str]) -> LlamaConfig:
 def load_gguf(
     path: str | os.PathLike[str], *, with_tokenizer: bool = True
 ) -> tuple[LlamaConfig, LlamaWeights, Tokenizer | None]:
-    """Load a model from a GGUF file; all weights become float32.
+    """Load a model from a GGUF file, or from the files of a split one.
+
+    With the compiled backend matrices stay in float16 or bfloat16 where the file has them so, and
+    those of 8 bits and fewer become int8 with a scale per 32 elements: of Q8_0 exactly what the
+    file holds, of coarser formats to within 1/254 of the largest element of the 32. All else, and
+    all on the NumPy backend, is float32.
 
     Parameters
     ----------
     path : path-like
-        The file.
+        The file; of a split model any one.
     with_tokenizer : bool
         Make the tokenizer too.
 
@@ -94,70 +105,138 @@ def load_gguf(
     ------
     CorruptFileError
         If the file is damaged or truncated, or lacks something it must have.
-    InvalidArgumentError
+    UnsupportedModelError
         If the file is sound, but of an architecture, weight format or tokenizer that this runtime
         lacks.
+    OutOfMemoryError
+        The weights would take more than the memory that is available; nothing was loaded.
     MissingExtraError
         If the package ``gguf`` is absent, or ``tokenizers`` is and the tokenizer needs it.
     """
     model = _GgufModel(path)
     config = model.config()
-    weights = model.weights(config)
-    return config, weights, model.tokenizer() if with_tokenizer else None
+    model.check(config)
+    tokenizer = read_tokenizer(model.file) if with_tokenizer else None
+    return config, model.weights(config), tokenizer
 
 
 class _GgufModel:
-    """A GGUF file whose fields are asked for by name, each refusal naming the file."""
+    """A GGUF file as a model."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._path = path
-        self._reader = _open(path)
-        self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
-        self._architecture = self._get("general.architecture", str)
-        if self._architecture not in _ARCHITECTURES:
-            raise InvalidArgumentError(
-                f"{path}: expected one of the architectures {', '.join(_ARCHITECTURES)}, "
+        self.file = GgufFile(path)
+        self._path = self.file.path
+        self._architecture: str = self.file.get("general.architecture", str)
+        if self._architecture not in ARCHITECTURES:
+            raise self._unsupported(
+                f"expected one of the architectures {', '.join(ARCHITECTURES)}, "
                 f"got {self._architecture!r}"
             )
 
+    def _unsupported(self, what: str) -> UnsupportedModelError:
+        return UnsupportedModelError(
+            f"{self._path}: {what}; transformers may run it: "
+            "kvedge generate --hf FOLDER --gguf FILE"
+        )
+
+    def _arch(self, key: str, kind: type, default: Any = ...) -> Any:
+        return self.file.get(f"{self._architecture}.{key}", kind, default)
+
+    # ---- the configuration -----------------------------------------------------------------------
+
     def config(self) -> LlamaConfig:
-        """Sizes and RoPE from the file's fields."""
+        """Sizes, RoPE and what else differs, from the file's fields."""
         if self._arch("expert_count", int, 0):
-            raise InvalidArgumentError(f"{self._path}: mixture-of-experts models are not supported")
+            raise self._unsupported("mixture-of-experts models are not supported")
         dim = self._arch("embedding_length", int)
+        num_layers = self._arch("block_count", int)
         num_heads = self._arch("attention.head_count", int)
         if num_heads < 1:
             raise CorruptFileError(f"{self._path}: the model has {num_heads} heads")
         head_dim = self._arch("attention.key_length", int, dim // num_heads)
         if self._arch("attention.value_length", int, head_dim) != head_dim:
-            raise InvalidArgumentError(f"{self._path}: keys and values differ in head_dim")
+            raise self._unsupported("keys and values differ in head_dim")
         scale = self._rope_scale()
+        windows = self._windows(num_layers)
         try:
+            rope = self._rope(head_dim, scale)
             return LlamaConfig(
                 dim=dim,
                 hidden_dim=self._arch("feed_forward_length", int),
-                num_layers=self._arch("block_count", int),
+                num_layers=num_layers,
                 num_heads=num_heads,
                 num_kv_heads=self._arch("attention.head_count_kv", int, num_heads),
                 head_dim=head_dim,
-                vocab_size=int(self._tensor("token_embd.weight").shape[-1]),
-                max_seq_len=self._arch("context_length", int),
+                vocab_size=self.file.shape("token_embd.weight")[0],
+                max_seq_len=self._context(),
                 norm_eps=self._arch("attention.layer_norm_rms_epsilon", float),
-                rope=self._rope(head_dim, scale),
+                rope=rope,
+                ropes=self._ropes(rope, windows, num_layers),
+                rope_magnitude=self._arch("rope.scaling.attn_factor", float, 1.0),
+                windows=windows,
+                **self._departures(dim, num_heads, num_layers),
             )
         except InvalidArgumentError as error:  # a size of 0, an odd rotary_dim ...
             raise CorruptFileError(f"{self._path}: {error}") from error
 
+    def _departures(self, dim: int, num_heads: int, num_layers: int) -> dict[str, Any]:
+        """What the architecture does otherwise than Llama."""
+        name = self._architecture
+        if name == "granite":
+            return {
+                "attention_scale": self._arch("attention.scale", float, None),
+                "embedding_scale": self._arch("embedding_scale", float, 1.0),
+                "residual_scale": self._arch("residual_scale", float, 1.0),
+                "logit_scale": 1 / self._positive("logit_scale", 1.0),
+            }
+        if name not in _GEMMA:
+            return {}
+        found = {"activation": "gelu", "embedding_scale": math.sqrt(dim)}
+        if num_layers == _GEMMA_27B_LAYERS.get(name):
+            found["attention_scale"] = 1 / math.sqrt(dim / num_heads)
+        if name == "gemma2":
+            found["attention_softcap"] = self._positive("attn_logit_softcapping", 50.0)
+            found["logit_softcap"] = self._positive("final_logit_softcapping", 30.0)
+        return found
+
+    def _positive(self, key: str, default: float) -> float:
+        value: float = self._arch(key, float, default)
+        if not (math.isfinite(value) and value > 0):
+            raise CorruptFileError(f"{self._path}: {key} must be above 0, got {value}")
+        return value
+
+    def _windows(self, num_layers: int) -> tuple[int | None, ...] | None:
+        """Tokens that each layer sees; None where every layer sees all."""
+        pattern = _WINDOW_PATTERNS.get(self._architecture)
+        window = self._arch("attention.sliding_window", int, 0)
+        if self._architecture == "gemma2" and not window:
+            window = 4096
+        if pattern is None or not window:
+            return None
+        key = f"{self._architecture}.attention.sliding_window_pattern"
+        pattern = self.file.get_either(key, (int, list), pattern)
+        if isinstance(pattern, list):  # of every layer, whether it slides
+            slides = [bool(one) for one in pattern[:num_layers]]
+        else:
+            slides = [not pattern or i % pattern < pattern - 1 for i in range(num_layers)]
+        return tuple(window if one else None for one in slides)
+
+    def _context(self) -> int:
+        """Context length; that of the short factors where a file has two sets (LongRoPE)."""
+        context: int = self._arch("context_length", int)
+        if "rope_factors_short.weight" in self.file.tensor_names:
+            original: int = self._arch("rope.scaling.original_context_length", int, context)
+            return min(context, original)
+        return context
+
     def _rope_scale(self) -> float:
         """What positions are divided by."""
         scaling = self._arch("rope.scaling.type", str, "linear")  # llama.cpp's default too
-        if scaling not in ("none", "linear"):
-            raise InvalidArgumentError(
-                f"{self._path}: RoPE scaling {scaling!r} is not supported, expected 'linear'"
-            )
+        if scaling not in ("none", "linear", "longrope"):
+            raise self._unsupported(f"RoPE scaling {scaling!r} is not supported, expected 'linear'")
         older = self._arch("rope.scale_linear", float, 1.0)  # its name in older files
-        scale = self._arch("rope.scaling.factor", float, older)
-        return 1.0 if scaling == "none" or scale == 0 else scale
+        scale: float = self._arch("rope.scaling.factor", float, older)
+        return 1.0 if scaling != "linear" or scale == 0 else scale
 
     def _rope(self, head_dim: int, scale: float) -> Rope:
         rotary_dim = self._arch("rope.dimension_count", int, head_dim)
@@ -165,216 +244,151 @@ class _GgufModel:
             raise CorruptFileError(f"{self._path}: RoPE turns {rotary_dim} channels of {head_dim}")
         base = self._arch("rope.freq_base", float, 10000.0)
         factors = None
-        if "rope_freqs.weight" in self._tensors:
-            factors = self._array("rope_freqs.weight", (rotary_dim // 2,))
+        for name in _FACTORS[:2]:
+            if name in self.file.tensor_names:
+                factors = self.file.array(name, (rotary_dim // 2,))
         return Rope(
             base=base,
-            interleaved=_ARCHITECTURES[self._architecture],
+            interleaved=ARCHITECTURES[self._architecture],
             rotary_dim=rotary_dim,
             inv_freq=rope_frequencies(rotary_dim, base=base, scale=scale, factors=factors),
         )
 
-    def weights(self, config: LlamaConfig) -> LlamaWeights:
-        """All arrays as float32."""
-        known = {"token_embd.weight", "output_norm.weight", "output.weight", "rope_freqs.weight"}
-        layer_names = (*_LAYER_TENSORS.values(), *_BIASES)
-        known |= {f"blk.{i}.{name}" for i in range(config.num_layers) for name in layer_names}
-        unknown = sorted(self._tensors.keys() - known)
+    def _ropes(
+        self, rope: Rope, windows: tuple[int | None, ...] | None, num_layers: int
+    ) -> tuple[Rope | None, ...] | None:
+        """One for each layer, where they differ."""
+        if self._architecture == "smollm3":
+            return tuple(rope if (i + 1) % _NO_ROPE_EVERY else None for i in range(num_layers))
+        if self._architecture != "gemma3" or windows is None:
+            return None
+        base = self._arch("rope.freq_base_swa", float, 10000.0)
+        frequencies = rope_frequencies(rope.rotary_dim or 0, base=base)
+        local = Rope(base=base, rotary_dim=rope.rotary_dim, inv_freq=frequencies)
+        return tuple(rope if window is None else local for window in windows)
+
+    # ---- weights ---------------------------------------------------------------------------------
+
+    def check(self, config: LlamaConfig) -> None:
+        """Refuse, before anything is loaded, what this runtime would get wrong or has no room for.
+
+        Raises
+        ------
+        UnsupportedModelError
+            A tensor of a kind not known here.
+        OutOfMemoryError
+        """
+        known = {"token_embd.weight", "output_norm.weight", "output.weight", *_FACTORS}
+        for i in range(config.num_layers):
+            matrices = chain.from_iterable(self._matrices(config, i).values())
+            known |= {name for name, _ in matrices}
+            norms = ("attn_norm.weight", "ffn_norm.weight", *_EXTRAS.get(self._architecture, ()))
+            known |= {f"blk.{i}.{name}" for name in norms}
+        unknown = sorted(self.file.tensor_names - known)
         if unknown:  # leaving one out would give wrong text, not an error
-            raise InvalidArgumentError(
-                f"{self._path}: {len(unknown)} tensors of a kind that this runtime does not know, "
+            raise self._unsupported(
+                f"{len(unknown)} tensors of a kind that this runtime does not know, "
                 f"{unknown[0]!r} the first"
             )
-        embedding_shape = (config.vocab_size, config.dim)
-        embedding = self._array("token_embd.weight", embedding_shape)
+        needed = 0
+        for parts in self._all_matrices(config):
+            dtype = self._dtype_of([name for name, _ in parts], parts[0][1][1])
+            needed += sum(stored_bytes(*shape, dtype) for _, shape in parts)
+        check_fits(self._path, needed)
+
+    def _all_matrices(self, config: LlamaConfig) -> Iterator[list[tuple[str, tuple[int, int]]]]:
+        shape = (config.vocab_size, config.dim)
+        yield [("token_embd.weight", shape)]
+        if "output.weight" in self.file.tensor_names:
+            yield [("output.weight", shape)]
+        for i in range(config.num_layers):
+            yield from self._matrices(config, i).values()
+
+    def _matrices(
+        self, config: LlamaConfig, i: int
+    ) -> dict[str, list[tuple[str, tuple[int, int]]]]:
+        """The matrices of a layer: names and shapes of the tensors that are stacked in each."""
+        c, block = config, f"blk.{i}"
+        query, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        wqkv = [
+            (f"{block}.attn_q.weight", (query, c.dim)),
+            (f"{block}.attn_k.weight", (kv, c.dim)),
+            (f"{block}.attn_v.weight", (kv, c.dim)),
+        ]
+        w13 = [
+            (f"{block}.ffn_gate.weight", (c.hidden_dim, c.dim)),
+            (f"{block}.ffn_up.weight", (c.hidden_dim, c.dim)),
+        ]
+        if self._architecture == "phi3":  # its files have them stacked
+            wqkv = [(f"{block}.attn_qkv.weight", (query + 2 * kv, c.dim))]
+            w13 = [(f"{block}.ffn_up.weight", (2 * c.hidden_dim, c.dim))]
+        return {
+            "wqkv": wqkv,
+            "wo": [(f"{block}.attn_output.weight", (c.dim, query))],
+            "w13": w13,
+            "w2": [(f"{block}.ffn_down.weight", (c.dim, c.hidden_dim))],
+        }
+
+    def weights(self, config: LlamaConfig) -> LlamaWeights:
+        """All arrays."""
+        shape = (config.vocab_size, config.dim)
+        embedding = self._weight([("token_embd.weight", shape)])
         output = embedding
-        if "output.weight" in self._tensors:
-            output = self._array("output.weight", embedding_shape)
+        if "output.weight" in self.file.tensor_names:
+            output = self._weight([("output.weight", shape)])
         return LlamaWeights(
             token_embedding=embedding,
             layers=tuple(self._layer(config, i) for i in range(config.num_layers)),
-            final_norm=self._array("output_norm.weight", (config.dim,)),
+            final_norm=self.file.array("output_norm.weight", (config.dim,)),
             output=output,
         )
 
     def _layer(self, config: LlamaConfig, i: int) -> LayerWeights:
-        shapes = tensor_shapes(config)
-        a = {
-            name: self._array(f"blk.{i}.{gguf_name}", shapes[name])
-            for name, gguf_name in _LAYER_TENSORS.items()
-        }
+        c, names = config, self.file.tensor_names
+
+        def vector(name: str, size: int) -> np.ndarray:
+            return self.file.array(f"blk.{i}.{name}", (size,))
+
+        def one_of(name: str, size: int) -> np.ndarray | None:
+            """A vector that the architecture has."""
+            return vector(name, size) if name in _EXTRAS.get(self._architecture, ()) else None
+
+        matrices = {name: self._weight(parts) for name, parts in self._matrices(config, i).items()}
         bias = None
-        if any(f"blk.{i}.{name}" in self._tensors for name in _BIASES):
-            rows = (shapes["wq"][:1], shapes["wk"][:1], shapes["wv"][:1])
-            parts = zip(_BIASES, rows, strict=True)
-            bias = np.concatenate([self._array(f"blk.{i}.{name}", shape) for name, shape in parts])
+        if any(f"blk.{i}.{name}" in names for name in _BIASES):
+            heads = (c.num_heads, c.num_kv_heads, c.num_kv_heads)
+            parts = zip(_BIASES, heads, strict=True)
+            bias = np.concatenate([vector(name, count * c.head_dim) for name, count in parts])
         return LayerWeights(
-            attention_norm=a["rms_att"],
-            wqkv=np.concatenate([a["wq"], a["wk"], a["wv"]]),
+            attention_norm=vector("attn_norm.weight", c.dim),
             bqkv=bias,
-            wo=a["wo"],
-            ffn_norm=a["rms_ffn"],
-            w13=np.concatenate([a["w1"], a["w3"]]),
-            w2=a["w2"],
+            ffn_norm=vector("ffn_norm.weight", c.dim),
+            q_norm=one_of("attn_q_norm.weight", c.head_dim),
+            k_norm=one_of("attn_k_norm.weight", c.head_dim),
+            attention_post_norm=one_of("post_attention_norm.weight", c.dim),
+            ffn_post_norm=one_of("post_ffw_norm.weight", c.dim),
+            **matrices,
         )
 
-    def tokenizer(self) -> Tokenizer:
-        """The file's tokenizer."""
-        kind = self._get("tokenizer.ggml.model", str)
-        if kind not in ("llama", "gpt2"):
-            raise InvalidArgumentError(
-                f"{self._path}: tokenizer {kind!r} is not supported, expected 'llama' or 'gpt2'"
-            )
-        split = self._get("tokenizer.ggml.pre", str, "default")
-        if kind == "gpt2" and split not in TEXT_SPLITS:
-            raise InvalidArgumentError(
-                f"{self._path}: text splitting {split!r} is not supported, expected one of "
-                f"{', '.join(TEXT_SPLITS)}"
-            )
-        try:
-            made = self._byte_level_bpe(split) if kind == "gpt2" else self._scored_bpe()
-            made.chat_template = self._chat_template()
-            return made
-        except InvalidArgumentError as error:  # an id outside the vocabulary, a score of NaN ...
-            raise CorruptFileError(f"{self._path}: {error}") from error
+    def _weight(self, parts: list[tuple[str, tuple[int, int]]]) -> Weight:
+        """Tensors stacked to one matrix."""
+        columns = parts[0][1][1]
+        dtype = self._dtype_of([name for name, _ in parts], columns)
+        chunks = (chunk for name, shape in parts for chunk in self.file.chunks(name, shape))
+        if dtype != "float32":
+            try:
+                return Matrix(sum(shape[0] for _, shape in parts), columns, dtype, chunks)
+            except ScaleRangeError:  # a block of elements too small for a scale in float16
+                pass
+        arrays = [self.file.array(name, shape) for name, shape in parts]
+        return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
-    def _chat_template(self) -> ChatTemplate | None:
-        source = self._get("tokenizer.chat_template", str, None)
-        if source is None:
-            return None
-        tokens = self._get_list("tokenizer.ggml.tokens", str)
-        ids = (self._get(f"tokenizer.ggml.{name}_token_id", int, None) for name in ("bos", "eos"))
-        bos, eos = ("" if id is None else tokens[id] for id in ids)
-        return ChatTemplate(source, bos, eos)
-
-    def _scored_bpe(self) -> ScoredBpeTokenizer:
-        tokens = self._get_list("tokenizer.ggml.tokens", str)
-        bos_id = self._get("tokenizer.ggml.bos_token_id", int, 1)
-        return ScoredBpeTokenizer(
-            [token.replace("\u2581", " ").encode() for token in tokens],  # SentencePiece's space
-            self._get_list("tokenizer.ggml.scores", float),
-            bos_id=bos_id,
-            stop_ids=self._stop_ids() or {bos_id, 2},
-            special_ids=self._ids_of_type(_UNKNOWN, _CONTROL, _UNUSED),
-            spelled_ids=self._ids_of_type(_CONTROL, _USER_DEFINED),
-            unknown_id=self._get("tokenizer.ggml.unknown_token_id", int, 0),
-            add_bos=self._get("tokenizer.ggml.add_bos_token", bool, True),
-            add_space_prefix=self._get("tokenizer.ggml.add_space_prefix", bool, True),
-        )
-
-    def _byte_level_bpe(self, split: str) -> ByteLevelBpeTokenizer:
-        return ByteLevelBpeTokenizer(
-            self._get_list("tokenizer.ggml.tokens", str),
-            self._get_list("tokenizer.ggml.merges", str),
-            split=split,
-            bos_id=self._get("tokenizer.ggml.bos_token_id", int, None),
-            stop_ids=self._stop_ids(),
-            special_ids=self._ids_of_type(_UNKNOWN, _CONTROL, _UNUSED),
-            spelled_ids=self._ids_of_type(_CONTROL, _USER_DEFINED),
-            add_bos=self._get("tokenizer.ggml.add_bos_token", bool, None),
-        )
-
-    def _stop_ids(self) -> set[int]:
-        """BOS, which separates texts in training, and every token that ends one."""
-        keys = (f"tokenizer.ggml.{name}_token_id" for name in ("bos", "eos", "eot", "eom"))
-        return {self._get(key, int, None) for key in keys} - {None}
-
-    def _ids_of_type(self, *types: int) -> list[int]:
-        if self._reader.get_field("tokenizer.ggml.token_type") is None:
-            return []
-        stored = self._get_list("tokenizer.ggml.token_type", int)
-        return [token for token, kind in enumerate(stored) if kind in types]
-
-    def _arch(self, key: str, kind: type, default: Any = ...) -> Any:
-        return self._get(f"{self._architecture}.{key}", kind, default)
-
-    def _get(self, key: str, kind: type, default: Any = ...) -> Any:
-        """A field's value; `default` if it is absent, unless it must be there."""
-        field = self._reader.get_field(key)
-        if field is None:
-            if default is ...:
-                raise CorruptFileError(f"{self._path}: the field {key!r} is missing")
-            return default
-        try:
-            value = field.contents()
-        except (ValueError, IndexError) as error:  # such as a string that is not UTF-8
-            message = f"{self._path}: the field {key!r} is damaged: {error}"
-            raise CorruptFileError(message) from error
-        if kind is float and type(value) is int:
-            value = float(value)
-        if type(value) is not kind:
-            raise CorruptFileError(
-                f"{self._path}: the field {key!r} must be {kind.__name__}, got {value!r:.40}"
-            )
-        return value
-
-    def _get_list(self, key: str, kind: type) -> list[Any]:
-        """A field that is a list of one type."""
-        values: list[Any] = self._get(key, list)
-        if not all(type(value) is kind for value in values):
-            raise CorruptFileError(
-                f"{self._path}: the field {key!r} must be a list of {kind.__name__} only"
-            )
-        return values
-
-    def _tensor(self, name: str) -> ReaderTensor:
-        if name not in self._tensors:
-            raise CorruptFileError(f"{self._path}: the tensor {name!r} is missing")
-        return self._tensors[name]
-
-    def _array(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        """A tensor as a float32 array of the shape expected, C-contiguous."""
-        from gguf import dequantize
-
-        tensor = self._tensor(name)
-        stored = tuple(int(size) for size in reversed(tensor.shape))  # GGUF names the fastest first
-        if stored != shape:
-            raise CorruptFileError(
-                f"{self._path}: the tensor {name!r} must have the shape {shape}, got {stored}"
-            )
-        try:
-            values = dequantize(tensor.data, tensor.tensor_type)
-        except NotImplementedError as error:
-            raise InvalidArgumentError(
-                f"{self._path}: the tensor {name!r} has the format {tensor.tensor_type.name}, "
-                "which the package gguf cannot read"
-            ) from error
-        # a copy even of float32: the file's own bytes may change, or be unaligned
-        values = np.array(values, dtype=np.float32, order="C")
-        if not np.isfinite(values).all():
-            raise CorruptFileError(f"{self._path}: the tensor {name!r} holds a NaN or an infinity")
-        return values
-
-
-def _open(path: str | os.PathLike[str]) -> GGUFReader:
-    """The file's fields and tensors, by the package gguf, whose errors become CorruptFileError."""
-    try:
-        from gguf import GGUFReader
-    except ImportError as error:
-        raise MissingExtraError(
-            "reading GGUF files needs the package gguf: pip install kvedge[gguf]"
-        ) from error
-
-    class CheckedReader(GGUFReader):
-        """Refuses to read past the end, where GGUFReader goes on with less."""
-
-        num_parts = 0
-
-        def _get(self, offset: Any, dtype: Any, count: Any = 1, *args: Any, **kwargs: Any) -> Any:
-            end = int(offset) + int(count) * np.dtype(dtype).itemsize
-            if end > len(self.data):
-                raise EOFError(f"{end} bytes are needed, the file has {len(self.data)}")
-            self.num_parts += 1
-            if self.num_parts > _MAX_PARTS:
-                raise ValueError(f"the header has more than {_MAX_PARTS} parts")
-            return super()._get(offset, dtype, count, *args, **kwargs)
-
-    try:
-        reader = CheckedReader(path)
-    except (OSError, MemoryError):
-        raise
-    except Exception as error:  # gguf raises whatever NumPy does
-        raise CorruptFileError(f"{path}: not a readable GGUF file: {error}") from error
-    if reader.byte_order != "I":
-        raise InvalidArgumentError(f"{path}: the GGUF file is of the other byte order")
-    return reader
+    def _dtype_of(self, names: list[str], columns: int) -> str:
+        """How the tensors are held, stacked: as none of them loses what its file has."""
+        kinds = {self.file.kind(name) for name in names}
+        if not is_worth_it():
+            return "float32"
+        if len(kinds) == 1 and (only := next(iter(kinds))) in _FLOATS:
+            return _FLOATS[only]
+        quantized = not any(kind in _FLOATS or kind in ("F32", "F64") for kind in kinds)
+        return "int8" if quantized and columns % GROUP == 0 else "float32"

@@ -50,8 +50,11 @@ def with_key_bias(model: LlamaModel, magnitude: float, *, seed: int = 0) -> Llam
     Raises
     ------
     InvalidArgumentError
-        If `magnitude` is not a positive number.
+        If `magnitude` is not a positive number, or the model normalizes its keys, which takes the
+        length of a bias away.
     """
+    if any(layer.k_norm is not None for layer in model.weights.layers):
+        raise InvalidArgumentError("the model normalizes its keys: a bias before that is no test")
     if not (np.isfinite(magnitude) and magnitude > 0):
         raise InvalidArgumentError(f"magnitude must be a positive number, got {magnitude!r}")
     rng = np.random.default_rng(seed)
@@ -64,7 +67,7 @@ def _biased(
 ) -> LayerWeights:
     c = model.config
     queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim  # rows of wqkv
-    wqkv = layer.wqkv.copy()
+    wqkv = np.array(layer.wqkv, np.float32)
     bqkv = np.zeros(len(wqkv), np.float32) if layer.bqkv is None else layer.bqkv.copy()
     wq = wqkv[:queries].reshape(c.num_kv_heads, -1, c.head_dim, c.dim)  # (KV heads, group, ...)
     bq = bqkv[:queries].reshape(c.num_kv_heads, -1, c.head_dim)

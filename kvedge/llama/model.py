@@ -1,4 +1,4 @@
-"""The forward pass of a Llama-architecture model in NumPy, its keys and values in a KVCache."""
+"""The forward pass of a model of Llama's kind in NumPy, its keys and values in a KVCache."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ import numpy as np
 from .. import KVCache
 from ..core.types import Dtype
 from ..errors import CapacityExceededError, InvalidArgumentError, ShapeMismatchError
+from ..rope import Rope
 from . import gguf_file
 from .checkpoint import load_checkpoint, read_checkpoint_config
 from .config import LlamaConfig
+from .matrix import product, rows_of
 from .tokenizer import Tokenizer, load_llama2c_tokenizer
 from .weights import LlamaWeights
 
@@ -22,8 +24,9 @@ __all__ = ["LlamaModel", "read_config"]
 
 
 class LlamaModel:
-    """A Llama-architecture model (Touvron et al. 2023), ready to run on a :class:`kvedge.KVCache`.
+    """A Llama model (Touvron et al. 2023) or a relative, ready to run on a :class:`kvedge.KVCache`.
 
+    Relatives are Qwen 2 and 3, Gemma 1 to 3, Phi 3, SmolLM3, Granite: see :class:`LlamaConfig`.
     Make one with :meth:`from_file`.
 
     Parameters
@@ -31,7 +34,7 @@ class LlamaModel:
     config : LlamaConfig
         Its sizes.
     weights : LlamaWeights
-        Its arrays, float32.
+        Its weights.
     tokenizer : Tokenizer, optional
         Its tokenizer.
     """
@@ -42,7 +45,6 @@ class LlamaModel:
         self.config = config
         self.weights = weights
         self.tokenizer = tokenizer
-        self._inv_freq = np.array(config.rope.inv_freq)  # (rotary_dim / 2,) radians per token
 
     @classmethod
     def from_file(
@@ -69,8 +71,10 @@ class LlamaModel:
         ------
         CorruptFileError
             If a file is damaged, truncated, or something else altogether.
-        InvalidArgumentError
+        UnsupportedModelError
             If the file is sound, but of an architecture or format that this runtime lacks.
+        OutOfMemoryError
+            The weights would take more than the memory that is available; nothing was loaded.
         MissingExtraError
             For a GGUF file without the package ``gguf`` (``pip install kvedge[gguf]``), or one with
             a byte-level tokenizer without the package ``tokenizers``.
@@ -109,7 +113,7 @@ class LlamaModel:
             How keys and values are stored, such as "int8": docs/numerics.md has the table.
         **options
             Further arguments of :class:`kvedge.KVCache`, such as `group_size`; `max_seq_len` is
-            the model's own unless given.
+            the model's own unless given, and `window` those of its layers.
 
         Returns
         -------
@@ -117,6 +121,8 @@ class LlamaModel:
         """
         options.setdefault("max_seq_len", self.config.max_seq_len)
         c = self.config
+        if c.windows is not None:
+            options.setdefault("window", c.windows)
         return KVCache(c.num_layers, c.num_kv_heads, c.head_dim, dtype=dtype, **options)
 
     def context_limit(self, cache: KVCache) -> int:
@@ -133,6 +139,7 @@ class LlamaModel:
         last_only: bool = False,
         num_threads: int | None = None,
         precision_bits: int | None = None,
+        tolerance: float = 0.0,
     ) -> np.ndarray:
         """Run tokens through the model and append their keys and values to the cache.
 
@@ -148,6 +155,7 @@ class LlamaModel:
         last_only : bool
             Compute the logits of the last token only: what generation needs of a prompt.
         num_threads, precision_bits : int, optional
+        tolerance : float
             Passed on to ``cache.attend``.
 
         Returns
@@ -169,37 +177,61 @@ class LlamaModel:
         tokens = _checked_tokens(tokens, c.vocab_size)  # (n,)
         n, start = tokens.size, len(cache)
         self._check_cache(cache, n)
-        cos, sin = _rotation(np.arange(start, start + n), self._inv_freq)  # (n, 1, rotary_dim / 2)
+        # {rope: (cosine, sine)}, each (n, 1, rotary_dim / 2)
+        turns = {
+            rope: _rotation(np.arange(start, start + n), rope, c.rope_magnitude)
+            for rope in {c.rope_of(i) for i in range(c.num_layers)}
+            if rope is not None
+        }
         num_qk_heads = c.num_heads + c.num_kv_heads
+        activate = _gelu if c.activation == "gelu" else _silu
 
-        x = w.token_embedding[tokens]  # (n, dim)
+        x = rows_of(w.token_embedding, tokens)  # (n, dim)
+        if c.embedding_scale != 1:
+            x *= np.float32(c.embedding_scale)
         try:
             for i, layer in enumerate(w.layers):
                 # attention: norm, then query, key and value of every head
                 h = _rms_norm(x, layer.attention_norm, c.norm_eps)  # (n, dim)
-                qkv = h @ layer.wqkv.T  # (n, (num_heads + 2 * num_kv_heads) * head_dim)
+                qkv = product(h, layer.wqkv, num_threads)  # (n, (heads + 2 * KV heads) * head_dim)
                 if layer.bqkv is not None:
                     qkv += layer.bqkv
                 qkv = qkv.reshape(n, -1, c.head_dim)  # (n, num_heads + 2 * num_kv_heads, head_dim)
+                q, k = qkv[:, : c.num_heads], qkv[:, c.num_heads : num_qk_heads]
+                v = np.ascontiguousarray(qkv[:, num_qk_heads:])  # (n, num_kv_heads, head_dim)
+                if layer.q_norm is not None and layer.k_norm is not None:
+                    q = _rms_norm(q, layer.q_norm, c.norm_eps)
+                    k = _rms_norm(k, layer.k_norm, c.norm_eps)
 
                 # RoPE: turn queries and keys by their position
-                qk = _rotate(qkv[:, :num_qk_heads], cos, sin, c.rope.interleaved)
-                q = np.ascontiguousarray(qk[:, : c.num_heads])  # (n, num_heads, head_dim)
-                k = np.ascontiguousarray(qk[:, c.num_heads :])  # (n, num_kv_heads, head_dim)
-                v = np.ascontiguousarray(qkv[:, num_qk_heads:])  # (n, num_kv_heads, head_dim)
+                rope = c.rope_of(i)
+                if rope is not None:
+                    q, k = (_rotate(each, *turns[rope], rope.interleaved) for each in (q, k))
+                q, k = np.ascontiguousarray(q), np.ascontiguousarray(k)
 
                 # store keys and values, attend to all that is stored, back into the residual stream
                 cache.append(i, k, v)
                 attended = cache.attend(  # (n, num_heads, head_dim)
-                    i, q, num_threads=num_threads, precision_bits=precision_bits
+                    i,
+                    q,
+                    num_threads=num_threads,
+                    precision_bits=precision_bits,
+                    tolerance=tolerance,
+                    **self._attention_options(i, cache),
                 )
-                x += attended.reshape(n, -1) @ layer.wo.T  # (n, dim)
+                h = product(attended.reshape(n, -1), layer.wo, num_threads)  # (n, dim)
+                if layer.attention_post_norm is not None:
+                    h = _rms_norm(h, layer.attention_post_norm, c.norm_eps)
+                x += _scaled(h, c.residual_scale)
 
                 # feed-forward network: w2(silu(w1 x) * w3 x)
                 h = _rms_norm(x, layer.ffn_norm, c.norm_eps)  # (n, dim)
-                gate_up = h @ layer.w13.T  # (n, 2 * hidden_dim)
+                gate_up = product(h, layer.w13, num_threads)  # (n, 2 * hidden_dim)
                 gate, up = gate_up[:, : c.hidden_dim], gate_up[:, c.hidden_dim :]
-                x += (_silu(gate) * up) @ layer.w2.T  # (n, dim)
+                h = product(activate(gate) * up, layer.w2, num_threads)  # (n, dim)
+                if layer.ffn_post_norm is not None:
+                    h = _rms_norm(h, layer.ffn_post_norm, c.norm_eps)
+                x += _scaled(h, c.residual_scale)
             cache.advance(n)
         except BaseException:  # also an interrupt: layers must not be left out of step
             cache.truncate(start)
@@ -207,8 +239,24 @@ class LlamaModel:
 
         if last_only:
             x = x[-1]  # (dim,)
-        logits: np.ndarray = _rms_norm(x, w.final_norm, c.norm_eps) @ w.output.T
+        logits = product(_rms_norm(x, w.final_norm, c.norm_eps), w.output, num_threads)
+        logits = _scaled(logits, c.logit_scale)
+        if c.logit_softcap is not None:
+            logits = np.float32(c.logit_softcap) * np.tanh(logits / np.float32(c.logit_softcap))
         return logits  # (n, vocab_size)
+
+    def _attention_options(self, layer: int, cache: KVCache) -> dict[str, Any]:
+        """What attention of a layer does otherwise than Llama's."""
+        c = self.config
+        options: dict[str, Any] = {}
+        if c.attention_scale is not None:
+            options["scale"] = c.attention_scale
+        if c.attention_softcap is not None:
+            options["softcap"] = c.attention_softcap
+        if (window := c.window_of(layer)) is not None:
+            kept = cache.window[layer]  # what its storage keeps, and attends with by default
+            options["window"] = window if kept is None else min(window, kept)
+        return options
 
     def _check_cache(self, cache: KVCache, n: int) -> None:
         """Refuse a cache of another shape, or without room for n tokens."""
@@ -241,7 +289,7 @@ def read_config(path: str | os.PathLike[str]) -> LlamaConfig:
 
     Raises
     ------
-    CorruptFileError, InvalidArgumentError, MissingExtraError
+    CorruptFileError, UnsupportedModelError, MissingExtraError
         As :meth:`LlamaModel.from_file`.
     """
     path = Path(path)
@@ -277,10 +325,22 @@ def _silu(x: np.ndarray) -> np.ndarray:
         return np.asarray(x / (1 + np.exp(-x)))
 
 
-def _rotation(positions: np.ndarray, inv_freq: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _gelu(x: np.ndarray) -> np.ndarray:
+    """The Gaussian error linear unit in its tanh form (Hendrycks and Gimpel 2016)."""
+    factor = np.float32(np.sqrt(2 / np.pi))
+    inner = factor * (x + np.float32(0.044715) * x * x * x)
+    return np.asarray(np.float32(0.5) * x * (1 + np.tanh(inner)))
+
+
+def _scaled(x: np.ndarray, factor: float) -> np.ndarray:
+    return x if factor == 1 else np.asarray(x * np.float32(factor))
+
+
+def _rotation(positions: np.ndarray, rope: Rope, magnitude: float) -> tuple[np.ndarray, np.ndarray]:
     """Cosine and sine for positions (n,): (n, 1, rotary_dim / 2), the same for every head."""
-    angle = positions[:, None, None] * inv_freq  # float64 radians
-    return np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
+    angle = positions[:, None, None] * np.array(rope.inv_freq)  # float64 radians
+    turns = np.cos(angle) * magnitude, np.sin(angle) * magnitude
+    return turns[0].astype(np.float32), turns[1].astype(np.float32)
 
 
 def _rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, interleaved: bool) -> np.ndarray:

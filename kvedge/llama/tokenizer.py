@@ -28,6 +28,9 @@ _BYTE_TOKEN = re.compile(rb"<0x([0-9A-F]{2})>")  # SentencePiece's name for a by
 class Tokenizer(Protocol):
     """What :func:`kvedge.llama.generate` needs of a tokenizer."""
 
+    #: How the model was taught to chat, if it was.
+    chat_template: ChatTemplate | None
+
     @property
     def vocab_size(self) -> int:
         """Number of tokens."""
@@ -39,10 +42,6 @@ class Tokenizer(Protocol):
     @property
     def stop_ids(self) -> frozenset[int]:
         """Tokens that end one."""
-
-    @property
-    def chat_template(self) -> ChatTemplate | None:
-        """How the model was taught to chat, if it was."""
 
     def encode(
         self, text: str, *, bos: bool | None = None, space_prefix: bool | None = None

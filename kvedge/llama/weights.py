@@ -1,14 +1,19 @@
-"""The arrays of a Llama-architecture model, float32 and C-contiguous, named as in the paper."""
+"""The weights of a model, named as in Llama's paper: float32 arrays, or matrices in fewer bits."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import numpy as np
 
-from .config import LlamaConfig
+from kvedge import system
 
-__all__ = ["LayerWeights", "LlamaWeights", "tensor_shapes"]
+from ..errors import OutOfMemoryError
+from .config import LlamaConfig
+from .matrix import Weight
+
+__all__ = ["LayerWeights", "LlamaWeights", "check_fits", "tensor_shapes"]
 
 
 @dataclass(frozen=True)
@@ -20,22 +25,28 @@ class LayerWeights:
     """
 
     attention_norm: np.ndarray  # (dim,)
-    wqkv: np.ndarray  # ((num_heads + 2 * num_kv_heads) * head_dim, dim): query, key, value rows
+    wqkv: Weight  # ((num_heads + 2 * num_kv_heads) * head_dim, dim): query, key, value rows
     bqkv: np.ndarray | None  # ((num_heads + 2 * num_kv_heads) * head_dim,) or None
-    wo: np.ndarray  # (dim, num_heads * head_dim)
+    wo: Weight  # (dim, num_heads * head_dim)
     ffn_norm: np.ndarray  # (dim,)
-    w13: np.ndarray  # (2 * hidden_dim, dim): gate rows, then up rows
-    w2: np.ndarray  # (dim, hidden_dim)
+    w13: Weight  # (2 * hidden_dim, dim): gate rows, then up rows
+    w2: Weight  # (dim, hidden_dim)
+    # What only some models have: norms of each head's query and key (Qwen3, Gemma 3), and of what
+    # attention and feed-forward network give (Gemma 2 and 3).
+    q_norm: np.ndarray | None = None  # (head_dim,)
+    k_norm: np.ndarray | None = None  # (head_dim,)
+    attention_post_norm: np.ndarray | None = None  # (dim,)
+    ffn_post_norm: np.ndarray | None = None  # (dim,)
 
 
 @dataclass(frozen=True)
 class LlamaWeights:
     """Weights of a whole model."""
 
-    token_embedding: np.ndarray  # (vocab_size, dim)
+    token_embedding: Weight  # (vocab_size, dim)
     layers: tuple[LayerWeights, ...]
     final_norm: np.ndarray  # (dim,)
-    output: np.ndarray  # (vocab_size, dim); the token embedding itself where the two are tied
+    output: Weight  # (vocab_size, dim); the token embedding itself where the two are tied
 
 
 def tensor_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
@@ -53,3 +64,26 @@ def tensor_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
         "w2": (config.dim, config.hidden_dim),
         "w3": (config.hidden_dim, config.dim),
     }
+
+
+def check_fits(path: str | os.PathLike[str], needed: int) -> None:
+    """Refuse weights that will not fit in memory, before they are loaded.
+
+    Parameters
+    ----------
+    path : path-like
+        The model, for the message.
+    needed : int
+        Bytes of the weights as they will be held.
+
+    Raises
+    ------
+    OutOfMemoryError
+    """
+    available = system.machine().ram_available_bytes
+    if available is not None and needed > available:
+        size = os.path.getsize(path)
+        raise OutOfMemoryError(
+            f"{path}: its weights take {needed / 2**30:.2f} GiB in memory (the file has "
+            f"{size / 2**30:.2f}), and {available / 2**30:.2f} GiB are available"
+        )

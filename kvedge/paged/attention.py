@@ -79,7 +79,7 @@ class PagedAttention(PagedFacts):
             (num_heads, head_dim) for one token, (n, num_heads, head_dim) for the last n; without
             rows the result is empty.
         scale, causal, window, sink_tokens, sink_logits, softcap, mask, start, alibi_slopes
-        precision_bits, return_lse, out, num_threads, layout
+        precision_bits, tolerance, return_lse, out, num_threads, layout
             As in :meth:`kvedge.QuantizedKvLayer.attend`.
 
         Returns
@@ -168,6 +168,7 @@ class PagedAttention(PagedFacts):
         start: int | Sequence[int] | None = None,
         alibi_slopes: Array | None = None,
         precision_bits: int | None = None,
+        tolerance: float = 0.0,
         return_lse: bool = False,
         out: Any = None,
         num_threads: int | None = None,
@@ -195,7 +196,7 @@ class PagedAttention(PagedFacts):
         layout : {"nhd", "hnd"}
             "hnd": queries and results of n tokens are (num_heads, n, head_dim).
         scale, causal, window, sink_tokens, sink_logits, softcap, alibi_slopes, precision_bits
-        return_lse, num_threads
+        tolerance, return_lse, num_threads
             As in :meth:`kvedge.QuantizedKvLayer.attend`, the same for all sequences; no mask.
 
         Returns
@@ -237,6 +238,7 @@ class PagedAttention(PagedFacts):
                 softcap=softcap,
                 alibi_slopes=alibi_slopes,
                 precision_bits=precision_bits,
+                tolerance=tolerance,
                 return_lse=return_lse,
                 num_threads=num_threads,
             )

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.cache_utils import Cache
 
 from kvedge.core.types import StorageArguments
+from kvedge.errors import InvalidArgumentError
 from kvedge.transformers import session
-from kvedge.transformers.options import STORAGE, StoreOptions
+from kvedge.transformers.options import STORAGE, StoreOptions, stored_text
 from kvedge.transformers.structure import layers_for, shares_rows
 
 if TYPE_CHECKING:
@@ -33,7 +35,12 @@ class KvedgeCache(Cache):
         dtype: Any = STORAGE["dtype"],
         *,
         precision_bits: int | None = None,
+        tolerance: float = 0.0,
         num_threads: int | None = None,
+        group: Any = None,
+        block_size: int | None = None,
+        weights: Sequence[float] | None = None,
+        timeout: float = 60.0,
         **storage: Unpack[StorageArguments],
     ) -> None:
         """Make an empty cache for a model.
@@ -45,9 +52,15 @@ class KvedgeCache(Cache):
         dtype : kvedge.core.types.Dtype, or a sequence of them
             How keys and values are stored, as of :class:`kvedge.KVCache`.
         precision_bits : 8, 16 or 24, optional
+        tolerance : float
             As of ``attend``.
         num_threads : int, optional
             Threads of attention; by default ``torch.get_num_threads()`` at each call.
+        group : process group of torch.distributed, mpi4py communicator or Group, optional
+            Ranks that all run the model, and share the tokens out that full-attention layers hold
+            (docs/distributed.md); such as ``torch.distributed.group.WORLD``.
+        block_size, weights, timeout
+            With a `group`: as of :class:`kvedge.distributed.ShardedKVCache`.
         **storage
             All other options of :class:`kvedge.KVCache` that the model does not decide, such as
             ``group_size`` and ``key_offset``. One for all layers of the model, or a sequence (an
@@ -57,17 +70,27 @@ class KvedgeCache(Cache):
         ------
         InvalidArgumentError
             A layer of the model cannot be served, or an option makes no sense.
+        GroupMismatchError, RankLostError
+            The ranks of `group` do not fit together, or are not all there.
         """
         self._options = StoreOptions(
             storage={**STORAGE, "dtype": dtype, **storage},
             precision_bits=precision_bits,
+            tolerance=tolerance,
             num_threads=num_threads,
             shares_rows=shares_rows(config),
         )
-        layers = layers_for(config, self._options)
+        self._share = None
+        if group is not None:
+            from kvedge.distributed.share import join
+
+            self._share = join(group, timeout, block_size=block_size, weights=weights)
+        layers = layers_for(config, self._options, self._share)
         self._options.check(len(layers))
-        super().__init__(layers=layers)
         self._model_fields = session.model_fields(config)
+        if self._share is not None:
+            self._share.agree({**self._model_fields, "storage": stored_text(self._options)})
+        super().__init__(layers=layers)
         self._noted_ids: tuple[torch.Tensor, tuple[int, ...]] | None = None
 
     @property
@@ -140,6 +163,11 @@ class KvedgeCache(Cache):
         ShapeMismatchError
             As of :attr:`token_ids`.
         """
+        if self._share is not None:
+            raise InvalidArgumentError(
+                "a KvedgeCache over several ranks is not saved: keep the tokens, and compute them "
+                "again, or use a kvedge.distributed.ShardedKVCache"
+            )
         session.save(self, self._model_fields, path, token_ids)
 
     @classmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from kvedge.core.options import AttendOptions
 from kvedge.core.recommended import RECOMMENDED
 from kvedge.errors import InvalidArgumentError
 
-__all__ = ["STORAGE", "StoreOptions", "is_for_each_layer"]
+__all__ = ["STORAGE", "StoreOptions", "is_for_each_layer", "stored_text"]
 
 _MAJOR = int(transformers.__version__.split(".", 1)[0])
 
@@ -54,6 +55,7 @@ class StoreOptions:
 
     storage: dict[str, Any]  # of STORAGE: what was given
     precision_bits: int | None
+    tolerance: float
     num_threads: int | None  # None: as many as torch uses
     shares_rows: bool  # some layers of the model read the rows of another
 
@@ -68,7 +70,7 @@ class StoreOptions:
             if name not in STORAGE:
                 raise InvalidArgumentError(
                     f"{name} is no option of a KvedgeCache: it has {', '.join(STORAGE)}, "
-                    "precision_bits and num_threads"
+                    "precision_bits, tolerance and num_threads"
                 )
             if is_for_each_layer(value) and len(value) != num_layers:
                 raise InvalidArgumentError(
@@ -76,7 +78,13 @@ class StoreOptions:
                     f"{len(value)}"
                 )
         AttendOptions.make(
-            1, 1, 1, 1, precision_bits=self.precision_bits, num_threads=self.num_threads
+            1,
+            1,
+            1,
+            1,
+            precision_bits=self.precision_bits,
+            tolerance=self.tolerance,
+            num_threads=self.num_threads,
         )
         for index in range(num_layers):
             # Arrays have the shape of a layer's rows, which is not known yet: ones stand for them.
@@ -120,3 +128,13 @@ class StoreOptions:
                 "of the tokens to remove"
             )
         return min(number, length)
+
+
+def stored_text(options: StoreOptions) -> str:
+    """What of the options has to be equal on all ranks of a group, for a comparison."""
+    texts = []
+    for name, value in sorted(options.storage.items()):
+        if hasattr(value, "__dlpack__"):
+            value = f"sha256 {hashlib.sha256(np.asarray(value).tobytes()).hexdigest()[:12]}"
+        texts.append(f"{name}={value}")
+    return ", ".join(texts)

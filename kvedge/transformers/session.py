@@ -264,7 +264,11 @@ def _groups(cache: Any) -> Iterator[list[Any]]:
 
 def _saved_options(options: Any) -> dict[str, Any]:
     """Options of a cache for JSON; arrays are with the rows."""
-    saved = {**options.storage, "precision_bits": options.precision_bits}
+    saved = {
+        **options.storage,
+        "precision_bits": options.precision_bits,
+        "tolerance": options.tolerance,
+    }
     return {name: _ROWS if _has_arrays(value) else value for name, value in saved.items()}
 
 

@@ -38,8 +38,11 @@ def shares_rows(config: Any) -> bool:
     return bool(getattr(text, "num_kv_shared_layers", 0)) or "reuse" in modes
 
 
-def layers_for(config: Any, options: StoreOptions) -> list[Any]:
+def layers_for(config: Any, options: StoreOptions, share: Any = None) -> list[Any]:
     """One cache layer for each layer of the model, as transformers' own DynamicCache would have.
+
+    With a `share`, a :class:`kvedge.distributed.share.Share`, full-attention layers hold that of
+    the tokens; all ranks hold windows and states whole.
 
     Raises
     ------
@@ -56,7 +59,7 @@ def layers_for(config: Any, options: StoreOptions) -> list[Any]:
     own = DynamicCache(config=config).layers
     if not own:  # transformers 4, a config whose num_kv_shared_layers is 0
         own = [DynamicLayer() for _ in range(text.num_hidden_layers)]
-    return [_layer_for(layer, index, options) for index, layer in enumerate(own)]
+    return [_layer_for(layer, index, options, share) for index, layer in enumerate(own)]
 
 
 def _check_model(config: Any) -> None:
@@ -73,8 +76,12 @@ def _check_model(config: Any) -> None:
         )
 
 
-def _layer_for(layer: Any, index: int, options: StoreOptions) -> Any:
+def _layer_for(layer: Any, index: int, options: StoreOptions, share: Any) -> Any:
     kind = type(layer)
+    if kind is DynamicLayer and share is not None:
+        from kvedge.transformers.sharded import KvedgeShardedLayer
+
+        return KvedgeShardedLayer(options, index, share)
     if kind is DynamicLayer:
         return KvedgeLayer(options, index)
     if kind is DynamicSlidingWindowLayer:

@@ -81,7 +81,7 @@ static void check_attention(const kvedge_layer *layer, sizes n, const float *que
   size_t stored = (size_t)(n.len * n.num_kv_heads), rows = (size_t)(n.num_rows * n.num_heads);
   size_t value_dim = (size_t)width_of_values(n);
   float *keys = malloc(stored * (size_t)n.dim * sizeof *keys), *values = malloc(stored * value_dim * sizeof *values);
-  double *expected = malloc(rows * value_dim * sizeof *expected), largest = 0.0;
+  double *expected = malloc(rows * value_dim * sizeof *expected), largest = 0.0, lost = 0.0;
   double allowed = o->precision_bits == 24 ? 3e-5 : 2e-4; /* the numerics contract, or much better */
   kvedge_layer_get_keys(layer, 0, n.len, keys), kvedge_layer_get_values(layer, 0, n.len, values);
   for (size_t i = 0; i < rows; i++) {
@@ -93,8 +93,9 @@ static void check_attention(const kvedge_layer *layer, sizes n, const float *que
     if (!right) fail("lse %zu of %zu: %.9g, not %.9g", i, rows, lse[i], log_sum);
     for (size_t d = 0; d < value_dim; d++) largest = fmax(fabs(row[d]), largest);
   }
+  for (size_t i = 0; i < stored * value_dim; i++) lost = fmax((double)o->tolerance * fabs((double)values[i]), lost);
   for (size_t i = 0; i < rows * value_dim; i++)
-    if (!near(out[i], expected[i], allowed * largest) || !(out[i] == 0.0f || isnormal(out[i])))
+    if (!near(out[i], expected[i], allowed * largest + 1.00001 * lost) || !(out[i] == 0.0f || isnormal(out[i])))
       fail("len %d, rows %d, heads %d/%d, dim %d/%d: number %zu: %.9g, not %.9g of %.3g", (int)n.len, (int)n.num_rows,
            n.num_heads, n.num_kv_heads, n.dim, (int)value_dim, i, out[i], expected[i], largest);
   free(keys), free(values), free(expected);
@@ -120,6 +121,7 @@ static kvedge_attention_options random_options(sizes n, const float *numbers, co
   kvedge_attention_defaults(&o);
   o.causal = random_below(4) > 0;
   o.precision_bits = random_below(2) ? 0 : 24;
+  if (random_below(3) == 0) o.tolerance = (float[]){1e-20f, 1e-4f, 0.01f, 0.3f}[random_below(4)];
   if (random_below(4) == 0) o.scale = (float[]){0.3f, -0.2f, 0.0f}[random_below(3)];
   if (random_below(4) == 0 && o.causal) o.window = 1 + random_below(100), o.sink_tokens = random_below(6);
   if (random_below(3) == 0) o.start = random_below((int)n.len + 1);
@@ -325,23 +327,23 @@ static void test_scores(void) {
 
 /* ---- Slices ---- */
 
-static void slices_case(const kvedge_layer *layer, const float *query, int64_t rows, int heads, int dim) {
+static void slices_case(const kvedge_layer *layer, const float *query, int64_t rows, int heads, int dim,
+                        const kvedge_attention_options *o) {
   size_t floats = (size_t)(rows * heads * dim);
   float *expected = malloc(4 * floats), *out = malloc(4 * floats), *lse = malloc(8 * (size_t)(rows * heads));
-  int slices = kvedge_attention_num_slices(layer, rows, heads, NULL);
+  int slices = kvedge_attention_num_slices(layer, rows, heads, o);
   CHECK(slices > 1);
-  CHECK(kvedge_attend(layer, query, rows, heads, NULL, 1, expected, lse) == KVEDGE_OK);
+  CHECK(kvedge_attend(layer, query, rows, heads, o, 1, expected, lse) == KVEDGE_OK);
   for (int in_turn = 0; in_turn < 2; in_turn++) { /* 0: all run, last first, before one is collected */
     int slots = in_turn ? 1 : slices;
-    size_t bytes = kvedge_attention_bytes(layer, rows, heads, NULL, slots);
+    size_t bytes = kvedge_attention_bytes(layer, rows, heads, o, slots);
     block memory = new_block((bytes + 63) / 64 * 64);
     kvedge_attention *a;
     memset(out, 0x55, 4 * floats);
     float *second = lse + rows * heads;
-    CHECK(kvedge_attention_init(memory.data, bytes - 1, layer, query, rows, heads, NULL, slots, out, second, &a) ==
+    CHECK(kvedge_attention_init(memory.data, bytes - 1, layer, query, rows, heads, o, slots, out, second, &a) ==
           KVEDGE_ERROR_MEMORY);
-    CHECK(kvedge_attention_init(memory.data, bytes, layer, query, rows, heads, NULL, slots, out, second, &a) ==
-          KVEDGE_OK);
+    CHECK(kvedge_attention_init(memory.data, bytes, layer, query, rows, heads, o, slots, out, second, &a) == KVEDGE_OK);
     for (int s = slices - 1; s >= 0 && !in_turn; s--) kvedge_attention_run(a, s, s, NULL);
     for (int s = 0; s < slices; s++) {
       if (in_turn) kvedge_attention_run(a, s, 0, NULL);
@@ -359,12 +361,31 @@ static void test_slices(void) {
   begin("slices in any order");
   float *keys = random_floats(3000 * 128, 1.0f), *query = random_floats(40 * 8 * 64, 3.0f);
   kvedge_layer *layer = new_layer(config, NULL, keys, keys, 3000);
-  slices_case(layer, query, 1, 8, 64);
-  slices_case(layer, query, 9, 8, 64);
+  slices_case(layer, query, 1, 8, 64, NULL);
+  slices_case(layer, query, 9, 8, 64, NULL);
   const kvedge_layer_config wide = {.capacity = 1500, .num_kv_heads = 2, .head_dim = 64, .value_head_dim = 128};
   kvedge_layer *other = new_layer(wide, NULL, keys, keys, 1500);
-  slices_case(other, query, 9, 8, 128);
+  slices_case(other, query, 9, 8, 128, NULL);
   kvedge_layer_destroy(other), kvedge_layer_destroy(layer), free(keys), free(query);
+  end();
+}
+
+/* With a tolerance slices are longer. */
+static void test_slices_that_drop(void) {
+  const kvedge_layer_config config = {.format = KVEDGE_FLOAT32, .capacity = 4200, .num_kv_heads = 4, .head_dim = 64};
+  begin("slices that leave values out");
+  float *keys = random_floats(4200 * 256, 1.0f), *query = random_floats(40 * 8 * 64, 30.0f);
+  kvedge_layer *layer = new_layer(config, NULL, keys, keys, 4200);
+  kvedge_attention_options o;
+  kvedge_attention_defaults(&o);
+  o.tolerance = 1e-3f;
+  int64_t seen, dropped, more_seen, more_dropped;
+  kvedge_tolerance_counts(&seen, &dropped);
+  slices_case(layer, query, 1, 8, 64, &o);
+  slices_case(layer, query, 9, 8, 64, &o);
+  kvedge_tolerance_counts(&more_seen, &more_dropped);
+  CHECK(more_seen > seen && more_dropped > dropped);
+  kvedge_layer_destroy(layer), free(keys), free(query);
   end();
 }
 
@@ -523,6 +544,9 @@ static void test_errors(void) {
   REFUSED_WITH(window = -1);
   REFUSED_WITH(sink_tokens = -1);
   REFUSED_WITH(window = 4 + (o.causal = 0));
+  REFUSED_WITH(tolerance = -1e-9f);
+  REFUSED_WITH(tolerance = 1.0f);
+  REFUSED_WITH(tolerance = NAN);
   REFUSED_WITH(start = -1);
   REFUSED_WITH(start = 5);
   query[31] = NAN;
@@ -544,6 +568,7 @@ int main(void) {
   test_sizes_of_hidden_tokens();
   test_scores();
   test_slices();
+  test_slices_that_drop();
   test_the_first_tokens();
   test_dropped_tokens();
   test_endless_windows();

@@ -90,6 +90,7 @@ def test_debug_shows_the_traceback_as_well(tmp_path, capsys):
         (kvedge.CorruptFileError("x: cut\nshort"), exits.FAILED),
         (kvedge.OutOfMemoryError("2 TiB"), exits.FAILED),
         (kvedge.InvalidArgumentError("head_dim"), exits.USAGE),
+        (kvedge.UnsupportedModelError("mamba"), exits.UNSUPPORTED),
         (PermissionError(13, "Permission denied", "x"), exits.FAILED),
         (KeyboardInterrupt(), exits.INTERRUPTED),
         (BrokenPipeError(), exits.BROKEN_PIPE),

@@ -136,18 +136,18 @@ def test_cache_auto_is_what_is_recommended(session, capsys):
     assert cache.dtype == "int8" and cache.key_scale is not None and cache.key_offset is None
 
 
-def test_precision_bits_reach_attention(capsys, monkeypatch):
+def test_precision_bits_and_tolerance_reach_attention(capsys, monkeypatch):
     seen = set()
 
     def forward(*arguments, **options):
-        seen.add(options["precision_bits"])
+        seen.add((options["precision_bits"], options["tolerance"]))
         return run(*arguments, **options)
 
     run = LlamaModel.forward
     monkeypatch.setattr(LlamaModel, "forward", forward)
     _generate(capsys, "--tokens", 3, "--precision-bits", 8)
-    _generate(capsys, "--tokens", 3)
-    assert seen == {8, None}
+    _generate(capsys, "--tokens", 3, "--tolerance", 0.25)
+    assert seen == {(8, 0.0), (None, 0.25)}
 
 
 def test_a_seed_repeats_the_same_text_and_another_gives_another(capsys):
@@ -606,7 +606,7 @@ class _Scripted:
     def __init__(self, **texts):
         self.texts = texts  # one per dtype
 
-    def forward(self, tokens, cache, *, last_only, num_threads, precision_bits):
+    def forward(self, tokens, cache, *, last_only, num_threads, precision_bits, tolerance):
         cache.tokens.extend(tokens)
         logits = np.zeros(10, np.float32)
         written = len(cache.tokens) - 1  # after a prompt of one token

@@ -503,6 +503,20 @@ def test_shift_turns_the_keys_of_every_layer(cache):
         assert content(cache.layer(i)) == content(twin)
 
 
+def test_shift_turns_each_layer_by_a_rope_of_its_own(cache):
+    ropes = [Rope(base=100.0), None, *[Rope()] * (cache.num_layers - 2)][: cache.num_layers]
+    twins = [cache.layer(i).copy() for i in range(cache.num_layers)]
+    cache.shift(-2, rope=ropes, start=1)
+    for i, (twin, rope) in enumerate(zip(twins, ropes, strict=True)):
+        if rope is not None:
+            twin.shift(-2, rope=rope, start=1)
+        assert np.array_equal(cache.layer(i).keys(), twin.keys())
+    with pytest.raises(kvedge.InvalidArgumentError, match="one for each"):
+        cache.shift(-2, rope=[Rope()] * (cache.num_layers + 1))
+    with pytest.raises(kvedge.KvedgeError):
+        cache.shift(-2, rope=None)
+
+
 def test_shift_is_all_or_nothing_over_all_layers(rng):
     cache = KVCache(2, 1, 2, scale_dtype="float16")
     good, bad = normal(rng, 2, 3, 1, 2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 import kvedge
 from kvedge import KVCache, Rope, append_batch, attend_batch, errors
 
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "runs"
 RUN, DRAFT, HEADS, DIM = 32, 64, 2, 24
 BITS = {"kivi2": 2, "kivi4": 4, "kivi8": 8}
 CLASSES = {"kivi2": kvedge.Kivi2KvLayer, "kivi4": kvedge.Kivi4KvLayer, "kivi8": kvedge.Kivi8KvLayer}
@@ -591,3 +593,23 @@ def test_readers_beside_a_writer_see_whole_prefixes(dtype, options):
     for reader in readers:
         reader.join()
     assert not faults, faults[:5]
+
+
+# ---- files that earlier versions wrote ----
+
+
+@pytest.mark.parametrize("dtype", CLASSES)
+def test_old_files_decode_to_the_same_bytes(dtype, tmp_path):
+    pytest.importorskip("safetensors")
+    with np.load(FIXTURES / "v1.npz") as arrays:
+        expected = dict(arrays)
+    old = KVCache.load(FIXTURES / f"v1-{dtype}.safetensors")
+    new = KVCache(2, HEADS, 40, dtype=dtype, recent=4, sinks=1)
+    for i in range(2):
+        new.append(i, expected["keys"], expected["values"])
+    new.advance(len(expected["keys"]))
+    for cache in (old, new):
+        assert cache.k(1).tobytes() == expected[f"{dtype}.keys"].tobytes()
+        assert cache.v(1).tobytes() == expected[f"{dtype}.values"].tobytes()
+    new.save(tmp_path / "new")
+    assert (tmp_path / "new").read_bytes() == (FIXTURES / f"v1-{dtype}.safetensors").read_bytes()

@@ -1,5 +1,7 @@
 """A context over ranks: what is refused, and by whom; what it sends; what it tells of itself."""
 
+import time
+
 import numpy as np
 import pytest
 import reference
@@ -95,6 +97,8 @@ def test_what_cannot_be_shared_is_refused():
     def form(group):
         with pytest.raises(errors.InvalidArgumentError, match="window keeps little"):
             ShardedKVCache(KVCache(2, 1, 4, window=[8, None]), group)
+        with pytest.raises(errors.InvalidArgumentError, match="recent= and sinks= are of one"):
+            ShardedKVCache(KVCache(2, 1, 4, recent=8), group)
         with pytest.raises(errors.InvalidArgumentError, match="must be a KVCache"):
             ShardedKVCache(None, group)
         part = KVCache(1, 1, 4)
@@ -226,6 +230,26 @@ def test_the_same_call_gives_the_same_bits():
 
     first = run_ranks(3, work)
     assert len({bits for rank in first + run_ranks(3, work) for bits in rank}) == 1
+
+
+def test_delays_between_ranks_change_no_bit():
+    """Latency and jitter, whatever the transport; test_slow_network.py has them in the kernel."""
+
+    def work(group):
+        rng = np.random.default_rng(group.rank)
+        gather = group.all_gather
+
+        def late(data):
+            time.sleep(rng.uniform(0, 0.02))
+            return gather(data)
+
+        query = normal(np.random.default_rng(1), 2 * HEADS, DIM)
+        cache = filled(group)
+        wanted = cache.attend(0, query)
+        group.all_gather = late
+        return [np.array_equal(cache.attend(0, query), wanted) for _ in range(5)]
+
+    assert run_ranks(4, work) == [[True] * 5] * 4
 
 
 def test_huge_options_leave_no_nan():

@@ -11,29 +11,55 @@ gguf = pytest.importorskip("gguf", reason="needs the extra: pip install 'kvedge[
 FORMATS = gguf.GGMLQuantizationType
 
 
+# Offset in a block of its float16 factors, of those formats that gguf reads but does not write.
+_FACTORS = {
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+    "IQ4_NL": (0,),
+    "IQ4_XS": (0,),
+    "IQ3_S": (0,),
+    "IQ2_XS": (0,),
+}
+
+
+def quantize(array, kind, rng=None):
+    """Bytes of an array in a format; where gguf cannot make them, random bytes of such blocks."""
+    if kind.name not in _FACTORS:
+        return gguf.quantize(array, kind)
+    elements, size = gguf.GGML_QUANT_SIZES[kind]
+    blocks = rng.integers(0, 256, (array.size // elements, size), dtype=np.uint8)
+    for at in _FACTORS[kind.name]:  # small, so that weights are of a usual size
+        factors = rng.uniform(0.0002, 0.002, len(blocks)).astype(np.float16)
+        blocks[:, at : at + 2] = factors[:, None].view(np.uint8)
+    return blocks.reshape(*array.shape[:-1], -1)
+
+
 def tensors_of(config, weights):
     """GGUF's names -> float32 arrays."""
     tensors = {
-        "token_embd.weight": weights.token_embedding,
+        "token_embd.weight": np.asarray(weights.token_embedding),
         "output_norm.weight": weights.final_norm,
     }
     if weights.output is not weights.token_embedding:
-        tensors["output.weight"] = weights.output
+        tensors["output.weight"] = np.asarray(weights.output)
     query = config.num_heads * config.head_dim
     rows = [query, query + config.num_kv_heads * config.head_dim]
     for i, layer in enumerate(weights.layers):
-        q, k, v = np.split(layer.wqkv, rows)
-        gate, up = np.split(layer.w13, 2)
+        q, k, v = np.split(np.asarray(layer.wqkv), rows)
+        gate, up = np.split(np.asarray(layer.w13), 2)
         arrays = {
             "attn_norm.weight": layer.attention_norm,
             "attn_q.weight": q,
             "attn_k.weight": k,
             "attn_v.weight": v,
-            "attn_output.weight": layer.wo,
+            "attn_output.weight": np.asarray(layer.wo),
             "ffn_norm.weight": layer.ffn_norm,
             "ffn_gate.weight": gate,
             "ffn_up.weight": up,
-            "ffn_down.weight": layer.w2,
+            "ffn_down.weight": np.asarray(layer.w2),
         }
         if layer.bqkv is not None:
             names = ("attn_q.bias", "attn_k.bias", "attn_v.bias")
@@ -49,10 +75,19 @@ def stored(array, kind):
 
 
 def write_gguf(
-    path, model, *, kind=FORMATS.F32, arch="llama", tokenizer=True, drop=(), more=(), fields=None
+    path,
+    model,
+    *,
+    kind=FORMATS.F32,
+    arch="llama",
+    tokenizer=True,
+    drop=(),
+    more=(),
+    fields=None,
+    seed=0,
 ):
     """Write a model as llama.cpp's converter does; `more` tensors, other `fields`, some dropped."""
-    c = model.config
+    c, rng = model.config, np.random.default_rng(seed)
     writer = gguf.GGUFWriter(path, arch)
     values = {
         "embedding_length": c.dim,
@@ -81,7 +116,7 @@ def write_gguf(
     for name, array in {**tensors_of(c, model.weights), **dict(more)}.items():
         if name not in drop:
             to = stored(array, kind)
-            writer.add_tensor(name, gguf.quantize(array, to), raw_dtype=to)
+            writer.add_tensor(name, quantize(array, to, rng), raw_dtype=to)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -156,7 +156,7 @@ def test_a_users_script_passes_mypy_strict(tmp_path):
 
 
 def test_the_names_of_dtypes_are_those_of_the_formats():
-    assert get_args(types.Dtype) == tuple(formats.FORMATS)
+    assert get_args(types.Dtype) == formats.DTYPES
     assert get_args(types.ScaleDtype) == tuple(formats.SCALE_TYPES)
 
 

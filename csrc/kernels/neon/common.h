@@ -641,6 +641,7 @@ enum { SUMS = 12 }; /* a product waits up to 7 cycles for the one before it in t
       .dequantize = dequantize_neon,                                                                                   \
       .transpose_scales = transpose_scales_neon,                                                                       \
       .softmax = softmax_neon,                                                                                         \
+      .heavy_blocks = heavy_blocks_portable,                                                                           \
       .logits = KVEDGE_LOGIT_KERNELS,                                                                                  \
       .merge_row = merge_row_portable,                                                                                 \
       .scale_row = scale_row_portable,                                                                                 \

@@ -72,6 +72,7 @@ const kvedge_kernels kvedge_kernels_scalar = {
     .dequantize = dequantize_portable,
     .transpose_scales = transpose_scales_portable,
     .softmax = softmax_portable,
+    .heavy_blocks = heavy_blocks_portable,
     .logits = KVEDGE_LOGIT_KERNELS,
     .merge_row = merge_row_portable,
     .scale_row = scale_row_portable,

@@ -1,0 +1,192 @@
+"""A full-attention layer whose tokens are shared out over ranks, each of which runs the model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvedge.core import checks
+from kvedge.core.options import AttendOptions
+from kvedge.distributed.first_tokens import FirstTokens, check_storable, close, refuse_precise
+from kvedge.distributed.share import Share
+from kvedge.errors import InvalidArgumentError, ShapeMismatchError
+from kvedge.transformers.layers import KvedgeLayer
+from kvedge.transformers.options import StoreOptions
+
+__all__ = ["KvedgeShardedLayer"]
+
+
+class KvedgeShardedLayer(KvedgeLayer):
+    """A layer whose rows hold this rank's tokens of each sequence."""
+
+    def __init__(self, options: StoreOptions, index: int, share: Share) -> None:
+        super().__init__(options, index)
+        self._share = share
+        self._length = 0  # tokens of each sequence, on all ranks
+        self._first: list[FirstTokens] = []  # one for each row
+
+    # ---- tokens in -------------------------------------------------------------------------------
+
+    def _new_row(self, heads: int, head_dim: int, value_head_dim: int) -> Any:
+        row = super()._new_row(heads, head_dim, value_head_dim)
+        refuse_precise(row._config)
+        self._first.append(FirstTokens(row, row._key_rule))
+        close(row)
+        return row
+
+    def lazy_initialization(
+        self, key_states: torch.Tensor, value_states: torch.Tensor | None = None
+    ) -> None:
+        """Make empty rows for a batch, as wide as its keys and values."""
+        self._first = []
+        super().lazy_initialization(key_states, value_states)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append tokens to all rows: this rank's share of them."""
+        self._check_states(key_states, value_states)
+        batch, _, tokens, _ = key_states.shape
+        if len(self.rows) != batch or not self.is_initialized:
+            if self._length:
+                raise ShapeMismatchError(
+                    f"the KvedgeCache holds {len(self.rows)} sequences, not {batch}: reset() it, "
+                    "or make another"
+                )
+            self.lazy_initialization(key_states, value_states)
+        start = self._length
+        mine = self._share.held(start, start + tokens)
+        checked = []
+        for row, first, keys, values in zip(
+            self.rows, self._first, key_states, value_states, strict=True
+        ):
+            nhd = keys.transpose(0, 1).contiguous(), values.transpose(0, 1).contiguous()
+            rows = checks.checked_rows(*nhd, row._config, len(row), many=True)
+            if not first.is_open:
+                check_storable(row._config, row._key_map, *rows)
+            checked.append(rows)
+        for row, first, (keys, values) in zip(self.rows, self._first, checked, strict=True):
+            if tokens and first.is_open:
+                first.take(keys, values)
+            if len(mine):
+                row._append(keys[mine], values[mine])
+        self.version += 1
+        self._length += tokens
+        return self._lazy(tokens)
+
+    # ---- tokens out ------------------------------------------------------------------------------
+
+    def _readable(self, new: int) -> int:
+        return self._length
+
+    def decoded(self, of_values: bool, tokens: int) -> torch.Tensor:
+        """Raise: this rank does not hold the others' tokens.
+
+        Raises
+        ------
+        InvalidArgumentError
+        """
+        raise InvalidArgumentError(
+            f"layer {self._index} is shared out over {self._share.size} ranks, so its keys and "
+            "values cannot be read here: load the model with attn_implementation='kvedge', and of "
+            "a class whose attention code is transformers' own"
+        )
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        tokens: int,
+        *,
+        scale: float | None,
+        causal: bool,
+        window: int | None,
+        softcap: float | None,
+        sink_logits: torch.Tensor | None,
+        mask: torch.Tensor | None,
+        starts: list[int] | None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As of a layer that holds all tokens; all ranks call it."""
+        batch, num_heads, n, head_dim = query.shape
+        length = self._length
+        before = length - tokens
+        if mask is not None:
+            mask = mask.detach()
+            if before:
+                mask = torch.nn.functional.pad(mask, (before, 0))
+            mask = mask.expand(batch, -1, -1, -1)
+        threads = self._options.num_threads or torch.get_num_threads()
+        passed = {"scale": scale, "softcap": softcap, "num_threads": threads}
+        passed["precision_bits"] = self._options.precision_bits
+        passed["tolerance"] = self._options.tolerance
+        start = [0] * batch
+        if starts is not None:
+            start = [before + own for own in starts]
+        elif window is None:
+            start = [before] * batch
+        options = [
+            AttendOptions.make(
+                head_dim,
+                n,
+                num_heads,
+                length,
+                causal=causal,
+                window=window,
+                mask=None if mask is None else mask[i],
+                start=start[i],
+                **passed,
+            )
+            for i in range(batch)
+        ]
+        queries = query.detach().float().transpose(1, 2).contiguous().numpy()
+        checks.check_finite(queries, "query")
+        joins = None
+        if sinks is not None:
+            joins = sinks.detach().float()[..., 0].transpose(1, 2).numpy()
+        elif sink_logits is not None:
+            joins = sink_logits.detach().float().numpy()
+        whole, _ = self._share.attend(
+            self._index, self.rows, list(queries), length, options, passed, joins
+        )
+        return torch.from_numpy(whole.astype(np.float32)).to(query.dtype)
+
+    # ---- lengths, removing and rearranging -------------------------------------------------------
+
+    def get_seq_length(self) -> int:
+        """Tokens seen, on all ranks."""
+        return self._length
+
+    def reset(self) -> None:
+        """Drop all tokens; the next may be of another batch."""
+        super().reset()
+        self._length = 0
+        self._first = []
+
+    def crop(self, length: int) -> None:
+        """Drop the last tokens, as the installed transformers means the number."""
+        length = self._options.tokens_after_crop(length, self._length)
+        if length == self._length:
+            return
+        self.version += 1
+        for row, first in zip(self.rows, self._first, strict=True):
+            row.truncate(self._share.count(length))
+            first.go_to(length)
+        self._length = length
+
+    def _take(self, indices: torch.Tensor) -> None:
+        if not self._length:
+            return
+        firsts = self._first
+        super()._take(indices)
+        self._first = [
+            firsts[index].copy(row) for index, row in zip(indices.tolist(), self.rows, strict=True)
+        ]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KvedgeShardedLayer:
+        """Copy the rows; options and the group of ranks are shared."""
+        other: Any = super().__deepcopy__(memo)
+        other._first = [first.copy(row) for first, row in zip(self._first, other.rows, strict=True)]
+        layer: KvedgeShardedLayer = other
+        return layer
