@@ -114,7 +114,7 @@ typedef enum {
   KVEDGE_FP8_E5M2 = 5,
   KVEDGE_INT4 = 6,
   KVEDGE_NO_ROWS = 32, /* nothing is stored, and zeros are read: of layers that count tokens which lie in parts */
-  KVEDGE_KIVI2 = 34, /* 32 + bits; not counted below */
+  KVEDGE_KIVI2 = 34,   /* 32 + bits; not counted below */
   KVEDGE_KIVI4 = 36,
   KVEDGE_KIVI8 = 40,
   KVEDGE_GRID2 = 66, /* 64 + bits; not counted below */

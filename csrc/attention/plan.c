@@ -150,7 +150,7 @@ void kvedge_attention_plan(kvedge_attention *a, const kvedge_cache_view *view, i
   else kvedge_attention_defaults(&a->options);
   if (a->options.mask) a->options.mask += a->options.start * a->options.mask_strides[2];
   if (a->options.bias) a->options.bias += a->options.start * a->options.bias_strides[2];
-  a->options.start = 0; /* the view begins there */
+  a->options.start = 0;                                                             /* the view begins there */
   if (view->side[VALUES].format->tokens_per_group > 1) a->options.tolerance = 0.0f; /* runs are read whole */
   if (isnan(a->options.scale)) a->options.scale = (float)(1.0 / sqrt(dim));
   /* A window that hides nothing is none, and sums with it stay in range. */

@@ -68,8 +68,8 @@ static inline kvedge_row_shape kvedge_row_shape_of(const kvedge_format_info *for
 extern const kvedge_format_info kvedge_format_int8, kvedge_format_float32, kvedge_format_float16,
     kvedge_format_bfloat16, kvedge_format_fp8_e4m3, kvedge_format_fp8_e5m2, kvedge_format_int4, kvedge_format_grid2,
     kvedge_format_grid3, kvedge_format_grid4, kvedge_format_grid5, kvedge_format_grid6, kvedge_format_grid7,
-    kvedge_format_grid8, kvedge_format_no_rows, kvedge_format_kivi2_keys, kvedge_format_kivi4_keys, kvedge_format_kivi8_keys,
-    kvedge_format_kivi2_values, kvedge_format_kivi4_values, kvedge_format_kivi8_values;
+    kvedge_format_grid8, kvedge_format_no_rows, kvedge_format_kivi2_keys, kvedge_format_kivi4_keys,
+    kvedge_format_kivi8_keys, kvedge_format_kivi2_values, kvedge_format_kivi4_values, kvedge_format_kivi8_values;
 
 /* NULL: there is no such format. Of keys, where values have another one of that name. */
 const kvedge_format_info *kvedge_format_of(kvedge_format format);

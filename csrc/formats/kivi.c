@@ -142,7 +142,8 @@ static inline void decode_values(int dim, const int bits, const void *run, int f
   for (int t = first; t < first + count; t++, x += stride)
     for (int g = 0; g < groups; g++) {
       const int d = g * GROUP, stop = d + GROUP < dim ? d + GROUP : dim;
-      const float step = kvedge_half_to_float(p.steps[t * groups + g]), low = kvedge_float_of_half(p.lows[t * groups + g]);
+      const float step = kvedge_half_to_float(p.steps[t * groups + g]),
+                  low = kvedge_float_of_half(p.lows[t * groups + g]);
       decode_codes(p.codes + (size_t)t * p.row, d, stop, bits, x);
       for (int i = d; i < stop; i++) x[i] = low + x[i] * step;
     }
@@ -188,16 +189,15 @@ static float bound(const kvedge_row_shape *shape, int bits, int of_values, const
     (void)scales;                                                                                                      \
     return bound(shape, bits_of_code, of_values, codes, num_runs);                                                     \
   }                                                                                                                    \
-  const kvedge_format_info kvedge_format_kivi##bits_of_code##_##side = {                                               \
-      .id = KVEDGE_KIVI##bits_of_code,                                                                                 \
-      .name = "kivi" #bits_of_code,                                                                                    \
-      .bits = bits_of_code,                                                                                            \
-      .tokens_per_group = RUN,                                                                                         \
-      .bound_of = bound_of,                                                                                            \
-      .encode = encode_##side##bits_of_code,                                                                           \
-      .bound = bound_##side##bits_of_code,                                                                             \
-      .run_bytes = bytes_##side##bits_of_code,                                                                         \
-      .decode_run = decode_##side##bits_of_code};
+  const kvedge_format_info kvedge_format_kivi##bits_of_code##_##side = {.id = KVEDGE_KIVI##bits_of_code,               \
+                                                                        .name = "kivi" #bits_of_code,                  \
+                                                                        .bits = bits_of_code,                          \
+                                                                        .tokens_per_group = RUN,                       \
+                                                                        .bound_of = bound_of,                          \
+                                                                        .encode = encode_##side##bits_of_code,         \
+                                                                        .bound = bound_##side##bits_of_code,           \
+                                                                        .run_bytes = bytes_##side##bits_of_code,       \
+                                                                        .decode_run = decode_##side##bits_of_code};
 KIVI(2, keys, 0)
 KIVI(4, keys, 0)
 KIVI(8, keys, 0)
