@@ -5,6 +5,8 @@
 #
 # make wheel  a source distribution and a wheel, in dist/, tried in an empty environment
 #
+# make docs   the documentation as a site, build/site/index.html, which opens offline; a dead link is an error
+#
 # The rest: test-numpy test-isa test-peers test-transformers test-slow test-c test-library test-sanitize test-valgrind test-arm-c test-arm test-oldx86 test-all cross
 # lint format clean
 
@@ -14,7 +16,7 @@ BIN    := $(VENV)/bin
 SOURCES := pyproject.toml setup.py kvedge/backends/native.pyx kvedge/backends/native_paged.pxi kvedge/__init__.pxd $(shell find csrc -name "*.[ch]")
 
 .PHONY: run test test-numpy test-isa test-peers test-transformers test-transformers-old test-transformers-own test-slow test-c test-library test-sanitize test-valgrind test-arm-c test-arm test-all arm-cycles \
-        wheel cross test-oldx86 fuzz lint format clean
+        wheel cross test-oldx86 fuzz docs lint format clean
 
 run: $(VENV)/run.stamp
 	$(BIN)/kvedge generate
@@ -102,6 +104,10 @@ SECONDS ?= 60
 fuzz: $(VENV)/test.stamp
 	PYTHON=$(BIN)/python tests/fuzz/run.sh $(SECONDS) fuzz_api fuzz_api_msan fuzz_session_c fuzz_session fuzz_paged
 
+docs: $(VENV)/docs.stamp
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
+	@echo build/site/index.html
+
 C_FILES := $(shell find csrc tests examples bench -name "*.[ch]")
 
 lint: $(VENV)/dev.stamp
@@ -136,6 +142,10 @@ TRANSFORMERS ?= transformers==5.24.0
 
 $(VENV)/dev.stamp: pyproject.toml | $(VENV)/test.stamp
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'kvedge[dev]'
+	@touch $@
+
+$(VENV)/docs.stamp: pyproject.toml | $(VENV)/test.stamp
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'kvedge[docs]'
 	@touch $@
 
 $(VENV)/peers.stamp: pyproject.toml | $(VENV)/test.stamp

@@ -42,6 +42,7 @@ from kvedge.multi_head.head import KvCacheHead
 from kvedge.paged.cache import PagedKvCache
 from kvedge.paged.pool import KvBlockPool
 from kvedge.paged.sequences import PagedSnapshot
+from kvedge.policy import KvCachePolicy
 from kvedge.rope import Rope
 from kvedge.rows import dequantize_rows, quantize_rows
 from kvedge.snapshot import KvCacheSnapshot
@@ -101,6 +102,7 @@ __all__ = [
     "KvBlockPool",
     "KvCacheConfig",
     "KvCacheHead",
+    "KvCachePolicy",
     "KvCacheSnapshot",
     "KvedgeError",
     "LayerOutOfRangeError",

@@ -30,6 +30,7 @@ from kvedge.errors import (
     CapacityExceededError,
     InvalidArgumentError,
     OutOfMemoryError,
+    ShapeMismatchError,
 )
 from kvedge.layer import LayerMethods
 
@@ -50,6 +51,24 @@ class CacheMethods(CacheHistory):
 
     An empty cache, like an empty layer, is false as any container without items is: to ask whether
     there is a cache, write ``cache is not None``.
+
+    Parameters are those of ``__init__``. What a layer can do by itself is in
+    :class:`kvedge.QuantizedKvLayer`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> cache = KVCache(num_layers=2, num_kv_heads=8, head_dim=64)
+    >>> rows = np.ones((5, 8, 64), np.float32)  # 5 tokens
+    >>> for layer in range(2):
+    ...     cache.append(layer, rows, rows)
+    ...     out = cache.attend(layer, np.ones((5, 32, 64), np.float32))  # 4 query heads per KV head
+    >>> cache.advance(5)
+    >>> len(cache), out.shape
+    (5, (5, 32, 64))
+    >>> cache.truncate(3)  # going back costs nothing
+    >>> cache.layer(0).key_codes.shape
+    (3, 8, 64)
     """
 
     def __init__(
@@ -72,6 +91,7 @@ class CacheMethods(CacheHistory):
         sinks: int = 0,
         recent_dtype: Dtype | None = None,
         layers: Sequence[Mapping[str, Any]] | Sequence[LayerMethods] | None = None,
+        num_query_heads: int | None = None,
     ) -> None:
         """Make an empty cache.
 
@@ -94,15 +114,15 @@ class CacheMethods(CacheHistory):
             Tokens to reserve for; memory is committed only as it is filled. None: the cache grows,
             doubling a layer's reservation when it is full.
         group_size : int, optional
-            int8 only: channels that share a scale. None: the whole row of a head, as for rows
-            narrower than that.
+            int8 and int4 only: channels that share a scale, at most those of a row. None: the whole
+            row of a head, as for values (or keys) narrower than that.
         scale_dtype : {"float32", "float16"}
-            int8 only: type of the scales.
+            int8 and int4 only: type of the scales.
         key_offset : None, "auto" or array of float32 (num_layers, num_kv_heads, head_dim)
-            int8 only: a vector subtracted from every key before it is stored, which changes no
-            attention and helps keys with large constant channels. "auto" takes the mean over the
-            first tokens that a layer is given, in the channels whose range that halves. For layers
-            that differ, a list of one each.
+            int8 and int4 only: a vector subtracted from every key before it is stored, which
+            changes no attention and helps keys with large constant channels. "auto" takes the mean
+            over the first tokens that a layer is given, in the channels whose range that halves.
+            For layers that differ, a list of one each.
         key_scale : None, "auto" or array of float32 (num_layers, num_kv_heads, head_dim)
             Positive factors that keys are divided by before they are stored, and queries multiplied
             by, which changes no attention and keeps a few large channels of the keys (as Qwen2.5
@@ -127,12 +147,15 @@ class CacheMethods(CacheHistory):
             scale_dtype, window, recent, sinks and recent_dtype. Or layer objects, which the cache
             takes over with their tokens: from then on they are changed through it alone. They have
             to stand at one position.
+        num_query_heads : int, optional
+            Heads of the model's queries, a multiple of the KV heads of every layer; `attend` then
+            refuses any other number. It is kept in copies and pickles, not in files.
 
         Raises
         ------
         InvalidArgumentError
-            A size out of range, or an option that float32 storage does not have; ``layers`` that do
-            not fit together.
+            A size out of range, or an option that float32 storage does not have; ``layers`` or
+            ``num_query_heads`` that do not fit.
         DtypeMismatchError, ShapeMismatchError, LayoutError, NonFiniteInputError
             A bad ``key_offset`` or ``key_scale`` array.
         OutOfMemoryError
@@ -149,6 +172,7 @@ class CacheMethods(CacheHistory):
             limits = [one._config.limit for one in ready if one._config.limit is not None]
             rule = KeyRule.of_any(one._key_rule for one in ready)
             self._take(ready, min(limits, default=None), rule, {})
+            self._set_query_heads(num_query_heads)
             return
         max_seq_len = checks.check_max_seq_len(max_seq_len)
         common = {
@@ -165,7 +189,15 @@ class CacheMethods(CacheHistory):
             "recent_dtype": recent_dtype,
         }
         configs = layer_configs(num_layers, layers, window, common)
+        for config in configs:
+            checks.as_num_query_heads(num_query_heads, config.num_kv_heads)
         self._start(configs, max_seq_len, key_offset, key_scale, {})
+        self._set_query_heads(num_query_heads)
+
+    def _set_query_heads(self, num_query_heads: int | None) -> None:
+        for config in self._format.layers:
+            num_query_heads = checks.as_num_query_heads(num_query_heads, config.num_kv_heads)
+        self._num_query_heads = num_query_heads
 
     @classmethod
     def with_capacity(
@@ -400,6 +432,8 @@ class CacheMethods(CacheHistory):
         """
         if layer.__class__ is not int or not 0 <= layer < self._num_layers:
             layer = checks.check_layer(layer, self._num_layers)
+        if self._num_query_heads is not None:
+            self._check_query_heads(layer, query, options.get("layout", "nhd"))
         try:
             return self._layers[layer].attend(query, **options)
         except OutOfMemoryError:
@@ -427,8 +461,23 @@ class CacheMethods(CacheHistory):
         LayerOutOfRangeError
             And whatever the layer's ``scores`` raises.
         """
+        if self._num_query_heads is not None:
+            self._check_query_heads(checks.check_layer(layer, self._num_layers), query)
         logits: Floats = self.layer(layer).scores(query, scale=scale)
         return logits
+
+    def _check_query_heads(self, layer: int, query: Any, layout: str = "nhd") -> None:
+        """ShapeMismatchError unless a query has as many heads as the cache was told."""
+        config = self._layers[layer]._config
+        rows, _ = checks.as_query(query, config, finite=False, layout=layout)
+        if rows.shape[1] != self._num_query_heads:
+            raise ShapeMismatchError(
+                f"query must have num_query_heads={self._num_query_heads} heads, not "
+                f"{rows.shape[1]}",
+                expected=self._num_query_heads,
+                got=rows.shape[1],
+                layer=layer,
+            )
 
     @memory_for("the keys of a layer")
     def k(self, layer: int, *, out: np.ndarray | None = None) -> np.ndarray:

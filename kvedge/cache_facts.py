@@ -22,6 +22,7 @@ class CacheFacts(ConfigFacts):
     _max_seq_len: int | None
     _length: int
     _metadata: dict[str, str]
+    _num_query_heads: int | None = None  # None: any multiple of the KV heads
 
     def __len__(self) -> int:
         return self._length
@@ -35,6 +36,11 @@ class CacheFacts(ConfigFacts):
     def num_layers(self) -> int:
         """Layers of the model."""
         return self._num_layers
+
+    @property
+    def num_query_heads(self) -> int | None:
+        """Heads that queries must have; None: any multiple of the KV heads."""
+        return self._num_query_heads
 
     @property
     def key_offset(self) -> np.ndarray | None:

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvedge import session, session_load
-from kvedge.cache_ranges import CacheRanges
+from kvedge.cache_storage import CacheStorage
 from kvedge.core import checks, registry
+from kvedge.core.key_map import KeyRule
 from kvedge.core.memory import memory_for
 from kvedge.errors import InvalidArgumentError
-from kvedge.snapshot import KvCacheSnapshot
+from kvedge.snapshot import CacheContents, KvCacheSnapshot
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # type checkers bring it along
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["CacheHistory"]
 
 
-class CacheHistory(CacheRanges):
+class CacheHistory(CacheStorage):
     """The part of a cache that takes back, moves and copies what it holds."""
 
     # ---- going back and forth --------------------------------------------------------------------
@@ -171,9 +172,11 @@ class CacheHistory(CacheRanges):
 
         Snapshots stay with the cache that made them.
         """
-        return self._holding(
+        other = self._holding(
             self._contents(copy=False), self._max_seq_len, self._key_rule, self._metadata
         )
+        other._num_query_heads = self._num_query_heads
+        return other
 
     def __copy__(self) -> Self:
         return self.copy()
@@ -186,7 +189,10 @@ class CacheHistory(CacheRanges):
         kind = registry.named(type(self))
         return (
             _restore_cache,
-            (kind, self._contents(), self._max_seq_len, self._key_rule, self._metadata),
+            (
+                *(kind, self._contents(), self._max_seq_len, self._key_rule, self._metadata),
+                self._num_query_heads,
+            ),
         )
 
     @memory_for("the file of the cache")
@@ -265,7 +271,17 @@ def _held_range(layer: Any, start: int, stop: int) -> tuple[int, int]:
 
 
 @memory_for("the cache of a pickle")
-def _restore_cache(kind: str | type[CacheHistory], *parts: Any) -> CacheHistory:
+def _restore_cache(
+    kind: str | type[CacheHistory],
+    contents: CacheContents,
+    max_seq_len: int | None,
+    key_rule: KeyRule,
+    metadata: Mapping[str, str],
+    num_query_heads: int | None = None,  # earlier versions had none
+) -> CacheHistory:
     """Rebuild a pickled cache, in the active backend unless it is of a user's own class."""
-    cache: CacheHistory = registry.resolved(kind)._holding(*parts)
+    cache: CacheHistory = registry.resolved(kind)._holding(
+        contents, max_seq_len, key_rule, metadata
+    )
+    cache._num_query_heads = num_query_heads
     return cache

@@ -10,7 +10,7 @@ from kvedge.core.config import MAX_LAYERS, LayerConfig
 from kvedge.errors import InvalidArgumentError
 from kvedge.layer import LayerMethods
 
-__all__ = ["layer_configs", "taken_over"]
+__all__ = ["layer_configs", "shape_of", "taken_over"]
 
 #: What may be said of a layer by itself; the rest is the cache's business.
 OF_A_LAYER = (
@@ -63,6 +63,12 @@ def layer_configs(num_layers: Any, layers: Any, window: Any, common: dict[str, A
         raise InvalidArgumentError(f"layers must be {num_layers} as num_layers, not {len(own)}")
     made: dict[Any, LayerConfig] = {}  # equal layers share theirs
     return [_config(i, own[i], {**common, "window": windows[i]}, made) for i in range(num_layers)]
+
+
+def shape_of(config: LayerConfig) -> dict[str, Any]:
+    """What :func:`layer_configs` is told of a layer that is to be stored in another way."""
+    names = ("num_kv_heads", "head_dim", "value_head_dim", "window")
+    return {name: getattr(config, name) for name in names}
 
 
 def _config(

@@ -11,7 +11,12 @@ from kvedge.cache_state import CacheState
 from kvedge.core import checks
 from kvedge.core.kivi import RUN
 from kvedge.core.memory import Slabs, memory_for
-from kvedge.errors import CapacityExceededError, InvalidArgumentError, ShapeMismatchError
+from kvedge.errors import (
+    CapacityExceededError,
+    InvalidArgumentError,
+    PositionOutOfRangeError,
+    ShapeMismatchError,
+)
 from kvedge.layer_precise import parts_of_range
 from kvedge.snapshot import CacheContents
 
@@ -66,13 +71,20 @@ class CacheRanges(CacheState):
         return self._holding(contents, None, self._key_rule, {})
 
     @memory_for("the tokens of another cache")
-    def inject(self, other: CacheRanges, *, requantize: bool = False) -> None:
-        """Append all tokens of another cache: byte for byte, or not at all.
+    def inject(
+        self, other: CacheRanges, start: int | None = None, *, requantize: bool = False
+    ) -> None:
+        """Take all tokens of another cache: byte for byte, or not at all.
 
         Parameters
         ----------
         other : KVCache
             Such as one that :meth:`extract` gave. It stays as it is.
+        start : int, optional
+            Position of the first of them, 0 to len(cache); by default they are appended. Tokens
+            that are there already are replaced, those before and after them stay. (Where tokens
+            follow, ``recent`` ones and ``sinks`` from `start` on are read in the cache's own format
+            from then on.)
         requantize : bool
             Where the other cache stores keys and values in another way (dtype, groups, scales, key
             offset), decode them and store them anew, which costs precision. Else that is an error.
@@ -83,6 +95,8 @@ class CacheRanges(CacheState):
             Not a KVCache; or some layer has a window.
         ShapeMismatchError
             It has other layers, heads or widths; or stores them otherwise, without ``requantize``.
+        PositionOutOfRangeError
+            `start` is negative or beyond the last token.
         LayersOutOfStepError
             Some layer of either has pending tokens.
         CapacityExceededError, ScaleRangeError, NonFiniteInputError, OutOfMemoryError
@@ -96,10 +110,19 @@ class CacheRanges(CacheState):
             raise InvalidArgumentError(f"other must be a KVCache, not {checks.describe(other)}")
         requantize = checks.as_bool(requantize, "requantize")
         own, contents = self._whole("inject()"), other._whole("inject()")
-        limit = self._max_seq_len
-        if limit is not None and contents.length > limit - self._length:
+        limit, length = self._max_seq_len, self._length
+        start = length if start is None else checks.as_int(start, "start")
+        if not 0 <= start <= length:
+            raise PositionOutOfRangeError(
+                f"start must be from 0 to the {length} tokens held, not {start}",
+                expected=range(length + 1),
+                got=start,
+            )
+        if limit is not None and contents.length > limit - start:
             raise CapacityExceededError(
-                f"no room for {contents.length} tokens after {self._length}: max_seq_len is {limit}"
+                f"no room for {contents.length} tokens after {start}: max_seq_len is {limit}",
+                expected=limit - start,
+                got=contents.length,
             )
         shapes = [[_shape(config) for config in each.format.layers] for each in (own, contents)]
         if shapes[0] != shapes[1]:
@@ -114,10 +137,10 @@ class CacheRanges(CacheState):
                 )
             other = self._requantized(other)
             contents = other._contents(copy=False)
-        if not self._length:
+        if not length:
             self._replace(contents)
         elif contents.length:
-            self._add(contents, other)
+            self._write(contents, start, other)
 
     def _whole(self, call: str) -> CacheContents:
         """All that is held, not copied, in layers without windows or pending tokens."""
@@ -166,27 +189,40 @@ class CacheRanges(CacheState):
         self._length += stop - start
         self._room = self.capacity
 
-    def _add(self, contents: CacheContents, other: CacheState) -> None:
-        """Append bytes that mean the same here; runs are encoded anew."""
-        n, start = contents.length, self._length
-        self._make_room(n)
+    def _write(self, contents: CacheContents, start: int, other: CacheState) -> None:
+        """Put bytes that mean the same here at a position, over what is there and past the end.
+
+        Runs, which are only appended to, are encoded anew.
+        """
+        n = contents.length
+        length = max(self._length, start + n)
+        in_runs = any(config.in_runs for config in contents.format.layers)
+        if in_runs and start != self._length:
+            raise InvalidArgumentError(
+                f"layers of runs take tokens at their end, {self._length}, not at {start}"
+            )
+        self._make_room(length - self._length)
         if start < max(self._high_water):
             self._overwrites.add(start)
-        for layer, source, tokens in zip(self._layers, other._layers, contents.layers, strict=True):
-            held = layer._held()
+        for layer, source, tokens in zip(
+            self._layers, other._layers, contents.layers, strict=True
+        ):
             if layer._config.in_runs:
                 _append_decoded(layer, source, 0, n)
                 continue
-            first = held.start + held.num_tokens
+            layer._set_end(start)  # a core looks anew at the rows that it gets back below
+            held, precise, state = layer._held(), layer._precise, None
+            if precise is not None and start + n == length:
+                state = precise.joined(tokens.parts, start, n)
+            elif precise is not None:
+                precise.forget(start, length)
             for slab, rows in zip(held.slabs, tokens.arrays, strict=True):
-                slab[first : first + n] = rows
-            precise = layer._precise
-            state = None if precise is None else precise.joined(tokens.parts, start, n)
-            layer._set_len(held.num_tokens + n)
-            if precise is not None:
+                slab[held.start + start : held.start + start + n] = rows
+            layer._set_end(length)
+            if precise is not None and state is not None:
                 precise.return_to(state)
-        self._high_water = [start + n] * self._num_layers
-        self._length = start + n
+        self._high_water = [length] * self._num_layers
+        self._length = length
 
 
 def _append_decoded(to: Any, layer: Any, start: int, stop: int) -> None:

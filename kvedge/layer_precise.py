@@ -318,6 +318,14 @@ class PreciseTokens:
     def _widths(self) -> tuple[int, int]:
         return self._config.head_dim, self._config.value_head_dim
 
+    def forget(self, position: int, end: int) -> None:
+        """Hold no token from a position on, written ones included; the next one is at `end`."""
+        first = self.now.first
+        kept = slice(0, min(max(position - first.position, 0), len(first.layer)))
+        self.now = Parts(
+            _filled(self._first(first.position), _contents(first, kept)), self._last(end)
+        )
+
     def state(self) -> tuple[Any, ...]:
         """What `return_to` needs."""
         return self.state_of(self.now)

@@ -65,7 +65,8 @@ class QuantizedLayerMethods(LayerMethods):
     value_dtype : kvedge.core.types.Dtype, optional
         How values are stored, where not as keys.
     group_size : int, optional
-        Channels that share a scale; by default the whole row, as for rows narrower than that.
+        Channels that share a scale, at most those of a row; by default the whole row, as for values
+        (or keys) narrower than that.
     scale_dtype : {"float32", "float16"}
         float16 halves the scales, and refuses rows whose scale it cannot hold.
     key_offset : array or "auto", optional
@@ -88,6 +89,10 @@ class QuantizedLayerMethods(LayerMethods):
     InvalidArgumentError, OutOfMemoryError
     DtypeMismatchError, ShapeMismatchError, LayoutError, NonFiniteInputError
         From key_offset and key_scale.
+
+    Notes
+    -----
+    An empty layer is false, as any container without items is: ask ``layer is not None``.
 
     Examples
     --------

@@ -150,9 +150,13 @@ def merged_parts(
     sums = weights.sum(axis=0)  # 1 to the number of parts; 0 where nobody saw anything
     weights /= np.where(sums == 0.0, 1.0, sums)
     total = np.zeros(outs[0].shape)
+    all_seen = weights.min(initial=1.0) > 0.0
     for part, weight in zip(outs, weights, strict=True):
-        seen = weight > 0.0
-        total[seen] += weight[seen][..., np.newaxis] * part[seen]
+        if all_seen:
+            total += weight[..., np.newaxis] * part
+        else:
+            seen = weight > 0.0
+            total[seen] += weight[seen][..., np.newaxis] * part[seen]
     with np.errstate(divide="ignore"):
         return total, peak + np.log(sums)
 

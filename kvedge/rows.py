@@ -35,9 +35,9 @@ def quantize_rows(
     dtype : kvedge.core.types.Dtype
         Such as "int8": docs/numerics.md has the table.
     group_size : int, optional
-        int8 only: channels that share a scale; by default the whole row.
+        int8 and int4 only: channels that share a scale, at most dim; by default the whole row.
     scale_dtype : {"float32", "float16"}
-        int8 only: type of the scales.
+        int8 and int4 only: type of the scales.
 
     Returns
     -------

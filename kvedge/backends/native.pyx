@@ -925,6 +925,8 @@ class KVCache(CacheMethods):
     ):
         if layer.__class__ is not int or not 0 <= layer < self._num_layers:
             layer = checks.check_layer(layer, self._num_layers)
+        if self._num_query_heads is not None:
+            self._check_query_heads(layer, query, layout)
         cdef _LayerCore target = self._layers[layer]
         try:
             return target._attend(

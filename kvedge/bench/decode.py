@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from kvedge import system
@@ -25,6 +26,7 @@ from kvedge.bench.report import (
     scientific,
 )
 from kvedge.bench.roundrobin import BandwidthProbe, round_robin
+from kvedge.bench.shapes import AttentionShape
 from kvedge.bench.statistics import spread_of
 from kvedge.console.output import Output
 from kvedge.console.sizes import format_rate
@@ -213,12 +215,19 @@ def _summary(case: Mapping[str, Any]) -> Sequence[str]:
 
 
 def draw(report: dict[str, Any], figure: Any) -> None:
-    """Draw time against context for each shape, with the limits below all."""
+    """Draw how near each comes to the read limit, per shape; and time against context.
+
+    The second for shapes that were measured at several contexts.
+    """
     names = list(report["competitors"])
     panels = by_shape(report["cases"], "num_threads")
-    for axes, ((name, num_threads), cases) in zip(
-        plotting.grid(figure, len(panels)), panels.items(), strict=True
-    ):
+    longest = [max(cases, key=lambda case: case["context"]) for cases in panels.values()]
+    lines = {key: cases for key, cases in panels.items() if len(cases) > 1}
+    first, *others = plotting.grid(figure, 1 + len(lines))
+    if not lines:
+        figure.set_size_inches(9, 1 + 0.85 * len(longest))
+    _draw_shares(first, longest, names)
+    for axes, ((name, num_threads), cases) in zip(others, lines.items(), strict=True):
         contexts = [case["context"] for case in cases]
         limits = [_read_limit(case) * 1e6 for case in cases]
         axes.plot(contexts, limits, "k:", marker="_", label="read limit of INT8")
@@ -226,6 +235,53 @@ def draw(report: dict[str, Any], figure: Any) -> None:
         plotting.draw_times(axes, cases, names, lambda case: case["context"], 1e6)
         axes.set_xlabel("context (tokens)")
         axes.set_ylabel("us per layer and token")
-        axes.set_title(f"{name}; {num_threads} threads", fontsize="small")
+        title = f"{name.replace(': ', chr(10))}; {_threads(num_threads)}"
+        axes.set_title(title, fontsize="small")
     cache = report["settings"]["cache"]
     figure.suptitle(f"Decode attention, {cache}, {report['machine']['cpu']}", fontsize="medium")
+
+
+def _draw_shares(axes: Any, cases: Sequence[Mapping[str, Any]], names: list[str]) -> None:
+    """Draw the share of the read limit that each reaches, by the bytes that kvedge reads."""
+    width = 0.85 / len(names)
+    for place, name in enumerate(names):
+        found = {
+            number: _read_limit(case) / result["seconds"]["median"]
+            for number, case in enumerate(cases)
+            for result in case["results"]
+            if result["name"] == name
+        }
+        rows = [number + (place - (len(names) - 1) / 2) * width for number in found]
+        color = plotting.style_of(name, names)["color"]
+        bars = axes.barh(rows, found.values(), width, label=name, color=color)
+        if name == "kvedge":
+            axes.bar_label(bars, [f" {share:.0%}" for share in found.values()], fontsize="small")
+    limits = [(number, product_limit(case)) for number, case in enumerate(cases)]
+    reached = [
+        (min(1.0, _read_limit(cases[number]) / limit), number) for number, limit in limits if limit
+    ]
+    if reached:
+        style = {"marker": "|", "markersize": 12, "color": "black", "linestyle": ""}
+        axes.plot(*zip(*reached, strict=True), **style, label="kvedge's products alone")
+    contexts = {case["context"] for case in cases}
+    titles = [_title(case, len(contexts) > 1) for case in cases]
+    axes.set_yticks(range(len(cases)), titles, fontsize="small")
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.02)
+    axes.xaxis.set_major_formatter("{x:.0%}")
+    tokens = f"; {contexts.pop():,} tokens" if len(contexts) == 1 else ""
+    axes.set_xlabel(f"of the speed at which kvedge's bytes can be read{tokens}")
+    axes.grid(True, axis="x", alpha=0.3)
+    axes.legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(1.01, 1))
+
+
+def _title(case: Mapping[str, Any], with_context: bool) -> str:
+    shape, count = AttentionShape(**case["shape"]), case["num_threads"]
+    name = f"{shape.name}\n{replace(shape, name='')}" if shape.name else str(shape)
+    more = [f"{case['context']:,} tokens"] if with_context else []
+    more += [_threads(count)] if count > 1 else []
+    return "; ".join([name, *more])
+
+
+def _threads(count: int) -> str:
+    return "1 thread" if count == 1 else f"{count} threads"

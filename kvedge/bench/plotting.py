@@ -7,7 +7,7 @@ from typing import Any
 
 from kvedge.bench.shapes import AttentionShape
 
-__all__ = ["draw_bars", "draw_limit", "draw_times", "grid", "style_of"]
+__all__ = ["draw_bars", "draw_limit", "draw_times", "grid", "plain_numbers", "style_of"]
 
 
 def grid(figure: Any, count: int) -> list[Any]:
@@ -56,8 +56,22 @@ def draw_times(
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks(tokens, [f"{n:,}" for n in tokens], rotation=45)
+    plain_numbers(axes.yaxis)
     axes.grid(True, alpha=0.3)
     axes.legend(fontsize="x-small")
+
+
+def plain_numbers(axis: Any) -> None:
+    """Label a logarithmic axis with numbers, not with powers of ten."""
+    axis.set_major_formatter("{x:,.10g}")
+    axis.set_minor_formatter(_between)
+    axis.set_tick_params(which="minor", labelsize="x-small")
+
+
+def _between(number: float, _: int | None = None) -> str:
+    """2 and 5 of each decade."""
+    digit = f"{number:e}"[0]
+    return f"{number:,.10g}" if digit in "25" else ""
 
 
 def draw_bars(

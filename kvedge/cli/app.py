@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import os
 import sys
 import traceback
 from collections.abc import Sequence
 
 from kvedge import c_library
-from kvedge.cli import bench, evaluate, generate, info, plan
+from kvedge.cli import bench, doctor, evaluate, generate, info, plan
 from kvedge.console import exits
+from kvedge.console.help import HelpFormatter
 from kvedge.console.output import Output
 from kvedge.errors import KvedgeError
 
 # Each has NAME, SUMMARY, DESCRIPTION, EXAMPLES, add_options(parser), run(options, output) -> code.
-_COMMANDS = (generate, info, plan, evaluate, bench)
+_COMMANDS = (generate, info, doctor, plan, evaluate, bench)
 
 # Errors that say what is wrong with the user's input or machine; any other is a bug of ours.
 _EXPECTED = (KvedgeError, exits.CommandError, exits.UsageError, OSError, MemoryError)
@@ -35,7 +37,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="kvedge",
         description="An INT8 key/value cache and its attention, for language models on CPUs.",
         epilog=exits.HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="store_true", help="print the version and exit")
@@ -54,7 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
             help=module.SUMMARY,
             description=module.DESCRIPTION,
             epilog=f"examples:\n{module.EXAMPLES}\n{exits.HELP}",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=HelpFormatter,
             allow_abbrev=False,
         )
         module.add_options(command)
@@ -94,7 +96,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: list[str]) -> int:
     parser = build_parser()
-    options = parser.parse_args(arguments)
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        _refuse_unknown(parser, options, unknown)
     if options.version:
         from kvedge import __version__
 
@@ -109,6 +113,30 @@ def _run(arguments: list[str]) -> int:
         return exits.USAGE
     code: int = options.run(options, Output())
     return code
+
+
+def _refuse_unknown(
+    parser: argparse.ArgumentParser, options: argparse.Namespace, unknown: list[str]
+) -> None:
+    """Raise a UsageError that leads to the help of the subcommand, and to a flag of a like name."""
+    for name in (options.command, getattr(options, "benchmark", None)):
+        if name is not None:
+            parser = _subparser(parser, name)
+    flags = [flag for action in parser._actions for flag in action.option_strings]
+    flag = unknown[0].partition("=")[0]
+    near = difflib.get_close_matches(flag, flags, n=1) if flag.startswith("-") else []
+    meant = f"; did you mean {near[0]}?" if near else ""
+    listed = " ".join(unknown)
+    raise exits.UsageError(f"unknown arguments: {listed}{meant} (see '{parser.prog} --help')")
+
+
+def _subparser(parser: argparse.ArgumentParser, name: str) -> argparse.ArgumentParser:
+    """The parser of a subcommand."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            found: argparse.ArgumentParser = action.choices[name]
+            return found
+    raise AssertionError(name)
 
 
 def _report(error: Exception, *, debug: bool) -> int:

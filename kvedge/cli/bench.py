@@ -10,6 +10,7 @@ from kvedge.bench import show, whole
 from kvedge.bench.benchmark import run_benchmark
 from kvedge.bench.catalog import BENCHMARKS
 from kvedge.console import exits
+from kvedge.console.help import HelpFormatter
 from kvedge.console.output import Output
 
 NAME = "bench"
@@ -46,7 +47,7 @@ def _add_parser(names: Any, module: Any) -> argparse.ArgumentParser:
         help=module.SUMMARY,
         description=module.DESCRIPTION,
         epilog=f"examples:\n{module.EXAMPLES}\n{exits.HELP}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
     group = parser.add_argument_group("output")

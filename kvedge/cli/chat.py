@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["add_options", "check", "run"]
 
 _HELP = """\
-/undo         forget the latest question and its answer (free: the cache is cut there)
+/undo         forget the latest question and its answer
 /clear        forget everything but --system
 /save FILE    keep the conversation and its cache in a file
 /load FILE    go on with a saved one, in the place of this
@@ -216,7 +216,8 @@ class _Chat:
     def load(self, file: str) -> None:
         """Take up a conversation from a file."""
         self.conversation.load(file, self.path)
-        print(f"{self.conversation.num_turns} turns from {file}")
+        turns = self.conversation.num_turns
+        print(f"{turns} turn{'' if turns == 1 else 's'} from {file}")
 
     def stats(self) -> None:
         """Print tokens, bytes and speed."""

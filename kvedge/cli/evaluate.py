@@ -211,13 +211,13 @@ def _print(title: str, results: list[Result], output: Output) -> None:
     columns = (
         "cache",
         ">bytes/token",
-        ">bits/value",
-        ">perplexity",
-        ">nats/token",
+        "?>bits/value",
+        "?>perplexity",
+        "?>nats/token",
         ">nats lost",
         ">KL to float32",
-        ">same best token",
-        ">logits differ by",
+        "?>same best token",
+        "?>logits differ by",
     )
     output.table(title, columns, [_cells(result, index) for index, result in enumerate(results)])
     if results[0].blocks == 1:

@@ -25,9 +25,7 @@ _FOREIGN = (
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options that are for ``--hf`` alone."""
-    group = parser.add_argument_group(
-        "Hugging Face transformers (pip install 'kvedge[transformers]')"
-    )
+    group = parser.add_argument_group("Hugging Face (pip install 'kvedge[transformers]')")
     group.add_argument("--hf", metavar="DIR", help="folder of a local checkpoint")
     group.add_argument(
         "--gguf", metavar="FILE", help="GGUF file in that folder, which transformers loads"
@@ -59,6 +57,7 @@ def run(options: argparse.Namespace, output: Output) -> int:
         **over,
         **storage.cache_options(options),
     )
+    ranks.begun(options)
     chat = bool(tokenizer.chat_template) and not options.no_chat
     ids = _prompt(options.prompt or "", tokenizer, chat=chat)
     shown = 0 if chat else len(tokenizer.decode(ids[0], skip_special_tokens=True))

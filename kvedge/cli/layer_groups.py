@@ -28,6 +28,9 @@ class LayerGroup:
 
     def bytes_per_token(self, dtype: str, **options: Any) -> int:
         """Bytes that one token takes in all of the layers, by the layers' own arithmetic."""
+        if options.get("group_size") is not None:  # of the widest layers: these may be narrower
+            widest = max(self.head_dim, self.value_head_dim)
+            options = options | {"group_size": min(options["group_size"], widest)}
         config = layer_config(
             dtype,
             1,

@@ -8,8 +8,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvedge import system
+from kvedge.cli import plan_machines, plan_plot
 from kvedge.cli.layer_groups import CacheShape
-from kvedge.cli.shape import add_shape_options, shape_from_options
+from kvedge.cli.shape import Planned, add_shape_options, planned_from_options
+from kvedge.console import plotting
 from kvedge.console.exits import OK, UsageError
 from kvedge.console.output import Output, print_json
 from kvedge.console.sizes import format_count, format_size, parse_size
@@ -19,16 +21,21 @@ from kvedge.core.formats import FORMATS, SCALE_TYPES
 NAME = "plan"
 SUMMARY = "how much memory a cache takes, and which context fits"
 DESCRIPTION = """\
-Bytes of a model's cache in float32, float16 and kvedge's INT8 formats, for a given context, and
-the longest context that fits in a given memory. Only the cache is counted, not the weights. A layer
-with a sliding window holds at most twice its window; layers of linear attention, convolutions and
-cross-attention hold nothing. For latent attention (MLA) there are two tables: with keys and values
-expanded, and as the model's own latents.
+Bytes of a model's cache in every storage format, for a given context, and the longest context that
+fits in a given memory; that table counts the cache alone. Where the weights are known, by a model's
+file or by --parameters and --bits, a second table counts them too, on a Raspberry Pi 4 (4 GB) and 5
+(8 GB), a laptop (16 GB) and this machine. Several models share one table, side by side.
+
+A layer with a sliding window holds at most twice its window; layers of linear attention,
+convolutions and cross-attention hold nothing. For latent attention (MLA) there are two tables: with
+keys and values expanded, and as the model's own latents.
 """
 EXAMPLES = """\
   kvedge plan --layers 16 --kv-heads 8 --head-dim 64 --context 131072    # Llama-3.2-1B
   kvedge plan --hf-config Qwen2.5-0.5B/config.json --ram 4G
   kvedge plan --model model.gguf --context 32768 --json
+  kvedge plan --model a.gguf b.gguf --plot plan.png
+  kvedge plan --hf-config SmolLM2-360M/ Qwen2.5-0.5B/ --parameters 362M 494M --bits 8.5
 """
 
 _GROUPS = (None, 128, 64, 32)  # channels that share a scale; None: the whole row does
@@ -79,46 +86,97 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="memory for the cache: 4G, 512M, 1.5GiB (default: all of this machine's)",
     )
+    group.add_argument(
+        "--plot",
+        metavar="FILE",
+        help="draw memory against context, and the machines: .png, .svg, .pdf",
+    )
 
 
 def run(options: argparse.Namespace, output: Output) -> int:
     """Print the plan."""
-    shape = shape_from_options(options)
-    context = options.context or shape.context
-    if context is None:
+    if options.plot is not None:
+        plotting.require(options.plot)
+    models = planned_from_options(options)
+    lacking = [one.shape.name for one in models if (options.context or one.shape.context) is None]
+    if lacking:
         raise UsageError("--context is missing: how many tokens shall the cache hold?")
     ram = options.ram or system.machine().usable_ram_bytes
     if ram is None:
         raise UsageError("--ram is missing: this system does not tell how much memory it has")
-    latent = CacheShape(shape.name, shape.latent) if shape.latent else None
+    contexts = [options.context or one.shape.context or 0 for one in models]
+    if options.plot is not None:
+        pairs = list(zip(models, contexts, strict=True))
+        plotting.save_figure(options.plot, lambda figure: plan_plot.draw(pairs, figure))
     if options.json:
-        first = shape.groups[0]
-        print_json(
-            {
-                "model": shape.name,
-                "num_layers": shape.num_layers,
-                "num_kv_heads": first.num_kv_heads,
-                "head_dim": first.head_dim,
-                "value_head_dim": first.value_head_dim,
-                "context": context,
-                "ram_bytes": ram,
-                "notes": list(shape.notes),
-                "layers": [asdict(group) for group in shape.groups],
-                "formats": _report(shape, context, ram),
-                "latent": latent
-                and {
-                    "layers": [asdict(group) for group in latent.groups],
-                    "formats": _report(latent, context, ram),
-                },
-            }
-        )
+        reports = [_json(one, context, ram) for one, context in zip(models, contexts, strict=True)]
+        print_json(reports[0] if len(reports) == 1 else {"models": reports})
         return OK
-    _print_table(output, shape.name, shape, context, ram)
-    if latent is not None:
-        _print_table(output, f"{shape.name}, latents", latent, context, ram)
-    for note in shape.notes:
-        output.note(f"note: {note}")
+    if len(models) > 1:
+        _print_side_by_side(models, contexts, output)
+    else:
+        _print(models[0], contexts[0], ram, output)
+    for one in models:
+        for note in one.shape.notes:
+            output.note(f"note: {note}" if len(models) == 1 else f"{one.shape.name}: {note}")
     return OK
+
+
+def _json(model: Planned, context: int, ram: int) -> dict[str, Any]:
+    shape = model.shape
+    latent = CacheShape(shape.name, shape.latent) if shape.latent else None
+    first = shape.groups[0]
+    return {
+        "model": shape.name,
+        "num_layers": shape.num_layers,
+        "num_kv_heads": first.num_kv_heads,
+        "head_dim": first.head_dim,
+        "value_head_dim": first.value_head_dim,
+        "context": context,
+        "ram_bytes": ram,
+        "notes": list(shape.notes),
+        "layers": [asdict(group) for group in shape.groups],
+        "formats": _report(shape, context, ram),
+        "weights_bytes": model.weights_bytes,
+        "machines": [asdict(row) for row in plan_machines.rows(model, context)],
+        "latent": latent
+        and {
+            "layers": [asdict(group) for group in latent.groups],
+            "formats": _report(latent, context, ram),
+        },
+    }
+
+
+def _print(model: Planned, context: int, ram: int, output: Output) -> None:
+    shape = model.shape
+    _print_table(output, shape.name, shape, context, ram)
+    if shape.latent:
+        latent = CacheShape(shape.name, shape.latent)
+        _print_table(output, f"{shape.name}, latents", latent, context, ram)
+    plan_machines.print_table(model, context, output)
+
+
+def _print_side_by_side(models: list[Planned], contexts: list[int], output: Output) -> None:
+    """A row per model: its weights, what a context costs, and the longest on each machine."""
+    columns = ("model", ">weights", ">context", "?>in float16", ">in int8")
+    machines = [f">{machine.name}" for machine in plan_machines.machines()]
+    rows = []
+    for model, context in zip(models, contexts, strict=True):
+        shape, weights = model.shape, model.weights_bytes
+        found = plan_machines.rows(model, context)
+        longest = [plan_machines.longest(row.int8_longest) for row in found]
+        rows.append(
+            (
+                shape.name,
+                "unknown" if weights is None else format_size(weights),
+                format_count(context),
+                format_size(shape.bytes(context, "float16")),
+                format_size(shape.bytes(context, "int8")),
+                *(longest or ["?"] * len(machines)),
+            )
+        )
+    title = "what a context takes, and with the weights the longest in int8 on each machine"
+    output.table(title, (*columns, *machines), rows)
 
 
 def _report(shape: CacheShape, context: int, ram: int) -> list[dict[str, Any]]:
@@ -129,7 +187,7 @@ def _report(shape: CacheShape, context: int, ram: int) -> list[dict[str, Any]]:
 def _print_table(output: Output, name: str, shape: CacheShape, context: int, ram: int) -> None:
     groups = "; ".join(map(str, shape.groups))
     fits = f"fits {format_size(ram)}"
-    headings = ("format", ">cache", ">bytes/token", ">against float32", ">longest context", fits)
+    headings = ("format", ">cache", "?>bytes/token", "?>against float32", ">longest context", fits)
     rows = plan_rows(shape, context, ram)
     title = f"{name}: {groups}; {format_count(context)} tokens"
     output.table(title, headings, (row.cells(context) for row in rows))

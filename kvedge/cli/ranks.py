@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "SharedSampler",
     "add_options",
+    "begun",
     "joined",
     "new_cache",
     "placement_options",
@@ -33,6 +34,7 @@ __all__ = [
 ]
 
 _TIMEOUT = 60.0
+_LOADING = 600.0  # seconds that one rank may take longer than another to load the model
 # What needs tokens to move between ranks, a prompt on every rank, or two caches.
 _REFUSED = ("chat", "compare", "prompt_cache", "window")
 _OF_RANKS = ("block_size", "rank_weights", "rank_timeout")
@@ -101,7 +103,8 @@ def joined(options: argparse.Namespace) -> Iterator[TorchGroup | None]:
     distributed = torch_distributed()
     timeout = options.rank_timeout or _TIMEOUT
     distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=max(timeout, 60)))
-    group = TorchGroup(timeout=timeout)
+    options.rank_timeout = timeout
+    group = TorchGroup(timeout=max(timeout, _LOADING))  # until all have loaded the model: begun()
     _share_cores(options)
     if options.rank_weights == "measured":
         from kvedge.distributed import measure_weights
@@ -110,6 +113,12 @@ def joined(options: argparse.Namespace) -> Iterator[TorchGroup | None]:
     with _silent() if group.rank else contextlib.nullcontext():
         yield group
     distributed.destroy_process_group()  # after an error it might wait for a rank that is lost
+
+
+def begun(options: argparse.Namespace) -> None:
+    """Take the user's timeout from now on: the caches of all ranks have met."""
+    if options.group is not None:
+        options.group.timeout = options.rank_timeout
 
 
 def _share_cores(options: argparse.Namespace) -> None:

@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 import argparse
+import glob
+import re
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvedge.cli.hf_config import shape_from_hf_config
 from kvedge.cli.layer_groups import CacheShape, LayerGroup
 from kvedge.console.exits import UsageError
-from kvedge.console.values import positive_int
+from kvedge.console.sizes import parse_count
+from kvedge.console.values import positive_float, positive_int
 
-__all__ = ["add_shape_options", "shape_from_options"]
+__all__ = ["Planned", "add_shape_options", "planned_from_options"]
+
+_BITS = 4.85  # of Q4_K_M in llama.cpp's table of a Llama-3.1-8B (examples/quantize)
+_SPLIT = re.compile(r"(.*)-\d{5}-of-(\d{5})\.gguf")
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A model that is planned for."""
+
+    shape: CacheShape
+    weights_bytes: int | None = None  # where they are known
+    weights_of: str | None = None  # how
 
 
 def add_shape_options(parser: argparse.ArgumentParser) -> None:
@@ -28,46 +44,102 @@ def add_shape_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="channels of a head's values (default: those of its keys)",
     )
-    by_file = parser.add_argument_group("the shape, from a file")
-    by_file.add_argument("--model", metavar="FILE", help="a llama2.c checkpoint or a GGUF file")
+    by_file = parser.add_argument_group("the shape, from files: several models, side by side")
     by_file.add_argument(
-        "--hf-config", metavar="FILE", help="config.json of a Hugging Face model, or its folder"
+        "-m",
+        "--model",
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="llama2.c checkpoints or GGUF files, whose weights are counted",
+    )
+    by_file.add_argument(
+        "--hf-config",
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="config.json of Hugging Face models, or their folders",
+    )
+    weights = parser.add_argument_group("the weights, where no file has them")
+    weights.add_argument(
+        "--parameters",
+        nargs="+",
+        type=parse_count,
+        default=[],
+        metavar="N",
+        help="the model's parameters, as 135M or 1.2B; of several models, one each",
+    )
+    weights.add_argument(
+        "--bits",
+        type=positive_float,
+        default=_BITS,
+        metavar="B",
+        help="bits of a parameter (default: %(default)s, about GGUF's Q4_K_M; Q8_0: 8.5)",
     )
 
 
-def shape_from_options(options: argparse.Namespace) -> CacheShape:
-    """Return the shape that the options of :func:`add_shape_options` describe.
+def planned_from_options(options: argparse.Namespace) -> list[Planned]:
+    """Return the models that the options of :func:`add_shape_options` describe.
 
     Raises
     ------
     UsageError
-        If they describe none, or more than one.
+        If they describe none, or one both by hand and by a file, or weights without a model.
     """
+    by_hand = any(
+        getattr(options, name) is not None
+        for name in ("layers", "kv_heads", "head_dim", "value_head_dim")
+    )
+    if by_hand and (options.model or options.hf_config):
+        raise UsageError(
+            "give the shape one way: --model, or --hf-config, or --layers --kv-heads --head-dim"
+        )
+    planned = [
+        Planned(_shape_from_model(path), _size_of_files(path), "the file") for path in options.model
+    ]
+    others = [shape_from_hf_config(path) for path in options.hf_config]
+    if by_hand or not (planned or others):
+        others = [_shape_by_hand(options)]
+    parameters = options.parameters or [None] * len(others)
+    if len(parameters) != len(others):
+        raise UsageError(
+            f"--parameters: {len(parameters)} numbers, for {len(others)} models without a file"
+        )
+    for shape, count in zip(others, parameters, strict=True):
+        if count is None:
+            planned.append(Planned(shape))
+        else:
+            size = int(count * options.bits / 8)
+            planned.append(Planned(shape, size, f"{options.bits:g} bits a parameter"))
+    return planned
+
+
+def _shape_by_hand(options: argparse.Namespace) -> CacheShape:
+    """The shape that numbers describe."""
     numbers = {
         "--layers": options.layers,
         "--kv-heads": options.kv_heads,
         "--head-dim": options.head_dim,
     }
     missing = [name for name, value in numbers.items() if value is None]
-    by_hand = len(missing) < len(numbers) or options.value_head_dim is not None
-    if (options.model is not None) + (options.hf_config is not None) + by_hand > 1:
-        raise UsageError(
-            "give the shape one way: --model, or --hf-config, or --layers --kv-heads --head-dim"
-        )
-    if options.model is not None:
-        return _shape_from_model(options.model)
-    if options.hf_config is not None:
-        return shape_from_hf_config(options.hf_config)
-    if by_hand and missing:
-        raise UsageError(f"{', '.join(missing)} missing: the three numbers go together")
-    if missing:
+    if len(missing) == len(numbers) and options.value_head_dim is None:
         raise UsageError(
             "no shape given: --layers N --kv-heads N --head-dim N, or --model FILE, "
             "or --hf-config config.json"
         )
+    if missing:
+        raise UsageError(f"{', '.join(missing)} missing: the three numbers go together")
     value_head_dim = options.value_head_dim or options.head_dim
     group = LayerGroup(options.layers, options.kv_heads, options.head_dim, value_head_dim)
     return CacheShape("the given shape", (group,))
+
+
+def _size_of_files(path: str) -> int:
+    """Bytes of a model's file, or of all files of a split one."""
+    files = [Path(path)]
+    if match := _SPLIT.fullmatch(files[0].name):
+        files = sorted(files[0].parent.glob(f"{glob.escape(match[1])}-*-of-{match[2]}.gguf"))
+    return sum(file.stat().st_size for file in files)
 
 
 def _shape_from_model(path: str) -> CacheShape:

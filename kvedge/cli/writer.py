@@ -56,12 +56,11 @@ class Writer:
                 where = None
                 if options.group is not None:
                     where = {"group": options.group, **ranks.placement_options(options)}
-                self.cache, self.saved = resume.load(
-                    options.load_session, model, path, ranks=where
-                )
+                self.cache, self.saved = resume.load(options.load_session, model, path, ranks=where)
             cache_options.check_against(options, self.cache)
         else:
             self.cache = cache_options.new_cache(options, model)
+        ranks.begun(options)
         # What has to run through the model before it can write: pending tokens, then the prompt.
         prompt = self._prompt_tokens()
         self.tokens = [*self.saved.tokens, *prompt]  # all tokens of the text

@@ -14,8 +14,9 @@ from typing import Any, TextIO, TypeVar
 
 try:
     import rich.box
+    import rich.cells
     import rich.console
-    import rich.measure
+    import rich.padding
     import rich.progress
     import rich.table
     import rich.text
@@ -26,14 +27,12 @@ __all__ = ["Output", "print_json"]
 
 _Item = TypeVar("_Item")
 
-_HINT = "pip install 'kvedge[cli]' gives tables, colours and progress bars"
+# A word longer than this, such as a path, may be broken where a terminal is narrow.
+_LONGEST_WORD = 28
 
 
 class Output:
     """The output of one run of a command, on the process's stdout and stderr of that moment."""
-
-    def __init__(self) -> None:
-        self._hinted = False
 
     def table(
         self,
@@ -51,30 +50,65 @@ class Output:
             One line above the table.
         columns : sequence of str
             Headings. One that starts with ``>`` is of a column of figures, aligned to the right.
+            One that starts with ``?`` can be done without: the last of these go first where a
+            terminal is too narrow for all; where that is not enough a row becomes a few lines.
         rows : iterable of sequence of str
             Cells, as many as there are columns.
         stream : text file, optional
             Where to; stdout by default.
         """
         stream = sys.stdout if stream is None else stream
-        headings = [column.lstrip(">") for column in columns]
+        headings = [column.lstrip("?>") for column in columns]
+        cells = [list(row) for row in rows]
         if rich is None:
-            self._plain(title, [headings, *rows] if any(headings) else rows, stream)
+            self._plain(title, [headings, *cells] if any(headings) else cells, stream)
+            return
+        console = _console(stream)
+        width = console.width if console.is_terminal else 1 << 30  # nobody's screen: all of it
+        kept = list(range(len(columns)))
+        figures = [">" in column[:2] for column in columns]
+        spare = [i for i in kept if columns[i].startswith("?")]
+        while (widths := _column_widths(headings, cells, figures, kept, width)) is None and spare:
+            kept.remove(spare.pop())
+        if widths is None:
+            widths = _column_widths(headings, cells, figures, kept, width, lines=None)
+        console.print(rich.text.Text(title, style="bold"), soft_wrap=not console.is_terminal)
+        if widths is None:
+            self._blocks(console, headings, cells)
             return
         table = rich.table.Table(
             box=rich.box.ROUNDED, header_style="bold", show_header=any(headings)
         )
-        for column, heading in zip(columns, headings, strict=True):
-            figures = column.startswith(">")
-            table.add_column(heading, justify="right" if figures else "left", overflow="fold")
-        for row in rows:
-            table.add_row(*(rich.text.Text(cell) for cell in row))
-        console = _console(stream)
-        if not console.is_terminal:  # nobody's screen: as wide as the table wants to be
-            wide = console.options.update_width(10_000)
-            console.width = rich.measure.Measurement.get(console, wide, table).maximum
-        console.print(rich.text.Text(title, style="bold"), soft_wrap=True)
+        for i, column_width in zip(kept, widths, strict=True):
+            table.add_column(
+                headings[i],
+                justify="right" if figures[i] else "left",
+                overflow="fold",
+                width=column_width,
+            )
+        for row in cells:
+            table.add_row(*(rich.text.Text(row[i]) for i in kept))
+        if not console.is_terminal:
+            console.width = sum(widths) + 3 * len(widths) + 1
         console.print(table)
+        left_out = [heading for i, heading in enumerate(headings) if i not in kept]
+        if left_out:
+            text = f"left out at this width: {', '.join(left_out)} (--json has them)"
+            console.print(rich.text.Text(text, style="dim"))
+
+    @staticmethod
+    def _blocks(
+        console: rich.console.Console, headings: Sequence[str], rows: Sequence[Sequence[str]]
+    ) -> None:
+        """Print each row as a line of its first cell, and a line for each of the others."""
+        for first, *others in rows:
+            console.print(rich.text.Text(first, style="bold"))
+            for heading, cell in zip(headings[1:], others, strict=True):
+                if cell:
+                    text = f"{heading}: {cell}" if heading else cell
+                    console.print(
+                        rich.padding.Padding(rich.text.Text(text), (0, 0, 0, 2), expand=False)
+                    )
 
     def facts(
         self, title: str, rows: Iterable[tuple[str, str]], *, stream: TextIO | None = None
@@ -83,7 +117,6 @@ class Output:
         self.table(title, ("", ""), rows, stream=stream)
 
     def _plain(self, title: str, rows: Iterable[Sequence[str]], stream: TextIO) -> None:
-        self._hint()
         print(title, file=stream)
         for row in rows:
             print("\t".join(row), file=stream)
@@ -110,10 +143,37 @@ class Output:
             return items
         return rich.progress.track(items, text, console=_console(sys.stderr), transient=True)
 
-    def _hint(self) -> None:
-        if not self._hinted:
-            self._hinted = True
-            print(_HINT, file=sys.stderr)
+
+def _column_widths(
+    headings: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    figures: Sequence[bool],
+    kept: Sequence[int],
+    width: int,
+    lines: int | None = 2,
+) -> list[int] | None:
+    """Characters for each of the columns `kept` in a table so many wide.
+
+    Figures are never wrapped, nor is text over more than about so many `lines`, if that is given;
+    headings are, between words. None where that takes more width.
+    """
+    length = rich.cells.cell_len
+    widths, least = [], []
+    for i in kept:
+        cells = [row[i] for row in rows]
+        longest = max(map(length, cells), default=0)
+        texts = [headings[i]] if figures[i] else [headings[i], *cells]
+        words = (length(word) for text in texts for word in text.split())
+        word = min(max(words, default=0), _LONGEST_WORD)
+        whole = longest if figures[i] else 0 if lines is None else -(-longest // lines) + 3
+        widths.append(max(longest, length(headings[i])))
+        least.append(min(max(word, whole), widths[-1]))
+    while sum(widths) + 3 * len(widths) + 1 > width:  # the borders, and a space beside each
+        spare = [(widths[i], i) for i in range(len(widths)) if widths[i] > least[i]]
+        if not spare:
+            return None
+        widths[max(spare)[1]] -= 1
+    return widths
 
 
 def _console(stream: TextIO) -> rich.console.Console:

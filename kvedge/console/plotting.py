@@ -41,13 +41,16 @@ def require_matplotlib(what: str) -> None:
 
 
 def save_figure(path: str, draw: Callable[[Any], None]) -> None:
-    """Let ``draw`` fill a figure, and write it to a file."""
-    _drawn(draw).savefig(path, dpi=_DPI)
+    """Let ``draw`` fill a figure, and write it to a file; the same figure as the same bytes."""
+    dated = {"Date": None} if Path(path).suffix.lower() == ".svg" else None
+    with import_module("matplotlib").rc_context({"svg.hashsalt": "kvedge"}):
+        _drawn(draw).savefig(path, dpi=_DPI, metadata=dated)
 
 
 def write_svg(stream: TextIO, draw: Callable[[Any], None]) -> None:
     """Let ``draw`` fill a figure, and write it as SVG."""
-    _drawn(draw).savefig(stream, format="svg")
+    with import_module("matplotlib").rc_context({"svg.hashsalt": "kvedge"}):
+        _drawn(draw).savefig(stream, format="svg", metadata={"Date": None})
 
 
 def _drawn(draw: Callable[[Any], None]) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 
-__all__ = ["format_count", "format_rate", "format_size", "parse_size"]
+__all__ = ["format_count", "format_rate", "format_size", "parse_count", "parse_size"]
 
 _PREFIXES = "KMGTP"
 
@@ -32,6 +32,26 @@ def parse_size(text: str) -> int:
     if not 1 <= size < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size; write 4G, 512M or 1.5GiB")
     return int(size)
+
+
+def parse_count(text: str) -> int:
+    """Return the number that ``text`` stands for: ``135M``, ``1.2B`` (10^9), ``600000``.
+
+    Raises
+    ------
+    argparse.ArgumentTypeError
+        For anything else, also for numbers below 1.
+    """
+    factors = {"k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
+    compact = text.strip().lower()
+    factor = factors.get(compact[-1:], 1)
+    try:
+        count = float(compact.rstrip("kmbgt")) * factor
+    except ValueError:
+        count = math.nan
+    if not 1 <= count < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number; write 135M, 1.2B or 600000")
+    return int(count)
 
 
 def _factor(unit: str) -> int | None:

@@ -132,7 +132,11 @@ def check_length(n: Any, length: int) -> int:
     """`n` as an int in [0, length]: a length to truncate to, or PositionOutOfRangeError."""
     number = as_int(n, "n")
     if not 0 <= number <= length:
-        raise PositionOutOfRangeError(f"cannot truncate to {number}: {_tokens(length)} stored")
+        raise PositionOutOfRangeError(
+            f"cannot truncate to {number}: {_tokens(length)} stored",
+            expected=range(length + 1),
+            got=number,
+        )
     return number
 
 
@@ -140,7 +144,11 @@ def check_drop(n: Any, length: int) -> int:
     """`n` as an int in [0, length]: how many tokens to drop, or PositionOutOfRangeError."""
     number = as_int(n, "n")
     if not 0 <= number <= length:
-        raise PositionOutOfRangeError(f"cannot drop {number} tokens: {_tokens(length)} stored")
+        raise PositionOutOfRangeError(
+            f"cannot drop {number} tokens: {_tokens(length)} stored",
+            expected=range(length + 1),
+            got=number,
+        )
     return number
 
 
@@ -198,7 +206,9 @@ def check_range(start: Any, stop: Any, length: int) -> tuple[int, int]:
     stop = length if stop is None else as_int(stop, "stop")
     if not 0 <= start <= stop <= length:
         raise PositionOutOfRangeError(
-            f"tokens {start} to {stop} are not a range of what is stored: {_tokens(length)}"
+            f"tokens {start} to {stop} are not a range of what is stored: {_tokens(length)}",
+            expected=range(length + 1),
+            got=(start, stop),
         )
     return start, stop
 
@@ -249,7 +259,11 @@ def check_max_seq_len(value: Any) -> int | None:
         return None
     number = as_int(value, "max_seq_len")
     if not 1 <= number <= MAX_CAPACITY:
-        raise InvalidArgumentError(f"max_seq_len must be from 1 to {MAX_CAPACITY}, not {number}")
+        raise InvalidArgumentError(
+            f"max_seq_len must be from 1 to {MAX_CAPACITY}, not {number}",
+            expected=range(1, MAX_CAPACITY + 1),
+            got=number,
+        )
     return number
 
 
@@ -496,8 +510,12 @@ def as_query(
         several = f"(num_heads, n, {dim})" if layout == "hnd" else f"(n, num_heads, {dim})"
         wanted = f"(num_heads, {dim})" + (f" or {several}" if many else "")
         shape = arrays.in_nhd(query, layout).shape
+        turned = layout == "nhd" and len(shape) == 3 and shape[2] == dim
+        turned = many and turned and shape[0] > 0 and shape[0] % heads == 0
+        hint = ': for (num_heads, n, channels) pass layout="hnd"' if turned else ""
         raise ShapeMismatchError(
-            f"query must have shape {wanted} with num_heads a multiple of {heads}, not {shape}",
+            f"query must have shape {wanted} with num_heads a multiple of {heads}, not "
+            f"{shape}{hint}",
             expected=wanted,
             got=shape,
         )
@@ -548,7 +566,9 @@ def as_num_query_heads(num_query_heads: Any, num_kv_heads: int) -> int | None:
     number = as_int(num_query_heads, "num_query_heads")
     if number < 1 or number % num_kv_heads:
         raise InvalidArgumentError(
-            f"num_query_heads must be a multiple of the {num_kv_heads} KV heads, not {number}"
+            f"num_query_heads must be a multiple of the {num_kv_heads} KV heads, not {number}",
+            expected=f"a multiple of {num_kv_heads}",
+            got=number,
         )
     return number
 

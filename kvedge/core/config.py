@@ -273,10 +273,10 @@ def layer_config(
     key_dtype, value_dtype : kvedge.core.types.Dtype, optional
         How keys, or values, are stored where not as `dtype`.
     group_size : int, optional
-        Channels that share a scale, at least 1; None or more than a row has: the whole row. int8
-        only.
+        Channels that share a scale, 1 to those of the wider rows; None: the whole row, as for
+        rows narrower than that. int8 and int4 only.
     scale_dtype : {"float32", "float16"}
-        float16 for int8 only.
+        float16 for int8 and int4 only.
     window : int, optional
         Tokens that a query row sees, 1 to 2^40, in a layer without a capacity.
     recent, sinks : int
@@ -323,9 +323,13 @@ def layer_config(
         group_size = widest
     else:
         group_size = as_int(group_size, "group_size")
-        if group_size < 1:
-            raise InvalidArgumentError(f"group_size must be at least 1, not {group_size}")
-        group_size = min(group_size, widest)
+        if not 1 <= group_size <= widest:
+            raise InvalidArgumentError(
+                f"group_size must be from 1 to {widest}, the channels of a row, not {group_size}; "
+                "None is a scale for the whole row",
+                expected=range(1, widest + 1),
+                got=group_size,
+            )
     if window is not None:
         window = _size(window, "window", MAX_CAPACITY)
         if capacity is not None:
@@ -376,16 +380,33 @@ def one_of(value: Any, name: str, choices: Iterable[str]) -> None:
     """InvalidArgumentError if a value is none of these names."""
     if not isinstance(value, str) or value not in tuple(choices):
         wanted = " or ".join(f'"{choice}"' for choice in choices)
-        text = f"dtype('{value.name}')" if type(value) is np.dtype else describe(value)
+        hint = _name_meant(value)
+        meant = f': write {name}="{hint}"' if hint in tuple(choices) else ""
         raise InvalidArgumentError(
-            f"{name} must be {wanted} (the name, as text), not {text}", expected=wanted, got=value
+            f"{name} must be {wanted} (the name, as text), not {describe(value)}{meant}",
+            expected=wanted,
+            got=value,
         )
+
+
+def _name_meant(value: Any) -> str:
+    """What a type of NumPy or torch would be called here: "int8" for np.int8."""
+    if isinstance(value, type):
+        return str(type.__getattribute__(value, "__name__"))
+    if isinstance(value, np.dtype):
+        return value.name
+    is_torch = type(value).__module__ == "torch"
+    return str(value).removeprefix("torch.") if is_torch else ""
 
 
 def _size(value: Any, name: str, most: int) -> int:
     number = as_int(value, name)
     if not 1 <= number <= most:
-        raise InvalidArgumentError(f"{name} must be from 1 to {most}, not {number}")
+        raise InvalidArgumentError(
+            f"{name} must be from 1 to {most}, not {number}",
+            expected=range(1, most + 1),
+            got=number,
+        )
     return number
 
 
@@ -431,6 +452,8 @@ def describe(value: Any) -> str:
     """A short description of any object that is safe to make, for an error message."""
     if isinstance(value, np.ndarray):
         return f"an array of {value.dtype} with shape {value.shape}"
+    if isinstance(value, np.dtype):
+        return f"dtype('{value.name}')"
     if isinstance(value, type):
         return f"the class {type.__getattribute__(value, '__name__')}"
     kind = type(value)

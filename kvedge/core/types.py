@@ -92,6 +92,7 @@ class CacheArguments(StorageArguments, total=False):
     value_head_dim: int | None
     dtype: Dtype
     window: int | Sequence[int | None] | None
+    num_query_heads: int | None
 
 
 # What keys, values and queries may come as: float32, or float16 and bfloat16, which are converted.

@@ -60,8 +60,11 @@ def runs_of(
     list of Run
         Ascending in `last`.
     """
-    rows = np.arange(length - num_rows, length)
     base = placement.count(options.start, rank)
+    if num_rows == 1 and not options.window:  # a step of decoding, mostly
+        stop = placement.count(length, rank)
+        return [Run(0, 1, stop, base, causal=True)] if stop > base else []
+    rows = np.arange(length - num_rows, length)
     stops = placement.count(rows + 1 if options.causal else np.full_like(rows, length), rank)
     starts = np.full_like(stops, base)
     sinks_end = base

@@ -18,7 +18,7 @@ from kvedge.core.options import AttendOptions, takes_options_of
 from kvedge.core.types import Array, Layout
 from kvedge.distributed import files
 from kvedge.distributed.facts import ShardedFacts
-from kvedge.distributed.first_tokens import FirstTokens, check_storable, close, refuse_precise
+from kvedge.distributed.first_tokens import FirstTokens, check_shareable, check_storable, close
 from kvedge.distributed.group import as_group
 from kvedge.distributed.leading import LeadingKVCache, follow
 from kvedge.distributed.placement import BLOCK_SIZE
@@ -101,13 +101,8 @@ class ShardedKVCache(ShardedFacts):
         """
         if not isinstance(cache, KVCache):
             raise InvalidArgumentError(f"cache must be a KVCache, not {checks.describe(cache)}")
-        if any(window is not None for window in cache.window):
-            raise InvalidArgumentError(
-                "a layer with a window keeps little, and all ranks may keep that: shard a cache "
-                "without windows, and pass window= to attend()"
-            )
         for config in cache._format.layers:
-            refuse_precise(config)
+            check_shareable(config)
         cache._refuse_pending("sharding")
         share = join(group, timeout, block_size=block_size, weights=weights)
         self._form(cache, share)
@@ -177,7 +172,7 @@ class ShardedKVCache(ShardedFacts):
         if first is None:
             check_storable(part._config, part._key_map, keys, values)
         else:
-            first.take(keys, values)
+            first.take(keys, values)  # which checks them as well
         mine = self._share.held(start, start + n)
         if len(mine) == n:
             self._part.append(index, keys, values)
@@ -247,6 +242,13 @@ class ShardedKVCache(ShardedFacts):
         checks.check_finite(keys, "keys")
         checks.check_finite(values, "values")
         start = self._length
+        self._check_room(0, 1)
+        for index, layer in enumerate(self._part._layers):
+            first, row = self._first[index], slice(index, index + 1)
+            if first is None:
+                check_storable(layer._config, layer._key_map, keys[row], values[row])
+            else:
+                first.check(keys[row], values[row])
         try:
             for index in range(layers):
                 self.append(index, keys[index], values[index])

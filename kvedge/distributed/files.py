@@ -23,6 +23,7 @@ import numpy as np
 
 from kvedge import KVCache
 from kvedge.core.replacing import replacing
+from kvedge.distributed.first_tokens import check_shareable
 from kvedge.distributed.group import Group
 from kvedge.distributed.placement import Placement
 from kvedge.distributed.share import Share
@@ -205,6 +206,7 @@ def _assemble(folder: str, manifest: Mapping[str, Any], saved: Placement, share:
         path = os.path.join(folder, _part_name(manifest["save"], rank, saved.num_ranks))
         source = _load_part(path, manifest, saved, rank)
         if part is None:
+            _check_shareable(path, source)
             kept = {k: v for k, v in source.metadata.items() if not k.startswith(_OURS)}
             own_limit = None if limit is None else max(1, share.count(limit))
             part = KVCache._empty(
@@ -226,6 +228,14 @@ def _assemble(folder: str, manifest: Mapping[str, Any], saved: Placement, share:
     part._adopt(tokens, [(tokens, key_map, 0, ()) for key_map in maps])
     whole: KVCache = part
     return whole
+
+
+def _check_shareable(path: str, source: KVCache) -> None:
+    try:
+        for config in source._format.layers:
+            check_shareable(config)
+    except InvalidArgumentError as error:
+        raise CorruptFileError(f"{path}: it is no part of a context: {error}") from error
 
 
 def _holders(placement: Placement, positions: np.ndarray) -> np.ndarray:

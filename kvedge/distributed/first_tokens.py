@@ -16,7 +16,7 @@ from kvedge.core.key_map import LEAST_TOKENS, NO_MAP, KeyMap, KeyRule
 from kvedge.errors import InvalidArgumentError
 from kvedge.layer import new_layer
 
-__all__ = ["FirstTokens", "check_storable", "close", "refuse_precise"]
+__all__ = ["FirstTokens", "check_shareable", "check_storable", "close"]
 
 
 def close(layer: Any) -> None:
@@ -55,11 +55,7 @@ class FirstTokens:
         whole, part = self._whole, self._part
         mark = whole._mark()
         try:
-            if len(whole) + len(keys) < LEAST_TOKENS:  # to be decided again, perhaps
-                whole._append(keys, values)
-            else:
-                whole._decide_key_map(keys)
-                check_storable(whole._config, whole._key_map, keys, values)
+            self._decide(keys, values)
             held = part._held()
             if held.num_tokens:  # even for the same map: this is not idempotent to the last bit
                 part._encode_anew(whole._key_map, held)
@@ -67,6 +63,22 @@ class FirstTokens:
         except BaseException:
             whole._return_to(mark)
             raise
+
+    def check(self, keys: np.ndarray, values: np.ndarray) -> None:
+        """Raise what :meth:`take` would, and change nothing."""
+        mark = self._whole._mark()
+        try:
+            self._decide(keys, values)
+        finally:
+            self._whole._return_to(mark)
+
+    def _decide(self, keys: np.ndarray, values: np.ndarray) -> None:
+        whole = self._whole
+        if len(whole) + len(keys) < LEAST_TOKENS:  # to be decided again, perhaps
+            whole._append(keys, values)
+        else:
+            whole._decide_key_map(keys)
+            check_storable(whole._config, whole._key_map, keys, values)
 
     def go_to(self, n: int) -> None:
         """Hold the first n tokens, back or forward again, while they decide anything."""
@@ -80,11 +92,16 @@ class FirstTokens:
         return other
 
 
-def refuse_precise(config: Any) -> None:
-    """InvalidArgumentError for a layer that holds some tokens in a second format.
+def check_shareable(config: Any) -> None:
+    """InvalidArgumentError for a layer with a window, or with some tokens in a second format.
 
-    Which they are changes with every token of the context, wherever that lies.
+    Which those are changes with every token of the context, wherever that lies.
     """
+    if config.window is not None:
+        raise InvalidArgumentError(
+            "a layer with a window keeps little, and all ranks may keep that: shard a cache "
+            "without windows, and pass window= to attend()"
+        )
     if config.recent_dtype:
         raise InvalidArgumentError(
             "recent= and sinks= are of one cache: over ranks, all tokens are stored in one format"

@@ -208,6 +208,10 @@ class TorchGroup(_Messages):
         import torch
 
         self._torch, self._distributed, self._group = torch, distributed, group
+        if distributed.get_backend(group) == "nccl":
+            raise InvalidArgumentError(
+                "caches are in the CPU's memory, and nccl sends that of GPUs: give a gloo group"
+            )
         self.rank = distributed.get_rank(group)
         self.size = distributed.get_world_size(group)
         if self.rank < 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -131,9 +132,9 @@ class Share:
         width = layers[0].value_head_dim
         shape = (len(layers), n, num_heads)
         head = np.array([index, n, num_heads, length, len(layers), self._calls], np.int64)
-        message = np.empty(head.nbytes + 4 * int(np.prod(shape)) * (1 + width), np.uint8)
+        message = np.empty(head.nbytes + 4 * math.prod(shape) * (1 + width), np.uint8)
         message[: head.nbytes] = head.view(np.uint8)
-        lse_at = slice(head.nbytes, head.nbytes + 4 * int(np.prod(shape)))
+        lse_at = slice(head.nbytes, head.nbytes + 4 * math.prod(shape))
         out_at = slice(lse_at.stop, None)
         lse = message[lse_at].view(np.float32).reshape(shape)
         out = message[out_at].view(np.float32).reshape(*shape, width)

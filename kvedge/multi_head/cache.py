@@ -126,7 +126,8 @@ class MultiHeadKvCache:
 
         Raises
         ------
-        As :meth:`push_token`.
+        ShapeMismatchError, DtypeMismatchError, LayoutError, NonFiniteInputError, ScaleRangeError
+            As of :meth:`push_token`.
         """
         self._append(keys, values, True, layout)
 

@@ -2,42 +2,33 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvedge.cache import CacheMethods
-from kvedge.cache_state import layer_names
-from kvedge.core import checks, registry
-from kvedge.core.key_map import KeyRule, same_vector
+from kvedge.core import checks
 from kvedge.errors import (
     InvalidArgumentError,
     LayersOutOfStepError,
     ShapeMismatchError,
     StaleSnapshotError,
 )
-from kvedge.paged import file, readings
-from kvedge.paged.attention import PagedAttention
+from kvedge.paged import readings
+from kvedge.paged.exchange import PagedExchange, check_nothing_pending
 from kvedge.paged.pool import KvBlockPool
+from kvedge.paged.prefixes import as_token_ids
 from kvedge.paged.sequences import Contents, PagedSnapshot, SequenceState
-from kvedge.snapshot import CacheContents, CacheFormat, LayerContents
 
 if TYPE_CHECKING:
-    from typing_extensions import Self  # type checkers bring it along
-
     from kvedge.core.types import Array, Layout
 
 __all__ = ["PagedKvCache"]
 
-MAX_TOKEN_ID = 2**63 - 1
-
 _numbers = count()  # of sequences: one series for all caches, so that no two share a number
 
 
-class PagedKvCache(PagedAttention):
+class PagedKvCache(PagedExchange):
     """Keys and values of many sequences, in blocks of a pool that they share.
 
     A sequence is a number, given by :meth:`new_sequence`, :meth:`fork`, :meth:`match_prefix` or
@@ -118,7 +109,7 @@ class PagedKvCache(PagedAttention):
         """
         with self._pool._lock:
             state = self._state(seq)
-            _check_nothing_pending(state.held, state.length)
+            check_nothing_pending(state.held, state.length)
             kept = self._pool._blocks_for(state.length)  # reserved blocks stay this one's alone
             return self._add_holding(state.table[:kept], state.length)
 
@@ -413,7 +404,7 @@ class PagedKvCache(PagedAttention):
         """
         with self._pool._lock:
             state = self._state(seq)
-            ids = _token_ids(token_ids)
+            ids = as_token_ids(token_ids)
             if len(ids) > state.length:
                 raise ShapeMismatchError(
                     f"{len(ids)} token ids for the {state.length} tokens of sequence {seq}"
@@ -448,7 +439,7 @@ class PagedKvCache(PagedAttention):
         Token ids are compared one by one, never by a hash alone, so a prefix cannot be mistaken for
         another (https://docs.vllm.ai/en/latest/design/prefix_caching.html).
         """
-        ids = _token_ids(token_ids)
+        ids = as_token_ids(token_ids)
         leave = checks.as_int(leave, "leave")
         if leave < 0:
             raise InvalidArgumentError(f"leave must be at least 0, not {leave}")
@@ -468,157 +459,6 @@ class PagedKvCache(PagedAttention):
         pool = getattr(self, "_pool", None)
         if pool is not None:  # the pool may be another cache's as well
             pool._abandoned.extend(state.table for state in self._sequences.values())
-
-    # ---- files -----------------------------------------------------------------------------------
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write all sequences and the pool's known prefixes to a file: all of it or nothing.
-
-        What sequences share is there once. Sequences of other caches over the pool, snapshots and
-        blocks that :meth:`KvBlockPool.allocate` gave are not saved. Needs ``kvedge[io]``.
-
-        Parameters
-        ----------
-        path : str or path-like
-
-        Raises
-        ------
-        LayersOutOfStepError
-            Some layer of a sequence has pending tokens.
-        OSError, MissingExtraError
-        """
-        with self._pool._lock:
-            sequences = []
-            for state in self._sequences.values():
-                _check_nothing_pending(state.held, state.length)
-                table = state.table[: self._pool._blocks_for(state.length)]
-                sequences.append((table, state.length))
-            file.save(self._pool, sequences, path)
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str], *, num_blocks: int | None = None) -> Self:
-        """Read what :meth:`save` wrote into a pool of its own.
-
-        Parameters
-        ----------
-        path : str or path-like
-        num_blocks : int, optional
-            Of the new pool; by default as many as the saved one had.
-
-        Returns
-        -------
-        PagedKvCache
-            :attr:`sequences` are in the order they were saved in, under numbers of their own.
-
-        Raises
-        ------
-        CorruptFileError
-            The file is damaged, or none of a paged cache.
-        InvalidArgumentError
-            num_blocks are too few.
-        OSError, MissingExtraError, OutOfMemoryError
-        """
-        number = None if num_blocks is None else checks.as_int(num_blocks, "num_blocks")
-        pool, sequences = file.load(path, number)
-        cache = cls(pool)
-        for table, length in sequences:
-            cache._add(SequenceState(pool.num_layers, table, length))
-        return cache
-
-    # ---- to and from a KVCache -------------------------------------------------------------------
-
-    def to_kv_cache(self, seq: int, *, max_seq_len: int | None = None) -> Any:
-        """Copy a sequence, byte for byte, into a cache of its own.
-
-        Parameters
-        ----------
-        seq : int
-        max_seq_len : int, optional
-            Of the new cache, at least the length of the sequence; by default it grows.
-
-        Returns
-        -------
-        KVCache
-
-        Raises
-        ------
-        UnknownSequenceError
-        LayersOutOfStepError
-            Some layer has pending tokens.
-        InvalidArgumentError, CapacityExceededError
-            ``max_seq_len`` is no length, or too short.
-        OutOfMemoryError
-        """
-        max_seq_len = checks.check_max_seq_len(max_seq_len)
-        pool = self._pool
-        running: list[readings.Reading] = []
-        layers = []
-        try:
-            with pool._lock:  # all layers as they are at one moment
-                state = self._state(seq)
-                length = state.length
-                _check_nothing_pending(state.held, length)
-                for layer in range(pool.num_layers):
-                    running.append(self._begin(seq, state, layer))
-            for store, reading in zip(pool._stores, running, strict=True):
-                slabs = store.gather(reading.table, pool.block_size, length)
-                keys, values, key_scales, value_scales = slabs
-                layers.append(LayerContents(keys, values, key_scales, value_scales, store._key_map))
-        finally:
-            pool._running.difference_update(running)
-        contents = CacheContents(self._format, length, tuple(layers))
-        return registry.active("KVCache")._holding(contents, max_seq_len, KeyRule(), {})
-
-    def from_kv_cache(self, cache: CacheMethods) -> int:
-        """Begin a sequence with a copy of a cache's tokens, byte for byte.
-
-        Parameters
-        ----------
-        cache : KVCache
-            Of the pool's layers, heads, head_dim, dtype, group size, scale dtype and key scale, and
-            without a key offset.
-
-        Returns
-        -------
-        int
-
-        Raises
-        ------
-        InvalidArgumentError
-            Not a KVCache, or one with a key offset or another key scale.
-        ShapeMismatchError
-            A cache of another format.
-        LayersOutOfStepError
-            Some layer of the cache has tokens that it was not advanced over.
-        CapacityExceededError
-            The pool has too few free blocks.
-        """
-        if not isinstance(cache, CacheMethods):
-            raise InvalidArgumentError(f"cache must be a KVCache, not {checks.describe(cache)}")
-        if cache._format != self._format:
-            raise ShapeMismatchError(f"the cache is {cache._format}, this pool {self._format}")
-        if cache.key_offset is not None:
-            raise InvalidArgumentError("blocks have no key offset, but this cache has one")
-        if not same_vector(cache.key_scale, self._pool.key_scale):
-            raise InvalidArgumentError(
-                "the cache has another key_scale than the pool: make the pool with "
-                "key_scale=cache.key_scale"
-            )
-        pool, length = self._pool, len(cache)
-        _check_nothing_pending([len(layer) for layer in cache._layers], length)
-        with pool._lock:
-            table = pool._take(pool._blocks_for(length))
-            try:
-                for store, layer in zip(pool._stores, cache._layers, strict=True):
-                    store.scatter(table, pool.block_size, [slab[:length] for slab in layer._slabs])
-            except BaseException:
-                pool._release(table)
-                raise
-            return self._add(SequenceState(pool.num_layers, table, length))
-
-    @property
-    def _format(self) -> CacheFormat:
-        return CacheFormat.of([self._pool._config] * self._pool.num_layers)
 
     # ---- inside ----------------------------------------------------------------------------------
 
@@ -641,29 +481,3 @@ class PagedKvCache(PagedAttention):
         if snapshot._table is None:
             raise StaleSnapshotError("this snapshot was released: its blocks are no longer held")
         return snapshot._table
-
-
-def _check_nothing_pending(held: Sequence[int], length: int) -> None:
-    """LayersOutOfStepError if a layer has tokens that the sequence was not advanced over."""
-    if max(held) == length:
-        return
-    pending = [layer for layer, tokens in enumerate(held) if tokens > length]
-    raise LayersOutOfStepError(
-        f"there are pending tokens in {layer_names(pending)} of {len(held)}: {max(held)} tokens "
-        f"are held, but {length} were advanced over; advance() over them or truncate() first"
-    )
-
-
-def _token_ids(token_ids: Any) -> np.ndarray:
-    """Token ids as int64 (n,)."""
-    try:
-        ids = np.asarray(token_ids)
-    except Exception as error:  # ragged lists, foreign __array__
-        raise InvalidArgumentError("token_ids must be a sequence of integers") from error
-    if ids.ndim != 1:
-        raise ShapeMismatchError(f"token_ids must have one dimension, not shape {ids.shape}")
-    if ids.size and ids.dtype.kind not in "iu":
-        raise InvalidArgumentError(f"token_ids must be integers, not {ids.dtype}")
-    if ids.dtype.kind == "u" and ids.size and int(ids.max()) > MAX_TOKEN_ID:
-        raise InvalidArgumentError(f"token_ids must be at most 2^63 - 1, not {ids.max()}")
-    return ids.astype(np.int64)

@@ -26,7 +26,7 @@ from kvedge.errors import (
     ShapeMismatchError,
 )
 from kvedge.paged import readings
-from kvedge.paged.prefixes import PrefixTree
+from kvedge.paged.prefixes import PrefixTree, as_token_ids
 
 __all__ = ["KvBlockPool"]
 
@@ -54,10 +54,10 @@ class KvBlockPool(ConfigFacts):
     dtype : kvedge.core.types.Dtype
         How keys and values are stored, such as "int8": docs/numerics.md has the table.
     scale_dtype : {"float32", "float16"}
-        int8 only: type of the scales.
+        int8 and int4 only: type of the scales.
     group_size : int, optional
-        int8 only: channels that share a scale; by default the whole row, as for rows narrower than
-        that.
+        int8 and int4 only: channels that share a scale, at most those of a row; by default the
+        whole row, as for values (or keys) narrower than that.
     value_head_dim : int, optional
         Channels of a value, 1 to 1024; by default head_dim.
     key_scale : array, optional
@@ -66,6 +66,8 @@ class KvBlockPool(ConfigFacts):
         there. Sequences share blocks, so a pool takes none from its first tokens.
     key_dtype, value_dtype : kvedge.core.types.Dtype, optional
         How keys, or values, are stored where not as `dtype`.
+    max_pinned_blocks : int, optional
+        Most blocks that :meth:`pin_prefix` may keep, 0 to num_blocks; by default there is no limit.
 
     Raises
     ------
@@ -94,6 +96,7 @@ class KvBlockPool(ConfigFacts):
         *,
         key_dtype: Dtype | None = None,
         value_dtype: Dtype | None = None,
+        max_pinned_blocks: int | None = None,
     ) -> None:
         """Make a pool of free blocks; the class tells of the parameters."""
         num_blocks = _size(num_blocks, "num_blocks", MAX_BLOCKS)
@@ -119,6 +122,13 @@ class KvBlockPool(ConfigFacts):
             raise InvalidArgumentError(
                 f"a pool has no dtype={config.dtype!r}: runs of tokens do not lie in its blocks"
             )
+        self._max_pinned = num_blocks
+        if max_pinned_blocks is not None:
+            self._max_pinned = checks.as_int(max_pinned_blocks, "max_pinned_blocks")
+            if not 0 <= self._max_pinned <= num_blocks:
+                raise InvalidArgumentError(
+                    f"max_pinned_blocks must be from 0 to {num_blocks}, not {max_pinned_blocks}"
+                )
         scales = _key_scales(key_scale, config, num_layers)
         slabs = memory.reserve_layers(config, num_layers)
         try:
@@ -141,6 +151,7 @@ class KvBlockPool(ConfigFacts):
         self._idle: OrderedDict[int, None] = OrderedDict()  # known, held by nobody; oldest first
         self._running: set[readings.Reading] = set()  # what calls read at the moment
         self._parked: dict[int, None] = {}  # held by nobody, but read by a running call
+        self._pinned: Counter[int] = Counter()  # references of pin_prefix()
         self._lent: Counter[int] = Counter()  # references that allocate() and share() gave out
         # Tables of snapshots that were garbage-collected, which may happen in the middle of
         # anything: they are given back when the pool is next looked at.
@@ -190,6 +201,16 @@ class KvBlockPool(ConfigFacts):
         with self._lock:
             self._collect()
             return len(self._idle)
+
+    @property
+    def pinned_count(self) -> int:
+        """Of the used blocks, those that :meth:`pin_prefix` keeps."""
+        return len(self._pinned)
+
+    @property
+    def max_pinned_blocks(self) -> int:
+        """Most blocks that :meth:`pin_prefix` may keep."""
+        return self._max_pinned
 
     @property
     def utilization(self) -> float:
@@ -388,12 +409,78 @@ class KvBlockPool(ConfigFacts):
     def forget_prefixes(self) -> None:
         """Let no prefix be found any more, as is needed when the model's weights have changed.
 
-        :attr:`prefix_hits` and :attr:`prefix_misses` count from 0 again.
+        None is pinned any more; :attr:`prefix_hits` and :attr:`prefix_misses` count from 0 again.
         """
         with self._lock:
+            while self._pinned:
+                self._unpin(list(self._pinned))
             self._prefixes = PrefixTree(self._block_size)
             self._freed.extend(reversed(self._idle))
             self._idle.clear()
+
+    def pin_prefix(self, token_ids: Any) -> int:
+        """Keep the longest registered prefix of some tokens until it is unpinned.
+
+        So a system prompt is still found when the memory of other prefixes had to be used again.
+        Pinned as often, a prefix has to be unpinned as often.
+
+        Parameters
+        ----------
+        token_ids : sequence or array of int
+
+        Returns
+        -------
+        int
+            How many of the tokens are pinned, a multiple of the block size; 0 where none is known.
+
+        Raises
+        ------
+        CapacityExceededError
+            More blocks would be pinned than `max_pinned_blocks`; nothing has changed.
+        InvalidArgumentError, ShapeMismatchError
+            Not integers in one dimension.
+        """
+        ids = as_token_ids(token_ids)
+        with self._lock:
+            blocks = self._prefixes.find(ids)
+            wanted = len(self._pinned.keys() | set(blocks))
+            if wanted > self._max_pinned:
+                raise CapacityExceededError(
+                    f"{wanted} blocks would be pinned, and max_pinned_blocks is {self._max_pinned}",
+                    expected=self._max_pinned,
+                    got=wanted,
+                )
+            self._hold(np.array(blocks, np.int32))
+            self._pinned.update(blocks)
+            return len(blocks) * self._block_size
+
+    def unpin_prefix(self, token_ids: Any) -> int:
+        """Undo one :meth:`pin_prefix` of the same tokens; the prefix stays to be found for now.
+
+        Parameters
+        ----------
+        token_ids : sequence or array of int
+
+        Returns
+        -------
+        int
+            How many of the tokens were pinned: their blocks are held once less.
+
+        Raises
+        ------
+        InvalidArgumentError, ShapeMismatchError
+            Not integers in one dimension.
+        """
+        ids = as_token_ids(token_ids)
+        with self._lock:
+            blocks = [block for block in self._prefixes.find(ids) if block in self._pinned]
+            self._unpin(blocks)
+            return len(blocks) * self._block_size
+
+    def _unpin(self, blocks: list[int]) -> None:
+        self._pinned.subtract(blocks)
+        self._pinned += Counter()  # without those at 0
+        self._release(np.array(blocks, np.int32))
 
     @property
     def prefix_hits(self) -> int:

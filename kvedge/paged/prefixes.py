@@ -10,12 +10,15 @@ SGLang's radix tree, https://arxiv.org/abs/2312.07104, is this one with nodes of
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
-from kvedge.errors import InvalidArgumentError
+from kvedge.errors import InvalidArgumentError, ShapeMismatchError
 
-__all__ = ["PrefixTree"]
+__all__ = ["PrefixTree", "as_token_ids"]
+
+MAX_TOKEN_ID = 2**63 - 1
 
 
 class _Node:
@@ -52,7 +55,7 @@ class PrefixTree:
     def __contains__(self, block: int) -> bool:
         return block in self._nodes
 
-    def match(self, token_ids: np.ndarray) -> list[int]:
+    def find(self, token_ids: np.ndarray) -> list[int]:
         """The blocks of the longest known prefix of `token_ids`, int64 (n,)."""
         node, blocks = self._root, []
         for ids in self._split(token_ids):
@@ -61,6 +64,11 @@ class PrefixTree:
                 break
             blocks.append(child.block)
             node = child
+        return blocks
+
+    def match(self, token_ids: np.ndarray) -> list[int]:
+        """As :meth:`find`, counted as a hit or a miss."""
+        blocks = self.find(token_ids)
         if blocks:
             self.hits += 1
         else:
@@ -146,3 +154,18 @@ class PrefixTree:
         size = self._block_size
         for stop in range(size, len(token_ids) + 1, size):
             yield token_ids[stop - size : stop].tobytes()
+
+
+def as_token_ids(token_ids: Any) -> np.ndarray:
+    """Token ids as int64 (n,)."""
+    try:
+        ids = np.asarray(token_ids)
+    except Exception as error:  # ragged lists, foreign __array__
+        raise InvalidArgumentError("token_ids must be a sequence of integers") from error
+    if ids.ndim != 1:
+        raise ShapeMismatchError(f"token_ids must have one dimension, not shape {ids.shape}")
+    if ids.size and ids.dtype.kind not in "iu":
+        raise InvalidArgumentError(f"token_ids must be integers, not {ids.dtype}")
+    if ids.dtype.kind == "u" and ids.size and int(ids.max()) > MAX_TOKEN_ID:
+        raise InvalidArgumentError(f"token_ids must be at most 2^63 - 1, not {ids.max()}")
+    return ids.astype(np.int64)

@@ -12,6 +12,7 @@ import numpy as np
 import transformers
 
 from kvedge.backends.select import KVCache
+from kvedge.core.config import MAX_HEAD_DIM
 from kvedge.core.options import AttendOptions
 from kvedge.core.recommended import RECOMMENDED
 from kvedge.errors import InvalidArgumentError
@@ -29,6 +30,7 @@ _OF_THE_MODEL = {
     "max_seq_len",
     "window",
     "layers",
+    "num_query_heads",
 }
 
 #: Options of a KvedgeCache that say how rows are stored, all others of a KVCache, and their
@@ -39,7 +41,7 @@ STORAGE: dict[str, Any] = {
     if name != "self" and name not in _OF_THE_MODEL
 } | RECOMMENDED
 
-_TRIED = 128  # channels of the layer that options are tried on
+_TRIED = MAX_HEAD_DIM  # channels of the layer that options are tried on: any group_size fits
 
 
 def is_for_each_layer(value: Any) -> bool:

@@ -9,7 +9,7 @@ import torch
 
 from kvedge.core import checks
 from kvedge.core.options import AttendOptions
-from kvedge.distributed.first_tokens import FirstTokens, check_storable, close, refuse_precise
+from kvedge.distributed.first_tokens import FirstTokens, check_shareable, check_storable, close
 from kvedge.distributed.share import Share
 from kvedge.errors import InvalidArgumentError, ShapeMismatchError
 from kvedge.transformers.layers import KvedgeLayer
@@ -31,7 +31,7 @@ class KvedgeShardedLayer(KvedgeLayer):
 
     def _new_row(self, heads: int, head_dim: int, value_head_dim: int) -> Any:
         row = super()._new_row(heads, head_dim, value_head_dim)
-        refuse_precise(row._config)
+        check_shareable(row._config)
         self._first.append(FirstTokens(row, row._key_rule))
         close(row)
         return row

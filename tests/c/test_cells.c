@@ -234,6 +234,7 @@ static int has_unsigned_keys(void) { return strcmp(kernels->name, "avx512vnni") 
 /* Digit `plane`, the high one first, of element d of a query's codes. Each path orders them for itself. */
 static int digit_at(const int8_t *codes, int plane, int d) {
   if (has_words()) return 0; /* see code_at() */
+  if (has_unsigned_keys() && format == KVEDGE_INT4) d = d / 8 * 8 + d % 2 * 4 + d % 8 / 2;
   if (has_unsigned_keys()) return codes[d / 64 * 192 + plane * 64 + d % 64];
   return codes[d / 4 * 16 + plane * 4 + d % 4]; /* of four channels, and four zeros */
 }

@@ -5,11 +5,17 @@ from __future__ import annotations
 import html.parser
 import importlib.util
 import json
+import re
+from pathlib import Path
 
+import browser
+import numpy as np
 import pytest
+from browser import needs_browser
 
 from kvedge import system
-from kvedge.bench import contest, copies, formats, push, whole
+from kvedge.bench import contest, copies, decode, formats, prefill, push, threads, whole
+from kvedge.bench.report import load_report
 from kvedge.cli import main
 from kvedge.console import exits
 
@@ -97,3 +103,52 @@ def test_what_was_measured_before_an_interrupt_is_written(tmp_path, monkeypatch)
     assert main(["bench", "report", "--out", str(path)]) == exits.INTERRUPTED
     report = json.loads(path.read_text())
     assert len(report["runs"]) == 1 and report["notes"]
+
+
+# ---- in a browser --------------------------------------------------------------------------------
+
+RECORDED = Path(__file__).parents[2] / "bench" / "runs"
+
+#: Asked of the page by itself: what is as wide as it is drawn, and what lies beyond the window.
+PROBE = """<script>
+const boxes = [...document.querySelectorAll("svg")].map(e => e.getBoundingClientRect());
+const wide = [...document.querySelectorAll("body *:not(svg *)")].filter(
+  e => !e.closest(".wide") && e.getBoundingClientRect().right > innerWidth + 1);
+document.body.dataset.svgs = boxes.filter(b => b.width > 200 && b.height > 100).length;
+document.body.dataset.beyond = wide.map(e => e.tagName).join(" ");
+document.body.dataset.scrolls = document.documentElement.scrollWidth > innerWidth;
+document.body.dataset.fetched = performance.getEntriesByType("resource").length;
+</script>"""
+
+
+@pytest.fixture
+def recorded(tmp_path, monkeypatch):
+    """The page of runs that were recorded with all peers, as a file."""
+    pytest.importorskip("matplotlib")
+    runs = [
+        load_report(str(RECORDED / f"{name}.json")) for name in ("decode", "prefill", "threads")
+    ]
+    whole_report = {key: runs[0][key] for key in ("format", "time", "version", "isa", "machine")}
+    whole_report |= {"benchmark": "report", "interrupted": False, "notes": [], "runs": runs}
+    monkeypatch.setattr(whole, "_RUNS", ((decode, (), ()), (prefill, (), ()), (threads, (), ())))
+    source, out = tmp_path / "report.json", tmp_path / "report.html"
+    source.write_text(json.dumps(whole_report))
+    assert main(["bench", "report", "--from", str(source), "--out", str(out)]) == exits.OK
+    return out
+
+
+@needs_browser
+@pytest.mark.subprocess
+@pytest.mark.parametrize("width", [1200, 400])
+def test_the_page_is_shown_by_a_browser_offline(recorded, tmp_path, width):
+    text = recorded.read_text()
+    recorded.write_text(text.replace("</body>", f"{PROBE}</body>"))
+    shown = browser.document(recorded, tmp_path)
+    told = dict(re.findall(r'data-(\w+)="([^"]*)"', shown[shown.index("<body") :].split(">")[0]))
+    assert told == {"svgs": "3", "beyond": "", "scrolls": "false", "fetched": "0"}
+    for word in ("AMD EPYC", "kvedge bench prefill", "torch", "ggml", "read limit", "GB/s"):
+        assert word in shown, word
+    picture = browser.screenshot(recorded, tmp_path, width)[..., :3]
+    rows = picture.reshape(len(picture), -1)
+    drawn = (rows.min(axis=1) < 200).mean()
+    assert 0.3 < drawn < 1 and len(np.unique(picture.reshape(-1, 3), axis=0)) > 50

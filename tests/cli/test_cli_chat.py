@@ -168,7 +168,7 @@ def test_lines_are_turns_and_commands(template, tmp_path, monkeypatch, capsys):
     assert out[1:3] == ["forgotten", "there is nothing to undo"]
     assert out[4:7] == [f"saved to {file}", "forgotten", "there is nothing to save yet"]
     assert out[7:9] == ["/load needs the name of a file", "/frob is no command; /help tells them"]
-    assert out[9] == f"1 turns from {file}"
+    assert out[9] == f"1 turn from {file}"
     assert "/none: No such file" in done.err and "turns" in done.err and "/undo " in done.out
 
 
@@ -179,7 +179,7 @@ def test_a_saved_conversation_goes_on(template, tmp_path, monkeypatch, capsys):
     first = chat(monkeypatch, capsys, ["Once upon a time"], *arguments, "--save-session", file).out
     second = chat(monkeypatch, capsys, [" Then Tom"], *arguments, "--load-session", file).out
     assert (
-        first.removesuffix(f"saved to {file}\n") + second.removeprefix(f"1 turns from {file}\n")
+        first.removesuffix(f"saved to {file}\n") + second.removeprefix(f"1 turn from {file}\n")
         == whole
     )
 

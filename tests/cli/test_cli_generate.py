@@ -78,7 +78,7 @@ def test_the_summary_without_rich_is_tab_separated(capsys, monkeypatch):
     monkeypatch.setattr(output, "rich", None)
     assert main(["generate", "--tokens", "2"]) == exits.OK
     lines = capsys.readouterr().err.splitlines()
-    assert "kvedge[cli]" in lines[0]
+    assert lines[0] == "kvedge generate"
     assert any(line.startswith("cache\tint8, 2 tokens in ") for line in lines)
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 
 import pytest
 
 import kvedge
-from kvedge.cli import main
+from kvedge.cli import main, shape
 from kvedge.cli.hf_config import shape_from_hf_config
 from kvedge.cli.layer_groups import LayerGroup
 from kvedge.console import exits
@@ -16,6 +17,7 @@ from kvedge.console.exits import CommandError
 from kvedge.console.sizes import format_size, parse_size
 from kvedge.core.formats import FORMATS
 from kvedge.data import STORIES_MODEL
+from kvedge.llama import read_config
 
 LLAMA_1B = ["--layers", "16", "--kv-heads", "8", "--head-dim", "64", "--context", "1000"]
 
@@ -541,3 +543,83 @@ def test_what_is_no_size_is_refused(text):
 )
 def test_sizes_are_written_in_binary_units(size, text):
     assert format_size(size) == text
+
+
+# ---- weights, machines, several models, a plot ---------------------------------------------------
+
+GIB = 1 << 30
+
+
+def test_a_models_file_is_counted_on_each_machine(capsys):
+    report = _plan(capsys, "--model", STORIES_MODEL, "--context", 512)
+    weights = STORIES_MODEL.stat().st_size
+    assert report["weights_bytes"] == weights
+    int8 = 5 * 2 * 4 * (8 + 4)  # layers, keys and values, KV heads, codes and a scale
+    names = [row["machine"] for row in report["machines"]]
+    assert names[:3] == ["Pi 4", "Pi 5", "laptop"]
+    for row, gib in zip(report["machines"], (4, 8, 16), strict=False):
+        assert row["ram_bytes"] == gib * GIB
+        assert row["cache_bytes"] == gib * GIB - weights - GIB // 2
+        assert row["int8_longest"] == row["cache_bytes"] // int8
+        assert row["fits_int8"] is True
+
+
+def test_parameters_and_bits_are_weights_too(capsys):
+    sizes = ("--layers", 32, "--kv-heads", 8, "--head-dim", 128, "--context", 32768)
+    assert _plan(capsys, *sizes)["machines"] == []
+    report = _plan(capsys, *sizes, "--parameters", "8B", "--bits", 8.5)
+    assert report["weights_bytes"] == 8_500_000_000
+    pi4, pi5, laptop = report["machines"][:3]
+    assert pi4["cache_bytes"] < 0 and pi4["int8_longest"] == 0 and not pi4["fits_int8"]
+    assert not pi5["fits_int8"] and laptop["fits_int8"]
+    half = _plan(capsys, *sizes, "--parameters", "8000M", "--bits", 4.25)
+    assert half["weights_bytes"] == 4_250_000_000 and half["machines"][1]["fits_int8"]
+
+
+def test_files_of_a_split_model_are_counted_together(tmp_path):
+    for number in (1, 2, 3):
+        (tmp_path / f"m[x]-{number:05}-of-00003.gguf").write_bytes(b"x" * number)
+    (tmp_path / "m[x]-00001-of-00002.gguf").write_bytes(b"x" * 100)
+    assert shape._size_of_files(str(tmp_path / "m[x]-00002-of-00003.gguf")) == 6
+
+
+def test_several_models_stand_side_by_side(tmp_path, capsys):
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(GEMMA_3_1B))
+    arguments = ["plan", "--model", str(STORIES_MODEL), "--hf-config", str(config)]
+    assert main([*arguments, "--context", "512", "--parameters", "1B"]) == exits.OK
+    text = capsys.readouterr().out
+    for word in ("stories260K.bin", "Pi 4", "Pi 5", "laptop", "weights"):
+        assert word in text
+    assert main([*arguments, "--context", "512", "--json"]) == exits.OK
+    models = json.loads(capsys.readouterr().out)["models"]
+    assert [model["weights_bytes"] for model in models] == [STORIES_MODEL.stat().st_size, None]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--model", STORIES_MODEL, "--parameters", "1B"),
+        ("--layers", 2, "--kv-heads", 2, "--head-dim", 8, "--context", 8, "--parameters", "x"),
+        ("--layers", 2, "--kv-heads", 2, "--head-dim", 8, "--context", 8, "--parameters", 1, 2),
+        ("--layers", 2, "--kv-heads", 2, "--head-dim", 8, "--context", 8, "--bits", 0),
+        ("--model", STORIES_MODEL, "--plot", "x.txt"),
+    ],
+)
+def test_weights_and_plots_that_make_no_sense_are_refused(arguments, capsys):
+    assert main(["plan", *map(str, arguments)]) == exits.USAGE
+
+
+def test_a_plot_is_drawn(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "plan.svg"
+    arguments = ["plan", "--model", str(STORIES_MODEL), str(STORIES_MODEL), "--plot", str(file)]
+    assert main(arguments) == exits.OK
+    assert file.read_text().count("<path") > 20
+
+
+def test_a_models_windows_are_in_its_shape(monkeypatch):
+    config = replace(read_config(STORIES_MODEL), windows=(16, 16, 16, 16, None))
+    monkeypatch.setattr(kvedge.llama, "read_config", lambda path: config)
+    found = shape._shape_from_model("m.gguf").groups
+    assert [(group.count, group.window) for group in found] == [(1, None), (4, 16)]

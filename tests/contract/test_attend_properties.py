@@ -26,7 +26,7 @@ def calls(draw):
             heads,
             head_dim,
             value_head_dim=value_head_dim,
-            group_size=draw(st.none() | st.integers(1, 300)),
+            group_size=draw(st.none() | st.integers(1, max(head_dim, value_head_dim))),
             scale_dtype=draw(st.sampled_from(["float32", "float16"])),
             key_offset=draw(st.sampled_from([None, "auto"])),
         )

@@ -17,13 +17,13 @@ layouts = st.sampled_from(["nhd", "hnd"])
 
 
 @st.composite
-def layer_kinds(draw, dtypes=FORMATS):
-    """A storage format and its options, as KVCache and layers take them."""
+def layer_kinds(draw, widest, dtypes=FORMATS):
+    """A storage format and its options, as KVCache and layers take them for rows so wide."""
     dtype = draw(st.sampled_from([*dtypes]))
     if not FORMATS[dtype].has_scales:
         return dtype, {}
     return dtype, {
-        "group_size": draw(st.none() | st.integers(1, 200)),
+        "group_size": draw(st.none() | st.integers(1, widest)),
         "scale_dtype": draw(st.sampled_from(["float32", "float16"])),
         "key_offset": draw(st.sampled_from([None, "auto"])),
     }
@@ -57,7 +57,7 @@ def layers_of_a_batch(draw, rng, num_heads, head_dim, value_head_dim):
     counts = [count for count in range(1, num_heads + 1) if num_heads % count == 0]
     layers = []
     for _ in range(draw(st.integers(1, 5))):
-        dtype, options = draw(layer_kinds())
+        dtype, options = draw(layer_kinds(max(head_dim, value_head_dim)))
         heads = draw(st.sampled_from(counts))
         length = draw(st.integers(1, 80) | st.sampled_from([255, 256, 257]))
         dropped = draw(st.sampled_from([0, 0, 1, 19]))
@@ -191,7 +191,7 @@ def test_append_batch_does_what_extend_does_to_each_layer_or_nothing(data):
     value_head_dim = draw(st.just(head_dim) | widths)
     layers = []
     for _ in range(draw(st.integers(1, 5))):
-        dtype, options = draw(layer_kinds())
+        dtype, options = draw(layer_kinds(max(head_dim, value_head_dim)))
         capacity = draw(st.none() | st.integers(1, 12))
         kind = kvedge.KVCache._layer_types[dtype]
         layers.append(kind(capacity, heads, head_dim, value_head_dim=value_head_dim, **options))

@@ -61,12 +61,31 @@ def test_a_dtype_is_a_name(dtype):
         assert "the class int8" in str(error)
 
 
+@pytest.mark.parametrize("dtype", [np.float16, np.dtype("float16")])
+def test_a_type_that_has_a_name_here_is_told_it(dtype):
+    assert 'write dtype="float16"' in str(raised(KVCache, 1, 1, 8, dtype=dtype))
+    assert 'write scale_dtype="float16"' in str(raised(KVCache, 1, 1, 8, scale_dtype=dtype))
+    assert "write" not in str(raised(KVCache, 1, 1, 8, dtype=np.int64))
+
+
+def test_a_group_wider_than_a_row_is_refused():
+    for make in (lambda **o: QuantizedKvLayer(4, 2, 8, **o), lambda **o: KVCache(2, 2, 8, **o)):
+        error = raised(make, group_size=99)
+        assert (error.expected, error.got) == (range(1, 9), 99) and "1 to 8" in str(error)
+        make(group_size=99, value_head_dim=128)  # a group of the values
+
+
 def test_rows_in_the_other_order_are_named(rng):
     layer = QuantizedKvLayer(9, 2, 8)
     rows = normal(rng, 2, 5, 8)
     assert 'layout="hnd"' in str(raised(layer.extend, rows, rows))
     layer.extend(rows, rows, layout="hnd")
     assert "layout" not in str(raised(layer.extend, rows[..., :7], rows[..., :7]))
+    query = normal(rng, 4, 5, 8)
+    assert 'layout="hnd"' in str(raised(layer.attend, query))
+    layer.attend(query, layout="hnd")
+    assert "layout" not in str(raised(layer.attend, query[..., :7]))
+    assert "layout" not in str(raised(layer.attend, query[:3]))
 
 
 def test_an_empty_cache_is_false_as_empty_containers_are(rng):

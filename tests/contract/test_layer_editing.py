@@ -239,8 +239,8 @@ def test_rotate_takes_arrays_of_rows_only(rows, error):
 
 
 def test_shift_of_many_tokens_is_shift_of_each(new_layer, rng):
-    keys, values = normal(rng, 2, 3000, H, 8)
-    layer = new_layer(3000, 8)
+    keys, values = normal(rng, 2, 3000, H, 24)
+    layer = new_layer(3000, 24)
     layer.extend(keys, values)
     before = layer.keys()
     layer.shift(5, rope=Rope())

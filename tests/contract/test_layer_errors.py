@@ -100,7 +100,7 @@ def test_memory_that_the_system_does_not_have_is_refused(layer_class):
         layer_class(2**40, 1024, 1024)
 
 
-@pytest.mark.parametrize("bad", [0, -1, 1.5, "32", True])
+@pytest.mark.parametrize("bad", [0, -1, 65, 1024, 1.5, "32", True])
 def test_bad_group_sizes_are_refused(bad):
     with refuses((errors.InvalidArgumentError, errors.DtypeMismatchError), match="group_size"):
         QuantizedKvLayer(4, 2, 64, group_size=bad)

@@ -195,3 +195,90 @@ def test_damaged_and_forged_files_are_refused(rng, tmp_path):
 
 def contents_of_one(cache):
     return [cache.k(seq, 0).tobytes() for seq in cache.sequences]
+
+
+# ---- one sequence ----------------------------------------------------------------------------
+
+
+def of_sequence(cache, seq):
+    return [(cache.k(seq, i).tobytes(), cache.v(seq, i).tobytes()) for i in range(L)]
+
+
+def test_a_sequence_is_swapped_out_and_in_again(cache, rng, tmp_path):
+    path = tmp_path / "sequence"
+    seq = cache.sequences[-1]
+    append(cache, seq, rng, 3)
+    before, used, length = of_sequence(cache, seq), cache.pool.used_count, cache.length(seq)
+    others = [of_sequence(cache, each) for each in cache.sequences[:-1]]
+    cache.swap_out(seq, path)
+    assert seq not in cache and cache.pool.used_count < used
+    again = cache.swap_in(path)
+    assert again not in (seq, *cache.sequences[:-1]) and path.exists()
+    assert cache.length(again) == length and of_sequence(cache, again) == before
+    assert [of_sequence(cache, each) for each in cache.sequences[:-1]] == others
+    append(cache, again, rng, 2)
+    query = normal(rng, H, D)
+    twin = cache.from_kv_cache(cache.to_kv_cache(again))
+    out, wanted = cache.attend(again, 0, query), cache.attend(twin, 0, query)
+    np.testing.assert_allclose(out, wanted, atol=1e-5)  # in other blocks
+    assert len(KVCache.load(path)) == length  # the file of any cache
+    empty = cache.new_sequence()
+    cache.swap_out(empty, path)
+    assert cache.length(cache.swap_in(path)) == 0
+
+
+def test_what_is_registered_is_shared_when_a_sequence_comes_back(cache, rng, tmp_path):
+    ids = [*range(300, 310)]
+    seq = cache.new_sequence()
+    append(cache, seq, rng, 10)
+    cache.register(seq, ids)
+    before, other = of_sequence(cache, seq), cache.fork(seq)
+    cache.swap_out(seq, tmp_path / "sequence")
+    used = cache.pool.used_count
+    hits = cache.pool.prefix_hits
+    again = cache.swap_in(tmp_path / "sequence", token_ids=ids)
+    assert of_sequence(cache, again) == before
+    assert cache.pool.used_count == used + 1  # the block that is not full
+    assert cache.block_table(again)[:2].tolist() == cache.block_table(other)[:2].tolist()
+    assert cache.pool.prefix_hits == hits
+    whole = cache.swap_in(tmp_path / "sequence", token_ids=ids[:8])
+    assert of_sequence(cache, whole) == before
+    with pytest.raises(errors.ShapeMismatchError, match="11 token ids for 10 tokens"):
+        cache.swap_in(tmp_path / "sequence", token_ids=range(11))
+
+
+def test_a_swap_that_fails_changes_nothing(cache, rng, tmp_path):
+    path = tmp_path / "sequence"
+    seq = cache.sequences[1]
+    before, counts = contents(cache), cache.pool.reference_counts
+    with pytest.raises(OSError):
+        cache.swap_out(seq, tmp_path / "no" / "folder")
+    with pytest.raises(FileNotFoundError):
+        cache.swap_in(path)
+    pending = cache.new_sequence()
+    cache.append(pending, 0, *normal(rng, 2, H, D))
+    with pytest.raises(errors.LayersOutOfStepError):
+        cache.swap_out(pending, path)
+    cache.drop(pending)
+    KVCache(L, H, D + 1).save(path)
+    with pytest.raises(errors.ShapeMismatchError):
+        cache.swap_in(path)
+    path.write_bytes(b"no session")
+    with pytest.raises(errors.CorruptFileError):
+        cache.swap_in(path)
+    ids = [*range(500, 508)]
+    known = cache.new_sequence()
+    append(cache, known, rng, 8)
+    cache.register(known, ids)
+    longer = cache.to_kv_cache(known)
+    for layer in range(L):
+        longer.append(layer, *normal(rng, 2, 120, H, D))
+    longer.advance(120)
+    longer.save(path)
+    cache.drop(known)
+    with pytest.raises(errors.CapacityExceededError):
+        cache.swap_in(path, token_ids=ids)
+    assert contents(cache) == before
+    np.testing.assert_array_equal(cache.pool.reference_counts, counts)
+    with pytest.raises(errors.UnknownSequenceError):
+        cache.swap_out(known, path)

@@ -242,3 +242,83 @@ def test_last_tokens_are_left_to_be_computed(cache, rng):
     for leave in (-1, 1.0):
         with pytest.raises(errors.InvalidArgumentError, match="leave"):
             cache.match_prefix(range(8), leave=leave)
+
+
+# ---- pinned --------------------------------------------------------------------------------------
+
+
+def fill(cache, rng, blocks):
+    """Take so many blocks, and give them back: what nobody holds is forgotten on the way."""
+    seq = cache.new_sequence()
+    append(cache, seq, rng, blocks * BLOCK)
+    cache.drop(seq)
+
+
+def test_a_pinned_prefix_is_still_found_when_memory_was_needed(pool, cache, rng):
+    system, chat = [*range(8)], [*range(50, 58)]
+    for ids in (system, chat):
+        cache.drop(registered(cache, rng, ids))
+    hits, misses = pool.prefix_hits, pool.prefix_misses
+    assert pool.pin_prefix([*system, 99]) == 8
+    assert (pool.pinned_count, pool.used_count, pool.cached_count) == (2, 2, 2)
+    assert (pool.prefix_hits, pool.prefix_misses) == (hits, misses)
+    fill(cache, rng, 8)
+    assert matched(cache, chat) == 0 and matched(cache, system) == 8
+    with pytest.raises(errors.CapacityExceededError):
+        fill(cache, rng, 9)
+    assert pool.unpin_prefix(system) == 8
+    assert (pool.pinned_count, pool.used_count, pool.cached_count) == (0, 0, 2)
+    assert pool.unpin_prefix(system) == 0  # it was not pinned any more
+    fill(cache, rng, 10)
+    assert matched(cache, system) == 0
+    assert pool.pin_prefix(system) == 0 and pool.pinned_count == 0
+
+
+def test_prefixes_are_pinned_as_often_as_asked_and_apart(pool, cache, rng):
+    short, long = [*range(4)], [*range(12)]
+    cache.drop(registered(cache, rng, long))
+    assert [pool.pin_prefix(ids) for ids in (short, long, long)] == [4, 12, 12]
+    assert pool.pinned_count == 3
+    assert pool.reference_counts[pool.reference_counts > 0].tolist() == [3, 2, 2]
+    assert pool.unpin_prefix(long) == 12 and pool.pinned_count == 3
+    assert pool.unpin_prefix(long) == 12 and pool.pinned_count == 1
+    fill(cache, rng, 9)
+    assert matched(cache, long) == 4
+    assert pool.unpin_prefix(long) == 4 and pool.pinned_count == 0
+    assert pool.used_count == 0
+
+
+def test_no_more_blocks_are_pinned_than_the_pool_was_told(cache, rng):
+    pool = KvBlockPool(10, BLOCK, L, H, D, max_pinned_blocks=3)
+    cache = PagedKvCache(pool)
+    first, second = [*range(8)], [*range(20, 28)]
+    for ids in (first, second):
+        cache.drop(registered(cache, rng, ids))
+    assert pool.max_pinned_blocks == 3 and pool.pin_prefix(first) == 8
+    before = pool.reference_counts
+    with pytest.raises(errors.CapacityExceededError, match="max_pinned_blocks is 3") as caught:
+        pool.pin_prefix(second)
+    assert (caught.value.expected, caught.value.got) == (3, 4)
+    np.testing.assert_array_equal(pool.reference_counts, before)
+    assert pool.pin_prefix(first) == 8  # no block more
+    assert pool.pin_prefix(second[:4]) == 4
+    for bad in (-1, 11, 1.5):
+        with pytest.raises(errors.InvalidArgumentError, match="max_pinned_blocks"):
+            KvBlockPool(10, BLOCK, L, H, D, max_pinned_blocks=bad)
+    assert KvBlockPool(10, BLOCK, L, H, D).max_pinned_blocks == 10
+    with pytest.raises(errors.InvalidArgumentError):
+        pool.pin_prefix(["a"])
+    pool.forget_prefixes()
+    assert (pool.pinned_count, pool.used_count) == (0, 0)
+
+
+def test_a_sequence_that_goes_on_in_a_pinned_block_copies_it(pool, cache, rng):
+    ids = [*range(8)]
+    seq = registered(cache, rng, ids)
+    pool.pin_prefix(ids)
+    keys = cache.k(seq, 0)
+    cache.truncate(seq, 6)
+    append(cache, seq, rng, 5)
+    twin, n = cache.match_prefix(ids)
+    assert n == 8
+    np.testing.assert_array_equal(cache.k(twin, 0), keys)

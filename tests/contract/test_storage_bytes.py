@@ -39,7 +39,7 @@ def test_codes_and_scales_are_those_of_the_reference(kind, head_dim, rng):
 @pytest.mark.parametrize("head_dim", range(1, 70))
 def test_every_tail_of_a_row_is_stored_exactly(head_dim, rng):
     keys, values = normal(rng, 2, 3, 1, head_dim)
-    for group_size in (None, 1, 2, 7, 16, 17):
+    for group_size in (None, *(size for size in (1, 2, 7, 16, 17) if size <= head_dim)):
         layer = QuantizedKvLayer(3, 1, head_dim, group_size=group_size)
         layer.extend(keys, values)
         assert_stores(layer, keys, values, group_size)
@@ -98,6 +98,7 @@ def test_a_row_beyond_float16_scales_is_refused_and_nothing_written(which, peak,
 @pytest.mark.parametrize("group_size", [None, 24])
 def test_push_of_one_token_stores_what_extend_stores(scale_dtype, group_size, shape, rng):
     heads, head_dim = shape
+    group_size = group_size and min(group_size, head_dim)
     options = {"scale_dtype": scale_dtype, "group_size": group_size}
     keys, values = normal(rng, 2, 5, heads, head_dim)
     layer = QuantizedKvLayer(5, heads, head_dim, **options)
@@ -125,7 +126,7 @@ def test_extend_in_any_chunks_stores_the_same_bytes(rng):
 
 def test_a_group_as_wide_as_the_row_is_the_whole_row(rng):
     keys, values = normal(rng, 2, 2, 2, 64)
-    for group_size in (None, 64, 65, 128, 1024):
+    for group_size in (None, 64):
         layer = QuantizedKvLayer(2, 2, 64, group_size=group_size)
         layer.extend(keys, values)
         assert layer.num_groups == 1 and layer.group_size == 64

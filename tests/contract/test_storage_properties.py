@@ -16,8 +16,13 @@ rows = hnp.arrays(
 )
 
 
-@given(keys=rows, group_size=st.none() | st.integers(1, 80))
-def test_any_finite_rows_store_the_bytes_of_the_reference(keys, group_size):
+def drawn_group_size(data, widest):
+    return data.draw(st.none() | st.integers(1, widest), label="group_size")
+
+
+@given(keys=rows, data=st.data())
+def test_any_finite_rows_store_the_bytes_of_the_reference(keys, data):
+    group_size = drawn_group_size(data, keys.shape[2])
     layer = QuantizedKvLayer(*keys.shape, group_size=group_size)
     layer.extend(keys, -keys)
     codes, scales = reference.quantize(keys, group_size)
@@ -26,8 +31,9 @@ def test_any_finite_rows_store_the_bytes_of_the_reference(keys, group_size):
     assert layer.key_scales.tobytes() == scales.tobytes() == layer.value_scales.tobytes()
 
 
-@given(keys=rows, width=st.integers(1, 80), group_size=st.none() | st.integers(1, 100))
-def test_any_rows_of_two_widths_store_the_bytes_of_the_reference(keys, width, group_size):
+@given(keys=rows, width=st.integers(1, 80), data=st.data())
+def test_any_rows_of_two_widths_store_the_bytes_of_the_reference(keys, width, data):
+    group_size = drawn_group_size(data, max(width, keys.shape[2]))
     values = np.resize(-keys, (*keys.shape[:2], width))
     layer = QuantizedKvLayer(*keys.shape, value_head_dim=width, group_size=group_size)
     layer.extend(keys, values)
@@ -40,8 +46,9 @@ def test_any_rows_of_two_widths_store_the_bytes_of_the_reference(keys, width, gr
         assert scales.tobytes() == wanted[1].tobytes()
 
 
-@given(keys=rows, group_size=st.none() | st.integers(1, 80))
-def test_any_rows_in_range_store_the_bytes_of_the_reference_with_float16_scales(keys, group_size):
+@given(keys=rows, data=st.data())
+def test_any_rows_in_range_store_the_bytes_of_the_reference_with_float16_scales(keys, data):
+    group_size = drawn_group_size(data, keys.shape[2])
     assume(np.abs(keys).max() < 127 * 65504)
     layer = QuantizedKvLayer(*keys.shape, group_size=group_size, scale_dtype="float16")
     layer.extend(keys, keys)

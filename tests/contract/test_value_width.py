@@ -30,15 +30,20 @@ def widths(request):
     return request.param
 
 
-def options_of(name):
+def options_of(name, widths):
     """Every way to store rows in a format: without groups, in groups, with float16 scales."""
     if not FORMATS[name].has_scales:
         return [{}]
     return [
         {},
-        {"group_size": 24, "key_offset": "auto"},
-        {"group_size": 64, "scale_dtype": "float16"},
+        {"group_size": min(24, max(widths)), "key_offset": "auto"},
+        {"group_size": min(64, max(widths)), "scale_dtype": "float16"},
     ]
+
+
+def narrowed(options, width):
+    """The group_size of rows that may be narrower than it."""
+    return {"group_size": min(options["group_size"], width)} if "group_size" in options else {}
 
 
 def check(attend, layer, query, **options):
@@ -58,7 +63,7 @@ def check(attend, layer, query, **options):
 @pytest.mark.parametrize("heads", [1, 2, 5])
 def test_attention_is_that_of_the_reference(layer_class, widths, heads, rng):
     head_dim, value_head_dim = widths
-    for options in options_of(layer_class._dtype):
+    for options in options_of(layer_class._dtype, widths):
         layer = filled(
             layer_class, rng, 300, heads, head_dim, value_head_dim=value_head_dim, **options
         )
@@ -92,14 +97,15 @@ def test_the_default_scale_is_that_of_keys(layer_class, rng):
 
 def test_each_side_is_stored_as_in_a_layer_of_its_width(layer_class, widths, rng):
     head_dim, value_head_dim = widths
-    for options in options_of(layer_class._dtype):
+    for options in options_of(layer_class._dtype, widths):
         layer = layer_class(9, 2, head_dim, value_head_dim=value_head_dim, **options)
         keys, values = normal(rng, 9, 2, head_dim), normal(rng, 9, 2, value_head_dim)
         layer.extend(keys[:4], values[:4])
         for key, value in zip(keys[4:], values[4:], strict=True):
             layer.push(key, value)
-        of_keys = layer_class(9, 2, head_dim, **options)
-        of_values = layer_class(9, 2, value_head_dim, **options)
+        of_keys, of_values = (
+            layer_class(9, 2, width, **options | narrowed(options, width)) for width in widths
+        )
         for one, other in ((of_keys, keys), (of_values, values)):
             one.extend(other[:4], other[:4])
             one.extend(other[4:], other[4:])
@@ -293,7 +299,7 @@ def test_a_huge_cache_tells_both_widths_where_memory_ends(dtype):
 @pytest.mark.parametrize("mmap", [False, True])
 def test_a_session_keeps_both_widths(dtype, mmap, rng, tmp_path):
     pytest.importorskip("safetensors")
-    for options in options_of(dtype):
+    for options in options_of(dtype, (40, 24)):
         cache = filled_cache(rng, dtype, **options)
         cache.save(tmp_path / "wide")
         loaded = KVCache.load(tmp_path / "wide", mmap=mmap)

@@ -12,9 +12,7 @@ from kvedge.errors import InvalidArgumentError
 @st.composite
 def placements(draw):
     ranks = draw(st.integers(1, 5))
-    weights = draw(
-        st.none() | st.lists(st.floats(0.1, 10.0), min_size=ranks, max_size=ranks)
-    )
+    weights = draw(st.none() | st.lists(st.floats(0.1, 10.0), min_size=ranks, max_size=ranks))
     return Placement(ranks, block_size=draw(st.integers(1, 9)), weights=weights)
 
 

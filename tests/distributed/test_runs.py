@@ -61,9 +61,7 @@ def test_one_row_needs_no_mask():
     for length in range(1, 60):
         for window in (None, 1, 5, 17):
             for sinks in (0, 6) if window else (0,):
-                options = AttendOptions.make(
-                    8, 1, 1, length, window=window, sink_tokens=sinks
-                )
+                options = AttendOptions.make(8, 1, 1, length, window=window, sink_tokens=sinks)
                 for rank in range(3):
                     runs = runs_of(placement, rank, length, 1, options)
                     assert len(runs) <= 1

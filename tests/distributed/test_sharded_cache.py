@@ -5,6 +5,7 @@ import time
 import numpy as np
 import pytest
 import reference
+from sharded import check_bytes
 from support import normal
 from thread_group import run_ranks
 
@@ -131,6 +132,31 @@ def test_rows_that_one_rank_cannot_store_are_refused_on_all():
         assert len(cache) == 3
         out = cache.attend(0, np.ones((1, 4), np.float32))
         np.testing.assert_allclose(out, 1.0, rtol=1e-3)
+
+    run_ranks(3, work)
+
+
+def test_a_step_that_is_refused_decides_nothing():
+    """Automatic scales are those of the tokens that are there, as in one cache."""
+    rng = np.random.default_rng(5)
+    rows = 30 * normal(rng, 40, 2, 2, 1, 8)  # token, keys or values, layer
+
+    def run(cache):
+        for i in range(40):
+            bad = rows[i].copy()
+            bad[1, 1] = 1e30  # the second layer cannot store it, the first could
+            with pytest.raises(errors.ScaleRangeError):
+                cache.push_step(*bad)
+            cache.push_step(*rows[i])
+        return cache
+
+    options = {"scale_dtype": "float16", "key_scale": "auto", "key_offset": "auto"}
+    whole = run(KVCache(2, 1, 8, **options))._contents()
+
+    def work(group):
+        cache = run(ShardedKVCache(KVCache(2, 1, 8, **options), group, block_size=4))
+        for own, every in zip(cache.part._contents().layers, whole.layers, strict=True):
+            check_bytes(own, every, cache.placement.positions(group.rank, 0, own.num_tokens))
 
     run_ranks(3, work)
 

@@ -97,6 +97,8 @@ def saved(program: Program) -> bytes:
         options["key_scale"] = program.choice((None, "auto"))
     layers, heads, dim = 1 + program.below(3), 1 + program.below(3), 1 + program.below(40)
     length = program.choice((0, 1, 2, 5, 20))
+    if options.get("group_size") is not None:
+        options["group_size"] = min(options["group_size"], dim)
     cache = kvedge.KVCache(
         layers,
         heads,

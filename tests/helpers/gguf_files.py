@@ -84,6 +84,7 @@ def write_gguf(
     drop=(),
     more=(),
     fields=None,
+    chat_template=None,
     seed=0,
 ):
     """Write a model as llama.cpp's converter does; `more` tensors, other `fields`, some dropped."""
@@ -113,6 +114,8 @@ def write_gguf(
         writer.add_token_types([2, 3, 3] + [6] * 256 + [1] * (t.vocab_size - 259))
         writer.add_bos_token_id(1)
         writer.add_eos_token_id(2)
+        if chat_template is not None:
+            writer.add_chat_template(chat_template)
     for name, array in {**tensors_of(c, model.weights), **dict(more)}.items():
         if name not in drop:
             to = stored(array, kind)

@@ -57,6 +57,13 @@ def digest(layer):
     return hashlib.sha256(b"".join(p for p in parts if isinstance(p, bytes))).hexdigest()
 
 
+def for_rows_of(head_dim, options):
+    """The options of a layer, with groups no wider than its rows."""
+    if "group_size" not in options:
+        return options
+    return options | {"group_size": min(options["group_size"], head_dim)}
+
+
 def stored_digests():
     """Case -> digest, over head_dims with and without tails, kinds of rows and options."""
     digests = {}
@@ -72,6 +79,7 @@ def stored_digests():
                         keys = keys / np.float32(4)  # a mean taken off the largest would overflow
                     mean = keys[:33].astype(np.float64).mean(axis=0)
                     options = {"key_offset": mean.astype(np.float32)}
+                options = for_rows_of(head_dim, options)
                 layer = kvedge.QuantizedKvLayer(41, 2, head_dim, **options)
                 layer.extend(keys[:33], values[:33])
                 layer.push(keys[33], values[33])
@@ -87,7 +95,9 @@ def attention_errors():
     for head_dim in (1, 40, 64, 80, 128, 256):
         for group in (1, 4, 7):
             for name, options in OPTIONS.items():
-                layer = support.filled(kvedge.QuantizedKvLayer, rng, 300, 2, head_dim, **options)
+                layer = support.filled(
+                    kvedge.QuantizedKvLayer, rng, 300, 2, head_dim, **for_rows_of(head_dim, options)
+                )
                 for length in (300, 17, 1):
                     layer.truncate(length)
                     query = support.normal(rng, 2 * group, head_dim)
@@ -104,7 +114,7 @@ def prompt_differences():
     for head_dim, group in ((40, 3), (64, 4), (128, 7)):
         for name, options in OPTIONS.items():
             options = {**options, "key_offset": None}  # "auto" depends on the first chunk
-            layer = kvedge.QuantizedKvLayer(150, 2, head_dim, **options)
+            layer = kvedge.QuantizedKvLayer(150, 2, head_dim, **for_rows_of(head_dim, options))
             keys, values = support.normal(rng, 2, 150, 2, head_dim)
             query = support.normal(rng, 150, 2 * group, head_dim)
             layer.extend(keys, values)

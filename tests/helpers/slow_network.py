@@ -1,6 +1,6 @@
 """Two ranks in a network namespace of their own whose loopback is slow: prints JSON.
 
-    unshare -rn python slow_network.py DELAY JITTER     times as `tc netem` takes them: 20ms 5ms
+unshare -rn python slow_network.py DELAY JITTER     times as `tc netem` takes them: 20ms 5ms
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """What bench/ keeps: the tables are those of the runs, and the README leads to each."""
 
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,8 @@ BENCH = Path(__file__).parents[2] / "bench"
 RUNS = sorted((BENCH / "runs").glob("*.json"))
 
 
-def load_tables():
-    spec = importlib.util.spec_from_file_location("bench_tables", BENCH / "tables.py")
+def load(name):
+    spec = importlib.util.spec_from_file_location(f"bench_{name}", BENCH / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -23,7 +24,7 @@ def test_there_are_runs():
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.stem)
 def test_the_tables_of_a_run_are_up_to_date(run):
     written = (BENCH / "tables" / f"{run.stem}.md").read_text(encoding="utf-8")
-    assert written == load_tables().page(run), "run: python bench/tables.py"
+    assert written == load("tables").page(run), "run: python bench/tables.py"
 
 
 def test_there_are_no_tables_without_a_run():
@@ -36,3 +37,16 @@ def test_the_readme_is_short_and_leads_to_every_page():
     assert len(text.splitlines()) <= 200
     for run in RUNS:
         assert f"](tables/{run.stem}.md)" in text
+
+
+def test_the_pictures_of_the_readme_are_those_that_its_command_draws():
+    pytest.importorskip("matplotlib")
+    plots = load("plots")
+    readme = (BENCH.parent / "README.md").read_text(encoding="utf-8")
+    assert "python bench/plots.py" in readme
+    for picture, run in plots.PICTURES.items():
+        assert f"](docs/{picture})" in readme
+        drawn = (BENCH.parent / "docs" / picture).read_text(encoding="utf-8")
+        # Outlines of letters differ with the version of matplotlib; a comment names each text.
+        said = re.findall(r"<!-- (.*?) -->", drawn)
+        assert said == re.findall(r"<!-- (.*?) -->", plots.drawn(run)), "run: python bench/plots.py"

@@ -27,24 +27,25 @@ def run(arguments, **options):
     return done.stdout
 
 
-def blocks(language):
-    text = (ROOT / "README.md").read_text()
+def blocks(language, document="README.md"):
+    text = (ROOT / document).read_text()
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
-def test_the_readmes_python_runs(tmp_path, monkeypatch):
+@pytest.mark.parametrize("document", ["README.md", "docs/python.md"])
+def test_the_python_of_a_document_runs(document, tmp_path, monkeypatch):
     pytest.importorskip("safetensors")
     monkeypatch.chdir(tmp_path)
-    code = blocks("python")
+    code = blocks("python", document)
     assert len(code) >= 2
     names = {}
     for block in code:  # a later block goes on where the one before it stopped
-        exec(compile(block, "README.md", "exec"), names)
+        exec(compile(block, document, "exec"), names)
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_to_files_that_exist(path):
-    for target in re.findall(r"\]\(([^)#]+)", path.read_text()):
+    for target in re.findall(r"\]\(([^)#]+)", re.sub(r"(?ms)^```.*?^```", "", path.read_text())):
         if not target.startswith("http"):
             assert (path.parent / target).exists(), target
 

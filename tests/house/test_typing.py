@@ -82,6 +82,15 @@ out = paged.attend(seq, 0, kv, window=3)
 out = paged.attend_batch([seq], 0, kv[np.newaxis])
 found, n = paged.match_prefix([1, 2, 3])
 table: np.ndarray = paged.block_table(found)
+pinned: int = pool.pin_prefix([1, 2]) + pool.unpin_prefix(np.arange(2)) + pool.pinned_count
+paged.swap_out(seq, "sequence")
+seq = paged.swap_in("sequence", token_ids=[1, 2])
+policy = kvedge.KvCachePolicy(1 << 20, [{"dtype": "int8", "share": 0.5}, {"dtype": "int4"}])
+switched: bool = policy.apply(cache, more=3)
+share: float = policy.occupancy(cache)
+cache.requantize("int8", value_dtype="int4", group_size=4, key_scale="auto")
+cache.inject(cache.extract(0, 1), 0, requantize=True)
+queries: int | None = KVCache(1, 2, 8, num_query_heads=4).num_query_heads
 with paged.snapshot(seq) as mark:
     paged.restore(seq, mark)
 
@@ -129,6 +138,8 @@ kvedge.KVCache(1, 2, 8, dtype="int9")
 kvedge.KVCache.with_capacity(1, 2, 8, 4, dtype="int9")
 kvedge.QuantizedKvLayer(1, 2, 8, scale_dtype="float64")
 kvedge.KvBlockPool(4, 16, 1, 2, 8, dtype="int9")
+cache.requantize("int9")
+cache.requantize("int8", groups=4)
 """
 
 
@@ -165,7 +176,7 @@ def test_options_that_there_are_not_are_seen(tmp_path):
     done = mypy(WRONG_OPTIONS, tmp_path)
     lines = [line for line in done.stdout.splitlines() if ": error:" in line]
     found = {int(line.split(":")[1]) for line in lines}
-    assert found == set(range(9, 21)), done.stdout + done.stderr
+    assert found == set(range(9, 23)), done.stdout + done.stderr
 
 
 @pytest.mark.subprocess

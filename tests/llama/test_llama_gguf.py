@@ -61,6 +61,21 @@ def test_greedy_text_and_tokens_are_the_checkpoints(tmp_path, stories):
     assert model.tokenizer.stop_ids == {1, 2}
 
 
+def test_a_files_chat_template_has_its_tokens_and_they_are_recognised(tmp_path, stories):
+    pytest.importorskip("jinja2")
+    source = "{{ bos_token }}{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+    path = write_gguf(tmp_path / "m.gguf", stories, chat_template=source)
+    tokenizer = LlamaModel.from_file(path).tokenizer
+    text = tokenizer.chat_template.render([{"role": "user", "content": "One day"}])
+    names = [piece.decode() for piece in stories.tokenizer._pieces[1:3]]
+    assert text == names[0] + "One day" + names[1]
+    tokens = tokenizer.encode(text, bos=False)
+    plain = stories.tokenizer.encode("One day", bos=False, space_prefix=False)
+    assert tokens == [1, *plain, 2]
+    assert tokenizer.decode(tokens) == stories.tokenizer.decode([1, *plain])
+    assert stories.tokenizer.chat_template is None
+
+
 def test_a_llama2c_tokenizer_may_replace_the_files_own(tmp_path, stories):
     path = write_gguf(tmp_path / "m.gguf", stories, tokenizer=False)
     with pytest.raises(kvedge.CorruptFileError, match=r"'tokenizer\.ggml\.model' is missing"):

@@ -15,7 +15,6 @@
 #include "kernels/kernels.h"
 
 #if defined(__x86_64__)
-#include "formats/int4_levels.h"
 #include "kernels/avx512vnni/common.h"
 #define KVEDGE_NAME(function) function##_avx512vnni
 #include "kernels/avx512vnni/floats.h"
@@ -200,37 +199,18 @@ static uint32_t heavy_blocks_avx512vnni(const float *p, int num_queries, int num
   return num_blocks < KVEDGE_TILE_BLOCKS ? heavy & ((1u << num_blocks) - 1) : heavy; /* p has room for a whole tile */
 }
 
-static void weighted_sum_int8_avx512vnni(const kvedge_probabilities *p, const kvedge_tile *values,
-                                         const kvedge_accumulators *to) {
-  if (p->planes == 3) weighted_sum_3_avx512vnni(p, values, to);
-  else if (p->planes == 2) weighted_sum_2_avx512vnni(p, values, to);
-  else weighted_sum_1_avx512vnni(p, values, to);
-}
-
-static void weighted_sum_of_heads_int8_avx512vnni(const kvedge_probabilities *p, const kvedge_tile *values,
-                                                  const kvedge_accumulators *to) {
-  if (p->planes == 3) weighted_sum_of_heads_3_avx512vnni(p, values, to);
-  else if (p->planes == 2) weighted_sum_of_heads_2_avx512vnni(p, values, to);
-  else weighted_sum_of_heads_1_avx512vnni(p, values, to);
-}
-
-/* ---- int4 ---- */
-
-/* Levels of 64 channels from 32 bytes; of the last ones, only bytes that are there are read. */
-static inline void widen_row(const uint8_t *codes, int n, int8_t *out) {
-  const __m512i levels = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)kvedge_int4_levels));
-  for (int d = 0; d < n; d += 64) {
-    const __m256i bytes = _mm256_maskz_loadu_epi8((__mmask32)first_bytes((n - d + 1) / 2), codes + d / 2);
-    const __m512i pairs = _mm512_cvtepu8_epi16(bytes);
-    const __m512i low = _mm512_and_si512(pairs, _mm512_set1_epi16(0x0f));
-    const __m512i high = _mm512_and_si512(_mm512_slli_epi16(pairs, 4), _mm512_set1_epi16(0x0f00));
-    _mm512_storeu_si512(out + d, _mm512_shuffle_epi8(levels, _mm512_or_si512(low, high)));
+#define WEIGHTED_SUM(of)                                                                                               \
+  static void weighted_sum_##of##_avx512vnni(const kvedge_probabilities *p, const kvedge_tile *values,                 \
+                                             const kvedge_accumulators *to) {                                          \
+    if (p->planes == 3) weighted_sum_##of##_3_avx512vnni(p, values, to);                                               \
+    else if (p->planes == 2) weighted_sum_##of##_2_avx512vnni(p, values, to);                                          \
+    else weighted_sum_##of##_1_avx512vnni(p, values, to);                                                              \
   }
-}
-
-#include "kernels/int4.h"
-KVEDGE_INT4_FUNCTIONS(avx512vnni, scores_int8_avx512vnni, weighted_sum_int8_avx512vnni)
-KVEDGE_INT4_HEADS(avx512vnni, scores_of_heads_int8_avx512vnni, weighted_sum_of_heads_int8_avx512vnni)
+WEIGHTED_SUM(int8)
+WEIGHTED_SUM(of_heads_int8)
+WEIGHTED_SUM(int4)
+WEIGHTED_SUM(of_heads_int4)
+#undef WEIGHTED_SUM
 
 static uint64_t read_bytes_avx512vnni(const void *p, size_t n) {
   const char *bytes = p;
@@ -289,6 +269,15 @@ static void encode_query_avx512vnni(const float *x, int dim, float factor, float
   *scale = inverse > 0.0f ? largest / QUERY_MAX : 0.0f;
 }
 
+/* For keys of int4: see CODES_OF_64. */
+static void encode_query_of_int4_avx512vnni(const float *x, int dim, float factor, float largest, int8_t *codes,
+                                            float *scale, int32_t *offsets) {
+  const __m512i order = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15));
+  encode_query_avx512vnni(x, dim, factor, largest, codes, scale, offsets);
+  for (int at = 0; at < 3 * kvedge_padded_channels(dim); at += 64)
+    _mm512_storeu_si512(codes + at, _mm512_shuffle_epi8(_mm512_loadu_si512(codes + at), order));
+}
+
 const kvedge_kernels kvedge_kernels_avx512vnni = {
     .name = "avx512vnni",
     /* Keys are read once, for all queries; values are kept as they are needed. */
@@ -298,7 +287,7 @@ const kvedge_kernels kvedge_kernels_avx512vnni = {
                                .weighted_sum = weighted_sum_int8_avx512vnni,
                                .scores_of_heads = scores_of_heads_int8_avx512vnni,
                                .weighted_sum_of_heads = weighted_sum_of_heads_int8_avx512vnni},
-               [KVEDGE_INT4] = {.encode_query = encode_query_avx512vnni,
+               [KVEDGE_INT4] = {.encode_query = encode_query_of_int4_avx512vnni,
                                .scores = scores_int4_avx512vnni,
                                .weighted_sum = weighted_sum_int4_avx512vnni,
                                .scores_of_heads = scores_of_heads_int4_avx512vnni,

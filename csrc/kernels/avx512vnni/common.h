@@ -2,6 +2,7 @@
 #include <float.h>
 #include <immintrin.h>
 
+#include "formats/int4_levels.h"
 #include "kernels/kernels.h"
 #include "system/target.h"
 
@@ -159,21 +160,45 @@ KVEDGE_INLINE __m512i load_two_rows(const int8_t *from, const int8_t *upper, con
   return _mm512_inserti64x4(row, _mm256_loadu_si256((const __m256i *)upper), 1);
 }
 
+/* ---- int4: two codes to a byte, the first one in its lower half; a code is a level of 8 bits ---- */
+
+/* Bytes of `dim` channels of int8, or of int4. (`bits`: a constant where this is inlined.) */
+KVEDGE_INLINE int bytes_of(int dim, const int bits) { return bits == 8 ? dim : (dim + 1) / 2; }
+
+/* The levels for level_of(); `to_unsigned`: plus 128, as keys are multiplied. */
+KVEDGE_INLINE __m512i int4_levels(const int to_unsigned) {
+  __m128i levels = _mm_loadu_si128((const __m128i *)kvedge_int4_levels);
+  if (to_unsigned) levels = _mm_xor_si128(levels, _mm_set1_epi8((char)0x80));
+  return _mm512_broadcast_i32x4(levels);
+}
+
+/* In place of each byte the level of its first code, or of its second: of an even channel, or of the odd one after it.
+ * (`second`: a constant where this is inlined.) */
+KVEDGE_INLINE __m512i level_of(__m512i levels, __m512i bytes, const int second) {
+  if (second) bytes = _mm512_srli_epi16(bytes, 4);
+  return _mm512_shuffle_epi8(levels, _mm512_and_si512(bytes, _mm512_set1_epi8(15)));
+}
+
 enum {
   HEADS = KVEDGE_HEADS,
   HEADS_VECTORS = HEADS * KVEDGE_HEADS_DIM / 64, /* of a row, at most */
 };
 
 typedef void scores_function(const kvedge_query *q, const kvedge_tile *keys, float *scores, int accumulate);
-scores_function scores_int8_avx512vnni, scores_of_heads_int8_avx512vnni; /* scores.c */
+scores_function scores_int8_avx512vnni, scores_int4_avx512vnni;                   /* scores.c */
+scores_function scores_of_heads_int8_avx512vnni, scores_of_heads_int4_avx512vnni; /* scores_of_heads.c */
 
 /* Weighted sums by the planes of quantized probabilities: compilers do better with several functions than with one. */
 typedef void weighted_sum_function(const kvedge_probabilities *p, const kvedge_tile *values,
                                    const kvedge_accumulators *to);
-weighted_sum_function weighted_sum_1_avx512vnni, weighted_sum_2_avx512vnni, weighted_sum_3_avx512vnni;
-weighted_sum_function weighted_sum_of_heads_1_avx512vnni, weighted_sum_of_heads_2_avx512vnni,
-    weighted_sum_of_heads_3_avx512vnni;
+#define FOR_PLANES(name) weighted_sum_function name##_1_avx512vnni, name##_2_avx512vnni, name##_3_avx512vnni
+FOR_PLANES(weighted_sum_int8);
+FOR_PLANES(weighted_sum_of_heads_int8);
+FOR_PLANES(weighted_sum_int4);
+FOR_PLANES(weighted_sum_of_heads_int4);
+#undef FOR_PLANES
 
 /* Codes of a query are stored plane by plane: for every 64 channels 64 high bytes, 64 middle ones and 64 low
- * ones; zeros past the last channel. */
+ * ones; zeros past the last channel. For keys of int4 each eight channels are stored as 0 2 4 6 1 3 5 7: as four bytes of
+ * a key have them, first codes before second ones. */
 enum { CODES_OF_64 = 3 * 64 };

@@ -11,55 +11,20 @@
  * and a half products. Loads put half lines of two rows side by side, so that 3 shuffles per line are left, and these
  * come between the products of the rows before.
  *
- * A head batch: 4 tokens are transposed within 128-bit lanes, 2 shuffles per line, and stay in registers. A lane then has
- * its own channels, so a query's codes are spread accordingly, and each query and 16 tokens end in a sum over four lanes.
- * The two high planes of a query are added up as integers first.
+ * Keys of int4 are transposed as they are stored, four bytes (eight channels) at a time, which takes half of the shuffles;
+ * then 5 instructions make two columns of each one: the levels of first codes, and of second ones.
+ *
+ * scores_of_heads.c has head batches.
  */
 #include "kernels/kernels.h"
 
 #if defined(__x86_64__)
-#include "kernels/avx512vnni/common.h"
+#include "kernels/avx512vnni/scores.h"
 
 enum {
   PAIR = 2,          /* blocks that are scored together, and share the loads of the queries */
   SCORE_QUERIES = 4, /* at a time: x 3 bytes x PAIR = 24 of the 32 registers */
 };
-
-/* A block of 16 tokens' keys. */
-typedef struct {
-  const int8_t *rows;
-  ptrdiff_t token_stride;
-  int num_tokens; /* that are there */
-} key_rows;
-
-/* Rows 4u..4u+3 of 64 channels from d on, as unsigned bytes. Rows past the last token repeat it, channels past the last
- * are 128. (`how`: a constant where this is inlined.) */
-KVEDGE_INLINE void load_keys(const key_rows *k, const extent how, int u, int d, int dim, __m512i row[4]) {
-  const __m512i to_unsigned = _mm512_set1_epi8((char)0x80);
-  const int last = how == WHOLE ? BLOCK - 1 : k->num_tokens < BLOCK ? k->num_tokens - 1 : BLOCK - 1;
-  const ptrdiff_t stride = k->token_stride;
-  const int8_t *from = k->rows + 4 * u * stride + d;
-  OPAQUE(from);
-#pragma GCC unroll 4
-  for (int t = 0; t < 4; t++) {
-    const ptrdiff_t at = (4 * u + t <= last ? t : last - 4 * u) * stride;
-    if (how == WHOLE) row[t] = _mm512_loadu_si512(from + at);
-    else row[t] = _mm512_maskz_loadu_epi8(first_bytes(dim - d), from + at);
-    row[t] = _mm512_xor_si512(row[t], to_unsigned);
-  }
-}
-
-/* The unit of a query's code of `bytes` planes. */
-KVEDGE_INLINE float unit_of(const kvedge_query *q, int i, const int bytes) {
-  return q->scale[i * q->scale_stride] * (bytes == 3 ? 1.0f : bytes == 2 ? 256.0f : 65536.0f);
-}
-
-/* A query's scores of a block: its sums of products in `unit`s, times the keys' scales; added to `out`'s or not. */
-KVEDGE_INLINE void put_scores(__m512 dot, float unit, __m512 k_scale, float *out, int accumulate) {
-  __m512 score = _mm512_mul_ps(_mm512_mul_ps(dot, _mm512_set1_ps(unit)), k_scale);
-  if (accumulate) score = _mm512_add_ps(score, _mm512_loadu_ps(out));
-  _mm512_storeu_ps(out, score);
-}
 
 /* ---- Scores for many queries ---- */
 
@@ -69,7 +34,7 @@ KVEDGE_INLINE void transpose_rows(const key_rows *k, const extent how, int d, in
 #pragma GCC unroll 4
   for (int u = 0; u < 4; u++) {
     __m512i row[4];
-    load_keys(k, how, u, d, dim, row);
+    load_keys(k, how, 8, u, d, dim, row);
     transpose_in_lanes(row, quads[u]);
   }
 #pragma GCC unroll 4
@@ -84,6 +49,38 @@ KVEDGE_INLINE void transpose_rows(const key_rows *k, const extent how, int d, in
 
 static __attribute__((noinline)) void transpose_part(const key_rows *k, int d, int dim, __m512i *columns) {
   transpose_rows(k, PART, d, dim, columns);
+}
+
+/* Rows i, 4 + i, 8 + i and 12 + i, 32 bytes of each, as lanes: lane L of low has the first 16 bytes of row 4 L + i, of high
+ * the others. (`part`: a constant where this is inlined.) */
+KVEDGE_INLINE void split_rows(const int8_t *const row[4], const int part, __mmask32 valid, const int bits, __m512i *low,
+                              __m512i *high) {
+  const __m512i to_unsigned = _mm512_set1_epi8((char)0x80);
+  __m512i a = load_two_rows(row[0], row[1], part, valid), b = load_two_rows(row[2], row[3], part, valid);
+  if (bits == 8) a = _mm512_xor_si512(a, to_unsigned), b = _mm512_xor_si512(b, to_unsigned);
+  *low = _mm512_shuffle_i32x4(a, b, 0x88);
+  *high = _mm512_shuffle_i32x4(a, b, 0xdd);
+}
+
+/* transpose_rows() of int4: 32 bytes, so 64 channels, from d on. */
+static __attribute__((noinline)) void transpose_codes(const key_rows *k, int d, int dim, __m512i *columns) {
+  const __m512i levels = int4_levels(1);
+  const __mmask32 valid = (__mmask32)first_bytes(bytes_of(dim - d, 4));
+  __m512i half[2][4];
+  for (int i = 0; i < 4; i++) {
+    const int8_t *row[4];
+    for (int j = 0, t = i; j < 4; j++, t += 4)
+      row[j] = k->rows + (t < k->num_tokens ? t : k->num_tokens - 1) * k->token_stride + d / 2;
+    split_rows(row, 1, valid, 4, &half[0][i], &half[1][i]);
+  }
+  for (int h = 0; h < 2; h++) {
+    __m512i four[4]; /* bytes of a token */
+    transpose_in_lanes(half[h], four);
+    for (int c = 0; c < 4; c++, columns += 2 * PAIR) {
+      columns[0] = level_of(levels, four[c], 0);
+      columns[PAIR] = level_of(levels, four[c], 1);
+    }
+  }
 }
 
 /* Sums of the products of a pair of blocks: of each byte of each query; of even and odd columns, where they are few. */
@@ -193,23 +190,6 @@ KVEDGE_INLINE void score_queries(const kvedge_query *q, const int bytes, const i
 #undef SCORE_BLOCKS_OF
 }
 
-/* Scores of a tile's keys from block `first` on. */
-typedef struct {
-  const kvedge_query *q;
-  const kvedge_tile *keys;
-  int first;
-  int num_tokens;       /* from there on */
-  const float *k_scale; /* of them */
-  lines_ahead *ahead;
-  float *scores; /* of them */
-  int accumulate;
-} scoring;
-
-/* First row of block b, counted from the first, of the channels at hand. */
-KVEDGE_INLINE const int8_t *block_of(const scoring *s, int b) {
-  return (const int8_t *)s->keys->blocks[s->first + b] + s->keys->offset;
-}
-
 KVEDGE_INLINE void score_many(const scoring *s, const int bytes) {
   const kvedge_query *q = s->q;
   __m512i columns[PAIR * 1024 / 4]; /* (dim / 4, PAIR) x 16 tokens x 4 channels: 2 KB for a dim of 64 */
@@ -224,7 +204,8 @@ KVEDGE_INLINE void score_many(const scoring *s, const int bytes) {
                        .num_tokens = s->num_tokens - t - b * BLOCK};
       for (int d = 0; d < q->dim; d += 64) {
         __m512i *to = columns + PAIR * (d / 4) + b;
-        if (rows.num_tokens >= BLOCK && q->dim - d >= 64) transpose_rows(&rows, WHOLE, d, q->dim, to);
+        if (s->bits == 4) transpose_codes(&rows, d, q->dim, to);
+        else if (rows.num_tokens >= BLOCK && q->dim - d >= 64) transpose_rows(&rows, WHOLE, d, q->dim, to);
         else transpose_part(&rows, d, q->dim, to);
       }
     }
@@ -265,49 +246,49 @@ KVEDGE_INLINE void pin(__m512i *vectors, const int count) {
   for (int i = 0; i < count; i++) __asm__ volatile("" : "+v"(vectors[i]));
 }
 
-/* Rows that are transposed while those before them are multiplied: 32 channels of a block, or fewer. */
+/* Rows that are transposed while those before them are multiplied: 32 bytes of a block, or fewer. */
 typedef struct {
   const int8_t *from;
   ptrdiff_t stride, three_strides;
-  __mmask32 valid;         /* channels that are there */
-  __m512i low[4], high[4]; /* lane L of [i]: the first, the other 16 channels of row 4 L + i */
+  __mmask32 valid;         /* bytes that are there */
+  __m512i low[4], high[4]; /* as split_rows() leaves them */
 } next_rows;
 
-/* Rows i, 4 + i, 8 + i and 12 + i, as unsigned bytes. (`part`: a constant where this is inlined.) */
-KVEDGE_INLINE void load_rows(next_rows *n, const int part, const int i) {
-  const __m512i to_unsigned = _mm512_set1_epi8((char)0x80);
+KVEDGE_INLINE void load_rows(next_rows *n, const int part, const int bits, const int i) {
   const int8_t *from = n->from + (i < 3 ? i * n->stride : n->three_strides);
   __asm__ volatile("" : "+r"(from));
-  const int8_t *from_4 = from + 4 * n->stride, *from_8 = from + 8 * n->stride, *from_12 = from_4 + 8 * n->stride;
-  __m512i a = _mm512_xor_si512(load_two_rows(from, from_4, part, n->valid), to_unsigned);
-  __m512i b = _mm512_xor_si512(load_two_rows(from_8, from_12, part, n->valid), to_unsigned);
-  n->low[i] = _mm512_shuffle_i32x4(a, b, 0x88);
-  n->high[i] = _mm512_shuffle_i32x4(a, b, 0xdd);
+  const int8_t *from_4 = from + 4 * n->stride;
+  const int8_t *const row[4] = {from, from_4, from + 8 * n->stride, from_4 + 8 * n->stride};
+  split_rows(row, part, n->valid, bits, &n->low[i], &n->high[i]);
   pin(&n->low[i], 1);
   pin(&n->high[i], 1);
 }
 
-/* What comes before the products of column 0 to 7 of 32 channels: after step 3 columns of the other 16 channels are
- * ready, after step 7 the first of the next rows. (`part` and `step`: constants where this is inlined.) */
-KVEDGE_INLINE void prepare_next(next_rows *n, const int part, const int step, __m512i column[4]) {
+/* What comes before the products of column 0 to 7 of 32 bytes, a column being four bytes of each token: after step 3
+ * columns of the other 16 bytes are ready, after step 7 the first of the next rows. (`part`, `bits` and `step`: constants
+ * where this is inlined.) */
+KVEDGE_INLINE void prepare_next(next_rows *n, const int part, const int bits, const int step, __m512i column[4]) {
   __m512i *half = step < 4 ? n->high : n->low; /* transpose_in_lanes(), in two steps: */
   if (step == 1 || step == 6) pair_dwords(half, half), pin(half, 4);
   if (step == 3 || step == 7) pair_qwords(half, column), pin(column, 4);
-  if (step == 4) load_rows(n, part, 0), load_rows(n, part, 1);
-  if (step == 5) load_rows(n, part, 2), load_rows(n, part, 3);
+  if (step == 4) load_rows(n, part, bits, 0), load_rows(n, part, bits, 1);
+  if (step == 5) load_rows(n, part, bits, 2), load_rows(n, part, bits, 3);
 }
 
-/* Scores of whole blocks for `count` queries from `first` on, of `bytes` bytes; `part`: channels are not a multiple of
- * 32. (Constants where this is inlined.) */
-KVEDGE_INLINE void score_several_of(const scoring *s, int first, const int count, const int bytes, const int part) {
+/* Scores of whole blocks for `count` queries from `first` on, of `bytes` bytes; `part`: a row's bytes are not a multiple
+ * of 32. (Constants where this is inlined.) */
+KVEDGE_INLINE void score_several_of(const scoring *s, const int bits, int first, const int count, const int bytes,
+                                    const int part) {
   const kvedge_query *q = s->q;
-  const int chains = count * bytes <= 4 ? 2 : 1; /* as in score_blocks() */
-  const int times = count * bytes <= 2 ? 3 : 2;  /* little arithmetic between prefetches: Zen 4 drops more of them */
+  const int row_bytes = bytes_of(q->dim, bits), wide = 8 / bits; /* columns of channels in one of bytes */
+  const int chains = count * bytes <= 4 ? 2 : 1;                 /* as in score_blocks() */
+  const int times = count * bytes <= 2 ? 3 : 2; /* little arithmetic between prefetches: Zen 4 drops more of them */
+  const __m512i levels = int4_levels(1);
   ptrdiff_t stride = KVEDGE_CODE_BYTES * q->stride, three_strides = 3 * stride;
   next_rows next = {.from = block_of(s, 0),
                     .stride = s->keys->token_stride,
                     .three_strides = 3 * s->keys->token_stride,
-                    .valid = (__mmask32)first_bytes(q->dim)};
+                    .valid = (__mmask32)first_bytes(row_bytes)};
   OPAQUE(three_strides); /* else they are computed at every use */
   OPAQUE(next.three_strides);
   float unit[SEVERAL_QUERIES];
@@ -319,7 +300,7 @@ KVEDGE_INLINE void score_several_of(const scoring *s, int first, const int count
   float *scores = s->scores + first * KVEDGE_TILE;
   __m512i column[4];
 #pragma GCC unroll 4
-  for (int step = 4; step < 8; step++) prepare_next(&next, part, step, column);
+  for (int step = 4; step < 8; step++) prepare_next(&next, part, bits, step, column);
   for (int t = 0; t < s->num_tokens; t += BLOCK, scores += BLOCK) {
     __m512i sum[SEVERAL_QUERIES][3][2];
 #pragma GCC unroll 8
@@ -330,31 +311,36 @@ KVEDGE_INLINE void score_several_of(const scoring *s, int first, const int count
         sum[i][b][1] = _mm512_setzero_si512();
       }
     const int8_t *codes = q->codes + first * stride;
-    for (int d = 32; d < q->dim + 32; d += 32) { /* where these channels end */
+    for (int d = 32; d < row_bytes + 32; d += 32) { /* where these bytes end */
       const int8_t *codes_of_4 = codes + 4 * stride;
       if (count > 4) OPAQUE(codes_of_4);
-      const int halves = part && d - q->dim >= 16 ? 1 : 2; /* of them that are there */
+      const int halves = part && d - row_bytes >= 16 ? 1 : 2; /* of them that are there */
       const char *lines = take_lines(s->ahead, 4 * halves);
       next.from += 32;
-      if (d >= q->dim) next.from = block_of(s, t / BLOCK + (t + BLOCK < s->num_tokens)); /* or this one again */
-      if (part) next.valid = (__mmask32)first_bytes(d >= q->dim ? q->dim : q->dim - d);
+      if (d >= row_bytes) next.from = block_of(s, t / BLOCK + (t + BLOCK < s->num_tokens)); /* or this one again */
+      if (part) next.valid = (__mmask32)first_bytes(d >= row_bytes ? row_bytes : row_bytes - d);
 #pragma GCC unroll 2
       for (int half = 0; half < 2; half++) {
         const __m512i now[4] = {column[0], column[1], column[2], column[3]};
 #pragma GCC unroll 4
         for (int c = 0; c < 4; c++) {
-          prepare_next(&next, part, 4 * half + c, column);
+          prepare_next(&next, part, bits, 4 * half + c, column);
           if (half >= halves) continue;
           prefetch_lines(s->ahead, lines + 64 * (4 * half + c), 1, times);
+#pragma GCC unroll 2
+          for (int w = 0; w < wide; w++) {
+            const int at = wide * (4 * half + c) + w; /* column of channels */
+            const __m512i keys = bits == 8 ? now[c] : level_of(levels, now[c], w);
 #pragma GCC unroll 8
-          for (int i = 0; i < count; i++)
+            for (int i = 0; i < count; i++)
 #pragma GCC unroll 3
-            for (int b = 0; b < bytes; b++)
-              multiply_add_code(&sum[i][b][c % chains], now[c], codes, codes_of_4, stride, three_strides, i,
-                                4 * (4 * half + c) + 64 * b);
+              for (int b = 0; b < bytes; b++)
+                multiply_add_code(&sum[i][b][at % chains], keys, codes, codes_of_4, stride, three_strides, i,
+                                  4 * at + 64 * b);
+          }
         }
       }
-      codes += d % 64 ? 32 : CODES_OF_64 - 32;
+      codes += bits == 4 ? CODES_OF_64 : d % 64 ? 32 : CODES_OF_64 - 32;
     }
     const __m512 k_scale = _mm512_loadu_ps(s->k_scale + t);
 #pragma GCC unroll 8
@@ -368,12 +354,12 @@ KVEDGE_INLINE void score_several_of(const scoring *s, int first, const int count
 }
 
 /* As few passes as sums have registers for, and as equal ones as can be. */
-KVEDGE_INLINE void score_several(const scoring *s, const int bytes, const int part) {
+KVEDGE_INLINE void score_several(const scoring *s, const int bits, const int bytes, const int part) {
   const int n = s->q->num_queries, most = bytes < 3 ? 7 : 4;
   for (int i = 0, count, passes = (n + most - 1) / most; passes > 0; i += count, passes--) {
     count = (n - i + passes - 1) / passes;
 #define SEVERAL(count)                                                                                                 \
-  case count: score_several_of(s, i, count, bytes, part); break
+  case count: score_several_of(s, bits, i, count, bytes, part); break
     switch (count) {
       SEVERAL(1);
       SEVERAL(2);
@@ -406,12 +392,15 @@ KVEDGE_INLINE scoring whole_blocks(const scoring *s, score_function *several, sc
 
 /* One function for each number of planes: GCC does better with several than with one of all. */
 #define SCORE(planes)                                                                                                  \
-  static __attribute__((noinline)) void score_several_##planes(const scoring *s) { score_several(s, planes, 0); }      \
-  static __attribute__((noinline)) void score_parts_##planes(const scoring *s) { score_several(s, planes, 1); }        \
+  static __attribute__((noinline)) void score_several_##planes(const scoring *s) { score_several(s, 8, planes, 0); }   \
+  static __attribute__((noinline)) void score_parts_##planes(const scoring *s) { score_several(s, 8, planes, 1); }     \
+  static __attribute__((noinline)) void score_codes_##planes(const scoring *s) { score_several(s, 4, planes, 1); }     \
   static __attribute__((noinline)) void score_many_##planes(const scoring *s) { score_many(s, planes); }               \
   static void score_##planes(const scoring *s) {                                                                       \
     scoring rest = *s;                                                                                                 \
-    if (s->q->num_queries <= SEVERAL_QUERIES) rest = whole_blocks(s, score_several_##planes, score_parts_##planes);    \
+    if (s->q->num_queries <= SEVERAL_QUERIES)                                                                          \
+      rest = s->bits == 4 ? whole_blocks(s, score_codes_##planes, score_codes_##planes)                                \
+                          : whole_blocks(s, score_several_##planes, score_parts_##planes);                             \
     if (rest.num_tokens > 0) score_many_##planes(&rest);                                                               \
   }
 SCORE(1)
@@ -419,159 +408,24 @@ SCORE(2)
 SCORE(3)
 #undef SCORE
 
+static void score(const scoring *s) {
+  switch (s->q->planes) {
+    case 3: score_3(s); break;
+    case 2: score_2(s); break;
+    default: score_1(s);
+  }
+}
+
 void scores_int8_avx512vnni(const kvedge_query *q, const kvedge_tile *keys, float *scores, int accumulate) {
   lines_ahead ahead = lines_of(keys, q->dim);
-  const scoring s = {q, keys, 0, keys->num_tokens, keys->scales, &ahead, scores, accumulate};
-  switch (q->planes) {
-    case 3: score_3(&s); break;
-    case 2: score_2(&s); break;
-    default: score_1(&s);
-  }
+  const scoring s = {q, keys, 8, 0, keys->num_tokens, keys->scales, &ahead, scores, accumulate};
+  score(&s);
 }
 
-/* ---- Scores of a head batch: several KV heads at once, one query each ----
- *
- * Where each query head has keys of its own, a head's part of a tile is little work, and what comes with every part
- * (quantizing probabilities, sums over lanes, a call) costs as much again. Side by side KVEDGE_HEADS heads fill whole
- * vectors, as long as a head has a multiple of 16 channels, and a line that two heads share is read once. A 128-bit
- * lane belongs to one head; a vector belongs to one or two. */
-
-KVEDGE_INLINE void spread_vector(__m512i codes, const int bytes, __m512i *out) {
-  out[0] = _mm512_shuffle_epi32(codes, 0x00);
-  out[bytes] = _mm512_shuffle_epi32(codes, 0x55);
-  out[2 * bytes] = _mm512_shuffle_epi32(codes, 0xaa);
-  out[3 * bytes] = _mm512_shuffle_epi32(codes, 0xff);
-}
-
-/* Half of a sum over lanes: lanes 0 and 1 of the result add up to those of a, 2 and 3 to those of b. */
-KVEDGE_INLINE __m512i add_half_lanes(__m512i a, __m512i b) {
-  return _mm512_add_epi32(_mm512_shuffle_i32x4(a, b, 0x44), _mm512_shuffle_i32x4(a, b, 0xee));
-}
-
-/* Scores of a block for one query, whose sums over all channels are half added up, as add_half_lanes() leaves them. */
-KVEDGE_INLINE void put_head_scores(const kvedge_query *q, int i, const int bytes, __m512i halves[2][2],
-                                   const float *k_scale, float *out, int accumulate) {
-  const int32_t *offset = q->offsets + i * 4 * q->scale_stride;
-  __m512 dot = _mm512_setzero_ps();
-#pragma GCC unroll 2
-  for (int part = 0; part < (bytes + 1) / 2; part++) {
-    __m512i sum = _mm512_add_epi32(_mm512_shuffle_i32x4(halves[part][0], halves[part][1], 0x88),
-                                   _mm512_shuffle_i32x4(halves[part][0], halves[part][1], 0xdd));
-    int32_t start = part == 1 ? offset[2] : bytes == 1 ? offset[0] : 256 * offset[0] + offset[1];
-    __m512 number = _mm512_cvtepi32_ps(_mm512_add_epi32(sum, _mm512_set1_epi32(start)));
-    dot = part == 0 ? number : _mm512_fmadd_ps(dot, _mm512_set1_ps(256.0f), number);
-  }
-  put_scores(dot, unit_of(q, i, bytes), _mm512_loadu_ps(k_scale), out, accumulate);
-}
-
-/* Codes of the heads' queries as if those were one query of all channels, (channels / 64, 4, bytes): lane L of the vector
- * of c and plane b has that plane of channels 16 L + 4 c .. + 3, four times. */
-KVEDGE_INLINE void spread_codes_of_heads(const kvedge_query *q, const int bytes, __m512i *out) {
-  const int8_t *codes = q->codes;
-  int d = 0; /* of the head that `codes` are of */
-  for (int vector = 0; vector < HEADS * q->dim / 64; vector++, out += 4 * bytes) {
-    const int8_t *lane[4];
-    for (int i = 0; i < 4; i++) {
-      lane[i] = codes + d / 64 * CODES_OF_64 + d % 64;
-      d += 16;
-      if (d == q->dim) d = 0, codes += KVEDGE_CODE_BYTES * q->stride;
-    }
-#pragma GCC unroll 3
-    for (int b = 0; b < bytes; b++) {
-      __m512i all = _mm512_castsi128_si512(_mm_load_si128((const __m128i *)(lane[0] + 64 * b)));
-      all = _mm512_inserti32x4(all, _mm_load_si128((const __m128i *)(lane[1] + 64 * b)), 1);
-      all = _mm512_inserti32x4(all, _mm_load_si128((const __m128i *)(lane[2] + 64 * b)), 2);
-      spread_vector(_mm512_inserti32x4(all, _mm_load_si128((const __m128i *)(lane[3] + 64 * b)), 3), bytes, out + b);
-    }
-  }
-}
-
-/* Sums over 64 channels from d on of the products of a block: of the two high planes, and of the low one if there are
- * three. In lane L of out[][u] is the sum of tokens 4u..4u+3 over the channels that lie in lane L. (`how` and `bytes`:
- * constants where this is inlined.) */
-KVEDGE_INLINE void multiply_64_of_heads(const key_rows *k, const extent how, int d, int dim, const int bytes,
-                                        const __m512i *codes, const char *lines, const lines_ahead *ahead,
-                                        __m512i out[2][4]) {
-#pragma GCC unroll 4
-  for (int u = 0; u < 4; u++) {
-    __m512i row[4], column[4], sum[3];
-    load_keys(k, how, u, d, dim, row);
-    prefetch_lines(ahead, lines + 256 * u, 4, 4);
-    transpose_in_lanes(row, column);
-    sum[0] = sum[1] = sum[2] = _mm512_setzero_si512();
-#pragma GCC unroll 4
-    for (int c = 0; c < 4; c++)
-#pragma GCC unroll 3
-      for (int b = 0; b < bytes; b++) multiply_add(&sum[b], column[c], codes[c * bytes + b]);
-    out[0][u] = bytes > 1 ? _mm512_add_epi32(_mm512_slli_epi32(sum[0], 8), sum[1]) : sum[0];
-    out[1][u] = sum[2];
-  }
-}
-
-/* Scores of a block. */
-KVEDGE_INLINE void score_block_of_heads(const scoring *s, const key_rows *k, const extent how, const int bytes,
-                                        const __m512i *codes, const float *k_scale, ptrdiff_t k_scale_stride,
-                                        float *scores) {
-  const int dim = s->q->dim, parts = (bytes + 1) / 2;
-  __m512i sum[2][4]; /* of the head so far */
-#pragma GCC unroll 2
-  for (int part = 0; part < parts; part++)
-#pragma GCC unroll 4
-    for (int u = 0; u < 4; u++) sum[part][u] = _mm512_setzero_si512();
-  int head = 0, left = dim / 16; /* lanes of the head that are left */
-  for (int d = 0; d < HEADS * dim; d += 64, codes += 4 * bytes) {
-    __m512i products[2][4], halves[2][2];
-    multiply_64_of_heads(k, how, d, HEADS * dim, bytes, codes, take_lines(s->ahead, BLOCK), s->ahead, products);
-    const __mmask16 its = (__mmask16)(left >= 4 ? 0xffff : (1 << 4 * left) - 1);
-#pragma GCC unroll 2
-    for (int part = 0; part < parts; part++)
-#pragma GCC unroll 4
-      for (int u = 0; u < 4; u++)
-        sum[part][u] = _mm512_mask_add_epi32(sum[part][u], its, sum[part][u], products[part][u]);
-    left -= 4;
-    if (left > 0) continue;
-#pragma GCC unroll 2
-    for (int part = 0; part < parts; part++) {
-      halves[part][0] = add_half_lanes(sum[part][0], sum[part][1]);
-      halves[part][1] = add_half_lanes(sum[part][2], sum[part][3]);
-#pragma GCC unroll 4
-      for (int u = 0; u < 4; u++) sum[part][u] = _mm512_maskz_mov_epi32((__mmask16)~its, products[part][u]);
-    }
-    put_head_scores(s->q, head, bytes, halves, k_scale + head * k_scale_stride, scores + head * KVEDGE_TILE,
-                    s->accumulate);
-    head++, left += dim / 16;
-  }
-}
-
-static __attribute__((noinline)) void score_part_of_heads(const scoring *s, const key_rows *k, const __m512i *codes,
-                                                          const float *k_scale, ptrdiff_t k_scale_stride,
-                                                          float *scores) {
-  switch (s->q->planes) {
-    case 3: score_block_of_heads(s, k, PART, 3, codes, k_scale, k_scale_stride, scores); break;
-    case 2: score_block_of_heads(s, k, PART, 2, codes, k_scale, k_scale_stride, scores); break;
-    default: score_block_of_heads(s, k, PART, 1, codes, k_scale, k_scale_stride, scores);
-  }
-}
-
-KVEDGE_INLINE void score_heads(const scoring *s, ptrdiff_t k_scale_stride, const int bytes) {
-  __m512i codes[HEADS_VECTORS * 4 * 3];
-  spread_codes_of_heads(s->q, bytes, codes);
-  for (int t = 0; t < s->num_tokens; t += BLOCK) {
-    const key_rows rows = {block_of(s, t / BLOCK), s->keys->token_stride, s->num_tokens - t};
-    if (rows.num_tokens >= BLOCK)
-      score_block_of_heads(s, &rows, WHOLE, bytes, codes, s->k_scale + t, k_scale_stride, s->scores + t);
-    else score_part_of_heads(s, &rows, codes, s->k_scale + t, k_scale_stride, s->scores + t);
-  }
-}
-
-void scores_of_heads_int8_avx512vnni(const kvedge_query *q, const kvedge_tile *keys, float *scores, int accumulate) {
-  lines_ahead ahead = lines_of(keys, HEADS * q->dim);
-  const scoring s = {q, keys, 0, keys->num_tokens, keys->scales, &ahead, scores, accumulate};
-  switch (q->planes) {
-    case 3: score_heads(&s, keys->scale_stride, 3); break;
-    case 2: score_heads(&s, keys->scale_stride, 2); break;
-    default: score_heads(&s, keys->scale_stride, 1);
-  }
+void scores_int4_avx512vnni(const kvedge_query *q, const kvedge_tile *keys, float *scores, int accumulate) {
+  lines_ahead ahead = lines_of(keys, bytes_of(q->dim, 4));
+  const scoring s = {q, keys, 4, 0, keys->num_tokens, keys->scales, &ahead, scores, accumulate};
+  score(&s);
 }
 
 KVEDGE_TARGET_END

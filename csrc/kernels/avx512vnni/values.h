@@ -10,7 +10,13 @@
  * vector with one and a half products.
  *
  * With up to 32 channels left, rows of two tokens share a register.
+ *
+ * Rows of int4 are interleaved as they are stored, which takes half of the shuffles; values_int4.h has them.
  */
+#define WEIGHTED_SUM_NAMED(of, planes) weighted_sum_##of##_##planes##_avx512vnni
+#define WEIGHTED_SUM_OF(of, planes) WEIGHTED_SUM_NAMED(of, planes)
+#define WEIGHTED_SUM(of) WEIGHTED_SUM_OF(of, PLANES)
+
 enum {
   SUM_REGISTERS = 24, /* of 32: queries x bytes of the weights x 4 */
   SUM_QUERIES = 4,    /* at most */
@@ -357,7 +363,7 @@ KVEDGE_INLINE void weigh_64(const value_rows *v, int num_channels, const weighin
   }
 }
 
-void WEIGHTED_SUM(const kvedge_probabilities *p, const kvedge_tile *values, const kvedge_accumulators *to) {
+void WEIGHTED_SUM(int8)(const kvedge_probabilities *p, const kvedge_tile *values, const kvedge_accumulators *to) {
   _Alignas(64) uint8_t codes[KVEDGE_STACK * CODE_ROW];
   float scale[KVEDGE_STACK];
   lines_ahead ahead = lines_of(values, values->dim);
@@ -368,7 +374,7 @@ void WEIGHTED_SUM(const kvedge_probabilities *p, const kvedge_tile *values, cons
     weigh_64(&rows, values->dim - d, &w, PLANES);
 }
 
-/* ---- A head batch: see scores.c ---- */
+/* ---- A head batch: see scores_of_heads.c ---- */
 
 /* Sums of 64 channels of a tile, of the first head's weights in lanes 0..lanes-1 and of the next one's in the others;
  * `kept`, if not NULL: interleaved rows. (`whole`: lanes are 4; it, `from_rows` and `bytes` are constants where this is
@@ -442,7 +448,8 @@ KVEDGE_INLINE void weigh_heads(value_rows *v, int dim, const int bytes, const fl
   }
 }
 
-void WEIGHTED_SUM_OF_HEADS(const kvedge_probabilities *p, const kvedge_tile *values, const kvedge_accumulators *to) {
+void WEIGHTED_SUM(of_heads_int8)(const kvedge_probabilities *p, const kvedge_tile *values,
+                                 const kvedge_accumulators *to) {
   lines_ahead ahead = lines_of(values, HEADS * values->dim);
   value_rows rows = {values->blocks, values->offset, values->token_stride, values->num_tokens, &ahead};
   weigh_heads(&rows, values->dim, PLANES, p->p, values->scales, values->scale_stride, to->rescale, to->acc);

@@ -2,9 +2,8 @@
 
 #if defined(__x86_64__)
 #define PLANES 1
-#define WEIGHTED_SUM weighted_sum_1_avx512vnni
-#define WEIGHTED_SUM_OF_HEADS weighted_sum_of_heads_1_avx512vnni
 #include "kernels/avx512vnni/common.h"
 #include "kernels/avx512vnni/values.h"
+#include "kernels/avx512vnni/values_int4.h"
 KVEDGE_TARGET_END
 #endif

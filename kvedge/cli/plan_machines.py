@@ -1,0 +1,96 @@
+"""Which machines a model and its cache fit on: a Raspberry Pi 4 and 5, a laptop, this one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvedge import system
+from kvedge.cli.shape import Planned
+from kvedge.console.output import Output
+from kvedge.console.sizes import format_count, format_size
+
+__all__ = ["MachineRow", "PlannedMachine", "longest", "machines", "print_table", "rows"]
+
+_GIB = 1 << 30
+#: What stays for the system and the runtime: Raspberry Pi OS with its desktop takes about as much.
+RESERVED = _GIB // 2
+_FORMATS = ("float16", "int8", "int4")
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedMachine:
+    """A machine that a model may be for."""
+
+    name: str
+    ram_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class MachineRow:
+    """What a model has room for on a machine."""
+
+    machine: str
+    ram_bytes: int
+    cache_bytes: int  # what weights and system leave; below 0: the weights alone do not fit
+    fits_int8: bool  # the planned context, in int8
+    # Tokens of the longest context in each format, weights counted; None: there is no end to them.
+    float16_longest: int | None
+    int8_longest: int | None
+    int4_longest: int | None
+
+
+def machines() -> list[PlannedMachine]:
+    """Return the machines, this one last where it tells its memory."""
+    found = [
+        PlannedMachine("Pi 4", 4 * _GIB),
+        PlannedMachine("Pi 5", 8 * _GIB),
+        PlannedMachine("laptop", 16 * _GIB),
+    ]
+    here = system.machine().usable_ram_bytes
+    return found if here is None else [*found, PlannedMachine("this machine", here)]
+
+
+def rows(model: Planned, context: int) -> list[MachineRow]:
+    """Return a row per machine; none where the weights are not known."""
+    if model.weights_bytes is None:
+        return []
+    found = []
+    for machine in machines():
+        left = machine.ram_bytes - RESERVED - model.weights_bytes
+        tokens = [model.shape.longest_context(left, form) if left > 0 else 0 for form in _FORMATS]
+        fits = left > 0 and model.shape.bytes(context, "int8") <= left
+        found.append(MachineRow(machine.name, machine.ram_bytes, left, fits, *tokens))
+    return found
+
+
+def longest(tokens: int | None) -> str:
+    """Write a longest context."""
+    return "any" if tokens is None else format_count(tokens) if tokens else "none"
+
+
+def print_table(model: Planned, context: int, output: Output) -> None:
+    """Print the machines; nothing where the weights are not known."""
+    found = rows(model, context)
+    if not found or model.weights_bytes is None:
+        return
+    title = (
+        f"{model.shape.name}: with its weights, {format_size(model.weights_bytes)} "
+        f"({model.weights_of}), and {format_size(RESERVED)} for the system"
+    )
+    fits = f"{format_count(context)} in int8"
+    columns = ("machine", ">for the cache", "?>longest in float16", ">longest in int8")
+    output.table(
+        title,
+        (*columns, "?>longest in int4", fits),
+        [
+            (
+                f"{row.machine}, {format_size(row.ram_bytes)}",
+                format_size(row.cache_bytes) if row.cache_bytes > 0 else "none",
+                longest(row.float16_longest),
+                longest(row.int8_longest),
+                longest(row.int4_longest),
+                "fits" if row.fits_int8 else "no",
+            )
+            for row in found
+        ],
+    )

@@ -1,0 +1,261 @@
+"""A paged cache's sequences elsewhere: in files, and in caches of their own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvedge.cache import CacheMethods
+from kvedge.cache_state import layer_names
+from kvedge.core import checks, registry
+from kvedge.core.key_map import KeyRule, same_vector
+from kvedge.errors import InvalidArgumentError, LayersOutOfStepError, ShapeMismatchError
+from kvedge.paged import file, readings
+from kvedge.paged.attention import PagedAttention
+from kvedge.paged.pool import KvBlockPool
+from kvedge.paged.prefixes import as_token_ids
+from kvedge.paged.sequences import SequenceState
+from kvedge.snapshot import CacheContents, CacheFormat, LayerContents
+
+if TYPE_CHECKING:
+    from typing_extensions import Self  # type checkers bring it along
+
+__all__ = ["PagedExchange", "check_nothing_pending"]
+
+
+class PagedExchange(PagedAttention):
+    """The part of a paged cache that gives sequences away and takes them back."""
+
+    if TYPE_CHECKING:
+
+        def __init__(self, pool: KvBlockPool) -> None: ...
+        def drop(self, seq: int) -> None: ...
+        def _add(self, state: SequenceState) -> int: ...
+
+    # ---- files -----------------------------------------------------------------------------------
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write all sequences and the pool's known prefixes to a file: all of it or nothing.
+
+        What sequences share is there once. Sequences of other caches over the pool, snapshots and
+        blocks that :meth:`KvBlockPool.allocate` gave are not saved. Needs ``kvedge[io]``.
+
+        Parameters
+        ----------
+        path : str or path-like
+
+        Raises
+        ------
+        LayersOutOfStepError
+            Some layer of a sequence has pending tokens.
+        OSError, MissingExtraError
+        """
+        with self._pool._lock:
+            sequences = []
+            for state in self._sequences.values():
+                check_nothing_pending(state.held, state.length)
+                table = state.table[: self._pool._blocks_for(state.length)]
+                sequences.append((table, state.length))
+            file.save(self._pool, sequences, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], *, num_blocks: int | None = None) -> Self:
+        """Read what :meth:`save` wrote into a pool of its own.
+
+        Parameters
+        ----------
+        path : str or path-like
+        num_blocks : int, optional
+            Of the new pool; by default as many as the saved one had.
+
+        Returns
+        -------
+        PagedKvCache
+            :attr:`sequences` are in the order they were saved in, under numbers of their own.
+
+        Raises
+        ------
+        CorruptFileError
+            The file is damaged, or none of a paged cache.
+        InvalidArgumentError
+            num_blocks are too few.
+        OSError, MissingExtraError, OutOfMemoryError
+        """
+        number = None if num_blocks is None else checks.as_int(num_blocks, "num_blocks")
+        pool, sequences = file.load(path, number)
+        cache = cls(pool)
+        for table, length in sequences:
+            cache._add(SequenceState(pool.num_layers, table, length))
+        return cache
+
+    def swap_out(self, seq: int, path: str | os.PathLike[str]) -> None:
+        """Write one sequence to a file and drop it, which gives its blocks back.
+
+        The file is one of :meth:`kvedge.KVCache.save`. Needs ``kvedge[io]``.
+
+        Parameters
+        ----------
+        seq : int
+        path : str or path-like
+
+        Raises
+        ------
+        UnknownSequenceError
+        LayersOutOfStepError
+            Some layer has pending tokens.
+        OSError, MissingExtraError, OutOfMemoryError
+            The sequence is still there, and so is what was at `path`.
+        """
+        with self._pool._lock:  # nothing is appended between the file and the end
+            self.to_kv_cache(seq).save(path)
+            self.drop(seq)
+
+    def swap_in(self, path: str | os.PathLike[str], *, token_ids: Any = None) -> int:
+        """Begin a sequence with the tokens that :meth:`swap_out` wrote; the file stays.
+
+        Parameters
+        ----------
+        path : str or path-like
+            Or of any :meth:`kvedge.KVCache.save` of a cache that the pool could take.
+        token_ids : sequence or array of int, optional
+            Of the sequence's first tokens, as of :meth:`register`: what is registered of them is
+            shared, and only the rest is taken from the file.
+
+        Returns
+        -------
+        int
+
+        Raises
+        ------
+        CorruptFileError
+        ShapeMismatchError, InvalidArgumentError
+            A cache that the pool does not take, or no token ids of its.
+        CapacityExceededError
+            The pool has too few free blocks.
+        OSError, MissingExtraError, OutOfMemoryError
+        """
+        cache = registry.active("KVCache").load(path, mmap=True)
+        return self._from_kv_cache(cache, None if token_ids is None else as_token_ids(token_ids))
+
+    # ---- to and from a KVCache -------------------------------------------------------------------
+
+    def to_kv_cache(self, seq: int, *, max_seq_len: int | None = None) -> Any:
+        """Copy a sequence, byte for byte, into a cache of its own.
+
+        Parameters
+        ----------
+        seq : int
+        max_seq_len : int, optional
+            Of the new cache, at least the length of the sequence; by default it grows.
+
+        Returns
+        -------
+        KVCache
+
+        Raises
+        ------
+        UnknownSequenceError
+        LayersOutOfStepError
+            Some layer has pending tokens.
+        InvalidArgumentError, CapacityExceededError
+            ``max_seq_len`` is no length, or too short.
+        OutOfMemoryError
+        """
+        max_seq_len = checks.check_max_seq_len(max_seq_len)
+        pool = self._pool
+        running: list[readings.Reading] = []
+        layers = []
+        try:
+            with pool._lock:  # all layers as they are at one moment
+                state = self._state(seq)
+                length = state.length
+                check_nothing_pending(state.held, length)
+                for layer in range(pool.num_layers):
+                    running.append(self._begin(seq, state, layer))
+            for store, reading in zip(pool._stores, running, strict=True):
+                slabs = store.gather(reading.table, pool.block_size, length)
+                keys, values, key_scales, value_scales = slabs
+                layers.append(LayerContents(keys, values, key_scales, value_scales, store._key_map))
+        finally:
+            pool._running.difference_update(running)
+        contents = CacheContents(self._format, length, tuple(layers))
+        return registry.active("KVCache")._holding(contents, max_seq_len, KeyRule(), {})
+
+    def from_kv_cache(self, cache: CacheMethods) -> int:
+        """Begin a sequence with a copy of a cache's tokens, byte for byte.
+
+        Parameters
+        ----------
+        cache : KVCache
+            Of the pool's layers, heads, head_dim, dtype, group size, scale dtype and key scale, and
+            without a key offset.
+
+        Returns
+        -------
+        int
+
+        Raises
+        ------
+        InvalidArgumentError
+            Not a KVCache, or one with a key offset or another key scale.
+        ShapeMismatchError
+            A cache of another format.
+        LayersOutOfStepError
+            Some layer of the cache has tokens that it was not advanced over.
+        CapacityExceededError
+            The pool has too few free blocks.
+        """
+        return self._from_kv_cache(cache, None)
+
+    def _from_kv_cache(self, cache: CacheMethods, token_ids: np.ndarray | None) -> int:
+        """Begin a sequence with a cache's tokens, but for what is registered of `token_ids`."""
+        if not isinstance(cache, CacheMethods):
+            raise InvalidArgumentError(f"cache must be a KVCache, not {checks.describe(cache)}")
+        if cache._format != self._format:
+            raise ShapeMismatchError(f"the cache is {cache._format}, this pool {self._format}")
+        if cache.key_offset is not None:
+            raise InvalidArgumentError("blocks have no key offset, but this cache has one")
+        if not same_vector(cache.key_scale, self._pool.key_scale):
+            raise InvalidArgumentError(
+                "the cache has another key_scale than the pool: make the pool with "
+                "key_scale=cache.key_scale"
+            )
+        pool, length = self._pool, len(cache)
+        check_nothing_pending([len(layer) for layer in cache._layers], length)
+        if token_ids is not None and len(token_ids) > length:
+            raise ShapeMismatchError(f"{len(token_ids)} token ids for {length} tokens")
+        with pool._lock:
+            shared = pool._prefixes.find(token_ids) if token_ids is not None else []
+            first = np.array(shared, np.int32)
+            pool._hold(first)  # before blocks are taken, which may be theirs
+            start = len(first) * pool.block_size
+            taken = np.empty(0, np.int32)
+            try:
+                taken = pool._take(pool._blocks_for(length - start))
+                for store, layer in zip(pool._stores, cache._layers, strict=True):
+                    rows = [slab[start:length] for slab in layer._held().tokens]
+                    store.scatter(taken, pool.block_size, rows)
+            except BaseException:
+                pool._release(taken)
+                pool._release(first)
+                raise
+            table = np.concatenate([first, taken])
+            return self._add(SequenceState(pool.num_layers, table, length))
+
+    @property
+    def _format(self) -> CacheFormat:
+        return CacheFormat.of([self._pool._config] * self._pool.num_layers)
+
+
+def check_nothing_pending(held: Sequence[int], length: int) -> None:
+    """LayersOutOfStepError if a layer has tokens that the sequence was not advanced over."""
+    if max(held) == length:
+        return
+    pending = [layer for layer, tokens in enumerate(held) if tokens > length]
+    raise LayersOutOfStepError(
+        f"there are pending tokens in {layer_names(pending)} of {len(held)}: {max(held)} tokens "
+        f"are held, but {length} were advanced over; advance() over them or truncate() first"
+    )
