@@ -3,11 +3,11 @@
 #
 # make fuzz   coverage-guided fuzzing of the C API, of files and of paged caches; SECONDS=600 says how long
 #
-# make wheel  a source distribution and a wheel, in dist/, tried in an empty environment
+# make wheel  a source distribution and a wheel, in dist/, tried in an empty environment; make wheel-aarch64
 #
 # make docs   the documentation as a site, build/site/index.html, which opens offline; a dead link is an error
 #
-# The rest: test-numpy test-isa test-peers test-transformers test-slow test-c test-library test-sanitize test-valgrind test-arm-c test-arm test-oldx86 test-all cross
+# The rest: test-numpy test-isa test-peers test-transformers test-slow test-c test-library test-ggml test-sanitize test-valgrind test-arm-c test-arm test-oldx86 test-all cross
 # lint format clean
 
 PYTHON ?= python3
@@ -15,8 +15,8 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 SOURCES := pyproject.toml setup.py kvedge/backends/native.pyx kvedge/backends/native_paged.pxi kvedge/__init__.pxd $(shell find csrc -name "*.[ch]")
 
-.PHONY: run test test-numpy test-isa test-peers test-transformers test-transformers-old test-transformers-own test-slow test-c test-library test-sanitize test-valgrind test-arm-c test-arm test-all arm-cycles \
-        wheel cross test-oldx86 fuzz docs lint format clean
+.PHONY: run test test-numpy test-isa test-peers test-transformers test-transformers-old test-transformers-own test-slow test-c test-library test-ggml test-sanitize test-valgrind test-arm-c test-arm test-all arm-cycles \
+        wheel wheel-aarch64 cross test-oldx86 fuzz docs lint format clean
 
 run: $(VENV)/run.stamp
 	$(BIN)/kvedge generate
@@ -69,6 +69,9 @@ test-c:
 # The C library, installed and found in every way that docs/c_api.md tells; its examples.
 test-library: $(VENV)/test.stamp
 	tests/library/run.sh $(BIN)/python
+# kvedge inside a ggml graph (docs/ggml.md).
+test-ggml: $(VENV)/bench.stamp
+	tests/library/ggml.sh $(BIN)/python
 test-sanitize:
 	tests/c/run.sh asan
 	tests/c/run.sh tsan
@@ -98,6 +101,9 @@ test-all:
 # What goes to PyPI: built from the source distribution, repaired and tested; see tools/wheel.sh.
 wheel:
 	tools/wheel.sh $(PYTHON)
+# The same for 64-bit ARM: cross-compiled, tested in an emulated Python.
+wheel-aarch64:
+	tools/wheel_aarch64.sh
 
 # See tests/fuzz/README.md. What it finds is left in build/fuzz/findings.
 SECONDS ?= 60

@@ -436,7 +436,9 @@ void kvedge_tolerance_counts(int64_t *seen, int64_t *dropped);
  *   for every slice, anywhere, at the same time:  kvedge_attention_run(attention, slice, slot, NULL)
  *   then, on one thread, slices in order:         kvedge_attention_collect(attention, slice, slot)
  *
- * Where another thread appends meanwhile, options->num_tokens makes the first two calls mean the same tokens.
+ * Where another thread appends meanwhile, options->num_tokens makes the first two calls mean the same tokens. It may be
+ * more than num_slices' and bytes' layer holds, up to its capacity: neither shrinks as tokens are added, so what they say
+ * of the longest context is enough for all of it.
  * run leaves a partial result in a slot; a slot is free again after collect. With as many slots as
  * slices (slot = slice) all may run before any is collected; one slot is enough for one thread.
  * Slices do not depend on the number of threads, so neither do the results, to the bit. */

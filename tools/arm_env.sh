@@ -7,7 +7,7 @@
 #     DIR/site      aarch64 wheels
 #     DIR/host      a virtual environment for building: Cython, setuptools, NumPy
 #     DIR/armpy     runs that Python:   QEMU_CPU=cortex-a72 DIR/armpy -m pytest ...
-#     DIR/xbuild    cross-compiles:     DIR/xbuild setup.py build_ext --inplace
+#     DIR/xbuild    cross-compiles:     DIR/xbuild setup.py build_ext --inplace     (KVEDGE_ARM_CC: with another compiler)
 #
 # Exits with 77 if a tool is missing that it may not install. A child process of the emulated Python is
 # not emulated; tests that start one must be left out.
@@ -65,7 +65,8 @@ exec qemu-aarch64-static -L $dir/rootfs -cpu "\${QEMU_CPU:-cortex-a72}" $dir/roo
 X
 cat > "$dir/xbuild" <<X
 #!/bin/bash
-export CC=aarch64-linux-gnu-gcc LDSHARED="aarch64-linux-gnu-gcc -shared" _PYTHON_HOST_PLATFORM=linux-aarch64
+export CC=\${KVEDGE_ARM_CC:-aarch64-linux-gnu-gcc}
+export LDSHARED="\$CC -shared" _PYTHON_HOST_PLATFORM=linux-aarch64
 export _PYTHON_SYSCONFIGDATA_NAME=_sysconfigdata__aarch64-linux-gnu PYTHONPATH=$dir/xsys
 export CFLAGS="-I$dir/site/numpy/_core/include -I$dir/rootfs/usr/include/python3.11 -idirafter $dir/rootfs/usr/include"
 exec $dir/host/bin/python "\$@"

@@ -253,12 +253,15 @@ kvedge_status kvedge_attention_check(const kvedge_cache_view *view, const kvedge
 
 /* ---- Slices, for a runtime with threads of its own -------------------------------------------- */
 
-/* Plans a call on a whole layer; `segment` must live as long as the plan. */
+/* Plans a call on a whole layer, or without a query, sizes: also of a call on tokens to come. `segment` must live as long
+ * as the plan. */
 static kvedge_status plan_layer(kvedge_attention *a, const kvedge_layer *layer, const kvedge_array *query,
                                 int64_t num_rows, int num_heads, const kvedge_attention_options *options,
                                 kvedge_segment *segment) {
   if (!layer || num_rows < 1) return KVEDGE_ERROR_ARGUMENT;
   kvedge_cache_view view = kvedge_layer_view(layer, options, segment);
+  if (!query && options && options->num_tokens > view.len && options->num_tokens <= layer->config.capacity)
+    view.len = segment->num_tokens = options->num_tokens;
   kvedge_status status = kvedge_attention_check(&view, query, num_rows, num_heads, options);
   if (status != KVEDGE_OK) return status;
   if (options) kvedge_cut_view(&view, segment, options->start);

@@ -239,17 +239,13 @@ static token_rows tokens_from(const token_rows *rows, int64_t first, int64_t num
                       .num_tokens = num_tokens};
 }
 
-typedef struct {
-  float keys, values;
-} bounds;
-
-static kvedge_status check_tokens(const kvedge_layer *layer, const token_rows *rows, bounds *bound) {
+static kvedge_status check_tokens(const kvedge_layer *layer, const token_rows *rows, kvedge_bounds *bound) {
   kvedge_status status = kvedge_rows_check(&layer->keys, &rows->keys, rows->num_tokens, &bound->keys);
   if (status == KVEDGE_OK) status = kvedge_rows_check(&layer->values, &rows->values, rows->num_tokens, &bound->values);
   return status;
 }
 
-static void store_tokens(kvedge_layer *layer, const token_rows *rows, const bounds *bound) {
+static void store_tokens(kvedge_layer *layer, const token_rows *rows, const kvedge_bounds *bound) {
   const int64_t row = row_of(layer, rows->position);
   kvedge_rows_store(&layer->keys, &rows->keys, rows->num_tokens, row);
   kvedge_rows_store(&layer->values, &rows->values, rows->num_tokens, row);
@@ -258,7 +254,7 @@ static void store_tokens(kvedge_layer *layer, const token_rows *rows, const boun
 }
 
 static kvedge_status write_chunk(kvedge_layer *layer, const token_rows *rows) {
-  bounds bound;
+  kvedge_bounds bound;
   const kvedge_status status = check_tokens(layer, rows, &bound);
   if (status == KVEDGE_OK) store_tokens(layer, rows, &bound);
   return status;
@@ -348,21 +344,18 @@ kvedge_status kvedge_layers_append(kvedge_layer *const *layers, const kvedge_arr
     const kvedge_status status = check_call(layers[i], &rows);
     if (status != KVEDGE_OK) return status;
   }
-  bounds *bound = malloc((size_t)num_layers * sizeof *bound);
-  if (!bound) return KVEDGE_ERROR_MEMORY;
-  kvedge_status status = KVEDGE_OK;
-  for (int i = 0; i < num_layers && status == KVEDGE_OK; i++) {
+  for (int i = 0; i < num_layers; i++) {
     const token_rows rows = rows_of_batch(layers[i], &keys[i], &values[i], num_tokens);
-    status = check_tokens(layers[i], &rows, &bound[i]);
+    const kvedge_status status = check_tokens(layers[i], &rows, &layers[i]->checked);
+    if (status != KVEDGE_OK) return status;
   }
-  for (int i = 0; i < num_layers && status == KVEDGE_OK; i++) {
+  for (int i = 0; i < num_layers; i++) {
     const token_rows rows = rows_of_batch(layers[i], &keys[i], &values[i], num_tokens);
-    store_tokens(layers[i], &rows, &bound[i]);
+    store_tokens(layers[i], &rows, &layers[i]->checked);
     kvedge_raise_written(layers[i], row_of(layers[i], rows.position) + num_tokens);
     set_appended(layers[i], rows.position + num_tokens);
   }
-  free(bound);
-  return status;
+  return KVEDGE_OK;
 }
 
 /* Both of one moment: start only rises, so it was the same all the time between two looks that find it so. */

@@ -7,12 +7,18 @@
 #include "kvedge.h"
 #include "store/rows.h"
 
+/* At least the largest magnitude of some stored rows. */
+typedef struct {
+  float keys, values;
+} kvedge_bounds;
+
 struct kvedge_layer {
   kvedge_layer_config config; /* no 0 here: group_size is at most the wider of head_dim and value_head_dim */
   kvedge_side keys, values;   /* their shapes; keys.offset and .scale are NULL or lie below */
   /* The tokens are rows start..stop-1. Readers look at these first, by kvedge_layer_range: what lies below stop, and
    * both bounds, is then written. Beside readers both only rise. */
   _Atomic int64_t start, stop;
+  kvedge_bounds checked; /* of the rows that kvedge_layers_append stores once those of all layers have been checked */
   /* Rows below it have been written. They may lie above stop, where a caller can return to them with set_len. */
   int64_t written;
   /* At least the largest scale (formats without: magnitude) stored; attention scales by their exponents, so that

@@ -12,7 +12,7 @@ from kvedge.bench import plotting
 from kvedge.bench.affinity import choose_cpus, pinned_to, pinning
 from kvedge.bench.benchmark import measuring, progress
 from kvedge.bench.contest import Conditions, measure_case
-from kvedge.bench.peers import KvedgeLayer
+from kvedge.bench.peers import KvedgeLayer, installed_peers
 from kvedge.bench.report import (
     by_shape,
     header,
@@ -32,8 +32,8 @@ NAME = "formats"
 SUMMARY = "every storage format beside int8, decode and a part of a prompt"
 DESCRIPTION = """\
 Time of one layer in each storage format, in turn in one run: for one token over a long cache, which
-is cold, and for the last tokens of a prompt. Ratios are to int8 with a scale per row; the share is
-of the speed at which this machine reads memory.
+is cold, and for the last tokens of a prompt; beside them ggml's flash attention on q4_0. Ratios are
+to int8 with a scale per row; the share is of the speed at which this machine reads memory.
 """
 EXAMPLES = """\
   kvedge bench formats                                       # five shapes, 32,768 tokens
@@ -70,6 +70,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="the last tokens of --context, as part of a prompt (default: %(default)s)",
     )
     common.add_threads(cases)
+    common.add_peers(cases, default="ggml-q4_0")
     how = parser.add_argument_group("how")
     common.add_hot(how)
     common.add_rounds(how)
@@ -81,7 +82,8 @@ def measure(options: argparse.Namespace, output: Output) -> dict[str, Any]:
     machine = system.machine()
     conditions = Conditions(machine, options.rounds, options.budget, options.hot)
     names = [name for name in FORMATS if name in (options.formats or FORMATS) and name != _BASE]
-    competitors = [KvedgeLayer(name) for name in (_BASE, *names)]
+    peers, notes = installed_peers(common.chosen_peers(options))
+    competitors = [*(KvedgeLayer(name) for name in (_BASE, *names)), *peers]
     cases = [
         (num_threads, shape, context, new_tokens)
         for num_threads in sorted(set(options.threads or [1]))
@@ -96,7 +98,7 @@ def measure(options: argparse.Namespace, output: Output) -> dict[str, Any]:
         "threads": ", ".join(str(count) for count in dict.fromkeys(case[0] for case in cases)),
         "pinned": pinning(max(case[0] for case in cases)),
     }
-    report = header(NAME, machine, competitors, settings=settings, notes=[])
+    report = header(NAME, machine, competitors, settings=settings, notes=notes)
     report["cases"] = []
     advance = progress(
         output, len(cases) * (len(competitors) + options.rounds), "kvedge bench formats"

@@ -12,10 +12,10 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-__all__ = ["F16", "F32", "Q8_0", "Ggml", "library_folder", "load"]
+__all__ = ["F16", "F32", "Q4_0", "Q8_0", "Ggml", "library_folder", "load"]
 
 # enum ggml_type
-F32, F16, Q8_0 = 0, 1, 8
+F32, F16, Q4_0, Q8_0 = 0, 1, 2, 8
 
 _POINTER, _INT, _INT64, _SIZE = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_size_t
 

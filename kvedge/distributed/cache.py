@@ -155,8 +155,24 @@ class ShardedKVCache(ShardedFacts):
     def append(self, layer: int, keys: Array, values: Array, *, layout: Layout = "nhd") -> None:
         """Give one layer its next token or tokens, on all ranks the same; each stores its own.
 
-        Parameters and errors as of :meth:`kvedge.KVCache.append`. Rows that cannot be stored are
-        refused on all ranks, whichever would have held them.
+        Parameters
+        ----------
+        layer : int
+        keys, values : array of float32 (or float16, bfloat16)
+            One token, (num_kv_heads, head_dim) or flat, or several, (n, num_kv_heads, head_dim);
+            values of value_head_dim where that differs. They follow what this layer already holds.
+        layout : {"nhd", "hnd"}
+            "hnd": several tokens come as (num_kv_heads, n, head_dim).
+
+        Raises
+        ------
+        LayerOutOfRangeError, DtypeMismatchError, ShapeMismatchError, LayoutError
+        NonFiniteInputError, ScaleRangeError
+            On all ranks, whichever would have held the rows.
+        CapacityExceededError
+            More tokens than ``max_seq_len``, on all ranks.
+        OutOfMemoryError
+            This rank could not grow; others do not know of it.
         """
         index = checks.check_layer(layer, self.num_layers)
         part = self._part._layers[index]
@@ -288,11 +304,27 @@ class ShardedKVCache(ShardedFacts):
     ) -> Any:
         """Attend to what one layer holds on all ranks, pending tokens included; all ranks call it.
 
-        Parameters, results and errors as of :meth:`kvedge.KVCache.attend`: positions, and whatever
-        speaks of them, are those of the whole context. The result is the same bits on all ranks.
+        Parameters
+        ----------
+        layer : int
+        query : array of float32 (or float16, bfloat16)
+            (num_heads, head_dim) for one token, (n, num_heads, head_dim) for the last n of the
+            context.
+        scale, causal, window, sink_tokens, sink_logits, softcap, mask, start, alibi_slopes
+        precision_bits, tolerance, return_lse, out, num_threads, layout
+            As in :meth:`kvedge.QuantizedKvLayer.attend`; positions, and whatever speaks of them,
+            are those of the whole context.
+
+        Returns
+        -------
+        ndarray of float32
+            Shaped as the query, but as wide as values; with ``return_lse`` a pair with the
+            log-sum-exp. The same bits on all ranks.
 
         Raises
         ------
+        LayerOutOfRangeError
+            And whatever a layer's ``attend`` raises, on all ranks.
         RankLostError
             A rank did not answer in time, or has died. What is stored here is as it was.
         GroupMismatchError

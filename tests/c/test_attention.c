@@ -389,30 +389,40 @@ static void test_slices_that_drop(void) {
   end();
 }
 
-/* A call for the first n tokens is a call on a layer that holds n: with mask, bias and slices of that length. */
+/* A call for the first n tokens is a call on a layer that holds n: with mask, bias and slices of that length. Sizes can be
+ * had before the tokens have come, and never shrink as they do. */
 static void test_the_first_tokens(void) {
   begin("the first tokens");
   const kvedge_layer_config config = {.capacity = 1500, .num_kv_heads = 2, .head_dim = 40};
   float *keys = random_floats(1500 * 80, 1.0f), *query = random_floats(3 * 160, 3.0f);
-  kvedge_layer *all = new_layer(config, NULL, keys, keys, 1500);
+  kvedge_layer *all = new_layer(config, NULL, keys, keys, 1500), *empty = new_layer(config, NULL, NULL, NULL, 0);
+  int most_slices[5] = {0};
   for (int len = 3; len <= 1500; len += len < 20 ? 1 : 493) {
     kvedge_layer *first = new_layer(config, NULL, keys, keys, len);
     block mask = new_block((size_t)len), bias = new_block((size_t)len * sizeof(float));
     for (int t = 0; t < len; t++)
       ((uint8_t *)mask.data)[t] = t % 3 != 0, ((float *)bias.data)[t] = 0.1f * (float)(t % 7);
-    for (int kind = 0; kind < 4; kind++) {
+    for (int kind = 0; kind < 5; kind++) {
       float expected[480], expected_lse[12], out[480], lse[12];
       kvedge_attention_options o;
       kvedge_attention_defaults(&o);
       if (kind == 1) o.mask = mask.data, o.mask_strides[2] = 1;
       if (kind == 2) o.bias = bias.data, o.bias_strides[2] = 1;
       if (kind == 3) o.window = len, o.sink_tokens = 2;
+      if (kind == 4) o.tolerance = 1e-3f; /* slices are longer, and fewer */
       CHECK(kvedge_attend(first, query, 3, 4, &o, 1, expected, expected_lse) == KVEDGE_OK);
       o.num_tokens = len;
       CHECK(kvedge_attend(all, query, 3, 4, &o, 1, out, lse) == KVEDGE_OK);
       CHECK(memcmp(out, expected, sizeof out) == 0 && memcmp(lse, expected_lse, sizeof lse) == 0);
-      CHECK(kvedge_attention_num_slices(all, 3, 4, &o) == kvedge_attention_num_slices(first, 3, 4, NULL));
+      CHECK(kvedge_attention_num_slices(all, 3, 4, &o) == kvedge_attention_num_slices(first, 3, 4, NULL) || kind == 4);
       CHECK(kvedge_attention_bytes(all, 3, 4, &o, 2) == kvedge_attention_bytes(first, 3, 4, NULL, 2) || kind);
+      CHECK(kvedge_attention_num_slices(empty, 3, 4, &o) == kvedge_attention_num_slices(all, 3, 4, &o));
+      CHECK(kvedge_attention_bytes(empty, 3, 4, &o, 2) == kvedge_attention_bytes(all, 3, 4, &o, 2));
+      const int slices = kvedge_attention_num_slices(empty, 3, 4, &o);
+      CHECK(slices >= most_slices[kind]);
+      most_slices[kind] = slices;
+      o.num_tokens = 1501;
+      CHECK(kvedge_attention_num_slices(empty, 3, 4, &o) == 0 && kvedge_attention_bytes(empty, 3, 4, &o, 2) == 0);
       o.num_tokens = len + 1;
       CHECK(kvedge_attend(first, query, 3, 4, &o, 1, out, lse) == KVEDGE_ERROR_ARGUMENT);
       o.num_tokens = -1;
@@ -421,7 +431,7 @@ static void test_the_first_tokens(void) {
     }
     free_block(&mask), free_block(&bias), kvedge_layer_destroy(first);
   }
-  kvedge_layer_destroy(all), free(keys), free(query);
+  kvedge_layer_destroy(all), kvedge_layer_destroy(empty), free(keys), free(query);
   end();
 }
 

@@ -25,35 +25,97 @@ void *aligned_alloc(size_t alignment, size_t bytes) { return asked++, __libc_mem
 void free(void *memory) { given_back += memory != NULL, __libc_free(memory); }
 
 /* Appends a token and attends, in slices, as a runtime does that has memory and threads of its own. */
-static void step(kvedge_layer *layer, const float *row, int heads, void *room, size_t bytes, float *out) {
+static void step(kvedge_layer *layer, const float *row, int heads, const kvedge_attention_options *options, void *room,
+                 size_t bytes, float *out) {
   kvedge_attention *attention;
-  kvedge_attention_options options;
-  kvedge_attention_defaults(&options);
   CHECK(kvedge_layer_append(layer, row, row, 1) == KVEDGE_OK);
-  const int slices = kvedge_attention_num_slices(layer, 1, heads, &options);
-  CHECK(kvedge_attention_bytes(layer, 1, heads, &options, slices) <= bytes);
-  CHECK(kvedge_attention_init(room, bytes, layer, row, 1, heads, &options, slices, out, NULL, &attention) == KVEDGE_OK);
+  const int slices = kvedge_attention_num_slices(layer, 1, heads, options);
+  CHECK(kvedge_attention_bytes(layer, 1, heads, options, slices) <= bytes);
+  CHECK(kvedge_attention_init(room, bytes, layer, row, 1, heads, options, slices, out, NULL, &attention) == KVEDGE_OK);
   for (int i = 0; i < slices; i++) kvedge_attention_run(attention, i, i, NULL);
   for (int i = 0; i < slices; i++) kvedge_attention_collect(attention, i, i);
 }
 
-static void test_step(kvedge_format format) {
-  enum { HEADS = 2, DIM = 64, HELD = 3000, STEPS = 40 };
-  const kvedge_layer_config config = {.format = format, .capacity = 4096, .num_kv_heads = HEADS, .head_dim = DIM};
-  block memory = new_block(kvedge_layer_bytes(&config)), room = new_block(1 << 22);
-  float *rows = malloc(HELD * HEADS * DIM * sizeof *rows), out[HEADS * DIM], again[HEADS * DIM];
-  for (int i = 0; i < HELD * HEADS * DIM; i++) rows[i] = (float)(i * 37 % 101) / 101;
+enum { HEADS = 2, DIM = 64, HELD = 3000, STEPS = 40, CAPACITY = 4096 };
+
+/* A row per token; a key offset and a key scale, of ones. */
+static float *rows, ones[HEADS * DIM];
+
+static void test_step(kvedge_layer_config config, const kvedge_attention_options *options) {
+  config.capacity = CAPACITY, config.num_kv_heads = HEADS, config.head_dim = DIM;
+  block memory = new_block(kvedge_layer_bytes(&config));
+  float out[HEADS * DIM], again[HEADS * DIM];
   kvedge_layer *layer;
   CHECK(kvedge_layer_init(memory.data, memory.size, &config, &layer) == KVEDGE_OK);
-  CHECK(kvedge_layer_append(layer, rows, rows, HELD) == KVEDGE_OK);
+  kvedge_attention_options longest = *options; /* room for it is known while the layer is empty */
+  longest.num_tokens = CAPACITY;
+  const int slices = kvedge_attention_num_slices(layer, 1, HEADS, &longest);
+  block room = new_block((kvedge_attention_bytes(layer, 1, HEADS, &longest, slices) + 63) / 64 * 64);
   const long before = asked;
-  for (int i = 0; i < STEPS; i++) step(layer, rows + i * HEADS * DIM, HEADS, room.data, room.size, out);
+  CHECK(kvedge_layer_set_key_scale(layer, ones) == KVEDGE_OK);
+  CHECK(kvedge_layer_append(layer, rows, rows, HELD) == KVEDGE_OK);
+  for (int i = 0; i < STEPS; i++) step(layer, rows + i * HEADS * DIM, HEADS, options, room.data, room.size, out);
   CHECK(asked == before);
   const long back = given_back;
-  CHECK(kvedge_attend(layer, rows + (STEPS - 1) * HEADS * DIM, 1, HEADS, NULL, 1, again, NULL) == KVEDGE_OK);
+  CHECK(kvedge_attend(layer, rows + (STEPS - 1) * HEADS * DIM, 1, HEADS, options, 1, again, NULL) == KVEDGE_OK);
   CHECK(asked == before + 1 && given_back == back + 1);
   CHECK(memcmp(out, again, sizeof out) == 0);
-  free(rows), free_block(&memory), free_block(&room);
+  free_block(&memory), free_block(&room);
+}
+
+/* Formats alone and in pairs, groups, options. */
+static void test_steps(void) {
+  kvedge_attention_options plain, o;
+  kvedge_attention_defaults(&plain);
+  for (int format = 0; format < KVEDGE_NUM_FORMATS; format++) {
+    test_step((kvedge_layer_config){.format = (kvedge_format)format}, &plain);
+    test_step((kvedge_layer_config){.format = KVEDGE_INT8, .value_format = KVEDGE_VALUES(format)}, &plain);
+  }
+  const kvedge_layer_config groups = {.scale_type = KVEDGE_SCALE_FLOAT16, .group_size = 32};
+  test_step(groups, &plain);
+  test_step((kvedge_layer_config){.format = KVEDGE_GRID4}, &plain);
+  static uint8_t mask[CAPACITY];
+  static float bias[CAPACITY];
+  const float slopes[HEADS] = {0.5f, 0.25f};
+  for (int i = 0; i < CAPACITY; i++) mask[i] = i % 3 != 0, bias[i] = (float)(i % 5);
+  o = plain, o.mask = mask, o.mask_strides[2] = 1, test_step(groups, &o);
+  o = plain, o.bias = bias, o.bias_strides[2] = 1, test_step(groups, &o);
+  o = plain, o.window = 500, o.sink_tokens = 4, o.softcap = 30.0f, test_step(groups, &o);
+  o = plain, o.alibi_slopes = slopes, o.sink_logits = slopes, o.precision_bits = 8, test_step(groups, &o);
+}
+
+/* What else moves tokens: windows, edits, arrays with strides, blocks. */
+static void test_edits(void) {
+  const kvedge_layer_config config = {.capacity = CAPACITY, .num_kv_heads = HEADS, .head_dim = DIM};
+  block memory[2] = {new_block(kvedge_layer_bytes(&config)), new_block(kvedge_layer_bytes(&config))};
+  block counts = new_block((kvedge_blocks_bytes(CAPACITY / 16) + 63) / 64 * 64);
+  kvedge_layer *layers[2];
+  kvedge_blocks *blocks;
+  for (int i = 0; i < 2; i++)
+    CHECK(kvedge_layer_init(memory[i].data, memory[i].size, &config, &layers[i]) == KVEDGE_OK);
+  float cosines[DIM / 2], sines[DIM / 2], out[2 * HEADS * DIM];
+  const kvedge_rotation rotation = {.dims = DIM, .cosines = cosines, .sines = sines};
+  const ptrdiff_t head = DIM * sizeof(float), token = HEADS * head;
+  const kvedge_array array = {rows, KVEDGE_TYPE_FLOAT32, token, head};
+  const long before = asked;
+  CHECK(kvedge_layers_append(layers, (const kvedge_array[]){array, array}, (const kvedge_array[]){array, array}, 2,
+                             9) == KVEDGE_OK);
+  CHECK(kvedge_layer_append_arrays(layers[0], &array, &array, HELD) == KVEDGE_OK);
+  CHECK(kvedge_layer_drop_first(layers[0], 100) == KVEDGE_OK && kvedge_layer_compact(layers[0]) == KVEDGE_OK);
+  CHECK(kvedge_rotation_angles(10000.0, DIM, -100, cosines, sines) == KVEDGE_OK);
+  CHECK(kvedge_layer_shift(layers[0], 0, kvedge_layer_len(layers[0]), &rotation) == KVEDGE_OK);
+  CHECK(kvedge_layer_keep(layers[0], (const int64_t[]){0, 1, 7, 2000}, 4) == KVEDGE_OK);
+  CHECK(kvedge_layer_set_len(layers[0], 2) == KVEDGE_OK);
+  CHECK(kvedge_layer_get_keys(layers[0], 0, 2, out) == KVEDGE_OK);
+  CHECK(kvedge_layer_set_len(layers[1], 0) == KVEDGE_OK && kvedge_layer_copy(layers[0], layers[1]) == KVEDGE_OK);
+  CHECK(kvedge_blocks_init(counts.data, counts.size, CAPACITY / 16, &blocks) == KVEDGE_OK);
+  int32_t block = kvedge_blocks_take(blocks);
+  CHECK(kvedge_blocks_hold(blocks, block) == KVEDGE_OK);
+  CHECK(kvedge_blocks_write(layers[0], 16, &block, 0, rows, rows, 5) == KVEDGE_OK);
+  CHECK(kvedge_blocks_own(blocks, layers, 2, 16, &block) == KVEDGE_OK);
+  CHECK(kvedge_blocks_release(blocks, block) == KVEDGE_OK);
+  CHECK(asked == before);
+  free_block(&memory[0]), free_block(&memory[1]), free_block(&counts);
 }
 
 int main(void) {
@@ -66,7 +128,12 @@ int main(void) {
     printf("malloc cannot be counted here\n");
     return 0;
   }
-  for (int format = 0; format < KVEDGE_NUM_FORMATS; format++) test_step((kvedge_format)format);
+  rows = malloc(HELD * HEADS * DIM * sizeof *rows);
+  for (int i = 0; i < HELD * HEADS * DIM; i++) rows[i] = (float)(i * 37 % 101) / 101;
+  for (int i = 0; i < HEADS * DIM; i++) ones[i] = 1.0f;
+  test_steps();
+  test_edits();
+  free(rows);
   end();
   return report();
 }

@@ -200,6 +200,7 @@ _BOUNDS = {
     "ort-int8": 5e-2,
     "ggml-f16": 3e-2,
     "ggml-q8_0": 5e-2,
+    "ggml-q4_0": 0.5,
     "kvedge-float32": 1e-5,
     "kvedge-float16": 1e-3,
     "kvedge-bfloat16": 3e-2,
@@ -272,11 +273,11 @@ def test_a_missing_library_is_one_note_for_all_its_peers(monkeypatch):
     peers, notes = installed_peers(PEER_NAMES)
     assert [peer.name for peer in peers] == ["numpy-fp32"]
     assert notes == [
-        f"{one}, {other} left out: no {package} here (pip install 'kvedge[bench]')"
-        for one, other, package in (
-            ("torch-fp32", "torch-bf16", "torch"),
-            ("ort-fp32", "ort-int8", "onnxruntime"),
-            ("ggml-f16", "ggml-q8_0", "llama-cpp-python"),
+        f"{names} left out: no {package} here (pip install 'kvedge[bench]')"
+        for names, package in (
+            ("torch-fp32, torch-bf16", "torch"),
+            ("ort-fp32, ort-int8", "onnxruntime"),
+            ("ggml-f16, ggml-q8_0, ggml-q4_0", "llama-cpp-python"),
         )
     ]
 

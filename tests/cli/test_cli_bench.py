@@ -240,7 +240,7 @@ def test_a_peer_that_is_not_installed_is_noted_and_the_rest_goes_on(capsys, monk
     assert main(["bench", "decode", *TINY, "--context", "8"]) == exits.OK
     captured = capsys.readouterr()
     assert "numpy-fp32" in captured.out and "torch-fp32" not in captured.out
-    for names in ("torch-fp32, torch-bf16", "ort-fp32, ort-int8", "ggml-f16, ggml-q8_0"):
+    for names in ("torch-fp32, torch-bf16", "ort-fp32, ort-int8", "ggml-f16, ggml-q8_0, ggml-q4_0"):
         assert f"note: {names} left out: no " in captured.err
 
 

@@ -32,6 +32,8 @@ def new_cache(**options):
     for name in ("key_offset", "key_scale"):
         if options.get(name) == "given":
             options[name] = np.full((2, HEADS, DIM), 0.5, np.float32)
+    if options.get("group_size"):
+        options["group_size"] = min(options["group_size"], DIM)
     return KVCache(2, HEADS, DIM, **options)
 
 

@@ -47,6 +47,8 @@ def new_cache(trace):
     layers, heads, dim, value_dim = trace["shape"]
     options = dict(trace["storage"])
     rng = np.random.default_rng(trace["seed"])
+    if options.get("group_size"):
+        options["group_size"] = min(options["group_size"], dim, value_dim)
     if options.get("key_offset") == "given":
         options["key_offset"] = 3 * normal(rng, layers, heads, dim)
     if options.get("key_scale") == "given":

@@ -15,6 +15,7 @@ import pytest
 
 import kvedge
 from kvedge import errors
+from kvedge.distributed import ShardedKVCache
 
 PACKAGE = Path(kvedge.__file__).parent
 
@@ -28,6 +29,7 @@ CLASSES = [
     kvedge.KvBlockPool,
     kvedge.PagedKvCache,
     kvedge.PagedSnapshot,
+    ShardedKVCache,
 ]
 
 

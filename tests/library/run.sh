@@ -125,4 +125,11 @@ else:
 ')
   ok
 fi
+echo "== inside a ggml graph"
+status=0
+"$root/tests/library/ggml.sh" "$python" || status=$?
+case $status in
+0 | 77) ;;
+*) exit "$status" ;;
+esac
 echo "$passed passed, 0 failed"

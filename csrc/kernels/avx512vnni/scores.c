@@ -56,8 +56,10 @@ static __attribute__((noinline)) void transpose_part(const key_rows *k, int d, i
 KVEDGE_INLINE void split_rows(const int8_t *const row[4], const int part, __mmask32 valid, const int bits, __m512i *low,
                               __m512i *high) {
   const __m512i to_unsigned = _mm512_set1_epi8((char)0x80);
-  __m512i a = load_two_rows(row[0], row[1], part, valid), b = load_two_rows(row[2], row[3], part, valid);
-  if (bits == 8) a = _mm512_xor_si512(a, to_unsigned), b = _mm512_xor_si512(b, to_unsigned);
+  __m512i a = load_two_rows(row[0], row[1], part, valid);
+  if (bits == 8) a = _mm512_xor_si512(a, to_unsigned);
+  __m512i b = load_two_rows(row[2], row[3], part, valid);
+  if (bits == 8) b = _mm512_xor_si512(b, to_unsigned);
   *low = _mm512_shuffle_i32x4(a, b, 0x88);
   *high = _mm512_shuffle_i32x4(a, b, 0xdd);
 }

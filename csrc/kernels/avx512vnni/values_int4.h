@@ -4,13 +4,10 @@
  * 32 bytes of a row are 64 channels, so rows of two tokens share a register (HALF), four apart. A head batch has rows of
  * 64 bytes.
  *
- * Up to eight queries: as many as have registers for sums of all 64 channels (one) or of half of them, in as few passes as
- * can be, each of which interleaves the rows again: a stored vector costs Zen 4 more than that. Many queries: levels are kept
- * as int8's rows are, and weighed by the same code.
+ * One query or two: sums of all 64 channels stay in registers, or of half of them at a time. More: levels are kept as int8's
+ * rows are, and weighed by the same code. (Zen 5 with 256-bit data paths, hot: from four queries on that is 1.1 to 1.2 times as
+ * fast as making levels again for every two or three queries, for two queries 0.88.)
  */
-enum {
-  CODES_QUERIES = SUM_REGISTERS / (4 * PLANES) < 4 ? SUM_REGISTERS / (4 * PLANES) : 4, /* in a pass by halves */
-};
 
 /* The rows of tokens 0..3 in lanes 0 and 1, of 4..7 in lanes 2 and 3: interleaved bytes 4c..4c+3 of each 16, for c = 0
  * and 1 into out[0] and [1], for c = 2 and 3 with `high`. (`high`: a constant where this is inlined.) */
@@ -41,16 +38,16 @@ KVEDGE_INLINE void add_16(__m512i sum, __mmask16 valid, float scale, float resca
   _mm512_mask_storeu_ps(acc, valid, _mm512_fmadd_ps(_mm512_castsi512_ps(sum), _mm512_set1_ps(scale), kept));
 }
 
-/* 64 channels or fewer of a tile of whole blocks, added for `count` queries from `first` on: all of them, or of each 32
- * the lower (`part` 0) or upper (1) half. (`part` and `count`: constants where this is inlined.) */
+/* 64 channels or fewer of a tile of whole blocks, added for `count` queries, one or two: all of them, or of each 32 the
+ * lower or the upper half. (`part` and `count`: constants where this is inlined.) */
 enum { LOWER, UPPER, ALL };
-KVEDGE_INLINE void weigh_codes_of(const value_rows *v, int num_channels, const int part, const weighing *w, int first,
-                                  const int count, int prefetches) {
+KVEDGE_INLINE void weigh_codes_of(const value_rows *v, int num_channels, const int part, const weighing *w,
+                                  const int count) {
   const int from_part = part == UPPER, stop_part = part == LOWER ? 1 : 2;
-  const __mmask32 valid = (__mmask32)first_bytes(bytes_of(num_channels, 4));
+  const __mmask32 there = (__mmask32)first_bytes(bytes_of(num_channels, 4));
   const __m512i levels = int4_levels(0);
-  const uint8_t *codes = w->codes + first * CODE_ROW;
-  __m512i sum[CODES_QUERIES][PLANES][2][2][2]; /* (part, c, first or second code) */
+  const uint8_t *codes = w->codes;
+  __m512i sum[FEW_QUERIES][PLANES][2][2][2]; /* (part, c, first or second code) */
 #pragma GCC unroll 4
   for (int i = 0; i < count; i++)
 #pragma GCC unroll 3
@@ -60,14 +57,14 @@ KVEDGE_INLINE void weigh_codes_of(const value_rows *v, int num_channels, const i
   for (int t = 0; t < v->num_tokens; t += BLOCK) {
     const int8_t *from = block_of(v, t / BLOCK);
     const int asked = part == ALL ? 4 : 2; /* lines for 8 tokens */
-    const char *lines = prefetches ? take_lines(v->ahead, 2 * asked) : NULL;
+    const char *lines = take_lines(v->ahead, 2 * asked);
 #pragma GCC unroll 2
     for (int r = 0; r < BLOCK; r += 8, codes += 32, from += 8 * v->token_stride) {
-      if (prefetches) prefetch_lines(v->ahead, lines + 64 * asked * (r / 8), asked, 3);
+      prefetch_lines(v->ahead, lines + 64 * asked * (r / 8), asked, 3);
 #pragma GCC unroll 2
       for (int p = from_part; p < stop_part; p++) {
         __m512i bytes[2];
-        interleave_8_rows(from, v->token_stride, valid, p, bytes);
+        interleave_8_rows(from, v->token_stride, there, p, bytes);
 #pragma GCC unroll 4
         for (int k = 0; k < 4; k++) {
           const __m512i value = level_of(levels, bytes[k / 2], k % 2);
@@ -82,8 +79,7 @@ KVEDGE_INLINE void weigh_codes_of(const value_rows *v, int num_channels, const i
   }
 #pragma GCC unroll 4
   for (int i = 0; i < count; i++) {
-    float *acc = w->acc + (first + i) * w->acc_stride;
-    const float scale = w->scale[first + i], rescale = w->rescale[first + i];
+    float *acc = w->acc + i * w->acc_stride;
 #pragma GCC unroll 2
     for (int p = from_part; p < stop_part; p++) {
       __m512 totals[2][2];
@@ -98,9 +94,8 @@ KVEDGE_INLINE void weigh_codes_of(const value_rows *v, int num_channels, const i
 #pragma GCC unroll 2
       for (int lane = 0; lane < 2; lane++) {
         const int at = 32 * lane + 16 * p;
-        if (at < num_channels)
-          add_16(ordered[lane], (__mmask16)first_bytes(num_channels - at < 16 ? num_channels - at : 16), scale, rescale,
-                 acc + at);
+        const __mmask16 valid = (__mmask16)first_bytes(num_channels - at < 16 ? num_channels - at : 16);
+        if (at < num_channels) add_16(ordered[lane], valid, w->scale[i], w->rescale[i], acc + at);
       }
     }
   }
@@ -131,35 +126,23 @@ static __attribute__((noinline)) void keep_levels(const value_rows *v, int num_c
 
 /* 64 channels, or fewer, of a tile, added for all queries. */
 static void weigh_codes(const value_rows *v, int num_channels, const weighing *w) {
-  const int n = w->num_queries, several = n <= SEVERAL_QUERIES && v->num_tokens % BLOCK == 0;
-  const int most = several                                      ? CODES_QUERIES
-                   : SUM_REGISTERS / (4 * PLANES) < SUM_QUERIES ? SUM_REGISTERS / (4 * PLANES)
-                                                                : SUM_QUERIES;
+  enum { MOST = SUM_REGISTERS / (4 * PLANES) < SUM_QUERIES ? SUM_REGISTERS / (4 * PLANES) : SUM_QUERIES };
+  const int n = w->num_queries;
+  if (n <= FEW_QUERIES && v->num_tokens % BLOCK == 0) {
+    if (n == 1) weigh_codes_of(v, num_channels, ALL, w, 1);
+    else weigh_codes_of(v, num_channels, LOWER, w, 2), weigh_codes_of(v, num_channels, UPPER, w, 2);
+    return;
+  }
   __m512i kept[KVEDGE_TILE];
-  if (!several) keep_levels(v, num_channels, kept);
-  for (int i = 0, count, passes = (n + most - 1) / most; passes > 0; i += count, passes--) {
-    count = (n - i + passes - 1) / passes; /* as equal as can be */
-    if (several) {
-#define WEIGH(count)                                                                                                   \
-  weigh_codes_of(v, num_channels, LOWER, w, i, count, i == 0),                                                         \
-      weigh_codes_of(v, num_channels, UPPER, w, i, count, i == 0)
-      if (count == 1) weigh_codes_of(v, num_channels, ALL, w, i, 1, i == 0);
-      else if (count == 2) WEIGH(2);
-#if PLANES < 3
-      else if (count == 3) WEIGH(3);
-#endif
-#if PLANES == 1
-      else WEIGH(4);
-#endif
-#undef WEIGH
-      continue;
-    }
+  keep_levels(v, num_channels, kept);
+  for (int i = 0, count, passes = (n + MOST - 1) / MOST; passes > 0; i += count, passes--) {
     __m512 totals[SUM_QUERIES][4];
     const uint8_t *codes = w->codes + i * CODE_ROW;
+    count = (n - i + passes - 1) / passes; /* as equal as can be */
 #define WEIGH(count) weigh(v, KEPT, WHOLE, ~0ull, kept, count, PLANES, codes, totals)
     if (count == 1) WEIGH(1);
     else if (count == 2) WEIGH(2);
-#if PLANES < 3
+#if PLANES < 3 /* else there are no registers for more */
     else if (count == 3) WEIGH(3);
 #endif
 #if PLANES == 1

@@ -44,6 +44,7 @@ PEER_NAMES = (
     "ort-int8",
     "ggml-f16",
     "ggml-q8_0",
+    "ggml-q4_0",
 )
 
 

@@ -15,9 +15,11 @@ from kvedge.bench.workload import Workload
 
 __all__ = ["GgmlFlashAttention"]
 
-_TYPES = {"f16": ggml.F16, "q8_0": ggml.Q8_0}
-_BLOCK = 32  # values of a q8_0 block: 32 codes of a byte and a float16 scale
-_BLOCK_BYTES = {"f16": 2 * _BLOCK, "q8_0": _BLOCK + 2}
+_TYPES = {"f16": ggml.F16, "q8_0": ggml.Q8_0, "q4_0": ggml.Q4_0}
+_BLOCK = (
+    32  # values of a block: 32 codes, of a byte (q8_0) or half of one (q4_0), and a float16 scale
+)
+_BLOCK_BYTES = {"f16": 2 * _BLOCK, "q8_0": _BLOCK + 2, "q4_0": _BLOCK // 2 + 2}
 _GRAPH_NODES = 8  # views, permutations, the attention itself
 _MASK_ROWS = 64  # older versions want a mask padded to so many rows
 # sizeof(struct ggml_threadpool_params) is 528 with 512 threads at most; ggml fills it in itself.
@@ -62,12 +64,12 @@ class GgmlFlashAttention(Competitor):
 
     def refuses(self, shape: AttentionShape) -> str | None:
         """A head must be whole blocks, or its view would begin inside of one."""
-        if self._kind == "q8_0" and shape.head_dim % _BLOCK:
+        if self._kind != "f16" and shape.head_dim % _BLOCK:
             return f"head_dim {shape.head_dim} is no multiple of its blocks of {_BLOCK}"
         return None
 
     def bytes_per_token(self, shape: AttentionShape) -> float:
-        """Two bytes per value, or 34 for 32 values."""
+        """Two bytes per value, or 34 or 18 for 32 values."""
         return shape.values_per_token * _BLOCK_BYTES[self._kind] / _BLOCK
 
     def prepare(self, workload: Workload, copies: int, num_threads: int) -> None:
