@@ -61,7 +61,7 @@ def run(options: argparse.Namespace, output: Output) -> int:
     chat = bool(tokenizer.chat_template) and not options.no_chat
     ids = _prompt(options.prompt or "", tokenizer, chat=chat)
     shown = 0 if chat else len(tokenizer.decode(ids[0], skip_special_tokens=True))
-    stream = _Stream(tokenizer, skip_prompt=chat, show=not options.json)
+    stream = _Stream(tokenizer, shown, skip_prompt=chat, show=not options.json, stop=options.stop)
     settings = sampling.chosen(options, {})
     sampling.note_what_is_idle(options, settings["temperature"], output)
     arguments = _sampling_arguments(settings)
@@ -198,10 +198,26 @@ def _prompt(text: str, tokenizer: Any, *, chat: bool) -> Any:
 
 
 class _Stream:
-    """What ``generate`` calls with each token: the text goes out, and the time is noted."""
+    """What ``generate`` calls with each token: the text goes out, and the time is noted.
 
-    def __init__(self, tokenizer: Any, *, skip_prompt: bool, show: bool) -> None:
+    Up to a stop text, that is, behind the first `prompt` characters, which are the prompt's.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        prompt: int,
+        *,
+        skip_prompt: bool,
+        show: bool,
+        stop: list[str] | None,
+    ) -> None:
         from transformers import TextStreamer
+
+        from kvedge.llama.text_stream import StopTexts
+
+        self._of_prompt = prompt  # characters still to come
+        self._until_stop = StopTexts(stop or ())
 
         self.tokens: list[int] = []
         self.text = ""
@@ -230,6 +246,11 @@ class _Stream:
         self._pieces.end()
 
     def _take(self, text: str, stream_end: bool = False) -> None:
+        prompt, text = text[: self._of_prompt], text[self._of_prompt :]
+        self._of_prompt -= len(prompt)
+        text = prompt + self._until_stop.push(text)
+        if stream_end:
+            text += self._until_stop.rest()
         self.text += text
         if self._show:
             sys.stdout.write(text)

@@ -6,7 +6,54 @@ from collections.abc import Iterable, Sequence
 
 from .tokenizer import Tokenizer, text_decoder
 
-__all__ = ["TextStream"]
+__all__ = ["StopTexts", "TextStream"]
+
+
+class StopTexts:
+    """Lets text through up to the first of some texts, and holds back what may begin one.
+
+    Parameters
+    ----------
+    stop : iterable of str
+        Texts that end it, none empty.
+
+    Attributes
+    ----------
+    found : str or None
+        The one of `stop` that came.
+    """
+
+    def __init__(self, stop: Iterable[str]) -> None:
+        self.found: str | None = None
+        self._stop = tuple(stop)
+        self._held = ""  # may be the beginning of one
+
+    def push(self, text: str) -> str:
+        """What of `text`, and of what was held back, can be shown; nothing after a stop text."""
+        if self.found is not None:
+            return ""
+        self._held += text
+        found = [(at, one) for one in self._stop if (at := self._held.find(one)) >= 0]
+        if found:
+            at, self.found = min(found)
+            return self._take(at)
+        return self._take(len(self._held) - self._longest_beginning())
+
+    def rest(self) -> str:
+        """What was held back, when no more comes."""
+        return "" if self.found is not None else self._take(len(self._held))
+
+    def _take(self, count: int) -> str:
+        text, self._held = self._held[:count], self._held[count:]
+        return text
+
+    def _longest_beginning(self) -> int:
+        """Characters at the end of what is held that may begin a stop text."""
+        longest = max(map(len, self._stop), default=1) - 1
+        for count in range(min(longest, len(self._held)), 0, -1):
+            if any(text.startswith(self._held[-count:]) for text in self._stop):
+                return count
+        return 0
 
 
 class TextStream:
@@ -20,35 +67,29 @@ class TextStream:
         character incomplete.
     stop : iterable of str
         Texts that end the stream, none empty. They are not given out, nor is what follows.
-
-    Attributes
-    ----------
-    stop_string : str or None
-        The one of `stop` that ended the stream.
     """
 
     def __init__(
         self, tokenizer: Tokenizer, before: Sequence[int] = (), stop: Iterable[str] = ()
     ) -> None:
-        self.stop_string: str | None = None
         self._tokenizer = tokenizer
-        self._stop = tuple(stop)
+        self._shown = StopTexts(stop)
         self._decoder = text_decoder()
         self._previous: int | None = None
-        self._held = ""  # may be the beginning of a stop string
         for token in before:
             self._decoder.decode(tokenizer.piece(token, self._previous))
             self._previous = token
 
+    @property
+    def stop_string(self) -> str | None:
+        """The one of `stop` that ended the stream."""
+        return self._shown.found
+
     def push(self, token: int) -> str:
         """Characters that `token` completes, and those held back that are no stop string."""
-        self._held += self._decoder.decode(self._tokenizer.piece(token, self._previous))
+        text = self._decoder.decode(self._tokenizer.piece(token, self._previous))
         self._previous = token
-        found = [(at, text) for text in self._stop if (at := self._held.find(text)) >= 0]
-        if found:
-            at, self.stop_string = min(found)
-            return self._take(at)
-        return self._take(len(self._held) - self._longest_beginning())
+        return self._shown.push(text)
 
     def rest(self, *, incomplete: bool = True) -> str:
         """What was held back, when no more tokens come.
@@ -60,18 +101,4 @@ class TextStream:
         """
         if self.stop_string is not None:
             return ""
-        return self._take(len(self._held)) + (
-            self._decoder.decode(b"", final=True) if incomplete else ""
-        )
-
-    def _take(self, count: int) -> str:
-        text, self._held = self._held[:count], self._held[count:]
-        return text
-
-    def _longest_beginning(self) -> int:
-        """Characters at the end of what is held that may begin a stop string."""
-        longest = max(map(len, self._stop), default=1) - 1
-        for count in range(min(longest, len(self._held)), 0, -1):
-            if any(text.startswith(self._held[-count:]) for text in self._stop):
-                return count
-        return 0
+        return self._shown.rest() + (self._decoder.decode(b"", final=True) if incomplete else "")

@@ -91,6 +91,24 @@ def test_draws_repeat_with_their_seed(folder, capsys):
     assert texts[0] == texts[1]
 
 
+def test_the_choice_of_tokens_is_transformers_own(folder, capsys):
+    def generate(*arguments):
+        more = ["--prompt", "Once upon", "--tokens", "12", "--json", *map(str, arguments)]
+        assert main(["generate", "--hf", str(folder), *more]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    greedy = generate()
+    assert generate("--temp", 1, "--top-k", 1)["tokens"] == greedy["tokens"]
+    assert generate("--temp", 1, "--min-p", 1)["tokens"] == greedy["tokens"]
+    first = greedy["tokens"][1]
+    forbidden = generate("--logit-bias", f"{first}-inf")
+    assert first not in forbidden["tokens"] and forbidden["logit_bias"] == {str(first): None}
+    assert generate("--repeat-penalty", 3)["tokens"] != greedy["tokens"]
+    stopped = generate("-n", -1, "--stop", "play out", "--stop", "never")
+    assert STORY.startswith("Once upon" + stopped["text"]) and len(stopped["tokens"]) > 12
+    assert "Once upon" + stopped["text"] == STORY[: STORY.index("play out")]
+
+
 def test_the_prompt_is_a_turn_where_the_model_has_a_template(folder, tmp_path, capsys):
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
