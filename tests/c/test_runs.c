@@ -68,7 +68,11 @@ static void test_refused(void) {
   const int64_t kept[1] = {0};
   const float scale[DIM] = {1, 1, 1, 1}, cosines[2] = {1, 1}, sines[2] = {0, 0};
   const kvedge_rotation rotation = {.dims = DIM, .cosines = cosines, .sines = sines};
-#define REFUSED(call) CHECK((call) == KVEDGE_ERROR_ARGUMENT), end_case()
+#define REFUSED(call)                                                                                                  \
+  do {                                                                                                                 \
+    CHECK((call) == KVEDGE_ERROR_ARGUMENT);                                                                            \
+    end_case();                                                                                                        \
+  } while (0)
   config.capacity = 65;
   CHECK(kvedge_layer_bytes(&config) == 0);
   config.capacity = 64, config.value_format = KVEDGE_VALUES(KVEDGE_INT8);
