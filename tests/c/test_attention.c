@@ -136,8 +136,9 @@ static kvedge_attention_options random_options(sizes n, const float *numbers, co
 }
 
 static void attend_case(void) {
-  sizes n = {
-      .len = ONE_OF(1, 7, 16, 65, 130, 300, 600), .num_kv_heads = 1 + random_below(3), .dim = ONE_OF(1, 8, 33, 64, 80, 128)};
+  sizes n = {.len = ONE_OF(1, 7, 16, 65, 130, 300, 600),
+             .num_kv_heads = 1 + random_below(3),
+             .dim = ONE_OF(1, 8, 33, 64, 80, 128)};
   n.num_heads = n.num_kv_heads * ONE_OF(1, 2, 5, 8);
   n.value_dim = random_below(3) ? 0 : ONE_OF(1, 7, 64, 96, 128, 192, 520);
   n.num_rows = random_below(2) ? 1 : 1 + random_below(n.len < 20 ? (int)n.len : 20);
