@@ -35,9 +35,9 @@ test-isa: $(VENV)/test.stamp
 	  KVEDGE_ISA=$$isa $(BIN)/python -m pytest tests/contract $(PYTEST_ARGS) || exit 1; \
 	done
 
-# An estimate for Raspberry Pis, by emulation: python bench/arm_cycles.py --help.
+# An estimate for Raspberry Pis, by emulation: python bench/arm_cycles.py --help. Half an hour of a core.
 arm-cycles: $(VENV)/test.stamp
-	$(BIN)/python bench/arm_cycles.py --formats int8 float16 fp8_e4m3 float32
+	$(BIN)/python bench/arm_cycles.py --formats all --compilers gcc clang
 
 # What needs more than `make test` installs: plots, torch and ONNX Runtime beside kvedge in its benchmarks, transformers,
 # contexts over several processes (gloo, MPI).
@@ -89,10 +89,13 @@ test-oldx86:
 cross:
 	PYTHON=$(PYTHON) tools/cross.sh
 
-# The Python contract suite on an emulated ARM Python (see tools/arm_env.sh), as a Pi 4 and a Pi 5.
+# The Python contract suite on an emulated ARM Python (see tools/arm_env.sh), as a Pi 4, a Pi 5 and with i8mm; 32-bit ARM in C
+# alone, since NumPy has no wheels for it.
 test-arm:
+	tests/c/run.sh armv7 test_kernels test_cells
 	tests/arm/run.sh cortex-a72
 	tests/arm/run.sh cortex-a76
+	tests/arm/run.sh max
 
 # The suite on every Python from 3.10 to 3.13 that this machine has.
 test-all:

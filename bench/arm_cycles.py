@@ -1,19 +1,21 @@
 #!/usr/bin/env python3
 """Estimates the time of attention on a Raspberry Pi 4 and 5, without one.
 
-    python bench/arm_cycles.py                          five shapes, int8, gcc
-    python bench/arm_cycles.py --formats int8 float16   CC=clang python bench/arm_cycles.py
-    python bench/arm_cycles.py --csrc OTHER/csrc        of another checkout
+    python bench/arm_cycles.py                                     five shapes, int8, gcc
+    python bench/arm_cycles.py --formats all --compilers gcc clang  what `make arm-cycles` prints
+    python bench/arm_cycles.py --csrc OTHER/csrc                   of another checkout
 
 qemu logs every instruction that a call of kvedge_attend executes; llvm-mca times them as straight
 code on a model of the processor. LLVM has no model of the A76 (its name stands for the A57's, as
 does the A72's), so the Neoverse N1's is taken at a dispatch of four instructions. Up to four KV
-heads are measured, by the difference of two contexts; other heads and tokens cost the same (but
-past the first 1,024 tokens, probabilities need two planes, not three). Caches, TLB and mispredicted
-branches are not modelled: read the ratios, and beside them what the memory needs, at the rates that
-others measured: 4 GB/s on a Pi 4, 9 GB/s on a Pi 5.
+heads are measured, by the difference of two contexts; other heads and tokens cost the same. For
+formats with scales that is done twice: as in the first 1,024 tokens, whose weights have 24 bits,
+and as in those after them, with 16 bits. Caches, TLB and mispredicted branches are not modelled:
+read the ratios, and beside them what the memory needs, at the rates that others measured: 4 GB/s on
+a Pi 4, 9 GB/s on a Pi 5.
 
-Needs aarch64-linux-gnu-gcc (or CC=clang), qemu-aarch64-static and llvm-mca-22 with llvm-objdump-22
+Needs aarch64-linux-gnu-gcc (or clang, and its libraries), qemu-aarch64-static and llvm-mca-22 with
+llvm-objdump-22
 (Debian: gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user-static llvm-22).
 """
 
@@ -37,6 +39,7 @@ from kvedge.core.formats import FORMATS
 
 HERE = Path(__file__).resolve().parent
 TOKENS = 4096  # of the table
+FIRST_TOKENS = 1024  # whose weights have 24 bits: attention/step.c
 FROM, TO = 192, 384  # contexts whose difference is timed
 
 
@@ -55,8 +58,9 @@ BOARDS = (
     Board("Pi 4", "cortex-a72", ("-mcpu=cortex-a72",), 1.8, 4.0),
     Board("Pi 5", "cortex-a76", ("-mcpu=neoverse-n1", "-dispatch=4"), 2.4, 9.0),
 )
+_FEATURES = "+dotprod,+fullfp16,+i8mm"
 _MCA = (
-    *("-march=aarch64", "-mattr=+dotprod,+fullfp16", "-iterations=1"),
+    *("-march=aarch64", f"-mattr={_FEATURES}", "-iterations=1"),
     *("-instruction-info=false", "-resource-pressure=false"),
 )
 # Every instruction is a block of its own, and logged; the program's own code only.
@@ -64,6 +68,10 @@ _LOG = (
     *("-singlestep", "-d", "exec,nochain", "-dfilter", "0x400000..0x5fffff"),
     *("-D", "/dev/stderr"),
 )
+COMPILERS = {
+    "gcc": ["aarch64-linux-gnu-gcc"],
+    "clang": ["clang", "--target=aarch64-linux-gnu"],
+}
 DEFAULT_SHAPES = ("Llama-3.2-1B", "Qwen2.5-0.5B", "Gemma-3-1B", "SmolLM2-135M", "Phi-3-mini")
 
 
@@ -73,13 +81,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--formats", nargs="+", choices=list(FORMATS), default=["int8"])
+    formats = [*FORMATS, "all"]
+    parser.add_argument("--formats", nargs="+", choices=formats, default=["int8"], metavar="FORMAT")
     parser.add_argument("--shapes", nargs="+", choices=names, metavar="SHAPE")
+    parser.add_argument("--compilers", nargs="+", choices=list(COMPILERS), default=["gcc"])
     parser.add_argument("--csrc", type=Path, default=HERE.parent / "csrc", help="C sources")
     options = parser.parse_args()
-    clang = "clang" in os.environ.get("CC", "")
-    tools = ["qemu-aarch64-static", "llvm-mca-22", "llvm-objdump-22", *compiler()[:1]]
-    for tool in tools:
+    tools = ["qemu-aarch64-static", "llvm-mca-22", "llvm-objdump-22"]
+    for tool in [*tools, *(COMPILERS[name][0] for name in options.compilers)]:
         if shutil.which(tool) is None:
             print(f"{tool} is not installed", file=sys.stderr)
             return 3
@@ -88,57 +97,31 @@ def main() -> int:
         (board, shape, name)
         for shape in SHAPES
         if shape.name in wanted
-        for name in options.formats
+        for name in (FORMATS if "all" in options.formats else options.formats)
         for board in BOARDS
     ]
-    with tempfile.TemporaryDirectory() as folder:
-        program = build(options.csrc, Path(folder))
-        code = disassemble(program)
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            cycles = list(pool.map(lambda case: token_cycles(program, code, *case), cases))
-    title = f"one layer, {TOKENS:,} tokens, one core, {'clang' if clang else 'gcc'}; estimated"
+    costs = [costs_of(COMPILERS[name], options.csrc, cases) for name in options.compilers]
+    title = f"one layer, {TOKENS:,} tokens, one core; estimated"
     rows = []
-    for (board, shape, name), of_token in zip(cases, cycles, strict=True):
-        microseconds = of_token.cycles * shape.num_kv_heads * TOKENS / board.gigahertz / 1e3
+    for (board, shape, name), *of_token in zip(cases, *costs, strict=True):
         row = FORMATS[name].bits * shape.head_dim / 8 + 2 * FORMATS[name].has_scales
         read = 2 * row * shape.num_kv_heads * TOKENS / board.gigabytes_per_second / 1e3
+        tokens = shape.num_kv_heads * TOKENS
         rows.append(
             (
                 shape.name,
                 name,
                 board.name,
-                f"{microseconds:,.0f}",
+                *(f"{cost.cycles * tokens / board.gigahertz / 1e3:,.0f}" for cost in of_token),
                 f"{read:,.0f}",
-                f"{of_token.cycles:.1f}",
-                f"{of_token.instructions:.1f}",
+                f"{of_token[0].cycles:.1f}",
+                f"{of_token[0].instructions:.1f}",
             )
         )
-    columns = ("", "", "", ">us", ">us, memory", ">cycles/token, head", ">instructions")
+    times = (f">us, {name}" for name in options.compilers)
+    columns = ("", "", "", *times, ">us, memory", ">cycles/token, head", ">instructions")
     Output().table(title, columns, rows)
     return 0
-
-
-def compiler() -> list[str]:
-    """Return the cross compiler's command."""
-    given = os.environ.get("CC", "")
-    return [given, "--target=aarch64-linux-gnu"] if "clang" in given else ["aarch64-linux-gnu-gcc"]
-
-
-def build(csrc: Path, folder: Path) -> Path:
-    """Compile csrc/ and arm_cycles.c, static."""
-    program = folder / "arm_cycles"
-    options = ["-std=c11", "-O3", "-fno-wrapv", "-pthread", f"-I{csrc}"]
-
-    def compile_one(source: Path) -> str:
-        made = folder / (str(source).replace("/", "_") + ".o")
-        subprocess.run([*compiler(), *options, "-c", source, "-o", made], check=True)
-        return str(made)
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        objects = list(pool.map(compile_one, [*csrc.rglob("*.c"), HERE / "arm_cycles.c"]))
-    link = [*compiler(), "-static", "-pthread", *objects, "-lm", "-o", program]
-    subprocess.run(link, check=True)
-    return program
 
 
 @dataclass(frozen=True)
@@ -150,10 +133,46 @@ class Code:
     end: int
 
 
+@dataclass(frozen=True)
+class Cost:
+    """Of a call, or of a token and KV head."""
+
+    cycles: float
+    instructions: float
+
+
+def costs_of(
+    compiler: list[str], csrc: Path, cases: list[tuple[Board, AttentionShape, str]]
+) -> list[Cost]:
+    """Return what a token of one KV head costs in each case, with one compiler's code."""
+    with tempfile.TemporaryDirectory() as folder:
+        program = build(compiler, csrc, Path(folder))
+        code = disassemble(program)
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            return list(pool.map(lambda case: token_cycles(program, code, *case), cases))
+
+
+def build(compiler: list[str], csrc: Path, folder: Path) -> Path:
+    """Compile csrc/ and arm_cycles.c, static."""
+    program = folder / "arm_cycles"
+    options = ["-std=c11", "-O3", "-fno-wrapv", "-pthread", f"-I{csrc}"]
+
+    def compile_one(source: Path) -> str:
+        made = folder / (str(source).replace("/", "_") + ".o")
+        subprocess.run([*compiler, *options, "-c", source, "-o", made], check=True)
+        return str(made)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = list(pool.map(compile_one, [*csrc.rglob("*.c"), HERE / "arm_cycles.c"]))
+    link = [*compiler, "-static", "-pthread", *objects, "-lm", "-o", program]
+    subprocess.run(link, check=True)
+    return program
+
+
 def disassemble(program: Path) -> Code:
     """Return a program's instructions in llvm-mca's words; targets of branches do not matter."""
     listing = subprocess.run(
-        ["llvm-objdump-22", "-d", "--no-show-raw-insn", "--mattr=+dotprod,+fullfp16", program],
+        ["llvm-objdump-22", "-d", "--no-show-raw-insn", f"--mattr={_FEATURES}", program],
         check=True,
         capture_output=True,
         text=True,
@@ -188,21 +207,22 @@ def in_words_of_mca(text: str) -> list[str]:
     return [text]
 
 
-@dataclass(frozen=True)
-class Cost:
-    """Of a call, or of a token and KV head."""
-
-    cycles: float
-    instructions: float
-
-
 def token_cycles(program: Path, code: Code, board: Board, shape: AttentionShape, name: str) -> Cost:
-    """Return what a further token of one KV head costs."""
-    few, many = (call(program, code, board, shape, name, tokens) for tokens in (FROM, TO))
-    tokens = (TO - FROM) * heads_traced(shape)[1]
-    return Cost(
-        (many.cycles - few.cycles) / tokens, (many.instructions - few.instructions) / tokens
-    )
+    """Return what a token of one KV head costs on average."""
+    shares = {0: FIRST_TOKENS, 16: TOKENS - FIRST_TOKENS}  # tokens by precision_bits
+    if not FORMATS[name].has_scales:
+        shares = {0: TOKENS}
+    total = Cost(0.0, 0.0)
+    for precision, share in shares.items():
+        few, many = (
+            call(program, code, board, shape, name, tokens, precision) for tokens in (FROM, TO)
+        )
+        part = share / TOKENS / ((TO - FROM) * heads_traced(shape)[1])
+        total = Cost(
+            total.cycles + (many.cycles - few.cycles) * part,
+            total.instructions + (many.instructions - few.instructions) * part,
+        )
+    return total
 
 
 def heads_traced(shape: AttentionShape) -> tuple[int, int]:
@@ -212,13 +232,19 @@ def heads_traced(shape: AttentionShape) -> tuple[int, int]:
 
 
 def call(
-    program: Path, code: Code, board: Board, shape: AttentionShape, name: str, tokens: int
+    program: Path,
+    code: Code,
+    board: Board,
+    shape: AttentionShape,
+    name: str,
+    tokens: int,
+    precision: int,
 ) -> Cost:
-    """Return what a call on one KV head costs."""
+    """Return what a call costs."""
     form = FORMATS[name]
-    arguments = [
-        str(n) for n in (form.c_code, form.bits // 8, *heads_traced(shape), shape.head_dim, tokens)
-    ]
+    heads = heads_traced(shape)
+    numbers = (form.c_code, form.bits, *heads, shape.head_dim, tokens, precision)
+    arguments = [str(number) for number in numbers]
     lines = [line for pc in trace(program, code, board, arguments) for line in code.at[pc]]
     done = subprocess.run(
         ["llvm-mca-22", *_MCA, *board.model],

@@ -57,7 +57,7 @@ const char *kvedge_strerror(kvedge_status status);
 
 /* ---- Kernel paths ------------------------------------------------------------------------- */
 
-/* Picks a path by name ("scalar", "avx2", "avxvnni", "avx512vnni", "neon", "neondot"), or with NULL
+/* Picks a path by name ("scalar", "avx2", "avxvnni", "avx512vnni", "neon", "neondot", "neoni8mm"), or with NULL
  * what the environment variable KVEDGE_ISA names, or if unset the best this CPU runs. Called once by
  * itself; call it to choose or to learn why not (*why_not, if asked for, names what is missing). */
 kvedge_status kvedge_select_isa(const char *name, const char **why_not);
@@ -94,6 +94,12 @@ typedef struct {
  * becomes the largest and is no error.
  * KVEDGE_INT4 keeps one of 16 levels per value, two to a byte, and a scale per group: value = level * scale. A group of
  * 32 loses less than a row does. Values bear it better than keys: docs/formats.md.
+ * KVEDGE_KIVI2, _KIVI4 and _KIVI8 encode runs of 32 tokens together, keys with a step and a smallest value per channel and
+ * run, values per token and 64 channels, as halves: codes[run][num_kv_heads][bytes of a run] (csrc/formats/kivi.c has
+ * them; arrays aligned to 2 bytes). They are for both sides of a layer, have no groups or scales of the config, no key
+ * offset or key scale, and elements of up to 65504. The capacity is a multiple of 32, and so is what append and write are
+ * given, from such a position on; drop_first, compact, keep and shift are refused. The last tokens, until a run is full,
+ * lie in a layer of another format: kvedge_part. No path has kernels for them: they are decoded block by block.
  * KVEDGE_GRID2 to KVEDGE_GRID8 keep one of 2^bits levels per value, as bits one after the other, and one scale per group:
  * value = level * scale. Levels suit a normal distribution: rotate rows by a random orthogonal matrix first, the query as
  * the keys, and the result back as values were. No path has kernels for them: they are decoded block by block. */
@@ -107,6 +113,10 @@ typedef enum {
   KVEDGE_FP8_E4M3 = 4,
   KVEDGE_FP8_E5M2 = 5,
   KVEDGE_INT4 = 6,
+  KVEDGE_NO_ROWS = 32, /* nothing is stored, and zeros are read: of layers that count tokens which lie in parts */
+  KVEDGE_KIVI2 = 34,   /* 32 + bits; not counted below */
+  KVEDGE_KIVI4 = 36,
+  KVEDGE_KIVI8 = 40,
   KVEDGE_GRID2 = 66, /* 64 + bits; not counted below */
   KVEDGE_GRID3,
   KVEDGE_GRID4,

@@ -71,6 +71,9 @@ else:
             Fp8E4m3KvLayer,
             Fp8E5m2KvLayer,
             Int4KvLayer,
+            Kivi2KvLayer,
+            Kivi4KvLayer,
+            Kivi8KvLayer,
             QuantizedKvLayer,
         )
     else:
@@ -93,6 +96,9 @@ __all__ = [
     "Int4KvLayer",
     "InvalidArgumentError",
     "KVCache",
+    "Kivi2KvLayer",
+    "Kivi4KvLayer",
+    "Kivi8KvLayer",
     "KvBlockPool",
     "KvCacheConfig",
     "KvCacheHead",

@@ -9,6 +9,7 @@ import numpy as np
 
 from kvedge.cache_state import CacheState
 from kvedge.core import checks
+from kvedge.core.kivi import RUN
 from kvedge.core.memory import Slabs, memory_for
 from kvedge.errors import (
     CapacityExceededError,
@@ -31,6 +32,8 @@ class CacheRanges(CacheState):
     @memory_for("the tokens of a range")
     def extract(self, start: int = 0, stop: int | None = None) -> Self:
         """Copy a range of tokens, byte for byte, into a cache of their own, which grows.
+
+        Runs (``dtype="kivi4"``) are encoded anew where `start` is no multiple of 32.
 
         Parameters
         ----------
@@ -55,6 +58,10 @@ class CacheRanges(CacheState):
         """
         start, stop = checks.check_range(start, stop, self._length)
         contents = self._whole("extract()")
+        if start % RUN and any(config.in_runs for config in contents.format.layers):
+            made = self.extract(0, 0)
+            made._store_anew(self, start, stop)
+            return made
         layers = []
         for layer in contents.layers:
             rows = {name: getattr(layer, name)[start:stop] for name in Slabs._fields}
@@ -128,11 +135,12 @@ class CacheRanges(CacheState):
                     f"the tokens are stored as {contents.format}, this cache stores {own.format}"
                     f"{_offsets(own, contents)}: requantize=True stores them anew"
                 )
-            contents = self._requantized(other)._contents(copy=False)
+            other = self._requantized(other)
+            contents = other._contents(copy=False)
         if not length:
             self._replace(contents)
         elif contents.length:
-            self._write(contents, start)
+            self._write(contents, start, other)
 
     def _whole(self, call: str) -> CacheContents:
         """All that is held, not copied, in layers without windows or pending tokens."""
@@ -169,29 +177,39 @@ class CacheRanges(CacheState):
             for layer, mine in zip(made._layers, self._layers, strict=True):
                 rule = mine._key_rule._replace(scale_is_settled=True)
                 layer._store_keys_as(mine._key_map, rule)
-        for index, layer in enumerate(other._layers):
-            held, step = layer._held(), layer._block_tokens()
-            for start in range(0, held.num_tokens, step):
-                stop = min(held.num_tokens, start + step)
-                rows = [
-                    np.empty(layer._config.rows_shape(values, stop - start), np.float32)
-                    for values in (False, True)
-                ]
-                for values in (False, True):
-                    layer._dequantize(held, values, start, stop, rows[values])
-                made.append(index, *rows)
-        made.advance(len(other))
+        made._store_anew(other, 0, len(other))
         cache: Self = made
         return cache
 
-    def _write(self, contents: CacheContents, start: int) -> None:
-        """Put bytes that mean the same here at a position, over what is there and past the end."""
+    def _store_anew(self, other: CacheState, start: int, stop: int) -> None:
+        """Decode a range of another cache's tokens and append them."""
+        for mine, layer in zip(self._layers, other._layers, strict=True):
+            _append_decoded(mine, layer, start, stop)
+        self._high_water = [self._length + stop - start] * self._num_layers
+        self._length += stop - start
+        self._room = self.capacity
+
+    def _write(self, contents: CacheContents, start: int, other: CacheState) -> None:
+        """Put bytes that mean the same here at a position, over what is there and past the end.
+
+        Runs, which are only appended to, are encoded anew.
+        """
         n = contents.length
         length = max(self._length, start + n)
+        in_runs = any(config.in_runs for config in contents.format.layers)
+        if in_runs and start != self._length:
+            raise InvalidArgumentError(
+                f"layers of runs take tokens at their end, {self._length}, not at {start}"
+            )
         self._make_room(length - self._length)
         if start < max(self._high_water):
             self._overwrites.add(start)
-        for layer, tokens in zip(self._layers, contents.layers, strict=True):
+        for layer, source, tokens in zip(
+            self._layers, other._layers, contents.layers, strict=True
+        ):
+            if layer._config.in_runs:
+                _append_decoded(layer, source, 0, n)
+                continue
             layer._set_end(start)  # a core looks anew at the rows that it gets back below
             held, precise, state = layer._held(), layer._precise, None
             if precise is not None and start + n == length:
@@ -205,6 +223,20 @@ class CacheRanges(CacheState):
                 precise.return_to(state)
         self._high_water = [length] * self._num_layers
         self._length = length
+
+
+def _append_decoded(to: Any, layer: Any, start: int, stop: int) -> None:
+    """Append a range of a layer's tokens, as they are read, to another."""
+    held, step = layer._held(), layer._block_tokens()
+    for first in range(start, stop, step):
+        last = min(stop, first + step)
+        rows = [
+            np.empty(layer._config.rows_shape(values, last - first), np.float32)
+            for values in (False, True)
+        ]
+        for values in (False, True):
+            layer._dequantize(held, values, first, last, rows[values])
+        to._append(*rows)
 
 
 def _shape(config: Any) -> tuple[int, int, int]:

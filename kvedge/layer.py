@@ -325,12 +325,29 @@ class LayerMethods(LayerRoom):
 
     def _keep_all(self, indices: np.ndarray) -> None:
         """Keep tokens also in their other format."""
+        if self._config.in_runs:
+            self._keep_runs(indices)
+            return
         dropped = self.num_dropped
         before = None if self._precise is None else self._precise.state()
         self._keep(indices)
         if self._precise is not None and before is not None:
             self._precise.return_to(before)
             self._precise.keep(indices + dropped, dropped)
+
+    def _keep_runs(self, indices: np.ndarray) -> None:
+        """Keep tokens that lie in runs: those that move are stored anew."""
+        moved = np.flatnonzero(indices != np.arange(len(indices)))
+        first = int(moved[0]) if len(moved) else len(indices)
+        held, kept = self._held(), indices[first:]
+        rows = []
+        for values in (False, True):
+            of_all = np.empty(self._config.rows_shape(values, held.num_tokens - first), np.float32)
+            self._dequantize(held, values, first, held.num_tokens, of_all)
+            rows.append(of_all[kept - first])
+        self._set_len(first)
+        if len(kept):
+            self._append(rows[0], rows[1])
 
     @memory_for("the shifted keys of a layer")
     def shift(self, delta: int, *, rope: Rope, start: int = 0, stop: int | None = None) -> None:

@@ -151,7 +151,7 @@ class LayerCore(LayerFacts):
             small enough, for probabilities past the first 1,024 tokens of values as wide as 64.
             Fewer are faster: 16 adds errors of about 1e-4, 8 of about 1e-2, as much as storing in 8
             bits does; 24 about 1e-6. See docs/numerics.md. No effect on paths that multiply floats
-            (scalar, neon, NumPy); avx2, avxvnni and neondot take 8 for 16.
+            (scalar, NumPy); all but avx512vnni take 8 for 16.
         tolerance : float
             The share of the softmax mass that each row of each head may leave out, from 0 (exact)
             to below 1. Blocks of 16 values that together hold no more are neither read nor

@@ -114,7 +114,7 @@ class LayerFacts(ConfigFacts):
     @property
     def memory_bytes(self) -> int:
         """Bytes reserved for keys and values, scales included."""
-        own = self._config.capacity * memory.token_bytes(self._config)
+        own = memory.slab_bytes(self._config)
         return own + self._precise_bytes
 
     @property
@@ -122,7 +122,7 @@ class LayerFacts(ConfigFacts):
         """Bytes reserved for tokens that are held in another format too."""
         if self._precise is None:
             return 0
-        return sum(part.layer.memory_bytes for part in self._precise.now)
+        return sum(part.layer.memory_bytes for part in self._precise.now.each)
 
     @property
     def resident_bytes(self) -> int:

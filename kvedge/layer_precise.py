@@ -5,13 +5,19 @@ tokens and the last ones again; attention and the getters read these where they 
 grows old is no longer read there, and nothing has to be moved or stored again. Of the last tokens
 64 more are kept than are read, so that a rejected draft leaves no trace.
 
+A layer of runs (``dtype="kivi4"``) has no rows of its own: 32 tokens of a head, at positions that
+begin with a multiple of 32, are encoded together and lie in a third part; the others are among the
+last tokens. Which bytes a run gets depends on its tokens alone, as `recent_dtype` has them. The
+runs end with the last whole one, unless the layer has gone back into one of them, further than the
+last tokens reach: then they end there, and what follows is encoded anew with the run's tokens.
+
 A reader takes `Held`, which has the parts of one moment. A writer that has no room in the layer of
 the last tokens copies what is still needed to another one, and replaces `now` as a whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -20,6 +26,7 @@ import numpy as np
 from kvedge.core import memory
 from kvedge.core.config import LayerConfig
 from kvedge.core.key_map import NO_MAP, KeyMap
+from kvedge.core.kivi import RUN
 from kvedge.core.memory import Held
 from kvedge.errors import ScaleRangeError
 
@@ -34,16 +41,31 @@ __all__ = [
     "last_rows",
     "part_key_map",
     "parts_of_range",
+    "runs_end",
     "spans_of",
 ]
 
 DRAFT = 64  # last tokens that may be taken back, and those before them are still all there
+_FIRST_ROWS = 256  # tokens that runs have room for at first; it doubles from there
 _ROOM = 64  # tokens appended between two moves, each of which copies the last tokens
+
+
+def kept_rows(config: LayerConfig) -> int:
+    """Last tokens that a layer may have to read in their other format."""
+    recent = max(config.recent, RUN) if config.in_runs else config.recent
+    return recent + DRAFT if recent else 0
 
 
 def last_rows(config: LayerConfig) -> int:
     """Last tokens that a layer has room for in their other format."""
-    return config.recent + DRAFT + _ROOM if config.recent else 0
+    kept = kept_rows(config)
+    return kept + _ROOM if kept else 0
+
+
+def runs_end(end: int, last: int) -> int:
+    """Where the runs of a layer end whose tokens do, and whose last tokens begin at `last`."""
+    whole = end // RUN * RUN
+    return whole if last <= whole else end
 
 
 def part_key_map(config: LayerConfig, key_map: KeyMap) -> KeyMap:
@@ -62,10 +84,16 @@ class Part(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """Of one moment: the first tokens and the last ones."""
+    """Of one moment: the first tokens and the last ones, and all others where they lie in runs."""
 
     first: Part
     last: Part
+    runs: Part | None = None
+
+    @property
+    def each(self) -> list[Part]:
+        """Those that there are."""
+        return [self.first, self.last] + ([] if self.runs is None else [self.runs])
 
     @property
     def end(self) -> int:
@@ -104,8 +132,10 @@ class PreciseTokens:
         config: LayerConfig = layer._config
         self._kind: Any = kind
         self._whole = layer
-        self._kept = config.recent + DRAFT if config.recent else 0  # last tokens that may be read
+        self._kept = kept_rows(config)
         self._config = config.precise
+        self._in_runs = config.in_runs
+        self.now: Parts
         self.restart(0)
 
     def _first(self, position: int) -> Part:
@@ -115,6 +145,22 @@ class PreciseTokens:
     def _last(self, position: int) -> Part:
         """Room for the last tokens."""
         return self._empty(last_rows(self._whole._config), position)
+
+    def _runs(self, position: int, tokens: int) -> Part | None:
+        """Room for runs of so many tokens from a position on."""
+        if not self._in_runs:
+            return None
+        layer = self._kind.__new__(self._kind)
+        limit = self._whole._config.limit
+        rows = max(_FIRST_ROWS, 1 << max(tokens - 1, 0).bit_length())
+        if limit is not None:
+            rows = min(rows, -(-max(limit, tokens) // RUN) * RUN)
+        layer._start(self._whole._config.runs(rows))
+        return Part(layer, position // RUN * RUN)
+
+    def _scratch(self, tokens: int) -> Any:
+        """An empty layer of the parts' format."""
+        return self._empty(tokens, 0).layer
 
     def _empty(self, rows: int, position: int) -> Part:
         layer = self._kind.__new__(self._kind)
@@ -127,18 +173,24 @@ class PreciseTokens:
     @property
     def slabs(self) -> list[np.ndarray]:
         """All memory of the parts."""
-        return [slab for part in self.now for slab in part.layer._held().slabs]
+        return [slab for part in self.now.each for slab in part.layer._held().slabs]
 
     # ---- appending -------------------------------------------------------------------------------
 
     def begin(self, end: int, n: int) -> Appending:
         """Make ready for `n` tokens from position `end` on; nothing is changed yet."""
-        first, last = self.now
+        first, last, _ = self.now
         kept = max(0, end + n - self._kept)  # tokens from here on are needed
+        cut = end // RUN * RUN if self._in_runs else end
+        rest = None
         if not self._kept:
             last = Part(last.layer, end)
-        elif self.now.end != end:  # it was gone back to before the part
-            last = self._last(max(end, kept))
+        elif self.now.end != end or last.position > cut:  # it was gone back to before the part
+            last = self._last(max(cut, kept))
+            if cut < end:
+                rest = self._read(cut, end)
+                if last.position < end:
+                    last.layer._append(*(rows[last.position - cut :] for rows in rest))
         elif n > last.layer.capacity - len(last.layer):
             moved = self._last(max(last.position, kept))
             rows = [each[moved.position - last.position :] for each in last.layer._held().tokens]
@@ -149,18 +201,77 @@ class PreciseTokens:
         skipped = max(0, last.position - end) if self._kept else n
         joins = first.position + len(first.layer) == end
         sinks = max(0, min(n, self._whole._config.sinks - end)) if joins else 0
-        return Appending(first, last, sinks, skipped, n, (len(first.layer), len(last.layer)))
+        lengths = (len(first.layer), len(last.layer))
+        return Appending(first, last, sinks, skipped, end, n, lengths, rest)
 
-    def commit(self, made: Appending) -> None:
-        """Let readers see what was appended to the parts of `begin`."""
-        last = made.last
+    def _read(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """Keys and values of a few positions, as they are read now."""
+        held, config = self._whole._held(), self._whole._config
+        gone = max(0, held.num_dropped - start)  # those that were dropped are not read again
+        at = (start + gone - held.num_dropped, stop - held.num_dropped)
+        rows = [np.zeros(config.rows_shape(v, stop - start), np.float32) for v in (False, True)]
+        for v in (False, True):
+            self._whole._dequantize(held, v, *at, rows[v][gone:])
+        return rows[0], rows[1]
+
+    def runs_of(
+        self, made: Appending, append: Callable[[Any, int], None]
+    ) -> tuple[np.ndarray, np.ndarray] | None:
+        """Keys and values of the runs that appended tokens fill, as they are to be encoded.
+
+        `append` puts so many of the appended tokens into a layer.
+        """
+        cut, whole = made.end // RUN * RUN, (made.end + made.n) // RUN * RUN
+        if not self._in_runs or whole == cut:
+            return None
+        if made.last.position <= cut:  # they all are there by now
+            layer, first = made.last.layer, cut - made.last.position
+        else:
+            layer, first = self._scratch(whole - cut), 0
+            if cut < made.end:
+                layer._append(*(made.rest or self._read(cut, made.end)))
+            append(layer, whole - made.end)
+        held = layer._held()
+        rows = [
+            np.empty(self._config.rows_shape(values, whole - cut), np.float32)
+            for values in (False, True)
+        ]
+        for values in (False, True):
+            layer._dequantize(held, values, first, first + whole - cut, rows[values])
+        return rows[0], rows[1]
+
+    def commit(self, made: Appending, rows: tuple[np.ndarray, np.ndarray] | None = None) -> None:
+        """Let readers see what was appended to the parts of `begin`, and encode whole runs."""
+        last, runs = made.last, self.now.runs
+        if runs is not None:
+            runs = self._grown(runs, made.end // RUN * RUN, 0 if rows is None else len(rows[0]))
+            if rows is not None:
+                runs.layer._append(*rows)
         if not self._kept:  # it only says where the tokens end
             last = Part(last.layer, last.position + made.n)
-        self.now = Parts(made.first, last)
+        self.now = Parts(made.first, last, runs)
+
+    def _grown(self, runs: Part, end: int, n: int) -> Part:
+        """The runs before a position, with room for `n` more tokens."""
+        length = end - runs.position
+        if length + n <= runs.layer.capacity:
+            if length != len(runs.layer):
+                runs.layer._set_len(length)
+            return runs
+        gone = self._whole._held().num_dropped // RUN * RUN - runs.position
+        gone = min(max(gone, 0), length)
+        grown = self._runs(runs.position + gone, 2 * (length - gone) + n)
+        assert grown is not None
+        held = runs.layer._held()
+        rows = [slab[gone // RUN : -(-runs.layer._written() // RUN)] for slab in held.slabs]
+        _copy_runs(rows, grown.layer, length - gone)
+        return grown
 
     def take_back(self, made: Appending) -> None:
         """Undo what was appended to the parts of `begin`."""
-        for part, length in zip((made.first, made.last), made.lengths, strict=True):
+        for part, length in zip(
+            (made.first, made.last), made.lengths, strict=True
+        ):  # runs: none yet
             part.layer._set_len(length)
 
     def refuse(self, keys: np.ndarray, values: np.ndarray) -> None:
@@ -179,7 +290,7 @@ class PreciseTokens:
 
     def set_end(self, end: int) -> None:
         """Hold the tokens before a position, which may lie above the present one."""
-        first, last = self.now
+        first, last, runs = self.now
         length = end - last.position
         if not self._kept:
             last = Part(last.layer, end)
@@ -188,11 +299,24 @@ class PreciseTokens:
         else:
             last.layer._set_len(max(length, 0))
         first.layer._set_len(min(max(end - first.position, 0), first.layer._written()))
-        self.now = Parts(first, last)
+        if runs is not None:
+            length = runs_end(end, last.position) - runs.position
+            runs.layer._set_len(min(max(length, 0), runs.layer._written()))
+        self.now = Parts(first, last, runs)
 
     def restart(self, position: int) -> None:
         """Hold no token; the next one is at a position."""
-        self.now = Parts(self._first(position), self._last(position))
+        # A run that begins before it is never read there.
+        last = self._last(position // RUN * RUN if self._in_runs else position)
+        if last.position < position:
+            shape = (position - last.position, self._config.num_kv_heads)
+            zeros = [np.zeros((*shape, dim), np.float32) for dim in self._widths]
+            last.layer._append(*zeros)
+        self.now = Parts(self._first(position), last, self._runs(position, 0))
+
+    @property
+    def _widths(self) -> tuple[int, int]:
+        return self._config.head_dim, self._config.value_head_dim
 
     def forget(self, position: int, end: int) -> None:
         """Hold no token from a position on, written ones included; the next one is at `end`."""
@@ -209,12 +333,12 @@ class PreciseTokens:
     @staticmethod
     def state_of(parts: Parts) -> tuple[Any, ...]:
         """The state in which the parts are those."""
-        return parts, [(part.layer._binding(), len(part.layer)) for part in parts]
+        return parts, [(part.layer._binding(), len(part.layer)) for part in parts.each]
 
     def return_to(self, state: tuple[Any, ...]) -> None:
         """Be as it was; tokens were appended since, and keys stored otherwise."""
         now, layers = state
-        for part, (binding, length) in zip(now, layers, strict=True):
+        for part, (binding, length) in zip(now.each, layers, strict=True):
             part.layer._rebind(binding)
             part.layer._set_len(length)
         self.now = now
@@ -222,10 +346,11 @@ class PreciseTokens:
     def rows_at(self, position: int) -> list[np.ndarray]:
         """The bytes of a token that may lie above the end, in the parts that have it."""
         rows = []
-        for part in self.now:
-            held = part.layer._held()
+        for part in self.now.each:
+            held, step = part.layer._held(), part.layer._config.key_format.tokens_per_row
             if 0 <= position - part.position < part.layer._written():
-                rows += [slab[held.start + position - part.position] for slab in held.slabs]
+                row = (held.start + position - part.position) // step
+                rows += [slab[row] for slab in held.slabs]
         return rows
 
     # ---- other keys ------------------------------------------------------------------------------
@@ -233,13 +358,13 @@ class PreciseTokens:
     def store_keys_as(self, key_map: KeyMap) -> None:
         """Store keys as the layer does, where the format of the parts gains by it."""
         own = part_key_map(self._whole._config, key_map)
-        for part in self.now:
+        for part in self.now[:2]:
             if not part.layer._key_map.is_same(own):
                 part.layer._encode_anew(own, part.layer._held())
 
     def _ranges(self, start: int, stop: int) -> Iterator[tuple[Any, int, int]]:
-        """Parts, and their tokens, of a range of positions."""
-        for part in self.now:
+        """First and last tokens of a range of positions."""
+        for part in self.now[:2]:
             low, high = max(start - part.position, 0), min(stop - part.position, len(part.layer))
             if low < high:
                 yield part.layer, low, high
@@ -248,15 +373,49 @@ class PreciseTokens:
         """Raise what :meth:`shift` would raise."""
         for layer, low, high in self._ranges(start, stop):
             layer._check_shift(delta, rope, low, high)
+        self._turned(delta, rope, start, stop)
 
     def shift(self, delta: int, rope: Any, start: int, stop: int) -> None:
         """Rotate the keys of a range of positions."""
+        runs, turned = self.now.runs, self._turned(delta, rope, start, stop)
         for layer, low, high in self._ranges(start, stop):
             layer._shift(delta, rope, low, high)
+        if runs is not None and turned is not None:
+            first, codes = turned
+            length = len(runs.layer)
+            runs.layer._set_len(first)
+            row = first // RUN
+            runs.layer._held().slabs.key_codes[row : row + len(codes)] = codes
+            runs.layer._set_len(length)
+
+    def _turned(
+        self, delta: int, rope: Any, start: int, stop: int
+    ) -> tuple[int, np.ndarray] | None:
+        """Runs of keys with a range of positions turned: their first token, and their bytes."""
+        runs = self.now.runs
+        if runs is None or not delta:
+            return None
+        start, stop = max(start - runs.position, 0), min(stop - runs.position, len(runs.layer))
+        if start >= stop:
+            return None
+        first, last = start // RUN * RUN, -(-stop // RUN) * RUN
+        held = runs.layer._held()._replace(num_tokens=last)
+        config = runs.layer._config
+        keys = config.key_format.decode(
+            held.slabs.key_codes[first // RUN : last // RUN],
+            held.slabs.key_scales[first // RUN : last // RUN],
+            config.key_rows,
+            np.float32,
+        )
+        keys[start - first : stop - first] = rope.rotate(
+            np.ascontiguousarray(keys[start - first : stop - first]), delta
+        )
+        config.key_format.refuse(keys, "keys", config.key_rows)
+        return first, config.key_format.encode(keys, config.key_rows)[0]
 
     def keep(self, positions: np.ndarray, start: int) -> None:
         """Hold the tokens at these positions alone, which close ranks from `start` on."""
-        first, last = self.now
+        first, last, _ = self.now
         held = [
             positions[(part.position <= positions) & (positions < part.position + len(part.layer))]
             for part in (first, last)
@@ -274,10 +433,16 @@ class PreciseTokens:
 
     def fill(self, contents: Sequence[PartContents], start: int, end: int) -> None:
         """Take over the first and last tokens of a layer that holds positions `start` to `end`."""
-        first, last = contents
+        first, last = contents[:2]
         tokens = len(last.arrays.key_codes)
+        runs = None
+        if self._in_runs:
+            length = runs_end(end, end - tokens) - start // RUN * RUN
+            runs = self._runs(start, max(length, 0))
+            assert runs is not None
+            _copy_runs(contents[2].arrays, runs.layer, max(length, 0))
         self.now = Parts(
-            _filled(self._first(start), first), _filled(self._last(end - tokens), last)
+            _filled(self._first(start), first), _filled(self._last(end - tokens), last), runs
         )
 
     def joined(self, contents: Sequence[PartContents], end: int, n: int) -> tuple[Any, ...]:
@@ -309,8 +474,18 @@ class Appending(NamedTuple):
     last: Part
     sinks: int
     skipped: int
+    end: int  # position of the first one
     n: int
     lengths: tuple[int, int]  # of the parts before
+    rest: tuple[np.ndarray, np.ndarray] | None  # of runs: the tokens of the last one, if it was cut
+
+
+def _copy_runs(arrays: Sequence[np.ndarray], layer: Any, tokens: int) -> None:
+    """Take over runs, and hold so many tokens of them."""
+    rows = min(len(arrays[0]), layer.capacity // RUN)
+    memory.copy_tokens([each[:rows] for each in arrays], layer._slabs, rows)
+    layer._set_len(min(rows * RUN, layer.capacity))
+    layer._set_len(tokens)
 
 
 def _filled(part: Part, contents: PartContents) -> Part:
@@ -334,7 +509,7 @@ def contents_of(held: Held, start: int, end: int, *, copy: bool) -> tuple[PartCo
     """
     if held.parts is None:
         return ()
-    first, last = held.parts
+    first, last, runs = held.parts
     first_rows = slice(max(0, start - first.position), max(0, end - first.position))
     if first.position > start:
         first_rows = slice(0, 0)
@@ -343,7 +518,8 @@ def contents_of(held: Held, start: int, end: int, *, copy: bool) -> tuple[PartCo
     stop = end - last.position
     if not 0 <= stop <= last.layer._written():
         stop = 0
-    last_rows = slice(min(stop, max(0, start - last.position)), stop)
+    since = start if runs is None else start // RUN * RUN  # runs need those before it
+    last_rows = slice(min(stop, max(0, since - last.position)), stop)
     made = []
     for part, at in ((first, first_rows), (last, last_rows)):
         of_part = part.layer._held()
@@ -353,6 +529,16 @@ def contents_of(held: Held, start: int, end: int, *, copy: bool) -> tuple[PartCo
         if copy:
             arrays = memory.Slabs(*(each.copy() for each in arrays))
         made.append(PartContents(arrays, part.layer._key_map))
+    if runs is not None:
+        begin = end - len(made[1].arrays.key_codes)
+        of_runs = runs.layer._held()
+        at = slice(
+            (start - runs.position) // RUN, -(-(runs_end(end, begin) - runs.position) // RUN)
+        )
+        arrays = memory.Slabs(*(slab[at] for slab in of_runs.slabs))
+        if copy:
+            arrays = memory.Slabs(*(each.copy() for each in arrays))
+        made.append(PartContents(arrays, NO_MAP))
     return tuple(made)
 
 
@@ -362,12 +548,15 @@ def parts_of_range(
     """The parts of tokens `start` to `stop`, of those of `length` tokens."""
     if not parts:
         return ()
-    first, last = parts
-    before = length - len(last.arrays.key_codes)  # tokens before the last ones
-    ranges = (slice(start, stop), slice(max(0, start - before), max(0, stop - before)))
+    before = length - len(parts[1].arrays.key_codes)  # tokens before the last ones
+    ranges = (
+        slice(start, stop),
+        slice(max(0, start - before), max(0, stop - before)),
+        slice(start // RUN, -(-stop // RUN)),  # from the start of a run on
+    )
     return tuple(
         part._replace(arrays=memory.Slabs(*(array[rows] for array in part.arrays)))
-        for part, rows in zip((first, last), ranges, strict=True)
+        for part, rows in zip(parts, ranges, strict=False)
     )
 
 
@@ -376,15 +565,19 @@ def spans_of(held: Held, config: LayerConfig) -> list[Span]:
     n, dropped = held.num_tokens, held.num_dropped
     if held.parts is None or not n:
         return [Span(None, 0, 0, n)] if n else []
-    first, last = held.parts
+    first, last, runs = held.parts
     sinks = 0
     if first.position <= dropped:
         sinks = min(n, max(0, first.position + len(first.layer) - dropped))
     tail = max(sinks, last.position - dropped, n - config.recent)
     tail = min(tail, n)
+    middle = Span(None, sinks, sinks, tail)
+    if runs is not None:
+        tail = min(tail, max(sinks, runs.position + len(runs.layer) - dropped))
+        middle = Span(runs.layer, sinks + dropped - runs.position, sinks, tail)
     spans = (
         Span(first.layer, dropped - first.position, 0, sinks),
-        Span(None, sinks, sinks, tail),
+        middle,
         Span(last.layer, tail + dropped - last.position, tail, n),
     )
     return [span for span in spans if span.start < span.stop]

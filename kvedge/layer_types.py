@@ -164,6 +164,34 @@ class Int4LayerMethods(LayerMethods):
     _dtype = "int4"
 
 
+class Kivi4LayerMethods(LayerMethods):
+    """Keys and values of one layer in runs of 32 tokens, 4 bits each, as KIVI has it.
+
+    Keys share a step and a smallest value per channel and run, values per token and 64 channels: at
+    5 and 4.5 bits this loses about a fortieth of what int4 rows lose (docs/formats.md). The last
+    tokens, until a run is full, lie in ``recent_dtype``, float16 by default; ``recent`` and
+    ``sinks`` read more of them there. ``key_codes`` and ``value_codes`` show nothing. Elements of
+    up to 65504 can be stored; there is no key scale, nor need for one.
+
+    What cuts a run decodes it: tokens that are appended after going back into a run, further than
+    the last tokens reach, are encoded anew with those before them, and so is what ``keep`` moves.
+    """
+
+    _dtype = "kivi4"
+
+
+class Kivi2LayerMethods(LayerMethods):
+    """As :class:`kvedge.Kivi4KvLayer`, with codes of 2 bits: use it with ``recent=96``."""
+
+    _dtype = "kivi2"
+
+
+class Kivi8LayerMethods(LayerMethods):
+    """As :class:`kvedge.Kivi4KvLayer`, with codes of 8 bits."""
+
+    _dtype = "kivi8"
+
+
 _CLASSES: tuple[type[LayerMethods], ...] = (
     QuantizedLayerMethods,
     Float32LayerMethods,
@@ -172,6 +200,9 @@ _CLASSES: tuple[type[LayerMethods], ...] = (
     Fp8E4m3LayerMethods,
     Fp8E5m2LayerMethods,
     Int4LayerMethods,
+    Kivi2LayerMethods,
+    Kivi4LayerMethods,
+    Kivi8LayerMethods,
 )
 
 

@@ -29,7 +29,7 @@ import numpy as np
 
 from kvedge.core import checks, memory
 from kvedge.core.config import LayerConfig
-from kvedge.core.formats import FORMATS, SCALE_TYPES
+from kvedge.core.formats import FORMATS, SCALE_TYPES, format_of
 from kvedge.core.key_map import KeyRule
 from kvedge.core.replacing import replacing
 from kvedge.errors import InvalidArgumentError, MissingExtraError
@@ -60,7 +60,7 @@ VALUE_DTYPE = "value_dtype"  # a field of files where it is not dtype
 VALUE_HEAD_DIM = "value_head_dim"  # a field of files where it is not head_dim
 # Fields of files whose layers hold first or last tokens in another format too.
 PRECISE = ("recent", "sinks", "recent_dtype")
-PARTS = ("first", "last")  # tensors of such: layers.{i}.PART.NAME
+PARTS = ("first", "last", "runs")  # tensors of such: layers.{i}.PART.NAME; runs of formats of runs
 # A field of files whose layers differ or have windows: JSON, a list of what each layer has that the
 # fields above, which are those of layer 0, do not say; see `layers_field`.
 LAYERS = "layers"
@@ -244,13 +244,15 @@ def file_types(fields: Mapping[str, str]) -> Callable[[str], str]:
         column = name.rpartition(".")[2]
         if len(name.split(".")) == 4:
             precise = own.get("recent_dtype", fields.get("recent_dtype", ""))
+            if ".runs." in name:
+                return "U8" if column.endswith("codes") else "F32"
             return FORMATS[precise].file_type if column.endswith("codes") else part_scales(own)
         keys = own.get("dtype", fields["dtype"])
         values = own.get(VALUE_DTYPE, fields.get(VALUE_DTYPE)) or keys
         scales = own.get("scale_dtype", fields["scale_dtype"]) or "float32"
         of_layer = {
-            "key_codes": FORMATS[keys].file_type,
-            "value_codes": FORMATS[values].file_type,
+            "key_codes": format_of(keys).file_type,
+            "value_codes": format_of(values).file_type,
             "key_scales": SCALE_TYPES[scales].file_type,
             "value_scales": SCALE_TYPES[scales].file_type,
             "key_offset": "F32",

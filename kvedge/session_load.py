@@ -21,10 +21,11 @@ import numpy as np
 
 from kvedge.core import checks, memory
 from kvedge.core.config import MAX_LAYERS, LayerConfig
-from kvedge.core.formats import FORMATS, SCALE_TYPES
-from kvedge.core.key_map import KeyMap, KeyRule
+from kvedge.core.formats import FORMATS, IN_RUNS, SCALE_TYPES
+from kvedge.core.key_map import NO_MAP, KeyMap, KeyRule
+from kvedge.core.kivi import RUN
 from kvedge.errors import CorruptFileError, KvedgeError, MissingExtraError, OutOfMemoryError
-from kvedge.layer_precise import PartContents, last_rows, part_key_map
+from kvedge.layer_precise import PartContents, last_rows, part_key_map, runs_end
 from kvedge.session import (
     AUTO,
     FIELDS,
@@ -118,7 +119,7 @@ def _load_open(kind: type[_Kind], path: str, file: BinaryIO, mmap: bool) -> _Kin
     fields, tensors = header
     form, length, max_seq_len, dropped = _read_fields(path, fields)
     tokens = [length - num_dropped for num_dropped in dropped]
-    _check_tensors(path, tensors, form, tokens, file_types(fields))
+    _check_tensors(path, tensors, form, tokens, dropped, file_types(fields))
     user = {k[len(USER) :]: v for k, v in fields.items() if k.startswith(USER)}
     rule = KeyRule(fields["key_offset"] == AUTO, KEY_SCALE in fields)
     mapped = mmap and length > 0
@@ -135,7 +136,7 @@ def _load_open(kind: type[_Kind], path: str, file: BinaryIO, mmap: bool) -> _Kin
     for name, array in arrays.items():
         config = form.layers[int(name.split(".")[1])]
         if len(name.split(".")) == 4:
-            config = config.precise
+            config = _config_of(config, name.split(".")[2])
         _check_numbers(path, name, array, config)
     maps = [
         KeyMap(*(arrays.get(f"layers.{index}.{name}") for name in KEY_VECTORS))
@@ -248,7 +249,7 @@ def _read_fields(
         missing = [name for name in PRECISE if name not in fields]
         if missing:
             _corrupt(path, f"its metadata lacks {', '.join(missing)}")
-        if fields["recent"] == fields["sinks"] == "0":
+        if fields["recent"] == fields["sinks"] == "0" and fields["dtype"] not in IN_RUNS:
             _corrupt(path, "it has a recent_dtype and no tokens of it, which kvedge never writes")
     if not has_scales and (fields["group_size"], fields["scale_dtype"]) != ("", ""):
         _corrupt(path, f"its metadata gives scales to {fields['dtype'][:40]} rows")
@@ -360,12 +361,12 @@ def _check_tensors(
     tensors: Mapping[str, _Tensor],
     form: CacheFormat,
     tokens: Sequence[int],
+    dropped: Sequence[int],
     type_of: Callable[[str], str],
 ) -> None:
     """Compare names, types and shapes with what the metadata promises, before any is read."""
     vectors = [name for name in tensors if name.rpartition(".")[2] in KEY_VECTORS]
-    with_parts = sum(bool(config.recent_dtype) for config in form.layers)
-    expected = 4 * (form.num_layers + len(PARTS) * with_parts) + len(vectors)
+    expected = 4 * (form.num_layers + sum(len(_parts_of(c)) for c in form.layers)) + len(vectors)
     if len(tensors) != expected:
         _corrupt(
             path, f"it has {len(tensors)} tensors where {form.num_layers} layers have {expected}"
@@ -380,14 +381,25 @@ def _check_tensors(
             name = f"layers.{index}.{field}"
             if name in tensors and may_have:
                 wanted[name] = ("F32", (config.num_kv_heads, config.head_dim))
-        for part in PARTS if config.recent_dtype else ():
+        for part in _parts_of(config):
             first = tensors.get(f"layers.{index}.{part}.key_codes")
             held = first.shape[0] if first is not None and first.shape else 0
-            most = config.sinks if part == "first" else last_rows(config)
-            if held > min(most, tokens[index]):
-                _corrupt(path, f"layer {index} has {held} {part} tokens, more than can be")
+            if part == "runs":
+                last = wanted[f"layers.{index}.last.key_codes"][1][0]
+                most = least = _num_runs(dropped[index], tokens[index], last)
+            else:
+                first_or_last = config.sinks if part == "first" else last_rows(config)
+                # With runs, of the one that the first token lies in too.
+                spare = RUN - 1 if config.in_runs else 0
+                least, most = 0, min(first_or_last, tokens[index] + spare)
+            if not least <= held <= most:
+                _corrupt(
+                    path,
+                    f"layer {index} has {held} rows of its {part} tokens, where {least} to {most} "
+                    f"belong to {tokens[index]} tokens",
+                )
             for field, (shape, _) in zip(
-                memory.Slabs._fields, memory.slab_layout(config.precise), strict=True
+                memory.Slabs._fields, memory.slab_layout(_config_of(config, part)), strict=True
             ):
                 name = f"layers.{index}.{part}.{field}"
                 wanted[name] = (type_of(name), (held, *shape[1:]))
@@ -404,6 +416,21 @@ def _check_tensors(
     for name in tensors:
         if name not in wanted:
             _corrupt(path, f"tensor {name} does not belong there")
+
+
+def _parts_of(config: LayerConfig) -> tuple[str, ...]:
+    """The parts that a layer has besides its rows."""
+    return PARTS if config.in_runs else PARTS[:2] if config.recent_dtype else ()
+
+
+def _config_of(config: LayerConfig, part: str) -> LayerConfig:
+    return config.runs(RUN) if part == "runs" else config.precise
+
+
+def _num_runs(dropped: int, tokens: int, last: int) -> int:
+    """Runs of a layer that has dropped so many tokens, and holds so many last ones apart."""
+    end = dropped + tokens
+    return max(0, -(-(runs_end(end, end - last) - dropped // RUN * RUN) // RUN))
 
 
 def _reserve(
@@ -484,8 +511,8 @@ def _loaded_arrays(
         if name not in arrays:
             kind: Any = np.float32
             if len(name.split(".")) == 4:
-                config = cache._layers[int(name.split(".")[1])]._config.precise
-                layout = memory.slab_layout(config)
+                config = cache._layers[int(name.split(".")[1])]._config
+                layout = memory.slab_layout(_config_of(config, name.split(".")[2]))
                 kind = layout[memory.Slabs._fields.index(name.rpartition(".")[2])][1]
             arrays[name] = np.empty(tensor.shape, kind)
             _read_into(path, file, tensor, arrays[name])
@@ -513,9 +540,9 @@ def _parts(
             memory.Slabs(
                 *(arrays[f"layers.{index}.{part}.{name}"] for name in memory.Slabs._fields)
             ),
-            own,
+            NO_MAP if part == "runs" else own,
         )
-        for part in PARTS
+        for part in _parts_of(config)
     )
 
 
@@ -524,7 +551,10 @@ def _check_numbers(path: str, name: str, array: np.ndarray, config: LayerConfig)
     form = config.value_format if ".value" in name else config.key_format
     if not array.size:
         return
-    if name.endswith("_codes"):
+    if name.endswith("_codes") and form.kivi is not None:
+        dim = config.value_head_dim if ".value" in name else config.head_dim
+        fault = form.kivi.fault(array, dim)
+    elif name.endswith("_codes"):
         fault = form.fault_of_codes(array)
     elif name.endswith("_scales"):
         fault = form.fault_of_scales(array)

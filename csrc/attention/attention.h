@@ -37,7 +37,9 @@ typedef struct {
 typedef struct {
   const kvedge_format_info *format;
   kvedge_row_shape shape;
-  ptrdiff_t token_stride, head_stride;
+  ptrdiff_t token_stride, head_stride; /* of runs of tokens: 0, and that of a head's runs */
+  ptrdiff_t run_stride;                /* where tokens lie in runs: from one to the next */
+  ptrdiff_t token_bytes;               /* of a token, all heads, about where tokens lie in runs */
   ptrdiff_t scale_token_stride, scale_head_stride;
   ptrdiff_t first_row, first_scale; /* from a segment's start to KV head 0 of the view */
   float bound;                      /* as in kvedge_layer */
@@ -50,6 +52,7 @@ typedef struct {
   const float *key_offset; /* (num_kv_heads, head_dim) or NULL */
   const float *key_scale;  /* likewise */
   int64_t len;             /* tokens in all segments */
+  int64_t first_row;       /* where tokens lie in runs: the row of token 0, as the one segment begins with row 0 */
   int num_segments;
   const kvedge_segment *segments;
 } kvedge_cache_view;

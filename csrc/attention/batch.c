@@ -110,6 +110,7 @@ static kvedge_status check_batch(const kvedge_layer *pool, int64_t block_size, c
                                  int64_t *num_segments) {
   if (!pool || block_size < 1 || block_size > pool->config.capacity || !sequences || num_sequences < 1)
     return KVEDGE_ERROR_ARGUMENT;
+  if (kvedge_has_runs(&pool->keys)) return KVEDGE_ERROR_ARGUMENT;
   if (options && (options->mask || options->bias) && num_sequences > 1) return KVEDGE_ERROR_ARGUMENT;
   if (options && options->num_tokens) return KVEDGE_ERROR_ARGUMENT;
   kvedge_segment unused;

@@ -25,7 +25,7 @@ static int64_t work_of(const planned_call *call) {
   const kvedge_visible seen = kvedge_visible_tokens(a, &last);
   const kvedge_view_side *keys = &a->view.side[KEYS], *values = &a->view.side[VALUES];
   int64_t tokens = (seen.sinks + seen.stop - seen.first) * a->num_row_blocks;
-  return tokens * (keys->token_stride + values->token_stride) * (3 + a->query_rows);
+  return tokens * (keys->token_bytes + values->token_bytes) * (3 + a->query_rows);
 }
 
 /* ---- On several threads: the slices of all calls are tasks of one job ------------------------- */

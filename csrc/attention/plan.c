@@ -34,8 +34,10 @@ static kvedge_view_side view_side(const kvedge_side *side, float bound) {
                   scales = (ptrdiff_t)side->scale_row_bytes;
   return (kvedge_view_side){.format = side->format,
                             .shape = side->shape,
-                            .token_stride = row * heads,
+                            .token_stride = kvedge_has_runs(side) ? 0 : row * heads,
                             .head_stride = row,
+                            .run_stride = row * heads,
+                            .token_bytes = row * heads / side->format->tokens_per_group,
                             .scale_token_stride = scales * heads,
                             .scale_head_stride = scales,
                             .bound = bound};
@@ -49,6 +51,8 @@ kvedge_cache_view kvedge_layer_view(const kvedge_layer *layer, const kvedge_atte
     if (options->first_row >= 0) row = options->first_row < stop ? options->first_row : stop;
     len = options->num_tokens > 0 && options->num_tokens <= stop - row ? options->num_tokens : 0; /* 0: refused */
   }
+  const int64_t first_row = kvedge_has_runs(&layer->keys) ? row : 0;
+  row -= first_row;
   *segment = (kvedge_segment){
       .rows = {kvedge_codes_at(&layer->keys,  row), kvedge_codes_at(&layer->values,  row)},
       .scales = {kvedge_scales_at(&layer->keys, row), kvedge_scales_at(&layer->values, row)},
@@ -61,6 +65,7 @@ kvedge_cache_view kvedge_layer_view(const kvedge_layer *layer, const kvedge_atte
       .key_offset = layer->keys.offset,
       .key_scale = layer->keys.scale,
       .len = len,
+      .first_row = first_row,
       .num_segments = 1,
       .segments = segment
   };
@@ -68,6 +73,7 @@ kvedge_cache_view kvedge_layer_view(const kvedge_layer *layer, const kvedge_atte
 
 void kvedge_cut_view(kvedge_cache_view *view, kvedge_segment *segments, int64_t start) {
   view->len -= start;
+  if (view->side[KEYS].format->tokens_per_group > 1) view->first_row += start;
   while (view->num_segments > 1 && start >= segments->num_tokens) {
     start -= segments->num_tokens;
     segments++, view->num_segments--;
@@ -110,8 +116,10 @@ static void plan_kernels(kvedge_attention *a) {
 /* Tokens of a tile. */
 static int plan_tile(const kvedge_attention *a) {
   const kvedge_view_side *keys = &a->view.side[KEYS], *values = &a->view.side[VALUES];
-  int64_t most = 2 * TILE_BYTES / (keys->token_stride + values->token_stride);
-  int64_t tile = 2 * a->kernels->tuning.step_bytes / (keys->head_stride + values->head_stride);
+  const int64_t of_token = keys->token_bytes + values->token_bytes;
+  int64_t most = 2 * TILE_BYTES / (of_token > 0 ? of_token : 1);
+  const int64_t of_head = keys->head_stride + values->head_stride;
+  int64_t tile = 2 * a->kernels->tuning.step_bytes * keys->format->tokens_per_group / (of_head > 0 ? of_head : 1);
   if (most < LEAST_TILE) most = LEAST_TILE;
   tile = (tile < most ? tile : most) / KVEDGE_BLOCK * KVEDGE_BLOCK;
   return tile < KVEDGE_BLOCK ? KVEDGE_BLOCK : tile > KVEDGE_TILE ? KVEDGE_TILE : (int)tile;
@@ -125,7 +133,7 @@ static int plan_chunks(const kvedge_attention *a) {
     seen = o->window + a->rows_per_block + o->sink_tokens;
   const int skips = o->tolerance > 0.0f;
   int64_t most = MAX_SLICES_OF_A_BLOCK / a->num_row_blocks;
-  int64_t wanted = seen * (a->view.side[KEYS].token_stride + a->view.side[VALUES].token_stride) /
+  int64_t wanted = seen * (a->view.side[KEYS].token_bytes + a->view.side[VALUES].token_bytes) /
                    (skips ? SKIPPING_SLICE_BYTES : SLICE_BYTES);
   if (skips && most > seen / SKIPPING_SLICE_TOKENS) most = seen / SKIPPING_SLICE_TOKENS;
   if (most > seen / a->tile) most = seen / a->tile;
@@ -142,7 +150,8 @@ void kvedge_attention_plan(kvedge_attention *a, const kvedge_cache_view *view, i
   else kvedge_attention_defaults(&a->options);
   if (a->options.mask) a->options.mask += a->options.start * a->options.mask_strides[2];
   if (a->options.bias) a->options.bias += a->options.start * a->options.bias_strides[2];
-  a->options.start = 0; /* the view begins there */
+  a->options.start = 0;                                                             /* the view begins there */
+  if (view->side[VALUES].format->tokens_per_group > 1) a->options.tolerance = 0.0f; /* runs are read whole */
   if (isnan(a->options.scale)) a->options.scale = (float)(1.0 / sqrt(dim));
   /* A window that hides nothing is none, and sums with it stay in range. */
   if (a->options.window >= first_position + num_rows) a->options.window = 0;

@@ -84,15 +84,30 @@ typedef struct {
   const char *start;
 } decoded_block;
 
+/* Tokens of a tile that lie in runs, from block b on. */
+static void decode_runs(const kvedge_attention *a, const head_tile *h, int s, int b, int num_tokens, float *values) {
+  const kvedge_view_side *side = &a->view.side[s];
+  const int dim = side->shape.dim;
+  const char *runs = a->view.segments->rows[s] + side->first_row + h->kv_head * side->head_stride;
+  int64_t row = a->view.first_row + h->tile->token + b * KVEDGE_BLOCK;
+  for (int count; num_tokens > 0; num_tokens -= count, row += count, values += count * dim) {
+    const int first = (int)(row % KVEDGE_RUN);
+    count = num_tokens < KVEDGE_RUN - first ? num_tokens : KVEDGE_RUN - first;
+    side->format->decode_run(&side->shape, runs + row / KVEDGE_RUN * side->run_stride, first, count, values, dim);
+  }
+}
+
 static kvedge_tile decode_block(const kvedge_attention *a, const head_tile *h, int s, int b, decoded_block *room) {
   const kvedge_view_side *side = &a->view.side[s];
   const int dim = side->shape.dim, left = h->tile->num_tokens - b * KVEDGE_BLOCK;
   const int num_tokens = left < KVEDGE_BLOCK ? left : KVEDGE_BLOCK;
   const char *rows = h->tile->rows[s][b] + h->kv_head * side->head_stride;
   const char *scales = h->tile->scales[s][b] + h->kv_head * side->scale_head_stride;
-  for (int t = 0; t < num_tokens; t++, rows += side->token_stride, scales += side->scale_token_stride)
+  const int in_runs = side->format->tokens_per_group > 1;
+  if (in_runs) decode_runs(a, h, s, b, num_tokens, room->values);
+  for (int t = 0; t < num_tokens && !in_runs; t++, rows += side->token_stride, scales += side->scale_token_stride)
     side->format->decode(&side->shape, rows, scales, 1, room->values + t * dim);
-  for (ptrdiff_t at = 0; h->prefetches[s] && at < KVEDGE_BLOCK * side->head_stride; at += 64)
+  for (ptrdiff_t at = 0; h->prefetches[s] && !in_runs && at < KVEDGE_BLOCK * side->head_stride; at += 64)
     __builtin_prefetch(h->next[s][b] + at, 0, 2);
   room->start = (const char *)room->values;
   return (kvedge_tile){.blocks = &room->start,

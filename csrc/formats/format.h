@@ -11,7 +11,10 @@
 
 #include "kvedge.h"
 
-enum { KVEDGE_MAX_HEAD_DIM = 1024 };
+enum {
+  KVEDGE_MAX_HEAD_DIM = 1024,
+  KVEDGE_RUN = 32, /* tokens of a run, in formats that encode several together: two blocks of attention */
+};
 
 /* What all rows of one side (keys, or values) of a layer have in common. */
 typedef struct {
@@ -27,7 +30,7 @@ typedef struct {
   const char *file_type; /* safetensors' name of the type of an element; NULL: session files hold none of the format */
   int bits;              /* of an element; a row takes ceil(dim * bits / 8) bytes */
   int has_scales;        /* a row has a scale for each group, and may be stored minus a key offset */
-  int tokens_per_group;  /* tokens whose rows are encoded together; 1, each row for itself, is all that store/ knows */
+  int tokens_per_group;  /* tokens whose rows are encoded together: 1, each row for itself, or KVEDGE_RUN */
 
   /* The bound of a row whose largest magnitude is `largest`: at least its largest scale, or without scales its largest
    * stored magnitude. INFINITY: it is too large to be stored. */
@@ -44,6 +47,11 @@ typedef struct {
 
   /* Can `encode` have made these bytes, which come from a file? Else decode might give what is not finite. */
   int (*is_valid)(const kvedge_row_shape *shape, const void *codes, const void *scales, int64_t num_rows);
+
+  /* Of formats of runs alone. A run of a head, [KVEDGE_RUN][dim], is what `encode` and `bound` call a row; it has so many
+   * bytes, and starts at an even address. Some of its tokens back to floats, `stride` floats apart; instead of decode. */
+  size_t (*run_bytes)(int dim);
+  void (*decode_run)(const kvedge_row_shape *shape, const void *run, int first, int count, float *x, ptrdiff_t stride);
 } kvedge_format_info;
 
 /* The shape of rows of `dim` elements of a format, in a layer with such groups and scales. */
@@ -60,15 +68,18 @@ static inline kvedge_row_shape kvedge_row_shape_of(const kvedge_format_info *for
 extern const kvedge_format_info kvedge_format_int8, kvedge_format_float32, kvedge_format_float16,
     kvedge_format_bfloat16, kvedge_format_fp8_e4m3, kvedge_format_fp8_e5m2, kvedge_format_int4, kvedge_format_grid2,
     kvedge_format_grid3, kvedge_format_grid4, kvedge_format_grid5, kvedge_format_grid6, kvedge_format_grid7,
-    kvedge_format_grid8;
+    kvedge_format_grid8, kvedge_format_no_rows, kvedge_format_kivi2_keys, kvedge_format_kivi4_keys,
+    kvedge_format_kivi8_keys, kvedge_format_kivi2_values, kvedge_format_kivi4_values, kvedge_format_kivi8_values;
 
-/* NULL: there is no such format. */
+/* NULL: there is no such format. Of keys, where values have another one of that name. */
 const kvedge_format_info *kvedge_format_of(kvedge_format format);
+const kvedge_format_info *kvedge_value_format_of(kvedge_format format);
 
 /* The format of a layer's keys, or of its values; NULL: there is no such format. */
 static inline const kvedge_format_info *kvedge_side_format(const kvedge_layer_config *config, int values) {
-  if (!values || config->value_format == 0) return kvedge_format_of(config->format);
-  return config->value_format < 0 ? NULL : kvedge_format_of((kvedge_format)(config->value_format - 1));
+  if (!values) return kvedge_format_of(config->format);
+  if (config->value_format == 0) return kvedge_value_format_of(config->format);
+  return config->value_format < 0 ? NULL : kvedge_value_format_of((kvedge_format)(config->value_format - 1));
 }
 
 /* Do keys or values have scales? */
@@ -80,7 +91,7 @@ static inline int kvedge_has_scales(const kvedge_layer_config *config) {
 static inline size_t kvedge_packed_bytes(int n, int bits) { return ((size_t)n * (size_t)bits + 7) / 8; }
 
 static inline size_t kvedge_row_bytes(const kvedge_format_info *format, int dim) {
-  return kvedge_packed_bytes(dim, format->bits);
+  return format->run_bytes ? format->run_bytes(dim) : kvedge_packed_bytes(dim, format->bits);
 }
 
 static inline size_t kvedge_scale_size(kvedge_scale_type type) {

@@ -13,7 +13,28 @@ static const kvedge_format_info *const grids[] = {
     &kvedge_format_grid6, &kvedge_format_grid7, &kvedge_format_grid8,
 };
 
+static const kvedge_format_info *const kivi[3][2] = {
+    {&kvedge_format_kivi2_keys, &kvedge_format_kivi2_values},
+    {&kvedge_format_kivi4_keys, &kvedge_format_kivi4_values},
+    {&kvedge_format_kivi8_keys, &kvedge_format_kivi8_values},
+};
+
+static const kvedge_format_info *kivi_of(kvedge_format format, int values) {
+  return format == KVEDGE_KIVI2   ? kivi[0][values]
+         : format == KVEDGE_KIVI4 ? kivi[1][values]
+         : format == KVEDGE_KIVI8 ? kivi[2][values]
+                                  : NULL;
+}
+
+const kvedge_format_info *kvedge_value_format_of(kvedge_format format) {
+  const kvedge_format_info *of_runs = kivi_of(format, 1);
+  return of_runs ? of_runs : kvedge_format_of(format);
+}
+
 const kvedge_format_info *kvedge_format_of(kvedge_format format) {
+  if (format == KVEDGE_NO_ROWS) return &kvedge_format_no_rows;
+  const kvedge_format_info *of_runs = kivi_of(format, 0);
+  if (of_runs) return of_runs;
   const unsigned grid = (unsigned)format - KVEDGE_GRID2;
   if (grid < sizeof grids / sizeof *grids) return grids[grid];
   return (unsigned)format < KVEDGE_NUM_FORMATS ? formats[format] : NULL;

@@ -220,6 +220,7 @@ extern const kvedge_kernels kvedge_kernels_avx512vnni;
 #elif defined(__aarch64__) || defined(__arm__)
 extern const kvedge_kernels kvedge_kernels_neon;
 extern const kvedge_kernels kvedge_kernels_neondot;
+extern const kvedge_kernels kvedge_kernels_neoni8mm;
 #endif
 
 #endif

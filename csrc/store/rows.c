@@ -47,10 +47,35 @@ kvedge_status kvedge_rows_check(const kvedge_side *side, const kvedge_array *row
   return isinf(*bound) ? KVEDGE_ERROR_SCALE : KVEDGE_OK;
 }
 
+static void store_runs(const kvedge_side *side, const kvedge_array *rows, int64_t num_tokens, int64_t at) {
+  const int dim = side->shape.dim;
+  float run[KVEDGE_RUN * KVEDGE_MAX_HEAD_DIM];
+  for (int64_t first = 0; first < num_tokens; first += KVEDGE_RUN)
+    for (int head = 0; head < side->num_kv_heads; head++) {
+      const kvedge_array of_head = kvedge_array_from(rows, first, head);
+      kvedge_array_copy(&of_head, KVEDGE_RUN, 1, dim, run);
+      side->format->encode(&side->shape, run, 1, kvedge_run_at(side, at + first) + (size_t)head * side->row_bytes,
+                           NULL);
+    }
+}
+
+/* Some tokens of a run, all heads. */
+static void load_run(const kvedge_side *side, int64_t row, int count, float *out) {
+  const int dim = side->shape.dim;
+  const char *run = kvedge_run_at(side, row);
+  for (int head = 0; head < side->num_kv_heads; head++, run += side->row_bytes)
+    side->format->decode_run(&side->shape, run, (int)(row % KVEDGE_RUN), count, out + head * dim,
+                             (ptrdiff_t)side->num_kv_heads * dim);
+}
+
 void kvedge_rows_store(const kvedge_side *side, const kvedge_array *rows, int64_t num_tokens, int64_t at) {
   const int heads = side->num_kv_heads;
-  char *codes = kvedge_codes_at(side, at), *scales = kvedge_scales_at(side, at);
   if (num_tokens < 1) return;
+  if (kvedge_has_runs(side)) {
+    store_runs(side, rows, num_tokens, at);
+    return;
+  }
+  char *codes = kvedge_codes_at(side, at), *scales = kvedge_scales_at(side, at);
   if (!is_mapped(side) && kvedge_array_is_dense(rows, num_tokens, heads, side->shape.dim)) {
     side->format->encode(&side->shape, rows->data, num_tokens * heads, codes, scales);
     return;
@@ -69,6 +94,13 @@ void kvedge_rows_load(const kvedge_side *side, int64_t start, int64_t stop, floa
   const int64_t num_rows = (stop - start) * side->num_kv_heads;
   const int dim = side->shape.dim;
   if (num_rows == 0) return;
+  if (kvedge_has_runs(side)) {
+    for (int64_t row = start, count; row < stop; row += count) {
+      count = KVEDGE_RUN - row % KVEDGE_RUN < stop - row ? KVEDGE_RUN - row % KVEDGE_RUN : stop - row;
+      load_run(side, row, (int)count, out + (row - start) * side->num_kv_heads * dim);
+    }
+    return;
+  }
   side->format->decode(&side->shape, kvedge_codes_at(side, start), kvedge_scales_at(side, start), num_rows, out);
   for (int64_t row = 0; is_mapped(side) && row < num_rows; row++, out += dim) {
     const ptrdiff_t at = row % side->num_kv_heads * dim;
@@ -80,12 +112,21 @@ void kvedge_rows_load(const kvedge_side *side, int64_t start, int64_t stop, floa
 
 void kvedge_copy_rows(const kvedge_side *from, int64_t row, const kvedge_side *to, int64_t at, int64_t num_tokens) {
   const size_t rows = (size_t)num_tokens * (size_t)from->num_kv_heads;
+  if (kvedge_has_runs(from)) { /* whole ones, from their first token on */
+    const size_t runs = ((size_t)num_tokens + KVEDGE_RUN - 1) / KVEDGE_RUN * (size_t)from->num_kv_heads;
+    memmove(kvedge_run_at(to, at), kvedge_run_at(from, row), runs * from->row_bytes);
+    return;
+  }
   memmove(kvedge_codes_at(to, at), kvedge_codes_at(from, row), rows * from->row_bytes);
   if (from->format->has_scales)
     memmove(kvedge_scales_at(to, at), kvedge_scales_at(from, row), rows * from->scale_row_bytes);
 }
 
 float kvedge_rows_bound(const kvedge_side *side, int64_t start, int64_t stop) {
+  if (kvedge_has_runs(side)) {
+    const int64_t first = start / KVEDGE_RUN, last = (stop + KVEDGE_RUN - 1) / KVEDGE_RUN;
+    return side->format->bound(&side->shape, kvedge_codes_at(side, first), NULL, (last - first) * side->num_kv_heads);
+  }
   return side->format->bound(&side->shape, kvedge_codes_at(side, start), kvedge_scales_at(side, start),
                              (stop - start) * side->num_kv_heads);
 }

@@ -11,7 +11,7 @@ typedef struct {
   const kvedge_format_info *format;
   kvedge_row_shape shape;
   int num_kv_heads;
-  size_t row_bytes, scale_row_bytes; /* of one token and head */
+  size_t row_bytes, scale_row_bytes; /* of one token, or run of tokens, and head */
   char *codes;                       /* [capacity][num_kv_heads] rows */
   char *scales;                      /* [capacity][num_kv_heads] rows of scales; for formats without, the codes: rows of
                                       * no bytes somewhere, since a NULL may not be added to */
@@ -23,6 +23,14 @@ typedef struct {
 static inline char *kvedge_codes_at(const kvedge_side *side, int64_t row) {
   return side->codes + (size_t)row * (size_t)side->num_kv_heads * side->row_bytes;
 }
+
+/* Where the run of a token lies. */
+static inline char *kvedge_run_at(const kvedge_side *side, int64_t row) {
+  return kvedge_codes_at(side, row / KVEDGE_RUN);
+}
+
+/* Are tokens encoded in runs? */
+static inline int kvedge_has_runs(const kvedge_side *side) { return side->format->tokens_per_group > 1; }
 
 static inline char *kvedge_scales_at(const kvedge_side *side, int64_t row) {
   return side->scales + (size_t)row * (size_t)side->num_kv_heads * side->scale_row_bytes;

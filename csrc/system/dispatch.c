@@ -66,6 +66,14 @@ static const char *can_avx512vnni(void) {
 
 #elif defined(__aarch64__) || defined(__arm__)
 
+#if defined(__aarch64__) && defined(__APPLE__)
+static int apple_has(const char *feature) {
+  int has = 0;
+  size_t size = sizeof has;
+  return sysctlbyname(feature, &has, &size, NULL, 0) == 0 && has;
+}
+#endif
+
 static const char *can_neon(void) {
 #if defined(__arm__) && defined(__linux__)
   enum { HWCAP_NEON_BIT = 1 << 12 };
@@ -81,14 +89,22 @@ static const char *can_neondot(void) {
   if (!(getauxval(AT_HWCAP) & HWCAP_ASIMDDP_BIT)) return "the CPU has no dot product instructions (asimddp)";
   return NULL;
 #elif defined(__APPLE__)
-  int has = 0;
-  size_t size = sizeof has;
-  if (sysctlbyname("hw.optional.arm.FEAT_DotProd", &has, &size, NULL, 0) || !has)
-    return "the CPU has no dot product instructions (FEAT_DotProd)";
-  return NULL;
+  return apple_has("hw.optional.arm.FEAT_DotProd") ? NULL : "the CPU has no dot product instructions (FEAT_DotProd)";
 #else
   return "dot product instructions are looked for on Linux and macOS only";
 #endif
+}
+
+static const char *can_neoni8mm(void) {
+  const char *why_not = can_neondot();
+  if (why_not) return why_not;
+#if defined(__linux__)
+  enum { HWCAP2_I8MM_BIT = 1 << 13 };
+  if (!(getauxval(AT_HWCAP2) & HWCAP2_I8MM_BIT)) return "the CPU has no matrix product instructions (i8mm)";
+#elif defined(__APPLE__)
+  if (!apple_has("hw.optional.arm.FEAT_I8MM")) return "the CPU has no matrix product instructions (FEAT_I8MM)";
+#endif
+  return NULL;
 }
 #endif
 
@@ -107,13 +123,14 @@ static const struct {
 #elif defined(__aarch64__)
     {&kvedge_kernels_neon, can_neon},
     {&kvedge_kernels_neondot, can_neondot},
+    {&kvedge_kernels_neoni8mm, can_neoni8mm},
 #elif defined(__arm__)
     {&kvedge_kernels_neon, can_neon},
 #endif
 };
 enum { NUM_PATHS = sizeof paths / sizeof paths[0] };
 
-static const char *const known_names[] = {"scalar", "avx2", "avxvnni", "avx512vnni", "neon", "neondot"};
+static const char *const known_names[] = {"scalar", "avx2", "avxvnni", "avx512vnni", "neon", "neondot", "neoni8mm"};
 
 const kvedge_kernels *kvedge_kernels_at(int index) {
   return index >= 0 && index < NUM_PATHS ? paths[index].kernels : NULL;

@@ -16,6 +16,9 @@ from kvedge.layer_types import (
     Fp8E4m3LayerMethods,
     Fp8E5m2LayerMethods,
     Int4LayerMethods,
+    Kivi2LayerMethods,
+    Kivi4LayerMethods,
+    Kivi8LayerMethods,
     QuantizedLayerMethods,
 )
 from kvedge.paged.store import BlockStoreMethods
@@ -40,6 +43,9 @@ class Bfloat16KvLayer(Bfloat16LayerMethods): ...
 class Fp8E4m3KvLayer(Fp8E4m3LayerMethods): ...
 class Fp8E5m2KvLayer(Fp8E5m2LayerMethods): ...
 class Int4KvLayer(Int4LayerMethods): ...
+class Kivi2KvLayer(Kivi2LayerMethods): ...
+class Kivi4KvLayer(Kivi4LayerMethods): ...
+class Kivi8KvLayer(Kivi8LayerMethods): ...
 
 class KVCache(CacheMethods):
     def layer(
@@ -52,6 +58,9 @@ class KVCache(CacheMethods):
         | Fp8E4m3KvLayer
         | Fp8E5m2KvLayer
         | Int4KvLayer
+        | Kivi2KvLayer
+        | Kivi4KvLayer
+        | Kivi8KvLayer
     ): ...
 
 class BlockStore(BlockStoreMethods): ...

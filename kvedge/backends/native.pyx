@@ -195,6 +195,20 @@ cdef _Handle _attach(config, slabs):
     return handle
 
 
+@cython.final
+cdef class _RowsAt:
+    """Rows of the caller's, for Python code that puts them into a layer."""
+
+    cdef const kvedge_array *keys
+    cdef const kvedge_array *values
+
+    def append(self, layer, int64_t num_tokens):
+        """Append the first rows to a layer of the same shape."""
+        cdef kvedge_status status = (<_LayerCore>layer)._append_range(self.keys, self.values, 0, num_tokens)
+        if status != KVEDGE_OK:
+            raise KvedgeError(kvedge_strerror(status).decode())
+
+
 @cython.auto_pickle(False)  # LayerMethods pickles
 cdef class _LayerCore:
     """Storage, quantizer and attention of one layer; see LayerCore for what it must provide."""
@@ -524,10 +538,28 @@ cdef class _LayerCore:
                 keys, values, made.skipped, num_tokens - made.skipped)
         if status == KVEDGE_OK:
             status = self._append_to_slabs(keys, values, num_tokens)
-        if status == KVEDGE_OK:
+        if status == KVEDGE_OK and self._config.in_runs:
+            status = self._append_runs(made, keys, values)
+        elif status == KVEDGE_OK:
             self._precise.commit(made)
-        else:
+        if status != KVEDGE_OK:
             self._precise.take_back(made)
+        return status
+
+    cdef kvedge_status _append_runs(
+        self, made, const kvedge_array *keys, const kvedge_array *values
+    ) except *:
+        """Encode the runs that appended tokens fill; the rows and the last tokens have them already."""
+        cdef kvedge_status status = KVEDGE_OK
+        cdef _RowsAt rows = _RowsAt()
+        rows.keys, rows.values = keys, values
+        try:
+            filled = self._precise.runs_of(made, rows.append)
+            self._precise.commit(made, filled)
+        except BaseException:
+            kvedge_layer_set_len(self._handle.layer, kvedge_layer_len(self._handle.layer) - <int64_t>made.n)
+            self._precise.take_back(made)
+            raise
         return status
 
     cdef kvedge_status _append_range(

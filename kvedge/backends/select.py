@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 # What KVEDGE_ISA may say on any machine. The extension decides which of them it can run here.
-ISA_NAMES = ("scalar", "avx2", "avxvnni", "avx512vnni", "neon", "neondot")
+ISA_NAMES = ("scalar", "avx2", "avxvnni", "avx512vnni", "neon", "neondot", "neoni8mm")
 
 _isa_asked = os.environ.get("KVEDGE_ISA") or None
 

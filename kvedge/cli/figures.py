@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvedge.console.sizes import format_size
-from kvedge.core.formats import FORMATS
+from kvedge.core.formats import format_of
 
 __all__ = ["cache_figures", "describe_cache", "tokens_and_speed"]
 
@@ -15,7 +15,7 @@ def cache_figures(cache: Any) -> dict[str, Any]:
 
     Of a ShardedKVCache: what all ranks take, how many they are, and what this one takes.
     """
-    scaled = any(FORMATS[name].has_scales for name in (cache.dtype, cache.value_dtype))
+    scaled = any(format_of(name).has_scales for name in (cache.dtype, cache.value_dtype))
     fp32 = len(cache) * (cache.fp32_memory_bytes // cache.capacity)
     ranks = getattr(cache, "num_ranks", None)  # of a ShardedKVCache
     used = cache.used_bytes if ranks is None else cache.total_bytes
@@ -36,7 +36,7 @@ def describe_cache(figures: dict[str, Any]) -> str:
     text = f"{figures['dtype']}, {figures['tokens']} tokens in {format_size(figures['used_bytes'])}"
     if "ranks" in figures:
         text += f" over {figures['ranks']} ranks, {format_size(figures['part_bytes'])} here"
-    if FORMATS[figures["dtype"]].is_float32 or not figures["ratio"]:
+    if format_of(figures["dtype"]).is_float32 or not figures["ratio"]:
         return text
     return f"{text}; float32: {format_size(figures['fp32_bytes'])}, {figures['ratio']:.2f}x"
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvedge.console.exits import UsageError
 from kvedge.console.values import positive_int
-from kvedge.core.formats import FORMATS, SCALE_TYPES
+from kvedge.core.formats import DTYPES, FORMATS, SCALE_TYPES, format_of
 from kvedge.core.options import as_tolerance
 from kvedge.core.recommended import AUTO, RECOMMENDED
 from kvedge.core.types import Dtype
@@ -30,9 +30,9 @@ def add_options(group: Any) -> None:
     """Declare the flags, in a group of a parser."""
     group.add_argument(
         "--cache",
-        choices=(AUTO, *FORMATS),
+        choices=(AUTO, *DTYPES),
         metavar="FORMAT",
-        help=f"how keys and values are stored: {AUTO}, {', '.join(FORMATS)}; {AUTO} is int8 with "
+        help=f"how keys and values are stored: {AUTO}, {', '.join(DTYPES)}; {AUTO} is int8 with "
         "--key-scale auto (default: int8)",
     )
     for rows in ("key", "value"):
@@ -125,7 +125,7 @@ def cache_options(options: argparse.Namespace) -> dict[str, Any]:
     for name in given:
         stored = (keys,) if name == "key_offset" else (keys, values)
         of_any = name in ("key_scale", "key_dtype", "value_dtype", *_PRECISE)
-        if not of_any and not any(FORMATS[each].has_scales for each in stored):
+        if not of_any and not any(format_of(each).has_scales for each in stored):
             scaled = " or ".join(form.name for form in FORMATS.values() if form.has_scales)
             flag = "--" + name.replace("_", "-")
             raise UsageError(f"{flag} is for {scaled}: {stored[0]} has no scales")

@@ -590,6 +590,8 @@ def as_key_scale(key_scale: Any, config: LayerConfig) -> np.ndarray | str | None
                 f'key_scale must be "auto", an array or None, not {describe(key_scale)}'
             )
         return key_scale if config.has_auto_scale else None
+    if config.in_runs:
+        raise InvalidArgumentError(f"{config.dtype} has steps for each channel, and no key_scale")
     key_scale = as_float32(key_scale, "key_scale", shape=(config.num_kv_heads, config.head_dim))
     check_finite(key_scale, "key_scale")
     if not (key_scale > 0).all():

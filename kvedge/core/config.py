@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvedge.core.formats import (
+    DTYPES,
     FORMATS,
+    IN_RUNS,
     SCALE_TYPES,
     WITH_SCALES,
     Format,
@@ -38,7 +40,7 @@ _FAR = 1 << 2048  # beyond any range here, and not too long to print
 class LayerConfig:
     """What a layer stores and how; made and checked by :func:`layer_config`."""
 
-    dtype: str  # how keys are stored: the name of a row of FORMATS, or of GRIDS
+    dtype: str  # how keys are stored: the name of a row of the tables of formats
     capacity: int  # rows of its slabs: tokens there is room for
     num_kv_heads: int
     head_dim: int  # channels of a query and of a key
@@ -80,7 +82,23 @@ class LayerConfig:
     @property
     def value_format(self) -> Format:
         """How values are stored."""
-        return format_of(self.value_dtype or self.dtype)
+        form = format_of(self.value_dtype or self.dtype)
+        return form.of_values or form
+
+    @property
+    def in_runs(self) -> bool:
+        """Whether all tokens lie in parts: runs of 32 tokens, and the last ones."""
+        return self.dtype in IN_RUNS
+
+    def runs(self, capacity: int) -> LayerConfig:
+        """Of a layer that holds the runs of one that is `in_runs`."""
+        return replace(
+            self.plain,
+            dtype=f"{self.dtype}.runs",
+            capacity=capacity,
+            limit=capacity,
+            window=None,
+        )
 
     @property
     def scale_type(self) -> ScaleType:
@@ -95,7 +113,7 @@ class LayerConfig:
     @property
     def has_auto_scale(self) -> bool:
         """Whether keys may have a key scale of their own making: up to 8 bits gain by it."""
-        return self.key_format.bits <= 8
+        return self.key_format.bits <= 8 and not self.in_runs
 
     @property
     def key_rows(self) -> RowShape:
@@ -274,10 +292,15 @@ def layer_config(
     ------
     InvalidArgumentError
     """
-    one_of(dtype, "dtype", FORMATS)
+    one_of(dtype, "dtype", DTYPES)
+    in_runs = dtype in IN_RUNS
     for name, given in (("key_dtype", key_dtype), ("value_dtype", value_dtype)):
         if given is not None:
             one_of(given, name, FORMATS)
+            if in_runs:
+                raise InvalidArgumentError(
+                    f"dtype={dtype!r} is for keys and values alike: leave out {name}"
+                )
     value_dtype = dtype if value_dtype is None else value_dtype
     dtype = dtype if key_dtype is None else key_dtype
     if capacity is not None:
@@ -290,7 +313,7 @@ def layer_config(
         value_head_dim = _size(value_head_dim, "value_head_dim", MAX_HEAD_DIM)
     widest = max(head_dim, value_head_dim)
     one_of(scale_dtype, "scale_dtype", SCALE_TYPES)
-    has_scales = FORMATS[dtype].has_scales or FORMATS[value_dtype].has_scales
+    has_scales = format_of(dtype).has_scales or format_of(value_dtype).has_scales
     if not has_scales and (group_size is not None or scale_dtype != "float32"):
         what = "group_size" if group_size is not None else "scale_dtype"
         raise InvalidArgumentError(
@@ -315,7 +338,7 @@ def layer_config(
                 f"{capacity}"
             )
         rows = min(rows, 2 * window)
-    recent, sinks, recent_dtype = _precise(recent, sinks, recent_dtype, window)
+    recent, sinks, recent_dtype = _precise(recent, sinks, recent_dtype, window, in_runs)
     return LayerConfig(
         str(dtype),
         rows,
@@ -333,7 +356,7 @@ def layer_config(
     )
 
 
-def _precise(recent: Any, sinks: Any, recent_dtype: Any, window: int | None) -> Any:
+def _precise(recent: Any, sinks: Any, recent_dtype: Any, window: int | None, in_runs: bool) -> Any:
     """Check what is told of tokens in another format."""
     counts = []
     for name, given in (("recent", recent), ("sinks", sinks)):
@@ -347,10 +370,10 @@ def _precise(recent: Any, sinks: Any, recent_dtype: Any, window: int | None) -> 
         )
     if recent_dtype is None:
         recent_dtype = "float16"
-    elif not any(counts):
+    elif not any(counts) and not in_runs:
         raise InvalidArgumentError("recent_dtype is for recent and sinks, and both are 0")
     one_of(recent_dtype, "recent_dtype", FORMATS)
-    return (*counts, str(recent_dtype) if any(counts) else "")
+    return (*counts, str(recent_dtype) if any(counts) or in_runs else "")
 
 
 def one_of(value: Any, name: str, choices: Iterable[str]) -> None:

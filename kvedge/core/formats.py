@@ -12,10 +12,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvedge.core import fp8, grids, half, int4, int8
+from kvedge.core import fp8, grids, half, int4, int8, kivi
 from kvedge.core.rows import RowShape
 
-__all__ = ["FORMATS", "GRIDS", "SCALE_TYPES", "WITH_SCALES", "Format", "ScaleType", "format_of"]
+__all__ = [
+    "DTYPES",
+    "FORMATS",
+    "GRIDS",
+    "IN_RUNS",
+    "SCALE_TYPES",
+    "WITH_SCALES",
+    "Format",
+    "ScaleType",
+    "format_of",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +50,9 @@ class Format:
     # What is wrong with foreign codes or scales that no encoder makes, or None.
     fault_of_codes: Callable[[np.ndarray], str | None]
     fault_of_scales: Callable[[np.ndarray], str | None]
+    kivi: kivi.Kivi | None = None  # rows are runs of tokens of a head
+    of_values: Format | None = None  # that of values, where it differs; else it is for both
+    in_parts: bool = False  # rows have no bytes: all tokens lie in parts (kvedge.layer_precise)
 
     @property
     def is_float32(self) -> bool:
@@ -48,7 +61,16 @@ class Format:
 
     def codes_per_row(self, dim: int) -> int:
         """Elements of `codes` that a row of `dim` elements takes."""
+        if self.in_parts:
+            return 0
+        if self.kivi is not None:
+            return self.kivi.run_bytes(dim)
         return -(-dim * self.bits // (8 * self.codes.itemsize))
+
+    @property
+    def tokens_per_row(self) -> int:
+        """Tokens that a row of the slabs holds."""
+        return 1 if self.kivi is None else kivi.RUN
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +127,48 @@ def _grid(bits: int) -> Format:
         largest=grid.largest,
         fault_of_codes=lambda codes: None,  # every code has a level
         fault_of_scales=int8.fault_of_scales,
+    )
+
+
+def _runs(bits: int, of_values: bool) -> Format:
+    """Runs of keys, or of values, themselves."""
+    form = kivi.Kivi(bits, of_values)
+    return Format(
+        name=f"kivi{bits}.runs",
+        c_code=32 + bits,
+        codes=np.dtype(np.uint8),
+        bits=bits,
+        file_type="U8",
+        has_scales=False,
+        encode=form.encode,
+        decode=lambda codes, scales, shape, dtype: form.decode(codes, shape.dim, dtype),
+        refuse=kivi.refuse,
+        limit=lambda shape: kivi.LARGEST,
+        largest=lambda codes, scales: 2 * kivi.LARGEST,
+        fault_of_codes=lambda codes: None,
+        fault_of_scales=lambda scales: None,
+        kivi=form,
+        of_values=None if of_values else _runs(bits, True),
+    )
+
+
+def _in_runs(bits: int) -> Format:
+    """The rows of a layer whose tokens lie in runs and in parts: none."""
+    return Format(
+        name=f"kivi{bits}",
+        c_code=32,
+        codes=np.dtype(np.uint8),
+        bits=bits,
+        file_type="U8",
+        has_scales=False,
+        encode=lambda rows, shape: (np.empty((*rows.shape[:2], 0), np.uint8), _no_scales(rows)),
+        decode=lambda codes, scales, shape, dtype: np.zeros((*codes.shape[:2], shape.dim), dtype),
+        refuse=kivi.refuse,
+        limit=lambda shape: kivi.LARGEST,
+        largest=lambda codes, scales: 0.0,
+        fault_of_codes=lambda codes: None,
+        fault_of_scales=lambda scales: None,
+        in_parts=True,
     )
 
 
@@ -199,9 +263,17 @@ FORMATS: dict[str, Format] = {
 GRIDS: dict[str, Format] = {row.name: row for row in map(_grid, range(2, 9))}
 
 
+#: Of layers that encode runs of 32 tokens together, and hold the last tokens in another format.
+IN_RUNS: dict[str, Format] = {row.name: row for row in map(_in_runs, (2, 4, 8))}
+_RUNS = {row.name: row for row in (_runs(bits, False) for bits in (2, 4, 8))}
+
+#: What a layer or a cache may be told as its dtype.
+DTYPES = (*FORMATS, *IN_RUNS)
+
+
 def format_of(name: str) -> Format:
-    """The format of that name, a grid's too."""
-    return FORMATS.get(name) or GRIDS[name]
+    """The format of that name, a grid's and of runs too."""
+    return FORMATS.get(name) or GRIDS.get(name) or IN_RUNS.get(name) or _RUNS[name]
 
 
 SCALE_TYPES: dict[str, ScaleType] = {

@@ -12,6 +12,7 @@ takes no more memory than it needs, and a long one at most 2 MiB more per slab.
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 import os
 import sys
@@ -22,6 +23,7 @@ import numpy as np
 
 from kvedge.core.config import FLOAT32_MAX, LayerConfig
 from kvedge.core.formats import Format
+from kvedge.core.kivi import RUN
 from kvedge.core.rows import RowShape
 from kvedge.errors import OutOfMemoryError
 
@@ -69,6 +71,11 @@ class StoredRows(NamedTuple):
 
     def decode(self, at: Any, dtype: type) -> np.ndarray:
         """The rows at an index of tokens, or of (tokens, heads), in float32 or float64."""
+        if self.form.kivi is not None:
+            tokens, heads = at if isinstance(at, tuple) else (at, slice(None))
+            first, last = tokens.start // RUN, -(-tokens.stop // RUN)
+            rows = self.form.kivi.decode(self.codes[first:last, heads], self.shape.dim, dtype)
+            return rows[tokens.start - first * RUN : tokens.stop - first * RUN]
         return self.form.decode(self.codes[at], self.scales[at], self.shape, dtype)
 
 
@@ -118,7 +125,7 @@ def memory_for(what: str) -> Iterator[None]:
 
 def slab_layout(config: LayerConfig) -> tuple[tuple[tuple[int, int, int], np.dtype], ...]:
     """Shapes and dtypes of the four slabs, in the order of :class:`Slabs`."""
-    rows = (config.capacity, config.num_kv_heads)
+    rows = (config.capacity // config.key_format.tokens_per_row, config.num_kv_heads)
     sides = ((config.key_format, config.key_rows), (config.value_format, config.value_rows))
     keys, values = (((*rows, form.codes_per_row(of.dim)), form.codes) for form, of in sides)
     key_scales, value_scales = (
@@ -127,8 +134,15 @@ def slab_layout(config: LayerConfig) -> tuple[tuple[tuple[int, int, int], np.dty
     return (keys, values, key_scales, value_scales)
 
 
+def slab_bytes(config: LayerConfig) -> int:
+    """Bytes of all four slabs."""
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in slab_layout(config))
+
+
 def token_bytes(config: LayerConfig) -> int:
-    """Bytes that one token takes in all slabs together."""
+    """Bytes that one token takes in all slabs together, its share of a run if it lies in one."""
+    if config.in_runs:
+        return -(-slab_bytes(config.runs(RUN)) // RUN)
     rows = sum(dtype.itemsize * shape[2] for shape, dtype in slab_layout(config))
     return config.num_kv_heads * rows
 
@@ -166,7 +180,7 @@ def reserve_layers(config: LayerConfig, num_layers: int) -> list[Slabs]:
         offsets.append(total)
         sizes.append(size)
         total += -(-(size + TAIL_BYTES) // PAGE) * PAGE if size else 0
-    buffer, start = _reserve(total, config, num_layers)
+    buffer, start = _reserve(max(total, 1), config, num_layers)
     for offset, size in zip(offsets, sizes, strict=True):
         _advise_huge_pages(buffer, start + offset + HUGE_PAGE, size - HUGE_PAGE)
     arrays = [

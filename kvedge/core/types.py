@@ -19,7 +19,18 @@ class SupportsDLPack(Protocol):
 Floats: TypeAlias = "npt.NDArray[np.float32]"
 
 # The names in kvedge.core.formats, which a type checker cannot read there.
-Dtype: TypeAlias = Literal["int8", "float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2", "int4"]
+Dtype: TypeAlias = Literal[
+    "int8",
+    "float32",
+    "float16",
+    "bfloat16",
+    "fp8_e4m3",
+    "fp8_e5m2",
+    "int4",
+    "kivi2",
+    "kivi4",
+    "kivi8",
+]
 ScaleDtype: TypeAlias = Literal["float32", "float16"]
 
 # Order of the axes tokens (n), heads (h) and channels (d), where there are tokens.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from .. import KVCache
-from ..core.formats import FORMATS
+from ..core.formats import DTYPES, FORMATS
 from ..core.recommended import AUTO, RECOMMENDED
 from ..core.types import Dtype
 from ..errors import InvalidArgumentError
@@ -102,8 +102,8 @@ def _parse(name: str) -> CacheChoice:
     if dtype == AUTO:
         options = dict(RECOMMENDED)
         dtype = options.pop("dtype")
-    if dtype not in FORMATS:
-        wanted = ", ".join((AUTO, *FORMATS))
+    if dtype not in DTYPES:
+        wanted = ", ".join((AUTO, *DTYPES))
         raise InvalidArgumentError(f"{name!r}: no format {dtype!r}, only {wanted}")
     known = _cache_options()
     choice = CacheChoice(name, cast(Dtype, dtype), options)

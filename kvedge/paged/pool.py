@@ -118,6 +118,10 @@ class KvBlockPool(ConfigFacts):
             group_size=group_size,
             scale_dtype=scale_dtype,
         )
+        if config.in_runs:
+            raise InvalidArgumentError(
+                f"a pool has no dtype={config.dtype!r}: runs of tokens do not lie in its blocks"
+            )
         self._max_pinned = num_blocks
         if max_pinned_blocks is not None:
             self._max_pinned = checks.as_int(max_pinned_blocks, "max_pinned_blocks")

@@ -1,7 +1,7 @@
 #!/bin/bash
 # The Python contract suite on an emulated ARM machine, and its stored bytes beside this machine's.
 #
-#   tests/arm/run.sh CPU      cortex-a72 (Raspberry Pi 4: neon), cortex-a76 (Pi 5: neondot)
+#   tests/arm/run.sh CPU      cortex-a72 (Raspberry Pi 4: neon), cortex-a76 (Pi 5: neondot), max (neoni8mm)
 #
 # KVEDGE_ARM_SHORT=1   fewer tests: a minute or two, where all take a quarter of an hour
 # KVEDGE_ARM_ENV=DIR   where the emulated Python lives (tools/arm_env.sh); default .arm-env
@@ -10,10 +10,11 @@
 # The extension is built in a copy of the checkout. Exits with 0, 1 (something failed) or 77 (a tool is
 # missing).
 set -euo pipefail
-cpu=${1:?usage: run.sh cortex-a72 or cortex-a76}
+cpu=${1:?usage: run.sh cortex-a72, cortex-a76 or max}
 case $cpu in
 cortex-a72) isa=neon ;;
 cortex-a76) isa=neondot ;;
+max) isa=neoni8mm ;;
 *) echo "run.sh: which kernels does $cpu get? add it here"; exit 2 ;;
 esac
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)

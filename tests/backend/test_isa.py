@@ -29,9 +29,14 @@ CPU_FLAGS = {
         "avxvnni": {"avx2", "fma", "avx_vnni"},
         "avx512vnni": {"avx512f", "avx512bw", "avx512vl", "avx512_vnni"},
     },
-    "aarch64": {"scalar": set(), "neon": {"asimd"}, "neondot": {"asimddp"}},
+    "aarch64": {
+        "scalar": set(),
+        "neon": {"asimd"},
+        "neondot": {"asimddp"},
+        "neoni8mm": {"asimddp", "i8mm"},
+    },
 }
-ALL_ISAS = ["scalar", "avx2", "avxvnni", "avx512vnni", "neon", "neondot"]
+ALL_ISAS = ["scalar", "avx2", "avxvnni", "avx512vnni", "neon", "neondot", "neoni8mm"]
 
 #: SHA-256 over all of isa_worker.stored_digests(): the format is the same on every machine, for
 #: ever. A change here means that caches written before no longer hold what this version writes.

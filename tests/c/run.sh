@@ -9,7 +9,7 @@
 #   tsan      gcc with ThreadSanitizer, of test_parallel and test_stress
 #   standards the sources as C11, GNU11, GNU17 and GNU23, with gcc and clang, -Werror; nothing is run
 #   valgrind  memcheck, with fewer cases (KVEDGE_TEST_SHORT=1)
-#   aarch64   cross-built, run under qemu as Cortex-A72 and Cortex-A76, with fewer cases
+#   aarch64   cross-built, run under qemu as Cortex-A72, Cortex-A76 and with all that qemu has (i8mm), with fewer cases
 #   armv7     cross-built for 32-bit ARM with the compiler's defaults, run as Cortex-A9 (no fused
 #             multiply-add), and with -mfpu=neon-vfpv4, run as Cortex-A7; with fewer cases
 #   oldx86    run as a Nehalem (no AVX: scalar) and as a Haswell (AVX2) under qemu, with fewer cases
@@ -87,8 +87,12 @@ clang)
   need clang clang
   build clang -O3 && run
   if [ -d /usr/aarch64-linux-gnu/lib ] && command -v qemu-aarch64-static >/dev/null; then
-    build clang --target=aarch64-linux-gnu -static -DKVEDGE_TEST_IS_STATIC -O3 &&
+    build clang --target=aarch64-linux-gnu -static -DKVEDGE_TEST_IS_STATIC -O3 && {
       tables=neondot run qemu-aarch64-static -cpu cortex-a76
+      programs=(test_kernels test_cells)
+      tables=neon run qemu-aarch64-static -cpu cortex-a72
+      tables=neoni8mm run qemu-aarch64-static -cpu max
+    }
   else
     echo "(clang for aarch64 left out: needs gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user-static)"
   fi
@@ -132,6 +136,7 @@ aarch64)
   if build aarch64-linux-gnu-gcc -static -DKVEDGE_TEST_IS_STATIC -O3; then
     run qemu-aarch64-static -cpu cortex-a72
     tables=neondot run qemu-aarch64-static -cpu cortex-a76
+    tables=neoni8mm run qemu-aarch64-static -cpu max
   fi
   ;;
 armv7)

@@ -225,8 +225,11 @@ static row_kind random_kind(void) { return random_below(3) ? PLAIN : (row_kind)r
 
 /* ---- Queries ---- */
 
-/* Do the 256-bit paths' kernels run, whose codes are integers of 16 bits and floats? */
-static int has_words(void) { return strcmp(kernels->name, "avx2") == 0 || strcmp(kernels->name, "avxvnni") == 0; }
+/* Does a path run whose codes are integers of 16 bits and floats? */
+static int has_words(void) {
+  const char *name = kernels->name;
+  return strcmp(name, "avx2") == 0 || strcmp(name, "avxvnni") == 0 || strcmp(name, "neon") == 0;
+}
 
 /* vpdpbusd multiplies k + 128. */
 static int has_unsigned_keys(void) { return strcmp(kernels->name, "avx512vnni") == 0; }
@@ -234,6 +237,7 @@ static int has_unsigned_keys(void) { return strcmp(kernels->name, "avx512vnni") 
 /* Digit `plane`, the high one first, of element d of a query's codes. Each path orders them for itself. */
 static int digit_at(const int8_t *codes, int plane, int d) {
   if (has_words()) return 0; /* see code_at() */
+  if (strcmp(kernels->name, "neoni8mm") == 0) return plane < 3 ? codes[d / 8 * 24 + plane * 8 + d % 8] : 0;
   if (has_unsigned_keys() && format == KVEDGE_INT4) d = d / 8 * 8 + d % 2 * 4 + d % 8 / 2;
   if (has_unsigned_keys()) return codes[d / 64 * 192 + plane * 64 + d % 64];
   return codes[d / 4 * 16 + plane * 4 + d % 4]; /* of four channels, and four zeros */

@@ -25,6 +25,9 @@ from kvedge import (
     Fp8E4m3KvLayer,
     Fp8E5m2KvLayer,
     Int4KvLayer,
+    Kivi2KvLayer,
+    Kivi4KvLayer,
+    Kivi8KvLayer,
     KVCache,
     KvCacheSnapshot,
     QuantizedKvLayer,
@@ -60,6 +63,9 @@ held: (
     | Fp8E4m3KvLayer
     | Fp8E5m2KvLayer
     | Int4KvLayer
+    | Kivi2KvLayer
+    | Kivi4KvLayer
+    | Kivi8KvLayer
 ) = cache.layer(0)
 snapshot: KvCacheSnapshot = cache.snapshot()
 cache.restore(snapshot)
@@ -161,7 +167,7 @@ def test_a_users_script_passes_mypy_strict(tmp_path):
 
 
 def test_the_names_of_dtypes_are_those_of_the_formats():
-    assert get_args(types.Dtype) == tuple(formats.FORMATS)
+    assert get_args(types.Dtype) == formats.DTYPES
     assert get_args(types.ScaleDtype) == tuple(formats.SCALE_TYPES)
 
 

@@ -34,41 +34,10 @@ KVEDGE_TARGET_BEGIN("dotprod")
 #endif
 
 #include "kernels/neon/common.h"
-
-/* ---- integers of 24 bits in three planes of signed digits, or 16 bits in two ---- */
-
-/* What the largest of a set becomes. Three digits of 127 would be 8355711; one less, because the
- * product of a number and a rounded factor may end a little above. In 16 bits likewise 127 * 257 - 1,
- * as high digits. */
-#define LARGEST_CODE 8355710.0f
-#define LARGEST_CODE_16 (32638.0f * 256.0f)
-/* Below, LARGEST_CODE / largest is no float any more: such a set counts as zeros. */
-#define SMALLEST_ENCODED 0x1p-104f
-
-KVEDGE_INLINE float divide_or_0(float a, float b, float largest) { return largest > SMALLEST_ENCODED ? a / b : 0.0f; }
-
-/* Codes 65536 * high + 256 * middle + low as {high x 4, middle x 4, low x 4, 0 x 4}. With 128 added to
- * each digit the digits are plain bytes, and inverting a byte's top bit takes 128 off. */
-KVEDGE_INLINE int8x16_t split_digits(int32x4_t codes) {
-  static const uint8_t order[16] = {2, 6, 10, 14, 1, 5, 9, 13, 0, 4, 8, 12, 3, 7, 11, 15};
-  const int32x4_t offset = vdupq_n_s32(0x808080);
-  int32x4_t digits = veorq_s32(vaddq_s32(codes, offset), offset);
-  return vqtbl1q_s8(vreinterpretq_s8_s32(digits), vld1q_u8(order));
-}
-
-/* The sums of four lanes' digits become one number each. A digit's sum is below 128 * 127 * 1024 =
- * 2^24 and exact as a float, where the three together would not fit an integer. */
-KVEDGE_INLINE float32x4_t join_digits(const int32x4_t sum[3], const int planes) {
-  float32x4_t upper = vfmaq_n_f32(vcvtq_f32_s32(sum[1]), vcvtq_f32_s32(sum[0]), 256.0f);
-  return planes == 3 ? vfmaq_n_f32(vcvtq_f32_s32(sum[2]), upper, 256.0f) : vmulq_n_f32(upper, 256.0f);
-}
-
-/* sum += for each of four lanes, its four codes times four encoded values of 2 or 3 planes */
-KVEDGE_INLINE void dot_digits(int32x4_t sum[3], int8x16_t codes, int8x16_t digits, const int planes) {
-  sum[0] = vdotq_laneq_s32(sum[0], codes, digits, 0);
-  sum[1] = vdotq_laneq_s32(sum[1], codes, digits, 1);
-  if (planes == 3) sum[2] = vdotq_laneq_s32(sum[2], codes, digits, 2);
-}
+#include "kernels/neon/codes.h"
+#include "kernels/neon/floats.h"
+#include "kernels/neon/int4.h"
+#include "kernels/neon/dots.h"
 
 /* ---- scores ---- */
 
@@ -76,21 +45,11 @@ static void encode_query_neondot(const float *x, int dim, float factor, float la
                                  int32_t *offsets) {
   float inverse = divide_or_0(LARGEST_CODE, largest, largest);
   for (int d = 0; d < kvedge_padded_channels(dim); d += 4) {
-    float32x4_t four = dim - d >= 4 ? vld1q_f32(x + d) : load_part_f32(x + min_int(d, dim), dim - d);
-    vst1q_s8(codes + 4 * d, split_digits(round_to_i32(vmulq_n_f32(vmulq_n_f32(four, factor), inverse))));
+    const float32x4_t four = vmulq_n_f32(vmulq_n_f32(load_query_f32(x, dim, d), factor), inverse);
+    vst1q_s8(codes + 4 * d, split_digits(round_to_i32(four)));
   }
   *scale = divide_or_0(largest, LARGEST_CODE, largest);
   vst1q_s32(offsets, vdupq_n_s32(0)); /* keys are signed here */
-}
-
-/* The last n < 16 channels of four rows, with zeros after them. */
-OUT_OF_LINE void gather_ends_16(const int8_t *rows, const ptrdiff_t offset[4], int n, int8_t *ends) { /* (4, 16) */
-  for (int j = 0; j < 4; j++) {
-    const int8_t *p = rows + offset[j];
-    int8x8_t low = n < 8 ? vcreate_s8(load_below_8(p, n)) : vld1_s8(p);
-    int8x8_t high = n < 8 ? vdup_n_s8(0) : vcreate_s8(load_below_8(p + 8, n - 8));
-    vst1q_s8(ends + 16 * j, vcombine_s8(low, high));
-  }
 }
 
 /* Rows of 4 dwords become columns: lane t of out[c] is dword c of row t. */
@@ -107,200 +66,39 @@ KVEDGE_INLINE void transpose_4x4(const int8x16_t row[4], int8x16_t out[4]) {
   out[3] = vreinterpretq_s8_s64(vtrn2q_s64(odd_ab, odd_cd));
 }
 
-enum { DOT_SCORE_QUERIES = 4 }; /* x 3 digits = 12 registers of sums */
-
-KVEDGE_INLINE void score_16_channels(const int8_t *codes, ptrdiff_t stride, const int8_t *rows,
-                                     const ptrdiff_t offset[4], const int count, const int planes,
-                                     int32x4_t sum[DOT_SCORE_QUERIES][3]) {
+/* sum[3 * i + plane] */
+KVEDGE_INLINE void score_16_dots(const int8_t *codes, ptrdiff_t stride, const int8_t *rows, const ptrdiff_t offset[4],
+                                 const int count, const int planes, int32x4_t sum[SCORE_SUMS]) {
   int8x16_t k[4], column[4];
   UNROLLED (j, 4) k[j] = vld1q_s8(rows + offset[j]);
   transpose_4x4(k, column);
   UNROLLED (c, 4)
-    UNROLLED (i, count) dot_digits(sum[i], column[c], vld1q_s8(codes + i * stride + 16 * c), planes);
+    UNROLLED (i, count) dot_digits(sum + 3 * i, column[c], vld1q_s8(codes + i * stride + 16 * c), planes);
 }
 
-/* Scores of four tokens for `count` queries from first on. ends (4, 16): the channels past the last multiple of 16, if
- * there are any. */
-KVEDGE_INLINE void score_dots(const kvedge_query *q, int first, const int count, const int planes, const int8_t *rows,
-                              const ptrdiff_t offset[4], const int8_t *ends, float32x4_t scale, float *scores,
-                              int accumulate) {
-  static const ptrdiff_t ends_at[4] = {0, 16, 32, 48};
-  const ptrdiff_t stride = KVEDGE_CODE_BYTES * q->stride;
-  const int8_t *codes = q->codes + first * stride; /* (count, stride), padded with zeros */
-  int32x4_t sum[DOT_SCORE_QUERIES][3];
-  UNROLLED (i, count) sum[i][0] = sum[i][1] = sum[i][2] = vdupq_n_s32(0);
-  int d = 0;
-  for (; d + 16 <= q->dim; d += 16) score_16_channels(codes + 4 * d, stride, rows + d, offset, count, planes, sum);
-  if (d < q->dim) score_16_channels(codes + 4 * d, stride, ends, ends_at, count, planes, sum);
-  UNROLLED (i, count) {
-    float32x4_t dot = vmulq_n_f32(join_digits(sum[i], planes), q->scale[(first + i) * q->scale_stride]);
-    store_scores(vmulq_f32(dot, scale), accumulate, scores + (first + i) * KVEDGE_TILE);
-  }
-}
-
-KVEDGE_INLINE void score_tile(const kvedge_query *q, const int planes, const kvedge_tile *keys, float *scores,
-                              int accumulate) {
-  const int whole = q->dim / 16 * 16;
-  const ptrdiff_t stride = keys->token_stride;
-  ptrdiff_t offset[4] = {0, stride, 2 * stride, 3 * stride};
-  for (int first = 0; first < keys->num_tokens; first += KVEDGE_BLOCK) {
-    const int8_t *rows = (const int8_t *)kvedge_tile_block(keys, first);
-    const int end = min_int(first + KVEDGE_BLOCK, keys->num_tokens);
-    prefetch_cursor next = prefetch_of_block(keys, first);
-    for (int t = first; t < end; t += 4, rows += 4 * stride) {
-      int8_t ends[4 * 16];
-      if (end - t < 4) row_offsets(end - t, stride, offset);
-      prefetch_next(&next, min_int(end - t, 4) * q->dim);
-      if (whole < q->dim) gather_ends_16(rows + whole, offset, q->dim - whole, ends);
-      const float32x4_t scale = vld1q_f32(keys->scales + t);
-      for (int i = 0; i < q->num_queries; i += DOT_SCORE_QUERIES) {
-#define FOUR(count) score_dots(q, i, count, planes, rows, offset, ends, scale, scores + t, accumulate)
-        switch (min_int(q->num_queries - i, DOT_SCORE_QUERIES)) {
-          case 1: FOUR(1); break;
-          case 2: FOUR(2); break;
-          case 3: FOUR(3); break;
-          default: FOUR(4);
-        }
-#undef FOUR
-      }
-    }
-  }
+KVEDGE_INLINE float32x4_t join_dots(const int32x4_t sum[SCORE_SUMS], const int i, const int planes) {
+  return join_digits(sum + 3 * i, planes);
 }
 
 static void scores_int8_neondot(const kvedge_query *q, const kvedge_tile *keys, float *scores, int accumulate) {
-  if (q->planes == 3) score_tile(q, 3, keys, scores, accumulate);
-  else score_tile(q, 2, keys, scores, accumulate);
+  const token_runs runs = runs_of(keys);
+#define SCORE(count)                                                                                                   \
+  if (q->planes == 3) score_runs(q, i, count, 3, 64, score_16_dots, join_dots, keys, &runs, scores, accumulate);       \
+  else score_runs(q, i, count, 2, 64, score_16_dots, join_dots, keys, &runs, scores, accumulate)
+  BY_QUERIES(i, q->num_queries, SCORE)
+#undef SCORE
 }
 
-/* ---- weighted sum ---- */
-
-enum { DOT_WEIGH_QUERIES = 4, DOT_WEIGH_SUMS = 8 }; /* x 3 digits = 24 registers of sums */
-
-/* p * scales of up to DOT_WEIGH_QUERIES query rows, each relative to its largest. */
-typedef struct {
-  int8_t digits[DOT_WEIGH_QUERIES][4 * KVEDGE_TILE]; /* 16 bytes for four tokens */
-  float scale[DOT_WEIGH_QUERIES];
-} encoded_weights;
-
-/* Codes of 16 bits, small ones dithered, as those of 24 whose last digit is 0. */
-KVEDGE_INLINE int32x4_t round_to_16_bits(float32x4_t x, float32x4_t dither) {
-  uint32x4_t small = vcltq_f32(x, vdupq_n_f32(KVEDGE_DITHERED));
-  float32x4_t added = vreinterpretq_f32_u32(vandq_u32(small, vreinterpretq_u32_f32(dither)));
-  return vshlq_n_s32(round_to_i32(vaddq_f32(x, added)), 8);
-}
-
-KVEDGE_INLINE void encode_weights(const float *p, const float *scales, int num_tokens, int num_queries,
-                                  const int planes, encoded_weights *weights) {
-  const float most = planes == 3 ? LARGEST_CODE : LARGEST_CODE_16;
-  for (int i = 0; i < num_queries; i++, p += KVEDGE_TILE) {
-    float w[KVEDGE_TILE]; /* p and scales are 0 from num_tokens to the end of the block */
-    float32x4_t largest_of = vdupq_n_f32(0.0f);
-    for (int t = 0; t < num_tokens; t += 4) {
-      float32x4_t four = vmulq_f32(vld1q_f32(p + t), vld1q_f32(scales + t));
-      largest_of = vmaxq_f32(largest_of, four);
-      vst1q_f32(w + t, four);
-    }
-    float largest = max_across(largest_of), factor = divide_or_0(most, largest, largest);
-    weights->scale[i] = divide_or_0(largest, most, largest);
-    for (int t = 0; t < num_tokens; t += 4) {
-      int32x4_t codes;
-      if (planes == 3) codes = round_to_i32(vmulq_n_f32(vld1q_f32(w + t), factor));
-      else codes = round_to_16_bits(vmulq_n_f32(vld1q_f32(w + t), factor / 256.0f), vld1q_f32(kvedge_dither + t));
-      vst1q_s8(weights->digits[i] + 4 * t, split_digits(codes));
-    }
-  }
-}
-
-/* Four tokens' codes, 8 or 16 channels: lane c of out[j] holds channel 4 * j + c of the four tokens. */
-KVEDGE_INLINE void interleave_tokens(const int8x16_t row[4], const int vectors, int8x16_t out[4]) {
-  int16x8_t tokens_01 = vreinterpretq_s16_s8(vzip1q_s8(row[0], row[1]));
-  int16x8_t tokens_23 = vreinterpretq_s16_s8(vzip1q_s8(row[2], row[3]));
-  out[0] = vreinterpretq_s8_s16(vzip1q_s16(tokens_01, tokens_23));
-  out[1] = vreinterpretq_s8_s16(vzip2q_s16(tokens_01, tokens_23));
-  if (vectors == 4) {
-    tokens_01 = vreinterpretq_s16_s8(vzip2q_s8(row[0], row[1]));
-    tokens_23 = vreinterpretq_s16_s8(vzip2q_s8(row[2], row[3]));
-    out[2] = vreinterpretq_s8_s16(vzip1q_s16(tokens_01, tokens_23));
-    out[3] = vreinterpretq_s8_s16(vzip2q_s16(tokens_01, tokens_23));
-  }
-}
-
-/* The sums of 4 * vectors channels from `channel` on, vectors 2 or 4, for `count` query rows, held in registers over
- * the tile. Of a partial slice (vectors is 2) only the first `channels` exist. */
-KVEDGE_INLINE void weigh_dots(const kvedge_tile *values, int channel, int channels, const int partial,
-                              const encoded_weights *weights, const int count, const int planes, const int vectors,
-                              const int prefetch, const float *rescale, float *acc, ptrdiff_t acc_stride) {
-  const ptrdiff_t stride = values->token_stride;
-  int32x4_t sum[DOT_WEIGH_SUMS][3]; /* (count, vectors) */
-  ptrdiff_t offset[4] = {0, stride, 2 * stride, 3 * stride};
-  UNROLLED (s, count * vectors) sum[s][0] = sum[s][1] = sum[s][2] = vdupq_n_s32(0);
-  const char *rows = NULL, *next = NULL;
-  for (int t = 0; t < values->num_tokens; t += 4, rows += 4 * stride) {
-    if (t % KVEDGE_BLOCK == 0) {
-      rows = kvedge_tile_block(values, t) + channel;
-      next = prefetch ? prefetch_of_slice(values, t, channel) : NULL;
-    }
-    const int8_t *v = (const int8_t *)rows;
-    const ptrdiff_t *at = offset;
-    char ends[4 * END_BYTES];
-    if (values->num_tokens - t < 4) row_offsets(values->num_tokens - t, stride, offset);
-    if (next) next = prefetch_slice(next, t, partial ? channels : 4 * vectors, partial);
-    if (partial) {
-      gather_ends(rows, offset, channels, 1, ends);
-      v = (const int8_t *)ends;
-      at = end_offset;
-    }
-    int8x16_t row[4], codes[4];
-    UNROLLED (j, 4) row[j] = vectors == 4 ? vld1q_s8(v + at[j]) : vcombine_s8(vld1_s8(v + at[j]), vdup_n_s8(0));
-    interleave_tokens(row, vectors, codes);
-    UNROLLED (i, count) {
-      int8x16_t digits = vld1q_s8(weights->digits[i] + 4 * t);
-      UNROLLED (c, vectors) dot_digits(sum[vectors * i + c], codes[c], digits, planes);
-    }
-  }
-  UNROLLED (i, count) {
-    float32x4_t joined[4];
-    UNROLLED (c, vectors) joined[c] = vmulq_n_f32(join_digits(sum[vectors * i + c], planes), weights->scale[i]);
-    add_to_acc(joined, vectors, rescale[i], acc + channel + i * acc_stride, channels);
-  }
-}
-
-KVEDGE_INLINE void weigh_dot_channels(const kvedge_tile *values, const int count, const int planes,
-                                      const encoded_weights *weights, int prefetch, const float *rescale, float *acc,
-                                      ptrdiff_t acc_stride) {
-  const int dim = values->dim;
-  int d = 0;
-#define SLICE(channels, partial, vectors)                                                                              \
-  weigh_dots(values, d, channels, partial, weights, count, planes, vectors, prefetch, rescale, acc, acc_stride)
-  if (count <= 2)
-    for (; d + 16 <= dim; d += 16) SLICE(16, 0, 4);
-  for (; d + 8 <= dim; d += 8) SLICE(8, 0, 2);
-  if (d < dim) SLICE(dim - d, 1, 2);
-#undef SLICE
-}
-
-KVEDGE_INLINE void weigh_tile(const kvedge_probabilities *p, const int planes, const kvedge_tile *values,
-                              const kvedge_accumulators *to) {
-  for (int i = 0; i < p->num_queries; i += DOT_WEIGH_QUERIES) {
-    const int count = min_int(p->num_queries - i, DOT_WEIGH_QUERIES);
-    encoded_weights weights;
-    encode_weights(p->p + i * KVEDGE_TILE, values->scales, values->num_tokens, count, planes, &weights);
-#define QUERIES(count)                                                                                                 \
-  weigh_dot_channels(values, count, planes, &weights, i == 0, to->rescale + i, to->acc + i * to->stride, to->stride)
-    switch (count) {
-      case 1: QUERIES(1); break;
-      case 2: QUERIES(2); break;
-      case 3: QUERIES(3); break;
-      default: QUERIES(4);
-    }
-#undef QUERIES
-  }
-}
+/* ---- weighted sums ---- */
 
 static void weighted_sum_int8_neondot(const kvedge_probabilities *p, const kvedge_tile *values,
                                       const kvedge_accumulators *to) {
-  if (p->planes == 3) weigh_tile(p, 3, values, to);
-  else weigh_tile(p, 2, values, to);
+  const token_runs runs = runs_of(values);
+#define WEIGH(count)                                                                                                   \
+  if (p->planes == 3) weigh_queries(p, i, count, 3, values, &runs, to);                                                \
+  else weigh_queries(p, i, count, 2, values, &runs, to)
+  BY_QUERIES(i, p->num_queries, WEIGH)
+#undef WEIGH
 }
 
 KVEDGE_INT4_FUNCTIONS(neondot, scores_int8_neondot, weighted_sum_int8_neondot)

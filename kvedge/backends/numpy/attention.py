@@ -30,9 +30,10 @@ _SCORE_NUMBERS = 1 << 20  # in a block: 8 MiB of float64
 class StoredSpan(NamedTuple):
     """Tokens start to stop of what is attended to, stored alike."""
 
-    slabs: Slabs  # their rows
+    slabs: Slabs
     config: LayerConfig
     key_map: KeyMap
+    first: int  # row of token `start`
     start: int
     stop: int
 
@@ -80,7 +81,8 @@ class Stored:
         for span in self.spans:
             start, stop = max(tokens.start, span.start), min(tokens.stop, span.stop)
             if start < stop:
-                at = slice(start - span.start, stop - span.start)
+                first = span.first - span.start
+                at = slice(first + start, first + stop)
                 parts.append(span.rows(values, heads, at, with_offset=len(self.spans) > 1))
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 

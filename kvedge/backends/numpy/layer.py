@@ -13,6 +13,7 @@ from kvedge.core import arrays, checks, memory, registry
 from kvedge.core.config import LayerConfig
 from kvedge.core.formats import Format
 from kvedge.core.key_map import NO_MAP, KeyMap
+from kvedge.core.kivi import RUN
 from kvedge.core.memory import Held, Slabs, clamp
 from kvedge.core.options import AttendOptions, takes_options_of
 from kvedge.core.rows import RowShape
@@ -162,7 +163,10 @@ class _LayerCore(LayerCore):
         made.first.layer._store_in_slabs(keys[: made.sinks], values[: made.sinks])
         made.last.layer._store_in_slabs(keys[made.skipped :], values[made.skipped :])
         self._store_in_slabs(keys, values)
-        self._precise.commit(made)
+        rows = self._precise.runs_of(
+            made, lambda layer, n: layer._store_in_slabs(keys[:n], values[:n])
+        )
+        self._precise.commit(made, rows)
 
     def _store_in_slabs(self, keys: np.ndarray, values: np.ndarray) -> None:
         held, n = self._now, len(keys)
@@ -183,8 +187,9 @@ class _LayerCore(LayerCore):
     def _write(self, row: int, keys: np.ndarray, values: np.ndarray) -> None:
         """Store tokens (n, num_kv_heads, channels) from a row of the slabs on."""
         slabs, config = self._slabs, self._config
+        step = config.key_format.tokens_per_row
         for block in self._blocks(len(keys)):
-            at = slice(row + block.start, row + block.stop)
+            at = slice((row + block.start) // step, (row + block.stop) // step)
             slabs.key_codes[at], slabs.key_scales[at] = config.key_format.encode(
                 self._key_map.to_stored(keys[block]), config.key_rows
             )
@@ -195,6 +200,7 @@ class _LayerCore(LayerCore):
     def _blocks(self, n: int) -> Iterator[slice]:
         config = self._config
         step = max(1, _BLOCK_NUMBERS // (config.num_kv_heads * config.widest))
+        step = -(-step // RUN) * RUN
         return (slice(start, min(n, start + step)) for start in range(0, n, step))
 
     def _dequantize(
@@ -215,7 +221,8 @@ class _LayerCore(LayerCore):
     def _dequantize_rows(
         self, held: Held, values: bool, start: int, stop: int, out: np.ndarray
     ) -> Floats:
-        stored = held.tokens.side(values, self._config)
+        stored = held.slabs.side(values, self._config)
+        start, stop = held.start + start, held.start + stop
         key_map: KeyMap = NO_MAP if values else held.source
         for block in self._blocks(stop - start):
             at = slice(start + block.start, start + block.stop)
@@ -267,9 +274,10 @@ class _LayerCore(LayerCore):
         for span in spans_of(held, self._config):
             own = held if span.layer is None else span.layer._held()
             config = self._config if span.layer is None else span.layer._config
-            rows = slice(own.start + span.at, own.start + span.at + span.stop - span.start)
-            slabs = Slabs(*(slab[rows] for slab in own.slabs))
-            spans.append(attention.StoredSpan(slabs, config, own.source, span.start, span.stop))
+            first = own.start + span.at
+            spans.append(
+                attention.StoredSpan(own.slabs, config, own.source, first, span.start, span.stop)
+            )
         return attention.Stored(spans, self._config, held.num_tokens)
 
 

@@ -42,7 +42,7 @@ class _StoredInBlocks(attention.Stored):
     """The tokens of a sequence, wherever their blocks lie."""
 
     def __init__(self, store: BlockStore, length: int, table: np.ndarray, block_size: int) -> None:
-        span = attention.StoredSpan(store._slabs, store._config, store._key_map, 0, length)
+        span = attention.StoredSpan(store._slabs, store._config, store._key_map, 0, 0, length)
         super().__init__([span], store._config, length)
         self._table = table.astype(np.int64)
         self._block_size = block_size

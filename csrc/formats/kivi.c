@@ -1,0 +1,233 @@
+/* kivi2, kivi4, kivi8: runs of 32 tokens of a head encoded together, codes of 2, 4 or 8 bits with a step and a smallest
+ * value, as KIVI has it (https://arxiv.org/abs/2402.02750): keys share them per channel over the tokens of a run, since
+ * keys have channels that are large in all tokens; values per token over groups of 64 channels.
+ *
+ *   low  = smallest of the group, as a half, down        step = (largest - low) / (2^bits - 1), as a half, up
+ *   code = (x - low) * (1 / step), to nearest, ties to even, at most 2^bits - 1
+ *   x    = low + code * step                             the product is exact
+ *
+ * All in float, single operations, so every machine stores the same bytes. A run:
+ *
+ *   codes  [32 tokens][ceil(dim * bits / 8)]     element d at bit d * bits of its row, low bits first
+ *   steps  half [dim] of keys; [32][ceil(dim / 64)] of values
+ *   lows   likewise
+ */
+#include <math.h>
+#include <string.h>
+
+#include "formats/format.h"
+#include "formats/half.h"
+
+enum { RUN = KVEDGE_RUN, GROUP = 64 };
+
+/* ---- Where things lie ------------------------------------------------------------------------ */
+
+static inline size_t codes_row(int dim, int bits) { return kvedge_packed_bytes(dim, bits); }
+
+static inline size_t num_steps(int dim, int of_values) {
+  return of_values ? (size_t)RUN * (size_t)((dim + GROUP - 1) / GROUP) : (size_t)dim;
+}
+
+static inline size_t run_bytes(int dim, int bits, int of_values) {
+  return RUN * codes_row(dim, bits) + 2 * num_steps(dim, of_values) * sizeof(uint16_t);
+}
+
+typedef struct {
+  uint8_t *codes;         /* (RUN, row) */
+  uint16_t *steps, *lows; /* aligned to 2 bytes, as the run is */
+  size_t row;
+} run_parts;
+
+static run_parts parts_of(const void *run, int dim, int bits, int of_values) {
+  run_parts p = {.codes = (uint8_t *)run, .row = codes_row(dim, bits)};
+  p.steps = (uint16_t *)(p.codes + RUN * p.row);
+  p.lows = p.steps + num_steps(dim, of_values);
+  return p;
+}
+
+/* ---- Encoding -------------------------------------------------------------------------------- */
+
+/* The largest half <= x, for |x| <= KVEDGE_HALF_MAX. */
+static uint16_t half_down(float x) {
+  if (x < 0.0f) return (uint16_t)(0x8000u | kvedge_float_to_half_up(-x));
+  const uint16_t half = kvedge_half_of_float(x);
+  return kvedge_half_to_float(half) > x ? (uint16_t)(half - 1) : half;
+}
+
+typedef struct {
+  float low, inverse;
+} levels;
+
+/* Of a group that reaches from `smallest` to `largest`. */
+static levels choose_levels(float smallest, float largest, float most, uint16_t *step, uint16_t *low) {
+  *low = half_down(smallest + 0.0f); /* never -0 */
+  const float base = kvedge_float_of_half(*low), range = largest - base;
+  *step = kvedge_float_to_half_up(range / most);
+  const float size = kvedge_half_to_float(*step);
+  return (levels){base, size > 0.0f ? 1.0f / size : 0.0f};
+}
+
+static inline uint8_t code_of(float x, levels of, float most) {
+  const float above = x - of.low;
+  const float code = rintf(above * of.inverse);
+  return (uint8_t)(code > most ? most : code);
+}
+
+static inline void put_code(uint8_t *row, int d, int bits, uint8_t code) {
+  const int bit = d * bits;
+  row[bit / 8] = (uint8_t)(row[bit / 8] | code << bit % 8);
+}
+
+static inline unsigned get_code(const uint8_t *row, int d, int bits) {
+  const int bit = d * bits;
+  return row[bit / 8] >> bit % 8 & ((1u << bits) - 1);
+}
+
+static void encode_keys(int dim, int bits, const float *x, void *run) {
+  const float most = (float)((1 << bits) - 1);
+  const run_parts p = parts_of(run, dim, bits, 0);
+  memset(p.codes, 0, RUN * p.row);
+  for (int d = 0; d < dim; d++) {
+    float smallest = x[d], largest = x[d];
+    for (int t = 1; t < RUN; t++) {
+      const float element = x[t * dim + d];
+      smallest = element < smallest ? element : smallest;
+      largest = element > largest ? element : largest;
+    }
+    const levels of = choose_levels(smallest, largest, most, &p.steps[d], &p.lows[d]);
+    for (int t = 0; t < RUN; t++) put_code(p.codes + (size_t)t * p.row, d, bits, code_of(x[t * dim + d], of, most));
+  }
+}
+
+static void encode_values(int dim, int bits, const float *x, void *run) {
+  const float most = (float)((1 << bits) - 1);
+  const run_parts p = parts_of(run, dim, bits, 1);
+  const int groups = (dim + GROUP - 1) / GROUP;
+  memset(p.codes, 0, RUN * p.row);
+  for (int t = 0; t < RUN; t++, x += dim)
+    for (int g = 0, d = 0; g < groups; g++) {
+      const int stop = d + GROUP < dim ? d + GROUP : dim;
+      float smallest = x[d], largest = x[d];
+      for (int i = d + 1; i < stop; i++) {
+        smallest = x[i] < smallest ? x[i] : smallest;
+        largest = x[i] > largest ? x[i] : largest;
+      }
+      const int at = t * groups + g;
+      const levels of = choose_levels(smallest, largest, most, &p.steps[at], &p.lows[at]);
+      for (; d < stop; d++) put_code(p.codes + (size_t)t * p.row, d, bits, code_of(x[d], of, most));
+    }
+}
+
+/* ---- Decoding -------------------------------------------------------------------------------- */
+
+static inline void decode_codes(const uint8_t *row, int first, int stop, int bits, float *x) {
+  for (int d = first; d < stop; d++) x[d] = (float)get_code(row, d, bits);
+}
+
+static inline void decode_keys(int dim, const int bits, const void *run, int first, int count, float *x,
+                               ptrdiff_t stride) {
+  const run_parts p = parts_of(run, dim, bits, 0);
+  float steps[KVEDGE_MAX_HEAD_DIM], lows[KVEDGE_MAX_HEAD_DIM];
+  for (int d = 0; d < dim; d++) steps[d] = kvedge_half_to_float(p.steps[d]), lows[d] = kvedge_float_of_half(p.lows[d]);
+  for (int t = first; t < first + count; t++, x += stride) {
+    decode_codes(p.codes + (size_t)t * p.row, 0, dim, bits, x);
+    for (int d = 0; d < dim; d++) x[d] = lows[d] + x[d] * steps[d]; /* fused or not: the product is exact */
+  }
+}
+
+static inline void decode_values(int dim, const int bits, const void *run, int first, int count, float *x,
+                                 ptrdiff_t stride) {
+  const run_parts p = parts_of(run, dim, bits, 1);
+  const int groups = (dim + GROUP - 1) / GROUP;
+  for (int t = first; t < first + count; t++, x += stride)
+    for (int g = 0; g < groups; g++) {
+      const int d = g * GROUP, stop = d + GROUP < dim ? d + GROUP : dim;
+      const float step = kvedge_half_to_float(p.steps[t * groups + g]),
+                  low = kvedge_float_of_half(p.lows[t * groups + g]);
+      decode_codes(p.codes + (size_t)t * p.row, d, stop, bits, x);
+      for (int i = d; i < stop; i++) x[i] = low + x[i] * step;
+    }
+}
+
+/* ---- The table's rows ------------------------------------------------------------------------ */
+
+static float bound_of(const kvedge_row_shape *shape, float largest) {
+  (void)shape;
+  return largest > KVEDGE_HALF_MAX ? INFINITY : largest;
+}
+
+/* What a run can decode to, at most. */
+static float bound(const kvedge_row_shape *shape, int bits, int of_values, const void *codes, int64_t num_runs) {
+  const size_t bytes = run_bytes(shape->dim, bits, of_values), n = num_steps(shape->dim, of_values);
+  float largest = 0.0f;
+  for (int64_t i = 0; i < num_runs; i++) {
+    const run_parts p = parts_of((const char *)codes + (size_t)i * bytes, shape->dim, bits, of_values);
+    for (size_t j = 0; j < n; j++) {
+      const float low = kvedge_float_of_half(p.lows[j]);
+      const float high = low + (float)((1 << bits) - 1) * kvedge_half_to_float(p.steps[j]);
+      largest = fmaxf(largest, fmaxf(fabsf(low), fabsf(high)));
+    }
+  }
+  return largest;
+}
+
+#define KIVI(bits_of_code, side, of_values)                                                                            \
+  static size_t bytes_##side##bits_of_code(int dim) { return run_bytes(dim, bits_of_code, of_values); }                \
+  static void encode_##side##bits_of_code(const kvedge_row_shape *shape, const float *x, int64_t num_runs,             \
+                                          void *codes, void *scales) {                                                 \
+    (void)scales;                                                                                                      \
+    for (int64_t i = 0; i < num_runs; i++)                                                                             \
+      encode_##side(shape->dim, bits_of_code, x + i * RUN * shape->dim,                                                \
+                    (char *)codes + (size_t)i * run_bytes(shape->dim, bits_of_code, of_values));                       \
+  }                                                                                                                    \
+  static void decode_##side##bits_of_code(const kvedge_row_shape *shape, const void *run, int first, int count,        \
+                                          float *x, ptrdiff_t stride) {                                                \
+    decode_##side(shape->dim, bits_of_code, run, first, count, x, stride);                                             \
+  }                                                                                                                    \
+  static float bound_##side##bits_of_code(const kvedge_row_shape *shape, const void *codes, const void *scales,        \
+                                          int64_t num_runs) {                                                          \
+    (void)scales;                                                                                                      \
+    return bound(shape, bits_of_code, of_values, codes, num_runs);                                                     \
+  }                                                                                                                    \
+  const kvedge_format_info kvedge_format_kivi##bits_of_code##_##side = {.id = KVEDGE_KIVI##bits_of_code,               \
+                                                                        .name = "kivi" #bits_of_code,                  \
+                                                                        .bits = bits_of_code,                          \
+                                                                        .tokens_per_group = RUN,                       \
+                                                                        .bound_of = bound_of,                          \
+                                                                        .encode = encode_##side##bits_of_code,         \
+                                                                        .bound = bound_##side##bits_of_code,           \
+                                                                        .run_bytes = bytes_##side##bits_of_code,       \
+                                                                        .decode_run = decode_##side##bits_of_code};
+KIVI(2, keys, 0)
+KIVI(4, keys, 0)
+KIVI(8, keys, 0)
+KIVI(2, values, 1)
+KIVI(4, values, 1)
+KIVI(8, values, 1)
+
+/* ---- Rows of no bytes ------------------------------------------------------------------------
+ *
+ * Of a layer that counts tokens which lie in runs and in the last tokens' layer. It refuses what runs refuse. */
+
+static void encode_nothing(const kvedge_row_shape *shape, const float *x, int64_t num_rows, void *codes, void *scales) {
+  (void)shape, (void)x, (void)num_rows, (void)codes, (void)scales;
+}
+
+static void decode_zeros(const kvedge_row_shape *shape, const void *codes, const void *scales, int64_t num_rows,
+                         float *x) {
+  (void)codes, (void)scales;
+  memset(x, 0, (size_t)num_rows * (size_t)shape->dim * sizeof *x);
+}
+
+static float bound_of_nothing(const kvedge_row_shape *shape, const void *codes, const void *scales, int64_t num_rows) {
+  (void)shape, (void)codes, (void)scales, (void)num_rows;
+  return 0.0f;
+}
+
+const kvedge_format_info kvedge_format_no_rows = {.id = KVEDGE_NO_ROWS,
+                                                  .name = "no rows",
+                                                  .tokens_per_group = 1,
+                                                  .bound_of = bound_of,
+                                                  .encode = encode_nothing,
+                                                  .decode = decode_zeros,
+                                                  .bound = bound_of_nothing};

@@ -1,0 +1,615 @@
+"""``dtype="kivi4"`` and the others: runs of 32 tokens encoded together, everywhere alike."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers.reference import attention
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+import kvedge
+from kvedge import KVCache, Rope, append_batch, attend_batch, errors
+
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "runs"
+RUN, DRAFT, HEADS, DIM = 32, 64, 2, 24
+BITS = {"kivi2": 2, "kivi4": 4, "kivi8": 8}
+CLASSES = {"kivi2": kvedge.Kivi2KvLayer, "kivi4": kvedge.Kivi4KvLayer, "kivi8": kvedge.Kivi8KvLayer}
+
+
+def rows(seed, tokens, dim=DIM, size=1.0):
+    rng = np.random.default_rng(seed)
+    return size * rng.standard_normal((2, tokens, HEADS, dim)).astype(np.float32)
+
+
+def new_layer(dtype="kivi4", **options):
+    return CLASSES[dtype](None, HEADS, DIM, **options)
+
+
+def read(layer):
+    return np.stack([layer.keys(), layer.values()])
+
+
+def bits(layer):
+    """All that two equal layers have in common."""
+    query = np.random.default_rng(1).standard_normal((4, DIM)).astype(np.float32)
+    return read(layer).tobytes(), layer.attend(query).tobytes(), layer.scores(query).tobytes()
+
+
+# ---- the reference: written from the formula, a group at a time ----
+
+
+def half_below(x):
+    """The largest float16 that is at most x."""
+    half = np.float16(x)
+    half = np.nextafter(half, np.float16(-np.inf)) if np.float32(half) > x else half
+    return np.float16(0) if half == 0 else half
+
+
+def half_above(x):
+    half = np.float16(x)
+    half = np.nextafter(half, np.float16(np.inf)) if np.float32(half) < x else half
+    return np.float16(0) if half == 0 else half
+
+
+def of_group(x, bits):
+    """Codes, step and smallest value of float32 numbers, and what they decode to."""
+    most = np.float32(2**bits - 1)
+    low = half_below(x.min())
+    step = half_above((x.max() - np.float32(low)) / most)
+    inverse = np.float32(1) / np.float32(step) if step > 0 else np.float32(0)
+    codes = np.minimum(np.rint((x - np.float32(low)) * inverse), most)
+    return (
+        codes.astype(int),
+        step,
+        low,
+        np.float32(low) + codes.astype(np.float32) * np.float32(step),
+    )
+
+
+def reference_run(x, bits, of_values):
+    """A run (32, dim) of one head: its bytes, and what is read."""
+    dim = x.shape[1]
+    codes, decoded = np.zeros(x.shape, int), np.empty_like(x)
+    steps, lows = [], []
+    groups = [(slice(None), slice(d, d + 1)) for d in range(dim)]
+    if of_values:
+        groups = [
+            (slice(t, t + 1), slice(d, min(d + 64, dim)))
+            for t in range(RUN)
+            for d in range(0, dim, 64)
+        ]
+    for group in groups:
+        codes[group], step, low, decoded[group] = of_group(x[group], bits)
+        steps.append(step), lows.append(low)
+    stored = bytearray()
+    for row in codes:
+        packed = bytearray(-(-dim * bits // 8))
+        for d, code in enumerate(row):
+            packed[d * bits // 8] |= int(code) << d * bits % 8
+        stored += packed
+    return bytes(stored) + np.array(steps + lows, "<f2").tobytes(), decoded
+
+
+@pytest.mark.parametrize(("dim", "value_dim"), [(24, 24), (5, 3), (64, 130), (1, 65)])
+@pytest.mark.parametrize("dtype", CLASSES)
+def test_stored_bytes_are_those_of_the_formula(dtype, dim, value_dim):
+    keys, values = rows(0, 64, dim)[0], rows(1, 64, value_dim)[1]
+    keys[..., 0] += 300  # a channel that is large in all tokens
+    values[3], values[4, :, 0], values[5] = 0, 60000, -values[5] * 1e-6
+    keys[32:, :, -1], keys[40] = -0.0, keys[41]
+    layer = CLASSES[dtype](None, HEADS, dim, value_head_dim=value_dim)
+    layer.extend(keys, values)
+    runs = layer._precise.now.runs.layer
+    for of_values, given_rows, got in ((0, keys, layer.keys()), (1, values, layer.values())):
+        slab = runs._held().slabs[of_values]
+        given_rows = given_rows.astype(np.float16).astype(
+            np.float32
+        )  # as the last tokens have them
+        for run in range(2):
+            for head in range(HEADS):
+                x = given_rows[run * RUN : (run + 1) * RUN, head]
+                stored, decoded = reference_run(x, BITS[dtype], of_values)
+                assert slab[run, head].tobytes() == stored
+                np.testing.assert_array_equal(got[run * RUN : (run + 1) * RUN, head], decoded)
+    per_token = HEADS * (runs._held().slabs[0].shape[2] + runs._held().slabs[1].shape[2]) / RUN
+    cache = KVCache(1, HEADS, dim, value_head_dim=value_dim, dtype=dtype)
+    cache.append(0, keys, values)
+    assert cache.used_bytes == 64 * int(np.ceil(per_token))
+
+
+@pytest.mark.parametrize("dtype", CLASSES)
+@pytest.mark.parametrize("num_rows", [1, 7, 190])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"window": 45},
+        {"window": 9, "sink_tokens": 37},
+        {"start": 45, "sink_tokens": 3, "window": 30},
+        {"start": 189},
+        {"softcap": 2.0},
+        {"causal": False, "scale": -0.3},
+    ],
+)
+def test_attention_is_that_over_what_is_read(dtype, num_rows, options):
+    layer = new_layer(dtype, recent=20, sinks=5)
+    layer.extend(*rows(3, 190))
+    query = rows(4, num_rows)[0].repeat(2, axis=1)
+    mask = np.random.default_rng(5).random((4, num_rows, 190)) < 0.8
+    slopes = np.array([0.1, -0.2, 0.0, 0.3], np.float32)
+    learned = np.array([0.5, -2, 3, 0], np.float32)
+    for more in ({}, {"alibi_slopes": slopes}, {"sink_logits": learned}, {"mask": mask}):
+        given_options = {**options, **more}
+        out, lse = layer.attend(query, return_lse=True, **given_options)
+        wanted, wanted_lse = attention(query, *read(layer), **given_options)
+        np.testing.assert_allclose(out, wanted, atol=2e-4 * np.abs(wanted).max())
+        np.testing.assert_allclose(lse, wanted_lse, atol=5e-4)
+    wanted = 24**-0.5 * np.einsum("hd,thd->ht", query[-1], layer.keys().repeat(2, axis=1))
+    np.testing.assert_allclose(layer.scores(query[-1]), wanted, atol=1e-4)
+
+
+@pytest.mark.parametrize("options", [{}, {"recent": 16, "sinks": 2}, {"recent": 90}])
+def test_a_rejected_draft_leaves_no_trace(options):
+    """At every position of a run, of every number of tokens up to 64, one by one or at once."""
+    tokens, draft = rows(9, 130), rows(10, DRAFT)
+    layer = new_layer(**options)
+    for n in range(1, 130):
+        layer.push(*tokens[:, n - 1])
+        before = bits(layer)
+        for count in {n % DRAFT + 1, (7 * n) % DRAFT + 1, DRAFT}:
+            if n % 3:
+                layer.extend(*draft[:, :count])
+            else:
+                for t in range(count):
+                    layer.push(*draft[:, t])
+            layer.truncate(n)
+            assert bits(layer) == before, (n, count)
+    never = new_layer(**options)
+    never.extend(*tokens[:, :129])
+    assert bits(layer) == bits(never)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    cuts=st.lists(st.integers(1, 150), min_size=1, max_size=8), dtype=st.sampled_from(list(CLASSES))
+)
+def test_stored_bytes_do_not_depend_on_how_tokens_come(cuts, dtype):
+    tokens = rows(40, sum(cuts))
+    pieces, whole = new_layer(dtype, recent=5), new_layer(dtype, recent=5)
+    start = 0
+    for n in cuts:
+        pieces.extend(*tokens[:, start : start + n])
+        start += n
+    whole.extend(*tokens)
+    assert bits(pieces) == bits(whole)
+
+
+@pytest.mark.parametrize("n", [1, 31, 32, 33, 95, 96, 100, 200])
+def test_going_back_into_a_run_keeps_what_is_read(n):
+    layer = new_layer("kivi8", recent=8)
+    tokens = rows(11, 500)
+    layer.extend(*tokens)
+    before = read(layer)[:, :n]
+    layer.truncate(n)
+    np.testing.assert_array_equal(read(layer), before)
+    layer.extend(*tokens[:, :70])
+    np.testing.assert_allclose(read(layer)[:, :n], before, atol=0.03)
+    np.testing.assert_array_equal(
+        read(layer)[:, -8:], tokens[:, 62:70].astype(np.float16).astype(np.float32)
+    )
+    fresh = new_layer("kivi8", recent=8)
+    fresh.extend(*before)
+    fresh.extend(*tokens[:, :70])
+    whole = n // RUN * RUN  # encoded anew are the tokens of the run that was cut
+    np.testing.assert_array_equal(read(fresh)[:, whole:], read(layer)[:, whole:])
+
+
+def test_a_window_slides_over_runs():
+    tokens = rows(12, 500)
+    layer = new_layer("kivi8", window=70, recent=10)
+    query = rows(13, 1)[0][0].repeat(2, axis=0)
+    for t in range(500):
+        layer.push(*tokens[:, t])
+        n = len(layer)
+        np.testing.assert_allclose(read(layer), tokens[:, t + 1 - n : t + 1], atol=0.03)
+        if t % 50 == 49:
+            wanted, _ = attention(query[None], *read(layer), window=70)
+            got = layer.attend(query)
+            np.testing.assert_allclose(got, wanted[0], atol=2e-4 * np.abs(wanted).max())
+            assert bits(pickle.loads(pickle.dumps(layer))) == bits(layer)
+    assert layer._precise.now.runs.layer.capacity <= 512
+
+
+def test_keeping_dropping_and_shifting():
+    tokens = rows(14, 200)
+    layer = new_layer("kivi8", recent=10, sinks=4)
+    layer.extend(*tokens)
+    whole = read(layer)
+    kept = np.r_[0:2, 30:100, 185:196, 198:200]
+    layer.keep(kept)
+    np.testing.assert_allclose(read(layer), whole[:, kept], atol=0.05)
+    np.testing.assert_array_equal(read(layer)[:, -8:], whole[:, kept[-8:]])
+    layer.drop_first(37)
+    assert len(layer) == len(kept) - 37
+    np.testing.assert_allclose(read(layer), whole[:, kept[37:]], atol=0.05)
+    before, rope = read(layer), Rope()
+    layer.shift(-7, rope=rope, start=3)
+    np.testing.assert_allclose(layer.keys()[3:], rope.rotate(before[0, 3:], -7), atol=0.1)
+    np.testing.assert_allclose(layer.keys()[:3], before[0, :3], atol=0.05)
+    np.testing.assert_array_equal(layer.values(), before[1])
+    layer.clear()
+    layer.extend(*tokens)
+    np.testing.assert_array_equal(read(layer), whole)
+
+
+def test_a_shift_that_is_refused_changes_nothing():
+    layer = new_layer("kivi8")
+    tokens = np.full((2, 100, HEADS, DIM), 1.0, np.float32)
+    tokens[0, 18] = 60000  # turned, beyond float16
+    layer.extend(*tokens)
+    before = bits(layer)
+    with pytest.raises(errors.ScaleRangeError):
+        layer.shift(1, rope=Rope())
+    assert bits(layer) == before
+
+
+def test_what_does_not_fit_is_refused_and_changes_nothing():
+    for recent_dtype in ("float16", "float32"):
+        layer = new_layer(recent=4, recent_dtype=recent_dtype)
+        layer.extend(*rows(15, 50))
+        before = bits(layer)
+        for tokens, at in ((1, 0), (40, 39), (400, 3)):
+            for wrong, error in (
+                (7e4, errors.ScaleRangeError),
+                (np.nan, errors.NonFiniteInputError),
+            ):
+                huge = rows(16, tokens)
+                huge[1, at] = wrong
+                with pytest.raises(error):
+                    layer.extend(*huge)
+                assert bits(layer) == before
+    limited = CLASSES["kivi4"](60, HEADS, DIM)
+    limited.extend(*rows(15, 58))
+    before = bits(limited)
+    with pytest.raises(errors.CapacityExceededError):
+        limited.extend(*rows(16, 3))
+    assert bits(limited) == before
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"group_size": 8}, "no scales"),
+        ({"value_dtype": "int8"}, "for keys and values alike"),
+        ({"key_scale": np.ones((HEADS, DIM), np.float32)}, "no key_scale"),
+        ({"key_offset": "auto"}, "no scales|key_offset"),
+        ({"recent_dtype": "kivi2"}, "recent_dtype must be"),
+    ],
+)
+def test_options_are_checked(options, match):
+    with pytest.raises(errors.InvalidArgumentError, match=match):
+        new_layer(**options)
+
+
+def test_pools_refuse_runs():
+    with pytest.raises(errors.InvalidArgumentError, match="kivi4"):
+        kvedge.KvBlockPool(4, 32, 1, HEADS, DIM, dtype="kivi4")
+
+
+# ---- caches ----
+
+
+def new_cache(tokens, layers=2, **options):
+    cache = KVCache(layers, HEADS, DIM, **{"dtype": "kivi4", **options})
+    for i in range(layers):
+        cache.append(i, *tokens)
+    cache.advance(tokens.shape[1])
+    return cache
+
+
+def cache_bits(cache):
+    return [bits(cache.layer(i)) for i in range(cache.num_layers)]
+
+
+@pytest.mark.parametrize("tokens", [1, 31, 32, 130, 352])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"recent": 12, "sinks": 3}, {"dtype": "kivi2", "recent": 40, "recent_dtype": "int8"}],
+)
+def test_copies_files_and_pickles_keep_all(tmp_path, tokens, options):
+    pytest.importorskip("safetensors")
+    cache = new_cache(rows(17, tokens), **options)
+    cache.save(tmp_path / "cache")
+    others = [
+        cache.copy(),
+        copy.deepcopy(cache),
+        pickle.loads(pickle.dumps(cache)),
+        KVCache.load(tmp_path / "cache"),
+        KVCache.load(tmp_path / "cache", mmap=True),
+        cache.extract(),
+    ]
+    for other in others:
+        assert cache_bits(other) == cache_bits(cache)
+        assert str(other._format) == str(cache._format)
+    for other in (cache, *others):  # and go on alike
+        other.truncate(tokens * 2 // 3)
+        for i in range(2):
+            other.append(i, *rows(18, 70))
+        other.advance(70)
+        assert cache_bits(other) == cache_bits(cache)
+    cache.truncate(len(cache) - 69)  # into a run, perhaps
+    cache.save(tmp_path / "again")
+    assert cache_bits(KVCache.load(tmp_path / "again")) == cache_bits(cache)
+
+
+def test_snapshots_go_back_and_forth():
+    cache = new_cache(rows(19, 330))
+    mark, before = cache.snapshot(), cache_bits(cache)
+    cache.truncate(100)
+    early, read_early = cache.snapshot(), cache_bits(cache)
+    cache.restore(mark)
+    assert cache_bits(cache) == before
+    cache.restore(early)
+    assert cache_bits(cache) == read_early
+    cache.restore(mark)
+    detached = mark.detach()
+    cache.truncate(20)
+    cache.push_step(*rows(20, 2))
+    assert mark.is_stale
+    cache.restore(detached)
+    assert cache_bits(cache) == before
+    other = KVCache(2, HEADS, DIM, dtype="kivi4")
+    other.restore(pickle.loads(pickle.dumps(detached)))
+    assert cache_bits(other) == before
+
+
+@pytest.mark.parametrize("n", [95, 110, 127])
+def test_a_step_that_is_refused_changes_nothing(n):
+    cache = new_cache(rows(21, 330))
+    mark, before = cache.snapshot(), cache_bits(cache)
+    cache.truncate(n)
+    keys, values = rows(22, 2)
+    values[1, 0, 0] = 1e6
+    with pytest.raises(errors.ScaleRangeError):
+        cache.push_step(keys, values)
+    cache.restore(mark)
+    assert cache_bits(cache) == before
+
+
+def test_ranges():
+    tokens = rows(23, 230)
+    cache = new_cache(tokens, dtype="kivi8")
+    for start, stop in ((0, 230), (32, 230), (64, 200), (40, 199), (7, 40), (9, 9)):
+        part = cache.extract(start, stop)
+        np.testing.assert_allclose(part.k(0), tokens[0, start:stop], atol=0.05)
+        part.inject(cache.extract(200, 230))
+        np.testing.assert_allclose(part.v(1)[-30:], tokens[1, 200:], atol=0.05)
+        np.testing.assert_allclose(part.v(1)[: stop - start], tokens[1, start:stop], atol=0.05)
+    np.testing.assert_array_equal(cache.extract(64, 160).k(0), cache.k(0)[64:160])
+    plain = KVCache(2, HEADS, DIM)
+    plain.inject(cache, requantize=True)
+    np.testing.assert_allclose(plain.k(0), tokens[0], atol=0.06)
+
+
+def test_layers_of_a_cache_may_differ(tmp_path):
+    pytest.importorskip("safetensors")
+    layers = [
+        {},
+        {"dtype": "kivi8", "recent": 9},
+        {"window": 40, "dtype": "kivi4"},
+        {"dtype": "float32"},
+    ]
+    cache = KVCache(4, HEADS, DIM, dtype="int8", layers=layers)
+    for i in range(4):
+        for t in range(100):
+            cache.append(i, *rows(24 + t, 1))
+    cache.advance(100)
+    cache.save(tmp_path / "cache")
+    other = KVCache.load(tmp_path / "cache")
+    assert cache_bits(other) == cache_bits(cache)
+    for each, i in ((each, i) for each in (cache, other) for i in range(4)):
+        each.append(i, *rows(300, 40))
+    assert cache_bits(other) == cache_bits(cache)
+
+
+def test_files_that_make_no_runs_are_refused(tmp_path):
+    safetensors = pytest.importorskip("safetensors.numpy")
+    from safetensors import safe_open
+
+    from kvedge import session
+
+    cache = new_cache(rows(50, 100))
+    cache.save(tmp_path / "good")
+    with safe_open(tmp_path / "good", framework="np") as file:
+        fields = dict(file.metadata())
+        names = list(file.keys())
+        good = {name: file.get_tensor(name) for name in names}
+
+    def forged(tensors, **more):
+        made = {**fields, **more}
+        made["sha256"] = session.digest(made, tensors, session.file_types(made))
+        safetensors.save_file(tensors, tmp_path / "bad", made)
+        with pytest.raises(errors.CorruptFileError) as error:
+            KVCache.load(tmp_path / "bad")
+        return str(error.value)
+
+    runs = good["layers.1.runs.key_codes"].copy()
+    runs[0, 0, -1] = 0x7C  # an infinite smallest value
+    assert "not finite" in forged({**good, "layers.1.runs.key_codes": runs})
+    fewer = {name: each[:1] if ".runs." in name else each for name, each in good.items()}
+    assert "1 rows of its runs tokens" in forged(fewer)
+    many = {
+        name: np.repeat(each, 3, axis=0) if ".last." in name else each
+        for name, each in good.items()
+    }
+    assert "of its last tokens" in forged(many)
+    lacking = {name: each for name, each in good.items() if "layers.0.runs.value_codes" not in name}
+    assert "tensors" in forged(lacking)
+    assert "recent" in forged(good, recent="-1")
+
+
+def test_batches_are_as_their_layers():
+    layers = [new_layer(), kvedge.QuantizedKvLayer(None, HEADS, DIM), new_layer("kivi8", recent=40)]
+    alone = [layer.copy() for layer in layers]
+    for seed, n in enumerate((1, 30, 90, 1, 200)):
+        keys, values = (
+            np.stack([rows(seed + 10 * i, n)[side] for i in range(3)]) for side in (0, 1)
+        )
+        append_batch(layers, keys, values)
+        for i, layer in enumerate(alone):
+            layer.extend(keys[i], values[i])
+    query = np.stack([rows(30 + i, 1)[0][0].repeat(2, axis=0) for i in range(3)])
+    for start in (None, [0, 7, 320]):
+        out, lse = attend_batch(layers, query, start=start, return_lse=True)
+        for i, layer in enumerate(alone):
+            wanted = layer.attend(query[i], start=start[i] if start else 0, return_lse=True)
+            np.testing.assert_array_equal(out[i], wanted[0])
+            np.testing.assert_array_equal(lse[i], wanted[1])
+    before = [bits(layer) for layer in layers]
+    keys[2, -1] = 1e6
+    with pytest.raises(errors.ScaleRangeError):
+        append_batch(layers, keys, values)
+    assert [bits(layer) for layer in layers] == before
+
+
+# ---- anything in any order ----
+
+
+class RunsMachine(RuleBasedStateMachine):
+    """A layer against a list of the tokens: close to what was given, precise where promised."""
+
+    @initialize(recent=st.sampled_from([0, 1, 7, 40]), sinks=st.sampled_from([0, 6]))
+    def start(self, recent, sinks):
+        self.layer = new_layer("kivi8", recent=recent, sinks=sinks)
+        self.tokens, self.seed, self.anew = rows(0, 0), 0, 1
+        self.base = 0  # last tokens are precise from here on, if so many
+
+    @rule(n=st.sampled_from([1, 1, 1, 2, 5, 31, 64, 130, 400]))
+    def extend(self, n):
+        self.seed += 1
+        new = rows(self.seed, n)
+        self.layer.extend(*new)
+        self.tokens = np.concatenate([self.tokens, new], axis=1)
+        self.base = max(self.base, self.tokens.shape[1] - self.layer.recent - DRAFT)
+
+    @rule(back=st.integers(0, 200))
+    def truncate(self, back):
+        n = max(0, len(self.layer) - back)
+        self.layer.truncate(n)
+        self.tokens, self.base = self.tokens[:, :n], min(self.base, n)
+        self.anew += back > DRAFT
+
+    @rule(n=st.integers(0, 50))
+    def drop_first(self, n):
+        n = min(n, len(self.layer))
+        self.layer.drop_first(n)
+        self.tokens, self.base = self.tokens[:, n:], max(0, self.base - n)
+
+    @precondition(lambda self: self.tokens.shape[1] > 3)
+    @rule(data=st.data())
+    def keep(self, data):
+        gone = data.draw(st.sets(st.integers(0, len(self.layer) - 1), max_size=9))
+        kept = np.array([t for t in range(len(self.layer)) if t not in gone], np.int64)
+        self.layer.keep(kept)
+        self.tokens, self.base = self.tokens[:, kept], len(kept)
+        self.anew += 1
+
+    @rule(how=st.sampled_from([lambda x: x.copy(), lambda x: pickle.loads(pickle.dumps(x))]))
+    def other(self, how):
+        self.layer = how(self.layer)
+
+    @rule()
+    def clear(self):
+        self.layer.clear()
+        self.tokens, self.base, self.anew = rows(0, 0), 0, 1
+
+    @invariant()
+    def holds_them(self):
+        if not hasattr(self, "layer"):
+            return
+        n = self.tokens.shape[1]
+        assert len(self.layer) == n
+        got = read(self.layer)
+        np.testing.assert_allclose(got, self.tokens, atol=0.025 * self.anew)
+        precise = slice(max(self.base, n - self.layer.recent), n)
+        np.testing.assert_array_equal(
+            got[:, precise], self.tokens[:, precise].astype(np.float16).astype(np.float32)
+        )
+        if n:
+            query = np.ones((HEADS, DIM), np.float32)
+            wanted, _ = attention(query[None], *got)
+            np.testing.assert_allclose(
+                self.layer.attend(query), wanted[0], atol=2e-4 * np.abs(wanted).max()
+            )
+
+
+TestRuns = RunsMachine.TestCase
+TestRuns.settings = settings(max_examples=40, stateful_step_count=20, deadline=None)
+
+
+# ---- readers beside a writer ----
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [("kivi8", {}), ("kivi4", {"recent": 20}), ("int8", {"recent": 20, "sinks": 3})],
+)
+def test_readers_beside_a_writer_see_whole_prefixes(dtype, options):
+    """Values are their positions: what a reader gets must be those, however far the writer is."""
+    classes = {**CLASSES, "int8": kvedge.QuantizedKvLayer}
+    layer = classes[dtype](None, 1, 8, **options)
+    layer.push(np.zeros((1, 8), np.float32), np.zeros((1, 8), np.float32))
+    stop, faults = threading.Event(), []
+
+    def look():
+        query = np.zeros((1, 8), np.float32)
+        while not stop.is_set():
+            values = layer.values()[:, 0]
+            at = np.arange(len(values))
+            off = np.abs(values - at[:, None]).max()
+            mean = layer.attend(query)
+            first, last = (len(values) - 1) / 2, (len(layer) - 1) / 2
+            if off > 0.01 * len(values) + 0.1:
+                faults.append(f"{len(values)} tokens: off by {off}")
+            if not first - 0.02 * first - 1 <= mean.min() <= mean.max() <= last * 1.02 + 1:
+                faults.append(f"a mean of {mean.min()}, not {first} to {last}")
+
+    readers = [threading.Thread(target=look) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    n = 1
+    for step in [1] * 300 + [5, 100, 33, 400] * 2 + [1] * 200:
+        values = np.repeat(np.arange(n, n + step, dtype=np.float32)[:, None, None], 8, axis=2)
+        layer.extend(np.zeros_like(values), values)
+        n += step
+    stop.set()
+    for reader in readers:
+        reader.join()
+    assert not faults, faults[:5]
+
+
+# ---- files that earlier versions wrote ----
+
+
+@pytest.mark.parametrize("dtype", CLASSES)
+def test_old_files_decode_to_the_same_bytes(dtype, tmp_path):
+    pytest.importorskip("safetensors")
+    with np.load(FIXTURES / "v1.npz") as arrays:
+        expected = dict(arrays)
+    old = KVCache.load(FIXTURES / f"v1-{dtype}.safetensors")
+    new = KVCache(2, HEADS, 40, dtype=dtype, recent=4, sinks=1)
+    for i in range(2):
+        new.append(i, expected["keys"], expected["values"])
+    new.advance(len(expected["keys"]))
+    for cache in (old, new):
+        assert cache.k(1).tobytes() == expected[f"{dtype}.keys"].tobytes()
+        assert cache.v(1).tobytes() == expected[f"{dtype}.values"].tobytes()
+    new.save(tmp_path / "new")
+    assert (tmp_path / "new").read_bytes() == (FIXTURES / f"v1-{dtype}.safetensors").read_bytes()
