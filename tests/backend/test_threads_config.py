@@ -319,4 +319,5 @@ def test_errors_are_also_the_builtin_one_expects():
         assert getattr(kvedge, name) is error
         assert issubclass(error, kvedge.KvedgeError)
         if error is not kvedge.KvedgeError:
-            assert len(error.__bases__) == 2 and error.__bases__[1].__module__ == "builtins"
+            builtin = next(c for c in error.__mro__ if c.__module__ == "builtins")
+            assert issubclass(builtin, Exception) and builtin is not Exception
