@@ -168,7 +168,7 @@ class Kivi4LayerMethods(LayerMethods):
     """Keys and values of one layer in runs of 32 tokens, 4 bits each, as KIVI has it.
 
     Keys share a step and a smallest value per channel and run, values per token and 64 channels: at
-    5 and 4.5 bits this loses about a fortieth of what int4 rows lose (docs/formats.md). The last
+    5 and 4.5 bits, with ``recent=96``, this loses about a fortieth of what int4 rows do. The last
     tokens, until a run is full, lie in ``recent_dtype``, float16 by default; ``recent`` and
     ``sinks`` read more of them there. ``key_codes`` and ``value_codes`` show nothing. Elements of
     up to 65504 can be stored; there is no key scale, nor need for one.
