@@ -93,7 +93,8 @@ static void decode_runs(const kvedge_attention *a, const head_tile *h, int s, in
   for (int count; num_tokens > 0; num_tokens -= count, row += count, values += count * dim) {
     const int first = (int)(row % KVEDGE_RUN);
     count = num_tokens < KVEDGE_RUN - first ? num_tokens : KVEDGE_RUN - first;
-    side->format->decode_run(&side->shape, runs + row / KVEDGE_RUN * side->run_stride, first, count, values, dim);
+    a->kernels->decode_run(side->format->bits, s == VALUES, dim, runs + row / KVEDGE_RUN * side->run_stride, first,
+                           count, values, dim);
   }
 }
 

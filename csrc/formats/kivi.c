@@ -15,35 +15,7 @@
 #include <math.h>
 #include <string.h>
 
-#include "formats/format.h"
-#include "formats/half.h"
-
-enum { RUN = KVEDGE_RUN, GROUP = 64 };
-
-/* ---- Where things lie ------------------------------------------------------------------------ */
-
-static inline size_t codes_row(int dim, int bits) { return kvedge_packed_bytes(dim, bits); }
-
-static inline size_t num_steps(int dim, int of_values) {
-  return of_values ? (size_t)RUN * (size_t)((dim + GROUP - 1) / GROUP) : (size_t)dim;
-}
-
-static inline size_t run_bytes(int dim, int bits, int of_values) {
-  return RUN * codes_row(dim, bits) + 2 * num_steps(dim, of_values) * sizeof(uint16_t);
-}
-
-typedef struct {
-  uint8_t *codes;         /* (RUN, row) */
-  uint16_t *steps, *lows; /* aligned to 2 bytes, as the run is */
-  size_t row;
-} run_parts;
-
-static run_parts parts_of(const void *run, int dim, int bits, int of_values) {
-  run_parts p = {.codes = (uint8_t *)run, .row = codes_row(dim, bits)};
-  p.steps = (uint16_t *)(p.codes + RUN * p.row);
-  p.lows = p.steps + num_steps(dim, of_values);
-  return p;
-}
+#include "formats/kivi.h"
 
 /* ---- Encoding -------------------------------------------------------------------------------- */
 
@@ -76,11 +48,6 @@ static inline uint8_t code_of(float x, levels of, float most) {
 static inline void put_code(uint8_t *row, int d, int bits, uint8_t code) {
   const int bit = d * bits;
   row[bit / 8] = (uint8_t)(row[bit / 8] | code << bit % 8);
-}
-
-static inline unsigned get_code(const uint8_t *row, int d, int bits) {
-  const int bit = d * bits;
-  return row[bit / 8] >> bit % 8 & ((1u << bits) - 1);
 }
 
 static void encode_keys(int dim, int bits, const float *x, void *run) {
@@ -118,37 +85,6 @@ static void encode_values(int dim, int bits, const float *x, void *run) {
     }
 }
 
-/* ---- Decoding -------------------------------------------------------------------------------- */
-
-static inline void decode_codes(const uint8_t *row, int first, int stop, int bits, float *x) {
-  for (int d = first; d < stop; d++) x[d] = (float)get_code(row, d, bits);
-}
-
-static inline void decode_keys(int dim, const int bits, const void *run, int first, int count, float *x,
-                               ptrdiff_t stride) {
-  const run_parts p = parts_of(run, dim, bits, 0);
-  float steps[KVEDGE_MAX_HEAD_DIM], lows[KVEDGE_MAX_HEAD_DIM];
-  for (int d = 0; d < dim; d++) steps[d] = kvedge_half_to_float(p.steps[d]), lows[d] = kvedge_float_of_half(p.lows[d]);
-  for (int t = first; t < first + count; t++, x += stride) {
-    decode_codes(p.codes + (size_t)t * p.row, 0, dim, bits, x);
-    for (int d = 0; d < dim; d++) x[d] = lows[d] + x[d] * steps[d]; /* fused or not: the product is exact */
-  }
-}
-
-static inline void decode_values(int dim, const int bits, const void *run, int first, int count, float *x,
-                                 ptrdiff_t stride) {
-  const run_parts p = parts_of(run, dim, bits, 1);
-  const int groups = (dim + GROUP - 1) / GROUP;
-  for (int t = first; t < first + count; t++, x += stride)
-    for (int g = 0; g < groups; g++) {
-      const int d = g * GROUP, stop = d + GROUP < dim ? d + GROUP : dim;
-      const float step = kvedge_half_to_float(p.steps[t * groups + g]),
-                  low = kvedge_float_of_half(p.lows[t * groups + g]);
-      decode_codes(p.codes + (size_t)t * p.row, d, stop, bits, x);
-      for (int i = d; i < stop; i++) x[i] = low + x[i] * step;
-    }
-}
-
 /* ---- The table's rows ------------------------------------------------------------------------ */
 
 static float bound_of(const kvedge_row_shape *shape, float largest) {
@@ -182,7 +118,7 @@ static float bound(const kvedge_row_shape *shape, int bits, int of_values, const
   }                                                                                                                    \
   static void decode_##side##bits_of_code(const kvedge_row_shape *shape, const void *run, int first, int count,        \
                                           float *x, ptrdiff_t stride) {                                                \
-    decode_##side(shape->dim, bits_of_code, run, first, count, x, stride);                                             \
+    kvedge_decode_run(bits_of_code, of_values, shape->dim, run, first, count, x, stride);                              \
   }                                                                                                                    \
   static float bound_##side##bits_of_code(const kvedge_row_shape *shape, const void *codes, const void *scales,        \
                                           int64_t num_runs) {                                                          \

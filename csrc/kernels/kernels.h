@@ -185,6 +185,11 @@ typedef struct kvedge_kernels {
    * negative. */
   uint32_t (*heavy_blocks)(const float *p, int num_queries, int num_blocks, const float *factor);
 
+  /* Tokens first..first+count-1 of a run of `bits` a code, of keys or values, to floats that lie `stride` apart: what the
+   * format's decode_run does, by this path's instructions. */
+  void (*decode_run)(int bits, int of_values, int dim, const void *run, int first, int count, float *x,
+                     ptrdiff_t stride);
+
   kvedge_logit_kernels logits;
 
   /* to = to * keep + from * add, n elements that do not overlap. */

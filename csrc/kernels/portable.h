@@ -8,6 +8,7 @@
 #include <math.h>
 #include <string.h>
 
+#include "formats/kivi.h"
 #include "kernels/kernels.h"
 #include "kernels/exp2.h"
 #include "kernels/logits.h"

@@ -222,6 +222,7 @@ static void KVEDGE_NAME(transpose_scales)(const void *scales, kvedge_scale_type 
       .transpose_scales = KVEDGE_NAME(transpose_scales),                                                           \
       .softmax = KVEDGE_NAME(softmax),                                                                             \
       .heavy_blocks = heavy_blocks_portable,                                                                           \
+      .decode_run = kvedge_decode_run,                                                                                  \
       .logits = KVEDGE_LOGIT_KERNELS,                                                                              \
       .merge_row = merge_row_portable,                                                                             \
       .scale_row = scale_row_portable,                                                                             \

@@ -303,6 +303,7 @@ const kvedge_kernels kvedge_kernels_avx512vnni = {
     .transpose_scales = transpose_scales_avx512vnni,
     .softmax = softmax_avx512vnni,
     .heavy_blocks = heavy_blocks_avx512vnni,
+    .decode_run = kvedge_decode_run,
     .logits = KVEDGE_LOGIT_KERNELS,
     .merge_row = merge_row_portable,
     .scale_row = scale_row_portable,

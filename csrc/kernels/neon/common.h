@@ -13,6 +13,7 @@
 #include <math.h>
 #include <string.h>
 
+#include "formats/kivi.h"
 #include "kernels/kernels.h"
 #include "kernels/exp2.h"
 #include "kernels/logits.h"
@@ -454,6 +455,7 @@ enum { SUMS = 12 }; /* a product waits up to 7 cycles for the one before it in t
       .transpose_scales = transpose_scales_neon,                                                                       \
       .softmax = softmax_neon,                                                                                         \
       .heavy_blocks = heavy_blocks_neon,                                                                               \
+      .decode_run = kvedge_decode_run,                                                                                 \
       .logits = KVEDGE_LOGIT_KERNELS,                                                                                  \
       .merge_row = merge_row_portable,                                                                                 \
       .scale_row = scale_row_portable,                                                                                 \

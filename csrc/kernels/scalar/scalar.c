@@ -73,6 +73,7 @@ const kvedge_kernels kvedge_kernels_scalar = {
     .transpose_scales = transpose_scales_portable,
     .softmax = softmax_portable,
     .heavy_blocks = heavy_blocks_portable,
+    .decode_run = kvedge_decode_run,
     .logits = KVEDGE_LOGIT_KERNELS,
     .merge_row = merge_row_portable,
     .scale_row = scale_row_portable,
