@@ -14,7 +14,7 @@ static void attend_case(void) {
                                 .num_kv_heads = heads,
                                 .head_dim = dim,
                                 .value_head_dim = value_dim};
-  kvedge_layer *runs, *floats, *copy;
+  kvedge_layer *runs = NULL, *floats = NULL, *copy = NULL;
   float *keys = random_floats((size_t)(len * heads * dim), 2.0f);
   float *values = random_floats((size_t)(len * heads * value_dim), 2.0f);
   CHECK(kvedge_layer_create(&config, &runs) == KVEDGE_OK && kvedge_layer_create(&config, &copy) == KVEDGE_OK);
