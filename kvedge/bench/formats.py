@@ -26,7 +26,7 @@ from kvedge.bench.report import (
 from kvedge.bench.shapes import SHAPES
 from kvedge.console.output import Output
 from kvedge.console.values import positive_int
-from kvedge.core.formats import FORMATS
+from kvedge.core.formats import DTYPES
 
 NAME = "formats"
 SUMMARY = "every storage format beside int8, decode and a part of a prompt"
@@ -53,7 +53,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     cases = parser.add_argument_group("what is measured")
     common.add_shapes(cases, [next(one for one in SHAPES if one.name == name) for name in _SHAPES])
     common.add_contexts(cases, _CONTEXTS)
-    others = [name for name in FORMATS if name != _BASE]
+    others = [name for name in DTYPES if name != _BASE]
     cases.add_argument(
         "--formats",
         choices=others,
@@ -81,7 +81,7 @@ def measure(options: argparse.Namespace, output: Output) -> dict[str, Any]:
     """Measure all cases; Ctrl-C ends it with those that are done."""
     machine = system.machine()
     conditions = Conditions(machine, options.rounds, options.budget, options.hot)
-    names = [name for name in FORMATS if name in (options.formats or FORMATS) and name != _BASE]
+    names = [name for name in DTYPES if name in (options.formats or DTYPES) and name != _BASE]
     peers, notes = installed_peers(common.chosen_peers(options))
     competitors = [*(KvedgeLayer(name) for name in (_BASE, *names)), *peers]
     cases = [

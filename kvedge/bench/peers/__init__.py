@@ -14,7 +14,7 @@ from kvedge.bench.peers.kvedge_layer import KvedgeLayer, KvedgeOnSmallPages, fil
 from kvedge.bench.peers.numpy_attention import NumpyAttention
 from kvedge.bench.peers.ort_gqa import OrtGroupQueryAttention
 from kvedge.bench.peers.torch_sdpa import TorchSdpa
-from kvedge.core.formats import FORMATS
+from kvedge.core.formats import DTYPES
 
 __all__ = [
     "PEER_NAMES",
@@ -28,7 +28,7 @@ __all__ = [
 
 #: kvedge's other formats, with ``precision_bits``, and without huge pages: for those who ask.
 VARIANT_NAMES = (
-    *(f"kvedge-{dtype}" for dtype in FORMATS if dtype != "int8"),
+    *(f"kvedge-{dtype}" for dtype in DTYPES if dtype != "int8"),
     "kvedge-8",
     "kvedge-16",
     "kvedge-24",
@@ -69,7 +69,7 @@ def _make(name: str) -> Competitor:
 def _make_variant(kind: str) -> Competitor:
     if kind == "4k":
         return KvedgeOnSmallPages()
-    return KvedgeLayer(kind) if kind in FORMATS else KvedgeLayer(precision_bits=int(kind))
+    return KvedgeLayer(kind) if kind in DTYPES else KvedgeLayer(precision_bits=int(kind))
 
 
 def installed_peers(names: Sequence[str]) -> tuple[list[Competitor], list[str]]:
