@@ -76,7 +76,7 @@ def test_a_session_of_three_processes_goes_on_with_two_and_with_one(capsys, tmp_
 
 
 def test_a_checkpoint_of_transformers_runs_on_ranks(capsys, tmp_path):
-    for module in ("torch", "transformers"):  # without torch, tests/transformers is found by that name
+    for module in ("torch", "transformers"):  # without torch, tests/transformers has that name
         pytest.importorskip(module)
     path = ROOT / "examples" / "llama2c_to_transformers.py"
     spec = importlib.util.spec_from_file_location("llama2c_to_transformers", path)
