@@ -7,6 +7,7 @@
  *   query.c     query rows into the form that the kernels read
  *   slice.c     one slice: its tiles, in the order of memory
  *   step.c      one tile of a KV head, or of several: scores, online softmax, weighted sums
+ *   products.c  the scores and weighted sums of a step, by the kernels that serve the call
  *   skip.c      which values need not be read, by options.tolerance
  *   prefetch.c  what a step prefetches of the next tile, and what was not prefetched in time
  *   logits.c    options on logits, masks and windows

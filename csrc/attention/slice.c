@@ -65,20 +65,6 @@ static token_tile next_tile(const kvedge_attention *a, tile_cursor *cursor) {
   return tile;
 }
 
-kvedge_visible kvedge_visible_tokens(const kvedge_attention *a, const kvedge_row_block *block) {
-  const kvedge_attention_options *o = &a->options;
-  const int64_t position = a->first_position + block->first;
-  kvedge_visible visible = {.sinks = 0, .first = 0, .stop = a->view.len};
-  if (o->causal && position + block->count < a->view.len) visible.stop = position + block->count;
-  if (visible.stop < 0) visible.stop = 0; /* all rows are before the view */
-  if (o->window) {
-    if (position - o->window + 1 > 0) visible.first = (position - o->window + 1) / a->tile * a->tile;
-    if (visible.first > visible.stop) visible.first = visible.stop; /* the window is behind the view */
-    visible.sinks = o->sink_tokens < visible.first ? o->sink_tokens : visible.first;
-  }
-  return visible;
-}
-
 /* In attended tokens: where chunk number `chunk` of a row block starts, or the one before it ends. */
 static int64_t tokens_before_chunk(const kvedge_attention *a, int64_t total, int64_t chunk) {
   int64_t tiles = (total + a->tile - 1) / a->tile;

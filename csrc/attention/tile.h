@@ -1,5 +1,5 @@
-/* What the files of a slice share: its tiles (slice.c), what is prefetched (prefetch.c), a step over one (step.c), masks
- * and other options on logits (logits.c), what is not read (skip.c). */
+/* What the files of a slice share: its tiles (slice.c), what is prefetched (prefetch.c), a step over one (step.c) and
+ * its products (products.c), masks and other options on logits (logits.c), what is not read (skip.c). */
 #ifndef KVEDGE_TILE_H
 #define KVEDGE_TILE_H
 
@@ -60,6 +60,18 @@ void kvedge_share_next(const kvedge_cache_view *view, const token_tile *next, in
  * one are not prefetched.) */
 void kvedge_fetch_rest(const kvedge_cache_view *view, const token_tile *tile, const token_tile *next, int reads_values);
 
+/* ---- products.c ---- */
+
+/* Scores of a head tile as they come from the kernels. */
+void kvedge_head_scores(const kvedge_attention *a, const head_tile *h, workspace *w);
+/* acc = acc * rescale + p . values of a head tile; p (count, KVEDGE_TILE) may be changed. */
+void kvedge_weighted_sum(const kvedge_attention *a, const head_tile *h, float *p, const float *rescale, workspace *w,
+                         kvedge_partial *partial);
+/* The same for a head batch. Of its scores 0: nothing was done, since the queries need different numbers of planes. */
+int kvedge_scores_of_batch(const kvedge_attention *a, const head_tile *heads, workspace *w);
+void kvedge_weighted_sum_of_batch(const kvedge_attention *a, const head_tile *heads, workspace *w,
+                                  kvedge_partial *partial);
+
 /* ---- step.c ---- */
 
 /* One tile of `num` KV heads side by side; `heads` has of each what is the same for all its queries. The next tile is
@@ -69,12 +81,6 @@ void kvedge_step(const kvedge_attention *a, head_tile *heads, int num, const tok
 /* Maxima and sums of all KV heads over a tile, and nothing else: its queries are up to KVEDGE_STACK for each. */
 void kvedge_add_to_sums(const kvedge_attention *a, const token_tile *tile, const kvedge_row_block *block,
                         kvedge_partial *partial, workspace *w);
-/* acc = acc * rescale + p . values of a head tile; p (count, KVEDGE_TILE) may be changed. */
-void kvedge_weighted_sum(const kvedge_attention *a, const head_tile *h, float *p, const float *rescale, workspace *w,
-                         kvedge_partial *partial);
-/* Scores of a head tile as they come from the kernels. */
-void kvedge_head_scores(const kvedge_attention *a, const head_tile *h, workspace *w);
-
 /* ---- skip.c: values that options.tolerance lets a call leave out ---- */
 
 /* A slice begins: its state, in memory of its slot; NULL: the call reads all values. */

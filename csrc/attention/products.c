@@ -1,0 +1,283 @@
+/* Products of a head tile: scores of its queries with the keys, weighted sums of its values. By the cells that serve the call,
+ * group by group of channels, or block by block of 16 decoded tokens where a path has none for the format.
+ */
+#include "attention/tile.h"
+
+/* ---- Scales ---------------------------------------------------------------------------------- */
+
+/* A factor of what a call, or a row, sees may take scales of tokens that it does not see out of range. */
+static void clamp_hidden(float *scales, int num_columns, int num_tokens) {
+  for (int c = 0; c < num_columns; c++, scales += SCALES)
+    for (int t = 0; t < num_tokens; t++)
+      if (scales[t] > 0x1p61f) scales[t] = 0x1p61f;
+}
+
+/* Scales of one group of one head's keys, or of its values, in a tile. */
+static const float *tile_scales(const kvedge_attention *a, const token_tile *tile, int s, int kv_head, int group,
+                                scale_columns *columns) {
+  const kvedge_view_side *side = &a->view.side[s];
+  const int num_groups = side->shape.num_groups, column = kv_head * num_groups + group;
+  if (column >= columns->first && column < columns->first + KVEDGE_SCALE_COLUMNS)
+    return columns->scale[column - columns->first];
+  int left = a->view.num_kv_heads * num_groups - column;
+  int count = left < KVEDGE_SCALE_COLUMNS ? left : KVEDGE_SCALE_COLUMNS;
+  ptrdiff_t at = column * side->scale_head_stride / num_groups;
+  for (int b = 0, blocks; b < tile->num_blocks; b += blocks) {
+    const int first = b * KVEDGE_BLOCK;
+    int tokens = tile->num_tokens - first;
+    blocks = tile->in_order ? tile->num_blocks : 1;
+    if (tokens > blocks * KVEDGE_BLOCK) tokens = blocks * KVEDGE_BLOCK;
+    a->kernels->transpose_scales(tile->scales[s][b] + at, side->shape.scale_type, side->scale_token_stride, tokens,
+                                 count, a->factor[s], columns->scale[0] + first, SCALES);
+  }
+  for (int t = tile->num_tokens; t % KVEDGE_BLOCK; t++)
+    for (int c = 0; c < count; c++) columns->scale[c][t] = 0.0f;
+  if (a->factor[s] > 1.0f) clamp_hidden(columns->scale[0], count, tile->num_tokens);
+  columns->first = column;
+  return columns->scale[0];
+}
+
+/* ---- Rows of a head -------------------------------------------------------------------------- */
+
+/* One group of channels of a head's keys, or of its values. */
+static kvedge_tile rows_of_group(const kvedge_attention *a, const head_tile *h, int s, int group, workspace *w) {
+  const kvedge_view_side *side = &a->view.side[s];
+  const int start = group * side->shape.group_size, left = side->shape.dim - start;
+  const ptrdiff_t start_bytes = (ptrdiff_t)start * side->format->bits / 8;
+  kvedge_tile rows = {.blocks = h->tile->rows[s],
+                      .offset = h->kv_head * side->head_stride + start_bytes,
+                      .token_stride = side->token_stride,
+                      .num_tokens = h->tile->num_tokens,
+                      .dim = left < side->shape.group_size ? left : side->shape.group_size,
+                      .factor = a->factor[s]};
+  if (h->prefetches[s]) rows.next = (kvedge_prefetch){h->next[s], KVEDGE_BLOCK * start_bytes, h->next_in_order};
+  if (side->shape.num_groups) {
+    rows.scales = tile_scales(a, h->tile, s, h->kv_head, group, &w->scales[s]);
+    rows.scale_stride = SCALES;
+  }
+  return rows;
+}
+
+/* Where a path has no kernels for a format: block b of a head's rows as float32, in `room`. */
+typedef struct {
+  float values[KVEDGE_BLOCK * KVEDGE_MAX_HEAD_DIM];
+  const char *start;
+} decoded_block;
+
+/* Tokens of a tile that lie in runs, from block b on. */
+static void decode_runs(const kvedge_attention *a, const head_tile *h, int s, int b, int num_tokens, float *values) {
+  const kvedge_view_side *side = &a->view.side[s];
+  const int dim = side->shape.dim;
+  const char *runs = a->view.segments->rows[s] + side->first_row + h->kv_head * side->head_stride;
+  int64_t row = a->view.first_row + h->tile->token + b * KVEDGE_BLOCK;
+  for (int count; num_tokens > 0; num_tokens -= count, row += count, values += count * dim) {
+    const int first = (int)(row % KVEDGE_RUN);
+    count = num_tokens < KVEDGE_RUN - first ? num_tokens : KVEDGE_RUN - first;
+    a->kernels->decode_run(side->format->bits, s == VALUES, dim, runs + row / KVEDGE_RUN * side->run_stride, first,
+                           count, values, dim);
+  }
+}
+
+static kvedge_tile decode_block(const kvedge_attention *a, const head_tile *h, int s, int b, decoded_block *room) {
+  const kvedge_view_side *side = &a->view.side[s];
+  const int dim = side->shape.dim, left = h->tile->num_tokens - b * KVEDGE_BLOCK;
+  const int num_tokens = left < KVEDGE_BLOCK ? left : KVEDGE_BLOCK;
+  const char *rows = h->tile->rows[s][b] + h->kv_head * side->head_stride;
+  const char *scales = h->tile->scales[s][b] + h->kv_head * side->scale_head_stride;
+  const int in_runs = side->format->tokens_per_group > 1;
+  if (in_runs) decode_runs(a, h, s, b, num_tokens, room->values);
+  for (int t = 0; t < num_tokens && !in_runs; t++, rows += side->token_stride, scales += side->scale_token_stride)
+    side->format->decode(&side->shape, rows, scales, 1, room->values + t * dim);
+  for (ptrdiff_t at = 0; h->prefetches[s] && !in_runs && at < KVEDGE_BLOCK * side->head_stride; at += 64)
+    __builtin_prefetch(h->next[s][b] + at, 0, 2);
+  room->start = (const char *)room->values;
+  return (kvedge_tile){.blocks = &room->start,
+                       .token_stride = dim * (ptrdiff_t)sizeof(float),
+                       .num_tokens = num_tokens,
+                       .dim = dim,
+                       .factor = a->factor[s]};
+}
+
+/* ---- Scores ---------------------------------------------------------------------------------- */
+
+/* The larger of `largest` and x[start..stop-1]; in lanes, so that maxima need not wait for each other. */
+static float largest_of(const float *x, int start, int stop, float largest) {
+  enum { LANES = 8 };
+  float lane[LANES] = {0};
+  int t = start;
+  for (; t + LANES <= stop; t += LANES)
+    for (int j = 0; j < LANES; j++) lane[j] = x[t + j] > lane[j] ? x[t + j] : lane[j];
+  for (; t < stop; t++) largest = x[t] > largest ? x[t] : largest;
+  for (int j = 0; j < LANES; j++) largest = lane[j] > largest ? lane[j] : largest;
+  return largest;
+}
+
+/* The largest of a tile's key scales that one query row of the KV head sees. What it does not see must not matter,
+ * or results would depend on how a prompt is cut and on rows that are masked. */
+static float largest_scale_seen(const kvedge_attention *a, const head_tile *h, int query_row, const float *scale) {
+  const kvedge_attention_options *o = &a->options;
+  int num_tokens = h->tile->num_tokens;
+  if (!h->masking) return largest_of(scale, 0, num_tokens, 0.0f);
+  int64_t row = h->block->first + query_row / a->heads_per_kv_head, token = h->tile->token;
+  mask_range seen = kvedge_mask_range(a, row, token, num_tokens);
+  float visible[KVEDGE_TILE];
+  if (o->mask || o->bias) {
+    memcpy(visible, scale, (size_t)num_tokens * sizeof *scale);
+    kvedge_clear_hidden(a, row, h->kv_head * a->heads_per_kv_head + query_row % a->heads_per_kv_head, token, num_tokens,
+                        visible);
+    scale = visible;
+  }
+  return largest_of(scale, 0, seen.sinks, largest_of(scale, seen.first, seen.stop, 0.0f));
+}
+
+/* Planes of query rows against a tile: two where these move no logit by more than about LARGEST_ERROR, else three. At
+ * this figure the output keeps the numerics contract (2e-4) between flat and sharp, where it is hardest
+ * (tools/accuracy.py --worst). A row's heads get the same, since a kernel call for each kind would unpack the keys
+ * again. */
+static void choose_planes(const kvedge_attention *a, const head_tile *h, const float *scale, int *planes) {
+  static const float LARGEST_ERROR = 8e-5f;
+  const float *error = h->queries->error + kvedge_index_of(a, h);
+  int plain = 1; /* do two suffice even with the largest scale of the layer? */
+  float bound = a->view.side[KEYS].bound * a->factor[KEYS];
+  for (int j = 0; j < h->count; j++) plain &= error[j] * bound <= LARGEST_ERROR;
+  if (a->planes || plain) {
+    for (int j = 0; j < h->count; j++) planes[j] = a->planes ? a->planes : 2;
+    return;
+  }
+  int alike = !h->masking || (!a->options.mask && !a->options.bias); /* do a row's heads see the same? */
+  float largest = 0.0f;
+  for (int i = 0, next; i < h->count; i = next) {
+    next = i - (h->first + i) % a->heads_per_kv_head + a->heads_per_kv_head;
+    if (next > h->count) next = h->count;
+    float most = 0.0f;
+    for (int j = i; j < next; j++) {
+      if (!alike || (j == i && (i == 0 || h->masking))) largest = largest_scale_seen(a, h, h->first + j, scale);
+      most = error[j] * largest > most ? error[j] * largest : most;
+    }
+    for (int j = i; j < next; j++) planes[j] = most > LARGEST_ERROR ? 3 : 2;
+  }
+}
+
+/* One group of channels of query rows i..i+count-1 of a head tile. */
+static kvedge_query query_of_group(const kvedge_attention *a, const head_tile *h, int group, int i, int count) {
+  const kvedge_queries *queries = h->queries;
+  const int start = group * a->group_size, left = a->view.side[KEYS].shape.dim - start;
+  const size_t pad = (size_t)a->group_pad;
+  const size_t at = (kvedge_index_of(a, h) + (size_t)i) * (size_t)a->num_groups + (size_t)group;
+  kvedge_query q = {.num_queries = count,
+                    .stride = (ptrdiff_t)pad * a->num_groups,
+                    .scale_stride = a->num_groups,
+                    .dim = left < a->group_size ? left : a->group_size};
+  if (queries->codes) {
+    q.codes = queries->codes + at * pad * KVEDGE_CODE_BYTES;
+    q.scale = queries->scales + at;
+    q.offsets = queries->offsets + at * 4;
+  } else {
+    q.values = queries->values + at * pad;
+  }
+  return q;
+}
+
+static void decoded_scores(const kvedge_attention *a, const head_tile *h, float *scores) {
+  const kvedge_query q = query_of_group(a, h, 0, 0, h->count);
+  decoded_block room;
+  for (int b = 0; b < h->tile->num_blocks; b++) {
+    const kvedge_tile keys = decode_block(a, h, KEYS, b, &room);
+    a->cells[KEYS]->scores(&q, &keys, scores + b * KVEDGE_BLOCK, 0);
+  }
+}
+
+void kvedge_head_scores(const kvedge_attention *a, const head_tile *h, workspace *w) {
+  float *scores = w->scores + h->at * KVEDGE_TILE;
+  if (a->decodes[KEYS]) {
+    decoded_scores(a, h, scores);
+    return;
+  }
+  for (int g = 0; g < a->num_groups; g++) {
+    kvedge_tile keys = rows_of_group(a, h, KEYS, g, w);
+    int planes[KVEDGE_STACK];
+    if (h->queries->codes) choose_planes(a, h, keys.scales, planes);
+    for (int i = 0, next; i < h->count; i = next) { /* runs of query rows with as many planes */
+      next = h->queries->codes ? i + 1 : h->count;
+      while (next < h->count && planes[next] == planes[i]) next++;
+      kvedge_query q = query_of_group(a, h, g, i, next - i);
+      if (h->queries->codes) q.planes = planes[i];
+      a->cells[KEYS]->scores(&q, &keys, scores + i * KVEDGE_TILE, g > 0);
+      keys.next.blocks = NULL;
+    }
+  }
+}
+
+/* ---- Weighted sums --------------------------------------------------------------------------- */
+
+/* Planes of a tile's quantized probabilities. Two leave an error of up to 1e-4 of the output, and twice that where there
+ * are few channels; so those have three, and so has the start of a context, of which parts and the whole are to agree
+ * to the last digits. The position decides, and nothing that depends on how a prompt is cut. */
+static int probability_planes(const kvedge_attention *a, const token_tile *tile) {
+  enum { FIRST_TOKENS = 1024, FEW_CHANNELS = 64 };
+  if (a->planes) return a->planes;
+  return tile->token < FIRST_TOKENS || a->view.side[VALUES].shape.dim < FEW_CHANNELS ? 3 : 2;
+}
+
+/* Where the factor of values that come without scales (also: decoded ones) is above 1, probabilities take it: values
+ * that are hidden may be too large for it. */
+static void take_factor(const kvedge_attention *a, const head_tile *h, float *p) {
+  for (int i = 0; i < h->count; i++)
+    for (int t = 0; t < h->tile->num_tokens; t++) p[i * KVEDGE_TILE + t] *= a->factor[VALUES];
+}
+
+void kvedge_weighted_sum(const kvedge_attention *a, const head_tile *h, float *probabilities, const float *rescale,
+                         workspace *w, kvedge_partial *partial) {
+  static const float one[KVEDGE_STACK] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
+                                          1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
+  const kvedge_row_shape *shape = &a->view.side[VALUES].shape;
+  const int takes_factor = (shape->num_groups == 0 || a->decodes[VALUES]) && a->factor[VALUES] > 1.0f;
+  kvedge_probabilities p = {.num_queries = h->count, .planes = probability_planes(a, h->tile), .p = probabilities};
+  kvedge_accumulators to = {
+      .acc = partial->acc + kvedge_index_of(a, h) * (size_t)a->acc_stride, .stride = a->acc_stride, .rescale = rescale};
+  if (takes_factor) take_factor(a, h, probabilities);
+  if (a->decodes[VALUES]) {
+    decoded_block room;
+    for (int b = 0; b < h->tile->num_blocks; b++, p.p += KVEDGE_BLOCK, to.rescale = one) {
+      kvedge_tile values = decode_block(a, h, VALUES, b, &room);
+      if (takes_factor) values.factor = 1.0f;
+      a->cells[VALUES]->weighted_sum(&p, &values, &to);
+    }
+    return;
+  }
+  const int num_groups = shape->num_groups ? shape->num_groups : 1;
+  for (int g = 0; g < num_groups; g++, to.acc += shape->group_size) {
+    kvedge_tile values = rows_of_group(a, h, VALUES, g, w);
+    if (takes_factor) values.factor = 1.0f;
+    a->cells[VALUES]->weighted_sum(&p, &values, &to);
+  }
+}
+
+/* ---- A head batch ----------------------------------------------------------------------------
+ *
+ * A decoded token has few queries for a head. What comes with each call of softmax is shared by those of several heads
+ * side by side; and where a head has one query, some paths have kernels for the scores and sums of several, too. */
+
+int kvedge_scores_of_batch(const kvedge_attention *a, const head_tile *heads, workspace *w) {
+  const kvedge_tile keys = rows_of_group(a, &heads[0], KEYS, 0, w);
+  kvedge_query q = query_of_group(a, &heads[0], 0, 0, KVEDGE_HEADS);
+  for (int j = 0; j < KVEDGE_HEADS; j++) {
+    int planes;
+    choose_planes(a, &heads[j], keys.scales + j * keys.scale_stride, &planes);
+    if (j > 0 && planes != q.planes) return 0;
+    q.planes = planes;
+  }
+  a->cells[KEYS]->scores_of_heads(&q, &keys, w->scores, 0);
+  return 1;
+}
+
+void kvedge_weighted_sum_of_batch(const kvedge_attention *a, const head_tile *heads, workspace *w,
+                                  kvedge_partial *partial) {
+  const kvedge_tile values = rows_of_group(a, &heads[0], VALUES, 0, w);
+  const kvedge_probabilities p = {
+      .num_queries = KVEDGE_HEADS, .planes = probability_planes(a, heads[0].tile), .p = w->scores};
+  const kvedge_accumulators to = {.acc = partial->acc + kvedge_index_of(a, &heads[0]) * (size_t)a->acc_stride,
+                                  .stride = values.dim,
+                                  .rescale = w->rescale};
+  a->cells[VALUES]->weighted_sum_of_heads(&p, &values, &to);
+}
