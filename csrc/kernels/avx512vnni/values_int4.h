@@ -93,9 +93,9 @@ KVEDGE_INLINE void weigh_codes_of(const value_rows *v, int num_channels, const i
       order_channels(totals, ordered);
 #pragma GCC unroll 2
       for (int lane = 0; lane < 2; lane++) {
-        const int at = 32 * lane + 16 * p;
-        const __mmask16 valid = (__mmask16)first_bytes(num_channels - at < 16 ? num_channels - at : 16);
-        if (at < num_channels) add_16(ordered[lane], valid, w->scale[i], w->rescale[i], acc + at);
+        const int at = 32 * lane + 16 * p, left = num_channels - at;
+        if (left <= 0) continue;
+        add_16(ordered[lane], (__mmask16)first_bytes(left < 16 ? left : 16), w->scale[i], w->rescale[i], acc + at);
       }
     }
   }
