@@ -17,12 +17,24 @@ enum { WORD_CHANNELS = 512 }; /* of a row, for sums in 32 bits */
 
 /* ---- scores ---- */
 
+/* Channels at..at+3 of a query times a power of two. On armv7, whose vector instructions take denormal numbers for 0, one by
+ * one. */
+KVEDGE_INLINE float32x4_t scale_query(const float *x, int dim, int at, float factor) {
+#ifdef __aarch64__
+  return vmulq_n_f32(load_query_f32(x, dim, at), factor);
+#else
+  float four[4];
+  for (int i = 0; i < 4; i++) four[i] = at + i < dim ? x[at + i] * factor : 0.0f;
+  return vld1q_f32(four);
+#endif
+}
+
 static void encode_query_neon(const float *x, int dim, float factor, float largest, int8_t *codes, float *scale,
                               int32_t *offsets) {
   const float inverse = divide_or_0(LARGEST_CODE, largest, largest);
   for (int d = 0; d < kvedge_padded_channels(dim); d += 16, codes += CODES_OF_16) {
     for (int i = 0; i < 4; i++) {
-      const float32x4_t four = vmulq_n_f32(vmulq_n_f32(load_query_f32(x, dim, d + 4 * i), factor), inverse);
+      const float32x4_t four = vmulq_n_f32(scale_query(x, dim, d + 4 * i, factor), inverse);
       vst1q_f32((float *)(codes + FLOATS_AT) + 4 * i, four);
       vst1_s16((int16_t *)codes + 4 * i, vmovn_s32(round_to_i32(vmulq_n_f32(four, 0x1p-8f))));
     }
