@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import sys
 
 import pytest
@@ -253,7 +254,13 @@ def test_ctrl_c_ends_an_answer_and_not_the_chat(template, tmp_path):
     arguments = ["-m", "kvedge", "generate", "--chat", "--chat-template", str(template)]
     more = ["-n", "-1", "--on-full", "shift", "--logit-bias", "1-inf", "--logit-bias", "2-inf"]
     child = pexpect.spawn(
-        sys.executable, [*arguments, *more], env=environment, timeout=60, encoding="utf-8"
+        sys.executable,
+        [*arguments, *more],
+        env=environment,
+        timeout=60,
+        encoding="utf-8",
+        # A job in the background hands on that SIGINT is ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     child.expect("> ")
     child.sendline("Once upon a time")

@@ -45,6 +45,7 @@ def test_every_path_of_this_processor_is_tried(capsys):
     assert {check["isa"] for check in report["checks"]} == set(report["isa_available"])
 
 
+@pytest.mark.skipif(kvedge.backend == "numpy", reason="its own bytes are what is compared with")
 def test_wrong_bytes_are_found(this_path_alone, capsys, monkeypatch):
     form = FORMATS["int8"]
 
