@@ -201,7 +201,7 @@ _BOUNDS = {
     "ggml-f16": 3e-2,
     "ggml-q8_0": 5e-2,
     "ggml-q4_0": 0.5,
-    "kvedge-kivi2": 1.2,
+    "kvedge-kivi2": 3.0,
     "kvedge-float32": 1e-5,
     "kvedge-float16": 1e-3,
     "kvedge-bfloat16": 3e-2,
