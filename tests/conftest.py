@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import collections
+import gc
 import os
 import zlib
 
@@ -48,6 +49,11 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="slow: set KVEDGE_SLOW=1"))
         if "subprocess" in item.keywords and NO_SUBPROCESS:
             item.add_marker(pytest.mark.skip(reason="starts a process: KVEDGE_NO_SUBPROCESS=1"))
+
+
+def pytest_collection_finish():
+    """Leave the collected tests, which are many, out of each garbage collection."""
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter):
