@@ -38,11 +38,13 @@ __all__ = [
     "PreciseTokens",
     "Span",
     "contents_of",
+    "kept_rows",
     "last_rows",
     "part_key_map",
     "parts_of_range",
     "runs_end",
     "spans_of",
+    "tail_of",
 ]
 
 DRAFT = 64  # last tokens that may be taken back, and those before them are still all there
@@ -560,6 +562,15 @@ def parts_of_range(
     )
 
 
+def tail_of(config: LayerConfig, n: int, sinks: int, last: int, runs: int | None) -> int:
+    """Of `n` tokens the one from which on last ones are read, those before it as rows or runs.
+
+    `sinks` first tokens are read as such; last ones are there from `last` on, runs up to `runs`.
+    """
+    tail = min(n, max(sinks, last, n - config.recent))
+    return tail if runs is None else min(tail, max(sinks, runs))
+
+
 def spans_of(held: Held, config: LayerConfig) -> list[Span]:
     """Where the tokens of a layer are read, in their order; none overlap."""
     n, dropped = held.num_tokens, held.num_dropped
@@ -569,11 +580,10 @@ def spans_of(held: Held, config: LayerConfig) -> list[Span]:
     sinks = 0
     if first.position <= dropped:
         sinks = min(n, max(0, first.position + len(first.layer) - dropped))
-    tail = max(sinks, last.position - dropped, n - config.recent)
-    tail = min(tail, n)
+    stop = None if runs is None else runs.position + len(runs.layer) - dropped
+    tail = tail_of(config, n, sinks, last.position - dropped, stop)
     middle = Span(None, sinks, sinks, tail)
     if runs is not None:
-        tail = min(tail, max(sinks, runs.position + len(runs.layer) - dropped))
         middle = Span(runs.layer, sinks + dropped - runs.position, sinks, tail)
     spans = (
         Span(first.layer, dropped - first.position, 0, sinks),
