@@ -222,6 +222,7 @@ class PagedKvCache(PagedExchange):
     ) -> None:
         """Append to a layer whose first and last tokens lie in blocks of another format too."""
         pool, table, contents = self._pool, state.table, state.contents
+        assert contents is not None
         store, recent = pool._stores[layer], pool._recent
         rows = (keys, values)
         recent.refuse(keys, values)
@@ -404,10 +405,11 @@ class PagedKvCache(PagedExchange):
                 )
             crosses = length // TOKENS != state.length // TOKENS
             state.length = length
-            if state.recent is not None:
-                recent = self._pool._recent.advanced(state.recent, length)
-                if recent is not state.recent:
-                    state.contents = state.contents._replace(recent=recent)
+            contents = state.contents
+            if contents is not None and contents.recent is not None:
+                recent = self._pool._recent.advanced(contents.recent, length)
+                if recent is not contents.recent:
+                    state.contents = contents._replace(recent=recent)
                 if crosses:
                     self._trim(state)
 

@@ -12,7 +12,7 @@ import numpy as np
 from kvedge.cache import CacheMethods
 from kvedge.cache_state import layer_names
 from kvedge.core import checks, memory, registry
-from kvedge.core.key_map import NO_MAP, KeyRule, same_vector
+from kvedge.core.key_map import NO_MAP, KeyMap, KeyRule, same_vector
 from kvedge.errors import InvalidArgumentError, LayersOutOfStepError, ShapeMismatchError
 from kvedge.layer_precise import PartContents, contents_of, runs_end
 from kvedge.paged import file, readings
@@ -273,19 +273,26 @@ class PagedExchange(PagedAttention):
         pool, length = self._pool, reading.length
         store, table, size = pool._stores[layer], reading.table, pool.block_size
         if pool._recent is None:
-            return LayerContents(*store.gather(table, size, 0, length), store._key_map)
+            return _contents(store.gather(table, size, 0, length), store._key_map)
         last, parts = pool._recent.contents(layer, reading)
         if not pool._config.in_runs:
-            rows = store.gather(table, size, 0, length)
-            return LayerContents(*rows, store._key_map, parts=parts)
+            return _contents(store.gather(table, size, 0, length), store._key_map, parts)
         runs = PartContents(store.gather(table, size, 0, runs_end(length, last)), NO_MAP)
         layout = memory.slab_layout(replace(pool._config, capacity=length))  # rows of no bytes
         rows = memory.Slabs(*(np.empty(shape, dtype) for shape, dtype in layout))
-        return LayerContents(*rows, store._key_map, parts=(*parts, runs))
+        return _contents(rows, store._key_map, (*parts, runs))
 
     @property
     def _format(self) -> CacheFormat:
         return CacheFormat.of([self._pool._config] * self._pool.num_layers)
+
+
+def _contents(
+    rows: memory.Slabs, key_map: KeyMap, parts: tuple[PartContents, ...] = ()
+) -> LayerContents:
+    return LayerContents(
+        rows.key_codes, rows.value_codes, rows.key_scales, rows.value_scales, key_map, parts=parts
+    )
 
 
 def check_nothing_pending(held: Sequence[int], length: int) -> None:

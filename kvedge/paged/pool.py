@@ -16,8 +16,8 @@ import numpy as np
 
 from kvedge.core import checks, memory, registry
 from kvedge.core.config import ConfigFacts, LayerConfig
-from kvedge.core.types import Array, Dtype, ScaleDtype
 from kvedge.core.kivi import RUN
+from kvedge.core.types import Array, Dtype, ScaleDtype
 from kvedge.errors import (
     BlockNotHeldError,
     CapacityExceededError,

@@ -289,9 +289,11 @@ class RecentTokens(BlockOwners):
     ) -> None:
         """Store a plan's tokens; `before` are those of a run that is cut, from its start on."""
         store, start = self.stores[layer], plan.start
-        for first, stop in ((start, min(plan.sinks, plan.first)), (max(start, plan.first), plan.stop)):
+        firsts, lasts = (start, min(plan.sinks, plan.first)), (max(start, plan.first), plan.stop)
+        for first, stop in (firsts, lasts):
             if first < stop:
-                store.write(table, TOKENS, first, *(side[first - start : stop - start] for side in rows))
+                keys, values = (side[first - start : stop - start] for side in rows)
+                store.write(table, TOKENS, first, keys, values)
         if before is not None and plan.first < start:
             store.write(table, TOKENS, plan.cut, *before)
 

@@ -47,9 +47,7 @@ class SequenceState:
     ) -> None:
         self.go_to(num_layers, table, length, recent)
 
-    def go_to(
-        self, num_layers: int, table: np.ndarray, length: int, recent: Recent | None
-    ) -> None:
+    def go_to(self, num_layers: int, table: np.ndarray, length: int, recent: Recent | None) -> None:
         """Hold `length` tokens in these blocks, in every layer."""
         self.contents = Contents(table, [length] * num_layers, recent)
         self.length = length  # tokens advanced over

@@ -71,7 +71,7 @@ def during(monkeypatch, cache):
 
         return stopped
 
-    for name in ("_attend_blocks", "gather"):
+    for name in ("_attend_blocks", "_attend_spans", "read", "gather"):
         monkeypatch.setattr(store, name, stopping(getattr(store, name)))
 
     def call_during(call, action):

@@ -9,9 +9,9 @@ import numpy as np
 from kvedge.backends.numpy import attention
 from kvedge.backends.numpy.layer import _LayerCore
 from kvedge.core import checks, registry
+from kvedge.core.config import LayerConfig
 from kvedge.core.options import AttendOptions
 from kvedge.paged.batch import Rows
-from kvedge.core.config import LayerConfig
 from kvedge.paged.store import BlockSpan, BlockStoreMethods, runs
 
 
