@@ -19,8 +19,8 @@ from kvedge.paged import readings
 from kvedge.paged.exchange import PagedExchange, check_nothing_pending
 from kvedge.paged.pool import KvBlockPool
 from kvedge.paged.prefixes import as_token_ids
-from kvedge.paged.recent import TOKENS, Recent
-from kvedge.paged.sequences import Contents, PagedSnapshot, SequenceState
+from kvedge.paged.recent import TOKENS
+from kvedge.paged.sequences import Contents, PagedSnapshot, Recent, SequenceState
 
 if TYPE_CHECKING:
     from kvedge.core.types import Array, Layout

@@ -28,7 +28,8 @@ from kvedge.errors import (
 from kvedge.paged import readings
 from kvedge.paged.owners import BlockOwners
 from kvedge.paged.prefixes import PrefixTree, as_token_ids
-from kvedge.paged.recent import SEQUENCES, TOKENS, Recent, RecentTokens, blocks_of_sequence
+from kvedge.paged.recent import SEQUENCES, TOKENS, RecentTokens, blocks_of_sequence
+from kvedge.paged.sequences import Recent
 from kvedge.paged.store import BlockSpan
 
 __all__ = ["KvBlockPool"]

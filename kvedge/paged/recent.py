@@ -14,11 +14,11 @@ is written there with its last tokens only, layer after layer.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvedge.core import memory, registry
+from kvedge.core import checks, memory, registry
 from kvedge.core.config import LayerConfig
 from kvedge.core.key_map import KeyMap
 from kvedge.core.kivi import RUN
@@ -33,12 +33,10 @@ from kvedge.layer_precise import (
 )
 from kvedge.paged import readings
 from kvedge.paged.owners import BlockOwners
+from kvedge.paged.sequences import Contents, Recent
 from kvedge.paged.store import BlockSpan
 
-if TYPE_CHECKING:
-    from kvedge.paged.sequences import Contents
-
-__all__ = ["SEQUENCES", "TOKENS", "Plan", "Recent", "RecentTokens", "blocks_of_sequence"]
+__all__ = ["SEQUENCES", "TOKENS", "Plan", "RecentTokens", "blocks_of_sequence"]
 
 TOKENS = RUN  # of a block
 _FIRST = np.zeros(1, np.int32)  # a table of one block
@@ -50,20 +48,6 @@ def blocks_of_sequence(config: LayerConfig) -> int:
     kept = kept_rows(config)
     last = -(-(kept + TOKENS) // TOKENS) + 1 if kept else 0  # 32 more until they are given back
     return -(-config.sinks // TOKENS) + last
-
-
-class Recent(NamedTuple):
-    """Which blocks hold tokens of a sequence, and which tokens; never written to."""
-
-    table: np.ndarray  # int32 (blocks,), each held once by the sequence; -1: none
-    since: list[int]  # of each layer: its last tokens are there from this position on
-    base: list[int]  # the same once pending tokens are forgotten
-    sinks: int  # so many first tokens are there, as far as there are tokens
-
-    @property
-    def held(self) -> np.ndarray:
-        """The blocks, without gaps."""
-        return self.table[self.table >= 0]
 
 
 class Plan(NamedTuple):
@@ -221,6 +205,8 @@ class RecentTokens(BlockOwners):
         """Raise if rows that could be stored here cannot become runs."""
         config = self.whole
         if config.in_runs and config.recent_dtype != "float16":  # whose range is that of runs
+            checks.check_finite(keys, "keys")
+            checks.check_finite(values, "values")
             config.key_format.refuse(keys, "keys", config.key_rows)
             config.value_format.refuse(values, "values", config.value_rows)
 

@@ -4,18 +4,32 @@ from __future__ import annotations
 
 from collections import deque
 from threading import RLock
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from kvedge.errors import InvalidArgumentError
 
-if TYPE_CHECKING:
-    from kvedge.paged.recent import Recent
-
-__all__ = ["Contents", "PagedSnapshot", "SequenceState"]
+__all__ = ["Contents", "PagedSnapshot", "Recent", "SequenceState"]
 
 NO_BLOCKS = np.empty(0, np.int32)
+
+
+class Recent(NamedTuple):
+    """Which blocks hold tokens of a sequence in another format, and which; never written to.
+
+    See kvedge.paged.recent.
+    """
+
+    table: np.ndarray  # int32 (blocks,), each held once by the sequence; -1: none
+    since: list[int]  # of each layer: its last tokens are there from this position on
+    base: list[int]  # the same once pending tokens are forgotten
+    sinks: int  # so many first tokens are there, as far as there are tokens
+
+    @property
+    def held(self) -> np.ndarray:
+        """The blocks, without gaps."""
+        return self.table[self.table >= 0]
 
 
 class Contents(NamedTuple):

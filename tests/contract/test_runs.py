@@ -298,11 +298,6 @@ def test_options_are_checked(options, match):
         new_layer(**options)
 
 
-def test_pools_refuse_runs():
-    with pytest.raises(errors.InvalidArgumentError, match="kivi4"):
-        kvedge.KvBlockPool(4, 32, 1, HEADS, DIM, dtype="kivi4")
-
-
 # ---- caches ----
 
 
