@@ -233,6 +233,14 @@ class PagedKvCache(PagedExchange):
         token = plan.cut if is_cut else plan.start
         block = self._unwritable(state, layer, plan.start, token) if writes else None
         num_new = max(0, pool._blocks_for(plan.stop) - len(table))
+        if plan.start == state.resumed:
+            pool._settle()  # calls that read these rows have ended, late helpers may not have
+        if num_new == 0 and block is None and plan.is_in_place and not plan.writes_run:
+            recent.write(plan, plan.recent.table, layer, rows, None)
+            if not pool._config.in_runs:
+                store.write(table, pool.block_size, plan.start, *rows)
+            state.held[layer] = plan.stop
+            return
         copied, wanted = self._wanted(layer, table, block, token, num_new)
         pool._check_room(wanted)
         recent._check_room(recent.needed(plan))
@@ -246,8 +254,6 @@ class PagedKvCache(PagedExchange):
         if pool._must_forget(wanted):
             store.check(keys, values)
             recent.check(layer, keys, values)
-        if plan.start == state.resumed:
-            store._settle()
         if block is not None and copied is None:
             self._own(table, block)
         taken, fine = pool._take(wanted), recent._take(recent.needed(plan))
@@ -257,7 +263,7 @@ class PagedKvCache(PagedExchange):
             recent.write(plan, of_recent, layer, rows, before)
             if not pool._config.in_runs:
                 store.write(longer, pool.block_size, plan.start, *rows)
-            elif plan.writes_run:
+            elif writes:
                 runs = recent.runs(layer, plan, rows, before)
                 store.write(longer, pool.block_size, plan.cut, *runs)
         except KvedgeError:

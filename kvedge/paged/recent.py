@@ -62,11 +62,8 @@ class Plan(NamedTuple):
     sinks: int  # positions up to here are written as first tokens
     missing: list[int]  # indices of new blocks
     copied: int | None  # index of a block that others hold or read as well
-
-    @property
-    def writes_run(self) -> bool:
-        """Whether a run becomes full."""
-        return self.stop // RUN * RUN > self.cut
+    is_in_place: bool  # the sequence's blocks stay, and so does what layers hold of them
+    writes_run: bool  # of runs: one becomes full
 
 
 class RecentTokens(BlockOwners):
@@ -243,7 +240,9 @@ class RecentTokens(BlockOwners):
             alone = self._references[table[at]] == 1
             if not alone or self._is_read(layer, table, at, token):
                 copied = at
-        return Plan(recent, start, stop, cut, since, first, sinks, missing, copied)
+        stays = not missing and copied is None and since == recent.since[layer]
+        fills = self.whole.in_runs and stop // RUN * RUN > cut
+        return Plan(recent, start, stop, cut, since, first, sinks, missing, copied, stays, fills)
 
     def _is_read(self, layer: int, table: np.ndarray, index: int, token: int) -> bool:
         return bool(self._running) and readings.reads_from(
