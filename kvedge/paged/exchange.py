@@ -53,22 +53,12 @@ class PagedExchange(PagedAttention):
         ------
         LayersOutOfStepError
             Some layer of a sequence has pending tokens.
-        InvalidArgumentError
-            The pool holds first or last tokens in another format, as those of runs do.
         OSError, MissingExtraError
         """
         with self._pool._lock:
-            if self._pool._recent is not None:
-                raise InvalidArgumentError(
-                    "the file of a pool holds no first and last tokens in another format: "
-                    "swap_out() each sequence"
-                )
-            sequences = []
             for state in self._sequences.values():
                 check_nothing_pending(state.held, state.length)
-                table = state.table[: self._pool._blocks_for(state.length)]
-                sequences.append((table, state.length))
-            file.save(self._pool, sequences, path)
+            file.save(self._pool, list(self._sequences.values()), path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, num_blocks: int | None = None) -> Self:
@@ -96,8 +86,8 @@ class PagedExchange(PagedAttention):
         number = None if num_blocks is None else checks.as_int(num_blocks, "num_blocks")
         pool, sequences = file.load(path, number)
         cache = cls(pool)
-        for table, length in sequences:
-            cache._add(SequenceState(pool.num_layers, table, length))
+        for state in sequences:
+            cache._add(state)
         return cache
 
     def swap_out(self, seq: int, path: str | os.PathLike[str]) -> None:

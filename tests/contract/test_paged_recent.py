@@ -21,6 +21,7 @@ L, H, D, DRAFT = 2, 2, 24, 64
 KINDS = {
     "kivi4": {"dtype": "kivi4"},
     "kivi2 recent": {"dtype": "kivi2", "recent": 40, "recent_dtype": "int8"},
+    "kivi8 kivi2": {"dtype": "kivi8", "value_dtype": "kivi2", "recent": 3},
     "kivi8 recent and sinks": {"dtype": "kivi8", "recent": 20, "sinks": 5},
     "int8 recent": {"dtype": "int8", "recent": 20},
     "int4 sinks": {"dtype": "int4", "sinks": 37, "recent_dtype": "bfloat16"},
@@ -323,11 +324,67 @@ def test_what_is_swapped_in_shares_a_known_prefix(tmp_path):
     np.testing.assert_array_equal(cache.block_table(seq)[:4], cache.block_table(keeper)[:4])
 
 
-def test_the_file_of_a_whole_pool_is_refused(tmp_path):
-    cache = new_cache(KINDS["kivi4"])
-    with pytest.raises(errors.InvalidArgumentError, match="swap_out"):
-        cache.save(tmp_path / "pool")
-    assert not (tmp_path / "pool").exists()
+@kinds
+def test_the_file_of_a_whole_pool_holds_all(tmp_path, options):
+    pytest.importorskip("safetensors")
+    cache = new_cache(options)
+    seqs = [sequence(cache, rows(25 + n, n)) for n in (1, 33, 200, 70)]
+    cache.new_sequence()
+    seqs += [cache.fork(seqs[2]), sequence(cache, rows(29, 500))]
+    cache.truncate(seqs[5], 300)  # to a run whose last tokens are no more there
+    cache.truncate(seqs[2], 150)
+    cache.register(seqs[4], range(200))
+    cache.match_prefix(range(200))
+    cache.save(tmp_path / "pool")
+    other = PagedKvCache.load(tmp_path / "pool")
+    assert repr(other.pool) == repr(cache.pool)
+    assert other.pool.used_bytes == cache.pool.used_bytes
+    for mine, theirs in zip(cache.sequences, other.sequences, strict=True):
+        assert bits(other, theirs) == bits(cache, mine)
+    other.save(tmp_path / "again")
+    assert (tmp_path / "again").read_bytes() == (tmp_path / "pool").read_bytes()
+    for mine, theirs in zip(cache.sequences, other.sequences, strict=True):
+        for each, seq in ((cache, mine), (other, theirs)):  # and they go on alike
+            fill(each, seq, rows(30, 45))
+            each.truncate(seq, each.length(seq) - 20)
+        assert bits(other, theirs) == bits(cache, mine)
+    other.match_prefix(range(200))
+    cache.match_prefix(range(200))
+    for each in (cache, other):
+        for seq in each.sequences:
+            each.drop(seq)
+        assert each.pool.used_count == each.pool.used_recent_count == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("since", lambda x: x + 1000),
+        ("since", lambda x: x - 1000),
+        ("first", lambda x: x + 1),
+        ("recent_tables", lambda x: np.where(x >= 0, 0, x)),
+        ("recent_tables", lambda x: x + 100),
+        ("recent_tables", lambda x: np.full_like(x, -1)),
+        ("recent.1.key_codes", lambda x: x * np.float16(np.nan)),
+        ("layers.0.value_codes", lambda x: np.full_like(x, 255)),
+        ("layers.0.value_codes", lambda x: x[32:]),
+        ("recent.0.key_codes", lambda x: x[32:]),
+    ],
+)
+def test_a_forged_file_of_a_pool_is_refused(tmp_path, name, change):
+    safetensors = pytest.importorskip("safetensors.numpy")
+    from safetensors import safe_open
+
+    cache = new_cache(KINDS["kivi8 recent and sinks"])
+    sequence(cache, rows(31, 200)), sequence(cache, rows(32, 40))
+    cache.save(tmp_path / "pool")
+    with safe_open(tmp_path / "pool", "numpy") as file:
+        fields = file.metadata()
+        tensors = {each: file.get_tensor(each) for each in file.keys()}
+    tensors[name] = np.ascontiguousarray(change(tensors[name]))
+    safetensors.save_file(tensors, tmp_path / "forged", fields)
+    with pytest.raises(errors.CorruptFileError):
+        PagedKvCache.load(tmp_path / "forged")
 
 
 # ---- room, and what is refused ----

@@ -124,6 +124,21 @@ def test_stored_bytes_are_those_of_the_formula(dtype, dim, value_dim):
     assert cache.used_bytes == 64 * int(np.ceil(per_token))
 
 
+@pytest.mark.parametrize(("keys", "values"), [("kivi4", "kivi2"), ("kivi2", "kivi8")])
+def test_keys_and_values_may_be_in_runs_of_their_own(keys, values):
+    """Each side is as by itself."""
+    both = new_layer(keys, value_dtype=values, recent=5)
+    alike = {dtype: new_layer(dtype, recent=5) for dtype in (keys, values)}
+    for layer in (both, *alike.values()):
+        layer.extend(*rows(6, 150))
+    np.testing.assert_array_equal(both.keys(), alike[keys].keys())
+    np.testing.assert_array_equal(both.values(), alike[values].values())
+    assert (both.dtype, both.value_dtype) == (keys, values)
+    query = rows(7, 3)[0].repeat(2, axis=1)
+    wanted, _ = attention(query, *read(both))
+    np.testing.assert_allclose(both.attend(query), wanted, atol=2e-4 * np.abs(wanted).max())
+
+
 @pytest.mark.parametrize("dtype", CLASSES)
 @pytest.mark.parametrize("num_rows", [1, 7, 190])
 @pytest.mark.parametrize(
@@ -287,7 +302,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing():
     ("options", "match"),
     [
         ({"group_size": 8}, "no scales"),
-        ({"value_dtype": "int8"}, "for keys and values alike"),
+        ({"value_dtype": "int8"}, "both in runs"),
         ({"key_scale": np.ones((HEADS, DIM), np.float32)}, "no key_scale"),
         ({"key_offset": "auto"}, "no scales|key_offset"),
         ({"recent_dtype": "kivi2"}, "recent_dtype must be"),
@@ -316,7 +331,13 @@ def cache_bits(cache):
 @pytest.mark.parametrize("tokens", [1, 31, 32, 130, 352])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"recent": 12, "sinks": 3}, {"dtype": "kivi2", "recent": 40, "recent_dtype": "int8"}],
+    [
+        {},
+        {"recent": 12, "sinks": 3},
+        {"dtype": "kivi2", "recent": 40, "recent_dtype": "int8"},
+        {"dtype": "kivi8", "value_dtype": "kivi2", "recent": 12},
+        {"dtype": "int8", "key_dtype": "kivi4", "value_dtype": "kivi8"},
+    ],
 )
 def test_copies_files_and_pickles_keep_all(tmp_path, tokens, options):
     pytest.importorskip("safetensors")
