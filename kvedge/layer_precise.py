@@ -17,6 +17,7 @@ the last tokens copies what is still needed to another one, and replaces `now` a
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -384,11 +385,9 @@ class PreciseTokens:
             layer._shift(delta, rope, low, high)
         if runs is not None and turned is not None:
             first, codes = turned
-            length = len(runs.layer)
-            runs.layer._set_len(first)
-            row = first // RUN
-            runs.layer._held().slabs.key_codes[row : row + len(codes)] = codes
-            runs.layer._set_len(length)
+            with _rewriting(runs.layer, first) as slabs:
+                row = first // RUN
+                slabs.key_codes[row : row + len(codes)] = codes
 
     def _turned(
         self, delta: int, rope: Any, start: int, stop: int
@@ -414,6 +413,35 @@ class PreciseTokens:
         )
         config.key_format.refuse(keys, "keys", config.key_rows)
         return first, config.key_format.encode(keys, config.key_rows)[0]
+
+    def put(self, position: int, keys: np.ndarray, values: np.ndarray) -> None:
+        """Store whole runs of tokens (n, H, channels) at a position, over the runs there."""
+        runs, own, stop = self.now.runs, self._config, position + len(keys)
+        assert runs is not None
+        sides = ((own.key_format, own.key_rows), (own.value_format, own.value_rows))
+        stored = [
+            form.encode(rows, shape)
+            for (form, shape), rows in zip(sides, (keys, values), strict=True)
+        ]
+        read = [
+            form.decode(*both, shape, np.float32)
+            for (form, shape), both in zip(sides, stored, strict=True)
+        ]
+        config, first = runs.layer._config, position - runs.position
+        codes = (
+            config.key_format.encode(read[0], config.key_rows)[0],
+            config.value_format.encode(read[1], config.value_rows)[0],
+        )
+        with _rewriting(runs.layer, first) as slabs:
+            at = slice(first // RUN, first // RUN + len(codes[0]))
+            slabs.key_codes[at], slabs.value_codes[at] = codes
+        for layer, low, high in self._ranges(position, stop):
+            part = self.now.first if layer is self.now.first.layer else self.now.last
+            row, start = layer._held().start + low, part.position + low - position
+            to, given = slice(row, row + high - low), slice(start, start + high - low)
+            with _rewriting(layer, low) as slabs:
+                slabs.key_codes[to], slabs.key_scales[to] = (one[given] for one in stored[0])
+                slabs.value_codes[to], slabs.value_scales[to] = (one[given] for one in stored[1])
 
     def keep(self, positions: np.ndarray, start: int) -> None:
         """Hold the tokens at these positions alone, which close ranks from `start` on."""
@@ -480,6 +508,17 @@ class Appending(NamedTuple):
     n: int
     lengths: tuple[int, int]  # of the parts before
     rest: tuple[np.ndarray, np.ndarray] | None  # of runs: the tokens of the last one, if it was cut
+
+
+@contextlib.contextmanager
+def _rewriting(layer: Any, start: int) -> Iterator[memory.Slabs]:
+    """The slabs of a layer whose tokens from `start` on are written over."""
+    length = len(layer)
+    layer._set_len(start)  # a core looks anew at the rows that it gets back below
+    try:
+        yield layer._held().slabs
+    finally:
+        layer._set_len(length)
 
 
 def _copy_runs(arrays: Sequence[np.ndarray], layer: Any, tokens: int) -> None:

@@ -414,6 +414,43 @@ def test_ranges():
     np.testing.assert_allclose(plain.k(0), tokens[0], atol=0.06)
 
 
+@pytest.mark.parametrize("options", [{}, {"recent": 40, "sinks": 37, "recent_dtype": "int8"}])
+@pytest.mark.parametrize("start", [0, 32, 160, 192, 224, 256, 288])
+def test_tokens_are_put_in_place_of_whole_runs(start, options):
+    """Those before and after them stay, to the byte."""
+    cache = new_cache(rows(30, 300), dtype="kivi8", **options)
+    other = new_cache(rows(31, 64), dtype="kivi8", **options)
+    before = [read(cache.layer(i)) for i in range(2)]
+    mark, stop = cache.snapshot(), start + 64
+    cache.inject(other, start=start)
+    assert mark.is_stale and len(cache) == max(300, stop)
+    for i in range(2):
+        got = read(cache.layer(i))
+        old = min(start, 260)  # what was recent may be no more
+        np.testing.assert_array_equal(got[:, :old], before[i][:, :old])
+        np.testing.assert_allclose(got[:, :start], before[i][:, :start], atol=0.05)
+        np.testing.assert_array_equal(got[:, stop:], before[i][:, stop:])
+        np.testing.assert_allclose(got[:, start:stop], read(other.layer(i)), atol=0.05)
+        query = rows(32, 1)[0][0].repeat(2, axis=0)
+        wanted, _ = attention(query[None], *got)
+        atol = 2e-4 * np.abs(wanted).max()
+        np.testing.assert_allclose(cache.attend(i, query), wanted[0], atol=atol)
+    twin = pickle.loads(pickle.dumps(cache))
+    for each in (cache, twin):
+        each.truncate(len(each) - 50)
+        each.push_step(*rows(33, 2))
+    assert cache_bits(twin) == cache_bits(cache)
+
+
+@pytest.mark.parametrize("start", [1, 31, 200, 240])
+def test_tokens_are_put_in_place_of_no_part_of_a_run(start):
+    cache, other = new_cache(rows(30, 300)), new_cache(rows(31, 60))
+    before = cache_bits(cache)
+    with pytest.raises(errors.InvalidArgumentError, match="multiple of 32"):
+        cache.inject(other, start=start if start != 200 else 192)
+    assert cache_bits(cache) == before
+
+
 def test_layers_of_a_cache_may_differ(tmp_path):
     pytest.importorskip("safetensors")
     layers = [
