@@ -376,12 +376,6 @@ const kvedge_session *kvedge_session_held(const kvedge_session_reader *reader);
 kvedge_status kvedge_session_load(const kvedge_session_reader *reader, kvedge_layer *const *layers,
                                   kvedge_session_parts *parts, const char **why);
 
-/* Where the tokens of a layer with parts are read: writes the parts of a kvedge_attention_call, in which position 0 is that
- * of the layer's first token, and returns their number, 0 to 3. Of `of`, recent and dropped count. */
-struct kvedge_part;
-int kvedge_session_attended(const kvedge_session_layer *of, const kvedge_layer *layer, const kvedge_session_parts *parts,
-                            struct kvedge_part attended[3]);
-
 /* ---- Attention ---------------------------------------------------------------------------- */
 
 /* Start from kvedge_attention_defaults() and change what is needed. */
@@ -457,6 +451,12 @@ typedef struct kvedge_part {
  * shared out over the threads in one go. Layers may differ in length, format and shape, and one may occur several times;
  * num_heads has to be a multiple of the num_kv_heads of each. Nothing is written unless all arguments are good. */
 kvedge_status kvedge_attend_layers(const kvedge_attention_call *calls, int num_calls, int num_heads, int num_threads);
+
+/* Where the tokens of a layer with the parts of a session are read: writes the parts of a call, in which position 0 is that of
+ * the layer's first token, and returns their number, 0 to 3. Of `of`, recent and dropped count. The getters of the layers at
+ * these rows read the same tokens back. */
+int kvedge_session_attended(const kvedge_session_layer *of, const kvedge_layer *layer,
+                            const kvedge_session_parts *parts, kvedge_part attended[3]);
 
 /* logits[num_heads][num_tokens] of one query row against num_tokens tokens from first_row on (-1: from token 0):
  * scale * query . key, before any option. KVEDGE_ERROR_ARGUMENT if the layer holds fewer. */

@@ -45,7 +45,7 @@ kvedge_session_layer kvedge_contents_layer(const kvedge_contents *contents, int 
     layer.has_key_offset = from->keys.offset != NULL;
     layer.has_key_scale = from->keys.scale != NULL;
     layer.first = layer.last = layer.runs = (kvedge_session_part){0};
-    if (parts && parts->last) {
+    if (parts && parts->last && layer.dropped >= 0 && layer.dropped <= session->length) {
       layer.first = part_of(parts->first, kvedge_most_first(session, &layer));
       layer.last = part_of(parts->last, kvedge_most_last(session, &layer));
       if (parts->runs) layer.runs = part_of(parts->runs, INT64_MAX);

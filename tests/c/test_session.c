@@ -54,9 +54,9 @@ typedef struct {
 } sample;
 
 static block write_file(const kvedge_session *session, kvedge_layer *const *layers) {
-  block file = new_block(kvedge_session_bytes(session, layers));
+  block file = new_block(kvedge_session_bytes(session, layers, NULL));
   buffer to = {file.data, 0, file.size};
-  if (kvedge_session_write(session, layers, take, &to) != KVEDGE_OK || to.bytes != file.size)
+  if (kvedge_session_write(session, layers, NULL, take, &to) != KVEDGE_OK || to.bytes != file.size)
     fail("a file of %zu bytes was written as %zu", file.size, to.bytes);
   return file;
 }
@@ -141,7 +141,7 @@ static kvedge_status open_file(const block *file, opened *o, const char **why) {
 
 static kvedge_status load_file(const block *file, opened *o, const char **why) {
   const kvedge_status status = open_file(file, o, why);
-  return status == KVEDGE_OK ? kvedge_session_load(o->reader, o->layers, why) : status;
+  return status == KVEDGE_OK ? kvedge_session_load(o->reader, o->layers, NULL, why) : status;
 }
 
 static int same_file(const block *a, const block *b) {
@@ -389,7 +389,7 @@ static void test_foreign_headers(void) {
   block file = new_block(8 + length);
   memset(file.data, 0, 8), memcpy(file.data, &length, sizeof length), memcpy((char *)file.data + 8, text, length);
   CHECK(open_file(&file, &o, &why) == KVEDGE_OK);
-  CHECK(kvedge_session_load(o.reader, o.layers, &why) == KVEDGE_ERROR_FILE && why && strstr(why, "sha256"));
+  CHECK(kvedge_session_load(o.reader, o.layers, NULL, &why) == KVEDGE_ERROR_FILE && why && strstr(why, "sha256"));
   close_file(&o), free_block(&file);
   end();
 }
@@ -402,18 +402,18 @@ static void test_layers_that_do_not_fit(void) {
   const char *why;
   CHECK(open_file(&file, &o, &why) == KVEDGE_OK);
   kvedge_layer *const good[] = {o.layers[0], o.layers[1]};
-  CHECK(kvedge_session_load(o.reader, s.layers, &why) == KVEDGE_ERROR_ARGUMENT); /* not empty */
-  CHECK(kvedge_session_load(o.reader, (kvedge_layer *[]){good[0], good[0]}, &why) == KVEDGE_ERROR_ARGUMENT);
-  CHECK(kvedge_session_load(o.reader, (kvedge_layer *[]){good[1], good[0]}, &why) == KVEDGE_ERROR_ARGUMENT);
-  CHECK(kvedge_session_load(o.reader, (kvedge_layer *[]){good[0], NULL}, &why) == KVEDGE_ERROR_ARGUMENT);
+  CHECK(kvedge_session_load(o.reader, s.layers, NULL, &why) == KVEDGE_ERROR_ARGUMENT); /* not empty */
+  CHECK(kvedge_session_load(o.reader, (kvedge_layer *[]){good[0], good[0]}, NULL, &why) == KVEDGE_ERROR_ARGUMENT);
+  CHECK(kvedge_session_load(o.reader, (kvedge_layer *[]){good[1], good[0]}, NULL, &why) == KVEDGE_ERROR_ARGUMENT);
+  CHECK(kvedge_session_load(o.reader, (kvedge_layer *[]){good[0], NULL}, NULL, &why) == KVEDGE_ERROR_ARGUMENT);
   kvedge_layer_config config = o.held->layers[1].config;
   kvedge_layer *small;
   config.capacity = 2;
   CHECK(kvedge_layer_create(&config, &small) == KVEDGE_OK);
-  CHECK(kvedge_session_load(o.reader, (kvedge_layer *[]){good[0], small}, &why) == KVEDGE_ERROR_CAPACITY);
+  CHECK(kvedge_session_load(o.reader, (kvedge_layer *[]){good[0], small}, NULL, &why) == KVEDGE_ERROR_CAPACITY);
   kvedge_layer_destroy(small);
   CHECK(are_empty(&o));
-  CHECK(kvedge_session_load(o.reader, good, NULL) == KVEDGE_OK);
+  CHECK(kvedge_session_load(o.reader, good, NULL, NULL) == KVEDGE_OK);
   CHECK(kvedge_layer_len(good[0]) == 3 && kvedge_layer_len(good[1]) == 3);
   CHECK(kvedge_session_read(file.data, file.size, o.memory.data, o.memory.size - 16, &o.reader, &why) ==
         KVEDGE_ERROR_MEMORY);
@@ -424,11 +424,11 @@ static void test_layers_that_do_not_fit(void) {
 static void test_what_cannot_be_written(void) {
   begin("what cannot be written");
   sample s = small_sample();
-  const size_t bytes = kvedge_session_bytes(&s.session, s.layers);
+  const size_t bytes = kvedge_session_bytes(&s.session, s.layers, NULL);
   char *room = malloc(bytes);
   for (size_t i = 0; i < bytes; i += 50) { /* a sink that is full */
     buffer to = {room, 0, i};
-    CHECK(kvedge_session_write(&s.session, s.layers, take, &to) == KVEDGE_ERROR_FILE);
+    CHECK(kvedge_session_write(&s.session, s.layers, NULL, take, &to) == KVEDGE_ERROR_FILE);
   }
   free(room);
   const kvedge_session_text texts[] = {
@@ -457,13 +457,13 @@ static void test_what_cannot_be_written(void) {
     if (i == 12) layers[0] = layers[1], wrong.auto_key_offset = 1;
     if (i == 13) layers[0] = layers[1], wrong.auto_key_scale = 1;
     buffer to = {NULL, 0, 0};
-    CHECK(kvedge_session_bytes(&wrong, layers) == 0);
-    CHECK(kvedge_session_write(&wrong, layers, take, &to) == KVEDGE_ERROR_ARGUMENT && to.bytes == 0);
+    CHECK(kvedge_session_bytes(&wrong, layers, NULL) == 0);
+    CHECK(kvedge_session_write(&wrong, layers, NULL, take, &to) == KVEDGE_ERROR_ARGUMENT && to.bytes == 0);
   }
   kvedge_layer *grid =
       new_layer((kvedge_layer_config){.format = KVEDGE_GRID4, .capacity = 1, .num_kv_heads = 1, .head_dim = 4}, 1);
   const kvedge_session session = {.num_layers = 1, .length = 1};
-  CHECK(kvedge_session_bytes(&session, &grid) == 0);
+  CHECK(kvedge_session_bytes(&session, &grid, NULL) == 0);
   kvedge_layer_destroy(grid), free_sample(&s);
   end();
 }
