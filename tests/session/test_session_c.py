@@ -312,3 +312,87 @@ def test_c_refuses_forged_files_as_python_does(copy, tmp_path, rng, change, fiel
         KVCache.load(path)
     assert "a session file is damaged or none" in copy(path, tmp_path / "c.safetensors")
     assert not (tmp_path / "c.safetensors").exists()
+
+
+def taller(part):
+    """One row more in each tensor of a part."""
+
+    def change(tensors):
+        for name, array in tensors.items():
+            if f"layers.0.{part}." in name:
+                tensors[name] = np.concatenate([array, np.zeros_like(array[:1])])
+
+    return change
+
+
+def without(name):
+    def change(tensors):
+        del tensors[name]
+
+    return change
+
+
+def with_key_scale(tensors):
+    tensors["layers.0.key_scale"] = np.ones((HEADS, DIM), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("change", "fields"),
+    [
+        (put("layers.0.runs.key_codes", (0, 0, -1), 0x7C), {}),  # an infinite smallest value
+        (put("layers.0.runs.key_codes", (0, 0, -1), 0xFE), {}),
+        (put("layers.1.runs.value_codes", (0, 1, 32 * DIM // 2 + 1), 0x80), {}),  # a step below 0
+        (put("layers.1.last.value_codes", (0, 1, 3), np.inf), {}),
+        (put("layers.1.first.key_codes", (0, 1, 3), np.nan), {}),
+        (taller("runs"), {}),
+        (taller("last"), {}),
+        (taller("first"), {}),
+        (without("layers.1.last.value_scales"), {}),
+        (without("layers.0.runs.key_codes"), {}),
+        (without("layers.0.first.key_codes"), {}),
+        (with_key_scale, {}),
+        (None, {"recent": "-1"}),
+        (None, {"recent": "65537"}),
+        (None, {"recent": "03"}),
+        (None, {"recent": None}),
+        (None, {"sinks": "1"}),
+        (None, {"sinks": ""}),
+        (None, {"recent_dtype": "int8"}),
+        (None, {"recent_dtype": "kivi4"}),
+        (None, {"recent_dtype": ""}),
+        (None, {"dtype": "kivi2"}),
+        (None, {"dtype": "int8"}),
+        (None, {"dtype": "kivi4.runs"}),
+        (None, {"key_scale": "auto"}),
+        (None, {"length": "71"}),
+        (None, {"length": "1099511627776"}),
+        (None, {"layers": '[{"recent":3},{}]'}),
+        (None, {"layers": '[{},{"recent_dtype":""}]'}),
+        (None, {"layers": '[{},{"dtype":"kivi2"}]'}),
+        (None, {"layers": '[{"window":70},{}]'}),  # with sinks
+    ],
+    ids=str,
+)
+def test_c_refuses_forged_parts_as_python_does(copy, tmp_path, rng, change, fields):
+    path = tmp_path / "forged.safetensors"
+    with_parts(rng, 70, "kivi4", recent=3, sinks=2).save(path)
+    forge(path)
+    assert copy(path, tmp_path / "c.safetensors") == ""
+    (tmp_path / "c.safetensors").unlink()
+    forge(path, change, **fields)
+    with pytest.raises(errors.CorruptFileError):
+        KVCache.load(path)
+    assert "a session file is damaged or none" in copy(path, tmp_path / "c.safetensors")
+    assert not (tmp_path / "c.safetensors").exists()
+
+
+@pytest.mark.parametrize("value", [1e6, 1e12])
+@pytest.mark.parametrize("part", ["first", "last"])
+def test_c_refuses_keys_of_a_part_beyond_float32(copy, tmp_path, rng, part, value):
+    path = tmp_path / "forged.safetensors"
+    scale = np.full((LAYERS, HEADS, DIM), 1e30, np.float32)
+    options = {"recent": 4, "sinks": 2, "recent_dtype": "int8", "key_scale": scale}
+    with_parts(rng, 9, "float32", **options).save(path)
+    forge(path, put(f"layers.1.{part}.key_scales", (1, 1, 0), value))
+    refused = "beyond float32" in copy(path, tmp_path / "c.safetensors")
+    assert refused == (value > 1e10)
