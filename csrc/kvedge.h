@@ -309,7 +309,8 @@ typedef struct {
 
 /* What a file has of a part. */
 typedef struct {
-  kvedge_layer_config config; /* capacity: num_tokens, up to whole runs, and at least 1 or a run; 0: there is no such part */
+  kvedge_layer_config
+      config; /* capacity: num_tokens, up to whole runs, and at least 1 or a run; 0: there is no such part */
   int64_t num_tokens;
 } kvedge_session_part;
 
@@ -323,7 +324,8 @@ typedef struct {
   int64_t window; /* tokens that a query row sees, 1..2^40; 0: all */
   int64_t
       dropped; /* tokens before the first that the layer holds; with a window, whose last window - 1 tokens are held */
-  int recent, sinks; /* tokens that are read in parts: the last and the first ones, 0..65536; sinks without a window only */
+  int recent,
+      sinks; /* tokens that are read in parts: the last and the first ones, 0..65536; sinks without a window only */
   /* These a reader tells; writing asks the layer and its parts. */
   kvedge_layer_config config; /* capacity: the tokens that the layer holds, length - dropped, or 1 */
   int has_key_offset, has_key_scale;

@@ -11,16 +11,16 @@ enum { MAX_PRECISE = 65536 }; /* tokens that recent, or sinks, may be */
 
 #define PART(part, prefix)                                                                                             \
   {part, KEY_CODES, prefix "key_codes"}, {part, KEY_SCALES, prefix "key_scales"},                                      \
-      {part, VALUE_CODES, prefix "value_codes"}, { part, VALUE_SCALES, prefix "value_scales" }
+      {part, VALUE_CODES, prefix "value_codes"}, {part, VALUE_SCALES, prefix "value_scales"}
 const kvedge_tensor_name kvedge_tensors[NUM_TENSORS] = {
     PART(FIRST_TOKENS, "first."),
-    {OWN_ROWS, KEY_CODES, "key_codes"},
-    {OWN_ROWS, KEY_OFFSET, "key_offset"},
-    {OWN_ROWS, KEY_SCALE, "key_scale"},
-    {OWN_ROWS, KEY_SCALES, "key_scales"},
+    {OWN_ROWS, KEY_CODES,    "key_codes"   },
+    {OWN_ROWS, KEY_OFFSET,   "key_offset"  },
+    {OWN_ROWS, KEY_SCALE,    "key_scale"   },
+    {OWN_ROWS, KEY_SCALES,   "key_scales"  },
     PART(LAST_TOKENS, "last."),
     PART(RUNS, "runs."),
-    {OWN_ROWS, VALUE_CODES, "value_codes"},
+    {OWN_ROWS, VALUE_CODES,  "value_codes" },
     {OWN_ROWS, VALUE_SCALES, "value_scales"},
 };
 
@@ -155,7 +155,8 @@ static const char *metadata_fault(const kvedge_session *session) {
 static const char *format_fault(const kvedge_layer_config *config) {
   for (int values = 0; values < 2; values++) {
     const kvedge_format_info *format = kvedge_side_format(config, values);
-    if (!format->file_type || format->tokens_per_group > 1) return "a layer has a format that session files do not hold";
+    if (!format->file_type || format->tokens_per_group > 1)
+      return "a layer has a format that session files do not hold";
     if ((format->id == KVEDGE_NO_ROWS) != (config->format == KVEDGE_NO_ROWS)) return "a layer has keys or values only";
   }
   return NULL;
@@ -169,7 +170,8 @@ static const char *parts_fault(const kvedge_session_layer *layer) {
   if (has_parts != (layer->recent > 0 || layer->sinks > 0 || in_runs))
     return "a layer lacks the parts of its recent, sinks or runs, or has parts without any of these";
   if ((layer->runs.config.capacity > 0) != in_runs) return "a layer has runs and rows, or none of them";
-  if (in_runs && (layer->has_key_offset || layer->has_key_scale)) return "a layer of runs has a key offset or key scale";
+  if (in_runs && (layer->has_key_offset || layer->has_key_scale))
+    return "a layer of runs has a key offset or key scale";
   return NULL;
 }
 

@@ -4,7 +4,8 @@
 
 enum { DRAFT = 64, ROOM = 64 }; /* tokens of last: that may be taken back; that are appended between two moves */
 
-kvedge_layer *kvedge_layer_of_part(kvedge_layer *const *layers, const kvedge_session_parts *parts, int index, int part) {
+kvedge_layer *kvedge_layer_of_part(kvedge_layer *const *layers, const kvedge_session_parts *parts, int index,
+                                   int part) {
   if (part == OWN_ROWS) return layers[index];
   if (!parts) return NULL;
   return part == FIRST_TOKENS ? parts[index].first : part == LAST_TOKENS ? parts[index].last : parts[index].runs;

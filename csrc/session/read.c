@@ -455,7 +455,8 @@ static const char *read_entry(kvedge_json *json, entry *e) {
     if (!strcmp(name, "dtype")) {
       if (has_type++ || !read_word(json, e->type, sizeof e->type)) return "a tensor's dtype is none of kvedge's";
     } else if (!strcmp(name, "shape")) {
-      if (e->num_dims || !(e->num_dims = read_numbers(json, e->shape, 3))) return "a tensor's shape is none of kvedge's";
+      if (e->num_dims || !(e->num_dims = read_numbers(json, e->shape, 3)))
+        return "a tensor's shape is none of kvedge's";
     } else if (!strcmp(name, "data_offsets")) {
       if (has_offsets++ || read_numbers(json, e->offsets, 2) != 2) return "a tensor has no offsets";
     } else {

@@ -119,7 +119,8 @@ static sample new_sample(int num_layers, int length) {
                                         .num_kv_heads = 1 + i % 3,
                                         .head_dim = 5 + i / 4,
                                         .value_head_dim = i % 4 == 3 ? 3 : 0,
-                                        .value_format = i % 5 == 2 && i % 6 != 1 ? KVEDGE_VALUES(i / 5 % KVEDGE_NUM_FORMATS) : 0,
+                                        .value_format =
+                                            i % 5 == 2 && i % 6 != 1 ? KVEDGE_VALUES(i / 5 % KVEDGE_NUM_FORMATS) : 0,
                                         .group_size = i % 2 ? 0 : 4};
     s.own[i].window = i > 7 ? 4 : 0;
     s.own[i].dropped = s.own[i].window && length > 3 ? length - 3 : 0;

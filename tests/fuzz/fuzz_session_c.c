@@ -46,7 +46,10 @@ static void check_finite(const kvedge_layer *layer) {
 /* Own rows and parts; NULL: there is no such part. */
 enum { PARTS = 4 };
 static const kvedge_layer_config *config_of(const kvedge_session_layer *layer, int part) {
-  return part == 0 ? &layer->config : part == 1 ? &layer->first.config : part == 2 ? &layer->last.config : &layer->runs.config;
+  return part == 0   ? &layer->config
+         : part == 1 ? &layer->first.config
+         : part == 2 ? &layer->last.config
+                     : &layer->runs.config;
 }
 
 static kvedge_layer **slot_of(kvedge_layer **layers, kvedge_session_parts *parts, int i, int part) {
@@ -54,7 +57,8 @@ static kvedge_layer **slot_of(kvedge_layer **layers, kvedge_session_parts *parts
 }
 
 /* Attention reads every token at one place. */
-static void check_attended(const kvedge_session_layer *of, const kvedge_layer *layer, const kvedge_session_parts *parts) {
+static void check_attended(const kvedge_session_layer *of, const kvedge_layer *layer,
+                           const kvedge_session_parts *parts) {
   kvedge_part at[3];
   int64_t next = 0;
   const int n = kvedge_session_attended(of, layer, parts, at);

@@ -119,13 +119,16 @@ static void attend(const kvedge_session_layer *of, const kvedge_layer *layer, co
   kvedge_attention_options options;
   kvedge_attention_defaults(&options);
   options.window = of->window;
-  const ptrdiff_t row = config.head_dim * (ptrdiff_t)sizeof(float), wide = config.value_head_dim * (ptrdiff_t)sizeof(float);
-  const kvedge_attention_call call = {.query = {query, KVEDGE_TYPE_FLOAT32, num_heads * row, row},
-                                      .num_rows = num_rows,
-                                      .out = {out, KVEDGE_TYPE_FLOAT32, num_heads * wide, wide},
-                                      .options = &options,
-                                      .parts = at,
-                                      .num_parts = kvedge_session_attended(of, layer, parts, at)};
+  const ptrdiff_t row = config.head_dim * (ptrdiff_t)sizeof(float),
+                  wide = config.value_head_dim * (ptrdiff_t)sizeof(float);
+  const kvedge_attention_call call = {
+      .query = {query, KVEDGE_TYPE_FLOAT32, num_heads * row,  row },
+      .num_rows = num_rows,
+      .out = {out,   KVEDGE_TYPE_FLOAT32, num_heads * wide, wide},
+      .options = &options,
+      .parts = at,
+      .num_parts = kvedge_session_attended(of, layer, parts, at)
+  };
   DO(kvedge_attend_layers(&call, 1, num_heads, 1));
 }
 
