@@ -177,7 +177,7 @@ def extensions():
         ],
         extra_link_args=LINK_ARGS,
     )
-    return cythonize([native], language_level=3)
+    return cythonize([native], language_level=3, compiler_directives={"freethreading_compatible": True})
 
 
 setup(ext_modules=extensions(), cmdclass={"build_ext": OptionalBuildExt})
