@@ -204,9 +204,7 @@ class CacheRanges(CacheState):
         self._make_room(length - self._length)
         if start < max(self._high_water):
             self._overwrites.add(start)
-        for layer, source, tokens in zip(
-            self._layers, other._layers, contents.layers, strict=True
-        ):
+        for layer, source, tokens in zip(self._layers, other._layers, contents.layers, strict=True):
             if layer._config.in_runs:
                 _append_decoded(layer, source, 0, n)
                 continue

@@ -68,13 +68,11 @@ typedef struct {
 static void decode_runs(const kvedge_attention *a, const head_tile *h, int s, int b, int num_tokens, float *values) {
   const kvedge_view_side *side = &a->view.side[s];
   const int dim = side->shape.dim;
-  const char *runs = a->view.segments->rows[s] + side->first_row + h->kv_head * side->head_stride;
-  int64_t row = a->view.first_row + h->tile->token + b * KVEDGE_BLOCK;
-  for (int count; num_tokens > 0; num_tokens -= count, row += count, values += count * dim) {
-    const int first = (int)(row % KVEDGE_RUN);
+  const char *run = h->tile->rows[s][b] + h->kv_head * side->head_stride;
+  int first = (int)((a->view.first_row + h->tile->token + b * KVEDGE_BLOCK) % KVEDGE_RUN); /* token of its run */
+  for (int count; num_tokens > 0; num_tokens -= count, values += count * dim, run += side->run_stride, first = 0) {
     count = num_tokens < KVEDGE_RUN - first ? num_tokens : KVEDGE_RUN - first;
-    a->kernels->decode_run(side->format->bits, s == VALUES, dim, runs + row / KVEDGE_RUN * side->run_stride, first,
-                           count, values, dim);
+    a->kernels->decode_run(side->format->bits, s == VALUES, dim, run, first, count, values, dim);
   }
 }
 

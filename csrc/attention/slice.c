@@ -19,17 +19,21 @@ typedef struct {
 } tile_cursor;
 
 /* Adds up to `count` tokens of a segment, from `offset` on, to a tile. */
-static void add_blocks(const kvedge_cache_view *view, const kvedge_segment *segment, int64_t offset, int64_t count,
-                       token_tile *tile) {
+static void add_blocks(const kvedge_cache_view *view, int index, int64_t offset, int64_t count, token_tile *tile) {
+  const kvedge_segment *segment = &view->segments[index];
   const int first = tile->num_blocks;
+  const int64_t run_row =
+      (index == 0 ? view->first_row : 0) + offset; /* where tokens lie in runs: from the segment's start */
   tile->num_tokens += (int)count;
   tile->num_blocks = (tile->num_tokens + KVEDGE_BLOCK - 1) / KVEDGE_BLOCK;
   for (int s = 0; s < SIDES; s++) {
     const kvedge_view_side *side = &view->side[s];
     const char *rows = segment->rows[s] + side->first_row + offset * side->token_stride;
     const char *scales = segment->scales[s] + side->first_scale + offset * side->scale_token_stride;
+    const int in_runs = side->format->tokens_per_group > 1;
     for (int b = first; b < tile->num_blocks; b++) {
-      tile->rows[s][b] = rows + (b - first) * KVEDGE_BLOCK * side->token_stride;
+      const int64_t row = (b - first) * KVEDGE_BLOCK;
+      tile->rows[s][b] = rows + (in_runs ? (run_row + row) / KVEDGE_RUN * side->run_stride : row * side->token_stride);
       tile->scales[s][b] = scales + (b - first) * KVEDGE_BLOCK * side->scale_token_stride;
     }
   }
@@ -56,7 +60,7 @@ static token_tile next_tile(const kvedge_attention *a, tile_cursor *cursor) {
     int64_t offset = tile.token + tile.num_tokens - cursor->segment_start, here = count - tile.num_tokens;
     if (here > segment->num_tokens - offset) here = segment->num_tokens - offset;
     tile.in_order &= tile.num_tokens == 0;
-    add_blocks(view, segment, offset, here, &tile);
+    add_blocks(view, cursor->segment, offset, here, &tile);
     if (tile.num_tokens == count) break;
     cursor->segment_start += segment->num_tokens;
     cursor->segment++;
