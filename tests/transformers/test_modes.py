@@ -65,7 +65,7 @@ def test_mode_of_generate(family, options, padding):
     ids=["sampled-beams", "prompt-lookup"],
 )
 def test_tokens_are_read_as_recent_dtype_while_all_are_recent(family, dtype, options):
-    """Nothing is read from the rows or runs of few bits, whatever is stored there and taken back."""
+    """Nothing is read from rows or runs of few bits, whatever is stored there and taken back."""
     if "num_beams" not in options and int(transformers.__version__.split(".")[0]) < 5:
         pytest.skip("transformers 4 cannot take tokens back from layers with a window")
     inputs = prompt(1, 40) if "num_beams" not in options else prompt(2, 40, padding=5)
