@@ -379,7 +379,7 @@ def test_a_second_writer_of_a_layer_is_refused_and_changes_nothing():
 @pytest.mark.skipif(kvedge.backend != "native", reason="NumPy's writers are not told apart")
 @pytest.mark.parametrize("options", [{}, {"recent": 8}], ids=["plain", "recent"])
 def test_writers_that_meet_are_refused_or_store_whole_tokens(options):
-    """However many push to one layer, as it grows too: what is stored is what pushes that returned have pushed."""
+    """Also while it grows: what is stored is what pushes that returned have pushed."""
     layer = QuantizedKvLayer(None, 1, 8, **options)
     stored_by = [0] * 6
     start = threading.Barrier(len(stored_by))
