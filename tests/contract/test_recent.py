@@ -272,6 +272,7 @@ def new_cache(tokens, layers=2, **options):
     ],
 )
 def test_copies_files_and_pickles_keep_them(tmp_path, options):
+    pytest.importorskip("safetensors")
     cache = new_cache(rows(17, 130), **options)
     cache.save(tmp_path / "cache")
     others = [
@@ -342,6 +343,7 @@ def test_ranges_take_them_along():
 
 
 def test_layers_of_a_cache_may_differ(tmp_path):
+    pytest.importorskip("safetensors")
     layers = [
         {},
         {"recent": 0, "sinks": 0, "recent_dtype": None},
