@@ -35,12 +35,14 @@ static void attend_case(void) {
   float *query = random_floats((size_t)(rows * num_heads * dim), 2.0f), *out = malloc(outs * sizeof *out),
         *expected = malloc(outs * sizeof *out), lse[40 * 4], expected_lse[40 * 4];
   CHECK(kvedge_attend(floats, query, rows, num_heads, &o, 1, expected, expected_lse) == KVEDGE_OK);
+  float largest = 0.0f;
+  for (size_t i = 0; i < outs; i++) largest = fmaxf(largest, fabsf(expected[i]));
   for (int threads = 1; threads <= 3; threads += 2) {
     CHECK(kvedge_attend(copy, query, rows, num_heads, &o, threads, out, lse) == KVEDGE_OK);
     for (size_t i = 0; i < outs; i++)
-      if (!(fabsf(out[i] - expected[i]) <= 2e-5f)) fail("%.9g, not %.9g", out[i], expected[i]);
+      if (!(fabsf(out[i] - expected[i]) <= 2e-4f * largest)) fail("%.9g, not %.9g", out[i], expected[i]);
     for (int i = 0; i < rows * num_heads; i++)
-      if (lse[i] != expected_lse[i] && !(fabsf(lse[i] - expected_lse[i]) <= 2e-5f)) fail("lse %.9g", lse[i]);
+      if (lse[i] != expected_lse[i] && !(fabsf(lse[i] - expected_lse[i]) <= 2e-4f)) fail("lse %.9g", lse[i]);
     end_case();
   }
   float *some = malloc((size_t)(seen * heads * dim) * sizeof *some);
