@@ -124,7 +124,7 @@ static int plan_tile(const kvedge_attention *a) {
   if (most < LEAST_TILE) most = LEAST_TILE;
   if (tile > most) tile = most;
   const int step = keys->format->tokens_per_group > 1 ? KVEDGE_RUN : KVEDGE_BLOCK;
-  tile = tile / step * step;
+  tile = (tile + step - KVEDGE_BLOCK) / step * step; /* of runs: up, since a call for one costs much beside it */
   return tile < step ? step : tile > KVEDGE_TILE ? KVEDGE_TILE : (int)tile;
 }
 

@@ -278,6 +278,7 @@ static void encode_query_of_int4_avx512vnni(const float *x, int dim, float facto
     _mm512_storeu_si512(codes + at, _mm512_shuffle_epi8(_mm512_loadu_si512(codes + at), order));
 }
 
+#include "kernels/avx512vnni/run_sums.h"
 #include "kernels/runs.h"
 #define INT8_ROWS                                                                                                      \
   {.encode_query = encode_query_avx512vnni,                                                                            \

@@ -121,6 +121,7 @@ static uint64_t multiply_neondot(size_t n) {
   return (uint64_t)vgetq_lane_s32(sum[0], 0);
 }
 
+#include "kernels/run_sums.h"
 #include "kernels/runs.h"
 KVEDGE_RUNS(neondot, KVEDGE_NEONDOT_INT8_CELL, {NULL})
 const kvedge_kernels kvedge_kernels_neondot = KVEDGE_NEON_TABLE(
