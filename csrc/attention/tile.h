@@ -10,9 +10,10 @@ typedef struct {
   int64_t token;
   int num_tokens; /* 0: there is none */
   int num_blocks;
-  int in_order;                                  /* the blocks lie side by side */
-  int first;                                     /* of runs: where in the first one the tile begins */
-  const char *rows[SIDES][KVEDGE_TILE_BLOCKS];   /* of KV head 0 of the view; the others' lie at an offset. Of runs: these */
+  int in_order; /* the blocks lie side by side */
+  int first;    /* of runs: where in the first one the tile begins */
+  const char
+      *rows[SIDES][KVEDGE_TILE_BLOCKS]; /* of KV head 0 of the view; the others' lie at an offset. Of runs: these */
   const char *scales[SIDES][KVEDGE_TILE_BLOCKS]; /* likewise */
 } token_tile;
 

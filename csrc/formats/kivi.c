@@ -105,8 +105,7 @@ static void unpack_codes(const uint8_t *row, int bytes, int bits, code_bytes *ou
 }
 
 /* Tokens first..first+count-1 of a run to floats, `stride` floats apart. */
-static void decode_keys(int dim, int bits, const void *run, int first, int count, float *x,
-                               ptrdiff_t stride) {
+static void decode_keys(int dim, int bits, const void *run, int first, int count, float *x, ptrdiff_t stride) {
   const run_parts p = parts_of(run, dim, bits, 0);
   float steps[KVEDGE_MAX_HEAD_DIM], lows[KVEDGE_MAX_HEAD_DIM];
   code_bytes room;
@@ -119,8 +118,7 @@ static void decode_keys(int dim, int bits, const void *run, int first, int count
   }
 }
 
-static void decode_values(int dim, int bits, const void *run, int first, int count, float *x,
-                                 ptrdiff_t stride) {
+static void decode_values(int dim, int bits, const void *run, int first, int count, float *x, ptrdiff_t stride) {
   const run_parts p = parts_of(run, dim, bits, 1);
   const int groups = (dim + GROUP - 1) / GROUP;
   float steps[RUN * KVEDGE_MAX_HEAD_DIM / GROUP], lows[RUN * KVEDGE_MAX_HEAD_DIM / GROUP];
@@ -165,7 +163,7 @@ static float bound(const kvedge_row_shape *shape, int bits, int of_values, const
   }                                                                                                                    \
   static void decode_##side##bits_of_code(const kvedge_row_shape *shape, const void *run, int first, int count,        \
                                           float *x, ptrdiff_t stride) {                                                \
-    decode_##side(shape->dim, bits_of_code, run, first, count, x, stride);                              \
+    decode_##side(shape->dim, bits_of_code, run, first, count, x, stride);                                             \
   }                                                                                                                    \
   static float bound_##side##bits_of_code(const kvedge_row_shape *shape, const void *codes, const void *scales,        \
                                           int64_t num_runs) {                                                          \
@@ -176,7 +174,7 @@ static float bound(const kvedge_row_shape *shape, int bits, int of_values, const
                                                                         .name = "kivi" #bits_of_code,                  \
                                                                         .bits = bits_of_code,                          \
                                                                         .tokens_per_group = RUN,                       \
-                                                                        .bound_of = bound_of_runs,                          \
+                                                                        .bound_of = bound_of_runs,                     \
                                                                         .encode = encode_##side##bits_of_code,         \
                                                                         .bound = bound_##side##bits_of_code,           \
                                                                         .run_bytes = bytes_##side##bits_of_code,       \

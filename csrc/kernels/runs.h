@@ -61,8 +61,8 @@ static inline void prefetch_run(const kvedge_tile *tile, int r, size_t from, siz
 
 /* ---- Scores ---- */
 
-static inline void score_runs(const run_kernels *kernels, const kvedge_query *q, const kvedge_tile *keys,
-                              float *scores) {
+static inline void score_tile_of_runs(const run_kernels *kernels, const kvedge_query *q, const kvedge_tile *keys,
+                                      float *scores) {
   static const float ones[RUN + KVEDGE_BLOCK] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
                                                  1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
   const int dim = keys->dim, bits = keys->bits, in_place = bits == 4 && kernels->of_codes.scores;
@@ -109,8 +109,8 @@ static inline void score_runs(const run_kernels *kernels, const kvedge_query *q,
 
 /* ---- Weighted sums ---- */
 
-static inline void weigh_runs(const run_kernels *kernels, const kvedge_probabilities *p, const kvedge_tile *values,
-                              const kvedge_accumulators *to) {
+static inline void weigh_tile_of_runs(const run_kernels *kernels, const kvedge_probabilities *p,
+                                      const kvedge_tile *values, const kvedge_accumulators *to) {
   const int bits = values->bits;
   const int in_place = bits == 4 && kernels->of_codes.scores && values->first % KVEDGE_BLOCK == 0;
   const size_t bytes = run_bytes(values->dim, bits, 1);
@@ -145,7 +145,8 @@ static inline void weigh_runs(const run_kernels *kernels, const kvedge_probabili
         count = tokens_of_run(values, r, t, &first);
         const run_parts run = parts_at(values, r, 1);
         const uint8_t *codes = run.codes + (size_t)first * run.row + g * GROUP * bits / 8;
-        for (int i = 0; i < count; i++, codes += run.row) widen_codes(codes, row_bytes, bits, 0, &wide, (t + i) * row_bytes);
+        for (int i = 0; i < count; i++, codes += run.row)
+          widen_codes(codes, row_bytes, bits, 0, &wide, (t + i) * row_bytes);
         if (g == 0) prefetch_run(values, r, 0, bytes);
       }
       for (int b = 0; b * KVEDGE_BLOCK < values->num_tokens; b++)
@@ -161,10 +162,10 @@ static inline void weigh_runs(const run_kernels *kernels, const kvedge_probabili
   static const run_kernels run_kernels_##isa = {cell_of_bytes, cell_of_codes};                                         \
   static void scores_of_runs_##isa(const kvedge_query *q, const kvedge_tile *keys, float *scores, int accumulate) {    \
     (void)accumulate; /* keys have one group */                                                                        \
-    score_runs(&run_kernels_##isa, q, keys, scores);                                                                   \
+    score_tile_of_runs(&run_kernels_##isa, q, keys, scores);                                                           \
   }                                                                                                                    \
   static void weighted_sum_of_runs_##isa(const kvedge_probabilities *p, const kvedge_tile *values,                     \
                                          const kvedge_accumulators *to) {                                              \
-    weigh_runs(&run_kernels_##isa, p, values, to);                                                                     \
+    weigh_tile_of_runs(&run_kernels_##isa, p, values, to);                                                             \
   }
 #define KVEDGE_RUNS_CELL(isa) {.scores = scores_of_runs_##isa, .weighted_sum = weighted_sum_of_runs_##isa}

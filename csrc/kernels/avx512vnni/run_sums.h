@@ -100,7 +100,8 @@ KVEDGE_INLINE void encode_products_of(const float *x, ptrdiff_t stride, const in
   const float digits = planes == 3 ? 1.0f : planes == 2 ? 256.0f : 65536.0f;
   const __m128 units = _mm_mul_ps(_mm_maskz_loadu_ps(queries, scale), _mm_set1_ps(digits));
   float inverse[4];
-  _mm_storeu_ps(inverse, _mm_maskz_div_ps(_mm_cmp_ps_mask(units, _mm_setzero_ps(), _CMP_GT_OQ), _mm_set1_ps(1.0f), units));
+  _mm_storeu_ps(inverse,
+                _mm_maskz_div_ps(_mm_cmp_ps_mask(units, _mm_setzero_ps(), _CMP_GT_OQ), _mm_set1_ps(1.0f), units));
   __m512 sum[4];
 #pragma GCC unroll 4
   for (int i = 0; i < 4; i++) sum[i] = _mm512_setzero_ps();

@@ -437,7 +437,7 @@ static uint64_t read_bytes_neon(const void *p, size_t n) {
 
 enum { SUMS = 12 }; /* a product waits up to 7 cycles for the one before it in the same sum */
 
-#define KVEDGE_NEON_TABLE(isa_name, int8_cell, int4_cell, of_runs, multiplied)                                          \
+#define KVEDGE_NEON_TABLE(isa_name, int8_cell, int4_cell, of_runs, multiplied)                                         \
   {                                                                                                                    \
       .name = isa_name,                                                                                                \
       .tuning = {.step_bytes = 16 << 10, .parallel_work = 3 << 20 /* not measured */},                                 \
