@@ -98,8 +98,8 @@ typedef struct {
  * run, values per token and 64 channels, as halves: codes[run][num_kv_heads][bytes of a run] (csrc/formats/kivi.c has
  * them; arrays aligned to 2 bytes). They are for both sides of a layer, have no groups or scales of the config, no key
  * offset or key scale, and elements of up to 65504. The capacity is a multiple of 32, and so is what append and write are
- * given, from such a position on; drop_first, compact, keep and shift are refused. The last tokens, until a run is full,
- * lie in a layer of another format: kvedge_part. No path has kernels for them: they are decoded block by block.
+ * given, from such a position on, and the size of blocks of a pool; drop_first, compact, keep and shift are refused. The last tokens, until a run is full,
+ * lie in a layer of another format: kvedge_part.
  * KVEDGE_GRID2 to KVEDGE_GRID8 keep one of 2^bits levels per value, as bits one after the other, and one scale per group:
  * value = level * scale. Levels suit a normal distribution: rotate rows by a random orthogonal matrix first, the query as
  * the keys, and the result back as values were. No path has kernels for them: they are decoded block by block. */
@@ -402,7 +402,8 @@ typedef struct {
 } kvedge_attention_call;
 
 /* Some tokens of a layer, at their place in a sequence whose tokens lie in several layers: first and last ones in a format
- * that loses less, shards of a long context, a prefix that others read too. Parts follow one another, in the order of
+ * that loses less, shards of a long context, a prefix that others read too. They lie side by side, or in blocks of a pool
+ * (see "Paged" below). Parts follow one another, in the order of
  * their positions, and have heads and widths in common, but formats, key offsets and key scales of their own. Causality,
  * windows, sinks, slopes, masks, biases and options.start mean positions of the sequence; of positions that are in no
  * part nothing is seen. The sequence's length, whose last tokens the query rows are of, is options.num_tokens, or if that is 0 the
@@ -410,9 +411,12 @@ typedef struct {
  * merged in double. */
 typedef struct kvedge_part {
   const kvedge_layer *layer;
-  int64_t first_row;  /* of its first token, as in kvedge_attention_options; -1: that of the layer's token 0 */
-  int64_t num_tokens; /* 0: it is passed over */
-  int64_t position;   /* of its first token in the sequence */
+  int64_t first_row;     /* of its first token, as in kvedge_attention_options; -1: that of the layer's token 0 */
+  int64_t num_tokens;    /* 0: it is passed over */
+  int64_t position;      /* of its first token in the sequence */
+  const int32_t *blocks; /* or NULL; [ceil((first_row + num_tokens) / block_size)]: row r, here 0 or more, is row
+                          * r % block_size of block blocks[r / block_size]; blocks before first_row's are not looked at */
+  int64_t block_size;    /* a multiple of 32 where tokens lie in runs */
 } kvedge_part;
 
 /* kvedge_attend for every call, such as for the rows of a batch, which are layers of their own: the work of all is
@@ -460,7 +464,8 @@ void kvedge_attention_collect(kvedge_attention *attention, int slice, int slot);
 
 /* A pool of blocks is a layer of capacity num_blocks * block_size: block b holds the tokens of
  * positions b * block_size to (b + 1) * block_size - 1, written with kvedge_layer_write. The layer's
- * own len is not used. What a sequence is, is the caller's business: */
+ * own len is not used. Of a format of runs block_size is a multiple of 32; a sequence's last tokens, until a run is full,
+ * then lie elsewhere: kvedge_part. What a sequence is, is the caller's business: */
 typedef struct {
   const int32_t *blocks; /* [ceil(len / block_size)], the blocks of its tokens in order */
   int64_t len;           /* tokens */

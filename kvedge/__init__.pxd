@@ -97,6 +97,8 @@ cdef extern from "kvedge.h" nogil:
         int64_t first_row
         int64_t num_tokens
         int64_t position
+        const int32_t *blocks
+        int64_t block_size
 
     ctypedef struct kvedge_attention_call:
         const kvedge_layer *layer

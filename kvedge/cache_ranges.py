@@ -84,7 +84,8 @@ class CacheRanges(CacheState):
             Position of the first of them, 0 to len(cache); by default they are appended. Tokens
             that are there already are replaced, those before and after them stay. (Where tokens
             follow, ``recent`` ones and ``sinks`` from `start` on are read in the cache's own format
-            from then on.)
+            from then on. Layers of runs take tokens at their end, or in place of whole runs: from a
+            multiple of 32 on, to one or to the end or beyond.)
         requantize : bool
             Where the other cache stores keys and values in another way (dtype, groups, scales, key
             offset), decode them and store them anew, which costs precision. Else that is an error.
@@ -192,23 +193,24 @@ class CacheRanges(CacheState):
     def _write(self, contents: CacheContents, start: int, other: CacheState) -> None:
         """Put bytes that mean the same here at a position, over what is there and past the end.
 
-        Runs, which are only appended to, are encoded anew.
+        Tokens that lie in runs are encoded anew.
         """
         n = contents.length
         length = max(self._length, start + n)
         in_runs = any(config.in_runs for config in contents.format.layers)
-        if in_runs and start != self._length:
+        ends_inside = start + n < self._length and (start + n) % RUN
+        if in_runs and start != self._length and (start % RUN or ends_inside):
             raise InvalidArgumentError(
-                f"layers of runs take tokens at their end, {self._length}, not at {start}"
+                f"layers of runs take tokens at their end, {self._length}, or in place of whole "
+                f"runs: from a multiple of {RUN} on to another, or to the end or beyond it, not "
+                f"{start} to {start + n}"
             )
         self._make_room(length - self._length)
         if start < max(self._high_water):
             self._overwrites.add(start)
-        for layer, source, tokens in zip(
-            self._layers, other._layers, contents.layers, strict=True
-        ):
+        for layer, source, tokens in zip(self._layers, other._layers, contents.layers, strict=True):
             if layer._config.in_runs:
-                _append_decoded(layer, source, 0, n)
+                _write_runs(layer, start, length, source, n)
                 continue
             layer._set_end(start)  # a core looks anew at the rows that it gets back below
             held, precise, state = layer._held(), layer._precise, None
@@ -223,6 +225,22 @@ class CacheRanges(CacheState):
                 precise.return_to(state)
         self._high_water = [length] * self._num_layers
         self._length = length
+
+
+def _write_runs(to: Any, start: int, length: int, layer: Any, n: int) -> None:
+    """Put a layer's `n` tokens, as they are read, into one of runs that shall hold `length`."""
+    if start == len(to) and layer is not to:
+        _append_decoded(to, layer, 0, n)
+        return
+    held = layer._held()
+    rows = [np.empty(layer._config.rows_shape(values, n), np.float32) for values in (False, True)]
+    for values in (False, True):
+        layer._dequantize(held, values, 0, n, rows[values])
+    if start + n < length:
+        to._precise.put(start, *rows)
+    else:
+        to._set_end(start)
+        to._append(*rows)
 
 
 def _append_decoded(to: Any, layer: Any, start: int, stop: int) -> None:

@@ -17,6 +17,7 @@ the last tokens copies what is still needed to another one, and replaces `now` a
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -38,11 +39,13 @@ __all__ = [
     "PreciseTokens",
     "Span",
     "contents_of",
+    "kept_rows",
     "last_rows",
     "part_key_map",
     "parts_of_range",
     "runs_end",
     "spans_of",
+    "tail_of",
 ]
 
 DRAFT = 64  # last tokens that may be taken back, and those before them are still all there
@@ -382,11 +385,9 @@ class PreciseTokens:
             layer._shift(delta, rope, low, high)
         if runs is not None and turned is not None:
             first, codes = turned
-            length = len(runs.layer)
-            runs.layer._set_len(first)
-            row = first // RUN
-            runs.layer._held().slabs.key_codes[row : row + len(codes)] = codes
-            runs.layer._set_len(length)
+            with _rewriting(runs.layer, first) as slabs:
+                row = first // RUN
+                slabs.key_codes[row : row + len(codes)] = codes
 
     def _turned(
         self, delta: int, rope: Any, start: int, stop: int
@@ -412,6 +413,35 @@ class PreciseTokens:
         )
         config.key_format.refuse(keys, "keys", config.key_rows)
         return first, config.key_format.encode(keys, config.key_rows)[0]
+
+    def put(self, position: int, keys: np.ndarray, values: np.ndarray) -> None:
+        """Store whole runs of tokens (n, H, channels) at a position, over the runs there."""
+        runs, own, stop = self.now.runs, self._config, position + len(keys)
+        assert runs is not None
+        sides = ((own.key_format, own.key_rows), (own.value_format, own.value_rows))
+        stored = [
+            form.encode(rows, shape)
+            for (form, shape), rows in zip(sides, (keys, values), strict=True)
+        ]
+        read = [
+            form.decode(*both, shape, np.float32)
+            for (form, shape), both in zip(sides, stored, strict=True)
+        ]
+        config, first = runs.layer._config, position - runs.position
+        codes = (
+            config.key_format.encode(read[0], config.key_rows)[0],
+            config.value_format.encode(read[1], config.value_rows)[0],
+        )
+        with _rewriting(runs.layer, first) as slabs:
+            at = slice(first // RUN, first // RUN + len(codes[0]))
+            slabs.key_codes[at], slabs.value_codes[at] = codes
+        for layer, low, high in self._ranges(position, stop):
+            part = self.now.first if layer is self.now.first.layer else self.now.last
+            row, start = layer._held().start + low, part.position + low - position
+            to, given = slice(row, row + high - low), slice(start, start + high - low)
+            with _rewriting(layer, low) as slabs:
+                slabs.key_codes[to], slabs.key_scales[to] = (one[given] for one in stored[0])
+                slabs.value_codes[to], slabs.value_scales[to] = (one[given] for one in stored[1])
 
     def keep(self, positions: np.ndarray, start: int) -> None:
         """Hold the tokens at these positions alone, which close ranks from `start` on."""
@@ -478,6 +508,17 @@ class Appending(NamedTuple):
     n: int
     lengths: tuple[int, int]  # of the parts before
     rest: tuple[np.ndarray, np.ndarray] | None  # of runs: the tokens of the last one, if it was cut
+
+
+@contextlib.contextmanager
+def _rewriting(layer: Any, start: int) -> Iterator[memory.Slabs]:
+    """The slabs of a layer whose tokens from `start` on are written over."""
+    length = len(layer)
+    layer._set_len(start)  # a core looks anew at the rows that it gets back below
+    try:
+        yield layer._held().slabs
+    finally:
+        layer._set_len(length)
 
 
 def _copy_runs(arrays: Sequence[np.ndarray], layer: Any, tokens: int) -> None:
@@ -560,6 +601,15 @@ def parts_of_range(
     )
 
 
+def tail_of(config: LayerConfig, n: int, sinks: int, last: int, runs: int | None) -> int:
+    """Of `n` tokens the one from which on last ones are read, those before it as rows or runs.
+
+    `sinks` first tokens are read as such; last ones are there from `last` on, runs up to `runs`.
+    """
+    tail = min(n, max(sinks, last, n - config.recent))
+    return tail if runs is None else min(tail, max(sinks, runs))
+
+
 def spans_of(held: Held, config: LayerConfig) -> list[Span]:
     """Where the tokens of a layer are read, in their order; none overlap."""
     n, dropped = held.num_tokens, held.num_dropped
@@ -569,11 +619,10 @@ def spans_of(held: Held, config: LayerConfig) -> list[Span]:
     sinks = 0
     if first.position <= dropped:
         sinks = min(n, max(0, first.position + len(first.layer) - dropped))
-    tail = max(sinks, last.position - dropped, n - config.recent)
-    tail = min(tail, n)
+    stop = None if runs is None else runs.position + len(runs.layer) - dropped
+    tail = tail_of(config, n, sinks, last.position - dropped, stop)
     middle = Span(None, sinks, sinks, tail)
     if runs is not None:
-        tail = min(tail, max(sinks, runs.position + len(runs.layer) - dropped))
         middle = Span(runs.layer, sinks + dropped - runs.position, sinks, tail)
     spans = (
         Span(first.layer, dropped - first.position, 0, sinks),

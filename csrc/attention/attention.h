@@ -2,6 +2,7 @@
  *
  *   call.c      one call or several on threads of our own; kvedge_attend
  *   batch.c     the calls of a batch: layers, or sequences in the blocks of a pool
+ *   blocks.c    tokens in the blocks of a pool, as a view
  *   parts.c     calls whose tokens lie in several layers; their results merged
  *   plan.c      shapes, memory and kernels of a call; slices for a runtime with threads of its own
  *   query.c     query rows into the form that the kernels read
@@ -53,7 +54,8 @@ typedef struct {
   const float *key_offset; /* (num_kv_heads, head_dim) or NULL */
   const float *key_scale;  /* likewise */
   int64_t len;             /* tokens in all segments */
-  int64_t first_row;       /* where tokens lie in runs: the row of token 0, as the one segment begins with row 0 */
+  int64_t first_row; /* where tokens lie in runs: the row of token 0 in the first segment, which begins with a run as
+                            * all do, and ends with one unless it is the last */
   int num_segments;
   const kvedge_segment *segments;
 } kvedge_cache_view;
@@ -180,6 +182,17 @@ static inline void *kvedge_take(char *base, size_t *used, size_t bytes) {
 
 /* The tokens of a view from `start` on; `segments` are those of the view. */
 void kvedge_cut_view(kvedge_cache_view *view, kvedge_segment *segments, int64_t start);
+
+/* blocks.c: may blocks of a pool have so many tokens? */
+int kvedge_is_block_size(const kvedge_layer *pool, int64_t block_size);
+/* Rows first_row..first_row+num_tokens-1 of blocks of a pool, at least one of them, as a view; `segments` has room for one
+ * for each of their blocks. 0: a block is not in the pool. */
+int kvedge_view_blocks(const kvedge_layer *pool, int64_t block_size, const int32_t *blocks, int64_t first_row,
+                       int64_t num_tokens, kvedge_segment *segments, kvedge_cache_view *view);
+/* Blocks that these rows lie in, at most. */
+static inline int64_t kvedge_blocks_of_rows(int64_t block_size, int64_t num_tokens) {
+  return num_tokens / block_size + 2;
+}
 
 /* plan.c: a call is checked (query NULL: only measured) on all of its tokens, planned on those from options->start on
  * (shapes and counts; row 0 is the query of token first_position, which is negative before the first of them), laid out

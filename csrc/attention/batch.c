@@ -28,10 +28,10 @@ static kvedge_status request_of_call(const kvedge_attention_call *call, int num_
 }
 
 /* The requests of a call, one or those of its parts; returns their number. */
-static int requests_of_call(const kvedge_attention_call *call, int num_heads, kvedge_part_room *rooms,
-                            kvedge_request *requests, kvedge_status *status) {
-  if (call->num_parts) return kvedge_requests_of_parts(call, num_heads, rooms, requests, status);
-  *status = request_of_call(call, num_heads, requests, &rooms->segment);
+static int requests_of_call(const kvedge_attention_call *call, int num_heads, kvedge_segment **segments,
+                            kvedge_attention_options *options, kvedge_request *requests, kvedge_status *status) {
+  if (call->num_parts) return kvedge_requests_of_parts(call, num_heads, segments, options, requests, status);
+  *status = request_of_call(call, num_heads, requests, (*segments)++);
   return 1;
 }
 
@@ -53,64 +53,54 @@ static kvedge_status run_calls(const kvedge_attention_call *calls, int num_calls
   return status;
 }
 
+/* The most requests of calls, and segments of all of them; 0: a call is not valid. */
+static int count_parts(const kvedge_attention_call *calls, int num_calls, int *requests, int64_t *segments) {
+  *requests = 0, *segments = 0;
+  for (int i = 0; i < num_calls; i++) {
+    const int parts = calls[i].num_parts ? calls[i].num_parts : 1;
+    if (parts < 0 || parts > KVEDGE_MOST_PARTS || __builtin_add_overflow(*requests, parts, requests)) return 0;
+    if (calls[i].num_parts && !calls[i].parts) return 0;
+    *segments += !calls[i].num_parts;
+    for (int p = 0; p < calls[i].num_parts; p++) {
+      const int64_t of_part = kvedge_segments_of_part(&calls[i].parts[p]);
+      if (of_part == 0 || __builtin_add_overflow(*segments, of_part, segments)) return 0;
+    }
+  }
+  return *segments <= (int64_t)(SIZE_MAX / sizeof(kvedge_segment) / 2);
+}
+
 kvedge_status kvedge_attend_layers(const kvedge_attention_call *calls, int num_calls, int num_heads, int num_threads) {
   enum { FEW = 8 }; /* that need no memory of the heap */
   kvedge_request few[FEW], *requests = few;
-  kvedge_part_room few_rooms[FEW], *rooms = few_rooms;
-  int few_counts[FEW], *counts = few_counts, most = 0, n = 0;
+  kvedge_attention_options few_options[FEW], *options = few_options;
+  kvedge_segment few_segments[FEW], *segments = few_segments;
+  int few_counts[FEW], *counts = few_counts, most, n = 0;
+  int64_t most_segments;
   kvedge_status status = KVEDGE_OK;
   if (!calls || num_calls < 1 || num_threads < 0) return KVEDGE_ERROR_ARGUMENT;
-  for (int i = 0; i < num_calls; i++) {
-    const int parts = calls[i].num_parts ? calls[i].num_parts : 1;
-    if (parts < 0 || parts > KVEDGE_MOST_PARTS || __builtin_add_overflow(most, parts, &most))
-      return KVEDGE_ERROR_ARGUMENT;
-  }
-  if (most > FEW) {
+  if (!count_parts(calls, num_calls, &most, &most_segments)) return KVEDGE_ERROR_ARGUMENT;
+  if (most > FEW || most_segments > FEW) {
     requests = malloc((size_t)most * sizeof *requests);
-    rooms = malloc((size_t)most * sizeof *rooms);
+    options = malloc((size_t)most * sizeof *options);
+    segments = malloc((size_t)most_segments * sizeof *segments);
     counts = malloc((size_t)num_calls * sizeof *counts);
-    if (!requests || !rooms || !counts) status = KVEDGE_ERROR_MEMORY;
+    if (!requests || !options || !segments || !counts) status = KVEDGE_ERROR_MEMORY;
   }
+  kvedge_segment *left = segments;
   for (int i = 0; i < num_calls && status == KVEDGE_OK; i++)
-    n += counts[i] = requests_of_call(&calls[i], num_heads, &rooms[n], &requests[n], &status);
+    n += counts[i] = requests_of_call(&calls[i], num_heads, &left, &options[n], &requests[n], &status);
   if (status == KVEDGE_OK) status = run_calls(calls, num_calls, counts, requests, n, num_heads, num_threads);
-  if (requests != few) free(requests), free(rooms), free(counts);
+  if (requests != few) free(requests), free(options), free(segments), free(counts);
   return status;
 }
 
 /* ---- Sequences in the blocks of a pool --------------------------------------------------------- */
 
-/* Blocks of a sequence as segments: neighbours in the pool that are neighbours in the sequence are one.
- * Returns their number; -1: a block is not in the pool. */
-static int segments_of(const kvedge_layer *pool, int64_t block_size, const kvedge_sequence *sequence,
-                       kvedge_segment *segments) {
-  int64_t num_blocks = pool->config.capacity / block_size;
-  int n = 0;
-  for (int64_t i = 0; i * block_size < sequence->len; i++) {
-    int64_t block = sequence->blocks[i], left = sequence->len - i * block_size;
-    if (block < 0 || block >= num_blocks) return -1;
-    int64_t tokens = left < block_size ? left : block_size;
-    if (i > 0 && block == (int64_t)sequence->blocks[i - 1] + 1) {
-      segments[n - 1].num_tokens += tokens;
-      continue;
-    }
-    const int64_t token = block * block_size;
-    segments[n++] = (kvedge_segment){
-        .rows = {kvedge_codes_at(&pool->keys,  token), kvedge_codes_at(&pool->values,  token)},
-        .scales = {kvedge_scales_at(&pool->keys, token), kvedge_scales_at(&pool->values, token)},
-        .num_tokens = tokens
-    };
-  }
-  return n;
-}
-
 /* Checks all sequences, and counts the segments they need. */
 static kvedge_status check_batch(const kvedge_layer *pool, int64_t block_size, const kvedge_sequence *sequences,
                                  int num_sequences, int num_heads, const kvedge_attention_options *options,
                                  int64_t *num_segments) {
-  if (!pool || block_size < 1 || block_size > pool->config.capacity || !sequences || num_sequences < 1)
-    return KVEDGE_ERROR_ARGUMENT;
-  if (kvedge_has_runs(&pool->keys)) return KVEDGE_ERROR_ARGUMENT;
+  if (!pool || !kvedge_is_block_size(pool, block_size) || !sequences || num_sequences < 1) return KVEDGE_ERROR_ARGUMENT;
   if (options && (options->mask || options->bias) && num_sequences > 1) return KVEDGE_ERROR_ARGUMENT;
   if (options && options->num_tokens) return KVEDGE_ERROR_ARGUMENT;
   kvedge_segment unused;
@@ -126,7 +116,7 @@ static kvedge_status check_batch(const kvedge_layer *pool, int64_t block_size, c
     if (status != KVEDGE_OK) return status;
     if (s->start < 0 || s->start > s->len) return KVEDGE_ERROR_ARGUMENT;
     if (s->start && options && (options->mask || options->bias || options->start)) return KVEDGE_ERROR_ARGUMENT;
-    *num_segments += (s->len + block_size - 1) / block_size;
+    *num_segments += kvedge_blocks_of_rows(block_size, s->len);
   }
   return KVEDGE_OK;
 }
@@ -137,12 +127,9 @@ static kvedge_status requests_of_batch(const kvedge_layer *pool, int64_t block_s
                                        kvedge_segment *segments, kvedge_request *requests) {
   for (int i = 0; i < num_sequences; i++) {
     const kvedge_sequence *s = &sequences[i];
-    kvedge_cache_view view = kvedge_layer_view(pool, NULL, segments);
-    view.len = s->len;
-    view.segments = segments;
-    view.num_segments = segments_of(pool, block_size, s, segments);
-    if (view.num_segments < 0) return KVEDGE_ERROR_ARGUMENT;
+    kvedge_cache_view view;
     kvedge_segment *first = segments;
+    if (!kvedge_view_blocks(pool, block_size, s->blocks, 0, s->len, segments, &view)) return KVEDGE_ERROR_ARGUMENT;
     segments += view.num_segments;
     kvedge_cut_view(&view, first, s->start ? s->start : options ? options->start : 0);
     requests[i] = (kvedge_request){.view = view,

@@ -5,6 +5,13 @@
 
 #include "attention/parts.h"
 
+int64_t kvedge_segments_of_part(const kvedge_part *p) {
+  if (!p->layer || p->num_tokens < 0 || p->num_tokens > KVEDGE_MOST_TOKENS) return 0;
+  if (!p->blocks) return 1;
+  if (!kvedge_is_block_size(p->layer, p->block_size) || p->first_row < 0 || p->first_row > KVEDGE_MOST_TOKENS) return 0;
+  return kvedge_blocks_of_rows(p->block_size, p->num_tokens);
+}
+
 /* Tokens of all parts; 0: they do not follow one another. */
 static int64_t tokens_in(const kvedge_attention_call *call) {
   int64_t stop = 0;
@@ -51,15 +58,18 @@ static int64_t clamp(int64_t x, int64_t most) { return x < 0 ? 0 : x > most ? mo
 
 /* The request for one part; 0: it has no token that is seen. */
 static int request_of_part(const kvedge_attention_call *call, const kvedge_part *part, int64_t len,
-                           kvedge_part_room *room, kvedge_request *request) {
-  kvedge_attention_options *own = &room->options;
+                           kvedge_segment *segments, kvedge_attention_options *own, kvedge_request *request) {
   if (call->options) *own = *call->options;
   else kvedge_attention_defaults(own);
   const int64_t start = clamp(own->start - part->position, part->num_tokens);
   if (start == part->num_tokens) return 0;
   own->num_tokens = part->num_tokens;
   own->first_row = part->first_row;
-  const kvedge_cache_view view = kvedge_layer_view(part->layer, own, &room->segment);
+  kvedge_cache_view view = {.len = 0};
+  if (!part->blocks) view = kvedge_layer_view(part->layer, own, segments);
+  else if (!kvedge_view_blocks(part->layer, part->block_size, part->blocks, part->first_row, part->num_tokens, segments,
+                               &view))
+    view = kvedge_layer_view(part->layer, NULL, segments), view.len = 0;
   *request = (kvedge_request){.view = view,
                               .num_rows = call->num_rows,
                               .first_position = len - call->num_rows - part->position - start,
@@ -68,7 +78,7 @@ static int request_of_part(const kvedge_attention_call *call, const kvedge_part 
                               .lse = call->lse,
                               .options = own};
   if (view.len != part->num_tokens) return 1; /* the layer does not hold it: refused by the caller */
-  kvedge_cut_view(&request->view, &room->segment, start);
+  kvedge_cut_view(&request->view, segments, start);
   const int64_t sinks = clamp(own->sink_tokens, KVEDGE_MOST_TOKENS); /* from the call's start on */
   own->sink_tokens = clamp(own->start + sinks - part->position - start, part->num_tokens - start);
   if (own->mask) own->mask += part->position * own->mask_strides[2];
@@ -77,31 +87,32 @@ static int request_of_part(const kvedge_attention_call *call, const kvedge_part 
   return 1;
 }
 
-int kvedge_requests_of_parts(const kvedge_attention_call *call, int num_heads, kvedge_part_room *rooms,
-                             kvedge_request *requests, kvedge_status *status) {
+int kvedge_requests_of_parts(const kvedge_attention_call *call, int num_heads, kvedge_segment **segments,
+                             kvedge_attention_options *options, kvedge_request *requests, kvedge_status *status) {
   int64_t len;
   int n = 0;
   *status = check(call, num_heads, &len);
   for (int i = 0; i < call->num_parts && *status == KVEDGE_OK; i++) {
-    if (!request_of_part(call, &call->parts[i], len, &rooms[n], &requests[n])) continue;
-    if (requests[n].view.len + rooms[n].options.start != call->parts[i].num_tokens) *status = KVEDGE_ERROR_ARGUMENT;
-    if (n > 0) rooms[n].options.sink_logits = NULL; /* they count once */
+    if (!request_of_part(call, &call->parts[i], len, *segments, &options[n], &requests[n])) continue;
+    if (requests[n].view.len + options[n].start != call->parts[i].num_tokens) *status = KVEDGE_ERROR_ARGUMENT;
+    if (n > 0) options[n].sink_logits = NULL; /* they count once */
+    *segments += kvedge_segments_of_part(&call->parts[i]);
     n++;
   }
   if (*status != KVEDGE_OK || n > 0) return n;
   /* Nothing is seen: attention to no token of the last part. */
   const kvedge_part *last = &call->parts[call->num_parts - 1];
-  kvedge_attention_options *own = &rooms->options;
+  kvedge_attention_options *own = options;
   *own = *call->options; /* whose start is behind all parts */
   own->num_tokens = own->start = 0;
   own->mask = NULL, own->bias = NULL;
-  *requests = (kvedge_request){.view = kvedge_layer_view(last->layer, NULL, &rooms->segment),
+  *requests = (kvedge_request){.view = kvedge_layer_view(last->layer, NULL, *segments),
                                .num_rows = call->num_rows,
                                .query = call->query,
                                .out = call->out,
                                .lse = call->lse,
                                .options = own};
-  kvedge_cut_view(&requests->view, &rooms->segment, requests->view.len);
+  kvedge_cut_view(&requests->view, (*segments)++, requests->view.len);
   requests->first_position = -call->num_rows;
   return 1;
 }

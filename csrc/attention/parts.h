@@ -7,15 +7,13 @@
 #define KVEDGE_MOST_TOKENS ((int64_t)1 << 40)
 enum { KVEDGE_MOST_PARTS = 4096 };
 
-/* What a request of a part points to. */
-typedef struct {
-  kvedge_segment segment;
-  kvedge_attention_options options;
-} kvedge_part_room;
+/* Segments that a part needs at most; 0: it is not valid. */
+int64_t kvedge_segments_of_part(const kvedge_part *part);
 
-/* Checks a call on parts, and makes requests of them, at most num_parts and at least one; returns their number. */
-int kvedge_requests_of_parts(const kvedge_attention_call *call, int num_heads, kvedge_part_room *rooms,
-                             kvedge_request *requests, kvedge_status *status);
+/* Checks a call on parts, and makes requests of them, at most num_parts and at least one, each with options in `options`;
+ * returns their number. `*segments` has room for those of all, and is moved past what was used. */
+int kvedge_requests_of_parts(const kvedge_attention_call *call, int num_heads, kvedge_segment **segments,
+                             kvedge_attention_options *options, kvedge_request *requests, kvedge_status *status);
 
 /* Room for the results of the requests of a call; 0 for one request, which writes to the call's own arrays. */
 size_t kvedge_parts_bytes(const kvedge_request *requests, int num_parts, int num_heads);

@@ -73,11 +73,12 @@ kvedge_cache_view kvedge_layer_view(const kvedge_layer *layer, const kvedge_atte
 
 void kvedge_cut_view(kvedge_cache_view *view, kvedge_segment *segments, int64_t start) {
   view->len -= start;
-  if (view->side[KEYS].format->tokens_per_group > 1) view->first_row += start;
   while (view->num_segments > 1 && start >= segments->num_tokens) {
     start -= segments->num_tokens;
     segments++, view->num_segments--;
+    view->first_row = 0;
   }
+  if (view->side[KEYS].format->tokens_per_group > 1) view->first_row += start;
   view->segments = segments;
   segments->num_tokens -= start;
   for (int s = 0; s < SIDES; s++) {

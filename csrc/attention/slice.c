@@ -18,9 +18,10 @@ typedef struct {
   int64_t segment_start;
 } tile_cursor;
 
-/* Adds runs of a segment, which hold `count` tokens from `row` on, to a tile. */
-static void add_runs(const kvedge_cache_view *view, const kvedge_segment *segment, int64_t row, int64_t count,
-                     token_tile *tile) {
+/* Adds the runs of segment `index` that hold `count` tokens, from `offset` on, to a tile. */
+static void add_runs(const kvedge_cache_view *view, int index, int64_t offset, int64_t count, token_tile *tile) {
+  const kvedge_segment *segment = &view->segments[index];
+  const int64_t row = offset + (index == 0 ? view->first_row : 0);
   int run = tile->num_tokens > 0 ? kvedge_num_pieces(view, tile) : 0;
   if (run == 0) tile->first = (int)(row % KVEDGE_RUN);
   tile->num_tokens += (int)count;
@@ -68,7 +69,7 @@ static token_tile next_tile(const kvedge_attention *a, tile_cursor *cursor) {
     int64_t offset = tile.token + tile.num_tokens - cursor->segment_start, here = count - tile.num_tokens;
     if (here > segment->num_tokens - offset) here = segment->num_tokens - offset;
     tile.in_order &= tile.num_tokens == 0;
-    if (kvedge_is_in_runs(view)) add_runs(view, segment, offset + view->first_row, here, &tile);
+    if (kvedge_is_in_runs(view)) add_runs(view, cursor->segment, offset, here, &tile);
     else add_blocks(view, segment, offset, here, &tile);
     if (tile.num_tokens == count) break;
     cursor->segment_start += segment->num_tokens;

@@ -36,7 +36,7 @@ typedef struct {
 } workspace;
 
 static inline int kvedge_is_in_runs(const kvedge_cache_view *view) {
-  return view->side[KEYS].format->tokens_per_group > 1; /* values too: kvedge_side_is_valid() */
+  return view->side[KEYS].format->tokens_per_group > 1; /* then values too */
 }
 
 /* Blocks of a tile, or its runs where tokens lie in these. */

@@ -114,7 +114,7 @@ cdef object _attend_to(
             if spans[i]:
                 calls[i].layer, calls[i].parts, calls[i].num_parts = NULL, parts, <int>len(spans[i])
                 for part_handle, row, start_of, stop_of in spans[i]:
-                    parts.layer = (<_Handle>part_handle).layer
+                    parts.layer, parts.blocks = (<_Handle>part_handle).layer, NULL
                     parts.first_row, parts.position, parts.num_tokens = row, start_of, stop_of - start_of
                     parts += 1
             calls[i].query = _rows_of(&query, i)

@@ -39,7 +39,7 @@ cdef class _BlockStoreCore(_LayerCore):
         if sequences == NULL:
             raise OutOfMemoryError(f"no memory for a call over {num_sequences} sequences")
         try:
-            for i, (table, length, one, out, lse, start) in enumerate(rows):
+            for i, (table, length, one, out, lse, start, _) in enumerate(rows):
                 query = one
                 num_heads = <int>query.shape[1]
                 sequences[i].blocks = <const int32_t *>cnp.PyArray_DATA(<cnp.ndarray>table)
@@ -65,6 +65,67 @@ cdef class _BlockStoreCore(_LayerCore):
             for one in rows:
                 checks.check_finite(one.query, "query")
             self._refuse_attend(query, status)
+
+    def _attend_spans(self, list rows, options):
+        cdef kvedge_attention_options c_options
+        cdef kvedge_attention_options *own
+        cdef kvedge_attention_call *calls
+        cdef kvedge_part *parts
+        cdef kvedge_status status
+        cdef _Handle handle
+        cdef int i, num_heads = 0, num_threads = options.num_threads
+        cdef int num = <int>len(rows)
+        cdef int num_parts = sum([len(one.spans) for one in rows])
+        cdef int64_t numbers = 0
+        cdef list handles = []  # live until the call is over
+        _fill(&c_options, options)
+        calls = <kvedge_attention_call *>PyMem_Malloc(
+            num * (sizeof(kvedge_attention_call) + sizeof(kvedge_attention_options))
+            + num_parts * sizeof(kvedge_part))
+        if calls == NULL:
+            raise OutOfMemoryError(f"no memory for a call over {num} sequences")
+        try:
+            own = <kvedge_attention_options *>(calls + num)
+            parts = <kvedge_part *>(own + num)
+            for i, (_, length, query, out, lse, start, spans) in enumerate(rows):
+                num_heads = <int>(<cnp.ndarray>query).shape[1]
+                own[i] = c_options
+                if start:
+                    own[i].start = start
+                calls[i].layer, calls[i].parts, calls[i].num_parts = NULL, parts, <int>len(spans)
+                for store, table, block_size, first, stop in spans:
+                    handle = (<_BlockStoreCore>store)._opened()
+                    handles.append(handle)
+                    parts.layer = handle.layer
+                    parts.blocks = <const int32_t *>cnp.PyArray_DATA(<cnp.ndarray>table)
+                    parts.block_size = block_size
+                    parts.first_row, parts.position, parts.num_tokens = first, first, stop - first
+                    parts += 1
+                calls[i].query = self._dense_heads(query, self._head_dim)
+                calls[i].num_rows = (<cnp.ndarray>query).shape[0]
+                calls[i].out = self._dense_heads(out, self._value_head_dim)
+                calls[i].lse = NULL if lse is None else _floats(lse)
+                calls[i].options = &own[i]
+                numbers += calls[i].num_rows * (<int64_t>length - own[i].start)
+            if numbers * num_heads * self._widest < _KEEP_GIL:
+                status = kvedge_attend_layers(calls, num, num_heads, num_threads)
+            else:
+                with nogil:
+                    status = kvedge_attend_layers(calls, num, num_heads, num_threads)
+        finally:
+            PyMem_Free(calls)
+        if status != KVEDGE_OK:
+            for one in rows:
+                checks.check_finite(one.query, "query")
+            self._refuse_attend(rows[0].query, status)
+
+    cdef kvedge_array _dense_heads(self, rows, cnp.npy_intp width):
+        """Query rows, or results, (n, num_heads, width) side by side."""
+        cdef kvedge_array made
+        made.data, made.type = cnp.PyArray_DATA(<cnp.ndarray>rows), KVEDGE_TYPE_FLOAT32
+        made.head_stride = width * <int64_t>sizeof(float)
+        made.token_stride = (<cnp.ndarray>rows).shape[1] * made.head_stride
+        return made
 
 
 @registry.backend_class

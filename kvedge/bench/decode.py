@@ -66,7 +66,7 @@ def measure(options: argparse.Namespace, output: Output) -> dict[str, Any]:
     conditions = Conditions(machine, options.rounds, options.budget, options.hot)
     peers, notes = installed_peers(common.chosen_peers(options))
     competitors = [KvedgeLayer(), *peers]
-    thread_counts = sorted(set(options.threads or [1]))
+    thread_counts = common.chosen_threads(options)
     cases = [
         (shape, context)
         for shape in common.chosen_shapes(options)

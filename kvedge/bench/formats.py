@@ -25,7 +25,6 @@ from kvedge.bench.report import (
 )
 from kvedge.bench.shapes import SHAPES
 from kvedge.console.output import Output
-from kvedge.console.values import positive_int
 from kvedge.core.formats import DTYPES
 
 NAME = "formats"
@@ -62,13 +61,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="FORMAT",
         help=f"what to compare with int8: {', '.join(others)} (default: all)",
     )
-    cases.add_argument(
-        "--new-tokens",
-        type=positive_int,
-        default=_NEW_TOKENS,
-        metavar="N",
-        help="the last tokens of --context, as part of a prompt (default: %(default)s)",
-    )
+    common.add_new_tokens(cases, _NEW_TOKENS, "the last tokens of --context, as part of a prompt")
     common.add_threads(cases)
     common.add_peers(cases, default="ggml-q4_0")
     how = parser.add_argument_group("how")
@@ -86,7 +79,7 @@ def measure(options: argparse.Namespace, output: Output) -> dict[str, Any]:
     competitors = [*(KvedgeLayer(name) for name in (_BASE, *names)), *peers]
     cases = [
         (num_threads, shape, context, new_tokens)
-        for num_threads in sorted(set(options.threads or [1]))
+        for num_threads in common.chosen_threads(options)
         for shape in common.chosen_shapes(options)
         for context in common.chosen_contexts(options)
         for new_tokens in (None, min(options.new_tokens, context))

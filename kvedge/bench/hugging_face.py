@@ -143,10 +143,12 @@ class _Token:
         """Seconds of the next token."""
         import torch
 
+        from kvedge.transformers._installed import cache_argument
+
         self._model.set_attn_implementation(self._attention)
         with torch.inference_mode():
             start = time.perf_counter()
-            self._model(self._token, past_key_values=self.cache)
+            self._model(self._token, **{cache_argument(self._model): self.cache})
             return time.perf_counter() - start
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from kvedge import system
 from kvedge.bench import options as common
 from kvedge.bench import plotting
-from kvedge.bench.affinity import choose_cpus, pinned_to, pinning
+from kvedge.bench.affinity import choose_cpus, pinned_to
 from kvedge.bench.benchmark import measuring, progress
 from kvedge.bench.copies import copies_that_fit
 from kvedge.bench.peers import KvedgeLayer, filled_layers
@@ -23,7 +23,6 @@ from kvedge.bench.statistics import against_first
 from kvedge.bench.workload import Workload, make_workload
 from kvedge.console.exits import CommandError
 from kvedge.console.output import Output
-from kvedge.console.values import positive_int
 
 NAME = "logits"
 SUMMARY = "what softcap, ALiBi, masks, biases, windows and sinks cost"
@@ -49,13 +48,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     gemma_2 = AttentionShape("Gemma-2-2B", 8, 4, 256)
     common.add_shapes(cases, (SHAPES[0], gemma_2))
     common.add_contexts(cases, (_CONTEXT,))
-    cases.add_argument(
-        "--new-tokens",
-        type=positive_int,
-        default=1,
-        metavar="N",
-        help="tokens with a query, the last ones of the context (default: %(default)s)",
-    )
+    common.add_new_tokens(cases)
     common.add_threads(cases)
     common.add_how(parser)
 
@@ -63,13 +56,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def measure(options: argparse.Namespace, output: Output) -> dict[str, Any]:
     """Measure all cases; Ctrl-C ends it with those that are done."""
     machine = system.machine()
-    counts = sorted(set(options.threads or [1]))
-    settings = {
-        "cache": "hot" if options.hot else "cold",
-        "rounds": options.rounds,
-        "pinned": pinning(max(counts)),
-    }
-    report = header("logits", machine, [KvedgeLayer()], settings=settings)
+    counts = common.chosen_threads(options)
+    report = header("logits", machine, [KvedgeLayer()], settings=common.settings_of(options))
     report["cases"] = []
     cases = [
         (shape, context)

@@ -6,6 +6,7 @@ import argparse
 import functools
 from collections.abc import Sequence
 
+from kvedge.bench.affinity import pinning
 from kvedge.bench.peers import PEER_NAMES, VARIANT_NAMES
 from kvedge.bench.shapes import CONTEXTS, SHAPES, AttentionShape, parse_shape
 from kvedge.console.values import non_negative_int, positive_int
@@ -14,6 +15,7 @@ from kvedge.core.options import MAX_THREADS
 __all__ = [
     "add_contexts",
     "add_hot",
+    "add_new_tokens",
     "add_output",
     "add_peers",
     "add_rounds",
@@ -22,8 +24,10 @@ __all__ = [
     "chosen_contexts",
     "chosen_peers",
     "chosen_shapes",
+    "chosen_threads",
     "parse_context",
     "parse_seconds",
+    "settings_of",
 ]
 
 #: Fewer rounds than these and the quartiles mean little.
@@ -80,6 +84,21 @@ def chosen_contexts(options: argparse.Namespace) -> list[int]:
     return sorted({n for word in words for n in word} if words else options.default_contexts)
 
 
+def add_new_tokens(
+    group: argparse._ArgumentGroup,
+    default: int = 1,
+    meaning: str = "tokens with a query, the last ones of the context",
+) -> None:
+    """Add ``--new-tokens``."""
+    group.add_argument(
+        "--new-tokens",
+        type=positive_int,
+        default=default,
+        metavar="N",
+        help=f"{meaning} (default: %(default)s)",
+    )
+
+
 def add_threads(group: argparse._ArgumentGroup, default: str = "1") -> None:
     """Add ``--threads``."""
     group.add_argument(
@@ -91,6 +110,11 @@ def add_threads(group: argparse._ArgumentGroup, default: str = "1") -> None:
         help="threads of every competitor; several numbers, several measurements. "
         f"Default: {default}",
     )
+
+
+def chosen_threads(options: argparse.Namespace) -> list[int]:
+    """Return what ``--threads`` says, each once and in order."""
+    return sorted(set(options.threads or [1]))
 
 
 def _thread_count(text: str) -> int:
@@ -158,6 +182,15 @@ def add_how(parser: argparse.ArgumentParser) -> None:
     add_hot(how)
     add_rounds(how)
     add_output(parser)
+
+
+def settings_of(options: argparse.Namespace) -> dict[str, object]:
+    """Return how it was measured, for the report of a benchmark with ``--threads``."""
+    return {
+        "cache": "hot" if options.hot else "cold",
+        "rounds": options.rounds,
+        "pinned": pinning(max(chosen_threads(options))),
+    }
 
 
 def add_hot(group: argparse._ArgumentGroup) -> None:

@@ -13,7 +13,7 @@ import kvedge
 from kvedge import system
 from kvedge.bench import options as common
 from kvedge.bench import plotting
-from kvedge.bench.affinity import choose_cpus, pinned_to, pinning
+from kvedge.bench.affinity import choose_cpus, pinned_to
 from kvedge.bench.benchmark import measuring, progress
 from kvedge.bench.copies import copies_that_fit
 from kvedge.bench.peers import KvedgeLayer, filled_layers
@@ -69,13 +69,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def measure(options: argparse.Namespace, output: Output) -> dict[str, Any]:
     """Measure all cases; Ctrl-C ends it with those that are done."""
     machine = system.machine()
-    counts = sorted(set(options.threads or [1]))
-    settings = {
-        "cache": "hot" if options.hot else "cold",
-        "rounds": options.rounds,
-        "pinned": pinning(max(counts)),
-    }
-    report = header("paged", machine, [KvedgeLayer()], settings=settings)
+    counts = common.chosen_threads(options)
+    report = header("paged", machine, [KvedgeLayer()], settings=common.settings_of(options))
     report["cases"] = []
     cases = [
         (shape, context, block_size)

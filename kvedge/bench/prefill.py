@@ -36,7 +36,6 @@ from kvedge.bench.shapes import AttentionShape
 from kvedge.bench.statistics import spread_of
 from kvedge.bench.workload import make_workload
 from kvedge.console.output import Output
-from kvedge.console.values import positive_int
 
 NAME = "prefill"
 SUMMARY = "attention of a prompt's tokens over what is stored, against the peers"
@@ -63,12 +62,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     cases = parser.add_argument_group("what is measured")
     common.add_shapes(cases)
     common.add_contexts(cases, _CONTEXTS, empty=True)
-    cases.add_argument(
-        "--new-tokens",
-        type=positive_int,
-        default=_NEW_TOKENS,
-        metavar="N",
-        help="tokens of the prompt in one call, after those of --context (default: %(default)s)",
+    common.add_new_tokens(
+        cases, _NEW_TOKENS, "tokens of the prompt in one call, after those of --context"
     )
     common.add_threads(cases)
     common.add_peers(cases)
@@ -83,7 +78,7 @@ def measure(options: argparse.Namespace, output: Output) -> dict[str, Any]:
     names = dict.fromkeys(("kvedge-8", "kvedge-16", *common.chosen_peers(options)))
     peers, notes = installed_peers(tuple(names))
     competitors = [KvedgeLayer(), *peers]
-    thread_counts = sorted(set(options.threads or [1]))
+    thread_counts = common.chosen_threads(options)
     cases = [
         (shape, context)
         for shape in common.chosen_shapes(options)

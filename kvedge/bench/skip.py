@@ -14,7 +14,7 @@ import kvedge
 from kvedge import system
 from kvedge.bench import options as common
 from kvedge.bench import plotting
-from kvedge.bench.affinity import choose_cpus, pinned_to, pinning
+from kvedge.bench.affinity import choose_cpus, pinned_to
 from kvedge.bench.benchmark import measuring, progress
 from kvedge.bench.copies import copies_that_fit
 from kvedge.bench.model_rows import LayerRows, rows_of_model
@@ -25,7 +25,6 @@ from kvedge.bench.shapes import AttentionShape
 from kvedge.bench.statistics import against_first, spread_of
 from kvedge.console.exits import CommandError
 from kvedge.console.output import Output
-from kvedge.console.values import positive_int
 
 NAME = "skip"
 SUMMARY = "what tolerance= saves: values that hold next to nothing are not read"
@@ -58,13 +57,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     cases.add_argument("--text", metavar="FILE", help="what it reads, UTF-8 (needed with --model)")
     common.add_contexts(cases, _CONTEXTS)
-    cases.add_argument(
-        "--new-tokens",
-        type=positive_int,
-        default=1,
-        metavar="N",
-        help="tokens with a query, the last ones of the context (default: %(default)s)",
-    )
+    common.add_new_tokens(cases)
     common.add_threads(cases)
     common.add_how(parser)
 
@@ -76,13 +69,8 @@ def measure(options: argparse.Namespace, output: Output) -> dict[str, Any]:
     model, tokens = _model_and_tokens(options, max(contexts))
     if options.new_tokens > min(*contexts, model.config.max_seq_len):
         raise CommandError(f"--new-tokens {options.new_tokens}: a window or a context has fewer")
-    counts = sorted(set(options.threads or [1]))
-    settings = {
-        "cache": "hot" if options.hot else "cold",
-        "rounds": options.rounds,
-        "pinned": pinning(max(counts)),
-    }
-    report = header(NAME, machine, [KvedgeLayer()], settings=settings)
+    counts = common.chosen_threads(options)
+    report = header(NAME, machine, [KvedgeLayer()], settings=common.settings_of(options))
     report["cases"] = []
     total = len(counts) * len(contexts) * 2 * options.rounds
     advance = progress(output, total, "kvedge bench skip")

@@ -56,7 +56,7 @@ def measure(options: argparse.Namespace, output: Output) -> dict[str, Any]:
     conditions = Conditions(machine, options.rounds, options.budget, options.hot)
     peers, notes = installed_peers(common.chosen_peers(options))
     names = ["kvedge", *(peer.name for peer in peers)]
-    thread_counts = sorted(set(options.threads or [1]))
+    thread_counts = common.chosen_threads(options)
     settings = {
         "cache": "hot" if options.hot else "cold",
         "rounds": options.rounds,

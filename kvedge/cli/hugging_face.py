@@ -39,6 +39,7 @@ def run(options: argparse.Namespace, output: Output) -> int:
     """Write the text and the summary."""
     _check(options)
     from kvedge.transformers import KvedgeCache  # says what is to be installed, if it is
+    from kvedge.transformers._installed import cache_argument
 
     with output.status("loading the model"):
         model, tokenizer = load(options.hf, options.gguf)
@@ -77,17 +78,17 @@ def run(options: argparse.Namespace, output: Output) -> int:
         arguments["logits_processor"] = LogitsProcessorList([ranks.shared_logits(options.group)])
     if options.stop:
         arguments |= {"stop_strings": options.stop, "tokenizer": tokenizer}
+    arguments[cache_argument(model)] = cache
     interrupted = False
     try:
         if options.tokens == 0:
             stream.put(ids)
-            model(ids, past_key_values=cache, logits_to_keep=1)
+            model(ids, logits_to_keep=1, **{cache_argument(model): cache})
             stream.end()
         else:
             model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
-                past_key_values=cache,
                 max_new_tokens=_most(options.tokens, model, ids.shape[1]),
                 streamer=stream,
                 pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id or 0,

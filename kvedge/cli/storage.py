@@ -38,7 +38,7 @@ def add_options(group: Any) -> None:
     for rows in ("key", "value"):
         group.add_argument(
             f"--{rows}-dtype",
-            choices=tuple(FORMATS),
+            choices=DTYPES,
             metavar="FORMAT",
             help=f"how {rows}s are stored, where not as --cache says",
         )

@@ -88,13 +88,14 @@ class LayerConfig:
     @property
     def in_runs(self) -> bool:
         """Whether all tokens lie in parts: runs of 32 tokens, and the last ones."""
-        return self.dtype in IN_RUNS
+        return self.dtype in IN_RUNS  # as is value_dtype then, if given
 
     def runs(self, capacity: int) -> LayerConfig:
         """Of a layer that holds the runs of one that is `in_runs`."""
         return replace(
             self.plain,
             dtype=f"{self.dtype}.runs",
+            value_dtype=self.value_dtype and f"{self.value_dtype}.runs",
             capacity=capacity,
             limit=capacity,
             window=None,
@@ -293,16 +294,17 @@ def layer_config(
     InvalidArgumentError
     """
     one_of(dtype, "dtype", DTYPES)
-    in_runs = dtype in IN_RUNS
     for name, given in (("key_dtype", key_dtype), ("value_dtype", value_dtype)):
         if given is not None:
-            one_of(given, name, FORMATS)
-            if in_runs:
-                raise InvalidArgumentError(
-                    f"dtype={dtype!r} is for keys and values alike: leave out {name}"
-                )
+            one_of(given, name, DTYPES)
     value_dtype = dtype if value_dtype is None else value_dtype
     dtype = dtype if key_dtype is None else key_dtype
+    in_runs = dtype in IN_RUNS
+    if in_runs != (value_dtype in IN_RUNS):
+        raise InvalidArgumentError(
+            f"keys and values lie both in runs ({', '.join(IN_RUNS)}) or both in rows, not keys as "
+            f"{dtype!r} and values as {value_dtype!r}"
+        )
     if capacity is not None:
         rows = capacity = _size(capacity, "capacity", MAX_CAPACITY)
     num_kv_heads = _size(num_kv_heads, "num_kv_heads", MAX_KV_HEADS)

@@ -62,9 +62,12 @@ class _Reader:
     def read(self, tokens: np.ndarray) -> np.ndarray:
         import torch
 
+        from kvedge.transformers._installed import cache_argument
+
         ids = torch.tensor(np.asarray(tokens, np.int64))[None]
+        cache = {cache_argument(self._model): self._cache}
         with torch.inference_mode():
-            found = self._model(input_ids=ids, past_key_values=self._cache, use_cache=True)
+            found = self._model(input_ids=ids, use_cache=True, **cache)
         logits: np.ndarray = found.logits[0].float().numpy()
         return logits
 

@@ -106,13 +106,15 @@ class PagedAttention(PagedFacts):
             made = AttendOptions.make(head_dim, num_rows, num_heads, length, **options)
             shape = rows.shape[1:] if single else arrays.in_nhd(rows, layout).shape
             shape = pool._config.out_shape(shape)
-            reads = (rows, *store._slabs, *made.arrays())
+            reads = (rows, *pool._slabs_of(layer), *made.arrays())
             target = arrays.as_target(out, shape, reads=reads, layout=layout, dense=True)
             lse = np.empty(rows.shape[:2], np.float32) if made.return_lse else None
             to = target.rows.reshape(pool._config.out_shape(rows.shape))
-            one = batch.Rows(table, length, rows, to, lse)
-            if num_rows:
+            one = batch.Rows(table, length, rows, to, lse, spans=pool._spans(layer, reading))
+            if num_rows and one.spans is None:
                 store._attend_blocks(pool.block_size, [one], made)
+            elif num_rows:
+                store._attend_spans([one], made)
         finally:
             pool._running.discard(reading)
         if lse is None:
@@ -245,13 +247,22 @@ class PagedAttention(PagedFacts):
             stacked = not isinstance(queries, Sequence)
             reads: tuple[np.ndarray, ...] = ()
             if out is not None:
-                reads = (*(query for query, _ in checked), *store._slabs, *made.arrays())
+                slabs = pool._slabs_of(layer)
+                reads = (*(query for query, _ in checked), *slabs, *made.arrays())
             targets, outs = batch.checked_outs(out, checked, stacked, reads, pool._config, layout)
             lses: list[Any] = [None] * len(readings)
             if made.return_lse:
                 lses = [np.empty(query.shape[:2], np.float32) for query, _ in checked]
             rows = [
-                batch.Rows(reading.table, reading.length, query, one, lse, own)
+                batch.Rows(
+                    reading.table,
+                    reading.length,
+                    query,
+                    one,
+                    lse,
+                    own,
+                    pool._spans(layer, reading),
+                )
                 for reading, (query, _), one, lse, own in zip(
                     readings, checked, outs, lses, starts, strict=True
                 )

@@ -10,6 +10,7 @@ import numpy as np
 from kvedge.core import checks
 from kvedge.errors import (
     InvalidArgumentError,
+    KvedgeError,
     LayersOutOfStepError,
     ShapeMismatchError,
     StaleSnapshotError,
@@ -18,7 +19,8 @@ from kvedge.paged import readings
 from kvedge.paged.exchange import PagedExchange, check_nothing_pending
 from kvedge.paged.pool import KvBlockPool
 from kvedge.paged.prefixes import as_token_ids
-from kvedge.paged.sequences import Contents, PagedSnapshot, SequenceState
+from kvedge.paged.recent import TOKENS
+from kvedge.paged.sequences import Contents, PagedSnapshot, Recent, SequenceState
 
 if TYPE_CHECKING:
     from kvedge.core.types import Array, Layout
@@ -88,7 +90,8 @@ class PagedKvCache(PagedExchange):
         int
         """
         with self._pool._lock:
-            return self._add(SequenceState(self._pool.num_layers))
+            pool = self._pool
+            return self._add(SequenceState(pool.num_layers, recent=pool._new_recent()))
 
     def fork(self, seq: int) -> int:
         """Begin a sequence with the same tokens, sharing their blocks.
@@ -110,8 +113,9 @@ class PagedKvCache(PagedExchange):
         with self._pool._lock:
             state = self._state(seq)
             check_nothing_pending(state.held, state.length)
-            kept = self._pool._blocks_for(state.length)  # reserved blocks stay this one's alone
-            return self._add_holding(state.table[:kept], state.length)
+            table, recent = self._advanced_over(state)
+            self._pool._hold_all(table, recent)
+            return self._add(SequenceState(self._pool.num_layers, table, state.length, recent))
 
     def drop(self, seq: int) -> None:
         """Forget a sequence. Blocks that nobody else holds become free.
@@ -127,10 +131,10 @@ class PagedKvCache(PagedExchange):
         """
         with self._pool._lock:
             state = self._state(seq)
-            table = state.table
+            table, recent = state.table, state.recent
             del self._sequences[checks.as_int(seq, "seq")]
             state.contents = None  # for whoever has looked the sequence up, but reads nothing yet
-            self._pool._release(table)
+            self._pool._release_all(table, recent)
 
     # ---- tokens in -------------------------------------------------------------------------------
 
@@ -169,6 +173,9 @@ class PagedKvCache(PagedExchange):
                 )
             if not len(keys):
                 return
+            if pool._recent is not None:
+                self._append_with_recent(state, layer, keys, values)
+                return
             store, start = pool._stores[layer], state.held[layer]
             stop = start + len(keys)
             block = self._unwritable(state, layer, start)
@@ -194,39 +201,134 @@ class PagedKvCache(PagedExchange):
         """Write rows with so many blocks added to the table, and one of it (or None) replaced."""
         pool, table = self._pool, state.table
         store = pool._stores[layer]
-        wanted = num_new + (block is not None)
-        forgetting = pool._must_forget(wanted)
-        if block is not None and wanted > pool.free_count:
-            # No room for a copy: if nobody else holds or reads the block, write over it.
-            alone = pool._references[table[block]] == 1
-            read = readings.reads_from(pool._running, layer, table, block, start)
-            overwriting = bool(alone) and not read
-        else:
-            overwriting = False
-        wanted -= overwriting
-        pool._check_room(wanted)
-        if forgetting:
+        copied, wanted = self._wanted(layer, table, block, start, num_new)
+        if pool._must_forget(wanted):
             store.check(keys, values)  # before prefixes are forgotten for good
-        if overwriting:
-            if table[block] in pool._prefixes:
-                pool._forget(int(table[block]))
-            store._settle()  # as for other rows written in place
-            block = None
+        if block is not None and copied is None:
+            self._own(table, block)
         taken = pool._take(wanted)
         try:
-            longer = np.concatenate([table, taken[:num_new]])
-            if block is not None:
-                longer[block] = taken[-1]
-                pool._copy_block(int(table[block]), int(taken[-1]))
+            longer = self._longer(table, taken, num_new, copied)
             store.write(longer, pool.block_size, start, keys, values)
         except BaseException:
             pool._release(taken)
             raise
-        state.contents = Contents(longer, state.held)
-        if block is not None:
-            pool._release(table[block : block + 1])
+        state.contents = Contents(longer, state.held, state.recent)
+        if copied is not None:
+            pool._release(table[copied : copied + 1])
 
-    def _unwritable(self, state: SequenceState, layer: int, start: int) -> int | None:
+    def _append_with_recent(
+        self, state: SequenceState, layer: int, keys: np.ndarray, values: np.ndarray
+    ) -> None:
+        """Append to a layer whose first and last tokens lie in blocks of another format too."""
+        pool, table, contents = self._pool, state.table, state.contents
+        assert contents is not None
+        store, recent = pool._stores[layer], pool._recent
+        rows = (keys, values)
+        recent.refuse(keys, values)
+        plan = recent.plan(contents, layer, len(keys))
+        # Runs are written once they are full, from the first of their tokens on.
+        writes = plan.writes_run or not pool._config.in_runs
+        is_cut = plan.recent.since[layer] > plan.cut  # tokens of the run are read in the pool
+        token = plan.cut if is_cut else plan.start
+        block = self._unwritable(state, layer, plan.start, token) if writes else None
+        num_new = max(0, pool._blocks_for(plan.stop) - len(table))
+        if plan.start == state.resumed:
+            pool._settle()  # calls that read these rows have ended, late helpers may not have
+        if num_new == 0 and block is None and plan.is_in_place and not plan.writes_run:
+            recent.write(plan, plan.recent.table, layer, rows, None)
+            if not pool._config.in_runs:
+                store.write(table, pool.block_size, plan.start, *rows)
+            state.held[layer] = plan.stop
+            return
+        copied, wanted = self._wanted(layer, table, block, token, num_new)
+        pool._check_room(wanted)
+        recent._check_room(recent.needed(plan))
+        before = None
+        if plan.cut < plan.start and (plan.writes_run or plan.first < plan.start):
+            here = readings.Reading(layer, contents)
+            before = tuple(
+                self._read_spans(values, layer, here, plan.cut, plan.start)
+                for values in (False, True)
+            )
+        if pool._must_forget(wanted):
+            store.check(keys, values)
+            recent.check(layer, keys, values)
+        if block is not None and copied is None:
+            self._own(table, block)
+        taken, fine = pool._take(wanted), recent._take(recent.needed(plan))
+        try:
+            longer = self._longer(table, taken, num_new, copied)
+            of_recent = recent.table_of(plan, fine)
+            recent.write(plan, of_recent, layer, rows, before)
+            if not pool._config.in_runs:
+                store.write(longer, pool.block_size, plan.start, *rows)
+            elif writes:
+                runs = recent.runs(layer, plan, rows, before)
+                store.write(longer, pool.block_size, plan.cut, *runs)
+        except KvedgeError:
+            pool._release(taken)
+            recent._release(fine)
+            recent.check(layer, keys, values)  # names the element within all of the rows
+            raise
+        except BaseException:
+            pool._release(taken)
+            recent._release(fine)
+            raise
+        held = list(contents.held)
+        held[layer] = plan.stop
+        state.contents = Contents(longer, held, recent.after(plan, layer, of_recent))
+        if copied is not None:
+            pool._release(table[copied : copied + 1])
+        if plan.copied is not None:
+            recent._release(plan.recent.table[plan.copied : plan.copied + 1])
+        if len(plan.missing) > 1:  # a prompt, perhaps in pieces that are pending
+            self._trim(state)
+
+    def _trim(self, state: SequenceState) -> None:
+        """Give back the blocks of last tokens that are too old by now."""
+        contents, pool = state.contents, self._pool
+        assert contents is not None and contents.recent is not None
+        recent, gone = pool._recent.trimmed(contents.recent, contents.held, state.length)
+        if len(gone):
+            state.contents = contents._replace(recent=recent)
+            pool._recent._release(gone)
+
+    def _wanted(
+        self, layer: int, table: np.ndarray, block: int | None, start: int, num_new: int
+    ) -> tuple[int | None, int]:
+        """Of a block that cannot be written to: whether it is copied, and the blocks needed."""
+        pool = self._pool
+        wanted = num_new + (block is not None)
+        if block is not None and wanted > pool.free_count:
+            # No room for a copy: if nobody else holds or reads the block, write over it.
+            alone = pool._references[table[block]] == 1
+            if alone and not readings.reads_from(pool._running, layer, table, block, start):
+                return None, wanted - 1
+        return block, wanted
+
+    def _own(self, table: np.ndarray, block: int) -> None:
+        """Let a block be written over that others could find by its token ids."""
+        pool = self._pool
+        if table[block] in pool._prefixes:
+            pool._forget(int(table[block]))
+        pool._settle()  # as for other rows written in place
+
+    def _longer(
+        self, table: np.ndarray, taken: np.ndarray, num_new: int, copied: int | None
+    ) -> np.ndarray:
+        """A table with blocks that were taken, one of which becomes a copy."""
+        if not len(taken):
+            return table
+        longer = np.concatenate([table, taken[:num_new]])
+        if copied is not None:
+            longer[copied] = taken[-1]
+            self._pool._copy_block(int(table[copied]), int(taken[-1]))
+        return longer
+
+    def _unwritable(
+        self, state: SequenceState, layer: int, start: int, token: int | None = None
+    ) -> int | None:
         """Which block of the table must be copied before a layer's tokens from `start` on come.
 
         Only one can be: the last that has tokens advanced over. Blocks after it are nobody else's,
@@ -240,7 +342,8 @@ class PagedKvCache(PagedExchange):
         block = int(table[last])
         if pool._references[block] > 1 or block in pool._prefixes:
             return int(last)
-        if pool._running and readings.reads_from(pool._running, layer, table, last, start):
+        token = start if token is None else token  # rows from here on are written
+        if pool._running and readings.reads_from(pool._running, layer, table, last, token):
             return int(last)
         return None
 
@@ -273,7 +376,7 @@ class PagedKvCache(PagedExchange):
             more = pool._blocks_for(max(state.held) + n) - len(state.table)
             if more > 0:
                 longer = np.concatenate([state.table, pool._take(more)])
-                state.contents = Contents(longer, state.held)
+                state.contents = Contents(longer, state.held, state.recent)
 
     def advance(self, seq: int, n: int = 1) -> None:
         """Move a sequence past ``n`` tokens that all of its layers have been given.
@@ -306,7 +409,15 @@ class PagedKvCache(PagedExchange):
                     got=fewest,
                     layer=state.held.index(fewest),
                 )
+            crosses = length // TOKENS != state.length // TOKENS
             state.length = length
+            contents = state.contents
+            if contents is not None and contents.recent is not None:
+                recent = self._pool._recent.advanced(contents.recent, length)
+                if recent is not contents.recent:
+                    state.contents = contents._replace(recent=recent)
+                if crosses:
+                    self._trim(state)
 
     # ---- going back ------------------------------------------------------------------------------
 
@@ -327,10 +438,14 @@ class PagedKvCache(PagedExchange):
         with self._pool._lock:
             state = self._state(seq)
             n = checks.check_length(n, state.length)
-            kept = self._pool._blocks_for(n)
-            table = state.table
-            state.go_to(self._pool.num_layers, table[:kept], n)
-            self._pool._release(table[kept:])
+            pool, kept = self._pool, self._pool._blocks_for(n)
+            table, recent = state.table, state.recent
+            shorter = None if recent is None else pool._recent.shortened(recent, n)
+            state.go_to(pool.num_layers, table[:kept], n, shorter)
+            pool._release(table[kept:])
+            if recent is not None and shorter is not None:
+                gone = recent.table[len(shorter.table) :]
+                pool._recent._release(gone[gone >= 0])
 
     def snapshot(self, seq: int) -> PagedSnapshot:
         """Hold the tokens that a sequence was advanced over so far, pending ones excepted.
@@ -351,9 +466,9 @@ class PagedKvCache(PagedExchange):
         """
         with self._pool._lock:
             state = self._state(seq)
-            table = state.table[: self._pool._blocks_for(state.length)]
-            self._pool._hold(table)
-            return PagedSnapshot._holding(self._pool, table, state.length)
+            table, recent = self._advanced_over(state)
+            self._pool._hold_all(table, recent)
+            return PagedSnapshot._holding(self._pool, table, state.length, recent)
 
     def restore(self, seq: int, snapshot: PagedSnapshot) -> None:
         """Let a sequence be what a snapshot holds, of itself or of another sequence of the pool.
@@ -374,11 +489,11 @@ class PagedKvCache(PagedExchange):
         """
         with self._pool._lock:
             state = self._state(seq)
-            table = self._table_of(snapshot)
-            self._pool._hold(table)
-            gone = state.table
-            state.go_to(self._pool.num_layers, table, len(snapshot))
-            self._pool._release(gone)
+            table, recent = self._table_of(snapshot), snapshot._recent
+            self._pool._hold_all(table, recent)
+            gone, recent_gone = state.table, state.recent
+            state.go_to(self._pool.num_layers, table, len(snapshot), recent)
+            self._pool._release_all(gone, recent_gone)
 
     # ---- prefixes --------------------------------------------------------------------------------
 
@@ -447,7 +562,8 @@ class PagedKvCache(PagedExchange):
         with pool._lock:
             table = pool._match(ids[: max(0, len(ids) - leave)])
             n = len(table) * pool.block_size
-            return self._add(SequenceState(pool.num_layers, table, n)), n
+            recent = pool._new_recent(n)
+            return self._add(SequenceState(pool.num_layers, table, n, recent)), n
 
     def __reduce__(self) -> Any:
         raise InvalidArgumentError(
@@ -458,7 +574,7 @@ class PagedKvCache(PagedExchange):
     def __del__(self) -> None:
         pool = getattr(self, "_pool", None)
         if pool is not None:  # the pool may be another cache's as well
-            pool._abandoned.extend(state.table for state in self._sequences.values())
+            pool._abandoned.extend((one.table, one.recent) for one in self._sequences.values())
 
     # ---- inside ----------------------------------------------------------------------------------
 
@@ -467,9 +583,12 @@ class PagedKvCache(PagedExchange):
         self._sequences[seq] = state
         return seq
 
-    def _add_holding(self, table: np.ndarray, length: int) -> int:
-        self._pool._hold(table)
-        return self._add(SequenceState(self._pool.num_layers, table, length))
+    def _advanced_over(self, state: SequenceState) -> tuple[np.ndarray, Recent | None]:
+        """The blocks of the tokens that a sequence was advanced over."""
+        table = state.table[: self._pool._blocks_for(state.length)]
+        if state.recent is None:
+            return table, None
+        return table, self._pool._recent.shortened(state.recent, state.length)
 
     def _table_of(self, snapshot: Any) -> np.ndarray:
         if not isinstance(snapshot, PagedSnapshot):

@@ -43,6 +43,9 @@ def attend_batch(store: Any, block_size: int, rows: list[Rows], options: AttendO
     options : AttendOptions
         Without a mask.
     """
+    if rows[0].spans is not None:
+        store._attend_spans(rows, options)
+        return
     groups = list(_groups(rows, block_size)) if _may_be_parted(rows, options) else []
     if not groups:
         store._attend_blocks(block_size, rows, options)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvedge.cache import CacheMethods
 from kvedge.cache_state import layer_names
-from kvedge.core import checks, registry
-from kvedge.core.key_map import KeyRule, same_vector
+from kvedge.core import checks, memory, registry
+from kvedge.core.key_map import NO_MAP, KeyMap, KeyRule, same_vector
 from kvedge.errors import InvalidArgumentError, LayersOutOfStepError, ShapeMismatchError
+from kvedge.layer_precise import PartContents, contents_of, runs_end
 from kvedge.paged import file, readings
 from kvedge.paged.attention import PagedAttention
 from kvedge.paged.pool import KvBlockPool
@@ -54,12 +56,9 @@ class PagedExchange(PagedAttention):
         OSError, MissingExtraError
         """
         with self._pool._lock:
-            sequences = []
             for state in self._sequences.values():
                 check_nothing_pending(state.held, state.length)
-                table = state.table[: self._pool._blocks_for(state.length)]
-                sequences.append((table, state.length))
-            file.save(self._pool, sequences, path)
+            file.save(self._pool, list(self._sequences.values()), path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, num_blocks: int | None = None) -> Self:
@@ -87,8 +86,8 @@ class PagedExchange(PagedAttention):
         number = None if num_blocks is None else checks.as_int(num_blocks, "num_blocks")
         pool, sequences = file.load(path, number)
         cache = cls(pool)
-        for table, length in sequences:
-            cache._add(SequenceState(pool.num_layers, table, length))
+        for state in sequences:
+            cache._add(state)
         return cache
 
     def swap_out(self, seq: int, path: str | os.PathLike[str]) -> None:
@@ -175,10 +174,8 @@ class PagedExchange(PagedAttention):
                 check_nothing_pending(state.held, length)
                 for layer in range(pool.num_layers):
                     running.append(self._begin(seq, state, layer))
-            for store, reading in zip(pool._stores, running, strict=True):
-                slabs = store.gather(reading.table, pool.block_size, length)
-                keys, values, key_scales, value_scales = slabs
-                layers.append(LayerContents(keys, values, key_scales, value_scales, store._key_map))
+            for layer, reading in enumerate(running):
+                layers.append(self._layer_contents(layer, reading))
         finally:
             pool._running.difference_update(running)
         contents = CacheContents(self._format, length, tuple(layers))
@@ -224,6 +221,11 @@ class PagedExchange(PagedAttention):
                 "key_scale=cache.key_scale"
             )
         pool, length = self._pool, len(cache)
+        helds = [layer._held() for layer in cache._layers]
+        if pool._config.in_runs and any(held.num_dropped for held in helds):
+            raise InvalidArgumentError(
+                "runs in blocks begin with a sequence's first token, which this cache has dropped"
+            )
         check_nothing_pending([len(layer) for layer in cache._layers], length)
         if token_ids is not None and len(token_ids) > length:
             raise ShapeMismatchError(f"{len(token_ids)} token ids for {length} tokens")
@@ -232,22 +234,55 @@ class PagedExchange(PagedAttention):
             first = np.array(shared, np.int32)
             pool._hold(first)  # before blocks are taken, which may be theirs
             start = len(first) * pool.block_size
-            taken = np.empty(0, np.int32)
+            taken = fine = np.empty(0, np.int32)
+            recent = None
             try:
                 taken = pool._take(pool._blocks_for(length - start))
-                for store, layer in zip(pool._stores, cache._layers, strict=True):
-                    rows = [slab[start:length] for slab in layer._held().tokens]
-                    store.scatter(taken, pool.block_size, rows)
+                table = np.concatenate([first, taken])
+                parts = [
+                    contents_of(held, held.num_dropped, held.num_dropped + length, copy=False)
+                    for held in helds
+                ]
+                if pool._recent is not None:
+                    recent, fine = pool._recent.filled(parts, length)
+                for store, held, own in zip(pool._stores, helds, parts, strict=True):
+                    rows = own[2].arrays if pool._config.in_runs else held.tokens
+                    step = store._step
+                    rows = [each[start // step : -(-length // step)] for each in rows]
+                    store.scatter(table, pool.block_size, rows, start)
             except BaseException:
                 pool._release(taken)
                 pool._release(first)
+                if pool._recent is not None:
+                    pool._recent._release(fine)
                 raise
-            table = np.concatenate([first, taken])
-            return self._add(SequenceState(pool.num_layers, table, length))
+            return self._add(SequenceState(pool.num_layers, table, length, recent))
+
+    def _layer_contents(self, layer: int, reading: readings.Reading) -> LayerContents:
+        """A copy of what a reading holds, as a layer stores it."""
+        pool, length = self._pool, reading.length
+        store, table, size = pool._stores[layer], reading.table, pool.block_size
+        if pool._recent is None:
+            return _contents(store.gather(table, size, 0, length), store._key_map)
+        last, parts = pool._recent.contents(layer, reading)
+        if not pool._config.in_runs:
+            return _contents(store.gather(table, size, 0, length), store._key_map, parts)
+        runs = PartContents(store.gather(table, size, 0, runs_end(length, last)), NO_MAP)
+        layout = memory.slab_layout(replace(pool._config, capacity=length))  # rows of no bytes
+        rows = memory.Slabs(*(np.empty(shape, dtype) for shape, dtype in layout))
+        return _contents(rows, store._key_map, (*parts, runs))
 
     @property
     def _format(self) -> CacheFormat:
         return CacheFormat.of([self._pool._config] * self._pool.num_layers)
+
+
+def _contents(
+    rows: memory.Slabs, key_map: KeyMap, parts: tuple[PartContents, ...] = ()
+) -> LayerContents:
+    return LayerContents(
+        rows.key_codes, rows.value_codes, rows.key_scales, rows.value_scales, key_map, parts=parts
+    )
 
 
 def check_nothing_pending(held: Sequence[int], length: int) -> None:

@@ -222,9 +222,7 @@ class PagedFacts:
         pool, state, layer = self._pool, self._state(seq), self._layer(layer)
         reading = self._begin(seq, state, layer)
         try:
-            store = pool._stores[layer]
-            rows: np.ndarray = store.read(values, reading.table, pool.block_size, reading.length)
-            return rows
+            return self._read_spans(values, layer, reading, 0, reading.length)
         finally:
             pool._running.discard(reading)
 
@@ -234,13 +232,28 @@ class PagedFacts:
         reading = self._begin(seq, state, layer)
         try:
             position = checks.check_position(position, reading.length)
-            block, row = divmod(position, pool.block_size)
-            table = reading.table[block : block + 1]
-            row += int(table[0]) * pool.block_size
-            token: np.ndarray = pool._stores[layer].read_row(values, row)
+            token: np.ndarray = self._read_spans(values, layer, reading, position, position + 1)[0]
             return token
         finally:
             pool._running.discard(reading)
+
+    def _read_spans(
+        self, values: bool, layer: int, reading: readings.Reading, start: int, stop: int
+    ) -> np.ndarray:
+        """float32 (stop - start, num_kv_heads, channels) of tokens that a reading holds."""
+        pool = self._pool
+        spans = pool._spans(layer, reading)
+        if spans is None:
+            store = pool._stores[layer]
+            rows: np.ndarray = store.read(values, reading.table, pool.block_size, start, stop)
+            return rows
+        out = np.empty(pool._config.rows_shape(values, stop - start), np.float32)
+        for span in spans:
+            first, last = max(start, span.start), min(stop, span.stop)
+            if first < last:
+                part = span.store.read(values, span.table, span.block_size, first, last)
+                out[first - start : last - start] = part
+        return out
 
 
 def _unknown(seq: Any) -> UnknownSequenceError:

@@ -12,6 +12,14 @@ order. A file holds, beside the metadata,
     prefix_ids                   int64 (known, block_size)
     idle                         int32: known blocks of no sequence, least recently used first
 
+and where first and last tokens lie in blocks of their own (kvedge.paged.recent), which are numbered
+and left out likewise,
+
+    recent.{i}.key_codes, ...    of each layer: (recent_blocks * 32, H, ...)
+    recent_tables                int32: these blocks of the sequences, -1: none
+    since                        int64 (sequences, layers): where last tokens begin that are there
+    first                        int64 (sequences,): so many first tokens are there, at most
+
 How many own a block follows from the tables.
 """
 
@@ -27,51 +35,56 @@ from kvedge import tensor_file
 from kvedge.core import memory
 from kvedge.core.config import LayerConfig
 from kvedge.core.formats import FORMATS
+from kvedge.core.kivi import RUN
 from kvedge.core.memory import Slabs
 from kvedge.errors import InvalidArgumentError, KvedgeError
+from kvedge.layer_precise import runs_end
 from kvedge.paged.pool import KvBlockPool
+from kvedge.paged.recent import TOKENS, RecentTokens
+from kvedge.paged.sequences import Recent, SequenceState
+from kvedge.paged.store import BlockStoreMethods
 from kvedge.tensor_file import corrupt, number
 
 __all__ = ["load", "save"]
 
 _FORMAT = "kvedge pool"
 _VERSION = "1"
+_VERSION_WITH_RECENT = "2"
 _NUMBERS = ("num_blocks", "block_size", "num_layers", "num_kv_heads", "head_dim", "value_head_dim")
 
 
 def save(
-    pool: KvBlockPool, sequences: Sequence[tuple[np.ndarray, int]], path: str | os.PathLike[str]
+    pool: KvBlockPool, sequences: Sequence[SequenceState], path: str | os.PathLike[str]
 ) -> None:
-    """Write a pool and sequences (table, length) of it; the pool's lock is held."""
-    used = np.zeros(pool.num_blocks, np.int64)  # rows of each block that mean something
-    for table, length in sequences:
-        rows = np.clip(length - pool.block_size * np.arange(len(table)), 0, pool.block_size)
-        np.maximum.at(used, table, rows)
+    """Write a pool and sequences of it, none with pending tokens; the pool's lock is held."""
+    tables = [one.table[: pool._blocks_for(one.length)] for one in sequences]
+    lengths = [one.length for one in sequences]
+    used = np.zeros(pool.num_blocks, np.int64)  # tokens of each block that mean something
+    for one, table in zip(sequences, tables, strict=True):
+        stop = one.length
+        if pool._config.in_runs and one.recent is not None:  # also of a run that was cut
+            ends = [runs_end(stop, since) for since in one.recent.base]
+            stop = -(-max(ends) // RUN) * RUN
+        _use(used, table, stop, pool.block_size)
     known = pool._prefixes.nodes()  # (block, parent, ids), parents first
     used[[block for block, _, _ in known]] = pool.block_size
-    held = {block for table, _ in sequences for block in table.tolist()}
+    held = {block for table in tables for block in table.tolist()}
     idle = [*pool._idle]  # and those that only snapshots, calls or other caches hold
     idle += [block for block, _, _ in known if block not in held and block not in pool._idle]
+    used[list(held)] = np.maximum(used[list(held)], 1)  # perhaps with no run yet
     saved = np.flatnonzero(used)
-    place = np.full(pool.num_blocks + 1, -1, np.int32)  # the last for "none", -1
-    place[saved] = np.arange(len(saved), dtype=np.int32)
+    place = _places(used)
     ids = np.frombuffer(b"".join(ids for _, _, ids in known), np.int64)
     tensors: dict[str, np.ndarray] = {
-        "lengths": np.array([length for _, length in sequences], np.int64),
-        "tables": place[np.concatenate([table for table, _ in sequences] or [saved[:0]])],
+        "lengths": np.array(lengths, np.int64),
+        "tables": place[np.concatenate(tables or [saved[:0]])],
         "prefix_blocks": place[np.array([block for block, _, _ in known], np.int64)],
         "prefix_parents": place[np.array([parent for _, parent, _ in known], np.int64)],
         "prefix_ids": ids.reshape(-1, pool.block_size),
         "idle": place[np.array(idle, np.int64)],
     }
-    means_nothing = np.arange(pool.block_size) >= used[saved, np.newaxis]  # (saved, block_size)
     for i, store in enumerate(pool._stores):
-        for name, slab in zip(Slabs._fields, store._slabs, strict=True):
-            rows = slab.reshape(pool.num_blocks, pool.block_size, *slab.shape[1:])[saved]
-            rows[means_nothing] = 0  # perhaps another's, of long ago
-            tensors[f"layers.{i}.{name}"] = rows.reshape(
-                len(saved) * pool.block_size, *slab.shape[1:]
-            )
+        tensors |= _rows_of(f"layers.{i}", store, used, pool.block_size)
         if store._key_map.scale is not None:
             tensors[f"layers.{i}.key_scale"] = store._key_map.scale
     config = pool._config
@@ -86,16 +99,87 @@ def save(
     }
     if config.value_dtype is not None:
         fields["value_dtype"] = config.value_dtype
+    if pool._recent is not None:
+        states = [one.recent for one in sequences if one.recent is not None]
+        more, tensors_of_recent = _recent_of(pool._recent, states, lengths)
+        fields |= {"format_version": _VERSION_WITH_RECENT, **more}
+        tensors |= tensors_of_recent
     tensor_file.write(path, fields, tensors)
+
+
+def _use(used: np.ndarray, table: np.ndarray, stop: int, block_size: int) -> None:
+    """Note how many tokens of each block mean something, those of a sequence up to `stop`."""
+    tokens = np.clip(stop - block_size * np.arange(len(table)), 0, block_size)
+    np.maximum.at(used, table, tokens)
+
+
+def _places(used: np.ndarray) -> np.ndarray:
+    """Numbers of the blocks in the file; the last is for "none", -1."""
+    saved = np.flatnonzero(used)
+    place = np.full(len(used) + 1, -1, np.int32)
+    place[saved] = np.arange(len(saved), dtype=np.int32)
+    return place
+
+
+def _rows_of(
+    prefix: str, store: BlockStoreMethods, used: np.ndarray, block_size: int
+) -> dict[str, np.ndarray]:
+    """The stored bytes of the blocks that are used."""
+    saved, step = np.flatnonzero(used), store._step
+    of_block = block_size // step
+    means_nothing = np.arange(of_block) * step >= used[saved, np.newaxis] // step * step
+    tensors = {}
+    for name, slab in zip(Slabs._fields, store._slabs, strict=True):
+        rows = slab.reshape(len(used), of_block, *slab.shape[1:])[saved]
+        rows[means_nothing] = 0  # perhaps another's, of long ago
+        tensors[f"{prefix}.{name}"] = rows.reshape(len(saved) * of_block, *slab.shape[1:])
+    return tensors
+
+
+def _recent_of(
+    tokens: RecentTokens, states: Sequence[Recent], lengths: Sequence[int]
+) -> tuple[dict[str, str], dict[str, np.ndarray]]:
+    """Fields and tensors of the first and last tokens of sequences."""
+    used = np.zeros(tokens._num_blocks, np.int64)
+    tables = []
+    for recent, length in zip(states, lengths, strict=True):
+        table = recent.table[: -(-length // TOKENS)]
+        is_there = table >= 0
+        at = np.clip(length - TOKENS * np.flatnonzero(is_there), 0, TOKENS)
+        np.maximum.at(used, table[is_there], at)
+        tables.append(table)
+    place = _places(used)
+    since = [
+        recent.base if tokens.kept else [length] * len(tokens.stores)
+        for recent, length in zip(states, lengths, strict=True)
+    ]
+    tensors = {
+        "recent_tables": place[np.concatenate(tables or [np.empty(0, np.int32)])],
+        "since": np.array(since, np.int64).reshape(len(states), len(tokens.stores)),
+        "first": np.array([recent.sinks for recent in states], np.int64),
+    }
+    for i, store in enumerate(tokens.stores):
+        tensors |= _rows_of(f"recent.{i}", store, used, TOKENS)
+    config = tokens.whole
+    fields = {
+        "recent": str(config.recent),
+        "sinks": str(config.sinks),
+        "recent_dtype": config.recent_dtype,
+        "recent_blocks": str(int((used > 0).sum())),
+        "num_recent_blocks": str(tokens._num_blocks),
+    }
+    return fields, tensors
 
 
 def load(
     path: str | os.PathLike[str], num_blocks: int | None = None
-) -> tuple[KvBlockPool, list[tuple[np.ndarray, int]]]:
-    """A new pool, and the sequences (table, length) in it, each of which holds its blocks."""
+) -> tuple[KvBlockPool, list[SequenceState]]:
+    """A new pool, and the sequences in it, each of which holds its blocks."""
     path, fields, arrays = tensor_file.read(path, _FORMAT)
-    if fields.get("format_version") != _VERSION:
-        corrupt(path, f"its format_version is {fields.get('format_version')!r}, not {_VERSION!r}")
+    version = fields.get("format_version")
+    if version not in (_VERSION, _VERSION_WITH_RECENT):
+        corrupt(path, f"its format_version is {version!r}, not {_VERSION!r}")
+    has_recent = version == _VERSION_WITH_RECENT
     given: dict[str, Any] = {name: number(path, fields, name) for name in _NUMBERS}
     blocks = number(path, fields, "blocks")
     if not blocks <= given["num_blocks"]:
@@ -115,6 +199,11 @@ def load(
         options["group_size"] = group_size
     is_scaled = "layers.0.key_scale" in arrays
     expected = 6 + (5 if is_scaled else 4) * given["num_layers"]
+    if has_recent:
+        expected += 3 + 4 * given["num_layers"]
+        options |= {name: number(path, fields, name) for name in ("recent", "sinks")}
+        options["num_recent_blocks"] = number(path, fields, "num_recent_blocks")
+        options["recent_dtype"] = fields.get("recent_dtype")
     if len(arrays) != expected:
         corrupt(path, f"it has {len(arrays)} tensors where {expected} belong")
     if is_scaled:
@@ -131,8 +220,16 @@ def load(
         raise
     except KvedgeError as error:
         corrupt(path, f"its metadata makes no pool: {error}", error)
-    layers = [_layer(path, arrays, i, pool, blocks) for i in range(pool.num_layers)]
+    if (pool._recent is not None) != has_recent:
+        corrupt(path, f"its format_version is {version!r}, which is not that of its options")
+    layers = [
+        _layer(path, arrays, f"layers.{i}", store, blocks, pool.block_size)
+        for i, store in enumerate(pool._stores)
+    ]
     sequences, depth, counts = _sequences(path, arrays, blocks, pool.block_size)
+    recents: list[Recent | None] = [None] * len(sequences)
+    if pool._recent is not None:
+        recents = [*_load_recent(path, fields, arrays, pool._recent, [n for _, n in sequences])]
     _add_prefixes(path, arrays, pool, depth)
     known = {block for block, _, _ in pool._prefixes.nodes()}
     idle = tensor_file.check_array(path, arrays, "idle", np.int32, arrays["idle"].shape).tolist()
@@ -145,21 +242,88 @@ def load(
     table = np.arange(blocks, dtype=np.int32)
     for store, slabs in zip(pool._stores, layers, strict=True):
         store.scatter(table, pool.block_size, slabs)
-    return pool, sequences
+    return pool, [
+        SequenceState(pool.num_layers, table, length, recent)
+        for (table, length), recent in zip(sequences, recents, strict=True)
+    ]
+
+
+def _load_recent(
+    path: str,
+    fields: dict[str, str],
+    arrays: dict[str, np.ndarray],
+    tokens: RecentTokens,
+    lengths: Sequence[int],
+) -> list[Recent]:
+    """The first and last tokens of sequences of these lengths, in blocks of an unused pool."""
+    blocks = number(path, fields, "recent_blocks")
+    if blocks > tokens._num_blocks:
+        corrupt(path, f"it has {blocks} blocks of last tokens of {tokens._num_blocks}")
+    layers = [
+        _layer(path, arrays, f"recent.{i}", store, blocks, TOKENS)
+        for i, store in enumerate(tokens.stores)
+    ]
+    shape = (len(lengths), len(tokens.stores))
+    since = tensor_file.check_array(path, arrays, "since", np.int64, shape)
+    first = tensor_file.check_array(path, arrays, "first", np.int64, shape[:1])
+    ends = np.cumsum([-(-length // TOKENS) for length in lengths], dtype=np.int64).tolist()
+    tables = tensor_file.check_array(
+        path, arrays, "recent_tables", np.int32, (ends[-1] if ends else 0,)
+    )
+    if tables.size and not (-1 <= tables.min() and tables.max() < blocks):
+        corrupt(path, "its tables name blocks of last tokens that it has not")
+    place = np.full(blocks, -1, np.int64)
+    counts = np.zeros(blocks, np.int32)
+    made = []
+    for i, length in enumerate(lengths):
+        table = tables[ends[i] - -(-length // TOKENS) : ends[i]].copy()
+        at = np.flatnonzero(table >= 0)
+        there = place[table[at]]
+        if len(np.unique(table[at])) < len(at) or ((there >= 0) & (there != at)).any():
+            corrupt(path, "its tables have a block of last tokens twice, or at two places")
+        place[table[at]] = at
+        counts[table[at]] += 1
+        begin, sinks = since[i].tolist(), int(first[i])
+        wanted = np.zeros(len(table), bool)
+        wanted[: -(-min(sinks, length) // TOKENS)] = True
+        wanted[min(begin, default=length) // TOKENS :] |= min(begin, default=length) < length
+        in_range = all(0 <= one <= length for one in begin)
+        if not in_range or sinks not in (0, tokens.whole.sinks) or (wanted & (table < 0)).any():
+            corrupt(path, "it lacks last or first tokens that its sequences have")
+        made.append(Recent(table, begin, begin, sinks))
+    if (counts == 0).any():
+        corrupt(path, "it has blocks of last tokens that no sequence has")
+    tokens._untouched = blocks
+    tokens._references[:blocks] = counts
+    whole = np.arange(blocks, dtype=np.int32)
+    for store, slabs in zip(tokens.stores, layers, strict=True):
+        store.scatter(whole, TOKENS, slabs)
+    return made
 
 
 def _layer(
-    path: str, arrays: dict[str, np.ndarray], index: int, pool: KvBlockPool, blocks: int
+    path: str,
+    arrays: dict[str, np.ndarray],
+    prefix: str,
+    store: BlockStoreMethods,
+    blocks: int,
+    block_size: int,
 ) -> list[np.ndarray]:
-    config: LayerConfig = pool._config
+    config: LayerConfig = store._config
     slabs = []
     for name, (shape, dtype) in zip(Slabs._fields, memory.slab_layout(config), strict=True):
-        full = f"layers.{index}.{name}"
-        wanted = (blocks * pool.block_size, *shape[1:])
+        full = f"{prefix}.{name}"
+        wanted = (blocks * block_size // store._step, *shape[1:])
         array = tensor_file.check_array(path, arrays, full, dtype, wanted)
-        form = config.value_format if name.startswith("value") else config.key_format
-        check = form.fault_of_codes if name.endswith("codes") else form.fault_of_scales
-        fault = check(array) if array.size else None
+        is_value = name.startswith("value")
+        form = config.value_format if is_value else config.key_format
+        dim = config.value_head_dim if is_value else config.head_dim
+        if not array.size:
+            fault = None
+        elif name.endswith("scales"):
+            fault = form.fault_of_scales(array)
+        else:
+            fault = form.kivi.fault(array, dim) if form.kivi else form.fault_of_codes(array)
         if fault is not None:
             corrupt(path, f"tensor {full} holds {fault}")
         slabs.append(array)

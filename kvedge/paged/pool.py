@@ -1,32 +1,36 @@
 """The blocks of all layers in one allocation, and how many refer to each of them.
 
 A block is free, or held by one or more owners: sequences, snapshots, and whoever called
-``allocate``. A block that nobody holds but that is known by its token ids stays as it is until its
-memory is needed, the least recently used first; it counts as free. One that nobody holds but that a
-running call reads is parked, and counts as used, until somebody asks for blocks after the call.
+``allocate`` (kvedge.paged.owners). A block that nobody holds but that is known by its token ids
+stays as it is until its memory is needed, the least recently used first; it counts as free.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict, deque
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from kvedge.core import checks, memory, registry
 from kvedge.core.config import ConfigFacts, LayerConfig
+from kvedge.core.kivi import RUN
 from kvedge.core.types import Array, Dtype, ScaleDtype
 from kvedge.errors import (
     BlockNotHeldError,
     CapacityExceededError,
     DtypeMismatchError,
     InvalidArgumentError,
-    OutOfMemoryError,
     ShapeMismatchError,
 )
 from kvedge.paged import readings
+from kvedge.paged.owners import BlockOwners
 from kvedge.paged.prefixes import PrefixTree, as_token_ids
+from kvedge.paged.recent import SEQUENCES, TOKENS, RecentTokens, blocks_of_sequence
+from kvedge.paged.sequences import Recent
+from kvedge.paged.store import BlockSpan
 
 __all__ = ["KvBlockPool"]
 
@@ -34,7 +38,7 @@ MAX_BLOCKS = 2**31 - 1  # block numbers are int32, as in other runtimes
 MAX_LAYERS = 1 << 16
 
 
-class KvBlockPool(ConfigFacts):
+class KvBlockPool(ConfigFacts, BlockOwners):
     """A pool of blocks of tokens, shared by the sequences of a :class:`kvedge.PagedKvCache`.
 
     Block b of a layer is the rows of ``block_size`` consecutive tokens of some sequence. One number
@@ -46,7 +50,8 @@ class KvBlockPool(ConfigFacts):
     num_blocks : int
         1 to 2^31 - 1.
     block_size : int
-        Tokens of a block.
+        Tokens of a block; a multiple of 32 for kivi2, kivi4 and kivi8, whose runs of 32 tokens lie
+        in them.
     num_layers, num_kv_heads : int
         1 to 65536.
     head_dim : int
@@ -68,6 +73,17 @@ class KvBlockPool(ConfigFacts):
         How keys, or values, are stored where not as `dtype`.
     max_pinned_blocks : int, optional
         Most blocks that :meth:`pin_prefix` may keep, 0 to num_blocks; by default there is no limit.
+    recent, sinks : int
+        So many last and first tokens of a sequence are read in `recent_dtype`, 0 to 65536, as of
+        :class:`kvedge.KVCache`. What a sequence finds by :meth:`PagedKvCache.match_prefix` is read
+        as the pool stores it.
+    recent_dtype : kvedge.core.types.Dtype, optional
+        By default float16. For kivi2, kivi4 and kivi8 also what the tokens are stored as of a run
+        that is not full.
+    num_recent_blocks : int, optional
+        Blocks of 32 tokens for these first and last tokens, of which a sequence takes up to
+        ceil(sinks / 32) + ceil(kept / 32) + 2, kept = recent + 64 (at least 96 for runs); a few
+        more while tokens are pending. By default what 64 sequences take, or num_blocks of them.
 
     Raises
     ------
@@ -97,6 +113,10 @@ class KvBlockPool(ConfigFacts):
         key_dtype: Dtype | None = None,
         value_dtype: Dtype | None = None,
         max_pinned_blocks: int | None = None,
+        recent: int = 0,
+        sinks: int = 0,
+        recent_dtype: Dtype | None = None,
+        num_recent_blocks: int | None = None,
     ) -> None:
         """Make a pool of free blocks; the class tells of the parameters."""
         num_blocks = _size(num_blocks, "num_blocks", MAX_BLOCKS)
@@ -117,11 +137,16 @@ class KvBlockPool(ConfigFacts):
             value_dtype=value_dtype,
             group_size=group_size,
             scale_dtype=scale_dtype,
+            recent=recent,
+            sinks=sinks,
+            recent_dtype=recent_dtype,
         )
-        if config.in_runs:
+        if config.in_runs and block_size % RUN:
             raise InvalidArgumentError(
-                f"a pool has no dtype={config.dtype!r}: runs of tokens do not lie in its blocks"
+                f"block_size must be a multiple of {RUN} for dtype={config.dtype!r}, whose runs of "
+                f"so many tokens lie in blocks, not {block_size}"
             )
+        num_recent = _num_recent(num_recent_blocks, config, num_blocks)
         self._max_pinned = num_blocks
         if max_pinned_blocks is not None:
             self._max_pinned = checks.as_int(max_pinned_blocks, "max_pinned_blocks")
@@ -130,32 +155,26 @@ class KvBlockPool(ConfigFacts):
                     f"max_pinned_blocks must be from 0 to {num_blocks}, not {max_pinned_blocks}"
                 )
         scales = _key_scales(key_scale, config, num_layers)
-        slabs = memory.reserve_layers(config, num_layers)
-        try:
-            references = np.zeros(num_blocks, np.int32)  # committed as it is touched, too
-        except MemoryError as error:
-            raise OutOfMemoryError(
-                f"no memory to count references to {num_blocks} blocks"
-            ) from error
+        own = config.runs(config.capacity) if config.in_runs else config.plain
+        slabs = memory.reserve_layers(own, num_layers)
+        self._own_nothing(num_blocks, set())
         self._config = config
-        self._num_blocks = num_blocks
         self._block_size = block_size
         store = registry.active("BlockStore")
-        self._stores = tuple(store(config, *each) for each in zip(slabs, scales, strict=True))
+        self._stores = tuple(store(own, *each) for each in zip(slabs, scales, strict=True))
+        self._settle = self._stores[0]._settle
+        self._recent: RecentTokens | None = None
+        if num_recent:
+            self._recent = RecentTokens(config, scales, num_recent, self)
 
         self._lock = threading.RLock()  # held by every method that changes pool, cache or sequence
-        self._references = references
-        self._freed: list[int] = []  # the last one is used next
-        self._untouched = 0  # blocks from this one on were never used
         self._prefixes = PrefixTree(block_size)
         self._idle: OrderedDict[int, None] = OrderedDict()  # known, held by nobody; oldest first
-        self._running: set[readings.Reading] = set()  # what calls read at the moment
-        self._parked: dict[int, None] = {}  # held by nobody, but read by a running call
         self._pinned: Counter[int] = Counter()  # references of pin_prefix()
         self._lent: Counter[int] = Counter()  # references that allocate() and share() gave out
-        # Tables of snapshots that were garbage-collected, which may happen in the middle of
+        # Blocks of snapshots that were garbage-collected, which may happen in the middle of
         # anything: they are given back when the pool is next looked at.
-        self._abandoned: deque[np.ndarray] = deque()
+        self._abandoned: deque[tuple[np.ndarray, Recent | None]] = deque()
 
     # ---- facts -----------------------------------------------------------------------------------
 
@@ -187,8 +206,7 @@ class KvBlockPool(ConfigFacts):
         Those that still have a prefix to be found are included.
         """
         with self._lock:
-            self._collect()
-            return self._num_blocks - self._untouched + len(self._freed) + len(self._idle)
+            return self._num_free()
 
     @property
     def used_count(self) -> int:
@@ -227,17 +245,37 @@ class KvBlockPool(ConfigFacts):
     @property
     def block_bytes(self) -> int:
         """Bytes of one block in all layers, scales included."""
-        return self._block_size * self.num_layers * memory.token_bytes(self._config)
+        of_layer = replace(self._stores[0]._config, capacity=self._block_size)
+        return self.num_layers * memory.slab_bytes(of_layer)
+
+    @property
+    def num_recent_blocks(self) -> int:
+        """Blocks of 32 tokens for first and last tokens, 0 where none are apart."""
+        return 0 if self._recent is None else self._recent._num_blocks
+
+    @property
+    def used_recent_count(self) -> int:
+        """Of these, those that someone holds or a running call reads."""
+        with self._lock:
+            self._collect()
+            return 0 if self._recent is None else self.num_recent_blocks - self._recent._num_free()
+
+    @property
+    def recent_block_bytes(self) -> int:
+        """Bytes of one of these in all layers."""
+        return 0 if self._recent is None else self._recent.block_bytes
 
     @property
     def memory_bytes(self) -> int:
         """Bytes reserved for keys, values and scales of all blocks and layers."""
-        return self._num_blocks * self.block_bytes
+        of_recent = self.num_recent_blocks * self.recent_block_bytes
+        return self._num_blocks * self.block_bytes + of_recent
 
     @property
     def used_bytes(self) -> int:
         """Bytes of the blocks that are used."""
-        return self.used_count * self.block_bytes
+        of_recent = self.used_recent_count * self.recent_block_bytes
+        return self.used_count * self.block_bytes + of_recent
 
     @property
     def resident_bytes(self) -> int:
@@ -245,9 +283,12 @@ class KvBlockPool(ConfigFacts):
 
         Where the system does not tell, the bytes of the blocks that were ever used.
         """
-        slabs = [slab for store in self._stores for slab in store._slabs]
+        slabs = [slab for layer in range(self.num_layers) for slab in self._slabs_of(layer)]
         resident = memory.resident_bytes(slabs)
-        return self._untouched * self.block_bytes if resident is None else resident
+        if resident is not None:
+            return resident
+        of_recent = 0 if self._recent is None else self._recent._untouched
+        return self._untouched * self.block_bytes + of_recent * self.recent_block_bytes
 
     @property
     def fp32_memory_bytes(self) -> int:
@@ -260,10 +301,14 @@ class KvBlockPool(ConfigFacts):
     def __repr__(self) -> str:
         config = self._config
         scales = f", {config.scale_dtype} scales" if config.has_scales else ""
+        recent = ""
+        if config.recent_dtype:
+            recent = f", {self.num_recent_blocks} blocks of {TOKENS} in {config.recent_dtype}"
         return (
             f"<{type(self).__name__} {self._num_blocks} blocks of {self._block_size} tokens, "
             f"{self.free_count} free, {self.num_layers} layers x {config.num_kv_heads} KV heads "
-            f"x {config.widths}, {config.dtypes}{scales}, {self.memory_bytes} bytes reserved>"
+            f"x {config.widths}, {config.dtypes}{scales}{recent}, "
+            f"{self.memory_bytes} bytes reserved>"
         )
 
     def __reduce__(self) -> Any:
@@ -285,7 +330,8 @@ class KvBlockPool(ConfigFacts):
         -------
         numpy.ndarray
             int8 (or float32) (num_blocks, block_size, num_kv_heads, head_dim), the layout of
-            vLLM and FlashAttention. Rows that no sequence has written are zero or old.
+            vLLM and FlashAttention. Rows that no sequence has written are zero or old. Of kivi2,
+            kivi4 and kivi8 the runs: uint8 (num_blocks, block_size / 32, num_kv_heads, bytes).
 
         Raises
         ------
@@ -312,7 +358,8 @@ class KvBlockPool(ConfigFacts):
     def _blocks_of(self, layer: Any, name: str) -> np.ndarray:
         layer = checks.check_layer(layer, self.num_layers)
         slab = getattr(self._stores[layer]._slabs, name)
-        view: np.ndarray = slab.reshape(self._num_blocks, self._block_size, *slab.shape[1:])
+        rows = self._block_size // self._stores[layer]._step
+        view: np.ndarray = slab.reshape(self._num_blocks, rows, *slab.shape[1:])
         view.flags.writeable = False
         return view
 
@@ -510,67 +557,25 @@ class KvBlockPool(ConfigFacts):
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self._block_size)
 
-    def _check_room(self, n: int) -> None:
-        """CapacityExceededError unless `n` blocks are free."""
-        free = self.free_count
-        if n > free:
-            raise CapacityExceededError(
-                f"the pool is out of blocks: {n} wanted, {free} of {self._num_blocks} are free; "
-                "drop() a sequence or make a larger pool"
-            )
+    def _num_free(self) -> int:
+        self._collect()
+        return super()._num_free() + len(self._idle)
 
     def _must_forget(self, n: int) -> bool:
         """Whether `n` blocks can be had only by forgetting prefixes."""
         return n > self._num_blocks - self._untouched + len(self._freed)
 
-    def _take(self, n: int) -> np.ndarray:
-        """`n` free blocks, int32 (n,), now held once; CapacityExceededError if there are fewer."""
-        self._check_room(n)
-        taken: list[int] = []
-        while len(taken) < n:
-            if self._freed:
-                taken.append(self._freed.pop())
-            elif self._untouched < self._num_blocks:
-                more = min(n - len(taken), self._num_blocks - self._untouched)
-                taken.extend(range(self._untouched, self._untouched + more))
-                self._untouched += more
-            else:
-                self._forget(next(iter(self._idle)))
-        blocks = np.array(taken, np.int32)
-        self._references[blocks] = 1
-        return blocks
+    def _make_free(self) -> None:
+        self._forget(next(iter(self._idle)))
 
-    def _hold(self, blocks: np.ndarray) -> None:
-        """One owner more for each of these distinct blocks."""
-        idle = self._references[blocks] == 0
-        self._references[blocks] += 1
-        for block in blocks[idle].tolist():
-            del (self._parked if block in self._parked else self._idle)[block]
+    def _wake(self, block: int) -> None:
+        del (self._parked if block in self._parked else self._idle)[block]
 
-    def _release(self, blocks: np.ndarray) -> None:
-        """One owner less for each of these distinct blocks, after it gave its table up.
-
-        What a running call reads is parked.
-        """
-        self._references[blocks] -= 1
-        # From the end: a prefix is forgotten from its end, and freed blocks come back in order.
-        unheld = blocks[self._references[blocks] == 0][::-1]
-        if self._running and len(unheld):
-            read = readings.are_read(self._running, unheld)
-            self._parked.update(dict.fromkeys(unheld[read].tolist()))
-            unheld = unheld[~read]
-        self._set_free(unheld)
-
-    def _set_free(self, blocks: np.ndarray) -> None:
-        """Blocks that nobody holds or reads can be had from now on, the last one first."""
-        if not len(blocks):
-            return
-        self._stores[0]._settle()  # calls have ended, but late helpers of theirs may still look
-        for block in blocks.tolist():
-            if block in self._prefixes:
-                self._idle[block] = None
-            else:
-                self._freed.append(block)
+    def _put_back(self, block: int) -> None:
+        if block in self._prefixes:
+            self._idle[block] = None
+        else:
+            self._freed.append(block)
 
     def _copy_block(self, source: int, target: int) -> None:
         for store in self._stores:
@@ -579,13 +584,35 @@ class KvBlockPool(ConfigFacts):
     def _collect(self) -> None:
         """Give back what garbage-collected snapshots held and what calls read that have ended."""
         while self._abandoned:
-            self._release(self._abandoned.popleft())
-        if self._parked:
-            blocks = np.array(list(self._parked), np.int32)
-            ended = blocks[~readings.are_read(self._running, blocks)]
-            for block in ended.tolist():
-                del self._parked[block]
-            self._set_free(ended)
+            self._release_all(*self._abandoned.popleft())
+        self._unpark()
+
+    def _hold_all(self, table: np.ndarray, recent: Recent | None) -> None:
+        """One owner more of a sequence's blocks."""
+        self._hold(table)
+        if self._recent is not None and recent is not None:
+            self._recent._hold(recent.held)
+
+    def _release_all(self, table: np.ndarray, recent: Recent | None) -> None:
+        """One owner less of a sequence's blocks, after it gave its tables up."""
+        self._release(table)
+        if self._recent is not None and recent is not None:
+            self._recent._release(recent.held)
+
+    def _new_recent(self, length: int = 0) -> Recent | None:
+        """Of a sequence that begins with tokens of which none is held in another format."""
+        return None if self._recent is None else self._recent.new(length)
+
+    def _spans(self, layer: int, reading: readings.Reading) -> list[BlockSpan] | None:
+        """Where the tokens of a layer are read; None: in the pool's blocks."""
+        if self._recent is None:
+            return None
+        return self._recent.spans(self._stores[layer], self._block_size, layer, reading)
+
+    def _slabs_of(self, layer: int) -> tuple[np.ndarray, ...]:
+        """All memory that a layer's tokens lie in."""
+        slabs = self._stores[layer]._slabs
+        return slabs if self._recent is None else (*slabs, *self._recent.stores[layer]._slabs)
 
 
 def _size(value: Any, name: str, most: int) -> int:
@@ -593,6 +620,19 @@ def _size(value: Any, name: str, most: int) -> int:
     if not 1 <= number <= most:
         raise InvalidArgumentError(f"{name} must be from 1 to {most}, not {number}")
     return number
+
+
+def _num_recent(given: Any, config: LayerConfig, num_blocks: int) -> int:
+    """How many blocks a pool has for first and last tokens."""
+    if not config.recent_dtype:
+        if given is not None:
+            raise InvalidArgumentError(
+                "num_recent_blocks is for recent=, sinks= and formats of runs: this pool has none"
+            )
+        return 0
+    if given is not None:
+        return _size(given, "num_recent_blocks", MAX_BLOCKS)
+    return min(num_blocks, SEQUENCES) * blocks_of_sequence(config)
 
 
 def _key_scales(key_scale: Any, config: LayerConfig, num_layers: int) -> list[np.ndarray | None]:

@@ -18,20 +18,32 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from kvedge.paged.sequences import SequenceState
+    from kvedge.paged.sequences import Contents, SequenceState
 
 __all__ = ["Reading", "are_read", "begin", "reads_from"]
+
+
+_NO_BLOCKS = np.empty(0, np.int32)
 
 
 class Reading:
     """The tokens of one layer of a sequence that a call reads. Compared by identity."""
 
-    __slots__ = ("layer", "length", "table")
+    __slots__ = ("layer", "length", "recent", "since", "sinks", "table")
 
-    def __init__(self, layer: int, table: np.ndarray, length: int) -> None:
+    def __init__(self, layer: int, contents: Contents) -> None:
+        recent = contents.recent
         self.layer = layer
-        self.table = table  # int32 (blocks,)
-        self.length = length  # tokens, all of them in blocks of the table
+        self.table = contents.table  # int32 (blocks,)
+        self.length = contents.held[layer]  # tokens, all of them in blocks of the table
+        # As of kvedge.paged.recent.Recent, where there is one.
+        self.recent = _NO_BLOCKS if recent is None else recent.table
+        self.since = 0 if recent is None else recent.since[layer]
+        self.sinks = 0 if recent is None else recent.sinks
+
+    def blocks(self, of_recent: bool) -> np.ndarray:
+        """Its table, or that of tokens in another format."""
+        return self.recent if of_recent else self.table
 
 
 def begin(running: set[Reading], state: SequenceState, layer: int) -> Reading | None:
@@ -43,7 +55,7 @@ def begin(running: set[Reading], state: SequenceState, layer: int) -> Reading | 
         contents = state.contents
         if contents is None:
             return None
-        reading = Reading(layer, contents.table, contents.held[layer])
+        reading = Reading(layer, contents)
         try:
             running.add(reading)
             if state.contents is contents:
@@ -54,16 +66,22 @@ def begin(running: set[Reading], state: SequenceState, layer: int) -> Reading | 
         running.discard(reading)
 
 
-def are_read(running: set[Reading], blocks: np.ndarray) -> np.ndarray:
+def are_read(running: set[Reading], blocks: np.ndarray, of_recent: bool = False) -> np.ndarray:
     """Which of these blocks a running call may read: bool (len(blocks),)."""
-    tables = {id(reading.table): reading.table for reading in running.copy()}
+    listed = [reading.blocks(of_recent) for reading in running.copy()]
+    tables = {id(table): table for table in listed}
     if not tables:
         return np.zeros(len(blocks), bool)
     return np.isin(blocks, np.concatenate(list(tables.values())))
 
 
 def reads_from(
-    running: set[Reading], layer: int, table: np.ndarray, index: int, token: int
+    running: set[Reading],
+    layer: int,
+    table: np.ndarray,
+    index: int,
+    token: int,
+    of_recent: bool = False,
 ) -> bool:
     """Whether a running call may read rows of block table[index], from `token` on, of a layer.
 
@@ -73,7 +91,7 @@ def reads_from(
     return any(
         reading.layer == layer
         and reading.length > token
-        and len(reading.table) > index
-        and reading.table[index] == block
+        and len(reading.blocks(of_recent)) > index
+        and reading.blocks(of_recent)[index] == block
         for reading in running.copy()
     )

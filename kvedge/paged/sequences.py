@@ -10,9 +10,26 @@ import numpy as np
 
 from kvedge.errors import InvalidArgumentError
 
-__all__ = ["Contents", "PagedSnapshot", "SequenceState"]
+__all__ = ["Contents", "PagedSnapshot", "Recent", "SequenceState"]
 
 NO_BLOCKS = np.empty(0, np.int32)
+
+
+class Recent(NamedTuple):
+    """Which blocks hold tokens of a sequence in another format, and which; never written to.
+
+    See kvedge.paged.recent.
+    """
+
+    table: np.ndarray  # int32 (blocks,), each held once by the sequence; -1: none
+    since: list[int]  # of each layer: its last tokens are there from this position on
+    base: list[int]  # the same once pending tokens are forgotten
+    sinks: int  # so many first tokens are there, as far as there are tokens
+
+    @property
+    def held(self) -> np.ndarray:
+        """The blocks, without gaps."""
+        return self.table[self.table >= 0]
 
 
 class Contents(NamedTuple):
@@ -20,6 +37,7 @@ class Contents(NamedTuple):
 
     table: np.ndarray  # int32 (blocks,), distinct, each held once by the sequence; never written to
     held: list[int]  # tokens of each layer; raised once the rows are there, never lowered
+    recent: Recent | None = None  # which tokens are held in another format too, where some are
 
 
 class SequenceState:
@@ -34,12 +52,18 @@ class SequenceState:
 
     contents: Contents | None  # None once dropped
 
-    def __init__(self, num_layers: int, table: np.ndarray = NO_BLOCKS, length: int = 0) -> None:
-        self.go_to(num_layers, table, length)
+    def __init__(
+        self,
+        num_layers: int,
+        table: np.ndarray = NO_BLOCKS,
+        length: int = 0,
+        recent: Recent | None = None,
+    ) -> None:
+        self.go_to(num_layers, table, length, recent)
 
-    def go_to(self, num_layers: int, table: np.ndarray, length: int) -> None:
+    def go_to(self, num_layers: int, table: np.ndarray, length: int, recent: Recent | None) -> None:
         """Hold `length` tokens in these blocks, in every layer."""
-        self.contents = Contents(table, [length] * num_layers)
+        self.contents = Contents(table, [length] * num_layers, recent)
         self.length = length  # tokens advanced over
         self.resumed = length  # rows from here on may have been read before, by anyone
 
@@ -55,14 +79,20 @@ class SequenceState:
         assert self.contents is not None
         return self.contents.held
 
+    @property
+    def recent(self) -> Recent | None:
+        """Its tokens in another format, of a sequence that was not dropped."""
+        assert self.contents is not None
+        return self.contents.recent
+
 
 class _Pool(Protocol):
     """What a snapshot asks of its pool."""
 
     _lock: RLock
-    _abandoned: deque[np.ndarray]
+    _abandoned: deque[tuple[np.ndarray, Recent | None]]
 
-    def _release(self, blocks: np.ndarray) -> None: ...
+    def _release_all(self, table: np.ndarray, recent: Recent | None) -> None: ...
 
 
 class PagedSnapshot:
@@ -73,22 +103,26 @@ class PagedSnapshot:
     end of a ``with`` block, or its garbage collection.
     """
 
-    __slots__ = ("__weakref__", "_length", "_pool", "_table")
+    __slots__ = ("__weakref__", "_length", "_pool", "_recent", "_table")
 
     _length: int
     _pool: _Pool
     _table: np.ndarray | None  # None once released
+    _recent: Recent | None
 
     def __init__(self) -> None:
         """Not to be called: PagedKvCache.snapshot() makes them."""
         raise InvalidArgumentError("a PagedSnapshot is made by PagedKvCache.snapshot()")
 
     @classmethod
-    def _holding(cls, pool: _Pool, table: np.ndarray, length: int) -> PagedSnapshot:
-        """A snapshot that owns one reference to each block of `table`."""
+    def _holding(
+        cls, pool: _Pool, table: np.ndarray, length: int, recent: Recent | None
+    ) -> PagedSnapshot:
+        """A snapshot that owns one reference to each block of `table` and `recent`."""
         self = cls.__new__(cls)
         self._pool = pool
         self._length = length
+        self._recent = recent
         self._table = table
         return self
 
@@ -113,7 +147,7 @@ class PagedSnapshot:
         with self._pool._lock:
             table, self._table = self._table, None
             if table is not None:
-                self._pool._release(table)
+                self._pool._release_all(table, self._recent)
 
     def __enter__(self) -> PagedSnapshot:
         return self
@@ -124,7 +158,7 @@ class PagedSnapshot:
     def __del__(self) -> None:
         table = getattr(self, "_table", None)
         if table is not None:
-            self._pool._abandoned.append(table)
+            self._pool._abandoned.append((table, self._recent))
 
     def __copy__(self) -> PagedSnapshot:
         return self

@@ -6,14 +6,15 @@ core provides, besides what :class:`kvedge.layer_core.LayerCore` names,
 
     _write_at(position, keys, values)     checked float32 rows (n, H, channels), n >= 1
     _attend_blocks(block_size, rows, options)   attention of kvedge.paged.batch.Rows
+    _attend_spans(rows, options)          the same, where these have spans
     _settle()                             wait for late helper threads of calls that have ended
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -24,7 +25,17 @@ from kvedge.core.memory import Slabs, clamp
 from kvedge.errors import KvedgeError
 from kvedge.layer_core import LayerCore
 
-__all__ = ["BlockStoreMethods", "runs"]
+__all__ = ["BlockSpan", "BlockStoreMethods", "runs"]
+
+
+class BlockSpan(NamedTuple):
+    """Tokens `start` to `stop` of a sequence, in blocks of a store."""
+
+    store: Any
+    table: np.ndarray  # int32 (blocks,): block i has the sequence's tokens from i * block_size on
+    block_size: int
+    start: int
+    stop: int
 
 
 def runs(
@@ -65,6 +76,7 @@ class BlockStoreMethods(LayerCore):
 
         def _write_at(self, position: int, keys: np.ndarray, values: np.ndarray) -> None: ...
         def _attend_blocks(self, block_size: int, rows: list[Any], options: Any) -> None: ...
+        def _attend_spans(self, rows: list[Any], options: Any) -> None: ...
         def _settle(self) -> None: ...
 
     def __init__(self, config: LayerConfig, slabs: Slabs, key_scale: np.ndarray | None) -> None:
@@ -98,39 +110,56 @@ class BlockStoreMethods(LayerCore):
             self.check(keys, values)  # names the element within all of the rows
             raise
 
-    def read(self, values: bool, table: np.ndarray, block_size: int, length: int) -> np.ndarray:
-        """Dequantize the first tokens: float32 (length, H, channels)."""
-        copies = self.gather(table, block_size, length)
-        rows = copies.side(values, self._config).decode(slice(None), np.float32)
-        rows = rows if values else self._key_map.from_stored(rows)
-        return clamp(rows, rows)
+    def read(
+        self, values: bool, table: np.ndarray, block_size: int, start: int, stop: int
+    ) -> np.ndarray:
+        """Dequantize tokens `start` to `stop`: float32 (stop - start, H, channels)."""
+        out = np.empty(self._config.rows_shape(values, stop - start), np.float32)
+        stored = self._slabs.side(values, self._config)
+        for tokens, positions in runs(table, block_size, start, stop):
+            rows = stored.decode(positions, np.float32)
+            rows = rows if values else self._key_map.from_stored(rows)
+            clamp(rows, out[tokens])
+        return out
 
-    def read_row(self, values: bool, position: int) -> np.ndarray:
-        """Dequantize one row of the pool's layer: float32 (H, channels)."""
-        rows = self._slabs.side(values, self._config).decode(
-            slice(position, position + 1), np.float32
-        )
-        rows = rows if values else self._key_map.from_stored(rows)
-        row: np.ndarray = clamp(rows, np.empty(rows.shape, np.float32))[0]
-        return row
+    def gather(self, table: np.ndarray, block_size: int, start: int, stop: int) -> Slabs:
+        """Copy the stored bytes of tokens `start` to `stop`, or of the runs that they lie in.
 
-    def gather(self, table: np.ndarray, block_size: int, length: int) -> Slabs:
-        """Copy the stored bytes of the first tokens: four arrays, in the order of the slabs."""
-        copies = [np.empty((length, *slab.shape[1:]), slab.dtype) for slab in self._slabs]
-        for tokens, positions in runs(table, block_size, 0, length):
+        Four arrays, in the order of the slabs.
+        """
+        step = self._step
+        start, stop = start // step * step, -(-stop // step) * step
+        rows = (stop - start) // step
+        copies = [np.empty((rows, *slab.shape[1:]), slab.dtype) for slab in self._slabs]
+        for tokens, positions in runs(table, block_size, start, stop):
             for copy, slab in zip(copies, self._slabs, strict=True):
-                copy[tokens] = slab[positions]
+                copy[_rows(tokens, step)] = slab[_rows(positions, step)]
         return Slabs(*copies)
 
-    def scatter(self, table: np.ndarray, block_size: int, arrays: list[np.ndarray]) -> None:
-        """Fill the first tokens from stored bytes, as :meth:`gather` gives them."""
-        for tokens, positions in runs(table, block_size, 0, len(arrays[0])):
+    def scatter(
+        self, table: np.ndarray, block_size: int, arrays: Sequence[np.ndarray], start: int = 0
+    ) -> None:
+        """Fill tokens from `start` on with stored bytes, as :meth:`gather` gives them."""
+        step = self._step
+        stop = start + len(arrays[0]) * step
+        for tokens, positions in runs(table, block_size, start, stop):
             for array, slab in zip(arrays, self._slabs, strict=True):
-                slab[positions] = array[tokens]
+                slab[_rows(positions, step)] = array[_rows(tokens, step)]
             self._filled(positions.start, positions.stop - positions.start)
 
     def copy_block(self, block_size: int, source: int, target: int) -> None:
         """Copy all rows of a block."""
-        source, target = source * block_size, target * block_size
+        rows = block_size // self._step
+        source, target = source * rows, target * rows
         for slab in self._slabs:
-            slab[target : target + block_size] = slab[source : source + block_size]
+            slab[target : target + rows] = slab[source : source + rows]
+
+    @property
+    def _step(self) -> int:
+        """Tokens of a row of the slabs."""
+        return self._config.key_format.tokens_per_row
+
+
+def _rows(tokens: slice, step: int) -> slice:
+    """The rows of slabs that tokens lie in, where these are whole runs."""
+    return slice(tokens.start // step, tokens.stop // step)

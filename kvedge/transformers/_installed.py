@@ -1,12 +1,14 @@
-"""Whether torch and transformers are there, and recent enough."""
+"""What torch and transformers are installed: recent enough, and what they call things."""
 
 from __future__ import annotations
 
 import importlib
+import inspect
+from typing import Any
 
 from kvedge.errors import MissingExtraError
 
-__all__ = ["require"]
+__all__ = ["cache_argument", "require"]
 
 _MINIMUM = {"torch": (2, 5), "transformers": (4, 56)}
 
@@ -27,3 +29,12 @@ def require() -> None:
                 f"kvedge.transformers needs {name} {wanted} or later, and {package.__version__} is "
                 "installed: pip install --upgrade 'kvedge[transformers]'"
             )
+
+
+def cache_argument(model: Any) -> str:
+    """Name of the argument of a model's forward, and of generate, that takes a cache.
+
+    It is `cache` in models of newer versions of transformers 5, which warn of `past_key_values`.
+    """
+    names = inspect.signature(type(model).forward).parameters
+    return "cache" if "cache" in names else "past_key_values"

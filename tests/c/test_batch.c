@@ -197,6 +197,29 @@ enum { MOST_PARTS = 5 };
 
 /* Tokens of one layer in layers of their own, of the same rows: attention over the parts is that over the whole, but for
  * rounding. */
+enum { MOST_BLOCKS = 400 };
+
+/* A part's tokens written to blocks of a pool, in any order, from a row of the first of them on; `table` gets the blocks. */
+static kvedge_part part_in_blocks(kvedge_layer_config config, const float *keys, const float *values, int n, int at,
+                                  int32_t *table) {
+  const int size = ONE_OF(1, 3, 16, 40), row = random_below(2 * size), used = (row + n + size - 1) / size;
+  kvedge_layer *pool;
+  config.capacity = (int64_t)size * (used + 3);
+  CHECK(used <= MOST_BLOCKS && kvedge_layer_create(&config, &pool) == KVEDGE_OK);
+  if (random_below(2))
+    for (int i = 0; i < used; i++) table[i] = used + 2 - i;
+  else
+    for (int i = 0; i < used; i++) table[i] = i + 1;
+  for (int i = 0; i < row / size; i++) table[i] = -7; /* not looked at */
+  const int64_t token = (int64_t)config.num_kv_heads * config.head_dim;
+  for (int i = 0; i < n; i++) {
+    const int64_t to = (int64_t)table[(row + i) / size] * size + (row + i) % size;
+    CHECK(kvedge_layer_write(pool, to, keys + (at + i) * token, values + (at + i) * token, 1) == KVEDGE_OK);
+  }
+  return (kvedge_part){
+      .layer = pool, .first_row = row, .num_tokens = n, .position = at, .blocks = table, .block_size = size};
+}
+
 static void parts_case(void) {
   const int num_heads = 4, heads = ONE_OF(1, 2, 4), dim = ONE_OF(1, 8, 33, 64), len = ONE_OF(1, 6, 40, 300);
   const int rows = 1 + random_below(len < 40 ? len : 40), num = 1 + random_below(MOST_PARTS);
@@ -212,10 +235,17 @@ static void parts_case(void) {
   kvedge_layer_config config = {.format = KVEDGE_FLOAT32, .capacity = 2 * len, .num_kv_heads = heads, .head_dim = dim};
   kvedge_layer *whole, *layers[MOST_PARTS];
   kvedge_part parts[MOST_PARTS];
+  static int32_t tables[MOST_PARTS][MOST_BLOCKS];
   CHECK(kvedge_layer_create(&config, &whole) == KVEDGE_OK);
   CHECK(kvedge_layer_append(whole, keys, values, len) == KVEDGE_OK);
   for (int i = 0, at = 0; i < num; i++) {
     const int n = i + 1 < num ? random_below(len - at + 1) : len - at, before = random_below(3);
+    if (random_below(2)) {
+      parts[i] = part_in_blocks(config, keys, values, n, at, tables[i]);
+      layers[i] = (kvedge_layer *)(uintptr_t)parts[i].layer;
+      at += n;
+      continue;
+    }
     CHECK(kvedge_layer_create(&config, &layers[i]) == KVEDGE_OK);
     CHECK(kvedge_layer_append(layers[i], keys, values, before < len ? before : len) == KVEDGE_OK);
     const int64_t row = kvedge_layer_len(layers[i]);
@@ -280,8 +310,8 @@ static void test_parts_are_checked(void) {
   kvedge_attention_options o;
   kvedge_attention_defaults(&o);
   const kvedge_part good[2] = {
-      {layer, 0,  12, 0 },
-      {layer, 12, 8,  12}
+      {.layer = layer, .num_tokens = 12},
+      {.layer = layer, .first_row = 12, .num_tokens = 8, .position = 12}
   };
   kvedge_part parts[2] = {good[0], good[1]};
   kvedge_attention_call call = {
@@ -326,6 +356,12 @@ static void test_parts_are_checked(void) {
   REFUSED(parts[1].position = INT64_MAX - 2);
   REFUSED(parts[0].num_tokens = -1);
   REFUSED(parts[1].num_tokens = 9);
+  const int32_t blocks[3] = {1, 0, 5};
+  REFUSED(parts[1].blocks = blocks);
+  REFUSED(parts[1].blocks = blocks; parts[1].block_size = LEN + 1);
+  REFUSED(parts[1].blocks = blocks; parts[1].block_size = 10; parts[1].first_row = -1);
+  REFUSED(parts[1].blocks = blocks; parts[1].block_size = 4; parts[1].first_row = 1);
+  REFUSED(parts[1].blocks = blocks; parts[1].block_size = 4; parts[1].first_row = INT64_MAX - 2);
   REFUSED(parts[0].num_tokens = parts[1].num_tokens = 0; parts[1].position = 0);
   REFUSED(o.num_tokens = LEN - 1);
   REFUSED(call.num_rows = LEN + 1);

@@ -5,6 +5,54 @@
 
 #define ONE_OF(...) (int[]){__VA_ARGS__}[random_below(sizeof((int[]){__VA_ARGS__}) / sizeof(int))]
 
+static float *copy_of(const float *x, int n) {
+  float *copy = malloc((size_t)n * sizeof *copy);
+  CHECK(copy);
+  return memcpy(copy, x, (size_t)n * sizeof *copy);
+}
+
+/* Attention to runs in the blocks of a pool, as a sequence and as a part that begins behind the first block. */
+static void attend_in_blocks(const kvedge_layer_config *given, kvedge_format format, const float *keys,
+                             const float *values, int seen, const float *query, int rows, int num_heads,
+                             const kvedge_attention_options *o, const float *expected) {
+  const int size = 32 * ONE_OF(1, 2, 4), used = (seen + size - 1) / size;
+  const int64_t key = given->num_kv_heads * given->head_dim, value = given->num_kv_heads * given->value_head_dim;
+  kvedge_layer_config config = *given;
+  kvedge_layer *pool;
+  int32_t table[13];
+  config.format = format, config.capacity = (int64_t)size * (used + 2);
+  CHECK(kvedge_layer_create(&config, &pool) == KVEDGE_OK);
+  const int backwards = random_below(2);
+  table[0] = -1;
+  for (int i = 0; i < used; i++) table[1 + i] = backwards ? used - i : i + 2;
+  for (int i = 0; i < seen; i += 32)
+    CHECK(kvedge_blocks_write(pool, size, table + 1, i, keys + i * key, values + i * value, 32) == KVEDGE_OK);
+  const int dim = given->head_dim, value_dim = given->value_head_dim;
+  const size_t outs = (size_t)(rows * num_heads * value_dim);
+  float *out = malloc(outs * sizeof *out);
+  kvedge_sequence sequence = {.blocks = table + 1, .len = seen, .query = query, .num_rows = rows, .out = out};
+  const kvedge_part part = {.layer = pool, .first_row = size, .num_tokens = seen, .blocks = table, .block_size = size};
+  const kvedge_attention_call call = {
+      .parts = &part,
+      .num_parts = 1,
+      .num_rows = rows,
+      .query = {(void *)(uintptr_t)query, KVEDGE_TYPE_FLOAT32, num_heads * dim * 4,       dim * 4      },
+      .out = {out,                      KVEDGE_TYPE_FLOAT32, num_heads * value_dim * 4, value_dim * 4},
+      .options = o
+  };
+  for (int i = 0; i < 4; i++) {
+    memset(out, -1, outs * sizeof *out);
+    if (i % 2) CHECK(kvedge_attend_batch(pool, size, &sequence, 1, num_heads, o, i) == KVEDGE_OK);
+    else CHECK(kvedge_attend_layers(&call, 1, num_heads, i + 1) == KVEDGE_OK);
+    for (size_t j = 0; j < outs; j++)
+      if (!(fabsf(out[j] - expected[j]) <= 2e-5f)) fail("in blocks %.9g, not %.9g", out[j], expected[j]);
+    end_case();
+  }
+  CHECK(kvedge_attend_batch(pool, 16, &sequence, 1, num_heads, o, 1) == KVEDGE_ERROR_ARGUMENT);
+  kvedge_layer_destroy(pool);
+  free(out);
+}
+
 static void attend_case(void) {
   const int heads = ONE_OF(1, 2), num_heads = 4, dim = ONE_OF(1, 7, 24, 64, 130), value_dim = ONE_OF(3, 64, 65);
   const int len = 32 * ONE_OF(1, 2, 5, 12), seen = 1 + random_below(len),
@@ -21,6 +69,8 @@ static void attend_case(void) {
   CHECK(kvedge_layer_append(runs, keys, values, 32) == KVEDGE_OK);
   CHECK(kvedge_layer_append(runs, keys + 32 * heads * dim, values + 32 * heads * value_dim, len - 32) == KVEDGE_OK);
   CHECK(kvedge_layer_copy(runs, copy) == KVEDGE_OK && kvedge_layer_set_len(copy, seen) == KVEDGE_OK);
+  const kvedge_format runs_format = config.format;
+  float *keys_given = copy_of(keys, len * heads * dim), *values_given = copy_of(values, len * heads * value_dim);
   CHECK(kvedge_layer_get_keys(runs, 0, len, keys) == KVEDGE_OK);
   CHECK(kvedge_layer_get_values(runs, 0, len, values) == KVEDGE_OK);
   config.format = KVEDGE_FLOAT32;
@@ -45,6 +95,7 @@ static void attend_case(void) {
       if (lse[i] != expected_lse[i] && !(fabsf(lse[i] - expected_lse[i]) <= 2e-4f)) fail("lse %.9g", lse[i]);
     end_case();
   }
+  attend_in_blocks(&config, runs_format, keys_given, values_given, seen, query, rows, num_heads, &o, expected);
   float *some = malloc((size_t)(seen * heads * dim) * sizeof *some);
   const int first = random_below(seen);
   CHECK(kvedge_layer_get_keys(copy, first, seen, some) == KVEDGE_OK);
@@ -52,6 +103,7 @@ static void attend_case(void) {
   end_case();
   kvedge_layer_destroy(runs), kvedge_layer_destroy(copy), kvedge_layer_destroy(floats);
   free(keys), free(values), free(query), free(out), free(expected), free(some);
+  free(keys_given), free(values_given);
 }
 
 static void test_attention(void) {

@@ -124,6 +124,21 @@ def test_stored_bytes_are_those_of_the_formula(dtype, dim, value_dim):
     assert cache.used_bytes == 64 * int(np.ceil(per_token))
 
 
+@pytest.mark.parametrize(("keys", "values"), [("kivi4", "kivi2"), ("kivi2", "kivi8")])
+def test_keys_and_values_may_be_in_runs_of_their_own(keys, values):
+    """Each side is as by itself."""
+    both = new_layer(keys, value_dtype=values, recent=5)
+    alike = {dtype: new_layer(dtype, recent=5) for dtype in (keys, values)}
+    for layer in (both, *alike.values()):
+        layer.extend(*rows(6, 150))
+    np.testing.assert_array_equal(both.keys(), alike[keys].keys())
+    np.testing.assert_array_equal(both.values(), alike[values].values())
+    assert (both.dtype, both.value_dtype) == (keys, values)
+    query = rows(7, 3)[0].repeat(2, axis=1)
+    wanted, _ = attention(query, *read(both))
+    np.testing.assert_allclose(both.attend(query), wanted, atol=2e-4 * np.abs(wanted).max())
+
+
 @pytest.mark.parametrize("dtype", CLASSES)
 @pytest.mark.parametrize("num_rows", [1, 7, 190])
 @pytest.mark.parametrize(
@@ -287,7 +302,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing():
     ("options", "match"),
     [
         ({"group_size": 8}, "no scales"),
-        ({"value_dtype": "int8"}, "for keys and values alike"),
+        ({"value_dtype": "int8"}, "both in runs"),
         ({"key_scale": np.ones((HEADS, DIM), np.float32)}, "no key_scale"),
         ({"key_offset": "auto"}, "no scales|key_offset"),
         ({"recent_dtype": "kivi2"}, "recent_dtype must be"),
@@ -296,11 +311,6 @@ def test_what_does_not_fit_is_refused_and_changes_nothing():
 def test_options_are_checked(options, match):
     with pytest.raises(errors.InvalidArgumentError, match=match):
         new_layer(**options)
-
-
-def test_pools_refuse_runs():
-    with pytest.raises(errors.InvalidArgumentError, match="kivi4"):
-        kvedge.KvBlockPool(4, 32, 1, HEADS, DIM, dtype="kivi4")
 
 
 # ---- caches ----
@@ -321,7 +331,13 @@ def cache_bits(cache):
 @pytest.mark.parametrize("tokens", [1, 31, 32, 130, 352])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"recent": 12, "sinks": 3}, {"dtype": "kivi2", "recent": 40, "recent_dtype": "int8"}],
+    [
+        {},
+        {"recent": 12, "sinks": 3},
+        {"dtype": "kivi2", "recent": 40, "recent_dtype": "int8"},
+        {"dtype": "kivi8", "value_dtype": "kivi2", "recent": 12},
+        {"dtype": "int8", "key_dtype": "kivi4", "value_dtype": "kivi8"},
+    ],
 )
 def test_copies_files_and_pickles_keep_all(tmp_path, tokens, options):
     pytest.importorskip("safetensors")
@@ -396,6 +412,43 @@ def test_ranges():
     plain = KVCache(2, HEADS, DIM)
     plain.inject(cache, requantize=True)
     np.testing.assert_allclose(plain.k(0), tokens[0], atol=0.06)
+
+
+@pytest.mark.parametrize("options", [{}, {"recent": 40, "sinks": 37, "recent_dtype": "int8"}])
+@pytest.mark.parametrize("start", [0, 32, 160, 192, 224, 256, 288])
+def test_tokens_are_put_in_place_of_whole_runs(start, options):
+    """Those before and after them stay, to the byte."""
+    cache = new_cache(rows(30, 300), dtype="kivi8", **options)
+    other = new_cache(rows(31, 64), dtype="kivi8", **options)
+    before = [read(cache.layer(i)) for i in range(2)]
+    mark, stop = cache.snapshot(), start + 64
+    cache.inject(other, start=start)
+    assert mark.is_stale and len(cache) == max(300, stop)
+    for i in range(2):
+        got = read(cache.layer(i))
+        old = min(start, 260)  # what was recent may be no more
+        np.testing.assert_array_equal(got[:, :old], before[i][:, :old])
+        np.testing.assert_allclose(got[:, :start], before[i][:, :start], atol=0.05)
+        np.testing.assert_array_equal(got[:, stop:], before[i][:, stop:])
+        np.testing.assert_allclose(got[:, start:stop], read(other.layer(i)), atol=0.05)
+        query = rows(32, 1)[0][0].repeat(2, axis=0)
+        wanted, _ = attention(query[None], *got)
+        atol = 2e-4 * np.abs(wanted).max()
+        np.testing.assert_allclose(cache.attend(i, query), wanted[0], atol=atol)
+    twin = pickle.loads(pickle.dumps(cache))
+    for each in (cache, twin):
+        each.truncate(len(each) - 50)
+        each.push_step(*rows(33, 2))
+    assert cache_bits(twin) == cache_bits(cache)
+
+
+@pytest.mark.parametrize("start", [1, 31, 200, 240])
+def test_tokens_are_put_in_place_of_no_part_of_a_run(start):
+    cache, other = new_cache(rows(30, 300)), new_cache(rows(31, 60))
+    before = cache_bits(cache)
+    with pytest.raises(errors.InvalidArgumentError, match="multiple of 32"):
+        cache.inject(other, start=start if start != 200 else 192)
+    assert cache_bits(cache) == before
 
 
 def test_layers_of_a_cache_may_differ(tmp_path):

@@ -1,6 +1,5 @@
 """Threads: the same answer for any number of them, none left burning, fork and readers safe."""
 
-import gc
 import multiprocessing
 import os
 import pickle
@@ -289,8 +288,7 @@ def test_layers_come_and_go_while_others_attend(layer_class, rng):
                 other.extend(rows, rows)
                 view = other.key_codes
                 other.attend(query, num_threads=2)
-                del other
-                gc.collect()
+                del other  # no cycle holds it
                 assert view.shape[:2] == (5000, H)
         finally:
             stop.set()

@@ -31,12 +31,13 @@ def family(request):
     return request.param
 
 
-def both(family, inputs, **options):
+def both(family, inputs, storage=None, **options):
     """What transformers' own cache writes, and what ours does."""
     model = reference_model(family)
     wanted = generate(model, dynamic_cache(model), inputs, **options)
     model = tiny_model(family)
-    return wanted, generate(model, KvedgeCache(model.config, dtype="float32"), inputs, **options)
+    cache = KvedgeCache(model.config, **(storage or {"dtype": "float32"}))
+    return wanted, generate(model, cache, inputs, **options)
 
 
 @pytest.mark.parametrize(
@@ -54,6 +55,22 @@ def both(family, inputs, **options):
 @pytest.mark.parametrize("padding", [0, 5])
 def test_mode_of_generate(family, options, padding):
     wanted, got = both(family, prompt(2, padding=padding), **options)
+    assert got == wanted
+
+
+@pytest.mark.parametrize("dtype", ["kivi2", "int4"])
+@pytest.mark.parametrize(
+    "options",
+    [{"do_sample": True, "num_beams": 3}, {"prompt_lookup_num_tokens": 3}],
+    ids=["sampled-beams", "prompt-lookup"],
+)
+def test_tokens_are_read_as_recent_dtype_while_all_are_recent(family, dtype, options):
+    """Nothing is read from rows or runs of few bits, whatever is stored there and taken back."""
+    if "num_beams" not in options and int(transformers.__version__.split(".")[0]) < 5:
+        pytest.skip("transformers 4 cannot take tokens back from layers with a window")
+    inputs = prompt(1, 40) if "num_beams" not in options else prompt(2, 40, padding=5)
+    storage = {"dtype": dtype, "recent": 200, "recent_dtype": "float32"}
+    wanted, got = both(family, inputs, storage, max_new_tokens=40, **options)
     assert got == wanted
 
 

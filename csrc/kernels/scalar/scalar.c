@@ -55,7 +55,7 @@ KVEDGE_INT4_FUNCTIONS(scalar, scores_int8_scalar, weighted_sum_int8_scalar)
 #include "kernels/run_sums.h"
 #include "kernels/runs.h"
 #define INT8_CELL {.scores = scores_int8_scalar, .weighted_sum = weighted_sum_int8_scalar}
-KVEDGE_RUNS(scalar, INT8_CELL, {NULL})
+KVEDGE_RUNS(scalar, INT8_CELL, {.scores = NULL})
 
 #define DITHER_2(n) (n - 127.5f) / 256, (n + 0.5f) / 256
 #define DITHER_4(n) DITHER_2(n), DITHER_2(n + 64)

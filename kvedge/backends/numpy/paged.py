@@ -9,9 +9,10 @@ import numpy as np
 from kvedge.backends.numpy import attention
 from kvedge.backends.numpy.layer import _LayerCore
 from kvedge.core import checks, registry
+from kvedge.core.config import LayerConfig
 from kvedge.core.options import AttendOptions
 from kvedge.paged.batch import Rows
-from kvedge.paged.store import BlockStoreMethods
+from kvedge.paged.store import BlockSpan, BlockStoreMethods, runs
 
 
 @registry.backend_class
@@ -26,10 +27,18 @@ class BlockStore(_LayerCore, BlockStoreMethods):
         pass  # there are no threads
 
     def _attend_blocks(self, block_size: int, rows: list[Rows], options: AttendOptions) -> None:
+        rows = [
+            one._replace(spans=[BlockSpan(self, one.table, block_size, 0, one.length)])
+            for one in rows
+        ]
+        self._attend_spans(rows, options)
+
+    def _attend_spans(self, rows: list[Rows], options: AttendOptions) -> None:
         for one in rows:
             checks.check_finite(one.query, "query")  # all of them before the first is written
         for one in rows:
-            stored = _StoredInBlocks(self, one.length, one.table, block_size)
+            assert one.spans is not None
+            stored = _StoredInBlocks(one.spans, self._config, one.length)
             own = replace(options, start=one.start) if one.start else options
             if options.window >= one.length:
                 own = replace(own, window=0, sink_tokens=0)
@@ -41,13 +50,20 @@ class BlockStore(_LayerCore, BlockStoreMethods):
 class _StoredInBlocks(attention.Stored):
     """The tokens of a sequence, wherever their blocks lie."""
 
-    def __init__(self, store: BlockStore, length: int, table: np.ndarray, block_size: int) -> None:
-        span = attention.StoredSpan(store._slabs, store._config, store._key_map, 0, 0, length)
-        super().__init__([span], store._config, length)
-        self._table = table.astype(np.int64)
-        self._block_size = block_size
+    def __init__(self, spans: list[BlockSpan], config: LayerConfig, length: int) -> None:
+        super().__init__([_span(span, 0, span.start, span.stop) for span in spans], config, length)
+        self._in_blocks = spans
 
     def _joined(self, values: bool, heads: slice, tokens: slice) -> np.ndarray:
-        blocks, rows = np.divmod(np.arange(tokens.start, tokens.stop), self._block_size)
-        at = self._table[blocks] * self._block_size + rows
-        return self.spans[0].rows(values, heads, at, with_offset=False)
+        parts = []
+        for span in self._in_blocks:
+            start, stop = max(tokens.start, span.start), min(tokens.stop, span.stop)
+            for own, at in runs(span.table, span.block_size, start, max(start, stop)):
+                part = _span(span, at.start, own.start, own.stop)
+                parts.append(part.rows(values, heads, at, with_offset=False))
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def _span(span: BlockSpan, first: int, start: int, stop: int) -> attention.StoredSpan:
+    store = span.store
+    return attention.StoredSpan(store._slabs, store._config, store._key_map, first, start, stop)
