@@ -40,12 +40,14 @@ static void attend_in_blocks(const kvedge_layer_config *given, kvedge_format for
       .out = {out,                      KVEDGE_TYPE_FLOAT32, num_heads * value_dim * 4, value_dim * 4},
       .options = o
   };
+  float largest = 0.0f;
+  for (size_t i = 0; i < outs; i++) largest = fmaxf(largest, fabsf(expected[i]));
   for (int i = 0; i < 4; i++) {
     memset(out, -1, outs * sizeof *out);
     if (i % 2) CHECK(kvedge_attend_batch(pool, size, &sequence, 1, num_heads, o, i) == KVEDGE_OK);
     else CHECK(kvedge_attend_layers(&call, 1, num_heads, i + 1) == KVEDGE_OK);
     for (size_t j = 0; j < outs; j++)
-      if (!(fabsf(out[j] - expected[j]) <= 2e-5f)) fail("in blocks %.9g, not %.9g", out[j], expected[j]);
+      if (!(fabsf(out[j] - expected[j]) <= 2e-4f * largest)) fail("in blocks %.9g, not %.9g", out[j], expected[j]);
     end_case();
   }
   CHECK(kvedge_attend_batch(pool, 16, &sequence, 1, num_heads, o, 1) == KVEDGE_ERROR_ARGUMENT);
