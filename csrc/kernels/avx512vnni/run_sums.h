@@ -187,6 +187,11 @@ KVEDGE_INLINE void read_columns_of(const kvedge_tile *values, const int groups, 
       }
     }
   }
+#pragma GCC unroll 2
+  for (int g = 0; g < groups; g++) { /* to the end of the last block */
+    _mm512_storeu_ps(to->steps[g] + values->num_tokens, _mm512_setzero_ps());
+    _mm512_storeu_ps(to->middles[g] + values->num_tokens, _mm512_setzero_ps());
+  }
 }
 
 static void read_columns(const kvedge_tile *values, step_columns *to) {
