@@ -7,7 +7,7 @@
 #
 # make docs   the documentation as a site, build/site/index.html, which opens offline; a dead link is an error
 #
-# The rest: test-numpy test-isa test-peers test-transformers test-slow test-c test-library test-ggml test-sanitize test-valgrind test-arm-c test-arm test-oldx86 test-all cross
+# The rest: test-numpy test-isa test-peers test-transformers test-slow test-c test-library test-ggml test-sanitize test-valgrind test-arm-c test-arm test-oldx86 test-all test-free-threaded cross
 # lint format clean
 
 PYTHON ?= python3
@@ -15,7 +15,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 SOURCES := pyproject.toml setup.py kvedge/backends/native.pyx kvedge/backends/native_paged.pxi kvedge/__init__.pxd $(shell find csrc -name "*.[ch]")
 
-.PHONY: run test test-numpy test-isa test-peers test-transformers test-transformers-old test-transformers-own test-slow test-c test-library test-ggml test-sanitize test-valgrind test-arm-c test-arm test-all arm-cycles \
+.PHONY: run test test-numpy test-isa test-peers test-transformers test-transformers-old test-transformers-own test-slow test-c test-library test-ggml test-sanitize test-valgrind test-arm-c test-arm test-all test-free-threaded arm-cycles \
         wheel wheel-aarch64 cross test-oldx86 fuzz docs lint format clean
 
 run: $(VENV)/run.stamp
@@ -100,6 +100,10 @@ test-arm:
 # The suite on every Python from 3.10 to 3.13 that this machine has.
 test-all:
 	tools/test_all.sh
+
+# What threads may do, in a Python without a GIL: tools/free_threaded_python.sh build/python-t makes one.
+test-free-threaded:
+	tools/test_free_threaded.sh
 
 # What goes to PyPI: built from the source distribution, repaired and tested; see tools/wheel.sh.
 wheel:

@@ -177,7 +177,8 @@ def extensions():
         ],
         extra_link_args=LINK_ARGS,
     )
-    return cythonize([native], language_level=3)
+    free_threading = {"freethreading_compatible": True}  # docs/threads.md
+    return cythonize([native], language_level=3, compiler_directives=free_threading)
 
 
 setup(ext_modules=extensions(), cmdclass={"build_ext": OptionalBuildExt})

@@ -139,12 +139,12 @@ include "native_arrays.pxi"
 
 
 cdef class _Handle:
-    """A kvedge_layer and what it points to. Whoever is in a C call holds a reference, so a layer may
-    take other slabs (to grow) while another thread still attends to the old ones."""
+    """A kvedge_layer, what it points to and what that is: of one moment. Whoever is in a C call holds a reference, so
+    a layer may take other slabs (to grow) while another thread still attends to the old ones."""
 
     cdef kvedge_layer *layer
     cdef void *header
-    cdef object slabs
+    cdef object slabs, config, key_map
     cdef int64_t dropped          # tokens dropped before row 0 of these slabs
     cdef uintptr_t low, high  # all slabs lie between these addresses
 
@@ -158,7 +158,7 @@ cdef class _Handle:
         PyMem_Free(self.header)
 
 
-cdef _Handle _attach(config, slabs):
+cdef _Handle _attach(config, slabs, key_map):
     cdef kvedge_layer_config c_config
     cdef kvedge_slabs c_slabs
     cdef size_t size
@@ -181,7 +181,7 @@ cdef _Handle _attach(config, slabs):
     c_slabs.value_scales = cnp.PyArray_DATA(slabs.value_scales) if values_scaled else NULL
     size = kvedge_layer_header_bytes(&c_config)
     cdef _Handle handle = _Handle()
-    handle.slabs = slabs
+    handle.slabs, handle.config, handle.key_map = slabs, config, key_map
     handle.dropped = 0
     starts = [slab.ctypes.data for slab in slabs]
     handle.low = min(starts)
@@ -213,13 +213,10 @@ cdef class _RowsAt:
 cdef class _LayerCore:
     """Storage, quantizer and attention of one layer; see LayerCore for what it must provide."""
 
-    cdef _Handle _handle
-    cdef readonly object _config
-    cdef readonly object _slabs
-    cdef readonly object _key_map
+    cdef _Handle _handle                # read through _opened, replaced by _take
     cdef public bint _frozen            # belongs to a KVCache, which alone may change it
     cdef public bint _key_map_is_open   # the next append may decide it
-    cdef bint _writing                  # a thread is in _store, perhaps without the GIL
+    cdef bint _writing                  # a thread is appending: _begin_writing
     cdef cnp.npy_intp _num_kv_heads, _head_dim, _value_head_dim
     cdef cnp.npy_intp _widest  # of the last two
     cdef int64_t _limit                 # most tokens it holds
@@ -227,22 +224,55 @@ cdef class _LayerCore:
     cdef public object _precise         # PreciseTokens or None
 
     def _open(self, config, slabs=None):
-        self._handle = None
+        self._take(None)
         self._precise = None
-        self._key_map = NO_MAP
         self._num_kv_heads = config.num_kv_heads
         self._head_dim = config.head_dim
         self._value_head_dim = config.value_head_dim
         self._widest = config.widest
         self._limit = checks.MAX_CAPACITY if config.limit is None else config.limit
         self._window = config.window
-        self._bind(memory.reserve_slabs(config) if slabs is None else slabs, config)
+        self._bind(memory.reserve_slabs(config) if slabs is None else slabs, config, NO_MAP)
+
+    # A critical section orders threads of an interpreter without a GIL, and is nothing where there is one.
 
     cdef _Handle _opened(self):
         """The handle, to be held while C works with its layer."""
-        if self._handle is None:
+        cdef _Handle handle
+        with cython.critical_section(self):
+            handle = self._handle
+        if handle is None:
             raise KvedgeError("this layer was never made: a subclass must call super().__init__()")
-        return self._handle
+        return handle
+
+    cdef _take(self, _Handle handle):
+        cdef _Handle old  # freed, which may wait for late helpers, after the section
+        with cython.critical_section(self):
+            old, self._handle = self._handle, handle
+
+    cdef bint _begin_writing(self):
+        """Whether no other thread is appending; then this one is, until _end_writing."""
+        cdef bint other
+        with cython.critical_section(self):
+            other = self._writing
+            self._writing = True
+        return not other
+
+    cdef void _end_writing(self) noexcept:
+        with cython.critical_section(self):
+            self._writing = False
+
+    @property
+    def _config(self):
+        return self._opened().config
+
+    @property
+    def _slabs(self):
+        return self._opened().slabs
+
+    @property
+    def _key_map(self):
+        return self._opened().key_map
 
     def __len__(self):
         """Tokens stored."""
@@ -274,10 +304,11 @@ cdef class _LayerCore:
 
     def _bind(self, slabs, config, key_map=None):
         cdef _Handle old = self._handle
-        cdef _Handle handle = _attach(config, slabs)
+        cdef _Handle handle
         cdef int64_t start, length
         if key_map is None:
-            key_map = self._key_map
+            key_map = old.key_map
+        handle = _attach(config, slabs, key_map)
         if key_map.offset is not None:
             kvedge_layer_set_key_offset(handle.layer, _floats(key_map.offset))
         if key_map.scale is not None:
@@ -287,16 +318,13 @@ cdef class _LayerCore:
             handle.dropped = old.dropped + start
             kvedge_layer_set_len(handle.layer, length)
             kvedge_layer_filled(handle.layer, length, kvedge_layer_written(old.layer) - length)
-        self._handle = handle
-        self._slabs = slabs
-        self._config = config
-        self._key_map = key_map
+        self._take(handle)
 
     def _binding(self):
-        return self._opened(), self._slabs, self._config, self._key_map
+        return self._opened()
 
     def _rebind(self, binding):
-        self._handle, self._slabs, self._config, self._key_map = binding
+        self._take(binding)
 
     def _filled(self, int64_t position, int64_t num_tokens):
         """Rows were copied to the slabs, within capacity."""
@@ -421,14 +449,19 @@ cdef class _LayerCore:
 
     cdef _store(self, keys, values, int64_t num_tokens):
         """Append plain arrays of tokens."""
-        cdef kvedge_layer *layer = self._opened().layer
-        if (
-            self._precise is None
-            and not self._writing and num_tokens * self._num_kv_heads * self._widest < _KEEP_GIL
-            and num_tokens <= self._limit - kvedge_layer_len(layer)
-            and not self._key_map_is_open
-            and kvedge_layer_append(layer, _floats(keys), _floats(values), num_tokens) == KVEDGE_OK
-        ):
+        cdef _Handle handle
+        cdef bint stored = False
+        with cython.critical_section(self):
+            handle = self._handle
+            if (
+                handle is not None and self._precise is None
+                and not self._writing and num_tokens * self._num_kv_heads * self._widest < _KEEP_GIL
+                and num_tokens <= self._limit - kvedge_layer_len(handle.layer)
+                and not self._key_map_is_open
+            ):
+                stored = kvedge_layer_append(
+                    handle.layer, _floats(keys), _floats(values), num_tokens) == KVEDGE_OK
+        if stored:
             return
         # Large, the first ones, or refused: then nothing has changed, and it is refused again below.
         cdef kvedge_array key_rows = self._dense(keys, self._head_dim)
@@ -483,41 +516,39 @@ cdef class _LayerCore:
         int64_t num_tokens, many, layout
     ):
         """Append rows; `keys` and `values` are what came, for what is said of rows that are refused."""
+        if not self._begin_writing():
+            raise KvedgeError("another thread is appending to this layer: one at a time may")
+        try:
+            self._store_alone(keys, values, key_rows, value_rows, num_tokens, many, layout)
+        finally:
+            self._end_writing()
+
+    cdef _store_alone(
+        self, keys, values, const kvedge_array *key_rows, const kvedge_array *value_rows,
+        int64_t num_tokens, many, layout
+    ):
         cdef kvedge_status status
         cdef bint decides = self._key_map_is_open and num_tokens > 0
-        if self._writing:
-            raise KvedgeError("another thread is appending to this layer: one at a time may")
-        if decides:
-            mark = self._mark()
-            self._writing = True  # this runs Python code, during which another thread may begin
-            try:
+        mark = self._mark() if decides else None
+        try:
+            if decides:
                 rows, _ = self._checked(keys, values, many, layout)
                 self._decide_key_map(rows)
-            except BaseException:
-                self._return_to(mark)
-                raise
-            finally:
-                self._writing = False
-        status = self._append_rows(key_rows, value_rows, num_tokens)
-        if status == KVEDGE_OK:
-            return
-        self._writing = True  # as above
-        try:
+            status = self._append_rows(key_rows, value_rows, num_tokens)
+            if status == KVEDGE_OK:
+                return
             # What is refused besides room raises before the layer moves.
             rows, value_tokens = self._checked(keys, values, many, layout)
             self._refuse_range(rows, value_tokens)
-            if status != KVEDGE_ERROR_CAPACITY:
+            if status == KVEDGE_ERROR_CAPACITY:
+                self._reserve(num_tokens)
+                status = self._append_rows(key_rows, value_rows, num_tokens)
+            if status != KVEDGE_OK:
                 raise KvedgeError(kvedge_strerror(status).decode())
-            self._reserve(num_tokens)
         except BaseException:
             if decides:
                 self._return_to(mark)
             raise
-        finally:
-            self._writing = False
-        status = self._append_rows(key_rows, value_rows, num_tokens)
-        if status != KVEDGE_OK:
-            raise KvedgeError(kvedge_strerror(status).decode())
 
     cdef kvedge_status _append_rows(
         self, const kvedge_array *keys, const kvedge_array *values, int64_t num_tokens
@@ -551,13 +582,14 @@ cdef class _LayerCore:
     ) except *:
         """Encode the runs that appended tokens fill; the rows and the last tokens have them already."""
         cdef kvedge_status status = KVEDGE_OK
+        cdef _Handle handle = self._opened()
         cdef _RowsAt rows = _RowsAt()
         rows.keys, rows.values = keys, values
         try:
             filled = self._precise.runs_of(made, rows.append)
             self._precise.commit(made, filled)
         except BaseException:
-            kvedge_layer_set_len(self._handle.layer, kvedge_layer_len(self._handle.layer) - <int64_t>made.n)
+            kvedge_layer_set_len(handle.layer, kvedge_layer_len(handle.layer) - <int64_t>made.n)
             self._precise.take_back(made)
             raise
         return status
@@ -582,10 +614,8 @@ cdef class _LayerCore:
             return KVEDGE_ERROR_CAPACITY
         if num_tokens * self._num_kv_heads * self._widest < _KEEP_GIL:
             return kvedge_layer_append_arrays(handle.layer, keys, values, num_tokens)
-        self._writing = True
         with nogil:
             status = kvedge_layer_append_arrays(handle.layer, keys, values, num_tokens)
-        self._writing = False
         return status
 
     def _checked(self, keys, values, many, layout):

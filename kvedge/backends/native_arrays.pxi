@@ -11,9 +11,16 @@ cdef enum:
 
 cdef object _NHD = "nhd"  # interned, as a literal of the caller's is
 
-cdef object _tensor_type = None  # torch.Tensor, once somebody has imported torch
-cdef object _strided = None
-cdef dict _tensor_types = {}
+
+@cython.final
+cdef class _Torch:
+    """What is known of torch, once somebody has imported it; set once and never changed."""
+
+    cdef object tensor, strided  # torch.Tensor, torch.strided
+    cdef dict types              # torch.float32 and the others that C reads
+
+
+cdef _Torch _torch = _Torch()
 
 
 cdef struct _Array:
@@ -26,22 +33,26 @@ cdef struct _Array:
 
 
 cdef bint _find_torch():
-    global _tensor_type, _strided, _tensor_types
     torch = arrays.torch_if_loaded()
     if torch is None:
         return False
-    _strided = torch.strided
-    _tensor_types = {
+    types = {
         torch.float32: KVEDGE_TYPE_FLOAT32,
         torch.float16: KVEDGE_TYPE_FLOAT16,
         torch.bfloat16: KVEDGE_TYPE_BFLOAT16,
     }
-    _tensor_type = torch.Tensor
+    tensor, strided = torch.Tensor, torch.strided
+    with cython.critical_section(_torch):  # of two threads that found it, the first is heard
+        if _torch.tensor is None:
+            _torch.types, _torch.strided, _torch.tensor = types, strided, tensor
     return True
 
 
 cdef inline bint _is_tensor(object array):
-    return (_tensor_type is not None or _find_torch()) and isinstance(array, _tensor_type)
+    cdef bint known
+    with cython.critical_section(_torch):
+        known = _torch.tensor is not None
+    return (known or _find_torch()) and isinstance(array, _torch.tensor)
 
 
 cdef bint _read(object array, _Array *to) except -1:
@@ -50,7 +61,7 @@ cdef bint _read(object array, _Array *to) except -1:
         return _read_ndarray(<cnp.ndarray>array, to)
     if not _is_tensor(array) or array.requires_grad or not array.is_cpu:
         return False
-    return array.layout is _strided and not array.is_neg() and _read_tensor(array, to)
+    return array.layout is _torch.strided and not array.is_neg() and _read_tensor(array, to)
 
 
 cdef bint _read_ndarray(cnp.ndarray array, _Array *to) except -1:
@@ -79,7 +90,7 @@ cdef bint _read_ndarray(cnp.ndarray array, _Array *to) except -1:
 cdef bint _read_tensor(object tensor, _Array *to) except -1:
     cdef uintptr_t data
     cdef int i
-    kind = _tensor_types.get(tensor.dtype)
+    kind = _torch.types.get(tensor.dtype)
     if kind is None:
         return False
     to.type = <kvedge_element_type><int>kind

@@ -294,17 +294,28 @@ cdef _append_each(list layers, dense_keys, dense_values):
 
 cdef _store_batch(list layers, keys, values, const _Array *key_rows, const _Array *value_rows, layout):
     """Append rows (batch, n, num_kv_heads, head_dim) that lie as told."""
-    cdef int64_t num_tokens = key_rows.shape[1]
-    cdef kvedge_status status
-    cdef _LayerCore layer
-    if num_tokens == 0:
+    cdef Py_ssize_t begun = 0, i
+    if key_rows.shape[1] == 0:
         return
-    for layer in layers:
-        if layer._writing:
-            raise KvedgeError("another thread is appending to this layer: one at a time may")
-    status = _append_to_all(layers, key_rows, value_rows)
+    try:
+        for layer in layers:
+            if not (<_LayerCore>layer)._begin_writing():
+                _batch.checked_rows(layers, keys, values, layout)  # refuses a layer that occurs twice
+                raise KvedgeError("another thread is appending to this layer: one at a time may")
+            begun += 1
+        _store_batch_alone(layers, keys, values, key_rows, value_rows, layout)
+    finally:
+        for i in range(begun):
+            (<_LayerCore>layers[i])._end_writing()
+    _slide_all(layers, key_rows.shape[1])
+
+
+cdef _store_batch_alone(
+    list layers, keys, values, const _Array *key_rows, const _Array *value_rows, layout
+):
+    cdef int64_t num_tokens = key_rows.shape[1]
+    cdef kvedge_status status = _append_to_all(layers, key_rows, value_rows)
     if status == KVEDGE_OK:
-        _slide_all(layers, num_tokens)
         return
     # What is refused besides room raises before the first layer moves.
     dense_keys, dense_values = _batch.checked_rows(layers, keys, values, layout)
@@ -316,7 +327,6 @@ cdef _store_batch(list layers, keys, values, const _Array *key_rows, const _Arra
         status = _append_to_all(layers, key_rows, value_rows)
     if status != KVEDGE_OK:
         _refuse_status(status)
-    _slide_all(layers, num_tokens)
 
 
 cdef _slide_all(list layers, int64_t num_tokens):
@@ -354,12 +364,8 @@ cdef kvedge_status _append_to_all(
     if _size(key_rows) < _KEEP_GIL and _size(value_rows) < _KEEP_GIL:
         status = kvedge_layers_append(pointers, sides, sides + num, num, num_tokens)
     else:
-        for layer in layers:
-            layer._writing = True
         with nogil:
             status = kvedge_layers_append(pointers, sides, sides + num, num, num_tokens)
-        for layer in layers:
-            layer._writing = False
     PyMem_Free(sides)
     return status
 

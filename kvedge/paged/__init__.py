@@ -1,7 +1,8 @@
 """Many sequences in one pool of blocks, which they share and copy only to write.
 
-:mod:`pool` holds the blocks and counts who refers to them, :mod:`prefixes` finds blocks by the
-token ids they were computed from, :mod:`store` reads and writes one layer's rows in blocks.
+:mod:`owners` counts who refers to blocks, :mod:`pool` holds them, :mod:`prefixes` finds blocks by
+the token ids they were computed from, :mod:`store` reads and writes one layer's rows in blocks,
+:mod:`recent` has those of first and last tokens in another format.
 :mod:`sequences` is the table of one sequence, :mod:`readings` keeps what running calls read,
 :mod:`batch` checks attention over several sequences, :mod:`cascade` reads what they share once;
 :mod:`facts`, :mod:`attention` and :mod:`cache` are the PagedKvCache. A backend adds ``BlockStore``

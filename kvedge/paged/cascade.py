@@ -12,6 +12,7 @@ with four, where arithmetic is the limit rather than memory, 1.6 and 1.3.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -22,6 +23,8 @@ import numpy as np
 from kvedge.core.options import AttendOptions
 from kvedge.merge import merge_attention
 from kvedge.paged.batch import Rows
+from kvedge.paged.recent import TOKENS
+from kvedge.paged.store import BlockSpan
 
 __all__ = ["attend_batch"]
 
@@ -43,27 +46,31 @@ def attend_batch(store: Any, block_size: int, rows: list[Rows], options: AttendO
     options : AttendOptions
         Without a mask.
     """
-    if rows[0].spans is not None:
-        store._attend_spans(rows, options)
-        return
-    groups = list(_groups(rows, block_size)) if _may_be_parted(rows, options) else []
+    groups = list(_groups(store, rows, block_size)) if _may_be_parted(rows, options) else []
     if not groups:
-        store._attend_blocks(block_size, rows, options)
+        _attend(store, block_size, rows, options)
         return
     early, late = [], list(rows)
     for members, num_blocks in groups:
         query = np.concatenate([rows[i].query for i in members])
         width = rows[members[0]].out.shape[2]
-        shared, tokens = rows[members[0]].table[:num_blocks], num_blocks * block_size
-        early.append(_rows_to(shared, tokens, query, width))
+        tokens = num_blocks * block_size
+        early.append(_rows_to(rows[members[0]], 0, tokens, block_size, query, width))
         for i in members:
-            rest = rows[i].table[num_blocks:]
-            late[i] = _rows_to(rest, rows[i].length - tokens, rows[i].query, width)
+            one = rows[i]
+            late[i] = _rows_to(one, tokens, one.length, block_size, one.query, width)
     # All of the shared tokens come before all rows; learned sinks count in one part only.
-    store._attend_blocks(block_size, early, replace(options, causal=False, sink_logits=None))
-    store._attend_blocks(block_size, late, options)
+    _attend(store, block_size, early, replace(options, causal=False, sink_logits=None))
+    _attend(store, block_size, late, options)
     for (members, _), first in zip(groups, early, strict=True):
         _merge(first, [late[i] for i in members], [rows[i] for i in members])
+
+
+def _attend(store: Any, block_size: int, rows: list[Rows], options: AttendOptions) -> None:
+    if rows[0].spans is None:
+        store._attend_blocks(block_size, rows, options)
+    else:
+        store._attend_spans(rows, options)
 
 
 def _merge(first: Rows, rests: Sequence[Rows], rows: Sequence[Rows]) -> None:
@@ -96,14 +103,15 @@ def _may_be_parted(rows: Sequence[Rows], options: AttendOptions) -> bool:
     return not options.window and options.alibi_slopes is None
 
 
-def _groups(rows: Sequence[Rows], block_size: int) -> Iterator[tuple[list[int], int]]:
+def _groups(store: Any, rows: Sequence[Rows], block_size: int) -> Iterator[tuple[list[int], int]]:
     """Rows that begin with the same blocks: which, and how many blocks; where it is worth it."""
+    step = 1 if rows[0].spans is None else TOKENS // math.gcd(block_size, TOKENS)  # see _cut
     beginnings: dict[int, list[int]] = defaultdict(list)
     for i, one in enumerate(rows):
         beginnings[int(one.table[0])].append(i)
     for members in beginnings.values():
         # Every query row stays with the tokens from its own position on.
-        most = min(rows[i].length - len(rows[i].query) for i in members) // block_size
+        most = min(_most_shared(store, rows[i], rows[members[0]]) for i in members) // block_size
         tokens = most * block_size
         if tokens < _SHARED_TOKENS or (len(members) - 1) * tokens < _SAVED_TOKENS:
             continue
@@ -112,13 +120,48 @@ def _groups(rows: Sequence[Rows], block_size: int) -> Iterator[tuple[list[int], 
         for i in members[1:]:
             same &= rows[i].table[:most] == first
         num_blocks = most if same.all() else int(np.argmin(same))
+        num_blocks -= num_blocks % step
         tokens = num_blocks * block_size
         if tokens >= _SHARED_TOKENS and (len(members) - 1) * tokens >= _SAVED_TOKENS:
             yield members, num_blocks
 
 
-def _rows_to(table: np.ndarray, length: int, query: np.ndarray, width: int) -> Rows:
-    """Rows whose results, (n, num_heads, width), are an intermediate step."""
+def _most_shared(store: Any, one: Rows, other: Rows) -> int:
+    """First tokens that `one` may share with `other`, should their blocks be the same.
+
+    Last tokens that lie in blocks of their own are not; first ones are, if these are the same.
+    """
+    most = one.length - len(one.query)
+    if one.spans is None or other.spans is None:
+        return most
+    most = min(most, max((span.stop for span in one.spans if span.store is store), default=0))
+    first, others = one.spans[0], other.spans[0]
+    if first.store is store and others.store is store:
+        return most
+    blocks = -(-first.stop // TOKENS)
+    same = first.stop == others.stop and first.store is others.store
+    same = same and np.array_equal(first.table[:blocks], others.table[:blocks])
+    return most if same else 0
+
+
+def _rows_to(
+    one: Rows, start: int, stop: int, block_size: int, query: np.ndarray, width: int
+) -> Rows:
+    """Rows that attend to a range of a sequence's tokens, from the start of a block on.
+
+    Their results, (n, num_heads, width), are an intermediate step.
+    """
     shape = query.shape[:2]
     out, lse = np.empty((*shape, width), np.float32), np.empty(shape, np.float32)
-    return Rows(table, length, query, out, lse)
+    spans = None if one.spans is None else [*_cut(one.spans, start, stop)]
+    table = one.table[start // block_size : -(-stop // block_size)]
+    return Rows(table, stop - start, query, out, lse, spans=spans)
+
+
+def _cut(spans: Sequence[BlockSpan], start: int, stop: int) -> Iterator[BlockSpan]:
+    """A range of tokens as a sequence of its own; it begins with a block of each of the spans."""
+    for span in spans:
+        first, last = max(start, span.start), min(stop, span.stop)
+        if first < last:
+            table = span.table[start // span.block_size :]
+            yield span._replace(table=table, start=first - start, stop=last - start)

@@ -5,8 +5,9 @@
 #
 #   native    this machine's compiler (CC)
 #   clang     clang, for this machine, and for aarch64 where its cross libraries are installed
-#   asan      gcc with AddressSanitizer and UndefinedBehaviorSanitizer
-#   tsan      gcc with ThreadSanitizer, of test_parallel and test_stress
+#   asan      AddressSanitizer and UndefinedBehaviorSanitizer
+#   tsan      ThreadSanitizer, of test_parallel, test_stress and test_embedder
+#             (both: gcc, or what KVEDGE_SANITIZER_CC names, such as clang)
 #   standards the sources as C11, GNU11, GNU17 and GNU23, with gcc and clang, -Werror; nothing is run
 #   valgrind  memcheck, with fewer cases (KVEDGE_TEST_SHORT=1)
 #   aarch64   cross-built, run under qemu as Cortex-A72, Cortex-A76 and with all that qemu has (i8mm), with fewer cases
@@ -72,6 +73,7 @@ finish() {
   exit 1
 }
 
+read -ra sanitizer <<<"${KVEDGE_SANITIZER_CC:-gcc}"
 case $mode in
 native)
   read -ra compiler <<<"${CC:-cc}" # such as "ccache gcc"
@@ -98,18 +100,18 @@ clang)
   fi
   ;;
 asan)
-  need gcc gcc
+  need "${sanitizer[0]}" "${sanitizer[0]}"
   export ASAN_OPTIONS=${ASAN_OPTIONS:-detect_stack_use_after_return=1} UBSAN_OPTIONS=print_stacktrace=1
   strict= # gcc's sanitizers undo loops that a pragma unrolls, and it warns of that under no name
-  build gcc -O1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all && run
+  build "${sanitizer[@]}" -O1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all && run
   ;;
 tsan)
-  need gcc gcc
+  need "${sanitizer[0]}" "${sanitizer[0]}"
   need setarch util-linux
-  programs=(test_parallel test_stress)
+  programs=(test_parallel test_stress test_embedder)
   export TSAN_OPTIONS=${TSAN_OPTIONS:-die_after_fork=0}
   # Without randomized addresses, since some kernels' are more random than its shadow memory bears.
-  build gcc -O1 -fsanitize=thread && run setarch -R
+  build "${sanitizer[@]}" -O1 -fsanitize=thread && run setarch -R
   ;;
 standards)
   need gcc gcc

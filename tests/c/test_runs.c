@@ -11,6 +11,18 @@ static float *copy_of(const float *x, int n) {
   return memcpy(copy, x, (size_t)n * sizeof *copy);
 }
 
+/* Another sequence holds a block as well, so it becomes a copy, in block 0. */
+static void own_first_block(kvedge_layer *pool, int64_t size, int32_t num_blocks, int32_t *block) {
+  kvedge_blocks *blocks;
+  void *memory = malloc(kvedge_blocks_bytes(num_blocks));
+  CHECK(memory && kvedge_blocks_init(memory, kvedge_blocks_bytes(num_blocks), num_blocks, &blocks) == KVEDGE_OK);
+  for (int i = 0; i < num_blocks; i++) CHECK(kvedge_blocks_take(blocks) >= 0);
+  CHECK(kvedge_blocks_release(blocks, 0) == KVEDGE_OK && kvedge_blocks_hold(blocks, *block) == KVEDGE_OK);
+  CHECK(kvedge_blocks_own(blocks, &pool, 1, 16, block) == KVEDGE_ERROR_ARGUMENT);
+  CHECK(kvedge_blocks_own(blocks, &pool, 1, size, block) == KVEDGE_OK && *block == 0);
+  free(memory);
+}
+
 /* Attention to runs in the blocks of a pool, as a sequence and as a part that begins behind the first block. */
 static void attend_in_blocks(const kvedge_layer_config *given, kvedge_format format, const float *keys,
                              const float *values, int seen, const float *query, int rows, int num_heads,
@@ -51,6 +63,11 @@ static void attend_in_blocks(const kvedge_layer_config *given, kvedge_format for
     end_case();
   }
   CHECK(kvedge_attend_batch(pool, 16, &sequence, 1, num_heads, o, 1) == KVEDGE_ERROR_ARGUMENT);
+  own_first_block(pool, size, used + 2, &table[1]);
+  CHECK(kvedge_attend_batch(pool, size, &sequence, 1, num_heads, o, 1) == KVEDGE_OK);
+  for (size_t j = 0; j < outs; j++)
+    if (!(fabsf(out[j] - expected[j]) <= 2e-5f)) fail("of a copied block %.9g, not %.9g", out[j], expected[j]);
+  end_case();
   kvedge_layer_destroy(pool);
   free(out);
 }

@@ -177,6 +177,35 @@ def test_a_batch_is_its_sequences_one_by_one(options):
         cache.attend_batch(seqs, 0, query)
 
 
+@kinds
+@pytest.mark.parametrize("block_size", [32, 96])
+def test_a_long_beginning_that_sequences_share_is_read_once(options, block_size, monkeypatch):
+    if "dtype" in options and "kivi" not in options["dtype"]:
+        block_size += 8  # a multiple of 32 tokens is several blocks
+    cache = new_cache(options, num_blocks=200, block_size=block_size)
+    seqs = [sequence(cache, rows(8, 2900))]
+    seqs += [cache.fork(seqs[0]) for _ in range(2)]
+    for i, seq in enumerate(seqs):
+        fill(cache, seq, rows(50 + i, 3 + 60 * i))
+    seqs += [sequence(cache, rows(9, 300))]
+    query = np.random.default_rng(7).standard_normal((len(seqs), 4, D)).astype(np.float32)
+    calls, store = [], type(cache.pool._stores[0])
+    attend_spans = store._attend_spans
+
+    def noted(self, given, made):
+        calls.append(sum(span.stop - span.start for one in given for span in one.spans))
+        return attend_spans(self, given, made)
+
+    monkeypatch.setattr(store, "_attend_spans", noted)
+    learned = np.array([0.5, -2, 3, 0], np.float32)
+    out, lse = cache.attend_batch(seqs, 1, query, sink_logits=learned, return_lse=True)
+    assert sum(calls) < 5000  # not 3 * 2900
+    for i, seq in enumerate(seqs):
+        one, one_lse = cache.attend(seq, 1, query[i], sink_logits=learned, return_lse=True)
+        np.testing.assert_allclose(out[i], one, atol=1e-5)
+        np.testing.assert_allclose(lse[i], one_lse, atol=1e-5)
+
+
 # ---- going back ----
 
 

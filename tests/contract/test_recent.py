@@ -8,6 +8,7 @@ import pickle
 
 import numpy as np
 import pytest
+from helpers.precise import DIM, DRAFT, HEADS, bits, cache_bits, cache_of, layer_of, read, rows
 from helpers.reference import attention
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,8 +18,6 @@ import kvedge
 from kvedge import KVCache, Rope, append_batch, attend_batch, errors
 from kvedge.core.formats import FORMATS
 
-HEADS, DIM = 2, 24
-DRAFT = 64  # tokens that may be taken back without a trace
 CLASSES = {
     "int8": kvedge.QuantizedKvLayer,
     "int4": kvedge.Int4KvLayer,
@@ -29,13 +28,8 @@ CLASSES = {
 }
 
 
-def rows(seed, tokens, size=1.0):
-    rng = np.random.default_rng(seed)
-    return size * rng.standard_normal((2, tokens, HEADS, DIM)).astype(np.float32)
-
-
 def new_layer(dtype="int4", **options):
-    return CLASSES[dtype](None, HEADS, DIM, **options)
+    return layer_of(dtype, **options)
 
 
 def through(dtype, tokens):
@@ -53,16 +47,6 @@ def expected(layer, tokens):
     first, last = min(n, layer.sinks), max(0, n - layer.recent)
     made[:, :first], made[:, last:] = precise[:, :first], precise[:, last:]
     return made
-
-
-def read(layer):
-    return np.stack([layer.keys(), layer.values()])
-
-
-def bits(layer):
-    """All that two equal layers have in common."""
-    query = np.random.default_rng(1).standard_normal((4, DIM)).astype(np.float32)
-    return read(layer).tobytes(), layer.attend(query).tobytes(), layer.scores(query).tobytes()
 
 
 @pytest.mark.parametrize("recent_dtype", ["float16", "float32", "bfloat16", "int8"])
@@ -275,15 +259,7 @@ def test_options_are_checked(options, match):
 
 
 def new_cache(tokens, layers=2, **options):
-    cache = KVCache(layers, HEADS, DIM, **{"dtype": "int4", "recent": 12, "sinks": 3, **options})
-    for i in range(layers):
-        cache.append(i, *tokens)
-    cache.advance(tokens.shape[1])
-    return cache
-
-
-def cache_bits(cache):
-    return [bits(cache.layer(i)) for i in range(cache.num_layers)]
+    return cache_of(tokens, layers, **{"dtype": "int4", "recent": 12, "sinks": 3, **options})
 
 
 @pytest.mark.parametrize(
@@ -296,6 +272,7 @@ def cache_bits(cache):
     ],
 )
 def test_copies_files_and_pickles_keep_them(tmp_path, options):
+    pytest.importorskip("safetensors")
     cache = new_cache(rows(17, 130), **options)
     cache.save(tmp_path / "cache")
     others = [
@@ -366,6 +343,7 @@ def test_ranges_take_them_along():
 
 
 def test_layers_of_a_cache_may_differ(tmp_path):
+    pytest.importorskip("safetensors")
     layers = [
         {},
         {"recent": 0, "sinks": 0, "recent_dtype": None},

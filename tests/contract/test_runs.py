@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.precise import DIM, DRAFT, HEADS, bits, cache_bits, cache_of, layer_of, read, rows
 from helpers.reference import attention
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,28 +19,13 @@ import kvedge
 from kvedge import KVCache, Rope, append_batch, attend_batch, errors
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "runs"
-RUN, DRAFT, HEADS, DIM = 32, 64, 2, 24
+RUN = 32
 BITS = {"kivi2": 2, "kivi4": 4, "kivi8": 8}
 CLASSES = {"kivi2": kvedge.Kivi2KvLayer, "kivi4": kvedge.Kivi4KvLayer, "kivi8": kvedge.Kivi8KvLayer}
 
 
-def rows(seed, tokens, dim=DIM, size=1.0):
-    rng = np.random.default_rng(seed)
-    return size * rng.standard_normal((2, tokens, HEADS, dim)).astype(np.float32)
-
-
 def new_layer(dtype="kivi4", **options):
-    return CLASSES[dtype](None, HEADS, DIM, **options)
-
-
-def read(layer):
-    return np.stack([layer.keys(), layer.values()])
-
-
-def bits(layer):
-    """All that two equal layers have in common."""
-    query = np.random.default_rng(1).standard_normal((4, DIM)).astype(np.float32)
-    return read(layer).tobytes(), layer.attend(query).tobytes(), layer.scores(query).tobytes()
+    return layer_of(dtype, **options)
 
 
 # ---- the reference: written from the formula, a group at a time ----
@@ -317,15 +303,7 @@ def test_options_are_checked(options, match):
 
 
 def new_cache(tokens, layers=2, **options):
-    cache = KVCache(layers, HEADS, DIM, **{"dtype": "kivi4", **options})
-    for i in range(layers):
-        cache.append(i, *tokens)
-    cache.advance(tokens.shape[1])
-    return cache
-
-
-def cache_bits(cache):
-    return [bits(cache.layer(i)) for i in range(cache.num_layers)]
+    return cache_of(tokens, layers, **{"dtype": "kivi4", **options})
 
 
 @pytest.mark.parametrize("tokens", [1, 31, 32, 130, 352])

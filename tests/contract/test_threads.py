@@ -376,6 +376,36 @@ def test_a_second_writer_of_a_layer_is_refused_and_changes_nothing():
     raise AssertionError("no push met an extend")
 
 
+@pytest.mark.skipif(kvedge.backend != "native", reason="NumPy's writers are not told apart")
+@pytest.mark.parametrize("options", [{}, {"recent": 8}], ids=["plain", "recent"])
+def test_writers_that_meet_are_refused_or_store_whole_tokens(options):
+    """Also while it grows: what is stored is what pushes that returned have pushed."""
+    layer = QuantizedKvLayer(None, 1, 8, **options)
+    stored_by = [0] * 6
+    start = threading.Barrier(len(stored_by))
+
+    def writer(i):
+        rows = np.full((1, 8), i + 1, np.float32)
+
+        def write():
+            start.wait()
+            for _ in range(1500):
+                try:
+                    layer.push(rows, rows)
+                    stored_by[i] += 1
+                except kvedge.KvedgeError as error:
+                    assert "one at a time" in str(error)
+
+        return write
+
+    run_together(*map(writer, range(len(stored_by))))
+    keys = layer.keys()[:, 0]
+    np.testing.assert_array_equal(keys, layer.values()[:, 0])
+    assert (keys == keys[:, :1]).all()
+    found = np.bincount(np.rint(keys[:, 0]).astype(int), minlength=len(stored_by) + 1)
+    assert found.tolist() == [0, *stored_by]
+
+
 def test_attend_lets_other_python_threads_run(rng):
     layer, query = large(rng, length=20_000)
     ticks = 0

@@ -17,6 +17,7 @@ import kvedge
 from kvedge import errors
 from kvedge.distributed import ShardedKVCache
 
+ROOT = Path(__file__).parents[2]
 PACKAGE = Path(kvedge.__file__).parent
 
 PUBLIC = [name for name in kvedge.__all__ if name not in ("__version__", "backend")]
@@ -284,3 +285,13 @@ def test_importing_starts_no_thread():
         for each in (alone, code)
     ]
     assert counts[1] <= counts[0]
+
+
+def test_the_page_of_the_c_api_names_every_function_of_the_header():
+    header = (ROOT / "csrc/kvedge.h").read_text()
+    code = re.sub(r"/\*.*?\*/", "", header, flags=re.DOTALL)
+    declared = set(re.findall(r"\b(kvedge_\w+)\(", code))
+    assert len(declared) > 60
+    page = (ROOT / "docs/c_api.md").read_text()
+    table = page[page.index("**All functions**") : page.index("**Stability.**")]
+    assert set(re.findall(r"`(kvedge_\w+)`", table)) == declared

@@ -171,7 +171,7 @@ KVEDGE_INLINE void weigh(const value_rows *v, const value_source source, const e
   for (int t = 0; t < v->num_tokens; t += BLOCK) {
     const int8_t *from = block_of(v, t / BLOCK);
     const int8_t *next = t + BLOCK < v->num_tokens ? block_of(v, t / BLOCK + 1) : from;
-    const char *lines = asked ? take_lines(v->ahead, asked * BLOCK / step) : NULL;
+    const char *lines = asked ? take_lines(v->ahead, asked * BLOCK / step) : (const char *)from; /* not used then */
 #pragma GCC unroll 4
     for (int r = 0; r < BLOCK; r += step) {
       __m512i value[4];
