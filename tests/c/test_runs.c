@@ -66,7 +66,8 @@ static void attend_in_blocks(const kvedge_layer_config *given, kvedge_format for
   own_first_block(pool, size, used + 2, &table[1]);
   CHECK(kvedge_attend_batch(pool, size, &sequence, 1, num_heads, o, 1) == KVEDGE_OK);
   for (size_t j = 0; j < outs; j++)
-    if (!(fabsf(out[j] - expected[j]) <= 2e-4f * largest)) fail("of a copied block %.9g, not %.9g", out[j], expected[j]);
+    if (!(fabsf(out[j] - expected[j]) <= 2e-4f * largest))
+      fail("of a copied block %.9g, not %.9g", out[j], expected[j]);
   end_case();
   kvedge_layer_destroy(pool);
   free(out);
