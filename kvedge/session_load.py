@@ -142,9 +142,14 @@ def _load_open(kind: type[_Kind], path: str, file: BinaryIO, mmap: bool) -> _Kin
         KeyMap(*(arrays.get(f"layers.{index}.{name}") for name in KEY_VECTORS))
         for index in range(form.num_layers)
     ]
-    for index, key_map in enumerate(maps):
-        _check_key_map(path, index, cache._layers[index], tokens[index], key_map)
     parts = [_parts(arrays, index, config, maps[index]) for index, config in enumerate(form.layers)]
+    for index, config in enumerate(form.layers):
+        layer = cache._layers[index]
+        held = memory.Slabs(*(slab[: tokens[index]] for slab in layer._slabs))
+        _check_key_map(path, index, layer, held.side(False, config), maps[index])
+        for name, part in zip(_parts_of(config), parts[index], strict=True):
+            stored = part.arrays.side(False, _config_of(config, name))
+            _check_key_map(path, index, layer, stored, part.key_map)
     cache._adopt(length, list(zip(tokens, maps, dropped, parts, strict=True)))
     return cache
 
@@ -245,7 +250,7 @@ def _read_fields(
         _corrupt(path, f"its key_offset is {fields['key_offset'][:40]!r}")
     if fields.get(KEY_SCALE, AUTO) != AUTO:
         _corrupt(path, f"its {KEY_SCALE} is {fields[KEY_SCALE][:40]!r}")
-    if any(name in fields for name in PRECISE):
+    if fields["dtype"] in IN_RUNS or any(name in fields for name in PRECISE):
         missing = [name for name in PRECISE if name not in fields]
         if missing:
             _corrupt(path, f"its metadata lacks {', '.join(missing)}")
@@ -377,7 +382,8 @@ def _check_tensors(
         for field, (shape, _) in zip(memory.Slabs._fields, layout, strict=True):
             name = f"layers.{index}.{field}"
             wanted[name] = (type_of(name), (tokens[index], *shape[1:]))
-        for field, may_have in zip(KEY_VECTORS, (config.key_format.has_scales, True), strict=True):
+        may_have_vectors = (config.key_format.has_scales, not config.in_runs)
+        for field, may_have in zip(KEY_VECTORS, may_have_vectors, strict=True):
             name = f"layers.{index}.{field}"
             if name in tensors and may_have:
                 wanted[name] = ("F32", (config.num_kv_heads, config.head_dim))
@@ -388,10 +394,10 @@ def _check_tensors(
                 last = wanted[f"layers.{index}.last.key_codes"][1][0]
                 most = least = _num_runs(dropped[index], tokens[index], last)
             else:
-                first_or_last = config.sinks if part == "first" else last_rows(config)
-                # With runs, of the one that the first token lies in too.
-                spare = RUN - 1 if config.in_runs else 0
-                least, most = 0, min(first_or_last, tokens[index] + spare)
+                least, most = 0, min(config.sinks, tokens[index])
+                if part == "last":  # with runs, of the one that the first token lies in too
+                    spare = dropped[index] % RUN if config.in_runs else 0
+                    most = min(last_rows(config), tokens[index] + spare)
             if not least <= held <= most:
                 _corrupt(
                     path,
@@ -566,10 +572,11 @@ def _check_numbers(path: str, name: str, array: np.ndarray, config: LayerConfig)
         _corrupt(path, f"tensor {name} holds {fault}")
 
 
-def _check_key_map(path: str, index: int, layer: Any, length: int, key_map: KeyMap) -> None:
+def _check_key_map(
+    path: str, index: int, layer: Any, stored: memory.StoredRows, key_map: KeyMap
+) -> None:
     """Refuse a key map whose keys lie beyond float32, further than rounding takes them."""
-    stored = layer._slabs.side(False, layer._config)
-    codes, scales = stored.codes[:length], stored.scales[:length]
+    codes, scales = stored.codes, stored.scales
     if key_map.is_plain or not codes.size:
         return
     scale = 1.0 if key_map.scale is None else float(key_map.scale.max())
@@ -577,8 +584,8 @@ def _check_key_map(path: str, index: int, layer: Any, length: int, key_map: KeyM
     if stored.form.largest(codes, scales) * scale + offset <= checks.FLOAT32_MAX:
         return
     step = layer._block_tokens()
-    for start in range(0, length, step):
-        rows = slice(start, min(length, start + step))
+    for start in range(0, len(codes), step):
+        rows = slice(start, min(len(codes), start + step))
         keys = key_map.from_stored(stored.decode(rows, np.float64))
         # A format of few bits rounds up by up to a quarter.
         rounding = 0.25 * checks.FLOAT32_MAX if key_map.scale is not None else 0.0

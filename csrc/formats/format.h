@@ -45,7 +45,8 @@ typedef struct {
   /* The bound of rows that are stored. In all of these rows lie one after the other. */
   float (*bound)(const kvedge_row_shape *shape, const void *codes, const void *scales, int64_t num_rows);
 
-  /* Can `encode` have made these bytes, which come from a file? Else decode might give what is not finite. */
+  /* Can `encode` have made these bytes, which come from a file? Else decode might give what is not finite. Runs may lie at
+   * any address. */
   int (*is_valid)(const kvedge_row_shape *shape, const void *codes, const void *scales, int64_t num_rows);
 
   /* Of formats of runs alone. A run of a head, [KVEDGE_RUN][dim], is what `encode` and `bound` call a row; it has so many

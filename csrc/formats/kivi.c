@@ -107,6 +107,21 @@ static float bound(const kvedge_row_shape *shape, int bits, int of_values, const
   return largest;
 }
 
+/* Finite; steps of no sign, lows that are not -0. At any address. */
+static int is_valid(const kvedge_row_shape *shape, int bits, int of_values, const void *codes, int64_t num_runs) {
+  const size_t n = num_steps(shape->dim, of_values), skipped = run_bytes(shape->dim, bits, of_values) - 4 * n;
+  const char *at = codes;
+  for (int64_t i = 0; i < num_runs; i++) {
+    at += skipped;
+    for (size_t j = 0; j < 2 * n; j++, at += 2) {
+      uint16_t half;
+      memcpy(&half, at, sizeof half);
+      if ((half & 0x7c00u) == 0x7c00u || (j < n ? half >= 0x8000u : half == 0x8000u)) return 0;
+    }
+  }
+  return 1;
+}
+
 #define KIVI(bits_of_code, side, of_values)                                                                            \
   static size_t bytes_##side##bits_of_code(int dim) { return run_bytes(dim, bits_of_code, of_values); }                \
   static void encode_##side##bits_of_code(const kvedge_row_shape *shape, const float *x, int64_t num_runs,             \
@@ -125,13 +140,20 @@ static float bound(const kvedge_row_shape *shape, int bits, int of_values, const
     (void)scales;                                                                                                      \
     return bound(shape, bits_of_code, of_values, codes, num_runs);                                                     \
   }                                                                                                                    \
+  static int is_valid_##side##bits_of_code(const kvedge_row_shape *shape, const void *codes, const void *scales,       \
+                                           int64_t num_runs) {                                                         \
+    (void)scales;                                                                                                      \
+    return is_valid(shape, bits_of_code, of_values, codes, num_runs);                                                  \
+  }                                                                                                                    \
   const kvedge_format_info kvedge_format_kivi##bits_of_code##_##side = {.id = KVEDGE_KIVI##bits_of_code,               \
                                                                         .name = "kivi" #bits_of_code,                  \
+                                                                        .file_type = "U8",                             \
                                                                         .bits = bits_of_code,                          \
                                                                         .tokens_per_group = RUN,                       \
                                                                         .bound_of = bound_of,                          \
                                                                         .encode = encode_##side##bits_of_code,         \
                                                                         .bound = bound_##side##bits_of_code,           \
+                                                                        .is_valid = is_valid_##side##bits_of_code,     \
                                                                         .run_bytes = bytes_##side##bits_of_code,       \
                                                                         .decode_run = decode_##side##bits_of_code};
 KIVI(2, keys, 0)
@@ -162,6 +184,7 @@ static float bound_of_nothing(const kvedge_row_shape *shape, const void *codes, 
 
 const kvedge_format_info kvedge_format_no_rows = {.id = KVEDGE_NO_ROWS,
                                                   .name = "no rows",
+                                                  .file_type = "U8",
                                                   .tokens_per_group = 1,
                                                   .bound_of = bound_of,
                                                   .encode = encode_nothing,

@@ -7,52 +7,91 @@
 #include "session/sha256.h"
 #include "store/layer.h"
 
-const char *const kvedge_tensor_names[NUM_TENSORS] = {
-    [KEY_CODES] = "key_codes",   [KEY_OFFSET] = "key_offset",   [KEY_SCALE] = "key_scale",
-    [KEY_SCALES] = "key_scales", [VALUE_CODES] = "value_codes", [VALUE_SCALES] = "value_scales",
+enum { MAX_PRECISE = 65536 }; /* tokens that recent, or sinks, may be */
+
+#define PART(part, prefix)                                                                                             \
+  {part, KEY_CODES, prefix "key_codes"}, {part, KEY_SCALES, prefix "key_scales"},                                      \
+      {part, VALUE_CODES, prefix "value_codes"}, {part, VALUE_SCALES, prefix "value_scales"}
+const kvedge_tensor_name kvedge_tensors[NUM_TENSORS] = {
+    PART(FIRST_TOKENS, "first."),
+    {OWN_ROWS, KEY_CODES,    "key_codes"   },
+    {OWN_ROWS, KEY_OFFSET,   "key_offset"  },
+    {OWN_ROWS, KEY_SCALE,    "key_scale"   },
+    {OWN_ROWS, KEY_SCALES,   "key_scales"  },
+    PART(LAST_TOKENS, "last."),
+    PART(RUNS, "runs."),
+    {OWN_ROWS, VALUE_CODES,  "value_codes" },
+    {OWN_ROWS, VALUE_SCALES, "value_scales"},
 };
 
 /* ---- Layers and tensors ------------------------------------------------------------------------------------------- */
 
+static kvedge_session_part part_of(const kvedge_layer *layer, int64_t most) {
+  kvedge_session_part part;
+  const int64_t len = kvedge_layer_len(layer);
+  kvedge_layer_get_config(layer, &part.config);
+  part.num_tokens = len < most ? len : most;
+  return part;
+}
+
 kvedge_session_layer kvedge_contents_layer(const kvedge_contents *contents, int index) {
+  const kvedge_session *session = contents->session;
   kvedge_session_layer layer = {0};
-  if (contents->session->layers) layer = contents->session->layers[index];
+  if (session->layers) layer = session->layers[index];
   if (contents->layers) {
     const kvedge_layer *from = contents->layers[index];
+    const kvedge_session_parts *parts = contents->parts ? &contents->parts[index] : NULL;
     kvedge_layer_get_config(from, &layer.config);
     layer.has_key_offset = from->keys.offset != NULL;
     layer.has_key_scale = from->keys.scale != NULL;
+    layer.first = layer.last = layer.runs = (kvedge_session_part){0};
+    if (parts && parts->last && layer.dropped >= 0 && layer.dropped <= session->length) {
+      layer.first = part_of(parts->first, kvedge_most_first(session, &layer));
+      layer.last = part_of(parts->last, kvedge_most_last(session, &layer));
+      if (parts->runs) layer.runs = part_of(parts->runs, INT64_MAX);
+      if (parts->runs) layer.runs.num_tokens = kvedge_tokens_of_runs(session, &layer);
+    }
   }
   return layer;
 }
 
-static const char *data_in_layer(const kvedge_layer *layer, int tensor) {
-  int64_t start;
-  kvedge_layer_range(layer, &start);
-  switch (tensor) {
-    case KEY_CODES: return kvedge_codes_at(&layer->keys, start);
+static const char *data_in_layer(const kvedge_contents *contents, int index, int part, int column, int64_t num_tokens) {
+  const kvedge_layer *layer = kvedge_layer_of_part(contents->layers, contents->parts, index, part);
+  int64_t row;
+  const int64_t len = kvedge_layer_range(layer, &row);
+  if (part == LAST_TOKENS) row += len - num_tokens;
+  if (part == RUNS) {
+    const kvedge_session_layer of = kvedge_contents_layer(contents, index);
+    row = (kvedge_runs_begin(&of) - contents->parts[index].runs_position) / KVEDGE_RUN; /* a row is a run */
+  }
+  switch (column) {
+    case KEY_CODES: return kvedge_codes_at(&layer->keys, row);
+    case KEY_SCALES: return kvedge_scales_at(&layer->keys, row);
+    case VALUE_CODES: return kvedge_codes_at(&layer->values, row);
+    case VALUE_SCALES: return kvedge_scales_at(&layer->values, row);
     case KEY_OFFSET: return (const char *)layer->keys.offset;
-    case KEY_SCALE: return (const char *)layer->keys.scale;
-    case KEY_SCALES: return kvedge_scales_at(&layer->keys, start);
-    case VALUE_CODES: return kvedge_codes_at(&layer->values, start);
-    default: return kvedge_scales_at(&layer->values, start);
+    default: return (const char *)layer->keys.scale;
   }
 }
 
-kvedge_tensor kvedge_contents_tensor(const kvedge_contents *contents, int index, int tensor) {
+kvedge_tensor kvedge_contents_tensor(const kvedge_contents *contents, int index, int part, int column) {
   const kvedge_session_layer layer = kvedge_contents_layer(contents, index);
-  const kvedge_layer_config *config = &layer.config;
-  const kvedge_format_info *format = kvedge_side_format(config, tensor >= VALUE_CODES);
-  const int dim = tensor < VALUE_CODES ? config->head_dim : config->value_head_dim;
+  const kvedge_session_part held = kvedge_part_of(contents->session, &layer, part);
+  const kvedge_layer_config *config = &held.config;
+  if (config->capacity == 0) return (kvedge_tensor){0};
+  const int of_values = column == VALUE_CODES || column == VALUE_SCALES;
+  const kvedge_format_info *format = kvedge_side_format(config, of_values);
+  const int dim = of_values ? config->value_head_dim : config->head_dim;
   const kvedge_row_shape rows = kvedge_row_shape_of(format, dim, config->group_size, config->scale_type);
-  const int halves = format->has_scales && config->scale_type == KVEDGE_SCALE_FLOAT16;
+  const int halves = kvedge_has_scales(config) && config->scale_type == KVEDGE_SCALE_FLOAT16;
   kvedge_tensor t = {
-      .num_dims = 3, .shape = {kvedge_held_tokens(contents->session, &layer), config->num_kv_heads, dim}
+      .num_dims = 3, .shape = {held.num_tokens, config->num_kv_heads, dim}
   };
-  if (tensor == KEY_CODES || tensor == VALUE_CODES) {
+  if (part == RUNS) t.shape[0] = (held.num_tokens + KVEDGE_RUN - 1) / KVEDGE_RUN;
+  if (column == KEY_CODES || column == VALUE_CODES) {
     t.type = format->file_type, t.item_bytes = format->bits < 8 ? 1 : format->bits / 8;
     t.shape[2] = (int64_t)kvedge_row_bytes(format, dim) / t.item_bytes;
-  } else if (tensor == KEY_SCALES || tensor == VALUE_SCALES) {
+  } else if (column == KEY_SCALES || column == VALUE_SCALES) {
     t.type = halves ? "F16" : "F32", t.item_bytes = halves ? 2 : 4, t.shape[2] = rows.num_groups;
   } else {
     t.type = "F32", t.item_bytes = 4, t.num_dims = 2;
@@ -60,7 +99,8 @@ kvedge_tensor kvedge_contents_tensor(const kvedge_contents *contents, int index,
   }
   t.bytes = (uint64_t)t.item_bytes;
   for (int i = 0; i < t.num_dims; i++) t.bytes *= (uint64_t)t.shape[i];
-  t.data = contents->layers ? data_in_layer(contents->layers[index], tensor) : contents->tensors[index].at[tensor];
+  t.data = contents->layers ? data_in_layer(contents, index, part, column, held.num_tokens)
+                            : contents->tensors[index].at[part][column];
   return t;
 }
 
@@ -112,6 +152,29 @@ static const char *metadata_fault(const kvedge_session *session) {
   return NULL;
 }
 
+static const char *format_fault(const kvedge_layer_config *config) {
+  for (int values = 0; values < 2; values++) {
+    const kvedge_format_info *format = kvedge_side_format(config, values);
+    if (!format->file_type || format->tokens_per_group > 1)
+      return "a layer has a format that session files do not hold";
+    if ((format->id == KVEDGE_NO_ROWS) != (config->format == KVEDGE_NO_ROWS)) return "a layer has keys or values only";
+  }
+  return NULL;
+}
+
+static const char *parts_fault(const kvedge_session_layer *layer) {
+  const int in_runs = kvedge_in_runs(layer), has_parts = layer->last.config.capacity > 0;
+  if (layer->recent < 0 || layer->recent > MAX_PRECISE || layer->sinks < 0 || layer->sinks > MAX_PRECISE)
+    return "a layer's recent or sinks are out of their range";
+  if (layer->sinks > 0 && layer->window > 0) return "a layer with a window has sinks";
+  if (has_parts != (layer->recent > 0 || layer->sinks > 0 || in_runs))
+    return "a layer lacks the parts of its recent, sinks or runs, or has parts without any of these";
+  if ((layer->runs.config.capacity > 0) != in_runs) return "a layer has runs and rows, or none of them";
+  if (in_runs && (layer->has_key_offset || layer->has_key_scale))
+    return "a layer of runs has a key offset or key scale";
+  return NULL;
+}
+
 const char *kvedge_contents_fault(const kvedge_contents *contents) {
   const kvedge_session *session = contents->session;
   int any_has_scales = 0, any_is_small = 0;
@@ -123,13 +186,14 @@ const char *kvedge_contents_fault(const kvedge_contents *contents) {
   for (int i = 0; i < session->num_layers; i++) {
     const kvedge_session_layer layer = kvedge_contents_layer(contents, i);
     const kvedge_format_info *format = kvedge_format_of(layer.config.format);
-    if (!format->file_type || !kvedge_side_format(&layer.config, 1)->file_type)
-      return "a layer has a format that session files do not hold";
+    const char *fault = format_fault(&layer.config);
+    if (!fault) fault = parts_fault(&layer);
+    if (fault) return fault;
     if (layer.window < 0 || layer.window > KVEDGE_MAX_TOKENS) return "a layer's window is out of its range";
     if (layer.dropped < 0 || layer.dropped > session->length ||
         (layer.dropped > 0 && (layer.window == 0 || session->length - layer.dropped < layer.window - 1)))
       return "a layer has dropped tokens that it needs";
-    any_has_scales |= format->has_scales, any_is_small |= format->bits <= 8;
+    any_has_scales |= format->has_scales, any_is_small |= format->bits <= 8 && !kvedge_in_runs(&layer);
   }
   if (session->auto_key_offset && !any_has_scales) return "its key_offset is for keys with scales, and it has none";
   if (session->auto_key_scale && !any_is_small) return "its key_scale is for keys of up to 8 bits, and it has none";
@@ -146,6 +210,16 @@ static const char *scale_type_name(kvedge_scale_type type) {
 static const char *value_format_name(const kvedge_layer_config *config) {
   const kvedge_format_info *values = kvedge_side_format(config, 1);
   return values == kvedge_side_format(config, 0) ? "" : values->name;
+}
+
+/* As Python says what a layer is stored in. */
+static const char *format_name(const kvedge_session_layer *layer) {
+  return kvedge_format_of(kvedge_in_runs(layer) ? layer->runs.config.format : layer->config.format)->name;
+}
+
+/* The format of first and last tokens; "": there are none. */
+static const char *recent_format_name(const kvedge_session_layer *layer) {
+  return layer->last.config.capacity ? kvedge_format_of(layer->last.config.format)->name : "";
 }
 
 /* The members of a JSON object, one after the other. */
@@ -178,45 +252,56 @@ static void put_digits(members *m, const char *name, int is_there, int64_t numbe
   kvedge_put_text(m->out, m->quote);
 }
 
+static void put_text_if_other(members *m, const char *name, const char *text, const char *common) {
+  if (strcmp(text, common)) put_text(m, name, text);
+}
+
 static void put_if_other(members *m, const char *name, int64_t number, int64_t common) {
   if (number == common) return;
   put_name(m, name);
   kvedge_put_number(m->out, number);
 }
 
+/* What a layer has of its own; its number of members. */
+static int put_own(kvedge_output *out, const kvedge_session_layer *layer, const kvedge_session_layer *first,
+                   const char *quote) {
+  const kvedge_layer_config *own = &layer->config, *common = &first->config;
+  const int has_scales = kvedge_has_scales(own), common_has_scales = kvedge_has_scales(common);
+  members m = {.out = out, .quote = quote, .comma = ",", .colon = ":"};
+  put_if_other(&m, "num_kv_heads", own->num_kv_heads, common->num_kv_heads);
+  put_if_other(&m, "head_dim", own->head_dim, common->head_dim);
+  put_if_other(&m, "value_head_dim", own->value_head_dim, common->value_head_dim);
+  put_text_if_other(&m, "dtype", format_name(layer), format_name(first));
+  put_text_if_other(&m, "value_dtype", value_format_name(own), value_format_name(common));
+  if (!has_scales) {
+    if (common_has_scales) put_text(&m, "group_size", ""), put_text(&m, "scale_dtype", "");
+  } else {
+    put_if_other(&m, "group_size", own->group_size, common_has_scales ? common->group_size : 0);
+    if (!common_has_scales || own->scale_type != common->scale_type)
+      put_text(&m, "scale_dtype", scale_type_name(own->scale_type));
+  }
+  put_if_other(&m, "window", layer->window, 0);
+  put_if_other(&m, "recent", layer->recent, first->recent);
+  put_if_other(&m, "sinks", layer->sinks, first->sinks);
+  put_text_if_other(&m, "recent_dtype", recent_format_name(layer), recent_format_name(first));
+  put_if_other(&m, "dropped", layer->dropped, 0);
+  return m.count;
+}
+
 void kvedge_put_layers(kvedge_output *out, const kvedge_contents *contents, const char *quote) {
   const kvedge_session_layer first = kvedge_contents_layer(contents, 0);
-  const kvedge_layer_config *common = &first.config;
-  const kvedge_format_info *common_format = kvedge_format_of(common->format);
-  const int common_has_scales = kvedge_has_scales(common);
   const int n = contents->session->num_layers;
-  int any = first.window > 0;
-  for (int i = 1; i < n && !any; i++) {
+  kvedge_output nowhere = kvedge_output_to(NULL, NULL);
+  int any = 0;
+  for (int i = 0; i < n && !any; i++) {
     const kvedge_session_layer layer = kvedge_contents_layer(contents, i);
-    any = layer.window > 0 || !kvedge_same_rows(&layer.config, common);
+    any = put_own(&nowhere, &layer, &first, quote);
   }
   if (!any) return;
   for (int i = 0; i < n; i++) {
     const kvedge_session_layer layer = kvedge_contents_layer(contents, i);
-    const kvedge_layer_config *own = &layer.config;
-    const kvedge_format_info *format = kvedge_format_of(own->format);
-    const int has_scales = kvedge_has_scales(own);
-    members m = {.out = out, .quote = quote, .comma = ",", .colon = ":"};
     kvedge_put_text(out, i ? ",{" : "[{");
-    put_if_other(&m, "num_kv_heads", own->num_kv_heads, common->num_kv_heads);
-    put_if_other(&m, "head_dim", own->head_dim, common->head_dim);
-    put_if_other(&m, "value_head_dim", own->value_head_dim, common->value_head_dim);
-    if (format != common_format) put_text(&m, "dtype", format->name);
-    if (strcmp(value_format_name(own), value_format_name(common))) put_text(&m, "value_dtype", value_format_name(own));
-    if (!has_scales) {
-      if (common_has_scales) put_text(&m, "group_size", ""), put_text(&m, "scale_dtype", "");
-    } else {
-      put_if_other(&m, "group_size", own->group_size, common_has_scales ? common->group_size : 0);
-      if (!common_has_scales || own->scale_type != common->scale_type)
-        put_text(&m, "scale_dtype", scale_type_name(own->scale_type));
-    }
-    put_if_other(&m, "window", layer.window, 0);
-    put_if_other(&m, "dropped", layer.dropped, 0);
+    put_own(out, &layer, &first, quote);
     kvedge_put_text(out, "}");
   }
   kvedge_put_text(out, "]");
@@ -229,7 +314,7 @@ void kvedge_put_metadata(kvedge_output *out, const kvedge_contents *contents, co
   const int has_scales = kvedge_has_scales(config);
   members m = {.out = out, .quote = "\"", .comma = digest ? "," : ", ", .colon = digest ? ":" : ": "};
   kvedge_put_text(out, "{");
-  put_text(&m, "dtype", kvedge_format_of(config->format)->name); /* in the order of names */
+  put_text(&m, "dtype", format_name(&first)); /* in the order of names */
   put_text(&m, "format", "kvedge");
   put_text(&m, "format_version", "1");
   put_digits(&m, "group_size", has_scales, config->group_size);
@@ -248,6 +333,8 @@ void kvedge_put_metadata(kvedge_output *out, const kvedge_contents *contents, co
   put_digits(&m, "max_seq_len", session->max_seq_len > 0, session->max_seq_len);
   put_digits(&m, "num_kv_heads", 1, config->num_kv_heads);
   put_digits(&m, "num_layers", 1, session->num_layers);
+  const int has_parts = *recent_format_name(&first) != 0;
+  if (has_parts) put_digits(&m, "recent", 1, first.recent), put_text(&m, "recent_dtype", recent_format_name(&first));
   put_text(&m, "scale_dtype", has_scales ? scale_type_name(config->scale_type) : "");
   if (digest) {
     put_name(&m, "sha256");
@@ -255,6 +342,7 @@ void kvedge_put_metadata(kvedge_output *out, const kvedge_contents *contents, co
     kvedge_put(out, digest, KVEDGE_DIGEST);
     kvedge_put_text(out, "\"");
   }
+  if (has_parts) put_digits(&m, "sinks", 1, first.sinks);
   for (int i = 0; i < session->num_metadata; i++) {
     const kvedge_session_text *text = &session->metadata[i];
     kvedge_put_text(out, m.comma), kvedge_put_text(out, "\"user.");
@@ -268,11 +356,11 @@ void kvedge_put_metadata(kvedge_output *out, const kvedge_contents *contents, co
   kvedge_put_text(out, "}");
 }
 
-void kvedge_put_tensor_name(kvedge_output *out, int index, int tensor) {
+void kvedge_put_tensor_name(kvedge_output *out, int index, const kvedge_tensor_name *tensor) {
   kvedge_put_text(out, "layers.");
   kvedge_put_number(out, index);
   kvedge_put_text(out, ".");
-  kvedge_put_text(out, kvedge_tensor_names[tensor]);
+  kvedge_put_text(out, tensor->name);
 }
 
 static int take_into_digest(void *sha, const void *piece, size_t bytes) {
@@ -286,11 +374,11 @@ void kvedge_contents_digest(const kvedge_contents *contents, char digest[KVEDGE_
   kvedge_output out = kvedge_output_to(take_into_digest, &sha);
   kvedge_put_metadata(&out, contents, NULL);
   for (int i = 0; i >= 0; i = kvedge_next_layer(i, contents->session->num_layers))
-    for (int tensor = 0; tensor < NUM_TENSORS; tensor++) {
-      const kvedge_tensor t = kvedge_contents_tensor(contents, i, tensor);
+    for (int n = 0; n < NUM_TENSORS; n++) {
+      const kvedge_tensor t = kvedge_contents_tensor(contents, i, kvedge_tensors[n].part, kvedge_tensors[n].column);
       if (!t.data) continue;
       kvedge_put_text(&out, "[\"");
-      kvedge_put_tensor_name(&out, i, tensor);
+      kvedge_put_tensor_name(&out, i, &kvedge_tensors[n]);
       kvedge_put_text(&out, "\", \""), kvedge_put_text(&out, t.type), kvedge_put_text(&out, "\", [");
       for (int d = 0; d < t.num_dims; d++) {
         if (d > 0) kvedge_put_text(&out, ", ");

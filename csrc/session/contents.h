@@ -6,21 +6,31 @@
 #include "formats/format.h"
 #include "session/output.h"
 
+/* A layer's own rows and its parts, each of four tensors; own rows also have those of keys. */
+enum { OWN_ROWS, FIRST_TOKENS, LAST_TOKENS, RUNS, NUM_PARTS };
+enum { KEY_CODES, KEY_SCALES, VALUE_CODES, VALUE_SCALES, KEY_OFFSET, KEY_SCALE, NUM_COLUMNS };
+
+typedef struct {
+  uint8_t part, column;
+  char name[19]; /* without that of the layer */
+} kvedge_tensor_name;
+
 /* The tensors of a layer, in the order of their names. */
-enum { KEY_CODES, KEY_OFFSET, KEY_SCALE, KEY_SCALES, VALUE_CODES, VALUE_SCALES, NUM_TENSORS };
-extern const char *const kvedge_tensor_names[NUM_TENSORS];
+enum { NUM_TENSORS = 4 * NUM_PARTS + 2 };
+extern const kvedge_tensor_name kvedge_tensors[NUM_TENSORS];
 
 enum { KVEDGE_MAX_LAYERS = 4096, KVEDGE_MAX_HEADER = 100000000, KVEDGE_DIGEST = 64 };
 #define KVEDGE_MAX_TOKENS ((int64_t)1 << 40)
 
 typedef struct {
-  const char *at[NUM_TENSORS]; /* NULL: not there */
+  const char *at[NUM_PARTS][NUM_COLUMNS]; /* NULL: not there */
 } kvedge_layer_tensors;
 
 typedef struct {
   const kvedge_session *session;
   /* Where the tensors lie: in layers (then session->layers has no more than windows), or in a file. */
   kvedge_layer *const *layers;
+  const kvedge_session_parts *parts; /* beside layers; NULL: no layer has any */
   const kvedge_layer_tensors *tensors;
 } kvedge_contents;
 
@@ -35,7 +45,7 @@ typedef struct {
 
 /* All of a layer. */
 kvedge_session_layer kvedge_contents_layer(const kvedge_contents *contents, int index);
-kvedge_tensor kvedge_contents_tensor(const kvedge_contents *contents, int index, int tensor);
+kvedge_tensor kvedge_contents_tensor(const kvedge_contents *contents, int index, int part, int column);
 
 /* Tokens that a layer holds. */
 static inline int64_t kvedge_held_tokens(const kvedge_session *session, const kvedge_session_layer *layer) {
@@ -56,13 +66,43 @@ int kvedge_next_layer(int index, int num_layers);
 void kvedge_put_layers(kvedge_output *out, const kvedge_contents *contents, const char *quote);
 
 /* "layers.0.key_codes" */
-void kvedge_put_tensor_name(kvedge_output *out, int index, int tensor);
+void kvedge_put_tensor_name(kvedge_output *out, int index, const kvedge_tensor_name *tensor);
 
 /* The metadata, as in a file's header; without a digest, as the digest covers it. */
 void kvedge_put_metadata(kvedge_output *out, const kvedge_contents *contents, const char *digest);
 
 /* SHA-256 of all but itself, as hexadecimal digits. */
 void kvedge_contents_digest(const kvedge_contents *contents, char digest[KVEDGE_DIGEST]);
+
+/* ---- Parts (parts.c) ---------------------------------------------------------------------------------------------- */
+
+/* The layer of own rows or of a part; NULL: there is none. */
+kvedge_layer *kvedge_layer_of_part(kvedge_layer *const *layers, const kvedge_session_parts *parts, int index, int part);
+
+/* What a file has of a part, and how many tokens of own rows. */
+kvedge_session_part kvedge_part_of(const kvedge_session *session, const kvedge_session_layer *layer, int part);
+
+static inline int kvedge_widest_row(const kvedge_layer_config *config) {
+  return config->head_dim > config->value_head_dim ? config->head_dim : config->value_head_dim;
+}
+
+/* The configs of first and last tokens in a format, and of runs, of a layer; of the least capacity. */
+kvedge_layer_config kvedge_precise_config(const kvedge_layer_config *of, kvedge_format format);
+kvedge_layer_config kvedge_runs_config(const kvedge_layer_config *of, kvedge_format format);
+
+/* Does a part store keys minus the layer's key offset (column KEY_OFFSET), or over its key scale (KEY_SCALE)? */
+int kvedge_part_has(const kvedge_session_layer *layer, int part, int column);
+
+static inline int kvedge_in_runs(const kvedge_session_layer *layer) { return layer->config.format == KVEDGE_NO_ROWS; }
+
+static inline int64_t kvedge_runs_begin(const kvedge_session_layer *layer) {
+  return layer->dropped / KVEDGE_RUN * KVEDGE_RUN;
+}
+
+/* Tokens of first and last that a file has at most; tokens of runs that belong to so many of last. */
+int64_t kvedge_most_first(const kvedge_session *session, const kvedge_session_layer *layer);
+int64_t kvedge_most_last(const kvedge_session *session, const kvedge_session_layer *layer);
+int64_t kvedge_tokens_of_runs(const kvedge_session *session, const kvedge_session_layer *layer);
 
 /* What of two layers has to be the same for the bytes of one to mean the same in the other. */
 int kvedge_same_rows(const kvedge_layer_config *a, const kvedge_layer_config *b);

@@ -8,28 +8,47 @@
 
 /* ---- Layers -------------------------------------------------------------------------------------------------------- */
 
-static kvedge_status check_layers(const kvedge_session *session, kvedge_layer *const *layers) {
-  for (int i = 0; i < session->num_layers; i++) {
-    int64_t start;
-    kvedge_layer_config config;
-    if (!layers[i] || kvedge_layer_range(layers[i], &start) > 0) return KVEDGE_ERROR_ARGUMENT;
-    for (int j = 0; j < i; j++)
-      if (layers[j] == layers[i]) return KVEDGE_ERROR_ARGUMENT;
-    kvedge_layer_get_config(layers[i], &config);
-    if (!kvedge_same_rows(&config, &session->layers[i].config)) return KVEDGE_ERROR_ARGUMENT;
-    if (kvedge_held_tokens(session, &session->layers[i]) > config.capacity - start) return KVEDGE_ERROR_CAPACITY;
-  }
+/* What is to be filled. */
+typedef struct {
+  kvedge_layer *const *layers;
+  kvedge_session_parts *parts;
+} targets;
+
+static kvedge_layer *layer_of(const targets *to, int index, int part) {
+  return kvedge_layer_of_part(to->layers, to->parts, index, part);
+}
+
+static kvedge_status check_part(const kvedge_session *session, const targets *to, int index, int part) {
+  const kvedge_session_part held = kvedge_part_of(session, &session->layers[index], part);
+  const kvedge_layer *layer = layer_of(to, index, part);
+  kvedge_layer_config config;
+  int64_t start;
+  if (!layer || !held.config.capacity) return layer || held.config.capacity ? KVEDGE_ERROR_ARGUMENT : KVEDGE_OK;
+  if (kvedge_layer_range(layer, &start) > 0) return KVEDGE_ERROR_ARGUMENT;
+  for (int i = 0; i < index * NUM_PARTS + part; i++)
+    if (layer_of(to, i / NUM_PARTS, i % NUM_PARTS) == layer) return KVEDGE_ERROR_ARGUMENT;
+  kvedge_layer_get_config(layer, &config);
+  if (!kvedge_same_rows(&config, &held.config)) return KVEDGE_ERROR_ARGUMENT;
+  return held.num_tokens > config.capacity - start ? KVEDGE_ERROR_CAPACITY : KVEDGE_OK;
+}
+
+static kvedge_status check_layers(const kvedge_session *session, const targets *to) {
+  for (int i = 0; i < session->num_layers; i++)
+    for (int part = 0; part < NUM_PARTS; part++) {
+      const kvedge_status status = check_part(session, to, i, part);
+      if (status != KVEDGE_OK) return status;
+    }
   return KVEDGE_OK;
 }
 
 /* ---- Numbers ------------------------------------------------------------------------------------------------------- */
 
-/* Rows of one side of a layer as they lie in the file, and as many of them as `room` has, where they are aligned. */
+/* Rows of one side of a layer, or of a part, as they lie in the file, and as many of them as `room` has, where they are aligned. */
 typedef struct {
   const kvedge_format_info *format;
   kvedge_row_shape shape;
   size_t row_bytes, scale_row_bytes;
-  int64_t num_rows; /* tokens x heads */
+  int64_t num_rows; /* tokens, or runs, x heads */
   const char *codes, *scales;
 } file_rows;
 
@@ -38,11 +57,12 @@ typedef struct {
   _Alignas(16) char codes[ROOM], scales[ROOM];
 } room;
 
-static file_rows rows_of(const kvedge_contents *contents, int index, int values) {
-  const kvedge_session_layer layer = kvedge_contents_layer(contents, index);
-  const kvedge_layer_config *config = &layer.config;
-  const kvedge_tensor codes = kvedge_contents_tensor(contents, index, values ? VALUE_CODES : KEY_CODES);
-  const kvedge_tensor scales = kvedge_contents_tensor(contents, index, values ? VALUE_SCALES : KEY_SCALES);
+static file_rows rows_of(const kvedge_contents *contents, int index, int part, int values) {
+  const kvedge_session *session = contents->session;
+  const kvedge_session_part held = kvedge_part_of(session, &session->layers[index], part);
+  const kvedge_layer_config *config = &held.config;
+  const kvedge_tensor codes = kvedge_contents_tensor(contents, index, part, values ? VALUE_CODES : KEY_CODES);
+  const kvedge_tensor scales = kvedge_contents_tensor(contents, index, part, values ? VALUE_SCALES : KEY_SCALES);
   const kvedge_format_info *format = kvedge_side_format(config, values);
   file_rows rows = {.format = format,
                     .shape = kvedge_row_shape_of(format, values ? config->value_head_dim : config->head_dim,
@@ -67,6 +87,8 @@ static int64_t copy_rows(const file_rows *rows, int64_t row, int64_t most, room 
 
 static int rows_are_valid(const file_rows *rows) {
   room some;
+  if (rows->row_bytes == 0) return 1;
+  if (rows->format->run_bytes) return rows->format->is_valid(&rows->shape, rows->codes, NULL, rows->num_rows);
   for (int64_t row = 0, n; row < rows->num_rows; row += n) {
     n = copy_rows(rows, row, INT64_MAX, &some);
     if (!rows->format->is_valid(&rows->shape, some.codes, some.scales, n)) return 0;
@@ -110,55 +132,74 @@ static int keys_are_valid(const file_rows *rows, int num_kv_heads, const char *o
   return 1;
 }
 
-static const char *layer_fault(const kvedge_contents *contents, int index) {
-  const file_rows keys = rows_of(contents, index, 0), values = rows_of(contents, index, 1);
-  const kvedge_tensor offset = kvedge_contents_tensor(contents, index, KEY_OFFSET);
-  const kvedge_tensor scale = kvedge_contents_tensor(contents, index, KEY_SCALE);
+static const char *part_fault(const kvedge_contents *contents, int index, int part) {
+  const kvedge_session_layer *layer = &contents->session->layers[index];
+  const file_rows keys = rows_of(contents, index, part, 0), values = rows_of(contents, index, part, 1);
   if (!rows_are_valid(&keys) || !rows_are_valid(&values)) return "a tensor holds codes or scales that no row has";
-  if (!vector_is_valid(&offset, 0)) return "a key offset is not finite";
-  if (!vector_is_valid(&scale, 1)) return "a key scale is not finite and positive";
-  const int num_kv_heads = contents->session->layers[index].config.num_kv_heads;
-  if ((offset.data || scale.data) && !keys_are_valid(&keys, num_kv_heads, offset.data, scale.data))
+  const char *const *own = contents->tensors[index].at[OWN_ROWS];
+  const char *offset = kvedge_part_has(layer, part, KEY_OFFSET) ? own[KEY_OFFSET] : NULL;
+  const char *scale = kvedge_part_has(layer, part, KEY_SCALE) ? own[KEY_SCALE] : NULL;
+  if ((offset || scale) && !keys_are_valid(&keys, layer->config.num_kv_heads, offset, scale))
     return "a key offset or key scale leads to keys beyond float32";
   return NULL;
 }
 
+static const char *layer_fault(const kvedge_contents *contents, int index) {
+  const kvedge_tensor offset = kvedge_contents_tensor(contents, index, OWN_ROWS, KEY_OFFSET);
+  const kvedge_tensor scale = kvedge_contents_tensor(contents, index, OWN_ROWS, KEY_SCALE);
+  const char *fault = NULL;
+  if (!vector_is_valid(&offset, 0)) return "a key offset is not finite";
+  if (!vector_is_valid(&scale, 1)) return "a key scale is not finite and positive";
+  for (int part = 0; part < NUM_PARTS && !fault; part++)
+    if (contents->tensors[index].at[part][KEY_CODES]) fault = part_fault(contents, index, part);
+  return fault;
+}
+
 /* ---- Filling ------------------------------------------------------------------------------------------------------- */
 
-static void copy_tensor(void *to, const kvedge_contents *contents, int index, int tensor) {
-  const kvedge_tensor t = kvedge_contents_tensor(contents, index, tensor);
+static void copy_tensor(void *to, const kvedge_contents *contents, int index, int part, int column) {
+  const kvedge_tensor t = kvedge_contents_tensor(contents, index, part, column);
   if (t.bytes > 0) memcpy(to, t.data, (size_t)t.bytes);
 }
 
-static void fill_layer(kvedge_layer *layer, const kvedge_contents *contents, int index) {
-  const kvedge_session_layer *held = &contents->session->layers[index];
-  const size_t n = (size_t)held->config.num_kv_heads * (size_t)held->config.head_dim;
+static void fill_part(kvedge_layer *layer, const kvedge_contents *contents, int index, int part) {
+  const kvedge_session_layer *of = &contents->session->layers[index];
+  const kvedge_session_part held = kvedge_part_of(contents->session, of, part);
+  const size_t n = (size_t)held.config.num_kv_heads * (size_t)held.config.head_dim;
+  const int has_offset = kvedge_part_has(of, part, KEY_OFFSET), has_scale = kvedge_part_has(of, part, KEY_SCALE);
   int64_t start;
-  kvedge_layer_range(layer, &start);
-  copy_tensor(kvedge_codes_at(&layer->keys, start), contents, index, KEY_CODES);
-  copy_tensor(kvedge_scales_at(&layer->keys, start), contents, index, KEY_SCALES);
-  copy_tensor(kvedge_codes_at(&layer->values, start), contents, index, VALUE_CODES);
-  copy_tensor(kvedge_scales_at(&layer->values, start), contents, index, VALUE_SCALES);
-  if (held->has_key_offset) copy_tensor(layer->key_vectors, contents, index, KEY_OFFSET);
-  if (held->has_key_scale) copy_tensor(layer->key_vectors + n, contents, index, KEY_SCALE);
-  layer->keys.offset = held->has_key_offset ? layer->key_vectors : NULL;
-  layer->keys.scale = held->has_key_scale ? layer->key_vectors + n : NULL;
-  kvedge_layer_set_len(layer, kvedge_held_tokens(contents->session, held));
+  kvedge_layer_range(layer, &start); /* 0 of runs */
+  copy_tensor(kvedge_codes_at(&layer->keys, start), contents, index, part, KEY_CODES);
+  copy_tensor(kvedge_scales_at(&layer->keys, start), contents, index, part, KEY_SCALES);
+  copy_tensor(kvedge_codes_at(&layer->values, start), contents, index, part, VALUE_CODES);
+  copy_tensor(kvedge_scales_at(&layer->values, start), contents, index, part, VALUE_SCALES);
+  if (has_offset) copy_tensor(layer->key_vectors, contents, index, OWN_ROWS, KEY_OFFSET);
+  if (has_scale) copy_tensor(layer->key_vectors + n, contents, index, OWN_ROWS, KEY_SCALE);
+  layer->keys.offset = has_offset ? layer->key_vectors : NULL;
+  layer->keys.scale = has_scale ? layer->key_vectors + n : NULL;
+  kvedge_layer_set_len(layer, held.num_tokens);
 }
 
-kvedge_status kvedge_session_load(const kvedge_session_reader *reader, kvedge_layer *const *layers, const char **why) {
+kvedge_status kvedge_session_load(const kvedge_session_reader *reader, kvedge_layer *const *layers,
+                                  kvedge_session_parts *parts, const char **why) {
   if (why) *why = NULL;
   if (!reader || !layers) return KVEDGE_ERROR_ARGUMENT;
   const kvedge_contents contents = {.session = &reader->session, .tensors = reader->tensors};
-  const kvedge_status status = check_layers(&reader->session, layers);
+  const targets to = {layers, parts};
+  const int num_layers = reader->session.num_layers;
+  const kvedge_status status = check_layers(&reader->session, &to);
   if (status != KVEDGE_OK) return status;
   char digest[KVEDGE_DIGEST];
   kvedge_contents_digest(&contents, digest);
   const char *fault = NULL;
   if (memcmp(digest, reader->digest, KVEDGE_DIGEST)) fault = "it does not match its sha256: it was changed or damaged";
-  for (int i = 0; i < reader->session.num_layers && !fault; i++) fault = layer_fault(&contents, i);
+  for (int i = 0; i < num_layers && !fault; i++) fault = layer_fault(&contents, i);
   if (why) *why = fault;
   if (fault) return KVEDGE_ERROR_FILE;
-  for (int i = 0; i < reader->session.num_layers; i++) fill_layer(layers[i], &contents, i);
+  for (int i = 0; i < num_layers; i++) {
+    for (int part = 0; part < NUM_PARTS; part++)
+      if (layer_of(&to, i, part)) fill_part(layer_of(&to, i, part), &contents, i, part);
+    if (parts) parts[i].runs_position = kvedge_runs_begin(&reader->session.layers[i]);
+  }
   return KVEDGE_OK;
 }

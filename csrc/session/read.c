@@ -24,6 +24,9 @@ enum {
   NUM_NEEDED, /* the others need not be there */
   KEY_SCALES_OF_FIRST = NUM_NEEDED,
   LAYERS,
+  RECENT, /* these three, or none */
+  RECENT_DTYPE,
+  SINKS,
   VALUE_DTYPE,
   VALUE_HEAD_DIM,
   NUM_FIELDS
@@ -44,6 +47,9 @@ static const char *const field_names[NUM_FIELDS] = {
     [SHA256] = "sha256",
     [KEY_SCALES_OF_FIRST] = "key_scale",
     [LAYERS] = "layers",
+    [RECENT] = "recent",
+    [RECENT_DTYPE] = "recent_dtype",
+    [SINKS] = "sinks",
     [VALUE_DTYPE] = "value_dtype",
     [VALUE_HEAD_DIM] = "value_head_dim",
 };
@@ -135,19 +141,48 @@ static const kvedge_format_info *format_named(const char *name) {
   return NULL;
 }
 
+static const kvedge_format_info *runs_named(const char *name) {
+  static const kvedge_format of_runs[] = {KVEDGE_KIVI2, KVEDGE_KIVI4, KVEDGE_KIVI8};
+  for (int i = 0; i < 3; i++)
+    if (!strcmp(kvedge_format_of(of_runs[i])->name, name)) return kvedge_format_of(of_runs[i]);
+  return NULL;
+}
+
+static int read_format(const char *name, kvedge_session_layer *layer) {
+  const kvedge_format_info *format = format_named(name), *runs = runs_named(name);
+  if (format) layer->config.format = format->id;
+  if (runs) layer->config.format = KVEDGE_NO_ROWS, layer->runs.config.format = runs->id;
+  return format || runs;
+}
+
+/* That of first and last tokens; "": there are none. */
+static int read_recent_format(const char *name, kvedge_session_layer *layer) {
+  const kvedge_format_info *format = format_named(name);
+  layer->last.config.format = format ? format->id : (kvedge_format)0;
+  layer->last.config.capacity = format != NULL;
+  return format || !*name;
+}
+
+/* The configs of parts, once that of the layer and their formats are known. */
+static void complete_parts(kvedge_session_layer *layer) {
+  layer->first = (kvedge_session_part){0};
+  if (layer->last.config.capacity) {
+    layer->last.config = kvedge_precise_config(&layer->config, layer->last.config.format);
+    layer->first = layer->last;
+  }
+  if (kvedge_in_runs(layer)) layer->runs.config = kvedge_runs_config(&layer->config, layer->runs.config.format);
+  else layer->runs = (kvedge_session_part){0};
+}
+
 static int scale_type_named(const char *name, kvedge_scale_type *type) {
   *type = strcmp(name, "float16") ? KVEDGE_SCALE_FLOAT32 : KVEDGE_SCALE_FLOAT16;
   return *type == KVEDGE_SCALE_FLOAT16 || !strcmp(name, "float32");
 }
 
-static int widest_row(const kvedge_layer_config *config) {
-  return config->head_dim > config->value_head_dim ? config->head_dim : config->value_head_dim;
-}
-
 /* Can a layer be made for so many tokens of this config, which leaves nothing open? Then their bytes fit into a size_t. */
 static int is_config(kvedge_layer_config *config, int64_t tokens) {
   config->capacity = tokens > 0 ? tokens : 1;
-  return config->value_head_dim > 0 && config->group_size > 0 && config->group_size <= widest_row(config) &&
+  return config->value_head_dim > 0 && config->group_size > 0 && config->group_size <= kvedge_widest_row(config) &&
          kvedge_layer_bytes(config) > 0;
 }
 
@@ -161,11 +196,9 @@ static int read_value_format(const char *name, kvedge_layer_config *config) {
 /* Rows without scales are one group, of no text. */
 static const char *read_first_layer(header *head) {
   kvedge_layer_config *config = &head->first.config;
-  const kvedge_format_info *format = format_named(head->field[DTYPE]);
-  if (!format) return "its dtype is none that this library reads";
-  config->format = format->id;
+  if (!read_format(head->field[DTYPE], &head->first)) return "its dtype is none that this library reads";
   if (head->has[VALUE_DTYPE] && (!read_value_format(head->field[VALUE_DTYPE], config) || !config->value_format ||
-                                 config->value_format == KVEDGE_VALUES(format->id)))
+                                 config->value_format == KVEDGE_VALUES(config->format)))
     return "its value_dtype is none that this library reads, or its dtype";
   if (!small_number_of(head->field[NUM_KV_HEADS], &config->num_kv_heads) ||
       !small_number_of(head->field[HEAD_DIM], &config->head_dim))
@@ -179,8 +212,15 @@ static const char *read_first_layer(header *head) {
     if (!scale_type_named(head->field[SCALE_DTYPE], &config->scale_type)) return "its scale_dtype is unknown";
   } else {
     if (*head->field[GROUP_SIZE] || *head->field[SCALE_DTYPE]) return "it gives scales to rows that have none";
-    config->group_size = widest_row(config);
+    config->group_size = kvedge_widest_row(config);
   }
+  if (head->has[RECENT] || head->has[SINKS] || head->has[RECENT_DTYPE]) {
+    if (!small_number_of(head->field[RECENT], &head->first.recent) ||
+        !small_number_of(head->field[SINKS], &head->first.sinks) || !*head->field[RECENT_DTYPE] ||
+        !read_recent_format(head->field[RECENT_DTYPE], &head->first))
+      return "its recent, sinks or recent_dtype is missing, or none of kvedge's";
+  }
+  complete_parts(&head->first);
   return is_config(config, 1) ? NULL : "its metadata makes no layer";
 }
 
@@ -301,11 +341,8 @@ static int read_own(kvedge_json *json, kvedge_session_layer *layer, int *group_s
   const int is_text = json->at < json->end && *json->at == '"';
   if (is_text ? !read_word(json, text, sizeof text) : !kvedge_json_number(json, &number)) return 0;
   kvedge_layer_config *config = &layer->config;
-  if (!strcmp(name, "dtype")) {
-    const kvedge_format_info *format = format_named(text);
-    if (format) config->format = format->id;
-    return format != NULL;
-  }
+  if (!strcmp(name, "dtype")) return read_format(text, layer);
+  if (!strcmp(name, "recent_dtype")) return is_text && read_recent_format(text, layer);
   if (!strcmp(name, "value_dtype")) return is_text && read_value_format(text, config);
   if (!strcmp(name, "scale_dtype")) return memcpy(scale_type, text, sizeof text), is_text;
   if (!strcmp(name, "window")) return layer->window = number, 1;
@@ -314,6 +351,8 @@ static int read_own(kvedge_json *json, kvedge_session_layer *layer, int *group_s
   int *const to = !strcmp(name, "num_kv_heads")     ? &config->num_kv_heads
                   : !strcmp(name, "head_dim")       ? &config->head_dim
                   : !strcmp(name, "value_head_dim") ? &config->value_head_dim
+                  : !strcmp(name, "recent")         ? &layer->recent
+                  : !strcmp(name, "sinks")          ? &layer->sinks
                   : !strcmp(name, "group_size")     ? group_size
                                                     : NULL;
   if (to) *to = (int)number;
@@ -338,8 +377,9 @@ static int read_own_layer(kvedge_json *json, const header *head, kvedge_session_
     config->group_size = group_size;
     if (!scale_type_named(scale_type, &config->scale_type)) return 0;
   } else {
-    config->group_size = widest_row(config), config->scale_type = KVEDGE_SCALE_FLOAT32;
+    config->group_size = kvedge_widest_row(config), config->scale_type = KVEDGE_SCALE_FLOAT32;
   }
+  complete_parts(layer);
   return 1;
 }
 
@@ -379,48 +419,90 @@ static const char *read_layers(const header *head, places *p) {
 /* ---- Tensors ------------------------------------------------------------------------------------------------------- */
 
 /* "layers.0.key_codes" */
-static int read_tensor_name(kvedge_json *json, int num_layers, int *index, int *tensor) {
+static const kvedge_tensor_name *read_tensor_name(kvedge_json *json, int num_layers, int *index) {
   char name[40];
   int64_t number;
-  if (!read_word(json, name, sizeof name) || strncmp(name, "layers.", 7) || name[7] < '0' || name[7] > '9') return 0;
+  if (!read_word(json, name, sizeof name) || strncmp(name, "layers.", 7) || name[7] < '0' || name[7] > '9') return NULL;
   kvedge_json digits = {name + 7, name + strlen(name)};
-  if (!kvedge_json_number(&digits, &number) || number >= num_layers || *digits.at != '.') return 0;
-  for (int i = 0; i < NUM_TENSORS; i++)
-    if (!strcmp(digits.at + 1, kvedge_tensor_names[i])) return *index = (int)number, *tensor = i, 1;
-  return 0;
+  if (!kvedge_json_number(&digits, &number) || number >= num_layers || *digits.at != '.') return NULL;
+  *index = (int)number;
+  for (int n = 0; n < NUM_TENSORS; n++)
+    if (!strcmp(digits.at + 1, kvedge_tensors[n].name)) return &kvedge_tensors[n];
+  return NULL;
 }
 
-static int read_numbers(kvedge_json *json, int64_t *numbers, int count) {
-  for (int i = 0; i < count; i++)
-    if (!kvedge_json_next(json, i ? ',' : '[') || !kvedge_json_number(json, &numbers[i])) return 0;
-  return kvedge_json_next(json, ']');
+/* Goes past 1 to `most` numbers; returns how many, 0: there are none. */
+static int read_numbers(kvedge_json *json, int64_t *numbers, int most) {
+  int n = 0;
+  while (n < most && kvedge_json_next(json, n ? ',' : '[') && kvedge_json_number(json, &numbers[n])) n++;
+  return kvedge_json_next(json, ']') ? n : 0;
 }
 
-/* An entry of the header: that of a tensor which belongs there, next in the file. */
-static const char *read_entry(kvedge_json *json, const kvedge_tensor *t, uint64_t offset) {
-  char name[16], type[16];
+/* What the header says of a tensor. */
+typedef struct {
+  char type[16];
+  int num_dims;
   int64_t shape[3], offsets[2];
-  int has_type = 0, has_shape = 0, has_offsets = 0;
+} entry;
+
+static const char *read_entry(kvedge_json *json, entry *e) {
+  char name[16];
+  int has_type = 0, has_offsets = 0;
+  e->num_dims = 0;
   if (!kvedge_json_next(json, ':') || !kvedge_json_next(json, '{')) return "its header is no JSON";
   do {
     if (!read_word(json, name, sizeof name) || !kvedge_json_next(json, ':')) return "its header is no JSON of tensors";
     if (!strcmp(name, "dtype")) {
-      if (has_type++ || !read_word(json, type, sizeof type) || strcmp(type, t->type))
-        return "a tensor has another dtype than its metadata says";
+      if (has_type++ || !read_word(json, e->type, sizeof e->type)) return "a tensor's dtype is none of kvedge's";
     } else if (!strcmp(name, "shape")) {
-      if (has_shape++ || !read_numbers(json, shape, t->num_dims) ||
-          memcmp(shape, t->shape, (size_t)t->num_dims * sizeof *shape))
-        return "a tensor has another shape than its metadata says";
+      if (e->num_dims || !(e->num_dims = read_numbers(json, e->shape, 3)))
+        return "a tensor's shape is none of kvedge's";
     } else if (!strcmp(name, "data_offsets")) {
-      if (has_offsets++ || !read_numbers(json, offsets, 2) || (uint64_t)offsets[0] != offset ||
-          (uint64_t)offsets[1] != offset + t->bytes)
-        return "its tensors do not follow one another, or are longer than their shapes";
+      if (has_offsets++ || read_numbers(json, e->offsets, 2) != 2) return "a tensor has no offsets";
     } else {
       return "its header has an entry that is no tensor's";
     }
   } while (kvedge_json_next(json, ','));
-  if (!kvedge_json_next(json, '}') || !has_type || !has_shape || !has_offsets)
+  if (!kvedge_json_next(json, '}') || !has_type || !e->num_dims || !has_offsets)
     return "its header is no JSON of tensors";
+  return NULL;
+}
+
+/* Is it the tensor that belongs there, next in the file? */
+static const char *entry_fault(const entry *e, const kvedge_tensor *t, uint64_t offset) {
+  if (strcmp(e->type, t->type)) return "a tensor has another dtype than its metadata says";
+  if (e->num_dims != t->num_dims || memcmp(e->shape, t->shape, (size_t)t->num_dims * sizeof *e->shape))
+    return "a tensor has another shape than its metadata says";
+  if ((uint64_t)e->offsets[0] != offset || (uint64_t)e->offsets[1] != offset + t->bytes)
+    return "its tensors do not follow one another, or are longer than their shapes";
+  return NULL;
+}
+
+/* How many tokens the parts hold is in no field: as many as the codes of their keys. */
+static const char *read_parts(const header *head, places *p, const kvedge_session *session) {
+  kvedge_json json = head->entries;
+  while (kvedge_json_next(&json, ',')) {
+    int index;
+    entry e;
+    const kvedge_tensor_name *name = read_tensor_name(&json, session->num_layers, &index);
+    if (!name) return "it has a tensor that no layer has";
+    const char *fault = read_entry(&json, &e);
+    if (fault) return fault;
+    if (name->column == KEY_CODES && name->part == FIRST_TOKENS) p->layers[index].first.num_tokens = e.shape[0];
+    if (name->column == KEY_CODES && name->part == LAST_TOKENS) p->layers[index].last.num_tokens = e.shape[0];
+  }
+  for (int i = 0; i < session->num_layers; i++) {
+    kvedge_session_layer *layer = &p->layers[i];
+    if (layer->first.num_tokens > kvedge_most_first(session, layer) ||
+        layer->last.num_tokens > kvedge_most_last(session, layer))
+      return "a layer has more first or last tokens than its metadata says";
+    if (kvedge_in_runs(layer)) layer->runs.num_tokens = kvedge_tokens_of_runs(session, layer);
+    const int64_t runs = (layer->runs.num_tokens + KVEDGE_RUN - 1) / KVEDGE_RUN;
+    if ((layer->last.config.capacity && (!is_config(&layer->first.config, layer->first.num_tokens) ||
+                                         !is_config(&layer->last.config, layer->last.num_tokens))) ||
+        (kvedge_in_runs(layer) && !is_config(&layer->runs.config, (runs ? runs : 1) * KVEDGE_RUN)))
+      return "its metadata makes no layers";
+  }
   return NULL;
 }
 
@@ -430,17 +512,21 @@ static const char *read_tensors(const header *head, places *p, const kvedge_sess
   uint64_t offset = 0;
   memset(p->tensors, 0, (size_t)session->num_layers * sizeof *p->tensors);
   while (kvedge_json_next(&json, ',')) {
-    int index, tensor;
-    if (!read_tensor_name(&json, session->num_layers, &index, &tensor)) return "it has a tensor that no layer has";
-    if (p->tensors[index].at[tensor]) return "it has a tensor twice";
+    int index;
+    entry e;
+    const kvedge_tensor_name *name = read_tensor_name(&json, session->num_layers, &index); /* as read_parts has seen */
+    const char **at = &p->tensors[index].at[name->part][name->column];
+    if (*at) return "it has a tensor twice";
     const kvedge_session_layer *layer = &session->layers[index];
-    if (tensor == KEY_OFFSET && !kvedge_format_of(layer->config.format)->has_scales)
+    if (!kvedge_part_of(session, layer, name->part).config.capacity) return "it has a tensor that no layer has";
+    if (name->column == KEY_OFFSET && !kvedge_format_of(layer->config.format)->has_scales)
       return "it has a key offset of rows without scales";
-    const kvedge_tensor t = kvedge_contents_tensor(&contents, index, tensor);
-    const char *fault = read_entry(&json, &t, offset);
+    const kvedge_tensor t = kvedge_contents_tensor(&contents, index, name->part, name->column);
+    read_entry(&json, &e);
+    const char *fault = entry_fault(&e, &t, offset);
     if (fault) return fault;
     if (t.bytes > head->tensor_bytes - offset) return "it ends before its last tensor";
-    p->tensors[index].at[tensor] = head->tensors + offset;
+    *at = head->tensors + offset;
     offset += t.bytes;
   }
   const int is_closed = kvedge_json_next(&json, '}');
@@ -448,10 +534,13 @@ static const char *read_tensors(const header *head, places *p, const kvedge_sess
   if (!is_closed || json.at != json.end) return "its header is no JSON of tensors";
   if (offset != head->tensor_bytes) return "it does not end with its last tensor";
   for (int i = 0; i < session->num_layers; i++) {
-    for (int tensor = 0; tensor < NUM_TENSORS; tensor++)
-      if (!p->tensors[i].at[tensor] && tensor != KEY_OFFSET && tensor != KEY_SCALE) return "a tensor is missing";
-    p->layers[i].has_key_offset = p->tensors[i].at[KEY_OFFSET] != NULL;
-    p->layers[i].has_key_scale = p->tensors[i].at[KEY_SCALE] != NULL;
+    kvedge_session_layer *layer = &p->layers[i];
+    for (int part = 0; part < NUM_PARTS; part++)
+      for (int column = 0; column < KEY_OFFSET && kvedge_part_of(session, layer, part).config.capacity; column++)
+        if (!p->tensors[i].at[part][column]) return "a tensor is missing";
+    layer->has_key_offset = p->tensors[i].at[OWN_ROWS][KEY_OFFSET] != NULL;
+    layer->has_key_scale = p->tensors[i].at[OWN_ROWS][KEY_SCALE] != NULL;
+    if (layer->has_key_scale && kvedge_in_runs(layer)) return "it has a key scale of a layer of runs";
   }
   return NULL;
 }
@@ -495,6 +584,7 @@ kvedge_status kvedge_session_read(const void *data, size_t bytes, void *memory, 
   if (head.num_user > 0) read_user_metadata(&head, &p);
   fault = read_layers(&head, &p);
   if (!fault) fault = kvedge_contents_fault(&(kvedge_contents){.session = session});
+  if (!fault) fault = read_parts(&head, &p, session);
   if (!fault) fault = read_tensors(&head, &p, session);
   if (!fault) *out = p.reader;
   return status_of(fault, why);

@@ -1,16 +1,54 @@
 /* Writing a session: its digest, its header, and the tensors as they lie in the layers. */
+#include <string.h>
+
 #include "session/contents.h"
 #include "store/layer.h"
+
+/* Are the vectors of keys that a part has those which a file leads to? */
+static int keys_are_alike(const kvedge_contents *contents, int index, const kvedge_session_layer *layer, int part) {
+  const kvedge_layer *own = contents->layers[index];
+  const kvedge_layer *of = kvedge_layer_of_part(contents->layers, contents->parts, index, part);
+  const size_t bytes = (size_t)own->config.num_kv_heads * (size_t)own->config.head_dim * sizeof(float);
+  for (int column = KEY_OFFSET; column <= KEY_SCALE; column++) {
+    const float *expected = column == KEY_OFFSET ? own->keys.offset : own->keys.scale;
+    const float *vector = column == KEY_OFFSET ? of->keys.offset : of->keys.scale;
+    if (!kvedge_part_has(layer, part, column)) expected = NULL;
+    if (!expected != !vector || (vector && memcmp(vector, expected, bytes))) return 0;
+  }
+  return 1;
+}
+
+/* Are they parts of such a layer, with all the tokens of their own? */
+static int parts_can_be_written(const kvedge_contents *contents, int index, const kvedge_session_layer *layer) {
+  if (!contents->parts || !contents->parts[index].last) return 1;
+  const kvedge_session_parts *parts = &contents->parts[index];
+  const kvedge_format format = layer->last.config.format;
+  if ((unsigned)format >= KVEDGE_NUM_FORMATS) return 0;
+  const kvedge_layer_config precise = kvedge_precise_config(&layer->config, format);
+  if (!kvedge_same_rows(&layer->first.config, &precise) || !kvedge_same_rows(&layer->last.config, &precise)) return 0;
+  if (!keys_are_alike(contents, index, layer, FIRST_TOKENS) || !keys_are_alike(contents, index, layer, LAST_TOKENS))
+    return 0;
+  if (!parts->runs) return 1;
+  const kvedge_layer_config runs = kvedge_runs_config(&layer->config, layer->runs.config.format);
+  const int64_t before = kvedge_runs_begin(layer) - parts->runs_position; /* runs that are not written */
+  return kvedge_has_runs(&parts->runs->keys) && kvedge_same_rows(&layer->runs.config, &runs) &&
+         keys_are_alike(contents, index, layer, RUNS) && parts->runs_position >= 0 && before >= 0 &&
+         before % KVEDGE_RUN == 0 && kvedge_layer_len(parts->runs) - before >= layer->runs.num_tokens;
+}
 
 static int can_be_written(const kvedge_contents *contents) {
   const kvedge_session *session = contents->session;
   if (!session || !contents->layers || session->num_layers < 1 || session->num_layers > KVEDGE_MAX_LAYERS) return 0;
-  for (int i = 0; i < session->num_layers; i++)
+  for (int i = 0; i < session->num_layers; i++) {
+    const kvedge_session_parts *parts = contents->parts ? &contents->parts[i] : NULL;
     if (!contents->layers[i]) return 0;
+    if (parts && (!parts->first != !parts->last || (parts->runs && !parts->last))) return 0;
+  }
   if (kvedge_contents_fault(contents)) return 0;
   for (int i = 0; i < session->num_layers; i++) {
     const kvedge_session_layer layer = kvedge_contents_layer(contents, i);
     if (kvedge_layer_len(contents->layers[i]) < kvedge_held_tokens(session, &layer)) return 0;
+    if (!parts_can_be_written(contents, i, &layer)) return 0;
   }
   return 1;
 }
@@ -18,12 +56,14 @@ static int can_be_written(const kvedge_contents *contents) {
 /* Calls `take` for each tensor in the order of the file: the widest elements first, so that all are aligned, then by
  * name. */
 static void for_each_tensor(const kvedge_contents *contents, kvedge_output *out,
-                            void (*take)(kvedge_output *out, const kvedge_tensor *t, int index, int tensor)) {
+                            void (*take)(kvedge_output *out, const kvedge_tensor *t, int index,
+                                         const kvedge_tensor_name *name)) {
   for (int item_bytes = 4; item_bytes > 0; item_bytes /= 2)
     for (int i = 0; i >= 0; i = kvedge_next_layer(i, contents->session->num_layers))
-      for (int tensor = 0; tensor < NUM_TENSORS; tensor++) {
-        const kvedge_tensor t = kvedge_contents_tensor(contents, i, tensor);
-        if (t.data && t.item_bytes == item_bytes) take(out, &t, i, tensor);
+      for (int n = 0; n < NUM_TENSORS; n++) {
+        const kvedge_tensor_name *name = &kvedge_tensors[n];
+        const kvedge_tensor t = kvedge_contents_tensor(contents, i, name->part, name->column);
+        if (t.data && t.item_bytes == item_bytes) take(out, &t, i, name);
       }
 }
 
@@ -32,10 +72,10 @@ typedef struct {
   uint64_t offset;   /* of the next tensor */
 } header_output;
 
-static void put_entry(kvedge_output *out, const kvedge_tensor *t, int index, int tensor) {
+static void put_entry(kvedge_output *out, const kvedge_tensor *t, int index, const kvedge_tensor_name *name) {
   uint64_t *offset = &((header_output *)out)->offset;
   kvedge_put_text(out, ",\"");
-  kvedge_put_tensor_name(out, index, tensor);
+  kvedge_put_tensor_name(out, index, name);
   kvedge_put_text(out, "\":{\"dtype\":\""), kvedge_put_text(out, t->type), kvedge_put_text(out, "\",\"shape\":");
   for (int d = 0; d < t->num_dims; d++) {
     kvedge_put_text(out, d ? "," : "[");
@@ -57,8 +97,8 @@ static void put_header(header_output *header, const kvedge_contents *contents, c
   while ((out->written - before) % 8) kvedge_put_text(out, " ");
 }
 
-static void put_tensor(kvedge_output *out, const kvedge_tensor *t, int index, int tensor) {
-  (void)index, (void)tensor;
+static void put_tensor(kvedge_output *out, const kvedge_tensor *t, int index, const kvedge_tensor_name *name) {
+  (void)index, (void)name;
   kvedge_put(out, t->data, (size_t)t->bytes);
 }
 
@@ -71,17 +111,18 @@ static uint64_t header_bytes(const kvedge_contents *contents, uint64_t *tensors)
   return header.out.written;
 }
 
-size_t kvedge_session_bytes(const kvedge_session *session, kvedge_layer *const *layers) {
-  const kvedge_contents contents = {.session = session, .layers = layers};
+size_t kvedge_session_bytes(const kvedge_session *session, kvedge_layer *const *layers,
+                            const kvedge_session_parts *parts) {
+  const kvedge_contents contents = {.session = session, .layers = layers, .parts = parts};
   uint64_t tensors;
   if (!can_be_written(&contents)) return 0;
   const uint64_t header = header_bytes(&contents, &tensors), bytes = 8 + header + tensors;
   return header > KVEDGE_MAX_HEADER || bytes > SIZE_MAX ? 0 : (size_t)bytes;
 }
 
-kvedge_status kvedge_session_write(const kvedge_session *session, kvedge_layer *const *layers, kvedge_session_sink sink,
-                                   void *context) {
-  const kvedge_contents contents = {.session = session, .layers = layers};
+kvedge_status kvedge_session_write(const kvedge_session *session, kvedge_layer *const *layers,
+                                   const kvedge_session_parts *parts, kvedge_session_sink sink, void *context) {
+  const kvedge_contents contents = {.session = session, .layers = layers, .parts = parts};
   uint64_t tensors;
   char digest[KVEDGE_DIGEST];
   if (!sink || !can_be_written(&contents)) return KVEDGE_ERROR_ARGUMENT;

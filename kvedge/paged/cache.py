@@ -351,7 +351,8 @@ class PagedKvCache(PagedExchange):
         """Take the blocks that `n` more tokens of a sequence need, so that appending finds room.
 
         They are the sequence's until :meth:`truncate`, :meth:`restore` or :meth:`drop`. A last
-        block that is shared is copied when it is written to, which may need one block more.
+        block that is shared is copied when it is written to, which may need one block more. Blocks
+        of first and last tokens in another format are not taken beforehand.
 
         Parameters
         ----------

@@ -51,12 +51,13 @@ typedef struct {
   kvedge_session session;
   kvedge_session_layer own[MAX_LAYERS];
   kvedge_layer *layers[MAX_LAYERS];
+  kvedge_session_parts parts[MAX_LAYERS];
 } sample;
 
-static block write_file(const kvedge_session *session, kvedge_layer *const *layers) {
-  block file = new_block(kvedge_session_bytes(session, layers));
+static block write_file(const kvedge_session *session, kvedge_layer *const *layers, const kvedge_session_parts *parts) {
+  block file = new_block(kvedge_session_bytes(session, layers, parts));
   buffer to = {file.data, 0, file.size};
-  if (kvedge_session_write(session, layers, take, &to) != KVEDGE_OK || to.bytes != file.size)
+  if (kvedge_session_write(session, layers, parts, take, &to) != KVEDGE_OK || to.bytes != file.size)
     fail("a file of %zu bytes was written as %zu", file.size, to.bytes);
   return file;
 }
@@ -71,10 +72,34 @@ static kvedge_layer *new_layer(kvedge_layer_config config, int tokens) {
   float *v = random_floats(values * (size_t)tokens, 3.0f);
   for (size_t i = 0; i < keys; i++) scale[i] = 1.5f + scale[i];
   if (config.format == KVEDGE_INT8 && config.num_kv_heads > 1) kvedge_layer_set_key_offset(layer, k);
-  if (config.head_dim % 2) kvedge_layer_set_key_scale(layer, scale);
+  if (config.head_dim % 2 && config.format != KVEDGE_NO_ROWS) kvedge_layer_set_key_scale(layer, scale);
   if (kvedge_layer_append(layer, k, v, tokens) != KVEDGE_OK) fail("append");
   free(scale), free(k), free(v);
   return layer;
+}
+
+static kvedge_layer *new_part(kvedge_layer_config config, int tokens) {
+  kvedge_layer *layer;
+  const size_t n = (size_t)(config.num_kv_heads * (config.head_dim + config.value_head_dim) * (tokens + 1));
+  float *rows = random_floats(n, 3.0f);
+  kvedge_layer_create(&config, &layer);
+  if (kvedge_layer_append(layer, rows, rows, tokens) != KVEDGE_OK) fail("append to a part");
+  free(rows);
+  return layer;
+}
+
+/* Of some layers: first and last tokens as floats, runs where the layer has no rows. */
+static void add_parts(sample *s, int i, int length) {
+  kvedge_layer_config config;
+  kvedge_layer_get_config(s->layers[i], &config);
+  const int in_runs = config.format == KVEDGE_NO_ROWS, dropped = (int)s->own[i].dropped;
+  config.format = i % 2 ? KVEDGE_FLOAT16 : KVEDGE_BFLOAT16, config.value_format = 0, config.capacity = 64;
+  s->own[i].recent = 2, s->own[i].sinks = s->own[i].window ? 0 : 3;
+  s->parts[i].first = new_part(config, s->own[i].window ? 0 : 2);
+  s->parts[i].last = new_part(config, length - dropped < 5 ? length - dropped : 5);
+  if (!in_runs) return;
+  config.format = i % 3 ? KVEDGE_KIVI4 : KVEDGE_KIVI2;
+  s->parts[i].runs = new_part(config, 64);
 }
 
 /* Layers that differ in all they can, the last with windows. */
@@ -88,24 +113,30 @@ static sample new_sample(int num_layers, int length) {
       .session = {.num_layers = num_layers, .length = length, .metadata = texts, .num_metadata = 3}
   };
   for (int i = 0; i < num_layers; i++) {
-    const kvedge_layer_config config = {.format = (kvedge_format)(i % KVEDGE_NUM_FORMATS),
+    const kvedge_layer_config config = {.format = i % 6 == 1 ? KVEDGE_NO_ROWS : (kvedge_format)(i % KVEDGE_NUM_FORMATS),
                                         .scale_type = i > 5 ? KVEDGE_SCALE_FLOAT16 : KVEDGE_SCALE_FLOAT32,
                                         .capacity = 40,
                                         .num_kv_heads = 1 + i % 3,
                                         .head_dim = 5 + i / 4,
                                         .value_head_dim = i % 4 == 3 ? 3 : 0,
-                                        .value_format = i % 5 == 2 ? KVEDGE_VALUES(i / 5 % KVEDGE_NUM_FORMATS) : 0,
+                                        .value_format =
+                                            i % 5 == 2 && i % 6 != 1 ? KVEDGE_VALUES(i / 5 % KVEDGE_NUM_FORMATS) : 0,
                                         .group_size = i % 2 ? 0 : 4};
     s.own[i].window = i > 7 ? 4 : 0;
     s.own[i].dropped = s.own[i].window && length > 3 ? length - 3 : 0;
     s.layers[i] = new_layer(config, length + i % 2); /* one more than is saved */
     kvedge_layer_drop_first(s.layers[i], s.own[i].dropped);
+    if (i % 3 == 1) add_parts(&s, i, length);
   }
   return s;
 }
 
+static void free_parts(kvedge_session_parts *parts) {
+  kvedge_layer_destroy(parts->first), kvedge_layer_destroy(parts->last), kvedge_layer_destroy(parts->runs);
+}
+
 static void free_sample(sample *s) {
-  for (int i = 0; i < s->session.num_layers; i++) kvedge_layer_destroy(s->layers[i]);
+  for (int i = 0; i < s->session.num_layers; i++) kvedge_layer_destroy(s->layers[i]), free_parts(&s->parts[i]);
 }
 
 /* A file that is read, and new layers for it. */
@@ -114,10 +145,11 @@ typedef struct {
   kvedge_session_reader *reader;
   const kvedge_session *held;
   kvedge_layer *layers[MAX_LAYERS];
+  kvedge_session_parts parts[MAX_LAYERS];
 } opened;
 
 static void close_file(opened *o) {
-  for (int i = 0; i < MAX_LAYERS; i++) kvedge_layer_destroy(o->layers[i]);
+  for (int i = 0; i < MAX_LAYERS; i++) kvedge_layer_destroy(o->layers[i]), free_parts(&o->parts[i]);
   if (o->memory.base) free_block(&o->memory);
 }
 
@@ -135,13 +167,19 @@ static kvedge_status open_file(const block *file, opened *o, const char **why) {
     kvedge_layer_config config = o->held->layers[i].config;
     config.capacity += i;
     if (kvedge_layer_create(&config, &o->layers[i]) != KVEDGE_OK) return KVEDGE_ERROR_MEMORY;
+    const kvedge_session_layer *held = &o->held->layers[i];
+    if (held->last.config.capacity) {
+      kvedge_layer_create(&held->first.config, &o->parts[i].first);
+      kvedge_layer_create(&held->last.config, &o->parts[i].last);
+    }
+    if (held->runs.config.capacity) kvedge_layer_create(&held->runs.config, &o->parts[i].runs);
   }
   return KVEDGE_OK;
 }
 
 static kvedge_status load_file(const block *file, opened *o, const char **why) {
   const kvedge_status status = open_file(file, o, why);
-  return status == KVEDGE_OK ? kvedge_session_load(o->reader, o->layers, why) : status;
+  return status == KVEDGE_OK ? kvedge_session_load(o->reader, o->layers, o->parts, why) : status;
 }
 
 static int same_file(const block *a, const block *b) {
@@ -153,17 +191,16 @@ static void test_round_trip(void) {
   for (int num_layers = 1; num_layers <= MAX_LAYERS; num_layers++)
     for (int length = 0; length < 20; length = 3 * length + 1) {
       sample s = new_sample(num_layers, length);
-      s.session.layers = num_layers % 4 ? s.own : NULL;
-      if (!s.session.layers && num_layers > 8) s.session.length = length > 3 ? 3 : length;
+      s.session.layers = s.own;
       s.session.auto_key_offset = s.session.auto_key_scale = length % 2;
       s.session.max_seq_len = num_layers % 2 ? 50 : 0;
-      block file = write_file(&s.session, s.layers);
+      block file = write_file(&s.session, s.layers, s.parts);
       opened o;
       const char *why = NULL;
       if (load_file(&file, &o, &why) != KVEDGE_OK) {
         fail("%d layers, %d tokens: %s", num_layers, length, why ? why : "no reason");
       } else {
-        block again = write_file(o.held, o.layers);
+        block again = write_file(o.held, o.layers, o.parts);
         if (!same_file(&file, &again)) fail("%d layers, %d tokens: another file", num_layers, length);
         if (o.held->num_metadata != 3 || o.held->metadata[1].key_bytes != 3) fail("metadata");
         for (int i = 0; i < num_layers; i++) {
@@ -183,7 +220,9 @@ static void test_round_trip(void) {
 
 static int are_empty(const opened *o) {
   for (int i = 0; o->held && i < o->held->num_layers && i < MAX_LAYERS; i++)
-    if (o->layers[i] && kvedge_layer_len(o->layers[i])) return 0;
+    if ((o->layers[i] && kvedge_layer_len(o->layers[i])) || (o->parts[i].last && kvedge_layer_len(o->parts[i].last)) ||
+        (o->parts[i].runs && kvedge_layer_len(o->parts[i].runs)))
+      return 0;
   return 1;
 }
 
@@ -197,22 +236,26 @@ static int is_refused(const block *file) {
   return refused;
 }
 
-static sample small_sample(void) {
-  sample s = {
+/* Layer 1 has parts, or not; the session's layers are the sample's own then, which is not copied. */
+static void small_sample(sample *s, int with_parts) {
+  static const kvedge_format formats[][2] = {
+      {KVEDGE_INT8, KVEDGE_FLOAT16},
+      {KVEDGE_INT8, KVEDGE_NO_ROWS}
+  };
+  *s = (sample){
       .session = {.num_layers = 2, .length = 3}
   };
   for (int i = 0; i < 2; i++)
-    s.layers[i] = new_layer(
-        (kvedge_layer_config){
-            .format = i ? KVEDGE_FLOAT16 : KVEDGE_INT8, .capacity = 8, .num_kv_heads = 2, .head_dim = 3},
-        3);
-  return s;
+    s->layers[i] = new_layer(
+        (kvedge_layer_config){.format = formats[with_parts][i], .capacity = 8, .num_kv_heads = 2, .head_dim = 3}, 3);
+  if (with_parts) add_parts(s, 1, 3), s->session.layers = s->own;
 }
 
-static void test_truncated(void) {
-  begin("cut, or longer");
-  sample s = small_sample();
-  block file = write_file(&s.session, s.layers);
+static void test_truncated(int with_parts) {
+  begin(with_parts ? "parts: cut, or longer" : "cut, or longer");
+  sample s;
+  small_sample(&s, with_parts);
+  block file = write_file(&s.session, s.layers, s.parts);
   for (size_t bytes = 0; bytes < file.size; bytes++) {
     block cut = new_block(bytes ? bytes : 1);
     cut.size = bytes;
@@ -229,14 +272,15 @@ static void test_truncated(void) {
 }
 
 /* Any byte changed: refused, or (spaces in the header) the same session. */
-static void test_changed_bytes(void) {
-  begin("every byte changed");
-  sample s = small_sample();
+static void test_changed_bytes(int with_parts) {
+  begin(with_parts ? "parts: every byte changed" : "every byte changed");
+  sample s;
+  small_sample(&s, with_parts);
   const kvedge_session_text text = {"k", "v\xc3\xa4\n", 1, 4};
   s.session.metadata = &text, s.session.num_metadata = 1;
   kvedge_layer_drop_first(s.layers[0], 1);
   s.own[0].window = 2, s.own[0].dropped = 1, s.session.layers = s.own;
-  block file = write_file(&s.session, s.layers);
+  block file = write_file(&s.session, s.layers, s.parts);
   static const unsigned char changes[] = {0x01, 0x02, 0x04, 0x08, 0x10, 0x20, 0x40, 0x80, 0xff};
   for (size_t at = 0; at < file.size; at++) {
     unsigned char *byte = (unsigned char *)file.data + at;
@@ -248,7 +292,7 @@ static void test_changed_bytes(void) {
       const char *why = NULL;
       const kvedge_status status = load_file(&file, &o, &why);
       if (status == KVEDGE_OK) {
-        block again = write_file(o.held, o.layers);
+        block again = write_file(o.held, o.layers, o.parts);
         *byte = was;
         if (!same_file(&file, &again)) fail("byte %zu changed by %zu: another session", at, i);
         free_block(&again);
@@ -291,7 +335,7 @@ static void test_forged_numbers(void) {
     else if (i < 6) ((float *)slabs.value_scales)[2] = foreign_scales[i - 1];
     else if (halves) ((uint16_t *)slabs.key_scales)[2] = 0x8000;
     else memcpy((char *)slabs.value_codes + 11 * sizes[i - 6], bits[i - 6], sizes[i - 6]);
-    block file = write_file(&session, &layer);
+    block file = write_file(&session, &layer, NULL);
     CHECK(is_refused(&file));
     free_block(&file), kvedge_layer_destroy(layer);
   }
@@ -307,7 +351,7 @@ static void test_forged_numbers(void) {
     kvedge_layer_get_slabs(layer, &slabs);
     if (beyond) ((float *)slabs.key_codes)[3] = more;
     const kvedge_session session = {.num_layers = 1, .length = 2};
-    block file = write_file(&session, &layer);
+    block file = write_file(&session, &layer, NULL);
     CHECK(is_refused(&file) == beyond);
     free_block(&file), kvedge_layer_destroy(layer);
   }
@@ -389,31 +433,32 @@ static void test_foreign_headers(void) {
   block file = new_block(8 + length);
   memset(file.data, 0, 8), memcpy(file.data, &length, sizeof length), memcpy((char *)file.data + 8, text, length);
   CHECK(open_file(&file, &o, &why) == KVEDGE_OK);
-  CHECK(kvedge_session_load(o.reader, o.layers, &why) == KVEDGE_ERROR_FILE && why && strstr(why, "sha256"));
+  CHECK(kvedge_session_load(o.reader, o.layers, NULL, &why) == KVEDGE_ERROR_FILE && why && strstr(why, "sha256"));
   close_file(&o), free_block(&file);
   end();
 }
 
 static void test_layers_that_do_not_fit(void) {
   begin("layers that do not fit");
-  sample s = small_sample();
-  block file = write_file(&s.session, s.layers);
+  sample s;
+  small_sample(&s, 0);
+  block file = write_file(&s.session, s.layers, s.parts);
   opened o;
   const char *why;
   CHECK(open_file(&file, &o, &why) == KVEDGE_OK);
   kvedge_layer *const good[] = {o.layers[0], o.layers[1]};
-  CHECK(kvedge_session_load(o.reader, s.layers, &why) == KVEDGE_ERROR_ARGUMENT); /* not empty */
-  CHECK(kvedge_session_load(o.reader, (kvedge_layer *[]){good[0], good[0]}, &why) == KVEDGE_ERROR_ARGUMENT);
-  CHECK(kvedge_session_load(o.reader, (kvedge_layer *[]){good[1], good[0]}, &why) == KVEDGE_ERROR_ARGUMENT);
-  CHECK(kvedge_session_load(o.reader, (kvedge_layer *[]){good[0], NULL}, &why) == KVEDGE_ERROR_ARGUMENT);
+  CHECK(kvedge_session_load(o.reader, s.layers, NULL, &why) == KVEDGE_ERROR_ARGUMENT); /* not empty */
+  CHECK(kvedge_session_load(o.reader, (kvedge_layer *[]){good[0], good[0]}, NULL, &why) == KVEDGE_ERROR_ARGUMENT);
+  CHECK(kvedge_session_load(o.reader, (kvedge_layer *[]){good[1], good[0]}, NULL, &why) == KVEDGE_ERROR_ARGUMENT);
+  CHECK(kvedge_session_load(o.reader, (kvedge_layer *[]){good[0], NULL}, NULL, &why) == KVEDGE_ERROR_ARGUMENT);
   kvedge_layer_config config = o.held->layers[1].config;
   kvedge_layer *small;
   config.capacity = 2;
   CHECK(kvedge_layer_create(&config, &small) == KVEDGE_OK);
-  CHECK(kvedge_session_load(o.reader, (kvedge_layer *[]){good[0], small}, &why) == KVEDGE_ERROR_CAPACITY);
+  CHECK(kvedge_session_load(o.reader, (kvedge_layer *[]){good[0], small}, NULL, &why) == KVEDGE_ERROR_CAPACITY);
   kvedge_layer_destroy(small);
   CHECK(are_empty(&o));
-  CHECK(kvedge_session_load(o.reader, good, NULL) == KVEDGE_OK);
+  CHECK(kvedge_session_load(o.reader, good, NULL, NULL) == KVEDGE_OK);
   CHECK(kvedge_layer_len(good[0]) == 3 && kvedge_layer_len(good[1]) == 3);
   CHECK(kvedge_session_read(file.data, file.size, o.memory.data, o.memory.size - 16, &o.reader, &why) ==
         KVEDGE_ERROR_MEMORY);
@@ -421,14 +466,105 @@ static void test_layers_that_do_not_fit(void) {
   end();
 }
 
+/* Parts that are none of the layer, to write or to fill; and those of a layer that slid over its runs. */
+static void test_parts_that_do_not_fit(void) {
+  begin("parts that do not fit");
+  sample s;
+  small_sample(&s, 1);
+  kvedge_session_parts *parts = &s.parts[1];
+  block file = write_file(&s.session, s.layers, s.parts);
+  kvedge_layer_config config, runs_config;
+  kvedge_layer_get_config(parts->last, &config);
+  kvedge_layer_get_config(parts->runs, &runs_config);
+  const float scale[] = {1, 2, 3, 4, 5, 6};
+  config.capacity = 200;
+  kvedge_layer *scaled, *other, *grid, *wider;
+  kvedge_layer_create(&config, &scaled), kvedge_layer_set_key_scale(scaled, scale);
+  config.format = KVEDGE_GRID4, config.value_format = 0;
+  kvedge_layer_create(&config, &grid);
+  config.format = KVEDGE_FLOAT32;
+  kvedge_layer_create(&config, &other);
+  runs_config.head_dim++;
+  kvedge_layer_create(&runs_config, &wider);
+  const kvedge_session_parts good = *parts;
+  for (int i = 0; i < 15; i++) {
+    kvedge_session wrong = s.session;
+    kvedge_session_layer own[2] = {s.own[0], s.own[1]};
+    kvedge_session_parts given[2] = {s.parts[0], good};
+    wrong.layers = own;
+    if (i == 0) given[1].first = NULL;
+    if (i == 1) given[1].last = NULL;
+    if (i == 2) given[1].runs = NULL;
+    if (i == 3) given[1] = (kvedge_session_parts){0};
+    if (i == 4) given[1].first = other;
+    if (i == 5) given[1].last = scaled;
+    if (i == 6) given[1].first = given[1].last = grid;
+    if (i == 7) given[1].runs = wider;
+    if (i == 8) given[1].runs = given[1].first;
+    if (i == 9) given[1].runs_position = 32; /* behind what the layer holds */
+    if (i == 10) given[1].runs_position = -32;
+    if (i == 11) own[1].recent = -1;
+    if (i == 12) own[1].sinks = 65537;
+    if (i == 13) own[1].window = 8; /* and sinks */
+    if (i == 14) given[0] = good;   /* of a layer that is to have none */
+    buffer to = {NULL, 0, 0};
+    CHECK(kvedge_session_bytes(&wrong, s.layers, given) == 0);
+    CHECK(kvedge_session_write(&wrong, s.layers, given, take, &to) == KVEDGE_ERROR_ARGUMENT && to.bytes == 0);
+  }
+  CHECK(kvedge_session_bytes(&s.session, s.layers, NULL) == 0);
+
+  opened o;
+  const char *why;
+  CHECK(open_file(&file, &o, &why) == KVEDGE_OK);
+  for (int i = 0; i < 8; i++) {
+    kvedge_session_parts given[2] = {o.parts[0], o.parts[1]};
+    if (i == 0) given[1].first = NULL;
+    if (i == 1) given[1].runs = NULL;
+    if (i == 2) given[1].first = given[1].last;
+    if (i == 3) given[1].last = other;
+    if (i == 4) given[0] = good;
+    if (i == 5) given[1].runs = o.parts[1].first;
+    if (i == 6) given[1].last = good.last; /* not empty */
+    CHECK(kvedge_session_load(o.reader, o.layers, i == 7 ? NULL : given, &why) == KVEDGE_ERROR_ARGUMENT);
+    CHECK(are_empty(&o));
+  }
+  CHECK(kvedge_session_load(o.reader, o.layers, o.parts, &why) == KVEDGE_OK);
+  CHECK(kvedge_layer_len(o.parts[1].last) == 3 && kvedge_layer_len(o.parts[1].first) == 2);
+  close_file(&o);
+
+  /* Of a longer `last`, a file has the last tokens. */
+  const int64_t n = 170;
+  float *rows = random_floats((size_t)n * 6, 1.0f);
+  kvedge_layer *long_rows = new_layer((kvedge_layer_config){KVEDGE_INT8, 0, n, 2, 3, 0, 0, 0}, (int)n), *first = NULL;
+  kvedge_layer_set_len(other, 0), config.capacity = 1;
+  CHECK(kvedge_layer_append(other, rows, rows, n) == KVEDGE_OK);
+  kvedge_layer_create(&config, &first);
+  kvedge_session_layer own = {.recent = 2};
+  kvedge_session_parts long_parts = {.first = first, .last = other};
+  kvedge_session session = {.num_layers = 1, .length = n, .layers = &own};
+  block long_file = write_file(&session, &long_rows, &long_parts);
+  CHECK(open_file(&long_file, &o, &why) == KVEDGE_OK);
+  CHECK(kvedge_session_load(o.reader, o.layers, o.parts, &why) == KVEDGE_OK);
+  CHECK(kvedge_layer_len(o.parts[0].last) == 130);
+  float a[6], b[6];
+  kvedge_layer_get_keys(o.parts[0].last, 0, 1, a), kvedge_layer_get_keys(other, n - 130, n - 129, b);
+  CHECK(memcmp(a, b, sizeof a) == 0);
+  close_file(&o), free_block(&long_file), free(rows);
+  kvedge_layer_destroy(long_rows), kvedge_layer_destroy(first);
+  kvedge_layer_destroy(scaled), kvedge_layer_destroy(other), kvedge_layer_destroy(grid), kvedge_layer_destroy(wider);
+  free_block(&file), free_sample(&s);
+  end();
+}
+
 static void test_what_cannot_be_written(void) {
   begin("what cannot be written");
-  sample s = small_sample();
-  const size_t bytes = kvedge_session_bytes(&s.session, s.layers);
+  sample s;
+  small_sample(&s, 0);
+  const size_t bytes = kvedge_session_bytes(&s.session, s.layers, NULL);
   char *room = malloc(bytes);
   for (size_t i = 0; i < bytes; i += 50) { /* a sink that is full */
     buffer to = {room, 0, i};
-    CHECK(kvedge_session_write(&s.session, s.layers, take, &to) == KVEDGE_ERROR_FILE);
+    CHECK(kvedge_session_write(&s.session, s.layers, NULL, take, &to) == KVEDGE_ERROR_FILE);
   }
   free(room);
   const kvedge_session_text texts[] = {
@@ -457,13 +593,13 @@ static void test_what_cannot_be_written(void) {
     if (i == 12) layers[0] = layers[1], wrong.auto_key_offset = 1;
     if (i == 13) layers[0] = layers[1], wrong.auto_key_scale = 1;
     buffer to = {NULL, 0, 0};
-    CHECK(kvedge_session_bytes(&wrong, layers) == 0);
-    CHECK(kvedge_session_write(&wrong, layers, take, &to) == KVEDGE_ERROR_ARGUMENT && to.bytes == 0);
+    CHECK(kvedge_session_bytes(&wrong, layers, NULL) == 0);
+    CHECK(kvedge_session_write(&wrong, layers, NULL, take, &to) == KVEDGE_ERROR_ARGUMENT && to.bytes == 0);
   }
   kvedge_layer *grid =
       new_layer((kvedge_layer_config){.format = KVEDGE_GRID4, .capacity = 1, .num_kv_heads = 1, .head_dim = 4}, 1);
   const kvedge_session session = {.num_layers = 1, .length = 1};
-  CHECK(kvedge_session_bytes(&session, &grid) == 0);
+  CHECK(kvedge_session_bytes(&session, &grid, NULL) == 0);
   kvedge_layer_destroy(grid), free_sample(&s);
   end();
 }
@@ -471,11 +607,12 @@ static void test_what_cannot_be_written(void) {
 int main(void) {
   test_sha256();
   test_round_trip();
-  test_truncated();
-  test_changed_bytes();
+  test_truncated(0), test_truncated(1);
+  test_changed_bytes(0), test_changed_bytes(1);
   test_forged_numbers();
   test_foreign_headers();
   test_layers_that_do_not_fit();
+  test_parts_that_do_not_fit();
   test_what_cannot_be_written();
   return report();
 }

@@ -33,8 +33,8 @@ with instrumented():
     from kvedge import session
 
 SECONDS, KILOBYTES = 1.0, 500 << 10
-NUMPY = {"I8": np.int8, "F16": np.float16, "F32": np.float32}
-FIELDS = (*session.FIELDS, session.KEY_SCALE, "sha256", "user.a", "")
+NUMPY = {"I8": np.int8, "F16": np.float16, "F32": np.float32, "U8": np.uint8}
+FIELDS = (*session.FIELDS, *session.PRECISE, session.KEY_SCALE, "sha256", "user.a", "")
 TEXTS = (
     *("", "0", "1", "2", "3", "8", "-1", "999999999999999999", "1e3", "\u0663", "1099511627776"),
     *("65536", "1024", "4096", "100000000", "int8", "float32", "float16", "auto", "kvedge", "\0"),
@@ -42,7 +42,9 @@ TEXTS = (
 VALID = {  # what these fields may be, in some file or other
     "key_offset": ("", "auto"),
     session.KEY_SCALE: ("", "auto"),
-    "dtype": ("int8", "float32"),
+    "dtype": ("int8", "float32", "kivi4"),
+    "recent": ("0", "2", "40"),
+    "recent_dtype": ("float16", "int8", "int4"),
     "scale_dtype": ("", "float16", "float32"),
     "group_size": ("", "1", "8", "32"),
     "max_seq_len": ("", "20", "1099511627776"),
@@ -74,7 +76,7 @@ def digest(metadata: dict, tensors: dict, data: bytes) -> str:
         begin, end = tensor["data_offsets"]
         array = np.frombuffer(data[begin:end], NUMPY[tensor["dtype"]])
         arrays[name] = array.reshape(tensor["shape"])
-    return session.digest(metadata, arrays)
+    return session.digest(metadata, arrays, session.file_types(metadata))
 
 
 def with_digest(raw: bytes) -> bytes:
@@ -88,7 +90,8 @@ def with_digest(raw: bytes) -> bytes:
 
 def saved(program: Program) -> bytes:
     """The file of some cache."""
-    int8 = program.below(3) > 0
+    kind = program.below(6)
+    int8, in_runs = kind % 3 > 0, kind == 3
     options = {}
     if int8:
         options = {"scale_dtype": program.choice(("float16", "float32"))}
@@ -97,14 +100,19 @@ def saved(program: Program) -> bytes:
         options["key_scale"] = program.choice((None, "auto"))
     layers, heads, dim = 1 + program.below(3), 1 + program.below(3), 1 + program.below(40)
     length = program.choice((0, 1, 2, 5, 20))
+    if kind > 2:  # first and last tokens in another format
+        options["recent"], options["sinks"] = program.below(5), program.below(4)
+        if options["recent"] or in_runs:
+            options["recent_dtype"] = program.choice(("float16", "int8"))
+        length *= 1 + 3 * in_runs
     if options.get("group_size") is not None:
         options["group_size"] = min(options["group_size"], dim)
     cache = kvedge.KVCache(
         layers,
         heads,
         dim,
-        dtype="int8" if int8 else "float32",
-        max_seq_len=program.choice((None, 20, 50)),
+        dtype="int8" if int8 else "kivi4" if in_runs else "float32",
+        max_seq_len=program.choice((None, 80 if in_runs else 20, 100)),
         **options,
     )
     rng = np.random.default_rng(program.byte())

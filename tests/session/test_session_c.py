@@ -13,7 +13,7 @@ from session_support import DIM, HEADS, LAYERS, feed, filled_cache, forge, put
 from support import cache_content, normal
 
 from kvedge import KVCache, c_library, errors
-from kvedge.core.formats import FORMATS
+from kvedge.core.formats import DTYPES, FORMATS
 
 TESTS = Path(__file__).parent.parent
 SCALE = np.linspace(0.2, 5, HEADS * DIM, dtype=np.float32).reshape(HEADS, DIM)
@@ -37,10 +37,9 @@ def copy(tmp_path_factory):
     command += [*flags, "-o", str(program)]
     subprocess.run(command, check=True)
 
-    def run(source, target):
-        done = subprocess.run(
-            [program, source, target], capture_output=True, text=True, timeout=60, check=False
-        )
+    def run(source, target, *more):
+        command = [program, source, target, *map(str, more)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode in (0, 3), done.stderr
         return done.stderr
 
@@ -85,6 +84,8 @@ def test_c_copies_a_session_to_the_byte(copy, tmp_path, rng, dtype, options):
         {"key_offset": np.stack([SCALE] * LAYERS)},
         {"key_offset": "auto", "key_scale": "auto"},
         {"value_head_dim": 64, "group_size": 48},
+        {"value_dtype": "float16", "scale_dtype": "float16"},
+        {"key_dtype": "float32", "scale_dtype": "float16"},
     ],
     ids="-".join,
 )
@@ -118,6 +119,137 @@ def test_c_copies_layers_that_differ(copy, tmp_path, rng):
         assert_copied(copy, cache, tmp_path)
 
 
+# ---- parts: first and last tokens in another format, runs ----------------------------------------
+
+PARTS = [
+    {"recent": 4},
+    {"sinks": 3},
+    {"recent": 70, "sinks": 40, "value_head_dim": 24},
+    {"recent": 4, "recent_dtype": "int8", "max_seq_len": 400},
+    {"recent": 3, "sinks": 2, "recent_dtype": "int4"},
+    {"recent": 4, "recent_dtype": "fp8_e5m2", "window": 6},
+    {"recent": 33, "window": [None, 40]},
+]
+
+
+def with_parts(rng, tokens, dtype="int8", **options):
+    if dtype not in FORMATS and not options.get("recent"):
+        options["recent"] = 0
+    cache = KVCache(LAYERS, HEADS, DIM, dtype=dtype, **options)
+    if tokens:
+        fill(cache, rng, tokens)
+    return cache
+
+
+@pytest.mark.parametrize("options", PARTS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_c_copies_first_and_last_tokens_and_runs_to_the_byte(copy, tmp_path, rng, dtype, options):
+    for tokens in (0, 9, 150):
+        assert_copied(copy, with_parts(rng, tokens, dtype, **options), tmp_path)
+
+
+@pytest.mark.parametrize("precise", FORMATS)
+def test_parts_store_keys_as_their_format_gains_by_it(copy, tmp_path, rng, precise):
+    options = {"recent": 5, "sinks": 2, "recent_dtype": precise}
+    vectors = {"key_scale": np.stack([SCALE] * LAYERS)}
+    assert_copied(copy, with_parts(rng, 20, "float16", **options, **vectors), tmp_path)
+    vectors["key_offset"] = np.stack([SCALE] * LAYERS)
+    scales = {"group_size": 16, "scale_dtype": "float16"}
+    assert_copied(copy, with_parts(rng, 20, "int8", **options, **vectors, **scales), tmp_path)
+
+
+@pytest.mark.parametrize("dtype", ["int4", "kivi2", "kivi4", "kivi8"])
+@pytest.mark.parametrize("length", [250, 224, 130, 45, 64, 1, 0])
+def test_c_copies_layers_that_went_back(copy, tmp_path, rng, dtype, length):
+    """Further than last tokens reach: they end inside a run, and nothing is in last."""
+    cache = with_parts(rng, 300, dtype, recent=40, sinks=5)
+    cache.truncate(length)
+    assert_copied(copy, cache, tmp_path)
+    fill(cache, rng, 7)
+    assert_copied(copy, cache, tmp_path)
+
+
+def test_c_copies_parts_of_layers_that_differ(copy, tmp_path, rng):
+    shape = {"num_kv_heads": 2, "head_dim": 40}
+    shapes = [
+        {**shape, "dtype": "kivi4"},
+        {**shape, "group_size": 8, "recent": 4, "recent_dtype": "int4"},
+        {**shape, "dtype": "kivi2", "recent": 8, "sinks": 3, "recent_dtype": "float32"},
+        {"num_kv_heads": 1, "head_dim": 24, "dtype": "float32", "window": 3},
+        {**shape, "dtype": "kivi4", "window": 50},
+        {**shape, "dtype": "int4", "value_dtype": "int8", "sinks": 2, "scale_dtype": "float16"},
+        {**shape},
+    ] * 2
+    for layers in (shapes, shapes[1:], shapes[3:]):
+        cache = KVCache(layers=layers)
+        for n in (40, 90, 3):
+            fill(cache, rng, n)
+            assert_copied(copy, cache, tmp_path)
+
+
+@pytest.mark.parametrize("truncated", [None, 45, 64, 3])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dtype": "int8", "recent": 8},
+        {"dtype": "int4", "sinks": 3, "recent": 8, "recent_dtype": "int8"},
+        {"dtype": "float16", "sinks": 90},
+        {"dtype": "int8", "recent": 8, "window": 40},
+        {"dtype": "kivi2", "recent": 96, "sinks": 4},
+        {"dtype": "kivi4"},
+        {"dtype": "kivi8", "recent": 5, "sinks": 70, "recent_dtype": "int8"},
+        {"dtype": "kivi4", "window": 50, "value_head_dim": 24},
+    ],
+    ids=str,
+)
+def test_c_attends_to_parts_and_appends_as_python_does(copy, tmp_path, rng, options, truncated):
+    """What C appends, attends to and writes, Python reads as if it had done so itself."""
+    path, again, rows, out = (tmp_path / name for name in ("python", "c", "rows", "out"))
+    group, queries = 2, 3
+    for tokens, more in ((3, 0), (77, 0), (77, 150), (200, 9), (0, 60)):
+        cache = with_parts(rng, tokens, **options)
+        if truncated is not None and "window" not in options:
+            cache.truncate(min(truncated, tokens))
+        cache.save(path)
+        width = cache.layer(0).value_head_dim
+        given, expected = [], []
+        for i in range(LAYERS):
+            keys = normal(rng, more, HEADS, DIM)
+            values = normal(rng, more, HEADS, width)
+            query = normal(rng, queries, HEADS * group, DIM)
+            given += [keys, values, query]
+            if more:
+                cache.append(i, keys, values)
+        cache.advance(more)
+        n = min(queries, len(cache))
+        for i in range(LAYERS):
+            given[3 * i + 2] = given[3 * i + 2][:n]
+            expected.append(cache.attend(i, given[3 * i + 2]))
+        rows.write_bytes(b"".join(array.tobytes() for array in given))
+        assert copy(path, again, rows, out, more, n, group) == ""
+        got = np.fromfile(out, np.float32).reshape(LAYERS, n, HEADS * group, width)
+        np.testing.assert_allclose(got, expected, atol=2e-6, rtol=0)
+        if not more:
+            assert again.read_bytes() == path.read_bytes() or "window" in options
+        loaded = KVCache.load(again)
+        assert len(loaded) == len(cache)
+        for i in range(LAYERS):
+            held = min(len(loaded.k(i)), len(cache.k(i)))
+            np.testing.assert_array_equal(loaded.k(i)[-held:], cache.k(i)[-held:])
+            np.testing.assert_array_equal(loaded.v(i)[-held:], cache.v(i)[-held:])
+        one = normal(rng, HEADS, DIM), normal(rng, HEADS, width), normal(rng, HEADS, DIM)
+        for both in (loaded, cache):  # go on alike
+            for i in range(LAYERS):
+                both.append(i, *one[:2])
+            both.advance()
+        for i in range(LAYERS):
+            np.testing.assert_array_equal(loaded.attend(i, one[2]), cache.attend(i, one[2]))
+        assert_copied(copy, loaded, tmp_path)
+
+
+# ---- metadata, other files -----------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("tokens", [0, 1, 9])
 def test_c_copies_any_metadata(copy, tmp_path, rng, tokens):
     metadata = {
@@ -139,9 +271,6 @@ def test_c_copies_any_metadata(copy, tmp_path, rng, tokens):
 )
 def test_c_copies_files_of_earlier_versions(copy, tmp_path, path):
     """Their fields were in another order, so as a new save of them."""
-    if "recent" in path.stem:  # C layers hold a token once
-        assert "does not know" in copy(path, tmp_path / "c.safetensors")
-        return
     assert copy(path, tmp_path / "c.safetensors") == ""
     KVCache.load(path).save(tmp_path / "python.safetensors")
     copied = (tmp_path / "c.safetensors").read_bytes()
@@ -183,3 +312,87 @@ def test_c_refuses_forged_files_as_python_does(copy, tmp_path, rng, change, fiel
         KVCache.load(path)
     assert "a session file is damaged or none" in copy(path, tmp_path / "c.safetensors")
     assert not (tmp_path / "c.safetensors").exists()
+
+
+def taller(part):
+    """One row more in each tensor of a part."""
+
+    def change(tensors):
+        for name, array in tensors.items():
+            if f"layers.0.{part}." in name:
+                tensors[name] = np.concatenate([array, np.zeros_like(array[:1])])
+
+    return change
+
+
+def without(name):
+    def change(tensors):
+        del tensors[name]
+
+    return change
+
+
+def with_key_scale(tensors):
+    tensors["layers.0.key_scale"] = np.ones((HEADS, DIM), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("change", "fields"),
+    [
+        (put("layers.0.runs.key_codes", (0, 0, -1), 0x7C), {}),  # an infinite smallest value
+        (put("layers.0.runs.key_codes", (0, 0, -1), 0xFE), {}),
+        (put("layers.1.runs.value_codes", (0, 1, 32 * DIM // 2 + 1), 0x80), {}),  # a step below 0
+        (put("layers.1.last.value_codes", (0, 1, 3), np.inf), {}),
+        (put("layers.1.first.key_codes", (0, 1, 3), np.nan), {}),
+        (taller("runs"), {}),
+        (taller("last"), {}),
+        (taller("first"), {}),
+        (without("layers.1.last.value_scales"), {}),
+        (without("layers.0.runs.key_codes"), {}),
+        (without("layers.0.first.key_codes"), {}),
+        (with_key_scale, {}),
+        (None, {"recent": "-1"}),
+        (None, {"recent": "65537"}),
+        (None, {"recent": "03"}),
+        (None, {"recent": None}),
+        (None, {"sinks": "1"}),
+        (None, {"sinks": ""}),
+        (None, {"recent_dtype": "int8"}),
+        (None, {"recent_dtype": "kivi4"}),
+        (None, {"recent_dtype": ""}),
+        (None, {"dtype": "kivi2"}),
+        (None, {"dtype": "int8"}),
+        (None, {"dtype": "kivi4.runs"}),
+        (None, {"key_scale": "auto"}),
+        (None, {"length": "71"}),
+        (None, {"length": "1099511627776"}),
+        (None, {"layers": '[{"recent":3},{}]'}),
+        (None, {"layers": '[{},{"recent_dtype":""}]'}),
+        (None, {"layers": '[{},{"dtype":"kivi2"}]'}),
+        (None, {"layers": '[{"window":70},{}]'}),  # with sinks
+    ],
+    ids=str,
+)
+def test_c_refuses_forged_parts_as_python_does(copy, tmp_path, rng, change, fields):
+    path = tmp_path / "forged.safetensors"
+    with_parts(rng, 70, "kivi4", recent=3, sinks=2).save(path)
+    forge(path)
+    assert copy(path, tmp_path / "c.safetensors") == ""
+    (tmp_path / "c.safetensors").unlink()
+    forge(path, change, **fields)
+    with pytest.raises(errors.CorruptFileError):
+        KVCache.load(path)
+    assert "a session file is damaged or none" in copy(path, tmp_path / "c.safetensors")
+    assert not (tmp_path / "c.safetensors").exists()
+
+
+@pytest.mark.parametrize("value", [1e6, 1e12])
+@pytest.mark.parametrize("part", ["first", "last"])
+def test_c_refuses_keys_of_a_part_beyond_float32(copy, tmp_path, rng, part, value):
+    path = tmp_path / "forged.safetensors"
+    scale = np.full((LAYERS, HEADS, DIM), 1e30, np.float32)
+    options = {"recent": 4, "sinks": 2, "recent_dtype": "int8", "key_scale": scale}
+    with_parts(rng, 9, "float32", **options).save(path)
+    forge(path, put(f"layers.1.{part}.key_scales", (1, 1, 0), value))
+    refused = "beyond float32" in copy(path, tmp_path / "c.safetensors")
+    assert refused == (value > 1e10)

@@ -17,6 +17,7 @@ from session_support import (
     LAYERS,
     TOKENS,
     assert_corrupt,
+    feed,
     filled_cache,
     forge,
     put,
@@ -467,3 +468,62 @@ def test_layers_that_are_alike_have_no_field(tmp_path):
     KVCache(2, 2, 16).save(path)
     forge(path, layers="[{},{}]")
     assert_corrupt(path, match="layers")
+
+
+# ---- first and last tokens in another format, runs -----------------------------------------------
+
+
+def file_with_parts(path, rng, dtype="kivi4", tokens=70, **options):
+    cache = KVCache(LAYERS, HEADS, DIM, dtype=dtype, **options)
+    feed(cache, rng, tokens)
+    cache.save(path)
+
+
+@pytest.mark.parametrize("name", ["key_scale", "key_offset"])
+def test_runs_with_a_key_vector_are_corrupt(path, rng, mmap, name):
+    file_with_parts(path, rng)
+
+    def change(tensors):
+        tensors[f"layers.0.{name}"] = np.ones((HEADS, DIM), np.float32)
+
+    forge(path, change)
+    assert_corrupt(path, match=name, mmap=mmap)
+
+
+@pytest.mark.parametrize("part", ["first", "last"])
+def test_a_key_scale_that_leads_keys_of_a_part_beyond_float32_is_corrupt(path, rng, mmap, part):
+    scale = np.full((LAYERS, HEADS, DIM), 1e30, np.float32)
+    options = {"recent": 4, "sinks": 2, "recent_dtype": "int8", "key_scale": scale}
+    file_with_parts(path, rng, "float32", 9, **options)
+    for value in (1e6, 1e12):
+        forge(path, put(f"layers.1.{part}.key_scales", (1, 1, 0), value))
+        if value < 1e10:
+            assert np.isfinite(KVCache.load(path, mmap=mmap).k(1)).all()
+        else:
+            assert_corrupt(path, match="beyond float32", mmap=mmap)
+
+
+@pytest.mark.parametrize("missing", ["recent", "sinks", "recent_dtype"])
+def test_runs_without_what_their_last_tokens_are_stored_in_are_corrupt(path, rng, mmap, missing):
+    for names in ((missing,), ("recent", "sinks", "recent_dtype")):
+        file_with_parts(path, rng)
+        forge(path, **dict.fromkeys(names))
+        assert_corrupt(path, match=missing, mmap=mmap)
+
+
+@pytest.mark.parametrize(
+    ("part", "rows"), [("first", 6), ("last", 6), ("first", 0), ("last", 3), ("runs", 1)]
+)
+def test_parts_of_more_tokens_than_there_are_are_corrupt(path, rng, mmap, part, rows):
+    file_with_parts(path, rng, tokens=5, recent=40, sinks=9)
+
+    def change(tensors):
+        for name, array in tensors.items():
+            if f".{part}." in name:
+                tensors[name] = np.zeros((rows, *array.shape[1:]), array.dtype)
+
+    forge(path, change)
+    if (part, rows) == ("first", 0):  # they are read in the others
+        assert np.isfinite(KVCache.load(path, mmap=mmap).k(1)).all()
+    else:
+        assert_corrupt(path, match="tokens", mmap=mmap)
