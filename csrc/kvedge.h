@@ -99,7 +99,7 @@ typedef struct {
  * them; arrays aligned to 2 bytes). They are for both sides of a layer, have no groups or scales of the config, no key
  * offset or key scale, and elements of up to 65504. The capacity is a multiple of 32, and so is what append and write are
  * given, from such a position on, and the size of blocks of a pool; drop_first, compact, keep and shift are refused. The last tokens, until a run is full,
- * lie in a layer of another format: kvedge_part. No path has kernels for them: they are decoded block by block.
+ * lie in a layer of another format: kvedge_part.
  * KVEDGE_GRID2 to KVEDGE_GRID8 keep one of 2^bits levels per value, as bits one after the other, and one scale per group:
  * value = level * scale. Levels suit a normal distribution: rotate rows by a random orthogonal matrix first, the query as
  * the keys, and the result back as values were. No path has kernels for them: they are decoded block by block. */

@@ -66,7 +66,8 @@ typedef struct {
   int8_t *codes;     /* (.., num_groups, group_pad * KVEDGE_CODE_BYTES)  for cells with encode_query */
   float *scales;     /* (.., num_groups)                 likewise */
   int32_t *offsets;  /* (.., num_groups, 4)              likewise */
-  float *error;      /* (..) quantization error of a logit with two planes, per unit of key scale;  likewise */
+  float *error;      /* (..) quantization error of a logit with two planes, per unit of key scale;  likewise. Of runs:
+                      * as kvedge_query has it */
   float *log2_scale; /* (..) score differences times this are powers of two */
   double *logit_factor, *logit_bias; /* (..) */
 } kvedge_queries;

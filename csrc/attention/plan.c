@@ -97,6 +97,7 @@ static void plan_kernels(kvedge_attention *a) {
     const int whole_bytes = rows->num_groups <= 1 || rows->group_size * a->view.side[s].format->bits % 8 == 0;
     a->decodes[s] = format >= KVEDGE_NUM_FORMATS || !a->kernels->cells[format].scores || !whole_bytes;
     a->cells[s] = &a->kernels->cells[a->decodes[s] ? KVEDGE_FLOAT32 : format];
+    if (a->view.side[s].format->tokens_per_group > 1) a->decodes[s] = 0, a->cells[s] = &a->kernels->runs;
   }
   const int grouped = keys->shape.num_groups && !a->decodes[KEYS];
   a->num_groups = grouped ? keys->shape.num_groups : 1;
@@ -122,8 +123,10 @@ static int plan_tile(const kvedge_attention *a) {
   const int64_t of_head = keys->head_stride + values->head_stride;
   int64_t tile = 2 * a->kernels->tuning.step_bytes * keys->format->tokens_per_group / (of_head > 0 ? of_head : 1);
   if (most < LEAST_TILE) most = LEAST_TILE;
-  tile = (tile < most ? tile : most) / KVEDGE_BLOCK * KVEDGE_BLOCK;
-  return tile < KVEDGE_BLOCK ? KVEDGE_BLOCK : tile > KVEDGE_TILE ? KVEDGE_TILE : (int)tile;
+  if (tile > most) tile = most;
+  const int step = keys->format->tokens_per_group > 1 ? KVEDGE_RUN : KVEDGE_BLOCK;
+  tile = (tile + step - KVEDGE_BLOCK) / step * step; /* of runs: up, since a call for one costs much beside it */
+  return tile < step ? step : tile > KVEDGE_TILE ? KVEDGE_TILE : (int)tile;
 }
 
 /* Chunks that the tokens of a row block are split into. */

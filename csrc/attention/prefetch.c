@@ -4,10 +4,12 @@
 #include "attention/tile.h"
 
 /* The rows of the next tile, in the order of memory, are blocks of KVEDGE_BLOCK rows of one head each: (token blocks,
- * heads). A head tile prefetches as many of them as it has blocks; where fewer follow, some are prefetched again. The
+ * heads), or runs of one head. A head tile prefetches as many of them as it has blocks; where fewer follow, some are prefetched again. The
  * heads of a batch share runs of `batch` blocks, of which head `j` has the j-th, since its kernels prefetch whole runs. */
 void kvedge_share_next(const kvedge_cache_view *view, const token_tile *next, int batch, int j, head_tile *h) {
-  const int heads = view->num_kv_heads, num_blocks = h->tile->num_blocks, there = next->num_blocks * heads;
+  const int heads = view->num_kv_heads, num_blocks = kvedge_num_pieces(view, h->tile);
+  const int num_next = kvedge_num_pieces(view, next), there = next->num_tokens > 0 ? num_next * heads : 0;
+  const int rows_of_block = kvedge_is_in_runs(view) ? 1 : KVEDGE_BLOCK;
   for (int s = 0; s < SIDES; s++) h->prefetches[s] = there > 0;
   if (there == 0) return;
   h->next_in_order = next->in_order;
@@ -16,9 +18,9 @@ void kvedge_share_next(const kvedge_cache_view *view, const token_tile *next, in
   int block = first / heads, head = first % heads;
   for (int i = 0; i < num_blocks; i++) {
     for (int s = 0; s < SIDES; s++)
-      h->next[s][i] = next->rows[s][block] + head * KVEDGE_BLOCK * view->side[s].head_stride;
+      h->next[s][i] = next->rows[s][block] + head * rows_of_block * view->side[s].head_stride;
     for (head += batch; head >= heads; head -= heads) block++;
-    if (block >= next->num_blocks) block = 0;
+    if (block >= num_next) block = 0;
   }
 }
 
@@ -64,6 +66,15 @@ static void fetch_blocks(const token_tile *tile, const char *const *blocks, ptrd
   fetch(runs, num_runs);
 }
 
+/* Runs of a tile, but for those that hold the `known` first of its tokens. */
+static void fetch_runs(const kvedge_cache_view *view, const token_tile *tile, int s, int known) {
+  const ptrdiff_t bytes = view->num_kv_heads * view->side[s].head_stride;
+  const int num_runs = kvedge_num_pieces(view, tile), from = known / KVEDGE_RUN;
+  memory_run runs[KVEDGE_TILE_BLOCKS];
+  for (int r = from; r < num_runs; r++) runs[r - from] = (memory_run){tile->rows[s][r], bytes};
+  fetch(runs, num_runs - from);
+}
+
 /* All of a call's first tile, for a start. In the order of memory, at memory's speed: by heads, as steps read it, it
  * was a fifth of that, and Zen 4 drops so many prefetches at once. */
 void kvedge_fetch_rest(const kvedge_cache_view *view, const token_tile *tile, const token_tile *next,
@@ -76,6 +87,10 @@ void kvedge_fetch_rest(const kvedge_cache_view *view, const token_tile *tile, co
     /* blocks of the next tile, one for each of this one's */
     prefetched.num_tokens[s] = reads[s] ? tile->num_tokens : 0;
     if (known >= tile->num_tokens || !reads[s]) continue;
+    if (kvedge_is_in_runs(view)) {
+      fetch_runs(view, tile, s, known);
+      continue;
+    }
     fetch_blocks(tile, tile->scales[s], side->scale_token_stride, view->num_kv_heads * side->scale_head_stride, known);
     fetch_blocks(tile, tile->rows[s], side->token_stride, view->num_kv_heads * side->head_stride, known);
   }

@@ -49,7 +49,9 @@ static kvedge_tile rows_of_group(const kvedge_attention *a, const head_tile *h, 
                       .token_stride = side->token_stride,
                       .num_tokens = h->tile->num_tokens,
                       .dim = left < side->shape.group_size ? left : side->shape.group_size,
-                      .factor = a->factor[s]};
+                      .factor = a->factor[s],
+                      .bits = side->format->bits,
+                      .first = h->tile->first};
   if (h->prefetches[s]) rows.next = (kvedge_prefetch){h->next[s], KVEDGE_BLOCK * start_bytes, h->next_in_order};
   if (side->shape.num_groups) {
     rows.scales = tile_scales(a, h->tile, s, h->kv_head, group, &w->scales[s]);
@@ -64,29 +66,15 @@ typedef struct {
   const char *start;
 } decoded_block;
 
-/* Tokens of a tile that lie in runs, from block b on. */
-static void decode_runs(const kvedge_attention *a, const head_tile *h, int s, int b, int num_tokens, float *values) {
-  const kvedge_view_side *side = &a->view.side[s];
-  const int dim = side->shape.dim;
-  const char *run = h->tile->rows[s][b] + h->kv_head * side->head_stride;
-  int first = (int)((a->view.first_row + h->tile->token + b * KVEDGE_BLOCK) % KVEDGE_RUN); /* token of its run */
-  for (int count; num_tokens > 0; num_tokens -= count, values += count * dim, run += side->run_stride, first = 0) {
-    count = num_tokens < KVEDGE_RUN - first ? num_tokens : KVEDGE_RUN - first;
-    a->kernels->decode_run(side->format->bits, s == VALUES, dim, run, first, count, values, dim);
-  }
-}
-
 static kvedge_tile decode_block(const kvedge_attention *a, const head_tile *h, int s, int b, decoded_block *room) {
   const kvedge_view_side *side = &a->view.side[s];
   const int dim = side->shape.dim, left = h->tile->num_tokens - b * KVEDGE_BLOCK;
   const int num_tokens = left < KVEDGE_BLOCK ? left : KVEDGE_BLOCK;
   const char *rows = h->tile->rows[s][b] + h->kv_head * side->head_stride;
   const char *scales = h->tile->scales[s][b] + h->kv_head * side->scale_head_stride;
-  const int in_runs = side->format->tokens_per_group > 1;
-  if (in_runs) decode_runs(a, h, s, b, num_tokens, room->values);
-  for (int t = 0; t < num_tokens && !in_runs; t++, rows += side->token_stride, scales += side->scale_token_stride)
+  for (int t = 0; t < num_tokens; t++, rows += side->token_stride, scales += side->scale_token_stride)
     side->format->decode(&side->shape, rows, scales, 1, room->values + t * dim);
-  for (ptrdiff_t at = 0; h->prefetches[s] && !in_runs && at < KVEDGE_BLOCK * side->head_stride; at += 64)
+  for (ptrdiff_t at = 0; h->prefetches[s] && at < KVEDGE_BLOCK * side->head_stride; at += 64)
     __builtin_prefetch(h->next[s][b] + at, 0, 2);
   room->start = (const char *)room->values;
   return (kvedge_tile){.blocks = &room->start,
@@ -128,16 +116,13 @@ static float largest_scale_seen(const kvedge_attention *a, const head_tile *h, i
   return largest_of(scale, 0, seen.sinks, largest_of(scale, seen.first, seen.stop, 0.0f));
 }
 
-/* Planes of query rows against a tile: two where these move no logit by more than about LARGEST_ERROR, else three. At
- * this figure the output keeps the numerics contract (2e-4) between flat and sharp, where it is hardest
- * (tools/accuracy.py --worst). A row's heads get the same, since a kernel call for each kind would unpack the keys
- * again. */
+/* Planes of query rows against a tile: two where these move no logit by more than about KVEDGE_LOGIT_ERROR, else three.
+ * A row's heads get the same, since a kernel call for each kind would unpack the keys again. */
 static void choose_planes(const kvedge_attention *a, const head_tile *h, const float *scale, int *planes) {
-  static const float LARGEST_ERROR = 8e-5f;
   const float *error = h->queries->error + kvedge_index_of(a, h);
   int plain = 1; /* do two suffice even with the largest scale of the layer? */
   float bound = a->view.side[KEYS].bound * a->factor[KEYS];
-  for (int j = 0; j < h->count; j++) plain &= error[j] * bound <= LARGEST_ERROR;
+  for (int j = 0; j < h->count; j++) plain &= error[j] * bound <= KVEDGE_LOGIT_ERROR;
   if (a->planes || plain) {
     for (int j = 0; j < h->count; j++) planes[j] = a->planes ? a->planes : 2;
     return;
@@ -152,7 +137,7 @@ static void choose_planes(const kvedge_attention *a, const head_tile *h, const f
       if (!alike || (j == i && (i == 0 || h->masking))) largest = largest_scale_seen(a, h, h->first + j, scale);
       most = error[j] * largest > most ? error[j] * largest : most;
     }
-    for (int j = i; j < next; j++) planes[j] = most > LARGEST_ERROR ? 3 : 2;
+    for (int j = i; j < next; j++) planes[j] = most > KVEDGE_LOGIT_ERROR ? 3 : 2;
   }
 }
 
@@ -173,6 +158,7 @@ static kvedge_query query_of_group(const kvedge_attention *a, const head_tile *h
   } else {
     q.values = queries->values + at * pad;
   }
+  if (kvedge_is_in_runs(&a->view)) q.planes = a->planes, q.error = queries->error + at;
   return q;
 }
 

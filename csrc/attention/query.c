@@ -55,6 +55,14 @@ static float quantization_error(const kvedge_attention *a, const kvedge_queries 
   return (float)between(256.0 * inverse_sqrt_12 * largest * key_norm * q->logit_factor[index], 0.0, FLT_MAX);
 }
 
+/* The same for runs, per unit of a code of the query: their cell encodes it. Less the middle one, codes of `bits` bits are
+ * taken for even from end to end. */
+static float error_of_code(const kvedge_attention *a, const kvedge_queries *q, size_t index) {
+  const kvedge_view_side *keys = &a->view.side[KEYS];
+  const double key_norm = (1 << keys->format->bits) * sqrt(keys->shape.dim / 12.0);
+  return (float)between(key_norm / sqrt(12.0) * q->logit_factor[index], 0.0, FLT_MAX);
+}
+
 /* A query times the scales that stored keys were divided by, over a power of two, *unit, that brings the largest
  * product near 1: no finite numbers leave float's range. */
 static const float *times_key_scale(const float *x, const float *key_scale, int dim, float room[KVEDGE_MAX_HEAD_DIM],
@@ -99,6 +107,7 @@ static void prepare_block(const kvedge_attention *a, const kvedge_row_block *blo
         size_t index = kvedge_query_index(a, kv_head) + (size_t)(r * group + g);
         prepare_row(a, to, x, kv_head, index);
         if (to->codes) to->error[index] = quantization_error(a, to, index, key_norm);
+        else if (to->error) to->error[index] = error_of_code(a, to, index);
       }
 }
 
@@ -108,8 +117,9 @@ static size_t lay_out(const kvedge_attention *a, char *base, kvedge_queries *q) 
   size_t queries = (size_t)a->view.num_kv_heads * (size_t)a->query_rows, groups = queries * (size_t)a->num_groups;
   size_t channels = groups * (size_t)a->group_pad;
   *q = (kvedge_queries){.values = NULL};
-  if (a->cells[KEYS]->encode_query) {
+  if (a->cells[KEYS]->encode_query || a->view.side[KEYS].format->tokens_per_group > 1)
     q->error = kvedge_take(base, &used, queries * sizeof *q->error);
+  if (a->cells[KEYS]->encode_query) {
     q->codes = kvedge_take(base, &used, channels * KVEDGE_CODE_BYTES);
     q->scales = kvedge_take(base, &used, groups * sizeof *q->scales);
     q->offsets = kvedge_take(base, &used, groups * 4 * sizeof *q->offsets);

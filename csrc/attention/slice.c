@@ -18,22 +18,31 @@ typedef struct {
   int64_t segment_start;
 } tile_cursor;
 
-/* Adds up to `count` tokens of a segment, from `offset` on, to a tile. */
-static void add_blocks(const kvedge_cache_view *view, int index, int64_t offset, int64_t count, token_tile *tile) {
+/* Adds the runs of segment `index` that hold `count` tokens, from `offset` on, to a tile. */
+static void add_runs(const kvedge_cache_view *view, int index, int64_t offset, int64_t count, token_tile *tile) {
   const kvedge_segment *segment = &view->segments[index];
+  const int64_t row = offset + (index == 0 ? view->first_row : 0);
+  int run = tile->num_tokens > 0 ? kvedge_num_pieces(view, tile) : 0;
+  if (run == 0) tile->first = (int)(row % KVEDGE_RUN);
+  tile->num_tokens += (int)count;
+  for (int64_t i = row / KVEDGE_RUN; i * KVEDGE_RUN < row + count; i++, run++)
+    for (int s = 0; s < SIDES; s++)
+      tile->rows[s][run] = segment->rows[s] + view->side[s].first_row + i * view->side[s].run_stride;
+  tile->num_blocks = (tile->num_tokens + KVEDGE_BLOCK - 1) / KVEDGE_BLOCK;
+}
+
+/* Adds up to `count` tokens of a segment, from `offset` on, to a tile. */
+static void add_blocks(const kvedge_cache_view *view, const kvedge_segment *segment, int64_t offset, int64_t count,
+                       token_tile *tile) {
   const int first = tile->num_blocks;
-  const int64_t run_row =
-      (index == 0 ? view->first_row : 0) + offset; /* where tokens lie in runs: from the segment's start */
   tile->num_tokens += (int)count;
   tile->num_blocks = (tile->num_tokens + KVEDGE_BLOCK - 1) / KVEDGE_BLOCK;
   for (int s = 0; s < SIDES; s++) {
     const kvedge_view_side *side = &view->side[s];
     const char *rows = segment->rows[s] + side->first_row + offset * side->token_stride;
     const char *scales = segment->scales[s] + side->first_scale + offset * side->scale_token_stride;
-    const int in_runs = side->format->tokens_per_group > 1;
     for (int b = first; b < tile->num_blocks; b++) {
-      const int64_t row = (b - first) * KVEDGE_BLOCK;
-      tile->rows[s][b] = rows + (in_runs ? (run_row + row) / KVEDGE_RUN * side->run_stride : row * side->token_stride);
+      tile->rows[s][b] = rows + (b - first) * KVEDGE_BLOCK * side->token_stride;
       tile->scales[s][b] = scales + (b - first) * KVEDGE_BLOCK * side->scale_token_stride;
     }
   }
@@ -43,14 +52,14 @@ static token_tile next_tile(const kvedge_attention *a, tile_cursor *cursor) {
   const kvedge_cache_view *view = &a->view;
   const int64_t i = cursor->next;
   token_tile tile;
-  tile.num_tokens = tile.num_blocks = 0;
+  tile.num_tokens = tile.num_blocks = tile.first = 0;
   if (i >= cursor->stop) return tile;
   int in_sinks = i < cursor->visible.sinks;
   tile.token = in_sinks ? i : i - cursor->visible.sinks + cursor->visible.first;
   tile.in_order = 1;
   /* Tiles start at multiples of their size: a token is always weighed beside the same others, so a
-   * prompt gives the same results in whatever chunks it comes. */
-  int64_t count = a->tile - tile.token % a->tile;
+   * prompt gives the same results in whatever chunks it comes. Of runs, at multiples in rows. */
+  int64_t count = a->tile - (tile.token + view->first_row) % a->tile;
   if (in_sinks && count > cursor->visible.sinks - i) count = cursor->visible.sinks - i;
   if (count > cursor->stop - i) count = cursor->stop - i;
   while (tile.token >= cursor->segment_start + view->segments[cursor->segment].num_tokens)
@@ -60,7 +69,8 @@ static token_tile next_tile(const kvedge_attention *a, tile_cursor *cursor) {
     int64_t offset = tile.token + tile.num_tokens - cursor->segment_start, here = count - tile.num_tokens;
     if (here > segment->num_tokens - offset) here = segment->num_tokens - offset;
     tile.in_order &= tile.num_tokens == 0;
-    add_blocks(view, cursor->segment, offset, here, &tile);
+    if (kvedge_is_in_runs(view)) add_runs(view, cursor->segment, offset, here, &tile);
+    else add_blocks(view, segment, offset, here, &tile);
     if (tile.num_tokens == count) break;
     cursor->segment_start += segment->num_tokens;
     cursor->segment++;
@@ -96,7 +106,7 @@ static int lie_alike(const kvedge_cache_view *one, const kvedge_cache_view *othe
 
 static token_tile first_tile(const kvedge_cache_view *view, kvedge_slice of) {
   token_tile none;
-  none.num_tokens = none.num_blocks = 0;
+  none.num_tokens = none.num_blocks = none.first = 0;
   if (!of.attention || !lie_alike(view, &of.attention->view)) return none;
   const kvedge_row_block block = kvedge_row_block_of(of.attention, of.slice / of.attention->chunks_per_block);
   tile_cursor cursor = start_of_chunk(of.attention, &block, of.slice % of.attention->chunks_per_block);

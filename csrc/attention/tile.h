@@ -11,9 +11,9 @@ typedef struct {
   int num_tokens; /* 0: there is none */
   int num_blocks;
   int in_order; /* the blocks lie side by side */
+  int first;    /* of runs: where in the first one the tile begins */
   const char
-      *rows[SIDES][KVEDGE_TILE_BLOCKS]; /* of KV head 0 of the view; the others' lie at an offset. Where tokens lie
-                                                  * in runs, the run of a block's first token */
+      *rows[SIDES][KVEDGE_TILE_BLOCKS]; /* of KV head 0 of the view; the others' lie at an offset. Of runs: these */
   const char *scales[SIDES][KVEDGE_TILE_BLOCKS]; /* likewise */
 } token_tile;
 
@@ -35,6 +35,16 @@ typedef struct {
   kvedge_skipping *skipping;   /* NULL: all values are read */
 } workspace;
 
+static inline int kvedge_is_in_runs(const kvedge_cache_view *view) {
+  return view->side[KEYS].format->tokens_per_group > 1; /* then values too */
+}
+
+/* Blocks of a tile, or its runs where tokens lie in these. */
+static inline int kvedge_num_pieces(const kvedge_cache_view *view, const token_tile *tile) {
+  if (!kvedge_is_in_runs(view)) return tile->num_blocks;
+  return (tile->first + tile->num_tokens + KVEDGE_RUN - 1) / KVEDGE_RUN;
+}
+
 /* One KV head's part of a tile, and the query rows that meet it: first..first+count-1 of those of the KV head. */
 typedef struct {
   const token_tile *tile;
@@ -43,7 +53,7 @@ typedef struct {
   int at; /* of their rows in the workspace */
   const kvedge_queries *queries;
   int masking;                                 /* as kvedge_needs_masking() */
-  const char *next[SIDES][KVEDGE_TILE_BLOCKS]; /* blocks of the next tile to prefetch */
+  const char *next[SIDES][KVEDGE_TILE_BLOCKS]; /* blocks, or runs, of the next tile to prefetch */
   int prefetches[SIDES], next_in_order;        /* 0: nothing is prefetched */
 } head_tile;
 

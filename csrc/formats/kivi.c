@@ -85,12 +85,57 @@ static void encode_values(int dim, int bits, const float *x, void *run) {
     }
 }
 
-/* ---- The table's rows ------------------------------------------------------------------------ */
+/* ---- Decoding -------------------------------------------------------------------------------- */
 
-static float bound_of(const kvedge_row_shape *shape, float largest) {
-  (void)shape;
-  return largest > KVEDGE_HALF_MAX ? INFINITY : largest;
+/* Codes of a row, a byte each. */
+typedef union {
+  uint8_t codes[KVEDGE_MAX_HEAD_DIM];
+  uint16_t pairs[KVEDGE_MAX_HEAD_DIM / 2];
+  uint32_t fours[KVEDGE_MAX_HEAD_DIM / 4];
+} code_bytes;
+
+/* Of a row of `bytes` bytes, low bits first: the codes of a byte are spread over a wider integer. */
+static void unpack_codes(const uint8_t *row, int bytes, int bits, code_bytes *out) {
+  if (bits == 2)
+    for (int i = 0; i < bytes; i++)
+      out->fours[i] = (row[i] & 3u) | (row[i] & 12u) << 6 | (row[i] & 48u) << 12 | (row[i] & 192u) << 18;
+  else if (bits == 4)
+    for (int i = 0; i < bytes; i++) out->pairs[i] = (uint16_t)((row[i] & 15u) | (row[i] & 240u) << 4);
+  else memcpy(out->codes, row, (size_t)bytes);
 }
+
+/* Tokens first..first+count-1 of a run to floats, `stride` floats apart. */
+static void decode_keys(int dim, int bits, const void *run, int first, int count, float *x, ptrdiff_t stride) {
+  const run_parts p = parts_of(run, dim, bits, 0);
+  float steps[KVEDGE_MAX_HEAD_DIM], lows[KVEDGE_MAX_HEAD_DIM];
+  code_bytes room;
+  floats_of_steps(p.steps, dim, steps);
+  floats_of_steps(p.lows, dim, lows);
+  for (int t = first; t < first + count; t++, x += stride) {
+    unpack_codes(p.codes + (size_t)t * p.row, (int)p.row, bits, &room);
+    for (int d = 0; d < dim; d++)
+      x[d] = lows[d] + (float)room.codes[d] * steps[d]; /* the product is exact: fused or not */
+  }
+}
+
+static void decode_values(int dim, int bits, const void *run, int first, int count, float *x, ptrdiff_t stride) {
+  const run_parts p = parts_of(run, dim, bits, 1);
+  const int groups = (dim + GROUP - 1) / GROUP;
+  float steps[RUN * KVEDGE_MAX_HEAD_DIM / GROUP], lows[RUN * KVEDGE_MAX_HEAD_DIM / GROUP];
+  code_bytes room;
+  floats_of_steps(p.steps + first * groups, count * groups, steps);
+  floats_of_steps(p.lows + first * groups, count * groups, lows);
+  for (int t = 0; t < count; t++, x += stride) {
+    unpack_codes(p.codes + (size_t)(first + t) * p.row, (int)p.row, bits, &room);
+    for (int g = 0; g < groups; g++) {
+      const int d = g * GROUP, stop = d + GROUP < dim ? d + GROUP : dim;
+      const float step = steps[t * groups + g], low = lows[t * groups + g];
+      for (int i = d; i < stop; i++) x[i] = low + (float)room.codes[i] * step;
+    }
+  }
+}
+
+/* ---- The table's rows ------------------------------------------------------------------------ */
 
 /* What a run can decode to, at most. */
 static float bound(const kvedge_row_shape *shape, int bits, int of_values, const void *codes, int64_t num_runs) {
@@ -133,7 +178,7 @@ static int is_valid(const kvedge_row_shape *shape, int bits, int of_values, cons
   }                                                                                                                    \
   static void decode_##side##bits_of_code(const kvedge_row_shape *shape, const void *run, int first, int count,        \
                                           float *x, ptrdiff_t stride) {                                                \
-    kvedge_decode_run(bits_of_code, of_values, shape->dim, run, first, count, x, stride);                              \
+    decode_##side(shape->dim, bits_of_code, run, first, count, x, stride);                                             \
   }                                                                                                                    \
   static float bound_##side##bits_of_code(const kvedge_row_shape *shape, const void *codes, const void *scales,        \
                                           int64_t num_runs) {                                                          \
@@ -150,7 +195,7 @@ static int is_valid(const kvedge_row_shape *shape, int bits, int of_values, cons
                                                                         .file_type = "U8",                             \
                                                                         .bits = bits_of_code,                          \
                                                                         .tokens_per_group = RUN,                       \
-                                                                        .bound_of = bound_of,                          \
+                                                                        .bound_of = bound_of_runs,                     \
                                                                         .encode = encode_##side##bits_of_code,         \
                                                                         .bound = bound_##side##bits_of_code,           \
                                                                         .is_valid = is_valid_##side##bits_of_code,     \
@@ -162,31 +207,3 @@ KIVI(8, keys, 0)
 KIVI(2, values, 1)
 KIVI(4, values, 1)
 KIVI(8, values, 1)
-
-/* ---- Rows of no bytes ------------------------------------------------------------------------
- *
- * Of a layer that counts tokens which lie in runs and in the last tokens' layer. It refuses what runs refuse. */
-
-static void encode_nothing(const kvedge_row_shape *shape, const float *x, int64_t num_rows, void *codes, void *scales) {
-  (void)shape, (void)x, (void)num_rows, (void)codes, (void)scales;
-}
-
-static void decode_zeros(const kvedge_row_shape *shape, const void *codes, const void *scales, int64_t num_rows,
-                         float *x) {
-  (void)codes, (void)scales;
-  memset(x, 0, (size_t)num_rows * (size_t)shape->dim * sizeof *x);
-}
-
-static float bound_of_nothing(const kvedge_row_shape *shape, const void *codes, const void *scales, int64_t num_rows) {
-  (void)shape, (void)codes, (void)scales, (void)num_rows;
-  return 0.0f;
-}
-
-const kvedge_format_info kvedge_format_no_rows = {.id = KVEDGE_NO_ROWS,
-                                                  .name = "no rows",
-                                                  .file_type = "U8",
-                                                  .tokens_per_group = 1,
-                                                  .bound_of = bound_of,
-                                                  .encode = encode_nothing,
-                                                  .decode = decode_zeros,
-                                                  .bound = bound_of_nothing};

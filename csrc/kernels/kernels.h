@@ -54,7 +54,14 @@ typedef struct {
   const float *scale;     /* (num_queries) */
   const int32_t *offsets; /* (num_queries, 4): where the sum of products with each plane starts. Paths that multiply
                            * unsigned keys, k + 128, take off here what that adds; else zeros. */
+  const float *error;     /* (num_queries), for runs, whose cell encodes queries itself: how far two planes may move a
+                           * logit, per unit of such a code. Where planes is 0 it takes two if this is at most
+                           * KVEDGE_LOGIT_ERROR. */
 } kvedge_query;
+
+/* Two planes of a query have to move no logit by more than about this. At this figure the output keeps the numerics
+ * contract (2e-4) between flat and sharp, where it is hardest (tools/accuracy.py --worst). */
+#define KVEDGE_LOGIT_ERROR 8e-5f
 
 /* Rows to prefetch, of a tile that comes later: with each block of the tile at hand one such block, of as many bytes as
  * that has (tokens x dim). They are never read. */
@@ -76,6 +83,10 @@ typedef struct {
                               * NULL for formats without scales */
   ptrdiff_t scale_stride;    /* from the scales of a head to those of the next (head batch) */
   float factor;              /* what rows without scales are multiplied by: a power of two, at most 1 for values */
+  const int8_t *levels;      /* (16) what codes of 4 bits stand for; NULL: int4's levels */
+  int bits, first;           /* of runs, of a head's keys or values (formats/kivi.h): `blocks` are those that hold the
+                              * tile's tokens, and `next` has one for each; bits of a code, and where in the first run
+                              * the tile begins. first + num_tokens is at most KVEDGE_TILE */
   kvedge_prefetch next;
 } kvedge_tile;
 
@@ -154,6 +165,7 @@ typedef struct kvedge_kernels {
   const char *name; /* as in KVEDGE_ISA */
   kvedge_tuning tuning;
   kvedge_cell cells[KVEDGE_NUM_FORMATS]; /* by kvedge_format */
+  kvedge_cell runs;                      /* of kivi2, kivi4 and kivi8: queries are floats, tiles tables of runs */
 
   /* max over i of the bits of |x[i]|: as a float the largest magnitude; >= 0x7f800000 tells of a NaN
    * or an infinity, since those order above every finite number as integers. n may be 0. */
@@ -184,11 +196,6 @@ typedef struct kvedge_kernels {
    * most 1 for each query i. num_blocks up to KVEDGE_TILE_BLOCKS; p (num_queries, KVEDGE_TILE) and factors are not
    * negative. */
   uint32_t (*heavy_blocks)(const float *p, int num_queries, int num_blocks, const float *factor);
-
-  /* Tokens first..first+count-1 of a run of `bits` a code, of keys or values, to floats that lie `stride` apart: what the
-   * format's decode_run does, by this path's instructions. */
-  void (*decode_run)(int bits, int of_values, int dim, const void *run, int first, int count, float *x,
-                     ptrdiff_t stride);
 
   kvedge_logit_kernels logits;
 

@@ -8,7 +8,6 @@
 #include <math.h>
 #include <string.h>
 
-#include "formats/kivi.h"
 #include "kernels/kernels.h"
 #include "kernels/exp2.h"
 #include "kernels/logits.h"

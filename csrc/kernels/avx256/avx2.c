@@ -33,6 +33,9 @@ KVEDGE_INLINE void multiply_add_pairs(__m256i *sum, __m256i a, __m256i b) {
 KVEDGE_INT4_FUNCTIONS(avx2, scores_int8_avx2, weighted_sum_int8_avx2)
 
 #define KVEDGE_ENCODE_QUERY encode_query_avx2
-const kvedge_kernels kvedge_kernels_avx2 = KVEDGE_TABLE("avx2");
+#include "kernels/run_sums.h"
+#include "kernels/runs.h"
+KVEDGE_RUNS(avx2, KVEDGE_INT8_CELL, {.scores = NULL})
+const kvedge_kernels kvedge_kernels_avx2 = KVEDGE_TABLE("avx2", KVEDGE_RUNS_CELL(avx2));
 KVEDGE_TARGET_END
 #endif

@@ -40,6 +40,9 @@ KVEDGE_INLINE void multiply_add_pairs(__m256i *sum, __m256i a, __m256i b) {
 KVEDGE_INT4_FUNCTIONS(avxvnni, scores_int8_avxvnni, weighted_sum_int8_avxvnni)
 
 #define KVEDGE_ENCODE_QUERY encode_query_avxvnni
-const kvedge_kernels kvedge_kernels_avxvnni = KVEDGE_TABLE("avxvnni");
+#include "kernels/run_sums.h"
+#include "kernels/runs.h"
+KVEDGE_RUNS(avxvnni, KVEDGE_INT8_CELL, {.scores = NULL})
+const kvedge_kernels kvedge_kernels_avxvnni = KVEDGE_TABLE("avxvnni", KVEDGE_RUNS_CELL(avxvnni));
 KVEDGE_TARGET_END
 #endif

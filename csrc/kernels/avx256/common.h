@@ -200,14 +200,17 @@ static void KVEDGE_NAME(transpose_scales)(const void *scales, kvedge_scale_type 
                             num_columns, factor, out + done, out_stride);
 }
 
+#define KVEDGE_INT8_CELL                                                                                               \
+  {.encode_query = KVEDGE_ENCODE_QUERY,                                                                                \
+   .scores = KVEDGE_NAME(scores_int8),                                                                                 \
+   .weighted_sum = KVEDGE_NAME(weighted_sum_int8)}
+
 /* clang-format off */
-#define KVEDGE_TABLE(isa)                                                                                          \
+#define KVEDGE_TABLE(isa, of_runs)                                                                                   \
   {                                                                                                                \
       .name = isa,                                                                                                 \
       .tuning = {.step_bytes = 16 << 10, .parallel_work = 6 << 20},                                                \
-      .cells = {[KVEDGE_INT8] = {.encode_query = KVEDGE_ENCODE_QUERY,                                              \
-                                 .scores = KVEDGE_NAME(scores_int8),                                               \
-                                 .weighted_sum = KVEDGE_NAME(weighted_sum_int8)},                                  \
+      .cells = {[KVEDGE_INT8] = KVEDGE_INT8_CELL,                                                                  \
                 [KVEDGE_INT4] = {.encode_query = KVEDGE_ENCODE_QUERY,                                              \
                                  .scores = KVEDGE_NAME(scores_int4),                                               \
                                  .weighted_sum = KVEDGE_NAME(weighted_sum_int4)},                                  \
@@ -216,13 +219,13 @@ static void KVEDGE_NAME(transpose_scales)(const void *scales, kvedge_scale_type 
                 [KVEDGE_BFLOAT16] = KVEDGE_FLOAT_CELL(bfloat16),                                                     \
                 [KVEDGE_FP8_E4M3] = KVEDGE_FLOAT_CELL(fp8_e4m3),                                                     \
                 [KVEDGE_FP8_E5M2] = KVEDGE_FLOAT_CELL(fp8_e5m2)},                                                  \
+      .runs = of_runs,                                                                                             \
       .abs_max_bits = KVEDGE_NAME(abs_max_bits),                                                                   \
       .quantize = KVEDGE_NAME(quantize),                                                                           \
       .dequantize = dequantize_portable,                                                                           \
       .transpose_scales = KVEDGE_NAME(transpose_scales),                                                           \
       .softmax = KVEDGE_NAME(softmax),                                                                             \
       .heavy_blocks = heavy_blocks_portable,                                                                           \
-      .decode_run = kvedge_decode_run,                                                                                  \
       .logits = KVEDGE_LOGIT_KERNELS,                                                                              \
       .merge_row = merge_row_portable,                                                                             \
       .scale_row = scale_row_portable,                                                                             \

@@ -65,8 +65,8 @@ KVEDGE_INLINE void split_rows(const int8_t *const row[4], const int part, __mmas
 }
 
 /* transpose_rows() of int4: 32 bytes, so 64 channels, from d on. */
-static __attribute__((noinline)) void transpose_codes(const key_rows *k, int d, int dim, __m512i *columns) {
-  const __m512i levels = int4_levels(1);
+static __attribute__((noinline)) void transpose_codes(const key_rows *k, __m512i levels, int d, int dim,
+                                                      __m512i *columns) {
   const __mmask32 valid = (__mmask32)first_bytes(bytes_of(dim - d, 4));
   __m512i half[2][4];
   for (int i = 0; i < 4; i++) {
@@ -196,6 +196,7 @@ KVEDGE_INLINE void score_many(const scoring *s, const int bytes) {
   const kvedge_query *q = s->q;
   __m512i columns[PAIR * 1024 / 4]; /* (dim / 4, PAIR) x 16 tokens x 4 channels: 2 KB for a dim of 64 */
   float unit[KVEDGE_STACK];
+  const __m512i levels = levels_of(s->keys->levels, 1);
   for (int i = 0; i < q->num_queries; i++) unit[i] = unit_of(q, i, bytes);
   const key_blocks pair = {.columns = columns, .ahead = s->ahead};
   for (int t = 0; t < s->num_tokens; t += PAIR * BLOCK) {
@@ -206,7 +207,7 @@ KVEDGE_INLINE void score_many(const scoring *s, const int bytes) {
                        .num_tokens = s->num_tokens - t - b * BLOCK};
       for (int d = 0; d < q->dim; d += 64) {
         __m512i *to = columns + PAIR * (d / 4) + b;
-        if (s->bits == 4) transpose_codes(&rows, d, q->dim, to);
+        if (s->bits == 4) transpose_codes(&rows, levels, d, q->dim, to);
         else if (rows.num_tokens >= BLOCK && q->dim - d >= 64) transpose_rows(&rows, WHOLE, d, q->dim, to);
         else transpose_part(&rows, d, q->dim, to);
       }
@@ -285,7 +286,7 @@ KVEDGE_INLINE void score_several_of(const scoring *s, const int bits, int first,
   const int row_bytes = bytes_of(q->dim, bits), wide = 8 / bits; /* columns of channels in one of bytes */
   const int chains = count * bytes <= 4 ? 2 : 1;                 /* as in score_blocks() */
   const int times = count * bytes <= 2 ? 3 : 2; /* little arithmetic between prefetches: Zen 4 drops more of them */
-  const __m512i levels = int4_levels(1);
+  const __m512i levels = levels_of(s->keys->levels, 1);
   ptrdiff_t stride = KVEDGE_CODE_BYTES * q->stride, three_strides = 3 * stride;
   next_rows next = {.from = block_of(s, 0),
                     .stride = s->keys->token_stride,

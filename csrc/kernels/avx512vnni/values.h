@@ -100,6 +100,7 @@ typedef struct {
   ptrdiff_t offset, token_stride;
   int num_tokens;
   lines_ahead *ahead;
+  const kvedge_tile *tile;
 } value_rows;
 
 KVEDGE_INLINE const int8_t *block_of(const value_rows *v, int b) { return (const int8_t *)v->blocks[b] + v->offset; }
@@ -368,7 +369,7 @@ void WEIGHTED_SUM(int8)(const kvedge_probabilities *p, const kvedge_tile *values
   float scale[KVEDGE_STACK];
   lines_ahead ahead = lines_of(values, values->dim);
   encode_weights(p->num_queries, PLANES, p->p, values->scales, 0, values->num_tokens, codes, scale);
-  value_rows rows = {values->blocks, values->offset, values->token_stride, values->num_tokens, &ahead};
+  value_rows rows = {values->blocks, values->offset, values->token_stride, values->num_tokens, &ahead, values};
   weighing w = {p->num_queries, codes, scale, to->rescale, to->acc, to->stride};
   for (int d = 0; d < values->dim; d += 64, w.acc += 64, rows.offset += 64)
     weigh_64(&rows, values->dim - d, &w, PLANES);
@@ -451,6 +452,6 @@ KVEDGE_INLINE void weigh_heads(value_rows *v, int dim, const int bytes, const fl
 void WEIGHTED_SUM(of_heads_int8)(const kvedge_probabilities *p, const kvedge_tile *values,
                                  const kvedge_accumulators *to) {
   lines_ahead ahead = lines_of(values, HEADS * values->dim);
-  value_rows rows = {values->blocks, values->offset, values->token_stride, values->num_tokens, &ahead};
+  value_rows rows = {values->blocks, values->offset, values->token_stride, values->num_tokens, &ahead, values};
   weigh_heads(&rows, values->dim, PLANES, p->p, values->scales, values->scale_stride, to->rescale, to->acc);
 }

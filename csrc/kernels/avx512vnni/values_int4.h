@@ -45,7 +45,7 @@ KVEDGE_INLINE void weigh_codes_of(const value_rows *v, int num_channels, const i
                                   const int count) {
   const int from_part = part == UPPER, stop_part = part == LOWER ? 1 : 2;
   const __mmask32 there = (__mmask32)first_bytes(bytes_of(num_channels, 4));
-  const __m512i levels = int4_levels(0);
+  const __m512i levels = levels_of(v->tile->levels, 0);
   const uint8_t *codes = w->codes;
   __m512i sum[FEW_QUERIES][PLANES][2][2][2]; /* (part, c, first or second code) */
 #pragma GCC unroll 4
@@ -111,7 +111,7 @@ KVEDGE_INLINE __m512i levels_of_row(const int8_t *from, __mmask32 valid, __m512i
 /* keep_values() of int4. */
 static __attribute__((noinline)) void keep_levels(const value_rows *v, int num_channels, __m512i *kept) {
   const __mmask32 valid = (__mmask32)first_bytes(bytes_of(num_channels, 4));
-  const __m512i levels = int4_levels(0);
+  const __m512i levels = levels_of(v->tile->levels, 0);
   const int padded = (v->num_tokens + BLOCK - 1) / BLOCK * BLOCK;
   for (int t = 0; t < padded; t += 4, kept += 4) {
     __m512i row[4];
@@ -159,7 +159,7 @@ void WEIGHTED_SUM(int4)(const kvedge_probabilities *p, const kvedge_tile *values
   float scale[KVEDGE_STACK];
   lines_ahead ahead = lines_of(values, bytes_of(values->dim, 4));
   encode_weights(p->num_queries, PLANES, p->p, values->scales, 0, values->num_tokens, codes, scale);
-  value_rows rows = {values->blocks, values->offset, values->token_stride, values->num_tokens, &ahead};
+  value_rows rows = {values->blocks, values->offset, values->token_stride, values->num_tokens, &ahead, values};
   weighing w = {p->num_queries, codes, scale, to->rescale, to->acc, to->stride};
   for (int d = 0; d < values->dim; d += 64, w.acc += 64, rows.offset += 32) weigh_codes(&rows, values->dim - d, &w);
 }
@@ -174,7 +174,7 @@ KVEDGE_INLINE void weigh_codes_of_heads(const value_rows *v, const int apart, co
   enum { UNITS = 8 };
   const int of_head = dim / 16, all = HEADS * of_head, first = unit / of_head, row_bytes = HEADS * dim / 2;
   const __mmask64 valid = first_bytes(row_bytes - 8 * unit);
-  const __m512i levels = int4_levels(0);
+  const __m512i levels = levels_of(v->tile->levels, 0);
   __mmask16 later[2][2]; /* lanes whose first, or second, unit is of the next head or one after it; of one after it */
   for (int u = 0; u < 2; u++)
     for (int h = 0; h < 2; h++) {
@@ -244,7 +244,7 @@ void WEIGHTED_SUM(of_heads_int4)(const kvedge_probabilities *p, const kvedge_til
   const int dim = values->dim;
   lines_ahead ahead = lines_of(values, HEADS * dim / 2);
   encode_weights(HEADS, PLANES, p->p, values->scales, values->scale_stride, values->num_tokens, codes, scale);
-  value_rows rows = {values->blocks, values->offset, values->token_stride, values->num_tokens, &ahead};
+  value_rows rows = {values->blocks, values->offset, values->token_stride, values->num_tokens, &ahead, values};
   const int whole = values->num_tokens % BLOCK == 0 && dim % 32 == 0;
   for (int unit = 0; unit < HEADS * dim / 16; unit += 8, rows.offset += 64) {
     if (whole) weigh_codes_of_heads(&rows, 0, 0, unit, dim, codes, scale, to->rescale, to->acc);

@@ -13,7 +13,6 @@
 #include <math.h>
 #include <string.h>
 
-#include "formats/kivi.h"
 #include "kernels/kernels.h"
 #include "kernels/exp2.h"
 #include "kernels/logits.h"
@@ -438,7 +437,7 @@ static uint64_t read_bytes_neon(const void *p, size_t n) {
 
 enum { SUMS = 12 }; /* a product waits up to 7 cycles for the one before it in the same sum */
 
-#define KVEDGE_NEON_TABLE(isa_name, int8_cell, int4_cell, multiplied)                                                  \
+#define KVEDGE_NEON_TABLE(isa_name, int8_cell, int4_cell, of_runs, multiplied)                                         \
   {                                                                                                                    \
       .name = isa_name,                                                                                                \
       .tuning = {.step_bytes = 16 << 10, .parallel_work = 3 << 20 /* not measured */},                                 \
@@ -449,13 +448,13 @@ enum { SUMS = 12 }; /* a product waits up to 7 cycles for the one before it in t
                  [KVEDGE_BFLOAT16] = KVEDGE_NEON_CELL(bfloat16),                                                        \
                  [KVEDGE_FP8_E4M3] = KVEDGE_NEON_CELL(fp8_e4m3),                                                        \
                  [KVEDGE_FP8_E5M2] = KVEDGE_NEON_CELL(fp8_e5m2)},                                                       \
+      .runs = of_runs,                                                                                                 \
       .abs_max_bits = abs_max_bits_neon,                                                                               \
       .quantize = quantize_neon,                                                                                       \
       .dequantize = dequantize_neon,                                                                                   \
       .transpose_scales = transpose_scales_neon,                                                                       \
       .softmax = softmax_neon,                                                                                         \
       .heavy_blocks = heavy_blocks_neon,                                                                               \
-      .decode_run = kvedge_decode_run,                                                                                 \
       .logits = KVEDGE_LOGIT_KERNELS,                                                                                  \
       .merge_row = merge_row_portable,                                                                                 \
       .scale_row = scale_row_portable,                                                                                 \

@@ -52,6 +52,11 @@ static void widen_row(const uint8_t *codes, int n, int8_t *out) {
 #include "kernels/int4.h"
 KVEDGE_INT4_FUNCTIONS(scalar, scores_int8_scalar, weighted_sum_int8_scalar)
 
+#include "kernels/run_sums.h"
+#include "kernels/runs.h"
+#define INT8_CELL {.scores = scores_int8_scalar, .weighted_sum = weighted_sum_int8_scalar}
+KVEDGE_RUNS(scalar, INT8_CELL, {.scores = NULL})
+
 #define DITHER_2(n) (n - 127.5f) / 256, (n + 0.5f) / 256
 #define DITHER_4(n) DITHER_2(n), DITHER_2(n + 64)
 #define DITHER_8(n) DITHER_4(n), DITHER_4(n + 32)
@@ -64,16 +69,16 @@ const float kvedge_dither[KVEDGE_TILE] = {DITHER_128(0), DITHER_128(1)};
 const kvedge_kernels kvedge_kernels_scalar = {
     .name = "scalar",
     .tuning = {.step_bytes = 16 << 10, .parallel_work = 1 << 20},
-    .cells = {[KVEDGE_INT8] = {.scores = scores_int8_scalar, .weighted_sum = weighted_sum_int8_scalar},
+    .cells = {[KVEDGE_INT8] = INT8_CELL,
                [KVEDGE_INT4] = {.scores = scores_int4_scalar, .weighted_sum = weighted_sum_int4_scalar},
                [KVEDGE_FLOAT32] = KVEDGE_PORTABLE_CELL(float32)},
+    .runs = KVEDGE_RUNS_CELL(scalar),
     .abs_max_bits = abs_max_bits_scalar,
     .quantize = quantize_scalar,
     .dequantize = dequantize_portable,
     .transpose_scales = transpose_scales_portable,
     .softmax = softmax_portable,
     .heavy_blocks = heavy_blocks_portable,
-    .decode_run = kvedge_decode_run,
     .logits = KVEDGE_LOGIT_KERNELS,
     .merge_row = merge_row_portable,
     .scale_row = scale_row_portable,
