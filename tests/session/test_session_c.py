@@ -228,7 +228,8 @@ def test_c_attends_to_parts_and_appends_as_python_does(copy, tmp_path, rng, opti
         rows.write_bytes(b"".join(array.tobytes() for array in given))
         assert copy(path, again, rows, out, more, n, group) == ""
         got = np.fromfile(out, np.float32).reshape(LAYERS, n, HEADS * group, width)
-        np.testing.assert_allclose(got, expected, atol=2e-6, rtol=0)
+        bound = 2e-4 * np.abs(expected).max()  # the contract's: Python may be of another path
+        np.testing.assert_allclose(got, expected, atol=bound, rtol=0)
         if not more:
             assert again.read_bytes() == path.read_bytes() or "window" in options
         loaded = KVCache.load(again)
