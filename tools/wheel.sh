@@ -36,7 +36,7 @@ pip wheel -q --no-index --no-build-isolation --no-deps --wheel-dir "$work/built"
 echo "== repair"
 built=$(ls "$work"/built/kvedge-*.whl)
 case $(uname -s) in
-Linux) auditwheel repair --wheel-dir "$work/dist" "$built" ;;
+Linux) auditwheel repair --zip-compression-level 9 --wheel-dir "$work/dist" "$built" ;;
 *) mkdir "$work/dist" && cp "$built" "$work/dist/" ;; # on macOS nothing besides the system is linked
 esac
 wheel=$(ls "$work"/dist/kvedge-*.whl)

@@ -32,7 +32,7 @@ chmod +x "$work/zig-cc"
   "$env/xbuild" setup.py -q bdist_wheel --dist-dir "$work/built") >"$work/build.log" 2>&1 || { tail -30 "$work/build.log"; exit 1; }
 
 echo "== repair"
-PATH=$env/host/bin:$PATH auditwheel repair --wheel-dir "$work/dist" "$work"/built/kvedge-*.whl
+PATH=$env/host/bin:$PATH auditwheel repair --zip-compression-level 9 --wheel-dir "$work/dist" "$work"/built/kvedge-*.whl
 wheel=$(ls "$work"/dist/kvedge-*.whl)
 "$root/tools/check_wheel.py" "$wheel"
 

@@ -231,6 +231,11 @@ static int has_words(void) {
   return strcmp(name, "avx2") == 0 || strcmp(name, "avxvnni") == 0 || strcmp(name, "neon") == 0;
 }
 
+/* Those of int4 on x86: of each 32 channels the even ones come first, and levels count 127 more. */
+static int has_words_of_int4(void) {
+  return format == KVEDGE_INT4 && has_words() && strcmp(kernels->name, "neon") != 0;
+}
+
 /* vpdpbusd multiplies k + 128. */
 static int has_unsigned_keys(void) { return strcmp(kernels->name, "avx512vnni") == 0; }
 
@@ -247,7 +252,9 @@ static int digit_at(const int8_t *codes, int plane, int d) {
 static double code_at(const int8_t *codes, int planes, int d) {
   if (has_words()) { /* high digits together, and floats of the same unit */
     const int8_t *sixteen = codes + d / 16 * 16 * KVEDGE_CODE_BYTES;
-    return planes == 3 ? ((const float *)(sixteen + 32))[d % 16] : 256.0 * ((const int16_t *)sixteen)[d % 16];
+    if (planes == 3) return ((const float *)(sixteen + 32))[d % 16];
+    const int at = has_words_of_int4() ? d / 32 * 32 + d % 2 * 16 + d % 32 / 2 : d;
+    return 256.0 * ((const int16_t *)(codes + at / 16 * 16 * KVEDGE_CODE_BYTES))[at % 16];
   }
   if (!has_unsigned_keys() && digit_at(codes, 3, d) != 0) return NAN;
   return 65536.0 * digit_at(codes, 0, d) + (planes > 1 ? 256.0 * digit_at(codes, 1, d) : 0.0) +
@@ -272,11 +279,13 @@ static void encode_case(int dim, float size, float factor, int extreme) {
     if (!near(scale * code_at(codes, 3, d), (double)x[d] * factor, error))
       fail("dim=%d: %.9g became %.9g of %.9g", dim, x[d] * factor, scale * code_at(codes, 3, d), largest);
     for (int digit = 0; digit < 3; digit++) sums[digit] += digit_at(codes, digit, d);
+    if (has_words_of_int4()) sums[0] += (int32_t)(code_at(codes, 2, d) / 256.0);
   }
+  const int above = has_unsigned_keys() ? 128 : has_words_of_int4() ? 127 : 0; /* the levels */
   for (int d = dim; d < padded; d++)
     if (code_at(codes, 3, d) != 0.0) fail("dim=%d: padding", dim);
   for (int digit = 0; digit < 3; digit++)
-    if (offsets[digit] != (has_unsigned_keys() ? -128 * sums[digit] : 0)) fail("dim=%d: offsets", dim);
+    if (offsets[digit] != (int32_t)(0u - (unsigned)above * (unsigned)sums[digit])) fail("dim=%d: offsets", dim);
   end_case();
   free_block(&b), free_block(&c);
 }

@@ -25,14 +25,13 @@ KVEDGE_INLINE void multiply_add_pairs(__m256i *sum, __m256i a, __m256i b) {
 }
 
 #include "kernels/avx256/common.h"
+#include "kernels/avx256/int4_words.h"
 #include "kernels/avx256/scores.h"
 #include "kernels/avx256/values.h"
 #include "kernels/avx256/floats.h"
 #include "kernels/float_rows.h"
 #include "kernels/avx256/int4.h"
-KVEDGE_INT4_FUNCTIONS(avx2, scores_int8_avx2, weighted_sum_int8_avx2)
 
-#define KVEDGE_ENCODE_QUERY encode_query_avx2
 #include "kernels/run_sums.h"
 #include "kernels/runs.h"
 KVEDGE_RUNS(avx2, KVEDGE_INT8_CELL, {.scores = NULL})

@@ -201,7 +201,7 @@ static void KVEDGE_NAME(transpose_scales)(const void *scales, kvedge_scale_type 
 }
 
 #define KVEDGE_INT8_CELL                                                                                               \
-  {.encode_query = KVEDGE_ENCODE_QUERY,                                                                                \
+  {.encode_query = KVEDGE_NAME(encode_query),                                                                          \
    .scores = KVEDGE_NAME(scores_int8),                                                                                 \
    .weighted_sum = KVEDGE_NAME(weighted_sum_int8)}
 
@@ -211,7 +211,7 @@ static void KVEDGE_NAME(transpose_scales)(const void *scales, kvedge_scale_type 
       .name = isa,                                                                                                 \
       .tuning = {.step_bytes = 16 << 10, .parallel_work = 6 << 20},                                                \
       .cells = {[KVEDGE_INT8] = KVEDGE_INT8_CELL,                                                                  \
-                [KVEDGE_INT4] = {.encode_query = KVEDGE_ENCODE_QUERY,                                              \
+                [KVEDGE_INT4] = {.encode_query = KVEDGE_NAME(encode_query_int4),                                         \
                                  .scores = KVEDGE_NAME(scores_int4),                                               \
                                  .weighted_sum = KVEDGE_NAME(weighted_sum_int4)},                                  \
                 [KVEDGE_FLOAT32] = KVEDGE_FLOAT_CELL(float32),                                                     \

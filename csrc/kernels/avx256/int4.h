@@ -1,5 +1,6 @@
-/* int4 for kernels/int4.h. Part of avx2.c and avxvnni.c, after values.h. */
-#include "formats/int4_levels.h"
+/* Cells of int4. Part of avx2.c and avxvnni.c, after scores.h and values.h, which have the products of integers. Where
+ * floats are wanted (three planes, or more channels than sums of 32 bits hold), rows are widened for the kernels of int8; so
+ * are values for many queries, which keep what they have widened, and those of part of 16 channels. */
 
 /* Levels of 32 or 16 channels, and the last ones one by one. */
 static inline void widen_row(const uint8_t *codes, int n, int8_t *out) {
@@ -17,3 +18,26 @@ static inline void widen_row(const uint8_t *codes, int n, int8_t *out) {
 }
 
 #include "kernels/int4.h"
+
+static void KVEDGE_NAME(scores_int4)(const kvedge_query *q, const kvedge_tile *keys, float *scores, int accumulate) {
+  if (q->planes < 3 && q->dim <= CHANNELS_OF_TWO_BYTES) score_codes(q, keys, scores, accumulate);
+  else scores_of_wide(KVEDGE_NAME(scores_int8), q, keys, keys->dim, scores, accumulate);
+}
+
+enum { IN_REGISTERS = 2 * SUM_QUERIES }; /* query rows whose weighted sums make integers of codes, for four at a time */
+
+static void KVEDGE_NAME(weighted_sum_int4)(const kvedge_probabilities *p, const kvedge_tile *values,
+                                           const kvedge_accumulators *to) {
+  if (p->planes == 3 || p->num_queries > IN_REGISTERS || values->dim % 16 != 0) {
+    weighted_sum_of_wide(KVEDGE_NAME(weighted_sum_int8), p, values, values->dim, to);
+    return;
+  }
+  kvedge_tile tile = *values;
+  for (int i = 0; i < p->num_queries; i += SUM_QUERIES) {
+    const int left = p->num_queries - i;
+    const kvedge_probabilities four = {left < SUM_QUERIES ? left : SUM_QUERIES, p->planes, p->p + i * KVEDGE_TILE};
+    const kvedge_accumulators sums = {to->acc + i * to->stride, to->stride, to->rescale + i};
+    weigh_codes(4, &four, &tile, &sums);
+    tile.next.blocks = NULL; /* prefetched with the first four */
+  }
+}

@@ -1,4 +1,4 @@
-/* Scores of the 256-bit paths with keys of int8. Part of avx2.c and avxvnni.c.
+/* Scores of the 256-bit paths with keys of int8 and int4. Part of avx2.c and avxvnni.c.
  *
  * vpmaddubsw, the 8-bit product of AVX2, saturates, and keeps no more than 8 bits of a query. So keys become 16-bit
  * integers, and so do queries: two planes of a query cost a product and an addition for 16 channels, which is what
@@ -7,6 +7,10 @@
  *
  * For many queries keys are transposed besides, two channels of a token side by side, so that no sum goes across
  * lanes: those of a block while the one before it is multiplied, since they want other ports.
+ *
+ * Keys of int4 become unsigned integers of 16 bits, 127 above their levels (int4_words.h), those of even channels and
+ * those of odd ones. So queries have their codes in that order, and sums start at -127 times the sum of these, modulo
+ * 2^32. For many queries the bytes are transposed as they are, eight channels to a column.
  */
 enum { SCORES = 8 }; /* made at a time: 8 tokens of 1 query, 4 of 2, 2 of 4; a register of sums each */
 
@@ -33,12 +37,36 @@ static void KVEDGE_NAME(encode_query)(const float *x, int dim, float factor, flo
   *scale = inverse > 0.0f ? largest / QUERY_MAX : 0.0f;
 }
 
-/* Sums of eight registers, side by side, as floats. */
-KVEDGE_INLINE __m256 reduce_add_8_i32(const __m256i x[SCORES]) {
+/* As encode_query for keys of int4: of each 32 channels the codes of the even ones take the place of the first 16, those of
+ * the odd ones that of the others. */
+static void KVEDGE_NAME(encode_query_int4)(const float *x, int dim, float factor, float largest, int8_t *codes,
+                                           float *scale, int32_t *offsets) {
+  const __m256i even_first =
+      _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15));
+  __m256i total = _mm256_setzero_si256();
+  KVEDGE_NAME(encode_query)(x, dim, factor, largest, codes, scale, offsets);
+  for (int d = 0; d < kvedge_padded_channels(dim); d += 32, codes += 2 * CODES_OF_16) {
+    __m256i half[2];
+    for (int i = 0; i < 2; i++) {
+      const __m256i of_16 = _mm256_loadu_si256((const __m256i *)(codes + i * CODES_OF_16));
+      total = _mm256_add_epi32(total, _mm256_madd_epi16(of_16, _mm256_set1_epi16(INT4_ABOVE)));
+      half[i] = _mm256_permute4x64_epi64(_mm256_shuffle_epi8(of_16, even_first), 0xd8);
+    }
+    _mm256_storeu_si256((__m256i *)codes, _mm256_permute2x128_si256(half[0], half[1], 0x20));
+    _mm256_storeu_si256((__m256i *)(codes + CODES_OF_16), _mm256_permute2x128_si256(half[0], half[1], 0x31));
+  }
+  uint32_t lane[8], sum = 0;
+  _mm256_storeu_si256((__m256i *)lane, total);
+  for (int j = 0; j < 8; j++) sum += lane[j];
+  offsets[0] = (int32_t)(0u - sum);
+}
+
+/* Sums of eight registers, side by side. */
+KVEDGE_INLINE __m256i reduce_add_8_i32(const __m256i x[SCORES]) {
   __m256i first = _mm256_hadd_epi32(_mm256_hadd_epi32(x[0], x[1]), _mm256_hadd_epi32(x[2], x[3]));
   __m256i second = _mm256_hadd_epi32(_mm256_hadd_epi32(x[4], x[5]), _mm256_hadd_epi32(x[6], x[7]));
-  return _mm256_cvtepi32_ps(
-      _mm256_add_epi32(_mm256_permute2x128_si256(first, second, 0x20), _mm256_permute2x128_si256(first, second, 0x31)));
+  return _mm256_add_epi32(_mm256_permute2x128_si256(first, second, 0x20),
+                          _mm256_permute2x128_si256(first, second, 0x31));
 }
 
 /* sum += products of 16 channels of rows from `channel` on, of which n are there. (Constants where this is inlined:
@@ -58,10 +86,32 @@ KVEDGE_INLINE void dot_16(const int8_t *codes, ptrdiff_t stride, const int count
   }
 }
 
-/* Dot products of SCORES / count rows with the codes of `count` queries, 1, 2 or 4, of which the integers at `codes`
- * are taken: (count, rows). Up to CHANNELS_OF_TWO_BYTES. */
-KVEDGE_INLINE __m256 dot_rows(const int8_t *codes, ptrdiff_t stride, const int count, const int8_t *const *from,
-                              int dim) {
+/* dot_16() of rows of int4, of 32 channels, of which n are there. */
+KVEDGE_INLINE void dot_32_codes(const int8_t *codes, ptrdiff_t stride, const int count, const int8_t *const *row,
+                                int channel, int n, __m256i sum[SCORES]) {
+  const int rows = SCORES / count;
+  __m256i query[2][2];
+#pragma GCC unroll 2
+  for (int i = 0; i < count; i++)
+#pragma GCC unroll 2
+    for (int j = 0; j < 2; j++)
+      query[i][j] =
+          _mm256_loadu_si256((const __m256i *)(codes + i * stride + KVEDGE_CODE_BYTES * channel + j * CODES_OF_16));
+#pragma GCC unroll 8
+  for (int t = 0; t < rows; t++) {
+    __m256i key[2];
+    words_of_pairs(_mm256_cvtepu8_epi16(load_up_to_16(row[t] + channel / 2, (n + 1) / 2)), key);
+#pragma GCC unroll 2
+    for (int j = 0; j < 2; j++)
+#pragma GCC unroll 2
+      for (int i = 0; i < count; i++) multiply_add_pairs(sum + i * rows + t, key[j], query[i][j]);
+  }
+}
+
+/* Dot products of SCORES / count rows of `bits` a channel with the codes of `count` queries, 1, 2 or 4 (int4: 1 or 2), of
+ * which the integers at `codes` are taken: (count, rows). Up to CHANNELS_OF_TWO_BYTES. */
+KVEDGE_INLINE __m256i dot_rows(const int bits, const int8_t *codes, ptrdiff_t stride, const int count,
+                               const int8_t *const *from, int dim) {
   __m256i sum[SCORES];
   const int8_t *row[SCORES];
 #pragma GCC unroll 8
@@ -71,12 +121,15 @@ KVEDGE_INLINE __m256 dot_rows(const int8_t *codes, ptrdiff_t stride, const int c
   int left = dim;
   for (; left >= 64; left -= 64, codes += KVEDGE_CODE_BYTES * 64) {
 #pragma GCC unroll 4
-    for (int d = 0; d < 64; d += 16) dot_16(codes, stride, count, row, d, 16, sum);
+    for (int d = 0; d < 64; d += 128 / bits)
+      if (bits == 8) dot_16(codes, stride, count, row, d, 16, sum);
+      else dot_32_codes(codes, stride, count, row, d, 32, sum);
 #pragma GCC unroll 8
-    for (int t = 0; t < SCORES / count; t++) row[t] += 64;
+    for (int t = 0; t < SCORES / count; t++) row[t] += 8 * bits;
   }
-  for (int d = 0; d < left; d += 16) /* codes are zero past the last channel */
-    dot_16(codes, stride, count, row, d, left - d < 16 ? left - d : 16, sum);
+  for (int d = 0; d < left; d += 128 / bits) /* codes are zero past the last channel */
+    if (bits == 8) dot_16(codes, stride, count, row, d, left - d < 16 ? left - d : 16, sum);
+    else dot_32_codes(codes, stride, count, row, d, left - d < 32 ? left - d : 32, sum);
   return reduce_add_8_i32(sum);
 }
 
@@ -132,23 +185,28 @@ KVEDGE_INLINE __m256 scales_of_tokens(const float *k_scale, const int tokens) {
   return _mm256_castpd_ps(_mm256_set1_pd(two));
 }
 
+/* How keys are multiplied: as integers of 16 bits, as floats, or as integers that are made of the codes of int4. */
+typedef enum { AS_WORDS, AS_FLOATS, AS_CODES } key_kind;
+
 /* Scores of a run's tokens for `count` queries, 1, 2 or 4: (count, KVEDGE_TILE). (Constants where this is inlined:
- * count, of_floats.) */
+ * count, kind.) */
 KVEDGE_INLINE void score_run(const kvedge_run *run, ptrdiff_t token_stride, int dim, const int8_t *codes,
-                             ptrdiff_t stride, const int of_floats, const int count, __m256 units, const float *k_scale,
-                             float *scores, int accumulate) {
-  const int tokens = SCORES / count;
+                             ptrdiff_t stride, const key_kind kind, const int count, __m256i offsets, __m256 units,
+                             const float *k_scale, float *scores, int accumulate) {
+  const int tokens = SCORES / count, row_bytes = kind == AS_CODES ? (dim + 1) / 2 : dim;
   const int8_t *rows = (const int8_t *)run->rows;
   for (int t = 0; t < run->num_tokens; t += tokens) {
     int left = run->num_tokens - t;
     const int8_t *row[SCORES];
 #pragma GCC unroll 8
     for (int j = 0; j < tokens; j++) row[j] = rows + (j < left ? t + j : run->num_tokens - 1) * token_stride;
-    __m256 dot =
-        of_floats ? dot_rows_of_floats(codes, stride, count, row, dim) : dot_rows(codes, stride, count, row, dim);
+    __m256 dot;
+    if (kind == AS_FLOATS) dot = dot_rows_of_floats(codes, stride, count, row, dim);
+    else if (kind == AS_WORDS) dot = _mm256_cvtepi32_ps(dot_rows(8, codes, stride, count, row, dim));
+    else dot = _mm256_cvtepi32_ps(_mm256_add_epi32(dot_rows(4, codes, stride, count, row, dim), offsets));
     /* Behind the loads of these rows, which else wait for the prefetches: Zen 4, dim 64, one query, 3 planes: 1.1 times. */
     if (run->next.first)
-      for (int at = 0; at < tokens * dim; at += 64) kvedge_prefetch_line(run->next, t * dim + at);
+      for (int at = 0; at < tokens * row_bytes; at += 64) kvedge_prefetch_line(run->next, t * row_bytes + at);
     __m256 score = _mm256_mul_ps(_mm256_mul_ps(dot, units), scales_of_tokens(k_scale + t, tokens));
     if (left >= tokens && !accumulate) {
       store_scores(score, tokens, scores + t);
@@ -165,58 +223,65 @@ KVEDGE_INLINE void score_run(const kvedge_run *run, ptrdiff_t token_stride, int 
 }
 
 /* Scores of all tokens for `count` queries from the `first` on. (Constants as in score_run().) */
-KVEDGE_INLINE void score_queries(const kvedge_query *q, const int of_floats, int first, const int count,
+KVEDGE_INLINE void score_queries(const kvedge_query *q, const key_kind kind, int first, const int count,
                                  const kvedge_tile *keys, const kvedge_next_tile *next, float *scores, int accumulate) {
   const ptrdiff_t stride = KVEDGE_CODE_BYTES * q->stride;
   float unit[SCORES]; /* (count, tokens) */
-  for (int i = 0; i < SCORES; i++)
-    unit[i] = q->scale[(first + i * count / SCORES) * q->scale_stride] * (of_floats ? 1.0f : 256.0f);
+  int32_t offset[SCORES];
+  for (int i = 0; i < SCORES; i++) {
+    const ptrdiff_t query = (first + i * count / SCORES) * q->scale_stride;
+    unit[i] = q->scale[query] * (kind == AS_FLOATS ? 1.0f : 256.0f);
+    offset[i] = q->offsets[4 * query];
+  }
   const __m256 units = _mm256_loadu_ps(unit);
+  const __m256i offsets = _mm256_loadu_si256((const __m256i *)offset);
   for (int t = 0; t < keys->num_tokens;) {
     kvedge_run run = kvedge_run_of(keys, next, t, keys->num_tokens);
     if (first > 0) run.next.first = 0; /* prefetched with the first queries */
-    score_run(&run, keys->token_stride, q->dim, q->codes + first * stride, stride, of_floats, count, units,
+    score_run(&run, keys->token_stride, q->dim, q->codes + first * stride, stride, kind, count, offsets, units,
               keys->scales + t, scores + first * KVEDGE_TILE + t, accumulate);
     t += run.num_tokens;
   }
 }
 
 /* One function for each case, since GCC 12 spills more registers where all are inlined into one. */
-#define SCORE_QUERIES(name, of_floats, count)                                                                          \
+#define SCORE_QUERIES(name, kind, count)                                                                               \
   static __attribute__((noinline)) void name(const kvedge_query *q, int first, const kvedge_tile *keys,                \
                                              const kvedge_next_tile *next, float *scores, int accumulate) {            \
-    score_queries(q, of_floats, first, count, keys, next, scores, accumulate);                                         \
+    score_queries(q, kind, first, count, keys, next, scores, accumulate);                                              \
   }
-SCORE_QUERIES(score_1, 0, 1)
-SCORE_QUERIES(score_2, 0, 2)
-SCORE_QUERIES(score_4, 0, 4)
-SCORE_QUERIES(score_1_of_floats, 1, 1)
-SCORE_QUERIES(score_2_of_floats, 1, 2)
-SCORE_QUERIES(score_4_of_floats, 1, 4)
+SCORE_QUERIES(score_1, AS_WORDS, 1)
+SCORE_QUERIES(score_2, AS_WORDS, 2)
+SCORE_QUERIES(score_4, AS_WORDS, 4)
+SCORE_QUERIES(score_1_of_floats, AS_FLOATS, 1)
+SCORE_QUERIES(score_2_of_floats, AS_FLOATS, 2)
+SCORE_QUERIES(score_4_of_floats, AS_FLOATS, 4)
+SCORE_QUERIES(score_1_of_codes, AS_CODES, 1)
+SCORE_QUERIES(score_2_of_codes, AS_CODES, 2)
 #undef SCORE_QUERIES
 
 /* ---- Scores for many queries ---- */
 
 enum {
   VECTORS = KVEDGE_BLOCK / 8,          /* of 8 tokens */
-  COLUMNS = CHANNELS_OF_TWO_BYTES / 4, /* of four channels */
+  COLUMNS = CHANNELS_OF_TWO_BYTES / 4, /* of four bytes: four channels, or eight of int4 */
 };
 
 /* A block of keys to transpose, whose tokens are all there. */
 typedef struct {
   const int8_t *rows;
   ptrdiff_t stride;
-  int dim;
-  __m256i *columns; /* (padded channels / 4, VECTORS): four channels of 8 tokens */
+  int row_bytes;
+  __m256i *columns; /* (padded bytes / 4, VECTORS): four bytes of 8 tokens */
   kvedge_next_block next;
 } key_block;
 
-/* Four columns: channels d..d+15, of which n are there, of rows 8j..8j+7. (Whether n is 16 is a constant where this is
+/* Four columns: bytes d..d+15, of which n are there, of rows 8j..8j+7. (Whether n is 16 is a constant where this is
  * inlined.) */
-KVEDGE_INLINE void transpose_channels(const key_block *k, int d, const int j, int n) {
+KVEDGE_INLINE void transpose_bytes(const key_block *k, int d, const int j, int n) {
   const int8_t *first = k->rows + 8 * j * k->stride + d, *last = first + 4 * k->stride;
   __m256i *columns = k->columns + d / 4 * VECTORS + j;
-  __m256i two[4], four[4]; /* two: rows i and i + 4; four: channels 4c..4c+3 of all */
+  __m256i two[4], four[4]; /* two: rows i and i + 4; four: bytes 4c..4c+3 of all */
   if (k->next.first)
     for (int line = 0; line < 2; line++) kvedge_prefetch_line(k->next, (VECTORS * d + 16 * j) * 8 + 64 * line);
 #pragma GCC unroll 4
@@ -228,19 +293,34 @@ KVEDGE_INLINE void transpose_channels(const key_block *k, int d, const int j, in
   for (int c = 0; c < 4; c++) columns[c * VECTORS] = four[c];
 }
 
-static __attribute__((noinline)) void transpose_last_channels(const key_block *k, int d, int j) {
-  transpose_channels(k, d, j, k->dim - d);
+static __attribute__((noinline)) void transpose_last_bytes(const key_block *k, int d, int j) {
+  transpose_bytes(k, d, j, k->row_bytes - d);
 }
 
 KVEDGE_INLINE void transpose_16(const key_block *k, int d, const int j) {
-  if (k->dim - d >= 16) transpose_channels(k, d, j, 16);
-  else transpose_last_channels(k, d, j);
+  if (k->row_bytes - d >= 16) transpose_bytes(k, d, j, 16);
+  else transpose_last_bytes(k, d, j);
 }
 
 /* Channels 0 and 2 of each four, 1 and 3, as integers of 16 bits. */
 KVEDGE_INLINE __m256i even_channels(__m256i column) { return _mm256_maddubs_epi16(_mm256_set1_epi16(1), column); }
 
 KVEDGE_INLINE __m256i odd_channels(__m256i column) { return _mm256_srai_epi16(column, 8); }
+
+/* Such a pair of channels of a column: the first or second pair, for int4 of the even channels, then of the odd ones.
+ * (pair: a constant where this is inlined.) */
+KVEDGE_INLINE __m256i pair_of_column(const int bits, __m256i column, const int pair) {
+  if (bits == 8) return pair == 0 ? even_channels(column) : odd_channels(column);
+  const __m256i codes = pair < 2 ? column : _mm256_srli_epi16(column, 4);
+  const __m256i bytes = bytes_of_codes(codes); /* four, 127 above their levels */
+  return pair % 2 == 0 ? _mm256_and_si256(bytes, _mm256_set1_epi16(0xff)) : _mm256_srli_epi16(bytes, 8);
+}
+
+/* Where the codes of a pair are of `column` of each four, from the first of these 16 bytes' on: pair_codes() leaves those
+ * of 32 channels of int4 with 8 pairs of even channels before 8 of odd ones. */
+KVEDGE_INLINE int place_of_pair(const int bits, const int column, const int pair) {
+  return bits == 8 ? 2 * column + pair : 8 * (pair / 2) + 2 * column + pair % 2;
+}
 
 /* Codes of all queries, as such pairs of channels: (num_queries, padded channels / 2). */
 KVEDGE_INLINE void pair_codes(const kvedge_query *q, int padded, int32_t *pairs) {
@@ -255,29 +335,30 @@ KVEDGE_INLINE void pair_codes(const kvedge_query *q, int padded, int32_t *pairs)
 
 /* Scores of a block for `count` queries; meanwhile the next one is transposed, unless it is NULL. (Constants where
  * this is inlined: count, and whether there is a next one.) */
-KVEDGE_INLINE void score_block(const int count, const int32_t *codes, const __m256i *columns, int num_pairs,
-                               const key_block *next, const float *unit, const float *k_scale, float *scores,
-                               int accumulate) {
+KVEDGE_INLINE void score_block(const int bits, const int count, const int32_t *codes, const __m256i *columns,
+                               int num_pairs, const key_block *next, const int32_t *offset, const float *unit,
+                               const float *k_scale, float *scores, int accumulate) {
+  const int pairs_of_column = 16 / bits, pairs_of_16 = 4 * pairs_of_column; /* bytes */
   __m256i sum[4][VECTORS];
 #pragma GCC unroll 4
   for (int i = 0; i < count; i++)
 #pragma GCC unroll 2
-    for (int j = 0; j < VECTORS; j++) sum[i][j] = _mm256_setzero_si256();
-  for (int p = 0; p < num_pairs; p += 8)
+    for (int j = 0; j < VECTORS; j++) sum[i][j] = bits == 8 ? _mm256_setzero_si256() : _mm256_set1_epi32(offset[i]);
+  for (int p = 0, byte = 0; p < num_pairs; p += pairs_of_16, byte += 16)
 #pragma GCC unroll 2
-    for (int half = 0; half < 2; half++) { /* of 16 channels; of the next block's rows */
-      if (next) transpose_16(next, 2 * p, half);
-#pragma GCC unroll 4
-      for (int c = 0; c < 4; c++) { /* columns become integers of 16 bits here, since stores cost more than that */
+    for (int half = 0; half < 2; half++) {     /* of 16 bytes; of the next block's rows */
+      if (bits == 4) __asm__("" : "+r"(half)); /* not unrolled: half of the code */
+      if (next) transpose_16(next, byte, half);
+#pragma GCC unroll 8
+      for (int c = 0; c < 2 * pairs_of_column; c++) { /* made integers of 16 bits here: storing those costs more */
+        const int of_half = c / pairs_of_column, which = c % pairs_of_column;
         __m256i keys[VECTORS];
 #pragma GCC unroll 2
-        for (int j = 0; j < VECTORS; j++) {
-          const __m256i column = columns[c / 2 * VECTORS + j];
-          keys[j] = c % 2 == 0 ? even_channels(column) : odd_channels(column);
-        }
+        for (int j = 0; j < VECTORS; j++) keys[j] = pair_of_column(bits, columns[of_half * VECTORS + j], which);
 #pragma GCC unroll 4
         for (int i = 0; i < count; i++) {
-          const __m256i pair = _mm256_set1_epi32(codes[i * num_pairs + p + 4 * half + c]);
+          const __m256i pair =
+              _mm256_set1_epi32(codes[i * num_pairs + p + place_of_pair(bits, 2 * half + of_half, which)]);
 #pragma GCC unroll 2
           for (int j = 0; j < VECTORS; j++) multiply_add_pairs(&sum[i][j], keys[j], pair);
         }
@@ -299,45 +380,61 @@ KVEDGE_INLINE void score_block(const int count, const int32_t *codes, const __m2
 /* Whether transposing costs less than sums across lanes: measured. */
 static int are_many(int num_queries, int dim) { return num_queries > (dim <= 128 ? 2 : 4); }
 
-static void score_many(const kvedge_query *q, const kvedge_tile *keys, const kvedge_next_tile *next_tile, float *scores,
-                       int accumulate) {
-  const int n = q->num_queries, padded = (q->dim + 15) / 16 * 16, num_pairs = padded / 2;
+KVEDGE_INLINE void score_many(const int bits, const kvedge_query *q, const kvedge_tile *keys,
+                              const kvedge_next_tile *next_tile, float *scores, int accumulate) {
+  const int n = q->num_queries, row_bytes = (q->dim * bits + 7) / 8, padded = (row_bytes + 15) / 16 * 16;
+  const int num_pairs = padded * 4 / bits;
   const float *k_scale = keys->scales;
   __m256i columns[2][COLUMNS * VECTORS];             /* of a block, and of the next */
   int8_t rows[KVEDGE_BLOCK * CHANNELS_OF_TWO_BYTES]; /* of a last block, whose last row is repeated */
   int32_t codes[KVEDGE_STACK * 2 * COLUMNS];
   float unit[KVEDGE_STACK];
-  for (int i = 0; i < n; i++) unit[i] = q->scale[i * q->scale_stride] * 256.0f;
-  pair_codes(q, padded, codes);
+  int32_t offset[KVEDGE_STACK];
+  for (int i = 0; i < n; i++) {
+    unit[i] = q->scale[i * q->scale_stride] * 256.0f;
+    offset[i] = q->offsets[4 * i * q->scale_stride];
+  }
+  pair_codes(q, 2 * num_pairs, codes);
   for (int t = -KVEDGE_BLOCK; t < keys->num_tokens;
        t += KVEDGE_BLOCK) { /* before the first block it is only transposed */
     const int now = t / KVEDGE_BLOCK & 1, left = keys->num_tokens - t - KVEDGE_BLOCK;
-    key_block next = {.columns = columns[!now], .stride = keys->token_stride, .dim = q->dim};
+    key_block next = {.columns = columns[!now], .stride = keys->token_stride, .row_bytes = row_bytes};
     if (left > 0) {
       next.rows = (const int8_t *)kvedge_tile_block(keys, t + KVEDGE_BLOCK);
       next.next = kvedge_next_block_of(next_tile, t / KVEDGE_BLOCK + 1);
     }
     if (left > 0 && left < KVEDGE_BLOCK) {
       for (int j = 0; j < KVEDGE_BLOCK; j++)
-        memcpy(rows + j * padded, next.rows + (j < left ? j : left - 1) * next.stride, (size_t)q->dim);
+        memcpy(rows + j * padded, next.rows + (j < left ? j : left - 1) * next.stride, (size_t)row_bytes);
       next.rows = rows, next.stride = padded;
     }
     if (t < 0) {
-      for (int d = 0; d < q->dim; d += 16)
+      for (int d = 0; d < row_bytes; d += 16)
         for (int j = 0; j < VECTORS; j++) transpose_16(&next, d, j);
       continue;
     }
 #define SCORE_BLOCK_OF(count, next)                                                                                    \
-  score_block(count, codes + i * num_pairs, columns[now], num_pairs, next, unit + i, k_scale + t,                      \
+  score_block(bits, count, codes + i * num_pairs, columns[now], num_pairs, next, offset + i, unit + i, k_scale + t,    \
               scores + i * KVEDGE_TILE + t, accumulate)
 #define SCORE_BLOCK(count)                                                                                             \
-  if (i == 0 && left > 0) SCORE_BLOCK_OF(count, &next);                                                                \
+  if (bits == 4) SCORE_BLOCK_OF(count, i == 0 && left > 0 ? &next : NULL); /* half of the code, as fast */             \
+  else if (i == 0 && left > 0) SCORE_BLOCK_OF(count, &next);                                                           \
   else SCORE_BLOCK_OF(count, NULL)
     int i = 0;
     BY_FOURS(n, SCORE_BLOCK)
 #undef SCORE_BLOCK
 #undef SCORE_BLOCK_OF
   }
+}
+
+static __attribute__((noinline)) void score_many_bytes(const kvedge_query *q, const kvedge_tile *keys,
+                                                       const kvedge_next_tile *next, float *scores, int accumulate) {
+  score_many(8, q, keys, next, scores, accumulate);
+}
+
+static __attribute__((noinline)) void score_many_codes(const kvedge_query *q, const kvedge_tile *keys,
+                                                       const kvedge_next_tile *next, float *scores, int accumulate) {
+  score_many(4, q, keys, next, scores, accumulate);
 }
 
 static void KVEDGE_NAME(scores_int8)(const kvedge_query *q, const kvedge_tile *keys, float *scores, int accumulate) {
@@ -351,7 +448,15 @@ static void KVEDGE_NAME(scores_int8)(const kvedge_query *q, const kvedge_tile *k
     if (i < n) score_1##suffix(q, i, keys, &next, scores, accumulate);                                                 \
   }
   if (q->planes == 3 || q->dim > CHANNELS_OF_TWO_BYTES) SCORE(_of_floats)
-  else if (are_many(n, q->dim)) score_many(q, keys, &next, scores, accumulate);
+  else if (are_many(n, q->dim)) score_many_bytes(q, keys, &next, scores, accumulate);
   else SCORE()
 #undef SCORE
+}
+
+/* Of int4, with integers of 16 bits. */
+static void score_codes(const kvedge_query *q, const kvedge_tile *keys, float *scores, int accumulate) {
+  const kvedge_next_tile next = kvedge_next_of(keys, (q->dim + 1) / 2);
+  if (q->num_queries > 2) score_many_codes(q, keys, &next, scores, accumulate);
+  else if (q->num_queries == 2) score_2_of_codes(q, 0, keys, &next, scores, accumulate);
+  else score_1_of_codes(q, 0, keys, &next, scores, accumulate);
 }

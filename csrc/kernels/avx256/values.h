@@ -1,4 +1,4 @@
-/* Weighted sums of the 256-bit paths with values of int8. Part of avx2.c and avxvnni.c, as scores.h is.
+/* Weighted sums of the 256-bit paths with values of int8 and int4. Part of avx2.c and avxvnni.c, as scores.h is.
  *
  * A weight is p[t] * scale[t]. Weights are quantized to 15 bits, values widened to 16, those of two tokens side by side:
  * a product then adds both tokens to 8 channels, twice what a float FMA does, and widening to 16 bits takes half of what
@@ -7,6 +7,10 @@
  *
  * The rounding error of weights is in proportion to the largest of them, so only 64 tokens share a scale: as exact as 16
  * bits over a tile of 256. Where that is not enough (three planes), values become floats, once for four queries.
+ *
+ * Values of int4 become integers 127 above their levels (int4_words.h), of two tokens side by side as well: their bytes are
+ * interleaved first. Sums start at -127 times the sum of the weights, modulo 2^32; those of even channels and of odd ones
+ * are put in order at the end.
  */
 enum {
   SUM_QUERIES = 4, /* whose sums stay in registers */
@@ -67,23 +71,29 @@ KVEDGE_INLINE void add_sums(__m256 sum, int num_channels, float scale, float res
 typedef enum { ROWS, ROWS_KEPT, KEPT } value_source;
 
 /* Sums of products of `count` queries with `groups` groups of 16 channels: in lanes of channels 0..3 and 8..11, 4..7
- * and 12..15. */
+ * and 12..15; for int4 the even ones and the odd ones. */
 typedef __m256i value_sums[SUM_QUERIES][MOST_GROUPS][2];
 
-/* Adds two tokens' values, times their weights. (Constants where this is inlined: source, groups, count, and whether
+/* Adds two tokens' values, times their weights. (Constants where this is inlined: bits, source, groups, count, and whether
  * num_channels, of a group, is 16.) */
-KVEDGE_INLINE void weigh_pair(const int8_t *first, const int8_t *second, const value_source source, __m256i kept[2],
-                              const int groups, int num_channels, const int count, const int16_t *codes,
-                              value_sums sum) {
+KVEDGE_INLINE void weigh_pair(const int bits, const int8_t *first, const int8_t *second, const value_source source,
+                              __m256i kept[2], const int groups, int num_channels, const int count,
+                              const int16_t *codes, value_sums sum) {
 #pragma GCC unroll 4
   for (int g = 0; g < groups; g++) {
     __m256i value[2];
     if (source == KEPT) {
       value[0] = kept[0], value[1] = kept[1];
     } else {
-      __m256i a = _mm256_cvtepi8_epi16(load_up_to_16(first + 16 * g, num_channels));
-      __m256i b = _mm256_cvtepi8_epi16(load_up_to_16(second + 16 * g, num_channels));
-      value[0] = _mm256_unpacklo_epi16(a, b), value[1] = _mm256_unpackhi_epi16(a, b);
+      if (bits == 8) {
+        __m256i a = _mm256_cvtepi8_epi16(load_up_to_16(first + 16 * g, num_channels));
+        __m256i b = _mm256_cvtepi8_epi16(load_up_to_16(second + 16 * g, num_channels));
+        value[0] = _mm256_unpacklo_epi16(a, b), value[1] = _mm256_unpackhi_epi16(a, b);
+      } else {
+        const int bytes = (num_channels + 1) / 2;
+        const __m128i a = load_up_to_16(first + 8 * g, bytes), b = load_up_to_16(second + 8 * g, bytes);
+        words_of_pairs(_mm256_cvtepu8_epi16(_mm_unpacklo_epi8(a, b)), value);
+      }
       if (source == ROWS_KEPT) kept[0] = value[0], kept[1] = value[1];
     }
 #pragma GCC unroll 4
@@ -99,10 +109,10 @@ KVEDGE_INLINE void weigh_pair(const int8_t *first, const int8_t *second, const v
 
 /* Adds the values of runs, of up to TOGETHER tokens together, to `groups` groups of 16 channels, or to num_channels fewer, of `count`
  * queries. Only one group's values are kept. (Constants as in weigh_pair().) */
-KVEDGE_INLINE void weigh_groups(const kvedge_run *run, ptrdiff_t stride, int num_tokens, int channel,
+KVEDGE_INLINE void weigh_groups(const int bits, const kvedge_run *run, ptrdiff_t stride, int num_tokens, int channel,
                                 const value_source source, __m256i (*kept)[2], const int groups, int num_channels,
-                                const int count, const int16_t *codes, const float *scale, const float *rescale,
-                                float *acc, ptrdiff_t acc_stride) {
+                                const int count, const int16_t *codes, const int32_t *start, const float *scale,
+                                const float *rescale, float *acc, ptrdiff_t acc_stride) {
   /* Few sums are made twice as many, so that products need not wait for those before them. */
   const int chains = count * groups <= 2 ? 2 : 1;
   value_sums sum[2];
@@ -110,22 +120,24 @@ KVEDGE_INLINE void weigh_groups(const kvedge_run *run, ptrdiff_t stride, int num
   for (int i = 0; i < count; i++)
 #pragma GCC unroll 4
     for (int g = 0; g < groups; g++)
-      for (int k = 0; k < chains; k++) sum[k][i][g][0] = sum[k][i][g][1] = _mm256_setzero_si256();
+      for (int k = 0; k < chains; k++)
+        sum[k][i][g][0] = sum[k][i][g][1] = bits == 8 || k > 0 ? _mm256_setzero_si256() : _mm256_set1_epi32(start[i]);
   for (int left = num_tokens, tokens; left > 0; left -= tokens, run++) {
     tokens = source == KEPT ? left : run->num_tokens; /* what is kept lies side by side */
-    const int8_t *row = (const int8_t *)run->rows + channel;
-    const kvedge_next_block next = kvedge_further(run->next, channel * tokens);
+    const int8_t *row = (const int8_t *)run->rows + channel * bits / 8;
+    const kvedge_next_block next = kvedge_further(run->next, channel * bits / 8 * tokens);
     int t = 0;
     for (; t + 4 <= tokens; t += 4, codes += 4, kept += 2, row += 4 * stride) {
-      if (source != KEPT && next.first)
+      if (source != KEPT && next.first && (groups * bits > 4 || t % 8 == 0))
 #pragma GCC unroll 4
-        for (int g = 0; g < groups; g++) kvedge_prefetch_line(next, 16 * groups * t + 64 * g);
-      weigh_pair(row, row + stride, source, kept[0], groups, num_channels, count, codes, sum[0]);
-      weigh_pair(row + 2 * stride, row + 3 * stride, source, kept[1], groups, num_channels, count, codes + 2,
+        for (int at = 0; at < 8 * groups * bits; at += 64) kvedge_prefetch_line(next, 2 * groups * bits * t + at);
+      weigh_pair(bits, row, row + stride, source, kept[0], groups, num_channels, count, codes, sum[0]);
+      weigh_pair(bits, row + 2 * stride, row + 3 * stride, source, kept[1], groups, num_channels, count, codes + 2,
                  sum[chains - 1]);
     }
     for (; t < tokens; t += 2, codes += 2, kept++, row += 2 * stride) /* the weight of one past the last is 0 */
-      weigh_pair(row, t + 1 < tokens ? row + stride : row, source, kept[0], groups, num_channels, count, codes, sum[0]);
+      weigh_pair(bits, row, t + 1 < tokens ? row + stride : row, source, kept[0], groups, num_channels, count, codes,
+                 sum[0]);
   }
 #pragma GCC unroll 4
   for (int i = 0; i < count; i++, acc += acc_stride)
@@ -135,6 +147,10 @@ KVEDGE_INLINE void weigh_groups(const kvedge_run *run, ptrdiff_t stride, int num
 #pragma GCC unroll 2
       for (int j = 0; j < 2; j++)
         if (chains == 2) of_16[j] = _mm256_add_epi32(of_16[j], sum[1][i][g][j]);
+      if (bits == 4) {
+        const __m256i even = of_16[0], odd = of_16[1];
+        of_16[0] = _mm256_unpacklo_epi32(even, odd), of_16[1] = _mm256_unpackhi_epi32(even, odd);
+      }
       __m256 low = _mm256_cvtepi32_ps(_mm256_permute2x128_si256(of_16[0], of_16[1], 0x20));
       __m256 high = _mm256_cvtepi32_ps(_mm256_permute2x128_si256(of_16[0], of_16[1], 0x31));
       add_sums(low, num_channels, scale[i], rescale[i], acc + 16 * g);
@@ -142,11 +158,23 @@ KVEDGE_INLINE void weigh_groups(const kvedge_run *run, ptrdiff_t stride, int num
     }
 }
 
-/* A tile's weighted sum with weights of 15 bits. */
-static void weigh_codes(const kvedge_probabilities *p, const kvedge_tile *values, const kvedge_accumulators *to) {
+/* Where sums of int4 start. */
+KVEDGE_INLINE void sum_weights(const int16_t *codes, int num_queries, int num_tokens, int32_t *start) {
+  for (int i = 0; i < num_queries; i++, codes += TOGETHER) {
+    int sum = 0;
+    for (int t = 0; t < num_tokens; t++) sum += codes[t];
+    start[i] = -INT4_ABOVE * sum;
+  }
+}
+
+/* A tile's weighted sum with weights of 15 bits. Of int4 there are whole groups of 16 channels of up to SUM_QUERIES queries. (bits: a
+ * constant where this is inlined.) */
+KVEDGE_INLINE void weigh_codes(const int bits, const kvedge_probabilities *p, const kvedge_tile *values,
+                               const kvedge_accumulators *to) {
   const int dim = values->dim, num_queries = p->num_queries;
-  const kvedge_next_tile next = kvedge_next_of(values, dim);
+  const kvedge_next_tile next = kvedge_next_of(values, (dim * bits + 7) / 8);
   int16_t codes[KVEDGE_STACK * TOGETHER]; /* (num_queries, TOGETHER) */
+  int32_t start[KVEDGE_STACK] = {0};
   float scale[KVEDGE_STACK], rescale[KVEDGE_STACK];
   memcpy(rescale, to->rescale, (size_t)num_queries * sizeof *rescale);
   for (int t = 0; t < values->num_tokens; t += TOGETHER) {
@@ -155,6 +183,7 @@ static void weigh_codes(const kvedge_probabilities *p, const kvedge_tile *values
     for (int i = 0, first = t; first < t + num_tokens; first += runs[i++].num_tokens)
       runs[i] = kvedge_run_of(values, &next, first, t + num_tokens);
     quantize_weights(num_queries, p->p + t, values->scales + t, kvedge_dither + t, num_tokens, codes, scale);
+    if (bits == 4) sum_weights(codes, num_queries, num_tokens, start);
     for (int d = 0, n; d < dim; d += n) {
       __m256i kept[TOGETHER / 2][2]; /* (tokens / 2, 2) x 8 channels x 2 tokens */
       const int left = dim - d;
@@ -162,15 +191,15 @@ static void weigh_codes(const kvedge_probabilities *p, const kvedge_tile *values
       n = left < 16 ? left : 16;
       int i = 0;
 #define WEIGH(source, groups, num_channels, count)                                                                     \
-  weigh_groups(runs, values->token_stride, num_tokens, d, source, kept, groups, num_channels, count,                   \
-               codes + i * TOGETHER, scale + i, rescale + i, out + i * to->stride, to->stride)
+  weigh_groups(bits, runs, values->token_stride, num_tokens, d, source, kept, groups, num_channels, count,             \
+               codes + i * TOGETHER, start + i, scale + i, rescale + i, out + i * to->stride, to->stride)
 #define WEIGH_ROWS(count)                                                                                              \
   if (count == 1 && left >= 64) WEIGH(ROWS, 4, 16, count), n = 64;                                                     \
   else if (count <= 2 && left >= 32) WEIGH(ROWS, 2, 16, count), n = 32;                                                \
-  else if (left >= 16) WEIGH(ROWS, 1, 16, count);                                                                      \
+  else if (bits == 4 || left >= 16) WEIGH(ROWS, 1, 16, count);                                                         \
   else WEIGH(ROWS, 1, n, count)
 #define WEIGH_KEPT(count) WEIGH(KEPT, 1, n, count)
-      if (num_queries <= SUM_QUERIES) {
+      if (bits == 4 || num_queries <= SUM_QUERIES) {
         BY_FOURS(num_queries, WEIGH_ROWS)
         continue;
       }
@@ -251,5 +280,5 @@ static void weigh_floats(const kvedge_probabilities *p, const kvedge_tile *value
 static void KVEDGE_NAME(weighted_sum_int8)(const kvedge_probabilities *p, const kvedge_tile *values,
                                            const kvedge_accumulators *to) {
   if (p->planes == 3) weigh_floats(p, values, to);
-  else weigh_codes(p, values, to);
+  else weigh_codes(8, p, values, to);
 }
