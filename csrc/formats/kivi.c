@@ -138,8 +138,8 @@ static void decode_values(int dim, int bits, const void *run, int first, int cou
 /* ---- The table's rows ------------------------------------------------------------------------ */
 
 /* What a run can decode to, at most. */
-static float bound(const kvedge_row_shape *shape, int bits, int of_values, const void *codes, int64_t num_runs) {
-  const size_t bytes = run_bytes(shape->dim, bits, of_values), n = num_steps(shape->dim, of_values);
+static float bound_of_run(const kvedge_row_shape *shape, int bits, int of_values, const void *codes, int64_t num_runs) {
+  const size_t bytes = bytes_of_run(shape->dim, bits, of_values), n = num_steps(shape->dim, of_values);
   float largest = 0.0f;
   for (int64_t i = 0; i < num_runs; i++) {
     const run_parts p = parts_of((const char *)codes + (size_t)i * bytes, shape->dim, bits, of_values);
@@ -153,8 +153,8 @@ static float bound(const kvedge_row_shape *shape, int bits, int of_values, const
 }
 
 /* Finite; steps of no sign, lows that are not -0. At any address. */
-static int is_valid(const kvedge_row_shape *shape, int bits, int of_values, const void *codes, int64_t num_runs) {
-  const size_t n = num_steps(shape->dim, of_values), skipped = run_bytes(shape->dim, bits, of_values) - 4 * n;
+static int run_is_valid(const kvedge_row_shape *shape, int bits, int of_values, const void *codes, int64_t num_runs) {
+  const size_t n = num_steps(shape->dim, of_values), skipped = bytes_of_run(shape->dim, bits, of_values) - 4 * n;
   const char *at = codes;
   for (int64_t i = 0; i < num_runs; i++) {
     at += skipped;
@@ -168,13 +168,13 @@ static int is_valid(const kvedge_row_shape *shape, int bits, int of_values, cons
 }
 
 #define KIVI(bits_of_code, side, of_values)                                                                            \
-  static size_t bytes_##side##bits_of_code(int dim) { return run_bytes(dim, bits_of_code, of_values); }                \
+  static size_t bytes_##side##bits_of_code(int dim) { return bytes_of_run(dim, bits_of_code, of_values); }             \
   static void encode_##side##bits_of_code(const kvedge_row_shape *shape, const float *x, int64_t num_runs,             \
                                           void *codes, void *scales) {                                                 \
     (void)scales;                                                                                                      \
     for (int64_t i = 0; i < num_runs; i++)                                                                             \
       encode_##side(shape->dim, bits_of_code, x + i * RUN * shape->dim,                                                \
-                    (char *)codes + (size_t)i * run_bytes(shape->dim, bits_of_code, of_values));                       \
+                    (char *)codes + (size_t)i * bytes_of_run(shape->dim, bits_of_code, of_values));                    \
   }                                                                                                                    \
   static void decode_##side##bits_of_code(const kvedge_row_shape *shape, const void *run, int first, int count,        \
                                           float *x, ptrdiff_t stride) {                                                \
@@ -183,12 +183,12 @@ static int is_valid(const kvedge_row_shape *shape, int bits, int of_values, cons
   static float bound_##side##bits_of_code(const kvedge_row_shape *shape, const void *codes, const void *scales,        \
                                           int64_t num_runs) {                                                          \
     (void)scales;                                                                                                      \
-    return bound(shape, bits_of_code, of_values, codes, num_runs);                                                     \
+    return bound_of_run(shape, bits_of_code, of_values, codes, num_runs);                                              \
   }                                                                                                                    \
   static int is_valid_##side##bits_of_code(const kvedge_row_shape *shape, const void *codes, const void *scales,       \
                                            int64_t num_runs) {                                                         \
     (void)scales;                                                                                                      \
-    return is_valid(shape, bits_of_code, of_values, codes, num_runs);                                                  \
+    return run_is_valid(shape, bits_of_code, of_values, codes, num_runs);                                              \
   }                                                                                                                    \
   const kvedge_format_info kvedge_format_kivi##bits_of_code##_##side = {.id = KVEDGE_KIVI##bits_of_code,               \
                                                                         .name = "kivi" #bits_of_code,                  \

@@ -15,7 +15,7 @@ static inline size_t num_steps(int dim, int of_values) {
   return of_values ? (size_t)RUN * (size_t)((dim + GROUP - 1) / GROUP) : (size_t)dim;
 }
 
-static inline size_t run_bytes(int dim, int bits, int of_values) {
+static inline size_t bytes_of_run(int dim, int bits, int of_values) {
   return RUN * codes_row(dim, bits) + 2 * num_steps(dim, of_values) * sizeof(uint16_t);
 }
 

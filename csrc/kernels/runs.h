@@ -68,7 +68,7 @@ static inline void score_tile_of_runs(const run_kernels *kernels, const kvedge_q
   const int dim = keys->dim, bits = keys->bits, in_place = bits == 4 && kernels->of_codes.scores;
   const kvedge_cell *cell = in_place ? &kernels->of_codes : &kernels->of_bytes;
   const int most = RUN_CHANNELS / kvedge_padded_channels(dim);
-  const size_t bytes = run_bytes(dim, bits, 0);
+  const size_t bytes = bytes_of_run(dim, bits, 0);
   run_queries room;
   wide_run wide;
   for (int t = 0, r = 0, count; t < keys->num_tokens; t += count, r++) {
@@ -113,7 +113,7 @@ static inline void weigh_tile_of_runs(const run_kernels *kernels, const kvedge_p
                                       const kvedge_tile *values, const kvedge_accumulators *to) {
   const int bits = values->bits;
   const int in_place = bits == 4 && kernels->of_codes.scores && values->first % KVEDGE_BLOCK == 0;
-  const size_t bytes = run_bytes(values->dim, bits, 1);
+  const size_t bytes = bytes_of_run(values->dim, bits, 1);
   step_columns columns;
   wide_run wide;
   const char *blocks[KVEDGE_TILE_BLOCKS], *next[KVEDGE_TILE_BLOCKS];

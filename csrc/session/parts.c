@@ -1,5 +1,6 @@
-/* Layers with parts: first and last tokens in another format, runs of 32 tokens; as kvedge/layer_precise.py has them. */
-#include "session/contents.h"
+/* As kvedge/layer_precise.py has them. */
+#include "session/parts.h"
+
 #include "store/layer.h"
 
 enum { DRAFT = 64, ROOM = 64 }; /* tokens of last: that may be taken back; that are appended between two moves */

@@ -10,6 +10,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from helpers.precise import ATTENDS
 from helpers.reference import attention
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -126,18 +127,7 @@ def test_what_is_read_does_not_depend_on_how_tokens_come(cuts, kind, pending):
 
 @kinds
 @pytest.mark.parametrize("num_rows", [1, 7, 190])
-@pytest.mark.parametrize(
-    "attend",
-    [
-        {},
-        {"window": 45},
-        {"window": 9, "sink_tokens": 37},
-        {"start": 45, "sink_tokens": 3, "window": 30},
-        {"start": 189},
-        {"softcap": 2.0},
-        {"causal": False, "scale": -0.3},
-    ],
-)
+@pytest.mark.parametrize("attend", ATTENDS)
 def test_attention_is_that_over_what_is_read(options, num_rows, attend):
     cache = new_cache(options)
     other = sequence(cache, rows(2, 70))

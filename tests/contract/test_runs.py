@@ -9,7 +9,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.precise import DIM, DRAFT, HEADS, bits, cache_bits, cache_of, layer_of, read, rows
+from helpers.precise import (
+    ATTENDS,
+    DIM,
+    DRAFT,
+    HEADS,
+    bits,
+    cache_bits,
+    cache_of,
+    layer_of,
+    read,
+    rows,
+)
 from helpers.reference import attention
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -127,18 +138,7 @@ def test_keys_and_values_may_be_in_runs_of_their_own(keys, values):
 
 @pytest.mark.parametrize("dtype", CLASSES)
 @pytest.mark.parametrize("num_rows", [1, 7, 190])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"window": 45},
-        {"window": 9, "sink_tokens": 37},
-        {"start": 45, "sink_tokens": 3, "window": 30},
-        {"start": 189},
-        {"softcap": 2.0},
-        {"causal": False, "scale": -0.3},
-    ],
-)
+@pytest.mark.parametrize("options", ATTENDS)
 def test_attention_is_that_over_what_is_read(dtype, num_rows, options):
     layer = new_layer(dtype, recent=20, sinks=5)
     layer.extend(*rows(3, 190))

@@ -131,9 +131,7 @@ def test_readers_of_a_sliding_layer_see_one_moment(dtype, options, monkeypatch):
         end = time.monotonic() + SECONDS
         # Without a GIL this thread may be stopped where the layer is empty: each read shall see
         # tokens, in half a minute at most.
-        while not failures and time.monotonic() < (
-            end if len(counts) == len(READS) else end + 30
-        ):
+        while not failures and time.monotonic() < (end if len(counts) == len(READS) else end + 30):
             n = 1 if rng.random() < 0.7 else rng.randint(2, 20)
             appended[1] += n
             layer.extend(*rows(range(appended[0], appended[1])))

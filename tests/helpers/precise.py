@@ -8,6 +8,16 @@ from kvedge import KVCache
 
 HEADS, DIM = 2, 24
 DRAFT = 64  # tokens that may be taken back without a trace
+# Options of attend, each of which sees other tokens, or sees them otherwise, of 190.
+ATTENDS = [
+    {},
+    {"window": 45},
+    {"window": 9, "sink_tokens": 37},
+    {"start": 45, "sink_tokens": 3, "window": 30},
+    {"start": 189},
+    {"softcap": 2.0},
+    {"causal": False, "scale": -0.3},
+]
 
 
 def rows(seed, tokens, dim=DIM, size=1.0):
