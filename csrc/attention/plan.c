@@ -87,17 +87,25 @@ void kvedge_cut_view(kvedge_cache_view *view, kvedge_segment *segments, int64_t 
   }
 }
 
+/* What a path has for keys or values. (Decoding bounds what levels times such scales would take beyond float32.) */
+static const kvedge_cell *cell_of(const kvedge_kernels *kernels, const kvedge_view_side *side) {
+  static const kvedge_cell none = {.scores = NULL};
+  const unsigned format = side->format->id;
+  if (side->format->tokens_per_group > 1) return &kernels->runs;
+  if (format < KVEDGE_NUM_FORMATS) return &kernels->cells[format];
+  return side->bound > FLT_MAX / 8 ? &none : &kernels->grids;
+}
+
 /* The kernels of a call: those of the path for its formats, or float32's after decoding. */
 static void plan_kernels(kvedge_attention *a) {
   const kvedge_view_side *keys = &a->view.side[KEYS];
   a->kernels = kvedge_active();
   for (int s = 0; s < SIDES; s++) {
-    const unsigned format = a->view.side[s].format->id; /* grids have no cells */
     const kvedge_row_shape *rows = &a->view.side[s].shape;
     const int whole_bytes = rows->num_groups <= 1 || rows->group_size * a->view.side[s].format->bits % 8 == 0;
-    a->decodes[s] = format >= KVEDGE_NUM_FORMATS || !a->kernels->cells[format].scores || !whole_bytes;
-    a->cells[s] = &a->kernels->cells[a->decodes[s] ? KVEDGE_FLOAT32 : format];
-    if (a->view.side[s].format->tokens_per_group > 1) a->decodes[s] = 0, a->cells[s] = &a->kernels->runs;
+    a->cells[s] = cell_of(a->kernels, &a->view.side[s]);
+    a->decodes[s] = !a->cells[s]->scores || !whole_bytes;
+    if (a->decodes[s]) a->cells[s] = &a->kernels->cells[KVEDGE_FLOAT32];
   }
   const int grouped = keys->shape.num_groups && !a->decodes[KEYS];
   a->num_groups = grouped ? keys->shape.num_groups : 1;

@@ -72,6 +72,9 @@ extern const kvedge_format_info kvedge_format_int8, kvedge_format_float32, kvedg
     kvedge_format_grid8, kvedge_format_no_rows, kvedge_format_kivi2_keys, kvedge_format_kivi4_keys,
     kvedge_format_kivi8_keys, kvedge_format_kivi2_values, kvedge_format_kivi4_values, kvedge_format_kivi8_values;
 
+/* Of grids, by bits: their levels, by code. */
+extern const float *const kvedge_grid_levels[9];
+
 /* NULL: there is no such format. Of keys, where values have another one of that name. */
 const kvedge_format_info *kvedge_format_of(kvedge_format format);
 const kvedge_format_info *kvedge_value_format_of(kvedge_format format);

@@ -152,3 +152,13 @@ GRID(5)
 GRID(6)
 GRID(7)
 GRID(8)
+
+const float *const kvedge_grid_levels[9] = {NULL,
+                                            NULL,
+                                            kvedge_grid_levels_2,
+                                            kvedge_grid_levels_3,
+                                            kvedge_grid_levels_4,
+                                            kvedge_grid_levels_5,
+                                            kvedge_grid_levels_6,
+                                            kvedge_grid_levels_7,
+                                            kvedge_grid_levels_8};

@@ -84,9 +84,10 @@ typedef struct {
   ptrdiff_t scale_stride;    /* from the scales of a head to those of the next (head batch) */
   float factor;              /* what rows without scales are multiplied by: a power of two, at most 1 for values */
   const int8_t *levels;      /* (16) what codes of 4 bits stand for; NULL: int4's levels */
-  int bits, first;           /* of runs, of a head's keys or values (formats/kivi.h): `blocks` are those that hold the
-                              * tile's tokens, and `next` has one for each; bits of a code, and where in the first run
-                              * the tile begins. first + num_tokens is at most KVEDGE_TILE */
+  int bits;                  /* of a code */
+  int first;                 /* of runs, of a head's keys or values (formats/kivi.h): `blocks` are those that hold the
+                              * tile's tokens, and `next` has one for each; where in the first run the tile
+                              * begins. first + num_tokens is at most KVEDGE_TILE */
   kvedge_prefetch next;
 } kvedge_tile;
 
@@ -165,6 +166,7 @@ typedef struct kvedge_kernels {
   const char *name; /* as in KVEDGE_ISA */
   kvedge_tuning tuning;
   kvedge_cell cells[KVEDGE_NUM_FORMATS]; /* by kvedge_format */
+  kvedge_cell grids;                     /* of grids, by the bits of a tile: queries are floats; empty as in cells */
   kvedge_cell runs;                      /* of kivi2, kivi4 and kivi8: queries are floats, tiles tables of runs */
 
   /* max over i of the bits of |x[i]|: as a float the largest magnitude; >= 0x7f800000 tells of a NaN

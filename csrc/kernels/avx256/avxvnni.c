@@ -38,6 +38,7 @@ KVEDGE_INLINE void multiply_add_pairs(__m256i *sum, __m256i a, __m256i b) {
 #include "kernels/avx256/floats.h"
 #include "kernels/float_rows.h"
 #include "kernels/avx256/int4.h"
+#include "kernels/avx256/grids.h"
 
 #include "kernels/run_sums.h"
 #include "kernels/runs.h"

@@ -219,6 +219,7 @@ static void KVEDGE_NAME(transpose_scales)(const void *scales, kvedge_scale_type 
                 [KVEDGE_BFLOAT16] = KVEDGE_FLOAT_CELL(bfloat16),                                                     \
                 [KVEDGE_FP8_E4M3] = KVEDGE_FLOAT_CELL(fp8_e4m3),                                                     \
                 [KVEDGE_FP8_E5M2] = KVEDGE_FLOAT_CELL(fp8_e5m2)},                                                  \
+      .grids = KVEDGE_GRIDS_CELL,                                                                                  \
       .runs = of_runs,                                                                                             \
       .abs_max_bits = KVEDGE_NAME(abs_max_bits),                                                                   \
       .quantize = KVEDGE_NAME(quantize),                                                                           \

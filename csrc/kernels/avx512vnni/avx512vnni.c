@@ -19,6 +19,7 @@
 #define KVEDGE_NAME(function) function##_avx512vnni
 #include "kernels/avx512vnni/floats.h"
 #include "kernels/float_rows.h"
+#include "kernels/avx512vnni/grids.h"
 
 static uint32_t abs_max_bits_avx512vnni(const float *x, size_t n) {
   const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
@@ -309,6 +310,7 @@ const kvedge_kernels kvedge_kernels_avx512vnni = {
                [KVEDGE_BFLOAT16] = KVEDGE_FLOAT_CELL(bfloat16),
                [KVEDGE_FP8_E4M3] = KVEDGE_FLOAT_CELL(fp8_e4m3),
                [KVEDGE_FP8_E5M2] = KVEDGE_FLOAT_CELL(fp8_e5m2)},
+    .grids = KVEDGE_GRIDS_CELL,
     .runs = KVEDGE_RUNS_CELL(avx512vnni),
     .abs_max_bits = abs_max_bits_avx512vnni,
     .quantize = quantize_avx512vnni,
