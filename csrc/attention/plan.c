@@ -87,13 +87,13 @@ void kvedge_cut_view(kvedge_cache_view *view, kvedge_segment *segments, int64_t 
   }
 }
 
-/* What a path has for keys or values. (Decoding bounds what levels times such scales would take beyond float32.) */
+/* What a path has for keys or values. (Decoding a grid bounds what levels times very large scales would take beyond float32.) */
 static const kvedge_cell *cell_of(const kvedge_kernels *kernels, const kvedge_view_side *side) {
   static const kvedge_cell none = {.scores = NULL};
   const unsigned format = side->format->id;
   if (side->format->tokens_per_group > 1) return &kernels->runs;
   if (format < KVEDGE_NUM_FORMATS) return &kernels->cells[format];
-  return side->bound > FLT_MAX / 8 ? &none : &kernels->grids;
+  return side->bound > FLT_MAX / 8 || side->shape.num_groups > 1 ? &none : &kernels->grids;
 }
 
 /* The kernels of a call: those of the path for its formats, or float32's after decoding. */

@@ -1,6 +1,6 @@
-/* Grids (formats/grids.c) by the kernels of float32: codes become levels times the scale of their row, in room that stays in
- * the first-level cache, once for all queries of a call. Memory is read once, as codes. Included by a path after its kernels
- * of float32; the path first defines
+/* Grids (formats/grids.c) by the kernels of float32: codes become levels in room that stays in the first-level cache, once
+ * for all queries of a call; scales multiply scores and probabilities. Memory is read once, as codes. Included by a path
+ * after its kernels of float32; the path first defines
  *
  *   GRID_LOAD       bytes that it loads at once, at least 8: rows that it is given have as many or more
  *   GRID_CHANNELS   channels that it decodes at once, at least 8
@@ -26,7 +26,7 @@ static inline int grid_step(int dim) {
   return step < KVEDGE_BLOCK ? KVEDGE_BLOCK : step < KVEDGE_TILE ? step : KVEDGE_TILE;
 }
 
-/* Rows of a tile with scales, `stride` floats apart. What is written past the last channel, to the next multiple of
+/* Levels of a tile's rows, `stride` floats apart. What is written past the last channel, to the next multiple of
  * GRID_CHANNELS, is any number. In plain C: the last codes of a row are loaded with those before them, so that no byte past
  * it is read. */
 static __attribute__((noinline)) void KVEDGE_NAME(decode_rows)(const kvedge_tile *from, int row_bytes, float *out,
@@ -34,24 +34,18 @@ static __attribute__((noinline)) void KVEDGE_NAME(decode_rows)(const kvedge_tile
   if (decode_in_registers(from, row_bytes, out, stride)) return;
   const int bits = from->bits, last = row_bytes - 8;
   const float *levels = kvedge_grid_levels[bits];
-  const unsigned mask = (1u << bits) - 1;
+  const size_t mask = ((size_t)1 << bits) - 1;
   for (int t = 0; t < from->num_tokens; t++, out += stride) {
     const uint8_t *row = (const uint8_t *)kvedge_tile_row(from, t);
-    const float scale = from->scales[t];
+    prefetch_part(from, t / KVEDGE_BLOCK, row_bytes, t % KVEDGE_BLOCK, KVEDGE_BLOCK);
     for (int d = 0, begin = 0; d < from->dim; d += 8, begin += bits) {
       const int load = begin < last ? begin : last;
+      const uint8_t *at = row + load;
       uint64_t w = 0;
-      for (int i = 0; i < 8; i++) w |= (uint64_t)row[load + i] << 8 * i;
+#pragma GCC unroll 8
+      for (int i = 0; i < 8; i++) w |= (uint64_t)at[i] << 8 * i;
       w >>= 8 * (begin - load);
-      const float x[8] = {levels[w & mask],
-                          levels[w >> bits & mask],
-                          levels[w >> 2 * bits & mask],
-                          levels[w >> 3 * bits & mask],
-                          levels[w >> 4 * bits & mask],
-                          levels[w >> 5 * bits & mask],
-                          levels[w >> 6 * bits & mask],
-                          levels[w >> 7 * bits & mask]};
-      for (int i = 0; i < 8; i++) out[d + i] = x[i] * scale;
+      for (int i = 0; i < 8; i++, w >>= bits) out[d + i] = levels[w & mask];
     }
   }
 }
@@ -70,18 +64,16 @@ static __attribute__((noinline)) void KVEDGE_NAME(decode_short_rows)(const kvedg
   KVEDGE_NAME(decode_rows)(&tile, GRID_LOAD, out, stride);
 }
 
-/* Tokens first..first+num_tokens-1 of a tile as a tile of float32. What is to be prefetched with them is. */
-static inline kvedge_tile decode_tile(const kvedge_tile *from, int first, int num_tokens, grid_room *room) {
-  const int row_bytes = (from->dim * from->bits + 7) / 8, block = first / KVEDGE_BLOCK;
+/* Levels of up to `step` tokens of a tile, from `first` on, as a tile of float32. What is to be prefetched with them is. */
+static inline kvedge_tile decode_tile(const kvedge_tile *from, int first, int step, grid_room *room) {
+  const int row_bytes = (int)kvedge_packed_bytes(from->dim, from->bits), block = first / KVEDGE_BLOCK;
+  const int left = from->num_tokens - first, num_tokens = left < step ? left : step;
   const ptrdiff_t stride = grid_stride(from->dim);
   kvedge_tile part = *from;
-  part.blocks += block, part.scales += first, part.num_tokens = num_tokens;
-  for (int b = 0; b * KVEDGE_BLOCK < num_tokens; b++) {
+  part.blocks += block, part.num_tokens = num_tokens;
+  if (part.next.blocks) part.next.blocks += block;
+  for (int b = 0; b * KVEDGE_BLOCK < num_tokens; b++)
     room->blocks[b] = (const char *)(room->rows + b * KVEDGE_BLOCK * stride);
-    if (from->next.blocks)
-      prefetch_bytes((const char *)((uintptr_t)from->next.blocks[block + b] + (uintptr_t)from->next.offset),
-                     KVEDGE_BLOCK * (ptrdiff_t)row_bytes);
-  }
   if (row_bytes < GRID_LOAD) KVEDGE_NAME(decode_short_rows)(&part, row_bytes, room->rows, stride);
   else KVEDGE_NAME(decode_rows)(&part, row_bytes, room->rows, stride);
   return (kvedge_tile){.blocks = room->blocks,
@@ -93,13 +85,15 @@ static inline kvedge_tile decode_tile(const kvedge_tile *from, int first, int nu
 
 static void KVEDGE_NAME(scores_of_grids)(const kvedge_query *q, const kvedge_tile *keys, float *scores,
                                          int accumulate) {
+  (void)accumulate; /* keys have one group */
   grid_room room;
-  const int step = grid_step(keys->dim);
+  const int step = grid_step(keys->dim), padded = (keys->num_tokens + KVEDGE_BLOCK - 1) / KVEDGE_BLOCK * KVEDGE_BLOCK;
   for (int t = 0; t < keys->num_tokens; t += step) {
-    const int left = keys->num_tokens - t;
-    const kvedge_tile tile = decode_tile(keys, t, left < step ? left : step, &room);
-    KVEDGE_NAME(scores_float32)(q, &tile, scores + t, accumulate);
+    const kvedge_tile tile = decode_tile(keys, t, step, &room);
+    KVEDGE_NAME(scores_float32)(q, &tile, scores + t, 0);
   }
+  for (int i = 0; i < q->num_queries; i++)
+    for (int t = 0; t < padded; t++) scores[i * KVEDGE_TILE + t] *= keys->scales[t];
 }
 
 static void KVEDGE_NAME(weighted_sum_of_grids)(const kvedge_probabilities *p, const kvedge_tile *values,
@@ -107,12 +101,15 @@ static void KVEDGE_NAME(weighted_sum_of_grids)(const kvedge_probabilities *p, co
   static const float ones[KVEDGE_STACK] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
                                            1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
   grid_room room;
-  const int step = grid_step(values->dim);
-  kvedge_probabilities of_step = *p;
+  _Alignas(64) float weights[KVEDGE_STACK * KVEDGE_TILE];
+  const int step = grid_step(values->dim), padded = (values->num_tokens + KVEDGE_BLOCK - 1) / KVEDGE_BLOCK * KVEDGE_BLOCK;
+  for (int i = 0; i < p->num_queries; i++)
+    for (int t = 0; t < padded; t++)
+      weights[i * KVEDGE_TILE + t] = p->p[i * KVEDGE_TILE + t] * values->scales[t];
   kvedge_accumulators add = *to;
-  for (int t = 0; t < values->num_tokens; t += step, of_step.p += step, add.rescale = ones) {
-    const int left = values->num_tokens - t;
-    const kvedge_tile tile = decode_tile(values, t, left < step ? left : step, &room);
+  for (int t = 0; t < values->num_tokens; t += step, add.rescale = ones) {
+    const kvedge_probabilities of_step = {.num_queries = p->num_queries, .planes = p->planes, .p = weights + t};
+    const kvedge_tile tile = decode_tile(values, t, step, &room);
     KVEDGE_NAME(weighted_sum_float32)(&of_step, &tile, &add);
   }
 }

@@ -13,6 +13,15 @@ KVEDGE_INLINE void prefetch_bytes(const char *bytes, ptrdiff_t n) {
     __builtin_prefetch((const void *)line, 0, 2);
 }
 
+/* The part-th of `parts` of what a tile prefetches with block `block`, as many bytes as its rows have: a few lines at a
+ * time, since a core waits, or drops them, when many are on their way. */
+KVEDGE_INLINE void prefetch_part(const kvedge_tile *tile, int block, int row_bytes, int part, int parts) {
+  if (!tile->next.blocks) return;
+  const int from = KVEDGE_BLOCK * row_bytes * part / parts, to = KVEDGE_BLOCK * row_bytes * (part + 1) / parts;
+  const uintptr_t rows = (uintptr_t)tile->next.blocks[block] + (uintptr_t)tile->next.offset;
+  prefetch_bytes((const char *)(rows + (uintptr_t)from), to - from);
+}
+
 static inline void merge_row_portable(float *to, float keep, const float *from, float add, int n) {
   for (int d = 0; d < n; d++) to[d] = to[d] * keep + from[d] * add;
 }

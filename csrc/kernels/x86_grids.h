@@ -18,8 +18,6 @@
  * are loaded with those before them, so that no byte past it is read. */
 #include "formats/format.h"
 
-enum { GRID_LOAD = FLOATS, GRID_CHANNELS = FLOATS };
-
 /* Which bytes hold the code of each dword, and where in them it begins. */
 typedef struct {
   integers bytes, shift;
@@ -49,24 +47,25 @@ KVEDGE_INLINE int decode_codes(const int bits, const kvedge_tile *from, int row_
   if (FLOATS * tables < 1 << bits) levels += (1 << bits) - FLOATS * tables;
 #pragma GCC unroll 8
   for (int i = 0; i < tables; i++) table[i] = load_floats(levels + FLOATS * i);
+  const int columns = (from->dim + FLOATS - 1) / FLOATS;
   for (int d = 0; d < from->dim; d += FLOATS, out += FLOATS) {
-    const int begin = d / 8 * bits, last = row_bytes - GRID_LOAD, load = begin < last ? begin : last;
+    const int begin = d / 8 * bits, last = row_bytes - FLOATS, load = begin < last ? begin : last;
     const integers bytes = V(add_epi8)(at.bytes, V(set1_epi8)((char)(begin - load)));
     float *to = out;
     for (int t = 0; t < from->num_tokens; t += KVEDGE_BLOCK) {
       const char *row = kvedge_tile_block(from, t) + load;
-      const float *scales = from->scales + t;
+      prefetch_part(from, t / KVEDGE_BLOCK, row_bytes, d / FLOATS, columns);
       const int left = from->num_tokens - t, rows = left < KVEDGE_BLOCK ? left : KVEDGE_BLOCK;
       for (int r = 0; r < rows; r++, row += from->token_stride, to += stride) {
         const integers codes = V(srlv_epi32)(V(shuffle_epi8)(load_codes(row), bytes), at.shift);
-        store_floats(to, multiply_floats(levels_by(bits, table, codes), all_floats(scales[r])));
+        store_floats(to, levels_by(bits, table, codes));
       }
     }
   }
   return 1;
 }
 
-static inline int decode_in_registers(const kvedge_tile *from, int row_bytes, float *out, ptrdiff_t stride) {
+static inline int decode_to_floats(const kvedge_tile *from, int row_bytes, float *out, ptrdiff_t stride) {
   const code_places at = places_of(from->bits);
   switch (from->bits) {
 #define DECODE(bits)                                                                                                   \

@@ -30,4 +30,7 @@ KVEDGE_INLINE floats levels_by(const int bits, const floats *table, integers cod
 }
 
 #include "kernels/x86_grids.h"
+
+enum { GRID_LOAD = FLOATS, GRID_CHANNELS = FLOATS };
+#define decode_in_registers decode_to_floats
 #include "kernels/grids.h"
