@@ -38,6 +38,14 @@ static __attribute__((noinline)) void KVEDGE_NAME(decode_rows)(const kvedge_tile
   for (int t = 0; t < from->num_tokens; t++, out += stride) {
     const uint8_t *row = (const uint8_t *)kvedge_tile_row(from, t);
     prefetch_part(from, t / KVEDGE_BLOCK, row_bytes, t % KVEDGE_BLOCK, KVEDGE_BLOCK);
+    if (bits == 8) {
+      for (int d = 0; d < from->dim; d++) {
+        size_t code = row[d];
+        __asm__("" : "+r"(code)); /* else compilers make vectors of codes, and take them apart again */
+        out[d] = levels[code];
+      }
+      continue;
+    }
     for (int d = 0, begin = 0; d < from->dim; d += 8, begin += bits) {
       const int load = begin < last ? begin : last;
       const uint8_t *at = row + load;

@@ -1,5 +1,5 @@
-/* Levels of grids: up to 4 bits from tables of 8 floats (kernels/x86_grids.h), 5 to 8 bits byte by byte of the floats from tables
- * of 16 bytes. Part of avx2.c and avxvnni.c, after floats.h.
+/* Levels of grids: up to 4 bits from tables of 8 floats (kernels/x86_grids.h), 5 to 7 bits byte by byte of the floats from tables
+ * of 16 bytes. (8 bits would take as many instructions as loading each level.) Part of avx2.c and avxvnni.c, after floats.h.
  *
  *   vpshufb, vpmullw, vpsrlw   codes to words, their bits to the upper byte, and down       p15, p01, p01
  *   vpshufb, vpblendvb         a byte of 32 levels, by 4 bits of their codes; by the others   p15, 2 of p015
@@ -49,27 +49,27 @@ KVEDGE_INLINE __m256i words_of(const uint8_t *row, int begin, int last, const wo
 
 /* One of the four bytes of 32 levels by codes below 16 * count. */
 KVEDGE_INLINE __m256i byte_of_levels(const int count, const uint8_t table[][16], __m256i codes) {
-  __m256i byte[8];
-#pragma GCC unroll 8
+  __m256i byte[4];
+#pragma GCC unroll 4
   for (int i = 0; i < count; i++)
     byte[i] = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)table[i])), codes);
-#pragma GCC unroll 3
+#pragma GCC unroll 2
   for (int left = count / 2, bit = 4; left > 0; left /= 2, bit++) {
     const __m256i upper = _mm256_slli_epi16(codes, 7 - bit);
-#pragma GCC unroll 4
+#pragma GCC unroll 2
     for (int i = 0; i < left; i++) byte[i] = _mm256_blendv_epi8(byte[2 * i], byte[2 * i + 1], upper);
   }
   return byte[0];
 }
 
-/* Rows of codes of 5 to 8 bits. Of 7 and 8 bits tables have the lower half of the levels, which the upper half mirrors.
+/* Rows of codes of 5 to 7 bits. Of 7 bits tables have the lower half of the levels, which the upper half mirrors.
  * (`bits`: a constant where this is inlined.) */
 KVEDGE_INLINE int decode_by_bytes(const int bits, const kvedge_tile *from, int row_bytes, float *out,
                                   ptrdiff_t stride) {
   const int mirrors = bits > 6, tables = (1 << (bits - mirrors)) / 16, last = row_bytes - 16;
   const word_places at = word_places_of(bits);
   const __m256i mask = _mm256_set1_epi8((char)((1 << (bits - mirrors)) - 1));
-  uint8_t table[4][8][16];
+  uint8_t table[4][4][16];
   for (int code = 0; code < 16 * tables; code++) {
     const uint32_t level = kvedge_bits_of_float(kvedge_grid_levels[bits][code]);
     for (int b = 0; b < 4; b++) table[b][code / 16][code % 16] = (uint8_t)(level >> 8 * b);
@@ -108,7 +108,6 @@ static inline int decode_in_registers(const kvedge_tile *from, int row_bytes, fl
     DECODE(5);
     DECODE(6);
     DECODE(7);
-    DECODE(8);
 #undef DECODE
   }
   return decode_to_floats(from, row_bytes, out, stride);
