@@ -121,6 +121,22 @@ def test_stored_bytes_are_those_of_the_formula(dtype, dim, value_dim):
     assert cache.used_bytes == 64 * int(np.ceil(per_token))
 
 
+@pytest.mark.parametrize("dtype", CLASSES)
+@pytest.mark.filterwarnings("error")
+def test_the_largest_halves_are_stored_without_a_warning(dtype):
+    """Steps as large as runs have them: half of the range below 0, half above."""
+    layer = new_layer(dtype)
+    x = np.where(np.arange(96 * HEADS * DIM) % 3 == 0, 65504, -65504).astype(np.float32)
+    x = x.reshape(96, HEADS, DIM)
+    layer.extend(x, x)
+    step = 2 * 65504 / (2 ** BITS[dtype] - 1)
+    np.testing.assert_allclose(read(layer), np.stack([x, x]), atol=0.51 * step * 1.001)
+    query = rows(8, 1)[0][0].repeat(2, axis=0) * 1e-4
+    wanted, _ = attention(query[None], *read(layer))
+    atol = 2e-4 * np.abs(wanted).max()
+    np.testing.assert_allclose(layer.attend(query), wanted[0], atol=atol)
+
+
 @pytest.mark.parametrize(("keys", "values"), [("kivi4", "kivi2"), ("kivi2", "kivi8")])
 def test_keys_and_values_may_be_in_runs_of_their_own(keys, values):
     """Each side is as by itself."""
