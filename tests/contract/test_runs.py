@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +28,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import kvedge
-from kvedge import KVCache, Rope, append_batch, attend_batch, errors
+from kvedge import KvBlockPool, KVCache, PagedKvCache, Rope, append_batch, attend_batch, errors
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "runs"
 RUN = 32
@@ -191,6 +192,31 @@ def test_a_rejected_draft_leaves_no_trace(options):
     never = new_layer(**options)
     never.extend(*tokens[:, :129])
     assert bits(layer) == bits(never)
+
+
+@pytest.mark.parametrize("start", [0, 45])
+def test_a_long_prompt_takes_little_room_besides(start):
+    """Runs are encoded in pieces, in a cache and in a pool."""
+    prompt = rows(41, 20_000)
+    cache, pool = (
+        KVCache(1, HEADS, DIM, dtype="kivi4"),
+        KvBlockPool(700, 32, 1, HEADS, DIM, "kivi4"),
+    )
+    paged = PagedKvCache(pool)
+    seq = paged.new_sequence()
+    cache.append(0, *rows(42, 200))
+    paged.append(seq, 0, *rows(42, 200))
+    cache.advance(200), paged.advance(seq, 200)
+    cache.truncate(start), paged.truncate(seq, start)
+    for append in (cache.append, lambda layer, *rows: paged.append(seq, layer, *rows)):
+        tracemalloc.start()
+        append(0, *prompt)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < prompt.nbytes / 4
+    cache.advance(20_000), paged.advance(seq, 20_000)
+    np.testing.assert_array_equal(cache.k(0), paged.k(seq, 0))
+    np.testing.assert_array_equal(cache.v(0), paged.v(seq, 0))
 
 
 @settings(max_examples=40, deadline=None)
