@@ -65,8 +65,7 @@ static __attribute__((noinline)) void KVEDGE_NAME(decode_short_rows)(const kvedg
   const char *blocks[KVEDGE_TILE_BLOCKS];
   kvedge_tile tile = *from;
   memset(rows, 0, sizeof rows);
-  for (int t = 0; t < from->num_tokens; t++)
-    memcpy(rows + t * GRID_LOAD, kvedge_tile_row(from, t), (size_t)row_bytes);
+  for (int t = 0; t < from->num_tokens; t++) memcpy(rows + t * GRID_LOAD, kvedge_tile_row(from, t), (size_t)row_bytes);
   for (int b = 0; b < KVEDGE_TILE_BLOCKS; b++) blocks[b] = rows + b * KVEDGE_BLOCK * GRID_LOAD;
   tile.blocks = blocks, tile.offset = 0, tile.token_stride = GRID_LOAD;
   KVEDGE_NAME(decode_rows)(&tile, GRID_LOAD, out, stride);
@@ -110,10 +109,10 @@ static void KVEDGE_NAME(weighted_sum_of_grids)(const kvedge_probabilities *p, co
                                            1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
   grid_room room;
   _Alignas(64) float weights[KVEDGE_STACK * KVEDGE_TILE];
-  const int step = grid_step(values->dim), padded = (values->num_tokens + KVEDGE_BLOCK - 1) / KVEDGE_BLOCK * KVEDGE_BLOCK;
+  const int step = grid_step(values->dim),
+            padded = (values->num_tokens + KVEDGE_BLOCK - 1) / KVEDGE_BLOCK * KVEDGE_BLOCK;
   for (int i = 0; i < p->num_queries; i++)
-    for (int t = 0; t < padded; t++)
-      weights[i * KVEDGE_TILE + t] = p->p[i * KVEDGE_TILE + t] * values->scales[t];
+    for (int t = 0; t < padded; t++) weights[i * KVEDGE_TILE + t] = p->p[i * KVEDGE_TILE + t] * values->scales[t];
   kvedge_accumulators add = *to;
   for (int t = 0; t < values->num_tokens; t += step, add.rescale = ones) {
     const kvedge_probabilities of_step = {.num_queries = p->num_queries, .planes = p->planes, .p = weights + t};

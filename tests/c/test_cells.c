@@ -15,14 +15,21 @@ static kvedge_format format;
 static const struct {
   const char *name;
   int bits; /* of an element */
-} formats[KVEDGE_NUM_FORMATS] = {
+} formats[KVEDGE_GRID8 + 1] = {
     [KVEDGE_INT8] = {"int8",     8 },
       [KVEDGE_FLOAT32] = {"float32",  32},
       [KVEDGE_FLOAT16] = {"float16",  16},
     [KVEDGE_BFLOAT16] = {"bfloat16", 16},
       [KVEDGE_FP8_E4M3] = {"fp8_e4m3", 8 },
       [KVEDGE_FP8_E5M2] = {"fp8_e5m2", 8 },
-    [KVEDGE_INT4] = {"int4",     4 }
+    [KVEDGE_INT4] = {"int4",     4 },
+      [KVEDGE_GRID2] = {"grid2",    2 },
+      [KVEDGE_GRID3] = {"grid3",    3 },
+    [KVEDGE_GRID4] = {"grid4",    4 },
+      [KVEDGE_GRID5] = {"grid5",    5 },
+      [KVEDGE_GRID6] = {"grid6",    6 },
+    [KVEDGE_GRID7] = {"grid7",    7 },
+      [KVEDGE_GRID8] = {"grid8",    8 }
 };
 
 static size_t bytes_of(int elements) { return kvedge_packed_bytes(elements, formats[format].bits); }
@@ -41,8 +48,11 @@ typedef enum { PLAIN, EXTREME, TINY, NUM_KINDS } row_kind;
 
 static int is_fp8(void) { return format == KVEDGE_FP8_E4M3 || format == KVEDGE_FP8_E5M2; }
 
-/* Are elements integers of 8 bits, or levels that are, with scales? */
-static int is_scaled(void) { return format == KVEDGE_INT8 || format == KVEDGE_INT4; }
+/* Are elements levels that are floats, with scales? */
+static int is_grid(void) { return format >= KVEDGE_GRID2; }
+
+/* Are elements levels, or integers of 8 bits, with scales? */
+static int is_scaled(void) { return format == KVEDGE_INT8 || format == KVEDGE_INT4 || is_grid(); }
 
 /* Are all elements between 2^-24 and 2^16? */
 static int is_narrow(void) { return format == KVEDGE_FLOAT16 || is_fp8(); }
@@ -67,7 +77,16 @@ static uint16_t random_half(row_kind kind) {
 static void store_element(char *row, row_kind kind, int t, int d) {
   char *to = row + d * formats[format].bits / 8;
   const float sign = (t / 2 + d / 3) % 2 ? 1.0f : -1.0f;
-  if (format == KVEDGE_INT4) {
+  if (is_grid()) {
+    const int bits = formats[format].bits, last = (1 << bits) - 1;
+    const int code = kind == EXTREME ? (sign > 0 ? last : 0)
+                     : kind == TINY  ? last / 2 + random_below(2)
+                                     : random_below(last + 1);
+    for (int i = d * bits; i < (d + 1) * bits; i++) {
+      const int bit = 1 << i % 8;
+      row[i / 8] = (char)(code >> (i - d * bits) & 1 ? row[i / 8] | bit : row[i / 8] & ~bit);
+    }
+  } else if (format == KVEDGE_INT4) {
     const int code = kind == EXTREME ? (sign > 0 ? 15 : 0) : kind == TINY ? 7 + random_below(2) : random_below(16);
     *to = (char)(d % 2 ? (*to & 15) | code << 4 : (*to & ~15) | code);
   } else if (format == KVEDGE_INT8) {
@@ -96,6 +115,12 @@ static double element(const char *row, int d) {
   uint16_t half;
   uint32_t bits;
   float x;
+  if (is_grid()) {
+    const int width = formats[format].bits;
+    int code = 0;
+    for (int i = 0; i < width; i++) code |= (row[(d * width + i) / 8] >> (d * width + i) % 8 & 1) << i;
+    return kvedge_grid_levels[width][code];
+  }
   if (format == KVEDGE_INT4) return kvedge_int4_levels[*(const uint8_t *)from >> 4 * (d % 2) & 15];
   if (format == KVEDGE_INT8) return *(const int8_t *)from;
   if (format == KVEDGE_FLOAT32) return memcpy(&x, from, sizeof x), x;
@@ -179,7 +204,8 @@ static tile_rows new_tile(shape at, int heads, row_kind kind, float factor) {
                          .token_stride = (ptrdiff_t)stride,
                          .num_tokens = at.num_tokens,
                          .dim = at.dim,
-                         .factor = is_scaled() ? NAN : factor};
+                         .factor = is_scaled() ? NAN : factor,
+                         .bits = formats[format].bits};
   for (int t = 0; t < at.num_tokens; t++)
     for (int d = 0; d < width; d++) store_element(row_of(&r, t), kind, t, d);
   if (is_scaled()) add_scales(&r, at.num_tokens, factor);
@@ -407,7 +433,7 @@ static void check_scores(const float *scores, shape at) {
 
 static void score_case(shape at, int heads) {
   const row_kind kind = random_kind();
-  const int accumulate = random_below(2);
+  const int accumulate = !is_grid() && random_below(2);
   query_rows rows = new_query(at, kind);
   tile_rows keys = new_tile(at, heads, kind, random_factor(kind, 0));
   block scores_block = new_block((size_t)at.num_queries * KVEDGE_TILE * 4);
@@ -451,7 +477,9 @@ static void expect_weighing(const weighing *w, shape at, const tile_rows *r) {
     for (int d = 0; d < at.dim; d++) {
       const double kept = (double)w->acc[i * w->to.stride + d] * w->rescale[i];
       sum[d] += kept;
-      if (is_scaled()) /* weights that are nothing beside those of some other tile may be 0 */
+      if (is_grid()) /* sums of floats; products with scales that are denormal may be 0 */
+        error[d] = 2e-6 * (size[d] + fabs(kept)) + 0x1p-100 * total[d] + 1e-37;
+      else if (is_scaled()) /* weights that are nothing beside those of some other tile may be 0 */
         error[d] = (step * largest + 0x1p-100) * total[d] + 6e-7 * size[d] + 2e-7 * fabs(kept) + 1e-37;
       else error[d] = 2e-6 * (size[d] + fabs(kept)) + (is_narrow() ? 1e-36 : 1e-33);
     }
@@ -592,6 +620,10 @@ static void test_table(void) {
   end();
   for (int f = 0; f < KVEDGE_NUM_FORMATS; f++) {
     format = (kvedge_format)f, cell = &kernels->cells[f];
+    if (cell->scores) test_cell();
+  }
+  for (int f = KVEDGE_GRID2; f <= KVEDGE_GRID8; f++) {
+    format = (kvedge_format)f, cell = &kernels->grids;
     if (cell->scores) test_cell();
   }
 }

@@ -8,9 +8,7 @@ KVEDGE_INLINE int tables_of(const int bits) {
 typedef __m512i integers;
 
 KVEDGE_INLINE integers load_integers(const int32_t *p) { return _mm512_loadu_si512(p); }
-KVEDGE_INLINE integers load_codes(const char *p) {
-  return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)p));
-}
+KVEDGE_INLINE integers load_codes(const char *p) { return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)p)); }
 
 KVEDGE_INLINE floats levels_by(const int bits, const floats *table, integers codes) {
   const __mmask16 mirrored = bits > 6 ? _mm512_testn_epi32_mask(codes, _mm512_set1_epi32(1 << (bits - 1))) : 0;
