@@ -28,9 +28,6 @@ def main() -> None:
     kvedge.set_num_threads(1)
     heads, dim = options.heads, options.head_dim
     names = "".join(f"{f'{bits} bits':>9}" for bits in options.bits)
-    print(
-        f"{kvedge.system.machine().isa}: {heads} heads of {dim}, {options.group} queries for each"
-    )
     print(f"{'tokens':>7}{'int8 us':>9}{names}")
     rng = np.random.default_rng(0)
     for tokens in options.tokens:
@@ -40,9 +37,8 @@ def main() -> None:
         caches += [MultiHeadKvCache(heads, KvCacheConfig(dim, bits)) for bits in options.bits]
         for cache in caches:
             cache.extend(keys, values)
-        best = np.min(
-            [[seconds(cache, query) for cache in caches] for _ in range(options.rounds)], 0
-        )
+        rounds = [[seconds(cache, query) for cache in caches] for _ in range(options.rounds)]
+        best = np.min(rounds, axis=0)
         ratios = "".join(f"{ratio:9.2f}" for ratio in best[1:] / best[0])
         print(f"{tokens:7}{best[0] * 1e6:9.0f}{ratios}", flush=True)
 
