@@ -225,7 +225,7 @@ class PagedKvCache(PagedExchange):
         assert contents is not None
         store, recent = pool._stores[layer], pool._recent
         rows = (keys, values)
-        recent.refuse(keys, values)
+        recent.refuse(keys, values, store._key_map)
         plan = recent.plan(contents, layer, len(keys))
         # Runs are written once they are full, from the first of their tokens on.
         writes = plan.writes_run or not pool._config.in_runs

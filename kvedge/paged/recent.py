@@ -198,13 +198,14 @@ class RecentTokens(BlockOwners):
 
     # ---- appending -------------------------------------------------------------------------------
 
-    def refuse(self, keys: np.ndarray, values: np.ndarray) -> None:
-        """Raise if rows that could be stored here cannot become runs."""
+    def refuse(self, keys: np.ndarray, values: np.ndarray, key_map: KeyMap) -> None:
+        """Raise if rows that could be stored here cannot become runs, or rows beside them."""
         config = self.whole
-        if config.in_runs and config.recent_dtype != "float16":  # whose range is that of runs
+        # The range of float16 is that of runs.
+        if config.in_runs and not (config.recent_dtype == "float16" and key_map.is_plain):
             checks.check_finite(keys, "keys")
             checks.check_finite(values, "values")
-            config.key_format.refuse(keys, "keys", config.key_rows)
+            config.key_format.refuse(key_map.to_stored(keys), "keys", config.key_rows)
             config.value_format.refuse(values, "values", config.value_rows)
 
     def check(self, layer: int, keys: np.ndarray, values: np.ndarray) -> None:
