@@ -158,8 +158,7 @@ void kvedge_attention_plan(kvedge_attention *a, const kvedge_cache_view *view, i
   else kvedge_attention_defaults(&a->options);
   if (a->options.mask) a->options.mask += a->options.start * a->options.mask_strides[2];
   if (a->options.bias) a->options.bias += a->options.start * a->options.bias_strides[2];
-  a->options.start = 0;                                                              /* the view begins there */
-  if (kvedge_is_of_runs(view->side[VALUES].format)) a->options.tolerance = 0.0f; /* runs are read whole */
+  a->options.start = 0; /* the view begins there */
   if (isnan(a->options.scale)) a->options.scale = (float)(1.0 / sqrt(dim));
   /* A window that hides nothing is none, and sums with it stay in range. */
   if (a->options.window >= first_position + num_rows) a->options.window = 0;

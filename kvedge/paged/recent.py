@@ -293,7 +293,8 @@ class RecentTokens(BlockOwners):
         """Keys and values of the runs that a plan fills, as they are to be encoded."""
         n = plan.stop // RUN * RUN - plan.start
         own = replace(self.config, capacity=n, limit=n)
-        scratch = registry.active("BlockStore")(own, memory.reserve_slabs(own), None)
+        scale = self.stores[layer]._key_map.scale
+        scratch = registry.active("BlockStore")(own, memory.reserve_slabs(own), scale)
         scratch.write(_FIRST, n, 0, *(side[:n] for side in rows))
         made = [scratch.read(values, _FIRST, n, 0, n) for values in (False, True)]
         if before is not None:
