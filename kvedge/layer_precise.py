@@ -8,9 +8,10 @@ grows old is no longer read there, and nothing has to be moved or stored again. 
 A layer of runs (``dtype="kivi4"``) has no rows of its own: 32 tokens of a head, at positions that
 begin with a multiple of 32, are encoded together and lie in a third part; the others are among the
 last tokens. Where keys alone are in runs, or values alone, the other side's rows lie in that part
-as well, and come there with the runs. Which bytes a run gets depends on its tokens alone, as `recent_dtype` has them. The
-runs end with the last whole one, unless the layer has gone back into one of them, further than the
-last tokens reach: then they end there, and what follows is encoded anew with the run's tokens.
+as well, and come there with the runs. Which bytes a run gets depends on its tokens alone, as
+`recent_dtype` has them. The runs end with the last whole one, unless the layer has gone back into
+one of them, further than the last tokens reach: then they end there, and what follows is encoded
+anew with the run's tokens.
 
 A reader takes `Held`, which has the parts of one moment. A writer that has no room in the layer of
 the last tokens copies what is still needed to another one, and replaces `now` as a whole.
@@ -622,9 +623,7 @@ def parts_of_range(
     ]
     if config.in_runs:  # from the start of a run on
         arrays.append(memory.rows_of(parts[2].arrays, config.runs(RUN), start, stop))
-    return tuple(
-        part._replace(arrays=rows) for part, rows in zip(parts, arrays, strict=True)
-    )
+    return tuple(part._replace(arrays=rows) for part, rows in zip(parts, arrays, strict=True))
 
 
 def tail_of(config: LayerConfig, n: int, sinks: int, last: int, runs: int | None) -> int:

@@ -7,9 +7,9 @@ The format is safetensors, which other tools can read. Per layer i it holds
     layers.{i}.key_offset, layers.{i}.key_scale      (num_kv_heads, head_dim) F32, if it has one
     layers.{i}.first.key_codes, ..., layers.{i}.last.value_scales    first and last tokens again, in
                                                      recent_dtype, if it has such
-    layers.{i}.runs.key_codes, ..., layers.{i}.runs.value_scales     whole runs of 32 tokens, where
-                                                     keys or values are in runs: (runs, num_kv_heads,
-                                                     bytes) U8, or rows of the side that is not
+    layers.{i}.runs.key_codes, ..., layers.{i}.runs.value_scales    whole runs of 32 tokens, if keys
+                                                     or values are in such: (runs, num_kv_heads,
+                                                     bytes) U8, and rows of a side that is not
 
 and as metadata, all text, the fields of ``FIELDS``, ``value_dtype`` and ``value_head_dim`` where
 values have another type and width than keys, ``key_scale`` where layers take theirs from their

@@ -158,8 +158,7 @@ static const char *metadata_fault(const kvedge_session *session) {
 static const char *format_fault(const kvedge_layer_config *config) {
   for (int values = 0; values < 2; values++) {
     const kvedge_format_info *format = kvedge_side_format(config, values);
-    if (!format->file_type || kvedge_is_of_runs(format))
-      return "a layer has a format that session files do not hold";
+    if (!format->file_type || kvedge_is_of_runs(format)) return "a layer has a format that session files do not hold";
     if ((format->id == KVEDGE_NO_ROWS) != (config->format == KVEDGE_NO_ROWS)) return "a layer has keys or values only";
   }
   return NULL;

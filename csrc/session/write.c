@@ -32,7 +32,8 @@ static int parts_can_be_written(const kvedge_contents *contents, int index, cons
   const kvedge_layer_config runs = kvedge_runs_config(&stored);
   const int64_t before = kvedge_runs_begin(layer) - parts->runs_position; /* runs that are not written */
   return kvedge_same_rows(&layer->runs.config, &runs) && keys_are_alike(contents, index, layer, RUNS) &&
-         parts->runs_position >= 0 && before >= 0 && before % KVEDGE_RUN == 0 && kvedge_layer_len(parts->runs) - before >= layer->runs.num_tokens;
+         parts->runs_position >= 0 && before >= 0 && before % KVEDGE_RUN == 0 &&
+         kvedge_layer_len(parts->runs) - before >= layer->runs.num_tokens;
 }
 
 static int can_be_written(const kvedge_contents *contents) {

@@ -55,8 +55,7 @@ kvedge_status kvedge_layer_reserve(kvedge_layer **grown, int64_t num_tokens) {
 /* ---- Keeping some ---------------------------------------------------------------------------- */
 
 kvedge_status kvedge_layer_keep(kvedge_layer *layer, const int64_t *tokens, int64_t num_tokens) {
-  if (!layer || num_tokens < 0 || (num_tokens > 0 && !tokens) || kvedge_holds_runs(layer))
-    return KVEDGE_ERROR_ARGUMENT;
+  if (!layer || num_tokens < 0 || (num_tokens > 0 && !tokens) || kvedge_holds_runs(layer)) return KVEDGE_ERROR_ARGUMENT;
   int64_t row;
   const int64_t len = kvedge_layer_range(layer, &row);
   for (int64_t i = 0; i < num_tokens; i++)

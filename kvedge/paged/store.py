@@ -136,8 +136,7 @@ class BlockStoreMethods(LayerCore):
             )
         )
         for tokens, positions in runs(table, block_size, start, stop):
-            for copy, slab in zip(self._rows(copies, tokens), self._rows(self._slabs, positions)):
-                copy[:] = slab
+            _copy(self._rows(self._slabs, positions), self._rows(copies, tokens))
         return copies
 
     def scatter(
@@ -146,15 +145,13 @@ class BlockStoreMethods(LayerCore):
         """Fill tokens from `start` on with stored bytes, as :meth:`gather` gives them."""
         stop = start + len(arrays[0]) * self._config.key_format.tokens_per_row
         for tokens, positions in runs(table, block_size, start, stop):
-            for array, slab in zip(self._rows(arrays, tokens), self._rows(self._slabs, positions)):
-                slab[:] = array
+            _copy(self._rows(arrays, tokens), self._rows(self._slabs, positions))
             self._filled(positions.start, positions.stop - positions.start)
 
     def copy_block(self, block_size: int, source: int, target: int) -> None:
         """Copy all rows of a block."""
         old, new = (slice(at * block_size, (at + 1) * block_size) for at in (source, target))
-        for to, rows in zip(self._rows(self._slabs, new), self._rows(self._slabs, old)):
-            to[:] = rows
+        _copy(self._rows(self._slabs, old), self._rows(self._slabs, new))
 
     @property
     def _step(self) -> int:
@@ -164,3 +161,8 @@ class BlockStoreMethods(LayerCore):
     def _rows(self, slabs: Sequence[np.ndarray], tokens: slice) -> Slabs:
         """The rows that tokens lie in."""
         return memory.rows_of(slabs, self._config, tokens.start, tokens.stop)
+
+
+def _copy(source: Slabs, target: Slabs) -> None:
+    for rows, to in zip(source, target, strict=True):
+        to[:] = rows

@@ -88,8 +88,7 @@ static void attend_case(void) {
   const int heads = ONE_OF(1, 2), num_heads = 4, dim = ONE_OF(1, 7, 24, 64, 130), value_dim = ONE_OF(3, 64, 65);
   const int len = 32 * ONE_OF(1, 2, 5, 12), seen = 1 + random_below(len),
             rows = 1 + random_below(seen < 40 ? seen : 40);
-  kvedge_layer_config config = {
-      .capacity = len, .num_kv_heads = heads, .head_dim = dim, .value_head_dim = value_dim};
+  kvedge_layer_config config = {.capacity = len, .num_kv_heads = heads, .head_dim = dim, .value_head_dim = value_dim};
   choose_formats(&config);
   float *scale = random_floats((size_t)(heads * dim), 1.0f); /* of keys in rows */
   for (int i = 0; i < heads * dim; i++) scale[i] = 1.5f + fabsf(scale[i]);
@@ -105,11 +104,8 @@ static void attend_case(void) {
   float *keys_given = copy_of(keys, len * heads * dim), *values_given = copy_of(values, len * heads * value_dim);
   CHECK(kvedge_layer_get_keys(runs, 0, len, keys) == KVEDGE_OK);
   CHECK(kvedge_layer_get_values(runs, 0, len, values) == KVEDGE_OK);
-  const kvedge_layer_config of_floats = {.format = KVEDGE_FLOAT32,
-                                         .capacity = len,
-                                         .num_kv_heads = heads,
-                                         .head_dim = dim,
-                                         .value_head_dim = value_dim};
+  const kvedge_layer_config of_floats = {
+      .format = KVEDGE_FLOAT32, .capacity = len, .num_kv_heads = heads, .head_dim = dim, .value_head_dim = value_dim};
   CHECK(kvedge_layer_create(&of_floats, &floats) == KVEDGE_OK);
   CHECK(kvedge_layer_append(floats, keys, values, seen) == KVEDGE_OK);
   kvedge_attention_options o;
