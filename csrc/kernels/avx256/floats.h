@@ -1,6 +1,7 @@
 /* Vectors of 8 floats as kernels/float_rows.h wants them. Part of avx2.c and avxvnni.c, after scores.h. */
-enum { FLOATS = 8, CONVERTED_QUERIES = 4, PART_LOADS_ARE_CHEAP = 0 };
+enum { FLOATS = 8, HALVES = 16, SUMS = 8, MOST_QUERIES = 4, PART_LOADS_ARE_CHEAP = 0 };
 typedef __m256 floats;
+#define IN_REGISTER(x) __asm__("" : "+x"(x))
 
 KVEDGE_INLINE floats zero_floats(void) { return _mm256_setzero_ps(); }
 KVEDGE_INLINE floats all_floats(float x) { return _mm256_set1_ps(x); }
@@ -10,7 +11,25 @@ KVEDGE_INLINE floats load_first_floats(const float *p, int n) { return _mm256_ma
 KVEDGE_INLINE void store_first_floats(float *p, int n, floats x) { _mm256_maskstore_ps(p, first_lanes(n), x); }
 KVEDGE_INLINE floats multiply_floats(floats a, floats b) { return _mm256_mul_ps(a, b); }
 KVEDGE_INLINE floats multiply_add_floats(floats a, floats b, floats c) { return _mm256_fmadd_ps(a, b, c); }
-KVEDGE_INLINE __m256 sums_of_8(const floats x[8]) { return reduce_add_8(x); }
+
+/* Of 8 vectors the sums, lane i of the i-th; of n, the others repeat these. (n: a constant where this is inlined.) */
+KVEDGE_INLINE floats sums_of(const floats *x, const int n) {
+  const floats all[8] = {x[0], x[1 % n], x[2 % n], x[3 % n], x[4 % n], x[5 % n], x[6 % n], x[7 % n]};
+  return reduce_add_8(all);
+}
+
+KVEDGE_INLINE void store_sums(floats sums, const int queries, const int rows, float *scores) {
+  const __m128 half[2] = {_mm256_castps256_ps128(sums), _mm256_extractf128_ps(sums, 1)};
+  if (rows == 8) {
+    _mm256_storeu_ps(scores, sums);
+    return;
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < queries; i++, scores += KVEDGE_TILE)
+    if (rows == 4) _mm_storeu_ps(scores, half[i % 2]);
+    else if (i % 2 == 0) _mm_storel_pi((__m64 *)scores, half[i / 2]);
+    else _mm_storeh_pi((__m64 *)scores, half[i / 2]);
+}
 
 KVEDGE_INLINE floats floats_of_halves(__m128i halves, const kvedge_format format) {
   if (format == KVEDGE_FLOAT16) return _mm256_cvtph_ps(halves);
@@ -18,22 +37,21 @@ KVEDGE_INLINE floats floats_of_halves(__m128i halves, const kvedge_format format
 }
 
 /* The upper byte of a half is an e5m2. Of an e4m3 the sign, extended to bits 7 to 15, is kept in bit 15. */
-KVEDGE_INLINE floats floats_of_fp8(__m128i codes, const kvedge_format format) {
-  if (format == KVEDGE_FP8_E5M2) return _mm256_cvtph_ps(_mm_unpacklo_epi8(_mm_setzero_si128(), codes));
-  const __m128i halves = _mm_slli_epi16(_mm_cvtepi8_epi16(codes), 7);
-  return _mm256_cvtph_ps(_mm_and_si128(halves, _mm_set1_epi16((short)0xbfff)));
+KVEDGE_INLINE void widen_fp8(const char *from, int n, const kvedge_format format, uint16_t *to) {
+  const __m128i codes = load_up_to_16((const int8_t *)from, n);
+  __m256i halves;
+  if (format == KVEDGE_FP8_E5M2) halves = _mm256_slli_epi16(_mm256_cvtepu8_epi16(codes), 8);
+  else
+    halves = _mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16(codes), 7), _mm256_set1_epi16((short)0xbfff));
+  _mm256_storeu_si256((__m256i *)to, halves);
 }
-
-KVEDGE_INLINE int is_fp8(const kvedge_format format) { return format == KVEDGE_FP8_E4M3 || format == KVEDGE_FP8_E5M2; }
 
 KVEDGE_INLINE floats load_channels(const char *from, const kvedge_format format) {
   if (format == KVEDGE_FLOAT32) return load_floats((const float *)from);
-  if (is_fp8(format)) return floats_of_fp8(_mm_loadl_epi64((const __m128i *)from), format);
   return floats_of_halves(_mm_loadu_si128((const __m128i *)from), format);
 }
 
 KVEDGE_INLINE floats load_first_channels(const char *from, const kvedge_format format, int n) {
   if (format == KVEDGE_FLOAT32) return load_first_floats((const float *)from, n);
-  if (is_fp8(format)) return floats_of_fp8(load_up_to_16((const int8_t *)from, n), format);
   return floats_of_halves(load_up_to_16((const int8_t *)from, 2 * n), format);
 }
