@@ -45,7 +45,7 @@ KVEDGE_INLINE int is_converted(const kvedge_tile *tile, const kvedge_format form
 KVEDGE_INLINE void convert_channels(const char *from, const kvedge_format format, int n, floats factor, float *to) {
   int d = 0;
   if (is_fp8(format)) {
-    uint16_t halves[HALVES];
+    _Alignas(64) uint16_t halves[HALVES];
     for (; d < n; d += HALVES) {
       widen_fp8(from + d, n - d, format, halves);
       for (int at = 0; at < HALVES && d + at < n; at += FLOATS)
@@ -190,7 +190,7 @@ KVEDGE_INLINE void score_for(const kvedge_query *q, int first, const int count, 
     const kvedge_format format = of;                                                                                   \
     kvedge_next_block next = b->next;                                                                                  \
     int i = 0;                                                                                                         \
-    BY_QUERIES(q->num_queries, SCORE)                                                                                  \
+    BY_FOURS(q->num_queries, SCORE)                                                                                  \
   }
 SCORE_BLOCK(float32, KVEDGE_FLOAT32)
 SCORE_BLOCK(float16, KVEDGE_FLOAT16)
@@ -198,39 +198,177 @@ SCORE_BLOCK(bfloat16, KVEDGE_BFLOAT16)
 #undef SCORE_BLOCK
 #undef SCORE
 
+/* ---- Scores of interleaved rows ----
+ *
+ * Four channels of ROWS_BESIDE rows side by side, a row to each 128-bit lane: a query's four channels come for all lanes by one
+ * load, and of a sum no more than the four elements of a lane are left to be added up. A block is (channels / 4, GROUPS,
+ * ROWS_BESIDE, 4): rows are in groups such that four sums of groups g to g + 3, added up, have their rows in order. */
+enum {
+  ROWS_BESIDE = FLOATS / 4,
+  GROUPS = KVEDGE_BLOCK / ROWS_BESIDE, /* of a block's rows */
+  CHANNELS_BESIDE = 256,                    /* channels that are interleaved at a time */
+};
+
+KVEDGE_INLINE int row_of_lane(int group, int lane) { return FLOATS * (group / 4) + 4 * lane + group % 4; }
+
+/* Scores of a block for `count` queries, of `dim` channels. (Constants where this is inlined: format, count.) */
+KVEDGE_INLINE void score_interleaved(const float *query, ptrdiff_t stride, const int count, const char *block,
+                                     const kvedge_format format, int dim, float unit, float *scores, int accumulate) {
+  const int size = FLOATS * (int)channel_bytes(format), at_once = 4 * count <= SUMS ? 4 : 2;
+  for (int set = 0; set < GROUPS; set += 4, block += 4 * size, scores += FLOATS) {
+    floats sum[MOST_QUERIES][4];
+#pragma GCC unroll 2
+    for (int g = 0; g < 4; g += at_once) {
+#pragma GCC unroll 8
+      for (int i = 0; i < count; i++)
+#pragma GCC unroll 4
+        for (int k = g; k < g + at_once; k++) sum[i][k] = zero_floats();
+      const char *from = block + g * size;
+      const float *of_query = query;
+#pragma GCC unroll 4
+      for (int d = 0; d < dim; d += 4, from += GROUPS * size, of_query += 4) {
+        floats key[4];
+#pragma GCC unroll 4
+        for (int k = 0; k < at_once; k++) {
+          key[k] = load_channels(from + k * size, format);
+          IN_REGISTER(key[k]);
+        }
+#pragma GCC unroll 8
+        for (int i = 0; i < count; i++) {
+          floats values = load_4_for_all(of_query + i * stride);
+          IN_REGISTER(values);
+#pragma GCC unroll 4
+          for (int k = 0; k < at_once; k++) sum[i][g + k] = multiply_add_floats(key[k], values, sum[i][g + k]);
+        }
+      }
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < count; i++) {
+      float *out = scores + i * KVEDGE_TILE;
+      const floats dot = sums_in_lanes(sum[i]), before = accumulate ? load_floats(out) : zero_floats();
+      store_floats(out, multiply_add_floats(dot, all_floats(unit), before));
+    }
+  }
+}
+
+#define SCORE(count)                                                                                                   \
+  score_interleaved(q->values + i * q->stride + channel, q->stride, count, block, format, dim, unit,                   \
+                    scores + i * KVEDGE_TILE, accumulate)
+#define SCORE_INTERLEAVED(name, of)                                                                                    \
+  static __attribute__((noinline)) void KVEDGE_NAME(score_interleaved_##name)(                                         \
+      const kvedge_query *q, int channel, const char *block, int dim, float unit, float *scores, int accumulate) {     \
+    const kvedge_format format = of;                                                                                   \
+    int i = 0;                                                                                                         \
+    BY_QUERIES(q->num_queries, SCORE)                                                                                  \
+  }
+SCORE_INTERLEAVED(float32, KVEDGE_FLOAT32)
+SCORE_INTERLEAVED(float16, KVEDGE_FLOAT16)
+#undef SCORE_INTERLEAVED
+#undef SCORE
+
+/* Up to 16 rows as they are stored. */
+typedef struct {
+  const char *rows;
+  ptrdiff_t stride;
+  int num_tokens;
+  kvedge_next_block next; /* to prefetch meanwhile, as many bytes as are interleaved */
+} stored_rows;
+
+/* The rows of a group; past the last one it is repeated. */
+KVEDGE_INLINE void rows_of_group(const stored_rows *s, int group, const char *row[ROWS_BESIDE]) {
+#pragma GCC unroll 4
+  for (int lane = 0; lane < ROWS_BESIDE; lane++) {
+    const int t = row_of_lane(group, lane);
+    row[lane] = s->rows + (t < s->num_tokens ? t : s->num_tokens - 1) * s->stride;
+  }
+}
+
+/* A group's share of n bytes of each row. */
+KVEDGE_INLINE void prefetch_group(const stored_rows *s, int group, int n) {
+  if (!s->next.first) return;
+  for (int at = 0; at < ROWS_BESIDE * n; at += LINE) kvedge_prefetch_line(s->next, group * ROWS_BESIDE * n + at);
+}
+
+KVEDGE_INLINE void interleave_fp8(const stored_rows *s, int n, const kvedge_format format, uint16_t *to) {
+  for (int g = 0; g < GROUPS; g++, to += FLOATS) {
+    const char *row[ROWS_BESIDE];
+    rows_of_group(s, g, row);
+    prefetch_group(s, g, n);
+    int d = 0;
+    for (; d + WIDE <= n; d += WIDE) interleave_fp8_rows(row, d, WIDE, WIDE, format, to + d / 4 * GROUPS * FLOATS, GROUPS * FLOATS);
+    for (; d < n; d += 16) interleave_fp8_rows(row, d, 16, n - d, format, to + d / 4 * GROUPS * FLOATS, GROUPS * FLOATS);
+  }
+}
+
+KVEDGE_INLINE void interleave_floats(const stored_rows *s, int n, const kvedge_format format, floats factor, float *to) {
+  const int size = (int)channel_bytes(format);
+  for (int g = 0; g < GROUPS; g++, to += FLOATS) {
+    const char *row[ROWS_BESIDE];
+    rows_of_group(s, g, row);
+    prefetch_group(s, g, n * size);
+    for (int d = 0; d < n; d += FLOATS) {
+      floats of_row[ROWS_BESIDE];
+#pragma GCC unroll 4
+      for (int lane = 0; lane < ROWS_BESIDE; lane++) {
+        const char *from = row[lane] + d * size;
+        of_row[lane] = multiply_floats(
+            d + FLOATS <= n ? load_channels(from, format) : load_first_channels(from, format, n - d), factor);
+      }
+      transpose_lanes_of_floats(of_row);
+#pragma GCC unroll 4
+      for (int j = 0; j < ROWS_BESIDE; j++) store_floats(to + (d / 4 + j) * GROUPS * FLOATS, of_row[j]);
+    }
+  }
+}
+
+/* Scores of rows that are interleaved first, as float16 or float32. */
+KVEDGE_INLINE void score_by_interleaving(const kvedge_query *q, const kvedge_tile *keys, float *scores, int accumulate,
+                                         const kvedge_format format) {
+  const int size = (int)channel_bytes(format), as_halves = is_fp8(format) && !is_converted(keys, format, q->dim, q->num_queries);
+  const kvedge_next_tile next_tile = kvedge_next_of(keys, q->dim * size);
+  const floats factor = all_floats(keys->factor * fp8_unit(format));
+  _Alignas(64) float block[KVEDGE_BLOCK * CHANNELS_BESIDE];
+  _Alignas(64) uint16_t halves[is_fp8(format) ? KVEDGE_BLOCK * CHANNELS_BESIDE : 1];
+  for (int t = 0; t < keys->num_tokens; t += KVEDGE_BLOCK) {
+    const int left = keys->num_tokens - t;
+    const kvedge_next_block next = kvedge_next_block_of(&next_tile, t / KVEDGE_BLOCK);
+    for (int d = 0; d < q->dim; d += CHANNELS_BESIDE) {
+      const int n = q->dim - d < CHANNELS_BESIDE ? q->dim - d : CHANNELS_BESIDE;
+      const stored_rows s = {.rows = kvedge_tile_row(keys, t) + d * size,
+                             .stride = keys->token_stride,
+                             .num_tokens = left < KVEDGE_BLOCK ? left : KVEDGE_BLOCK,
+                             .next = kvedge_further(next, d * size * KVEDGE_BLOCK)};
+      if (is_fp8(format)) interleave_fp8(&s, n, format, halves);
+      else interleave_floats(&s, n, format, factor, block);
+      if (as_halves) {
+        KVEDGE_NAME(score_interleaved_float16)(q, d, (const char *)halves, n, fp8_unit(format), scores + t, accumulate || d > 0);
+        continue;
+      }
+      const int filled = (n + 15) / 16 * 16 * KVEDGE_BLOCK;
+      for (int i = 0; is_fp8(format) && i < filled; i += FLOATS)
+        store_floats(block + i, multiply_floats(load_channels((const char *)(halves + i), KVEDGE_FLOAT16), factor));
+      KVEDGE_NAME(score_interleaved_float32)(q, d, (const char *)block, n, 1.0f, scores + t, accumulate || d > 0);
+    }
+  }
+}
+
 KVEDGE_INLINE void score_floats(const kvedge_query *q, const kvedge_tile *keys, float *scores, int accumulate,
                                 const kvedge_format format) {
-  const ptrdiff_t row_bytes = q->dim * channel_bytes(format), stride = keys->token_stride;
+  const ptrdiff_t row_bytes = q->dim * channel_bytes(format);
+  if (is_fp8(format) || is_converted(keys, format, q->dim, q->num_queries) || q->num_queries > 4) {
+    score_by_interleaving(q, keys, scores, accumulate, format);
+    return;
+  }
   const kvedge_next_tile next_tile = kvedge_next_of(keys, (int)row_bytes);
-  const int converted = is_converted(keys, format, q->dim, q->num_queries);
-  const int padded = (q->dim + HALVES - 1) / HALVES * HALVES; /* queries are padded with as many zeros and more */
-  const int together = padded <= 512 ? 16 : 8;
-  const floats factor = all_floats(keys->factor * fp8_unit(format));
-  union {
-    float floats[8 * 1024];
-    uint16_t halves[16 * 1024];
-  } room; /* (together, padded) */
-  kvedge_next_block next = {0, 0};
-  for (int t = 0; t < keys->num_tokens; t += together) {
-    const int left = keys->num_tokens - t, tokens = left < together ? left : together;
-    const char *rows = kvedge_tile_row(keys, t);
-    next = t % KVEDGE_BLOCK == 0 ? kvedge_next_block_of(&next_tile, t / KVEDGE_BLOCK)
-                                 : kvedge_further(next, together * row_bytes);
-    row_block block = {.rows = rows, .stride = stride, .num_tokens = tokens, .dim = q->dim, .unit = 1.0f, .next = next};
-    if (converted || is_fp8(format)) {
-      if (!converted) widen_rows(rows, stride, tokens, q->dim, format, next, room.halves, padded);
-      for (int j = 0; converted && j < tokens; j++, rows += stride) {
-        if (next.first)
-          for (ptrdiff_t at = 0; at < row_bytes; at += LINE) kvedge_prefetch_line(next, j * row_bytes + at);
-        convert_channels(rows, format, q->dim, factor, room.floats + j * padded);
-      }
-      block.rows = (const char *)&room;
-      block.stride = padded * (converted ? 4 : 2);
-      block.dim = (q->dim + FLOATS - 1) / FLOATS * FLOATS;
-      block.unit = converted ? 1.0f : fp8_unit(format);
-      block.next.first = 0;
-    }
-    if (converted || format == KVEDGE_FLOAT32) KVEDGE_NAME(score_float32)(q, &block, scores + t, accumulate);
+  for (int t = 0; t < keys->num_tokens; t += KVEDGE_BLOCK) {
+    const int left = keys->num_tokens - t;
+    const row_block block = {.rows = kvedge_tile_row(keys, t),
+                             .stride = keys->token_stride,
+                             .num_tokens = left < KVEDGE_BLOCK ? left : KVEDGE_BLOCK,
+                             .dim = q->dim,
+                             .unit = 1.0f,
+                             .next = kvedge_next_block_of(&next_tile, t / KVEDGE_BLOCK)};
+    if (format == KVEDGE_FLOAT32) KVEDGE_NAME(score_float32)(q, &block, scores + t, accumulate);
     else if (format == KVEDGE_BFLOAT16) KVEDGE_NAME(score_bfloat16)(q, &block, scores + t, accumulate);
     else KVEDGE_NAME(score_float16)(q, &block, scores + t, accumulate);
   }
@@ -353,7 +491,7 @@ KVEDGE_INLINE void weigh_rows_of_floats(const kvedge_probabilities *p, const kve
   const int wide = converted ? 32 : 64;
   const floats factor = all_floats(values->factor * fp8_unit(format));
   union {
-    float floats[KVEDGE_TILE * 32];
+    _Alignas(64) float floats[KVEDGE_TILE * 32];
     uint16_t halves[KVEDGE_TILE * 64];
   } room; /* (num_tokens, wide) */
   const kvedge_run all = {.rows = (const char *)&room, .num_tokens = num_tokens};

@@ -1,5 +1,5 @@
 /* Vectors of 8 floats as kernels/float_rows.h wants them. Part of avx2.c and avxvnni.c, after scores.h. */
-enum { FLOATS = 8, HALVES = 16, SUMS = 8, MOST_QUERIES = 4, PART_LOADS_ARE_CHEAP = 0 };
+enum { FLOATS = 8, HALVES = 16, WIDE = 32, SUMS = 8, MOST_QUERIES = 4, PART_LOADS_ARE_CHEAP = 0 };
 typedef __m256 floats;
 #define IN_REGISTER(x) __asm__("" : "+x"(x))
 
@@ -54,4 +54,47 @@ KVEDGE_INLINE floats load_channels(const char *from, const kvedge_format format)
 KVEDGE_INLINE floats load_first_channels(const char *from, const kvedge_format format, int n) {
   if (format == KVEDGE_FLOAT32) return load_first_floats((const float *)from, n);
   return floats_of_halves(load_up_to_16((const int8_t *)from, 2 * n), format);
+}
+
+KVEDGE_INLINE floats load_4_for_all(const float *p) { return _mm256_broadcast_ps((const __m128 *)p); }
+
+/* In each lane the sums of four vectors' lanes. */
+KVEDGE_INLINE floats sums_in_lanes(const floats x[4]) {
+  const __m256 ab = _mm256_add_ps(_mm256_unpacklo_ps(x[0], x[1]), _mm256_unpackhi_ps(x[0], x[1]));
+  const __m256 cd = _mm256_add_ps(_mm256_unpacklo_ps(x[2], x[3]), _mm256_unpackhi_ps(x[2], x[3]));
+  return _mm256_add_ps(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xee));
+}
+
+KVEDGE_INLINE void transpose_lanes_of_floats(floats x[2]) {
+  const __m256 low = _mm256_permute2f128_ps(x[0], x[1], 0x20);
+  x[1] = _mm256_permute2f128_ps(x[0], x[1], 0x31);
+  x[0] = low;
+}
+
+/* The upper bytes of words are codes. */
+KVEDGE_INLINE __m256i halves_of_upper(__m256i words, const kvedge_format format) {
+  if (format == KVEDGE_FP8_E5M2) return words;
+  return _mm256_and_si256(_mm256_srai_epi16(words, 1), _mm256_set1_epi16((short)0xbfff));
+}
+
+/* `wide` channels, 32 or 16, from `at` on of two rows, of which n are there: four channels of them side by side, `stride`
+ * halves from those to the next four. */
+KVEDGE_INLINE void interleave_fp8_rows(const char *const row[2], int at, const int wide, int n,
+                                       const kvedge_format format, uint16_t *to, ptrdiff_t stride) {
+  __m256i a, b;
+  if (wide == 32) {
+    a = _mm256_loadu_si256((const __m256i *)(row[0] + at)), b = _mm256_loadu_si256((const __m256i *)(row[1] + at));
+  } else {
+    a = _mm256_castsi128_si256(load_up_to_16((const int8_t *)row[0] + at, n));
+    b = _mm256_castsi128_si256(load_up_to_16((const int8_t *)row[1] + at, n));
+  }
+  const __m256i eight[2] = {_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b)}; /* 0..7, 8..15 of each */
+#pragma GCC unroll 4
+  for (int c = 0; c < 4; c++) {
+    const __m256i zero = _mm256_setzero_si256(), of = eight[c / 2];
+    const __m256i halves =
+        halves_of_upper(c % 2 ? _mm256_unpackhi_epi8(zero, of) : _mm256_unpacklo_epi8(zero, of), format);
+    _mm_storeu_si128((__m128i *)(to + c * stride), _mm256_castsi256_si128(halves));
+    if (wide == 32) _mm_storeu_si128((__m128i *)(to + (4 + c) * stride), _mm256_extracti128_si256(halves, 1));
+  }
 }

@@ -5,7 +5,7 @@
  *   vpmov(s,z)xbw, vpsllw     FP8 to float16              p5, p0
  *   vfmadd231ps zmm           products                    4 cycles, p05; Zen 4: one per cycle
  */
-enum { FLOATS = 16, HALVES = 32, SUMS = 16, MOST_QUERIES = 8, PART_LOADS_ARE_CHEAP = 1 };
+enum { FLOATS = 16, HALVES = 32, WIDE = 64, SUMS = 16, MOST_QUERIES = 8, PART_LOADS_ARE_CHEAP = 1 };
 #define SUMS_OF_16 1
 typedef __m512 floats;
 #define IN_REGISTER(x) __asm__("" : "+v"(x))
@@ -77,4 +77,58 @@ KVEDGE_INLINE floats load_channels(const char *from, const kvedge_format format)
 KVEDGE_INLINE floats load_first_channels(const char *from, const kvedge_format format, int n) {
   if (format == KVEDGE_FLOAT32) return load_first_floats((const float *)from, n);
   return floats_of_halves(_mm256_maskz_loadu_epi16(first_lanes(n), from), format);
+}
+
+KVEDGE_INLINE floats load_4_for_all(const float *p) { return _mm512_broadcast_f32x4(_mm_loadu_ps(p)); }
+
+/* In each lane the sums of four vectors' lanes. */
+KVEDGE_INLINE floats sums_in_lanes(const floats x[4]) {
+  const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(x[0], x[1]), _mm512_unpackhi_ps(x[0], x[1]));
+  const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(x[2], x[3]), _mm512_unpackhi_ps(x[2], x[3]));
+  return _mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
+}
+
+KVEDGE_INLINE void transpose_lanes_of_floats(floats x[4]) {
+  __m512i in[4], out[4];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) in[i] = _mm512_castps_si512(x[i]);
+  transpose_lanes(in, out);
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) x[i] = _mm512_castsi512_ps(out[i]);
+}
+
+KVEDGE_INLINE __m512i halves_of_fp8(__m256i codes, const kvedge_format format) {
+  if (format == KVEDGE_FP8_E5M2) return _mm512_slli_epi16(_mm512_cvtepu8_epi16(codes), 8);
+  return _mm512_and_si512(_mm512_slli_epi16(_mm512_cvtepi8_epi16(codes), 7), _mm512_set1_epi16((short)0xbfff));
+}
+
+/* `wide` channels, 64 or 16, from `at` on of four rows, of which n are there: four channels of them side by side, `stride`
+ * halves from those to the next four. */
+KVEDGE_INLINE void interleave_fp8_rows(const char *const row[4], int at, const int wide, int n,
+                                       const kvedge_format format, uint16_t *to, ptrdiff_t stride) {
+  if (wide == 64) {
+    __m512i of_row[4], four[4];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) of_row[i] = _mm512_loadu_si512(row[i] + at);
+    transpose_in_lanes(of_row, four);
+#pragma GCC unroll 4
+    for (int c = 0; c < 4; c++) {
+      const __m512i low = halves_of_fp8(_mm512_castsi512_si256(four[c]), format);
+      const __m512i high = halves_of_fp8(_mm512_extracti64x4_epi64(four[c], 1), format);
+      _mm256_storeu_si256((__m256i *)(to + c * stride), _mm512_castsi512_si256(low));
+      _mm256_storeu_si256((__m256i *)(to + (4 + c) * stride), _mm512_extracti64x4_epi64(low, 1));
+      _mm256_storeu_si256((__m256i *)(to + (8 + c) * stride), _mm512_castsi512_si256(high));
+      _mm256_storeu_si256((__m256i *)(to + (12 + c) * stride), _mm512_extracti64x4_epi64(high, 1));
+    }
+    return;
+  }
+  __m512i of_row[4], four[4];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++)
+    of_row[i] = _mm512_castsi128_si512(_mm_maskz_loadu_epi8((__mmask16)first_lanes(n), row[i] + at));
+  transpose_in_lanes(of_row, four);
+#pragma GCC unroll 4
+  for (int c = 0; c < 4; c++)
+    _mm256_storeu_si256((__m256i *)(to + c * stride),
+                        _mm512_castsi512_si256(halves_of_fp8(_mm512_castsi512_si256(four[c]), format)));
 }
