@@ -25,12 +25,6 @@
 
 enum { LINE = 64 /* bytes */ };
 
-KVEDGE_INLINE int is_fp8(const kvedge_format format) { return format == KVEDGE_FP8_E4M3 || format == KVEDGE_FP8_E5M2; }
-
-KVEDGE_INLINE ptrdiff_t channel_bytes(const kvedge_format format) {
-  return format == KVEDGE_FLOAT32 ? 4 : format == KVEDGE_FLOAT16 || format == KVEDGE_BFLOAT16 ? 2 : 1;
-}
-
 /* An e4m3 becomes a half by a shift, whose exponent counts from 15 where that of e4m3 counts from 7; instructions convert
  * halves, subnormal ones included. The 2^8 between them is left to be multiplied by once per sum. */
 KVEDGE_INLINE float fp8_unit(const kvedge_format format) { return format == KVEDGE_FP8_E4M3 ? 256.0f : 1.0f; }
@@ -41,44 +35,15 @@ KVEDGE_INLINE int is_converted(const kvedge_tile *tile, const kvedge_format form
          (format != KVEDGE_FLOAT32 && num_queries > MOST_QUERIES);
 }
 
+/* Queries up to which rows are multiplied as they are stored, for scores. */
+KVEDGE_INLINE int most_of_rows(const kvedge_format format) { return is_fp8(format) ? 2 : 4; }
+
 /* n channels as float32, FLOATS at a time; from n on, to the next multiple of FLOATS, zeros. */
 KVEDGE_INLINE void convert_channels(const char *from, const kvedge_format format, int n, floats factor, float *to) {
   int d = 0;
-  if (is_fp8(format)) {
-    _Alignas(64) uint16_t halves[HALVES];
-    for (; d < n; d += HALVES) {
-      widen_fp8(from + d, n - d, format, halves);
-      for (int at = 0; at < HALVES && d + at < n; at += FLOATS)
-        store_floats(to + d + at, multiply_floats(load_channels((const char *)(halves + at), KVEDGE_FLOAT16), factor));
-    }
-    return;
-  }
   for (; d + FLOATS <= n; d += FLOATS, from += FLOATS * channel_bytes(format))
     store_floats(to + d, multiply_floats(load_channels(from, format), factor));
   if (d < n) store_floats(to + d, multiply_floats(load_first_channels(from, format, n - d), factor));
-}
-
-/* The first n channels of num_rows rows of FP8 as float16, `to_stride` apart, with zeros to the next multiple of HALVES.
- * Meanwhile as many bytes are prefetched. */
-KVEDGE_INLINE void widen_rows(const char *rows, ptrdiff_t stride, int num_rows, int n, const kvedge_format format,
-                              kvedge_next_block next, uint16_t *to, ptrdiff_t to_stride) {
-  enum { ROWS = LINE / HALVES };
-  for (; n >= HALVES; n -= HALVES, rows += HALVES, to += HALVES) {
-    const char *from = rows;
-    uint16_t *halves = to;
-    int j = 0;
-    for (; j + ROWS <= num_rows; j += ROWS) {
-#pragma GCC unroll 4
-      for (int i = 0; i < ROWS; i++, from += stride, halves += to_stride) widen_fp8(from, HALVES, format, halves);
-      if (next.first) kvedge_prefetch_line(next, 0), next = kvedge_further(next, LINE);
-    }
-    for (; j < num_rows; j++, from += stride, halves += to_stride) widen_fp8(from, HALVES, format, halves);
-  }
-  if (n > 0)
-    for (int j = 0; j < num_rows; j++) {
-      if (next.first && j * n % LINE < n) kvedge_prefetch_line(next, j * n);
-      widen_fp8(rows + j * stride, n, format, to + j * to_stride);
-    }
 }
 
 /* ---- Scores ---- */
@@ -88,7 +53,6 @@ typedef struct {
   const char *rows; /* (num_tokens), stride apart */
   ptrdiff_t stride;
   int num_tokens, dim;
-  float unit;             /* of the scores */
   kvedge_next_block next; /* to prefetch meanwhile, as many bytes as there are */
 } row_block;
 
@@ -142,11 +106,11 @@ KVEDGE_INLINE void score_for(const kvedge_query *q, int first, const int count, 
         next = kvedge_further(next, LINE * lines);
       }
     }
-    if (FLOATS < STEP && d + FLOATS <= b->dim)
+    if ((int)FLOATS < (int)STEP && d + FLOATS <= b->dim)
       dot_channels(query, q->stride, count, row, format, d, FLOATS, sum), d += FLOATS;
     if (PART_LOADS_ARE_CHEAP && d < b->dim)
       dot_channels(query, q->stride, count, row, format, d, (int)(b->dim - d), sum);
-    const floats dot = multiply_floats(sums_of(sum, count * rows), all_floats(b->unit));
+    const floats dot = multiply_floats(sums_of(sum, count * rows), all_floats(fp8_unit(format)));
     if (left >= rows && !accumulate) {
       store_sums(dot, count, rows, scores + t);
       continue;
@@ -181,7 +145,7 @@ KVEDGE_INLINE void score_for(const kvedge_query *q, int first, const int count, 
 #define BY_QUERIES BY_FOURS
 #endif
 
-/* Scores of a block for all queries; the first ones prefetch. */
+/* Scores of a block for all queries, at most MOST_OF_ROWS; the first ones prefetch. */
 #define SCORE(count)                                                                                                   \
   score_for(q, i, count, b, format, next, scores, accumulate), next.first = 0
 #define SCORE_BLOCK(name, of)                                                                                          \
@@ -189,20 +153,26 @@ KVEDGE_INLINE void score_for(const kvedge_query *q, int first, const int count, 
                                                                   float *scores, int accumulate) {                     \
     const kvedge_format format = of;                                                                                   \
     kvedge_next_block next = b->next;                                                                                  \
-    int i = 0;                                                                                                         \
-    BY_FOURS(q->num_queries, SCORE)                                                                                  \
+    const int n = q->num_queries, i = 0;                                                                               \
+    if (n == 4 && most_of_rows(format) > 2) SCORE(4);                                                                  \
+    else if (n == 3 && most_of_rows(format) > 2) SCORE(3);                                                             \
+    else if (n == 2) SCORE(2);                                                                                         \
+    else SCORE(1);                                                                                                     \
   }
 SCORE_BLOCK(float32, KVEDGE_FLOAT32)
 SCORE_BLOCK(float16, KVEDGE_FLOAT16)
 SCORE_BLOCK(bfloat16, KVEDGE_BFLOAT16)
+SCORE_BLOCK(fp8_e4m3, KVEDGE_FP8_E4M3)
+SCORE_BLOCK(fp8_e5m2, KVEDGE_FP8_E5M2)
 #undef SCORE_BLOCK
 #undef SCORE
 
 /* ---- Scores of interleaved rows ----
  *
- * Four channels of ROWS_BESIDE rows side by side, a row to each 128-bit lane: a query's four channels come for all lanes by one
- * load, and of a sum no more than the four elements of a lane are left to be added up. A block is (channels / 4, GROUPS,
- * ROWS_BESIDE, 4): rows are in groups such that four sums of groups g to g + 3, added up, have their rows in order. */
+ * Four channels of ROWS_BESIDE rows side by side, a row to each 128-bit lane: a query's four channels come for all lanes by
+ * one load, and of a sum no more than the four elements of a lane are left to be added up. Rows are in groups such that
+ * sums of groups g to g + 3, added up, have their rows in order. Of every 32 channels, channels 4 c to 4 c + 3 lie beside
+ * 16 + 4 c to 16 + 4 c + 3, as codes of 8 bits become words: a block is (channels / 32, c, GROUPS, 2, ROWS_BESIDE, 4). */
 enum {
   ROWS_BESIDE = FLOATS / 4,
   GROUPS = KVEDGE_BLOCK / ROWS_BESIDE, /* of a block's rows */
@@ -215,7 +185,7 @@ KVEDGE_INLINE int row_of_lane(int group, int lane) { return FLOATS * (group / 4)
 KVEDGE_INLINE void score_interleaved(const float *query, ptrdiff_t stride, const int count, const char *block,
                                      const kvedge_format format, int dim, float unit, float *scores, int accumulate) {
   const int size = FLOATS * (int)channel_bytes(format), at_once = 4 * count <= SUMS ? 4 : 2;
-  for (int set = 0; set < GROUPS; set += 4, block += 4 * size, scores += FLOATS) {
+  for (int set = 0; set < GROUPS; set += 4, block += 8 * size, scores += FLOATS) {
     floats sum[MOST_QUERIES][4];
 #pragma GCC unroll 2
     for (int g = 0; g < 4; g += at_once) {
@@ -223,23 +193,26 @@ KVEDGE_INLINE void score_interleaved(const float *query, ptrdiff_t stride, const
       for (int i = 0; i < count; i++)
 #pragma GCC unroll 4
         for (int k = g; k < g + at_once; k++) sum[i][k] = zero_floats();
-      const char *from = block + g * size;
+      const char *from = block + 2 * g * size;
       const float *of_query = query;
+      for (int c = 0; c < (dim + 31) / 32 * 4; c++, from += 2 * GROUPS * size) {
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; half++) {
+          floats key[4];
 #pragma GCC unroll 4
-      for (int d = 0; d < dim; d += 4, from += GROUPS * size, of_query += 4) {
-        floats key[4];
-#pragma GCC unroll 4
-        for (int k = 0; k < at_once; k++) {
-          key[k] = load_channels(from + k * size, format);
-          IN_REGISTER(key[k]);
-        }
+          for (int k = 0; k < at_once; k++) {
+            key[k] = load_channels(from + (2 * k + half) * size, format);
+            IN_REGISTER(key[k]);
+          }
 #pragma GCC unroll 8
-        for (int i = 0; i < count; i++) {
-          floats values = load_4_for_all(of_query + i * stride);
-          IN_REGISTER(values);
+          for (int i = 0; i < count; i++) {
+            floats values = load_4_for_all(of_query + i * stride + 16 * half);
+            IN_REGISTER(values);
 #pragma GCC unroll 4
-          for (int k = 0; k < at_once; k++) sum[i][g + k] = multiply_add_floats(key[k], values, sum[i][g + k]);
+            for (int k = 0; k < at_once; k++) sum[i][g + k] = multiply_add_floats(key[k], values, sum[i][g + k]);
+          }
         }
+        of_query += c % 4 == 3 ? 20 : 4;
       }
     }
 #pragma GCC unroll 8
@@ -289,35 +262,46 @@ KVEDGE_INLINE void prefetch_group(const stored_rows *s, int group, int n) {
   for (int at = 0; at < ROWS_BESIDE * n; at += LINE) kvedge_prefetch_line(s->next, group * ROWS_BESIDE * n + at);
 }
 
+/* Where in a block group 0 has channels d to d + 3. */
+KVEDGE_INLINE int place_of(int d) { return ((d / 32 * 4 + d % 16 / 4) * GROUPS * 2 + d % 32 / 16) * FLOATS; }
+
 KVEDGE_INLINE void interleave_fp8(const stored_rows *s, int n, const kvedge_format format, uint16_t *to) {
-  for (int g = 0; g < GROUPS; g++, to += FLOATS) {
+  for (int g = 0; g < GROUPS; g++, to += 2 * FLOATS) {
     const char *row[ROWS_BESIDE];
     rows_of_group(s, g, row);
     prefetch_group(s, g, n);
     int d = 0;
-    for (; d + WIDE <= n; d += WIDE) interleave_fp8_rows(row, d, WIDE, WIDE, format, to + d / 4 * GROUPS * FLOATS, GROUPS * FLOATS);
-    for (; d < n; d += 16) interleave_fp8_rows(row, d, 16, n - d, format, to + d / 4 * GROUPS * FLOATS, GROUPS * FLOATS);
+    for (; d + WIDE <= n; d += WIDE) interleave_fp8_rows(row, d, WIDE, format, to + place_of(d), 2 * GROUPS * FLOATS);
+    for (; d < n; d += 32) interleave_fp8_rows(row, d, n - d, format, to + place_of(d), 2 * GROUPS * FLOATS);
   }
 }
 
+/* FLOATS channels from d on of a group's rows; where `n` is not FLOATS only as many are there, or none. */
+KVEDGE_INLINE void interleave_channels(const char *const row[ROWS_BESIDE], int d, int n, const kvedge_format format,
+                                       floats factor, float *to) {
+  floats of_row[ROWS_BESIDE];
+#pragma GCC unroll 4
+  for (int lane = 0; lane < ROWS_BESIDE; lane++) {
+    const char *from = row[lane] + d * channel_bytes(format);
+    of_row[lane] = n <= 0        ? zero_floats()
+                   : n >= FLOATS ? multiply_floats(load_channels(from, format), factor)
+                                 : multiply_floats(load_first_channels(from, format, n), factor);
+  }
+  transpose_lanes_of_floats(of_row);
+#pragma GCC unroll 4
+  for (int j = 0; j < ROWS_BESIDE; j++) store_floats(to + place_of(4 * j), of_row[j]);
+}
+
 KVEDGE_INLINE void interleave_floats(const stored_rows *s, int n, const kvedge_format format, floats factor, float *to) {
-  const int size = (int)channel_bytes(format);
-  for (int g = 0; g < GROUPS; g++, to += FLOATS) {
+  for (int g = 0; g < GROUPS; g++, to += 2 * FLOATS) {
     const char *row[ROWS_BESIDE];
     rows_of_group(s, g, row);
-    prefetch_group(s, g, n * size);
-    for (int d = 0; d < n; d += FLOATS) {
-      floats of_row[ROWS_BESIDE];
+    prefetch_group(s, g, n * (int)channel_bytes(format));
+    for (int d = 0; d < n; d += 32)
 #pragma GCC unroll 4
-      for (int lane = 0; lane < ROWS_BESIDE; lane++) {
-        const char *from = row[lane] + d * size;
-        of_row[lane] = multiply_floats(
-            d + FLOATS <= n ? load_channels(from, format) : load_first_channels(from, format, n - d), factor);
-      }
-      transpose_lanes_of_floats(of_row);
-#pragma GCC unroll 4
-      for (int j = 0; j < ROWS_BESIDE; j++) store_floats(to + (d / 4 + j) * GROUPS * FLOATS, of_row[j]);
-    }
+      for (int e = 0; e < 32; e += FLOATS)
+        if (d + 32 <= n) interleave_channels(row, d + e, FLOATS, format, factor, to + place_of(d) + place_of(e));
+        else interleave_channels(row, d + e, n - d - e, format, factor, to + place_of(d) + place_of(e));
   }
 }
 
@@ -344,7 +328,7 @@ KVEDGE_INLINE void score_by_interleaving(const kvedge_query *q, const kvedge_til
         KVEDGE_NAME(score_interleaved_float16)(q, d, (const char *)halves, n, fp8_unit(format), scores + t, accumulate || d > 0);
         continue;
       }
-      const int filled = (n + 15) / 16 * 16 * KVEDGE_BLOCK;
+      const int filled = (n + 31) / 32 * 32 * KVEDGE_BLOCK;
       for (int i = 0; is_fp8(format) && i < filled; i += FLOATS)
         store_floats(block + i, multiply_floats(load_channels((const char *)(halves + i), KVEDGE_FLOAT16), factor));
       KVEDGE_NAME(score_interleaved_float32)(q, d, (const char *)block, n, 1.0f, scores + t, accumulate || d > 0);
@@ -352,10 +336,13 @@ KVEDGE_INLINE void score_by_interleaving(const kvedge_query *q, const kvedge_til
   }
 }
 
+typedef void score_rows(const kvedge_query *q, const row_block *b, float *scores, int accumulate);
+
+/* `score`: of rows of the format as they are. */
 KVEDGE_INLINE void score_floats(const kvedge_query *q, const kvedge_tile *keys, float *scores, int accumulate,
-                                const kvedge_format format) {
+                                const kvedge_format format, score_rows *score) {
   const ptrdiff_t row_bytes = q->dim * channel_bytes(format);
-  if (is_fp8(format) || is_converted(keys, format, q->dim, q->num_queries) || q->num_queries > 4) {
+  if (is_converted(keys, format, q->dim, q->num_queries) || q->num_queries > most_of_rows(format)) {
     score_by_interleaving(q, keys, scores, accumulate, format);
     return;
   }
@@ -366,11 +353,8 @@ KVEDGE_INLINE void score_floats(const kvedge_query *q, const kvedge_tile *keys, 
                              .stride = keys->token_stride,
                              .num_tokens = left < KVEDGE_BLOCK ? left : KVEDGE_BLOCK,
                              .dim = q->dim,
-                             .unit = 1.0f,
                              .next = kvedge_next_block_of(&next_tile, t / KVEDGE_BLOCK)};
-    if (format == KVEDGE_FLOAT32) KVEDGE_NAME(score_float32)(q, &block, scores + t, accumulate);
-    else if (format == KVEDGE_BFLOAT16) KVEDGE_NAME(score_bfloat16)(q, &block, scores + t, accumulate);
-    else KVEDGE_NAME(score_float16)(q, &block, scores + t, accumulate);
+    score(q, &block, scores + t, accumulate);
   }
 }
 
@@ -382,7 +366,6 @@ typedef struct {
   ptrdiff_t stride;
   int num_tokens, dim; /* channels */
   int prefetches;
-  float unit; /* of the sums */
 } float_rows;
 
 /* Adds the values of `vectors` vectors of channels, from channel `at` on, to the accumulators of `count` queries: of one
@@ -407,11 +390,13 @@ KVEDGE_INLINE void weigh_channels(const float_rows *v, const kvedge_format forma
         for (int line = 0; line < bytes; line += LINE) kvedge_prefetch_line(next, (ptrdiff_t)bytes * t + line);
       floats value[8];
 #pragma GCC unroll 8
-      for (int k = 0; k < vectors; k++) {
+      for (int k = 0; k < vectors; k += 2) {
         const char *from = row + k * FLOATS * size;
-        value[k] = n >= FLOATS || !PART_LOADS_ARE_CHEAP ? load_channels(from, format)
-                                                        : load_first_channels(from, format, n);
+        if (k + 1 < vectors) load_two_vectors(from, format, &value[k]);
+        else if (n >= FLOATS || !PART_LOADS_ARE_CHEAP) value[k] = load_channels(from, format);
+        else value[k] = load_first_channels(from, format, n);
         if (count > 1) IN_REGISTER(value[k]);
+        if (count > 1 && k + 1 < vectors) IN_REGISTER(value[k + 1]);
       }
 #pragma GCC unroll 8
       for (int i = 0; i < count; i++) {
@@ -422,14 +407,14 @@ KVEDGE_INLINE void weigh_channels(const float_rows *v, const kvedge_format forma
       }
     }
   }
-  const floats unit = all_floats(v->unit);
 #pragma GCC unroll 8
   for (int i = 0; i < count; i++, acc += acc_stride) {
     const floats kept = all_floats(rescale[i]);
 #pragma GCC unroll 8
     for (int k = 0; k < vectors; k++) {
       float *to = acc + k * FLOATS;
-      const floats added = multiply_floats(sum[i * vectors + k], unit);
+      const floats made = sum[i * vectors + k],
+                   added = format == KVEDGE_FP8_E4M3 ? multiply_floats(made, all_floats(fp8_unit(format))) : made;
       if (n >= FLOATS) store_floats(to, multiply_add_floats(load_floats(to), kept, added));
       else store_first_floats(to, n, multiply_add_floats(load_first_floats(to, n), kept, added));
     }
@@ -443,7 +428,7 @@ KVEDGE_INLINE int weigh_pass(const float_rows *v, const kvedge_format format, in
 #define WEIGH_OF(vectors, n) weigh_channels(v, format, at, vectors, n, count, prefetches, p, rescale, acc, acc_stride)
 #define WEIGH(vectors)                                                                                                 \
   if (count * vectors <= SUMS && left >= vectors * FLOATS) return WEIGH_OF(vectors, FLOATS), vectors * FLOATS
-  WEIGH(8);
+  if (count == 1) WEIGH(8);
   WEIGH(4);
   WEIGH(2);
   if (PART_LOADS_ARE_CHEAP || left < FLOATS) WEIGH_OF(1, left < FLOATS ? left : FLOATS);
@@ -463,67 +448,61 @@ KVEDGE_INLINE int weigh_pass(const float_rows *v, const kvedge_format format, in
                                                                   const kvedge_accumulators *to, int first) {          \
     const kvedge_format format = of;                                                                                   \
     int i = 0;                                                                                                         \
-    BY_QUERIES(p->num_queries, WEIGH)                                                                                  \
+    BY_FOURS(p->num_queries, WEIGH)                                                                                    \
   }
 WEIGH_ROWS(float32, KVEDGE_FLOAT32)
 WEIGH_ROWS(float16, KVEDGE_FLOAT16)
 WEIGH_ROWS(bfloat16, KVEDGE_BFLOAT16)
+WEIGH_ROWS(fp8_e4m3, KVEDGE_FP8_E4M3)
+WEIGH_ROWS(fp8_e5m2, KVEDGE_FP8_E5M2)
 #undef WEIGH_ROWS
 #undef WEIGH
 
+typedef void weigh_rows(const float_rows *v, const kvedge_probabilities *p, const kvedge_accumulators *to, int first);
+
+/* `weigh`: of rows of the format as they are. */
 KVEDGE_INLINE void weigh_rows_of_floats(const kvedge_probabilities *p, const kvedge_tile *values,
-                                        const kvedge_accumulators *to, const kvedge_format format) {
+                                        const kvedge_accumulators *to, const kvedge_format format, weigh_rows *weigh) {
+  enum { WIDE = 32 }; /* channels that are converted at a time */
   const int dim = values->dim, num_tokens = values->num_tokens, size = (int)channel_bytes(format);
-  const int converted = is_converted(values, format, dim, p->num_queries);
   const kvedge_next_tile next = kvedge_next_of(values, dim * size);
   kvedge_run runs[KVEDGE_TILE_BLOCKS];
   int num_runs = 0;
   for (int t = 0; t < num_tokens; t += runs[num_runs++].num_tokens)
     runs[num_runs] = kvedge_run_of(values, &next, t, num_tokens);
-  if (!converted && !is_fp8(format)) {
-    const float_rows v = {runs, values->token_stride, num_tokens, dim, 1, 1.0f};
-    if (format == KVEDGE_FLOAT32) KVEDGE_NAME(weigh_float32)(&v, p, to, 0);
-    else if (format == KVEDGE_FLOAT16) KVEDGE_NAME(weigh_float16)(&v, p, to, 0);
-    else KVEDGE_NAME(weigh_bfloat16)(&v, p, to, 0);
+  if (!is_converted(values, format, dim, p->num_queries)) {
+    const float_rows v = {runs, values->token_stride, num_tokens, dim, 1};
+    weigh(&v, p, to, 0);
     return;
   }
-  /* 64 channels at a time as float16, or half as many as float32. */
-  const int wide = converted ? 32 : 64;
   const floats factor = all_floats(values->factor * fp8_unit(format));
-  union {
-    _Alignas(64) float floats[KVEDGE_TILE * 32];
-    uint16_t halves[KVEDGE_TILE * 64];
-  } room; /* (num_tokens, wide) */
-  const kvedge_run all = {.rows = (const char *)&room, .num_tokens = num_tokens};
-  for (int d = 0; d < dim; d += wide) {
-    const int n = dim - d < wide ? dim - d : wide;
-    const float_rows v = {&all, 128, num_tokens, n, 0, converted ? 1.0f : fp8_unit(format)};
-    for (int r = 0, t = 0; r < num_runs; r++) {
-      const int bytes = n * size;
+  _Alignas(64) float room[KVEDGE_TILE * WIDE]; /* (num_tokens, WIDE) */
+  const kvedge_run all = {.rows = (const char *)room, .num_tokens = num_tokens};
+  for (int d = 0; d < dim; d += WIDE) {
+    const int n = dim - d < WIDE ? dim - d : WIDE;
+    const float_rows v = {&all, WIDE * sizeof(float), num_tokens, n, 0};
+    float *row = room;
+    for (int r = 0; r < num_runs; r++) {
       const kvedge_next_block ahead = kvedge_further(runs[r].next, d * size * runs[r].num_tokens);
       const char *from = runs[r].rows + d * size;
-      if (!converted) {
-        widen_rows(from, values->token_stride, runs[r].num_tokens, n, format, ahead, room.halves + t * wide, wide);
-        t += runs[r].num_tokens;
-        continue;
-      }
-      for (int j = 0, asked = 0; j < runs[r].num_tokens; j++, t++, from += values->token_stride) {
-        for (; ahead.first && asked < bytes * (j + 1); asked += LINE) kvedge_prefetch_line(ahead, asked);
-        convert_channels(from, format, n, factor, room.floats + t * wide);
+      for (int t = 0, asked = 0; t < runs[r].num_tokens; t++, row += WIDE, from += values->token_stride) {
+        for (; ahead.first && asked < n * size * (t + 1); asked += LINE) kvedge_prefetch_line(ahead, asked);
+        if (n == WIDE) convert_channels(from, format, WIDE, factor, row);
+        else convert_channels(from, format, n, factor, row);
       }
     }
-    if (converted) KVEDGE_NAME(weigh_float32)(&v, p, to, d);
-    else KVEDGE_NAME(weigh_float16)(&v, p, to, d);
+    KVEDGE_NAME(weigh_float32)(&v, p, to, d);
   }
 }
+
 #define KVEDGE_FLOAT_CELL_FUNCTIONS(name, format)                                                                      \
   static void KVEDGE_NAME(scores_##name)(const kvedge_query *q, const kvedge_tile *keys, float *scores,                \
                                          int accumulate) {                                                             \
-    score_floats(q, keys, scores, accumulate, format);                                                                 \
+    score_floats(q, keys, scores, accumulate, format, KVEDGE_NAME(score_##name));                                                            \
   }                                                                                                                    \
   static void KVEDGE_NAME(weighted_sum_##name)(const kvedge_probabilities *p, const kvedge_tile *values,               \
                                                const kvedge_accumulators *to) {                                        \
-    weigh_rows_of_floats(p, values, to, format);                                                                       \
+    weigh_rows_of_floats(p, values, to, format, KVEDGE_NAME(weigh_##name));                                                                   \
   }
 KVEDGE_FLOAT_CELL_FUNCTIONS(float32, KVEDGE_FLOAT32)
 KVEDGE_FLOAT_CELL_FUNCTIONS(float16, KVEDGE_FLOAT16)

@@ -1,5 +1,12 @@
 /* Vectors of 8 floats as kernels/float_rows.h wants them. Part of avx2.c and avxvnni.c, after scores.h. */
-enum { FLOATS = 8, HALVES = 16, WIDE = 32, SUMS = 8, MOST_QUERIES = 4, PART_LOADS_ARE_CHEAP = 0 };
+enum { FLOATS = 8, WIDE = 32, SUMS = 8, MOST_QUERIES = 4, PART_LOADS_ARE_CHEAP = 0 };
+
+KVEDGE_INLINE int is_fp8(const kvedge_format format) { return format == KVEDGE_FP8_E4M3 || format == KVEDGE_FP8_E5M2; }
+
+KVEDGE_INLINE ptrdiff_t channel_bytes(const kvedge_format format) {
+  return format == KVEDGE_FLOAT32 ? 4 : is_fp8(format) ? 1 : 2;
+}
+
 typedef __m256 floats;
 #define IN_REGISTER(x) __asm__("" : "+x"(x))
 
@@ -36,23 +43,39 @@ KVEDGE_INLINE floats floats_of_halves(__m128i halves, const kvedge_format format
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
 }
 
-/* The upper byte of a half is an e5m2. Of an e4m3 the sign, extended to bits 7 to 15, is kept in bit 15. */
-KVEDGE_INLINE void widen_fp8(const char *from, int n, const kvedge_format format, uint16_t *to) {
-  const __m128i codes = load_up_to_16((const int8_t *)from, n);
-  __m256i halves;
-  if (format == KVEDGE_FP8_E5M2) halves = _mm256_slli_epi16(_mm256_cvtepu8_epi16(codes), 8);
-  else
-    halves = _mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16(codes), 7), _mm256_set1_epi16((short)0xbfff));
-  _mm256_storeu_si256((__m256i *)to, halves);
+/* The upper bytes of words are codes. The upper byte of a half is an e5m2. Of an e4m3 the sign, extended to two bits, is
+ * kept in the first. */
+KVEDGE_INLINE __m256i halves_of_upper(__m256i words, const kvedge_format format) {
+  if (format == KVEDGE_FP8_E5M2) return words;
+  return _mm256_and_si256(_mm256_srai_epi16(words, 1), _mm256_set1_epi16((short)0xbfff));
+}
+
+KVEDGE_INLINE floats floats_of_fp8(__m128i codes, const kvedge_format format) {
+  if (format == KVEDGE_FP8_E5M2) return _mm256_cvtph_ps(_mm_unpacklo_epi8(_mm_setzero_si128(), codes));
+  const __m128i halves = _mm_srai_epi16(_mm_unpacklo_epi8(_mm_setzero_si128(), codes), 1);
+  return _mm256_cvtph_ps(_mm_and_si128(halves, _mm_set1_epi16((short)0xbfff)));
 }
 
 KVEDGE_INLINE floats load_channels(const char *from, const kvedge_format format) {
   if (format == KVEDGE_FLOAT32) return load_floats((const float *)from);
+  if (is_fp8(format)) return floats_of_fp8(_mm_loadl_epi64((const __m128i *)from), format);
   return floats_of_halves(_mm_loadu_si128((const __m128i *)from), format);
+}
+
+KVEDGE_INLINE void load_two_vectors(const char *from, const kvedge_format format, floats x[2]) {
+  if (format == KVEDGE_FP8_E4M3) {
+    const __m256i words = _mm256_slli_epi16(_mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)from)), 8);
+    const __m256i halves = halves_of_upper(words, format);
+    x[0] = _mm256_cvtph_ps(_mm256_castsi256_si128(halves));
+    x[1] = _mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1));
+    return;
+  }
+  x[0] = load_channels(from, format), x[1] = load_channels(from + FLOATS * channel_bytes(format), format);
 }
 
 KVEDGE_INLINE floats load_first_channels(const char *from, const kvedge_format format, int n) {
   if (format == KVEDGE_FLOAT32) return load_first_floats((const float *)from, n);
+  if (is_fp8(format)) return floats_of_fp8(load_up_to_16((const int8_t *)from, n), format);
   return floats_of_halves(load_up_to_16((const int8_t *)from, 2 * n), format);
 }
 
@@ -71,30 +94,16 @@ KVEDGE_INLINE void transpose_lanes_of_floats(floats x[2]) {
   x[0] = low;
 }
 
-/* The upper bytes of words are codes. */
-KVEDGE_INLINE __m256i halves_of_upper(__m256i words, const kvedge_format format) {
-  if (format == KVEDGE_FP8_E5M2) return words;
-  return _mm256_and_si256(_mm256_srai_epi16(words, 1), _mm256_set1_epi16((short)0xbfff));
-}
-
-/* `wide` channels, 32 or 16, from `at` on of two rows, of which n are there: four channels of them side by side, `stride`
- * halves from those to the next four. */
-KVEDGE_INLINE void interleave_fp8_rows(const char *const row[2], int at, const int wide, int n,
-                                       const kvedge_format format, uint16_t *to, ptrdiff_t stride) {
-  __m256i a, b;
-  if (wide == 32) {
-    a = _mm256_loadu_si256((const __m256i *)(row[0] + at)), b = _mm256_loadu_si256((const __m256i *)(row[1] + at));
-  } else {
-    a = _mm256_castsi128_si256(load_up_to_16((const int8_t *)row[0] + at, n));
-    b = _mm256_castsi128_si256(load_up_to_16((const int8_t *)row[1] + at, n));
-  }
-  const __m256i eight[2] = {_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b)}; /* 0..7, 8..15 of each */
+/* n channels from `at` on of two rows, up to 32: four channels and the 16 after them side by side, `stride` halves from those to the
+ * next four. */
+KVEDGE_INLINE void interleave_fp8_rows(const char *const row[2], int at, int n, const kvedge_format format,
+                                       uint16_t *to, ptrdiff_t stride) {
+  const __m256i zero = _mm256_setzero_si256(), a = load_up_to_32((const int8_t *)row[0] + at, n),
+                b = load_up_to_32((const int8_t *)row[1] + at, n);
+  const __m256i eight[2] = {_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b)};
 #pragma GCC unroll 4
-  for (int c = 0; c < 4; c++) {
-    const __m256i zero = _mm256_setzero_si256(), of = eight[c / 2];
-    const __m256i halves =
-        halves_of_upper(c % 2 ? _mm256_unpackhi_epi8(zero, of) : _mm256_unpacklo_epi8(zero, of), format);
-    _mm_storeu_si128((__m128i *)(to + c * stride), _mm256_castsi256_si128(halves));
-    if (wide == 32) _mm_storeu_si128((__m128i *)(to + (4 + c) * stride), _mm256_extracti128_si256(halves, 1));
+  for (int c = 0; c < 4; c++, to += stride) {
+    const __m256i words = c % 2 ? _mm256_unpackhi_epi8(zero, eight[c / 2]) : _mm256_unpacklo_epi8(zero, eight[c / 2]);
+    _mm256_storeu_si256((__m256i *)to, halves_of_upper(words, format));
   }
 }

@@ -5,8 +5,15 @@
  *   vpmov(s,z)xbw, vpsllw     FP8 to float16              p5, p0
  *   vfmadd231ps zmm           products                    4 cycles, p05; Zen 4: one per cycle
  */
-enum { FLOATS = 16, HALVES = 32, WIDE = 64, SUMS = 16, MOST_QUERIES = 8, PART_LOADS_ARE_CHEAP = 1 };
+enum { FLOATS = 16, WIDE = 64, SUMS = 16, MOST_QUERIES = 8, PART_LOADS_ARE_CHEAP = 1 };
 #define SUMS_OF_16 1
+
+KVEDGE_INLINE int is_fp8(const kvedge_format format) { return format == KVEDGE_FP8_E4M3 || format == KVEDGE_FP8_E5M2; }
+
+KVEDGE_INLINE ptrdiff_t channel_bytes(const kvedge_format format) {
+  return format == KVEDGE_FLOAT32 ? 4 : is_fp8(format) ? 1 : 2;
+}
+
 typedef __m512 floats;
 #define IN_REGISTER(x) __asm__("" : "+v"(x))
 
@@ -59,23 +66,36 @@ KVEDGE_INLINE floats floats_of_halves(__m256i halves, const kvedge_format format
 }
 
 /* The upper byte of a half is an e5m2. Of an e4m3 the sign, extended to bits 7 to 15, is kept in bit 15. */
-KVEDGE_INLINE void widen_fp8(const char *from, int n, const kvedge_format format, uint16_t *to) {
-  const __m256i codes = n >= HALVES ? _mm256_loadu_si256((const __m256i *)from)
-                                    : _mm256_maskz_loadu_epi8((__mmask32)first_bytes(n), from);
-  __m512i halves;
-  if (format == KVEDGE_FP8_E5M2) halves = _mm512_slli_epi16(_mm512_cvtepu8_epi16(codes), 8);
-  else
-    halves = _mm512_and_si512(_mm512_slli_epi16(_mm512_cvtepi8_epi16(codes), 7), _mm512_set1_epi16((short)0xbfff));
-  _mm512_storeu_si512(to, halves);
+KVEDGE_INLINE __m512i halves_of_fp8(__m256i codes, const kvedge_format format) {
+  if (format == KVEDGE_FP8_E5M2) return _mm512_slli_epi16(_mm512_cvtepu8_epi16(codes), 8);
+  return _mm512_and_si512(_mm512_slli_epi16(_mm512_cvtepi8_epi16(codes), 7), _mm512_set1_epi16((short)0xbfff));
+}
+
+KVEDGE_INLINE floats floats_of_fp8(__m128i codes, const kvedge_format format) {
+  if (format == KVEDGE_FP8_E5M2) return _mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(codes), 8));
+  const __m256i halves = _mm256_slli_epi16(_mm256_cvtepi8_epi16(codes), 7);
+  return _mm512_cvtph_ps(_mm256_and_si256(halves, _mm256_set1_epi16((short)0xbfff)));
 }
 
 KVEDGE_INLINE floats load_channels(const char *from, const kvedge_format format) {
   if (format == KVEDGE_FLOAT32) return load_floats((const float *)from);
+  if (is_fp8(format)) return floats_of_fp8(_mm_loadu_si128((const __m128i *)from), format);
   return floats_of_halves(_mm256_loadu_si256((const __m256i *)from), format);
+}
+
+KVEDGE_INLINE void load_two_vectors(const char *from, const kvedge_format format, floats x[2]) {
+  if (is_fp8(format)) {
+    const __m512i halves = halves_of_fp8(_mm256_loadu_si256((const __m256i *)from), format);
+    x[0] = _mm512_cvtph_ps(_mm512_castsi512_si256(halves));
+    x[1] = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1));
+    return;
+  }
+  x[0] = load_channels(from, format), x[1] = load_channels(from + FLOATS * channel_bytes(format), format);
 }
 
 KVEDGE_INLINE floats load_first_channels(const char *from, const kvedge_format format, int n) {
   if (format == KVEDGE_FLOAT32) return load_first_floats((const float *)from, n);
+  if (is_fp8(format)) return floats_of_fp8(_mm_maskz_loadu_epi8(first_lanes(n), from), format);
   return floats_of_halves(_mm256_maskz_loadu_epi16(first_lanes(n), from), format);
 }
 
@@ -97,38 +117,20 @@ KVEDGE_INLINE void transpose_lanes_of_floats(floats x[4]) {
   for (int i = 0; i < 4; i++) x[i] = _mm512_castsi512_ps(out[i]);
 }
 
-KVEDGE_INLINE __m512i halves_of_fp8(__m256i codes, const kvedge_format format) {
-  if (format == KVEDGE_FP8_E5M2) return _mm512_slli_epi16(_mm512_cvtepu8_epi16(codes), 8);
-  return _mm512_and_si512(_mm512_slli_epi16(_mm512_cvtepi8_epi16(codes), 7), _mm512_set1_epi16((short)0xbfff));
-}
-
-/* `wide` channels, 64 or 16, from `at` on of four rows, of which n are there: four channels of them side by side, `stride`
- * halves from those to the next four. */
-KVEDGE_INLINE void interleave_fp8_rows(const char *const row[4], int at, const int wide, int n,
-                                       const kvedge_format format, uint16_t *to, ptrdiff_t stride) {
-  if (wide == 64) {
-    __m512i of_row[4], four[4];
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) of_row[i] = _mm512_loadu_si512(row[i] + at);
-    transpose_in_lanes(of_row, four);
-#pragma GCC unroll 4
-    for (int c = 0; c < 4; c++) {
-      const __m512i low = halves_of_fp8(_mm512_castsi512_si256(four[c]), format);
-      const __m512i high = halves_of_fp8(_mm512_extracti64x4_epi64(four[c], 1), format);
-      _mm256_storeu_si256((__m256i *)(to + c * stride), _mm512_castsi512_si256(low));
-      _mm256_storeu_si256((__m256i *)(to + (4 + c) * stride), _mm512_extracti64x4_epi64(low, 1));
-      _mm256_storeu_si256((__m256i *)(to + (8 + c) * stride), _mm512_castsi512_si256(high));
-      _mm256_storeu_si256((__m256i *)(to + (12 + c) * stride), _mm512_extracti64x4_epi64(high, 1));
-    }
-    return;
-  }
+/* n channels from `at` on of four rows, WIDE or up to 32 (a constant where it is WIDE): four channels and the 16 after them side by side,
+ * `stride` halves from those to the next four. */
+KVEDGE_INLINE void interleave_fp8_rows(const char *const row[4], int at, int n, const kvedge_format format,
+                                       uint16_t *to, ptrdiff_t stride) {
   __m512i of_row[4], four[4];
 #pragma GCC unroll 4
   for (int i = 0; i < 4; i++)
-    of_row[i] = _mm512_castsi128_si512(_mm_maskz_loadu_epi8((__mmask16)first_lanes(n), row[i] + at));
+    of_row[i] = n == WIDE ? _mm512_loadu_si512(row[i] + at)
+                          : _mm512_castsi256_si512(_mm256_maskz_loadu_epi8((__mmask32)first_bytes(n), row[i] + at));
   transpose_in_lanes(of_row, four);
 #pragma GCC unroll 4
-  for (int c = 0; c < 4; c++)
-    _mm256_storeu_si256((__m256i *)(to + c * stride),
-                        _mm512_castsi512_si256(halves_of_fp8(_mm512_castsi512_si256(four[c]), format)));
+  for (int c = 0; c < 4; c++, to += stride) {
+    _mm512_storeu_si512(to, halves_of_fp8(_mm512_castsi512_si256(four[c]), format));
+    if (n == WIDE)
+      _mm512_storeu_si512(to + 4 * stride, halves_of_fp8(_mm512_extracti64x4_epi64(four[c], 1), format));
+  }
 }
