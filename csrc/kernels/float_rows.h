@@ -448,7 +448,8 @@ KVEDGE_INLINE int weigh_pass(const float_rows *v, const kvedge_format format, in
                                                                   const kvedge_accumulators *to, int first) {          \
     const kvedge_format format = of;                                                                                   \
     int i = 0;                                                                                                         \
-    BY_FOURS(p->num_queries, WEIGH)                                                                                    \
+    if (is_fp8(format)) BY_QUERIES(p->num_queries, WEIGH)                                                              \
+    else BY_FOURS(p->num_queries, WEIGH)                                                                                  \
   }
 WEIGH_ROWS(float32, KVEDGE_FLOAT32)
 WEIGH_ROWS(float16, KVEDGE_FLOAT16)
