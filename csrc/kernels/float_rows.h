@@ -31,7 +31,7 @@ KVEDGE_INLINE float fp8_unit(const kvedge_format format) { return format == KVED
 
 /* Do rows become float32 first? */
 KVEDGE_INLINE int is_converted(const kvedge_tile *tile, const kvedge_format format, int dim, int num_queries) {
-  return tile->factor != 1.0f || (!is_fp8(format) && dim % FLOATS != 0 && !PART_LOADS_ARE_CHEAP) ||
+  return tile->factor != 1.0f || (dim % FLOATS != 0 && !PART_LOADS_ARE_CHEAP) ||
          (format != KVEDGE_FLOAT32 && num_queries > MOST_QUERIES);
 }
 
@@ -176,7 +176,7 @@ SCORE_BLOCK(fp8_e5m2, KVEDGE_FP8_E5M2)
 enum {
   ROWS_BESIDE = FLOATS / 4,
   GROUPS = KVEDGE_BLOCK / ROWS_BESIDE, /* of a block's rows */
-  CHANNELS_BESIDE = 256,                    /* channels that are interleaved at a time */
+  CHANNELS_BESIDE = 256,         /* that are interleaved at a time */
 };
 
 KVEDGE_INLINE int row_of_lane(int group, int lane) { return FLOATS * (group / 4) + 4 * lane + group % 4; }
@@ -316,6 +316,9 @@ KVEDGE_INLINE void score_by_interleaving(const kvedge_query *q, const kvedge_til
   for (int t = 0; t < keys->num_tokens; t += KVEDGE_BLOCK) {
     const int left = keys->num_tokens - t;
     const kvedge_next_block next = kvedge_next_block_of(&next_tile, t / KVEDGE_BLOCK);
+    float before[KVEDGE_STACK][KVEDGE_BLOCK]; /* what is added to, after all channels: it may be large beside them */
+    for (int i = 0; accumulate && i < q->num_queries; i++)
+      memcpy(before[i], scores + i * KVEDGE_TILE + t, sizeof before[i]);
     for (int d = 0; d < q->dim; d += CHANNELS_BESIDE) {
       const int n = q->dim - d < CHANNELS_BESIDE ? q->dim - d : CHANNELS_BESIDE;
       const stored_rows s = {.rows = kvedge_tile_row(keys, t) + d * size,
@@ -325,14 +328,16 @@ KVEDGE_INLINE void score_by_interleaving(const kvedge_query *q, const kvedge_til
       if (is_fp8(format)) interleave_fp8(&s, n, format, halves);
       else interleave_floats(&s, n, format, factor, block);
       if (as_halves) {
-        KVEDGE_NAME(score_interleaved_float16)(q, d, (const char *)halves, n, fp8_unit(format), scores + t, accumulate || d > 0);
+        KVEDGE_NAME(score_interleaved_float16)(q, d, (const char *)halves, n, fp8_unit(format), scores + t, d > 0);
         continue;
       }
       const int filled = (n + 31) / 32 * 32 * KVEDGE_BLOCK;
       for (int i = 0; is_fp8(format) && i < filled; i += FLOATS)
         store_floats(block + i, multiply_floats(load_channels((const char *)(halves + i), KVEDGE_FLOAT16), factor));
-      KVEDGE_NAME(score_interleaved_float32)(q, d, (const char *)block, n, 1.0f, scores + t, accumulate || d > 0);
+      KVEDGE_NAME(score_interleaved_float32)(q, d, (const char *)block, n, 1.0f, scores + t, d > 0);
     }
+    for (int i = 0; accumulate && i < q->num_queries; i++)
+      for (int j = 0; j < KVEDGE_BLOCK; j++) scores[i * KVEDGE_TILE + t + j] += before[i][j];
   }
 }
 
