@@ -36,7 +36,7 @@ KVEDGE_INLINE int is_converted(const kvedge_tile *tile, const kvedge_format form
 }
 
 /* Queries up to which rows are multiplied as they are stored, for scores. */
-KVEDGE_INLINE int most_of_rows(const kvedge_format format) { return is_fp8(format) ? 2 : 4; }
+KVEDGE_INLINE int most_of_rows(const kvedge_format format) { return is_fp8(format) ? 1 : 4; }
 
 /* n channels as float32, FLOATS at a time; from n on, to the next multiple of FLOATS, zeros. */
 KVEDGE_INLINE void convert_channels(const char *from, const kvedge_format format, int n, floats factor, float *to) {
@@ -65,12 +65,22 @@ typedef struct {
 KVEDGE_INLINE void dot_channels(const float *query, ptrdiff_t stride, const int count, const char *const *row,
                                 const kvedge_format format, ptrdiff_t at, int n, floats sum[SUMS]) {
   const int rows = ROWS_OF(count);
+  if (count == 1) {
+    const floats values = load_floats(query + at);
+#pragma GCC unroll 8
+    for (int j = 0; j < rows; j++) {
+      const char *from = row[j] + at * channel_bytes(format);
+      sum[j] = multiply_add_floats(
+          n >= FLOATS ? load_channels(from, format) : load_first_channels(from, format, n), values, sum[j]);
+    }
+    return;
+  }
   floats key[8];
 #pragma GCC unroll 8
   for (int j = 0; j < rows; j++) {
     const char *from = row[j] + at * channel_bytes(format);
     key[j] = n >= FLOATS ? load_channels(from, format) : load_first_channels(from, format, n);
-    if (count > 1) IN_REGISTER(key[j]);
+    IN_REGISTER(key[j]);
   }
 #pragma GCC unroll 8
   for (int i = 0; i < count; i++) {
@@ -84,8 +94,8 @@ KVEDGE_INLINE void dot_channels(const float *query, ptrdiff_t stride, const int 
 /* Scores of a block for `count` queries from `first` on. (Constants where this is inlined: format, count.) */
 KVEDGE_INLINE void score_for(const kvedge_query *q, int first, const int count, const row_block *b,
                                  const kvedge_format format, kvedge_next_block next, float *scores, int accumulate) {
-  enum { STEP = 16 }; /* channels */
-  const int rows = ROWS_OF(count), lines = rows * STEP * (int)channel_bytes(format) / LINE;
+  const int step = FLOATS == 16 ? 16 : LINE / (int)channel_bytes(format); /* channels */
+  const int rows = ROWS_OF(count), lines = rows * step * (int)channel_bytes(format) / LINE;
   const float *query = q->values + first * q->stride;
   scores += first * KVEDGE_TILE;
   for (int t = 0; t < b->num_tokens; t += rows) {
@@ -97,17 +107,22 @@ KVEDGE_INLINE void score_for(const kvedge_query *q, int first, const int count, 
 #pragma GCC unroll 16
     for (int i = 0; i < count * rows; i++) sum[i] = zero_floats();
     int d = 0;
-    for (; d + STEP <= b->dim; d += STEP) {
-#pragma GCC unroll 2
-      for (int e = 0; e < STEP; e += FLOATS) dot_channels(query, q->stride, count, row, format, d + e, FLOATS, sum);
+    for (; d + step <= b->dim; d += step) {
+#pragma GCC unroll 8
+      for (int e = 0; e < step; e += FLOATS) dot_channels(query, q->stride, count, row, format, d + e, FLOATS, sum);
       if (next.first) {
 #pragma GCC unroll 8
         for (int line = 0; line < lines; line++) kvedge_prefetch_line(next, LINE * line);
         next = kvedge_further(next, LINE * lines);
       }
     }
-    if ((int)FLOATS < (int)STEP && d + FLOATS <= b->dim)
-      dot_channels(query, q->stride, count, row, format, d, FLOATS, sum), d += FLOATS;
+    if (next.first && d < b->dim) {
+      const int rest = rows * (b->dim - d) * (int)channel_bytes(format);
+      for (int at = 0; at < rest; at += LINE) kvedge_prefetch_line(next, at);
+      next = kvedge_further(next, rest);
+    }
+    for (; FLOATS < step && d + FLOATS <= b->dim; d += FLOATS)
+      dot_channels(query, q->stride, count, row, format, d, FLOATS, sum);
     if (PART_LOADS_ARE_CHEAP && d < b->dim)
       dot_channels(query, q->stride, count, row, format, d, (int)(b->dim - d), sum);
     const floats dot = multiply_floats(sums_of(sum, count * rows), all_floats(fp8_unit(format)));
@@ -153,11 +168,11 @@ KVEDGE_INLINE void score_for(const kvedge_query *q, int first, const int count, 
                                                                   float *scores, int accumulate) {                     \
     const kvedge_format format = of;                                                                                   \
     kvedge_next_block next = b->next;                                                                                  \
-    const int n = q->num_queries, i = 0;                                                                               \
-    if (n == 4 && most_of_rows(format) > 2) SCORE(4);                                                                  \
-    else if (n == 3 && most_of_rows(format) > 2) SCORE(3);                                                             \
-    else if (n == 2) SCORE(2);                                                                                         \
-    else SCORE(1);                                                                                                     \
+    const int n = q->num_queries;                                                                                      \
+    int i = 0;                                                                                                         \
+    if (n == 4 && most_of_rows(format) > 2) SCORE(4), i = 4;                                                           \
+    if (n - i >= 2 && most_of_rows(format) > 2) SCORE(2), i += 2;                                                      \
+    if (i < n) SCORE(1);                                                                                               \
   }
 SCORE_BLOCK(float32, KVEDGE_FLOAT32)
 SCORE_BLOCK(float16, KVEDGE_FLOAT16)

@@ -52,7 +52,7 @@ KVEDGE_INLINE __m256i halves_of_upper(__m256i words, const kvedge_format format)
 
 KVEDGE_INLINE floats floats_of_fp8(__m128i codes, const kvedge_format format) {
   if (format == KVEDGE_FP8_E5M2) return _mm256_cvtph_ps(_mm_unpacklo_epi8(_mm_setzero_si128(), codes));
-  const __m128i halves = _mm_srai_epi16(_mm_unpacklo_epi8(_mm_setzero_si128(), codes), 1);
+  const __m128i halves = _mm_slli_epi16(_mm_cvtepi8_epi16(codes), 7);
   return _mm256_cvtph_ps(_mm_and_si128(halves, _mm_set1_epi16((short)0xbfff)));
 }
 
@@ -64,8 +64,8 @@ KVEDGE_INLINE floats load_channels(const char *from, const kvedge_format format)
 
 KVEDGE_INLINE void load_two_vectors(const char *from, const kvedge_format format, floats x[2]) {
   if (format == KVEDGE_FP8_E4M3) {
-    const __m256i words = _mm256_slli_epi16(_mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)from)), 8);
-    const __m256i halves = halves_of_upper(words, format);
+    const __m256i words = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)from)), 7);
+    const __m256i halves = _mm256_and_si256(words, _mm256_set1_epi16((short)0xbfff));
     x[0] = _mm256_cvtph_ps(_mm256_castsi256_si128(halves));
     x[1] = _mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1));
     return;
