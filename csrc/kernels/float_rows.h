@@ -4,23 +4,27 @@
  *   floats                         a vector of FLOATS floats
  *   load_floats(p), store_floats(p, x), zero_floats(), all_floats(f), multiply_floats(a, b), multiply_add_floats(a, b, c): a * b + c
  *   load_first_floats(p, n), store_first_floats(p, n, x)   only the first n of them; zeros from there on
- *   load_channels(from, format), load_first_channels(from, format, n)   a row's channels, of 32 or 16 bits, as floats;
- *                                  likewise
- *   widen_fp8(from, n, format, to) n codes of FP8 as HALVES float16, with zeros from n on; e4m3 divided by fp8_unit()
+ *   load_channels(from, format), load_first_channels(from, format, n)   a row's channels as floats; likewise. Those of
+ *                                  FP8 e4m3 come divided by fp8_unit(format)
+ *   load_two_vectors(from, format, x)   two vectors of them
  *   sums_of(x, n), store_sums(sums, queries, rows, scores)   of each of n vectors the sum: (queries, rows)
- *   IN_REGISTER(x)                 x is loaded here, once
- *   SUMS                           sums that stay in registers beside what they are made of
- *   MOST_QUERIES                   that meet rows as they are; for more rows become float32 first
+ *   load_4_for_all(p), sums_in_lanes(x), transpose_lanes_of_floats(x)   four floats for each 128-bit lane; of four vectors
+ *                                  the sum of each lane; lane i of vector j becomes lane j of vector i
+ *   interleave_fp8_rows(row, at, n, format, to, stride)   codes of up to WIDE channels as float16, see below
+ *   is_fp8(format), channel_bytes(format)
+ *   IN_REGISTER(x)                 x is loaded here, once: compilers else load operands anew for each FMA
+ *   SUMS                           sums that stay in registers beside what they are made of; SUMS_OF_16 where they are 16
+ *   MOST_QUERIES                   with more of them rows become float32 first
  *   PART_LOADS_ARE_CHEAP           load_first_channels() costs about what load_channels() does
  *
  * Scores: SUMS sums stay in registers, of so many queries and rows that each key and each query loaded serves several
- * FMAs, and each FMA waits for none of the SUMS - 1 before it; then lanes are added up, of all of them at once. Weighted
- * sums: so many queries and vectors of channels, over all tokens of a tile.
+ * FMAs, and each FMA waits for none of the SUMS - 1 before it. A sum over the lanes of a vector costs as much as three FMAs.
+ * So where more than few queries meet a row, rows are interleaved first, in L1: then a lane's four elements are all that
+ * is left to add up. Weighted sums: so many queries and vectors of channels, over all tokens of a tile.
  *
- * Rows of FP8 become float16 in L1, a block of 16 rows or 64 channels of a tile at a time: stores cost nothing beside
- * FMAs, and what multiplies float16 serves them. Rows become float32 there where more queries meet them, where tile->factor is
- * not 1, and where channels do not fill vectors and part loads are not cheap. (factor may be as small as 2^-67 and rows as
- * large as 3e38, so neither queries nor probabilities can take it.)
+ * Rows are converted as they are loaded where few queries meet them. They become float32 first where more do, where tile->factor
+ * is not 1, and where channels do not fill vectors and part loads are not cheap: for weighted sums 32 channels of a tile.
+ * (factor may be as small as 2^-67 and rows as large as 3e38, so neither queries nor probabilities can take it.)
  */
 
 enum { LINE = 64 /* bytes */ };
@@ -48,7 +52,7 @@ KVEDGE_INLINE void convert_channels(const char *from, const kvedge_format format
 
 /* ---- Scores ---- */
 
-/* Rows that lie side by side, in a tile or converted. */
+/* Up to 16 rows of a tile. */
 typedef struct {
   const char *rows; /* (num_tokens), stride apart */
   ptrdiff_t stride;
@@ -57,8 +61,7 @@ typedef struct {
 } row_block;
 
 /* Rows that meet `count` queries at a time. */
-#define ROWS_OF(count)                                                                                                 \
-  ((count) == 1 ? 8 : SUMS / (count) >= 8 ? 8 : SUMS / (count) >= 4 ? 4 : 2)
+#define ROWS_OF(count) ((count) == 1 ? 8 : SUMS / (count) >= 8 ? 8 : SUMS / (count) >= 4 ? 4 : 2)
 
 /* sum[i * rows + j] += products of FLOATS channels, or n fewer, of query i and row j, `at` channels on. (Constants where
  * this is inlined: format, count, and whether n is FLOATS.) */
@@ -70,8 +73,8 @@ KVEDGE_INLINE void dot_channels(const float *query, ptrdiff_t stride, const int 
 #pragma GCC unroll 8
     for (int j = 0; j < rows; j++) {
       const char *from = row[j] + at * channel_bytes(format);
-      sum[j] = multiply_add_floats(
-          n >= FLOATS ? load_channels(from, format) : load_first_channels(from, format, n), values, sum[j]);
+      sum[j] = multiply_add_floats(n >= FLOATS ? load_channels(from, format) : load_first_channels(from, format, n),
+                                   values, sum[j]);
     }
     return;
   }
@@ -93,7 +96,7 @@ KVEDGE_INLINE void dot_channels(const float *query, ptrdiff_t stride, const int 
 
 /* Scores of a block for `count` queries from `first` on. (Constants where this is inlined: format, count.) */
 KVEDGE_INLINE void score_for(const kvedge_query *q, int first, const int count, const row_block *b,
-                                 const kvedge_format format, kvedge_next_block next, float *scores, int accumulate) {
+                             const kvedge_format format, kvedge_next_block next, float *scores, int accumulate) {
   const int step = FLOATS == 16 ? 16 : LINE / (int)channel_bytes(format); /* channels */
   const int rows = ROWS_OF(count), lines = rows * step * (int)channel_bytes(format) / LINE;
   const float *query = q->values + first * q->stride;
@@ -160,9 +163,8 @@ KVEDGE_INLINE void score_for(const kvedge_query *q, int first, const int count, 
 #define BY_QUERIES BY_FOURS
 #endif
 
-/* Scores of a block for all queries, at most MOST_OF_ROWS; the first ones prefetch. */
-#define SCORE(count)                                                                                                   \
-  score_for(q, i, count, b, format, next, scores, accumulate), next.first = 0
+/* Scores of a block for all queries, up to most_of_rows(); the first ones prefetch. */
+#define SCORE(count) score_for(q, i, count, b, format, next, scores, accumulate), next.first = 0
 #define SCORE_BLOCK(name, of)                                                                                          \
   static __attribute__((noinline)) void KVEDGE_NAME(score_##name)(const kvedge_query *q, const row_block *b,           \
                                                                   float *scores, int accumulate) {                     \
@@ -191,7 +193,7 @@ SCORE_BLOCK(fp8_e5m2, KVEDGE_FP8_E5M2)
 enum {
   ROWS_BESIDE = FLOATS / 4,
   GROUPS = KVEDGE_BLOCK / ROWS_BESIDE, /* of a block's rows */
-  CHANNELS_BESIDE = 256,         /* that are interleaved at a time */
+  CHANNELS_BESIDE = 256,               /* that are interleaved at a time */
 };
 
 KVEDGE_INLINE int row_of_lane(int group, int lane) { return FLOATS * (group / 4) + 4 * lane + group % 4; }
@@ -254,37 +256,31 @@ SCORE_INTERLEAVED(float16, KVEDGE_FLOAT16)
 #undef SCORE_INTERLEAVED
 #undef SCORE
 
-/* Up to 16 rows as they are stored. */
-typedef struct {
-  const char *rows;
-  ptrdiff_t stride;
-  int num_tokens;
-  kvedge_next_block next; /* to prefetch meanwhile, as many bytes as are interleaved */
-} stored_rows;
-
 /* The rows of a group; past the last one it is repeated. */
-KVEDGE_INLINE void rows_of_group(const stored_rows *s, int group, const char *row[ROWS_BESIDE]) {
+KVEDGE_INLINE void rows_of_group(const row_block *b, int group, const char *row[ROWS_BESIDE]) {
 #pragma GCC unroll 4
   for (int lane = 0; lane < ROWS_BESIDE; lane++) {
     const int t = row_of_lane(group, lane);
-    row[lane] = s->rows + (t < s->num_tokens ? t : s->num_tokens - 1) * s->stride;
+    row[lane] = b->rows + (t < b->num_tokens ? t : b->num_tokens - 1) * b->stride;
   }
 }
 
-/* A group's share of n bytes of each row. */
-KVEDGE_INLINE void prefetch_group(const stored_rows *s, int group, int n) {
-  if (!s->next.first) return;
-  for (int at = 0; at < ROWS_BESIDE * n; at += LINE) kvedge_prefetch_line(s->next, group * ROWS_BESIDE * n + at);
+/* A group's share of what is to prefetch. */
+KVEDGE_INLINE void prefetch_group(const row_block *b, int group, const kvedge_format format) {
+  const int n = b->dim * (int)channel_bytes(format);
+  if (!b->next.first) return;
+  for (int at = 0; at < ROWS_BESIDE * n; at += LINE) kvedge_prefetch_line(b->next, group * ROWS_BESIDE * n + at);
 }
 
 /* Where in a block group 0 has channels d to d + 3. */
 KVEDGE_INLINE int place_of(int d) { return ((d / 32 * 4 + d % 16 / 4) * GROUPS * 2 + d % 32 / 16) * FLOATS; }
 
-KVEDGE_INLINE void interleave_fp8(const stored_rows *s, int n, const kvedge_format format, uint16_t *to) {
+KVEDGE_INLINE void interleave_fp8(const row_block *b, const kvedge_format format, uint16_t *to) {
+  const int n = b->dim;
   for (int g = 0; g < GROUPS; g++, to += 2 * FLOATS) {
     const char *row[ROWS_BESIDE];
-    rows_of_group(s, g, row);
-    prefetch_group(s, g, n);
+    rows_of_group(b, g, row);
+    prefetch_group(b, g, format);
     int d = 0;
     for (; d + WIDE <= n; d += WIDE) interleave_fp8_rows(row, d, WIDE, format, to + place_of(d), 2 * GROUPS * FLOATS);
     for (; d < n; d += 32) interleave_fp8_rows(row, d, n - d, format, to + place_of(d), 2 * GROUPS * FLOATS);
@@ -307,11 +303,12 @@ KVEDGE_INLINE void interleave_channels(const char *const row[ROWS_BESIDE], int d
   for (int j = 0; j < ROWS_BESIDE; j++) store_floats(to + place_of(4 * j), of_row[j]);
 }
 
-KVEDGE_INLINE void interleave_floats(const stored_rows *s, int n, const kvedge_format format, floats factor, float *to) {
+KVEDGE_INLINE void interleave_floats(const row_block *b, const kvedge_format format, floats factor, float *to) {
+  const int n = b->dim;
   for (int g = 0; g < GROUPS; g++, to += 2 * FLOATS) {
     const char *row[ROWS_BESIDE];
-    rows_of_group(s, g, row);
-    prefetch_group(s, g, n * (int)channel_bytes(format));
+    rows_of_group(b, g, row);
+    prefetch_group(b, g, format);
     for (int d = 0; d < n; d += 32)
 #pragma GCC unroll 4
       for (int e = 0; e < 32; e += FLOATS)
@@ -323,11 +320,12 @@ KVEDGE_INLINE void interleave_floats(const stored_rows *s, int n, const kvedge_f
 /* Scores of rows that are interleaved first, as float16 or float32. */
 KVEDGE_INLINE void score_by_interleaving(const kvedge_query *q, const kvedge_tile *keys, float *scores, int accumulate,
                                          const kvedge_format format) {
-  const int size = (int)channel_bytes(format), as_halves = is_fp8(format) && !is_converted(keys, format, q->dim, q->num_queries);
+  const int size = (int)channel_bytes(format),
+            as_halves = is_fp8(format) && !is_converted(keys, format, q->dim, q->num_queries);
   const kvedge_next_tile next_tile = kvedge_next_of(keys, q->dim * size);
   const floats factor = all_floats(keys->factor * fp8_unit(format));
   _Alignas(64) float block[KVEDGE_BLOCK * CHANNELS_BESIDE];
-  _Alignas(64) uint16_t halves[is_fp8(format) ? KVEDGE_BLOCK * CHANNELS_BESIDE : 1];
+  _Alignas(64) uint16_t halves[KVEDGE_BLOCK * CHANNELS_BESIDE]; /* of FP8 */
   for (int t = 0; t < keys->num_tokens; t += KVEDGE_BLOCK) {
     const int left = keys->num_tokens - t;
     const kvedge_next_block next = kvedge_next_block_of(&next_tile, t / KVEDGE_BLOCK);
@@ -336,12 +334,13 @@ KVEDGE_INLINE void score_by_interleaving(const kvedge_query *q, const kvedge_til
       memcpy(before[i], scores + i * KVEDGE_TILE + t, sizeof before[i]);
     for (int d = 0; d < q->dim; d += CHANNELS_BESIDE) {
       const int n = q->dim - d < CHANNELS_BESIDE ? q->dim - d : CHANNELS_BESIDE;
-      const stored_rows s = {.rows = kvedge_tile_row(keys, t) + d * size,
-                             .stride = keys->token_stride,
-                             .num_tokens = left < KVEDGE_BLOCK ? left : KVEDGE_BLOCK,
-                             .next = kvedge_further(next, d * size * KVEDGE_BLOCK)};
-      if (is_fp8(format)) interleave_fp8(&s, n, format, halves);
-      else interleave_floats(&s, n, format, factor, block);
+      const row_block rows = {.rows = kvedge_tile_row(keys, t) + d * size,
+                              .stride = keys->token_stride,
+                              .num_tokens = left < KVEDGE_BLOCK ? left : KVEDGE_BLOCK,
+                              .dim = n,
+                              .next = kvedge_further(next, d * size * KVEDGE_BLOCK)};
+      if (is_fp8(format)) interleave_fp8(&rows, format, halves);
+      else interleave_floats(&rows, format, factor, block);
       if (as_halves) {
         KVEDGE_NAME(score_interleaved_float16)(q, d, (const char *)halves, n, fp8_unit(format), scores + t, d > 0);
         continue;
@@ -469,7 +468,7 @@ KVEDGE_INLINE int weigh_pass(const float_rows *v, const kvedge_format format, in
     const kvedge_format format = of;                                                                                   \
     int i = 0;                                                                                                         \
     if (is_fp8(format)) BY_QUERIES(p->num_queries, WEIGH)                                                              \
-    else BY_FOURS(p->num_queries, WEIGH)                                                                                  \
+    else BY_FOURS(p->num_queries, WEIGH)                                                                               \
   }
 WEIGH_ROWS(float32, KVEDGE_FLOAT32)
 WEIGH_ROWS(float16, KVEDGE_FLOAT16)
@@ -519,11 +518,11 @@ KVEDGE_INLINE void weigh_rows_of_floats(const kvedge_probabilities *p, const kve
 #define KVEDGE_FLOAT_CELL_FUNCTIONS(name, format)                                                                      \
   static void KVEDGE_NAME(scores_##name)(const kvedge_query *q, const kvedge_tile *keys, float *scores,                \
                                          int accumulate) {                                                             \
-    score_floats(q, keys, scores, accumulate, format, KVEDGE_NAME(score_##name));                                                            \
+    score_floats(q, keys, scores, accumulate, format, KVEDGE_NAME(score_##name));                                      \
   }                                                                                                                    \
   static void KVEDGE_NAME(weighted_sum_##name)(const kvedge_probabilities *p, const kvedge_tile *values,               \
                                                const kvedge_accumulators *to) {                                        \
-    weigh_rows_of_floats(p, values, to, format, KVEDGE_NAME(weigh_##name));                                                                   \
+    weigh_rows_of_floats(p, values, to, format, KVEDGE_NAME(weigh_##name));                                            \
   }
 KVEDGE_FLOAT_CELL_FUNCTIONS(float32, KVEDGE_FLOAT32)
 KVEDGE_FLOAT_CELL_FUNCTIONS(float16, KVEDGE_FLOAT16)

@@ -3,7 +3,7 @@
  *   vcvtph2ps zmm, ymm        float16 to float32          Intel: p0 + p5, Zen 4: 2 uops
  *   vpmovzxwd, vpslld         bfloat16 to float32         p5, p0
  *   vpmov(s,z)xbw, vpsllw     FP8 to float16              p5, p0
- *   vfmadd231ps zmm           products                    4 cycles, p05; Zen 4: one per cycle
+ *   vfmadd231ps zmm           products                    4 cycles, p05; Zen 4: one per cycle, Zen 5 of servers: two
  */
 enum { FLOATS = 16, WIDE = 64, SUMS = 16, MOST_QUERIES = 8, PART_LOADS_ARE_CHEAP = 1 };
 #define SUMS_OF_16 1
@@ -130,7 +130,6 @@ KVEDGE_INLINE void interleave_fp8_rows(const char *const row[4], int at, int n, 
 #pragma GCC unroll 4
   for (int c = 0; c < 4; c++, to += stride) {
     _mm512_storeu_si512(to, halves_of_fp8(_mm512_castsi512_si256(four[c]), format));
-    if (n == WIDE)
-      _mm512_storeu_si512(to + 4 * stride, halves_of_fp8(_mm512_extracti64x4_epi64(four[c], 1), format));
+    if (n == WIDE) _mm512_storeu_si512(to + 4 * stride, halves_of_fp8(_mm512_extracti64x4_epi64(four[c], 1), format));
   }
 }
