@@ -447,7 +447,7 @@ KVEDGE_INLINE int weigh_pass(const float_rows *v, const kvedge_format format, in
 #define WEIGH_OF(vectors, n) weigh_channels(v, format, at, vectors, n, count, prefetches, p, rescale, acc, acc_stride)
 #define WEIGH(vectors)                                                                                                 \
   if (count * vectors <= SUMS && left >= vectors * FLOATS) return WEIGH_OF(vectors, FLOATS), vectors * FLOATS
-  if (count == 1) WEIGH(8);
+  WEIGH(8);
   WEIGH(4);
   WEIGH(2);
   if (PART_LOADS_ARE_CHEAP || left < FLOATS) WEIGH_OF(1, left < FLOATS ? left : FLOATS);
