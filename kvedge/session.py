@@ -7,6 +7,9 @@ The format is safetensors, which other tools can read. Per layer i it holds
     layers.{i}.key_offset, layers.{i}.key_scale      (num_kv_heads, head_dim) F32, if it has one
     layers.{i}.first.key_codes, ..., layers.{i}.last.value_scales    first and last tokens again, in
                                                      recent_dtype, if it has such
+    layers.{i}.runs.key_codes, ..., layers.{i}.runs.value_scales    whole runs of 32 tokens, if keys
+                                                     or values are in such: (runs, num_kv_heads,
+                                                     bytes) U8, and rows of a side that is not
 
 and as metadata, all text, the fields of ``FIELDS``, ``value_dtype`` and ``value_head_dim`` where
 values have another type and width than keys, ``key_scale`` where layers take theirs from their
@@ -29,7 +32,7 @@ import numpy as np
 
 from kvedge.core import checks, memory
 from kvedge.core.config import LayerConfig
-from kvedge.core.formats import FORMATS, SCALE_TYPES, format_of
+from kvedge.core.formats import FORMATS, IN_RUNS, SCALE_TYPES, format_of
 from kvedge.core.key_map import KeyRule
 from kvedge.core.replacing import replacing
 from kvedge.errors import InvalidArgumentError, MissingExtraError
@@ -245,10 +248,20 @@ def file_types(fields: Mapping[str, str]) -> Callable[[str], str]:
         if len(name.split(".")) == 4:
             precise = own.get("recent_dtype", fields.get("recent_dtype", ""))
             if ".runs." in name:
-                return "U8" if column.endswith("codes") else "F32"
+                return of_rows(own, column)
             return FORMATS[precise].file_type if column.endswith("codes") else part_scales(own)
+        if column.endswith("codes") and not IN_RUNS.keys().isdisjoint(dtypes_of(own)):
+            return "U8"  # rows of no bytes
+        return of_rows(own, column)
+
+    def dtypes_of(own: Mapping[str, Any]) -> tuple[str, str]:
+        """What keys and values are stored as."""
         keys = own.get("dtype", fields["dtype"])
-        values = own.get(VALUE_DTYPE, fields.get(VALUE_DTYPE)) or keys
+        return keys, own.get(VALUE_DTYPE, fields.get(VALUE_DTYPE)) or keys
+
+    def of_rows(own: Mapping[str, Any], column: str) -> str:
+        """Of rows of a layer, or of its runs and what lies beside them."""
+        keys, values = dtypes_of(own)
         scales = own.get("scale_dtype", fields["scale_dtype"]) or "float32"
         of_layer = {
             "key_codes": format_of(keys).file_type,

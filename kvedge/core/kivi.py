@@ -116,8 +116,8 @@ class Kivi:
 
 
 def refuse(rows: np.ndarray, name: str, shape: RowShape) -> None:
-    """Raise if rows cannot be stored in runs."""
-    refuse_above(LARGEST, "a run of float16 steps", rows, name)
+    """Raise if rows cannot be stored in runs, or beside them."""
+    refuse_above(LARGEST, "a layer of runs, whose steps are float16,", rows, name)
 
 
 def _half_down(x: np.ndarray) -> np.ndarray:
