@@ -23,8 +23,8 @@ enum {
 
 KVEDGE_INLINE __mmask16 first_of_16(int n) { return (__mmask16)first_bytes(n); }
 
-KVEDGE_INLINE __m512 floats_at(const uint16_t *halves, int n) {
-  return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first_of_16(n), halves));
+KVEDGE_INLINE __m512 floats_at(const uint16_t *halves) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)halves));
 }
 
 /* ---- Digits ---- */
@@ -88,13 +88,13 @@ KVEDGE_INLINE void multiply_digits(__m512i *sum, __m512i codes, const int8_t *di
   else multiply_add(sum, codes, four_for_all(digits));
 }
 
-/* What words are: `num` of each lane, `stride` bytes from those of all lanes to the next; and what is prefetched meanwhile,
- * as far from them as `ahead` says, and once more `after` bytes later. */
+/* Words to multiply: `num` of each lane, `stride` bytes from those of all lanes to the next. What lies `ahead` of them is
+ * prefetched meanwhile, and once more `after` bytes later. */
 typedef struct {
   const uint8_t *words;
   ptrdiff_t stride;
   int num;
-  uintptr_t ahead, after; /* ahead 0: nothing */
+  uintptr_t ahead, after;
 } lane_words;
 
 /* sum += the products of all words of 16 * vectors lanes, those in `there` of the last 16, with `count` queries' digits.
@@ -105,6 +105,7 @@ KVEDGE_INLINE void multiply_words(const lane_words *w, __mmask16 there, const in
   const int chains = chains_of(count, planes, vectors);
   const __m512i mask = _mm512_set1_epi8((char)((1 << bits) - 1));
   const uint8_t *words = w->words;
+  uintptr_t next = (uintptr_t)words + w->ahead, again = next - w->after;
   for (int n = 0; n < w->num; n++, words += w->stride, digits += 32 / bits) {
     __m512i word[MOST_VECTORS];
     if (n > 0 && n % (2 * bits) == 0) digits += CODES_OF_64 - 64;
@@ -112,9 +113,8 @@ KVEDGE_INLINE void multiply_words(const lane_words *w, __mmask16 there, const in
     for (int v = 0; v < vectors; v++) {
       word[v] = v == vectors - 1 ? _mm512_maskz_loadu_epi32(there, words + 64 * v) : _mm512_loadu_si512(words + 64 * v);
       if (of_values && bits == 8) word[v] = _mm512_xor_si512(word[v], _mm512_set1_epi8((char)0x80));
-      if (!w->ahead) continue;
-      _mm_prefetch((const char *)((uintptr_t)(words + 64 * v) + w->ahead), _MM_HINT_T1);
-      _mm_prefetch((const char *)((uintptr_t)(words + 64 * v) + w->ahead - w->after), _MM_HINT_T1);
+      _mm_prefetch((const char *)(next + 64 * v), _MM_HINT_T1);
+      _mm_prefetch((const char *)(again + 64 * v), _MM_HINT_T1);
     }
 #pragma GCC unroll 4
     for (int k = 0; k < 8 / bits; k++) {
@@ -132,6 +132,7 @@ KVEDGE_INLINE void multiply_words(const lane_words *w, __mmask16 there, const in
           for (int v = 0; v < vectors; v++)
             multiply_digits(&sum[i][b][v][k % chains], codes[v], digits + i * DIGITS + 64 * b + 4 * k, of_values);
     }
+    next += (uintptr_t)w->stride, again += (uintptr_t)w->stride;
   }
 }
 
@@ -152,9 +153,15 @@ KVEDGE_INLINE __m512 total_of_sums(const int planes, const int chains, const int
   return total_of(planes, all[0], all[1], planes == 3 ? all[2] : all[0]);
 }
 
-static uintptr_t ahead_of(const kvedge_tile *tile, int r) {
-  if (!tile->next.blocks) return 0;
-  return (uintptr_t)(tile->next.blocks[r] + tile->next.offset) - (uintptr_t)(tile->blocks[r] + tile->offset);
+/* Words of the r-th run of a tile, from byte `at` on. Where nothing follows, its own are prefetched, which are there anyway. */
+KVEDGE_INLINE lane_words words_of_run(const kvedge_tile *tile, int r, const run_parts *run, int of_values, ptrdiff_t at) {
+  const kvedge_prefetch *next = &tile->next;
+  const uintptr_t here = (uintptr_t)(tile->blocks[r] + tile->offset);
+  return (lane_words){.words = run->words + at,
+                      .stride = 4 * num_lanes(tile->dim, of_values),
+                      .num = num_words(tile->dim, tile->bits, of_values),
+                      .ahead = next->blocks ? (uintptr_t)(next->blocks[r] + next->offset) - here : 0,
+                      .after = next->blocks && next->in_order ? kvedge_prefetch_again_after() : 0};
 }
 
 /* ---- Scores ---- */
@@ -168,6 +175,12 @@ typedef struct {
   const float *unit; /* (count) */
   float *scores;
 } run_scoring;
+
+/* n halves, fewer than 64, and zeros. */
+KVEDGE_INLINE void copy_halves(const uint16_t *from, int n, uint16_t *to) {
+  for (int d = 0; d < 64; d += 32)
+    _mm512_storeu_si512(to + d, _mm512_maskz_loadu_epi16((__mmask32)first_bytes(n > d ? n - d : 0), from + d));
+}
 
 /* Digits of queries times a run's steps; returns their sums of products with all middles, less what the middle code adds to
  * those of the digits: in units. (`count`, `planes` and `bits`: constants where this is inlined.) */
@@ -183,12 +196,18 @@ KVEDGE_INLINE __m128 encode_run(const run_scoring *s, const run_parts *run, cons
     total[i] = _mm512_set1_epi32(-carry_of(planes) * (s->padded / 16));
   }
   for (int d = 0; d < s->padded; d += 64) {
+    const uint16_t *steps_of = run->steps, *lows_of = run->lows;
+    uint16_t last[2][64];
     __m512 steps[4], middles[4];
+    if (s->keys->dim - d < 64) { /* those past the last are 0 */
+      copy_halves(run->steps + d, s->keys->dim - d, last[0]);
+      copy_halves(run->lows + d, s->keys->dim - d, last[1]);
+      steps_of = last[0] - d, lows_of = last[1] - d;
+    }
 #pragma GCC unroll 4
     for (int v = 0; v < 4; v++) {
-      const int at = d + 16 * v, left = s->keys->dim - at;
-      steps[v] = floats_at(run->steps + at, left < 0 ? 0 : left);
-      middles[v] = _mm512_fmadd_ps(steps[v], most, floats_at(run->lows + at, left < 0 ? 0 : left));
+      steps[v] = floats_at(steps_of + d + 16 * v);
+      middles[v] = _mm512_fmadd_ps(steps[v], most, floats_at(lows_of + d + 16 * v));
     }
 #pragma GCC unroll 4
     for (int i = 0; i < count; i++) {
@@ -214,11 +233,7 @@ KVEDGE_INLINE void score_runs(const run_scoring *s, const int count, const int p
   int8_t digits[RUN_QUERIES][DIGITS];
   for (int r = s->first_run; r < s->stop_run; r++) {
     const tile_run run = run_of_tile(s->keys, r, 0);
-    const lane_words words = {.words = run.parts.words,
-                              .stride = 4 * RUN,
-                              .num = num_words(s->keys->dim, bits, 0),
-                              .ahead = ahead_of(s->keys, r),
-                              .after = s->keys->next.in_order ? kvedge_prefetch_again_after() : 0};
+    const lane_words words = words_of_run(s->keys, r, &run.parts, 0, 0);
     word_sums sum;
     float constant[4], within[RUN];
     _mm_storeu_ps(constant, encode_run(s, &run.parts, count, planes, bits, digits));
@@ -303,7 +318,7 @@ KVEDGE_INLINE void largest_products(const float *x, ptrdiff_t stride, const int 
 #pragma GCC unroll 4
   for (int i = 0; i < RUN_QUERIES; i++) most[i] = _mm512_setzero_ps();
   for (int d = 0; d < padded; d += 16) {
-    const __m512 of = floats_at(steps + d, 16);
+    const __m512 of = floats_at(steps + d);
 #pragma GCC unroll 4
     for (int i = 0; i < count; i++)
       most[i] = _mm512_max_ps(most[i], _mm512_abs_ps(_mm512_mul_ps(_mm512_loadu_ps(x + i * stride + d), of)));
@@ -365,7 +380,7 @@ static void read_columns_of_runs(const kvedge_tile *values, int g, step_columns 
   for (int r = 0; r < num_runs(values); r++) {
     const run_parts run = run_of_tile(values, r, 1).parts;
     for (int t = 0; t < RUN; t += 16) {
-      const __m512 steps = floats_at(run.steps + g * RUN + t, 16), lows = floats_at(run.lows + g * RUN + t, 16);
+      const __m512 steps = floats_at(run.steps + g * RUN + t), lows = floats_at(run.lows + g * RUN + t);
       _mm512_storeu_ps(to->steps + r * RUN + t, steps);
       _mm512_storeu_ps(to->middles + r * RUN + t, _mm512_fmadd_ps(steps, most, lows));
     }
@@ -424,17 +439,12 @@ KVEDGE_INLINE void encode_weights_of_runs(const run_weighing *w, const int count
 KVEDGE_INLINE void weigh_lanes(const run_weighing *w, int d, int left, const int count, const int planes,
                                const int bits, const int vectors, int8_t (*digits)[DIGITS], const float *unit,
                                const float *constant) {
-  const int dim = w->values->dim;
   const __mmask16 there = first_of_16(left - 16 * (vectors - 1));
   word_sums sum;
   clear_sums(count, planes, vectors, sum);
   for (int r = 0; r < num_runs(w->values); r++) {
     const tile_run run = run_of_tile(w->values, r, 1);
-    const lane_words words = {.words = run.parts.words + 4 * (w->group * GROUP + d),
-                              .stride = 4 * dim,
-                              .num = bits,
-                              .ahead = ahead_of(w->values, r),
-                              .after = w->values->next.in_order ? kvedge_prefetch_again_after() : 0};
+    const lane_words words = words_of_run(w->values, r, &run.parts, 1, 4 * (w->group * GROUP + d));
     multiply_words(&words, there, digits[0] + r / 2 * CODES_OF_64 + r % 2 * RUN, bits, 1, count, planes, vectors, sum);
   }
 #pragma GCC unroll 4
