@@ -79,19 +79,20 @@ def reference_run(x, bits, of_values):
     if of_values:
         groups = [
             (slice(t, t + 1), slice(d, min(d + 64, dim)))
-            for t in range(RUN)
             for d in range(0, dim, 64)
+            for t in range(RUN)
         ]
     for group in groups:
         codes[group], step, low, decoded[group] = of_group(x[group], bits)
         steps.append(step), lows.append(low)
-    stored = bytearray()
-    for row in codes:
-        packed = bytearray(-(-dim * bits // 8))
-        for d, code in enumerate(row):
-            packed[d * bits // 8] |= int(code) << d * bits % 8
-        stored += packed
-    return bytes(stored) + np.array(steps + lows, "<f2").tobytes(), decoded
+    of_word = 32 // bits
+    lanes = codes.T if of_values else codes  # a word of 4 bytes has codes of one channel, or token
+    words = [
+        sum(int(code) << i * bits for i, code in enumerate(lane[first : first + of_word]))
+        for first in range(0, lanes.shape[1], of_word)
+        for lane in lanes
+    ]
+    return np.array(words, "<u4").tobytes() + np.array(steps + lows, "<f2").tobytes(), decoded
 
 
 @pytest.mark.parametrize(("dim", "value_dim"), [(24, 24), (5, 3), (64, 130), (1, 65)])
