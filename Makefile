@@ -92,7 +92,7 @@ cross:
 # The Python contract suite on an emulated ARM Python (see tools/arm_env.sh), as a Pi 4, a Pi 5 and with i8mm; 32-bit ARM in C
 # alone, since NumPy has no wheels for it.
 test-arm:
-	tests/c/run.sh armv7 test_kernels test_cells
+	tests/c/run.sh armv7 test_kernels test_cells test_cells_of_runs
 	tests/arm/run.sh cortex-a72
 	tests/arm/run.sh cortex-a76
 	tests/arm/run.sh max

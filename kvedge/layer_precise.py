@@ -18,7 +18,7 @@ the last tokens copies what is still needed to another one, and replaces `now` a
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -33,6 +33,7 @@ from kvedge.errors import ScaleRangeError
 
 __all__ = [
     "DRAFT",
+    "PIECE",
     "Part",
     "PartContents",
     "Parts",
@@ -48,8 +49,11 @@ __all__ = [
     "tail_of",
 ]
 
+_Append = Callable[[Any, int, int], None]  # to a layer, from a token on, so many
+
 DRAFT = 64  # last tokens that may be taken back, and those before them are still all there
 _FIRST_ROWS = 256  # tokens that runs have room for at first; it doubles from there
+PIECE = 32 * RUN  # tokens of a prompt that are encoded at a time
 _ROOM = 64  # tokens appended between two moves, each of which copies the last tokens
 
 
@@ -217,39 +221,55 @@ class PreciseTokens:
             self._whole._dequantize(held, v, *at, rows[v][gone:])
         return rows[0], rows[1]
 
-    def runs_of(
-        self, made: Appending, append: Callable[[Any, int], None]
-    ) -> tuple[np.ndarray, np.ndarray] | None:
+    def runs_of(self, made: Appending, append: _Append) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Keys and values of the runs that appended tokens fill, as they are to be encoded.
 
-        `append` puts so many of the appended tokens into a layer.
+        They come in pieces, so that a long prompt needs little room besides. `append` puts some of
+        the appended tokens, from one on, into a layer.
         """
         cut, whole = made.end // RUN * RUN, (made.end + made.n) // RUN * RUN
         if not self._in_runs or whole == cut:
-            return None
+            return
+        n = whole - cut
         if made.last.position <= cut:  # they all are there by now
-            layer, first = made.last.layer, cut - made.last.position
-        else:
-            layer, first = self._scratch(whole - cut), 0
-            if cut < made.end:
-                layer._append(*(made.rest or self._read(cut, made.end)))
-            append(layer, whole - made.end)
+            yield self._decoded(made.last.layer, cut - made.last.position, self._room(n))
+            return
+        # All memory is taken before the first runs are written.
+        scratch, room = self._scratch(min(n, PIECE)), self._room(min(n, PIECE))
+        for start in range(cut, whole, PIECE):
+            stop = min(start + PIECE, whole)
+            first = max(start, made.end)
+            scratch._set_len(0)
+            if start < first:
+                scratch._append(*(made.rest or self._read(start, first)))
+            append(scratch, first - made.end, stop - first)
+            yield self._decoded(scratch, 0, [rows[: stop - start] for rows in room])
+
+    def _room(self, tokens: int) -> list[np.ndarray]:
+        """For keys and values of so many tokens."""
+        return [np.empty(self._config.rows_shape(v, tokens), np.float32) for v in (False, True)]
+
+    @staticmethod
+    def _decoded(layer: Any, first: int, rows: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        """Keys and values of tokens of a part, from one on."""
         held = layer._held()
-        rows = [
-            np.empty(self._config.rows_shape(values, whole - cut), np.float32)
-            for values in (False, True)
-        ]
         for values in (False, True):
-            layer._dequantize(held, values, first, first + whole - cut, rows[values])
+            layer._dequantize(held, values, first, first + len(rows[values]), rows[values])
         return rows[0], rows[1]
 
-    def commit(self, made: Appending, rows: tuple[np.ndarray, np.ndarray] | None = None) -> None:
+    def commit(self, made: Appending, pieces: Iterable[tuple[np.ndarray, np.ndarray]] = ()) -> None:
         """Let readers see what was appended to the parts of `begin`, and encode whole runs."""
         last, runs = made.last, self.now.runs
         if runs is not None:
-            runs = self._grown(runs, made.end // RUN * RUN, 0 if rows is None else len(rows[0]))
-            if rows is not None:
-                runs.layer._append(*rows)
+            cut, whole = made.end // RUN * RUN, (made.end + made.n) // RUN * RUN
+            before, length = runs.layer, len(runs.layer)
+            runs = self._grown(runs, cut, whole - cut)
+            try:
+                for rows in pieces:
+                    runs.layer._append(*rows)
+            except BaseException:
+                before._set_len(length)
+                raise
         if not self._kept:  # it only says where the tokens end
             last = Part(last.layer, last.position + made.n)
         self.now = Parts(made.first, last, runs)

@@ -202,9 +202,9 @@ cdef class _RowsAt:
     cdef const kvedge_array *keys
     cdef const kvedge_array *values
 
-    def append(self, layer, int64_t num_tokens):
-        """Append the first rows to a layer of the same shape."""
-        cdef kvedge_status status = (<_LayerCore>layer)._append_range(self.keys, self.values, 0, num_tokens)
+    def append(self, layer, int64_t first, int64_t num_tokens):
+        """Append some of the rows to a layer of the same shape."""
+        cdef kvedge_status status = (<_LayerCore>layer)._append_range(self.keys, self.values, first, num_tokens)
         if status != KVEDGE_OK:
             raise KvedgeError(kvedge_strerror(status).decode())
 
@@ -586,8 +586,7 @@ cdef class _LayerCore:
         cdef _RowsAt rows = _RowsAt()
         rows.keys, rows.values = keys, values
         try:
-            filled = self._precise.runs_of(made, rows.append)
-            self._precise.commit(made, filled)
+            self._precise.commit(made, self._precise.runs_of(made, rows.append))
         except BaseException:
             kvedge_layer_set_len(handle.layer, kvedge_layer_len(handle.layer) - <int64_t>made.n)
             self._precise.take_back(made)

@@ -25,20 +25,27 @@ from kvedge.bench.workload import Workload, make_workload
 from kvedge.console.exits import CommandError
 from kvedge.console.output import Output
 from kvedge.console.values import positive_int
+from kvedge.core.config import layer_config
+from kvedge.core.formats import DTYPES, IN_RUNS, format_of
+from kvedge.core.kivi import RUN
+from kvedge.core.memory import token_bytes
+from kvedge.core.types import Dtype
 
 NAME = "paged"
 SUMMARY = "sequences in blocks of a pool, against the same tokens in one piece"
 DESCRIPTION = """\
 Decode attention over the same tokens and bytes, laid out in several ways: one layer in one piece;
 one sequence in blocks that lie in order, and in blocks that lie in disorder; and a batch of shorter
-sequences in one call, likewise. The blocks have float16 scales, and so has the layer.
+sequences in one call, likewise. Scales, where a format has them, are float16.
 """
 EXAMPLES = """\
   kvedge bench paged
   kvedge bench paged --context 8192 --block-size 16 32 64 --batch 4
+  kvedge bench paged --dtype kivi4 --shape Phi-3-mini
 """
 
 _CONTEXT = 32768
+_BLOCK = 16
 _SEED = 5
 
 
@@ -53,7 +60,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         action="extend",
         metavar="N",
-        help="tokens of a block (default: 16)",
+        help="tokens of a block (default: 16; of runs 32, and multiples of it)",
+    )
+    cases.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        default="int8",
+        metavar="FORMAT",
+        help=f"storage format: {', '.join(DTYPES)} (default: %(default)s)",
     )
     cases.add_argument(
         "--batch",
@@ -70,13 +84,20 @@ def measure(options: argparse.Namespace, output: Output) -> dict[str, Any]:
     """Measure all cases; Ctrl-C ends it with those that are done."""
     machine = system.machine()
     counts = common.chosen_threads(options)
-    report = header("paged", machine, [KvedgeLayer()], settings=common.settings_of(options))
+    settings = common.settings_of(options) | {"format": options.dtype}
+    report = header("paged", machine, [KvedgeLayer()], settings=settings)
     report["cases"] = []
+    step = RUN if options.dtype in IN_RUNS else 1
+    sizes = sorted(set(options.block_size or [max(_BLOCK, step)]))
+    if odd := [size for size in sizes if size % step]:
+        raise CommandError(
+            f"blocks of {options.dtype} are of multiples of {step} tokens, not {odd[0]}"
+        )
     cases = [
         (shape, context, block_size)
         for shape in common.chosen_shapes(options)
         for context in common.chosen_contexts(options)
-        for block_size in sorted(set(options.block_size or [16]))
+        for block_size in sizes
     ]
     advance = progress(output, len(counts) * len(cases) * options.rounds, "kvedge bench paged")
     with measuring(report):
@@ -87,7 +108,7 @@ def measure(options: argparse.Namespace, output: Output) -> dict[str, Any]:
                         raise CommandError(f"{context} tokens are too few for {options.batch}")
                     layouts = _layouts(
                         make_workload(shape, context),
-                        _Numbers(block_size, options.batch, num_threads),
+                        _Numbers(block_size, options.batch, num_threads, options.dtype),
                         machine,
                         hot=options.hot,
                     )
@@ -104,7 +125,7 @@ def measure(options: argparse.Namespace, output: Output) -> dict[str, Any]:
                         "block_size": block_size,
                         "batch": options.batch,
                         "num_threads": num_threads,
-                        "bytes": context * _bytes_per_token(shape),
+                        "bytes": context * _bytes_per_token(shape, options.dtype),
                     }
                     report["cases"].append(case | {"results": _results(names, samples, case)})
     return report
@@ -117,17 +138,23 @@ class _Numbers:
     block_size: int
     batch: int
     num_threads: int
+    dtype: Dtype
 
 
-def _bytes_per_token(shape: AttentionShape) -> int:
-    return 2 * shape.num_kv_heads * (shape.head_dim + 2)
+def _scales(dtype: Dtype) -> dict[str, Any]:
+    """The options of a layer, or a pool, of a format."""
+    return {"scale_dtype": "float16"} if format_of(dtype).has_scales else {}
+
+
+def _bytes_per_token(shape: AttentionShape, dtype: Dtype) -> int:
+    return token_bytes(layer_config(dtype, 1, shape.num_kv_heads, shape.head_dim, **_scales(dtype)))
 
 
 def _layouts(
     workload: Workload, numbers: _Numbers, machine: system.Machine, *, hot: bool
 ) -> list[TimedCalls]:
     """The same tokens in every layout, ready to be attended to."""
-    size = workload.context * _bytes_per_token(workload.shape)
+    size = workload.context * _bytes_per_token(workload.shape, numbers.dtype)
     case = f"{workload.shape}, {workload.context} tokens"
     copies = copies_that_fit(case, size, machine, hot=hot, layouts=5)
     calls = {
@@ -144,7 +171,7 @@ def _layouts(
 
 
 def _one_piece(workload: Workload, numbers: _Numbers, copies: int) -> Callable[[int], object]:
-    layers = filled_layers(workload, copies, scale_dtype="float16")
+    layers = filled_layers(workload, copies, dtype=numbers.dtype, **_scales(numbers.dtype))
     out = np.empty_like(workload.query)
     threads = numbers.num_threads
     return lambda copy: layers[copy].attend(workload.query, out=out, num_threads=threads)
@@ -165,7 +192,8 @@ def _blocks(
             1,
             shape.num_kv_heads,
             shape.head_dim,
-            scale_dtype="float16",
+            numbers.dtype,
+            **_scales(numbers.dtype),
         )
         if shuffled:
             pool.free(rng.permutation(pool.allocate(num_blocks)))

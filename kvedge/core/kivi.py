@@ -127,9 +127,11 @@ def refuse(rows: np.ndarray, name: str, shape: RowShape) -> None:
 
 def _half_down(x: np.ndarray) -> np.ndarray:
     half = x.astype(np.float16)
-    return np.where(half.astype(np.float32) > x, np.nextafter(half, np.float16(-np.inf)), half)
+    above = half.astype(np.float32) > x
+    return np.nextafter(half, np.float16(-np.inf), out=half, where=above)
 
 
 def _half_up(x: np.ndarray) -> np.ndarray:
     half = x.astype(np.float16)
-    return np.where(half.astype(np.float32) < x, np.nextafter(half, np.float16(np.inf)), half)
+    below = half.astype(np.float32) < x
+    return np.nextafter(half, np.float16(np.inf), out=half, where=below)

@@ -264,8 +264,8 @@ class PagedKvCache(PagedExchange):
             if not pool._config.in_runs:
                 store.write(longer, pool.block_size, plan.start, *rows)
             elif writes:
-                runs = recent.runs(layer, plan, rows, before)
-                store.write(longer, pool.block_size, plan.cut, *runs)
+                for start, runs in recent.runs(plan, rows, before):
+                    store.write(longer, pool.block_size, start, *runs)
         except KvedgeError:
             pool._release(taken)
             recent._release(fine)

@@ -13,6 +13,7 @@ is written there with its last tokens only, layer after layer.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from kvedge.core.key_map import KeyMap
 from kvedge.core.kivi import RUN
 from kvedge.errors import ScaleRangeError
 from kvedge.layer_precise import (
+    PIECE,
     PartContents,
     kept_rows,
     last_rows,
@@ -284,20 +286,24 @@ class RecentTokens(BlockOwners):
 
     def runs(
         self,
-        layer: int,
         plan: Plan,
         rows: tuple[np.ndarray, np.ndarray],
         before: tuple[np.ndarray, np.ndarray] | None,
-    ) -> list[np.ndarray]:
-        """Keys and values of the runs that a plan fills, as they are to be encoded."""
-        n = plan.stop // RUN * RUN - plan.start
-        own = replace(self.config, capacity=n, limit=n)
+    ) -> Iterator[tuple[int, tuple[np.ndarray, np.ndarray]]]:
+        """Where a plan fills runs, and keys and values as they are to be encoded, in pieces."""
+        n = plan.stop // RUN * RUN - plan.cut
+        size = min(n, PIECE)
+        own = replace(self.config, capacity=size, limit=size)
         scratch = registry.active("BlockStore")(own, memory.reserve_slabs(own), None)
-        scratch.write(_FIRST, n, 0, *(side[:n] for side in rows))
-        made = [scratch.read(values, _FIRST, n, 0, n) for values in (False, True)]
-        if before is not None:
-            made = [np.concatenate(both) for both in zip(before, made, strict=True)]
-        return made
+        for start in range(plan.cut, plan.cut + n, PIECE):
+            stop = min(start + PIECE, plan.cut + n)
+            first = max(start, plan.start)
+            given = slice(first - plan.start, stop - plan.start)
+            if before is not None and start < first:  # rounded too, where the pool has them
+                scratch.write(_FIRST, size, 0, *before)
+            scratch.write(_FIRST, size, first - start, *(side[given] for side in rows))
+            made = [scratch.read(values, _FIRST, size, 0, stop - start) for values in (False, True)]
+            yield start, (made[0], made[1])
 
     def after(self, plan: Plan, layer: int, table: np.ndarray) -> Recent:
         """Of the sequence, once a plan was carried out."""

@@ -60,7 +60,7 @@ run() {
     [ -x "$work/bin/$program" ] || continue
     echo "-- $* $program"
     arguments=()
-    case $program in test_kernels | test_cells | test_logits) arguments=($tables) ;; esac
+    case $program in test_kernels | test_cells | test_cells_of_runs | test_logits) arguments=($tables) ;; esac
     "$@" "$work/bin/$program" "${arguments[@]}"
     status=$?
     [ $status -eq 0 ] || { echo "FAILED: $* $program (exit code $status)"; failures=$((failures + 1)); }
@@ -81,7 +81,7 @@ native)
   build "${compiler[@]}" -O3 && run
   # AVX-VNNI's code in AVX-512VL's encoding, where only that can be run
   if grep -qw avx512_vnni /proc/cpuinfo 2>/dev/null && ! grep -qw avx_vnni /proc/cpuinfo; then
-    programs=(test_kernels test_cells)
+    programs=(test_kernels test_cells test_cells_of_runs)
     build "${compiler[@]}" -O3 -DKVEDGE_AVXVNNI_AS_EVEX && tables=avxvnni run
   fi
   ;;
@@ -91,7 +91,7 @@ clang)
   if [ -d /usr/aarch64-linux-gnu/lib ] && command -v qemu-aarch64-static >/dev/null; then
     build clang --target=aarch64-linux-gnu -static -DKVEDGE_TEST_IS_STATIC -O3 && {
       tables=neondot run qemu-aarch64-static -cpu cortex-a76
-      programs=(test_kernels test_cells)
+      programs=(test_kernels test_cells test_cells_of_runs)
       tables=neon run qemu-aarch64-static -cpu cortex-a72
       tables=neoni8mm run qemu-aarch64-static -cpu max
     }

@@ -108,9 +108,7 @@ static double element(const char *row, int d) {
   else memcpy(&half, from, sizeof half);
   bits = (uint32_t)half << 16;
   if (format == KVEDGE_BFLOAT16) return memcpy(&x, &bits, sizeof x), x;
-  const int exponent = half >> 10 & 31, mantissa = half & 0x3ff;
-  const double size = exponent == 0 ? ldexp(mantissa, -24) : ldexp(1024 + mantissa, exponent - 25);
-  return half >> 15 ? -size : size;
+  return value_of_half(half);
 }
 
 /* ---- Tiles ---- */
@@ -429,44 +427,6 @@ static void score_case(shape at, int heads) {
 }
 
 /* ---- Weighted sums ---- */
-
-typedef enum { DENSE, SPARSE, NOTHING } spread;
-
-typedef struct {
-  block acc_block, p_block, rescale_block;
-  float *acc, *p, *rescale; /* (num_queries, stride), (num_queries, KVEDGE_TILE), (num_queries) */
-  kvedge_probabilities probabilities;
-  kvedge_accumulators to;
-} weighing;
-
-static weighing new_weighing(shape at, spread of, int side_by_side) {
-  const int stride = at.dim + (side_by_side || random_below(2) ? 0 : 1 + random_below(20));
-  const float sizes[] = {1.0f, 1.0f, 1 << KVEDGE_HEADROOM, 0x1p-118f};
-  weighing w = {.acc_block = new_rows(at.num_queries, (size_t)at.dim * 4, (size_t)stride * 4),
-                .p_block = new_block((size_t)at.num_queries * KVEDGE_TILE * 4),
-                .rescale_block = new_block((size_t)at.num_queries * 4)};
-  w.acc = w.acc_block.data, w.p = w.p_block.data, w.rescale = w.rescale_block.data;
-  for (int i = 0; i < at.num_queries; i++) {
-    const float size = sizes[random_below(4)];
-    const int one_of = of == SPARSE ? 1 + at.num_tokens / 2 : 4;
-    w.rescale[i] = random_below(3) == 0 ? 1.0f : random_below(3) == 0 ? 0.0f : (float)random_unit();
-    for (int d = 0; d < at.dim; d++) w.acc[i * stride + d] = random_signed(3.0f);
-    for (int t = 0; t < KVEDGE_TILE; t++) {
-      const float p = (float)random_unit() * size;
-      const int none = of == NOTHING || !isnormal(p) || (random_below(one_of) == 0) == (of == DENSE);
-      w.p[i * KVEDGE_TILE + t] = t >= end_of_blocks(at.num_tokens) ? NAN /* left over from an earlier tile */
-                                 : t >= at.num_tokens || none      ? 0.0f
-                                                                   : p;
-    }
-  }
-  w.probabilities = (kvedge_probabilities){.num_queries = at.num_queries, .planes = 1 + random_below(3), .p = w.p};
-  w.to = (kvedge_accumulators){.acc = w.acc, .stride = stride, .rescale = w.rescale};
-  return w;
-}
-
-static void free_weighing(weighing *w) {
-  free_block(&w->acc_block), free_block(&w->p_block), free_block(&w->rescale_block);
-}
 
 /* expected and allowed, both (num_queries, dim), of a weighing that has not yet begun */
 static void expect_weighing(const weighing *w, shape at, const tile_rows *r) {

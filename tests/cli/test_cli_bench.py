@@ -199,6 +199,18 @@ def test_paged_json(capsys):
         assert case["results"][0]["ratio_to_one_piece"] == 1.0
 
 
+def test_paged_of_other_formats(capsys):
+    arguments = [*TINY, "--context", "96", "--batch", "2"]
+    for dtype, size, bytes_per_token in (("kivi4", 32, 2 * 2 * 11), ("fp8_e5m2", 16, 2 * 2 * 16)):
+        [case] = _json(capsys, "paged", *arguments, "--dtype", dtype)["cases"]
+        assert case["block_size"] == size
+        assert case["bytes"] == 96 * bytes_per_token
+    assert (
+        main(["bench", "paged", *arguments, "--dtype", "kivi4", "--block-size", "48"]) != exits.OK
+    )
+    assert "multiples of 32 tokens, not 48" in capsys.readouterr().err
+
+
 def test_logits_json(capsys):
     report = _json(capsys, "logits", *COMMANDS["logits"])
     [case] = report["cases"]

@@ -6,12 +6,25 @@ import reference
 from support import assert_attention_close, assert_lse_close, filled, normal, stored
 
 from kvedge import KvBlockPool, KVCache, PagedKvCache, errors
-from kvedge.core.formats import FORMATS
+from kvedge.core.formats import FORMATS, IN_RUNS
+from kvedge.core.kivi import RUN
 from kvedge.paged import cascade
+
+
+@pytest.fixture(params=[*FORMATS, *IN_RUNS])
+def dtype(request):
+    """The storage format of a pool."""
+    return request.param
+
+
+def size_of(block, dtype):
+    """Tokens of a block, for tests that ask for so many: of runs whole ones."""
+    return -(-block // RUN) * RUN if dtype in IN_RUNS else block
 
 
 def scattered(rng, dtype, lengths, heads, dim, block, **options):
     """Sequences of these lengths whose blocks lie in disorder, and layers with the same rows."""
+    block = size_of(block, dtype)
     blocks = sum(-(-n // block) for n in lengths)
     pool = KvBlockPool(2 * blocks + 2, block, 1, heads, dim, dtype, **options)
     cache = PagedKvCache(pool)
@@ -19,7 +32,7 @@ def scattered(rng, dtype, lengths, heads, dim, block, **options):
     pool.free(rng.permutation(taken))
     kind = KVCache._layer_types[dtype]
     quantized = {}
-    if FORMATS[dtype].has_scales:
+    if dtype not in IN_RUNS and FORMATS[dtype].has_scales:
         quantized = {"scale_dtype": pool.scale_dtype, "group_size": options.get("group_size")}
     layers, seqs = [], []
     for n in lengths:
@@ -281,6 +294,7 @@ def test_bad_queries_are_refused(rng, dtype):
 
 def sharing(rng, dtype, shared, own, heads=2, dim=16, block=16):
     """A cache whose sequences have `shared` tokens in common, and some of their own."""
+    block = size_of(block, dtype)
     blocks = shared // block + sum(-(-n // block) + 1 for n in own) + 1
     cache = PagedKvCache(KvBlockPool(blocks, block, 1, heads, dim, dtype))
     stem = cache.new_sequence()
@@ -322,6 +336,7 @@ def test_a_shared_beginning_changes_no_result(rng, dtype, options, shared):
         np.testing.assert_allclose(lse, alone_lse, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", FORMATS)  # of runs: test_paged_recent
 def test_a_shared_beginning_is_read_once(rng, dtype, monkeypatch):
     cache, seqs = sharing(rng, dtype, 2048, [20] * 4)
     queries = normal(rng, 4, 4, 16)

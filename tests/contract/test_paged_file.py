@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from fixtures import make_pools
 from support import normal
 
 from kvedge import KvBlockPool, KVCache, PagedKvCache, errors, tensor_file
@@ -282,3 +283,28 @@ def test_a_swap_that_fails_changes_nothing(cache, rng, tmp_path):
     np.testing.assert_array_equal(cache.pool.reference_counts, counts)
     with pytest.raises(errors.UnknownSequenceError):
         cache.swap_out(known, path)
+
+
+# ---- files that earlier versions wrote ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", make_pools.CASES)
+def test_old_files_of_pools_open_and_go_on(name, tmp_path):
+    """Their sequences read the same bytes, share the same blocks, and grow as they would have."""
+    path = make_pools.HERE / f"{name}.kvedge"
+    old, new = PagedKvCache.load(path), make_pools.build(make_pools.CASES[name])
+    expected = path.with_suffix(".sha256").read_text().strip()
+    assert make_pools.digest(old) == make_pools.digest(new) == expected
+    assert old.context_lens.tolist() == [140, 170, 45, 0]
+    assert old.pool.used_count == new.pool.used_count
+    assert old.pool.cached_count == new.pool.cached_count > 0
+    new.save(tmp_path / "new")
+    assert (tmp_path / "new").read_bytes() == path.read_bytes()
+    size = old.pool.block_size
+    known = range(make_pools.KNOWN, make_pools.KNOWN + 70)
+    for cache in (old, new):
+        for seed, seq in enumerate(cache.sequences):
+            make_pools.append(cache, seq, 10 + seed, 61)
+        for ids in (known, range(140)):
+            assert cache.match_prefix(ids)[1] == len(ids) // size * size
+    assert make_pools.digest(old) == make_pools.digest(new)

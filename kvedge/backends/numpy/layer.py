@@ -163,10 +163,11 @@ class _LayerCore(LayerCore):
         made.first.layer._store_in_slabs(keys[: made.sinks], values[: made.sinks])
         made.last.layer._store_in_slabs(keys[made.skipped :], values[made.skipped :])
         self._store_in_slabs(keys, values)
-        rows = self._precise.runs_of(
-            made, lambda layer, n: layer._store_in_slabs(keys[:n], values[:n])
-        )
-        self._precise.commit(made, rows)
+
+        def append(layer: Any, first: int, n: int) -> None:
+            layer._store_in_slabs(keys[first : first + n], values[first : first + n])
+
+        self._precise.commit(made, self._precise.runs_of(made, append))
 
     def _store_in_slabs(self, keys: np.ndarray, values: np.ndarray) -> None:
         held, n = self._now, len(keys)
