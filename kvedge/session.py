@@ -29,7 +29,7 @@ import numpy as np
 
 from kvedge.core import checks, memory
 from kvedge.core.config import LayerConfig
-from kvedge.core.formats import FORMATS, SCALE_TYPES, format_of
+from kvedge.core.formats import FORMATS, IN_RUNS, SCALE_TYPES, format_of
 from kvedge.core.key_map import KeyRule
 from kvedge.core.replacing import replacing
 from kvedge.errors import InvalidArgumentError, MissingExtraError
@@ -39,6 +39,8 @@ __all__ = ["checked_path", "digest", "file_types", "header", "safetensors_packag
 
 FORMAT = "kvedge"
 VERSION = "1"
+#: Of files that hold runs, in which codes lay otherwise before any release.
+VERSION_OF_RUNS = "2"
 USER = "user."  # prefix of the user's metadata
 FIELDS = (
     "format",
@@ -150,11 +152,17 @@ def _tensors(contents: CacheContents) -> dict[str, np.ndarray]:
     return tensors
 
 
+def version_of(form: CacheFormat) -> str:
+    """The version of files of such layers."""
+    names = {name for layer in form.layers for name in (layer.dtype, layer.value_dtype)}
+    return VERSION_OF_RUNS if names & IN_RUNS.keys() else VERSION
+
+
 def _fields(contents: CacheContents, cache: _Saved) -> dict[str, str]:
     form, first = contents.format, contents.format.layers[0]
     values = (
         FORMAT,
-        VERSION,
+        version_of(form),
         form.num_layers,
         first.num_kv_heads,
         first.head_dim,

