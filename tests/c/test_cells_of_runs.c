@@ -175,24 +175,34 @@ static query_rows new_query(shape at) {
   return rows;
 }
 
+/* A query's largest product with the steps of a tile, whose runs may share a unit. */
+static double largest_product(const float *x, int dim, const run_tile *r) {
+  double largest = 0.0;
+  for (int run = 0; run < r->num_runs; run++)
+    for (int d = 0; d < dim; d++) largest = fmax(largest, fabs(x[d] * half_at(step_at(r, run, (size_t)d))));
+  return largest;
+}
+
 /* Scores, and how far a kernel may be from them: sums of middles are of floats, products of codes of so many planes, or of
- * floats. */
+ * floats; and where codes are counted from 0 on, what the middle one adds. */
 static void expect_scores(const kvedge_query *q, const run_tile *r) {
+  const double half = 1 << (bits - 1);
   const double units[] = {0, 0x1p-7, 0x1p-15, 2.4e-7}; /* of the largest of a query's products with the steps */
   for (int i = 0; i < q->num_queries; i++) {
     const int planes = q->planes ? q->planes : q->error[i] > 0.0f ? 3 : 2;
     const float *x = q->values + i * q->stride;
+    const double largest = largest_product(x, q->dim, r);
     for (int t = 0; t < r->tile.num_tokens; t++) {
-      double sum = 0.0, middles = 0.0, size = 0.0, codes = 0.0, largest = 0.0;
+      double sum = 0.0, middles = 0.0, size = 0.0, codes = 0.0, added = 0.0;
       for (int d = 0; d < q->dim; d++) {
         const element e = element_at(r, t, d);
         sum += x[d] * (e.middle + e.step * e.code);
         middles += fabs(x[d] * e.middle), size += fabs(x[d] * e.step * e.code), codes += fabs(e.code);
-        largest = fmax(largest, fabs(x[d] * e.step));
+        added += fabs(x[d] * e.step) * half;
       }
       expected[i * KVEDGE_TILE + t] = sum;
       allowed[i * KVEDGE_TILE + t] =
-          6e-7 * middles + units[planes] * largest * codes + (4.2e-7 + 3e-8 * q->dim) * size + 1e-36 * q->dim;
+          6e-7 * (middles + added) + units[planes] * largest * codes + (4.2e-7 + 3e-8 * q->dim) * size + 1e-36 * q->dim;
     }
   }
 }
@@ -222,18 +232,18 @@ static void expect_weighing(const weighing *w, shape at, const run_tile *r) {
   for (int i = 0; i < at.num_queries; i++)
     for (int d = 0; d < at.dim; d++) {
       const double kept = (double)w->acc[i * w->to.stride + d] * w->rescale[i];
-      double sum = kept, middles = 0.0, size = 0.0, codes = 0.0, largest = 0.0;
+      double sum = kept, middles = 0.0, size = 0.0, codes = 0.0, largest = 0.0, added = 0.0; /* by the middle code */
       for (int t = 0; t < at.num_tokens; t++) {
         const double p = w->p[i * KVEDGE_TILE + t];
         if (p == 0.0) continue;
         const element e = element_at(r, t, d);
         sum += p * (e.middle + e.step * e.code);
         middles += fabs(p * e.middle), size += fabs(p * e.step * e.code), codes += fabs(e.code);
-        largest = fmax(largest, p * e.step);
+        largest = fmax(largest, p * e.step), added += p * e.step * (1 << (bits - 1));
       }
       expected[i * at.dim + d] = sum;
       allowed[i * at.dim + d] = (units[w->probabilities.planes] * largest + 0x1p-100) * codes +
-                                6e-7 * (size + middles) + 2e-7 * fabs(kept) + 1e-36;
+                                6e-7 * (size + middles + added) + 2e-7 * fabs(kept) + 1e-36;
     }
 }
 
