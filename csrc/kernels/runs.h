@@ -15,6 +15,12 @@ enum {
   MOST_LANES = 64,  /* tokens, or channels, that are worked on together */
 };
 
+#if defined(__clang__)
+#define RUN_FUNCTION __attribute__((noinline, unused))
+#else
+#define RUN_FUNCTION __attribute__((noinline, noclone, unused))
+#endif
+
 /* The r-th run of a tile, and what the tile has of it: `count` tokens from `first` on, of which the first is the tile's
  * token `at`. */
 typedef struct {
@@ -46,10 +52,13 @@ static inline void put_run_scores(const tile_run *run, const float *all, float *
 
 /* sum[i][lane] += the sum over codes k of a lane's word of by[i][k] * (code - middle), for `lanes` lanes and `count` queries.
  * (`bits` and `count`: constants where this is inlined.) */
-KVEDGE_INLINE void add_words(const uint8_t *words, int lanes, const int bits, const int count, const float *by,
-                             ptrdiff_t stride, float (*sum)[MOST_LANES]) {
+KVEDGE_INLINE void add_words(const uint8_t *restrict words, int lanes, const int bits, const int count,
+                             const float *restrict by, ptrdiff_t stride, float (*restrict sum)[MOST_LANES]) {
   const uint32_t mask = (1u << bits) - 1;
   const int32_t middle = 1 << (bits - 1);
+  float times[RUN_QUERIES][16];
+  for (int i = 0; i < count; i++)
+    for (int k = 0; k < 32 / bits; k++) times[i][k] = by[i * stride + k];
   for (int lane = 0; lane < lanes; lane++) {
     uint32_t word;
     memcpy(&word, words + 4 * lane, sizeof word);
@@ -58,30 +67,33 @@ KVEDGE_INLINE void add_words(const uint8_t *words, int lanes, const int bits, co
 #pragma GCC unroll 16
     for (int k = 0; k < 32 / bits; k++) {
       const float code = (float)((int32_t)(word >> k * bits & mask) - middle);
-      for (int i = 0; i < count; i++) of_lane[i] += by[i * stride + k] * code;
+      for (int i = 0; i < count; i++) of_lane[i] += times[i][k] * code;
     }
     for (int i = 0; i < count; i++) sum[i][lane] = of_lane[i];
   }
 }
 
-/* The same for `num` words of each lane, `lane_stride` words apart. */
-KVEDGE_INLINE void add_all_words(const uint8_t *words, int num, ptrdiff_t lane_stride, int lanes, int bits, int count,
-                                 const float *by, ptrdiff_t stride, float (*sum)[MOST_LANES]) {
+/* The same for `num` words of each lane, those of all lanes `lane_stride` words after the ones before. (Apart, since it is
+ * large. Of other bits than 4 a query at a time.) */
+static RUN_FUNCTION void add_all_words(const uint8_t *restrict words, int num, ptrdiff_t lane_stride,
+                                       int lanes, int bits, int count, const float *restrict by, ptrdiff_t stride,
+                                       float (*restrict sum)[MOST_LANES]) {
   for (int w = 0; w < num; w++, words += 4 * lane_stride, by += 32 / bits) {
-#define ADD_WORDS(bits)                                                                                                \
-  if (count == RUN_QUERIES) add_words(words, lanes, bits, RUN_QUERIES, by, stride, sum);                               \
-  else                                                                                                                 \
-    for (int i = 0; i < count; i++) add_words(words, lanes, bits, 1, by + i * stride, stride, sum + i)
-    if (bits == 4) {
-      ADD_WORDS(4);
-    } else if (bits == 2) {
-      ADD_WORDS(2);
-    } else {
-      ADD_WORDS(8);
+    if (bits == 4 && count == RUN_QUERIES) {
+      add_words(words, lanes, 4, RUN_QUERIES, by, stride, sum);
+      continue;
     }
-#undef ADD_WORDS
+    for (int i = 0; i < count; i++) {
+      if (bits == 4) add_words(words, lanes, 4, 1, by + i * stride, stride, sum + i);
+      else if (bits == 2) add_words(words, lanes, 2, 1, by + i * stride, stride, sum + i);
+      else add_words(words, lanes, 8, 1, by + i * stride, stride, sum + i);
+    }
   }
 }
+
+/* Queries that are worked on for n of them: where three or four share unpacked codes, as many as that is made for. Of the others
+ * all is 0. */
+static inline int queries_for(int n, int bits) { return n > 2 && bits == 4 ? RUN_QUERIES : n; }
 
 static inline float sum_of_lanes(float lane[RUN_LANES]) {
   for (int width = RUN_LANES / 2; width > 0; width /= 2)
@@ -118,11 +130,14 @@ static inline void scores_of_runs_portable(const kvedge_query *q, const kvedge_t
     prefetch_run(keys, r, 0, bytes_of_run(dim, bits, 0));
     for (int i = 0, n; i < q->num_queries; i += n) {
       n = q->num_queries - i < RUN_QUERIES ? q->num_queries - i : RUN_QUERIES;
-      for (int j = 0; j < n; j++) {
-        const float constant = multiply_steps(q->values + (i + j) * q->stride, padded, steps, middles, products[j]);
+      const int all = queries_for(n, bits);
+      for (int j = 0; j < all; j++) {
+        float constant = 0.0f;
+        if (j < n) constant = multiply_steps(q->values + (i + j) * q->stride, padded, steps, middles, products[j]);
+        else memset(products[j], 0, (size_t)padded * sizeof **products);
         for (int t = 0; t < RUN; t++) sum[j][t] = constant;
       }
-      add_all_words(run.parts.words, num_words(dim, bits, 0), RUN, RUN, bits, n, products[0], 1024, sum);
+      add_all_words(run.parts.words, num_words(dim, bits, 0), RUN, RUN, bits, all, products[0], 1024, sum);
       for (int j = 0; j < n; j++) put_run_scores(&run, sum[j], scores + (i + j) * KVEDGE_TILE);
     }
   }
@@ -168,15 +183,19 @@ static inline void weighted_sum_of_runs_portable(const kvedge_probabilities *p, 
     read_columns(values, g, &columns);
     for (int i = 0, n; i < p->num_queries; i += n) {
       n = p->num_queries - i < RUN_QUERIES ? p->num_queries - i : RUN_QUERIES;
-      for (int j = 0; j < n; j++) {
-        const float constant =
-            multiply_steps(p_of_runs(p, i + j, values, room), runs * RUN, columns.steps, columns.middles, weights[j]);
+      const int all = queries_for(n, bits);
+      for (int j = 0; j < all; j++) {
+        float constant = 0.0f;
+        if (j >= n) memset(weights[j], 0, sizeof weights[j]);
+        else
+          constant =
+              multiply_steps(p_of_runs(p, i + j, values, room), runs * RUN, columns.steps, columns.middles, weights[j]);
         for (int d = 0; d < lanes; d++) sum[j][d] = constant;
       }
       for (int r = 0; r < runs; r++) {
         const tile_run run = run_of_tile(values, r, 1);
         const uint8_t *words = run.parts.words + 4 * g * GROUP;
-        add_all_words(words, num_words(dim, bits, 1), dim, lanes, bits, n, weights[0] + r * RUN, KVEDGE_TILE, sum);
+        add_all_words(words, num_words(dim, bits, 1), dim, lanes, bits, all, weights[0] + r * RUN, KVEDGE_TILE, sum);
         if (g + i == 0) prefetch_run(values, r, 0, bytes_of_run(dim, bits, 1));
       }
       for (int j = 0; j < n; j++) {

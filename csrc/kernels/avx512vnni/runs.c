@@ -79,7 +79,7 @@ typedef __m512i word_sums[RUN_QUERIES][3][MOST_VECTORS][2];
 
 /* A product waits 5 cycles for the one before it in the same sum: few sums are made twice as many. */
 KVEDGE_INLINE int chains_of(const int count, const int planes, const int vectors) {
-  return count * planes * vectors <= 8 ? 2 : 1;
+  return planes == 2 && count * planes * vectors <= 8 ? 2 : 1;
 }
 
 /* Four digits of a query, or of weights, for all lanes, times bytes of codes. (`of_values`: a constant.) */
@@ -98,7 +98,7 @@ typedef struct {
 } lane_words;
 
 /* sum += the products of all words of 16 * vectors lanes, those in `there` of the last 16, with `count` queries' digits.
- * (But for the first two and `digits`, constants where this is inlined.) */
+ * (`of_values`, `count`, `planes` and `vectors`: constants where this is inlined. `bits` is one where it is 4 by itself.) */
 KVEDGE_INLINE void multiply_words(const lane_words *w, __mmask16 there, const int8_t *digits, const int bits,
                                   const int of_values, const int count, const int planes, const int vectors,
                                   word_sums sum) {
@@ -106,7 +106,7 @@ KVEDGE_INLINE void multiply_words(const lane_words *w, __mmask16 there, const in
   const __m512i mask = _mm512_set1_epi8((char)((1 << bits) - 1));
   const uint8_t *words = w->words;
   uintptr_t next = (uintptr_t)words + w->ahead, again = next - w->after;
-  for (int n = 0; n < w->num; n++, words += w->stride, digits += 32 / bits) {
+  for (int n = 0; n < w->num; n++, words += w->stride) {
     __m512i word[MOST_VECTORS];
     if (n > 0 && n % (2 * bits) == 0) digits += CODES_OF_64 - 64;
 #pragma GCC unroll 4
@@ -116,13 +116,14 @@ KVEDGE_INLINE void multiply_words(const lane_words *w, __mmask16 there, const in
       _mm_prefetch((const char *)(next + 64 * v), _MM_HINT_T1);
       _mm_prefetch((const char *)(again + 64 * v), _MM_HINT_T1);
     }
-#pragma GCC unroll 4
-    for (int k = 0; k < 8 / bits; k++) {
+#pragma GCC unroll 2
+    for (int k = 0; k < 8 / bits; k++, digits += 4) {
       __m512i codes[MOST_VECTORS];
 #pragma GCC unroll 4
       for (int v = 0; v < vectors; v++) {
-        codes[v] = k > 0 ? _mm512_srli_epi16(word[v], (unsigned)(k * bits)) : word[v];
-        if (bits < 8) codes[v] = _mm512_and_si512(codes[v], mask);
+        if (__builtin_constant_p(bits)) codes[v] = k > 0 ? _mm512_srli_epi16(word[v], (unsigned)(k * bits)) : word[v];
+        else codes[v] = _mm512_srl_epi16(word[v], _mm_cvtsi32_si128(k * bits));
+        codes[v] = _mm512_and_si512(codes[v], mask);
       }
 #pragma GCC unroll 4
       for (int i = 0; i < count; i++)
@@ -130,7 +131,7 @@ KVEDGE_INLINE void multiply_words(const lane_words *w, __mmask16 there, const in
         for (int b = 0; b < planes; b++)
 #pragma GCC unroll 4
           for (int v = 0; v < vectors; v++)
-            multiply_digits(&sum[i][b][v][k % chains], codes[v], digits + i * DIGITS + 64 * b + 4 * k, of_values);
+            multiply_digits(&sum[i][b][v][chains == 2 ? k % 2 : 0], codes[v], digits + i * DIGITS + 64 * b, of_values);
     }
     next += (uintptr_t)w->stride, again += (uintptr_t)w->stride;
   }
@@ -254,34 +255,20 @@ KVEDGE_INLINE void score_runs(const run_scoring *s, const int count, const int p
   }
 }
 
-typedef void run_scores_function(const run_scoring *s);
+/* Of 4 bits with two planes for up to four queries; of any bits with three for up to two. */
 #define SCORE_RUNS(count, planes, bits)                                                                                \
-  static __attribute__((noinline)) void score_runs_##count##_##planes##_##bits(const run_scoring *s) {                 \
+  static __attribute__((noinline)) void score_runs_##count##_##planes(const run_scoring *s) {                          \
     score_runs(s, count, planes, bits);                                                                                \
   }
 SCORE_RUNS(1, 2, 4)
 SCORE_RUNS(2, 2, 4)
 SCORE_RUNS(3, 2, 4)
 SCORE_RUNS(4, 2, 4)
-SCORE_RUNS(1, 3, 4)
-SCORE_RUNS(2, 3, 4)
-SCORE_RUNS(1, 3, 2)
-SCORE_RUNS(2, 3, 2)
-SCORE_RUNS(1, 3, 8)
-SCORE_RUNS(2, 3, 8)
+SCORE_RUNS(1, 3, s->keys->bits)
+SCORE_RUNS(2, 3, s->keys->bits)
 #undef SCORE_RUNS
 
-/* Queries that one call serves, and the function for one to as many: of 4 bits with two planes up to four; else two of three
- * planes. */
-static int most_queries(int bits, int planes) { return bits == 4 && planes == 2 ? RUN_QUERIES : 2; }
-
-static run_scores_function *run_scores_of(int count, int bits, int planes) {
-  static run_scores_function *const of_two[] = {score_runs_1_2_4, score_runs_2_2_4, score_runs_3_2_4, score_runs_4_2_4};
-  static run_scores_function *const of_4[] = {score_runs_1_3_4, score_runs_2_3_4};
-  static run_scores_function *const of_2[] = {score_runs_1_3_2, score_runs_2_3_2};
-  static run_scores_function *const of_8[] = {score_runs_1_3_8, score_runs_2_3_8};
-  return (bits == 4 ? planes == 2 ? of_two : of_4 : bits == 2 ? of_2 : of_8)[count - 1];
-}
+static int most_queries(int planes) { return planes == 2 ? RUN_QUERIES : 2; }
 
 /* Where a run's largest step is of another size than those before it, from 1/4 to 4 times, a unit for all loses too much:
  * the first run from `first` on that is, and the largest steps of those before it. Runs without steps go with any. */
@@ -347,7 +334,7 @@ void scores_of_runs_avx512vnni(const kvedge_query *q, const kvedge_tile *keys, f
       if (unit[i] < 1.0f && needs_three(q, i, unit[i])) planes = 3;
     }
     const float digits = planes == 3 ? 1.0f : 256.0f;
-    for (int n, most = most_queries(keys->bits, planes), first = 0; first < q->num_queries; first += n) {
+    for (int n, most = most_queries(planes), first = 0; first < q->num_queries; first += n) {
       n = q->num_queries - first < most ? q->num_queries - first : most;
       for (int j = 0; j < n; j++) {
         float *of_unit = &unit[first + j];
@@ -357,7 +344,11 @@ void scores_of_runs_avx512vnni(const kvedge_query *q, const kvedge_tile *keys, f
           _mm512_storeu_ps(x[j] + d, _mm512_mul_ps(_mm512_loadu_ps(q->values + (first + j) * q->stride + d), inverse));
       }
       s.unit = unit + first, s.scores = scores + first * KVEDGE_TILE;
-      run_scores_of(n, keys->bits, planes)(&s);
+      static void (*const of[2][RUN_QUERIES])(const run_scoring *) = {
+          {score_runs_1_2, score_runs_2_2, score_runs_3_2, score_runs_4_2},
+          {score_runs_1_3, score_runs_2_3}
+      };
+      of[planes == 3][n - 1](&s);
     }
   }
 }
@@ -387,52 +378,62 @@ static void read_columns_of_runs(const kvedge_tile *values, int g, step_columns 
   }
 }
 
-/* Digits of weights, their units, and what is the same for all channels. (Constants where this is inlined.) */
-KVEDGE_INLINE void encode_weights_of_runs(const run_weighing *w, const int count, const int planes, const int bits,
-                                          int8_t (*digits)[DIGITS], float *unit, float *constant) {
-  const int tokens = num_runs(w->values) * RUN;
-  const __m512i order = order_of_digits(bits);
-  const __m128 most = _mm_set1_ps(planes == 3 ? WEIGHT_MAX : WEIGHT_MAX_16);
-  const float middle = bits == 8 ? 0.0f : (float)(1 << (bits - 1)); /* of bytes it is taken off by them */
+/* The largest weights of `count` queries, and the sums of p times the middles. (`count`: a constant where this is inlined.) */
+KVEDGE_INLINE void measure_weights(const run_weighing *w, const int count, int tokens, float *largest, float *added) {
   const float *steps = w->columns->steps, *middles = w->columns->middles;
-  __m512 largest[RUN_QUERIES], sum[RUN_QUERIES], added[RUN_QUERIES];
+  __m512 most[RUN_QUERIES], sum[RUN_QUERIES];
 #pragma GCC unroll 4
-  for (int i = 0; i < RUN_QUERIES; i++) largest[i] = sum[i] = added[i] = _mm512_setzero_ps();
+  for (int i = 0; i < RUN_QUERIES; i++) most[i] = sum[i] = _mm512_setzero_ps();
   for (int t = 0; t < tokens; t += 16)
 #pragma GCC unroll 4
     for (int i = 0; i < count; i++) {
       const __m512 p = _mm512_loadu_ps(w->p[i] + t);
-      largest[i] = _mm512_max_ps(largest[i], _mm512_mul_ps(p, _mm512_loadu_ps(steps + t)));
-      added[i] = _mm512_fmadd_ps(p, _mm512_loadu_ps(middles + t), added[i]);
+      most[i] = _mm512_max_ps(most[i], _mm512_mul_ps(p, _mm512_loadu_ps(steps + t)));
+      sum[i] = _mm512_fmadd_ps(p, _mm512_loadu_ps(middles + t), sum[i]);
     }
-  const __m128 size = reduce_4(MAX, largest);
-  const __mmask8 some = _mm_cmp_ps_mask(size, _mm_set1_ps(WEIGHT_NOTHING), _CMP_GT_OQ);
-  float factor[4];
-  _mm_storeu_ps(factor, _mm_maskz_div_ps(some, most, size));
-  _mm_storeu_ps(unit, _mm_maskz_div_ps(some, size, most));
-  for (int t = 0; t < tokens; t += 64)
+  _mm_storeu_ps(largest, reduce_4(MAX, most));
+  _mm_storeu_ps(added, reduce_4(ADD, sum));
+}
+
+/* Digits of a query's weights, p times steps times `factor`; returns the sum of these. (`planes`: a constant.) */
+KVEDGE_INLINE float encode_weights_of(const float *p, const float *steps, int tokens, float factor, const int planes,
+                                      __m512i order, int8_t *digits) {
+  const __m512 by = _mm512_set1_ps(factor);
+  __m512 sum = _mm512_setzero_ps();
+  for (int t = 0; t < tokens; t += 64, digits += CODES_OF_64) {
+    __m512i number[4];
 #pragma GCC unroll 4
-    for (int i = 0; i < count; i++) {
-      __m512i number[4];
-#pragma GCC unroll 4
-      for (int v = 0; v < 4; v++) {
-        const int at = t + 16 * v;
-        const __mmask16 there = at < tokens ? 0xffff : 0;
-        __m512 weight = _mm512_mul_ps(_mm512_maskz_loadu_ps(there, w->p[i] + at), _mm512_maskz_loadu_ps(there, steps + at));
-        weight = _mm512_mul_ps(weight, _mm512_set1_ps(factor[i]));
-        if (planes < 3) {
-          const __mmask16 small = _mm512_cmp_ps_mask(weight, _mm512_set1_ps(KVEDGE_DITHERED), _CMP_LT_OQ);
-          weight = _mm512_mask_add_ps(weight, small, weight, _mm512_maskz_loadu_ps(there, kvedge_dither + at));
-        }
-        number[v] = _mm512_cvtps_epi32(weight);
-        sum[i] = _mm512_add_ps(sum[i], _mm512_cvtepi32_ps(number[v]));
+    for (int v = 0; v < 4; v++) {
+      const int at = t + 16 * v;
+      const __mmask16 there = at < tokens ? 0xffff : 0;
+      __m512 weight = _mm512_mul_ps(_mm512_maskz_loadu_ps(there, p + at), _mm512_maskz_loadu_ps(there, steps + at));
+      weight = _mm512_mul_ps(weight, by);
+      if (planes < 3) {
+        const __mmask16 small = _mm512_cmp_ps_mask(weight, _mm512_set1_ps(KVEDGE_DITHERED), _CMP_LT_OQ);
+        weight = _mm512_mask_add_ps(weight, small, weight, _mm512_maskz_loadu_ps(there, kvedge_dither + at));
       }
-      split_digits(number, planes, 0, order, digits[i] + t / 64 * CODES_OF_64);
+      number[v] = _mm512_cvtps_epi32(weight);
+      sum = _mm512_add_ps(sum, _mm512_cvtepi32_ps(number[v]));
     }
-#pragma GCC unroll 4
-  for (int i = 0; i < count; i++)
-    added[i] = _mm512_fnmadd_ps(_mm512_set1_ps(middle * unit[i]), sum[i], added[i]);
-  _mm_storeu_ps(constant, reduce_4(ADD, added));
+    split_digits(number, planes, 0, order, digits);
+  }
+  return _mm512_reduce_add_ps(sum);
+}
+
+/* Digits of weights, their units, and what is the same for all channels. (`count` and `planes`: constants where this is
+ * inlined.) */
+KVEDGE_INLINE void encode_weights_of_runs(const run_weighing *w, const int count, const int planes, int bits,
+                                          int8_t (*digits)[DIGITS], float *unit, float *constant) {
+  const int tokens = num_runs(w->values) * RUN;
+  const __m512i order = order_of_digits(bits);
+  const float most = planes == 3 ? WEIGHT_MAX : WEIGHT_MAX_16;
+  const float middle = bits == 8 ? 0.0f : (float)(1 << (bits - 1)); /* of bytes it is taken off by them */
+  measure_weights(w, count, tokens, unit, constant);
+  for (int i = 0; i < count; i++) {
+    const float factor = unit[i] > WEIGHT_NOTHING ? most / unit[i] : 0.0f;
+    unit[i] = unit[i] > WEIGHT_NOTHING ? unit[i] / most : 0.0f;
+    constant[i] -= middle * unit[i] * encode_weights_of(w->p[i], w->columns->steps, tokens, factor, planes, order, digits[i]);
+  }
 }
 
 /* 16 * vectors channels of the group from d on, or the first of them. (Constants where this is inlined.) */
@@ -477,34 +478,21 @@ KVEDGE_INLINE void weigh_runs(const run_weighing *w, const int count, const int 
 #undef WEIGH_LANES
 }
 
-typedef void weigh_runs_function(const run_weighing *w);
 #define WEIGH_RUNS(count, planes, bits, most)                                                                          \
-  static __attribute__((noinline)) void weigh_runs_##count##_##planes##_##bits(const run_weighing *w) {                \
+  static __attribute__((noinline)) void weigh_runs_##count##_##planes(const run_weighing *w) {                         \
     weigh_runs(w, count, planes, bits, most);                                                                          \
   }
 WEIGH_RUNS(1, 2, 4, 4)
 WEIGH_RUNS(2, 2, 4, 2)
 WEIGH_RUNS(3, 2, 4, 2)
 WEIGH_RUNS(4, 2, 4, 2)
-WEIGH_RUNS(1, 3, 4, 2)
-WEIGH_RUNS(2, 3, 4, 2)
-WEIGH_RUNS(1, 3, 2, 1)
-WEIGH_RUNS(2, 3, 2, 1)
-WEIGH_RUNS(1, 3, 8, 1)
-WEIGH_RUNS(2, 3, 8, 1)
+WEIGH_RUNS(1, 3, w->values->bits, 2)
+WEIGH_RUNS(2, 3, w->values->bits, 2)
 #undef WEIGH_RUNS
-
-static weigh_runs_function *weigh_runs_of(int count, int bits, int planes) {
-  static weigh_runs_function *const of_two[] = {weigh_runs_1_2_4, weigh_runs_2_2_4, weigh_runs_3_2_4, weigh_runs_4_2_4};
-  static weigh_runs_function *const of_4[] = {weigh_runs_1_3_4, weigh_runs_2_3_4};
-  static weigh_runs_function *const of_2[] = {weigh_runs_1_3_2, weigh_runs_2_3_2};
-  static weigh_runs_function *const of_8[] = {weigh_runs_1_3_8, weigh_runs_2_3_8};
-  return (bits == 4 ? planes == 2 ? of_two : of_4 : bits == 2 ? of_2 : of_8)[count - 1];
-}
 
 void weighted_sum_of_runs_avx512vnni(const kvedge_probabilities *p, const kvedge_tile *values,
                                      const kvedge_accumulators *to) {
-  const int bits = values->bits, planes = bits == 4 && p->planes < 3 ? 2 : 3, most = most_queries(bits, planes);
+  const int bits = values->bits, planes = bits == 4 && p->planes < 3 ? 2 : 3, most = most_queries(planes);
   float room[RUN_QUERIES][KVEDGE_TILE];
   step_columns columns;
   for (int g = 0; g * GROUP < values->dim; g++) {
@@ -518,7 +506,11 @@ void weighted_sum_of_runs_avx512vnni(const kvedge_probabilities *p, const kvedge
                         .stride = to->stride,
                         .rescale = to->rescale + i};
       for (int j = 0; j < n; j++) w.p[j] = p_of_runs(p, i + j, values, room[j]);
-      weigh_runs_of(n, bits, planes)(&w);
+      static void (*const of[2][RUN_QUERIES])(const run_weighing *) = {
+          {weigh_runs_1_2, weigh_runs_2_2, weigh_runs_3_2, weigh_runs_4_2},
+          {weigh_runs_1_3, weigh_runs_2_3}
+      };
+      of[planes == 3][n - 1](&w);
     }
   }
   for (int r = 0; r < num_runs(values); r++)
