@@ -95,7 +95,11 @@ class KvedgeCache(Cache):
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes that the tokens take, in all rows of all layers that kvedge serves."""
+        """Bytes that the tokens take, in all rows of all layers that kvedge serves.
+
+        First and last tokens that are held in ``recent_dtype`` besides are not counted: of each row
+        and layer up to ``recent`` + 128 and ``sinks``.
+        """
         return sum(getattr(layer, "memory_bytes", 0) for layer in self.layers)
 
     # ---- a conversation --------------------------------------------------------------------------

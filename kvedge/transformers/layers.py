@@ -13,6 +13,7 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from kvedge import append_batch, attend_batch
+from kvedge.core.memory import token_bytes
 from kvedge.errors import InvalidArgumentError, KvedgeError, LayoutError, ShapeMismatchError
 from kvedge.transformers.lazy import LazyTensor, warn_decoded
 from kvedge.transformers.options import StoreOptions
@@ -300,8 +301,8 @@ class KvedgeLayer(CacheLayerMixin):
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes that the rows' tokens take."""
-        return sum(row.memory_bytes * len(row) // row.capacity for row in self.rows)
+        """Bytes that the rows' tokens take, but for first and last ones that are held again."""
+        return sum(token_bytes(row._config) * len(row) for row in self.rows)
 
     # ---- removing and rearranging ----------------------------------------------------------------
 

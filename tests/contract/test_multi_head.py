@@ -162,6 +162,14 @@ def test_heads_and_seeds_have_rotations_of_their_own(rng):
     assert other.head(0).key_codes.tobytes() == first[1]  # head h has seed + h
 
 
+def test_seeds_of_heads_go_on_at_0(rng):
+    rows = normal(rng, 5, 2, 24)
+    last, first = (MultiHeadKvCache(2, KvCacheConfig(24, 4, seed=s)) for s in (2**64 - 1, 0))
+    last.extend(rows, rows)
+    first.extend(rows[:, ::-1], rows[:, ::-1])
+    np.testing.assert_array_equal(last.head(1).key_codes, first.head(0).key_codes)
+
+
 @pytest.mark.parametrize("dim", [64, 80])
 @pytest.mark.parametrize("kind", ["normal", "outliers", "one"])
 def test_storing_loses_what_the_grid_loses_of_a_normal_distribution(rng, dim, kind):
@@ -267,6 +275,28 @@ def test_scores_are_scaled_logits(rng):
     for i in range(3):
         of_head = cache.head(i).attention_scores(heads[i])
         np.testing.assert_array_equal(of_head, cache.attention_scores(heads)[i])
+
+
+@pytest.mark.parametrize("projections", [0, 16])
+def test_query_heads_of_a_kv_head_have_its_scores(rng, projections):
+    config = KvCacheConfig(8, 4, projections, seed=42)
+    cache = MultiHeadKvCache(2, config, num_query_heads=8)
+    cache.push_token(list(normal(rng, 2, 8)), list(normal(rng, 2, 8)))
+    scores = cache.attention_scores([np.full(8, 0.1, np.float32)] * 8)
+    assert scores.shape == (8, 1) and scores[0] != scores[4]
+    np.testing.assert_array_equal(scores, scores[[0, 0, 0, 0, 4, 4, 4, 4]])
+
+
+def test_the_best_of_many_keys_are_found(rng):
+    """By scores of 4 bits, of 100 keys, most of the five that are nearest to a query."""
+    keys = normal(rng, 100, 1, 128)
+    cache = MultiHeadKvCache(1, KvCacheConfig(128, 4, seed=42))
+    cache.extend(keys, keys)
+    found = 0
+    for query in normal(rng, 50, 1, 128):
+        exact, scores = keys[:, 0] @ query[0], cache.attention_scores(query)[0]
+        found += len({*np.argsort(exact)[-5:]} & {*np.argsort(scores)[-5:]})
+    assert found / 250 > 0.8
 
 
 # ---- projections ---------------------------------------------------------------------------------

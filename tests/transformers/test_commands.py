@@ -50,12 +50,14 @@ def test_eval_reads_a_text_on_a_kvedge_cache(folder, tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text(STORY * 4)
     arguments = ["--text", str(text), "--tokens", "120", "--window", "60", "--json"]
-    formats = ["auto", "int8", "float16", "int8:precision_bits=8"]
+    formats = ["auto", "int8", "float16", "int8:precision_bits=8", "kivi8:recent=8"]
     assert main(["eval", "--hf", str(folder), *arguments, "--formats", *formats]) == 0
     exact, *others = json.loads(capsys.readouterr().out)["formats"]
     assert [each["name"] for each in others] == formats
     assert exact["kl"] == 0 and all(0 < each["kl"] < 0.02 for each in others)
     assert exact["bytes_per_token"] > 3 * 5 * 2 * 4 * 8
+    # Of long contexts, as without --hf; those of 59 tokens would hold more in their last ones.
+    assert [each["bits_per_value"] for each in others] == [12, 12, 16, 12, 10.5]
     assert (
         main(
             [
