@@ -12,7 +12,8 @@ and as metadata, all text, the fields of ``FIELDS``, ``value_dtype`` and ``value
 values have another type and width than keys, ``key_scale`` where layers take theirs from their
 first tokens, ``recent``, ``sinks`` and ``recent_dtype`` where first or last tokens are held in
 another format too, ``layers`` where layers differ or have windows, ``sha256`` over everything else,
-and the user's own under "user.". tokens are length, less those that the layer's window has dropped.
+and the user's own under "user.". ``format_version`` is 1, or 2 where a layer holds runs. tokens are
+length, less those that the layer's window has dropped.
 Versions of kvedge that do not know a field refuse the files that have it.
 """
 

@@ -19,7 +19,7 @@ enum {
    * of their use rows are asked for: two tiles' keys and values are to fit a second-level cache, which two threads may
    * share. */
   TILE_BYTES = 100 << 10,
-  LEAST_TILE = 48, /* but this many tokens are worked on at once, since a call for fewer costs more */
+  LEAST_TILE = 48,         /* but this many tokens are worked on at once, since a call for fewer costs more */
   LEAST_TILE_OF_RUNS = 96, /* three runs; and they have half of the bytes */
   /* Keys or values of up to this many channels get 24 bits: with few channels all of an output may cancel, so that what 16 bits
    * leave of an error is large beside it. */

@@ -10,9 +10,9 @@
 #include "formats/kivi.h"
 
 enum {
-  RUN_LANES = 16,   /* independent sums, as in portable.h */
-  RUN_QUERIES = 4,  /* that words are unpacked for at a time */
-  MOST_LANES = 64,  /* tokens, or channels, that are worked on together */
+  RUN_LANES = 16,  /* independent sums, as in portable.h */
+  RUN_QUERIES = 4, /* that words are unpacked for at a time */
+  MOST_LANES = 64, /* tokens, or channels, that are worked on together */
 };
 
 #if defined(__clang__)
@@ -75,8 +75,8 @@ KVEDGE_INLINE void add_words(const uint8_t *restrict words, int lanes, const int
 
 /* The same for `num` words of each lane, those of all lanes `lane_stride` words after the ones before. (Apart, since it is
  * large. Of other bits than 4 a query at a time.) */
-static RUN_FUNCTION void add_all_words(const uint8_t *restrict words, int num, ptrdiff_t lane_stride,
-                                       int lanes, int bits, int count, const float *restrict by, ptrdiff_t stride,
+static RUN_FUNCTION void add_all_words(const uint8_t *restrict words, int num, ptrdiff_t lane_stride, int lanes,
+                                       int bits, int count, const float *restrict by, ptrdiff_t stride,
                                        float (*restrict sum)[MOST_LANES]) {
   for (int w = 0; w < num; w++, words += 4 * lane_stride, by += 32 / bits) {
     if (bits == 4 && count == RUN_QUERIES) {

@@ -20,7 +20,8 @@ and left out likewise,
     since                        int64 (sequences, layers): where last tokens begin that are there
     first                        int64 (sequences,): so many first tokens are there, at most
 
-How many own a block follows from the tables.
+How many own a block follows from the tables. ``format_version`` is 1, 2 with first and last
+tokens, 3 with runs.
 """
 
 from __future__ import annotations

@@ -155,7 +155,8 @@ KVEDGE_INLINE __m512 total_of_sums(const int planes, const int chains, const int
 }
 
 /* Words of the r-th run of a tile, from byte `at` on. Where nothing follows, its own are prefetched, which are there anyway. */
-KVEDGE_INLINE lane_words words_of_run(const kvedge_tile *tile, int r, const run_parts *run, int of_values, ptrdiff_t at) {
+KVEDGE_INLINE lane_words words_of_run(const kvedge_tile *tile, int r, const run_parts *run, int of_values,
+                                      ptrdiff_t at) {
   const kvedge_prefetch *next = &tile->next;
   const uintptr_t here = (uintptr_t)(tile->blocks[r] + tile->offset);
   return (lane_words){.words = run->words + at,
@@ -432,7 +433,8 @@ KVEDGE_INLINE void encode_weights_of_runs(const run_weighing *w, const int count
   for (int i = 0; i < count; i++) {
     const float factor = unit[i] > WEIGHT_NOTHING ? most / unit[i] : 0.0f;
     unit[i] = unit[i] > WEIGHT_NOTHING ? unit[i] / most : 0.0f;
-    constant[i] -= middle * unit[i] * encode_weights_of(w->p[i], w->columns->steps, tokens, factor, planes, order, digits[i]);
+    constant[i] -=
+        middle * unit[i] * encode_weights_of(w->p[i], w->columns->steps, tokens, factor, planes, order, digits[i]);
   }
 }
 
