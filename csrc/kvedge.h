@@ -96,8 +96,8 @@ typedef struct {
  * 32 loses less than a row does. Values bear it better than keys: docs/formats.md.
  * KVEDGE_KIVI2, _KIVI4 and _KIVI8 encode runs of 32 tokens together, keys with a step and a smallest value per channel and
  * run, values per token and 64 channels, as halves: codes[run][num_kv_heads][bytes of a run] (csrc/formats/kivi.c has
- * them; arrays aligned to 2 bytes). They are for both sides of a layer, have no groups or scales of the config, no key
- * offset or key scale, and elements of up to 65504. The capacity is a multiple of 32, and so is what append and write are
+ * them; arrays aligned to 2 bytes). They have no groups or scales of the config, keys of them no key offset or key scale,
+ * and elements of up to 65504; the other side of the layer may be of rows. The capacity is a multiple of 32, and so is what append and write are
  * given, from such a position on, and the size of blocks of a pool; drop_first, compact, keep and shift are refused. The last tokens, until a run is full,
  * lie in a layer of another format: kvedge_part.
  * KVEDGE_GRID2 to KVEDGE_GRID8 keep one of 2^bits levels per value, as bits one after the other, and one scale per group:
@@ -173,7 +173,7 @@ void kvedge_layer_destroy(kvedge_layer *layer);
 
 /* Stores keys minus this vector, float[num_kv_heads][head_dim], which changes no attention result
  * and helps INT8 where keys have large constant channels. Only while the layer is empty; NULL takes
- * it away; formats with scales only (KVEDGE_INT8). The vector is copied. */
+ * it away; formats with scales only (KVEDGE_INT8), and KVEDGE_NO_ROWS beside them. The vector is copied. */
 kvedge_status kvedge_layer_set_key_offset(kvedge_layer *layer, const float *key_offset);
 
 /* Stores keys divided by this, float[num_kv_heads][head_dim], positive and finite, after the offset is taken off; the
@@ -291,14 +291,15 @@ void kvedge_layer_get_slabs(const kvedge_layer *layer, kvedge_slabs *slabs);
  * reads instead; and KVEDGE_KIVI2, _KIVI4 and _KIVI8 hold tokens in runs. Such a layer is up to four kvedge_layers. Positions
  * are those of the session, dropped tokens counted; e is its length.
  *
- *   the layer   all tokens, from position `dropped` on. With runs it is of KVEDGE_NO_ROWS: it counts them.
+ *   the layer   all tokens, from position `dropped` on. With runs it is of KVEDGE_NO_ROWS: it counts them; its group_size and
+ *               scale_type, key offset and key scale are those of a side of runs that is of rows.
  *   first       positions 0 to at most sinks - 1; nothing in a layer with a window.
  *   last        the last tokens, up to e - 1: at least `recent` of those appended, and with runs all that are in no whole
  *               run. Keep 64 more, so that these can be taken back, as Python does; a file holds the last recent + 128 at
  *               most, with runs 160 at least, and none where neither asks for it.
  *   runs        whole runs, from a position on that is a multiple of 32, up to e / 32 * 32; or, where `last` does not
  *               reach back to there (the layer was cut inside a run), up to e. A run is encoded from its tokens as
- *               `last` has them.
+ *               `last` has them. One side may be of rows: these come there with the runs.
  *
  * first and last are of one format, without a key offset or key scale but where that format takes it from the layer: an
  * offset if it has scales, a key scale if it has up to 8 bits. docs/c_api.md shows how such a layer grows. */

@@ -145,7 +145,7 @@ def taken_over(layers: Any, **others: Any) -> list[LayerMethods] | None:
         raise InvalidArgumentError(
             f"layers must stand at one position, not at {min(ends)} and {max(ends)}"
         )
-    with_offset = [layer for layer in layers if layer._config.key_format.has_scales]
+    with_offset = [layer for layer in layers if layer._config.keys_have_scales]
     offsets = {layer._key_rule.auto_offset for layer in with_offset}
     scales = {layer._key_rule.auto_scale for layer in layers if layer._config.has_auto_scale}
     for name, autos in (("key_offset", offsets), ("key_scale", scales)):

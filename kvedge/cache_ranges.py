@@ -63,9 +63,9 @@ class CacheRanges(CacheState):
             made._store_anew(self, start, stop)
             return made
         layers = []
-        for layer in contents.layers:
+        for layer, config in zip(contents.layers, contents.format.layers, strict=True):
             rows = {name: getattr(layer, name)[start:stop] for name in Slabs._fields}
-            parts = parts_of_range(layer.parts, contents.length, start, stop)
+            parts = parts_of_range(layer.parts, config, contents.length, start, stop)
             layers.append(replace(layer, **rows, parts=parts))
         contents = replace(contents, length=stop - start, layers=tuple(layers))
         return self._holding(contents, None, self._key_rule, {})

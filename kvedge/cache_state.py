@@ -72,7 +72,7 @@ class CacheState(CacheFacts):
         The arguments are checked but for the key offset and scale.
         """
         layers = []
-        with_offset = [config.key_format.has_scales for config in configs]
+        with_offset = [config.keys_have_scales for config in configs]
         with_scale = [config.has_auto_scale for config in configs]
         offsets = _of_each(key_offset, "key_offset", configs, with_offset)
         scales = _of_each(key_scale, "key_scale", configs, with_scale)
@@ -291,7 +291,7 @@ class CacheState(CacheFacts):
         """What of the cache's rule an empty layer has."""
         config, rule = layer._config, self._key_rule
         return KeyRule(
-            rule.auto_offset and config.key_format.has_scales,
+            rule.auto_offset and config.keys_have_scales,
             rule.auto_scale and config.has_auto_scale,
         )
 

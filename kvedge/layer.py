@@ -487,7 +487,7 @@ class LayerMethods(LayerRoom):
                 offset_only = KeyMap(key_map.offset)
                 scale = key_scale_of(
                     offset_only.to_stored(first[:FIRST_TOKENS]),
-                    powers_of_two=not self._config.key_format.has_scales,
+                    powers_of_two=not self._config.keys_have_scales,
                 )
                 key_map = key_map._replace(scale=scale)
             rule = rule._replace(scale_is_settled=settled)

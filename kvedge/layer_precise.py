@@ -7,9 +7,11 @@ grows old is no longer read there, and nothing has to be moved or stored again. 
 
 A layer of runs (``dtype="kivi4"``) has no rows of its own: 32 tokens of a head, at positions that
 begin with a multiple of 32, are encoded together and lie in a third part; the others are among the
-last tokens. Which bytes a run gets depends on its tokens alone, as `recent_dtype` has them. The
-runs end with the last whole one, unless the layer has gone back into one of them, further than the
-last tokens reach: then they end there, and what follows is encoded anew with the run's tokens.
+last tokens. Where keys alone are in runs, or values alone, the other side's rows lie in that part
+as well, and come there with the runs. Which bytes a run gets depends on its tokens alone, as
+`recent_dtype` has them. The runs end with the last whole one, unless the layer has gone back into
+one of them, further than the last tokens reach: then they end there, and what follows is encoded
+anew with the run's tokens.
 
 A reader takes `Held`, which has the parts of one moment. A writer that has no room in the layer of
 the last tokens copies what is still needed to another one, and replaces `now` as a whole.
@@ -24,7 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvedge.core import memory
+from kvedge.core import checks, memory
 from kvedge.core.config import LayerConfig
 from kvedge.core.key_map import NO_MAP, KeyMap
 from kvedge.core.kivi import RUN
@@ -163,6 +165,8 @@ class PreciseTokens:
         if limit is not None:
             rows = min(rows, -(-max(limit, tokens) // RUN) * RUN)
         layer._start(self._whole._config.runs(rows))
+        if not self._whole._key_map.is_plain:  # of keys in rows
+            layer._set_key_map(self._whole._key_map)
         return Part(layer, position // RUN * RUN)
 
     def _scratch(self, tokens: int) -> Any:
@@ -285,8 +289,8 @@ class PreciseTokens:
         gone = min(max(gone, 0), length)
         grown = self._runs(runs.position + gone, 2 * (length - gone) + n)
         assert grown is not None
-        held = runs.layer._held()
-        rows = [slab[gone // RUN : -(-runs.layer._written() // RUN)] for slab in held.slabs]
+        held, config = runs.layer._held(), runs.layer._config
+        rows = memory.rows_of(held.slabs, config, gone, runs.layer._written())
         _copy_runs(rows, grown.layer, length - gone)
         return grown
 
@@ -370,10 +374,11 @@ class PreciseTokens:
         """The bytes of a token that may lie above the end, in the parts that have it."""
         rows = []
         for part in self.now.each:
-            held, step = part.layer._held(), part.layer._config.key_format.tokens_per_row
-            if 0 <= position - part.position < part.layer._written():
-                row = (held.start + position - part.position) // step
-                rows += [slab[row] for slab in held.slabs]
+            held, at = part.layer._held(), position - part.position
+            if 0 <= at < part.layer._written():
+                of_rows = memory.tokens_per_rows(part.layer._config)
+                row = held.start + at
+                rows += [slab[row // n] for slab, n in zip(held.slabs, of_rows, strict=True)]
         return rows
 
     # ---- other keys ------------------------------------------------------------------------------
@@ -384,6 +389,10 @@ class PreciseTokens:
         for part in self.now[:2]:
             if not part.layer._key_map.is_same(own):
                 part.layer._encode_anew(own, part.layer._held())
+        runs = self.now.runs
+        if runs is not None and not runs.layer._key_map.is_same(key_map):
+            assert not len(runs.layer)  # what is decided is settled before a run is full
+            runs.layer._set_key_map(key_map)
 
     def _ranges(self, start: int, stop: int) -> Iterator[tuple[Any, int, int]]:
         """First and last tokens of a range of positions."""
@@ -404,57 +413,55 @@ class PreciseTokens:
         for layer, low, high in self._ranges(start, stop):
             layer._shift(delta, rope, low, high)
         if runs is not None and turned is not None:
-            first, codes = turned
+            first, (codes, scales) = turned
             with _rewriting(runs.layer, first) as slabs:
-                row = first // RUN
+                row = first // runs.layer._config.key_format.tokens_per_row
                 slabs.key_codes[row : row + len(codes)] = codes
+                slabs.key_scales[row : row + len(codes)] = scales
 
     def _turned(
         self, delta: int, rope: Any, start: int, stop: int
-    ) -> tuple[int, np.ndarray] | None:
-        """Runs of keys with a range of positions turned: their first token, and their bytes."""
+    ) -> tuple[int, tuple[np.ndarray, np.ndarray]] | None:
+        """Keys that lie in runs, or beside them, with a range of positions turned.
+
+        The first token that is encoded anew, and codes and scales from there on.
+        """
         runs = self.now.runs
         if runs is None or not delta:
             return None
         start, stop = max(start - runs.position, 0), min(stop - runs.position, len(runs.layer))
         if start >= stop:
             return None
-        first, last = start // RUN * RUN, -(-stop // RUN) * RUN
-        held = runs.layer._held()._replace(num_tokens=last)
-        config = runs.layer._config
-        keys = config.key_format.decode(
-            held.slabs.key_codes[first // RUN : last // RUN],
-            held.slabs.key_scales[first // RUN : last // RUN],
-            config.key_rows,
-            np.float32,
-        )
+        config, key_map = runs.layer._config, runs.layer._key_map
+        step = config.key_format.tokens_per_row
+        first, last = start // step * step, -(-stop // step) * step
+        stored = runs.layer._held().slabs.side(False, config)
+        keys = key_map.from_stored(np.array(stored.decode(slice(first, last), np.float32)))
         keys[start - first : stop - first] = rope.rotate(
             np.ascontiguousarray(keys[start - first : stop - first]), delta
         )
+        keys = key_map.to_stored(keys)
+        if not key_map.is_plain:
+            checks.check_finite(keys, key_map.text)
         config.key_format.refuse(keys, "keys", config.key_rows)
-        return first, config.key_format.encode(keys, config.key_rows)[0]
+        return first, config.key_format.encode(keys, config.key_rows)
 
     def put(self, position: int, keys: np.ndarray, values: np.ndarray) -> None:
         """Store whole runs of tokens (n, H, channels) at a position, over the runs there."""
         runs, own, stop = self.now.runs, self._config, position + len(keys)
         assert runs is not None
-        sides = ((own.key_format, own.key_rows), (own.value_format, own.value_rows))
-        stored = [
-            form.encode(rows, shape)
-            for (form, shape), rows in zip(sides, (keys, values), strict=True)
-        ]
-        read = [
-            form.decode(*both, shape, np.float32)
-            for (form, shape), both in zip(sides, stored, strict=True)
-        ]
-        config, first = runs.layer._config, position - runs.position
-        codes = (
-            config.key_format.encode(read[0], config.key_rows)[0],
-            config.value_format.encode(read[1], config.value_rows)[0],
+        key_map = self.now.last.layer._key_map
+        stored = _encoded(own, key_map, keys, values)
+        read = (
+            key_map.from_stored(own.key_format.decode(*stored[0], own.key_rows, np.float32)),
+            own.value_format.decode(*stored[1], own.value_rows, np.float32),
         )
+        config, first = runs.layer._config, position - runs.position
+        made = _encoded(config, runs.layer._key_map, *read)
         with _rewriting(runs.layer, first) as slabs:
-            at = slice(first // RUN, first // RUN + len(codes[0]))
-            slabs.key_codes[at], slabs.value_codes[at] = codes
+            rows = memory.rows_of(slabs, config, first, first + len(keys))
+            rows.key_codes[:], rows.key_scales[:] = made[0]
+            rows.value_codes[:], rows.value_scales[:] = made[1]
         for layer, low, high in self._ranges(position, stop):
             part = self.now.first if layer is self.now.first.layer else self.now.last
             row, start = layer._held().start + low, part.position + low - position
@@ -490,6 +497,8 @@ class PreciseTokens:
             length = runs_end(end, end - tokens) - start // RUN * RUN
             runs = self._runs(start, max(length, 0))
             assert runs is not None
+            if not contents[2].key_map.is_same(runs.layer._key_map):
+                runs.layer._set_key_map(contents[2].key_map)
             _copy_runs(contents[2].arrays, runs.layer, max(length, 0))
         self.now = Parts(
             _filled(self._first(start), first), _filled(self._last(end - tokens), last), runs
@@ -530,6 +539,16 @@ class Appending(NamedTuple):
     rest: tuple[np.ndarray, np.ndarray] | None  # of runs: the tokens of the last one, if it was cut
 
 
+def _encoded(
+    config: LayerConfig, key_map: KeyMap, keys: np.ndarray, values: np.ndarray
+) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
+    """Codes and scales of keys, and of values."""
+    return (
+        config.key_format.encode(key_map.to_stored(keys), config.key_rows),
+        config.value_format.encode(values, config.value_rows),
+    )
+
+
 @contextlib.contextmanager
 def _rewriting(layer: Any, start: int) -> Iterator[memory.Slabs]:
     """The slabs of a layer whose tokens from `start` on are written over."""
@@ -543,9 +562,12 @@ def _rewriting(layer: Any, start: int) -> Iterator[memory.Slabs]:
 
 def _copy_runs(arrays: Sequence[np.ndarray], layer: Any, tokens: int) -> None:
     """Take over runs, and hold so many tokens of them."""
-    rows = min(len(arrays[0]), layer.capacity // RUN)
-    memory.copy_tokens([each[:rows] for each in arrays], layer._slabs, rows)
-    layer._set_len(min(rows * RUN, layer.capacity))
+    config = layer._config
+    held = min(len(arrays[0]) * config.key_format.tokens_per_row, layer.capacity)
+    sides = (memory.rows_of(slabs, config, 0, held) for slabs in (layer._slabs, arrays))
+    for new, old in zip(*sides, strict=True):
+        new[:] = old
+    layer._set_len(held)
     layer._set_len(tokens)
 
 
@@ -593,32 +615,29 @@ def contents_of(held: Held, start: int, end: int, *, copy: bool) -> tuple[PartCo
     if runs is not None:
         begin = end - len(made[1].arrays.key_codes)
         of_runs = runs.layer._held()
-        at = slice(
-            (start - runs.position) // RUN, -(-(runs_end(end, begin) - runs.position) // RUN)
-        )
-        arrays = memory.Slabs(*(slab[at] for slab in of_runs.slabs))
+        config, stop = runs.layer._config, runs_end(end, begin) - runs.position
+        arrays = memory.rows_of(of_runs.slabs, config, start - runs.position, stop)
         if copy:
             arrays = memory.Slabs(*(each.copy() for each in arrays))
-        made.append(PartContents(arrays, NO_MAP))
+        made.append(PartContents(arrays, runs.layer._key_map))
     return tuple(made)
 
 
 def parts_of_range(
-    parts: Sequence[PartContents], length: int, start: int, stop: int
+    parts: Sequence[PartContents], config: LayerConfig, length: int, start: int, stop: int
 ) -> tuple[PartContents, ...]:
-    """The parts of tokens `start` to `stop`, of those of `length` tokens."""
+    """The parts of tokens `start` to `stop`, of those of `length` tokens of a layer."""
     if not parts:
         return ()
     before = length - len(parts[1].arrays.key_codes)  # tokens before the last ones
-    ranges = (
-        slice(start, stop),
-        slice(max(0, start - before), max(0, stop - before)),
-        slice(start // RUN, -(-stop // RUN)),  # from the start of a run on
-    )
-    return tuple(
-        part._replace(arrays=memory.Slabs(*(array[rows] for array in part.arrays)))
+    ranges = (slice(start, stop), slice(max(0, start - before), max(0, stop - before)))
+    arrays = [
+        memory.Slabs(*(array[rows] for array in part.arrays))
         for part, rows in zip(parts, ranges, strict=False)
-    )
+    ]
+    if config.in_runs:  # from the start of a run on
+        arrays.append(memory.rows_of(parts[2].arrays, config.runs(RUN), start, stop))
+    return tuple(part._replace(arrays=rows) for part, rows in zip(parts, arrays, strict=True))
 
 
 def tail_of(config: LayerConfig, n: int, sinks: int, last: int, runs: int | None) -> int:

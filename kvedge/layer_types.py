@@ -171,7 +171,8 @@ class Kivi4LayerMethods(LayerMethods):
     5 and 4.5 bits, with ``recent=96``, this loses about a fortieth of what int4 rows do. The last
     tokens, until a run is full, lie in ``recent_dtype``, float16 by default; ``recent`` and
     ``sinks`` read more of them there. ``key_codes`` and ``value_codes`` show nothing. Elements of
-    up to 65504 can be stored; there is no key scale, nor need for one.
+    up to 65504 can be stored; there is no key scale, nor need for one. With ``value_dtype="int8"``
+    or another format of rows, rows of values are stored with the runs of keys.
 
     What cuts a run decodes it: tokens that are appended after going back into a run, further than
     the last tokens reach, are encoded anew with those before them, and so is what ``keep`` moves.

@@ -7,6 +7,9 @@ The format is safetensors, which other tools can read. Per layer i it holds
     layers.{i}.key_offset, layers.{i}.key_scale      (num_kv_heads, head_dim) F32, if it has one
     layers.{i}.first.key_codes, ..., layers.{i}.last.value_scales    first and last tokens again, in
                                                      recent_dtype, if it has such
+    layers.{i}.runs.key_codes, ..., layers.{i}.runs.value_scales    whole runs of 32 tokens, if keys
+                                                     or values are in such: (runs, num_kv_heads,
+                                                     bytes) U8, and rows of a side that is not
 
 and as metadata, all text, the fields of ``FIELDS``, ``value_dtype`` and ``value_head_dim`` where
 values have another type and width than keys, ``key_scale`` where layers take theirs from their
@@ -155,8 +158,7 @@ def _tensors(contents: CacheContents) -> dict[str, np.ndarray]:
 
 def version_of(form: CacheFormat) -> str:
     """The version of files of such layers."""
-    names = {name for layer in form.layers for name in (layer.dtype, layer.value_dtype)}
-    return VERSION_OF_RUNS if names & IN_RUNS.keys() else VERSION
+    return VERSION_OF_RUNS if any(layer.in_runs for layer in form.layers) else VERSION
 
 
 def _fields(contents: CacheContents, cache: _Saved) -> dict[str, str]:
@@ -254,10 +256,20 @@ def file_types(fields: Mapping[str, str]) -> Callable[[str], str]:
         if len(name.split(".")) == 4:
             precise = own.get("recent_dtype", fields.get("recent_dtype", ""))
             if ".runs." in name:
-                return "U8" if column.endswith("codes") else "F32"
+                return of_rows(own, column)
             return FORMATS[precise].file_type if column.endswith("codes") else part_scales(own)
+        if column.endswith("codes") and not IN_RUNS.keys().isdisjoint(dtypes_of(own)):
+            return "U8"  # rows of no bytes
+        return of_rows(own, column)
+
+    def dtypes_of(own: Mapping[str, Any]) -> tuple[str, str]:
+        """What keys and values are stored as."""
         keys = own.get("dtype", fields["dtype"])
-        values = own.get(VALUE_DTYPE, fields.get(VALUE_DTYPE)) or keys
+        return keys, own.get(VALUE_DTYPE, fields.get(VALUE_DTYPE)) or keys
+
+    def of_rows(own: Mapping[str, Any], column: str) -> str:
+        """Of rows of a layer, or of its runs and what lies beside them."""
+        keys, values = dtypes_of(own)
         scales = own.get("scale_dtype", fields["scale_dtype"]) or "float32"
         of_layer = {
             "key_codes": format_of(keys).file_type,

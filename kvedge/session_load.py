@@ -22,7 +22,7 @@ import numpy as np
 from kvedge.core import checks, memory
 from kvedge.core.config import MAX_LAYERS, LayerConfig
 from kvedge.core.formats import FORMATS, IN_RUNS, SCALE_TYPES
-from kvedge.core.key_map import NO_MAP, KeyMap, KeyRule
+from kvedge.core.key_map import KeyMap, KeyRule
 from kvedge.core.kivi import RUN
 from kvedge.errors import CorruptFileError, KvedgeError, MissingExtraError, OutOfMemoryError
 from kvedge.layer_precise import PartContents, last_rows, part_key_map, runs_end
@@ -252,11 +252,12 @@ def _read_fields(
         _corrupt(path, f"its key_offset is {fields['key_offset'][:40]!r}")
     if fields.get(KEY_SCALE, AUTO) != AUTO:
         _corrupt(path, f"its {KEY_SCALE} is {fields[KEY_SCALE][:40]!r}")
-    if fields["dtype"] in IN_RUNS or any(name in fields for name in PRECISE):
+    in_runs = not IN_RUNS.keys().isdisjoint(dtypes)
+    if in_runs or any(name in fields for name in PRECISE):
         missing = [name for name in PRECISE if name not in fields]
         if missing:
             _corrupt(path, f"its metadata lacks {', '.join(missing)}")
-        if fields["recent"] == fields["sinks"] == "0" and fields["dtype"] not in IN_RUNS:
+        if fields["recent"] == fields["sinks"] == "0" and not in_runs:
             _corrupt(path, "it has a recent_dtype and no tokens of it, which kvedge never writes")
     if not has_scales and (fields["group_size"], fields["scale_dtype"]) != ("", ""):
         _corrupt(path, f"its metadata gives scales to {fields['dtype'][:40]} rows")
@@ -299,7 +300,7 @@ def _read_fields(
             f"its format_version is {fields['format_version']!r}, and that of what it holds "
             f"{version_of(form)!r}: runs of 32 tokens lay otherwise before version 2",
         )
-    if fields["key_offset"] and not any(config.key_format.has_scales for config in form.layers):
+    if fields["key_offset"] and not any(config.keys_have_scales for config in form.layers):
         _corrupt(path, "its key_offset is for keys with scales, and it has none")
     if KEY_SCALE in fields and not any(config.has_auto_scale for config in form.layers):
         _corrupt(path, f"its {KEY_SCALE} is for formats of up to 8 bits, and it has none")
@@ -390,17 +391,19 @@ def _check_tensors(
         for field, (shape, _) in zip(memory.Slabs._fields, layout, strict=True):
             name = f"layers.{index}.{field}"
             wanted[name] = (type_of(name), (tokens[index], *shape[1:]))
-        may_have_vectors = (config.key_format.has_scales, not config.in_runs)
+        may_have_vectors = (config.keys_have_scales, not config.keys_in_runs)
         for field, may_have in zip(KEY_VECTORS, may_have_vectors, strict=True):
             name = f"layers.{index}.{field}"
             if name in tensors and may_have:
                 wanted[name] = ("F32", (config.num_kv_heads, config.head_dim))
         for part in _parts_of(config):
             first = tensors.get(f"layers.{index}.{part}.key_codes")
-            held = first.shape[0] if first is not None and first.shape else 0
+            own = _config_of(config, part)
+            of_rows = memory.tokens_per_rows(own)
+            held = first.shape[0] * of_rows[0] if first is not None and first.shape else 0
             if part == "runs":
                 last = wanted[f"layers.{index}.last.key_codes"][1][0]
-                most = least = _num_runs(dropped[index], tokens[index], last)
+                most = least = RUN * _num_runs(dropped[index], tokens[index], last)
             else:
                 least, most = 0, min(config.sinks, tokens[index])
                 if part == "last":  # with runs, of the one that the first token lies in too
@@ -409,14 +412,14 @@ def _check_tensors(
             if not least <= held <= most:
                 _corrupt(
                     path,
-                    f"layer {index} has {held} rows of its {part} tokens, where {least} to {most} "
-                    f"belong to {tokens[index]} tokens",
+                    f"layer {index} has rows of {held} of its {part} tokens, where {least} to "
+                    f"{most} belong to {tokens[index]} tokens",
                 )
-            for field, (shape, _) in zip(
-                memory.Slabs._fields, memory.slab_layout(_config_of(config, part)), strict=True
+            for field, n, (shape, _) in zip(
+                memory.Slabs._fields, of_rows, memory.slab_layout(own), strict=True
             ):
                 name = f"layers.{index}.{part}.{field}"
-                wanted[name] = (type_of(name), (held, *shape[1:]))
+                wanted[name] = (type_of(name), (held // n, *shape[1:]))
     for name, belongs in wanted.items():
         tensor = tensors.get(name)
         if tensor is None:
@@ -554,7 +557,7 @@ def _parts(
             memory.Slabs(
                 *(arrays[f"layers.{index}.{part}.{name}"] for name in memory.Slabs._fields)
             ),
-            NO_MAP if part == "runs" else own,
+            key_map if part == "runs" else own,
         )
         for part in _parts_of(config)
     )

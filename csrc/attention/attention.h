@@ -54,11 +54,16 @@ typedef struct {
   const float *key_offset; /* (num_kv_heads, head_dim) or NULL */
   const float *key_scale;  /* likewise */
   int64_t len;             /* tokens in all segments */
-  int64_t first_row; /* where tokens lie in runs: the row of token 0 in the first segment, which begins with a run as
-                            * all do, and ends with one unless it is the last */
+  int64_t first_row; /* where a side lies in runs: the row of token 0 in the first segment, which begins with a run as
+                            * all do, and ends with one unless it is the last; else 0 */
   int num_segments;
   const kvedge_segment *segments;
 } kvedge_cache_view;
+
+/* Do keys, or values, lie in runs? */
+static inline int kvedge_view_has_runs(const kvedge_cache_view *view) {
+  return kvedge_is_of_runs(view->side[KEYS].format) || kvedge_is_of_runs(view->side[VALUES].format);
+}
 
 /* Prepared queries of a query tile, each array in the order (KV head, query row, ...). */
 typedef struct {

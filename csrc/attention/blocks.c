@@ -3,12 +3,7 @@
 
 int kvedge_is_block_size(const kvedge_layer *pool, int64_t block_size) {
   if (block_size < 1 || block_size > pool->config.capacity) return 0;
-  return !kvedge_has_runs(&pool->keys) || block_size % KVEDGE_RUN == 0;
-}
-
-/* Where row `row` of a pool lies; of runs the one that it begins. */
-static const char *codes_at(const kvedge_side *side, int64_t row) {
-  return kvedge_has_runs(side) ? kvedge_run_at(side, row) : kvedge_codes_at(side, row);
+  return !kvedge_holds_runs(pool) || block_size % KVEDGE_RUN == 0;
 }
 
 int kvedge_view_blocks(const kvedge_layer *pool, int64_t block_size, const int32_t *blocks, int64_t first_row,
@@ -24,7 +19,7 @@ int kvedge_view_blocks(const kvedge_layer *pool, int64_t block_size, const int32
       continue;
     }
     segments[n++] = (kvedge_segment){
-        .rows = {codes_at(&pool->keys,         row), codes_at(&pool->values,         row)},
+        .rows = {kvedge_codes_at(&pool->keys,  row), kvedge_codes_at(&pool->values,  row)},
         .scales = {kvedge_scales_at(&pool->keys, row), kvedge_scales_at(&pool->values, row)},
         .num_tokens = tokens
     };

@@ -52,7 +52,7 @@ kvedge_cache_view kvedge_layer_view(const kvedge_layer *layer, const kvedge_atte
     if (options->first_row >= 0) row = options->first_row < stop ? options->first_row : stop;
     len = options->num_tokens > 0 && options->num_tokens <= stop - row ? options->num_tokens : 0; /* 0: refused */
   }
-  const int64_t first_row = kvedge_has_runs(&layer->keys) ? row : 0;
+  const int64_t first_row = kvedge_holds_runs(layer) ? row : 0;
   row -= first_row;
   *segment = (kvedge_segment){
       .rows = {kvedge_codes_at(&layer->keys,  row), kvedge_codes_at(&layer->values,  row)},
@@ -79,9 +79,12 @@ void kvedge_cut_view(kvedge_cache_view *view, kvedge_segment *segments, int64_t 
     segments++, view->num_segments--;
     view->first_row = 0;
   }
-  if (view->side[KEYS].format->tokens_per_group > 1) view->first_row += start;
   view->segments = segments;
   segments->num_tokens -= start;
+  if (kvedge_view_has_runs(view)) { /* segments begin where they did */
+    view->first_row += start;
+    return;
+  }
   for (int s = 0; s < SIDES; s++) {
     segments->rows[s] += start * view->side[s].token_stride;
     segments->scales[s] += start * view->side[s].scale_token_stride;
@@ -98,7 +101,7 @@ static void plan_kernels(kvedge_attention *a) {
     const int whole_bytes = rows->num_groups <= 1 || rows->group_size * a->view.side[s].format->bits % 8 == 0;
     a->decodes[s] = format >= KVEDGE_NUM_FORMATS || !a->kernels->cells[format].scores || !whole_bytes;
     a->cells[s] = &a->kernels->cells[a->decodes[s] ? KVEDGE_FLOAT32 : format];
-    if (a->view.side[s].format->tokens_per_group > 1) a->decodes[s] = 0, a->cells[s] = &a->kernels->runs;
+    if (kvedge_is_of_runs(a->view.side[s].format)) a->decodes[s] = 0, a->cells[s] = &a->kernels->runs;
   }
   const int grouped = keys->shape.num_groups && !a->decodes[KEYS];
   a->num_groups = grouped ? keys->shape.num_groups : 1;
@@ -121,9 +124,10 @@ static int plan_tile(const kvedge_attention *a) {
   const kvedge_view_side *keys = &a->view.side[KEYS], *values = &a->view.side[VALUES];
   const int64_t of_token = keys->token_bytes + values->token_bytes;
   int64_t most = 2 * TILE_BYTES / (of_token > 0 ? of_token : 1);
-  const int64_t of_head = keys->head_stride + values->head_stride;
-  int64_t tile = 2 * a->kernels->tuning.step_bytes * keys->format->tokens_per_group / (of_head > 0 ? of_head : 1);
-  const int step = keys->format->tokens_per_group > 1 ? KVEDGE_RUN : KVEDGE_BLOCK;
+  const int64_t of_head = keys->head_stride * (KVEDGE_RUN / keys->format->tokens_per_group) +
+                          values->head_stride * (KVEDGE_RUN / values->format->tokens_per_group); /* for a run */
+  int64_t tile = 2 * a->kernels->tuning.step_bytes * KVEDGE_RUN / (of_head > 0 ? of_head : 1);
+  const int step = kvedge_view_has_runs(&a->view) ? KVEDGE_RUN : KVEDGE_BLOCK;
   const int least = step == KVEDGE_RUN ? LEAST_TILE_OF_RUNS : LEAST_TILE;
   if (most < least) most = least;
   if (tile > most) tile = most;
@@ -156,8 +160,7 @@ void kvedge_attention_plan(kvedge_attention *a, const kvedge_cache_view *view, i
   else kvedge_attention_defaults(&a->options);
   if (a->options.mask) a->options.mask += a->options.start * a->options.mask_strides[2];
   if (a->options.bias) a->options.bias += a->options.start * a->options.bias_strides[2];
-  a->options.start = 0;                                                             /* the view begins there */
-  if (view->side[VALUES].format->tokens_per_group > 1) a->options.tolerance = 0.0f; /* runs are read whole */
+  a->options.start = 0; /* the view begins there */
   if (isnan(a->options.scale)) a->options.scale = (float)(1.0 / sqrt(dim));
   /* A window that hides nothing is none, and sums with it stay in range. */
   if (a->options.window >= first_position + num_rows) a->options.window = 0;

@@ -6,21 +6,26 @@
 /* The rows of the next tile, in the order of memory, are blocks of KVEDGE_BLOCK rows of one head each: (token blocks,
  * heads), or runs of one head. A head tile prefetches as many of them as it has blocks; where fewer follow, some are prefetched again. The
  * heads of a batch share runs of `batch` blocks, of which head `j` has the j-th, since its kernels prefetch whole runs. */
-void kvedge_share_next(const kvedge_cache_view *view, const token_tile *next, int batch, int j, head_tile *h) {
-  const int heads = view->num_kv_heads, num_blocks = kvedge_num_pieces(view, h->tile);
-  const int num_next = kvedge_num_pieces(view, next), there = next->num_tokens > 0 ? num_next * heads : 0;
-  const int rows_of_block = kvedge_is_in_runs(view) ? 1 : KVEDGE_BLOCK;
-  for (int s = 0; s < SIDES; s++) h->prefetches[s] = there > 0;
-  if (there == 0) return;
-  h->next_in_order = next->in_order;
+static void share_side(const kvedge_cache_view *view, int s, const token_tile *next, int batch, int j, head_tile *h) {
+  const kvedge_view_side *side = &view->side[s];
+  const int heads = view->num_kv_heads, num_blocks = kvedge_num_pieces(side, h->tile);
+  const int num_next = kvedge_num_pieces(side, next), there = num_next * heads;
+  const ptrdiff_t of_head = (kvedge_is_of_runs(side->format) ? 1 : KVEDGE_BLOCK) * side->head_stride;
   int first = batch > 1 ? (h->kv_head - j) * num_blocks + j : h->kv_head * num_blocks; /* counted over all */
   if (first >= there) first %= there;
   int block = first / heads, head = first % heads;
   for (int i = 0; i < num_blocks; i++) {
-    for (int s = 0; s < SIDES; s++)
-      h->next[s][i] = next->rows[s][block] + head * rows_of_block * view->side[s].head_stride;
+    h->next[s][i] = next->rows[s][block] + head * of_head;
     for (head += batch; head >= heads; head -= heads) block++;
     if (block >= num_next) block = 0;
+  }
+}
+
+void kvedge_share_next(const kvedge_cache_view *view, const token_tile *next, int batch, int j, head_tile *h) {
+  h->next_in_order = next->in_order;
+  for (int s = 0; s < SIDES; s++) {
+    h->prefetches[s] = next->num_tokens > 0;
+    if (next->num_tokens > 0) share_side(view, s, next, batch, j, h);
   }
 }
 
@@ -69,7 +74,7 @@ static void fetch_blocks(const token_tile *tile, const char *const *blocks, ptrd
 /* Runs of a tile, but for those that hold the `known` first of its tokens. */
 static void fetch_runs(const kvedge_cache_view *view, const token_tile *tile, int s, int known) {
   const ptrdiff_t bytes = view->num_kv_heads * view->side[s].head_stride;
-  const int num_runs = kvedge_num_pieces(view, tile), from = known / KVEDGE_RUN;
+  const int num_runs = kvedge_num_pieces(&view->side[s], tile), from = known / KVEDGE_RUN;
   memory_run runs[KVEDGE_TILE_BLOCKS];
   for (int r = from; r < num_runs; r++) runs[r - from] = (memory_run){tile->rows[s][r], bytes};
   fetch(runs, num_runs - from);
@@ -87,7 +92,7 @@ void kvedge_fetch_rest(const kvedge_cache_view *view, const token_tile *tile, co
     /* blocks of the next tile, one for each of this one's */
     prefetched.num_tokens[s] = reads[s] ? tile->num_tokens : 0;
     if (known >= tile->num_tokens || !reads[s]) continue;
-    if (kvedge_is_in_runs(view)) {
+    if (kvedge_is_of_runs(side->format)) {
       fetch_runs(view, tile, s, known);
       continue;
     }

@@ -158,7 +158,7 @@ static kvedge_query query_of_group(const kvedge_attention *a, const head_tile *h
   } else {
     q.values = queries->values + at * pad;
   }
-  if (kvedge_is_in_runs(&a->view)) q.planes = a->planes, q.error = queries->error + at;
+  if (kvedge_is_of_runs(a->view.side[KEYS].format)) q.planes = a->planes, q.error = queries->error + at;
   return q;
 }
 

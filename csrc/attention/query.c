@@ -117,7 +117,7 @@ static size_t lay_out(const kvedge_attention *a, char *base, kvedge_queries *q) 
   size_t queries = (size_t)a->view.num_kv_heads * (size_t)a->query_rows, groups = queries * (size_t)a->num_groups;
   size_t channels = groups * (size_t)a->group_pad;
   *q = (kvedge_queries){.values = NULL};
-  if (a->cells[KEYS]->encode_query || a->view.side[KEYS].format->tokens_per_group > 1)
+  if (a->cells[KEYS]->encode_query || kvedge_is_of_runs(a->view.side[KEYS].format))
     q->error = kvedge_take(base, &used, queries * sizeof *q->error);
   if (a->cells[KEYS]->encode_query) {
     q->codes = kvedge_take(base, &used, channels * KVEDGE_CODE_BYTES);

@@ -33,9 +33,9 @@ static const kvedge_segment *segment_of(kvedge_row_cursor *c, int64_t token) {
 /* The bound of a token's rows of `num_heads` heads. */
 float kvedge_bound_of_rows(kvedge_row_cursor *c, int s, int64_t token, int kv_head, int num_heads) {
   const kvedge_cache_view *view = c->view;
-  if (view->side[s].format->tokens_per_group > 1) return view->side[s].bound;
+  if (kvedge_is_of_runs(view->side[s].format)) return view->side[s].bound;
   const kvedge_segment *segment = segment_of(c, token);
-  const int64_t offset = token - c->start;
+  const int64_t offset = token - c->start + (c->segment == 0 ? view->first_row : 0);
   const kvedge_view_side *side = &view->side[s];
   return side->format->bound(
       &side->shape, segment->rows[s] + side->first_row + offset * side->token_stride + kv_head * side->head_stride,

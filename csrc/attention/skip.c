@@ -6,6 +6,8 @@
  * tolerance, so no row loses more, whatever the data. The sum counts what is dropped, so the log-sum-exp stays as it is
  * (docs/numerics.md).
  *
+ * Values in runs are dropped as whole runs, of two blocks of which neither matters, of tiles that begin with one.
+ *
  * A decoded token waits for memory: kept blocks are prefetched and join a list of their KV head, which is summed when it
  * and the one after it are full, as if it were a tile. A prompt waits for products: of its tiles the kept blocks are summed
  * at once. Where little can be dropped, decoding goes on as without tolerance and looks again now and then.
@@ -108,6 +110,18 @@ void kvedge_tolerance_counts(int64_t *seen, int64_t *dropped) {
 
 /* ---- What is kept ---- */
 
+/* Blocks that values lie together in: those of a run. */
+static int blocks_of_piece(const kvedge_attention *a) {
+  return kvedge_is_of_runs(a->view.side[VALUES].format) ? KVEDGE_RUN / KVEDGE_BLOCK : 1;
+}
+
+/* The same of blocks, where their runs are kept or dropped. */
+static uint32_t whole_runs(uint32_t kept, const token_tile *tile) {
+  const uint32_t all = ((uint32_t)1 << tile->num_blocks) - 1, pairs = 0x55555555u;
+  kept = (kept | kept >> 1) & pairs;
+  return tile->first ? all : (kept | kept << 1) & all;
+}
+
 /* The blocks of a head tile that matter to some of its queries. One of fewer than 16 tokens does: it has no share. */
 static uint32_t blocks_to_keep(const kvedge_attention *a, const kvedge_skipping *s, const head_tile *h, const float *p,
                                const kvedge_partial *partial) {
@@ -121,16 +135,24 @@ static uint32_t blocks_to_keep(const kvedge_attention *a, const kvedge_skipping 
     factor[i] = least > 0.0f ? s->share / least : 0.0f; /* 0: it has seen nothing */
     if (!(factor[i] <= FLT_MAX)) factor[i] = FLT_MAX;
   }
-  return a->kernels->heavy_blocks(p, h->count, whole, factor) | (h->tile->num_blocks > whole ? 1u << whole : 0u);
+  const uint32_t kept =
+      a->kernels->heavy_blocks(p, h->count, whole, factor) | (h->tile->num_blocks > whole ? 1u << whole : 0u);
+  return blocks_of_piece(a) == 1 ? kept : whole_runs(kept, h->tile);
 }
 
-/* Block b of a tile, as the last of `to`: where its values are. */
-static void add_block(const token_tile *tile, int b, token_tile *to) {
-  const int left = tile->num_tokens - b * KVEDGE_BLOCK;
-  if (to->num_blocks == 0) to->token = tile->token;
-  to->rows[VALUES][to->num_blocks] = tile->rows[VALUES][b];
-  to->scales[VALUES][to->num_blocks++] = tile->scales[VALUES][b];
-  to->num_tokens += left < KVEDGE_BLOCK ? left : KVEDGE_BLOCK;
+/* The blocks of a piece, from block b of a tile on, as the last ones of `to`: where its values are, and probabilities. */
+static void add_piece(const kvedge_attention *a, const head_tile *h, int b, const float *p, token_tile *to,
+                      float *to_p) {
+  const int blocks = blocks_of_piece(a), at = to->num_blocks, left = h->tile->num_tokens - b * KVEDGE_BLOCK;
+  const int num_tokens = left < blocks * KVEDGE_BLOCK ? left : blocks * KVEDGE_BLOCK;
+  if (at == 0) to->token = h->tile->token;
+  to->rows[VALUES][at / blocks] = h->tile->rows[VALUES][b / blocks];
+  if (blocks == 1) to->scales[VALUES][at] = h->tile->scales[VALUES][b];
+  to->num_tokens += num_tokens;
+  to->num_blocks += (num_tokens + KVEDGE_BLOCK - 1) / KVEDGE_BLOCK;
+  for (int i = 0; i < h->count; i++)
+    memmove(to_p + i * KVEDGE_TILE + at * KVEDGE_BLOCK, p + i * KVEDGE_TILE + b * KVEDGE_BLOCK,
+            (size_t)(to->num_blocks - at) * KVEDGE_BLOCK * sizeof *p);
 }
 
 /* Accumulators to a new maximum. */
@@ -166,13 +188,11 @@ static void sum_kept(const kvedge_attention *a, const head_tile *h, uint32_t kep
   token_tile tile = {.num_tokens = 0};
   head_tile own = *h;
   own.tile = &tile;
-  for (int b = 0; b < h->tile->num_blocks; b++) {
+  const int blocks = blocks_of_piece(a);
+  for (int b = 0; b < h->tile->num_blocks; b += blocks) {
     if (!(kept >> b & 1)) continue;
-    const int to = tile.num_blocks;
-    add_block(h->tile, b, &tile);
-    for (int s = 0; s < SIDES; s++) own.next[s][to] = h->next[s][b];
-    for (int i = 0; i < h->count && to < b; i++)
-      memcpy(p + i * KVEDGE_TILE + to * KVEDGE_BLOCK, p + i * KVEDGE_TILE + b * KVEDGE_BLOCK, KVEDGE_BLOCK * sizeof *p);
+    own.next[VALUES][tile.num_blocks / blocks] = h->next[VALUES][b / blocks];
+    add_piece(a, h, b, p, &tile, p);
   }
   own.next_in_order = 0;
   w->scales[VALUES].first = -KVEDGE_SCALE_COLUMNS;
@@ -199,40 +219,49 @@ static void sum_lists(const kvedge_attention *a, const head_tile *h, workspace *
   sum_list(a, h, &lists[0], w, partial);
 }
 
-/* Lines of a KV head's rows of a block. */
-KVEDGE_INLINE void prefetch_rows(const char *row, ptrdiff_t stride, ptrdiff_t bytes) {
-  for (int t = 0; t < KVEDGE_BLOCK; t++, row += stride)
+/* Lines of some rows of a KV head. */
+KVEDGE_INLINE void prefetch_rows(const char *row, int num_rows, ptrdiff_t stride, ptrdiff_t bytes) {
+  for (int t = 0; t < num_rows; t++, row += stride)
     for (uintptr_t line = (uintptr_t)row & ~(uintptr_t)63; line < (uintptr_t)row + (uintptr_t)bytes; line += 64)
       __builtin_prefetch((const void *)line, 0, 2);
 }
 
-static void prefetch_block(const kvedge_view_side *values, const token_tile *tile, int b, int kv_head) {
+static void prefetch_piece(const kvedge_view_side *values, const token_tile *tile, int b, int blocks, int kv_head) {
+  const char *rows = tile->rows[VALUES][b / blocks] + kv_head * values->head_stride;
+  if (blocks > 1) {
+    prefetch_rows(rows, 1, 0, values->head_stride);
+    return;
+  }
   const ptrdiff_t scale_bytes = (KVEDGE_BLOCK - 1) * values->scale_token_stride + values->scale_head_stride;
   const char *scales = tile->scales[VALUES][b] + kv_head * values->scale_head_stride;
-  prefetch_rows(tile->rows[VALUES][b] + kv_head * values->head_stride, values->token_stride, values->head_stride);
+  prefetch_rows(rows, KVEDGE_BLOCK, values->token_stride, values->head_stride);
   for (ptrdiff_t at = 0; values->scale_head_stride && at < scale_bytes; at += 64) __builtin_prefetch(scales + at, 0, 2);
 }
 
 static void list_kept(const kvedge_attention *a, const head_tile *h, uint32_t kept, workspace *w,
                       kvedge_partial *partial) {
-  const float *p = w->scores + h->at * KVEDGE_TILE, *by = w->rescale + h->at;
+  const float *by = w->rescale + h->at;
+  float *p = w->scores + h->at * KVEDGE_TILE;
   kept_list *lists = w->skipping->lists[h->kv_head];
   if (is_raised(h, by)) { /* lists hold probabilities of the maximum before */
     sum_lists(a, h, w, partial);
     rescale(a, h, by, partial);
   }
-  for (int b = 0; b < h->tile->num_blocks; b++) {
+  const int blocks = blocks_of_piece(a);
+  if (blocks > 1 && h->tile->first) { /* within a run: as a whole */
+    kvedge_weighted_sum(a, h, p, unchanged, w, partial);
+    return;
+  }
+  for (int b = 0; b < h->tile->num_blocks; b += blocks) {
     if (!(kept >> b & 1)) continue;
-    if (lists[0].tile.num_blocks == KVEDGE_TILE_BLOCKS || lists[0].tile.num_tokens % KVEDGE_BLOCK) {
+    const int is_full = lists[0].tile.num_blocks == KVEDGE_TILE_BLOCKS;
+    if (is_full || lists[0].tile.num_tokens % (blocks * KVEDGE_BLOCK)) {
       sum_list(a, h, &lists[1], w, partial);
       const kept_list full = lists[0];
       lists[0] = lists[1], lists[1] = full;
     }
-    prefetch_block(&a->view.side[VALUES], h->tile, b, h->kv_head);
-    for (int i = 0; i < h->count; i++)
-      memcpy(lists[0].p + i * KVEDGE_TILE + lists[0].tile.num_blocks * KVEDGE_BLOCK,
-             p + i * KVEDGE_TILE + b * KVEDGE_BLOCK, KVEDGE_BLOCK * sizeof *p);
-    add_block(h->tile, b, &lists[0].tile);
+    prefetch_piece(&a->view.side[VALUES], h->tile, b, blocks, h->kv_head);
+    add_piece(a, h, b, p, &lists[0].tile, lists[0].p);
   }
 }
 

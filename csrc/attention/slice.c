@@ -18,34 +18,39 @@ typedef struct {
   int64_t segment_start;
 } tile_cursor;
 
-/* Adds the runs of segment `index` that hold `count` tokens, from `offset` on, to a tile. */
-static void add_runs(const kvedge_cache_view *view, int index, int64_t offset, int64_t count, token_tile *tile) {
-  const kvedge_segment *segment = &view->segments[index];
-  const int64_t row = offset + (index == 0 ? view->first_row : 0);
-  int run = tile->num_tokens > 0 ? kvedge_num_pieces(view, tile) : 0;
-  if (run == 0) tile->first = (int)(row % KVEDGE_RUN);
-  tile->num_tokens += (int)count;
-  for (int64_t i = row / KVEDGE_RUN; i * KVEDGE_RUN < row + count; i++, run++)
-    for (int s = 0; s < SIDES; s++)
-      tile->rows[s][run] = segment->rows[s] + view->side[s].first_row + i * view->side[s].run_stride;
-  tile->num_blocks = (tile->num_tokens + KVEDGE_BLOCK - 1) / KVEDGE_BLOCK;
+/* Adds the runs of a side that hold `count` tokens, from a row of a segment on, to a tile that has `num` of them. */
+static void add_runs(const kvedge_cache_view *view, int s, const kvedge_segment *segment, int64_t row, int64_t count,
+                     int num, token_tile *tile) {
+  const kvedge_view_side *side = &view->side[s];
+  for (int64_t i = row / KVEDGE_RUN; i * KVEDGE_RUN < row + count; i++, num++)
+    tile->rows[s][num] = segment->rows[s] + side->first_row + i * side->run_stride;
 }
 
-/* Adds up to `count` tokens of a segment, from `offset` on, to a tile. */
-static void add_blocks(const kvedge_cache_view *view, const kvedge_segment *segment, int64_t offset, int64_t count,
+/* The same of blocks of rows, from the tile's block number `first` on. */
+static void add_blocks(const kvedge_cache_view *view, int s, const kvedge_segment *segment, int64_t row, int first,
                        token_tile *tile) {
+  const kvedge_view_side *side = &view->side[s];
+  const char *rows = segment->rows[s] + side->first_row + row * side->token_stride;
+  const char *scales = segment->scales[s] + side->first_scale + row * side->scale_token_stride;
+  for (int b = first; b < tile->num_blocks; b++) {
+    tile->rows[s][b] = rows + (b - first) * KVEDGE_BLOCK * side->token_stride;
+    tile->scales[s][b] = scales + (b - first) * KVEDGE_BLOCK * side->scale_token_stride;
+  }
+}
+
+/* Adds `count` tokens of segment `index`, from `offset` on, to a tile. */
+static void add_tokens(const kvedge_cache_view *view, int index, int64_t offset, int64_t count, token_tile *tile) {
+  const kvedge_segment *segment = &view->segments[index];
+  const int64_t row = offset + (index == 0 ? view->first_row : 0);
   const int first = tile->num_blocks;
+  int runs = 0; /* that the tile has */
+  if (first == 0) tile->first = (int)(row % KVEDGE_RUN);
+  else runs = (tile->first + tile->num_tokens + KVEDGE_RUN - 1) / KVEDGE_RUN;
   tile->num_tokens += (int)count;
   tile->num_blocks = (tile->num_tokens + KVEDGE_BLOCK - 1) / KVEDGE_BLOCK;
-  for (int s = 0; s < SIDES; s++) {
-    const kvedge_view_side *side = &view->side[s];
-    const char *rows = segment->rows[s] + side->first_row + offset * side->token_stride;
-    const char *scales = segment->scales[s] + side->first_scale + offset * side->scale_token_stride;
-    for (int b = first; b < tile->num_blocks; b++) {
-      tile->rows[s][b] = rows + (b - first) * KVEDGE_BLOCK * side->token_stride;
-      tile->scales[s][b] = scales + (b - first) * KVEDGE_BLOCK * side->scale_token_stride;
-    }
-  }
+  for (int s = 0; s < SIDES; s++)
+    if (kvedge_is_of_runs(view->side[s].format)) add_runs(view, s, segment, row, count, runs, tile);
+    else add_blocks(view, s, segment, row, first, tile);
 }
 
 static token_tile next_tile(const kvedge_attention *a, tile_cursor *cursor) {
@@ -69,8 +74,7 @@ static token_tile next_tile(const kvedge_attention *a, tile_cursor *cursor) {
     int64_t offset = tile.token + tile.num_tokens - cursor->segment_start, here = count - tile.num_tokens;
     if (here > segment->num_tokens - offset) here = segment->num_tokens - offset;
     tile.in_order &= tile.num_tokens == 0;
-    if (kvedge_is_in_runs(view)) add_runs(view, cursor->segment, offset, here, &tile);
-    else add_blocks(view, segment, offset, here, &tile);
+    add_tokens(view, cursor->segment, offset, here, &tile);
     if (tile.num_tokens == count) break;
     cursor->segment_start += segment->num_tokens;
     cursor->segment++;

@@ -11,7 +11,7 @@ typedef struct {
   int num_tokens; /* 0: there is none */
   int num_blocks;
   int in_order; /* the blocks lie side by side */
-  int first;    /* of runs: where in the first one the tile begins */
+  int first;    /* where a side lies in runs: where in the first of these the tile begins */
   const char
       *rows[SIDES][KVEDGE_TILE_BLOCKS]; /* of KV head 0 of the view; the others' lie at an offset. Of runs: these */
   const char *scales[SIDES][KVEDGE_TILE_BLOCKS]; /* likewise */
@@ -35,13 +35,9 @@ typedef struct {
   kvedge_skipping *skipping;   /* NULL: all values are read */
 } workspace;
 
-static inline int kvedge_is_in_runs(const kvedge_cache_view *view) {
-  return view->side[KEYS].format->tokens_per_group > 1; /* then values too */
-}
-
-/* Blocks of a tile, or its runs where tokens lie in these. */
-static inline int kvedge_num_pieces(const kvedge_cache_view *view, const token_tile *tile) {
-  if (!kvedge_is_in_runs(view)) return tile->num_blocks;
+/* Blocks of a tile's keys or values, or its runs where these lie in such. */
+static inline int kvedge_num_pieces(const kvedge_view_side *side, const token_tile *tile) {
+  if (!kvedge_is_of_runs(side->format)) return tile->num_blocks;
   return (tile->first + tile->num_tokens + KVEDGE_RUN - 1) / KVEDGE_RUN;
 }
 

@@ -55,6 +55,9 @@ typedef struct {
   void (*decode_run)(const kvedge_row_shape *shape, const void *run, int first, int count, float *x, ptrdiff_t stride);
 } kvedge_format_info;
 
+/* Are tokens encoded in runs? */
+static inline int kvedge_is_of_runs(const kvedge_format_info *format) { return format->tokens_per_group > 1; }
+
 /* The shape of rows of `dim` elements of a format, in a layer with such groups and scales. */
 static inline kvedge_row_shape kvedge_row_shape_of(const kvedge_format_info *format, int dim, int group_size,
                                                    kvedge_scale_type scale_type) {

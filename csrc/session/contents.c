@@ -62,7 +62,7 @@ static const char *data_in_layer(const kvedge_contents *contents, int index, int
   if (part == LAST_TOKENS) row += len - num_tokens;
   if (part == RUNS) {
     const kvedge_session_layer of = kvedge_contents_layer(contents, index);
-    row = (kvedge_runs_begin(&of) - contents->parts[index].runs_position) / KVEDGE_RUN; /* a row is a run */
+    row = kvedge_runs_begin(&of) - contents->parts[index].runs_position;
   }
   switch (column) {
     case KEY_CODES: return kvedge_codes_at(&layer->keys, row);
@@ -83,11 +83,14 @@ kvedge_tensor kvedge_contents_tensor(const kvedge_contents *contents, int index,
   const kvedge_format_info *format = kvedge_side_format(config, of_values);
   const int dim = of_values ? config->value_head_dim : config->head_dim;
   const kvedge_row_shape rows = kvedge_row_shape_of(format, dim, config->group_size, config->scale_type);
-  const int halves = kvedge_has_scales(config) && config->scale_type == KVEDGE_SCALE_FLOAT16;
+  const kvedge_layer_config stored = kvedge_stored_config(&layer);
+  const int halves =
+      kvedge_has_scales(part == OWN_ROWS ? &stored : config) && config->scale_type == KVEDGE_SCALE_FLOAT16;
   kvedge_tensor t = {
       .num_dims = 3, .shape = {held.num_tokens, config->num_kv_heads, dim}
   };
-  if (part == RUNS) t.shape[0] = (held.num_tokens + KVEDGE_RUN - 1) / KVEDGE_RUN;
+  if (part == RUNS) /* whole ones, rows as well */
+    t.shape[0] = (held.num_tokens + KVEDGE_RUN - 1) / KVEDGE_RUN * (KVEDGE_RUN / format->tokens_per_group);
   if (column == KEY_CODES || column == VALUE_CODES) {
     t.type = format->file_type, t.item_bytes = format->bits < 8 ? 1 : format->bits / 8;
     t.shape[2] = (int64_t)kvedge_row_bytes(format, dim) / t.item_bytes;
@@ -155,8 +158,7 @@ static const char *metadata_fault(const kvedge_session *session) {
 static const char *format_fault(const kvedge_layer_config *config) {
   for (int values = 0; values < 2; values++) {
     const kvedge_format_info *format = kvedge_side_format(config, values);
-    if (!format->file_type || format->tokens_per_group > 1)
-      return "a layer has a format that session files do not hold";
+    if (!format->file_type || kvedge_is_of_runs(format)) return "a layer has a format that session files do not hold";
     if ((format->id == KVEDGE_NO_ROWS) != (config->format == KVEDGE_NO_ROWS)) return "a layer has keys or values only";
   }
   return NULL;
@@ -170,8 +172,11 @@ static const char *parts_fault(const kvedge_session_layer *layer) {
   if (has_parts != (layer->recent > 0 || layer->sinks > 0 || in_runs))
     return "a layer lacks the parts of its recent, sinks or runs, or has parts without any of these";
   if ((layer->runs.config.capacity > 0) != in_runs) return "a layer has runs and rows, or none of them";
-  if (in_runs && (layer->has_key_offset || layer->has_key_scale))
-    return "a layer of runs has a key offset or key scale";
+  if (!in_runs) return NULL;
+  if (!kvedge_makes_runs(&layer->runs.config)) return "a layer's runs are of no formats that make runs";
+  const kvedge_format_info *keys = kvedge_side_format(&layer->runs.config, 0);
+  if ((layer->has_key_offset && !keys->has_scales) || (layer->has_key_scale && kvedge_is_of_runs(keys)))
+    return "a layer's keys are in runs, or have no scales, and have a key scale or a key offset";
   return NULL;
 }
 
@@ -185,15 +190,16 @@ const char *kvedge_contents_fault(const kvedge_contents *contents) {
     return "it holds more tokens than its max_seq_len, or that is out of its range";
   for (int i = 0; i < session->num_layers; i++) {
     const kvedge_session_layer layer = kvedge_contents_layer(contents, i);
-    const kvedge_format_info *format = kvedge_format_of(layer.config.format);
     const char *fault = format_fault(&layer.config);
     if (!fault) fault = parts_fault(&layer);
     if (fault) return fault;
+    const kvedge_layer_config stored = kvedge_stored_config(&layer);
+    const kvedge_format_info *keys = kvedge_side_format(&stored, 0);
     if (layer.window < 0 || layer.window > KVEDGE_MAX_TOKENS) return "a layer's window is out of its range";
     if (layer.dropped < 0 || layer.dropped > session->length ||
         (layer.dropped > 0 && (layer.window == 0 || session->length - layer.dropped < layer.window - 1)))
       return "a layer has dropped tokens that it needs";
-    any_has_scales |= format->has_scales, any_is_small |= format->bits <= 8 && !kvedge_in_runs(&layer);
+    any_has_scales |= keys->has_scales, any_is_small |= keys->bits <= 8 && !kvedge_is_of_runs(keys);
   }
   if (session->auto_key_offset && !any_has_scales) return "its key_offset is for keys with scales, and it has none";
   if (session->auto_key_scale && !any_is_small) return "its key_scale is for keys of up to 8 bits, and it has none";
@@ -206,15 +212,13 @@ static const char *scale_type_name(kvedge_scale_type type) {
   return type == KVEDGE_SCALE_FLOAT16 ? "float16" : "float32";
 }
 
-/* The format of values where it is not that of keys, else "". */
-static const char *value_format_name(const kvedge_layer_config *config) {
-  const kvedge_format_info *values = kvedge_side_format(config, 1);
-  return values == kvedge_side_format(config, 0) ? "" : values->name;
-}
+/* What keys are stored in, as Python says it. */
+static const char *format_name(const kvedge_layer_config *stored) { return kvedge_side_format(stored, 0)->name; }
 
-/* As Python says what a layer is stored in. */
-static const char *format_name(const kvedge_session_layer *layer) {
-  return kvedge_format_of(kvedge_in_runs(layer) ? layer->runs.config.format : layer->config.format)->name;
+/* The same of values where it is not that of keys, else "". */
+static const char *value_format_name(const kvedge_layer_config *stored) {
+  const char *name = kvedge_side_format(stored, 1)->name;
+  return strcmp(name, format_name(stored)) ? name : "";
 }
 
 /* The format of first and last tokens; "": there are none. */
@@ -265,13 +269,14 @@ static void put_if_other(members *m, const char *name, int64_t number, int64_t c
 /* What a layer has of its own; its number of members. */
 static int put_own(kvedge_output *out, const kvedge_session_layer *layer, const kvedge_session_layer *first,
                    const char *quote) {
-  const kvedge_layer_config *own = &layer->config, *common = &first->config;
+  const kvedge_layer_config own_stored = kvedge_stored_config(layer), common_stored = kvedge_stored_config(first);
+  const kvedge_layer_config *own = &own_stored, *common = &common_stored;
   const int has_scales = kvedge_has_scales(own), common_has_scales = kvedge_has_scales(common);
   members m = {.out = out, .quote = quote, .comma = ",", .colon = ":"};
   put_if_other(&m, "num_kv_heads", own->num_kv_heads, common->num_kv_heads);
   put_if_other(&m, "head_dim", own->head_dim, common->head_dim);
   put_if_other(&m, "value_head_dim", own->value_head_dim, common->value_head_dim);
-  put_text_if_other(&m, "dtype", format_name(layer), format_name(first));
+  put_text_if_other(&m, "dtype", format_name(own), format_name(common));
   put_text_if_other(&m, "value_dtype", value_format_name(own), value_format_name(common));
   if (!has_scales) {
     if (common_has_scales) put_text(&m, "group_size", ""), put_text(&m, "scale_dtype", "");
@@ -319,11 +324,11 @@ const char *kvedge_version_of(const kvedge_session *session) {
 void kvedge_put_metadata(kvedge_output *out, const kvedge_contents *contents, const char *digest) {
   const kvedge_session *session = contents->session;
   const kvedge_session_layer first = kvedge_contents_layer(contents, 0);
-  const kvedge_layer_config *config = &first.config;
+  const kvedge_layer_config stored = kvedge_stored_config(&first), *config = &stored;
   const int has_scales = kvedge_has_scales(config);
   members m = {.out = out, .quote = "\"", .comma = digest ? "," : ", ", .colon = digest ? ":" : ": "};
   kvedge_put_text(out, "{");
-  put_text(&m, "dtype", format_name(&first)); /* in the order of names */
+  put_text(&m, "dtype", format_name(config)); /* in the order of names */
   put_text(&m, "format", "kvedge");
   put_text(&m, "format_version", kvedge_version_of(session));
   put_digits(&m, "group_size", has_scales, config->group_size);

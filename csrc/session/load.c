@@ -139,7 +139,7 @@ static const char *part_fault(const kvedge_contents *contents, int index, int pa
   const char *const *own = contents->tensors[index].at[OWN_ROWS];
   const char *offset = kvedge_part_has(layer, part, KEY_OFFSET) ? own[KEY_OFFSET] : NULL;
   const char *scale = kvedge_part_has(layer, part, KEY_SCALE) ? own[KEY_SCALE] : NULL;
-  if ((offset || scale) && !keys_are_valid(&keys, layer->config.num_kv_heads, offset, scale))
+  if ((offset || scale) && keys.row_bytes && !keys_are_valid(&keys, layer->config.num_kv_heads, offset, scale))
     return "a key offset or key scale leads to keys beyond float32";
   return NULL;
 }

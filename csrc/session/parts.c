@@ -19,27 +19,28 @@ kvedge_session_part kvedge_part_of(const kvedge_session *session, const kvedge_s
 
 /* ---- Configs ------------------------------------------------------------------------------------------------------ */
 
-static kvedge_layer_config config_of_part(const kvedge_layer_config *of, kvedge_format format, int64_t capacity) {
-  kvedge_layer_config config = *of;
-  config.format = format, config.value_format = 0, config.capacity = capacity;
-  if (!kvedge_format_of(format)->has_scales || !kvedge_has_scales(of))
-    config.group_size = kvedge_widest_row(of), config.scale_type = KVEDGE_SCALE_FLOAT32;
+static kvedge_layer_config with_groups(kvedge_layer_config config, int has_groups) {
+  if (!has_groups) config.group_size = kvedge_widest_row(&config), config.scale_type = KVEDGE_SCALE_FLOAT32;
   return config;
 }
 
-kvedge_layer_config kvedge_precise_config(const kvedge_layer_config *of, kvedge_format format) {
-  return config_of_part(of, format, 1);
+kvedge_layer_config kvedge_precise_config(const kvedge_layer_config *stored, kvedge_format format) {
+  kvedge_layer_config config = *stored;
+  config.format = format, config.value_format = 0, config.capacity = 1;
+  return with_groups(config, kvedge_has_scales(&config) && kvedge_has_scales(stored));
 }
 
-kvedge_layer_config kvedge_runs_config(const kvedge_layer_config *of, kvedge_format format) {
-  return config_of_part(of, format, KVEDGE_RUN);
+kvedge_layer_config kvedge_runs_config(const kvedge_layer_config *stored) {
+  kvedge_layer_config config = *stored;
+  config.capacity = KVEDGE_RUN;
+  return with_groups(config, kvedge_has_scales(stored));
 }
 
 int kvedge_part_has(const kvedge_session_layer *layer, int part, int column) {
   const int has = column == KEY_OFFSET ? layer->has_key_offset : layer->has_key_scale;
   const kvedge_format_info *precise = kvedge_format_of(layer->last.config.format);
-  if (part == OWN_ROWS || !has) return has;
-  return part != RUNS && (column == KEY_OFFSET ? precise->has_scales : precise->bits <= 8);
+  if (part == OWN_ROWS || part == RUNS || !has) return has;
+  return column == KEY_OFFSET ? precise->has_scales : precise->bits <= 8;
 }
 
 /* ---- How many tokens ---------------------------------------------------------------------------------------------- */

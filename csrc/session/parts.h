@@ -23,14 +23,34 @@ static inline int kvedge_widest_row(const kvedge_layer_config *config) {
   return config->head_dim > config->value_head_dim ? config->head_dim : config->value_head_dim;
 }
 
-/* The configs of first and last tokens in a format, and of runs, of a layer; of the least capacity. */
-kvedge_layer_config kvedge_precise_config(const kvedge_layer_config *of, kvedge_format format);
-kvedge_layer_config kvedge_runs_config(const kvedge_layer_config *of, kvedge_format format);
+static inline int kvedge_in_runs(const kvedge_session_layer *layer) { return layer->config.format == KVEDGE_NO_ROWS; }
+
+/* How a layer stores tokens: as its rows or, if it has runs, as these have both sides. */
+static inline kvedge_layer_config kvedge_stored_config(const kvedge_session_layer *layer) {
+  kvedge_layer_config config = layer->config;
+  if (kvedge_in_runs(layer))
+    config.format = layer->runs.config.format, config.value_format = layer->runs.config.value_format;
+  return config;
+}
+
+/* Is one side of runs, and are both in files? */
+static inline int kvedge_makes_runs(const kvedge_layer_config *config) {
+  int runs = 0;
+  for (int values = 0; values < 2; values++) {
+    const kvedge_format_info *format = kvedge_side_format(config, values);
+    if (!format || !format->file_type || format->id == KVEDGE_NO_ROWS) return 0;
+    runs |= kvedge_is_of_runs(format);
+  }
+  return runs;
+}
+
+/* The configs of first and last tokens in a format, and of runs, of a layer that stores tokens so; of the least
+ * capacity. */
+kvedge_layer_config kvedge_precise_config(const kvedge_layer_config *stored, kvedge_format format);
+kvedge_layer_config kvedge_runs_config(const kvedge_layer_config *stored);
 
 /* Does a part store keys minus the layer's key offset (column KEY_OFFSET), or over its key scale (KEY_SCALE)? */
 int kvedge_part_has(const kvedge_session_layer *layer, int part, int column);
-
-static inline int kvedge_in_runs(const kvedge_session_layer *layer) { return layer->config.format == KVEDGE_NO_ROWS; }
 
 static inline int64_t kvedge_runs_begin(const kvedge_session_layer *layer) {
   return layer->dropped / KVEDGE_RUN * KVEDGE_RUN;

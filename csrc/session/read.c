@@ -133,6 +133,7 @@ static int small_number_of(const char *text, int *number) {
   return 1;
 }
 
+/* Of rows. */
 static const kvedge_format_info *format_named(const char *name) {
   for (int i = 0; i < KVEDGE_NUM_FORMATS; i++) {
     const kvedge_format_info *format = kvedge_format_of((kvedge_format)i);
@@ -141,18 +142,19 @@ static const kvedge_format_info *format_named(const char *name) {
   return NULL;
 }
 
-static const kvedge_format_info *runs_named(const char *name) {
+/* Of rows or runs. */
+static const kvedge_format_info *any_format_named(const char *name) {
   static const kvedge_format of_runs[] = {KVEDGE_KIVI2, KVEDGE_KIVI4, KVEDGE_KIVI8};
   for (int i = 0; i < 3; i++)
     if (!strcmp(kvedge_format_of(of_runs[i])->name, name)) return kvedge_format_of(of_runs[i]);
-  return NULL;
+  return format_named(name);
 }
 
-static int read_format(const char *name, kvedge_session_layer *layer) {
-  const kvedge_format_info *format = format_named(name), *runs = runs_named(name);
-  if (format) layer->config.format = format->id;
-  if (runs) layer->config.format = KVEDGE_NO_ROWS, layer->runs.config.format = runs->id;
-  return format || runs;
+/* Of keys; until complete_parts the config says how tokens are stored, runs included. */
+static int read_format(const char *name, kvedge_layer_config *config) {
+  const kvedge_format_info *format = any_format_named(name);
+  if (format) config->format = format->id;
+  return format != NULL;
 }
 
 /* That of first and last tokens; "": there are none. */
@@ -163,15 +165,17 @@ static int read_recent_format(const char *name, kvedge_session_layer *layer) {
   return format || !*name;
 }
 
-/* The configs of parts, once that of the layer and their formats are known. */
+/* The configs of parts, and of the layer's own rows, once it is known how tokens are stored. */
 static void complete_parts(kvedge_session_layer *layer) {
-  layer->first = (kvedge_session_part){0};
+  const kvedge_layer_config stored = layer->config;
+  layer->first = layer->runs = (kvedge_session_part){0};
   if (layer->last.config.capacity) {
-    layer->last.config = kvedge_precise_config(&layer->config, layer->last.config.format);
+    layer->last.config = kvedge_precise_config(&stored, layer->last.config.format);
     layer->first = layer->last;
   }
-  if (kvedge_in_runs(layer)) layer->runs.config = kvedge_runs_config(&layer->config, layer->runs.config.format);
-  else layer->runs = (kvedge_session_part){0};
+  if (!kvedge_makes_runs(&stored)) return;
+  layer->runs.config = kvedge_runs_config(&stored);
+  layer->config.format = KVEDGE_NO_ROWS, layer->config.value_format = 0;
 }
 
 static int scale_type_named(const char *name, kvedge_scale_type *type) {
@@ -188,7 +192,7 @@ static int is_config(kvedge_layer_config *config, int64_t tokens) {
 
 /* "": that of the keys. */
 static int read_value_format(const char *name, kvedge_layer_config *config) {
-  const kvedge_format_info *format = *name ? format_named(name) : NULL;
+  const kvedge_format_info *format = *name ? any_format_named(name) : NULL;
   config->value_format = format ? KVEDGE_VALUES(format->id) : 0;
   return !*name || format;
 }
@@ -196,7 +200,7 @@ static int read_value_format(const char *name, kvedge_layer_config *config) {
 /* Rows without scales are one group, of no text. */
 static const char *read_first_layer(header *head) {
   kvedge_layer_config *config = &head->first.config;
-  if (!read_format(head->field[DTYPE], &head->first)) return "its dtype is none that this library reads";
+  if (!read_format(head->field[DTYPE], config)) return "its dtype is none that this library reads";
   if (head->has[VALUE_DTYPE] && (!read_value_format(head->field[VALUE_DTYPE], config) || !config->value_format ||
                                  config->value_format == KVEDGE_VALUES(config->format)))
     return "its value_dtype is none that this library reads, or its dtype";
@@ -342,7 +346,7 @@ static int read_own(kvedge_json *json, kvedge_session_layer *layer, int *group_s
   const int is_text = json->at < json->end && *json->at == '"';
   if (is_text ? !read_word(json, text, sizeof text) : !kvedge_json_number(json, &number)) return 0;
   kvedge_layer_config *config = &layer->config;
-  if (!strcmp(name, "dtype")) return read_format(text, layer);
+  if (!strcmp(name, "dtype")) return read_format(text, config);
   if (!strcmp(name, "recent_dtype")) return is_text && read_recent_format(text, layer);
   if (!strcmp(name, "value_dtype")) return is_text && read_value_format(text, config);
   if (!strcmp(name, "scale_dtype")) return memcpy(scale_type, text, sizeof text), is_text;
@@ -361,11 +365,12 @@ static int read_own(kvedge_json *json, kvedge_session_layer *layer, int *group_s
 }
 
 static int read_own_layer(kvedge_json *json, const header *head, kvedge_session_layer *layer) {
-  const int first_has_scales = kvedge_has_scales(&head->first.config);
-  int group_size = first_has_scales ? head->first.config.group_size : 0; /* 0: written as "" */
+  const kvedge_layer_config first = kvedge_stored_config(&head->first);
+  const int first_has_scales = kvedge_has_scales(&first);
+  int group_size = first_has_scales ? first.group_size : 0; /* 0: written as "" */
   char scale_type[12] = "";
-  if (first_has_scales) strcpy(scale_type, head->first.config.scale_type ? "float16" : "float32");
-  *layer = head->first;
+  if (first_has_scales) strcpy(scale_type, first.scale_type ? "float16" : "float32");
+  *layer = head->first, layer->config = first;
   if (!kvedge_json_next(json, '{')) return 0;
   if (!kvedge_json_next(json, '}')) {
     do
@@ -522,7 +527,8 @@ static const char *read_tensors(const header *head, places *p, const kvedge_sess
     if (*at) return "it has a tensor twice";
     const kvedge_session_layer *layer = &session->layers[index];
     if (!kvedge_part_of(session, layer, name->part).config.capacity) return "it has a tensor that no layer has";
-    if (name->column == KEY_OFFSET && !kvedge_format_of(layer->config.format)->has_scales)
+    const kvedge_layer_config stored = kvedge_stored_config(layer);
+    if (name->column == KEY_OFFSET && !kvedge_side_format(&stored, 0)->has_scales)
       return "it has a key offset of rows without scales";
     const kvedge_tensor t = kvedge_contents_tensor(&contents, index, name->part, name->column);
     read_entry(&json, &e);
@@ -543,7 +549,9 @@ static const char *read_tensors(const header *head, places *p, const kvedge_sess
         if (!p->tensors[i].at[part][column]) return "a tensor is missing";
     layer->has_key_offset = p->tensors[i].at[OWN_ROWS][KEY_OFFSET] != NULL;
     layer->has_key_scale = p->tensors[i].at[OWN_ROWS][KEY_SCALE] != NULL;
-    if (layer->has_key_scale && kvedge_in_runs(layer)) return "it has a key scale of a layer of runs";
+    const kvedge_layer_config stored = kvedge_stored_config(layer);
+    if (layer->has_key_scale && kvedge_is_of_runs(kvedge_side_format(&stored, 0)))
+      return "it has a key scale of keys in runs";
   }
   return NULL;
 }

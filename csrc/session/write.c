@@ -24,16 +24,16 @@ static int parts_can_be_written(const kvedge_contents *contents, int index, cons
   const kvedge_session_parts *parts = &contents->parts[index];
   const kvedge_format format = layer->last.config.format;
   if ((unsigned)format >= KVEDGE_NUM_FORMATS) return 0;
-  const kvedge_layer_config precise = kvedge_precise_config(&layer->config, format);
+  const kvedge_layer_config stored = kvedge_stored_config(layer), precise = kvedge_precise_config(&stored, format);
   if (!kvedge_same_rows(&layer->first.config, &precise) || !kvedge_same_rows(&layer->last.config, &precise)) return 0;
   if (!keys_are_alike(contents, index, layer, FIRST_TOKENS) || !keys_are_alike(contents, index, layer, LAST_TOKENS))
     return 0;
   if (!parts->runs) return 1;
-  const kvedge_layer_config runs = kvedge_runs_config(&layer->config, layer->runs.config.format);
+  const kvedge_layer_config runs = kvedge_runs_config(&stored);
   const int64_t before = kvedge_runs_begin(layer) - parts->runs_position; /* runs that are not written */
-  return kvedge_has_runs(&parts->runs->keys) && kvedge_same_rows(&layer->runs.config, &runs) &&
-         keys_are_alike(contents, index, layer, RUNS) && parts->runs_position >= 0 && before >= 0 &&
-         before % KVEDGE_RUN == 0 && kvedge_layer_len(parts->runs) - before >= layer->runs.num_tokens;
+  return kvedge_same_rows(&layer->runs.config, &runs) && keys_are_alike(contents, index, layer, RUNS) &&
+         parts->runs_position >= 0 && before >= 0 && before % KVEDGE_RUN == 0 &&
+         kvedge_layer_len(parts->runs) - before >= layer->runs.num_tokens;
 }
 
 static int can_be_written(const kvedge_contents *contents) {

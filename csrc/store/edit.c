@@ -55,8 +55,7 @@ kvedge_status kvedge_layer_reserve(kvedge_layer **grown, int64_t num_tokens) {
 /* ---- Keeping some ---------------------------------------------------------------------------- */
 
 kvedge_status kvedge_layer_keep(kvedge_layer *layer, const int64_t *tokens, int64_t num_tokens) {
-  if (!layer || num_tokens < 0 || (num_tokens > 0 && !tokens) || kvedge_has_runs(&layer->keys))
-    return KVEDGE_ERROR_ARGUMENT;
+  if (!layer || num_tokens < 0 || (num_tokens > 0 && !tokens) || kvedge_holds_runs(layer)) return KVEDGE_ERROR_ARGUMENT;
   int64_t row;
   const int64_t len = kvedge_layer_range(layer, &row);
   for (int64_t i = 0; i < num_tokens; i++)
@@ -129,7 +128,7 @@ static kvedge_status rotate_keys(const kvedge_side *keys, int64_t first, int64_t
 
 kvedge_status kvedge_layer_shift(kvedge_layer *layer, int64_t first, int64_t stop, const kvedge_rotation *rotation) {
   if (!layer || !rotation || !rotation->cosines || !rotation->sines || rotation->dims < 2 || rotation->dims % 2 ||
-      rotation->dims > layer->config.head_dim || kvedge_has_runs(&layer->keys))
+      rotation->dims > layer->config.head_dim || kvedge_holds_runs(layer))
     return KVEDGE_ERROR_ARGUMENT;
   int64_t row;
   if (first < 0 || first > stop || stop > kvedge_layer_range(layer, &row)) return KVEDGE_ERROR_ARGUMENT;

@@ -24,8 +24,8 @@ static int complete_config(const kvedge_layer_config *given, kvedge_layer_config
   if (config->value_head_dim == 0) config->value_head_dim = config->head_dim;
   if (config->value_format == 0) config->value_format = KVEDGE_VALUES(config->format);
   const int widest = config->head_dim > config->value_head_dim ? config->head_dim : config->value_head_dim;
-  const int tokens = kvedge_side_format(config, 0)->tokens_per_group;
-  if (tokens != kvedge_side_format(config, 1)->tokens_per_group || config->capacity % tokens) return 0;
+  for (int values = 0; values < 2; values++)
+    if (config->capacity % kvedge_side_format(config, values)->tokens_per_group) return 0;
   if (config->group_size == 0 || config->group_size > widest) config->group_size = widest;
   return 1;
 }
@@ -192,7 +192,8 @@ void kvedge_layer_destroy(kvedge_layer *layer) {
 }
 
 kvedge_status kvedge_layer_set_key_offset(kvedge_layer *layer, const float *offset) {
-  if (!layer || !layer->keys.format->has_scales || kvedge_layer_len(layer) > 0) return KVEDGE_ERROR_ARGUMENT;
+  if (!layer || kvedge_layer_len(layer) > 0) return KVEDGE_ERROR_ARGUMENT;
+  if (!layer->keys.format->has_scales && layer->keys.format->id != KVEDGE_NO_ROWS) return KVEDGE_ERROR_ARGUMENT;
   const size_t n = key_vector_size(&layer->config);
   if (offset) {
     if (kvedge_active()->abs_max_bits(offset, n) >= KVEDGE_NOT_FINITE) return KVEDGE_ERROR_NONFINITE;
@@ -265,7 +266,7 @@ static kvedge_status check_call(const kvedge_layer *layer, const token_rows *row
   if (!layer || rows->position < 0 || rows->num_tokens < 0) return KVEDGE_ERROR_ARGUMENT;
   if (rows->num_tokens > 0 && !(kvedge_array_is_valid(&rows->keys) && kvedge_array_is_valid(&rows->values)))
     return KVEDGE_ERROR_ARGUMENT;
-  if (kvedge_has_runs(&layer->keys) && (rows->position % KVEDGE_RUN || rows->num_tokens % KVEDGE_RUN))
+  if (kvedge_holds_runs(layer) && (rows->position % KVEDGE_RUN || rows->num_tokens % KVEDGE_RUN))
     return KVEDGE_ERROR_ARGUMENT;
   const int64_t left = layer->config.capacity - row_of(layer, 0);
   return rows->num_tokens > left - rows->position ? KVEDGE_ERROR_CAPACITY : KVEDGE_OK;
@@ -279,7 +280,7 @@ static kvedge_status write_tokens(kvedge_layer *layer, const token_rows *rows) {
   const int64_t channels = layer->config.head_dim + layer->config.value_head_dim;
   const int64_t token = layer->config.num_kv_heads * channels, num_tokens = rows->num_tokens;
   int64_t chunk = overwrites ? num_tokens : 2 * CHUNK_VALUES / token + 1;
-  if (kvedge_has_runs(&layer->keys)) chunk = (chunk + KVEDGE_RUN - 1) / KVEDGE_RUN * KVEDGE_RUN;
+  if (kvedge_holds_runs(layer)) chunk = (chunk + KVEDGE_RUN - 1) / KVEDGE_RUN * KVEDGE_RUN;
   for (int64_t done = 0; done < num_tokens; done += chunk) {
     if (chunk > num_tokens - done) chunk = num_tokens - done;
     const token_rows part = tokens_from(rows, done, chunk);
@@ -403,7 +404,7 @@ kvedge_status kvedge_layer_set_len(kvedge_layer *layer, int64_t len) {
 
 kvedge_status kvedge_layer_drop_first(kvedge_layer *layer, int64_t num_tokens) {
   if (!layer || num_tokens < 0 || num_tokens > kvedge_layer_len(layer)) return KVEDGE_ERROR_ARGUMENT;
-  if (num_tokens > 0 && kvedge_has_runs(&layer->keys)) return KVEDGE_ERROR_ARGUMENT;
+  if (num_tokens > 0 && kvedge_holds_runs(layer)) return KVEDGE_ERROR_ARGUMENT;
   atomic_store_explicit(&layer->start, row_of(layer, num_tokens), memory_order_release);
   return KVEDGE_OK;
 }

@@ -28,6 +28,11 @@ struct kvedge_layer {
   float key_vectors[];        /* (2, num_kv_heads, head_dim): the key offset and the key scale, where they are set */
 };
 
+/* Are keys, or values, encoded in runs? Then tokens come as whole ones, at their places. */
+static inline int kvedge_holds_runs(const kvedge_layer *layer) {
+  return kvedge_has_runs(&layer->keys) || kvedge_has_runs(&layer->values);
+}
+
 static inline void kvedge_raise_bound(_Atomic float *bound, float value) {
   if (value > atomic_load_explicit(bound, memory_order_relaxed))
     atomic_store_explicit(bound, value, memory_order_relaxed);

@@ -54,7 +54,7 @@ static void store_runs(const kvedge_side *side, const kvedge_array *rows, int64_
     for (int head = 0; head < side->num_kv_heads; head++) {
       const kvedge_array of_head = kvedge_array_from(rows, first, head);
       kvedge_array_copy(&of_head, KVEDGE_RUN, 1, dim, run);
-      side->format->encode(&side->shape, run, 1, kvedge_run_at(side, at + first) + (size_t)head * side->row_bytes,
+      side->format->encode(&side->shape, run, 1, kvedge_codes_at(side, at + first) + (size_t)head * side->row_bytes,
                            NULL);
     }
 }
@@ -62,7 +62,7 @@ static void store_runs(const kvedge_side *side, const kvedge_array *rows, int64_
 /* Some tokens of a run, all heads. */
 static void load_run(const kvedge_side *side, int64_t row, int count, float *out) {
   const int dim = side->shape.dim;
-  const char *run = kvedge_run_at(side, row);
+  const char *run = kvedge_codes_at(side, row);
   for (int head = 0; head < side->num_kv_heads; head++, run += side->row_bytes)
     side->format->decode_run(&side->shape, run, (int)(row % KVEDGE_RUN), count, out + head * dim,
                              (ptrdiff_t)side->num_kv_heads * dim);
@@ -114,7 +114,7 @@ void kvedge_copy_rows(const kvedge_side *from, int64_t row, const kvedge_side *t
   const size_t rows = (size_t)num_tokens * (size_t)from->num_kv_heads;
   if (kvedge_has_runs(from)) { /* whole ones, from their first token on */
     const size_t runs = ((size_t)num_tokens + KVEDGE_RUN - 1) / KVEDGE_RUN * (size_t)from->num_kv_heads;
-    memmove(kvedge_run_at(to, at), kvedge_run_at(from, row), runs * from->row_bytes);
+    memmove(kvedge_codes_at(to, at), kvedge_codes_at(from, row), runs * from->row_bytes);
     return;
   }
   memmove(kvedge_codes_at(to, at), kvedge_codes_at(from, row), rows * from->row_bytes);
@@ -125,7 +125,7 @@ void kvedge_copy_rows(const kvedge_side *from, int64_t row, const kvedge_side *t
 float kvedge_rows_bound(const kvedge_side *side, int64_t start, int64_t stop) {
   if (kvedge_has_runs(side)) {
     const int64_t first = start / KVEDGE_RUN, last = (stop + KVEDGE_RUN - 1) / KVEDGE_RUN;
-    return side->format->bound(&side->shape, kvedge_codes_at(side, first), NULL, (last - first) * side->num_kv_heads);
+    return side->format->bound(&side->shape, kvedge_codes_at(side, start), NULL, (last - first) * side->num_kv_heads);
   }
   return side->format->bound(&side->shape, kvedge_codes_at(side, start), kvedge_scales_at(side, start),
                              (stop - start) * side->num_kv_heads);

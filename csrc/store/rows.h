@@ -19,18 +19,14 @@ typedef struct {
   const float *scale;                /* (num_kv_heads, dim) what rows are stored divided by, after that; or NULL */
 } kvedge_side;
 
-/* Where a token's row lies; rows count from the start of the arrays. */
+/* Are tokens encoded in runs? */
+static inline int kvedge_has_runs(const kvedge_side *side) { return kvedge_is_of_runs(side->format); }
+
+/* Where a token's row lies, or its run; rows count tokens from the start of the arrays. */
 static inline char *kvedge_codes_at(const kvedge_side *side, int64_t row) {
+  if (kvedge_has_runs(side)) row /= KVEDGE_RUN;
   return side->codes + (size_t)row * (size_t)side->num_kv_heads * side->row_bytes;
 }
-
-/* Where the run of a token lies. */
-static inline char *kvedge_run_at(const kvedge_side *side, int64_t row) {
-  return kvedge_codes_at(side, row / KVEDGE_RUN);
-}
-
-/* Are tokens encoded in runs? */
-static inline int kvedge_has_runs(const kvedge_side *side) { return side->format->tokens_per_group > 1; }
 
 static inline char *kvedge_scales_at(const kvedge_side *side, int64_t row) {
   return side->scales + (size_t)row * (size_t)side->num_kv_heads * side->scale_row_bytes;

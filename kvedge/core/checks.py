@@ -544,7 +544,7 @@ def as_key_offset(key_offset: Any, config: LayerConfig) -> np.ndarray | str | No
     """
     if key_offset is None:
         return None
-    if not config.key_format.has_scales:
+    if not config.keys_have_scales:
         raise InvalidArgumentError(
             f"key_offset is for dtype={WITH_SCALES}: {config.dtype} layers store keys as they are"
         )
@@ -590,7 +590,7 @@ def as_key_scale(key_scale: Any, config: LayerConfig) -> np.ndarray | str | None
                 f'key_scale must be "auto", an array or None, not {describe(key_scale)}'
             )
         return key_scale if config.has_auto_scale else None
-    if config.in_runs:
+    if config.keys_in_runs:
         raise InvalidArgumentError(f"{config.dtype} has steps for each channel, and no key_scale")
     key_scale = as_float32(key_scale, "key_scale", shape=(config.num_kv_heads, config.head_dim))
     check_finite(key_scale, "key_scale")

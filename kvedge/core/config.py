@@ -13,6 +13,7 @@ import numpy as np
 from kvedge.core.formats import (
     DTYPES,
     FORMATS,
+    IN_PARTS,
     IN_RUNS,
     SCALE_TYPES,
     WITH_SCALES,
@@ -77,25 +78,31 @@ class LayerConfig:
     @property
     def key_format(self) -> Format:
         """How keys are stored."""
-        return format_of(self.dtype)
+        return self._format(self.dtype)
 
     @property
     def value_format(self) -> Format:
         """How values are stored."""
-        form = format_of(self.value_dtype or self.dtype)
+        form = self._format(self.value_dtype or self.dtype)
         return form.of_values or form
+
+    def _format(self, name: str) -> Format:
+        return IN_PARTS[name] if self.in_runs else format_of(name)
 
     @property
     def in_runs(self) -> bool:
-        """Whether all tokens lie in parts: runs of 32 tokens, and the last ones."""
-        return self.dtype in IN_RUNS  # as is value_dtype then, if given
+        """Whether all tokens lie in parts: runs of 32 tokens, and the last ones.
+
+        Keys or values are in runs then, or both; a side in rows lies beside the other's runs.
+        """
+        return self.dtype in IN_RUNS or self.value_dtype in IN_RUNS
 
     def runs(self, capacity: int) -> LayerConfig:
         """Of a layer that holds the runs of one that is `in_runs`."""
         return replace(
             self.plain,
-            dtype=f"{self.dtype}.runs",
-            value_dtype=self.value_dtype and f"{self.value_dtype}.runs",
+            dtype=_of_runs(self.dtype),
+            value_dtype=self.value_dtype and _of_runs(self.value_dtype),
             capacity=capacity,
             limit=capacity,
             window=None,
@@ -109,12 +116,22 @@ class LayerConfig:
     @property
     def has_scales(self) -> bool:
         """Whether keys or values have scales, and may have groups."""
-        return self.key_format.has_scales or self.value_format.has_scales
+        return self.keys_have_scales or format_of(self.value_dtype or self.dtype).has_scales
+
+    @property
+    def keys_have_scales(self) -> bool:
+        """Whether keys have scales, and may be stored less a key offset."""
+        return format_of(self.dtype).has_scales
+
+    @property
+    def keys_in_runs(self) -> bool:
+        """Whether keys are in runs, and so have no key scale."""
+        return self.dtype in IN_RUNS
 
     @property
     def has_auto_scale(self) -> bool:
         """Whether keys may have a key scale of their own making: up to 8 bits gain by it."""
-        return self.key_format.bits <= 8 and not self.in_runs
+        return self.key_format.bits <= 8 and not self.keys_in_runs
 
     @property
     def key_rows(self) -> RowShape:
@@ -299,12 +316,7 @@ def layer_config(
             one_of(given, name, DTYPES)
     value_dtype = dtype if value_dtype is None else value_dtype
     dtype = dtype if key_dtype is None else key_dtype
-    in_runs = dtype in IN_RUNS
-    if in_runs != (value_dtype in IN_RUNS):
-        raise InvalidArgumentError(
-            f"keys and values lie both in runs ({', '.join(IN_RUNS)}) or both in rows, not keys as "
-            f"{dtype!r} and values as {value_dtype!r}"
-        )
+    in_runs = dtype in IN_RUNS or value_dtype in IN_RUNS
     if capacity is not None:
         rows = capacity = _size(capacity, "capacity", MAX_CAPACITY)
     num_kv_heads = _size(num_kv_heads, "num_kv_heads", MAX_KV_HEADS)
@@ -356,6 +368,11 @@ def layer_config(
         sinks,
         recent_dtype,
     )
+
+
+def _of_runs(name: str) -> str:
+    """The format of a side of runs; rows beside them are as ever."""
+    return f"{name}.runs" if name in IN_RUNS else name
 
 
 def _precise(recent: Any, sinks: Any, recent_dtype: Any, window: int | None, in_runs: bool) -> Any:

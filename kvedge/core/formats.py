@@ -19,6 +19,7 @@ __all__ = [
     "DTYPES",
     "FORMATS",
     "GRIDS",
+    "IN_PARTS",
     "IN_RUNS",
     "SCALE_TYPES",
     "WITH_SCALES",
@@ -152,10 +153,10 @@ def _runs(bits: int, of_values: bool) -> Format:
     )
 
 
-def _in_runs(bits: int) -> Format:
+def _in_parts(name: str, bits: int) -> Format:
     """The rows of a layer whose tokens lie in runs and in parts: none."""
     return Format(
-        name=f"kivi{bits}",
+        name=name,
         c_code=32,
         codes=np.dtype(np.uint8),
         bits=bits,
@@ -264,7 +265,9 @@ GRIDS: dict[str, Format] = {row.name: row for row in map(_grid, range(2, 9))}
 
 
 #: Of layers that encode runs of 32 tokens together, and hold the last tokens in another format.
-IN_RUNS: dict[str, Format] = {row.name: row for row in map(_in_runs, (2, 4, 8))}
+IN_RUNS: dict[str, Format] = {f"kivi{bits}": _in_parts(f"kivi{bits}", bits) for bits in (2, 4, 8)}
+#: Of a side of such a layer, whose other side may be in rows.
+IN_PARTS = IN_RUNS | {row.name: _in_parts(row.name, row.bits) for row in FORMATS.values()}
 _RUNS = {row.name: row for row in (_runs(bits, False) for bits in (2, 4, 8))}
 
 #: What a layer or a cache may be told as its dtype.

@@ -76,7 +76,7 @@ class Kivi:
         return codes.astype(np.uint8), step, low
 
     def _packed(self, codes: np.ndarray) -> np.ndarray:
-        """Codes (N, H, lanes, n) -> bytes (N, H, ...): first words of all lanes, second ones, ..."""
+        """Codes (N, H, lanes, n) -> bytes (N, H, ...): first words of all lanes, then second ones."""
         of_word, per_byte = 32 // self.bits, 8 // self.bits
         missing = -codes.shape[-1] % of_word
         parts = np.pad(codes, ((0, 0), (0, 0), (0, 0), (0, missing)))
@@ -121,8 +121,8 @@ class Kivi:
 
 
 def refuse(rows: np.ndarray, name: str, shape: RowShape) -> None:
-    """Raise if rows cannot be stored in runs."""
-    refuse_above(LARGEST, "a run of float16 steps", rows, name)
+    """Raise if rows cannot be stored in runs, or beside them."""
+    refuse_above(LARGEST, "a layer of runs, whose steps are float16,", rows, name)
 
 
 def _half_down(x: np.ndarray) -> np.ndarray:

@@ -99,6 +99,20 @@ class Held(NamedTuple):
         return Slabs(*(slab[rows] for slab in self.slabs))
 
 
+def tokens_per_rows(config: LayerConfig) -> tuple[int, int, int, int]:
+    """Tokens of a row of each of the four slabs: of a run where a side lies in such, else 1."""
+    keys, values = config.key_format.tokens_per_row, config.value_format.tokens_per_row
+    return keys, values, keys, values
+
+
+def rows_of(slabs: Sequence[np.ndarray], config: LayerConfig, start: int, stop: int) -> Slabs:
+    """The rows of tokens `start` to `stop`, of all tokens of the runs that these lie in."""
+    of_rows = tokens_per_rows(config)
+    step = max(of_rows)
+    start, stop = start // step * step, -(-stop // step) * step
+    return Slabs(*(slab[start // n : stop // n] for slab, n in zip(slabs, of_rows, strict=True)))
+
+
 def clamp(rows: np.ndarray, out: np.ndarray) -> np.ndarray:
     """Write decoded rows to `out`, with what rounding took past float32's range at its ends."""
     return np.clip(rows, -FLOAT32_MAX, FLOAT32_MAX, out=out)
@@ -125,11 +139,15 @@ def memory_for(what: str) -> Iterator[None]:
 
 def slab_layout(config: LayerConfig) -> tuple[tuple[tuple[int, int, int], np.dtype], ...]:
     """Shapes and dtypes of the four slabs, in the order of :class:`Slabs`."""
-    rows = (config.capacity // config.key_format.tokens_per_row, config.num_kv_heads)
+    heads, capacity = config.num_kv_heads, config.capacity
     sides = ((config.key_format, config.key_rows), (config.value_format, config.value_rows))
-    keys, values = (((*rows, form.codes_per_row(of.dim)), form.codes) for form, of in sides)
+    keys, values = (
+        ((capacity // form.tokens_per_row, heads, form.codes_per_row(of.dim)), form.codes)
+        for form, of in sides
+    )
     key_scales, value_scales = (
-        ((*rows, of.num_groups), config.scale_type.dtype) for _, of in sides
+        ((capacity // form.tokens_per_row, heads, of.num_groups), config.scale_type.dtype)
+        for form, of in sides
     )
     return (keys, values, key_scales, value_scales)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -154,8 +154,10 @@ class MultiHeadKvCache:
 
     def _rotated(self, rows: np.ndarray, name: str) -> np.ndarray:
         """Finite rows (n, num_heads, head_dim) as they are stored, float32."""
+        turned = np.empty(rows.shape, np.float32)
         with np.errstate(over="ignore"):
-            turned = self._rotation.apply(rows[:, :, np.newaxis])[:, :, 0].astype(np.float32)
+            for at in _pieces(rows):
+                turned[at] = self._rotation.apply(rows[at][:, :, np.newaxis])[:, :, 0]
         try:
             checks.check_finite(turned, name)
         except NonFiniteInputError:
@@ -310,11 +312,9 @@ class MultiHeadKvCache:
 
     @memory_for("the decoded rows of a cache")
     def _turned_back(self, rows: np.ndarray) -> np.ndarray:
-        step = max(1, (1 << 19) // (rows.shape[1] * rows.shape[2]))
-        for start in range(0, len(rows), step):
-            part = rows[start : start + step]
-            back = self._rotation.undo(part[:, :, np.newaxis])[:, :, 0]
-            part[...] = np.clip(back, -FLOAT32_MAX, FLOAT32_MAX)
+        for at in _pieces(rows):
+            back = self._rotation.undo(rows[at][:, :, np.newaxis])[:, :, 0]
+            rows[at] = np.clip(back, -FLOAT32_MAX, FLOAT32_MAX)
         return rows
 
     def _check_query_heads(self, rows: np.ndarray) -> None:
@@ -467,6 +467,13 @@ def _new_layer(num_heads: int, config: KvCacheConfig) -> LayerMethods:
     kind = registry.active("QuantizedKvLayer")
     made: LayerMethods = new_layer(kind, config._layer(num_heads, FIRST_ROWS), FIRST_ROWS)
     return made
+
+
+def _pieces(rows: np.ndarray) -> Iterator[slice]:
+    """Of rows (n, heads, D), so many at a time that their doubles take 4 MiB."""
+    step = max(1, (1 << 19) // (rows.shape[1] * rows.shape[2]))
+    for start in range(0, len(rows), step):
+        yield slice(start, start + step)
 
 
 def _flat(rows: np.ndarray) -> np.ndarray:

@@ -225,7 +225,7 @@ class PagedKvCache(PagedExchange):
         assert contents is not None
         store, recent = pool._stores[layer], pool._recent
         rows = (keys, values)
-        recent.refuse(keys, values)
+        recent.refuse(keys, values, store._key_map)
         plan = recent.plan(contents, layer, len(keys))
         # Runs are written once they are full, from the first of their tokens on.
         writes = plan.writes_run or not pool._config.in_runs
@@ -264,7 +264,7 @@ class PagedKvCache(PagedExchange):
             if not pool._config.in_runs:
                 store.write(longer, pool.block_size, plan.start, *rows)
             elif writes:
-                for start, runs in recent.runs(plan, rows, before):
+                for start, runs in recent.runs(layer, plan, rows, before):
                     store.write(longer, pool.block_size, start, *runs)
         except KvedgeError:
             pool._release(taken)

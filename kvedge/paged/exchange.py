@@ -12,7 +12,7 @@ import numpy as np
 from kvedge.cache import CacheMethods
 from kvedge.cache_state import layer_names
 from kvedge.core import checks, memory, registry
-from kvedge.core.key_map import NO_MAP, KeyMap, KeyRule, same_vector
+from kvedge.core.key_map import KeyMap, KeyRule, same_vector
 from kvedge.errors import InvalidArgumentError, LayersOutOfStepError, ShapeMismatchError
 from kvedge.layer_precise import PartContents, contents_of, runs_end
 from kvedge.paged import file, readings
@@ -247,8 +247,7 @@ class PagedExchange(PagedAttention):
                     recent, fine = pool._recent.filled(parts, length)
                 for store, held, own in zip(pool._stores, helds, parts, strict=True):
                     rows = own[2].arrays if pool._config.in_runs else held.tokens
-                    step = store._step
-                    rows = [each[start // step : -(-length // step)] for each in rows]
+                    rows = memory.rows_of(rows, store._config, start, length)
                     store.scatter(table, pool.block_size, rows, start)
             except BaseException:
                 pool._release(taken)
@@ -267,7 +266,7 @@ class PagedExchange(PagedAttention):
         last, parts = pool._recent.contents(layer, reading)
         if not pool._config.in_runs:
             return _contents(store.gather(table, size, 0, length), store._key_map, parts)
-        runs = PartContents(store.gather(table, size, 0, runs_end(length, last)), NO_MAP)
+        runs = PartContents(store.gather(table, size, 0, runs_end(length, last)), store._key_map)
         layout = memory.slab_layout(replace(pool._config, capacity=length))  # rows of no bytes
         rows = memory.Slabs(*(np.empty(shape, dtype) for shape, dtype in layout))
         return _contents(rows, store._key_map, (*parts, runs))

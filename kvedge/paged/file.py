@@ -130,12 +130,14 @@ def _rows_of(
 ) -> dict[str, np.ndarray]:
     """The stored bytes of the blocks that are used."""
     saved, step = np.flatnonzero(used), store._step
-    of_block = block_size // step
-    means_nothing = np.arange(of_block) * step >= used[saved, np.newaxis] // step * step
+    means_something = used[saved, np.newaxis] // step * step  # so many tokens
     tensors = {}
-    for name, slab in zip(Slabs._fields, store._slabs, strict=True):
+    of_rows = memory.tokens_per_rows(store._config)
+    for name, slab, n in zip(Slabs._fields, store._slabs, of_rows, strict=True):
+        of_block = block_size // n
         rows = slab.reshape(len(used), of_block, *slab.shape[1:])[saved]
-        rows[means_nothing] = 0  # perhaps another's, of long ago
+        # Perhaps another's, of long ago.
+        rows[np.arange(of_block) * n >= means_something] = 0
         tensors[f"{prefix}.{name}"] = rows.reshape(len(saved) * of_block, *slab.shape[1:])
     return tensors
 
@@ -320,9 +322,10 @@ def _layer(
 ) -> list[np.ndarray]:
     config: LayerConfig = store._config
     slabs = []
-    for name, (shape, dtype) in zip(Slabs._fields, memory.slab_layout(config), strict=True):
+    layout, of_rows = memory.slab_layout(config), memory.tokens_per_rows(config)
+    for name, n, (shape, dtype) in zip(Slabs._fields, of_rows, layout, strict=True):
         full = f"{prefix}.{name}"
-        wanted = (blocks * block_size // store._step, *shape[1:])
+        wanted = (blocks * block_size // n, *shape[1:])
         array = tensor_file.check_array(path, arrays, full, dtype, wanted)
         is_value = name.startswith("value")
         form = config.value_format if is_value else config.key_format

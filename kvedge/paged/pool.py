@@ -143,8 +143,8 @@ class KvBlockPool(ConfigFacts, BlockOwners):
         )
         if config.in_runs and block_size % RUN:
             raise InvalidArgumentError(
-                f"block_size must be a multiple of {RUN} for dtype={config.dtype!r}, whose runs of "
-                f"so many tokens lie in blocks, not {block_size}"
+                f"block_size must be a multiple of {RUN} for {config.dtypes}: runs of so many "
+                f"tokens lie in blocks, not {block_size}"
             )
         num_recent = _num_recent(num_recent_blocks, config, num_blocks)
         self._max_pinned = num_blocks
@@ -358,7 +358,7 @@ class KvBlockPool(ConfigFacts, BlockOwners):
     def _blocks_of(self, layer: Any, name: str) -> np.ndarray:
         layer = checks.check_layer(layer, self.num_layers)
         slab = getattr(self._stores[layer]._slabs, name)
-        rows = self._block_size // self._stores[layer]._step
+        rows = len(slab) // self._num_blocks
         view: np.ndarray = slab.reshape(self._num_blocks, rows, *slab.shape[1:])
         view.flags.writeable = False
         return view

@@ -200,13 +200,14 @@ class RecentTokens(BlockOwners):
 
     # ---- appending -------------------------------------------------------------------------------
 
-    def refuse(self, keys: np.ndarray, values: np.ndarray) -> None:
-        """Raise if rows that could be stored here cannot become runs."""
+    def refuse(self, keys: np.ndarray, values: np.ndarray, key_map: KeyMap) -> None:
+        """Raise if rows that could be stored here cannot become runs, or rows beside them."""
         config = self.whole
-        if config.in_runs and config.recent_dtype != "float16":  # whose range is that of runs
+        # The range of float16 is that of runs.
+        if config.in_runs and not (config.recent_dtype == "float16" and key_map.is_plain):
             checks.check_finite(keys, "keys")
             checks.check_finite(values, "values")
-            config.key_format.refuse(keys, "keys", config.key_rows)
+            config.key_format.refuse(key_map.to_stored(keys), "keys", config.key_rows)
             config.value_format.refuse(values, "values", config.value_rows)
 
     def check(self, layer: int, keys: np.ndarray, values: np.ndarray) -> None:
@@ -286,6 +287,7 @@ class RecentTokens(BlockOwners):
 
     def runs(
         self,
+        layer: int,
         plan: Plan,
         rows: tuple[np.ndarray, np.ndarray],
         before: tuple[np.ndarray, np.ndarray] | None,
@@ -294,7 +296,8 @@ class RecentTokens(BlockOwners):
         n = plan.stop // RUN * RUN - plan.cut
         size = min(n, PIECE)
         own = replace(self.config, capacity=size, limit=size)
-        scratch = registry.active("BlockStore")(own, memory.reserve_slabs(own), None)
+        scale = self.stores[layer]._key_map.scale
+        scratch = registry.active("BlockStore")(own, memory.reserve_slabs(own), scale)
         for start in range(plan.cut, plan.cut + n, PIECE):
             stop = min(start + PIECE, plan.cut + n)
             first = max(start, plan.start)

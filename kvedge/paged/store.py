@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from kvedge.core import checks
+from kvedge.core import checks, memory
 from kvedge.core.config import LayerConfig
 from kvedge.core.key_map import KeyMap
 from kvedge.core.memory import Slabs, clamp
@@ -129,37 +129,40 @@ class BlockStoreMethods(LayerCore):
         """
         step = self._step
         start, stop = start // step * step, -(-stop // step) * step
-        rows = (stop - start) // step
-        copies = [np.empty((rows, *slab.shape[1:]), slab.dtype) for slab in self._slabs]
+        copies = Slabs(
+            *(
+                np.empty(((stop - start) // n, *slab.shape[1:]), slab.dtype)
+                for slab, n in zip(self._slabs, memory.tokens_per_rows(self._config), strict=True)
+            )
+        )
         for tokens, positions in runs(table, block_size, start, stop):
-            for copy, slab in zip(copies, self._slabs, strict=True):
-                copy[_rows(tokens, step)] = slab[_rows(positions, step)]
-        return Slabs(*copies)
+            _copy(self._rows(self._slabs, positions), self._rows(copies, tokens))
+        return copies
 
     def scatter(
         self, table: np.ndarray, block_size: int, arrays: Sequence[np.ndarray], start: int = 0
     ) -> None:
         """Fill tokens from `start` on with stored bytes, as :meth:`gather` gives them."""
-        step = self._step
-        stop = start + len(arrays[0]) * step
+        stop = start + len(arrays[0]) * self._config.key_format.tokens_per_row
         for tokens, positions in runs(table, block_size, start, stop):
-            for array, slab in zip(arrays, self._slabs, strict=True):
-                slab[_rows(positions, step)] = array[_rows(tokens, step)]
+            _copy(self._rows(arrays, tokens), self._rows(self._slabs, positions))
             self._filled(positions.start, positions.stop - positions.start)
 
     def copy_block(self, block_size: int, source: int, target: int) -> None:
         """Copy all rows of a block."""
-        rows = block_size // self._step
-        source, target = source * rows, target * rows
-        for slab in self._slabs:
-            slab[target : target + rows] = slab[source : source + rows]
+        old, new = (slice(at * block_size, (at + 1) * block_size) for at in (source, target))
+        _copy(self._rows(self._slabs, old), self._rows(self._slabs, new))
 
     @property
     def _step(self) -> int:
-        """Tokens of a row of the slabs."""
-        return self._config.key_format.tokens_per_row
+        """Tokens that come and go together: those of a run where a side lies in such, else 1."""
+        return max(memory.tokens_per_rows(self._config))
+
+    def _rows(self, slabs: Sequence[np.ndarray], tokens: slice) -> Slabs:
+        """The rows that tokens lie in."""
+        return memory.rows_of(slabs, self._config, tokens.start, tokens.stop)
 
 
-def _rows(tokens: slice, step: int) -> slice:
-    """The rows of slabs that tokens lie in, where these are whole runs."""
-    return slice(tokens.start // step, tokens.stop // step)
+def _copy(source: Slabs, target: Slabs) -> None:
+    for rows, to in zip(source, target, strict=True):
+        to[:] = rows

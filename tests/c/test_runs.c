@@ -1,5 +1,5 @@
-/* Runs of tokens (KVEDGE_KIVI2, 4, 8): attention over them is that over the decoded tokens, whatever part of a run a call
- * begins or ends with; and what is refused. */
+/* Runs of tokens (KVEDGE_KIVI2, 4, 8), beside runs or rows: attention over them is that over the decoded tokens, whatever
+ * part of a run a call begins or ends with; and what is refused. */
 #include "check.h"
 #include "kvedge.h"
 
@@ -24,7 +24,7 @@ static void own_first_block(kvedge_layer *pool, int64_t size, int32_t num_blocks
 }
 
 /* Attention to runs in the blocks of a pool, as a sequence and as a part that begins behind the first block. */
-static void attend_in_blocks(const kvedge_layer_config *given, kvedge_format format, const float *keys,
+static void attend_in_blocks(const kvedge_layer_config *given, const float *key_scale, const float *keys,
                              const float *values, int seen, const float *query, int rows, int num_heads,
                              const kvedge_attention_options *o, const float *expected) {
   const int size = 32 * ONE_OF(1, 2, 4), used = (seen + size - 1) / size;
@@ -32,8 +32,8 @@ static void attend_in_blocks(const kvedge_layer_config *given, kvedge_format for
   kvedge_layer_config config = *given;
   kvedge_layer *pool;
   int32_t table[13];
-  config.format = format, config.capacity = (int64_t)size * (used + 2);
-  CHECK(kvedge_layer_create(&config, &pool) == KVEDGE_OK);
+  config.capacity = (int64_t)size * (used + 2);
+  CHECK(kvedge_layer_create(&config, &pool) == KVEDGE_OK && kvedge_layer_set_key_scale(pool, key_scale) == KVEDGE_OK);
   const int backwards = random_below(2);
   table[0] = -1;
   for (int i = 0; i < used; i++) table[1 + i] = backwards ? used - i : i + 2;
@@ -73,28 +73,40 @@ static void attend_in_blocks(const kvedge_layer_config *given, kvedge_format for
   free(out);
 }
 
+/* At least one side in runs. */
+static void choose_formats(kvedge_layer_config *config) {
+  const int in_runs[2] = {ONE_OF(KVEDGE_KIVI2, KVEDGE_KIVI4, KVEDGE_KIVI8),
+                          ONE_OF(KVEDGE_KIVI2, KVEDGE_KIVI4, KVEDGE_KIVI8)};
+  const int row = random_below(KVEDGE_NUM_FORMATS), pair = random_below(4);
+  config->format = (kvedge_format)(pair == 0 ? row : in_runs[0]);
+  if (pair != 1) config->value_format = KVEDGE_VALUES(pair == 2 ? row : in_runs[1]);
+  config->scale_type = random_below(2) ? KVEDGE_SCALE_FLOAT16 : KVEDGE_SCALE_FLOAT32;
+  config->group_size = ONE_OF(0, 0, 8, 32);
+}
+
 static void attend_case(void) {
   const int heads = ONE_OF(1, 2), num_heads = 4, dim = ONE_OF(1, 7, 24, 64, 130), value_dim = ONE_OF(3, 64, 65);
   const int len = 32 * ONE_OF(1, 2, 5, 12), seen = 1 + random_below(len),
             rows = 1 + random_below(seen < 40 ? seen : 40);
-  kvedge_layer_config config = {.format = (kvedge_format)ONE_OF(KVEDGE_KIVI2, KVEDGE_KIVI4, KVEDGE_KIVI8),
-                                .capacity = len,
-                                .num_kv_heads = heads,
-                                .head_dim = dim,
-                                .value_head_dim = value_dim};
+  kvedge_layer_config config = {.capacity = len, .num_kv_heads = heads, .head_dim = dim, .value_head_dim = value_dim};
+  choose_formats(&config);
+  float *scale = random_floats((size_t)(heads * dim), 1.0f); /* of keys in rows */
+  for (int i = 0; i < heads * dim; i++) scale[i] = 1.5f + fabsf(scale[i]);
+  const float *key_scale = (int)config.format < KVEDGE_NUM_FORMATS && random_below(2) ? scale : NULL;
   kvedge_layer *runs = NULL, *floats = NULL, *copy = NULL;
   float *keys = random_floats((size_t)(len * heads * dim), 2.0f);
   float *values = random_floats((size_t)(len * heads * value_dim), 2.0f);
   CHECK(kvedge_layer_create(&config, &runs) == KVEDGE_OK && kvedge_layer_create(&config, &copy) == KVEDGE_OK);
+  CHECK(kvedge_layer_set_key_scale(runs, key_scale) == KVEDGE_OK);
   CHECK(kvedge_layer_append(runs, keys, values, 32) == KVEDGE_OK);
   CHECK(kvedge_layer_append(runs, keys + 32 * heads * dim, values + 32 * heads * value_dim, len - 32) == KVEDGE_OK);
   CHECK(kvedge_layer_copy(runs, copy) == KVEDGE_OK && kvedge_layer_set_len(copy, seen) == KVEDGE_OK);
-  const kvedge_format runs_format = config.format;
   float *keys_given = copy_of(keys, len * heads * dim), *values_given = copy_of(values, len * heads * value_dim);
   CHECK(kvedge_layer_get_keys(runs, 0, len, keys) == KVEDGE_OK);
   CHECK(kvedge_layer_get_values(runs, 0, len, values) == KVEDGE_OK);
-  config.format = KVEDGE_FLOAT32;
-  CHECK(kvedge_layer_create(&config, &floats) == KVEDGE_OK);
+  const kvedge_layer_config of_floats = {
+      .format = KVEDGE_FLOAT32, .capacity = len, .num_kv_heads = heads, .head_dim = dim, .value_head_dim = value_dim};
+  CHECK(kvedge_layer_create(&of_floats, &floats) == KVEDGE_OK);
   CHECK(kvedge_layer_append(floats, keys, values, seen) == KVEDGE_OK);
   kvedge_attention_options o;
   kvedge_attention_defaults(&o);
@@ -115,7 +127,7 @@ static void attend_case(void) {
       if (lse[i] != expected_lse[i] && !(fabsf(lse[i] - expected_lse[i]) <= 2e-4f)) fail("lse %.9g", lse[i]);
     end_case();
   }
-  attend_in_blocks(&config, runs_format, keys_given, values_given, seen, query, rows, num_heads, &o, expected);
+  attend_in_blocks(&config, key_scale, keys_given, values_given, seen, query, rows, num_heads, &o, expected);
   float *some = malloc((size_t)(seen * heads * dim) * sizeof *some);
   const int first = random_below(seen);
   CHECK(kvedge_layer_get_keys(copy, first, seen, some) == KVEDGE_OK);
@@ -123,7 +135,7 @@ static void attend_case(void) {
   end_case();
   kvedge_layer_destroy(runs), kvedge_layer_destroy(copy), kvedge_layer_destroy(floats);
   free(keys), free(values), free(query), free(out), free(expected), free(some);
-  free(keys_given), free(values_given);
+  free(keys_given), free(values_given), free(scale);
 }
 
 static void test_attention(void) {
@@ -133,9 +145,9 @@ static void test_attention(void) {
   end();
 }
 
-static void test_refused(void) {
+static void test_refused(int values_format) {
   enum { DIM = 4 };
-  begin("what runs refuse");
+  begin(values_format ? "what runs beside rows refuse" : "what runs refuse");
   kvedge_layer_config config = {.format = KVEDGE_KIVI4, .capacity = 64, .num_kv_heads = 1, .head_dim = DIM};
   kvedge_layer *layer;
   float *x = random_floats(64 * DIM, 1.0f);
@@ -149,9 +161,9 @@ static void test_refused(void) {
   } while (0)
   config.capacity = 65;
   CHECK(kvedge_layer_bytes(&config) == 0);
-  config.capacity = 64, config.value_format = KVEDGE_VALUES(KVEDGE_INT8);
+  config.value_format = KVEDGE_VALUES(KVEDGE_INT8);
   CHECK(kvedge_layer_bytes(&config) == 0);
-  config.value_format = 0;
+  config.capacity = 64, config.value_format = values_format;
   CHECK(kvedge_layer_create(&config, &layer) == KVEDGE_OK);
   REFUSED(kvedge_layer_append(layer, x, x, 31));
   REFUSED(kvedge_layer_append(layer, x, x, 33));
@@ -176,6 +188,7 @@ static void test_refused(void) {
 
 int main(void) {
   test_attention();
-  test_refused();
+  test_refused(0);
+  test_refused(KVEDGE_VALUES(KVEDGE_INT8));
   return report();
 }

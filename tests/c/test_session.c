@@ -88,7 +88,7 @@ static kvedge_layer *new_part(kvedge_layer_config config, int tokens) {
   return layer;
 }
 
-/* Of some layers: first and last tokens as floats, runs where the layer has no rows. */
+/* Of some layers: first and last tokens as floats, runs, perhaps beside rows, where the layer has no rows. */
 static void add_parts(sample *s, int i, int length) {
   kvedge_layer_config config;
   kvedge_layer_get_config(s->layers[i], &config);
@@ -98,7 +98,9 @@ static void add_parts(sample *s, int i, int length) {
   s->parts[i].first = new_part(config, s->own[i].window ? 0 : 2);
   s->parts[i].last = new_part(config, length - dropped < 5 ? length - dropped : 5);
   if (!in_runs) return;
-  config.format = i % 3 ? KVEDGE_KIVI4 : KVEDGE_KIVI2;
+  kvedge_layer_get_config(s->layers[i], &config);
+  config.format = i > 5 ? KVEDGE_INT8 : KVEDGE_KIVI4, config.capacity = 64;
+  config.value_format = KVEDGE_VALUES(i > 5 ? KVEDGE_KIVI2 : s->session.num_layers % 2 ? KVEDGE_INT4 : KVEDGE_KIVI8);
   s->parts[i].runs = new_part(config, 64);
 }
 

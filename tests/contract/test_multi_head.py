@@ -264,6 +264,16 @@ def test_attention_makes_no_decoded_copy_of_the_past(rng):
     assert peak < 20_000 * 2 * 64 * 4  # bytes of the decoded keys alone
 
 
+def test_a_long_prompt_is_rotated_in_pieces(rng):
+    cache = MultiHeadKvCache(2, KvCacheConfig(64, 4))
+    rows = normal(rng, 20_000, 2, 64)
+    tracemalloc.start()
+    cache.extend(rows, rows)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2.5 * rows.nbytes + 3 * 2**22  # rotated keys and values, and what is scratch
+
+
 def test_scores_are_scaled_logits(rng):
     cache, _, _ = filled(rng, 3, 64)
     query = normal(rng, 6, 64)

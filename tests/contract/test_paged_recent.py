@@ -5,6 +5,7 @@ does, bit for bit, whatever is shared; a rejected draft leaves no trace; blocks 
 counted, shared, copied before they are written and given back.
 """
 
+import itertools
 import threading
 from collections import Counter
 
@@ -24,6 +25,8 @@ KINDS = {
     "kivi2 recent": {"dtype": "kivi2", "recent": 40, "recent_dtype": "int8"},
     "kivi8 kivi2": {"dtype": "kivi8", "value_dtype": "kivi2", "recent": 3},
     "kivi8 recent and sinks": {"dtype": "kivi8", "recent": 20, "sinks": 5},
+    "kivi4 int8": {"dtype": "kivi4", "value_dtype": "int8", "scale_dtype": "float16"},
+    "int8 kivi8 both": {"value_dtype": "kivi8", "recent": 40, "sinks": 6, "recent_dtype": "int8"},
     "int8 recent": {"dtype": "int8", "recent": 20},
     "int4 sinks": {"dtype": "int4", "sinks": 37, "recent_dtype": "bfloat16"},
     "float16 both": {"dtype": "float16", "recent": 7, "sinks": 40, "recent_dtype": "float32"},
@@ -170,7 +173,7 @@ def test_a_batch_is_its_sequences_one_by_one(options):
 @kinds
 @pytest.mark.parametrize("block_size", [32, 96])
 def test_a_long_beginning_that_sequences_share_is_read_once(options, block_size, monkeypatch):
-    if "dtype" in options and "kivi" not in options["dtype"]:
+    if "kivi" not in str(options):
         block_size += 8  # a multiple of 32 tokens is several blocks
     cache = new_cache(options, num_blocks=200, block_size=block_size)
     seqs = [sequence(cache, rows(8, 2900))]
@@ -491,7 +494,12 @@ def test_out_of_blocks_for_last_tokens_changes_nothing():
 
 
 FLOAT32_LAST = {"dtype": "kivi8", "recent": 4, "recent_dtype": "float32"}
-TOO_LARGE = {"kivi4": KINDS["kivi4"], "kivi8": FLOAT32_LAST, "int8": KINDS["int8 recent"]}
+TOO_LARGE = {
+    "kivi4": KINDS["kivi4"],
+    "kivi8": FLOAT32_LAST,
+    "kivi8 int8": {**FLOAT32_LAST, "value_dtype": "int8"},
+    "int8": KINDS["int8 recent"],
+}
 
 
 @pytest.mark.parametrize(
@@ -523,6 +531,8 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(options, wrong, error)
     [
         ({"dtype": "kivi4", "block_size": 16}, "multiple of 32"),
         ({"dtype": "kivi4", "block_size": 48}, "multiple of 32"),
+        ({"dtype": "int8", "value_dtype": "kivi2", "block_size": 48}, "multiple of 32"),
+        ({"dtype": "kivi4", "value_dtype": "int8", "num_recent_blocks": 0}, "num_recent_blocks"),
         ({"dtype": "kivi4", "key_scale": np.ones((L, H, D), np.float32)}, "no key_scale"),
         ({"dtype": "int8", "num_recent_blocks": 4}, "num_recent_blocks"),
         ({"dtype": "kivi4", "num_recent_blocks": 0}, "num_recent_blocks"),
@@ -539,9 +549,9 @@ def test_options_are_checked(options, match):
 
 def test_key_scales_are_those_of_a_cache():
     scale = np.random.default_rng(3).uniform(0.5, 9, (L, H, D)).astype(np.float32)
-    for recent_dtype in ("float16", "int8"):
+    for recent_dtype, values in itertools.product(("float16", "int8"), (None, "kivi4")):
         options = {"dtype": "int8", "recent": 9, "sinks": 3, "recent_dtype": recent_dtype}
-        options["key_scale"] = scale
+        options |= {"key_scale": scale, "value_dtype": values}
         cache = new_cache(options)
         seq = sequence(cache, rows(32, 180))
         assert bits(cache, seq) == bits_alone(alone(rows(32, 180), options))
@@ -558,6 +568,8 @@ class RecentMachine(RuleBasedStateMachine):
             [
                 {"dtype": "kivi8"},
                 {"dtype": "kivi8", "recent": 40, "sinks": 6},
+                {"dtype": "kivi8", "value_dtype": "int8"},
+                {"dtype": "int8", "value_dtype": "kivi8", "recent": 9},
                 {"dtype": "int8", "recent": 17},
             ]
         ),
@@ -681,7 +693,9 @@ TestRecent.settings = settings(max_examples=30, stateful_step_count=20, deadline
 # ---- readers beside a writer ----
 
 
-@pytest.mark.parametrize("options", [KINDS["kivi4"], KINDS["kivi8 recent and sinks"]])
+@pytest.mark.parametrize(
+    "options", [KINDS["kivi4"], KINDS["kivi8 recent and sinks"], KINDS["int8 kivi8 both"]]
+)
 def test_readers_beside_a_writer_see_whole_prefixes(options):
     """Values are their positions: what a reader gets must be those, however far the writer is."""
     cache = PagedKvCache(KvBlockPool(200, 32, 1, 1, 8, **options))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 import threading
 import tracemalloc
@@ -34,10 +35,20 @@ FIXTURES = Path(__file__).parents[1] / "fixtures" / "runs"
 RUN = 32
 BITS = {"kivi2": 2, "kivi4": 4, "kivi8": 8}
 CLASSES = {"kivi2": kvedge.Kivi2KvLayer, "kivi4": kvedge.Kivi4KvLayer, "kivi8": kvedge.Kivi8KvLayer}
+# Keys and values: one side in runs, the other in rows beside them.
+BESIDE_ROWS = ["kivi4/int8", "kivi2/float32", "int8/kivi4", "fp8_e4m3/kivi8", "int4/kivi2"]
+EIGHT_BITS = ["kivi8", "kivi8/int8", "int8/kivi8"]
+
+
+def options_of(dtype, **options):
+    """Of a layer of a format, or of two: "kivi4/int8"."""
+    keys, _, values = dtype.partition("/")
+    return {"dtype": keys, **({"value_dtype": values} if values else {}), **options}
 
 
 def new_layer(dtype="kivi4", **options):
-    return layer_of(dtype, **options)
+    given = options_of(dtype, **options)
+    return layer_of(given.pop("dtype"), **given)
 
 
 # ---- the reference: written from the formula, a group at a time ----
@@ -154,7 +165,66 @@ def test_keys_and_values_may_be_in_runs_of_their_own(keys, values):
     np.testing.assert_allclose(both.attend(query), wanted, atol=2e-4 * np.abs(wanted).max())
 
 
-@pytest.mark.parametrize("dtype", CLASSES)
+@pytest.mark.parametrize("dtype", BESIDE_ROWS)
+@pytest.mark.parametrize(
+    "options", [{}, {"recent": 5, "sinks": 2}, {"group_size": 8, "scale_dtype": "float16"}]
+)
+def test_rows_beside_runs_are_as_by_themselves(dtype, options):
+    """They come there with the runs, as the last tokens have them."""
+    keys, values = dtype.split("/")
+    if "group_size" in options and {"int8", "int4"}.isdisjoint((keys, values)):
+        return
+    both = new_layer(dtype, **options)
+    tokens = rows(6, 150).astype(np.float16).astype(np.float32)
+    both.extend(*tokens)
+    assert (both.dtype, both.value_dtype) == (keys, values)
+    runs, sinks = slice(both.sinks, 128), slice(0, both.sinks)
+    for side, (name, got) in enumerate(zip((keys, values), read(both), strict=True)):
+        own = options if name in ("int8", "int4") else {"sinks": both.sinks}
+        alike = new_layer(name, **own)
+        alike.extend(*tokens)
+        np.testing.assert_array_equal(got[runs], read(alike)[side][runs])
+        np.testing.assert_array_equal(got[128:], tokens[side][128:])
+        np.testing.assert_array_equal(got[sinks], tokens[side][sinks])
+
+
+@pytest.mark.parametrize("keys", ["int8", "int4", "fp8_e4m3", "float16"])
+@pytest.mark.parametrize("recent_dtype", ["float16", "int8"])
+@pytest.mark.parametrize("name", ["key_scale", "key_offset", "both"])
+def test_keys_beside_runs_of_values_have_a_scale_and_an_offset(keys, recent_dtype, name):
+    """Given or taken from the first tokens, token by token; a copy goes on alike."""
+    tokens, auto = rows(7, 120), "auto"
+    tokens[0, ..., 3] += 60
+    if keys == "float16":
+        auto = np.full((HEADS, DIM), 3, np.float32)
+    names = ("key_scale", "key_offset") if name == "both" else (name,)
+    options = dict.fromkeys(names, auto)
+    if "key_offset" in names and keys not in ("int8", "int4"):
+        with pytest.raises(errors.InvalidArgumentError, match="store keys as they are"):
+            new_layer(f"{keys}/kivi4", **options)
+        return
+    layer = new_layer(f"{keys}/kivi4", recent_dtype=recent_dtype, **options)
+    for t in range(120):
+        layer.push(*tokens[:, t])
+    query = rows(8, 1)[0][0].repeat(2, axis=0)
+    wanted, wanted_lse = attention(query[None], *read(layer))
+    out, lse = layer.attend(query, return_lse=True)
+    np.testing.assert_allclose(out, wanted[0], atol=2e-4 * np.abs(wanted).max())
+    np.testing.assert_allclose(lse, wanted_lse[0], atol=5e-4)
+    size = {"int4": 10, "int8": 0.6, "fp8_e4m3": 4, "float16": 0.6}[keys]
+    np.testing.assert_allclose(layer.keys(), tokens[0], atol=size)
+    others = [layer.copy(), pickle.loads(pickle.dumps(layer))]
+    assert all(bits(other) == bits(layer) for other in others)
+    for each in (layer, *others):
+        each.truncate(90)
+        each.extend(*tokens[:, :70])
+    assert all(bits(other) == bits(layer) for other in others)
+    layer.clear()
+    layer.extend(*tokens)
+    np.testing.assert_allclose(layer.keys(), tokens[0], atol=size)
+
+
+@pytest.mark.parametrize("dtype", [*CLASSES, *BESIDE_ROWS])
 @pytest.mark.parametrize("num_rows", [1, 7, 190])
 @pytest.mark.parametrize("options", ATTENDS)
 def test_attention_is_that_over_what_is_read(dtype, num_rows, options):
@@ -174,7 +244,16 @@ def test_attention_is_that_over_what_is_read(dtype, num_rows, options):
     np.testing.assert_allclose(layer.scores(query[-1]), wanted, atol=1e-4)
 
 
-@pytest.mark.parametrize("options", [{}, {"recent": 16, "sinks": 2}, {"recent": 90}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"recent": 16, "sinks": 2},
+        {"recent": 90},
+        {"dtype": "kivi4/int8"},
+        {"dtype": "int8/kivi4", "recent": 16, "sinks": 2},
+    ],
+)
 def test_a_rejected_draft_leaves_no_trace(options):
     """At every position of a run, of every number of tokens up to 64, one by one or at once."""
     tokens, draft = rows(9, 130), rows(10, DRAFT)
@@ -222,7 +301,8 @@ def test_a_long_prompt_takes_little_room_besides(start):
 
 @settings(max_examples=40, deadline=None)
 @given(
-    cuts=st.lists(st.integers(1, 150), min_size=1, max_size=8), dtype=st.sampled_from(list(CLASSES))
+    cuts=st.lists(st.integers(1, 150), min_size=1, max_size=8),
+    dtype=st.sampled_from([*CLASSES, *BESIDE_ROWS]),
 )
 def test_stored_bytes_do_not_depend_on_how_tokens_come(cuts, dtype):
     tokens = rows(40, sum(cuts))
@@ -236,8 +316,9 @@ def test_stored_bytes_do_not_depend_on_how_tokens_come(cuts, dtype):
 
 
 @pytest.mark.parametrize("n", [1, 31, 32, 33, 95, 96, 100, 200])
-def test_going_back_into_a_run_keeps_what_is_read(n):
-    layer = new_layer("kivi8", recent=8)
+@pytest.mark.parametrize("dtype", EIGHT_BITS)
+def test_going_back_into_a_run_keeps_what_is_read(dtype, n):
+    layer = new_layer(dtype, recent=8)
     tokens = rows(11, 500)
     layer.extend(*tokens)
     before = read(layer)[:, :n]
@@ -248,16 +329,17 @@ def test_going_back_into_a_run_keeps_what_is_read(n):
     np.testing.assert_array_equal(
         read(layer)[:, -8:], tokens[:, 62:70].astype(np.float16).astype(np.float32)
     )
-    fresh = new_layer("kivi8", recent=8)
+    fresh = new_layer(dtype, recent=8)
     fresh.extend(*before)
     fresh.extend(*tokens[:, :70])
     whole = n // RUN * RUN  # encoded anew are the tokens of the run that was cut
     np.testing.assert_array_equal(read(fresh)[:, whole:], read(layer)[:, whole:])
 
 
-def test_a_window_slides_over_runs():
+@pytest.mark.parametrize("dtype", EIGHT_BITS)
+def test_a_window_slides_over_runs(dtype):
     tokens = rows(12, 500)
-    layer = new_layer("kivi8", window=70, recent=10)
+    layer = new_layer(dtype, window=70, recent=10)
     query = rows(13, 1)[0][0].repeat(2, axis=0)
     for t in range(500):
         layer.push(*tokens[:, t])
@@ -271,9 +353,14 @@ def test_a_window_slides_over_runs():
     assert layer._precise.now.runs.layer.capacity <= 512
 
 
-def test_keeping_dropping_and_shifting():
+@pytest.mark.parametrize(
+    "options",
+    [*({"dtype": dtype} for dtype in EIGHT_BITS), {"dtype": "int8/kivi8", "key_scale": "auto"}],
+    ids=str,
+)
+def test_keeping_dropping_and_shifting(options):
     tokens = rows(14, 200)
-    layer = new_layer("kivi8", recent=10, sinks=4)
+    layer = new_layer(recent=10, sinks=4, **options)
     layer.extend(*tokens)
     whole = read(layer)
     kept = np.r_[0:2, 30:100, 185:196, 198:200]
@@ -293,8 +380,9 @@ def test_keeping_dropping_and_shifting():
     np.testing.assert_array_equal(read(layer), whole)
 
 
-def test_a_shift_that_is_refused_changes_nothing():
-    layer = new_layer("kivi8")
+@pytest.mark.parametrize("dtype", EIGHT_BITS)
+def test_a_shift_that_is_refused_changes_nothing(dtype):
+    layer = new_layer(dtype, recent=90)
     tokens = np.full((2, 100, HEADS, DIM), 1.0, np.float32)
     tokens[0, 18] = 60000  # turned, beyond float16
     layer.extend(*tokens)
@@ -305,8 +393,10 @@ def test_a_shift_that_is_refused_changes_nothing():
 
 
 def test_what_does_not_fit_is_refused_and_changes_nothing():
-    for recent_dtype in ("float16", "float32"):
-        layer = new_layer(recent=4, recent_dtype=recent_dtype)
+    for recent_dtype, dtype in itertools.product(
+        ("float16", "float32"), ("kivi4", "kivi4/int8", "int8/kivi4")
+    ):
+        layer = new_layer(dtype, recent=4, recent_dtype=recent_dtype)
         layer.extend(*rows(15, 50))
         before = bits(layer)
         for tokens, at in ((1, 0), (40, 39), (400, 3)):
@@ -331,7 +421,9 @@ def test_what_does_not_fit_is_refused_and_changes_nothing():
     ("options", "match"),
     [
         ({"group_size": 8}, "no scales"),
-        ({"value_dtype": "int8"}, "both in runs"),
+        ({"value_dtype": "float16", "group_size": 8}, "no scales"),
+        ({"value_dtype": "int8", "key_scale": np.ones((HEADS, DIM), np.float32)}, "no key_scale"),
+        ({"value_dtype": "int8", "key_offset": "auto"}, "store keys as they are"),
         ({"key_scale": np.ones((HEADS, DIM), np.float32)}, "no key_scale"),
         ({"key_offset": "auto"}, "no scales|key_offset"),
         ({"recent_dtype": "kivi2"}, "recent_dtype must be"),
@@ -358,6 +450,9 @@ def new_cache(tokens, layers=2, **options):
         {"dtype": "kivi2", "recent": 40, "recent_dtype": "int8"},
         {"dtype": "kivi8", "value_dtype": "kivi2", "recent": 12},
         {"dtype": "int8", "key_dtype": "kivi4", "value_dtype": "kivi8"},
+        {"dtype": "int8", "key_dtype": "kivi4", "scale_dtype": "float16", "recent": 12},
+        {"dtype": "int8", "value_dtype": "kivi2", "key_scale": "auto", "key_offset": "auto"},
+        {"dtype": "fp8_e5m2", "value_dtype": "kivi8", "key_scale": "auto", "recent": 40},
     ],
 )
 def test_copies_files_and_pickles_keep_all(tmp_path, tokens, options):
@@ -386,8 +481,12 @@ def test_copies_files_and_pickles_keep_all(tmp_path, tokens, options):
     assert cache_bits(KVCache.load(tmp_path / "again")) == cache_bits(cache)
 
 
-def test_snapshots_go_back_and_forth():
-    cache = new_cache(rows(19, 330))
+PAIRS = [{}, options_of("kivi4/int8"), options_of("int8/kivi4", key_scale="auto", recent=9)]
+
+
+@pytest.mark.parametrize("options", PAIRS, ids=str)
+def test_snapshots_go_back_and_forth(options):
+    cache = new_cache(rows(19, 330), **options)
     mark, before = cache.snapshot(), cache_bits(cache)
     cache.truncate(100)
     early, read_early = cache.snapshot(), cache_bits(cache)
@@ -402,14 +501,15 @@ def test_snapshots_go_back_and_forth():
     assert mark.is_stale
     cache.restore(detached)
     assert cache_bits(cache) == before
-    other = KVCache(2, HEADS, DIM, dtype="kivi4")
+    other = KVCache(2, HEADS, DIM, **{"dtype": "kivi4", **options})
     other.restore(pickle.loads(pickle.dumps(detached)))
     assert cache_bits(other) == before
 
 
 @pytest.mark.parametrize("n", [95, 110, 127])
-def test_a_step_that_is_refused_changes_nothing(n):
-    cache = new_cache(rows(21, 330))
+@pytest.mark.parametrize("options", PAIRS, ids=str)
+def test_a_step_that_is_refused_changes_nothing(options, n):
+    cache = new_cache(rows(21, 330), **options)
     mark, before = cache.snapshot(), cache_bits(cache)
     cache.truncate(n)
     keys, values = rows(22, 2)
@@ -420,9 +520,10 @@ def test_a_step_that_is_refused_changes_nothing(n):
     assert cache_bits(cache) == before
 
 
-def test_ranges():
+@pytest.mark.parametrize("dtype", EIGHT_BITS)
+def test_ranges(dtype):
     tokens = rows(23, 230)
-    cache = new_cache(tokens, dtype="kivi8")
+    cache = new_cache(tokens, **options_of(dtype))
     for start, stop in ((0, 230), (32, 230), (64, 200), (40, 199), (7, 40), (9, 9)):
         part = cache.extract(start, stop)
         np.testing.assert_allclose(part.k(0), tokens[0, start:stop], atol=0.05)
@@ -437,10 +538,16 @@ def test_ranges():
 
 @pytest.mark.parametrize("options", [{}, {"recent": 40, "sinks": 37, "recent_dtype": "int8"}])
 @pytest.mark.parametrize("start", [0, 32, 160, 192, 224, 256, 288])
-def test_tokens_are_put_in_place_of_whole_runs(start, options):
+@pytest.mark.parametrize("dtype", [*EIGHT_BITS, "int8/kivi8 scaled"])
+def test_tokens_are_put_in_place_of_whole_runs(dtype, start, options):
     """Those before and after them stay, to the byte."""
-    cache = new_cache(rows(30, 300), dtype="kivi8", **options)
-    other = new_cache(rows(31, 64), dtype="kivi8", **options)
+    dtype, _, scaled = dtype.partition(" ")
+    if scaled:
+        scale = np.random.default_rng(3).uniform(0.5, 2, (2, HEADS, DIM))
+        options = {**options, "key_scale": scale.astype(np.float32)}
+    options = options_of(dtype, **options)
+    cache = new_cache(rows(30, 300), **options)
+    other = new_cache(rows(31, 64), **options)
     before = [read(cache.layer(i)) for i in range(2)]
     mark, stop = cache.snapshot(), start + 64
     cache.inject(other, start=start)
@@ -479,16 +586,19 @@ def test_layers_of_a_cache_may_differ(tmp_path):
         {"dtype": "kivi8", "recent": 9},
         {"window": 40, "dtype": "kivi4"},
         {"dtype": "float32"},
+        {"dtype": "kivi4", "value_dtype": "int8", "window": 50},
+        {"value_dtype": "kivi2"},
+        {"dtype": "float16", "value_dtype": "kivi8", "recent": 9},
     ]
-    cache = KVCache(4, HEADS, DIM, dtype="int8", layers=layers)
-    for i in range(4):
+    cache = KVCache(7, HEADS, DIM, dtype="int8", key_scale="auto", layers=layers)
+    for i in range(7):
         for t in range(100):
             cache.append(i, *rows(24 + t, 1))
     cache.advance(100)
     cache.save(tmp_path / "cache")
     other = KVCache.load(tmp_path / "cache")
     assert cache_bits(other) == cache_bits(cache)
-    for each, i in ((each, i) for each in (cache, other) for i in range(4)):
+    for each, i in ((each, i) for each in (cache, other) for i in range(7)):
         each.append(i, *rows(300, 40))
     assert cache_bits(other) == cache_bits(cache)
 
@@ -518,7 +628,7 @@ def test_files_that_make_no_runs_are_refused(tmp_path):
     runs[0, 0, -1] = 0x7C  # an infinite smallest value
     assert "not finite" in forged({**good, "layers.1.runs.key_codes": runs})
     fewer = {name: each[:1] if ".runs." in name else each for name, each in good.items()}
-    assert "1 rows of its runs tokens" in forged(fewer)
+    assert "rows of 32 of its runs tokens" in forged(fewer)
     many = {
         name: np.repeat(each, 3, axis=0) if ".last." in name else each
         for name, each in good.items()
@@ -559,9 +669,13 @@ def test_batches_are_as_their_layers():
 class RunsMachine(RuleBasedStateMachine):
     """A layer against a list of the tokens: close to what was given, precise where promised."""
 
-    @initialize(recent=st.sampled_from([0, 1, 7, 40]), sinks=st.sampled_from([0, 6]))
-    def start(self, recent, sinks):
-        self.layer = new_layer("kivi8", recent=recent, sinks=sinks)
+    @initialize(
+        dtype=st.sampled_from(EIGHT_BITS),
+        recent=st.sampled_from([0, 1, 7, 40]),
+        sinks=st.sampled_from([0, 6]),
+    )
+    def start(self, dtype, recent, sinks):
+        self.layer = new_layer(dtype, recent=recent, sinks=sinks)
         self.tokens, self.seed, self.anew = rows(0, 0), 0, 1
         self.base = 0  # last tokens are precise from here on, if so many
 
@@ -633,7 +747,13 @@ TestRuns.settings = settings(max_examples=40, stateful_step_count=20, deadline=N
 
 @pytest.mark.parametrize(
     ("dtype", "options"),
-    [("kivi8", {}), ("kivi4", {"recent": 20}), ("int8", {"recent": 20, "sinks": 3})],
+    [
+        ("kivi8", {}),
+        ("kivi4", {"recent": 20}),
+        ("int8", {"recent": 20, "sinks": 3}),
+        ("int8", {"value_dtype": "kivi8"}),
+        ("kivi4", {"value_dtype": "int8", "recent": 20}),
+    ],
 )
 def test_readers_beside_a_writer_see_whole_prefixes(dtype, options):
     """Values are their positions: what a reader gets must be those, however far the writer is."""

@@ -14,7 +14,7 @@ from support import normal, refuses
 
 import kvedge
 from kvedge import Float32KvLayer, InvalidArgumentError, NonFiniteInputError, QuantizedKvLayer
-from kvedge.core.formats import FORMATS
+from kvedge.core.formats import DTYPES
 
 
 @pytest.mark.parametrize("factors", [[1.0, 1.0], [1.0, 0.5, 0.1, -0.7]], ids=["alike", "apart"])
@@ -33,11 +33,12 @@ def test_a_row_never_loses_more_than_the_tolerance(rng, kind, tolerance, rows, f
 
 
 @pytest.mark.skipif(kvedge.backend == "numpy", reason="NumPy reads all")
-@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("dtype", [*DTYPES, "kivi4/int8", "int8/kivi2"])
 @pytest.mark.parametrize("rows", [None, 40])
 def test_what_holds_nothing_is_left_out(rng, dtype, rows):
     length, heads, dim = 4096, 2, 64
-    cache = kvedge.KVCache(1, heads, dim, dtype=dtype)
+    dtype, _, values = dtype.partition("/")
+    cache = kvedge.KVCache(1, heads, dim, dtype=dtype, value_dtype=values or None)
     keys = normal(rng, length, heads, dim) * 0.1
     keys[:64] = 1.0  # what the query looks for
     cache.push_step(keys[:1], normal(rng, 1, heads, dim))

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import assert_lse_close, normal, stored
 
-from kvedge import Float32KvLayer, QuantizedKvLayer
+from kvedge import Float32KvLayer, Kivi8KvLayer, QuantizedKvLayer
 
 
 @st.composite
@@ -24,7 +24,12 @@ def calls(draw):
     values = normal(rng, length, heads, width)
     values[..., 0] = 1.0  # here errors add up
     cls, made = Float32KvLayer, {}
-    if draw(st.booleans()):
+    how = draw(st.sampled_from(["rows", "int8", "values in runs", "runs"]))
+    if how.endswith("runs"):  # but for the last tokens, which are exact
+        made = {"value_dtype": draw(st.sampled_from(["kivi2", "kivi4", "kivi8"]))}
+        made |= {"recent_dtype": "float32", "recent": draw(st.sampled_from([0, 100]))}
+        cls = Kivi8KvLayer if how == "runs" else Float32KvLayer
+    elif how == "int8":
         cls = QuantizedKvLayer
         made = {"key_offset": draw(st.sampled_from([None, "auto"]))}
     layer = layer_of_logits(logits, values, cls, **made)
@@ -55,7 +60,10 @@ def calls(draw):
 @given(calls())
 def test_the_error_is_at_most_the_tolerance_times_the_largest_value(call):
     layer, query, tolerance, options = call
-    keys, values = stored(layer)
+    if layer.recent_dtype:
+        keys, values = (rows.astype(np.float64) for rows in (layer.keys(), layer.values()))
+    else:
+        keys, values = stored(layer)
     ref, ref_lse = reference.attention(query, keys, values, **options)
     options |= {"precision_bits": 24, "return_lse": True}
     out, lse = layer.attend(query, tolerance=tolerance, **options)

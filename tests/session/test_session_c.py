@@ -132,9 +132,14 @@ PARTS = [
 ]
 
 
+RUNS_BESIDE_ROWS = ["kivi4/int8", "int8/kivi2", "float16/kivi8", "kivi8/fp8_e4m3", "int4/kivi4"]
+
+
 def with_parts(rng, tokens, dtype="int8", **options):
-    if dtype not in FORMATS and not options.get("recent"):
-        options["recent"] = 0
+    """Of a format, or of two, such as "kivi4/int8"."""
+    dtype, _, values = dtype.partition("/")
+    if values:
+        options["value_dtype"] = values
     cache = KVCache(LAYERS, HEADS, DIM, dtype=dtype, **options)
     if tokens:
         fill(cache, rng, tokens)
@@ -142,7 +147,7 @@ def with_parts(rng, tokens, dtype="int8", **options):
 
 
 @pytest.mark.parametrize("options", PARTS, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [*DTYPES, "kivi8/kivi2", *RUNS_BESIDE_ROWS])
 def test_c_copies_first_and_last_tokens_and_runs_to_the_byte(copy, tmp_path, rng, dtype, options):
     for tokens in (0, 9, 150):
         assert_copied(copy, with_parts(rng, tokens, dtype, **options), tmp_path)
@@ -155,10 +160,21 @@ def test_parts_store_keys_as_their_format_gains_by_it(copy, tmp_path, rng, preci
     assert_copied(copy, with_parts(rng, 20, "float16", **options, **vectors), tmp_path)
     vectors["key_offset"] = np.stack([SCALE] * LAYERS)
     scales = {"group_size": 16, "scale_dtype": "float16"}
-    assert_copied(copy, with_parts(rng, 20, "int8", **options, **vectors, **scales), tmp_path)
+    for dtype in ("int8", "int8/kivi4"):
+        assert_copied(copy, with_parts(rng, 80, dtype, **options, **vectors, **scales), tmp_path)
 
 
-@pytest.mark.parametrize("dtype", ["int4", "kivi2", "kivi4", "kivi8"])
+@pytest.mark.parametrize("dtype", RUNS_BESIDE_ROWS)
+def test_scales_beside_runs_are_copied(copy, tmp_path, rng, dtype):
+    options = {"key_scale": "auto", "recent": 5}
+    if {"int8", "int4"} & {*dtype.split("/")}:
+        options |= {"group_size": 16, "scale_dtype": "float16"}
+    for recent_dtype in ("float16", "int8"):
+        cache = with_parts(rng, 150, dtype, recent_dtype=recent_dtype, **options)
+        assert_copied(copy, cache, tmp_path)
+
+
+@pytest.mark.parametrize("dtype", ["int4", "kivi2", "kivi4", "kivi8", *RUNS_BESIDE_ROWS])
 @pytest.mark.parametrize("length", [250, 224, 130, 45, 64, 1, 0])
 def test_c_copies_layers_that_went_back(copy, tmp_path, rng, dtype, length):
     """Further than last tokens reach: they end inside a run, and nothing is in last."""
@@ -177,6 +193,8 @@ def test_c_copies_parts_of_layers_that_differ(copy, tmp_path, rng):
         {**shape, "dtype": "kivi2", "recent": 8, "sinks": 3, "recent_dtype": "float32"},
         {"num_kv_heads": 1, "head_dim": 24, "dtype": "float32", "window": 3},
         {**shape, "dtype": "kivi4", "window": 50},
+        {**shape, "dtype": "kivi4", "value_dtype": "int8", "group_size": 8, "window": 60},
+        {**shape, "value_dtype": "kivi2", "scale_dtype": "float16", "recent": 2},
         {**shape, "dtype": "int4", "value_dtype": "int8", "sinks": 2, "scale_dtype": "float16"},
         {**shape},
     ] * 2
@@ -199,6 +217,9 @@ def test_c_copies_parts_of_layers_that_differ(copy, tmp_path, rng):
         {"dtype": "kivi4"},
         {"dtype": "kivi8", "recent": 5, "sinks": 70, "recent_dtype": "int8"},
         {"dtype": "kivi4", "window": 50, "value_head_dim": 24},
+        {"dtype": "kivi4/int8", "recent": 40},
+        {"dtype": "int8/kivi2", "recent": 5, "sinks": 3, "key_scale": np.stack([SCALE] * LAYERS)},
+        {"dtype": "kivi4/int8", "window": 50, "value_head_dim": 24},
     ],
     ids=str,
 )
@@ -362,6 +383,10 @@ def with_key_scale(tensors):
         (None, {"recent_dtype": "kivi4"}),
         (None, {"recent_dtype": ""}),
         (None, {"dtype": "kivi2"}),
+        (None, {"value_dtype": "kivi2"}),
+        (None, {"value_dtype": "float16"}),
+        (None, {"value_dtype": "kivi4"}),
+        (None, {"value_dtype": "kivi4.runs"}),
         (None, {"dtype": "int8"}),
         (None, {"dtype": "kivi4.runs"}),
         (None, {"key_scale": "auto"}),

@@ -480,8 +480,9 @@ def file_with_parts(path, rng, dtype="kivi4", tokens=70, **options):
 
 
 @pytest.mark.parametrize("name", ["key_scale", "key_offset"])
-def test_runs_with_a_key_vector_are_corrupt(path, rng, mmap, name):
-    file_with_parts(path, rng)
+@pytest.mark.parametrize("values", ["kivi4", "int8"])
+def test_runs_with_a_key_vector_are_corrupt(path, rng, mmap, name, values):
+    file_with_parts(path, rng, value_dtype=values)
 
     def change(tensors):
         tensors[f"layers.0.{name}"] = np.ones((HEADS, DIM), np.float32)

@@ -188,13 +188,12 @@ class _LayerCore(LayerCore):
     def _write(self, row: int, keys: np.ndarray, values: np.ndarray) -> None:
         """Store tokens (n, num_kv_heads, channels) from a row of the slabs on."""
         slabs, config = self._slabs, self._config
-        step = config.key_format.tokens_per_row
         for block in self._blocks(len(keys)):
-            at = slice((row + block.start) // step, (row + block.stop) // step)
-            slabs.key_codes[at], slabs.key_scales[at] = config.key_format.encode(
+            rows = memory.rows_of(slabs, config, row + block.start, row + block.stop)
+            rows.key_codes[:], rows.key_scales[:] = config.key_format.encode(
                 self._key_map.to_stored(keys[block]), config.key_rows
             )
-            slabs.value_codes[at], slabs.value_scales[at] = config.value_format.encode(
+            rows.value_codes[:], rows.value_scales[:] = config.value_format.encode(
                 values[block], config.value_rows
             )
 
