@@ -76,7 +76,7 @@ class Kivi:
         return codes.astype(np.uint8), step, low
 
     def _packed(self, codes: np.ndarray) -> np.ndarray:
-        """Codes (N, H, lanes, n) -> bytes (N, H, ...): first words of all lanes, then second ones."""
+        """Codes (N, H, lanes, n) -> bytes (N, H, ...): first words of all lanes, then second."""
         of_word, per_byte = 32 // self.bits, 8 // self.bits
         missing = -codes.shape[-1] % of_word
         parts = np.pad(codes, ((0, 0), (0, 0), (0, 0), (0, missing)))
