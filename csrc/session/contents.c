@@ -312,10 +312,9 @@ void kvedge_put_layers(kvedge_output *out, const kvedge_contents *contents, cons
   kvedge_put_text(out, "]");
 }
 
-const char *kvedge_version_of(const kvedge_session *session) {
-  const kvedge_contents contents = {.session = session};
-  for (int i = 0; i < session->num_layers; i++) {
-    const kvedge_session_layer layer = kvedge_contents_layer(&contents, i);
+const char *kvedge_version_of(const kvedge_contents *contents) {
+  for (int i = 0; i < contents->session->num_layers; i++) {
+    const kvedge_session_layer layer = kvedge_contents_layer(contents, i);
     if (kvedge_in_runs(&layer)) return "2";
   }
   return "1";
@@ -330,7 +329,7 @@ void kvedge_put_metadata(kvedge_output *out, const kvedge_contents *contents, co
   kvedge_put_text(out, "{");
   put_text(&m, "dtype", format_name(config)); /* in the order of names */
   put_text(&m, "format", "kvedge");
-  put_text(&m, "format_version", kvedge_version_of(session));
+  put_text(&m, "format_version", kvedge_version_of(contents));
   put_digits(&m, "group_size", has_scales, config->group_size);
   put_digits(&m, "head_dim", 1, config->head_dim);
   put_text(&m, "key_offset", session->auto_key_offset ? "auto" : "");

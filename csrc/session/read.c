@@ -413,9 +413,9 @@ static const char *read_layers(const header *head, places *p) {
       return "its metadata makes no layers";
   }
   session.layers = p->layers;
-  if (strcmp(head->field[FORMAT_VERSION], kvedge_version_of(&session)))
-    return "it is not of the version of what it holds: runs of 32 tokens lay otherwise before version 2";
   const kvedge_contents contents = {.session = &session};
+  if (strcmp(head->field[FORMAT_VERSION], kvedge_version_of(&contents)))
+    return "it is not of the version of what it holds: runs of 32 tokens lay otherwise before version 2";
   kvedge_output out = kvedge_output_to(is_other, &text);
   kvedge_put_layers(&out, &contents, "\"");
   kvedge_output_flush(&out);
