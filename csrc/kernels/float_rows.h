@@ -40,7 +40,10 @@ KVEDGE_INLINE int is_converted(const kvedge_tile *tile, const kvedge_format form
 }
 
 /* Queries up to which rows are multiplied as they are stored, for scores. */
-KVEDGE_INLINE int most_of_rows(const kvedge_format format) { return is_fp8(format) ? 1 : 4; }
+KVEDGE_INLINE int most_of_rows(const kvedge_format format) {
+  if (format == KVEDGE_FP8_E4M3) return FLOATS == 8 ? 1 : 2;
+  return is_fp8(format) ? 2 : 4;
+}
 
 /* n channels as float32, FLOATS at a time; from n on, to the next multiple of FLOATS, zeros. */
 KVEDGE_INLINE void convert_channels(const char *from, const kvedge_format format, int n, floats factor, float *to) {
@@ -172,8 +175,8 @@ KVEDGE_INLINE void score_for(const kvedge_query *q, int first, const int count, 
     kvedge_next_block next = b->next;                                                                                  \
     const int n = q->num_queries;                                                                                      \
     int i = 0;                                                                                                         \
-    if (n == 4 && most_of_rows(format) > 2) SCORE(4), i = 4;                                                           \
-    if (n - i >= 2 && most_of_rows(format) > 2) SCORE(2), i += 2;                                                      \
+    if (n == 4 && most_of_rows(format) >= 4) SCORE(4), i = 4;                                                           \
+    if (n - i >= 2 && most_of_rows(format) >= 2) SCORE(2), i += 2;                                                      \
     if (i < n) SCORE(1);                                                                                               \
   }
 SCORE_BLOCK(float32, KVEDGE_FLOAT32)
