@@ -175,8 +175,8 @@ KVEDGE_INLINE void score_for(const kvedge_query *q, int first, const int count, 
     kvedge_next_block next = b->next;                                                                                  \
     const int n = q->num_queries;                                                                                      \
     int i = 0;                                                                                                         \
-    if (n == 4 && most_of_rows(format) >= 4) SCORE(4), i = 4;                                                           \
-    if (n - i >= 2 && most_of_rows(format) >= 2) SCORE(2), i += 2;                                                      \
+    if (n == 4 && most_of_rows(format) >= 4) SCORE(4), i = 4;                                                          \
+    if (n - i >= 2 && most_of_rows(format) >= 2) SCORE(2), i += 2;                                                     \
     if (i < n) SCORE(1);                                                                                               \
   }
 SCORE_BLOCK(float32, KVEDGE_FLOAT32)
