@@ -15,7 +15,8 @@ and as metadata, all text, the fields of ``FIELDS``, ``value_dtype`` and ``value
 values have another type and width than keys, ``key_scale`` where layers take theirs from their
 first tokens, ``recent``, ``sinks`` and ``recent_dtype`` where first or last tokens are held in
 another format too, ``layers`` where layers differ or have windows, ``sha256`` over everything else,
-and the user's own under "user.". tokens are length, less those that the layer's window has dropped.
+and the user's own under "user.". ``format_version`` is 1, or 2 where a layer holds runs. tokens are
+length, less those that the layer's window has dropped.
 Versions of kvedge that do not know a field refuse the files that have it.
 """
 
@@ -42,6 +43,8 @@ __all__ = ["checked_path", "digest", "file_types", "header", "safetensors_packag
 
 FORMAT = "kvedge"
 VERSION = "1"
+#: Of files that hold runs, in which codes lay otherwise before any release.
+VERSION_OF_RUNS = "2"
 USER = "user."  # prefix of the user's metadata
 FIELDS = (
     "format",
@@ -153,11 +156,16 @@ def _tensors(contents: CacheContents) -> dict[str, np.ndarray]:
     return tensors
 
 
+def version_of(form: CacheFormat) -> str:
+    """The version of files of such layers."""
+    return VERSION_OF_RUNS if any(layer.in_runs for layer in form.layers) else VERSION
+
+
 def _fields(contents: CacheContents, cache: _Saved) -> dict[str, str]:
     form, first = contents.format, contents.format.layers[0]
     values = (
         FORMAT,
-        VERSION,
+        version_of(form),
         form.num_layers,
         first.num_kv_heads,
         first.head_dim,

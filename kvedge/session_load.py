@@ -40,11 +40,13 @@ from kvedge.session import (
     VALUE_DTYPE,
     VALUE_HEAD_DIM,
     VERSION,
+    VERSION_OF_RUNS,
     checked_path,
     digest,
     file_types,
     layers_field,
     safetensors_package,
+    version_of,
 )
 from kvedge.snapshot import CacheFormat
 
@@ -228,11 +230,11 @@ def _read_fields(
     """Format, length, max_seq_len, and how many tokens each layer has dropped."""
     if fields.get("format") != FORMAT:
         _corrupt(path, "it is a safetensors file, but not of a kvedge cache")
-    if fields.get("format_version") != VERSION:
+    if fields.get("format_version") not in (VERSION, VERSION_OF_RUNS):
         _corrupt(
             path,
             f"its format_version is {fields.get('format_version')!r}, and this kvedge reads "
-            f"{VERSION!r}: it is damaged, or a newer kvedge wrote it",
+            f"{VERSION!r} and {VERSION_OF_RUNS!r}: it is damaged, or a newer kvedge wrote it",
         )
     missing = [name for name in (*FIELDS, "sha256") if name not in fields]
     if missing:
@@ -292,6 +294,12 @@ def _read_fields(
     if LAYERS in fields:
         configs, dropped = _read_layers(path, fields[LAYERS], config, num_layers, length)
     form = CacheFormat.of(configs)
+    if fields["format_version"] != version_of(form):
+        _corrupt(
+            path,
+            f"its format_version is {fields['format_version']!r}, and that of what it holds "
+            f"{version_of(form)!r}: runs of 32 tokens lay otherwise before version 2",
+        )
     if fields["key_offset"] and not any(config.keys_have_scales for config in form.layers):
         _corrupt(path, "its key_offset is for keys with scales, and it has none")
     if KEY_SCALE in fields and not any(config.has_auto_scale for config in form.layers):

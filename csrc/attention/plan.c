@@ -19,7 +19,8 @@ enum {
    * of their use rows are asked for: two tiles' keys and values are to fit a second-level cache, which two threads may
    * share. */
   TILE_BYTES = 100 << 10,
-  LEAST_TILE = 48, /* but this many tokens are worked on at once, since a call for fewer costs more */
+  LEAST_TILE = 48,         /* but this many tokens are worked on at once, since a call for fewer costs more */
+  LEAST_TILE_OF_RUNS = 96, /* three runs; and they have half of the bytes */
   /* Keys or values of up to this many channels get 24 bits: with few channels all of an output may cancel, so that what 16 bits
    * leave of an error is large beside it. */
   TINY_ROW_CHANNELS = 8,
@@ -134,9 +135,10 @@ static int plan_tile(const kvedge_attention *a) {
   const int64_t of_head = keys->head_stride * (KVEDGE_RUN / keys->format->tokens_per_group) +
                           values->head_stride * (KVEDGE_RUN / values->format->tokens_per_group); /* for a run */
   int64_t tile = 2 * a->kernels->tuning.step_bytes * KVEDGE_RUN / (of_head > 0 ? of_head : 1);
-  if (most < LEAST_TILE) most = LEAST_TILE;
-  if (tile > most) tile = most;
   const int step = kvedge_view_has_runs(&a->view) ? KVEDGE_RUN : KVEDGE_BLOCK;
+  const int least = step == KVEDGE_RUN ? LEAST_TILE_OF_RUNS : LEAST_TILE;
+  if (most < least) most = least;
+  if (tile > most) tile = most;
   tile = (tile + step - KVEDGE_BLOCK) / step * step; /* of runs: up, since a call for one costs much beside it */
   return tile < step ? step : tile > KVEDGE_TILE ? KVEDGE_TILE : (int)tile;
 }

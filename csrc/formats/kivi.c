@@ -6,11 +6,13 @@
  *   code = (x - low) * (1 / step), to nearest, ties to even, at most 2^bits - 1
  *   x    = low + code * step                             the product is exact
  *
- * All in float, single operations, so every machine stores the same bytes. A run:
+ * All in float, single operations, so every machine stores the same bytes. A run, in words of 4 bytes (low bytes first), the i-th
+ * code of a word at bit i * bits:
  *
- *   codes  [32 tokens][ceil(dim * bits / 8)]     element d at bit d * bits of its row, low bits first
- *   steps  half [dim] of keys; [32][ceil(dim / 64)] of values
- *   lows   likewise
+ *   keys     words [ceil(dim * bits / 32)][32 tokens]   of a token's channels, codes past the last 0
+ *            half steps [dim], lows [dim]
+ *   values   words [bits][dim]                          of a channel's tokens
+ *            half steps [ceil(dim / 64)][32], lows likewise
  */
 #include <math.h>
 #include <string.h>
@@ -45,15 +47,14 @@ static inline uint8_t code_of(float x, levels of, float most) {
   return (uint8_t)(code > most ? most : code);
 }
 
-static inline void put_code(uint8_t *row, int d, int bits, uint8_t code) {
-  const int bit = d * bits;
-  row[bit / 8] = (uint8_t)(row[bit / 8] | code << bit % 8);
+static inline void put_code(const run_parts *p, code_place at, uint8_t code) {
+  p->words[at.byte] = (uint8_t)(p->words[at.byte] | code << at.shift);
 }
 
 static void encode_keys(int dim, int bits, const float *x, void *run) {
   const float most = (float)((1 << bits) - 1);
   const run_parts p = parts_of(run, dim, bits, 0);
-  memset(p.codes, 0, RUN * p.row);
+  memset(p.words, 0, bytes_of_words(dim, bits, 0));
   for (int d = 0; d < dim; d++) {
     float smallest = x[d], largest = x[d];
     for (int t = 1; t < RUN; t++) {
@@ -62,76 +63,55 @@ static void encode_keys(int dim, int bits, const float *x, void *run) {
       largest = element > largest ? element : largest;
     }
     const levels of = choose_levels(smallest, largest, most, &p.steps[d], &p.lows[d]);
-    for (int t = 0; t < RUN; t++) put_code(p.codes + (size_t)t * p.row, d, bits, code_of(x[t * dim + d], of, most));
+    for (int t = 0; t < RUN; t++) put_code(&p, place_of_code(dim, bits, 0, t, d), code_of(x[t * dim + d], of, most));
   }
 }
 
 static void encode_values(int dim, int bits, const float *x, void *run) {
   const float most = (float)((1 << bits) - 1);
   const run_parts p = parts_of(run, dim, bits, 1);
-  const int groups = (dim + GROUP - 1) / GROUP;
-  memset(p.codes, 0, RUN * p.row);
+  memset(p.words, 0, bytes_of_words(dim, bits, 1));
   for (int t = 0; t < RUN; t++, x += dim)
-    for (int g = 0, d = 0; g < groups; g++) {
+    for (int g = 0, d = 0; d < dim; g++) {
       const int stop = d + GROUP < dim ? d + GROUP : dim;
       float smallest = x[d], largest = x[d];
       for (int i = d + 1; i < stop; i++) {
         smallest = x[i] < smallest ? x[i] : smallest;
         largest = x[i] > largest ? x[i] : largest;
       }
-      const int at = t * groups + g;
-      const levels of = choose_levels(smallest, largest, most, &p.steps[at], &p.lows[at]);
-      for (; d < stop; d++) put_code(p.codes + (size_t)t * p.row, d, bits, code_of(x[d], of, most));
+      const levels of = choose_levels(smallest, largest, most, &p.steps[g * RUN + t], &p.lows[g * RUN + t]);
+      for (; d < stop; d++) put_code(&p, place_of_code(dim, bits, 1, t, d), code_of(x[d], of, most));
     }
 }
 
 /* ---- Decoding -------------------------------------------------------------------------------- */
 
-/* Codes of a row, a byte each. */
-typedef union {
-  uint8_t codes[KVEDGE_MAX_HEAD_DIM];
-  uint16_t pairs[KVEDGE_MAX_HEAD_DIM / 2];
-  uint32_t fours[KVEDGE_MAX_HEAD_DIM / 4];
-} code_bytes;
-
-/* Of a row of `bytes` bytes, low bits first: the codes of a byte are spread over a wider integer. */
-static void unpack_codes(const uint8_t *row, int bytes, int bits, code_bytes *out) {
-  if (bits == 2)
-    for (int i = 0; i < bytes; i++)
-      out->fours[i] = (row[i] & 3u) | (row[i] & 12u) << 6 | (row[i] & 48u) << 12 | (row[i] & 192u) << 18;
-  else if (bits == 4)
-    for (int i = 0; i < bytes; i++) out->pairs[i] = (uint16_t)((row[i] & 15u) | (row[i] & 240u) << 4);
-  else memcpy(out->codes, row, (size_t)bytes);
+static inline uint8_t code_at(const run_parts *p, code_place at, int bits) {
+  return (uint8_t)(p->words[at.byte] >> at.shift & ((1 << bits) - 1));
 }
 
 /* Tokens first..first+count-1 of a run to floats, `stride` floats apart. */
 static void decode_keys(int dim, int bits, const void *run, int first, int count, float *x, ptrdiff_t stride) {
   const run_parts p = parts_of(run, dim, bits, 0);
   float steps[KVEDGE_MAX_HEAD_DIM], lows[KVEDGE_MAX_HEAD_DIM];
-  code_bytes room;
   floats_of_steps(p.steps, dim, steps);
   floats_of_steps(p.lows, dim, lows);
-  for (int t = first; t < first + count; t++, x += stride) {
-    unpack_codes(p.codes + (size_t)t * p.row, (int)p.row, bits, &room);
-    for (int d = 0; d < dim; d++)
-      x[d] = lows[d] + (float)room.codes[d] * steps[d]; /* the product is exact: fused or not */
-  }
+  for (int t = first; t < first + count; t++, x += stride)
+    for (int d = 0; d < dim; d++) /* the product is exact: fused or not */
+      x[d] = lows[d] + (float)code_at(&p, place_of_code(dim, bits, 0, t, d), bits) * steps[d];
 }
 
 static void decode_values(int dim, int bits, const void *run, int first, int count, float *x, ptrdiff_t stride) {
   const run_parts p = parts_of(run, dim, bits, 1);
-  const int groups = (dim + GROUP - 1) / GROUP;
-  float steps[RUN * KVEDGE_MAX_HEAD_DIM / GROUP], lows[RUN * KVEDGE_MAX_HEAD_DIM / GROUP];
-  code_bytes room;
-  floats_of_steps(p.steps + first * groups, count * groups, steps);
-  floats_of_steps(p.lows + first * groups, count * groups, lows);
-  for (int t = 0; t < count; t++, x += stride) {
-    unpack_codes(p.codes + (size_t)(first + t) * p.row, (int)p.row, bits, &room);
-    for (int g = 0; g < groups; g++) {
-      const int d = g * GROUP, stop = d + GROUP < dim ? d + GROUP : dim;
-      const float step = steps[t * groups + g], low = lows[t * groups + g];
-      for (int i = d; i < stop; i++) x[i] = low + (float)room.codes[i] * step;
-    }
+  for (int g = 0, d = 0; d < dim; g++) {
+    const int start = d, stop = d + GROUP < dim ? d + GROUP : dim;
+    float steps[RUN], lows[RUN], *row = x;
+    floats_of_steps(p.steps + g * RUN, RUN, steps);
+    floats_of_steps(p.lows + g * RUN, RUN, lows);
+    for (int t = first; t < first + count; t++, row += stride)
+      for (d = start; d < stop; d++)
+        row[d] = lows[t] + (float)code_at(&p, place_of_code(dim, bits, 1, t, d), bits) * steps[t];
+    d = stop;
   }
 }
 

@@ -9,27 +9,51 @@
 
 enum { RUN = KVEDGE_RUN, GROUP = 64 /* channels of a value that share a step */ };
 
-static inline size_t codes_row(int dim, int bits) { return kvedge_packed_bytes(dim, bits); }
+/* Words of 4 bytes, each with as many codes: in a run of keys side by side those of all tokens, in one of values those of all
+ * channels. So a vector of words is one of tokens, or of channels, and nothing is transposed to multiply them. */
+static inline int codes_of_word(int bits) { return 32 / bits; }
+
+static inline int num_words(int dim, int bits, int of_values) { /* of a token, or of a channel */
+  return of_values ? RUN / codes_of_word(bits) : (dim + codes_of_word(bits) - 1) / codes_of_word(bits);
+}
+
+static inline int num_lanes(int dim, int of_values) { return of_values ? dim : RUN; }
 
 static inline size_t num_steps(int dim, int of_values) {
   return of_values ? (size_t)RUN * (size_t)((dim + GROUP - 1) / GROUP) : (size_t)dim;
 }
 
+static inline size_t bytes_of_words(int dim, int bits, int of_values) {
+  return (size_t)num_words(dim, bits, of_values) * (size_t)num_lanes(dim, of_values) * 4;
+}
+
 static inline size_t bytes_of_run(int dim, int bits, int of_values) {
-  return RUN * codes_row(dim, bits) + 2 * num_steps(dim, of_values) * sizeof(uint16_t);
+  return bytes_of_words(dim, bits, of_values) + 2 * num_steps(dim, of_values) * sizeof(uint16_t);
 }
 
 typedef struct {
-  uint8_t *codes;         /* (RUN, row) */
+  uint8_t *words;         /* (num_words, num_lanes) of 4 bytes, low bytes first, at an address that is even */
   uint16_t *steps, *lows; /* aligned to 2 bytes, as the run is */
-  size_t row;
 } run_parts;
 
 static inline run_parts parts_of(const void *run, int dim, int bits, int of_values) {
-  run_parts p = {.codes = (uint8_t *)run, .row = codes_row(dim, bits)};
-  p.steps = (uint16_t *)(p.codes + RUN * p.row);
+  run_parts p = {.words = (uint8_t *)run};
+  p.steps = (uint16_t *)(p.words + bytes_of_words(dim, bits, of_values));
   p.lows = p.steps + num_steps(dim, of_values);
   return p;
+}
+
+/* Where the code of an element lies: that of channel d of token t. */
+typedef struct {
+  size_t byte;
+  int shift;
+} code_place;
+
+static inline code_place place_of_code(int dim, int bits, int of_values, int t, int d) {
+  const int i = of_values ? t : d, lane = of_values ? d : t; /* the i-th code of a lane */
+  const int bit = i % codes_of_word(bits) * bits;
+  const size_t word = (size_t)(i / codes_of_word(bits)) * (size_t)num_lanes(dim, of_values) + (size_t)lane;
+  return (code_place){4 * word + (size_t)(bit / 8), bit % 8};
 }
 
 /* What runs refuse: what a half cannot hold. */

@@ -1,171 +1,210 @@
-/* Runs of kivi2, kivi4 and kivi8 by the kernels of int8. Codes less the middle one, 2^(bits - 1), are integers of 8 bits, so
- * with middle = low + step * 2^(bits - 1)
+/* Runs of kivi2, kivi4 and kivi8 as they are stored (formats/kivi.c has their layout), in floats: in plain C, which a path
+ * compiles for itself. Codes are counted from the middle one, 2^(bits - 1); with middle = low + step * 2^(bits - 1)
  *
  *   scores[t] = sum_d q[d] middle[d] + sum_d (q[d] step[d]) code[t][d]            a step per channel and run
  *   acc[d]    = sum_t p[t] middle[t] + sum_t (p[t] step[t]) code[t][d]            a step per token and 64 channels
  *
- * The first sums are of floats: one number for a query and a run, and one for a query and 64 channels. The second ones
- * are those of int8: keys' steps multiply the query, once per run, and values' steps are their scales. Rows are widened to
- * bytes in room that stays in the first-level cache; a path that multiplies codes of 4 bits as they lie does so.
- *
- * Included by a path after its kernels and after run_sums.h or what it has for that. Plain C, which the path compiles for
- * itself.
+ * The second sums are the same thing twice: of a vector of words, those of 32 tokens or of 64 channels side by side, the k-th
+ * codes times a number that all lanes share. What a path has for integers does it likewise.
  */
-/* The cells of a path for rows of bytes, and of 4 bits (`scores` NULL: it has none) with the levels of a tile. */
-typedef struct {
-  kvedge_cell of_bytes, of_codes;
-} run_kernels;
+#include "formats/kivi.h"
 
-/* What codes of 4 bits stand for: less the middle one; raw, where a path takes the middle off: less 128. */
-static const int8_t run_levels[2][16] = {
-    {-8,   -7,   -6,   -5,   -4,   -3,   -2,   -1,   0,    1,    2,    3,    4,    5,    6,    7   },
-    {-128, -127, -126, -125, -124, -123, -122, -121, -120, -119, -118, -117, -116, -115, -114, -113}
+enum {
+  RUN_LANES = 16,  /* independent sums, as in portable.h */
+  RUN_QUERIES = 4, /* that words are unpacked for at a time */
+  MOST_LANES = 64, /* tokens, or channels, that are worked on together */
 };
 
-/* ---- Rows ---- */
+#if defined(__clang__)
+#define RUN_FUNCTION __attribute__((noinline, unused))
+#else
+#define RUN_FUNCTION __attribute__((noinline, noclone, unused))
+#endif
 
-typedef union {
-  _Alignas(64) int8_t rows[RUN_CODES];
-  uint16_t pairs[RUN_CODES / 2];
-  uint32_t fours[RUN_CODES / 4];
-} wide_run;
+/* The r-th run of a tile, and what the tile has of it: `count` tokens from `first` on, of which the first is the tile's
+ * token `at`. */
+typedef struct {
+  run_parts parts;
+  int first, count, at;
+} tile_run;
 
-/* Codes of `bytes` bytes as run_levels has them, from `at` on, counted in what a byte becomes. (Signs are extended byte
- * by byte.) */
-static inline void widen_codes(const uint8_t *codes, int bytes, int bits, int raw, wide_run *to, ptrdiff_t at) {
-  if (bits == 4) {
-    uint16_t *restrict out = to->pairs + at;
-    for (int i = 0; i < bytes; i++) {
-      const uint16_t code = (uint16_t)((codes[i] & 15u) | (codes[i] & 240u) << 4), lower = (uint16_t)(~code & 0x0808u);
-      out[i] = (uint16_t)(raw ? code ^ 0x8080u : (code ^ 0x0808u) | lower << 1 | lower << 2 | lower << 3 | lower << 4);
-    }
-  } else if (bits == 2) {
-    uint32_t *restrict out = to->fours + at;
-    for (int i = 0; i < bytes; i++) {
-      const uint32_t x = codes[i];
-      const uint32_t code = (x & 3u) | (x & 12u) << 6 | (x & 48u) << 12 | (x & 192u) << 18;
-      out[i] = raw ? code ^ 0x80808080u : (code ^ 0x02020202u) | ((~code & 0x02020202u) >> 1) * 0xfcu;
-    }
-  } else {
-    int8_t *restrict out = to->rows + at;
-    for (int i = 0; i < bytes; i++) out[i] = (int8_t)(codes[i] ^ 0x80);
-  }
+KVEDGE_INLINE tile_run run_of_tile(const kvedge_tile *tile, int r, int of_values) {
+  tile_run run = {.parts = parts_of(tile->blocks[r] + tile->offset, tile->dim, tile->bits, of_values)};
+  run.first = r ? 0 : tile->first;
+  run.at = r ? r * RUN - tile->first : 0;
+  run.count = tile->num_tokens - run.at < RUN - run.first ? tile->num_tokens - run.at : RUN - run.first;
+  return run;
 }
 
+static inline int num_runs(const kvedge_tile *tile) { return (tile->first + tile->num_tokens + RUN - 1) / RUN; }
+
 /* Prefetches bytes from..to-1 of the run that comes later with the r-th one. */
-static inline void prefetch_run(const kvedge_tile *tile, int r, size_t from, size_t to) {
+KVEDGE_INLINE void prefetch_run(const kvedge_tile *tile, int r, size_t from, size_t to) {
   if (!tile->next.blocks) return;
   const uintptr_t run = (uintptr_t)tile->next.blocks[r] + (uintptr_t)tile->next.offset;
   prefetch_bytes((const char *)(run + from), (ptrdiff_t)(to - from));
 }
 
+/* Scores of a run's 32 tokens, where the tile has them: of all of them unless it begins within. */
+static inline void put_run_scores(const tile_run *run, const float *all, float *scores) {
+  memcpy(scores + run->at, all + run->first, (size_t)run->count * sizeof *scores);
+}
+
+/* sum[i][lane] += the sum over codes k of a lane's word of by[i][k] * (code - middle), for `lanes` lanes and `count` queries.
+ * (`bits` and `count`: constants where this is inlined.) */
+KVEDGE_INLINE void add_words(const uint8_t *restrict words, int lanes, const int bits, const int count,
+                             const float *restrict by, ptrdiff_t stride, float (*restrict sum)[MOST_LANES]) {
+  const uint32_t mask = (1u << bits) - 1;
+  const int32_t middle = 1 << (bits - 1);
+  float times[RUN_QUERIES][16];
+  for (int i = 0; i < count; i++)
+    for (int k = 0; k < 32 / bits; k++) times[i][k] = by[i * stride + k];
+  for (int lane = 0; lane < lanes; lane++) {
+    uint32_t word;
+    memcpy(&word, words + 4 * lane, sizeof word);
+    float of_lane[RUN_QUERIES];
+    for (int i = 0; i < count; i++) of_lane[i] = sum[i][lane];
+#pragma GCC unroll 16
+    for (int k = 0; k < 32 / bits; k++) {
+      const float code = (float)((int32_t)(word >> k * bits & mask) - middle);
+      for (int i = 0; i < count; i++) of_lane[i] += times[i][k] * code;
+    }
+    for (int i = 0; i < count; i++) sum[i][lane] = of_lane[i];
+  }
+}
+
+/* The same for `num` words of each lane, those of all lanes `lane_stride` words after the ones before. (Apart, since it is
+ * large. Of other bits than 4 a query at a time.) */
+static RUN_FUNCTION void add_all_words(const uint8_t *restrict words, int num, ptrdiff_t lane_stride, int lanes,
+                                       int bits, int count, const float *restrict by, ptrdiff_t stride,
+                                       float (*restrict sum)[MOST_LANES]) {
+  for (int w = 0; w < num; w++, words += 4 * lane_stride, by += 32 / bits) {
+    if (bits == 4 && count == RUN_QUERIES) {
+      add_words(words, lanes, 4, RUN_QUERIES, by, stride, sum);
+      continue;
+    }
+    for (int i = 0; i < count; i++) {
+      if (bits == 4) add_words(words, lanes, 4, 1, by + i * stride, stride, sum + i);
+      else if (bits == 2) add_words(words, lanes, 2, 1, by + i * stride, stride, sum + i);
+      else add_words(words, lanes, 8, 1, by + i * stride, stride, sum + i);
+    }
+  }
+}
+
+/* Queries that are worked on for n of them: where three or four share unpacked codes, as many as that is made for. Of the others
+ * all is 0. */
+static inline int queries_for(int n, int bits) { return n > 2 && bits == 4 ? RUN_QUERIES : n; }
+
+static inline float sum_of_lanes(float lane[RUN_LANES]) {
+  for (int width = RUN_LANES / 2; width > 0; width /= 2)
+    for (int j = 0; j < width; j++) lane[j] += lane[j + width];
+  return lane[0];
+}
+
 /* ---- Scores ---- */
 
-static inline void score_tile_of_runs(const run_kernels *kernels, const kvedge_query *q, const kvedge_tile *keys,
-                                      float *scores) {
-  static const float ones[RUN + KVEDGE_BLOCK] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
-                                                 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
-  const int dim = keys->dim, bits = keys->bits, in_place = bits == 4 && kernels->of_codes.scores;
-  const kvedge_cell *cell = in_place ? &kernels->of_codes : &kernels->of_bytes;
-  const int most = RUN_CHANNELS / kvedge_padded_channels(dim);
-  const size_t bytes = bytes_of_run(dim, bits, 0);
-  run_queries room;
-  wide_run wide;
-  for (int t = 0, r = 0, count; t < keys->num_tokens; t += count, r++) {
-    int first;
-    count = tokens_of_run(keys, r, t, &first);
-    const run_parts run = parts_at(keys, r, 0);
-    const uint8_t *codes = run.codes + (size_t)first * run.row;
-    const ptrdiff_t half = KVEDGE_BLOCK * (ptrdiff_t)run.row, width = (ptrdiff_t)run.row * (8 / bits);
-    const char *blocks[2], *next[2];
-    kvedge_tile rows = {.blocks = blocks, .num_tokens = count, .dim = dim, .scales = ones + RUN - count};
-    if (in_place) {
-      rows.token_stride = (ptrdiff_t)run.row, rows.levels = run_levels[KEYS_ARE_RAW];
-      for (int b = 0; b < 2; b++) blocks[b] = (const char *)codes + b * half;
-      if (keys->next.blocks) {
-        for (int b = 0; b < 2; b++) next[b] = keys->next.blocks[r] + keys->next.offset + b * half;
-        rows.next = (kvedge_prefetch){.blocks = next, .in_order = keys->next.in_order};
-      }
-      prefetch_run(keys, r, RUN * run.row, bytes);
-    } else {
-      rows.token_stride = width;
-      for (int b = 0; b < 2; b++) blocks[b] = (const char *)wide.rows + b * KVEDGE_BLOCK * width;
-      widen_codes(codes, count * (int)run.row, bits, KEYS_ARE_RAW, &wide, 0);
-      prefetch_run(keys, r, 0, bytes);
+/* products = x * steps; returns the sum of x * middles. */
+static inline float multiply_steps(const float *x, int padded, const float *steps, const float *middles,
+                                   float *restrict products) {
+  float sum[RUN_LANES] = {0};
+  for (int d = 0; d < padded; d += RUN_LANES)
+    for (int j = 0; j < RUN_LANES; j++) {
+      products[d + j] = x[d + j] * steps[d + j];
+      sum[j] += x[d + j] * middles[d + j];
     }
-    read_steps(&run, dim, bits, &room);
+  return sum_of_lanes(sum);
+}
+
+static inline void scores_of_runs_portable(const kvedge_query *q, const kvedge_tile *keys, float *scores,
+                                           int accumulate) {
+  (void)accumulate; /* keys have one group */
+  const int dim = keys->dim, bits = keys->bits, padded = kvedge_padded_channels(dim);
+  const float most = (float)(1 << (bits - 1));
+  float steps[1024], middles[1024], products[RUN_QUERIES][1024], sum[RUN_QUERIES][MOST_LANES];
+  for (int d = dim; d < padded; d++) steps[d] = middles[d] = 0.0f;
+  for (int r = 0; r < num_runs(keys); r++) {
+    const tile_run run = run_of_tile(keys, r, 0);
+    floats_of_steps(run.parts.steps, dim, steps);
+    floats_of_steps(run.parts.lows, dim, middles);
+    for (int d = 0; d < dim; d++) middles[d] += steps[d] * most;
+    prefetch_run(keys, r, 0, bytes_of_run(dim, bits, 0));
     for (int i = 0, n; i < q->num_queries; i += n) {
-      n = q->num_queries - i < most ? q->num_queries - i : most;
-      const kvedge_query of_run = queries_of_run(q, i, n, cell, bits, &room);
-      float *to = scores + i * KVEDGE_TILE + t;
-      for (int j = 0; j < n; j++)
-        for (int k = 0; k < (count + KVEDGE_BLOCK - 1) / KVEDGE_BLOCK * KVEDGE_BLOCK; k++)
-          to[j * KVEDGE_TILE + k] = room.constant[j];
-      cell->scores(&of_run, &rows, to, 1);
-      rows.next.blocks = NULL;
+      n = q->num_queries - i < RUN_QUERIES ? q->num_queries - i : RUN_QUERIES;
+      const int all = queries_for(n, bits);
+      for (int j = 0; j < all; j++) {
+        float constant = 0.0f;
+        if (j < n) constant = multiply_steps(q->values + (i + j) * q->stride, padded, steps, middles, products[j]);
+        else memset(products[j], 0, (size_t)padded * sizeof **products);
+        for (int t = 0; t < RUN; t++) sum[j][t] = constant;
+      }
+      add_all_words(run.parts.words, num_words(dim, bits, 0), RUN, RUN, bits, all, products[0], 1024, sum);
+      for (int j = 0; j < n; j++) put_run_scores(&run, sum[j], scores + (i + j) * KVEDGE_TILE);
     }
   }
 }
 
 /* ---- Weighted sums ---- */
 
-static inline void weigh_tile_of_runs(const run_kernels *kernels, const kvedge_probabilities *p,
-                                      const kvedge_tile *values, const kvedge_accumulators *to) {
-  const int bits = values->bits;
-  const int in_place = bits == 4 && kernels->of_codes.scores && values->first % KVEDGE_BLOCK == 0;
-  const size_t bytes = bytes_of_run(values->dim, bits, 1);
-  step_columns columns;
-  wide_run wide;
-  const char *blocks[KVEDGE_TILE_BLOCKS], *next[KVEDGE_TILE_BLOCKS];
-  read_columns(values, &columns);
-  for (int g = 0; g * GROUP < values->dim; g++) {
-    const int left = values->dim - g * GROUP, n = left < GROUP ? left : GROUP;
-    const int row_bytes = (int)codes_row(n, bits), width = row_bytes * 8 / bits;
-    kvedge_accumulators of_group = {to->acc + g * GROUP, to->stride, to->rescale};
-    kvedge_tile rows = {
-        .blocks = blocks, .num_tokens = values->num_tokens, .dim = n, .scales = columns.steps[g], .factor = 1.0f};
-    if (in_place) {
-      rows.levels = run_levels[0], rows.offset = g * GROUP / 2;
-      for (int b = 0; b * KVEDGE_BLOCK < values->num_tokens; b++) {
-        const int row = values->first + b * KVEDGE_BLOCK;
-        const run_parts run = parts_at(values, row / RUN, 1);
-        const ptrdiff_t at = row % RUN * (ptrdiff_t)run.row;
-        rows.token_stride = (ptrdiff_t)run.row;
-        blocks[b] = (const char *)run.codes + at;
-        if (values->next.blocks && g == 0) {
-          next[b] = values->next.blocks[row / RUN] + values->next.offset + at;
-          if (row % RUN == 0) prefetch_run(values, row / RUN, RUN * run.row, bytes);
-        }
-      }
-      if (values->next.blocks)
-        rows.next = (kvedge_prefetch){next, g * KVEDGE_BLOCK * (GROUP / 2), values->next.in_order};
-    } else {
-      rows.token_stride = width;
-      for (int t = 0, r = 0, first, count; t < values->num_tokens; t += count, r++) {
-        count = tokens_of_run(values, r, t, &first);
-        const run_parts run = parts_at(values, r, 1);
-        const uint8_t *codes = run.codes + (size_t)first * run.row + g * GROUP * bits / 8;
-        for (int i = 0; i < count; i++, codes += run.row)
-          widen_codes(codes, row_bytes, bits, 0, &wide, (t + i) * row_bytes);
-        if (g == 0) prefetch_run(values, r, 0, bytes);
-      }
-      for (int b = 0; b * KVEDGE_BLOCK < values->num_tokens; b++)
-        blocks[b] = (const char *)wide.rows + b * KVEDGE_BLOCK * width;
-    }
-    (in_place ? &kernels->of_codes : &kernels->of_bytes)->weighted_sum(p, &rows, &of_group);
-    add_middles(p, columns.middles[g], values->num_tokens, n, of_group.acc, to->stride);
+/* Steps and middles of the values of a tile, of one group of channels: (num_runs, RUN), in the order of the runs' tokens. */
+typedef struct {
+  float steps[KVEDGE_TILE], middles[KVEDGE_TILE];
+} step_columns;
+
+static inline void read_columns(const kvedge_tile *values, int g, step_columns *to) {
+  const float most = (float)(1 << (values->bits - 1));
+  for (int r = 0; r < num_runs(values); r++) {
+    const run_parts run = run_of_tile(values, r, 1).parts;
+    float *steps = to->steps + r * RUN, *middles = to->middles + r * RUN;
+    floats_of_steps(run.steps + g * RUN, RUN, steps);
+    floats_of_steps(run.lows + g * RUN, RUN, middles);
+    for (int t = 0; t < RUN; t++) middles[t] += steps[t] * most;
   }
 }
 
-/* The cell of a path's table, from the cells that it has. */
-#define KVEDGE_RUNS(isa, cell_of_bytes, cell_of_codes)                                                                 \
-  static const run_kernels run_kernels_##isa = {cell_of_bytes, cell_of_codes};                                         \
-  static void scores_of_runs_##isa(const kvedge_query *q, const kvedge_tile *keys, float *scores, int accumulate) {    \
-    (void)accumulate; /* keys have one group */                                                                        \
-    score_tile_of_runs(&run_kernels_##isa, q, keys, scores);                                                           \
-  }                                                                                                                    \
-  static void weighted_sum_of_runs_##isa(const kvedge_probabilities *p, const kvedge_tile *values,                     \
-                                         const kvedge_accumulators *to) {                                              \
-    weigh_tile_of_runs(&run_kernels_##isa, p, values, to);                                                             \
+/* A query's probabilities in the order of the runs' tokens; 0 where the tile has none. */
+static inline const float *p_of_runs(const kvedge_probabilities *p, int i, const kvedge_tile *values,
+                                     float room[KVEDGE_TILE]) {
+  const float *of_query = p->p + i * KVEDGE_TILE;
+  const int end = values->first + values->num_tokens, whole = num_runs(values) * RUN;
+  if (values->first == 0 && whole - values->num_tokens < KVEDGE_BLOCK) return of_query;
+  for (int t = 0; t < values->first; t++) room[t] = 0.0f;
+  memcpy(room + values->first, of_query, (size_t)values->num_tokens * sizeof *room);
+  for (int t = end; t < whole; t++) room[t] = 0.0f;
+  return room;
+}
+
+static inline void weighted_sum_of_runs_portable(const kvedge_probabilities *p, const kvedge_tile *values,
+                                                 const kvedge_accumulators *to) {
+  const int dim = values->dim, bits = values->bits, runs = num_runs(values);
+  step_columns columns;
+  float room[KVEDGE_TILE], weights[RUN_QUERIES][KVEDGE_TILE], sum[RUN_QUERIES][MOST_LANES];
+  for (int g = 0; g * GROUP < dim; g++) {
+    const int left = dim - g * GROUP, lanes = left < GROUP ? left : GROUP;
+    read_columns(values, g, &columns);
+    for (int i = 0, n; i < p->num_queries; i += n) {
+      n = p->num_queries - i < RUN_QUERIES ? p->num_queries - i : RUN_QUERIES;
+      const int all = queries_for(n, bits);
+      for (int j = 0; j < all; j++) {
+        float constant = 0.0f;
+        if (j >= n) memset(weights[j], 0, sizeof weights[j]);
+        else
+          constant =
+              multiply_steps(p_of_runs(p, i + j, values, room), runs * RUN, columns.steps, columns.middles, weights[j]);
+        for (int d = 0; d < lanes; d++) sum[j][d] = constant;
+      }
+      for (int r = 0; r < runs; r++) {
+        const tile_run run = run_of_tile(values, r, 1);
+        const uint8_t *words = run.parts.words + 4 * g * GROUP;
+        add_all_words(words, num_words(dim, bits, 1), dim, lanes, bits, all, weights[0] + r * RUN, KVEDGE_TILE, sum);
+        if (g + i == 0) prefetch_run(values, r, 0, bytes_of_run(dim, bits, 1));
+      }
+      for (int j = 0; j < n; j++) {
+        float *acc = to->acc + (i + j) * to->stride + g * GROUP;
+        for (int d = 0; d < lanes; d++) acc[d] = acc[d] * to->rescale[i + j] + sum[j][d];
+      }
+    }
   }
-#define KVEDGE_RUNS_CELL(isa) {.scores = scores_of_runs_##isa, .weighted_sum = weighted_sum_of_runs_##isa}
+}
+
+/* A path's cell of runs in floats. */
+#define KVEDGE_RUNS_PORTABLE {.scores = scores_of_runs_portable, .weighted_sum = weighted_sum_of_runs_portable}

@@ -312,6 +312,14 @@ void kvedge_put_layers(kvedge_output *out, const kvedge_contents *contents, cons
   kvedge_put_text(out, "]");
 }
 
+const char *kvedge_version_of(const kvedge_contents *contents) {
+  for (int i = 0; i < contents->session->num_layers; i++) {
+    const kvedge_session_layer layer = kvedge_contents_layer(contents, i);
+    if (kvedge_in_runs(&layer)) return "2";
+  }
+  return "1";
+}
+
 void kvedge_put_metadata(kvedge_output *out, const kvedge_contents *contents, const char *digest) {
   const kvedge_session *session = contents->session;
   const kvedge_session_layer first = kvedge_contents_layer(contents, 0);
@@ -321,7 +329,7 @@ void kvedge_put_metadata(kvedge_output *out, const kvedge_contents *contents, co
   kvedge_put_text(out, "{");
   put_text(&m, "dtype", format_name(config)); /* in the order of names */
   put_text(&m, "format", "kvedge");
-  put_text(&m, "format_version", "1");
+  put_text(&m, "format_version", kvedge_version_of(contents));
   put_digits(&m, "group_size", has_scales, config->group_size);
   put_digits(&m, "head_dim", 1, config->head_dim);
   put_text(&m, "key_offset", session->auto_key_offset ? "auto" : "");

@@ -237,7 +237,8 @@ static const char *auto_field(const char *text, int is_there, int *is_auto) {
 static const char *read_fields(header *head) {
   kvedge_session *session = &head->session;
   if (strcmp(head->field[FORMAT], "kvedge")) return "it is no session of kvedge";
-  if (strcmp(head->field[FORMAT_VERSION], "1")) return "it is of another version: a newer kvedge may have written it";
+  if (strcmp(head->field[FORMAT_VERSION], "1") && strcmp(head->field[FORMAT_VERSION], "2"))
+    return "it is of another version: a newer kvedge may have written it";
   if (!small_number_of(head->field[NUM_LAYERS], &session->num_layers) || session->num_layers < 1 ||
       session->num_layers > KVEDGE_MAX_LAYERS)
     return "its num_layers is not 1 to 4096";
@@ -413,6 +414,8 @@ static const char *read_layers(const header *head, places *p) {
   }
   session.layers = p->layers;
   const kvedge_contents contents = {.session = &session};
+  if (strcmp(head->field[FORMAT_VERSION], kvedge_version_of(&contents)))
+    return "it is not of the version of what it holds: runs of 32 tokens lay otherwise before version 2";
   kvedge_output out = kvedge_output_to(is_other, &text);
   kvedge_put_layers(&out, &contents, "\"");
   kvedge_output_flush(&out);

@@ -32,10 +32,10 @@ class Kivi:
 
     def run_bytes(self, dim: int) -> int:
         """Bytes of a run of one head."""
-        return RUN * self._row(dim) + 4 * self._steps(dim)
+        return self._code_bytes(dim) + 4 * self._steps(dim)
 
-    def _row(self, dim: int) -> int:
-        return -(-dim * self.bits // 8)
+    def _code_bytes(self, dim: int) -> int:
+        return 4 * self.bits * dim if self.of_values else 4 * RUN * -(-dim * self.bits // 32)
 
     def _steps(self, dim: int) -> int:
         return RUN * -(-dim // _GROUP) if self.of_values else dim
@@ -44,19 +44,19 @@ class Kivi:
         """Finite float32 (n, H, dim), n a multiple of 32 -> uint8 (n / 32, H, run_bytes)."""
         n, heads, dim = rows.shape
         runs = rows.reshape(n // RUN, RUN, heads, dim).transpose(0, 2, 1, 3)  # (N, H, RUN, dim)
-        groups = [slice(at, min(at + _GROUP, dim)) for at in range(0, dim, _GROUP)]
-        codes = np.zeros((*runs.shape[:3], self._row(dim) * 8 // self.bits), np.uint8)
         if self.of_values:
-            steps = np.empty((*runs.shape[:3], len(groups)), np.float16)
+            codes = np.empty(runs.shape, np.uint8)
+            steps = np.empty((*runs.shape[:2], -(-dim // _GROUP), RUN), np.float16)
             lows = np.empty_like(steps)
-            for g, at in enumerate(groups):
-                codes[..., at], steps[..., g : g + 1], lows[..., g : g + 1] = self._levels(
-                    runs[..., at], -1
-                )
+            for g, at in enumerate(range(0, dim, _GROUP)):
+                group = slice(at, min(at + _GROUP, dim))
+                codes[..., group], step, low = self._levels(runs[..., group], -1)
+                steps[..., g, :], lows[..., g, :] = step[..., 0], low[..., 0]
+            codes = codes.swapaxes(-1, -2)  # of a lane: a channel
         else:
-            codes[..., :dim], steps, lows = self._levels(runs, -2)
+            codes, steps, lows = self._levels(runs, -2)  # of a lane: a token
         made = [
-            self._packed(codes).reshape(*runs.shape[:2], -1),
+            self._packed(codes),
             *(
                 each.astype("<f2", copy=False).reshape(*runs.shape[:2], -1).view(np.uint8)
                 for each in (steps, lows)
@@ -76,37 +76,42 @@ class Kivi:
         return codes.astype(np.uint8), step, low
 
     def _packed(self, codes: np.ndarray) -> np.ndarray:
-        per_byte = 8 // self.bits
-        parts = codes.reshape(*codes.shape[:-1], -1, per_byte)
+        """Codes (N, H, lanes, n) -> bytes (N, H, ...): first words of all lanes, then second."""
+        of_word, per_byte = 32 // self.bits, 8 // self.bits
+        missing = -codes.shape[-1] % of_word
+        parts = np.pad(codes, ((0, 0), (0, 0), (0, 0), (0, missing)))
+        parts = parts.reshape(*codes.shape[:3], -1, 4, per_byte)
         packed = np.zeros(parts.shape[:-1], np.uint8)
         for i in range(per_byte):
             packed |= parts[..., i] << np.uint8(i * self.bits)
-        return packed
+        return packed.swapaxes(-2, -3).reshape(*codes.shape[:2], -1)
 
     def decode(self, runs: np.ndarray, dim: int, dtype: type) -> np.ndarray:
         """uint8 (N, H, run_bytes) -> (N * 32, H, dim): exact in float64, else rounded once."""
-        split = RUN * self._row(dim)
-        packed = runs[..., :split].reshape(*runs.shape[:2], RUN, -1)
-        per_byte = 8 // self.bits
+        split, per_byte = self._code_bytes(dim), 8 // self.bits
+        lanes = dim if self.of_values else RUN
+        packed = runs[..., :split].reshape(*runs.shape[:2], -1, lanes, 4).swapaxes(-2, -3)
         codes = np.empty((*packed.shape, per_byte), np.uint8)
         for i in range(per_byte):
             codes[..., i] = packed >> np.uint8(i * self.bits) & np.uint8((1 << self.bits) - 1)
-        x: np.ndarray = codes.reshape(*packed.shape[:3], -1)[..., :dim].astype(dtype)
+        x: np.ndarray = codes.reshape(*packed.shape[:3], -1).astype(dtype)
         halves: np.ndarray = np.ascontiguousarray(runs[..., split:]).view("<f2").astype(dtype)
         steps, lows = np.split(halves, 2, axis=-1)
         if self.of_values:
-            shape = (*packed.shape[:3], -1)
+            x = x.swapaxes(-1, -2)
+            shape = (*runs.shape[:2], -1, RUN)
             steps, lows = (
-                np.repeat(each.reshape(shape), _GROUP, axis=-1)[..., :dim] for each in (steps, lows)
+                np.repeat(each.reshape(shape).swapaxes(-1, -2), _GROUP, axis=-1)[..., :dim]
+                for each in (steps, lows)
             )
         else:
-            steps, lows = steps[:, :, np.newaxis], lows[:, :, np.newaxis]
+            x, steps, lows = x[..., :dim], steps[:, :, np.newaxis], lows[:, :, np.newaxis]
         rows: np.ndarray = (lows + x * steps).transpose(0, 2, 1, 3)
         return rows.reshape(len(runs) * RUN, runs.shape[1], dim)
 
     def fault(self, runs: np.ndarray, dim: int) -> str | None:
         """What is wrong with foreign runs."""
-        halves = np.ascontiguousarray(runs[..., RUN * self._row(dim) :]).view("<f2")
+        halves = np.ascontiguousarray(runs[..., self._code_bytes(dim) :]).view("<f2")
         steps, lows = np.split(halves, 2, axis=-1)
         if not np.isfinite(halves).all():
             return "a step or a smallest value that is not finite"

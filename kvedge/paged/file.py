@@ -20,13 +20,14 @@ and left out likewise,
     since                        int64 (sequences, layers): where last tokens begin that are there
     first                        int64 (sequences,): so many first tokens are there, at most
 
-How many own a block follows from the tables.
+How many own a block follows from the tables. ``format_version`` is 1, 2 with first and last
+tokens, 3 with runs.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,7 @@ import numpy as np
 from kvedge import tensor_file
 from kvedge.core import memory
 from kvedge.core.config import LayerConfig
-from kvedge.core.formats import FORMATS
+from kvedge.core.formats import FORMATS, IN_RUNS
 from kvedge.core.kivi import RUN
 from kvedge.core.memory import Slabs
 from kvedge.errors import InvalidArgumentError, KvedgeError
@@ -50,6 +51,7 @@ __all__ = ["load", "save"]
 _FORMAT = "kvedge pool"
 _VERSION = "1"
 _VERSION_WITH_RECENT = "2"
+_VERSION_OF_RUNS = "3"  # in files of runs of version 2, which no release wrote, codes lay otherwise
 _NUMBERS = ("num_blocks", "block_size", "num_layers", "num_kv_heads", "head_dim", "value_head_dim")
 
 
@@ -104,6 +106,8 @@ def save(
         more, tensors_of_recent = _recent_of(pool._recent, states, lengths)
         fields |= {"format_version": _VERSION_WITH_RECENT, **more}
         tensors |= tensors_of_recent
+    if _is_in_runs(fields):
+        fields["format_version"] = _VERSION_OF_RUNS
     tensor_file.write(path, fields, tensors)
 
 
@@ -173,15 +177,20 @@ def _recent_of(
     return fields, tensors
 
 
+def _is_in_runs(fields: Mapping[str, str]) -> bool:
+    return any(fields.get(name) in IN_RUNS for name in ("dtype", "value_dtype"))
+
+
 def load(
     path: str | os.PathLike[str], num_blocks: int | None = None
 ) -> tuple[KvBlockPool, list[SequenceState]]:
     """A new pool, and the sequences in it, each of which holds its blocks."""
     path, fields, arrays = tensor_file.read(path, _FORMAT)
-    version = fields.get("format_version")
-    if version not in (_VERSION, _VERSION_WITH_RECENT):
-        corrupt(path, f"its format_version is {version!r}, not {_VERSION!r}")
-    has_recent = version == _VERSION_WITH_RECENT
+    version, in_runs = fields.get("format_version"), _is_in_runs(fields)
+    readable = (_VERSION_OF_RUNS,) if in_runs else (_VERSION, _VERSION_WITH_RECENT)
+    if version not in readable:
+        corrupt(path, f"its format_version is {version!r}, not {' or '.join(map(repr, readable))}")
+    has_recent = version != _VERSION
     given: dict[str, Any] = {name: number(path, fields, name) for name in _NUMBERS}
     blocks = number(path, fields, "blocks")
     if not blocks <= given["num_blocks"]:

@@ -31,7 +31,7 @@ typedef enum { PLAIN, CONSTANT, TINY, EXTREME, FOREIGN, NUM_KINDS } run_kind;
 typedef struct {
   block runs[TILE_RUNS], table, prefetch;
   int num_runs, of_values;
-  size_t row, num_steps; /* bytes of a token's codes; steps of a run */
+  size_t words, num_steps; /* bytes of a run's codes; its steps */
   kvedge_tile tile;
 } run_tile;
 
@@ -40,7 +40,20 @@ static uint8_t *run_of(const run_tile *r, int run) { return (uint8_t *)r->runs[r
 static int groups_of(const run_tile *r) { return (r->tile.dim + GROUP - 1) / GROUP; }
 
 /* Step `i` of a run; its smallest value is as many halves further as there are steps. */
-static uint8_t *step_at(const run_tile *r, int run, size_t i) { return run_of(r, run) + RUN * r->row + 2 * i; }
+static uint8_t *step_at(const run_tile *r, int run, size_t i) { return run_of(r, run) + r->words + 2 * i; }
+
+/* That of an element of a run: keys have one per channel, values one per token and group. */
+static size_t index_of_step(const run_tile *r, int token, int d) {
+  return r->of_values ? (size_t)(d / GROUP * RUN + token) : (size_t)d;
+}
+
+/* Where the code of an element of a run begins: words have codes of a token, or of a channel of values. */
+static uint8_t *code_at(const run_tile *r, int run, int token, int d, int *shift) {
+  const int i = r->of_values ? token : d, lane = r->of_values ? d : token, lanes = r->of_values ? r->tile.dim : RUN;
+  const int bit = i % (32 / bits) * bits;
+  *shift = bit % 8;
+  return run_of(r, run) + 4 * (i / (32 / bits) * lanes + lane) + bit / 8;
+}
 
 static void put_half(uint8_t *to, int half) {
   const uint16_t x = (uint16_t)half;
@@ -66,12 +79,9 @@ static void put_levels(const run_tile *r, int run, size_t i, run_kind kind) {
 }
 
 static void fill_run(const run_tile *r, int run, run_kind kind) {
-  const int used = r->tile.dim * bits; /* of a row's bits; the others are 0 */
-  for (size_t i = 0; i < RUN * r->row; i++) {
-    const int left = used - (int)(i % r->row) * 8;
-    const uint32_t code = kind == EXTREME && random_below(2) ? 255u * (unsigned)random_below(2) : random_bits();
-    run_of(r, run)[i] = (uint8_t)(code & (left < 8 ? (1u << left) - 1 : 255u));
-  }
+  for (size_t i = 0; i < r->words; i++) /* codes past the last channel count for nothing */
+    run_of(r, run)[i] =
+        (uint8_t)(kind == EXTREME && random_below(2) ? 255u * (unsigned)random_below(2) : random_bits());
   for (size_t i = 0; i < r->num_steps; i++) put_levels(r, run, i, kind);
 }
 
@@ -88,12 +98,12 @@ static void add_prefetch(run_tile *r, size_t bytes) {
 }
 
 static run_tile new_tile(place at, run_kind kind, int of_values) {
-  const int dim = at.of.dim, offset = 2 * random_below(100);
+  const int dim = at.of.dim, offset = 2 * random_below(100), codes = 32 / bits;
   run_tile r = {.num_runs = (at.first + at.of.num_tokens + RUN - 1) / RUN,
                 .of_values = of_values,
-                .row = (size_t)(dim * bits + 7) / 8};
+                .words = 4 * (size_t)(of_values ? dim * bits : (dim + codes - 1) / codes * RUN)};
   r.num_steps = of_values ? (size_t)(RUN * ((dim + GROUP - 1) / GROUP)) : (size_t)dim;
-  const size_t bytes = RUN * r.row + 4 * r.num_steps;
+  const size_t bytes = r.words + 4 * r.num_steps;
   r.table = new_block((size_t)r.num_runs * sizeof(char *));
   r.tile = (kvedge_tile){.blocks = r.table.data,
                          .offset = offset,
@@ -122,11 +132,12 @@ typedef struct {
 } element;
 
 static element element_at(const run_tile *r, int t, int d) {
-  const int row = r->tile.first + t, run = row / RUN, token = row % RUN, bit = d * bits, half = 1 << (bits - 1);
-  const size_t i = r->of_values ? (size_t)(token * groups_of(r) + d / GROUP) : (size_t)d;
-  const uint8_t *codes = run_of(r, run) + (size_t)token * r->row;
+  const int row = r->tile.first + t, run = row / RUN, token = row % RUN, half = 1 << (bits - 1);
+  const size_t i = index_of_step(r, token, d);
+  int shift;
+  const uint8_t *from = code_at(r, run, token, d, &shift);
   const double step = half_at(step_at(r, run, i)), low = half_at(step_at(r, run, i + r->num_steps));
-  const int code = codes[bit / 8] >> bit % 8 & ((1 << bits) - 1);
+  const int code = *from >> shift & ((1 << bits) - 1);
   return (element){low + half * step, step, code - half};
 }
 
@@ -164,24 +175,34 @@ static query_rows new_query(shape at) {
   return rows;
 }
 
+/* A query's largest product with the steps of a tile, whose runs may share a unit. */
+static double largest_product(const float *x, int dim, const run_tile *r) {
+  double largest = 0.0;
+  for (int run = 0; run < r->num_runs; run++)
+    for (int d = 0; d < dim; d++) largest = fmax(largest, fabs(x[d] * half_at(step_at(r, run, (size_t)d))));
+  return largest;
+}
+
 /* Scores, and how far a kernel may be from them: sums of middles are of floats, products of codes of so many planes, or of
- * floats. */
+ * floats; and where codes are counted from 0 on, what the middle one adds. */
 static void expect_scores(const kvedge_query *q, const run_tile *r) {
+  const double half = 1 << (bits - 1);
   const double units[] = {0, 0x1p-7, 0x1p-15, 2.4e-7}; /* of the largest of a query's products with the steps */
   for (int i = 0; i < q->num_queries; i++) {
     const int planes = q->planes ? q->planes : q->error[i] > 0.0f ? 3 : 2;
     const float *x = q->values + i * q->stride;
+    const double largest = largest_product(x, q->dim, r);
     for (int t = 0; t < r->tile.num_tokens; t++) {
-      double sum = 0.0, middles = 0.0, size = 0.0, codes = 0.0, largest = 0.0;
+      double sum = 0.0, middles = 0.0, size = 0.0, codes = 0.0, added = 0.0;
       for (int d = 0; d < q->dim; d++) {
         const element e = element_at(r, t, d);
         sum += x[d] * (e.middle + e.step * e.code);
         middles += fabs(x[d] * e.middle), size += fabs(x[d] * e.step * e.code), codes += fabs(e.code);
-        largest = fmax(largest, fabs(x[d] * e.step));
+        added += fabs(x[d] * e.step) * half;
       }
       expected[i * KVEDGE_TILE + t] = sum;
       allowed[i * KVEDGE_TILE + t] =
-          6e-7 * middles + units[planes] * largest * codes + (4.2e-7 + 3e-8 * q->dim) * size + 1e-36 * q->dim;
+          6e-7 * (middles + added) + units[planes] * largest * codes + (4.2e-7 + 3e-8 * q->dim) * size + 1e-36 * q->dim;
     }
   }
 }
@@ -211,18 +232,18 @@ static void expect_weighing(const weighing *w, shape at, const run_tile *r) {
   for (int i = 0; i < at.num_queries; i++)
     for (int d = 0; d < at.dim; d++) {
       const double kept = (double)w->acc[i * w->to.stride + d] * w->rescale[i];
-      double sum = kept, middles = 0.0, size = 0.0, codes = 0.0, largest = 0.0;
+      double sum = kept, middles = 0.0, size = 0.0, codes = 0.0, largest = 0.0, added = 0.0; /* by the middle code */
       for (int t = 0; t < at.num_tokens; t++) {
         const double p = w->p[i * KVEDGE_TILE + t];
         if (p == 0.0) continue;
         const element e = element_at(r, t, d);
         sum += p * (e.middle + e.step * e.code);
         middles += fabs(p * e.middle), size += fabs(p * e.step * e.code), codes += fabs(e.code);
-        largest = fmax(largest, p * e.step);
+        largest = fmax(largest, p * e.step), added += p * e.step * (1 << (bits - 1));
       }
       expected[i * at.dim + d] = sum;
       allowed[i * at.dim + d] = (units[w->probabilities.planes] * largest + 0x1p-100) * codes +
-                                6e-7 * (size + middles) + 2e-7 * fabs(kept) + 1e-36;
+                                6e-7 * (size + middles + added) + 2e-7 * fabs(kept) + 1e-36;
     }
 }
 
@@ -242,12 +263,14 @@ static void weigh_case(place at) {
 /* Token t of a run's values becomes zeros, or the largest that a run can hold. */
 static void overwrite(const run_tile *r, int t, int huge) {
   const int row = r->tile.first + t, run = row / RUN, token = row % RUN, groups = groups_of(r);
-  for (int d = 0; d < r->tile.dim * bits; d++) {
-    uint8_t *to = run_of(r, run) + (size_t)token * r->row + d / 8;
-    *to = (uint8_t)(huge ? *to | 1 << d % 8 : *to & ~(1 << d % 8));
+  for (int d = 0; d < r->tile.dim; d++) {
+    int shift;
+    uint8_t *to = code_at(r, run, token, d, &shift);
+    const int code = ((1 << bits) - 1) << shift;
+    *to = (uint8_t)(huge ? *to | code : *to & ~code);
   }
   for (int g = 0; g < groups; g++) {
-    const size_t i = (size_t)(token * groups + g);
+    const size_t i = index_of_step(r, token, g * GROUP);
     put_half(step_at(r, run, i), huge ? 0x7bff : 0), put_half(step_at(r, run, i + r->num_steps), huge ? 0x7bff : 0);
   }
 }

@@ -34,7 +34,8 @@ with instrumented():
 
 SECONDS, KILOBYTES = 1.0, 500 << 10
 NUMPY = {"I8": np.int8, "F16": np.float16, "F32": np.float32, "U8": np.uint8}
-FIELDS = (*session.FIELDS, *session.PRECISE, session.KEY_SCALE, "sha256", "user.a", "")
+FIELDS = (*session.FIELDS, *session.PRECISE, session.KEY_SCALE, session.VALUE_DTYPE)
+FIELDS += ("sha256", "user.a", "")
 TEXTS = (
     *("", "0", "1", "2", "3", "8", "-1", "999999999999999999", "1e3", "\u0663", "1099511627776"),
     *("65536", "1024", "4096", "100000000", "int8", "float32", "float16", "auto", "kvedge", "\0"),
@@ -43,6 +44,7 @@ VALID = {  # what these fields may be, in some file or other
     "key_offset": ("", "auto"),
     session.KEY_SCALE: ("", "auto"),
     "dtype": ("int8", "float32", "kivi4"),
+    session.VALUE_DTYPE: ("int8", "float32", "kivi4"),
     "recent": ("0", "2", "40"),
     "recent_dtype": ("float16", "int8", "int4"),
     "scale_dtype": ("", "float16", "float32"),

@@ -111,7 +111,17 @@ static inline size_t ref_row_bytes(kvedge_format format, int dim) {
   return ((size_t)dim * (size_t)ref_formats[format].bits + 7) / 8;
 }
 
-/* ---- Runs: codes[REF_RUN][row bytes], then steps and smallest values, as halves ---- */
+/* ---- Runs: words of 4 bytes, then steps and smallest values, as halves ----
+ *
+ * The words of a lane have its codes: of a token those of all channels, of a channel (values) those of all tokens. The first
+ * words of all lanes come before their second ones. */
+
+static inline size_t ref_lanes(int dim, int of_values) { return of_values ? (size_t)dim : (size_t)REF_RUN; }
+
+static inline size_t ref_word_bytes(kvedge_format format, int dim, int of_values) {
+  const int codes = 32 / ref_formats[format].bits, of_lane = of_values ? REF_RUN : dim;
+  return 4 * ref_lanes(dim, of_values) * (size_t)((of_lane + codes - 1) / codes);
+}
 
 /* Of keys one per channel, of values one per token and group. */
 static inline size_t ref_num_steps(int dim, int of_values) {
@@ -119,18 +129,18 @@ static inline size_t ref_num_steps(int dim, int of_values) {
 }
 
 static inline size_t ref_run_bytes(kvedge_format format, int dim, int of_values) {
-  return REF_RUN * ref_row_bytes(format, dim) + 4 * ref_num_steps(dim, of_values);
+  return ref_word_bytes(format, dim, of_values) + 4 * ref_num_steps(dim, of_values);
 }
 
 /* A run of a caller's own: any codes, finite halves, steps not below 0. */
 static inline void ref_fill_run(kvedge_format format, char *run, int dim, int of_values, int style) {
-  const size_t row = ref_row_bytes(format, dim), steps = ref_num_steps(dim, of_values);
-  for (int t = 0; t < REF_RUN; t++) ref_fill(&ref_formats[format], run + (size_t)t * row, dim, 0);
+  const size_t words = ref_word_bytes(format, dim, of_values), steps = ref_num_steps(dim, of_values);
+  for (size_t i = 0; i < words; i++) run[i] = (char)random_bits();
   for (size_t i = 0; i < 2 * steps; i++) {
     uint16_t half = (uint16_t)(random_bits() % 0x7c00);
     if (style < ORDINARY_STYLES) half = (uint16_t)((i < steps ? 0x1c00 : 0x3000) + random_bits() % 0x800);
     if (i >= steps && half && random_bits() % 2) half |= 0x8000;
-    memcpy(run + REF_RUN * row + 2 * i, &half, sizeof half);
+    memcpy(run + words + 2 * i, &half, sizeof half);
   }
 }
 
@@ -138,14 +148,15 @@ static inline void ref_fill_run(kvedge_format format, char *run, int dim, int of
 static inline double ref_run_element(kvedge_format format, const char *run, int dim, int of_values, int token, int d,
                                      double *size) {
   const ref_format *f = &ref_formats[format];
-  const size_t row = ref_row_bytes(format, dim), steps = ref_num_steps(dim, of_values);
-  const size_t i = of_values ? (size_t)(token * ((dim + REF_GROUP - 1) / REF_GROUP) + d / REF_GROUP) : (size_t)d;
+  const size_t words = ref_word_bytes(format, dim, of_values), steps = ref_num_steps(dim, of_values);
+  const size_t i = of_values ? (size_t)(d / REF_GROUP * REF_RUN + token) : (size_t)d;
+  const int lane = of_values ? d : token, of_lane = of_values ? token : d, codes = 32 / f->bits;
+  const char *word = run + 4 * ((size_t)(of_lane / codes) * ref_lanes(dim, of_values) + (size_t)lane);
   uint16_t step, low;
-  memcpy(&step, run + REF_RUN * row + 2 * i, sizeof step);
-  memcpy(&low, run + REF_RUN * row + 2 * (i + steps), sizeof low);
+  memcpy(&step, run + words + 2 * i, sizeof step);
+  memcpy(&low, run + words + 2 * (i + steps), sizeof low);
   const double of_step = ref_float(&ref_formats[KVEDGE_FLOAT16], step);
-  const double x =
-      ref_float(&ref_formats[KVEDGE_FLOAT16], low) + of_step * ref_element(f, run + (size_t)token * row, d);
+  const double x = ref_float(&ref_formats[KVEDGE_FLOAT16], low) + of_step * ref_element(f, word, of_lane % codes);
   *size = fabs(x) + of_step * ldexp(1.0, f->bits - 1);
   return x;
 }

@@ -40,9 +40,7 @@ KVEDGE_INLINE void multiply_add_pairs(__m256i *sum, __m256i a, __m256i b) {
 #include "kernels/avx256/int4.h"
 #include "kernels/avx256/grids.h"
 
-#include "kernels/run_sums.h"
 #include "kernels/runs.h"
-KVEDGE_RUNS(avxvnni, KVEDGE_INT8_CELL, {.scores = NULL})
-const kvedge_kernels kvedge_kernels_avxvnni = KVEDGE_TABLE("avxvnni", KVEDGE_RUNS_CELL(avxvnni));
+const kvedge_kernels kvedge_kernels_avxvnni = KVEDGE_TABLE("avxvnni", KVEDGE_RUNS_PORTABLE);
 KVEDGE_TARGET_END
 #endif

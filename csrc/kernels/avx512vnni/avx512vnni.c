@@ -279,18 +279,6 @@ static void encode_query_of_int4_avx512vnni(const float *x, int dim, float facto
     _mm512_storeu_si512(codes + at, _mm512_shuffle_epi8(_mm512_loadu_si512(codes + at), order));
 }
 
-#include "kernels/avx512vnni/run_sums.h"
-#include "kernels/runs.h"
-#define INT8_ROWS                                                                                                      \
-  {.encode_query = encode_query_avx512vnni,                                                                            \
-   .scores = scores_int8_avx512vnni,                                                                                   \
-   .weighted_sum = weighted_sum_int8_avx512vnni}
-#define INT4_ROWS                                                                                                      \
-  {.encode_query = encode_query_of_int4_avx512vnni,                                                                    \
-   .scores = scores_int4_avx512vnni,                                                                                   \
-   .weighted_sum = weighted_sum_int4_avx512vnni}
-KVEDGE_RUNS(avx512vnni, INT8_ROWS, INT4_ROWS)
-
 const kvedge_kernels kvedge_kernels_avx512vnni = {
     .name = "avx512vnni",
     /* Keys are read once, for all queries; values are kept as they are needed. */
@@ -311,7 +299,7 @@ const kvedge_kernels kvedge_kernels_avx512vnni = {
                [KVEDGE_FP8_E4M3] = KVEDGE_FLOAT_CELL(fp8_e4m3),
                [KVEDGE_FP8_E5M2] = KVEDGE_FLOAT_CELL(fp8_e5m2)},
     .grids = KVEDGE_GRIDS_CELL,
-    .runs = KVEDGE_RUNS_CELL(avx512vnni),
+    .runs = {.scores = scores_of_runs_avx512vnni, .weighted_sum = weighted_sum_of_runs_avx512vnni},
     .abs_max_bits = abs_max_bits_avx512vnni,
     .quantize = quantize_avx512vnni,
     .dequantize = dequantize_portable,

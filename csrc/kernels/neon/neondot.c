@@ -121,11 +121,9 @@ static uint64_t multiply_neondot(size_t n) {
   return (uint64_t)vgetq_lane_s32(sum[0], 0);
 }
 
-#include "kernels/run_sums.h"
 #include "kernels/runs.h"
-KVEDGE_RUNS(neondot, KVEDGE_NEONDOT_INT8_CELL, {.scores = NULL})
 const kvedge_kernels kvedge_kernels_neondot = KVEDGE_NEON_TABLE(
-    "neondot", KVEDGE_NEONDOT_INT8_CELL, KVEDGE_NEONDOT_INT4_CELL, KVEDGE_RUNS_CELL(neondot), multiply_neondot);
+    "neondot", KVEDGE_NEONDOT_INT8_CELL, KVEDGE_NEONDOT_INT4_CELL, KVEDGE_RUNS_PORTABLE, multiply_neondot);
 
 KVEDGE_TARGET_END
 #endif

@@ -271,11 +271,9 @@ static uint64_t multiply_neoni8mm(size_t n) {
   return (uint64_t)vgetq_lane_s32(sum[0], 0);
 }
 
-#include "kernels/run_sums.h"
 #include "kernels/runs.h"
-KVEDGE_RUNS(neoni8mm, KVEDGE_MATRIX_CELL(int8), {.scores = NULL})
 const kvedge_kernels kvedge_kernels_neoni8mm = KVEDGE_NEON_TABLE(
-    "neoni8mm", KVEDGE_MATRIX_CELL(int8), KVEDGE_MATRIX_CELL(int4), KVEDGE_RUNS_CELL(neoni8mm), multiply_neoni8mm);
+    "neoni8mm", KVEDGE_MATRIX_CELL(int8), KVEDGE_MATRIX_CELL(int4), KVEDGE_RUNS_PORTABLE, multiply_neoni8mm);
 
 KVEDGE_TARGET_END
 #endif

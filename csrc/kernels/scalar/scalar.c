@@ -52,10 +52,8 @@ static void widen_row(const uint8_t *codes, int n, int8_t *out) {
 #include "kernels/int4.h"
 KVEDGE_INT4_FUNCTIONS(scalar, scores_int8_scalar, weighted_sum_int8_scalar)
 
-#include "kernels/run_sums.h"
 #include "kernels/runs.h"
 #define INT8_CELL {.scores = scores_int8_scalar, .weighted_sum = weighted_sum_int8_scalar}
-KVEDGE_RUNS(scalar, INT8_CELL, {.scores = NULL})
 
 #define DITHER_2(n) (n - 127.5f) / 256, (n + 0.5f) / 256
 #define DITHER_4(n) DITHER_2(n), DITHER_2(n + 64)
@@ -72,7 +70,7 @@ const kvedge_kernels kvedge_kernels_scalar = {
     .cells = {[KVEDGE_INT8] = INT8_CELL,
                [KVEDGE_INT4] = {.scores = scores_int4_scalar, .weighted_sum = weighted_sum_int4_scalar},
                [KVEDGE_FLOAT32] = KVEDGE_PORTABLE_CELL(float32)},
-    .runs = KVEDGE_RUNS_CELL(scalar),
+    .runs = KVEDGE_RUNS_PORTABLE,
     .abs_max_bits = abs_max_bits_scalar,
     .quantize = quantize_scalar,
     .dequantize = dequantize_portable,
