@@ -48,7 +48,7 @@ KVEDGE_INLINE __m256i words_of(const uint8_t *row, int begin, int last, const wo
 }
 
 /* One of the four bytes of 32 levels by codes below 16 * count. */
-KVEDGE_INLINE __m256i byte_of_levels(const int count, const uint8_t table[][16], __m256i codes) {
+KVEDGE_INLINE __m256i byte_of_levels(const int count, uint8_t table[][16], __m256i codes) {
   __m256i byte[4];
 #pragma GCC unroll 4
   for (int i = 0; i < count; i++)
