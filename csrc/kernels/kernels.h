@@ -83,7 +83,6 @@ typedef struct {
                               * NULL for formats without scales */
   ptrdiff_t scale_stride;    /* from the scales of a head to those of the next (head batch) */
   float factor;              /* what rows without scales are multiplied by: a power of two, at most 1 for values */
-  const int8_t *levels;      /* (16) what codes of 4 bits stand for; NULL: int4's levels */
   int bits;                  /* of a code */
   int first;                 /* of runs, of a head's keys or values (formats/kivi.h): `blocks` are those that hold the
                               * tile's tokens, and `next` has one for each; where in the first run the tile

@@ -165,9 +165,9 @@ KVEDGE_INLINE __m512i load_two_rows(const int8_t *from, const int8_t *upper, con
 /* Bytes of `dim` channels of int8, or of int4. (`bits`: a constant where this is inlined.) */
 KVEDGE_INLINE int bytes_of(int dim, const int bits) { return bits == 8 ? dim : (dim + 1) / 2; }
 
-/* A tile's levels for level_of(); `to_unsigned`: plus 128, as keys are multiplied. */
-KVEDGE_INLINE __m512i levels_of(const int8_t *of_tile, const int to_unsigned) {
-  __m128i levels = _mm_loadu_si128((const __m128i *)(of_tile ? of_tile : kvedge_int4_levels));
+/* int4's levels for level_of(); `to_unsigned`: plus 128, as keys are multiplied. */
+KVEDGE_INLINE __m512i int4_levels(const int to_unsigned) {
+  __m128i levels = _mm_loadu_si128((const __m128i *)kvedge_int4_levels);
   if (to_unsigned) levels = _mm_xor_si128(levels, _mm_set1_epi8((char)0x80));
   return _mm512_broadcast_i32x4(levels);
 }

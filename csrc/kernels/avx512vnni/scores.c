@@ -196,7 +196,7 @@ KVEDGE_INLINE void score_many(const scoring *s, const int bytes) {
   const kvedge_query *q = s->q;
   __m512i columns[PAIR * 1024 / 4]; /* (dim / 4, PAIR) x 16 tokens x 4 channels: 2 KB for a dim of 64 */
   float unit[KVEDGE_STACK];
-  const __m512i levels = levels_of(s->keys->levels, 1);
+  const __m512i levels = int4_levels(1);
   for (int i = 0; i < q->num_queries; i++) unit[i] = unit_of(q, i, bytes);
   const key_blocks pair = {.columns = columns, .ahead = s->ahead};
   for (int t = 0; t < s->num_tokens; t += PAIR * BLOCK) {
@@ -286,7 +286,7 @@ KVEDGE_INLINE void score_several_of(const scoring *s, const int bits, int first,
   const int row_bytes = bytes_of(q->dim, bits), wide = 8 / bits; /* columns of channels in one of bytes */
   const int chains = count * bytes <= 4 ? 2 : 1;                 /* as in score_blocks() */
   const int times = count * bytes <= 2 ? 3 : 2; /* little arithmetic between prefetches: Zen 4 drops more of them */
-  const __m512i levels = levels_of(s->keys->levels, 1);
+  const __m512i levels = int4_levels(1);
   ptrdiff_t stride = KVEDGE_CODE_BYTES * q->stride, three_strides = 3 * stride;
   next_rows next = {.from = block_of(s, 0),
                     .stride = s->keys->token_stride,

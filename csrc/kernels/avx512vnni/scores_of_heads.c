@@ -90,7 +90,7 @@ KVEDGE_INLINE void spread_codes_of_heads(const kvedge_query *q, const int bits, 
 KVEDGE_INLINE void multiply_64_of_heads(const key_rows *k, const extent how, const int bits, int at, int row_bytes,
                                         const int bytes, const int apart, const __m512i *codes, const char *lines,
                                         const lines_ahead *ahead, __m512i out[2][2][4]) {
-  const __m512i levels = levels_of(NULL, 1);
+  const __m512i levels = int4_levels(1);
   const int wide = 8 / bits;
 #pragma GCC unroll 4
   for (int u = 0; u < 4; u++) {

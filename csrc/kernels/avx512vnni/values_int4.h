@@ -45,7 +45,7 @@ KVEDGE_INLINE void weigh_codes_of(const value_rows *v, int num_channels, const i
                                   const int count) {
   const int from_part = part == UPPER, stop_part = part == LOWER ? 1 : 2;
   const __mmask32 there = (__mmask32)first_bytes(bytes_of(num_channels, 4));
-  const __m512i levels = levels_of(v->tile->levels, 0);
+  const __m512i levels = int4_levels(0);
   const uint8_t *codes = w->codes;
   __m512i sum[FEW_QUERIES][PLANES][2][2][2]; /* (part, c, first or second code) */
 #pragma GCC unroll 4
@@ -111,7 +111,7 @@ KVEDGE_INLINE __m512i levels_of_row(const int8_t *from, __mmask32 valid, __m512i
 /* keep_values() of int4. */
 static __attribute__((noinline)) void keep_levels(const value_rows *v, int num_channels, __m512i *kept) {
   const __mmask32 valid = (__mmask32)first_bytes(bytes_of(num_channels, 4));
-  const __m512i levels = levels_of(v->tile->levels, 0);
+  const __m512i levels = int4_levels(0);
   const int padded = (v->num_tokens + BLOCK - 1) / BLOCK * BLOCK;
   for (int t = 0; t < padded; t += 4, kept += 4) {
     __m512i row[4];
@@ -174,7 +174,7 @@ KVEDGE_INLINE void weigh_codes_of_heads(const value_rows *v, const int apart, co
   enum { UNITS = 8 };
   const int of_head = dim / 16, all = HEADS * of_head, first = unit / of_head, row_bytes = HEADS * dim / 2;
   const __mmask64 valid = first_bytes(row_bytes - 8 * unit);
-  const __m512i levels = levels_of(v->tile->levels, 0);
+  const __m512i levels = int4_levels(0);
   __mmask16 later[2][2]; /* lanes whose first, or second, unit is of the next head or one after it; of one after it */
   for (int u = 0; u < 2; u++)
     for (int h = 0; h < 2; h++) {
