@@ -39,8 +39,8 @@ KVEDGE_INLINE void multiply_add_pairs(__m256i *sum, __m256i a, __m256i b) {
 #include "kernels/float_rows.h"
 #include "kernels/avx256/int4.h"
 #include "kernels/avx256/grids.h"
+#include "kernels/avx256/runs.h"
 
-#include "kernels/runs.h"
-const kvedge_kernels kvedge_kernels_avxvnni = KVEDGE_TABLE("avxvnni", KVEDGE_RUNS_PORTABLE);
+const kvedge_kernels kvedge_kernels_avxvnni = KVEDGE_TABLE("avxvnni");
 KVEDGE_TARGET_END
 #endif

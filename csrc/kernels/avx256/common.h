@@ -206,7 +206,7 @@ static void KVEDGE_NAME(transpose_scales)(const void *scales, kvedge_scale_type 
    .weighted_sum = KVEDGE_NAME(weighted_sum_int8)}
 
 /* clang-format off */
-#define KVEDGE_TABLE(isa, of_runs)                                                                                   \
+#define KVEDGE_TABLE(isa)                                                                                            \
   {                                                                                                                \
       .name = isa,                                                                                                 \
       .tuning = {.step_bytes = 16 << 10, .parallel_work = 6 << 20},                                                \
@@ -220,7 +220,7 @@ static void KVEDGE_NAME(transpose_scales)(const void *scales, kvedge_scale_type 
                 [KVEDGE_FP8_E4M3] = KVEDGE_FLOAT_CELL(fp8_e4m3),                                                     \
                 [KVEDGE_FP8_E5M2] = KVEDGE_FLOAT_CELL(fp8_e5m2)},                                                  \
       .grids = KVEDGE_GRIDS_CELL,                                                                                  \
-      .runs = of_runs,                                                                                             \
+      .runs = {.scores = KVEDGE_NAME(scores_of_runs), .weighted_sum = KVEDGE_NAME(weighted_sum_of_runs)},         \
       .abs_max_bits = KVEDGE_NAME(abs_max_bits),                                                                   \
       .quantize = KVEDGE_NAME(quantize),                                                                           \
       .dequantize = dequantize_portable,                                                                           \

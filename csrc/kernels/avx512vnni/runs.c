@@ -14,7 +14,7 @@
 
 #if defined(__x86_64__)
 #include "kernels/avx512vnni/common.h"
-#include "kernels/runs.h"
+#include "kernels/x86_runs.h"
 
 enum {
   DIGITS = KVEDGE_CODE_BYTES / 2 * 1024, /* bytes of a query's: by 64 of them, CODES_OF_64 each */
@@ -88,15 +88,6 @@ KVEDGE_INLINE void multiply_digits(__m512i *sum, __m512i codes, const int8_t *di
   else multiply_add(sum, codes, four_for_all(digits));
 }
 
-/* Words to multiply: `num` of each lane, `stride` bytes from those of all lanes to the next. What lies `ahead` of them is
- * prefetched meanwhile, and once more `after` bytes later. */
-typedef struct {
-  const uint8_t *words;
-  ptrdiff_t stride;
-  int num;
-  uintptr_t ahead, after;
-} lane_words;
-
 /* sum += the products of all words of 16 * vectors lanes, those in `there` of the last 16, with `count` queries' digits.
  * (`of_values`, `count`, `planes` and `vectors`: constants where this is inlined. `bits` is one where it is 4 by itself.) */
 KVEDGE_INLINE void multiply_words(const lane_words *w, __mmask16 there, const int8_t *digits, const int bits,
@@ -154,29 +145,7 @@ KVEDGE_INLINE __m512 total_of_sums(const int planes, const int chains, const int
   return total_of(planes, all[0], all[1], planes == 3 ? all[2] : all[0]);
 }
 
-/* Words of the r-th run of a tile, from byte `at` on. Where nothing follows, its own are prefetched, which are there anyway. */
-KVEDGE_INLINE lane_words words_of_run(const kvedge_tile *tile, int r, const run_parts *run, int of_values,
-                                      ptrdiff_t at) {
-  const kvedge_prefetch *next = &tile->next;
-  const uintptr_t here = (uintptr_t)(tile->blocks[r] + tile->offset);
-  return (lane_words){.words = run->words + at,
-                      .stride = 4 * num_lanes(tile->dim, of_values),
-                      .num = num_words(tile->dim, tile->bits, of_values),
-                      .ahead = next->blocks ? (uintptr_t)(next->blocks[r] + next->offset) - here : 0,
-                      .after = next->blocks && next->in_order ? kvedge_prefetch_again_after() : 0};
-}
-
 /* ---- Scores ---- */
-
-/* Runs of a tile of keys for `count` queries from the first of `q` on, times 1 / unit: (count, padded). */
-typedef struct {
-  const kvedge_query *q;
-  const kvedge_tile *keys;
-  int first_run, stop_run, padded;
-  float (*x)[1024];
-  const float *unit; /* (count) */
-  float *scores;
-} run_scoring;
 
 /* n halves, fewer than 64, and zeros. */
 KVEDGE_INLINE void copy_halves(const uint16_t *from, int n, uint16_t *to) {
@@ -355,17 +324,6 @@ void scores_of_runs_avx512vnni(const kvedge_query *q, const kvedge_tile *keys, f
 }
 
 /* ---- Weighted sums ---- */
-
-/* A group of channels of the values of a tile, for `count` queries. */
-typedef struct {
-  const kvedge_tile *values;
-  int group, num_queries;
-  const float *p[RUN_QUERIES]; /* in the order of the runs' tokens */
-  const step_columns *columns;
-  float *acc; /* (count, stride), of the group */
-  ptrdiff_t stride;
-  const float *rescale;
-} run_weighing;
 
 static void read_columns_of_runs(const kvedge_tile *values, int g, step_columns *to) {
   const __m512 most = _mm512_set1_ps((float)(1 << (values->bits - 1)));

@@ -1,0 +1,49 @@
+/* What the x86 paths share of runs that are multiplied as integers. Included after x86.h. */
+#ifndef KVEDGE_X86_RUNS_H
+#define KVEDGE_X86_RUNS_H
+
+#include "kernels/runs.h"
+
+/* Words to multiply: `num` of each lane, `stride` bytes from those of all lanes to the next. What lies `ahead` of them is
+ * prefetched meanwhile, and once more `after` bytes later. */
+typedef struct {
+  const uint8_t *words;
+  ptrdiff_t stride;
+  int num;
+  uintptr_t ahead, after;
+} lane_words;
+
+/* Words of the r-th run of a tile, from byte `at` on. Where nothing follows, its own are prefetched, which are there anyway. */
+KVEDGE_INLINE lane_words words_of_run(const kvedge_tile *tile, int r, const run_parts *run, int of_values,
+                                      ptrdiff_t at) {
+  const kvedge_prefetch *next = &tile->next;
+  const uintptr_t here = (uintptr_t)(tile->blocks[r] + tile->offset);
+  return (lane_words){.words = run->words + at,
+                      .stride = 4 * num_lanes(tile->dim, of_values),
+                      .num = num_words(tile->dim, tile->bits, of_values),
+                      .ahead = next->blocks ? (uintptr_t)(next->blocks[r] + next->offset) - here : 0,
+                      .after = next->blocks && next->in_order ? kvedge_prefetch_again_after() : 0};
+}
+
+/* Runs of a tile of keys for some queries from the first of `q` on, times 1 / unit: (count, padded). */
+typedef struct {
+  const kvedge_query *q;
+  const kvedge_tile *keys;
+  int first_run, stop_run, padded;
+  float (*x)[1024];
+  const float *unit; /* (count) */
+  float *scores;
+} run_scoring;
+
+/* A group of channels of the values of a tile, for some queries. */
+typedef struct {
+  const kvedge_tile *values;
+  int group;
+  const float *p[RUN_QUERIES]; /* in the order of the runs' tokens */
+  const step_columns *columns;
+  float *acc; /* (count, stride), of the group */
+  ptrdiff_t stride;
+  const float *rescale;
+} run_weighing;
+
+#endif
