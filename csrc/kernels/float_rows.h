@@ -1,6 +1,7 @@
 /* Scores and weighted sums over rows of floats of 32, 16 and 8 bits, for any width of vectors. Included by a path after
  * its target pragma and x86.h; the path first defines
  *
+ *   KVEDGE_CELL                    static, or nothing where another file has the path's table
  *   floats                         a vector of FLOATS floats
  *   load_floats(p), store_floats(p, x), zero_floats(), all_floats(f), multiply_floats(a, b), multiply_add_floats(a, b, c): a * b + c
  *   load_first_floats(p, n), store_first_floats(p, n, x)   only the first n of them; zeros from there on
@@ -519,11 +520,11 @@ KVEDGE_INLINE void weigh_rows_of_floats(const kvedge_probabilities *p, const kve
 }
 
 #define KVEDGE_FLOAT_CELL_FUNCTIONS(name, format)                                                                      \
-  static void KVEDGE_NAME(scores_##name)(const kvedge_query *q, const kvedge_tile *keys, float *scores,                \
+  KVEDGE_CELL void KVEDGE_NAME(scores_##name)(const kvedge_query *q, const kvedge_tile *keys, float *scores,                \
                                          int accumulate) {                                                             \
     score_floats(q, keys, scores, accumulate, format, KVEDGE_NAME(score_##name));                                      \
   }                                                                                                                    \
-  static void KVEDGE_NAME(weighted_sum_##name)(const kvedge_probabilities *p, const kvedge_tile *values,               \
+  KVEDGE_CELL void KVEDGE_NAME(weighted_sum_##name)(const kvedge_probabilities *p, const kvedge_tile *values,               \
                                                const kvedge_accumulators *to) {                                        \
     weigh_rows_of_floats(p, values, to, format, KVEDGE_NAME(weigh_##name));                                            \
   }

@@ -90,7 +90,7 @@ static inline kvedge_tile decode_tile(const kvedge_tile *from, int first, int st
                        .factor = 1.0f};
 }
 
-static void KVEDGE_NAME(scores_of_grids)(const kvedge_query *q, const kvedge_tile *keys, float *scores,
+KVEDGE_CELL void KVEDGE_NAME(scores_of_grids)(const kvedge_query *q, const kvedge_tile *keys, float *scores,
                                          int accumulate) {
   (void)accumulate; /* keys have one group */
   grid_room room;
@@ -103,7 +103,7 @@ static void KVEDGE_NAME(scores_of_grids)(const kvedge_query *q, const kvedge_til
     for (int t = 0; t < padded; t++) scores[i * KVEDGE_TILE + t] *= keys->scales[t];
 }
 
-static void KVEDGE_NAME(weighted_sum_of_grids)(const kvedge_probabilities *p, const kvedge_tile *values,
+KVEDGE_CELL void KVEDGE_NAME(weighted_sum_of_grids)(const kvedge_probabilities *p, const kvedge_tile *values,
                                                const kvedge_accumulators *to) {
   static const float ones[KVEDGE_STACK] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
                                            1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};

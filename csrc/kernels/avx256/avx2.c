@@ -13,6 +13,7 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 
+#include "kernels/avx256/floats_cells.h"
 #include "system/target.h"
 
 KVEDGE_TARGET_BEGIN("avx2,fma,f16c")
@@ -28,11 +29,9 @@ KVEDGE_INLINE void multiply_add_pairs(__m256i *sum, __m256i a, __m256i b) {
 #include "kernels/avx256/int4_words.h"
 #include "kernels/avx256/scores.h"
 #include "kernels/avx256/values.h"
-#include "kernels/avx256/floats.h"
-#include "kernels/float_rows.h"
 #include "kernels/avx256/int4.h"
-#include "kernels/avx256/grids.h"
 #include "kernels/avx256/runs.h"
+#include "kernels/avx256/table.h"
 
 const kvedge_kernels kvedge_kernels_avx2 = KVEDGE_TABLE("avx2");
 KVEDGE_TARGET_END

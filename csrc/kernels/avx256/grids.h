@@ -1,5 +1,5 @@
 /* Levels of grids: up to 4 bits from tables of 8 floats (kernels/x86_grids.h), 5 to 7 bits byte by byte of the floats from tables
- * of 16 bytes. (8 bits would take as many instructions as loading each level.) Part of avx2.c and avxvnni.c, after floats.h.
+ * of 16 bytes. (8 bits would take as many instructions as loading each level.) Part of floats.c, after floats.h.
  *
  *   vpshufb, vpmullw, vpsrlw   codes to words, their bits to the upper byte, and down       p15, p01, p01
  *   vpshufb, vpblendvb         a byte of 32 levels, by 4 bits of their codes; by the others   p15, 2 of p015

@@ -39,15 +39,34 @@ KVEDGE_INLINE __m256i pair_up(const int bits, __m256i a, __m256i b) {
 /* Sums of products: (queries, vectors of lanes). */
 typedef __m256i lane_sums[RUN_QUERIES][4];
 
-/* sum += the products of all words of 8 * vectors lanes, those in `there` of the last 8 unless it is NULL, with the numbers of
- * `count` queries, `stride` from one to the next. (`count` and `vectors`: constants where this is inlined. `bits` is one where it
- * is 4.) */
+/* sum += the products of the k-th codes of both halves of words of 8 * vectors lanes, with the pairs of numbers of `count` queries,
+ * `stride` from one to the next. (`count` and `vectors`: constants where this is inlined; `bits` and k are where it is 4.) */
+KVEDGE_INLINE void multiply_codes(const __m256i *word, const int16_t *numbers, ptrdiff_t stride, const int bits,
+                                  const int k, const int count, const int vectors, lane_sums sum) {
+  const __m256i mask = _mm256_set1_epi16((int16_t)((1 << bits) - 1));
+  __m256i codes[4];
+#pragma GCC unroll 4
+  for (int v = 0; v < vectors; v++) {
+    if (__builtin_constant_p(bits)) codes[v] = k > 0 ? _mm256_srli_epi16(word[v], 4 * k) : word[v];
+    else codes[v] = _mm256_srl_epi16(word[v], _mm_cvtsi32_si128(k * bits));
+    if (!__builtin_constant_p(bits) || k < 3) codes[v] = _mm256_and_si256(codes[v], mask);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < count; i++) {
+    int32_t two;
+    memcpy(&two, numbers + i * stride, sizeof two);
+    const __m256i by = _mm256_set1_epi32(two);
+#pragma GCC unroll 4
+    for (int v = 0; v < vectors; v++) multiply_add_pairs(&sum[i][v], codes[v], by);
+  }
+}
+
+/* The same with all codes of all words, those in `there` of the last 8 lanes unless it is NULL. */
 KVEDGE_INLINE void multiply_words(const lane_words *w, const __m256i *there, const int16_t *numbers, ptrdiff_t stride,
                                   const int bits, const int count, const int vectors, lane_sums sum) {
-  const __m256i mask = _mm256_set1_epi16((int16_t)((1 << bits) - 1));
   const uint8_t *words = w->words;
   uintptr_t next = (uintptr_t)words + w->ahead, again = next - w->after;
-  for (int n = 0; n < w->num; n++, words += w->stride) {
+  for (int n = 0; n < w->num; n++, words += w->stride, numbers += 32 / bits) {
     __m256i word[4];
 #pragma GCC unroll 4
     for (int v = 0; v < vectors; v++) {
@@ -57,24 +76,12 @@ KVEDGE_INLINE void multiply_words(const lane_words *w, const __m256i *there, con
       _mm_prefetch((const char *)(next + 32 * v), _MM_HINT_T1);
       _mm_prefetch((const char *)(again + 32 * v), _MM_HINT_T1);
     }
+    if (__builtin_constant_p(bits)) {
 #pragma GCC unroll 4
-    for (int k = 0; k < 16 / bits; k++, numbers += 2) {
-      __m256i codes[4];
-#pragma GCC unroll 4
-      for (int v = 0; v < vectors; v++) {
-        codes[v] = word[v];
-        if (k > 0 && __builtin_constant_p(bits)) codes[v] = _mm256_srli_epi16(word[v], k * bits);
-        else if (k > 0) codes[v] = _mm256_srl_epi16(word[v], _mm_cvtsi32_si128(k * bits));
-        if (k < 16 / bits - 1) codes[v] = _mm256_and_si256(codes[v], mask);
-      }
-#pragma GCC unroll 4
-      for (int i = 0; i < count; i++) {
-        int32_t two;
-        memcpy(&two, numbers + i * stride, sizeof two);
-        const __m256i by = _mm256_set1_epi32(two);
-#pragma GCC unroll 4
-        for (int v = 0; v < vectors; v++) multiply_add_pairs(&sum[i][v], codes[v], by);
-      }
+      for (int k = 0; k < 4; k++) multiply_codes(word, numbers + 2 * k, stride, 4, k, count, vectors, sum);
+    } else {
+#pragma GCC unroll 1
+      for (int k = 0; k < 16 / bits; k++) multiply_codes(word, numbers + 2 * k, stride, bits, k, count, vectors, sum);
     }
     next += (uintptr_t)w->stride, again += (uintptr_t)w->stride;
   }
@@ -222,13 +229,13 @@ static void KVEDGE_NAME(scores_of_runs)(const kvedge_query *q, const kvedge_tile
   float x[RUN_QUERIES][1024], unit[KVEDGE_STACK];
   run_scoring s = {.q = q, .keys = keys, .padded = kvedge_padded_channels(keys->dim), .x = x};
   if (q->planes == 3 || (keys->bits == 8 && keys->dim > CHANNELS_OF_8_BITS)) {
-    scores_of_runs_portable(q, keys, scores, accumulate);
+    scores_of_runs_avx256(q, keys, scores, accumulate);
     return;
   }
   for (s.first_run = 0; s.first_run < num_runs(keys); s.first_run = s.stop_run) {
     s.stop_run = runs_alike(keys, s.first_run, steps);
     if (choose_units(q, s.padded, steps, unit)) {
-      scores_of_runs_portable(q, keys, scores, accumulate); /* of the whole tile: it is rare */
+      scores_of_runs_avx256(q, keys, scores, accumulate); /* of the whole tile: it is rare */
       return;
     }
     for (int n, most = most_queries(keys->bits), first = 0; first < q->num_queries; first += n) {
@@ -366,7 +373,7 @@ static void KVEDGE_NAME(weighted_sum_of_runs)(const kvedge_probabilities *p, con
   float room[RUN_QUERIES][KVEDGE_TILE];
   step_columns columns;
   if (p->planes == 3) {
-    weighted_sum_of_runs_portable(p, values, to);
+    weighted_sum_of_runs_avx256(p, values, to);
     return;
   }
   for (int g = 0; g * GROUP < values->dim; g++) {

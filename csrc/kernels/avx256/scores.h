@@ -135,13 +135,6 @@ KVEDGE_INLINE __m256i dot_rows(const int bits, const int8_t *codes, ptrdiff_t st
 
 KVEDGE_INLINE __m256 floats_of(__m128i codes) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(codes)); }
 
-/* Sums of eight registers, side by side. */
-KVEDGE_INLINE __m256 reduce_add_8(const __m256 x[SCORES]) {
-  __m256 first = _mm256_hadd_ps(_mm256_hadd_ps(x[0], x[1]), _mm256_hadd_ps(x[2], x[3]));
-  __m256 second = _mm256_hadd_ps(_mm256_hadd_ps(x[4], x[5]), _mm256_hadd_ps(x[6], x[7]));
-  return _mm256_add_ps(_mm256_permute2f128_ps(first, second, 0x20), _mm256_permute2f128_ps(first, second, 0x31));
-}
-
 /* sum += products of 8 channels of rows from `channel` on, of which n are there, with the queries' floats at `query`.
  * (Constants as in dot_16(), n 8.) */
 KVEDGE_INLINE void dot_8_floats(const int8_t *query, ptrdiff_t stride, const int count, const int8_t *const *row,

@@ -16,6 +16,7 @@
 
 #if defined(__x86_64__)
 #include "kernels/avx512vnni/common.h"
+#define KVEDGE_CELL static
 #define KVEDGE_NAME(function) function##_avx512vnni
 #include "kernels/avx512vnni/floats.h"
 #include "kernels/float_rows.h"
