@@ -14,7 +14,7 @@
 
 #if defined(__x86_64__)
 #include "kernels/avx512vnni/common.h"
-#include "kernels/x86_runs.h"
+#include "kernels/run_words.h"
 
 enum {
   DIGITS = KVEDGE_CODE_BYTES / 2 * 1024, /* bytes of a query's: by 64 of them, CODES_OF_64 each */

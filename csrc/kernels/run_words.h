@@ -1,6 +1,6 @@
-/* What the x86 paths share of runs that are multiplied as integers. Included after x86.h. */
-#ifndef KVEDGE_X86_RUNS_H
-#define KVEDGE_X86_RUNS_H
+/* What paths share that multiply runs as integers. Each first has kvedge_prefetch_again_after(), as x86.h. */
+#ifndef KVEDGE_RUN_WORDS_H
+#define KVEDGE_RUN_WORDS_H
 
 #include "kernels/runs.h"
 
