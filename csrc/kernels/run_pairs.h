@@ -135,7 +135,7 @@ KVEDGE_INLINE void encode_run(const run_scoring *s, const run_parts *run, const 
     constant[i] = sum_of_floats(multiply_add_floats(less, floats_of_integers(total[i]), added[i]));
 }
 
-KVEDGE_INLINE void score_runs(const run_scoring *s, const int count, const int bits) {
+KVEDGE_INLINE void score_pairs(const run_scoring *s, const int count, const int bits) {
   const int vectors = vectors_for(count);
   const size_t bytes = bytes_of_words(s->keys->dim, bits, 0), of_run = bytes_of_run(s->keys->dim, bits, 0);
   int16_t numbers[RUN_QUERIES][1024];
@@ -165,7 +165,7 @@ KVEDGE_INLINE void score_runs(const run_scoring *s, const int count, const int b
 
 /* Of 4 bits for up to four queries, of any for up to two. */
 #define SCORE_RUNS(name, count, bits)                                                                                  \
-  static RUN_FUNCTION void score_runs_##name(const run_scoring *s) { score_runs(s, count, bits); }
+  static RUN_FUNCTION void score_pairs_##name(const run_scoring *s) { score_pairs(s, count, bits); }
 SCORE_RUNS(1, 1, 4)
 SCORE_RUNS(2, 2, 4)
 SCORE_RUNS(3, 3, 4)
@@ -237,8 +237,8 @@ static void KVEDGE_NAME(scores_of_runs)(const kvedge_query *q, const kvedge_tile
       }
       s.unit = unit + first, s.scores = scores + first * KVEDGE_TILE;
       static void (*const of[2][RUN_QUERIES])(const run_scoring *) = {
-          {score_runs_1_of_any, score_runs_2_of_any},
-          {score_runs_1, score_runs_2, score_runs_3, score_runs_4}
+          {score_pairs_1_of_any, score_pairs_2_of_any},
+          {score_pairs_1, score_pairs_2, score_pairs_3, score_pairs_4}
       };
       of[keys->bits == 4][n - 1](&s);
     }
@@ -323,7 +323,7 @@ KVEDGE_INLINE void weigh_lanes(const run_weighing *w, int d, int left, const int
     }
 }
 
-KVEDGE_INLINE void weigh_runs(const run_weighing *w, const int count, const int bits) {
+KVEDGE_INLINE void weigh_pairs(const run_weighing *w, const int count, const int bits) {
   const int vectors = vectors_for(count);
   int16_t numbers[RUN_QUERIES][KVEDGE_TILE];
   float unit[RUN_QUERIES][UNITS], constant[RUN_QUERIES];
@@ -338,7 +338,7 @@ KVEDGE_INLINE void weigh_runs(const run_weighing *w, const int count, const int 
 }
 
 #define WEIGH_RUNS(name, count, bits)                                                                                  \
-  static RUN_FUNCTION void weigh_runs_##name(const run_weighing *w) { weigh_runs(w, count, bits); }
+  static RUN_FUNCTION void weigh_pairs_##name(const run_weighing *w) { weigh_pairs(w, count, bits); }
 WEIGH_RUNS(1, 1, 4)
 WEIGH_RUNS(2, 2, 4)
 WEIGH_RUNS(3, 3, 4)
@@ -368,8 +368,8 @@ static void KVEDGE_NAME(weighted_sum_of_runs)(const kvedge_probabilities *p, con
                         .rescale = to->rescale + i};
       for (int j = 0; j < n; j++) w.p[j] = p_of_runs(p, i + j, values, room[j]);
       static void (*const of[2][RUN_QUERIES])(const run_weighing *) = {
-          {weigh_runs_1_of_any, weigh_runs_2_of_any},
-          {weigh_runs_1, weigh_runs_2, weigh_runs_3, weigh_runs_4}
+          {weigh_pairs_1_of_any, weigh_pairs_2_of_any},
+          {weigh_pairs_1, weigh_pairs_2, weigh_pairs_3, weigh_pairs_4}
       };
       of[bits == 4][n - 1](&w);
     }

@@ -50,9 +50,10 @@ static uint64_t multiply_neon(size_t n) {
 
 #define KVEDGE_NEON_WORDS_CELL(name)                                                                                   \
   {.encode_query = encode_query_neon, .scores = scores_##name##_neon, .weighted_sum = weighted_sum_##name##_neon}
-#include "kernels/runs.h"
+#define KVEDGE_NAME(function) function##_neon
+#include "kernels/neon/runs.h"
 const kvedge_kernels kvedge_kernels_neon = KVEDGE_NEON_TABLE(
-    "neon", KVEDGE_NEON_WORDS_CELL(int8), KVEDGE_NEON_WORDS_CELL(int4), KVEDGE_RUNS_PORTABLE, multiply_neon);
+    "neon", KVEDGE_NEON_WORDS_CELL(int8), KVEDGE_NEON_WORDS_CELL(int4), KVEDGE_NEON_RUNS, multiply_neon);
 
 #ifdef TARGET_BEGUN
 KVEDGE_TARGET_END

@@ -121,9 +121,10 @@ static uint64_t multiply_neondot(size_t n) {
   return (uint64_t)vgetq_lane_s32(sum[0], 0);
 }
 
-#include "kernels/runs.h"
+#define KVEDGE_NAME(function) function##_neondot
+#include "kernels/neon/runs.h"
 const kvedge_kernels kvedge_kernels_neondot = KVEDGE_NEON_TABLE(
-    "neondot", KVEDGE_NEONDOT_INT8_CELL, KVEDGE_NEONDOT_INT4_CELL, KVEDGE_RUNS_PORTABLE, multiply_neondot);
+    "neondot", KVEDGE_NEONDOT_INT8_CELL, KVEDGE_NEONDOT_INT4_CELL, KVEDGE_NEON_RUNS, multiply_neondot);
 
 KVEDGE_TARGET_END
 #endif

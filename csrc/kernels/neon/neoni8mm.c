@@ -271,9 +271,10 @@ static uint64_t multiply_neoni8mm(size_t n) {
   return (uint64_t)vgetq_lane_s32(sum[0], 0);
 }
 
-#include "kernels/runs.h"
+#define KVEDGE_NAME(function) function##_neoni8mm
+#include "kernels/neon/runs.h"
 const kvedge_kernels kvedge_kernels_neoni8mm = KVEDGE_NEON_TABLE(
-    "neoni8mm", KVEDGE_MATRIX_CELL(int8), KVEDGE_MATRIX_CELL(int4), KVEDGE_RUNS_PORTABLE, multiply_neoni8mm);
+    "neoni8mm", KVEDGE_MATRIX_CELL(int8), KVEDGE_MATRIX_CELL(int4), KVEDGE_NEON_RUNS, multiply_neoni8mm);
 
 KVEDGE_TARGET_END
 #endif
