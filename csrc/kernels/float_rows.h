@@ -520,12 +520,12 @@ KVEDGE_INLINE void weigh_rows_of_floats(const kvedge_probabilities *p, const kve
 }
 
 #define KVEDGE_FLOAT_CELL_FUNCTIONS(name, format)                                                                      \
-  KVEDGE_CELL void KVEDGE_NAME(scores_##name)(const kvedge_query *q, const kvedge_tile *keys, float *scores,                \
-                                         int accumulate) {                                                             \
+  KVEDGE_CELL void KVEDGE_NAME(scores_##name)(const kvedge_query *q, const kvedge_tile *keys, float *scores,           \
+                                              int accumulate) {                                                        \
     score_floats(q, keys, scores, accumulate, format, KVEDGE_NAME(score_##name));                                      \
   }                                                                                                                    \
-  KVEDGE_CELL void KVEDGE_NAME(weighted_sum_##name)(const kvedge_probabilities *p, const kvedge_tile *values,               \
-                                               const kvedge_accumulators *to) {                                        \
+  KVEDGE_CELL void KVEDGE_NAME(weighted_sum_##name)(const kvedge_probabilities *p, const kvedge_tile *values,          \
+                                                    const kvedge_accumulators *to) {                                   \
     weigh_rows_of_floats(p, values, to, format, KVEDGE_NAME(weigh_##name));                                            \
   }
 KVEDGE_FLOAT_CELL_FUNCTIONS(float32, KVEDGE_FLOAT32)

@@ -91,7 +91,7 @@ static inline kvedge_tile decode_tile(const kvedge_tile *from, int first, int st
 }
 
 KVEDGE_CELL void KVEDGE_NAME(scores_of_grids)(const kvedge_query *q, const kvedge_tile *keys, float *scores,
-                                         int accumulate) {
+                                              int accumulate) {
   (void)accumulate; /* keys have one group */
   grid_room room;
   const int step = grid_step(keys->dim), padded = (keys->num_tokens + KVEDGE_BLOCK - 1) / KVEDGE_BLOCK * KVEDGE_BLOCK;
@@ -104,7 +104,7 @@ KVEDGE_CELL void KVEDGE_NAME(scores_of_grids)(const kvedge_query *q, const kvedg
 }
 
 KVEDGE_CELL void KVEDGE_NAME(weighted_sum_of_grids)(const kvedge_probabilities *p, const kvedge_tile *values,
-                                               const kvedge_accumulators *to) {
+                                                    const kvedge_accumulators *to) {
   static const float ones[KVEDGE_STACK] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
                                            1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
   grid_room room;

@@ -27,14 +27,14 @@
 #include "kernels/run_words.h"
 
 enum {
-  SUMS_OF_LANES = 8,       /* vectors of sums at a time */
-  UNIT_TOKENS = 64,        /* whose weights have one unit */
+  SUMS_OF_LANES = 8, /* vectors of sums at a time */
+  UNIT_TOKENS = 64,  /* whose weights have one unit */
   UNITS = KVEDGE_TILE / UNIT_TOKENS,
   CHANNELS_OF_8_BITS = 256, /* whose products add up in 32 bits: x 255 x 32767 */
   VECTORS_OF_16 = 16 / FLOATS,
 };
 
-#define NUMBER_MAX 32635.0f     /* of a query: a little below what fits, because products round */
+#define NUMBER_MAX 32635.0f /* of a query: a little below what fits, because products round */
 #define WEIGHT_NUMBER_MAX 32766.0f
 #define NUMBER_NOTHING 1e-30f
 
@@ -46,8 +46,8 @@ typedef lane_sum lane_sums[RUN_QUERIES][4];
 
 /* sum += the products of all words of FLOATS * vectors lanes, of one vector the first `left`, with the numbers of `count` queries,
  * `stride` from one to the next. (`count` and `vectors`: constants where this is inlined. `bits` is one where it is 4.) */
-KVEDGE_INLINE void multiply_words(const lane_words *w, int left, const int16_t *numbers, ptrdiff_t stride, const int bits,
-                                  const int count, const int vectors, lane_sums sum) {
+KVEDGE_INLINE void multiply_words(const lane_words *w, int left, const int16_t *numbers, ptrdiff_t stride,
+                                  const int bits, const int count, const int vectors, lane_sums sum) {
   const uint8_t *from = w->words;
   uintptr_t next = (uintptr_t)from + w->ahead, again = next - w->after;
   for (int n = 0; n < w->num; n++, from += w->stride) {
@@ -330,8 +330,7 @@ KVEDGE_INLINE void weigh_pairs(const run_weighing *w, const int count, const int
   int left = w->values->dim - w->group * GROUP, d = 0;
   if (left > GROUP) left = GROUP;
   for (int i = 0; i < count; i++)
-    constant[i] =
-        encode_weights_of_run(w->p[i], w->columns, num_runs(w->values) * RUN, bits, numbers[i], unit[i]);
+    constant[i] = encode_weights_of_run(w->p[i], w->columns, num_runs(w->values) * RUN, bits, numbers[i], unit[i]);
   for (; left >= FLOATS * vectors; d += FLOATS * vectors, left -= FLOATS * vectors)
     weigh_lanes(w, d, left, count, bits, vectors, numbers, unit, constant);
   for (; left > 0; d += FLOATS, left -= FLOATS) weigh_lanes(w, d, left, count, bits, 1, numbers, unit, constant);

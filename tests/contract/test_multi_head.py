@@ -271,7 +271,8 @@ def test_a_long_prompt_is_rotated_in_pieces(rng):
     cache.extend(rows, rows)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert peak < 2.5 * rows.nbytes + 3 * 2**22  # rotated keys and values, and what is scratch
+    scratch = 3 * 2**22 if kvedge.isa_info()["backend"] == "native" else 2**25  # NumPy: in float64
+    assert peak < 2.5 * rows.nbytes + scratch  # rotated keys and values besides
 
 
 def test_scores_are_scaled_logits(rng):

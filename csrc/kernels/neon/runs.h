@@ -42,7 +42,8 @@ KVEDGE_INLINE integers round_dithered_floats(floats x, floats dither) { return r
 KVEDGE_INLINE floats floats_of_integers(integers x) { return vcvtq_f32_s32(x); }
 
 KVEDGE_INLINE void store_pairs(const int bits, const integers number[4], int16_t *to) {
-  const int16x4_t a = vmovn_s32(number[0]), b = vmovn_s32(number[1]), c = vmovn_s32(number[2]), d = vmovn_s32(number[3]);
+  const int16x4_t a = vmovn_s32(number[0]), b = vmovn_s32(number[1]), c = vmovn_s32(number[2]),
+                  d = vmovn_s32(number[3]);
   int16x8_t first, second; /* numbers of lower halves, and of upper ones */
   if (bits == 2) {
     first = vcombine_s16(a, b), second = vcombine_s16(c, d);
@@ -62,7 +63,9 @@ KVEDGE_INLINE words load_first_words(const uint8_t *p, int n) {
   memcpy(bytes, p, 4 * (size_t)n);
   return load_words(bytes);
 }
-KVEDGE_INLINE words low_codes(words x, const int bits) { return vandq_u16(x, vdupq_n_u16((uint16_t)((1 << bits) - 1))); }
+KVEDGE_INLINE words low_codes(words x, const int bits) {
+  return vandq_u16(x, vdupq_n_u16((uint16_t)((1 << bits) - 1)));
+}
 KVEDGE_INLINE words next_codes(words x, const int bits) { return vshlq_u16(x, vdupq_n_s16((int16_t)-bits)); }
 
 KVEDGE_INLINE pair pair_for_all(const int16_t *numbers) {
@@ -70,7 +73,11 @@ KVEDGE_INLINE pair pair_for_all(const int16_t *numbers) {
   memcpy(&two, numbers, sizeof two);
   return vreinterpretq_s16_s32(vdupq_n_s32(two));
 }
-KVEDGE_INLINE lane_sum zero_sum(void) { return (lane_sum){{vdupq_n_s32(0), vdupq_n_s32(0)}}; }
+KVEDGE_INLINE lane_sum zero_sum(void) {
+  return (lane_sum){
+      {vdupq_n_s32(0), vdupq_n_s32(0)}
+  };
+}
 KVEDGE_INLINE floats floats_of_sum(lane_sum x) { return vcvtq_f32_s32(vpaddq_s32(x.half[0], x.half[1])); }
 KVEDGE_INLINE void multiply_pair(lane_sum *sum, words codes, pair by) {
   const int16x8_t both = vreinterpretq_s16_u16(codes);
@@ -83,6 +90,5 @@ KVEDGE_INLINE void multiply_pair(lane_sum *sum, words codes, pair by) {
 #define scores_in_floats scores_of_runs_portable
 #define weighted_sum_in_floats weighted_sum_of_runs_portable
 #include "kernels/run_pairs.h"
-#define KVEDGE_NEON_RUNS                                                                                               \
-  {.scores = KVEDGE_NAME(scores_of_runs), .weighted_sum = KVEDGE_NAME(weighted_sum_of_runs)}
+#define KVEDGE_NEON_RUNS {.scores = KVEDGE_NAME(scores_of_runs), .weighted_sum = KVEDGE_NAME(weighted_sum_of_runs)}
 #endif
