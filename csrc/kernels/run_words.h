@@ -35,6 +35,26 @@ typedef struct {
   float *scores;
 } run_scoring;
 
+/* Where a run's largest step is of another size than those before it, from 1/4 to 4 times, a unit for all loses too much:
+ * the first run from `first` on that is, and the largest steps of those before it. Runs without steps go with any. */
+static inline int runs_alike(const kvedge_tile *keys, int first, uint16_t *largest) {
+  const int dim = keys->dim, stop = num_runs(keys);
+  int least = 0, most = 0, r = first; /* as bits of a half, which order as what they stand for */
+  memset(largest, 0, (size_t)kvedge_padded_channels(dim) * sizeof *largest);
+  for (; r < stop; r++) {
+    const uint16_t *steps = run_of_tile(keys, r, 0).parts.steps;
+    uint16_t here = 0;
+    for (int d = 0; d < dim; d++) here = steps[d] > here ? steps[d] : here;
+    if (here > 0) {
+      const int low = least == 0 || here < least ? here : least, high = here > most ? here : most;
+      if (r > first && high - low > 2 << 10) break;
+      least = low, most = high;
+    }
+    for (int d = 0; d < dim; d++) largest[d] = steps[d] > largest[d] ? steps[d] : largest[d];
+  }
+  return r;
+}
+
 /* A group of channels of the values of a tile, for some queries. */
 typedef struct {
   const kvedge_tile *values;

@@ -240,34 +240,6 @@ SCORE_RUNS(2, 3, s->keys->bits)
 
 static int most_queries(int planes) { return planes == 2 ? RUN_QUERIES : 2; }
 
-/* Where a run's largest step is of another size than those before it, from 1/4 to 4 times, a unit for all loses too much:
- * the first run from `first` on that is, and the largest steps of those before it. Runs without steps go with any. */
-static int runs_alike(const kvedge_tile *keys, int first, uint16_t *largest) {
-  const int padded = kvedge_padded_channels(keys->dim), stop = num_runs(keys);
-  int least = 0, most = 0, r = first; /* as bits of a half, which order as what they stand for */
-  memset(largest, 0, (size_t)padded * sizeof *largest);
-  for (; r < stop; r++) {
-    const uint16_t *steps = run_of_tile(keys, r, 0).parts.steps;
-    __m512i all = _mm512_setzero_si512();
-    for (int d = 0; d < keys->dim; d += 32)
-      all = _mm512_max_epu16(all, _mm512_maskz_loadu_epi16((__mmask32)first_bytes(keys->dim - d), steps + d));
-    const __m256i half = _mm256_max_epu16(_mm512_castsi512_si256(all), _mm512_extracti64x4_epi64(all, 1));
-    const __m128i eight = _mm_max_epu16(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
-    const int here = 0xffff & ~_mm_cvtsi128_si32(_mm_minpos_epu16(_mm_xor_si128(eight, _mm_set1_epi16(-1))));
-    if (here > 0) {
-      const int low = least == 0 || here < least ? here : least, high = here > most ? here : most;
-      if (r > first && high - low > 2 << 10) break;
-      least = low, most = high;
-    }
-    for (int d = 0; d < keys->dim; d += 32) {
-      const __mmask32 there = (__mmask32)first_bytes(keys->dim - d);
-      const __m512i before = _mm512_loadu_si512(largest + d);
-      _mm512_storeu_si512(largest + d, _mm512_max_epu16(before, _mm512_maskz_loadu_epi16(there, steps + d)));
-    }
-  }
-  return r;
-}
-
 /* The largest products of `count` queries, 1 to 4, with steps. (`count`: a constant where this is inlined.) */
 KVEDGE_INLINE void largest_products(const float *x, ptrdiff_t stride, const int count, int padded,
                                     const uint16_t *steps, float *largest) {
