@@ -24,14 +24,17 @@ static inline int wide_step(int width) {
 static inline kvedge_tile widen(const kvedge_tile *from, int first, int num_tokens, int width, wide_rows *room) {
   const ptrdiff_t row_bytes = (width + 1) / 2;
   int8_t *out = room->rows;
-  for (int t = 0; t < num_tokens; t++, out += width) {
-    const int block = (first + t) / KVEDGE_BLOCK, row = (first + t) % KVEDGE_BLOCK;
-    if (row == 0) room->blocks[t / KVEDGE_BLOCK] = (const char *)out;
-    widen_row((const uint8_t *)from->blocks[block] + from->offset + row * from->token_stride, width, out);
-    if (from->next.blocks)
-      prefetch_bytes(
-          (const char *)((uintptr_t)from->next.blocks[block] + (uintptr_t)(from->next.offset + row * row_bytes)),
-          row_bytes);
+  for (int t = 0; t < num_tokens; t += KVEDGE_BLOCK) { /* `first` is a block's */
+    const int block = (first + t) / KVEDGE_BLOCK, rows = num_tokens - t < KVEDGE_BLOCK ? num_tokens - t : KVEDGE_BLOCK;
+    const uint8_t *codes = (const uint8_t *)from->blocks[block] + from->offset;
+    uintptr_t next = from->next.blocks ? (uintptr_t)from->next.blocks[block] + (uintptr_t)from->next.offset : 0;
+    room->blocks[t / KVEDGE_BLOCK] = (const char *)out;
+    for (int r = 0; r < rows; r++, codes += from->token_stride, out += width) {
+      widen_row(codes, width, out);
+      if (!next) continue;
+      prefetch_bytes((const char *)next, row_bytes);
+      next += (uintptr_t)row_bytes;
+    }
   }
   return (kvedge_tile){.blocks = room->blocks,
                        .token_stride = width,

@@ -20,10 +20,11 @@ static inline void widen_row(const uint8_t *codes, int n, int8_t *out) {
   int d = 0;
 #if defined(__aarch64__)
   for (; d + 32 <= n; d += 32) {
-    const uint8x16_t pairs = vld1q_u8(codes + d / 2);
-    const uint8x16_t low = vandq_u8(pairs, vdupq_n_u8(15)), high = vshrq_n_u8(pairs, 4);
-    vst1q_s8(out + d, vqtbl1q_s8(levels, vzip1q_u8(low, high)));
-    vst1q_s8(out + d + 16, vqtbl1q_s8(levels, vzip2q_u8(low, high)));
+    const uint8x16_t pairs = vld1q_u8(codes + (unsigned)d / 2);
+    const int8x16_t low = vqtbl1q_s8(levels, vandq_u8(pairs, vdupq_n_u8(15)));
+    const int8x16_t high = vqtbl1q_s8(levels, vshrq_n_u8(pairs, 4));
+    vst1q_s8(out + d, vzip1q_s8(low, high));
+    vst1q_s8(out + d + 16, vzip2q_s8(low, high));
   }
 #endif
   for (; d + 16 <= n; d += 16) {
