@@ -17,6 +17,7 @@
  *   lane_sum, zero_sum(), floats_of_sum(sum)   FLOATS sums of 32 bits
  *   multiply_pair(sum, codes, by)  sum += the first number times the lower half's code, and the second times the upper's
  *   scores_in_floats, weighted_sum_in_floats   a cell of runs in floats
+ *   KVEDGE_NAME(function)          the path's function of that name
  *
  * So the two halves of a word are multiplied at once. Nothing is transposed, and nothing summed over lanes.
  *
@@ -141,7 +142,7 @@ KVEDGE_INLINE void score_pairs(const run_scoring *s, const int count, const int 
   int16_t numbers[RUN_QUERIES][1024];
   for (int r = s->first_run; r < s->stop_run; r++) {
     const tile_run run = run_of_tile(s->keys, r, 0);
-    float constant[4], within[RUN_QUERIES][RUN];
+    float constant[RUN_QUERIES], within[RUN_QUERIES][RUN];
     encode_run(s, &run.parts, count, bits, numbers, constant);
     prefetch_run(s->keys, r, bytes, of_run);
     for (int t = 0; t < RUN; t += FLOATS * vectors) {
@@ -195,7 +196,7 @@ static int choose_units(const kvedge_query *q, int padded, const uint16_t *steps
 }
 
 static void KVEDGE_NAME(scores_of_runs)(const kvedge_query *q, const kvedge_tile *keys, float *scores, int accumulate) {
-  _Alignas(32) uint16_t steps[1024];
+  uint16_t steps[1024];
   float x[RUN_QUERIES][1024], unit[KVEDGE_STACK];
   run_scoring s = {.q = q, .keys = keys, .padded = kvedge_padded_channels(keys->dim), .x = x};
   if (q->planes == 3 || (keys->bits == 8 && keys->dim > CHANNELS_OF_8_BITS)) {
@@ -328,31 +329,10 @@ WEIGH_RUNS(2_of_any, 2, w->values->bits)
 
 static void KVEDGE_NAME(weighted_sum_of_runs)(const kvedge_probabilities *p, const kvedge_tile *values,
                                               const kvedge_accumulators *to) {
-  const int bits = values->bits, most = most_queries(bits);
-  float room[RUN_QUERIES][KVEDGE_TILE];
-  step_columns columns;
-  if (p->planes == 3) {
-    weighted_sum_in_floats(p, values, to);
-    return;
-  }
-  for (int g = 0; g * GROUP < values->dim; g++) {
-    read_columns(values, g, &columns);
-    for (int i = 0, n; i < p->num_queries; i += n) {
-      n = p->num_queries - i < most ? p->num_queries - i : most;
-      run_weighing w = {.values = values,
-                        .group = g,
-                        .columns = &columns,
-                        .acc = to->acc + i * to->stride + g * GROUP,
-                        .stride = to->stride,
-                        .rescale = to->rescale + i};
-      for (int j = 0; j < n; j++) w.p[j] = p_of_runs(p, i + j, values, room[j]);
-      static void (*const of[2][RUN_QUERIES])(const run_weighing *) = {
-          {weigh_pairs_1_of_any, weigh_pairs_2_of_any},
-          {weigh_pairs_1, weigh_pairs_2, weigh_pairs_3, weigh_pairs_4}
-      };
-      of[bits == 4][n - 1](&w);
-    }
-  }
-  for (int r = 0; r < num_runs(values); r++)
-    prefetch_run(values, r, bytes_of_words(values->dim, bits, 1), bytes_of_run(values->dim, bits, 1));
+  static run_weigher *const of[2][RUN_QUERIES] = {
+      {weigh_pairs_1_of_any, weigh_pairs_2_of_any},
+      {weigh_pairs_1, weigh_pairs_2, weigh_pairs_3, weigh_pairs_4}
+  };
+  if (p->planes == 3) weighted_sum_in_floats(p, values, to);
+  else weigh_by_groups(p, values, to, read_columns, of[values->bits == 4], most_queries(values->bits));
 }

@@ -66,4 +66,32 @@ typedef struct {
   const float *rescale;
 } run_weighing;
 
+typedef void run_weigher(const run_weighing *w);
+
+/* Weighted sums of a tile of runs: of a group of channels at a time, whose steps read_steps() brings, for up to `most` queries,
+ * by the weigher of as many. */
+KVEDGE_INLINE void weigh_by_groups(const kvedge_probabilities *p, const kvedge_tile *values,
+                                   const kvedge_accumulators *to,
+                                   void (*const read_steps)(const kvedge_tile *values, int group, step_columns *to),
+                                   run_weigher *const *weighers, int most) {
+  float room[RUN_QUERIES][KVEDGE_TILE];
+  step_columns columns;
+  for (int g = 0; g * GROUP < values->dim; g++) {
+    read_steps(values, g, &columns);
+    for (int i = 0, n; i < p->num_queries; i += n) {
+      n = p->num_queries - i < most ? p->num_queries - i : most;
+      run_weighing w = {.values = values,
+                        .group = g,
+                        .columns = &columns,
+                        .acc = to->acc + i * to->stride + g * GROUP,
+                        .stride = to->stride,
+                        .rescale = to->rescale + i};
+      for (int j = 0; j < n; j++) w.p[j] = p_of_runs(p, i + j, values, room[j]);
+      weighers[n - 1](&w);
+    }
+  }
+  for (int r = 0; r < num_runs(values); r++)
+    prefetch_run(values, r, bytes_of_words(values->dim, values->bits, 1), bytes_of_run(values->dim, values->bits, 1));
+}
+
 #endif

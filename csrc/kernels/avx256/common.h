@@ -1,6 +1,4 @@
-/* What the 256-bit paths share. Included by their files after the target pragma, each of which first defines
- *   KVEDGE_NAME(function)           function_avx2, function_avxvnni, or function_avx256 of what serves both
- */
+/* What the files of the 256-bit paths share. Included by each after its target pragma. */
 #include "kernels/portable.h"
 #include "kernels/x86.h"
 
@@ -53,3 +51,22 @@ KVEDGE_INLINE void transpose_in_lanes(const __m256i row[4], __m256i out[4]) {
   out[2] = _mm256_unpacklo_epi64(high_01, high_23);
   out[3] = _mm256_unpackhi_epi64(high_01, high_23);
 }
+
+/* Rounds x, small ones dithered: up or down as kvedge_dither has it. */
+KVEDGE_INLINE __m256i round_dithered(__m256 x, __m256 dither) {
+  const __m256 small = _mm256_cmp_ps(x, _mm256_set1_ps(KVEDGE_DITHERED), _CMP_LT_OQ);
+  return _mm256_cvtps_epi32(_mm256_add_ps(x, _mm256_and_ps(small, dither)));
+}
+
+/* Vectors of floats, as kernels/float_rows.h and kernels/run_pairs.h name them. */
+enum { FLOATS = 8 };
+typedef __m256 floats;
+
+KVEDGE_INLINE floats zero_floats(void) { return _mm256_setzero_ps(); }
+KVEDGE_INLINE floats all_floats(float x) { return _mm256_set1_ps(x); }
+KVEDGE_INLINE floats load_floats(const float *p) { return _mm256_loadu_ps(p); }
+KVEDGE_INLINE void store_floats(float *p, floats x) { _mm256_storeu_ps(p, x); }
+KVEDGE_INLINE floats load_first_floats(const float *p, int n) { return _mm256_maskload_ps(p, first_lanes(n)); }
+KVEDGE_INLINE void store_first_floats(float *p, int n, floats x) { _mm256_maskstore_ps(p, first_lanes(n), x); }
+KVEDGE_INLINE floats multiply_floats(floats a, floats b) { return _mm256_mul_ps(a, b); }
+KVEDGE_INLINE floats multiply_add_floats(floats a, floats b, floats c) { return _mm256_fmadd_ps(a, b, c); }

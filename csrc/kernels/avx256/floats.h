@@ -1,5 +1,5 @@
-/* Vectors of 8 floats as kernels/float_rows.h wants them. Part of floats.c. */
-enum { FLOATS = 8, WIDE = 32, SUMS = 8, MOST_QUERIES = 4, PART_LOADS_ARE_CHEAP = 0 };
+/* Vectors of 8 floats as kernels/float_rows.h wants them. Part of floats.c, after common.h. */
+enum { WIDE = 32, SUMS = 8, MOST_QUERIES = 4, PART_LOADS_ARE_CHEAP = 0 };
 
 KVEDGE_INLINE int is_fp8(const kvedge_format format) { return format == KVEDGE_FP8_E4M3 || format == KVEDGE_FP8_E5M2; }
 
@@ -7,17 +7,7 @@ KVEDGE_INLINE ptrdiff_t channel_bytes(const kvedge_format format) {
   return format == KVEDGE_FLOAT32 ? 4 : is_fp8(format) ? 1 : 2;
 }
 
-typedef __m256 floats;
 #define IN_REGISTER(x) __asm__("" : "+x"(x))
-
-KVEDGE_INLINE floats zero_floats(void) { return _mm256_setzero_ps(); }
-KVEDGE_INLINE floats all_floats(float x) { return _mm256_set1_ps(x); }
-KVEDGE_INLINE floats load_floats(const float *p) { return _mm256_loadu_ps(p); }
-KVEDGE_INLINE void store_floats(float *p, floats x) { _mm256_storeu_ps(p, x); }
-KVEDGE_INLINE floats load_first_floats(const float *p, int n) { return _mm256_maskload_ps(p, first_lanes(n)); }
-KVEDGE_INLINE void store_first_floats(float *p, int n, floats x) { _mm256_maskstore_ps(p, first_lanes(n), x); }
-KVEDGE_INLINE floats multiply_floats(floats a, floats b) { return _mm256_mul_ps(a, b); }
-KVEDGE_INLINE floats multiply_add_floats(floats a, floats b, floats c) { return _mm256_fmadd_ps(a, b, c); }
 
 /* Of 8 vectors the sums, lane i of the i-th; of n, the others repeat these. (n: a constant where this is inlined.) */
 KVEDGE_INLINE floats sums_of(const floats *x, const int n) {

@@ -1,17 +1,6 @@
 /* Runs of the 256-bit paths: what kernels/run_pairs.h wants. Part of avx2.c and avxvnni.c, after values.h. */
-enum { FLOATS = 8 };
-
-typedef __m256 floats;
 typedef __m256i integers, words, pair, lane_sum;
 
-KVEDGE_INLINE floats load_floats(const float *p) { return _mm256_loadu_ps(p); }
-KVEDGE_INLINE void store_floats(float *p, floats x) { _mm256_storeu_ps(p, x); }
-KVEDGE_INLINE floats load_first_floats(const float *p, int n) { return _mm256_maskload_ps(p, first_lanes(n)); }
-KVEDGE_INLINE void store_first_floats(float *p, int n, floats x) { _mm256_maskstore_ps(p, first_lanes(n), x); }
-KVEDGE_INLINE floats zero_floats(void) { return _mm256_setzero_ps(); }
-KVEDGE_INLINE floats all_floats(float x) { return _mm256_set1_ps(x); }
-KVEDGE_INLINE floats multiply_floats(floats a, floats b) { return _mm256_mul_ps(a, b); }
-KVEDGE_INLINE floats multiply_add_floats(floats a, floats b, floats c) { return _mm256_fmadd_ps(a, b, c); }
 KVEDGE_INLINE floats max_floats(floats a, floats b) { return _mm256_max_ps(a, b); }
 KVEDGE_INLINE floats magnitudes(floats x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x); }
 KVEDGE_INLINE float sum_of_floats(floats x) { return reduce_add(x); }
@@ -23,10 +12,7 @@ KVEDGE_INLINE integers add_integers(integers a, integers b) { return _mm256_add_
 KVEDGE_INLINE integers round_floats(floats x) { return _mm256_cvtps_epi32(x); }
 KVEDGE_INLINE floats floats_of_integers(integers x) { return _mm256_cvtepi32_ps(x); }
 
-KVEDGE_INLINE integers round_dithered_floats(floats x, floats dither) {
-  const __m256 small = _mm256_cmp_ps(x, _mm256_set1_ps(KVEDGE_DITHERED), _CMP_LT_OQ);
-  return _mm256_cvtps_epi32(_mm256_add_ps(x, _mm256_and_ps(small, dither)));
-}
+KVEDGE_INLINE integers round_dithered_floats(floats x, floats dither) { return round_dithered(x, dither); }
 
 KVEDGE_INLINE void store_pairs(const int bits, const integers number[2], int16_t *to) {
   __m256i a = number[0], b = number[1], first = a, second = b; /* 2 bits: a word has 16 codes */

@@ -1,4 +1,5 @@
 /* What avx2.c and avxvnni.c have besides scores and weighted sums, and their table. Included last, after
+ *   KVEDGE_NAME(function)           function_avx2 or function_avxvnni
  *   multiply_add_pairs(sum, a, b)   sum += the products of 16-bit integers, those of a pair added
  */
 static uint32_t KVEDGE_NAME(abs_max_bits)(const float *x, size_t n) {

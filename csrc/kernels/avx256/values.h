@@ -47,9 +47,7 @@ static void quantize_weights(int num_queries, const float *p, const float *v_sca
       for (int j = 0; j < 2; j++) {
         const int at = t + 8 * j;
         __m256 weight = _mm256_mul_ps(_mm256_loadu_ps(p + i * KVEDGE_TILE + at), _mm256_loadu_ps(v_scale + at));
-        __m256 number = _mm256_mul_ps(weight, _mm256_set1_ps(factor[i]));
-        __m256 small = _mm256_cmp_ps(number, _mm256_set1_ps(KVEDGE_DITHERED), _CMP_LT_OQ);
-        code[j] = _mm256_cvtps_epi32(_mm256_add_ps(number, _mm256_and_ps(small, _mm256_loadu_ps(dither + at))));
+        code[j] = round_dithered(_mm256_mul_ps(weight, _mm256_set1_ps(factor[i])), _mm256_loadu_ps(dither + at));
       }
       __m256i packed = _mm256_packs_epi32(code[0], code[1]);
       packed = _mm256_permute4x64_epi64(packed, 0xd8); /* undoes the pack's lanes */

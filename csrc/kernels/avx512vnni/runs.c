@@ -424,29 +424,12 @@ WEIGH_RUNS(2, 3, w->values->bits, 2)
 
 void weighted_sum_of_runs_avx512vnni(const kvedge_probabilities *p, const kvedge_tile *values,
                                      const kvedge_accumulators *to) {
-  const int bits = values->bits, planes = bits == 4 && p->planes < 3 ? 2 : 3, most = most_queries(planes);
-  float room[RUN_QUERIES][KVEDGE_TILE];
-  step_columns columns;
-  for (int g = 0; g * GROUP < values->dim; g++) {
-    read_columns_of_runs(values, g, &columns);
-    for (int i = 0, n; i < p->num_queries; i += n) {
-      n = p->num_queries - i < most ? p->num_queries - i : most;
-      run_weighing w = {.values = values,
-                        .group = g,
-                        .columns = &columns,
-                        .acc = to->acc + i * to->stride + g * GROUP,
-                        .stride = to->stride,
-                        .rescale = to->rescale + i};
-      for (int j = 0; j < n; j++) w.p[j] = p_of_runs(p, i + j, values, room[j]);
-      static void (*const of[2][RUN_QUERIES])(const run_weighing *) = {
-          {weigh_runs_1_2, weigh_runs_2_2, weigh_runs_3_2, weigh_runs_4_2},
-          {weigh_runs_1_3, weigh_runs_2_3}
-      };
-      of[planes == 3][n - 1](&w);
-    }
-  }
-  for (int r = 0; r < num_runs(values); r++)
-    prefetch_run(values, r, bytes_of_words(values->dim, bits, 1), bytes_of_run(values->dim, bits, 1));
+  static run_weigher *const of[2][RUN_QUERIES] = {
+      {weigh_runs_1_2, weigh_runs_2_2, weigh_runs_3_2, weigh_runs_4_2},
+      {weigh_runs_1_3, weigh_runs_2_3}
+  };
+  const int planes = values->bits == 4 && p->planes < 3 ? 2 : 3;
+  weigh_by_groups(p, values, to, read_columns_of_runs, of[planes == 3], most_queries(planes));
 }
 
 KVEDGE_TARGET_END
