@@ -144,8 +144,9 @@ def test_attention_options_reach_attention(stories, story):
     choices = parse_choices(["float32:precision_bits=24", "int8", "int8:precision_bits=8"])
     _, same, int8, coarse = evaluate(LlamaSubject(stories), story[:100], choices)
     assert same.kl.mean < 1e-9
-    if kvedge.backend == "native":  # NumPy attends in float64 whatever is asked for
-        assert coarse.kl.mean != int8.kl.mean
+    # NumPy attends in float64 and scalar C in float32, whatever is asked for.
+    rounds = kvedge.backend == "native" and kvedge.isa_info()["isa"] != "scalar"
+    assert (coarse.kl.mean != int8.kl.mean) == rounds
     assert coarse.bytes_per_token == int8.bytes_per_token
 
 
