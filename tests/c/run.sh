@@ -53,7 +53,8 @@ build() {
   done
 }
 
-# run [EMULATOR...]: every program that was built; those of tables.h with the kernel tables named in $tables
+# run [EMULATOR...]: every program that was built; those of tables.h with the kernel tables named in $tables. A program that
+# hangs is named after half an hour: exit code 124.
 tables=all
 run() {
   for program in "${programs[@]}"; do
@@ -61,7 +62,7 @@ run() {
     echo "-- $* $program"
     arguments=()
     case $program in test_kernels | test_cells | test_cells_of_runs | test_logits) arguments=($tables) ;; esac
-    "$@" "$work/bin/$program" "${arguments[@]}"
+    timeout 1800 "$@" "$work/bin/$program" "${arguments[@]}"
     status=$?
     [ $status -eq 0 ] || { echo "FAILED: $* $program (exit code $status)"; failures=$((failures + 1)); }
   done
@@ -128,7 +129,8 @@ valgrind)
   need gcc gcc
   need valgrind valgrind
   export KVEDGE_TEST_HEAP=1 KVEDGE_TEST_SHORT=1
-  build gcc -O2 && run valgrind --quiet --error-exitcode=99 --leak-check=full --show-leak-kinds=definite \
+  # Threads take turns: without, two that read in a loop may leave a third no processor for an hour.
+  build gcc -O2 && run valgrind --fair-sched=yes --quiet --error-exitcode=99 --leak-check=full --show-leak-kinds=definite \
     --errors-for-leak-kinds=definite --child-silent-after-fork=yes
   ;;
 aarch64)
