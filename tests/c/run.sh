@@ -54,15 +54,16 @@ build() {
 }
 
 # run [EMULATOR...]: every program that was built; those of tables.h with the kernel tables named in $tables. A program that
-# hangs is named after half an hour: exit code 124.
+# hangs is ended after half an hour, with exit code 124; --foreground leaves it in the process group that .ci/run and Ctrl-C end.
 tables=all
+limit=$(command -v timeout >/dev/null && echo timeout --foreground 1800) # macOS has none
 run() {
   for program in "${programs[@]}"; do
     [ -x "$work/bin/$program" ] || continue
     echo "-- $* $program"
     arguments=()
     case $program in test_kernels | test_cells | test_cells_of_runs | test_logits) arguments=($tables) ;; esac
-    timeout 1800 "$@" "$work/bin/$program" "${arguments[@]}"
+    $limit "$@" "$work/bin/$program" "${arguments[@]}"
     status=$?
     [ $status -eq 0 ] || { echo "FAILED: $* $program (exit code $status)"; failures=$((failures + 1)); }
   done
@@ -130,8 +131,8 @@ valgrind)
   need valgrind valgrind
   export KVEDGE_TEST_HEAP=1 KVEDGE_TEST_SHORT=1
   # Threads take turns: without, two that read in a loop may leave a third no processor for an hour.
-  build gcc -O2 && run valgrind --fair-sched=yes --quiet --error-exitcode=99 --leak-check=full --show-leak-kinds=definite \
-    --errors-for-leak-kinds=definite --child-silent-after-fork=yes
+  build gcc -O2 && run valgrind --fair-sched=yes --quiet --error-exitcode=99 --leak-check=full \
+    --show-leak-kinds=definite --errors-for-leak-kinds=definite --child-silent-after-fork=yes
   ;;
 aarch64)
   need aarch64-linux-gnu-gcc "gcc-aarch64-linux-gnu libc6-dev-arm64-cross"
