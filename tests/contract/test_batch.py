@@ -1,7 +1,5 @@
 """Several layers in one call: attend_batch and append_batch."""
 
-import threading
-
 import numpy as np
 import pytest
 import reference
@@ -12,6 +10,7 @@ from support import (
     filled,
     normal,
     refuses,
+    run_together,
     stored,
 )
 
@@ -294,21 +293,16 @@ def test_readers_of_a_batch_beside_writers(dtype, rng):
     layers = [kind(400, 1, 8) for _ in range(3)]
     ones = np.ones((3, 1, 8), np.float32)
     kvedge.append_batch(layers, ones, ones)
-    failures = []
+
+    def write():
+        for _ in range(399):
+            kvedge.append_batch(layers, ones, ones)
 
     def read():
         query = np.ones((3, HEADS, 8), np.float32)
         for _ in range(150):
             out = kvedge.attend_batch(layers, query, num_threads=2)
-            if not np.allclose(out, 1, atol=1e-2):
-                failures.append(out)
+            assert np.allclose(out, 1, atol=1e-2)
 
-    readers = [threading.Thread(target=read) for _ in range(2)]
-    for reader in readers:
-        reader.start()
-    for _ in range(399):
-        kvedge.append_batch(layers, ones, ones)
-    for reader in readers:
-        reader.join()
-    assert not failures
+    run_together(write, read, read)
     assert [len(layer) for layer in layers] == [400] * 3

@@ -3,12 +3,11 @@
 import copy
 import gc
 import pickle
-import threading
 
 import numpy as np
 import pytest
 import reference
-from support import STORAGE_ERROR, cache_content, normal
+from support import STORAGE_ERROR, cache_content, normal, run_together
 
 import kvedge
 from kvedge import KvBlockPool, KVCache, PagedKvCache, errors
@@ -515,10 +514,9 @@ def test_threads_may_append_to_sequences_of_their_own_while_others_attend(dtype)
     cache.advance(start, 3)
     query = normal(rng, H, D)
     expected = cache.attend(start, 0, query)
-    failures = []
 
-    def work(i):
-        try:
+    def job(i):
+        def work():
             for _ in range(3):
                 seq = cache.fork(start)
                 for t in range(3, 60):
@@ -528,15 +526,10 @@ def test_threads_may_append_to_sequences_of_their_own_while_others_attend(dtype)
                 keys = cache.k(seq, 0)[3:]
                 assert np.abs(keys - rows[i, 3:60]).max() < STORAGE_ERROR[pool.dtype]
                 cache.drop(seq)
-        except BaseException as error:
-            failures.append(error)
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures, failures
+        return work
+
+    run_together(*map(job, range(4)))
     cache.drop(start)
     assert pool.free_count == pool.num_blocks
 

@@ -6,7 +6,6 @@ counted, shared, copied before they are written and given back.
 """
 
 import itertools
-import threading
 from collections import Counter
 
 import numpy as np
@@ -16,6 +15,7 @@ from helpers.reference import attention
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from support import read_positions_beside, rows_of_positions
 
 from kvedge import KvBlockPool, KVCache, PagedKvCache, errors
 
@@ -697,45 +697,27 @@ TestRecent.settings = settings(max_examples=30, stateful_step_count=20, deadline
     "options", [KINDS["kivi4"], KINDS["kivi8 recent and sinks"], KINDS["int8 kivi8 both"]]
 )
 def test_readers_beside_a_writer_see_whole_prefixes(options):
-    """Values are their positions: what a reader gets must be those, however far the writer is.
-
-    After every seventh append three tokens are taken back, so between two reads the sequence
-    may have become three tokens shorter, never more.
-    """
+    """However far the writer is; after every seventh append it takes three tokens back."""
     taken_back = 3
     cache = PagedKvCache(KvBlockPool(200, 32, 1, 1, 8, **options))
-    seq = cache.new_sequence()
-    cache.append(seq, 0, np.zeros((1, 8), np.float32), np.zeros((1, 8), np.float32))
-    stop, faults, longest = threading.Event(), [], [1]
+    seq, query = cache.new_sequence(), np.zeros((1, 8), np.float32)
+    cache.append(seq, 0, query, query)
 
-    def look():
-        query = np.zeros((1, 8), np.float32)
-        while not stop.is_set():
-            values = cache.v(seq, 0)[:, 0]
-            at = np.arange(len(values))
-            off = np.abs(values - at[:, None]).max()
-            mean = cache.attend(seq, 0, query)
-            first, last = (len(values) - taken_back - 1) / 2, (longest[0] - 1) / 2
-            if off > 0.01 * len(values) + 0.1:
-                faults.append(f"{len(values)} tokens: off by {off}")
-            if not first - 0.02 * first - 1 <= mean.min() <= mean.max() <= last * 1.02 + 1:
-                faults.append(f"a mean of {mean.min()}, not {first} to {last}")
+    def write():
+        n = 1
+        for i, step in enumerate([1] * 200 + [5, 100, 33, 400] * 2 + [1] * 200):
+            values = rows_of_positions(n, step)
+            cache.append(seq, 0, np.zeros_like(values), values)
+            n += step
+            cache.advance(seq, n - cache.length(seq))
+            if i % 7 == 6:
+                n -= taken_back
+                cache.truncate(seq, n)
+        assert cache.length(seq) == n
 
-    readers = [threading.Thread(target=look) for _ in range(2)]
-    for reader in readers:
-        reader.start()
-    n = 1
-    for i, step in enumerate([1] * 200 + [5, 100, 33, 400] * 2 + [1] * 200):
-        values = np.repeat(np.arange(n, n + step, dtype=np.float32)[:, None, None], 8, axis=2)
-        n += step
-        longest[0] = max(longest[0], n)
-        cache.append(seq, 0, np.zeros_like(values), values)
-        cache.advance(seq, n - cache.length(seq))
-        if i % 7 == 6:
-            n -= taken_back
-            cache.truncate(seq, n)
-    stop.set()
-    for reader in readers:
-        reader.join()
-    assert cache.length(seq) == n
-    assert not faults, faults[:5]
+    read_positions_beside(
+        write,
+        lambda: cache.v(seq, 0)[:, 0],
+        lambda: cache.attend(seq, 0, query),
+        taken_back,
+    )

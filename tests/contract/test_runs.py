@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
-import threading
 import tracemalloc
 from pathlib import Path
 
@@ -27,6 +26,7 @@ from helpers.reference import attention
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from support import read_positions_beside, rows_of_positions
 
 import kvedge
 from kvedge import KvBlockPool, KVCache, PagedKvCache, Rope, append_batch, attend_batch, errors
@@ -756,37 +756,17 @@ TestRuns.settings = settings(max_examples=40, stateful_step_count=20, deadline=N
     ],
 )
 def test_readers_beside_a_writer_see_whole_prefixes(dtype, options):
-    """Values are their positions: what a reader gets must be those, however far the writer is."""
+    """However far the writer is."""
     classes = {**CLASSES, "int8": kvedge.QuantizedKvLayer}
-    layer = classes[dtype](None, 1, 8, **options)
-    layer.push(np.zeros((1, 8), np.float32), np.zeros((1, 8), np.float32))
-    stop, faults = threading.Event(), []
+    layer, query = classes[dtype](None, 1, 8, **options), np.zeros((1, 8), np.float32)
+    layer.push(query, query)
 
-    def look():
-        query = np.zeros((1, 8), np.float32)
-        while not stop.is_set():
-            values = layer.values()[:, 0]
-            at = np.arange(len(values))
-            off = np.abs(values - at[:, None]).max()
-            mean = layer.attend(query)
-            first, last = (len(values) - 1) / 2, (len(layer) - 1) / 2
-            if off > 0.01 * len(values) + 0.1:
-                faults.append(f"{len(values)} tokens: off by {off}")
-            if not first - 0.02 * first - 1 <= mean.min() <= mean.max() <= last * 1.02 + 1:
-                faults.append(f"a mean of {mean.min()}, not {first} to {last}")
+    def write():
+        for step in [1] * 300 + [5, 100, 33, 400] * 2 + [1] * 200:
+            values = rows_of_positions(len(layer), step)
+            layer.extend(np.zeros_like(values), values)
 
-    readers = [threading.Thread(target=look) for _ in range(2)]
-    for reader in readers:
-        reader.start()
-    n = 1
-    for step in [1] * 300 + [5, 100, 33, 400] * 2 + [1] * 200:
-        values = np.repeat(np.arange(n, n + step, dtype=np.float32)[:, None, None], 8, axis=2)
-        layer.extend(np.zeros_like(values), values)
-        n += step
-    stop.set()
-    for reader in readers:
-        reader.join()
-    assert not faults, faults[:5]
+    read_positions_beside(write, lambda: layer.values()[:, 0], lambda: layer.attend(query))
 
 
 # ---- files that earlier versions wrote ----

@@ -13,7 +13,7 @@ import warnings
 import numpy as np
 import pytest
 import reference
-from support import assert_attention_close, content, filled, normal, stored
+from support import assert_attention_close, content, filled, normal, run_together, stored
 
 import kvedge
 from kvedge import KVCache, QuantizedKvLayer
@@ -236,26 +236,6 @@ def test_the_process_ends_at_once_after_use():
 
 
 # -- many readers --------------------------------------------------------------------------------
-
-
-def run_together(*jobs):
-    """Run every job in a thread of its own; the first exception of any is raised here."""
-    failures = []
-
-    def guarded(job):
-        try:
-            job()
-        except BaseException as error:  # raised again below
-            failures.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(job,)) for job in jobs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=120)
-        assert not thread.is_alive(), "a thread hangs"
-    if failures:
-        raise failures[0]
 
 
 @pytest.mark.parametrize("num_threads", [None, 1, 2])

@@ -1,8 +1,9 @@
-"""What the tests of the contract share: rows of every kind, filled layers, and two comparisons."""
+"""What the tests of the contract share: rows, filled layers, threads and comparisons."""
 
 from __future__ import annotations
 
 import contextlib
+import threading
 
 import numpy as np
 import reference
@@ -190,6 +191,62 @@ def refuses(error, holder=None, match=None):
         raise AssertionError(f"did not raise {error}")
     if holder is not None:
         assert look(holder) == before, "a refused call changed what is stored"
+
+
+# ------------------------------------------------------------------------------------------------
+# Threads
+
+
+def run_together(*jobs):
+    """Run every job in a thread of its own; the first exception of any is raised here."""
+    failures = []
+
+    def guarded(job):
+        try:
+            job()
+        except BaseException as error:  # raised again below
+            failures.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(job,)) for job in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+        assert not thread.is_alive(), "a thread hangs"
+    if failures:
+        raise failures[0]
+
+
+def rows_of_positions(first, n):
+    """Values (n, 1, 8) of tokens from `first` on: each is its token's position."""
+    return np.repeat(np.arange(first, first + n, dtype=np.float32)[:, None, None], 8, axis=2)
+
+
+def read_positions_beside(write, values, attend, taken_back=0):
+    """Two readers beside a writer of such values: each sees those, a prefix and all of it.
+
+    ``values()`` gives all (tokens, channels), ``attend()`` their mean, as a query of zeros has it.
+    Between two reads the tokens may have become fewer, by `taken_back` at most.
+    """
+    done = threading.Event()
+
+    def write_to_the_end():
+        try:
+            write()
+        finally:
+            done.set()
+
+    def read_on():
+        while not done.is_set():
+            got, mean = values(), attend()
+            first, last = (len(got) - taken_back - 1) / 2, (len(values()) + taken_back - 1) / 2
+            off = np.abs(got - np.arange(len(got))[:, None]).max()
+            assert off <= 0.01 * len(got) + 0.1, f"{len(got)} tokens: off by {off}"
+            assert first - 0.02 * first - 1 <= mean.min() <= mean.max() <= last * 1.02 + 1, (
+                f"a mean of {mean.min()}, not {first} to {last}"
+            )
+
+    run_together(write_to_the_end, read_on, read_on)
 
 
 # ------------------------------------------------------------------------------------------------
