@@ -55,6 +55,12 @@ typedef enum {
 /* One sentence about a status, never NULL. */
 const char *kvedge_strerror(kvedge_status status);
 
+/* ---- Threads and their stacks -------------------------------------------------------------- */
+
+/* Bytes of stack that a thread needs free when it calls any function here: musl's threads have twice as many in all if nobody
+ * asks for more. kvedge's own threads ask for what they need. */
+enum { KVEDGE_STACK_BYTES = 64 << 10 };
+
 /* ---- Kernel paths ------------------------------------------------------------------------- */
 
 /* Picks a path by name ("scalar", "avx2", "avxvnni", "avx512vnni", "neon", "neondot", "neoni8mm"), or with NULL
@@ -485,7 +491,8 @@ void kvedge_tolerance_counts(int64_t *seen, int64_t *dropped);
  * more than num_slices' and bytes' layer holds, up to its capacity: neither shrinks as tokens are added, so what they say
  * of the longest context is enough for all of it.
  * run leaves a partial result in a slot; a slot is free again after collect. With as many slots as
- * slices (slot = slice) all may run before any is collected; one slot is enough for one thread.
+ * slices (slot = slice) all may run before any is collected; one slot is enough for one thread. A slot takes some 200 KiB
+ * beside its result, which are touched only as threads run slices at the same time.
  * Slices do not depend on the number of threads, so neither do the results, to the bit. */
 typedef struct kvedge_attention kvedge_attention;
 

@@ -123,7 +123,10 @@ struct kvedge_attention {
   float *partials; /* (num_slots + 1, partial_floats), the total last */
   char *skipping;  /* (num_slots, skipping_bytes), see skip.c; no bytes: all values are read */
   size_t skipping_bytes;
-  char *refit; /* room for one row of one head, see refit.c */
+  char *refit;        /* room for one row of one head, see refit.c */
+  int num_workspaces; /* 0 where a job has one for each of its threads, else as many as may be in use at once */
+  char *workspaces;   /* (num_workspaces) see kvedge_workspace_at() */
+  atomic_flag *busy;  /* (num_workspaces) which of them threads have taken */
 
   kvedge_array out; /* (num_rows, num_heads, channels of a value) */
   float *lse;       /* (num_rows, num_heads) or NULL */
@@ -261,9 +264,18 @@ typedef struct {
   int slice;
 } kvedge_slice;
 
+/* Working memory of a thread that runs slices, 64-byte aligned (tile.h): its bytes, and the index-th of a call. */
+typedef struct kvedge_workspace kvedge_workspace;
+size_t kvedge_workspace_bytes(void);
+kvedge_workspace *kvedge_workspace_at(const kvedge_attention *a, int index);
+
 /* slice.c: as kvedge_attention_run, which takes the slice that follows for the next one. What this thread runs next
  * is prefetched at the end, if its rows lie as those of this one. */
-void kvedge_slice_run(const kvedge_attention *a, int slice, kvedge_slice next, int slot, const volatile int *stop);
+void kvedge_slice_run(const kvedge_attention *a, int slice, kvedge_slice next, int slot, kvedge_workspace *w,
+                      const volatile int *stop);
+
+/* refit.c: as kvedge_attention_collect. */
+void kvedge_slice_collect(kvedge_attention *a, int slice, int slot, kvedge_workspace *w);
 
 /* slice.c: logits of a call of one query row over all tokens, (num_heads, len). */
 void kvedge_all_logits(const kvedge_attention *a, float *logits);

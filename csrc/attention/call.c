@@ -37,8 +37,9 @@ typedef struct {
 } share;
 
 typedef struct {
-  share *shares;  /* (calls) */
-  int32_t *owner; /* (tasks) whose share a task is in */
+  char *workspaces; /* (threads) */
+  share *shares;    /* (calls) */
+  int32_t *owner;   /* (tasks) whose share a task is in */
   int num_tasks;
 } batch;
 
@@ -52,22 +53,28 @@ static kvedge_slice slice_of_task(const batch *b, int task) {
   return (kvedge_slice){s->attention, task - s->first_task};
 }
 
-static void run_task(void *context, int task, int next, int slot, const volatile int *stop) {
+static kvedge_workspace *workspace_of(const batch *b, int thread) {
+  return (kvedge_workspace *)(b->workspaces + (size_t)thread * kvedge_workspace_bytes());
+}
+
+static void run_task(void *context, int task, int next, int slot, int thread, const volatile int *stop) {
   const batch *b = context;
   const share *s = &b->shares[b->owner[task]];
-  kvedge_slice_run(s->attention, task - s->first_task, slice_of_task(b, next), slot_of(b, s, task, slot), stop);
+  kvedge_slice_run(s->attention, task - s->first_task, slice_of_task(b, next), slot_of(b, s, task, slot),
+                   workspace_of(b, thread), stop);
 }
 
 static void collect_task(void *context, int task, int slot) {
   const batch *b = context;
   const share *s = &b->shares[b->owner[task]];
-  kvedge_attention_collect(s->attention, task - s->first_task, slot_of(b, s, task, slot));
+  kvedge_slice_collect(s->attention, task - s->first_task, slot_of(b, s, task, slot), workspace_of(b, 0));
 }
 
 static kvedge_status run_on_threads(planned_call *calls, int num_calls, int num_tasks, int num_threads) {
   size_t shares = kvedge_align((size_t)num_calls * sizeof(share));
   size_t owners = kvedge_align((size_t)num_tasks * sizeof(int32_t));
-  size_t bytes = kvedge_align(sizeof(batch)) + shares + owners;
+  size_t workspaces = (size_t)kvedge_job_threads(num_threads, num_tasks) * kvedge_workspace_bytes();
+  size_t bytes = kvedge_align(sizeof(batch)) + shares + owners + workspaces;
   for (int i = 0; i < num_calls; i++)
     bytes += kvedge_attention_lay_out(&calls[i].planned, NULL, slices_of(&calls[i]) + 1);
   kvedge_job *job = kvedge_job_take(bytes);
@@ -75,8 +82,11 @@ static kvedge_status run_on_threads(planned_call *calls, int num_calls, int num_
   char *memory = kvedge_job_memory(job);
   batch *b = (batch *)memory;
   memory += kvedge_align(sizeof *b);
-  *b = (batch){.shares = (share *)memory, .owner = (int32_t *)(memory + shares), .num_tasks = num_tasks};
-  memory += shares + owners;
+  *b = (batch){.shares = (share *)memory,
+               .owner = (int32_t *)(memory + shares),
+               .workspaces = memory + shares + owners,
+               .num_tasks = num_tasks};
+  memory += shares + owners + workspaces;
   for (int i = 0, task = 0; i < num_calls; i++) {
     planned_call *call = &calls[i];
     int slices = slices_of(call);
@@ -103,7 +113,7 @@ static kvedge_status run_on_threads(planned_call *calls, int num_calls, int num_
 static kvedge_status run_here(planned_call *calls, int num_calls) {
   size_t most = 0;
   for (int i = 0; i < num_calls; i++) {
-    calls[i].planned.query_stays = 1;
+    calls[i].planned.query_stays = calls[i].planned.num_workspaces = 1;
     size_t bytes = kvedge_attention_lay_out(&calls[i].planned, NULL, 1);
     if (bytes > most) most = bytes;
   }
@@ -115,8 +125,8 @@ static kvedge_status run_here(planned_call *calls, int num_calls) {
     for (int slice = 0; slice < slices_of(call); slice++) {
       kvedge_slice next = {a, slice + 1};
       if (next.slice == slices_of(call)) next = (kvedge_slice){i + 1 < num_calls ? &calls[i + 1].planned : NULL, 0};
-      kvedge_slice_run(a, slice, next, 0, NULL);
-      kvedge_attention_collect(a, slice, 0);
+      kvedge_slice_run(a, slice, next, 0, kvedge_workspace_at(a, 0), NULL);
+      kvedge_slice_collect(a, slice, 0, kvedge_workspace_at(a, 0));
     }
   }
   kvedge_aligned_free(memory);

@@ -204,6 +204,7 @@ static size_t refit_bytes(const kvedge_attention *a) {
   kvedge_attention one = *a; /* as refit.c makes it, as far as sizes depend on it */
   one.view.num_kv_heads = one.num_heads = one.query_rows = 1;
   one.num_row_blocks = one.is_refit = one.query_stays = 1;
+  one.num_workspaces = 0; /* that of the slice is free by then */
   one.partial_floats = kvedge_partial_floats(&one);
   return kvedge_attention_lay_out(&one, NULL, 1);
 }
@@ -224,6 +225,8 @@ size_t kvedge_attention_lay_out(kvedge_attention *a, char *base, int num_slots) 
   a->skipping_bytes = kvedge_align(kvedge_skipping_bytes(a));
   a->skipping = kvedge_take(base, &used, (size_t)num_slots * a->skipping_bytes);
   if (!a->is_refit) a->refit = kvedge_take(base, &used, refit_bytes(a));
+  a->busy = kvedge_take(base, &used, (size_t)a->num_workspaces * sizeof *a->busy);
+  a->workspaces = kvedge_take(base, &used, (size_t)a->num_workspaces * kvedge_workspace_bytes());
   return used;
 }
 
@@ -238,6 +241,7 @@ kvedge_attention *kvedge_attention_set_up(const kvedge_attention *planned, void 
     memcpy(a->alibi_slopes, planned->options.alibi_slopes, (size_t)a->num_heads * sizeof *a->alibi_slopes);
     a->options.alibi_slopes = a->alibi_slopes;
   }
+  for (int i = 0; i < a->num_workspaces; i++) atomic_flag_clear(&a->busy[i]);
   const int dim = a->view.side[KEYS].shape.dim;
   a->out = *out;
   a->lse = lse;
@@ -299,6 +303,7 @@ size_t kvedge_attention_bytes(const kvedge_layer *layer, int64_t num_rows, int n
   kvedge_attention a;
   kvedge_segment segment;
   if (num_slots < 1 || plan_layer(&a, layer, NULL, num_rows, num_heads, options, &segment) != KVEDGE_OK) return 0;
+  a.num_workspaces = num_slots;
   return kvedge_attention_lay_out(&a, NULL, num_slots);
 }
 
@@ -313,6 +318,7 @@ kvedge_status kvedge_attention_init(void *memory, size_t bytes, const kvedge_lay
   const kvedge_array to = kvedge_dense_array(out, num_heads, layer->values.shape.dim);
   kvedge_status status = plan_layer(&planned, layer, &from, num_rows, num_heads, options, &segment);
   if (status != KVEDGE_OK) return status;
+  planned.num_workspaces = num_slots;
   if (kvedge_attention_lay_out(&planned, NULL, num_slots) > bytes) return KVEDGE_ERROR_MEMORY;
   *attention = kvedge_attention_set_up(&planned, memory, num_slots, &from, &to, lse);
   return KVEDGE_OK;
@@ -334,6 +340,7 @@ kvedge_status kvedge_scores(const kvedge_layer *layer, const float *query, int n
   const kvedge_array row = kvedge_dense_array(query, num_heads, layer->keys.shape.dim);
   kvedge_status status = plan_layer(&planned, layer, &row, 1, num_heads, &options, &segment);
   if (status != KVEDGE_OK) return status;
+  planned.num_workspaces = 1;
   void *memory = kvedge_aligned_alloc(64, kvedge_attention_lay_out(&planned, NULL, 1));
   if (!memory) return KVEDGE_ERROR_MEMORY;
   kvedge_all_logits(kvedge_attention_set_up(&planned, memory, 1, &row, &row, NULL), logits); /* which writes no out */

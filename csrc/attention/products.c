@@ -60,7 +60,8 @@ static kvedge_tile rows_of_group(const kvedge_attention *a, const head_tile *h, 
   return rows;
 }
 
-/* Where a path has no kernels for a format: block b of a head's rows as float32, in `room`. */
+/* Where a path has no kernels for a format: block b of a head's rows as float32, in `room`. It lies where cells have their
+ * working memory, which for them begins after it. */
 typedef struct {
   float values[KVEDGE_BLOCK * KVEDGE_MAX_HEAD_DIM];
   const char *start;
@@ -142,7 +143,8 @@ static void choose_planes(const kvedge_attention *a, const head_tile *h, const f
 }
 
 /* One group of channels of query rows i..i+count-1 of a head tile. */
-static kvedge_query query_of_group(const kvedge_attention *a, const head_tile *h, int group, int i, int count) {
+static kvedge_query query_of_group(const kvedge_attention *a, const head_tile *h, int group, int i, int count,
+                                   workspace *w) {
   const kvedge_queries *queries = h->queries;
   const int start = group * a->group_size, left = a->view.side[KEYS].shape.dim - start;
   const size_t pad = (size_t)a->group_pad;
@@ -150,7 +152,8 @@ static kvedge_query query_of_group(const kvedge_attention *a, const head_tile *h
   kvedge_query q = {.num_queries = count,
                     .stride = (ptrdiff_t)pad * a->num_groups,
                     .scale_stride = a->num_groups,
-                    .dim = left < a->group_size ? left : a->group_size};
+                    .dim = left < a->group_size ? left : a->group_size,
+                    .scratch = w->scratch};
   if (queries->codes) {
     q.codes = queries->codes + at * pad * KVEDGE_CODE_BYTES;
     q.scale = queries->scales + at;
@@ -162,11 +165,11 @@ static kvedge_query query_of_group(const kvedge_attention *a, const head_tile *h
   return q;
 }
 
-static void decoded_scores(const kvedge_attention *a, const head_tile *h, float *scores) {
-  const kvedge_query q = query_of_group(a, h, 0, 0, h->count);
-  decoded_block room;
+static void decoded_scores(const kvedge_attention *a, const head_tile *h, float *scores, workspace *w) {
+  kvedge_query q = query_of_group(a, h, 0, 0, h->count, w);
+  decoded_block *room = kvedge_take_scratch(&q.scratch, sizeof *room);
   for (int b = 0; b < h->tile->num_blocks; b++) {
-    const kvedge_tile keys = decode_block(a, h, KEYS, b, &room);
+    const kvedge_tile keys = decode_block(a, h, KEYS, b, room);
     a->cells[KEYS]->scores(&q, &keys, scores + b * KVEDGE_BLOCK, 0);
   }
 }
@@ -174,7 +177,7 @@ static void decoded_scores(const kvedge_attention *a, const head_tile *h, float 
 void kvedge_head_scores(const kvedge_attention *a, const head_tile *h, workspace *w) {
   float *scores = w->scores + h->at * KVEDGE_TILE;
   if (a->decodes[KEYS]) {
-    decoded_scores(a, h, scores);
+    decoded_scores(a, h, scores, w);
     return;
   }
   for (int g = 0; g < a->num_groups; g++) {
@@ -184,7 +187,7 @@ void kvedge_head_scores(const kvedge_attention *a, const head_tile *h, workspace
     for (int i = 0, next; i < h->count; i = next) { /* runs of query rows with as many planes */
       next = h->queries->codes ? i + 1 : h->count;
       while (next < h->count && planes[next] == planes[i]) next++;
-      kvedge_query q = query_of_group(a, h, g, i, next - i);
+      kvedge_query q = query_of_group(a, h, g, i, next - i, w);
       if (h->queries->codes) q.planes = planes[i];
       a->cells[KEYS]->scores(&q, &keys, scores + i * KVEDGE_TILE, g > 0);
       keys.next.blocks = NULL;
@@ -216,14 +219,15 @@ void kvedge_weighted_sum(const kvedge_attention *a, const head_tile *h, float *p
                                           1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
   const kvedge_row_shape *shape = &a->view.side[VALUES].shape;
   const int takes_factor = (shape->num_groups == 0 || a->decodes[VALUES]) && a->factor[VALUES] > 1.0f;
-  kvedge_probabilities p = {.num_queries = h->count, .planes = probability_planes(a, h->tile), .p = probabilities};
+  kvedge_probabilities p = {
+      .num_queries = h->count, .planes = probability_planes(a, h->tile), .p = probabilities, .scratch = w->scratch};
   kvedge_accumulators to = {
       .acc = partial->acc + kvedge_index_of(a, h) * (size_t)a->acc_stride, .stride = a->acc_stride, .rescale = rescale};
   if (takes_factor) take_factor(a, h, probabilities);
   if (a->decodes[VALUES]) {
-    decoded_block room;
+    decoded_block *room = kvedge_take_scratch(&p.scratch, sizeof *room);
     for (int b = 0; b < h->tile->num_blocks; b++, p.p += KVEDGE_BLOCK, to.rescale = one) {
-      kvedge_tile values = decode_block(a, h, VALUES, b, &room);
+      kvedge_tile values = decode_block(a, h, VALUES, b, room);
       if (takes_factor) values.factor = 1.0f;
       a->cells[VALUES]->weighted_sum(&p, &values, &to);
     }
@@ -244,7 +248,7 @@ void kvedge_weighted_sum(const kvedge_attention *a, const head_tile *h, float *p
 
 int kvedge_scores_of_batch(const kvedge_attention *a, const head_tile *heads, workspace *w) {
   const kvedge_tile keys = rows_of_group(a, &heads[0], KEYS, 0, w);
-  kvedge_query q = query_of_group(a, &heads[0], 0, 0, KVEDGE_HEADS);
+  kvedge_query q = query_of_group(a, &heads[0], 0, 0, KVEDGE_HEADS, w);
   for (int j = 0; j < KVEDGE_HEADS; j++) {
     int planes;
     choose_planes(a, &heads[j], keys.scales + j * keys.scale_stride, &planes);
@@ -258,8 +262,10 @@ int kvedge_scores_of_batch(const kvedge_attention *a, const head_tile *heads, wo
 void kvedge_weighted_sum_of_batch(const kvedge_attention *a, const head_tile *heads, workspace *w,
                                   kvedge_partial *partial) {
   const kvedge_tile values = rows_of_group(a, &heads[0], VALUES, 0, w);
-  const kvedge_probabilities p = {
-      .num_queries = KVEDGE_HEADS, .planes = probability_planes(a, heads[0].tile), .p = w->scores};
+  const kvedge_probabilities p = {.num_queries = KVEDGE_HEADS,
+                                  .planes = probability_planes(a, heads[0].tile),
+                                  .p = w->scores,
+                                  .scratch = w->scratch};
   const kvedge_accumulators to = {.acc = partial->acc + kvedge_index_of(a, &heads[0]) * (size_t)a->acc_stride,
                                   .stride = values.dim,
                                   .rescale = w->rescale};

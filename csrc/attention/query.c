@@ -67,12 +67,14 @@ static float error_of_code(const kvedge_attention *a, const kvedge_queries *q, s
  * product near 1: no finite numbers leave float's range. */
 static const float *times_key_scale(const float *x, const float *key_scale, int dim, float room[KVEDGE_MAX_HEAD_DIM],
                                     double *unit) {
-  double products[KVEDGE_MAX_HEAD_DIM], largest = 0.0;
-  for (int d = 0; d < dim; d++) products[d] = (double)x[d] * key_scale[d];
-  for (int d = 0; d < dim; d++) largest = fabs(products[d]) > largest ? fabs(products[d]) : largest;
+  double largest = 0.0;
+  for (int d = 0; d < dim; d++) {
+    const double product = fabs((double)x[d] * key_scale[d]);
+    largest = product > largest ? product : largest;
+  }
   *unit = largest > 0.0 ? ldexp(1.0, ilogb(largest)) : 1.0;
   const double inverse = 1.0 / *unit; /* exact */
-  for (int d = 0; d < dim; d++) room[d] = (float)(products[d] * inverse);
+  for (int d = 0; d < dim; d++) room[d] = (float)((double)x[d] * key_scale[d] * inverse);
   return room;
 }
 

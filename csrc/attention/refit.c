@@ -64,7 +64,7 @@ static float largest_seen(const kvedge_attention *one, int s) {
   return largest;
 }
 
-static void refit(const kvedge_attention *a, int64_t row, int head) {
+static void refit(const kvedge_attention *a, int64_t row, int head, kvedge_workspace *w) {
   kvedge_attention planned, *one = (kvedge_attention *)a->refit;
   plan_one(a, row, head, &planned);
   *one = planned;
@@ -78,12 +78,12 @@ static void refit(const kvedge_attention *a, int64_t row, int head) {
   one->log_sums = a->log_sums ? a->log_sums + row * a->num_heads + head : NULL;
   kvedge_prepare_queries(one);
   for (int slice = 0; slice < one->chunks_per_block; slice++) {
-    kvedge_slice_run(one, slice, (kvedge_slice){.attention = NULL}, 0, NULL);
+    kvedge_slice_run(one, slice, (kvedge_slice){.attention = NULL}, 0, w, NULL);
     kvedge_merge_slice(one, slice, 0);
   }
 }
 
-void kvedge_attention_collect(kvedge_attention *a, int slice, int slot) {
+void kvedge_slice_collect(kvedge_attention *a, int slice, int slot, kvedge_workspace *w) {
   const kvedge_row_block block = kvedge_row_block_of(a, slice / a->chunks_per_block);
   const int group = a->heads_per_kv_head, key_heads = a->view.num_kv_heads;
   kvedge_merge_slice(a, slice, slot);
@@ -95,6 +95,6 @@ void kvedge_attention_collect(kvedge_attention *a, int slice, int slot) {
     for (int head = 0; head < key_heads * group; head++) {
       const size_t state = kvedge_query_index(a, head / group) + (size_t)(r * group + head % group);
       if (!may_have_lost(a, &q, state, total.sum[state], total.acc + state * (size_t)a->acc_stride)) continue;
-      refit(a, block.first + r, head);
+      refit(a, block.first + r, head, w);
     }
 }

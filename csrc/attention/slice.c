@@ -143,64 +143,90 @@ static void weigh_newest(const kvedge_attention *a, const kvedge_row_block *bloc
   kvedge_skip_take_newest(a, w->skipping, partial);
 }
 
-void kvedge_slice_run(const kvedge_attention *a, int slice, kvedge_slice following, int slot,
+void kvedge_slice_run(const kvedge_attention *a, int slice, kvedge_slice following, int slot, kvedge_workspace *w,
                       const volatile int *stop) {
   const kvedge_cache_view *view = &a->view;
   const kvedge_row_block block = kvedge_row_block_of(a, slice / a->chunks_per_block);
   kvedge_partial partial = kvedge_partial_at(a, slot);
-  workspace w;
-  w.queries = kvedge_queries_for(a, &block, slot);
-  w.skipping = kvedge_skip_start(a, &block, slot);
+  w->queries = kvedge_queries_for(a, &block, slot);
+  w->skipping = kvedge_skip_start(a, &block, slot);
   clear_partial(a, &partial);
-  if (w.skipping && kvedge_skip_wants_newest(a)) weigh_newest(a, &block, &partial, &w);
+  if (w->skipping && kvedge_skip_wants_newest(a)) weigh_newest(a, &block, &partial, w);
   tile_cursor cursor = start_of_chunk(a, &block, slice % a->chunks_per_block);
   token_tile tile = next_tile(a, &cursor);
   while (tile.num_tokens > 0 && !(stop && __atomic_load_n(stop, __ATOMIC_RELAXED))) {
     const int last = cursor.next >= cursor.stop;
     const token_tile next = last ? first_tile(view, following) : next_tile(a, &cursor);
     const int masking = kvedge_needs_masking(a, &block, &tile);
-    const int reads_values = !w.skipping || kvedge_skip_reads_values(w.skipping);
+    const int reads_values = !w->skipping || kvedge_skip_reads_values(w->skipping);
     kvedge_fetch_rest(view, &tile, &next, reads_values);
-    w.scales[KEYS].first = w.scales[VALUES].first = -KVEDGE_SCALE_COLUMNS;
+    w->scales[KEYS].first = w->scales[VALUES].first = -KVEDGE_SCALE_COLUMNS;
     for (int kv_head = 0, num; kv_head < view->num_kv_heads; kv_head += num) {
       head_tile heads[KVEDGE_HEADS];
       num = view->num_kv_heads - kv_head < a->heads_per_step ? view->num_kv_heads - kv_head : a->heads_per_step;
       for (int j = 0; j < num; j++) {
         head_tile *h = &heads[j];
-        h->tile = &tile, h->block = &block, h->kv_head = kv_head + j, h->queries = &w.queries, h->masking = masking;
+        h->tile = &tile, h->block = &block, h->kv_head = kv_head + j, h->queries = &w->queries, h->masking = masking;
         kvedge_share_next(view, &next, a->batches_heads ? num : 1, j, h);
         h->prefetches[VALUES] &= reads_values;
       }
-      kvedge_step(a, heads, num, &next, &partial, &w);
+      kvedge_step(a, heads, num, &next, &partial, w);
     }
-    if (w.skipping) kvedge_skip_end_tile(a, &w, &partial, last);
+    if (w->skipping) kvedge_skip_end_tile(a, w, &partial, last);
     if (last) break;
     tile = next;
   }
 }
 
+/* ---- The same on threads of the caller's ---- */
+
+size_t kvedge_workspace_bytes(void) { return kvedge_align(sizeof(workspace)); }
+
+kvedge_workspace *kvedge_workspace_at(const kvedge_attention *a, int index) {
+  return (kvedge_workspace *)(a->workspaces + (size_t)index * kvedge_workspace_bytes());
+}
+
+/* The first workspace that is free, which is likely in a cache; one is, since there are as many as slots. */
+static int take_workspace(const kvedge_attention *a) {
+  int i = 0;
+  while (atomic_flag_test_and_set_explicit(&a->busy[i], memory_order_acquire)) i = (i + 1) % a->num_workspaces;
+  return i;
+}
+
+static void give_back_workspace(const kvedge_attention *a, int index) {
+  atomic_flag_clear_explicit(&a->busy[index], memory_order_release);
+}
+
 void kvedge_attention_run(const kvedge_attention *a, int slice, int slot, const volatile int *stop) {
   int num_slices = a->num_row_blocks * a->chunks_per_block;
   kvedge_slice next = {slice + 1 < num_slices ? a : NULL, slice + 1};
-  kvedge_slice_run(a, slice, next, slot, stop);
+  const int index = take_workspace(a);
+  kvedge_slice_run(a, slice, next, slot, kvedge_workspace_at(a, index), stop);
+  give_back_workspace(a, index);
+}
+
+void kvedge_attention_collect(kvedge_attention *a, int slice, int slot) {
+  const int index = take_workspace(a);
+  kvedge_slice_collect(a, slice, slot, kvedge_workspace_at(a, index));
+  give_back_workspace(a, index);
 }
 
 void kvedge_all_logits(const kvedge_attention *a, float *logits) {
   const kvedge_cache_view *view = &a->view;
   tile_cursor cursor = {.visible = {.stop = view->len}, .stop = view->len};
-  workspace w;
+  workspace *w = kvedge_workspace_at(a, 0);
   const kvedge_row_block block = {.count = a->num_rows};
-  w.queries = kvedge_queries_for(a, &block, 0);
+  w->queries = kvedge_queries_for(a, &block, 0);
   for (token_tile tile = next_tile(a, &cursor); tile.num_tokens > 0; tile = next_tile(a, &cursor)) {
-    w.scales[KEYS].first = -KVEDGE_SCALE_COLUMNS;
+    w->scales[KEYS].first = -KVEDGE_SCALE_COLUMNS;
     for (int kv_head = 0; kv_head < view->num_kv_heads; kv_head++) {
       for (int i = 0; i < a->query_rows; i += KVEDGE_STACK) {
         int count = a->query_rows - i < KVEDGE_STACK ? a->query_rows - i : KVEDGE_STACK;
-        head_tile h = {.tile = &tile, .kv_head = kv_head, .first = i, .count = count, .queries = &w.queries};
-        kvedge_head_scores(a, &h, &w);
+        head_tile h = {.tile = &tile, .kv_head = kv_head, .first = i, .count = count, .queries = &w->queries};
+        kvedge_head_scores(a, &h, w);
         for (int j = 0; j < count; j++) {
-          float *row = w.scores + j * KVEDGE_TILE;
-          kvedge_to_logits(a, &w.queries, kvedge_index_of(a, &h) + (size_t)j, tile.num_tokens, row);
+          float *row = w->scores + j * KVEDGE_TILE;
+          kvedge_to_logits(a, &w->queries, kvedge_index_of(a, &h) + (size_t)j, tile.num_tokens, row);
           int64_t head = (int64_t)kv_head * a->heads_per_kv_head + i + j;
           memcpy(logits + head * view->len + tile.token, row, (size_t)tile.num_tokens * sizeof *row);
         }

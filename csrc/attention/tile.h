@@ -27,13 +27,16 @@ typedef struct {
   _Alignas(64) float scale[KVEDGE_SCALE_COLUMNS][SCALES]; /* 0 after the last token of a block */
 } scale_columns;
 
-typedef struct {
+/* What a thread works in: too large for the stacks that threads may have. */
+struct kvedge_workspace {
   kvedge_queries queries;                                /* of the row block */
   _Alignas(64) float scores[KVEDGE_STACK * KVEDGE_TILE]; /* (query rows, tile): scores, then probabilities */
   _Alignas(64) float rescale[KVEDGE_STACK];
-  scale_columns scales[SIDES]; /* of the tile */
-  kvedge_skipping *skipping;   /* NULL: all values are read */
-} workspace;
+  scale_columns scales[SIDES];               /* of the tile */
+  kvedge_skipping *skipping;                 /* NULL: all values are read */
+  _Alignas(64) char scratch[KVEDGE_SCRATCH]; /* of the cells; where rows are decoded, first the block */
+};
+typedef kvedge_workspace workspace;
 
 /* Blocks of a tile's keys or values, or its runs where these lie in such. */
 static inline int kvedge_num_pieces(const kvedge_view_side *side, const token_tile *tile) {

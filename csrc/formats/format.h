@@ -13,7 +13,8 @@
 
 enum {
   KVEDGE_MAX_HEAD_DIM = 1024,
-  KVEDGE_RUN = 32, /* tokens of a run, in formats that encode several together: two blocks of attention */
+  KVEDGE_RUN = 32,          /* tokens of a run, in formats that encode several together: two blocks of attention */
+  KVEDGE_RUN_CHANNELS = 64, /* channels of a run that are encoded at a time; of values they share a step */
 };
 
 /* What all rows of one side (keys, or values) of a layer have in common. */
@@ -49,9 +50,11 @@ typedef struct {
    * any address. */
   int (*is_valid)(const kvedge_row_shape *shape, const void *codes, const void *scales, int64_t num_rows);
 
-  /* Of formats of runs alone. A run of a head, [KVEDGE_RUN][dim], is what `encode` and `bound` call a row; it has so many
-   * bytes, and starts at an even address. Some of its tokens back to floats, `stride` floats apart; instead of decode. */
+  /* Of formats of runs alone. A run of a head, [KVEDGE_RUN][dim], is what `bound` calls a row; it has so many bytes, and
+   * starts at an even address. Instead of encode: channels first..first+count-1, a group of KVEDGE_RUN_CHANNELS or the last
+   * ones, of x (KVEDGE_RUN, count), in order. Instead of decode: some of its tokens back to floats, `stride` floats apart. */
   size_t (*run_bytes)(int dim);
+  void (*encode_run)(const kvedge_row_shape *shape, const float *x, int first, int count, void *run);
   void (*decode_run)(const kvedge_row_shape *shape, const void *run, int first, int count, float *x, ptrdiff_t stride);
 } kvedge_format_info;
 

@@ -51,37 +51,36 @@ static inline void put_code(const run_parts *p, code_place at, uint8_t code) {
   p->words[at.byte] = (uint8_t)(p->words[at.byte] | code << at.shift);
 }
 
-static void encode_keys(int dim, int bits, const float *x, void *run) {
+static void encode_keys(int dim, int bits, const float *x, int first, int count, void *run) {
   const float most = (float)((1 << bits) - 1);
   const run_parts p = parts_of(run, dim, bits, 0);
-  memset(p.words, 0, bytes_of_words(dim, bits, 0));
-  for (int d = 0; d < dim; d++) {
-    float smallest = x[d], largest = x[d];
+  if (first == 0) memset(p.words, 0, bytes_of_words(dim, bits, 0));
+  for (int d = first; d < first + count; d++, x++) {
+    float smallest = x[0], largest = x[0];
     for (int t = 1; t < RUN; t++) {
-      const float element = x[t * dim + d];
+      const float element = x[t * count];
       smallest = element < smallest ? element : smallest;
       largest = element > largest ? element : largest;
     }
     const levels of = choose_levels(smallest, largest, most, &p.steps[d], &p.lows[d]);
-    for (int t = 0; t < RUN; t++) put_code(&p, place_of_code(dim, bits, 0, t, d), code_of(x[t * dim + d], of, most));
+    for (int t = 0; t < RUN; t++) put_code(&p, place_of_code(dim, bits, 0, t, d), code_of(x[t * count], of, most));
   }
 }
 
-static void encode_values(int dim, int bits, const float *x, void *run) {
+static void encode_values(int dim, int bits, const float *x, int first, int count, void *run) {
   const float most = (float)((1 << bits) - 1);
   const run_parts p = parts_of(run, dim, bits, 1);
-  memset(p.words, 0, bytes_of_words(dim, bits, 1));
-  for (int t = 0; t < RUN; t++, x += dim)
-    for (int g = 0, d = 0; d < dim; g++) {
-      const int stop = d + GROUP < dim ? d + GROUP : dim;
-      float smallest = x[d], largest = x[d];
-      for (int i = d + 1; i < stop; i++) {
-        smallest = x[i] < smallest ? x[i] : smallest;
-        largest = x[i] > largest ? x[i] : largest;
-      }
-      const levels of = choose_levels(smallest, largest, most, &p.steps[g * RUN + t], &p.lows[g * RUN + t]);
-      for (; d < stop; d++) put_code(&p, place_of_code(dim, bits, 1, t, d), code_of(x[d], of, most));
+  if (first == 0) memset(p.words, 0, bytes_of_words(dim, bits, 1));
+  for (int t = 0; t < RUN; t++, x += count) {
+    float smallest = x[0], largest = x[0];
+    for (int i = 1; i < count; i++) {
+      smallest = x[i] < smallest ? x[i] : smallest;
+      largest = x[i] > largest ? x[i] : largest;
     }
+    const int at = first / GROUP * RUN + t;
+    const levels of = choose_levels(smallest, largest, most, &p.steps[at], &p.lows[at]);
+    for (int i = 0; i < count; i++) put_code(&p, place_of_code(dim, bits, 1, t, first + i), code_of(x[i], of, most));
+  }
 }
 
 /* ---- Decoding -------------------------------------------------------------------------------- */
@@ -149,12 +148,9 @@ static int run_is_valid(const kvedge_row_shape *shape, int bits, int of_values, 
 
 #define KIVI(bits_of_code, side, of_values)                                                                            \
   static size_t bytes_##side##bits_of_code(int dim) { return bytes_of_run(dim, bits_of_code, of_values); }             \
-  static void encode_##side##bits_of_code(const kvedge_row_shape *shape, const float *x, int64_t num_runs,             \
-                                          void *codes, void *scales) {                                                 \
-    (void)scales;                                                                                                      \
-    for (int64_t i = 0; i < num_runs; i++)                                                                             \
-      encode_##side(shape->dim, bits_of_code, x + i * RUN * shape->dim,                                                \
-                    (char *)codes + (size_t)i * bytes_of_run(shape->dim, bits_of_code, of_values));                    \
+  static void encode_##side##bits_of_code(const kvedge_row_shape *shape, const float *x, int first, int count,         \
+                                          void *run) {                                                                 \
+    encode_##side(shape->dim, bits_of_code, x, first, count, run);                                                     \
   }                                                                                                                    \
   static void decode_##side##bits_of_code(const kvedge_row_shape *shape, const void *run, int first, int count,        \
                                           float *x, ptrdiff_t stride) {                                                \
@@ -176,7 +172,7 @@ static int run_is_valid(const kvedge_row_shape *shape, int bits, int of_values, 
                                                                         .bits = bits_of_code,                          \
                                                                         .tokens_per_group = RUN,                       \
                                                                         .bound_of = bound_of_runs,                     \
-                                                                        .encode = encode_##side##bits_of_code,         \
+                                                                        .encode_run = encode_##side##bits_of_code,     \
                                                                         .bound = bound_##side##bits_of_code,           \
                                                                         .is_valid = is_valid_##side##bits_of_code,     \
                                                                         .run_bytes = bytes_##side##bits_of_code,       \

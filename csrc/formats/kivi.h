@@ -7,7 +7,7 @@
 #include "formats/format.h"
 #include "formats/half.h"
 
-enum { RUN = KVEDGE_RUN, GROUP = 64 /* channels of a value that share a step */ };
+enum { RUN = KVEDGE_RUN, GROUP = KVEDGE_RUN_CHANNELS /* of a value, that share a step */ };
 
 /* Words of 4 bytes, each with as many codes: in a run of keys side by side those of all tokens, in one of values those of all
  * channels. So a vector of words is one of tokens, or of channels, and nothing is transposed to multiply them. */

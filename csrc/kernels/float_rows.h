@@ -328,8 +328,12 @@ KVEDGE_INLINE void score_by_interleaving(const kvedge_query *q, const kvedge_til
             as_halves = is_fp8(format) && !is_converted(keys, format, q->dim, q->num_queries);
   const kvedge_next_tile next_tile = kvedge_next_of(keys, q->dim * size);
   const floats factor = all_floats(keys->factor * fp8_unit(format));
-  _Alignas(64) float block[KVEDGE_BLOCK * CHANNELS_BESIDE];
-  _Alignas(64) uint16_t halves[KVEDGE_BLOCK * CHANNELS_BESIDE]; /* of FP8 */
+  struct {
+    _Alignas(64) float block[KVEDGE_BLOCK * CHANNELS_BESIDE];
+    _Alignas(64) uint16_t halves[KVEDGE_BLOCK * CHANNELS_BESIDE]; /* of FP8 */
+  } *room = (void *)q->scratch;
+  float *block = room->block;
+  uint16_t *halves = room->halves;
   for (int t = 0; t < keys->num_tokens; t += KVEDGE_BLOCK) {
     const int left = keys->num_tokens - t;
     const kvedge_next_block next = kvedge_next_block_of(&next_tile, t / KVEDGE_BLOCK);
@@ -500,7 +504,7 @@ KVEDGE_INLINE void weigh_rows_of_floats(const kvedge_probabilities *p, const kve
     return;
   }
   const floats factor = all_floats(values->factor * fp8_unit(format));
-  _Alignas(64) float room[KVEDGE_TILE * WIDE]; /* (num_tokens, WIDE) */
+  float *room = (float *)p->scratch; /* (num_tokens, WIDE) */
   const kvedge_run all = {.rows = (const char *)room, .num_tokens = num_tokens};
   for (int d = 0; d < dim; d += WIDE) {
     const int n = dim - d < WIDE ? dim - d : WIDE;

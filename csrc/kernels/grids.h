@@ -93,11 +93,12 @@ static inline kvedge_tile decode_tile(const kvedge_tile *from, int first, int st
 KVEDGE_CELL void KVEDGE_NAME(scores_of_grids)(const kvedge_query *q, const kvedge_tile *keys, float *scores,
                                               int accumulate) {
   (void)accumulate; /* keys have one group */
-  grid_room room;
+  kvedge_query of_step = *q;
+  grid_room *room = kvedge_take_scratch(&of_step.scratch, sizeof *room);
   const int step = grid_step(keys->dim), padded = (keys->num_tokens + KVEDGE_BLOCK - 1) / KVEDGE_BLOCK * KVEDGE_BLOCK;
   for (int t = 0; t < keys->num_tokens; t += step) {
-    const kvedge_tile tile = decode_tile(keys, t, step, &room);
-    KVEDGE_NAME(scores_float32)(q, &tile, scores + t, 0);
+    const kvedge_tile tile = decode_tile(keys, t, step, room);
+    KVEDGE_NAME(scores_float32)(&of_step, &tile, scores + t, 0);
   }
   for (int i = 0; i < q->num_queries; i++)
     for (int t = 0; t < padded; t++) scores[i * KVEDGE_TILE + t] *= keys->scales[t];
@@ -107,16 +108,17 @@ KVEDGE_CELL void KVEDGE_NAME(weighted_sum_of_grids)(const kvedge_probabilities *
                                                     const kvedge_accumulators *to) {
   static const float ones[KVEDGE_STACK] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
                                            1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
-  grid_room room;
-  _Alignas(64) float weights[KVEDGE_STACK * KVEDGE_TILE];
+  kvedge_probabilities of_step = *p;
+  grid_room *room = kvedge_take_scratch(&of_step.scratch, sizeof *room);
+  float *weights = kvedge_take_scratch(&of_step.scratch, KVEDGE_STACK * KVEDGE_TILE * sizeof *weights);
   const int step = grid_step(values->dim),
             padded = (values->num_tokens + KVEDGE_BLOCK - 1) / KVEDGE_BLOCK * KVEDGE_BLOCK;
   for (int i = 0; i < p->num_queries; i++)
     for (int t = 0; t < padded; t++) weights[i * KVEDGE_TILE + t] = p->p[i * KVEDGE_TILE + t] * values->scales[t];
   kvedge_accumulators add = *to;
   for (int t = 0; t < values->num_tokens; t += step, add.rescale = ones) {
-    const kvedge_probabilities of_step = {.num_queries = p->num_queries, .planes = p->planes, .p = weights + t};
-    const kvedge_tile tile = decode_tile(values, t, step, &room);
+    const kvedge_tile tile = decode_tile(values, t, step, room);
+    of_step.p = weights + t;
     KVEDGE_NAME(weighted_sum_float32)(&of_step, &tile, &add);
   }
 }

@@ -49,12 +49,13 @@ typedef void wide_sum(const kvedge_probabilities *p, const kvedge_tile *values, 
 
 static inline void scores_of_wide(wide_scores *int8, const kvedge_query *q, const kvedge_tile *keys, int width,
                                   float *scores, int accumulate) {
-  wide_rows room;
+  kvedge_query of_tile = *q;
+  wide_rows *room = kvedge_take_scratch(&of_tile.scratch, sizeof *room);
   const int step = wide_step(width);
   for (int t = 0; t < keys->num_tokens; t += step) {
     const int left = keys->num_tokens - t;
-    const kvedge_tile tile = widen(keys, t, left < step ? left : step, width, &room);
-    int8(q, &tile, scores + t, accumulate);
+    const kvedge_tile tile = widen(keys, t, left < step ? left : step, width, room);
+    int8(&of_tile, &tile, scores + t, accumulate);
   }
 }
 
@@ -62,14 +63,14 @@ static inline void weighted_sum_of_wide(wide_sum *int8, const kvedge_probabiliti
                                         int width, const kvedge_accumulators *to) {
   static const float ones[KVEDGE_STACK] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
                                            1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
-  wide_rows room;
+  kvedge_probabilities of_tile = *p;
+  wide_rows *room = kvedge_take_scratch(&of_tile.scratch, sizeof *room);
   const int step = wide_step(width);
   for (int t = 0; t < values->num_tokens; t += step) {
     const int left = values->num_tokens - t;
-    const kvedge_tile tile = widen(values, t, left < step ? left : step, width, &room);
-    kvedge_probabilities of_tile = *p;
+    const kvedge_tile tile = widen(values, t, left < step ? left : step, width, room);
     kvedge_accumulators add = *to;
-    of_tile.p += t;
+    of_tile.p = p->p + t;
     if (t > 0) add.rescale = ones;
     int8(&of_tile, &tile, &add);
   }

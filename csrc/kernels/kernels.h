@@ -32,7 +32,17 @@ enum {
   KVEDGE_CODE_BYTES = 6,
   /* How many powers of two a probability may be above 1 before softmax takes a new maximum. */
   KVEDGE_HEADROOM = 8,
+  /* Bytes of a cell's working memory. Stacks of threads are small (musl: 128 KiB), so what is large lies here. The most is what
+   * the weighted sum of a grid takes: 64 KiB of decoded rows, 32 KiB of weights, 32 KiB for the cell of float32. */
+  KVEDGE_SCRATCH = 144 << 10,
 };
+
+/* Takes `bytes` of a cell's working memory; what stays is for the cells that it calls. */
+static inline void *kvedge_take_scratch(char **scratch, size_t bytes) {
+  void *taken = *scratch;
+  *scratch += (bytes + 63) / 64 * 64;
+  return taken;
+}
 
 static inline int kvedge_padded_channels(int dim) {
   return (dim + KVEDGE_QUERY_PAD - 1) / KVEDGE_QUERY_PAD * KVEDGE_QUERY_PAD;
@@ -57,6 +67,7 @@ typedef struct {
   const float *error;     /* (num_queries), for runs, whose cell encodes queries itself: how far two planes may move a
                            * logit, per unit of such a code. Where planes is 0 it takes two if this is at most
                            * KVEDGE_LOGIT_ERROR. */
+  char *scratch; /* (KVEDGE_SCRATCH) working memory, 64-byte aligned; its contents mean nothing to anybody else */
 } kvedge_query;
 
 /* Two planes of a query have to move no logit by more than about this. At this figure the output keeps the numerics
@@ -106,6 +117,7 @@ typedef struct {
                    * better; to 2^-16 or 2^-8 if it is 2 or 1 (or to 2^-15 of the largest of 64 tokens, whose errors add
                    * up as those of 2^-16 of 256 do), small ones up or down as kvedge_dither has it */
   const float *p; /* (num_queries, KVEDGE_TILE), 0 from num_tokens to the end of the last block */
+  char *scratch;  /* (KVEDGE_SCRATCH) as in kvedge_query */
 } kvedge_probabilities;
 
 /* Accumulators of the values. */

@@ -139,7 +139,7 @@ KVEDGE_INLINE void encode_run(const run_scoring *s, const run_parts *run, const 
 KVEDGE_INLINE void score_pairs(const run_scoring *s, const int count, const int bits) {
   const int vectors = vectors_for(count);
   const size_t bytes = bytes_of_words(s->keys->dim, bits, 0), of_run = bytes_of_run(s->keys->dim, bits, 0);
-  int16_t numbers[RUN_QUERIES][1024];
+  int16_t (*numbers)[1024] = (void *)s->scratch;
   for (int r = s->first_run; r < s->stop_run; r++) {
     const tile_run run = run_of_tile(s->keys, r, 0);
     float constant[RUN_QUERIES], within[RUN_QUERIES][RUN];
@@ -196,9 +196,10 @@ static int choose_units(const kvedge_query *q, int padded, const uint16_t *steps
 }
 
 static void KVEDGE_NAME(scores_of_runs)(const kvedge_query *q, const kvedge_tile *keys, float *scores, int accumulate) {
-  uint16_t steps[1024];
-  float x[RUN_QUERIES][1024], unit[KVEDGE_STACK];
-  run_scoring s = {.q = q, .keys = keys, .padded = kvedge_padded_channels(keys->dim), .x = x};
+  char *scratch = q->scratch;
+  uint16_t *steps = kvedge_take_scratch(&scratch, 1024 * sizeof *steps);
+  float (*x)[1024] = kvedge_take_scratch(&scratch, RUN_QUERIES * sizeof *x), unit[KVEDGE_STACK];
+  run_scoring s = {.q = q, .keys = keys, .padded = kvedge_padded_channels(keys->dim), .x = x, .scratch = scratch};
   if (q->planes == 3 || (keys->bits == 8 && keys->dim > CHANNELS_OF_8_BITS)) {
     scores_in_floats(q, keys, scores, accumulate);
     return;
@@ -306,7 +307,7 @@ KVEDGE_INLINE void weigh_lanes(const run_weighing *w, int d, int left, const int
 
 KVEDGE_INLINE void weigh_pairs(const run_weighing *w, const int count, const int bits) {
   const int vectors = vectors_for(count);
-  int16_t numbers[RUN_QUERIES][KVEDGE_TILE];
+  int16_t (*numbers)[KVEDGE_TILE] = (void *)w->scratch;
   float unit[RUN_QUERIES][UNITS], constant[RUN_QUERIES];
   int left = w->values->dim - w->group * GROUP, d = 0;
   if (left > GROUP) left = GROUP;

@@ -33,6 +33,7 @@ typedef struct {
   float (*x)[1024];
   const float *unit; /* (count) */
   float *scores;
+  char *scratch; /* working memory that is left */
 } run_scoring;
 
 /* Where a run's largest step is of another size than those before it, from 1/4 to 4 times, a unit for all loses too much:
@@ -64,6 +65,7 @@ typedef struct {
   float *acc; /* (count, stride), of the group */
   ptrdiff_t stride;
   const float *rescale;
+  char *scratch; /* working memory that is left */
 } run_weighing;
 
 typedef void run_weigher(const run_weighing *w);
@@ -74,15 +76,17 @@ KVEDGE_INLINE void weigh_by_groups(const kvedge_probabilities *p, const kvedge_t
                                    const kvedge_accumulators *to,
                                    void (*const read_steps)(const kvedge_tile *values, int group, step_columns *to),
                                    run_weigher *const *weighers, int most) {
-  float room[RUN_QUERIES][KVEDGE_TILE];
-  step_columns columns;
+  char *scratch = p->scratch;
+  float (*room)[KVEDGE_TILE] = kvedge_take_scratch(&scratch, RUN_QUERIES * sizeof *room);
+  step_columns *columns = kvedge_take_scratch(&scratch, sizeof *columns);
   for (int g = 0; g * GROUP < values->dim; g++) {
-    read_steps(values, g, &columns);
+    read_steps(values, g, columns);
     for (int i = 0, n; i < p->num_queries; i += n) {
       n = p->num_queries - i < most ? p->num_queries - i : most;
       run_weighing w = {.values = values,
                         .group = g,
-                        .columns = &columns,
+                        .columns = columns,
+                        .scratch = scratch,
                         .acc = to->acc + i * to->stride + g * GROUP,
                         .stride = to->stride,
                         .rescale = to->rescale + i};

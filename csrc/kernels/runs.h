@@ -120,7 +120,11 @@ static inline void scores_of_runs_portable(const kvedge_query *q, const kvedge_t
   (void)accumulate; /* keys have one group */
   const int dim = keys->dim, bits = keys->bits, padded = kvedge_padded_channels(dim);
   const float most = (float)(1 << (bits - 1));
-  float steps[1024], middles[1024], products[RUN_QUERIES][1024], sum[RUN_QUERIES][MOST_LANES];
+  struct {
+    float steps[1024], middles[1024], products[RUN_QUERIES][1024];
+  } *room = (void *)q->scratch;
+  float *steps = room->steps, *middles = room->middles, (*products)[1024] = room->products;
+  float sum[RUN_QUERIES][MOST_LANES];
   for (int d = dim; d < padded; d++) steps[d] = middles[d] = 0.0f;
   for (int r = 0; r < num_runs(keys); r++) {
     const tile_run run = run_of_tile(keys, r, 0);

@@ -49,13 +49,17 @@ kvedge_status kvedge_rows_check(const kvedge_side *side, const kvedge_array *row
 
 static void store_runs(const kvedge_side *side, const kvedge_array *rows, int64_t num_tokens, int64_t at) {
   const int dim = side->shape.dim;
-  float run[KVEDGE_RUN * KVEDGE_MAX_HEAD_DIM];
+  float x[KVEDGE_RUN * KVEDGE_RUN_CHANNELS];
   for (int64_t first = 0; first < num_tokens; first += KVEDGE_RUN)
     for (int head = 0; head < side->num_kv_heads; head++) {
-      const kvedge_array of_head = kvedge_array_from(rows, first, head);
-      kvedge_array_copy(&of_head, KVEDGE_RUN, 1, dim, run);
-      side->format->encode(&side->shape, run, 1, kvedge_codes_at(side, at + first) + (size_t)head * side->row_bytes,
-                           NULL);
+      char *run = kvedge_codes_at(side, at + first) + (size_t)head * side->row_bytes;
+      kvedge_array of_group = kvedge_array_from(rows, first, head);
+      const ptrdiff_t group_bytes = KVEDGE_RUN_CHANNELS * kvedge_element_bytes(rows->type);
+      for (int d = 0; d < dim; d += KVEDGE_RUN_CHANNELS, of_group.data = (char *)of_group.data + group_bytes) {
+        const int count = dim - d < KVEDGE_RUN_CHANNELS ? dim - d : KVEDGE_RUN_CHANNELS;
+        kvedge_array_copy(&of_group, KVEDGE_RUN, 1, count, x);
+        side->format->encode_run(&side->shape, x, d, count, run);
+      }
     }
 }
 

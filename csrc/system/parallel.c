@@ -23,7 +23,13 @@
 
 #include "system/memory.h"
 
-enum { MAX_THREADS = 1024, MAX_TASKS = 4096 };
+enum {
+  MAX_THREADS = 1024,
+  MAX_TASKS = 4096,
+  /* Bytes of a helper's stack at least, whatever the system's default (musl: 128 KiB): what a slice takes, and as much again for
+   * what the system and sanitizers take. */
+  HELPER_STACK = 4 * KVEDGE_STACK_BYTES,
+};
 
 /* Tasks first..stop-1 that nobody has taken yet, in one word: first << 16 | stop. */
 typedef _Atomic uint32_t task_range;
@@ -105,7 +111,7 @@ static uint32_t new_range(int first, int stop) { return (uint32_t)first << 16 | 
 
 static void divide_tasks(kvedge_job *job, int num_threads) {
   int num_tasks = job->work.num_tasks;
-  job->num_ranges = num_threads < num_tasks ? num_threads : num_tasks;
+  job->num_ranges = kvedge_job_threads(num_threads, num_tasks);
   for (int i = 0; i < job->num_ranges; i++)
     atomic_store(&job->ranges[i], new_range(num_tasks * i / job->num_ranges, num_tasks * (i + 1) / job->num_ranges));
 }
@@ -137,7 +143,7 @@ static int take_task(kvedge_job *job, int own, int *next) {
 static void do_tasks(kvedge_job *job, int own, atomic_int *stop) {
   const kvedge_work *work = &job->work;
   for (int task, next; (task = take_task(job, own, &next)) >= 0;) {
-    work->run(work->context, task, next, task, (const volatile int *)stop);
+    work->run(work->context, task, next, task, own, (const volatile int *)stop);
     if (stop && atomic_load(stop)) return; /* the result may be half of one, and is not wanted */
     atomic_store_explicit(&job->done[task], 1, memory_order_release);
   }
@@ -168,6 +174,9 @@ static void start_threads(int wanted) {
   pthread_attr_t attributes;
   pthread_attr_init(&attributes);
   pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+  size_t stack;
+  if (pthread_attr_getstacksize(&attributes, &stack) != 0 || stack < HELPER_STACK)
+    pthread_attr_setstacksize(&attributes, HELPER_STACK);
   pthread_t thread;
   while (pool.num_helpers < wanted && pthread_create(&thread, &attributes, helper, NULL) == 0) pool.num_helpers++;
   pthread_attr_destroy(&attributes);
@@ -206,7 +215,7 @@ static void start_helpers(int wanted) {
 static void run_alone(kvedge_job *job) {
   const kvedge_work *work = &job->work;
   for (int task = 0; task < work->num_tasks; task++) {
-    work->run(work->context, task, task + 1 < work->num_tasks ? task + 1 : -1, 0, NULL);
+    work->run(work->context, task, task + 1 < work->num_tasks ? task + 1 : -1, 0, 0, NULL);
     work->collect(work->context, task, 0);
   }
 }
@@ -232,8 +241,12 @@ static void close_job(void) {
   pthread_mutex_unlock(&pool.lock);
 }
 
+int kvedge_job_threads(int num_threads, int num_tasks) {
+  const int most = num_threads < MAX_THREADS ? num_threads : MAX_THREADS;
+  return most < num_tasks ? most : num_tasks;
+}
+
 void kvedge_job_run(kvedge_job *job, kvedge_work work, int num_threads) {
-  if (num_threads > MAX_THREADS) num_threads = MAX_THREADS;
   job->work = work;
   atomic_store(&job->cancelled, 0);
   for (int i = 0; i < work.num_tasks && i < MAX_TASKS; i++) atomic_store(&job->done[i], 0);
@@ -247,7 +260,7 @@ void kvedge_job_run(kvedge_job *job, kvedge_work work, int num_threads) {
       int slot = task;
       if (!atomic_load_explicit(&job->done[task], memory_order_acquire)) {
         slot = work.num_tasks;
-        work.run(work.context, task, -1, slot, (const volatile int *)&job->done[task]);
+        work.run(work.context, task, -1, slot, 0, (const volatile int *)&job->done[task]);
         if (atomic_load_explicit(&job->done[task], memory_order_acquire)) slot = task;
       }
       work.collect(work.context, task, slot);

@@ -8,12 +8,13 @@
 
 /* Tasks that may run anywhere, in any order, and twice: run() leaves its result in a slot and
  * nowhere else; collect() is called by the caller's thread, in the order of tasks. Slots are
- * 0..num_tasks-1 and one to spare, num_tasks. `next` is the task that this thread will most likely
+ * 0..num_tasks-1 and one to spare, num_tasks. `thread` is the number of the thread that runs it, below
+ * kvedge_job_threads(); the caller's is 0. `next` is the task that this thread will most likely
  * run after this one, whose memory it may ask for; -1: unknown. */
 typedef struct {
   void *context;
   int num_tasks;
-  void (*run)(void *context, int task, int next, int slot, const volatile int *stop);
+  void (*run)(void *context, int task, int next, int slot, int thread, const volatile int *stop);
   void (*collect)(void *context, int task, int slot);
 } kvedge_work;
 
@@ -22,6 +23,9 @@ typedef struct {
 typedef struct kvedge_job kvedge_job;
 kvedge_job *kvedge_job_take(size_t bytes);
 void *kvedge_job_memory(kvedge_job *job); /* aligned to 64 bytes */
+
+/* Threads that a job of so many tasks may have, where num_threads are asked for. */
+int kvedge_job_threads(int num_threads, int num_tasks);
 
 /* Runs the work on up to num_threads threads, this one included, and gives the job back. */
 void kvedge_job_run(kvedge_job *job, kvedge_work work, int num_threads);

@@ -9,6 +9,7 @@
 #   tsan      ThreadSanitizer, of test_parallel, test_stress and test_embedder
 #             (both: gcc, or what KVEDGE_SANITIZER_CC names, such as clang)
 #   standards the sources as C11, GNU11, GNU17 and GNU23, with gcc and clang, -Werror; nothing is run
+#   musl      with musl, whose threads have stacks of 128 KiB; with fewer cases
 #   valgrind  memcheck, with fewer cases (KVEDGE_TEST_SHORT=1)
 #   aarch64   cross-built, run under qemu as Cortex-A72, Cortex-A76 and with all that qemu has (i8mm), with fewer cases
 #   armv7     cross-built for 32-bit ARM with the compiler's defaults, run as Cortex-A9 (no fused
@@ -43,9 +44,10 @@ build() {
   mkdir -p "$work/obj" "$work/bin"
   echo "== $*"
   compile=("$@" -std=c11 -g -Wall -Wextra -Wpedantic $strict -pthread "-I$root/csrc")
+  frames=(${strict:+-Wframe-larger-than=16384}) # of the library: docs/c_api.md, KVEDGE_STACK_BYTES
   (cd "$root" && find csrc -name '*.c') | (
     cd "$work/obj" && xargs -P 2 -I '{}' sh -c 'object=$(echo "$1" | tr / _).o; shift; exec "$@" -o "$object"' sh \
-      '{}' "${compile[@]}" -c "$root/{}"
+      '{}' "${compile[@]}" "${frames[@]}" -c "$root/{}"
   ) || { echo "FAILED to compile csrc"; failures=$((failures + 1)); return 1; }
   for program in "${programs[@]}"; do
     "${compile[@]}" -O2 "$here/$program.c" "$work"/obj/*.o -o "$work/bin/$program" -lm ||
@@ -126,6 +128,11 @@ standards)
     done
   done
   ;;
+musl)
+  need musl-gcc "musl-tools musl-dev"
+  export KVEDGE_TEST_SHORT=1
+  build musl-gcc -static -DKVEDGE_TEST_IS_STATIC -O3 && run
+  ;;
 valgrind)
   need gcc gcc
   need valgrind valgrind
@@ -160,7 +167,7 @@ oldx86)
   ;;
 all)
   missing=0
-  for each in native clang asan tsan valgrind aarch64 armv7 oldx86; do
+  for each in native clang musl asan tsan valgrind aarch64 armv7 oldx86; do
     "${BASH_SOURCE[0]}" $each "$@"
     case $? in
     0) ;;

@@ -27,6 +27,14 @@ static inline double value_of_half(uint16_t half) {
 
 /* ---- Probabilities and accumulators of a weighted sum ---- */
 
+/* Working memory for a cell, of exactly the bytes that it may use; what it holds at first is no number. */
+static inline char *new_scratch(void) {
+  static block scratch;
+  if (!scratch.data) scratch = new_block(KVEDGE_SCRATCH);
+  memset(scratch.data, 0xff, 4096);
+  return scratch.data;
+}
+
 typedef enum { DENSE, SPARSE, NOTHING } spread;
 
 typedef struct {
@@ -56,7 +64,8 @@ static inline weighing new_weighing(shape at, spread of, int side_by_side) {
                                                                    : p;
     }
   }
-  w.probabilities = (kvedge_probabilities){.num_queries = at.num_queries, .planes = 1 + random_below(3), .p = w.p};
+  w.probabilities = (kvedge_probabilities){
+      .num_queries = at.num_queries, .planes = 1 + random_below(3), .p = w.p, .scratch = new_scratch()};
   w.to = (kvedge_accumulators){.acc = w.acc, .stride = stride, .rescale = w.rescale};
   return w;
 }

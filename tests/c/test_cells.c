@@ -363,7 +363,8 @@ static query_rows new_query(shape at, row_kind kind) {
                               .codes = cell->encode_query ? rows.codes.data : NULL,
                               .scale_stride = scale_stride,
                               .scale = scale,
-                              .offsets = offsets};
+                              .offsets = offsets,
+                              .scratch = new_scratch()};
   return rows;
 }
 

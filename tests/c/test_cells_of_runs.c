@@ -171,7 +171,8 @@ static query_rows new_query(shape at) {
                               .planes = random_below(4),
                               .stride = stride,
                               .values = rows.values.data,
-                              .error = rows.error.data};
+                              .error = rows.error.data,
+                              .scratch = new_scratch()};
   return rows;
 }
 

@@ -22,15 +22,19 @@ enum { MAX_TASKS_HERE = 60 };
 typedef struct {
   int results[MAX_TASKS_HERE + 1]; /* by slot */
   int num_tasks, in_order;         /* in_order: one thread, which knows what comes next */
+  int num_threads;
+  atomic_int at_work[5]; /* (num_threads) tasks that the thread of a number is at: one at most */
   int *num_collected, *num_wrong;
 } squares;
 
-static void square(void *context, int task, int next, int slot, const volatile int *stop) {
+static void square(void *context, int task, int next, int slot, int thread, const volatile int *stop) {
   (void)stop;
   squares *s = context;
+  const int has_own_number = thread >= 0 && thread < s->num_threads && atomic_fetch_add(&s->at_work[thread], 1) == 0;
   int last = task == s->num_tasks - 1;
   int right = s->in_order ? next == (last ? -1 : task + 1) : next >= -1 && next < s->num_tasks && next != task;
-  s->results[slot] = right ? task * task + 1 : -1;
+  s->results[slot] = right && has_own_number ? task * task + 1 : -1;
+  if (has_own_number) atomic_fetch_sub(&s->at_work[thread], 1);
 }
 
 static void collect_square(void *context, int task, int slot) {
@@ -45,8 +49,11 @@ static void test_many_small_jobs(void) {
     int num_tasks = 1 + i % MAX_TASKS_HERE, num_threads = 1 + i % 5, num_collected = 0, num_wrong = 0;
     kvedge_job *job = kvedge_job_take(sizeof(squares));
     squares *s = kvedge_job_memory(job);
-    *s = (squares){
-        .num_tasks = num_tasks, .in_order = num_threads == 1, .num_collected = &num_collected, .num_wrong = &num_wrong};
+    *s = (squares){.num_tasks = num_tasks,
+                   .num_threads = num_threads,
+                   .in_order = num_threads == 1,
+                   .num_collected = &num_collected,
+                   .num_wrong = &num_wrong};
     kvedge_work work = {.context = s, .num_tasks = num_tasks, .run = square, .collect = collect_square};
     kvedge_job_run(job, work, num_threads);
     if (num_wrong || num_collected != num_tasks) fail("%d tasks, %d threads", num_tasks, num_threads);
@@ -65,9 +72,9 @@ typedef struct {
   atomic_int begun, *left; /* a helper is at its task; it is about to come back from it */
 } held_up;
 
-static void run_held_up(void *context, int task, int next, int slot, const volatile int *stop) {
+static void run_held_up(void *context, int task, int next, int slot, int thread, const volatile int *stop) {
   held_up *h = context;
-  (void)task, (void)next, (void)slot;
+  (void)task, (void)next, (void)slot, (void)thread;
   if (pthread_equal(pthread_self(), h->caller)) { /* gives a helper two seconds to come */
     for (int ms = 0; ms < 2000 && !atomic_load(&h->begun); ms++) sleep_ms(1);
     return;

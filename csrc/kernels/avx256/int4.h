@@ -35,7 +35,8 @@ static void KVEDGE_NAME(weighted_sum_int4)(const kvedge_probabilities *p, const 
   kvedge_tile tile = *values;
   for (int i = 0; i < p->num_queries; i += SUM_QUERIES) {
     const int left = p->num_queries - i;
-    const kvedge_probabilities four = {left < SUM_QUERIES ? left : SUM_QUERIES, p->planes, p->p + i * KVEDGE_TILE};
+    const kvedge_probabilities four = {left < SUM_QUERIES ? left : SUM_QUERIES, p->planes, p->p + i * KVEDGE_TILE,
+                                       p->scratch};
     const kvedge_accumulators sums = {to->acc + i * to->stride, to->stride, to->rescale + i};
     weigh_codes(4, &four, &tile, &sums);
     tile.next.blocks = NULL; /* prefetched with the first four */

@@ -378,9 +378,13 @@ KVEDGE_INLINE void score_many(const int bits, const kvedge_query *q, const kvedg
   const int n = q->num_queries, row_bytes = (q->dim * bits + 7) / 8, padded = (row_bytes + 15) / 16 * 16;
   const int num_pairs = padded * 4 / bits;
   const float *k_scale = keys->scales;
-  __m256i columns[2][COLUMNS * VECTORS];             /* of a block, and of the next */
-  int8_t rows[KVEDGE_BLOCK * CHANNELS_OF_TWO_BYTES]; /* of a last block, whose last row is repeated */
-  int32_t codes[KVEDGE_STACK * 2 * COLUMNS];
+  struct {
+    __m256i columns[2][COLUMNS * VECTORS];             /* of a block, and of the next */
+    int8_t rows[KVEDGE_BLOCK * CHANNELS_OF_TWO_BYTES]; /* of a last block, whose last row is repeated */
+    int32_t codes[KVEDGE_STACK * 2 * COLUMNS];
+  } *room = (void *)q->scratch;
+  int8_t *rows = room->rows;
+  int32_t *codes = room->codes;
   float unit[KVEDGE_STACK];
   int32_t offset[KVEDGE_STACK];
   for (int i = 0; i < n; i++) {
@@ -390,8 +394,10 @@ KVEDGE_INLINE void score_many(const int bits, const kvedge_query *q, const kvedg
   pair_codes(q, 2 * num_pairs, codes);
   for (int t = -KVEDGE_BLOCK; t < keys->num_tokens;
        t += KVEDGE_BLOCK) { /* before the first block it is only transposed */
-    const int now = t / KVEDGE_BLOCK & 1, left = keys->num_tokens - t - KVEDGE_BLOCK;
-    key_block next = {.columns = columns[!now], .stride = keys->token_stride, .row_bytes = row_bytes};
+    const __m256i *columns = room->columns[t / KVEDGE_BLOCK & 1];
+    const int left = keys->num_tokens - t - KVEDGE_BLOCK;
+    key_block next = {
+        .columns = room->columns[~(t / KVEDGE_BLOCK) & 1], .stride = keys->token_stride, .row_bytes = row_bytes};
     if (left > 0) {
       next.rows = (const int8_t *)kvedge_tile_block(keys, t + KVEDGE_BLOCK);
       next.next = kvedge_next_block_of(next_tile, t / KVEDGE_BLOCK + 1);
@@ -407,7 +413,7 @@ KVEDGE_INLINE void score_many(const int bits, const kvedge_query *q, const kvedg
       continue;
     }
 #define SCORE_BLOCK_OF(count, next)                                                                                    \
-  score_block(bits, count, codes + i * num_pairs, columns[now], num_pairs, next, offset + i, unit + i, k_scale + t,    \
+  score_block(bits, count, codes + i * num_pairs, columns, num_pairs, next, offset + i, unit + i, k_scale + t,         \
               scores + i * KVEDGE_TILE + t, accumulate)
 #define SCORE_BLOCK(count)                                                                                             \
   if (bits == 4) SCORE_BLOCK_OF(count, i == 0 && left > 0 ? &next : NULL); /* half of the code, as fast */             \

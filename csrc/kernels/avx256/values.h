@@ -255,7 +255,7 @@ KVEDGE_INLINE void weigh_16_floats(const kvedge_run *run, ptrdiff_t stride, int 
 static void weigh_floats(const kvedge_probabilities *p, const kvedge_tile *values, const kvedge_accumulators *to) {
   const int dim = values->dim, num_queries = p->num_queries, num_tokens = values->num_tokens;
   const kvedge_next_tile next = kvedge_next_of(values, dim);
-  float weights[KVEDGE_STACK * KVEDGE_TILE];
+  float *weights = (float *)p->scratch; /* (num_queries, KVEDGE_TILE) */
   for (int i = 0; i < num_queries; i++)
     for (int t = 0; t < num_tokens; t++) weights[i * KVEDGE_TILE + t] = p->p[i * KVEDGE_TILE + t] * values->scales[t];
   kvedge_run runs[KVEDGE_TILE_BLOCKS];

@@ -201,7 +201,7 @@ KVEDGE_INLINE __m128 encode_run(const run_scoring *s, const run_parts *run, cons
 KVEDGE_INLINE void score_runs(const run_scoring *s, const int count, const int planes, const int bits) {
   enum { VECTORS = RUN / 16 };
   const size_t bytes = bytes_of_words(s->keys->dim, bits, 0), of_run = bytes_of_run(s->keys->dim, bits, 0);
-  int8_t digits[RUN_QUERIES][DIGITS];
+  int8_t (*digits)[DIGITS] = (void *)s->scratch;
   for (int r = s->first_run; r < s->stop_run; r++) {
     const tile_run run = run_of_tile(s->keys, r, 0);
     const lane_words words = words_of_run(s->keys, r, &run.parts, 0, 0);
@@ -262,9 +262,10 @@ static int needs_three(const kvedge_query *q, int i, float unit) {
 
 void scores_of_runs_avx512vnni(const kvedge_query *q, const kvedge_tile *keys, float *scores, int accumulate) {
   (void)accumulate; /* keys have one group */
-  _Alignas(64) uint16_t steps[1024];
-  float x[RUN_QUERIES][1024], unit[KVEDGE_STACK];
-  run_scoring s = {.q = q, .keys = keys, .padded = kvedge_padded_channels(keys->dim), .x = x};
+  char *scratch = q->scratch;
+  uint16_t *steps = kvedge_take_scratch(&scratch, 1024 * sizeof *steps);
+  float (*x)[1024] = kvedge_take_scratch(&scratch, RUN_QUERIES * sizeof *x), unit[KVEDGE_STACK];
+  run_scoring s = {.q = q, .keys = keys, .padded = kvedge_padded_channels(keys->dim), .x = x, .scratch = scratch};
   for (s.first_run = 0; s.first_run < num_runs(keys); s.first_run = s.stop_run) {
     s.stop_run = runs_alike(keys, s.first_run, steps);
     int i = 0, planes = keys->bits == 4 && q->planes < 3 ? 2 : 3;
@@ -396,7 +397,7 @@ KVEDGE_INLINE void weigh_lanes(const run_weighing *w, int d, int left, const int
 /* (`most`: vectors of lanes at a time, at most; a constant as the others.) */
 KVEDGE_INLINE void weigh_runs(const run_weighing *w, const int count, const int planes, const int bits,
                               const int most) {
-  _Alignas(64) int8_t digits[RUN_QUERIES][DIGITS];
+  int8_t (*digits)[DIGITS] = (void *)w->scratch;
   float unit[RUN_QUERIES], constant[RUN_QUERIES];
   int left = w->values->dim - w->group * GROUP, d = 0;
   if (left > GROUP) left = GROUP;

@@ -194,7 +194,7 @@ KVEDGE_INLINE void score_queries(const kvedge_query *q, const int bytes, const i
 
 KVEDGE_INLINE void score_many(const scoring *s, const int bytes) {
   const kvedge_query *q = s->q;
-  __m512i columns[PAIR * 1024 / 4]; /* (dim / 4, PAIR) x 16 tokens x 4 channels: 2 KB for a dim of 64 */
+  __m512i *columns = (__m512i *)q->scratch; /* (dim / 4, PAIR) x 16 tokens x 4 channels: 2 KB for a dim of 64 */
   float unit[KVEDGE_STACK];
   const __m512i levels = int4_levels(1);
   for (int i = 0; i < q->num_queries; i++) unit[i] = unit_of(q, i, bytes);

@@ -276,6 +276,7 @@ typedef struct {
   const float *scale, *rescale;
   float *acc;
   ptrdiff_t acc_stride;
+  __m512i *kept; /* (KVEDGE_TILE / 4, 4) room for interleaved rows */
 } weighing;
 
 /* 64 channels (or those in `valid`) of a tile of values, added for all queries, three or more, by halves. (`how` and
@@ -320,7 +321,7 @@ KVEDGE_INLINE void weigh_64(const value_rows *v, int num_channels, const weighin
     else weigh_part_by_halves(v, valid, w);
     return;
   }
-  __m512i kept[KVEDGE_TILE]; /* (tokens / 4, 4) */
+  __m512i *kept = w->kept; /* (tokens / 4, 4) */
   value_source source = n > most ? ROWS_KEPT : ROWS;
   if (!whole) {
     keep_values(v, num_channels, kept);
@@ -365,12 +366,13 @@ KVEDGE_INLINE void weigh_64(const value_rows *v, int num_channels, const weighin
 }
 
 void WEIGHTED_SUM(int8)(const kvedge_probabilities *p, const kvedge_tile *values, const kvedge_accumulators *to) {
-  _Alignas(64) uint8_t codes[KVEDGE_STACK * CODE_ROW];
+  char *scratch = p->scratch;
+  uint8_t *codes = kvedge_take_scratch(&scratch, KVEDGE_STACK * CODE_ROW);
   float scale[KVEDGE_STACK];
   lines_ahead ahead = lines_of(values, values->dim);
   encode_weights(p->num_queries, PLANES, p->p, values->scales, 0, values->num_tokens, codes, scale);
   value_rows rows = {values->blocks, values->offset, values->token_stride, values->num_tokens, &ahead, values};
-  weighing w = {p->num_queries, codes, scale, to->rescale, to->acc, to->stride};
+  weighing w = {p->num_queries, codes, scale, to->rescale, to->acc, to->stride, (__m512i *)scratch};
   for (int d = 0; d < values->dim; d += 64, w.acc += 64, rows.offset += 64)
     weigh_64(&rows, values->dim - d, &w, PLANES);
 }
@@ -429,16 +431,16 @@ KVEDGE_INLINE void add_totals_of_heads(const __m512 total[4], int lanes, const f
 }
 
 KVEDGE_INLINE void weigh_heads(value_rows *v, int dim, const int bytes, const float *p, const float *v_scale,
-                               ptrdiff_t v_scale_stride, const float *rescale, float *acc) {
+                               ptrdiff_t v_scale_stride, const float *rescale, float *acc, char *scratch) {
   _Alignas(64) uint8_t codes[HEADS * CODE_ROW];
   float scale[HEADS];
+  __m512i *kept = (__m512i *)scratch; /* (KVEDGE_TILE / 4, 4) */
   encode_weights(HEADS, bytes, p, v_scale, v_scale_stride, v->num_tokens, codes, scale);
   int head = 0, left = dim / 16; /* as in score_block_of_heads() */
   for (int d = 0; d < HEADS * dim; d += 64, acc += 64, v->offset += 64) {
     __m512 totals[4];
     const uint8_t *of_head = codes + head * CODE_ROW;
     if (v->num_tokens % BLOCK) {
-      __m512i kept[KVEDGE_TILE];
       keep_values(v, 64, kept);
       weigh_64_of_heads(v, 0, kept, 0, left < 4 ? left : 4, bytes, of_head, totals);
     } else if (left >= 4) weigh_64_of_heads(v, 1, NULL, 1, 4, bytes, of_head, totals);
@@ -453,5 +455,5 @@ void WEIGHTED_SUM(of_heads_int8)(const kvedge_probabilities *p, const kvedge_til
                                  const kvedge_accumulators *to) {
   lines_ahead ahead = lines_of(values, HEADS * values->dim);
   value_rows rows = {values->blocks, values->offset, values->token_stride, values->num_tokens, &ahead, values};
-  weigh_heads(&rows, values->dim, PLANES, p->p, values->scales, values->scale_stride, to->rescale, to->acc);
+  weigh_heads(&rows, values->dim, PLANES, p->p, values->scales, values->scale_stride, to->rescale, to->acc, p->scratch);
 }

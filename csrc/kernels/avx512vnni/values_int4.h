@@ -133,7 +133,7 @@ static void weigh_codes(const value_rows *v, int num_channels, const weighing *w
     else weigh_codes_of(v, num_channels, LOWER, w, 2), weigh_codes_of(v, num_channels, UPPER, w, 2);
     return;
   }
-  __m512i kept[KVEDGE_TILE];
+  __m512i *kept = w->kept;
   keep_levels(v, num_channels, kept);
   for (int i = 0, count, passes = (n + MOST - 1) / MOST; passes > 0; i += count, passes--) {
     __m512 totals[SUM_QUERIES][4];
@@ -155,12 +155,13 @@ static void weigh_codes(const value_rows *v, int num_channels, const weighing *w
 }
 
 void WEIGHTED_SUM(int4)(const kvedge_probabilities *p, const kvedge_tile *values, const kvedge_accumulators *to) {
-  _Alignas(64) uint8_t codes[KVEDGE_STACK * CODE_ROW];
+  char *scratch = p->scratch;
+  uint8_t *codes = kvedge_take_scratch(&scratch, KVEDGE_STACK * CODE_ROW);
   float scale[KVEDGE_STACK];
   lines_ahead ahead = lines_of(values, bytes_of(values->dim, 4));
   encode_weights(p->num_queries, PLANES, p->p, values->scales, 0, values->num_tokens, codes, scale);
   value_rows rows = {values->blocks, values->offset, values->token_stride, values->num_tokens, &ahead, values};
-  weighing w = {p->num_queries, codes, scale, to->rescale, to->acc, to->stride};
+  weighing w = {p->num_queries, codes, scale, to->rescale, to->acc, to->stride, (__m512i *)scratch};
   for (int d = 0; d < values->dim; d += 64, w.acc += 64, rows.offset += 32) weigh_codes(&rows, values->dim - d, &w);
 }
 

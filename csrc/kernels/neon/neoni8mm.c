@@ -220,8 +220,12 @@ KVEDGE_INLINE void weigh_matrix(const int8x16_t (*columns)[4], int num_tokens, i
 
 KVEDGE_INLINE void weigh_by_matrix(const kvedge_probabilities *p, const int planes, const kvedge_tile *values,
                                    const kvedge_accumulators *to) {
-  matrix_weights weights[KVEDGE_STACK / MATRIX_QUERIES];
-  int8x16_t columns[GROUPS][4];
+  struct {
+    matrix_weights weights[KVEDGE_STACK / MATRIX_QUERIES];
+    int8x16_t columns[GROUPS][4];
+  } *room = (void *)p->scratch;
+  matrix_weights *weights = room->weights;
+  int8x16_t(*columns)[4] = room->columns;
   const int n = p->num_queries;
   for (int i = 0; i < n; i += MATRIX_QUERIES)
     encode_matrix_weights(p->p + i * KVEDGE_TILE, values->scales, values->num_tokens, min_int(n - i, MATRIX_QUERIES),
