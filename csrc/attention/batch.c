@@ -4,6 +4,7 @@
 
 #include "attention/parts.h"
 #include "system/memory.h"
+#include "system/float_mode.h"
 
 /* ---- Layers ---------------------------------------------------------------------------------- */
 
@@ -70,6 +71,7 @@ static int count_parts(const kvedge_attention_call *calls, int num_calls, int *r
 }
 
 kvedge_status kvedge_attend_layers(const kvedge_attention_call *calls, int num_calls, int num_heads, int num_threads) {
+  KVEDGE_FLOAT_MODE;
   enum { FEW = 8 }; /* that need no memory of the heap */
   kvedge_request few[FEW], *requests = few;
   kvedge_attention_options few_options[FEW], *options = few_options;
@@ -146,6 +148,7 @@ static kvedge_status requests_of_batch(const kvedge_layer *pool, int64_t block_s
 kvedge_status kvedge_attend_batch(const kvedge_layer *pool, int64_t block_size, const kvedge_sequence *sequences,
                                   int num_sequences, int num_heads, const kvedge_attention_options *options,
                                   int num_threads) {
+  KVEDGE_FLOAT_MODE;
   int64_t num_segments;
   if (num_threads < 0) return KVEDGE_ERROR_ARGUMENT;
   kvedge_status status = check_batch(pool, block_size, sequences, num_sequences, num_heads, options, &num_segments);

@@ -4,6 +4,7 @@
 #include "attention/attention.h"
 #include "system/memory.h"
 #include "system/parallel.h"
+#include "system/float_mode.h"
 
 enum {
   /* Query rows of a call, and of calls that run together, which bounds the memory of long prompts. */
@@ -197,6 +198,7 @@ kvedge_status kvedge_run_requests(const kvedge_request *requests, int num_reques
 
 kvedge_status kvedge_attend(const kvedge_layer *layer, const float *query, int64_t num_rows, int num_heads,
                             const kvedge_attention_options *options, int num_threads, float *out, float *lse) {
+  KVEDGE_FLOAT_MODE;
   if (!layer || !query || !out || num_threads < 0) return KVEDGE_ERROR_ARGUMENT;
   kvedge_segment segment;
   kvedge_request request = {.view = kvedge_layer_view(layer, options, &segment),

@@ -6,6 +6,7 @@
 #include <stdlib.h>
 
 #include "system/memory.h"
+#include "system/float_mode.h"
 
 enum {
   /* A slice reads about this many bytes: large beside the cost of merging its result, small enough
@@ -310,6 +311,7 @@ size_t kvedge_attention_bytes(const kvedge_layer *layer, int64_t num_rows, int n
 kvedge_status kvedge_attention_init(void *memory, size_t bytes, const kvedge_layer *layer, const float *query,
                                     int64_t num_rows, int num_heads, const kvedge_attention_options *options,
                                     int num_slots, float *out, float *lse, kvedge_attention **attention) {
+  KVEDGE_FLOAT_MODE;
   if (!memory || (uintptr_t)memory % 64 || !layer || !query || !out || !attention || num_slots < 1)
     return KVEDGE_ERROR_ARGUMENT;
   kvedge_attention planned;
@@ -328,6 +330,7 @@ kvedge_status kvedge_attention_init(void *memory, size_t bytes, const kvedge_lay
 
 kvedge_status kvedge_scores(const kvedge_layer *layer, const float *query, int num_heads, float scale,
                             int64_t first_row, int64_t num_tokens, float *logits) {
+  KVEDGE_FLOAT_MODE;
   if (!layer || !query || !logits || num_tokens < 1) return KVEDGE_ERROR_ARGUMENT;
   kvedge_attention_options options;
   kvedge_attention_defaults(&options);

@@ -7,6 +7,7 @@
 #include <float.h>
 
 #include "attention/tile.h"
+#include "system/float_mode.h"
 
 /* ---- Tiles ----------------------------------------------------------------------------------- */
 
@@ -198,6 +199,7 @@ static void give_back_workspace(const kvedge_attention *a, int index) {
 }
 
 void kvedge_attention_run(const kvedge_attention *a, int slice, int slot, const volatile int *stop) {
+  KVEDGE_FLOAT_MODE;
   int num_slices = a->num_row_blocks * a->chunks_per_block;
   kvedge_slice next = {slice + 1 < num_slices ? a : NULL, slice + 1};
   const int index = take_workspace(a);
@@ -206,6 +208,7 @@ void kvedge_attention_run(const kvedge_attention *a, int slice, int slot, const 
 }
 
 void kvedge_attention_collect(kvedge_attention *a, int slice, int slot) {
+  KVEDGE_FLOAT_MODE;
   const int index = take_workspace(a);
   kvedge_slice_collect(a, slice, slot, kvedge_workspace_at(a, index));
   give_back_workspace(a, index);

@@ -27,10 +27,12 @@ static inline uint8_t kvedge_fp8_of_float(float x, const int mantissa_bits, cons
   return (uint8_t)((bits >> 24 & 0x80u) | (magnitude < (rebias + 1) << 23 ? subnormal : normal));
 }
 
-/* Any code: its exponent and mantissa in a float's place, brought to a float's bias by `power`, 2^rebias. */
-static inline float kvedge_float_of_fp8(uint8_t code, const int mantissa_bits, const float power) {
-  const float magnitude = kvedge_float_of_bits((code & 0x7fu) << (23 - mantissa_bits)) * power;
-  return kvedge_float_of_bits(kvedge_bits_of_float(magnitude) | (code & 0x80u) << 24);
+/* Any code: its exponent and mantissa in a float's place, brought to a float's bias. Subnormal ones as in half.h. */
+static inline float kvedge_float_of_fp8(uint8_t code, const int mantissa_bits, const uint32_t rebias) {
+  const uint32_t bits = (code & 0x7fu) << (23 - mantissa_bits), least_normal = (rebias + 1) << 23;
+  const float subnormal = kvedge_float_of_bits(bits + least_normal) - kvedge_float_of_bits(least_normal);
+  const uint32_t magnitude = bits < 1u << 23 ? kvedge_bits_of_float(subnormal) : bits + (rebias << 23);
+  return kvedge_float_of_bits(magnitude | (code & 0x80u) << 24);
 }
 
 #define KVEDGE_E4M3_MAX 448.0f
@@ -38,7 +40,7 @@ static inline float kvedge_float_of_fp8(uint8_t code, const int mantissa_bits, c
 
 static inline uint8_t kvedge_e4m3_of_float(float x) { return kvedge_fp8_of_float(x, 3, 120, KVEDGE_E4M3_MAX); }
 static inline uint8_t kvedge_e5m2_of_float(float x) { return kvedge_fp8_of_float(x, 2, 112, KVEDGE_E5M2_MAX); }
-static inline float kvedge_float_of_e4m3(uint8_t code) { return kvedge_float_of_fp8(code, 3, 0x1p120f); }
-static inline float kvedge_float_of_e5m2(uint8_t code) { return kvedge_float_of_fp8(code, 2, 0x1p112f); }
+static inline float kvedge_float_of_e4m3(uint8_t code) { return kvedge_float_of_fp8(code, 3, 120); }
+static inline float kvedge_float_of_e5m2(uint8_t code) { return kvedge_float_of_fp8(code, 2, 112); }
 
 #endif

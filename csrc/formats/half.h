@@ -11,10 +11,13 @@
 #define KVEDGE_HALF_MAX 65504.0f
 #define KVEDGE_HALF_OVERFLOW 65520.0f /* rounds to infinity, and what is above */
 
-/* Any finite half, also subnormal ones: its exponent and mantissa in a float's place, brought to a float's bias. */
+/* Any finite half, also subnormal ones: its exponent and mantissa in a float's place, brought to a float's bias. Digits of a
+ * subnormal half are those after the point of 2^-14, which is taken off: no denormal float is made, which a mode may flush. */
 static inline float kvedge_float_of_half(uint16_t half) {
-  float magnitude = kvedge_float_of_bits((half & 0x7fffu) << 13) * 0x1p112f;
-  return kvedge_float_of_bits(kvedge_bits_of_float(magnitude) | (half & 0x8000u) << 16);
+  const uint32_t bits = (half & 0x7fffu) << 13;
+  const float subnormal = kvedge_float_of_bits(bits + (113u << 23)) - 0x1p-14f;
+  const uint32_t magnitude = bits < 1u << 23 ? kvedge_bits_of_float(subnormal) : bits + (112u << 23);
+  return kvedge_float_of_bits(magnitude | (half & 0x8000u) << 16);
 }
 
 /* Any half, also infinities and NaNs. */

@@ -5,6 +5,7 @@
 
 #include "session/reader.h"
 #include "store/layer.h"
+#include "system/float_mode.h"
 
 /* ---- Layers -------------------------------------------------------------------------------------------------------- */
 
@@ -182,6 +183,7 @@ static void fill_part(kvedge_layer *layer, const kvedge_contents *contents, int 
 
 kvedge_status kvedge_session_load(const kvedge_session_reader *reader, kvedge_layer *const *layers,
                                   kvedge_session_parts *parts, const char **why) {
+  KVEDGE_FLOAT_MODE;
   if (why) *why = NULL;
   if (!reader || !layers) return KVEDGE_ERROR_ARGUMENT;
   const kvedge_contents contents = {.session = &reader->session, .tensors = reader->tensors};

@@ -2,6 +2,7 @@
 #include <string.h>
 
 #include "store/layer.h"
+#include "system/float_mode.h"
 
 struct kvedge_blocks {
   int32_t num_blocks, num_free;
@@ -60,6 +61,7 @@ static int is_pool(const kvedge_layer *pool, const kvedge_blocks *blocks, int64_
 
 kvedge_status kvedge_blocks_own(kvedge_blocks *blocks, kvedge_layer *const *pools, int num_layers, int64_t block_size,
                                 int32_t *block) {
+  KVEDGE_FLOAT_MODE;
   if (!block || !pools || num_layers < 1 || kvedge_blocks_users(blocks, *block) < 1) return KVEDGE_ERROR_ARGUMENT;
   for (int i = 0; i < num_layers; i++)
     if (!is_pool(pools[i], blocks, block_size)) return KVEDGE_ERROR_ARGUMENT;
@@ -78,6 +80,7 @@ kvedge_status kvedge_blocks_own(kvedge_blocks *blocks, kvedge_layer *const *pool
 
 kvedge_status kvedge_blocks_write(kvedge_layer *pool, int64_t block_size, const int32_t *table, int64_t first,
                                   const float *keys, const float *values, int64_t num_tokens) {
+  KVEDGE_FLOAT_MODE;
   if (!pool || !table || block_size < 1 || first < 0 || num_tokens < 0) return KVEDGE_ERROR_ARGUMENT;
   const int64_t num_blocks = pool->config.capacity / block_size;
   const ptrdiff_t key_row = (ptrdiff_t)pool->config.num_kv_heads * pool->config.head_dim;

@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "store/layer.h"
+#include "system/float_mode.h"
 
 /* ---- Copies ---------------------------------------------------------------------------------- */
 
@@ -15,6 +16,7 @@ static int stored_alike(const kvedge_layer_config *one, const kvedge_layer_confi
 }
 
 kvedge_status kvedge_layer_copy(const kvedge_layer *from, kvedge_layer *to) {
+  KVEDGE_FLOAT_MODE;
   if (!from || !to || from == to || kvedge_layer_len(to) > 0 || !stored_alike(&from->config, &to->config))
     return KVEDGE_ERROR_ARGUMENT;
   int64_t row;
@@ -55,6 +57,7 @@ kvedge_status kvedge_layer_reserve(kvedge_layer **grown, int64_t num_tokens) {
 /* ---- Keeping some ---------------------------------------------------------------------------- */
 
 kvedge_status kvedge_layer_keep(kvedge_layer *layer, const int64_t *tokens, int64_t num_tokens) {
+  KVEDGE_FLOAT_MODE;
   if (!layer || num_tokens < 0 || (num_tokens > 0 && !tokens) || kvedge_holds_runs(layer)) return KVEDGE_ERROR_ARGUMENT;
   int64_t row;
   const int64_t len = kvedge_layer_range(layer, &row);
@@ -73,6 +76,7 @@ kvedge_status kvedge_layer_keep(kvedge_layer *layer, const int64_t *tokens, int6
 /* ---- Moving keys to other positions ---------------------------------------------------------- */
 
 kvedge_status kvedge_rotation_angles(double base, int dims, int64_t delta, float *cosines, float *sines) {
+  KVEDGE_FLOAT_MODE;
   if (!(base > 0.0) || isinf(base) || dims < 2 || dims % 2 || dims > KVEDGE_MAX_HEAD_DIM || !cosines || !sines)
     return KVEDGE_ERROR_ARGUMENT;
   for (int i = 0; i < dims / 2; i++) {
@@ -127,6 +131,7 @@ static kvedge_status rotate_keys(const kvedge_side *keys, int64_t first, int64_t
 }
 
 kvedge_status kvedge_layer_shift(kvedge_layer *layer, int64_t first, int64_t stop, const kvedge_rotation *rotation) {
+  KVEDGE_FLOAT_MODE;
   if (!layer || !rotation || !rotation->cosines || !rotation->sines || rotation->dims < 2 || rotation->dims % 2 ||
       rotation->dims > layer->config.head_dim || kvedge_holds_runs(layer))
     return KVEDGE_ERROR_ARGUMENT;

@@ -8,6 +8,7 @@
 #include "system/dispatch.h"
 #include "system/memory.h"
 #include "system/pages.h"
+#include "system/float_mode.h"
 
 enum { MAX_KV_HEADS = 65536 };
 #define MAX_CAPACITY ((int64_t)1 << 40)
@@ -192,6 +193,7 @@ void kvedge_layer_destroy(kvedge_layer *layer) {
 }
 
 kvedge_status kvedge_layer_set_key_offset(kvedge_layer *layer, const float *offset) {
+  KVEDGE_FLOAT_MODE;
   if (!layer || kvedge_layer_len(layer) > 0) return KVEDGE_ERROR_ARGUMENT;
   if (!layer->keys.format->has_scales && layer->keys.format->id != KVEDGE_NO_ROWS) return KVEDGE_ERROR_ARGUMENT;
   const size_t n = key_vector_size(&layer->config);
@@ -204,6 +206,7 @@ kvedge_status kvedge_layer_set_key_offset(kvedge_layer *layer, const float *offs
 }
 
 kvedge_status kvedge_layer_set_key_scale(kvedge_layer *layer, const float *scale) {
+  KVEDGE_FLOAT_MODE;
   if (!layer || kvedge_layer_len(layer) > 0 || (scale && kvedge_has_runs(&layer->keys))) return KVEDGE_ERROR_ARGUMENT;
   const size_t n = key_vector_size(&layer->config);
   float *own = layer->key_vectors + n;
@@ -314,16 +317,19 @@ static token_rows dense_tokens(const kvedge_layer *layer, int64_t position, cons
 
 kvedge_status kvedge_layer_write(kvedge_layer *layer, int64_t position, const float *keys, const float *values,
                                  int64_t num_tokens) {
+  KVEDGE_FLOAT_MODE;
   const token_rows rows = dense_tokens(layer, position, keys, values, num_tokens);
   return write_tokens(layer, &rows);
 }
 
 kvedge_status kvedge_layer_append(kvedge_layer *layer, const float *keys, const float *values, int64_t num_tokens) {
+  KVEDGE_FLOAT_MODE;
   return append_tokens(layer, dense_tokens(layer, 0, keys, values, num_tokens));
 }
 
 kvedge_status kvedge_layer_append_arrays(kvedge_layer *layer, const kvedge_array *keys, const kvedge_array *values,
                                          int64_t num_tokens) {
+  KVEDGE_FLOAT_MODE;
   if (!keys || !values) return KVEDGE_ERROR_ARGUMENT;
   return append_tokens(layer, (token_rows){.keys = *keys, .values = *values, .num_tokens = num_tokens});
 }
@@ -335,6 +341,7 @@ static token_rows rows_of_batch(kvedge_layer *layer, const kvedge_array *keys, c
 
 kvedge_status kvedge_layers_append(kvedge_layer *const *layers, const kvedge_array *keys, const kvedge_array *values,
                                    int num_layers, int64_t num_tokens) {
+  KVEDGE_FLOAT_MODE;
   if (!layers || !keys || !values || num_layers < 1) return KVEDGE_ERROR_ARGUMENT;
   if (num_layers == 1) return kvedge_layer_append_arrays(layers[0], keys, values, num_tokens);
   for (int i = 0; i < num_layers; i++) { /* arguments and room first: they cost nothing */
@@ -379,6 +386,7 @@ int64_t kvedge_layer_len(const kvedge_layer *layer) {
 int64_t kvedge_layer_written(const kvedge_layer *layer) { return layer->written - row_of(layer, 0); }
 
 kvedge_status kvedge_layer_filled(kvedge_layer *layer, int64_t position, int64_t num_tokens) {
+  KVEDGE_FLOAT_MODE;
   if (!layer || position < 0 || num_tokens < 0) return KVEDGE_ERROR_ARGUMENT;
   if (num_tokens > layer->config.capacity - row_of(layer, 0) - position) return KVEDGE_ERROR_ARGUMENT;
   const int64_t row = row_of(layer, position), stop = row + num_tokens;
@@ -423,6 +431,7 @@ kvedge_status kvedge_layer_compact(kvedge_layer *layer) {
 
 kvedge_status kvedge_layer_get_rows(const kvedge_layer *layer, int values, int64_t row, int64_t num_tokens,
                                     float *out) {
+  KVEDGE_FLOAT_MODE;
   int64_t start;
   if (!layer || !out || row < 0 || num_tokens < 0) return KVEDGE_ERROR_ARGUMENT;
   const int64_t len = kvedge_layer_range(layer, &start);

@@ -21,6 +21,7 @@
 #include <signal.h>
 #endif
 
+#include "system/float_mode.h"
 #include "system/memory.h"
 
 enum {
@@ -151,6 +152,7 @@ static void do_tasks(kvedge_job *job, int own, atomic_int *stop) {
 
 static void *helper(void *unused) {
   (void)unused;
+  kvedge_take_default_mode(); /* a thread begins with that of the one that started it */
   pthread_mutex_lock(&pool.lock);
   for (;;) {
     while (!pool.current || pool.current->joined + 1 >= pool.current->num_ranges)

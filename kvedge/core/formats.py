@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvedge.core import fp8, grids, half, int4, int8, kivi
+from kvedge.core.float_mode import in_default_mode
 from kvedge.core.rows import RowShape
 
 __all__ = [
@@ -54,6 +55,11 @@ class Format:
     kivi: kivi.Kivi | None = None  # rows are runs of tokens of a head
     of_values: Format | None = None  # that of values, where it differs; else it is for both
     in_parts: bool = False  # rows have no bytes: all tokens lie in parts (kvedge.layer_precise)
+
+    def __post_init__(self) -> None:
+        """The same bytes and values in whatever mode the process has its floats."""
+        for name in ("encode", "decode", "refuse", "largest"):
+            object.__setattr__(self, name, in_default_mode(getattr(self, name)))
 
     @property
     def is_float32(self) -> bool:

@@ -57,9 +57,12 @@ class Fp8:
 
     def _table(self, dtype: type) -> np.ndarray:
         """The value of each of the 256 codes; of those that are not finite, as their digits say."""
-        codes = np.arange(256, dtype=np.uint32)
-        bits = (codes & 0x7F) << (23 - self.mantissa_bits)
-        magnitude = bits.view(np.float32).astype(dtype) * dtype(2.0**self._rebias)
+        codes = np.arange(256)
+        exponent = codes >> self.mantissa_bits & (0x7F >> self.mantissa_bits)
+        digits = codes & ((1 << self.mantissa_bits) - 1)
+        digits += (exponent > 0) << self.mantissa_bits
+        step = np.maximum(exponent, 1) + self._rebias - 127 - self.mantissa_bits
+        magnitude = np.ldexp(digits.astype(np.float64), step).astype(dtype)
         return np.asarray(np.where(codes >> 7 == 1, -magnitude, magnitude))
 
 

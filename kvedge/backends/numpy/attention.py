@@ -19,6 +19,7 @@ import numpy as np
 
 from kvedge.core.checks import FLOAT32_MAX, FLOAT32_TINY
 from kvedge.core.config import LayerConfig
+from kvedge.core.float_mode import in_default_mode
 from kvedge.core.key_map import KeyMap
 from kvedge.core.memory import Slabs
 from kvedge.core.options import AttendOptions
@@ -87,6 +88,7 @@ class Stored:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
+@in_default_mode
 def attend(
     stored: Stored, query: np.ndarray, options: AttendOptions, out: np.ndarray
 ) -> np.ndarray:
@@ -122,6 +124,7 @@ def attend(
     return lse
 
 
+@in_default_mode
 def scores(stored: Stored, query: np.ndarray, scale: float) -> np.ndarray:
     """Scaled logits of one query row, the constant of the key offset included.
 

@@ -11,6 +11,7 @@ from kvedge.backends.numpy import attention
 from kvedge.cache import CacheMethods
 from kvedge.core import arrays, checks, memory, registry
 from kvedge.core.config import LayerConfig
+from kvedge.core.float_mode import in_default_mode
 from kvedge.core.formats import Format
 from kvedge.core.key_map import NO_MAP, KeyMap
 from kvedge.core.kivi import RUN
@@ -144,6 +145,7 @@ class _LayerCore(LayerCore):
                 self._return_to(mark)
                 raise
 
+    @in_default_mode
     def _make_ready(self, keys: np.ndarray, values: np.ndarray) -> None:
         """Decide how checked rows are stored, and raise if they cannot be."""
         if self._key_map_is_open:
@@ -185,6 +187,7 @@ class _LayerCore(LayerCore):
                 checks.check_finite(mapped, key_map.text)
             form.refuse(mapped, name, shape)
 
+    @in_default_mode
     def _write(self, row: int, keys: np.ndarray, values: np.ndarray) -> None:
         """Store tokens (n, num_kv_heads, channels) from a row of the slabs on."""
         slabs, config = self._slabs, self._config
@@ -218,6 +221,7 @@ class _LayerCore(LayerCore):
                 layer._dequantize_rows(own, values, at, at + last - first, to)
         return out
 
+    @in_default_mode
     def _dequantize_rows(
         self, held: Held, values: bool, start: int, stop: int, out: np.ndarray
     ) -> Floats:
