@@ -35,11 +35,13 @@ def prompt_around(tokenizer, document):
 
 def read_document(model, config, ids, options):
     """A cache that holds the document: from a folder, or computed in pieces."""
-    if options.read and Path(options.read).exists():
+    if options.read and Path(options.read, "conversation.json").exists():
         cache = KvedgeCache.load(options.read, config)
         if torch.equal(cache.token_ids, ids):
             return cache
         print(f"{options.read} is of another document: it is read anew")
+    if options.read:  # before the document is computed
+        Path(options.read).mkdir(parents=True, exist_ok=True)
     cache = KvedgeCache(config, options.dtype)
     with torch.inference_mode():
         for piece in ids.split(512, dim=1):

@@ -58,6 +58,8 @@ def main():
         options.model, dtype="auto", attn_implementation="kvedge", local_files_only=True
     )
     messages, ids = [], None
+    if options.save:  # before the talk, not after it
+        Path(options.save).mkdir(parents=True, exist_ok=True)
     if options.load:
         cache = KvedgeCache.load(options.load, model.config)
         talk = json.loads(Path(options.load, "messages.json").read_text())

@@ -41,7 +41,6 @@ from kvedge.session import (
     VALUE_HEAD_DIM,
     VERSION,
     VERSION_OF_RUNS,
-    checked_path,
     digest,
     file_types,
     layers_field,
@@ -100,7 +99,7 @@ class _Tensor:
 
 def load(kind: type[_Kind], path: str | os.PathLike[str], *, mmap: bool = False) -> _Kind:
     """Read a cache of class ``kind`` from a file; see :meth:`kvedge.KVCache.load`."""
-    path = checked_path(path)
+    path = checks.checked_path(path)
     mmap = checks.as_bool(mmap, "mmap")
     mode = os.stat(path).st_mode
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # opening a pipe would wait for its writer
