@@ -271,6 +271,15 @@ class CacheHistory(CacheStorage):
         """
         return session_load.load(cls, path, mmap=mmap)
 
+    def _to_bytes(self) -> bytes:
+        """The file that :meth:`save` would write."""
+        return b"".join(session.pieces(self))
+
+    @classmethod
+    def _from_bytes(cls, data: Any, what: str) -> Self:
+        """Read what :meth:`_to_bytes` gave; an error calls it `what`."""
+        return session_load.load_bytes(cls, data, what)
+
 
 def _held_range(layer: Any, start: int, stop: int) -> tuple[int, int]:
     """Positions start to stop of a cache as tokens of a layer, which may have dropped some."""

@@ -25,7 +25,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -39,7 +39,7 @@ from kvedge.core.replacing import replacing
 from kvedge.errors import InvalidArgumentError, MissingExtraError
 from kvedge.snapshot import CacheContents, CacheFormat
 
-__all__ = ["digest", "file_types", "header", "safetensors_package", "save"]
+__all__ = ["digest", "file_types", "header", "pieces", "safetensors_package", "save"]
 
 FORMAT = "kvedge"
 VERSION = "1"
@@ -105,16 +105,24 @@ def save(
     safetensors_package()  # what could not be loaded here is not saved either
     cache._refuse_pending("save()")
     with replacing(path, like=like) as file:
-        contents = cache._contents(len(cache), copy=False)
-        tensors = _tensors(contents)
-        fields = _fields(contents, cache)
-        fields.update(_user_fields(cache.metadata if metadata is None else metadata))
-        type_of = file_types(fields)
-        fields["sha256"] = digest(fields, tensors, type_of)
-        names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
-        file.write(header(fields, {name: tensors[name] for name in names}, type_of))
-        for name in names:
-            file.write(tensors[name].reshape(-1).view(np.uint8).data)
+        for piece in pieces(cache, metadata):
+            file.write(piece)
+
+
+def pieces(
+    cache: _Saved, metadata: Mapping[str, str] | None = None
+) -> Iterator[bytes | memoryview]:
+    """The bytes of a cache's file, one after the other."""
+    contents = cache._contents(len(cache), copy=False)
+    tensors = _tensors(contents)
+    fields = _fields(contents, cache)
+    fields.update(_user_fields(cache.metadata if metadata is None else metadata))
+    type_of = file_types(fields)
+    fields["sha256"] = digest(fields, tensors, type_of)
+    names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
+    yield header(fields, {name: tensors[name] for name in names}, type_of)
+    for name in names:
+        yield tensors[name].reshape(-1).view(np.uint8).data
 
 
 def header(

@@ -13,6 +13,7 @@ import mmap as mmap_module
 import os
 import re
 import stat
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn, Protocol, TypeVar
@@ -24,7 +25,13 @@ from kvedge.core.config import MAX_LAYERS, LayerConfig
 from kvedge.core.formats import FORMATS, IN_RUNS, SCALE_TYPES
 from kvedge.core.key_map import KeyMap, KeyRule
 from kvedge.core.kivi import RUN
-from kvedge.errors import CorruptFileError, KvedgeError, MissingExtraError, OutOfMemoryError
+from kvedge.errors import (
+    CorruptFileError,
+    InvalidArgumentError,
+    KvedgeError,
+    MissingExtraError,
+    OutOfMemoryError,
+)
 from kvedge.layer_precise import PartContents, last_rows, part_key_map, runs_end
 from kvedge.session import (
     AUTO,
@@ -52,7 +59,7 @@ from kvedge.snapshot import CacheFormat
 if TYPE_CHECKING:
     from typing_extensions import Self  # type checkers bring it along
 
-__all__ = ["load"]
+__all__ = ["load", "load_bytes"]
 
 # Parsing takes the safetensors package some 4 us per tensor. Headers beyond this are looked at
 # before it: at most 14 tensors per layer, each of at most `_MAX_ENTRY` bytes with names and numbers
@@ -109,6 +116,23 @@ def load(kind: type[_Kind], path: str | os.PathLike[str], *, mmap: bool = False)
         with open(path, "rb") as file:
             cache = _load_open(kind, path, file, mmap)
     return cache
+
+
+def load_bytes(kind: type[_Kind], data: bytes | bytearray | memoryview, what: str) -> _Kind:
+    """Read a cache from the bytes of such a file, which an error calls `what`."""
+    try:
+        view = memoryview(data).cast("B")
+    except TypeError:
+        raise InvalidArgumentError(f"data must be bytes, not {checks.describe(data)}") from None
+    # The safetensors package checks the structure of files alone.
+    with tempfile.TemporaryDirectory(prefix="kvedge-") as folder:
+        path = os.path.join(folder, "data")
+        with open(path, "wb") as file:
+            file.write(view)
+        try:
+            return load(kind, path)
+        except CorruptFileError as error:
+            raise CorruptFileError(str(error).replace(path, what, 1)) from error
 
 
 def _load_open(kind: type[_Kind], path: str, file: BinaryIO, mmap: bool) -> _Kind | None:
