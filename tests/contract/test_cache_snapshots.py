@@ -2,10 +2,11 @@
 
 import pickle
 import sys
-import time
+import tracemalloc
 
 import numpy as np
 import pytest
+from counted import CountedCalls
 from support import cache_content, normal, refuses
 
 from kvedge import KVCache, KvCacheSnapshot, Rope, errors
@@ -311,29 +312,44 @@ def test_whether_a_mark_is_stale_is_right_at_every_step_of_an_overwrite(rng):
 
 
 def test_a_snapshot_costs_nothing_however_long_the_cache(dtype, rng):
-    cache = KVCache(2, 8, 64, dtype=dtype)
-    many = normal(rng, 8000, 8, 64)
-    for i in range(2):
-        cache.append(i, many, many)
-    cache.advance(8000)
-    resident = cache.resident_bytes
-    start = time.perf_counter()
-    marks = [cache.snapshot() for _ in range(1000)]
-    assert time.perf_counter() - start < 0.5
-    assert cache.resident_bytes <= resident + 2**16
-    assert len({mark.length for mark in marks}) == 1
+    made = []
+    for tokens in (10, 8000):
+        cache = KVCache(2, 8, 64, dtype=dtype)
+        many = normal(rng, tokens, 8, 64)
+        for i in range(2):
+            cache.append(i, many, many)
+        cache.advance(tokens)
+        resident = cache.resident_bytes
+        tracemalloc.start()
+        with CountedCalls() as calls:
+            marks = [cache.snapshot() for _ in range(1000)]
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        made.append(calls.made)
+        assert peak < 1000 * 1000  # bytes: a mark is an object or two
+        assert cache.resident_bytes <= resident + 2**16
+        assert {mark.length for mark in marks} == {tokens}
+    assert made[0] == made[1]
 
 
 def test_many_snapshots_and_overwrites_do_not_slow_down(cache, rng):
     step(cache, rng, 10)
     base = cache.snapshot()
-    start = time.perf_counter()
-    for _ in range(2000):
-        cache.restore(base)
-        kv = normal(rng, L, H, D)
-        cache.push_step(kv, kv)
-        cache.snapshot()
-    assert time.perf_counter() - start < 5
+    kv = normal(rng, L, H, D)
+
+    def rounds(n):
+        with CountedCalls() as calls:
+            for _ in range(n):
+                cache.restore(base)
+                cache.push_step(kv, kv)
+                cache.snapshot()
+        return calls.made
+
+    rounds(10)
+    first = rounds(100)
+    rounds(1800)
+    assert rounds(100) == first
+    assert len(cache._overwrites._entries[0]) < 3
 
 
 # -- detached snapshots --------------------------------------------------------------------------
