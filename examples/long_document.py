@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvedge.transformers import KvedgeCache
+from kvedge.transformers import KvedgeCache, cache_argument
 
 MARK = "\N{LEFT DOUBLE QUOTATION MARK}QUESTION\N{RIGHT DOUBLE QUOTATION MARK}"
 
@@ -45,7 +45,7 @@ def read_document(model, config, ids, options):
     cache = KvedgeCache(config, options.dtype)
     with torch.inference_mode():
         for piece in ids.split(512, dim=1):
-            model(piece, past_key_values=cache, logits_to_keep=1)
+            model(piece, logits_to_keep=1, **{cache_argument(model): cache})
     cache.token_ids = ids
     if options.read:
         cache.save(options.read)
@@ -86,7 +86,7 @@ def main():
         out = model.generate(
             prompt,
             attention_mask=torch.ones_like(prompt),
-            past_key_values=cache,
+            **{cache_argument(model): cache},
             max_new_tokens=options.tokens,
             pad_token_id=tokenizer.eos_token_id,
         )
