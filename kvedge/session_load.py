@@ -62,9 +62,10 @@ if TYPE_CHECKING:
 __all__ = ["load", "load_bytes"]
 
 # Parsing takes the safetensors package some 4 us per tensor. Headers beyond this are looked at
-# before it: at most 14 tensors per layer, each of at most `_MAX_ENTRY` bytes with names and numbers
-# at their longest (141, and room for spaces).
+# before it: at most `_MAX_TENSORS` per layer, each of at most `_MAX_ENTRY` bytes with names and
+# numbers at their longest (141, and room for spaces).
 _SHORT_HEADER = 1 << 20
+_MAX_TENSORS = len(memory.Slabs._fields) * (1 + len(PARTS)) + len(KEY_VECTORS)
 _MAX_ENTRY = 200
 # Bytes of an element, by safetensors' name of its type.
 _SIZES = {row.file_type: row.codes.itemsize for row in FORMATS.values()} | {
@@ -196,7 +197,7 @@ def _check_header_size(path: str, file: BinaryIO) -> None:
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         _corrupt(path, f"its metadata cannot be read: {type(error).__name__}: {error}", error)
     _check_num_layers(path, num_layers)
-    if len(text) - end > 14 * num_layers * _MAX_ENTRY:
+    if len(text) - end > _MAX_TENSORS * num_layers * _MAX_ENTRY:
         _corrupt(path, f"its header is too long for the tensors of {num_layers} layers")
 
 
