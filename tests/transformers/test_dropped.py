@@ -25,6 +25,8 @@ def model(request, long_rope):
 @pytest.fixture(params=FAMILIES)
 def long_rope(request):
     """A model of LongRoPE whose rotations change after 16 tokens."""
+    if int(transformers.__version__.split(".")[0]) < 5:
+        pytest.skip("transformers 4 drops a cache without asking it for anything")
     config_name, model_name = FAMILIES[request.param]
     half = SIZES["hidden_size"] // SIZES["num_attention_heads"] // 2
     rope = {
