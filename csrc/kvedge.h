@@ -108,7 +108,8 @@ typedef struct {
  * lie in a layer of another format: kvedge_part.
  * KVEDGE_GRID2 to KVEDGE_GRID8 keep one of 2^bits levels per value, as bits one after the other, and one scale per group:
  * value = level * scale. Levels suit a normal distribution: rotate rows by a random orthogonal matrix first, the query as
- * the keys, and the result back as values were. No path has kernels for them: they are decoded block by block. */
+ * the keys, and the result back as values were. The paths of x86 have kernels for them; elsewhere they are decoded block by
+ * block. */
 typedef struct kvedge_layer kvedge_layer;
 
 typedef enum {

@@ -17,6 +17,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -336,6 +337,14 @@ static void forward(const model *m, run_state *s, const int *tokens, int n) {
 /* What the file holds besides the caches: the token that comes next, as text. */
 static const char NEXT_TOKEN[] = "next_token";
 
+/* Told before the text is written, not after it: the file is written in place, and is to be a regular one. */
+static void check_can_save(const char *path) {
+  struct stat status;
+  if (stat(path, &status) == 0 && !S_ISREG(status.st_mode)) die(path, "is no regular file");
+  FILE *to = fopen(path, "ab"); /* what is in it stays: -L may name it too */
+  if (!to || fclose(to)) die(path, "cannot be written");
+}
+
 static int write_piece(void *to, const void *piece, size_t bytes) { return fwrite(piece, 1, bytes, to) != bytes; }
 
 static void save_session(const char *path, const model *m, const run_state *s, int next) {
@@ -472,6 +481,8 @@ int main(int argc, char **argv) {
   while (chosen < NUM_FORMATS && strcmp(FORMATS[chosen].name, format_name)) chosen++;
   if (argc - optind != 2 || chosen == NUM_FORMATS || most < 1 || num_threads < 1) usage();
   if (compare && (load || save)) usage();
+
+  if (save) check_can_save(save);
 
   const model m = load_model(argv[optind]);
   const tokenizer t = load_tokenizer(argv[optind + 1], m.vocab_size);

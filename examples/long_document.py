@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvedge.transformers import KvedgeCache
+from kvedge.transformers import KvedgeCache, cache_argument
 
 MARK = "\N{LEFT DOUBLE QUOTATION MARK}QUESTION\N{RIGHT DOUBLE QUOTATION MARK}"
 
@@ -35,15 +35,17 @@ def prompt_around(tokenizer, document):
 
 def read_document(model, config, ids, options):
     """A cache that holds the document: from a folder, or computed in pieces."""
-    if options.read and Path(options.read).exists():
+    if options.read and Path(options.read, "conversation.json").exists():
         cache = KvedgeCache.load(options.read, config)
         if torch.equal(cache.token_ids, ids):
             return cache
         print(f"{options.read} is of another document: it is read anew")
+    if options.read:  # before the document is computed
+        Path(options.read).mkdir(parents=True, exist_ok=True)
     cache = KvedgeCache(config, options.dtype)
     with torch.inference_mode():
         for piece in ids.split(512, dim=1):
-            model(piece, past_key_values=cache, logits_to_keep=1)
+            model(piece, logits_to_keep=1, **{cache_argument(model): cache})
     cache.token_ids = ids
     if options.read:
         cache.save(options.read)
@@ -84,7 +86,7 @@ def main():
         out = model.generate(
             prompt,
             attention_mask=torch.ones_like(prompt),
-            past_key_values=cache,
+            **{cache_argument(model): cache},
             max_new_tokens=options.tokens,
             pad_token_id=tokenizer.eos_token_id,
         )

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
-from kvedge.transformers import KvedgeCache
+from kvedge.transformers import KvedgeCache, cache_argument
 
 
 def conversation_ids(tokenizer, messages, before):
@@ -58,6 +58,8 @@ def main():
         options.model, dtype="auto", attn_implementation="kvedge", local_files_only=True
     )
     messages, ids = [], None
+    if options.save:  # before the talk, not after it
+        Path(options.save).mkdir(parents=True, exist_ok=True)
     if options.load:
         cache = KvedgeCache.load(options.load, model.config)
         talk = json.loads(Path(options.load, "messages.json").read_text())
@@ -77,7 +79,7 @@ def main():
         ids = model.generate(
             prompt,
             attention_mask=torch.ones_like(prompt),
-            past_key_values=cache,
+            **{cache_argument(model): cache},
             max_new_tokens=options.tokens,
             streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
             pad_token_id=tokenizer.eos_token_id,

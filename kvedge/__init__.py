@@ -3,7 +3,15 @@
 The names below are the public ones; :class:`KVCache` is where most people begin.
 """
 
+import sys
 from typing import TYPE_CHECKING
+
+if "__version__" not in globals():  # it is not being reloaded, but imported
+    # An import that failed, or a reloader that deleted a part of kvedge from sys.modules, leaves
+    # modules whose classes are not those of the new ones. (None forbids an import: it stays.)
+    for _name in [name for name in sys.modules if name.startswith("kvedge.")]:
+        if sys.modules[_name] is not None:
+            del sys.modules[_name]
 
 from kvedge._version import __version__
 from kvedge.c_library import get_include, get_library_dir

@@ -220,11 +220,19 @@ class CacheHistory(CacheStorage):
         LayersOutOfStepError
             Some layer holds tokens that have not been advanced over; the message names it.
         OSError
-            The file cannot be written; what was at ``path`` is still there.
+            The file cannot be written; what was at ``path`` is still there. It is found out before
+            anything is computed where ``path`` leads to what is no regular file (a folder, a pipe,
+            a device, an open file as /dev/stdout is), to one that is a mount point of its own or
+            that this process may not write, or to a folder in which no new file can be made with
+            the owner of the old one.
         OutOfMemoryError
 
         Notes
         -----
+        The new file takes the place of the old one, through links, and has its owner, group and
+        mode. Other names of the old one (hard links) keep the old content; access control lists
+        and extended attributes are not copied.
+
         A process that is killed meanwhile leaves a file ``.NAME.<16 hex digits>.tmp`` beside
         ``path``. The next save to that path removes it: it is locked (``fcntl.flock``) while it is
         written, so one that is not locked is abandoned. Where Python has no ``fcntl`` (Windows) it
@@ -262,6 +270,15 @@ class CacheHistory(CacheStorage):
             As ``open`` raises them.
         """
         return session_load.load(cls, path, mmap=mmap)
+
+    def _to_bytes(self) -> bytes:
+        """The file that :meth:`save` would write."""
+        return b"".join(session.pieces(self))
+
+    @classmethod
+    def _from_bytes(cls, data: Any, what: str) -> Self:
+        """Read what :meth:`_to_bytes` gave; an error calls it `what`."""
+        return session_load.load_bytes(cls, data, what)
 
 
 def _held_range(layer: Any, start: int, stop: int) -> tuple[int, int]:

@@ -210,17 +210,22 @@ class CacheState(CacheFacts):
         return snapshot._length
 
     @memory_for("the bytes of a snapshot")
-    def _contents_at(self, snapshot: KvCacheSnapshot) -> CacheContents:
-        """Copy what a mark stands for, which may lie above the current length."""
+    def _contents_at(self, snapshot: KvCacheSnapshot, *, alone: bool = True) -> CacheContents:
+        """Copy what a mark stands for, which may lie above the current length.
+
+        `alone`: pending tokens, which are not in it, would be lost.
+        """
         length = self._checked_mark(snapshot)
-        if snapshot._pending:
+        if alone and snapshot._pending:
             held = "was" if len(snapshot._pending) == 1 else "were"
             raise LayersOutOfStepError(
                 f"detach() would lose tokens: {layer_names(list(snapshot._pending))} {held} "
                 f"beyond position {length} when this snapshot was taken: advance() over them or "
                 "truncate() first, and take another"
             )
-        return self._contents(length)
+        contents = self._contents(length)
+        self._checked_mark(snapshot)  # nothing was overwritten meanwhile
+        return contents
 
     # ---- all that is held ------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -39,7 +39,7 @@ from kvedge.core.replacing import replacing
 from kvedge.errors import InvalidArgumentError, MissingExtraError
 from kvedge.snapshot import CacheContents, CacheFormat
 
-__all__ = ["checked_path", "digest", "file_types", "header", "safetensors_package", "save"]
+__all__ = ["digest", "file_types", "header", "pieces", "safetensors_package", "save"]
 
 FORMAT = "kvedge"
 VERSION = "1"
@@ -96,11 +96,23 @@ def save(
     path: str | os.PathLike[str],
     *,
     metadata: Mapping[str, str] | None = None,
+    like: str | None = None,
 ) -> None:
-    """Write a cache's tokens to a file; see :meth:`kvedge.KVCache.save`."""
+    """Write a cache's tokens to a file; see :meth:`kvedge.KVCache.save`.
+
+    A new file has the owner and the mode of the file `like`, if there is one.
+    """
     safetensors_package()  # what could not be loaded here is not saved either
-    target = os.path.realpath(checked_path(path))  # through a link: it stays a link
     cache._refuse_pending("save()")
+    with replacing(path, like=like) as file:
+        for piece in pieces(cache, metadata):
+            file.write(piece)
+
+
+def pieces(
+    cache: _Saved, metadata: Mapping[str, str] | None = None
+) -> Iterator[bytes | memoryview]:
+    """The bytes of a cache's file, one after the other."""
     contents = cache._contents(len(cache), copy=False)
     tensors = _tensors(contents)
     fields = _fields(contents, cache)
@@ -108,11 +120,9 @@ def save(
     type_of = file_types(fields)
     fields["sha256"] = digest(fields, tensors, type_of)
     names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
-    head = header(fields, {name: tensors[name] for name in names}, type_of)
-    with replacing(target) as file:
-        file.write(head)
-        for name in names:
-            file.write(tensors[name].reshape(-1).view(np.uint8).data)
+    yield header(fields, {name: tensors[name] for name in names}, type_of)
+    for name in names:
+        yield tensors[name].reshape(-1).view(np.uint8).data
 
 
 def header(
@@ -307,18 +317,6 @@ def digest(
 
 
 # ---- for saving and loading ----------------------------------------------------------------------
-
-
-def checked_path(path: Any) -> str:
-    try:
-        text = os.fsdecode(path)
-    except TypeError:
-        raise InvalidArgumentError(
-            f"path must be a str or a path, not {checks.describe(path)}"
-        ) from None
-    if not text or "\0" in text:
-        raise InvalidArgumentError(f"path must name a file, not {text!r}")
-    return text
 
 
 def safetensors_package() -> Any:

@@ -13,6 +13,7 @@ import mmap as mmap_module
 import os
 import re
 import stat
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn, Protocol, TypeVar
@@ -24,7 +25,13 @@ from kvedge.core.config import MAX_LAYERS, LayerConfig
 from kvedge.core.formats import FORMATS, IN_RUNS, SCALE_TYPES
 from kvedge.core.key_map import KeyMap, KeyRule
 from kvedge.core.kivi import RUN
-from kvedge.errors import CorruptFileError, KvedgeError, MissingExtraError, OutOfMemoryError
+from kvedge.errors import (
+    CorruptFileError,
+    InvalidArgumentError,
+    KvedgeError,
+    MissingExtraError,
+    OutOfMemoryError,
+)
 from kvedge.layer_precise import PartContents, last_rows, part_key_map, runs_end
 from kvedge.session import (
     AUTO,
@@ -41,7 +48,6 @@ from kvedge.session import (
     VALUE_HEAD_DIM,
     VERSION,
     VERSION_OF_RUNS,
-    checked_path,
     digest,
     file_types,
     layers_field,
@@ -53,12 +59,13 @@ from kvedge.snapshot import CacheFormat
 if TYPE_CHECKING:
     from typing_extensions import Self  # type checkers bring it along
 
-__all__ = ["load"]
+__all__ = ["load", "load_bytes"]
 
 # Parsing takes the safetensors package some 4 us per tensor. Headers beyond this are looked at
-# before it: at most 14 tensors per layer, each of at most `_MAX_ENTRY` bytes with names and numbers
-# at their longest (141, and room for spaces).
+# before it: at most `_MAX_TENSORS` per layer, each of at most `_MAX_ENTRY` bytes with names and
+# numbers at their longest (141, and room for spaces).
 _SHORT_HEADER = 1 << 20
+_MAX_TENSORS = len(memory.Slabs._fields) * (1 + len(PARTS)) + len(KEY_VECTORS)
 _MAX_ENTRY = 200
 # Bytes of an element, by safetensors' name of its type.
 _SIZES = {row.file_type: row.codes.itemsize for row in FORMATS.values()} | {
@@ -100,7 +107,7 @@ class _Tensor:
 
 def load(kind: type[_Kind], path: str | os.PathLike[str], *, mmap: bool = False) -> _Kind:
     """Read a cache of class ``kind`` from a file; see :meth:`kvedge.KVCache.load`."""
-    path = checked_path(path)
+    path = checks.checked_path(path)
     mmap = checks.as_bool(mmap, "mmap")
     mode = os.stat(path).st_mode
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # opening a pipe would wait for its writer
@@ -110,6 +117,23 @@ def load(kind: type[_Kind], path: str | os.PathLike[str], *, mmap: bool = False)
         with open(path, "rb") as file:
             cache = _load_open(kind, path, file, mmap)
     return cache
+
+
+def load_bytes(kind: type[_Kind], data: bytes | bytearray | memoryview, what: str) -> _Kind:
+    """Read a cache from the bytes of such a file, which an error calls `what`."""
+    try:
+        view = memoryview(data).cast("B")
+    except TypeError:
+        raise InvalidArgumentError(f"data must be bytes, not {checks.describe(data)}") from None
+    # The safetensors package checks the structure of files alone.
+    with tempfile.TemporaryDirectory(prefix="kvedge-") as folder:
+        path = os.path.join(folder, "data")
+        with open(path, "wb") as file:
+            file.write(view)
+        try:
+            return load(kind, path)
+        except CorruptFileError as error:
+            raise CorruptFileError(str(error).replace(path, what, 1)) from error
 
 
 def _load_open(kind: type[_Kind], path: str, file: BinaryIO, mmap: bool) -> _Kind | None:
@@ -173,7 +197,7 @@ def _check_header_size(path: str, file: BinaryIO) -> None:
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         _corrupt(path, f"its metadata cannot be read: {type(error).__name__}: {error}", error)
     _check_num_layers(path, num_layers)
-    if len(text) - end > 14 * num_layers * _MAX_ENTRY:
+    if len(text) - end > _MAX_TENSORS * num_layers * _MAX_ENTRY:
         _corrupt(path, f"its header is too long for the tensors of {num_layers} layers")
 
 

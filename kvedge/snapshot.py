@@ -11,8 +11,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from kvedge.core import registry
 from kvedge.core.config import LayerConfig
-from kvedge.core.key_map import KeyMap
+from kvedge.core.key_map import KeyMap, KeyRule
+from kvedge.core.memory import memory_for
 from kvedge.errors import InvalidArgumentError, StaleSnapshotError
 from kvedge.layer_precise import PartContents
 
@@ -132,7 +134,7 @@ class _Marked(Protocol):
     """What a mark asks its cache."""
 
     def _is_stale(self, snapshot: KvCacheSnapshot) -> bool: ...
-    def _contents_at(self, snapshot: KvCacheSnapshot) -> CacheContents: ...
+    def _contents_at(self, snapshot: KvCacheSnapshot, *, alone: bool = True) -> CacheContents: ...
 
 
 class KvCacheSnapshot:
@@ -140,7 +142,12 @@ class KvCacheSnapshot:
 
     As made it is a mark: it copies nothing, and ``restore`` accepts it as long as the tokens below
     it have not been overwritten. ``detach()`` gives one that holds the stored bytes themselves: it
-    can always be restored, into any cache of the same format, and can be pickled.
+    can always be restored, into any cache of the same format.
+
+    ``keys`` and ``values`` are decoded each time they are asked for. A snapshot is written and read
+    with ``to_bytes()`` and ``from_bytes()``, which trusts nothing that it reads; or by ``pickle``,
+    a detached one. Of a mark all of these give what ``detach()`` would, so a stale one raises
+    StaleSnapshotError; ``pickle`` refuses marks, which are of one cache alone.
 
     Like a number it never changes, so ``copy.copy`` and ``copy.deepcopy`` return it as it is.
     """
@@ -182,6 +189,41 @@ class KvCacheSnapshot:
     def length(self) -> int:
         """Tokens that the cache held."""
         return self._length
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens that the cache held, as :attr:`length`."""
+        return self._length
+
+    @property
+    def keys(self) -> tuple[np.ndarray, ...]:
+        """Keys of each layer, float32 (tokens, num_kv_heads, head_dim), decoded now; copies.
+
+        tokens are :attr:`length`, less those that the layer's window has dropped.
+
+        Raises
+        ------
+        StaleSnapshotError
+            As of :meth:`detach`.
+        OutOfMemoryError
+        """
+        return self._decoded("keys")
+
+    @property
+    def values(self) -> tuple[np.ndarray, ...]:
+        """Values of each layer, float32 (tokens, num_kv_heads, value_head_dim); as :attr:`keys`."""
+        return self._decoded("values")
+
+    @memory_for("the decoded tokens of a snapshot")
+    def _decoded(self, side: str) -> tuple[np.ndarray, ...]:
+        contents = self._contents
+        if contents is None:
+            contents = self._marked()._contents_at(self, alone=False)
+        decoded = []
+        for config, layer in zip(contents.format.layers, contents.layers, strict=True):
+            cache = _cache_of(CacheContents(CacheFormat((config,)), contents.length, (layer,)))
+            decoded.append(getattr(cache.layer(0), side)())
+        return tuple(decoded)
 
     def __len__(self) -> int:
         return self._length
@@ -229,15 +271,57 @@ class KvCacheSnapshot:
             message names them.
         OutOfMemoryError
         """
-        if self._cache is None:
+        if self._contents is not None:
             return self
-        cache = self._cache()
+        return KvCacheSnapshot._holding(self._marked()._contents_at(self))
+
+    def _marked(self) -> _Marked:
+        """The cache that this is a mark of."""
+        cache = None if self._cache is None else self._cache()
         if cache is None:
             raise StaleSnapshotError(
                 f"the cache of this snapshot of {self._length} tokens no longer exists: "
                 "detach() while it does"
             )
-        return KvCacheSnapshot._holding(cache._contents_at(self))
+        return cache
+
+    @memory_for("the bytes of a snapshot")
+    def to_bytes(self) -> bytes:
+        """Return the tokens as bytes, those of the file that :meth:`kvedge.KVCache.save` writes.
+
+        Raises
+        ------
+        StaleSnapshotError, LayersOutOfStepError, OutOfMemoryError
+            As of :meth:`detach`.
+        """
+        contents = self.detach()._contents
+        assert contents is not None
+        data: bytes = _cache_of(contents)._to_bytes()
+        return data
+
+    @classmethod
+    @memory_for("the bytes of a snapshot")
+    def from_bytes(cls, data: bytes | bytearray | memoryview) -> KvCacheSnapshot:
+        """Read what :meth:`to_bytes` gave; needs ``kvedge[io]``.
+
+        Parameters
+        ----------
+        data : bytes-like
+            Also the content of a file of :meth:`kvedge.KVCache.save`.
+
+        Returns
+        -------
+        KvCacheSnapshot
+            A detached one.
+
+        Raises
+        ------
+        CorruptFileError
+            It is damaged, cut short or something else.
+        InvalidArgumentError, MissingExtraError, OutOfMemoryError
+        """
+        cache = registry.active("KVCache")._from_bytes(data, "the bytes of a snapshot")
+        return cls._holding(cache._contents(copy=False))
 
     def __copy__(self) -> KvCacheSnapshot:
         return self
@@ -248,7 +332,8 @@ class KvCacheSnapshot:
     def __reduce__(self) -> tuple[Any, ...]:
         if self._contents is None:
             raise InvalidArgumentError(
-                "a snapshot that is a mark in its cache cannot be pickled: pickle its detach()"
+                "a snapshot that is a mark in its cache cannot be pickled: pickle its detach(), or "
+                "take its to_bytes()"
             )
         return (KvCacheSnapshot._holding, (self._contents,))
 
@@ -258,3 +343,8 @@ class KvCacheSnapshot:
         else:
             what = "stale" if self.is_stale else "mark"
         return f"<KvCacheSnapshot of {self._length} tokens ({what})>"
+
+
+def _cache_of(contents: CacheContents) -> Any:
+    """A cache that holds them."""
+    return registry.active("KVCache")._holding(contents, None, KeyRule(), {})

@@ -15,9 +15,10 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from kvedge.core.checks import checked_path
 from kvedge.core.replacing import replacing
 from kvedge.errors import CorruptFileError, MissingExtraError
-from kvedge.session import checked_path, digest, header, safetensors_package
+from kvedge.session import digest, header, safetensors_package
 
 __all__ = ["check_array", "corrupt", "number", "read", "write"]
 
@@ -37,12 +38,11 @@ def write(
 ) -> None:
     """Write arrays and metadata, which has the kind of file as its field "format"."""
     safetensors_package()  # what could not be loaded here is not saved either
-    target = os.path.realpath(checked_path(path))  # through a link: it stays a link
-    arrays = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
-    type_of = _type_of(arrays)
-    signed = {**fields, "sha256": digest(fields, arrays, type_of)}
-    names = sorted(arrays, key=lambda name: (-arrays[name].itemsize, name))
-    with replacing(target) as file:
+    with replacing(path) as file:
+        arrays = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
+        type_of = _type_of(arrays)
+        signed = {**fields, "sha256": digest(fields, arrays, type_of)}
+        names = sorted(arrays, key=lambda name: (-arrays[name].itemsize, name))
         file.write(header(signed, {name: arrays[name] for name in names}, type_of))
         for name in names:
             file.write(arrays[name].reshape(-1).view(np.uint8).data)

@@ -15,15 +15,6 @@ from libc.stdint cimport uintptr_t
 
 import numpy as np
 
-from kvedge.core import checks, memory, registry
-from kvedge.core.key_map import NO_MAP
-from kvedge.cache import CacheMethods
-from kvedge.layer_core import document
-from kvedge.layer_precise import spans_of
-from kvedge.layer_types import layer_classes
-from kvedge.core.options import AttendOptions
-from kvedge.errors import KvedgeError, LayoutError, OutOfMemoryError, UnsupportedIsaError
-
 cnp.import_array()
 
 cdef object _NO_TOLERANCE = 0.0  # the default
@@ -918,57 +909,6 @@ cdef _fill(kvedge_attention_options *c, options):
             c.bias_strides[i] = options.mask_bias.strides[batch + i] // 4
 
 
-document(_LayerCore)
-
-
-_layer_types = layer_classes(_LayerCore)
-globals().update({kind.__name__: kind for kind in _layer_types.values()})
-
-
-@registry.backend_class
-class KVCache(CacheMethods):
-    __doc__ = CacheMethods.__doc__
-    _layer_types = _layer_types
-
-    # As in CacheMethods, but straight to the layer's C, without naming its arguments again.
-    def attend(
-        self,
-        layer,
-        query,
-        *,
-        scale=None,
-        causal=True,
-        window=None,
-        sink_tokens=0,
-        sink_logits=None,
-        softcap=None,
-        mask=None,
-        start=0,
-        alibi_slopes=None,
-        precision_bits=None,
-        tolerance=_NO_TOLERANCE,
-        return_lse=False,
-        out=None,
-        num_threads=None,
-        layout="nhd",
-    ):
-        if layer.__class__ is not int or not 0 <= layer < self._num_layers:
-            layer = checks.check_layer(layer, self._num_layers)
-        if self._num_query_heads is not None:
-            self._check_query_heads(layer, query, layout)
-        cdef _LayerCore target = self._layers[layer]
-        try:
-            return target._attend(
-                query, scale, causal, window, sink_tokens, sink_logits, softcap, mask, start,
-                alibi_slopes, precision_bits, tolerance, return_lse, out, num_threads, layout)
-        except OutOfMemoryError:
-            raise
-        except MemoryError as error:
-            raise memory.out_of_memory(error, "the result of attention") from error
-
-    attend.__doc__ = CacheMethods.attend.__doc__
-
-
 # ---- several layers, arrays with strides ----------------------------------------------------------
 
 include "native_batch.pxi"
@@ -976,3 +916,83 @@ include "native_batch.pxi"
 # ---- layers in blocks ----------------------------------------------------------------------------
 
 include "native_paged.pxi"
+
+# ---- the public classes --------------------------------------------------------------------------
+
+
+def bind():
+    """Make the public classes of kvedge's modules as they are now.
+
+    A process initializes an extension once, but may import kvedge again, whose modules are new ones then:
+    :mod:`kvedge.backends.select` calls this at each import.
+    """
+    global AttendOptions, KvedgeError, LayoutError, NO_MAP, OutOfMemoryError, UnsupportedIsaError
+    global _batch, arrays, checks, memory, spans_of
+    from kvedge import batch as _batch
+    from kvedge.cache import CacheMethods
+    from kvedge.core import arrays, checks, memory, registry
+    from kvedge.core.key_map import NO_MAP
+    from kvedge.core.options import AttendOptions
+    from kvedge.errors import KvedgeError, LayoutError, OutOfMemoryError, UnsupportedIsaError
+    from kvedge.layer_core import document
+    from kvedge.layer_precise import spans_of
+    from kvedge.layer_types import layer_classes
+    from kvedge.paged.store import BlockStoreMethods
+
+    document(_LayerCore)
+    for function in (attend_batch, append_batch):
+        function.__doc__ = getattr(_batch, function.__name__).__doc__
+    layer_types = layer_classes(_LayerCore)
+    cache = {
+        "__doc__": CacheMethods.__doc__,
+        "__module__": __name__,
+        "_layer_types": layer_types,
+        "attend": _attend_of_cache,
+    }
+    _attend_of_cache.__name__, _attend_of_cache.__qualname__ = "attend", "KVCache.attend"
+    _attend_of_cache.__doc__ = CacheMethods.attend.__doc__
+    made = [
+        *layer_types.values(),
+        registry.backend_class(type("KVCache", (CacheMethods,), cache)),
+        registry.backend_class(
+            type("BlockStore", (_BlockStoreCore, BlockStoreMethods), {"__module__": __name__})
+        ),
+    ]
+    globals().update({kind.__name__: kind for kind in made})
+
+
+# KVCache.attend: as in CacheMethods, but straight to the layer's C, without naming its arguments again.
+def _attend_of_cache(
+    self,
+    layer,
+    query,
+    *,
+    scale=None,
+    causal=True,
+    window=None,
+    sink_tokens=0,
+    sink_logits=None,
+    softcap=None,
+    mask=None,
+    start=0,
+    alibi_slopes=None,
+    precision_bits=None,
+    tolerance=_NO_TOLERANCE,
+    return_lse=False,
+    out=None,
+    num_threads=None,
+    layout="nhd",
+):
+    if layer.__class__ is not int or not 0 <= layer < self._num_layers:
+        layer = checks.check_layer(layer, self._num_layers)
+    if self._num_query_heads is not None:
+        self._check_query_heads(layer, query, layout)
+    cdef _LayerCore target = self._layers[layer]
+    try:
+        return target._attend(
+            query, scale, causal, window, sink_tokens, sink_logits, softcap, mask, start,
+            alibi_slopes, precision_bits, tolerance, return_lse, out, num_threads, layout)
+    except OutOfMemoryError:
+        raise
+    except MemoryError as error:
+        raise memory.out_of_memory(error, "the result of attention") from error

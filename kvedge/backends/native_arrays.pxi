@@ -4,8 +4,6 @@ A NumPy array or torch tensor in float32, float16 or bfloat16 is read as it lies
 axis. All others go through kvedge.core, which converts or refuses them.
 """
 
-from kvedge.core import arrays
-
 cdef enum:
     _MAX_AXES = 4
 

@@ -1,8 +1,5 @@
 """Calls on several layers, and on one with arrays of any strides. Included by native.pyx."""
 
-from kvedge import batch as _batch
-
-
 cdef object _attend_to(
     list layers, object given, const _Array *asked, bint one_layer, bint one_row, bint hnd,
     scale, causal, window, sink_tokens, sink_logits, softcap, mask, start, alibi_slopes,
@@ -368,10 +365,6 @@ cdef kvedge_status _append_to_all(
             status = kvedge_layers_append(pointers, sides, sides + num, num, num_tokens)
     PyMem_Free(sides)
     return status
-
-
-attend_batch.__doc__ = _batch.attend_batch.__doc__
-append_batch.__doc__ = _batch.append_batch.__doc__
 
 
 cdef list _as_layers(layers):

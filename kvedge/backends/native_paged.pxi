@@ -1,8 +1,5 @@
 """Rows in blocks: the store of one layer of a pool. Included by native.pyx."""
 
-from kvedge.paged.store import BlockStoreMethods
-
-
 cdef class _BlockStoreCore(_LayerCore):
     """See BlockStoreMethods for what it must provide."""
 
@@ -126,8 +123,3 @@ cdef class _BlockStoreCore(_LayerCore):
         made.head_stride = width * <int64_t>sizeof(float)
         made.token_stride = (<cnp.ndarray>rows).shape[1] * made.head_stride
         return made
-
-
-@registry.backend_class
-class BlockStore(_BlockStoreCore, BlockStoreMethods):
-    pass

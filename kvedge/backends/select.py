@@ -41,7 +41,9 @@ def _load() -> tuple[str, ModuleType, str | None]:
     if asked == "numpy":
         return "numpy", _numpy_backend(), "KVEDGE_BACKEND=numpy asked for it"
     try:
-        return "native", import_module("kvedge.backends.native"), None
+        native = import_module("kvedge.backends.native")
+        native.bind()
+        return "native", native, None
     except ImportError as error:
         reason = f"the compiled extension did not load: {error}"
         if asked == "native":

@@ -1,9 +1,8 @@
 """What ``kvedge bench`` runs: one module per benchmark, and what they share.
 
-Benchmarks (each has NAME, SUMMARY, DESCRIPTION, EXAMPLES, add_options, run, as the commands in
-:mod:`kvedge.cli` do): :mod:`~kvedge.bench.decode`, :mod:`~kvedge.bench.prefill`,
-:mod:`~kvedge.bench.push`, :mod:`~kvedge.bench.threads`, :mod:`~kvedge.bench.sweep`. A further one
-is a further module and its name in :mod:`~kvedge.bench.catalog`.
+Benchmarks are the modules that :mod:`~kvedge.bench.catalog` lists, each with what
+:class:`~kvedge.bench.benchmark.Benchmark` asks for. A further one is a further module and its name
+there.
 
 Shared, from the bottom up: shapes and data (:mod:`shapes`, :mod:`workload`), how many copies of a
 cache are read in turn (:mod:`copies`), statistics, the round robin that times competitors in one

@@ -12,6 +12,7 @@ from kvedge.bench.report import save_report
 from kvedge.console import plotting
 from kvedge.console.exits import INTERRUPTED, OK
 from kvedge.console.output import Output, print_json
+from kvedge.core.replacing import check_target
 
 __all__ = ["Benchmark", "measuring", "present", "progress", "run_benchmark"]
 
@@ -39,10 +40,12 @@ class Benchmark(Protocol):
 
 def run_benchmark(benchmark: Benchmark, options: argparse.Namespace, output: Output) -> int:
     """Run a benchmark; the exit code tells whether it was interrupted."""
-    if options.plot:
+    if options.plot is not None:
         plotting.require(options.plot)  # before minutes of measuring
+    if options.save is not None:
+        check_target(options.save)
     report = benchmark.measure(options, output)
-    if options.save:
+    if options.save is not None:
         save_report(report, options.save)
     present(benchmark, report, options, output)
     return INTERRUPTED if report.get("interrupted") else OK
@@ -58,7 +61,7 @@ def present(
         benchmark.print_tables(report, output)
         for note in report["notes"]:
             output.note(f"note: {note}")
-    if options.plot:
+    if options.plot is not None:
         plotting.save_figure(options.plot, lambda figure: benchmark.draw(report, figure))
 
 

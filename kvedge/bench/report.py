@@ -18,6 +18,7 @@ from kvedge.bench.shapes import AttentionShape
 from kvedge.console.exits import CommandError
 from kvedge.console.output import Output
 from kvedge.console.sizes import format_size
+from kvedge.core.replacing import replacing
 
 __all__ = [
     "FORMAT",
@@ -134,7 +135,8 @@ def print_by_shape(
 def save_report(report: Mapping[str, Any], path: str) -> None:
     """Write a report as JSON."""
     text = json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False)
-    Path(path).write_text(text + "\n", encoding="utf-8")
+    with replacing(path) as file:
+        file.write(f"{text}\n".encode())
 
 
 def load_report(path: str) -> dict[str, Any]:

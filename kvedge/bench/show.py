@@ -32,7 +32,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, output: Output) -> int:
     """Present the report."""
-    if options.plot:
+    if options.plot is not None:
         plotting.require(options.plot)
     report = load_report(options.report)
     by_name = {module.NAME: module for module in BENCHMARKS}

@@ -17,6 +17,7 @@ from kvedge.bench.report import FORMAT, load_report
 from kvedge.console import plotting
 from kvedge.console.exits import INTERRUPTED, OK, CommandError, UsageError
 from kvedge.console.output import Output
+from kvedge.core.replacing import check_target, replacing
 
 NAME = "report"
 SUMMARY = "the usual benchmarks of this machine in one file: .html, .md or .json"
@@ -65,13 +66,15 @@ def run(options: argparse.Namespace, output: Output) -> int:
         raise UsageError(f"--out {out}: the name must end with {', '.join(_SUFFIXES)}")
     if out.suffix.lower() == ".html":
         plotting.require_matplotlib("--out report.html")  # before minutes of measuring
+    check_target(out)
     if options.source is None:
         report = measure(quick=options.quick, output=output)
     else:
         report = load_report(options.source)
         if report.get("benchmark") != NAME:
             raise CommandError(f"{options.source} is no report of 'kvedge bench report'")
-    out.write_text(written(report, out.suffix.lower()), encoding="utf-8")
+    with replacing(out) as file:
+        file.write(written(report, out.suffix.lower()).encode())
     output.note(f"written: {out}")
     return INTERRUPTED if report["interrupted"] else OK
 

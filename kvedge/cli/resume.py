@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvedge.cli import sampling
 from kvedge.console.exits import CommandError
+from kvedge.core.replacing import check_folder, check_target
 from kvedge.errors import InvalidArgumentError, MissingExtraError
 
 if TYPE_CHECKING:
@@ -65,20 +66,17 @@ def check_can_save(path: str, *, folder: bool = False) -> None:
     ------
     MissingExtraError
         The package safetensors is not installed.
-    CommandError
-        There is no such folder, or it may not be written to.
+    InvalidArgumentError, OSError
+        As of :func:`kvedge.core.replacing.check_target`.
     """
     if importlib.util.find_spec("safetensors") is None:
         raise MissingExtraError("sessions need the safetensors package: pip install 'kvedge[io]'")
-    parent = os.path.dirname(os.path.realpath(path))
-    if not os.path.isdir(parent):
-        raise CommandError(f"{path}: there is no folder {parent} to save the session in")
-    if folder and os.path.isdir(path):
-        parent = path
-    elif folder != os.path.isdir(path) and os.path.exists(path):
-        raise CommandError(f"{path}: the session cannot be written there")
-    if not os.access(parent, os.W_OK):
-        raise CommandError(f"{path}: the session cannot be written there")
+    if folder:
+        from kvedge.distributed.files import MANIFEST
+
+        check_folder(path, MANIFEST)
+    else:
+        check_target(path)
 
 
 def save(path: str, cache: KVCache, text: SavedText, model: LlamaModel, model_path: str) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from kvedge.console.exits import UsageError
+from kvedge.core.replacing import check_target, replacing
 from kvedge.errors import MissingExtraError
 
 __all__ = ["require", "require_matplotlib", "save_figure", "write_svg"]
@@ -26,10 +27,13 @@ def require(path: str) -> None:
         Without matplotlib.
     UsageError
         If the file's name does not end as that of a picture.
+    OSError
+        It cannot be written there.
     """
     if Path(path).suffix.lower() not in _SUFFIXES:
         raise UsageError(f"--plot {path}: the name must end with {', '.join(_SUFFIXES)}")
     require_matplotlib("--plot")
+    check_target(path)
 
 
 def require_matplotlib(what: str) -> None:
@@ -42,9 +46,12 @@ def require_matplotlib(what: str) -> None:
 
 def save_figure(path: str, draw: Callable[[Any], None]) -> None:
     """Let ``draw`` fill a figure, and write it to a file; the same figure as the same bytes."""
-    dated = {"Date": None} if Path(path).suffix.lower() == ".svg" else None
+    suffix = Path(path).suffix.lower()
+    dated = {"Date": None} if suffix == ".svg" else None
     with import_module("matplotlib").rc_context({"svg.hashsalt": "kvedge"}):
-        _drawn(draw).savefig(path, dpi=_DPI, metadata=dated)
+        figure = _drawn(draw)
+        with replacing(path) as file:
+            figure.savefig(file, format=suffix[1:], dpi=_DPI, metadata=dated)
 
 
 def write_svg(stream: TextIO, draw: Callable[[Any], None]) -> None:

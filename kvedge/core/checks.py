@@ -9,6 +9,7 @@ layout, is there room, are its values finite. Nothing is written before all have
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -78,6 +79,7 @@ __all__ = [
     "check_room",
     "check_unfrozen",
     "check_whole",
+    "checked_path",
     "checked_rows",
     "describe",
     "layer_config",
@@ -670,6 +672,17 @@ def as_out(
     if any(np.may_share_memory(out, other) for other in reads):
         raise LayoutError(f"{name} overlaps memory that the call reads: pass another array")
     return np.asarray(out)  # a subclass may give reshape a meaning of its own
+
+
+def checked_path(path: Any) -> str:
+    """A path as text, or InvalidArgumentError."""
+    try:
+        text = os.fsdecode(path)
+    except TypeError:
+        raise InvalidArgumentError(f"path must be a str or a path, not {describe(path)}") from None
+    if not text or "\0" in text:
+        raise InvalidArgumentError(f"path must name a file, not {text!r}")
+    return text
 
 
 def _tokens(n: int) -> str:

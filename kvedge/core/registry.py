@@ -14,13 +14,13 @@ __all__ = ["activate", "active", "backend_class", "backend_class_of", "named", "
 
 _Class = TypeVar("_Class", bound=type)
 
-_known: set[type] = set()  # of all backends that are loaded
-_active: dict[str, Any] = {}
+_MARK = "_is_backend_class"  # an attribute of the class itself, which outlives this module
+_active: dict[str, Any] = globals().get("_active", {})  # there already when it is reloaded
 
 
 def backend_class(cls: _Class) -> _Class:
     """Mark a class as one that every backend has, under the same name (a decorator)."""
-    _known.add(cls)
+    setattr(cls, _MARK, True)
     return cls
 
 
@@ -37,12 +37,12 @@ def active(name: str) -> Any:
 
 def backend_class_of(kind: type) -> Any:
     """The backend's class that `kind` is or derives from."""
-    return next(base for base in kind.__mro__ if base in _known)
+    return next(base for base in kind.__mro__ if _is_known(base))
 
 
 def named(kind: type) -> str | type:
     """What stands for a class in a pickle: a backend's by its name, a user's subclass itself."""
-    return kind.__name__ if kind in _known else kind
+    return kind.__name__ if _is_known(kind) else kind
 
 
 def resolved(name: str | type) -> Any:
@@ -51,4 +51,4 @@ def resolved(name: str | type) -> Any:
 
 
 def _is_known(value: object) -> bool:
-    return isinstance(value, type) and value in _known
+    return isinstance(value, type) and _MARK in vars(value)

@@ -21,14 +21,14 @@ from typing import Any
 
 import numpy as np
 
-from kvedge import KVCache
-from kvedge.core.replacing import replacing
+from kvedge import KVCache, session
+from kvedge.core.checks import checked_path
+from kvedge.core.replacing import check_folder, replacing
 from kvedge.distributed.first_tokens import check_shareable
 from kvedge.distributed.group import Group
 from kvedge.distributed.placement import Placement
 from kvedge.distributed.share import Share
 from kvedge.errors import CorruptFileError, InvalidArgumentError, KvedgeError, RankLostError
-from kvedge.session import checked_path
 
 __all__ = ["MANIFEST", "load", "save"]
 
@@ -87,11 +87,15 @@ def save(
             raise InvalidArgumentError(
                 f"metadata names that begin with {_OURS!r} are kvedge's own: {reserved[0]!r}"
             )
+        check_folder(folder, MANIFEST)
         os.makedirs(folder, exist_ok=True)
-        part.save(os.path.join(folder, name), metadata={**metadata, **own})
+        target = os.path.join(folder, name)
+        session.save(
+            part, target, metadata={**metadata, **own}, like=os.path.join(folder, MANIFEST)
+        )
 
     placement = share.placement
-    manifest = {
+    fields = {
         "format": FORMAT,
         "format_version": VERSION,
         "save": save_id,
@@ -111,8 +115,8 @@ def save(
         raise
 
     def publish() -> None:
-        with replacing(os.path.join(os.path.realpath(folder), MANIFEST)) as file:
-            file.write(json.dumps(manifest, indent=1).encode())
+        with replacing(os.path.join(folder, MANIFEST)) as file:
+            file.write(json.dumps(fields, indent=1).encode())
 
     _together(share, "write the manifest", publish)
     with suppress(OSError):

@@ -14,6 +14,7 @@ from kvedge.core.checks import FLOAT32_MAX
 from kvedge.core.config import MAX_KV_HEADS, as_int
 from kvedge.core.memory import memory_for
 from kvedge.core.options import as_mask, takes_options_of
+from kvedge.core.replacing import check_target
 from kvedge.core.types import Array, Floats, Layout
 from kvedge.errors import InvalidArgumentError, NonFiniteInputError, ShapeMismatchError
 from kvedge.layer import LayerMethods, new_layer
@@ -431,6 +432,7 @@ class MultiHeadKvCache:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the cache to a file, safetensors: all of it or nothing; needs ``kvedge[io]``."""
+        check_target(path)
         file.save(self._state(), path)
 
     @classmethod

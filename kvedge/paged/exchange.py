@@ -13,6 +13,7 @@ from kvedge.cache import CacheMethods
 from kvedge.cache_state import layer_names
 from kvedge.core import checks, memory, registry
 from kvedge.core.key_map import KeyMap, KeyRule, same_vector
+from kvedge.core.replacing import check_target
 from kvedge.errors import InvalidArgumentError, LayersOutOfStepError, ShapeMismatchError
 from kvedge.layer_precise import PartContents, contents_of, runs_end
 from kvedge.paged import file, readings
@@ -55,6 +56,7 @@ class PagedExchange(PagedAttention):
             Some layer of a sequence has pending tokens.
         OSError, MissingExtraError
         """
+        check_target(path)
         with self._pool._lock:
             for state in self._sequences.values():
                 check_nothing_pending(state.held, state.length)
@@ -108,6 +110,7 @@ class PagedExchange(PagedAttention):
         OSError, MissingExtraError, OutOfMemoryError
             The sequence is still there, and so is what was at `path`.
         """
+        check_target(path)
         with self._pool._lock:  # nothing is appended between the file and the end
             self.to_kv_cache(seq).save(path)
             self.drop(seq)

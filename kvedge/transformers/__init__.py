@@ -4,9 +4,11 @@ Importing this package registers ``attn_implementation="kvedge"``:
 
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="kvedge")
     model.generate(**inputs, past_key_values=KvedgeCache(model.config))
+
+Newer versions of transformers call the argument `cache`: :func:`cache_argument` tells.
 """
 
-from kvedge.transformers._installed import require
+from kvedge.transformers._installed import cache_argument, require
 
 require()
 
@@ -15,4 +17,4 @@ from kvedge.transformers.cache import KvedgeCache  # noqa: E402
 
 register()
 
-__all__ = ["KvedgeCache"]
+__all__ = ["KvedgeCache", "cache_argument"]

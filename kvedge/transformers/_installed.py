@@ -34,7 +34,14 @@ def require() -> None:
 def cache_argument(model: Any) -> str:
     """Name of the argument of a model's forward, and of generate, that takes a cache.
 
-    It is `cache` in models of newer versions of transformers 5, which warn of `past_key_values`.
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+
+    Returns
+    -------
+    str
+        "cache" in models of newer versions of transformers 5, which warn of "past_key_values".
     """
     names = inspect.signature(type(model).forward).parameters
     return "cache" if "cache" in names else "past_key_values"

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
+import sys
+import warnings
 from collections.abc import Sequence
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import GenerationMixin
 from transformers.cache_utils import Cache
 
 from kvedge.core.types import StorageArguments
 from kvedge.errors import InvalidArgumentError
 from kvedge.transformers import session
 from kvedge.transformers.options import STORAGE, StoreOptions, stored_text
-from kvedge.transformers.structure import layers_for, shares_rows
+from kvedge.transformers.structure import layers_for, shares_rows, text_config
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack  # type checkers bring them along
@@ -90,8 +94,41 @@ class KvedgeCache(Cache):
         self._model_fields = session.model_fields(config)
         if self._share is not None:
             self._share.agree({**self._model_fields, "storage": stored_text(self._options)})
+        # Tokens from which on models of LongRoPE need other keys; None where all have the same.
+        self._boundary = getattr(text_config(config), "original_max_position_embeddings", None)
         super().__init__(layers=layers)
         self._noted_ids: tuple[torch.Tensor, tuple[int, ...]] | None = None
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens that a layer has seen."""
+        length: int = super().get_seq_length(layer_idx)
+        if self._boundary is not None and length <= self._boundary:
+            self._tell_if_dropped(sys._getframe(1))
+        return length
+
+    def _tell_if_dropped(self, caller: FrameType) -> None:
+        """Warn, once, where a model's `prepare_inputs_for_generation` is about to drop the cache.
+
+        Phi-3 and models like it ask for the length when a text crosses LongRoPE's boundary, and
+        then go on with a cache of transformers' own, without a word.
+        """
+        if caller.f_code.co_name != "prepare_inputs_for_generation":
+            return
+        if caller.f_globals.get("__name__") == GenerationMixin.__module__:  # it keeps caches
+            return
+        ids = caller.f_locals.get("input_ids")
+        if not isinstance(ids, torch.Tensor) or ids.shape[1] <= self._boundary:
+            return
+        model, boundary = type(caller.f_locals.get("self")).__name__, self._boundary
+        self._boundary = None  # said
+        warnings.warn(
+            f"{model} drops this KvedgeCache and goes on with a cache of transformers' own: a text "
+            f"of more than {boundary} tokens (LongRoPE's original_max_position_embeddings) is "
+            "computed anew, since all its keys are rotated in another way. A longer prompt stays "
+            "in a KvedgeCache if model() computes all of it but the last token before generate()",
+            RuntimeWarning,
+            stacklevel=4,
+        )
 
     @property
     def memory_bytes(self) -> int:

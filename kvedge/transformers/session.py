@@ -23,11 +23,11 @@ from transformers import cache_utils
 
 from kvedge.backends.select import KVCache
 from kvedge.cache_state import CacheState
+from kvedge.core.checks import checked_path
 from kvedge.core.config import MAX_LAYERS
 from kvedge.core.key_map import KeyRule
-from kvedge.core.replacing import locked, remove_abandoned, replacing
+from kvedge.core.replacing import check_folder, locked, remove_abandoned, replacing
 from kvedge.errors import CorruptFileError, InvalidArgumentError, KvedgeError, ShapeMismatchError
-from kvedge.session import checked_path
 from kvedge.session import save as save_session
 from kvedge.snapshot import CacheContents, CacheFormat
 from kvedge.transformers.layers import KvedgeLayer, KvedgeSlidingLayer
@@ -200,6 +200,7 @@ class _Rows:
 
 def save(cache: Any, model: dict[str, Any], path: Any, token_ids: Any) -> None:
     """Write a conversation; see :meth:`KvedgeCache.save`."""
+    check_folder(path, _INDEX)
     folder = checked_path(path)
     if token_ids is None and (token_ids := cache.token_ids) is None:
         raise InvalidArgumentError(
@@ -220,19 +221,20 @@ def save(cache: Any, model: dict[str, Any], path: Any, token_ids: Any) -> None:
 def _write(cache: Any, model: dict[str, Any], folder: str, ids: torch.Tensor) -> None:
     """Write a checked conversation to a folder, then remove what was there before."""
     conversation = secrets.token_hex(8)
+    index = os.path.join(folder, _INDEX)
     files, places = [], {}
     for number, rows in enumerate(_groups(cache)):
         files.append(f"rows-{conversation}-{number}.safetensors")
-        save_session(_Rows(rows, conversation), os.path.join(folder, files[-1]))
+        save_session(_Rows(rows, conversation), os.path.join(folder, files[-1]), like=index)
         places.update({id(row): [number, place] for place, row in enumerate(rows)})
     layers: list[Any] = [None] * len(cache.layers)
-    for index, layer in _rows_layers(cache):
-        layers[index] = {
+    for number, layer in _rows_layers(cache):
+        layers[number] = {
             "tokens": layer.get_seq_length(),
             "dtype": str(layer.dtype).removeprefix("torch."),
             "rows": [places[id(row)] for row in layer.rows],
         }
-    index_fields = {
+    fields = {
         **_FORMAT,
         "conversation": conversation,
         "model": model,
@@ -241,9 +243,9 @@ def _write(cache: Any, model: dict[str, Any], folder: str, ids: torch.Tensor) ->
         "layers": layers,
         "token_ids": ids.tolist(),
     }
-    index_fields["sha256"] = _digest(index_fields)
-    with replacing(os.path.join(folder, _INDEX)) as file:
-        file.write(json.dumps(index_fields).encode())
+    fields["sha256"] = _digest(fields)
+    with replacing(index) as file:
+        file.write(json.dumps(fields).encode())
     remove_abandoned(folder, _FILE.pattern)
     for name in os.listdir(folder):  # those of conversations that were there, or were broken off
         if _FILE.fullmatch(name) and name not in files:

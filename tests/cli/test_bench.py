@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import time
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ import reference
 
 import kvedge
 from kvedge import system
-from kvedge.bench import affinity, busy, contest, copies, quantizers, workload
+from kvedge.bench import affinity, busy, contest, copies, quantizers, roundrobin, workload
 from kvedge.bench.peers import PEER_NAMES, VARIANT_NAMES, KvedgeLayer, installed_peers, make_peers
 from kvedge.bench.roundrobin import MIN_ROUNDS, TimedCalls, round_robin
 from kvedge.bench.shapes import CONTEXTS, SHAPES, AttentionShape, parse_shape
@@ -129,17 +128,35 @@ def test_a_competitor_without_room_is_left_out_with_a_note(monkeypatch):
 # ---- the round robin -----------------------------------------------------------------------------
 
 
+@pytest.fixture
+def clock(monkeypatch):
+    """The clock of measurements: it goes on when it is told to sleep, and by a step when asked."""
+
+    class Clock:
+        now = 0.0
+
+        def perf_counter(self):
+            self.now += 1e-7
+            return self.now
+
+        def sleep(self, seconds):
+            self.now += seconds
+
+    found = Clock()
+    monkeypatch.setattr(roundrobin, "time", found)
+    return found
+
+
 class _Fake:
-    def __init__(self, name, log, seconds=0.0):
-        self.name, self._log, self._seconds = name, log, seconds
+    def __init__(self, name, log, sleep=lambda: None):
+        self.name, self._log, self._sleep = name, log, sleep
 
     def warm_up(self):
         self._log.append(f"warm {self.name}")
 
     def sample(self):
         self._log.append(self.name)
-        if self._seconds:
-            time.sleep(self._seconds)
+        self._sleep()
         return 1.0
 
 
@@ -153,14 +170,14 @@ def test_competitors_take_turns_and_a_different_one_begins_each_round():
     assert len(rounds) == 3
 
 
-def test_a_slow_competitor_stops_at_its_budget_and_the_others_go_on():
+def test_a_slow_competitor_stops_at_its_budget_and_the_others_go_on(clock):
     log: list[str] = []
-    slow, quick = _Fake("slow", log, 0.03), _Fake("quick", log)
+    slow, quick = _Fake("slow", log, lambda: clock.sleep(0.03)), _Fake("quick", log)
     samples = round_robin([slow, quick], rounds=8, budget_seconds=0.02)
     assert [len(one) for one in samples] == [MIN_ROUNDS, 8]
 
 
-def test_calls_go_through_the_copies_in_turn():
+def test_calls_go_through_the_copies_in_turn(clock):
     seen: list[int] = []
     timed = TimedCalls("x", seen.append, copies=3)
     timed.warm_up()
@@ -170,18 +187,18 @@ def test_calls_go_through_the_copies_in_turn():
     assert seen == [i % 3 for i in range(len(seen))]
 
 
-def test_threads_are_woken_before_a_sample_unless_a_call_is_long():
+def test_threads_are_woken_before_a_sample_unless_a_call_is_long(clock):
     seen: list[int] = []
 
     def call(copy):
         seen.append(copy)
-        time.sleep(0.004)
+        clock.sleep(0.004)
 
     timed = TimedCalls("x", call, wake_seconds=0.01)
     timed.warm_up()
     del seen[:]
     timed.sample()
-    assert 2 <= len(seen) <= 4  # up to three fill the 10 ms, one is measured
+    assert len(seen) == 4  # three fill the 10 ms, one is measured
     timed = TimedCalls("x", call, wake_seconds=0.0001)
     timed.warm_up()
     del seen[:]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html.parser
 import importlib.util
 import json
+import os
 import re
 from pathlib import Path
 
@@ -83,6 +84,21 @@ def test_html_is_one_file_with_plots(measured, tmp_path):
 def test_other_names_are_refused_before_minutes_of_measuring(name, tmp_path, capsys):
     assert main(["bench", "report", "--out", str(tmp_path / name)]) == exits.USAGE
     assert ".html, .md, .json" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_what_cannot_be_written_is_told_before_minutes_of_measuring(tmp_path, capsys, monkeypatch):
+    for module in (decode, push):
+        monkeypatch.setattr(module, "measure", None)
+    os.mkfifo(tmp_path / "run.json")
+    os.mkfifo(tmp_path / "run.svg")
+    flags = {"report": ["--out", "run.json"], "push": ["--save", "run.json"]}
+    if importlib.util.find_spec("matplotlib"):
+        flags["decode"] = ["--plot", "run.svg"]
+    for name, (flag, file) in flags.items():
+        assert main(["bench", name, flag, str(tmp_path / file)]) == exits.FAILED
+        assert f"{file}: cannot be written: it is a pipe" in capsys.readouterr().err
+    assert sorted(os.listdir(tmp_path)) == ["run.json", "run.svg"]
 
 
 def test_a_file_of_something_else_is_refused(tmp_path, capsys):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
 import sys
 
@@ -338,11 +339,16 @@ def test_options_that_contradict_the_session_are_refused(option, session, capsys
     assert "session" in _fails(capsys, "--load-session", session, *option, code=exits.USAGE)
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
 def test_where_a_session_cannot_be_saved_is_told_before_the_work(tmp_path, capsys, monkeypatch):
     pytest.importorskip("safetensors")
     monkeypatch.setattr(LlamaModel, "forward", None)  # any work would fail
     assert "no folder" in _fails(capsys, "--save-session", tmp_path / "none" / "s.kv")
-    assert "cannot be written" in _fails(capsys, "--save-session", tmp_path)
+    assert "it is a folder" in _fails(capsys, "--save-session", tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    for flag in ("--save-session", "--prompt-cache"):
+        assert "it is a pipe" in _fails(capsys, flag, tmp_path / "pipe")
+    assert os.listdir(tmp_path) == ["pipe"]
 
 
 def test_without_safetensors_the_extra_is_named(tmp_path, capsys, monkeypatch):

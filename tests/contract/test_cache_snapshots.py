@@ -2,10 +2,11 @@
 
 import pickle
 import sys
-import time
+import tracemalloc
 
 import numpy as np
 import pytest
+from counted import CountedCalls
 from support import cache_content, normal, refuses
 
 from kvedge import KVCache, KvCacheSnapshot, Rope, errors
@@ -311,29 +312,44 @@ def test_whether_a_mark_is_stale_is_right_at_every_step_of_an_overwrite(rng):
 
 
 def test_a_snapshot_costs_nothing_however_long_the_cache(dtype, rng):
-    cache = KVCache(2, 8, 64, dtype=dtype)
-    many = normal(rng, 8000, 8, 64)
-    for i in range(2):
-        cache.append(i, many, many)
-    cache.advance(8000)
-    resident = cache.resident_bytes
-    start = time.perf_counter()
-    marks = [cache.snapshot() for _ in range(1000)]
-    assert time.perf_counter() - start < 0.5
-    assert cache.resident_bytes <= resident + 2**16
-    assert len({mark.length for mark in marks}) == 1
+    made = []
+    for tokens in (10, 8000):
+        cache = KVCache(2, 8, 64, dtype=dtype)
+        many = normal(rng, tokens, 8, 64)
+        for i in range(2):
+            cache.append(i, many, many)
+        cache.advance(tokens)
+        resident = cache.resident_bytes
+        tracemalloc.start()
+        with CountedCalls() as calls:
+            marks = [cache.snapshot() for _ in range(1000)]
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        made.append(calls.made)
+        assert peak < 1000 * 1000  # bytes: a mark is an object or two
+        assert cache.resident_bytes <= resident + 2**16
+        assert {mark.length for mark in marks} == {tokens}
+    assert made[0] == made[1]
 
 
 def test_many_snapshots_and_overwrites_do_not_slow_down(cache, rng):
     step(cache, rng, 10)
     base = cache.snapshot()
-    start = time.perf_counter()
-    for _ in range(2000):
-        cache.restore(base)
-        kv = normal(rng, L, H, D)
-        cache.push_step(kv, kv)
-        cache.snapshot()
-    assert time.perf_counter() - start < 5
+    kv = normal(rng, L, H, D)
+
+    def rounds(n):
+        with CountedCalls() as calls:
+            for _ in range(n):
+                cache.restore(base)
+                cache.push_step(kv, kv)
+                cache.snapshot()
+        return calls.made
+
+    rounds(10)
+    first = rounds(100)
+    rounds(1800)
+    assert rounds(100) == first
+    assert len(cache._overwrites._entries[0]) < 3
 
 
 # -- detached snapshots --------------------------------------------------------------------------
@@ -384,6 +400,112 @@ def test_an_attached_snapshot_does_not_pickle_into_a_foreign_cache(cache, rng):
     twin = cache.copy()
     with refuses(errors.InvalidArgumentError, twin):
         twin.restore(again)
+
+
+KINDS = {
+    "offset": {"key_offset": "auto"},
+    "scale": {"key_scale": "auto", "group_size": 4},
+    "float16 scales": {"scale_dtype": "float16", "value_dtype": "int4"},
+    "first and last": {"sinks": 2, "recent": 3},
+    "windows": {"window": [4, None], "value_head_dim": 16},
+    "runs": {"dtype": "kivi4", "recent": 5},
+}
+
+
+def check_decoded(snapshot, keys, values):
+    assert snapshot.seq_len == snapshot.length == len(snapshot)
+    for got, expected in ((snapshot.keys, keys), (snapshot.values, values)):
+        assert [rows.dtype for rows in got] == [np.float32] * L
+        for rows, wanted in zip(got, expected, strict=True):
+            np.testing.assert_array_equal(rows, wanted)
+
+
+def written(cache):
+    """A snapshot's mark, itself detached, and what was written and read again."""
+    mark = cache.snapshot()
+    detached = mark.detach()
+    pickled = pickle.loads(pickle.dumps(detached))
+    found = [KvCacheSnapshot.from_bytes(one.to_bytes()) for one in (mark, detached, pickled)]
+    assert all(one.is_detached for one in found)
+    return [mark, detached, pickled, *found]
+
+
+def check_snapshots_of(cache, rng, width=D):
+    pytest.importorskip("safetensors")
+    kv = normal(rng, L, 39, H, D), normal(rng, L, 39, H, width)
+    for i in range(L):
+        cache.append(i, kv[0][i], kv[1][i])
+    cache.advance(39)
+    keys = [np.array(cache.k(i)) for i in range(L)]
+    values = [np.array(cache.v(i)) for i in range(L)]
+    content = cache_content(cache)
+    snapshots = written(cache)
+    for one in snapshots:
+        check_decoded(one, keys, values)
+    for one in snapshots[1:]:
+        other = cache.copy()
+        other.clear()
+        other.restore(one)
+        assert cache_content(other) == content
+        assert one.to_bytes() == snapshots[1].to_bytes()
+
+
+def test_a_snapshot_tells_its_keys_and_values_and_is_written_and_read(dtype, rng):
+    check_snapshots_of(KVCache(L, H, D, dtype=dtype), rng)
+
+
+@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
+def test_a_snapshot_of_any_cache_is_written_and_read(options, rng):
+    check_snapshots_of(KVCache(L, H, D, **options), rng, options.get("value_head_dim", D))
+
+
+def test_a_mark_tells_what_it_marks_and_not_what_came_after(cache, rng):
+    step(cache, rng, 5)
+    keys = [np.array(cache.k(i)) for i in range(L)]
+    values = [np.array(cache.v(i)) for i in range(L)]
+    mark = cache.snapshot()
+    cache.append(0, *normal(rng, 2, 1, H, D))
+    pending = cache.snapshot()
+    cache.truncate(5)
+    step(cache, rng, 3)
+    cache.truncate(2)  # it lies above the length now
+    for one in (mark, pending):
+        check_decoded(one, keys, values)
+    with pytest.raises(errors.LayersOutOfStepError):
+        pending.to_bytes()
+    cache.clear()
+    check_decoded(cache.snapshot(), [np.empty((0, H, D))] * L, [np.empty((0, H, D))] * L)
+
+
+def test_a_stale_snapshot_tells_and_writes_nothing(cache, rng):
+    step(cache, rng, 5)
+    overwritten = cache.snapshot()
+    cache.truncate(2)
+    step(cache, rng, 1)
+    lost = KVCache(L, H, D).snapshot()  # of a cache that is gone
+    for mark in (overwritten, lost):
+        for call in ("keys", "values", "to_bytes"):
+            with pytest.raises(errors.StaleSnapshotError):
+                found = getattr(mark, call)
+                found()
+        assert mark.seq_len == mark.length
+
+
+def test_bytes_of_a_snapshot_are_those_of_the_file(cache, rng, tmp_path):
+    pytest.importorskip("safetensors")
+    step(cache, rng, 5)
+    cache.save(tmp_path / "file", metadata={})
+    data = (tmp_path / "file").read_bytes()
+    assert cache.snapshot().to_bytes() == data
+    assert cache_content(KVCache.load(tmp_path / "file")) == cache_content(cache)
+    for wrong in (b"", data[:-1], data[:50], data[:-1] + bytes([data[-1] ^ 1])):
+        with pytest.raises(errors.CorruptFileError, match=r"^the bytes of a snapshot: "):
+            KvCacheSnapshot.from_bytes(wrong)
+    for wrong in (None, 3, "text", tmp_path):
+        with pytest.raises(errors.InvalidArgumentError, match="must be bytes"):
+            KvCacheSnapshot.from_bytes(wrong)
+    for same in (bytearray(data), memoryview(data)):
+        assert len(KvCacheSnapshot.from_bytes(same)) == 5
 
 
 def test_a_detached_snapshot_of_another_shape_is_refused(cache, dtype, rng):

@@ -178,7 +178,7 @@ def test_a_save_that_fails_on_one_rank_is_an_error_on_all_and_leaves_the_one_bef
             def full(*arguments, **named):
                 raise OSError(28, "No space left on device")
 
-            monkeypatch.setattr(cache.part, "save", full, raising=False)
+            monkeypatch.setattr(cache.part, "_contents", full, raising=False)
             with pytest.raises(OSError, match="No space left"):
                 cache.save(tmp_path)
         else:
@@ -189,6 +189,25 @@ def test_a_save_that_fails_on_one_rank_is_an_error_on_all_and_leaves_the_one_bef
     run_ranks(2, write)
     assert sorted(os.listdir(tmp_path)) == names
     assert np.array_equal(held_in(tmp_path, 2), keys_of(1, 60))
+
+
+@pytest.mark.skipif(
+    not hasattr(os, "geteuid") or os.geteuid() != 0, reason="needs the rights of root"
+)
+def test_a_context_of_another_user_stays_theirs(tmp_path):
+    save(tmp_path, 2, seed=1)
+    os.chown(tmp_path / "manifest.json", 1234, 4321)
+    os.chmod(tmp_path / "manifest.json", 0o600)
+    save(tmp_path, 2, seed=2)
+    found = [file.stat() for file in tmp_path.iterdir()]
+    assert {(s.st_uid, s.st_gid, s.st_mode & 0o777) for s in found} == {(1234, 4321, 0o600)}
+
+
+def test_a_manifest_that_cannot_be_replaced_is_found_out_before_parts_are_written(tmp_path):
+    (tmp_path / "manifest.json").mkdir()
+    with pytest.raises((OSError, errors.KvedgeError), match="it is a folder"):
+        save(tmp_path, 2, seed=1)
+    assert os.listdir(tmp_path) == ["manifest.json"]
 
 
 def test_manifests_of_two_saves_are_settled_for_the_newer(tmp_path):

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from kvedge.bench.catalog import BENCHMARKS
+
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [
     *sorted(ROOT.glob("*.md")),
@@ -121,3 +123,129 @@ def test_no_kernel_allocates():
     allocating += ["kvedge_aligned_alloc", "kvedge_aligned_free"]
     assert calls_in("", allocating)  # the pattern finds those of other folders
     assert calls_in("kernels", allocating) + calls_in("formats", allocating) == []
+
+
+# ---- what documents name is there ---------------------------------------------------------------
+
+# Of other programs, of formulas, of data that is not here.
+FOREIGN = {"get_throttled", "measure_temp", "lse_i", "out_i", "tinystories_val"}
+ELSEWHERE = {"CHANGELOG.md", "TRIED.md", "ggml.md"}  # of what was, and of llama.cpp
+MANUALS = [
+    path
+    for folder in (".", "docs", "bench", "csrc", "kvedge", "tests", "examples", "tools")
+    for path in sorted((ROOT / folder).glob("*.md" if folder == "." else "**/*.md"))
+    if path.name not in ELSEWHERE and "tables" not in path.parts
+]
+SOURCES = [
+    path
+    for folder in ("kvedge", "csrc", "tests", "tools", "bench", "examples", ".")
+    for path in (ROOT / folder).glob("*" if folder == "." else "**/*")
+    if path.suffix in {".py", ".pyx", ".pxi", ".pxd", ".c", ".h", ".sh", ".toml", ".yml", ".cpp"}
+    or path.name in {"Makefile", "CMakeLists.txt"}
+    if path.name != "native.c"
+]
+
+
+def spans(path):
+    """What stands in backticks in a document, outside of its blocks of code."""
+    return set(re.findall(r"`([^`\n]+)`", re.sub(r"(?ms)^```.*?^```", "", path.read_text())))
+
+
+@pytest.fixture(scope="module")
+def words():
+    """Every identifier of the sources, and of the names of files; those of C alone."""
+    found, of_c = set(), set()
+    for path in SOURCES:
+        own = set(re.findall(r"\w+", path.read_text(errors="ignore") + path.name))
+        found |= own
+        of_c |= own if path.suffix in (".c", ".h") else set()
+    return found, of_c
+
+
+@pytest.mark.parametrize("path", MANUALS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_identifiers_in_documents_exist(path, words):
+    missing = []
+    for span in spans(path):
+        for name in re.findall(r"\w+", span):
+            if "_" not in name.strip("_") or name.endswith(("_NAME", "_")):  # any name
+                continue
+            if name in words[0] or name in FOREIGN:
+                continue
+            # `_attend_batch` is short for kvedge_attend_batch.
+            if not name.startswith("_") or not any(word.endswith(name) for word in words[1]):
+                missing.append(f"{name} in `{span}`")
+    assert not missing
+
+
+def test_fields_in_the_tables_of_threads_are_of_the_files_beside_them():
+    files = {path.relative_to(ROOT).as_posix(): path for path in SOURCES}
+    checked, wrong, held = 0, [], []
+    for row in re.findall(r"(?m)^\|(.*)\|$", (ROOT / "docs" / "threads.md").read_text()):
+        file, shared, *_ = [cell.strip() for cell in re.split(r"(?<!\\)\|", row)]
+        named = re.findall(r"`([\w/]+\.(?:py|pyx|c))`", file)
+        if file:
+            held = [
+                path.read_text()
+                for name in named
+                for place, path in files.items()
+                if place in (f"kvedge/{name}", f"csrc/{name}")
+            ]
+        for field in re.findall(r"`(_\w+)`", shared) if held else ():
+            checked += 1
+            if not any(re.search(rf"(?<!\w){field}\b", text) for text in held):
+                wrong.append(f"{field}: {file}")
+    assert checked > 10 and not wrong
+
+
+def test_the_architecture_names_every_folder_and_module():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    parts = [path for path in (ROOT / "kvedge").iterdir() if not path.name.startswith("_")]
+    names = [path.name for path in parts if path.suffix == ".py"]
+    names += [f"{path.name}/" for path in parts if (path / "__init__.py").is_file()]
+    names += [f"csrc/{path.name}/" for path in (ROOT / "csrc").iterdir() if path.is_dir()]
+    assert [name for name in names if name not in text and name != "data/"] == []
+
+
+def test_folders_of_c_include_what_the_architecture_says():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    rows = re.findall(r"(?m)^\| \[`csrc/(\w+)/`\]\([^)]*\) \|[^|]*\| ([^|]*) \|$", text)
+    assert {name for name, _ in rows} == {p.name for p in (ROOT / "csrc").iterdir() if p.is_dir()}
+    wrong = []
+    for name, may in rows:
+        allowed = [own.rstrip("/") for own in re.findall(r"`([^`]+)`", may)] + [name]
+        for path in (ROOT / "csrc" / name).rglob("*.[ch]"):
+            for other in re.findall(r'(?m)^ *# *include "([^"]+/[^"]+)"', path.read_text()):
+                folder, _, file = other.partition("/")
+                if folder not in allowed and other not in allowed and file not in allowed:
+                    wrong.append(f"{path.relative_to(ROOT)}: {other}")
+    assert not wrong
+
+
+def test_grids_have_the_kernels_that_the_documents_say():
+    """x86 has a cell for them, NEON and scalar have none."""
+    has = {
+        path.name: any(re.search(r"\.grids = ", file.read_text()) for file in path.rglob("*.[ch]"))
+        for path in (ROOT / "csrc" / "kernels").iterdir()
+        if path.is_dir()
+    }
+    assert {name for name, found in has.items() if found} == {"avx256", "avx512vnni"}
+    for document in ("csrc/kvedge.h", "csrc/formats/README.md"):
+        assert re.search(r"paths of x86\s+have", (ROOT / document).read_text()), document
+
+
+def test_runs_are_multiplied_as_the_documents_say():
+    """As integers on AVX-512, on the 256-bit paths and on NEON; scalar has floats alone."""
+    kernels = ROOT / "csrc" / "kernels"
+    pairs = {
+        path.relative_to(kernels).parts[0]
+        for path in kernels.rglob("*/*.[ch]")
+        if '#include "kernels/run_pairs.h"' in path.read_text()
+    }
+    assert pairs == {"avx256", "neon"}
+    text = " ".join((ROOT / "docs" / "numerics.md").read_text().split())
+    assert "AVX2, AVX-VNNI and NEON (aarch64) multiply codes as integers of 16 bits" in text
+
+
+def test_the_manual_of_benchmarks_lists_all():
+    listed = re.findall(r"(?m)^kvedge bench (\S+) ", (ROOT / "bench" / "README.md").read_text())
+    assert {benchmark.NAME for benchmark in BENCHMARKS} | {"show"} == set(listed)

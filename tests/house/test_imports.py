@@ -71,7 +71,7 @@ def imported(name, path, names):
     text = path.read_text()
     if path.suffix == ".pyx":  # Cython is not Python, but its imports are
         text += "".join(part.read_text() for part in sorted(path.parent.glob("*.pxi")))
-        text = "\n".join(re.findall(r"^from kvedge\S* import [^\n(]*$", text, re.MULTILINE))
+        text = "\n".join(re.findall(r"^ *(from kvedge\S* import [^\n(]*)$", text, re.MULTILINE))
     package = name if path.stem == "__init__" else name.rpartition(".")[0]
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):

@@ -4,6 +4,7 @@ import io
 import re
 import runpy
 import sys
+import warnings
 from contextlib import redirect_stdout
 from pathlib import Path
 from unittest import mock
@@ -22,9 +23,11 @@ TEMPLATE = (
 
 
 def run(name, *arguments):
-    """What an example prints."""
+    """What an example prints; it uses no argument that the installed transformers warns of."""
     path, printed = str(EXAMPLES / name), io.StringIO()
-    with mock.patch.object(sys, "argv", [path, *map(str, arguments)]), redirect_stdout(printed):
+    arguments = mock.patch.object(sys, "argv", [path, *map(str, arguments)])
+    with arguments, redirect_stdout(printed), warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*past_key_values.*deprecated")
         runpy.run_path(path, run_name="__main__")
     return printed.getvalue()
 

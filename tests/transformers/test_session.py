@@ -90,6 +90,34 @@ def test_saving_again_replaces_the_conversation(tmp_path):
     assert len(list(tmp_path.glob("rows-*"))) == 2  # full layers, window layers
 
 
+@pytest.mark.skipif(
+    not hasattr(os, "geteuid") or os.geteuid() != 0, reason="needs the rights of root"
+)
+def test_a_conversation_of_another_user_stays_theirs(tmp_path):
+    model = tiny_model("llama")
+    cache = KvedgeCache(model.config)
+    out = generate(model, cache, prompt(1, 5)["input_ids"])
+    cache.save(tmp_path, out)
+    os.chown(tmp_path / "conversation.json", 1234, 4321)
+    os.chmod(tmp_path / "conversation.json", 0o600)
+    cache.save(tmp_path, out)
+    for file in tmp_path.iterdir():
+        found = file.stat()
+        assert (found.st_uid, found.st_gid, found.st_mode & 0o777) == (1234, 4321, 0o600)
+
+
+def test_where_a_conversation_cannot_be_saved_nothing_is_written(tmp_path):
+    model = tiny_model("llama")
+    cache = KvedgeCache(model.config)
+    out = generate(model, cache, prompt(1, 5)["input_ids"])
+    (tmp_path / "file").touch()
+    (tmp_path / "folder" / "conversation.json").mkdir(parents=True)
+    for name in ("file", "folder"):
+        with pytest.raises(OSError, match="no folder" if name == "file" else "a folder"):
+            cache.save(tmp_path / name, out)
+    assert os.listdir(tmp_path / "folder") == ["conversation.json"]
+
+
 def test_an_empty_cache_is_saved_and_loaded(tmp_path):
     model = tiny_model("llama")
     KvedgeCache(model.config).save(tmp_path, [[]])
