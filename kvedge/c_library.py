@@ -21,8 +21,8 @@ LIBRARY = PACKAGE / "lib" / _LIBRARY
 # pip keeps a wheel that it has built, also one that was built where there was no compiler.
 INSTALL_AGAIN = (
     "Install kvedge again with a C compiler at hand: KVEDGE_REQUIRE_EXT=1 pip install "
-    "--force-reinstall --no-deps --no-cache-dir kvedge, which shows why a build fails, and does not take the "
-    "wheel without an extension that pip may have kept."
+    "--force-reinstall --no-deps --no-cache-dir kvedge, which shows why a build fails, and does "
+    "not take the wheel without an extension that pip may have kept."
 )
 
 
