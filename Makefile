@@ -13,7 +13,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-SOURCES := pyproject.toml setup.py kvedge/backends/native.pyx kvedge/backends/native_paged.pxi kvedge/__init__.pxd $(shell find csrc -name "*.[ch]")
+SOURCES := pyproject.toml setup.py $(shell find kvedge -name "*.pyx" -o -name "*.px[id]") $(shell find csrc -name "*.[ch]" -o -name "*.flags")
 
 .PHONY: run test test-numpy test-isa test-peers test-transformers test-transformers-old test-transformers-own test-slow test-c test-library test-ggml test-sanitize test-valgrind test-arm-c test-arm test-all test-free-threaded arm-cycles \
         wheel wheel-aarch64 cross test-oldx86 fuzz docs lint format clean

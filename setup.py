@@ -6,35 +6,93 @@ KVEDGE_AVXVNNI_AS_EVEX=1  (tests) the avxvnni path in AVX-512VL's encoding, see 
 """
 
 import os
+import re
+import shlex
 import shutil
+import subprocess
 import sys
+import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
-C_SOURCES = sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("csrc/**/*.c"))
-# The C library goes into the package once; the extension and other programs are linked to it. On
-# Windows, where an extension cannot say where its libraries lie, the extension holds the library,
-# and programs get a static one.
+# The C library goes into the package once, since a wheel with two would be larger than 2 MB; the
+# extension and other programs are linked to it. On Windows, where an extension cannot say where its
+# libraries lie, the extension holds the library, and programs get a static one.
 LIBRARY = {"darwin": "libkvedge.dylib", "win32": "libkvedge.a"}.get(sys.platform, "libkvedge.so")
 LIBRARY_FILES = ("include/kvedge.h", f"lib/{LIBRARY}")
-LINK_ARGS = ["-pthread", *([] if sys.platform == "darwin" else ["-s"])]
-if sys.platform == "win32":
-    LINK_ARGS.append("-static")  # mingw's threads go into the extension
+ELF = sys.platform not in ("darwin", "win32")
 
 
 def flag(name):
     return os.environ.get(name, "") not in ("", "0")
 
 
+def files(*patterns):
+    """The files of patterns such as csrc/**/*.c, relative to this folder."""
+    return sorted(str(p.relative_to(ROOT)) for pattern in patterns for p in ROOT.glob(pattern))
+
+
+def last_flags():
+    """Of csrc/arithmetic.flags and of what Python's structs depend on, what the compiler knows.
+
+    They come after CFLAGS and LDFLAGS, in compiling and linking: the last flag wins. A warning of
+    flags that were taken back is no error.
+    """
+    lines = (ROOT / "csrc/arithmetic.flags").read_text().splitlines()
+    wanted = [line for line in lines if line.startswith("-")]
+    wanted += ["-fno-short-enums", "-fno-pack-struct", "-Wno-error"]
+    compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")
+
+    def known(name):
+        command = [*compiler, "-Werror", name, "-fsyntax-only", "csrc/system/bits.h"]
+        try:
+            return subprocess.run(command, cwd=ROOT, capture_output=True).returncode == 0
+        except OSError:
+            return False  # the build tells of it
+
+    return list(filter(known, wanted))
+
+
+def names_in_package():
+    """Each function of kvedge.h, and the name by which the extension calls it.
+
+    The dynamic linker looks a name up in the program and in LD_PRELOAD's libraries first. So that
+    the extension meets its own library where these have another libkvedge, that library has each
+    function by a second name, which no other has.
+    """
+    header = re.sub(r"/\*.*?\*/", "", (ROOT / "csrc/kvedge.h").read_text(), flags=re.DOTALL)
+    names = re.findall(r"^[a-z][\w ]*?[ *](kvedge_\w+)\(", header, flags=re.MULTILINE)
+    return {name: f"{name}_in_package" for name in names}
+
+
+def remove_built(package):
+    """Take away what an earlier build has left in a package: one that fails would pack it."""
+    extensions = (*package.glob("backends/native.*.so"), *package.glob("backends/native.*.pyd"))
+    for old in (*extensions, *(package / name for name in LIBRARY_FILES)):
+        old.unlink(missing_ok=True)
+
+
+class BuildPy(build_py):
+    """build_py, which every build begins with, also one without an extension."""
+
+    def run(self):
+        remove_built(Path(self.build_lib, "kvedge"))
+        super().run()
+
+
 class OptionalBuildExt(build_ext):
     """build_ext that leaves a note and goes on where the extension cannot be built."""
 
     def run(self):
+        remove_built(Path(self.build_lib, "kvedge"))
+        if self.inplace:
+            remove_built(ROOT / "kvedge")
         try:
             super().run()
         except Exception as error:
@@ -55,7 +113,7 @@ class OptionalBuildExt(build_ext):
             self.mkpath(str(file.parent))
         self.copy_file("csrc/kvedge.h", str(header))
         objects = self.compiler.compile(
-            C_SOURCES,
+            files("csrc/**/*.c"),
             output_dir=self.build_temp,
             macros=[*ext.define_macros, ("KVEDGE_EXPORTS", None)],
             include_dirs=["csrc"],
@@ -67,16 +125,27 @@ class OptionalBuildExt(build_ext):
             self.compiler.create_static_lib(objects, "kvedge", output_dir=str(library.parent))
             ext.extra_objects = objects
             return
-        named, origin = f"-Wl,-soname,{LIBRARY}", "$ORIGIN"
-        if sys.platform == "darwin":
-            named, origin = f"-Wl,-install_name,@rpath/{LIBRARY}", "@loader_path"
+        named, found = [f"-Wl,-install_name,@rpath/{LIBRARY}"], ["-Wl,-rpath,@loader_path/../lib"]
+        if ELF:
+            # -Bsymbolic-functions: beside another libkvedge, the library calls itself. Without new
+            # tags the path is an RPATH, which goes before LD_LIBRARY_PATH.
+            named = [f"-Wl,-soname,{LIBRARY}", "-Wl,-Bsymbolic-functions"]
+            named += [f"-Wl,--defsym,{own}={name}" for name, own in names_in_package().items()]
+            found = ["-Wl,--disable-new-dtags"]
+            ext.define_macros = [*ext.define_macros, *names_in_package().items()]
         with linking_libraries(self.compiler):
             self.compiler.link_shared_object(
-                objects, str(library), libraries=["m"], extra_postargs=[*ext.extra_link_args, named]
+                objects,
+                str(library),
+                libraries=["m"],
+                extra_postargs=[*ext.extra_link_args, *named],
             )
-        ext.library_dirs = [str(library.parent)]
-        ext.libraries = ["kvedge"]
-        ext.extra_link_args = [*ext.extra_link_args, f"-Wl,-rpath,{origin}/../lib"]
+        if ELF:  # before other folders that LDFLAGS names
+            linker = self.compiler.linker_so
+            at = linker.index("-shared") + 1 if "-shared" in linker else len(linker)
+            linker.insert(at, "-Wl,-rpath,$ORIGIN/../lib")
+        # By its path: LDFLAGS may have a folder with another libkvedge.
+        ext.extra_link_args = [str(library), *ext.extra_link_args, *found]
 
     def copy_extensions_to_source(self):
         """For an editable install."""
@@ -89,6 +158,7 @@ class OptionalBuildExt(build_ext):
     def give_up(self, error):
         if flag("KVEDGE_REQUIRE_EXT"):
             raise error
+        remove_built(Path(self.build_lib, "kvedge"))
         width = shutil.get_terminal_size().columns
         print(
             "*" * width,
@@ -157,6 +227,12 @@ def extensions():
     import numpy
     from Cython.Build import cythonize
 
+    last = last_flags()
+    # -O2 is a later -O than -Ofast, which links crtfastmath.o whatever else is said; and -shared
+    # is later than -pie.
+    link_args = ["-pthread", "-O2", *last, *(["-shared", "-s"] if ELF else [])]
+    if sys.platform == "win32":
+        link_args += ["-s", "-static"]  # mingw's threads go into the extension
     macros = [("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")]
     if flag("KVEDGE_AVXVNNI_AS_EVEX"):
         macros.append(("KVEDGE_AVXVNNI_AS_EVEX", "1"))
@@ -164,7 +240,7 @@ def extensions():
         "kvedge.backends.native",
         ["kvedge/backends/native.pyx"],
         include_dirs=["csrc", numpy.get_include()],
-        depends=sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("csrc/**/*.h")),
+        depends=files("csrc/**/*.h", "kvedge/**/*.px[di]", "csrc/arithmetic.flags", "setup.py"),
         define_macros=macros,
         # -fno-wrapv: Python's own flags let integers wrap, which makes index arithmetic slower.
         extra_compile_args=[
@@ -174,11 +250,13 @@ def extensions():
             "-fvisibility=hidden",
             "-g0",
             "-pthread",
+            "-iquotecsrc",  # before folders in CPPFLAGS, which may have another kvedge.h
+            *last,
         ],
-        extra_link_args=LINK_ARGS,
+        extra_link_args=link_args,
     )
     free_threading = {"freethreading_compatible": True}  # docs/threads.md
     return cythonize([native], language_level=3, compiler_directives=free_threading)
 
 
-setup(ext_modules=extensions(), cmdclass={"build_ext": OptionalBuildExt})
+setup(ext_modules=extensions(), cmdclass={"build_ext": OptionalBuildExt, "build_py": BuildPy})

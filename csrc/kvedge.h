@@ -166,7 +166,8 @@ size_t kvedge_layer_header_bytes(const kvedge_layer_config *config);
 kvedge_status kvedge_layer_attach(void *header, size_t bytes, const kvedge_layer_config *config,
                                   const kvedge_slabs *slabs, kvedge_layer **layer);
 
-/* The convenience: memory from the heap, or from an allocator of the caller's, which lives as long as the layer. Destroy
+/* The convenience: memory from the heap, or pages of the system's for 64 KiB and more (small ones, and huge ones where an
+ * array is long, whatever the policy for huge pages is); or from an allocator of the caller's, which lives as long as the layer. Destroy
  * only what these made. */
 typedef struct {
   void *(*allocate)(void *context, size_t bytes); /* aligned to 64 bytes, need not be cleared; NULL: there is none */

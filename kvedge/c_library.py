@@ -2,25 +2,54 @@
 
 from __future__ import annotations
 
+import ctypes
+import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+from kvedge._version import __version__
 from kvedge.errors import BackendUnavailableError
 
 __all__ = ["compile_flags", "get_include", "get_library_dir", "link_flags"]
 
-_PACKAGE = Path(__file__).parent
+PACKAGE = Path(__file__).parent
 _LIBRARY = {"darwin": "libkvedge.dylib", "win32": "libkvedge.a"}.get(sys.platform, "libkvedge.so")
+HEADER = PACKAGE / "include" / "kvedge.h"
+LIBRARY = PACKAGE / "lib" / _LIBRARY
+
+# pip keeps a wheel that it has built, also one that was built where there was no compiler.
+INSTALL_AGAIN = (
+    "Install kvedge again with a C compiler at hand: KVEDGE_REQUIRE_EXT=1 pip install "
+    "--force-reinstall --no-deps --no-cache-dir kvedge, which shows why a build fails, and does "
+    "not take the wheel without an extension that pip may have kept."
+)
 
 
-def _folder(name: str, file: str) -> str:
-    folder = _PACKAGE / name
-    if not (folder / file).is_file():
+def _folder(file: Path, version_of: Callable[[Path], str | None]) -> str:
+    if not file.is_file():
         raise BackendUnavailableError(
-            f"{folder / file} is not there: kvedge was installed without its C library. Install it "
-            "again with a C compiler at hand (KVEDGE_REQUIRE_EXT=1 shows why a build fails)."
+            f"{file} is not there: kvedge was installed without its C library. {INSTALL_AGAIN}"
         )
-    return str(folder)
+    version = version_of(file)
+    if version not in (None, __version__):
+        raise BackendUnavailableError(
+            f"{file} is of version {version}, and kvedge of {__version__}. {INSTALL_AGAIN}"
+        )
+    return str(file.parent)
+
+
+def _version_of_header(file: Path) -> str:
+    numbers = re.findall(r"#define KVEDGE_VERSION_\w+ (\d+)", file.read_text(encoding="utf-8"))
+    return ".".join(numbers)
+
+
+def _version_of_library(file: Path) -> str | None:
+    if sys.platform == "win32":  # it is a static one
+        return None
+    version = ctypes.CDLL(str(file)).kvedge_version
+    version.restype = ctypes.c_char_p
+    return str(version().decode())
 
 
 def get_include() -> str:
@@ -34,9 +63,9 @@ def get_include() -> str:
     Raises
     ------
     BackendUnavailableError
-        kvedge was installed where there was no C compiler.
+        kvedge was installed where there was no C compiler, or with files of another version.
     """
-    return _folder("include", "kvedge.h")
+    return _folder(HEADER, _version_of_header)
 
 
 def get_library_dir() -> str:
@@ -55,9 +84,9 @@ def get_library_dir() -> str:
     Raises
     ------
     BackendUnavailableError
-        kvedge was installed where there was no C compiler.
+        kvedge was installed where there was no C compiler, or with files of another version.
     """
-    return _folder("lib", _LIBRARY)
+    return _folder(LIBRARY, _version_of_library)
 
 
 def compile_flags() -> str:

@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from kvedge.backends import select
+from kvedge.core import control_groups
 
 __all__ = [
     "CacheLevel",
@@ -152,7 +153,7 @@ def machine(root: str | os.PathLike[str] = "/") -> Machine:
 
 def process_bytes() -> int | None:
     """Bytes of memory that this process has committed (VmRSS); None where there is no /proc."""
-    for line in _read(Path("/proc/self/status")).splitlines():
+    for line in control_groups.read(Path("/proc/self/status")).splitlines():
         if line.startswith("VmRSS:"):
             return int(line.split()[1]) << 10  # in KiB
     return None
@@ -259,13 +260,15 @@ def _usable_cores() -> int:
 def _cpu_name(base: Path) -> str:
     """Return the processor's name, and the board's where one is given (Raspberry Pi)."""
     fields: dict[str, str] = {}  # the first of each: the names of the first processor
-    for line in _read(base / "proc/cpuinfo").splitlines():
+    for line in control_groups.read(base / "proc/cpuinfo").splitlines():
         key, colon, value = line.partition(":")
         if colon:
             fields.setdefault(key.strip(), value.strip())
     told = fields.get("model name") or _arm_part(fields) or _sysctl("machdep.cpu.brand_string")
     name = told or platform.processor() or platform.machine() or "unknown"
-    board = fields.get("Model") or _read(base / "proc/device-tree/model").strip("\0\n ")
+    board = fields.get("Model") or control_groups.read(base / "proc/device-tree/model").strip(
+        "\0\n "
+    )
     return f"{name} ({board})" if board else name
 
 
@@ -281,7 +284,8 @@ def _arm_part(fields: dict[str, str]) -> str | None:
 def _physical_cores(cpus: Path) -> int | None:
     """Count the distinct sets of hardware threads: one set per core."""
     cores = {
-        _read(cpu / "topology/core_cpus_list") or _read(cpu / "topology/thread_siblings_list")
+        control_groups.read(cpu / "topology/core_cpus_list")
+        or control_groups.read(cpu / "topology/thread_siblings_list")
         for cpu in cpus.glob("cpu[0-9]*")
     } - {""}
     if cores:
@@ -293,10 +297,13 @@ def _physical_cores(cpus: Path) -> int | None:
 def _caches(folder: Path) -> tuple[CacheLevel, ...]:
     found = []
     for index in sorted(folder.glob("index[0-9]*")):
-        kind, size = _read(index / "type").lower(), _read(index / "size")
+        kind, size = (
+            control_groups.read(index / "type").lower(),
+            control_groups.read(index / "size"),
+        )
         if kind in ("data", "unified") and size.endswith("K"):  # the kernel always writes KiB
-            shared = _count_cpus(_read(index / "shared_cpu_list"))
-            level = int(_read(index / "level"))
+            shared = _count_cpus(control_groups.read(index / "shared_cpu_list"))
+            level = int(control_groups.read(index / "level"))
             found.append(CacheLevel(level, kind, int(size[:-1]) << 10, shared))
     if not found:
         for level, key in ((1, "hw.l1dcachesize"), (2, "hw.l2cachesize"), (3, "hw.l3cachesize")):
@@ -313,7 +320,7 @@ def _count_cpus(cpu_list: str) -> int:
 
 def _ram(base: Path) -> tuple[int | None, int | None]:
     """Return memory in all, and what a new process can have of it (bytes)."""
-    lines = (line.split() for line in _read(base / "proc/meminfo").splitlines())
+    lines = (line.split() for line in control_groups.read(base / "proc/meminfo").splitlines())
     kib = {words[0]: int(words[1]) for words in lines if len(words) > 1}
     if "MemTotal:" in kib:
         available = kib.get("MemAvailable:")
@@ -342,28 +349,21 @@ def _windows_ram() -> tuple[int | None, int | None]:
 
 
 def _ram_limit(base: Path) -> int | None:
-    """Return the memory limit of the control group that a container sees as its own (bytes)."""
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # version 2, version 1
-        text = _read(base / "sys/fs/cgroup" / name)
-        if text.isdigit() and int(text) < 1 << 60:  # version 1 writes "no limit" as almost 2^63
-            return int(text)
-    return None
+    """Return the tightest memory limit of this process's control groups (bytes)."""
+    files = "memory.max", "memory.limit_in_bytes"
+    found = control_groups.settings(base, "memory", *files)
+    limits = (int(words[0]) for words in found if words[0].isdigit())
+    # Version 1 writes "no limit" as almost 2^63.
+    return min((limit for limit in limits if limit < 1 << 60), default=None)
 
 
 def _huge_pages(folder: Path) -> HugePages | None:
-    enabled = _read(folder / "enabled")  # such as "always [madvise] never"
+    enabled = control_groups.read(folder / "enabled")  # such as "always [madvise] never"
     policy = enabled.partition("[")[2].partition("]")[0]
     if not policy:
         return None
-    size = _read(folder / "hpage_pmd_size")
+    size = control_groups.read(folder / "hpage_pmd_size")
     return HugePages(policy, int(size) if size.isdigit() else None)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace").strip()
-    except OSError:
-        return ""
 
 
 def _sysctl(key: str) -> str | None:

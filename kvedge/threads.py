@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from kvedge.core import control_groups
 from kvedge.core.checks import as_int
 from kvedge.core.options import MAX_THREADS
 from kvedge.errors import InvalidArgumentError
@@ -125,36 +126,18 @@ def _usable_cpus() -> set[int]:
 def _core_of(cpu: int, base: Path) -> tuple[str, str] | int:
     """Name the physical core of a logical processor; the processor itself where nothing tells."""
     topology = base / f"sys/devices/system/cpu/cpu{cpu}/topology"
-    siblings = _read(topology / "core_cpus_list") or _read(topology / "thread_siblings_list")
+    siblings = control_groups.read(topology / "core_cpus_list") or control_groups.read(
+        topology / "thread_siblings_list"
+    )
     if siblings:
         return ("siblings", siblings)
     return cpu
 
 
 def _cpu_quotas(base: Path) -> Iterator[float]:
-    """Yield every limit on processor time set on this process's control groups, in processors.
-
-    Control groups nest, and the tightest limit on the way to the root holds.
-    """
-    for line in _read(base / "proc/self/cgroup").splitlines():
-        hierarchy, _, rest = line.partition(":")  # "0::/user.slice" or "4:cpu,cpuacct:/docker/ab"
-        controllers, _, path = rest.partition(":")
-        group = Path(path.lstrip("/"))
-        for folder in (group, *group.parents):
-            if hierarchy == "0":  # version 2: "max 100000" or "150000 100000" (microseconds)
-                quota, _, period = _read(base / "sys/fs/cgroup" / folder / "cpu.max").partition(" ")
-            elif "cpu" in controllers.split(","):  # version 1: -1 means no limit
-                place = base / "sys/fs/cgroup/cpu" / folder
-                quota = _read(place / "cpu.cfs_quota_us")
-                period = _read(place / "cpu.cfs_period_us")
-            else:
-                break
-            if quota.isdigit() and period.isdigit() and int(period) > 0:
-                yield int(quota) / int(period)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace").strip()
-    except OSError:
-        return ""
+    """Yield every limit on processor time set on this process's control groups, in processors."""
+    # Version 2: "max 100000" or "150000 100000" (microseconds); version 1: -1 means no limit.
+    files = "cpu.max", "cpu.cfs_quota_us cpu.cfs_period_us"
+    for words in control_groups.settings(base, "cpu", *files):
+        if len(words) == 2 and all(map(str.isdigit, words)) and int(words[1]) > 0:
+            yield int(words[0]) / int(words[1])

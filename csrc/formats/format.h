@@ -10,6 +10,7 @@
 #include <stdint.h>
 
 #include "kvedge.h"
+#include "system/arithmetic.h"
 
 enum {
   KVEDGE_MAX_HEAD_DIM = 1024,

@@ -11,6 +11,7 @@
 #include <stdint.h>
 
 #include "kvedge.h"
+#include "system/arithmetic.h"
 
 enum {
   /* Tokens per tile at most. A multiple of 16, the widest vector of floats. */

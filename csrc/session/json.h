@@ -3,6 +3,8 @@
 #ifndef KVEDGE_JSON_H
 #define KVEDGE_JSON_H
 
+#include "system/arithmetic.h"
+
 #include <stddef.h>
 #include <stdint.h>
 

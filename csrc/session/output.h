@@ -3,6 +3,7 @@
 #define KVEDGE_OUTPUT_H
 
 #include "kvedge.h"
+#include "system/arithmetic.h"
 
 typedef struct {
   kvedge_session_sink sink; /* NULL: nowhere */

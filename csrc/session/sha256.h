@@ -2,6 +2,8 @@
 #ifndef KVEDGE_SHA256_H
 #define KVEDGE_SHA256_H
 
+#include "system/arithmetic.h"
+
 #include <stddef.h>
 #include <stdint.h>
 

@@ -6,7 +6,6 @@
 #include <string.h>
 
 #include "system/dispatch.h"
-#include "system/memory.h"
 #include "system/pages.h"
 #include "system/float_mode.h"
 
@@ -149,14 +148,14 @@ static void advise_slab(void *slab, size_t bytes) {
   if (bytes > KVEDGE_HUGE_PAGE) kvedge_advise_huge_pages((char *)slab + KVEDGE_HUGE_PAGE, bytes - KVEDGE_HUGE_PAGE);
 }
 
-static void *allocate_from_heap(void *context, size_t bytes) {
+static void *allocate_pages(void *context, size_t bytes) {
   (void)context;
-  return kvedge_aligned_alloc(64, bytes);
+  return kvedge_pages_alloc(bytes);
 }
 
-static void release_to_heap(void *context, void *memory, size_t bytes) {
-  (void)context, (void)bytes;
-  kvedge_aligned_free(memory);
+static void release_pages(void *context, void *memory, size_t bytes) {
+  (void)context;
+  kvedge_pages_free(memory, bytes);
 }
 
 kvedge_status kvedge_layer_create_with(const kvedge_layer_config *config, const kvedge_allocator *allocator,
@@ -175,8 +174,8 @@ kvedge_status kvedge_layer_create_with(const kvedge_layer_config *config, const 
 }
 
 kvedge_status kvedge_layer_create(const kvedge_layer_config *config, kvedge_layer **out) {
-  static const kvedge_allocator heap = {.allocate = allocate_from_heap, .release = release_to_heap};
-  const kvedge_status status = kvedge_layer_create_with(config, &heap, out);
+  static const kvedge_allocator pages = {.allocate = allocate_pages, .release = release_pages};
+  const kvedge_status status = kvedge_layer_create_with(config, &pages, out);
   if (status != KVEDGE_OK) return status;
   slab_offsets at;
   slabs_in_block(&(*out)->config, &at);

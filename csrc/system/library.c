@@ -1,5 +1,6 @@
 /* What the library says of itself: its version, a sentence about a status. */
 #include "kvedge.h"
+#include "system/arithmetic.h"
 
 #define TEXT(number) #number
 #define VERSION(major, minor, patch) TEXT(major) "." TEXT(minor) "." TEXT(patch)

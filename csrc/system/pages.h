@@ -1,10 +1,13 @@
-/* Huge pages for large arrays: with 4 KB pages, reading a cache at the speed of memory spends much of
- * its time looking pages up. */
+/* Pages for large arrays. With pages of 4 KB, reading a cache at the speed of memory spends much of its time looking pages
+ * up; with huge pages everywhere, the first token of a layer takes megabytes. Where the system's policy is "always", both
+ * have to be said. */
 #ifndef KVEDGE_PAGES_H
 #define KVEDGE_PAGES_H
 
 #include <stddef.h>
 #include <stdint.h>
+
+#include "system/memory.h"
 
 #if defined(__linux__)
 #include <sys/mman.h>
@@ -23,6 +26,35 @@ static inline void kvedge_advise_huge_pages(void *start, size_t bytes) {
   (void)start;
   (void)bytes;
 #endif
+}
+
+/* Bytes from which a block has pages of its own, small ones until kvedge_advise_huge_pages() asks for others: blocks side by
+ * side are one mapping to the system, and the heap, whose pages are the policy's, is left alone. */
+#define KVEDGE_OWN_PAGES ((size_t)64 << 10)
+
+/* A block for arrays that are filled bit by bit, aligned to 64 bytes; NULL: not enough memory. */
+static inline void *kvedge_pages_alloc(size_t bytes) {
+#if defined(__linux__) && defined(MADV_NOHUGEPAGE)
+  if (bytes >= KVEDGE_OWN_PAGES) {
+    void *memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (memory == MAP_FAILED) return NULL;
+    (void)madvise(memory, bytes, MADV_NOHUGEPAGE);
+    return memory;
+  }
+#endif
+  return kvedge_aligned_alloc(64, bytes);
+}
+
+/* `bytes` as they were asked for. */
+static inline void kvedge_pages_free(void *memory, size_t bytes) {
+#if defined(__linux__) && defined(MADV_NOHUGEPAGE)
+  if (bytes >= KVEDGE_OWN_PAGES) {
+    (void)munmap(memory, bytes);
+    return;
+  }
+#endif
+  (void)bytes;
+  kvedge_aligned_free(memory);
 }
 
 #endif

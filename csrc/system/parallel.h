@@ -5,6 +5,7 @@
 #include <stddef.h>
 
 #include "kvedge.h"
+#include "system/arithmetic.h"
 
 /* Tasks that may run anywhere, in any order, and twice: run() leaves its result in a slot and
  * nowhere else; collect() is called by the caller's thread, in the order of tasks. Slots are

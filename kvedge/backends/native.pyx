@@ -26,6 +26,30 @@ cdef enum:
     _MAX_THREADS = 1024
 
 
+# ---- the library --------------------------------------------------------------------------------
+
+cdef extern from *:
+    """
+    #if defined(_WIN32)
+    static const char *library_file(void) { return NULL; } /* it is in the extension */
+    #else
+    #include <dlfcn.h>
+    static const char *library_file(void) {
+      Dl_info info;
+      return dladdr((void *)kvedge_version, &info) ? info.dli_fname : NULL;
+    }
+    #endif
+    """
+    const char *library_file()
+
+
+def built_from():
+    """Versions of the header that this was compiled with and of the library; the library's file."""
+    header = f"{KVEDGE_VERSION_MAJOR}.{KVEDGE_VERSION_MINOR}.{KVEDGE_VERSION_PATCH}"
+    cdef const char *file = library_file()
+    return header, kvedge_version().decode(), file.decode(errors="surrogateescape") if file else None
+
+
 # ---- kernel paths, threads, bandwidth ------------------------------------------------------------
 
 

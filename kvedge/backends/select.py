@@ -1,17 +1,20 @@
 """Picks the backend once, at import: the compiled extension, or NumPy.
 
 ``KVEDGE_BACKEND=native|numpy`` forces one. Unset, the extension is used if it is there and loads;
-if not, NumPy is, and the reason is kept for :func:`isa_info`.
+if not, NumPy is, and the reason is kept for :func:`isa_info`. Where the package, its extension and
+its C library are not of one version, NumPy is, with a warning.
 """
 
 from __future__ import annotations
 
 import os
+import warnings
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from kvedge import threads
+from kvedge import c_library, threads
+from kvedge._version import __version__
 from kvedge.core import registry
 from kvedge.errors import BackendUnavailableError, UnsupportedIsaError
 
@@ -40,19 +43,64 @@ def _load() -> tuple[str, ModuleType, str | None]:
         )
     if asked == "numpy":
         return "numpy", _numpy_backend(), "KVEDGE_BACKEND=numpy asked for it"
+    cause: ImportError | None = None
     try:
-        native = import_module("kvedge.backends.native")
-        native.bind()
-        return "native", native, None
+        module = import_module("kvedge.backends.native")
+        mixed = _mixed(module)
+        if mixed is None:
+            module.bind()
     except ImportError as error:
-        reason = f"the compiled extension did not load: {error}"
-        if asked == "native":
-            raise BackendUnavailableError(
-                f"KVEDGE_BACKEND=native, but {reason}. Install kvedge with a C compiler at hand "
-                "(KVEDGE_REQUIRE_EXT=1 shows why a build fails), or unset KVEDGE_BACKEND to run "
-                "on NumPy."
-            ) from error
-        return "numpy", _numpy_backend(), reason
+        reason, cause = f"the compiled extension did not load: {error}{_other_libraries()}", error
+    else:
+        if mixed is None:
+            return "native", module, None
+        reason = mixed
+        if asked is None:
+            warnings.warn(f"kvedge runs on NumPy: {mixed}", RuntimeWarning, stacklevel=2)
+    if asked == "native":
+        raise BackendUnavailableError(
+            f"KVEDGE_BACKEND=native, but {reason}. {c_library.INSTALL_AGAIN} Or unset "
+            "KVEDGE_BACKEND to run on NumPy."
+        ) from cause
+    return "numpy", _numpy_backend(), reason
+
+
+def _mixed(extension: ModuleType) -> str | None:
+    """Tell which file is of another version than this package, or from elsewhere; None: none is."""
+    built_from = getattr(extension, "built_from", None)
+    header, library, file = built_from() if built_from else ("an older version", None, None)
+    if header != __version__:
+        return (
+            f"the compiled extension {extension.__file__} is of {header}, and the package "
+            f"{c_library.PACKAGE} of {__version__}"
+        )
+    if library != __version__:
+        return (
+            f"the C library {file} is of {library}, and the package and its extension of {header}"
+        )
+    if file is not None and not _same_file(file, c_library.LIBRARY):
+        return (
+            f"the compiled extension met the C library {file}, and its own is {c_library.LIBRARY}"
+        )
+    return None
+
+
+def _other_libraries() -> str:
+    """Tell of other libraries of the name that the process has, which the linker takes instead."""
+    try:
+        with open("/proc/self/maps") as file:
+            paths = {line.split(maxsplit=5)[5].strip() for line in file if "libkvedge" in line}
+    except OSError:
+        return ""
+    others = sorted(path for path in paths if not _same_file(path, c_library.LIBRARY))
+    return f" (another C library is loaded already: {', '.join(others)})" if others else ""
+
+
+def _same_file(one: str, other: os.PathLike[str]) -> bool:
+    try:
+        return os.path.samefile(one, other)
+    except OSError:
+        return False
 
 
 def _numpy_backend() -> ModuleType:

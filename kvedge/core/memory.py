@@ -5,8 +5,10 @@ shares it; anonymous, so that a page costs nothing before something is written t
 keep the mapping alive, so views that were handed out outlive the layer and its growth.
 
 Linux is asked for huge pages, since reading a cache at the speed of memory would spend much of its
-time looking small ones up. The first 2 MiB of a slab stay with small pages: so a short context
-takes no more memory than it needs, and a long one at most 2 MiB more per slab.
+time looking small ones up. The first 2 MiB of a slab stay with small pages, whatever the system's
+policy: so a short context takes no more memory than it needs, and a long one at most 2 MiB more per
+slab. Where policies change the system divides a mapping, into at most two per slab; it allows a
+process 65,530.
 """
 
 from __future__ import annotations
@@ -199,8 +201,10 @@ def reserve_layers(config: LayerConfig, num_layers: int) -> list[Slabs]:
         sizes.append(size)
         total += -(-(size + TAIL_BYTES) // PAGE) * PAGE if size else 0
     buffer, start = _reserve(max(total, 1), config, num_layers)
+    _advise(buffer, "MADV_NOHUGEPAGE", 0, len(buffer))
     for offset, size in zip(offsets, sizes, strict=True):
-        _advise_huge_pages(buffer, start + offset + HUGE_PAGE, size - HUGE_PAGE)
+        whole = (size - HUGE_PAGE) // HUGE_PAGE * HUGE_PAGE
+        _advise(buffer, "MADV_HUGEPAGE", start + offset + HUGE_PAGE, whole)
     arrays = [
         np.ndarray(shape, dtype, buffer=buffer, offset=start + offset if 0 not in shape else start)
         for (shape, dtype), offset in zip(layout, offsets, strict=True)
@@ -229,13 +233,12 @@ def _reserve(total: int, config: LayerConfig, num_layers: int) -> tuple[Any, int
         ) from error
 
 
-def _advise_huge_pages(mapping: Any, start: int, size: int) -> None:
-    """Ask for huge pages where a whole one fits; what the system refuses costs speed only."""
-    size = size // HUGE_PAGE * HUGE_PAGE
-    if size <= 0 or not hasattr(mmap, "MADV_HUGEPAGE"):
+def _advise(mapping: Any, advice: str, start: int, size: int) -> None:
+    """Say which pages a part of a mapping is to have; what the system refuses is no error."""
+    if size <= 0 or not (isinstance(mapping, mmap.mmap) and hasattr(mmap, advice)):
         return
     with contextlib.suppress(OSError):  # a kernel without huge pages
-        mapping.madvise(mmap.MADV_HUGEPAGE, start, size)
+        mapping.madvise(getattr(mmap, advice), start, size)
 
 
 def copy_tokens(source: Sequence[np.ndarray], target: Sequence[np.ndarray], n: int) -> None:

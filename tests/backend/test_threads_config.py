@@ -212,6 +212,99 @@ def test_a_container_that_sees_its_own_group_as_the_root(machine):
     assert machine(TWO_OF_EACH, files) == 1
 
 
+def quota_of(folder, processors):
+    """Files of version 1 in a folder: a limit, None: none."""
+    microseconds = -1 if processors is None else processors * 100_000
+    return {
+        f"{folder}/cpu.cfs_quota_us": f"{microseconds}\n",
+        f"{folder}/cpu.cfs_period_us": "100000\n",
+    }
+
+
+V1 = "9:memory:{0}\n4:cpu,cpuacct:{0}\n1:name=systemd:/\n"
+MOUNT = "30 25 0:26 {root} {place} rw,nosuid shared:4 master:2 - {kind} cgroup rw,{options}\n"
+TREES = {
+    "cpu and cpuacct in one folder, no links to it": {
+        "proc/self/cgroup": V1.format("/box"),
+        **quota_of("sys/fs/cgroup/cpu,cpuacct", None),
+        **quota_of("sys/fs/cgroup/cpu,cpuacct/box", 3),
+    },
+    "in one folder, the other way round": {
+        "proc/self/cgroup": "4:cpuacct,cpu:/\n",
+        **quota_of("sys/fs/cgroup/cpuacct,cpu", 3),
+    },
+    "the mounts say where it is": {
+        "proc/self/cgroup": V1.format("/box"),
+        "proc/self/mountinfo": MOUNT.format(
+            root="/", place="/dev/groups\\040of/cpu", kind="cgroup", options="cpu,cpuacct"
+        ),
+        **quota_of("dev/groups of/cpu/box", 3),
+        **quota_of("sys/fs/cgroup/cpu/box", 1),  # not a mount
+    },
+    "a container of version 1 that has its own group mounted": {
+        "proc/self/cgroup": V1.format("/docker/ab"),
+        "proc/self/mountinfo": MOUNT.format(
+            root="/docker/ab",
+            place="/sys/fs/cgroup/cpu,cpuacct",
+            kind="cgroup",
+            options="cpu,cpuacct",
+        ),
+        **quota_of("sys/fs/cgroup/cpu,cpuacct", 3),
+    },
+    "a group within the one that is mounted": {
+        "proc/self/cgroup": V1.format("/docker/ab/inner/most"),
+        "proc/self/mountinfo": MOUNT.format(
+            root="/docker/ab", place="/sys/fs/cgroup/cpu", kind="cgroup", options="cpu"
+        ),
+        **quota_of("sys/fs/cgroup/cpu/inner/most", 4),
+        **quota_of("sys/fs/cgroup/cpu/inner", 3),
+        **quota_of("sys/fs/cgroup/cpu/docker/ab", 1),  # another group
+    },
+    "a group outside of the namespace": {
+        "proc/self/cgroup": "0::/../box\n",
+        "proc/self/mountinfo": MOUNT.format(
+            root="/", place="/sys/fs/cgroup", kind="cgroup2", options="nsdelegate"
+        ),
+        "sys/fs/cgroup/cpu.max": "300000 100000\n",
+        "sys/fs/box/cpu.max": "100000 100000\n",  # not a group
+    },
+    "both versions, the limit in version 1": {
+        "proc/self/cgroup": V1.format("/box") + "0::/box\n",
+        "proc/self/mountinfo": MOUNT.format(
+            root="/", place="/sys/fs/cgroup/unified", kind="cgroup2", options="nsdelegate"
+        )
+        + MOUNT.format(root="/", place="/sys/fs/cgroup/cpu", kind="cgroup", options="cpuacct,cpu"),
+        "sys/fs/cgroup/unified/box/cgroup.procs": "1\n",
+        **quota_of("sys/fs/cgroup/cpu/box", 3),
+    },
+    "both versions, the limit in version 2": {
+        "proc/self/cgroup": "9:memory:/\n0::/box\n",
+        "proc/self/mountinfo": MOUNT.format(
+            root="/", place="/sys/fs/cgroup/memory", kind="cgroup", options="memory"
+        )
+        + MOUNT.format(root="/", place="/sys/fs/cgroup/unified", kind="cgroup2", options="rw"),
+        "sys/fs/cgroup/unified/box/cpu.max": "300000 100000\n",
+    },
+    "a group whose folder is gone": {
+        "proc/self/cgroup": "0::/box/inner (deleted)\n",
+        "sys/fs/cgroup/box/cpu.max": "300000 100000\n",
+    },
+    "other lines are no lines of groups": {
+        "proc/self/cgroup": "4:cpuset:/box\nnothing\n0::/\n",
+        "proc/self/mountinfo": "cut\n1 2 - cgroup\n"
+        + MOUNT.format(root="/", place="/other", kind="cgroup", options="cpuset")
+        + MOUNT.format(root="/", place="/sys/fs/cgroup", kind="cgroup2", options="rw"),
+        "sys/fs/cgroup/cpu.max": "300000 100000\n",
+        **quota_of("other/box", 1),
+    },
+}
+
+
+@pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
+def test_a_quota_is_found_wherever_control_groups_are_mounted(machine, tree):
+    assert machine(TWO_OF_EACH, tree) == 3
+
+
 # ---- backend and instruction set -----------------------------------------------------------------
 
 

@@ -151,6 +151,17 @@ def test_a_processor_with_two_threads_per_core(tmp_path):
     assert here.huge_pages == system.HugePages("madvise", 2 << 20)
 
 
+def test_the_tightest_memory_limit_of_nested_groups_holds(tmp_path):
+    place = "sys/fs/cgroup/memory"
+    files = {
+        "proc/self/cgroup": "9:memory:/outer/inner\n4:cpu,cpuacct:/\n",
+        f"{place}/memory.limit_in_bytes": "9223372036854771712\n",
+        f"{place}/outer/memory.limit_in_bytes": "512000\n",
+        f"{place}/outer/inner/memory.limit_in_bytes": "9223372036854771712\n",
+    }
+    assert system.machine(_tree(tmp_path, files)).ram_limit_bytes == 512000
+
+
 def test_a_raspberry_pi_is_named_by_core_and_board(tmp_path):
     here = system.machine(
         _tree(

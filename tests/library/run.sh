@@ -106,7 +106,9 @@ g++ -std=c++17 $strict "$root/examples/cpp/attend.cpp" -o "$work/wheel" $("$pyth
 ok
 if "$python" -c 'import Cython, setuptools' 2>/dev/null; then
   cp "$root"/examples/cython/* "$work/user"
-  (cd "$work/user" && "$python" setup.py -q build_ext --inplace && "$python" -c '
+  # Cython looks for kvedge's .pxd along the path, where an editable install is not.
+  above=$("$python" -c 'import os, kvedge; print(os.path.dirname(os.path.dirname(kvedge.__file__)))')
+  (cd "$work/user" && PYTHONPATH=$above "$python" setup.py -q build_ext --inplace && "$python" -c '
 import numpy as np, kvedge, attend
 layer, twin = attend.Layer(10, 2, 16), kvedge.QuantizedKvLayer(10, 2, 16)
 rng = np.random.default_rng(0)
