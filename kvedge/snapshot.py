@@ -15,6 +15,7 @@ from kvedge.core.config import LayerConfig
 from kvedge.core.key_map import KeyMap
 from kvedge.errors import InvalidArgumentError, StaleSnapshotError
 from kvedge.layer_precise import PartContents
+from kvedge.rope import Turns
 
 __all__ = ["CacheContents", "CacheFormat", "KvCacheSnapshot", "LayerContents", "OverwriteLog"]
 
@@ -63,6 +64,7 @@ class LayerContents:
     key_map: KeyMap  # how keys are stored
     num_dropped: int = 0  # tokens before the first of these
     parts: tuple[PartContents, ...] = ()  # first and last tokens in another format, if some are
+    turns: Turns | None = None  # what keys are still to be turned by, if they are
 
     @property
     def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
