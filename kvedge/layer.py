@@ -41,9 +41,6 @@ __all__ = ["LayerMethods", "new_layer"]
 _Layer = TypeVar("_Layer", bound="LayerMethods")
 
 _BLOCK_NUMBERS = 1 << 19  # float32 numbers worked on at a time: 2 MiB
-# Ranges of tokens that may owe different turns, each of which is attended to by itself; with more,
-# all keys are stored anew.
-_MOST_RANGES = 256
 _SQRT2 = 2.0**0.5
 
 
@@ -410,7 +407,7 @@ class LayerMethods(LayerRoom):
         """Shift a frozen layer too; all or nothing."""
         turns = self._check_shift(delta, rope, start, stop)
         self._turns = turns or None
-        if len(turns.starts) > _MOST_RANGES:
+        if turns.are_many:
             self._settle()
 
     def _settle(self) -> None:
@@ -485,9 +482,7 @@ class LayerMethods(LayerRoom):
         finally:
             self._set_len(length)
 
-    def _encoded_turned(
-        self, turn: Turn, start: int, stop: int
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def _encoded_turned(self, turn: Turn, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """Codes and scales of turned keys, made by a core of the same kind."""
         held, config = self._held()._replace(parts=None), self._config.plain
         step = self._block_tokens()

@@ -15,6 +15,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from math import isfinite
 from typing import Any, NamedTuple
@@ -35,6 +36,10 @@ from kvedge.core.memory import memory_for
 from kvedge.errors import InvalidArgumentError, ShapeMismatchError
 
 MAX_DELTA = 1 << 40  # tokens, as far as a layer can reach
+# Ranges of tokens that may be turned differently, each of which is attended to by itself, and turns
+# of different pairs of channels after one another; with more, keys are stored turned.
+_MOST_RANGES = 256
+_MOST_ROTATIONS = 4
 
 
 @dataclass(frozen=True)
@@ -195,9 +200,8 @@ class Rotation(NamedTuple):
 
     def turn(self, rows: np.ndarray, *, back: bool) -> None:
         """Turn float64 rows (..., head_dim) in place."""
-        angles = np.array(self.angles)
-        sin = np.sin(angles)
-        _turn_pairs(rows, np.cos(angles), -sin if back else sin, self.interleaved)
+        cos, sin = _tables(self.angles)
+        _turn_pairs(rows, cos, -sin if back else sin, self.interleaved)
 
 
 Turn = tuple[Rotation, ...]  # one after the other; mostly one, and none: nothing is owed
@@ -211,21 +215,25 @@ def turned(turn: Turn, rows: np.ndarray, *, back: bool = False) -> np.ndarray:
     return made
 
 
+@lru_cache(maxsize=256)
+def _tables(angles: tuple[float, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Cosines and sines, float64."""
+    return np.cos(angles), np.sin(angles)
+
+
+@lru_cache(maxsize=256)
 def query_turns(turn: Turn) -> list[tuple[np.ndarray, np.ndarray, bool]]:
     """What a query is turned by where keys are to be turned: cosines, sines (float32), pairs."""
-    return [
-        (
-            np.cos(one.angles).astype(np.float32),
-            np.sin(one.angles).astype(np.float32) * np.float32(-1),
-            one.interleaved,
-        )
-        for one in reversed(turn)
-    ]
+    made = []
+    for one in reversed(turn):
+        cos, sin = _tables(one.angles)
+        made.append((cos.astype(np.float32), (-sin).astype(np.float32), one.interleaved))
+    return made
 
 
 def to_float32(rows: np.ndarray) -> np.ndarray:
     """Round rows, with what a turn took past float32's range at its ends."""
-    return np.clip(rows, -FLOAT32_MAX, FLOAT32_MAX).astype(np.float32)
+    return np.asarray(np.clip(rows, -FLOAT32_MAX, FLOAT32_MAX), np.float32)
 
 
 def _added(turn: Turn, more: Rotation) -> Turn:
@@ -256,11 +264,20 @@ class Turns(NamedTuple):
     def __bool__(self) -> bool:
         return any(self.turns)
 
+    @property
+    def are_many(self) -> bool:
+        """Whether it costs less to store keys turned."""
+        return (
+            len(self.starts) > _MOST_RANGES
+            or max(map(len, self.turns), default=0) > _MOST_ROTATIONS
+        )
+
     def is_valid(self, head_dim: int) -> bool:
         """Whether a layer could have made these, which came from a file."""
         starts = self.starts
         return (
-            all(type(start) is int for start in starts)
+            not self.are_many
+            and all(type(start) is int for start in starts)
             and starts[0] == 0
             and all(a < b for a, b in pairwise(starts))
             and starts[-1] <= MAX_DELTA
