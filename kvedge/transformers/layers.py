@@ -2,12 +2,17 @@
 
 A row is one sequence of the batch, a kvedge layer of its own. What :meth:`KvedgeLayer.update` gives
 back are lazy tensors that stand for the rows (:mod:`kvedge.transformers.lazy`).
+
+A row holds no padding on the left: it begins with the first token that attention sees, so that what
+counts from the beginning (automatic offsets and scales, sinks) counts tokens. Tokens come before
+their mask does, so a row that was empty is made anew without its padding when it is first attended
+to; the layer counts what is left out.
 """
 
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
@@ -71,6 +76,8 @@ class KvedgeLayer(CacheLayerMixin):
         self._index = index  # in the model
         self.version = 0  # raised by whatever changes the rows
         self.rows: list[Any] = []  # kvedge layers, one for each sequence
+        self.padding: list[int] = []  # of each row: tokens before its first one, which are not held
+        self._begun: _Begun | None = None  # the tokens that came last, where rows began with them
         self.dtype: torch.dtype | None = None
         self.device = torch.device("cpu")
 
@@ -85,6 +92,7 @@ class KvedgeLayer(CacheLayerMixin):
         batch, heads, _, head_dim = key_states.shape
         self.dtype = key_states.dtype
         self.rows = [self._new_row(heads, head_dim, value_states.shape[3]) for _ in range(batch)]
+        self.padding = [0] * batch
         self.is_initialized = True
 
     def _new_row(self, heads: int, head_dim: int, value_head_dim: int) -> Any:
@@ -120,11 +128,9 @@ class KvedgeLayer(CacheLayerMixin):
                 )
             self.lazy_initialization(key_states, value_states)
         self._make_room(tokens)
-        try:
-            append_batch(self.rows, key_states, value_states, layout="hnd")
-        except LayoutError:  # a convolution over tokens leaves channels apart
-            keys, values = key_states.contiguous(), value_states.contiguous()
-            append_batch(self.rows, keys, values, layout="hnd")
+        begins = [i for i, row in enumerate(self.rows) if row.is_empty]
+        _append(self.rows, key_states, value_states)
+        self._begun = _Begun(begins, key_states, value_states) if begins else None
         self.version += 1
         self._appended(tokens)
         return self._lazy(tokens)
@@ -167,7 +173,12 @@ class KvedgeLayer(CacheLayerMixin):
 
     def _readable(self, new: int) -> int:
         """Tokens that `new` query rows may read between them."""
-        return len(self.rows[0])
+        return self.num_held
+
+    @property
+    def num_held(self) -> int:
+        """Tokens of each row, padding before them included."""
+        return len(self.rows[0]) + self.padding[0] if self.rows else 0
 
     @property
     def keys(self) -> torch.Tensor | None:
@@ -201,12 +212,16 @@ class KvedgeLayer(CacheLayerMixin):
         Returns
         -------
         torch.Tensor
-            (batch, num_kv_heads, tokens, head_dim), of the model's dtype.
+            (batch, num_kv_heads, tokens, head_dim), of the model's dtype; padding is 0.
         """
         decoded = []
         for row in self.rows:
             floats = torch.from_numpy(row.values() if of_values else row.keys())
-            decoded.append(floats[len(row) - tokens :].transpose(0, 1))
+            floats = floats[max(len(row) - tokens, 0) :]
+            missing = tokens - len(floats)
+            decoded.append(
+                torch.nn.functional.pad(floats, (0, 0, 0, 0, missing, 0)).transpose(0, 1)
+            )
         return torch.stack(decoded).to(self.dtype)
 
     def attend(
@@ -232,51 +247,94 @@ class KvedgeLayer(CacheLayerMixin):
         torch.Tensor
             (batch, queries, num_heads, head_dim of the values), of the query's dtype.
         """
-        first = self.rows[0]
-        before = len(first) - tokens  # held, but not for these rows to read
-        start: int | list[int] | None = None
+        before = self.num_held - tokens  # held, but not for these rows to read
+        batch, num_heads, queries, _ = query.shape
+        if mask is not None:
+            mask = mask.detach()
+        if self._begun is not None or any(self.padding):
+            self._leave_out(_first_seen(batch, tokens, mask, starts), before)
+        if mask is not None and before:
+            mask = torch.nn.functional.pad(mask, (before, 0))
+        start = [0] * batch
         if starts is not None:
             start = [before + own for own in starts]
         elif before and window is None:
-            start = before
-        if mask is not None:
-            mask = mask.detach()
-            if before:
-                mask = torch.nn.functional.pad(mask, (before, 0))
-        if sink_logits is not None:
-            sink_logits = sink_logits.detach().float()
+            start = [before] * batch
+        options = {
+            "scale": scale,
+            "causal": causal,
+            "window": window,
+            "softcap": softcap,
+            "sink_logits": None if sink_logits is None else sink_logits.detach().float(),
+            "precision_bits": self._options.precision_bits,
+            "tolerance": self._options.tolerance,
+            "num_threads": self._options.num_threads or torch.get_num_threads(),
+            "layout": "hnd",
+            "return_lse": sinks is not None,
+        }
         if query.stride(-1) != 1:
             query = query.contiguous()
-        batch, num_heads, queries, _ = query.shape
-        out = query.new_empty(batch, queries, num_heads, first.value_head_dim)
-        got = attend_batch(
-            self.rows,
-            query,
-            scale=scale,
-            causal=causal,
-            window=window,
-            sink_logits=sink_logits,
-            softcap=softcap,
-            mask=mask,
-            start=start,
-            precision_bits=self._options.precision_bits,
-            tolerance=self._options.tolerance,
-            out=out.transpose(1, 2),
-            num_threads=self._options.num_threads or torch.get_num_threads(),
-            layout="hnd",
-            return_lse=sinks is not None,
-        )
-        if sinks is not None:
-            lse = torch.from_numpy(got[1])  # (batch, num_heads, queries)
-            kept = torch.sigmoid(lse - sinks[..., 0].float())
-            out.mul_(kept.transpose(1, 2)[..., None])
+        shape = (batch, queries, num_heads, self.rows[0].value_head_dim)
+        shortest = min(map(len, self.rows))
+        if shortest >= queries:
+            groups, out = [(0, batch, queries)], query.new_empty(shape)
+        else:  # queries of padding see nothing
+            groups = [(i, i + 1, min(queries, len(row))) for i, row in enumerate(self.rows)]
+            out = query.new_zeros(shape)
+        for low, high, n in groups:
+            if n == 0:
+                continue
+            rows, padding = self.rows[low:high], self.padding[low:high]
+            to = out[low:high, queries - n :]
+            got = attend_batch(
+                rows,
+                query[low:high, :, queries - n :],
+                mask=None if mask is None else _of_rows(mask, low, high, n, padding, rows),
+                start=[
+                    max(own - gap, 0) for own, gap in zip(start[low:high], padding, strict=True)
+                ],
+                out=to.transpose(1, 2),
+                **options,
+            )
+            if sinks is not None:
+                lse = torch.from_numpy(got[1])  # (rows, num_heads, n)
+                kept = torch.sigmoid(lse - sinks[low:high, :, queries - n :, 0].float())
+                to.mul_(kept.transpose(1, 2)[..., None])
         return out
+
+    def _leave_out(self, first_seen: list[int], before: int) -> None:
+        """Let rows that began with the last tokens begin with the first one that is seen.
+
+        `first_seen` counts from the first token that may be read, which is `before` others.
+        """
+        begun, self._begun = self._begun, None
+        for i in [] if begun is None else begun.rows:
+            hidden = min(before + first_seen[i], self.num_held) - self.padding[i]
+            if hidden > 0:
+                self._begin_anew(i, hidden, begun.keys[i : i + 1], begun.values[i : i + 1])
+        for i, (gap, first) in enumerate(zip(self.padding, first_seen, strict=True)):
+            if before + first < gap:
+                raise InvalidArgumentError(
+                    f"sequence {i} of the KvedgeCache was padded by {gap} tokens, which it does "
+                    "not hold, and this attention_mask shows some of them: pass the mask that "
+                    "hides them at every step, or reset() the cache"
+                )
+
+    def _begin_anew(
+        self, index: int, hidden: int, keys: torch.Tensor, values: torch.Tensor
+    ) -> None:
+        """Make a row that holds tokens (1, heads, tokens, head_dim) without the first ones."""
+        row = self._new_row(keys.shape[1], keys.shape[3], values.shape[3])
+        if hidden < keys.shape[2]:
+            _append([row], keys[:, :, hidden:], values[:, :, hidden:])
+        self.rows[index] = row
+        self.padding[index] += hidden
 
     # ---- lengths ---------------------------------------------------------------------------------
 
     def get_seq_length(self) -> int:
         """Tokens seen."""
-        return len(self.rows[0]) if self.rows else 0
+        return self.num_held
 
     def get_mask_sizes(self, query_length: int | torch.Tensor) -> tuple[int, int]:
         """Keys that a mask for so many further tokens has, and the position of the first of them.
@@ -309,7 +367,7 @@ class KvedgeLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Drop all tokens; the next may be of another batch."""
         self.version += 1
-        self.rows = []
+        self.rows, self.padding, self._begun = [], [], None
         self.is_initialized = False
 
     def crop(self, length: int) -> None:
@@ -323,9 +381,15 @@ class KvedgeLayer(CacheLayerMixin):
         length = self._options.tokens_after_crop(length, self.get_seq_length())
         if length == self.get_seq_length():
             return
+        self._truncate(length)
+
+    def _truncate(self, held: int) -> None:
+        """Hold the first tokens only, padding included."""
         self.version += 1
-        for row in self.rows:
-            row.truncate(length)
+        self._begun = None
+        for row, gap in zip(self.rows, self.padding, strict=True):
+            row.truncate(max(held - gap, 0))
+        self.padding = [min(gap, held) for gap in self.padding]
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Let row i be a copy of what row ``beam_idx[i]`` is."""
@@ -352,6 +416,8 @@ class KvedgeLayer(CacheLayerMixin):
             chosen.append(row.copy() if index in taken else row)
             taken.add(index)
         self.rows = chosen
+        self.padding = [self.padding[index] for index in indices.tolist()]
+        self._begun = None
 
     def offload(self) -> None:
         """Do nothing: rows are in the CPU's memory."""
@@ -367,6 +433,48 @@ class KvedgeLayer(CacheLayerMixin):
             if name != "_options":
                 setattr(other, name, copy.deepcopy(value, memo))
         return other
+
+
+class _Begun(NamedTuple):
+    """Tokens (batch, num_kv_heads, tokens, head_dim) that some rows began with."""
+
+    rows: list[int]
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+def _append(rows: list[Any], keys: torch.Tensor, values: torch.Tensor) -> None:
+    """Append tokens (batch, num_kv_heads, tokens, head_dim) to all rows or to none."""
+    try:
+        append_batch(rows, keys, values, layout="hnd")
+    except LayoutError:  # a convolution over tokens leaves channels apart
+        append_batch(rows, keys.contiguous(), values.contiguous(), layout="hnd")
+
+
+def _first_seen(
+    batch: int, tokens: int, mask: torch.Tensor | None, starts: list[int] | None
+) -> list[int]:
+    """Of each row the first of the last `tokens` that some query sees; `tokens` if none is."""
+    if mask is None:
+        return [0] * batch if starts is None else starts
+    seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    columns = seen.flatten(1, 2).any(1).expand(batch, tokens)
+    return torch.where(columns.any(1), columns.to(torch.int8).argmax(1), tokens).tolist()
+
+
+def _of_rows(
+    mask: torch.Tensor, low: int, high: int, n: int, padding: list[int], rows: list[Any]
+) -> torch.Tensor:
+    """A mask (batch or 1, heads or 1, queries or 1, tokens) for the last n queries of some rows.
+
+    It begins with the first token that each row holds.
+    """
+    mask = mask[low:high] if mask.shape[0] > 1 else mask
+    mask = mask[:, :, -n:]
+    if not any(padding):
+        return mask
+    shifted = [mask[i if mask.shape[0] > 1 else 0].roll(-gap, -1) for i, gap in enumerate(padding)]
+    return torch.stack(shifted)[..., : max(map(len, rows))]
 
 
 def _refuse_tensor(given: torch.Tensor | None) -> None:
@@ -408,7 +516,7 @@ class KvedgeSlidingLayer(KvedgeLayer):
         return before + query_length, self.cumulative_length - before
 
     def _readable(self, new: int) -> int:
-        return min(len(self.rows[0]), self.sliding_window - 1 + new)
+        return min(self.num_held, self.sliding_window - 1 + new)
 
     def _appended(self, tokens: int) -> None:
         self.cumulative_length += tokens
@@ -420,18 +528,20 @@ class KvedgeSlidingLayer(KvedgeLayer):
         """Drop tokens before the window, once there are as many as it holds."""
         if self.record_past or not self.rows:
             return
-        if len(self.rows[0]) >= 2 * self.sliding_window:
+        if self.num_held >= 2 * self.sliding_window:
             self._restrict()
 
     def _restrict(self) -> None:
         """Keep the tokens that the next query may read, no others."""
-        extra = len(self.rows[0]) - (self.sliding_window - 1)
+        extra = self.num_held - (self.sliding_window - 1)
         if extra > 0:
             self.version += 1
-            for row in self.rows:
-                row.drop_first(extra)
+            self._begun = None
+            for row, gap in zip(self.rows, self.padding, strict=True):
+                row.drop_first(max(extra - gap, 0))
+            self.padding = [max(gap - extra, 0) for gap in self.padding]
             # A long prompt was held whole while it was read: give that memory back.
-            if self.rows[0].capacity > max(_SLACK * self.sliding_window, _SMALL):
+            if max(row.capacity for row in self.rows) > max(_SLACK * self.sliding_window, _SMALL):
                 self.rows = [row.copy() for row in self.rows]
 
     def attend(self, query: torch.Tensor, tokens: int, **options: Any) -> torch.Tensor:
@@ -458,16 +568,14 @@ class KvedgeSlidingLayer(KvedgeLayer):
         length = self._options.tokens_after_crop(length, self.cumulative_length)
         gone = self.cumulative_length - length
         if gone:
-            held = len(self.rows[0]) - gone
+            held = self.num_held - gone
             if held < min(length, self.sliding_window - 1):
                 raise InvalidArgumentError(
                     f"layer {self._index} cannot go back by {gone} tokens: its window of "
                     f"{self.sliding_window} would need tokens that are gone. Call "
                     "activate_past_recording() before the tokens that may have to go"
                 )
-            self.version += 1
-            for row in self.rows:
-                row.truncate(held)
+            self._truncate(held)
             self.cumulative_length = length
         if self.record_past and self.rows:
             self._restrict()

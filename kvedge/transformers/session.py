@@ -37,6 +37,7 @@ __all__ = ["fill", "keep_prefix", "known_ids", "model_fields", "note_ids", "read
 
 _INDEX = "conversation.json"
 _FORMAT = {"format": "kvedge.transformers", "format_version": 1}
+_PADDED = {**_FORMAT, "format_version": 2}  # of rows that do not hold the padding before them
 _FILE = re.compile(r"rows-[0-9a-f]{16}-[0-9]{1,4}\.safetensors")
 _CONVERSATION = "conversation"  # metadata of a session file: which it belongs to
 # What two models must share for the rows of one to fit the other.
@@ -161,7 +162,7 @@ def _check_goes_back(index: int, layer: Any, kept: int, length: int) -> None:
             f"tokens to {kept}: {again}"
         )
     if isinstance(layer, KvedgeSlidingLayer) and layer.rows:
-        held = len(layer.rows[0]) - (length - kept)
+        held = layer.num_held - (length - kept)
         if held < min(kept, layer.sliding_window - 1):
             raise InvalidArgumentError(
                 f"layer {index} cannot go back from {length} tokens to {kept}: its window of "
@@ -232,8 +233,11 @@ def _write(cache: Any, model: dict[str, Any], folder: str, ids: torch.Tensor) ->
             "dtype": str(layer.dtype).removeprefix("torch."),
             "rows": [places[id(row)] for row in layer.rows],
         }
+        if any(layer.padding):
+            layers[index]["padding"] = layer.padding
+    padded = any(layer and "padding" in layer for layer in layers)
     index_fields = {
-        **_FORMAT,
+        **(_PADDED if padded else _FORMAT),
         "conversation": conversation,
         "model": model,
         "options": _saved_options(cache._options),
@@ -306,7 +310,7 @@ def _read(folder: str, config: Any) -> tuple[dict[str, Any], dict[str, Any], lis
         text = file.read()
     try:
         fields = json.loads(text)
-        if any(fields[key] != value for key, value in _FORMAT.items()):
+        if {key: fields[key] for key in _FORMAT} not in (_FORMAT, _PADDED):
             raise CorruptFileError(f"{name}: it is not a conversation that this kvedge can read")
         if fields["sha256"] != _digest(fields):
             raise CorruptFileError(f"{name}: it was changed or damaged")
@@ -339,6 +343,18 @@ def _read_rows(folder: str, name: str, conversation: str) -> Any:
     return rows
 
 
+def _padding(saved: Any, rows: list[Any]) -> list[int]:
+    """The padding before each row, as it was saved."""
+    if saved is None:
+        return [0] * len(rows)
+    if len(saved) != len(rows) or any(type(gap) is not int or gap < 0 for gap in saved):
+        raise ValueError(f"{saved} is no padding of {len(rows)} rows")
+    if len({len(row) + gap for row, gap in zip(rows, saved, strict=True)}) > 1:
+        raise ValueError("rows of a layer differ in length")
+    padding: list[int] = saved
+    return padding
+
+
 def fill(cache: Any, fields: dict[str, Any], rows: list[Any], path: Any) -> None:
     """Let an empty cache hold what was read."""
     try:
@@ -350,6 +366,7 @@ def fill(cache: Any, fields: dict[str, Any], rows: list[Any], path: Any) -> None
             if not isinstance(layer, KvedgeLayer):
                 raise ValueError("rows of a layer that holds none")
             layer.rows = own
+            layer.padding = _padding(saved.get("padding"), own)
             layer.dtype = getattr(torch, saved["dtype"])
             layer.is_initialized = True
             layer.version += 1
