@@ -128,9 +128,12 @@ class KvedgeLayer(CacheLayerMixin):
                 )
             self.lazy_initialization(key_states, value_states)
         self._make_room(tokens)
-        begins = [i for i, row in enumerate(self.rows) if row.is_empty]
+        held = list(map(len, self.rows))
         _append(self.rows, key_states, value_states)
-        self._begun = _Begun(begins, key_states, value_states) if begins else None
+        self._begun = None
+        if not all(held):
+            begins = [i for i, n in enumerate(held) if n == 0]
+            self._begun = _Begun(begins, key_states, value_states)
         self.version += 1
         self._appended(tokens)
         return self._lazy(tokens)
@@ -248,59 +251,87 @@ class KvedgeLayer(CacheLayerMixin):
             (batch, queries, num_heads, head_dim of the values), of the query's dtype.
         """
         before = self.num_held - tokens  # held, but not for these rows to read
-        batch, num_heads, queries, _ = query.shape
         if mask is not None:
             mask = mask.detach()
         if self._begun is not None or any(self.padding):
-            self._leave_out(_first_seen(batch, tokens, mask, starts), before)
+            self._leave_out(_first_seen(query.shape[0], tokens, mask, starts), before)
         if mask is not None and before:
             mask = torch.nn.functional.pad(mask, (before, 0))
-        start = [0] * batch
+        if sink_logits is not None:
+            sink_logits = sink_logits.detach().float()
+        if query.stride(-1) != 1:
+            query = query.contiguous()
+        batch, num_heads, queries, _ = query.shape
+        shape = (batch, queries, num_heads, self.rows[0].value_head_dim)
+        options = (scale, causal, window, sink_logits, softcap)
+        start: int | list[int] | None = None
         if starts is not None:
             start = [before + own for own in starts]
         elif before and window is None:
-            start = [before] * batch
-        options = {
-            "scale": scale,
-            "causal": causal,
-            "window": window,
-            "softcap": softcap,
-            "sink_logits": None if sink_logits is None else sink_logits.detach().float(),
-            "precision_bits": self._options.precision_bits,
-            "tolerance": self._options.tolerance,
-            "num_threads": self._options.num_threads or torch.get_num_threads(),
-            "layout": "hnd",
-            "return_lse": sinks is not None,
-        }
-        if query.stride(-1) != 1:
-            query = query.contiguous()
-        shape = (batch, queries, num_heads, self.rows[0].value_head_dim)
-        shortest = min(map(len, self.rows))
-        if shortest >= queries:
-            groups, out = [(0, batch, queries)], query.new_empty(shape)
-        else:  # queries of padding see nothing
-            groups = [(i, i + 1, min(queries, len(row))) for i, row in enumerate(self.rows)]
-            out = query.new_zeros(shape)
-        for low, high, n in groups:
+            start = before
+        if not any(self.padding):
+            out = query.new_empty(shape)
+            self._attend_rows(self.rows, query, out, start, mask, sinks, options)
+            return out
+        lengths = list(map(len, self.rows))
+        if start is not None:
+            of_rows = start if isinstance(start, list) else [start] * batch
+            start = [max(one - gap, 0) for one, gap in zip(of_rows, self.padding, strict=True)]
+        if mask is not None:
+            mask = _for_rows(mask, self.padding)[..., : max(lengths)]
+        if min(lengths) >= queries:
+            out = query.new_empty(shape)
+            self._attend_rows(self.rows, query, out, start, mask, sinks, options)
+            return out
+        out = query.new_zeros(shape)  # queries of padding see nothing
+        for i, length in enumerate(lengths):
+            n = min(queries, length)
             if n == 0:
                 continue
-            rows, padding = self.rows[low:high], self.padding[low:high]
-            to = out[low:high, queries - n :]
-            got = attend_batch(
-                rows,
-                query[low:high, :, queries - n :],
-                mask=None if mask is None else _of_rows(mask, low, high, n, padding, rows),
-                start=[
-                    max(own - gap, 0) for own, gap in zip(start[low:high], padding, strict=True)
-                ],
-                out=to.transpose(1, 2),
-                **options,
+            self._attend_rows(
+                [self.rows[i]],
+                query[i : i + 1, :, queries - n :],
+                out[i : i + 1, queries - n :],
+                None if start is None else start[i : i + 1],
+                None if mask is None else mask[i : i + 1, :, -n:, :length],
+                None if sinks is None else sinks[i : i + 1, :, queries - n :],
+                options,
             )
-            if sinks is not None:
-                lse = torch.from_numpy(got[1])  # (rows, num_heads, n)
-                kept = torch.sigmoid(lse - sinks[low:high, :, queries - n :, 0].float())
-                to.mul_(kept.transpose(1, 2)[..., None])
         return out
+
+    def _attend_rows(
+        self,
+        rows: list[Any],
+        query: torch.Tensor,
+        out: torch.Tensor,
+        start: int | list[int] | None,
+        mask: torch.Tensor | None,
+        sinks: torch.Tensor | None,
+        options: tuple[Any, ...],
+    ) -> None:
+        """Write to `out` what queries (rows, num_heads, queries, head_dim) of some rows see."""
+        scale, causal, window, sink_logits, softcap = options
+        got = attend_batch(
+            rows,
+            query,
+            scale=scale,
+            causal=causal,
+            window=window,
+            sink_logits=sink_logits,
+            softcap=softcap,
+            mask=mask,
+            start=start,
+            precision_bits=self._options.precision_bits,
+            tolerance=self._options.tolerance,
+            out=out.transpose(1, 2),
+            num_threads=self._options.num_threads or torch.get_num_threads(),
+            layout="hnd",
+            return_lse=sinks is not None,
+        )
+        if sinks is not None:
+            lse = torch.from_numpy(got[1])  # (rows, num_heads, queries)
+            kept = torch.sigmoid(lse - sinks[..., 0].float())
+            out.mul_(kept.transpose(1, 2)[..., None])
 
     def _leave_out(self, first_seen: list[int], before: int) -> None:
         """Let rows that began with the last tokens begin with the first one that is seen.
@@ -308,10 +339,11 @@ class KvedgeLayer(CacheLayerMixin):
         `first_seen` counts from the first token that may be read, which is `before` others.
         """
         begun, self._begun = self._begun, None
-        for i in [] if begun is None else begun.rows:
-            hidden = min(before + first_seen[i], self.num_held) - self.padding[i]
-            if hidden > 0:
-                self._begin_anew(i, hidden, begun.keys[i : i + 1], begun.values[i : i + 1])
+        if begun is not None:
+            for i in begun.rows:
+                hidden = min(before + first_seen[i], self.num_held) - self.padding[i]
+                if hidden > 0:
+                    self._begin_anew(i, hidden, begun.keys[i : i + 1], begun.values[i : i + 1])
         for i, (gap, first) in enumerate(zip(self.padding, first_seen, strict=True)):
             if before + first < gap:
                 raise InvalidArgumentError(
@@ -462,19 +494,10 @@ def _first_seen(
     return torch.where(columns.any(1), columns.to(torch.int8).argmax(1), tokens).tolist()
 
 
-def _of_rows(
-    mask: torch.Tensor, low: int, high: int, n: int, padding: list[int], rows: list[Any]
-) -> torch.Tensor:
-    """A mask (batch or 1, heads or 1, queries or 1, tokens) for the last n queries of some rows.
-
-    It begins with the first token that each row holds.
-    """
-    mask = mask[low:high] if mask.shape[0] > 1 else mask
-    mask = mask[:, :, -n:]
-    if not any(padding):
-        return mask
-    shifted = [mask[i if mask.shape[0] > 1 else 0].roll(-gap, -1) for i, gap in enumerate(padding)]
-    return torch.stack(shifted)[..., : max(map(len, rows))]
+def _for_rows(mask: torch.Tensor, padding: list[int]) -> torch.Tensor:
+    """A mask that begins, for each row of the batch, with the first token that the row holds."""
+    mask = mask.expand(len(padding), -1, -1, -1)
+    return torch.stack([of_row.roll(-gap, -1) for of_row, gap in zip(mask, padding, strict=True)])
 
 
 def _refuse_tensor(given: torch.Tensor | None) -> None:
