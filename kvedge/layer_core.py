@@ -144,7 +144,9 @@ class LayerCore(LayerFacts):
             len); for one row also (num_heads, len). Any strides; what is repeated is not copied.
         start : int
             The first token that is seen, 0 to len: left padding before it is skipped and costs
-            nothing. Positions and causality stay as they are; `sink_tokens` count from it.
+            nothing. Positions and causality stay as they are; `sink_tokens` count from it. (The
+            layer's own ``sinks`` and automatic offsets and scales are of the first tokens it was
+            given: better append no padding; layers of a batch may differ in length.)
         alibi_slopes : array, optional
             float32 (num_heads,): slope * (t - p) is added (https://arxiv.org/abs/2108.12409).
         precision_bits : 8, 16 or 24, optional

@@ -30,7 +30,7 @@ _make_wrapper: Any = torch.Tensor._make_wrapper_subclass
 _SLACK = 8
 _SMALL = 1024
 
-__all__ = ["KvedgeLayer", "KvedgeSlidingLayer", "LazyRows"]
+__all__ = ["Begun", "KvedgeLayer", "KvedgeSlidingLayer", "LazyRows", "first_seen"]
 
 
 class LazyRows(LazyTensor):
@@ -77,7 +77,7 @@ class KvedgeLayer(CacheLayerMixin):
         self.version = 0  # raised by whatever changes the rows
         self.rows: list[Any] = []  # kvedge layers, one for each sequence
         self.padding: list[int] = []  # of each row: tokens before its first one, which are not held
-        self._begun: _Begun | None = None  # the tokens that came last, where rows began with them
+        self._begun: Begun | None = None  # the tokens that came last, where rows began with them
         self.dtype: torch.dtype | None = None
         self.device = torch.device("cpu")
 
@@ -133,7 +133,7 @@ class KvedgeLayer(CacheLayerMixin):
         self._begun = None
         if not all(held):
             begins = [i for i, n in enumerate(held) if n == 0]
-            self._begun = _Begun(begins, key_states, value_states)
+            self._begun = Begun(begins, key_states, value_states)
         self.version += 1
         self._appended(tokens)
         return self._lazy(tokens)
@@ -254,7 +254,7 @@ class KvedgeLayer(CacheLayerMixin):
         if mask is not None:
             mask = mask.detach()
         if self._begun is not None or any(self.padding):
-            self._leave_out(_first_seen(query.shape[0], tokens, mask, starts), before)
+            self._leave_out(first_seen(query.shape[0], tokens, mask, starts), before)
         if mask is not None and before:
             mask = torch.nn.functional.pad(mask, (before, 0))
         if sink_logits is not None:
@@ -333,18 +333,18 @@ class KvedgeLayer(CacheLayerMixin):
             kept = torch.sigmoid(lse - sinks[..., 0].float())
             out.mul_(kept.transpose(1, 2)[..., None])
 
-    def _leave_out(self, first_seen: list[int], before: int) -> None:
+    def _leave_out(self, seen: list[int], before: int) -> None:
         """Let rows that began with the last tokens begin with the first one that is seen.
 
-        `first_seen` counts from the first token that may be read, which is `before` others.
+        `seen` counts from the first token that may be read, which is `before` others.
         """
         begun, self._begun = self._begun, None
         if begun is not None:
             for i in begun.rows:
-                hidden = min(before + first_seen[i], self.num_held) - self.padding[i]
+                hidden = min(before + seen[i], self.num_held) - self.padding[i]
                 if hidden > 0:
                     self._begin_anew(i, hidden, begun.keys[i : i + 1], begun.values[i : i + 1])
-        for i, (gap, first) in enumerate(zip(self.padding, first_seen, strict=True)):
+        for i, (gap, first) in enumerate(zip(self.padding, seen, strict=True)):
             if before + first < gap:
                 raise InvalidArgumentError(
                     f"sequence {i} of the KvedgeCache was padded by {gap} tokens, which it does "
@@ -467,7 +467,7 @@ class KvedgeLayer(CacheLayerMixin):
         return other
 
 
-class _Begun(NamedTuple):
+class Begun(NamedTuple):
     """Tokens (batch, num_kv_heads, tokens, head_dim) that some rows began with."""
 
     rows: list[int]
@@ -483,7 +483,7 @@ def _append(rows: list[Any], keys: torch.Tensor, values: torch.Tensor) -> None:
         append_batch(rows, keys.contiguous(), values.contiguous(), layout="hnd")
 
 
-def _first_seen(
+def first_seen(
     batch: int, tokens: int, mask: torch.Tensor | None, starts: list[int] | None
 ) -> list[int]:
     """Of each row the first of the last `tokens` that some query sees; `tokens` if none is."""
