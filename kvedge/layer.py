@@ -433,8 +433,11 @@ class LayerMethods(LayerRoom):
         if not delta or start == stop:
             return turns
         checks.check_finite(np.array(rotation.angles), "the angles of the turn")
-        turns = turns.shifted(
-            rotation, dropped + start, None if stop == len(self) else dropped + stop
+        # Tokens that were dropped, or lie above the length, are not returned to after a shift.
+        turns = turns.within(dropped, dropped + len(self)).shifted(
+            rotation,
+            dropped + start if start else 0,
+            dropped + stop if stop < len(self) else None,
         )
         for first, last, turn in turns.ranges(dropped + start, dropped + stop):
             self._check_turn(turn, first, last)

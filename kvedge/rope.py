@@ -301,6 +301,10 @@ class Turns(NamedTuple):
                 made[at] = to_float32(turned(turn, made[at], back=back))
         return made
 
+    def within(self, start: int, stop: int) -> Turns:
+        """The turns of positions `start` to `stop`, and of all others as of the next of these."""
+        return Turns._of([(first, turn) for first, _, turn in self.ranges(start, stop)])
+
     def shifted(self, more: Rotation, start: int, stop: int | None) -> Turns:
         """The turns with positions `start` to `stop` (None: all from there on) moved further."""
         end = 1 << 62

@@ -253,6 +253,8 @@ class KvedgeLayer(CacheLayerMixin):
         before = self.num_held - tokens  # held, but not for these rows to read
         if mask is not None:
             mask = mask.detach()
+        if self._begun is not None and mask is not None and query.shape[2] < self._begun.num_tokens:
+            self._begun = None  # what these queries do not see, others may
         if self._begun is not None or any(self.padding):
             self._leave_out(first_seen(query.shape[0], tokens, mask, starts), before)
         if mask is not None and before:
@@ -473,6 +475,11 @@ class Begun(NamedTuple):
     rows: list[int]
     keys: torch.Tensor
     values: torch.Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of each row."""
+        return self.keys.shape[2]
 
 
 def _append(rows: list[Any], keys: torch.Tensor, values: torch.Tensor) -> None:

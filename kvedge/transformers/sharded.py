@@ -141,6 +141,8 @@ class KvedgeShardedLayer(KvedgeLayer):
         before = length - tokens
         if mask is not None:
             mask = mask.detach()
+        if self._begun is not None and mask is not None and n < self._begun.num_tokens:
+            self._begun = None  # what these queries do not see, others may
         if self._begun is not None or any(self.padding):
             self._leave_out(first_seen(batch, tokens, mask, starts), before)
         if mask is not None:

@@ -148,7 +148,48 @@ def test_a_stream_that_drops_a_token_for_each_new_one(name):
             for _ in range(7):
                 model.shift(-1, ROPES[0], 4, len(kept))
         model.append(1)
+    assert len(model.cache.layer(0)._turns.starts) == 2
     model.check()
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 16}, {"recent": 5}, {"sinks": 3}], ids=str)
+def test_a_layer_that_drops_its_first_tokens(options, rng):
+    """One turn, however long it goes on: that of the tokens that are there."""
+    layer = kvedge.QuantizedKvLayer(None, H, D, **options)
+    keys = normal(rng, 40, H, D)
+    layer.extend(keys, keys)
+    expected = keys.astype(np.float64)
+    for _ in range(300):
+        if "window" not in options:
+            layer.drop_first(1)
+        expected = expected[-len(layer) :]
+        layer.shift(-1, rope=Rope())
+        expected = reference.rotate(expected, -1)
+        key = normal(rng, H, D)
+        layer.push(key, key)
+        expected = np.concatenate([expected, key[None]])
+    expected = expected[-len(layer) :]
+    assert len(layer._turns.starts) == 1
+    assert error_of(layer.keys(), expected) <= 0.008
+    query = normal(rng, 2 * H, D)
+    out, _ = reference.attention(query, layer.keys(), layer.values(), window=layer.window)
+    np.testing.assert_allclose(layer.attend(query), out, rtol=0, atol=2e-4 * np.abs(out).max())
+    copied = pickle.loads(pickle.dumps(layer))
+    np.testing.assert_array_equal(copied.keys(), layer.keys())
+
+
+@pytest.mark.parametrize("name", ["int8", "int8 with an offset", "kivi4"])
+def test_shifted_tokens_are_put_into_a_shifted_cache(name, rng):
+    caches = [Model(FORMATS[name], seed) for seed in (1, 2)]
+    for model, n, delta, start in zip(caches, (96, 32), (-7, 9), (4, 3), strict=True):
+        model.append(n)
+        model.shift(delta, ROPES[0], start, n)
+    one, other = caches
+    for start in (32, 64, 96):
+        cache = one.cache.copy()
+        cache.inject(other.cache, start, requantize=True)
+        expected = np.concatenate([one.keys[:start], other.keys, one.keys[start + 32 :]])
+        assert error_of(cache.k(0), expected) <= 1.5 * error_of(one.cache.k(0), one.keys)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float32", "int4"])
