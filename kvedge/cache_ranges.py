@@ -67,9 +67,7 @@ class CacheRanges(CacheState):
         for layer, config in zip(contents.layers, contents.format.layers, strict=True):
             rows = {name: getattr(layer, name)[start:stop] for name in Slabs._fields}
             parts = parts_of_range(layer.parts, config, contents.length, start, stop)
-            turns = None
-            if layer.turns is not None:
-                turns = layer.turns.kept(np.arange(start, stop), 0) or None
+            turns = layer.turns and layer.turns.moved(start, stop)
             layers.append(replace(layer, **rows, parts=parts, turns=turns))
         contents = replace(contents, length=stop - start, layers=tuple(layers))
         return self._holding(contents, None, self._key_rule, {})

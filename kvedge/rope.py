@@ -305,6 +305,10 @@ class Turns(NamedTuple):
         """The turns of positions `start` to `stop`, and of all others as of the next of these."""
         return Turns._of([(first, turn) for first, _, turn in self.ranges(start, stop)])
 
+    def moved(self, start: int, stop: int) -> Turns | None:
+        """The turns of positions `start` to `stop`, once these begin at 0; None: nothing."""
+        return self.kept(np.arange(start, stop), 0) or None
+
     def shifted(self, more: Rotation, start: int, stop: int | None) -> Turns:
         """The turns with positions `start` to `stop` (None: all from there on) moved further."""
         end = 1 << 62

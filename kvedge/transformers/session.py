@@ -29,7 +29,7 @@ from kvedge.core.replacing import locked, remove_abandoned, replacing
 from kvedge.errors import CorruptFileError, InvalidArgumentError, KvedgeError, ShapeMismatchError
 from kvedge.session import checked_path
 from kvedge.session import save as save_session
-from kvedge.snapshot import CacheContents, CacheFormat
+from kvedge.snapshot import CacheContents, CacheFormat, LayerContents
 from kvedge.transformers.layers import KvedgeLayer, KvedgeSlidingLayer
 from kvedge.transformers.structure import text_config
 
@@ -195,8 +195,15 @@ class _Rows:
     def _contents(self, upto: int | None = None, *, copy: bool = True) -> CacheContents:
         contents = CacheState._contents(self, copy=copy)  # type: ignore[arg-type]
         # What a row has dropped is not missed: a window's position is in the index.
-        layers = tuple(replace(layer, num_dropped=0) for layer in contents.layers)
+        layers = tuple(map(_from_0, contents.layers))
         return replace(contents, layers=layers)
+
+
+def _from_0(layer: LayerContents) -> LayerContents:
+    """The tokens of a layer, the first of them at position 0."""
+    first = layer.num_dropped
+    turns = layer.turns and layer.turns.moved(first, first + layer.num_tokens)
+    return replace(layer, num_dropped=0, turns=turns)
 
 
 def save(cache: Any, model: dict[str, Any], path: Any, token_ids: Any) -> None:
