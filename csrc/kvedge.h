@@ -273,7 +273,9 @@ kvedge_status kvedge_rotation_angles(double base, int dims, int64_t delta, float
 
 /* Rotates the keys of tokens start..stop-1: read, turned in float, stored again. All of them or, where one would not fit
  * what it is stored in (KVEDGE_ERROR_NONFINITE, KVEDGE_ERROR_SCALE), none. After drop_first or keep, it brings the rest to
- * positions that the model knows (llama.cpp's context shift). Needs the layer alone. */
+ * positions that the model knows (llama.cpp's context shift). Every call rounds the keys once more, which many small moves
+ * add up to: rather keep the sum of moves, append keys turned back by it, and turn the query by kvedge_part.turns, which
+ * costs nothing (Python's shift does so). Needs the layer alone. */
 kvedge_status kvedge_layer_shift(kvedge_layer *layer, int64_t start, int64_t stop, const kvedge_rotation *rotation);
 
 /* The config with nothing left open: no 0 in it. */
@@ -460,6 +462,9 @@ typedef struct kvedge_part {
   const int32_t *blocks; /* or NULL; [ceil((first_row + num_tokens) / block_size)]: row r, here 0 or more, is row
                           * r % block_size of block blocks[r / block_size]; blocks before first_row's are not looked at */
   int64_t block_size;    /* a multiple of 32 where tokens lie in runs */
+  const kvedge_rotation *turns; /* [num_turns], which the query gets before it meets these keys, one after the other: a
+                                 * query that is turned by -delta positions attends as if the keys were moved by delta */
+  int num_turns;
 } kvedge_part;
 
 /* kvedge_attend for every call, such as for the rows of a batch, which are layers of their own: the work of all is

@@ -99,6 +99,8 @@ cdef extern from "kvedge.h" nogil:
         int64_t position
         const int32_t *blocks
         int64_t block_size
+        const kvedge_rotation *turns
+        int num_turns
 
     ctypedef struct kvedge_attention_call:
         const kvedge_layer *layer

@@ -492,12 +492,12 @@ class CacheMethods(CacheHistory):
         Returns
         -------
         ndarray of float32, (tokens, num_kv_heads, head_dim)
-            For float32 storage without ``key_scale`` and ``out``, a read-only view of the stored
-            keys; else a copy.
+            For float32 storage without ``key_scale``, ``out`` and a :meth:`shift` before, a
+            read-only view of the stored keys; else a copy.
             A view keeps showing the tokens it was made for, and what later overwrites them.
         """
         held: LayerMethods = self.layer(layer)
-        plain = held._key_map.is_plain and held._precise is None
+        plain = held._key_map.is_plain and held._precise is None and held._turns is None
         if out is None and held._config.key_format.is_float32 and plain:
             return held.key_codes
         return held.keys(out=out)

@@ -125,7 +125,8 @@ class CacheHistory(CacheStorage):
         """Rotate stored keys of all layers by ``delta`` positions of their rotary embedding.
 
         With :meth:`keep` this is a context shift: drop old tokens, then move the rest to where
-        they now are. The keys are dequantized, rotated and quantized again.
+        they now are. No key is stored again, so any number of shifts costs no precision: see
+        :meth:`kvedge.QuantizedKvLayer.shift`.
 
         Parameters
         ----------
@@ -160,7 +161,7 @@ class CacheHistory(CacheStorage):
         for layer, one in turned:
             layer._check_shift(delta, one, *_held_range(layer, start, stop))
         for layer, one in turned:
-            layer._shift_all(delta, one, *_held_range(layer, start, stop))
+            layer._shift(delta, one, *_held_range(layer, start, stop))
         if delta and start < stop:
             self._overwrites.add(start)
 
@@ -176,6 +177,15 @@ class CacheHistory(CacheStorage):
             self._contents(copy=False), self._max_seq_len, self._key_rule, self._metadata
         )
         other._num_query_heads = self._num_query_heads
+        return other
+
+    def _settled(self) -> Self:
+        """This cache; or a copy whose keys are stored turned, where some are still to be turned."""
+        if all(layer._turns is None for layer in self._layers):
+            return self
+        other = self.copy()
+        for layer in other._layers:
+            layer._settle()
         return other
 
     def __copy__(self) -> Self:

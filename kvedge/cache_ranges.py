@@ -18,6 +18,7 @@ from kvedge.errors import (
     ShapeMismatchError,
 )
 from kvedge.layer_precise import parts_of_range
+from kvedge.rope import NO_TURNS
 from kvedge.snapshot import CacheContents
 
 if TYPE_CHECKING:
@@ -66,7 +67,8 @@ class CacheRanges(CacheState):
         for layer, config in zip(contents.layers, contents.format.layers, strict=True):
             rows = {name: getattr(layer, name)[start:stop] for name in Slabs._fields}
             parts = parts_of_range(layer.parts, config, contents.length, start, stop)
-            layers.append(replace(layer, **rows, parts=parts))
+            turns = layer.turns and layer.turns.moved(start, stop)
+            layers.append(replace(layer, **rows, parts=parts, turns=turns))
         contents = replace(contents, length=stop - start, layers=tuple(layers))
         return self._holding(contents, None, self._key_rule, {})
 
@@ -223,6 +225,11 @@ class CacheRanges(CacheState):
             layer._set_end(length)
             if precise is not None and state is not None:
                 precise.return_to(state)
+            if layer._turns is not None or tokens.turns is not None:
+                turns = (layer._turns or NO_TURNS).spliced(
+                    start, start + n, tokens.turns or NO_TURNS, 0, ends=start + n == length
+                )
+                layer._turns = turns or None
         self._high_water = [length] * self._num_layers
         self._length = length
 
@@ -235,9 +242,9 @@ def _write_runs(to: Any, start: int, length: int, layer: Any, n: int) -> None:
     held = layer._held()
     rows = [np.empty(layer._config.rows_shape(values, n), np.float32) for values in (False, True)]
     for values in (False, True):
-        layer._dequantize(held, values, 0, n, rows[values])
+        layer._read_rows(held, values, 0, n, rows[values])
     if start + n < length:
-        to._precise.put(start, *rows)
+        to._precise.put(start, to._turned_back(rows[0], start), rows[1])
     else:
         to._set_end(start)
         to._append(*rows)
@@ -253,7 +260,7 @@ def _append_decoded(to: Any, layer: Any, start: int, stop: int) -> None:
             for values in (False, True)
         ]
         for values in (False, True):
-            layer._dequantize(held, values, first, last, rows[values])
+            layer._read_rows(held, values, first, last, rows[values])
         to._append(*rows)
 
 

@@ -27,6 +27,7 @@ from kvedge.errors import (
 from kvedge.layer import LayerMethods, new_layer
 from kvedge.layer_precise import PartContents, contents_of
 from kvedge.layer_room import first_rows
+from kvedge.rope import Turns
 from kvedge.snapshot import (
     CacheContents,
     CacheFormat,
@@ -249,7 +250,14 @@ class CacheState(CacheFacts):
             parts = contents_of(held, dropped, dropped + n, copy=copy)
             layers.append(
                 LayerContents(
-                    keys, values, key_scales, value_scales, layer._key_map, dropped, parts
+                    keys,
+                    values,
+                    key_scales,
+                    value_scales,
+                    layer._key_map,
+                    dropped,
+                    parts,
+                    layer._turns if n else None,
                 )
             )
         return CacheContents(self._format, length, tuple(layers))
@@ -271,23 +279,28 @@ class CacheState(CacheFacts):
             memory.copy_tokens(tokens.arrays, layer._slabs, tokens.num_tokens)
         self._adopt(
             contents.length,
-            [(t.num_tokens, t.key_map, t.num_dropped, t.parts) for t in contents.layers],
+            [(t.num_tokens, t.key_map, t.num_dropped, t.parts, t.turns) for t in contents.layers],
         )
 
     def _adopt(
-        self, length: int, layers: list[tuple[int, KeyMap, int, Sequence[PartContents]]]
+        self,
+        length: int,
+        layers: list[tuple[int, KeyMap, int, Sequence[PartContents], Turns | None]],
     ) -> None:
         """Take over bytes that were put into the slabs.
 
         Of each layer: tokens, which lie from row 0 on, how keys are stored, tokens dropped before
-        them, and what is held in another format too.
+        them, what is held in another format too, and what keys are still to be turned by.
         """
-        for layer, (tokens, key_map, dropped, parts) in zip(self._layers, layers, strict=True):
+        for layer, (tokens, key_map, dropped, parts, turns) in zip(
+            self._layers, layers, strict=True
+        ):
             layer._restart(dropped)  # a core forgets what it knew of the old bytes
             layer._store_keys_as(key_map, self._rule_of(layer).held_by(key_map, tokens + dropped))
             layer._set_len(tokens)
             if layer._precise is not None:
                 layer._precise.fill(parts, dropped, dropped + tokens)
+            layer._turns = turns
         self._high_water = [layer._end() for layer in self._layers]
         self._length = length
         self._room = self.capacity

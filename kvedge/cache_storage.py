@@ -113,7 +113,7 @@ def _blocks(layer: Any) -> Iterator[tuple[np.ndarray, np.ndarray]]:
             for values in (False, True)
         ]
         for values in (False, True):
-            layer._dequantize(held, values, start, stop, rows[values])
+            layer._read_rows(held, values, start, stop, rows[values])
         yield rows[0], rows[1]
 
 

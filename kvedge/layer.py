@@ -31,7 +31,7 @@ from kvedge.core.types import Array, Dtype, ScaleDtype
 from kvedge.errors import InvalidArgumentError
 from kvedge.layer_precise import PartContents, PreciseTokens, contents_of
 from kvedge.layer_room import LayerRoom, first_rows
-from kvedge.rope import Rope
+from kvedge.rope import NO_TURNS, Rope, Rotation, Turn, Turns, turned
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # type checkers bring it along
@@ -40,7 +40,7 @@ __all__ = ["LayerMethods", "new_layer"]
 
 _Layer = TypeVar("_Layer", bound="LayerMethods")
 
-_BLOCK_NUMBERS = 1 << 19  # float32 numbers that a shift works on at a time: 2 MiB
+_BLOCK_NUMBERS = 1 << 19  # float32 numbers worked on at a time: 2 MiB
 _SQRT2 = 2.0**0.5
 
 
@@ -230,7 +230,7 @@ class LayerMethods(LayerRoom):
         shape = config.rows_shape(values, 1)
         out = checks.as_out(out, shape[2:], reads=self._memory_of(held))
         token = np.empty(shape, np.float32)
-        out[:] = self._dequantize(held, values, position, position + 1, token)[0, head]
+        out[:] = self._read_rows(held, values, position, position + 1, token)[0, head]
         return out
 
     def _one_token(self, values: bool, position: int, out: np.ndarray | None) -> np.ndarray:
@@ -238,14 +238,27 @@ class LayerMethods(LayerRoom):
         position = checks.check_position(position, held.num_tokens)
         shape = self._config.rows_shape(values, 1)
         out = checks.as_out(out, (shape[1] * shape[2],), reads=self._memory_of(held))
-        self._dequantize(held, values, position, position + 1, out.reshape(shape))
+        self._read_rows(held, values, position, position + 1, out.reshape(shape))
         return out
 
     def _all_tokens(self, values: bool, out: np.ndarray | None) -> np.ndarray:
         held = self._held()
         shape = self._config.rows_shape(values, held.num_tokens)
         out = checks.as_out(out, shape, reads=self._memory_of(held))
-        return self._dequantize(held, values, 0, held.num_tokens, out)
+        return self._read_rows(held, values, 0, held.num_tokens, out)
+
+    def _read_rows(
+        self, held: Held, values: bool, start: int, stop: int, out: np.ndarray
+    ) -> np.ndarray:
+        """As `_dequantize`, keys turned to where they are."""
+        self._dequantize(held, values, start, stop, out)
+        if self._turns is not None and not values:
+            out[:] = self._turns.of_rows(out, held.num_dropped + start)
+        return out
+
+    def _turned_back(self, keys: np.ndarray, position: int) -> np.ndarray:
+        """Keys (n, H, D) of tokens from a position on, as they are stored there."""
+        return keys if self._turns is None else self._turns.of_rows(keys, position, back=True)
 
     def _memory_of(self, held: Held) -> Sequence[np.ndarray]:
         """All memory that what is held lies in."""
@@ -279,12 +292,13 @@ class LayerMethods(LayerRoom):
         self._clear()
 
     def _clear(self) -> None:
-        if self.num_dropped:
+        if self.num_dropped or (self._turns is not None and not self._frozen):
             self._restart()
         else:
             self._set_len(0)  # rows stay where they are: a cache may return to them
         rule = self._key_rule._replace(scale_is_settled=False)
         if any(rule):
+            self._turns = None  # no row is returned to
             self._store_keys_as(rule.given_of(self._key_map), rule)
 
     @memory_for("the positions to keep")
@@ -325,15 +339,20 @@ class LayerMethods(LayerRoom):
 
     def _keep_all(self, indices: np.ndarray) -> None:
         """Keep tokens also in their other format."""
+        dropped = self.num_dropped
+        turns = self._turns
+        if turns is not None and len(indices) and indices[-1] != len(indices) - 1:  # some move
+            turns = turns.kept(indices + dropped, dropped) or None
         if self._config.in_runs:
             self._keep_runs(indices)
+            self._turns = turns
             return
-        dropped = self.num_dropped
         before = None if self._precise is None else self._precise.state()
         self._keep(indices)
         if self._precise is not None and before is not None:
             self._precise.return_to(before)
             self._precise.keep(indices + dropped, dropped)
+        self._turns = turns
 
     def _keep_runs(self, indices: np.ndarray) -> None:
         """Keep tokens that lie in runs: those that move are stored anew."""
@@ -345,17 +364,25 @@ class LayerMethods(LayerRoom):
             of_all = np.empty(self._config.rows_shape(values, held.num_tokens - first), np.float32)
             self._dequantize(held, values, first, held.num_tokens, of_all)
             rows.append(of_all[kept - first])
-        self._set_len(first)
-        if len(kept):
-            self._append(rows[0], rows[1])
+        before, self._turns = self._turns, None  # rows move as they are stored
+        try:
+            self._set_len(first)
+            if len(kept):
+                self._append(rows[0], rows[1])
+        finally:
+            self._turns = before
 
     @memory_for("the shifted keys of a layer")
     def shift(self, delta: int, *, rope: Rope, start: int = 0, stop: int | None = None) -> None:
         """Move the keys of tokens `start` to `stop` by `delta` positions.
 
-        Their rows are read, rotated in float32, and stored again, which costs int8 keys up to half
-        a scale of precision each time; values stay as they are, and so does each token's place in
-        the layer.
+        No key is stored again, so this costs no precision, however often it is called: a layer
+        keeps what its keys are still to be turned by. What reads keys turns them, attention turns
+        the query instead, and tokens that are appended behind the range are stored as those in it.
+        (Only where more than 256 ranges of tokens have been moved differently are the keys turned
+        and stored anew at once, which rounds them once more.) Values stay as they are, and so does
+        each token's place in the layer; :attr:`key_codes` and :attr:`key_scales` are of keys that
+        are not turned yet.
 
         Parameters
         ----------
@@ -374,49 +401,58 @@ class LayerMethods(LayerRoom):
         ReadOnlyLayerError
         """
         checks.check_unfrozen(self._frozen)
-        self._shift_all(delta, rope, start, stop)
-
-    def _shift_all(self, delta: int, rope: Rope, start: int = 0, stop: int | None = None) -> None:
-        """Shift keys also in their other format; all or nothing."""
-        if self._precise is None:
-            self._shift(delta, rope, start, stop)
-            return
-        first, last = self._shift_range(delta, rope, start, stop)
-        dropped = self.num_dropped
-        self._precise.check_shift(delta, rope, first + dropped, last + dropped)
-        state = self._precise.state()
-        self._shift(delta, rope, first, last)
-        self._precise.return_to(state)
-        self._precise.shift(delta, rope, first + dropped, last + dropped)
+        self._shift(delta, rope, start, stop)
 
     def _shift(self, delta: int, rope: Rope, start: int = 0, stop: int | None = None) -> None:
         """Shift a frozen layer too; all or nothing."""
-        codes, scales = self._shifted(delta, rope, start, stop)
-        length, tokens = len(self), self._held().tokens
-        try:
-            self._set_len(start)  # a core looks anew at the rows that it gets back below
-            tokens.key_codes[start : start + len(codes)] = codes
-            tokens.key_scales[start : start + len(codes)] = scales
-        finally:
-            self._set_len(length)
+        turns = self._check_shift(delta, rope, start, stop)
+        self._turns = turns or None
+        if turns.are_many:
+            self._settle()
 
-    def _check_shift(self, delta: int, rope: Rope, start: int = 0, stop: int | None = None) -> None:
-        """Raise what `_shift` would raise, and change nothing; quick unless keys are huge."""
-        start, stop = self._shift_range(delta, rope, start, stop)
-        if delta and stop > start and self._shift_may_overflow(start, stop):
-            self._shifted(delta, rope, start, stop)
-        if self._precise is not None:
-            dropped = self.num_dropped
-            self._precise.check_shift(delta, rope, start + dropped, stop + dropped)
+    def _settle(self) -> None:
+        """Store all keys turned, so that none are still to be turned."""
+        turns = self._turns or NO_TURNS
+        for first, last, turn in turns.ranges(self.num_dropped, self._end()):
+            if turn:
+                self._store_turned(turn, first, last)
+                turns = turns.spliced(first, last, NO_TURNS, first, ends=False)
+                self._turns = turns  # should the next one be broken off
+        self._turns = None
 
-    def _shift_range(self, delta: int, rope: Rope, start: int, stop: int | None) -> tuple[int, int]:
+    def _check_shift(
+        self, delta: int, rope: Rope, start: int = 0, stop: int | None = None
+    ) -> Turns:
+        """Raise what `_shift` would raise, or return what is owed after it; quick unless keys are
+        huge."""
         if not isinstance(rope, Rope):
             raise InvalidArgumentError(f"rope must be a kvedge.Rope, not {checks.describe(rope)}")
-        rope.cos_sin(delta, self._config.head_dim)
-        return checks.check_range(start, stop, len(self))
+        rotation = Rotation.of(rope, delta, self._config.head_dim)
+        start, stop = checks.check_range(start, stop, len(self))
+        turns, dropped = self._turns or NO_TURNS, self.num_dropped
+        if not delta or start == stop:
+            return turns
+        checks.check_finite(np.array(rotation.angles), "the angles of the turn")
+        # Tokens that were dropped, or lie above the length, are not returned to after a shift.
+        turns = turns.within(dropped, dropped + len(self)).shifted(
+            rotation,
+            dropped + start if start else 0,
+            dropped + stop if stop < len(self) else None,
+        )
+        for first, last, turn in turns.ranges(dropped + start, dropped + stop):
+            self._check_turn(turn, first, last)
+        return turns
 
-    def _shift_may_overflow(self, start: int, stop: int) -> bool:
-        """Whether some rotated key could pass the range of what it is stored in."""
+    def _check_turn(self, turn: Turn, start: int, stop: int) -> None:
+        """Raise unless turned keys of some positions fit what they are stored in."""
+        dropped = self.num_dropped
+        if turn and self._turn_may_overflow(start - dropped, stop - dropped):
+            self._encoded_turned(turn, start - dropped, stop - dropped)
+        if turn and self._precise is not None:
+            self._precise.check_turn(turn, start, stop)
+
+    def _turn_may_overflow(self, start: int, stop: int) -> bool:
+        """Whether some turned key could pass the range of what it is stored in."""
         config, tokens = self._config, self._held().tokens
         key_map = self._key_map
         offset = 0.0 if key_map.offset is None else float(np.abs(key_map.offset).max())
@@ -429,14 +465,29 @@ class LayerMethods(LayerRoom):
         bound = 1.01 * (_SQRT2 * largest + offset) / low
         return bound > form.limit(config.key_rows)
 
-    def _shifted(
-        self, delta: int, rope: Rope, start: int, stop: int | None
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Codes and scales of the shifted keys, made by a core of the same kind."""
-        start, stop = self._shift_range(delta, rope, start, stop)
+    def _store_turned(self, turn: Turn, start: int, stop: int) -> None:
+        """Store the keys of some positions anew, turned, in their other format too."""
+        dropped = self.num_dropped
+        state = None if self._precise is None else self._precise.state()
+        codes, scales = self._encoded_turned(turn, start - dropped, stop - dropped)
+        self._put_keys(start - dropped, codes, scales)
+        if self._precise is not None and state is not None:
+            self._precise.return_to(state)
+            self._precise.store_turned(turn, start, stop)
+
+    def _put_keys(self, start: int, codes: np.ndarray, scales: np.ndarray) -> None:
+        """Write over the stored keys from a token on."""
+        length, tokens = len(self), self._held().tokens
+        try:
+            self._set_len(start)  # a core looks anew at the rows that it gets back below
+            tokens.key_codes[start : start + len(codes)] = codes
+            tokens.key_scales[start : start + len(codes)] = scales
+        finally:
+            self._set_len(length)
+
+    def _encoded_turned(self, turn: Turn, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """Codes and scales of turned keys, made by a core of the same kind."""
         held, config = self._held()._replace(parts=None), self._config.plain
-        if not delta:
-            stop = start
         step = self._block_tokens()
         scratch = new_layer(
             registry.backend_class_of(type(self)), config, max(1, min(step, stop - start))
@@ -449,9 +500,10 @@ class LayerMethods(LayerRoom):
         for first in range(start, stop, step):
             last = min(stop, first + step)
             block = self._dequantize(held, False, first, last, keys[: last - first])
-            turned = rope.rotate(block, delta)
+            with np.errstate(over="ignore"):  # refused when it is appended
+                rows = turned(turn, block).astype(np.float32)
             scratch._set_len(0)
-            scratch._append(turned, values[: last - first])
+            scratch._append(rows, values[: last - first])
             at = slice(first - start, last - start)
             codes[at] = scratch._slabs.key_codes[: last - first]
             scales[at] = scratch._slabs.key_scales[: last - first]
@@ -475,7 +527,7 @@ class LayerMethods(LayerRoom):
     def _decide_key_map(self, keys: np.ndarray) -> None:
         """Let checked keys (n, H, D), n >= 1, that are appended next decide what is open.
 
-        What is stored already is encoded anew.
+        What is stored already is encoded anew. Keys are those that are stored: turned back.
         """
         key_map, rule, held = self._key_map, self._key_rule, self._held()
         if rule.auto_offset and key_map.offset is None:
@@ -483,7 +535,9 @@ class LayerMethods(LayerRoom):
         if rule.auto_scale and not rule.scale_is_settled:
             settled = self._end() + len(keys) >= LEAST_TOKENS
             if settled or key_map.scale is None:
-                first = np.concatenate([self._all_tokens(False, None), keys[:FIRST_TOKENS]])
+                stored = np.empty(self._config.rows_shape(False, held.num_tokens), np.float32)
+                self._dequantize(held, False, 0, held.num_tokens, stored)
+                first = np.concatenate([stored, keys[:FIRST_TOKENS]])
                 offset_only = KeyMap(key_map.offset)
                 scale = key_scale_of(
                     offset_only.to_stored(first[:FIRST_TOKENS]),
@@ -532,7 +586,9 @@ class LayerMethods(LayerRoom):
         # A writer may have moved to fewer rows since.
         other = new_layer(type(self), config, max(config.capacity, held.num_tokens))
         parts = contents_of(held, held.num_dropped, held.num_dropped + held.num_tokens, copy=False)
-        other._fill(held.tokens, self._key_map, self._key_rule, held.num_dropped, parts)
+        other._fill(
+            held.tokens, self._key_map, self._key_rule, held.num_dropped, parts, self._turns
+        )
         return other
 
     def _fill(
@@ -542,6 +598,7 @@ class LayerMethods(LayerRoom):
         rule: KeyRule,
         num_dropped: int,
         parts: Sequence[PartContents],
+        turns: Turns | None = None,
     ) -> None:
         """Take over the stored bytes of another layer; this one is empty."""
         self._store_keys_as(key_map, rule)
@@ -550,6 +607,7 @@ class LayerMethods(LayerRoom):
         self._set_len(len(tokens[0]))
         if self._precise is not None:
             self._precise.fill(parts, num_dropped, num_dropped + len(tokens[0]))
+        self._turns = turns
 
     def __copy__(self) -> Self:
         """As :meth:`copy`."""
@@ -565,7 +623,7 @@ class LayerMethods(LayerRoom):
         held, config = self._held(), self._config  # in this order: see LayerFacts
         tokens = [np.array(rows) for rows in held.tokens]
         parts = contents_of(held, held.num_dropped, held.num_dropped + held.num_tokens, copy=True)
-        stored = (self._key_map, self._key_rule, held.num_dropped, parts)
+        stored = (self._key_map, self._key_rule, held.num_dropped, parts, self._turns)
         return _restore, (registry.named(type(self)), config, tokens, *stored)
 
 
@@ -592,9 +650,10 @@ def _restore(
     rule: KeyRule,
     num_dropped: int,
     parts: Sequence[PartContents] = (),
+    turns: Turns | None = None,
 ) -> LayerMethods:
     """Unpickle a layer, into the active backend unless it is of a user's own class."""
     rows = max(config.capacity, len(tokens[0]))  # the config may be of a later moment
     layer: LayerMethods = new_layer(registry.resolved(kind), config, rows)
-    layer._fill(tokens, key_map, rule, num_dropped, parts)
+    layer._fill(tokens, key_map, rule, num_dropped, parts, turns)
     return layer

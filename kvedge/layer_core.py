@@ -15,6 +15,7 @@ from kvedge.core.key_map import KeyMap
 from kvedge.core.memory import Held, Slabs
 from kvedge.core.types import Array, AttendArguments, Floats, Layout
 from kvedge.layer_facts import LayerFacts
+from kvedge.rope import Turns
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # type checkers bring it along
@@ -26,6 +27,7 @@ class LayerCore(LayerFacts):
     """What a core provides; nothing here is ever run."""
 
     _frozen: bool  # belongs to a cache, which alone may change it
+    _turns: Turns | None  # what its keys are still to be turned by; None: nothing
 
     def push(self, keys: Array, values: Array) -> None:
         """Append one token.
@@ -142,7 +144,9 @@ class LayerCore(LayerFacts):
             len); for one row also (num_heads, len). Any strides; what is repeated is not copied.
         start : int
             The first token that is seen, 0 to len: left padding before it is skipped and costs
-            nothing. Positions and causality stay as they are; `sink_tokens` count from it.
+            nothing. Positions and causality stay as they are; `sink_tokens` count from it. (The
+            layer's own ``sinks`` and automatic offsets and scales are of the first tokens it was
+            given: better append no padding; layers of a batch may differ in length.)
         alibi_slopes : array, optional
             float32 (num_heads,): slope * (t - p) is added (https://arxiv.org/abs/2108.12409).
         precision_bits : 8, 16 or 24, optional
@@ -255,7 +259,10 @@ class LayerCore(LayerFacts):
         def _dequantize(
             self, held: Held, values: bool, start: int, stop: int, out: np.ndarray
         ) -> Floats:
-            """Keys or values of a range of what was held, float32 (n, num_kv_heads, channels)."""
+            """Keys or values of a range of what was held, float32 (n, num_kv_heads, channels).
+
+            Keys are as they are stored: `_read_rows` turns them.
+            """
 
 
 def document(core: type) -> None:

@@ -32,7 +32,10 @@ class LayerFacts(ConfigFacts):
 
     @property
     def key_codes(self) -> np.ndarray:
-        """Stored keys, read-only and without a copy: int8 (or float32) (len, H, head_dim)."""
+        """Stored keys, read-only and without a copy: int8 (or float32) (len, H, head_dim).
+
+        As they came: :meth:`shift` does not turn these, but what is read of them.
+        """
         return self._view("key_codes")
 
     @property

@@ -32,6 +32,7 @@ from kvedge.core.key_map import NO_MAP, KeyMap
 from kvedge.core.kivi import RUN
 from kvedge.core.memory import Held
 from kvedge.errors import ScaleRangeError
+from kvedge.rope import Turn, Turns, turned
 
 __all__ = [
     "DRAFT",
@@ -46,6 +47,7 @@ __all__ = [
     "last_rows",
     "part_key_map",
     "parts_of_range",
+    "ranges_of",
     "runs_end",
     "spans_of",
     "tail_of",
@@ -401,33 +403,33 @@ class PreciseTokens:
             if low < high:
                 yield part.layer, low, high
 
-    def check_shift(self, delta: int, rope: Any, start: int, stop: int) -> None:
-        """Raise what :meth:`shift` would raise."""
+    def check_turn(self, turn: Turn, start: int, stop: int) -> None:
+        """Raise unless turned keys of a range of positions fit what they are stored in."""
         for layer, low, high in self._ranges(start, stop):
-            layer._check_shift(delta, rope, low, high)
-        self._turned(delta, rope, start, stop)
+            layer._check_turn(turn, low, high)
+        self._turned(turn, start, stop)
 
-    def shift(self, delta: int, rope: Any, start: int, stop: int) -> None:
-        """Rotate the keys of a range of positions."""
-        runs, turned = self.now.runs, self._turned(delta, rope, start, stop)
+    def store_turned(self, turn: Turn, start: int, stop: int) -> None:
+        """Store the keys of a range of positions anew, turned."""
+        runs, encoded = self.now.runs, self._turned(turn, start, stop)
         for layer, low, high in self._ranges(start, stop):
-            layer._shift(delta, rope, low, high)
-        if runs is not None and turned is not None:
-            first, (codes, scales) = turned
+            layer._store_turned(turn, low, high)
+        if runs is not None and encoded is not None:
+            first, (codes, scales) = encoded
             with _rewriting(runs.layer, first) as slabs:
                 row = first // runs.layer._config.key_format.tokens_per_row
                 slabs.key_codes[row : row + len(codes)] = codes
                 slabs.key_scales[row : row + len(codes)] = scales
 
     def _turned(
-        self, delta: int, rope: Any, start: int, stop: int
+        self, turn: Turn, start: int, stop: int
     ) -> tuple[int, tuple[np.ndarray, np.ndarray]] | None:
         """Keys that lie in runs, or beside them, with a range of positions turned.
 
         The first token that is encoded anew, and codes and scales from there on.
         """
         runs = self.now.runs
-        if runs is None or not delta:
+        if runs is None:
             return None
         start, stop = max(start - runs.position, 0), min(stop - runs.position, len(runs.layer))
         if start >= stop:
@@ -437,12 +439,10 @@ class PreciseTokens:
         first, last = start // step * step, -(-stop // step) * step
         stored = runs.layer._held().slabs.side(False, config)
         keys = key_map.from_stored(np.array(stored.decode(slice(first, last), np.float32)))
-        keys[start - first : stop - first] = rope.rotate(
-            np.ascontiguousarray(keys[start - first : stop - first]), delta
-        )
+        with np.errstate(over="ignore"):  # refused below
+            keys[start - first : stop - first] = turned(turn, keys[start - first : stop - first])
         keys = key_map.to_stored(keys)
-        if not key_map.is_plain:
-            checks.check_finite(keys, key_map.text)
+        checks.check_finite(keys, key_map.text)
         config.key_format.refuse(keys, "keys", config.key_rows)
         return first, config.key_format.encode(keys, config.key_rows)
 
@@ -669,3 +669,15 @@ def spans_of(held: Held, config: LayerConfig) -> list[Span]:
         Span(last.layer, tail + dropped - last.position, tail, n),
     )
     return [span for span in spans if span.start < span.stop]
+
+
+def ranges_of(turns: Turns | None, dropped: int, span: Span) -> Iterator[tuple[int, int, Turn]]:
+    """The tokens of a span whose keys are to be turned alike: first, the one after the last, turn.
+
+    `dropped` tokens are before the layer's first one.
+    """
+    if turns is None:
+        yield span.start, span.stop, ()
+        return
+    for start, stop, turn in turns.ranges(span.start + dropped, span.stop + dropped):
+        yield start - dropped, stop - dropped, turn

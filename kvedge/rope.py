@@ -3,17 +3,27 @@
 A key at position p was rotated, pair of channels by pair, through the angles p * inv_freq. Turning
 it by delta * inv_freq more makes it the key at position p + delta. (Su et al., "RoFormer",
 https://arxiv.org/abs/2104.09864; the move is llama.cpp's context shift.)
+
+A layer does not store a moved key again, which would round it each time: it keeps what its keys are
+still to be turned by (`Turns`). Whoever reads keys turns them, attention turns the query back
+instead, q . (R k) = (R' q) . k, and a key that comes to a position whose keys are to be turned is
+stored turned back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from itertools import pairwise
+from math import isfinite
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvedge.core.checks import (
+    FLOAT32_MAX,
     MAX_HEAD_DIM,
     as_bool,
     as_float,
@@ -26,6 +36,10 @@ from kvedge.core.memory import memory_for
 from kvedge.errors import InvalidArgumentError, ShapeMismatchError
 
 MAX_DELTA = 1 << 40  # tokens, as far as a layer can reach
+# Ranges of tokens that may be turned differently, each of which is attended to by itself, and turns
+# of different pairs of channels after one another; with more, keys are stored turned.
+_MOST_RANGES = 256
+_MOST_ROTATIONS = 4
 
 
 @dataclass(frozen=True)
@@ -94,6 +108,12 @@ class Rope:
         ------
         InvalidArgumentError, ShapeMismatchError
         """
+        with np.errstate(all="ignore"):  # a sine may be too small for float32
+            angles = self._angles(delta, head_dim)
+            return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+
+    def _angles(self, delta: int, head_dim: int) -> np.ndarray:
+        """Angles of the turn by `delta` positions, float64 (rotary_dim / 2,)."""
         delta = as_int(delta, "delta")
         if abs(delta) > MAX_DELTA:
             raise InvalidArgumentError(f"delta must be within {MAX_DELTA} positions, not {delta}")
@@ -112,9 +132,8 @@ class Rope:
                     f"inv_freq must have {rotary_dim // 2} frequencies for {rotary_dim} channels, "
                     f"not {len(inv_freq)}; rotary_dim tells when fewer channels are rotated"
                 )
-        with np.errstate(all="ignore"):  # a sine may be too small for float32
-            angles = delta * inv_freq
-            return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+        with np.errstate(all="ignore"):
+            return np.asarray(delta * inv_freq)
 
     @memory_for("rotated rows")
     def rotate(self, rows: np.ndarray, delta: int) -> np.ndarray:
@@ -139,17 +158,201 @@ class Rope:
         if rows.ndim == 0 or rows.shape[-1] == 0:
             raise ShapeMismatchError(f"rows must have shape (..., head_dim), not {rows.shape}")
         cos, sin = self.cos_sin(delta, rows.shape[-1])
-        half = len(cos)
-        if self.interleaved:
-            first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
-        else:
-            first, second = slice(0, half), slice(half, 2 * half)
-        x, y = rows[..., first], rows[..., second]
         turned = np.array(rows, dtype=np.float32)
-        with np.errstate(all="ignore"):  # an overflow is found by whoever stores the rows
-            turned[..., first] = x * cos - y * sin
-            turned[..., second] = x * sin + y * cos
+        _turn_pairs(turned, cos, sin, self.interleaved)
         return turned
+
+
+def _turn_pairs(rows: np.ndarray, cos: np.ndarray, sin: np.ndarray, interleaved: bool) -> None:
+    """Turn pairs of channels of rows (..., head_dim) in place."""
+    half = len(cos)
+    if interleaved:
+        first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
+    else:
+        first, second = slice(0, half), slice(half, 2 * half)
+    with np.errstate(all="ignore"):  # an overflow is found by whoever stores the rows
+        x, y = rows[..., first].copy(), rows[..., second].copy()
+        rows[..., first] = x * cos - y * sin
+        rows[..., second] = x * sin + y * cos
+
+
+# ---- turns that stored keys are still to get -----------------------------------------------------
+
+
+class Rotation(NamedTuple):
+    """A turn of some channels, in double precision."""
+
+    angles: tuple[float, ...]  # of each pair of channels, in radians
+    interleaved: bool  # as in Rope
+
+    @classmethod
+    def of(cls, rope: Rope, delta: int, head_dim: int) -> Rotation:
+        """The turn of a move by `delta` positions."""
+        return cls(tuple(rope._angles(delta, head_dim).tolist()), rope.interleaved)
+
+    def is_valid(self, head_dim: int) -> bool:
+        """Whether it is one of rows of so many channels, and came from no damaged file."""
+        return (
+            type(self.interleaved) is bool
+            and 1 <= len(self.angles) <= head_dim // 2
+            and all(type(angle) is float and isfinite(angle) for angle in self.angles)
+        )
+
+    def turn(self, rows: np.ndarray, *, back: bool) -> None:
+        """Turn float64 rows (..., head_dim) in place."""
+        cos, sin = _tables(self.angles)
+        _turn_pairs(rows, cos, -sin if back else sin, self.interleaved)
+
+
+Turn = tuple[Rotation, ...]  # one after the other; mostly one, and none: nothing is owed
+
+
+def turned(turn: Turn, rows: np.ndarray, *, back: bool = False) -> np.ndarray:
+    """Rows (..., head_dim) turned in double precision, float64; `back` undoes a turn."""
+    made = np.array(rows, dtype=np.float64)
+    for rotation in reversed(turn) if back else turn:
+        rotation.turn(made, back=back)
+    return made
+
+
+@lru_cache(maxsize=256)
+def _tables(angles: tuple[float, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Cosines and sines, float64."""
+    return np.cos(angles), np.sin(angles)
+
+
+@lru_cache(maxsize=256)
+def query_turns(turn: Turn) -> list[tuple[np.ndarray, np.ndarray, bool]]:
+    """What a query is turned by where keys are to be turned: cosines, sines (float32), pairs."""
+    made = []
+    for one in reversed(turn):
+        cos, sin = _tables(one.angles)
+        made.append((cos.astype(np.float32), (-sin).astype(np.float32), one.interleaved))
+    return made
+
+
+def to_float32(rows: np.ndarray) -> np.ndarray:
+    """Round rows, with what a turn took past float32's range at its ends."""
+    return np.asarray(np.clip(rows, -FLOAT32_MAX, FLOAT32_MAX), np.float32)
+
+
+def _added(turn: Turn, more: Rotation) -> Turn:
+    """A turn, and one after it; those of the same pairs of channels are one."""
+    if turn and turn[-1].interleaved == more.interleaved:
+        last = turn[-1]
+        if len(last.angles) == len(more.angles):
+            angles = tuple(map(_sum, last.angles, more.angles))
+            return (*turn[:-1], Rotation(angles, more.interleaved)) if any(angles) else turn[:-1]
+    return (*turn, more)
+
+
+def _sum(one: float, other: float) -> float:
+    """The sum of two angles; 0 where only rounding is left of a turn there and back."""
+    total = one + other
+    return 0.0 if abs(total) <= 1e-12 * (abs(one) + abs(other)) else total
+
+
+class Turns(NamedTuple):
+    """What the keys of a layer are still to be turned by: a turn for every position there can be.
+
+    Tokens may come and go: a key that is stored at a position gets the turn of that position.
+    """
+
+    starts: tuple[int, ...]  # ascending positions, dropped tokens counted, the first one 0
+    turns: tuple[Turn, ...]  # of the positions from each of them on, the last without end
+
+    def __bool__(self) -> bool:
+        return any(self.turns)
+
+    @property
+    def are_many(self) -> bool:
+        """Whether it costs less to store keys turned."""
+        return (
+            len(self.starts) > _MOST_RANGES
+            or max(map(len, self.turns), default=0) > _MOST_ROTATIONS
+        )
+
+    def is_valid(self, head_dim: int) -> bool:
+        """Whether a layer could have made these, which came from a file."""
+        starts = self.starts
+        return (
+            not self.are_many
+            and all(type(start) is int for start in starts)
+            and starts[0] == 0
+            and all(a < b for a, b in pairwise(starts))
+            and starts[-1] <= MAX_DELTA
+            and all(one.is_valid(head_dim) for turn in self.turns for one in turn)
+        )
+
+    def ranges(self, start: int, stop: int) -> Iterator[tuple[int, int, Turn]]:
+        """The turns of positions `start` to `stop`: first, the one after the last, turn."""
+        for index in range(max(bisect_right(self.starts, start) - 1, 0), len(self.starts)):
+            last = self.starts[index + 1] if index + 1 < len(self.starts) else stop
+            first, last = max(start, self.starts[index]), min(stop, last)
+            if first < last:
+                yield first, last, self.turns[index]
+
+    def of_rows(self, rows: np.ndarray, position: int, *, back: bool = False) -> np.ndarray:
+        """Keys (n, ..., head_dim) of tokens from a position on, turned; float32."""
+        made = np.array(rows, dtype=np.float32)
+        for first, stop, turn in self.ranges(position, position + len(rows)):
+            at = slice(first - position, stop - position)
+            if turn:
+                made[at] = to_float32(turned(turn, made[at], back=back))
+        return made
+
+    def within(self, start: int, stop: int) -> Turns:
+        """The turns of positions `start` to `stop`, and of all others as of the next of these."""
+        return Turns._of([(first, turn) for first, _, turn in self.ranges(start, stop)])
+
+    def moved(self, start: int, stop: int) -> Turns | None:
+        """The turns of positions `start` to `stop`, once these begin at 0; None: nothing."""
+        return self.kept(np.arange(start, stop), 0) or None
+
+    def shifted(self, more: Rotation, start: int, stop: int | None) -> Turns:
+        """The turns with positions `start` to `stop` (None: all from there on) moved further."""
+        end = 1 << 62
+        last = end if stop is None else stop
+        pieces = []
+        for low, high in ((0, start), (start, last), (last, end)):
+            for first, _, turn in self.ranges(low, high):
+                pieces.append((first, _added(turn, more) if low == start < high == last else turn))
+        return Turns._of(pieces)
+
+    def kept(self, positions: np.ndarray, start: int) -> Turns:
+        """The turns once the tokens at these positions alone are there, from `start` on."""
+        index = np.searchsorted(self.starts, positions, side="right") - 1
+        at = np.flatnonzero(np.diff(index, prepend=-1))
+        pieces = [(start + int(i), self.turns[int(index[i])]) for i in at]
+        return Turns._of(pieces)
+
+    def spliced(self, start: int, stop: int, other: Turns, first: int, *, ends: bool) -> Turns:
+        """The turns with those of `other`, from position `first` on, in place of `start` to `stop`.
+
+        `ends`: nothing follows, and later positions are as the last of these.
+        """
+        end = 1 << 62
+        own = [(low, turn) for low, _, turn in self.ranges(0, start)]
+        new = [
+            (low - first + start, turn)
+            for low, _, turn in other.ranges(first, first + stop - start)
+        ]
+        rest = [] if ends and new else [(low, turn) for low, _, turn in self.ranges(stop, end)]
+        return Turns._of([*own, *new, *rest])
+
+    @classmethod
+    def _of(cls, pieces: Sequence[tuple[int, Turn]]) -> Turns:
+        """Turns of pieces (start, turn) in their order; neighbours that are alike are one."""
+        starts: list[int] = []
+        turns: list[Turn] = []
+        for start, turn in pieces:
+            if not turns or turn != turns[-1]:
+                starts.append(start if turns else 0)
+                turns.append(turn)
+        return cls(tuple(starts), tuple(turns)) if turns else NO_TURNS
+
+
+NO_TURNS = Turns((0,), ((),))
 
 
 def _frequencies(inv_freq: Any) -> tuple[float, ...]:

@@ -14,7 +14,8 @@ The format is safetensors, which other tools can read. Per layer i it holds
 and as metadata, all text, the fields of ``FIELDS``, ``value_dtype`` and ``value_head_dim`` where
 values have another type and width than keys, ``key_scale`` where layers take theirs from their
 first tokens, ``recent``, ``sinks`` and ``recent_dtype`` where first or last tokens are held in
-another format too, ``layers`` where layers differ or have windows, ``sha256`` over everything else,
+another format too, ``layers`` where layers differ or have windows, ``key_turns`` where keys were
+shifted, and are stored as they were before that, ``sha256`` over everything else,
 and the user's own under "user.". ``format_version`` is 1, or 2 where a layer holds runs. tokens are
 length, less those that the layer's window has dropped.
 Versions of kvedge that do not know a field refuse the files that have it.
@@ -37,6 +38,7 @@ from kvedge.core.formats import FORMATS, IN_RUNS, SCALE_TYPES, format_of
 from kvedge.core.key_map import KeyRule
 from kvedge.core.replacing import replacing
 from kvedge.errors import InvalidArgumentError, MissingExtraError
+from kvedge.rope import Turns
 from kvedge.snapshot import CacheContents, CacheFormat
 
 __all__ = ["digest", "file_types", "header", "pieces", "safetensors_package", "save"]
@@ -70,6 +72,8 @@ PARTS = ("first", "last", "runs")  # tensors of such: layers.{i}.PART.NAME; runs
 # A field of files whose layers differ or have windows: JSON, a list of what each layer has that the
 # fields above, which are those of layer 0, do not say; see `layers_field`.
 LAYERS = "layers"
+# A field of files whose keys are still to be turned: JSON, see `turns_field`.
+KEY_TURNS = "key_turns"
 # The safetensors package refuses headers of more than 10^8 bytes. Half is left to the tensors.
 MAX_HEADER = 100_000_000
 _MAX_METADATA = 50_000_000
@@ -198,7 +202,26 @@ def _fields(contents: CacheContents, cache: _Saved) -> dict[str, str]:
     text = layers_field(form, [layer.num_dropped for layer in contents.layers])
     if text:
         fields[LAYERS] = text
+    text = turns_field([layer.turns for layer in contents.layers])
+    if text:
+        fields[KEY_TURNS] = text
     return fields
+
+
+def turns_field(turns: Sequence[Turns | None]) -> str:
+    """What the keys of each layer are still to be turned by; "" if that is nothing.
+
+    ``turns`` lists the different ones, each of [interleaved, angles], one after the other;
+    ``layers`` has, for each layer, [first position, number of the turn] of ranges of tokens.
+    """
+    known: dict[Any, int] = {}
+    layers = []
+    for of_layer in turns:
+        pairs = [] if of_layer is None else zip(*of_layer, strict=True)
+        layers.append([[start, known.setdefault(turn, len(known))] for start, turn in pairs])
+    listed = [[[one.interleaved, one.angles] for one in turn] for turn in known]
+    made = {"turns": listed, "layers": layers}
+    return json.dumps(made, separators=(",", ":")) if any(layers) else ""
 
 
 def layers_field(form: CacheFormat, dropped: Sequence[int]) -> str:

@@ -33,11 +33,13 @@ from kvedge.errors import (
     OutOfMemoryError,
 )
 from kvedge.layer_precise import PartContents, last_rows, part_key_map, runs_end
+from kvedge.rope import Rotation, Turns
 from kvedge.session import (
     AUTO,
     FIELDS,
     FORMAT,
     KEY_SCALE,
+    KEY_TURNS,
     KEY_VECTORS,
     LAYERS,
     MAX_HEADER,
@@ -52,6 +54,7 @@ from kvedge.session import (
     file_types,
     layers_field,
     safetensors_package,
+    turns_field,
     version_of,
 )
 from kvedge.snapshot import CacheFormat
@@ -88,7 +91,9 @@ class _Cache(Protocol):
         tokens: Sequence[int],
     ) -> Self: ...
     def _adopt(
-        self, length: int, layers: list[tuple[int, KeyMap, int, Sequence[PartContents]]]
+        self,
+        length: int,
+        layers: list[tuple[int, KeyMap, int, Sequence[PartContents], Turns | None]],
     ) -> None: ...
 
 
@@ -176,7 +181,8 @@ def _load_open(kind: type[_Kind], path: str, file: BinaryIO, mmap: bool) -> _Kin
         for name, part in zip(_parts_of(config), parts[index], strict=True):
             stored = part.arrays.side(False, _config_of(config, name))
             _check_key_map(path, index, layer, stored, part.key_map)
-    cache._adopt(length, list(zip(tokens, maps, dropped, parts, strict=True)))
+    turns = _read_turns(path, fields.get(KEY_TURNS), form)
+    cache._adopt(length, list(zip(tokens, maps, dropped, parts, turns, strict=True)))
     return cache
 
 
@@ -263,7 +269,7 @@ def _read_fields(
     missing = [name for name in (*FIELDS, "sha256") if name not in fields]
     if missing:
         _corrupt(path, f"its metadata lacks {', '.join(missing)}")
-    known = (*FIELDS, *PRECISE, KEY_SCALE, VALUE_DTYPE, VALUE_HEAD_DIM, LAYERS, "sha256")
+    known = (*FIELDS, *PRECISE, KEY_SCALE, KEY_TURNS, VALUE_DTYPE, VALUE_HEAD_DIM, LAYERS, "sha256")
     unknown = [name for name in fields if name not in known and not name.startswith(USER)]
     if unknown:
         _corrupt(path, f"its metadata has {unknown[0][:40]!r}, which kvedge never writes")
@@ -332,6 +338,31 @@ def _read_fields(
     if fields.get(LAYERS, "") != layers_field(form, dropped):
         _corrupt(path, f"its {LAYERS} are not as kvedge writes them")
     return form, length, max_seq_len, dropped
+
+
+def _read_turns(path: str, text: str | None, form: CacheFormat) -> list[Turns | None]:
+    """What the keys of each layer are still to be turned by."""
+    if text is None:
+        return [None] * form.num_layers
+    try:
+        field = json.loads(text)
+        known = [
+            tuple(Rotation(tuple(angles), interleaved) for interleaved, angles in turn)
+            for turn in field["turns"]
+        ]
+        turns: list[Turns | None] = []
+        for config, pairs in zip(form.layers, field["layers"], strict=True):
+            starts, numbers = zip(*pairs, strict=True) if pairs else ((), ())
+            one = Turns(tuple(starts), tuple(known[number] for number in numbers))
+            if pairs and not one.is_valid(config.head_dim):
+                raise ValueError("a turn that kvedge never makes")
+            turns.append(one if pairs else None)
+        as_written = turns_field(turns)
+    except (ValueError, TypeError, KeyError, IndexError, RecursionError) as error:
+        _corrupt(path, f"its {KEY_TURNS} cannot be read: {type(error).__name__}: {error}", error)
+    if text != as_written:
+        _corrupt(path, f"its {KEY_TURNS} are not as kvedge writes them")
+    return turns
 
 
 def _read_layers(

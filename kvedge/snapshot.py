@@ -17,6 +17,7 @@ from kvedge.core.key_map import KeyMap, KeyRule
 from kvedge.core.memory import memory_for
 from kvedge.errors import InvalidArgumentError, StaleSnapshotError
 from kvedge.layer_precise import PartContents
+from kvedge.rope import Turns
 
 __all__ = ["CacheContents", "CacheFormat", "KvCacheSnapshot", "LayerContents", "OverwriteLog"]
 
@@ -65,6 +66,7 @@ class LayerContents:
     key_map: KeyMap  # how keys are stored
     num_dropped: int = 0  # tokens before the first of these
     parts: tuple[PartContents, ...] = ()  # first and last tokens in another format, if some are
+    turns: Turns | None = None  # what keys are still to be turned by, if they are
 
     @property
     def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

@@ -223,6 +223,8 @@ typedef struct {
   float *lse;
   double *log_sums; /* or NULL */
   const kvedge_attention_options *options;
+  const kvedge_rotation *turns; /* [num_turns], that the query is still to get */
+  int num_turns;
 } kvedge_request;
 
 /* call.c: plans and runs checked requests, the work of several shared out over the threads together. */

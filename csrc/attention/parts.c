@@ -4,6 +4,7 @@
 #include <stdlib.h>
 
 #include "attention/parts.h"
+#include "system/bits.h"
 
 int64_t kvedge_segments_of_part(const kvedge_part *p) {
   if (!p->layer || p->num_tokens < 0 || p->num_tokens > KVEDGE_MOST_TOKENS) return 0;
@@ -18,7 +19,9 @@ static int64_t tokens_in(const kvedge_attention_call *call) {
   if (!call->parts || call->num_parts < 1) return 0;
   for (int i = 0; i < call->num_parts; i++) {
     const kvedge_part *p = &call->parts[i];
-    if (!p->layer || p->num_tokens < 0 || p->position < stop) return 0;
+    if (!p->layer || p->num_tokens < 0 || p->position < stop || p->num_turns < 0) return 0;
+    for (int turn = 0; turn < p->num_turns; turn++)
+      if (!p->turns || !kvedge_is_rotation(&p->turns[turn], p->layer->config.head_dim)) return 0;
     if (p->position > KVEDGE_MOST_TOKENS || p->num_tokens > KVEDGE_MOST_TOKENS) return 0;
     stop = p->position + p->num_tokens;
   }
@@ -76,7 +79,9 @@ static int request_of_part(const kvedge_attention_call *call, const kvedge_part 
                               .query = call->query,
                               .out = call->out,
                               .lse = call->lse,
-                              .options = own};
+                              .options = own,
+                              .turns = part->turns,
+                              .num_turns = part->num_turns};
   if (view.len != part->num_tokens) return 1; /* the layer does not hold it: refused by the caller */
   kvedge_cut_view(&request->view, segments, start);
   const int64_t sinks = clamp(own->sink_tokens, KVEDGE_MOST_TOKENS); /* from the call's start on */
@@ -117,18 +122,44 @@ int kvedge_requests_of_parts(const kvedge_attention_call *call, int num_heads, k
   return 1;
 }
 
-/* ---- Merging --------------------------------------------------------------------------------- */
+/* ---- Room ------------------------------------------------------------------------------------ */
+
+static size_t query_bytes(const kvedge_request *r, int num_heads) {
+  const size_t rows = (size_t)r->num_rows * (size_t)num_heads;
+  return r->num_turns ? kvedge_align(rows * (size_t)r->view.side[KEYS].shape.dim * sizeof(float)) : 0;
+}
+
+static size_t result_bytes(const kvedge_request *r, int num_heads) {
+  const size_t rows = (size_t)r->num_rows * (size_t)num_heads;
+  return kvedge_align(rows * (size_t)r->view.side[VALUES].shape.dim * sizeof(float)) +
+         kvedge_align(rows * sizeof(double));
+}
 
 size_t kvedge_parts_bytes(const kvedge_request *requests, int num_parts, int num_heads) {
-  const size_t rows = (size_t)requests->num_rows * (size_t)num_heads;
-  const size_t dim = (size_t)requests->view.side[VALUES].shape.dim;
-  if (num_parts < 2) return 0;
-  return (size_t)num_parts * (kvedge_align(rows * dim * sizeof(float)) + kvedge_align(rows * sizeof(double)));
+  size_t bytes = num_parts > 1 ? (size_t)num_parts * result_bytes(requests, num_heads) : 0;
+  for (int i = 0; i < num_parts; i++) bytes += query_bytes(&requests[i], num_heads);
+  return bytes;
+}
+
+/* Lets a request read its query turned, from `room`. */
+static void turn_query(kvedge_request *r, int num_heads, float *room) {
+  const int dim = r->view.side[KEYS].shape.dim;
+  kvedge_array_copy(&r->query, r->num_rows, num_heads, dim, room);
+  r->query = kvedge_dense_array(room, num_heads, dim);
+  for (int64_t row = 0; row < r->num_rows * num_heads; row++, room += dim) {
+    for (int i = 0; i < r->num_turns; i++) kvedge_rotate(&r->turns[i], room);
+    for (int d = 0; d < dim; d++) room[d] = kvedge_bounded(room[d]);
+  }
 }
 
 char *kvedge_parts_take_room(kvedge_request *requests, int num_parts, int num_heads, char *room) {
   const int dim = requests->view.side[VALUES].shape.dim;
   const size_t rows = (size_t)requests->num_rows * (size_t)num_heads;
+  for (int i = 0; i < num_parts; i++) {
+    if (!requests[i].num_turns) continue;
+    turn_query(&requests[i], num_heads, (float *)room);
+    room += query_bytes(&requests[i], num_heads);
+  }
   for (int i = 0; i < num_parts && num_parts > 1; i++) {
     requests[i].log_sums = (double *)room;
     room += kvedge_align(rows * sizeof(double));
@@ -138,6 +169,8 @@ char *kvedge_parts_take_room(kvedge_request *requests, int num_parts, int num_he
   }
   return room;
 }
+
+/* ---- Merging --------------------------------------------------------------------------------- */
 
 static void merge_row(const kvedge_attention_call *call, const kvedge_request *requests, int num_parts, int64_t row,
                       int head, int num_heads) {

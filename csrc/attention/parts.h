@@ -15,10 +15,11 @@ int64_t kvedge_segments_of_part(const kvedge_part *part);
 int kvedge_requests_of_parts(const kvedge_attention_call *call, int num_heads, kvedge_segment **segments,
                              kvedge_attention_options *options, kvedge_request *requests, kvedge_status *status);
 
-/* Room for the results of the requests of a call; 0 for one request, which writes to the call's own arrays. */
+/* Room for turned queries, and for the results of the requests of a call but for one alone, which writes to the call's own
+ * arrays; perhaps 0. */
 size_t kvedge_parts_bytes(const kvedge_request *requests, int num_parts, int num_heads);
 
-/* Lets the requests of a call write to `room`; returns its end. */
+/* Turns queries, and lets the requests of a call read and write them in `room`; returns its end. */
 char *kvedge_parts_take_room(kvedge_request *requests, int num_parts, int num_heads, char *room);
 
 /* The call's own results, of those of its requests. */

@@ -84,6 +84,8 @@ static const char *read_field(header *head, kvedge_json *json) {
   char name[24];
   int i = 0;
   if (!read_word(json, name, sizeof name)) i = NUM_FIELDS;
+  else if (!strcmp(name, "key_turns"))
+    return "its keys were shifted and are stored as before, which only Python reads: requantize() stores them turned";
   while (i < NUM_FIELDS && strcmp(field_names[i], name)) i++;
   if (i == NUM_FIELDS) return "its metadata has a field that kvedge does not know, or is no JSON";
   if (head->has[i]++) return "its metadata has a field twice";

@@ -86,8 +86,12 @@ kvedge_status kvedge_rotation_angles(double base, int dims, int64_t delta, float
   return KVEDGE_OK;
 }
 
-/* Turns pairs of channels, each product rounded to float as NumPy does. */
-static void rotate(const kvedge_rotation *by, float *x) {
+int kvedge_is_rotation(const kvedge_rotation *rotation, int head_dim) {
+  return rotation && rotation->cosines && rotation->sines && rotation->dims >= 2 && rotation->dims % 2 == 0 &&
+         rotation->dims <= head_dim;
+}
+
+void kvedge_rotate(const kvedge_rotation *by, float *x) {
   const int half = by->dims / 2, step = by->interleaved ? 2 : 1, apart = by->interleaved ? 1 : half;
   for (int i = 0; i < half; i++) {
     float *first = x + i * step, *second = first + apart;
@@ -118,7 +122,7 @@ static kvedge_status rotate_keys(const kvedge_side *keys, int64_t first, int64_t
     for (int head = 0; head < keys->num_kv_heads; head++) {
       const kvedge_side one = side_of_row(keys, row, head);
       kvedge_rows_load(&one, 0, 1, key);
-      rotate(by, key);
+      kvedge_rotate(by, key);
       if (store) {
         kvedge_rows_store(&one, &array, 1, 0);
         continue;
@@ -132,8 +136,7 @@ static kvedge_status rotate_keys(const kvedge_side *keys, int64_t first, int64_t
 
 kvedge_status kvedge_layer_shift(kvedge_layer *layer, int64_t first, int64_t stop, const kvedge_rotation *rotation) {
   KVEDGE_FLOAT_MODE;
-  if (!layer || !rotation || !rotation->cosines || !rotation->sines || rotation->dims < 2 || rotation->dims % 2 ||
-      rotation->dims > layer->config.head_dim || kvedge_holds_runs(layer))
+  if (!layer || !kvedge_is_rotation(rotation, layer->config.head_dim) || kvedge_holds_runs(layer))
     return KVEDGE_ERROR_ARGUMENT;
   int64_t row;
   if (first < 0 || first > stop || stop > kvedge_layer_range(layer, &row)) return KVEDGE_ERROR_ARGUMENT;

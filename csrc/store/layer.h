@@ -49,6 +49,12 @@ static inline void kvedge_copy_tokens(const kvedge_layer *from, int64_t row, kve
   kvedge_copy_rows(&from->values, row, &to->values, at, num_tokens);
 }
 
+/* Can it turn heads of so many channels? */
+int kvedge_is_rotation(const kvedge_rotation *rotation, int head_dim);
+
+/* Turns pairs of channels of a head, each product rounded to float as NumPy does. */
+void kvedge_rotate(const kvedge_rotation *by, float *x);
+
 static inline size_t kvedge_align(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
 #endif

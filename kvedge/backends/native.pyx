@@ -237,10 +237,11 @@ cdef class _LayerCore:
     cdef int64_t _limit                 # most tokens it holds
     cdef object _window                 # its config's: an int or None
     cdef public object _precise         # PreciseTokens or None
+    cdef public object _turns           # kvedge.rope.Turns or None
 
     def _open(self, config, slabs=None):
         self._take(None)
-        self._precise = None
+        self._precise = self._turns = None
         self._num_kv_heads = config.num_kv_heads
         self._head_dim = config.head_dim
         self._value_head_dim = config.value_head_dim
@@ -363,6 +364,7 @@ cdef class _LayerCore:
         kvedge_layer_set_len(handle.layer, 0)
         kvedge_layer_compact(handle.layer)
         handle.dropped = num_dropped
+        self._turns = None
         if self._precise is not None:
             self._precise.restart(num_dropped)
 
@@ -385,23 +387,6 @@ cdef class _LayerCore:
         with nogil:
             status = kvedge_layer_keep(handle.layer, positions, num_tokens)
         if status != KVEDGE_OK:
-            raise KvedgeError(kvedge_strerror(status).decode())
-
-    def _shift(self, delta, rope, start=0, stop=None):
-        cdef _Handle handle = self._opened()
-        cdef kvedge_rotation rotation
-        cdef kvedge_status status
-        first, last = self._shift_range(delta, rope, start, stop)
-        cdef int64_t c_first = first, c_last = last
-        if not delta:
-            return
-        cosines, sines = rope.cos_sin(delta, self._config.head_dim)
-        rotation.dims, rotation.interleaved = 2 * len(cosines), rope.interleaved
-        rotation.cosines, rotation.sines = _floats(cosines), _floats(sines)
-        with nogil:
-            status = kvedge_layer_shift(handle.layer, c_first, c_last, &rotation)
-        if status != KVEDGE_OK:
-            self._shifted(delta, rope, start, stop)  # raises, and names the key
             raise KvedgeError(kvedge_strerror(status).decode())
 
     # ---- tokens in -------------------------------------------------------------------------------
@@ -469,7 +454,7 @@ cdef class _LayerCore:
         with cython.critical_section(self):
             handle = self._handle
             if (
-                handle is not None and self._precise is None
+                handle is not None and self._precise is None and self._turns is None
                 and not self._writing and num_tokens * self._num_kv_heads * self._widest < _KEEP_GIL
                 and num_tokens <= self._limit - kvedge_layer_len(handle.layer)
                 and not self._key_map_is_open
@@ -544,6 +529,16 @@ cdef class _LayerCore:
     ):
         cdef kvedge_status status
         cdef bint decides = self._key_map_is_open and num_tokens > 0
+        cdef _Array turned
+        cdef kvedge_array turned_rows
+        if self._turns is not None and num_tokens > 0:
+            keys, values = self._checked(keys, values, many, layout)
+            keys = self._turned_back(keys, self._end())
+            many, layout = True, _NHD
+            _read_ndarray(<cnp.ndarray>keys, &turned)
+            _insert_axis(&turned, 0)
+            turned_rows = _rows_of(&turned, 0)
+            key_rows = &turned_rows
         mark = self._mark() if decides else None
         try:
             if decides:
@@ -730,7 +725,8 @@ cdef class _LayerCore:
             window = self._window
         kvedge_attention_defaults(&c_options)
         if not (
-            self._precise is None and self._is_query(query) and layout is _NHD and start is _ZERO
+            self._precise is None and self._turns is None
+            and self._is_query(query) and layout is _NHD and start is _ZERO
             and causal is True and sink_tokens is _ZERO
             and sink_logits is None and softcap is None
             and mask is None and alibi_slopes is None and precision_bits is None
@@ -828,7 +824,7 @@ cdef class _LayerCore:
         cdef float c_scale = NAN if scale is None else checks.as_float(scale, "scale")
         if not self._is_query(query) or (<cnp.ndarray>query).ndim != 2:
             query = np.ascontiguousarray(checks.as_query(query, self._config, many=False)[0][0])
-        if self._precise is not None:
+        if self._precise is not None or self._turns is not None:
             return self._scores_of_parts(query, scale)
         shape[0] = (<cnp.ndarray>query).shape[0]
         length = kvedge_layer_range(handle.layer, &first_row)
@@ -854,7 +850,7 @@ cdef class _LayerCore:
         cdef _Handle handle
         cdef int64_t first_row, num_tokens
         cdef float c_scale = NAN if scale is None else checks.as_float(scale, "scale")
-        cdef float *query_data = _floats(query)
+        cdef float *query_data
         cdef int num_heads = <int>(<cnp.ndarray>query).shape[0]
         cdef kvedge_status status
         held = self._held()
@@ -862,13 +858,17 @@ cdef class _LayerCore:
         checks.check_finite(query, "query")
         for span in spans_of(held, self._config):
             own = held if span.layer is None else span.layer._held()
-            handle, first_row, num_tokens = own.source, own.start + span.at, span.stop - span.start
-            part = np.empty((num_heads, num_tokens), np.float32)
-            status = kvedge_scores(
-                handle.layer, query_data, num_heads, c_scale, first_row, num_tokens, _floats(part))
-            if status != KVEDGE_OK:
-                self._refuse_attend(query, status)
-            out[:, span.start : span.stop] = part
+            handle = own.source
+            for start, stop, turn in ranges_of(self._turns, held.num_dropped, span):
+                rows = to_float32(turned(turn, query, back=True)) if turn else query
+                query_data = _floats(rows)
+                first_row, num_tokens = own.start + span.at + start - span.start, stop - start
+                part = np.empty((num_heads, num_tokens), np.float32)
+                status = kvedge_scores(
+                    handle.layer, query_data, num_heads, c_scale, first_row, num_tokens, _floats(part))
+                if status != KVEDGE_OK:
+                    self._refuse_attend(query, status)
+                out[:, start:stop] = part
         return out
 
     def _refuse_attend(self, query, status):
@@ -951,7 +951,7 @@ def bind():
     :mod:`kvedge.backends.select` calls this at each import.
     """
     global AttendOptions, KvedgeError, LayoutError, NO_MAP, OutOfMemoryError, UnsupportedIsaError
-    global _batch, arrays, checks, memory, spans_of
+    global _batch, arrays, checks, memory, ranges_of, spans_of, query_turns, to_float32, turned
     from kvedge import batch as _batch
     from kvedge.cache import CacheMethods
     from kvedge.core import arrays, checks, memory, registry
@@ -959,9 +959,10 @@ def bind():
     from kvedge.core.options import AttendOptions
     from kvedge.errors import KvedgeError, LayoutError, OutOfMemoryError, UnsupportedIsaError
     from kvedge.layer_core import document
-    from kvedge.layer_precise import spans_of
+    from kvedge.layer_precise import ranges_of, spans_of
     from kvedge.layer_types import layer_classes
     from kvedge.paged.store import BlockStoreMethods
+    from kvedge.rope import query_turns, to_float32, turned
 
     document(_LayerCore)
     for function in (attend_batch, append_batch):

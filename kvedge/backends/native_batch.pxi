@@ -26,11 +26,13 @@ cdef object _attend_to(
     cdef list spans = []         # of each layer whose tokens lie in parts
     cdef list part_handles = []  # theirs, which live until the call is over
     cdef int num_parts = 0
+    cdef int num_turns = 0
     cdef kvedge_part *parts
+    cdef kvedge_rotation *turns
     _as_batch(&query, one_layer, one_row, hnd)
     n_rows, num_heads, head_dim = query.shape[1], <int>query.shape[2], query.shape[3]
     for layer in layers:
-        if (<_LayerCore>layer)._precise is None:
+        if (<_LayerCore>layer)._precise is None and (<_LayerCore>layer)._turns is None:
             handle = (<_LayerCore>layer)._opened()
             length = kvedge_layer_range(handle.layer, &first_row)  # once: another thread may be writing
             spans.append(None)
@@ -39,6 +41,8 @@ cdef object _attend_to(
             handle, length, first_row = held.source, held.num_tokens, held.start
             spans.append(_spans(held, layer, part_handles))
             num_parts += <int>len(spans[-1])
+            for span in spans[-1]:
+                num_turns += <int>len(span[4])
         longest = length if length > longest else longest
         shortest = length if not handles or length < shortest else shortest
         handles.append(handle)
@@ -93,12 +97,13 @@ cdef object _attend_to(
 
     calls = <kvedge_attention_call *>PyMem_Malloc(
         num * (sizeof(kvedge_attention_call) + sizeof(kvedge_attention_options))
-        + num_parts * sizeof(kvedge_part))
+        + num_parts * sizeof(kvedge_part) + num_turns * sizeof(kvedge_rotation))
     if calls == NULL:
         raise OutOfMemoryError(f"no memory for a call over {num} layers")
     try:
         own = <kvedge_attention_options *>(calls + num)
         parts = <kvedge_part *>(own + num)
+        turns = <kvedge_rotation *>(parts + num_parts)
         for i in range(num):
             handle = <_Handle>handles[i]
             own[i] = c_options
@@ -110,9 +115,14 @@ cdef object _attend_to(
             calls[i].layer, calls[i].parts, calls[i].num_parts = handle.layer, NULL, 0
             if spans[i]:
                 calls[i].layer, calls[i].parts, calls[i].num_parts = NULL, parts, <int>len(spans[i])
-                for part_handle, row, start_of, stop_of in spans[i]:
+                for part_handle, row, start_of, stop_of, turn in spans[i]:
                     parts.layer, parts.blocks = (<_Handle>part_handle).layer, NULL
                     parts.first_row, parts.position, parts.num_tokens = row, start_of, stop_of - start_of
+                    parts.turns, parts.num_turns = turns, <int>len(turn)
+                    for cosines, sines, interleaved in turn:
+                        turns.dims, turns.interleaved = 2 * len(cosines), interleaved
+                        turns.cosines, turns.sines = _floats(cosines), _floats(sines)
+                        turns += 1
                     parts += 1
             calls[i].query = _rows_of(&query, i)
             calls[i].num_rows = n_rows
@@ -139,12 +149,15 @@ cdef object _attend_to(
 
 
 cdef list _spans(held, layer, list handles):
-    """Parts of what a layer holds: handle, row, first token and the one after the last; handles are added to `handles`."""
+    """Parts of what a layer holds: handle, row, first token, the one after the last, and what a query is turned by there;
+    handles are added to `handles`."""
     made = []
     for span in spans_of(held, (<_LayerCore>layer)._config):
         own = held if span.layer is None else span.layer._held()
         handles.append(own.source)
-        made.append((own.source, own.start + span.at, span.start, span.stop))
+        for start, stop, turn in ranges_of((<_LayerCore>layer)._turns, held.num_dropped, span):
+            row = own.start + span.at + start - span.start
+            made.append((own.source, row, start, stop, query_turns(turn)))
     return made
 
 
@@ -243,7 +256,7 @@ def append_batch(layers, keys, values, *, layout="nhd"):
         layer._opened()
         decides = decides or layer._key_map_is_open
         right = right and not layer._frozen
-        precise = precise or layer._precise is not None
+        precise = precise or layer._precise is not None or layer._turns is not None
     if precise:
         dense_keys, dense_values = _batch.checked_rows(made, keys, values, layout)
         _append_each(made, dense_keys, dense_values)

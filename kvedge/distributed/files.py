@@ -208,7 +208,7 @@ def _assemble(folder: str, manifest: Mapping[str, Any], saved: Placement, share:
     maps: list[Any] = []
     for rank in wanted:
         path = os.path.join(folder, _part_name(manifest["save"], rank, saved.num_ranks))
-        source = _load_part(path, manifest, saved, rank)
+        source = _load_part(path, manifest, saved, rank)._settled()
         if part is None:
             _check_shareable(path, source)
             kept = {k: v for k, v in source.metadata.items() if not k.startswith(_OURS)}
@@ -229,7 +229,7 @@ def _assemble(folder: str, manifest: Mapping[str, Any], saved: Placement, share:
             held = theirs._held()
             for slab, stored in zip(layer._slabs, held.slabs, strict=True):
                 slab[to] = stored[held.start + rows]
-    part._adopt(tokens, [(tokens, key_map, 0, ()) for key_map in maps])
+    part._adopt(tokens, [(tokens, key_map, 0, (), None) for key_map in maps])
     whole: KVCache = part
     return whole
 

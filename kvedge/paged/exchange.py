@@ -224,6 +224,7 @@ class PagedExchange(PagedAttention):
                 "key_scale=cache.key_scale"
             )
         pool, length = self._pool, len(cache)
+        cache = cache._settled()  # blocks are shared: their keys are where they are
         helds = [layer._held() for layer in cache._layers]
         if pool._config.in_runs and any(held.num_dropped for held in helds):
             raise InvalidArgumentError(

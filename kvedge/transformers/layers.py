@@ -2,12 +2,17 @@
 
 A row is one sequence of the batch, a kvedge layer of its own. What :meth:`KvedgeLayer.update` gives
 back are lazy tensors that stand for the rows (:mod:`kvedge.transformers.lazy`).
+
+A row holds no padding on the left: it begins with the first token that attention sees, so that what
+counts from the beginning (automatic offsets and scales, sinks) counts tokens. Tokens come before
+their mask does, so a row that was empty is made anew without its padding when it is first attended
+to; the layer counts what is left out.
 """
 
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
@@ -25,7 +30,7 @@ _make_wrapper: Any = torch.Tensor._make_wrapper_subclass
 _SLACK = 8
 _SMALL = 1024
 
-__all__ = ["KvedgeLayer", "KvedgeSlidingLayer", "LazyRows"]
+__all__ = ["Begun", "KvedgeLayer", "KvedgeSlidingLayer", "LazyRows", "first_seen"]
 
 
 class LazyRows(LazyTensor):
@@ -71,6 +76,8 @@ class KvedgeLayer(CacheLayerMixin):
         self._index = index  # in the model
         self.version = 0  # raised by whatever changes the rows
         self.rows: list[Any] = []  # kvedge layers, one for each sequence
+        self.padding: list[int] = []  # of each row: tokens before its first one, which are not held
+        self._begun: Begun | None = None  # the tokens that came last, where rows began with them
         self.dtype: torch.dtype | None = None
         self.device = torch.device("cpu")
 
@@ -85,6 +92,7 @@ class KvedgeLayer(CacheLayerMixin):
         batch, heads, _, head_dim = key_states.shape
         self.dtype = key_states.dtype
         self.rows = [self._new_row(heads, head_dim, value_states.shape[3]) for _ in range(batch)]
+        self.padding = [0] * batch
         self.is_initialized = True
 
     def _new_row(self, heads: int, head_dim: int, value_head_dim: int) -> Any:
@@ -120,11 +128,12 @@ class KvedgeLayer(CacheLayerMixin):
                 )
             self.lazy_initialization(key_states, value_states)
         self._make_room(tokens)
-        try:
-            append_batch(self.rows, key_states, value_states, layout="hnd")
-        except LayoutError:  # a convolution over tokens leaves channels apart
-            keys, values = key_states.contiguous(), value_states.contiguous()
-            append_batch(self.rows, keys, values, layout="hnd")
+        held = list(map(len, self.rows))
+        _append(self.rows, key_states, value_states)
+        self._begun = None
+        if not all(held):
+            begins = [i for i, n in enumerate(held) if n == 0]
+            self._begun = Begun(begins, key_states, value_states)
         self.version += 1
         self._appended(tokens)
         return self._lazy(tokens)
@@ -167,7 +176,12 @@ class KvedgeLayer(CacheLayerMixin):
 
     def _readable(self, new: int) -> int:
         """Tokens that `new` query rows may read between them."""
-        return len(self.rows[0])
+        return self.num_held
+
+    @property
+    def num_held(self) -> int:
+        """Tokens of each row, padding before them included."""
+        return len(self.rows[0]) + self.padding[0] if self.rows else 0
 
     @property
     def keys(self) -> torch.Tensor | None:
@@ -201,12 +215,16 @@ class KvedgeLayer(CacheLayerMixin):
         Returns
         -------
         torch.Tensor
-            (batch, num_kv_heads, tokens, head_dim), of the model's dtype.
+            (batch, num_kv_heads, tokens, head_dim), of the model's dtype; padding is 0.
         """
         decoded = []
         for row in self.rows:
             floats = torch.from_numpy(row.values() if of_values else row.keys())
-            decoded.append(floats[len(row) - tokens :].transpose(0, 1))
+            floats = floats[max(len(row) - tokens, 0) :]
+            missing = tokens - len(floats)
+            decoded.append(
+                torch.nn.functional.pad(floats, (0, 0, 0, 0, missing, 0)).transpose(0, 1)
+            )
         return torch.stack(decoded).to(self.dtype)
 
     def attend(
@@ -232,25 +250,71 @@ class KvedgeLayer(CacheLayerMixin):
         torch.Tensor
             (batch, queries, num_heads, head_dim of the values), of the query's dtype.
         """
-        first = self.rows[0]
-        before = len(first) - tokens  # held, but not for these rows to read
-        start: int | list[int] | None = None
-        if starts is not None:
-            start = [before + own for own in starts]
-        elif before and window is None:
-            start = before
+        before = self.num_held - tokens  # held, but not for these rows to read
         if mask is not None:
             mask = mask.detach()
-            if before:
-                mask = torch.nn.functional.pad(mask, (before, 0))
+        if self._begun is not None and mask is not None and query.shape[2] < self._begun.num_tokens:
+            self._begun = None  # what these queries do not see, others may
+        if self._begun is not None or any(self.padding):
+            self._leave_out(first_seen(query.shape[0], tokens, mask, starts), before)
+        if mask is not None and before:
+            mask = torch.nn.functional.pad(mask, (before, 0))
         if sink_logits is not None:
             sink_logits = sink_logits.detach().float()
         if query.stride(-1) != 1:
             query = query.contiguous()
         batch, num_heads, queries, _ = query.shape
-        out = query.new_empty(batch, queries, num_heads, first.value_head_dim)
+        shape = (batch, queries, num_heads, self.rows[0].value_head_dim)
+        options = (scale, causal, window, sink_logits, softcap)
+        start: int | list[int] | None = None
+        if starts is not None:
+            start = [before + own for own in starts]
+        elif before and window is None:
+            start = before
+        if not any(self.padding):
+            out = query.new_empty(shape)
+            self._attend_rows(self.rows, query, out, start, mask, sinks, options)
+            return out
+        lengths = list(map(len, self.rows))
+        if start is not None:
+            of_rows = start if isinstance(start, list) else [start] * batch
+            start = [max(one - gap, 0) for one, gap in zip(of_rows, self.padding, strict=True)]
+        if mask is not None:
+            mask = _for_rows(mask, self.padding)[..., : max(lengths)]
+        if min(lengths) >= queries:
+            out = query.new_empty(shape)
+            self._attend_rows(self.rows, query, out, start, mask, sinks, options)
+            return out
+        out = query.new_zeros(shape)  # queries of padding see nothing
+        for i, length in enumerate(lengths):
+            n = min(queries, length)
+            if n == 0:
+                continue
+            self._attend_rows(
+                [self.rows[i]],
+                query[i : i + 1, :, queries - n :],
+                out[i : i + 1, queries - n :],
+                None if start is None else start[i : i + 1],
+                None if mask is None else mask[i : i + 1, :, -n:, :length],
+                None if sinks is None else sinks[i : i + 1, :, queries - n :],
+                options,
+            )
+        return out
+
+    def _attend_rows(
+        self,
+        rows: list[Any],
+        query: torch.Tensor,
+        out: torch.Tensor,
+        start: int | list[int] | None,
+        mask: torch.Tensor | None,
+        sinks: torch.Tensor | None,
+        options: tuple[Any, ...],
+    ) -> None:
+        """Write to `out` what queries (rows, num_heads, queries, head_dim) of some rows see."""
+        scale, causal, window, sink_logits, softcap = options
         got = attend_batch(
-            self.rows,
+            rows,
             query,
             scale=scale,
             causal=causal,
@@ -267,16 +331,44 @@ class KvedgeLayer(CacheLayerMixin):
             return_lse=sinks is not None,
         )
         if sinks is not None:
-            lse = torch.from_numpy(got[1])  # (batch, num_heads, queries)
+            lse = torch.from_numpy(got[1])  # (rows, num_heads, queries)
             kept = torch.sigmoid(lse - sinks[..., 0].float())
             out.mul_(kept.transpose(1, 2)[..., None])
-        return out
+
+    def _leave_out(self, seen: list[int], before: int) -> None:
+        """Let rows that began with the last tokens begin with the first one that is seen.
+
+        `seen` counts from the first token that may be read, which is `before` others.
+        """
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            for i in begun.rows:
+                hidden = min(before + seen[i], self.num_held) - self.padding[i]
+                if hidden > 0:
+                    self._begin_anew(i, hidden, begun.keys[i : i + 1], begun.values[i : i + 1])
+        for i, (gap, first) in enumerate(zip(self.padding, seen, strict=True)):
+            if before + first < gap:
+                raise InvalidArgumentError(
+                    f"sequence {i} of the KvedgeCache was padded by {gap} tokens, which it does "
+                    "not hold, and this attention_mask shows some of them: pass the mask that "
+                    "hides them at every step, or reset() the cache"
+                )
+
+    def _begin_anew(
+        self, index: int, hidden: int, keys: torch.Tensor, values: torch.Tensor
+    ) -> None:
+        """Make a row that holds tokens (1, heads, tokens, head_dim) without the first ones."""
+        row = self._new_row(keys.shape[1], keys.shape[3], values.shape[3])
+        if hidden < keys.shape[2]:
+            _append([row], keys[:, :, hidden:], values[:, :, hidden:])
+        self.rows[index] = row
+        self.padding[index] += hidden
 
     # ---- lengths ---------------------------------------------------------------------------------
 
     def get_seq_length(self) -> int:
         """Tokens seen."""
-        return len(self.rows[0]) if self.rows else 0
+        return self.num_held
 
     def get_mask_sizes(self, query_length: int | torch.Tensor) -> tuple[int, int]:
         """Keys that a mask for so many further tokens has, and the position of the first of them.
@@ -309,7 +401,7 @@ class KvedgeLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Drop all tokens; the next may be of another batch."""
         self.version += 1
-        self.rows = []
+        self.rows, self.padding, self._begun = [], [], None
         self.is_initialized = False
 
     def crop(self, length: int) -> None:
@@ -323,9 +415,15 @@ class KvedgeLayer(CacheLayerMixin):
         length = self._options.tokens_after_crop(length, self.get_seq_length())
         if length == self.get_seq_length():
             return
+        self._truncate(length)
+
+    def _truncate(self, held: int) -> None:
+        """Hold the first tokens only, padding included."""
         self.version += 1
-        for row in self.rows:
-            row.truncate(length)
+        self._begun = None
+        for row, gap in zip(self.rows, self.padding, strict=True):
+            row.truncate(max(held - gap, 0))
+        self.padding = [min(gap, held) for gap in self.padding]
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Let row i be a copy of what row ``beam_idx[i]`` is."""
@@ -352,6 +450,8 @@ class KvedgeLayer(CacheLayerMixin):
             chosen.append(row.copy() if index in taken else row)
             taken.add(index)
         self.rows = chosen
+        self.padding = [self.padding[index] for index in indices.tolist()]
+        self._begun = None
 
     def offload(self) -> None:
         """Do nothing: rows are in the CPU's memory."""
@@ -367,6 +467,44 @@ class KvedgeLayer(CacheLayerMixin):
             if name != "_options":
                 setattr(other, name, copy.deepcopy(value, memo))
         return other
+
+
+class Begun(NamedTuple):
+    """Tokens (batch, num_kv_heads, tokens, head_dim) that some rows began with."""
+
+    rows: list[int]
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of each row."""
+        return self.keys.shape[2]
+
+
+def _append(rows: list[Any], keys: torch.Tensor, values: torch.Tensor) -> None:
+    """Append tokens (batch, num_kv_heads, tokens, head_dim) to all rows or to none."""
+    try:
+        append_batch(rows, keys, values, layout="hnd")
+    except LayoutError:  # a convolution over tokens leaves channels apart
+        append_batch(rows, keys.contiguous(), values.contiguous(), layout="hnd")
+
+
+def first_seen(
+    batch: int, tokens: int, mask: torch.Tensor | None, starts: list[int] | None
+) -> list[int]:
+    """Of each row the first of the last `tokens` that some query sees; `tokens` if none is."""
+    if mask is None:
+        return [0] * batch if starts is None else starts
+    seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    columns = seen.flatten(1, 2).any(1).expand(batch, tokens)
+    return torch.where(columns.any(1), columns.to(torch.int8).argmax(1), tokens).tolist()
+
+
+def _for_rows(mask: torch.Tensor, padding: list[int]) -> torch.Tensor:
+    """A mask that begins, for each row of the batch, with the first token that the row holds."""
+    mask = mask.expand(len(padding), -1, -1, -1)
+    return torch.stack([of_row.roll(-gap, -1) for of_row, gap in zip(mask, padding, strict=True)])
 
 
 def _refuse_tensor(given: torch.Tensor | None) -> None:
@@ -408,7 +546,7 @@ class KvedgeSlidingLayer(KvedgeLayer):
         return before + query_length, self.cumulative_length - before
 
     def _readable(self, new: int) -> int:
-        return min(len(self.rows[0]), self.sliding_window - 1 + new)
+        return min(self.num_held, self.sliding_window - 1 + new)
 
     def _appended(self, tokens: int) -> None:
         self.cumulative_length += tokens
@@ -420,18 +558,20 @@ class KvedgeSlidingLayer(KvedgeLayer):
         """Drop tokens before the window, once there are as many as it holds."""
         if self.record_past or not self.rows:
             return
-        if len(self.rows[0]) >= 2 * self.sliding_window:
+        if self.num_held >= 2 * self.sliding_window:
             self._restrict()
 
     def _restrict(self) -> None:
         """Keep the tokens that the next query may read, no others."""
-        extra = len(self.rows[0]) - (self.sliding_window - 1)
+        extra = self.num_held - (self.sliding_window - 1)
         if extra > 0:
             self.version += 1
-            for row in self.rows:
-                row.drop_first(extra)
+            self._begun = None
+            for row, gap in zip(self.rows, self.padding, strict=True):
+                row.drop_first(max(extra - gap, 0))
+            self.padding = [max(gap - extra, 0) for gap in self.padding]
             # A long prompt was held whole while it was read: give that memory back.
-            if self.rows[0].capacity > max(_SLACK * self.sliding_window, _SMALL):
+            if max(row.capacity for row in self.rows) > max(_SLACK * self.sliding_window, _SMALL):
                 self.rows = [row.copy() for row in self.rows]
 
     def attend(self, query: torch.Tensor, tokens: int, **options: Any) -> torch.Tensor:
@@ -458,16 +598,14 @@ class KvedgeSlidingLayer(KvedgeLayer):
         length = self._options.tokens_after_crop(length, self.cumulative_length)
         gone = self.cumulative_length - length
         if gone:
-            held = len(self.rows[0]) - gone
+            held = self.num_held - gone
             if held < min(length, self.sliding_window - 1):
                 raise InvalidArgumentError(
                     f"layer {self._index} cannot go back by {gone} tokens: its window of "
                     f"{self.sliding_window} would need tokens that are gone. Call "
                     "activate_past_recording() before the tokens that may have to go"
                 )
-            self.version += 1
-            for row in self.rows:
-                row.truncate(held)
+            self._truncate(held)
             self.cumulative_length = length
         if self.record_past and self.rows:
             self._restrict()

@@ -29,7 +29,7 @@ from kvedge.core.key_map import KeyRule
 from kvedge.core.replacing import check_folder, locked, remove_abandoned, replacing
 from kvedge.errors import CorruptFileError, InvalidArgumentError, KvedgeError, ShapeMismatchError
 from kvedge.session import save as save_session
-from kvedge.snapshot import CacheContents, CacheFormat
+from kvedge.snapshot import CacheContents, CacheFormat, LayerContents
 from kvedge.transformers.layers import KvedgeLayer, KvedgeSlidingLayer
 from kvedge.transformers.structure import text_config
 
@@ -37,6 +37,7 @@ __all__ = ["fill", "keep_prefix", "known_ids", "model_fields", "note_ids", "read
 
 _INDEX = "conversation.json"
 _FORMAT = {"format": "kvedge.transformers", "format_version": 1}
+_PADDED = {**_FORMAT, "format_version": 2}  # of rows that do not hold the padding before them
 _FILE = re.compile(r"rows-[0-9a-f]{16}-[0-9]{1,4}\.safetensors")
 _CONVERSATION = "conversation"  # metadata of a session file: which it belongs to
 # What two models must share for the rows of one to fit the other.
@@ -161,7 +162,7 @@ def _check_goes_back(index: int, layer: Any, kept: int, length: int) -> None:
             f"tokens to {kept}: {again}"
         )
     if isinstance(layer, KvedgeSlidingLayer) and layer.rows:
-        held = len(layer.rows[0]) - (length - kept)
+        held = layer.num_held - (length - kept)
         if held < min(kept, layer.sliding_window - 1):
             raise InvalidArgumentError(
                 f"layer {index} cannot go back from {length} tokens to {kept}: its window of "
@@ -194,8 +195,15 @@ class _Rows:
     def _contents(self, upto: int | None = None, *, copy: bool = True) -> CacheContents:
         contents = CacheState._contents(self, copy=copy)  # type: ignore[arg-type]
         # What a row has dropped is not missed: a window's position is in the index.
-        layers = tuple(replace(layer, num_dropped=0) for layer in contents.layers)
+        layers = tuple(map(_from_0, contents.layers))
         return replace(contents, layers=layers)
+
+
+def _from_0(layer: LayerContents) -> LayerContents:
+    """The tokens of a layer, the first of them at position 0."""
+    first = layer.num_dropped
+    turns = layer.turns and layer.turns.moved(first, first + layer.num_tokens)
+    return replace(layer, num_dropped=0, turns=turns)
 
 
 def save(cache: Any, model: dict[str, Any], path: Any, token_ids: Any) -> None:
@@ -234,8 +242,11 @@ def _write(cache: Any, model: dict[str, Any], folder: str, ids: torch.Tensor) ->
             "dtype": str(layer.dtype).removeprefix("torch."),
             "rows": [places[id(row)] for row in layer.rows],
         }
+        if any(layer.padding):
+            layers[number]["padding"] = layer.padding
+    padded = any(layer and "padding" in layer for layer in layers)
     fields = {
-        **_FORMAT,
+        **(_PADDED if padded else _FORMAT),
         "conversation": conversation,
         "model": model,
         "options": _saved_options(cache._options),
@@ -308,7 +319,7 @@ def _read(folder: str, config: Any) -> tuple[dict[str, Any], dict[str, Any], lis
         text = file.read()
     try:
         fields = json.loads(text)
-        if any(fields[key] != value for key, value in _FORMAT.items()):
+        if {key: fields[key] for key in _FORMAT} not in (_FORMAT, _PADDED):
             raise CorruptFileError(f"{name}: it is not a conversation that this kvedge can read")
         if fields["sha256"] != _digest(fields):
             raise CorruptFileError(f"{name}: it was changed or damaged")
@@ -341,6 +352,18 @@ def _read_rows(folder: str, name: str, conversation: str) -> Any:
     return rows
 
 
+def _padding(saved: Any, rows: list[Any]) -> list[int]:
+    """The padding before each row, as it was saved."""
+    if saved is None:
+        return [0] * len(rows)
+    if len(saved) != len(rows) or any(type(gap) is not int or gap < 0 for gap in saved):
+        raise ValueError(f"{saved} is no padding of {len(rows)} rows")
+    if len({len(row) + gap for row, gap in zip(rows, saved, strict=True)}) > 1:
+        raise ValueError("rows of a layer differ in length")
+    padding: list[int] = saved
+    return padding
+
+
 def fill(cache: Any, fields: dict[str, Any], rows: list[Any], path: Any) -> None:
     """Let an empty cache hold what was read."""
     try:
@@ -352,6 +375,7 @@ def fill(cache: Any, fields: dict[str, Any], rows: list[Any], path: Any) -> None
             if not isinstance(layer, KvedgeLayer):
                 raise ValueError("rows of a layer that holds none")
             layer.rows = own
+            layer.padding = _padding(saved.get("padding"), own)
             layer.dtype = getattr(torch, saved["dtype"])
             layer.is_initialized = True
             layer.version += 1

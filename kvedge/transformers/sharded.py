@@ -12,14 +12,18 @@ from kvedge.core.options import AttendOptions
 from kvedge.distributed.first_tokens import FirstTokens, check_shareable, check_storable, close
 from kvedge.distributed.share import Share
 from kvedge.errors import InvalidArgumentError, ShapeMismatchError
-from kvedge.transformers.layers import KvedgeLayer
+from kvedge.transformers.layers import Begun, KvedgeLayer, first_seen
 from kvedge.transformers.options import StoreOptions
 
 __all__ = ["KvedgeShardedLayer"]
 
 
 class KvedgeShardedLayer(KvedgeLayer):
-    """A layer whose rows hold this rank's tokens of each sequence."""
+    """A layer whose rows hold this rank's tokens of each sequence.
+
+    Padding on the left is held, as zeros, so that every rank knows where tokens lie; but it is not
+    among the first tokens that decide how keys are stored.
+    """
 
     def __init__(self, options: StoreOptions, index: int, share: Share) -> None:
         super().__init__(options, index)
@@ -57,6 +61,7 @@ class KvedgeShardedLayer(KvedgeLayer):
                 )
             self.lazy_initialization(key_states, value_states)
         start = self._length
+        begins = [i for i, gap in enumerate(self.padding) if gap == start]
         mine = self._share.held(start, start + tokens)
         checked = []
         for row, first, keys, values in zip(
@@ -72,9 +77,31 @@ class KvedgeShardedLayer(KvedgeLayer):
                 first.take(keys, values)
             if len(mine):
                 row._append(keys[mine], values[mine])
+        self._begun = Begun(begins, key_states, value_states) if begins else None
         self.version += 1
         self._length += tokens
         return self._lazy(tokens)
+
+    def _begin_anew(
+        self, index: int, hidden: int, keys: torch.Tensor, values: torch.Tensor
+    ) -> None:
+        """Store tokens (1, heads, tokens, head_dim) anew, those hidden and all before as zeros."""
+        n = keys.shape[2]
+        rows = [
+            np.ascontiguousarray(states[0].detach().float().transpose(0, 1).numpy())
+            for states in (keys, values)
+        ]
+        row = self._new_row(keys.shape[1], keys.shape[3], values.shape[3])
+        first = self._first.pop()
+        if hidden < n:
+            first.take(rows[0][hidden:], rows[1][hidden:])
+        held = self._share.held(0, self._length)
+        rows = [np.concatenate([np.zeros_like(some[:1]), some[hidden:]]) for some in rows]
+        taken = np.maximum(held - (self._length - n + hidden) + 1, 0)  # 0 is the row of zeros
+        if len(held):
+            row._append(rows[0][taken], rows[1][taken])
+        self.rows[index], self._first[index] = row, first
+        self.padding[index] += hidden
 
     # ---- tokens out ------------------------------------------------------------------------------
 
@@ -114,6 +141,11 @@ class KvedgeShardedLayer(KvedgeLayer):
         before = length - tokens
         if mask is not None:
             mask = mask.detach()
+        if self._begun is not None and mask is not None and n < self._begun.num_tokens:
+            self._begun = None  # what these queries do not see, others may
+        if self._begun is not None or any(self.padding):
+            self._leave_out(first_seen(batch, tokens, mask, starts), before)
+        if mask is not None:
             if before:
                 mask = torch.nn.functional.pad(mask, (before, 0))
             mask = mask.expand(batch, -1, -1, -1)
@@ -154,6 +186,11 @@ class KvedgeShardedLayer(KvedgeLayer):
 
     # ---- lengths, removing and rearranging -------------------------------------------------------
 
+    @property
+    def num_held(self) -> int:
+        """Tokens of each sequence, on all ranks."""
+        return self._length
+
     def get_seq_length(self) -> int:
         """Tokens seen, on all ranks."""
         return self._length
@@ -170,9 +207,11 @@ class KvedgeShardedLayer(KvedgeLayer):
         if length == self._length:
             return
         self.version += 1
-        for row, first in zip(self.rows, self._first, strict=True):
+        self._begun = None
+        self.padding = [min(gap, length) for gap in self.padding]
+        for row, first, gap in zip(self.rows, self._first, self.padding, strict=True):
             row.truncate(self._share.count(length))
-            first.go_to(length)
+            first.go_to(length - gap)
         self._length = length
 
     def _take(self, indices: torch.Tensor) -> None:

@@ -193,7 +193,7 @@ static void test_attend_layers(void) {
 
 /* ---- Parts ---- */
 
-enum { MOST_PARTS = 5 };
+enum { MOST_PARTS = 5, MOST_TURNED = 64 };
 
 /* Tokens of one layer in layers of their own, of the same rows: attention over the parts is that over the whole, but for
  * rounding. */
@@ -220,6 +220,24 @@ static kvedge_part part_in_blocks(kvedge_layer_config config, const float *keys,
       .layer = pool, .first_row = row, .num_tokens = n, .position = at, .blocks = table, .block_size = size};
 }
 
+/* Room of the rotations of a part: back is what turns queries, its sines are the other's negated. */
+typedef struct {
+  float cosines[MOST_TURNED / 2], sines[MOST_TURNED / 2], negated[MOST_TURNED / 2];
+  kvedge_rotation there, back;
+} turn_of_part;
+
+/* Moves the keys of a part in the whole layer, and lets its own stay as they were stored. */
+static void turn_part(turn_of_part *t, kvedge_layer *whole, int dim, kvedge_part *part) {
+  const int dims = (dim < MOST_TURNED ? dim : MOST_TURNED) / 2 * 2;
+  if (dims < 2 || random_below(2)) return;
+  CHECK(kvedge_rotation_angles(100.0, dims, random_below(200) - 100, t->cosines, t->sines) == KVEDGE_OK);
+  for (int i = 0; i < dims / 2; i++) t->negated[i] = -t->sines[i];
+  t->there = (kvedge_rotation){dims, random_below(2), t->cosines, t->sines};
+  t->back = t->there, t->back.sines = t->negated;
+  CHECK(kvedge_layer_shift(whole, part->position, part->position + part->num_tokens, &t->there) == KVEDGE_OK);
+  part->turns = &t->back, part->num_turns = 1;
+}
+
 static void parts_case(void) {
   const int num_heads = 4, heads = ONE_OF(1, 2, 4), dim = ONE_OF(1, 8, 33, 64), len = ONE_OF(1, 6, 40, 300);
   const int rows = 1 + random_below(len < 40 ? len : 40), num = 1 + random_below(MOST_PARTS);
@@ -236,6 +254,7 @@ static void parts_case(void) {
   kvedge_layer *whole, *layers[MOST_PARTS];
   kvedge_part parts[MOST_PARTS];
   static int32_t tables[MOST_PARTS][MOST_BLOCKS];
+  turn_of_part turns[MOST_PARTS];
   CHECK(kvedge_layer_create(&config, &whole) == KVEDGE_OK);
   CHECK(kvedge_layer_append(whole, keys, values, len) == KVEDGE_OK);
   for (int i = 0, at = 0; i < num; i++) {
@@ -243,6 +262,7 @@ static void parts_case(void) {
     if (random_below(2)) {
       parts[i] = part_in_blocks(config, keys, values, n, at, tables[i]);
       layers[i] = (kvedge_layer *)(uintptr_t)parts[i].layer;
+      turn_part(&turns[i], whole, dim, &parts[i]);
       at += n;
       continue;
     }
@@ -251,6 +271,7 @@ static void parts_case(void) {
     const int64_t row = kvedge_layer_len(layers[i]);
     if (n) CHECK(kvedge_layer_append(layers[i], keys + at * heads * dim, values + at * heads * dim, n) == KVEDGE_OK);
     parts[i] = (kvedge_part){.layer = layers[i], .first_row = row ? row : -1, .num_tokens = n, .position = at};
+    turn_part(&turns[i], whole, dim, &parts[i]);
     at += n;
   }
   kvedge_attention_options o;
@@ -356,6 +377,13 @@ static void test_parts_are_checked(void) {
   REFUSED(parts[1].position = INT64_MAX - 2);
   REFUSED(parts[0].num_tokens = -1);
   REFUSED(parts[1].num_tokens = 9);
+  const float angles[4] = {0.5f, 0.5f, 0.5f, 0.5f};
+  const kvedge_rotation odd = {3, 0, angles, angles}, wide = {10, 0, angles, angles}, none = {2, 0, angles, NULL};
+  REFUSED(parts[1].num_turns = 1);
+  REFUSED(parts[1].num_turns = -1);
+  REFUSED((parts[1].num_turns = 1, parts[1].turns = &odd));
+  REFUSED((parts[1].num_turns = 1, parts[1].turns = &wide));
+  REFUSED((parts[1].num_turns = 1, parts[1].turns = &none));
   const int32_t blocks[3] = {1, 0, 5};
   REFUSED(parts[1].blocks = blocks);
   REFUSED(parts[1].blocks = blocks; parts[1].block_size = LEN + 1);

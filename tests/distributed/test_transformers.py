@@ -1,5 +1,6 @@
 """KvedgeCache over several ranks, each of which runs the model: the text of one process."""
 
+import numpy as np
 import pytest
 
 pytest.importorskip("torch")
@@ -46,6 +47,13 @@ def test_ranks_write_the_text_of_one_process(pool, ranks, family, batch, padding
 def test_a_conversation_goes_back_is_copied_and_goes_on(pool):
     wanted = sharded_models.edited(None)
     assert pool.run(2, sharded_models.edited) == [wanted] * 2
+
+
+def test_padding_is_not_among_the_first_tokens(pool):
+    """Ranks' attention differs in the last bit, so keys of a second layer and their scales may."""
+    wanted = sharded_models.scales_behind_padding(None)
+    for got in pool.run(2, sharded_models.scales_behind_padding):
+        np.testing.assert_allclose(got, wanted, rtol=1e-3)
 
 
 def test_what_ranks_cannot_do_is_refused(pool, tmp_path):

@@ -49,6 +49,16 @@ def edited(group):
     return first.tolist(), kept, again.tolist(), went_on.tolist()
 
 
+def scales_behind_padding(group):
+    """What keys of a padded sequence are divided by, whose first chunk is all padding."""
+    model = tiny_model("qwen2")
+    cache = KvedgeCache(model.config, group=group, block_size=None if group is None else 8)
+    ids, mask = inputs_of(2, 21).values()
+    for low, high in ((0, 12), (12, ids.shape[1])):
+        model(ids[:, low:high], attention_mask=mask[:, :high], past_key_values=cache)
+    return [[row.key_scale.tolist() for row in layer.rows] for layer in cache.layers]
+
+
 def refused(group, folder):
     """Names and texts of what is refused."""
     model = tiny_model("llama")

@@ -12,7 +12,7 @@ import pytest
 from session_support import DIM, HEADS, LAYERS, feed, filled_cache, forge, put
 from support import cache_content, normal
 
-from kvedge import KVCache, c_library, errors
+from kvedge import KVCache, Rope, c_library, errors
 from kvedge.core.formats import DTYPES, FORMATS
 
 TESTS = Path(__file__).parent.parent
@@ -334,6 +334,19 @@ def test_c_refuses_forged_files_as_python_does(copy, tmp_path, rng, change, fiel
         KVCache.load(path)
     assert "a session file is damaged or none" in copy(path, tmp_path / "c.safetensors")
     assert not (tmp_path / "c.safetensors").exists()
+
+
+def test_c_says_that_keys_are_still_to_be_turned(copy, tmp_path, rng):
+    path, again = tmp_path / "python.safetensors", tmp_path / "c.safetensors"
+    cache = filled_cache(rng)
+    cache.shift(-3, rope=Rope(), start=1)
+    cache.save(path)
+    np.testing.assert_array_equal(KVCache.load(path).k(0), cache.k(0))
+    assert "a session file is damaged or none" in copy(path, again)
+    cache.requantize("int8")
+    cache.save(path)
+    assert copy(path, again) == ""
+    np.testing.assert_array_equal(KVCache.load(again).k(0), cache.k(0))
 
 
 def taller(part):

@@ -219,6 +219,37 @@ def test_metadata_that_kvedge_never_writes_is_corrupt(path, rng, field, value, m
     assert_corrupt(path, mmap=mmap)
 
 
+TURN = {"turns": [[[False, [0.5, 0.25]]]], "layers": [[[0, 0]]] + [[]] * (LAYERS - 1)}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"turns": [[[False, [0.5, None]]]]},
+        {"turns": [[[1, [0.5, 0.25]]]]},
+        {"turns": [[[False, [0.5] * DIM]]]},
+        {"turns": [[[False, [float("inf"), 0.5]]]]},
+        {"turns": [[[False, [0.5]]] * 9]},
+        {"turns": TURN["turns"] * 2},
+        {"layers": [[[0, 0]]]},
+        {"layers": [[[1, 0]]] + [[]] * (LAYERS - 1)},
+        {"layers": [[[0, 7]]] + [[]] * (LAYERS - 1)},
+        {"layers": [[[0, 0], [0, 0]]] + [[]] * (LAYERS - 1)},
+        {"layers": [[]] * LAYERS},
+        {"more": 1},
+    ],
+    ids=str,
+)
+def test_turns_that_kvedge_never_writes_are_corrupt(path, rng, change, mmap):
+    filled_cache(rng).save(path)
+    forge(path, key_turns=json.dumps({**TURN, **change}, separators=(",", ":")))
+    if not change:
+        assert KVCache.load(path, mmap=mmap).layer(0)._turns is not None
+        return
+    assert_corrupt(path, match="key_turns", mmap=mmap)
+
+
 @pytest.mark.parametrize("value", [None, 1, True, [], {}, {"x": "y"}, 1.5, ["2"]])
 @pytest.mark.parametrize("field", ["num_layers", "user.note", "sha256"])
 def test_metadata_that_is_no_text_is_corrupt(path, rng, field, value, mmap):

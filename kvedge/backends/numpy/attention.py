@@ -23,6 +23,7 @@ from kvedge.core.float_mode import in_default_mode
 from kvedge.core.key_map import KeyMap
 from kvedge.core.memory import Slabs
 from kvedge.core.options import AttendOptions
+from kvedge.rope import Turn, turned
 
 _KV_NUMBERS = 1 << 18  # of keys or of values in a block: 2 MiB of float64, a share of an L2 cache
 _SCORE_NUMBERS = 1 << 20  # in a block: 8 MiB of float64
@@ -37,6 +38,7 @@ class StoredSpan(NamedTuple):
     first: int  # row of token `start`
     start: int
     stop: int
+    turn: Turn = ()  # that keys are to get
 
     def rows(self, values: bool, heads: slice, at: Any, *, with_offset: bool) -> np.ndarray:
         """float64 (tokens, heads, channels) of rows `at`; keys with their offset or without."""
@@ -46,7 +48,7 @@ class StoredSpan(NamedTuple):
             rows = np.asarray(rows * scale[heads])
         if offset is not None and not values and with_offset:
             rows = np.asarray(rows + offset[heads])
-        return rows
+        return rows if values or not self.turn else turned(self.turn, rows)
 
 
 class Stored:
@@ -67,7 +69,8 @@ class Stored:
         self.config = config
         self.length = length
         # What all keys are stored less, where it is one vector.
-        self.offset = spans[0].key_map.offset if len(spans) == 1 else None
+        alone = len(spans) == 1 and not spans[0].turn
+        self.offset = spans[0].key_map.offset if alone else None
 
     def keys(self, heads: slice, tokens: slice) -> np.ndarray:
         """float64 (tokens, heads, head_dim) without `offset`; exact."""
@@ -84,7 +87,7 @@ class Stored:
             if start < stop:
                 first = span.first - span.start
                 at = slice(first + start, first + stop)
-                parts.append(span.rows(values, heads, at, with_offset=len(self.spans) > 1))
+                parts.append(span.rows(values, heads, at, with_offset=self.offset is None))
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 

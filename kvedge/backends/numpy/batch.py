@@ -91,7 +91,10 @@ def append_batch(
     sides = batch.checked_rows(layers, keys, values, layout)
     if not sides[0].shape[1]:
         return
-    pairs = list(zip(*sides, strict=True))
+    pairs = [
+        (layer._turned_back(some, layer._end()), rows)
+        for layer, some, rows in zip(layers, *sides, strict=True)
+    ]
     marks = [layer._mark() for layer in layers]
     try:
         for layer, pair in zip(layers, pairs, strict=True):

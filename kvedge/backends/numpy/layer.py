@@ -20,7 +20,7 @@ from kvedge.core.options import AttendOptions, takes_options_of
 from kvedge.core.rows import RowShape
 from kvedge.core.types import Array, Floats, Layout
 from kvedge.layer_core import LayerCore, document
-from kvedge.layer_precise import spans_of
+from kvedge.layer_precise import ranges_of, spans_of
 from kvedge.layer_types import layer_classes
 
 _BLOCK_NUMBERS = 1 << 20  # float32 numbers worked on at a time: 4 MiB
@@ -40,10 +40,12 @@ class _LayerCore(LayerCore):
         def _reserve(self, n: int) -> None: ...
         def _slide(self, n: int) -> None: ...
         def _memory_of(self, held: Held) -> Sequence[np.ndarray]: ...
+        def _turned_back(self, keys: np.ndarray, position: int) -> np.ndarray: ...
 
     def _open(self, config: LayerConfig, slabs: Slabs | None = None) -> None:
         self._frozen = False
         self._precise = None
+        self._turns = None
         slabs = memory.reserve_slabs(config) if slabs is None else slabs
         self._now = Held(slabs, 0, 0, 0, NO_MAP)
         self._last_row = 0
@@ -103,6 +105,7 @@ class _LayerCore(LayerCore):
     def _restart(self, num_dropped: int = 0) -> None:
         self._now = self._now._replace(start=0, num_tokens=0, num_dropped=num_dropped)
         self._last_row = 0
+        self._turns = None
         if self._precise is not None:
             self._precise.restart(num_dropped)
 
@@ -136,6 +139,7 @@ class _LayerCore(LayerCore):
     def _store(self, keys: np.ndarray, values: np.ndarray) -> None:
         """Append checked float32 rows (n, num_kv_heads, channels)."""
         if len(keys):
+            keys = self._turned_back(keys, self._end())
             mark = self._mark()
             try:
                 self._make_ready(keys, values)
@@ -278,10 +282,11 @@ class _LayerCore(LayerCore):
         for span in spans_of(held, self._config):
             own = held if span.layer is None else span.layer._held()
             config = self._config if span.layer is None else span.layer._config
-            first = own.start + span.at
-            spans.append(
-                attention.StoredSpan(own.slabs, config, own.source, first, span.start, span.stop)
-            )
+            for start, stop, turn in ranges_of(self._turns, held.num_dropped, span):
+                first = own.start + span.at + start - span.start
+                spans.append(
+                    attention.StoredSpan(own.slabs, config, own.source, first, start, stop, turn)
+                )
         return attention.Stored(spans, self._config, held.num_tokens)
 
 
