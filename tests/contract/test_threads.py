@@ -47,7 +47,7 @@ def test_any_number_of_threads_gives_the_same_bits(length, layer_class, rng):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_thread_with_a_small_stack_attends(dtype, rng):
-    """As musl's threads, and those of an embedder's pool, have: 128 KiB, Python's frames among it."""
+    """As threads of musl and of embedders have: 128 KiB, with the frames of Python."""
     cache = KVCache(1, 2, 128, dtype=dtype)
     keys, values = normal(rng, 2, 160, 2, 128)
     query = normal(rng, 64, 8, 128)
