@@ -140,7 +140,7 @@ def test_qwen2_turns_halves_and_adds_biases(tmp_path, stories, rng):
 
 
 def test_without_gguf_the_extra_is_named(tmp_path, stories, monkeypatch):
-    path = write_gguf(tmp_path / "m.gguf", stories)
+    path = write_gguf(tmp_path / "m.gguf", stories, kind=FORMATS.Q8_0)
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(kvedge.MissingExtraError, match=r"kvedge\[gguf\]"):
         LlamaModel.from_file(path)
@@ -223,7 +223,7 @@ def test_a_list_of_impossible_length_is_refused(tmp_path, stories):
     data = bytearray(path.read_bytes())
     at = data.index(b"tokenizer.ggml.scores") + len(b"tokenizer.ggml.scores") + 8
     data[at : at + 8] = (2**62).to_bytes(8, "little")
-    path.write_bytes(data[: at + 4000])  # else gguf reads a megabyte value by value, in seconds
+    path.write_bytes(data)
     with pytest.raises(kvedge.CorruptFileError, match="bytes are needed"):
         LlamaModel.from_file(path)
 
