@@ -17,7 +17,7 @@ from ..rope import Rope
 from .config import LlamaConfig, rope_frequencies
 from .weights import LayerWeights, LlamaWeights, check_fits, tensor_shapes
 
-__all__ = ["load_checkpoint", "read_checkpoint_config"]
+__all__ = ["checkpoint_bytes", "load_checkpoint", "read_checkpoint_config"]
 
 _HEADER = struct.Struct("<7i")  # dim, hidden_dim, layers, heads, KV heads, +-vocab_size, seq_len
 _VERSIONED_MAGIC = 0x616B3432  # "ak42": llama2.c's later formats, versions 1 and 2
@@ -43,6 +43,14 @@ def read_checkpoint_config(path: str | os.PathLike[str]) -> LlamaConfig:
         If it is a llama2.c checkpoint of version 1 or 2.
     """
     return _read_header(Path(path))[0]
+
+
+def checkpoint_bytes(path: str | os.PathLike[str]) -> tuple[int, int]:
+    """Bytes of a checkpoint's weights in memory, and of those that loading holds twice."""
+    config, _ = _read_header(Path(path))
+    shapes = tensor_shapes(config)
+    stacked = sum(prod(shapes[name]) for name in ("wq", "wk", "wv", "w1", "w3"))
+    return Path(path).stat().st_size, 4 * config.num_layers * stacked
 
 
 def load_checkpoint(path: str | os.PathLike[str]) -> tuple[LlamaConfig, LlamaWeights]:

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+import kvedge
+
 from ..errors import CorruptFileError, InvalidArgumentError, ScaleRangeError, UnsupportedModelError
 from ..rope import Rope
 from .config import LlamaConfig, rope_frequencies
@@ -22,7 +24,7 @@ from .matrix import GROUP, Matrix, Weight, is_worth_it, stored_bytes
 from .tokenizer import Tokenizer
 from .weights import LayerWeights, LlamaWeights, check_fits
 
-__all__ = ["ARCHITECTURES", "is_gguf", "load_gguf", "read_gguf_config"]
+__all__ = ["ARCHITECTURES", "gguf_bytes", "is_gguf", "load_gguf", "read_gguf_config"]
 
 #: architecture -> does RoPE turn neighbours? (llama.cpp: LLAMA_ROPE_TYPE_NORM; else ..._NEOX)
 ARCHITECTURES = {
@@ -78,6 +80,24 @@ def read_gguf_config(path: str | os.PathLike[str]) -> LlamaConfig:
         As :func:`load_gguf`.
     """
     return _GgufModel(path).config()
+
+
+def gguf_bytes(path: str | os.PathLike[str]) -> tuple[LlamaConfig, dict[str, int], GgufFile]:
+    """Sizes of the model in a GGUF file, bytes of its weights in memory by backend, and the file.
+
+    Raises
+    ------
+    CorruptFileError, UnsupportedModelError
+        As :func:`load_gguf`.
+    """
+    model = _GgufModel(path)
+    config = model.config()
+    compact = is_worth_it() or kvedge.backend != "native"  # of the backend that is not in use: best
+    held = {
+        "native": model.weights_bytes(config, compact),
+        "numpy": model.weights_bytes(config, False),
+    }
+    return config, held, model.file
 
 
 def load_gguf(
@@ -290,11 +310,15 @@ class _GgufModel:
                 f"{len(unknown)} tensors of a kind that this runtime does not know, "
                 f"{unknown[0]!r} the first"
             )
+        check_fits(self._path, self.weights_bytes(config, is_worth_it()))
+
+    def weights_bytes(self, config: LlamaConfig, compact: bool) -> int:
+        """Bytes of the weights in memory: in fewer than 32 bits where `compact` and as stored."""
         needed = 0
         for parts in self._all_matrices(config):
-            dtype = self._dtype_of([name for name, _ in parts], parts[0][1][1])
+            dtype = self._dtype_of([name for name, _ in parts], parts[0][1][1], compact)
             needed += sum(stored_bytes(*shape, dtype) for _, shape in parts)
-        check_fits(self._path, needed)
+        return needed
 
     def _all_matrices(self, config: LlamaConfig) -> Iterator[list[tuple[str, tuple[int, int]]]]:
         shape = (config.vocab_size, config.dim)
@@ -373,20 +397,19 @@ class _GgufModel:
     def _weight(self, parts: list[tuple[str, tuple[int, int]]]) -> Weight:
         """Tensors stacked to one matrix."""
         columns = parts[0][1][1]
-        dtype = self._dtype_of([name for name, _ in parts], columns)
+        dtype = self._dtype_of([name for name, _ in parts], columns, is_worth_it())
         chunks = (chunk for name, shape in parts for chunk in self.file.chunks(name, shape))
         if dtype != "float32":
             try:
                 return Matrix(sum(shape[0] for _, shape in parts), columns, dtype, chunks)
             except ScaleRangeError:  # a block of elements too small for a scale in float16
                 pass
-        arrays = [self.file.array(name, shape) for name, shape in parts]
-        return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+        return self.file.stacked(parts)
 
-    def _dtype_of(self, names: list[str], columns: int) -> str:
+    def _dtype_of(self, names: list[str], columns: int, compact: bool) -> str:
         """How the tensors are held, stacked: as none of them loses what its file has."""
         kinds = {self.file.kind(name) for name in names}
-        if not is_worth_it():
+        if not compact:
             return "float32"
         if len(kinds) == 1 and (only := next(iter(kinds))) in _FLOATS:
             return _FLOATS[only]

@@ -117,7 +117,7 @@ class TensorInfo:
 
 
 class GgufHeader:
-    """Fields and tensors of one file; its bytes stay mapped.
+    """Fields and tensors of one file, which is open while they are read only.
 
     Parameters
     ----------
@@ -137,14 +137,17 @@ class GgufHeader:
             size = os.fstat(file.fileno()).st_size
             if size < 4:
                 raise self._corrupt(f"{size} bytes")
-            self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self._size = len(self._bytes)
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as self._bytes:
+                self._size = len(self._bytes)
+                self._read()
+
+    def _read(self) -> None:
         self._at = self._num_parts = 0
         if self._take(4) != _MAGIC:
             raise self._corrupt("it does not begin with GGUF")
         version = self._u32()
         if version & 0xFFFF == 0 or sys.byteorder == "big":
-            raise UnsupportedModelError(f"{path}: the GGUF file is of the other byte order")
+            raise UnsupportedModelError(f"{self._path}: the GGUF file is of the other byte order")
         if version not in _VERSIONS:
             raise self._corrupt(f"it is of version {version}, versions 2 and 3 are known")
         num_tensors, num_fields = self._u64(), self._u64()
@@ -159,12 +162,28 @@ class GgufHeader:
         #: Name -> tensor, in the order of the file.
         self.tensors = self._placed(found, self._aligned(self._at))
 
-    def data(self, tensor: TensorInfo) -> np.ndarray:
-        """A tensor's bytes where they lie, uint8 (rows ..., bytes of a row)."""
+    def rows(self, tensor: TensorInfo, start: int, stop: int) -> np.ndarray:
+        """Some rows of a tensor as the file has them, uint8 (rows, ..., bytes of a row).
+
+        They are read, not mapped: what a file loses meanwhile is an error then, not a signal, and
+        its pages do not count as memory of the process.
+
+        Raises
+        ------
+        CorruptFileError
+            The file has become shorter.
+        """
         shape = tensor.shape or (1,)
-        row = shape[-1] // tensor.type.elements * tensor.type.bytes
-        flat = np.frombuffer(self._bytes, np.uint8, tensor.nbytes, tensor.start)
-        return flat.reshape(*shape[:-1], row)
+        inner = (*shape[1:-1], shape[-1] // tensor.type.elements * tensor.type.bytes)
+        if len(shape) == 1:  # a vector is one row
+            start, stop, inner = 0, 1, (tensor.nbytes,)
+        step = math.prod(inner)
+        with self._path.open("rb") as file:
+            file.seek(tensor.start + start * step)
+            data = np.fromfile(file, np.uint8, (stop - start) * step)
+        if data.size != (stop - start) * step:
+            raise self._corrupt(f"it ends within the tensor {tensor.name!r:.80}")
+        return data.reshape(stop - start, *inner)
 
     # ---- bytes -----------------------------------------------------------------------------------
 

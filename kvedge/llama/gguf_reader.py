@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +117,11 @@ class GgufFile:
         """Whether there is such a field."""
         return key in self._fields
 
+    def count(self, key: str) -> int:
+        """Members of a field that is a list; 0 if it is absent or no list."""
+        value = self._fields.get(key)
+        return len(value) if isinstance(value, (list, np.ndarray)) else 0
+
     # ---- tensors ---------------------------------------------------------------------------------
 
     @property
@@ -133,19 +138,20 @@ class GgufFile:
         return self._tensor(name)[1].type.name
 
     def chunks(self, name: str, shape: tuple[int, ...]) -> Iterator[np.ndarray]:
-        """A tensor of the shape expected, float32, some rows at a time; finite.
-
-        Copies even of float32: the file's own bytes may change, or be unaligned.
-        """
+        """A tensor of the shape expected, float32, some rows at a time; finite."""
         header, tensor = self._tensor(name)
         if tensor.shape != shape:
             raise CorruptFileError(
                 f"{self.path}: the tensor {name!r} must have the shape {shape}, got {tensor.shape}"
             )
-        data = header.data(tensor)
-        step = len(data) if len(shape) < 2 else max(_ELEMENTS_AT_ONCE // max(shape[-1], 1), 1)
-        for start in range(0, len(data), step):
-            values = self._decoded(tensor, data[start : start + step])
+        rows, step = 1, 1
+        if len(shape) > 1:
+            rows, step = shape[0], max(_ELEMENTS_AT_ONCE // max(shape[-1], 1), 1)
+        for start in range(0, rows, step):
+            stop = min(start + step, rows)
+            values = self._decoded(tensor, header.rows(tensor, start, stop))
+            if len(shape) == 1:
+                values = values[0]
             if not np.isfinite(values).all():
                 raise CorruptFileError(
                     f"{self.path}: the tensor {name!r} holds a NaN or an infinity"
@@ -175,8 +181,18 @@ class GgufFile:
 
     def array(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
         """A whole tensor of the shape expected, float32, C-contiguous."""
-        parts = list(self.chunks(name, shape))
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return self.stacked([(name, shape)])
+
+    def stacked(self, parts: Sequence[tuple[str, tuple[int, ...]]]) -> np.ndarray:
+        """Tensors of the shapes expected one after the other, float32, C-contiguous."""
+        first = parts[0][1]
+        whole = np.empty((sum(shape[0] for _, shape in parts), *first[1:]), np.float32)
+        at = 0
+        for name, shape in parts:
+            for chunk in self.chunks(name, shape):
+                whole[at : at + len(chunk)] = chunk
+                at += len(chunk)
+        return whole
 
     def _tensor(self, name: str) -> tuple[GgufHeader, TensorInfo]:
         if name not in self._tensors:
