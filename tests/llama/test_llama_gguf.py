@@ -309,8 +309,10 @@ def test_byte_level_generation_streams_text(tmp_path, stories):
 
 
 def test_byte_level_files_that_cannot_be_read_are_refused(tmp_path, stories, monkeypatch):
-    path = byte_level_file(tmp_path / "m.gguf", stories, split="deepseek-coder")
-    with pytest.raises(kvedge.InvalidArgumentError, match="'deepseek-coder' is not supported"):
+    path = byte_level_file(tmp_path / "m.gguf", stories, split="deepseek-codex")
+    with pytest.raises(
+        kvedge.UnsupportedModelError, match=r"m\.gguf: .*'deepseek-codex' is not .*deepseek-coder"
+    ):
         LlamaModel.from_file(path)
     path = byte_level_file(tmp_path / "m.gguf", stories, merges=["x nowhere"])
     with pytest.raises(kvedge.CorruptFileError, match="merges do not fit"):
