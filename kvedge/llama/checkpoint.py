@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import struct
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
@@ -127,7 +128,6 @@ def _read_header(path: Path) -> tuple[LlamaConfig, bool]:
             "not give an even number of channels per head"
         )
     head_dim = dim // num_heads
-    rope = Rope(interleaved=True, rotary_dim=head_dim, inv_freq=rope_frequencies(head_dim))
     try:
         config = LlamaConfig(
             dim=dim,
@@ -138,7 +138,6 @@ def _read_header(path: Path) -> tuple[LlamaConfig, bool]:
             head_dim=head_dim,
             vocab_size=abs(vocab),
             max_seq_len=seq_len,
-            rope=rope,
         )
     except InvalidArgumentError as error:
         message = f"{path}: neither GGUF nor a llama2.c checkpoint: {error}"
@@ -152,7 +151,8 @@ def _read_header(path: Path) -> tuple[LlamaConfig, bool]:
             f"{num_layers} layers, vocab_size {vocab}) has {expected_size} bytes, "
             f"the file has {file_size}"
         )
-    return config, own_output
+    rope = Rope(interleaved=True, rotary_dim=head_dim, inv_freq=rope_frequencies(head_dim))
+    return replace(config, rope=rope), own_output
 
 
 def _file_layout(config: LlamaConfig, own_output: bool) -> list[tuple[str, tuple[int, ...]]]:

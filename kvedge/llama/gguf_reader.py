@@ -113,14 +113,17 @@ class GgufFile:
         value = _plain(self._fields.get(key, default))
         return self.get(key, type(value) if type(value) in kinds else kinds[0], default)
 
+    def is_list(self, key: str) -> bool:
+        """Whether there is such a field, and it is a list."""
+        return isinstance(self._fields.get(key), (list, np.ndarray))
+
     def has(self, key: str) -> bool:
         """Whether there is such a field."""
         return key in self._fields
 
     def count(self, key: str) -> int:
         """Members of a field that is a list; 0 if it is absent or no list."""
-        value = self._fields.get(key)
-        return len(value) if isinstance(value, (list, np.ndarray)) else 0
+        return len(self._fields[key]) if self.is_list(key) else 0
 
     # ---- tensors ---------------------------------------------------------------------------------
 
@@ -133,17 +136,22 @@ class GgufFile:
         """Shape of a tensor, the slowest axis first (GGUF names the fastest first)."""
         return self._tensor(name)[1].shape
 
+    def check_shape(self, name: str, shape: tuple[int, ...]) -> None:
+        """Refuse a tensor that is missing or of another shape."""
+        if self.shape(name) != shape:
+            raise CorruptFileError(
+                f"{self.path}: the tensor {name!r} must have the shape {shape}, "
+                f"got {self.shape(name)}"
+            )
+
     def kind(self, name: str) -> str:
         """Name of the format of a tensor's elements, such as "Q4_K"."""
         return self._tensor(name)[1].type.name
 
     def chunks(self, name: str, shape: tuple[int, ...]) -> Iterator[np.ndarray]:
         """A tensor of the shape expected, float32, some rows at a time; finite."""
+        self.check_shape(name, shape)
         header, tensor = self._tensor(name)
-        if tensor.shape != shape:
-            raise CorruptFileError(
-                f"{self.path}: the tensor {name!r} must have the shape {shape}, got {tensor.shape}"
-            )
         rows, step = 1, 1
         if len(shape) > 1:
             rows, step = shape[0], max(_ELEMENTS_AT_ONCE // max(shape[-1], 1), 1)
