@@ -6,7 +6,7 @@ from ..errors import CorruptFileError, InvalidArgumentError, UnsupportedModelErr
 from .byte_level_bpe import TEXT_SPLITS, ByteLevelBpeTokenizer
 from .chat_template import ChatTemplate
 from .gguf_reader import GgufFile
-from .tokenizer import ScoredBpeTokenizer, Tokenizer
+from .tokenizer import SPACE_SIGN, ScoredBpeTokenizer, Tokenizer
 
 __all__ = ["read_tokenizer"]
 
@@ -68,7 +68,7 @@ def _chat_template(file: GgufFile, tokens: list[str]) -> ChatTemplate | None:
 def _scored_bpe(file: GgufFile, tokens: list[str]) -> ScoredBpeTokenizer:
     bos_id = file.get("tokenizer.ggml.bos_token_id", int, 1)
     return ScoredBpeTokenizer(
-        [token.replace("\u2581", " ").encode() for token in tokens],  # SentencePiece's space
+        [token.replace(SPACE_SIGN, " ").encode() for token in tokens],
         file.get_list("tokenizer.ggml.scores", float),
         bos_id=bos_id,
         stop_ids=_stop_ids(file, tokens) or {bos_id, 2},
