@@ -15,6 +15,7 @@ from kvedge.cli import bench, doctor, evaluate, generate, info, plan
 from kvedge.console import exits
 from kvedge.console.help import HelpFormatter
 from kvedge.console.output import Output
+from kvedge.console.terminal import plain_warnings, report
 from kvedge.errors import KvedgeError
 
 # Each has NAME, SUMMARY, DESCRIPTION, EXAMPLES, add_options(parser), run(options, output) -> code.
@@ -80,7 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     _allow_any_text(sys.stdout, sys.stderr)
     try:
-        code = _run(arguments)
+        with plain_warnings():
+            code = _run(arguments)
         sys.stdout.flush()  # here, so that a closed pipe is noticed while it can be handled
         return code
     except BrokenPipeError:
@@ -141,14 +143,14 @@ def _subparser(parser: argparse.ArgumentParser, name: str) -> argparse.ArgumentP
 
 def _report(error: Exception, *, debug: bool) -> int:
     if debug:
-        traceback.print_exception(error)
+        for line in "".join(traceback.format_exception(error)).splitlines():
+            report(line)
     message = exits.message_of(error)
     if not isinstance(error, _EXPECTED):
         message = f"unexpected {type(error).__name__}: {message}"
         if not debug:
             message += " (--debug shows where)"
-    with contextlib.suppress(OSError):
-        print(f"kvedge: {message}", file=sys.stderr)
+    report(f"kvedge: {message}")
     return exits.code_of(error)
 
 

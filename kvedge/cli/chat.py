@@ -16,6 +16,7 @@ from kvedge.cli.figures import cache_figures, describe_cache, tokens_and_speed
 from kvedge.cli.prompt_line import PromptLine
 from kvedge.console.exits import OK, CommandError, UsageError, message_of
 from kvedge.console.output import Output
+from kvedge.console.terminal import report, show
 from kvedge.errors import KvedgeError
 
 if TYPE_CHECKING:
@@ -150,7 +151,7 @@ class _Chat:
             if sys.stdin.isatty():
                 print("/help tells the commands, Ctrl-D leaves")
             if first:
-                print(f"> {first}")
+                show(f"> {first}\n")
                 self._guarded(lambda: self.answer(first))
             while True:
                 try:
@@ -244,9 +245,8 @@ class _Chat:
         try:
             what()
         except (KvedgeError, CommandError, OSError) as error:
-            print(message_of(error), file=sys.stderr)
+            report(message_of(error))
 
     @staticmethod
     def _show(text: str) -> None:
-        sys.stdout.write(text)
-        sys.stdout.flush()
+        show(text)

@@ -14,6 +14,7 @@ from kvedge.cli import cache_options, ranks, resume, sampling
 from kvedge.cli.figures import cache_figures, describe_cache, tokens_and_speed
 from kvedge.console.exits import INTERRUPTED, OK, UsageError
 from kvedge.console.output import Output, print_json
+from kvedge.console.terminal import show
 from kvedge.errors import PositionOutOfRangeError
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ class Writer:
             with self.output.status("reading the prompt"):
                 first = next(pieces, None)
             if not self.options.json:  # not before: the status line would have wiped it out
-                self._show(shown)
+                show(shown)
             if first is not None:
                 self._take(first)
             for piece in pieces:
@@ -95,7 +96,7 @@ class Writer:
         if self.options.json:
             print_json(summary)
         else:
-            self._show("\n" if shown or self.text else "")
+            show("\n" if shown or self.text else "")
             self._print_summary(summary)
         return INTERRUPTED if self.interrupted else OK
 
@@ -209,11 +210,7 @@ class Writer:
     def _add(self, text: str) -> None:
         self.text += text
         if not self.options.json:
-            self._show(text)
-
-    def _show(self, text: str) -> None:
-        sys.stdout.write(text)
-        sys.stdout.flush()
+            show(text)
 
     # ---- afterwards ------------------------------------------------------------------------------
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+
+from kvedge.console.terminal import printable
 from kvedge.errors import (
     BackendUnavailableError,
     InvalidArgumentError,
@@ -51,9 +54,10 @@ def code_of(error: BaseException) -> int:
 
 def message_of(error: BaseException) -> str:
     """Return what to tell the user about an error: always one line."""
-    text = " ".join(str(error).split())
+    text = printable(" ".join(str(error).split()))
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
-        return f"{error.filename}: {error.strerror}"
+        name = os.fsdecode(error.filename) if isinstance(error.filename, bytes) else error.filename
+        return printable(f"{name}: {error.strerror}")
     if isinstance(error, MemoryError):
         return f"out of memory: {text}" if text else "out of memory"
     return text or type(error).__name__
