@@ -6,7 +6,6 @@ import argparse
 import secrets
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import kvedge
@@ -16,6 +15,7 @@ from kvedge.cli.figures import cache_figures, describe_cache, tokens_and_speed
 from kvedge.cli.prompt_line import PromptLine
 from kvedge.console.exits import OK, CommandError, UsageError, message_of
 from kvedge.console.output import Output
+from kvedge.console.streams import read_text
 from kvedge.console.terminal import report, show
 from kvedge.errors import KvedgeError
 
@@ -110,7 +110,7 @@ def _template(model: LlamaModel, path: str, options: argparse.Namespace) -> Chat
 
     own: ChatTemplate | None = getattr(model.tokenizer, "chat_template", None)
     if options.chat_template is not None:
-        source = Path(options.chat_template).read_text(encoding="utf-8")
+        source = read_text(options.chat_template)
         return ChatTemplate(source, own.bos_token if own else "", own.eos_token if own else "")
     if own is None:
         raise CommandError(

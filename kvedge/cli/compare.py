@@ -19,6 +19,7 @@ import numpy as np
 import kvedge
 from kvedge.cli import storage
 from kvedge.cli.figures import cache_figures
+from kvedge.cli.prompt import first_tokens
 from kvedge.console.exits import OK, UsageError
 from kvedge.console.output import Output, print_json
 from kvedge.console.sizes import format_size
@@ -150,7 +151,7 @@ def run(model: LlamaModel, path: str, options: argparse.Namespace, output: Outpu
     """Compare, and print what came of it."""
     tokenizer = model.tokenizer
     assert tokenizer is not None
-    prompt = tokenizer.encode(options.prompt or "")
+    prompt = first_tokens(tokenizer, options.prompt)
     sizes = {} if options.context is None else {"max_seq_len": options.context}
     stored = storage.cache_options(options)
     float32 = _Reader(model, model.new_cache("float32", **sizes), options.threads)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import kvedge
 from kvedge.cli import cache_options, ranks, resume, sampling
+from kvedge.cli import prompt as prompts
 from kvedge.cli.figures import cache_figures, describe_cache, tokens_and_speed
 from kvedge.console.exits import INTERRUPTED, OK, UsageError
 from kvedge.console.output import Output, print_json
@@ -111,8 +112,7 @@ class Writer:
     def _prompt_tokens(self) -> list[int]:
         prompt = self.options.prompt
         if not self.saved.tokens:
-            ids: list[int] = self.tokenizer.encode(prompt or "")
-            return ids
+            return prompts.first_tokens(self.tokenizer, prompt)
         # A continuation: no BOS, and no space that the text does not have.
         return self.tokenizer.encode(prompt, bos=False, space_prefix=False) if prompt else []
 
