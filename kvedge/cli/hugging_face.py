@@ -11,7 +11,6 @@ from typing import Any
 
 from kvedge.cli import ranks, sampling, storage
 from kvedge.cli.figures import tokens_and_speed
-from kvedge.cli.prompt import check_not_empty
 from kvedge.console.exits import INTERRUPTED, OK, CommandError, UsageError
 from kvedge.console.output import Output, print_json
 from kvedge.console.sizes import format_size
@@ -63,7 +62,6 @@ def run(options: argparse.Namespace, output: Output) -> int:
     ranks.begun(options)
     chat = bool(tokenizer.chat_template) and not options.no_chat
     ids = _prompt(options.prompt or "", tokenizer, chat=chat)
-    check_not_empty(ids.shape[-1])
     shown = 0 if chat else len(tokenizer.decode(ids[0], skip_special_tokens=True))
     stream = _Stream(tokenizer, shown, skip_prompt=chat, show=not options.json, stop=options.stop)
     settings = sampling.chosen(options, {})
@@ -166,9 +164,10 @@ def _check(options: argparse.Namespace) -> None:
 
 def load(folder: str, gguf: str | None = None, *, dtype: str = "auto") -> tuple[Any, Any]:
     """Return the model, in its own dtype unless another is named, and its tokenizer."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from kvedge.transformers._installed import require
 
-    import kvedge.transformers  # says what is to be installed, if it is  # noqa: F401
+    require()  # says what is to be installed, if it is
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     more = {} if gguf is None else {"gguf_file": gguf}
     try:

@@ -9,7 +9,7 @@ from typing import Any
 from kvedge.console.exits import UsageError
 from kvedge.console.streams import read_stdin, read_text
 
-__all__ = ["add_options", "check_not_empty", "first_tokens", "read_prompt"]
+__all__ = ["add_options", "first_tokens", "read_prompt"]
 
 _STDIN = "-"
 
@@ -70,14 +70,9 @@ def first_tokens(tokenizer: Any, prompt: str | None) -> list[int]:
         There are none: the prompt is empty, and the model has no token that begins a text.
     """
     tokens: list[int] = tokenizer.encode(prompt or "")
-    check_not_empty(len(tokens))
-    return tokens
-
-
-def check_not_empty(num_tokens: int) -> None:
-    """UsageError where a prompt has no tokens."""
-    if num_tokens == 0:
+    if not tokens:
         raise UsageError(
             "the prompt is empty, and this model has no token that begins a text (BOS) to write "
             "on from: give one with --prompt TEXT or --file FILE"
         )
+    return tokens
