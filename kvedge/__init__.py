@@ -12,6 +12,10 @@ if "__version__" not in globals():  # it is not being reloaded, but imported
     for _name in [name for name in sys.modules if name.startswith("kvedge.")]:
         if sys.modules[_name] is not None:
             del sys.modules[_name]
+    from kvedge.core.starting import end_quietly_when_interrupted
+
+    end_quietly_when_interrupted()
+    del end_quietly_when_interrupted
 
 from kvedge._version import __version__
 from kvedge.c_library import get_include, get_library_dir

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -91,11 +92,24 @@ def get_library_dir() -> str:
 
 def compile_flags() -> str:
     """Return what ``python -m kvedge --cflags`` prints."""
-    return f"-I{get_include()}"
+    return _quoted([f"-I{get_include()}"])
 
 
 def link_flags() -> str:
     """Return what ``python -m kvedge --libs`` prints."""
     folder = get_library_dir()
-    rpath = "" if sys.platform == "win32" else f"-Wl,-rpath,{folder} "
-    return f"-L{folder} {rpath}-lkvedge -lm -pthread"
+    rpath = [f"-Wl,-rpath,{folder}"]
+    if sys.platform == "win32":
+        rpath = []
+    elif "," in folder:  # -Wl would cut it there
+        rpath = ["-Xlinker", "-rpath", "-Xlinker", folder]
+    return _quoted([f"-L{folder}", *rpath, "-lkvedge", "-lm", "-pthread"])
+
+
+def _quoted(arguments: list[str]) -> str:
+    """The arguments for a shell: one of a path with spaces, or the like, is quoted."""
+    if sys.platform == "win32":
+        from subprocess import list2cmdline
+
+        return list2cmdline(arguments)
+    return shlex.join(arguments)

@@ -12,6 +12,8 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
+from kvedge.console.packages import is_installed
+
 __all__ = ["F16", "F32", "Q4_0", "Q8_0", "Ggml", "library_folder", "load"]
 
 # enum ggml_type
@@ -89,7 +91,7 @@ class Ggml:
 def library_folder() -> Path | None:
     """Return where llama-cpp-python keeps its libraries; None if it is not installed."""
     spec = importlib.util.find_spec("llama_cpp")
-    if spec is None or not spec.submodule_search_locations:
+    if spec is None or not spec.submodule_search_locations or not is_installed("llama_cpp"):
         return None
     return Path(spec.submodule_search_locations[0]) / "lib"
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import difflib
-import os
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import Any
 
 from kvedge import c_library
 from kvedge.cli import bench, doctor, evaluate, generate, info, plan
-from kvedge.console import exits
+from kvedge.console import exits, streams
 from kvedge.console.help import HelpFormatter
 from kvedge.console.output import Output
+from kvedge.console.terminal import plain_warnings, report
 from kvedge.errors import KvedgeError
 
 # Each has NAME, SUMMARY, DESCRIPTION, EXAMPLES, add_options(parser), run(options, output) -> code.
@@ -29,6 +29,10 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> None:  # type: ignore[override]
         raise exits.UsageError(f"{message} (see '{self.prog} --help')")
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        # argparse's own says nothing where it cannot be written
+        (sys.stderr if file is None else file).write(message)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -78,20 +82,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code (:mod:`kvedge.console.exits`). No exception leaves this function.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    _allow_any_text(sys.stdout, sys.stderr)
     try:
-        code = _run(arguments)
+        streams.prepare()
+        with plain_warnings():
+            code = _code(arguments)
         sys.stdout.flush()  # here, so that a closed pipe is noticed while it can be handled
         return code
     except BrokenPipeError:
-        _drop_stdout()
+        streams.drop_stdout()
         return exits.BROKEN_PIPE
     except KeyboardInterrupt:
         return exits.INTERRUPTED
-    except SystemExit as leave:  # argparse after --help
-        return leave.code if isinstance(leave.code, int) else exits.OK
     except Exception as error:
         return _report(error, debug="--debug" in arguments)
+
+
+def _code(arguments: list[str]) -> int:
+    try:
+        return _run(arguments)
+    except SystemExit as leave:  # argparse after --help
+        return leave.code if isinstance(leave.code, int) else exits.OK
 
 
 def _run(arguments: list[str]) -> int:
@@ -141,28 +151,14 @@ def _subparser(parser: argparse.ArgumentParser, name: str) -> argparse.ArgumentP
 
 def _report(error: Exception, *, debug: bool) -> int:
     if debug:
-        traceback.print_exception(error)
+        for line in "".join(traceback.format_exception(error)).splitlines():
+            report(line)
     message = exits.message_of(error)
     if not isinstance(error, _EXPECTED):
         message = f"unexpected {type(error).__name__}: {message}"
         if not debug:
             message += " (--debug shows where)"
-    with contextlib.suppress(OSError):
-        print(f"kvedge: {message}", file=sys.stderr)
+    report(f"kvedge: {message}")
+    if exits.is_about_stdout(error):
+        streams.drop_stdout()
     return exits.code_of(error)
-
-
-def _allow_any_text(*streams: object) -> None:
-    """Let text that the terminal's encoding lacks become ``?`` rather than an error."""
-    for stream in streams:
-        reconfigure = getattr(stream, "reconfigure", None)
-        if reconfigure is not None:
-            reconfigure(errors="replace")
-
-
-def _drop_stdout() -> None:
-    """Send what Python still flushes at exit nowhere, so that it cannot fail once more."""
-    with contextlib.suppress(OSError, ValueError):  # ValueError: stdout has no file descriptor
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)

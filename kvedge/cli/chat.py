@@ -6,7 +6,6 @@ import argparse
 import secrets
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import kvedge
@@ -16,6 +15,8 @@ from kvedge.cli.figures import cache_figures, describe_cache, tokens_and_speed
 from kvedge.cli.prompt_line import PromptLine
 from kvedge.console.exits import OK, CommandError, UsageError, message_of
 from kvedge.console.output import Output
+from kvedge.console.streams import read_text
+from kvedge.console.terminal import report, show
 from kvedge.errors import KvedgeError
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ def _template(model: LlamaModel, path: str, options: argparse.Namespace) -> Chat
 
     own: ChatTemplate | None = getattr(model.tokenizer, "chat_template", None)
     if options.chat_template is not None:
-        source = Path(options.chat_template).read_text(encoding="utf-8")
+        source = read_text(options.chat_template)
         return ChatTemplate(source, own.bos_token if own else "", own.eos_token if own else "")
     if own is None:
         raise CommandError(
@@ -150,7 +151,7 @@ class _Chat:
             if sys.stdin.isatty():
                 print("/help tells the commands, Ctrl-D leaves")
             if first:
-                print(f"> {first}")
+                show(f"> {first}\n")
                 self._guarded(lambda: self.answer(first))
             while True:
                 try:
@@ -244,9 +245,8 @@ class _Chat:
         try:
             what()
         except (KvedgeError, CommandError, OSError) as error:
-            print(message_of(error), file=sys.stderr)
+            report(message_of(error))
 
     @staticmethod
     def _show(text: str) -> None:
-        sys.stdout.write(text)
-        sys.stdout.flush()
+        show(text)

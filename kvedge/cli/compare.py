@@ -19,9 +19,11 @@ import numpy as np
 import kvedge
 from kvedge.cli import storage
 from kvedge.cli.figures import cache_figures
+from kvedge.cli.prompt import first_tokens
 from kvedge.console.exits import OK, UsageError
 from kvedge.console.output import Output, print_json
 from kvedge.console.sizes import format_size
+from kvedge.console.terminal import show
 
 _CHUNK = 512  # prompt tokens at once, as in generate()
 
@@ -149,7 +151,7 @@ def run(model: LlamaModel, path: str, options: argparse.Namespace, output: Outpu
     """Compare, and print what came of it."""
     tokenizer = model.tokenizer
     assert tokenizer is not None
-    prompt = tokenizer.encode(options.prompt or "")
+    prompt = first_tokens(tokenizer, options.prompt)
     sizes = {} if options.context is None else {"max_seq_len": options.context}
     stored = storage.cache_options(options)
     float32 = _Reader(model, model.new_cache("float32", **sizes), options.threads)
@@ -218,12 +220,12 @@ def _token_at(tokenizer: Any, tokens: list[int], index: int | None) -> str | Non
 
 def _print(report: dict[str, Any], output: Output) -> None:
     exact, coded = report["float32"], report["int8"]
-    print(exact["text"])
+    show(exact["text"] + "\n")
     first = report["first_difference"]
     if first is None:
         parted = f"nowhere: {len(exact['tokens'])} tokens are the same"
     else:
-        print("\nwith the int8 cache:\n" + coded["text"])
+        show("\nwith the int8 cache:\n" + coded["text"] + "\n")
         there, here = (
             "the end of the text" if token is None else repr(token)
             for token in (report["float32_token_there"], report["int8_token_there"])

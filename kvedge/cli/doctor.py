@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import kvedge
@@ -77,7 +78,13 @@ def _on_path(path: str) -> list[Check]:
     command = [sys.executable, "-m", "kvedge.cli.self_test"]
     try:
         done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=_SECONDS, check=False
+            command,
+            cwd=Path(kvedge.__file__).parents[1],  # this package, in a folder that is there
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         return [Check("all", path, False, f"no end after {_SECONDS} s", _SECONDS)]

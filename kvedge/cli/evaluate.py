@@ -13,6 +13,7 @@ from kvedge.cli.model import add_model_options, load_model
 from kvedge.console import plotting
 from kvedge.console.exits import OK, CommandError, UsageError
 from kvedge.console.output import Output, print_json
+from kvedge.console.streams import read_text
 from kvedge.console.values import positive_float, positive_int
 
 if TYPE_CHECKING:
@@ -157,10 +158,7 @@ def _tokens(options: argparse.Namespace, tokenizer: Any) -> tuple[str, list[int]
         from kvedge.data import STORIES_TEXT
 
         path = str(STORIES_TEXT)
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise CommandError(f"{path} is not a text in UTF-8: {error}") from error
+    text = read_text(path)
     # A part of a long text will do, and is far quicker to encode: no usual token is this long.
     tokens = tokenizer.encode(text[: 16 * options.tokens])[: options.tokens]
     if len(tokens) < 2:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 
 from kvedge.cli import (
     cache_options,
@@ -44,6 +45,7 @@ EXAMPLES = """\
 """
 
 _DEFAULT_TOKENS = 200
+_LEAST_TO_SHIFT = 2
 _OF_COMPARE = (
     *("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "repeat_last", "logit_bias"),
     *("seed", "stop", "cache", "window", "save_session", "load_session", "prompt_cache", "chat"),
@@ -123,6 +125,11 @@ def _run(options: argparse.Namespace, output: Output) -> int:
     limit = model.config.max_seq_len
     if options.context is not None and options.context > limit:
         raise UsageError(f"--context {options.context}: the model was made for {limit} tokens")
+    if options.on_full == "shift" and (options.context or limit) < _LEAST_TO_SHIFT:
+        raise UsageError(
+            f"--on-full shift needs a context of {_LEAST_TO_SHIFT} tokens or more, to have one "
+            f"left when it drops the older half: --context {options.context or limit} has fewer"
+        )
     if options.compare:
         return compare.run(model, path, options, output)
     if options.chat:
@@ -144,6 +151,8 @@ def _check(options: argparse.Namespace) -> None:
     if options.prompt_cache is not None:
         _refuse(options, ("save_session", "load_session", "chat"), "--prompt-cache")
     chat.check(options)
+    if options.chat and sys.stdin is None:
+        raise UsageError("--chat reads the conversation from stdin, which is closed")
 
 
 def _refuse(options: argparse.Namespace, names: tuple[str, ...], other: str) -> None:

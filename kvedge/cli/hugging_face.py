@@ -14,6 +14,7 @@ from kvedge.cli.figures import tokens_and_speed
 from kvedge.console.exits import INTERRUPTED, OK, CommandError, UsageError
 from kvedge.console.output import Output, print_json
 from kvedge.console.sizes import format_size
+from kvedge.console.terminal import show
 
 __all__ = ["add_options", "load", "run"]
 
@@ -118,8 +119,7 @@ def run(options: argparse.Namespace, output: Output) -> int:
     if options.json:
         print_json(summary)
     else:
-        sys.stdout.write("\n")
-        sys.stdout.flush()
+        show("\n")
         _print_summary(summary, output)
     return INTERRUPTED if interrupted else OK
 
@@ -164,9 +164,10 @@ def _check(options: argparse.Namespace) -> None:
 
 def load(folder: str, gguf: str | None = None, *, dtype: str = "auto") -> tuple[Any, Any]:
     """Return the model, in its own dtype unless another is named, and its tokenizer."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from kvedge.transformers._installed import require
 
-    import kvedge.transformers  # says what is to be installed, if it is  # noqa: F401
+    require()  # says what is to be installed, if it is
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     more = {} if gguf is None else {"gguf_file": gguf}
     try:
@@ -254,8 +255,7 @@ class _Stream:
             text += self._until_stop.rest()
         self.text += text
         if self._show:
-            sys.stdout.write(text)
-            sys.stdout.flush()
+            show(text)
 
     def prompt_speed(self, tokens: int) -> float | None:
         """Tokens of the prompt read in a second."""

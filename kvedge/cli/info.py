@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import platform
 import shutil
@@ -17,6 +16,7 @@ import kvedge
 from kvedge import system
 from kvedge.console.exits import OK
 from kvedge.console.output import Output, print_json
+from kvedge.console.packages import is_installed
 from kvedge.console.sizes import format_rate, format_size
 from kvedge.core import memory
 
@@ -121,7 +121,7 @@ def _measure(output: Output, num_cores: int) -> list[dict[str, Any]]:
 
 
 def _missing(modules: tuple[str, ...]) -> list[str]:
-    return [name for name in modules if importlib.util.find_spec(name) is None]
+    return [name for name in modules if not is_installed(name)]
 
 
 def _obstacles(

@@ -7,6 +7,7 @@ from typing import Any
 
 from kvedge.cli.plan_machines import RESERVED, machines
 from kvedge.cli.shape import Planned
+from kvedge.console.terminal import printable
 
 __all__ = ["draw"]
 
@@ -55,7 +56,7 @@ def _panel(axes: Any, model: Planned, context: int) -> None:
         axes.axhline(weights / _GIB, color="gray", linestyle=":", linewidth=0.8)
         axes.text(tokens[-1], weights / _GIB, "weights", fontsize="x-small", ha="right", va="top")
     axes.set_ylim(bottom=0)
-    axes.set_title(model.shape.name, fontsize="medium")
+    axes.set_title(printable(model.shape.name), fontsize="medium", parse_math=False)
     axes.set_xlabel("context (tokens)")
     axes.set_ylabel("weights and cache (GiB)" if weights else "cache (GiB)")
     axes.legend(fontsize="small", loc="best")

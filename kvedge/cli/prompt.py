@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from pathlib import Path
+import re
 from typing import Any
 
-from kvedge.console.exits import CommandError, UsageError
+from kvedge.console.exits import UsageError
+from kvedge.console.streams import read_stdin, read_text
 
-__all__ = ["add_options", "read_prompt"]
+__all__ = ["add_options", "first_tokens", "read_prompt"]
 
 _STDIN = "-"
 
@@ -33,21 +33,46 @@ def read_prompt(options: argparse.Namespace) -> None:
     Raises
     ------
     UsageError
-        Both options were given.
+        Both options were given, or one of the options for texts is not UTF-8.
     CommandError
-        The text is not UTF-8.
+        The text is not UTF-8, or stdin is closed.
     OSError
         The file cannot be read.
     """
     if options.file is not None and options.prompt is not None:
         raise UsageError("--prompt and --file both give a prompt: one of them is enough")
+    for name in ("prompt", "system", "stop"):
+        _check_utf8(name, getattr(options, name))
     if options.prompt == _STDIN:
         options.file = _STDIN
     if options.file is None:
         return
-    name = "stdin" if options.file == _STDIN else options.file
-    try:
-        text = sys.stdin.read() if name == "stdin" else Path(name).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise CommandError(f"{name} is not a text in UTF-8: {error}") from error
+    text = read_stdin() if options.file == _STDIN else read_text(options.file)
     options.prompt = text.removesuffix("\n").removesuffix("\r")
+
+
+def _check_utf8(name: str, given: str | list[str] | None) -> None:
+    for text in [given] if isinstance(given, str) else given or ():
+        found = re.search("[\ud800-\udfff]", text)  # Python's sign for a byte that is not
+        if found is not None:
+            raise UsageError(
+                f"--{name} is not a text in UTF-8: byte 0x{ord(found[0]) & 0xFF:02x} after "
+                f"{text[: found.start()][-20:]!r}"
+            )
+
+
+def first_tokens(tokenizer: Any, prompt: str | None) -> list[int]:
+    """Tokens of a prompt that begins a text.
+
+    Raises
+    ------
+    UsageError
+        There are none: the prompt is empty, and the model has no token that begins a text.
+    """
+    tokens: list[int] = tokenizer.encode(prompt or "")
+    if not tokens:
+        raise UsageError(
+            "the prompt is empty, and this model has no token that begins a text (BOS) to write "
+            "on from: give one with --prompt TEXT or --file FILE"
+        )
+    return tokens

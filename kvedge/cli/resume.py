@@ -14,7 +14,6 @@ The cache is kvedge's own session file (:meth:`kvedge.KVCache.save`). Its user m
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -24,8 +23,10 @@ from typing import TYPE_CHECKING, Any
 
 from kvedge.cli import sampling
 from kvedge.console.exits import CommandError
+from kvedge.console.packages import is_installed
 from kvedge.core.replacing import check_folder, check_target
 from kvedge.errors import InvalidArgumentError, MissingExtraError
+from kvedge.session import safetensors_package
 
 if TYPE_CHECKING:
     from kvedge import KVCache
@@ -69,8 +70,9 @@ def check_can_save(path: str, *, folder: bool = False) -> None:
     InvalidArgumentError, OSError
         As of :func:`kvedge.core.replacing.check_target`.
     """
-    if importlib.util.find_spec("safetensors") is None:
+    if not is_installed("safetensors"):
         raise MissingExtraError("sessions need the safetensors package: pip install 'kvedge[io]'")
+    safetensors_package()  # it can be imported
     if folder:
         from kvedge.distributed.files import MANIFEST
 
@@ -84,7 +86,7 @@ def save(path: str, cache: KVCache, text: SavedText, model: LlamaModel, model_pa
     assert model.tokenizer is not None
     chosen = {**text.settings, "seed": text.seed, "random_state": text.random_state}
     metadata = {
-        "model": Path(model_path).name,
+        "model": os.fsencode(Path(model_path).name).decode("utf-8", "replace"),
         "model_sha256": _sha256(model_path),
         "tokens": json.dumps(list(text.tokens)),
         "text": model.tokenizer.decode(text.tokens),

@@ -6,7 +6,6 @@ the path that it chose, and since a path that the processor cannot run ends its 
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import tempfile
 import time
@@ -18,6 +17,7 @@ import numpy as np
 
 import kvedge
 from kvedge import KVCache
+from kvedge.console.packages import is_installed
 from kvedge.core.formats import FORMATS
 from kvedge.core.rows import RowShape
 
@@ -174,7 +174,7 @@ def _threads() -> tuple[bool | None, str]:
 
 def _save_and_load() -> tuple[bool | None, str]:
     """A file brings back the same bytes, read and mapped."""
-    if importlib.util.find_spec("safetensors") is None:
+    if not is_installed("safetensors"):
         return None, "safetensors is not installed (pip install 'kvedge[io]')"
     rng = np.random.default_rng(4)
     with tempfile.TemporaryDirectory(prefix="kvedge-doctor-") as folder:

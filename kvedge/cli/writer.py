@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import kvedge
 from kvedge.cli import cache_options, ranks, resume, sampling
+from kvedge.cli import prompt as prompts
 from kvedge.cli.figures import cache_figures, describe_cache, tokens_and_speed
 from kvedge.console.exits import INTERRUPTED, OK, UsageError
 from kvedge.console.output import Output, print_json
+from kvedge.console.terminal import show
 from kvedge.errors import PositionOutOfRangeError
 
 if TYPE_CHECKING:
@@ -81,7 +83,7 @@ class Writer:
             with self.output.status("reading the prompt"):
                 first = next(pieces, None)
             if not self.options.json:  # not before: the status line would have wiped it out
-                self._show(shown)
+                show(shown)
             if first is not None:
                 self._take(first)
             for piece in pieces:
@@ -95,7 +97,7 @@ class Writer:
         if self.options.json:
             print_json(summary)
         else:
-            self._show("\n" if shown or self.text else "")
+            show("\n" if shown or self.text else "")
             self._print_summary(summary)
         return INTERRUPTED if self.interrupted else OK
 
@@ -110,8 +112,7 @@ class Writer:
     def _prompt_tokens(self) -> list[int]:
         prompt = self.options.prompt
         if not self.saved.tokens:
-            ids: list[int] = self.tokenizer.encode(prompt or "")
-            return ids
+            return prompts.first_tokens(self.tokenizer, prompt)
         # A continuation: no BOS, and no space that the text does not have.
         return self.tokenizer.encode(prompt, bos=False, space_prefix=False) if prompt else []
 
@@ -209,11 +210,7 @@ class Writer:
     def _add(self, text: str) -> None:
         self.text += text
         if not self.options.json:
-            self._show(text)
-
-    def _show(self, text: str) -> None:
-        sys.stdout.write(text)
-        sys.stdout.flush()
+            show(text)
 
     # ---- afterwards ------------------------------------------------------------------------------
 

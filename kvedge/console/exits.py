@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
+
+from kvedge.console.terminal import printable
 from kvedge.errors import (
     BackendUnavailableError,
     InvalidArgumentError,
@@ -30,6 +34,12 @@ exit codes:
 """
 
 
+_OF_WRITING = {
+    *(errno.ENOSPC, errno.EFBIG, errno.EIO, errno.EBADF, errno.ENXIO, errno.EAGAIN),
+    getattr(errno, "EDQUOT", errno.ENOSPC),  # not on Windows
+}
+
+
 class UsageError(Exception):
     """The command line asks for something that makes no sense; the message says what would."""
 
@@ -51,9 +61,29 @@ def code_of(error: BaseException) -> int:
 
 def message_of(error: BaseException) -> str:
     """Return what to tell the user about an error: always one line."""
-    text = " ".join(str(error).split())
-    if isinstance(error, OSError) and error.strerror and error.filename is not None:
-        return f"{error.filename}: {error.strerror}"
+    text = printable(" ".join(str(error).split()))
+    if isinstance(error, OSError) and error.strerror:
+        name = error.filename
+        if name is None and not _has_folder():
+            return "the working folder has been removed: cd to one that is there"
+        if name is None:
+            name = "stdout" if is_about_stdout(error) else type(error).__name__
+        return printable(
+            f"{os.fsdecode(name) if isinstance(name, bytes) else name}: {error.strerror}"
+        )
     if isinstance(error, MemoryError):
         return f"out of memory: {text}" if text else "out of memory"
     return text or type(error).__name__
+
+
+def is_about_stdout(error: BaseException) -> bool:
+    """Whether an error says that stdout takes no more text: files' own errors name the file."""
+    return isinstance(error, OSError) and error.filename is None and error.errno in _OF_WRITING
+
+
+def _has_folder() -> bool:
+    try:
+        os.getcwd()
+    except OSError:
+        return False
+    return True

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TextIO, TypeVar
+
+from kvedge.console.terminal import printable
 
 try:
     import rich.box
@@ -58,8 +61,9 @@ class Output:
             Where to; stdout by default.
         """
         stream = sys.stdout if stream is None else stream
-        headings = [column.lstrip("?>") for column in columns]
-        cells = [list(row) for row in rows]
+        title = printable(title)
+        headings = [printable(column.lstrip("?>")) for column in columns]
+        cells = [[printable(cell) for cell in row] for row in rows]
         if rich is None:
             self._plain(title, [headings, *cells] if any(headings) else cells, stream)
             return
@@ -123,6 +127,7 @@ class Output:
 
     def note(self, text: str) -> None:
         """Print one line beside the results, on stderr."""
+        text = printable(text)
         if rich is None:
             print(text, file=sys.stderr)
         else:
@@ -189,4 +194,10 @@ def _closed_pipe() -> None:
 
 def print_json(value: Any) -> None:
     """Print a JSON object on stdout; figures that are not finite become null."""
-    print(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False))
+    text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)
+    # what a terminal obeys and JSON lets pass, and what no stream takes
+    print(re.sub(r"[\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]", _json_escape, text))
+
+
+def _json_escape(found: re.Match[str]) -> str:
+    return f"\\u{ord(found[0]):04x}"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TextIO
 
 from kvedge.console.exits import UsageError
+from kvedge.console.packages import is_installed
 from kvedge.core.replacing import check_target, replacing
 from kvedge.errors import MissingExtraError
 
@@ -38,7 +38,7 @@ def require(path: str) -> None:
 
 def require_matplotlib(what: str) -> None:
     """MissingExtraError, which says what needs it, without matplotlib."""
-    if importlib.util.find_spec("matplotlib") is None:
+    if not is_installed("matplotlib"):
         raise MissingExtraError(
             f"{what} needs matplotlib: pip install 'kvedge[bench]' or pip install matplotlib"
         )

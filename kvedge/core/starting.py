@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import os
 import sys
+from types import TracebackType
 
-__all__ = ["is_command"]
+__all__ = ["end_quietly_when_interrupted", "is_command"]
 
 
 def is_command() -> bool:
@@ -20,3 +21,17 @@ def is_command() -> bool:
         return any(argument in ("kvedge", "-mkvedge") for argument in sys.orig_argv[1:])
     name, _ = os.path.splitext(os.path.basename(program))
     return name == "kvedge"
+
+
+def end_quietly_when_interrupted() -> None:
+    """Let Ctrl-C end the command without a traceback also while its modules are imported."""
+    if is_command():
+        sys.excepthook = _excepthook
+
+
+def _excepthook(
+    kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+) -> None:
+    if issubclass(kind, KeyboardInterrupt):
+        os._exit(130)  # 128 + SIGINT, as kvedge.console.exits has it
+    sys.__excepthook__(kind, error, traceback)

@@ -135,7 +135,13 @@ class ByteLevelBpeTokenizer:
         try:
             ids: list[int] = self._bpe.encode(text).ids
         except (UnicodeError, TypeError) as error:
-            raise InvalidArgumentError(f"text is not valid Unicode: {error}") from error
+            at = next((i for i, char in enumerate(text) if "\ud800" <= char <= "\udfff"), None)
+            if at is None:
+                raise
+            raise InvalidArgumentError(
+                f"text is not valid Unicode: character {at}, {text[at]!r}, is a lone surrogate, as "
+                "Python reads bytes that are not UTF-8"
+            ) from error
         return [self.bos_id, *ids] if bos and self.bos_id is not None else ids
 
     def decode(self, tokens: Iterable[int]) -> str:

@@ -292,6 +292,10 @@ def generate(
             "a context shift needs layers that keep all tokens: this cache has windows "
             "(model.new_cache(window=None) has none)"
         )
+    if context_shift and limit < 2:
+        raise InvalidArgumentError(
+            f"a context shift needs a context of 2 tokens or more, this one is of {limit}"
+        )
     if context_shift and not 0 <= keep_tokens <= limit - 2:
         raise InvalidArgumentError(
             f"keep_tokens must be 0 to {limit - 2} in a context of {limit}, got {keep_tokens}"

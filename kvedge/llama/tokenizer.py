@@ -22,6 +22,7 @@ from .chat_template import ChatTemplate
 
 __all__ = ["ScoredBpeTokenizer", "Tokenizer", "load_llama2c_tokenizer", "text_decoder"]
 
+SPACE_SIGN = "\u2581"  # in SentencePiece's pieces, and in texts that come from it
 _BYTE_TOKEN = re.compile(rb"<0x([0-9A-F]{2})>")  # SentencePiece's name for a byte without a token
 
 
@@ -62,6 +63,7 @@ class ScoredBpeTokenizer:
     ----------
     pieces : sequence of bytes
         Text of each token, UTF-8, with plain spaces. ``<0x41>`` stands for the single byte 0x41.
+        SentencePiece's sign for a space, U+2581, is a space in texts to encode.
     scores : sequence of float
         The higher, the earlier a token is made from its two halves.
     bos_id : int
@@ -75,7 +77,8 @@ class ScoredBpeTokenizer:
     unknown_id : int
         Stands for a byte that has no token of its own.
     add_bos, add_space_prefix : bool
-        What `encode` does when not told.
+        What `encode` does when not told. Texts begin with a space of the tokenizer's own, which
+        decoding drops, only where `add_space_prefix` is True.
 
     Raises
     ------
@@ -120,6 +123,7 @@ class ScoredBpeTokenizer:
         for token in special_ids:
             self._text[token] = b""
         # first of equal pieces wins; special tokens are not made from text
+        self._spelled_ids = frozenset(spelled_ids)
         self._spelled = {pieces[token].decode("utf-8", "replace"): token for token in spelled_ids}
         longest_first = sorted(filter(None, self._spelled), key=len, reverse=True)
         self._spelled_in = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
@@ -160,6 +164,7 @@ class ScoredBpeTokenizer:
             raise InvalidArgumentError(f"text must be str, got {type(text).__name__}")
         bos = self.add_bos if bos is None else bos
         space_prefix = self.add_space_prefix if space_prefix is None else space_prefix
+        text = text.replace(SPACE_SIGN, " ")
         if text and space_prefix and not self._spelled_in.match(text):
             text = " " + text
         found = [self.bos_id] * bos
@@ -216,9 +221,10 @@ class ScoredBpeTokenizer:
     def decode(self, tokens: Iterable[int]) -> str:
         """Text of tokens; bytes that are not UTF-8 become U+FFFD.
 
-        The space that a piece begins with is dropped after BOS, where `encode` had put it.
+        The space that `encode` had put in front of a text is dropped: after BOS, or at the
+        beginning for a model whose texts have none.
         """
-        previous, text = None, []
+        previous, text = None if self.add_bos else self.bos_id, []
         for token in tokens:
             text.append(self.piece(token, previous))
             previous = token
@@ -228,7 +234,9 @@ class ScoredBpeTokenizer:
         """UTF-8 bytes, perhaps not a whole character, that `token` adds after `previous`."""
         self._check(token)
         text = self._text[token]
-        if previous == self.bos_id and self._pieces[token].startswith(b" "):
+        # `encode` puts no space before a token that the text spells out
+        begins = previous == self.bos_id and token not in self._spelled_ids
+        if begins and self.add_space_prefix and text.startswith(b" "):
             return text[1:]
         return text
 

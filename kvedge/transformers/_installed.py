@@ -19,6 +19,8 @@ def require() -> None:
         wanted = ".".join(map(str, minimum))
         try:
             package = importlib.import_module(name)
+            if package.__spec__ is None or package.__spec__.origin is None:
+                raise ImportError(f"there is only a folder {name}")
         except ImportError as error:
             raise MissingExtraError(
                 f"kvedge.transformers needs {name} {wanted} or later: "

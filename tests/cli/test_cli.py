@@ -113,7 +113,7 @@ def test_every_error_has_its_exit_code_and_at_most_one_line(error, code, capsys,
         raise error
 
     monkeypatch.setattr(plan, "run", fail)
-    monkeypatch.setattr(app, "_drop_stdout", lambda: None)
+    monkeypatch.setattr(app.streams, "drop_stdout", lambda: None)
     assert main(PLAN) == code
     text = capsys.readouterr().err
     assert text.count("\n") <= 1

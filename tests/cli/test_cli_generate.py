@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import os
@@ -352,9 +353,26 @@ def test_where_a_session_cannot_be_saved_is_told_before_the_work(tmp_path, capsy
 
 
 def test_without_safetensors_the_extra_is_named(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(resume.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     error = _fails(capsys, "--save-session", tmp_path / "s.kv", code=exits.UNAVAILABLE)
     assert "pip install 'kvedge[io]'" in error
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names of files are Unicode")
+def test_names_of_files_need_not_be_utf8(tmp_path, capsys, monkeypatch):
+    """Of the model, its tokenizer, the session and the folder that they lie in."""
+    folder = tmp_path / os.fsdecode(b"f\xff")
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    model = os.fsdecode(b"m\xff.bin")
+    shutil.copy(STORIES_MODEL, model)
+    shutil.copy(STORIES_TOKENIZER, "tokenizer.bin")
+    session = folder / os.fsdecode(b"s\xff.kv")
+    whole = _generate(capsys, "--model", model, "--tokens", 8)
+    _generate(capsys, "--model", model, "--tokens", 4, "--save-session", session)
+    more = _generate(capsys, "--model", model, "--tokens", 4, "--load-session", session)
+    assert more["whole_text"] == whole["whole_text"]
+    assert kvedge.KVCache.load(session).metadata["model"] == "m\ufffd.bin"
 
 
 def test_an_interrupted_text_is_kept_and_goes_on(session, capsys, monkeypatch):

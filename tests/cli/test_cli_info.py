@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 from pathlib import Path
@@ -85,11 +86,21 @@ def test_a_slower_instruction_set_is_pointed_out(monkeypatch):
 
 
 def test_a_missing_extra_comes_with_its_pip_command(monkeypatch):
-    monkeypatch.setattr(info.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     remedies = [one["remedy"] for one in _obstacles(monkeypatch)]
     for name in info.EXTRAS:
         assert f"pip install 'kvedge[{name}]'" in remedies
     assert info.EXTRAS.keys() == info._PURPOSES.keys()
+
+
+@pytest.mark.parametrize("files", [[], ["__init__.py"]], ids=["folder", "module"])
+def test_a_folder_of_a_packages_name_is_no_package(files, tmp_path, monkeypatch):
+    (tmp_path / "kvedge_no_such_package").mkdir()
+    for name in files:
+        (tmp_path / "kvedge_no_such_package" / name).touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(info.EXTRAS, "cli", ("kvedge_no_such_package",))
+    assert not info.collect(Output(), bandwidth=False)["extras"]["cli"]
 
 
 def test_the_extras_are_those_of_the_package():

@@ -85,9 +85,15 @@ def write_gguf(
     more=(),
     fields=None,
     chat_template=None,
+    renamed=(),
+    token_ids=None,
     seed=0,
 ):
-    """Write a model as llama.cpp's converter does; `more` tensors, other `fields`, some dropped."""
+    """Write a model as llama.cpp's converter does; `more` tensors, other `fields`, some dropped.
+
+    `renamed` holds texts of tokens by id, which are typed as plain text; `token_ids` is
+    of fields that name tokens.
+    """
     c, rng = model.config, np.random.default_rng(seed)
     writer = gguf.GGUFWriter(path, arch)
     values = {
@@ -115,12 +121,16 @@ def write_gguf(
     if tokenizer:
         t = model.tokenizer
         pieces = [piece.decode().replace(" ", "\u2581") for piece in t._pieces]
+        types = [2, 3, 3] + [6] * 256 + [1] * (t.vocab_size - 259)
+        for token, text in dict(renamed).items():
+            pieces[token], types[token] = text, 1
         writer.add_tokenizer_model("llama")
         writer.add_token_list(pieces)
         writer.add_token_scores(t._scores)
-        writer.add_token_types([2, 3, 3] + [6] * 256 + [1] * (t.vocab_size - 259))
-        writer.add_bos_token_id(1)
-        writer.add_eos_token_id(2)
+        writer.add_token_types(types)
+        bos_and_eos = {"tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2}
+        for key, token in (bos_and_eos | (token_ids or {})).items():
+            writer.add_uint32(key, token)
         if chat_template is not None:
             writer.add_chat_template(chat_template)
     for name, array in {**tensors_of(c, model.weights), **dict(more)}.items():

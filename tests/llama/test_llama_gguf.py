@@ -312,11 +312,21 @@ WORDS = ["\u0120t", "he", "\u0120the", "12", "123", "34"]
 MERGES = ["\u0120 t", "h e", "\u0120t he", "1 2", "3 4", "12 3"]
 
 
-def byte_level_file(path, stories, *, split="llama-bpe", merges=MERGES, add_bos=None):
-    """A model of 256 bytes, the WORDS and two control tokens, <|begin|> and <|end|>."""
+def byte_level_file(
+    path,
+    stories,
+    *,
+    split="llama-bpe",
+    merges=MERGES,
+    add_bos=None,
+    marks=("<|begin|>", "<|end|>"),
+    mark_type=3,
+    ids=("bos", "eos"),
+):
+    """A model of 256 bytes, the WORDS and control tokens, which the file names by `ids`."""
     tokenizers = pytest.importorskip("tokenizers")
     tokens = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()) + WORDS
-    tokens += ["<|begin|>", "<|end|>"]
+    tokens += marks
     config = replace(stories.config, vocab_size=len(tokens))
     embedding = stories.weights.token_embedding[: len(tokens)]
     weights = replace(stories.weights, token_embedding=embedding, output=embedding)
@@ -330,9 +340,11 @@ def byte_level_file(path, stories, *, split="llama-bpe", merges=MERGES, add_bos=
     writer.add_tokenizer_pre(split)
     writer.add_token_list(tokens)
     writer.add_token_merges(merges)
-    writer.add_token_types([1] * (len(tokens) - 2) + [3, 3])
-    writer.add_bos_token_id(len(tokens) - 2)
-    writer.add_eos_token_id(len(tokens) - 1)
+    plain = len(tokens) - len(marks)
+    if mark_type is not None:
+        writer.add_token_types([1] * plain + [mark_type] * len(marks))
+    for token, name in enumerate(ids, plain):
+        writer.add_uint32(f"tokenizer.ggml.{name}_token_id", token)
     if add_bos is not None:
         writer.add_add_bos_token(add_bos)
     for name, array in tensors_of(config, weights).items():
@@ -366,6 +378,51 @@ def test_byte_level_merges_and_splits_are_the_files(tmp_path, stories):
     assert pieces("1234", split="llama-bpe") == ["123", "4"]
     assert pieces("1234", split="qwen2") == ["1", "2", "3", "4"]
     assert pieces("1234", split="smollm") == ["1", "2", "3", "4"]
+
+
+@pytest.mark.parametrize("mark_type", [None, 1, 3], ids=["untyped", "normal", "control"])
+@pytest.mark.parametrize(
+    ("marks", "ids"),
+    [
+        (("<|im_end|>", "<|endoftext|>", "<end_of_turn>", "<|eot_id|>"), ()),
+        (("<s>", "<|custom|>", "[done]", "<more>"), ("bos", "eos", "eot", "eom")),
+    ],
+    ids=["by text", "by id"],
+)
+def test_tokens_that_end_turns_do_so_whatever_their_type(tmp_path, stories, marks, ids, mark_type):
+    """They end a turn, have no text, and are recognised in a prompt."""
+    path = byte_level_file(
+        tmp_path / "m.gguf", stories, marks=marks, ids=ids, mark_type=mark_type, add_bos=False
+    )
+    tokenizer = LlamaModel.from_file(path).tokenizer
+    expected = list(range(tokenizer.vocab_size - len(marks), tokenizer.vocab_size))
+    assert tokenizer.stop_ids == set(expected)
+    assert tokenizer.encode("".join(marks)) == expected
+    assert tokenizer.decode(expected) == ""
+    # of SentencePiece's kind
+    ids = {f"tokenizer.ggml.{name}_token_id": token for token, name in enumerate(ids, 400)}
+    renamed = dict(enumerate(marks, 400))
+    path = write_gguf(tmp_path / "s.gguf", stories, renamed=renamed, token_ids=ids)
+    tokenizer = LlamaModel.from_file(path).tokenizer
+    assert tokenizer.stop_ids >= set(renamed)
+    assert tokenizer.encode("".join(marks), bos=False) == list(renamed)
+    assert tokenizer.decode(renamed) == ""
+
+
+def test_a_token_that_ends_messages_of_a_turn_ends_no_turn(tmp_path, stories):
+    marks = ("<|end|>", "<|return|>", "<|call|>")
+    path = byte_level_file(tmp_path / "m.gguf", stories, marks=marks, ids=())
+    tokenizer = LlamaModel.from_file(path).tokenizer
+    end = tokenizer.vocab_size - 3
+    assert tokenizer.stop_ids == {end + 1, end + 2}
+    assert tokenizer.encode("<|end|>", bos=False) == [end]
+
+
+def test_a_plain_word_that_a_file_names_keeps_its_text(tmp_path, stories):
+    """A file may name a comma as BOS."""
+    path = byte_level_file(tmp_path / "m.gguf", stories, marks=("12,",), mark_type=1, ids=("bos",))
+    tokenizer = LlamaModel.from_file(path).tokenizer
+    assert tokenizer.decode([tokenizer.vocab_size - 1]) == "12,"
 
 
 def test_byte_level_control_tokens_are_recognised_and_silent(tmp_path, stories):

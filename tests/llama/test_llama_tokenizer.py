@@ -88,6 +88,39 @@ def test_only_the_space_after_bos_is_dropped(tokenizer):
     assert tokenizer.decode(once) == " Once"
 
 
+SPACED = ["", " ", "x", " x", "    four", "a  <turn>  b", "<turn> x", "<turn>", "  \n  y", "é z"]
+
+
+def spaced_tokenizer(**options):
+    """One with tokens of several spaces, and a mark that texts spell out."""
+    bytes_ = [b"<0x%02X>" % byte for byte in range(256)]
+    words = [b" ", b"  ", b"   ", b"    ", b"x", b" x", b"four", b"y", b"a", b"b", b"z"]
+    pieces = [b"<unk>", b"<s>", b"</s>", b"<turn>", *bytes_, *words]
+    scores = [0.0] * 260 + [-float(i) for i in range(len(words))]
+    return ScoredBpeTokenizer(pieces, scores, spelled_ids=[1, 2, 3], **options)
+
+
+@pytest.mark.parametrize("text", SPACED, ids=repr)
+@pytest.mark.parametrize("add_bos", [False, True])
+@pytest.mark.parametrize("add_space_prefix", [False, True])
+def test_the_spaces_of_a_text_come_back(add_space_prefix, add_bos, text):
+    """Decoding drops a space only where encoding adds one: whole, and piece by piece."""
+    tokenizer = spaced_tokenizer(add_space_prefix=add_space_prefix, add_bos=add_bos)
+    tokens = tokenizer.encode(text)
+    assert tokenizer.decode(tokens) == text
+    if add_bos:
+        pairs = zip(tokens, [None, *tokens], strict=False)
+        streamed = b"".join(tokenizer.piece(token, previous) for token, previous in pairs)
+        assert streamed.decode() == text
+
+
+@pytest.mark.parametrize("text", [*SPACED, "  two"], ids=repr)
+@pytest.mark.parametrize("add_space_prefix", [False, True])
+def test_sentencepieces_sign_for_a_space_is_a_space(add_space_prefix, text):
+    tokenizer = spaced_tokenizer(add_space_prefix=add_space_prefix)
+    assert tokenizer.encode(text.replace(" ", "\u2581")) == tokenizer.encode(text)
+
+
 def test_bos_and_the_space_in_front_can_be_chosen(tokenizer):
     assert tokenizer.encode("", bos=False) == []
     assert tokenizer.encode("") == [1]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 from abc import ABC, abstractmethod
 
 import numpy as np
 
 from kvedge.bench.shapes import AttentionShape
 from kvedge.bench.workload import Workload
+from kvedge.console.packages import is_installed
 
 __all__ = ["Competitor"]
 
@@ -39,7 +39,7 @@ class Competitor(ABC):
 
     def unavailable(self) -> str | None:
         """Return why this competitor cannot run here, or None if it can."""
-        if self.module and importlib.util.find_spec(self.module) is None:
+        if self.module and not is_installed(self.module):
             return f"no {self.package} here (pip install 'kvedge[bench]')"
         return None
 

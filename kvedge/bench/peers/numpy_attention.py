@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
+import importlib
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy as np
 from kvedge.bench.peers.base import Competitor
 from kvedge.bench.shapes import AttentionShape
 from kvedge.bench.workload import Workload
+from kvedge.console.packages import is_installed
 
 __all__ = ["NumpyAttention"]
 
@@ -49,7 +50,7 @@ class NumpyAttention(Competitor):
             self._stored.append((keys, values))
 
     def _limit_threads(self, num_threads: int) -> None:
-        if importlib.util.find_spec("threadpoolctl") is None:
+        if not is_installed("threadpoolctl"):
             self.note = "as many threads as its BLAS takes (threadpoolctl is not installed)"
             return
         limit: Any = importlib.import_module("threadpoolctl").threadpool_limits

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from importlib import import_module
 from typing import Any
 
@@ -11,6 +10,7 @@ import numpy as np
 from kvedge.bench.peers.base import Competitor
 from kvedge.bench.shapes import AttentionShape
 from kvedge.bench.workload import Workload
+from kvedge.console.packages import is_installed
 
 __all__ = ["OrtGroupQueryAttention"]
 
@@ -43,7 +43,7 @@ class OrtGroupQueryAttention(Competitor):
     def unavailable(self) -> str | None:
         """The model is built with ``onnx``; INT8 needs a version that has it on CPUs."""
         missing = super().unavailable()
-        if missing or importlib.util.find_spec("onnx") is None:
+        if missing or not is_installed("onnx"):
             return missing or "no onnx here (pip install 'kvedge[bench]')"
         if self._kind == "int8" and _release(self.version()) < _INT8_SINCE:
             least = ".".join(map(str, _INT8_SINCE))
