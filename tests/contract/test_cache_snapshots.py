@@ -329,7 +329,7 @@ def test_a_snapshot_costs_nothing_however_long_the_cache(dtype, rng):
         assert peak < 1000 * 1000  # bytes: a mark is an object or two
         assert cache.resident_bytes <= resident + 2**16
         assert {mark.length for mark in marks} == {tokens}
-    assert made[0] == made[1]
+    assert made[1] < made[0] + 100  # a garbage collection may come in between
 
 
 def test_many_snapshots_and_overwrites_do_not_slow_down(cache, rng):
