@@ -169,6 +169,7 @@ class _GgufModel:
                 head_dim=head_dim,
                 vocab_size=self.file.shape("token_embd.weight")[0],
                 max_seq_len=self._context(),
+                context_reason=self._context_reason(),
                 norm_eps=self._arch("attention.layer_norm_rms_epsilon", float),
                 rope=rope,
                 ropes=self._ropes(rope, windows, num_layers),
@@ -228,6 +229,16 @@ class _GgufModel:
             original: int = self._arch("rope.scaling.original_context_length", int, context)
             return min(context, original)
         return context
+
+    def _context_reason(self) -> str:
+        """Why :meth:`_context` is less than the file says; empty where it is not."""
+        said, taken = self._arch("context_length", int), self._context()
+        if taken >= said:
+            return ""
+        return (
+            f"for up to {said} it turns positions by the second of its two sets of factors "
+            "(LongRoPE), and kvedge by the first alone"
+        )
 
     def _rope_scale(self) -> float:
         """What positions are divided by."""
