@@ -7,7 +7,7 @@
 #
 # make docs   the documentation as a site, build/site/index.html, which opens offline; a dead link is an error
 #
-# The rest: test-numpy test-isa test-peers test-transformers test-slow test-c test-library test-ggml test-sanitize test-valgrind test-arm-c test-arm test-oldx86 test-all test-free-threaded cross
+# The rest: test-numpy test-isa test-peers test-transformers test-slow test-builds test-c test-musl test-library test-ggml test-sanitize test-valgrind test-arm-c test-arm test-oldx86 test-all test-free-threaded cross
 # lint format clean
 
 PYTHON ?= python3
@@ -15,7 +15,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 SOURCES := pyproject.toml setup.py $(shell find kvedge -name "*.pyx" -o -name "*.px[id]") $(shell find csrc -name "*.[ch]" -o -name "*.flags")
 
-.PHONY: run test test-numpy test-isa test-peers test-transformers test-transformers-old test-transformers-own test-slow test-c test-library test-ggml test-sanitize test-valgrind test-arm-c test-arm test-all test-free-threaded arm-cycles \
+.PHONY: run test test-numpy test-isa test-peers test-transformers test-transformers-old test-transformers-own test-slow test-builds test-c test-musl test-library test-ggml test-sanitize test-valgrind test-arm-c test-arm test-all test-free-threaded arm-cycles \
         wheel wheel-aarch64 cross test-oldx86 fuzz docs lint format clean
 
 run: $(VENV)/run.stamp
@@ -63,6 +63,10 @@ test-transformers-own: $(VENV)/peers.stamp
 test-slow: $(VENV)/bench.stamp
 	KVEDGE_SLOW=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 
+# Builds with flags that users and distributions set.
+test-builds: $(VENV)/test.stamp
+	KVEDGE_BUILDS=1 $(BIN)/python -m pytest tests/builds $(PYTEST_ARGS)
+
 # The C kernel tests: as they are, under sanitizers, under valgrind, for ARM under emulation.
 test-c:
 	tests/c/run.sh native
@@ -72,6 +76,9 @@ test-library: $(VENV)/test.stamp
 # kvedge inside a ggml graph (docs/ggml.md).
 test-ggml: $(VENV)/bench.stamp
 	tests/library/ggml.sh $(BIN)/python
+# The same with musl, whose threads have small stacks.
+test-musl:
+	tests/c/run.sh musl
 test-sanitize:
 	tests/c/run.sh asan
 	tests/c/run.sh tsan

@@ -120,6 +120,10 @@ class OptionalBuildExt(build_ext):
             extra_postargs=ext.extra_compile_args,
             depends=ext.depends,
         )
+        # Glue: -O3 gains nothing measurable in it, and takes a fiftieth of the wheel; -Os costs 5%.
+        glue = {"-O3": "-O2"}
+        ext.extra_compile_args = [glue.get(word, word) for word in ext.extra_compile_args]
+        ext.extra_compile_args.append("-fno-asynchronous-unwind-tables")
         library.unlink(missing_ok=True)
         if library.suffix == ".a":
             self.compiler.create_static_lib(objects, "kvedge", output_dir=str(library.parent))

@@ -18,6 +18,7 @@ import numpy as np
 
 from kvedge.core import checks, memory, registry
 from kvedge.core.config import LayerConfig
+from kvedge.core.float_mode import in_default_mode
 from kvedge.core.key_map import (
     FIRST_TOKENS,
     LEAST_TOKENS,
@@ -485,6 +486,7 @@ class LayerMethods(LayerRoom):
         finally:
             self._set_len(length)
 
+    @in_default_mode
     def _encoded_turned(self, turn: Turn, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """Codes and scales of turned keys, made by a core of the same kind."""
         held, config = self._held()._replace(parts=None), self._config.plain

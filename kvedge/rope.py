@@ -32,6 +32,7 @@ from kvedge.core.checks import (
     check_finite,
     describe,
 )
+from kvedge.core.float_mode import in_default_mode
 from kvedge.core.memory import memory_for
 from kvedge.errors import InvalidArgumentError, ShapeMismatchError
 
@@ -90,6 +91,7 @@ class Rope:
         if self.inv_freq is not None:
             fix("inv_freq", _frequencies(self.inv_freq))
 
+    @in_default_mode
     def cos_sin(self, delta: int, head_dim: int) -> tuple[np.ndarray, np.ndarray]:
         """Cosines and sines of the turn by `delta` positions.
 
@@ -112,6 +114,7 @@ class Rope:
             angles = self._angles(delta, head_dim)
             return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 
+    @in_default_mode
     def _angles(self, delta: int, head_dim: int) -> np.ndarray:
         """Angles of the turn by `delta` positions, float64 (rotary_dim / 2,)."""
         delta = as_int(delta, "delta")
@@ -136,6 +139,7 @@ class Rope:
             return np.asarray(delta * inv_freq)
 
     @memory_for("rotated rows")
+    @in_default_mode
     def rotate(self, rows: np.ndarray, delta: int) -> np.ndarray:
         """Turn rows by `delta` positions.
 
@@ -207,6 +211,7 @@ class Rotation(NamedTuple):
 Turn = tuple[Rotation, ...]  # one after the other; mostly one, and none: nothing is owed
 
 
+@in_default_mode
 def turned(turn: Turn, rows: np.ndarray, *, back: bool = False) -> np.ndarray:
     """Rows (..., head_dim) turned in double precision, float64; `back` undoes a turn."""
     made = np.array(rows, dtype=np.float64)
@@ -216,12 +221,14 @@ def turned(turn: Turn, rows: np.ndarray, *, back: bool = False) -> np.ndarray:
 
 
 @lru_cache(maxsize=256)
+@in_default_mode
 def _tables(angles: tuple[float, ...]) -> tuple[np.ndarray, np.ndarray]:
     """Cosines and sines, float64."""
     return np.cos(angles), np.sin(angles)
 
 
 @lru_cache(maxsize=256)
+@in_default_mode
 def query_turns(turn: Turn) -> list[tuple[np.ndarray, np.ndarray, bool]]:
     """What a query is turned by where keys are to be turned: cosines, sines (float32), pairs."""
     made = []
@@ -231,6 +238,7 @@ def query_turns(turn: Turn) -> list[tuple[np.ndarray, np.ndarray, bool]]:
     return made
 
 
+@in_default_mode
 def to_float32(rows: np.ndarray) -> np.ndarray:
     """Round rows, with what a turn took past float32's range at its ends."""
     return np.asarray(np.clip(rows, -FLOAT32_MAX, FLOAT32_MAX), np.float32)
@@ -292,6 +300,7 @@ class Turns(NamedTuple):
             if first < last:
                 yield first, last, self.turns[index]
 
+    @in_default_mode
     def of_rows(self, rows: np.ndarray, position: int, *, back: bool = False) -> np.ndarray:
         """Keys (n, ..., head_dim) of tokens from a position on, turned; float32."""
         made = np.array(rows, dtype=np.float32)
@@ -309,6 +318,7 @@ class Turns(NamedTuple):
         """The turns of positions `start` to `stop`, once these begin at 0; None: nothing."""
         return self.kept(np.arange(start, stop), 0) or None
 
+    @in_default_mode
     def shifted(self, more: Rotation, start: int, stop: int | None) -> Turns:
         """The turns with positions `start` to `stop` (None: all from there on) moved further."""
         end = 1 << 62

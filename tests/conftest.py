@@ -1,6 +1,7 @@
 """Fixtures and switches of the whole suite.
 
 ``KVEDGE_SLOW=1``            also runs what is marked ``slow``, and more Hypothesis examples.
+``KVEDGE_BUILDS=1``          also runs what compiles the library anew (make test-builds).
 ``KVEDGE_NO_SUBPROCESS=1``   skips what starts another process (under qemu-user a child process is
                              not emulated).
 ``KVEDGE_BACKEND``, ``KVEDGE_ISA``  choose what is tested; no test asks which it is.
@@ -20,6 +21,7 @@ import kvedge
 from kvedge.core.formats import FORMATS
 
 SLOW = os.environ.get("KVEDGE_SLOW") == "1"
+BUILDS = SLOW or os.environ.get("KVEDGE_BUILDS") == "1"
 NO_SUBPROCESS = os.environ.get("KVEDGE_NO_SUBPROCESS") == "1"
 
 try:  # under emulation there is only NumPy and pytest
@@ -36,6 +38,7 @@ else:
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "slow: takes long; runs with KVEDGE_SLOW=1")
+    config.addinivalue_line("markers", "builds: compiles the library anew; with KVEDGE_BUILDS=1")
     config.addinivalue_line("markers", "subprocess: starts another process")
     config.addinivalue_line("markers", "extras: needs matplotlib, torch, ... (make test-peers)")
 
@@ -47,6 +50,8 @@ def pytest_collection_modifyitems(items):
             item.add_marker("extras")
         if "slow" in item.keywords and not SLOW:
             item.add_marker(pytest.mark.skip(reason="slow: set KVEDGE_SLOW=1"))
+        if "builds" in item.keywords and not BUILDS:
+            item.add_marker(pytest.mark.skip(reason="compiles the library: make test-builds"))
         if "subprocess" in item.keywords and NO_SUBPROCESS:
             item.add_marker(pytest.mark.skip(reason="starts a process: KVEDGE_NO_SUBPROCESS=1"))
 

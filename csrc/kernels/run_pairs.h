@@ -190,7 +190,7 @@ static int choose_units(const kvedge_query *q, int padded, const uint16_t *steps
     unit[i] = 1.0f; /* products round to 0 */
     if (!(largest > NUMBER_NOTHING)) continue;
     unit[i] = largest * (1.0f / NUMBER_MAX);
-    if (q->planes == 0 && !(q->error[i] * unit[i] <= KVEDGE_LOGIT_ERROR)) too_far = 1;
+    if (!(q->error[i] * unit[i] <= logit_error_for(q))) too_far = 1;
   }
   return too_far;
 }

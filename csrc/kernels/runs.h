@@ -115,22 +115,57 @@ static inline float multiply_steps(const float *x, int padded, const float *step
   return sum_of_lanes(sum);
 }
 
+/* How far a logit may be moved by what the numbers of a query are rounded to: further where the call asks for 16 or 8 bits. */
+static inline float logit_error_for(const kvedge_query *q) {
+  return KVEDGE_LOGIT_ERROR * (q->planes == 2 ? 2.0f : q->planes == 1 ? 16.0f : 1.0f);
+}
+
+/* One key of a run may be thousands of times the others, even one that is hidden; then steps and middles are as large, and what
+ * is left of the others' scores has lost too much, in floats and in integers of 24 bits alike. `largest`: of a query's products
+ * with steps. */
+static inline int needs_decoding(const kvedge_query *q, int i, float largest) {
+  return !(q->error[i] * (largest * 0x1p-23f) * 8.0f <= KVEDGE_LOGIT_ERROR);
+}
+
+static inline float largest_of_products(const float *products, int padded) {
+  float lane[RUN_LANES] = {0}, largest = 0.0f;
+  for (int d = 0; d < padded; d += RUN_LANES)
+    for (int j = 0; j < RUN_LANES; j++) lane[j] = fabsf(products[d + j]) > lane[j] ? fabsf(products[d + j]) : lane[j];
+  for (int j = 0; j < RUN_LANES; j++) largest = lane[j] > largest ? lane[j] : largest;
+  return largest;
+}
+
+/* Scores of a query with the tokens of a run that the tile has, of decoded keys: x = low + step * code, as formats/kivi.c has
+ * it. */
+static RUN_FUNCTION void score_decoded_run(const float *query, const tile_run *run, int dim, int bits,
+                                           const float *steps, const float *lows, float *scores) {
+  for (int t = 0; t < run->count; t++) {
+    float sum[RUN_LANES] = {0};
+    for (int d = 0; d < dim; d++) {
+      const code_place at = place_of_code(dim, bits, 0, run->first + t, d);
+      const int code = run->parts.words[at.byte] >> at.shift & ((1 << bits) - 1);
+      sum[d % RUN_LANES] += query[d] * (lows[d] + steps[d] * (float)code);
+    }
+    scores[run->at + t] = sum_of_lanes(sum);
+  }
+}
+
 static inline void scores_of_runs_portable(const kvedge_query *q, const kvedge_tile *keys, float *scores,
                                            int accumulate) {
   (void)accumulate; /* keys have one group */
   const int dim = keys->dim, bits = keys->bits, padded = kvedge_padded_channels(dim);
   const float most = (float)(1 << (bits - 1));
   struct {
-    float steps[1024], middles[1024], products[RUN_QUERIES][1024];
+    float steps[1024], lows[1024], middles[1024], products[RUN_QUERIES][1024];
   } *room = (void *)q->scratch;
-  float *steps = room->steps, *middles = room->middles, (*products)[1024] = room->products;
+  float *steps = room->steps, *lows = room->lows, *middles = room->middles, (*products)[1024] = room->products;
   float sum[RUN_QUERIES][MOST_LANES];
   for (int d = dim; d < padded; d++) steps[d] = middles[d] = 0.0f;
   for (int r = 0; r < num_runs(keys); r++) {
     const tile_run run = run_of_tile(keys, r, 0);
     floats_of_steps(run.parts.steps, dim, steps);
-    floats_of_steps(run.parts.lows, dim, middles);
-    for (int d = 0; d < dim; d++) middles[d] += steps[d] * most;
+    floats_of_steps(run.parts.lows, dim, lows);
+    for (int d = 0; d < dim; d++) middles[d] = lows[d] + steps[d] * most;
     prefetch_run(keys, r, 0, bytes_of_run(dim, bits, 0));
     for (int i = 0, n; i < q->num_queries; i += n) {
       n = q->num_queries - i < RUN_QUERIES ? q->num_queries - i : RUN_QUERIES;
@@ -142,7 +177,12 @@ static inline void scores_of_runs_portable(const kvedge_query *q, const kvedge_t
         for (int t = 0; t < RUN; t++) sum[j][t] = constant;
       }
       add_all_words(run.parts.words, num_words(dim, bits, 0), RUN, RUN, bits, all, products[0], 1024, sum);
-      for (int j = 0; j < n; j++) put_run_scores(&run, sum[j], scores + (i + j) * KVEDGE_TILE);
+      for (int j = 0; j < n; j++) {
+        float *to = scores + (i + j) * KVEDGE_TILE;
+        if (needs_decoding(q, i + j, largest_of_products(products[j], padded)))
+          score_decoded_run(q->values + (i + j) * q->stride, &run, dim, bits, steps, lows, to);
+        else put_run_scores(&run, sum[j], to);
+      }
     }
   }
 }

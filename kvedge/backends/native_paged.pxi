@@ -97,6 +97,7 @@ cdef class _BlockStoreCore(_LayerCore):
                     parts.blocks = <const int32_t *>cnp.PyArray_DATA(<cnp.ndarray>table)
                     parts.block_size = block_size
                     parts.first_row, parts.position, parts.num_tokens = first, first, stop - first
+                    parts.turns, parts.num_turns = NULL, 0
                     parts += 1
                 calls[i].query = self._dense_heads(query, self._head_dim)
                 calls[i].num_rows = (<cnp.ndarray>query).shape[0]

@@ -21,14 +21,14 @@ from kvedge.console.sizes import format_rate, format_size
 from kvedge.core import memory
 
 NAME = "info"
-SUMMARY = "backend, instruction set, threads, memory speed, what is missing"
+SUMMARY = "backend, instruction set, threads, the machine, what is missing"
 DESCRIPTION = """\
-Which backend and instruction set kvedge uses here, what the machine has, how fast it reads
-memory, and what stands in the way where something is missing.
+Which backend and instruction set kvedge uses here, what the machine has, with --bandwidth how fast
+it reads memory, and what stands in the way where something is missing.
 """
 EXAMPLES = """\
   kvedge info
-  kvedge info --no-bandwidth             # skip the measurement: about two seconds
+  kvedge info --bandwidth                # memory read bandwidth too: measured for some seconds
   kvedge info --json
   KVEDGE_ISA=scalar kvedge info          # force an instruction set
 """
@@ -51,13 +51,16 @@ _COMPILERS = ("cc", "gcc", "clang", "cl")
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the command."""
     parser.add_argument(
-        "--no-bandwidth", action="store_true", help="do not measure memory read bandwidth"
+        "--bandwidth",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="measure memory read bandwidth too, for some seconds",
     )
 
 
 def run(options: argparse.Namespace, output: Output) -> int:
     """Print the facts."""
-    facts = collect(output, bandwidth=not options.no_bandwidth)
+    facts = collect(output, bandwidth=options.bandwidth)
     if options.json:
         print_json(facts)
         return OK

@@ -22,9 +22,11 @@ NAME = "plan"
 SUMMARY = "how much memory a cache takes, and which context fits"
 DESCRIPTION = """\
 Bytes of a model's cache in every storage format, for a given context, and the longest context that
-fits in a given memory; that table counts the cache alone. Where the weights are known, by a model's
-file or by --parameters and --bits, a second table counts them too, on a Raspberry Pi 4 (4 GB) and 5
-(8 GB), a laptop (16 GB) and this machine. Several models share one table, side by side.
+fits in a given memory; that table counts the cache alone. Of a model's file a second one tells what
+a process takes that has loaded it: weights as each backend holds them, tokenizer, Python. Where the
+weights are known, by a model's file or by --parameters and --bits, another counts them too, on a
+Raspberry Pi 4 (4 GB) and 5 (8 GB), a laptop (16 GB) and this machine. Several models share one
+table, side by side.
 
 A layer with a sliding window holds at most twice its window; layers of linear attention,
 convolutions and cross-attention hold nothing. For latent attention (MLA) there are two tables: with
@@ -143,6 +145,7 @@ def _json(model: Planned, context: int, ram: int) -> dict[str, Any]:
         "layers": [asdict(group) for group in shape.groups],
         "formats": _report(shape, context, ram),
         "weights_bytes": model.weights_bytes,
+        "memory": [asdict(one) for one in model.memory],
         "machines": [asdict(row) for row in plan_machines.rows(model, context)],
         "latent": latent
         and {
@@ -163,7 +166,7 @@ def _print(model: Planned, context: int, ram: int, output: Output) -> None:
 
 def _print_side_by_side(models: list[Planned], contexts: list[int], output: Output) -> None:
     """A row per model: its weights, what a context costs, and the longest on each machine."""
-    columns = ("model", ">weights", ">context", "?>in float16", ">in int8")
+    columns = ("model", ">weights", ">loaded", ">context", "?>in float16", ">in int8")
     machines = [f">{machine.name}" for machine in plan_machines.machines()]
     rows = []
     for model, context in zip(models, contexts, strict=True):
@@ -174,6 +177,7 @@ def _print_side_by_side(models: list[Planned], contexts: list[int], output: Outp
             (
                 shape.name,
                 "unknown" if weights is None else format_size(weights),
+                format_size(model.memory[0].loaded_bytes) if model.memory else "unknown",
                 shape.count(context),
                 format_size(shape.bytes(context, "float16")),
                 format_size(shape.bytes(context, "int8")),

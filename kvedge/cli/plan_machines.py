@@ -32,7 +32,7 @@ class MachineRow:
 
     machine: str
     ram_bytes: int
-    cache_bytes: int  # what weights and system leave; below 0: the weights alone do not fit
+    cache_bytes: int  # what model and system leave; below 0: the model alone does not fit
     fits_int8: bool  # the planned context, in int8
     # Tokens of the longest context in each format, weights counted; None: there is no end to them.
     float16_longest: int | None
@@ -53,11 +53,13 @@ def machines() -> list[PlannedMachine]:
 
 def rows(model: Planned, context: int) -> list[MachineRow]:
     """Return a row per machine; none where the weights are not known."""
-    if model.weights_bytes is None:
+    loaded, peak = model.loaded_bytes, model.peak_bytes
+    if loaded is None or peak is None:
         return []
     found = []
     for machine in machines():
-        left = machine.ram_bytes - RESERVED - model.weights_bytes
+        room = machine.ram_bytes - RESERVED
+        left = room - (loaded if peak <= room else peak)
         tokens = [model.shape.longest_context(left, form) if left > 0 else 0 for form in _FORMATS]
         fits = left > 0 and model.shape.bytes(context, "int8") <= left
         found.append(MachineRow(machine.name, machine.ram_bytes, left, fits, *tokens))
@@ -72,12 +74,13 @@ def longest(shape: CacheShape, tokens: int | None) -> str:
 def print_table(model: Planned, context: int, output: Output) -> None:
     """Print the machines; nothing where the weights are not known."""
     found = rows(model, context)
-    if not found or model.weights_bytes is None:
+    if not found or model.loaded_bytes is None or model.weights_bytes is None:
         return
-    title = (
-        f"{model.shape.name}: with its weights, {format_size(model.weights_bytes)} "
-        f"({model.weights_of}), and {format_size(RESERVED)} for the system"
-    )
+    _print_memory(model, output)
+    what = f"its weights, {format_size(model.weights_bytes)} ({model.weights_of})"
+    if model.memory:
+        what = f"the loaded model, {format_size(model.loaded_bytes)}"
+    title = f"{model.shape.name}: with {what}, and {format_size(RESERVED)} for the system"
     fits = f"{model.shape.count(context)} in int8"
     columns = ("machine", ">for the cache", "?>longest in float16", ">longest in int8")
     output.table(
@@ -93,5 +96,25 @@ def print_table(model: Planned, context: int, output: Output) -> None:
                 "fits" if row.fits_int8 else "no",
             )
             for row in found
+        ],
+    )
+
+
+def _print_memory(model: Planned, output: Output) -> None:
+    """Print what a process with the model takes on each backend, where that is known."""
+    if not model.memory or model.weights_bytes is None:
+        return
+    output.table(
+        f"{model.shape.name}: memory of a process with it, about "
+        f"({format_size(model.weights_bytes)} in {model.weights_of})",
+        ("backend", ">its weights", ">loaded", ">at most while loading"),
+        [
+            (
+                f"{one.backend}, in use here" if one is model.memory[0] else one.backend,
+                format_size(one.weights_bytes),
+                format_size(one.loaded_bytes),
+                format_size(one.peak_bytes),
+            )
+            for one in model.memory
         ],
     )

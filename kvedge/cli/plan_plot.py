@@ -33,7 +33,7 @@ def draw(models: Sequence[tuple[Planned, int]], figure: Any) -> None:
 
 
 def _panel(axes: Any, model: Planned, context: int) -> None:
-    weights = model.weights_bytes or 0
+    weights = model.loaded_bytes or 0
     tokens = sorted({max(context * i // (_POINTS - 1), 1) for i in range(_POINTS)})
     highest = 0.0
     for name in _FORMATS:

@@ -8,12 +8,17 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvedge.cli.hf_config import shape_from_hf_config
 from kvedge.cli.layer_groups import CacheShape, LayerGroup
 from kvedge.console.exits import UsageError
 from kvedge.console.sizes import parse_count
 from kvedge.console.values import positive_float, positive_int
+
+if TYPE_CHECKING:
+    from kvedge.llama import LlamaConfig
+    from kvedge.llama.footprint import ModelMemory
 
 __all__ = ["Planned", "add_shape_options", "planned_from_options"]
 
@@ -28,6 +33,17 @@ class Planned:
     shape: CacheShape
     weights_bytes: int | None = None  # where they are known
     weights_of: str | None = None  # how
+    memory: tuple[ModelMemory, ...] = ()  # of a process with the model, that of this backend first
+
+    @property
+    def loaded_bytes(self) -> int | None:
+        """Memory of the model before a cache: of a process that has loaded it, else the weights."""
+        return self.memory[0].loaded_bytes if self.memory else self.weights_bytes
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """The most it takes while it loads."""
+        return self.memory[0].peak_bytes if self.memory else self.weights_bytes
 
 
 def add_shape_options(parser: argparse.ArgumentParser) -> None:
@@ -94,9 +110,7 @@ def planned_from_options(options: argparse.Namespace) -> list[Planned]:
         raise UsageError(
             "give the shape one way: --model, or --hf-config, or --layers --kv-heads --head-dim"
         )
-    planned = [
-        Planned(_shape_from_model(path), _size_of_files(path), "the file") for path in options.model
-    ]
+    planned = [_planned_from_model(path) for path in options.model]
     others = [shape_from_hf_config(path) for path in options.hf_config]
     if by_hand or not (planned or others):
         others = [_shape_by_hand(options)]
@@ -142,10 +156,17 @@ def _size_of_files(path: str) -> int:
     return sum(file.stat().st_size for file in files)
 
 
-def _shape_from_model(path: str) -> CacheShape:
-    from kvedge.llama import read_config
+def _planned_from_model(path: str) -> Planned:
+    import kvedge
+    from kvedge.llama.footprint import read_footprint
 
-    config = read_config(path)
+    config, memory = read_footprint(path)
+    here_first = sorted(memory.values(), key=lambda one: one.backend != kvedge.backend)
+    shape = _shape_of(Path(path).name, config)
+    return Planned(shape, _size_of_files(path), "the file", tuple(here_first))
+
+
+def _shape_of(name: str, config: LlamaConfig) -> CacheShape:
     windows = Counter(config.window_of(i) for i in range(config.num_layers))
     groups = (
         LayerGroup(count, config.num_kv_heads, config.head_dim, config.head_dim, window)
@@ -155,4 +176,4 @@ def _shape_from_model(path: str) -> CacheShape:
     notes: tuple[str, ...] = ()
     if config.context_reason:
         notes = (f"a context of {config.max_seq_len} tokens: {config.context_reason}",)
-    return CacheShape(Path(path).name, tuple(seeing_all_first), config.max_seq_len, notes)
+    return CacheShape(name, tuple(seeing_all_first), config.max_seq_len, notes)

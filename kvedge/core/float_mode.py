@@ -26,7 +26,9 @@ def _functions() -> tuple[Callable[..., int], Callable[..., int], ctypes.c_void_
     try:
         if sys.platform == "darwin":
             library = ctypes.CDLL(None)
-            default = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.in_dll(library, "_FE_DFL_ENV")))
+            default = ctypes.c_void_p(
+                ctypes.addressof(ctypes.c_char.in_dll(library, "_FE_DFL_ENV"))
+            )
         elif sys.platform.startswith("linux"):
             try:
                 library = ctypes.CDLL("libm.so.6")  # glibc; musl has all in one library

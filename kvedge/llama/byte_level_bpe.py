@@ -7,24 +7,9 @@ from typing import Any
 
 from ..errors import InvalidArgumentError, MissingExtraError
 from .chat_template import ChatTemplate
+from .text_splits import text_split
 
-__all__ = ["TEXT_SPLITS", "ByteLevelBpeTokenizer"]
-
-_LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-#: How a text is cut before pairs are joined, by GGUF's name for it (``tokenizer.ggml.pre``); the
-#: expressions are those of the models' own tokenizer.json. None is GPT-2's, built into the library.
-TEXT_SPLITS = {
-    "default": None,
-    "gpt-2": None,
-    "smollm": None,
-    "llama-bpe": _LLAMA3,
-    "llama3": _LLAMA3,
-    "llama-v3": _LLAMA3,
-    "qwen2": _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}"),
-}
+__all__ = ["ByteLevelBpeTokenizer"]
 
 
 class ByteLevelBpeTokenizer:
@@ -37,7 +22,7 @@ class ByteLevelBpeTokenizer:
     merges : sequence of str
         Pairs to join, the first ones first, each as ``"left right"``.
     split : str
-        The way a text is cut into words: a key of :data:`TEXT_SPLITS`.
+        The way a text is cut into words, by GGUF's name: see :mod:`.text_splits`.
     bos_id : int or None
         Token that begins a sequence.
     stop_ids : collection of int
@@ -47,13 +32,14 @@ class ByteLevelBpeTokenizer:
     spelled_ids : collection of int
         Tokens recognised where a text spells them out, such as ``<|im_start|>``.
     add_bos : bool, optional
-        What `encode` does when not told. None: only Llama 3 begins with BOS (as in llama.cpp).
+        What `encode` does when not told. None: as goes with `split` (Llama 3 begins with BOS).
 
     Raises
     ------
     InvalidArgumentError
-        For a `split` not known here, an id outside the vocabulary, or a vocabulary that the merges
-        do not fit.
+        For an id outside the vocabulary, or a vocabulary that the merges do not fit.
+    UnsupportedModelError
+        For a `split` that is not known.
     MissingExtraError
         If the package ``tokenizers`` is absent.
     """
@@ -77,35 +63,28 @@ class ByteLevelBpeTokenizer:
                 "this model's byte-level tokenizer needs the package tokenizers: "
                 "pip install kvedge[gguf]"
             ) from error
-        if split not in TEXT_SPLITS:
-            raise InvalidArgumentError(
-                f"text splitting {split!r} is not supported, expected one of "
-                f"{', '.join(TEXT_SPLITS)}"
-            )
+        way = text_split(split)
         self.vocab_size = len(tokens)
         for token in (*stop_ids, *special_ids, *spelled_ids, *([] if bos_id is None else [bos_id])):
             self._check(token)
         self.chat_template: ChatTemplate | None = None
         self.bos_id = bos_id
         self.stop_ids = frozenset(stop_ids)
-        pattern = TEXT_SPLITS[split]
-        llama3 = pattern is _LLAMA3
-        self.add_bos = bos_id is not None and (llama3 if add_bos is None else add_bos)
+        self.add_bos = bos_id is not None and (way.add_bos if add_bos is None else add_bos)
         self._tokens = list(tokens)
         self._special = frozenset(special_ids)
 
         pre = tokenizers.pre_tokenizers
-        if pattern is None:
-            steps: list[Any] = [pre.ByteLevel(add_prefix_space=False)]
-        else:
-            cut = pre.Split(tokenizers.Regex(pattern), behavior="isolated")
-            steps = [cut, pre.ByteLevel(add_prefix_space=False, use_regex=False)]
-        if split == "smollm":
-            steps.insert(0, pre.Digits(individual_digits=True))
+        steps: list[Any] = [
+            pre.Split(tokenizers.Regex(pattern), behavior="isolated") for pattern in way.patterns
+        ]
+        steps.append(pre.ByteLevel(add_prefix_space=False, use_regex=False))
         vocab = {text: token for token, text in enumerate(tokens)}
         pairs: Any = [tuple(merge.split(" ")) for merge in merges]
         try:
-            model = tokenizers.models.BPE(vocab=vocab, merges=pairs, ignore_merges=llama3)
+            model = tokenizers.models.BPE(
+                vocab=vocab, merges=pairs, ignore_merges=way.ignore_merges
+            )
         except Exception as error:  # the library raises plain Exception
             raise InvalidArgumentError(f"the merges do not fit the vocabulary: {error}") from error
         self._bpe = tokenizers.Tokenizer(model)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import struct
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from ..rope import Rope
 from .config import LlamaConfig, rope_frequencies
 from .weights import LayerWeights, LlamaWeights, check_fits, tensor_shapes
 
-__all__ = ["load_checkpoint", "read_checkpoint_config"]
+__all__ = ["checkpoint_bytes", "load_checkpoint", "read_checkpoint_config"]
 
 _HEADER = struct.Struct("<7i")  # dim, hidden_dim, layers, heads, KV heads, +-vocab_size, seq_len
 _VERSIONED_MAGIC = 0x616B3432  # "ak42": llama2.c's later formats, versions 1 and 2
@@ -43,6 +44,14 @@ def read_checkpoint_config(path: str | os.PathLike[str]) -> LlamaConfig:
         If it is a llama2.c checkpoint of version 1 or 2.
     """
     return _read_header(Path(path))[0]
+
+
+def checkpoint_bytes(path: str | os.PathLike[str]) -> tuple[int, int]:
+    """Bytes of a checkpoint's weights in memory, and of those that loading holds twice."""
+    config, _ = _read_header(Path(path))
+    shapes = tensor_shapes(config)
+    stacked = sum(prod(shapes[name]) for name in ("wq", "wk", "wv", "w1", "w3"))
+    return Path(path).stat().st_size, 4 * config.num_layers * stacked
 
 
 def load_checkpoint(path: str | os.PathLike[str]) -> tuple[LlamaConfig, LlamaWeights]:
@@ -119,7 +128,6 @@ def _read_header(path: Path) -> tuple[LlamaConfig, bool]:
             "not give an even number of channels per head"
         )
     head_dim = dim // num_heads
-    rope = Rope(interleaved=True, rotary_dim=head_dim, inv_freq=rope_frequencies(head_dim))
     try:
         config = LlamaConfig(
             dim=dim,
@@ -130,7 +138,6 @@ def _read_header(path: Path) -> tuple[LlamaConfig, bool]:
             head_dim=head_dim,
             vocab_size=abs(vocab),
             max_seq_len=seq_len,
-            rope=rope,
         )
     except InvalidArgumentError as error:
         message = f"{path}: neither GGUF nor a llama2.c checkpoint: {error}"
@@ -144,7 +151,8 @@ def _read_header(path: Path) -> tuple[LlamaConfig, bool]:
             f"{num_layers} layers, vocab_size {vocab}) has {expected_size} bytes, "
             f"the file has {file_size}"
         )
-    return config, own_output
+    rope = Rope(interleaved=True, rotary_dim=head_dim, inv_freq=rope_frequencies(head_dim))
+    return replace(config, rope=rope), own_output
 
 
 def _file_layout(config: LlamaConfig, own_output: bool) -> list[tuple[str, tuple[int, ...]]]:

@@ -8,10 +8,13 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
 import numpy as np
+
+import kvedge
 
 from ..errors import CorruptFileError, InvalidArgumentError, ScaleRangeError, UnsupportedModelError
 from ..rope import Rope
@@ -22,7 +25,7 @@ from .matrix import GROUP, Matrix, Weight, is_worth_it, stored_bytes
 from .tokenizer import Tokenizer
 from .weights import LayerWeights, LlamaWeights, check_fits
 
-__all__ = ["ARCHITECTURES", "is_gguf", "load_gguf", "read_gguf_config"]
+__all__ = ["ARCHITECTURES", "gguf_bytes", "is_gguf", "load_gguf", "read_gguf_config"]
 
 #: architecture -> does RoPE turn neighbours? (llama.cpp: LLAMA_ROPE_TYPE_NORM; else ..._NEOX)
 ARCHITECTURES = {
@@ -40,6 +43,7 @@ _GEMMA = ("gemma", "gemma2", "gemma3")
 
 # Sliding layers come in groups of so many, of which the last sees all; 0: every layer slides.
 _WINDOW_PATTERNS = {"gemma2": 2, "gemma3": 6, "phi3": 0}
+_MOST_TOKENS = 2**31 - 1  # of a context, of a window
 _NO_ROPE_EVERY = 4  # SmolLM3: layers that do not turn; llama.cpp has it in code too
 # The two whose query scale is not 1 / sqrt(head_dim), by their number of layers, as in llama.cpp.
 _GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
@@ -78,6 +82,24 @@ def read_gguf_config(path: str | os.PathLike[str]) -> LlamaConfig:
         As :func:`load_gguf`.
     """
     return _GgufModel(path).config()
+
+
+def gguf_bytes(path: str | os.PathLike[str]) -> tuple[LlamaConfig, dict[str, int], GgufFile]:
+    """Sizes of the model in a GGUF file, bytes of its weights in memory by backend, and the file.
+
+    Raises
+    ------
+    CorruptFileError, UnsupportedModelError
+        As :func:`load_gguf`.
+    """
+    model = _GgufModel(path)
+    config = model.config()
+    compact = is_worth_it() or kvedge.backend != "native"  # of the backend that is not in use: best
+    held = {
+        "native": model.weights_bytes(config, compact),
+        "numpy": model.weights_bytes(config, False),
+    }
+    return config, held, model.file
 
 
 def load_gguf(
@@ -140,44 +162,87 @@ class _GgufModel:
         )
 
     def _arch(self, key: str, kind: type, default: Any = ...) -> Any:
-        return self.file.get(f"{self._architecture}.{key}", kind, default)
+        """A field of the architecture; a list of a number for each layer is that number."""
+        name = f"{self._architecture}.{key}"
+        if kind in (int, float, bool) and key != "block_count" and self.file.is_list(name):
+            return self._of_all_layers(name, kind)
+        return self.file.get(name, kind, default)
+
+    def _of_all_layers(self, name: str, kind: type) -> Any:
+        values = self.file.get(name, list)
+        num_layers = self._num_layers()
+        if len(values) != num_layers:
+            raise CorruptFileError(
+                f"{self._path}: the field {name!r} has {len(values)} values for {num_layers} layers"
+            )
+        if kind is float:
+            values = [float(value) if type(value) is int else value for value in values]
+        wrong = [value for value in values if type(value) is not kind]
+        if wrong:
+            raise CorruptFileError(
+                f"{self._path}: the field {name!r} must be {kind.__name__} for each layer, "
+                f"got {wrong[0]!r:.40}"
+            )
+        different = list(dict.fromkeys(values))
+        if len(different) > 1:
+            some = ", ".join(map(str, different[:4])) + (", ..." if len(different) > 4 else "")
+            raise self._unsupported(f"{name} differs from layer to layer ({some}): not supported")
+        return different[0]
+
+    def _num_layers(self) -> int:
+        """Layers, no more than the file has tensors: each has some of its own."""
+        count: int = self._arch("block_count", int)
+        if not 1 <= count <= len(self.file.tensor_names):
+            raise CorruptFileError(
+                f"{self._path}: block_count is {count}, and the file has "
+                f"{len(self.file.tensor_names)} tensors"
+            )
+        return count
 
     # ---- the configuration -----------------------------------------------------------------------
 
     def config(self) -> LlamaConfig:
-        """Sizes, RoPE and what else differs, from the file's fields."""
+        """Sizes, RoPE and what else differs, from the file's fields.
+
+        The sizes are compared with the file's tensors before anything is made of them.
+        """
         if self._arch("expert_count", int, 0):
             raise self._unsupported("mixture-of-experts models are not supported")
         dim = self._arch("embedding_length", int)
-        num_layers = self._arch("block_count", int)
+        num_layers = self._num_layers()
         num_heads = self._arch("attention.head_count", int)
         if num_heads < 1:
             raise CorruptFileError(f"{self._path}: the model has {num_heads} heads")
         head_dim = self._arch("attention.key_length", int, dim // num_heads)
         if self._arch("attention.value_length", int, head_dim) != head_dim:
             raise self._unsupported("keys and values differ in head_dim")
+        embedding = self.file.shape("token_embd.weight")
         scale = self._rope_scale()
-        windows = self._windows(num_layers)
         try:
-            rope = self._rope(head_dim, scale)
-            return LlamaConfig(
+            sizes = LlamaConfig(
                 dim=dim,
                 hidden_dim=self._arch("feed_forward_length", int),
                 num_layers=num_layers,
                 num_heads=num_heads,
                 num_kv_heads=self._arch("attention.head_count_kv", int, num_heads),
                 head_dim=head_dim,
-                vocab_size=self.file.shape("token_embd.weight")[0],
+                vocab_size=embedding[0] if embedding else 0,
                 max_seq_len=self._context(),
                 context_reason=self._context_reason(),
                 norm_eps=self._arch("attention.layer_norm_rms_epsilon", float),
-                rope=rope,
-                ropes=self._ropes(rope, windows, num_layers),
-                rope_magnitude=self._arch("rope.scaling.attn_factor", float, 1.0),
-                windows=windows,
+                rope_magnitude=self._factor("rope.scaling.attn_factor", 1.0),
                 **self._departures(dim, num_heads, num_layers),
             )
+            for parts in self._all_matrices(sizes):
+                for name, shape in parts:
+                    self.file.check_shape(name, shape)
+            windows = self._windows(num_layers)
+            rope = self._rope(head_dim, scale)
+            ropes = self._ropes(rope, windows, num_layers)
+            return replace(sizes, rope=rope, ropes=ropes, windows=windows)
         except InvalidArgumentError as error:  # a size of 0, an odd rotary_dim ...
+            if isinstance(error, UnsupportedModelError):
+                raise
             raise CorruptFileError(f"{self._path}: {error}") from error
 
     def _departures(self, dim: int, num_heads: int, num_layers: int) -> dict[str, Any]:
@@ -185,10 +250,10 @@ class _GgufModel:
         name = self._architecture
         if name == "granite":
             return {
-                "attention_scale": self._arch("attention.scale", float, None),
-                "embedding_scale": self._arch("embedding_scale", float, 1.0),
-                "residual_scale": self._arch("residual_scale", float, 1.0),
-                "logit_scale": 1 / self._positive("logit_scale", 1.0),
+                "attention_scale": self._factor("attention.scale", None),
+                "embedding_scale": self._factor("embedding_scale", 1.0),
+                "residual_scale": self._factor("residual_scale", 1.0),
+                "logit_scale": 1 / self._factor("logit_scale", 1.0),
             }
         if name not in _GEMMA:
             return {}
@@ -196,20 +261,32 @@ class _GgufModel:
         if num_layers == _GEMMA_27B_LAYERS.get(name):
             found["attention_scale"] = 1 / math.sqrt(dim / num_heads)
         if name == "gemma2":
-            found["attention_softcap"] = self._positive("attn_logit_softcapping", 50.0)
-            found["logit_softcap"] = self._positive("final_logit_softcapping", 30.0)
+            found["attention_softcap"] = self._factor("attn_logit_softcapping", 50.0)
+            found["logit_softcap"] = self._factor("final_logit_softcapping", 30.0)
         return found
 
-    def _positive(self, key: str, default: float) -> float:
-        value: float = self._arch(key, float, default)
+    def _factor(self, key: str, default: Any) -> Any:
+        """A factor above 0; 0 means that there is none, as in llama.cpp."""
+        value: float | None = self._arch(key, float, None)
+        if not value:
+            return default
         if not (math.isfinite(value) and value > 0):
             raise CorruptFileError(f"{self._path}: {key} must be above 0, got {value}")
+        return value
+
+    def _tokens(self, key: str, least: int, default: Any = ...) -> int:
+        """A number of tokens."""
+        value: int = self._arch(key, int, default)
+        if not least <= value <= _MOST_TOKENS:
+            raise CorruptFileError(
+                f"{self._path}: {key} must be {least} to {_MOST_TOKENS} tokens, got {value}"
+            )
         return value
 
     def _windows(self, num_layers: int) -> tuple[int | None, ...] | None:
         """Tokens that each layer sees; None where every layer sees all."""
         pattern = _WINDOW_PATTERNS.get(self._architecture)
-        window = self._arch("attention.sliding_window", int, 0)
+        window = self._tokens("attention.sliding_window", 0, 0)
         if self._architecture == "gemma2" and not window:
             window = 4096
         if pattern is None or not window:
@@ -219,14 +296,16 @@ class _GgufModel:
         if isinstance(pattern, list):  # of every layer, whether it slides
             slides = [bool(one) for one in pattern[:num_layers]]
         else:
+            if pattern < 0:
+                raise CorruptFileError(f"{self._path}: {key} must be 0 or more, got {pattern}")
             slides = [not pattern or i % pattern < pattern - 1 for i in range(num_layers)]
         return tuple(window if one else None for one in slides)
 
     def _context(self) -> int:
         """Context length; that of the short factors where a file has two sets (LongRoPE)."""
-        context: int = self._arch("context_length", int)
+        context = self._tokens("context_length", 1)
         if "rope_factors_short.weight" in self.file.tensor_names:
-            original: int = self._arch("rope.scaling.original_context_length", int, context)
+            original = self._tokens("rope.scaling.original_context_length", 1, context)
             return min(context, original)
         return context
 
@@ -301,11 +380,15 @@ class _GgufModel:
                 f"{len(unknown)} tensors of a kind that this runtime does not know, "
                 f"{unknown[0]!r} the first"
             )
+        check_fits(self._path, self.weights_bytes(config, is_worth_it()))
+
+    def weights_bytes(self, config: LlamaConfig, compact: bool) -> int:
+        """Bytes of the weights in memory: in fewer than 32 bits where `compact` and as stored."""
         needed = 0
         for parts in self._all_matrices(config):
-            dtype = self._dtype_of([name for name, _ in parts], parts[0][1][1])
+            dtype = self._dtype_of([name for name, _ in parts], parts[0][1][1], compact)
             needed += sum(stored_bytes(*shape, dtype) for _, shape in parts)
-        check_fits(self._path, needed)
+        return needed
 
     def _all_matrices(self, config: LlamaConfig) -> Iterator[list[tuple[str, tuple[int, int]]]]:
         shape = (config.vocab_size, config.dim)
@@ -384,20 +467,19 @@ class _GgufModel:
     def _weight(self, parts: list[tuple[str, tuple[int, int]]]) -> Weight:
         """Tensors stacked to one matrix."""
         columns = parts[0][1][1]
-        dtype = self._dtype_of([name for name, _ in parts], columns)
+        dtype = self._dtype_of([name for name, _ in parts], columns, is_worth_it())
         chunks = (chunk for name, shape in parts for chunk in self.file.chunks(name, shape))
         if dtype != "float32":
             try:
                 return Matrix(sum(shape[0] for _, shape in parts), columns, dtype, chunks)
             except ScaleRangeError:  # a block of elements too small for a scale in float16
                 pass
-        arrays = [self.file.array(name, shape) for name, shape in parts]
-        return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+        return self.file.stacked(parts)
 
-    def _dtype_of(self, names: list[str], columns: int) -> str:
+    def _dtype_of(self, names: list[str], columns: int, compact: bool) -> str:
         """How the tensors are held, stacked: as none of them loses what its file has."""
         kinds = {self.file.kind(name) for name in names}
-        if not is_worth_it():
+        if not compact:
             return "float32"
         if len(kinds) == 1 and (only := next(iter(kinds))) in _FLOATS:
             return _FLOATS[only]

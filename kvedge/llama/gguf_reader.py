@@ -1,4 +1,4 @@
-"""The fields and tensors of GGUF files, through the package ``gguf`` (an extra).
+"""The fields and tensors of GGUF models; the package ``gguf`` (an extra) decodes their weights.
 
 A model may be split over files, ``NAME-00001-of-00003.gguf`` and so on (llama.cpp's gguf-split):
 the first has the fields, and each has some of the tensors.
@@ -8,25 +8,20 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..errors import CorruptFileError, MissingExtraError, UnsupportedModelError
-
-if TYPE_CHECKING:
-    from gguf import GGUFReader, ReaderTensor
+from .gguf_header import GgufHeader, TensorInfo
 
 __all__ = ["GgufFile", "is_gguf"]
 
-# A damaged list length would have gguf read a large file value by value. A vocabulary of 260,000
-# tokens with as many merges has about 2 million.
-_MAX_PARTS = 8_000_000
-
 _SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 _ELEMENTS_AT_ONCE = 1 << 20  # of a tensor: 4 MB of float32
+_PLAIN = {"F32": "<f4", "F16": "<f2"}  # formats that NumPy reads
 
 
 def is_gguf(path: str | os.PathLike[str]) -> bool:
@@ -54,10 +49,12 @@ class GgufFile:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         first = _first_of_split(Path(path))
         self.path = first
-        self._reader = _open(first)
-        self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
+        header = GgufHeader(first)
+        self._fields = header.fields
+        self._tensors = {name: (header, tensor) for name, tensor in header.tensors.items()}
         for more in self._further_files(first):
-            self._tensors |= {tensor.name: tensor for tensor in _open(more).tensors}
+            header = GgufHeader(more)
+            self._tensors |= {name: (header, tensor) for name, tensor in header.tensors.items()}
         expected = self.get("split.tensors.count", int, None)
         if expected is not None and expected != len(self._tensors):
             raise CorruptFileError(
@@ -85,14 +82,13 @@ class GgufFile:
 
     def get(self, key: str, kind: type, default: Any = ...) -> Any:
         """A field's value; `default` if it is absent, unless it must be there."""
-        field = self._reader.get_field(key)
-        if field is None:
+        if key not in self._fields:
             if default is ...:
                 raise CorruptFileError(f"{self.path}: the field {key!r} is missing")
             return default
         try:
-            value = field.contents()
-        except (ValueError, IndexError) as error:  # such as a string that is not UTF-8
+            value = _plain(self._fields[key])
+        except UnicodeDecodeError as error:
             message = f"{self.path}: the field {key!r} is damaged: {error}"
             raise CorruptFileError(message) from error
         if kind is float and type(value) is int:
@@ -114,13 +110,20 @@ class GgufFile:
 
     def get_either(self, key: str, kinds: tuple[type, ...], default: Any) -> Any:
         """A field of one of several types; a list is one of them."""
-        field = self._reader.get_field(key)
-        value = default if field is None else field.contents()
+        value = _plain(self._fields.get(key, default))
         return self.get(key, type(value) if type(value) in kinds else kinds[0], default)
+
+    def is_list(self, key: str) -> bool:
+        """Whether there is such a field, and it is a list."""
+        return isinstance(self._fields.get(key), (list, np.ndarray))
 
     def has(self, key: str) -> bool:
         """Whether there is such a field."""
-        return self._reader.get_field(key) is not None
+        return key in self._fields
+
+    def count(self, key: str) -> int:
+        """Members of a field that is a list; 0 if it is absent or no list."""
+        return len(self._fields[key]) if self.is_list(key) else 0
 
     # ---- tensors ---------------------------------------------------------------------------------
 
@@ -131,49 +134,75 @@ class GgufFile:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, the slowest axis first (GGUF names the fastest first)."""
-        return tuple(int(size) for size in reversed(self._tensor(name).shape))
+        return self._tensor(name)[1].shape
 
-    def kind(self, name: str) -> str:
-        """Name of the format of a tensor's elements, such as "Q4_K"."""
-        return str(self._tensor(name).tensor_type.name)
-
-    def chunks(self, name: str, shape: tuple[int, ...]) -> Iterator[np.ndarray]:
-        """A tensor of the shape expected, float32, some rows at a time; finite.
-
-        Copies even of float32: the file's own bytes may change, or be unaligned.
-        """
-        from gguf import dequantize
-
-        tensor = self._tensor(name)
+    def check_shape(self, name: str, shape: tuple[int, ...]) -> None:
+        """Refuse a tensor that is missing or of another shape."""
         if self.shape(name) != shape:
             raise CorruptFileError(
                 f"{self.path}: the tensor {name!r} must have the shape {shape}, "
                 f"got {self.shape(name)}"
             )
-        step = len(tensor.data)
+
+    def kind(self, name: str) -> str:
+        """Name of the format of a tensor's elements, such as "Q4_K"."""
+        return self._tensor(name)[1].type.name
+
+    def chunks(self, name: str, shape: tuple[int, ...]) -> Iterator[np.ndarray]:
+        """A tensor of the shape expected, float32, some rows at a time; finite."""
+        self.check_shape(name, shape)
+        header, tensor = self._tensor(name)
+        rows, step = 1, 1
         if len(shape) > 1:
-            step = max(_ELEMENTS_AT_ONCE // shape[-1], 1)
-        for start in range(0, len(tensor.data), step):
-            try:
-                values = dequantize(tensor.data[start : start + step], tensor.tensor_type)
-            except NotImplementedError as error:
-                raise UnsupportedModelError(
-                    f"{self.path}: the tensor {name!r} has the format {self.kind(name)}, "
-                    "which the package gguf cannot read"
-                ) from error
-            values = np.array(values, dtype=np.float32, order="C")
+            rows, step = shape[0], max(_ELEMENTS_AT_ONCE // max(shape[-1], 1), 1)
+        for start in range(0, rows, step):
+            stop = min(start + step, rows)
+            values = self._decoded(tensor, header.rows(tensor, start, stop))
+            if len(shape) == 1:
+                values = values[0]
             if not np.isfinite(values).all():
                 raise CorruptFileError(
                     f"{self.path}: the tensor {name!r} holds a NaN or an infinity"
                 )
             yield values
 
+    def _decoded(self, tensor: TensorInfo, data: np.ndarray) -> np.ndarray:
+        """Some rows of a tensor, a float32 copy."""
+        kind = tensor.type.name
+        if kind in _PLAIN:
+            return np.array(data.view(_PLAIN[kind]), dtype=np.float32, order="C")
+        try:
+            from gguf import GGMLQuantizationType, dequantize
+        except ImportError as error:
+            raise MissingExtraError(
+                f"reading weights of the format {kind} needs the package gguf: "
+                "pip install kvedge[gguf]"
+            ) from error
+        try:
+            values = dequantize(data, GGMLQuantizationType(tensor.type_number))
+        except (NotImplementedError, ValueError) as error:  # ValueError: no such type in this gguf
+            raise UnsupportedModelError(
+                f"{self.path}: the tensor {tensor.name!r} has the format {kind}, "
+                "which the package gguf cannot read"
+            ) from error
+        return np.array(values, dtype=np.float32, order="C")
+
     def array(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
         """A whole tensor of the shape expected, float32, C-contiguous."""
-        parts = list(self.chunks(name, shape))
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return self.stacked([(name, shape)])
 
-    def _tensor(self, name: str) -> ReaderTensor:
+    def stacked(self, parts: Sequence[tuple[str, tuple[int, ...]]]) -> np.ndarray:
+        """Tensors of the shapes expected one after the other, float32, C-contiguous."""
+        first = parts[0][1]
+        whole = np.empty((sum(shape[0] for _, shape in parts), *first[1:]), np.float32)
+        at = 0
+        for name, shape in parts:
+            for chunk in self.chunks(name, shape):
+                whole[at : at + len(chunk)] = chunk
+                at += len(chunk)
+        return whole
+
+    def _tensor(self, name: str) -> tuple[GgufHeader, TensorInfo]:
         if name not in self._tensors:
             raise CorruptFileError(f"{self.path}: the tensor {name!r} is missing")
         return self._tensors[name]
@@ -190,35 +219,10 @@ def _first_of_split(path: Path) -> Path:
     return first
 
 
-def _open(path: Path) -> GGUFReader:
-    """The file's fields and tensors, by the package gguf, whose errors become CorruptFileError."""
-    try:
-        from gguf import GGUFReader
-    except ImportError as error:
-        raise MissingExtraError(
-            "reading GGUF files needs the package gguf: pip install kvedge[gguf]"
-        ) from error
-
-    class CheckedReader(GGUFReader):
-        """Refuses to read past the end, where GGUFReader goes on with less."""
-
-        num_parts = 0
-
-        def _get(self, offset: Any, dtype: Any, count: Any = 1, *args: Any, **kwargs: Any) -> Any:
-            end = int(offset) + int(count) * np.dtype(dtype).itemsize
-            if end > len(self.data):
-                raise EOFError(f"{end} bytes are needed, the file has {len(self.data)}")
-            self.num_parts += 1
-            if self.num_parts > _MAX_PARTS:
-                raise ValueError(f"the header has more than {_MAX_PARTS} parts")
-            return super()._get(offset, dtype, count, *args, **kwargs)
-
-    try:
-        reader = CheckedReader(path)
-    except (OSError, MemoryError):
-        raise
-    except Exception as error:  # gguf raises whatever NumPy does
-        raise CorruptFileError(f"{path}: not a readable GGUF file: {error}") from error
-    if reader.byte_order != "I":
-        raise UnsupportedModelError(f"{path}: the GGUF file is of the other byte order")
-    return reader
+def _plain(value: Any) -> Any:
+    """A field as Python's own types: bytes of the file become text, arrays lists."""
+    if isinstance(value, bytes):
+        return value.decode()
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    return [_plain(one) for one in value] if isinstance(value, list) else value

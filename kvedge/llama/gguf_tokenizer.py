@@ -6,7 +6,7 @@ import re
 from typing import NamedTuple
 
 from ..errors import CorruptFileError, InvalidArgumentError, UnsupportedModelError
-from .byte_level_bpe import TEXT_SPLITS, ByteLevelBpeTokenizer
+from .byte_level_bpe import ByteLevelBpeTokenizer
 from .chat_template import ChatTemplate
 from .gguf_reader import GgufFile
 from .tokenizer import SPACE_SIGN, ScoredBpeTokenizer, Tokenizer
@@ -53,17 +53,14 @@ def read_tokenizer(file: GgufFile) -> Tokenizer:
             f"{file.path}: tokenizer {kind!r} is not supported, expected 'llama' or 'gpt2'"
         )
     split = file.get("tokenizer.ggml.pre", str, "default")
-    if kind == "gpt2" and split not in TEXT_SPLITS:
-        raise UnsupportedModelError(
-            f"{file.path}: text splitting {split!r} is not supported, expected one of "
-            f"{', '.join(TEXT_SPLITS)}"
-        )
     tokens = file.get_list("tokenizer.ggml.tokens", str)
     try:
         if kind == "gpt2":
             made: Tokenizer = _byte_level_bpe(file, tokens, split)
         else:
             made = _scored_bpe(file, tokens)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{file.path}: {error}") from error
     except InvalidArgumentError as error:  # an id outside the vocabulary, a score of NaN ...
         raise CorruptFileError(f"{file.path}: {error}") from error
     made.chat_template = _chat_template(file, tokens)

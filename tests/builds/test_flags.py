@@ -88,6 +88,7 @@ def assert_same(plain, found):
     assert not X86 or plain.startswith("mxcsr 0\n")
 
 
+@pytest.mark.builds
 @pytest.mark.parametrize("name", ["gcc", "clang"])
 def test_flags_of_users_change_neither_bytes_nor_results(name, plain, tmp_path):
     flags = " ".join(["-O1", *MATH, *MATH_OF[name], OTHERS])

@@ -26,7 +26,7 @@ def small_buffer(monkeypatch):
 
 
 def test_info_tells_backend_machine_and_bandwidth(capsys, small_buffer):
-    assert main(["info", "--json"]) == exits.OK
+    assert main(["info", "--json", "--bandwidth"]) == exits.OK
     facts = json.loads(capsys.readouterr().out)
     isa = kvedge.isa_info()
     assert facts["backend"] == kvedge.backend
@@ -39,7 +39,7 @@ def test_info_tells_backend_machine_and_bandwidth(capsys, small_buffer):
 
 
 def test_info_as_a_table(capsys, small_buffer):
-    assert main(["info"]) == exits.OK
+    assert main(["info", "--bandwidth"]) == exits.OK
     text = capsys.readouterr().out
     for word in (kvedge.backend, "threads", "processor", "GB/s", "huge pages"):
         assert word in text
@@ -47,12 +47,14 @@ def test_info_as_a_table(capsys, small_buffer):
 
 def test_an_estimate_is_called_one(capsys, small_buffer, monkeypatch):
     monkeypatch.setattr(system, "read_bandwidth", lambda n: system.ReadBandwidth(n, 1e10, "numpy"))
-    assert main(["info"]) == exits.OK
+    assert main(["info", "--bandwidth"]) == exits.OK
     assert "a NumPy estimate" in capsys.readouterr().out
 
 
-def test_the_bandwidth_can_be_left_out(capsys):
-    assert main(["info", "--json", "--no-bandwidth"]) == exits.OK
+@pytest.mark.parametrize("flags", [[], ["--no-bandwidth"]])
+def test_the_bandwidth_is_measured_only_when_asked_for(capsys, monkeypatch, flags):
+    monkeypatch.setattr(system, "read_bandwidth", None)
+    assert main(["info", "--json", *flags]) == exits.OK
     assert json.loads(capsys.readouterr().out)["read_bandwidth"] == []
 
 

@@ -635,12 +635,16 @@ def test_a_models_file_is_counted_on_each_machine(capsys):
     report = _plan(capsys, "--model", STORIES_MODEL, "--context", 512)
     weights = STORIES_MODEL.stat().st_size
     assert report["weights_bytes"] == weights
+    assert {one["backend"] for one in report["memory"]} == {"native", "numpy"}
+    here = report["memory"][0]
+    assert here["backend"] == kvedge.backend and here["weights_bytes"] == weights
+    assert weights < here["loaded_bytes"] < here["peak_bytes"]
     int8 = 5 * 2 * 4 * (8 + 4)  # layers, keys and values, KV heads, codes and a scale
     names = [row["machine"] for row in report["machines"]]
     assert names[:3] == ["Pi 4", "Pi 5", "laptop"]
     for row, gib in zip(report["machines"], (4, 8, 16), strict=False):
         assert row["ram_bytes"] == gib * GIB
-        assert row["cache_bytes"] == gib * GIB - weights - GIB // 2
+        assert row["cache_bytes"] == gib * GIB - here["loaded_bytes"] - GIB // 2
         assert row["int8_longest"] == row["cache_bytes"] // int8
         assert row["fits_int8"] is True
 
@@ -699,8 +703,7 @@ def test_a_plot_is_drawn(tmp_path, capsys):
     assert file.read_text().count("<path") > 20
 
 
-def test_a_models_windows_are_in_its_shape(monkeypatch):
+def test_a_models_windows_are_in_its_shape():
     config = replace(read_config(STORIES_MODEL), windows=(16, 16, 16, 16, None))
-    monkeypatch.setattr(kvedge.llama, "read_config", lambda path: config)
-    found = shape._shape_from_model("m.gguf").groups
+    found = shape._shape_of("m.gguf", config).groups
     assert [(group.count, group.window) for group in found] == [(1, None), (4, 16)]

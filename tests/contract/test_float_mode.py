@@ -1,6 +1,6 @@
 """What the process has set its floats to changes no byte and no number.
 
-torch.set_flush_denormal and libraries built with -ffast-math make the processor take denormal floats
+torch.set_flush_denormal and libraries built with -ffast-math make a processor take denormal floats
 for 0; fesetround rounds otherwise. The numbers here are small: subnormal in the format, or with
 scales below float32's smallest normal number.
 """

@@ -787,3 +787,24 @@ def test_old_files_decode_to_the_same_bytes(dtype, tmp_path):
         assert cache.v(1).tobytes() == expected[f"{dtype}.values"].tobytes()
     new.save(tmp_path / "new")
     assert (tmp_path / "new").read_bytes() == (FIXTURES / f"v2-{dtype}.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("dtype", CLASSES)
+@pytest.mark.parametrize("precision_bits", [None, 8, 16, 24])
+@pytest.mark.parametrize("is_hidden", [True, False])
+def test_a_key_thousands_of_times_the_others_of_its_run_leaves_their_scores(
+    dtype, precision_bits, is_hidden
+):
+    rng = np.random.default_rng(6)
+    for size, sharpness in itertools.product([1e3, 3e4], [1, 6]):
+        layer = CLASSES[dtype](capacity=96, num_kv_heads=2, head_dim=64)
+        keys, values = rng.standard_normal((2, 96, 2, 64)).astype(np.float32)
+        keys[40] = np.clip(keys[40] * np.float32(size), -6e4, 6e4)
+        layer.extend(keys, values)
+        query = rng.standard_normal((1, 4, 64)).astype(np.float32) * np.float32(sharpness)
+        mask = np.ones((1, 96), bool)
+        mask[0, 40] = not is_hidden
+        out = layer.attend(query, mask=mask, precision_bits=precision_bits)
+        wanted, _ = attention(query, *read(layer), mask=mask)
+        allowed = {8: 1e-3, 16: 4e-4}.get(precision_bits, 2e-4)
+        np.testing.assert_allclose(out, wanted, atol=allowed * np.abs(wanted).max())

@@ -20,6 +20,7 @@ from support import assert_attention_close, content, filled, normal, run_togethe
 
 import kvedge
 from kvedge import KVCache, QuantizedKvLayer
+from kvedge.core.formats import DTYPES
 
 H, D, HEADS = 4, 64, 8
 
@@ -42,6 +43,32 @@ def test_any_number_of_threads_gives_the_same_bits(length, layer_class, rng):
         out = layer.attend(query, num_threads=num_threads)
         np.testing.assert_array_equal(out, one)
         np.testing.assert_array_equal(layer.attend(rows, num_threads=num_threads), rows_one)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_thread_with_a_small_stack_attends(dtype, rng):
+    """As threads of musl and of embedders have: 128 KiB, with the frames of Python."""
+    cache = KVCache(1, 2, 128, dtype=dtype)
+    keys, values = normal(rng, 2, 160, 2, 128)
+    query = normal(rng, 64, 8, 128)
+    done = []
+
+    def use():
+        cache.append(0, keys, values)
+        cache.advance(160)
+        done.append(cache.attend(0, query, num_threads=4))
+        done.append(cache.attend(0, query[-1], num_threads=1))
+        cache.layer(0).scores(query[0])
+        cache.layer(0).keys()
+
+    before = threading.stack_size(128 << 10)
+    try:
+        thread = threading.Thread(target=use)
+        thread.start()
+        thread.join()
+    finally:
+        threading.stack_size(before)
+    assert [out.shape for out in done] == [(64, 8, 128), (8, 128)]
 
 
 def test_the_default_number_of_threads_changes_no_bits(rng):

@@ -107,10 +107,17 @@ def write_gguf(
         "attention.layer_norm_rms_epsilon": c.norm_eps,
         **(fields or {}),
     }
-    adders = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    adders = {
+        bool: writer.add_bool,
+        int: writer.add_uint32,
+        float: writer.add_float32,
+        str: writer.add_string,
+        list: writer.add_array,
+    }
     for key, value in values.items():
         if key not in drop:
-            adders[type(value)](f"{arch}.{key}", value)
+            large = type(value) is int and value >= 2**32
+            (writer.add_uint64 if large else adders[type(value)])(f"{arch}.{key}", value)
     if tokenizer:
         t = model.tokenizer
         pieces = [piece.decode().replace(" ", "\u2581") for piece in t._pieces]

@@ -1,6 +1,7 @@
 """llama2.c checkpoints: the sizes, both forms of the output matrix, and damage of every kind."""
 
 import struct
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -130,3 +131,16 @@ def test_the_tokenizer_beside_a_checkpoint_is_found(tmp_path, stories_bytes):
     with pytest.raises(kvedge.CorruptFileError, match="tok512"):
         LlamaModel.from_file(path)
     assert LlamaModel.from_file(path, STORIES_TOKENIZER).tokenizer.vocab_size == 512
+
+
+@pytest.mark.parametrize("sizes", [(2**30, 1, 1, 1, 1, 1, 1), (2, 1, 2**31 - 1, 1, 1, 1, 1)])
+def test_forged_sizes_are_refused_before_anything_is_made_of_them(tmp_path, sizes):
+    path = tmp_path / "forged.bin"
+    path.write_bytes(struct.pack("<7i", *sizes) + bytes(1000))
+    tracemalloc.start()
+    try:
+        with pytest.raises(kvedge.CorruptFileError, match=r"forged\.bin.*the file has 1028"):
+            LlamaModel.from_file(path)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 18
+    finally:
+        tracemalloc.stop()

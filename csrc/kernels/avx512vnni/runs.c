@@ -14,6 +14,7 @@
 
 #if defined(__x86_64__)
 #include "kernels/avx512vnni/common.h"
+#include "kernels/avx256/floats_cells.h"
 #include "kernels/run_words.h"
 
 enum {
@@ -257,11 +258,10 @@ KVEDGE_INLINE void largest_products(const float *x, ptrdiff_t stride, const int 
 
 /* Does a query need three planes, whose codes of 24 bits have this unit? */
 static int needs_three(const kvedge_query *q, int i, float unit) {
-  return q->planes == 0 && !(q->error[i] * 256.0f * unit <= KVEDGE_LOGIT_ERROR);
+  return !(q->error[i] * 256.0f * unit <= logit_error_for(q));
 }
 
 void scores_of_runs_avx512vnni(const kvedge_query *q, const kvedge_tile *keys, float *scores, int accumulate) {
-  (void)accumulate; /* keys have one group */
   char *scratch = q->scratch;
   uint16_t *steps = kvedge_take_scratch(&scratch, 1024 * sizeof *steps);
   float (*x)[1024] = kvedge_take_scratch(&scratch, RUN_QUERIES * sizeof *x), unit[KVEDGE_STACK];
@@ -273,6 +273,10 @@ void scores_of_runs_avx512vnni(const kvedge_query *q, const kvedge_tile *keys, f
     BY_FOURS(q->num_queries, LARGEST)
 #undef LARGEST
     for (i = 0; i < q->num_queries; i++) {
+      if (needs_decoding(q, i, unit[i])) {
+        scores_of_runs_avx256(q, keys, scores, accumulate); /* of the whole tile: it is rare */
+        return;
+      }
       unit[i] = unit[i] > QUERY_NOTHING ? unit[i] * (1.0f / QUERY_MAX) : 1.0f; /* 1: products round to 0 */
       if (unit[i] < 1.0f && needs_three(q, i, unit[i])) planes = 3;
     }
