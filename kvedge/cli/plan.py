@@ -30,8 +30,8 @@ table, side by side.
 
 A layer with a sliding window holds at most twice its window; layers of linear attention,
 convolutions and cross-attention hold nothing. For latent attention (MLA) there are two tables: with
-keys and values expanded, and as the model's own latents. A star marks contexts beyond what the model
-was made for; notes tell what of a file was not understood.
+keys and values expanded, and as the model's own latents. A star marks contexts beyond what the
+model was made for; notes tell what of a file was not understood.
 """
 EXAMPLES = """\
   kvedge plan --layers 16 --kv-heads 8 --head-dim 64 --context 131072    # Llama-3.2-1B
