@@ -345,6 +345,7 @@ def digest(
 def safetensors_package() -> Any:
     try:
         import safetensors
+        from safetensors import safe_open  # noqa: F401 (a mere folder of that name has none)
     except ModuleNotFoundError as error:
         if error.name != "safetensors":
             raise _import_failed(error) from error

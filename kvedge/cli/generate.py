@@ -124,7 +124,10 @@ def _run(options: argparse.Namespace, output: Output) -> int:
     path, model = load_model(options, output)
     limit = model.config.max_seq_len
     if options.context is not None and options.context > limit:
-        raise UsageError(f"--context {options.context}: the model was made for {limit} tokens")
+        reason = f": {model.config.context_reason}" if model.config.context_reason else ""
+        raise UsageError(
+            f"--context {options.context}: the model was made for {limit} tokens{reason}"
+        )
     if options.on_full == "shift" and (options.context or limit) < _LEAST_TO_SHIFT:
         raise UsageError(
             f"--on-full shift needs a context of {_LEAST_TO_SHIFT} tokens or more, to have one "

@@ -7,15 +7,24 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from kvedge.cli.layer_groups import CacheShape, LayerGroup
-from kvedge.cli.layer_kinds import FULL, NOTHING, SLIDING, layer_kinds, sliding_window
+from kvedge.cli.layer_kinds import (
+    FULL,
+    NOTHING,
+    SLIDING,
+    kv_heads_of_layers,
+    layer_kinds,
+    sliding_window,
+)
 from kvedge.console.exits import CommandError
 
 __all__ = ["shape_from_hf_config"]
+
+_Found = TypeVar("_Found")
 
 # The same number under the names that the families of models give it; the first is today's usual.
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
@@ -51,9 +60,11 @@ def shape_from_hf_config(path: str) -> CacheShape:
     if not isinstance(config, dict):
         raise CommandError(f"{file} must hold a JSON object, not a {type(config).__name__}")
     name = config.get("_name_or_path") or config.get("model_type") or file.name
-    for key in _TEXT:
-        if isinstance(config.get(key), dict) and _find(config, _LAYERS) is None:
-            config = {"model_type": config.get("model_type"), **config[key]}
+    while _find(config, _LAYERS) is None:
+        inner = next((config[key] for key in _TEXT if isinstance(config.get(key), dict)), None)
+        if inner is None:
+            break
+        config = {"model_type": config.get("model_type"), **inner}
     return _Model(str(name), config, file).shape()
 
 
@@ -82,12 +93,15 @@ class _Model:
         latent: tuple[LayerGroup, ...] = ()
         if self.config.get("kv_lora_rank"):
             of_layer, of_latent = self._latent_attention(heads)
-            latent = _groups(kinds, {kind: of_latent for kind in (FULL, SLIDING)}, self._window())
+            of_all: list[int | None] = [None] * len(kinds)
+            same = dict.fromkeys((FULL, SLIDING), of_latent)
+            latent = _groups(kinds, same, self._window(), of_all)
             latent = tuple(_keeping_once(group) for group in latent)
             shapes = {FULL: of_layer, SLIDING: of_layer}
         else:
             shapes = self._attention(heads)
-        groups = _groups(kinds, shapes, self._window())
+        few = self._readable(lambda: kv_heads_of_layers(self.config, heads, len(kinds)))
+        groups = _groups(kinds, shapes, self._window(), few)
         context = self._optional(_CONTEXT)
         return CacheShape(self.name, groups, context, tuple(self.notes), latent)
 
@@ -107,7 +121,14 @@ class _Model:
 
     def _kv_heads(self, heads: int) -> int:
         config = self.config
-        kv_heads = self._optional(_KV_HEADS) or heads  # else every query head has its own
+        many = config.get("attn_config")  # MPT, DBRX
+        many = many if isinstance(many, dict) else {}
+        if many.get("attn_type") == "multiquery_attention":
+            return 1
+        if any(isinstance(config.get(name), list) for name in _KV_HEADS):
+            return heads  # each layer has its own number
+        own = self._optional(("kv_n_heads",), many)
+        kv_heads = self._optional(_KV_HEADS) or own or heads  # else every query head has its own
         if config.get("new_decoder_architecture") is True:  # Falcon 40B: num_kv_heads counts
             if kv_heads != heads:
                 self.notes.append(
@@ -138,11 +159,7 @@ class _Model:
 
     def _kinds(self, layers: int | None) -> list[str]:
         """What each layer keeps; notes tell where it is not all."""
-        try:
-            kinds, unknown = layer_kinds(self.config, layers)
-        except (TypeError, ValueError) as error:
-            what = f"{self.file}: which layers have attention cannot be read: {error}"
-            raise CommandError(what) from error
+        kinds, notes = self._readable(lambda: layer_kinds(self.config, layers))
         count, of = Counter(kinds), len(kinds)
         if count[SLIDING] and self._window() is None:
             self.notes.append(
@@ -159,21 +176,29 @@ class _Model:
                 f"{count[NOTHING]} of {of} layers keep no keys and values of each token (linear"
                 " attention, convolution, cross-attention, rows of another layer): not counted"
             )
-        if unknown:
-            names = ", ".join(sorted(unknown))
-            self.notes.append(f"layers of unknown kinds are counted as full attention: {names}")
+        self.notes += notes
         if count[NOTHING] == of:
             raise CommandError(f"{self.file}: no layer of the model keeps keys and values")
         return kinds
 
+    def _readable(self, read: Callable[[], _Found]) -> _Found:
+        try:
+            return read()
+        except (TypeError, ValueError, ArithmeticError) as error:
+            what = f"{self.file}: which layers have attention cannot be read: {error}"
+            raise CommandError(what) from error
+
     # ---- numbers --------------------------------------------------------------------------------
 
-    def _optional(self, names: tuple[str, ...]) -> int | None:
-        value = _find(self.config, names)
+    def _optional(
+        self, names: tuple[str, ...], config: Mapping[str, Any] | None = None
+    ) -> int | None:
+        config = self.config if config is None else config
+        value = _find(config, names)
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            key = next(name for name in names if self.config.get(name) is not None)
+            key = next(name for name in names if config.get(name) is not None)
             raise CommandError(
                 f"{self.file}: {key} must be a whole number of 1 or more, not {value!r}"
             )
@@ -191,12 +216,19 @@ class _Model:
 
 
 def _groups(
-    kinds: list[str], shapes: Mapping[str, tuple[int, int, int]], window: int | None
+    kinds: list[str],
+    shapes: Mapping[str, tuple[int, int, int]],
+    window: int | None,
+    kv_heads: list[int | None],
 ) -> tuple[LayerGroup, ...]:
     """Layers of one shape and window together, those that see all first."""
     count: Counter[tuple[tuple[int, int, int], int | None]] = Counter()
-    for kind in (FULL, SLIDING):
-        count[shapes[kind], window if kind == SLIDING else None] += kinds.count(kind)
+    for wanted in (FULL, SLIDING):
+        for kind, own in zip(kinds, kv_heads, strict=True):
+            if kind == wanted:
+                of_all, key, value = shapes[kind]
+                shape = (of_all if own is None else own, key, value)
+                count[shape, window if kind == SLIDING else None] += 1
     return tuple(LayerGroup(n, *shape, window=of) for (shape, of), n in count.items() if n)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from kvedge.console.sizes import format_count
 from kvedge.core.config import MAX_CAPACITY, layer_config
 from kvedge.core.memory import slab_layout
 
@@ -76,6 +77,11 @@ class CacheShape:
     def widest(self) -> int:
         """Channels of the widest rows."""
         return max(max(group.head_dim, group.value_head_dim) for group in self.groups)
+
+    def count(self, tokens: int) -> str:
+        """Write a context, with a star where the model was made for fewer tokens."""
+        beyond = self.context is not None and tokens > self.context
+        return format_count(tokens) + ("*" if beyond else "")
 
     def bytes_per_token(self, dtype: str, **options: Any) -> int:
         """Bytes that one token takes in all layers, while none has dropped it.

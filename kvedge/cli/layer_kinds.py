@@ -5,10 +5,13 @@ Configurations say it in many ways; newer ones list a kind for each layer (``lay
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
-__all__ = ["FULL", "NOTHING", "SLIDING", "layer_kinds", "sliding_window"]
+__all__ = ["FULL", "NOTHING", "SLIDING", "kv_heads_of_layers", "layer_kinds", "sliding_window"]
+
+_Item = TypeVar("_Item")
 
 FULL, SLIDING, NOTHING = "full", "sliding", "nothing"
 
@@ -29,7 +32,28 @@ _KINDS = {
     "recurrent": NOTHING,
     "moe": NOTHING,
     "mlp": NOTHING,
+    "no_op": NOTHING,
 }
+# Lists that name the kind of each layer.
+_LISTS = ("layer_types", "layers_block_type", "attention_layers")
+# Lists of the KV heads of each layer, beside those of a number for all.
+_KV_HEADS = ("num_key_value_heads_per_layer", "num_kv_heads_per_layer")
+_KV_HEADS_OF_ALL = ("num_key_value_heads", "num_kv_heads")
+
+# What else a file may say of each layer. Of these nothing depends on it ...
+_NOT_OF_CACHES = re.compile(
+    r"mlp|ffn|feed|moe|expert|intermediate|rope|activation|sparsity|quant|norm|dropout|token|label"
+    r"|vision|image|audio|architectures|query_heads|num_attention_heads|embed|prun|map$"
+)
+# ... and of these some of it may.
+_OF_CACHES = re.compile(r"attn|attention|kv|hybrid|block|window|layer|skip|no_op")
+_UNDERSTOOD = {
+    *(*_LISTS, *_KV_HEADS, *_KV_HEADS_OF_ALL, "block_configs", "block_types", "attn_layer_indices"),
+    *("full_attn_idxs", "linear_attn_config", "attn_type_list", "cross_attention_layers"),
+    *("attn_config", "attention_types"),  # attention_types: what attention_layers are made from
+}
+# Of an attention in block_configs; others that say something are not understood.
+_OF_BLOCKS = {"no_op", "replace_with_linear", "n_heads_in_group", "num_key_value_heads"}
 # One layer in so many sees all, where the file does not tell.
 _PATTERNS = {
     "gemma2": 2,
@@ -53,14 +77,14 @@ def sliding_window(config: Mapping[str, Any]) -> int | None:
     return None
 
 
-def layer_kinds(config: Mapping[str, Any], num_layers: int | None) -> tuple[list[str], set[str]]:
+def layer_kinds(config: Mapping[str, Any], num_layers: int | None) -> tuple[list[str], list[str]]:
     """The kind of each layer: FULL, SLIDING or NOTHING.
 
     Returns
     -------
     kinds : list of str
-    unknown : set of str
-        Names of kinds that were taken for FULL.
+    notes : list of str
+        What of the file is not understood, and what it was taken for.
 
     Raises
     ------
@@ -68,8 +92,15 @@ def layer_kinds(config: Mapping[str, Any], num_layers: int | None) -> tuple[list
         The configuration does not say it in a way that can be read.
     """
     named = _named(config, num_layers)
-    unknown = {str(name) for name in named if name not in _KINDS}
+    notes = _not_understood(config, len(named) if num_layers is None else num_layers)
+    named = _of_all_layers(named, num_layers, "full_attention", "kinds", notes)
+    if unknown := sorted({name for name in named if name not in _KINDS}):
+        notes.append(f"layers of unknown kinds are counted as full attention: {', '.join(unknown)}")
     kinds = [_KINDS.get(name, FULL) for name in named]
+    listed = _listed_kv_heads(config)
+    if listed is not None and _blocks(config) is None:
+        listed = _of_all_layers(listed, len(kinds), -1, "KV heads", notes)
+        kinds = [NOTHING if count == 0 else kind for count, kind in zip(listed, kinds, strict=True)]
     crossing = config.get("cross_attention_layers")
     if isinstance(crossing, list):  # Mllama: these look at the picture alone
         kinds = [NOTHING if i in crossing else kind for i, kind in enumerate(kinds)]
@@ -77,12 +108,110 @@ def layer_kinds(config: Mapping[str, Any], num_layers: int | None) -> tuple[list
     if isinstance(shared, int) and shared > 0:  # Gemma 3n: the last ones read others' rows
         kept = max(len(kinds) - shared, 0)
         kinds = kinds[:kept] + [NOTHING] * (len(kinds) - kept)
-    return kinds, unknown
+    return kinds, notes
+
+
+def _of_all_layers(
+    listed: list[_Item], n: int | None, other: _Item, what: str, notes: list[str]
+) -> list[_Item]:
+    """A list for `n` layers, from one in the file that may be shorter or longer."""
+    if n is None or len(listed) == n:
+        return listed
+    text = f"the file lists {what} of {len(listed)} layers, and says that it has {n}: "
+    if len(listed) < n:
+        text += f"the last {n - len(listed)} are counted as full attention"
+    else:
+        text += f"the first {n} are counted"
+    notes.append(text)
+    return (listed + [other] * n)[:n]
+
+
+def kv_heads_of_layers(config: Mapping[str, Any], heads: int, n: int) -> list[int | None]:
+    """KV heads of each of `n` layers where the file lists them; None: as many as all others.
+
+    Raises
+    ------
+    ValueError, TypeError
+        A number makes no sense.
+    """
+    blocks, listed = _blocks(config), _listed_kv_heads(config)
+    found: list[int | None] = [None] * n
+    if blocks is not None:
+        found = [_kv_heads_of_block(block, heads) for block in blocks]
+    elif listed is not None:
+        found = [count or None for count in listed]
+    return (found + [None] * n)[:n]
+
+
+def _listed_kv_heads(config: Mapping[str, Any]) -> list[int] | None:
+    """KV heads of each layer, 0 where it has no attention, if the file lists them."""
+    for name in (*_KV_HEADS, *_KV_HEADS_OF_ALL):
+        if isinstance(config.get(name), list):
+            return [0 if count is None else _whole(count, name, 0) for count in config[name]]
+    return None
+
+
+def _blocks(config: Mapping[str, Any]) -> list[Mapping[str, Any] | None] | None:
+    """The attention of each block of a model that was searched for (NAS), as Nemotron's."""
+    blocks = config.get("block_configs")
+    if blocks is None:
+        return None
+    if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
+        raise TypeError("block_configs is no list of objects")
+    found = [block.get("attention", {}) for block in blocks]
+    if not all(attention is None or isinstance(attention, dict) for attention in found):
+        raise TypeError("an attention in block_configs is no object")
+    return found
+
+
+def _kv_heads_of_block(block: Mapping[str, Any] | None, heads: int) -> int | None:
+    if _keeps_nothing(block):
+        return None
+    assert block is not None
+    if block.get("n_heads_in_group") is not None:
+        of_one = _whole(block["n_heads_in_group"], "n_heads_in_group", 1)
+        if heads % of_one:
+            raise ValueError(f"groups of {of_one} do not divide {heads} heads")
+        return heads // of_one
+    count = block.get("num_key_value_heads")
+    return None if count is None else _whole(count, "num_key_value_heads", 0)
+
+
+def _keeps_nothing(block: Mapping[str, Any] | None) -> bool:
+    if block is None or block.get("no_op") or block.get("replace_with_linear"):
+        return True
+    return block.get("num_key_value_heads") == 0
+
+
+def _whole(value: Any, name: str, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} must hold whole numbers of {least} or more, not {value!r}")
+    return value
+
+
+def _not_understood(config: Mapping[str, Any], n: int) -> list[str]:
+    """Notes of what the file seems to say of single layers, in a way that is not known here."""
+    names = []
+    for name, value in config.items():
+        if name in _UNDERSTOOD or _NOT_OF_CACHES.search(name) or not value:
+            continue
+        of_each = isinstance(value, list) and n > 1 and len(value) == n
+        if of_each or (isinstance(value, (list, dict)) and _OF_CACHES.search(name)):
+            names.append(name)
+    for block in _blocks(config) or ():
+        said = {f"block_configs.{name}" for name, value in (block or {}).items() if value}
+        names += sorted(said - {f"block_configs.{name}" for name in _OF_BLOCKS} - set(names))
+    if not names:
+        return []
+    return [f"not understood, and not counted: {', '.join(names)}"]
 
 
 def _named(config: Mapping[str, Any], n: int | None) -> list[str]:
     """The kind of each layer by a name of `_KINDS`, in whichever way the file says it."""
-    for name in ("layer_types", "layers_block_type"):
+    blocks = _blocks(config)
+    if blocks is not None:
+        return ["no_op" if _keeps_nothing(block) else "attention" for block in blocks]
+    for name in _LISTS:
         if config.get(name) is not None:
             if not isinstance(config[name], list):
                 raise TypeError(f"{name} is no list")

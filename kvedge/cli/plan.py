@@ -30,7 +30,8 @@ table, side by side.
 
 A layer with a sliding window holds at most twice its window; layers of linear attention,
 convolutions and cross-attention hold nothing. For latent attention (MLA) there are two tables: with
-keys and values expanded, and as the model's own latents.
+keys and values expanded, and as the model's own latents. A star marks contexts beyond what the
+model was made for; notes tell what of a file was not understood.
 """
 EXAMPLES = """\
   kvedge plan --layers 16 --kv-heads 8 --head-dim 64 --context 131072    # Llama-3.2-1B
@@ -60,14 +61,14 @@ class Row:
         """Whether a context fits in the RAM."""
         return self.longest_context is None or context <= self.longest_context
 
-    def cells(self, context: int) -> tuple[str, ...]:
+    def cells(self, shape: CacheShape, context: int) -> tuple[str, ...]:
         """Return the row of the table."""
         return (
             self.format,
             format_size(self.bytes),
             format_count(self.bytes_per_token),
             f"{self.ratio:.2f}x",
-            "any" if self.longest_context is None else format_count(self.longest_context),
+            "any" if self.longest_context is None else shape.count(self.longest_context),
             "yes" if self.fits(context) else "no",
         )
 
@@ -119,6 +120,10 @@ def run(options: argparse.Namespace, output: Output) -> int:
     else:
         _print(models[0], contexts[0], ram, output)
     for one in models:
+        made_for = one.shape.context
+        if made_for is not None:
+            name = "note" if len(models) == 1 else one.shape.name
+            output.note(f"{name}: *: beyond the {made_for:,} tokens that the model was made for")
         for note in one.shape.notes:
             output.note(f"note: {note}" if len(models) == 1 else f"{one.shape.name}: {note}")
     return OK
@@ -135,6 +140,7 @@ def _json(model: Planned, context: int, ram: int) -> dict[str, Any]:
         "head_dim": first.head_dim,
         "value_head_dim": first.value_head_dim,
         "context": context,
+        "model_context": shape.context,
         "ram_bytes": ram,
         "notes": list(shape.notes),
         "layers": [asdict(group) for group in shape.groups],
@@ -154,7 +160,7 @@ def _print(model: Planned, context: int, ram: int, output: Output) -> None:
     shape = model.shape
     _print_table(output, shape.name, shape, context, ram)
     if shape.latent:
-        latent = CacheShape(shape.name, shape.latent)
+        latent = CacheShape(shape.name, shape.latent, shape.context)
         _print_table(output, f"{shape.name}, latents", latent, context, ram)
     plan_machines.print_table(model, context, output)
 
@@ -167,13 +173,13 @@ def _print_side_by_side(models: list[Planned], contexts: list[int], output: Outp
     for model, context in zip(models, contexts, strict=True):
         shape, weights = model.shape, model.weights_bytes
         found = plan_machines.rows(model, context)
-        longest = [plan_machines.longest(row.int8_longest) for row in found]
+        longest = [plan_machines.longest(shape, row.int8_longest) for row in found]
         rows.append(
             (
                 shape.name,
                 "unknown" if weights is None else format_size(weights),
                 format_size(model.memory[0].loaded_bytes) if model.memory else "unknown",
-                format_count(context),
+                shape.count(context),
                 format_size(shape.bytes(context, "float16")),
                 format_size(shape.bytes(context, "int8")),
                 *(longest or ["?"] * len(machines)),
@@ -193,8 +199,8 @@ def _print_table(output: Output, name: str, shape: CacheShape, context: int, ram
     fits = f"fits {format_size(ram)}"
     headings = ("format", ">cache", "?>bytes/token", "?>against float32", ">longest context", fits)
     rows = plan_rows(shape, context, ram)
-    title = f"{name}: {groups}; {format_count(context)} tokens"
-    output.table(title, headings, (row.cells(context) for row in rows))
+    title = f"{name}: {groups}; {shape.count(context)} tokens"
+    output.table(title, headings, (row.cells(shape, context) for row in rows))
 
 
 def plan_rows(shape: CacheShape, context: int, ram: int) -> list[Row]:

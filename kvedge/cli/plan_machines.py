@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvedge import system
+from kvedge.cli.layer_groups import CacheShape
 from kvedge.cli.shape import Planned
 from kvedge.console.output import Output
-from kvedge.console.sizes import format_count, format_size
+from kvedge.console.sizes import format_size
 
 __all__ = ["MachineRow", "PlannedMachine", "longest", "machines", "print_table", "rows"]
 
@@ -65,9 +66,9 @@ def rows(model: Planned, context: int) -> list[MachineRow]:
     return found
 
 
-def longest(tokens: int | None) -> str:
+def longest(shape: CacheShape, tokens: int | None) -> str:
     """Write a longest context."""
-    return "any" if tokens is None else format_count(tokens) if tokens else "none"
+    return "any" if tokens is None else shape.count(tokens) if tokens else "none"
 
 
 def print_table(model: Planned, context: int, output: Output) -> None:
@@ -80,7 +81,7 @@ def print_table(model: Planned, context: int, output: Output) -> None:
     if model.memory:
         what = f"the loaded model, {format_size(model.loaded_bytes)}"
     title = f"{model.shape.name}: with {what}, and {format_size(RESERVED)} for the system"
-    fits = f"{format_count(context)} in int8"
+    fits = f"{model.shape.count(context)} in int8"
     columns = ("machine", ">for the cache", "?>longest in float16", ">longest in int8")
     output.table(
         title,
@@ -89,9 +90,9 @@ def print_table(model: Planned, context: int, output: Output) -> None:
             (
                 f"{row.machine}, {format_size(row.ram_bytes)}",
                 format_size(row.cache_bytes) if row.cache_bytes > 0 else "none",
-                longest(row.float16_longest),
-                longest(row.int8_longest),
-                longest(row.int4_longest),
+                longest(model.shape, row.float16_longest),
+                longest(model.shape, row.int8_longest),
+                longest(model.shape, row.int4_longest),
                 "fits" if row.fits_int8 else "no",
             )
             for row in found

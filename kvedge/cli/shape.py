@@ -173,4 +173,7 @@ def _shape_of(name: str, config: LlamaConfig) -> CacheShape:
         for window, count in windows.items()
     )
     seeing_all_first = sorted(groups, key=lambda group: group.window is not None)
-    return CacheShape(name, tuple(seeing_all_first), config.max_seq_len)
+    notes: tuple[str, ...] = ()
+    if config.context_reason:
+        notes = (f"a context of {config.max_seq_len} tokens: {config.context_reason}",)
+    return CacheShape(name, tuple(seeing_all_first), config.max_seq_len, notes)

@@ -58,6 +58,7 @@ class ByteLevelBpeTokenizer:
     ) -> None:
         try:
             import tokenizers
+            from tokenizers import Tokenizer  # noqa: F401 (a mere folder of that name has none)
         except ImportError as error:
             raise MissingExtraError(
                 "this model's byte-level tokenizer needs the package tokenizers: "

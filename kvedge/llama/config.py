@@ -59,6 +59,8 @@ class LlamaConfig:
     embedding_scale, residual_scale, logit_scale : float
         Factors of token embeddings (Gemma, Granite), of what each half of a layer adds, and of the
         logits (Granite).
+    context_reason : str
+        Why `max_seq_len` is less than the file's own context length, where it is.
 
     Raises
     ------
@@ -86,6 +88,7 @@ class LlamaConfig:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
+    context_reason: str = field(default="", compare=False)
 
     def rope_of(self, layer: int) -> Rope | None:
         """How a layer turns queries and keys; None: not at all."""

@@ -228,6 +228,7 @@ class _GgufModel:
                 head_dim=head_dim,
                 vocab_size=embedding[0] if embedding else 0,
                 max_seq_len=self._context(),
+                context_reason=self._context_reason(),
                 norm_eps=self._arch("attention.layer_norm_rms_epsilon", float),
                 rope_magnitude=self._factor("rope.scaling.attn_factor", 1.0),
                 **self._departures(dim, num_heads, num_layers),
@@ -307,6 +308,16 @@ class _GgufModel:
             original = self._tokens("rope.scaling.original_context_length", 1, context)
             return min(context, original)
         return context
+
+    def _context_reason(self) -> str:
+        """Why :meth:`_context` is less than the file says; empty where it is not."""
+        said, taken = self._arch("context_length", int), self._context()
+        if taken >= said:
+            return ""
+        return (
+            f"for up to {said} it turns positions by the second of its two sets of factors "
+            "(LongRoPE), and kvedge by the first alone"
+        )
 
     def _rope_scale(self) -> float:
         """What positions are divided by."""

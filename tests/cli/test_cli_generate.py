@@ -375,6 +375,22 @@ def test_names_of_files_need_not_be_utf8(tmp_path, capsys, monkeypatch):
     assert kvedge.KVCache.load(session).metadata["model"] == "m\ufffd.bin"
 
 
+def test_a_context_beyond_the_models_own_is_refused_with_the_reason(tmp_path, capsys):
+    assert "made for 512 tokens" in _fails(capsys, "-c", 513, code=exits.USAGE)
+    gguf_files = pytest.importorskip("gguf_files")
+    path = gguf_files.write_gguf(
+        tmp_path / "m.gguf",
+        LlamaModel.from_file(STORIES_MODEL),
+        more={f"rope_factors_{kind}.weight": np.ones(4, np.float32) for kind in ("short", "long")},
+        fields={"rope.scaling.original_context_length": 64},
+    )
+    error = _fails(capsys, "-m", path, "-c", 65, code=exits.USAGE)
+    assert "made for 64 tokens" in error and "up to 512" in error and "LongRoPE" in error
+    assert len(_generate(capsys, "-m", path, "-c", 64, "-n", 2)["tokens"]) == 2
+    assert main(["plan", "-m", str(path), "--context", "65"]) == exits.OK
+    assert "LongRoPE" in capsys.readouterr().err
+
+
 def test_an_interrupted_text_is_kept_and_goes_on(session, capsys, monkeypatch):
     whole = _generate(capsys, "--tokens", 20)
     append, calls = kvedge.KVCache.append, []

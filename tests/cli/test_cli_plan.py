@@ -405,6 +405,27 @@ def _base(layers, **more):
             ),
             [(1, 1, 16, 16), (1, 2, 8, 8, 5)],
         ),
+        # Nemotron-NAS, DeciLM: each block has its own, or none
+        (
+            _base(
+                5,
+                block_configs=[
+                    {"attention": {"n_heads_in_group": 1, "no_op": False}, "ffn": {}},
+                    {"attention": {"n_heads_in_group": 2, "replace_with_linear": False}},
+                    {"attention": {"no_op": True, "n_heads_in_group": None}},
+                    {"attention": {"replace_with_linear": True}},
+                    {"attention": {"num_key_value_heads": 1}},
+                ],
+            ),
+            [(1, 2, 8, 8), (2, 1, 8, 8)],
+        ),
+        (_base(4, num_key_value_heads=[1, 2, 0, 2]), [(1, 1, 8, 8), (2, 2, 8, 8)]),
+        (_base(3, num_key_value_heads_per_layer=[4, 4, 1]), [(2, 4, 8, 8), (1, 1, 8, 8)]),
+        # MPT, DBRX
+        (
+            {"n_layers": 2, "n_heads": 4, "d_model": 32, "attn_config": {"kv_n_heads": 2}},
+            [(2, 2, 8, 8)],
+        ),
         # T5: the decoder counts, and its cross-attention does not
         (
             {
@@ -494,6 +515,66 @@ def test_kinds_of_layers_that_nobody_knows_are_counted_and_named(tmp_path, capsy
     assert _plan(capsys, "--hf-config", path, "--context", 9)["num_layers"] == 2
     assert main(["plan", "--hf-config", str(path), "--context", "9"]) == exits.OK
     assert "indexed_attention" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("extra", "layers", "word"),
+    [
+        ({"layer_types": ["mamba", "full_attention"]}, 3, "lists kinds of 2 layers"),
+        ({"layer_types": ["mamba"] * 3 + ["full_attention"] * 3}, 1, "the first 4 are counted"),
+        ({"hybrid_override_pattern": "M*"}, 3, "lists kinds of 2 layers"),
+        ({"block_configs": [{"attention": {"no_op": True}}]}, 3, "lists kinds of 1 layers"),
+        ({"num_key_value_heads": [2, 0]}, 3, "lists KV heads of 2 layers"),
+        ({"layer_modes": ["a", "b", "c", "d"]}, 4, "not counted: layer_modes"),
+        ({"skip_attention_layers": [1]}, 4, "not counted: skip_attention_layers"),
+        ({"hybrid_attention_config": {"every": 2}}, 4, "not counted: hybrid_attention_config"),
+        ({"block_configs": [{"attention": {"window_length": 9}}] * 4}, 4, "window_length"),
+    ],
+)
+def test_what_is_not_understood_of_layers_is_said(extra, layers, word, tmp_path):
+    found = shape_from_hf_config(str(_hf(tmp_path, **_base(4, **extra))))
+    assert found.num_layers == layers
+    assert any(word in note for note in found.notes)
+
+
+def test_fields_that_caches_do_not_depend_on_are_no_notes(tmp_path):
+    extra = {
+        "architectures": ["X"],
+        "eos_token_id": [1, 2, 3, 4],
+        "no_rope_layers": [1] * 4,
+        "mlp_layer_types": ["dense"] * 4,
+        "moe_layers": [0, 1],
+        "intermediate_size": [8] * 4,
+        "rope_scaling": {"factor": 2.0},
+        "quantization_config": {"modules": []},
+        "id2label": {"0": "x"},
+    }
+    assert shape_from_hf_config(str(_hf(tmp_path, **_base(4, **extra)))).notes == ()
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3, 50])
+def test_the_text_part_is_found_however_deep_it_lies(depth, tmp_path):
+    config = _base(4, num_key_value_heads=1)
+    for i in range(depth):
+        config = {"model_type": "omni", ("text_config", "thinker_config")[i % 2]: config}
+    assert shape_from_hf_config(str(_hf(tmp_path, **config))).groups == (LayerGroup(4, 1, 8, 8),)
+
+
+def test_contexts_beyond_the_models_own_are_marked(tmp_path, capsys):
+    path = str(_hf(tmp_path, **_base(4, max_position_embeddings=1000)))
+    arguments = ["plan", "--hf-config", path, "--parameters", "1M", "--ram", "300K", "--context"]
+    assert main([*arguments, "1001"]) == exits.OK
+    printed = capsys.readouterr()
+    assert "1,001* tokens" in printed.out
+    assert "beyond the 1,000 tokens that the model was made for" in printed.err
+    assert main([*arguments, "1000"]) == exits.OK
+    printed = capsys.readouterr().out
+    assert "1,000 tokens" in printed and "1,000*" not in printed
+    rows = _by_format(_plan(capsys, *arguments[1:], 1000))
+    for row in rows.values():
+        star = "*" if row["longest_context"] > 1000 else ""
+        assert f" {row['longest_context']:,}{star} " in printed
+    assert {row["longest_context"] > 1000 for row in rows.values()} == {False, True}
 
 
 def test_values_of_another_width_by_hand(capsys):
