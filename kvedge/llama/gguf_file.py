@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
@@ -19,6 +20,7 @@ import kvedge
 from ..errors import CorruptFileError, InvalidArgumentError, ScaleRangeError, UnsupportedModelError
 from ..rope import Rope
 from .config import LlamaConfig, rope_frequencies
+from .gguf_fields import not_understood
 from .gguf_reader import GgufFile, is_gguf
 from .gguf_tokenizer import read_tokenizer
 from .matrix import GROUP, Matrix, Weight, is_worth_it, stored_bytes
@@ -44,6 +46,9 @@ _GEMMA = ("gemma", "gemma2", "gemma3")
 # Sliding layers come in groups of so many, of which the last sees all; 0: every layer slides.
 _WINDOW_PATTERNS = {"gemma2": 2, "gemma3": 6, "phi3": 0}
 _MOST_TOKENS = 2**31 - 1  # of a context, of a window
+_GEMMA2_WINDOW = 4096
+# Phi-3-mini-4k and -medium-4k: files of before llama.cpp's #8627 do not tell their window.
+_PHI3_4K_LAYERS, _PHI3_4K_CONTEXT, _PHI3_4K_WINDOW = (32, 40), 4096, 2047
 _NO_ROPE_EVERY = 4  # SmolLM3: layers that do not turn; llama.cpp has it in code too
 # The two whose query scale is not 1 / sqrt(head_dim), by their number of layers, as in llama.cpp.
 _GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
@@ -84,8 +89,11 @@ def read_gguf_config(path: str | os.PathLike[str]) -> LlamaConfig:
     return _GgufModel(path).config()
 
 
-def gguf_bytes(path: str | os.PathLike[str]) -> tuple[LlamaConfig, dict[str, int], GgufFile]:
-    """Sizes of the model in a GGUF file, bytes of its weights in memory by backend, and the file.
+def gguf_bytes(
+    path: str | os.PathLike[str],
+) -> tuple[LlamaConfig, dict[str, int], GgufFile, list[str]]:
+    """Sizes of the model in a GGUF file, bytes of its weights in memory by backend, the file, and
+    what is to be said of it.
 
     Raises
     ------
@@ -99,13 +107,16 @@ def gguf_bytes(path: str | os.PathLike[str]) -> tuple[LlamaConfig, dict[str, int
         "native": model.weights_bytes(config, compact),
         "numpy": model.weights_bytes(config, False),
     }
-    return config, held, model.file
+    return config, held, model.file, model.remarks
 
 
 def load_gguf(
     path: str | os.PathLike[str], *, with_tokenizer: bool = True
 ) -> tuple[LlamaConfig, LlamaWeights, Tokenizer | None]:
     """Load a model from a GGUF file, or from the files of a split one.
+
+    Warns of fields that may change what the model computes and that this runtime does not
+    understand, and of one that the file lacks and whose value is assumed.
 
     With the compiled backend matrices stay in float16 or bfloat16 where the file has them so, and
     those of 8 bits and fewer become int8 with a scale per 32 elements: of Q8_0 exactly what the
@@ -138,6 +149,8 @@ def load_gguf(
     model = _GgufModel(path)
     config = model.config()
     model.check(config)
+    for remark in model.remarks:
+        warnings.warn(remark, stacklevel=2)
     tokenizer = read_tokenizer(model.file) if with_tokenizer else None
     return config, model.weights(config), tokenizer
 
@@ -148,6 +161,9 @@ class _GgufModel:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.file = GgufFile(path)
         self._path = self.file.path
+        self._asked: set[str] = set()  # fields of the architecture
+        #: What is to be said of the file, though it can be loaded.
+        self.remarks: list[str] = []
         self._architecture: str = self.file.get("general.architecture", str)
         if self._architecture not in ARCHITECTURES:
             raise self._unsupported(
@@ -163,6 +179,7 @@ class _GgufModel:
 
     def _arch(self, key: str, kind: type, default: Any = ...) -> Any:
         """A field of the architecture; a list of a number for each layer is that number."""
+        self._asked.add(key)
         name = f"{self._architecture}.{key}"
         if kind in (int, float, bool) and key != "block_count" and self.file.is_list(name):
             return self._of_all_layers(name, kind)
@@ -238,11 +255,25 @@ class _GgufModel:
             windows = self._windows(num_layers)
             rope = self._rope(head_dim, scale)
             ropes = self._ropes(rope, windows, num_layers)
-            return replace(sizes, rope=rope, ropes=ropes, windows=windows)
+            config = replace(sizes, rope=rope, ropes=ropes, windows=windows)
         except InvalidArgumentError as error:  # a size of 0, an odd rotary_dim ...
             if isinstance(error, UnsupportedModelError):
                 raise
             raise CorruptFileError(f"{self._path}: {error}") from error
+        self._remark_fields(config)
+        return config
+
+    def _remark_fields(self, config: LlamaConfig) -> None:
+        """Remark on fields that may change what the model computes, and are not understood."""
+        described = self.file.described(f"{self._architecture}.")
+        found = not_understood(described, self._architecture, self._asked, config)
+        if found:
+            some = ", ".join(f"{name!r:.80} ({described[name]!r:.40})" for name in found[:8])
+            more = f" and {len(found) - 8} more" if len(found) > 8 else ""
+            self.remarks.append(
+                f"{self._path}: fields that kvedge does not understand, and that may change what "
+                f"the model computes, are ignored: {some}{more}"
+            )
 
     def _departures(self, dim: int, num_heads: int, num_layers: int) -> dict[str, Any]:
         """What the architecture does otherwise than Llama."""
@@ -285,11 +316,15 @@ class _GgufModel:
     def _windows(self, num_layers: int) -> tuple[int | None, ...] | None:
         """Tokens that each layer sees; None where every layer sees all."""
         pattern = _WINDOW_PATTERNS.get(self._architecture)
-        window = self._tokens("attention.sliding_window", 0, 0)
-        if self._architecture == "gemma2" and not window:
-            window = 4096
-        if pattern is None or not window:
+        if pattern is None:
             return None
+        if self.file.has(f"{self._architecture}.attention.sliding_window"):
+            window = self._tokens("attention.sliding_window", 0)
+        else:
+            window = self._assumed_window(num_layers)
+        if not window:
+            return None
+        self._asked.add("attention.sliding_window_pattern")
         key = f"{self._architecture}.attention.sliding_window_pattern"
         pattern = self.file.get_either(key, (int, list), pattern)
         if isinstance(pattern, list):  # of every layer, whether it slides
@@ -299,6 +334,21 @@ class _GgufModel:
                 raise CorruptFileError(f"{self._path}: {key} must be 0 or more, got {pattern}")
             slides = [not pattern or i % pattern < pattern - 1 for i in range(num_layers)]
         return tuple(window if one else None for one in slides)
+
+    def _assumed_window(self, num_layers: int) -> int:
+        """The window where the file tells none; 0: every layer sees all. It is remarked on."""
+        window = 0
+        if self._architecture == "gemma2":
+            window = _GEMMA2_WINDOW
+        elif self._architecture == "phi3" and num_layers in _PHI3_4K_LAYERS:
+            context = self._tokens("context_length", 1)
+            window = _PHI3_4K_WINDOW if context == _PHI3_4K_CONTEXT else 0
+        what = f"a window of {window:,} tokens" if window else "that every layer sees all tokens"
+        self.remarks.append(
+            f"{self._path}: the file lacks {self._architecture}.attention.sliding_window, as older "
+            f"ones do: {what} is assumed"
+        )
+        return window
 
     def _context(self) -> int:
         """Context length; that of the short factors where a file has two sets (LongRoPE)."""
