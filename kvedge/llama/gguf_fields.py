@@ -1,6 +1,6 @@
 """Fields of a GGUF file that would change what a model computes, and that nobody has asked for.
 
-What :mod:`.gguf_file` asks for, it understands. Of the other fields of an architecture some change
+What :mod:`.gguf_config` asks for, it understands. Of an architecture's other fields some change
 nothing, by name or by value; any other may, so it is told.
 """
 
