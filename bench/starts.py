@@ -23,7 +23,7 @@ import resource, sys
 from kvedge.llama import LlamaModel, gguf_file
 def weights(self, config):
     raise SystemExit
-gguf_file._GgufModel.weights = weights  # all that loading does beside the weights
+gguf_file.GgufModel.weights = weights  # all that loading does beside the weights
 LlamaModel.from_file(sys.argv[1])
 """
 

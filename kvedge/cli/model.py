@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import warnings
 from typing import TYPE_CHECKING
 
 from kvedge.console.exits import UsageError
@@ -44,8 +45,11 @@ def load_model(options: argparse.Namespace, output: Output) -> tuple[str, LlamaM
         path, tokenizer = str(STORIES_MODEL), str(STORIES_TOKENIZER)
     from kvedge.llama import LlamaModel  # here: `kvedge plan --layers ...` needs no model code
 
-    with output.status("loading the model"):
+    with warnings.catch_warnings(record=True) as remarks, output.status("loading the model"):
+        warnings.simplefilter("always", UserWarning)
         model = LlamaModel.from_file(path, tokenizer)
+    for remark in remarks:
+        output.note(f"note: {remark.message}")
     if model.tokenizer is None:
         raise UsageError(f"there is no tokenizer beside {path}: give one with --tokenizer FILE")
     return path, model

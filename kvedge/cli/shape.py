@@ -6,7 +6,7 @@ import argparse
 import glob
 import re
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -160,9 +160,9 @@ def _planned_from_model(path: str) -> Planned:
     import kvedge
     from kvedge.llama.footprint import read_footprint
 
-    config, memory = read_footprint(path)
+    config, memory, remarks = read_footprint(path)
     here_first = sorted(memory.values(), key=lambda one: one.backend != kvedge.backend)
-    shape = _shape_of(Path(path).name, config)
+    shape = replace(_shape_of(Path(path).name, config), notes=tuple(remarks))
     return Planned(shape, _size_of_files(path), "the file", tuple(here_first))
 
 

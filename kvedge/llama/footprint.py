@@ -34,8 +34,8 @@ class ModelMemory:
 
 def read_footprint(
     path: str | os.PathLike[str],
-) -> tuple[LlamaConfig, dict[str, ModelMemory]]:
-    """Sizes of a model, and the memory it takes on each backend; its weights are not read.
+) -> tuple[LlamaConfig, dict[str, ModelMemory], list[str]]:
+    """Sizes of a model, the memory it takes on each backend, remarks; its weights are not read.
 
     Parameters
     ----------
@@ -47,6 +47,8 @@ def read_footprint(
     LlamaConfig
     dict
         Name of a backend -> ModelMemory.
+    list of str
+        What is to be said of the file, such as fields that are not understood.
 
     Raises
     ------
@@ -59,13 +61,14 @@ def read_footprint(
         weights, transient = checkpoint_bytes(path)
         rest = _PROCESS + _PER_SCORED_TOKEN * config.vocab_size
         one = [weights, rest + weights, rest + weights + transient]
-        return config, {name: ModelMemory(name, *one) for name in ("native", "numpy")}
-    config, held, file = gguf_bytes(path)
+        return config, {name: ModelMemory(name, *one) for name in ("native", "numpy")}, []
+    config, held, file, remarks = gguf_bytes(path)
     rest = _PROCESS + _PACKAGES + _tokenizer_bytes(file)
-    return config, {
+    memory = {
         name: ModelMemory(name, weights, rest + weights, rest + weights + _DECODING)
         for name, weights in held.items()
     }
+    return config, memory, remarks
 
 
 def _tokenizer_bytes(file: GgufFile) -> int:

@@ -1,24 +1,18 @@
-"""Reads models of Llama's kind from GGUF files.
-
-Names and meaning of the fields follow ggml's ``docs/gguf.md`` and llama.cpp's ``llama-model.cpp``.
-"""
+"""Reads models of Llama's kind from GGUF files: what is loaded, and in which form it is held."""
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Iterator
-from dataclasses import replace
+import warnings
 from itertools import chain
-from typing import Any
 
 import numpy as np
 
 import kvedge
 
-from ..errors import CorruptFileError, InvalidArgumentError, ScaleRangeError, UnsupportedModelError
-from ..rope import Rope
-from .config import LlamaConfig, rope_frequencies
+from ..errors import ScaleRangeError
+from .config import LlamaConfig
+from .gguf_config import ARCHITECTURES, FACTORS, GgufConfig
 from .gguf_reader import GgufFile, is_gguf
 from .gguf_tokenizer import read_tokenizer
 from .matrix import GROUP, Matrix, Weight, is_worth_it, stored_bytes
@@ -26,27 +20,6 @@ from .tokenizer import Tokenizer
 from .weights import LayerWeights, LlamaWeights, check_fits
 
 __all__ = ["ARCHITECTURES", "gguf_bytes", "is_gguf", "load_gguf", "read_gguf_config"]
-
-#: architecture -> does RoPE turn neighbours? (llama.cpp: LLAMA_ROPE_TYPE_NORM; else ..._NEOX)
-ARCHITECTURES = {
-    "llama": True,
-    "qwen2": False,
-    "qwen3": False,
-    "gemma": False,
-    "gemma2": False,
-    "gemma3": False,
-    "phi3": False,
-    "smollm3": True,
-    "granite": True,
-}
-_GEMMA = ("gemma", "gemma2", "gemma3")
-
-# Sliding layers come in groups of so many, of which the last sees all; 0: every layer slides.
-_WINDOW_PATTERNS = {"gemma2": 2, "gemma3": 6, "phi3": 0}
-_MOST_TOKENS = 2**31 - 1  # of a context, of a window
-_NO_ROPE_EVERY = 4  # SmolLM3: layers that do not turn; llama.cpp has it in code too
-# The two whose query scale is not 1 / sqrt(head_dim), by their number of layers, as in llama.cpp.
-_GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
 
 # What a layer may have besides norms and matrices.
 _BIASES = ("attn_q.bias", "attn_k.bias", "attn_v.bias")
@@ -60,7 +33,6 @@ _EXTRAS: dict[str, tuple[str, ...]] = {
     "gemma2": _POST_NORMS,
     "gemma3": _HEAD_NORMS + _POST_NORMS,
 }
-_FACTORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 _FLOATS = {"F16": "float16", "BF16": "bfloat16"}  # GGUF's name -> ours
 
 
@@ -81,31 +53,37 @@ def read_gguf_config(path: str | os.PathLike[str]) -> LlamaConfig:
     CorruptFileError, UnsupportedModelError, MissingExtraError
         As :func:`load_gguf`.
     """
-    return _GgufModel(path).config()
+    return GgufModel(path).config()
 
 
-def gguf_bytes(path: str | os.PathLike[str]) -> tuple[LlamaConfig, dict[str, int], GgufFile]:
-    """Sizes of the model in a GGUF file, bytes of its weights in memory by backend, and the file.
+def gguf_bytes(
+    path: str | os.PathLike[str],
+) -> tuple[LlamaConfig, dict[str, int], GgufFile, list[str]]:
+    """Sizes of the model in a GGUF file, bytes of its weights in memory by backend, the file, and
+    what is to be said of it.
 
     Raises
     ------
     CorruptFileError, UnsupportedModelError
         As :func:`load_gguf`.
     """
-    model = _GgufModel(path)
+    model = GgufModel(path)
     config = model.config()
     compact = is_worth_it() or kvedge.backend != "native"  # of the backend that is not in use: best
     held = {
         "native": model.weights_bytes(config, compact),
         "numpy": model.weights_bytes(config, False),
     }
-    return config, held, model.file
+    return config, held, model.file, model.remarks
 
 
 def load_gguf(
     path: str | os.PathLike[str], *, with_tokenizer: bool = True
 ) -> tuple[LlamaConfig, LlamaWeights, Tokenizer | None]:
     """Load a model from a GGUF file, or from the files of a split one.
+
+    Warns of fields that may change what the model computes and that this runtime does not
+    understand, and of one that the file lacks and whose value is assumed.
 
     With the compiled backend matrices stay in float16 or bfloat16 where the file has them so, and
     those of 8 bits and fewer become int8 with a scale per 32 elements: of Q8_0 exactly what the
@@ -135,229 +113,17 @@ def load_gguf(
     MissingExtraError
         If the package ``gguf`` is absent, or ``tokenizers`` is and the tokenizer needs it.
     """
-    model = _GgufModel(path)
+    model = GgufModel(path)
     config = model.config()
     model.check(config)
+    for remark in model.remarks:
+        warnings.warn(remark, stacklevel=2)
     tokenizer = read_tokenizer(model.file) if with_tokenizer else None
     return config, model.weights(config), tokenizer
 
 
-class _GgufModel:
-    """A GGUF file as a model."""
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.file = GgufFile(path)
-        self._path = self.file.path
-        self._architecture: str = self.file.get("general.architecture", str)
-        if self._architecture not in ARCHITECTURES:
-            raise self._unsupported(
-                f"expected one of the architectures {', '.join(ARCHITECTURES)}, "
-                f"got {self._architecture!r}"
-            )
-
-    def _unsupported(self, what: str) -> UnsupportedModelError:
-        return UnsupportedModelError(
-            f"{self._path}: {what}; transformers may run it: "
-            "kvedge generate --hf FOLDER --gguf FILE"
-        )
-
-    def _arch(self, key: str, kind: type, default: Any = ...) -> Any:
-        """A field of the architecture; a list of a number for each layer is that number."""
-        name = f"{self._architecture}.{key}"
-        if kind in (int, float, bool) and key != "block_count" and self.file.is_list(name):
-            return self._of_all_layers(name, kind)
-        return self.file.get(name, kind, default)
-
-    def _of_all_layers(self, name: str, kind: type) -> Any:
-        values = self.file.get(name, list)
-        num_layers = self._num_layers()
-        if len(values) != num_layers:
-            raise CorruptFileError(
-                f"{self._path}: the field {name!r} has {len(values)} values for {num_layers} layers"
-            )
-        if kind is float:
-            values = [float(value) if type(value) is int else value for value in values]
-        wrong = [value for value in values if type(value) is not kind]
-        if wrong:
-            raise CorruptFileError(
-                f"{self._path}: the field {name!r} must be {kind.__name__} for each layer, "
-                f"got {wrong[0]!r:.40}"
-            )
-        different = list(dict.fromkeys(values))
-        if len(different) > 1:
-            some = ", ".join(map(str, different[:4])) + (", ..." if len(different) > 4 else "")
-            raise self._unsupported(f"{name} differs from layer to layer ({some}): not supported")
-        return different[0]
-
-    def _num_layers(self) -> int:
-        """Layers, no more than the file has tensors: each has some of its own."""
-        count: int = self._arch("block_count", int)
-        if not 1 <= count <= len(self.file.tensor_names):
-            raise CorruptFileError(
-                f"{self._path}: block_count is {count}, and the file has "
-                f"{len(self.file.tensor_names)} tensors"
-            )
-        return count
-
-    # ---- the configuration -----------------------------------------------------------------------
-
-    def config(self) -> LlamaConfig:
-        """Sizes, RoPE and what else differs, from the file's fields.
-
-        The sizes are compared with the file's tensors before anything is made of them.
-        """
-        if self._arch("expert_count", int, 0):
-            raise self._unsupported("mixture-of-experts models are not supported")
-        dim = self._arch("embedding_length", int)
-        num_layers = self._num_layers()
-        num_heads = self._arch("attention.head_count", int)
-        if num_heads < 1:
-            raise CorruptFileError(f"{self._path}: the model has {num_heads} heads")
-        head_dim = self._arch("attention.key_length", int, dim // num_heads)
-        if self._arch("attention.value_length", int, head_dim) != head_dim:
-            raise self._unsupported("keys and values differ in head_dim")
-        embedding = self.file.shape("token_embd.weight")
-        scale = self._rope_scale()
-        try:
-            sizes = LlamaConfig(
-                dim=dim,
-                hidden_dim=self._arch("feed_forward_length", int),
-                num_layers=num_layers,
-                num_heads=num_heads,
-                num_kv_heads=self._arch("attention.head_count_kv", int, num_heads),
-                head_dim=head_dim,
-                vocab_size=embedding[0] if embedding else 0,
-                max_seq_len=self._context(),
-                context_reason=self._context_reason(),
-                norm_eps=self._arch("attention.layer_norm_rms_epsilon", float),
-                rope_magnitude=self._factor("rope.scaling.attn_factor", 1.0),
-                **self._departures(dim, num_heads, num_layers),
-            )
-            for parts in self._all_matrices(sizes):
-                for name, shape in parts:
-                    self.file.check_shape(name, shape)
-            windows = self._windows(num_layers)
-            rope = self._rope(head_dim, scale)
-            ropes = self._ropes(rope, windows, num_layers)
-            return replace(sizes, rope=rope, ropes=ropes, windows=windows)
-        except InvalidArgumentError as error:  # a size of 0, an odd rotary_dim ...
-            if isinstance(error, UnsupportedModelError):
-                raise
-            raise CorruptFileError(f"{self._path}: {error}") from error
-
-    def _departures(self, dim: int, num_heads: int, num_layers: int) -> dict[str, Any]:
-        """What the architecture does otherwise than Llama."""
-        name = self._architecture
-        if name == "granite":
-            return {
-                "attention_scale": self._factor("attention.scale", None),
-                "embedding_scale": self._factor("embedding_scale", 1.0),
-                "residual_scale": self._factor("residual_scale", 1.0),
-                "logit_scale": 1 / self._factor("logit_scale", 1.0),
-            }
-        if name not in _GEMMA:
-            return {}
-        found = {"activation": "gelu", "embedding_scale": math.sqrt(dim)}
-        if num_layers == _GEMMA_27B_LAYERS.get(name):
-            found["attention_scale"] = 1 / math.sqrt(dim / num_heads)
-        if name == "gemma2":
-            found["attention_softcap"] = self._factor("attn_logit_softcapping", 50.0)
-            found["logit_softcap"] = self._factor("final_logit_softcapping", 30.0)
-        return found
-
-    def _factor(self, key: str, default: Any) -> Any:
-        """A factor above 0; 0 means that there is none, as in llama.cpp."""
-        value: float | None = self._arch(key, float, None)
-        if not value:
-            return default
-        if not (math.isfinite(value) and value > 0):
-            raise CorruptFileError(f"{self._path}: {key} must be above 0, got {value}")
-        return value
-
-    def _tokens(self, key: str, least: int, default: Any = ...) -> int:
-        """A number of tokens."""
-        value: int = self._arch(key, int, default)
-        if not least <= value <= _MOST_TOKENS:
-            raise CorruptFileError(
-                f"{self._path}: {key} must be {least} to {_MOST_TOKENS} tokens, got {value}"
-            )
-        return value
-
-    def _windows(self, num_layers: int) -> tuple[int | None, ...] | None:
-        """Tokens that each layer sees; None where every layer sees all."""
-        pattern = _WINDOW_PATTERNS.get(self._architecture)
-        window = self._tokens("attention.sliding_window", 0, 0)
-        if self._architecture == "gemma2" and not window:
-            window = 4096
-        if pattern is None or not window:
-            return None
-        key = f"{self._architecture}.attention.sliding_window_pattern"
-        pattern = self.file.get_either(key, (int, list), pattern)
-        if isinstance(pattern, list):  # of every layer, whether it slides
-            slides = [bool(one) for one in pattern[:num_layers]]
-        else:
-            if pattern < 0:
-                raise CorruptFileError(f"{self._path}: {key} must be 0 or more, got {pattern}")
-            slides = [not pattern or i % pattern < pattern - 1 for i in range(num_layers)]
-        return tuple(window if one else None for one in slides)
-
-    def _context(self) -> int:
-        """Context length; that of the short factors where a file has two sets (LongRoPE)."""
-        context = self._tokens("context_length", 1)
-        if "rope_factors_short.weight" in self.file.tensor_names:
-            original = self._tokens("rope.scaling.original_context_length", 1, context)
-            return min(context, original)
-        return context
-
-    def _context_reason(self) -> str:
-        """Why :meth:`_context` is less than the file says; empty where it is not."""
-        said, taken = self._arch("context_length", int), self._context()
-        if taken >= said:
-            return ""
-        return (
-            f"for up to {said} it turns positions by the second of its two sets of factors "
-            "(LongRoPE), and kvedge by the first alone"
-        )
-
-    def _rope_scale(self) -> float:
-        """What positions are divided by."""
-        scaling = self._arch("rope.scaling.type", str, "linear")  # llama.cpp's default too
-        if scaling not in ("none", "linear", "longrope"):
-            raise self._unsupported(f"RoPE scaling {scaling!r} is not supported, expected 'linear'")
-        older = self._arch("rope.scale_linear", float, 1.0)  # its name in older files
-        scale: float = self._arch("rope.scaling.factor", float, older)
-        return 1.0 if scaling != "linear" or scale == 0 else scale
-
-    def _rope(self, head_dim: int, scale: float) -> Rope:
-        rotary_dim = self._arch("rope.dimension_count", int, head_dim)
-        if rotary_dim > head_dim:
-            raise CorruptFileError(f"{self._path}: RoPE turns {rotary_dim} channels of {head_dim}")
-        base = self._arch("rope.freq_base", float, 10000.0)
-        factors = None
-        for name in _FACTORS[:2]:
-            if name in self.file.tensor_names:
-                factors = self.file.array(name, (rotary_dim // 2,))
-        return Rope(
-            base=base,
-            interleaved=ARCHITECTURES[self._architecture],
-            rotary_dim=rotary_dim,
-            inv_freq=rope_frequencies(rotary_dim, base=base, scale=scale, factors=factors),
-        )
-
-    def _ropes(
-        self, rope: Rope, windows: tuple[int | None, ...] | None, num_layers: int
-    ) -> tuple[Rope | None, ...] | None:
-        """One for each layer, where they differ."""
-        if self._architecture == "smollm3":
-            return tuple(rope if (i + 1) % _NO_ROPE_EVERY else None for i in range(num_layers))
-        if self._architecture != "gemma3" or windows is None:
-            return None
-        base = self._arch("rope.freq_base_swa", float, 10000.0)
-        frequencies = rope_frequencies(rope.rotary_dim or 0, base=base)
-        local = Rope(base=base, rotary_dim=rope.rotary_dim, inv_freq=frequencies)
-        return tuple(rope if window is None else local for window in windows)
-
-    # ---- weights ---------------------------------------------------------------------------------
+class GgufModel(GgufConfig):
+    """A GGUF file as a model: its configuration, and its weights."""
 
     def check(self, config: LlamaConfig) -> None:
         """Refuse, before anything is loaded, what this runtime would get wrong or has no room for.
@@ -368,60 +134,27 @@ class _GgufModel:
             A tensor of a kind not known here.
         OutOfMemoryError
         """
-        known = {"token_embd.weight", "output_norm.weight", "output.weight", *_FACTORS}
+        known = {"token_embd.weight", "output_norm.weight", "output.weight", *FACTORS}
         for i in range(config.num_layers):
-            matrices = chain.from_iterable(self._matrices(config, i).values())
+            matrices = chain.from_iterable(self.matrices(config, i).values())
             known |= {name for name, _ in matrices}
-            norms = ("attn_norm.weight", "ffn_norm.weight", *_EXTRAS.get(self._architecture, ()))
+            norms = ("attn_norm.weight", "ffn_norm.weight", *_EXTRAS.get(self.architecture, ()))
             known |= {f"blk.{i}.{name}" for name in norms}
         unknown = sorted(self.file.tensor_names - known)
         if unknown:  # leaving one out would give wrong text, not an error
-            raise self._unsupported(
+            raise self.unsupported(
                 f"{len(unknown)} tensors of a kind that this runtime does not know, "
                 f"{unknown[0]!r} the first"
             )
-        check_fits(self._path, self.weights_bytes(config, is_worth_it()))
+        check_fits(self.file.path, self.weights_bytes(config, is_worth_it()))
 
     def weights_bytes(self, config: LlamaConfig, compact: bool) -> int:
         """Bytes of the weights in memory: in fewer than 32 bits where `compact` and as stored."""
         needed = 0
-        for parts in self._all_matrices(config):
+        for parts in self.all_matrices(config):
             dtype = self._dtype_of([name for name, _ in parts], parts[0][1][1], compact)
             needed += sum(stored_bytes(*shape, dtype) for _, shape in parts)
         return needed
-
-    def _all_matrices(self, config: LlamaConfig) -> Iterator[list[tuple[str, tuple[int, int]]]]:
-        shape = (config.vocab_size, config.dim)
-        yield [("token_embd.weight", shape)]
-        if "output.weight" in self.file.tensor_names:
-            yield [("output.weight", shape)]
-        for i in range(config.num_layers):
-            yield from self._matrices(config, i).values()
-
-    def _matrices(
-        self, config: LlamaConfig, i: int
-    ) -> dict[str, list[tuple[str, tuple[int, int]]]]:
-        """The matrices of a layer: names and shapes of the tensors that are stacked in each."""
-        c, block = config, f"blk.{i}"
-        query, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-        wqkv = [
-            (f"{block}.attn_q.weight", (query, c.dim)),
-            (f"{block}.attn_k.weight", (kv, c.dim)),
-            (f"{block}.attn_v.weight", (kv, c.dim)),
-        ]
-        w13 = [
-            (f"{block}.ffn_gate.weight", (c.hidden_dim, c.dim)),
-            (f"{block}.ffn_up.weight", (c.hidden_dim, c.dim)),
-        ]
-        if self._architecture == "phi3":  # its files have them stacked
-            wqkv = [(f"{block}.attn_qkv.weight", (query + 2 * kv, c.dim))]
-            w13 = [(f"{block}.ffn_up.weight", (2 * c.hidden_dim, c.dim))]
-        return {
-            "wqkv": wqkv,
-            "wo": [(f"{block}.attn_output.weight", (c.dim, query))],
-            "w13": w13,
-            "w2": [(f"{block}.ffn_down.weight", (c.dim, c.hidden_dim))],
-        }
 
     def weights(self, config: LlamaConfig) -> LlamaWeights:
         """All arrays."""
@@ -445,9 +178,9 @@ class _GgufModel:
 
         def one_of(name: str, size: int) -> np.ndarray | None:
             """A vector that the architecture has."""
-            return vector(name, size) if name in _EXTRAS.get(self._architecture, ()) else None
+            return vector(name, size) if name in _EXTRAS.get(self.architecture, ()) else None
 
-        matrices = {name: self._weight(parts) for name, parts in self._matrices(config, i).items()}
+        matrices = {name: self._weight(parts) for name, parts in self.matrices(config, i).items()}
         bias = None
         if any(f"blk.{i}.{name}" in names for name in _BIASES):
             heads = (c.num_heads, c.num_kv_heads, c.num_kv_heads)

@@ -31,6 +31,7 @@ _MAX_DEPTH = 4  # lists in lists; no known file has any
 # Fields, members of lists, tensors: read one by one, in about a second. A vocabulary of 262,144
 # tokens with scores, types and merges has a million.
 _MAX_PARTS = 4_000_000
+_WEIGHT = 40  # parts that a field, a tensor, a list in a list counts as: it costs that much
 
 _STRING, _ARRAY, _BOOL = 8, 9, 7
 _NUMBERS: Final = {  # GGUF's number of a type -> how NumPy calls it
@@ -153,12 +154,12 @@ class GgufHeader:
         num_tensors, num_fields = self._u64(), self._u64()
         #: Name -> value; strings are bytes, lists of numbers arrays, other lists lists.
         self.fields: dict[str, Any] = {}
-        for _ in self._counted(num_fields, 13):
+        for _ in self._counted(num_fields, 13, _WEIGHT):
             name = self._name("field")
             if name in self.fields:
                 raise self._corrupt(f"there are two fields {name!r:.80}")
             self.fields[name] = self._value(self._u32(), 0)
-        found = [self._tensor() for _ in self._counted(num_tensors, 24)]
+        found = [self._tensor() for _ in self._counted(num_tensors, 24, _WEIGHT)]
         #: Name -> tensor, in the order of the file.
         self.tensors = self._placed(found, self._aligned(self._at))
 
@@ -205,11 +206,11 @@ class GgufHeader:
     def _u64(self) -> int:
         return int(_U64.unpack(self._take(8))[0])
 
-    def _counted(self, count: int, smallest: int) -> range:
+    def _counted(self, count: int, smallest: int, weight: int = 1) -> range:
         """A range over parts that take at least `smallest` bytes each, if the file has them."""
         if self._at + count * smallest > self._size:
             self._too_short(self._at + count * smallest)
-        self._num_parts += count
+        self._num_parts += count * weight
         if self._num_parts > _MAX_PARTS:
             raise self._corrupt(f"the header has more than {_MAX_PARTS} parts")
         return range(count)
@@ -236,7 +237,7 @@ class GgufHeader:
         if kind == _STRING:
             return self._strings(count)
         if kind == _ARRAY:
-            return [self._value(kind, depth) for _ in self._counted(count, 12)]
+            return [self._value(kind, depth) for _ in self._counted(count, 12, _WEIGHT)]
         return self._numbers(kind, count)
 
     def _numbers(self, kind: int, count: int) -> np.ndarray:

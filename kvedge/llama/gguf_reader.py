@@ -113,6 +113,17 @@ class GgufFile:
         value = _plain(self._fields.get(key, default))
         return self.get(key, type(value) if type(value) in kinds else kinds[0], default)
 
+    def described(self, front: str) -> dict[str, Any]:
+        """Fields whose names begin so; text that is not UTF-8, which no number is, stays bytes."""
+        found = {}
+        for key, value in self._fields.items():
+            if key.startswith(front):
+                try:
+                    found[key] = _plain(value)
+                except UnicodeDecodeError:
+                    found[key] = value
+        return found
+
     def is_list(self, key: str) -> bool:
         """Whether there is such a field, and it is a list."""
         return isinstance(self._fields.get(key), (list, np.ndarray))

@@ -182,6 +182,7 @@ def test_parts_of_a_header_are_counted(tmp_path, monkeypatch):
     """A header within its file may still be one of millions of parts, each of some 100 bytes."""
     monkeypatch.setattr("kvedge.llama.gguf_header._MAX_PARTS", 100)
     path = tmp_path / "m.gguf"
+    monkeypatch.setattr("kvedge.llama.gguf_header._WEIGHT", 1)
     for kind, size in ((0, 1), (8, 8), (9, 12)):
         inside = listed(0, 0) if kind == 9 else bytes(size)
         path.write_bytes(file(field("x", 9, listed(kind, 101, inside * 101))))

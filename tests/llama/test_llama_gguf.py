@@ -1,7 +1,9 @@
 """GGUF files: each weight format, RoPE's variants, both kinds of tokenizer, damage."""
 
+import json
 import sys
 import tracemalloc
+import warnings
 from dataclasses import replace
 
 import numpy as np
@@ -261,10 +263,109 @@ def test_a_forged_number_is_refused_before_anything_is_made_of_it(
 def test_forged_layers_and_windows_are_refused_whatever_the_architecture(
     tmp_path, stories, arch, number
 ):
-    for key in ("block_count", "attention.sliding_window"):
+    keys = ["block_count"] if arch == "smollm3" else ["block_count", "attention.sliding_window"]
+    for key in keys:  # SmolLM3 has no windows
         path = write_gguf(tmp_path / "m.gguf", stories, arch=arch, fields={key: number})
         with pytest.raises(kvedge.CorruptFileError, match=r"m\.gguf: "):
             read_config(path)
+
+
+MAY_CHANGE = {  # fields that Llama does not have, and a value that says so
+    "attention.causal": (False, True),
+    "attn_logit_softcapping": (50.0, 0.0),
+    "final_logit_softcapping": (30.0, 0.0),
+    "attention.scale": (0.25, 8**-0.5),
+    "attention.sliding_window": (128, 4096),
+    "attention.clamp_kqv": (8.0, 0.0),
+    "attention.max_alibi_bias": (8.0, 0.0),
+    "attention.layer_norm_epsilon": (1e-2, 1e-5),
+    "attention.shared_kv_layers": (2, 0),
+    "attention.key_length_swa": (16, 8),
+    "embedding_scale": (12.0, 1.0),
+    "residual_scale": (0.2, 1.0),
+    "logit_scale": (8.0, 1.0),
+    "use_parallel_residual": (True, False),
+    "rope.freq_base_swa": (1e6, 10000.0),
+    "rope.dimension_sections": ([1, 2, 1], [0, 0, 0]),
+    "swiglu_clamp_exp": ([7.0] * 5, [0.0] * 5),
+    "a_field_of_next_year": (3, 0),
+}
+
+
+@pytest.mark.parametrize("key", MAY_CHANGE)
+def test_a_field_that_may_change_the_arithmetic_is_told(tmp_path, stories, capsys, key):
+    other, neutral = MAY_CHANGE[key]
+    path = write_gguf(tmp_path / "m.gguf", stories, fields={key: other})
+    with pytest.warns(UserWarning, match=rf"m\.gguf: .*ignored: 'llama\.{key}' \(") as told:
+        LlamaModel.from_file(path)
+    assert len(told) == 1
+    assert main(["plan", "-m", str(path), "--json"]) == exits.OK
+    assert f"'llama.{key}'" in json.loads(capsys.readouterr().out)["notes"][0]
+    assert main(["generate", "-m", str(path), "-p", "One", "-n", "1"]) == exits.OK
+    assert "note: " in (said := capsys.readouterr().err) and key in said
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        LlamaModel.from_file(write_gguf(tmp_path / "m.gguf", stories, fields={key: neutral}))
+
+
+def test_fields_that_change_nothing_are_not_told(tmp_path, stories):
+    fields = {
+        "vocab_size": 512,
+        "rope.scaling.finetuned": True,
+        "rope.scaling.original_context_length": 512,
+        "expert_used_count": 2,
+        "tensor_data_layout": "Meta AI original pth",
+    }
+    path = write_gguf(tmp_path / "m.gguf", stories, fields=fields, chat_template="{{ 1 }}")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        LlamaModel.from_file(path)
+
+
+def test_many_fields_are_one_warning(tmp_path, stories):
+    path = write_gguf(tmp_path / "m.gguf", stories, fields={f"new_{i}": i + 1 for i in range(20)})
+    with pytest.warns(UserWarning, match="'llama.new_7' .* and 12 more") as told:
+        LlamaModel.from_file(path)
+    assert len(told) == 1
+
+
+@pytest.mark.parametrize(
+    ("arch", "layers", "context", "window"),
+    [
+        ("phi3", 32, 4096, 2047),
+        ("phi3", 40, 4096, 2047),
+        ("phi3", 32, 131072, None),
+        ("phi3", 5, 4096, None),
+        ("gemma2", 5, 8192, 4096),
+        ("gemma3", 5, 8192, None),
+    ],
+)
+def test_a_window_that_the_file_does_not_tell_is_assumed_and_told(
+    tmp_path, stories, capsys, arch, layers, context, window
+):
+    w = stories.weights
+    weights = replace(w, layers=tuple(w.layers[i % 5] for i in range(layers)))
+    model = LlamaModel(replace(stories.config, num_layers=layers), weights, stories.tokenizer)
+    more, drop = {}, []
+    if arch == "phi3":  # stacked
+        for i, layer in enumerate(weights.layers):
+            more[f"blk.{i}.attn_qkv.weight"] = np.asarray(layer.wqkv)
+            more[f"blk.{i}.ffn_up.weight"] = np.asarray(layer.w13)
+            drop += [f"blk.{i}.{name}.weight" for name in ("attn_q", "attn_k", "attn_v")]
+            drop += [f"blk.{i}.ffn_gate.weight"]
+    path = tmp_path / "m.gguf"
+    fields = {"context_length": context}
+    write_gguf(path, model, arch=arch, more=more, drop=drop, fields=fields)
+    windows = read_config(path).windows
+    assert window == (windows and windows[0])
+    assert main(["plan", "-m", str(path), "--json"]) == exits.OK
+    (note,) = json.loads(capsys.readouterr().out)["notes"]
+    said = f"a window of {window:,} tokens" if window else "that every layer sees all tokens"
+    assert f"lacks {arch}.attention.sliding_window" in note and f"{said} is assumed" in note
+    fields["attention.sliding_window"] = 0 if arch == "gemma2" else 1024
+    write_gguf(path, model, arch=arch, more=more, drop=drop, fields=fields)
+    assert main(["plan", "-m", str(path), "--json"]) == exits.OK
+    assert json.loads(capsys.readouterr().out)["notes"] == []
 
 
 def test_a_file_cut_anywhere_is_refused(tmp_path, stories):
