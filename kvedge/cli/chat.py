@@ -50,12 +50,19 @@ def add_options(group: Any) -> None:
         metavar="FILE",
         help="a Jinja template in the place of the model's own",
     )
+    group.add_argument(
+        "--parse-special",
+        action="store_true",
+        default=None,
+        help="control tokens that a message spells out, such as <|im_end|>, become these tokens, "
+        "as in llama.cpp; without it all that is said is text",
+    )
 
 
 def check(options: argparse.Namespace) -> None:
     """Refuse combinations that make no sense."""
     if not options.chat:
-        for name in ("system", "chat_template"):
+        for name in ("system", "chat_template", "parse_special"):
             if getattr(options, name) is not None:
                 raise UsageError(f"--{name.replace('_', '-')} is for --chat")
         return
@@ -85,6 +92,7 @@ def run(model: LlamaModel, path: str, options: argparse.Namespace, output: Outpu
         sampling.make_sampler(settings, seed),
         system=options.system,
         keep=min(options.keep, limit - 2) if options.on_full == "shift" else None,
+        parse_special=bool(options.parse_special),
         options={
             "max_tokens": None if options.tokens == -1 else options.tokens,
             "stop": options.stop or (),
@@ -110,7 +118,10 @@ def _template(model: LlamaModel, path: str, options: argparse.Namespace) -> Chat
     own: ChatTemplate | None = getattr(model.tokenizer, "chat_template", None)
     if options.chat_template is not None:
         source = Path(options.chat_template).read_text(encoding="utf-8")
-        return ChatTemplate(source, own.bos_token if own else "", own.eos_token if own else "")
+        given = ChatTemplate(source, own.bos_token if own else "", own.eos_token if own else "")
+        assert model.tokenizer is not None
+        model.tokenizer.chat_template = given  # which says what its control tokens are
+        return given
     if own is None:
         raise CommandError(
             f"{path} has no chat template: it was not made to chat, or give --chat-template FILE"
