@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Sequence
 
 from kvedge import c_library
-from kvedge.cli import bench, doctor, evaluate, generate, info, plan
+from kvedge.cli import bench, doctor, evaluate, generate, info, interrupts, plan, ranks
 from kvedge.console import exits
 from kvedge.console.help import HelpFormatter
 from kvedge.console.output import Output
@@ -80,14 +80,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     _allow_any_text(sys.stdout, sys.stderr)
     try:
-        code = _run(arguments)
+        # torchrun ends ranks by SIGTERM where another failed: at once, with nothing to save alone
+        with contextlib.nullcontext() if ranks.is_rank() else interrupts.as_interrupts():
+            code = _run(arguments)
         sys.stdout.flush()  # here, so that a closed pipe is noticed while it can be handled
         return code
     except BrokenPipeError:
         _drop_stdout()
         return exits.BROKEN_PIPE
-    except KeyboardInterrupt:
-        return exits.INTERRUPTED
+    except KeyboardInterrupt as interrupt:
+        try:
+            sys.stdout.flush()
+        except OSError:  # a terminal that was closed
+            _drop_stdout()
+        return interrupts.code_of(interrupt)
     except SystemExit as leave:  # argparse after --help
         return leave.code if isinstance(leave.code, int) else exits.OK
     except Exception as error:
@@ -111,7 +117,11 @@ def _run(arguments: list[str]) -> int:
     if options.command is None:
         parser.print_help(sys.stderr)
         return exits.USAGE
-    code: int = options.run(options, Output())
+    output = Output()
+    try:
+        code: int = options.run(options, output)
+    finally:
+        output.stop()
     return code
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import secrets
 import sys
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import kvedge
-from kvedge.cli import cache_options, sampling
+from kvedge.cli import cache_options, interrupts, sampling
 from kvedge.cli.conversation import Conversation
 from kvedge.cli.figures import cache_figures, describe_cache, tokens_and_speed
 from kvedge.cli.prompt_line import PromptLine
@@ -90,7 +91,7 @@ def run(model: LlamaModel, path: str, options: argparse.Namespace, output: Outpu
         _template(model, path, options),
         cache,
         sampling.make_sampler(settings, seed),
-        system=options.system,
+        system=None if options.system is None else _whole(options.system, "--system", output),
         keep=min(options.keep, limit - 2) if options.on_full == "shift" else None,
         parse_special=bool(options.parse_special),
         options={
@@ -105,9 +106,12 @@ def run(model: LlamaModel, path: str, options: argparse.Namespace, output: Outpu
     if options.load_session is not None:
         chat.load(options.load_session)
         cache_options.check_against(options, conversation.cache)
-    chat.talk(options.prompt)
-    if options.save_session is not None:
-        chat.save(options.save_session)
+    try:
+        chat.talk(options.prompt)
+    finally:  # whatever ended it
+        if options.save_session is not None:
+            with interrupts.held_back():
+                chat.save(options.save_session)
     chat.stats()
     return OK
 
@@ -117,7 +121,10 @@ def _template(model: LlamaModel, path: str, options: argparse.Namespace) -> Chat
 
     own: ChatTemplate | None = getattr(model.tokenizer, "chat_template", None)
     if options.chat_template is not None:
-        source = Path(options.chat_template).read_text(encoding="utf-8")
+        try:
+            source = Path(options.chat_template).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise CommandError(f"{options.chat_template} is not in UTF-8: {error}") from error
         given = ChatTemplate(source, own.bos_token if own else "", own.eos_token if own else "")
         assert model.tokenizer is not None
         model.tokenizer.chat_template = given  # which says what its control tokens are
@@ -128,6 +135,14 @@ def _template(model: LlamaModel, path: str, options: argparse.Namespace) -> Chat
         )
     own.render([{"role": "user", "content": ""}])  # whether it can be read, before the first answer
     return own
+
+
+def _whole(text: str, name: str, output: Output) -> str:
+    """The text with U+FFFD for bytes that are not UTF-8, which is said."""
+    whole = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+    if whole != text:
+        output.note(f"note: {name} is not UTF-8: bytes that are none became \ufffd")
+    return whole
 
 
 class _Chat:
@@ -166,6 +181,8 @@ class _Chat:
             while True:
                 try:
                     text = line.read()
+                except interrupts.Terminated:
+                    raise
                 except KeyboardInterrupt:
                     print()
                     continue
@@ -190,17 +207,20 @@ class _Chat:
 
     def answer(self, text: str) -> None:
         """Print the model's answer as it comes."""
-        pieces = self.conversation.ask(text)
+        pieces = self.conversation.ask(_whole(text, "the message", self.output))
         try:
             with self.output.status("reading"):
                 first = next(pieces, "")
             self._show(first)
             for piece in pieces:
                 self._show(piece)
+        except interrupts.Terminated:
+            raise
         except KeyboardInterrupt:
             self._show(" (interrupted)")
         finally:
-            pieces.close()
+            with interrupts.held_back():
+                pieces.close()
         self._show("\n")
         generation = self.conversation.generation
         if generation is not None and generation.stop_reason == "context":
@@ -221,8 +241,10 @@ class _Chat:
         if not self.conversation.num_turns:
             print("there is nothing to save yet")
             return
-        self.conversation.save(file, self.path, self.settings, self.seed)
-        print(f"saved to {file}")
+        with interrupts.held_back():
+            self.conversation.save(file, self.path, self.settings, self.seed)
+        with contextlib.suppress(OSError):  # a terminal that was closed
+            print(f"saved to {file}")
 
     def load(self, file: str) -> None:
         """Take up a conversation from a file."""
@@ -254,6 +276,8 @@ class _Chat:
         """Do something; an error of the user's is told, and the conversation goes on."""
         try:
             what()
+        except BrokenPipeError:  # nobody reads the answers any more
+            raise
         except (KvedgeError, CommandError, OSError) as error:
             print(message_of(error), file=sys.stderr)
 

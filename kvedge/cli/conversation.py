@@ -179,6 +179,7 @@ class Conversation:
             exact=min(self._exact, len(self._held)),
             more={"conversation": json.dumps(conversation)},
         )
+        self.cache.truncate(len(self.cache))  # an interrupt may have left layers out of step
         resume.save(path, self.cache, text, self.model, model_path)
 
     def load(self, path: str, model_path: str) -> resume.SavedText:

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import kvedge
-from kvedge.cli import cache_options, ranks, resume, sampling
+from kvedge.cli import cache_options, interrupts, ranks, resume, sampling
 from kvedge.cli.figures import cache_figures, describe_cache, tokens_and_speed
-from kvedge.console.exits import INTERRUPTED, OK, UsageError
+from kvedge.console.exits import OK, UsageError
 from kvedge.console.output import Output, print_json
 from kvedge.errors import PositionOutOfRangeError
 
@@ -46,7 +46,7 @@ class Writer:
         self.output = output
         self.generation: Generation | None = None
         self.stop_reason = "length"
-        self.interrupted = False
+        self.interrupt: KeyboardInterrupt | None = None
         self.text = ""
         self.written: list[int] = []  # tokens of the text above
         self.reused = 0  # tokens that a prompt cache had
@@ -86,18 +86,25 @@ class Writer:
                 self._take(first)
             for piece in pieces:
                 self._take(piece)
-        except KeyboardInterrupt:
-            self.interrupted = True
+        except KeyboardInterrupt as interrupt:
+            self.interrupt = interrupt
             self.stop_reason = "interrupted"
+        except BaseException:
+            # As far as the text came; ranks save together or not at all.
+            if self._file is not None and self.generation is not None and not self.options.group:
+                with interrupts.held_back():
+                    self._save(self._file)
+            raise
         if self._file is not None:
-            self._save(self._file)
+            with interrupts.held_back():
+                self._save(self._file)
         summary = self._summary()
         if self.options.json:
             print_json(summary)
         else:
             self._show("\n" if shown or self.text else "")
             self._print_summary(summary)
-        return INTERRUPTED if self.interrupted else OK
+        return OK if self.interrupt is None else interrupts.code_of(self.interrupt)
 
     # ---- what to start from ----------------------------------------------------------------------
 
@@ -227,6 +234,7 @@ class Writer:
                 exact = min(exact, self.options.keep)
             elif exact >= len(self.saved.tokens):
                 exact = len(self.held)
+        self.cache.truncate(len(self.cache))  # an interrupt may have left layers out of step
         text = resume.SavedText(
             tokens=self.held,
             ended=self.ended,
