@@ -85,7 +85,9 @@ def control_texts_of(
     return frozenset(
         text
         for text, token in spelled.items()
-        if token in controls or (text in source and text[:1] in "<[" and len(text) > 2)
+        if token in controls
+        or (text.startswith("<|") and text.endswith("|>"))  # a template may put it together
+        or (text in source and text[:1] in "<[" and len(text) > 2)
     )
 
 
