@@ -82,7 +82,7 @@ def check(options: argparse.Namespace) -> None:
 def run(model: LlamaModel, path: str, options: argparse.Namespace, output: Output) -> int:
     """Talk until the conversation ends, and sum up."""
     settings = sampling.chosen(options, {})
-    sampling.note_what_is_idle(options, settings["temperature"], output)
+    sampling.note_what_is_idle(options, settings, output)
     seed = secrets.randbelow(1 << 32) if options.seed is None else options.seed
     cache = cache_options.new_cache(options, model)
     limit = model.context_limit(cache)

@@ -64,8 +64,8 @@ def run(options: argparse.Namespace, output: Output) -> int:
     ids = _prompt(options.prompt or "", tokenizer, chat=chat)
     shown = 0 if chat else len(tokenizer.decode(ids[0], skip_special_tokens=True))
     stream = _Stream(tokenizer, shown, skip_prompt=chat, show=not options.json, stop=options.stop)
-    settings = sampling.chosen(options, {})
-    sampling.note_what_is_idle(options, settings["temperature"], output)
+    settings = sampling.chosen(options, {"samplers": sampling.TRANSFORMERS_ORDER})
+    sampling.note_what_is_idle(options, settings, output)
     arguments = _sampling_arguments(settings)
     seed = None
     if settings["temperature"] > 0:

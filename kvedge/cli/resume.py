@@ -166,10 +166,12 @@ def _saved_text(metadata: dict[str, str], num_cached: int, vocab_size: int) -> S
 
 def _settings(saved: dict[str, Any]) -> dict[str, Any]:
     """How tokens were chosen; earlier versions saved temperature and top_p alone."""
-    found = {}
+    found: dict[str, Any] = {}
     for name, default in sampling.DEFAULTS.items():
         if name == "logit_bias":
             found[name] = {int(id): float(bias) for id, bias in saved.get(name, {}).items()}
+        elif name == "samplers":
+            found[name] = tuple(map(str, saved.get(name, sampling.TRANSFORMERS_ORDER)))
         elif name in saved or name in ("temperature", "top_p"):
             found[name] = type(default)(saved[name])
     return found

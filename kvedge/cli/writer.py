@@ -158,7 +158,7 @@ class Writer:
             self.seed = ranks.shared_seed(options.group, self.seed)
         # The draws go on where they stopped, unless another seed is asked for.
         self.random_state = saved.random_state if options.seed is None else None
-        sampling.note_what_is_idle(options, self.settings["temperature"], self.output)
+        sampling.note_what_is_idle(options, self.settings, self.output)
 
     def _sampler(self) -> Any:
         sampler = sampling.make_sampler(self.settings, self.seed)

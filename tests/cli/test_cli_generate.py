@@ -576,6 +576,24 @@ def test_a_forbidden_token_does_not_come(capsys):
     assert forced["tokens"] == [first[3]] * 3
 
 
+def test_samplers_are_those_of_llama_cpp_unless_said_otherwise(session, capsys):
+    hot = ("-n", 30, "--temp", 3, "--top-p", 0.3, "--seed", 5)
+    first = _generate(capsys, *hot)
+    assert first["samplers"] == ["penalties", "top_k", "top_p", "min_p", "temperature"]
+    other = _generate(capsys, *hot, "--samplers", "temp;nucleus", "--save-session", session)
+    assert other["samplers"] == ["temperature", "top_p"] and other["text"] != first["text"]
+    assert _generate(capsys, "--load-session", session)["samplers"] == other["samplers"]
+    for wrong in ("typ_p", "top_k;", "top_k;top-k", ""):
+        assert "sampler" in _fails(capsys, "--samplers", wrong, code=exits.USAGE)
+    assert main(["generate", "-n", "1", "--temp", "1", "--samplers", "temp", "--top-k", "3"]) == 0
+    assert "--samplers does not name top_k" in capsys.readouterr().err
+
+
+def test_a_session_without_an_order_was_drawn_in_that_of_transformers():
+    saved = resume._settings({"temperature": 1.0, "top_p": 0.5})
+    assert saved["samplers"] == ("penalties", "temperature", "top_k", "top_p", "min_p")
+
+
 def test_top_k_of_one_is_greedy_and_a_penalty_changes_the_text(capsys):
     greedy = _generate(capsys, "-n", 30)["tokens"]
     assert _generate(capsys, "-n", 30, "--temp", 1, "--top-k", 1)["tokens"] == greedy
