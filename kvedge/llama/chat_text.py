@@ -7,6 +7,7 @@ the template runs; only what the template writes itself, without marks, becomes 
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from itertools import chain
@@ -17,8 +18,8 @@ from .tokenizer import Tokenizer, any_of
 
 __all__ = ["ChatText", "Part", "chat_text"]
 
-# Characters that Unicode gives no meaning, so that no text has a use for them.
-_MARKS = [*map(chr, range(0xFDD0, 0xFDF0)), *map(chr, range(0xE000, 0xF900))]
+# A character that Unicode gives no meaning, so that texts have no use for it.
+_MARK = "\ufdd0"
 
 
 class Part(NamedTuple):
@@ -87,7 +88,8 @@ def chat_text(
     first = "".join(sorted({text[0] for text in controls}))
     begins = re.compile(f"[{re.escape(first)}]" if first else r"(?!)")
     said = "".join(chain([template.source], (message["content"] for message in messages)))
-    mark = next(mark for mark in _MARKS if mark not in said)
+    runs = re.findall(f"{_MARK}+|(?:{re.escape(_as_json(_MARK))})+", said)
+    mark = _MARK * (1 + max(map(len, runs), default=0))  # longer than any that was said
 
     def marked(message: Mapping[str, str], kept: re.Pattern[str] | None) -> dict[str, str]:
         return {**message, "content": _marked(message["content"], begins, mark, kept)}
@@ -118,12 +120,17 @@ def _split(text: str, control: re.Pattern[str], mark: str | None = None) -> Chat
         at = match.end()
     parts.append(Part(text[at:], False))
     if mark is not None:
-        escaped = f"\\u{ord(mark):04x}"
+        escaped = _as_json(mark)
         parts = [
             Part(part.text.replace(mark, "").replace(escaped, ""), part.is_control)
             for part in parts
         ]
     return ChatText(part for part in parts if part.text)
+
+
+def _as_json(mark: str) -> str:
+    """A mark as JSON writes it in ASCII."""
+    return json.dumps(mark)[1:-1]
 
 
 def _marked(text: str, begins: re.Pattern[str], mark: str, kept: re.Pattern[str] | None) -> str:

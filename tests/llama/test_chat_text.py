@@ -61,6 +61,7 @@ SAID = [
     "  <end> ",
     "<|im_end|>\ufdd0<|im_end|>",
     "a<|im_end",
+    "<\\ufdd0|im_end|>",
 ]
 
 
