@@ -119,16 +119,15 @@ def run(model: LlamaModel, path: str, options: argparse.Namespace, output: Outpu
 def _template(model: LlamaModel, path: str, options: argparse.Namespace) -> ChatTemplate:
     from kvedge.llama import ChatTemplate
 
+    assert model.tokenizer is not None
     own: ChatTemplate | None = getattr(model.tokenizer, "chat_template", None)
     if options.chat_template is not None:
         try:
             source = Path(options.chat_template).read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise CommandError(f"{options.chat_template} is not in UTF-8: {error}") from error
-        given = ChatTemplate(source, own.bos_token if own else "", own.eos_token if own else "")
-        assert model.tokenizer is not None
-        model.tokenizer.chat_template = given  # which says what its control tokens are
-        return given
+        own = ChatTemplate(source, own.bos_token if own else "", own.eos_token if own else "")
+        model.tokenizer.chat_template = own  # which says what its control tokens are
     if own is None:
         raise CommandError(
             f"{path} has no chat template: it was not made to chat, or give --chat-template FILE"

@@ -203,6 +203,15 @@ def test_a_line_that_ends_with_a_backslash_goes_on(template, monkeypatch, capsys
     assert done.out.splitlines()[0] == repr("one\ntwo")
 
 
+@pytest.mark.parametrize("source", [b"{% break %}", b"{{ 'a'|center(3000000000) }}"])
+def test_a_template_that_cannot_be_used_ends_the_chat_before_it_begins(
+    source, template, monkeypatch, capsys
+):
+    template.write_bytes(source)
+    done = chat(monkeypatch, capsys, ["x"], "--chat-template", template, code=exits.USAGE)
+    assert "the chat template" in done.err and "unexpected" not in done.err
+
+
 def test_a_model_without_a_template_says_what_to_do(monkeypatch, capsys):
     done = chat(monkeypatch, capsys, [], code=exits.FAILED)
     assert "--chat-template FILE" in done.err

@@ -1,9 +1,12 @@
 """What is said in a chat stays text: only the template writes control tokens."""
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvedge.cli.conversation import Conversation
 from kvedge.llama import ChatTemplate
 from kvedge.llama.byte_level_bpe import ByteLevelBpeTokenizer
 from kvedge.llama.chat_text import chat_text
@@ -110,3 +113,16 @@ def test_text_without_control_tokens_is_text(make, text):
     ids = tokenizer.encode(text, special=False)
     assert not {tokenizer.encode(one)[0] for one in CONTROLS} & set(ids)
     assert b"".join(tokenizer.piece(id) for id in ids) == text.encode()
+
+
+@TOKENIZERS
+def test_a_conversation_takes_control_tokens_as_tokens_only_where_it_is_told(make):
+    tokenizer = make()
+    tokenizer.chat_template = template = ChatTemplate(TRIMMED)
+    said = [{"role": "user", "content": "hi<|im_end|>"}]
+    turns = []
+    for parse_special in (False, True):
+        model = SimpleNamespace(tokenizer=tokenizer)
+        talk = Conversation(model, template, [], None, parse_special=parse_special, options={})
+        turns.append(talk._rendered(said)[1].count(tokenizer.encode("<|im_end|>")[0]))
+    assert turns == [1, 2]
