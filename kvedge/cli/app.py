@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import sys
 import traceback
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvedge import c_library
-from kvedge.cli import bench, doctor, evaluate, generate, info, plan
+from kvedge.cli import bench, doctor, evaluate, generate, info, interrupts, plan, ranks
 from kvedge.console import exits, streams
 from kvedge.console.help import HelpFormatter
 from kvedge.console.output import Output
@@ -84,15 +85,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         streams.prepare()
-        with plain_warnings():
+        # torchrun ends ranks by SIGTERM where another failed: at once, with nothing to save alone
+        ends = contextlib.nullcontext() if ranks.is_rank() else interrupts.as_interrupts()
+        with plain_warnings(), ends:
             code = _code(arguments)
         sys.stdout.flush()  # here, so that a closed pipe is noticed while it can be handled
         return code
     except BrokenPipeError:
         streams.drop_stdout()
         return exits.BROKEN_PIPE
-    except KeyboardInterrupt:
-        return exits.INTERRUPTED
+    except KeyboardInterrupt as interrupt:
+        try:
+            sys.stdout.flush()
+        except OSError:  # a terminal that was closed
+            streams.drop_stdout()
+        return interrupts.code_of(interrupt)
     except Exception as error:
         return _report(error, debug="--debug" in arguments)
 
@@ -121,7 +128,11 @@ def _run(arguments: list[str]) -> int:
     if options.command is None:
         parser.print_help(sys.stderr)
         return exits.USAGE
-    code: int = options.run(options, Output())
+    output = Output()
+    try:
+        code: int = options.run(options, output)
+    finally:
+        output.stop()
     return code
 
 

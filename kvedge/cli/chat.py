@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import secrets
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import kvedge
-from kvedge.cli import cache_options, sampling
+from kvedge.cli import cache_options, interrupts, sampling
 from kvedge.cli.conversation import Conversation
 from kvedge.cli.figures import cache_figures, describe_cache, tokens_and_speed
 from kvedge.cli.prompt_line import PromptLine
 from kvedge.console.exits import OK, CommandError, UsageError, message_of
 from kvedge.console.output import Output
 from kvedge.console.streams import read_text
-from kvedge.console.terminal import report, show
+from kvedge.console.terminal import printable, report, show
 from kvedge.errors import KvedgeError
 
 if TYPE_CHECKING:
@@ -51,12 +52,19 @@ def add_options(group: Any) -> None:
         metavar="FILE",
         help="a Jinja template in the place of the model's own",
     )
+    group.add_argument(
+        "--parse-special",
+        action="store_true",
+        default=None,
+        help="control tokens that a message spells out, such as <|im_end|>, become these tokens, "
+        "as in llama.cpp; without it all that is said is text",
+    )
 
 
 def check(options: argparse.Namespace) -> None:
     """Refuse combinations that make no sense."""
     if not options.chat:
-        for name in ("system", "chat_template"):
+        for name in ("system", "chat_template", "parse_special"):
             if getattr(options, name) is not None:
                 raise UsageError(f"--{name.replace('_', '-')} is for --chat")
         return
@@ -75,7 +83,7 @@ def check(options: argparse.Namespace) -> None:
 def run(model: LlamaModel, path: str, options: argparse.Namespace, output: Output) -> int:
     """Talk until the conversation ends, and sum up."""
     settings = sampling.chosen(options, {})
-    sampling.note_what_is_idle(options, settings["temperature"], output)
+    sampling.note_what_is_idle(options, settings, output)
     seed = secrets.randbelow(1 << 32) if options.seed is None else options.seed
     cache = cache_options.new_cache(options, model)
     limit = model.context_limit(cache)
@@ -84,8 +92,9 @@ def run(model: LlamaModel, path: str, options: argparse.Namespace, output: Outpu
         _template(model, path, options),
         cache,
         sampling.make_sampler(settings, seed),
-        system=options.system,
+        system=None if options.system is None else _whole(options.system, "--system", output),
         keep=min(options.keep, limit - 2) if options.on_full == "shift" else None,
+        parse_special=bool(options.parse_special),
         options={
             "max_tokens": None if options.tokens == -1 else options.tokens,
             "stop": options.stop or (),
@@ -98,9 +107,12 @@ def run(model: LlamaModel, path: str, options: argparse.Namespace, output: Outpu
     if options.load_session is not None:
         chat.load(options.load_session)
         cache_options.check_against(options, conversation.cache)
-    chat.talk(options.prompt)
-    if options.save_session is not None:
-        chat.save(options.save_session)
+    try:
+        chat.talk(options.prompt)
+    finally:  # whatever ended it
+        if options.save_session is not None:
+            with interrupts.held_back():
+                chat.save(options.save_session)
     chat.stats()
     return OK
 
@@ -108,16 +120,26 @@ def run(model: LlamaModel, path: str, options: argparse.Namespace, output: Outpu
 def _template(model: LlamaModel, path: str, options: argparse.Namespace) -> ChatTemplate:
     from kvedge.llama import ChatTemplate
 
+    assert model.tokenizer is not None
     own: ChatTemplate | None = getattr(model.tokenizer, "chat_template", None)
     if options.chat_template is not None:
         source = read_text(options.chat_template)
-        return ChatTemplate(source, own.bos_token if own else "", own.eos_token if own else "")
+        own = ChatTemplate(source, own.bos_token if own else "", own.eos_token if own else "")
+        model.tokenizer.chat_template = own  # which says what its control tokens are
     if own is None:
         raise CommandError(
             f"{path} has no chat template: it was not made to chat, or give --chat-template FILE"
         )
     own.render([{"role": "user", "content": ""}])  # whether it can be read, before the first answer
     return own
+
+
+def _whole(text: str, name: str, output: Output) -> str:
+    """The text with U+FFFD for bytes that are not UTF-8, which is said."""
+    whole = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+    if whole != text:
+        output.note(f"note: {name} is not UTF-8: bytes that are none became \ufffd")
+    return whole
 
 
 class _Chat:
@@ -156,6 +178,8 @@ class _Chat:
             while True:
                 try:
                     text = line.read()
+                except interrupts.Terminated:
+                    raise
                 except KeyboardInterrupt:
                     print()
                     continue
@@ -172,25 +196,28 @@ class _Chat:
         if not name.startswith("/"):
             self.answer(text)
         elif name not in self._commands:
-            print(f"{name} is no command; /help tells them")
+            print(f"{printable(name)} is no command; /help tells them")
         elif name in ("/save", "/load") and not rest.strip():
-            print(f"{name} needs the name of a file")
+            print(f"{printable(name)} needs the name of a file")
         else:
             self._commands[name](rest.strip())
 
     def answer(self, text: str) -> None:
         """Print the model's answer as it comes."""
-        pieces = self.conversation.ask(text)
+        pieces = self.conversation.ask(_whole(text, "the message", self.output))
         try:
             with self.output.status("reading"):
                 first = next(pieces, "")
             self._show(first)
             for piece in pieces:
                 self._show(piece)
+        except interrupts.Terminated:
+            raise
         except KeyboardInterrupt:
             self._show(" (interrupted)")
         finally:
-            pieces.close()
+            with interrupts.held_back():
+                pieces.close()
         self._show("\n")
         generation = self.conversation.generation
         if generation is not None and generation.stop_reason == "context":
@@ -211,14 +238,16 @@ class _Chat:
         if not self.conversation.num_turns:
             print("there is nothing to save yet")
             return
-        self.conversation.save(file, self.path, self.settings, self.seed)
-        print(f"saved to {file}")
+        with interrupts.held_back():
+            self.conversation.save(file, self.path, self.settings, self.seed)
+        with contextlib.suppress(OSError):  # a terminal that was closed
+            print(f"saved to {printable(str(file))}")
 
     def load(self, file: str) -> None:
         """Take up a conversation from a file."""
         self.conversation.load(file, self.path)
         turns = self.conversation.num_turns
-        print(f"{turns} turn{'' if turns == 1 else 's'} from {file}")
+        print(f"{turns} turn{'' if turns == 1 else 's'} from {printable(str(file))}")
 
     def stats(self) -> None:
         """Print tokens, bytes and speed."""
@@ -244,6 +273,8 @@ class _Chat:
         """Do something; an error of the user's is told, and the conversation goes on."""
         try:
             what()
+        except BrokenPipeError:  # nobody reads the answers any more
+            raise
         except (KvedgeError, CommandError, OSError) as error:
             report(message_of(error))
 

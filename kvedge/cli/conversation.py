@@ -19,6 +19,7 @@ from kvedge.errors import PositionOutOfRangeError
 if TYPE_CHECKING:
     from kvedge import KVCache
     from kvedge.llama import ChatTemplate, Generation, LlamaModel, Sampler
+    from kvedge.llama.chat_text import ChatText
 
 __all__ = ["ContextFull", "Conversation"]
 
@@ -53,6 +54,8 @@ class Conversation:
     keep : int or None
         First tokens that stay where the context is full and the older half of the others is
         dropped; None: the context ends there.
+    parse_special : bool
+        Control tokens that a message spells out become these tokens; False: all of it is text.
     options : mapping
         Further arguments of :func:`kvedge.llama.generate`.
 
@@ -72,6 +75,7 @@ class Conversation:
         *,
         system: str | None = None,
         keep: int | None = None,
+        parse_special: bool = False,
         options: Mapping[str, Any],
     ) -> None:
         self.model, self.cache = model, cache
@@ -84,6 +88,7 @@ class Conversation:
         self._template = template
         self._sampler = sampler
         self._keep = keep
+        self._parse_special = parse_special
         self._options = options
         self._held: list[int] = []  # tokens in the cache, in its order, then those to come
         self._text: str | None = ""  # what they say; None: not what the template would write
@@ -174,6 +179,7 @@ class Conversation:
             exact=min(self._exact, len(self._held)),
             more={"conversation": json.dumps(conversation)},
         )
+        self.cache.truncate(len(self.cache))  # an interrupt may have left layers out of step
         resume.save(path, self.cache, text, self.model, model_path)
 
     def load(self, path: str, model_path: str) -> resume.SavedText:
@@ -215,16 +221,25 @@ class Conversation:
 
     def _rendered(self, messages: list[dict[str, str]]) -> tuple[str, list[int], int]:
         """The conversation's text, its tokens, and how many of the held ones they begin with."""
-        rendered = self._template.render(messages)
+        parts = self._parts(messages)
+        rendered = parts.text
         if self._text and rendered.startswith(self._text):
-            more = rendered[len(self._text) :]
-            new = self._tokenizer.encode(more, bos=False, space_prefix=False)
+            new = parts.after(len(self._text)).tokens(
+                self._tokenizer, bos=False, space_prefix=False
+            )
             return rendered, [*self._held, *new], len(self._held)
         begins = self._template.bos_token
         spelled = bool(begins) and rendered.startswith(begins)
-        tokens = self._tokenizer.encode(rendered, bos=False if spelled else None)
+        tokens = parts.tokens(self._tokenizer, bos=False if spelled else None)
         exact = self._held[: self._exact] if self._shifts else self._held
         return rendered, tokens, resume.common_prefix(exact, tokens)
+
+    def _parts(self, messages: list[dict[str, str]]) -> ChatText:
+        from kvedge.llama.chat_text import ChatText, Part, chat_text
+
+        if self._parse_special:
+            return ChatText([Part(self._template.render(messages), True)])
+        return chat_text(self._template, messages, self._tokenizer.control_texts)
 
     def _make_room(self, tokens: list[int], kept: int) -> None:
         """Let the cache hold what stays, and have room for the rest and one token more."""

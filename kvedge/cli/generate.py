@@ -48,7 +48,17 @@ _DEFAULT_TOKENS = 200
 _LEAST_TO_SHIFT = 2
 _OF_COMPARE = (
     *("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "repeat_last", "logit_bias"),
-    *("seed", "stop", "cache", "window", "save_session", "load_session", "prompt_cache", "chat"),
+    *(
+        "samplers",
+        "seed",
+        "stop",
+        "cache",
+        "window",
+        "save_session",
+        "load_session",
+        "prompt_cache",
+        "chat",
+    ),
 )
 
 
@@ -147,6 +157,8 @@ def _check(options: argparse.Namespace) -> None:
         options.tokens = -1 if options.chat else _DEFAULT_TOKENS
     if options.hf is None and (options.gguf is not None or options.no_chat):
         raise UsageError("--gguf and --no-chat are for --hf DIR")
+    if options.hf is not None and options.samplers is not None:
+        raise UsageError("--samplers is for --model: transformers has an order of its own")
     if options.compare:
         _refuse(options, _OF_COMPARE, "--compare, which runs both caches, greedy")
         if options.tokens < 1:

@@ -11,7 +11,8 @@ from typing import Any
 
 from kvedge.cli import ranks, sampling, storage
 from kvedge.cli.figures import tokens_and_speed
-from kvedge.console.exits import INTERRUPTED, OK, CommandError, UsageError
+from kvedge.cli.interrupts import code_of
+from kvedge.console.exits import OK, CommandError, UsageError
 from kvedge.console.output import Output, print_json
 from kvedge.console.sizes import format_size
 from kvedge.console.terminal import show
@@ -64,8 +65,8 @@ def run(options: argparse.Namespace, output: Output) -> int:
     ids = _prompt(options.prompt or "", tokenizer, chat=chat)
     shown = 0 if chat else len(tokenizer.decode(ids[0], skip_special_tokens=True))
     stream = _Stream(tokenizer, shown, skip_prompt=chat, show=not options.json, stop=options.stop)
-    settings = sampling.chosen(options, {})
-    sampling.note_what_is_idle(options, settings["temperature"], output)
+    settings = sampling.chosen(options, {"samplers": sampling.TRANSFORMERS_ORDER})
+    sampling.note_what_is_idle(options, settings, output)
     arguments = _sampling_arguments(settings)
     seed = None
     if settings["temperature"] > 0:
@@ -80,7 +81,7 @@ def run(options: argparse.Namespace, output: Output) -> int:
     if options.stop:
         arguments |= {"stop_strings": options.stop, "tokenizer": tokenizer}
     arguments[cache_argument(model)] = cache
-    interrupted = False
+    interrupt: KeyboardInterrupt | None = None
     try:
         if options.tokens == 0:
             stream.put(ids)
@@ -95,8 +96,8 @@ def run(options: argparse.Namespace, output: Output) -> int:
                 pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id or 0,
                 **arguments,
             )
-    except KeyboardInterrupt:
-        interrupted = True
+    except KeyboardInterrupt as came:
+        interrupt = came
     summary = {
         "model": options.hf,
         "prompt": options.prompt or "",
@@ -114,14 +115,14 @@ def run(options: argparse.Namespace, output: Output) -> int:
             "used_bytes": cache.memory_bytes,
         },
         "num_threads": torch.get_num_threads(),
-        "interrupted": interrupted,
+        "interrupted": interrupt is not None,
     }
     if options.json:
         print_json(summary)
     else:
         show("\n")
         _print_summary(summary, output)
-    return INTERRUPTED if interrupted else OK
+    return OK if interrupt is None else code_of(interrupt)
 
 
 def _sampling_arguments(settings: dict[str, Any]) -> dict[str, Any]:

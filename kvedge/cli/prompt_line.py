@@ -32,6 +32,9 @@ class PromptLine:
         self._edits = readline is not None and sys.stdin.isatty() and sys.stdout.isatty()
 
     def __enter__(self) -> PromptLine:
+        reconfigure = getattr(sys.stdin, "reconfigure", None)
+        if reconfigure is not None:  # bytes that are not UTF-8 come as surrogates, and go to files
+            reconfigure(errors="surrogateescape")
         if self._edits:
             with contextlib.suppress(OSError):
                 readline.read_history_file(_history_file())

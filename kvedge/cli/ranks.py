@@ -26,6 +26,7 @@ __all__ = [
     "SharedSampler",
     "add_options",
     "begun",
+    "is_rank",
     "joined",
     "new_cache",
     "placement_options",
@@ -67,7 +68,7 @@ def _weights(text: str) -> str | list[float]:
     return text if text == "measured" else [positive_float(part) for part in text.split(",")]
 
 
-def _is_rank() -> bool:
+def is_rank() -> bool:
     """Whether torchrun has started this process; also where it is the only one."""
     named = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     return all(os.environ.get(name) for name in named)
@@ -84,7 +85,7 @@ def joined(options: argparse.Namespace) -> Iterator[TorchGroup | None]:
     MissingExtraError
         torch is not installed.
     """
-    if not _is_rank():
+    if not is_rank():
         for name in _OF_RANKS:
             if getattr(options, name) is not None:
                 raise UsageError(

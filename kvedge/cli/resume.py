@@ -147,9 +147,10 @@ def _saved_text(metadata: dict[str, str], num_cached: int, vocab_size: int) -> S
     tokens, chosen = json.loads(metadata["tokens"]), json.loads(metadata["sampling"])
     if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
         raise ValueError("tokens must be a list of whole numbers")
-    if len(tokens) < max(num_cached, 1):
+    least = 0 if "conversation" in metadata else 1  # its messages can make them anew
+    if len(tokens) < max(num_cached, least):
         raise ValueError(f"{len(tokens)} tokens, but {num_cached} are in the cache")
-    if min(tokens) < 0 or max(tokens) >= vocab_size:
+    if not all(0 <= token < vocab_size for token in tokens):
         raise ValueError(f"a token is outside the vocabulary of {vocab_size}")
     exact = int(metadata.get("exact_tokens", len(tokens)))
     if not 0 <= exact <= len(tokens):
@@ -167,10 +168,12 @@ def _saved_text(metadata: dict[str, str], num_cached: int, vocab_size: int) -> S
 
 def _settings(saved: dict[str, Any]) -> dict[str, Any]:
     """How tokens were chosen; earlier versions saved temperature and top_p alone."""
-    found = {}
+    found: dict[str, Any] = {}
     for name, default in sampling.DEFAULTS.items():
         if name == "logit_bias":
             found[name] = {int(id): float(bias) for id, bias in saved.get(name, {}).items()}
+        elif name == "samplers":
+            found[name] = tuple(map(str, saved.get(name, sampling.TRANSFORMERS_ORDER)))
         elif name in saved or name in ("temperature", "top_p"):
             found[name] = type(default)(saved[name])
     return found

@@ -20,7 +20,15 @@ from kvedge.console.values import (
 if TYPE_CHECKING:
     from kvedge.llama import Sampler
 
-__all__ = ["DEFAULTS", "add_options", "chosen", "figures", "make_sampler", "note_what_is_idle"]
+__all__ = [
+    "DEFAULTS",
+    "TRANSFORMERS_ORDER",
+    "add_options",
+    "chosen",
+    "figures",
+    "make_sampler",
+    "note_what_is_idle",
+]
 
 # Arguments of kvedge.llama.Sampler, seed aside; the flags have these names.
 DEFAULTS: dict[str, Any] = {
@@ -31,8 +39,27 @@ DEFAULTS: dict[str, Any] = {
     "repeat_penalty": 1.0,
     "repeat_last": 64,
     "logit_bias": {},
+    # llama.cpp's order, whose flags these are: a high temperature adds no token to top-p's.
+    "samplers": ("penalties", "top_k", "top_p", "min_p", "temperature"),
 }
-_OF_DRAWS = ("top_k", "top_p", "min_p", "seed")  # idle while the likeliest token is taken
+# That of transformers, which sessions of earlier versions were drawn in, and --hf draws in.
+TRANSFORMERS_ORDER = ("penalties", "temperature", "top_k", "top_p", "min_p")
+_ALSO = {"top-k": "top_k", "top-p": "top_p", "nucleus": "top_p", "min-p": "min_p"}
+_ALSO["temp"] = "temperature"  # llama.cpp's other names
+_FLAGS = {  # of each sampler
+    "penalties": ("repeat_penalty", "repeat_last"),
+    "temperature": ("temperature",),
+    "top_k": ("top_k",),
+    "top_p": ("top_p",),
+    "min_p": ("min_p",),
+}
+_OF_DRAWS = (
+    "top_k",
+    "top_p",
+    "min_p",
+    "samplers",
+    "seed",
+)  # idle while the likeliest token is taken
 
 
 def add_options(group: Any) -> None:
@@ -82,8 +109,28 @@ def add_options(group: Any) -> None:
         help="add B to the logit of token ID; ID-inf forbids it; may be given several times",
     )
     group.add_argument(
+        "--samplers",
+        type=_samplers,
+        metavar="NAMES",
+        help="the steps of a draw and their order, separated by ';', by llama.cpp's names "
+        f"(default: {';'.join(DEFAULTS['samplers'])}; transformers takes temperature before top_k)",
+    )
+    group.add_argument(
         "-s", "--seed", type=non_negative_int, metavar="N", help="of the random draws"
     )
+
+
+def _samplers(text: str) -> tuple[str, ...]:
+    """Return the steps that are named."""
+    named = tuple(_ALSO.get(name, name) for name in map(str.strip, text.split(";")))
+    for name in named:
+        if name not in _FLAGS:
+            raise argparse.ArgumentTypeError(
+                f"{name!r} is no sampler here: {text!r} must be some of {';'.join(_FLAGS)}"
+            )
+    if len(set(named)) < len(named):
+        raise argparse.ArgumentTypeError(f"{text!r} names a sampler twice")
+    return named
 
 
 def chosen(options: argparse.Namespace, saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -104,12 +151,20 @@ def make_sampler(settings: Mapping[str, Any], seed: int) -> Sampler:
     return Sampler(seed=seed, **settings)
 
 
-def note_what_is_idle(options: argparse.Namespace, temperature: float, output: Output) -> None:
-    """Tell of flags that do nothing while every token is the likeliest."""
+def note_what_is_idle(
+    options: argparse.Namespace, settings: Mapping[str, Any], output: Output
+) -> None:
+    """Tell of flags that do nothing: while every token is the likeliest, or without their step."""
     idle = [name for name in _OF_DRAWS if getattr(options, name) is not None]
-    if idle and temperature == 0:
+    if idle and settings["temperature"] == 0:
         flags = ", ".join("--" + name.replace("_", "-") for name in idle)
         output.note(f"note: {flags}: of no effect without --temperature above 0")
+        return
+    for step, names in _FLAGS.items():
+        given = [name for name in names if getattr(options, name) is not None]
+        if given and step not in settings["samplers"]:
+            flags = ", ".join("--" + name.replace("_", "-") for name in given)
+            output.note(f"note: {flags}: of no effect, for --samplers does not name {step}")
 
 
 def figures(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import kvedge
-from kvedge.cli import cache_options, ranks, resume, sampling
+from kvedge.cli import cache_options, interrupts, ranks, resume, sampling
 from kvedge.cli import prompt as prompts
 from kvedge.cli.figures import cache_figures, describe_cache, tokens_and_speed
-from kvedge.console.exits import INTERRUPTED, OK, UsageError
+from kvedge.console.exits import OK, UsageError
 from kvedge.console.output import Output, print_json
 from kvedge.console.terminal import show
 from kvedge.errors import PositionOutOfRangeError
@@ -47,8 +47,10 @@ class Writer:
         self.options = options
         self.output = output
         self.generation: Generation | None = None
+        self.reading: Generation | None = None  # of a prompt that was read apart from the answer
+        self._is_kept = False  # the prompt's cache is in its file
         self.stop_reason = "length"
-        self.interrupted = False
+        self.interrupt: KeyboardInterrupt | None = None
         self.text = ""
         self.written: list[int] = []  # tokens of the text above
         self.reused = 0  # tokens that a prompt cache had
@@ -88,18 +90,25 @@ class Writer:
                 self._take(first)
             for piece in pieces:
                 self._take(piece)
-        except KeyboardInterrupt:
-            self.interrupted = True
+        except KeyboardInterrupt as interrupt:
+            self.interrupt = interrupt
             self.stop_reason = "interrupted"
+        except BaseException:
+            # As far as the text came; ranks save together or not at all.
+            if self._file is not None and self.generation is not None and not self.options.group:
+                with interrupts.held_back():
+                    self._save(self._file)
+            raise
         if self._file is not None:
-            self._save(self._file)
+            with interrupts.held_back():
+                self._save(self._file)
         summary = self._summary()
         if self.options.json:
             print_json(summary)
         else:
             show("\n" if shown or self.text else "")
             self._print_summary(summary)
-        return INTERRUPTED if self.interrupted else OK
+        return OK if self.interrupt is None else interrupts.code_of(self.interrupt)
 
     # ---- what to start from ----------------------------------------------------------------------
 
@@ -124,13 +133,19 @@ class Writer:
             cache, saved = resume.load(path, self.model, self.path)
         cache_options.check_against(self.options, cache)
         exact = saved.tokens[: min(len(cache), saved.exact)]
+        alike = resume.common_prefix(exact, self.tokens)
+        alike = min(alike, len(self.tokens) - 1)  # the last one runs for its logits
         try:
-            cache.truncate(resume.common_prefix(exact, self.tokens))
+            cache.truncate(alike)
         except PositionOutOfRangeError:  # layers with a window have dropped what it needs
+            self.output.note(
+                f"note: {path} holds {alike} tokens of the prompt, but cannot go back to them from "
+                f"{len(cache)}: its windows have moved on; all of the prompt is read"
+            )
             return
         if len(cache):
             self.cache = cache
-            self.reused = min(len(cache), len(self.tokens) - 1)  # the last one runs for its logits
+            self.reused = len(cache)
 
     def _choose_sampling(self) -> None:
         options, saved = self.options, self.saved
@@ -144,7 +159,7 @@ class Writer:
             self.seed = ranks.shared_seed(options.group, self.seed)
         # The draws go on where they stopped, unless another seed is asked for.
         self.random_state = saved.random_state if options.seed is None else None
-        sampling.note_what_is_idle(options, self.settings["temperature"], self.output)
+        sampling.note_what_is_idle(options, self.settings, self.output)
 
     def _sampler(self) -> Any:
         sampler = sampling.make_sampler(self.settings, self.seed)
@@ -161,7 +176,14 @@ class Writer:
 
         cache, held, options = self.cache, self.held, self.options
         if len(cache) >= len(held):  # all there, but the logits are needed once more
-            cache.truncate(len(held) - 1)
+            try:
+                cache.truncate(len(held) - 1)
+            except PositionOutOfRangeError:  # layers with a window cannot go back
+                self.output.note(
+                    f"note: the cache's windows cannot go back by a token: {len(held)} tokens are "
+                    "read again"
+                )
+                cache.clear()
         limit = self.model.context_limit(cache)
         room = limit - len(held) + 1  # the last token written need not be in the cache
         if room < 1:
@@ -170,6 +192,10 @@ class Writer:
                 "(--context, or a shorter prompt)"
             )
         shifts = options.on_full == "shift"
+        if _has_windows(cache) and (options.prompt_cache is not None or options.tokens == 0):
+            self._read_but_the_last()
+            if options.tokens == 0:
+                return
         most = None if options.tokens == -1 else options.tokens
         if most is not None and not shifts:
             most = min(most or 1, room)
@@ -201,6 +227,32 @@ class Writer:
         if self.stop_reason == "length" and not shifts and options.tokens != -1:
             self.stop_reason = "context" if room < options.tokens else "length"
 
+    def _read_but_the_last(self) -> None:
+        """Read the prompt but its last token, and keep that as the prompt's cache.
+
+        Layers with a window cannot come back to it after an answer. The last token is left, for
+        its logits are needed to go on.
+        """
+        from kvedge.llama import generate
+
+        cache, held, options = self.cache, self.held, self.options
+        if len(cache) < len(held) - 1:
+            self.reading = generate(
+                self.model,
+                prompt=held[len(cache) : -1],
+                cache=cache,
+                before=held[: len(cache)],
+                max_tokens=0,
+                num_threads=options.threads,
+                precision_bits=options.precision_bits,
+                tolerance=options.tolerance,
+            )
+            next(self.reading, None)
+            if options.prompt_cache is not None:
+                with interrupts.held_back():
+                    self._save(options.prompt_cache)
+        self._is_kept = options.prompt_cache is not None
+
     def _take(self, piece: tuple[int, str]) -> None:
         token, text = piece
         self.written.append(token)
@@ -224,6 +276,9 @@ class Writer:
                 exact = min(exact, self.options.keep)
             elif exact >= len(self.saved.tokens):
                 exact = len(self.held)
+        if self._is_kept and any(_dropped(self.cache)):
+            return  # the prompt's own state is of more use than one behind an answer
+        self.cache.truncate(len(self.cache))  # an interrupt may have left layers out of step
         text = resume.SavedText(
             tokens=self.held,
             ended=self.ended,
@@ -237,6 +292,9 @@ class Writer:
     def _summary(self) -> dict[str, Any]:
         generation = self.generation
         isa = kvedge.isa_info()
+        read = [one for one in (self.reading, generation) if one is not None]
+        prompt_tokens = sum(len(one.prompt_tokens) for one in read)
+        seconds = sum(one.prompt_seconds for one in read)
         return {
             "model": self.path,
             "prompt": self.options.prompt or "",
@@ -244,11 +302,11 @@ class Writer:
             "whole_text": self.tokenizer.decode(self.tokens),
             "tokens": self.written,
             "stop_reason": self.stop_reason,
-            "prompt_tokens": 0 if generation is None else len(generation.prompt_tokens),
+            "prompt_tokens": prompt_tokens,
             "reused_tokens": self.reused,
-            "prompt_tokens_per_second": _speed(generation, "prompt_tokens_per_second"),
+            "prompt_tokens_per_second": prompt_tokens / seconds if seconds else None,
             "generated_tokens": len(self.written),
-            "tokens_per_second": _speed(generation, "tokens_per_second"),
+            "tokens_per_second": (generation and generation.tokens_per_second) or None,
             **sampling.figures(self.settings),
             "seed": self.seed if self.settings["temperature"] > 0 else None,
             "cache": cache_figures(self.cache),
@@ -291,6 +349,11 @@ _STOP_REASONS = {
 }
 
 
-def _speed(generation: Generation | None, name: str) -> float | None:
-    """Return a speed of a generation; None where nothing was measured."""
-    return (getattr(generation, name) or None) if generation is not None else None
+def _has_windows(cache: Any) -> bool:
+    """Whether layers drop what their window has left."""
+    return any(cache.window)
+
+
+def _dropped(cache: Any) -> list[int]:
+    """Tokens that each layer has dropped."""
+    return [cache.layer(index).num_dropped for index in range(cache.num_layers)]

@@ -29,7 +29,7 @@ exit codes:
   2    wrong usage: an unknown option, a value out of range
   3    not available here: a missing pip extra, backend or instruction set
   4    this model is not supported: its architecture, weight format or tokenizer
-  130  interrupted (Ctrl-C)
+  130  interrupted (Ctrl-C); 143, 129: by SIGTERM, SIGHUP
   141  whoever read the output closed it (kvedge ... | head)
 """
 

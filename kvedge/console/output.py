@@ -37,6 +37,19 @@ _LONGEST_WORD = 28
 class Output:
     """The output of one run of a command, on the process's stdout and stderr of that moment."""
 
+    def __init__(self) -> None:
+        self._bars: list[Any] = []  # progress bars that may still be shown
+        self._hid_cursor = False
+
+    def stop(self) -> None:
+        """End progress bars that are still shown, and bring the terminal's cursor back."""
+        while self._bars:
+            self._bars.pop().close()
+        if self._hid_cursor:  # an interrupt within rich may have left it so
+            with contextlib.suppress(OSError):
+                _console(sys.stderr).show_cursor(True)
+            self._hid_cursor = False
+
     def table(
         self,
         title: str,
@@ -60,6 +73,7 @@ class Output:
         stream : text file, optional
             Where to; stdout by default.
         """
+        self.stop()
         stream = sys.stdout if stream is None else stream
         title = printable(title)
         headings = [printable(column.lstrip("?>")) for column in columns]
@@ -139,6 +153,7 @@ class Output:
         if rich is None or not _console(sys.stderr).is_terminal:
             yield
             return
+        self._hid_cursor = True
         with _console(sys.stderr).status(rich.text.Text(text)):
             yield
 
@@ -146,7 +161,10 @@ class Output:
         """Iterate over ``items`` with a progress bar on stderr; without one where nobody looks."""
         if rich is None or not _console(sys.stderr).is_terminal:
             return items
-        return rich.progress.track(items, text, console=_console(sys.stderr), transient=True)
+        self._hid_cursor = True
+        bar = iter(rich.progress.track(items, text, console=_console(sys.stderr), transient=True))
+        self._bars.append(bar)
+        return bar
 
 
 def _column_widths(

@@ -8,6 +8,7 @@ from typing import Any
 from ..errors import InvalidArgumentError, MissingExtraError
 from .chat_template import ChatTemplate
 from .text_splits import text_split
+from .tokenizer import control_texts_of
 
 __all__ = ["ByteLevelBpeTokenizer"]
 
@@ -88,11 +89,21 @@ class ByteLevelBpeTokenizer:
             )
         except Exception as error:  # the library raises plain Exception
             raise InvalidArgumentError(f"the merges do not fit the vocabulary: {error}") from error
-        self._bpe = tokenizers.Tokenizer(model)
-        self._bpe.pre_tokenizer = pre.Sequence(steps)
-        self._bpe.add_special_tokens(  # they keep the ids they have in the vocabulary
-            [tokenizers.AddedToken(tokens[token], special=True) for token in sorted(spelled_ids)]
-        )
+        self._spelled = {tokens[token]: token for token in sorted(spelled_ids)}
+        self._controls = self._special | self.stop_ids
+        self._marks: tuple[ChatTemplate | None, frozenset[str] | None] = None, None
+
+        def encoder(spelled: Collection[str]) -> Any:
+            made = tokenizers.Tokenizer(model)
+            made.pre_tokenizer = pre.Sequence(steps)
+            made.add_special_tokens(  # they keep the ids they have in the vocabulary
+                [tokenizers.AddedToken(text, special=True) for text in spelled]
+            )
+            return made
+
+        self._encoder = encoder
+        self._bpe = encoder(self._spelled)
+        self._plain: tuple[frozenset[str], Any] | None = None  # without these control texts
 
         # GPT-2's alphabet: printable bytes stand for themselves, the others for the characters
         # from U+0100 on, in order
@@ -104,8 +115,22 @@ class ByteLevelBpeTokenizer:
     def __repr__(self) -> str:
         return f"ByteLevelBpeTokenizer(vocab_size={self.vocab_size}, bos_id={self.bos_id})"
 
+    @property
+    def control_texts(self) -> frozenset[str]:
+        """Texts of control tokens, which ``encode(special=False)`` takes as text."""
+        template, texts = self._marks
+        if texts is None or template is not self.chat_template:
+            texts = control_texts_of(self._spelled, self._controls, self.chat_template)
+            self._marks = self.chat_template, texts
+        return texts
+
     def encode(
-        self, text: str, *, bos: bool | None = None, space_prefix: bool | None = None
+        self,
+        text: str,
+        *,
+        bos: bool | None = None,
+        space_prefix: bool | None = None,
+        special: bool = True,
     ) -> list[int]:
         """Tokens of a text.
 
@@ -117,6 +142,9 @@ class ByteLevelBpeTokenizer:
             Begin with the BOS token. None: as the model was trained.
         space_prefix : bool, optional
             Of no effect: byte-level tokenizers put no space in front.
+        special : bool
+            Control tokens that the text spells out, such as ``<|im_end|>``, become these tokens;
+            False: they are text as any other. Say False for what others wrote.
 
         Returns
         -------
@@ -134,7 +162,7 @@ class ByteLevelBpeTokenizer:
         if bos and self.bos_id is None:
             raise InvalidArgumentError("this model has no BOS token")
         try:
-            ids: list[int] = self._bpe.encode(text).ids
+            ids: list[int] = self._bpe.encode(text).ids if special else self._as_text(text)
         except (UnicodeError, TypeError) as error:
             at = next((i for i, char in enumerate(text) if "\ud800" <= char <= "\udfff"), None)
             if at is None:
@@ -144,6 +172,23 @@ class ByteLevelBpeTokenizer:
                 "Python reads bytes that are not UTF-8"
             ) from error
         return [self.bos_id, *ids] if bos and self.bos_id is not None else ids
+
+    def _as_text(self, text: str) -> list[int]:
+        """Tokens of a text, none of them a control token."""
+        controls = self.control_texts
+        if self._plain is None or self._plain[0] != controls:
+            kept = [one for one in self._spelled if one not in controls]
+            self._plain = controls, self._encoder(kept)
+        never = {self._spelled[one] for one in controls}
+        encoded = self._plain[1].encode(text)
+        ids: list[int] = []
+        for token, (start, end) in zip(encoded.ids, encoded.offsets, strict=True):
+            if token not in never:
+                ids.append(token)
+            else:  # a word of its own, which the vocabulary holds: in two parts
+                ids += self._as_text(text[start : start + 1])
+                ids += self._as_text(text[start + 1 : end])
+        return ids
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Text of tokens; bytes that are not UTF-8 become U+FFFD."""

@@ -1,13 +1,12 @@
 """A model's chat template: how messages become the text that it was trained on.
 
-Templates are Jinja programs that come inside model files, from people nobody knows. They run in
-Jinja's sandbox, with the names that Hugging Face's ``apply_chat_template`` gives them.
+Templates are Jinja programs that come inside model files, from people nobody knows. They run in a
+sandbox that bounds memory and time (:mod:`.template_sandbox`), with the names that Hugging Face's
+``apply_chat_template`` gives them.
 """
 
 from __future__ import annotations
 
-import datetime
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -37,23 +36,24 @@ class ChatTemplate:
     @cached_property
     def _template(self) -> Any:
         try:
-            from jinja2 import TemplateError
-            from jinja2.ext import loopcontrols
-            from jinja2.sandbox import ImmutableSandboxedEnvironment
+            import jinja2  # noqa: F401  the extra
+
+            from .template_sandbox import LONGEST_SOURCE, ChatEnvironment, limited
         except ImportError as error:
             raise MissingExtraError(
                 "chat templates need the package jinja2: pip install 'kvedge[chat]'"
             ) from error
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
-        )
-        environment.filters["tojson"] = _to_json  # Jinja's own escapes for HTML
-        environment.globals["raise_exception"] = _raise
-        environment.globals["strftime_now"] = _now
+        if len(self.source) > LONGEST_SOURCE:
+            raise InvalidArgumentError(
+                f"the chat template has {len(self.source)} characters, at most {LONGEST_SOURCE}"
+            )
         try:
-            return environment.from_string(self.source)
-        except (TemplateError, RecursionError, OverflowError) as error:
-            raise InvalidArgumentError(f"the chat template is not valid Jinja: {error}") from error
+            with limited():
+                return ChatEnvironment().from_string(self.source)
+        except Exception as error:  # Jinja's own, and those of Python, which compiles what it wrote
+            raise InvalidArgumentError(
+                f"the chat template is not valid Jinja: {_message_of(error)}"
+            ) from error
 
     def render(
         self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True
@@ -75,27 +75,26 @@ class ChatTemplate:
             The template is no valid one, or refuses these messages.
         """
         template = self._template
+        from .template_sandbox import limited
+
+        given = [dict(message) for message in messages]
         try:
-            text: str = template.render(
-                messages=[dict(message) for message in messages],
-                add_generation_prompt=add_generation_prompt,
-                bos_token=self.bos_token,
-                eos_token=self.eos_token,
-            )
+            with limited(given):
+                text: str = template.render(
+                    messages=given,
+                    tools=None,
+                    documents=None,
+                    add_generation_prompt=add_generation_prompt,
+                    bos_token=self.bos_token,
+                    eos_token=self.eos_token,
+                )
         except Exception as error:  # a program's own: it may do anything that Jinja can
             raise InvalidArgumentError(
-                f"the chat template refuses the conversation: {error}"
+                f"the chat template refuses the conversation: {_message_of(error)}"
             ) from error
         return text
 
 
-def _to_json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
-
-
-def _raise(message: str) -> None:
-    raise InvalidArgumentError(message)
-
-
-def _now(format: str) -> str:
-    return datetime.datetime.now().strftime(format)
+def _message_of(error: Exception) -> str:
+    """What an error says, or what it is."""
+    return str(error) or type(error).__name__

@@ -9,14 +9,23 @@ import numpy as np
 
 from ..errors import InvalidArgumentError, NonFiniteInputError
 
-__all__ = ["Sampler"]
+__all__ = ["LLAMA_CPP_ORDER", "TRANSFORMERS_ORDER", "Sampler"]
+
+#: Steps in the order of Hugging Face transformers: the others see what temperature made.
+TRANSFORMERS_ORDER = ("penalties", "temperature", "top_k", "top_p", "min_p")
+#: In that of llama.cpp, whose names they have: temperature comes last, and adds no token.
+LLAMA_CPP_ORDER = ("penalties", "top_k", "top_p", "min_p", "temperature")
+
+
+_Step = tuple[np.ndarray, np.ndarray]
 
 
 class Sampler:
     """Picks a token id from logits.
 
-    The steps, in the order of Hugging Face transformers: bias, repeat penalty, temperature, top-k,
-    top-p, min-p. Each sees the probabilities that the one before left, scaled to add up to 1.
+    The bias comes first, then the steps of `samplers`: by default repeat penalty, temperature,
+    top-k, top-p, min-p. Each sees the probabilities that the one before left, scaled to add up
+    to 1.
 
     Parameters
     ----------
@@ -38,6 +47,11 @@ class Sampler:
         Tokens that count as seen lately; 0 for none, -1 for all.
     logit_bias : mapping of int to float, optional
         Added to the logits of these tokens; ``-inf`` forbids one.
+    samplers : sequence of str
+        The steps that are taken, in their order, by llama.cpp's names: ``"penalties"``,
+        ``"temperature"``, ``"top_k"``, ``"top_p"``, ``"min_p"``. The default is the order of
+        Hugging Face transformers; :data:`LLAMA_CPP_ORDER` has temperature last. A `temperature` of
+        0 takes the most likely token whatever they are.
 
     Raises
     ------
@@ -56,6 +70,7 @@ class Sampler:
         repeat_penalty: float = 1.0,
         repeat_last: int = 64,
         logit_bias: Mapping[int, float] | None = None,
+        samplers: Sequence[str] = TRANSFORMERS_ORDER,
     ) -> None:
         if not (np.isfinite(temperature) and temperature >= 0):
             raise InvalidArgumentError(f"temperature must be 0 or more, got {temperature}")
@@ -71,6 +86,12 @@ class Sampler:
             raise InvalidArgumentError(f"repeat_penalty must be above 0, got {repeat_penalty}")
         if repeat_last < -1:
             raise InvalidArgumentError(f"repeat_last must be -1 or more, got {repeat_last}")
+        unknown = [name for name in samplers if name not in TRANSFORMERS_ORDER]
+        if isinstance(samplers, str) or unknown or len(set(samplers)) < len(samplers):
+            raise InvalidArgumentError(
+                f"samplers must be some of {', '.join(TRANSFORMERS_ORDER)}, each once, got "
+                f"{samplers!r}"
+            )
         bias = dict(logit_bias or {})
         if any(token < 0 or np.isnan(value) or value == np.inf for token, value in bias.items()):
             raise InvalidArgumentError(
@@ -83,6 +104,7 @@ class Sampler:
         self.repeat_penalty = float(repeat_penalty)
         self.repeat_last = int(repeat_last)
         self.logit_bias = bias
+        self.samplers = tuple(samplers)
         self._rng = np.random.default_rng(seed)
 
     def __repr__(self) -> str:
@@ -119,44 +141,73 @@ class Sampler:
         """
         if not np.isfinite(logits).all():
             raise NonFiniteInputError("logits hold a NaN or an infinity")
-        logits = self._penalized(logits, seen)
+        logits = self._biased(logits)
+        tokens = np.arange(logits.size)
         if self.temperature == 0:
-            return int(np.argmax(logits))
-        # probabilities up to a constant factor; float64: a cumulative sum over 100,000 tokens
-        with np.errstate(over="ignore"):  # a temperature next to 0: -inf, whose weight is 0
-            scaled = (logits.astype(np.float64) - logits.max()) / self.temperature  # (vocab_size,)
-        weights = np.exp(scaled)
-        order = np.argsort(-weights, kind="stable")  # most likely first
-        weights = weights[order]
-        if self.top_k:
-            weights = weights[: self.top_k]
-        cumulative = np.cumsum(weights)
-        if self.top_p < 1:
-            # tokens up to and with the first whose cumulative probability reaches top_p
-            count = int(np.searchsorted(cumulative, self.top_p * cumulative[-1])) + 1
-            cumulative = cumulative[:count]
-        if self.min_p > 0:
-            count = int((weights[: cumulative.size] >= self.min_p * weights[0]).sum())
-            cumulative = cumulative[:count]
+            if "penalties" in self.samplers:
+                tokens, logits = self._penalties(tokens, logits, seen)
+            return int(tokens[np.argmax(logits)])
+        # float64: a cumulative sum over 100,000 tokens
+        tokens, scores = _most_likely_first(tokens, logits.astype(np.float64))
+        for name in self.samplers:
+            tokens, scores = getattr(self, f"_{name}")(tokens, scores, seen)
+        cumulative = np.cumsum(_weights(scores))
         drawn = np.searchsorted(cumulative, self._rng.random() * cumulative[-1], side="right")
-        return int(order[min(drawn, cumulative.size - 1)])  # the product may round up to the sum
+        return int(tokens[min(drawn, cumulative.size - 1)])  # the product may round up to the sum
 
-    def _penalized(self, logits: np.ndarray, seen: Sequence[int]) -> np.ndarray:
-        """Logits after bias and repeat penalty, a copy where they change."""
-        if self.logit_bias:
-            tokens = np.fromiter(self.logit_bias, np.int64)
-            if tokens.max() >= logits.size:
-                raise InvalidArgumentError(
-                    f"logit_bias names token {tokens.max()} of a vocabulary of {logits.size}"
-                )
-            logits = logits.copy()
-            logits[tokens] += np.fromiter(self.logit_bias.values(), np.float32)
-            if logits.max() == -np.inf:
-                raise InvalidArgumentError("logit_bias forbids every token")
-        if self.repeat_penalty != 1 and self.repeat_last != 0:
-            recent = seen if self.repeat_last == -1 else seen[-self.repeat_last :]
-            tokens = np.unique(np.asarray(recent, np.int64))
-            logits, found = logits.copy(), logits[tokens]
-            penalty = np.float32(self.repeat_penalty)
-            logits[tokens] = np.where(found > 0, found / penalty, found * penalty)
+    def _biased(self, logits: np.ndarray) -> np.ndarray:
+        """Logits with the bias, a copy where they change."""
+        if not self.logit_bias:
+            return logits
+        tokens = np.fromiter(self.logit_bias, np.int64)
+        if tokens.max() >= logits.size:
+            raise InvalidArgumentError(
+                f"logit_bias names token {tokens.max()} of a vocabulary of {logits.size}"
+            )
+        logits = logits.copy()
+        logits[tokens] += np.fromiter(self.logit_bias.values(), np.float32)
+        if logits.max() == -np.inf:
+            raise InvalidArgumentError("logit_bias forbids every token")
         return logits
+
+    # ---- steps: candidates (n,) and their scores (n,), the most likely first ---------------------
+
+    def _penalties(self, tokens: np.ndarray, scores: np.ndarray, seen: Sequence[int]) -> _Step:
+        if self.repeat_penalty == 1 or self.repeat_last == 0:
+            return tokens, scores
+        recent = seen if self.repeat_last == -1 else seen[-self.repeat_last :]
+        found = np.isin(tokens, np.asarray(recent, np.int64))
+        penalty = np.float32(self.repeat_penalty)
+        penalized = np.where(scores > 0, scores / penalty, scores * penalty)
+        return _most_likely_first(tokens, np.where(found, penalized, scores))
+
+    def _temperature(self, tokens: np.ndarray, scores: np.ndarray, seen: Sequence[int]) -> _Step:
+        # At least 1e-200: a float32 divided by it is finite, and only the likeliest is left.
+        return tokens, scores / max(self.temperature, 1e-200)
+
+    def _top_k(self, tokens: np.ndarray, scores: np.ndarray, seen: Sequence[int]) -> _Step:
+        count = self.top_k or tokens.size
+        return tokens[:count], scores[:count]
+
+    def _top_p(self, tokens: np.ndarray, scores: np.ndarray, seen: Sequence[int]) -> _Step:
+        if self.top_p == 1:
+            return tokens, scores
+        cumulative = np.cumsum(_weights(scores))
+        # tokens up to and with the first whose cumulative probability reaches top_p
+        count = int(np.searchsorted(cumulative, self.top_p * cumulative[-1])) + 1
+        return tokens[:count], scores[:count]
+
+    def _min_p(self, tokens: np.ndarray, scores: np.ndarray, seen: Sequence[int]) -> _Step:
+        count = int((_weights(scores) >= self.min_p).sum())
+        return tokens[:count], scores[:count]
+
+
+def _weights(scores: np.ndarray) -> np.ndarray:
+    """Probabilities of sorted scores, as multiples of the first."""
+    weights: np.ndarray = np.exp(scores - scores[0])
+    return weights
+
+
+def _most_likely_first(tokens: np.ndarray, scores: np.ndarray) -> _Step:
+    order = np.argsort(-scores, kind="stable")
+    return tokens[order], scores[order]

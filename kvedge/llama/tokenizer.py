@@ -1,16 +1,18 @@
 """Text to tokens and back: byte pair encoding by scores, as in SentencePiece and llama2.c.
 
 A tokenizer here is any object with `vocab_size`, `bos_id`, `stop_ids`, ``encode(text)``,
-``decode(tokens)`` and ``piece(token, previous)``; :mod:`.byte_level_bpe` has the other one.
+``decode(tokens)`` and ``piece(token, previous)``; :mod:`.byte_level_bpe` has the other one. Those
+that chat also have `control_texts`.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import struct
 from codecs import IncrementalDecoder, getincrementaldecoder
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from heapq import heappop, heappush
 from pathlib import Path
 from typing import Protocol
@@ -20,7 +22,14 @@ import numpy as np
 from ..errors import CorruptFileError, InvalidArgumentError
 from .chat_template import ChatTemplate
 
-__all__ = ["ScoredBpeTokenizer", "Tokenizer", "load_llama2c_tokenizer", "text_decoder"]
+__all__ = [
+    "ScoredBpeTokenizer",
+    "Tokenizer",
+    "any_of",
+    "control_texts_of",
+    "load_llama2c_tokenizer",
+    "text_decoder",
+]
 
 SPACE_SIGN = "\u2581"  # in SentencePiece's pieces, and in texts that come from it
 _BYTE_TOKEN = re.compile(rb"<0x([0-9A-F]{2})>")  # SentencePiece's name for a byte without a token
@@ -44,8 +53,17 @@ class Tokenizer(Protocol):
     def stop_ids(self) -> frozenset[int]:
         """Tokens that end one."""
 
+    @property
+    def control_texts(self) -> frozenset[str]:
+        """Texts of control tokens, which ``encode(special=False)`` takes as text."""
+
     def encode(
-        self, text: str, *, bos: bool | None = None, space_prefix: bool | None = None
+        self,
+        text: str,
+        *,
+        bos: bool | None = None,
+        space_prefix: bool | None = None,
+        special: bool = True,
     ) -> list[int]:
         """Tokens of a text; None means what the model was trained with."""
 
@@ -54,6 +72,24 @@ class Tokenizer(Protocol):
 
     def piece(self, token: int, previous: int | None = None) -> bytes:
         """UTF-8 bytes, perhaps not a whole character, that `token` adds after `previous`."""
+
+
+def control_texts_of(
+    spelled: Mapping[str, int], controls: Collection[int], template: ChatTemplate | None
+) -> frozenset[str]:
+    """Those of the tokens that a text can spell out which are a chat's marks, not words.
+
+    They are control tokens, those that end a text, and those that the chat template writes,
+    whatever type the model's file gives them. White space and words are none.
+    """
+    source = "" if template is None else template.source
+    return frozenset(
+        text
+        for text, token in spelled.items()
+        if token in controls
+        or (text.startswith("<|") and text.endswith("|>"))  # a template may put it together
+        or (text in source and text[:1] in "<[" and len(text) > 2)
+    )
 
 
 class ScoredBpeTokenizer:
@@ -125,9 +161,10 @@ class ScoredBpeTokenizer:
         # first of equal pieces wins; special tokens are not made from text
         self._spelled_ids = frozenset(spelled_ids)
         self._spelled = {pieces[token].decode("utf-8", "replace"): token for token in spelled_ids}
-        longest_first = sorted(filter(None, self._spelled), key=len, reverse=True)
-        self._spelled_in = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._spelled_in = any_of(frozenset(self._spelled))
         special = frozenset(special_ids)
+        self._controls = special | self.stop_ids
+        self._marks: tuple[ChatTemplate | None, frozenset[str] | None] = None, None
         self._ids: dict[bytes, int] = {}
         for token, piece in enumerate(pieces):
             if token not in special:
@@ -136,8 +173,22 @@ class ScoredBpeTokenizer:
     def __repr__(self) -> str:
         return f"ScoredBpeTokenizer(vocab_size={self.vocab_size}, bos_id={self.bos_id})"
 
+    @property
+    def control_texts(self) -> frozenset[str]:
+        """Texts of control tokens, which ``encode(special=False)`` takes as text."""
+        template, texts = self._marks
+        if texts is None or template is not self.chat_template:
+            texts = control_texts_of(self._spelled, self._controls, self.chat_template)
+            self._marks = self.chat_template, texts
+        return texts
+
     def encode(
-        self, text: str, *, bos: bool | None = None, space_prefix: bool | None = None
+        self,
+        text: str,
+        *,
+        bos: bool | None = None,
+        space_prefix: bool | None = None,
+        special: bool = True,
     ) -> list[int]:
         """Tokens of a text.
 
@@ -150,6 +201,9 @@ class ScoredBpeTokenizer:
         space_prefix : bool, optional
             Encode as if a space came before (SentencePiece's dummy prefix), unless the text is
             empty. None: as the model was trained. Say False when continuing a text.
+        special : bool
+            Control tokens that the text spells out, such as ``<end_of_turn>``, become these tokens;
+            False: they are text as any other. Say False for what others wrote.
 
         Returns
         -------
@@ -165,17 +219,20 @@ class ScoredBpeTokenizer:
         bos = self.add_bos if bos is None else bos
         space_prefix = self.add_space_prefix if space_prefix is None else space_prefix
         text = text.replace(SPACE_SIGN, " ")
-        if text and space_prefix and not self._spelled_in.match(text):
+        controls = frozenset() if special else self.control_texts
+        spelled_in = any_of(frozenset(self._spelled) - controls) if controls else self._spelled_in
+        never = frozenset(self._spelled[one] for one in controls)
+        if text and space_prefix and not spelled_in.match(text):
             text = " " + text
         found = [self.bos_id] * bos
         at = 0
-        for match in self._spelled_in.finditer(text):
-            found += [*self._encode(text[at : match.start()]), self._spelled[match[0]]]
+        for match in spelled_in.finditer(text):
+            found += [*self._encode(text[at : match.start()], never), self._spelled[match[0]]]
             at = match.end()
-        return [*found, *self._encode(text[at:])]
+        return [*found, *self._encode(text[at:], never)]
 
-    def _encode(self, text: str) -> list[int]:
-        """Tokens of a text, none of them spelled out in it."""
+    def _encode(self, text: str, never: frozenset[int] = frozenset()) -> list[int]:
+        """Tokens of a text, none of them spelled out in it; `never`: none of these."""
         ids = []
         for character in text:
             try:
@@ -185,9 +242,9 @@ class ScoredBpeTokenizer:
                 raise InvalidArgumentError(f"text holds a lone surrogate, {character!r}") from error
             token = self._ids.get(utf8)
             ids.extend([token] if token is not None else [self._byte_ids[byte] for byte in utf8])
-        return self._merge(ids)
+        return self._merge(ids, never)
 
-    def _merge(self, ids: list[int]) -> list[int]:
+    def _merge(self, ids: list[int], never: frozenset[int]) -> list[int]:
         """Join the best scored pair, the leftmost of equals, until no pair is a token.
 
         The result is that of llama2.c's loop over all pairs; a heap of candidates finds it in
@@ -201,7 +258,7 @@ class ScoredBpeTokenizer:
             if i < 0 or j >= n:
                 return
             joined = self._ids.get(self._pieces[ids[i]] + self._pieces[ids[j]])
-            if joined is not None:
+            if joined is not None and joined not in never:
                 heappush(heap, (-self._scores[joined], i, j, ids[i], ids[j], joined))
 
         for i in range(n - 1):
@@ -245,6 +302,13 @@ class ScoredBpeTokenizer:
             raise InvalidArgumentError(
                 f"token {token} is outside the vocabulary of {self.vocab_size}"
             )
+
+
+@functools.lru_cache(maxsize=8)
+def any_of(texts: frozenset[str]) -> re.Pattern[str]:
+    """Expression that finds the longest of some texts."""
+    longest_first = sorted(filter(None, texts), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
 
 def text_decoder() -> IncrementalDecoder:

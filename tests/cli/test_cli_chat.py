@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import signal
+import subprocess
 import sys
 
 import pytest
 
 import kvedge
-from kvedge.cli import main
+from kvedge.cli import interrupts, main
 from kvedge.cli.conversation import ContextFull, Conversation
 from kvedge.console import exits
 from kvedge.data import STORIES_MODEL
@@ -18,6 +20,7 @@ from kvedge.llama import ChatTemplate, LlamaModel, Sampler
 
 pytest.importorskip("jinja2")
 
+_COMMAND = [sys.executable, "-m", "kvedge", "generate", "--chat", "--chat-template"]
 # Our small model knows no roles: messages follow each other as a story would.
 PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
 # A template that shortens what was said before.
@@ -200,6 +203,15 @@ def test_a_line_that_ends_with_a_backslash_goes_on(template, monkeypatch, capsys
     assert done.out.splitlines()[0] == repr("one\ntwo")
 
 
+@pytest.mark.parametrize("source", [b"{% break %}", b"{{ 'a'|center(3000000000) }}"])
+def test_a_template_that_cannot_be_used_ends_the_chat_before_it_begins(
+    source, template, monkeypatch, capsys
+):
+    template.write_bytes(source)
+    done = chat(monkeypatch, capsys, ["x"], "--chat-template", template, code=exits.USAGE)
+    assert "the chat template" in done.err and "unexpected" not in done.err
+
+
 def test_a_model_without_a_template_says_what_to_do(monkeypatch, capsys):
     done = chat(monkeypatch, capsys, [], code=exits.FAILED)
     assert "--chat-template FILE" in done.err
@@ -272,3 +284,75 @@ def test_ctrl_c_ends_an_answer_and_not_the_chat(template, tmp_path):
     child.expect(pexpect.EOF)
     child.close()
     assert child.exitstatus == exits.OK
+
+
+# ---- whatever ends it ----------------------------------------------------------------------------
+
+
+@pytest.mark.subprocess
+def test_bytes_that_are_not_utf8_are_replaced_and_said(template, tmp_path):
+    pytest.importorskip("safetensors")
+    file = tmp_path / "talk.kv"
+    done = subprocess.run(
+        [*_COMMAND, str(template), "-n", "4", "--save-session", str(file)],
+        input=b"Once\xff upon\n Tom \xe2\x82\n",
+        capture_output=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONIOENCODING": "utf-8"},
+        timeout=100,
+    )
+    assert done.returncode == exits.OK and done.stderr.count(b"is not UTF-8") == 2
+    stored = kvedge.KVCache.load(file).metadata["conversation"]
+    said = [message["content"] for message in json.loads(stored)["messages"][::2]]
+    assert said == ["Once\ufffd upon", " Tom \ufffd"]
+
+
+@pytest.mark.subprocess
+@pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+@pytest.mark.parametrize("when", ["at the prompt", "in an answer"])
+def test_signals_that_end_a_chat_leave_its_session(name, when, template, tmp_path):
+    pytest.importorskip("safetensors")
+    file, number = tmp_path / "talk.kv", getattr(signal, name)
+    forever = ["-n", "-1", "--on-full", "shift", "--logit-bias", "1-inf", "--logit-bias", "2-inf"]
+    child = subprocess.Popen(
+        [*_COMMAND, str(template), "--save-session", str(file)]
+        + (["-n", "4"] if when == "at the prompt" else forever),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),
+    )
+    with child:
+        child.stdin.write(b"Once upon a time\n")
+        child.stdin.flush()
+        while b"there" not in child.stdout.read1():  # not before the answer has begun
+            pass
+        child.send_signal(number)
+        child.stdin.close()
+        child.stdout.read()
+        assert child.wait(60) == 128 + number or when == "at the prompt"
+    assert "Once upon a time" in kvedge.KVCache.load(file).metadata["conversation"]
+
+
+def test_an_error_in_a_chat_leaves_its_session(template, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("safetensors")
+    file = tmp_path / "talk.kv"
+
+    def fails(self):
+        raise MemoryError
+
+    arguments = ("--chat-template", template, "-n", 4, "--save-session", file)
+    chat(monkeypatch, capsys, ["Once", "/undo", "Tom", "/stats"], *arguments)
+    file.unlink()
+    monkeypatch.setattr("kvedge.cli.chat._Chat.stats", fails)
+    chat(monkeypatch, capsys, ["Once", "/stats"], *arguments, code=exits.FAILED)
+    assert file.exists()
+
+
+def test_a_signal_during_a_save_waits_for_it():
+    done = []
+    with pytest.raises(interrupts.Terminated), interrupts.as_interrupts():
+        with interrupts.held_back():
+            signal.raise_signal(signal.SIGTERM)
+            done.append("saved")
+    assert done == ["saved"]

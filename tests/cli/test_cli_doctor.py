@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -108,3 +111,29 @@ def test_the_table_ends_with_the_verdict(this_path_alone, capsys):
     assert main(["doctor"]) == exits.OK
     text = capsys.readouterr().out
     assert "kvedge works here" in text and "stored bytes" in text
+
+
+@pytest.mark.subprocess
+@pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+@pytest.mark.parametrize("command", [["doctor"], ["eval"], ["bench", "decode"]], ids=" ".join)
+def test_a_signal_gives_the_terminal_its_cursor_back(command, name):
+    pexpect = pytest.importorskip("pexpect")
+    pytest.importorskip("rich")
+    number = getattr(signal, name)
+    handler = signal.default_int_handler if name == "SIGINT" else signal.SIG_DFL
+    child = pexpect.spawn(
+        sys.executable,
+        ["-m", "kvedge", *command],
+        env={**os.environ, "TERM": "xterm", "PYTHONPATH": os.pathsep.join(sys.path)},
+        timeout=60,
+        encoding="utf-8",
+        preexec_fn=lambda: signal.signal(number, handler),
+    )
+    child.expect_exact("\x1b[?25l")  # hidden, while something moves
+    child.kill(number)
+    child.expect(pexpect.EOF)
+    child.close()
+    assert child.exitstatus in (130, 128 + number)
+    assert "\x1b[?25h" in child.before
+    assert child.before.rfind("\x1b[?25h") > child.before.rfind("\x1b[?25l")

@@ -16,7 +16,7 @@ import kvedge
 from kvedge.cli import compare, main, resume
 from kvedge.console import exits, output
 from kvedge.data import STORIES_MODEL, STORIES_TOKENIZER
-from kvedge.llama import LlamaModel
+from kvedge.llama import LlamaModel, Sampler
 
 # llama2.c's known output for this model, greedy
 BEGINNING = (
@@ -494,6 +494,59 @@ def test_after_a_shift_a_prompt_cache_holds_only_what_a_fresh_run_would(session,
     assert report["tokens"] == alone["tokens"]
 
 
+# Longer than what a window of 8 keeps besides.
+LONG = "Once upon a time there was a big dog in the park. Tom saw a red ball and a cat." * 3
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 40])
+@pytest.mark.parametrize("windows", ["8", "0,8,0,8,8"])
+def test_a_prompt_cache_with_windows_serves_its_own_prompt(n, windows, session, capsys):
+    arguments = ("--window", windows, "-n", n)
+    read = len(LlamaModel.from_file(STORIES_MODEL).tokenizer.encode(LONG))
+    alone = _generate(capsys, "-p", LONG, *arguments)
+    for reused in (0, read - 1, read - 1):
+        found = _generate(capsys, "-p", LONG, *arguments, "--prompt-cache", session)
+        assert found["reused_tokens"] == reused and found["tokens"] == alone["tokens"]
+        assert reused + found["prompt_tokens"] == read - (n == 0)
+    longer = LONG + " Then"
+    found = _generate(capsys, "-p", longer, *arguments, "--prompt-cache", session)
+    assert found["reused_tokens"] == read - 1
+    assert found["tokens"] == _generate(capsys, "-p", longer, *arguments)["tokens"]
+
+
+def test_a_cache_whose_windows_have_moved_on_is_said_and_read_anew(session, capsys):
+    arguments = ("--window", 8, "-n", 4)
+    for text in (LONG, LONG + LONG):  # the second drops what the first had
+        _generate(capsys, "-p", text, *arguments, "--prompt-cache", session)
+    other = LONG[:30]
+    command = ["generate", "-p", other, *arguments, "--prompt-cache", session]
+    assert main([str(one) for one in command]) == exits.OK
+    assert "windows have moved on" in capsys.readouterr().err
+    found = _generate(capsys, "-p", other, *arguments, "--prompt-cache", session)
+    assert found["reused_tokens"] > 0
+    assert found["tokens"] == _generate(capsys, "-p", other, *arguments)["tokens"]
+
+
+def test_a_session_that_was_interrupted_behind_a_token_goes_on(session, capsys, monkeypatch):
+    draw = Sampler.__call__
+    monkeypatch.setattr(
+        Sampler, "__call__", lambda self, logits, seen: _third(draw, self, logits, seen)
+    )
+    arguments = ("--window", 8, "-p", LONG, "-n", 9)
+    _generate(capsys, *arguments, "--save-session", session, code=exits.INTERRUPTED)
+    monkeypatch.undo()
+    more = _generate(capsys, "--load-session", session, "-n", 7)
+    assert more["whole_text"] == _generate(capsys, *arguments)["whole_text"]
+
+
+def _third(draw, sampler, logits, seen):
+    """Draw a token, but for the third."""
+    sampler.drawn = getattr(sampler, "drawn", 0) + 1
+    if sampler.drawn == 3:
+        raise KeyboardInterrupt
+    return draw(sampler, logits, seen)
+
+
 # ---- a full context ------------------------------------------------------------------------------
 
 
@@ -555,6 +608,24 @@ def test_a_forbidden_token_does_not_come(capsys):
     assert report["logit_bias"] == {str(first[0]): None}
     forced = _generate(capsys, "-n", 3, "--logit-bias", f"{first[3]}+100")
     assert forced["tokens"] == [first[3]] * 3
+
+
+def test_samplers_are_those_of_llama_cpp_unless_said_otherwise(session, capsys):
+    hot = ("-n", 30, "--temp", 3, "--top-p", 0.3, "--seed", 5)
+    first = _generate(capsys, *hot)
+    assert first["samplers"] == ["penalties", "top_k", "top_p", "min_p", "temperature"]
+    other = _generate(capsys, *hot, "--samplers", "temp;nucleus", "--save-session", session)
+    assert other["samplers"] == ["temperature", "top_p"] and other["text"] != first["text"]
+    assert _generate(capsys, "--load-session", session)["samplers"] == other["samplers"]
+    for wrong in ("typ_p", "top_k;", "top_k;top-k", ""):
+        assert "sampler" in _fails(capsys, "--samplers", wrong, code=exits.USAGE)
+    assert main(["generate", "-n", "1", "--temp", "1", "--samplers", "temp", "--top-k", "3"]) == 0
+    assert "--samplers does not name top_k" in capsys.readouterr().err
+
+
+def test_a_session_without_an_order_was_drawn_in_that_of_transformers():
+    saved = resume._settings({"temperature": 1.0, "top_p": 0.5})
+    assert saved["samplers"] == ("penalties", "temperature", "top_k", "top_p", "min_p")
 
 
 def test_top_k_of_one_is_greedy_and_a_penalty_changes_the_text(capsys):

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 import kvedge
 from kvedge.llama import Sampler
+from kvedge.llama.sampling import LLAMA_CPP_ORDER, TRANSFORMERS_ORDER
 from kvedge.llama.text_stream import TextStream
 
 LOGITS = np.log(np.array([0.5, 0.25, 0.15, 0.1], np.float32))
@@ -27,6 +28,9 @@ def drawn(logits=LOGITS, seen=(), **options):
         ({"top_k": 3, "top_p": 0.55}, {0}),  # 0.5 of the 0.9 that top-k leaves is 0.556
         ({"top_p": 0.55}, {0, 1}),
         ({"logit_bias": {0: -np.inf, 3: 1.0}}, {1, 2, 3}),
+        ({"top_k": 2, "samplers": ()}, {0, 1, 2, 3}),
+        ({"top_k": 2, "top_p": 0.6, "samplers": ("top_k", "top_p")}, {0}),  # 0.5 of 0.75
+        ({"top_k": 2, "top_p": 0.6, "samplers": ("top_p", "top_k")}, {0, 1}),
     ],
     ids=str,
 )
@@ -98,6 +102,34 @@ def test_probabilities_are_those_of_transformers(seed):
     counts = np.bincount([sampler(logits, seen) for _ in range(4000)], minlength=40)
     assert set(np.flatnonzero(counts)) <= set(np.flatnonzero(expected))
     np.testing.assert_allclose(counts / 4000, expected, atol=5 * np.sqrt(0.25 / 4000))
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.5, 4.0])
+def test_in_llama_cpps_order_temperature_adds_no_token(temperature):
+    options = {"top_p": 0.7, "min_p": 0.4}
+    for samplers, at in ((LLAMA_CPP_ORDER, 1.0), (TRANSFORMERS_ORDER, temperature)):
+        seen = {
+            Sampler(temperature, seed=seed, samplers=samplers, **options)(LOGITS)
+            for seed in range(300)
+        }
+        p = np.exp(LOGITS.astype(float) / at)
+        p /= p.sum()
+        kept = int(np.searchsorted(np.cumsum(p), 0.7)) + 1
+        assert seen == {token for token in range(kept) if p[token] >= 0.4 * p[0]}
+
+
+def test_a_late_penalty_sorts_what_is_left_anew():
+    samplers = ("top_k", "penalties", "top_p", "temperature")
+    late = Sampler(
+        1.0, seed=0, top_k=2, top_p=0.1, repeat_penalty=9.0, repeat_last=-1, samplers=samplers
+    )
+    assert {late(np.array([2.0, 1.5, 1.4], np.float32), [0]) for _ in range(50)} == {1}
+
+
+@pytest.mark.parametrize("samplers", [("typ_p",), ("top_k", "top_k"), "top_k"], ids=str)
+def test_unknown_samplers_are_refused(samplers):
+    with pytest.raises(kvedge.InvalidArgumentError, match="samplers must be some of penalties"):
+        Sampler(1.0, samplers=samplers)
 
 
 class Bytes:
