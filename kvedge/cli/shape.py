@@ -162,7 +162,8 @@ def _planned_from_model(path: str) -> Planned:
 
     config, memory, remarks = read_footprint(path)
     here_first = sorted(memory.values(), key=lambda one: one.backend != kvedge.backend)
-    shape = replace(_shape_of(Path(path).name, config), notes=tuple(remarks))
+    shape = _shape_of(Path(path).name, config)
+    shape = replace(shape, notes=(*shape.notes, *remarks))
     return Planned(shape, _size_of_files(path), "the file", tuple(here_first))
 
 
