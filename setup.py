@@ -123,7 +123,6 @@ class OptionalBuildExt(build_ext):
         # Glue: -O3 gains nothing measurable in it, and takes a fiftieth of the wheel; -Os costs 5%.
         glue = {"-O3": "-O2"}
         ext.extra_compile_args = [glue.get(word, word) for word in ext.extra_compile_args]
-        ext.extra_compile_args.append("-fno-asynchronous-unwind-tables")
         library.unlink(missing_ok=True)
         if library.suffix == ".a":
             self.compiler.create_static_lib(objects, "kvedge", output_dir=str(library.parent))
@@ -247,6 +246,7 @@ def extensions():
         depends=files("csrc/**/*.h", "kvedge/**/*.px[di]", "csrc/arithmetic.flags", "setup.py"),
         define_macros=macros,
         # -fno-wrapv: Python's own flags let integers wrap, which makes index arithmetic slower.
+        # No C++ exception passes through C: without tables to unwind, the wheel has 25 KB less.
         extra_compile_args=[
             "-std=c11",
             "-O3",
@@ -254,6 +254,7 @@ def extensions():
             "-fvisibility=hidden",
             "-g0",
             "-pthread",
+            *(["-fno-asynchronous-unwind-tables"] * ELF),
             "-iquotecsrc",  # before folders in CPPFLAGS, which may have another kvedge.h
             *last,
         ],

@@ -4,12 +4,17 @@ import copy
 
 import numpy as np
 import pytest
-import torch
-import transformers
-from tiny_models import VOCABULARY, prompt, reference_model, tiny_model
+from tiny_models import (
+    VOCABULARY,
+    KvedgeCache,
+    prompt,
+    reference_model,
+    tiny_model,
+    torch,
+    transformers,
+)
 
 from kvedge import errors
-from kvedge.transformers import KvedgeCache
 
 pytestmark = pytest.mark.extras
 
