@@ -14,7 +14,7 @@ from kvedge.core.checks import FLOAT32_MAX
 from kvedge.core.config import MAX_KV_HEADS, as_int
 from kvedge.core.float_mode import in_default_mode
 from kvedge.core.memory import memory_for
-from kvedge.core.options import as_mask, takes_options_of
+from kvedge.core.options import as_mask, default_scale, takes_options_of
 from kvedge.core.replacing import check_target
 from kvedge.core.types import Array, Floats, Layout
 from kvedge.errors import InvalidArgumentError, NonFiniteInputError, ShapeMismatchError
@@ -233,13 +233,14 @@ class MultiHeadKvCache:
         """
         rows, _ = checks.as_query(_stacked(query, "query"), self._layer._config, many=False)
         self._check_query_heads(rows)
-        factor = rows.shape[2] ** -0.5 if scale is None else checks.as_float(scale, "scale")
+        factor = default_scale(rows.shape[2]) if scale is None else checks.as_float(scale, "scale")
         turned = self._turned(rows)
         if self._sketch is None or self._sketches is None:
             return self._layer.scores(_flat(turned)[0], scale=factor)
         with self._lock:
             scores = self._layer.scores(_flat(turned)[0], scale=factor)
-            return scores + factor * self._sketch.corrections(turned, self._sketches)[:, 0]
+            bias = self._sketch.corrections(turned, self._sketches)[:, 0]
+            return np.asarray(scores + np.float32(factor) * bias)
 
     @takes_options_of(LayerCore.attend)
     @in_default_mode
@@ -292,7 +293,9 @@ class MultiHeadKvCache:
         if not len(self._layer):
             return options  # refused below, in the words of all layers
         scale = options.get("scale")
-        factor = turned.shape[3] ** -0.5 if scale is None else checks.as_float(scale, "scale")
+        factor = (
+            default_scale(turned.shape[3]) if scale is None else checks.as_float(scale, "scale")
+        )
         bias = self._sketch.corrections(turned, self._sketches)
         bias *= np.float32(factor)
         if options.get("mask") is not None:

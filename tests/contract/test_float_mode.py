@@ -18,6 +18,7 @@ import pytest
 
 import kvedge
 from kvedge.core.formats import DTYPES, IN_RUNS
+from kvedge.core.options import default_scale
 
 FLUSHES, ROUNDS_UP, ROUNDS_DOWN = "denormals are zeros", "rounds up", "rounds down"
 _X86 = platform.machine() in ("x86_64", "AMD64")
@@ -123,9 +124,12 @@ def made_around_layers(rows: np.ndarray, queries: np.ndarray) -> list[np.ndarray
 @pytest.mark.parametrize("name", [FLUSHES, ROUNDS_UP, ROUNDS_DOWN])
 def test_what_is_computed_around_layers_does_not_depend_on_the_mode(name: str) -> None:
     rows = small_rows("float32")
+    of_dims = [default_scale(dim) for dim in range(1, 200)]
+    default_scale.cache_clear()
     queries = np.random.default_rng(4).standard_normal((9, 4, 64)).astype(np.float32)
     expected = made_around_layers(rows, queries)
     with mode(name):
         got = made_around_layers(rows, queries)
+        assert of_dims == [default_scale(dim) for dim in range(1, 200)]
     for one, other in zip(expected, got, strict=True):
         assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
