@@ -17,6 +17,7 @@ from kvedge.core.checks import (
     check_finite,
     describe,
 )
+from kvedge.core.float_mode import in_default_mode
 from kvedge.core.memory import memory_for
 from kvedge.core.types import Array
 from kvedge.errors import InvalidArgumentError, NonFiniteInputError, ShapeMismatchError
@@ -139,6 +140,7 @@ def merge_attention(
     return merged, rounded(whole, np.empty(shape[:-1], np.float32))
 
 
+@in_default_mode
 def merged_parts(
     outs: Sequence[np.ndarray] | np.ndarray, lses: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -192,6 +194,7 @@ def _check_part(i: int, part: np.ndarray, lse: np.ndarray, shape: tuple[int, ...
     check_finite(part[lse > -np.inf], f"outs[{i}], where its lse is finite,")
 
 
+@in_default_mode
 def rounded(exact: np.ndarray, out: np.ndarray) -> np.ndarray:
     """Float64 to float32, without denormal numbers as everything that leaves attention."""
     exact[np.abs(exact) < FLOAT32_TINY] = 0.0

@@ -6,7 +6,7 @@ import weakref
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -55,7 +55,7 @@ def _layer_text(config: LayerConfig) -> str:
     return text if config.window is None else f"{text} in a window of {config.window}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # slots=True would bring a __setstate__ of its own, in Python 3.10
 class LayerContents:
     """The tokens of one layer as they are stored, with nothing of the memory beyond them."""
 
@@ -67,6 +67,14 @@ class LayerContents:
     num_dropped: int = 0  # tokens before the first of these
     parts: tuple[PartContents, ...] = ()  # first and last tokens in another format, if some are
     turns: Turns | None = None  # what keys are still to be turned by, if they are
+
+    def __getstate__(self) -> list[Any]:
+        return [getattr(self, field.name) for field in fields(self)]
+
+    def __setstate__(self, state: list[Any]) -> None:
+        # That of an older version lacks the last fields, which have defaults.
+        for field, value in zip(fields(self), state, strict=False):
+            object.__setattr__(self, field.name, value)
 
     @property
     def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

@@ -39,8 +39,18 @@ cdef extern from *:
       return dladdr((void *)kvedge_version, &info) ? info.dli_fname : NULL;
     }
     #endif
+    #include "system/float_mode.h"
+    static float nearest_float(double number) { /* whatever the mode of the process */
+      volatile double given = number;
+      volatile float nearest;
+      const uint32_t before = kvedge_take_default_mode();
+      nearest = (float)given;
+      kvedge_give_back_mode(&before);
+      return nearest;
+    }
     """
     const char *library_file()
+    float nearest_float(double number)
 
 
 def built_from():
@@ -821,7 +831,7 @@ cdef class _LayerCore:
         cdef cnp.npy_intp shape[2]
         cdef int64_t first_row, length
         cdef kvedge_status status
-        cdef float c_scale = NAN if scale is None else checks.as_float(scale, "scale")
+        cdef float c_scale = NAN if scale is None else nearest_float(checks.as_float(scale, "scale"))
         if not self._is_query(query) or (<cnp.ndarray>query).ndim != 2:
             query = np.ascontiguousarray(checks.as_query(query, self._config, many=False)[0][0])
         if self._precise is not None or self._turns is not None:
@@ -849,7 +859,7 @@ cdef class _LayerCore:
         cdef _LayerCore layer
         cdef _Handle handle
         cdef int64_t first_row, num_tokens
-        cdef float c_scale = NAN if scale is None else checks.as_float(scale, "scale")
+        cdef float c_scale = NAN if scale is None else nearest_float(checks.as_float(scale, "scale"))
         cdef float *query_data
         cdef int num_heads = <int>(<cnp.ndarray>query).shape[0]
         cdef kvedge_status status
@@ -888,16 +898,16 @@ cdef bint _fill_plain(
         factor = scale
         if not -FLT_MAX <= factor <= FLT_MAX:
             return False
-        c.scale = <float>factor
+        c.scale = nearest_float(factor)
     if window is not None:
         if type(window) is not int or window < 1:
             return False
         if window < length:  # else it hides nothing, which is none
             c.window = window
     if tolerance is not _NO_TOLERANCE:
-        if type(tolerance) is not float or not 0 <= <float><double>tolerance < 1:
+        if type(tolerance) is not float or not 0 <= nearest_float(tolerance) < 1:
             return False
-        c.tolerance = <float><double>tolerance
+        c.tolerance = nearest_float(tolerance)
     if num_threads is not None:
         if type(num_threads) is not int or not 1 <= num_threads <= _MAX_THREADS:
             return False
@@ -909,14 +919,14 @@ cdef _fill(kvedge_attention_options *c, options):
     """AttendOptions as C takes them; `options` keeps the arrays alive. Of a batch's mask the first layer's part."""
     cdef int i, batch
     kvedge_attention_defaults(c)
-    c.scale = options.scale
+    c.scale = nearest_float(options.scale)
     c.causal = options.causal
     c.window = options.window
     c.sink_tokens = options.sink_tokens
-    c.softcap = options.softcap
+    c.softcap = nearest_float(options.softcap)
     c.start = options.start
     c.precision_bits = options.precision_bits
-    c.tolerance = options.tolerance
+    c.tolerance = nearest_float(options.tolerance)
     if options.sink_logits is not None:
         c.sink_logits = _floats(options.sink_logits)
     if options.alibi_slopes is not None:

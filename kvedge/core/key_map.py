@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvedge.core.float_mode import in_default_mode
+
 __all__ = [
     "FIRST_TOKENS",
     "LEAST_TOKENS",
@@ -57,6 +59,7 @@ class KeyMap(NamedTuple):
         """Whether keys are stored alike."""
         return all(map(same_vector, self, other))
 
+    @in_default_mode
     def to_stored(self, keys: np.ndarray) -> np.ndarray:
         """Keys (n, H, D) as they are encoded, rounded as C rounds them; perhaps infinite."""
         with np.errstate(all="ignore"):
@@ -64,6 +67,7 @@ class KeyMap(NamedTuple):
                 keys = keys - self.offset
             return keys if self.scale is None else np.asarray(keys / self.scale)
 
+    @in_default_mode
     def from_stored(self, rows: np.ndarray) -> np.ndarray:
         """Decoded rows (n, H, D), float32 or float64, as keys; perhaps infinite."""
         with np.errstate(all="ignore"):
@@ -119,6 +123,7 @@ class KeyRule(NamedTuple):
         )
 
 
+@in_default_mode
 def key_offset_of(keys: np.ndarray) -> np.ndarray:
     """The offset for keys like these: their mean in the channels whose range that halves.
 
@@ -140,6 +145,7 @@ def key_offset_of(keys: np.ndarray) -> np.ndarray:
         )
 
 
+@in_default_mode
 def key_scale_of(keys: np.ndarray, *, powers_of_two: bool = False) -> np.ndarray:
     """The scale for keys like these: how much larger a channel is than the median, at least 1.
 

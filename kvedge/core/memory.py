@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvedge.core.config import FLOAT32_MAX, LayerConfig
+from kvedge.core.float_mode import in_default_mode
 from kvedge.core.formats import Format
 from kvedge.core.kivi import RUN
 from kvedge.core.rows import RowShape
@@ -115,6 +116,7 @@ def rows_of(slabs: Sequence[np.ndarray], config: LayerConfig, start: int, stop: 
     return Slabs(*(slab[start // n : stop // n] for slab, n in zip(slabs, of_rows, strict=True)))
 
 
+@in_default_mode
 def clamp(rows: np.ndarray, out: np.ndarray) -> np.ndarray:
     """Write decoded rows to `out`, with what rounding took past float32's range at its ends."""
     return np.clip(rows, -FLOAT32_MAX, FLOAT32_MAX, out=out)

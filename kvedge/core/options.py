@@ -6,6 +6,7 @@ import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -21,6 +22,7 @@ from kvedge.core.checks import (
     as_start,
     as_vector,
 )
+from kvedge.core.float_mode import in_default_mode
 from kvedge.errors import InvalidArgumentError, NonFiniteInputError, ShapeMismatchError
 
 MAX_THREADS = 1024
@@ -46,6 +48,13 @@ def takes_options_of(attend: Callable[..., Any]) -> Callable[[_Function], _Funct
         return function
 
     return show
+
+
+@lru_cache
+@in_default_mode
+def default_scale(head_dim: int) -> float:
+    """The factor of the dot products, where none is given."""
+    return 1.0 / math.sqrt(head_dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +136,7 @@ class AttendOptions:
             raise ShapeMismatchError(
                 f"a causal query is for the last tokens stored: {n_rows} rows against {length}"
             )
-        scale = 1.0 / math.sqrt(head_dim) if scale is None else as_float(scale, "scale")
+        scale = default_scale(head_dim) if scale is None else as_float(scale, "scale")
         options: dict[str, Any] = {}
         if window is not None or sink_tokens.__class__ is not int or sink_tokens:
             options.update(_window(window, sink_tokens, causal, length))

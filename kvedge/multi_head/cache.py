@@ -12,8 +12,9 @@ import numpy as np
 from kvedge.core import arrays, checks, memory, registry
 from kvedge.core.checks import FLOAT32_MAX
 from kvedge.core.config import MAX_KV_HEADS, as_int
+from kvedge.core.float_mode import in_default_mode
 from kvedge.core.memory import memory_for
-from kvedge.core.options import as_mask, takes_options_of
+from kvedge.core.options import as_mask, default_scale, takes_options_of
 from kvedge.core.replacing import check_target
 from kvedge.core.types import Array, Floats, Layout
 from kvedge.errors import InvalidArgumentError, NonFiniteInputError, ShapeMismatchError
@@ -80,6 +81,7 @@ class MultiHeadKvCache:
         self._num_query_heads = checks.as_num_query_heads(num_query_heads, num_heads)
         self._open(config, _new_layer(num_heads, config))
 
+    @in_default_mode
     def _open(self, config: KvCacheConfig, layer: LayerMethods) -> None:
         """Be an empty cache over an empty layer."""
         self._kv_config = config
@@ -133,6 +135,7 @@ class MultiHeadKvCache:
         self._append(keys, values, True, layout)
 
     @memory_for("the rotated rows of a cache")
+    @in_default_mode
     def _append(self, keys: Any, values: Any, many: bool, layout: str) -> None:
         layer = self._layer
         keys, values = checks.checked_rows(
@@ -208,6 +211,7 @@ class MultiHeadKvCache:
 
     # ---- reading ---------------------------------------------------------------------------------
 
+    @in_default_mode
     def attention_scores(self, query: Array, *, scale: float | None = None) -> Floats:
         """Scaled logits of one token's queries, before any softmax.
 
@@ -229,15 +233,17 @@ class MultiHeadKvCache:
         """
         rows, _ = checks.as_query(_stacked(query, "query"), self._layer._config, many=False)
         self._check_query_heads(rows)
-        factor = rows.shape[2] ** -0.5 if scale is None else checks.as_float(scale, "scale")
+        factor = default_scale(rows.shape[2]) if scale is None else checks.as_float(scale, "scale")
         turned = self._turned(rows)
         if self._sketch is None or self._sketches is None:
             return self._layer.scores(_flat(turned)[0], scale=factor)
         with self._lock:
             scores = self._layer.scores(_flat(turned)[0], scale=factor)
-            return scores + factor * self._sketch.corrections(turned, self._sketches)[:, 0]
+            bias = self._sketch.corrections(turned, self._sketches)[:, 0]
+            return np.asarray(scores + np.float32(factor) * bias)
 
     @takes_options_of(LayerCore.attend)
+    @in_default_mode
     def attend(
         self,
         query: Array,
@@ -287,7 +293,9 @@ class MultiHeadKvCache:
         if not len(self._layer):
             return options  # refused below, in the words of all layers
         scale = options.get("scale")
-        factor = turned.shape[3] ** -0.5 if scale is None else checks.as_float(scale, "scale")
+        factor = (
+            default_scale(turned.shape[3]) if scale is None else checks.as_float(scale, "scale")
+        )
         bias = self._sketch.corrections(turned, self._sketches)
         bias *= np.float32(factor)
         if options.get("mask") is not None:
@@ -312,6 +320,7 @@ class MultiHeadKvCache:
         return self._turned_back(self._layer.values())
 
     @memory_for("the decoded rows of a cache")
+    @in_default_mode
     def _turned_back(self, rows: np.ndarray) -> np.ndarray:
         for at in _pieces(rows):
             back = self._rotation.undo(rows[at][:, :, np.newaxis])[:, :, 0]

@@ -10,7 +10,7 @@ from counted import CountedCalls
 from support import cache_content, normal, refuses
 
 from kvedge import KVCache, KvCacheSnapshot, Rope, errors
-from kvedge.snapshot import OverwriteLog
+from kvedge.snapshot import LayerContents, OverwriteLog
 
 L, H, D = 2, 2, 8
 
@@ -388,6 +388,19 @@ def test_a_detached_snapshot_pickles(cache, dtype, rng):
     other = KVCache(L, H, D, dtype=dtype)
     other.restore(detached)
     assert cache_content(other) == cache_content(cache)
+
+
+def test_pickles_of_versions_with_fewer_fields_open(cache, rng, monkeypatch):
+    step(cache, rng, 5)
+    state = LayerContents.__getstate__
+    monkeypatch.setattr(LayerContents, "__getstate__", lambda self: state(self)[:-1])
+    old = pickle.dumps((cache, cache.snapshot().detach()))
+    monkeypatch.undo()
+    again, detached = pickle.loads(old)
+    assert cache_content(again) == cache_content(cache)
+    again.clear()
+    again.restore(detached)
+    assert cache_content(again) == cache_content(cache)
 
 
 def test_an_attached_snapshot_does_not_pickle_into_a_foreign_cache(cache, rng):

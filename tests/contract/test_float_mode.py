@@ -18,14 +18,16 @@ import pytest
 
 import kvedge
 from kvedge.core.formats import DTYPES, IN_RUNS
+from kvedge.core.options import default_scale
 
-FLUSHES, ROUNDS_UP = "denormals are zeros", "rounds up"
+FLUSHES, ROUNDS_UP, ROUNDS_DOWN = "denormals are zeros", "rounds up", "rounds down"
 _X86 = platform.machine() in ("x86_64", "AMD64")
 # The word of fenv_t (glibc) that holds the mode, and its bits.
 _WORD = 7 if _X86 else 0
 _BITS = {
     FLUSHES: 0x8040 if _X86 else 1 << 24,
     ROUNDS_UP: 0x4000 if _X86 else 1 << 22,
+    ROUNDS_DOWN: 0x2000 if _X86 else 1 << 23,
 }
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"),
@@ -88,3 +90,46 @@ def test_bytes_and_numbers_do_not_depend_on_the_mode_of_the_process(dtype: str, 
         got = made_of(dtype, rows, query)
     for one, other in zip(expected, got, strict=True):
         assert one.tobytes() == other.tobytes()
+
+
+def made_around_layers(rows: np.ndarray, queries: np.ndarray) -> list[np.ndarray]:
+    """What NumPy and the options of a call have a part in."""
+    made = []
+    for dtype in ("int8", "int4"):
+        codes, scales = kvedge.quantize_rows(rows[0], dtype)
+        made += [codes, scales, kvedge.dequantize_rows(codes, scales, dtype)]
+        cache = kvedge.KVCache(1, 2, 64, dtype=dtype, key_scale="auto", recent=8, sinks=4)
+        cache.append(0, *rows)
+        cache.advance(96)
+        layer = cache.layer(0)
+        made += [layer.key_scale, layer.key_codes, layer.keys(), layer.scores(queries[0])]
+        made += [
+            layer.attend(queries, scale=1e-3, softcap=0.3),
+            layer.scores(queries[0], scale=0.3),
+        ]
+        pages = kvedge.PagedKvCache(kvedge.KvBlockPool(8, 16, 1, 2, 64, dtype))
+        sequence = pages.new_sequence()
+        pages.append(sequence, 0, *rows)
+        pages.advance(sequence, 96)
+        made += [pages.k(sequence, 0), pages.v(sequence, 0)]
+    for projections in (0, 32):
+        heads = kvedge.MultiHeadKvCache(2, kvedge.KvCacheConfig(64, 3, projections))
+        heads.extend(*rows)
+        made += [heads.key_codes, heads.key_scales, heads.decode_keys(), heads.decode_values()]
+        made += [heads.attend(queries), heads.attention_scores(queries[0])]
+    lses = -np.arange(384, dtype=np.float32).reshape(2, 96, 2) / 4
+    return made + list(kvedge.merge_attention(rows, lses, return_lse=True))
+
+
+@pytest.mark.parametrize("name", [FLUSHES, ROUNDS_UP, ROUNDS_DOWN])
+def test_what_is_computed_around_layers_does_not_depend_on_the_mode(name: str) -> None:
+    rows = small_rows("float32")
+    of_dims = [default_scale(dim) for dim in range(1, 200)]
+    default_scale.cache_clear()
+    queries = np.random.default_rng(4).standard_normal((9, 4, 64)).astype(np.float32)
+    expected = made_around_layers(rows, queries)
+    with mode(name):
+        got = made_around_layers(rows, queries)
+        assert of_dims == [default_scale(dim) for dim in range(1, 200)]
+    for one, other in zip(expected, got, strict=True):
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()

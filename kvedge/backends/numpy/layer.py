@@ -16,7 +16,7 @@ from kvedge.core.formats import Format
 from kvedge.core.key_map import NO_MAP, KeyMap
 from kvedge.core.kivi import RUN
 from kvedge.core.memory import Held, Slabs, clamp
-from kvedge.core.options import AttendOptions, takes_options_of
+from kvedge.core.options import AttendOptions, default_scale, takes_options_of
 from kvedge.core.rows import RowShape
 from kvedge.core.types import Array, Floats, Layout
 from kvedge.layer_core import LayerCore, document
@@ -274,7 +274,7 @@ class _LayerCore(LayerCore):
 
     def scores(self, query: Array, *, scale: float | None = None) -> Floats:
         rows, _ = checks.as_query(query, self._config, many=False)
-        scale = rows.shape[2] ** -0.5 if scale is None else checks.as_float(scale, "scale")
+        scale = default_scale(rows.shape[2]) if scale is None else checks.as_float(scale, "scale")
         return attention.scores(self._stored(self._held()), rows, scale)
 
     def _stored(self, held: Held) -> attention.Stored:
