@@ -11,7 +11,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from ..errors import CorruptFileError, InvalidArgumentError, UnsupportedModelError
+from ..errors import (
+    CorruptFileError,
+    InvalidArgumentError,
+    NonFiniteInputError,
+    UnsupportedModelError,
+)
 from ..rope import Rope
 from .config import LlamaConfig, rope_frequencies
 from .gguf_fields import not_understood
@@ -121,8 +126,10 @@ class GgufConfig:
         dim = self._arch("embedding_length", int)
         num_layers = self._num_layers()
         num_heads = self._arch("attention.head_count", int)
-        if num_heads < 1:
-            raise CorruptFileError(f"{self._path}: the model has {num_heads} heads")
+        if num_heads < 1 or dim < 1:
+            raise CorruptFileError(
+                f"{self._path}: the model has {num_heads} heads and {dim} channels"
+            )
         head_dim = self._arch("attention.key_length", int, dim // num_heads)
         if self._arch("attention.value_length", int, head_dim) != head_dim:
             raise self.unsupported("keys and values differ in head_dim")
@@ -150,7 +157,7 @@ class GgufConfig:
             rope = self._rope(head_dim, scale)
             ropes = self._ropes(rope, windows, num_layers)
             config = replace(sizes, rope=rope, ropes=ropes, windows=windows)
-        except InvalidArgumentError as error:  # a size of 0, an odd rotary_dim ...
+        except (InvalidArgumentError, NonFiniteInputError) as error:  # a size of 0, a base of inf
             if isinstance(error, UnsupportedModelError):
                 raise
             raise CorruptFileError(f"{self._path}: {error}") from error

@@ -86,11 +86,7 @@ class GgufFile:
             if default is ...:
                 raise CorruptFileError(f"{self.path}: the field {key!r} is missing")
             return default
-        try:
-            value = _plain(self._fields[key])
-        except UnicodeDecodeError as error:
-            message = f"{self.path}: the field {key!r} is damaged: {error}"
-            raise CorruptFileError(message) from error
+        value = self._as_plain(key)
         if kind is float and type(value) is int:
             value = float(value)
         if type(value) is not kind:
@@ -110,8 +106,15 @@ class GgufFile:
 
     def get_either(self, key: str, kinds: tuple[type, ...], default: Any) -> Any:
         """A field of one of several types; a list is one of them."""
-        value = _plain(self._fields.get(key, default))
-        return self.get(key, type(value) if type(value) in kinds else kinds[0], default)
+        kind = type(self._as_plain(key) if key in self._fields else default)
+        return self.get(key, kind if kind in kinds else kinds[0], default)
+
+    def _as_plain(self, key: str) -> Any:
+        try:
+            return _plain(self._fields[key])
+        except UnicodeDecodeError as error:
+            message = f"{self.path}: the field {key!r} is damaged: {error}"
+            raise CorruptFileError(message) from error
 
     def described(self, front: str) -> dict[str, Any]:
         """Fields whose names begin so; text that is not UTF-8, which no number is, stays bytes."""

@@ -126,7 +126,8 @@ def _roles(file: GgufFile, tokens: list[str]) -> _Roles:
     for text, others in _NO_ENDS:
         if ends.keys() >= {text, *others}:
             del ends[text]
-    marks = {token for token in named if token < len(tokens) and _MARK.fullmatch(tokens[token])}
+    known = named.intersection(range(len(tokens)))
+    marks = {token for token in known if _MARK.fullmatch(tokens[token])}
     user_defined = set(_ids_of_type(file, _USER_DEFINED))
     control = set(_ids_of_type(file, _CONTROL)) | (marks | set(ends.values())) - user_defined
     return _Roles(

@@ -159,11 +159,12 @@ class Sampler:
         """Logits with the bias, a copy where they change."""
         if not self.logit_bias:
             return logits
-        tokens = np.fromiter(self.logit_bias, np.int64)
-        if tokens.max() >= logits.size:
+        largest = max(self.logit_bias)
+        if largest >= logits.size:
             raise InvalidArgumentError(
-                f"logit_bias names token {tokens.max()} of a vocabulary of {logits.size}"
+                f"logit_bias names token {largest} of a vocabulary of {logits.size}"
             )
+        tokens = np.fromiter(self.logit_bias, np.int64)
         logits = logits.copy()
         logits[tokens] += np.fromiter(self.logit_bias.values(), np.float32)
         if logits.max() == -np.inf:

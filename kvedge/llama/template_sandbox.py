@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from string import Formatter
 from typing import Any
 
 from jinja2 import TemplateError, nodes, pass_context
@@ -39,6 +40,7 @@ _ITEM = 16  # units of a value, whatever it is
 _STEP = 32  # units of a call, of a filter, of a turn of a loop
 _SECONDS = 20.0
 _MOST_DIGITS = 4000  # decimal ones, of a whole number
+_STAR = re.compile(r"%[^a-zA-Z%]*\*")  # a width or precision that % takes from its arguments
 
 _spent: ContextVar[_Budget] = ContextVar("kvedge_template_budget")
 
@@ -115,11 +117,23 @@ def _estimate(budget: _Budget, receiver: Any, arguments: Iterable[Any]) -> int:
     return (budget.measure(receiver) + 1) * width
 
 
-def _widths(text: Any) -> int:
-    """Sum of the numbers in a format, which may be widths."""
-    if not isinstance(text, str):
-        return 0
-    return sum(int(digits[:12]) for digits in re.findall(r"\d+", text))
+def _format_units(budget: _Budget, text: str | bytes, arguments: Iterable[Any]) -> int:
+    """Most units that a format makes: a number in it may be a width, each argument may come often.
+
+    A width among the arguments cannot be told from their other numbers, so there must be none.
+    """
+    plain = text.decode("latin-1") if isinstance(text, bytes) else text
+    if _STAR.search(plain) or _has_nested_field(plain):
+        raise _TooMuch("a format takes a width from its arguments")
+    widths = sum(int(digits[:12]) for digits in re.findall(r"\d+", plain))
+    return widths + (budget.measure(text) + 1) * (1 + budget.measure(list(arguments)))
+
+
+def _has_nested_field(text: str) -> bool:
+    try:
+        return any("{" in (spec or "") for _, _, spec, _ in Formatter().parse(text))
+    except ValueError:  # not a format of str.format, which will say so
+        return False
 
 
 def _made(value: Any) -> Any:
@@ -162,7 +176,7 @@ def _concat(values: list[Any]) -> str:
     return "".join(map(str, values))
 
 
-def _filter(function: Callable[..., Any]) -> Callable[..., Any]:
+def _filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """Let a filter count what it makes."""
     passes = hasattr(function, "jinja_pass_arg")
 
@@ -171,16 +185,20 @@ def _filter(function: Callable[..., Any]) -> Callable[..., Any]:
         budget = _spent.get()
         own = arguments[1:] if passes else arguments
         first, rest = own[0], [*own[1:], *named.values()]
-        if rest or not isinstance(first, str):
-            needed = _estimate(budget, first, rest) if rest else budget.measure(first)
-            budget.allow(needed + _widths(first))
+        if name == "format":
+            first = str(first)
+            budget.allow(_format_units(budget, first, rest))
+        elif rest:
+            budget.allow(_estimate(budget, first, rest))
+        elif not isinstance(first, str):
+            budget.allow(budget.measure(first))
         return _made(function(*arguments, **named))
 
     return counting
 
 
 class _Counting(NodeTransformer):
-    """Rewrites a template so that loops, literals and ``~`` count."""
+    """Rewrites a template so that loops, literals, slices and ``~`` count."""
 
     def visit_For(self, node: nodes.For) -> nodes.For:
         self.generic_visit(node)
@@ -190,6 +208,10 @@ class _Counting(NodeTransformer):
     def visit_Concat(self, node: nodes.Concat) -> nodes.Filter:
         self.generic_visit(node)
         return _filtered(nodes.List(node.nodes, lineno=node.lineno), "_concat")
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Expr:
+        self.generic_visit(node)
+        return _filtered(node, "_made") if isinstance(node.arg, nodes.Slice) else node
 
     def visit_List(self, node: nodes.List) -> nodes.Filter:
         self.generic_visit(node)
@@ -257,7 +279,8 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
             cache_size=0,
         )
         filters = {**self.filters, "tojson": _to_json}
-        self.filters = {name: _filter(function) for name, function in filters.items()}
+        del filters["wordwrap"]  # its time grows with the square of a word's length
+        self.filters = {name: _filter(name, function) for name, function in filters.items()}
         self.filters |= {"_turns": _turns, "_concat": _made_text, "_made": _made}
         del self.globals["lipsum"]
         self.globals |= {
@@ -277,23 +300,26 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
             bound = getattr(__obj, "__wrapped__", __obj)  # str.format, which the sandbox wraps
             receiver = getattr(bound, "__self__", None)
             rest = [*arguments, *named.values()]
-            widths = _widths(receiver) if "format" in getattr(bound, "__name__", "") else 0
-            if rest:
-                budget.allow(_estimate(budget, receiver, rest) + widths)
-            budget.allow(widths)
+            if isinstance(receiver, str) and "format" in getattr(bound, "__name__", ""):
+                budget.allow(_format_units(budget, receiver, rest))
+            elif rest:
+                budget.allow(_estimate(budget, receiver, rest))
         return _made(super().call(__context, __obj, *arguments, **named))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """Compute an operator whose result is bounded."""
         budget = _spent.get()
-        numbers = isinstance(left, int) and isinstance(right, int)
-        if operator == "**" and numbers:
-            _check_digits(left.bit_length() * max(right, 0))
-        elif operator == "*" and numbers:
-            _check_digits(left.bit_length() + right.bit_length())
-        elif operator in "*%":
-            budget.allow(_estimate(budget, left, [right]) + _widths(left))
-            budget.allow(_estimate(budget, right, [left]) if operator == "*" else 0)
+        if isinstance(left, int) and isinstance(right, int):
+            if operator in ("*", "**"):
+                bits = left.bit_length()
+                _check_digits(
+                    bits * max(right, 0) if operator == "**" else bits + right.bit_length()
+                )
+        elif operator == "%" and isinstance(left, (str, bytes)):
+            budget.allow(_format_units(budget, left, [right]))
+        elif operator == "*":
+            budget.allow(_estimate(budget, left, [right]))
+            budget.allow(_estimate(budget, right, [left]))
         else:
             budget.allow(budget.measure(left) + budget.measure(right))
         return _made(super().call_binop(context, operator, left, right))

@@ -1,5 +1,7 @@
 """Chat templates: what models bring along, in the sandbox."""
 
+import tracemalloc
+
 import pytest
 
 import kvedge
@@ -87,6 +89,34 @@ def test_templates_have_the_names_that_transformers_gives_them():
 def test_templates_that_misbehave_are_clear_errors(source):
     with pytest.raises(kvedge.InvalidArgumentError, match="chat template"):
         ChatTemplate(source).render(TALK)
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        *("'%*d' % (10**8, 1)", "'%99999999d'.encode() % 1", "'{:{}}'.format(1, '99999999')"),
+        *("'{0[a]:{0[b]}}'.format({'a': 1, 'b': 10**8})", "'{0[0]:{0[1]}}'.format([1, 10**8])"),
+        "[x" + ", x[1:]" * 99 + "]",
+    ],
+)
+def test_a_template_is_stopped_before_it_takes_the_memory(expression):
+    template = ChatTemplate("{% set x = 'a' * 10**6 %}{{ " + expression + " }}")
+    tracemalloc.start()
+    try:
+        with pytest.raises(kvedge.InvalidArgumentError, match="chat template"):
+            template.render(TALK)
+        assert tracemalloc.get_traced_memory()[1] < 64 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_numbers_that_are_no_widths_are_not_taken_for_some():
+    source = (
+        "{{ messages[0].content | replace('a', 'b') | indent(2) | default('') }}"
+        "{{ '%d' % 1700000000 }}{{ '{}'.format(1700000000) }}{{ '%d' | format(1700000000) }}"
+    )
+    talk = [{"role": "user", "content": "12345678901 + 1"}]
+    assert ChatTemplate(source).render(talk) == "12345678901 + 1" + "1700000000" * 3
 
 
 def test_without_jinja2_the_extra_is_named(monkeypatch):

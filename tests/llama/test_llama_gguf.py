@@ -1,6 +1,7 @@
 """GGUF files: each weight format, RoPE's variants, both kinds of tokenizer, damage."""
 
 import json
+import struct
 import sys
 import tracemalloc
 import warnings
@@ -185,6 +186,7 @@ def test_models_of_another_kind_are_refused(tmp_path, stories, options, message)
         ({"fields": {"rope.dimension_count": 5}}, "even"),
         ({"fields": {"rope.dimension_count": 10}}, "10 channels of 8"),
         ({"fields": {"feed_forward_length": 100}}, r"\(100, 64\), got \(172, 64\)"),
+        ({"arch": "gemma3", "fields": {"embedding_length": [-1] * 5}}, "-1 channels"),
         ({"more": {"output_norm.weight": np.full(64, np.nan, np.float32)}}, "NaN"),
         ({"more": {"rope_freqs.weight": np.zeros(4, np.float32)}}, "positive"),
     ],
@@ -192,6 +194,33 @@ def test_models_of_another_kind_are_refused(tmp_path, stories, options, message)
 )
 def test_files_that_make_no_sense_are_refused(tmp_path, stories, options, message):
     path = write_gguf(tmp_path / "m.gguf", stories, **options)
+    with pytest.raises(kvedge.CorruptFileError, match=rf"m\.gguf.*{message}"):
+        LlamaModel.from_file(path)
+
+
+@pytest.mark.parametrize(
+    ("arch", "key", "value", "forged", "message"),
+    [  # type and value, as long as those of `value`
+        ("llama", "rope.freq_base", 2**40, struct.pack("<Id", 12, 1e308), "finite in float32"),
+        (
+            "gemma3",
+            "attention.sliding_window_pattern",
+            "x",
+            struct.pack("<IQ", 8, 1) + b"\xff",
+            "damaged",
+        ),
+        ("llama", "eos_token_id", None, struct.pack("<Ii", 5, -(2**31)), "-2147483648 is outside"),
+    ],
+    ids=["base", "pattern", "token"],
+)
+def test_a_value_that_no_converter_writes_is_refused(
+    tmp_path, stories, arch, key, value, forged, message
+):
+    fields = {"attention.sliding_window": 8} | ({} if value is None else {key: value})
+    path = write_gguf(tmp_path / "m.gguf", stories, arch=arch, fields=fields)
+    data = path.read_bytes()
+    at = data.index(key.encode()) + len(key)
+    path.write_bytes(data[:at] + forged + data[at + len(forged) :])
     with pytest.raises(kvedge.CorruptFileError, match=rf"m\.gguf.*{message}"):
         LlamaModel.from_file(path)
 

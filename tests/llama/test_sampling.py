@@ -71,6 +71,8 @@ def test_values_out_of_range_are_refused(options):
 
 
 def test_biases_that_do_not_fit_the_vocabulary_are_refused():
+    with pytest.raises(kvedge.InvalidArgumentError, match=f"token {10**20} of a vocabulary of 4"):
+        Sampler(logit_bias={10**20: 1.0})(np.zeros(4, np.float32))
     with pytest.raises(kvedge.InvalidArgumentError, match="token 4 of a vocabulary of 4"):
         Sampler(logit_bias={4: 1.0})(LOGITS)
     with pytest.raises(kvedge.InvalidArgumentError, match="forbids every token"):
