@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import warnings
 from importlib import import_module
+from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -55,8 +56,9 @@ def _load() -> tuple[str, ModuleType, str | None]:
         if mixed is None:
             return "native", module, None
         reason = mixed
-        if asked is None:
-            warnings.warn(f"kvedge runs on NumPy: {mixed}", RuntimeWarning, stacklevel=2)
+    # Where there is none it was said at installation.
+    if asked is None and find_spec("kvedge.backends.native") is not None:
+        warnings.warn(f"kvedge runs on NumPy: {reason}", RuntimeWarning, stacklevel=2)
     if asked == "native":
         raise BackendUnavailableError(
             f"KVEDGE_BACKEND=native, but {reason}. {c_library.INSTALL_AGAIN} Or unset "

@@ -155,6 +155,7 @@ def test_a_library_of_the_same_name_that_is_loaded_already_is_named(package, tmp
     other = library(tmp_path / "other", "libkvedge.so")
     said = python(REPORT, package, LD_PRELOAD=str(other))
     assert '"numpy"' in said and str(other) in said
+    assert "RuntimeWarning: kvedge runs on NumPy" in said
 
 
 @is_compiled
