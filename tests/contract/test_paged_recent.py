@@ -679,7 +679,8 @@ class RecentMachine(RuleBasedStateMachine):
                 )
         owners = Counter()
         states = [self.cache._sequences[seq].recent for seq in self.models]
-        for recent in [*states, *(mark._recent for mark, _ in self.marks)]:
+        gone = [recent for _, recent in pool._abandoned]  # given back by the next call that takes
+        for recent in [*states, *(mark._recent for mark, _ in self.marks), *gone]:
             owners.update(recent.held.tolist())
         counts = pool._recent._references
         assert {int(b): int(counts[b]) for b in np.flatnonzero(counts)} == dict(owners)
