@@ -8,7 +8,7 @@
 #include "check.h"
 #include "kvedge.h"
 
-enum { DIM = 1024, KV_HEADS = 2, HEADS = 8, TOKENS = 320, ROWS = 64, STACK = 1 << 20, PAINT = 0xa5 };
+enum { DIM = 1024, KV_HEADS = 2, HEADS = 8, TOKENS = 160, ROWS = 16, STACK = 1 << 20, PAINT = 0xa5 };
 #if defined(__SANITIZE_ADDRESS__) || !defined(__OPTIMIZE__) /* frames are larger */
 enum { LIMIT = STACK };
 #else
