@@ -75,7 +75,7 @@ static void save_and_load(kvedge_layer *layer, const kvedge_layer_config *config
   }
   CHECK(kvedge_session_write(&session, &layer, NULL, append_to_file, &f) == KVEDGE_OK);
   CHECK(kvedge_session_reader_bytes(f.data, f.bytes, &needed, NULL) == KVEDGE_OK);
-  void *memory = malloc(needed);
+  void *memory = aligned_alloc(16, (needed + 15) / 16 * 16);
   CHECK(kvedge_session_read(f.data, f.bytes, memory, needed, &reader, NULL) == KVEDGE_OK);
   CHECK(kvedge_layer_create(config, &again) == KVEDGE_OK);
   CHECK(kvedge_session_load(reader, &again, NULL, NULL) == KVEDGE_OK);
