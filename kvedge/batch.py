@@ -15,7 +15,7 @@ from kvedge.core.types import Array
 from kvedge.errors import InvalidArgumentError, ShapeMismatchError
 
 if TYPE_CHECKING:
-    from kvedge.layer import LayerMethods
+    from kvedge.layer.layer import LayerMethods
 
 __all__ = ["append_batch", "as_layers", "as_query", "attend_batch", "check_lengths", "checked_rows"]
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvedge.cache import CacheMethods
-from kvedge.cache_layers import layer_configs, shape_of
+from kvedge.cache.cache import CacheMethods
+from kvedge.cache.configs import layer_configs, shape_of
 from kvedge.core import checks, memory, registry
 from kvedge.core.config import LayerConfig, as_float, as_int, layer_config
 from kvedge.errors import InvalidArgumentError

@@ -6,10 +6,10 @@ Signatures and docstrings of the classes are in their plain bases.
 from collections.abc import Sequence
 from typing import Any
 
-from kvedge.cache import CacheMethods
+from kvedge.cache.cache import CacheMethods
 from kvedge.core.types import Array, Layout
-from kvedge.layer import LayerMethods
-from kvedge.layer_types import (
+from kvedge.layer.layer import LayerMethods
+from kvedge.layer.types import (
     Bfloat16LayerMethods,
     Float16LayerMethods,
     Float32LayerMethods,

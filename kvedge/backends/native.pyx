@@ -963,14 +963,14 @@ def bind():
     global AttendOptions, KvedgeError, LayoutError, NO_MAP, OutOfMemoryError, UnsupportedIsaError
     global _batch, arrays, checks, memory, ranges_of, spans_of, query_turns, to_float32, turned
     from kvedge import batch as _batch
-    from kvedge.cache import CacheMethods
+    from kvedge.cache.cache import CacheMethods
     from kvedge.core import arrays, checks, memory, registry
     from kvedge.core.key_map import NO_MAP
     from kvedge.core.options import AttendOptions
     from kvedge.errors import KvedgeError, LayoutError, OutOfMemoryError, UnsupportedIsaError
-    from kvedge.layer_core import document
-    from kvedge.layer_precise import ranges_of, spans_of
-    from kvedge.layer_types import layer_classes
+    from kvedge.layer.core import document
+    from kvedge.layer.parts import ranges_of, spans_of
+    from kvedge.layer.types import layer_classes
     from kvedge.paged.store import BlockStoreMethods
     from kvedge.rope import query_turns, to_float32, turned
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvedge import KVCache
-from kvedge.cache_state import layer_names
+from kvedge.cache.snapshot import OverwriteLog
+from kvedge.cache.state import layer_names
 from kvedge.core import arrays, checks
 from kvedge.core.config import as_int
 from kvedge.core.options import AttendOptions, takes_options_of
@@ -30,7 +31,6 @@ from kvedge.errors import (
     InvalidArgumentError,
     LayersOutOfStepError,
 )
-from kvedge.snapshot import OverwriteLog
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # type checkers bring it along

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from kvedge import KVCache
+from kvedge.cache.snapshot import OverwriteLog
 from kvedge.core import memory
 from kvedge.core.config import ConfigFacts, LayerConfig
 from kvedge.distributed.placement import Placement
 from kvedge.distributed.share import Share
-from kvedge.snapshot import OverwriteLog
 
 __all__ = ["ShardedFacts"]
 

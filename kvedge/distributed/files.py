@@ -21,14 +21,15 @@ from typing import Any
 
 import numpy as np
 
-from kvedge import KVCache, session
+from kvedge import KVCache
 from kvedge.core.checks import checked_path
-from kvedge.core.replacing import check_folder, replacing
 from kvedge.distributed.first_tokens import check_shareable
 from kvedge.distributed.group import Group
 from kvedge.distributed.placement import Placement
 from kvedge.distributed.share import Share
 from kvedge.errors import CorruptFileError, InvalidArgumentError, KvedgeError, RankLostError
+from kvedge.files import session
+from kvedge.files.replacing import check_folder, replacing
 
 __all__ = ["MANIFEST", "load", "save"]
 

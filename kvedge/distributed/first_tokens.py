@@ -14,7 +14,7 @@ import numpy as np
 from kvedge.core import checks, registry
 from kvedge.core.key_map import LEAST_TOKENS, NO_MAP, KeyMap, KeyRule
 from kvedge.errors import InvalidArgumentError
-from kvedge.layer import new_layer
+from kvedge.layer.layer import new_layer
 
 __all__ = ["FirstTokens", "check_shareable", "check_storable", "close"]
 

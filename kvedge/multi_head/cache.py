@@ -15,12 +15,12 @@ from kvedge.core.config import MAX_KV_HEADS, as_int
 from kvedge.core.float_mode import in_default_mode
 from kvedge.core.memory import memory_for
 from kvedge.core.options import as_mask, default_scale, takes_options_of
-from kvedge.core.replacing import check_target
 from kvedge.core.types import Array, Floats, Layout
 from kvedge.errors import InvalidArgumentError, NonFiniteInputError, ShapeMismatchError
-from kvedge.layer import LayerMethods, new_layer
-from kvedge.layer_core import LayerCore
-from kvedge.layer_room import FIRST_ROWS
+from kvedge.files.replacing import check_target
+from kvedge.layer.core import LayerCore
+from kvedge.layer.layer import LayerMethods, new_layer
+from kvedge.layer.room import FIRST_ROWS
 from kvedge.multi_head import file
 from kvedge.multi_head.config import KvCacheConfig
 from kvedge.multi_head.head import KvCacheHead

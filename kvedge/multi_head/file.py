@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from kvedge import tensor_file
 from kvedge.core import checks, memory
 from kvedge.errors import KvedgeError
+from kvedge.files import tensors as tensor_file
 from kvedge.multi_head.config import KvCacheConfig
 from kvedge.multi_head.sketch import Sketches
 

@@ -11,7 +11,7 @@ from kvedge.core import arrays, checks
 from kvedge.core.options import AttendOptions, takes_options_of
 from kvedge.core.types import Array, AttendArguments, BatchArguments, Floats, Layout
 from kvedge.errors import InvalidArgumentError
-from kvedge.layer_core import LayerCore
+from kvedge.layer.core import LayerCore
 from kvedge.paged import batch, cascade
 from kvedge.paged.facts import PagedFacts, as_list
 

@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvedge.cache import CacheMethods
-from kvedge.cache_state import layer_names
+from kvedge.cache.cache import CacheMethods
+from kvedge.cache.state import layer_names
 from kvedge.core import checks, memory, registry
 from kvedge.core.key_map import KeyMap, KeyRule, same_vector
-from kvedge.core.replacing import check_target
 from kvedge.errors import InvalidArgumentError, LayersOutOfStepError, ShapeMismatchError
-from kvedge.layer_precise import PartContents, contents_of, runs_end
+from kvedge.files.contents import CacheContents, CacheFormat, LayerContents
+from kvedge.files.replacing import check_target
+from kvedge.layer.parts import PartContents, contents_of, runs_end
 from kvedge.paged import file, readings
 from kvedge.paged.attention import PagedAttention
 from kvedge.paged.pool import KvBlockPool
 from kvedge.paged.prefixes import as_token_ids
 from kvedge.paged.sequences import SequenceState
-from kvedge.snapshot import CacheContents, CacheFormat, LayerContents
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # type checkers bring it along

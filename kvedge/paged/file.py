@@ -32,19 +32,19 @@ from typing import Any
 
 import numpy as np
 
-from kvedge import tensor_file
 from kvedge.core import memory
 from kvedge.core.config import LayerConfig
 from kvedge.core.formats import FORMATS, IN_RUNS
 from kvedge.core.kivi import RUN
 from kvedge.core.memory import Slabs
 from kvedge.errors import InvalidArgumentError, KvedgeError
-from kvedge.layer_precise import runs_end
+from kvedge.files import tensors as tensor_file
+from kvedge.files.tensors import corrupt, number
+from kvedge.layer.parts import runs_end
 from kvedge.paged.pool import KvBlockPool
 from kvedge.paged.recent import TOKENS, RecentTokens
 from kvedge.paged.sequences import Recent, SequenceState
 from kvedge.paged.store import BlockStoreMethods
-from kvedge.tensor_file import corrupt, number
 
 __all__ = ["load", "save"]
 

@@ -1,6 +1,6 @@
 """The first and the last tokens of a pool's sequences, in the format that loses less.
 
-As in a layer (kvedge.layer_precise): ``sinks=`` first and ``recent=`` last tokens are read in
+As in a layer (kvedge.layer.parts): ``sinks=`` first and ``recent=`` last tokens are read in
 ``recent_dtype``, and of the last ones 64 more are kept, so that a rejected draft leaves no trace.
 In a pool of runs (``dtype="kivi4"``) the tokens of a run that is not full are there alone: its
 place in a block of the pool is written once it is full.
@@ -24,7 +24,7 @@ from kvedge.core.config import LayerConfig
 from kvedge.core.key_map import KeyMap
 from kvedge.core.kivi import RUN
 from kvedge.errors import ScaleRangeError
-from kvedge.layer_precise import (
+from kvedge.layer.parts import (
     PIECE,
     PartContents,
     kept_rows,

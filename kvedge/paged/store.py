@@ -2,7 +2,7 @@
 
 Block b is the tokens b * block_size to (b + 1) * block_size - 1 of a layer as large as the pool, so
 all that a layer's core can do with rows, it can do here; only its length means nothing. A backend's
-core provides, besides what :class:`kvedge.layer_core.LayerCore` names,
+core provides, besides what :class:`kvedge.layer.core.LayerCore` names,
 
     _write_at(position, keys, values)     checked float32 rows (n, H, channels), n >= 1
     _attend_blocks(block_size, rows, options)   attention of kvedge.paged.batch.Rows
@@ -23,7 +23,7 @@ from kvedge.core.config import LayerConfig
 from kvedge.core.key_map import KeyMap
 from kvedge.core.memory import Slabs, clamp
 from kvedge.errors import KvedgeError
-from kvedge.layer_core import LayerCore
+from kvedge.layer.core import LayerCore
 
 __all__ = ["BlockSpan", "BlockStoreMethods", "runs"]
 

@@ -1,9 +1,10 @@
 """A conversation in a folder, and how much of it a new prompt can keep.
 
-A folder holds ``conversation.json`` and session files (:mod:`kvedge.session`), which together have
-a layer for each row of each cache layer: rows of the same shape and length stand in one file. The
-JSON is written last and names the files, which have new names each time: so after a crash at any
-moment the folder holds the old conversation or the new one. Whoever writes holds the folder locked.
+A folder holds ``conversation.json`` and session files (:mod:`kvedge.files.session`), which together
+have a layer for each row of each cache layer: rows of the same shape and length stand in one file.
+The JSON is written last and names the files, which have new names each time: so after a crash at
+any moment the folder holds the old conversation or the new one. Whoever writes holds the folder
+locked.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ import torch
 from transformers import cache_utils
 
 from kvedge.backends.select import KVCache
-from kvedge.cache_state import CacheState
+from kvedge.cache.state import CacheState
 from kvedge.core.checks import checked_path
 from kvedge.core.config import MAX_LAYERS
 from kvedge.core.key_map import KeyRule
-from kvedge.core.replacing import check_folder, locked, remove_abandoned, replacing
 from kvedge.errors import CorruptFileError, InvalidArgumentError, KvedgeError, ShapeMismatchError
-from kvedge.session import save as save_session
-from kvedge.snapshot import CacheContents, CacheFormat, LayerContents
+from kvedge.files.contents import CacheContents, CacheFormat, LayerContents
+from kvedge.files.replacing import check_folder, locked, remove_abandoned, replacing
+from kvedge.files.session import save as save_session
 from kvedge.transformers.layers import KvedgeLayer, KvedgeSlidingLayer
 from kvedge.transformers.structure import text_config
 
@@ -174,7 +175,7 @@ def _check_goes_back(index: int, layer: Any, kept: int, length: int) -> None:
 
 
 class _Rows:
-    """Rows of the same length, as :func:`kvedge.session.save` asks for a cache."""
+    """Rows of the same length, as :func:`kvedge.files.session.save` asks for a cache."""
 
     max_seq_len = None
 

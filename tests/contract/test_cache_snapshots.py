@@ -10,7 +10,8 @@ from counted import CountedCalls
 from support import cache_content, normal, refuses
 
 from kvedge import KVCache, KvCacheSnapshot, Rope, errors
-from kvedge.snapshot import LayerContents, OverwriteLog
+from kvedge.cache.snapshot import OverwriteLog
+from kvedge.files.contents import LayerContents
 
 L, H, D = 2, 2, 8
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from support import cache_content, normal
 
-from kvedge import KVCache, KvCachePolicy, QuantizedKvLayer, cache_storage, errors
+from kvedge import KVCache, KvCachePolicy, QuantizedKvLayer, errors
+from kvedge.cache import storage as cache_storage
 from kvedge.core import memory
 from kvedge.core.formats import FORMATS
 

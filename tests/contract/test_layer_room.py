@@ -235,7 +235,7 @@ def test_a_sliding_layer_moves_a_row_per_token_on_average(
 ):
     window, tokens, moved = 64, 2000, []
     copy_tokens = memory.copy_tokens
-    monkeypatch.setattr("kvedge.layer_room.FIRST_ROWS", 1)
+    monkeypatch.setattr("kvedge.layer.room.FIRST_ROWS", 1)
     monkeypatch.setattr(
         memory, "copy_tokens", lambda s, t, n: (moved.append(n), copy_tokens(s, t, n))
     )

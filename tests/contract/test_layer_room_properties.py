@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from support import content
 
-import kvedge.layer_room
+import kvedge.layer.room
 from kvedge import KVCache, errors
 from kvedge.core.formats import FORMATS
 
@@ -24,7 +24,7 @@ class LayerRoom(RuleBasedStateMachine):
     )
     def make(self, dtype, capacity, window, first_rows):
         capacity = None if window else capacity
-        kvedge.layer_room.FIRST_ROWS, self.before = first_rows, kvedge.layer_room.FIRST_ROWS
+        kvedge.layer.room.FIRST_ROWS, self.before = first_rows, kvedge.layer.room.FIRST_ROWS
         self.kind = KVCache._layer_types[dtype]
         self.capacity = capacity
         self.window = window
@@ -33,7 +33,7 @@ class LayerRoom(RuleBasedStateMachine):
 
     def teardown(self):
         if hasattr(self, "before"):
-            kvedge.layer_room.FIRST_ROWS = self.before
+            kvedge.layer.room.FIRST_ROWS = self.before
 
     @staticmethod
     def rows(numbers):

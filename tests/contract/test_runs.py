@@ -607,7 +607,7 @@ def test_files_that_make_no_runs_are_refused(tmp_path):
     safetensors = pytest.importorskip("safetensors.numpy")
     from safetensors import safe_open
 
-    from kvedge import session
+    from kvedge.files import session
 
     cache = new_cache(rows(50, 100))
     cache.save(tmp_path / "good")

@@ -402,7 +402,7 @@ def told_cache(dtype, tokens, max_seq_len=None):
 
 
 def begin_with_room_for_four(monkeypatch):
-    monkeypatch.setattr("kvedge.layer_room.FIRST_ROWS", 4)
+    monkeypatch.setattr("kvedge.layer.room.FIRST_ROWS", 4)
 
 
 def append(told, at):

@@ -115,7 +115,7 @@ def read_on(layer, appended, done, failures, counts, seed):
     "options", [{}, {"capacity": 40}, {"window": 20}], ids=["growing", "fixed", "window"]
 )
 def test_readers_of_a_sliding_layer_see_one_moment(dtype, options, monkeypatch):
-    monkeypatch.setattr("kvedge.layer_room.FIRST_ROWS", 4)
+    monkeypatch.setattr("kvedge.layer.room.FIRST_ROWS", 4)
     layer = KVCache._layer_types[dtype](num_kv_heads=H, head_dim=D, **options)
     appended = [0, 0]  # tokens that are there, and that may be
     done, failures, counts = threading.Event(), [], {}
@@ -152,7 +152,7 @@ def test_readers_of_a_sliding_layer_see_one_moment(dtype, options, monkeypatch):
 
 @pytest.mark.parametrize("dtype", ["int8", "float32"])
 def test_a_copy_has_room_for_what_was_held_however_small_the_layer_becomes(dtype, monkeypatch):
-    monkeypatch.setattr("kvedge.layer_room.FIRST_ROWS", 4)
+    monkeypatch.setattr("kvedge.layer.room.FIRST_ROWS", 4)
     kind = KVCache._layer_types[dtype]
 
     class Overtaken(kind):

@@ -31,7 +31,7 @@ from driver import Program, instrumented, run
 
 with instrumented():
     import kvedge
-    from kvedge import session
+    from kvedge.files import session
 
 CALLS, KILOBYTES = 1_000_000, 500 << 10
 NUMPY = {"I8": np.int8, "F16": np.float16, "F32": np.float32, "U8": np.uint8}

@@ -25,8 +25,9 @@ from session_support import (
 )
 from support import PLAIN, assert_well_formed, cache_content, normal
 
-from kvedge import KVCache, errors, session
+from kvedge import KVCache, errors
 from kvedge.core.formats import FORMATS
+from kvedge.files import session
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
@@ -417,7 +418,7 @@ def test_forged_files_have_the_digest_that_fits(path, rng):
     saved = path.read_bytes()
     forge(path)
     assert cache_content(KVCache.load(path)) == cache_content(cache)
-    assert session.digest.__module__ == "kvedge.session"
+    assert session.digest.__module__ == "kvedge.files.session"
     assert len(saved) == len(path.read_bytes())
 
 

@@ -222,7 +222,7 @@ def _paths() -> dict[str, str]:
             elif not module.startswith("kvedge.backends.n"):
                 path = f"{module}.{name}"
             elif name.endswith("KvLayer"):
-                path = f"kvedge.layer_types.{name.removesuffix('KvLayer')}LayerMethods"
+                path = f"kvedge.layer.types.{name.removesuffix('KvLayer')}LayerMethods"
             else:
                 path = f"kvedge.batch.{name}"
             found[name] = path

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from kvedge.backends.numpy import attention
-from kvedge.cache import CacheMethods
+from kvedge.cache.cache import CacheMethods
 from kvedge.core import arrays, checks, memory, registry
 from kvedge.core.config import LayerConfig
 from kvedge.core.float_mode import in_default_mode
@@ -19,9 +19,9 @@ from kvedge.core.memory import Held, Slabs, clamp
 from kvedge.core.options import AttendOptions, default_scale, takes_options_of
 from kvedge.core.rows import RowShape
 from kvedge.core.types import Array, Floats, Layout
-from kvedge.layer_core import LayerCore, document
-from kvedge.layer_precise import ranges_of, spans_of
-from kvedge.layer_types import layer_classes
+from kvedge.layer.core import LayerCore, document
+from kvedge.layer.parts import ranges_of, spans_of
+from kvedge.layer.types import layer_classes
 
 _BLOCK_NUMBERS = 1 << 20  # float32 numbers worked on at a time: 4 MiB
 

@@ -10,11 +10,11 @@ import numpy as np
 from kvedge.core import memory
 from kvedge.core.config import ConfigFacts, LayerConfig
 from kvedge.errors import InvalidArgumentError
-from kvedge.snapshot import CacheFormat
+from kvedge.files.contents import CacheFormat
 
 
 class CacheFacts(ConfigFacts):
-    """The part of a cache that changes nothing; :class:`kvedge.cache.CacheMethods` fills it."""
+    """The part of a cache that changes nothing."""
 
     _layers: tuple[Any, ...]
     _num_layers: int

@@ -13,7 +13,7 @@ from kvedge.core import registry
 from kvedge.core.config import describe
 from kvedge.core.types import Array
 from kvedge.errors import InvalidArgumentError
-from kvedge.layer import LayerMethods
+from kvedge.layer.layer import LayerMethods
 
 __all__ = ["Fp8KvLayer", "layer_classes"]
 

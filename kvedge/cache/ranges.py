@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvedge.cache_state import CacheState
+from kvedge.cache.state import CacheState
 from kvedge.core import checks
 from kvedge.core.kivi import RUN
 from kvedge.core.memory import Slabs, memory_for
@@ -17,9 +17,9 @@ from kvedge.errors import (
     PositionOutOfRangeError,
     ShapeMismatchError,
 )
-from kvedge.layer_precise import parts_of_range
+from kvedge.files.contents import CacheContents
+from kvedge.layer.parts import parts_of_range
 from kvedge.rope import NO_TURNS
-from kvedge.snapshot import CacheContents
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # type checkers bring it along

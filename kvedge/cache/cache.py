@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
-from kvedge.cache_history import CacheHistory
-from kvedge.cache_layers import layer_configs, taken_over
+from kvedge.cache.configs import layer_configs, taken_over
+from kvedge.cache.history import CacheHistory
 from kvedge.core import checks, memory
 from kvedge.core.key_map import KeyRule
 from kvedge.core.memory import memory_for
@@ -32,7 +32,7 @@ from kvedge.errors import (
     OutOfMemoryError,
     ShapeMismatchError,
 )
-from kvedge.layer import LayerMethods
+from kvedge.layer.layer import LayerMethods
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack  # type checkers bring it along

@@ -14,7 +14,7 @@ from kvedge.core.config import LayerConfig
 from kvedge.core.key_map import KeyMap
 from kvedge.core.memory import Held, Slabs
 from kvedge.core.types import Array, AttendArguments, Floats, Layout
-from kvedge.layer_facts import LayerFacts
+from kvedge.layer.facts import LayerFacts
 from kvedge.rope import Turns
 
 if TYPE_CHECKING:

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvedge import session, session_load
-from kvedge.cache_storage import CacheStorage
+from kvedge.cache.snapshot import KvCacheSnapshot
+from kvedge.cache.storage import CacheStorage
 from kvedge.core import checks, registry
 from kvedge.core.key_map import KeyRule
 from kvedge.core.memory import memory_for
 from kvedge.errors import InvalidArgumentError
-from kvedge.snapshot import CacheContents, KvCacheSnapshot
+from kvedge.files import load, session
+from kvedge.files.contents import CacheContents
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # type checkers bring it along
@@ -279,7 +280,7 @@ class CacheHistory(CacheStorage):
         FileNotFoundError, PermissionError, OSError
             As ``open`` raises them.
         """
-        return session_load.load(cls, path, mmap=mmap)
+        return load.load(cls, path, mmap=mmap)
 
     def _to_bytes(self) -> bytes:
         """The file that :meth:`save` would write."""
@@ -288,7 +289,7 @@ class CacheHistory(CacheStorage):
     @classmethod
     def _from_bytes(cls, data: Any, what: str) -> Self:
         """Read what :meth:`_to_bytes` gave; an error calls it `what`."""
-        return session_load.load_bytes(cls, data, what)
+        return load.load_bytes(cls, data, what)
 
 
 def _held_range(layer: Any, start: int, stop: int) -> tuple[int, int]:

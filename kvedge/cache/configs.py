@@ -8,7 +8,7 @@ from typing import Any
 from kvedge.core import checks
 from kvedge.core.config import MAX_LAYERS, LayerConfig
 from kvedge.errors import InvalidArgumentError
-from kvedge.layer import LayerMethods
+from kvedge.layer.layer import LayerMethods
 
 __all__ = ["layer_configs", "shape_of", "taken_over"]
 

@@ -1,8 +1,8 @@
 """A layer: what both backends share of it. Getters, views, removal, shift, copying, facts.
 
-The public classes, one per storage format, are in :mod:`kvedge.layer_types`.
+The public classes, one per storage format, are in :mod:`kvedge.layer.types`.
 
-A backend's core stores, quantizes and attends: :class:`kvedge.layer_core.LayerCore` says what it
+A backend's core stores, quantizes and attends: :class:`kvedge.layer.core.LayerCore` says what it
 provides. Where `_key_map_is_open`, it calls `_decide_key_map(keys)` from here before it appends,
 and `_return_to(mark)` if that fails. Methods with a leading underscore that change something are
 for the cache that owns a frozen layer.
@@ -30,8 +30,8 @@ from kvedge.core.key_map import (
 from kvedge.core.memory import Held, memory_for
 from kvedge.core.types import Array, Dtype, ScaleDtype
 from kvedge.errors import InvalidArgumentError
-from kvedge.layer_precise import PartContents, PreciseTokens, contents_of
-from kvedge.layer_room import LayerRoom, first_rows
+from kvedge.layer.parts import PartContents, PreciseTokens, contents_of
+from kvedge.layer.room import LayerRoom, first_rows
 from kvedge.rope import NO_TURNS, Rope, Rotation, Turn, Turns, turned
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Saving a cache to a file; what a file holds. Loading is :mod:`kvedge.session_load`.
+"""Saving a cache to a file; what a file holds. Loading is :mod:`kvedge.files.load`.
 
 The format is safetensors, which other tools can read. Per layer i it holds
 
@@ -36,10 +36,10 @@ from kvedge.core import checks, memory
 from kvedge.core.config import LayerConfig
 from kvedge.core.formats import FORMATS, IN_RUNS, SCALE_TYPES, format_of
 from kvedge.core.key_map import KeyRule
-from kvedge.core.replacing import replacing
 from kvedge.errors import InvalidArgumentError, MissingExtraError
+from kvedge.files.contents import CacheContents, CacheFormat
+from kvedge.files.replacing import replacing
 from kvedge.rope import Turns
-from kvedge.snapshot import CacheContents, CacheFormat
 
 __all__ = ["digest", "file_types", "header", "pieces", "safetensors_package", "save"]
 

@@ -12,7 +12,7 @@ from kvedge.core import checks, memory
 from kvedge.core.config import LayerConfig, as_int
 from kvedge.core.memory import Held, memory_for
 from kvedge.errors import InvalidArgumentError
-from kvedge.layer_core import LayerCore
+from kvedge.layer.core import LayerCore
 
 __all__ = ["LayerRoom", "first_rows"]
 

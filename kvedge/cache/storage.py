@@ -8,13 +8,13 @@ from typing import Any, Literal
 
 import numpy as np
 
-from kvedge.cache_layers import layer_configs, shape_of
-from kvedge.cache_ranges import CacheRanges
+from kvedge.cache.configs import layer_configs, shape_of
+from kvedge.cache.ranges import CacheRanges
 from kvedge.core import registry
 from kvedge.core.memory import memory_for
 from kvedge.core.types import Array, Dtype, ScaleDtype
-from kvedge.layer import new_layer
-from kvedge.snapshot import CacheFormat
+from kvedge.files.contents import CacheFormat
+from kvedge.layer.layer import new_layer
 
 __all__ = ["CacheStorage"]
 

@@ -1,4 +1,4 @@
-"""Loading a cache from a file that nobody vouches for; see :mod:`kvedge.session` for what it holds.
+"""Loading a cache from a file that nobody vouches for, as :mod:`kvedge.files.session` writes it.
 
 Nothing is trusted: the structure is checked by the safetensors package, every tensor against what
 the metadata promises, the content against the digest, and the numbers against what its format can
@@ -32,9 +32,8 @@ from kvedge.errors import (
     MissingExtraError,
     OutOfMemoryError,
 )
-from kvedge.layer_precise import PartContents, last_rows, part_key_map, runs_end
-from kvedge.rope import Rotation, Turns
-from kvedge.session import (
+from kvedge.files.contents import CacheFormat
+from kvedge.files.session import (
     AUTO,
     FIELDS,
     FORMAT,
@@ -57,7 +56,8 @@ from kvedge.session import (
     turns_field,
     version_of,
 )
-from kvedge.snapshot import CacheFormat
+from kvedge.layer.parts import PartContents, last_rows, part_key_map, runs_end
+from kvedge.rope import Rotation, Turns
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # type checkers bring it along

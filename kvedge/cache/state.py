@@ -1,6 +1,6 @@
 """What a cache holds: its layers, how far each is, and all of it taken out or put in.
 
-Nothing here is public. :class:`kvedge.cache.CacheMethods` makes a KVCache of it.
+Nothing here is public. :class:`kvedge.cache.cache.CacheMethods` makes a KVCache of it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from kvedge.cache_facts import CacheFacts
+from kvedge.cache.facts import CacheFacts
+from kvedge.cache.snapshot import KvCacheSnapshot, OverwriteLog
 from kvedge.core import checks, memory
 from kvedge.core.config import LayerConfig
 from kvedge.core.key_map import KeyMap, KeyRule
@@ -24,17 +25,11 @@ from kvedge.errors import (
     ShapeMismatchError,
     StaleSnapshotError,
 )
-from kvedge.layer import LayerMethods, new_layer
-from kvedge.layer_precise import PartContents, contents_of
-from kvedge.layer_room import first_rows
+from kvedge.files.contents import CacheContents, CacheFormat, LayerContents
+from kvedge.layer.layer import LayerMethods, new_layer
+from kvedge.layer.parts import PartContents, contents_of
+from kvedge.layer.room import first_rows
 from kvedge.rope import Turns
-from kvedge.snapshot import (
-    CacheContents,
-    CacheFormat,
-    KvCacheSnapshot,
-    LayerContents,
-    OverwriteLog,
-)
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # type checkers bring it along
