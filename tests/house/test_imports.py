@@ -27,6 +27,7 @@ ORDER = [
     ["kvedge.backends.native", "kvedge.backends.numpy"],
     ["kvedge.backends"],
     ["kvedge.system"],
+    ["kvedge.old_pickles"],
     ["kvedge"],  # the public names
     ["kvedge.distributed"],
     ["kvedge.llama"],
