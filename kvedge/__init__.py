@@ -76,8 +76,8 @@ except KvedgeError as error:
         raise
     _failure = error  # kvedge.cli tells of it
 else:
-    if TYPE_CHECKING:  # the same types whichever backend it is
-        from kvedge.backends.native import (
+    if TYPE_CHECKING:  # the bases of either backend's
+        from kvedge.layer.types import (
             Bfloat16KvLayer,
             Float16KvLayer,
             Float32KvLayer,

@@ -3,15 +3,15 @@
 import sys
 from types import ModuleType
 
-from kvedge.cache.history import _restore_cache
+from kvedge.cache.cache import restored as restored_cache
 from kvedge.cache.snapshot import KvCacheSnapshot
 from kvedge.files.contents import CacheContents, CacheFormat, LayerContents
-from kvedge.layer.layer import _restore
-from kvedge.layer.parts import PartContents
+from kvedge.layer.layer import restored as restored_layer
+from kvedge.layer.store import PartContents
 
 _NAMES: dict[str, dict[str, object]] = {
-    "kvedge.cache_history": {"_restore_cache": _restore_cache},
-    "kvedge.layer": {"_restore": _restore},
+    "kvedge.cache_history": {"_restore_cache": restored_cache},
+    "kvedge.layer": {"_restore": restored_layer},
     "kvedge.layer_precise": {"PartContents": PartContents},
     "kvedge.snapshot": {
         cls.__name__: cls for cls in (CacheContents, CacheFormat, KvCacheSnapshot, LayerContents)

@@ -3,59 +3,20 @@
 from __future__ import annotations
 
 import weakref
-from bisect import bisect_left, bisect_right
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from kvedge.core import registry
+from kvedge.cache.state import CacheState, layer_names
+from kvedge.core import checks, registry
 from kvedge.core.key_map import KeyRule
 from kvedge.core.memory import memory_for
-from kvedge.errors import InvalidArgumentError, StaleSnapshotError
+from kvedge.errors import InvalidArgumentError, LayersOutOfStepError, StaleSnapshotError
+from kvedge.files import load, session
 from kvedge.files.contents import CacheContents, CacheFormat
+from kvedge.layer.room import keeps
 
-__all__ = ["KvCacheSnapshot", "OverwriteLog"]
-
-
-class OverwriteLog:
-    """Which of a cache's past overwrites can still hurt a mark.
-
-    Each overwrite begins an epoch and has a lowest position. A later one at the same or a lower
-    position hurts every mark that an earlier one does, and more: so only those are kept whose
-    positions ascend with their epochs, and a mark is judged by the first after it.
-    """
-
-    __slots__ = ("_entries", "epoch")
-
-    def __init__(self) -> None:
-        self.epoch = 0  # overwrites so far
-        # Epochs and positions, both ascending. Another thread may look: lists that it holds are
-        # added to, the epoch last, and never shortened.
-        self._entries: tuple[list[int], list[int]] = ([], [])
-
-    def add(self, position: int) -> None:
-        """Note that tokens from ``position`` on are no longer what earlier marks saw."""
-        epochs, positions = self._entries
-        kept = bisect_left(positions, position)
-        if kept < len(positions):
-            epochs, positions = epochs[:kept], positions[:kept]
-        self.epoch += 1
-        positions.append(position)
-        epochs.append(self.epoch)
-        self._entries = (epochs, positions)
-
-    def reach_below(self, length: int, *, since: int) -> bool:
-        """Whether an overwrite after epoch ``since`` began below ``length``."""
-        epochs, positions = self._entries
-        after = bisect_right(epochs, since)
-        return after < len(positions) and positions[after] < length
-
-
-class _Marked(Protocol):
-    """What a mark asks its cache."""
-
-    def _is_stale(self, snapshot: KvCacheSnapshot) -> bool: ...
-    def _contents_at(self, snapshot: KvCacheSnapshot, *, alone: bool = True) -> CacheContents: ...
+__all__ = ["KvCacheSnapshot", "restore", "snapshot"]
 
 
 class KvCacheSnapshot:
@@ -73,9 +34,9 @@ class KvCacheSnapshot:
     Like a number it never changes, so ``copy.copy`` and ``copy.deepcopy`` return it as it is.
     """
 
-    __slots__ = ("_cache", "_contents", "_epoch", "_length", "_pending")
+    __slots__ = ("_contents", "_epoch", "_length", "_pending", "_state")
 
-    _cache: weakref.ref[_Marked] | None  # None once detached
+    _state: weakref.ref[CacheState] | None  # the cache's; None once detached
     _contents: CacheContents | None  # None while a mark
     _epoch: int  # of the cache, when the mark was made
     _length: int
@@ -85,21 +46,9 @@ class KvCacheSnapshot:
         raise InvalidArgumentError("a KvCacheSnapshot is made by KVCache.snapshot()")
 
     @classmethod
-    def _mark(
-        cls, cache: _Marked, epoch: int, length: int, pending: tuple[int, ...]
-    ) -> KvCacheSnapshot:
-        self = cls.__new__(cls)
-        self._cache = weakref.ref(cache)
-        self._contents = None
-        self._epoch = epoch
-        self._length = length
-        self._pending = pending
-        return self
-
-    @classmethod
     def _holding(cls, contents: CacheContents) -> KvCacheSnapshot:
         self = cls.__new__(cls)
-        self._cache = None
+        self._state = None
         self._contents = contents
         self._epoch = 0
         self._length = contents.length
@@ -139,11 +88,11 @@ class KvCacheSnapshot:
     def _decoded(self, side: str) -> tuple[np.ndarray, ...]:
         contents = self._contents
         if contents is None:
-            contents = self._marked()._contents_at(self, alone=False)
+            contents = self._copied(alone=False)
         decoded = []
         for config, layer in zip(contents.format.layers, contents.layers, strict=True):
-            cache = _cache_of(CacheContents(CacheFormat((config,)), contents.length, (layer,)))
-            decoded.append(getattr(cache.layer(0), side)())
+            state = _holding(CacheContents(CacheFormat((config,)), contents.length, (layer,)))
+            decoded.append(getattr(state.layers[0], side)())
         return tuple(decoded)
 
     def __len__(self) -> int:
@@ -165,10 +114,14 @@ class KvCacheSnapshot:
 
         A detached snapshot is never stale.
         """
-        if self._cache is None:
+        if self._state is None:
             return False
-        cache = self._cache()
-        return cache is None or cache._is_stale(self)
+        state = self._state()
+        if state is None:
+            return True
+        if state.has_windows and not all(keeps(store, self._length) for store in state.stores):
+            return True
+        return state.overwrites.reach_below(self._length, since=self._epoch)
 
     @property
     def nbytes(self) -> int:
@@ -194,17 +147,38 @@ class KvCacheSnapshot:
         """
         if self._contents is not None:
             return self
-        return KvCacheSnapshot._holding(self._marked()._contents_at(self))
+        return KvCacheSnapshot._holding(self._copied())
 
-    def _marked(self) -> _Marked:
-        """The cache that this is a mark of."""
-        cache = None if self._cache is None else self._cache()
-        if cache is None:
+    @memory_for("the bytes of a snapshot")
+    def _copied(self, *, alone: bool = True) -> CacheContents:
+        """Copy what a mark stands for, which may lie above the cache's present length.
+
+        `alone`: pending tokens, which are not in it, would be lost.
+        """
+        state = None if self._state is None else self._state()
+        if state is None:
             raise StaleSnapshotError(
                 f"the cache of this snapshot of {self._length} tokens no longer exists: "
                 "detach() while it does"
             )
-        return cache
+        self._refuse_stale()
+        if alone and self._pending:
+            held = "was" if len(self._pending) == 1 else "were"
+            raise LayersOutOfStepError(
+                f"detach() would lose tokens: {layer_names(list(self._pending))} {held} "
+                f"beyond position {self._length} when this snapshot was taken: advance() over them "
+                "or truncate() first, and take another"
+            )
+        contents = state.contents(self._length)
+        self._refuse_stale()  # nothing was overwritten meanwhile
+        return contents
+
+    def _refuse_stale(self) -> None:
+        if self.is_stale:
+            raise StaleSnapshotError(
+                f"tokens below position {self._length} have been overwritten, or dropped from "
+                "a window, since this snapshot was taken: detach() it before that"
+            )
 
     @memory_for("the bytes of a snapshot")
     def to_bytes(self) -> bytes:
@@ -217,8 +191,7 @@ class KvCacheSnapshot:
         """
         contents = self.detach()._contents
         assert contents is not None
-        data: bytes = _cache_of(contents)._to_bytes()
-        return data
+        return b"".join(session.pieces(_holding(contents)))
 
     @classmethod
     @memory_for("the bytes of a snapshot")
@@ -241,8 +214,8 @@ class KvCacheSnapshot:
             It is damaged, cut short or something else.
         InvalidArgumentError, MissingExtraError, OutOfMemoryError
         """
-        cache = registry.active("KVCache")._from_bytes(data, "the bytes of a snapshot")
-        return cls._holding(cache._contents(copy=False))
+        state = load.load_bytes(_empty, data, "the bytes of a snapshot")
+        return cls._holding(state.contents(copy=False))
 
     def __copy__(self) -> KvCacheSnapshot:
         return self
@@ -266,6 +239,40 @@ class KvCacheSnapshot:
         return f"<KvCacheSnapshot of {self._length} tokens ({what})>"
 
 
-def _cache_of(contents: CacheContents) -> Any:
-    """A cache that holds them."""
-    return registry.active("KVCache")._holding(contents, None, KeyRule(), {})
+def snapshot(state: CacheState) -> KvCacheSnapshot:
+    """Mark this moment of a cache."""
+    mark = KvCacheSnapshot.__new__(KvCacheSnapshot)
+    mark._length = state.length  # first: what is overwritten after that lies above
+    mark._epoch = state.overwrites.epoch
+    mark._pending = tuple(state.ahead(mark._length))
+    mark._state = weakref.ref(state)
+    mark._contents = None
+    return mark
+
+
+def restore(state: CacheState, mark: object) -> None:
+    """Return to a mark of this cache, or hold what a detached snapshot does."""
+    if not isinstance(mark, KvCacheSnapshot):
+        raise InvalidArgumentError(
+            f"snapshot must be a KvCacheSnapshot, not {checks.describe(mark)}"
+        )
+    if mark._contents is not None:
+        state.replace(mark._contents)
+        return
+    if mark._state is None or mark._state() is not state:
+        raise InvalidArgumentError(
+            "this snapshot is a mark in another cache: only its detach() can be restored here"
+        )
+    mark._refuse_stale()
+    state.set_length(mark._length)
+
+
+def _empty(*arguments: Any) -> CacheState:
+    """An empty cache of the active backend; arguments as of :meth:`CacheState.empty`."""
+    return CacheState.empty(registry.active("KVCache")._layer_types, *arguments)
+
+
+def _holding(contents: CacheContents) -> CacheState:
+    return CacheState.holding(
+        registry.active("KVCache")._layer_types, contents, None, KeyRule(), {}
+    )

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvedge.core.config import LayerConfig
 from kvedge.core.key_map import KeyMap
-from kvedge.layer.parts import PartContents
+from kvedge.layer.store import PartContents
 from kvedge.rope import Turns
 
 __all__ = ["CacheContents", "CacheFormat", "LayerContents"]

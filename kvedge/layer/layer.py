@@ -1,11 +1,6 @@
-"""A layer: what both backends share of it. Getters, views, removal, shift, copying, facts.
+"""A layer: the class with every public method; what does its work lies beside it.
 
-The public classes, one per storage format, are in :mod:`kvedge.layer.types`.
-
-A backend's core stores, quantizes and attends: :class:`kvedge.layer.core.LayerCore` says what it
-provides. Where `_key_map_is_open`, it calls `_decide_key_map(keys)` from here before it appends,
-and `_return_to(mark)` if that fails. Methods with a leading underscore that change something are
-for the cache that owns a frozen layer.
+:mod:`kvedge.layer.types` derives a class of it for each storage format.
 """
 
 from __future__ import annotations
@@ -16,39 +11,32 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, overload
 
 import numpy as np
 
-from kvedge.core import checks, memory, registry
-from kvedge.core.config import LayerConfig
-from kvedge.core.float_mode import in_default_mode
-from kvedge.core.key_map import (
-    FIRST_TOKENS,
-    LEAST_TOKENS,
-    KeyMap,
-    KeyRule,
-    key_offset_of,
-    key_scale_of,
-)
-from kvedge.core.memory import Held, memory_for
-from kvedge.core.types import Array, Dtype, ScaleDtype
+from kvedge.core import checks, registry
+from kvedge.core.config import ConfigFacts, LayerConfig, as_int
+from kvedge.core.key_map import KeyMap, KeyRule
+from kvedge.core.memory import memory_for
+from kvedge.core.options import shows_options
+from kvedge.core.types import Array, AttendArguments, Dtype, Floats, Layout, ScaleDtype
 from kvedge.errors import InvalidArgumentError
-from kvedge.layer.parts import PartContents, PreciseTokens, contents_of
-from kvedge.layer.room import LayerRoom, first_rows
-from kvedge.rope import NO_TURNS, Rope, Rotation, Turn, Turns, turned
+from kvedge.layer import copies, editing, facts, reading, room, shifts
+from kvedge.layer.room import first_rows
+from kvedge.layer.store import LayerStore, PartContents
+from kvedge.rope import Rope, Turns
 
 if TYPE_CHECKING:
-    from typing_extensions import Self  # type checkers bring it along
+    from typing_extensions import Self, Unpack  # type checkers bring them along
 
-__all__ = ["LayerMethods", "new_layer"]
+__all__ = ["KvLayer", "layer_over", "new_layer", "restored", "store_of"]
 
-_Layer = TypeVar("_Layer", bound="LayerMethods")
-
-_BLOCK_NUMBERS = 1 << 19  # float32 numbers worked on at a time: 2 MiB
-_SQRT2 = 2.0**0.5
+_Layer = TypeVar("_Layer", bound="KvLayer")
 
 
-class LayerMethods(LayerRoom):
-    """The part of a layer that does not depend on the backend."""
+class KvLayer(ConfigFacts):
+    """The keys and values of one layer; a class of a storage format says the rest."""
 
     _dtype: ClassVar[str]  # of the public class
+    _store_type: ClassVar[type[LayerStore]]  # the backend's
+    _store: LayerStore
 
     # Whatever the capacity, num_kv_heads and head_dim have to be given.
     @overload
@@ -87,6 +75,7 @@ class LayerMethods(LayerRoom):
         sinks: int = ...,
         recent_dtype: Dtype | None = ...,
     ) -> None: ...
+
     def __init__(
         self,
         capacity: int | None = None,
@@ -121,25 +110,198 @@ class LayerMethods(LayerRoom):
             rows=first_rows(None),
         )
         offset = checks.as_key_offset(key_offset, config)
-        self._start(config, offset, checks.as_key_scale(key_scale, config))
+        scale = checks.as_key_scale(key_scale, config)
+        self._store = copies.new_store(self._store_type, config, offset, scale)
 
-    def _start(
+    # ---- tokens in -------------------------------------------------------------------------------
+
+    def push(self, keys: Array, values: Array) -> None:
+        """Append one token.
+
+        Parameters
+        ----------
+        keys, values : array
+            float32 (num_kv_heads, head_dim) or flat, values of value_head_dim where that differs;
+            float16 and bfloat16 are converted.
+
+        Raises
+        ------
+        CapacityExceededError, ShapeMismatchError, DtypeMismatchError, LayoutError
+        NonFiniteInputError, ScaleRangeError, ReadOnlyLayerError
+            Nothing has changed.
+        """
+        self._store.push(keys, values)
+
+    def extend(self, keys: Array, values: Array, *, layout: Layout = "nhd") -> None:
+        """Append any number of tokens: all of them or none.
+
+        Parameters
+        ----------
+        keys, values : array
+            float32 (n, num_kv_heads, head_dim), values of value_head_dim where that differs;
+            float16 and bfloat16 are converted. Any strides, but that the channels of a head lie
+            side by side; torch tensors are read in place.
+        layout : {"nhd", "hnd"}
+            "hnd": tokens come as (num_kv_heads, n, head_dim).
+
+        Raises
+        ------
+        CapacityExceededError, ShapeMismatchError, DtypeMismatchError, LayoutError
+        NonFiniteInputError, ScaleRangeError, ReadOnlyLayerError
+            Nothing has changed.
+        """
+        self._store.extend(keys, values, layout=layout)
+
+    @memory_for("the room reserved in a layer")
+    def reserve(self, n: int) -> None:
+        """Have room for `n` more tokens, so that appending them needs no further memory.
+
+        Raises
+        ------
+        InvalidArgumentError
+            `n` is negative or no integer.
+        CapacityExceededError
+            More tokens than the layer's capacity, if it does not grow.
+        OutOfMemoryError
+            Nothing has changed.
+        ReadOnlyLayerError
+        """
+        checks.check_unfrozen(self._store.frozen)
+        number = as_int(n, "n")
+        if number < 0:
+            raise InvalidArgumentError(f"n must be at least 0, not {number}")
+        room.reserve(self._store, number)
+
+    # ---- attention -------------------------------------------------------------------------------
+
+    @overload
+    def attend(
         self,
-        config: LayerConfig,
-        key_offset: np.ndarray | str | None = None,
-        key_scale: np.ndarray | str | None = None,
-    ) -> None:
-        """Be an empty layer, from checked arguments."""
-        self._open(config)
-        self._store_keys_as(
-            KeyMap(
-                None if isinstance(key_offset, str) else key_offset,
-                None if isinstance(key_scale, str) else key_scale,
-            ),
-            KeyRule(isinstance(key_offset, str), isinstance(key_scale, str)),
-        )
-        if config.recent_dtype:
-            self._precise = PreciseTokens(self, registry.backend_class_of(type(self)))
+        query: Array,
+        *,
+        return_lse: Literal[False] = False,
+        out: Any = None,
+        **options: Unpack[AttendArguments],
+    ) -> Floats: ...
+    @overload
+    def attend(
+        self,
+        query: Array,
+        *,
+        return_lse: Literal[True],
+        out: Any = None,
+        **options: Unpack[AttendArguments],
+    ) -> tuple[Floats, Floats]: ...
+    @overload
+    def attend(
+        self,
+        query: Array,
+        *,
+        return_lse: bool,
+        out: Any = None,
+        **options: Unpack[AttendArguments],
+    ) -> Floats | tuple[Floats, Floats]: ...
+    @shows_options
+    def attend(self, query: Array, **options: object) -> object:
+        """Attention of query rows over the tokens stored.
+
+        Query head h reads KV head h // (num_heads // num_kv_heads). Row i of n stands at position
+        p = len - n + i. A row that may see nothing gives zeros.
+
+        Parameters
+        ----------
+        query : array
+            float32 (num_heads, head_dim) for the last token, or (n, num_heads, head_dim) for the
+            last n; num_heads a multiple of num_kv_heads. float16 and bfloat16 are converted. Any
+            strides, but that the channels of a head lie side by side; torch tensors are read in
+            place.
+        scale : float, optional
+            Factor of the dot products; by default 1 / sqrt(head_dim).
+        causal : bool
+            A row sees tokens t <= p; else all.
+        window : int, optional
+            A row sees tokens t > p - window only.
+        sink_tokens : int
+            So many first tokens stay visible besides the window, which it needs (StreamingLLM,
+            https://arxiv.org/abs/2309.17453).
+        sink_logits : array, optional
+            float32 (num_heads,): learned logits whose exp() joins the softmax denominator
+            (gpt-oss).
+        softcap : float, optional
+            c: logits become c * tanh(logit / c).
+        mask : array, optional
+            bool (True: visible) or float32 that is added (-inf hides), broadcast to (num_heads, n,
+            len); for one row also (num_heads, len). Any strides; what is repeated is not copied.
+        start : int
+            The first token that is seen, 0 to len: left padding before it is skipped and costs
+            nothing. Positions and causality stay as they are; `sink_tokens` count from it. (The
+            layer's own ``sinks`` and automatic offsets and scales are of the first tokens it was
+            given: better append no padding; layers of a batch may differ in length.)
+        alibi_slopes : array, optional
+            float32 (num_heads,): slope * (t - p) is added (https://arxiv.org/abs/2108.12409).
+        precision_bits : 8, 16 or 24, optional
+            Bits of queries and probabilities in integer products. By default 16 where the contract
+            (an error of 2e-4 of the largest output) allows, else 24: for queries where logits are
+            small enough, for probabilities past the first 1,024 tokens of values as wide as 64.
+            Fewer are faster: 16 adds errors of about 1e-4, 8 of about 1e-2, as much as storing in 8
+            bits does; 24 about 1e-6. See docs/numerics.md. No effect on paths that multiply floats
+            (scalar, NumPy); all but avx512vnni take 8 for 16.
+        tolerance : float
+            The share of the softmax mass that each row of each head may leave out, from 0 (exact)
+            to below 1. Blocks of 16 values that together hold no more are neither read nor
+            multiplied, so the error grows by at most ``tolerance * max|value|``, whatever the
+            data; `lse` stays exact. The NumPy backend reads all, which is within any tolerance.
+            See docs/numerics.md.
+        return_lse : bool
+            Return the logarithm of each softmax denominator, learned sinks included, as well; with
+            it, :func:`kvedge.merge_attention` merges results over parts of a context.
+        out : numpy.ndarray or torch.Tensor, optional
+            float32, float16 or bfloat16, shaped as the query (but as wide as values), any strides
+            but of its channels, to write to; it may overlap nothing that is read. 16-bit results
+            are rounded to nearest.
+        num_threads : int, optional
+            At most so many; by default see :func:`kvedge.set_num_threads`. The result does not
+            depend on it. Has no effect on the NumPy backend.
+        layout : {"nhd", "hnd"}
+            "hnd": query and result of n tokens are (num_heads, n, head_dim).
+
+        Returns
+        -------
+        out : numpy.ndarray
+            float32, shaped as the query; where values have another width than keys, (num_heads,
+            value_head_dim) or (n, num_heads, value_head_dim). `out`, if that was given.
+        lse : numpy.ndarray
+            With `return_lse`: float32, shaped as the query without its channels; -inf for a row
+            that sees nothing.
+
+        Raises
+        ------
+        InvalidArgumentError
+            The layer is empty, or arguments do not fit together.
+        ShapeMismatchError, DtypeMismatchError, LayoutError, NonFiniteInputError
+        """
+        return self._store.attend(query, options)
+
+    def scores(self, query: Array, *, scale: float | None = None) -> Floats:
+        """Scaled logits of one query row, before softcap, bias, mask and softmax.
+
+        Parameters
+        ----------
+        query : array
+            float32 (num_heads, head_dim).
+        scale : float, optional
+            By default 1 / sqrt(head_dim).
+
+        Returns
+        -------
+        numpy.ndarray
+            float32 (num_heads, len).
+
+        Raises
+        ------
+        ShapeMismatchError, DtypeMismatchError, LayoutError, NonFiniteInputError
+        """
+        return self._store.scores(query, scale=scale)
 
     # ---- reading ---------------------------------------------------------------------------------
 
@@ -164,11 +326,11 @@ class LayerMethods(LayerRoom):
         ------
         PositionOutOfRangeError, HeadOutOfRangeError
         """
-        return self._one_row(False, position, head, out)
+        return reading.one_row(self._store, False, position, head, out)
 
     def get_value(self, position: int, head: int, *, out: np.ndarray | None = None) -> np.ndarray:
         """Value of one token and KV head, float32 (value_head_dim,); as :meth:`get_key`."""
-        return self._one_row(True, position, head, out)
+        return reading.one_row(self._store, True, position, head, out)
 
     def get_keys_at(self, position: int, *, out: np.ndarray | None = None) -> np.ndarray:
         """Keys of one token, all heads one after the other.
@@ -189,7 +351,7 @@ class LayerMethods(LayerRoom):
         ------
         PositionOutOfRangeError
         """
-        return self._one_token(False, position, out)
+        return reading.one_token(self._store, False, position, out)
 
     def get_values_at(self, position: int, *, out: np.ndarray | None = None) -> np.ndarray:
         """Values of one token, all heads one after the other; as :meth:`get_keys_at`.
@@ -199,7 +361,7 @@ class LayerMethods(LayerRoom):
         numpy.ndarray
             float32 (num_kv_heads * value_head_dim,).
         """
-        return self._one_token(True, position, out)
+        return reading.one_token(self._store, True, position, out)
 
     @memory_for("the keys of a layer")
     def keys(self, *, out: np.ndarray | None = None) -> np.ndarray:
@@ -215,55 +377,48 @@ class LayerMethods(LayerRoom):
         numpy.ndarray
             float32 (len, num_kv_heads, head_dim), a copy.
         """
-        return self._all_tokens(False, out)
+        return reading.all_tokens(self._store, False, out)
 
     @memory_for("the values of a layer")
     def values(self, *, out: np.ndarray | None = None) -> np.ndarray:
         """All values, float32 (len, num_kv_heads, value_head_dim); as :meth:`keys`."""
-        return self._all_tokens(True, out)
+        return reading.all_tokens(self._store, True, out)
 
-    def _one_row(
-        self, values: bool, position: int, head: int, out: np.ndarray | None
-    ) -> np.ndarray:
-        held, config = self._held(), self._config
-        position = checks.check_position(position, held.num_tokens)
-        head = checks.check_head(head, config.num_kv_heads)
-        shape = config.rows_shape(values, 1)
-        out = checks.as_out(out, shape[2:], reads=self._memory_of(held))
-        token = np.empty(shape, np.float32)
-        out[:] = self._read_rows(held, values, position, position + 1, token)[0, head]
-        return out
+    @property
+    def key_codes(self) -> np.ndarray:
+        """Stored keys, read-only and without a copy: int8 (or float32) (len, H, head_dim).
 
-    def _one_token(self, values: bool, position: int, out: np.ndarray | None) -> np.ndarray:
-        held = self._held()
-        position = checks.check_position(position, held.num_tokens)
-        shape = self._config.rows_shape(values, 1)
-        out = checks.as_out(out, (shape[1] * shape[2],), reads=self._memory_of(held))
-        self._read_rows(held, values, position, position + 1, out.reshape(shape))
-        return out
+        As they came: :meth:`shift` does not turn these, but what is read of them.
+        """
+        return _stored(self._store.held().tokens.key_codes)
 
-    def _all_tokens(self, values: bool, out: np.ndarray | None) -> np.ndarray:
-        held = self._held()
-        shape = self._config.rows_shape(values, held.num_tokens)
-        out = checks.as_out(out, shape, reads=self._memory_of(held))
-        return self._read_rows(held, values, 0, held.num_tokens, out)
+    @property
+    def value_codes(self) -> np.ndarray:
+        """Stored values, (len, H, value_head_dim); for the rest as :attr:`key_codes`."""
+        return _stored(self._store.held().tokens.value_codes)
 
-    def _read_rows(
-        self, held: Held, values: bool, start: int, stop: int, out: np.ndarray
-    ) -> np.ndarray:
-        """As `_dequantize`, keys turned to where they are."""
-        self._dequantize(held, values, start, stop, out)
-        if self._turns is not None and not values:
-            out[:] = self._turns.of_rows(out, held.num_dropped + start)
-        return out
+    @property
+    def key_scales(self) -> np.ndarray:
+        """Scales of the keys, read-only and without a copy.
 
-    def _turned_back(self, keys: np.ndarray, position: int) -> np.ndarray:
-        """Keys (n, H, D) of tokens from a position on, as they are stored there."""
-        return keys if self._turns is None else self._turns.of_rows(keys, position, back=True)
+        (len, H), or (len, H, num_groups) where a row has several; (len, H, 0) in float32 layers.
+        """
+        return _scales(self._store.held().tokens.key_scales)
 
-    def _memory_of(self, held: Held) -> Sequence[np.ndarray]:
-        """All memory that what is held lies in."""
-        return held.slabs if self._precise is None else (*held.slabs, *self._precise.slabs)
+    @property
+    def value_scales(self) -> np.ndarray:
+        """Scales of the values; as :attr:`key_scales`, in the groups of a value."""
+        return _scales(self._store.held().tokens.value_scales)
+
+    @property
+    def key_offset(self) -> np.ndarray | None:
+        """What is taken off stored keys, float32 (num_kv_heads, head_dim), read-only; or None."""
+        return _read_only(self._store.key_map.offset)
+
+    @property
+    def key_scale(self) -> np.ndarray | None:
+        """What stored keys are divided by, float32 (num_kv_heads, head_dim), read-only; or None."""
+        return _read_only(self._store.key_map.scale)
 
     # ---- removing and moving ---------------------------------------------------------------------
 
@@ -277,10 +432,11 @@ class LayerMethods(LayerRoom):
             tokens that the next one would see.
         ReadOnlyLayerError
         """
-        checks.check_unfrozen(self._frozen)
-        n = checks.check_length(n, len(self))
-        checks.check_back(self._config, self._held(), n)
-        self._set_len(n)
+        store = self._store
+        checks.check_unfrozen(store.frozen)
+        n = checks.check_length(n, len(store))
+        checks.check_back(store.config, store.held(), n)
+        store.set_len(n)
 
     def clear(self) -> None:
         """Drop all tokens, and a key offset and scale that were taken from the first of them.
@@ -289,21 +445,11 @@ class LayerMethods(LayerRoom):
         ------
         ReadOnlyLayerError
         """
-        checks.check_unfrozen(self._frozen)
-        self._clear()
-
-    def _clear(self) -> None:
-        if self.num_dropped or (self._turns is not None and not self._frozen):
-            self._restart()
-        else:
-            self._set_len(0)  # rows stay where they are: a cache may return to them
-        rule = self._key_rule._replace(scale_is_settled=False)
-        if any(rule):
-            self._turns = None  # no row is returned to
-            self._store_keys_as(rule.given_of(self._key_map), rule)
+        checks.check_unfrozen(self._store.frozen)
+        editing.clear(self._store)
 
     @memory_for("the positions to keep")
-    def keep(self, indices: Any) -> None:
+    def keep(self, indices: Sequence[int] | Array) -> None:
         """Drop all tokens but those at `indices`, which close ranks.
 
         Parameters
@@ -320,58 +466,39 @@ class LayerMethods(LayerRoom):
         -----
         Keys keep the rotation of their old positions: see :meth:`shift`.
         """
-        checks.check_unfrozen(self._frozen)
-        checks.check_whole(self._config, self._held(), "keep()")
-        self._keep_all(checks.check_keep(indices, len(self)))
+        store = self._store
+        checks.check_unfrozen(store.frozen)
+        checks.check_whole(store.config, store.held(), "keep()")
+        editing.keep(store, checks.check_keep(indices, len(store)))
 
-    def _keep(self, indices: np.ndarray) -> None:
-        """Keep what :func:`kvedge.core.checks.check_keep` gave."""
-        moved = np.flatnonzero(indices != np.arange(len(indices)))
-        first = int(moved[0]) if len(moved) else len(indices)
-        step = self._block_tokens()
-        tokens = self._held().tokens
-        self._set_len(min(first, len(self)))  # should this be broken off, no wrong row is seen
-        for start in range(first, len(indices), step):
-            # indices[i] >= i, so what a later block reads is not yet written over.
-            source = indices[start : start + step]
-            for rows in tokens:
-                rows[start : start + len(source)] = rows[source]
-        self._set_len(len(indices))
+    def drop_first(self, n: int) -> None:
+        """Drop the first `n` tokens: token i becomes token i - n.
 
-    def _keep_all(self, indices: np.ndarray) -> None:
-        """Keep tokens also in their other format."""
-        dropped = self.num_dropped
-        turns = self._turns
-        if turns is not None and len(indices) and indices[-1] != len(indices) - 1:  # some move
-            turns = turns.kept(indices + dropped, dropped) or None
-        if self._config.in_runs:
-            self._keep_runs(indices)
-            self._turns = turns
-            return
-        before = None if self._precise is None else self._precise.state()
-        self._keep(indices)
-        if self._precise is not None and before is not None:
-            self._precise.return_to(before)
-            self._precise.keep(indices + dropped, dropped)
-        self._turns = turns
+        No row is moved, so it costs O(1), and other threads may read meanwhile. A layer that is
+        appended to and dropped from in turn moves what is left now and then, which costs O(1) per
+        token on average, and takes memory for at most four times (with a ``capacity``, twice) as
+        many tokens as it held at most.
 
-    def _keep_runs(self, indices: np.ndarray) -> None:
-        """Keep tokens that lie in runs: those that move are stored anew."""
-        moved = np.flatnonzero(indices != np.arange(len(indices)))
-        first = int(moved[0]) if len(moved) else len(indices)
-        held, kept = self._held(), indices[first:]
-        rows = []
-        for values in (False, True):
-            of_all = np.empty(self._config.rows_shape(values, held.num_tokens - first), np.float32)
-            self._dequantize(held, values, first, held.num_tokens, of_all)
-            rows.append(of_all[kept - first])
-        before, self._turns = self._turns, None  # rows move as they are stored
-        try:
-            self._set_len(first)
-            if len(kept):
-                self._append(rows[0], rows[1])
-        finally:
-            self._turns = before
+        Raises
+        ------
+        PositionOutOfRangeError
+            `n` is negative or more than are stored.
+        InvalidArgumentError
+            The layer has a ``window``: it drops what no row sees by itself.
+        ReadOnlyLayerError
+
+        Notes
+        -----
+        Keys keep the rotation of their old positions, which is right for rotary embeddings, where
+        only differences count. :attr:`num_dropped` counts what was dropped.
+        """
+        store = self._store
+        checks.check_unfrozen(store.frozen)
+        if store.config.window is not None:
+            raise InvalidArgumentError(
+                f"a layer with window={store.config.window} drops tokens by itself"
+            )
+        store.drop(checks.check_drop(n, len(store)))
 
     @memory_for("the shifted keys of a layer")
     def shift(self, delta: int, *, rope: Rope, start: int = 0, stop: int | None = None) -> None:
@@ -401,215 +528,85 @@ class LayerMethods(LayerRoom):
             A rotated key would not fit what it is stored in; nothing has changed.
         ReadOnlyLayerError
         """
-        checks.check_unfrozen(self._frozen)
-        self._shift(delta, rope, start, stop)
+        checks.check_unfrozen(self._store.frozen)
+        shifts.shift(self._store, delta, rope, start, stop)
 
-    def _shift(self, delta: int, rope: Rope, start: int = 0, stop: int | None = None) -> None:
-        """Shift a frozen layer too; all or nothing."""
-        turns = self._check_shift(delta, rope, start, stop)
-        self._turns = turns or None
-        if turns.are_many:
-            self._settle()
+    # ---- shape and sizes -------------------------------------------------------------------------
 
-    def _settle(self) -> None:
-        """Store all keys turned, so that none are still to be turned."""
-        turns = self._turns or NO_TURNS
-        for first, last, turn in turns.ranges(self.num_dropped, self._end()):
-            if turn:
-                self._store_turned(turn, first, last)
-                turns = turns.spliced(first, last, NO_TURNS, first, ends=False)
-                self._turns = turns  # should the next one be broken off
-        self._turns = None
+    @property
+    def _config(self) -> LayerConfig:  # type: ignore[override]
+        return self._store.config
 
-    def _check_shift(
-        self, delta: int, rope: Rope, start: int = 0, stop: int | None = None
-    ) -> Turns:
-        """Raise what `_shift` would raise, or return what is owed after it; quick unless keys are
-        huge."""
-        if not isinstance(rope, Rope):
-            raise InvalidArgumentError(f"rope must be a kvedge.Rope, not {checks.describe(rope)}")
-        rotation = Rotation.of(rope, delta, self._config.head_dim)
-        start, stop = checks.check_range(start, stop, len(self))
-        turns, dropped = self._turns or NO_TURNS, self.num_dropped
-        if not delta or start == stop:
-            return turns
-        checks.check_finite(np.array(rotation.angles), "the angles of the turn")
-        # Tokens that were dropped, or lie above the length, are not returned to after a shift.
-        turns = turns.within(dropped, dropped + len(self)).shifted(
-            rotation,
-            dropped + start if start else 0,
-            dropped + stop if stop < len(self) else None,
-        )
-        for first, last, turn in turns.ranges(dropped + start, dropped + stop):
-            self._check_turn(turn, first, last)
-        return turns
+    def __len__(self) -> int:
+        """Tokens stored."""
+        return len(self._store)
 
-    def _check_turn(self, turn: Turn, start: int, stop: int) -> None:
-        """Raise unless turned keys of some positions fit what they are stored in."""
-        dropped = self.num_dropped
-        if turn and self._turn_may_overflow(start - dropped, stop - dropped):
-            self._encoded_turned(turn, start - dropped, stop - dropped)
-        if turn and self._precise is not None:
-            self._precise.check_turn(turn, start, stop)
+    @property
+    def capacity(self) -> int:
+        """Tokens there is room for now; a growing layer takes more room when it is full."""
+        config = self._store.config
+        return config.capacity if config.limit is None else min(config.capacity, config.limit)
 
-    def _turn_may_overflow(self, start: int, stop: int) -> bool:
-        """Whether some turned key could pass the range of what it is stored in."""
-        config, tokens = self._config, self._held().tokens
-        key_map = self._key_map
-        offset = 0.0 if key_map.offset is None else float(np.abs(key_map.offset).max())
-        low, high = 1.0, 1.0
-        if key_map.scale is not None:
-            low, high = float(key_map.scale.min()), float(key_map.scale.max())
-        form, rows = config.key_format, slice(start, stop)
-        largest = form.largest(tokens.key_codes[rows], tokens.key_scales[rows]) * high + offset
-        # A rotation makes a channel at most sqrt(2) times the largest; the rest is for rounding.
-        bound = 1.01 * (_SQRT2 * largest + offset) / low
-        return bound > form.limit(config.key_rows)
+    @property
+    def num_dropped(self) -> int:
+        """Tokens dropped from the front so far, since the layer was made or cleared."""
+        return self._store.held().num_dropped
 
-    def _store_turned(self, turn: Turn, start: int, stop: int) -> None:
-        """Store the keys of some positions anew, turned, in their other format too."""
-        dropped = self.num_dropped
-        state = None if self._precise is None else self._precise.state()
-        codes, scales = self._encoded_turned(turn, start - dropped, stop - dropped)
-        self._put_keys(start - dropped, codes, scales)
-        if self._precise is not None and state is not None:
-            self._precise.return_to(state)
-            self._precise.store_turned(turn, start, stop)
+    @property
+    def window(self) -> int | None:
+        """Tokens that a query row sees, if the layer keeps only what they need; else None."""
+        return self._store.config.window
 
-    def _put_keys(self, start: int, codes: np.ndarray, scales: np.ndarray) -> None:
-        """Write over the stored keys from a token on."""
-        length, tokens = len(self), self._held().tokens
-        try:
-            self._set_len(start)  # a core looks anew at the rows that it gets back below
-            tokens.key_codes[start : start + len(codes)] = codes
-            tokens.key_scales[start : start + len(codes)] = scales
-        finally:
-            self._set_len(length)
+    @property
+    def remaining(self) -> int:
+        """Tokens that may still be appended; in a growing layer, before it grows."""
+        length = len(self._store)
+        return self.capacity - length
 
-    @in_default_mode
-    def _encoded_turned(self, turn: Turn, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Codes and scales of turned keys, made by a core of the same kind."""
-        held, config = self._held()._replace(parts=None), self._config.plain
-        step = self._block_tokens()
-        scratch = new_layer(
-            registry.backend_class_of(type(self)), config, max(1, min(step, stop - start))
-        )
-        scratch._set_key_map(self._key_map)
-        codes = np.empty_like(held.tokens.key_codes[start:stop])
-        scales = np.empty_like(held.tokens.key_scales[start:stop])
-        keys = np.empty(config.rows_shape(False, scratch.capacity), np.float32)
-        values = np.zeros(config.rows_shape(True, scratch.capacity), np.float32)
-        for first in range(start, stop, step):
-            last = min(stop, first + step)
-            block = self._dequantize(held, False, first, last, keys[: last - first])
-            with np.errstate(over="ignore"):  # refused when it is appended
-                rows = turned(turn, block).astype(np.float32)
-            scratch._set_len(0)
-            scratch._append(rows, values[: last - first])
-            at = slice(first - start, last - start)
-            codes[at] = scratch._slabs.key_codes[: last - first]
-            scales[at] = scratch._slabs.key_scales[: last - first]
-        return codes, scales
+    @property
+    def is_empty(self) -> bool:
+        """Whether no token is stored."""
+        return len(self._store) == 0
 
-    def _block_tokens(self) -> int:
-        config = self._config
-        return max(1, _BLOCK_NUMBERS // (config.num_kv_heads * config.widest))
+    @property
+    def is_full(self) -> bool:
+        """Whether no further token fits; never in a growing layer."""
+        return len(self._store) == self._store.config.limit
 
-    # ---- key offset and scale --------------------------------------------------------------------
+    @property
+    def num_groups(self) -> int:
+        """Scales per row of the keys; 0 in float32 layers."""
+        return self._store.config.key_rows.num_groups
 
-    def _store_keys_as(self, key_map: KeyMap, rule: KeyRule) -> None:
-        """Set how keys are stored; those in the slabs, from row 0 on, are."""
-        if key_map is not self._key_map:
-            self._set_key_map(key_map)
-        if self._precise is not None:
-            self._precise.store_keys_as(key_map)
-        self._key_rule = rule
-        self._key_map_is_open = rule.is_open(key_map)
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes reserved for keys and values, scales included."""
+        return facts.memory_bytes(self._store)
 
-    def _decide_key_map(self, keys: np.ndarray) -> None:
-        """Let checked keys (n, H, D), n >= 1, that are appended next decide what is open.
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes that the system has committed so far, in whole pages.
 
-        What is stored already is encoded anew. Keys are those that are stored: turned back.
+        Where the system does not tell, the bytes of the tokens stored.
         """
-        key_map, rule, held = self._key_map, self._key_rule, self._held()
-        if rule.auto_offset and key_map.offset is None:
-            key_map = key_map._replace(offset=key_offset_of(keys))
-        if rule.auto_scale and not rule.scale_is_settled:
-            settled = self._end() + len(keys) >= LEAST_TOKENS
-            if settled or key_map.scale is None:
-                stored = np.empty(self._config.rows_shape(False, held.num_tokens), np.float32)
-                self._dequantize(held, False, 0, held.num_tokens, stored)
-                first = np.concatenate([stored, keys[:FIRST_TOKENS]])
-                offset_only = KeyMap(key_map.offset)
-                scale = key_scale_of(
-                    offset_only.to_stored(first[:FIRST_TOKENS]),
-                    powers_of_two=not self._config.keys_have_scales,
-                )
-                key_map = key_map._replace(scale=scale)
-            rule = rule._replace(scale_is_settled=settled)
-        if held.start or held.num_tokens:
-            self._encode_anew(key_map, held)
-        self._store_keys_as(key_map, rule)
+        return facts.resident_bytes(self._store)
 
-    def _encode_anew(self, key_map: KeyMap, held: Held) -> None:
-        """Move to slabs in which keys are stored as in `key_map`; readers keep the old ones."""
-        config, n = self._config, held.num_tokens
-        slabs = memory.reserve_slabs(config)
-        if n:
-            scratch = new_layer(registry.backend_class_of(type(self)), config.plain, n)
-            scratch._set_key_map(key_map)
-            keys = self._dequantize(
-                held, False, 0, n, np.empty(config.rows_shape(False, n), np.float32)
-            )
-            scratch._append(keys, np.zeros(config.rows_shape(True, n), np.float32))
-            anew = scratch._held().tokens
-            tokens = held.tokens._replace(key_codes=anew.key_codes, key_scales=anew.key_scales)
-            memory.copy_tokens(tokens, slabs, n)
-        self._bind(slabs, config, key_map)
+    @property
+    def fp32_memory_bytes(self) -> int:
+        """Bytes that the same capacity takes in float32, keys and values: 4 bytes a number."""
+        config = self._store.config
+        return 4 * config.capacity * config.token_size
 
-    def _mark(self) -> tuple[Any, ...]:
-        """What `_return_to` needs, before an append that may decide the key map."""
-        return self._binding(), self._key_rule, self._precise and self._precise.state()
+    def __repr__(self) -> str:
+        """Class, fill and shape."""
+        return f"{type(self).__name__}({facts.text(self._store)})"
 
-    def _return_to(self, mark: tuple[Any, ...]) -> None:
-        """Undo all that was done since `_mark`, by appends alone."""
-        binding, self._key_rule, state = mark
-        self._rebind(binding)
-        if self._precise is not None:
-            self._precise.return_to(state)
-        self._key_map_is_open = self._key_rule.is_open(self._key_map)
-
-    # ---- copying ---------------------------------------------------------------------------------
+    # ---- copies ----------------------------------------------------------------------------------
 
     @memory_for("a copy of the layer")
     def copy(self) -> Self:
         """An independent layer with the same tokens and capacity; it belongs to no cache."""
-        held, config = self._held(), self._config  # in this order: see LayerFacts
-        # A writer may have moved to fewer rows since.
-        other = new_layer(type(self), config, max(config.capacity, held.num_tokens))
-        parts = contents_of(held, held.num_dropped, held.num_dropped + held.num_tokens, copy=False)
-        other._fill(
-            held.tokens, self._key_map, self._key_rule, held.num_dropped, parts, self._turns
-        )
-        return other
-
-    def _fill(
-        self,
-        tokens: Sequence[np.ndarray],
-        key_map: KeyMap,
-        rule: KeyRule,
-        num_dropped: int,
-        parts: Sequence[PartContents],
-        turns: Turns | None = None,
-    ) -> None:
-        """Take over the stored bytes of another layer; this one is empty."""
-        self._store_keys_as(key_map, rule)
-        self._restart(num_dropped)
-        memory.copy_tokens(tokens, self._slabs, len(tokens[0]))
-        self._set_len(len(tokens[0]))
-        if self._precise is not None:
-            self._precise.fill(parts, num_dropped, num_dropped + len(tokens[0]))
-        self._turns = turns
+        return layer_over(type(self), copies.copy_of(self._store))
 
     def __copy__(self) -> Self:
         """As :meth:`copy`."""
@@ -622,30 +619,34 @@ class LayerMethods(LayerRoom):
     @memory_for("a pickle of the layer")
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the stored bytes; they are restored into whatever backend is active then."""
-        held, config = self._held(), self._config  # in this order: see LayerFacts
-        tokens = [np.array(rows) for rows in held.tokens]
-        parts = contents_of(held, held.num_dropped, held.num_dropped + held.num_tokens, copy=True)
-        stored = (self._key_map, self._key_rule, held.num_dropped, parts, self._turns)
-        return _restore, (registry.named(type(self)), config, tokens, *stored)
+        return restored, (registry.named(type(self)), *copies.stored(self._store))
+
+
+def store_of(layer: KvLayer) -> LayerStore:
+    """What holds a layer's tokens: for the rest of the package, which changes frozen ones too."""
+    return layer._store
+
+
+def layer_over(kind: type[_Layer], store: LayerStore) -> _Layer:
+    """A layer of class `kind`, which may have another __init__, over a store of its backend."""
+    layer = kind.__new__(kind)
+    layer._store = store
+    return layer
 
 
 def new_layer(
     kind: type[_Layer],
     config: LayerConfig,
-    capacity: int,
     key_offset: np.ndarray | str | None = None,
     key_scale: np.ndarray | str | None = None,
 ) -> _Layer:
-    """An empty layer of class `kind` as in `config`, but for its capacity."""
-    layer = kind.__new__(kind)
-    # A subclass may have another __init__.
-    layer._start(replace(config, capacity=capacity), key_offset, key_scale)
-    return layer
+    """An empty layer of class `kind`, from checked arguments."""
+    return layer_over(kind, copies.new_store(kind._store_type, config, key_offset, key_scale))
 
 
 @memory_for("the layer of a pickle")
-def _restore(
-    kind: str | type[LayerMethods],
+def restored(
+    kind: str | type[KvLayer],
     config: LayerConfig,
     tokens: list[np.ndarray],
     key_map: KeyMap,
@@ -653,9 +654,23 @@ def _restore(
     num_dropped: int,
     parts: Sequence[PartContents] = (),
     turns: Turns | None = None,
-) -> LayerMethods:
+) -> KvLayer:
     """Unpickle a layer, into the active backend unless it is of a user's own class."""
     rows = max(config.capacity, len(tokens[0]))  # the config may be of a later moment
-    layer: LayerMethods = new_layer(registry.resolved(kind), config, rows)
-    layer._fill(tokens, key_map, rule, num_dropped, parts, turns)
+    layer: KvLayer = new_layer(registry.resolved(kind), replace(config, capacity=rows))
+    copies.fill(layer._store, tokens, key_map, rule, num_dropped, parts, turns)
     return layer
+
+
+def _stored(view: np.ndarray) -> np.ndarray:
+    view.flags.writeable = False
+    return view
+
+
+def _scales(view: np.ndarray) -> np.ndarray:
+    view = _stored(view)
+    return view[:, :, 0] if view.shape[2] == 1 else view
+
+
+def _read_only(vector: np.ndarray | None) -> np.ndarray | None:
+    return None if vector is None else _stored(vector.view())

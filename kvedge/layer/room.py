@@ -9,12 +9,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kvedge.core import checks, memory
-from kvedge.core.config import LayerConfig, as_int
-from kvedge.core.memory import Held, memory_for
-from kvedge.errors import InvalidArgumentError
-from kvedge.layer.core import LayerCore
+from kvedge.core.config import LayerConfig
+from kvedge.core.memory import Held
+from kvedge.layer.store import LayerStore
 
-__all__ = ["LayerRoom", "first_rows"]
+__all__ = ["FIRST_ROWS", "first_rows", "keeps", "reserve", "room_until", "set_end", "slide"]
 
 FIRST_ROWS = 256  # rows that a growing layer is made with; it doubles from there
 
@@ -44,106 +43,60 @@ def _rows_for(tokens: int, config: LayerConfig, *, drops: bool) -> int:
     return rows if most is None else min(rows, most)
 
 
-class LayerRoom(LayerCore):
-    """The part of a layer that makes room."""
+def reserve(store: LayerStore, n: int) -> None:
+    """Have room for `n` more tokens, or raise what says that there cannot be."""
+    held, config = store.held(), store.config
+    checks.check_room(config, held.num_tokens, n)
+    if n > config.capacity - held.start - held.num_tokens:
+        _move(store, held.num_tokens + n)
 
-    @memory_for("the room reserved in a layer")
-    def reserve(self, n: int) -> None:
-        """Have room for `n` more tokens, so that appending them needs no further memory.
 
-        Raises
-        ------
-        InvalidArgumentError
-            `n` is negative or no integer.
-        CapacityExceededError
-            More tokens than the layer's capacity, if it does not grow.
-        OutOfMemoryError
-            Nothing has changed.
-        ReadOnlyLayerError
-        """
-        checks.check_unfrozen(self._frozen)
-        number = as_int(n, "n")
-        if number < 0:
-            raise InvalidArgumentError(f"n must be at least 0, not {number}")
-        self._reserve(number)
+def room_until(store: LayerStore) -> int:
+    """Position up to which tokens can be appended without moving."""
+    held, config = store.held(), store.config
+    rows = config.capacity - held.start
+    if config.limit is not None:
+        rows = min(rows, config.limit)
+    return held.num_dropped + rows
 
-    def _reserve(self, n: int) -> None:
-        """Reserve in a frozen layer too."""
-        held = self._held()
-        checks.check_room(self._config, held.num_tokens, n)
-        if n > self._config.capacity - held.start - held.num_tokens:
-            self._move(held.num_tokens + n)
 
-    def drop_first(self, n: int) -> None:
-        """Drop the first `n` tokens: token i becomes token i - n.
+def keeps(store: LayerStore, length: int, held: Held | None = None) -> bool:
+    """Whether it can go to a position: what the next token there sees was not dropped."""
+    held = store.held() if held is None else held
+    window = store.config.window
+    if not held.num_dropped or not length:
+        return True
+    return window is not None and length - held.num_dropped >= window - 1
 
-        No row is moved, so it costs O(1), and other threads may read meanwhile. A layer that is
-        appended to and dropped from in turn moves what is left now and then, which costs O(1) per
-        token on average, and takes memory for at most four times (with a ``capacity``, twice) as
-        many tokens as it held at most.
 
-        Raises
-        ------
-        PositionOutOfRangeError
-            `n` is negative or more than are stored.
-        InvalidArgumentError
-            The layer has a ``window``: it drops what no row sees by itself.
-        ReadOnlyLayerError
+def set_end(store: LayerStore, length: int) -> None:
+    """Go to a position that :func:`keeps` is true of."""
+    held = store.held()
+    if length or not held.num_dropped:
+        store.set_len(length - held.num_dropped)
+    else:
+        store.restart()
 
-        Notes
-        -----
-        Keys keep the rotation of their old positions, which is right for rotary embeddings, where
-        only differences count. :attr:`num_dropped` counts what was dropped.
-        """
-        checks.check_unfrozen(self._frozen)
-        if self._config.window is not None:
-            raise InvalidArgumentError(
-                f"a layer with window={self._config.window} drops tokens by itself"
-            )
-        self._drop(checks.check_drop(n, len(self)))
 
-    def _room_until(self) -> int:
-        """Position up to which tokens can be appended without moving."""
-        held, config = self._held(), self._config
-        rows = config.capacity - held.start
-        if config.limit is not None:
-            rows = min(rows, config.limit)
-        return held.num_dropped + rows
+def slide(store: LayerStore, n: int) -> None:
+    """Drop what no row sees from now on, once `n` tokens have been appended.
 
-    def _keeps(self, length: int, held: Held | None = None) -> bool:
-        """Whether it can go to a position: what the next token there sees was not dropped."""
-        held = self._held() if held is None else held
-        window = self._config.window
-        if not held.num_dropped or not length:
-            return True
-        return window is not None and length - held.num_dropped >= window - 1
+    Rows of these may still be attended: what they see stays until the next append.
+    """
+    window = store.config.window
+    if window is not None:
+        unseen = len(store) - n - (window - 1)
+        if unseen > 0 and n > 0:
+            store.drop(unseen)
 
-    def _set_end(self, length: int) -> None:
-        """Go to a position that :meth:`_keeps` is true of."""
-        held = self._held()
-        if length or not held.num_dropped:
-            self._set_len(length - held.num_dropped)
-        else:
-            self._restart()
 
-    def _slide(self, n: int) -> None:
-        """Drop what no row sees from now on, once `n` tokens have been appended.
-
-        Rows of these may still be attended: what they see stays until the next append.
-        """
-        window = self._config.window
-        if window is not None:
-            unseen = len(self) - n - (window - 1)
-            if unseen > 0 and n > 0:
-                self._drop(unseen)
-
-    def _move(self, tokens: int) -> None:
-        """Take other slabs with room for `tokens`, those that are held included."""
-        held = self._held()
-        rows = _rows_for(tokens, self._config, drops=held.start > 0)
-        config = replace(self._config, capacity=rows)
-        slabs = memory.reserve_slabs(config)
-        # Up to the last that was written: a cache may go back to tokens above the length.
-        written = slice(held.start, held.start + self._written())
-        memory.copy_tokens([slab[written] for slab in held.slabs], slabs, self._written())
-        self._bind(slabs, config)
+def _move(store: LayerStore, tokens: int) -> None:
+    """Take other slabs with room for `tokens`, those that are held included."""
+    held = store.held()
+    rows = _rows_for(tokens, store.config, drops=held.start > 0)
+    config = replace(store.config, capacity=rows)
+    slabs = memory.reserve_slabs(config)
+    # Up to the last that was written: a cache may go back to tokens above the length.
+    written = slice(held.start, held.start + store.written())
+    memory.copy_tokens([slab[written] for slab in held.slabs], slabs, store.written())
+    store.bind(slabs, config)

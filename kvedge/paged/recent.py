@@ -26,13 +26,13 @@ from kvedge.core.kivi import RUN
 from kvedge.errors import ScaleRangeError
 from kvedge.layer.parts import (
     PIECE,
-    PartContents,
     kept_rows,
     last_rows,
     part_key_map,
     runs_end,
     tail_of,
 )
+from kvedge.layer.store import PartContents
 from kvedge.paged import readings
 from kvedge.paged.owners import BlockOwners
 from kvedge.paged.sequences import Contents, Recent
@@ -92,7 +92,7 @@ class RecentTokens(BlockOwners):
         self._settle = pool._settle
         self.whole = config
         self.kept = kept_rows(config)
-        own = replace(config.precise, capacity=num_blocks * TOKENS, limit=num_blocks * TOKENS)
+        own = replace(config.part_config, capacity=num_blocks * TOKENS, limit=num_blocks * TOKENS)
         self.config = own
         store = registry.active("BlockStore")
         maps = [part_key_map(config, KeyMap(None, scale)) for scale in scales]
@@ -170,7 +170,7 @@ class RecentTokens(BlockOwners):
         sinks = min(n, reading.sinks)
         last = min(n, max(reading.since, n - last_rows(self.whole))) if self.kept else n
         parts = (
-            PartContents(store.gather(reading.recent, TOKENS, start, stop), store._key_map)
+            PartContents(store.gather(reading.recent, TOKENS, start, stop), store.key_map)
             for start, stop in ((0, sinks), (last, n))
         )
         return last, tuple(parts)
@@ -296,7 +296,7 @@ class RecentTokens(BlockOwners):
         n = plan.stop // RUN * RUN - plan.cut
         size = min(n, PIECE)
         own = replace(self.config, capacity=size, limit=size)
-        scale = self.stores[layer]._key_map.scale
+        scale = self.stores[layer].key_map.scale
         scratch = registry.active("BlockStore")(own, memory.reserve_slabs(own), scale)
         for start in range(plan.cut, plan.cut + n, PIECE):
             stop = min(start + PIECE, plan.cut + n)

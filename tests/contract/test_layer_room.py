@@ -9,6 +9,7 @@ from support import content, filled, normal, refuses
 
 from kvedge import KVCache, QuantizedKvLayer, Rope, errors
 from kvedge.core import memory
+from kvedge.layer.layer import store_of
 
 H, D = 2, 40
 
@@ -245,7 +246,10 @@ def test_a_sliding_layer_moves_a_row_per_token_on_average(
         if len(layer) == window:
             layer.drop_first(1)
         layer.push(*rows[:, t])
-        assert layer.memory_bytes <= most * window * layer.memory_bytes // layer._config.capacity
+        assert (
+            layer.memory_bytes
+            <= most * window * layer.memory_bytes // store_of(layer).config.capacity
+        )
     assert sum(moved) <= tokens + 2 * window
     assert_holds(layer, rows[:, -window:], rng)
 

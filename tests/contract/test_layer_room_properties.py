@@ -9,6 +9,7 @@ from support import content
 import kvedge.layer.room
 from kvedge import KVCache, errors
 from kvedge.core.formats import FORMATS
+from kvedge.layer.layer import store_of
 
 H, D = 2, 8
 
@@ -128,7 +129,7 @@ class LayerRoom(RuleBasedStateMachine):
             expected = other.attend(query, window=self.window)
             np.testing.assert_allclose(layer.attend(query), expected, atol=1e-5)
         if self.capacity is not None:
-            assert layer._config.capacity <= 2 * self.capacity
+            assert store_of(layer).config.capacity <= 2 * self.capacity
 
 
 TestLayerRoom = LayerRoom.TestCase

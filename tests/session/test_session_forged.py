@@ -28,6 +28,7 @@ from support import PLAIN, assert_well_formed, cache_content, normal
 from kvedge import KVCache, errors
 from kvedge.core.formats import FORMATS
 from kvedge.files import session
+from kvedge.layer.layer import store_of
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
@@ -246,7 +247,7 @@ def test_turns_that_kvedge_never_writes_are_corrupt(path, rng, change, mmap):
     filled_cache(rng).save(path)
     forge(path, key_turns=json.dumps({**TURN, **change}, separators=(",", ":")))
     if not change:
-        assert KVCache.load(path, mmap=mmap).layer(0)._turns is not None
+        assert store_of(KVCache.load(path, mmap=mmap).layer(0)).turns is not None
         return
     assert_corrupt(path, match="key_turns", mmap=mmap)
 
