@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from kvedge.core import arrays, checks
+from kvedge.core.options import shows_options
 from kvedge.core.types import Array
 from kvedge.errors import InvalidArgumentError, ShapeMismatchError
 from kvedge.layer.layer import KvLayer, store_of
@@ -21,25 +22,13 @@ __all__ = ["append_batch", "as_query", "as_stores", "attend_batch", "check_lengt
 _Store = TypeVar("_Store", bound=LayerStore)
 
 
+@shows_options
 def attend_batch(
     layers: Sequence[KvLayer],
     query: Array,
     *,
-    scale: float | None = None,
-    causal: bool = True,
-    window: int | None = None,
-    sink_tokens: int = 0,
-    sink_logits: Array | None = None,
-    softcap: float | None = None,
-    mask: Array | None = None,
     start: int | Sequence[int] | None = None,
-    alibi_slopes: Array | None = None,
-    precision_bits: int | None = None,
-    tolerance: float = 0.0,
-    return_lse: bool = False,
-    out: Any = None,
-    num_threads: int | None = None,
-    layout: str = "nhd",
+    **options: Any,
 ) -> Any:
     """Attend to several layers in one call, whose work is shared out over the threads.
 
@@ -54,9 +43,8 @@ def attend_batch(
     query : array
         float32, float16 or bfloat16: (batch, num_heads, head_dim) for the last token of each layer,
         or (batch, n, num_heads, head_dim) for the last n.
-    scale, causal, window, sink_tokens, sink_logits, softcap, alibi_slopes, precision_bits
-    tolerance, return_lse, num_threads
-        As in :meth:`kvedge.QuantizedKvLayer.attend`, the same for all layers.
+    **options
+        Those of a layer, see :meth:`kvedge.QuantizedKvLayer.attend`, the same for all layers.
     mask : array, optional
         bool (True: visible) or float that is added (-inf hides), broadcast to (batch, num_heads, n,
         length of the longest layer); a shorter layer takes the first of the last axis. Read where

@@ -17,8 +17,7 @@ import numpy as np
 
 cnp.import_array()
 
-cdef object _NO_TOLERANCE = 0.0  # the default
-cdef object _ZERO = 0  # the only int 0 there is, in CPython
+cdef dict _DEFAULTS = {}  # of the options of attend, by their names
 
 # Below about this many numbers, giving the GIL away and taking it back costs more than the work.
 cdef enum:
@@ -665,12 +664,12 @@ cdef class LayerStore:
     def dequantize(self, held, bint values, int64_t start, int64_t stop, out):
         if held.parts is None:
             return self._dequantize_rows(held, values, start, stop, out)
-        for span in spans_of(held, self.config):
-            first, last = max(start, span.start), min(stop, span.stop)
+        for part in parts_of(held, self.config):
+            first, last = max(start, part.start), min(stop, part.stop)
             if first < last:
-                layer = self if span.store is None else span.store
-                own = held if span.store is None else span.store.held()
-                at = span.at + first - span.start
+                layer = self if part.store is None else part.store
+                own = held if part.store is None else part.store.held()
+                at = part.at + first - part.start
                 (<LayerStore>layer)._dequantize_rows(
                     own, values, at, at + last - first, out[first - start : last - start])
         return out
@@ -700,35 +699,12 @@ cdef class LayerStore:
             and query.shape[query.ndim - 2] % self._num_kv_heads == 0
         )
 
-    def attend(
-        self,
-        query,
-        *,
-        scale=None,
-        causal=True,
-        window=None,
-        sink_tokens=0,
-        sink_logits=None,
-        softcap=None,
-        mask=None,
-        start=0,
-        alibi_slopes=None,
-        precision_bits=None,
-        tolerance=_NO_TOLERANCE,
-        return_lse=False,
-        out=None,
-        num_threads=None,
-        layout="nhd",
-    ):
-        return self._attend(
-            query, scale, causal, window, sink_tokens, sink_logits, softcap, mask, start,
-            alibi_slopes, precision_bits, tolerance, return_lse, out, num_threads, layout)
+    def attend(self, query, options):
+        cdef dict rest = dict(options)
+        return self._attend(query, rest.pop("out", None), rest)
 
     @cython.final
-    cdef object _attend(
-        self, query, scale, causal, window, sink_tokens, sink_logits, softcap, mask, start,
-        alibi_slopes, precision_bits, tolerance, return_lse, out, num_threads, layout
-    ):
+    cdef object _attend(self, query, out, dict options):
         """One row, plain and with plain options, goes straight to C; all else goes through _attend_to."""
         cdef _Handle handle = self._opened()
         cdef kvedge_attention_options c_options
@@ -738,32 +714,22 @@ cdef class LayerStore:
         cdef int64_t num_rows, first_row, length = kvedge_layer_range(handle.layer, &first_row)
         cdef float *out_data
         cdef float *query_data
-        if window is None:
-            window = self._window
         kvedge_attention_defaults(&c_options)
         if not (
-            self.parts is None and self.turns is None
-            and self._is_query(query) and layout is _NHD and start is _ZERO
-            and causal is True and sink_tokens is _ZERO
-            and sink_logits is None and softcap is None
-            and mask is None and alibi_slopes is None and precision_bits is None
-            and return_lse is False
+            self.parts is None and self.turns is None and self._is_query(query)
             and (out is None or self._is_out(out, <cnp.ndarray>query, handle))
-            and _fill_plain(&c_options, &threads, length, scale, window, tolerance, num_threads)
+            and _fill_plain(&c_options, &threads, length, self._window, options, False)
         ):
-            return self._attend_any(
-                query, scale, causal, window, sink_tokens, sink_logits, softcap, mask, start,
-                alibi_slopes, precision_bits, tolerance, return_lse, out, num_threads, layout)
+            return self._attend_any(query, out, options)
         rows = <cnp.ndarray>query
         num_heads = <int>rows.shape[rows.ndim - 2]
         num_rows = 1 if rows.ndim == 2 else rows.shape[0]
+        window = options.get("window") or self._window
         if not 0 < length >= num_rows or (
             self._window is not None and handle.dropped + first_row > 0
             and num_rows + <int64_t>window - 1 > length
         ):
-            return self._attend_any(
-                query, scale, causal, window, sink_tokens, sink_logits, softcap, mask, start,
-                alibi_slopes, precision_bits, tolerance, return_lse, out, num_threads, layout)
+            return self._attend_any(query, out, options)
         c_options.num_tokens, c_options.first_row = length, first_row
         if out is None:
             out = self._empty_out(rows)
@@ -781,10 +747,9 @@ cdef class LayerStore:
             self._refuse_attend(query, status)
         return out
 
-    cdef object _attend_any(
-        self, query, scale, causal, window, sink_tokens, sink_logits, softcap, mask, start,
-        alibi_slopes, precision_bits, tolerance, return_lse, out, num_threads, layout
-    ):
+    cdef object _attend_any(self, query, out, dict options):
+        """`options` are the call's own: they are taken apart."""
+        layout = options.get("layout", _NHD)
         cdef bint hnd = _is_hnd(layout)
         cdef _Array asked
         cdef Py_ssize_t num_heads
@@ -800,10 +765,9 @@ cdef class LayerStore:
             read, one_row = checks.as_query(query, self.config, finite=False, layout=layout)
             read = read[0] if one_row else arrays.in_nhd(read, layout)
             _read_ndarray(<cnp.ndarray>read, &asked)
-        return _attend_to(
-            [self], query, &asked, True, asked.ndim == 2, hnd, scale, causal, window, sink_tokens,
-            sink_logits, softcap, mask, start, alibi_slopes, precision_bits, tolerance, return_lse, out,
-            num_threads)
+        if self._window is not None and options.get("window") is None:
+            options["window"] = self._window
+        return _attend_to([self], query, &asked, True, asked.ndim == 2, hnd, out, options)
 
     cdef inline object _empty_out(self, cnp.ndarray query):
         """An array for the result of a query: shaped as that, but as wide as values."""
@@ -873,13 +837,13 @@ cdef class LayerStore:
         held = self.held()
         out = np.empty((num_heads, held.num_tokens), np.float32)
         checks.check_finite(query, "query")
-        for span in spans_of(held, self.config):
-            own = held if span.store is None else span.store.held()
+        for part in parts_of(held, self.config):
+            own = held if part.store is None else part.store.held()
             handle = own.source
-            for start, stop, turn in ranges_of(self.turns, held.num_dropped, span):
+            for start, stop, turn in ranges_of(self.turns, held.num_dropped, part):
                 rows = to_float32(turned(turn, query, back=True)) if turn else query
                 query_data = _floats(rows)
-                first_row, num_tokens = own.start + span.at + start - span.start, stop - start
+                first_row, num_tokens = own.start + part.at + start - part.start, stop - start
                 part = np.empty((num_heads, num_tokens), np.float32)
                 status = kvedge_scores(
                     handle.layer, query_data, num_heads, c_scale, first_row, num_tokens, _floats(part))
@@ -923,56 +887,42 @@ cdef class _LayerFace:
     def scores(self, query, *, scale=None):
         return self._opened().scores(query, scale=scale)
 
-    def attend(
-        self,
-        query,
-        *,
-        scale=None,
-        causal=True,
-        window=None,
-        sink_tokens=0,
-        sink_logits=None,
-        softcap=None,
-        mask=None,
-        start=0,
-        alibi_slopes=None,
-        precision_bits=None,
-        tolerance=_NO_TOLERANCE,
-        return_lse=False,
-        out=None,
-        num_threads=None,
-        layout="nhd",
-    ):
-        return self._opened()._attend(
-            query, scale, causal, window, sink_tokens, sink_logits, softcap, mask, start,
-            alibi_slopes, precision_bits, tolerance, return_lse, out, num_threads, layout)
+    def attend(self, query, *, out=None, **options):
+        return self._opened()._attend(query, out, options)
 
 
 cdef bint _fill_plain(
-    kvedge_attention_options *c, int *threads, int64_t length, scale, window, tolerance, num_threads
+    kvedge_attention_options *c, int *threads, int64_t length, window, dict options, bint with_lse
 ) except -1:
-    """Take the options that most calls pass, given as plain Python numbers in range; else False."""
+    """Take the options that most calls pass, given as plain Python numbers in range; else False.
+
+    `window` is that of the layer; return_lse is the caller's, if it may be True.
+    """
     cdef double factor
-    if scale is not None:
-        if type(scale) is not float:
-            return False
-        factor = scale
-        if not -FLT_MAX <= factor <= FLT_MAX:
-            return False
-        c.scale = nearest_float(factor)
-    if window is not None:
-        if type(window) is not int or window < 1:
-            return False
-        if window < length:  # else it hides nothing, which is none
-            c.window = window
-    if tolerance is not _NO_TOLERANCE:
-        if type(tolerance) is not float or not 0 <= nearest_float(tolerance) < 1:
-            return False
-        c.tolerance = nearest_float(tolerance)
-    if num_threads is not None:
-        if type(num_threads) is not int or not 1 <= num_threads <= _MAX_THREADS:
-            return False
-        threads[0] = num_threads
+    cdef str name
+    if window is not None and <int64_t>window < length:
+        c.window = window
+    for name, value in options.items():
+        if name == "scale" and type(value) is float:
+            factor = value
+            if not -FLT_MAX <= factor <= FLT_MAX:
+                return False
+            c.scale = nearest_float(factor)
+        elif name == "num_threads" and type(value) is int:
+            if not 1 <= value <= _MAX_THREADS:
+                return False
+            threads[0] = value
+        elif name == "window" and type(value) is int:
+            if value < 1:
+                return False
+            c.window = value if value < length else 0  # else it hides nothing, which is none
+        elif name == "tolerance" and type(value) is float:
+            if not 0 <= nearest_float(value) < 1:
+                return False
+            c.tolerance = nearest_float(value)
+        elif value is not _DEFAULTS.get(name, options):
+            if name != "return_lse" or value is not True or not with_lse:
+                return False
     return True
 
 
@@ -1022,8 +972,10 @@ def bind():
     :mod:`kvedge.backends.select` calls this at each import.
     """
     global AttendOptions, KeyRule, KvedgeError, LayoutError, NO_MAP, OutOfMemoryError, UnsupportedIsaError
-    global _batch, arrays, checks, layer_keys, memory, ranges_of, room, spans_of, query_turns, to_float32
+    global _batch, arrays, checks, layer_keys, memory, ranges_of, room, parts_of, query_turns, to_float32
     global turned, turned_back
+    from inspect import signature
+
     from kvedge import batch as _batch
     from kvedge.cache.cache import KVCache
     from kvedge.core import arrays, checks, memory, registry
@@ -1033,7 +985,7 @@ def bind():
     from kvedge.layer import keys as layer_keys
     from kvedge.layer import room
     from kvedge.layer.layer import KvLayer
-    from kvedge.layer.parts import ranges_of, spans_of
+    from kvedge.layer.parts import ranges_of, parts_of
     from kvedge.layer.reading import turned_back
     from kvedge.layer.types import layer_classes
     from kvedge.paged.store import BlockStoreMethods
@@ -1043,6 +995,15 @@ def bind():
         getattr(_LayerFace, name).__doc__ = getattr(KvLayer, name).__doc__
     for function in (attend_batch, append_batch):
         function.__doc__ = getattr(_batch, function.__name__).__doc__
+    for function, shown in (
+        (_LayerFace.attend, KvLayer.attend),
+        (_attend_of_cache, KVCache.attend),
+        (attend_batch, _batch.attend_batch),
+    ):
+        function.__signature__ = signature(shown)
+    for each in signature(KvLayer.attend).parameters.values():
+        if each.kind is each.KEYWORD_ONLY:
+            _DEFAULTS[each.name] = each.default
     layer_types = layer_classes(__name__, LayerStore, _LayerFace)
     cache = {
         "__doc__": KVCache.__doc__,
@@ -1063,38 +1024,16 @@ def bind():
 
 
 # KVCache.attend, straight to the C of the layer's store.
-def _attend_of_cache(
-    self,
-    layer,
-    query,
-    *,
-    scale=None,
-    causal=True,
-    window=None,
-    sink_tokens=0,
-    sink_logits=None,
-    softcap=None,
-    mask=None,
-    start=0,
-    alibi_slopes=None,
-    precision_bits=None,
-    tolerance=_NO_TOLERANCE,
-    return_lse=False,
-    out=None,
-    num_threads=None,
-    layout="nhd",
-):
+def _attend_of_cache(self, layer, query, *, out=None, **options):
     state = self._state
     cdef tuple stores = state.stores
     if layer.__class__ is not int or not 0 <= layer < len(stores):
         layer = checks.check_layer(layer, len(stores))
     if state.num_query_heads is not None:
-        self._check_query_heads(layer, query, layout)
+        self._check_query_heads(layer, query, options.get("layout", _NHD))
     cdef LayerStore target = stores[layer]
     try:
-        return target._attend(
-            query, scale, causal, window, sink_tokens, sink_logits, softcap, mask, start,
-            alibi_slopes, precision_bits, tolerance, return_lse, out, num_threads, layout)
+        return target._attend(query, out, options)
     except OutOfMemoryError:
         raise
     except MemoryError as error:

@@ -1,11 +1,13 @@
 """Calls on several layers, and on one with arrays of any strides. Included by native.pyx."""
 
 cdef object _attend_to(
-    list layers, object given, const _Array *asked, bint one_layer, bint one_row, bint hnd,
-    scale, causal, window, sink_tokens, sink_logits, softcap, mask, start, alibi_slopes,
-    precision_bits, tolerance, return_lse, out, num_threads
+    list layers, object given, const _Array *asked, bint one_layer, bint one_row, bint hnd, object out,
+    dict options
 ):
-    """Attention of a query, `given` as it was `asked`: its shape is right, for one layer or for a batch of them."""
+    """Attention of a query, `given` as it was `asked`: its shape is right, for one layer or for a batch of them.
+
+    `options` are taken apart; their window is that of the layers where none was given.
+    """
     cdef int i, num_heads, threads = 0, num = <int>len(layers)
     cdef _Array query = asked[0]
     cdef Py_ssize_t n_rows, head_dim, width = (<LayerStore>layers[0])._value_head_dim
@@ -23,26 +25,30 @@ cdef object _attend_to(
     cdef list handles = []
     cdef list lengths = []
     cdef list first_rows = []
-    cdef list spans = []         # of each layer whose tokens lie in parts
+    cdef list ranges = []        # of each layer whose tokens lie in parts
     cdef list part_handles = []  # theirs, which live until the call is over
     cdef int num_parts = 0
     cdef int num_turns = 0
     cdef kvedge_part *parts
     cdef kvedge_rotation *turns
+    start = options.pop("start", 0 if one_layer else None)
+    options.pop("layout", None)
+    return_lse = options.get("return_lse", False)
+    window, sink_tokens = options.get("window"), options.get("sink_tokens", 0)
     _as_batch(&query, one_layer, one_row, hnd)
     n_rows, num_heads, head_dim = query.shape[1], <int>query.shape[2], query.shape[3]
     for layer in layers:
         if (<LayerStore>layer).parts is None and (<LayerStore>layer).turns is None:
             handle = (<LayerStore>layer)._opened()
             length = kvedge_layer_range(handle.layer, &first_row)  # once: another thread may be writing
-            spans.append(None)
+            ranges.append(None)
         else:
             held = layer.held()
             handle, length, first_row = held.source, held.num_tokens, held.start
-            spans.append(_spans(held, layer, part_handles))
-            num_parts += <int>len(spans[-1])
-            for span in spans[-1]:
-                num_turns += <int>len(span[4])
+            ranges.append(_parts(held, layer, part_handles))
+            num_parts += <int>len(ranges[-1])
+            for part in ranges[-1]:
+                num_turns += <int>len(part[4])
         longest = length if length > longest else longest
         shortest = length if not handles or length < shortest else shortest
         handles.append(handle)
@@ -53,31 +59,24 @@ cdef object _attend_to(
             checks.check_reach((<LayerStore>layer).config, held, n_rows, window, sink_tokens)
     kvedge_attention_defaults(&c_options)
     reads = ()
-    options = None  # keeps their arrays
+    made = None  # keeps their arrays
     if not (
-        0 < shortest >= n_rows and causal is True and sink_tokens is _ZERO
-        and sink_logits is None and softcap is None
-        and mask is None and alibi_slopes is None and precision_bits is None
-        and (return_lse is False or return_lse is True)
-        and _fill_plain(&c_options, &threads, longest, scale, window, tolerance, num_threads)
+        0 < shortest >= n_rows
+        and _fill_plain(&c_options, &threads, longest, None, options, True)
     ):
         if not one_layer:
-            _batch.check_lengths(lengths, n_rows, causal)
-        options = AttendOptions.make(
-            head_dim, n_rows, num_heads, longest, None if one_layer else num, scale=scale, causal=causal, window=window,
-            sink_tokens=sink_tokens, sink_logits=sink_logits, softcap=softcap, mask=mask,
-            alibi_slopes=alibi_slopes, precision_bits=precision_bits, tolerance=tolerance,
-            return_lse=return_lse, num_threads=num_threads,
-        )
-        _fill(&c_options, options)
-        threads = options.num_threads
-        return_lse = options.return_lse
-        reads = options.arrays()
+            _batch.check_lengths(lengths, n_rows, options.get("causal", True))
+        made = AttendOptions.make(
+            head_dim, n_rows, num_heads, longest, None if one_layer else num, **options)
+        _fill(&c_options, made)
+        threads = made.num_threads
+        return_lse = made.return_lse
+        reads = made.arrays()
         if not one_layer:
-            mask_array = options.mask_bias if options.mask_bool is None else options.mask_bool
+            mask_array = made.mask_bias if made.mask_bool is None else made.mask_bool
     starts = None
     if one_layer:
-        c_options.start = 0 if start is _ZERO else checks.as_start(start, longest)
+        c_options.start = 0 if start.__class__ is int and start == 0 else checks.as_start(start, longest)
     elif start is not None:
         starts = checks.as_starts(start, lengths)
 
@@ -113,9 +112,9 @@ cdef object _attend_to(
             if mask_array is not None:
                 _take_mask(&own[i], mask_array, i)
             calls[i].layer, calls[i].parts, calls[i].num_parts = handle.layer, NULL, 0
-            if spans[i]:
-                calls[i].layer, calls[i].parts, calls[i].num_parts = NULL, parts, <int>len(spans[i])
-                for part_handle, row, start_of, stop_of, turn in spans[i]:
+            if ranges[i]:
+                calls[i].layer, calls[i].parts, calls[i].num_parts = NULL, parts, <int>len(ranges[i])
+                for part_handle, row, start_of, stop_of, turn in ranges[i]:
                     parts.layer, parts.blocks = (<_Handle>part_handle).layer, NULL
                     parts.first_row, parts.position, parts.num_tokens = row, start_of, stop_of - start_of
                     parts.turns, parts.num_turns = turns, <int>len(turn)
@@ -148,15 +147,15 @@ cdef object _attend_to(
     return out, (lse[0] if one_layer else lse)
 
 
-cdef list _spans(held, layer, list handles):
+cdef list _parts(held, layer, list handles):
     """Parts of what a layer holds: handle, row, first token, the one after the last, and what a query is turned by there;
     handles are added to `handles`."""
     made = []
-    for span in spans_of(held, (<LayerStore>layer).config):
-        own = held if span.store is None else span.store.held()
+    for part in parts_of(held, (<LayerStore>layer).config):
+        own = held if part.store is None else part.store.held()
         handles.append(own.source)
-        for start, stop, turn in ranges_of((<LayerStore>layer).turns, held.num_dropped, span):
-            row = own.start + span.at + start - span.start
+        for start, stop, turn in ranges_of((<LayerStore>layer).turns, held.num_dropped, part):
+            row = own.start + part.at + start - part.start
             made.append((own.source, row, start, stop, query_turns(turn)))
     return made
 
@@ -202,28 +201,10 @@ cdef _take_mask(kvedge_attention_options *c, cnp.ndarray mask, Py_ssize_t i):
         c.bias = <const float *>(<char *>cnp.PyArray_DATA(mask) + i * mask.strides[0])
 
 
-def attend_batch(
-    layers,
-    query,
-    *,
-    scale=None,
-    causal=True,
-    window=None,
-    sink_tokens=0,
-    sink_logits=None,
-    softcap=None,
-    mask=None,
-    start=None,
-    alibi_slopes=None,
-    precision_bits=None,
-    tolerance=_NO_TOLERANCE,
-    return_lse=False,
-    out=None,
-    num_threads=None,
-    layout="nhd",
-):
+def attend_batch(layers, query, *, out=None, **options):
     cdef list made = _as_stores(layers)
     cdef _Array asked
+    layout = options.get("layout", _NHD)
     cdef bint hnd = _is_hnd(layout), one_row
     read = query
     if not (_read(query, &asked) and _fits_batch(&asked, made, hnd, _QUERY)):
@@ -231,11 +212,8 @@ def attend_batch(
         read = read[:, 0] if one_row else arrays.in_nhd(read, layout)
         _read_ndarray(<cnp.ndarray>read, &asked)
     try:
-        window = _batch.window_of(made, window)
-        return _attend_to(
-            made, query, &asked, False, asked.ndim == 3, hnd, scale, causal, window, sink_tokens,
-            sink_logits, softcap, mask, start, alibi_slopes, precision_bits, tolerance,
-            return_lse, out, num_threads)
+        options["window"] = _batch.window_of(made, options.get("window"))
+        return _attend_to(made, query, &asked, False, asked.ndim == 3, hnd, out, options)
     except OutOfMemoryError:
         raise
     except MemoryError as error:

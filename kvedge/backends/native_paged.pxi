@@ -63,7 +63,7 @@ cdef class _BlockStore(LayerStore):
                 checks.check_finite(one.query, "query")
             self._refuse_attend(query, status)
 
-    def attend_spans(self, list rows, options):
+    def attend_parts(self, list rows, options):
         cdef kvedge_attention_options c_options
         cdef kvedge_attention_options *own
         cdef kvedge_attention_call *calls
@@ -72,7 +72,7 @@ cdef class _BlockStore(LayerStore):
         cdef _Handle handle
         cdef int i, num_heads = 0, num_threads = options.num_threads
         cdef int num = <int>len(rows)
-        cdef int num_parts = sum([len(one.spans) for one in rows])
+        cdef int num_parts = sum([len(one.parts) for one in rows])
         cdef int64_t numbers = 0
         cdef list handles = []  # live until the call is over
         _fill(&c_options, options)
@@ -84,13 +84,13 @@ cdef class _BlockStore(LayerStore):
         try:
             own = <kvedge_attention_options *>(calls + num)
             parts = <kvedge_part *>(own + num)
-            for i, (_, length, query, out, lse, start, spans) in enumerate(rows):
+            for i, (_, length, query, out, lse, start, own_parts) in enumerate(rows):
                 num_heads = <int>(<cnp.ndarray>query).shape[1]
                 own[i] = c_options
                 if start:
                     own[i].start = start
-                calls[i].layer, calls[i].parts, calls[i].num_parts = NULL, parts, <int>len(spans)
-                for store, table, block_size, first, stop in spans:
+                calls[i].layer, calls[i].parts, calls[i].num_parts = NULL, parts, <int>len(own_parts)
+                for store, table, block_size, first, stop in own_parts:
                     handle = (<_BlockStore>store)._opened()
                     handles.append(handle)
                     parts.layer = handle.layer

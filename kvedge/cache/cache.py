@@ -361,9 +361,8 @@ class KVCache(ConfigFacts):
         layer : int
         query : array of float32 (or float16, bfloat16)
             (num_heads, head_dim) for one token, (n, num_heads, head_dim) for the last n stored.
-        scale, causal, window, sink_tokens, sink_logits, softcap, mask, start, alibi_slopes
-        precision_bits, tolerance, return_lse, out, num_threads, layout
-            As in :meth:`kvedge.QuantizedKvLayer.attend`.
+        **options
+            Those of a layer: see :meth:`kvedge.QuantizedKvLayer.attend`.
 
         Returns
         -------

@@ -14,7 +14,7 @@ from kvedge.core.types import Dtype
 
 __all__ = ["add_options", "cache_options", "dtype_of"]
 
-_PRECISE = ("recent", "sinks", "recent_dtype")
+_PART_OPTIONS = ("recent", "sinks", "recent_dtype")
 _FLAGS = (
     "key_dtype",
     "value_dtype",
@@ -22,7 +22,7 @@ _FLAGS = (
     "scale_dtype",
     "key_offset",
     "key_scale",
-    *_PRECISE,
+    *_PART_OPTIONS,
 )
 
 
@@ -124,7 +124,7 @@ def cache_options(options: argparse.Namespace) -> dict[str, Any]:
     keys, values = options.key_dtype or dtype, options.value_dtype or dtype
     for name in given:
         stored = (keys,) if name == "key_offset" else (keys, values)
-        of_any = name in ("key_scale", "key_dtype", "value_dtype", *_PRECISE)
+        of_any = name in ("key_scale", "key_dtype", "value_dtype", *_PART_OPTIONS)
         if not of_any and not any(format_of(each).has_scales for each in stored):
             scaled = " or ".join(form.name for form in FORMATS.values() if form.has_scales)
             flag = "--" + name.replace("_", "-")

@@ -29,7 +29,7 @@ FLOAT32_MAX = float(np.finfo(np.float32).max)
 MAX_CAPACITY = 1 << 40  # tokens
 MAX_KV_HEADS = 1 << 16
 MAX_HEAD_DIM = 1 << 10
-MAX_PRECISE = 1 << 16  # tokens of a layer that are kept in another format too
+MAX_PART_TOKENS = 1 << 16  # tokens of a layer that are kept in another format too
 # A long layer's reservation takes Linux up to 9 mappings (its 4 slabs, and the part of each on huge
 # pages), and a process may have 65530 of them.
 MAX_LAYERS = 1 << 12
@@ -352,7 +352,7 @@ def layer_config(
                 f"{capacity}"
             )
         rows = min(rows, 2 * window)
-    recent, sinks, recent_dtype = _precise(recent, sinks, recent_dtype, window, in_runs)
+    recent, sinks, recent_dtype = _part_options(recent, sinks, recent_dtype, window, in_runs)
     return LayerConfig(
         str(dtype),
         rows,
@@ -375,13 +375,15 @@ def _of_runs(name: str) -> str:
     return f"{name}.runs" if name in IN_RUNS else name
 
 
-def _precise(recent: Any, sinks: Any, recent_dtype: Any, window: int | None, in_runs: bool) -> Any:
+def _part_options(
+    recent: Any, sinks: Any, recent_dtype: Any, window: int | None, in_runs: bool
+) -> Any:
     """Check what is told of tokens in another format."""
     counts = []
     for name, given in (("recent", recent), ("sinks", sinks)):
         number = as_int(given, name)
-        if not 0 <= number <= MAX_PRECISE:
-            raise InvalidArgumentError(f"{name} must be from 0 to {MAX_PRECISE}, not {number}")
+        if not 0 <= number <= MAX_PART_TOKENS:
+            raise InvalidArgumentError(f"{name} must be from 0 to {MAX_PART_TOKENS}, not {number}")
         counts.append(number)
     if counts[1] and window is not None:
         raise InvalidArgumentError(

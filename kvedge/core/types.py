@@ -37,39 +37,33 @@ ScaleDtype: TypeAlias = Literal["float32", "float16"]
 Layout: TypeAlias = Literal["nhd", "hnd"]
 
 
-class AttendArguments(TypedDict, total=False):
+class _SharedArguments(TypedDict, total=False):
+    """The options of ``attend`` that are the same for all layers of a batch."""
+
+    scale: float | None
+    causal: bool
+    window: int | None
+    sink_tokens: int
+    sink_logits: Array | None
+    softcap: float | None
+    alibi_slopes: Array | None
+    precision_bits: int | None
+    tolerance: float
+    num_threads: int | None
+    layout: Layout
+
+
+class AttendArguments(_SharedArguments, total=False):
     """The options of ``attend`` that do not change what it returns."""
 
-    scale: float | None
-    causal: bool
-    window: int | None
-    sink_tokens: int
-    sink_logits: Array | None
-    softcap: float | None
     mask: Array | None
     start: int
-    alibi_slopes: Array | None
-    precision_bits: int | None
-    tolerance: float
-    num_threads: int | None
-    layout: Layout
 
 
-class BatchArguments(TypedDict, total=False):
-    """The options of ``attend_batch``: those of ``attend``, but for the mask."""
+class BatchArguments(_SharedArguments, total=False):
+    """The options of ``attend_batch`` of a paged cache: no mask, and a start for each sequence."""
 
-    scale: float | None
-    causal: bool
-    window: int | None
-    sink_tokens: int
-    sink_logits: Array | None
-    softcap: float | None
     start: int | Sequence[int] | None
-    alibi_slopes: Array | None
-    precision_bits: int | None
-    tolerance: float
-    num_threads: int | None
-    layout: Layout
 
 
 class StorageArguments(TypedDict, total=False):

@@ -313,9 +313,8 @@ class ShardedKVCache(ShardedFacts):
         query : array of float32 (or float16, bfloat16)
             (num_heads, head_dim) for one token, (n, num_heads, head_dim) for the last n of the
             context.
-        scale, causal, window, sink_tokens, sink_logits, softcap, mask, start, alibi_slopes
-        precision_bits, tolerance, return_lse, out, num_threads, layout
-            As in :meth:`kvedge.QuantizedKvLayer.attend`; positions, and whatever speaks of them,
+        **options
+            Those of a layer: see :meth:`kvedge.QuantizedKvLayer.attend`; positions, and whatever speaks of them,
             are those of the whole context.
 
         Returns

@@ -42,8 +42,8 @@ from kvedge.files.session import (
     KEY_VECTORS,
     LAYERS,
     MAX_HEADER,
+    PART_OPTIONS,
     PARTS,
-    PRECISE,
     USER,
     VALUE_DTYPE,
     VALUE_HEAD_DIM,
@@ -267,7 +267,16 @@ def _read_fields(
     missing = [name for name in (*FIELDS, "sha256") if name not in fields]
     if missing:
         _corrupt(path, f"its metadata lacks {', '.join(missing)}")
-    known = (*FIELDS, *PRECISE, KEY_SCALE, KEY_TURNS, VALUE_DTYPE, VALUE_HEAD_DIM, LAYERS, "sha256")
+    known = (
+        *FIELDS,
+        *PART_OPTIONS,
+        KEY_SCALE,
+        KEY_TURNS,
+        VALUE_DTYPE,
+        VALUE_HEAD_DIM,
+        LAYERS,
+        "sha256",
+    )
     unknown = [name for name in fields if name not in known and not name.startswith(USER)]
     if unknown:
         _corrupt(path, f"its metadata has {unknown[0][:40]!r}, which kvedge never writes")
@@ -281,8 +290,8 @@ def _read_fields(
     if fields.get(KEY_SCALE, AUTO) != AUTO:
         _corrupt(path, f"its {KEY_SCALE} is {fields[KEY_SCALE][:40]!r}")
     in_runs = not IN_RUNS.keys().isdisjoint(dtypes)
-    if in_runs or any(name in fields for name in PRECISE):
-        missing = [name for name in PRECISE if name not in fields]
+    if in_runs or any(name in fields for name in PART_OPTIONS):
+        missing = [name for name in PART_OPTIONS if name not in fields]
         if missing:
             _corrupt(path, f"its metadata lacks {', '.join(missing)}")
         if fields["recent"] == fields["sinks"] == "0" and not in_runs:
@@ -390,7 +399,7 @@ def _read_layers(
             "value_head_dim": config.value_head_dim,
             "group_size": config.group_size if config.has_scales else "",
             "scale_dtype": config.scale_dtype if config.has_scales else "",
-            **{name: getattr(config, name) for name in PRECISE},
+            **{name: getattr(config, name) for name in PART_OPTIONS},
             **own,
         }
         given["recent_dtype"] = given["recent_dtype"] or None

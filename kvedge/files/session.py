@@ -67,7 +67,7 @@ KEY_VECTORS = ("key_offset", "key_scale")  # tensors of a layer, in the order of
 VALUE_DTYPE = "value_dtype"  # a field of files where it is not dtype
 VALUE_HEAD_DIM = "value_head_dim"  # a field of files where it is not head_dim
 # Fields of files whose layers hold first or last tokens in another format too.
-PRECISE = ("recent", "sinks", "recent_dtype")
+PART_OPTIONS = ("recent", "sinks", "recent_dtype")
 PARTS = ("first", "last", "runs")  # tensors of such: layers.{i}.PART.NAME; runs of formats of runs
 # A field of files whose layers differ or have windows: JSON, a list of what each layer has that the
 # fields above, which are those of layer 0, do not say; see `layers_field`.
@@ -196,7 +196,7 @@ def _fields(contents: CacheContents, cache: _Saved) -> dict[str, str]:
     if cache.key_rule.auto_scale:
         fields[KEY_SCALE] = AUTO
     if first.recent_dtype:
-        fields.update({name: str(getattr(first, name)) for name in PRECISE})
+        fields.update({name: str(getattr(first, name)) for name in PART_OPTIONS})
     text = layers_field(form, [layer.num_dropped for layer in contents.layers])
     if text:
         fields[LAYERS] = text
@@ -285,10 +285,10 @@ def file_types(fields: Mapping[str, str]) -> Callable[[str], str]:
         own = layers[int(name.split(".")[1])] if layers else {}
         column = name.rpartition(".")[2]
         if len(name.split(".")) == 4:
-            precise = own.get("recent_dtype", fields.get("recent_dtype", ""))
+            of_parts = own.get("recent_dtype", fields.get("recent_dtype", ""))
             if ".runs." in name:
                 return of_rows(own, column)
-            return FORMATS[precise].file_type if column.endswith("codes") else part_scales(own)
+            return FORMATS[of_parts].file_type if column.endswith("codes") else part_scales(own)
         if column.endswith("codes") and not IN_RUNS.keys().isdisjoint(dtypes_of(own)):
             return "U8"  # rows of no bytes
         return of_rows(own, column)
@@ -313,10 +313,10 @@ def file_types(fields: Mapping[str, str]) -> Callable[[str], str]:
         return of_layer[column]
 
     def part_scales(own: Mapping[str, Any]) -> str:
-        """As `LayerConfig.precise` has it."""
-        precise = own.get("recent_dtype", fields.get("recent_dtype", ""))
+        """As `LayerConfig.part_config` has it."""
+        of_parts = own.get("recent_dtype", fields.get("recent_dtype", ""))
         scales = own.get("scale_dtype", fields["scale_dtype"])
-        has_scales = FORMATS[precise].has_scales and scales
+        has_scales = FORMATS[of_parts].has_scales and scales
         return SCALE_TYPES[scales if has_scales else "float32"].file_type
 
     return type_of

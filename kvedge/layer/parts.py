@@ -41,15 +41,15 @@ __all__ = [
     "DRAFT",
     "PIECE",
     "LayerParts",
-    "Span",
+    "ReadPart",
     "contents_of",
     "kept_rows",
     "last_rows",
     "part_key_map",
+    "parts_of",
     "parts_of_range",
     "ranges_of",
     "runs_end",
-    "spans_of",
     "tail_of",
 ]
 
@@ -81,13 +81,13 @@ def runs_end(end: int, last: int) -> int:
 
 def part_key_map(config: LayerConfig, key_map: KeyMap) -> KeyMap:
     """How first and last tokens store keys, where the layer stores them as in `key_map`."""
-    precise = config.part_config
-    if not precise.has_auto_scale:
+    own = config.part_config
+    if not own.has_auto_scale:
         return NO_MAP
-    return key_map if precise.key_format.has_scales else KeyMap(None, key_map.scale)
+    return key_map if own.key_format.has_scales else KeyMap(None, key_map.scale)
 
 
-class Span(NamedTuple):
+class ReadPart(NamedTuple):
     """Consecutive tokens of a layer that lie together."""
 
     store: LayerStore | None  # a part's; None: the layer itself
@@ -616,35 +616,35 @@ def tail_of(config: LayerConfig, n: int, sinks: int, last: int, runs: int | None
     return tail if runs is None else min(tail, max(sinks, runs))
 
 
-def spans_of(held: Held, config: LayerConfig) -> list[Span]:
+def parts_of(held: Held, config: LayerConfig) -> list[ReadPart]:
     """Where the tokens of a layer are read, in their order; none overlap."""
     n, dropped = held.num_tokens, held.num_dropped
     if held.parts is None or not n:
-        return [Span(None, 0, 0, n)] if n else []
+        return [ReadPart(None, 0, 0, n)] if n else []
     first, last, runs = held.parts
     sinks = 0
     if first.position <= dropped:
         sinks = min(n, max(0, first.position + len(first.store) - dropped))
     stop = None if runs is None else runs.position + len(runs.store) - dropped
     tail = tail_of(config, n, sinks, last.position - dropped, stop)
-    middle = Span(None, sinks, sinks, tail)
+    middle = ReadPart(None, sinks, sinks, tail)
     if runs is not None:
-        middle = Span(runs.store, sinks + dropped - runs.position, sinks, tail)
-    spans = (
-        Span(first.store, dropped - first.position, 0, sinks),
+        middle = ReadPart(runs.store, sinks + dropped - runs.position, sinks, tail)
+    parts = (
+        ReadPart(first.store, dropped - first.position, 0, sinks),
         middle,
-        Span(last.store, tail + dropped - last.position, tail, n),
+        ReadPart(last.store, tail + dropped - last.position, tail, n),
     )
-    return [span for span in spans if span.start < span.stop]
+    return [part for part in parts if part.start < part.stop]
 
 
-def ranges_of(turns: Turns | None, dropped: int, span: Span) -> Iterator[tuple[int, int, Turn]]:
-    """The tokens of a span whose keys are to be turned alike: first, the one after the last, turn.
+def ranges_of(turns: Turns | None, dropped: int, part: ReadPart) -> Iterator[tuple[int, int, Turn]]:
+    """The tokens of a part whose keys are to be turned alike: first, the one after the last, turn.
 
     `dropped` tokens are before the layer's first one.
     """
     if turns is None:
-        yield span.start, span.stop, ()
+        yield part.start, part.stop, ()
         return
-    for start, stop, turn in turns.ranges(span.start + dropped, span.stop + dropped):
+    for start, stop, turn in turns.ranges(part.start + dropped, part.stop + dropped):
         yield start - dropped, stop - dropped, turn

@@ -77,9 +77,8 @@ class PagedAttention(PagedFacts):
         query : array of float32 (or float16, bfloat16)
             (num_heads, head_dim) for one token, (n, num_heads, head_dim) for the last n; without
             rows the result is empty.
-        scale, causal, window, sink_tokens, sink_logits, softcap, mask, start, alibi_slopes
-        precision_bits, tolerance, return_lse, out, num_threads, layout
-            As in :meth:`kvedge.QuantizedKvLayer.attend`.
+        **options
+            Those of a layer: see :meth:`kvedge.QuantizedKvLayer.attend`.
 
         Returns
         -------
@@ -109,11 +108,11 @@ class PagedAttention(PagedFacts):
             target = arrays.as_target(out, shape, reads=reads, layout=layout, dense=True)
             lse = np.empty(rows.shape[:2], np.float32) if made.return_lse else None
             to = target.rows.reshape(pool._config.out_shape(rows.shape))
-            one = batch.Rows(table, length, rows, to, lse, spans=pool._spans(layer, reading))
-            if num_rows and one.spans is None:
+            one = batch.Rows(table, length, rows, to, lse, parts=pool._parts(layer, reading))
+            if num_rows and one.parts is None:
                 store.attend_blocks(pool.block_size, [one], made)
             elif num_rows:
-                store.attend_spans([one], made)
+                store.attend_parts([one], made)
         finally:
             pool._running.discard(reading)
         if lse is None:
@@ -153,27 +152,18 @@ class PagedAttention(PagedFacts):
         out: Any = None,
         **options: Unpack[BatchArguments],
     ) -> Any: ...
+    @shows_options
     def attend_batch(
         self,
         seqs: Sequence[int],
         layer: int,
         queries: Array | Sequence[Array],
         *,
-        scale: float | None = None,
-        causal: bool = True,
-        window: int | None = None,
-        sink_tokens: int = 0,
-        sink_logits: Array | None = None,
-        softcap: float | None = None,
         mask: None = None,
         start: int | Sequence[int] | None = None,
-        alibi_slopes: Array | None = None,
-        precision_bits: int | None = None,
-        tolerance: float = 0.0,
-        return_lse: bool = False,
         out: Any = None,
-        num_threads: int | None = None,
         layout: Layout = "nhd",
+        **options: Any,
     ) -> Any:
         """Attend to several sequences in one call, whose work is shared out over the threads.
 
@@ -196,9 +186,8 @@ class PagedAttention(PagedFacts):
             from it.
         layout : {"nhd", "hnd"}
             "hnd": queries and results of n tokens are (num_heads, n, head_dim).
-        scale, causal, window, sink_tokens, sink_logits, softcap, alibi_slopes, precision_bits
-        tolerance, return_lse, num_threads
-            As in :meth:`kvedge.QuantizedKvLayer.attend`, the same for all sequences; no mask.
+        **options
+            Those of a layer, see :meth:`kvedge.QuantizedKvLayer.attend`, the same for all sequences; no mask.
 
         Returns
         -------
@@ -227,22 +216,8 @@ class PagedAttention(PagedFacts):
                 raise InvalidArgumentError("seqs must name at least one sequence")
             arrays.as_layout(layout)
             checked = batch.checked_queries(queries, len(readings), pool._config, layout)
-            made, starts = batch.batch_options(
-                checked,
-                [each.length for each in readings],
-                start,
-                scale=scale,
-                causal=causal,
-                window=window,
-                sink_tokens=sink_tokens,
-                sink_logits=sink_logits,
-                softcap=softcap,
-                alibi_slopes=alibi_slopes,
-                precision_bits=precision_bits,
-                tolerance=tolerance,
-                return_lse=return_lse,
-                num_threads=num_threads,
-            )
+            lengths = [each.length for each in readings]
+            made, starts = batch.batch_options(checked, lengths, start, **options)
             stacked = not isinstance(queries, Sequence)
             reads: tuple[np.ndarray, ...] = ()
             if out is not None:
@@ -260,7 +235,7 @@ class PagedAttention(PagedFacts):
                     one,
                     lse,
                     own,
-                    pool._spans(layer, reading),
+                    pool._parts(layer, reading),
                 )
                 for reading, (query, _), one, lse, own in zip(
                     readings, checked, outs, lses, starts, strict=True

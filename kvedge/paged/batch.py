@@ -11,7 +11,7 @@ from kvedge.core import arrays, checks
 from kvedge.core.config import LayerConfig
 from kvedge.core.options import AttendOptions
 from kvedge.errors import InvalidArgumentError, ShapeMismatchError
-from kvedge.paged.store import BlockSpan
+from kvedge.paged.store import BlockPart
 
 __all__ = ["Rows", "batch_options", "checked_outs", "checked_queries"]
 
@@ -25,7 +25,7 @@ class Rows(NamedTuple):
     out: np.ndarray  # float32 (n, num_heads, value_head_dim), to be written
     lse: np.ndarray | None  # float32 (n, num_heads), to be written
     start: int = 0  # the first token that is seen; not besides one in the options
-    spans: list[BlockSpan] | None = None  # where they lie, if not in the table's blocks alone
+    parts: list[BlockPart] | None = None  # where they lie, if not in the table's blocks alone
 
 
 def checked_queries(

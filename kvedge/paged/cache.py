@@ -248,7 +248,7 @@ class PagedKvCache(PagedExchange):
         if plan.cut < plan.start and (plan.writes_run or plan.first < plan.start):
             here = readings.Reading(layer, contents)
             before = tuple(
-                self._read_spans(values, layer, here, plan.cut, plan.start)
+                self._read_parts(values, layer, here, plan.cut, plan.start)
                 for values in (False, True)
             )
         if pool._must_forget(wanted):

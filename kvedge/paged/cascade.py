@@ -24,7 +24,7 @@ from kvedge.core.options import AttendOptions
 from kvedge.merge import merge_attention
 from kvedge.paged.batch import Rows
 from kvedge.paged.recent import TOKENS
-from kvedge.paged.store import BlockSpan
+from kvedge.paged.store import BlockPart
 
 __all__ = ["attend_batch"]
 
@@ -67,10 +67,10 @@ def attend_batch(store: Any, block_size: int, rows: list[Rows], options: AttendO
 
 
 def _attend(store: Any, block_size: int, rows: list[Rows], options: AttendOptions) -> None:
-    if rows[0].spans is None:
+    if rows[0].parts is None:
         store.attend_blocks(block_size, rows, options)
     else:
-        store.attend_spans(rows, options)
+        store.attend_parts(rows, options)
 
 
 def _merge(first: Rows, rests: Sequence[Rows], rows: Sequence[Rows]) -> None:
@@ -105,7 +105,7 @@ def _may_be_parted(rows: Sequence[Rows], options: AttendOptions) -> bool:
 
 def _groups(store: Any, rows: Sequence[Rows], block_size: int) -> Iterator[tuple[list[int], int]]:
     """Rows that begin with the same blocks: which, and how many blocks; where it is worth it."""
-    step = 1 if rows[0].spans is None else TOKENS // math.gcd(block_size, TOKENS)  # see _cut
+    step = 1 if rows[0].parts is None else TOKENS // math.gcd(block_size, TOKENS)  # see _cut
     beginnings: dict[int, list[int]] = defaultdict(list)
     for i, one in enumerate(rows):
         beginnings[int(one.table[0])].append(i)
@@ -132,10 +132,10 @@ def _most_shared(store: Any, one: Rows, other: Rows) -> int:
     Last tokens that lie in blocks of their own are not; first ones are, if these are the same.
     """
     most = one.length - len(one.query)
-    if one.spans is None or other.spans is None:
+    if one.parts is None or other.parts is None:
         return most
-    most = min(most, max((span.stop for span in one.spans if span.store is store), default=0))
-    first, others = one.spans[0], other.spans[0]
+    most = min(most, max((part.stop for part in one.parts if part.store is store), default=0))
+    first, others = one.parts[0], other.parts[0]
     if first.store is store and others.store is store:
         return most
     blocks = -(-first.stop // TOKENS)
@@ -153,15 +153,15 @@ def _rows_to(
     """
     shape = query.shape[:2]
     out, lse = np.empty((*shape, width), np.float32), np.empty(shape, np.float32)
-    spans = None if one.spans is None else [*_cut(one.spans, start, stop)]
+    parts = None if one.parts is None else [*_cut(one.parts, start, stop)]
     table = one.table[start // block_size : -(-stop // block_size)]
-    return Rows(table, stop - start, query, out, lse, spans=spans)
+    return Rows(table, stop - start, query, out, lse, parts=parts)
 
 
-def _cut(spans: Sequence[BlockSpan], start: int, stop: int) -> Iterator[BlockSpan]:
-    """A range of tokens as a sequence of its own; it begins with a block of each of the spans."""
-    for span in spans:
-        first, last = max(start, span.start), min(stop, span.stop)
+def _cut(parts: Sequence[BlockPart], start: int, stop: int) -> Iterator[BlockPart]:
+    """A range of tokens as a sequence of its own; it begins with a block of each of the parts."""
+    for part in parts:
+        first, last = max(start, part.start), min(stop, part.stop)
         if first < last:
-            table = span.table[start // span.block_size :]
-            yield span._replace(table=table, start=first - start, stop=last - start)
+            table = part.table[start // part.block_size :]
+            yield part._replace(table=table, start=first - start, stop=last - start)

@@ -222,7 +222,7 @@ class PagedFacts:
         pool, state, layer = self._pool, self._state(seq), self._layer(layer)
         reading = self._begin(seq, state, layer)
         try:
-            return self._read_spans(values, layer, reading, 0, reading.length)
+            return self._read_parts(values, layer, reading, 0, reading.length)
         finally:
             pool._running.discard(reading)
 
@@ -232,27 +232,27 @@ class PagedFacts:
         reading = self._begin(seq, state, layer)
         try:
             position = checks.check_position(position, reading.length)
-            token: np.ndarray = self._read_spans(values, layer, reading, position, position + 1)[0]
+            token: np.ndarray = self._read_parts(values, layer, reading, position, position + 1)[0]
             return token
         finally:
             pool._running.discard(reading)
 
-    def _read_spans(
+    def _read_parts(
         self, values: bool, layer: int, reading: readings.Reading, start: int, stop: int
     ) -> np.ndarray:
         """float32 (stop - start, num_kv_heads, channels) of tokens that a reading holds."""
         pool = self._pool
-        spans = pool._spans(layer, reading)
-        if spans is None:
+        parts = pool._parts(layer, reading)
+        if parts is None:
             store = pool._stores[layer]
             rows: np.ndarray = store.read(values, reading.table, pool.block_size, start, stop)
             return rows
         out = np.empty(pool._config.rows_shape(values, stop - start), np.float32)
-        for span in spans:
-            first, last = max(start, span.start), min(stop, span.stop)
+        for part in parts:
+            first, last = max(start, part.start), min(stop, part.stop)
             if first < last:
-                part = span.store.read(values, span.table, span.block_size, first, last)
-                out[first - start : last - start] = part
+                rows = part.store.read(values, part.table, part.block_size, first, last)
+                out[first - start : last - start] = rows
         return out
 
 

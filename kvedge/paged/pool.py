@@ -30,7 +30,7 @@ from kvedge.paged.owners import BlockOwners
 from kvedge.paged.prefixes import PrefixTree, as_token_ids
 from kvedge.paged.recent import SEQUENCES, TOKENS, RecentTokens, blocks_of_sequence
 from kvedge.paged.sequences import Recent
-from kvedge.paged.store import BlockSpan
+from kvedge.paged.store import BlockPart
 
 __all__ = ["KvBlockPool"]
 
@@ -603,11 +603,11 @@ class KvBlockPool(ConfigFacts, BlockOwners):
         """Of a sequence that begins with tokens of which none is held in another format."""
         return None if self._recent is None else self._recent.new(length)
 
-    def _spans(self, layer: int, reading: readings.Reading) -> list[BlockSpan] | None:
+    def _parts(self, layer: int, reading: readings.Reading) -> list[BlockPart] | None:
         """Where the tokens of a layer are read; None: in the pool's blocks."""
         if self._recent is None:
             return None
-        return self._recent.spans(self._stores[layer], self._block_size, layer, reading)
+        return self._recent.parts(self._stores[layer], self._block_size, layer, reading)
 
     def _slabs_of(self, layer: int) -> tuple[np.ndarray, ...]:
         """All memory that a layer's tokens lie in."""

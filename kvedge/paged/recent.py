@@ -36,7 +36,7 @@ from kvedge.layer.store import PartContents
 from kvedge.paged import readings
 from kvedge.paged.owners import BlockOwners
 from kvedge.paged.sequences import Contents, Recent
-from kvedge.paged.store import BlockSpan
+from kvedge.paged.store import BlockPart
 
 __all__ = ["SEQUENCES", "TOKENS", "Plan", "RecentTokens", "blocks_of_sequence"]
 
@@ -149,18 +149,18 @@ class RecentTokens(BlockOwners):
 
     # ---- reading ---------------------------------------------------------------------------------
 
-    def spans(self, store: Any, block_size: int, layer: int, reading: Any) -> list[BlockSpan]:
+    def parts(self, store: Any, block_size: int, layer: int, reading: Any) -> list[BlockPart]:
         """Where the tokens of a layer are read, in their order."""
         n = reading.length
         sinks, fine = min(n, reading.sinks), self.stores[layer]
         runs = runs_end(n, reading.since) if self.whole.in_runs else None
         tail = tail_of(self.whole, n, sinks, reading.since, runs)
-        spans = (
-            BlockSpan(fine, reading.recent, TOKENS, 0, sinks),
-            BlockSpan(store, reading.table, block_size, sinks, tail),
-            BlockSpan(fine, reading.recent, TOKENS, tail, n),
+        parts = (
+            BlockPart(fine, reading.recent, TOKENS, 0, sinks),
+            BlockPart(store, reading.table, block_size, sinks, tail),
+            BlockPart(fine, reading.recent, TOKENS, tail, n),
         )
-        return [span for span in spans if span.start < span.stop]
+        return [part for part in parts if part.start < part.stop]
 
     # ---- from and to caches ----------------------------------------------------------------------
 

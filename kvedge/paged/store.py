@@ -19,10 +19,10 @@ from kvedge.core.key_map import KeyMap
 from kvedge.core.memory import Slabs, clamp
 from kvedge.errors import KvedgeError
 
-__all__ = ["BlockSpan", "BlockStoreMethods", "runs"]
+__all__ = ["BlockPart", "BlockStoreMethods", "runs"]
 
 
-class BlockSpan(NamedTuple):
+class BlockPart(NamedTuple):
     """Tokens `start` to `stop` of a sequence, in blocks of a store."""
 
     store: Any
@@ -86,8 +86,8 @@ class BlockStoreMethods:
         """Attention of kvedge.paged.batch.Rows."""
         raise NotImplementedError
 
-    def attend_spans(self, rows: list[Any], options: Any) -> None:
-        """The same, where these have spans."""
+    def attend_parts(self, rows: list[Any], options: Any) -> None:
+        """The same, where these have parts."""
         raise NotImplementedError
 
     def settle(self) -> None:

@@ -71,7 +71,7 @@ def during(monkeypatch, cache):
 
         return stopped
 
-    for name in ("attend_blocks", "attend_spans", "read", "gather"):
+    for name in ("attend_blocks", "attend_parts", "read", "gather"):
         monkeypatch.setattr(store, name, stopping(getattr(store, name)))
 
     def call_during(call, action):

@@ -29,7 +29,7 @@ _KV_NUMBERS = 1 << 18  # of keys or of values in a block: 2 MiB of float64, a sh
 _SCORE_NUMBERS = 1 << 20  # in a block: 8 MiB of float64
 
 
-class StoredSpan(NamedTuple):
+class StoredPart(NamedTuple):
     """Tokens start to stop of what is attended to, stored alike."""
 
     slabs: Slabs
@@ -56,7 +56,7 @@ class Stored:
 
     Parameters
     ----------
-    spans : list of StoredSpan
+    parts : list of StoredPart
         All tokens, in their order.
     config : LayerConfig
         The layer's.
@@ -64,13 +64,13 @@ class Stored:
         Tokens stored.
     """
 
-    def __init__(self, spans: list[StoredSpan], config: LayerConfig, length: int) -> None:
-        self.spans = spans
+    def __init__(self, parts: list[StoredPart], config: LayerConfig, length: int) -> None:
+        self.parts = parts
         self.config = config
         self.length = length
         # What all keys are stored less, where it is one vector.
-        alone = len(spans) == 1 and not spans[0].turn
-        self.offset = spans[0].key_map.offset if alone else None
+        alone = len(parts) == 1 and not parts[0].turn
+        self.offset = parts[0].key_map.offset if alone else None
 
     def keys(self, heads: slice, tokens: slice) -> np.ndarray:
         """float64 (tokens, heads, head_dim) without `offset`; exact."""
@@ -81,14 +81,14 @@ class Stored:
         return self._joined(True, heads, tokens)
 
     def _joined(self, values: bool, heads: slice, tokens: slice) -> np.ndarray:
-        parts = []
-        for span in self.spans:
-            start, stop = max(tokens.start, span.start), min(tokens.stop, span.stop)
+        rows = []
+        for part in self.parts:
+            start, stop = max(tokens.start, part.start), min(tokens.stop, part.stop)
             if start < stop:
-                first = span.first - span.start
+                first = part.first - part.start
                 at = slice(first + start, first + stop)
-                parts.append(span.rows(values, heads, at, with_offset=self.offset is None))
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+                rows.append(part.rows(values, heads, at, with_offset=self.offset is None))
+        return rows[0] if len(rows) == 1 else np.concatenate(rows)
 
 
 @in_default_mode

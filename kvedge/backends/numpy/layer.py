@@ -21,7 +21,7 @@ from kvedge.core.rows import RowShape
 from kvedge.core.types import Array, Floats, Layout
 from kvedge.layer.editing import keep_rows
 from kvedge.layer.keys import decide, mark, return_to
-from kvedge.layer.parts import LayerParts, ranges_of, spans_of
+from kvedge.layer.parts import LayerParts, parts_of, ranges_of
 from kvedge.layer.reading import memory_of, turned_back
 from kvedge.layer.room import reserve, slide
 from kvedge.layer.store import Part, StoreParts
@@ -227,12 +227,12 @@ class LayerStore:
     ) -> Floats:
         if held.parts is None:
             return self.dequantize_rows(held, values, start, stop, out)
-        for span in spans_of(held, self.config):
-            first, last = max(start, span.start), min(stop, span.stop)
+        for part in parts_of(held, self.config):
+            first, last = max(start, part.start), min(stop, part.stop)
             if first < last:
-                layer = self if span.store is None else cast(LayerStore, span.store)
-                own = held if span.store is None else layer.held()
-                at = span.at + first - span.start
+                layer = self if part.store is None else cast(LayerStore, part.store)
+                own = held if part.store is None else layer.held()
+                at = part.at + first - part.start
                 to = out[first - start : last - start]
                 layer.dequantize_rows(own, values, at, at + last - first, to)
         return out
@@ -292,16 +292,16 @@ class LayerStore:
         return attention.scores(self.stored(self.held()), rows, scale)
 
     def stored(self, held: Held) -> attention.Stored:
-        spans = []
-        for span in spans_of(held, self.config):
-            own = held if span.store is None else span.store.held()
-            config = self.config if span.store is None else span.store.config
-            for start, stop, turn in ranges_of(self.turns, held.num_dropped, span):
-                first = own.start + span.at + start - span.start
-                spans.append(
-                    attention.StoredSpan(own.slabs, config, own.source, first, start, stop, turn)
+        parts = []
+        for part in parts_of(held, self.config):
+            own = held if part.store is None else part.store.held()
+            config = self.config if part.store is None else part.store.config
+            for start, stop, turn in ranges_of(self.turns, held.num_dropped, part):
+                first = own.start + part.at + start - part.start
+                parts.append(
+                    attention.StoredPart(own.slabs, config, own.source, first, start, stop, turn)
                 )
-        return attention.Stored(spans, self.config, held.num_tokens)
+        return attention.Stored(parts, self.config, held.num_tokens)
 
 
 layer_types = layer_classes(__name__, LayerStore)

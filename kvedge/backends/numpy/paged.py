@@ -12,7 +12,7 @@ from kvedge.core import checks, registry
 from kvedge.core.config import LayerConfig
 from kvedge.core.options import AttendOptions
 from kvedge.paged.batch import Rows
-from kvedge.paged.store import BlockSpan, BlockStoreMethods, runs
+from kvedge.paged.store import BlockPart, BlockStoreMethods, runs
 
 
 @registry.backend_class
@@ -28,17 +28,17 @@ class BlockStore(LayerStore, BlockStoreMethods):
 
     def attend_blocks(self, block_size: int, rows: list[Rows], options: AttendOptions) -> None:
         rows = [
-            one._replace(spans=[BlockSpan(self, one.table, block_size, 0, one.length)])
+            one._replace(parts=[BlockPart(self, one.table, block_size, 0, one.length)])
             for one in rows
         ]
-        self.attend_spans(rows, options)
+        self.attend_parts(rows, options)
 
-    def attend_spans(self, rows: list[Rows], options: AttendOptions) -> None:
+    def attend_parts(self, rows: list[Rows], options: AttendOptions) -> None:
         for one in rows:
             checks.check_finite(one.query, "query")  # all of them before the first is written
         for one in rows:
-            assert one.spans is not None
-            stored = _StoredInBlocks(one.spans, self.config, one.length)
+            assert one.parts is not None
+            stored = _StoredInBlocks(one.parts, self.config, one.length)
             own = replace(options, start=one.start) if one.start else options
             if options.window >= one.length:
                 own = replace(own, window=0, sink_tokens=0)
@@ -50,20 +50,22 @@ class BlockStore(LayerStore, BlockStoreMethods):
 class _StoredInBlocks(attention.Stored):
     """The tokens of a sequence, wherever their blocks lie."""
 
-    def __init__(self, spans: list[BlockSpan], config: LayerConfig, length: int) -> None:
-        super().__init__([_span(span, 0, span.start, span.stop) for span in spans], config, length)
-        self._in_blocks = spans
+    def __init__(self, parts: list[BlockPart], config: LayerConfig, length: int) -> None:
+        super().__init__(
+            [_stored(part, 0, part.start, part.stop) for part in parts], config, length
+        )
+        self._in_blocks = parts
 
     def _joined(self, values: bool, heads: slice, tokens: slice) -> np.ndarray:
-        parts = []
-        for span in self._in_blocks:
-            start, stop = max(tokens.start, span.start), min(tokens.stop, span.stop)
-            for own, at in runs(span.table, span.block_size, start, max(start, stop)):
-                part = _span(span, at.start, own.start, own.stop)
-                parts.append(part.rows(values, heads, at, with_offset=False))
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        rows = []
+        for part in self._in_blocks:
+            start, stop = max(tokens.start, part.start), min(tokens.stop, part.stop)
+            for own, at in runs(part.table, part.block_size, start, max(start, stop)):
+                stored = _stored(part, at.start, own.start, own.stop)
+                rows.append(stored.rows(values, heads, at, with_offset=False))
+        return rows[0] if len(rows) == 1 else np.concatenate(rows)
 
 
-def _span(span: BlockSpan, first: int, start: int, stop: int) -> attention.StoredSpan:
-    store = span.store
-    return attention.StoredSpan(store.slabs, store.config, store.key_map, first, start, stop)
+def _stored(part: BlockPart, first: int, start: int, stop: int) -> attention.StoredPart:
+    store = part.store
+    return attention.StoredPart(store.slabs, store.config, store.key_map, first, start, stop)
