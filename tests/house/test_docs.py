@@ -190,7 +190,7 @@ def test_fields_in_the_tables_of_threads_are_of_the_files_beside_them():
                 for place, path in files.items()
                 if place in (f"kvedge/{name}", f"csrc/{name}")
             ]
-        for field in re.findall(r"`(_\w+)`", shared) if held else ():
+        for field in re.findall(r"`(\w+)`", shared) if held else ():
             checked += 1
             if not any(re.search(rf"(?<!\w){field}\b", text) for text in held):
                 wrong.append(f"{field}: {file}")

@@ -225,11 +225,11 @@ def _paths() -> dict[str, str]:
         for name in names:
             module = getattr(kvedge, name).__module__
             if name == "KVCache":
-                path = "kvedge.cache.CacheMethods"
+                path = "kvedge.cache.cache.KVCache"
             elif not module.startswith("kvedge.backends.n"):
                 path = f"{module}.{name}"
             elif name.endswith("KvLayer"):
-                path = f"kvedge.layer_types.{name.removesuffix('KvLayer')}LayerMethods"
+                path = f"kvedge.layer.types.{name}"
             else:
                 path = f"kvedge.batch.{name}"
             found[name] = path

@@ -1,4 +1,4 @@
-"""Loading a cache from a file that nobody vouches for; see :mod:`kvedge.session` for what it holds.
+"""Loading a cache from a file that nobody vouches for, as :mod:`kvedge.files.session` writes it.
 
 Nothing is trusted: the structure is checked by the safetensors package, every tensor against what
 the metadata promises, the content against the digest, and the numbers against what its format can
@@ -32,9 +32,8 @@ from kvedge.errors import (
     MissingExtraError,
     OutOfMemoryError,
 )
-from kvedge.layer_precise import PartContents, last_rows, part_key_map, runs_end
-from kvedge.rope import Rotation, Turns
-from kvedge.session import (
+from kvedge.files.contents import CacheFormat
+from kvedge.files.session import (
     AUTO,
     FIELDS,
     FORMAT,
@@ -57,10 +56,13 @@ from kvedge.session import (
     turns_field,
     version_of,
 )
-from kvedge.snapshot import CacheFormat
+from kvedge.layer.parts import last_rows, part_key_map, runs_end
+from kvedge.layer.reading import block_tokens
+from kvedge.layer.store import LayerStore, PartContents
+from kvedge.rope import Rotation, Turns
 
 if TYPE_CHECKING:
-    from typing_extensions import Self  # type checkers bring it along
+    pass  # type checkers bring it along
 
 __all__ = ["load", "load_bytes"]
 
@@ -77,27 +79,23 @@ _SIZES = {row.file_type: row.codes.itemsize for row in FORMATS.values()} | {
 
 
 class _Cache(Protocol):
-    """What loading asks of a cache."""
+    """What loading asks of a cache's state."""
 
-    _layers: tuple[Any, ...]
-
-    @classmethod
-    def _empty(
-        cls,
-        form: CacheFormat,
-        max_seq_len: int | None,
-        key_rule: KeyRule,
-        metadata: Mapping[str, str],
-        tokens: Sequence[int],
-    ) -> Self: ...
-    def _adopt(
+    @property
+    def stores(self) -> tuple[LayerStore, ...]: ...
+    def adopt(
         self,
         length: int,
         layers: list[tuple[int, KeyMap, int, Sequence[PartContents], Turns | None]],
     ) -> None: ...
 
 
-_Kind = TypeVar("_Kind", bound=_Cache)
+_State = TypeVar("_State", bound=_Cache)
+#: Makes the state of an empty cache: format, max_seq_len, key rule, metadata, tokens of each layer.
+_Make = Callable[
+    [CacheFormat, "int | None", KeyRule, Mapping[str, str], Sequence[int]],
+    _State,
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +108,8 @@ class _Tensor:
     nbytes: int
 
 
-def load(kind: type[_Kind], path: str | os.PathLike[str], *, mmap: bool = False) -> _Kind:
-    """Read a cache of class ``kind`` from a file; see :meth:`kvedge.KVCache.load`."""
+def load(make: _Make[_State], path: str | os.PathLike[str], *, mmap: bool = False) -> _State:
+    """Read the state of a cache from a file; see :meth:`kvedge.KVCache.load`."""
     path = checks.checked_path(path)
     mmap = checks.as_bool(mmap, "mmap")
     mode = os.stat(path).st_mode
@@ -120,11 +118,11 @@ def load(kind: type[_Kind], path: str | os.PathLike[str], *, mmap: bool = False)
     cache = None
     while cache is None:  # until nobody else saves to the path at the very same time
         with open(path, "rb") as file:
-            cache = _load_open(kind, path, file, mmap)
+            cache = _load_open(make, path, file, mmap)
     return cache
 
 
-def load_bytes(kind: type[_Kind], data: bytes | bytearray | memoryview, what: str) -> _Kind:
+def load_bytes(make: _Make[_State], data: bytes | bytearray | memoryview, what: str) -> _State:
     """Read a cache from the bytes of such a file, which an error calls `what`."""
     try:
         view = memoryview(data).cast("B")
@@ -136,12 +134,12 @@ def load_bytes(kind: type[_Kind], data: bytes | bytearray | memoryview, what: st
         with open(path, "wb") as file:
             file.write(view)
         try:
-            return load(kind, path)
+            return load(make, path)
         except CorruptFileError as error:
             raise CorruptFileError(str(error).replace(path, what, 1)) from error
 
 
-def _load_open(kind: type[_Kind], path: str, file: BinaryIO, mmap: bool) -> _Kind | None:
+def _load_open(make: _Make[_State], path: str, file: BinaryIO, mmap: bool) -> _State | None:
     """Read a cache from an open file; None if another file has taken its path meanwhile."""
     _check_header_size(path, file)
     header = _read_header(path, file)
@@ -156,7 +154,7 @@ def _load_open(kind: type[_Kind], path: str, file: BinaryIO, mmap: bool) -> _Kin
     mapped = mmap and length > 0
     # A mapped cache gets its slabs from the file, but may grow to max_seq_len: so what cannot be
     # reserved is refused whichever way it is loaded.
-    cache = _reserve(path, kind, form, max_seq_len, rule, user, tokens)
+    cache = _reserve(path, make, form, max_seq_len, rule, user, tokens)
     if mapped:
         _map(path, file, tensors, cache, tokens)
     else:
@@ -175,14 +173,14 @@ def _load_open(kind: type[_Kind], path: str, file: BinaryIO, mmap: bool) -> _Kin
     ]
     parts = [_parts(arrays, index, config, maps[index]) for index, config in enumerate(form.layers)]
     for index, config in enumerate(form.layers):
-        layer = cache._layers[index]
-        held = memory.Slabs(*(slab[: tokens[index]] for slab in layer._slabs))
-        _check_key_map(path, index, layer, held.side(False, config), maps[index])
+        store = cache.stores[index]
+        held = memory.Slabs(*(slab[: tokens[index]] for slab in store.slabs))
+        _check_key_map(path, index, store.config, held.side(False, config), maps[index])
         for name, part in zip(_parts_of(config), parts[index], strict=True):
             stored = part.arrays.side(False, _config_of(config, name))
-            _check_key_map(path, index, layer, stored, part.key_map)
+            _check_key_map(path, index, store.config, stored, part.key_map)
     turns = _read_turns(path, fields.get(KEY_TURNS), form)
-    cache._adopt(length, list(zip(tokens, maps, dropped, parts, turns, strict=True)))
+    cache.adopt(length, list(zip(tokens, maps, dropped, parts, turns, strict=True)))
     return cache
 
 
@@ -496,7 +494,7 @@ def _parts_of(config: LayerConfig) -> tuple[str, ...]:
 
 
 def _config_of(config: LayerConfig, part: str) -> LayerConfig:
-    return config.runs(RUN) if part == "runs" else config.precise
+    return config.runs(RUN) if part == "runs" else config.part_config
 
 
 def _num_runs(dropped: int, tokens: int, last: int) -> int:
@@ -507,25 +505,25 @@ def _num_runs(dropped: int, tokens: int, last: int) -> int:
 
 def _reserve(
     path: str,
-    kind: type[_Kind],
+    make: _Make[_State],
     form: CacheFormat,
     max_seq_len: int | None,
     rule: KeyRule,
     user: Mapping[str, str],
     tokens: Sequence[int],
-) -> _Kind:
+) -> _State:
     """Make the empty cache that a file describes, with room for ``tokens``.
 
     Memory is reserved for ``max_seq_len`` tokens, and taken only as it is filled. Where the system
     refuses that, but has room for the tokens that are there, the file asks for too much.
     """
     try:
-        return kind._empty(form, max_seq_len, rule, user, tokens)
+        return make(form, max_seq_len, rule, user, tokens)
     except OutOfMemoryError as error:
         if max_seq_len is None and any(tokens):
             raise
         if max_seq_len is not None and any(tokens):
-            kind._empty(form, None, rule, user, tokens)
+            make(form, None, rule, user, tokens)
         what = "num_layers, num_kv_heads and head_dim" if max_seq_len is None else "max_seq_len"
         _corrupt(path, f"its {what} ask for memory that no system has: {error}", error)
 
@@ -534,8 +532,8 @@ def _read(
     path: str, file: BinaryIO, tensors: Mapping[str, _Tensor], cache: _Cache, tokens: Sequence[int]
 ) -> None:
     """Read the tokens into the slabs of an empty cache."""
-    for index, layer in enumerate(cache._layers):
-        for name, slab in zip(memory.Slabs._fields, layer._slabs, strict=True):
+    for index, store in enumerate(cache.stores):
+        for name, slab in zip(memory.Slabs._fields, store.slabs, strict=True):
             _read_into(path, file, tensors[f"layers.{index}.{name}"], slab[: tokens[index]])
 
 
@@ -548,10 +546,10 @@ def _map(
         _corrupt(path, "it was cut while being read")
     # Slabs must be followed by readable bytes. The rest of the file's last page is readable.
     readable = -(-len(mapping) // memory.PAGE) * memory.PAGE
-    for index, layer in enumerate(cache._layers):
+    for index, store in enumerate(cache.stores):
         if not tokens[index]:  # of a window of one token
             continue
-        config = replace(layer._config, capacity=tokens[index])  # it moves when that is outgrown
+        config = replace(store.config, capacity=tokens[index])  # it moves when that is outgrown
         spare = None  # memory of the usual kind, for a tensor that cannot be used where it lies
         slabs = []
         for name, (shape, dtype) in zip(
@@ -568,7 +566,7 @@ def _map(
                 spare = spare or memory.reserve_slabs(config)
                 slabs.append(getattr(spare, name))
                 _read_into(path, file, tensor, slabs[-1])
-        layer._bind(memory.Slabs(*slabs), config)
+        store.bind(memory.Slabs(*slabs), config)
 
 
 def _loaded_arrays(
@@ -576,14 +574,14 @@ def _loaded_arrays(
 ) -> dict[str, np.ndarray]:
     """Return every tensor as it now lies in memory; key offsets and scales are read here."""
     arrays = {}
-    for index, layer in enumerate(cache._layers):
-        for name, slab in zip(memory.Slabs._fields, layer._slabs, strict=True):
+    for index, store in enumerate(cache.stores):
+        for name, slab in zip(memory.Slabs._fields, store.slabs, strict=True):
             arrays[f"layers.{index}.{name}"] = slab[: tokens[index]]
     for name, tensor in tensors.items():
         if name not in arrays:
             kind: Any = np.float32
             if len(name.split(".")) == 4:
-                config = cache._layers[int(name.split(".")[1])]._config
+                config = cache.stores[int(name.split(".")[1])].config
                 layout = memory.slab_layout(_config_of(config, name.split(".")[2]))
                 kind = layout[memory.Slabs._fields.index(name.rpartition(".")[2])][1]
             arrays[name] = np.empty(tensor.shape, kind)
@@ -639,7 +637,7 @@ def _check_numbers(path: str, name: str, array: np.ndarray, config: LayerConfig)
 
 
 def _check_key_map(
-    path: str, index: int, layer: Any, stored: memory.StoredRows, key_map: KeyMap
+    path: str, index: int, config: LayerConfig, stored: memory.StoredRows, key_map: KeyMap
 ) -> None:
     """Refuse a key map whose keys lie beyond float32, further than rounding takes them."""
     codes, scales = stored.codes, stored.scales
@@ -649,7 +647,7 @@ def _check_key_map(
     offset = 0.0 if key_map.offset is None else float(np.abs(key_map.offset).max())
     if stored.form.largest(codes, scales) * scale + offset <= checks.FLOAT32_MAX:
         return
-    step = layer._block_tokens()
+    step = block_tokens(config)
     for start in range(0, len(codes), step):
         rows = slice(start, min(len(codes), start + step))
         keys = key_map.from_stored(stored.decode(rows, np.float64))

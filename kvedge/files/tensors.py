@@ -1,9 +1,9 @@
 """Files of arrays: safetensors with metadata and a digest over all, written whole or not at all.
 
 For what is no cache of layers: a :class:`~kvedge.MultiHeadKvCache`, a pool. (Caches of layers have
-:mod:`kvedge.session`, which knows each tensor's place.) Reading trusts nothing: the structure is
-checked by the safetensors package, the content against its digest; what the arrays mean, and which
-must be there, is for the caller to check.
+:mod:`kvedge.files.session`, which knows each tensor's place.) Reading trusts nothing: the structure
+is checked by the safetensors package, the content against its digest; what the arrays mean, and
+which must be there, is for the caller to check.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any, NoReturn
 import numpy as np
 
 from kvedge.core.checks import checked_path
-from kvedge.core.replacing import replacing
 from kvedge.errors import CorruptFileError, MissingExtraError
-from kvedge.session import digest, header, safetensors_package
+from kvedge.files.replacing import replacing
+from kvedge.files.session import digest, header, safetensors_package
 
 __all__ = ["check_array", "corrupt", "number", "read", "write"]
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -32,15 +32,15 @@ from kvedge.core.key_map import NO_MAP, KeyMap
 from kvedge.core.kivi import RUN
 from kvedge.core.memory import Held
 from kvedge.errors import ScaleRangeError
+from kvedge.layer import shifts
+from kvedge.layer.keys import encode_anew
+from kvedge.layer.store import LayerStore, Part, PartContents, Parts, PartsState, plain_store
 from kvedge.rope import Turn, Turns, turned
 
 __all__ = [
     "DRAFT",
     "PIECE",
-    "Part",
-    "PartContents",
-    "Parts",
-    "PreciseTokens",
+    "LayerParts",
     "Span",
     "contents_of",
     "kept_rows",
@@ -53,7 +53,7 @@ __all__ = [
     "tail_of",
 ]
 
-_Append = Callable[[Any, int, int], None]  # to a layer, from a token on, so many
+_Append = Callable[[LayerStore, int, int], None]  # to a store, from a token on, so many
 
 DRAFT = 64  # last tokens that may be taken back, and those before them are still all there
 _FIRST_ROWS = 256  # tokens that runs have room for at first; it doubles from there
@@ -81,112 +81,76 @@ def runs_end(end: int, last: int) -> int:
 
 def part_key_map(config: LayerConfig, key_map: KeyMap) -> KeyMap:
     """How first and last tokens store keys, where the layer stores them as in `key_map`."""
-    precise = config.precise
+    precise = config.part_config
     if not precise.has_auto_scale:
         return NO_MAP
     return key_map if precise.key_format.has_scales else KeyMap(None, key_map.scale)
 
 
-class Part(NamedTuple):
-    """Some tokens in a layer of their own."""
-
-    layer: Any
-    position: int  # of its first token, those that were dropped counted
-
-
-class Parts(NamedTuple):
-    """Of one moment: the first tokens and the last ones, and all others where they lie in runs."""
-
-    first: Part
-    last: Part
-    runs: Part | None = None
-
-    @property
-    def each(self) -> list[Part]:
-        """Those that there are."""
-        return [self.first, self.last] + ([] if self.runs is None else [self.runs])
-
-    @property
-    def end(self) -> int:
-        """Position up to which the last tokens are there."""
-        return self.last.position + len(self.last.layer)
-
-
-class PartContents(NamedTuple):
-    """The stored bytes of a part, and how its keys are stored."""
-
-    arrays: memory.Slabs
-    key_map: KeyMap
-
-
 class Span(NamedTuple):
     """Consecutive tokens of a layer that lie together."""
 
-    layer: Any  # a part's; None: the layer itself
+    store: LayerStore | None  # a part's; None: the layer itself
     at: int  # index of the first one there
     start: int  # the same in the whole layer
     stop: int
 
 
-class PreciseTokens:
-    """The precise parts of one layer; its methods are the writer's, but for `now`.
+class LayerParts:
+    """The parts of one layer; its methods are the writer's, but for `now`.
 
     Parameters
     ----------
-    layer : LayerMethods
-        An empty layer whose config has ``recent`` or ``sinks``.
-    kind : type
-        The class of the parts' layers.
+    whole : LayerStore
+        An empty one whose config has ``recent`` or ``sinks``.
     """
 
-    def __init__(self, layer: Any, kind: type) -> None:
-        config: LayerConfig = layer._config
-        self._kind: Any = kind
-        self._whole = layer
+    def __init__(self, whole: LayerStore) -> None:
+        config = whole.config
+        self._whole = whole
         self._kept = kept_rows(config)
-        self._config = config.precise
+        self._config = config.part_config
         self._in_runs = config.in_runs
         self.now: Parts
         self.restart(0)
 
     def _first(self, position: int) -> Part:
         """Room for the first tokens."""
-        return self._empty(self._whole._config.sinks, position)
+        return self._empty(self._whole.config.sinks, position)
 
     def _last(self, position: int) -> Part:
         """Room for the last tokens."""
-        return self._empty(last_rows(self._whole._config), position)
+        return self._empty(last_rows(self._whole.config), position)
 
     def _runs(self, position: int, tokens: int) -> Part | None:
         """Room for runs of so many tokens from a position on."""
         if not self._in_runs:
             return None
-        layer = self._kind.__new__(self._kind)
-        limit = self._whole._config.limit
+        limit = self._whole.config.limit
         rows = max(_FIRST_ROWS, 1 << max(tokens - 1, 0).bit_length())
         if limit is not None:
             rows = min(rows, -(-max(limit, tokens) // RUN) * RUN)
-        layer._start(self._whole._config.runs(rows))
-        if not self._whole._key_map.is_plain:  # of keys in rows
-            layer._set_key_map(self._whole._key_map)
-        return Part(layer, position // RUN * RUN)
+        store = plain_store(type(self._whole), self._whole.config.runs(rows))
+        if not self._whole.key_map.is_plain:  # of keys in rows
+            store.set_key_map(self._whole.key_map)
+        return Part(store, position // RUN * RUN)
 
-    def _scratch(self, tokens: int) -> Any:
+    def _scratch(self, tokens: int) -> LayerStore:
         """An empty layer of the parts' format."""
-        return self._empty(tokens, 0).layer
+        return self._empty(tokens, 0).store
 
     def _empty(self, rows: int, position: int) -> Part:
-        layer = self._kind.__new__(self._kind)
-        layer._start(replace(self._config, capacity=max(rows, 1), limit=max(rows, 1)))
-        key_map = part_key_map(self._whole._config, self._whole._key_map)
+        config = replace(self._config, capacity=max(rows, 1), limit=max(rows, 1))
+        store = plain_store(type(self._whole), config)
+        key_map = part_key_map(self._whole.config, self._whole.key_map)
         if not key_map.is_plain:
-            layer._set_key_map(key_map)
-        return Part(layer, position)
+            store.set_key_map(key_map)
+        return Part(store, position)
 
     @property
     def slabs(self) -> list[np.ndarray]:
         """All memory of the parts."""
-        return [slab for part in self.now.each for slab in part.layer._held().slabs]
+        return [slab for part in self.now.each for slab in part.store.held().slabs]
 
     # ---- appending -------------------------------------------------------------------------------
 
@@ -197,34 +161,35 @@ class PreciseTokens:
         cut = end // RUN * RUN if self._in_runs else end
         rest = None
         if not self._kept:
-            last = Part(last.layer, end)
+            last = Part(last.store, end)
         elif self.now.end != end or last.position > cut:  # it was gone back to before the part
             last = self._last(max(cut, kept))
             if cut < end:
                 rest = self._read(cut, end)
                 if last.position < end:
-                    last.layer._append(*(rows[last.position - cut :] for rows in rest))
-        elif n > last.layer.capacity - len(last.layer):
+                    since = last.position - cut
+                    last.store.append(rest[0][since:], rest[1][since:])
+        elif n > last.store.config.capacity - len(last.store):
             moved = self._last(max(last.position, kept))
-            rows = [each[moved.position - last.position :] for each in last.layer._held().tokens]
+            rows = [each[moved.position - last.position :] for each in last.store.held().tokens]
             if len(rows[0]):
-                memory.copy_tokens(rows, moved.layer._slabs, len(rows[0]))
-                moved.layer._set_len(len(rows[0]))
+                memory.copy_tokens(rows, moved.store.slabs, len(rows[0]))
+                moved.store.set_len(len(rows[0]))
             last = moved
         skipped = max(0, last.position - end) if self._kept else n
-        joins = first.position + len(first.layer) == end
-        sinks = max(0, min(n, self._whole._config.sinks - end)) if joins else 0
-        lengths = (len(first.layer), len(last.layer))
+        joins = first.position + len(first.store) == end
+        sinks = max(0, min(n, self._whole.config.sinks - end)) if joins else 0
+        lengths = (len(first.store), len(last.store))
         return Appending(first, last, sinks, skipped, end, n, lengths, rest)
 
     def _read(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """Keys and values of a few positions, as they are read now."""
-        held, config = self._whole._held(), self._whole._config
+        held, config = self._whole.held(), self._whole.config
         gone = max(0, held.num_dropped - start)  # those that were dropped are not read again
         at = (start + gone - held.num_dropped, stop - held.num_dropped)
         rows = [np.zeros(config.rows_shape(v, stop - start), np.float32) for v in (False, True)]
         for v in (False, True):
-            self._whole._dequantize(held, v, *at, rows[v][gone:])
+            self._whole.dequantize(held, v, *at, rows[v][gone:])
         return rows[0], rows[1]
 
     def runs_of(self, made: Appending, append: _Append) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -238,16 +203,16 @@ class PreciseTokens:
             return
         n = whole - cut
         if made.last.position <= cut:  # they all are there by now
-            yield self._decoded(made.last.layer, cut - made.last.position, self._room(n))
+            yield self._decoded(made.last.store, cut - made.last.position, self._room(n))
             return
         # All memory is taken before the first runs are written.
         scratch, room = self._scratch(min(n, PIECE)), self._room(min(n, PIECE))
         for start in range(cut, whole, PIECE):
             stop = min(start + PIECE, whole)
             first = max(start, made.end)
-            scratch._set_len(0)
+            scratch.set_len(0)
             if start < first:
-                scratch._append(*(made.rest or self._read(start, first)))
+                scratch.append(*(made.rest or self._read(start, first)))
             append(scratch, first - made.end, stop - first)
             yield self._decoded(scratch, 0, [rows[: stop - start] for rows in room])
 
@@ -256,11 +221,13 @@ class PreciseTokens:
         return [np.empty(self._config.rows_shape(v, tokens), np.float32) for v in (False, True)]
 
     @staticmethod
-    def _decoded(layer: Any, first: int, rows: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    def _decoded(
+        store: LayerStore, first: int, rows: list[np.ndarray]
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Keys and values of tokens of a part, from one on."""
-        held = layer._held()
+        held = store.held()
         for values in (False, True):
-            layer._dequantize(held, values, first, first + len(rows[values]), rows[values])
+            store.dequantize(held, values, first, first + len(rows[values]), rows[values])
         return rows[0], rows[1]
 
     def commit(self, made: Appending, pieces: Iterable[tuple[np.ndarray, np.ndarray]] = ()) -> None:
@@ -268,32 +235,32 @@ class PreciseTokens:
         last, runs = made.last, self.now.runs
         if runs is not None:
             cut, whole = made.end // RUN * RUN, (made.end + made.n) // RUN * RUN
-            before, length = runs.layer, len(runs.layer)
+            before, length = runs.store, len(runs.store)
             runs = self._grown(runs, cut, whole - cut)
             try:
                 for rows in pieces:
-                    runs.layer._append(*rows)
+                    runs.store.append(*rows)
             except BaseException:
-                before._set_len(length)
+                before.set_len(length)
                 raise
         if not self._kept:  # it only says where the tokens end
-            last = Part(last.layer, last.position + made.n)
+            last = Part(last.store, last.position + made.n)
         self.now = Parts(made.first, last, runs)
 
     def _grown(self, runs: Part, end: int, n: int) -> Part:
         """The runs before a position, with room for `n` more tokens."""
         length = end - runs.position
-        if length + n <= runs.layer.capacity:
-            if length != len(runs.layer):
-                runs.layer._set_len(length)
+        if length + n <= runs.store.config.capacity:
+            if length != len(runs.store):
+                runs.store.set_len(length)
             return runs
-        gone = self._whole._held().num_dropped // RUN * RUN - runs.position
+        gone = self._whole.held().num_dropped // RUN * RUN - runs.position
         gone = min(max(gone, 0), length)
         grown = self._runs(runs.position + gone, 2 * (length - gone) + n)
         assert grown is not None
-        held, config = runs.layer._held(), runs.layer._config
-        rows = memory.rows_of(held.slabs, config, gone, runs.layer._written())
-        _copy_runs(rows, grown.layer, length - gone)
+        held, config = runs.store.held(), runs.store.config
+        rows = memory.rows_of(held.slabs, config, gone, runs.store.written())
+        _copy_runs(rows, grown.store, length - gone)
         return grown
 
     def take_back(self, made: Appending) -> None:
@@ -301,12 +268,12 @@ class PreciseTokens:
         for part, length in zip(
             (made.first, made.last), made.lengths, strict=True
         ):  # runs: none yet
-            part.layer._set_len(length)
+            part.store.set_len(length)
 
     def refuse(self, keys: np.ndarray, values: np.ndarray) -> None:
         """Raise if checked rows cannot be stored in the parts."""
         config = self._config
-        stored = self.now.last.layer._key_map.to_stored(keys)
+        stored = self.now.last.store.key_map.to_stored(keys)
         try:
             config.key_format.refuse(stored, "keys", config.key_rows)
             config.value_format.refuse(values, "values", config.value_rows)
@@ -322,15 +289,15 @@ class PreciseTokens:
         first, last, runs = self.now
         length = end - last.position
         if not self._kept:
-            last = Part(last.layer, end)
-        elif length > last.layer._written():
+            last = Part(last.store, end)
+        elif length > last.store.written():
             last = self._last(end)
         else:
-            last.layer._set_len(max(length, 0))
-        first.layer._set_len(min(max(end - first.position, 0), first.layer._written()))
+            last.store.set_len(max(length, 0))
+        first.store.set_len(min(max(end - first.position, 0), first.store.written()))
         if runs is not None:
             length = runs_end(end, last.position) - runs.position
-            runs.layer._set_len(min(max(length, 0), runs.layer._written()))
+            runs.store.set_len(min(max(length, 0), runs.store.written()))
         self.now = Parts(first, last, runs)
 
     def restart(self, position: int) -> None:
@@ -339,8 +306,8 @@ class PreciseTokens:
         last = self._last(position // RUN * RUN if self._in_runs else position)
         if last.position < position:
             shape = (position - last.position, self._config.num_kv_heads)
-            zeros = [np.zeros((*shape, dim), np.float32) for dim in self._widths]
-            last.layer._append(*zeros)
+            keys, values = (np.zeros((*shape, dim), np.float32) for dim in self._widths)
+            last.store.append(keys, values)
         self.now = Parts(self._first(position), last, self._runs(position, 0))
 
     @property
@@ -350,35 +317,35 @@ class PreciseTokens:
     def forget(self, position: int, end: int) -> None:
         """Hold no token from a position on, written ones included; the next one is at `end`."""
         first = self.now.first
-        kept = slice(0, min(max(position - first.position, 0), len(first.layer)))
+        kept = slice(0, min(max(position - first.position, 0), len(first.store)))
         self.now = Parts(
             _filled(self._first(first.position), _contents(first, kept)), self._last(end)
         )
 
-    def state(self) -> tuple[Any, ...]:
+    def state(self) -> PartsState:
         """What `return_to` needs."""
         return self.state_of(self.now)
 
     @staticmethod
-    def state_of(parts: Parts) -> tuple[Any, ...]:
+    def state_of(parts: Parts) -> PartsState:
         """The state in which the parts are those."""
-        return parts, [(part.layer._binding(), len(part.layer)) for part in parts.each]
+        return parts, [(part.store.binding(), len(part.store)) for part in parts.each]
 
-    def return_to(self, state: tuple[Any, ...]) -> None:
+    def return_to(self, state: PartsState) -> None:
         """Be as it was; tokens were appended since, and keys stored otherwise."""
         now, layers = state
         for part, (binding, length) in zip(now.each, layers, strict=True):
-            part.layer._rebind(binding)
-            part.layer._set_len(length)
+            part.store.rebind(binding)
+            part.store.set_len(length)
         self.now = now
 
     def rows_at(self, position: int) -> list[np.ndarray]:
         """The bytes of a token that may lie above the end, in the parts that have it."""
         rows = []
         for part in self.now.each:
-            held, at = part.layer._held(), position - part.position
-            if 0 <= at < part.layer._written():
-                of_rows = memory.tokens_per_rows(part.layer._config)
+            held, at = part.store.held(), position - part.position
+            if 0 <= at < part.store.written():
+                of_rows = memory.tokens_per_rows(part.store.config)
                 row = held.start + at
                 rows += [slab[row // n] for slab, n in zip(held.slabs, of_rows, strict=True)]
         return rows
@@ -387,37 +354,37 @@ class PreciseTokens:
 
     def store_keys_as(self, key_map: KeyMap) -> None:
         """Store keys as the layer does, where the format of the parts gains by it."""
-        own = part_key_map(self._whole._config, key_map)
+        own = part_key_map(self._whole.config, key_map)
         for part in self.now[:2]:
-            if not part.layer._key_map.is_same(own):
-                part.layer._encode_anew(own, part.layer._held())
+            if not part.store.key_map.is_same(own):
+                encode_anew(part.store, own, part.store.held())
         runs = self.now.runs
-        if runs is not None and not runs.layer._key_map.is_same(key_map):
-            assert not len(runs.layer)  # what is decided is settled before a run is full
-            runs.layer._set_key_map(key_map)
+        if runs is not None and not runs.store.key_map.is_same(key_map):
+            assert not len(runs.store)  # what is decided is settled before a run is full
+            runs.store.set_key_map(key_map)
 
-    def _ranges(self, start: int, stop: int) -> Iterator[tuple[Any, int, int]]:
+    def _ranges(self, start: int, stop: int) -> Iterator[tuple[LayerStore, int, int]]:
         """First and last tokens of a range of positions."""
         for part in self.now[:2]:
-            low, high = max(start - part.position, 0), min(stop - part.position, len(part.layer))
+            low, high = max(start - part.position, 0), min(stop - part.position, len(part.store))
             if low < high:
-                yield part.layer, low, high
+                yield part.store, low, high
 
     def check_turn(self, turn: Turn, start: int, stop: int) -> None:
         """Raise unless turned keys of a range of positions fit what they are stored in."""
-        for layer, low, high in self._ranges(start, stop):
-            layer._check_turn(turn, low, high)
+        for store, low, high in self._ranges(start, stop):
+            shifts.check_turn(store, turn, low, high)
         self._turned(turn, start, stop)
 
     def store_turned(self, turn: Turn, start: int, stop: int) -> None:
         """Store the keys of a range of positions anew, turned."""
         runs, encoded = self.now.runs, self._turned(turn, start, stop)
-        for layer, low, high in self._ranges(start, stop):
-            layer._store_turned(turn, low, high)
+        for store, low, high in self._ranges(start, stop):
+            shifts.store_turned(store, turn, low, high)
         if runs is not None and encoded is not None:
             first, (codes, scales) = encoded
-            with _rewriting(runs.layer, first) as slabs:
-                row = first // runs.layer._config.key_format.tokens_per_row
+            with _rewriting(runs.store, first) as slabs:
+                row = first // runs.store.config.key_format.tokens_per_row
                 slabs.key_codes[row : row + len(codes)] = codes
                 slabs.key_scales[row : row + len(codes)] = scales
 
@@ -431,13 +398,13 @@ class PreciseTokens:
         runs = self.now.runs
         if runs is None:
             return None
-        start, stop = max(start - runs.position, 0), min(stop - runs.position, len(runs.layer))
+        start, stop = max(start - runs.position, 0), min(stop - runs.position, len(runs.store))
         if start >= stop:
             return None
-        config, key_map = runs.layer._config, runs.layer._key_map
+        config, key_map = runs.store.config, runs.store.key_map
         step = config.key_format.tokens_per_row
         first, last = start // step * step, -(-stop // step) * step
-        stored = runs.layer._held().slabs.side(False, config)
+        stored = runs.store.held().slabs.side(False, config)
         keys = key_map.from_stored(np.array(stored.decode(slice(first, last), np.float32)))
         with np.errstate(over="ignore"):  # refused below
             keys[start - first : stop - first] = turned(turn, keys[start - first : stop - first])
@@ -450,23 +417,23 @@ class PreciseTokens:
         """Store whole runs of tokens (n, H, channels) at a position, over the runs there."""
         runs, own, stop = self.now.runs, self._config, position + len(keys)
         assert runs is not None
-        key_map = self.now.last.layer._key_map
+        key_map = self.now.last.store.key_map
         stored = _encoded(own, key_map, keys, values)
         read = (
             key_map.from_stored(own.key_format.decode(*stored[0], own.key_rows, np.float32)),
             own.value_format.decode(*stored[1], own.value_rows, np.float32),
         )
-        config, first = runs.layer._config, position - runs.position
-        made = _encoded(config, runs.layer._key_map, *read)
-        with _rewriting(runs.layer, first) as slabs:
+        config, first = runs.store.config, position - runs.position
+        made = _encoded(config, runs.store.key_map, *read)
+        with _rewriting(runs.store, first) as slabs:
             rows = memory.rows_of(slabs, config, first, first + len(keys))
             rows.key_codes[:], rows.key_scales[:] = made[0]
             rows.value_codes[:], rows.value_scales[:] = made[1]
-        for layer, low, high in self._ranges(position, stop):
-            part = self.now.first if layer is self.now.first.layer else self.now.last
-            row, start = layer._held().start + low, part.position + low - position
+        for store, low, high in self._ranges(position, stop):
+            part = self.now.first if store is self.now.first.store else self.now.last
+            row, start = store.held().start + low, part.position + low - position
             to, given = slice(row, row + high - low), slice(start, start + high - low)
-            with _rewriting(layer, low) as slabs:
+            with _rewriting(store, low) as slabs:
                 slabs.key_codes[to], slabs.key_scales[to] = (one[given] for one in stored[0])
                 slabs.value_codes[to], slabs.value_scales[to] = (one[given] for one in stored[1])
 
@@ -474,7 +441,7 @@ class PreciseTokens:
         """Hold the tokens at these positions alone, which close ranks from `start` on."""
         first, last, _ = self.now
         held = [
-            positions[(part.position <= positions) & (positions < part.position + len(part.layer))]
+            positions[(part.position <= positions) & (positions < part.position + len(part.store))]
             for part in (first, last)
         ]
         begins = len(held[0]) == 0 or positions[0] == held[0][0]
@@ -497,14 +464,14 @@ class PreciseTokens:
             length = runs_end(end, end - tokens) - start // RUN * RUN
             runs = self._runs(start, max(length, 0))
             assert runs is not None
-            if not contents[2].key_map.is_same(runs.layer._key_map):
-                runs.layer._set_key_map(contents[2].key_map)
-            _copy_runs(contents[2].arrays, runs.layer, max(length, 0))
+            if not contents[2].key_map.is_same(runs.store.key_map):
+                runs.store.set_key_map(contents[2].key_map)
+            _copy_runs(contents[2].arrays, runs.store, max(length, 0))
         self.now = Parts(
             _filled(self._first(start), first), _filled(self._last(end - tokens), last), runs
         )
 
-    def joined(self, contents: Sequence[PartContents], end: int, n: int) -> tuple[Any, ...]:
+    def joined(self, contents: Sequence[PartContents], end: int, n: int) -> PartsState:
         """What :meth:`return_to` needs once `n` tokens come behind position `end`.
 
         Their last ones count; first tokens are those of an empty layer only.
@@ -512,9 +479,9 @@ class PreciseTokens:
         last = contents[1]
         tokens = len(last.arrays.key_codes)
         arrays = last.arrays
-        before = max(0, min(len(self.now.last.layer), self._kept - tokens)) if tokens == n else 0
-        if before and self.now.last.layer._key_map.is_same(last.key_map):
-            own = self.now.last.layer._held().tokens
+        before = max(0, min(len(self.now.last.store), self._kept - tokens)) if tokens == n else 0
+        if before and self.now.last.store.key_map.is_same(last.key_map):
+            own = self.now.last.store.held().tokens
             arrays = memory.Slabs(
                 *(
                     np.concatenate([mine[-before:], new])
@@ -550,39 +517,39 @@ def _encoded(
 
 
 @contextlib.contextmanager
-def _rewriting(layer: Any, start: int) -> Iterator[memory.Slabs]:
+def _rewriting(store: LayerStore, start: int) -> Iterator[memory.Slabs]:
     """The slabs of a layer whose tokens from `start` on are written over."""
-    length = len(layer)
-    layer._set_len(start)  # a core looks anew at the rows that it gets back below
+    length = len(store)
+    store.set_len(start)  # a core looks anew at the rows that it gets back below
     try:
-        yield layer._held().slabs
+        yield store.held().slabs
     finally:
-        layer._set_len(length)
+        store.set_len(length)
 
 
-def _copy_runs(arrays: Sequence[np.ndarray], layer: Any, tokens: int) -> None:
+def _copy_runs(arrays: Sequence[np.ndarray], store: LayerStore, tokens: int) -> None:
     """Take over runs, and hold so many tokens of them."""
-    config = layer._config
-    held = min(len(arrays[0]) * config.key_format.tokens_per_row, layer.capacity)
-    sides = (memory.rows_of(slabs, config, 0, held) for slabs in (layer._slabs, arrays))
+    config = store.config
+    held = min(len(arrays[0]) * config.key_format.tokens_per_row, store.config.capacity)
+    sides = (memory.rows_of(slabs, config, 0, held) for slabs in (store.slabs, arrays))
     for new, old in zip(*sides, strict=True):
         new[:] = old
-    layer._set_len(held)
-    layer._set_len(tokens)
+    store.set_len(held)
+    store.set_len(tokens)
 
 
 def _filled(part: Part, contents: PartContents) -> Part:
-    layer, tokens = part.layer, len(contents.arrays.key_codes)
-    if not contents.key_map.is_same(layer._key_map):
-        layer._set_key_map(contents.key_map)
-    memory.copy_tokens(contents.arrays, layer._slabs, tokens)
-    layer._set_len(tokens)
+    store, tokens = part.store, len(contents.arrays.key_codes)
+    if not contents.key_map.is_same(store.key_map):
+        store.set_key_map(contents.key_map)
+    memory.copy_tokens(contents.arrays, store.slabs, tokens)
+    store.set_len(tokens)
     return part
 
 
-def _contents(part: Part, rows: Any) -> PartContents:
-    held = part.layer._held()
-    return PartContents(memory.Slabs(*(each[rows] for each in held.tokens)), part.layer._key_map)
+def _contents(part: Part, rows: slice | np.ndarray) -> PartContents:
+    held = part.store.held()
+    return PartContents(memory.Slabs(*(each[rows] for each in held.tokens)), part.store.key_map)
 
 
 def contents_of(held: Held, start: int, end: int, *, copy: bool) -> tuple[PartContents, ...]:
@@ -596,30 +563,30 @@ def contents_of(held: Held, start: int, end: int, *, copy: bool) -> tuple[PartCo
     first_rows = slice(max(0, start - first.position), max(0, end - first.position))
     if first.position > start:
         first_rows = slice(0, 0)
-    rows = min(len(first.layer), first_rows.stop)
+    rows = min(len(first.store), first_rows.stop)
     first_rows = slice(min(first_rows.start, rows), rows)
     stop = end - last.position
-    if not 0 <= stop <= last.layer._written():
+    if not 0 <= stop <= last.store.written():
         stop = 0
     since = start if runs is None else start // RUN * RUN  # runs need those before it
     last_rows = slice(min(stop, max(0, since - last.position)), stop)
     made = []
     for part, at in ((first, first_rows), (last, last_rows)):
-        of_part = part.layer._held()
+        of_part = part.store.held()
         arrays = memory.Slabs(
             *(slab[of_part.start + at.start : of_part.start + at.stop] for slab in of_part.slabs)
         )
         if copy:
             arrays = memory.Slabs(*(each.copy() for each in arrays))
-        made.append(PartContents(arrays, part.layer._key_map))
+        made.append(PartContents(arrays, part.store.key_map))
     if runs is not None:
         begin = end - len(made[1].arrays.key_codes)
-        of_runs = runs.layer._held()
-        config, stop = runs.layer._config, runs_end(end, begin) - runs.position
+        of_runs = runs.store.held()
+        config, stop = runs.store.config, runs_end(end, begin) - runs.position
         arrays = memory.rows_of(of_runs.slabs, config, start - runs.position, stop)
         if copy:
             arrays = memory.Slabs(*(each.copy() for each in arrays))
-        made.append(PartContents(arrays, runs.layer._key_map))
+        made.append(PartContents(arrays, runs.store.key_map))
     return tuple(made)
 
 
@@ -657,16 +624,16 @@ def spans_of(held: Held, config: LayerConfig) -> list[Span]:
     first, last, runs = held.parts
     sinks = 0
     if first.position <= dropped:
-        sinks = min(n, max(0, first.position + len(first.layer) - dropped))
-    stop = None if runs is None else runs.position + len(runs.layer) - dropped
+        sinks = min(n, max(0, first.position + len(first.store) - dropped))
+    stop = None if runs is None else runs.position + len(runs.store) - dropped
     tail = tail_of(config, n, sinks, last.position - dropped, stop)
     middle = Span(None, sinks, sinks, tail)
     if runs is not None:
-        middle = Span(runs.layer, sinks + dropped - runs.position, sinks, tail)
+        middle = Span(runs.store, sinks + dropped - runs.position, sinks, tail)
     spans = (
-        Span(first.layer, dropped - first.position, 0, sinks),
+        Span(first.store, dropped - first.position, 0, sinks),
         middle,
-        Span(last.layer, tail + dropped - last.position, tail, n),
+        Span(last.store, tail + dropped - last.position, tail, n),
     )
     return [span for span in spans if span.start < span.stop]
 

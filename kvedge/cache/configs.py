@@ -8,7 +8,7 @@ from typing import Any
 from kvedge.core import checks
 from kvedge.core.config import MAX_LAYERS, LayerConfig
 from kvedge.errors import InvalidArgumentError
-from kvedge.layer import LayerMethods
+from kvedge.layer.layer import KvLayer, store_of
 
 __all__ = ["layer_configs", "shape_of", "taken_over"]
 
@@ -117,7 +117,7 @@ def _sequence(given: Any, name: str, of: str) -> list[Any]:
     return list(given)
 
 
-def taken_over(layers: Any, **others: Any) -> list[LayerMethods] | None:
+def taken_over(layers: Any, **others: Any) -> list[KvLayer] | None:
     """The layers that a new cache shall be made of, if `layers` holds such; else None.
 
     Raises
@@ -128,7 +128,7 @@ def taken_over(layers: Any, **others: Any) -> list[LayerMethods] | None:
     """
     if not isinstance(layers, Sequence) or not layers:
         return None
-    if not all(isinstance(layer, LayerMethods) for layer in layers):
+    if not all(isinstance(layer, KvLayer) for layer in layers):
         return None
     if len(layers) > MAX_LAYERS:
         raise InvalidArgumentError(f"layers must be at most {MAX_LAYERS}, not {len(layers)}")
@@ -137,17 +137,17 @@ def taken_over(layers: Any, **others: Any) -> list[LayerMethods] | None:
         raise InvalidArgumentError(f"{given[0]} is what the given layers have: leave it out")
     if len({id(layer) for layer in layers}) < len(layers):
         raise InvalidArgumentError("layers must hold each layer once")
-    for index, layer in enumerate(layers):
-        if layer._frozen:
+    stores = [store_of(layer) for layer in layers]
+    for index, store in enumerate(stores):
+        if store.frozen:
             raise InvalidArgumentError(f"layer {index} belongs to a KVCache already: copy() it")
-    ends = [layer._end() for layer in layers]
+    ends = [store.end() for store in stores]
     if len(set(ends)) > 1:
         raise InvalidArgumentError(
             f"layers must stand at one position, not at {min(ends)} and {max(ends)}"
         )
-    with_offset = [layer for layer in layers if layer._config.keys_have_scales]
-    offsets = {layer._key_rule.auto_offset for layer in with_offset}
-    scales = {layer._key_rule.auto_scale for layer in layers if layer._config.has_auto_scale}
+    offsets = {store.key_rule.auto_offset for store in stores if store.config.keys_have_scales}
+    scales = {store.key_rule.auto_scale for store in stores if store.config.has_auto_scale}
     for name, autos in (("key_offset", offsets), ("key_scale", scales)):
         if len(autos) > 1:
             raise InvalidArgumentError(f'some layers have {name}="auto", and some have not')

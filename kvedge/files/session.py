@@ -1,4 +1,4 @@
-"""Saving a cache to a file; what a file holds. Loading is :mod:`kvedge.session_load`.
+"""Saving a cache to a file; what a file holds. Loading is :mod:`kvedge.files.load`.
 
 The format is safetensors, which other tools can read. Per layer i it holds
 
@@ -36,10 +36,10 @@ from kvedge.core import checks, memory
 from kvedge.core.config import LayerConfig
 from kvedge.core.formats import FORMATS, IN_RUNS, SCALE_TYPES, format_of
 from kvedge.core.key_map import KeyRule
-from kvedge.core.replacing import replacing
 from kvedge.errors import InvalidArgumentError, MissingExtraError
+from kvedge.files.contents import CacheContents, CacheFormat
+from kvedge.files.replacing import replacing
 from kvedge.rope import Turns
-from kvedge.snapshot import CacheContents, CacheFormat
 
 __all__ = ["digest", "file_types", "header", "pieces", "safetensors_package", "save"]
 
@@ -80,19 +80,17 @@ _MAX_METADATA = 50_000_000
 
 
 class _Saved(Protocol):
-    """What saving asks of a cache."""
+    """What saving asks of a cache's state."""
 
-    _key_rule: KeyRule
+    key_rule: KeyRule
+    length: int
+    max_seq_len: int | None
+    metadata: dict[str, str]
 
     @property
     def num_layers(self) -> int: ...
-    @property
-    def max_seq_len(self) -> int | None: ...
-    @property
-    def metadata(self) -> dict[str, str]: ...
-    def __len__(self) -> int: ...
-    def _refuse_pending(self, call: str) -> None: ...
-    def _contents(self, upto: int | None = None, *, copy: bool = True) -> CacheContents: ...
+    def refuse_pending(self, call: str) -> None: ...
+    def contents(self, upto: int | None = None, *, copy: bool = True) -> CacheContents: ...
 
 
 def save(
@@ -107,7 +105,7 @@ def save(
     A new file has the owner and the mode of the file `like`, if there is one.
     """
     safetensors_package()  # what could not be loaded here is not saved either
-    cache._refuse_pending("save()")
+    cache.refuse_pending("save()")
     with replacing(path, like=like) as file:
         for piece in pieces(cache, metadata):
             file.write(piece)
@@ -117,7 +115,7 @@ def pieces(
     cache: _Saved, metadata: Mapping[str, str] | None = None
 ) -> Iterator[bytes | memoryview]:
     """The bytes of a cache's file, one after the other."""
-    contents = cache._contents(len(cache), copy=False)
+    contents = cache.contents(cache.length, copy=False)
     tensors = _tensors(contents)
     fields = _fields(contents, cache)
     fields.update(_user_fields(cache.metadata if metadata is None else metadata))
@@ -188,14 +186,14 @@ def _fields(contents: CacheContents, cache: _Saved) -> dict[str, str]:
         first.scale_dtype if first.has_scales else "",
         contents.length,
         "" if cache.max_seq_len is None else cache.max_seq_len,
-        AUTO if cache._key_rule.auto_offset else "",
+        AUTO if cache.key_rule.auto_offset else "",
     )
     fields = {name: str(value) for name, value in zip(FIELDS, values, strict=True)}
     if first.value_dtype is not None:
         fields[VALUE_DTYPE] = first.value_dtype
     if first.value_head_dim != first.head_dim:
         fields[VALUE_HEAD_DIM] = str(first.value_head_dim)
-    if cache._key_rule.auto_scale:
+    if cache.key_rule.auto_scale:
         fields[KEY_SCALE] = AUTO
     if first.recent_dtype:
         fields.update({name: str(getattr(first, name)) for name in PRECISE})

@@ -1,8 +1,7 @@
 """The public layer classes, one per storage format: the table of them.
 
-``XLayerMethods`` holds what a class ``XKvLayer`` has of its own: its dtype and its docstring. Each
-backend makes ``XKvLayer`` of it over the backend's core, with :func:`layer_classes`. Type checkers
-read the names in kvedge/backends/native.pyi.
+Each holds what it has of its own: its dtype and its docstring. A backend derives a class of the
+same name from it, over its stores, with :func:`layer_classes`; type checkers see those here.
 """
 
 from __future__ import annotations
@@ -13,7 +12,8 @@ from kvedge.core import registry
 from kvedge.core.config import describe
 from kvedge.core.types import Array
 from kvedge.errors import InvalidArgumentError
-from kvedge.layer import LayerMethods
+from kvedge.layer.layer import KvLayer
+from kvedge.layer.store import LayerStore
 
 __all__ = ["Fp8KvLayer", "layer_classes"]
 
@@ -48,7 +48,7 @@ _PARAMETERS = """
     """
 
 
-class QuantizedLayerMethods(LayerMethods):
+class QuantizedKvLayer(KvLayer):
     """Keys and values of one layer, stored as int8 with one float scale per group.
 
     Parameters
@@ -104,13 +104,13 @@ class QuantizedLayerMethods(LayerMethods):
     _dtype = "int8"
 
 
-class Float32LayerMethods(LayerMethods):
+class Float32KvLayer(KvLayer):
     """Keys and values of one layer, stored as they come, in float32."""
 
     _dtype = "float32"
 
 
-class Float16LayerMethods(LayerMethods):
+class Float16KvLayer(KvLayer):
     """Keys and values of one layer, stored as float16 (IEEE half precision).
 
     Rounded to nearest, ties to even. Rows with elements of 65520 or more are refused
@@ -120,7 +120,7 @@ class Float16LayerMethods(LayerMethods):
     _dtype = "float16"
 
 
-class Bfloat16LayerMethods(LayerMethods):
+class Bfloat16KvLayer(KvLayer):
     """Keys and values of one layer, stored as bfloat16: float32 without its last 16 bits.
 
     Rounded to nearest, ties to even. NumPy has no such type: ``key_codes`` and ``value_codes``
@@ -130,7 +130,7 @@ class Bfloat16LayerMethods(LayerMethods):
     _dtype = "bfloat16"
 
 
-class Fp8E4m3LayerMethods(LayerMethods):
+class Fp8E4m3KvLayer(KvLayer):
     """Keys and values of one layer, stored as FP8 e4m3, a byte each, as OCP has it.
 
     Rounded to nearest, ties to even; what lies beyond 448 becomes 448, which is no error. There
@@ -141,7 +141,7 @@ class Fp8E4m3LayerMethods(LayerMethods):
     _dtype = "fp8_e4m3"
 
 
-class Fp8E5m2LayerMethods(LayerMethods):
+class Fp8E5m2KvLayer(KvLayer):
     """Keys and values of one layer, stored as FP8 e5m2, a byte each, as OCP has it.
 
     Rounded to nearest, ties to even; what lies beyond 57344 becomes 57344, which is no error. There
@@ -152,7 +152,7 @@ class Fp8E5m2LayerMethods(LayerMethods):
     _dtype = "fp8_e5m2"
 
 
-class Int4LayerMethods(LayerMethods):
+class Int4KvLayer(KvLayer):
     """Keys and values of one layer, stored as one of 16 levels each, with a scale per group.
 
     Half the bytes of int8, at a loss that models show: docs/formats.md has the measurements. Values
@@ -164,7 +164,7 @@ class Int4LayerMethods(LayerMethods):
     _dtype = "int4"
 
 
-class Kivi4LayerMethods(LayerMethods):
+class Kivi4KvLayer(KvLayer):
     """Keys and values of one layer in runs of 32 tokens, 4 bits each, as KIVI has it.
 
     Keys share a step and a smallest value per channel and run, values per token and 64 channels: at
@@ -181,30 +181,19 @@ class Kivi4LayerMethods(LayerMethods):
     _dtype = "kivi4"
 
 
-class Kivi2LayerMethods(LayerMethods):
+class Kivi2KvLayer(KvLayer):
     """As :class:`kvedge.Kivi4KvLayer`, with codes of 2 bits: use it with ``recent=96``."""
 
     _dtype = "kivi2"
 
 
-class Kivi8LayerMethods(LayerMethods):
+class Kivi8KvLayer(KvLayer):
     """As :class:`kvedge.Kivi4KvLayer`, with codes of 8 bits."""
 
     _dtype = "kivi8"
 
 
-_CLASSES: tuple[type[LayerMethods], ...] = (
-    QuantizedLayerMethods,
-    Float32LayerMethods,
-    Float16LayerMethods,
-    Bfloat16LayerMethods,
-    Fp8E4m3LayerMethods,
-    Fp8E5m2LayerMethods,
-    Int4LayerMethods,
-    Kivi2LayerMethods,
-    Kivi4LayerMethods,
-    Kivi8LayerMethods,
-)
+_CLASSES: tuple[type[KvLayer], ...] = tuple(KvLayer.__subclasses__())
 
 
 def Fp8KvLayer(
@@ -249,15 +238,26 @@ def Fp8KvLayer(
     )
 
 
-def layer_classes(core: type) -> dict[str, Any]:
-    """The public layer classes of a backend by their dtype: its `core` and a row of the table."""
-    return {methods._dtype: _layer_class(core, methods) for methods in _CLASSES}
+def layer_classes(module: str, store: type[LayerStore], *faces: type) -> dict[str, type[KvLayer]]:
+    """The public layer classes of a backend by their dtype.
+
+    Parameters
+    ----------
+    module : str
+        The backend's.
+    store : type
+        Of its stores.
+    faces : type
+        Bases that come before a class of the table: what the backend does faster.
+    """
+    return {kind._dtype: _of_backend(kind, module, store, faces) for kind in _CLASSES}
 
 
-def _layer_class(core: type, methods: type[LayerMethods]) -> type:
-    name = methods.__name__.replace("LayerMethods", "KvLayer")
-    doc = methods.__doc__ or ""
-    if methods is not QuantizedLayerMethods:
+def _of_backend(
+    kind: type[KvLayer], module: str, store: type[LayerStore], faces: tuple[type, ...]
+) -> type[KvLayer]:
+    doc = kind.__doc__ or ""
+    if kind is not QuantizedKvLayer:
         doc = doc.rstrip() + _PARAMETERS
-    body = {"__doc__": doc, "__module__": core.__module__}
-    return registry.backend_class(type(name, (core, methods), body))
+    body = {"__doc__": doc, "__module__": module, "_store_type": store}
+    return registry.backend_class(type(kind.__name__, (*faces, kind), body))
