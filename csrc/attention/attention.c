@@ -9,10 +9,11 @@ void kvedge_attention_defaults(kvedge_attention_options *options) {
   *options = (kvedge_attention_options){.scale = NAN, .causal = 1, .first_row = -1};
 }
 
-kvedge_status kvedge_attention_check(const kvedge_cache_view *view, const kvedge_array *query, int64_t num_rows,
-                                     int num_heads, const kvedge_attention_options *o) {
-  if (num_rows < 0 || num_heads < 1 || num_heads % view->num_kv_heads) return KVEDGE_ERROR_ARGUMENT;
-  if (view->len < 1 || ((!o || o->causal) && num_rows > view->len)) return KVEDGE_ERROR_ARGUMENT;
+kvedge_status kvedge_request_check(const kvedge_request *r) {
+  const kvedge_cache_view *view = &r->view;
+  const kvedge_attention_options *o = r->options;
+  if (r->num_rows < 0 || r->num_heads < 1 || r->num_heads % view->num_kv_heads) return KVEDGE_ERROR_ARGUMENT;
+  if (view->len < 1 || ((!o || o->causal) && r->num_rows > view->len)) return KVEDGE_ERROR_ARGUMENT;
   if (o) {
     if (isinf(o->scale) || !(o->softcap >= 0.0f) || isinf(o->softcap)) return KVEDGE_ERROR_ARGUMENT;
     if (o->precision_bits % 8 || o->precision_bits < 0 || o->precision_bits > 24) return KVEDGE_ERROR_ARGUMENT;
@@ -20,33 +21,44 @@ kvedge_status kvedge_attention_check(const kvedge_cache_view *view, const kvedge
     if (o->start < 0 || o->start > view->len) return KVEDGE_ERROR_ARGUMENT;
     if (o->window < 0 || o->sink_tokens < 0 || (o->window && !o->causal)) return KVEDGE_ERROR_ARGUMENT;
   }
-  if (!query) return KVEDGE_OK;
-  const uint32_t bits = kvedge_array_abs_max_bits(query, num_rows, num_heads, view->side[KEYS].shape.dim);
-  if (bits >= KVEDGE_NOT_FINITE) return KVEDGE_ERROR_NONFINITE;
+  if (!r->query.data) return KVEDGE_OK;
+  const uint32_t bits = kvedge_array_abs_max_bits(&r->query, r->num_rows, r->num_heads, view->side[KEYS].shape.dim);
+  return bits < KVEDGE_NOT_FINITE ? KVEDGE_OK : KVEDGE_ERROR_NONFINITE;
+}
+
+kvedge_status kvedge_request_layer(kvedge_request *r, const kvedge_layer *layer, kvedge_segment *segment) {
+  const kvedge_attention_options *o = r->options;
+  r->view = kvedge_layer_view(layer, o, segment);
+  if (!r->query.data && o && o->num_tokens > r->view.len && o->num_tokens <= layer->config.capacity)
+    r->view.len = segment->num_tokens = o->num_tokens;
+  const kvedge_status status = kvedge_request_check(r);
+  if (status != KVEDGE_OK) return status;
+  if (o) kvedge_cut_view(&r->view, segment, o->start);
+  r->first_position = r->view.len - r->num_rows;
   return KVEDGE_OK;
 }
 
-/* Plans a call on a whole layer, or without a query, sizes: also of a call on tokens to come. `segment` must live as long
- * as the plan. */
-static kvedge_status plan_layer(kvedge_attention *a, const kvedge_layer *layer, const kvedge_array *query,
-                                int64_t num_rows, int num_heads, const kvedge_attention_options *options,
+/* Plans a call on a layer; query NULL: only sizes are asked for. `segment` lives as long as the plan. */
+static kvedge_status plan_layer(kvedge_attention *a, const kvedge_layer *layer, const float *query, int64_t num_rows,
+                                int num_heads, const kvedge_attention_options *options, float *out, float *lse,
                                 kvedge_segment *segment) {
   if (!layer || num_rows < 1) return KVEDGE_ERROR_ARGUMENT;
-  kvedge_cache_view view = kvedge_layer_view(layer, options, segment);
-  if (!query && options && options->num_tokens > view.len && options->num_tokens <= layer->config.capacity)
-    view.len = segment->num_tokens = options->num_tokens;
-  kvedge_status status = kvedge_attention_check(&view, query, num_rows, num_heads, options);
-  if (status != KVEDGE_OK) return status;
-  if (options) kvedge_cut_view(&view, segment, options->start);
-  kvedge_attention_plan(a, &view, view.len - num_rows, num_rows, num_heads, options);
-  return KVEDGE_OK;
+  kvedge_request r = {.num_heads = num_heads,
+                      .num_rows = num_rows,
+                      .query = kvedge_dense_array(query, num_heads, layer->keys.shape.dim),
+                      .out = kvedge_dense_array(out, num_heads, layer->values.shape.dim),
+                      .lse = lse,
+                      .options = options};
+  const kvedge_status status = kvedge_request_layer(&r, layer, segment);
+  if (status == KVEDGE_OK) kvedge_attention_plan(a, &r, 0, num_rows);
+  return status;
 }
 
 int kvedge_attention_num_slices(const kvedge_layer *layer, int64_t num_rows, int num_heads,
                                 const kvedge_attention_options *options) {
   kvedge_attention a;
   kvedge_segment segment;
-  if (plan_layer(&a, layer, NULL, num_rows, num_heads, options, &segment) != KVEDGE_OK) return 0;
+  if (plan_layer(&a, layer, NULL, num_rows, num_heads, options, NULL, NULL, &segment) != KVEDGE_OK) return 0;
   return a.num_row_blocks * a.chunks_per_block;
 }
 
@@ -54,7 +66,8 @@ size_t kvedge_attention_bytes(const kvedge_layer *layer, int64_t num_rows, int n
                               const kvedge_attention_options *options, int num_slots) {
   kvedge_attention a;
   kvedge_segment segment;
-  if (num_slots < 1 || plan_layer(&a, layer, NULL, num_rows, num_heads, options, &segment) != KVEDGE_OK) return 0;
+  if (num_slots < 1 || plan_layer(&a, layer, NULL, num_rows, num_heads, options, NULL, NULL, &segment) != KVEDGE_OK)
+    return 0;
   a.num_workspaces = num_slots;
   return kvedge_attention_lay_out(&a, NULL, num_slots);
 }
@@ -67,13 +80,11 @@ kvedge_status kvedge_attention_init(void *memory, size_t bytes, const kvedge_lay
     return KVEDGE_ERROR_ARGUMENT;
   kvedge_attention planned;
   kvedge_segment segment;
-  const kvedge_array from = kvedge_dense_array(query, num_heads, layer->keys.shape.dim);
-  const kvedge_array to = kvedge_dense_array(out, num_heads, layer->values.shape.dim);
-  kvedge_status status = plan_layer(&planned, layer, &from, num_rows, num_heads, options, &segment);
+  kvedge_status status = plan_layer(&planned, layer, query, num_rows, num_heads, options, out, lse, &segment);
   if (status != KVEDGE_OK) return status;
   planned.num_workspaces = num_slots;
   if (kvedge_attention_lay_out(&planned, NULL, num_slots) > bytes) return KVEDGE_ERROR_MEMORY;
-  *attention = kvedge_attention_set_up(&planned, memory, num_slots, &from, &to, lse);
+  *attention = kvedge_attention_set_up(&planned, memory, num_slots);
   return KVEDGE_OK;
 }
 
@@ -122,24 +133,33 @@ static int may_have_lost(const kvedge_attention *a, const kvedge_queries *q, siz
   return kvedge_float_of_bits(a->kernels->abs_max_bits(acc, (size_t)values->shape.dim)) < LEAST_SUM;
 }
 
-/* The call for one row of one query head: its KV head is the only one of the view. */
+/* Plans the call for one row of one query head: its KV head is the only one of the view. */
 static void plan_one(const kvedge_attention *a, int64_t row, int head, kvedge_attention *one) {
-  kvedge_cache_view view = a->view;
   kvedge_attention_options options = a->options;
+  const int64_t at = row * a->num_heads + head;
+  kvedge_request r = {.view = a->view,
+                      .num_heads = 1,
+                      .num_rows = 1,
+                      .first_position = a->first_position + row,
+                      .query = kvedge_array_from(&a->query, row, head),
+                      .out = kvedge_array_from(&a->out, row, head),
+                      .lse = a->lse ? a->lse + at : NULL,
+                      .log_sums = a->log_sums ? a->log_sums + at : NULL,
+                      .options = &options};
   const int kv_head = head / a->heads_per_kv_head;
-  view.num_kv_heads = 1;
+  r.view.num_kv_heads = 1;
   for (int s = 0; s < SIDES; s++) {
-    view.side[s].first_row += kv_head * view.side[s].head_stride;
-    view.side[s].first_scale += kv_head * view.side[s].scale_head_stride;
+    r.view.side[s].first_row += kv_head * r.view.side[s].head_stride;
+    r.view.side[s].first_scale += kv_head * r.view.side[s].scale_head_stride;
   }
-  const ptrdiff_t at = (ptrdiff_t)kv_head * view.side[KEYS].shape.dim;
-  if (view.key_offset) view.key_offset += at;
-  if (view.key_scale) view.key_scale += at;
+  const ptrdiff_t channel = (ptrdiff_t)kv_head * r.view.side[KEYS].shape.dim;
+  if (r.view.key_offset) r.view.key_offset += channel;
+  if (r.view.key_scale) r.view.key_scale += channel;
   if (options.sink_logits) options.sink_logits += head;
   if (options.alibi_slopes) options.alibi_slopes += head;
   if (options.mask) options.mask += head * options.mask_strides[0] + row * options.mask_strides[1];
   if (options.bias) options.bias += head * options.bias_strides[0] + row * options.bias_strides[1];
-  kvedge_attention_plan(one, &view, a->first_position + row, 1, 1, &options);
+  kvedge_attention_plan(one, &r, 0, 1);
   one->is_refit = one->query_stays = 1;
 }
 
@@ -163,17 +183,12 @@ static float largest_seen(const kvedge_attention *one, int s) {
 }
 
 static void refit(const kvedge_attention *a, int64_t row, int head, kvedge_workspace *w) {
-  kvedge_attention planned, *one = (kvedge_attention *)a->refit;
-  plan_one(a, row, head, &planned);
-  *one = planned;
+  kvedge_attention *one = (kvedge_attention *)a->refit;
+  plan_one(a, row, head, one);
   for (int s = 0; s < SIDES; s++)
     one->factor[s] = kvedge_normalizing_factor(one->view.side[s].bound = largest_seen(one, s));
   if (one->factor[KEYS] == a->factor[KEYS] && one->factor[VALUES] == a->factor[VALUES]) return;
   kvedge_attention_lay_out(one, a->refit, 1);
-  one->query = kvedge_array_from(&a->query, row, head);
-  one->out = kvedge_array_from(&a->out, row, head);
-  one->lse = a->lse ? a->lse + row * a->num_heads + head : NULL;
-  one->log_sums = a->log_sums ? a->log_sums + row * a->num_heads + head : NULL;
   kvedge_prepare_queries(one);
   for (int slice = 0; slice < one->chunks_per_block; slice++) {
     kvedge_slice_run(one, slice, (kvedge_slice){.attention = NULL}, 0, w, NULL);
@@ -218,13 +233,12 @@ kvedge_status kvedge_scores(const kvedge_layer *layer, const float *query, int n
   options.first_row = first_row;
   kvedge_attention planned;
   kvedge_segment segment;
-  const kvedge_array row = kvedge_dense_array(query, num_heads, layer->keys.shape.dim);
-  kvedge_status status = plan_layer(&planned, layer, &row, 1, num_heads, &options, &segment);
+  kvedge_status status = plan_layer(&planned, layer, query, 1, num_heads, &options, NULL, NULL, &segment);
   if (status != KVEDGE_OK) return status;
   planned.num_workspaces = 1;
   void *memory = kvedge_aligned_alloc(64, kvedge_attention_lay_out(&planned, NULL, 1));
   if (!memory) return KVEDGE_ERROR_MEMORY;
-  kvedge_all_logits(kvedge_attention_set_up(&planned, memory, 1, &row, &row, NULL), logits); /* which writes no out */
+  kvedge_all_logits(kvedge_attention_set_up(&planned, memory, 1), logits);
   kvedge_aligned_free(memory);
   return KVEDGE_OK;
 }

@@ -201,24 +201,13 @@ static inline int64_t kvedge_blocks_of_rows(int64_t block_size, int64_t num_toke
   return num_tokens / block_size + 2;
 }
 
-/* attention.c, plan.c: a call is checked (query NULL: only measured) on all of its tokens, planned on those from options->start on
- * (shapes and counts; row 0 is the query of token first_position, which is negative before the first of them), laid out
- * from `base` on (which returns its bytes; base NULL: only that), and set up in so many bytes: arrays, segments,
- * queries. */
-kvedge_status kvedge_attention_check(const kvedge_cache_view *view, const kvedge_array *query, int64_t num_rows,
-                                     int num_heads, const kvedge_attention_options *options);
-void kvedge_attention_plan(kvedge_attention *a, const kvedge_cache_view *view, int64_t first_position, int64_t num_rows,
-                           int num_heads, const kvedge_attention_options *options);
-size_t kvedge_attention_lay_out(kvedge_attention *a, char *base, int num_slots);
-kvedge_attention *kvedge_attention_set_up(const kvedge_attention *planned, void *memory, int num_slots,
-                                          const kvedge_array *query, const kvedge_array *out, float *lse);
-
-/* Query rows and what they attend to: a call on a layer, a sequence of a batch. */
+/* Query rows and what they attend to. */
 typedef struct {
   kvedge_cache_view view; /* from options->start on */
+  int num_heads;
   int64_t num_rows;
-  int64_t first_position; /* of row 0, as a token of the view; it may lie before or behind all of them */
-  kvedge_array query, out;
+  int64_t first_position;  /* of row 0, as a token of the view; it may lie before or behind all of them */
+  kvedge_array query, out; /* (num_rows, num_heads, channels); query.data NULL: only sizes are asked for */
   float *lse;
   double *log_sums; /* or NULL */
   const kvedge_attention_options *options;
@@ -226,8 +215,20 @@ typedef struct {
   int num_turns;
 } kvedge_request;
 
+/* attention.c: checks a request whose view has all tokens yet, also those before options->start. */
+kvedge_status kvedge_request_check(const kvedge_request *r);
+/* Lets a request, which has the rest, attend to a layer: its view, checked. `segment` is the view's. Sizes may be those of
+ * more tokens than the layer has, options->num_tokens up to its capacity. */
+kvedge_status kvedge_request_layer(kvedge_request *r, const kvedge_layer *layer, kvedge_segment *segment);
+
+/* plan.c: plans rows row..row+num_rows-1 of a checked request; lays a plan out from `base` on (NULL: only counts its bytes,
+ * which it returns); sets it up in as many: arrays, segments, queries. */
+void kvedge_attention_plan(kvedge_attention *a, const kvedge_request *r, int64_t row, int64_t num_rows);
+size_t kvedge_attention_lay_out(kvedge_attention *a, char *base, int num_slots);
+kvedge_attention *kvedge_attention_set_up(const kvedge_attention *planned, void *memory, int num_slots);
+
 /* call.c: plans and runs checked requests, the work of several shared out over the threads together. */
-kvedge_status kvedge_run_requests(const kvedge_request *requests, int num_requests, int num_heads, int num_threads);
+kvedge_status kvedge_run_requests(const kvedge_request *requests, int num_requests, int num_threads);
 
 /* query.c: bytes of a row block's prepared queries; prepares those of all row blocks, unless slices do; those of a
  * slice, which prepares them in its slot if slices do; and the same once they are prepared. */

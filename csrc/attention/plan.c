@@ -95,15 +95,21 @@ static int plan_chunks(const kvedge_attention *a) {
   return wanted < 1 ? 1 : (int)wanted;
 }
 
-void kvedge_attention_plan(kvedge_attention *a, const kvedge_cache_view *view, int64_t first_position, int64_t num_rows,
-                           int num_heads, const kvedge_attention_options *options) {
-  const int dim = view->side[KEYS].shape.dim, value_dim = view->side[VALUES].shape.dim;
+void kvedge_attention_plan(kvedge_attention *a, const kvedge_request *r, int64_t row, int64_t num_rows) {
+  const kvedge_cache_view *view = &r->view;
+  const int dim = view->side[KEYS].shape.dim, value_dim = view->side[VALUES].shape.dim, num_heads = r->num_heads;
+  const int64_t first_position = r->first_position + row;
   memset(a, 0, sizeof *a);
   a->view = *view;
-  if (options) a->options = *options;
+  a->query = row > 0 ? kvedge_array_from(&r->query, row, 0) : r->query; /* no address, where only sizes are asked for */
+  a->out = row > 0 ? kvedge_array_from(&r->out, row, 0) : r->out;
+  if (r->lse) a->lse = r->lse + row * num_heads;
+  if (r->log_sums) a->log_sums = r->log_sums + row * num_heads;
+  if (r->options) a->options = *r->options;
   else kvedge_attention_defaults(&a->options);
-  if (a->options.mask) a->options.mask += a->options.start * a->options.mask_strides[2];
-  if (a->options.bias) a->options.bias += a->options.start * a->options.bias_strides[2];
+  kvedge_attention_options *o = &a->options;
+  if (o->mask) o->mask += row * o->mask_strides[1] + o->start * o->mask_strides[2];
+  if (o->bias) o->bias += row * o->bias_strides[1] + o->start * o->bias_strides[2];
   a->options.start = 0; /* the view begins there */
   if (isnan(a->options.scale)) a->options.scale = (float)(1.0 / sqrt(dim));
   /* A window that hides nothing is none, and sums with it stay in range. */
@@ -166,8 +172,7 @@ size_t kvedge_attention_lay_out(kvedge_attention *a, char *base, int num_slots) 
   return used;
 }
 
-kvedge_attention *kvedge_attention_set_up(const kvedge_attention *planned, void *memory, int num_slots,
-                                          const kvedge_array *query, const kvedge_array *out, float *lse) {
+kvedge_attention *kvedge_attention_set_up(const kvedge_attention *planned, void *memory, int num_slots) {
   kvedge_attention *a = memory;
   *a = *planned;
   kvedge_attention_lay_out(a, memory, num_slots);
@@ -179,11 +184,8 @@ kvedge_attention *kvedge_attention_set_up(const kvedge_attention *planned, void 
   }
   for (int i = 0; i < a->num_workspaces; i++) atomic_flag_clear(&a->busy[i]);
   const int dim = a->view.side[KEYS].shape.dim;
-  a->out = *out;
-  a->lse = lse;
-  a->query = *query;
   if (a->query_copy) {
-    kvedge_array_copy(query, a->num_rows, a->num_heads, dim, a->query_copy);
+    kvedge_array_copy(&a->query, a->num_rows, a->num_heads, dim, a->query_copy);
     a->query = kvedge_dense_array(a->query_copy, a->num_heads, dim);
   }
   kvedge_fit_factors(a);
