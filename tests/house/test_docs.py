@@ -239,7 +239,7 @@ def test_runs_are_multiplied_as_the_documents_say():
     pairs = {
         path.relative_to(kernels).parts[0]
         for path in kernels.rglob("*/*.[ch]")
-        if '#include "kernels/run_pairs.h"' in path.read_text()
+        if '#include "kernels/kivi_pairs.h"' in path.read_text()
     }
     assert pairs == {"avx256", "neon"}
     text = " ".join((ROOT / "docs" / "numerics.md").read_text().split())
