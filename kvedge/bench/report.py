@@ -24,6 +24,7 @@ __all__ = [
     "FORMAT",
     "by_shape",
     "header",
+    "json_line",
     "load_report",
     "microseconds",
     "milliseconds",
@@ -133,10 +134,14 @@ def print_by_shape(
 
 
 def save_report(report: Mapping[str, Any], path: str) -> None:
-    """Write a report as JSON."""
-    text = json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False)
+    """Write a report as JSON, in one line."""
     with replacing(path) as file:
-        file.write(f"{text}\n".encode())
+        file.write(json_line(report).encode())
+
+
+def json_line(report: Mapping[str, Any]) -> str:
+    """Return a report as one line of JSON: what a file of it holds."""
+    return json.dumps(report, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def load_report(path: str) -> dict[str, Any]:
