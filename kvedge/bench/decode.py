@@ -23,7 +23,7 @@ from kvedge.bench.report import (
     threads_of,
 )
 from kvedge.bench.roundrobin import BandwidthProbe, round_robin
-from kvedge.bench.runner import Run, all_cases, settings_of, with_peers
+from kvedge.bench.runner import Run, all_cases, settings_of
 from kvedge.bench.shapes import AttentionShape
 from kvedge.bench.statistics import spread_of
 from kvedge.console.output import Output
@@ -58,28 +58,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def measure(options: argparse.Namespace, output: Output) -> dict[str, Any]:
     """Measure all cases; Ctrl-C ends it with those that are done."""
-    competitors, notes = with_peers(options)
+    settings = settings_of(options, "cache", "rounds", "threads", "pinned")
+    lists = ("read_bandwidth", "cases")
+    run = Run.against_peers(NAME, options, settings, lists=lists)
     cases = all_cases(options)
-    run = Run(
-        NAME,
-        options,
-        output,
-        len(cases) * (len(competitors) + options.rounds),
-        competitors=competitors,
-        settings=settings_of(options, "cache", "rounds", "threads", "pinned"),
-        notes=notes,
-        lists=("read_bandwidth", "cases"),
-    )
+    run.show(output, len(cases))
     with run.measuring():
         most_threads = max(common.chosen_threads(options))
         run.report["read_bandwidth"] = measure_bandwidth(run.conditions, most_threads)
-        run.over(
-            cases,
-            lambda num_threads, shape, context: measure_case(
-                competitors, shape, context, num_threads, run.conditions, run.advance
-            ),
-        )
-    return run.report
+    return run.over(
+        cases,
+        lambda num_threads, shape, context: measure_case(
+            run.competitors, shape, context, num_threads, run.conditions, run.advance
+        ),
+    )
 
 
 def measure_bandwidth(conditions: Conditions, num_threads: int) -> list[dict[str, Any]]:

@@ -83,8 +83,8 @@ def measure(options: argparse.Namespace, output: Output) -> dict[str, Any]:
         notes.append(f"{max(counts)} ranks share {len(cpus)} processors: they wait for each other")
     shapes, contexts = common.chosen_shapes(options), common.chosen_contexts(options)
     cases = [(shape, context) for shape in shapes for context in contexts]
-    steps = len(cases) * options.rounds
-    run = Run(NAME, options, output, steps, settings=settings, notes=notes)
+    run = Run(NAME, options, settings, notes=notes)
+    run.show(output, len(cases), options.rounds)
     report = run.report
     ranks = RankProcesses(max(counts), cpus)
     try:

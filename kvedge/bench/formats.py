@@ -20,7 +20,7 @@ from kvedge.bench.report import (
     scientific,
     threads_of,
 )
-from kvedge.bench.runner import Run, all_cases, settings_of, with_peers
+from kvedge.bench.runner import Run, all_cases, settings_of
 from kvedge.bench.shapes import SHAPES
 from kvedge.console.output import Output
 from kvedge.core.formats import DTYPES
@@ -68,29 +68,20 @@ def measure(options: argparse.Namespace, output: Output) -> dict[str, Any]:
     """Measure all cases; Ctrl-C ends it with those that are done."""
     names = [name for name in DTYPES if name in (options.formats or DTYPES) and name != _BASE]
     own = [KvedgeLayer(name) for name in (_BASE, *names)]
-    competitors, notes = with_peers(options, own=own)
+    settings = settings_of(options, "cache", "new tokens", "rounds", "threads", "pinned")
+    run = Run.against_peers(NAME, options, settings, own=own)
     cases = [
         (*case, new_tokens)
         for case in all_cases(options)
         for new_tokens in (None, min(options.new_tokens, case[-1]))
     ]
-    run = Run(
-        NAME,
-        options,
-        output,
-        len(cases) * (len(competitors) + options.rounds),
-        competitors=competitors,
-        settings=settings_of(options, "cache", "new tokens", "rounds", "threads", "pinned"),
-        notes=notes,
+    run.show(output, len(cases))
+    return run.over(
+        cases,
+        lambda num_threads, shape, context, new_tokens: measure_case(
+            run.competitors, shape, context, num_threads, run.conditions, run.advance, new_tokens
+        ),
     )
-    with run.measuring():
-        run.over(
-            cases,
-            lambda num_threads, shape, context, new_tokens: measure_case(
-                competitors, shape, context, num_threads, run.conditions, run.advance, new_tokens
-            ),
-        )
-    return run.report
 
 
 # ---- tables --------------------------------------------------------------------------------------

@@ -162,8 +162,9 @@ def measure(options: argparse.Namespace, output: Output) -> dict[str, Any]:
     packages += [_Versioned(_KINDS[kind].package) for kind in kinds if _KINDS[kind].package]
     settings = {"model": f"Qwen2.5-0.5B's shape, {options.layers} layers", "rounds": options.rounds}
     contexts = common.chosen_contexts(options)
-    steps = len(options.dtype) * len(contexts) * len(options.threads) * options.rounds
-    run = Run(NAME, options, output, steps, competitors=packages, settings=settings, notes=notes)
+    run = Run(NAME, options, settings, competitors=packages, notes=notes)
+    cases = len(options.dtype) * len(contexts) * len(options.threads)
+    run.show(output, cases, options.rounds)
     before = torch.get_num_threads()
     try:
         with run.measuring():

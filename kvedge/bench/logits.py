@@ -54,7 +54,7 @@ def measure(options: argparse.Namespace, output: Output) -> dict[str, Any]:
     """Measure all cases; Ctrl-C ends it with those that are done."""
     cases = all_cases(options)
     settings = settings_of(options, "cache", "rounds", "pinned")
-    run = Run(NAME, options, output, len(cases) * options.rounds, settings=settings)
+    run = Run(NAME, options, settings)
 
     def measure_case(
         num_threads: int, shape: AttentionShape, context: int
@@ -72,9 +72,8 @@ def measure(options: argparse.Namespace, output: Output) -> dict[str, Any]:
             "results": against_first(names, samples, "ratio_to_none"),
         }, ()
 
-    with run.measuring():
-        run.over(cases, measure_case)
-    return run.report
+    run.show(output, len(cases), options.rounds)
+    return run.over(cases, measure_case)
 
 
 def _variants(workload: Workload) -> dict[str, dict[str, Any]]:

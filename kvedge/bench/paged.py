@@ -87,7 +87,7 @@ def measure(options: argparse.Namespace, output: Output) -> dict[str, Any]:
         )
     cases = all_cases(options, sizes)
     settings = settings_of(options, "cache", "rounds", "pinned") | {"format": options.dtype}
-    run = Run(NAME, options, output, len(cases) * options.rounds, settings=settings)
+    run = Run(NAME, options, settings)
 
     def measure_case(
         num_threads: int, shape: AttentionShape, context: int, block_size: int
@@ -111,9 +111,8 @@ def measure(options: argparse.Namespace, output: Output) -> dict[str, Any]:
         names, samples = [layout.name for layout in layouts], run.samples(layouts)
         return case | {"results": _results(names, samples, case)}, ()
 
-    with run.measuring():
-        run.over(cases, measure_case)
-    return run.report
+    run.show(output, len(cases), options.rounds)
+    return run.over(cases, measure_case)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from kvedge.bench.report import (
     threads_of,
 )
 from kvedge.bench.roundrobin import TimedCalls
-from kvedge.bench.runner import Run, all_cases, settings_of, with_peers
+from kvedge.bench.runner import Run, all_cases, settings_of
 from kvedge.bench.shapes import AttentionShape
 from kvedge.bench.statistics import spread_of
 from kvedge.bench.workload import make_workload
@@ -62,20 +62,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def measure(options: argparse.Namespace, output: Output) -> dict[str, Any]:
     """Measure all cases; Ctrl-C ends it with those that are done."""
-    competitors, notes = with_peers(options, "kvedge-8", "kvedge-16")
+    settings = settings_of(options, "new tokens", "rounds", "threads", "pinned")
+    run = Run.against_peers(NAME, options, settings, "kvedge-8", "kvedge-16")
     cases = all_cases(options)
-    run = Run(
-        NAME,
-        options,
-        output,
-        len(cases) * (len(competitors) + options.rounds),
-        competitors=competitors,
-        settings=settings_of(options, "new tokens", "rounds", "threads", "pinned"),
-        notes=notes,
-    )
-    with run.measuring():
-        run.over(cases, lambda *case: _measure_case(run, *case))
-    return run.report
+    run.show(output, len(cases))
+    return run.over(cases, lambda *case: _measure_case(run, *case))
 
 
 def _measure_case(

@@ -71,15 +71,7 @@ def measure(options: argparse.Namespace, output: Output) -> dict[str, Any]:
     }
     tokens = sorted(set(options.tokens or _TOKENS))
     cases = list(itertools.product([1], common.chosen_shapes(options), tokens))
-    run = Run(
-        NAME,
-        options,
-        output,
-        len(cases) * options.rounds,
-        competitors=[KvedgeLayer(), *peers],
-        settings=settings,
-        notes=notes,
-    )
+    run = Run(NAME, options, settings, competitors=[KvedgeLayer(), *peers], notes=notes)
 
     def measure_case(
         _: int, shape: AttentionShape, tokens: int
@@ -87,9 +79,8 @@ def measure(options: argparse.Namespace, output: Output) -> dict[str, Any]:
         intake = _intake(shape, tokens, run.machine, hot=options.hot)
         return _case(intake, names, run.samples([_timed(name, intake) for name in names])), ()
 
-    with run.measuring():
-        run.over(cases, measure_case)
-    return run.report
+    run.show(output, len(cases), options.rounds)
+    return run.over(cases, measure_case)
 
 
 def _intake(shape: AttentionShape, tokens: int, machine: system.Machine, *, hot: bool) -> Intake:

@@ -18,7 +18,7 @@ from kvedge.bench.report import header, remarks
 from kvedge.bench.roundrobin import Sampler, round_robin
 from kvedge.console.output import Output
 
-__all__ = ["Run", "all_cases", "settings_of", "with_peers"]
+__all__ = ["Run", "all_cases", "settings_of"]
 
 
 class Run:
@@ -30,14 +30,10 @@ class Run:
         The benchmark's.
     options : argparse.Namespace
         With ``--rounds`` and ``--budget``.
-    output : Output
-        Shows the progress.
-    steps : int
-        That :attr:`advance` will be called.
-    competitors : iterable
-        Whose versions the report names; kvedge alone by default.
     settings : mapping
         How it is measured, for the report.
+    competitors : iterable
+        Whose versions the report names; kvedge alone by default.
     notes : sequence of str
     lists : sequence of str
         Fields of the report that are filled while it runs.
@@ -47,11 +43,9 @@ class Run:
         self,
         name: str,
         options: argparse.Namespace,
-        output: Output,
-        steps: int,
+        settings: Mapping[str, Any],
         *,
         competitors: Iterable[Any] | None = None,
-        settings: Mapping[str, Any],
         notes: Sequence[str] = (),
         lists: Sequence[str] = ("cases",),
     ) -> None:
@@ -62,7 +56,38 @@ class Run:
         self.conditions = Conditions(self.machine, options.rounds, options.budget, hot)
         self.report = header(name, self.machine, self.competitors, settings=settings, notes=notes)
         self.report |= {field: [] for field in lists}
-        self.advance = _progress(output, steps, f"kvedge bench {name}")
+        self.advance: Callable[[], None] = lambda: None
+
+    @classmethod
+    def against_peers(
+        cls,
+        name: str,
+        options: argparse.Namespace,
+        settings: Mapping[str, Any],
+        *always: str,
+        own: Sequence[Any] | None = None,
+        **more: Any,
+    ) -> Run:
+        """Begin a run of kvedge, or of `own`, and those peers asked for that are installed."""
+        names = dict.fromkeys((*always, *common.chosen_peers(options)))
+        peers, notes = installed_peers(tuple(names))
+        competitors = [*([KvedgeLayer()] if own is None else own), *peers]
+        return cls(name, options, settings, competitors=competitors, notes=notes, **more)
+
+    def show(self, output: Output, cases: int, steps: int | None = None) -> None:
+        """Show a progress bar, of so many steps a case: by default competitors, then rounds.
+
+        :attr:`advance` moves it on.
+        """
+        steps = len(self.competitors) + self.options.rounds if steps is None else steps
+        name = self.report["benchmark"]
+        bar: Iterator[int] = iter(output.track(range(cases * steps + 1), f"kvedge bench {name}"))
+        next(bar)  # shows it
+
+        def advance() -> None:
+            next(bar, None)
+
+        self.advance = advance
 
     @contextlib.contextmanager
     def measuring(self) -> Iterator[None]:
@@ -78,14 +103,13 @@ class Run:
             self.report["notes"].append("interrupted: only what was measured by then is here")
         finally:
             kvedge.set_num_threads(before)
-        self.report["notes"] += remarks(self.report.get("cases", ()))
 
     def over(
         self,
         cases: Iterable[tuple[Any, ...]],
         measure: Callable[..., tuple[dict[str, Any], Sequence[str]]],
-    ) -> None:
-        """Measure all cases, pinned to as many cores as their threads.
+    ) -> dict[str, Any]:
+        """Measure all cases, pinned to as many cores as their threads; return the report.
 
         Parameters
         ----------
@@ -94,11 +118,14 @@ class Run:
         measure : callable
             Takes the parts of a case; returns what the report says of it, and notes on it.
         """
-        for case in cases:
-            with pinned_to(choose_cpus(case[0])):
-                found, notes = measure(*case)
-            self.report["cases"].append(found)
-            self.report["notes"] += notes
+        with self.measuring():
+            for case in cases if "interrupted" not in self.report else ():
+                with pinned_to(choose_cpus(case[0])):
+                    found, notes = measure(*case)
+                self.report["cases"].append(found)
+                self.report["notes"] += notes
+        self.report["notes"] += remarks(self.report["cases"])
+        return self.report
 
     def samples(self, samplers: Sequence[Sampler], **more: Any) -> list[list[float]]:
         """Measure these in turn, for as many rounds as the options say."""
@@ -117,15 +144,6 @@ def all_cases(options: argparse.Namespace, *more: Iterable[Any]) -> list[tuple[A
     return list(itertools.product(threads, shapes, common.chosen_contexts(options), *more))
 
 
-def with_peers(
-    options: argparse.Namespace, *always: str, own: Sequence[Any] | None = None
-) -> tuple[list[Any], list[str]]:
-    """Return kvedge and the peers asked for that are installed, and notes on the others."""
-    names = dict.fromkeys((*always, *common.chosen_peers(options)))
-    peers, notes = installed_peers(tuple(names))
-    return [*([KvedgeLayer()] if own is None else own), *peers], notes
-
-
 def settings_of(options: argparse.Namespace, *names: str) -> dict[str, Any]:
     """Return how it is measured, for the report: those of the settings that are named."""
     threads = common.chosen_threads(options)
@@ -137,14 +155,3 @@ def settings_of(options: argparse.Namespace, *names: str) -> dict[str, Any]:
         "pinned": lambda: pinning(max(threads)),
     }
     return {name: values[name]() for name in names}
-
-
-def _progress(output: Output, steps: int, text: str) -> Callable[[], None]:
-    """Show a progress bar; the function returned moves it on by a step."""
-    bar: Iterator[int] = iter(output.track(range(steps + 1), text))
-    next(bar)  # shows it
-
-    def advance() -> None:
-        next(bar, None)
-
-    return advance

@@ -69,7 +69,7 @@ def measure(options: argparse.Namespace, output: Output) -> dict[str, Any]:
         raise CommandError(f"--new-tokens {options.new_tokens}: a window or a context has fewer")
     cases = list(itertools.product(common.chosen_threads(options), contexts, ("model", "normal")))
     settings = settings_of(options, "cache", "rounds", "pinned")
-    run = Run(NAME, options, output, len(cases) * options.rounds, settings=settings)
+    run = Run(NAME, options, settings)
     name = Path(options.model or "stories260K").stem
 
     def measure_case(
@@ -81,9 +81,8 @@ def measure(options: argparse.Namespace, output: Output) -> dict[str, Any]:
         case = {"shape": asdict(shape), "data": data, "context": context}
         return case | _measure_case(run, rows, num_threads), ()
 
-    with run.measuring():
-        run.over(cases, measure_case)
-    return run.report
+    run.show(output, len(cases), options.rounds)
+    return run.over(cases, measure_case)
 
 
 def _model_and_tokens(options: argparse.Namespace, count: int) -> tuple[Any, list[int]]:

@@ -15,7 +15,7 @@ from kvedge.bench.contest import Contest, enter
 from kvedge.bench.peers import Competitor, KvedgeLayer, make_peers
 from kvedge.bench.report import microseconds, plus_minus, print_header
 from kvedge.bench.roundrobin import TimedCalls
-from kvedge.bench.runner import Run, settings_of, with_peers
+from kvedge.bench.runner import Run, settings_of
 from kvedge.bench.shapes import CONTEXTS, SHAPES, AttentionShape
 from kvedge.bench.statistics import Line, fit_line, spread_of
 from kvedge.bench.workload import make_workload
@@ -49,22 +49,11 @@ def measure(options: argparse.Namespace, output: Output) -> dict[str, Any]:
     contexts = common.chosen_contexts(options)
     if len(contexts) < 2:
         raise UsageError("--context: a line needs two contexts or more")
-    competitors, notes = with_peers(options)
-    cases = list(
-        itertools.product(
-            common.chosen_threads(options), common.chosen_shapes(options), competitors
-        )
-    )
-    run = Run(
-        NAME,
-        options,
-        output,
-        len(cases) * (len(contexts) + options.rounds),
-        competitors=competitors,
-        settings=settings_of(options, "cache", "rounds", "threads"),
-        notes=notes,
-        lists=("lines",),
-    )
+    settings = settings_of(options, "cache", "rounds", "threads")
+    run = Run.against_peers(NAME, options, settings, lists=("lines",))
+    shapes = common.chosen_shapes(options)
+    cases = [*itertools.product(common.chosen_threads(options), shapes, run.competitors)]
+    run.show(output, len(cases), len(contexts) + options.rounds)
     with run.measuring():
         for num_threads, shape, competitor in cases:
             with pinned_to(choose_cpus(num_threads)):

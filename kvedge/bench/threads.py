@@ -16,7 +16,7 @@ from kvedge.bench.busy import BusyProcess, can_stop_and_go
 from kvedge.bench.contest import enter
 from kvedge.bench.report import by_shape, microseconds, plus_minus, print_header
 from kvedge.bench.roundrobin import Sampler
-from kvedge.bench.runner import Run, with_peers
+from kvedge.bench.runner import Run
 from kvedge.bench.shapes import SHAPES, AttentionShape
 from kvedge.bench.statistics import spread_of
 from kvedge.bench.workload import make_workload
@@ -48,12 +48,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def measure(options: argparse.Namespace, output: Output) -> dict[str, Any]:
     """Measure all cases; Ctrl-C ends it with those that are done."""
     machine = system.machine()
-    competitors, notes = with_peers(options)
     cores = machine.physical_cores or machine.usable_cores
     counts = sorted(set(options.threads or range(1, min(cores, machine.usable_cores) + 1)))
     cpus = choose_cpus(max(counts))
-    if not can_stop_and_go():
-        notes.append("no process can be halted here: measured on the idle machine only")
     settings = {
         "cache": "hot" if options.hot else "cold",
         "rounds": options.rounds,
@@ -62,18 +59,14 @@ def measure(options: argparse.Namespace, output: Output) -> dict[str, Any]:
         else "no: this system cannot",
         "busy process": f"on processor {cpus[-1]}" if cpus else "anywhere",
     }
-    cases = list(
-        itertools.product(common.chosen_shapes(options), common.chosen_contexts(options), counts)
-    )
-    run = Run(
-        NAME,
-        options,
-        output,
-        len(cases) * (len(competitors) + options.rounds),
-        competitors=competitors,
-        settings=settings,
-        notes=notes,
-    )
+    run = Run.against_peers(NAME, options, settings)
+    if not can_stop_and_go():
+        run.report["notes"].append(
+            "no process can be halted here: measured on the idle machine only"
+        )
+    shapes, contexts = common.chosen_shapes(options), common.chosen_contexts(options)
+    cases = [*itertools.product(shapes, contexts, counts)]
+    run.show(output, len(cases))
     busy_on = cpus[-1] if cpus else None
     with run.measuring(), pinned_to(cpus), BusyProcess(busy_on) as busy:
         for shape, context, count in cases:
