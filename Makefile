@@ -4,6 +4,7 @@
 #
 # Before a commit:
 #   make lint             ruff, mypy --strict, clang-format; make format formats the C
+#   make check            types, documents, examples: what of the tests takes long and concerns no kernel
 #   make docs             the documentation as a site, build/site/index.html, which opens offline; a dead link is an error
 #
 # More tests; CONTRIBUTING.md says which for what change:
@@ -30,7 +31,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 SOURCES := pyproject.toml setup.py $(shell find kvedge -name "*.pyx" -o -name "*.px[id]") $(shell find csrc -name "*.[ch]" -o -name "*.flags")
 
-.PHONY: help run test test-numpy test-isa test-peers test-transformers test-transformers-old test-transformers-own test-slow test-builds test-c test-musl test-library test-ggml test-sanitize test-valgrind test-arm-c test-arm test-all test-free-threaded arm-cycles \
+.PHONY: help run test check test-numpy test-isa test-peers test-transformers test-transformers-old test-transformers-own test-slow test-builds test-c test-musl test-library test-ggml test-sanitize test-valgrind test-arm-c test-arm test-all test-free-threaded arm-cycles \
         wheel wheel-aarch64 cross test-oldx86 fuzz docs lint format clean
 
 run: $(VENV)/run.stamp
@@ -39,18 +40,25 @@ run: $(VENV)/run.stamp
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
 
+# Processes that tests run in; WORKERS= runs them in one.
+WORKERS ?= -n auto --maxprocesses 4 --dist worksteal
+PYTEST  := $(BIN)/python -m pytest $(WORKERS)
+
 test: $(VENV)/test.stamp
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(PYTEST) $(PYTEST_ARGS)
+
+check: $(VENV)/test.stamp
+	KVEDGE_CHECK=1 $(PYTEST) -m check $(PYTEST_ARGS)
 
 # The same suite on the backend that needs no compiler.
 test-numpy: $(VENV)/test.stamp
-	KVEDGE_BACKEND=numpy $(BIN)/python -m pytest $(PYTEST_ARGS)
+	KVEDGE_BACKEND=numpy $(PYTEST) $(PYTEST_ARGS)
 
 # What touches kernels, once on each path that this CPU can run, or on those of ISAS="avx2 scalar".
 test-isa: $(VENV)/test.stamp
 	@for isa in $${ISAS:-$$($(BIN)/python -c 'import kvedge; print(*kvedge.isa_info()["available"])')}; do \
 	  echo "== KVEDGE_ISA=$$isa"; \
-	  KVEDGE_ISA=$$isa $(BIN)/python -m pytest tests/contract $(PYTEST_ARGS) || exit 1; \
+	  KVEDGE_ISA=$$isa $(PYTEST) tests/contract $(PYTEST_ARGS) || exit 1; \
 	done
 
 # An estimate for Raspberry Pis, by emulation: python bench/arm_cycles.py --help. Half an hour of a core.
@@ -77,9 +85,9 @@ test-transformers-own: $(VENV)/peers.stamp
 	cd "$(CHECKOUT)" && PYTHONPATH=$(CURDIR):$(CURDIR)/tests/helpers $(abspath $(BIN)/python) -m pytest -p transformers_own \
 	  tests/utils/test_cache_utils.py $(foreach m,$(OWN_MODELS),tests/models/$m/test_modeling_$m.py) -k "$(OWN_TESTS)" $(PYTEST_ARGS)
 
-# Once per issue: slow tests, more examples of Hypothesis, ggml as a peer as well.
+# Once per issue: slow tests, all cases of every product, more examples of Hypothesis, ggml as a peer as well.
 test-slow: $(VENV)/bench.stamp
-	KVEDGE_SLOW=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+	KVEDGE_SLOW=1 $(PYTEST) $(PYTEST_ARGS)
 
 # Builds with flags that users and distributions set.
 test-builds: $(VENV)/test.stamp

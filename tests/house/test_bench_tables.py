@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from kvedge.bench.report import load_report, save_report
+
 BENCH = Path(__file__).parents[2] / "bench"
 RUNS = sorted((BENCH / "runs").glob("*.json"))
 
@@ -17,8 +19,12 @@ def load(name):
     return module
 
 
-def test_there_are_runs():
+def test_runs_are_a_line_each_as_save_writes_them(tmp_path):
     assert RUNS
+    for run in RUNS:
+        save_report(load_report(str(run)), str(tmp_path / "again"))
+        assert run.read_bytes() == (tmp_path / "again").read_bytes(), run.name
+        assert run.read_bytes().count(b"\n") == 1
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.stem)
