@@ -1,6 +1,8 @@
 """Fixtures and switches of the whole suite.
 
-``KVEDGE_SLOW=1``            also runs what is marked ``slow``, and more Hypothesis examples.
+``KVEDGE_SLOW=1``            also runs what is marked ``slow``, every case of every product of
+                             parameters (see helpers/covering.py), and more Hypothesis examples.
+``KVEDGE_CHECK=1``           also runs types, documents and examples (make check).
 ``KVEDGE_BUILDS=1``          also runs what compiles the library anew (make test-builds).
 ``KVEDGE_NO_SUBPROCESS=1``   skips what starts another process (under qemu-user a child process is
                              not emulated).
@@ -16,11 +18,13 @@ import zlib
 
 import numpy as np
 import pytest
+from helpers.covering import left_out
 
 import kvedge
 from kvedge.core.formats import FORMATS
 
 SLOW = os.environ.get("KVEDGE_SLOW") == "1"
+CHECK = SLOW or os.environ.get("KVEDGE_CHECK") == "1"
 BUILDS = SLOW or os.environ.get("KVEDGE_BUILDS") == "1"
 NO_SUBPROCESS = os.environ.get("KVEDGE_NO_SUBPROCESS") == "1"
 
@@ -31,25 +35,33 @@ except ImportError:
 else:
     # The default run repeats itself exactly; the slow one goes looking for more.
     quiet = {"deadline": None, "suppress_health_check": list(HealthCheck)}
-    settings.register_profile("kvedge", max_examples=25, derandomize=True, database=None, **quiet)
+    settings.register_profile("kvedge", max_examples=15, derandomize=True, database=None, **quiet)
     settings.register_profile("kvedge-slow", max_examples=400, **quiet)
     settings.load_profile("kvedge-slow" if SLOW else "kvedge")
 
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "slow: takes long; runs with KVEDGE_SLOW=1")
+    config.addinivalue_line("markers", "check: types, documents, examples; with KVEDGE_CHECK=1")
     config.addinivalue_line("markers", "builds: compiles the library anew; with KVEDGE_BUILDS=1")
+    config.addinivalue_line("markers", "covering(n): of how many parameters all values meet: 2")
     config.addinivalue_line("markers", "subprocess: starts another process")
     config.addinivalue_line("markers", "extras: needs matplotlib, torch, ... (make test-peers)")
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    if not SLOW and not config.option.keyword:  # -k may name a case
+        out = left_out(items)
+        config.hook.pytest_deselected(items=list(out))
+        items[:] = [item for item in items if item not in out]
     for item in items:
         if item.path.parent.name == "transformers":
             item.add_marker("extras")
         if "slow" in item.keywords and not SLOW:
             item.add_marker(pytest.mark.skip(reason="slow: set KVEDGE_SLOW=1"))
+        if "check" in item.keywords and not CHECK:
+            item.add_marker(pytest.mark.skip(reason="types, documents, examples: make check"))
         if "builds" in item.keywords and not BUILDS:
             item.add_marker(pytest.mark.skip(reason="compiles the library: make test-builds"))
         if "subprocess" in item.keywords and NO_SUBPROCESS:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-import kvedge
 from kvedge.bench.report import save_report
 from kvedge.console import plotting
 from kvedge.console.exits import INTERRUPTED, OK
 from kvedge.console.output import Output, print_json
 from kvedge.files.replacing import check_target
 
-__all__ = ["Benchmark", "measuring", "present", "progress", "run_benchmark"]
+__all__ = ["Benchmark", "present", "run_benchmark"]
 
 
 class Benchmark(Protocol):
@@ -63,30 +60,3 @@ def present(
             output.note(f"note: {note}")
     if options.plot is not None:
         plotting.save_figure(options.plot, lambda figure: benchmark.draw(report, figure))
-
-
-@contextlib.contextmanager
-def measuring(report: dict[str, Any]) -> Iterator[None]:
-    """Around the measurements: Ctrl-C ends them and keeps what is in the report by then.
-
-    kvedge's number of threads is as before afterwards.
-    """
-    before = kvedge.get_num_threads()
-    try:
-        yield
-    except KeyboardInterrupt:
-        report["interrupted"] = True
-        report["notes"].append("interrupted: only what was measured by then is here")
-    finally:
-        kvedge.set_num_threads(before)
-
-
-def progress(output: Output, steps: int, text: str) -> Callable[[], None]:
-    """Show a progress bar; the function returned moves it on by a step."""
-    bar: Iterator[int] = iter(output.track(range(steps + 1), text))
-    next(bar)  # shows it
-
-    def advance() -> None:
-        next(bar, None)
-
-    return advance

@@ -10,22 +10,20 @@ from typing import Any
 from kvedge import system
 from kvedge.bench import options as common
 from kvedge.bench import plotting
-from kvedge.bench.affinity import choose_cpus, pinned_to, pinning
-from kvedge.bench.benchmark import measuring, progress
 from kvedge.bench.contest import Conditions, bandwidth_megabytes, measure_case
-from kvedge.bench.peers import KvedgeLayer, installed_peers
 from kvedge.bench.report import (
     by_shape,
-    header,
     microseconds,
     percent,
     plus_minus,
+    print_by_shape,
     print_header,
     product_limit,
-    remarks,
     scientific,
+    threads_of,
 )
 from kvedge.bench.roundrobin import BandwidthProbe, round_robin
+from kvedge.bench.runner import Run, all_cases, settings_of
 from kvedge.bench.shapes import AttentionShape
 from kvedge.bench.statistics import spread_of
 from kvedge.console.output import Output
@@ -52,9 +50,7 @@ _CONTEXTS = (512, 4096, 32768)
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the benchmark."""
-    cases = parser.add_argument_group("what is measured")
-    common.add_shapes(cases)
-    common.add_contexts(cases, _CONTEXTS)
+    cases = common.add_cases(parser, _CONTEXTS)
     common.add_threads(cases)
     common.add_peers(cases)
     common.add_how(parser)
@@ -62,38 +58,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def measure(options: argparse.Namespace, output: Output) -> dict[str, Any]:
     """Measure all cases; Ctrl-C ends it with those that are done."""
-    machine = system.machine()
-    conditions = Conditions(machine, options.rounds, options.budget, options.hot)
-    peers, notes = installed_peers(common.chosen_peers(options))
-    competitors = [KvedgeLayer(), *peers]
-    thread_counts = common.chosen_threads(options)
-    cases = [
-        (shape, context)
-        for shape in common.chosen_shapes(options)
-        for context in common.chosen_contexts(options)
-    ]
-    settings = {
-        "cache": "hot" if options.hot else "cold",
-        "rounds": options.rounds,
-        "threads": ", ".join(map(str, thread_counts)),
-        "pinned": pinning(max(thread_counts)),
-    }
-    report = header("decode", machine, competitors, settings=settings, notes=notes)
-    report |= {"read_bandwidth": [], "cases": []}
-    steps = len(thread_counts) * len(cases) * (len(competitors) + options.rounds)
-    advance = progress(output, steps, "kvedge bench decode")
-    with measuring(report):
-        report["read_bandwidth"] = measure_bandwidth(conditions, max(thread_counts))
-        for num_threads in thread_counts:
-            with pinned_to(choose_cpus(num_threads)):
-                for shape, context in cases:
-                    case, found = measure_case(
-                        competitors, shape, context, num_threads, conditions, advance
-                    )
-                    report["cases"].append(case)
-                    report["notes"] += found
-    report["notes"] += remarks(report["cases"])
-    return report
+    settings = settings_of(options, "cache", "rounds", "threads", "pinned")
+    lists = ("read_bandwidth", "cases")
+    run = Run.against_peers(NAME, options, settings, lists=lists)
+    cases = all_cases(options)
+    run.show(output, len(cases))
+    with run.measuring():
+        most_threads = max(common.chosen_threads(options))
+        run.report["read_bandwidth"] = measure_bandwidth(run.conditions, most_threads)
+    return run.over(
+        cases,
+        lambda num_threads, shape, context: measure_case(
+            run.competitors, shape, context, num_threads, run.conditions, run.advance
+        ),
+    )
 
 
 def measure_bandwidth(conditions: Conditions, num_threads: int) -> list[dict[str, Any]]:
@@ -115,16 +93,17 @@ def measure_bandwidth(conditions: Conditions, num_threads: int) -> list[dict[str
 
 def print_tables(report: dict[str, Any], output: Output) -> None:
     """Print the machine, one table per shape and number of threads, and a summary."""
-    print_header(report, output)
-    rows = (
+    rows = [
         (str(one["num_threads"]), format_rate(one["bytes_per_second"]))
         for one in report["read_bandwidth"]
-    )
+    ]
+
+    def title(case: Mapping[str, Any]) -> str:
+        return f"{threads_of(case)}, {report['settings']['cache']}; per layer and token"
+
+    print_header(report, output)
     output.table("memory read bandwidth in this run", (">threads", ">speed"), rows)
-    for (name, num_threads), cases in by_shape(report["cases"], "num_threads").items():
-        threads = "1 thread" if num_threads == 1 else f"{num_threads} threads"
-        title = f"{name}; {threads}, {report['settings']['cache']}; per layer and token"
-        output.table(title, _COLUMNS, [row for case in cases for row in _rows(case)])
+    print_by_shape(report, output, title, _COLUMNS, _rows, "num_threads")
     output.table("summary", _SUMMARY_COLUMNS, [_summary(case) for case in report["cases"]])
 
 
@@ -222,23 +201,24 @@ def draw(report: dict[str, Any], figure: Any) -> None:
     names = list(report["competitors"])
     panels = by_shape(report["cases"], "num_threads")
     longest = [max(cases, key=lambda case: case["context"]) for cases in panels.values()]
-    lines = {key: cases for key, cases in panels.items() if len(cases) > 1}
-    first, *others = plotting.grid(figure, 1 + len(lines))
-    if not lines:
-        figure.set_size_inches(9, 1 + 0.85 * len(longest))
-    _draw_shares(first, longest, names)
-    for axes, ((name, num_threads), cases) in zip(others, lines.items(), strict=True):
+    titles = {
+        f"{name.replace(': ', chr(10))}; {threads_of(cases[0])}": cases
+        for (name, _), cases in panels.items()
+        if len(cases) > 1
+    }
+    what = f"Decode attention, {report['settings']['cache']}"
+    for axes, cases in plotting.panels(figure, report, what, {"": longest, **titles}):
+        if cases is longest:
+            _draw_shares(axes, longest, names)
+            continue
         contexts = [case["context"] for case in cases]
         limits = [_read_limit(case) * 1e6 for case in cases]
         axes.plot(contexts, limits, "k:", marker="_", label="read limit of INT8")
         plotting.draw_limit(axes, contexts, [product_limit(case) for case in cases], 1e6)
         plotting.draw_times(axes, cases, names, lambda case: case["context"], 1e6)
-        axes.set_xlabel("context (tokens)")
-        axes.set_ylabel("us per layer and token")
-        title = f"{name.replace(': ', chr(10))}; {_threads(num_threads)}"
-        axes.set_title(title, fontsize="small")
-    cache = report["settings"]["cache"]
-    figure.suptitle(f"Decode attention, {cache}, {report['machine']['cpu']}", fontsize="medium")
+        axes.set(xlabel="context (tokens)", ylabel="us per layer and token")
+    if not titles:
+        figure.set_size_inches(9, 1 + 0.85 * len(longest))
 
 
 def _draw_shares(axes: Any, cases: Sequence[Mapping[str, Any]], names: list[str]) -> None:
@@ -271,17 +251,13 @@ def _draw_shares(axes: Any, cases: Sequence[Mapping[str, Any]], names: list[str]
     axes.xaxis.set_major_formatter("{x:.0%}")
     tokens = f"; {contexts.pop():,} tokens" if len(contexts) == 1 else ""
     axes.set_xlabel(f"of the speed at which kvedge's bytes can be read{tokens}")
-    axes.grid(True, axis="x", alpha=0.3)
+    axes.grid(False, axis="y")
     axes.legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(1.01, 1))
 
 
 def _title(case: Mapping[str, Any], with_context: bool) -> str:
-    shape, count = AttentionShape(**case["shape"]), case["num_threads"]
+    shape = AttentionShape(**case["shape"])
     name = f"{shape.name}\n{replace(shape, name='')}" if shape.name else str(shape)
     more = [f"{case['context']:,} tokens"] if with_context else []
-    more += [_threads(count)] if count > 1 else []
+    more += [threads_of(case)] if case["num_threads"] > 1 else []
     return "; ".join([name, *more])
-
-
-def _threads(count: int) -> str:
-    return "1 thread" if count == 1 else f"{count} threads"

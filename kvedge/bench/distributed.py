@@ -11,12 +11,17 @@ from kvedge import system
 from kvedge.bench import options as common
 from kvedge.bench import plotting
 from kvedge.bench.affinity import choose_cpus
-from kvedge.bench.benchmark import measuring, progress
 from kvedge.bench.copies import available_bytes, copies_for, shortage
-from kvedge.bench.peers import KvedgeLayer
 from kvedge.bench.rank_processes import KINDS, RankProcesses, message_bytes
-from kvedge.bench.report import by_shape, header, microseconds, percent, plus_minus, print_header
-from kvedge.bench.roundrobin import round_robin
+from kvedge.bench.report import (
+    by_shape,
+    microseconds,
+    percent,
+    plus_minus,
+    print_by_shape,
+    print_header,
+)
+from kvedge.bench.runner import Run
 from kvedge.bench.shapes import SHAPES, AttentionShape
 from kvedge.bench.statistics import fit_line, spread_of
 from kvedge.console.exits import CommandError
@@ -49,9 +54,7 @@ LINKS = {"1 GbE": (50e-6, 0.94e9), "10 GbE": (15e-6, 9.4e9)}
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the benchmark."""
-    cases = parser.add_argument_group("what is measured")
-    common.add_shapes(cases, SHAPES[:1])
-    common.add_contexts(cases, _CONTEXTS)
+    cases = common.add_cases(parser, _CONTEXTS, SHAPES[:1])
     cases.add_argument(
         "--ranks",
         type=positive_int,
@@ -66,7 +69,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def measure(options: argparse.Namespace, output: Output) -> dict[str, Any]:
     """Measure all cases; Ctrl-C ends it with those that are done."""
     torch_distributed()  # says what is to be installed
-    machine = system.machine()
     counts = sorted(set(options.ranks or _RANKS))
     cpus = choose_cpus(max(counts))
     settings = {
@@ -79,24 +81,17 @@ def measure(options: argparse.Namespace, output: Output) -> dict[str, Any]:
     notes = []
     if cpus and max(counts) > len(cpus):
         notes.append(f"{max(counts)} ranks share {len(cpus)} processors: they wait for each other")
-    report = header("distributed", machine, [KvedgeLayer()], settings=settings, notes=notes)
-    report["cases"] = []
     shapes, contexts = common.chosen_shapes(options), common.chosen_contexts(options)
     cases = [(shape, context) for shape in shapes for context in contexts]
-    advance = progress(output, len(cases) * options.rounds, "kvedge bench distributed")
+    run = Run(NAME, options, settings, notes=notes)
+    run.show(output, len(cases), options.rounds)
+    report = run.report
     ranks = RankProcesses(max(counts), cpus)
     try:
-        with measuring(report):
+        with run.measuring():
             for shape, context in cases:
-                samplers = _filled(ranks, shape, context, counts, machine, options.hot)
-                samples = round_robin(
-                    samplers,
-                    rounds=options.rounds,
-                    budget_seconds=options.budget,
-                    settle_seconds=0.0,
-                    after_round=advance,
-                )
-                report["cases"].append(_case(shape, context, samplers, samples))
+                samplers = _filled(ranks, shape, context, counts, run.machine, options.hot)
+                report["cases"].append(_case(shape, context, samplers, run.samples(samplers)))
     finally:
         ranks.close()
     report["models"] = [each for shape in shapes if (each := _model(report["cases"], shape))]
@@ -245,11 +240,13 @@ _ESTIMATES = (
 
 def print_tables(report: dict[str, Any], output: Output) -> None:
     """Print one table per shape, and what the model estimates."""
+
+    def title(case: Mapping[str, Any]) -> str:
+        sent = format_size(case["message_bytes"])
+        return f"{sent} from each rank to each other; {report['settings']['cache']}"
+
     print_header(report, output)
-    for (shape,), cases in by_shape(report["cases"]).items():
-        sent = format_size(cases[0]["message_bytes"])
-        title = f"{shape}; {sent} from each rank to each other; {report['settings']['cache']}"
-        output.table(title, _COLUMNS, [row for case in cases for row in _rows(case)])
+    print_by_shape(report, output, title, _COLUMNS, _rows)
     for model in report.get("models", []):
         output.table(_title(model), _ESTIMATES, _estimate_rows(model))
 
@@ -304,10 +301,8 @@ def _estimate_rows(model: Mapping[str, Any]) -> Iterable[Sequence[str]]:
 
 def draw(report: dict[str, Any], figure: Any) -> None:
     """Draw time against context, a line per number of ranks; dashed: the messages."""
-    panels = by_shape(report["cases"])
-    for axes, ((shape,), cases) in zip(
-        plotting.grid(figure, len(panels)), panels.items(), strict=True
-    ):
+    panels = {shape: cases for (shape,), cases in by_shape(report["cases"]).items()}
+    for axes, cases in plotting.panels(figure, report, "A context over ranks", panels):
         counts = [result["ranks"] for result in cases[0]["results"]]
         names = [f"{count} ranks" for count in counts]
         for number, name in enumerate(names):
@@ -321,9 +316,4 @@ def draw(report: dict[str, Any], figure: Any) -> None:
                     axes.plot(contexts, times, label=label, linestyle=line, **style)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
-        axes.set_xlabel("tokens (dashed: messages alone)")
-        axes.set_ylabel("us per layer and token")
-        axes.set_title(shape, fontsize="small")
-        axes.grid(True, alpha=0.3)
-        axes.legend(fontsize="x-small")
-    figure.suptitle(f"A context over ranks, {report['machine']['cpu']}", fontsize="medium")
+        axes.set(xlabel="tokens (dashed: messages alone)", ylabel="us per layer and token")

@@ -6,23 +6,21 @@ import argparse
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from kvedge import system
 from kvedge.bench import options as common
 from kvedge.bench import plotting
-from kvedge.bench.affinity import choose_cpus, pinned_to, pinning
-from kvedge.bench.benchmark import measuring, progress
-from kvedge.bench.contest import Conditions, measure_case
-from kvedge.bench.peers import KvedgeLayer, installed_peers
+from kvedge.bench.contest import measure_case
+from kvedge.bench.peers import KvedgeLayer
 from kvedge.bench.report import (
     by_shape,
-    header,
     microseconds,
     percent,
     plus_minus,
+    print_by_shape,
     print_header,
-    remarks,
     scientific,
+    threads_of,
 )
+from kvedge.bench.runner import Run, all_cases, settings_of
 from kvedge.bench.shapes import SHAPES
 from kvedge.console.output import Output
 from kvedge.core.formats import DTYPES
@@ -49,9 +47,8 @@ _BASE = "int8"
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the benchmark."""
-    cases = parser.add_argument_group("what is measured")
-    common.add_shapes(cases, [next(one for one in SHAPES if one.name == name) for name in _SHAPES])
-    common.add_contexts(cases, _CONTEXTS)
+    shapes = [next(one for one in SHAPES if one.name == name) for name in _SHAPES]
+    cases = common.add_cases(parser, _CONTEXTS, shapes)
     others = [name for name in DTYPES if name != _BASE]
     cases.add_argument(
         "--formats",
@@ -64,48 +61,27 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     common.add_new_tokens(cases, _NEW_TOKENS, "the last tokens of --context, as part of a prompt")
     common.add_threads(cases)
     common.add_peers(cases, default="ggml-q4_0")
-    how = parser.add_argument_group("how")
-    common.add_hot(how)
-    common.add_rounds(how)
-    common.add_output(parser)
+    common.add_how(parser)
 
 
 def measure(options: argparse.Namespace, output: Output) -> dict[str, Any]:
     """Measure all cases; Ctrl-C ends it with those that are done."""
-    machine = system.machine()
-    conditions = Conditions(machine, options.rounds, options.budget, options.hot)
     names = [name for name in DTYPES if name in (options.formats or DTYPES) and name != _BASE]
-    peers, notes = installed_peers(common.chosen_peers(options))
-    competitors = [*(KvedgeLayer(name) for name in (_BASE, *names)), *peers]
+    own = [KvedgeLayer(name) for name in (_BASE, *names)]
+    settings = settings_of(options, "cache", "new tokens", "rounds", "threads", "pinned")
+    run = Run.against_peers(NAME, options, settings, own=own)
     cases = [
-        (num_threads, shape, context, new_tokens)
-        for num_threads in common.chosen_threads(options)
-        for shape in common.chosen_shapes(options)
-        for context in common.chosen_contexts(options)
-        for new_tokens in (None, min(options.new_tokens, context))
+        (*case, new_tokens)
+        for case in all_cases(options)
+        for new_tokens in (None, min(options.new_tokens, case[-1]))
     ]
-    settings = {
-        "cache": "hot" if options.hot else "cold",
-        "new tokens": options.new_tokens,
-        "rounds": options.rounds,
-        "threads": ", ".join(str(count) for count in dict.fromkeys(case[0] for case in cases)),
-        "pinned": pinning(max(case[0] for case in cases)),
-    }
-    report = header(NAME, machine, competitors, settings=settings, notes=notes)
-    report["cases"] = []
-    advance = progress(
-        output, len(cases) * (len(competitors) + options.rounds), "kvedge bench formats"
+    run.show(output, len(cases))
+    return run.over(
+        cases,
+        lambda num_threads, shape, context, new_tokens: measure_case(
+            run.competitors, shape, context, num_threads, run.conditions, run.advance, new_tokens
+        ),
     )
-    with measuring(report):
-        for num_threads, shape, context, new_tokens in cases:
-            with pinned_to(choose_cpus(num_threads)):
-                case, found = measure_case(
-                    competitors, shape, context, num_threads, conditions, advance, new_tokens
-                )
-                report["cases"].append(case)
-                report["notes"] += found
-    report["notes"] += remarks(report["cases"])
-    return report
 
 
 # ---- tables --------------------------------------------------------------------------------------
@@ -113,11 +89,12 @@ def measure(options: argparse.Namespace, output: Output) -> dict[str, Any]:
 
 def print_tables(report: dict[str, Any], output: Output) -> None:
     """Print the machine, and a table per shape and number of threads."""
+
+    def title(case: Mapping[str, Any]) -> str:
+        return f"{threads_of(case)}, {report['settings']['cache']}; per layer"
+
     print_header(report, output)
-    for (name, num_threads), cases in by_shape(report["cases"], "num_threads").items():
-        threads = "1 thread" if num_threads == 1 else f"{num_threads} threads"
-        title = f"{name}; {threads}, {report['settings']['cache']}; per layer"
-        output.table(title, _COLUMNS, [row for case in cases for row in _rows(case)])
+    print_by_shape(report, output, title, _COLUMNS, _rows, "num_threads")
 
 
 _COLUMNS = (
@@ -167,10 +144,11 @@ def _dtype(result: Mapping[str, Any]) -> str:
 
 def draw(report: dict[str, Any], figure: Any) -> None:
     """Draw times beside int8's: a group of bars for each case."""
-    panels = by_shape(report["cases"], "num_threads")
-    for axes, ((name, num_threads), cases) in zip(
-        plotting.grid(figure, len(panels)), panels.items(), strict=True
-    ):
+    panels = {
+        f"{name}; {num_threads} threads": cases
+        for (name, num_threads), cases in by_shape(report["cases"], "num_threads").items()
+    }
+    for axes, cases in plotting.panels(figure, report, "Storage formats", panels):
         width = 0.8 / len(cases)
         for i, case in enumerate(cases):
             what = "decode" if case["new_tokens"] is None else f"{case['new_tokens']} queries"
@@ -184,6 +162,3 @@ def draw(report: dict[str, Any], figure: Any) -> None:
             rotation=45,
         )
         axes.set_ylabel("time / int8's")
-        axes.set_title(f"{name}; {num_threads} threads", fontsize="small")
-        axes.legend(fontsize="x-small")
-    figure.suptitle(f"Storage formats, {report['machine']['cpu']}", fontsize="medium")

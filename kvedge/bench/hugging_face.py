@@ -12,9 +12,9 @@ from typing import Any
 
 from kvedge import system
 from kvedge.bench import options as common
-from kvedge.bench.benchmark import measuring, progress
-from kvedge.bench.report import header, milliseconds, plus_minus, print_header
-from kvedge.bench.roundrobin import round_robin
+from kvedge.bench import plotting
+from kvedge.bench.report import milliseconds, plus_minus, print_header
+from kvedge.bench.runner import Run
 from kvedge.bench.statistics import spread_of
 from kvedge.console.output import Output
 from kvedge.console.sizes import format_size
@@ -90,8 +90,7 @@ _DEFAULT_KINDS = ("kvedge-int8", "dynamic", "quanto-4", "hqq-8")
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the benchmark."""
-    cases = parser.add_argument_group("what is measured")
-    common.add_contexts(cases, _CONTEXTS)
+    cases = common.add_cases(parser, _CONTEXTS, shapes=())
     cases.add_argument(
         "--dtype", nargs="+", choices=_DTYPES, default=list(_DTYPES), help="of the model's weights"
     )
@@ -159,34 +158,29 @@ def measure(options: argparse.Namespace, output: Output) -> dict[str, Any]:
     import torch  # isort: skip
 
     kinds, notes = _installed(options.cache)
-    machine = system.machine()
     packages: list[Any] = [_Versioned("torch"), _Versioned("transformers")]
     packages += [_Versioned(_KINDS[kind].package) for kind in kinds if _KINDS[kind].package]
     settings = {"model": f"Qwen2.5-0.5B's shape, {options.layers} layers", "rounds": options.rounds}
-    report = header("transformers", machine, packages, settings=settings, notes=notes)
-    report["cases"] = []
     contexts = common.chosen_contexts(options)
-    steps = len(options.dtype) * len(contexts) * len(options.threads) * options.rounds
-    advance = progress(output, steps, "kvedge bench transformers")
+    run = Run(NAME, options, settings, competitors=packages, notes=notes)
+    cases = len(options.dtype) * len(contexts) * len(options.threads)
+    run.show(output, cases, options.rounds)
     before = torch.get_num_threads()
     try:
-        with measuring(report):
+        with run.measuring():
             for dtype in options.dtype:
                 model = _model(options.layers, dtype)
                 for context in contexts:
                     tokens = [_filled(kind, model, context) for kind in kinds]
                     for threads in options.threads:
                         torch.set_num_threads(threads)
-                        samples = round_robin(
-                            tokens, rounds=options.rounds, budget_seconds=options.budget,
-                            settle_seconds=0.02, after_round=advance,
-                        )  # fmt: skip
-                        report["cases"].append(_case(dtype, context, threads, tokens, samples))
+                        samples = run.samples(tokens, settle_seconds=0.02)
+                        run.report["cases"].append(_case(dtype, context, threads, tokens, samples))
                     del tokens
                     gc.collect()
     finally:
         torch.set_num_threads(before)
-    return report
+    return run.report
 
 
 def _installed(kinds: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -324,14 +318,11 @@ def _rows(case: Mapping[str, Any]) -> Iterable[Sequence[str]]:
 
 def draw(report: dict[str, Any], figure: Any) -> None:
     """Draw milliseconds per token over the context, a line per cache."""
-    from kvedge.bench import plotting
-
-    groups: dict[tuple[str, int], list[Mapping[str, Any]]] = {}
+    groups: dict[str, list[Mapping[str, Any]]] = {}
     for case in report["cases"]:
-        groups.setdefault((case["dtype"], case["threads"]), []).append(case)
-    for axes, ((dtype, threads), cases) in zip(
-        plotting.grid(figure, len(groups)), groups.items(), strict=True
-    ):
+        title = f"{case['dtype']} weights, {case['threads']} threads"
+        groups.setdefault(title, []).append(case)
+    for axes, cases in plotting.panels(figure, report, "A token of a model", groups):
         for number, result in enumerate(cases[0]["results"]):
             axes.plot(
                 [case["context"] for case in cases],
@@ -340,7 +331,4 @@ def draw(report: dict[str, Any], figure: Any) -> None:
                 label=result["name"],
             )
         axes.set_xscale("log", base=2)
-        axes.set_xlabel("tokens before")
-        axes.set_ylabel("ms per token")
-        axes.set_title(f"{dtype} weights, {threads} threads", fontsize="small")
-        axes.legend(fontsize="x-small")
+        axes.set(xlabel="tokens before", ylabel="ms per token")

@@ -12,12 +12,11 @@ import numpy as np
 from kvedge import system
 from kvedge.bench import options as common
 from kvedge.bench import plotting
-from kvedge.bench.affinity import choose_cpus, pinned_to
-from kvedge.bench.benchmark import measuring, progress
 from kvedge.bench.copies import copies_that_fit
 from kvedge.bench.peers import KvedgeLayer, filled_layers
-from kvedge.bench.report import header, print_by_shape, timing_rows
-from kvedge.bench.roundrobin import TimedCalls, round_robin
+from kvedge.bench.report import print_by_shape, print_header, timing_rows
+from kvedge.bench.roundrobin import TimedCalls
+from kvedge.bench.runner import Run, all_cases, settings_of
 from kvedge.bench.shapes import SHAPES, AttentionShape
 from kvedge.bench.statistics import against_first
 from kvedge.bench.workload import Workload, make_workload
@@ -44,10 +43,8 @@ _SEED = 7
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the benchmark."""
-    cases = parser.add_argument_group("what is measured")
     gemma_2 = AttentionShape("Gemma-2-2B", 8, 4, 256)
-    common.add_shapes(cases, (SHAPES[0], gemma_2))
-    common.add_contexts(cases, (_CONTEXT,))
+    cases = common.add_cases(parser, (_CONTEXT,), (SHAPES[0], gemma_2))
     common.add_new_tokens(cases)
     common.add_threads(cases)
     common.add_how(parser)
@@ -55,41 +52,28 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def measure(options: argparse.Namespace, output: Output) -> dict[str, Any]:
     """Measure all cases; Ctrl-C ends it with those that are done."""
-    machine = system.machine()
-    counts = common.chosen_threads(options)
-    report = header("logits", machine, [KvedgeLayer()], settings=common.settings_of(options))
-    report["cases"] = []
-    cases = [
-        (shape, context)
-        for shape in common.chosen_shapes(options)
-        for context in common.chosen_contexts(options)
-    ]
-    advance = progress(output, len(counts) * len(cases) * options.rounds, "kvedge bench logits")
-    with measuring(report):
-        for num_threads in counts:
-            with pinned_to(choose_cpus(num_threads)):
-                for shape, context in cases:
-                    if context < options.new_tokens:
-                        raise CommandError(f"{context} tokens are too few for {options.new_tokens}")
-                    workload = make_workload(shape, context, options.new_tokens)
-                    calls = _calls(workload, num_threads, machine, hot=options.hot)
-                    samples = round_robin(
-                        calls,
-                        rounds=options.rounds,
-                        budget_seconds=options.budget,
-                        after_round=advance,
-                    )
-                    case = {
-                        "shape": asdict(shape),
-                        "context": context,
-                        "new_tokens": options.new_tokens,
-                        "num_threads": num_threads,
-                        "results": against_first(
-                            [call.name for call in calls], samples, "ratio_to_none"
-                        ),
-                    }
-                    report["cases"].append(case)
-    return report
+    cases = all_cases(options)
+    settings = settings_of(options, "cache", "rounds", "pinned")
+    run = Run(NAME, options, settings)
+
+    def measure_case(
+        num_threads: int, shape: AttentionShape, context: int
+    ) -> tuple[dict[str, Any], Sequence[str]]:
+        if context < options.new_tokens:
+            raise CommandError(f"{context} tokens are too few for {options.new_tokens}")
+        workload = make_workload(shape, context, options.new_tokens)
+        calls = _calls(workload, num_threads, run.machine, hot=options.hot)
+        names, samples = [call.name for call in calls], run.samples(calls)
+        return {
+            "shape": asdict(shape),
+            "context": context,
+            "new_tokens": options.new_tokens,
+            "num_threads": num_threads,
+            "results": against_first(names, samples, "ratio_to_none"),
+        }, ()
+
+    run.show(output, len(cases), options.rounds)
+    return run.over(cases, measure_case)
 
 
 def _variants(workload: Workload) -> dict[str, dict[str, Any]]:
@@ -145,6 +129,7 @@ _COLUMNS = (
 
 def print_tables(report: dict[str, Any], output: Output) -> None:
     """Print one table per shape."""
+    print_header(report, output)
     print_by_shape(report, output, report["settings"]["cache"], _COLUMNS, _rows)
 
 
@@ -157,9 +142,9 @@ def draw(report: dict[str, Any], figure: Any) -> None:
     """Draw the time of each option as bars."""
     plotting.draw_bars(
         figure,
-        report["cases"],
+        report,
+        "Options on logits",
         value=lambda result: result["ratio_to_none"],
         label="time / without",
         title=lambda case: f"{case['context']:,} tokens, {case['num_threads']} threads",
     )
-    figure.suptitle(f"Options on logits, {report['machine']['cpu']}", fontsize="medium")

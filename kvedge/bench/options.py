@@ -6,13 +6,13 @@ import argparse
 import functools
 from collections.abc import Sequence
 
-from kvedge.bench.affinity import pinning
 from kvedge.bench.peers import PEER_NAMES, VARIANT_NAMES
 from kvedge.bench.shapes import CONTEXTS, SHAPES, AttentionShape, parse_shape
 from kvedge.console.values import non_negative_int, positive_int
 from kvedge.core.options import MAX_THREADS
 
 __all__ = [
+    "add_cases",
     "add_contexts",
     "add_hot",
     "add_new_tokens",
@@ -27,13 +27,32 @@ __all__ = [
     "chosen_threads",
     "parse_context",
     "parse_seconds",
-    "settings_of",
 ]
 
 #: Fewer rounds than these and the quartiles mean little.
 ROUNDS = 20
 #: Seconds that one competitor may take for one case; at 20 rounds, half a second per round.
 BUDGET_SECONDS = 10.0
+
+
+def add_cases(
+    parser: argparse.ArgumentParser,
+    contexts: Sequence[int] = (),
+    shapes: Sequence[AttentionShape] = SHAPES,
+    *,
+    empty: bool = False,
+) -> argparse._ArgumentGroup:
+    """Add ``--shape`` and ``--context``; return their group, for what else is measured.
+
+    Without usual contexts, or usual shapes, there is no such option. With ``empty``, a context of 0
+    is one.
+    """
+    group = parser.add_argument_group("what is measured")
+    if shapes:
+        add_shapes(group, shapes)
+    if contexts:
+        add_contexts(group, contexts, empty=empty)
+    return group
 
 
 def add_shapes(group: argparse._ArgumentGroup, default: Sequence[AttentionShape] = SHAPES) -> None:
@@ -182,15 +201,6 @@ def add_how(parser: argparse.ArgumentParser) -> None:
     add_hot(how)
     add_rounds(how)
     add_output(parser)
-
-
-def settings_of(options: argparse.Namespace) -> dict[str, object]:
-    """Return how it was measured, for the report of a benchmark with ``--threads``."""
-    return {
-        "cache": "hot" if options.hot else "cold",
-        "rounds": options.rounds,
-        "pinned": pinning(max(chosen_threads(options))),
-    }
 
 
 def add_hot(group: argparse._ArgumentGroup) -> None:

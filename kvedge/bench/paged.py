@@ -13,12 +13,11 @@ import kvedge
 from kvedge import system
 from kvedge.bench import options as common
 from kvedge.bench import plotting
-from kvedge.bench.affinity import choose_cpus, pinned_to
-from kvedge.bench.benchmark import measuring, progress
 from kvedge.bench.copies import copies_that_fit
-from kvedge.bench.peers import KvedgeLayer, filled_layers
-from kvedge.bench.report import header, print_by_shape, timing_rows
-from kvedge.bench.roundrobin import TimedCalls, round_robin
+from kvedge.bench.peers import filled_layers
+from kvedge.bench.report import print_by_shape, print_header, timing_rows
+from kvedge.bench.roundrobin import TimedCalls
+from kvedge.bench.runner import Run, all_cases, settings_of
 from kvedge.bench.shapes import SHAPES, AttentionShape
 from kvedge.bench.statistics import against_first
 from kvedge.bench.workload import Workload, make_workload
@@ -51,9 +50,7 @@ _SEED = 5
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the benchmark."""
-    cases = parser.add_argument_group("what is measured")
-    common.add_shapes(cases, SHAPES[:1])
-    common.add_contexts(cases, (_CONTEXT,))
+    cases = common.add_cases(parser, (_CONTEXT,), SHAPES[:1])
     cases.add_argument(
         "--block-size",
         type=positive_int,
@@ -82,53 +79,40 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def measure(options: argparse.Namespace, output: Output) -> dict[str, Any]:
     """Measure all cases; Ctrl-C ends it with those that are done."""
-    machine = system.machine()
-    counts = common.chosen_threads(options)
-    settings = common.settings_of(options) | {"format": options.dtype}
-    report = header("paged", machine, [KvedgeLayer()], settings=settings)
-    report["cases"] = []
     step = RUN if options.dtype in IN_RUNS else 1
     sizes = sorted(set(options.block_size or [max(_BLOCK, step)]))
     if odd := [size for size in sizes if size % step]:
         raise CommandError(
             f"blocks of {options.dtype} are of multiples of {step} tokens, not {odd[0]}"
         )
-    cases = [
-        (shape, context, block_size)
-        for shape in common.chosen_shapes(options)
-        for context in common.chosen_contexts(options)
-        for block_size in sizes
-    ]
-    advance = progress(output, len(counts) * len(cases) * options.rounds, "kvedge bench paged")
-    with measuring(report):
-        for num_threads in counts:
-            with pinned_to(choose_cpus(num_threads)):
-                for shape, context, block_size in cases:
-                    if context < options.batch:
-                        raise CommandError(f"{context} tokens are too few for {options.batch}")
-                    layouts = _layouts(
-                        make_workload(shape, context),
-                        _Numbers(block_size, options.batch, num_threads, options.dtype),
-                        machine,
-                        hot=options.hot,
-                    )
-                    samples = round_robin(
-                        layouts,
-                        rounds=options.rounds,
-                        budget_seconds=options.budget,
-                        after_round=advance,
-                    )
-                    names = [layout.name for layout in layouts]
-                    case = {
-                        "shape": asdict(shape),
-                        "context": context,
-                        "block_size": block_size,
-                        "batch": options.batch,
-                        "num_threads": num_threads,
-                        "bytes": context * _bytes_per_token(shape, options.dtype),
-                    }
-                    report["cases"].append(case | {"results": _results(names, samples, case)})
-    return report
+    cases = all_cases(options, sizes)
+    settings = settings_of(options, "cache", "rounds", "pinned") | {"format": options.dtype}
+    run = Run(NAME, options, settings)
+
+    def measure_case(
+        num_threads: int, shape: AttentionShape, context: int, block_size: int
+    ) -> tuple[dict[str, Any], Sequence[str]]:
+        if context < options.batch:
+            raise CommandError(f"{context} tokens are too few for {options.batch}")
+        layouts = _layouts(
+            make_workload(shape, context),
+            _Numbers(block_size, options.batch, num_threads, options.dtype),
+            run.machine,
+            hot=options.hot,
+        )
+        case = {
+            "shape": asdict(shape),
+            "context": context,
+            "block_size": block_size,
+            "batch": options.batch,
+            "num_threads": num_threads,
+            "bytes": context * _bytes_per_token(shape, options.dtype),
+        }
+        names, samples = [layout.name for layout in layouts], run.samples(layouts)
+        return case | {"results": _results(names, samples, case)}, ()
+
+    run.show(output, len(cases), options.rounds)
+    return run.over(cases, measure_case)
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +221,7 @@ _COLUMNS = (
 
 def print_tables(report: dict[str, Any], output: Output) -> None:
     """Print one table per shape."""
+    print_header(report, output)
     print_by_shape(report, output, report["settings"]["cache"], _COLUMNS, _rows)
 
 
@@ -256,9 +241,9 @@ def draw(report: dict[str, Any], figure: Any) -> None:
     """Draw the GB/s of each case as bars."""
     plotting.draw_bars(
         figure,
-        report["cases"],
+        report,
+        "Attention over blocks",
         value=lambda result: result["bytes_per_second"] / 1e9,
         label="GB/s",
         title=lambda case: f"{case['context']:,} tokens, {case['num_threads']} threads",
     )
-    figure.suptitle(f"Attention over blocks, {report['machine']['cpu']}", fontsize="medium")

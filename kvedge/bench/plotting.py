@@ -2,12 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 from kvedge.bench.shapes import AttentionShape
 
-__all__ = ["draw_bars", "draw_limit", "draw_times", "grid", "plain_numbers", "style_of"]
+__all__ = ["draw_bars", "draw_limit", "draw_times", "panels", "plain_numbers", "style_of"]
+
+Panel = TypeVar("Panel")
+
+
+def panels(
+    figure: Any,
+    report: Mapping[str, Any],
+    what: str,
+    titled: Mapping[str, Panel],
+    *,
+    one_legend: bool = False,
+) -> Iterator[tuple[Any, Panel]]:
+    """Yield axes for each panel under its title; around them what all plots have.
+
+    Parameters
+    ----------
+    figure : matplotlib.figure.Figure
+    report : mapping
+    what : str
+        The title of all, before the processor.
+    titled : mapping
+        What each panel shows, by its title.
+    one_legend : bool
+        One at the right, as of the last panel, for all.
+    """
+    every = grid(figure, len(titled))
+    figure.suptitle(f"{what}, {report['machine']['cpu']}", fontsize="medium")
+    for axes, (title, panel) in zip(every, titled.items(), strict=True):
+        axes.set_title(title, fontsize="small")
+        axes.grid(True, alpha=0.3)
+        yield axes, panel
+        if not one_legend and axes.get_legend() is None:
+            axes.legend(fontsize="x-small")
+    if one_legend:
+        axes.legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(1.01, 1))
 
 
 def grid(figure: Any, count: int) -> list[Any]:
@@ -57,8 +92,6 @@ def draw_times(
     axes.set_yscale("log")
     axes.set_xticks(tokens, [f"{n:,}" for n in tokens], rotation=45)
     plain_numbers(axes.yaxis)
-    axes.grid(True, alpha=0.3)
-    axes.legend(fontsize="x-small")
 
 
 def plain_numbers(axis: Any) -> None:
@@ -76,12 +109,15 @@ def _between(number: float, _: int | None = None) -> str:
 
 def draw_bars(
     figure: Any,
-    cases: Sequence[Mapping[str, Any]],
+    report: Mapping[str, Any],
+    what: str,
     value: Callable[[Mapping[str, Any]], float],
     label: str,
     title: Callable[[Mapping[str, Any]], str],
 ) -> None:
     """Draw ``value`` of each result as a bar; of the one that others are held to in black."""
+    figure.suptitle(f"{what}, {report['machine']['cpu']}", fontsize="medium")
+    cases = report["cases"]
     for axes, case in zip(grid(figure, len(cases)), cases, strict=True):
         names = [result["name"] for result in case["results"]]
         standard = "kvedge" if "kvedge" in names else names[0]

@@ -3,35 +3,26 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from kvedge import system
 from kvedge.bench import options as common
 from kvedge.bench import plotting
-from kvedge.bench.affinity import choose_cpus, pinned_to, pinning
-from kvedge.bench.benchmark import measuring, progress
-from kvedge.bench.contest import (
-    Conditions,
-    Entry,
-    enter,
-    errors_of,
-    product_figures,
-    product_probes,
-)
-from kvedge.bench.peers import Competitor, KvedgeLayer, installed_peers
+from kvedge.bench.contest import Entry, enter, errors_of, product_figures, product_probes
+from kvedge.bench.peers import KvedgeLayer
 from kvedge.bench.report import (
     by_shape,
-    header,
     milliseconds,
     plus_minus,
+    print_by_shape,
     print_header,
     product_limit,
-    remarks,
     scientific,
+    threads_of,
 )
-from kvedge.bench.roundrobin import TimedCalls, round_robin
+from kvedge.bench.roundrobin import TimedCalls
+from kvedge.bench.runner import Run, all_cases, settings_of
 from kvedge.bench.shapes import AttentionShape
 from kvedge.bench.statistics import spread_of
 from kvedge.bench.workload import make_workload
@@ -59,9 +50,7 @@ _NEW_TOKENS = 512
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the benchmark."""
-    cases = parser.add_argument_group("what is measured")
-    common.add_shapes(cases)
-    common.add_contexts(cases, _CONTEXTS, empty=True)
+    cases = common.add_cases(parser, _CONTEXTS, empty=True)
     common.add_new_tokens(
         cases, _NEW_TOKENS, "tokens of the prompt in one call, after those of --context"
     )
@@ -73,53 +62,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def measure(options: argparse.Namespace, output: Output) -> dict[str, Any]:
     """Measure all cases; Ctrl-C ends it with those that are done."""
-    machine = system.machine()
-    conditions = Conditions(machine, options.rounds, options.budget, hot=True)
-    names = dict.fromkeys(("kvedge-8", "kvedge-16", *common.chosen_peers(options)))
-    peers, notes = installed_peers(tuple(names))
-    competitors = [KvedgeLayer(), *peers]
-    thread_counts = common.chosen_threads(options)
-    cases = [
-        (shape, context)
-        for shape in common.chosen_shapes(options)
-        for context in common.chosen_contexts(options)
-    ]
-    settings = {
-        "new tokens": options.new_tokens,
-        "rounds": options.rounds,
-        "threads": ", ".join(map(str, thread_counts)),
-        "pinned": pinning(max(thread_counts)),
-    }
-    report = header(NAME, machine, competitors, settings=settings, notes=notes)
-    report["cases"] = []
-    steps = len(thread_counts) * len(cases) * (len(competitors) + options.rounds)
-    advance = progress(output, steps, "kvedge bench prefill")
-    with measuring(report):
-        for num_threads in thread_counts:
-            with pinned_to(choose_cpus(num_threads)):
-                for shape, context in cases:
-                    case, found = _measure_case(
-                        competitors, shape, context, options.new_tokens, num_threads, conditions,
-                        advance,
-                    )  # fmt: skip
-                    report["cases"].append(case)
-                    report["notes"] += found
-    report["notes"] += remarks(report["cases"])
-    return report
+    settings = settings_of(options, "new tokens", "rounds", "threads", "pinned")
+    run = Run.against_peers(NAME, options, settings, "kvedge-8", "kvedge-16")
+    cases = all_cases(options)
+    run.show(output, len(cases))
+    return run.over(cases, lambda *case: _measure_case(run, *case))
 
 
 def _measure_case(
-    competitors: Sequence[Competitor],
-    shape: AttentionShape,
-    context: int,
-    new_tokens: int,
-    num_threads: int,
-    conditions: Conditions,
-    advance: Callable[[], None],
-) -> tuple[dict[str, Any], list[str]]:
+    run: Run, num_threads: int, shape: AttentionShape, context: int
+) -> tuple[dict[str, Any], Sequence[str]]:
     """Measure one case: attention alone of all, and with the append of kvedge's."""
+    conditions, new_tokens = run.conditions, run.options.new_tokens
     workload = make_workload(shape, context + new_tokens, new_tokens)
-    contest = enter(competitors, workload, num_threads, conditions, advance)
+    contest = enter(run.competitors, workload, num_threads, conditions, run.advance)
     try:
         alone = {entry.competitor.name: entry.competitor.run for entry in contest.entries}
         appending = {
@@ -127,7 +83,7 @@ def _measure_case(
             for entry in contest.entries
             if isinstance(entry.competitor, KvedgeLayer)
         }
-        samples = round_robin(
+        samples = run.samples(
             [
                 *(
                     TimedCalls(name, call, wake_seconds=conditions.wake_seconds(num_threads))
@@ -135,10 +91,7 @@ def _measure_case(
                 ),
                 *product_probes(num_threads),
             ],
-            rounds=conditions.rounds,
-            budget_seconds=conditions.budget_seconds,
             settle_seconds=conditions.settle_seconds(num_threads),
-            after_round=advance,
         )
         times = dict(zip(alone, samples, strict=False))
         count = len(alone) + len(appending)
@@ -164,7 +117,7 @@ def _measure_case(
                 )
                 for entry in contest.entries
             ],
-        }, list(contest.notes)
+        }, contest.notes
     finally:
         contest.release()
 
@@ -208,12 +161,12 @@ _COLUMNS = (
 
 def print_tables(report: dict[str, Any], output: Output) -> None:
     """Print the machine, and one table per shape and number of threads."""
+
+    def title(case: Mapping[str, Any]) -> str:
+        return f"{threads_of(case)}; per layer and {report['settings']['new tokens']} new tokens"
+
     print_header(report, output)
-    for (name, num_threads), cases in by_shape(report["cases"], "num_threads").items():
-        threads = "1 thread" if num_threads == 1 else f"{num_threads} threads"
-        tokens = report["settings"]["new tokens"]
-        title = f"{name}; {threads}; per layer and {tokens} new tokens"
-        output.table(title, _COLUMNS, [row for case in cases for row in _rows(case)])
+    print_by_shape(report, output, title, _COLUMNS, _rows, "num_threads")
 
 
 def _rows(case: Mapping[str, Any]) -> Iterable[Sequence[str]]:
@@ -246,20 +199,16 @@ def _rows(case: Mapping[str, Any]) -> Iterable[Sequence[str]]:
 def draw(report: dict[str, Any], figure: Any) -> None:
     """Draw time against all tokens for each shape, with the product limit below all."""
     names = list(report["competitors"])
-    panels = by_shape(report["cases"], "num_threads")
-    for axes, ((name, num_threads), cases) in zip(
-        plotting.grid(figure, len(panels)), panels.items(), strict=True
-    ):
+    panels = {
+        f"{name}; {num_threads} threads": cases
+        for (name, num_threads), cases in by_shape(report["cases"], "num_threads").items()
+    }
+    what = f"Attention of {report['settings']['new tokens']} new tokens"
+    for axes, cases in plotting.panels(figure, report, what, panels):
         totals = [_total(case) for case in cases]
         plotting.draw_limit(axes, totals, [product_limit(case) for case in cases], 1e3)
         plotting.draw_times(axes, cases, names, _total, 1e3)
-        axes.set_xlabel("tokens, the new ones included")
-        axes.set_ylabel("ms per layer")
-        axes.set_title(f"{name}; {num_threads} threads", fontsize="small")
-    tokens = report["settings"]["new tokens"]
-    figure.suptitle(
-        f"Attention of {tokens} new tokens, {report['machine']['cpu']}", fontsize="medium"
-    )
+        axes.set(xlabel="tokens, the new ones included", ylabel="ms per layer")
 
 
 def _total(case: Mapping[str, Any]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -10,13 +11,13 @@ from typing import Any
 from kvedge import system
 from kvedge.bench import options as common
 from kvedge.bench import plotting
-from kvedge.bench.affinity import choose_cpus, pinned_to
-from kvedge.bench.benchmark import measuring, progress
+from kvedge.bench.affinity import choose_cpus
 from kvedge.bench.copies import copies_for
 from kvedge.bench.peers import KvedgeLayer, installed_peers
 from kvedge.bench.quantizers import QUANTIZERS, Intake, Step, make_intake
-from kvedge.bench.report import header, print_by_shape, timing_rows
-from kvedge.bench.roundrobin import TimedCalls, round_robin
+from kvedge.bench.report import print_by_shape, print_header, timing_rows
+from kvedge.bench.roundrobin import TimedCalls
+from kvedge.bench.runner import Run
 from kvedge.bench.shapes import SHAPES, AttentionShape
 from kvedge.bench.statistics import spread_of
 from kvedge.console.output import Output
@@ -45,8 +46,7 @@ _STORED_TOKENS = 1 << 14
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the benchmark."""
-    cases = parser.add_argument_group("what is measured")
-    common.add_shapes(cases, SHAPES[:1])
+    cases = common.add_cases(parser, shapes=SHAPES[:1])
     cases.add_argument(
         "--tokens",
         type=positive_int,
@@ -60,7 +60,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def measure(options: argparse.Namespace, output: Output) -> dict[str, Any]:
     """Measure all cases."""
-    machine = system.machine()
     peers, notes = installed_peers(("ggml-q8_0",))
     names = [name for name in QUANTIZERS if name != "ggml-q8_0" or peers]
     cpus = choose_cpus(1)
@@ -70,23 +69,18 @@ def measure(options: argparse.Namespace, output: Output) -> dict[str, Any]:
         "threads": 1,
         "pinned": f"to processor {cpus[0]}" if cpus else "no: this system cannot",
     }
-    report = header("push", machine, [KvedgeLayer(), *peers], settings=settings, notes=notes)
-    report["cases"] = []
-    cases = [
-        (shape, tokens)
-        for shape in common.chosen_shapes(options)
-        for tokens in sorted(set(options.tokens or _TOKENS))
-    ]
-    advance = progress(output, len(cases) * options.rounds, "kvedge bench push")
-    with measuring(report), pinned_to(cpus):
-        for shape, tokens in cases:
-            intake = _intake(shape, tokens, machine, hot=options.hot)
-            timed = [_timed(name, intake) for name in names]
-            samples = round_robin(
-                timed, rounds=options.rounds, budget_seconds=options.budget, after_round=advance
-            )
-            report["cases"].append(_case(intake, names, samples))
-    return report
+    tokens = sorted(set(options.tokens or _TOKENS))
+    cases = list(itertools.product([1], common.chosen_shapes(options), tokens))
+    run = Run(NAME, options, settings, competitors=[KvedgeLayer(), *peers], notes=notes)
+
+    def measure_case(
+        _: int, shape: AttentionShape, tokens: int
+    ) -> tuple[dict[str, Any], Sequence[str]]:
+        intake = _intake(shape, tokens, run.machine, hot=options.hot)
+        return _case(intake, names, run.samples([_timed(name, intake) for name in names])), ()
+
+    run.show(output, len(cases), options.rounds)
+    return run.over(cases, measure_case)
 
 
 def _intake(shape: AttentionShape, tokens: int, machine: system.Machine, *, hot: bool) -> Intake:
@@ -138,6 +132,7 @@ _COLUMNS = (
 
 def print_tables(report: dict[str, Any], output: Output) -> None:
     """Print one table per shape."""
+    print_header(report, output)
     print_by_shape(report, output, "keys and values in", _COLUMNS, _rows)
 
 
@@ -157,9 +152,9 @@ def draw(report: dict[str, Any], figure: Any) -> None:
     """Draw the GB/s of each case as bars."""
     plotting.draw_bars(
         figure,
-        report["cases"],
+        report,
+        "Storing keys and values",
         value=lambda result: result["bytes_per_second"] / 1e9,
         label="GB/s of float32 taken in",
         title=lambda case: f"{case['tokens']} tokens",
     )
-    figure.suptitle(f"Storing keys and values, {report['machine']['cpu']}", fontsize="medium")

@@ -24,6 +24,7 @@ __all__ = [
     "FORMAT",
     "by_shape",
     "header",
+    "json_line",
     "load_report",
     "microseconds",
     "milliseconds",
@@ -35,6 +36,7 @@ __all__ = [
     "remarks",
     "save_report",
     "scientific",
+    "threads_of",
     "timing_rows",
 ]
 
@@ -101,7 +103,7 @@ def remarks(cases: Iterable[Mapping[str, Any]]) -> list[str]:
     found: dict[str, set[str]] = {}
     for case in cases:
         for result in case["results"]:
-            if result["note"]:
+            if result.get("note"):
                 found.setdefault(f"{result['name']}: {result['note']}", set()).add(
                     case["shape"]["name"] or "the given shape"
                 )
@@ -122,21 +124,40 @@ def by_shape(
 def print_by_shape(
     report: Mapping[str, Any],
     output: Output,
-    title: str,
+    title: str | Callable[..., str],
     columns: Sequence[str],
     rows_of: Callable[[Mapping[str, Any]], Iterable[Sequence[str]]],
+    *numbers: str,
 ) -> None:
-    """Print the machine, and one table per shape with the rows of all of its cases."""
-    print_header(report, output)
-    for (shape,), cases in by_shape(report["cases"]).items():
-        output.table(f"{shape}; {title}", columns, [row for case in cases for row in rows_of(case)])
+    """Print one table per shape with the rows of all of its cases.
+
+    Parameters
+    ----------
+    title : str or callable
+        What a table's title says beside the shape; a function gets its first case.
+    numbers : str
+        Of a case, besides its shape: a table for each of them.
+    """
+    for (shape, *_), cases in by_shape(report["cases"], *numbers).items():
+        said = title if isinstance(title, str) else title(cases[0])
+        output.table(f"{shape}; {said}", columns, [row for case in cases for row in rows_of(case)])
+
+
+def threads_of(case: Mapping[str, Any]) -> str:
+    """Write the number of a case's threads."""
+    count = case["num_threads"]
+    return "1 thread" if count == 1 else f"{count} threads"
 
 
 def save_report(report: Mapping[str, Any], path: str) -> None:
-    """Write a report as JSON."""
-    text = json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False)
+    """Write a report as JSON, in one line."""
     with replacing(path) as file:
-        file.write(f"{text}\n".encode())
+        file.write(json_line(report).encode())
+
+
+def json_line(report: Mapping[str, Any]) -> str:
+    """Return a report as one line of JSON: what a file of it holds."""
+    return json.dumps(report, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def load_report(path: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -11,16 +12,14 @@ from typing import Any
 import numpy as np
 
 import kvedge
-from kvedge import system
 from kvedge.bench import options as common
 from kvedge.bench import plotting
-from kvedge.bench.affinity import choose_cpus, pinned_to
-from kvedge.bench.benchmark import measuring, progress
 from kvedge.bench.copies import copies_that_fit
 from kvedge.bench.model_rows import LayerRows, rows_of_model
 from kvedge.bench.peers import KvedgeLayer
-from kvedge.bench.report import header, percent, print_by_shape, timing_rows
-from kvedge.bench.roundrobin import BandwidthProbe, TimedCalls, round_robin
+from kvedge.bench.report import percent, print_by_shape, print_header, timing_rows
+from kvedge.bench.roundrobin import BandwidthProbe, TimedCalls
+from kvedge.bench.runner import Run, settings_of
 from kvedge.bench.shapes import AttentionShape
 from kvedge.bench.statistics import against_first, spread_of
 from kvedge.console.exits import CommandError
@@ -64,29 +63,26 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def measure(options: argparse.Namespace, output: Output) -> dict[str, Any]:
     """Measure all cases; Ctrl-C ends it with those that are done."""
-    machine = system.machine()
     contexts = common.chosen_contexts(options)
     model, tokens = _model_and_tokens(options, max(contexts))
     if options.new_tokens > min(*contexts, model.config.max_seq_len):
         raise CommandError(f"--new-tokens {options.new_tokens}: a window or a context has fewer")
-    counts = common.chosen_threads(options)
-    report = header(NAME, machine, [KvedgeLayer()], settings=common.settings_of(options))
-    report["cases"] = []
-    total = len(counts) * len(contexts) * 2 * options.rounds
-    advance = progress(output, total, "kvedge bench skip")
-    with measuring(report):
-        for num_threads in counts:
-            with pinned_to(choose_cpus(num_threads)):
-                for context in contexts:
-                    made = rows_of_model(model, tokens, context, _ROWS + options.new_tokens - 1)
-                    for data, rows in (("model", made), ("normal", _normal(made))):
-                        case = _measure_case(rows, num_threads, machine, options, advance)
-                        name = Path(options.model or "stories260K").stem
-                        shape = AttentionShape(name, *_heads(rows[0]))
-                        report["cases"].append(
-                            {"shape": asdict(shape), "data": data, "context": context} | case
-                        )
-    return report
+    cases = list(itertools.product(common.chosen_threads(options), contexts, ("model", "normal")))
+    settings = settings_of(options, "cache", "rounds", "pinned")
+    run = Run(NAME, options, settings)
+    name = Path(options.model or "stories260K").stem
+
+    def measure_case(
+        num_threads: int, context: int, data: str
+    ) -> tuple[dict[str, Any], Sequence[str]]:
+        rows = rows_of_model(model, tokens, context, _ROWS + options.new_tokens - 1)
+        rows = rows if data == "model" else _normal(rows)
+        shape = AttentionShape(name, *_heads(rows[0]))
+        case = {"shape": asdict(shape), "data": data, "context": context}
+        return case | _measure_case(run, rows, num_threads), ()
+
+    run.show(output, len(cases), options.rounds)
+    return run.over(cases, measure_case)
 
 
 def _model_and_tokens(options: argparse.Namespace, count: int) -> tuple[Any, list[int]]:
@@ -123,24 +119,18 @@ def _normal(like: Sequence[LayerRows]) -> list[LayerRows]:
     ]
 
 
-def _measure_case(
-    rows: Sequence[LayerRows],
-    num_threads: int,
-    machine: system.Machine,
-    options: argparse.Namespace,
-    advance: Callable[[], None],
-) -> dict[str, Any]:
+def _measure_case(run: Run, rows: Sequence[LayerRows], num_threads: int) -> dict[str, Any]:
     """Time all layers, one after the other, with each tolerance."""
     context, num_kv_heads, head_dim = rows[0].keys.shape
     of_token = KvedgeLayer().bytes_per_token(AttentionShape("", *_heads(rows[0])))
     size = int(len(rows) * context * of_token)
-    copies = copies_that_fit(f"{context:,} tokens", size, machine, hot=options.hot)
+    copies = copies_that_fit(f"{context:,} tokens", size, run.machine, hot=run.options.hot)
     layers = []
     for _ in range(copies):
         layers.append([kvedge.QuantizedKvLayer(context, num_kv_heads, head_dim) for _ in rows])
         for layer, one in zip(layers[-1], rows, strict=True):
             layer.extend(one.keys, one.values)
-    n = options.new_tokens
+    n = run.options.new_tokens
     queries = [
         [
             np.ascontiguousarray(one.queries[at] if n == 1 else one.queries[at : at + n])
@@ -173,12 +163,7 @@ def _measure_case(
         for tolerance in _TOLERANCES
     ]
     probe = BandwidthProbe(num_threads, _MEGABYTES)
-    *samples, speeds = round_robin(
-        [*calls, probe],
-        rounds=options.rounds,
-        budget_seconds=options.budget,
-        after_round=advance,
-    )
+    *samples, speeds = run.samples([*calls, probe])
     speed = spread_of(speeds).median
     results = against_first([call.name for call in calls], samples, "ratio_to_dense")
     for result, share in zip(results, dropped, strict=True):
@@ -212,6 +197,7 @@ _COLUMNS = (
 
 def print_tables(report: dict[str, Any], output: Output) -> None:
     """Print one table per shape."""
+    print_header(report, output)
     print_by_shape(report, output, report["settings"]["cache"], _COLUMNS, _rows)
 
 
@@ -248,9 +234,9 @@ def draw(report: dict[str, Any], figure: Any) -> None:
     """Draw the time with each tolerance as bars."""
     plotting.draw_bars(
         figure,
-        report["cases"],
+        report,
+        "tolerance",
         value=lambda result: result["ratio_to_dense"],
         label="time / dense",
         title=lambda case: f"{case['context']:,} tokens, {case['data']} rows",
     )
-    figure.suptitle(f"tolerance, {report['machine']['cpu']}", fontsize="medium")

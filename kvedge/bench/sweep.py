@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from kvedge import system
 from kvedge.bench import options as common
 from kvedge.bench import plotting
 from kvedge.bench.affinity import choose_cpus, pinned_to
-from kvedge.bench.benchmark import measuring, progress
-from kvedge.bench.contest import Conditions, Contest, enter
-from kvedge.bench.peers import Competitor, KvedgeLayer, installed_peers, make_peers
-from kvedge.bench.report import header, microseconds, plus_minus, print_header
-from kvedge.bench.roundrobin import TimedCalls, round_robin
+from kvedge.bench.contest import Contest, enter
+from kvedge.bench.peers import Competitor, KvedgeLayer, make_peers
+from kvedge.bench.report import microseconds, plus_minus, print_header
+from kvedge.bench.roundrobin import TimedCalls
+from kvedge.bench.runner import Run, settings_of
 from kvedge.bench.shapes import CONTEXTS, SHAPES, AttentionShape
 from kvedge.bench.statistics import Line, fit_line, spread_of
 from kvedge.bench.workload import make_workload
@@ -39,9 +38,7 @@ EXAMPLES = """\
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the benchmark."""
-    cases = parser.add_argument_group("what is measured")
-    common.add_shapes(cases, SHAPES[:1])
-    common.add_contexts(cases, CONTEXTS)
+    cases = common.add_cases(parser, CONTEXTS, SHAPES[:1])
     common.add_threads(cases)
     common.add_peers(cases, default="none")
     common.add_how(parser)
@@ -52,38 +49,22 @@ def measure(options: argparse.Namespace, output: Output) -> dict[str, Any]:
     contexts = common.chosen_contexts(options)
     if len(contexts) < 2:
         raise UsageError("--context: a line needs two contexts or more")
-    machine = system.machine()
-    conditions = Conditions(machine, options.rounds, options.budget, options.hot)
-    peers, notes = installed_peers(common.chosen_peers(options))
-    names = ["kvedge", *(peer.name for peer in peers)]
-    thread_counts = common.chosen_threads(options)
-    settings = {
-        "cache": "hot" if options.hot else "cold",
-        "rounds": options.rounds,
-        "threads": ", ".join(map(str, thread_counts)),
-    }
-    report = header("sweep", machine, [KvedgeLayer(), *peers], settings=settings, notes=notes)
-    report["lines"] = []
+    settings = settings_of(options, "cache", "rounds", "threads")
+    run = Run.against_peers(NAME, options, settings, lists=("lines",))
     shapes = common.chosen_shapes(options)
-    steps = len(shapes) * len(thread_counts) * len(names) * (len(contexts) + options.rounds)
-    advance = progress(output, steps, "kvedge bench sweep")
-    combinations = itertools.product(thread_counts, shapes, names)
-    with measuring(report):
-        for num_threads, shape, name in combinations:
+    cases = [*itertools.product(common.chosen_threads(options), shapes, run.competitors)]
+    run.show(output, len(cases), len(contexts) + options.rounds)
+    with run.measuring():
+        for num_threads, shape, competitor in cases:
             with pinned_to(choose_cpus(num_threads)):
-                line, found = _measure_line(name, shape, contexts, num_threads, conditions, advance)
-            report["lines"] += line
-            report["notes"] += found
-    return report
+                line, found = _measure_line(run, competitor.name, shape, contexts, num_threads)
+            run.report["lines"] += line
+            run.report["notes"] += found
+    return run.report
 
 
 def _measure_line(
-    name: str,
-    shape: AttentionShape,
-    contexts: Sequence[int],
-    num_threads: int,
-    conditions: Conditions,
-    advance: Callable[[], None],
+    run: Run, name: str, shape: AttentionShape, contexts: Sequence[int], num_threads: int
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Measure one competitor over all contexts that fit in the memory together."""
     contests: list[Contest] = []
@@ -92,7 +73,7 @@ def _measure_line(
         for context in contexts:
             competitor: Competitor = KvedgeLayer() if name == "kvedge" else make_peers([name])[0]
             workload = make_workload(shape, context)
-            contest = enter([competitor], workload, num_threads, conditions, advance)
+            contest = enter([competitor], workload, num_threads, run.conditions, run.advance)
             contests.append(contest)
             notes += contest.notes
         entries = [
@@ -102,13 +83,7 @@ def _measure_line(
             TimedCalls(str(context), entry.competitor.run, entry.copies)
             for context, entry in entries
         ]
-        samples = round_robin(
-            timed,
-            rounds=conditions.rounds,
-            budget_seconds=conditions.budget_seconds,
-            settle_seconds=0.0,
-            after_round=advance,
-        )
+        samples = run.samples(timed)
     finally:
         for contest in contests:
             contest.release()
@@ -205,9 +180,7 @@ def draw(report: dict[str, Any], figure: Any) -> None:
     for found in report["lines"]:
         panels.setdefault(_title(found), []).append(found)
     names = list(report["competitors"])
-    for axes, (title, lines) in zip(
-        plotting.grid(figure, len(panels)), panels.items(), strict=True
-    ):
+    for axes, lines in plotting.panels(figure, report, "Time against context", panels):
         for found in lines:
             style = plotting.style_of(found["name"], names)
             contexts = [point["context"] for point in found["points"]]
@@ -215,9 +188,4 @@ def draw(report: dict[str, Any], figure: Any) -> None:
             axes.plot(contexts, times, **(style | {"linestyle": ""}), label=found["name"])
             on_line = [_line_of(found).at(n) * 1e6 for n in contexts]
             axes.plot(contexts, on_line, color=style["color"], linewidth=0.8)
-        axes.set_xlabel("context (tokens)")
-        axes.set_ylabel("us per layer and token")
-        axes.set_title(title, fontsize="small")
-        axes.grid(True, alpha=0.3)
-        axes.legend(fontsize="x-small")
-    figure.suptitle(f"Time against context, {report['machine']['cpu']}", fontsize="medium")
+        axes.set(xlabel="context (tokens)", ylabel="us per layer and token")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -11,12 +12,11 @@ from kvedge import system
 from kvedge.bench import options as common
 from kvedge.bench import plotting
 from kvedge.bench.affinity import choose_cpus, pinned_to
-from kvedge.bench.benchmark import measuring, progress
 from kvedge.bench.busy import BusyProcess, can_stop_and_go
-from kvedge.bench.contest import Conditions, enter
-from kvedge.bench.peers import KvedgeLayer, installed_peers
-from kvedge.bench.report import by_shape, header, microseconds, plus_minus, print_header
-from kvedge.bench.roundrobin import Sampler, round_robin
+from kvedge.bench.contest import enter
+from kvedge.bench.report import by_shape, microseconds, plus_minus, print_header
+from kvedge.bench.roundrobin import Sampler
+from kvedge.bench.runner import Run
 from kvedge.bench.shapes import SHAPES, AttentionShape
 from kvedge.bench.statistics import spread_of
 from kvedge.bench.workload import make_workload
@@ -39,9 +39,7 @@ IDLE, BUSY = "idle", "one core busy"
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the benchmark."""
-    cases = parser.add_argument_group("what is measured")
-    common.add_shapes(cases, SHAPES[:1])
-    common.add_contexts(cases, (_CONTEXT,))
+    cases = common.add_cases(parser, (_CONTEXT,), SHAPES[:1])
     common.add_threads(cases, "every number up to the cores there are")
     common.add_peers(cases)
     common.add_how(parser)
@@ -50,14 +48,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def measure(options: argparse.Namespace, output: Output) -> dict[str, Any]:
     """Measure all cases; Ctrl-C ends it with those that are done."""
     machine = system.machine()
-    conditions = Conditions(machine, options.rounds, options.budget, options.hot)
-    peers, notes = installed_peers(common.chosen_peers(options))
-    competitors = [KvedgeLayer(), *peers]
     cores = machine.physical_cores or machine.usable_cores
     counts = sorted(set(options.threads or range(1, min(cores, machine.usable_cores) + 1)))
     cpus = choose_cpus(max(counts))
-    if not can_stop_and_go():
-        notes.append("no process can be halted here: measured on the idle machine only")
     settings = {
         "cache": "hot" if options.hot else "cold",
         "rounds": options.rounds,
@@ -66,24 +59,21 @@ def measure(options: argparse.Namespace, output: Output) -> dict[str, Any]:
         else "no: this system cannot",
         "busy process": f"on processor {cpus[-1]}" if cpus else "anywhere",
     }
-    report = header("threads", machine, competitors, settings=settings, notes=notes)
-    report["cases"] = []
-    cases = [
-        (shape, context, count)
-        for shape in common.chosen_shapes(options)
-        for context in common.chosen_contexts(options)
-        for count in counts
-    ]
-    steps = len(cases) * (len(competitors) + options.rounds)
-    advance = progress(output, steps, "kvedge bench threads")
-    with measuring(report), pinned_to(cpus), BusyProcess(cpus[-1] if cpus else None) as busy:
+    run = Run.against_peers(NAME, options, settings)
+    if not can_stop_and_go():
+        run.report["notes"].append(
+            "no process can be halted here: measured on the idle machine only"
+        )
+    shapes, contexts = common.chosen_shapes(options), common.chosen_contexts(options)
+    cases = [*itertools.product(shapes, contexts, counts)]
+    run.show(output, len(cases))
+    busy_on = cpus[-1] if cpus else None
+    with run.measuring(), pinned_to(cpus), BusyProcess(busy_on) as busy:
         for shape, context, count in cases:
-            case, found = _measure_case(
-                competitors, (shape, context, count), conditions, busy, advance
-            )
-            report["cases"].append(case)
-            report["notes"] += found
-    return report
+            case, found = _measure_case(run, shape, context, count, busy)
+            run.report["cases"].append(case)
+            run.report["notes"] += found
+    return run.report
 
 
 class _WhileBusy:
@@ -104,14 +94,11 @@ class _WhileBusy:
 
 
 def _measure_case(
-    competitors: Sequence[Any],
-    numbers: tuple[AttentionShape, int, int],
-    conditions: Conditions,
-    busy: BusyProcess,
-    advance: Callable[[], None],
-) -> tuple[dict[str, Any], list[str]]:
-    shape, context, num_threads = numbers
-    contest = enter(competitors, make_workload(shape, context), num_threads, conditions, advance)
+    run: Run, shape: AttentionShape, context: int, num_threads: int, busy: BusyProcess
+) -> tuple[dict[str, Any], Sequence[str]]:
+    conditions = run.conditions
+    workload = make_workload(shape, context)
+    contest = enter(run.competitors, workload, num_threads, conditions, run.advance)
     try:
         samplers: list[Sampler] = [*contest.samplers(conditions.wake_seconds(num_threads))]
         names = [sampler.name for sampler in samplers]
@@ -119,14 +106,9 @@ def _measure_case(
         if can_stop_and_go():
             samplers += [_WhileBusy(sampler, busy) for sampler in samplers]
             states += [BUSY] * len(names)
-        samples = round_robin(
-            samplers,
-            rounds=conditions.rounds,
-            budget_seconds=conditions.budget_seconds,
-            # Also with one thread: what is left of another's threads would look like a busy core.
-            settle_seconds=conditions.settle_seconds(num_threads + 1),
-            after_round=advance,
-        )
+        # Also with one thread: what is left of another's threads would look like a busy core.
+        settle_seconds = conditions.settle_seconds(num_threads + 1)
+        samples = run.samples(samplers, settle_seconds=settle_seconds)
     finally:
         contest.release()
     results: dict[str, dict[str, Any]] = {name: {"name": name} for name in names}
@@ -139,7 +121,7 @@ def _measure_case(
         "num_threads": num_threads,
         "results": list(results.values()),
     }
-    return case, list(contest.notes)
+    return case, contest.notes
 
 
 # ---- tables ----------------------------------------------------------------------------------
@@ -199,11 +181,12 @@ def _rows(name: str, cases: Sequence[Mapping[str, Any]]) -> Iterable[Sequence[st
 
 def draw(report: dict[str, Any], figure: Any) -> None:
     """Draw time against threads: solid on the idle machine, dashed with one core busy."""
-    panels = by_shape(report["cases"], "context")
     names = list(report["competitors"])
-    for axes, ((shape, context), cases) in zip(
-        plotting.grid(figure, len(panels)), panels.items(), strict=True
-    ):
+    panels = {
+        f"{shape.replace(': ', chr(10))}; {context:,} tokens": cases
+        for (shape, context), cases in by_shape(report["cases"], "context").items()
+    }
+    for axes, cases in plotting.panels(figure, report, "Threads", panels, one_legend=True):
         for name in names:
             results = _of(name, cases)
             for state, line in ((IDLE, "-"), (BUSY, "--")):
@@ -216,10 +199,5 @@ def draw(report: dict[str, Any], figure: Any) -> None:
                     axes.plot(*zip(*points, strict=True), label=label, linestyle=line, **style)
         axes.set_yscale("log")
         axes.set_xticks([case["num_threads"] for case in cases])
-        axes.set_xlabel("threads (dashed: one core busy)")
-        axes.set_ylabel("us per layer and token")
-        axes.set_title(f"{shape.replace(': ', chr(10))}; {context:,} tokens", fontsize="small")
-        axes.grid(True, alpha=0.3)
+        axes.set(xlabel="threads (dashed: one core busy)", ylabel="us per layer and token")
         plotting.plain_numbers(axes.yaxis)
-    axes.legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(1.01, 1))
-    figure.suptitle(f"Threads, {report['machine']['cpu']}", fontsize="medium")

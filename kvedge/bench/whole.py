@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
@@ -13,7 +12,7 @@ from typing import Any
 import kvedge
 from kvedge import system
 from kvedge.bench import decode, formats, page, prefill, push, threads
-from kvedge.bench.report import FORMAT, load_report
+from kvedge.bench.report import FORMAT, json_line, load_report
 from kvedge.console import plotting
 from kvedge.console.exits import INTERRUPTED, OK, CommandError, UsageError
 from kvedge.console.output import Output
@@ -116,7 +115,7 @@ def measure(*, quick: bool, output: Output) -> dict[str, Any]:
 def written(report: dict[str, Any], suffix: str) -> str:
     """Return a report as the text of a file with that suffix."""
     if suffix == ".json":
-        return json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+        return json_line(report)
     by_name = {benchmark.NAME: benchmark for benchmark, _, _ in _RUNS}
     sections = [(by_name[each["benchmark"]], each) for each in report["runs"]]
     title = f"kvedge {report['version']} on {report['machine']['cpu']}, {report['time'][:10]}"

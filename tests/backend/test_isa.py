@@ -159,6 +159,7 @@ def test_an_isa_is_as_precise_as_its_bits(isa):
 USE = "import kvedge; kvedge.QuantizedKvLayer(1, 1, 8); print(kvedge.isa_info())"
 
 
+@pytest.mark.covering(1)
 @pytest.mark.subprocess
 @pytest.mark.parametrize("backend", ["native", ""])
 @pytest.mark.parametrize("isa", [*ALL_ISAS, "sse9", "AVX2 ", "numpy"])

@@ -229,6 +229,7 @@ _BOUNDS = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.extras
 @pytest.mark.parametrize("context, new_tokens", [(700, None), (700, 70), (70, 70), (80, 1)])
 @pytest.mark.parametrize("num_threads", [1, 2])

@@ -22,6 +22,12 @@ def this_path_alone(monkeypatch):
     monkeypatch.setattr(doctor, "_on_path", lambda path: [])
 
 
+@pytest.fixture
+def one_shape(this_path_alone, monkeypatch):
+    """For what is found at any shape."""
+    monkeypatch.setattr(self_test, "_SHAPES", self_test._SHAPES[-1:])
+
+
 def results(capsys, code):
     assert main(["doctor", "--json"]) == code
     report = json.loads(capsys.readouterr().out)
@@ -39,6 +45,7 @@ def test_everything_works_here(this_path_alone, capsys):
     assert all(check["ok"] is not False for check in checks.values())
 
 
+@pytest.mark.check
 @pytest.mark.subprocess
 def test_every_path_of_this_processor_is_tried(capsys):
     if kvedge.backend != "native" or kvedge.isa_info()["forced"]:
@@ -49,7 +56,7 @@ def test_every_path_of_this_processor_is_tried(capsys):
 
 
 @pytest.mark.skipif(kvedge.backend == "numpy", reason="its own bytes are what is compared with")
-def test_wrong_bytes_are_found(this_path_alone, capsys, monkeypatch):
+def test_wrong_bytes_are_found(one_shape, capsys, monkeypatch):
     form = FORMATS["int8"]
 
     def encode(rows, shape):
@@ -64,7 +71,7 @@ def test_wrong_bytes_are_found(this_path_alone, capsys, monkeypatch):
     assert "int8" in checks["stored bytes"]["detail"]
 
 
-def test_wrong_numbers_are_found(this_path_alone, capsys, monkeypatch):
+def test_wrong_numbers_are_found(one_shape, capsys, monkeypatch):
     attend = kvedge.KVCache.attend
 
     def wrong(self, layer, query, **options):
@@ -80,7 +87,7 @@ def test_wrong_numbers_are_found(this_path_alone, capsys, monkeypatch):
     assert checks["accuracy of a prompt"]["ok"] is True
 
 
-def test_a_nan_is_a_failure(this_path_alone, capsys, monkeypatch):
+def test_a_nan_is_a_failure(one_shape, capsys, monkeypatch):
     monkeypatch.setattr(
         kvedge.KVCache,
         "attend",
@@ -90,7 +97,7 @@ def test_a_nan_is_a_failure(this_path_alone, capsys, monkeypatch):
     assert checks["accuracy of one token"]["ok"] is False
 
 
-def test_an_error_is_a_failure_with_its_name(this_path_alone, capsys, monkeypatch):
+def test_an_error_is_a_failure_with_its_name(one_shape, capsys, monkeypatch):
     def fails(self, *arguments, **options):
         raise OSError("disk full")
 
@@ -107,12 +114,13 @@ def test_a_path_whose_process_dies_is_a_failure(monkeypatch, capsys):
     assert "code" in found[0].detail and "no such path" in found[0].detail
 
 
-def test_the_table_ends_with_the_verdict(this_path_alone, capsys):
+def test_the_table_ends_with_the_verdict(one_shape, capsys):
     assert main(["doctor"]) == exits.OK
     text = capsys.readouterr().out
     assert "kvedge works here" in text and "stored bytes" in text
 
 
+@pytest.mark.covering(1)
 @pytest.mark.subprocess
 @pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])

@@ -37,6 +37,7 @@ def test_alone_it_compares_every_format_on_what_comes_along(capsys):
         assert each["bytes_per_token"] < 1280 and 0.8 < each["agreement"] <= 1
 
 
+@pytest.mark.check
 def test_the_text_that_comes_along_has_the_tokens_read_by_default(capsys):
     report = _eval(capsys, "--formats", "float32", "--window", 64)
     assert report["tokens"] == 8192
@@ -65,6 +66,7 @@ def test_a_key_bias_is_told_and_costs_int8_much(capsys):
     assert biased["formats"][1]["kl"] > 10 * plain["formats"][1]["kl"]
 
 
+@pytest.mark.check
 def test_what_is_recommended_is_right_for_keys_with_a_bias(capsys):
     arguments = ("--tokens", 400, "--window", 100, "--formats", "auto", "int8", "--key-bias", "100")
     _, auto, int8 = _eval(capsys, *arguments)["formats"]

@@ -498,6 +498,7 @@ def test_after_a_shift_a_prompt_cache_holds_only_what_a_fresh_run_would(session,
 LONG = "Once upon a time there was a big dog in the park. Tom saw a red ball and a cat." * 3
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("n", [0, 1, 2, 40])
 @pytest.mark.parametrize("windows", ["8", "0,8,0,8,8"])
 def test_a_prompt_cache_with_windows_serves_its_own_prompt(n, windows, session, capsys):

@@ -29,6 +29,7 @@ def strided(a, how, dtype=np.float32):
     return STRIDES[how](a.astype(dtype))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("type_of", TYPES)
 @pytest.mark.parametrize("how", STRIDES)
 def test_tokens_of_any_strides_store_the_same_bytes(layer_class, how, type_of, rng):
@@ -58,6 +59,7 @@ def test_a_token_repeated_by_a_zero_stride(layer_class, rng):
     assert content(layer) == content(expected)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("type_of", TYPES)
 @pytest.mark.parametrize("how", STRIDES)
 def test_queries_and_results_of_any_strides(layer_class, how, type_of, rng):

@@ -57,6 +57,7 @@ def check_chunks(layer, rng, group, precision_bits=None, **options):
 # -- chunks ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("group", [1, 3, 4, 7, 8])
 @pytest.mark.parametrize("head_dim", [8, 40, 64, 80, 128, 256])
 def test_chunks_of_a_prompt_agree_in_every_shape(head_dim, group, rng):
@@ -115,6 +116,7 @@ def options_of_attend():
 OPTIONS = options_of_attend()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("head_dim", [40, 64])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_chunks_of_a_prompt_agree_with_every_option(name, head_dim, layer_class, rng):
@@ -174,6 +176,7 @@ def test_drafts_of_a_tree_agree_with_their_branches(layer_class, rng):
 # -- precision -------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("bits, tolerance", [(8, 6e-2), (16, reference.TOLERANCE), (24, 1e-5)])
 @pytest.mark.parametrize("head_dim, group", [(8, 3), (40, 8), (64, 4), (80, 1), (128, 2), (256, 7)])
 def test_precision_bits_bound_the_error_of_ordinary_logits(bits, tolerance, head_dim, group, rng):
@@ -188,6 +191,7 @@ def test_precision_bits_bound_the_error_of_ordinary_logits(bits, tolerance, head
             assert_attention_close(out, ref, tolerance, f"{length} tokens, {rows} rows, {storage}")
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("spread", [1, 4, 8, 16])
 @pytest.mark.parametrize("head_dim", [8, 64, 128])
 def test_the_default_precision_keeps_the_contract_however_sharp(spread, head_dim, layer_class, rng):

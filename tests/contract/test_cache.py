@@ -114,6 +114,7 @@ def test_facts_are_read_only(cache):
             setattr(cache, name, getattr(cache, name))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", ["num_layers", "num_kv_heads", "head_dim", "max_seq_len"])
 @pytest.mark.parametrize("bad", [0, -1, 2**62, 2**200, 1.5, "3", True])
 def test_bad_dimensions_are_refused(dtype, name, bad):
@@ -260,6 +261,7 @@ def test_append_of_bad_input_changes_nothing(cache, rng):
         cache.append(0, too_many, too_many)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("bad", [-1, L, 100, 2**40, 2**70, -(2**63)])
 def test_layers_out_of_range_are_refused(cache, bad, rng):
     one = normal(rng, H, D)

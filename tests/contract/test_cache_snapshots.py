@@ -205,12 +205,13 @@ def test_keep_makes_snapshots_above_the_first_moved_token_stale(cache, rng):
     assert cache_content(cache) == low_content
 
 
-def test_shift_makes_snapshots_above_its_start_stale(cache, rng):
+@pytest.mark.parametrize("stop", [None, 3])  # one token, too
+def test_shift_makes_snapshots_above_its_start_stale(cache, rng, stop):
     step(cache, rng, 2)
     low, low_content = cache.snapshot(), cache_content(cache)
     step(cache, rng, 4)
     high = cache.snapshot()
-    cache.shift(3, rope=Rope(), start=2)
+    cache.shift(3, rope=Rope(), start=2, stop=stop)
     with refuses(errors.StaleSnapshotError, cache):
         cache.restore(high)
     cache.restore(low)

@@ -247,6 +247,7 @@ def test_shift_of_many_tokens_is_shift_of_each(new_layer, rng):
     assert (np.abs(layer.keys() - reference.rotate(before, 5)) <= step(layer) + 1e-4).all()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "shift",
     [
@@ -345,6 +346,7 @@ def test_a_copy_holds_the_same_and_goes_its_own_way(layer, how, rng):
     assert content(twin) == before
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("how", COPIES)
 def test_an_empty_layer_can_be_copied(new_layer, how, rng):
     layer = new_layer(4)

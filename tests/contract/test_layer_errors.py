@@ -6,6 +6,8 @@ from support import content, filled, normal, refuses
 
 from kvedge import Float32KvLayer, QuantizedKvLayer, errors
 
+pytestmark = pytest.mark.covering(1)  # one check serves all formats
+
 H, D = 3, 8  # different from each other, so that a transposed array does not fit
 
 

@@ -94,6 +94,7 @@ def test_a_large_pool_takes_memory_only_as_it_is_written(rng):
     assert pool.resident_bytes < 64 << 20
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("bad", [0, -1, 2**62, 2**200, 1.5, "3", True, None])
 @pytest.mark.parametrize(
     "name", ["num_blocks", "block_size", "num_layers", "num_kv_heads", "head_dim"]
@@ -366,6 +367,7 @@ def test_use_after_drop_is_an_error(cache, rng):
         refused(cache, errors.UnknownSequenceError, call, *arguments)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("bad", [None, "0", 1.0, True, [0], np.zeros(1, int)])
 def test_a_sequence_is_an_integer(cache, bad):
     refused(cache, errors.InvalidArgumentError, cache.length, bad)

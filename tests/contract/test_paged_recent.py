@@ -108,7 +108,6 @@ def test_a_sequence_reads_what_a_cache_of_its_own_does(options, block_size):
         np.testing.assert_array_equal(cache.get_values_at(seq, 0, at), own.v(0)[at].reshape(-1))
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     cuts=st.lists(st.integers(1, 150), min_size=1, max_size=7),
     kind=st.sampled_from(list(KINDS)),
@@ -688,7 +687,7 @@ class RecentMachine(RuleBasedStateMachine):
 
 
 TestRecent = RecentMachine.TestCase
-TestRecent.settings = settings(max_examples=30, stateful_step_count=20, deadline=None)
+TestRecent.settings = settings(stateful_step_count=20)
 
 
 # ---- readers beside a writer ----

@@ -229,6 +229,7 @@ CHANGES = [
 ]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 @pytest.mark.parametrize("read", READS.values(), ids=READS)
 def test_a_running_call_holds_what_it_reads(pool, cache, seq, rng, during, read, change):
@@ -428,6 +429,7 @@ FACTS = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("read", {**READS, **FACTS}.values(), ids={**READS, **FACTS})
 def test_a_sequence_dropped_just_before_is_unknown(cache, seq, read):
     if read is READS["to_kv_cache"]:

@@ -21,7 +21,7 @@ from kvedge.core.formats import FORMATS
 from kvedge.paged import cascade
 
 SLOW = os.environ.get("KVEDGE_SLOW") == "1"
-NUM_OPERATIONS = 8_000 if SLOW else 800
+NUM_OPERATIONS = 8_000 if SLOW else 500
 SECONDS = 300  # a hanging run fails after this
 MAX_TAGS = 160 * NUM_OPERATIONS  # some 85 rows are written in an operation
 
@@ -383,6 +383,7 @@ class Stress:
         assert sorted(self.pool.allocate(NUM_BLOCKS).tolist()) == list(range(NUM_BLOCKS))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("num_readers", [1, 3])
 def test_readers_see_only_what_was_written_to_their_sequence(
     dtype, num_readers, frequent_switches, monkeypatch

@@ -483,10 +483,9 @@ class RecentMachine(RuleBasedStateMachine):
 
 
 TestRecent = RecentMachine.TestCase
-TestRecent.settings = settings(max_examples=40, stateful_step_count=20, deadline=None)
+TestRecent.settings = settings(stateful_step_count=20)
 
 
-@settings(max_examples=30, deadline=None)
 @given(
     cuts=st.lists(st.integers(1, 90), min_size=1, max_size=8), dtype=st.sampled_from(list(FORMATS))
 )

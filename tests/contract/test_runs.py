@@ -301,7 +301,6 @@ def test_a_long_prompt_takes_little_room_besides(start):
     np.testing.assert_array_equal(cache.v(0), paged.v(seq, 0))
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     cuts=st.lists(st.integers(1, 150), min_size=1, max_size=8),
     dtype=st.sampled_from([*CLASSES, *BESIDE_ROWS]),
@@ -741,7 +740,7 @@ class RunsMachine(RuleBasedStateMachine):
 
 
 TestRuns = RunsMachine.TestCase
-TestRuns.settings = settings(max_examples=40, stateful_step_count=20, deadline=None)
+TestRuns.settings = settings(stateful_step_count=20)
 
 
 # ---- readers beside a writer ----

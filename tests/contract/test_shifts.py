@@ -6,7 +6,7 @@ import pickle
 import numpy as np
 import pytest
 import reference
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support import normal
 
@@ -88,7 +88,6 @@ class Model:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_a_sequence_of_shifts_costs_what_one_costs(name, data, tmp_path_factory):
     model = Model(FORMATS[name], data.draw(st.integers(0, 1000)))

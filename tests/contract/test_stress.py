@@ -542,6 +542,7 @@ if SLOW:
     WRITES["float32-push_step"] = ("float32", 4, write_step)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("dtype", "held", "write"), WRITES.values(), ids=WRITES)
 @pytest.mark.parametrize(
     "read",

@@ -309,7 +309,7 @@ def test_layers_come_and_go_while_others_attend(layer_class, rng):
 
     def come_and_go():
         try:
-            for _ in range(20):
+            for _ in range(10):
                 other = layer_class(5000, H, D)
                 other.extend(rows, rows)
                 view = other.key_codes

@@ -69,9 +69,10 @@ def test_attention_is_that_of_the_reference(layer_class, widths, heads, rng):
         )
         for group in (1, 4):
             check(layer.attend, layer, normal(rng, heads * group, head_dim))
-            check(layer.attend, layer, normal(rng, 40, heads * group, head_dim))
+            check(layer.attend, layer, normal(rng, 18, heads * group, head_dim))
 
 
+@pytest.mark.covering(1)
 def test_every_option_of_attend_is_that_of_the_reference(layer_class, widths, rng):
     head_dim, value_head_dim = widths
     layer = filled(layer_class, rng, 280, 2, head_dim, value_head_dim=value_head_dim)
@@ -95,6 +96,7 @@ def test_the_default_scale_is_that_of_keys(layer_class, rng):
     assert layer.scores(query).shape == (4, 20)
 
 
+@pytest.mark.covering(1)
 def test_each_side_is_stored_as_in_a_layer_of_its_width(layer_class, widths, rng):
     head_dim, value_head_dim = widths
     for options in options_of(layer_class._dtype, widths):
@@ -121,6 +123,7 @@ def test_each_side_is_stored_as_in_a_layer_of_its_width(layer_class, widths, rng
         assert layer.compression_ratio == layer.fp32_memory_bytes / layer.memory_bytes
 
 
+@pytest.mark.covering(1)
 def test_getters_give_rows_of_their_width(layer_class, widths, rng):
     head_dim, value_head_dim = widths
     layer = filled(layer_class, rng, 5, 3, head_dim, value_head_dim=value_head_dim)
@@ -149,6 +152,7 @@ def test_without_a_width_values_are_as_wide_as_keys(layer_class, rng):
     assert content(layer) == content(same)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("width", [0, -1, 1025, True, 1.5, "64"])
 def test_a_width_out_of_range_is_refused(layer_class, width):
     for make in (
@@ -328,6 +332,7 @@ def filled_pool(rng, dtype, lengths, widths=(40, 24), block_size=4):
     return cache
 
 
+@pytest.mark.covering(1)
 def test_sequences_attend_as_layers_do(dtype, widths, rng):
     cache = filled_pool(rng, dtype, (37, 5, 100), widths)
     queries = [normal(rng, n, 4, widths[0]) for n in (1, 5, 20)]

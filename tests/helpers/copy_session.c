@@ -1,13 +1,15 @@
-/* Copies a session file by way of the C API: reads it, makes layers and parts, fills them, and writes them. In between it may
- * append tokens and attend to them.
+/* Copies session files by way of the C API: reads one, makes layers and parts, fills them, and writes them. In between it may
+ * append tokens and attend to them. A line of standard input is a copy, words between tabs; a line of output answers it: empty,
+ * or why the file was refused.
  *
- *   copy_session FROM TO     exit code 3 and a sentence: the file was refused
- *   copy_session FROM TO ROWS OUT TOKENS QUERIES GROUP
+ *   FROM TO
+ *   FROM TO ROWS OUT TOKENS QUERIES GROUP
  *       ROWS, float: for each layer keys [TOKENS][num_kv_heads][head_dim], values, then queries of the last QUERIES tokens
  *       [QUERIES][num_kv_heads * GROUP][head_dim]; OUT gets what attention gives
  */
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "kvedge.h"
 
@@ -19,9 +21,8 @@
 
 static int put(void *file, const void *piece, size_t bytes) { return fwrite(piece, 1, bytes, file) != bytes; }
 
-static int refused(kvedge_status status, const char *why) {
-  fprintf(stderr, "%s: %s\n", kvedge_strerror(status), why ? why : "");
-  return 3;
+static void refused(kvedge_status status, const char *why) {
+  printf("%s: %s", kvedge_strerror(status), why ? why : "");
 }
 
 static void *read_file(const char *path, size_t *bytes) {
@@ -165,17 +166,19 @@ static void grow(kvedge_session *session, kvedge_session_layer *of, kvedge_layer
   free(rows);
 }
 
-int main(int argc, char **argv) {
-  if (argc != 3 && argc != 8) return 2;
+static void copy(int num_words, char **words) {
   size_t bytes, needed;
-  void *data = read_file(argv[1], &bytes);
+  void *data = read_file(words[0], &bytes);
   const char *why;
   kvedge_session_reader *reader;
   kvedge_status status = kvedge_session_reader_bytes(data, bytes, &needed, &why);
-  if (status != KVEDGE_OK) return refused(status, why);
-  void *memory = malloc(needed);
-  status = kvedge_session_read(data, bytes, memory, needed, &reader, &why);
-  if (status != KVEDGE_OK) return refused(status, why);
+  void *memory = status == KVEDGE_OK ? malloc(needed) : NULL;
+  if (status == KVEDGE_OK) status = kvedge_session_read(data, bytes, memory, needed, &reader, &why);
+  if (status != KVEDGE_OK) {
+    refused(status, why);
+    free(memory), free(data);
+    return;
+  }
   kvedge_session session = *kvedge_session_held(reader);
   const size_t n = (size_t)session.num_layers;
   kvedge_session_layer *of = malloc(n * sizeof *of);
@@ -190,16 +193,30 @@ int main(int argc, char **argv) {
                                       .runs = new_layer(of[i].runs.config)};
   }
   status = kvedge_session_load(reader, layers, parts, &why);
-  if (status != KVEDGE_OK) return refused(status, why);
-  session.layers = of;
-  if (argc == 8) grow(&session, of, layers, parts, argv + 3);
-
-  FILE *to = fopen(argv[2], "wb");
-  MUST(to && kvedge_session_write(&session, layers, parts, put, to) == KVEDGE_OK && fclose(to) == 0);
+  if (status == KVEDGE_OK) {
+    session.layers = of;
+    if (num_words == 7) grow(&session, of, layers, parts, words + 2);
+    FILE *to = fopen(words[1], "wb");
+    MUST(to && kvedge_session_write(&session, layers, parts, put, to) == KVEDGE_OK && fclose(to) == 0);
+  } else {
+    refused(status, why);
+  }
   for (int i = 0; i < session.num_layers; i++) {
     kvedge_layer_destroy(layers[i]), kvedge_layer_destroy(parts[i].first);
     kvedge_layer_destroy(parts[i].last), kvedge_layer_destroy(parts[i].runs);
   }
   free(of), free(layers), free(parts), free(memory), free(data);
+}
+
+int main(void) {
+  char line[1 << 14], *words[7];
+  while (fgets(line, sizeof line, stdin)) {
+    int num_words = 0;
+    for (char *word = strtok(line, "\t\n"); word && num_words < 7; word = strtok(NULL, "\t\n"))
+      words[num_words++] = word;
+    MUST(num_words == 2 || num_words == 7);
+    copy(num_words, words);
+    printf("\n"), fflush(stdout);
+  }
   return 0;
 }

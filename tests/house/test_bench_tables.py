@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from kvedge.bench.report import load_report, save_report
+
 BENCH = Path(__file__).parents[2] / "bench"
 RUNS = sorted((BENCH / "runs").glob("*.json"))
 
@@ -17,8 +19,12 @@ def load(name):
     return module
 
 
-def test_there_are_runs():
+def test_runs_are_a_line_each_as_save_writes_them(tmp_path):
     assert RUNS
+    for run in RUNS:
+        save_report(load_report(str(run)), str(tmp_path / "again"))
+        assert run.read_bytes() == (tmp_path / "again").read_bytes(), run.name
+        assert run.read_bytes().count(b"\n") == 1
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.stem)
@@ -42,10 +48,11 @@ def test_the_readme_is_short_and_leads_to_every_page():
 def test_the_pictures_of_the_readme_are_those_that_its_command_draws():
     pytest.importorskip("matplotlib")
     plots = load("plots")
-    readme = (BENCH.parent / "README.md").read_text(encoding="utf-8")
+    pages = (BENCH.parent / "README.md", BENCH / "README.md")
+    readme = "".join(page.read_text(encoding="utf-8") for page in pages)
     assert "python bench/plots.py" in readme
     for picture, run in plots.PICTURES.items():
-        assert f"](docs/{picture})" in readme
+        assert f"docs/{picture})" in readme
         drawn = (BENCH.parent / "docs" / picture).read_text(encoding="utf-8")
         # Outlines of letters differ with the version of matplotlib; a comment names each text.
         said = re.findall(r"<!-- (.*?) -->", drawn)

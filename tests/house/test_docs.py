@@ -34,6 +34,7 @@ def blocks(language, document="README.md"):
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("document", ["README.md", "docs/python.md"])
 def test_the_python_of_a_document_runs(document, tmp_path, monkeypatch):
     pytest.importorskip("safetensors")
@@ -65,6 +66,7 @@ PLAIN_EXAMPLES = [
 ]
 
 
+@pytest.mark.check
 @pytest.mark.subprocess
 @pytest.mark.parametrize("path", PLAIN_EXAMPLES, ids=lambda p: p.name)
 def test_examples_run(path, tmp_path):
@@ -75,6 +77,7 @@ needs_cc = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C comp
 
 
 @needs_cc
+@pytest.mark.check
 @pytest.mark.subprocess
 def test_the_c_example_compiles_and_agrees_with_itself(tmp_path):
     program = tmp_path / "runtime"
@@ -86,6 +89,7 @@ def test_the_c_example_compiles_and_agrees_with_itself(tmp_path):
 
 
 @needs_cc
+@pytest.mark.check
 @pytest.mark.subprocess
 def test_the_readmes_c_compiles(tmp_path):
     (block,) = blocks("c")
@@ -239,7 +243,7 @@ def test_runs_are_multiplied_as_the_documents_say():
     pairs = {
         path.relative_to(kernels).parts[0]
         for path in kernels.rglob("*/*.[ch]")
-        if '#include "kernels/run_pairs.h"' in path.read_text()
+        if '#include "kernels/kivi_pairs.h"' in path.read_text()
     }
     assert pairs == {"avx256", "neon"}
     text = " ".join((ROOT / "docs" / "numerics.md").read_text().split())

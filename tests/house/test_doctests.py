@@ -9,6 +9,8 @@ import pytest
 
 import kvedge
 
+pytestmark = pytest.mark.check
+
 
 def rows(*shape):
     return np.random.default_rng(0).standard_normal(shape, dtype=np.float32)

@@ -17,6 +17,7 @@ import kvedge
 ROOT = Path(__file__).parents[2]
 
 pytestmark = [
+    pytest.mark.check,
     pytest.mark.subprocess,
     pytest.mark.skipif(
         any(

@@ -11,6 +11,7 @@ import pytest
 from kvedge.core import formats, types
 
 pytest.importorskip("mypy")
+pytestmark = pytest.mark.check
 
 USER_CODE = '''
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvedge.cli.conversation import Conversation
@@ -105,7 +105,6 @@ def test_harmless_messages_are_what_they_were(make):
 
 
 @TOKENIZERS
-@settings(max_examples=60, deadline=None)
 @given(text=st.lists(st.sampled_from([*CONTROLS, "<", "|im_end|>", "a", " ", "\n\n", "é"])))
 def test_text_without_control_tokens_is_text(make, text):
     tokenizer, text = make(), "".join(text)

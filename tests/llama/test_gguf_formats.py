@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from gguf_files import FORMATS, gguf, tensors_of, write_gguf
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import kvedge
@@ -137,7 +137,6 @@ def test_logits_are_those_of_the_weights_that_gguf_decodes(tmp_path, random_mode
 # ---- matrices in fewer bits ----------------------------------------------------------------------
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     st.sampled_from(["int8", "float16", "bfloat16"]),
     st.integers(1, 70),

@@ -85,6 +85,7 @@ def test_a_loaded_cache_holds_the_same_bytes(path, rng, options, mmap):
     np.testing.assert_array_equal(loaded.attend(1, query), cache.attend(1, query))
 
 
+@pytest.mark.covering(1)
 def test_a_loaded_cache_goes_on_like_the_one_saved(path, rng, options, mmap):
     cache = filled_cache(rng, **options)
     cache.save(path)
@@ -201,6 +202,7 @@ def test_loading_gives_the_class_it_is_called_on(path, rng, mmap):
     assert type(Mine.load(path, mmap=mmap)) is Mine
 
 
+@pytest.mark.covering(1)
 @pytest.mark.subprocess
 def test_the_other_backend_reads_the_same(path, rng, options):
     cache = filled_cache(rng, **options)
@@ -314,6 +316,7 @@ FOREIGN = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", FOREIGN)
 def test_foreign_files_are_refused(path, kind, mmap):
     assert_corrupt(path, FOREIGN[kind], mmap=mmap)
@@ -326,6 +329,7 @@ def test_a_forged_file_without_a_change_loads(path, rng):
     assert cache_content(KVCache.load(path)) == cache_content(cache)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("field", "value"),
     [

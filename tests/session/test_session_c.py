@@ -6,10 +6,21 @@ import json
 import shutil
 import subprocess
 from pathlib import Path
+from subprocess import PIPE
+from threading import Timer
 
 import numpy as np
 import pytest
-from session_support import DIM, HEADS, LAYERS, feed, filled_cache, forge, put
+from session_support import (
+    DIM,
+    HEADS,
+    LAYERS,
+    feed,
+    filled_cache,
+    forge,
+    name_of_case,
+    put,
+)
 from support import cache_content, normal
 
 from kvedge import KVCache, Rope, c_library, errors
@@ -37,13 +48,21 @@ def copy(tmp_path_factory):
     command += [*flags, "-o", str(program)]
     subprocess.run(command, check=True)
 
-    def run(source, target, *more):
-        command = [program, source, target, *map(str, more)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-        assert done.returncode in (0, 3), done.stderr
-        return done.stderr
+    copier = subprocess.Popen([program], stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True)
 
-    return run
+    def run(*words):
+        copier.stdin.write("\t".join(map(str, words)) + "\n")
+        copier.stdin.flush()
+        watch = Timer(60, copier.kill)
+        watch.start()
+        answer = copier.stdout.readline()
+        watch.cancel()
+        assert answer, copier.stderr.read()  # it has ended
+        return answer.rstrip("\n")
+
+    yield run
+    copier.communicate()
+    assert copier.returncode == 0
 
 
 def assert_copied(copy, cache, tmp_path, **options):
@@ -146,6 +165,7 @@ def with_parts(rng, tokens, dtype="int8", **options):
     return cache
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("options", PARTS, ids=str)
 @pytest.mark.parametrize("dtype", [*DTYPES, "kivi8/kivi2", *RUNS_BESIDE_ROWS])
 def test_c_copies_first_and_last_tokens_and_runs_to_the_byte(copy, tmp_path, rng, dtype, options):
@@ -174,6 +194,7 @@ def test_scales_beside_runs_are_copied(copy, tmp_path, rng, dtype):
         assert_copied(copy, cache, tmp_path)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", ["int4", "kivi2", "kivi4", "kivi8", *RUNS_BESIDE_ROWS])
 @pytest.mark.parametrize("length", [250, 224, 130, 45, 64, 1, 0])
 def test_c_copies_layers_that_went_back(copy, tmp_path, rng, dtype, length):
@@ -205,6 +226,7 @@ def test_c_copies_parts_of_layers_that_differ(copy, tmp_path, rng):
             assert_copied(copy, cache, tmp_path)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("truncated", [None, 45, 64, 3])
 @pytest.mark.parametrize(
     "options",
@@ -324,7 +346,7 @@ def test_c_reads_what_the_safetensors_package_writes(copy, tmp_path, rng):
         (None, {"head_dim": "0040"}),
         (None, {"layers": "[{},{}]"}),
     ],
-    ids=str,
+    ids=name_of_case,
 )
 def test_c_refuses_forged_files_as_python_does(copy, tmp_path, rng, change, fields):
     path = tmp_path / "forged.safetensors"
@@ -410,7 +432,7 @@ def with_key_scale(tensors):
         (None, {"layers": '[{},{"dtype":"kivi2"}]'}),
         (None, {"layers": '[{"window":70},{}]'}),  # with sinks
     ],
-    ids=str,
+    ids=name_of_case,
 )
 def test_c_refuses_forged_parts_as_python_does(copy, tmp_path, rng, change, fields):
     path = tmp_path / "forged.safetensors"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import re
 import shutil
@@ -17,7 +18,7 @@ import pytest
 from session_support import filled_cache, run
 from support import cache_content
 
-from kvedge import KVCache
+from kvedge import KVCache, errors
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux")
 needs_locks = pytest.mark.skipif(sys.platform == "win32", reason="needs fcntl")
@@ -433,3 +434,18 @@ def test_a_read_only_folder_is_a_permission_error(path, rng):
     finally:
         path.parent.chmod(0o700)
     assert path.read_bytes() == before and leftovers(path) == []
+
+
+def test_a_file_cut_just_before_it_is_mapped_is_corrupt(tmp_path, rng, monkeypatch):
+    """What the mapping lacks would end the process, once it is read."""
+    path = tmp_path / "cache"
+    filled_cache(rng, 200).save(path)
+
+    class OfHalf(mmap.mmap):
+        def __new__(cls, *arguments, **options):
+            os.truncate(path, path.stat().st_size // 2)
+            return super().__new__(cls, *arguments, **options)
+
+    monkeypatch.setattr(mmap, "mmap", OfHalf)
+    with pytest.raises(errors.CorruptFileError, match="cut"):
+        KVCache.load(path, mmap=True)

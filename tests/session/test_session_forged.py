@@ -30,6 +30,8 @@ from kvedge.core.formats import FORMATS
 from kvedge.files import session
 from kvedge.layer.layer import store_of
 
+pytestmark = pytest.mark.covering(1)  # one check serves all formats
+
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
@@ -107,6 +109,7 @@ def test_a_file_of_65536_layers_is_corrupt_at_once(path, first, mmap):
             assert_corrupt(path, match="header" if claimed != b'"65536"' else None, mmap=mmap)
 
 
+@pytest.mark.slow
 def test_the_largest_honest_cache_loads(path, rng, mmap):
     cache = KVCache(4096, 1, 2, max_seq_len=4)
     cache.save(path)
@@ -137,6 +140,7 @@ def test_a_max_seq_len_that_can_be_reserved_is_none_of_the_files_faults(path, mm
         assert KVCache.load(path, mmap=mmap).max_seq_len == 2**32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_layers", [4096, 2000])
 def test_empty_layers_with_huge_heads_that_cannot_be_reserved_are_corrupt(path, num_layers, mmap):
     empty_file(

@@ -119,7 +119,14 @@ def on_page_content(html: str, *, page: Page, config: MkDocsConfig, files: Files
 def _repository_files(config: MkDocsConfig) -> Iterator[Path]:
     """Where links are followed from."""
     yield from Path(config.docs_dir).rglob("*.md")
-    for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "bench/README.md"):
+    for name in (
+        "README.md",
+        "CHANGELOG.md",
+        "CONTRIBUTING.md",
+        "SECURITY.md",
+        "bench/README.md",
+        "bench/METHOD.md",
+    ):
         if (ROOT / name).exists():
             yield ROOT / name
 

@@ -1,4 +1,4 @@
-/* Runs of the 256-bit paths: what kernels/run_pairs.h wants. Part of avx2.c and avxvnni.c, after values.h. */
+/* Runs of the 256-bit paths: what kernels/kivi_pairs.h wants. Part of avx2.c and avxvnni.c, after values.h. */
 typedef __m256i integers, words, pair, lane_sum;
 
 KVEDGE_INLINE floats max_floats(floats a, floats b) { return _mm256_max_ps(a, b); }
@@ -47,4 +47,4 @@ KVEDGE_INLINE void multiply_pair(lane_sum *sum, words codes, pair by) { multiply
 
 #define scores_in_floats scores_of_runs_avx256
 #define weighted_sum_in_floats weighted_sum_of_runs_avx256
-#include "kernels/run_pairs.h"
+#include "kernels/kivi_pairs.h"

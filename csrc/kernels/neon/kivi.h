@@ -1,7 +1,7 @@
-/* Runs of the NEON paths: what kernels/run_pairs.h wants, on aarch64; smlal makes a sum of each half of a word. 32-bit ARM has
+/* Runs of the NEON paths: what kernels/kivi_pairs.h wants, on aarch64; smlal makes a sum of each half of a word. 32-bit ARM has
  * runs in floats. Part of neon.c, neondot.c and neoni8mm.c, which first define KVEDGE_NAME(function). */
 #if !defined(__aarch64__)
-#include "kernels/runs.h"
+#include "kernels/kivi.h"
 #define KVEDGE_NEON_RUNS KVEDGE_RUNS_PORTABLE
 #else
 
@@ -14,8 +14,6 @@ typedef int16x8_t pair;
 typedef struct {
   int32x4_t half[2]; /* of the first two lanes, and of the others: their lower and upper halves */
 } lane_sum;
-
-static inline uintptr_t kvedge_prefetch_again_after(void) { return 0; }
 
 KVEDGE_INLINE floats load_floats(const float *p) { return vld1q_f32(p); }
 KVEDGE_INLINE void store_floats(float *p, floats x) { vst1q_f32(p, x); }
@@ -89,6 +87,6 @@ KVEDGE_INLINE void multiply_pair(lane_sum *sum, words codes, pair by) {
 
 #define scores_in_floats scores_of_runs_portable
 #define weighted_sum_in_floats weighted_sum_of_runs_portable
-#include "kernels/run_pairs.h"
+#include "kernels/kivi_pairs.h"
 #define KVEDGE_NEON_RUNS {.scores = KVEDGE_NAME(scores_of_runs), .weighted_sum = KVEDGE_NAME(weighted_sum_of_runs)}
 #endif

@@ -1,4 +1,4 @@
-/* Runs (kivi2, kivi4, kivi8) as integers of 16 bits, for any width of vectors: kernels/runs.h has the sums. Included by a path
+/* Runs (kivi2, kivi4, kivi8) as integers of 16 bits, for any width of vectors: kernels/kivi.h has the sums. Included by a path
  * that first defines
  *
  *   floats, integers               vectors of FLOATS floats, and of as many integers of 32 bits
@@ -25,7 +25,7 @@
  * and a sign. The unit of a query's is one for as many runs as have steps of about the same size, so that no run waits for a
  * maximum; weights of 64 tokens have one. Where that is not enough (three planes) codes become floats.
  */
-#include "kernels/run_words.h"
+#include "kernels/kivi.h"
 
 enum {
   SUMS_OF_LANES = 8, /* vectors of sums at a time */
