@@ -10,24 +10,10 @@ from kvedge.cache.cache import KVCache, state_of
 from kvedge.cache.configs import layer_configs, shape_of
 from kvedge.core import checks, memory, registry
 from kvedge.core.config import LayerConfig, as_float, as_int, layer_config
+from kvedge.core.storage import NAMES, Storage
 from kvedge.errors import InvalidArgumentError
 
 __all__ = ["KvCachePolicy"]
-
-#: Of a step, beside its share: the options of KVCache.requantize.
-_STORAGE = (
-    "dtype",
-    "key_dtype",
-    "value_dtype",
-    "group_size",
-    "scale_dtype",
-    "key_offset",
-    "key_scale",
-    "recent",
-    "sinks",
-    "recent_dtype",
-)
-_OF_A_CACHE = ("key_offset", "key_scale")  # what LayerConfig knows nothing of
 
 
 @dataclass(frozen=True)
@@ -44,9 +30,8 @@ class _Step:
 
     def config(self, old: LayerConfig) -> Any:
         """A layer of the same shape, stored so."""
-        storage = self.options(old.widest)
-        common = {name: storage[name] for name in storage if name not in _OF_A_CACHE}
-        return layer_configs(1, [shape_of(old)], None, {"recent": 0, "sinks": 0, **common})[0]
+        common = Storage(**self.options(old.widest)).of_layers()
+        return layer_configs(1, [shape_of(old)], None, common)[0]
 
 
 class KvCachePolicy:
@@ -237,15 +222,15 @@ def _checked(steps: Any) -> tuple[_Step, ...]:
             raise InvalidArgumentError(
                 f'step {index} must be a mapping with a "dtype", not {checks.describe(given)}'
             )
-        unknown = [name for name in given if name not in (*_STORAGE, "share")]
+        unknown = [name for name in given if name not in (*NAMES, "share")]
         if unknown:
             raise InvalidArgumentError(
                 f"step {index} has {checks.describe(unknown[0])}, which is none of "
-                f"{', '.join(_STORAGE)} and share"
+                f"{', '.join(NAMES)} and share"
             )
         last = index == len(steps) - 1
         share = _share(given.get("share", 1.0 if last else None), f"share of step {index}")
-        step = _Step(share, {name: given[name] for name in _STORAGE if name in given})
+        step = _Step(share, {name: given[name] for name in NAMES if name in given})
         step.config(layer_config("int8", 1, 1, checks.MAX_HEAD_DIM))  # its options are checked
         if made and not _is_coarser(step, made[-1]):
             raise InvalidArgumentError(

@@ -15,24 +15,28 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, overload
 
 import numpy as np
 
-from kvedge.cache import appending, editing, ranges, storage
+from kvedge.cache import appending, editing, ranges
 from kvedge.cache import snapshot as snapshots
 from kvedge.cache.configs import layer_configs, shape_of, taken_over
+from kvedge.cache.requantizing import requantize
 from kvedge.cache.snapshot import KvCacheSnapshot
-from kvedge.cache.state import CacheState, KeyVectors, LayerTypes
+from kvedge.cache.state import CacheState, LayerTypes
 from kvedge.core import checks, memory, registry
 from kvedge.core.config import ConfigFacts, LayerConfig
 from kvedge.core.key_map import KeyRule
 from kvedge.core.memory import memory_for
 from kvedge.core.options import shows_options
+from kvedge.core.storage import Storage, shows_storage
 from kvedge.core.types import (
     Array,
     AttendArguments,
     CacheArguments,
     Dtype,
     Floats,
+    KeyVectors,
     Layout,
     ScaleDtype,
+    StorageArguments,
 )
 from kvedge.errors import (
     CapacityExceededError,
@@ -178,13 +182,25 @@ class KVCache(ConfigFacts):
         OutOfMemoryError
             The system refused to reserve the memory.
         """
-        given = {"num_kv_heads": num_kv_heads, "head_dim": head_dim, "num_layers": num_layers}
-        more: dict[str, object]
-        more = {"value_head_dim": value_head_dim, "group_size": group_size, "window": window}
-        more |= {"key_dtype": key_dtype, "value_dtype": value_dtype}
-        more |= {"max_seq_len": max_seq_len, "key_offset": key_offset, "key_scale": key_scale}
-        more |= {"recent": recent or None, "sinks": sinks or None, "recent_dtype": recent_dtype}
-        ready = taken_over(layers, **given, **more)
+        storage = Storage(
+            dtype=dtype,
+            key_dtype=key_dtype,
+            value_dtype=value_dtype,
+            group_size=group_size,
+            scale_dtype=scale_dtype,
+            key_offset=key_offset,
+            key_scale=key_scale,
+            recent=recent,
+            sinks=sinks,
+            recent_dtype=recent_dtype,
+        )
+        shape: dict[str, object] = {
+            "num_kv_heads": num_kv_heads,
+            "head_dim": head_dim,
+            "value_head_dim": value_head_dim,
+        }
+        given = {**shape, "num_layers": num_layers, "window": window, "max_seq_len": max_seq_len}
+        ready = taken_over(layers, given | storage.given())
         if ready is not None:
             stores = [store_of(layer) for layer in ready]
             limits = [one.config.limit for one in stores if one.config.limit is not None]
@@ -193,21 +209,8 @@ class KVCache(ConfigFacts):
             num_query_heads = _as_num_query_heads(num_query_heads, [s.config for s in stores])
             self._state = CacheState(self._layer_types, ready, limit, rule, {})
         else:
-            common = {
-                "dtype": dtype,
-                "num_kv_heads": num_kv_heads,
-                "head_dim": head_dim,
-                "value_head_dim": value_head_dim,
-                "key_dtype": key_dtype,
-                "value_dtype": value_dtype,
-                "group_size": group_size,
-                "scale_dtype": scale_dtype,
-                "recent": recent,
-                "sinks": sinks,
-                "recent_dtype": recent_dtype,
-            }
             max_seq_len = checks.check_max_seq_len(max_seq_len)
-            configs = layer_configs(num_layers, layers, window, common)
+            configs = layer_configs(num_layers, layers, window, shape | storage.of_layers())
             num_query_heads = _as_num_query_heads(num_query_heads, configs)
             self._state = CacheState.new(
                 self._layer_types, configs, max_seq_len, key_offset, key_scale, {}
@@ -667,20 +670,8 @@ class KVCache(ConfigFacts):
         ranges.inject(self._state, other._state, start, requantize=requantize)
 
     @memory_for("the tokens of a cache, stored anew")
-    def requantize(
-        self,
-        dtype: Dtype,
-        *,
-        key_dtype: Dtype | None = None,
-        value_dtype: Dtype | None = None,
-        group_size: int | None = None,
-        scale_dtype: ScaleDtype = "float32",
-        key_offset: KeyVectors = None,
-        key_scale: KeyVectors = None,
-        recent: int = 0,
-        sinks: int = 0,
-        recent_dtype: Dtype | None = None,
-    ) -> None:
+    @shows_storage
+    def requantize(self, dtype: Dtype, **storage: Unpack[StorageArguments]) -> None:
         """Store all layers in another format from now on, the tokens held included.
 
         A layer's old memory is given back before the next layer is converted, so that besides the
@@ -689,10 +680,10 @@ class KVCache(ConfigFacts):
 
         Parameters
         ----------
-        dtype, key_dtype, value_dtype, group_size, scale_dtype, key_offset, key_scale, recent, sinks
-        recent_dtype
-            As of :class:`kvedge.KVCache`, for all layers; what is left out is as in a new cache.
-            "auto" looks at the first of the tokens held.
+        dtype, **storage
+            As of :class:`kvedge.KVCache`, for all layers: key_dtype, value_dtype, group_size,
+            scale_dtype, key_offset, key_scale, recent, sinks and recent_dtype. What is left out is
+            as in a new cache. "auto" looks at the first of the tokens held.
 
         Raises
         ------
@@ -713,19 +704,10 @@ class KVCache(ConfigFacts):
         """
         state = self._state
         state.refuse_pending("requantize()")
-        common = {
-            "dtype": dtype,
-            "key_dtype": key_dtype,
-            "value_dtype": value_dtype,
-            "group_size": group_size,
-            "scale_dtype": scale_dtype,
-            "recent": recent,
-            "sinks": sinks,
-            "recent_dtype": recent_dtype,
-        }
+        made = Storage(dtype=dtype, **storage)
         shapes = [shape_of(old) for old in state.format.layers]
-        configs = layer_configs(state.num_layers, shapes, None, common)
-        storage.requantize(state, configs, key_offset, key_scale)
+        configs = layer_configs(state.num_layers, shapes, None, made.of_layers())
+        requantize(state, configs, made.key_offset, made.key_scale)
 
     # ---- copies and files ------------------------------------------------------------------------
 

@@ -7,26 +7,14 @@ from typing import Any
 
 from kvedge.core import checks
 from kvedge.core.config import MAX_LAYERS, LayerConfig
+from kvedge.core.storage import Storage
 from kvedge.errors import InvalidArgumentError
 from kvedge.layer.layer import KvLayer, store_of
 
 __all__ = ["layer_configs", "shape_of", "taken_over"]
 
 #: What may be said of a layer by itself; the rest is the cache's business.
-OF_A_LAYER = (
-    "num_kv_heads",
-    "head_dim",
-    "value_head_dim",
-    "dtype",
-    "key_dtype",
-    "value_dtype",
-    "group_size",
-    "scale_dtype",
-    "window",
-    "recent",
-    "sinks",
-    "recent_dtype",
-)
+OF_A_LAYER = ("num_kv_heads", "head_dim", "value_head_dim", "window", *Storage().of_layers())
 
 
 def layer_configs(num_layers: Any, layers: Any, window: Any, common: dict[str, Any]) -> list[Any]:
@@ -117,7 +105,7 @@ def _sequence(given: Any, name: str, of: str) -> list[Any]:
     return list(given)
 
 
-def taken_over(layers: Any, **others: Any) -> list[KvLayer] | None:
+def taken_over(layers: Any, others: Mapping[str, object]) -> list[KvLayer] | None:
     """The layers that a new cache shall be made of, if `layers` holds such; else None.
 
     Raises

@@ -12,7 +12,7 @@ from kvedge.cache.overwrites import OverwriteLog
 from kvedge.core import checks, memory
 from kvedge.core.config import LayerConfig
 from kvedge.core.key_map import KeyMap, KeyRule
-from kvedge.core.types import Array
+from kvedge.core.types import KeyVectors
 from kvedge.errors import (
     CapacityExceededError,
     LayersOutOfStepError,
@@ -30,10 +30,9 @@ from kvedge.rope import Turns
 if TYPE_CHECKING:
     from typing_extensions import Self  # type checkers bring it along
 
-__all__ = ["Adopted", "CacheState", "KeyVectors", "LayerTypes", "contents_of_stores", "layer_names"]
+__all__ = ["Adopted", "CacheState", "LayerTypes", "contents_of_stores", "layer_names"]
 
 LayerTypes: TypeAlias = Mapping[str, type[KvLayer]]  # a backend's, by their dtype
-KeyVectors: TypeAlias = "Array | Literal['auto'] | Sequence[Array | Literal['auto'] | None] | None"
 #: Of a layer whose bytes were put into the slabs from row 0 on: tokens, how keys are stored, tokens
 #: dropped before them, what is held in another format too, what keys are still to be turned by.
 Adopted: TypeAlias = "tuple[int, KeyMap, int, Sequence[PartContents], Turns | None]"

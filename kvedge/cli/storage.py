@@ -10,20 +10,10 @@ from kvedge.console.values import positive_int
 from kvedge.core.formats import DTYPES, FORMATS, SCALE_TYPES, format_of
 from kvedge.core.options import as_tolerance
 from kvedge.core.recommended import AUTO, RECOMMENDED
+from kvedge.core.storage import NAMES, PART_OPTIONS
 from kvedge.core.types import Dtype
 
 __all__ = ["add_options", "cache_options", "dtype_of"]
-
-_PART_OPTIONS = ("recent", "sinks", "recent_dtype")
-_FLAGS = (
-    "key_dtype",
-    "value_dtype",
-    "group_size",
-    "scale_dtype",
-    "key_offset",
-    "key_scale",
-    *_PART_OPTIONS,
-)
 
 
 def add_options(group: Any) -> None:
@@ -117,14 +107,14 @@ def cache_options(options: argparse.Namespace) -> dict[str, Any]:
         A flag of formats with scales, and a format without.
     """
     dtype = dtype_of(options) or "int8"
-    given = {name: getattr(options, name) for name in _FLAGS}
+    given = {name: getattr(options, name) for name in NAMES if name != "dtype"}
     given = {name: value for name, value in given.items() if value is not None}
     if options.cache == AUTO:
         given.setdefault("key_scale", RECOMMENDED["key_scale"])
     keys, values = options.key_dtype or dtype, options.value_dtype or dtype
     for name in given:
         stored = (keys,) if name == "key_offset" else (keys, values)
-        of_any = name in ("key_scale", "key_dtype", "value_dtype", *_PART_OPTIONS)
+        of_any = name in ("key_scale", "key_dtype", "value_dtype", *PART_OPTIONS)
         if not of_any and not any(format_of(each).has_scales for each in stored):
             scaled = " or ".join(form.name for form in FORMATS.values() if form.has_scales)
             flag = "--" + name.replace("_", "-")

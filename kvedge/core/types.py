@@ -73,8 +73,8 @@ class StorageArguments(TypedDict, total=False):
     value_dtype: Dtype | None
     group_size: int | None
     scale_dtype: ScaleDtype
-    key_offset: Array | Literal["auto"] | Sequence[Any] | None
-    key_scale: Array | Literal["auto"] | Sequence[Any] | None
+    key_offset: KeyVectors
+    key_scale: KeyVectors
     recent: int
     sinks: int
     recent_dtype: Dtype | None
@@ -91,3 +91,6 @@ class CacheArguments(StorageArguments, total=False):
 
 # What keys, values and queries may come as: float32, or float16 and bfloat16, which are converted.
 Array: TypeAlias = Union["npt.NDArray[Any]", SupportsDLPack]
+
+# A key offset or scale: an array for all layers, what first tokens decide, or one for each layer.
+KeyVectors: TypeAlias = Array | Literal["auto"] | Sequence[Array | Literal["auto"] | None] | None

@@ -314,8 +314,8 @@ class ShardedKVCache(ShardedFacts):
             (num_heads, head_dim) for one token, (n, num_heads, head_dim) for the last n of the
             context.
         **options
-            Those of a layer: see :meth:`kvedge.QuantizedKvLayer.attend`; positions, and whatever speaks of them,
-            are those of the whole context.
+            Those of a layer: see :meth:`kvedge.QuantizedKvLayer.attend`. Positions, and whatever
+            speaks of them, are those of the whole context.
 
         Returns
         -------

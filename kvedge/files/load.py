@@ -25,6 +25,7 @@ from kvedge.core.config import MAX_LAYERS, LayerConfig
 from kvedge.core.formats import FORMATS, IN_RUNS, SCALE_TYPES
 from kvedge.core.key_map import KeyMap, KeyRule
 from kvedge.core.kivi import RUN
+from kvedge.core.storage import KEY_VECTORS, PART_OPTIONS
 from kvedge.errors import (
     CorruptFileError,
     InvalidArgumentError,
@@ -39,10 +40,8 @@ from kvedge.files.session import (
     FORMAT,
     KEY_SCALE,
     KEY_TURNS,
-    KEY_VECTORS,
     LAYERS,
     MAX_HEADER,
-    PART_OPTIONS,
     PARTS,
     USER,
     VALUE_DTYPE,

@@ -36,6 +36,7 @@ from kvedge.core import checks, memory
 from kvedge.core.config import LayerConfig
 from kvedge.core.formats import FORMATS, IN_RUNS, SCALE_TYPES, format_of
 from kvedge.core.key_map import KeyRule
+from kvedge.core.storage import KEY_VECTORS, PART_OPTIONS
 from kvedge.errors import InvalidArgumentError, MissingExtraError
 from kvedge.files.contents import CacheContents, CacheFormat
 from kvedge.files.replacing import replacing
@@ -63,11 +64,8 @@ FIELDS = (
 )
 AUTO = "auto"
 KEY_SCALE = "key_scale"  # "auto": a field of files whose layers take it from their first tokens
-KEY_VECTORS = ("key_offset", "key_scale")  # tensors of a layer, in the order of KeyMap
 VALUE_DTYPE = "value_dtype"  # a field of files where it is not dtype
 VALUE_HEAD_DIM = "value_head_dim"  # a field of files where it is not head_dim
-# Fields of files whose layers hold first or last tokens in another format too.
-PART_OPTIONS = ("recent", "sinks", "recent_dtype")
 PARTS = ("first", "last", "runs")  # tensors of such: layers.{i}.PART.NAME; runs of formats of runs
 # A field of files whose layers differ or have windows: JSON, a list of what each layer has that the
 # fields above, which are those of layer 0, do not say; see `layers_field`.

@@ -187,7 +187,8 @@ class PagedAttention(PagedFacts):
         layout : {"nhd", "hnd"}
             "hnd": queries and results of n tokens are (num_heads, n, head_dim).
         **options
-            Those of a layer, see :meth:`kvedge.QuantizedKvLayer.attend`, the same for all sequences; no mask.
+            Those of a layer, see :meth:`kvedge.QuantizedKvLayer.attend`, the same for all
+            sequences; no mask.
 
         Returns
         -------

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -15,31 +14,16 @@ from kvedge.backends.select import KVCache
 from kvedge.core.config import MAX_HEAD_DIM
 from kvedge.core.options import AttendOptions
 from kvedge.core.recommended import RECOMMENDED
+from kvedge.core.storage import Storage
 from kvedge.errors import InvalidArgumentError
 
 __all__ = ["STORAGE", "StoreOptions", "is_for_each_layer", "stored_text"]
 
 _MAJOR = int(transformers.__version__.split(".", 1)[0])
 
-# Arguments of a KVCache that the model's config or transformers decides.
-_OF_THE_MODEL = {
-    "num_layers",
-    "num_kv_heads",
-    "head_dim",
-    "value_head_dim",
-    "max_seq_len",
-    "window",
-    "layers",
-    "num_query_heads",
-}
-
 #: Options of a KvedgeCache that say how rows are stored, all others of a KVCache, and their
 #: defaults: those of a KVCache but where something is recommended.
-STORAGE: dict[str, Any] = {
-    name: parameter.default
-    for name, parameter in inspect.signature(KVCache.__init__).parameters.items()
-    if name != "self" and name not in _OF_THE_MODEL
-} | RECOMMENDED
+STORAGE: dict[str, Any] = {each.name: each.default for each in fields(Storage)} | RECOMMENDED
 
 _TRIED = MAX_HEAD_DIM  # channels of the layer that options are tried on: any group_size fits
 

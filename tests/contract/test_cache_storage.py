@@ -9,7 +9,7 @@ import pytest
 from support import cache_content, normal
 
 from kvedge import KVCache, KvCachePolicy, QuantizedKvLayer, errors
-from kvedge.cache import storage as cache_storage
+from kvedge.cache import requantizing as cache_storage
 from kvedge.core import memory
 from kvedge.core.formats import FORMATS
 from kvedge.layer.layer import store_of

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from kvedge.cache.state import CacheState, KeyVectors
+from kvedge.cache.state import CacheState
 from kvedge.core.config import LayerConfig
+from kvedge.core.types import KeyVectors
 from kvedge.files.contents import CacheFormat
 from kvedge.layer.copies import new_store
 from kvedge.layer.keys import store_as

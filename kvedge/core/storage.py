@@ -1,0 +1,61 @@
+"""The options of storage: how a cache keeps keys and values, whatever their shape."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+from kvedge.core.types import Dtype, KeyVectors, ScaleDtype
+
+__all__ = ["KEY_VECTORS", "NAMES", "PART_OPTIONS", "Storage", "shows_storage"]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How keys and values are stored, as of :class:`kvedge.KVCache`; not yet checked.
+
+    The one list of these options: what takes them all goes by ``fields(Storage)``. Type checkers
+    see them in :class:`kvedge.core.types.StorageArguments`.
+    """
+
+    dtype: Dtype = "int8"
+    key_dtype: Dtype | None = None
+    value_dtype: Dtype | None = None
+    group_size: int | None = None
+    scale_dtype: ScaleDtype = "float32"
+    key_offset: KeyVectors = None
+    key_scale: KeyVectors = None
+    recent: int = 0
+    sinks: int = 0
+    recent_dtype: Dtype | None = None
+
+    def given(self) -> dict[str, Any]:
+        """What was asked for beside dtype and scale_dtype; None for what was not."""
+        said = {name: getattr(self, name) for name in NAMES if name not in ("dtype", "scale_dtype")}
+        return said | {"recent": self.recent or None, "sinks": self.sinks or None}
+
+    def of_layers(self) -> dict[str, Any]:
+        """What a layer's config is made from: all but what is a vector of each layer."""
+        return {name: getattr(self, name) for name in NAMES if name not in KEY_VECTORS}
+
+
+NAMES = tuple(field.name for field in fields(Storage))
+#: Options that are a vector for each layer, of which a config knows nothing.
+KEY_VECTORS = ("key_offset", "key_scale")
+#: Options of first and last tokens that are held in another format besides.
+PART_OPTIONS = ("recent", "sinks", "recent_dtype")
+
+
+def shows_storage(function: _Function) -> _Function:
+    """Let a function that takes ``**storage`` show the options in its signature (a decorator)."""
+    own = inspect.signature(function)
+    shown = [each for each in own.parameters.values() if each.kind is not each.VAR_KEYWORD]
+    for name, each in inspect.signature(Storage).parameters.items():
+        if name not in own.parameters:
+            shown.append(each.replace(kind=each.KEYWORD_ONLY))
+    function.__signature__ = own.replace(parameters=shown)  # type: ignore[attr-defined]
+    return function
