@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar, overload
 
 import numpy as np
 
@@ -332,7 +332,7 @@ class KVCache(ConfigFacts):
         query: Array,
         *,
         return_lse: Literal[False] = False,
-        out: Any = None,
+        out: Array | None = None,
         **options: Unpack[AttendArguments],
     ) -> Floats: ...
     @overload
@@ -342,7 +342,7 @@ class KVCache(ConfigFacts):
         query: Array,
         *,
         return_lse: Literal[True],
-        out: Any = None,
+        out: Array | None = None,
         **options: Unpack[AttendArguments],
     ) -> tuple[Floats, Floats]: ...
     @overload
@@ -352,7 +352,7 @@ class KVCache(ConfigFacts):
         query: Array,
         *,
         return_lse: bool,
-        out: Any = None,
+        out: Array | None = None,
         **options: Unpack[AttendArguments],
     ) -> Floats | tuple[Floats, Floats]: ...
     @shows_options

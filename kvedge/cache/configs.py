@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from kvedge.core import checks
 from kvedge.core.config import MAX_LAYERS, LayerConfig
@@ -17,7 +16,9 @@ __all__ = ["layer_configs", "shape_of", "taken_over"]
 OF_A_LAYER = ("num_kv_heads", "head_dim", "value_head_dim", "window", *Storage().of_layers())
 
 
-def layer_configs(num_layers: Any, layers: Any, window: Any, common: dict[str, Any]) -> list[Any]:
+def layer_configs(
+    num_layers: object, layers: object, window: object, common: Mapping[str, object]
+) -> list[LayerConfig]:
     """Check what a KVCache is told of its layers.
 
     Parameters
@@ -49,18 +50,18 @@ def layer_configs(num_layers: Any, layers: Any, window: Any, common: dict[str, A
     own = [{}] * num_layers if own is None else own
     if len(own) != num_layers:
         raise InvalidArgumentError(f"layers must be {num_layers} as num_layers, not {len(own)}")
-    made: dict[Any, LayerConfig] = {}  # equal layers share theirs
+    made: dict[LayerConfig, LayerConfig] = {}  # equal layers share theirs
     return [_config(i, own[i], {**common, "window": windows[i]}, made) for i in range(num_layers)]
 
 
-def shape_of(config: LayerConfig) -> dict[str, Any]:
+def shape_of(config: LayerConfig) -> dict[str, object]:
     """What :func:`layer_configs` is told of a layer that is to be stored in another way."""
     names = ("num_kv_heads", "head_dim", "value_head_dim", "window")
     return {name: getattr(config, name) for name in names}
 
 
 def _config(
-    index: int, own: Any, common: dict[str, Any], made: dict[Any, LayerConfig]
+    index: int, own: object, common: Mapping[str, object], made: dict[LayerConfig, LayerConfig]
 ) -> LayerConfig:
     if not isinstance(own, Mapping):
         raise InvalidArgumentError(
@@ -87,7 +88,7 @@ def _config(
     return made.setdefault(config, config)
 
 
-def _windows(window: Any, num_layers: int) -> list[Any]:
+def _windows(window: object, num_layers: int) -> list[object]:
     if window is None or not isinstance(window, Sequence) or isinstance(window, (str, bytes)):
         return [window] * num_layers
     if len(window) != num_layers:
@@ -97,7 +98,7 @@ def _windows(window: Any, num_layers: int) -> list[Any]:
     return list(window)
 
 
-def _sequence(given: Any, name: str, of: str) -> list[Any]:
+def _sequence(given: object, name: str, of: str) -> list[object]:
     if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Sequence):
         raise InvalidArgumentError(
             f"{name} must be a sequence of {of}, not {checks.describe(given)}"
@@ -105,7 +106,7 @@ def _sequence(given: Any, name: str, of: str) -> list[Any]:
     return list(given)
 
 
-def taken_over(layers: Any, others: Mapping[str, object]) -> list[KvLayer] | None:
+def taken_over(layers: object, others: Mapping[str, object]) -> list[KvLayer] | None:
     """The layers that a new cache shall be made of, if `layers` holds such; else None.
 
     Raises

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from functools import partial
 
 import numpy as np
 
-from kvedge.cache.state import CacheState, layer_names
+from kvedge.cache.state import CacheState, LayerTypes, layer_names
 from kvedge.core import checks, registry
 from kvedge.core.key_map import KeyRule
 from kvedge.core.memory import memory_for
@@ -214,16 +214,18 @@ class KvCacheSnapshot:
             It is damaged, cut short or something else.
         InvalidArgumentError, MissingExtraError, OutOfMemoryError
         """
-        state = load.load_bytes(_empty, data, "the bytes of a snapshot")
+        state = load.load_bytes(
+            partial(CacheState.empty, _layer_types()), data, "the bytes of a snapshot"
+        )
         return cls._holding(state.contents(copy=False))
 
     def __copy__(self) -> KvCacheSnapshot:
         return self
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> KvCacheSnapshot:
+    def __deepcopy__(self, memo: dict[int, object]) -> KvCacheSnapshot:
         return self
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         if self._contents is None:
             raise InvalidArgumentError(
                 "a snapshot that is a mark in its cache cannot be pickled: pickle its detach(), or "
@@ -267,12 +269,12 @@ def restore(state: CacheState, mark: object) -> None:
     state.set_length(mark._length)
 
 
-def _empty(*arguments: Any) -> CacheState:
-    """An empty cache of the active backend; arguments as of :meth:`CacheState.empty`."""
-    return CacheState.empty(registry.active("KVCache")._layer_types, *arguments)
-
-
 def _holding(contents: CacheContents) -> CacheState:
-    return CacheState.holding(
-        registry.active("KVCache")._layer_types, contents, None, KeyRule(), {}
-    )
+    """A cache of the active backend that holds them."""
+    return CacheState.holding(_layer_types(), contents, None, KeyRule(), {})
+
+
+def _layer_types() -> LayerTypes:
+    """Those of the active backend."""
+    types: LayerTypes = registry.active("KVCache")._layer_types
+    return types

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar, overload
 
 import numpy as np
 
@@ -180,7 +180,7 @@ class KvLayer(ConfigFacts):
         query: Array,
         *,
         return_lse: Literal[False] = False,
-        out: Any = None,
+        out: Array | None = None,
         **options: Unpack[AttendArguments],
     ) -> Floats: ...
     @overload
@@ -189,7 +189,7 @@ class KvLayer(ConfigFacts):
         query: Array,
         *,
         return_lse: Literal[True],
-        out: Any = None,
+        out: Array | None = None,
         **options: Unpack[AttendArguments],
     ) -> tuple[Floats, Floats]: ...
     @overload
@@ -198,7 +198,7 @@ class KvLayer(ConfigFacts):
         query: Array,
         *,
         return_lse: bool,
-        out: Any = None,
+        out: Array | None = None,
         **options: Unpack[AttendArguments],
     ) -> Floats | tuple[Floats, Floats]: ...
     @shows_options
@@ -612,12 +612,12 @@ class KvLayer(ConfigFacts):
         """As :meth:`copy`."""
         return self.copy()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
         """As :meth:`copy`."""
         return self.copy()
 
     @memory_for("a pickle of the layer")
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         """Pickle the stored bytes; they are restored into whatever backend is active then."""
         return restored, (registry.named(type(self)), *copies.stored(self._store))
 

@@ -6,7 +6,8 @@ same name from it, over its stores, with :func:`layer_classes`; type checkers se
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Literal
 
 from kvedge.core import registry
 from kvedge.core.config import describe
@@ -205,7 +206,7 @@ def Fp8KvLayer(
     value_head_dim: int | None = None,
     key_scale: Array | Literal["auto"] | None = None,
     window: int | None = None,
-) -> Any:
+) -> Fp8E4m3KvLayer | Fp8E5m2KvLayer:
     """Make an empty layer of 8-bit floats, of either type.
 
     Parameters
@@ -227,7 +228,7 @@ def Fp8KvLayer(
     if not isinstance(dtype, str) or dtype not in kinds:
         wanted = " or ".join(f'"{name}"' for name in kinds)
         raise InvalidArgumentError(f"dtype must be {wanted}, not {describe(dtype)}")
-    kind = registry.active(kinds[dtype])
+    kind: Callable[..., Fp8E4m3KvLayer | Fp8E5m2KvLayer] = registry.active(kinds[dtype])
     return kind(
         capacity,
         num_kv_heads,

@@ -1,5 +1,6 @@
 """What a type checker makes of a user's code: mypy --strict has nothing to say against it."""
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import get_args
 import numpy as np
 import pytest
 
+import kvedge
 from kvedge.core import formats, types
 
 pytest.importorskip("mypy")
@@ -186,3 +188,12 @@ def test_a_users_mistakes_are_seen(tmp_path):
     lines = [line for line in done.stdout.splitlines() if ": error:" in line]
     found = {int(line.split(":")[1]) for line in lines}
     assert found == {5, 6, 7, 8, 9}, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("folder", ["cache", "layer"])
+def test_no_annotation_says_any(folder):
+    for path in sorted((Path(kvedge.__file__).parent / folder).glob("*.py")):
+        names = [
+            node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Name)
+        ]
+        assert not [node.lineno for node in names if node.id == "Any"], path.name
