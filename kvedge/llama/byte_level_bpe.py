@@ -8,12 +8,12 @@ from typing import Any
 from ..errors import InvalidArgumentError, MissingExtraError
 from .chat_template import ChatTemplate
 from .text_splits import text_split
-from .tokenizer import control_texts_of
+from .tokenizer import WithControlTexts
 
 __all__ = ["ByteLevelBpeTokenizer"]
 
 
-class ByteLevelBpeTokenizer:
+class ByteLevelBpeTokenizer(WithControlTexts):
     """Byte pair encoding over bytes written as printable characters (Radford et al. 2019).
 
     Parameters
@@ -91,7 +91,6 @@ class ByteLevelBpeTokenizer:
             raise InvalidArgumentError(f"the merges do not fit the vocabulary: {error}") from error
         self._spelled = {tokens[token]: token for token in sorted(spelled_ids)}
         self._controls = self._special | self.stop_ids
-        self._marks: tuple[ChatTemplate | None, frozenset[str] | None] = None, None
 
         def encoder(spelled: Collection[str]) -> Any:
             made = tokenizers.Tokenizer(model)
@@ -114,15 +113,6 @@ class ByteLevelBpeTokenizer:
 
     def __repr__(self) -> str:
         return f"ByteLevelBpeTokenizer(vocab_size={self.vocab_size}, bos_id={self.bos_id})"
-
-    @property
-    def control_texts(self) -> frozenset[str]:
-        """Texts of control tokens, which ``encode(special=False)`` takes as text."""
-        template, texts = self._marks
-        if texts is None or template is not self.chat_template:
-            texts = control_texts_of(self._spelled, self._controls, self.chat_template)
-            self._marks = self.chat_template, texts
-        return texts
 
     def encode(
         self,

@@ -25,8 +25,8 @@ from .chat_template import ChatTemplate
 __all__ = [
     "ScoredBpeTokenizer",
     "Tokenizer",
+    "WithControlTexts",
     "any_of",
-    "control_texts_of",
     "load_llama2c_tokenizer",
     "text_decoder",
 ]
@@ -74,25 +74,37 @@ class Tokenizer(Protocol):
         """UTF-8 bytes, perhaps not a whole character, that `token` adds after `previous`."""
 
 
-def control_texts_of(
-    spelled: Mapping[str, int], controls: Collection[int], template: ChatTemplate | None
-) -> frozenset[str]:
-    """Those of the tokens that a text can spell out which are a chat's marks, not words.
+class WithControlTexts:
+    """The control texts of a tokenizer, found when they are first needed.
 
-    They are control tokens, those that end a text, and those that the chat template writes,
-    whatever type the model's file gives them. White space and words are none.
+    Those of the tokens that a text can spell out which are a chat's marks, not words: control
+    tokens, those that end a text, and those that the chat template writes, whatever type the
+    model's file gives them. White space and words are none.
     """
-    source = "" if template is None else template.source
-    return frozenset(
-        text
-        for text, token in spelled.items()
-        if token in controls
-        or (text.startswith("<|") and text.endswith("|>"))  # a template may put it together
-        or (text in source and text[:1] in "<[" and len(text) > 2)
-    )
+
+    chat_template: ChatTemplate | None
+    _spelled: Mapping[str, int]  # tokens that a text can spell out
+    _controls: Collection[int]  # control tokens
+    _marks: tuple[ChatTemplate | None, frozenset[str] | None] = (None, None)  # of which template
+
+    @property
+    def control_texts(self) -> frozenset[str]:
+        """Texts of control tokens, which ``encode(special=False)`` takes as text."""
+        template, texts = self._marks
+        if texts is None or template is not self.chat_template:
+            source = "" if self.chat_template is None else self.chat_template.source
+            texts = frozenset(
+                text
+                for text, token in self._spelled.items()
+                if token in self._controls
+                or (text.startswith("<|") and text.endswith("|>"))  # a template may put it together
+                or (text in source and text[:1] in "<[" and len(text) > 2)
+            )
+            self._marks = self.chat_template, texts
+        return texts
 
 
-class ScoredBpeTokenizer:
+class ScoredBpeTokenizer(WithControlTexts):
     """Byte pair encoding that joins the best scored pair first (SentencePiece's BPE).
 
     Parameters
@@ -164,7 +176,6 @@ class ScoredBpeTokenizer:
         self._spelled_in = any_of(frozenset(self._spelled))
         special = frozenset(special_ids)
         self._controls = special | self.stop_ids
-        self._marks: tuple[ChatTemplate | None, frozenset[str] | None] = None, None
         self._ids: dict[bytes, int] = {}
         for token, piece in enumerate(pieces):
             if token not in special:
@@ -172,15 +183,6 @@ class ScoredBpeTokenizer:
 
     def __repr__(self) -> str:
         return f"ScoredBpeTokenizer(vocab_size={self.vocab_size}, bos_id={self.bos_id})"
-
-    @property
-    def control_texts(self) -> frozenset[str]:
-        """Texts of control tokens, which ``encode(special=False)`` takes as text."""
-        template, texts = self._marks
-        if texts is None or template is not self.chat_template:
-            texts = control_texts_of(self._spelled, self._controls, self.chat_template)
-            self._marks = self.chat_template, texts
-        return texts
 
     def encode(
         self,
