@@ -1,5 +1,6 @@
-/* Runs of the NEON paths: what kernels/kivi_pairs.h wants, on aarch64; smlal makes a sum of each half of a word. 32-bit ARM has
- * runs in floats. Part of neon.c, neondot.c and neoni8mm.c, which first define KVEDGE_NAME(function). */
+/* Runs of the NEON paths: what kernels/kivi_pairs.h wants, on aarch64; smlal makes a sum of each
+ * half of a word. 32-bit ARM has runs in floats. Part of neon.c, neondot.c and neoni8mm.c, which
+ * first define KVEDGE_NAME(function). */
 #if !defined(__aarch64__)
 #include "kernels/kivi.h"
 #define KVEDGE_NEON_RUNS KVEDGE_RUNS_PORTABLE
@@ -17,7 +18,7 @@ typedef struct {
 
 KVEDGE_INLINE floats load_floats(const float *p) { return vld1q_f32(p); }
 KVEDGE_INLINE void store_floats(float *p, floats x) { vst1q_f32(p, x); }
-KVEDGE_INLINE floats load_first_floats(const float *p, int n) { return load_part_f32(p, n); }
+KVEDGE_INLINE floats load_first_floats(const float *p, int n) { return load_first_f32(p, n); }
 KVEDGE_INLINE void store_first_floats(float *p, int n, floats x) {
   float four[4];
   vst1q_f32(four, x);
