@@ -1,27 +1,44 @@
-# make run    everything set up, and a small Llama writes a story from kvedge's INT8 cache
-# make test   everything set up, and the tests
+# make run      everything set up, and a small Llama writes a story from kvedge's INT8 cache
+# make test     everything set up, and the tests
+# make help     this list
 #
-# make check  types, documents, examples: what of the tests takes long and concerns no kernel
+# Before a commit:
+#   make lint             ruff, mypy --strict, clang-format; make format formats the C
+#   make check            types, documents, examples: what of the tests takes long and concerns no kernel
+#   make docs             the documentation as a site, build/site/index.html, which opens offline; a dead link is an error
 #
-# make fuzz   coverage-guided fuzzing of the C API, of files and of paged caches; SECONDS=600 says how long
+# More tests; CONTRIBUTING.md says which for what change:
+#   make test-numpy       the suite on the NumPy backend
+#   make test-isa         the contract suite on each kernel path of this CPU; ISAS="avx2 scalar" on those
+#   make test-c           the C tests; tests/c/run.sh native test_layer one program
+#   make test-peers       plots, torch and ONNX Runtime, transformers, processes: installs 1 GB
+#   make test-transformers, test-transformers-old, test-transformers-own CHECKOUT=DIR
+#   make test-library     the C library installed, found and linked; its examples
+#   make test-builds      builds with flags that users and distributions set
+#   make test-ggml        kvedge inside a ggml graph
+#   make test-musl, test-sanitize, test-valgrind, test-arm-c, test-arm, test-oldx86, test-free-threaded, cross
+#   make test-slow        slow tests too, with every peer; make test-all: every Python from 3.10 that is here
+#   make fuzz SECONDS=60  coverage-guided fuzzing of the C API, of files and of paged caches
+#   .ci/run               what must pass before a merge
 #
-# make wheel  a source distribution and a wheel, in dist/, tried in an empty environment; make wheel-aarch64
-#
-# make docs   the documentation as a site, build/site/index.html, which opens offline; a dead link is an error
-#
-# The rest: test-numpy test-isa test-peers test-transformers test-slow test-builds test-c test-musl test-library test-ggml test-sanitize test-valgrind test-arm-c test-arm test-oldx86 test-all test-free-threaded cross
-# lint format clean
+# Packaging, estimates:
+#   make wheel            a source distribution and a wheel, in dist/, tried in an empty environment; make wheel-aarch64
+#   make arm-cycles       a call of attention on a Pi 4 and a Pi 5, by emulation
+#   make clean            removes environments and everything built
 
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 SOURCES := pyproject.toml setup.py $(shell find kvedge -name "*.pyx" -o -name "*.px[id]") $(shell find csrc -name "*.[ch]" -o -name "*.flags")
 
-.PHONY: run test check test-numpy test-isa test-peers test-transformers test-transformers-old test-transformers-own test-slow test-builds test-c test-musl test-library test-ggml test-sanitize test-valgrind test-arm-c test-arm test-all test-free-threaded arm-cycles \
+.PHONY: help run test check test-numpy test-isa test-peers test-transformers test-transformers-old test-transformers-own test-slow test-builds test-c test-musl test-library test-ggml test-sanitize test-valgrind test-arm-c test-arm test-all test-free-threaded arm-cycles \
         wheel wheel-aarch64 cross test-oldx86 fuzz docs lint format clean
 
 run: $(VENV)/run.stamp
 	$(BIN)/kvedge generate
+
+help:
+	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
 
 # Processes that tests run in; WORKERS= runs them in one.
 WORKERS ?= -n auto --maxprocesses 4 --dist worksteal
@@ -155,12 +172,15 @@ clean:
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV) || { $(PYTHON) -m pip install --user virtualenv && $(PYTHON) -m virtualenv $(VENV); }
 
+# ccache, where it is there, keeps what was compiled.
+BUILD := $(if $(shell command -v ccache),$(if $(findstring ccache,$(CC)),,CC="ccache $(CC)"))
+
 $(VENV)/run.stamp: $(VENV)/bin/python $(SOURCES)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[cli,io]'
+	$(BUILD) $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[cli,io]'
 	@touch $@
 
 $(VENV)/test.stamp: $(VENV)/bin/python $(SOURCES)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test]'
+	$(BUILD) $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test]'
 	@touch $@ $(VENV)/run.stamp
 
 # More extras of the kvedge that is installed, which is not built again for them. Of torch the version whose CPU build is

@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -100,34 +100,48 @@ class OptionalBuildExt(build_ext):
 
     def build_extension(self, ext):
         try:
-            with side_by_side(self.compiler):
-                self.build_library(ext)
-                super().build_extension(ext)
+            library, glue = self.compile(ext)
+            linked = self.link_library(ext, library)
+            ext.sources, ext.extra_objects = [], [*glue, *linked]
+            super().build_extension(ext)
         except Exception as error:
             self.give_up(error)
 
-    def build_library(self, ext):
-        """Build csrc/ as a library, with its header, in the package; link `ext` to it."""
+    def compile(self, ext):
+        """Compile csrc/ and the extension's own source; return the objects of either."""
+        # -O3 gains nothing measurable in glue, and takes a fiftieth of the wheel; -Os costs 5%.
+        glue = {"-O3": "-O2"}
+        names = names_in_package().items() if ELF else ()
+        own = {
+            "output_dir": self.build_temp,
+            "macros": [*ext.define_macros, *names],
+            "include_dirs": ext.include_dirs,
+            "extra_postargs": [glue.get(word, word) for word in ext.extra_compile_args],
+            "depends": ext.depends,
+        }
+        library = own | {
+            "macros": [*ext.define_macros, ("KVEDGE_EXPORTS", None)],
+            "include_dirs": ["csrc"],
+            "extra_postargs": ext.extra_compile_args,
+        }
+        sources = files("csrc/**/*.c")
+        jobs = {source: library for source in sources} | {source: own for source in ext.sources}
+        objects = compile_side_by_side(self.compiler, jobs)
+        return [objects[s] for s in sources], [objects[s] for s in ext.sources]
+
+    def link_library(self, ext, objects):
+        """Make the package's library of `objects`, with its header; link `ext` to it.
+
+        Returns the objects that the extension takes in itself.
+        """
         header, library = (Path(self.build_lib, "kvedge", name) for name in LIBRARY_FILES)
         for file in (header, library):
             self.mkpath(str(file.parent))
         self.copy_file("csrc/kvedge.h", str(header))
-        objects = self.compiler.compile(
-            files("csrc/**/*.c"),
-            output_dir=self.build_temp,
-            macros=[*ext.define_macros, ("KVEDGE_EXPORTS", None)],
-            include_dirs=["csrc"],
-            extra_postargs=ext.extra_compile_args,
-            depends=ext.depends,
-        )
-        # Glue: -O3 gains nothing measurable in it, and takes a fiftieth of the wheel; -Os costs 5%.
-        glue = {"-O3": "-O2"}
-        ext.extra_compile_args = [glue.get(word, word) for word in ext.extra_compile_args]
         library.unlink(missing_ok=True)
         if library.suffix == ".a":
             self.compiler.create_static_lib(objects, "kvedge", output_dir=str(library.parent))
-            ext.extra_objects = objects
-            return
+            return objects
         named, found = [f"-Wl,-install_name,@rpath/{LIBRARY}"], ["-Wl,-rpath,@loader_path/../lib"]
         if ELF:
             # -Bsymbolic-functions: beside another libkvedge, the library calls itself. Without new
@@ -135,7 +149,6 @@ class OptionalBuildExt(build_ext):
             named = [f"-Wl,-soname,{LIBRARY}", "-Wl,-Bsymbolic-functions"]
             named += [f"-Wl,--defsym,{own}={name}" for name, own in names_in_package().items()]
             found = ["-Wl,--disable-new-dtags"]
-            ext.define_macros = [*ext.define_macros, *names_in_package().items()]
         with linking_libraries(self.compiler):
             self.compiler.link_shared_object(
                 objects,
@@ -149,6 +162,7 @@ class OptionalBuildExt(build_ext):
             linker.insert(at, "-Wl,-rpath,$ORIGIN/../lib")
         # By its path: LDFLAGS may have a folder with another libkvedge.
         ext.extra_link_args = [str(library), *ext.extra_link_args, *found]
+        return []
 
     def copy_extensions_to_source(self):
         """For an editable install."""
@@ -177,34 +191,22 @@ class OptionalBuildExt(build_ext):
         return [path for path in super().get_outputs() if os.path.exists(path)]
 
 
-@contextmanager
-def side_by_side(compiler):
-    """Sources are compiled on all processors, and each that is done is told on the terminal."""
-    compile_all = compiler.compile
+def compile_side_by_side(compiler, jobs):
+    """Compile sources, {source: options}, on all processors; return {source: object}.
 
-    def compile_each(sources, *args, **options):
-        done = 0
-
-        def compile_one(source):
-            nonlocal done
-            objects = compile_all([source], *args, **options)
-            done += 1
-            report(f"kvedge: compiled {done} of {len(sources)}: {source}")
-            return objects
-
-        # The largest first: none is left to be waited for alone.
-        order = sorted(sources, key=os.path.getsize, reverse=True)
-        with ThreadPoolExecutor(
-            len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        ) as pool:
-            objects = dict(zip(order, pool.map(compile_one, order), strict=True))
-        return [name for source in sources for name in objects[source]]
-
-    compiler.compile = compile_each
-    try:
-        yield
-    finally:
-        compiler.compile = compile_all
+    Each one that is done is told on the terminal.
+    """
+    # The largest first: none is left to be waited for alone.
+    order = sorted(jobs, key=os.path.getsize, reverse=True)
+    affinity = getattr(os, "sched_getaffinity", None)
+    with ThreadPoolExecutor(len(affinity(0)) if affinity else os.cpu_count()) as pool:
+        made = {pool.submit(compiler.compile, [source], **jobs[source]): source for source in order}
+        objects = {}
+        for job in as_completed(made):
+            [objects[made[job]]] = job.result()
+            report(f"kvedge: compiled {len(objects)} of {len(jobs)}: {made[job]}")
+    report("")
+    return objects
 
 
 @contextmanager

@@ -33,10 +33,10 @@ extern "C" {
 #endif
 
 #define KVEDGE_VERSION_MAJOR 0
-#define KVEDGE_VERSION_MINOR 1
+#define KVEDGE_VERSION_MINOR 2
 #define KVEDGE_VERSION_PATCH 0
 
-/* The version of the library that runs, such as "0.1.0"; the macros are those of the header that was compiled with. */
+/* The version of the library that runs, such as "0.2.0"; the macros are those of the header that was compiled with. */
 const char *kvedge_version(void);
 
 /* ---- Status ------------------------------------------------------------------------------- */

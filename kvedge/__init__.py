@@ -17,8 +17,10 @@ if "__version__" not in globals():  # it is not being reloaded, but imported
     end_quietly_when_interrupted()
     del end_quietly_when_interrupted
 
+from kvedge import old_pickles
 from kvedge._version import __version__
 from kvedge.c_library import get_include, get_library_dir
+from kvedge.cache.snapshot import KvCacheSnapshot
 from kvedge.core.starting import is_command
 from kvedge.errors import (
     BackendUnavailableError,
@@ -46,7 +48,7 @@ from kvedge.errors import (
     UnsupportedIsaError,
     UnsupportedModelError,
 )
-from kvedge.layer_types import Fp8KvLayer
+from kvedge.layer.types import Fp8KvLayer
 from kvedge.merge import merge_attention
 from kvedge.multi_head.cache import MultiHeadKvCache
 from kvedge.multi_head.config import KvCacheConfig
@@ -57,7 +59,6 @@ from kvedge.paged.sequences import PagedSnapshot
 from kvedge.policy import KvCachePolicy
 from kvedge.rope import Rope
 from kvedge.rows import dequantize_rows, quantize_rows
-from kvedge.snapshot import KvCacheSnapshot
 from kvedge.threads import get_num_threads, set_num_threads
 
 _failure: KvedgeError | None = None
@@ -75,8 +76,8 @@ except KvedgeError as error:
         raise
     _failure = error  # kvedge.cli tells of it
 else:
-    if TYPE_CHECKING:  # the same types whichever backend it is
-        from kvedge.backends.native import (
+    if TYPE_CHECKING:  # the bases of either backend's
+        from kvedge.layer.types import (
             Bfloat16KvLayer,
             Float16KvLayer,
             Float32KvLayer,
@@ -151,3 +152,10 @@ __all__ = [
     "set_num_threads",
     "tolerance_counts",
 ]
+
+del TYPE_CHECKING, is_command, old_pickles, sys
+
+
+def __dir__() -> list[str]:
+    """Public names alone, not the modules that the import of the package leaves here."""
+    return __all__

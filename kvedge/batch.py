@@ -6,22 +6,23 @@ The signatures and docstrings of what each backend provides under these names.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from kvedge.core import arrays, checks
 from kvedge.core.types import Array
 from kvedge.errors import InvalidArgumentError, ShapeMismatchError
+from kvedge.layer.layer import KvLayer, store_of
+from kvedge.layer.store import LayerStore
 
-if TYPE_CHECKING:
-    from kvedge.layer import LayerMethods
+__all__ = ["append_batch", "as_query", "as_stores", "attend_batch", "check_lengths", "checked_rows"]
 
-__all__ = ["append_batch", "as_layers", "as_query", "attend_batch", "check_lengths", "checked_rows"]
+_Store = TypeVar("_Store", bound=LayerStore)
 
 
 def attend_batch(
-    layers: Sequence[LayerMethods],
+    layers: Sequence[KvLayer],
     query: Array,
     *,
     scale: float | None = None,
@@ -88,7 +89,7 @@ def attend_batch(
 
 
 def append_batch(
-    layers: Sequence[LayerMethods], keys: Array, values: Array, *, layout: str = "nhd"
+    layers: Sequence[KvLayer], keys: Array, values: Array, *, layout: str = "nhd"
 ) -> None:
     """Append tokens to several layers in one call: to all of them or to none.
 
@@ -114,8 +115,8 @@ def append_batch(
     raise NotImplementedError
 
 
-def as_layers(layers: Any, kind: type) -> list[Any]:
-    """`layers` as a list of at least one instance of a backend's layers."""
+def as_stores(layers: Any, kind: type[_Store]) -> list[_Store]:
+    """The stores of at least one layer, all of a backend's kind."""
     try:
         made = list(layers)
     except Exception as error:  # __iter__ may be foreign code
@@ -124,15 +125,18 @@ def as_layers(layers: Any, kind: type) -> list[Any]:
         ) from error
     if not made:
         raise InvalidArgumentError("layers must hold at least one layer")
+    stores = []
     for layer in made:
-        if not isinstance(layer, kind):
+        store = store_of(layer) if isinstance(layer, KvLayer) else None
+        if not isinstance(store, kind):
             raise InvalidArgumentError(f"layers must hold layers, not {checks.describe(layer)}")
-    return made
+        stores.append(store)
+    return stores
 
 
-def window_of(layers: Sequence[Any], window: Any) -> Any:
+def window_of(stores: Sequence[LayerStore], window: Any) -> Any:
     """`window` as given to a call, else that which the layers have."""
-    windows = {layer._config.window for layer in layers}
+    windows = {store.config.window for store in stores}
     if window is not None or windows == {None}:
         return window
     if len(windows) > 1:
@@ -155,14 +159,14 @@ def check_lengths(lengths: Sequence[int], n_rows: int, causal: Any) -> None:
             )
 
 
-def as_query(query: Any, layers: Sequence[Any], layout: str) -> tuple[np.ndarray, bool]:
+def as_query(query: Any, stores: Sequence[LayerStore], layout: str) -> tuple[np.ndarray, bool]:
     """A query as float32 (batch, n, num_heads, head_dim), and whether it was one row for each.
 
     Raises
     ------
     DtypeMismatchError, ShapeMismatchError, LayoutError, InvalidArgumentError
     """
-    counts = {layer.num_kv_heads for layer in layers}
+    counts = {store.config.num_kv_heads for store in stores}
     given = checks.as_ndarray(query, "query")
     rows = arrays.in_nhd(given, arrays.as_layout(layout)) if given.ndim == 4 else given
     right = rows.ndim in (3, 4) and rows.shape[-2] > 0
@@ -171,18 +175,18 @@ def as_query(query: Any, layers: Sequence[Any], layout: str) -> tuple[np.ndarray
             f"query must be (batch, num_heads, head_dim) or have an axis of tokens as well, with "
             f"num_heads a multiple of {_listed(counts)}, not {given.shape}"
         )
-    widths = {layer.value_head_dim for layer in layers}
+    widths = {store.config.value_head_dim for store in stores}
     if len(widths) > 1:
         raise ShapeMismatchError(
             f"layers of a call must have one value_head_dim, not {_listed(widths)}: results are "
             "one array"
         )
-    dims = {layer.head_dim for layer in layers}
-    return _as_rows(rows, given, "query", len(layers), dims), rows.ndim == 3
+    dims = {store.config.head_dim for store in stores}
+    return _as_rows(rows, given, "query", len(stores), dims), rows.ndim == 3
 
 
 def checked_rows(
-    layers: Sequence[Any], keys: Any, values: Any, layout: str
+    stores: Sequence[LayerStore], keys: Any, values: Any, layout: str
 ) -> tuple[np.ndarray, np.ndarray]:
     """Keys and values that layers may take, each float32 (batch, n, num_kv_heads, channels).
 
@@ -191,27 +195,27 @@ def checked_rows(
     InvalidArgumentError, ReadOnlyLayerError
     DtypeMismatchError, ShapeMismatchError, LayoutError, CapacityExceededError, NonFiniteInputError
     """
-    if len({id(layer) for layer in layers}) < len(layers):
+    if len({id(store) for store in stores}) < len(stores):
         raise InvalidArgumentError("layers must hold each layer once")
-    for layer in layers:
-        checks.check_unfrozen(layer._frozen)
-    keys = _as_tokens(keys, False, layers, layout)
-    values = _as_tokens(values, True, layers, layout)
+    for store in stores:
+        checks.check_unfrozen(store.frozen)
+    keys = _as_tokens(keys, False, stores, layout)
+    values = _as_tokens(values, True, stores, layout)
     if keys.shape[1] != values.shape[1]:
         raise ShapeMismatchError(
             f"keys and values must hold as many tokens: {keys.shape[1]} against {values.shape[1]}"
         )
-    for layer in layers:
-        checks.check_room(layer._config, len(layer), keys.shape[1])
+    for store in stores:
+        checks.check_room(store.config, len(store), keys.shape[1])
     checks.check_finite(keys, "keys")
     checks.check_finite(values, "values")
     return keys, values
 
 
-def _as_tokens(array: Any, values: bool, layers: Sequence[Any], layout: str) -> np.ndarray:
+def _as_tokens(array: Any, values: bool, stores: Sequence[LayerStore], layout: str) -> np.ndarray:
     """Keys or values as float32 (batch, n, num_kv_heads, channels)."""
     name = "values" if values else "keys"
-    counts = {layer.num_kv_heads for layer in layers}
+    counts = {store.config.num_kv_heads for store in stores}
     given = checks.as_ndarray(array, name)
     rows = arrays.in_nhd(given, arrays.as_layout(layout)) if given.ndim == 4 else given
     if rows.ndim not in (3, 4) or counts != {rows.shape[-2]}:
@@ -219,8 +223,8 @@ def _as_tokens(array: Any, values: bool, layers: Sequence[Any], layout: str) -> 
             f"{name} must be (batch, num_kv_heads, channels) or have an axis of tokens as well, "
             f"with num_kv_heads {_listed(counts)}, not {given.shape}"
         )
-    dims = {layer.value_head_dim if values else layer.head_dim for layer in layers}
-    return _as_rows(rows, given, name, len(layers), dims)
+    dims = {store.config.value_head_dim if values else store.config.head_dim for store in stores}
+    return _as_rows(rows, given, name, len(stores), dims)
 
 
 def _as_rows(

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvedge.cache import CacheMethods
-from kvedge.cache_layers import layer_configs, shape_of
+from kvedge.cache.cache import KVCache, state_of
+from kvedge.cache.configs import layer_configs, shape_of
 from kvedge.core import checks, memory, registry
 from kvedge.core.config import LayerConfig, as_float, as_int, layer_config
 from kvedge.errors import InvalidArgumentError
@@ -140,16 +140,16 @@ class KvCachePolicy:
         kind = registry.active("KVCache")
         return kind(num_layers, num_kv_heads, head_dim, **storage, **options)
 
-    def occupancy(self, cache: CacheMethods) -> float:
+    def occupancy(self, cache: KVCache) -> float:
         """Share of the memory that the tokens of a cache fill now; above 1 if it is too little."""
         return float(_cache(cache).used_bytes / self._memory_bytes)
 
-    def dtype_for(self, cache: CacheMethods, *, more: int = 0) -> str:
+    def dtype_for(self, cache: KVCache, *, more: int = 0) -> str:
         """What keys of a cache shall be stored as, with `more` tokens besides those it holds."""
         cache = _cache(cache)
         return str(self._steps[self._step_for(cache, _more(more))].storage["dtype"])
 
-    def apply(self, cache: CacheMethods, *, more: int = 0) -> bool:
+    def apply(self, cache: KVCache, *, more: int = 0) -> bool:
         """Requantize a cache if the policy says so.
 
         Parameters
@@ -174,13 +174,13 @@ class KvCachePolicy:
         target = self._step_for(cache, _more(more))
         if target == self._step_of(cache):
             return False
-        widest = max(config.widest for config in cache._format.layers)
+        widest = max(config.widest for config in state_of(cache).format.layers)
         cache.requantize(**self._steps[target].options(widest))
         return True
 
     # ---- inside ----------------------------------------------------------------------------------
 
-    def _step_for(self, cache: CacheMethods, more: int) -> int:
+    def _step_for(self, cache: KVCache, more: int) -> int:
         """The first step that holds the tokens within its share; the last one in any case."""
         now = self._step_of(cache)
         for index, step in enumerate(self._steps):
@@ -191,22 +191,26 @@ class KvCachePolicy:
                 return index
         return len(self._steps) - 1
 
-    def _step_of(self, cache: CacheMethods) -> int | None:
+    def _step_of(self, cache: KVCache) -> int | None:
         """The step that a cache is stored as, if it is any."""
         for index, step in enumerate(self._steps):
-            wanted = (replace(step.config(old), capacity=1) for old in cache._format.layers)
-            if all(new == old for new, old in zip(wanted, cache._format.layers, strict=True)):
+            wanted = (
+                replace(step.config(old), capacity=1) for old in state_of(cache).format.layers
+            )
+            if all(
+                new == old for new, old in zip(wanted, state_of(cache).format.layers, strict=True)
+            ):
                 return index
         return None
 
-    def _bytes(self, step: _Step, cache: CacheMethods, more: int) -> int:
+    def _bytes(self, step: _Step, cache: KVCache, more: int) -> int:
         """Bytes of the tokens of a cache and `more`, stored as a step has it."""
         total = 0
-        for layer in cache._layers:
-            tokens = len(layer) + more
-            if layer.window is not None:
-                tokens = min(tokens, max(2 * layer.window, len(layer)))
-            total += tokens * memory.token_bytes(step.config(layer._config))
+        for store in state_of(cache).stores:
+            tokens, window = len(store) + more, store.config.window
+            if window is not None:
+                tokens = min(tokens, max(2 * window, len(store)))
+            total += tokens * memory.token_bytes(step.config(store.config))
         return total
 
     def __repr__(self) -> str:
@@ -268,7 +272,7 @@ def _share(value: Any, name: str, least: float | None = None) -> float:
 
 
 def _cache(cache: Any) -> Any:
-    if not isinstance(cache, CacheMethods):
+    if not isinstance(cache, KVCache):
         raise InvalidArgumentError(f"cache must be a KVCache, not {checks.describe(cache)}")
     return cache
 

@@ -33,7 +33,7 @@ BOXES = {
                ["the public C API and its manual;", "the only header an embedder includes"]),
     "attention": (480, 176, 400, 100, C, "attention/",
                   ["one call: plan, queries, slices, merge",
-                   "call.c plan.c query.c slice.c step.c",
+                   "attention.c call.c plan.c slice.c step.c",
                    "logits.c prefetch.c merge.c range.c"]),
     "store": (480, 320, 190, 118, C, "store/",
               ["a layer: slabs,", "append, truncate,", "read back"]),

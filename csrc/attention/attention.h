@@ -1,10 +1,10 @@
 /* What one call of attention is made of; private to csrc/. README.md has the loop.
  *
- *   call.c      one call or several on threads of our own; kvedge_attend
- *   batch.c     the calls of a batch: layers, or sequences in the blocks of a pool
- *   blocks.c    tokens in the blocks of a pool, as a view
+ *   attention.c the slices of kvedge.h: a call checked, its slices run and collected; rows that need factors of their own
+ *   call.c      calls on threads of our own: kvedge_attend, several layers, sequences in the blocks of a pool
  *   parts.c     calls whose tokens lie in several layers; their results merged
- *   plan.c      shapes, memory and kernels of a call; slices for a runtime with threads of its own
+ *   view.c      what attention sees of a cache, and which tokens query rows attend to
+ *   plan.c      shapes, kernels and memory of a call
  *   query.c     query rows into the form that the kernels read
  *   slice.c     one slice: its tiles, in the order of memory
  *   step.c      one tile of a KV head, or of several: scores, online softmax, weighted sums
@@ -14,7 +14,6 @@
  *   logits.c    options on logits, masks and windows
  *   merge.c     partial results into one, and that into the output
  *   range.c     factors that keep huge and tiny rows within float's range
- *   refit.c     the end of a slice, and rows that need factors of their own
  */
 #ifndef KVEDGE_ATTENTION_H
 #define KVEDGE_ATTENTION_H
@@ -96,7 +95,7 @@ struct kvedge_attention {
    * logit_bias. If an option needs true logits (real_logits), scores are turned into them at once. */
   int real_logits;
   float factor[SIDES]; /* powers of two that all scales are multiplied by */
-  int is_refit;        /* one row of one head, with factors of what it sees: see refit.c */
+  int is_refit;        /* one row of one head, with factors of what it sees: see attention.c */
 
   kvedge_array query; /* (num_rows, num_heads, head_dim) */
   float *query_copy;  /* the same, unless query_stays where it is until all slices have run and been collected */
@@ -123,7 +122,7 @@ struct kvedge_attention {
   float *partials; /* (num_slots + 1, partial_floats), the total last */
   char *skipping;  /* (num_slots, skipping_bytes), see skip.c; no bytes: all values are read */
   size_t skipping_bytes;
-  char *refit;        /* room for one row of one head, see refit.c */
+  char *refit;        /* room for one row of one head, see attention.c */
   int num_workspaces; /* 0 where a job has one for each of its threads, else as many as may be in use at once */
   char *workspaces;   /* (num_workspaces) see kvedge_workspace_at() */
   atomic_flag *busy;  /* (num_workspaces) which of them threads have taken */
@@ -191,7 +190,7 @@ static inline void *kvedge_take(char *base, size_t *used, size_t bytes) {
 /* The tokens of a view from `start` on; `segments` are those of the view. */
 void kvedge_cut_view(kvedge_cache_view *view, kvedge_segment *segments, int64_t start);
 
-/* blocks.c: may blocks of a pool have so many tokens? */
+/* May blocks of a pool have so many tokens? */
 int kvedge_is_block_size(const kvedge_layer *pool, int64_t block_size);
 /* Rows first_row..first_row+num_tokens-1 of blocks of a pool, at least one of them, as a view; `segments` has room for one
  * for each of their blocks. 0: a block is not in the pool. */
@@ -202,24 +201,13 @@ static inline int64_t kvedge_blocks_of_rows(int64_t block_size, int64_t num_toke
   return num_tokens / block_size + 2;
 }
 
-/* plan.c: a call is checked (query NULL: only measured) on all of its tokens, planned on those from options->start on
- * (shapes and counts; row 0 is the query of token first_position, which is negative before the first of them), laid out
- * from `base` on (which returns its bytes; base NULL: only that), and set up in so many bytes: arrays, segments,
- * queries. */
-kvedge_status kvedge_attention_check(const kvedge_cache_view *view, const kvedge_array *query, int64_t num_rows,
-                                     int num_heads, const kvedge_attention_options *options);
-void kvedge_attention_plan(kvedge_attention *a, const kvedge_cache_view *view, int64_t first_position, int64_t num_rows,
-                           int num_heads, const kvedge_attention_options *options);
-size_t kvedge_attention_lay_out(kvedge_attention *a, char *base, int num_slots);
-kvedge_attention *kvedge_attention_set_up(const kvedge_attention *planned, void *memory, int num_slots,
-                                          const kvedge_array *query, const kvedge_array *out, float *lse);
-
-/* Query rows and what they attend to: a call on a layer, a sequence of a batch. */
+/* Query rows and what they attend to. */
 typedef struct {
   kvedge_cache_view view; /* from options->start on */
+  int num_heads;
   int64_t num_rows;
-  int64_t first_position; /* of row 0, as a token of the view; it may lie before or behind all of them */
-  kvedge_array query, out;
+  int64_t first_position;  /* of row 0, as a token of the view; it may lie before or behind all of them */
+  kvedge_array query, out; /* (num_rows, num_heads, channels); query.data NULL: only sizes are asked for */
   float *lse;
   double *log_sums; /* or NULL */
   const kvedge_attention_options *options;
@@ -227,8 +215,20 @@ typedef struct {
   int num_turns;
 } kvedge_request;
 
+/* attention.c: checks a request whose view has all tokens yet, also those before options->start. */
+kvedge_status kvedge_request_check(const kvedge_request *r);
+/* Lets a request, which has the rest, attend to a layer: its view, checked. `segment` is the view's. Sizes may be those of
+ * more tokens than the layer has, options->num_tokens up to its capacity. */
+kvedge_status kvedge_request_layer(kvedge_request *r, const kvedge_layer *layer, kvedge_segment *segment);
+
+/* plan.c: plans rows row..row+num_rows-1 of a checked request; lays a plan out from `base` on (NULL: only counts its bytes,
+ * which it returns); sets it up in as many: arrays, segments, queries. */
+void kvedge_attention_plan(kvedge_attention *a, const kvedge_request *r, int64_t row, int64_t num_rows);
+size_t kvedge_attention_lay_out(kvedge_attention *a, char *base, int num_slots);
+kvedge_attention *kvedge_attention_set_up(const kvedge_attention *planned, void *memory, int num_slots);
+
 /* call.c: plans and runs checked requests, the work of several shared out over the threads together. */
-kvedge_status kvedge_run_requests(const kvedge_request *requests, int num_requests, int num_heads, int num_threads);
+kvedge_status kvedge_run_requests(const kvedge_request *requests, int num_requests, int num_threads);
 
 /* query.c: bytes of a row block's prepared queries; prepares those of all row blocks, unless slices do; those of a
  * slice, which prepares them in its slot if slices do; and the same once they are prepared. */
@@ -276,7 +276,7 @@ kvedge_workspace *kvedge_workspace_at(const kvedge_attention *a, int index);
 void kvedge_slice_run(const kvedge_attention *a, int slice, kvedge_slice next, int slot, kvedge_workspace *w,
                       const volatile int *stop);
 
-/* refit.c: as kvedge_attention_collect. */
+/* attention.c: as kvedge_attention_collect. */
 void kvedge_slice_collect(kvedge_attention *a, int slice, int slot, kvedge_workspace *w);
 
 /* slice.c: logits of a call of one query row over all tokens, (num_heads, len). */

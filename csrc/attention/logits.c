@@ -7,36 +7,6 @@ void kvedge_to_logits(const kvedge_attention *a, const kvedge_queries *q, size_t
   a->kernels->logits.to_logits(row, num_tokens, q->logit_factor[index], q->logit_bias[index], a->options.softcap);
 }
 
-kvedge_visible kvedge_visible_tokens(const kvedge_attention *a, const kvedge_row_block *block) {
-  const kvedge_attention_options *o = &a->options;
-  const int64_t position = a->first_position + block->first;
-  kvedge_visible visible = {.sinks = 0, .first = 0, .stop = a->view.len};
-  if (o->causal && position + block->count < a->view.len) visible.stop = position + block->count;
-  if (visible.stop < 0) visible.stop = 0; /* all rows are before the view */
-  if (o->window) {
-    if (position - o->window + 1 > 0) visible.first = (position - o->window + 1) / a->tile * a->tile;
-    if (visible.first > visible.stop) visible.first = visible.stop; /* the window is behind the view */
-    visible.sinks = o->sink_tokens < visible.first ? o->sink_tokens : visible.first;
-  }
-  return visible;
-}
-
-static int within(int64_t token, int num_tokens) {
-  return token < 0 ? 0 : token > num_tokens ? num_tokens : (int)token;
-}
-
-mask_range kvedge_mask_range(const kvedge_attention *a, int64_t row, int64_t token, int num_tokens) {
-  const kvedge_attention_options *o = &a->options;
-  int64_t position = a->first_position + row;
-  mask_range s = {.stop = num_tokens};
-  if (o->causal) s.stop = within(position + 1 - token, num_tokens);
-  if (o->window) {
-    s.first = within(position - o->window + 1 - token, s.stop);
-    s.sinks = within(o->sink_tokens - token, s.first);
-  }
-  return s;
-}
-
 /* A query row's part of the mask or of the bias, and room to gather it where its elements lie apart. */
 typedef struct {
   const uint8_t *mask; /* (tokens) or NULL */

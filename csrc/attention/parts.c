@@ -54,13 +54,14 @@ static kvedge_status check(const kvedge_attention_call *call, int num_heads, int
   if (!kvedge_array_is_apart(&call->out, call->num_rows, num_heads, view.side[VALUES].shape.dim))
     return KVEDGE_ERROR_ARGUMENT;
   view.len = *len;
-  return kvedge_attention_check(&view, &call->query, call->num_rows, num_heads, o);
+  return kvedge_request_check(&(kvedge_request){
+      .view = view, .num_heads = num_heads, .num_rows = call->num_rows, .query = call->query, .options = o});
 }
 
 static int64_t clamp(int64_t x, int64_t most) { return x < 0 ? 0 : x > most ? most : x; }
 
 /* The request for one part; 0: it has no token that is seen. */
-static int request_of_part(const kvedge_attention_call *call, const kvedge_part *part, int64_t len,
+static int request_of_part(const kvedge_attention_call *call, const kvedge_part *part, int num_heads, int64_t len,
                            kvedge_segment *segments, kvedge_attention_options *own, kvedge_request *request) {
   if (call->options) *own = *call->options;
   else kvedge_attention_defaults(own);
@@ -74,6 +75,7 @@ static int request_of_part(const kvedge_attention_call *call, const kvedge_part 
                                &view))
     view = kvedge_layer_view(part->layer, NULL, segments), view.len = 0;
   *request = (kvedge_request){.view = view,
+                              .num_heads = num_heads,
                               .num_rows = call->num_rows,
                               .first_position = len - call->num_rows - part->position - start,
                               .query = call->query,
@@ -98,7 +100,7 @@ int kvedge_requests_of_parts(const kvedge_attention_call *call, int num_heads, k
   int n = 0;
   *status = check(call, num_heads, &len);
   for (int i = 0; i < call->num_parts && *status == KVEDGE_OK; i++) {
-    if (!request_of_part(call, &call->parts[i], len, *segments, &options[n], &requests[n])) continue;
+    if (!request_of_part(call, &call->parts[i], num_heads, len, *segments, &options[n], &requests[n])) continue;
     if (requests[n].view.len + options[n].start != call->parts[i].num_tokens) *status = KVEDGE_ERROR_ARGUMENT;
     if (n > 0) options[n].sink_logits = NULL; /* they count once */
     *segments += kvedge_segments_of_part(&call->parts[i]);
@@ -112,6 +114,7 @@ int kvedge_requests_of_parts(const kvedge_attention_call *call, int num_heads, k
   own->num_tokens = own->start = 0;
   own->mask = NULL, own->bias = NULL;
   *requests = (kvedge_request){.view = kvedge_layer_view(last->layer, NULL, *segments),
+                               .num_heads = num_heads,
                                .num_rows = call->num_rows,
                                .query = call->query,
                                .out = call->out,
@@ -124,26 +127,26 @@ int kvedge_requests_of_parts(const kvedge_attention_call *call, int num_heads, k
 
 /* ---- Room ------------------------------------------------------------------------------------ */
 
-static size_t query_bytes(const kvedge_request *r, int num_heads) {
-  const size_t rows = (size_t)r->num_rows * (size_t)num_heads;
+static size_t query_bytes(const kvedge_request *r) {
+  const size_t rows = (size_t)r->num_rows * (size_t)r->num_heads;
   return r->num_turns ? kvedge_align(rows * (size_t)r->view.side[KEYS].shape.dim * sizeof(float)) : 0;
 }
 
-static size_t result_bytes(const kvedge_request *r, int num_heads) {
-  const size_t rows = (size_t)r->num_rows * (size_t)num_heads;
+static size_t result_bytes(const kvedge_request *r) {
+  const size_t rows = (size_t)r->num_rows * (size_t)r->num_heads;
   return kvedge_align(rows * (size_t)r->view.side[VALUES].shape.dim * sizeof(float)) +
          kvedge_align(rows * sizeof(double));
 }
 
-size_t kvedge_parts_bytes(const kvedge_request *requests, int num_parts, int num_heads) {
-  size_t bytes = num_parts > 1 ? (size_t)num_parts * result_bytes(requests, num_heads) : 0;
-  for (int i = 0; i < num_parts; i++) bytes += query_bytes(&requests[i], num_heads);
+size_t kvedge_parts_bytes(const kvedge_request *requests, int num_parts) {
+  size_t bytes = num_parts > 1 ? (size_t)num_parts * result_bytes(requests) : 0;
+  for (int i = 0; i < num_parts; i++) bytes += query_bytes(&requests[i]);
   return bytes;
 }
 
 /* Lets a request read its query turned, from `room`. */
-static void turn_query(kvedge_request *r, int num_heads, float *room) {
-  const int dim = r->view.side[KEYS].shape.dim;
+static void turn_query(kvedge_request *r, float *room) {
+  const int dim = r->view.side[KEYS].shape.dim, num_heads = r->num_heads;
   kvedge_array_copy(&r->query, r->num_rows, num_heads, dim, room);
   r->query = kvedge_dense_array(room, num_heads, dim);
   for (int64_t row = 0; row < r->num_rows * num_heads; row++, room += dim) {
@@ -152,13 +155,13 @@ static void turn_query(kvedge_request *r, int num_heads, float *room) {
   }
 }
 
-char *kvedge_parts_take_room(kvedge_request *requests, int num_parts, int num_heads, char *room) {
-  const int dim = requests->view.side[VALUES].shape.dim;
+char *kvedge_parts_take_room(kvedge_request *requests, int num_parts, char *room) {
+  const int dim = requests->view.side[VALUES].shape.dim, num_heads = requests->num_heads;
   const size_t rows = (size_t)requests->num_rows * (size_t)num_heads;
   for (int i = 0; i < num_parts; i++) {
     if (!requests[i].num_turns) continue;
-    turn_query(&requests[i], num_heads, (float *)room);
-    room += query_bytes(&requests[i], num_heads);
+    turn_query(&requests[i], (float *)room);
+    room += query_bytes(&requests[i]);
   }
   for (int i = 0; i < num_parts && num_parts > 1; i++) {
     requests[i].log_sums = (double *)room;
@@ -173,9 +176,9 @@ char *kvedge_parts_take_room(kvedge_request *requests, int num_parts, int num_he
 /* ---- Merging --------------------------------------------------------------------------------- */
 
 static void merge_row(const kvedge_attention_call *call, const kvedge_request *requests, int num_parts, int64_t row,
-                      int head, int num_heads) {
+                      int head) {
   const int dim = requests->view.side[VALUES].shape.dim;
-  const int64_t at = row * num_heads + head;
+  const int64_t at = row * requests->num_heads + head;
   double largest = -INFINITY, total = 0.0, sum[KVEDGE_MAX_HEAD_DIM];
   float merged[KVEDGE_MAX_HEAD_DIM];
   for (int i = 0; i < num_parts; i++) largest = fmax(largest, requests[i].log_sums[at]);
@@ -193,8 +196,7 @@ static void merge_row(const kvedge_attention_call *call, const kvedge_request *r
   if (call->lse) call->lse[at] = total > 0.0 ? kvedge_bounded((float)(largest + log(total))) : -INFINITY;
 }
 
-void kvedge_merge_parts(const kvedge_attention_call *call, const kvedge_request *requests, int num_parts,
-                        int num_heads) {
+void kvedge_merge_parts(const kvedge_attention_call *call, const kvedge_request *requests, int num_parts) {
   for (int64_t row = 0; row < call->num_rows && num_parts > 1; row++)
-    for (int head = 0; head < num_heads; head++) merge_row(call, requests, num_parts, row, head, num_heads);
+    for (int head = 0; head < requests->num_heads; head++) merge_row(call, requests, num_parts, row, head);
 }

@@ -17,13 +17,12 @@ int kvedge_requests_of_parts(const kvedge_attention_call *call, int num_heads, k
 
 /* Room for turned queries, and for the results of the requests of a call but for one alone, which writes to the call's own
  * arrays; perhaps 0. */
-size_t kvedge_parts_bytes(const kvedge_request *requests, int num_parts, int num_heads);
+size_t kvedge_parts_bytes(const kvedge_request *requests, int num_parts);
 
 /* Turns queries, and lets the requests of a call read and write them in `room`; returns its end. */
-char *kvedge_parts_take_room(kvedge_request *requests, int num_parts, int num_heads, char *room);
+char *kvedge_parts_take_room(kvedge_request *requests, int num_parts, char *room);
 
 /* The call's own results, of those of its requests. */
-void kvedge_merge_parts(const kvedge_attention_call *call, const kvedge_request *requests, int num_parts,
-                        int num_heads);
+void kvedge_merge_parts(const kvedge_attention_call *call, const kvedge_request *requests, int num_parts);
 
 #endif

@@ -1,4 +1,4 @@
-/* One call of attention: its shapes and kernels, its memory, its slices. */
+/* One call of attention: its shapes and kernels, its memory. */
 #include "attention/attention.h"
 
 #include <float.h>
@@ -26,71 +26,6 @@ enum {
    * leave of an error is large beside it. */
   TINY_ROW_CHANNELS = 8,
 };
-
-void kvedge_attention_defaults(kvedge_attention_options *options) {
-  *options = (kvedge_attention_options){.scale = NAN, .causal = 1, .first_row = -1};
-}
-
-static kvedge_view_side view_side(const kvedge_side *side, float bound) {
-  const ptrdiff_t heads = side->num_kv_heads, row = (ptrdiff_t)side->row_bytes,
-                  scales = (ptrdiff_t)side->scale_row_bytes;
-  return (kvedge_view_side){.format = side->format,
-                            .shape = side->shape,
-                            .token_stride = kvedge_has_runs(side) ? 0 : row * heads,
-                            .head_stride = row,
-                            .run_stride = row * heads,
-                            .token_bytes = row * heads / side->format->tokens_per_group,
-                            .scale_token_stride = scales * heads,
-                            .scale_head_stride = scales,
-                            .bound = bound};
-}
-
-kvedge_cache_view kvedge_layer_view(const kvedge_layer *layer, const kvedge_attention_options *options,
-                                    kvedge_segment *segment) {
-  int64_t row, len = kvedge_layer_range(layer, &row);
-  if (options && options->num_tokens) {
-    const int64_t stop = row + len;
-    if (options->first_row >= 0) row = options->first_row < stop ? options->first_row : stop;
-    len = options->num_tokens > 0 && options->num_tokens <= stop - row ? options->num_tokens : 0; /* 0: refused */
-  }
-  const int64_t first_row = kvedge_holds_runs(layer) ? row : 0;
-  row -= first_row;
-  *segment = (kvedge_segment){
-      .rows = {kvedge_codes_at(&layer->keys,  row), kvedge_codes_at(&layer->values,  row)},
-      .scales = {kvedge_scales_at(&layer->keys, row), kvedge_scales_at(&layer->values, row)},
-      .num_tokens = len
-  };
-  return (kvedge_cache_view){
-      .side = {view_side(&layer->keys, atomic_load_explicit(&layer->key_bound, memory_order_relaxed)),
-               view_side(&layer->values, atomic_load_explicit(&layer->value_bound, memory_order_relaxed))},
-      .num_kv_heads = layer->config.num_kv_heads,
-      .key_offset = layer->keys.offset,
-      .key_scale = layer->keys.scale,
-      .len = len,
-      .first_row = first_row,
-      .num_segments = 1,
-      .segments = segment
-  };
-}
-
-void kvedge_cut_view(kvedge_cache_view *view, kvedge_segment *segments, int64_t start) {
-  view->len -= start;
-  while (view->num_segments > 1 && start >= segments->num_tokens) {
-    start -= segments->num_tokens;
-    segments++, view->num_segments--;
-    view->first_row = 0;
-  }
-  view->segments = segments;
-  segments->num_tokens -= start;
-  if (kvedge_view_has_runs(view)) { /* segments begin where they did */
-    view->first_row += start;
-    return;
-  }
-  for (int s = 0; s < SIDES; s++) {
-    segments->rows[s] += start * view->side[s].token_stride;
-    segments->scales[s] += start * view->side[s].scale_token_stride;
-  }
-}
 
 /* What a path has for keys or values. (Decoding a grid bounds what levels times very large scales would take beyond float32.) */
 static const kvedge_cell *cell_of(const kvedge_kernels *kernels, const kvedge_view_side *side) {
@@ -160,15 +95,21 @@ static int plan_chunks(const kvedge_attention *a) {
   return wanted < 1 ? 1 : (int)wanted;
 }
 
-void kvedge_attention_plan(kvedge_attention *a, const kvedge_cache_view *view, int64_t first_position, int64_t num_rows,
-                           int num_heads, const kvedge_attention_options *options) {
-  const int dim = view->side[KEYS].shape.dim, value_dim = view->side[VALUES].shape.dim;
+void kvedge_attention_plan(kvedge_attention *a, const kvedge_request *r, int64_t row, int64_t num_rows) {
+  const kvedge_cache_view *view = &r->view;
+  const int dim = view->side[KEYS].shape.dim, value_dim = view->side[VALUES].shape.dim, num_heads = r->num_heads;
+  const int64_t first_position = r->first_position + row;
   memset(a, 0, sizeof *a);
   a->view = *view;
-  if (options) a->options = *options;
+  a->query = row > 0 ? kvedge_array_from(&r->query, row, 0) : r->query; /* no address, where only sizes are asked for */
+  a->out = row > 0 ? kvedge_array_from(&r->out, row, 0) : r->out;
+  if (r->lse) a->lse = r->lse + row * num_heads;
+  if (r->log_sums) a->log_sums = r->log_sums + row * num_heads;
+  if (r->options) a->options = *r->options;
   else kvedge_attention_defaults(&a->options);
-  if (a->options.mask) a->options.mask += a->options.start * a->options.mask_strides[2];
-  if (a->options.bias) a->options.bias += a->options.start * a->options.bias_strides[2];
+  kvedge_attention_options *o = &a->options;
+  if (o->mask) o->mask += row * o->mask_strides[1] + o->start * o->mask_strides[2];
+  if (o->bias) o->bias += row * o->bias_strides[1] + o->start * o->bias_strides[2];
   a->options.start = 0; /* the view begins there */
   if (isnan(a->options.scale)) a->options.scale = (float)(1.0 / sqrt(dim));
   /* A window that hides nothing is none, and sums with it stay in range. */
@@ -200,9 +141,9 @@ static size_t query_floats(const kvedge_attention *a) {
   return (size_t)a->num_rows * (size_t)a->num_heads * (size_t)a->view.side[KEYS].shape.dim;
 }
 
-/* Bytes for one row of one head that is attended to again (refit.c). */
+/* Bytes for one row of one head that is attended to again (attention.c). */
 static size_t refit_bytes(const kvedge_attention *a) {
-  kvedge_attention one = *a; /* as refit.c makes it, as far as sizes depend on it */
+  kvedge_attention one = *a; /* as attention.c makes it, as far as sizes depend on it */
   one.view.num_kv_heads = one.num_heads = one.query_rows = 1;
   one.num_row_blocks = one.is_refit = one.query_stays = 1;
   one.num_workspaces = 0; /* that of the slice is free by then */
@@ -231,8 +172,7 @@ size_t kvedge_attention_lay_out(kvedge_attention *a, char *base, int num_slots) 
   return used;
 }
 
-kvedge_attention *kvedge_attention_set_up(const kvedge_attention *planned, void *memory, int num_slots,
-                                          const kvedge_array *query, const kvedge_array *out, float *lse) {
+kvedge_attention *kvedge_attention_set_up(const kvedge_attention *planned, void *memory, int num_slots) {
   kvedge_attention *a = memory;
   *a = *planned;
   kvedge_attention_lay_out(a, memory, num_slots);
@@ -244,109 +184,11 @@ kvedge_attention *kvedge_attention_set_up(const kvedge_attention *planned, void 
   }
   for (int i = 0; i < a->num_workspaces; i++) atomic_flag_clear(&a->busy[i]);
   const int dim = a->view.side[KEYS].shape.dim;
-  a->out = *out;
-  a->lse = lse;
-  a->query = *query;
   if (a->query_copy) {
-    kvedge_array_copy(query, a->num_rows, a->num_heads, dim, a->query_copy);
+    kvedge_array_copy(&a->query, a->num_rows, a->num_heads, dim, a->query_copy);
     a->query = kvedge_dense_array(a->query_copy, a->num_heads, dim);
   }
   kvedge_fit_factors(a);
   kvedge_prepare_queries(a);
   return a;
-}
-
-kvedge_status kvedge_attention_check(const kvedge_cache_view *view, const kvedge_array *query, int64_t num_rows,
-                                     int num_heads, const kvedge_attention_options *o) {
-  if (num_rows < 0 || num_heads < 1 || num_heads % view->num_kv_heads) return KVEDGE_ERROR_ARGUMENT;
-  if (view->len < 1 || ((!o || o->causal) && num_rows > view->len)) return KVEDGE_ERROR_ARGUMENT;
-  if (o) {
-    if (isinf(o->scale) || !(o->softcap >= 0.0f) || isinf(o->softcap)) return KVEDGE_ERROR_ARGUMENT;
-    if (o->precision_bits % 8 || o->precision_bits < 0 || o->precision_bits > 24) return KVEDGE_ERROR_ARGUMENT;
-    if (!(o->tolerance >= 0.0f && o->tolerance < 1.0f)) return KVEDGE_ERROR_ARGUMENT;
-    if (o->start < 0 || o->start > view->len) return KVEDGE_ERROR_ARGUMENT;
-    if (o->window < 0 || o->sink_tokens < 0 || (o->window && !o->causal)) return KVEDGE_ERROR_ARGUMENT;
-  }
-  if (!query) return KVEDGE_OK;
-  const uint32_t bits = kvedge_array_abs_max_bits(query, num_rows, num_heads, view->side[KEYS].shape.dim);
-  if (bits >= KVEDGE_NOT_FINITE) return KVEDGE_ERROR_NONFINITE;
-  return KVEDGE_OK;
-}
-
-/* ---- Slices, for a runtime with threads of its own -------------------------------------------- */
-
-/* Plans a call on a whole layer, or without a query, sizes: also of a call on tokens to come. `segment` must live as long
- * as the plan. */
-static kvedge_status plan_layer(kvedge_attention *a, const kvedge_layer *layer, const kvedge_array *query,
-                                int64_t num_rows, int num_heads, const kvedge_attention_options *options,
-                                kvedge_segment *segment) {
-  if (!layer || num_rows < 1) return KVEDGE_ERROR_ARGUMENT;
-  kvedge_cache_view view = kvedge_layer_view(layer, options, segment);
-  if (!query && options && options->num_tokens > view.len && options->num_tokens <= layer->config.capacity)
-    view.len = segment->num_tokens = options->num_tokens;
-  kvedge_status status = kvedge_attention_check(&view, query, num_rows, num_heads, options);
-  if (status != KVEDGE_OK) return status;
-  if (options) kvedge_cut_view(&view, segment, options->start);
-  kvedge_attention_plan(a, &view, view.len - num_rows, num_rows, num_heads, options);
-  return KVEDGE_OK;
-}
-
-int kvedge_attention_num_slices(const kvedge_layer *layer, int64_t num_rows, int num_heads,
-                                const kvedge_attention_options *options) {
-  kvedge_attention a;
-  kvedge_segment segment;
-  if (plan_layer(&a, layer, NULL, num_rows, num_heads, options, &segment) != KVEDGE_OK) return 0;
-  return a.num_row_blocks * a.chunks_per_block;
-}
-
-size_t kvedge_attention_bytes(const kvedge_layer *layer, int64_t num_rows, int num_heads,
-                              const kvedge_attention_options *options, int num_slots) {
-  kvedge_attention a;
-  kvedge_segment segment;
-  if (num_slots < 1 || plan_layer(&a, layer, NULL, num_rows, num_heads, options, &segment) != KVEDGE_OK) return 0;
-  a.num_workspaces = num_slots;
-  return kvedge_attention_lay_out(&a, NULL, num_slots);
-}
-
-kvedge_status kvedge_attention_init(void *memory, size_t bytes, const kvedge_layer *layer, const float *query,
-                                    int64_t num_rows, int num_heads, const kvedge_attention_options *options,
-                                    int num_slots, float *out, float *lse, kvedge_attention **attention) {
-  KVEDGE_FLOAT_MODE;
-  if (!memory || (uintptr_t)memory % 64 || !layer || !query || !out || !attention || num_slots < 1)
-    return KVEDGE_ERROR_ARGUMENT;
-  kvedge_attention planned;
-  kvedge_segment segment;
-  const kvedge_array from = kvedge_dense_array(query, num_heads, layer->keys.shape.dim);
-  const kvedge_array to = kvedge_dense_array(out, num_heads, layer->values.shape.dim);
-  kvedge_status status = plan_layer(&planned, layer, &from, num_rows, num_heads, options, &segment);
-  if (status != KVEDGE_OK) return status;
-  planned.num_workspaces = num_slots;
-  if (kvedge_attention_lay_out(&planned, NULL, num_slots) > bytes) return KVEDGE_ERROR_MEMORY;
-  *attention = kvedge_attention_set_up(&planned, memory, num_slots, &from, &to, lse);
-  return KVEDGE_OK;
-}
-
-/* ---- Logits --------------------------------------------------------------------------------- */
-
-kvedge_status kvedge_scores(const kvedge_layer *layer, const float *query, int num_heads, float scale,
-                            int64_t first_row, int64_t num_tokens, float *logits) {
-  KVEDGE_FLOAT_MODE;
-  if (!layer || !query || !logits || num_tokens < 1) return KVEDGE_ERROR_ARGUMENT;
-  kvedge_attention_options options;
-  kvedge_attention_defaults(&options);
-  options.scale = scale;
-  options.precision_bits = 24;
-  options.num_tokens = num_tokens;
-  options.first_row = first_row;
-  kvedge_attention planned;
-  kvedge_segment segment;
-  const kvedge_array row = kvedge_dense_array(query, num_heads, layer->keys.shape.dim);
-  kvedge_status status = plan_layer(&planned, layer, &row, 1, num_heads, &options, &segment);
-  if (status != KVEDGE_OK) return status;
-  planned.num_workspaces = 1;
-  void *memory = kvedge_aligned_alloc(64, kvedge_attention_lay_out(&planned, NULL, 1));
-  if (!memory) return KVEDGE_ERROR_MEMORY;
-  kvedge_all_logits(kvedge_attention_set_up(&planned, memory, 1, &row, &row, NULL), logits); /* which writes no out */
-  kvedge_aligned_free(memory);
-  return KVEDGE_OK;
 }

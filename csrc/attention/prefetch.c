@@ -29,6 +29,23 @@ void kvedge_share_next(const kvedge_cache_view *view, const token_tile *next, in
   }
 }
 
+void kvedge_prefetch_scales(const kvedge_cache_view *view, const token_tile *next, int s, int kv_head, int num) {
+  __asm__ volatile(""); /* GCC drops calls of a function that does nothing but prefetch */
+  const ptrdiff_t token_stride = view->side[s].scale_token_stride;
+  const int heads = view->num_kv_heads, runs = next->num_tokens == 0 ? 0 : next->in_order ? 1 : next->num_blocks;
+  const int whole_runs = runs >= heads;
+  if (token_stride == 0) return;
+  int first = 0, stop = runs;
+  if (whole_runs) first = stop * kv_head / heads, stop = stop * (kv_head + num) / heads;
+  for (int i = first; i < stop; i++) {
+    const char *scales = next->scales[s][i];
+    const int lines = (int)(((next->in_order ? next->num_tokens : KVEDGE_BLOCK) * token_stride + 63) / 64);
+    const int first_line = whole_runs ? 0 : (int)((int64_t)lines * kv_head / heads);
+    const int stop_line = whole_runs ? lines : (int)((int64_t)lines * (kv_head + num) / heads);
+    for (int line = first_line; line < stop_line; line++) __builtin_prefetch(scales + 64 * line, 0, 2);
+  }
+}
+
 /* The tile that this thread prefetched last, and how many of its tokens. */
 static _Thread_local struct {
   const char *keys;

@@ -3,7 +3,7 @@
  * Scales (of formats without: elements) are multiplied by a power of two that brings the largest near 1, and results divided
  * by it: both exact. The largest is that of the whole layer, which is kept as rows are stored, or where that is far
  * from 1, of the tokens that the call sees. (A row of one head may see much less than the
- * call: refit.c.)
+ * call: attention.c.)
  */
 #include <float.h>
 #include <math.h>

@@ -179,39 +179,10 @@ void kvedge_slice_run(const kvedge_attention *a, int slice, kvedge_slice followi
   }
 }
 
-/* ---- The same on threads of the caller's ---- */
-
 size_t kvedge_workspace_bytes(void) { return kvedge_align(sizeof(workspace)); }
 
 kvedge_workspace *kvedge_workspace_at(const kvedge_attention *a, int index) {
   return (kvedge_workspace *)(a->workspaces + (size_t)index * kvedge_workspace_bytes());
-}
-
-/* The first workspace that is free, which is likely in a cache; one is, since there are as many as slots. */
-static int take_workspace(const kvedge_attention *a) {
-  int i = 0;
-  while (atomic_flag_test_and_set_explicit(&a->busy[i], memory_order_acquire)) i = (i + 1) % a->num_workspaces;
-  return i;
-}
-
-static void give_back_workspace(const kvedge_attention *a, int index) {
-  atomic_flag_clear_explicit(&a->busy[index], memory_order_release);
-}
-
-void kvedge_attention_run(const kvedge_attention *a, int slice, int slot, const volatile int *stop) {
-  KVEDGE_FLOAT_MODE;
-  int num_slices = a->num_row_blocks * a->chunks_per_block;
-  kvedge_slice next = {slice + 1 < num_slices ? a : NULL, slice + 1};
-  const int index = take_workspace(a);
-  kvedge_slice_run(a, slice, next, slot, kvedge_workspace_at(a, index), stop);
-  give_back_workspace(a, index);
-}
-
-void kvedge_attention_collect(kvedge_attention *a, int slice, int slot) {
-  KVEDGE_FLOAT_MODE;
-  const int index = take_workspace(a);
-  kvedge_slice_collect(a, slice, slot, kvedge_workspace_at(a, index));
-  give_back_workspace(a, index);
 }
 
 void kvedge_all_logits(const kvedge_attention *a, float *logits) {

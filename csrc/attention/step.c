@@ -2,26 +2,6 @@
  * weighted sums.
  */
 #include "attention/tile.h"
-#include "system/target.h"
-
-/* Prefetches a share of the scales of the next tile, that of `num` KV heads from kv_head on: some of its blocks, or where
- * these are few a part of each one's lines, in the order of memory. (Zen 4 drops prefetches when there are too many at
- * once. Always inlined, since GCC drops calls of a function that does nothing but this.) */
-KVEDGE_INLINE void prefetch_scales(const kvedge_cache_view *view, const token_tile *next, int s, int kv_head, int num) {
-  const ptrdiff_t token_stride = view->side[s].scale_token_stride;
-  const int heads = view->num_kv_heads, runs = next->num_tokens == 0 ? 0 : next->in_order ? 1 : next->num_blocks;
-  const int whole_runs = runs >= heads;
-  if (token_stride == 0) return;
-  int first = 0, stop = runs;
-  if (whole_runs) first = stop * kv_head / heads, stop = stop * (kv_head + num) / heads;
-  for (int i = first; i < stop; i++) {
-    const char *scales = next->scales[s][i];
-    const int lines = (int)(((next->in_order ? next->num_tokens : KVEDGE_BLOCK) * token_stride + 63) / 64);
-    const int first_line = whole_runs ? 0 : (int)((int64_t)lines * kv_head / heads);
-    const int stop_line = whole_runs ? lines : (int)((int64_t)lines * (kv_head + num) / heads);
-    for (int line = first_line; line < stop_line; line++) __builtin_prefetch(scales + 64 * line, 0, 2);
-  }
-}
 
 /* Scores become logits where an option wants these, and hidden ones -INFINITY. */
 static void finish_scores(const kvedge_attention *a, const head_tile *h, workspace *w) {
@@ -67,9 +47,9 @@ void kvedge_step(const kvedge_attention *a, head_tile *heads, int num, const tok
       heads[j].first = i, heads[j].count = count, heads[j].at = j * count;
       if (!prefetches) heads[j].prefetches[KEYS] = heads[j].prefetches[VALUES] = 0;
     }
-    if (prefetches) prefetch_scales(&a->view, next, KEYS, heads->kv_head, num);
+    if (prefetches) kvedge_prefetch_scales(&a->view, next, KEYS, heads->kv_head, num);
     take_probabilities(a, heads, num, batch, partial, w);
-    if (heads->prefetches[VALUES]) prefetch_scales(&a->view, next, VALUES, heads->kv_head, num);
+    if (heads->prefetches[VALUES]) kvedge_prefetch_scales(&a->view, next, VALUES, heads->kv_head, num);
     if (w->skipping && kvedge_skip_heads(a, heads, num, w, partial)) continue;
     if (batch) {
       kvedge_weighted_sum_of_batch(a, heads, w, partial);

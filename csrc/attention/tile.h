@@ -66,6 +66,9 @@ static inline size_t kvedge_index_of(const kvedge_attention *a, const head_tile 
 /* The share of the next tile that a head, the j-th of a batch (1: of none), prefetches while it works on its own part:
  * one block for each. */
 void kvedge_share_next(const kvedge_cache_view *view, const token_tile *next, int batch, int j, head_tile *h);
+/* The scales of the next tile that a step of `num` KV heads from kv_head on prefetches: some of its blocks, or where these are
+ * few some of each one's lines, in the order of memory. (Zen 4 drops prefetches when there are too many at once.) */
+void kvedge_prefetch_scales(const kvedge_cache_view *view, const token_tile *next, int s, int kv_head, int num);
 /* Before the steps of a tile: what this thread has not prefetched of it is brought into the cache. The steps prefetch
  * the next one, as far as that goes. (reads_values 0: this tile's values are left where they are, and those of the next
  * one are not prefetched.) */

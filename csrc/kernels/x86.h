@@ -8,13 +8,6 @@
 #include "kernels/kernels.h"
 #include "system/target.h"
 
-/* Bytes between the two prefetches of a line.
- *
- * Zen 4 drops software prefetches when its miss queue is full, and a line that was dropped is waited for when it is used.
- * So each line is prefetched twice, the second time 4 KB later: decoding is 1.04 to 1.6 times as fast. On other CPUs both
- * come at once, which costs nothing. */
-static inline uintptr_t kvedge_prefetch_again_after(void) { return __builtin_cpu_is("amd") ? 4096 : 0; }
-
 /* ---- Prefetch of the next tile ---- */
 
 /* The rows that a kernel call prefetches. */

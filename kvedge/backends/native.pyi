@@ -1,26 +1,17 @@
 """Types of the extension, whose classes type checkers take for those of either backend.
 
-Signatures and docstrings of the classes are in their plain bases.
+Signatures and docstrings of the classes are in their plain bases; those of the layer classes, made
+from a table, are in :mod:`kvedge.layer.types`.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
-from kvedge.cache import CacheMethods
+from kvedge.cache.cache import KVCache as _KVCache
 from kvedge.core.types import Array, Layout
-from kvedge.layer import LayerMethods
-from kvedge.layer_types import (
-    Bfloat16LayerMethods,
-    Float16LayerMethods,
-    Float32LayerMethods,
-    Fp8E4m3LayerMethods,
-    Fp8E5m2LayerMethods,
-    Int4LayerMethods,
-    Kivi2LayerMethods,
-    Kivi4LayerMethods,
-    Kivi8LayerMethods,
-    QuantizedLayerMethods,
-)
+from kvedge.layer import types
+from kvedge.layer.layer import KvLayer
+from kvedge.layer.store import LayerStore as _LayerStore
 from kvedge.paged.store import BlockStoreMethods
 
 def bind() -> None: ...
@@ -33,36 +24,27 @@ def set_num_threads(num_threads: int) -> None: ...
 def tolerance_counts() -> tuple[int, int]: ...
 def read_bandwidth(num_threads: int, megabytes: int = 512, repeats: int = 3) -> float: ...
 def product_rate(num_threads: int, products: int, repeats: int = 3) -> float: ...
-def attend_batch(layers: Sequence[LayerMethods], query: Array, **options: Any) -> Any: ...
+def attend_batch(layers: Sequence[KvLayer], query: Array, **options: Any) -> Any: ...
 def append_batch(
-    layers: Sequence[LayerMethods], keys: Array, values: Array, *, layout: Layout = "nhd"
+    layers: Sequence[KvLayer], keys: Array, values: Array, *, layout: Layout = "nhd"
 ) -> None: ...
 
-class QuantizedKvLayer(QuantizedLayerMethods): ...
-class Float32KvLayer(Float32LayerMethods): ...
-class Float16KvLayer(Float16LayerMethods): ...
-class Bfloat16KvLayer(Bfloat16LayerMethods): ...
-class Fp8E4m3KvLayer(Fp8E4m3LayerMethods): ...
-class Fp8E5m2KvLayer(Fp8E5m2LayerMethods): ...
-class Int4KvLayer(Int4LayerMethods): ...
-class Kivi2KvLayer(Kivi2LayerMethods): ...
-class Kivi4KvLayer(Kivi4LayerMethods): ...
-class Kivi8KvLayer(Kivi8LayerMethods): ...
+class LayerStore(_LayerStore, Protocol): ...
 
-class KVCache(CacheMethods):
+class KVCache(_KVCache):
     def layer(
         self, index: int
     ) -> (
-        QuantizedKvLayer
-        | Float32KvLayer
-        | Float16KvLayer
-        | Bfloat16KvLayer
-        | Fp8E4m3KvLayer
-        | Fp8E5m2KvLayer
-        | Int4KvLayer
-        | Kivi2KvLayer
-        | Kivi4KvLayer
-        | Kivi8KvLayer
+        types.QuantizedKvLayer
+        | types.Float32KvLayer
+        | types.Float16KvLayer
+        | types.Bfloat16KvLayer
+        | types.Fp8E4m3KvLayer
+        | types.Fp8E5m2KvLayer
+        | types.Int4KvLayer
+        | types.Kivi2KvLayer
+        | types.Kivi4KvLayer
+        | types.Kivi8KvLayer
     ): ...
 
 class BlockStore(BlockStoreMethods): ...

@@ -229,36 +229,39 @@ cdef class _RowsAt:
 
     def append(self, layer, int64_t first, int64_t num_tokens):
         """Append some of the rows to a layer of the same shape."""
-        cdef kvedge_status status = (<_LayerCore>layer)._append_range(self.keys, self.values, first, num_tokens)
+        cdef kvedge_status status = (<LayerStore>layer)._append_range(self.keys, self.values, first, num_tokens)
         if status != KVEDGE_OK:
             raise KvedgeError(kvedge_strerror(status).decode())
 
 
-@cython.auto_pickle(False)  # LayerMethods pickles
-cdef class _LayerCore:
-    """Storage, quantizer and attention of one layer; see LayerCore for what it must provide."""
+@cython.auto_pickle(False)
+cdef class LayerStore:
+    """Storage, quantizer and attention of one layer: a kvedge.layer.store.LayerStore."""
 
     cdef _Handle _handle                # read through _opened, replaced by _take
-    cdef public bint _frozen            # belongs to a KVCache, which alone may change it
-    cdef public bint _key_map_is_open   # the next append may decide it
+    cdef public bint frozen             # belongs to a KVCache, which alone may change it
+    cdef public bint key_map_is_open    # the next append may decide it
+    cdef public object key_rule         # KeyRule: what of the key map the first tokens decide
     cdef bint _writing                  # a thread is appending: _begin_writing
     cdef cnp.npy_intp _num_kv_heads, _head_dim, _value_head_dim
     cdef cnp.npy_intp _widest  # of the last two
     cdef int64_t _limit                 # most tokens it holds
     cdef object _window                 # its config's: an int or None
-    cdef public object _precise         # PreciseTokens or None
-    cdef public object _turns           # kvedge.rope.Turns or None
+    cdef public object parts            # LayerParts or None
+    cdef public object turns            # kvedge.rope.Turns or None
 
-    def _open(self, config, slabs=None):
+    def open(self, config, slabs=None):
         self._take(None)
-        self._precise = self._turns = None
+        self.parts = self.turns = None
+        self.frozen = self.key_map_is_open = False
+        self.key_rule = KeyRule()
         self._num_kv_heads = config.num_kv_heads
         self._head_dim = config.head_dim
         self._value_head_dim = config.value_head_dim
         self._widest = config.widest
         self._limit = checks.MAX_CAPACITY if config.limit is None else config.limit
         self._window = config.window
-        self._bind(memory.reserve_slabs(config) if slabs is None else slabs, config, NO_MAP)
+        self.bind(memory.reserve_slabs(config) if slabs is None else slabs, config, NO_MAP)
 
     # A critical section orders threads of an interpreter without a GIL, and is nothing where there is one.
 
@@ -268,7 +271,7 @@ cdef class _LayerCore:
         with cython.critical_section(self):
             handle = self._handle
         if handle is None:
-            raise KvedgeError("this layer was never made: a subclass must call super().__init__()")
+            raise KvedgeError("this store was never opened")
         return handle
 
     cdef _take(self, _Handle handle):
@@ -289,26 +292,26 @@ cdef class _LayerCore:
             self._writing = False
 
     @property
-    def _config(self):
+    def config(self):
         return self._opened().config
 
     @property
-    def _slabs(self):
+    def slabs(self):
         return self._opened().slabs
 
     @property
-    def _key_map(self):
+    def key_map(self):
         return self._opened().key_map
 
     def __len__(self):
         """Tokens stored."""
-        if self._precise is not None:
-            return self._held().num_tokens
+        if self.parts is not None:
+            return self.held().num_tokens
         return kvedge_layer_len(self._opened().layer)
 
-    def _held(self):
+    def held(self):
         # The parts first: what they end with is in the rows by then, and what is needed of the parts stays.
-        parts = None if self._precise is None else self._precise.now
+        parts = None if self.parts is None else self.parts.now
         cdef _Handle handle = self._opened()
         cdef int64_t start, length = kvedge_layer_range(handle.layer, &start), end
         if parts is not None:
@@ -316,19 +319,19 @@ cdef class _LayerCore:
             length = max(0, min(length, end - handle.dropped - start))
         return memory.Held(handle.slabs, start, length, handle.dropped + start, handle, parts)
 
-    def _end(self):
+    def end(self):
         cdef _Handle handle = self._opened()
         cdef int64_t start, length
-        if self._precise is not None:
-            held = self._held()
+        if self.parts is not None:
+            held = self.held()
             return held.num_dropped + held.num_tokens
         length = kvedge_layer_range(handle.layer, &start)
         return handle.dropped + start + length
 
-    def _written(self):
+    def written(self):
         return kvedge_layer_written(self._opened().layer)
 
-    def _bind(self, slabs, config, key_map=None):
+    def bind(self, slabs, config, key_map=None):
         cdef _Handle old = self._handle
         cdef _Handle handle
         cdef int64_t start, length
@@ -346,49 +349,49 @@ cdef class _LayerCore:
             kvedge_layer_filled(handle.layer, length, kvedge_layer_written(old.layer) - length)
         self._take(handle)
 
-    def _binding(self):
+    def binding(self):
         return self._opened()
 
-    def _rebind(self, binding):
+    def rebind(self, binding):
         self._take(binding)
 
-    def _filled(self, int64_t position, int64_t num_tokens):
+    def filled(self, int64_t position, int64_t num_tokens):
         """Rows were copied to the slabs, within capacity."""
         cdef _Handle handle = self._opened()
         if kvedge_layer_filled(handle.layer, position, num_tokens) != KVEDGE_OK:
             raise KvedgeError(f"tokens {position} to {position + num_tokens} are not in the layer")
 
-    def _set_len(self, n):
+    def set_len(self, n):
         cdef _Handle handle = self._opened()
         cdef int64_t start
         kvedge_layer_set_len(handle.layer, n)
-        if self._precise is not None:
+        if self.parts is not None:
             kvedge_layer_range(handle.layer, &start)
-            self._precise.set_end(handle.dropped + start + n)
+            self.parts.set_end(handle.dropped + start + n)
 
-    def _drop(self, int64_t n):
+    def drop(self, int64_t n):
         kvedge_layer_drop_first(self._opened().layer, n)
 
-    def _restart(self, int64_t num_dropped=0):
+    def restart(self, int64_t num_dropped=0):
         cdef _Handle handle = self._opened()
         kvedge_layer_set_len(handle.layer, 0)
         kvedge_layer_compact(handle.layer)
         handle.dropped = num_dropped
-        self._turns = None
-        if self._precise is not None:
-            self._precise.restart(num_dropped)
+        self.turns = None
+        if self.parts is not None:
+            self.parts.restart(num_dropped)
 
-    def _set_key_map(self, key_map):
+    def set_key_map(self, key_map):
         # A C layer takes it only while it is empty: so this makes another over the same slabs.
         if key_map.offset is not None:
             key_map = key_map._replace(offset=np.ascontiguousarray(key_map.offset, np.float32))
         if key_map.scale is not None:
             key_map = key_map._replace(scale=np.ascontiguousarray(key_map.scale, np.float32))
-        self._bind(self._slabs, self._config, key_map)
+        self.bind(self.slabs, self.config, key_map)
 
-    # ---- removing and moving; what LayerMethods does in NumPy --------------------------------------
+    # ---- removing and moving ---------------------------------------------------------------------
 
-    def _keep(self, indices):
+    def keep(self, indices):
         cdef _Handle handle = self._opened()
         cdef cnp.ndarray tokens = np.ascontiguousarray(indices, np.int64)
         cdef const int64_t *positions = <const int64_t *>cnp.PyArray_DATA(tokens)
@@ -422,24 +425,28 @@ cdef class _LayerCore:
         )
 
     def push(self, keys, values):
-        if self._frozen:
+        self._push(keys, values)
+
+    @cython.final
+    cdef object _push(self, keys, values):
+        if self.frozen:
             checks.check_unfrozen(True)
         if self._is_token(keys, self._head_dim) and self._is_token(values, self._value_head_dim):
             self._store(keys, values, 1)
         else:
             self._store_any(keys, values, False, _NHD)
         if self._window is not None:
-            self._slide(1)
+            room.slide(self, 1)
 
     def extend(self, keys, values, *, layout="nhd"):
-        if self._frozen:
+        if self.frozen:
             checks.check_unfrozen(True)
         cdef int64_t before = len(self)
         self._extend(keys, values, True, layout)
         if self._window is not None:
-            self._slide(len(self) - before)
+            room.slide(self, len(self) - before)
 
-    def _append(self, keys, values, layout="nhd"):
+    def append(self, keys, values, layout="nhd"):
         if self._is_token(keys, self._head_dim) and self._is_token(values, self._value_head_dim):
             _is_hnd(layout)
             self._store(keys, values, 1)
@@ -464,10 +471,10 @@ cdef class _LayerCore:
         with cython.critical_section(self):
             handle = self._handle
             if (
-                handle is not None and self._precise is None and self._turns is None
+                handle is not None and self.parts is None and self.turns is None
                 and not self._writing and num_tokens * self._num_kv_heads * self._widest < _KEEP_GIL
                 and num_tokens <= self._limit - kvedge_layer_len(handle.layer)
-                and not self._key_map_is_open
+                and not self.key_map_is_open
             ):
                 stored = kvedge_layer_append(
                     handle.layer, _floats(keys), _floats(values), num_tokens) == KVEDGE_OK
@@ -497,7 +504,7 @@ cdef class _LayerCore:
             and key_rows.shape[1] == value_rows.shape[1]
         ):
             keys, values = checks.checked_rows(
-                keys, values, self._config, len(self), many=many, layout=layout)
+                keys, values, self.config, len(self), many=many, layout=layout)
             many, layout = True, _NHD
             _read_ndarray(<cnp.ndarray>keys, &key_rows)
             _read_ndarray(<cnp.ndarray>values, &value_rows)
@@ -538,22 +545,22 @@ cdef class _LayerCore:
         int64_t num_tokens, many, layout
     ):
         cdef kvedge_status status
-        cdef bint decides = self._key_map_is_open and num_tokens > 0
+        cdef bint decides = self.key_map_is_open and num_tokens > 0
         cdef _Array turned
         cdef kvedge_array turned_rows
-        if self._turns is not None and num_tokens > 0:
+        if self.turns is not None and num_tokens > 0:
             keys, values = self._checked(keys, values, many, layout)
-            keys = self._turned_back(keys, self._end())
+            keys = turned_back(self, keys, self.end())
             many, layout = True, _NHD
             _read_ndarray(<cnp.ndarray>keys, &turned)
             _insert_axis(&turned, 0)
             turned_rows = _rows_of(&turned, 0)
             key_rows = &turned_rows
-        mark = self._mark() if decides else None
+        before = layer_keys.mark(self) if decides else None
         try:
             if decides:
                 rows, _ = self._checked(keys, values, many, layout)
-                self._decide_key_map(rows)
+                layer_keys.decide(self, rows)
             status = self._append_rows(key_rows, value_rows, num_tokens)
             if status == KVEDGE_OK:
                 return
@@ -561,19 +568,19 @@ cdef class _LayerCore:
             rows, value_tokens = self._checked(keys, values, many, layout)
             self._refuse_range(rows, value_tokens)
             if status == KVEDGE_ERROR_CAPACITY:
-                self._reserve(num_tokens)
+                room.reserve(self, num_tokens)
                 status = self._append_rows(key_rows, value_rows, num_tokens)
             if status != KVEDGE_OK:
                 raise KvedgeError(kvedge_strerror(status).decode())
         except BaseException:
             if decides:
-                self._return_to(mark)
+                layer_keys.return_to(self, before)
             raise
 
     cdef kvedge_status _append_rows(
         self, const kvedge_array *keys, const kvedge_array *values, int64_t num_tokens
     ) except *:
-        if self._precise is not None:
+        if self.parts is not None:
             return self._append_parts(keys, values, num_tokens)
         return self._append_to_slabs(keys, values, num_tokens)
 
@@ -582,19 +589,19 @@ cdef class _LayerCore:
     ) except *:
         """Append rows that are held in another format too: there first, so that the rows here end with all of them."""
         cdef kvedge_status status
-        made = self._precise.begin(self._end(), num_tokens)
-        status = (<_LayerCore>made.first.layer)._append_range(keys, values, 0, made.sinks)
+        made = self.parts.begin(self.end(), num_tokens)
+        status = (<LayerStore>made.first.store)._append_range(keys, values, 0, made.sinks)
         if status == KVEDGE_OK:
-            status = (<_LayerCore>made.last.layer)._append_range(
+            status = (<LayerStore>made.last.store)._append_range(
                 keys, values, made.skipped, num_tokens - made.skipped)
         if status == KVEDGE_OK:
             status = self._append_to_slabs(keys, values, num_tokens)
-        if status == KVEDGE_OK and self._config.in_runs:
+        if status == KVEDGE_OK and self.config.in_runs:
             status = self._append_runs(made, keys, values)
         elif status == KVEDGE_OK:
-            self._precise.commit(made)
+            self.parts.commit(made)
         if status != KVEDGE_OK:
-            self._precise.take_back(made)
+            self.parts.take_back(made)
         return status
 
     cdef kvedge_status _append_runs(
@@ -606,10 +613,10 @@ cdef class _LayerCore:
         cdef _RowsAt rows = _RowsAt()
         rows.keys, rows.values = keys, values
         try:
-            self._precise.commit(made, self._precise.runs_of(made, rows.append))
+            self.parts.commit(made, self.parts.runs_of(made, rows.append))
         except BaseException:
             kvedge_layer_set_len(handle.layer, kvedge_layer_len(handle.layer) - <int64_t>made.n)
-            self._precise.take_back(made)
+            self.parts.take_back(made)
             raise
         return status
 
@@ -640,31 +647,31 @@ cdef class _LayerCore:
     def _checked(self, keys, values, many, layout):
         """Rows (n, num_kv_heads, channels) in float32; raises if there is no room or a number is not finite."""
         return checks.checked_rows(
-            keys, values, self._config, len(self), many=many, layout=layout)
+            keys, values, self.config, len(self), many=many, layout=layout)
 
     def _refuse_range(self, keys, values):
         """Raise if rows, keys as the key map has them, are too large for what they are stored in."""
-        config, key_map, keys_given = self._config, self._key_map, keys
+        config, key_map, keys_given = self.config, self.key_map, keys
         if not key_map.is_plain:
             keys = key_map.to_stored(keys)
             checks.check_finite(keys, key_map.text)
         config.key_format.refuse(keys, "keys", config.key_rows)
         config.value_format.refuse(values, "values", config.value_rows)
-        if self._precise is not None:
-            self._precise.refuse(keys_given, values)
+        if self.parts is not None:
+            self.parts.refuse(keys_given, values)
 
     # ---- tokens out ------------------------------------------------------------------------------
 
-    def _dequantize(self, held, bint values, int64_t start, int64_t stop, out):
+    def dequantize(self, held, bint values, int64_t start, int64_t stop, out):
         if held.parts is None:
             return self._dequantize_rows(held, values, start, stop, out)
-        for span in spans_of(held, self._config):
+        for span in spans_of(held, self.config):
             first, last = max(start, span.start), min(stop, span.stop)
             if first < last:
-                layer = self if span.layer is None else span.layer
-                own = held if span.layer is None else span.layer._held()
+                layer = self if span.store is None else span.store
+                own = held if span.store is None else span.store.held()
                 at = span.at + first - span.start
-                (<_LayerCore>layer)._dequantize_rows(
+                (<LayerStore>layer)._dequantize_rows(
                     own, values, at, at + last - first, out[first - start : last - start])
         return out
 
@@ -735,7 +742,7 @@ cdef class _LayerCore:
             window = self._window
         kvedge_attention_defaults(&c_options)
         if not (
-            self._precise is None and self._turns is None
+            self.parts is None and self.turns is None
             and self._is_query(query) and layout is _NHD and start is _ZERO
             and causal is True and sink_tokens is _ZERO
             and sink_logits is None and softcap is None
@@ -790,7 +797,7 @@ cdef class _LayerCore:
                 and num_heads > 0 and num_heads % self._num_kv_heads == 0
             )
         if not right:
-            read, one_row = checks.as_query(query, self._config, finite=False, layout=layout)
+            read, one_row = checks.as_query(query, self.config, finite=False, layout=layout)
             read = read[0] if one_row else arrays.in_nhd(read, layout)
             _read_ndarray(<cnp.ndarray>read, &asked)
         return _attend_to(
@@ -833,8 +840,8 @@ cdef class _LayerCore:
         cdef kvedge_status status
         cdef float c_scale = NAN if scale is None else nearest_float(checks.as_float(scale, "scale"))
         if not self._is_query(query) or (<cnp.ndarray>query).ndim != 2:
-            query = np.ascontiguousarray(checks.as_query(query, self._config, many=False)[0][0])
-        if self._precise is not None or self._turns is not None:
+            query = np.ascontiguousarray(checks.as_query(query, self.config, many=False)[0][0])
+        if self.parts is not None or self.turns is not None:
             return self._scores_of_parts(query, scale)
         shape[0] = (<cnp.ndarray>query).shape[0]
         length = kvedge_layer_range(handle.layer, &first_row)
@@ -856,20 +863,20 @@ cdef class _LayerCore:
     def _scores_of_parts(self, query, scale):
         """Scores of a plain query row, over the tokens where they are read."""
         cdef cnp.ndarray part
-        cdef _LayerCore layer
+        cdef LayerStore layer
         cdef _Handle handle
         cdef int64_t first_row, num_tokens
         cdef float c_scale = NAN if scale is None else nearest_float(checks.as_float(scale, "scale"))
         cdef float *query_data
         cdef int num_heads = <int>(<cnp.ndarray>query).shape[0]
         cdef kvedge_status status
-        held = self._held()
+        held = self.held()
         out = np.empty((num_heads, held.num_tokens), np.float32)
         checks.check_finite(query, "query")
-        for span in spans_of(held, self._config):
-            own = held if span.layer is None else span.layer._held()
+        for span in spans_of(held, self.config):
+            own = held if span.store is None else span.store.held()
             handle = own.source
-            for start, stop, turn in ranges_of(self._turns, held.num_dropped, span):
+            for start, stop, turn in ranges_of(self.turns, held.num_dropped, span):
                 rows = to_float32(turned(turn, query, back=True)) if turn else query
                 query_data = _floats(rows)
                 first_row, num_tokens = own.start + span.at + start - span.start, stop - start
@@ -885,6 +892,60 @@ cdef class _LayerCore:
         """Raise what C refused about a query."""
         checks.check_finite(query, "query")
         _refuse_status(status)
+
+
+@cython.auto_pickle(False)  # KvLayer pickles
+cdef class _LayerFace:
+    """The calls of a KvLayer that come often, straight to its store."""
+
+    cdef LayerStore _made
+
+    @property
+    def _store(self):
+        return self._opened()
+
+    @_store.setter
+    def _store(self, store):
+        self._made = store
+
+    @cython.final
+    cdef inline LayerStore _opened(self):
+        if self._made is None:
+            raise KvedgeError("this layer was never made: a subclass must call super().__init__()")
+        return self._made
+
+    def push(self, keys, values):
+        self._opened()._push(keys, values)
+
+    def extend(self, keys, values, *, layout="nhd"):
+        self._opened().extend(keys, values, layout=layout)
+
+    def scores(self, query, *, scale=None):
+        return self._opened().scores(query, scale=scale)
+
+    def attend(
+        self,
+        query,
+        *,
+        scale=None,
+        causal=True,
+        window=None,
+        sink_tokens=0,
+        sink_logits=None,
+        softcap=None,
+        mask=None,
+        start=0,
+        alibi_slopes=None,
+        precision_bits=None,
+        tolerance=_NO_TOLERANCE,
+        return_lse=False,
+        out=None,
+        num_threads=None,
+        layout="nhd",
+    ):
+        return self._opened()._attend(
+            query, scale, causal, window, sink_tokens, sink_logits, softcap, mask, start,
+            alibi_slopes, precision_bits, tolerance, return_lse, out, num_threads, layout)
 
 
 cdef bint _fill_plain(
@@ -960,43 +1021,48 @@ def bind():
     A process initializes an extension once, but may import kvedge again, whose modules are new ones then:
     :mod:`kvedge.backends.select` calls this at each import.
     """
-    global AttendOptions, KvedgeError, LayoutError, NO_MAP, OutOfMemoryError, UnsupportedIsaError
-    global _batch, arrays, checks, memory, ranges_of, spans_of, query_turns, to_float32, turned
+    global AttendOptions, KeyRule, KvedgeError, LayoutError, NO_MAP, OutOfMemoryError, UnsupportedIsaError
+    global _batch, arrays, checks, layer_keys, memory, ranges_of, room, spans_of, query_turns, to_float32
+    global turned, turned_back
     from kvedge import batch as _batch
-    from kvedge.cache import CacheMethods
+    from kvedge.cache.cache import KVCache
     from kvedge.core import arrays, checks, memory, registry
-    from kvedge.core.key_map import NO_MAP
+    from kvedge.core.key_map import NO_MAP, KeyRule
     from kvedge.core.options import AttendOptions
     from kvedge.errors import KvedgeError, LayoutError, OutOfMemoryError, UnsupportedIsaError
-    from kvedge.layer_core import document
-    from kvedge.layer_precise import ranges_of, spans_of
-    from kvedge.layer_types import layer_classes
+    from kvedge.layer import keys as layer_keys
+    from kvedge.layer import room
+    from kvedge.layer.layer import KvLayer
+    from kvedge.layer.parts import ranges_of, spans_of
+    from kvedge.layer.reading import turned_back
+    from kvedge.layer.types import layer_classes
     from kvedge.paged.store import BlockStoreMethods
     from kvedge.rope import query_turns, to_float32, turned
 
-    document(_LayerCore)
+    for name in ("push", "extend", "attend", "scores"):
+        getattr(_LayerFace, name).__doc__ = getattr(KvLayer, name).__doc__
     for function in (attend_batch, append_batch):
         function.__doc__ = getattr(_batch, function.__name__).__doc__
-    layer_types = layer_classes(_LayerCore)
+    layer_types = layer_classes(__name__, LayerStore, _LayerFace)
     cache = {
-        "__doc__": CacheMethods.__doc__,
+        "__doc__": KVCache.__doc__,
         "__module__": __name__,
         "_layer_types": layer_types,
         "attend": _attend_of_cache,
     }
     _attend_of_cache.__name__, _attend_of_cache.__qualname__ = "attend", "KVCache.attend"
-    _attend_of_cache.__doc__ = CacheMethods.attend.__doc__
+    _attend_of_cache.__doc__ = KVCache.attend.__doc__
     made = [
         *layer_types.values(),
-        registry.backend_class(type("KVCache", (CacheMethods,), cache)),
+        registry.backend_class(type("KVCache", (KVCache,), cache)),
         registry.backend_class(
-            type("BlockStore", (_BlockStoreCore, BlockStoreMethods), {"__module__": __name__})
+            type("BlockStore", (_BlockStore, BlockStoreMethods), {"__module__": __name__})
         ),
     ]
     globals().update({kind.__name__: kind for kind in made})
 
 
-# KVCache.attend: as in CacheMethods, but straight to the layer's C, without naming its arguments again.
+# KVCache.attend, straight to the C of the layer's store.
 def _attend_of_cache(
     self,
     layer,
@@ -1018,11 +1084,13 @@ def _attend_of_cache(
     num_threads=None,
     layout="nhd",
 ):
-    if layer.__class__ is not int or not 0 <= layer < self._num_layers:
-        layer = checks.check_layer(layer, self._num_layers)
-    if self._num_query_heads is not None:
+    state = self._state
+    cdef tuple stores = state.stores
+    if layer.__class__ is not int or not 0 <= layer < len(stores):
+        layer = checks.check_layer(layer, len(stores))
+    if state.num_query_heads is not None:
         self._check_query_heads(layer, query, layout)
-    cdef _LayerCore target = self._layers[layer]
+    cdef LayerStore target = stores[layer]
     try:
         return target._attend(
             query, scale, causal, window, sink_tokens, sink_logits, softcap, mask, start,

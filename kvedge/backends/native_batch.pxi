@@ -8,7 +8,7 @@ cdef object _attend_to(
     """Attention of a query, `given` as it was `asked`: its shape is right, for one layer or for a batch of them."""
     cdef int i, num_heads, threads = 0, num = <int>len(layers)
     cdef _Array query = asked[0]
-    cdef Py_ssize_t n_rows, head_dim, width = (<_LayerCore>layers[0])._value_head_dim
+    cdef Py_ssize_t n_rows, head_dim, width = (<LayerStore>layers[0])._value_head_dim
     cdef cnp.npy_intp out_shape[_MAX_AXES]
     cdef int64_t length, first_row, longest = 0, shortest = 0, work = 0
     cdef kvedge_attention_options c_options
@@ -32,12 +32,12 @@ cdef object _attend_to(
     _as_batch(&query, one_layer, one_row, hnd)
     n_rows, num_heads, head_dim = query.shape[1], <int>query.shape[2], query.shape[3]
     for layer in layers:
-        if (<_LayerCore>layer)._precise is None and (<_LayerCore>layer)._turns is None:
-            handle = (<_LayerCore>layer)._opened()
+        if (<LayerStore>layer).parts is None and (<LayerStore>layer).turns is None:
+            handle = (<LayerStore>layer)._opened()
             length = kvedge_layer_range(handle.layer, &first_row)  # once: another thread may be writing
             spans.append(None)
         else:
-            held = layer._held()
+            held = layer.held()
             handle, length, first_row = held.source, held.num_tokens, held.start
             spans.append(_spans(held, layer, part_handles))
             num_parts += <int>len(spans[-1])
@@ -48,9 +48,9 @@ cdef object _attend_to(
         handles.append(handle)
         lengths.append(length)
         first_rows.append(first_row)
-        if (<_LayerCore>layer)._window is not None and handle.dropped + first_row > 0:
+        if (<LayerStore>layer)._window is not None and handle.dropped + first_row > 0:
             held = memory.Held(None, first_row, length, handle.dropped + first_row, None)
-            checks.check_reach((<_LayerCore>layer)._config, held, n_rows, window, sink_tokens)
+            checks.check_reach((<LayerStore>layer).config, held, n_rows, window, sink_tokens)
     kvedge_attention_defaults(&c_options)
     reads = ()
     options = None  # keeps their arrays
@@ -152,10 +152,10 @@ cdef list _spans(held, layer, list handles):
     """Parts of what a layer holds: handle, row, first token, the one after the last, and what a query is turned by there;
     handles are added to `handles`."""
     made = []
-    for span in spans_of(held, (<_LayerCore>layer)._config):
-        own = held if span.layer is None else span.layer._held()
+    for span in spans_of(held, (<LayerStore>layer).config):
+        own = held if span.store is None else span.store.held()
         handles.append(own.source)
-        for start, stop, turn in ranges_of((<_LayerCore>layer)._turns, held.num_dropped, span):
+        for start, stop, turn in ranges_of((<LayerStore>layer).turns, held.num_dropped, span):
             row = own.start + span.at + start - span.start
             made.append((own.source, row, start, stop, query_turns(turn)))
     return made
@@ -222,7 +222,7 @@ def attend_batch(
     num_threads=None,
     layout="nhd",
 ):
-    cdef list made = _as_layers(layers)
+    cdef list made = _as_stores(layers)
     cdef _Array asked
     cdef bint hnd = _is_hnd(layout), one_row
     read = query
@@ -243,21 +243,21 @@ def attend_batch(
 
 
 def append_batch(layers, keys, values, *, layout="nhd"):
-    cdef list made = _as_layers(layers)
-    cdef bint hnd = _is_hnd(layout), decides = False, precise = False, right
+    cdef list made = _as_stores(layers)
+    cdef bint hnd = _is_hnd(layout), decides = False, in_parts = False, right
     cdef _Array key_rows, value_rows
-    cdef _LayerCore layer
+    cdef LayerStore layer
     right = (
         _read(keys, &key_rows) and _fits_batch(&key_rows, made, hnd, _KEYS)
         and _read(values, &value_rows) and _fits_batch(&value_rows, made, hnd, _VALUES)
     )
     for each in made:
-        layer = <_LayerCore>each
+        layer = <LayerStore>each
         layer._opened()
-        decides = decides or layer._key_map_is_open
-        right = right and not layer._frozen
-        precise = precise or layer._precise is not None or layer._turns is not None
-    if precise:
+        decides = decides or layer.key_map_is_open
+        right = right and not layer.frozen
+        in_parts = in_parts or layer.parts is not None or layer.turns is not None
+    if in_parts:
         dense_keys, dense_values = _batch.checked_rows(made, keys, values, layout)
         _append_each(made, dense_keys, dense_values)
         return
@@ -273,13 +273,13 @@ def append_batch(layers, keys, values, *, layout="nhd"):
     marks = []
     try:
         for each, rows in zip(made, dense_keys):
-            if each._key_map_is_open and len(rows):
-                marks.append((each, each._mark()))
-                each._decide_key_map(rows)
+            if each.key_map_is_open and len(rows):
+                marks.append((each, layer_keys.mark(each)))
+                layer_keys.decide(each, rows)
         _store_batch(made, keys, values, &key_rows, &value_rows, layout)
     except BaseException:
         for each, mark in marks:
-            each._return_to(mark)
+            layer_keys.return_to(each, mark)
         raise
 
 
@@ -288,16 +288,16 @@ cdef _append_each(list layers, dense_keys, dense_values):
     cdef int64_t num_tokens = dense_keys.shape[1]
     if num_tokens == 0:
         return
-    marks = [(layer, layer._mark(), len(layer)) for layer in layers]
+    marks = [(layer, layer_keys.mark(layer), len(layer)) for layer in layers]
     try:
         for layer in layers:
-            layer._reserve(num_tokens)
+            room.reserve(layer, num_tokens)
         for layer, rows, value_rows in zip(layers, dense_keys, dense_values):
-            layer._append(rows, value_rows)
+            layer.append(rows, value_rows)
     except BaseException:
         for layer, mark, length in marks:
-            layer._set_len(length)
-            layer._return_to(mark)
+            layer.set_len(length)
+            layer_keys.return_to(layer, mark)
         raise
     _slide_all(layers, num_tokens)
 
@@ -309,14 +309,14 @@ cdef _store_batch(list layers, keys, values, const _Array *key_rows, const _Arra
         return
     try:
         for layer in layers:
-            if not (<_LayerCore>layer)._begin_writing():
+            if not (<LayerStore>layer)._begin_writing():
                 _batch.checked_rows(layers, keys, values, layout)  # refuses a layer that occurs twice
                 raise KvedgeError("another thread is appending to this layer: one at a time may")
             begun += 1
         _store_batch_alone(layers, keys, values, key_rows, value_rows, layout)
     finally:
         for i in range(begun):
-            (<_LayerCore>layers[i])._end_writing()
+            (<LayerStore>layers[i])._end_writing()
     _slide_all(layers, key_rows.shape[1])
 
 
@@ -333,17 +333,17 @@ cdef _store_batch_alone(
         layer._refuse_range(some_keys, some_values)
     if status == KVEDGE_ERROR_CAPACITY:
         for layer in layers:
-            layer._reserve(num_tokens)
+            room.reserve(layer, num_tokens)
         status = _append_to_all(layers, key_rows, value_rows)
     if status != KVEDGE_OK:
         _refuse_status(status)
 
 
 cdef _slide_all(list layers, int64_t num_tokens):
-    cdef _LayerCore layer
+    cdef LayerStore layer
     for layer in layers:
         if layer._window is not None:
-            layer._slide(num_tokens)
+            room.slide(layer, num_tokens)
 
 
 cdef kvedge_status _append_to_all(
@@ -355,7 +355,7 @@ cdef kvedge_status _append_to_all(
     cdef kvedge_layer **pointers
     cdef kvedge_array *sides
     cdef kvedge_status status
-    cdef _LayerCore layer
+    cdef LayerStore layer
     cdef _Handle handle
     cdef list handles = []
     for layer in layers:
@@ -380,17 +380,18 @@ cdef kvedge_status _append_to_all(
     return status
 
 
-cdef list _as_layers(layers):
-    cdef list made
+cdef list _as_stores(layers):
+    """The stores of layers of this backend."""
+    cdef list made = []
     if type(layers) is list or type(layers) is tuple:
-        made = list(layers)
-        for layer in made:
-            if not isinstance(layer, _LayerCore):
+        for layer in layers:
+            if not isinstance(layer, _LayerFace):
                 break
+            made.append((<_LayerFace>layer)._opened())
         else:
             if made:
                 return made
-    return _batch.as_layers(layers, _LayerCore)
+    return _batch.as_stores(layers, LayerStore)
 
 
 cdef enum:
@@ -401,19 +402,19 @@ cdef enum:
 
 cdef bint _fits_batch(const _Array *array, list layers, bint hnd, int kind):
     """Whether it is (batch, heads, channels), or has an axis of tokens beside the heads, for all layers."""
-    cdef _LayerCore layer
+    cdef LayerStore layer
     cdef Py_ssize_t heads
     if array.ndim != 3 and array.ndim != 4 or array.shape[0] != len(layers):
         return False
     heads = array.shape[1 if array.ndim == 3 or hnd else 2]
     for each in layers:
-        layer = <_LayerCore>each
+        layer = <LayerStore>each
         if array.shape[array.ndim - 1] != (layer._value_head_dim if kind == _VALUES else layer._head_dim):
             return False
         if heads != layer._num_kv_heads:
             if kind != _QUERY or heads == 0 or heads % layer._num_kv_heads:
                 return False
-        if layer._value_head_dim != (<_LayerCore>layers[0])._value_head_dim:
+        if layer._value_head_dim != (<LayerStore>layers[0])._value_head_dim:
             return False  # results are one array
     return True
 

@@ -1,9 +1,9 @@
 """Rows in blocks: the store of one layer of a pool. Included by native.pyx."""
 
-cdef class _BlockStoreCore(_LayerCore):
+cdef class _BlockStore(LayerStore):
     """See BlockStoreMethods for what it must provide."""
 
-    def _write_at(self, int64_t position, keys, values):
+    def write_at(self, int64_t position, keys, values):
         cdef _Handle handle = self._opened()
         cdef const float *key_data = _floats(keys)
         cdef const float *value_data = _floats(values)
@@ -18,11 +18,11 @@ cdef class _BlockStoreCore(_LayerCore):
         if status != KVEDGE_OK:
             raise KvedgeError(kvedge_strerror(status).decode())
 
-    def _settle(self):
+    def settle(self):
         with nogil:
             kvedge_quiesce()
 
-    def _attend_blocks(self, int64_t block_size, list rows, options):
+    def attend_blocks(self, int64_t block_size, list rows, options):
         cdef _Handle handle = self._opened()
         cdef kvedge_attention_options c_options
         cdef kvedge_status status
@@ -63,7 +63,7 @@ cdef class _BlockStoreCore(_LayerCore):
                 checks.check_finite(one.query, "query")
             self._refuse_attend(query, status)
 
-    def _attend_spans(self, list rows, options):
+    def attend_spans(self, list rows, options):
         cdef kvedge_attention_options c_options
         cdef kvedge_attention_options *own
         cdef kvedge_attention_call *calls
@@ -91,7 +91,7 @@ cdef class _BlockStoreCore(_LayerCore):
                     own[i].start = start
                 calls[i].layer, calls[i].parts, calls[i].num_parts = NULL, parts, <int>len(spans)
                 for store, table, block_size, first, stop in spans:
-                    handle = (<_BlockStoreCore>store)._opened()
+                    handle = (<_BlockStore>store)._opened()
                     handles.append(handle)
                     parts.layer = handle.layer
                     parts.blocks = <const int32_t *>cnp.PyArray_DATA(<cnp.ndarray>table)

@@ -9,7 +9,7 @@ from kvedge.bench.report import save_report
 from kvedge.console import plotting
 from kvedge.console.exits import INTERRUPTED, OK
 from kvedge.console.output import Output, print_json
-from kvedge.core.replacing import check_target
+from kvedge.files.replacing import check_target
 
 __all__ = ["Benchmark", "present", "run_benchmark"]
 

@@ -18,7 +18,7 @@ from kvedge.bench.shapes import AttentionShape
 from kvedge.console.exits import CommandError
 from kvedge.console.output import Output
 from kvedge.console.sizes import format_size
-from kvedge.core.replacing import replacing
+from kvedge.files.replacing import replacing
 
 __all__ = [
     "FORMAT",

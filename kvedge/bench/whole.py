@@ -16,7 +16,7 @@ from kvedge.bench.report import FORMAT, json_line, load_report
 from kvedge.console import plotting
 from kvedge.console.exits import INTERRUPTED, OK, CommandError, UsageError
 from kvedge.console.output import Output
-from kvedge.core.replacing import check_target, replacing
+from kvedge.files.replacing import check_target, replacing
 
 NAME = "report"
 SUMMARY = "the usual benchmarks of this machine in one file: .html, .md or .json"

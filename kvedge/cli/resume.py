@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any
 from kvedge.cli import sampling
 from kvedge.console.exits import CommandError
 from kvedge.console.packages import is_installed
-from kvedge.core.replacing import check_folder, check_target
 from kvedge.errors import InvalidArgumentError, MissingExtraError
-from kvedge.session import safetensors_package
+from kvedge.files.replacing import check_folder, check_target
+from kvedge.files.session import safetensors_package
 
 if TYPE_CHECKING:
     from kvedge import KVCache
@@ -68,7 +68,7 @@ def check_can_save(path: str, *, folder: bool = False) -> None:
     MissingExtraError
         The package safetensors is not installed.
     InvalidArgumentError, OSError
-        As of :func:`kvedge.core.replacing.check_target`.
+        As of :func:`kvedge.files.replacing.check_target`.
     """
     if not is_installed("safetensors"):
         raise MissingExtraError("sessions need the safetensors package: pip install 'kvedge[io]'")

@@ -9,8 +9,8 @@ from typing import Any, TextIO
 
 from kvedge.console.exits import UsageError
 from kvedge.console.packages import is_installed
-from kvedge.core.replacing import check_target, replacing
 from kvedge.errors import MissingExtraError
+from kvedge.files.replacing import check_target, replacing
 
 __all__ = ["require", "require_matplotlib", "save_figure", "write_svg"]
 

@@ -482,7 +482,7 @@ def as_query(
     *,
     many: bool = True,
     finite: bool = True,
-    layout: str = "nhd",
+    layout: Any = "nhd",
 ) -> tuple[np.ndarray, bool]:
     """A query as float32 (n, num_heads, head_dim), any strides, and whether it was one row.
 

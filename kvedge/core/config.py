@@ -61,7 +61,7 @@ class LayerConfig:
         return replace(self, recent=0, sinks=0, recent_dtype="")
 
     @property
-    def precise(self) -> LayerConfig:
+    def part_config(self) -> LayerConfig:
         """Of a layer that holds first or last tokens in their other format."""
         form = FORMATS[self.recent_dtype]
         return LayerConfig(

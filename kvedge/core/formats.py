@@ -54,7 +54,7 @@ class Format:
     fault_of_scales: Callable[[np.ndarray], str | None]
     kivi: kivi.Kivi | None = None  # rows are runs of tokens of a head
     of_values: Format | None = None  # that of values, where it differs; else it is for both
-    in_parts: bool = False  # rows have no bytes: all tokens lie in parts (kvedge.layer_precise)
+    in_parts: bool = False  # rows have no bytes: all tokens lie in parts (kvedge.layer.parts)
 
     def __post_init__(self) -> None:
         """The same bytes and values in whatever mode the process has its floats."""

@@ -93,7 +93,7 @@ class Held(NamedTuple):
     num_tokens: int
     num_dropped: int  # tokens before token 0
     source: Any  # the backend's own
-    parts: Any = None  # kvedge.layer_precise.Parts: tokens that are held in another format too
+    parts: Any = None  # kvedge.layer.parts.Parts: tokens that are held in another format too
 
     @property
     def tokens(self) -> Slabs:

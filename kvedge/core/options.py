@@ -30,26 +30,6 @@ MAX_THREADS = 1024
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def takes_options_of(attend: Callable[..., Any]) -> Callable[[_Function], _Function]:
-    """Let a function that passes ``**options`` on show those of `attend` in its signature.
-
-    In the order of `attend`; an option that the function names itself is shown as it has it.
-    """
-
-    def show(function: _Function) -> _Function:
-        own = inspect.signature(function)
-        shown = [
-            each for each in own.parameters.values() if each.kind is each.POSITIONAL_OR_KEYWORD
-        ]
-        for name, each in inspect.signature(attend).parameters.items():
-            if each.kind is each.KEYWORD_ONLY:
-                shown.append(own.parameters.get(name, each))
-        function.__signature__ = own.replace(parameters=shown)  # type: ignore[attr-defined]
-        return function
-
-    return show
-
-
 @lru_cache
 @in_default_mode
 def default_scale(head_dim: int) -> float:
@@ -165,6 +145,25 @@ class AttendOptions:
         if num_threads is not None:
             options["num_threads"] = as_num_threads(num_threads)
         return cls(scale, causal, **options)
+
+
+def shows_options(function: _Function) -> _Function:
+    """Let an ``attend`` that passes ``**options`` on show them in its signature (a decorator).
+
+    They are those of :meth:`AttendOptions.make`, ``out`` and ``layout``; one that the function
+    names itself is shown as it has it.
+    """
+    own = inspect.signature(function)
+    shown = [each for each in own.parameters.values() if each.kind is each.POSITIONAL_OR_KEYWORD]
+    for each in inspect.signature(AttendOptions.make).parameters.values():
+        if each.kind is each.KEYWORD_ONLY:
+            if each.name == "num_threads":
+                shown.append(each.replace(name="out", default=None))
+            shown.append(each)
+    shown.append(shown[-1].replace(name="layout", default="nhd"))
+    shown = [own.parameters.get(each.name, each) for each in shown]
+    function.__signature__ = own.replace(parameters=shown)  # type: ignore[attr-defined]
+    return function
 
 
 def as_num_threads(num_threads: Any) -> int:

@@ -19,6 +19,7 @@ import numpy as np
 from kvedge.core.config import FLOAT32_MAX
 from kvedge.core.options import AttendOptions
 from kvedge.distributed.placement import Placement
+from kvedge.layer.layer import KvLayer, store_of
 
 __all__ = ["Run", "attend_part", "runs_of"]
 
@@ -125,7 +126,7 @@ def _run(rows: slice, starts: np.ndarray, stops: np.ndarray, base: int, sinks_en
 
 
 def attend_part(
-    layer: Any,
+    layer: KvLayer,
     placement: Placement,
     rank: int,
     length: int,
@@ -158,7 +159,8 @@ def attend_part(
     runs = runs_of(placement, rank, length, len(query), options)
     if not runs:
         return
-    held = len(layer)
+    store = store_of(layer)
+    held = len(store)
     slopes = options.alibi_slopes
     has_mask = options.mask_bool is not None or options.mask_bias is not None
     positions = None
@@ -167,8 +169,8 @@ def attend_part(
     try:
         for run in runs:
             rows = slice(run.first, run.last)
-            if len(layer) != run.tokens:
-                layer._set_len(run.tokens)  # tokens beyond come back with the next
+            if len(store) != run.tokens:
+                store.set_len(run.tokens)  # tokens beyond come back with the next
             own: dict[str, Any] = {"causal": run.causal, "start": run.start}
             if run.window is not None:
                 own |= {"window": run.window, "sink_tokens": run.sinks}
@@ -179,8 +181,8 @@ def attend_part(
                 back = np.arange(run.last - run.first - 1, -1, -1, dtype=np.float32)
                 lse[rows] += back[:, np.newaxis] * slopes
     finally:
-        if len(layer) != held:
-            layer._set_len(held)
+        if len(store) != held:
+            store.set_len(held)
 
 
 def _shares_bias(run: Run, slopes: np.ndarray) -> bool:

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvedge import KVCache
-from kvedge.cache_state import layer_names
+from kvedge.cache.cache import state_of
+from kvedge.cache.overwrites import OverwriteLog
+from kvedge.cache.state import layer_names
 from kvedge.core import arrays, checks
 from kvedge.core.config import as_int
-from kvedge.core.options import AttendOptions, takes_options_of
+from kvedge.core.options import AttendOptions, shows_options
 from kvedge.core.types import Array, Layout
 from kvedge.distributed import files
 from kvedge.distributed.facts import ShardedFacts
@@ -30,7 +32,7 @@ from kvedge.errors import (
     InvalidArgumentError,
     LayersOutOfStepError,
 )
-from kvedge.snapshot import OverwriteLog
+from kvedge.layer.keys import rule_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # type checkers bring it along
@@ -101,9 +103,9 @@ class ShardedKVCache(ShardedFacts):
         """
         if not isinstance(cache, KVCache):
             raise InvalidArgumentError(f"cache must be a KVCache, not {checks.describe(cache)}")
-        for config in cache._format.layers:
+        for config in state_of(cache).format.layers:
             check_shareable(config)
-        cache._refuse_pending("sharding")
+        state_of(cache).refuse_pending("sharding")
         share = join(group, timeout, block_size=block_size, weights=weights)
         self._form(cache, share)
 
@@ -112,7 +114,7 @@ class ShardedKVCache(ShardedFacts):
         self._share = share
         share.agree(
             {
-                "the format": str(cache._format),
+                "the format": str(state_of(cache).format),
                 **share.placement_facts(),
                 "key offset and scale": _maps_text(cache),
             }
@@ -126,8 +128,8 @@ class ShardedKVCache(ShardedFacts):
         self._first: list[FirstTokens | None] = [None] * cache.num_layers
         if not self._length:
             self._begin_anew()
-        for layer in cache._layers:
-            close(layer)
+        for store in state_of(cache).stores:
+            close(store)
 
     def _length_of(self, held: Sequence[int]) -> int:
         """Tokens of the context of which ranks hold so many each."""
@@ -146,9 +148,10 @@ class ShardedKVCache(ShardedFacts):
 
     def _begin_anew(self) -> None:
         """Let the next tokens decide what is automatic."""
-        for index, layer in enumerate(self._part._layers):
-            rule = self._part._rule_of(layer)
-            self._first[index] = FirstTokens(layer, rule) if rule.is_open(layer._key_map) else None
+        state = state_of(self._part)
+        for index, store in enumerate(state.stores):
+            rule = rule_of(store, state.key_rule)
+            self._first[index] = FirstTokens(store, rule) if rule.is_open(store.key_map) else None
 
     # ---- tokens in -------------------------------------------------------------------------------
 
@@ -175,10 +178,10 @@ class ShardedKVCache(ShardedFacts):
             This rank could not grow; others do not know of it.
         """
         index = checks.check_layer(layer, self.num_layers)
-        part = self._part._layers[index]
+        part = state_of(self._part).stores[index]
         start = self._ends[index]
         keys, values = checks.checked_rows(
-            keys, values, replace(part._config, limit=None), start, many=None, layout=layout
+            keys, values, replace(part.config, limit=None), start, many=None, layout=layout
         )
         n = len(keys)
         self._check_room(index, n)
@@ -186,7 +189,7 @@ class ShardedKVCache(ShardedFacts):
             return
         first = self._first[index]
         if first is None:
-            check_storable(part._config, part._key_map, keys, values)
+            check_storable(part.config, part.key_map, keys, values)
         else:
             first.take(keys, values)  # which checks them as well
         mine = self._share.held(start, start + n)
@@ -259,10 +262,10 @@ class ShardedKVCache(ShardedFacts):
         checks.check_finite(values, "values")
         start = self._length
         self._check_room(0, 1)
-        for index, layer in enumerate(self._part._layers):
+        for index, store in enumerate(state_of(self._part).stores):
             first, row = self._first[index], slice(index, index + 1)
             if first is None:
-                check_storable(layer._config, layer._key_map, keys[row], values[row])
+                check_storable(store.config, store.key_map, keys[row], values[row])
             else:
                 first.check(keys[row], values[row])
         try:
@@ -291,7 +294,7 @@ class ShardedKVCache(ShardedFacts):
 
     # ---- attention -------------------------------------------------------------------------------
 
-    @takes_options_of(KVCache.attend)
+    @shows_options
     def attend(
         self,
         layer: int,
@@ -331,8 +334,8 @@ class ShardedKVCache(ShardedFacts):
             The ranks are not at the same call.
         """
         index = checks.check_layer(layer, self.num_layers)
-        part = self._part._layers[index]
-        rows, single = checks.as_query(query, part._config, layout=layout)
+        part = state_of(self._part).stores[index]
+        rows, single = checks.as_query(query, part.config, layout=layout)
         n_rows, num_heads, head_dim = rows.shape
         length = self._ends[index]
         made = AttendOptions.make(
@@ -340,10 +343,10 @@ class ShardedKVCache(ShardedFacts):
         )
         given = rows.shape[1:] if single else arrays.in_nhd(rows, layout).shape
         reads = (arrays.memory_of(query, "query"), *made.arrays())
-        target = arrays.as_target(out, part._config.out_shape(given), reads=reads, layout=layout)
+        target = arrays.as_target(out, part.config.out_shape(given), reads=reads, layout=layout)
         passed = {name: value for name, value in options.items() if name not in _OF_POSITIONS}
         whole, lse = self._share.attend(
-            index, [part], [rows], length, [made], passed, made.sink_logits
+            index, [self._part.layer(index)], [rows], length, [made], passed, made.sink_logits
         )
         to = target.rows[np.newaxis] if single else target.rows
         to[...] = whole[0]
@@ -366,7 +369,7 @@ class ShardedKVCache(ShardedFacts):
         self._set_length(checks.check_length(n, self._length))
 
     def _set_length(self, n: int) -> None:
-        self._part._set_length(self._share.count(n))
+        state_of(self._part).set_length(self._share.count(n))
         for first in self._first:
             if first is not None:
                 first.go_to(n)
@@ -378,9 +381,10 @@ class ShardedKVCache(ShardedFacts):
         self._set_length(0)
         self._part.clear()
         self._begin_anew()
-        for layer in self._part._layers:
-            close(layer)
-        if any(self._part._key_rule):
+        state = state_of(self._part)
+        for store in state.stores:
+            close(store)
+        if any(state.key_rule):
             self._overwrites.add(0)
             self._high_water = [0] * self.num_layers
 
@@ -412,8 +416,8 @@ class ShardedKVCache(ShardedFacts):
             if first is not None:
                 first.go_to(n)
         if snapshot.is_detached:
-            for layer in self._part._layers:
-                close(layer)
+            for store in state_of(self._part).stores:
+                close(store)
             self._first = [None] * self.num_layers
             self._overwrites.add(0)
             self._high_water = [n] * self.num_layers
@@ -526,9 +530,10 @@ class ShardedKVCache(ShardedFacts):
 
 def _maps_text(cache: KVCache) -> str:
     """What of key offsets and scales has to be equal on all ranks, in a few characters."""
-    vectors = [vector for layer in cache._layers for vector in layer._key_map]
+    state = state_of(cache)
+    vectors = [vector for store in state.stores for vector in store.key_map]
     given = [b"-" if one is None else np.ascontiguousarray(one).tobytes() for one in vectors]
-    rule = cache._key_rule
+    rule = state.key_rule
     autos = [name for name, is_auto in zip(("offset", "scale"), rule, strict=False) if is_auto]
     digest = hashlib.sha256(b"|".join(given)).hexdigest()[:12]
     return f"{'+'.join(autos) or 'nothing'} automatic, vectors {digest}"

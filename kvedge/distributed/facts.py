@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from kvedge import KVCache
+from kvedge.cache.cache import state_of
+from kvedge.cache.overwrites import OverwriteLog
 from kvedge.core import memory
 from kvedge.core.config import ConfigFacts, LayerConfig
 from kvedge.distributed.placement import Placement
 from kvedge.distributed.share import Share
-from kvedge.snapshot import OverwriteLog
 
 __all__ = ["ShardedFacts"]
 
@@ -82,7 +83,9 @@ class ShardedFacts(ConfigFacts):
     @property
     def total_bytes(self) -> int:
         """Bytes of the tokens that all ranks hold between them, pending ones aside."""
-        return self._length * sum(memory.token_bytes(each._config) for each in self._part._layers)
+        return self._length * sum(
+            memory.token_bytes(store.config) for store in state_of(self._part).stores
+        )
 
     @property
     def key_offset(self) -> np.ndarray | None:
@@ -113,6 +116,6 @@ class ShardedFacts(ConfigFacts):
 
     def __repr__(self) -> str:
         return (
-            f"<ShardedKVCache {self._part._format}, {self._length} tokens in {self.placement}, "
-            f"{len(self._part)} of them on this rank, {self.rank}>"
+            f"<ShardedKVCache {state_of(self._part).format}, {self._length} tokens in "
+            f"{self.placement}, {len(self._part)} of them on this rank, {self.rank}>"
         )

@@ -21,14 +21,19 @@ from typing import Any
 
 import numpy as np
 
-from kvedge import KVCache, session
+from kvedge import KVCache
+from kvedge.cache.cache import cache_over, state_of
+from kvedge.cache.editing import settled
+from kvedge.cache.state import CacheState
 from kvedge.core.checks import checked_path
-from kvedge.core.replacing import check_folder, replacing
+from kvedge.core.key_map import KeyMap
 from kvedge.distributed.first_tokens import check_shareable
 from kvedge.distributed.group import Group
 from kvedge.distributed.placement import Placement
 from kvedge.distributed.share import Share
 from kvedge.errors import CorruptFileError, InvalidArgumentError, KvedgeError, RankLostError
+from kvedge.files import session
+from kvedge.files.replacing import check_folder, replacing
 
 __all__ = ["MANIFEST", "load", "save"]
 
@@ -90,9 +95,8 @@ def save(
         check_folder(folder, MANIFEST)
         os.makedirs(folder, exist_ok=True)
         target = os.path.join(folder, name)
-        session.save(
-            part, target, metadata={**metadata, **own}, like=os.path.join(folder, MANIFEST)
-        )
+        like = os.path.join(folder, MANIFEST)
+        session.save(state_of(part), target, metadata={**metadata, **own}, like=like)
 
     placement = share.placement
     fields = {
@@ -204,39 +208,44 @@ def _assemble(folder: str, manifest: Mapping[str, Any], saved: Placement, share:
     holders = _holders(saved, mine)
     # A context without tokens here still has a format, which any file tells.
     wanted = np.unique(holders).tolist() or [min(share.rank, saved.num_ranks - 1)]
-    part: Any = None
-    maps: list[Any] = []
+    part: CacheState | None = None
+    maps: list[KeyMap] = []
     for rank in wanted:
         path = os.path.join(folder, _part_name(manifest["save"], rank, saved.num_ranks))
-        source = _load_part(path, manifest, saved, rank)._settled()
+        source = settled(state_of(_load_part(path, manifest, saved, rank)))
         if part is None:
             _check_shareable(path, source)
             kept = {k: v for k, v in source.metadata.items() if not k.startswith(_OURS)}
             own_limit = None if limit is None else max(1, share.count(limit))
-            part = KVCache._empty(
-                source._format, own_limit, source._key_rule, kept, [tokens] * source.num_layers
+            part = CacheState.empty(
+                source.layer_types,
+                source.format,
+                own_limit,
+                source.key_rule,
+                kept,
+                [tokens] * source.num_layers,
             )
-            maps = [layer._key_map for layer in source._layers]
-        elif source._format != part._format:
+            maps = [store.key_map for store in source.stores]
+        elif source.format != part.format:
             raise CorruptFileError(
-                f"{path}: it holds {source._format}, and the first file {part._format}"
+                f"{path}: it holds {source.format}, and the first file {part.format}"
             )
         to = np.flatnonzero(holders == rank)
         rows = saved.count(mine[to], rank)
-        for index, (layer, theirs) in enumerate(zip(part._layers, source._layers, strict=True)):
-            if not theirs._key_map.is_same(maps[index]):
+        for index, (store, theirs) in enumerate(zip(part.stores, source.stores, strict=True)):
+            if not theirs.key_map.is_same(maps[index]):
                 raise CorruptFileError(f"{path}: layer {index} has another key offset or scale")
-            held = theirs._held()
-            for slab, stored in zip(layer._slabs, held.slabs, strict=True):
+            held = theirs.held()
+            for slab, stored in zip(store.slabs, held.slabs, strict=True):
                 slab[to] = stored[held.start + rows]
-    part._adopt(tokens, [(tokens, key_map, 0, (), None) for key_map in maps])
-    whole: KVCache = part
-    return whole
+    assert part is not None
+    part.adopt(tokens, [(tokens, key_map, 0, (), None) for key_map in maps])
+    return cache_over(KVCache, part)
 
 
-def _check_shareable(path: str, source: KVCache) -> None:
+def _check_shareable(path: str, source: CacheState) -> None:
     try:
-        for config in source._format.layers:
+        for config in source.format.layers:
             check_shareable(config)
     except InvalidArgumentError as error:
         raise CorruptFileError(f"{path}: it is no part of a context: {error}") from error

@@ -11,33 +11,34 @@ from typing import Any
 
 import numpy as np
 
-from kvedge.core import checks, registry
+from kvedge.core import checks
 from kvedge.core.key_map import LEAST_TOKENS, NO_MAP, KeyMap, KeyRule
 from kvedge.errors import InvalidArgumentError
-from kvedge.layer import new_layer
+from kvedge.layer import keys as layer_keys
+from kvedge.layer.copies import copy_of, new_store
+from kvedge.layer.store import LayerStore
 
 __all__ = ["FirstTokens", "check_shareable", "check_storable", "close"]
 
 
-def close(layer: Any) -> None:
+def close(store: LayerStore) -> None:
     """Let a part's layer decide nothing by itself."""
-    layer._store_keys_as(layer._key_map, KeyRule())
+    layer_keys.store_as(store, store.key_map, KeyRule())
 
 
 class FirstTokens:
     """A layer's first tokens, all of them, until how keys are stored is settled."""
 
-    def __init__(self, part: Any, rule: KeyRule) -> None:
+    def __init__(self, part: LayerStore, rule: KeyRule) -> None:
         """Begin for an empty layer of a part, by the rule that it would have alone."""
         self._part = part
-        kind = registry.backend_class_of(type(part))
-        self._whole = new_layer(kind, replace(part._config, limit=None), 1)
-        self._whole._store_keys_as(part._key_map, rule)
+        self._whole = new_store(type(part), replace(part.config, limit=None, capacity=1))
+        layer_keys.store_as(self._whole, part.key_map, rule)
 
     @property
     def is_open(self) -> bool:
         """Whether the next tokens may change how keys are stored."""
-        return bool(self._whole._key_map_is_open)
+        return self._whole.key_map_is_open
 
     def take(self, keys: np.ndarray, values: np.ndarray) -> None:
         """Decide by tokens that are appended next, and let the part store keys so.
@@ -53,42 +54,42 @@ class FirstTokens:
             They cannot be stored; nothing has changed.
         """
         whole, part = self._whole, self._part
-        mark = whole._mark()
+        mark = layer_keys.mark(whole)
         try:
             self._decide(keys, values)
-            held = part._held()
+            held = part.held()
             if held.num_tokens:  # even for the same map: this is not idempotent to the last bit
-                part._encode_anew(whole._key_map, held)
-            part._store_keys_as(whole._key_map, KeyRule())
+                layer_keys.encode_anew(part, whole.key_map, held)
+            layer_keys.store_as(part, whole.key_map, KeyRule())
         except BaseException:
-            whole._return_to(mark)
+            layer_keys.return_to(whole, mark)
             raise
 
     def check(self, keys: np.ndarray, values: np.ndarray) -> None:
         """Raise what :meth:`take` would, and change nothing."""
-        mark = self._whole._mark()
+        mark = layer_keys.mark(self._whole)
         try:
             self._decide(keys, values)
         finally:
-            self._whole._return_to(mark)
+            layer_keys.return_to(self._whole, mark)
 
     def _decide(self, keys: np.ndarray, values: np.ndarray) -> None:
         whole = self._whole
         if len(whole) + len(keys) < LEAST_TOKENS:  # to be decided again, perhaps
-            whole._append(keys, values)
+            whole.append(keys, values)
         else:
-            whole._decide_key_map(keys)
-            check_storable(whole._config, whole._key_map, keys, values)
+            layer_keys.decide(whole, keys)
+            check_storable(whole.config, whole.key_map, keys, values)
 
     def go_to(self, n: int) -> None:
         """Hold the first n tokens, back or forward again, while they decide anything."""
         if self.is_open:
-            self._whole._set_len(n)
+            self._whole.set_len(n)
 
-    def copy(self, part: Any) -> FirstTokens:
+    def copy(self, part: LayerStore) -> FirstTokens:
         """The same for a copy of the part's layer."""
         other = FirstTokens.__new__(FirstTokens)
-        other._part, other._whole = part, self._whole.copy()
+        other._part, other._whole = part, copy_of(self._whole)
         return other
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 
-from kvedge.cache_state import layer_names
+from kvedge.cache.state import layer_names
 from kvedge.distributed.facts import ShardedFacts
 from kvedge.errors import LayersOutOfStepError, StaleSnapshotError
 

@@ -14,13 +14,13 @@ from kvedge.core.checks import FLOAT32_MAX
 from kvedge.core.config import MAX_KV_HEADS, as_int
 from kvedge.core.float_mode import in_default_mode
 from kvedge.core.memory import memory_for
-from kvedge.core.options import as_mask, default_scale, takes_options_of
-from kvedge.core.replacing import check_target
+from kvedge.core.options import as_mask, default_scale, shows_options
 from kvedge.core.types import Array, Floats, Layout
 from kvedge.errors import InvalidArgumentError, NonFiniteInputError, ShapeMismatchError
-from kvedge.layer import LayerMethods, new_layer
-from kvedge.layer_core import LayerCore
-from kvedge.layer_room import FIRST_ROWS
+from kvedge.files.replacing import check_target
+from kvedge.layer.copies import fill
+from kvedge.layer.layer import KvLayer, new_layer, store_of
+from kvedge.layer.room import FIRST_ROWS, reserve
 from kvedge.multi_head import file
 from kvedge.multi_head.config import KvCacheConfig
 from kvedge.multi_head.head import KvCacheHead
@@ -82,10 +82,11 @@ class MultiHeadKvCache:
         self._open(config, _new_layer(num_heads, config))
 
     @in_default_mode
-    def _open(self, config: KvCacheConfig, layer: LayerMethods) -> None:
+    def _open(self, config: KvCacheConfig, layer: KvLayer) -> None:
         """Be an empty cache over an empty layer."""
         self._kv_config = config
         self._layer = layer
+        self._store = store_of(layer)
         heads, dim = layer.num_kv_heads, config.head_dim
         self._rotation = Rotation(heads, dim, config.seed)
         self._sketch: Sketch | None = None
@@ -139,7 +140,7 @@ class MultiHeadKvCache:
     def _append(self, keys: Any, values: Any, many: bool, layout: str) -> None:
         layer = self._layer
         keys, values = checks.checked_rows(
-            keys, values, layer._config, len(layer), many=many, layout=layout
+            keys, values, self._store.config, len(layer), many=many, layout=layout
         )
         keys, values = self._rotated(keys, "keys"), self._rotated(values, "values")
         with self._lock:
@@ -147,9 +148,9 @@ class MultiHeadKvCache:
             layer.extend(keys, values)
             if self._sketch is not None and self._sketches is not None:
                 try:
-                    held = layer._held()
+                    held = self._store.held()
                     stored = np.empty(keys.shape, np.float32)
-                    layer._dequantize(held, False, before, held.num_tokens, stored)
+                    self._store.dequantize(held, False, before, held.num_tokens, stored)
                     residuals = keys.astype(np.float64) - stored
                     self._sketches += self._sketch.of(residuals)
                 except BaseException:
@@ -231,7 +232,7 @@ class MultiHeadKvCache:
         ------
         ShapeMismatchError, DtypeMismatchError, LayoutError, NonFiniteInputError
         """
-        rows, _ = checks.as_query(_stacked(query, "query"), self._layer._config, many=False)
+        rows, _ = checks.as_query(_stacked(query, "query"), self._store.config, many=False)
         self._check_query_heads(rows)
         factor = default_scale(rows.shape[2]) if scale is None else checks.as_float(scale, "scale")
         turned = self._turned(rows)
@@ -242,7 +243,7 @@ class MultiHeadKvCache:
             bias = self._sketch.corrections(turned, self._sketches)[:, 0]
             return np.asarray(scores + np.float32(factor) * bias)
 
-    @takes_options_of(LayerCore.attend)
+    @shows_options
     @in_default_mode
     def attend(
         self,
@@ -259,11 +260,11 @@ class MultiHeadKvCache:
         and what is raised. With ``projections`` an array of num_query_heads * n * len float32 is
         made on the way, and ``softcap`` is refused, since it would come before the corrections.
         """
-        config = self._layer._config
+        config = self._store.config
         rows, single = checks.as_query(query, config, layout=layout)
         self._check_query_heads(rows)
         given = rows.shape[1:] if single else arrays.in_nhd(rows, layout).shape
-        reads = [arrays.memory_of(query, "query"), *self._layer._held().slabs]
+        reads = [arrays.memory_of(query, "query"), *self._store.held().slabs]
         reads += [
             arrays.memory_of(options[name], name)
             for name in ("mask", "sink_logits", "alibi_slopes")
@@ -391,7 +392,7 @@ class MultiHeadKvCache:
     def token_bytes(self) -> int:
         """Bytes of a token: codes, scales and sketches of all heads."""
         sketch = 0 if self._sketch is None else self._sketch.bytes_of_a_key()
-        return memory.token_bytes(self._layer._config) + self.num_heads * sketch
+        return memory.token_bytes(self._store.config) + self.num_heads * sketch
 
     @property
     def memory_bytes(self) -> int:
@@ -435,7 +436,7 @@ class MultiHeadKvCache:
     @memory_for("a copy of the cache")
     def _state(self) -> tuple[Any, ...]:
         with self._lock:
-            tokens = [np.array(rows) for rows in self._layer._held().tokens]
+            tokens = [np.array(rows) for rows in self._store.held().tokens]
             sketches = self._sketches
         return self._kv_config, self.num_heads, self._num_query_heads, tokens, sketches
 
@@ -466,17 +467,17 @@ def _restored(
 ) -> MultiHeadKvCache:
     """A cache of these stored bytes, in the active backend."""
     cache = MultiHeadKvCache(num_heads, config, num_query_heads=num_query_heads)
-    layer = cache._layer
-    layer._reserve(len(tokens[0]))
-    layer._fill(tokens, layer._key_map, layer._key_rule, 0, ())
+    store = cache._store
+    reserve(store, len(tokens[0]))
+    fill(store, tokens, store.key_map, store.key_rule, 0, ())
     if sketches is not None:
         cache._sketches = sketches.part(slice(None))
     return cache
 
 
-def _new_layer(num_heads: int, config: KvCacheConfig) -> LayerMethods:
+def _new_layer(num_heads: int, config: KvCacheConfig) -> KvLayer:
     kind = registry.active("QuantizedKvLayer")
-    made: LayerMethods = new_layer(kind, config._layer(num_heads, FIRST_ROWS), FIRST_ROWS)
+    made: KvLayer = new_layer(kind, config.layer_config(num_heads, FIRST_ROWS))
     return made
 
 

@@ -57,7 +57,7 @@ class KvCacheConfig:
             object.__setattr__(self, name, number)
         one_of(self.scale_dtype, "scale_dtype", SCALE_TYPES)
 
-    def _layer(self, num_heads: int, capacity: int) -> LayerConfig:
+    def layer_config(self, num_heads: int, capacity: int) -> LayerConfig:
         """The layer that holds the rotated rows of so many heads."""
         shape = layer_config("int8", capacity, num_heads, self.head_dim)  # checks num_heads
         return LayerConfig(

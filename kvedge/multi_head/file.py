@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from kvedge import tensor_file
 from kvedge.core import checks, memory
 from kvedge.errors import KvedgeError
+from kvedge.files import tensors as tensor_file
 from kvedge.multi_head.config import KvCacheConfig
 from kvedge.multi_head.sketch import Sketches
 
@@ -58,7 +58,7 @@ def load(path: str | os.PathLike[str]) -> tuple[Any, ...]:
     try:
         config = KvCacheConfig(scale_dtype=fields.get("scale_dtype"), **given)  # type: ignore[arg-type]
         checks.as_num_query_heads(num_query_heads, num_heads)
-        layer = config._layer(num_heads, 1)
+        layer = config.layer_config(num_heads, 1)
     except KvedgeError as error:
         tensor_file.corrupt(path, f"its metadata makes no cache: {error}", error)
     tokens = []

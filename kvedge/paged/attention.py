@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 
 from kvedge.core import arrays, checks
-from kvedge.core.options import AttendOptions, takes_options_of
+from kvedge.core.options import AttendOptions, shows_options
 from kvedge.core.types import Array, AttendArguments, BatchArguments, Floats, Layout
 from kvedge.errors import InvalidArgumentError
-from kvedge.layer_core import LayerCore
 from kvedge.paged import batch, cascade
 from kvedge.paged.facts import PagedFacts, as_list
 
@@ -59,7 +58,7 @@ class PagedAttention(PagedFacts):
         out: Any = None,
         **options: Unpack[AttendArguments],
     ) -> Floats | tuple[Floats, Floats]: ...
-    @takes_options_of(LayerCore.attend)
+    @shows_options
     def attend(
         self,
         seq: int,
@@ -112,9 +111,9 @@ class PagedAttention(PagedFacts):
             to = target.rows.reshape(pool._config.out_shape(rows.shape))
             one = batch.Rows(table, length, rows, to, lse, spans=pool._spans(layer, reading))
             if num_rows and one.spans is None:
-                store._attend_blocks(pool.block_size, [one], made)
+                store.attend_blocks(pool.block_size, [one], made)
             elif num_rows:
-                store._attend_spans([one], made)
+                store.attend_spans([one], made)
         finally:
             pool._running.discard(reading)
         if lse is None:

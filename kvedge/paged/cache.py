@@ -180,7 +180,7 @@ class PagedKvCache(PagedExchange):
             stop = start + len(keys)
             block = self._unwritable(state, layer, start)
             if block is None and start == state.resumed:
-                store._settle()  # calls that read these rows have ended, late helpers may not have
+                store.settle()  # calls that read these rows have ended, late helpers may not have
             num_new = max(0, pool._blocks_for(stop) - len(state.table))
             if num_new or block is not None:
                 self._append_to_new_blocks(state, layer, start, num_new, block, keys, values)
@@ -225,7 +225,7 @@ class PagedKvCache(PagedExchange):
         assert contents is not None
         store, recent = pool._stores[layer], pool._recent
         rows = (keys, values)
-        recent.refuse(keys, values, store._key_map)
+        recent.refuse(keys, values, store.key_map)
         plan = recent.plan(contents, layer, len(keys))
         # Runs are written once they are full, from the first of their tokens on.
         writes = plan.writes_run or not pool._config.in_runs

@@ -68,9 +68,9 @@ def attend_batch(store: Any, block_size: int, rows: list[Rows], options: AttendO
 
 def _attend(store: Any, block_size: int, rows: list[Rows], options: AttendOptions) -> None:
     if rows[0].spans is None:
-        store._attend_blocks(block_size, rows, options)
+        store.attend_blocks(block_size, rows, options)
     else:
-        store._attend_spans(rows, options)
+        store.attend_spans(rows, options)
 
 
 def _merge(first: Rows, rests: Sequence[Rows], rows: Sequence[Rows]) -> None:

@@ -9,19 +9,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvedge.cache import CacheMethods
-from kvedge.cache_state import layer_names
+from kvedge.cache.cache import KVCache, cache_over, state_of
+from kvedge.cache.editing import settled
+from kvedge.cache.state import CacheState, layer_names
 from kvedge.core import checks, memory, registry
 from kvedge.core.key_map import KeyMap, KeyRule, same_vector
-from kvedge.core.replacing import check_target
 from kvedge.errors import InvalidArgumentError, LayersOutOfStepError, ShapeMismatchError
-from kvedge.layer_precise import PartContents, contents_of, runs_end
+from kvedge.files.contents import CacheContents, CacheFormat, LayerContents
+from kvedge.files.replacing import check_target
+from kvedge.layer.parts import contents_of, runs_end
+from kvedge.layer.store import PartContents
 from kvedge.paged import file, readings
 from kvedge.paged.attention import PagedAttention
 from kvedge.paged.pool import KvBlockPool
 from kvedge.paged.prefixes import as_token_ids
 from kvedge.paged.sequences import SequenceState
-from kvedge.snapshot import CacheContents, CacheFormat, LayerContents
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # type checkers bring it along
@@ -182,9 +184,11 @@ class PagedExchange(PagedAttention):
         finally:
             pool._running.difference_update(running)
         contents = CacheContents(self._format, length, tuple(layers))
-        return registry.active("KVCache")._holding(contents, max_seq_len, KeyRule(), {})
+        kind: type[KVCache] = registry.active("KVCache")
+        made = CacheState.holding(kind._layer_types, contents, max_seq_len, KeyRule(), {})
+        return cache_over(kind, made)
 
-    def from_kv_cache(self, cache: CacheMethods) -> int:
+    def from_kv_cache(self, cache: KVCache) -> int:
         """Begin a sequence with a copy of a cache's tokens, byte for byte.
 
         Parameters
@@ -210,12 +214,13 @@ class PagedExchange(PagedAttention):
         """
         return self._from_kv_cache(cache, None)
 
-    def _from_kv_cache(self, cache: CacheMethods, token_ids: np.ndarray | None) -> int:
+    def _from_kv_cache(self, cache: KVCache, token_ids: np.ndarray | None) -> int:
         """Begin a sequence with a cache's tokens, but for what is registered of `token_ids`."""
-        if not isinstance(cache, CacheMethods):
+        if not isinstance(cache, KVCache):
             raise InvalidArgumentError(f"cache must be a KVCache, not {checks.describe(cache)}")
-        if cache._format != self._format:
-            raise ShapeMismatchError(f"the cache is {cache._format}, this pool {self._format}")
+        state = state_of(cache)
+        if state.format != self._format:
+            raise ShapeMismatchError(f"the cache is {state.format}, this pool {self._format}")
         if cache.key_offset is not None:
             raise InvalidArgumentError("blocks have no key offset, but this cache has one")
         if not same_vector(cache.key_scale, self._pool.key_scale):
@@ -224,13 +229,13 @@ class PagedExchange(PagedAttention):
                 "key_scale=cache.key_scale"
             )
         pool, length = self._pool, len(cache)
-        cache = cache._settled()  # blocks are shared: their keys are where they are
-        helds = [layer._held() for layer in cache._layers]
+        state = settled(state)  # blocks are shared: their keys are where they are
+        helds = [store.held() for store in state.stores]
         if pool._config.in_runs and any(held.num_dropped for held in helds):
             raise InvalidArgumentError(
                 "runs in blocks begin with a sequence's first token, which this cache has dropped"
             )
-        check_nothing_pending([len(layer) for layer in cache._layers], length)
+        check_nothing_pending([len(store) for store in state.stores], length)
         if token_ids is not None and len(token_ids) > length:
             raise ShapeMismatchError(f"{len(token_ids)} token ids for {length} tokens")
         with pool._lock:
@@ -251,7 +256,7 @@ class PagedExchange(PagedAttention):
                     recent, fine = pool._recent.filled(parts, length)
                 for store, held, own in zip(pool._stores, helds, parts, strict=True):
                     rows = own[2].arrays if pool._config.in_runs else held.tokens
-                    rows = memory.rows_of(rows, store._config, start, length)
+                    rows = memory.rows_of(rows, store.config, start, length)
                     store.scatter(table, pool.block_size, rows, start)
             except BaseException:
                 pool._release(taken)
@@ -266,14 +271,14 @@ class PagedExchange(PagedAttention):
         pool, length = self._pool, reading.length
         store, table, size = pool._stores[layer], reading.table, pool.block_size
         if pool._recent is None:
-            return _contents(store.gather(table, size, 0, length), store._key_map)
+            return _contents(store.gather(table, size, 0, length), store.key_map)
         last, parts = pool._recent.contents(layer, reading)
         if not pool._config.in_runs:
-            return _contents(store.gather(table, size, 0, length), store._key_map, parts)
-        runs = PartContents(store.gather(table, size, 0, runs_end(length, last)), store._key_map)
+            return _contents(store.gather(table, size, 0, length), store.key_map, parts)
+        runs = PartContents(store.gather(table, size, 0, runs_end(length, last)), store.key_map)
         layout = memory.slab_layout(replace(pool._config, capacity=length))  # rows of no bytes
         rows = memory.Slabs(*(np.empty(shape, dtype) for shape, dtype in layout))
-        return _contents(rows, store._key_map, (*parts, runs))
+        return _contents(rows, store.key_map, (*parts, runs))
 
     @property
     def _format(self) -> CacheFormat:

@@ -32,19 +32,19 @@ from typing import Any
 
 import numpy as np
 
-from kvedge import tensor_file
 from kvedge.core import memory
 from kvedge.core.config import LayerConfig
 from kvedge.core.formats import FORMATS, IN_RUNS
 from kvedge.core.kivi import RUN
 from kvedge.core.memory import Slabs
 from kvedge.errors import InvalidArgumentError, KvedgeError
-from kvedge.layer_precise import runs_end
+from kvedge.files import tensors as tensor_file
+from kvedge.files.tensors import corrupt, number
+from kvedge.layer.parts import runs_end
 from kvedge.paged.pool import KvBlockPool
 from kvedge.paged.recent import TOKENS, RecentTokens
 from kvedge.paged.sequences import Recent, SequenceState
 from kvedge.paged.store import BlockStoreMethods
-from kvedge.tensor_file import corrupt, number
 
 __all__ = ["load", "save"]
 
@@ -87,8 +87,8 @@ def save(
     }
     for i, store in enumerate(pool._stores):
         tensors |= _rows_of(f"layers.{i}", store, used, pool.block_size)
-        if store._key_map.scale is not None:
-            tensors[f"layers.{i}.key_scale"] = store._key_map.scale
+        if store.key_map.scale is not None:
+            tensors[f"layers.{i}.key_scale"] = store.key_map.scale
     config = pool._config
     fields = {
         "format": _FORMAT,
@@ -129,11 +129,11 @@ def _rows_of(
     prefix: str, store: BlockStoreMethods, used: np.ndarray, block_size: int
 ) -> dict[str, np.ndarray]:
     """The stored bytes of the blocks that are used."""
-    saved, step = np.flatnonzero(used), store._step
+    saved, step = np.flatnonzero(used), store.step
     means_something = used[saved, np.newaxis] // step * step  # so many tokens
     tensors = {}
-    of_rows = memory.tokens_per_rows(store._config)
-    for name, slab, n in zip(Slabs._fields, store._slabs, of_rows, strict=True):
+    of_rows = memory.tokens_per_rows(store.config)
+    for name, slab, n in zip(Slabs._fields, store.slabs, of_rows, strict=True):
         of_block = block_size // n
         rows = slab.reshape(len(used), of_block, *slab.shape[1:])[saved]
         # Perhaps another's, of long ago.
@@ -320,7 +320,7 @@ def _layer(
     blocks: int,
     block_size: int,
 ) -> list[np.ndarray]:
-    config: LayerConfig = store._config
+    config: LayerConfig = store.config
     slabs = []
     layout, of_rows = memory.slab_layout(config), memory.tokens_per_rows(config)
     for name, n, (shape, dtype) in zip(Slabs._fields, of_rows, layout, strict=True):

@@ -162,7 +162,7 @@ class KvBlockPool(ConfigFacts, BlockOwners):
         self._block_size = block_size
         store = registry.active("BlockStore")
         self._stores = tuple(store(own, *each) for each in zip(slabs, scales, strict=True))
-        self._settle = self._stores[0]._settle
+        self._settle = self._stores[0].settle
         self._recent: RecentTokens | None = None
         if num_recent:
             self._recent = RecentTokens(config, scales, num_recent, self)
@@ -196,7 +196,7 @@ class KvBlockPool(ConfigFacts, BlockOwners):
     @property
     def key_scale(self) -> np.ndarray | None:
         """What keys are stored over, float32 (num_layers, num_kv_heads, head_dim); or None."""
-        scales = [store._key_map.scale for store in self._stores]
+        scales = [store.key_map.scale for store in self._stores]
         return None if scales[0] is None else np.stack(scales)
 
     @property
@@ -245,7 +245,7 @@ class KvBlockPool(ConfigFacts, BlockOwners):
     @property
     def block_bytes(self) -> int:
         """Bytes of one block in all layers, scales included."""
-        of_layer = replace(self._stores[0]._config, capacity=self._block_size)
+        of_layer = replace(self._stores[0].config, capacity=self._block_size)
         return self.num_layers * memory.slab_bytes(of_layer)
 
     @property
@@ -357,7 +357,7 @@ class KvBlockPool(ConfigFacts, BlockOwners):
 
     def _blocks_of(self, layer: Any, name: str) -> np.ndarray:
         layer = checks.check_layer(layer, self.num_layers)
-        slab = getattr(self._stores[layer]._slabs, name)
+        slab = getattr(self._stores[layer].slabs, name)
         rows = len(slab) // self._num_blocks
         view: np.ndarray = slab.reshape(self._num_blocks, rows, *slab.shape[1:])
         view.flags.writeable = False
@@ -611,8 +611,8 @@ class KvBlockPool(ConfigFacts, BlockOwners):
 
     def _slabs_of(self, layer: int) -> tuple[np.ndarray, ...]:
         """All memory that a layer's tokens lie in."""
-        slabs = self._stores[layer]._slabs
-        return slabs if self._recent is None else (*slabs, *self._recent.stores[layer]._slabs)
+        slabs = self._stores[layer].slabs
+        return slabs if self._recent is None else (*slabs, *self._recent.stores[layer].slabs)
 
 
 def _size(value: Any, name: str, most: int) -> int:

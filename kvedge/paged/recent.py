@@ -1,6 +1,6 @@
 """The first and the last tokens of a pool's sequences, in the format that loses less.
 
-As in a layer (kvedge.layer_precise): ``sinks=`` first and ``recent=`` last tokens are read in
+As in a layer (kvedge.layer.parts): ``sinks=`` first and ``recent=`` last tokens are read in
 ``recent_dtype``, and of the last ones 64 more are kept, so that a rejected draft leaves no trace.
 In a pool of runs (``dtype="kivi4"``) the tokens of a run that is not full are there alone: its
 place in a block of the pool is written once it is full.
@@ -24,15 +24,15 @@ from kvedge.core.config import LayerConfig
 from kvedge.core.key_map import KeyMap
 from kvedge.core.kivi import RUN
 from kvedge.errors import ScaleRangeError
-from kvedge.layer_precise import (
+from kvedge.layer.parts import (
     PIECE,
-    PartContents,
     kept_rows,
     last_rows,
     part_key_map,
     runs_end,
     tail_of,
 )
+from kvedge.layer.store import PartContents
 from kvedge.paged import readings
 from kvedge.paged.owners import BlockOwners
 from kvedge.paged.sequences import Contents, Recent
@@ -92,7 +92,7 @@ class RecentTokens(BlockOwners):
         self._settle = pool._settle
         self.whole = config
         self.kept = kept_rows(config)
-        own = replace(config.precise, capacity=num_blocks * TOKENS, limit=num_blocks * TOKENS)
+        own = replace(config.part_config, capacity=num_blocks * TOKENS, limit=num_blocks * TOKENS)
         self.config = own
         store = registry.active("BlockStore")
         maps = [part_key_map(config, KeyMap(None, scale)) for scale in scales]
@@ -170,7 +170,7 @@ class RecentTokens(BlockOwners):
         sinks = min(n, reading.sinks)
         last = min(n, max(reading.since, n - last_rows(self.whole))) if self.kept else n
         parts = (
-            PartContents(store.gather(reading.recent, TOKENS, start, stop), store._key_map)
+            PartContents(store.gather(reading.recent, TOKENS, start, stop), store.key_map)
             for start, stop in ((0, sinks), (last, n))
         )
         return last, tuple(parts)
@@ -296,7 +296,7 @@ class RecentTokens(BlockOwners):
         n = plan.stop // RUN * RUN - plan.cut
         size = min(n, PIECE)
         own = replace(self.config, capacity=size, limit=size)
-        scale = self.stores[layer]._key_map.scale
+        scale = self.stores[layer].key_map.scale
         scratch = registry.active("BlockStore")(own, memory.reserve_slabs(own), scale)
         for start in range(plan.cut, plan.cut + n, PIECE):
             stop = min(start + PIECE, plan.cut + n)

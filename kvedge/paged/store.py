@@ -1,13 +1,8 @@
 """One layer of a pool: rows in blocks, written and read through a table of block numbers.
 
 Block b is the tokens b * block_size to (b + 1) * block_size - 1 of a layer as large as the pool, so
-all that a layer's core can do with rows, it can do here; only its length means nothing. A backend's
-core provides, besides what :class:`kvedge.layer_core.LayerCore` names,
-
-    _write_at(position, keys, values)     checked float32 rows (n, H, channels), n >= 1
-    _attend_blocks(block_size, rows, options)   attention of kvedge.paged.batch.Rows
-    _attend_spans(rows, options)          the same, where these have spans
-    _settle()                             wait for late helper threads of calls that have ended
+all that a layer's store can do with rows, it can do here; only its length means nothing. A backend
+provides what raises NotImplementedError in BlockStoreMethods.
 """
 
 from __future__ import annotations
@@ -23,7 +18,6 @@ from kvedge.core.config import LayerConfig
 from kvedge.core.key_map import KeyMap
 from kvedge.core.memory import Slabs, clamp
 from kvedge.errors import KvedgeError
-from kvedge.layer_core import LayerCore
 
 __all__ = ["BlockSpan", "BlockStoreMethods", "runs"]
 
@@ -69,24 +63,45 @@ def runs(
         yield slice(low - start, high - start), slice(at, at + high - low)
 
 
-class BlockStoreMethods(LayerCore):
+class BlockStoreMethods:
     """The part of a block store that does not depend on the backend."""
 
     if TYPE_CHECKING:
+        config: LayerConfig
 
-        def _write_at(self, position: int, keys: np.ndarray, values: np.ndarray) -> None: ...
-        def _attend_blocks(self, block_size: int, rows: list[Any], options: Any) -> None: ...
-        def _attend_spans(self, rows: list[Any], options: Any) -> None: ...
-        def _settle(self) -> None: ...
+        @property
+        def slabs(self) -> Slabs: ...
+        @property
+        def key_map(self) -> KeyMap: ...
+
+        def open(self, config: LayerConfig, slabs: Slabs | None = None) -> None: ...
+        def filled(self, position: int, n: int) -> None: ...
+        def set_key_map(self, key_map: KeyMap) -> None: ...
+
+    def write_at(self, position: int, keys: np.ndarray, values: np.ndarray) -> None:
+        """Store checked float32 rows (n, H, channels), n >= 1."""
+        raise NotImplementedError
+
+    def attend_blocks(self, block_size: int, rows: list[Any], options: Any) -> None:
+        """Attention of kvedge.paged.batch.Rows."""
+        raise NotImplementedError
+
+    def attend_spans(self, rows: list[Any], options: Any) -> None:
+        """The same, where these have spans."""
+        raise NotImplementedError
+
+    def settle(self) -> None:
+        """Wait for late helper threads of calls that have ended."""
+        raise NotImplementedError
 
     def __init__(self, config: LayerConfig, slabs: Slabs, key_scale: np.ndarray | None) -> None:
-        self._open(config, slabs)
+        self.open(config, slabs)
         if key_scale is not None:
-            self._set_key_map(KeyMap(None, key_scale))
+            self.set_key_map(KeyMap(None, key_scale))
 
     def check(self, keys: np.ndarray, values: np.ndarray) -> None:
         """Raise if rows (n, H, channels) cannot be stored."""
-        config, key_map = self._config, self._key_map
+        config, key_map = self.config, self.key_map
         checks.check_finite(keys, "keys")
         checks.check_finite(values, "values")
         mapped = key_map.to_stored(keys)
@@ -102,10 +117,10 @@ class BlockStoreMethods(LayerCore):
         block, row = divmod(start, block_size)
         try:
             if row + len(keys) <= block_size:  # one token, mostly: no runs to be found
-                self._write_at(int(table[block]) * block_size + row, keys, values)
+                self.write_at(int(table[block]) * block_size + row, keys, values)
                 return
             for tokens, positions in runs(table, block_size, start, start + len(keys)):
-                self._write_at(positions.start, keys[tokens], values[tokens])
+                self.write_at(positions.start, keys[tokens], values[tokens])
         except KvedgeError:
             self.check(keys, values)  # names the element within all of the rows
             raise
@@ -114,11 +129,11 @@ class BlockStoreMethods(LayerCore):
         self, values: bool, table: np.ndarray, block_size: int, start: int, stop: int
     ) -> np.ndarray:
         """Dequantize tokens `start` to `stop`: float32 (stop - start, H, channels)."""
-        out = np.empty(self._config.rows_shape(values, stop - start), np.float32)
-        stored = self._slabs.side(values, self._config)
+        out = np.empty(self.config.rows_shape(values, stop - start), np.float32)
+        stored = self.slabs.side(values, self.config)
         for tokens, positions in runs(table, block_size, start, stop):
             rows = stored.decode(positions, np.float32)
-            rows = rows if values else self._key_map.from_stored(rows)
+            rows = rows if values else self.key_map.from_stored(rows)
             clamp(rows, out[tokens])
         return out
 
@@ -127,40 +142,40 @@ class BlockStoreMethods(LayerCore):
 
         Four arrays, in the order of the slabs.
         """
-        step = self._step
+        step = self.step
         start, stop = start // step * step, -(-stop // step) * step
         copies = Slabs(
             *(
                 np.empty(((stop - start) // n, *slab.shape[1:]), slab.dtype)
-                for slab, n in zip(self._slabs, memory.tokens_per_rows(self._config), strict=True)
+                for slab, n in zip(self.slabs, memory.tokens_per_rows(self.config), strict=True)
             )
         )
         for tokens, positions in runs(table, block_size, start, stop):
-            _copy(self._rows(self._slabs, positions), self._rows(copies, tokens))
+            _copy(self._rows(self.slabs, positions), self._rows(copies, tokens))
         return copies
 
     def scatter(
         self, table: np.ndarray, block_size: int, arrays: Sequence[np.ndarray], start: int = 0
     ) -> None:
         """Fill tokens from `start` on with stored bytes, as :meth:`gather` gives them."""
-        stop = start + len(arrays[0]) * self._config.key_format.tokens_per_row
+        stop = start + len(arrays[0]) * self.config.key_format.tokens_per_row
         for tokens, positions in runs(table, block_size, start, stop):
-            _copy(self._rows(arrays, tokens), self._rows(self._slabs, positions))
-            self._filled(positions.start, positions.stop - positions.start)
+            _copy(self._rows(arrays, tokens), self._rows(self.slabs, positions))
+            self.filled(positions.start, positions.stop - positions.start)
 
     def copy_block(self, block_size: int, source: int, target: int) -> None:
         """Copy all rows of a block."""
         old, new = (slice(at * block_size, (at + 1) * block_size) for at in (source, target))
-        _copy(self._rows(self._slabs, old), self._rows(self._slabs, new))
+        _copy(self._rows(self.slabs, old), self._rows(self.slabs, new))
 
     @property
-    def _step(self) -> int:
+    def step(self) -> int:
         """Tokens that come and go together: those of a run where a side lies in such, else 1."""
-        return max(memory.tokens_per_rows(self._config))
+        return max(memory.tokens_per_rows(self.config))
 
     def _rows(self, slabs: Sequence[np.ndarray], tokens: slice) -> Slabs:
         """The rows that tokens lie in."""
-        return memory.rows_of(slabs, self._config, tokens.start, tokens.stop)
+        return memory.rows_of(slabs, self.config, tokens.start, tokens.stop)
 
 
 def _copy(source: Slabs, target: Slabs) -> None:

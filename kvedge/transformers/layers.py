@@ -20,6 +20,7 @@ from transformers.cache_utils import CacheLayerMixin
 from kvedge import append_batch, attend_batch
 from kvedge.core.memory import token_bytes
 from kvedge.errors import InvalidArgumentError, KvedgeError, LayoutError, ShapeMismatchError
+from kvedge.layer.layer import store_of
 from kvedge.transformers.lazy import LazyTensor, warn_decoded
 from kvedge.transformers.options import StoreOptions
 
@@ -166,7 +167,7 @@ class KvedgeLayer(CacheLayerMixin):
 
     def _lazy(self, new: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values that attention may read after `new` tokens were appended."""
-        config = self.rows[0]._config
+        config = store_of(self.rows[0]).config
         heads = (len(self.rows), config.num_kv_heads, self._readable(new))
         keys = _make_wrapper(LazyRows, (*heads, config.head_dim), dtype=self.dtype)
         keys.layer, keys.of_values, keys.made_at = self, False, self.version
@@ -394,7 +395,7 @@ class KvedgeLayer(CacheLayerMixin):
     @property
     def memory_bytes(self) -> int:
         """Bytes that the rows' tokens take, but for first and last ones that are held again."""
-        return sum(token_bytes(row._config) * len(row) for row in self.rows)
+        return sum(token_bytes(store_of(row).config) * len(row) for row in self.rows)
 
     # ---- removing and rearranging ----------------------------------------------------------------
 

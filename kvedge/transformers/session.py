@@ -1,9 +1,10 @@
 """A conversation in a folder, and how much of it a new prompt can keep.
 
-A folder holds ``conversation.json`` and session files (:mod:`kvedge.session`), which together have
-a layer for each row of each cache layer: rows of the same shape and length stand in one file. The
-JSON is written last and names the files, which have new names each time: so after a crash at any
-moment the folder holds the old conversation or the new one. Whoever writes holds the folder locked.
+A folder holds ``conversation.json`` and session files (:mod:`kvedge.files.session`), which together
+have a layer for each row of each cache layer: rows of the same shape and length stand in one file.
+The JSON is written last and names the files, which have new names each time: so after a crash at
+any moment the folder holds the old conversation or the new one. Whoever writes holds the folder
+locked.
 """
 
 from __future__ import annotations
@@ -22,14 +23,15 @@ import torch
 from transformers import cache_utils
 
 from kvedge.backends.select import KVCache
-from kvedge.cache_state import CacheState
+from kvedge.cache.state import contents_of_stores
 from kvedge.core.checks import checked_path
 from kvedge.core.config import MAX_LAYERS
 from kvedge.core.key_map import KeyRule
-from kvedge.core.replacing import check_folder, locked, remove_abandoned, replacing
 from kvedge.errors import CorruptFileError, InvalidArgumentError, KvedgeError, ShapeMismatchError
-from kvedge.session import save as save_session
-from kvedge.snapshot import CacheContents, CacheFormat, LayerContents
+from kvedge.files.contents import CacheContents, CacheFormat, LayerContents
+from kvedge.files.replacing import check_folder, locked, remove_abandoned, replacing
+from kvedge.files.session import save as save_session
+from kvedge.layer.layer import store_of
 from kvedge.transformers.layers import KvedgeLayer, KvedgeSlidingLayer
 from kvedge.transformers.structure import text_config
 
@@ -174,26 +176,23 @@ def _check_goes_back(index: int, layer: Any, kept: int, length: int) -> None:
 
 
 class _Rows:
-    """Rows of the same length, as :func:`kvedge.session.save` asks for a cache."""
+    """Rows of the same length, as :func:`kvedge.files.session.save` asks for a cache."""
 
-    max_seq_len = None
+    max_seq_len: int | None = None
 
     def __init__(self, rows: list[Any], conversation: str) -> None:
-        self._layers = rows
-        self._format = CacheFormat.of(row._config for row in rows)
-        self._length = len(rows[0])
-        self._key_rule = KeyRule.of_any(row._key_rule for row in rows)
+        self._stores = [store_of(row) for row in rows]
+        self.length = len(rows[0])
+        self.key_rule = KeyRule.of_any(store.key_rule for store in self._stores)
         self.num_layers = len(rows)
         self.metadata = {_CONVERSATION: conversation}
 
-    def __len__(self) -> int:
-        return self._length
-
-    def _refuse_pending(self, call: str) -> None:
+    def refuse_pending(self, call: str) -> None:
         """Do nothing: rows are whole."""
 
-    def _contents(self, upto: int | None = None, *, copy: bool = True) -> CacheContents:
-        contents = CacheState._contents(self, copy=copy)  # type: ignore[arg-type]
+    def contents(self, upto: int | None = None, *, copy: bool = True) -> CacheContents:
+        form = CacheFormat.of(store.config for store in self._stores)
+        contents = contents_of_stores(self._stores, form, self.length, copy=copy)
         # What a row has dropped is not missed: a window's position is in the index.
         layers = tuple(map(_from_0, contents.layers))
         return replace(contents, layers=layers)
@@ -269,7 +268,7 @@ def _groups(cache: Any) -> Iterator[list[Any]]:
     groups: dict[Any, list[Any]] = {}
     for _, layer in _rows_layers(cache):
         for row in layer.rows:
-            groups.setdefault((CacheFormat.of([row._config]), len(row)), []).append(row)
+            groups.setdefault((CacheFormat.of([store_of(row).config]), len(row)), []).append(row)
     for rows in groups.values():
         for first in range(0, len(rows), MAX_LAYERS):
             yield rows[first : first + MAX_LAYERS]

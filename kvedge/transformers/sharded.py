@@ -12,6 +12,7 @@ from kvedge.core.options import AttendOptions
 from kvedge.distributed.first_tokens import FirstTokens, check_shareable, check_storable, close
 from kvedge.distributed.share import Share
 from kvedge.errors import InvalidArgumentError, ShapeMismatchError
+from kvedge.layer.layer import store_of
 from kvedge.transformers.layers import Begun, KvedgeLayer, first_seen
 from kvedge.transformers.options import StoreOptions
 
@@ -35,9 +36,10 @@ class KvedgeShardedLayer(KvedgeLayer):
 
     def _new_row(self, heads: int, head_dim: int, value_head_dim: int) -> Any:
         row = super()._new_row(heads, head_dim, value_head_dim)
-        check_shareable(row._config)
-        self._first.append(FirstTokens(row, row._key_rule))
-        close(row)
+        store = store_of(row)
+        check_shareable(store.config)
+        self._first.append(FirstTokens(store, store.key_rule))
+        close(store)
         return row
 
     def lazy_initialization(
@@ -68,15 +70,16 @@ class KvedgeShardedLayer(KvedgeLayer):
             self.rows, self._first, key_states, value_states, strict=True
         ):
             nhd = keys.transpose(0, 1).contiguous(), values.transpose(0, 1).contiguous()
-            rows = checks.checked_rows(*nhd, row._config, len(row), many=True)
+            store = store_of(row)
+            rows = checks.checked_rows(*nhd, store.config, len(row), many=True)
             if not first.is_open:
-                check_storable(row._config, row._key_map, *rows)
+                check_storable(store.config, store.key_map, *rows)
             checked.append(rows)
         for row, first, (keys, values) in zip(self.rows, self._first, checked, strict=True):
             if tokens and first.is_open:
                 first.take(keys, values)
             if len(mine):
-                row._append(keys[mine], values[mine])
+                store_of(row).append(keys[mine], values[mine])
         self._begun = Begun(begins, key_states, value_states) if begins else None
         self.version += 1
         self._length += tokens
@@ -99,7 +102,7 @@ class KvedgeShardedLayer(KvedgeLayer):
         rows = [np.concatenate([np.zeros_like(some[:1]), some[hidden:]]) for some in rows]
         taken = np.maximum(held - (self._length - n + hidden) + 1, 0)  # 0 is the row of zeros
         if len(held):
-            row._append(rows[0][taken], rows[1][taken])
+            store_of(row).append(rows[0][taken], rows[1][taken])
         self.rows[index], self._first[index] = row, first
         self.padding[index] += hidden
 
@@ -226,6 +229,8 @@ class KvedgeShardedLayer(KvedgeLayer):
     def __deepcopy__(self, memo: dict[int, Any]) -> KvedgeShardedLayer:
         """Copy the rows; options and the group of ranks are shared."""
         other: Any = super().__deepcopy__(memo)
-        other._first = [first.copy(row) for first, row in zip(self._first, other.rows, strict=True)]
+        other._first = [
+            first.copy(store_of(row)) for first, row in zip(self._first, other.rows, strict=True)
+        ]
         layer: KvedgeShardedLayer = other
         return layer

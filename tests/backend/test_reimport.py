@@ -45,7 +45,8 @@ SCRIPT = """
     expected = old.attend(0, rows[0])
     {way}
     import kvedge
-    from kvedge import errors, layer_types
+    from kvedge import errors
+    from kvedge.layer import types as layer_types
 
     def check():
         cache = filled()

@@ -10,7 +10,9 @@ from counted import CountedCalls
 from support import cache_content, normal, refuses
 
 from kvedge import KVCache, KvCacheSnapshot, Rope, errors
-from kvedge.snapshot import LayerContents, OverwriteLog
+from kvedge.cache.cache import state_of
+from kvedge.cache.overwrites import OverwriteLog
+from kvedge.files.contents import LayerContents
 
 L, H, D = 2, 2, 8
 
@@ -116,7 +118,7 @@ def test_a_refused_append_leaves_rows_above_the_length_alone(length, growing, dt
     before, mark = cache_content(cache), cache.snapshot()
     cache.truncate(length // 3)
     if growing:  # refused in larger slabs than the rows were written to
-        cache._make_room(2 * cache.capacity)
+        state_of(cache).make_room(2 * cache.capacity)
     keys, values = normal(rng, 2, length, H, D)
     values[-1, -1, -1] = np.nan
     with refuses(errors.NonFiniteInputError, cache):
@@ -350,7 +352,7 @@ def test_many_snapshots_and_overwrites_do_not_slow_down(cache, rng):
     first = rounds(100)
     rounds(1800)
     assert rounds(100) == first
-    assert len(cache._overwrites._entries[0]) < 3
+    assert len(state_of(cache).overwrites._entries[0]) < 3
 
 
 # -- detached snapshots --------------------------------------------------------------------------

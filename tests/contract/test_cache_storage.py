@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 from support import cache_content, normal
 
-from kvedge import KVCache, KvCachePolicy, QuantizedKvLayer, cache_storage, errors
+from kvedge import KVCache, KvCachePolicy, QuantizedKvLayer, errors
+from kvedge.cache import storage as cache_storage
 from kvedge.core import memory
 from kvedge.core.formats import FORMATS
+from kvedge.layer.layer import store_of
 
 L, H, D = 3, 2, 40
 
@@ -172,7 +174,7 @@ def test_running_out_of_memory_half_way_leaves_a_whole_cache(rng, monkeypatch):
     convert = cache_storage._convert
 
     def failing(source, target):
-        if source is cache.layer(1):
+        if source is store_of(cache.layer(1)):
             raise MemoryError
         convert(source, target)
 
@@ -224,7 +226,7 @@ def test_query_heads_are_checked_at_construction_and_at_every_query(rng):
 
 
 def bytes_of(dtype, tokens, **options):
-    config = KVCache(1, H, D, dtype=dtype, **options).layer(0)._config
+    config = store_of(KVCache(1, H, D, dtype=dtype, **options).layer(0)).config
     return L * tokens * memory.token_bytes(config)
 
 

@@ -9,6 +9,7 @@ from support import cache_content, content, normal, refuses
 
 import kvedge
 from kvedge import KVCache, Rope, errors
+from kvedge.cache.cache import state_of
 from kvedge.core.formats import FORMATS
 
 H, D = 2, 40
@@ -395,5 +396,9 @@ def test_layers_that_cannot_be_taken_over(rng):
 def test_uniform_layers_are_as_before(dtype, rng):
     told = KVCache(layers=[{"num_kv_heads": H, "head_dim": D, "dtype": dtype}] * 2)
     plain = KVCache(2, H, D, dtype=dtype)
-    assert repr(told) == repr(plain) and told.head_dim == D and told._format == plain._format
+    assert (
+        repr(told) == repr(plain)
+        and told.head_dim == D
+        and state_of(told).format == state_of(plain).format
+    )
     assert set(FORMATS) >= {told.dtype}

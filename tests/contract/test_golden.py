@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -75,3 +76,22 @@ def test_the_limit_of_a_capped_cache_is_kept(capped):
     pytest.importorskip("safetensors")
     cache = kvedge.KVCache.load(FIXTURES / f"{capped}.safetensors")
     assert cache.max_seq_len == make.CASES[capped].get("max_seq_len")
+
+
+@pytest.mark.parametrize("name", ["plain", "recent", "runs", "auto"])
+def test_pickles_of_earlier_versions_come_back(name):
+    with np.load(FIXTURES / "v1-pickles.npz") as arrays:
+        cache, snapshot, layer = (
+            pickle.loads(arrays[f"{what}-{name}"].tobytes())
+            for what in ("cache", "snapshot", "layer")
+        )
+        keys, values = arrays[f"keys-{name}"], arrays[f"values-{name}"]
+    assert isinstance(cache, kvedge.KVCache) and len(cache) == len(snapshot) == len(layer) == 35
+    again = kvedge.KVCache(2, 1, 8) if name == "plain" else cache.extract(0, 0)
+    again.restore(snapshot)
+    for made in (cache, again, pickle.loads(pickle.dumps(cache))):
+        for index in range(2):
+            np.testing.assert_array_equal(made.k(index), keys[index])
+            np.testing.assert_array_equal(made.v(index), values[index])
+    np.testing.assert_array_equal(layer.keys(), keys[0])
+    assert cache.num_query_heads == (4 if name == "auto" else None)

@@ -9,6 +9,7 @@ from support import content, filled, normal, refuses
 
 from kvedge import KVCache, QuantizedKvLayer, Rope, errors
 from kvedge.core import memory
+from kvedge.layer.layer import store_of
 
 H, D = 2, 40
 
@@ -235,7 +236,7 @@ def test_a_sliding_layer_moves_a_row_per_token_on_average(
 ):
     window, tokens, moved = 64, 2000, []
     copy_tokens = memory.copy_tokens
-    monkeypatch.setattr("kvedge.layer_room.FIRST_ROWS", 1)
+    monkeypatch.setattr("kvedge.layer.room.FIRST_ROWS", 1)
     monkeypatch.setattr(
         memory, "copy_tokens", lambda s, t, n: (moved.append(n), copy_tokens(s, t, n))
     )
@@ -245,7 +246,10 @@ def test_a_sliding_layer_moves_a_row_per_token_on_average(
         if len(layer) == window:
             layer.drop_first(1)
         layer.push(*rows[:, t])
-        assert layer.memory_bytes <= most * window * layer.memory_bytes // layer._config.capacity
+        assert (
+            layer.memory_bytes
+            <= most * window * layer.memory_bytes // store_of(layer).config.capacity
+        )
     assert sum(moved) <= tokens + 2 * window
     assert_holds(layer, rows[:, -window:], rng)
 

@@ -6,9 +6,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from support import content
 
-import kvedge.layer_room
+import kvedge.layer.room
 from kvedge import KVCache, errors
 from kvedge.core.formats import FORMATS
+from kvedge.layer.layer import store_of
 
 H, D = 2, 8
 
@@ -24,7 +25,7 @@ class LayerRoom(RuleBasedStateMachine):
     )
     def make(self, dtype, capacity, window, first_rows):
         capacity = None if window else capacity
-        kvedge.layer_room.FIRST_ROWS, self.before = first_rows, kvedge.layer_room.FIRST_ROWS
+        kvedge.layer.room.FIRST_ROWS, self.before = first_rows, kvedge.layer.room.FIRST_ROWS
         self.kind = KVCache._layer_types[dtype]
         self.capacity = capacity
         self.window = window
@@ -33,7 +34,7 @@ class LayerRoom(RuleBasedStateMachine):
 
     def teardown(self):
         if hasattr(self, "before"):
-            kvedge.layer_room.FIRST_ROWS = self.before
+            kvedge.layer.room.FIRST_ROWS = self.before
 
     @staticmethod
     def rows(numbers):
@@ -128,7 +129,7 @@ class LayerRoom(RuleBasedStateMachine):
             expected = other.attend(query, window=self.window)
             np.testing.assert_allclose(layer.attend(query), expected, atol=1e-5)
         if self.capacity is not None:
-            assert layer._config.capacity <= 2 * self.capacity
+            assert store_of(layer).config.capacity <= 2 * self.capacity
 
 
 TestLayerRoom = LayerRoom.TestCase

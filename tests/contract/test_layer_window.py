@@ -9,6 +9,7 @@ from support import content, normal, refuses
 import kvedge
 from kvedge import errors
 from kvedge.core import memory
+from kvedge.layer.layer import store_of
 
 H, D = 2, 40
 
@@ -112,7 +113,7 @@ def test_a_window_layer_says_what_it_is(layer_class):
 @pytest.mark.parametrize("window", [1, 7, 100, 300])
 def test_a_window_takes_memory_for_two_windows(layer_class, window, rng):
     layer = layer_class(None, H, D, window=window)
-    per_token = layer.memory_bytes // layer._config.capacity
+    per_token = layer.memory_bytes // store_of(layer).config.capacity
     for _ in range(5 * window):
         layer.extend(*normal(rng, 2, 1, H, D))
         assert layer.memory_bytes <= 2 * window * per_token

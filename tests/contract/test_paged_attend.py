@@ -343,13 +343,13 @@ def test_a_shared_beginning_is_read_once(rng, dtype, monkeypatch):
     expected = cache.attend_batch(seqs, 0, queries, window=5000, alibi_slopes=np.zeros(4, "f4"))
     read = []
     store = type(cache.pool._stores[0])
-    attend = store._attend_blocks
+    attend = store.attend_blocks
 
     def counting(self, block_size, rows, options):
         read.append(sum(one.length for one in rows))
         return attend(self, block_size, rows, options)
 
-    monkeypatch.setattr(store, "_attend_blocks", counting)
+    monkeypatch.setattr(store, "attend_blocks", counting)
     out = np.empty_like(queries)
     np.testing.assert_allclose(cache.attend_batch(seqs, 0, queries, out=out), expected, atol=1e-3)
     assert read == [2048, 4 * 20]

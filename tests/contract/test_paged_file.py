@@ -5,7 +5,8 @@ import pytest
 from fixtures import make_pools
 from support import normal
 
-from kvedge import KvBlockPool, KVCache, PagedKvCache, errors, tensor_file
+from kvedge import KvBlockPool, KVCache, PagedKvCache, errors
+from kvedge.files import tensors as tensor_file
 from kvedge.paged import file
 
 L, H, D, BLOCK = 2, 2, 8, 4

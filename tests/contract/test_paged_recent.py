@@ -182,13 +182,13 @@ def test_a_long_beginning_that_sequences_share_is_read_once(options, block_size,
     seqs += [sequence(cache, rows(9, 300))]
     query = np.random.default_rng(7).standard_normal((len(seqs), 4, D)).astype(np.float32)
     calls, store = [], type(cache.pool._stores[0])
-    attend_spans = store._attend_spans
+    attend_spans = store.attend_spans
 
     def noted(self, given, made):
         calls.append(sum(span.stop - span.start for one in given for span in one.spans))
         return attend_spans(self, given, made)
 
-    monkeypatch.setattr(store, "_attend_spans", noted)
+    monkeypatch.setattr(store, "attend_spans", noted)
     learned = np.array([0.5, -2, 3, 0], np.float32)
     out, lse = cache.attend_batch(seqs, 1, query, sink_logits=learned, return_lse=True)
     assert sum(calls) < 5000  # not 3 * 2900

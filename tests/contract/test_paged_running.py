@@ -71,7 +71,7 @@ def during(monkeypatch, cache):
 
         return stopped
 
-    for name in ("_attend_blocks", "_attend_spans", "read", "gather"):
+    for name in ("attend_blocks", "attend_spans", "read", "gather"):
         monkeypatch.setattr(store, name, stopping(getattr(store, name)))
 
     def call_during(call, action):
@@ -259,7 +259,7 @@ def test_a_batch_holds_the_beginning_that_is_read_once(dtype, rng, monkeypatch):
     queries = normal(rng, 4, 4, 16)
     expected = cache.attend_batch(seqs, 0, queries)
     store = type(cache.pool._stores[0])
-    attend, calls = store._attend_blocks, []
+    attend, calls = store.attend_blocks, []
 
     def disturbed(self, block_size, rows, options):
         calls.append(len(rows))
@@ -279,7 +279,7 @@ def test_a_batch_holds_the_beginning_that_is_read_once(dtype, rng, monkeypatch):
         run_beside(action)
         return attend(self, block_size, rows, options)
 
-    monkeypatch.setattr(store, "_attend_blocks", disturbed)
+    monkeypatch.setattr(store, "attend_blocks", disturbed)
     np.testing.assert_array_equal(cache.attend_batch(seqs, 0, queries), expected)
     assert calls == [1, 4] and cache.pool.free_count == 300
 

@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 import kvedge
 from kvedge import KVCache, Rope, append_batch, attend_batch, errors
+from kvedge.cache.cache import state_of
 from kvedge.core.formats import FORMATS
 
 CLASSES = {
@@ -285,7 +286,7 @@ def test_copies_files_and_pickles_keep_them(tmp_path, options):
     ]
     for other in others:
         assert cache_bits(other) == cache_bits(cache)
-        assert str(other._format) == str(cache._format)
+        assert str(state_of(other).format) == str(state_of(cache).format)
     for other in (cache, *others):  # and go on alike
         other.truncate(80)
         for i in range(2):

@@ -30,6 +30,8 @@ from support import read_positions_beside, rows_of_positions
 
 import kvedge
 from kvedge import KvBlockPool, KVCache, PagedKvCache, Rope, append_batch, attend_batch, errors
+from kvedge.cache.cache import state_of
+from kvedge.layer.layer import store_of
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "runs"
 RUN = 32
@@ -116,9 +118,9 @@ def test_stored_bytes_are_those_of_the_formula(dtype, dim, value_dim):
     keys[32:, :, -1], keys[40] = -0.0, keys[41]
     layer = CLASSES[dtype](None, HEADS, dim, value_head_dim=value_dim)
     layer.extend(keys, values)
-    runs = layer._precise.now.runs.layer
+    runs = store_of(layer).parts.now.runs.store
     for of_values, given_rows, got in ((0, keys, layer.keys()), (1, values, layer.values())):
-        slab = runs._held().slabs[of_values]
+        slab = runs.held().slabs[of_values]
         given_rows = given_rows.astype(np.float16).astype(
             np.float32
         )  # as the last tokens have them
@@ -128,7 +130,7 @@ def test_stored_bytes_are_those_of_the_formula(dtype, dim, value_dim):
                 stored, decoded = reference_run(x, BITS[dtype], of_values)
                 assert slab[run, head].tobytes() == stored
                 np.testing.assert_array_equal(got[run * RUN : (run + 1) * RUN, head], decoded)
-    per_token = HEADS * (runs._held().slabs[0].shape[2] + runs._held().slabs[1].shape[2]) / RUN
+    per_token = HEADS * (runs.held().slabs[0].shape[2] + runs.held().slabs[1].shape[2]) / RUN
     cache = KVCache(1, HEADS, dim, value_head_dim=value_dim, dtype=dtype)
     cache.append(0, keys, values)
     assert cache.used_bytes == 64 * int(np.ceil(per_token))
@@ -349,7 +351,7 @@ def test_a_window_slides_over_runs(dtype):
             got = layer.attend(query)
             np.testing.assert_allclose(got, wanted[0], atol=2e-4 * np.abs(wanted).max())
             assert bits(pickle.loads(pickle.dumps(layer))) == bits(layer)
-    assert layer._precise.now.runs.layer.capacity <= 512
+    assert store_of(layer).parts.now.runs.store.config.capacity <= 512
 
 
 @pytest.mark.parametrize(
@@ -468,7 +470,7 @@ def test_copies_files_and_pickles_keep_all(tmp_path, tokens, options):
     ]
     for other in others:
         assert cache_bits(other) == cache_bits(cache)
-        assert str(other._format) == str(cache._format)
+        assert str(state_of(other).format) == str(state_of(cache).format)
     for other in (cache, *others):  # and go on alike
         other.truncate(tokens * 2 // 3)
         for i in range(2):
@@ -606,7 +608,7 @@ def test_files_that_make_no_runs_are_refused(tmp_path):
     safetensors = pytest.importorskip("safetensors.numpy")
     from safetensors import safe_open
 
-    from kvedge import session
+    from kvedge.files import session
 
     cache = new_cache(rows(50, 100))
     cache.save(tmp_path / "good")

@@ -12,6 +12,7 @@ from support import normal
 
 import kvedge
 from kvedge import KVCache, Rope
+from kvedge.layer.layer import store_of
 
 H, D = 2, 32
 ROPES = [Rope(), Rope(interleaved=True), Rope(rotary_dim=20), Rope(base=500.0)]
@@ -147,7 +148,7 @@ def test_a_stream_that_drops_a_token_for_each_new_one(name):
             for _ in range(7):
                 model.shift(-1, ROPES[0], 4, len(kept))
         model.append(1)
-    assert len(model.cache.layer(0)._turns.starts) == 2
+    assert len(store_of(model.cache.layer(0)).turns.starts) == 2
     model.check()
 
 
@@ -168,7 +169,7 @@ def test_a_layer_that_drops_its_first_tokens(options, rng):
         layer.push(key, key)
         expected = np.concatenate([expected, key[None]])
     expected = expected[-len(layer) :]
-    assert len(layer._turns.starts) == 1
+    assert len(store_of(layer).turns.starts) == 1
     assert error_of(layer.keys(), expected) <= 0.008
     query = normal(rng, 2 * H, D)
     out, _ = reference.attention(query, layer.keys(), layer.values(), window=layer.window)
@@ -264,4 +265,4 @@ def test_a_pool_takes_a_shifted_cache(rng):
     paged = kvedge.PagedKvCache(kvedge.KvBlockPool(8, 16, 1, H, D))
     seq = paged.from_kv_cache(cache)
     np.testing.assert_allclose(paged.k(seq, 0), cache.k(0), rtol=0, atol=0.03)
-    assert cache.layer(0)._turns is not None
+    assert store_of(cache.layer(0)).turns is not None

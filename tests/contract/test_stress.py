@@ -402,7 +402,7 @@ def told_cache(dtype, tokens, max_seq_len=None):
 
 
 def begin_with_room_for_four(monkeypatch):
-    monkeypatch.setattr("kvedge.layer_room.FIRST_ROWS", 4)
+    monkeypatch.setattr("kvedge.layer.room.FIRST_ROWS", 4)
 
 
 def append(told, at):
@@ -490,8 +490,8 @@ def test_a_saved_cache_is_a_prefix_beside_a_writer(dtype, tmp_path):
 # -- a write at every step of a read --------------------------------------------------------------
 
 WATCHED = {
-    "layer.py", "layer_facts.py", "layer_room.py", "cache.py", "cache_facts.py", "cache_history.py",
-    "cache_state.py", "snapshot.py",
+    "layer.py", "reading.py", "facts.py", "copies.py", "room.py", "cache.py", "state.py",
+    "snapshot.py",
 }  # fmt: skip
 
 

@@ -16,6 +16,7 @@ import pytest
 
 from kvedge import KVCache
 from kvedge.errors import InvalidArgumentError, PositionOutOfRangeError
+from kvedge.layer.layer import store_of
 
 H, D, HEADS = 2, 16, 4
 SECONDS = 0.4
@@ -43,7 +44,7 @@ def all_values(layer, rng):
 
 
 def views(layer, rng):
-    held = layer._held()  # two properties would be two moments
+    held = store_of(layer).held()  # two properties would be two moments
     assert len({len(rows) for rows in held.tokens}) == 1
     return held.num_dropped if held.num_tokens else None, held.num_tokens
 
@@ -115,7 +116,7 @@ def read_on(layer, appended, done, failures, counts, seed):
     "options", [{}, {"capacity": 40}, {"window": 20}], ids=["growing", "fixed", "window"]
 )
 def test_readers_of_a_sliding_layer_see_one_moment(dtype, options, monkeypatch):
-    monkeypatch.setattr("kvedge.layer_room.FIRST_ROWS", 4)
+    monkeypatch.setattr("kvedge.layer.room.FIRST_ROWS", 4)
     layer = KVCache._layer_types[dtype](num_kv_heads=H, head_dim=D, **options)
     appended = [0, 0]  # tokens that are there, and that may be
     done, failures, counts = threading.Event(), [], {}
@@ -152,22 +153,22 @@ def test_readers_of_a_sliding_layer_see_one_moment(dtype, options, monkeypatch):
 
 @pytest.mark.parametrize("dtype", ["int8", "float32"])
 def test_a_copy_has_room_for_what_was_held_however_small_the_layer_becomes(dtype, monkeypatch):
-    monkeypatch.setattr("kvedge.layer_room.FIRST_ROWS", 4)
+    monkeypatch.setattr("kvedge.layer.room.FIRST_ROWS", 4)
     kind = KVCache._layer_types[dtype]
 
-    class Overtaken(kind):
-        """A layer whose writer drops nearly all, and moves, whenever a copy has looked at it."""
+    class Overtaken(kind._store_type):
+        """A store whose writer drops nearly all, and moves, whenever a copy has looked at it."""
 
-        overtake = False
+        overtaking = None  # the layer over it, once
 
-        def _held(self):
-            held = super()._held()
-            if self.overtake:
-                self.overtake = False
-                self.drop_first(len(self) - 1)
+        def held(self):
+            held = super().held()
+            layer, self.overtaking = self.overtaking, None
+            if layer is not None:
+                layer.drop_first(len(layer) - 1)
                 for t in range(300, 700):
-                    self.push(*(side[0] for side in rows([t])))
-                    self.drop_first(1)
+                    layer.push(*(side[0] for side in rows([t])))
+                    layer.drop_first(1)
             return held
 
     def restored(layer):
@@ -175,9 +176,9 @@ def test_a_copy_has_room_for_what_was_held_however_small_the_layer_becomes(dtype
         return make(kind, *arguments[1:])
 
     for copied in (lambda layer: layer.copy(), restored):
-        layer = Overtaken(num_kv_heads=H, head_dim=D)
+        layer = type("Layer", (kind,), {"_store_type": Overtaken})(num_kv_heads=H, head_dim=D)
         layer.extend(*rows(range(300)))
-        layer.overtake = True
+        store_of(layer).overtaking = layer
         other = copied(layer)
         assert layer.num_dropped == 699
         assert other.num_dropped == 0

@@ -12,6 +12,7 @@ from helpers.reference import attention
 
 import kvedge
 from kvedge.core.formats import FORMATS
+from kvedge.layer.layer import store_of
 
 PAIRS = [pair for pair in itertools.product(FORMATS, FORMATS) if pair[0] != pair[1]]
 SOME = [("int8", "float16"), ("float32", "int8"), ("fp8_e4m3", "int8"), ("bfloat16", "fp8_e5m2")]
@@ -131,4 +132,4 @@ def test_options_of_scales_are_for_the_side_that_has_them():
 
 def test_the_same_format_for_both_is_no_pair():
     one, other = (kvedge.KVCache(1, HEADS, DIM, value_dtype=name) for name in ("int8", None))
-    assert one.layer(0)._config == other.layer(0)._config
+    assert store_of(one.layer(0)).config == store_of(other.layer(0)).config

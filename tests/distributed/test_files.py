@@ -14,6 +14,7 @@ from support import normal
 from thread_group import run_ranks
 
 from kvedge import KVCache, errors
+from kvedge.cache.cache import state_of
 from kvedge.distributed import Placement, ShardedKVCache
 from kvedge.distributed.files import MANIFEST
 
@@ -105,21 +106,21 @@ def test_any_number_of_ranks_loads_what_any_other_saved(
         assert len(cache) == tokens
         assert cache.metadata == {"model": "toy"}
         assert cache.max_seq_len >= limit
-        held = cache.part._contents()
+        held = state_of(cache.part).contents()
         query = normal(np.random.default_rng(1), 2 * HEADS, DIM)
         result = cache.attend(1, query, return_lse=True) if tokens else None
         if tokens >= 16:
             feed(cache, 4, 5)
             assert len(cache) == tokens + 5
-        return held, cache.placement, result, cache.part._contents()
+        return held, cache.placement, result, state_of(cache.part).contents()
 
     loaded = run_ranks(others, read)
-    before = whole._contents()
+    before = state_of(whole).contents()
     query = normal(np.random.default_rng(1), 2 * HEADS, DIM)
     wanted = whole.attend(1, query, return_lse=True) if tokens else None
     if tokens >= 16:
         feed(whole, 4, 5)
-    after = whole._contents()
+    after = state_of(whole).contents()
     for rank, (held, placement, result, later) in enumerate(loaded):
         for part, of_all in ((held, before), (later, after)):
             for own, every in zip(part.layers, of_all.layers, strict=True):

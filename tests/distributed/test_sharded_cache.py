@@ -10,6 +10,7 @@ from support import normal
 from thread_group import run_ranks
 
 from kvedge import KVCache, errors
+from kvedge.cache.cache import state_of
 from kvedge.distributed import Placement, ShardedKVCache
 
 LAYERS, HEADS, DIM = 2, 2, 16
@@ -151,11 +152,11 @@ def test_a_step_that_is_refused_decides_nothing():
         return cache
 
     options = {"scale_dtype": "float16", "key_scale": "auto", "key_offset": "auto"}
-    whole = run(KVCache(2, 1, 8, **options))._contents()
+    whole = state_of(run(KVCache(2, 1, 8, **options))).contents()
 
     def work(group):
         cache = run(ShardedKVCache(KVCache(2, 1, 8, **options), group, block_size=4))
-        for own, every in zip(cache.part._contents().layers, whole.layers, strict=True):
+        for own, every in zip(state_of(cache.part).contents().layers, whole.layers, strict=True):
             check_bytes(own, every, cache.placement.positions(group.rank, 0, own.num_tokens))
 
     run_ranks(3, work)

@@ -22,6 +22,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from kvedge.cache.cache import state_of
+
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -31,7 +33,7 @@ from driver import Program, instrumented, run
 
 with instrumented():
     import kvedge
-    from kvedge import session
+    from kvedge.files import session
 
 CALLS, KILOBYTES = 1_000_000, 500 << 10
 NUMPY = {"I8": np.int8, "F16": np.float16, "F32": np.float32, "U8": np.uint8}
@@ -204,7 +206,7 @@ def made_file(program: Program) -> tuple[bytes, bool]:
 
 
 def contents(cache) -> list[bytes]:
-    held = cache._contents(len(cache), copy=False)
+    held = state_of(cache).contents(len(cache), copy=False)
     return [
         array.tobytes()
         for layer in held.layers
@@ -215,7 +217,7 @@ def contents(cache) -> list[bytes]:
 
 def check_cache(cache) -> None:
     """It can be read, attended to, saved and loaded again."""
-    layer = cache._layers[0]
+    layer = cache.layer(0)
     heads, dim = layer.num_kv_heads, layer.head_dim
     query = np.random.default_rng(0).standard_normal((2 * heads, dim), np.float32)
     for index in range(min(cache.num_layers, 8)):

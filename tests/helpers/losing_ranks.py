@@ -17,6 +17,7 @@ from gloo_work import DIM, HEADS, LAYERS, decode, feed, other_rows
 from support import normal
 
 from kvedge import KVCache, errors
+from kvedge.cache.cache import state_of
 from kvedge.distributed import ShardedKVCache
 
 STEP = 4  # the one that breaks off
@@ -26,7 +27,7 @@ SIGNALS = {"dies": signal.SIGKILL, "hangs": signal.SIGSTOP}
 def digest(part, length):
     """Of the bytes of a part's first tokens."""
     sha256 = hashlib.sha256()
-    for layer in part._contents(length).layers:
+    for layer in state_of(part).contents(length).layers:
         for array in layer.arrays:
             sha256.update(array.tobytes())
     return sha256.hexdigest()

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from support import normal
 
-from kvedge import KVCache, errors, session
+from kvedge import KVCache, errors
+from kvedge.files import session
 
 pytest.importorskip("safetensors")
 from safetensors.numpy import load_file, save_file

@@ -7,6 +7,7 @@ import reference
 from support import assert_lse_close, normal
 
 from kvedge import KVCache
+from kvedge.cache.cache import state_of
 from kvedge.distributed import ShardedKVCache
 from kvedge.errors import KvedgeError
 
@@ -114,7 +115,7 @@ def run_trace(cache, trace):
         except KvedgeError as error:
             result = type(error).__name__
         results.append((result, len(cache)))
-    return results, getattr(cache, "part", cache)._contents()
+    return results, state_of(getattr(cache, "part", cache)).contents()
 
 
 def run_sharded(group, trace):
@@ -137,7 +138,7 @@ def run_led(group, trace):
             results, _ = run_trace(leading, trace)
     else:
         cache.follow(idle=60)
-    return results, cache.part._contents(), cache.placement
+    return results, state_of(cache.part).contents(), cache.placement
 
 
 def check_trace(trace, of_ranks):

@@ -194,7 +194,7 @@ def test_fields_in_the_tables_of_threads_are_of_the_files_beside_them():
                 for place, path in files.items()
                 if place in (f"kvedge/{name}", f"csrc/{name}")
             ]
-        for field in re.findall(r"`(_\w+)`", shared) if held else ():
+        for field in re.findall(r"`(\w+)`", shared) if held else ():
             checked += 1
             if not any(re.search(rf"(?<!\w){field}\b", text) for text in held):
                 wrong.append(f"{field}: {file}")
@@ -243,7 +243,7 @@ def test_runs_are_multiplied_as_the_documents_say():
     pairs = {
         path.relative_to(kernels).parts[0]
         for path in kernels.rglob("*/*.[ch]")
-        if '#include "kernels/run_pairs.h"' in path.read_text()
+        if '#include "kernels/kivi_pairs.h"' in path.read_text()
     }
     assert pairs == {"avx256", "neon"}
     text = " ".join((ROOT / "docs" / "numerics.md").read_text().split())

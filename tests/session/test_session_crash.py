@@ -59,7 +59,7 @@ def test_a_failed_save_leaves_the_old_file(path, rng, monkeypatch, step):
             fail()
 
     where, name = {
-        "write": ("kvedge.core.replacing", "open"),
+        "write": ("kvedge.files.replacing", "open"),
         "fsync": ("os", "fsync"),
         "rename": ("os", "replace"),
         "interrupt": ("os", "fsync"),
@@ -129,7 +129,7 @@ SAVER = """
 # Goes as far as the bytes of the file and stops there, so that a kill is in the midst of a save.
 HALF_WAY = """
     import sys, time, numpy as np, kvedge
-    from kvedge.core import replacing
+    from kvedge.files import replacing
     cache = kvedge.KVCache(1, 1, 8)
     kv = np.ones((500, 1, 8), np.float32)
     cache.append(0, kv, kv)
@@ -299,7 +299,7 @@ def test_only_leftovers_of_the_same_name_are_removed(path, rng, tmp_path):
 def test_without_locks_nothing_is_removed(path, rng, monkeypatch):
     left = path.parent / f".{path.name}.{'0' * 16}.tmp"
     left.write_text("of a killed process")
-    monkeypatch.setattr("kvedge.core.replacing.fcntl", None)
+    monkeypatch.setattr("kvedge.files.replacing.fcntl", None)
     cache = filled_cache(rng)
     cache.save(path)
     assert leftovers(path) == [left.name]

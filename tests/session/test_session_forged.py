@@ -25,8 +25,10 @@ from session_support import (
 )
 from support import PLAIN, assert_well_formed, cache_content, normal
 
-from kvedge import KVCache, errors, session
+from kvedge import KVCache, errors
 from kvedge.core.formats import FORMATS
+from kvedge.files import session
+from kvedge.layer.layer import store_of
 
 pytestmark = pytest.mark.covering(1)  # one check serves all formats
 
@@ -249,7 +251,7 @@ def test_turns_that_kvedge_never_writes_are_corrupt(path, rng, change, mmap):
     filled_cache(rng).save(path)
     forge(path, key_turns=json.dumps({**TURN, **change}, separators=(",", ":")))
     if not change:
-        assert KVCache.load(path, mmap=mmap).layer(0)._turns is not None
+        assert store_of(KVCache.load(path, mmap=mmap).layer(0)).turns is not None
         return
     assert_corrupt(path, match="key_turns", mmap=mmap)
 
@@ -421,7 +423,7 @@ def test_forged_files_have_the_digest_that_fits(path, rng):
     saved = path.read_bytes()
     forge(path)
     assert cache_content(KVCache.load(path)) == cache_content(cache)
-    assert session.digest.__module__ == "kvedge.session"
+    assert session.digest.__module__ == "kvedge.files.session"
     assert len(saved) == len(path.read_bytes())
 
 

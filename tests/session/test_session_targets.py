@@ -16,7 +16,7 @@ from support import cache_content
 
 from kvedge import KvBlockPool, KVCache, KvCacheConfig, MultiHeadKvCache, PagedKvCache, errors
 from kvedge.bench.report import save_report
-from kvedge.core import replacing
+from kvedge.files import replacing
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="files of POSIX")
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux")
@@ -145,7 +145,7 @@ def test_the_name_of_an_open_file_is_refused(path, rng):
 
 def test_it_is_found_out_before_anything_is_computed(path, rng, monkeypatch):
     os.mkfifo(path)
-    monkeypatch.setattr("kvedge.session.digest", None)
+    monkeypatch.setattr("kvedge.files.session.digest", None)
     monkeypatch.setattr(KVCache, "_contents", None)
     monkeypatch.setattr(PagedKvCache, "to_kv_cache", None)
     monkeypatch.setattr("kvedge.paged.file.save", None)
@@ -198,9 +198,9 @@ def test_a_file_that_is_a_mount_point_is_refused_at_the_start(path, rng):
     mount = 'mount --bind "$2" "$2" && '
     script = """
         import sys, kvedge
-        from kvedge.core import replacing
+        from kvedge.files import replacing
         cache = kvedge.KVCache.load(sys.argv[1])
-        kvedge.session.digest = None
+        kvedge.files.session.digest = None
         for write in (replacing.check_target, cache.save):
             try:
                 write(sys.argv[1])
@@ -254,9 +254,9 @@ def test_root_removes_what_it_left_behind_in_the_name_of_another(path, rng):
 
 AS_USER = """
     import os, sys, numpy as np, kvedge
-    from kvedge.core import replacing
+    from kvedge.files import replacing
     cache = kvedge.KVCache(1, 1, 8)
-    kvedge.session.digest({}, {}, None)
+    kvedge.files.session.digest({}, {}, None)
     os.setgroups([]), os.setgid(2000), os.setuid(2000)
     try:
         replacing.check_target(sys.argv[1])

@@ -119,7 +119,14 @@ def on_page_content(html: str, *, page: Page, config: MkDocsConfig, files: Files
 def _repository_files(config: MkDocsConfig) -> Iterator[Path]:
     """Where links are followed from."""
     yield from Path(config.docs_dir).rglob("*.md")
-    for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "bench/README.md"):
+    for name in (
+        "README.md",
+        "CHANGELOG.md",
+        "CONTRIBUTING.md",
+        "SECURITY.md",
+        "bench/README.md",
+        "bench/METHOD.md",
+    ):
         if (ROOT / name).exists():
             yield ROOT / name
 
@@ -218,11 +225,11 @@ def _paths() -> dict[str, str]:
         for name in names:
             module = getattr(kvedge, name).__module__
             if name == "KVCache":
-                path = "kvedge.cache.CacheMethods"
+                path = "kvedge.cache.cache.KVCache"
             elif not module.startswith("kvedge.backends.n"):
                 path = f"{module}.{name}"
             elif name.endswith("KvLayer"):
-                path = f"kvedge.layer_types.{name.removesuffix('KvLayer')}LayerMethods"
+                path = f"kvedge.layer.types.{name}"
             else:
                 path = f"kvedge.batch.{name}"
             found[name] = path

@@ -26,11 +26,10 @@ KVEDGE_INLINE void multiply_add_pairs(__m256i *sum, __m256i a, __m256i b) {
 }
 
 #include "kernels/avx256/common.h"
-#include "kernels/avx256/int4_words.h"
 #include "kernels/avx256/scores.h"
 #include "kernels/avx256/values.h"
 #include "kernels/avx256/int4.h"
-#include "kernels/avx256/runs.h"
+#include "kernels/avx256/kivi.h"
 #include "kernels/avx256/table.h"
 
 const kvedge_kernels kvedge_kernels_avx2 = KVEDGE_TABLE("avx2");

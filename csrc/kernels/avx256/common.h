@@ -1,4 +1,5 @@
 /* What the files of the 256-bit paths share. Included by each after its target pragma. */
+#include "formats/int4_levels.h"
 #include "kernels/portable.h"
 #include "kernels/x86.h"
 
@@ -58,7 +59,7 @@ KVEDGE_INLINE __m256i round_dithered(__m256 x, __m256 dither) {
   return _mm256_cvtps_epi32(_mm256_add_ps(x, _mm256_and_ps(small, dither)));
 }
 
-/* Vectors of floats, as kernels/float_rows.h and kernels/run_pairs.h name them. */
+/* Vectors of floats, as kernels/floats.h and kernels/kivi_pairs.h name them. */
 enum { FLOATS = 8 };
 typedef __m256 floats;
 
@@ -70,3 +71,25 @@ KVEDGE_INLINE floats load_first_floats(const float *p, int n) { return _mm256_ma
 KVEDGE_INLINE void store_first_floats(float *p, int n, floats x) { _mm256_maskstore_ps(p, first_lanes(n), x); }
 KVEDGE_INLINE floats multiply_floats(floats a, floats b) { return _mm256_mul_ps(a, b); }
 KVEDGE_INLINE floats multiply_add_floats(floats a, floats b, floats c) { return _mm256_fmadd_ps(a, b, c); }
+
+/* ---- Codes of int4 as integers in registers ----
+ *
+ * A table has the levels plus 127, so that its first is 0: looked up with codes in words of 16 bits, whose upper bytes are
+ * 0, it gives words, without an instruction to widen them. Sums of products take the 127 off again. */
+
+enum { INT4_ABOVE = 127 }; /* how much more than a level a table's number is */
+
+/* The numbers of 32 codes, the lower halves of bytes. */
+KVEDGE_INLINE __m256i bytes_of_codes(__m256i codes) {
+  const __m128i levels = _mm_loadu_si128((const __m128i *)kvedge_int4_levels);
+  const __m256i table = _mm256_broadcastsi128_si256(_mm_add_epi8(levels, _mm_set1_epi8(INT4_ABOVE)));
+  return _mm256_shuffle_epi8(table, _mm256_and_si256(codes, _mm256_set1_epi8(15)));
+}
+
+/* The numbers of 16 pairs of codes, a byte in a word each: of the lower ones, and of the upper ones. */
+KVEDGE_INLINE void words_of_pairs(__m256i pairs, __m256i words[2]) {
+  const __m128i levels = _mm_loadu_si128((const __m128i *)kvedge_int4_levels);
+  const __m256i table = _mm256_broadcastsi128_si256(_mm_add_epi8(levels, _mm_set1_epi8(INT4_ABOVE)));
+  words[0] = _mm256_shuffle_epi8(table, _mm256_and_si256(pairs, _mm256_set1_epi8(15)));
+  words[1] = _mm256_shuffle_epi8(table, _mm256_srli_epi16(pairs, 4));
+}

@@ -15,9 +15,9 @@ KVEDGE_TARGET_BEGIN("avx2,fma,f16c")
 
 #include "kernels/avx256/common.h"
 #include "kernels/avx256/floats.h"
-#include "kernels/float_rows.h"
+#include "kernels/floats.h"
 #include "kernels/avx256/grids.h"
-#include "kernels/runs.h"
+#include "kernels/kivi.h"
 
 void scores_of_runs_avx256(const kvedge_query *q, const kvedge_tile *keys, float *scores, int accumulate) {
   scores_of_runs_portable(q, keys, scores, accumulate);

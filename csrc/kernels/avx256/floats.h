@@ -1,4 +1,4 @@
-/* Vectors of 8 floats as kernels/float_rows.h wants them. Part of floats.c, after common.h. */
+/* Vectors of 8 floats as kernels/floats.h wants them. Part of floats.c, after common.h. */
 enum { WIDE = 32, SUMS = 8, MOST_QUERIES = 4, PART_LOADS_ARE_CHEAP = 0 };
 
 KVEDGE_INLINE int is_fp8(const kvedge_format format) { return format == KVEDGE_FP8_E4M3 || format == KVEDGE_FP8_E5M2; }

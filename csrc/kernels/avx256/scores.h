@@ -8,7 +8,7 @@
  * For many queries keys are transposed besides, two channels of a token side by side, so that no sum goes across
  * lanes: those of a block while the one before it is multiplied, since they want other ports.
  *
- * Keys of int4 become unsigned integers of 16 bits, 127 above their levels (int4_words.h), those of even channels and
+ * Keys of int4 become unsigned integers of 16 bits, 127 above their levels (common.h), those of even channels and
  * those of odd ones. So queries have their codes in that order, and sums start at -127 times the sum of these, modulo
  * 2^32. For many queries the bytes are transposed as they are, eight channels to a column.
  */

@@ -8,7 +8,7 @@
  * The rounding error of weights is in proportion to the largest of them, so only 64 tokens share a scale: as exact as 16
  * bits over a tile of 256. Where that is not enough (three planes), values become floats, once for four queries.
  *
- * Values of int4 become integers 127 above their levels (int4_words.h), of two tokens side by side as well: their bytes are
+ * Values of int4 become integers 127 above their levels (common.h), of two tokens side by side as well: their bytes are
  * interleaved first. Sums start at -127 times the sum of the weights, modulo 2^32; those of even channels and of odd ones
  * are put in order at the end.
  */

@@ -19,7 +19,7 @@
 #define KVEDGE_CELL static
 #define KVEDGE_NAME(function) function##_avx512vnni
 #include "kernels/avx512vnni/floats.h"
-#include "kernels/float_rows.h"
+#include "kernels/floats.h"
 #include "kernels/avx512vnni/grids.h"
 
 static uint32_t abs_max_bits_avx512vnni(const float *x, size_t n) {

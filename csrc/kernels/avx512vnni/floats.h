@@ -1,4 +1,4 @@
-/* Vectors of 16 floats as kernels/float_rows.h wants them. Part of avx512vnni.c.
+/* Vectors of 16 floats as kernels/floats.h wants them. Part of avx512vnni.c.
  *
  *   vcvtph2ps zmm, ymm        float16 to float32          Intel: p0 + p5, Zen 4: 2 uops
  *   vpmovzxwd, vpslld         bfloat16 to float32         p5, p0

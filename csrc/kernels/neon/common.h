@@ -13,11 +13,7 @@
 #include <math.h>
 #include <string.h>
 
-#include "kernels/kernels.h"
-#include "kernels/exp2.h"
-#include "kernels/logits.h"
-#include "kernels/rows.h"
-#include "system/target.h"
+#include "kernels/portable.h"
 
 /* Query rows that scores and weighted sums of floats and 16-bit integers have in registers. */
 enum {

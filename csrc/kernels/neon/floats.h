@@ -109,7 +109,7 @@ KVEDGE_INLINE void score_four(const kvedge_query *q, int first, const int count,
   UNROLLED (i, count)
     UNROLLED (j, 4) sum[i][j] = vdupq_n_f32(0.0f);
 #define EIGHT(values, rows, offset) score_8_channels(values, stride, rows, offset, format, factor, count, sum)
-  if (format == KVEDGE_INT8) { /* among the codes: words.h */
+  if (format == KVEDGE_INT8) { /* among the codes: int16.h */
     stride = q->stride / 16 * (CODES_OF_16 / 4);
     values = (const float *)(q->codes + FLOATS_AT) + first * stride;
     for (; d + 16 <= q->dim; d += 16, values += CODES_OF_16 / 4) {

@@ -11,7 +11,7 @@
  *
  * There is no 8-bit dot product here. smlal does 4 products a cycle, as many as fmla, but on one of two pipes, and codes
  * become its operands by one instruction for 8 of them, on the other pipe: as floats they take five. So queries and weights
- * are integers of 16 bits where these suffice (words.h), else floats (floats.h).
+ * are integers of 16 bits where these suffice (int16.h), else floats (floats.h).
  *
  * llvm-mca on gcc 12's code, cycles of a Cortex-A72 for a row of 64 bytes: scores 21 with one query, 67 with four (as floats
  * 49 and 113), weighted sums 21 and 79 (44 and 97).
@@ -29,7 +29,7 @@ KVEDGE_TARGET_BEGIN("fpu=neon")
 #include "kernels/neon/common.h"
 #include "kernels/neon/codes.h"
 #include "kernels/neon/floats.h"
-#include "kernels/neon/words.h"
+#include "kernels/neon/int16.h"
 #include "kernels/neon/int4.h"
 
 KVEDGE_INT4_FUNCTIONS(neon, scores_int8_neon, weighted_sum_int8_neon)
@@ -51,7 +51,7 @@ static uint64_t multiply_neon(size_t n) {
 #define KVEDGE_NEON_WORDS_CELL(name)                                                                                   \
   {.encode_query = encode_query_neon, .scores = scores_##name##_neon, .weighted_sum = weighted_sum_##name##_neon}
 #define KVEDGE_NAME(function) function##_neon
-#include "kernels/neon/runs.h"
+#include "kernels/neon/kivi.h"
 const kvedge_kernels kvedge_kernels_neon = KVEDGE_NEON_TABLE(
     "neon", KVEDGE_NEON_WORDS_CELL(int8), KVEDGE_NEON_WORDS_CELL(int4), KVEDGE_NEON_RUNS, multiply_neon);
 

@@ -122,7 +122,7 @@ static uint64_t multiply_neondot(size_t n) {
 }
 
 #define KVEDGE_NAME(function) function##_neondot
-#include "kernels/neon/runs.h"
+#include "kernels/neon/kivi.h"
 const kvedge_kernels kvedge_kernels_neondot = KVEDGE_NEON_TABLE(
     "neondot", KVEDGE_NEONDOT_INT8_CELL, KVEDGE_NEONDOT_INT4_CELL, KVEDGE_NEON_RUNS, multiply_neondot);
 

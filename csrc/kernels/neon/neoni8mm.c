@@ -276,7 +276,7 @@ static uint64_t multiply_neoni8mm(size_t n) {
 }
 
 #define KVEDGE_NAME(function) function##_neoni8mm
-#include "kernels/neon/runs.h"
+#include "kernels/neon/kivi.h"
 const kvedge_kernels kvedge_kernels_neoni8mm = KVEDGE_NEON_TABLE(
     "neoni8mm", KVEDGE_MATRIX_CELL(int8), KVEDGE_MATRIX_CELL(int4), KVEDGE_NEON_RUNS, multiply_neoni8mm);
 

@@ -10,17 +10,21 @@ import numpy as np
 
 from kvedge import batch
 from kvedge.backends.numpy import attention
-from kvedge.backends.numpy.layer import _LayerCore
+from kvedge.backends.numpy.layer import LayerStore
 from kvedge.core import arrays, checks
-from kvedge.core.options import AttendOptions, takes_options_of
+from kvedge.core.options import AttendOptions, shows_options
 from kvedge.core.types import Array, Layout
+from kvedge.layer.keys import mark, return_to
+from kvedge.layer.layer import KvLayer
+from kvedge.layer.reading import memory_of, turned_back
+from kvedge.layer.room import reserve, slide
 
 __all__ = ["append_batch", "attend_batch"]
 
 
-@takes_options_of(batch.attend_batch)
+@shows_options
 def attend_batch(
-    layers: Sequence[Any],
+    layers: Sequence[KvLayer],
     query: Array,
     *,
     causal: bool = True,
@@ -31,15 +35,15 @@ def attend_batch(
     layout: Layout = "nhd",
     **options: Any,
 ) -> Any:
-    layers = batch.as_layers(layers, _LayerCore)
-    rows, single = batch.as_query(query, layers, layout)
+    stores = batch.as_stores(layers, LayerStore)
+    rows, single = batch.as_query(query, stores, layout)
     num, n_rows, num_heads, head_dim = rows.shape
-    held = [layer._held() for layer in layers]  # taken once: another thread may be writing
+    held = [store.held() for store in stores]  # taken once: another thread may be writing
     lengths = [one.num_tokens for one in held]
     batch.check_lengths(lengths, n_rows, causal)
-    window = batch.window_of(layers, window)
-    for layer, one in zip(layers, held, strict=True):
-        checks.check_reach(layer._config, one, n_rows, window, sink_tokens)
+    window = batch.window_of(stores, window)
+    for store, one in zip(stores, held, strict=True):
+        checks.check_reach(store.config, one, n_rows, window, sink_tokens)
     made = AttendOptions.make(
         head_dim,
         n_rows,
@@ -53,18 +57,18 @@ def attend_batch(
     )
     starts = checks.as_starts(start, lengths)
     slabs = [
-        slab for layer, one in zip(layers, held, strict=True) for slab in layer._memory_of(one)
+        slab for store, one in zip(stores, held, strict=True) for slab in memory_of(store, one)
     ]
     reads = (arrays.memory_of(query, "query"), *made.arrays(), *slabs)
     shape = rows[:, 0].shape if single else arrays.in_nhd(rows, layout).shape
-    shape = layers[0]._config.out_shape(shape)
+    shape = stores[0].config.out_shape(shape)
     target = arrays.as_target(out, shape, reads=reads, layout="nhd" if single else layout)
     checks.check_finite(rows[:, 0] if single else rows, "query")
     lse = np.empty((num, n_rows, num_heads), np.float32)
     to = target.rows[:, np.newaxis] if single else target.rows
-    for i, layer in enumerate(layers):
+    for i, store in enumerate(stores):
         own = _own_options(made, i, lengths[i], starts[i])
-        lse[i] = attention.attend(layer._stored(held[i]), rows[i], own, to[i])
+        lse[i] = attention.attend(store.stored(held[i]), rows[i], own, to[i])
     if not made.return_lse:
         return target.finish()
     if single:
@@ -85,29 +89,29 @@ def _own_options(options: AttendOptions, i: int, length: int, start: int) -> Att
 
 
 def append_batch(
-    layers: Sequence[Any], keys: Array, values: Array, *, layout: Layout = "nhd"
+    layers: Sequence[KvLayer], keys: Array, values: Array, *, layout: Layout = "nhd"
 ) -> None:
-    layers = batch.as_layers(layers, _LayerCore)
-    sides = batch.checked_rows(layers, keys, values, layout)
+    stores = batch.as_stores(layers, LayerStore)
+    sides = batch.checked_rows(stores, keys, values, layout)
     if not sides[0].shape[1]:
         return
     pairs = [
-        (layer._turned_back(some, layer._end()), rows)
-        for layer, some, rows in zip(layers, *sides, strict=True)
+        (turned_back(store, some, store.end()), rows)
+        for store, some, rows in zip(stores, *sides, strict=True)
     ]
-    marks = [layer._mark() for layer in layers]
+    marks = [mark(store) for store in stores]
     try:
-        for layer, pair in zip(layers, pairs, strict=True):
-            layer._make_ready(*pair)
-        for layer in layers:
-            layer._reserve(sides[0].shape[1])
+        for store, pair in zip(stores, pairs, strict=True):
+            store.make_ready(*pair)
+        for store in stores:
+            reserve(store, sides[0].shape[1])
     except BaseException:
-        for layer, mark in zip(layers, marks, strict=True):
-            layer._return_to(mark)
+        for store, before in zip(stores, marks, strict=True):
+            return_to(store, before)
         raise
-    for layer, pair in zip(layers, pairs, strict=True):
-        layer._store_ready(*pair)
-        layer._slide(sides[0].shape[1])
+    for store, pair in zip(stores, pairs, strict=True):
+        store.store_ready(*pair)
+        slide(store, sides[0].shape[1])
 
 
 attend_batch.__doc__ = batch.attend_batch.__doc__

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from kvedge.backends.numpy import attention
-from kvedge.backends.numpy.layer import _LayerCore
+from kvedge.backends.numpy.layer import LayerStore
 from kvedge.core import checks, registry
 from kvedge.core.config import LayerConfig
 from kvedge.core.options import AttendOptions
@@ -16,29 +16,29 @@ from kvedge.paged.store import BlockSpan, BlockStoreMethods, runs
 
 
 @registry.backend_class
-class BlockStore(_LayerCore, BlockStoreMethods):
+class BlockStore(LayerStore, BlockStoreMethods):
     """See BlockStoreMethods for what it must provide."""
 
-    def _write_at(self, position: int, keys: np.ndarray, values: np.ndarray) -> None:
+    def write_at(self, position: int, keys: np.ndarray, values: np.ndarray) -> None:
         self.check(keys, values)
-        self._write(position, keys, values)
+        self.write_rows(position, keys, values)
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         pass  # there are no threads
 
-    def _attend_blocks(self, block_size: int, rows: list[Rows], options: AttendOptions) -> None:
+    def attend_blocks(self, block_size: int, rows: list[Rows], options: AttendOptions) -> None:
         rows = [
             one._replace(spans=[BlockSpan(self, one.table, block_size, 0, one.length)])
             for one in rows
         ]
-        self._attend_spans(rows, options)
+        self.attend_spans(rows, options)
 
-    def _attend_spans(self, rows: list[Rows], options: AttendOptions) -> None:
+    def attend_spans(self, rows: list[Rows], options: AttendOptions) -> None:
         for one in rows:
             checks.check_finite(one.query, "query")  # all of them before the first is written
         for one in rows:
             assert one.spans is not None
-            stored = _StoredInBlocks(one.spans, self._config, one.length)
+            stored = _StoredInBlocks(one.spans, self.config, one.length)
             own = replace(options, start=one.start) if one.start else options
             if options.window >= one.length:
                 own = replace(own, window=0, sink_tokens=0)
@@ -66,4 +66,4 @@ class _StoredInBlocks(attention.Stored):
 
 def _span(span: BlockSpan, first: int, start: int, stop: int) -> attention.StoredSpan:
     store = span.store
-    return attention.StoredSpan(store._slabs, store._config, store._key_map, first, start, stop)
+    return attention.StoredSpan(store.slabs, store.config, store.key_map, first, start, stop)

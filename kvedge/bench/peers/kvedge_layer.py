@@ -14,6 +14,7 @@ from kvedge.bench.shapes import AttentionShape
 from kvedge.bench.workload import Workload
 from kvedge.core.config import layer_config
 from kvedge.core.memory import token_bytes
+from kvedge.layer.layer import store_of
 
 __all__ = ["KvedgeLayer", "KvedgeOnSmallPages", "filled_layers"]
 
@@ -104,7 +105,8 @@ class KvedgeLayer(Competitor):
         """
         assert self._workload is not None
         layer, everything = self._layers[0], slice(0, self._workload.context)
-        tokens, config = layer._held().tokens, layer._config
+        store = store_of(layer)
+        tokens, config = store.held().tokens, store.config
         if config.in_runs:  # what is read of runs is float32
             exact = self._workload.exact(layer.keys(), layer.values())
         else:
@@ -134,5 +136,5 @@ class KvedgeOnSmallPages(KvedgeLayer):
 
     def _before_filling(self, layer: Any) -> None:
         # One mapping has all slabs of a layer. Once touched, it would have huge pages already.
-        mapping = layer._slabs.key_codes.base
+        mapping: Any = store_of(layer).slabs.key_codes.base
         mapping.madvise(mmap.MADV_NOHUGEPAGE)

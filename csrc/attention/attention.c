@@ -1,0 +1,244 @@
+/* The slices of a call, as kvedge.h has them, and its logits. */
+#include <math.h>
+
+#include "attention/tile.h"
+#include "system/memory.h"
+#include "system/float_mode.h"
+
+void kvedge_attention_defaults(kvedge_attention_options *options) {
+  *options = (kvedge_attention_options){.scale = NAN, .causal = 1, .first_row = -1};
+}
+
+kvedge_status kvedge_request_check(const kvedge_request *r) {
+  const kvedge_cache_view *view = &r->view;
+  const kvedge_attention_options *o = r->options;
+  if (r->num_rows < 0 || r->num_heads < 1 || r->num_heads % view->num_kv_heads) return KVEDGE_ERROR_ARGUMENT;
+  if (view->len < 1 || ((!o || o->causal) && r->num_rows > view->len)) return KVEDGE_ERROR_ARGUMENT;
+  if (o) {
+    if (isinf(o->scale) || !(o->softcap >= 0.0f) || isinf(o->softcap)) return KVEDGE_ERROR_ARGUMENT;
+    if (o->precision_bits % 8 || o->precision_bits < 0 || o->precision_bits > 24) return KVEDGE_ERROR_ARGUMENT;
+    if (!(o->tolerance >= 0.0f && o->tolerance < 1.0f)) return KVEDGE_ERROR_ARGUMENT;
+    if (o->start < 0 || o->start > view->len) return KVEDGE_ERROR_ARGUMENT;
+    if (o->window < 0 || o->sink_tokens < 0 || (o->window && !o->causal)) return KVEDGE_ERROR_ARGUMENT;
+  }
+  if (!r->query.data) return KVEDGE_OK;
+  const uint32_t bits = kvedge_array_abs_max_bits(&r->query, r->num_rows, r->num_heads, view->side[KEYS].shape.dim);
+  return bits < KVEDGE_NOT_FINITE ? KVEDGE_OK : KVEDGE_ERROR_NONFINITE;
+}
+
+kvedge_status kvedge_request_layer(kvedge_request *r, const kvedge_layer *layer, kvedge_segment *segment) {
+  const kvedge_attention_options *o = r->options;
+  r->view = kvedge_layer_view(layer, o, segment);
+  if (!r->query.data && o && o->num_tokens > r->view.len && o->num_tokens <= layer->config.capacity)
+    r->view.len = segment->num_tokens = o->num_tokens;
+  const kvedge_status status = kvedge_request_check(r);
+  if (status != KVEDGE_OK) return status;
+  if (o) kvedge_cut_view(&r->view, segment, o->start);
+  r->first_position = r->view.len - r->num_rows;
+  return KVEDGE_OK;
+}
+
+/* Plans a call on a layer; query NULL: only sizes are asked for. `segment` lives as long as the plan. */
+static kvedge_status plan_layer(kvedge_attention *a, const kvedge_layer *layer, const float *query, int64_t num_rows,
+                                int num_heads, const kvedge_attention_options *options, float *out, float *lse,
+                                kvedge_segment *segment) {
+  if (!layer || num_rows < 1) return KVEDGE_ERROR_ARGUMENT;
+  kvedge_request r = {.num_heads = num_heads,
+                      .num_rows = num_rows,
+                      .query = kvedge_dense_array(query, num_heads, layer->keys.shape.dim),
+                      .out = kvedge_dense_array(out, num_heads, layer->values.shape.dim),
+                      .lse = lse,
+                      .options = options};
+  const kvedge_status status = kvedge_request_layer(&r, layer, segment);
+  if (status == KVEDGE_OK) kvedge_attention_plan(a, &r, 0, num_rows);
+  return status;
+}
+
+int kvedge_attention_num_slices(const kvedge_layer *layer, int64_t num_rows, int num_heads,
+                                const kvedge_attention_options *options) {
+  kvedge_attention a;
+  kvedge_segment segment;
+  if (plan_layer(&a, layer, NULL, num_rows, num_heads, options, NULL, NULL, &segment) != KVEDGE_OK) return 0;
+  return a.num_row_blocks * a.chunks_per_block;
+}
+
+size_t kvedge_attention_bytes(const kvedge_layer *layer, int64_t num_rows, int num_heads,
+                              const kvedge_attention_options *options, int num_slots) {
+  kvedge_attention a;
+  kvedge_segment segment;
+  if (num_slots < 1 || plan_layer(&a, layer, NULL, num_rows, num_heads, options, NULL, NULL, &segment) != KVEDGE_OK)
+    return 0;
+  a.num_workspaces = num_slots;
+  return kvedge_attention_lay_out(&a, NULL, num_slots);
+}
+
+kvedge_status kvedge_attention_init(void *memory, size_t bytes, const kvedge_layer *layer, const float *query,
+                                    int64_t num_rows, int num_heads, const kvedge_attention_options *options,
+                                    int num_slots, float *out, float *lse, kvedge_attention **attention) {
+  KVEDGE_FLOAT_MODE;
+  if (!memory || (uintptr_t)memory % 64 || !layer || !query || !out || !attention || num_slots < 1)
+    return KVEDGE_ERROR_ARGUMENT;
+  kvedge_attention planned;
+  kvedge_segment segment;
+  kvedge_status status = plan_layer(&planned, layer, query, num_rows, num_heads, options, out, lse, &segment);
+  if (status != KVEDGE_OK) return status;
+  planned.num_workspaces = num_slots;
+  if (kvedge_attention_lay_out(&planned, NULL, num_slots) > bytes) return KVEDGE_ERROR_MEMORY;
+  *attention = kvedge_attention_set_up(&planned, memory, num_slots);
+  return KVEDGE_OK;
+}
+
+/* ---- A slice is run ---------------------------------------------------------------------------- */
+
+/* The first workspace that is free, which is likely in a cache; one is, since there are as many as slots. */
+static int take_workspace(const kvedge_attention *a) {
+  int i = 0;
+  while (atomic_flag_test_and_set_explicit(&a->busy[i], memory_order_acquire)) i = (i + 1) % a->num_workspaces;
+  return i;
+}
+
+static void give_back_workspace(const kvedge_attention *a, int index) {
+  atomic_flag_clear_explicit(&a->busy[index], memory_order_release);
+}
+
+void kvedge_attention_run(const kvedge_attention *a, int slice, int slot, const volatile int *stop) {
+  KVEDGE_FLOAT_MODE;
+  int num_slices = a->num_row_blocks * a->chunks_per_block;
+  kvedge_slice next = {slice + 1 < num_slices ? a : NULL, slice + 1};
+  const int index = take_workspace(a);
+  kvedge_slice_run(a, slice, next, slot, kvedge_workspace_at(a, index), stop);
+  give_back_workspace(a, index);
+}
+
+/* ---- and collected -----------------------------------------------------------------------------
+ *
+ * A row of one head may see much less than its call: others of its rows or heads, hidden tokens or stale ones may be
+ * larger by many orders of magnitude. Then its sums come out so small that the smallest parts of them may be lost; that
+ * is seen on the sums, and the row is attended to again with factors of what it sees itself. Tokens that are not seen so
+ * have no part in the result, and ordinary calls pay nothing.
+ */
+
+/* What kernels may take for nothing is below 2^-96 of 1 for a token (WEIGHT_NOTHING times a code). Sums of a million
+ * tokens above the first figure have lost less than 2^-36 of themselves, and logits of queries up to the second less
+ * than 2^-46. */
+#define LEAST_SUM 0x1p-40f
+#define LARGEST_QUERY 0x1p80
+
+static int may_have_lost(const kvedge_attention *a, const kvedge_queries *q, size_t state, float sum,
+                         const float *acc) {
+  if (!(sum > 0.0f)) return 0;
+  if (q->logit_factor[state] > LARGEST_QUERY) return 1;
+  const kvedge_view_side *values = &a->view.side[VALUES];
+  if (values->bound == 0.0f) return 0;
+  return kvedge_float_of_bits(a->kernels->abs_max_bits(acc, (size_t)values->shape.dim)) < LEAST_SUM;
+}
+
+/* Plans the call for one row of one query head: its KV head is the only one of the view. */
+static void plan_one(const kvedge_attention *a, int64_t row, int head, kvedge_attention *one) {
+  kvedge_attention_options options = a->options;
+  const int64_t at = row * a->num_heads + head;
+  kvedge_request r = {.view = a->view,
+                      .num_heads = 1,
+                      .num_rows = 1,
+                      .first_position = a->first_position + row,
+                      .query = kvedge_array_from(&a->query, row, head),
+                      .out = kvedge_array_from(&a->out, row, head),
+                      .lse = a->lse ? a->lse + at : NULL,
+                      .log_sums = a->log_sums ? a->log_sums + at : NULL,
+                      .options = &options};
+  const int kv_head = head / a->heads_per_kv_head;
+  r.view.num_kv_heads = 1;
+  for (int s = 0; s < SIDES; s++) {
+    r.view.side[s].first_row += kv_head * r.view.side[s].head_stride;
+    r.view.side[s].first_scale += kv_head * r.view.side[s].scale_head_stride;
+  }
+  const ptrdiff_t channel = (ptrdiff_t)kv_head * r.view.side[KEYS].shape.dim;
+  if (r.view.key_offset) r.view.key_offset += channel;
+  if (r.view.key_scale) r.view.key_scale += channel;
+  if (options.sink_logits) options.sink_logits += head;
+  if (options.alibi_slopes) options.alibi_slopes += head;
+  if (options.mask) options.mask += head * options.mask_strides[0] + row * options.mask_strides[1];
+  if (options.bias) options.bias += head * options.bias_strides[0] + row * options.bias_strides[1];
+  kvedge_attention_plan(one, &r, 0, 1);
+  one->is_refit = one->query_stays = 1;
+}
+
+/* The largest that the row of a planned call of one row sees. */
+static float largest_seen(const kvedge_attention *one, int s) {
+  const kvedge_row_block block = {.count = 1};
+  const kvedge_visible visible = kvedge_visible_tokens(one, &block);
+  float largest = 0.0f, of_token[KVEDGE_TILE];
+  kvedge_row_cursor c = {.view = &one->view};
+  for (int64_t token = 0, count; token < visible.stop; token += count) {
+    count = visible.stop - token < KVEDGE_TILE ? visible.stop - token : KVEDGE_TILE;
+    const mask_range seen = kvedge_mask_range(one, 0, token, (int)count);
+    for (int t = 0; t < count; t++) {
+      const int is_seen = t < seen.sinks || (t >= seen.first && t < seen.stop);
+      of_token[t] = is_seen ? kvedge_bound_of_rows(&c, s, token + t, 0, 1) : 0.0f;
+    }
+    kvedge_clear_hidden(one, 0, 0, token, (int)count, of_token);
+    for (int t = 0; t < count; t++) largest = fmaxf(largest, of_token[t]);
+  }
+  return largest;
+}
+
+static void refit(const kvedge_attention *a, int64_t row, int head, kvedge_workspace *w) {
+  kvedge_attention *one = (kvedge_attention *)a->refit;
+  plan_one(a, row, head, one);
+  for (int s = 0; s < SIDES; s++)
+    one->factor[s] = kvedge_normalizing_factor(one->view.side[s].bound = largest_seen(one, s));
+  if (one->factor[KEYS] == a->factor[KEYS] && one->factor[VALUES] == a->factor[VALUES]) return;
+  kvedge_attention_lay_out(one, a->refit, 1);
+  kvedge_prepare_queries(one);
+  for (int slice = 0; slice < one->chunks_per_block; slice++) {
+    kvedge_slice_run(one, slice, (kvedge_slice){.attention = NULL}, 0, w, NULL);
+    kvedge_merge_slice(one, slice, 0);
+  }
+}
+
+void kvedge_slice_collect(kvedge_attention *a, int slice, int slot, kvedge_workspace *w) {
+  const kvedge_row_block block = kvedge_row_block_of(a, slice / a->chunks_per_block);
+  const int group = a->heads_per_kv_head, key_heads = a->view.num_kv_heads;
+  kvedge_merge_slice(a, slice, slot);
+  kvedge_skip_count(a, slot);
+  if (slice % a->chunks_per_block + 1 < a->chunks_per_block) return;
+  const kvedge_queries q = kvedge_queries_of(a, block.index, slot);
+  const kvedge_partial total = kvedge_partial_at(a, a->chunks_per_block > 1 ? a->num_slots : slot);
+  for (int64_t r = 0; r < block.count; r++)
+    for (int head = 0; head < key_heads * group; head++) {
+      const size_t state = kvedge_query_index(a, head / group) + (size_t)(r * group + head % group);
+      if (!may_have_lost(a, &q, state, total.sum[state], total.acc + state * (size_t)a->acc_stride)) continue;
+      refit(a, block.first + r, head, w);
+    }
+}
+
+void kvedge_attention_collect(kvedge_attention *a, int slice, int slot) {
+  KVEDGE_FLOAT_MODE;
+  const int index = take_workspace(a);
+  kvedge_slice_collect(a, slice, slot, kvedge_workspace_at(a, index));
+  give_back_workspace(a, index);
+}
+
+/* ---- Logits --------------------------------------------------------------------------------- */
+
+kvedge_status kvedge_scores(const kvedge_layer *layer, const float *query, int num_heads, float scale,
+                            int64_t first_row, int64_t num_tokens, float *logits) {
+  KVEDGE_FLOAT_MODE;
+  if (!layer || !query || !logits || num_tokens < 1) return KVEDGE_ERROR_ARGUMENT;
+  kvedge_attention_options options;
+  kvedge_attention_defaults(&options);
+  options.scale = scale;
+  options.precision_bits = 24;
+  options.num_tokens = num_tokens;
+  options.first_row = first_row;
+  kvedge_attention planned;
+  kvedge_segment segment;
+  kvedge_status status = plan_layer(&planned, layer, query, 1, num_heads, &options, NULL, NULL, &segment);
+  if (status != KVEDGE_OK) return status;
+  planned.num_workspaces = 1;
+  void *memory = kvedge_aligned_alloc(64, kvedge_attention_lay_out(&planned, NULL, 1));
+  if (!memory) return KVEDGE_ERROR_MEMORY;
+  kvedge_all_logits(kvedge_attention_set_up(&planned, memory, 1), logits);
+  kvedge_aligned_free(memory);
+  return KVEDGE_OK;
+}

@@ -1,0 +1,441 @@
+/* Runs (kivi2, kivi4, kivi8) on the AVX-512 VNNI path: kernels/kivi.h has the sums.
+ *
+ * A vector of words has four bytes of each of 16 tokens, or channels, as vpdpbusd wants them: a part of it, the k-th codes of
+ * its bytes, times a dword of digits for all lanes. Nothing is transposed, and nothing summed over lanes.
+ *
+ *   keys     unsigned codes x signed digits of a query times the steps, encoded for each run
+ *   values   unsigned digits of weights x signed codes, of which there are no negative ones (kivi8: less 128)
+ *
+ * Codes are counted from 0 on; what the middle code adds, the sum of all digits, is taken off in floats, where it is no larger
+ * than the rest. The unit of a query's digits is one for as many runs as have steps of about the same size, so that no run
+ * waits for a maximum.
+ */
+#include "kernels/kernels.h"
+
+#if defined(__x86_64__)
+#include "kernels/avx512vnni/common.h"
+#include "kernels/avx256/floats_cells.h"
+#include "kernels/kivi.h"
+
+enum {
+  DIGITS = KVEDGE_CODE_BYTES / 2 * 1024, /* bytes of a query's: by 64 of them, CODES_OF_64 each */
+  MOST_VECTORS = 4,                      /* of 16 lanes that are worked on together */
+};
+
+KVEDGE_INLINE __mmask16 first_of_16(int n) { return (__mmask16)first_bytes(n); }
+
+KVEDGE_INLINE __m512 floats_at(const uint16_t *halves) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)halves));
+}
+
+/* ---- Digits ---- */
+
+/* Of the numbers that meet the codes of a word: first those of the first codes of its four bytes, then of the second ones. */
+KVEDGE_INLINE __m512i order_of_digits(int bits) {
+  return _mm512_broadcast_i32x4(bits == 8   ? _mm_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)
+                                : bits == 4 ? _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15)
+                                            : _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+}
+
+/* Bytes of 64 numbers as packs leave them, dword e of lane L being that of numbers 16 e + 4 L, in order. */
+KVEDGE_INLINE void put_digits(__m512i packed, __m512i order, int8_t *digits) {
+  const __m512i by_lane = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  _mm512_storeu_si512(digits, _mm512_shuffle_epi8(_mm512_permutexvar_epi32(by_lane, packed), order));
+}
+
+/* What signed numbers are raised by, so that their digits but the first are those of an unsigned one less 128. */
+KVEDGE_INLINE int32_t carry_of(const int planes) { return planes == 3 ? 0x8080 : 0x80; }
+
+/* 64 integers, raised by carry_of() if they are signed, as digits of `planes` planes, 2 or 3. (`planes` and `is_signed`:
+ * constants where this is inlined.) */
+KVEDGE_INLINE void split_digits(const __m512i number[4], const int planes, const int is_signed, __m512i order,
+                                int8_t *digits) {
+  const __m512i low_byte = _mm512_set1_epi32(0xff), low_of_word = _mm512_set1_epi16(0xff);
+  const __m512i less = _mm512_set1_epi8((char)(is_signed ? 0x80 : 0));
+  __m512i x[4];
+#pragma GCC unroll 4
+  for (int v = 0; v < 4; v++) {
+    x[v] = number[v];
+    if (planes == 3) x[v] = is_signed ? _mm512_srai_epi32(x[v], 8) : _mm512_srli_epi32(x[v], 8);
+  }
+  if (planes == 3) {
+    __m512i low[4];
+#pragma GCC unroll 4
+    for (int v = 0; v < 4; v++) low[v] = _mm512_and_si512(number[v], low_byte);
+    low[0] = _mm512_packus_epi16(_mm512_packs_epi32(low[0], low[1]), _mm512_packs_epi32(low[2], low[3]));
+    put_digits(_mm512_xor_si512(low[0], less), order, digits + 128);
+  }
+  const __m512i a = is_signed ? _mm512_packs_epi32(x[0], x[1]) : _mm512_packus_epi32(x[0], x[1]);
+  const __m512i b = is_signed ? _mm512_packs_epi32(x[2], x[3]) : _mm512_packus_epi32(x[2], x[3]);
+  const __m512i low = _mm512_packus_epi16(_mm512_and_si512(a, low_of_word), _mm512_and_si512(b, low_of_word));
+  put_digits(_mm512_xor_si512(low, less), order, digits + 64);
+  if (is_signed) put_digits(_mm512_packs_epi16(_mm512_srai_epi16(a, 8), _mm512_srai_epi16(b, 8)), order, digits);
+  else put_digits(_mm512_packus_epi16(_mm512_srli_epi16(a, 8), _mm512_srli_epi16(b, 8)), order, digits);
+}
+
+/* ---- Products ---- */
+
+/* Sums of products: (queries, planes, vectors of lanes, chains), chains being added up at the end. */
+typedef __m512i word_sums[RUN_QUERIES][3][MOST_VECTORS][2];
+
+/* A product waits 5 cycles for the one before it in the same sum: few sums are made twice as many. */
+KVEDGE_INLINE int chains_of(const int count, const int planes, const int vectors) {
+  return planes == 2 && count * planes * vectors <= 8 ? 2 : 1;
+}
+
+/* Four digits of a query, or of weights, for all lanes, times bytes of codes. (`of_values`: a constant.) */
+KVEDGE_INLINE void multiply_digits(__m512i *sum, __m512i codes, const int8_t *digits, const int of_values) {
+  if (of_values) multiply_add(sum, four_for_all(digits), codes);
+  else multiply_add(sum, codes, four_for_all(digits));
+}
+
+/* sum += the products of all words of 16 * vectors lanes, those in `there` of the last 16, with `count` queries' digits.
+ * (`of_values`, `count`, `planes` and `vectors`: constants where this is inlined. `bits` is one where it is 4 by itself.) */
+KVEDGE_INLINE void multiply_words(const lane_words *w, __mmask16 there, const int8_t *digits, const int bits,
+                                  const int of_values, const int count, const int planes, const int vectors,
+                                  word_sums sum) {
+  const int chains = chains_of(count, planes, vectors);
+  const __m512i mask = _mm512_set1_epi8((char)((1 << bits) - 1));
+  const uint8_t *words = w->words;
+  uintptr_t next = (uintptr_t)words + w->ahead, again = next - w->after;
+  for (int n = 0; n < w->num; n++, words += w->stride) {
+    __m512i word[MOST_VECTORS];
+    if (n > 0 && n % (2 * bits) == 0) digits += CODES_OF_64 - 64;
+#pragma GCC unroll 4
+    for (int v = 0; v < vectors; v++) {
+      word[v] = v == vectors - 1 ? _mm512_maskz_loadu_epi32(there, words + 64 * v) : _mm512_loadu_si512(words + 64 * v);
+      if (of_values && bits == 8) word[v] = _mm512_xor_si512(word[v], _mm512_set1_epi8((char)0x80));
+      _mm_prefetch((const char *)(next + 64 * v), _MM_HINT_T1);
+      _mm_prefetch((const char *)(again + 64 * v), _MM_HINT_T1);
+    }
+#pragma GCC unroll 2
+    for (int k = 0; k < 8 / bits; k++, digits += 4) {
+      __m512i codes[MOST_VECTORS];
+#pragma GCC unroll 4
+      for (int v = 0; v < vectors; v++) {
+        if (__builtin_constant_p(bits)) codes[v] = k > 0 ? _mm512_srli_epi16(word[v], (unsigned)(k * bits)) : word[v];
+        else codes[v] = _mm512_srl_epi16(word[v], _mm_cvtsi32_si128(k * bits));
+        codes[v] = _mm512_and_si512(codes[v], mask);
+      }
+#pragma GCC unroll 4
+      for (int i = 0; i < count; i++)
+#pragma GCC unroll 3
+        for (int b = 0; b < planes; b++)
+#pragma GCC unroll 4
+          for (int v = 0; v < vectors; v++)
+            multiply_digits(&sum[i][b][v][chains == 2 ? k % 2 : 0], codes[v], digits + i * DIGITS + 64 * b, of_values);
+    }
+    next += (uintptr_t)w->stride, again += (uintptr_t)w->stride;
+  }
+}
+
+KVEDGE_INLINE void clear_sums(const int count, const int planes, const int vectors, word_sums sum) {
+#pragma GCC unroll 4
+  for (int i = 0; i < count; i++)
+#pragma GCC unroll 3
+    for (int b = 0; b < planes; b++)
+#pragma GCC unroll 4
+      for (int v = 0; v < vectors; v++) sum[i][b][v][0] = sum[i][b][v][1] = _mm512_setzero_si512();
+}
+
+/* A query's sum of 16 lanes, as a float. (Constants, as above.) */
+KVEDGE_INLINE __m512 total_of_sums(const int planes, const int chains, const int v, __m512i (*sum)[MOST_VECTORS][2]) {
+  __m512i all[3];
+#pragma GCC unroll 3
+  for (int b = 0; b < planes; b++) all[b] = chains == 2 ? _mm512_add_epi32(sum[b][v][0], sum[b][v][1]) : sum[b][v][0];
+  return total_of(planes, all[0], all[1], planes == 3 ? all[2] : all[0]);
+}
+
+/* ---- Scores ---- */
+
+/* n halves, fewer than 64, and zeros. */
+KVEDGE_INLINE void copy_halves(const uint16_t *from, int n, uint16_t *to) {
+  for (int d = 0; d < 64; d += 32)
+    _mm512_storeu_si512(to + d, _mm512_maskz_loadu_epi16((__mmask32)first_bytes(n > d ? n - d : 0), from + d));
+}
+
+/* Digits of queries times a run's steps; returns their sums of products with all middles, less what the middle code adds to
+ * those of the digits: in units. (`count`, `planes` and `bits`: constants where this is inlined.) */
+KVEDGE_INLINE __m128 encode_run(const run_scoring *s, const run_parts *run, const int count, const int planes,
+                                const int bits, int8_t (*digits)[DIGITS]) {
+  const __m512 most = _mm512_set1_ps((float)(1 << (bits - 1))), carry = _mm512_set1_ps((float)carry_of(planes));
+  const __m512i order = order_of_digits(bits);
+  __m512 constant[RUN_QUERIES];
+  __m512i total[RUN_QUERIES];
+#pragma GCC unroll 4
+  for (int i = 0; i < RUN_QUERIES; i++) {
+    constant[i] = _mm512_setzero_ps();
+    total[i] = _mm512_set1_epi32(-carry_of(planes) * (s->padded / 16));
+  }
+  for (int d = 0; d < s->padded; d += 64) {
+    const uint16_t *steps_of = run->steps, *lows_of = run->lows;
+    uint16_t last[2][64];
+    __m512 steps[4], middles[4];
+    if (s->keys->dim - d < 64) { /* those past the last are 0 */
+      copy_halves(run->steps + d, s->keys->dim - d, last[0]);
+      copy_halves(run->lows + d, s->keys->dim - d, last[1]);
+      steps_of = last[0] - d, lows_of = last[1] - d;
+    }
+#pragma GCC unroll 4
+    for (int v = 0; v < 4; v++) {
+      steps[v] = floats_at(steps_of + d + 16 * v);
+      middles[v] = _mm512_fmadd_ps(steps[v], most, floats_at(lows_of + d + 16 * v));
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < count; i++) {
+      __m512i number[4];
+#pragma GCC unroll 4
+      for (int v = 0; v < 4; v++) {
+        const __m512 x = _mm512_loadu_ps(s->x[i] + d + 16 * v);
+        number[v] = _mm512_cvtps_epi32(_mm512_fmadd_ps(x, steps[v], carry));
+        total[i] = _mm512_add_epi32(total[i], number[v]);
+        constant[i] = _mm512_fmadd_ps(x, middles[v], constant[i]);
+      }
+      split_digits(number, planes, 1, order, digits[i] + d / 64 * CODES_OF_64);
+    }
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < count; i++) constant[i] = _mm512_fnmadd_ps(most, _mm512_cvtepi32_ps(total[i]), constant[i]);
+  return reduce_4(ADD, constant);
+}
+
+KVEDGE_INLINE void score_runs(const run_scoring *s, const int count, const int planes, const int bits) {
+  enum { VECTORS = RUN / 16 };
+  const size_t bytes = bytes_of_words(s->keys->dim, bits, 0), of_run = bytes_of_run(s->keys->dim, bits, 0);
+  int8_t (*digits)[DIGITS] = (void *)s->scratch;
+  for (int r = s->first_run; r < s->stop_run; r++) {
+    const tile_run run = run_of_tile(s->keys, r, 0);
+    const lane_words words = words_of_run(s->keys, r, &run.parts, 0, 0);
+    word_sums sum;
+    float constant[4], within[RUN];
+    _mm_storeu_ps(constant, encode_run(s, &run.parts, count, planes, bits, digits));
+    prefetch_run(s->keys, r, bytes, of_run);
+    clear_sums(count, planes, VECTORS, sum);
+    multiply_words(&words, 0xffff, digits[0], bits, 0, count, planes, VECTORS, sum);
+#pragma GCC unroll 4
+    for (int i = 0; i < count; i++) {
+      float *to = run.first > 0 ? within : s->scores + i * KVEDGE_TILE + run.at;
+      const __m512 unit = _mm512_set1_ps(s->unit[i]), plus = _mm512_set1_ps(constant[i] * s->unit[i]);
+#pragma GCC unroll 2
+      for (int v = 0; v < VECTORS; v++) {
+        const __m512 total = total_of_sums(planes, chains_of(count, planes, VECTORS), v, sum[i]);
+        _mm512_storeu_ps(to + 16 * v, _mm512_fmadd_ps(total, unit, plus));
+      }
+      if (run.first > 0) put_run_scores(&run, within, s->scores + i * KVEDGE_TILE);
+    }
+  }
+}
+
+/* Of 4 bits with two planes for up to four queries; of any bits with three for up to two. */
+#define SCORE_RUNS(count, planes, bits)                                                                                \
+  static __attribute__((noinline)) void score_runs_##count##_##planes(const run_scoring *s) {                          \
+    score_runs(s, count, planes, bits);                                                                                \
+  }
+SCORE_RUNS(1, 2, 4)
+SCORE_RUNS(2, 2, 4)
+SCORE_RUNS(3, 2, 4)
+SCORE_RUNS(4, 2, 4)
+SCORE_RUNS(1, 3, s->keys->bits)
+SCORE_RUNS(2, 3, s->keys->bits)
+#undef SCORE_RUNS
+
+static int most_queries(int planes) { return planes == 2 ? RUN_QUERIES : 2; }
+
+/* The largest products of `count` queries, 1 to 4, with steps. (`count`: a constant where this is inlined.) */
+KVEDGE_INLINE void largest_products(const float *x, ptrdiff_t stride, const int count, int padded,
+                                    const uint16_t *steps, float *largest) {
+  __m512 most[RUN_QUERIES];
+#pragma GCC unroll 4
+  for (int i = 0; i < RUN_QUERIES; i++) most[i] = _mm512_setzero_ps();
+  for (int d = 0; d < padded; d += 16) {
+    const __m512 of = floats_at(steps + d);
+#pragma GCC unroll 4
+    for (int i = 0; i < count; i++)
+      most[i] = _mm512_max_ps(most[i], _mm512_abs_ps(_mm512_mul_ps(_mm512_loadu_ps(x + i * stride + d), of)));
+  }
+  _mm_mask_storeu_ps(largest, (__mmask8)((1 << count) - 1), reduce_4(MAX, most));
+}
+
+/* Does a query need three planes, whose codes of 24 bits have this unit? */
+static int needs_three(const kvedge_query *q, int i, float unit) {
+  return !(q->error[i] * 256.0f * unit <= logit_error_for(q));
+}
+
+void scores_of_runs_avx512vnni(const kvedge_query *q, const kvedge_tile *keys, float *scores, int accumulate) {
+  char *scratch = q->scratch;
+  uint16_t *steps = kvedge_take_scratch(&scratch, 1024 * sizeof *steps);
+  float (*x)[1024] = kvedge_take_scratch(&scratch, RUN_QUERIES * sizeof *x), unit[KVEDGE_STACK];
+  run_scoring s = {.q = q, .keys = keys, .padded = kvedge_padded_channels(keys->dim), .x = x, .scratch = scratch};
+  for (s.first_run = 0; s.first_run < num_runs(keys); s.first_run = s.stop_run) {
+    s.stop_run = runs_alike(keys, s.first_run, steps);
+    int i = 0, planes = keys->bits == 4 && q->planes < 3 ? 2 : 3;
+#define LARGEST(count) largest_products(q->values + i * q->stride, q->stride, count, s.padded, steps, unit + i)
+    BY_FOURS(q->num_queries, LARGEST)
+#undef LARGEST
+    for (i = 0; i < q->num_queries; i++) {
+      if (needs_decoding(q, i, unit[i])) {
+        scores_of_runs_avx256(q, keys, scores, accumulate); /* of the whole tile: it is rare */
+        return;
+      }
+      unit[i] = unit[i] > QUERY_NOTHING ? unit[i] * (1.0f / QUERY_MAX) : 1.0f; /* 1: products round to 0 */
+      if (unit[i] < 1.0f && needs_three(q, i, unit[i])) planes = 3;
+    }
+    const float digits = planes == 3 ? 1.0f : 256.0f;
+    for (int n, most = most_queries(planes), first = 0; first < q->num_queries; first += n) {
+      n = q->num_queries - first < most ? q->num_queries - first : most;
+      for (int j = 0; j < n; j++) {
+        float *of_unit = &unit[first + j];
+        if (*of_unit < 1.0f) *of_unit *= digits;
+        const __m512 inverse = _mm512_set1_ps(1.0f / *of_unit);
+        for (int d = 0; d < s.padded; d += 16)
+          _mm512_storeu_ps(x[j] + d, _mm512_mul_ps(_mm512_loadu_ps(q->values + (first + j) * q->stride + d), inverse));
+      }
+      s.unit = unit + first, s.scores = scores + first * KVEDGE_TILE;
+      static void (*const of[2][RUN_QUERIES])(const run_scoring *) = {
+          {score_runs_1_2, score_runs_2_2, score_runs_3_2, score_runs_4_2},
+          {score_runs_1_3, score_runs_2_3}
+      };
+      of[planes == 3][n - 1](&s);
+    }
+  }
+}
+
+/* ---- Weighted sums ---- */
+
+static void read_columns_of_runs(const kvedge_tile *values, int g, step_columns *to) {
+  const __m512 most = _mm512_set1_ps((float)(1 << (values->bits - 1)));
+  for (int r = 0; r < num_runs(values); r++) {
+    const run_parts run = run_of_tile(values, r, 1).parts;
+    for (int t = 0; t < RUN; t += 16) {
+      const __m512 steps = floats_at(run.steps + g * RUN + t), lows = floats_at(run.lows + g * RUN + t);
+      _mm512_storeu_ps(to->steps + r * RUN + t, steps);
+      _mm512_storeu_ps(to->middles + r * RUN + t, _mm512_fmadd_ps(steps, most, lows));
+    }
+  }
+}
+
+/* The largest weights of `count` queries, and the sums of p times the middles. (`count`: a constant where this is inlined.) */
+KVEDGE_INLINE void measure_weights(const run_weighing *w, const int count, int tokens, float *largest, float *added) {
+  const float *steps = w->columns->steps, *middles = w->columns->middles;
+  __m512 most[RUN_QUERIES], sum[RUN_QUERIES];
+#pragma GCC unroll 4
+  for (int i = 0; i < RUN_QUERIES; i++) most[i] = sum[i] = _mm512_setzero_ps();
+  for (int t = 0; t < tokens; t += 16)
+#pragma GCC unroll 4
+    for (int i = 0; i < count; i++) {
+      const __m512 p = _mm512_loadu_ps(w->p[i] + t);
+      most[i] = _mm512_max_ps(most[i], _mm512_mul_ps(p, _mm512_loadu_ps(steps + t)));
+      sum[i] = _mm512_fmadd_ps(p, _mm512_loadu_ps(middles + t), sum[i]);
+    }
+  _mm_storeu_ps(largest, reduce_4(MAX, most));
+  _mm_storeu_ps(added, reduce_4(ADD, sum));
+}
+
+/* Digits of a query's weights, p times steps times `factor`; returns the sum of these. (`planes`: a constant.) */
+KVEDGE_INLINE float encode_weights_of(const float *p, const float *steps, int tokens, float factor, const int planes,
+                                      __m512i order, int8_t *digits) {
+  const __m512 by = _mm512_set1_ps(factor);
+  __m512 sum = _mm512_setzero_ps();
+  for (int t = 0; t < tokens; t += 64, digits += CODES_OF_64) {
+    __m512i number[4];
+#pragma GCC unroll 4
+    for (int v = 0; v < 4; v++) {
+      const int at = t + 16 * v;
+      const __mmask16 there = at < tokens ? 0xffff : 0;
+      __m512 weight = _mm512_mul_ps(_mm512_maskz_loadu_ps(there, p + at), _mm512_maskz_loadu_ps(there, steps + at));
+      weight = _mm512_mul_ps(weight, by);
+      if (planes < 3) {
+        const __mmask16 small = _mm512_cmp_ps_mask(weight, _mm512_set1_ps(KVEDGE_DITHERED), _CMP_LT_OQ);
+        weight = _mm512_mask_add_ps(weight, small, weight, _mm512_maskz_loadu_ps(there, kvedge_dither + at));
+      }
+      number[v] = _mm512_cvtps_epi32(weight);
+      sum = _mm512_add_ps(sum, _mm512_cvtepi32_ps(number[v]));
+    }
+    split_digits(number, planes, 0, order, digits);
+  }
+  return _mm512_reduce_add_ps(sum);
+}
+
+/* Digits of weights, their units, and what is the same for all channels. (`count` and `planes`: constants where this is
+ * inlined.) */
+KVEDGE_INLINE void encode_weights_of_runs(const run_weighing *w, const int count, const int planes, int bits,
+                                          int8_t (*digits)[DIGITS], float *unit, float *constant) {
+  const int tokens = num_runs(w->values) * RUN;
+  const __m512i order = order_of_digits(bits);
+  const float most = planes == 3 ? WEIGHT_MAX : WEIGHT_MAX_16;
+  const float middle = bits == 8 ? 0.0f : (float)(1 << (bits - 1)); /* of bytes it is taken off by them */
+  measure_weights(w, count, tokens, unit, constant);
+  for (int i = 0; i < count; i++) {
+    const float factor = unit[i] > WEIGHT_NOTHING ? most / unit[i] : 0.0f;
+    unit[i] = unit[i] > WEIGHT_NOTHING ? unit[i] / most : 0.0f;
+    constant[i] -=
+        middle * unit[i] * encode_weights_of(w->p[i], w->columns->steps, tokens, factor, planes, order, digits[i]);
+  }
+}
+
+/* 16 * vectors channels of the group from d on, or the first of them. (Constants where this is inlined.) */
+KVEDGE_INLINE void weigh_lanes(const run_weighing *w, int d, int left, const int count, const int planes,
+                               const int bits, const int vectors, int8_t (*digits)[DIGITS], const float *unit,
+                               const float *constant) {
+  const __mmask16 there = first_of_16(left - 16 * (vectors - 1));
+  word_sums sum;
+  clear_sums(count, planes, vectors, sum);
+  for (int r = 0; r < num_runs(w->values); r++) {
+    const tile_run run = run_of_tile(w->values, r, 1);
+    const lane_words words = words_of_run(w->values, r, &run.parts, 1, 4 * (w->group * GROUP + d));
+    multiply_words(&words, there, digits[0] + r / 2 * CODES_OF_64 + r % 2 * RUN, bits, 1, count, planes, vectors, sum);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < count; i++)
+#pragma GCC unroll 4
+    for (int v = 0; v < vectors; v++) {
+      float *acc = w->acc + i * w->stride + d + 16 * v;
+      const __mmask16 here = v == vectors - 1 ? there : 0xffff;
+      const __m512 total = total_of_sums(planes, chains_of(count, planes, vectors), v, sum[i]);
+      const __m512 kept = _mm512_mul_ps(_mm512_maskz_loadu_ps(here, acc), _mm512_set1_ps(w->rescale[i]));
+      const __m512 plus = _mm512_add_ps(kept, _mm512_set1_ps(constant[i]));
+      _mm512_mask_storeu_ps(acc, here, _mm512_fmadd_ps(total, _mm512_set1_ps(unit[i]), plus));
+    }
+}
+
+/* (`most`: vectors of lanes at a time, at most; a constant as the others.) */
+KVEDGE_INLINE void weigh_runs(const run_weighing *w, const int count, const int planes, const int bits,
+                              const int most) {
+  int8_t (*digits)[DIGITS] = (void *)w->scratch;
+  float unit[RUN_QUERIES], constant[RUN_QUERIES];
+  int left = w->values->dim - w->group * GROUP, d = 0;
+  if (left > GROUP) left = GROUP;
+  encode_weights_of_runs(w, count, planes, bits, digits, unit, constant);
+#define WEIGH_LANES(vectors)                                                                                           \
+  for (; left > 16 * (vectors - 1); d += 16 * vectors, left -= 16 * vectors)                                           \
+  weigh_lanes(w, d, left, count, planes, bits, vectors, digits, unit, constant)
+  if (most >= 4) WEIGH_LANES(4);
+  if (most >= 2) WEIGH_LANES(2);
+  WEIGH_LANES(1);
+#undef WEIGH_LANES
+}
+
+#define WEIGH_RUNS(count, planes, bits, most)                                                                          \
+  static __attribute__((noinline)) void weigh_runs_##count##_##planes(const run_weighing *w) {                         \
+    weigh_runs(w, count, planes, bits, most);                                                                          \
+  }
+WEIGH_RUNS(1, 2, 4, 4)
+WEIGH_RUNS(2, 2, 4, 2)
+WEIGH_RUNS(3, 2, 4, 2)
+WEIGH_RUNS(4, 2, 4, 2)
+WEIGH_RUNS(1, 3, w->values->bits, 2)
+WEIGH_RUNS(2, 3, w->values->bits, 2)
+#undef WEIGH_RUNS
+
+void weighted_sum_of_runs_avx512vnni(const kvedge_probabilities *p, const kvedge_tile *values,
+                                     const kvedge_accumulators *to) {
+  static run_weigher *const of[2][RUN_QUERIES] = {
+      {weigh_runs_1_2, weigh_runs_2_2, weigh_runs_3_2, weigh_runs_4_2},
+      {weigh_runs_1_3, weigh_runs_2_3}
+  };
+  const int planes = values->bits == 4 && p->planes < 3 ? 2 : 3;
+  weigh_by_groups(p, values, to, read_columns_of_runs, of[planes == 3], most_queries(planes));
+}
+
+KVEDGE_TARGET_END
+#endif

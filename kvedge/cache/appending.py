@@ -1,0 +1,88 @@
+"""Tokens into the layers of a cache: one to all of them, and what goes wrong on the way."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvedge.cache.state import CacheState
+from kvedge.core import checks, memory
+from kvedge.core.types import Array, Layout
+from kvedge.errors import CapacityExceededError, OutOfMemoryError
+from kvedge.layer.keys import mark, return_to
+from kvedge.layer.room import set_end, slide
+from kvedge.layer.store import LayerStore
+
+__all__ = ["check_position", "failed", "push_step"]
+
+
+def check_position(
+    state: CacheState, store: LayerStore, start: int, keys: Array, layout: Layout
+) -> None:
+    """Raise if tokens end beyond max_seq_len, which a layer with a window cannot know."""
+    n = len(checks.as_rows(keys, False, store.config, many=None, layout=layout))
+    limit = state.max_seq_len
+    if limit is not None and n > limit - start:
+        raise CapacityExceededError(f"no room for {n} tokens after {start}")
+
+
+def failed(state: CacheState, layer: int, start: int, error: MemoryError) -> OutOfMemoryError:
+    """What append() raises where a layer ran out of memory."""
+    if start < state.high_water[layer]:
+        # Broken off half way, perhaps: then bytes above may not be what marks stand for.
+        state.overwrites.add(start)
+        state.high_water[layer] = start
+    return memory.out_of_memory(error, f"tokens appended to layer {layer}")
+
+
+def push_step(state: CacheState, keys: np.ndarray, values: np.ndarray) -> None:
+    """Append one token to every layer, then advance: all of it or nothing."""
+    state.refuse_pending("push_step()")
+    start = state.length
+    if start >= state.room:
+        limit = state.max_seq_len
+        if limit is not None and start >= limit:
+            raise state.no_room(0, CapacityExceededError(f"no room for 1 token after {start}"))
+        state.make_room(1)
+
+    # What a layer may still refuse, when others already hold the token: a number that is not
+    # finite, or an offset key or a scale out of range. The bytes above the length may be what a
+    # snapshot stands for, so then they are put back as well.
+    written = [i for i, n in enumerate(state.high_water) if n > start]
+    saved = [_token_bytes(state.stores[i], start) for i in written]
+    marks = [
+        (store, mark(store))
+        for store in state.stores
+        if store.key_map_is_open or store.parts is not None
+    ]
+    try:
+        for store, key, value in zip(state.stores, keys, values, strict=True):
+            store.append(key, value)
+    except BaseException:
+        for store in state.stores:
+            set_end(store, start)
+        for store, before in marks:
+            return_to(store, before)
+        for rows, copies in saved:
+            for row, copy in zip(rows, copies, strict=True):
+                row[...] = copy
+        # The layer named the element within its own token; these name it in the arrays given.
+        checks.check_finite(keys, "keys")
+        checks.check_finite(values, "values")
+        raise
+    if saved:
+        state.overwrites.add(start)
+    state.high_water = [start + 1] * state.num_layers
+    state.length = start + 1
+    if state.has_windows:
+        for store in state.stores:
+            slide(store, 1)
+
+
+def _token_bytes(store: LayerStore, position: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Rows of a position, which may lie above the length; and copies of them."""
+    held = store.held()
+    row = held.start + position - held.num_dropped
+    rows = [slab[row] for slab in held.slabs]
+    if store.parts is not None:
+        rows += store.parts.rows_at(position)
+    return rows, [one.copy() for one in rows]

@@ -1,0 +1,154 @@
+"""The layers of a new cache: all the same, or each as it is told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvedge.core import checks
+from kvedge.core.config import MAX_LAYERS, LayerConfig
+from kvedge.errors import InvalidArgumentError
+from kvedge.layer.layer import KvLayer, store_of
+
+__all__ = ["layer_configs", "shape_of", "taken_over"]
+
+#: What may be said of a layer by itself; the rest is the cache's business.
+OF_A_LAYER = (
+    "num_kv_heads",
+    "head_dim",
+    "value_head_dim",
+    "dtype",
+    "key_dtype",
+    "value_dtype",
+    "group_size",
+    "scale_dtype",
+    "window",
+    "recent",
+    "sinks",
+    "recent_dtype",
+)
+
+
+def layer_configs(num_layers: Any, layers: Any, window: Any, common: dict[str, Any]) -> list[Any]:
+    """Check what a KVCache is told of its layers.
+
+    Parameters
+    ----------
+    num_layers : int or None
+        None: as many as `layers`.
+    layers : sequence of mappings, or None
+        What differs from `common` in each layer.
+    window : int, None or a sequence of them
+        One for all layers, or one for each.
+    common : dict
+        The arguments of the cache that hold for every layer.
+
+    Returns
+    -------
+    list of LayerConfig
+
+    Raises
+    ------
+    InvalidArgumentError
+    """
+    own = None if layers is None else _sequence(layers, "layers", "mappings or layers")
+    if num_layers is None and own is not None:
+        num_layers = len(own)
+    num_layers = checks.as_int(num_layers, "num_layers")
+    if not 1 <= num_layers <= MAX_LAYERS:
+        raise InvalidArgumentError(f"num_layers must be from 1 to {MAX_LAYERS}, not {num_layers}")
+    windows = _windows(window, num_layers)
+    own = [{}] * num_layers if own is None else own
+    if len(own) != num_layers:
+        raise InvalidArgumentError(f"layers must be {num_layers} as num_layers, not {len(own)}")
+    made: dict[Any, LayerConfig] = {}  # equal layers share theirs
+    return [_config(i, own[i], {**common, "window": windows[i]}, made) for i in range(num_layers)]
+
+
+def shape_of(config: LayerConfig) -> dict[str, Any]:
+    """What :func:`layer_configs` is told of a layer that is to be stored in another way."""
+    names = ("num_kv_heads", "head_dim", "value_head_dim", "window")
+    return {name: getattr(config, name) for name in names}
+
+
+def _config(
+    index: int, own: Any, common: dict[str, Any], made: dict[Any, LayerConfig]
+) -> LayerConfig:
+    if not isinstance(own, Mapping):
+        raise InvalidArgumentError(
+            f"layers must hold mappings, or nothing but layers: layer {index} is "
+            f"{checks.describe(own)}"
+        )
+    unknown = [name for name in own if name not in OF_A_LAYER]
+    if unknown:
+        raise InvalidArgumentError(
+            f"layer {index} of layers has {checks.describe(unknown[0])}, which is none of "
+            f"{', '.join(OF_A_LAYER)}"
+        )
+    given = {**common, **own}
+    if given["window"] is not None and "sinks" not in own:  # where the cache has them, others do
+        given["sinks"] = 0
+        if not given["recent"] and "recent_dtype" not in own:
+            given["recent_dtype"] = None
+    try:
+        config = checks.layer_config(capacity=None, **given)
+    except InvalidArgumentError as error:
+        raise (
+            InvalidArgumentError(f"layer {index} of layers: {error}") if own else error
+        ) from error
+    return made.setdefault(config, config)
+
+
+def _windows(window: Any, num_layers: int) -> list[Any]:
+    if window is None or not isinstance(window, Sequence) or isinstance(window, (str, bytes)):
+        return [window] * num_layers
+    if len(window) != num_layers:
+        raise InvalidArgumentError(
+            f"window must be one for all layers or {num_layers}, one for each, not {len(window)}"
+        )
+    return list(window)
+
+
+def _sequence(given: Any, name: str, of: str) -> list[Any]:
+    if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Sequence):
+        raise InvalidArgumentError(
+            f"{name} must be a sequence of {of}, not {checks.describe(given)}"
+        )
+    return list(given)
+
+
+def taken_over(layers: Any, **others: Any) -> list[KvLayer] | None:
+    """The layers that a new cache shall be made of, if `layers` holds such; else None.
+
+    Raises
+    ------
+    InvalidArgumentError
+        One belongs to a cache, one occurs twice, they stand at different positions, or another
+        argument says what they say.
+    """
+    if not isinstance(layers, Sequence) or not layers:
+        return None
+    if not all(isinstance(layer, KvLayer) for layer in layers):
+        return None
+    if len(layers) > MAX_LAYERS:
+        raise InvalidArgumentError(f"layers must be at most {MAX_LAYERS}, not {len(layers)}")
+    given = [name for name, value in others.items() if value is not None]
+    if given:
+        raise InvalidArgumentError(f"{given[0]} is what the given layers have: leave it out")
+    if len({id(layer) for layer in layers}) < len(layers):
+        raise InvalidArgumentError("layers must hold each layer once")
+    stores = [store_of(layer) for layer in layers]
+    for index, store in enumerate(stores):
+        if store.frozen:
+            raise InvalidArgumentError(f"layer {index} belongs to a KVCache already: copy() it")
+    ends = [store.end() for store in stores]
+    if len(set(ends)) > 1:
+        raise InvalidArgumentError(
+            f"layers must stand at one position, not at {min(ends)} and {max(ends)}"
+        )
+    offsets = {store.key_rule.auto_offset for store in stores if store.config.keys_have_scales}
+    scales = {store.key_rule.auto_scale for store in stores if store.config.has_auto_scale}
+    for name, autos in (("key_offset", offsets), ("key_scale", scales)):
+        if len(autos) > 1:
+            raise InvalidArgumentError(f'some layers have {name}="auto", and some have not')
+    return list(layers)

@@ -1,0 +1,83 @@
+"""A cache without some of its tokens, or with keys at other positions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvedge.cache.state import CacheState
+from kvedge.core import checks
+from kvedge.errors import InvalidArgumentError
+from kvedge.layer import editing, shifts
+from kvedge.layer.keys import rule_of
+from kvedge.layer.store import LayerStore
+from kvedge.rope import Rope
+
+__all__ = ["clear", "keep", "settled", "shift"]
+
+
+def clear(state: CacheState) -> None:
+    """Forget all tokens; what is automatic is taken anew from the next ones."""
+    state.set_length(0)
+    for store in state.stores:
+        store.key_rule = rule_of(store, state.key_rule)
+        editing.clear(store)
+    if any(state.key_rule):  # the bytes still there mean nothing without the map they had
+        state.forget_bytes()
+
+
+def keep(state: CacheState, positions: np.ndarray) -> None:
+    """Keep only tokens at checked positions."""
+    state.refuse_pending("keep()")
+    for store in state.stores:
+        checks.check_whole(store.config, store.held(), "keep()")
+    moved = np.flatnonzero(positions != np.arange(len(positions)))
+    if moved.size == 0:
+        state.set_length(len(positions))
+        return
+    for store in state.stores:
+        editing.keep(store, positions)
+    state.overwrites.add(int(moved[0]))
+    state.high_water = [len(positions)] * state.num_layers
+    state.length = len(positions)
+
+
+def shift(
+    state: CacheState, delta: int, rope: Rope | Sequence[Rope | None], start: int, stop: int
+) -> None:
+    """Rotate stored keys of a checked range."""
+    state.refuse_pending("shift()")
+    ropes = rope if isinstance(rope, (list, tuple)) else None
+    if ropes is not None and len(ropes) != state.num_layers:
+        raise InvalidArgumentError(
+            f"rope must be one for all or one for each of {state.num_layers} layers, not "
+            f"{len(ropes)}"
+        )
+    turned = []
+    for index, store in enumerate(state.stores):
+        one = rope if ropes is None else ropes[index]
+        if ropes is None or one is not None:
+            turned.append((store, one))
+    for store, one in turned:
+        shifts.check_shift(store, delta, one, *_held_range(store, start, stop))
+    for store, one in turned:
+        shifts.shift(store, delta, one, *_held_range(store, start, stop))
+    if delta and start < stop:
+        state.overwrites.add(start)
+
+
+def settled(state: CacheState) -> CacheState:
+    """This one; or a copy whose keys are stored turned, where some are still to be turned."""
+    if all(store.turns is None for store in state.stores):
+        return state
+    other = state.copy()
+    for store in other.stores:
+        shifts.settle(store)
+    return other
+
+
+def _held_range(store: LayerStore, start: int, stop: int) -> tuple[int, int]:
+    """Positions start to stop of a cache as tokens of a layer, which may have dropped some."""
+    dropped = store.held().num_dropped
+    return max(0, start - dropped), max(0, stop - dropped)

@@ -1,0 +1,363 @@
+"""What a cache holds: its layers, how far each is, and all of it taken out or put in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+import numpy as np
+
+from kvedge.cache.overwrites import OverwriteLog
+from kvedge.core import checks, memory
+from kvedge.core.config import LayerConfig
+from kvedge.core.key_map import KeyMap, KeyRule
+from kvedge.core.types import Array
+from kvedge.errors import (
+    CapacityExceededError,
+    LayersOutOfStepError,
+    PositionOutOfRangeError,
+    ShapeMismatchError,
+)
+from kvedge.files.contents import CacheContents, CacheFormat, LayerContents
+from kvedge.layer import keys
+from kvedge.layer.layer import KvLayer, new_layer, store_of
+from kvedge.layer.parts import contents_of
+from kvedge.layer.room import first_rows, keeps, reserve, room_until, set_end
+from kvedge.layer.store import LayerStore, PartContents
+from kvedge.rope import Turns
+
+if TYPE_CHECKING:
+    from typing_extensions import Self  # type checkers bring it along
+
+__all__ = ["Adopted", "CacheState", "KeyVectors", "LayerTypes", "contents_of_stores", "layer_names"]
+
+LayerTypes: TypeAlias = Mapping[str, type[KvLayer]]  # a backend's, by their dtype
+KeyVectors: TypeAlias = "Array | Literal['auto'] | Sequence[Array | Literal['auto'] | None] | None"
+#: Of a layer whose bytes were put into the slabs from row 0 on: tokens, how keys are stored, tokens
+#: dropped before them, what is held in another format too, what keys are still to be turned by.
+Adopted: TypeAlias = "tuple[int, KeyMap, int, Sequence[PartContents], Turns | None]"
+
+
+class CacheState:
+    """The layers of a cache, its position, and which of its bytes still stand for what.
+
+    Position, pending, high water. `length` counts the tokens that all layers hold, as told by
+    ``advance``. A layer that has been given the next token already holds more (its pending tokens),
+    and attends to them. After going back, the bytes above are still there, up to the layer's
+    high-water mark, and a later snapshot can be restored until something overwrites them.
+
+    Parameters
+    ----------
+    layer_types : mapping
+        The backend's classes of layers.
+    layers : sequence of KvLayer
+        They stand at one position, and are changed through the cache alone from now on.
+    max_seq_len : int or None
+    key_rule : KeyRule
+    metadata : mapping of str to str
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "format",
+        "has_windows",  # some layer keeps only what its window needs
+        "high_water",  # list of int: tokens of each layer whose bytes are still there
+        "key_rule",  # what layers take from their first tokens, those that can
+        "layer_types",
+        "layers",  # tuple of KvLayer
+        "length",
+        "max_seq_len",
+        "metadata",
+        "num_query_heads",  # None: any multiple of the KV heads
+        "overwrites",
+        "room",  # tokens that every layer has room for, or fewer
+        "stores",  # tuple of LayerStore: those of the layers
+    )
+
+    def __init__(
+        self,
+        layer_types: LayerTypes,
+        layers: Sequence[KvLayer],
+        max_seq_len: int | None,
+        key_rule: KeyRule,
+        metadata: Mapping[str, str],
+    ) -> None:
+        self.layer_types = layer_types
+        self.layers = tuple(layers)
+        self.stores: tuple[LayerStore, ...] = tuple(map(store_of, layers))
+        self.format = CacheFormat.of(store.config for store in self.stores)
+        for store in self.stores:
+            store.frozen = True  # changed through the cache alone, which keeps the positions
+        self.has_windows = any(config.window is not None for config in self.format.layers)
+        self.max_seq_len = max_seq_len
+        self.key_rule = key_rule
+        self.length: int = self.stores[0].end()
+        self.room = self.capacity
+        self.high_water = [self.length] * self.num_layers
+        self.overwrites = OverwriteLog()
+        self.metadata: dict[str, str] = dict(metadata)
+        self.num_query_heads: int | None = None
+
+    @classmethod
+    def new(
+        cls,
+        layer_types: LayerTypes,
+        configs: Sequence[LayerConfig],
+        max_seq_len: int | None,
+        key_offset: KeyVectors,
+        key_scale: KeyVectors,
+        metadata: Mapping[str, str],
+        tokens: Sequence[int] | None = None,
+    ) -> Self:
+        """Make the state of an empty cache, with room for ``tokens`` in each layer.
+
+        The arguments are checked but for the key offset and scale.
+        """
+        layers = []
+        with_offset = [config.keys_have_scales for config in configs]
+        with_scale = [config.has_auto_scale for config in configs]
+        offsets = _of_each(key_offset, "key_offset", configs, with_offset)
+        scales = _of_each(key_scale, "key_scale", configs, with_scale)
+        for index, config in enumerate(configs):
+            # The window bounds what such a layer holds; the cache bounds the position.
+            limit = None if config.window is not None else max_seq_len
+            rows = first_rows(limit, 0 if tokens is None else tokens[index], config.window)
+            layer = new_layer(
+                layer_types[config.dtype],
+                replace(config, limit=limit, capacity=rows),
+                checks.as_key_offset(offsets[index], config),
+                checks.as_key_scale(scales[index], config),
+            )
+            layers.append(layer)
+        rule = KeyRule(isinstance(key_offset, str), isinstance(key_scale, str) and any(with_scale))
+        return cls(layer_types, layers, max_seq_len, rule, metadata)
+
+    @classmethod
+    def empty(
+        cls,
+        layer_types: LayerTypes,
+        form: CacheFormat,
+        max_seq_len: int | None,
+        key_rule: KeyRule,
+        metadata: Mapping[str, str],
+        tokens: Sequence[int],
+    ) -> Self:
+        """As :meth:`new`, with the rule of another cache."""
+        offset: Literal["auto"] | None = "auto" if key_rule.auto_offset else None
+        scale: Literal["auto"] | None = "auto" if key_rule.auto_scale else None
+        return cls.new(layer_types, form.layers, max_seq_len, offset, scale, metadata, tokens)
+
+    @classmethod
+    def holding(
+        cls,
+        layer_types: LayerTypes,
+        contents: CacheContents,
+        max_seq_len: int | None,
+        key_rule: KeyRule,
+        metadata: Mapping[str, str],
+    ) -> Self:
+        """Make the state of a cache that holds ``contents``."""
+        held = [layer.num_tokens for layer in contents.layers]
+        made = cls.empty(layer_types, contents.format, max_seq_len, key_rule, metadata, held)
+        made.replace(contents)
+        return made
+
+    def copy(self) -> Self:
+        """An independent one with the same tokens, pending ones included."""
+        contents = self.contents(copy=False)
+        made = self.holding(
+            self.layer_types, contents, self.max_seq_len, self.key_rule, self.metadata
+        )
+        made.num_query_heads = self.num_query_heads
+        return made
+
+    def put_layer(self, index: int, layer: KvLayer) -> None:
+        """Hold another layer at an index; `format` is as it was."""
+        behind = index + 1
+        self.layers = (*self.layers[:index], layer, *self.layers[behind:])
+        self.stores = (*self.stores[:index], store_of(layer), *self.stores[behind:])
+
+    @property
+    def num_layers(self) -> int:
+        """Layers."""
+        return len(self.stores)
+
+    @property
+    def capacity(self) -> int:
+        """Tokens there is memory reserved for now, those that windows have dropped included."""
+        return min(map(room_until, self.stores))
+
+    def make_room(self, n: int) -> None:
+        """Reserve room for ``n`` more tokens in every layer."""
+        for index, store in enumerate(self.stores):
+            try:
+                reserve(store, n)
+            except CapacityExceededError as error:
+                raise self.no_room(index, error) from None
+        self.room = self.capacity
+
+    def no_room(self, index: int, error: CapacityExceededError) -> CapacityExceededError:
+        """What a layer refused, with its number and the cache's limit."""
+        return CapacityExceededError(
+            f"layer {index} has {error}: max_seq_len is {self.max_seq_len}",
+            expected=error.expected,
+            got=error.got,
+            layer=index,
+        )
+
+    # ---- positions -------------------------------------------------------------------------------
+
+    def set_length(self, length: int) -> None:
+        """Go to a position that all layers keep."""
+        if not length and any(store.held().num_dropped for store in self.stores):
+            self.forget_bytes()
+        for store in self.stores:
+            set_end(store, length)
+        self.length = length
+
+    def forget_bytes(self) -> None:
+        """Note that no byte stands for a position any more, and that layers begin anew."""
+        self.overwrites.add(0)
+        self.high_water = [0] * self.num_layers
+        self.room = 0
+
+    def check_kept(self, length: int) -> None:
+        """Raise unless every layer can go to a position."""
+        for index, store in enumerate(self.stores):
+            if not keeps(store, length):
+                raise PositionOutOfRangeError(
+                    f"cannot go to position {length}: layer {index} keeps a window of "
+                    f"{store.config.window} tokens, and has dropped those before "
+                    f"{store.held().num_dropped}"
+                )
+
+    def refuse_pending(self, call: str) -> None:
+        """LayersOutOfStepError if some layer has pending tokens, for a call that needs none."""
+        ahead = self.ahead(self.length)
+        if ahead:
+            hold = "holds" if len(ahead) == 1 else "hold"
+            raise LayersOutOfStepError(
+                f"{call} needs all layers at position {self.length}, but {layer_names(ahead)} "
+                f"{hold} tokens beyond it: advance() over them or truncate() first",
+                expected=self.length,
+                got=self.stores[ahead[0]].end(),
+                layer=ahead[0],
+            )
+
+    def ahead(self, length: int) -> list[int]:
+        """Layers with tokens beyond the length, which are pending."""
+        return [i for i, store in enumerate(self.stores) if store.end() != length]
+
+    def lacking(self, length: int) -> LayersOutOfStepError:
+        """What advance() raises where layers have not been given their tokens."""
+        lacking = [i for i, store in enumerate(self.stores) if store.end() < length]
+        held = min(self.stores[i].end() for i in lacking)
+        return LayersOutOfStepError(
+            f"cannot advance to position {length}: {layer_names(lacking)} of {self.num_layers} "
+            f"lack tokens (the shortest holds {held}): append to them first",
+            expected=length,
+            got=held,
+            layer=lacking[0],
+        )
+
+    # ---- all that is held ------------------------------------------------------------------------
+
+    def contents(self, upto: int | None = None, *, copy: bool = True) -> CacheContents:
+        """Return the stored bytes of each layer, up to a position or of all tokens it holds."""
+        length = self.length if upto is None else upto  # first: layers never hold less
+        return contents_of_stores(self.stores, self.format, length, upto, copy=copy)
+
+    def replace(self, contents: CacheContents) -> None:
+        """Hold what ``contents`` holds, and nothing else; all or nothing."""
+        if contents.format != self.format:
+            raise ShapeMismatchError(
+                f"the snapshot is of {contents.format}, this cache is {self.format}"
+            )
+        for index, (store, tokens) in enumerate(zip(self.stores, contents.layers, strict=True)):
+            try:
+                reserve(store, max(0, tokens.num_tokens - len(store)))
+            except CapacityExceededError as error:
+                raise self.no_room(index, error) from None
+        if any(self.high_water):
+            self.overwrites.add(0)
+        for store, tokens in zip(self.stores, contents.layers, strict=True):
+            memory.copy_tokens(tokens.arrays, store.slabs, tokens.num_tokens)
+        self.adopt(
+            contents.length,
+            [(t.num_tokens, t.key_map, t.num_dropped, t.parts, t.turns) for t in contents.layers],
+        )
+
+    def adopt(self, length: int, layers: Sequence[Adopted]) -> None:
+        """Take over bytes that were put into the slabs of each layer."""
+        for store, (tokens, key_map, dropped, parts, turns) in zip(
+            self.stores, layers, strict=True
+        ):
+            store.restart(dropped)  # a store forgets what it knew of the old bytes
+            rule = keys.rule_of(store, self.key_rule).held_by(key_map, tokens + dropped)
+            keys.store_as(store, key_map, rule)
+            store.set_len(tokens)
+            if store.parts is not None:
+                store.parts.fill(parts, dropped, dropped + tokens)
+            store.turns = turns
+        self.high_water = [store.end() for store in self.stores]
+        self.length = length
+        self.room = self.capacity
+
+
+def contents_of_stores(
+    stores: Sequence[LayerStore],
+    form: CacheFormat,
+    length: int,
+    upto: int | None = None,
+    *,
+    copy: bool = True,
+) -> CacheContents:
+    """The stored bytes of layers, up to a position or of all tokens they hold."""
+    layers = []
+    for index, store in enumerate(stores):
+        held = store.held()
+        if upto is not None and not keeps(store, upto, held):
+            raise LayersOutOfStepError(
+                f"layer {index} has dropped tokens that position {upto} sees: they were "
+                "appended to meanwhile"
+            )
+        n = held.num_tokens if upto is None else max(0, upto - held.num_dropped)
+        rows = slice(held.start, held.start + n)
+        arrays = [slab[rows].copy() if copy else slab[rows] for slab in held.slabs]
+        dropped = held.num_dropped if upto is None else min(held.num_dropped, upto)
+        parts = contents_of(held, dropped, dropped + n, copy=copy)
+        layers.append(
+            LayerContents(
+                *(arrays[0], arrays[1], arrays[2], arrays[3], store.key_map),
+                num_dropped=dropped,
+                parts=parts,
+                turns=store.turns if n else None,
+            )
+        )
+    return CacheContents(form, length, tuple(layers))
+
+
+def _of_each(
+    given: KeyVectors, name: str, configs: Sequence[LayerConfig], can_be_auto: Sequence[bool]
+) -> Sequence[object]:
+    """The key offset or scale of each layer, by what the cache was given; not yet checked."""
+    if isinstance(given, str):  # for the layers that can have one, if any can
+        return [given if one or not any(can_be_auto) else None for one in can_be_auto]
+    if isinstance(given, (list, tuple)):
+        if len(given) != len(configs):
+            raise ShapeMismatchError(f"{name} must hold {len(configs)} vectors, not {len(given)}")
+        return given
+    if given is None or (name == "key_offset" and not can_be_auto[0]):
+        return [given] * len(configs)
+    shape = (len(configs), configs[0].num_kv_heads, configs[0].head_dim)
+    vectors: Sequence[np.ndarray] = list(checks.as_float32(given, name, shape=shape))
+    return vectors
+
+
+def layer_names(layers: Sequence[int]) -> str:
+    """Name some layers in a message: "layers 3, 4, 5, ... (12 layers)"."""
+    if len(layers) == 1:
+        return f"layer {layers[0]}"
+    listed = ", ".join(map(str, layers[:8]))
+    return f"layers {listed}" + (f", ... ({len(layers)} layers)" if len(layers) > 8 else "")

@@ -1,0 +1,89 @@
+"""A cache whose tokens are stored anew, in another format, where it stands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from kvedge.cache.state import CacheState, KeyVectors
+from kvedge.core.config import LayerConfig
+from kvedge.files.contents import CacheFormat
+from kvedge.layer.copies import new_store
+from kvedge.layer.keys import store_as
+from kvedge.layer.reading import block_tokens, read_blocks
+from kvedge.layer.store import LayerStore
+
+__all__ = ["requantize"]
+
+_SLACK = 1.01  # for rounding
+
+
+def requantize(
+    state: CacheState,
+    configs: Sequence[LayerConfig],
+    key_offset: KeyVectors,
+    key_scale: KeyVectors,
+) -> None:
+    """Store all layers as in `configs` from now on; see :meth:`kvedge.KVCache.requantize`."""
+    tokens = [len(store) for store in state.stores]  # their memory is reserved, and not yet taken
+    made = CacheState.new(
+        state.layer_types, configs, state.max_seq_len, key_offset, key_scale, {}, tokens
+    )
+    for old, new in zip(state.stores, made.stores, strict=True):
+        _check_fits(old, new)
+
+    del old  # or it would keep what is to be given back
+    state.overwrites.add(0)
+    try:
+        for index, layer in enumerate(made.layers):
+            _convert(state.stores[index], made.stores[index])
+            state.put_layer(index, layer)  # the old one goes, unless somebody else has it
+    finally:
+        state.format = CacheFormat.of(store.config for store in state.stores)
+        state.high_water = [state.length] * state.num_layers
+        state.room = state.capacity
+    state.key_rule = made.key_rule
+
+
+def _convert(old: LayerStore, new: LayerStore) -> None:
+    """Fill an empty layer with the tokens of another."""
+    new.restart(old.held().num_dropped)
+    for keys, values in read_blocks(old):
+        new.append(keys, values)
+
+
+def _check_fits(old: LayerStore, new: LayerStore) -> None:
+    """Raise what storing a layer's tokens in another would raise; quick unless some are huge."""
+    if not len(old) or _surely_fits(old, new):
+        return
+    rows = block_tokens(old.config)
+    config = replace(new.config, limit=None, window=None, capacity=rows)
+    scratch = new_store(type(new), config)
+    store_as(scratch, new.key_map, new.key_rule)
+    for keys, values in read_blocks(old):
+        scratch.append(keys, values)
+        scratch.set_len(0)
+
+
+def _surely_fits(old: LayerStore, new: LayerStore) -> bool:
+    """Whether no element can pass the range of the new format, by a bound of all of them."""
+    config, tokens = old.config, old.held().tokens
+    values = config.value_format.largest(tokens.value_codes, tokens.value_scales)
+    keys = config.key_format.largest(tokens.key_codes, tokens.key_scales)
+    was, will = old.key_map, new.key_map
+    keys = keys * _largest(was.scale, 1.0) + _largest(was.offset, 0.0)
+    keys += keys if new.key_rule.auto_offset else _largest(will.offset, 0.0)
+    if will.scale is not None:  # automatic ones are at least 1
+        keys /= float(will.scale.min())
+    configs = [new.config] + ([] if new.parts is None else [new.config.part_config])
+    limits = [
+        (each.key_format.limit(each.key_rows), each.value_format.limit(each.value_rows))
+        for each in configs
+    ]
+    return all(_SLACK * keys <= key and _SLACK * values <= value for key, value in limits)
+
+
+def _largest(vector: np.ndarray | None, none: float) -> float:
+    return none if vector is None else float(np.abs(vector).max())

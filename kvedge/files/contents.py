@@ -1,0 +1,101 @@
+"""What a cache holds as plain data, apart from its memory: copied, pickled, detached, in files."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+
+from kvedge.core.config import LayerConfig
+from kvedge.core.key_map import KeyMap
+from kvedge.layer.store import PartContents
+from kvedge.rope import Turns
+
+__all__ = ["CacheContents", "CacheFormat", "LayerContents"]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheFormat:
+    """What must be equal for the bytes of one cache to mean the same in another."""
+
+    layers: tuple[LayerConfig, ...]  # without regard to room: of one row each, without a limit
+
+    @classmethod
+    def of(cls, configs: Iterable[LayerConfig]) -> CacheFormat:
+        """The format of layers as in `configs`."""
+        known: dict[LayerConfig, LayerConfig] = {}  # equal ones are one object
+        plain = (replace(config, capacity=1, limit=None) for config in configs)
+        return cls(tuple(known.setdefault(config, config) for config in plain))
+
+    @property
+    def num_layers(self) -> int:
+        """Layers."""
+        return len(self.layers)
+
+    def __str__(self) -> str:
+        counts = Counter(map(_layer_text, self.layers))  # in the order of their first layers
+        return ", ".join(f"{count} layers x {text}" for text, count in counts.items())
+
+
+def _layer_text(config: LayerConfig) -> str:
+    text = f"{config.num_kv_heads} KV heads x {config.widths}, {config.dtypes}"
+    if config.has_scales:
+        text += f" in groups of {config.group_size} with {config.scale_dtype} scales"
+    for name, count in (("first", config.sinks), ("last", config.recent)):
+        if count:
+            text += f", the {name} {count} in {config.recent_dtype}"
+    return text if config.window is None else f"{text} in a window of {config.window}"
+
+
+@dataclass(frozen=True)  # slots=True would bring a __setstate__ of its own, in Python 3.10
+class LayerContents:
+    """The tokens of one layer as they are stored, with nothing of the memory beyond them."""
+
+    key_codes: np.ndarray  # (tokens, num_kv_heads, codes per row)
+    value_codes: np.ndarray  # (tokens, num_kv_heads, codes per row)
+    key_scales: np.ndarray  # (tokens, num_kv_heads, num_groups) float32 or float16
+    value_scales: np.ndarray  # (tokens, num_kv_heads, num_groups) float32 or float16
+    key_map: KeyMap  # how keys are stored
+    num_dropped: int = 0  # tokens before the first of these
+    parts: tuple[PartContents, ...] = ()  # first and last tokens in another format, if some are
+    turns: Turns | None = None  # what keys are still to be turned by, if they are
+
+    def __getstate__(self) -> list[Any]:
+        return [getattr(self, field.name) for field in fields(self)]
+
+    def __setstate__(self, state: list[Any]) -> None:
+        # That of an older version lacks the last fields, which have defaults.
+        for field, value in zip(fields(self), state, strict=False):
+            object.__setattr__(self, field.name, value)
+
+    @property
+    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """The four token arrays, in the order of the slabs."""
+        return (self.key_codes, self.value_codes, self.key_scales, self.value_scales)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens held."""
+        return len(self.key_codes)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheContents:
+    """All that a cache holds, apart from its memory: what is copied, pickled and detached."""
+
+    format: CacheFormat
+    length: int  # tokens that all layers hold; a layer may hold more
+    layers: tuple[LayerContents, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(
+            array.nbytes
+            for layer in self.layers
+            for arrays in (layer.arrays, *(part.arrays for part in layer.parts))
+            for array in arrays
+        )

@@ -1,0 +1,663 @@
+"""Loading a cache from a file that nobody vouches for, as :mod:`kvedge.files.session` writes it.
+
+Nothing is trusted: the structure is checked by the safetensors package, every tensor against what
+the metadata promises, the content against the digest, and the numbers against what its format can
+produce. A cache is handed out only after all of that.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap as mmap_module
+import os
+import re
+import stat
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn, Protocol, TypeVar
+
+import numpy as np
+
+from kvedge.core import checks, memory
+from kvedge.core.config import MAX_LAYERS, LayerConfig
+from kvedge.core.formats import FORMATS, IN_RUNS, SCALE_TYPES
+from kvedge.core.key_map import KeyMap, KeyRule
+from kvedge.core.kivi import RUN
+from kvedge.errors import (
+    CorruptFileError,
+    InvalidArgumentError,
+    KvedgeError,
+    MissingExtraError,
+    OutOfMemoryError,
+)
+from kvedge.files.contents import CacheFormat
+from kvedge.files.session import (
+    AUTO,
+    FIELDS,
+    FORMAT,
+    KEY_SCALE,
+    KEY_TURNS,
+    KEY_VECTORS,
+    LAYERS,
+    MAX_HEADER,
+    PARTS,
+    PRECISE,
+    USER,
+    VALUE_DTYPE,
+    VALUE_HEAD_DIM,
+    VERSION,
+    VERSION_OF_RUNS,
+    digest,
+    file_types,
+    layers_field,
+    safetensors_package,
+    turns_field,
+    version_of,
+)
+from kvedge.layer.parts import last_rows, part_key_map, runs_end
+from kvedge.layer.reading import block_tokens
+from kvedge.layer.store import LayerStore, PartContents
+from kvedge.rope import Rotation, Turns
+
+if TYPE_CHECKING:
+    pass  # type checkers bring it along
+
+__all__ = ["load", "load_bytes"]
+
+# Parsing takes the safetensors package some 4 us per tensor. Headers beyond this are looked at
+# before it: at most `_MAX_TENSORS` per layer, each of at most `_MAX_ENTRY` bytes with names and
+# numbers at their longest (141, and room for spaces).
+_SHORT_HEADER = 1 << 20
+_MAX_TENSORS = len(memory.Slabs._fields) * (1 + len(PARTS)) + len(KEY_VECTORS)
+_MAX_ENTRY = 200
+# Bytes of an element, by safetensors' name of its type.
+_SIZES = {row.file_type: row.codes.itemsize for row in FORMATS.values()} | {
+    row.file_type: row.dtype.itemsize for row in SCALE_TYPES.values()
+}
+
+
+class _Cache(Protocol):
+    """What loading asks of a cache's state."""
+
+    @property
+    def stores(self) -> tuple[LayerStore, ...]: ...
+    def adopt(
+        self,
+        length: int,
+        layers: list[tuple[int, KeyMap, int, Sequence[PartContents], Turns | None]],
+    ) -> None: ...
+
+
+_State = TypeVar("_State", bound=_Cache)
+#: Makes the state of an empty cache: format, max_seq_len, key rule, metadata, tokens of each layer.
+_Make = Callable[
+    [CacheFormat, "int | None", KeyRule, Mapping[str, str], Sequence[int]],
+    _State,
+]
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """Where a tensor lies in a file."""
+
+    dtype: str  # the format's name: "I8", "F16", "F32"
+    shape: tuple[int, ...]
+    offset: int  # bytes from the start of the file
+    nbytes: int
+
+
+def load(make: _Make[_State], path: str | os.PathLike[str], *, mmap: bool = False) -> _State:
+    """Read the state of a cache from a file; see :meth:`kvedge.KVCache.load`."""
+    path = checks.checked_path(path)
+    mmap = checks.as_bool(mmap, "mmap")
+    mode = os.stat(path).st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # opening a pipe would wait for its writer
+        _corrupt(path, "it is not a regular file")
+    cache = None
+    while cache is None:  # until nobody else saves to the path at the very same time
+        with open(path, "rb") as file:
+            cache = _load_open(make, path, file, mmap)
+    return cache
+
+
+def load_bytes(make: _Make[_State], data: bytes | bytearray | memoryview, what: str) -> _State:
+    """Read a cache from the bytes of such a file, which an error calls `what`."""
+    try:
+        view = memoryview(data).cast("B")
+    except TypeError:
+        raise InvalidArgumentError(f"data must be bytes, not {checks.describe(data)}") from None
+    # The safetensors package checks the structure of files alone.
+    with tempfile.TemporaryDirectory(prefix="kvedge-") as folder:
+        path = os.path.join(folder, "data")
+        with open(path, "wb") as file:
+            file.write(view)
+        try:
+            return load(make, path)
+        except CorruptFileError as error:
+            raise CorruptFileError(str(error).replace(path, what, 1)) from error
+
+
+def _load_open(make: _Make[_State], path: str, file: BinaryIO, mmap: bool) -> _State | None:
+    """Read a cache from an open file; None if another file has taken its path meanwhile."""
+    _check_header_size(path, file)
+    header = _read_header(path, file)
+    if header is None:
+        return None
+    fields, tensors = header
+    form, length, max_seq_len, dropped = _read_fields(path, fields)
+    tokens = [length - num_dropped for num_dropped in dropped]
+    _check_tensors(path, tensors, form, tokens, dropped, file_types(fields))
+    user = {k[len(USER) :]: v for k, v in fields.items() if k.startswith(USER)}
+    rule = KeyRule(fields["key_offset"] == AUTO, KEY_SCALE in fields)
+    mapped = mmap and length > 0
+    # A mapped cache gets its slabs from the file, but may grow to max_seq_len: so what cannot be
+    # reserved is refused whichever way it is loaded.
+    cache = _reserve(path, make, form, max_seq_len, rule, user, tokens)
+    if mapped:
+        _map(path, file, tensors, cache, tokens)
+    else:
+        _read(path, file, tensors, cache, tokens)
+    arrays = _loaded_arrays(path, file, tensors, cache, tokens)
+    if digest(fields, arrays, file_types(fields)) != fields["sha256"]:
+        _corrupt(path, "its content does not match its sha256: it was changed or damaged")
+    for name, array in arrays.items():
+        config = form.layers[int(name.split(".")[1])]
+        if len(name.split(".")) == 4:
+            config = _config_of(config, name.split(".")[2])
+        _check_numbers(path, name, array, config)
+    maps = [
+        KeyMap(*(arrays.get(f"layers.{index}.{name}") for name in KEY_VECTORS))
+        for index in range(form.num_layers)
+    ]
+    parts = [_parts(arrays, index, config, maps[index]) for index, config in enumerate(form.layers)]
+    for index, config in enumerate(form.layers):
+        store = cache.stores[index]
+        held = memory.Slabs(*(slab[: tokens[index]] for slab in store.slabs))
+        _check_key_map(path, index, store.config, held.side(False, config), maps[index])
+        for name, part in zip(_parts_of(config), parts[index], strict=True):
+            stored = part.arrays.side(False, _config_of(config, name))
+            _check_key_map(path, index, store.config, stored, part.key_map)
+    turns = _read_turns(path, fields.get(KEY_TURNS), form)
+    cache.adopt(length, list(zip(tokens, maps, dropped, parts, turns, strict=True)))
+    return cache
+
+
+def _check_header_size(path: str, file: BinaryIO) -> None:
+    """Refuse a header that is longer than its layers need, before anything is made of it."""
+    size = int.from_bytes(file.read(8), "little")
+    if not _SHORT_HEADER < size <= MAX_HEADER:
+        return  # quickly parsed, or quickly refused
+    head = file.read(size)
+    start = re.match(rb'{"__metadata__":\s*', head)
+    if start is None:
+        _corrupt(path, "its header is long, and does not begin with metadata as kvedge writes it")
+    try:
+        text = head.decode()
+        fields, end = json.JSONDecoder().raw_decode(text, start.end())
+        count = fields["num_layers"]
+        num_layers = int(count) if count.isascii() and count.isdigit() and len(count) <= 9 else 0
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        _corrupt(path, f"its metadata cannot be read: {type(error).__name__}: {error}", error)
+    _check_num_layers(path, num_layers)
+    if len(text) - end > _MAX_TENSORS * num_layers * _MAX_ENTRY:
+        _corrupt(path, f"its header is too long for the tensors of {num_layers} layers")
+
+
+def _check_num_layers(path: str, num_layers: int) -> None:
+    if not 1 <= num_layers <= MAX_LAYERS:
+        _corrupt(path, f"its num_layers is {num_layers}, not 1 to {MAX_LAYERS} layers")
+
+
+def _read_header(path: str, file: BinaryIO) -> tuple[dict[str, str], dict[str, _Tensor]] | None:
+    """Let the safetensors package check the file's structure; return what it describes.
+
+    The package opens the path by itself: None if that is no longer the file that is open here.
+    """
+    safetensors = safetensors_package()
+    status = os.fstat(file.fileno())
+    try:
+        with safetensors.safe_open(path, framework="np") as header:
+            now = os.stat(path)
+            if (now.st_dev, now.st_ino, now.st_size) != (
+                status.st_dev,
+                status.st_ino,
+                status.st_size,
+            ):
+                return None
+            if not hasattr(header, "offset_keys"):
+                raise MissingExtraError(
+                    "loading needs safetensors 0.6 or later, not "
+                    f"{safetensors.__version__}: pip install -U 'kvedge[io]'"
+                )
+            fields = dict(header.metadata() or {})
+            found = []
+            for name in header.offset_keys():
+                tensor = header.get_slice(name)
+                found.append((name, str(tensor.get_dtype()), tuple(tensor.get_shape())))
+    except safetensors.SafetensorError as error:
+        _corrupt(path, f"it is no safetensors file, or damaged or cut short: {error}", error)
+    nbytes = []
+    for name, dtype, shape in found:
+        if dtype not in _SIZES:
+            _corrupt(path, f"tensor {name} is of dtype {dtype}, which kvedge never writes")
+        nbytes.append(math.prod(shape) * _SIZES[dtype])
+    # The format has no gaps: tensors follow each other and end with the file.
+    offset = status.st_size - sum(nbytes)
+    tensors = {}
+    for (name, dtype, shape), size in zip(found, nbytes, strict=True):
+        tensors[name] = _Tensor(dtype, shape, offset, size)
+        offset += size
+    return fields, tensors
+
+
+def _read_fields(
+    path: str, fields: Mapping[str, str]
+) -> tuple[CacheFormat, int, int | None, list[int]]:
+    """Format, length, max_seq_len, and how many tokens each layer has dropped."""
+    if fields.get("format") != FORMAT:
+        _corrupt(path, "it is a safetensors file, but not of a kvedge cache")
+    if fields.get("format_version") not in (VERSION, VERSION_OF_RUNS):
+        _corrupt(
+            path,
+            f"its format_version is {fields.get('format_version')!r}, and this kvedge reads "
+            f"{VERSION!r} and {VERSION_OF_RUNS!r}: it is damaged, or a newer kvedge wrote it",
+        )
+    missing = [name for name in (*FIELDS, "sha256") if name not in fields]
+    if missing:
+        _corrupt(path, f"its metadata lacks {', '.join(missing)}")
+    known = (*FIELDS, *PRECISE, KEY_SCALE, KEY_TURNS, VALUE_DTYPE, VALUE_HEAD_DIM, LAYERS, "sha256")
+    unknown = [name for name in fields if name not in known and not name.startswith(USER)]
+    if unknown:
+        _corrupt(path, f"its metadata has {unknown[0][:40]!r}, which kvedge never writes")
+    dtypes = (fields["dtype"], fields.get(VALUE_DTYPE, fields["dtype"]))
+    if VALUE_DTYPE in fields and dtypes[0] == dtypes[1]:
+        _corrupt(path, f"its {VALUE_DTYPE} is its dtype, which kvedge never writes")
+    has_scales = _have_scales(*dtypes)
+    may_have_scales = has_scales or LAYERS in fields
+    if fields["key_offset"] not in (("", "auto") if may_have_scales else ("",)):
+        _corrupt(path, f"its key_offset is {fields['key_offset'][:40]!r}")
+    if fields.get(KEY_SCALE, AUTO) != AUTO:
+        _corrupt(path, f"its {KEY_SCALE} is {fields[KEY_SCALE][:40]!r}")
+    in_runs = not IN_RUNS.keys().isdisjoint(dtypes)
+    if in_runs or any(name in fields for name in PRECISE):
+        missing = [name for name in PRECISE if name not in fields]
+        if missing:
+            _corrupt(path, f"its metadata lacks {', '.join(missing)}")
+        if fields["recent"] == fields["sinks"] == "0" and not in_runs:
+            _corrupt(path, "it has a recent_dtype and no tokens of it, which kvedge never writes")
+    if not has_scales and (fields["group_size"], fields["scale_dtype"]) != ("", ""):
+        _corrupt(path, f"its metadata gives scales to {fields['dtype'][:40]} rows")
+    num_layers = _number(path, fields, "num_layers")
+    _check_num_layers(path, num_layers)
+    length = _number(path, fields, "length")
+    max_seq_len = _number(path, fields, "max_seq_len") if fields["max_seq_len"] else None
+    head_dim = value_head_dim = _number(path, fields, "head_dim")
+    if VALUE_HEAD_DIM in fields:
+        value_head_dim = _number(path, fields, VALUE_HEAD_DIM)
+        if value_head_dim == head_dim:
+            _corrupt(path, f"its {VALUE_HEAD_DIM} is its head_dim, which kvedge never writes")
+    try:
+        config = checks.layer_config(
+            fields["dtype"],
+            max(length, 1) if max_seq_len is None else max_seq_len,
+            _number(path, fields, "num_kv_heads"),
+            head_dim,
+            value_head_dim=value_head_dim,
+            value_dtype=fields.get(VALUE_DTYPE),
+            group_size=_number(path, fields, "group_size") if has_scales else None,
+            scale_dtype=fields["scale_dtype"] if has_scales else "float32",
+            recent=_number(path, fields, "recent") if "recent" in fields else 0,
+            sinks=_number(path, fields, "sinks") if "sinks" in fields else 0,
+            recent_dtype=fields.get("recent_dtype"),
+        )
+    except KvedgeError as error:
+        _corrupt(path, f"its metadata makes no cache: {error}", error)
+    if has_scales and fields["group_size"] != str(config.group_size):
+        _corrupt(path, f"its group_size is {fields['group_size']}, beyond its rows")
+    if max_seq_len is not None and length > max_seq_len:
+        _corrupt(path, f"it holds {length} tokens, more than its max_seq_len of {max_seq_len}")
+    configs, dropped = [config] * num_layers, [0] * num_layers
+    if LAYERS in fields:
+        configs, dropped = _read_layers(path, fields[LAYERS], config, num_layers, length)
+    form = CacheFormat.of(configs)
+    if fields["format_version"] != version_of(form):
+        _corrupt(
+            path,
+            f"its format_version is {fields['format_version']!r}, and that of what it holds "
+            f"{version_of(form)!r}: runs of 32 tokens lay otherwise before version 2",
+        )
+    if fields["key_offset"] and not any(config.keys_have_scales for config in form.layers):
+        _corrupt(path, "its key_offset is for keys with scales, and it has none")
+    if KEY_SCALE in fields and not any(config.has_auto_scale for config in form.layers):
+        _corrupt(path, f"its {KEY_SCALE} is for formats of up to 8 bits, and it has none")
+    # The text has to be that which these layers have: no other number, name or order will do.
+    if fields.get(LAYERS, "") != layers_field(form, dropped):
+        _corrupt(path, f"its {LAYERS} are not as kvedge writes them")
+    return form, length, max_seq_len, dropped
+
+
+def _read_turns(path: str, text: str | None, form: CacheFormat) -> list[Turns | None]:
+    """What the keys of each layer are still to be turned by."""
+    if text is None:
+        return [None] * form.num_layers
+    try:
+        field = json.loads(text)
+        known = [
+            tuple(Rotation(tuple(angles), interleaved) for interleaved, angles in turn)
+            for turn in field["turns"]
+        ]
+        turns: list[Turns | None] = []
+        for config, pairs in zip(form.layers, field["layers"], strict=True):
+            starts, numbers = zip(*pairs, strict=True) if pairs else ((), ())
+            one = Turns(tuple(starts), tuple(known[number] for number in numbers))
+            if pairs and not one.is_valid(config.head_dim):
+                raise ValueError("a turn that kvedge never makes")
+            turns.append(one if pairs else None)
+        as_written = turns_field(turns)
+    except (ValueError, TypeError, KeyError, IndexError, RecursionError) as error:
+        _corrupt(path, f"its {KEY_TURNS} cannot be read: {type(error).__name__}: {error}", error)
+    if text != as_written:
+        _corrupt(path, f"its {KEY_TURNS} are not as kvedge writes them")
+    return turns
+
+
+def _read_layers(
+    path: str, text: str, config: LayerConfig, num_layers: int, length: int
+) -> tuple[list[LayerConfig], list[int]]:
+    """Configs of layers that differ, and how many tokens each has dropped."""
+    try:
+        listed = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        _corrupt(path, f"its {LAYERS} cannot be read: {type(error).__name__}: {error}", error)
+    if not isinstance(listed, list) or len(listed) != num_layers:
+        _corrupt(path, f"its {LAYERS} are not those of {num_layers} layers")
+    configs, dropped = [], []
+    for index, own in enumerate(listed):
+        if not isinstance(own, dict):
+            _corrupt(path, f"its {LAYERS} hold no mapping for layer {index}")
+        own = dict(own)
+        gone = own.pop("dropped", 0)
+        dtype = own.get("dtype", config.dtype)
+        value_dtype = own.pop(VALUE_DTYPE, config.value_dtype or "") or None
+        has_scales = _have_scales(dtype, value_dtype)
+        given = {
+            "dtype": dtype,
+            "value_dtype": value_dtype,
+            "num_kv_heads": config.num_kv_heads,
+            "head_dim": config.head_dim,
+            "value_head_dim": config.value_head_dim,
+            "group_size": config.group_size if config.has_scales else "",
+            "scale_dtype": config.scale_dtype if config.has_scales else "",
+            **{name: getattr(config, name) for name in PRECISE},
+            **own,
+        }
+        given["recent_dtype"] = given["recent_dtype"] or None
+        if not has_scales and (given["group_size"], given["scale_dtype"]) == ("", ""):
+            given.update(group_size=None, scale_dtype="float32")
+        try:
+            made = checks.layer_config(capacity=None, **given)
+        except (KvedgeError, TypeError) as error:
+            _corrupt(path, f"its {LAYERS} make no layer {index}: {error}", error)
+        if isinstance(gone, bool) or not isinstance(gone, int) or not 0 <= gone <= length:
+            _corrupt(path, f"layer {index} cannot have dropped {str(gone)[:40]} of {length} tokens")
+        if gone and (made.window is None or length - gone < made.window - 1):
+            _corrupt(path, f"layer {index} has dropped {gone} of {length} tokens that it needs")
+        configs.append(made)
+        dropped.append(gone)
+    return configs, dropped
+
+
+def _have_scales(*dtypes: Any) -> bool:
+    """Whether one of these formats, if they are any, has scales."""
+    return any(
+        FORMATS[name].has_scales for name in dtypes if isinstance(name, str) and name in FORMATS
+    )
+
+
+def _number(path: str, fields: Mapping[str, str], name: str) -> int:
+    text = fields[name]
+    if not (text.isascii() and text.isdigit() and len(text) <= 18 and str(int(text)) == text):
+        _corrupt(path, f"its {name} is {text[:40]!r}, not a number")
+    return int(text)
+
+
+def _check_tensors(
+    path: str,
+    tensors: Mapping[str, _Tensor],
+    form: CacheFormat,
+    tokens: Sequence[int],
+    dropped: Sequence[int],
+    type_of: Callable[[str], str],
+) -> None:
+    """Compare names, types and shapes with what the metadata promises, before any is read."""
+    vectors = [name for name in tensors if name.rpartition(".")[2] in KEY_VECTORS]
+    expected = 4 * (form.num_layers + sum(len(_parts_of(c)) for c in form.layers)) + len(vectors)
+    if len(tensors) != expected:
+        _corrupt(
+            path, f"it has {len(tensors)} tensors where {form.num_layers} layers have {expected}"
+        )
+    wanted: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for index, config in enumerate(form.layers):
+        layout = memory.slab_layout(config)
+        for field, (shape, _) in zip(memory.Slabs._fields, layout, strict=True):
+            name = f"layers.{index}.{field}"
+            wanted[name] = (type_of(name), (tokens[index], *shape[1:]))
+        may_have_vectors = (config.keys_have_scales, not config.keys_in_runs)
+        for field, may_have in zip(KEY_VECTORS, may_have_vectors, strict=True):
+            name = f"layers.{index}.{field}"
+            if name in tensors and may_have:
+                wanted[name] = ("F32", (config.num_kv_heads, config.head_dim))
+        for part in _parts_of(config):
+            first = tensors.get(f"layers.{index}.{part}.key_codes")
+            own = _config_of(config, part)
+            of_rows = memory.tokens_per_rows(own)
+            held = first.shape[0] * of_rows[0] if first is not None and first.shape else 0
+            if part == "runs":
+                last = wanted[f"layers.{index}.last.key_codes"][1][0]
+                most = least = RUN * _num_runs(dropped[index], tokens[index], last)
+            else:
+                least, most = 0, min(config.sinks, tokens[index])
+                if part == "last":  # with runs, of the one that the first token lies in too
+                    spare = dropped[index] % RUN if config.in_runs else 0
+                    most = min(last_rows(config), tokens[index] + spare)
+            if not least <= held <= most:
+                _corrupt(
+                    path,
+                    f"layer {index} has rows of {held} of its {part} tokens, where {least} to "
+                    f"{most} belong to {tokens[index]} tokens",
+                )
+            for field, n, (shape, _) in zip(
+                memory.Slabs._fields, of_rows, memory.slab_layout(own), strict=True
+            ):
+                name = f"layers.{index}.{part}.{field}"
+                wanted[name] = (type_of(name), (held // n, *shape[1:]))
+    for name, belongs in wanted.items():
+        tensor = tensors.get(name)
+        if tensor is None:
+            _corrupt(path, f"tensor {name} is missing")
+        if (tensor.dtype, tensor.shape) != belongs:
+            _corrupt(
+                path,
+                f"tensor {name} is {tensor.dtype} {tensor.shape} where "
+                f"{belongs[0]} {belongs[1]} belongs",
+            )
+    for name in tensors:
+        if name not in wanted:
+            _corrupt(path, f"tensor {name} does not belong there")
+
+
+def _parts_of(config: LayerConfig) -> tuple[str, ...]:
+    """The parts that a layer has besides its rows."""
+    return PARTS if config.in_runs else PARTS[:2] if config.recent_dtype else ()
+
+
+def _config_of(config: LayerConfig, part: str) -> LayerConfig:
+    return config.runs(RUN) if part == "runs" else config.part_config
+
+
+def _num_runs(dropped: int, tokens: int, last: int) -> int:
+    """Runs of a layer that has dropped so many tokens, and holds so many last ones apart."""
+    end = dropped + tokens
+    return max(0, -(-(runs_end(end, end - last) - dropped // RUN * RUN) // RUN))
+
+
+def _reserve(
+    path: str,
+    make: _Make[_State],
+    form: CacheFormat,
+    max_seq_len: int | None,
+    rule: KeyRule,
+    user: Mapping[str, str],
+    tokens: Sequence[int],
+) -> _State:
+    """Make the empty cache that a file describes, with room for ``tokens``.
+
+    Memory is reserved for ``max_seq_len`` tokens, and taken only as it is filled. Where the system
+    refuses that, but has room for the tokens that are there, the file asks for too much.
+    """
+    try:
+        return make(form, max_seq_len, rule, user, tokens)
+    except OutOfMemoryError as error:
+        if max_seq_len is None and any(tokens):
+            raise
+        if max_seq_len is not None and any(tokens):
+            make(form, None, rule, user, tokens)
+        what = "num_layers, num_kv_heads and head_dim" if max_seq_len is None else "max_seq_len"
+        _corrupt(path, f"its {what} ask for memory that no system has: {error}", error)
+
+
+def _read(
+    path: str, file: BinaryIO, tensors: Mapping[str, _Tensor], cache: _Cache, tokens: Sequence[int]
+) -> None:
+    """Read the tokens into the slabs of an empty cache."""
+    for index, store in enumerate(cache.stores):
+        for name, slab in zip(memory.Slabs._fields, store.slabs, strict=True):
+            _read_into(path, file, tensors[f"layers.{index}.{name}"], slab[: tokens[index]])
+
+
+def _map(
+    path: str, file: BinaryIO, tensors: Mapping[str, _Tensor], cache: _Cache, tokens: Sequence[int]
+) -> None:
+    """Give the layers slabs that are the file itself, private to this process when written."""
+    mapping = mmap_module.mmap(file.fileno(), 0, access=mmap_module.ACCESS_COPY)
+    if len(mapping) < max(tensor.offset + tensor.nbytes for tensor in tensors.values()):
+        _corrupt(path, "it was cut while being read")
+    # Slabs must be followed by readable bytes. The rest of the file's last page is readable.
+    readable = -(-len(mapping) // memory.PAGE) * memory.PAGE
+    for index, store in enumerate(cache.stores):
+        if not tokens[index]:  # of a window of one token
+            continue
+        config = replace(store.config, capacity=tokens[index])  # it moves when that is outgrown
+        spare = None  # memory of the usual kind, for a tensor that cannot be used where it lies
+        slabs = []
+        for name, (shape, dtype) in zip(
+            memory.Slabs._fields, memory.slab_layout(config), strict=True
+        ):
+            tensor = tensors[f"layers.{index}.{name}"]
+            guarded = tensor.offset + tensor.nbytes + memory.TAIL_BYTES <= readable
+            if tensor.offset % dtype.itemsize == 0 and guarded:
+                # Without elements NumPy would not take an offset at the very end.
+                slabs.append(
+                    np.ndarray(shape, dtype, mapping, tensor.offset if tensor.nbytes else 0)
+                )
+            else:
+                spare = spare or memory.reserve_slabs(config)
+                slabs.append(getattr(spare, name))
+                _read_into(path, file, tensor, slabs[-1])
+        store.bind(memory.Slabs(*slabs), config)
+
+
+def _loaded_arrays(
+    path: str, file: BinaryIO, tensors: Mapping[str, _Tensor], cache: _Cache, tokens: Sequence[int]
+) -> dict[str, np.ndarray]:
+    """Return every tensor as it now lies in memory; key offsets and scales are read here."""
+    arrays = {}
+    for index, store in enumerate(cache.stores):
+        for name, slab in zip(memory.Slabs._fields, store.slabs, strict=True):
+            arrays[f"layers.{index}.{name}"] = slab[: tokens[index]]
+    for name, tensor in tensors.items():
+        if name not in arrays:
+            kind: Any = np.float32
+            if len(name.split(".")) == 4:
+                config = cache.stores[int(name.split(".")[1])].config
+                layout = memory.slab_layout(_config_of(config, name.split(".")[2]))
+                kind = layout[memory.Slabs._fields.index(name.rpartition(".")[2])][1]
+            arrays[name] = np.empty(tensor.shape, kind)
+            _read_into(path, file, tensor, arrays[name])
+    return arrays
+
+
+def _read_into(path: str, file: BinaryIO, tensor: _Tensor, array: np.ndarray) -> None:
+    if not array.size:
+        return
+    file.seek(tensor.offset)
+    count = file.readinto(array.reshape(-1).view(np.uint8))  # type: ignore[attr-defined]
+    if count != tensor.nbytes:
+        _corrupt(path, f"it ends {tensor.nbytes - count} bytes early: it was cut while being read")
+
+
+def _parts(
+    arrays: Mapping[str, np.ndarray], index: int, config: LayerConfig, key_map: KeyMap
+) -> tuple[PartContents, ...]:
+    """What a layer holds in another format too."""
+    if not config.recent_dtype:
+        return ()
+    own = part_key_map(config, key_map)
+    return tuple(
+        PartContents(
+            memory.Slabs(
+                *(arrays[f"layers.{index}.{part}.{name}"] for name in memory.Slabs._fields)
+            ),
+            key_map if part == "runs" else own,
+        )
+        for part in _parts_of(config)
+    )
+
+
+def _check_numbers(path: str, name: str, array: np.ndarray, config: LayerConfig) -> None:
+    """Refuse numbers that the format cannot have produced."""
+    form = config.value_format if ".value" in name else config.key_format
+    if not array.size:
+        return
+    if name.endswith("_codes") and form.kivi is not None:
+        dim = config.value_head_dim if ".value" in name else config.head_dim
+        fault = form.kivi.fault(array, dim)
+    elif name.endswith("_codes"):
+        fault = form.fault_of_codes(array)
+    elif name.endswith("_scales"):
+        fault = form.fault_of_scales(array)
+    else:  # a key offset or a key scale
+        fault = FORMATS["float32"].fault_of_codes(array)
+        if fault is None and name.endswith(".key_scale") and not (array > 0).all():
+            fault = "a number that is not positive"
+    if fault is not None:
+        _corrupt(path, f"tensor {name} holds {fault}")
+
+
+def _check_key_map(
+    path: str, index: int, config: LayerConfig, stored: memory.StoredRows, key_map: KeyMap
+) -> None:
+    """Refuse a key map whose keys lie beyond float32, further than rounding takes them."""
+    codes, scales = stored.codes, stored.scales
+    if key_map.is_plain or not codes.size:
+        return
+    scale = 1.0 if key_map.scale is None else float(key_map.scale.max())
+    offset = 0.0 if key_map.offset is None else float(np.abs(key_map.offset).max())
+    if stored.form.largest(codes, scales) * scale + offset <= checks.FLOAT32_MAX:
+        return
+    step = block_tokens(config)
+    for start in range(0, len(codes), step):
+        rows = slice(start, min(len(codes), start + step))
+        keys = key_map.from_stored(stored.decode(rows, np.float64))
+        # A format of few bits rounds up by up to a quarter.
+        rounding = 0.25 * checks.FLOAT32_MAX if key_map.scale is not None else 0.0
+        rounding += float(scales[rows].max(initial=0.0))
+        if np.abs(keys).max() > checks.FLOAT32_MAX + rounding:
+            name = KEY_VECTORS[key_map.scale is not None]
+            _corrupt(path, f"tensor layers.{index}.{name} leads to keys beyond float32")
+
+
+def _corrupt(path: str, what: str, cause: Exception | None = None) -> NoReturn:
+    raise CorruptFileError(f"{path}: {what}") from cause

@@ -1,0 +1,1 @@
+"""The keys and values of one layer: what both backends share of it."""

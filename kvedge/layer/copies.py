@@ -1,0 +1,92 @@
+"""New layers, and layers that take over the stored bytes of others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+import numpy as np
+
+from kvedge.core import memory
+from kvedge.core.config import LayerConfig
+from kvedge.core.key_map import KeyMap, KeyRule
+from kvedge.layer import keys
+from kvedge.layer.parts import LayerParts, contents_of
+from kvedge.layer.store import LayerStore, PartContents, plain_store
+from kvedge.rope import Turns
+
+__all__ = ["Stored", "copy_of", "fill", "new_store", "stored"]
+
+_Store = TypeVar("_Store", bound=LayerStore)
+
+# What a pickle of a layer holds behind the name of its class.
+Stored = tuple[
+    LayerConfig,
+    "list[np.ndarray]",
+    KeyMap,
+    KeyRule,
+    int,
+    "tuple[PartContents, ...]",
+    "Turns | None",
+]
+
+
+def new_store(
+    kind: type[_Store],
+    config: LayerConfig,
+    key_offset: np.ndarray | str | None = None,
+    key_scale: np.ndarray | str | None = None,
+) -> _Store:
+    """An empty store, with the parts that its config asks for, from checked arguments.
+
+    A key offset or scale that is "auto" is taken from the first tokens.
+    """
+    store = plain_store(kind, config)
+    key_map = KeyMap(
+        None if isinstance(key_offset, str) else key_offset,
+        None if isinstance(key_scale, str) else key_scale,
+    )
+    rule = KeyRule(isinstance(key_offset, str), isinstance(key_scale, str))
+    keys.store_as(store, key_map, rule)
+    if config.recent_dtype:
+        store.parts = LayerParts(store)
+    return store
+
+
+def fill(
+    store: LayerStore,
+    tokens: Sequence[np.ndarray],
+    key_map: KeyMap,
+    rule: KeyRule,
+    num_dropped: int,
+    parts: Sequence[PartContents],
+    turns: Turns | None = None,
+) -> None:
+    """Take over the stored bytes of another layer; this one is empty."""
+    keys.store_as(store, key_map, rule)
+    store.restart(num_dropped)
+    memory.copy_tokens(tokens, store.slabs, len(tokens[0]))
+    store.set_len(len(tokens[0]))
+    if store.parts is not None:
+        store.parts.fill(parts, num_dropped, num_dropped + len(tokens[0]))
+    store.turns = turns
+
+
+def copy_of(store: _Store) -> _Store:
+    """An independent store with the same tokens and capacity; it belongs to no cache."""
+    held, config = store.held(), store.config  # in this order: a writer may replace both
+    # It may have moved to fewer rows since.
+    rows = max(config.capacity, held.num_tokens)
+    other = new_store(type(store), replace(config, capacity=rows))
+    parts = contents_of(held, held.num_dropped, held.num_dropped + held.num_tokens, copy=False)
+    fill(other, held.tokens, store.key_map, store.key_rule, held.num_dropped, parts, store.turns)
+    return other
+
+
+def stored(store: LayerStore) -> Stored:
+    """All that a layer holds, copied."""
+    held, config = store.held(), store.config  # in this order: as in :func:`copy_of`
+    tokens = [np.array(rows) for rows in held.tokens]
+    parts = contents_of(held, held.num_dropped, held.num_dropped + held.num_tokens, copy=True)
+    return config, tokens, store.key_map, store.key_rule, held.num_dropped, parts, store.turns

@@ -1,0 +1,96 @@
+"""How a layer stores its keys: the key map, and what of it the first tokens decide."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import numpy as np
+
+from kvedge.core import memory
+from kvedge.core.key_map import (
+    FIRST_TOKENS,
+    LEAST_TOKENS,
+    KeyMap,
+    KeyRule,
+    key_offset_of,
+    key_scale_of,
+)
+from kvedge.core.memory import Held
+from kvedge.layer.store import LayerStore, PartsState, scratch_store
+
+__all__ = ["Mark", "decide", "encode_anew", "mark", "return_to", "rule_of", "store_as"]
+
+Mark: TypeAlias = "tuple[object, KeyRule, PartsState | None]"
+
+
+def rule_of(store: LayerStore, rule: KeyRule) -> KeyRule:
+    """What of a cache's rule an empty layer has."""
+    return KeyRule(
+        rule.auto_offset and store.config.keys_have_scales,
+        rule.auto_scale and store.config.has_auto_scale,
+    )
+
+
+def store_as(store: LayerStore, key_map: KeyMap, rule: KeyRule) -> None:
+    """Set how keys are stored; those in the slabs, from row 0 on, are."""
+    if key_map is not store.key_map:
+        store.set_key_map(key_map)
+    if store.parts is not None:
+        store.parts.store_keys_as(key_map)
+    store.key_rule = rule
+    store.key_map_is_open = rule.is_open(key_map)
+
+
+def decide(store: LayerStore, keys: np.ndarray) -> None:
+    """Let checked keys (n, H, D), n >= 1, that are appended next decide what is open.
+
+    What is stored already is encoded anew. Keys are those that are stored: turned back.
+    """
+    key_map, rule, held = store.key_map, store.key_rule, store.held()
+    if rule.auto_offset and key_map.offset is None:
+        key_map = key_map._replace(offset=key_offset_of(keys))
+    if rule.auto_scale and not rule.scale_is_settled:
+        settled = store.end() + len(keys) >= LEAST_TOKENS
+        if settled or key_map.scale is None:
+            stored = np.empty(store.config.rows_shape(False, held.num_tokens), np.float32)
+            store.dequantize(held, False, 0, held.num_tokens, stored)
+            first = np.concatenate([stored, keys[:FIRST_TOKENS]])
+            offset_only = KeyMap(key_map.offset)
+            scale = key_scale_of(
+                offset_only.to_stored(first[:FIRST_TOKENS]),
+                powers_of_two=not store.config.keys_have_scales,
+            )
+            key_map = key_map._replace(scale=scale)
+        rule = rule._replace(scale_is_settled=settled)
+    if held.start or held.num_tokens:
+        encode_anew(store, key_map, held)
+    store_as(store, key_map, rule)
+
+
+def encode_anew(store: LayerStore, key_map: KeyMap, held: Held) -> None:
+    """Move to slabs in which keys are stored as in `key_map`; readers keep the old ones."""
+    config, n = store.config, held.num_tokens
+    slabs = memory.reserve_slabs(config)
+    if n:
+        scratch = scratch_store(store, n, key_map)
+        keys = np.empty(config.rows_shape(False, n), np.float32)
+        store.dequantize(held, False, 0, n, keys)
+        scratch.append(keys, np.zeros(config.rows_shape(True, n), np.float32))
+        anew = scratch.held().tokens
+        tokens = held.tokens._replace(key_codes=anew.key_codes, key_scales=anew.key_scales)
+        memory.copy_tokens(tokens, slabs, n)
+    store.bind(slabs, config, key_map)
+
+
+def mark(store: LayerStore) -> Mark:
+    """What :func:`return_to` needs, before an append that may decide the key map."""
+    return store.binding(), store.key_rule, None if store.parts is None else store.parts.state()
+
+
+def return_to(store: LayerStore, before: Mark) -> None:
+    """Undo all that was done since :func:`mark`, by appends alone."""
+    binding, store.key_rule, state = before
+    store.rebind(binding)
+    if store.parts is not None and state is not None:
+        store.parts.return_to(state)
+    store.key_map_is_open = store.key_rule.is_open(store.key_map)

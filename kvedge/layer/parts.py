@@ -1,0 +1,650 @@
+"""The first and the last tokens of a layer in a format that loses less: ``sinks=`` and ``recent=``.
+
+The rows of a layer hold all tokens, in its own format. Beside them two small layers hold the first
+tokens and the last ones again; attention and the getters read these where they are. A token that
+grows old is no longer read there, and nothing has to be moved or stored again. Of the last tokens
+64 more are kept than are read, so that a rejected draft leaves no trace.
+
+A layer of runs (``dtype="kivi4"``) has no rows of its own: 32 tokens of a head, at positions that
+begin with a multiple of 32, are encoded together and lie in a third part; the others are among the
+last tokens. Where keys alone are in runs, or values alone, the other side's rows lie in that part
+as well, and come there with the runs. Which bytes a run gets depends on its tokens alone, as
+`recent_dtype` has them. The runs end with the last whole one, unless the layer has gone back into
+one of them, further than the last tokens reach: then they end there, and what follows is encoded
+anew with the run's tokens.
+
+A reader takes `Held`, which has the parts of one moment. A writer that has no room in the layer of
+the last tokens copies what is still needed to another one, and replaces `now` as a whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from kvedge.core import checks, memory
+from kvedge.core.config import LayerConfig
+from kvedge.core.key_map import NO_MAP, KeyMap
+from kvedge.core.kivi import RUN
+from kvedge.core.memory import Held
+from kvedge.errors import ScaleRangeError
+from kvedge.layer import shifts
+from kvedge.layer.keys import encode_anew
+from kvedge.layer.store import LayerStore, Part, PartContents, Parts, PartsState, plain_store
+from kvedge.rope import Turn, Turns, turned
+
+__all__ = [
+    "DRAFT",
+    "PIECE",
+    "LayerParts",
+    "Span",
+    "contents_of",
+    "kept_rows",
+    "last_rows",
+    "part_key_map",
+    "parts_of_range",
+    "ranges_of",
+    "runs_end",
+    "spans_of",
+    "tail_of",
+]
+
+_Append = Callable[[LayerStore, int, int], None]  # to a store, from a token on, so many
+
+DRAFT = 64  # last tokens that may be taken back, and those before them are still all there
+_FIRST_ROWS = 256  # tokens that runs have room for at first; it doubles from there
+PIECE = 32 * RUN  # tokens of a prompt that are encoded at a time
+_ROOM = 64  # tokens appended between two moves, each of which copies the last tokens
+
+
+def kept_rows(config: LayerConfig) -> int:
+    """Last tokens that a layer may have to read in their other format."""
+    recent = max(config.recent, RUN) if config.in_runs else config.recent
+    return recent + DRAFT if recent else 0
+
+
+def last_rows(config: LayerConfig) -> int:
+    """Last tokens that a layer has room for in their other format."""
+    kept = kept_rows(config)
+    return kept + _ROOM if kept else 0
+
+
+def runs_end(end: int, last: int) -> int:
+    """Where the runs of a layer end whose tokens do, and whose last tokens begin at `last`."""
+    whole = end // RUN * RUN
+    return whole if last <= whole else end
+
+
+def part_key_map(config: LayerConfig, key_map: KeyMap) -> KeyMap:
+    """How first and last tokens store keys, where the layer stores them as in `key_map`."""
+    precise = config.part_config
+    if not precise.has_auto_scale:
+        return NO_MAP
+    return key_map if precise.key_format.has_scales else KeyMap(None, key_map.scale)
+
+
+class Span(NamedTuple):
+    """Consecutive tokens of a layer that lie together."""
+
+    store: LayerStore | None  # a part's; None: the layer itself
+    at: int  # index of the first one there
+    start: int  # the same in the whole layer
+    stop: int
+
+
+class LayerParts:
+    """The parts of one layer; its methods are the writer's, but for `now`.
+
+    Parameters
+    ----------
+    whole : LayerStore
+        An empty one whose config has ``recent`` or ``sinks``.
+    """
+
+    def __init__(self, whole: LayerStore) -> None:
+        config = whole.config
+        self._whole = whole
+        self._kept = kept_rows(config)
+        self._config = config.part_config
+        self._in_runs = config.in_runs
+        self.now: Parts
+        self.restart(0)
+
+    def _first(self, position: int) -> Part:
+        """Room for the first tokens."""
+        return self._empty(self._whole.config.sinks, position)
+
+    def _last(self, position: int) -> Part:
+        """Room for the last tokens."""
+        return self._empty(last_rows(self._whole.config), position)
+
+    def _runs(self, position: int, tokens: int) -> Part | None:
+        """Room for runs of so many tokens from a position on."""
+        if not self._in_runs:
+            return None
+        limit = self._whole.config.limit
+        rows = max(_FIRST_ROWS, 1 << max(tokens - 1, 0).bit_length())
+        if limit is not None:
+            rows = min(rows, -(-max(limit, tokens) // RUN) * RUN)
+        store = plain_store(type(self._whole), self._whole.config.runs(rows))
+        if not self._whole.key_map.is_plain:  # of keys in rows
+            store.set_key_map(self._whole.key_map)
+        return Part(store, position // RUN * RUN)
+
+    def _scratch(self, tokens: int) -> LayerStore:
+        """An empty layer of the parts' format."""
+        return self._empty(tokens, 0).store
+
+    def _empty(self, rows: int, position: int) -> Part:
+        config = replace(self._config, capacity=max(rows, 1), limit=max(rows, 1))
+        store = plain_store(type(self._whole), config)
+        key_map = part_key_map(self._whole.config, self._whole.key_map)
+        if not key_map.is_plain:
+            store.set_key_map(key_map)
+        return Part(store, position)
+
+    @property
+    def slabs(self) -> list[np.ndarray]:
+        """All memory of the parts."""
+        return [slab for part in self.now.each for slab in part.store.held().slabs]
+
+    # ---- appending -------------------------------------------------------------------------------
+
+    def begin(self, end: int, n: int) -> Appending:
+        """Make ready for `n` tokens from position `end` on; nothing is changed yet."""
+        first, last, _ = self.now
+        kept = max(0, end + n - self._kept)  # tokens from here on are needed
+        cut = end // RUN * RUN if self._in_runs else end
+        rest = None
+        if not self._kept:
+            last = Part(last.store, end)
+        elif self.now.end != end or last.position > cut:  # it was gone back to before the part
+            last = self._last(max(cut, kept))
+            if cut < end:
+                rest = self._read(cut, end)
+                if last.position < end:
+                    since = last.position - cut
+                    last.store.append(rest[0][since:], rest[1][since:])
+        elif n > last.store.config.capacity - len(last.store):
+            moved = self._last(max(last.position, kept))
+            rows = [each[moved.position - last.position :] for each in last.store.held().tokens]
+            if len(rows[0]):
+                memory.copy_tokens(rows, moved.store.slabs, len(rows[0]))
+                moved.store.set_len(len(rows[0]))
+            last = moved
+        skipped = max(0, last.position - end) if self._kept else n
+        joins = first.position + len(first.store) == end
+        sinks = max(0, min(n, self._whole.config.sinks - end)) if joins else 0
+        lengths = (len(first.store), len(last.store))
+        return Appending(first, last, sinks, skipped, end, n, lengths, rest)
+
+    def _read(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """Keys and values of a few positions, as they are read now."""
+        held, config = self._whole.held(), self._whole.config
+        gone = max(0, held.num_dropped - start)  # those that were dropped are not read again
+        at = (start + gone - held.num_dropped, stop - held.num_dropped)
+        rows = [np.zeros(config.rows_shape(v, stop - start), np.float32) for v in (False, True)]
+        for v in (False, True):
+            self._whole.dequantize(held, v, *at, rows[v][gone:])
+        return rows[0], rows[1]
+
+    def runs_of(self, made: Appending, append: _Append) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Keys and values of the runs that appended tokens fill, as they are to be encoded.
+
+        They come in pieces, so that a long prompt needs little room besides. `append` puts some of
+        the appended tokens, from one on, into a layer.
+        """
+        cut, whole = made.end // RUN * RUN, (made.end + made.n) // RUN * RUN
+        if not self._in_runs or whole == cut:
+            return
+        n = whole - cut
+        if made.last.position <= cut:  # they all are there by now
+            yield self._decoded(made.last.store, cut - made.last.position, self._room(n))
+            return
+        # All memory is taken before the first runs are written.
+        scratch, room = self._scratch(min(n, PIECE)), self._room(min(n, PIECE))
+        for start in range(cut, whole, PIECE):
+            stop = min(start + PIECE, whole)
+            first = max(start, made.end)
+            scratch.set_len(0)
+            if start < first:
+                scratch.append(*(made.rest or self._read(start, first)))
+            append(scratch, first - made.end, stop - first)
+            yield self._decoded(scratch, 0, [rows[: stop - start] for rows in room])
+
+    def _room(self, tokens: int) -> list[np.ndarray]:
+        """For keys and values of so many tokens."""
+        return [np.empty(self._config.rows_shape(v, tokens), np.float32) for v in (False, True)]
+
+    @staticmethod
+    def _decoded(
+        store: LayerStore, first: int, rows: list[np.ndarray]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Keys and values of tokens of a part, from one on."""
+        held = store.held()
+        for values in (False, True):
+            store.dequantize(held, values, first, first + len(rows[values]), rows[values])
+        return rows[0], rows[1]
+
+    def commit(self, made: Appending, pieces: Iterable[tuple[np.ndarray, np.ndarray]] = ()) -> None:
+        """Let readers see what was appended to the parts of `begin`, and encode whole runs."""
+        last, runs = made.last, self.now.runs
+        if runs is not None:
+            cut, whole = made.end // RUN * RUN, (made.end + made.n) // RUN * RUN
+            before, length = runs.store, len(runs.store)
+            runs = self._grown(runs, cut, whole - cut)
+            try:
+                for rows in pieces:
+                    runs.store.append(*rows)
+            except BaseException:
+                before.set_len(length)
+                raise
+        if not self._kept:  # it only says where the tokens end
+            last = Part(last.store, last.position + made.n)
+        self.now = Parts(made.first, last, runs)
+
+    def _grown(self, runs: Part, end: int, n: int) -> Part:
+        """The runs before a position, with room for `n` more tokens."""
+        length = end - runs.position
+        if length + n <= runs.store.config.capacity:
+            if length != len(runs.store):
+                runs.store.set_len(length)
+            return runs
+        gone = self._whole.held().num_dropped // RUN * RUN - runs.position
+        gone = min(max(gone, 0), length)
+        grown = self._runs(runs.position + gone, 2 * (length - gone) + n)
+        assert grown is not None
+        held, config = runs.store.held(), runs.store.config
+        rows = memory.rows_of(held.slabs, config, gone, runs.store.written())
+        _copy_runs(rows, grown.store, length - gone)
+        return grown
+
+    def take_back(self, made: Appending) -> None:
+        """Undo what was appended to the parts of `begin`."""
+        for part, length in zip(
+            (made.first, made.last), made.lengths, strict=True
+        ):  # runs: none yet
+            part.store.set_len(length)
+
+    def refuse(self, keys: np.ndarray, values: np.ndarray) -> None:
+        """Raise if checked rows cannot be stored in the parts."""
+        config = self._config
+        stored = self.now.last.store.key_map.to_stored(keys)
+        try:
+            config.key_format.refuse(stored, "keys", config.key_rows)
+            config.value_format.refuse(values, "values", config.value_rows)
+        except ScaleRangeError as error:
+            raise ScaleRangeError(
+                f"{error} (recent_dtype: bfloat16 and float32 take all)"
+            ) from error
+
+    # ---- going back and forth --------------------------------------------------------------------
+
+    def set_end(self, end: int) -> None:
+        """Hold the tokens before a position, which may lie above the present one."""
+        first, last, runs = self.now
+        length = end - last.position
+        if not self._kept:
+            last = Part(last.store, end)
+        elif length > last.store.written():
+            last = self._last(end)
+        else:
+            last.store.set_len(max(length, 0))
+        first.store.set_len(min(max(end - first.position, 0), first.store.written()))
+        if runs is not None:
+            length = runs_end(end, last.position) - runs.position
+            runs.store.set_len(min(max(length, 0), runs.store.written()))
+        self.now = Parts(first, last, runs)
+
+    def restart(self, position: int) -> None:
+        """Hold no token; the next one is at a position."""
+        # A run that begins before it is never read there.
+        last = self._last(position // RUN * RUN if self._in_runs else position)
+        if last.position < position:
+            shape = (position - last.position, self._config.num_kv_heads)
+            keys, values = (np.zeros((*shape, dim), np.float32) for dim in self._widths)
+            last.store.append(keys, values)
+        self.now = Parts(self._first(position), last, self._runs(position, 0))
+
+    @property
+    def _widths(self) -> tuple[int, int]:
+        return self._config.head_dim, self._config.value_head_dim
+
+    def forget(self, position: int, end: int) -> None:
+        """Hold no token from a position on, written ones included; the next one is at `end`."""
+        first = self.now.first
+        kept = slice(0, min(max(position - first.position, 0), len(first.store)))
+        self.now = Parts(
+            _filled(self._first(first.position), _contents(first, kept)), self._last(end)
+        )
+
+    def state(self) -> PartsState:
+        """What `return_to` needs."""
+        return self.state_of(self.now)
+
+    @staticmethod
+    def state_of(parts: Parts) -> PartsState:
+        """The state in which the parts are those."""
+        return parts, [(part.store.binding(), len(part.store)) for part in parts.each]
+
+    def return_to(self, state: PartsState) -> None:
+        """Be as it was; tokens were appended since, and keys stored otherwise."""
+        now, layers = state
+        for part, (binding, length) in zip(now.each, layers, strict=True):
+            part.store.rebind(binding)
+            part.store.set_len(length)
+        self.now = now
+
+    def rows_at(self, position: int) -> list[np.ndarray]:
+        """The bytes of a token that may lie above the end, in the parts that have it."""
+        rows = []
+        for part in self.now.each:
+            held, at = part.store.held(), position - part.position
+            if 0 <= at < part.store.written():
+                of_rows = memory.tokens_per_rows(part.store.config)
+                row = held.start + at
+                rows += [slab[row // n] for slab, n in zip(held.slabs, of_rows, strict=True)]
+        return rows
+
+    # ---- other keys ------------------------------------------------------------------------------
+
+    def store_keys_as(self, key_map: KeyMap) -> None:
+        """Store keys as the layer does, where the format of the parts gains by it."""
+        own = part_key_map(self._whole.config, key_map)
+        for part in self.now[:2]:
+            if not part.store.key_map.is_same(own):
+                encode_anew(part.store, own, part.store.held())
+        runs = self.now.runs
+        if runs is not None and not runs.store.key_map.is_same(key_map):
+            assert not len(runs.store)  # what is decided is settled before a run is full
+            runs.store.set_key_map(key_map)
+
+    def _ranges(self, start: int, stop: int) -> Iterator[tuple[LayerStore, int, int]]:
+        """First and last tokens of a range of positions."""
+        for part in self.now[:2]:
+            low, high = max(start - part.position, 0), min(stop - part.position, len(part.store))
+            if low < high:
+                yield part.store, low, high
+
+    def check_turn(self, turn: Turn, start: int, stop: int) -> None:
+        """Raise unless turned keys of a range of positions fit what they are stored in."""
+        for store, low, high in self._ranges(start, stop):
+            shifts.check_turn(store, turn, low, high)
+        self._turned(turn, start, stop)
+
+    def store_turned(self, turn: Turn, start: int, stop: int) -> None:
+        """Store the keys of a range of positions anew, turned."""
+        runs, encoded = self.now.runs, self._turned(turn, start, stop)
+        for store, low, high in self._ranges(start, stop):
+            shifts.store_turned(store, turn, low, high)
+        if runs is not None and encoded is not None:
+            first, (codes, scales) = encoded
+            with _rewriting(runs.store, first) as slabs:
+                row = first // runs.store.config.key_format.tokens_per_row
+                slabs.key_codes[row : row + len(codes)] = codes
+                slabs.key_scales[row : row + len(codes)] = scales
+
+    def _turned(
+        self, turn: Turn, start: int, stop: int
+    ) -> tuple[int, tuple[np.ndarray, np.ndarray]] | None:
+        """Keys that lie in runs, or beside them, with a range of positions turned.
+
+        The first token that is encoded anew, and codes and scales from there on.
+        """
+        runs = self.now.runs
+        if runs is None:
+            return None
+        start, stop = max(start - runs.position, 0), min(stop - runs.position, len(runs.store))
+        if start >= stop:
+            return None
+        config, key_map = runs.store.config, runs.store.key_map
+        step = config.key_format.tokens_per_row
+        first, last = start // step * step, -(-stop // step) * step
+        stored = runs.store.held().slabs.side(False, config)
+        keys = key_map.from_stored(np.array(stored.decode(slice(first, last), np.float32)))
+        with np.errstate(over="ignore"):  # refused below
+            keys[start - first : stop - first] = turned(turn, keys[start - first : stop - first])
+        keys = key_map.to_stored(keys)
+        checks.check_finite(keys, key_map.text)
+        config.key_format.refuse(keys, "keys", config.key_rows)
+        return first, config.key_format.encode(keys, config.key_rows)
+
+    def put(self, position: int, keys: np.ndarray, values: np.ndarray) -> None:
+        """Store whole runs of tokens (n, H, channels) at a position, over the runs there."""
+        runs, own, stop = self.now.runs, self._config, position + len(keys)
+        assert runs is not None
+        key_map = self.now.last.store.key_map
+        stored = _encoded(own, key_map, keys, values)
+        read = (
+            key_map.from_stored(own.key_format.decode(*stored[0], own.key_rows, np.float32)),
+            own.value_format.decode(*stored[1], own.value_rows, np.float32),
+        )
+        config, first = runs.store.config, position - runs.position
+        made = _encoded(config, runs.store.key_map, *read)
+        with _rewriting(runs.store, first) as slabs:
+            rows = memory.rows_of(slabs, config, first, first + len(keys))
+            rows.key_codes[:], rows.key_scales[:] = made[0]
+            rows.value_codes[:], rows.value_scales[:] = made[1]
+        for store, low, high in self._ranges(position, stop):
+            part = self.now.first if store is self.now.first.store else self.now.last
+            row, start = store.held().start + low, part.position + low - position
+            to, given = slice(row, row + high - low), slice(start, start + high - low)
+            with _rewriting(store, low) as slabs:
+                slabs.key_codes[to], slabs.key_scales[to] = (one[given] for one in stored[0])
+                slabs.value_codes[to], slabs.value_scales[to] = (one[given] for one in stored[1])
+
+    def keep(self, positions: np.ndarray, start: int) -> None:
+        """Hold the tokens at these positions alone, which close ranks from `start` on."""
+        first, last, _ = self.now
+        held = [
+            positions[(part.position <= positions) & (positions < part.position + len(part.store))]
+            for part in (first, last)
+        ]
+        begins = len(held[0]) == 0 or positions[0] == held[0][0]
+        contents = [
+            _contents(part, rows - part.position)
+            for part, rows in zip((first, last), held, strict=True)
+        ]
+        if not begins:
+            contents[0] = _contents(first, slice(0, 0))
+        self.fill(contents, start, start + len(positions))
+
+    # ---- copying ---------------------------------------------------------------------------------
+
+    def fill(self, contents: Sequence[PartContents], start: int, end: int) -> None:
+        """Take over the first and last tokens of a layer that holds positions `start` to `end`."""
+        first, last = contents[:2]
+        tokens = len(last.arrays.key_codes)
+        runs = None
+        if self._in_runs:
+            length = runs_end(end, end - tokens) - start // RUN * RUN
+            runs = self._runs(start, max(length, 0))
+            assert runs is not None
+            if not contents[2].key_map.is_same(runs.store.key_map):
+                runs.store.set_key_map(contents[2].key_map)
+            _copy_runs(contents[2].arrays, runs.store, max(length, 0))
+        self.now = Parts(
+            _filled(self._first(start), first), _filled(self._last(end - tokens), last), runs
+        )
+
+    def joined(self, contents: Sequence[PartContents], end: int, n: int) -> PartsState:
+        """What :meth:`return_to` needs once `n` tokens come behind position `end`.
+
+        Their last ones count; first tokens are those of an empty layer only.
+        """
+        last = contents[1]
+        tokens = len(last.arrays.key_codes)
+        arrays = last.arrays
+        before = max(0, min(len(self.now.last.store), self._kept - tokens)) if tokens == n else 0
+        if before and self.now.last.store.key_map.is_same(last.key_map):
+            own = self.now.last.store.held().tokens
+            arrays = memory.Slabs(
+                *(
+                    np.concatenate([mine[-before:], new])
+                    for mine, new in zip(own, arrays, strict=True)
+                )
+            )
+        part = self._last(end + n - len(arrays.key_codes))
+        part = _filled(part, last._replace(arrays=arrays))
+        return self.state_of(Parts(self.now.first, part))
+
+
+class Appending(NamedTuple):
+    """Tokens on their way into the parts: the first `sinks` of them, and all but `skipped`."""
+
+    first: Part
+    last: Part
+    sinks: int
+    skipped: int
+    end: int  # position of the first one
+    n: int
+    lengths: tuple[int, int]  # of the parts before
+    rest: tuple[np.ndarray, np.ndarray] | None  # of runs: the tokens of the last one, if it was cut
+
+
+def _encoded(
+    config: LayerConfig, key_map: KeyMap, keys: np.ndarray, values: np.ndarray
+) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
+    """Codes and scales of keys, and of values."""
+    return (
+        config.key_format.encode(key_map.to_stored(keys), config.key_rows),
+        config.value_format.encode(values, config.value_rows),
+    )
+
+
+@contextlib.contextmanager
+def _rewriting(store: LayerStore, start: int) -> Iterator[memory.Slabs]:
+    """The slabs of a layer whose tokens from `start` on are written over."""
+    length = len(store)
+    store.set_len(start)  # a core looks anew at the rows that it gets back below
+    try:
+        yield store.held().slabs
+    finally:
+        store.set_len(length)
+
+
+def _copy_runs(arrays: Sequence[np.ndarray], store: LayerStore, tokens: int) -> None:
+    """Take over runs, and hold so many tokens of them."""
+    config = store.config
+    held = min(len(arrays[0]) * config.key_format.tokens_per_row, store.config.capacity)
+    sides = (memory.rows_of(slabs, config, 0, held) for slabs in (store.slabs, arrays))
+    for new, old in zip(*sides, strict=True):
+        new[:] = old
+    store.set_len(held)
+    store.set_len(tokens)
+
+
+def _filled(part: Part, contents: PartContents) -> Part:
+    store, tokens = part.store, len(contents.arrays.key_codes)
+    if not contents.key_map.is_same(store.key_map):
+        store.set_key_map(contents.key_map)
+    memory.copy_tokens(contents.arrays, store.slabs, tokens)
+    store.set_len(tokens)
+    return part
+
+
+def _contents(part: Part, rows: slice | np.ndarray) -> PartContents:
+    held = part.store.held()
+    return PartContents(memory.Slabs(*(each[rows] for each in held.tokens)), part.store.key_map)
+
+
+def contents_of(held: Held, start: int, end: int, *, copy: bool) -> tuple[PartContents, ...]:
+    """The first and last ones of the tokens at positions `start` to `end`, as they are stored.
+
+    `end` may lie above what is held, where a layer can go.
+    """
+    if held.parts is None:
+        return ()
+    first, last, runs = held.parts
+    first_rows = slice(max(0, start - first.position), max(0, end - first.position))
+    if first.position > start:
+        first_rows = slice(0, 0)
+    rows = min(len(first.store), first_rows.stop)
+    first_rows = slice(min(first_rows.start, rows), rows)
+    stop = end - last.position
+    if not 0 <= stop <= last.store.written():
+        stop = 0
+    since = start if runs is None else start // RUN * RUN  # runs need those before it
+    last_rows = slice(min(stop, max(0, since - last.position)), stop)
+    made = []
+    for part, at in ((first, first_rows), (last, last_rows)):
+        of_part = part.store.held()
+        arrays = memory.Slabs(
+            *(slab[of_part.start + at.start : of_part.start + at.stop] for slab in of_part.slabs)
+        )
+        if copy:
+            arrays = memory.Slabs(*(each.copy() for each in arrays))
+        made.append(PartContents(arrays, part.store.key_map))
+    if runs is not None:
+        begin = end - len(made[1].arrays.key_codes)
+        of_runs = runs.store.held()
+        config, stop = runs.store.config, runs_end(end, begin) - runs.position
+        arrays = memory.rows_of(of_runs.slabs, config, start - runs.position, stop)
+        if copy:
+            arrays = memory.Slabs(*(each.copy() for each in arrays))
+        made.append(PartContents(arrays, runs.store.key_map))
+    return tuple(made)
+
+
+def parts_of_range(
+    parts: Sequence[PartContents], config: LayerConfig, length: int, start: int, stop: int
+) -> tuple[PartContents, ...]:
+    """The parts of tokens `start` to `stop`, of those of `length` tokens of a layer."""
+    if not parts:
+        return ()
+    before = length - len(parts[1].arrays.key_codes)  # tokens before the last ones
+    ranges = (slice(start, stop), slice(max(0, start - before), max(0, stop - before)))
+    arrays = [
+        memory.Slabs(*(array[rows] for array in part.arrays))
+        for part, rows in zip(parts, ranges, strict=False)
+    ]
+    if config.in_runs:  # from the start of a run on
+        arrays.append(memory.rows_of(parts[2].arrays, config.runs(RUN), start, stop))
+    return tuple(part._replace(arrays=rows) for part, rows in zip(parts, arrays, strict=True))
+
+
+def tail_of(config: LayerConfig, n: int, sinks: int, last: int, runs: int | None) -> int:
+    """Of `n` tokens the one from which on last ones are read, those before it as rows or runs.
+
+    `sinks` first tokens are read as such; last ones are there from `last` on, runs up to `runs`.
+    """
+    tail = min(n, max(sinks, last, n - config.recent))
+    return tail if runs is None else min(tail, max(sinks, runs))
+
+
+def spans_of(held: Held, config: LayerConfig) -> list[Span]:
+    """Where the tokens of a layer are read, in their order; none overlap."""
+    n, dropped = held.num_tokens, held.num_dropped
+    if held.parts is None or not n:
+        return [Span(None, 0, 0, n)] if n else []
+    first, last, runs = held.parts
+    sinks = 0
+    if first.position <= dropped:
+        sinks = min(n, max(0, first.position + len(first.store) - dropped))
+    stop = None if runs is None else runs.position + len(runs.store) - dropped
+    tail = tail_of(config, n, sinks, last.position - dropped, stop)
+    middle = Span(None, sinks, sinks, tail)
+    if runs is not None:
+        middle = Span(runs.store, sinks + dropped - runs.position, sinks, tail)
+    spans = (
+        Span(first.store, dropped - first.position, 0, sinks),
+        middle,
+        Span(last.store, tail + dropped - last.position, tail, n),
+    )
+    return [span for span in spans if span.start < span.stop]
+
+
+def ranges_of(turns: Turns | None, dropped: int, span: Span) -> Iterator[tuple[int, int, Turn]]:
+    """The tokens of a span whose keys are to be turned alike: first, the one after the last, turn.
+
+    `dropped` tokens are before the layer's first one.
+    """
+    if turns is None:
+        yield span.start, span.stop, ()
+        return
+    for start, stop, turn in turns.ranges(span.start + dropped, span.stop + dropped):
+        yield start - dropped, stop - dropped, turn

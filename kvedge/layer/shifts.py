@@ -1,0 +1,131 @@
+"""Keys moved to other positions of their rotary embedding, and stored anew where that must be."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvedge.core import checks
+from kvedge.core.float_mode import in_default_mode
+from kvedge.errors import InvalidArgumentError
+from kvedge.layer.reading import block_tokens
+from kvedge.layer.store import LayerStore, scratch_store
+from kvedge.rope import NO_TURNS, Rope, Rotation, Turn, Turns, turned
+
+__all__ = ["check_shift", "check_turn", "settle", "shift", "store_turned"]
+
+_SQRT2 = 2.0**0.5
+
+
+def shift(
+    store: LayerStore, delta: int, rope: object, start: int = 0, stop: int | None = None
+) -> None:
+    """Shift the keys of a range of tokens; all or nothing."""
+    turns = check_shift(store, delta, rope, start, stop)
+    store.turns = turns or None
+    if turns.are_many:
+        settle(store)
+
+
+def settle(store: LayerStore) -> None:
+    """Store all keys turned, so that none are still to be turned."""
+    turns = store.turns or NO_TURNS
+    for first, last, turn in turns.ranges(store.held().num_dropped, store.end()):
+        if turn:
+            store_turned(store, turn, first, last)
+            turns = turns.spliced(first, last, NO_TURNS, first, ends=False)
+            store.turns = turns  # should the next one be broken off
+    store.turns = None
+
+
+def check_shift(
+    store: LayerStore, delta: int, rope: object, start: int = 0, stop: int | None = None
+) -> Turns:
+    """Raise what :func:`shift` would raise, or return what is owed after it.
+
+    Quick unless keys are huge.
+    """
+    if not isinstance(rope, Rope):
+        raise InvalidArgumentError(f"rope must be a kvedge.Rope, not {checks.describe(rope)}")
+    rotation = Rotation.of(rope, delta, store.config.head_dim)
+    start, stop = checks.check_range(start, stop, len(store))
+    turns, dropped = store.turns or NO_TURNS, store.held().num_dropped
+    if not delta or start == stop:
+        return turns
+    checks.check_finite(np.array(rotation.angles), "the angles of the turn")
+    # Tokens that were dropped, or lie above the length, are not returned to after a shift.
+    turns = turns.within(dropped, dropped + len(store)).shifted(
+        rotation,
+        dropped + start if start else 0,
+        dropped + stop if stop < len(store) else None,
+    )
+    for first, last, turn in turns.ranges(dropped + start, dropped + stop):
+        check_turn(store, turn, first, last)
+    return turns
+
+
+def check_turn(store: LayerStore, turn: Turn, start: int, stop: int) -> None:
+    """Raise unless turned keys of some positions fit what they are stored in."""
+    dropped = store.held().num_dropped
+    if turn and _may_overflow(store, start - dropped, stop - dropped):
+        _encoded(store, turn, start - dropped, stop - dropped)
+    if turn and store.parts is not None:
+        store.parts.check_turn(turn, start, stop)
+
+
+def store_turned(store: LayerStore, turn: Turn, start: int, stop: int) -> None:
+    """Store the keys of some positions anew, turned, in their other format too."""
+    dropped, parts = store.held().num_dropped, store.parts
+    state = None if parts is None else parts.state()
+    codes, scales = _encoded(store, turn, start - dropped, stop - dropped)
+    _put_keys(store, start - dropped, codes, scales)
+    if parts is not None and state is not None:
+        parts.return_to(state)
+        parts.store_turned(turn, start, stop)
+
+
+def _may_overflow(store: LayerStore, start: int, stop: int) -> bool:
+    """Whether some turned key could pass the range of what it is stored in."""
+    config, tokens, key_map = store.config, store.held().tokens, store.key_map
+    offset = 0.0 if key_map.offset is None else float(np.abs(key_map.offset).max())
+    low, high = 1.0, 1.0
+    if key_map.scale is not None:
+        low, high = float(key_map.scale.min()), float(key_map.scale.max())
+    form, rows = config.key_format, slice(start, stop)
+    largest = form.largest(tokens.key_codes[rows], tokens.key_scales[rows]) * high + offset
+    # A rotation makes a channel at most sqrt(2) times the largest; the rest is for rounding.
+    bound = 1.01 * (_SQRT2 * largest + offset) / low
+    return bound > form.limit(config.key_rows)
+
+
+def _put_keys(store: LayerStore, start: int, codes: np.ndarray, scales: np.ndarray) -> None:
+    """Write over the stored keys from a token on."""
+    length, tokens = len(store), store.held().tokens
+    try:
+        store.set_len(start)  # a store looks anew at the rows that it gets back below
+        tokens.key_codes[start : start + len(codes)] = codes
+        tokens.key_scales[start : start + len(codes)] = scales
+    finally:
+        store.set_len(length)
+
+
+@in_default_mode
+def _encoded(store: LayerStore, turn: Turn, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+    """Codes and scales of turned keys, made by a store of the same kind."""
+    held, config = store.held()._replace(parts=None), store.config.plain
+    step = block_tokens(config)
+    scratch = scratch_store(store, max(1, min(step, stop - start)), store.key_map)
+    codes = np.empty_like(held.tokens.key_codes[start:stop])
+    scales = np.empty_like(held.tokens.key_scales[start:stop])
+    keys = np.empty(config.rows_shape(False, scratch.config.capacity), np.float32)
+    values = np.zeros(config.rows_shape(True, scratch.config.capacity), np.float32)
+    for first in range(start, stop, step):
+        last = min(stop, first + step)
+        block = store.dequantize(held, False, first, last, keys[: last - first])
+        with np.errstate(over="ignore"):  # refused when it is appended
+            rows = turned(turn, block).astype(np.float32)
+        scratch.set_len(0)
+        scratch.append(rows, values[: last - first])
+        at = slice(first - start, last - start)
+        codes[at] = scratch.slabs.key_codes[: last - first]
+        scales[at] = scratch.slabs.key_scales[: last - first]
+    return codes, scales

@@ -1,0 +1,263 @@
+"""The public layer classes, one per storage format: the table of them.
+
+Each holds what it has of its own: its dtype and its docstring. A backend derives a class of the
+same name from it, over its stores, with :func:`layer_classes`; type checkers see those here.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from kvedge.core import registry
+from kvedge.core.config import describe
+from kvedge.core.types import Array
+from kvedge.errors import InvalidArgumentError
+from kvedge.layer.layer import KvLayer
+from kvedge.layer.store import LayerStore
+
+__all__ = ["Fp8KvLayer", "layer_classes"]
+
+# What ends the docstring of the other classes.
+_PARAMETERS = """
+
+    Parameters
+    ----------
+    capacity : int, optional
+        Tokens to reserve room for; memory is committed by the system as it is touched. None: the
+        layer grows, doubling its room when it is full.
+    num_kv_heads : int
+    head_dim : int
+        Channels of a key, 1 to 1024.
+    value_head_dim : int, optional
+        Channels of a value, 1 to 1024; by default head_dim.
+    value_dtype : kvedge.core.types.Dtype, optional
+        How values are stored, where not as keys.
+    window : int, optional
+        The layer keeps what query rows need that see so many tokens each, itself included, and
+        attends with this window: an append drops the tokens that neither its own rows nor later
+        ones see. :attr:`num_dropped` counts them. ``capacity`` must be None: it takes memory for
+        two windows, or a prompt's length for as long as it is needed.
+    key_scale : array or "auto", optional
+        As of :class:`kvedge.QuantizedKvLayer`; "auto" is none for formats of more than 8 bits.
+    group_size, scale_dtype, key_offset
+        As of :class:`kvedge.QuantizedKvLayer`, where keys or values are int4 or int8.
+
+    Raises
+    ------
+    InvalidArgumentError, OutOfMemoryError
+    """
+
+
+class QuantizedKvLayer(KvLayer):
+    """Keys and values of one layer, stored as int8 with one float scale per group.
+
+    Parameters
+    ----------
+    capacity : int, optional
+        Tokens to reserve room for; memory is committed by the system as it is touched. None: the
+        layer grows, doubling its room when it is full.
+    num_kv_heads : int
+    head_dim : int
+        Channels of a key, 1 to 1024.
+    value_head_dim : int, optional
+        Channels of a value, 1 to 1024; by default head_dim. (DeepSeek's latent attention has 192
+        and 128, or 576 and 512.)
+    value_dtype : kvedge.core.types.Dtype, optional
+        How values are stored, where not as keys.
+    group_size : int, optional
+        Channels that share a scale, at most those of a row; by default the whole row, as for values
+        (or keys) narrower than that.
+    scale_dtype : {"float32", "float16"}
+        float16 halves the scales, and refuses rows whose scale it cannot hold.
+    key_offset : array or "auto", optional
+        float32 (num_kv_heads, head_dim), taken off the keys when stored and added back when read,
+        for models whose keys have large constant channels. "auto": the mean of the keys of the
+        first append, in the channels whose range that halves, until clear().
+    key_scale : array or "auto", optional
+        float32 (num_kv_heads, head_dim), positive, what keys are divided by when stored; the query
+        is multiplied by it, which changes no attention. For models with a few large key channels,
+        as Qwen2.5. "auto": from the first 64 tokens (16 at least: fewer are encoded anew once 16
+        are there), until clear().
+    window : int, optional
+        The layer keeps what query rows need that see so many tokens each, itself included, and
+        attends with this window: an append drops the tokens that neither its own rows nor later
+        ones see. :attr:`num_dropped` counts them. ``capacity`` must be None: it takes memory for
+        two windows, or a prompt's length for as long as it is needed.
+
+    Raises
+    ------
+    InvalidArgumentError, OutOfMemoryError
+    DtypeMismatchError, ShapeMismatchError, LayoutError, NonFiniteInputError
+        From key_offset and key_scale.
+
+    Notes
+    -----
+    An empty layer is false, as any container without items is: ask ``layer is not None``.
+
+    Examples
+    --------
+    >>> layer = QuantizedKvLayer(4096, num_kv_heads=8, head_dim=64)
+    >>> layer.push(keys, values)  # float32 (8, 64) each
+    >>> out = layer.attend(query)  # float32 (32, 64) -> (32, 64)
+    """
+
+    _dtype = "int8"
+
+
+class Float32KvLayer(KvLayer):
+    """Keys and values of one layer, stored as they come, in float32."""
+
+    _dtype = "float32"
+
+
+class Float16KvLayer(KvLayer):
+    """Keys and values of one layer, stored as float16 (IEEE half precision).
+
+    Rounded to nearest, ties to even. Rows with elements of 65520 or more are refused
+    (ScaleRangeError), never stored as infinity.
+    """
+
+    _dtype = "float16"
+
+
+class Bfloat16KvLayer(KvLayer):
+    """Keys and values of one layer, stored as bfloat16: float32 without its last 16 bits.
+
+    Rounded to nearest, ties to even. NumPy has no such type: ``key_codes`` and ``value_codes``
+    show them as uint16.
+    """
+
+    _dtype = "bfloat16"
+
+
+class Fp8E4m3KvLayer(KvLayer):
+    """Keys and values of one layer, stored as FP8 e4m3, a byte each, as OCP has it.
+
+    Rounded to nearest, ties to even; what lies beyond 448 becomes 448, which is no error. There
+    is no scale. NumPy has no such type: ``key_codes`` and ``value_codes`` show them as uint8, which
+    ``.view(ml_dtypes.float8_e4m3fn)`` reads.
+    """
+
+    _dtype = "fp8_e4m3"
+
+
+class Fp8E5m2KvLayer(KvLayer):
+    """Keys and values of one layer, stored as FP8 e5m2, a byte each, as OCP has it.
+
+    Rounded to nearest, ties to even; what lies beyond 57344 becomes 57344, which is no error. There
+    is no scale. NumPy has no such type: ``key_codes`` and ``value_codes`` show them as uint8, which
+    ``.view(ml_dtypes.float8_e5m2)`` reads.
+    """
+
+    _dtype = "fp8_e5m2"
+
+
+class Int4KvLayer(KvLayer):
+    """Keys and values of one layer, stored as one of 16 levels each, with a scale per group.
+
+    Half the bytes of int8, at a loss that models show: docs/formats.md has the measurements. Values
+    bear it better than keys, which ``value_dtype="int4"`` of another layer class is for. A
+    ``group_size`` of 32 loses less than a row does. Two codes to a byte: ``key_codes`` and
+    ``value_codes`` are uint8 (len, num_kv_heads, ceil(head_dim / 2)).
+    """
+
+    _dtype = "int4"
+
+
+class Kivi4KvLayer(KvLayer):
+    """Keys and values of one layer in runs of 32 tokens, 4 bits each, as KIVI has it.
+
+    Keys share a step and a smallest value per channel and run, values per token and 64 channels: at
+    5 and 4.5 bits, with ``recent=96``, this loses about a fortieth of what int4 rows do. The last
+    tokens, until a run is full, lie in ``recent_dtype``, float16 by default; ``recent`` and
+    ``sinks`` read more of them there. ``key_codes`` and ``value_codes`` show nothing. Elements of
+    up to 65504 can be stored; there is no key scale, nor need for one. With ``value_dtype="int8"``
+    or another format of rows, rows of values are stored with the runs of keys.
+
+    What cuts a run decodes it: tokens that are appended after going back into a run, further than
+    the last tokens reach, are encoded anew with those before them, and so is what ``keep`` moves.
+    """
+
+    _dtype = "kivi4"
+
+
+class Kivi2KvLayer(KvLayer):
+    """As :class:`kvedge.Kivi4KvLayer`, with codes of 2 bits: use it with ``recent=96``."""
+
+    _dtype = "kivi2"
+
+
+class Kivi8KvLayer(KvLayer):
+    """As :class:`kvedge.Kivi4KvLayer`, with codes of 8 bits."""
+
+    _dtype = "kivi8"
+
+
+_CLASSES: tuple[type[KvLayer], ...] = tuple(KvLayer.__subclasses__())
+
+
+def Fp8KvLayer(
+    capacity: int | None = None,
+    num_kv_heads: int | None = None,
+    head_dim: int | None = None,
+    *,
+    dtype: Literal["fp8_e4m3", "fp8_e5m2"] = "fp8_e4m3",
+    value_head_dim: int | None = None,
+    key_scale: Array | Literal["auto"] | None = None,
+    window: int | None = None,
+) -> Any:
+    """Make an empty layer of 8-bit floats, of either type.
+
+    Parameters
+    ----------
+    capacity, num_kv_heads, head_dim, value_head_dim, key_scale, window
+        As of :class:`kvedge.Fp8E4m3KvLayer`.
+    dtype : {"fp8_e4m3", "fp8_e5m2"}
+        e4m3 has a bit more of mantissa, e5m2 of exponent.
+
+    Returns
+    -------
+    Fp8E4m3KvLayer or Fp8E5m2KvLayer
+
+    Raises
+    ------
+    InvalidArgumentError, OutOfMemoryError
+    """
+    kinds = {"fp8_e4m3": "Fp8E4m3KvLayer", "fp8_e5m2": "Fp8E5m2KvLayer"}
+    if not isinstance(dtype, str) or dtype not in kinds:
+        wanted = " or ".join(f'"{name}"' for name in kinds)
+        raise InvalidArgumentError(f"dtype must be {wanted}, not {describe(dtype)}")
+    kind = registry.active(kinds[dtype])
+    return kind(
+        capacity,
+        num_kv_heads,
+        head_dim,
+        value_head_dim=value_head_dim,
+        key_scale=key_scale,
+        window=window,
+    )
+
+
+def layer_classes(module: str, store: type[LayerStore], *faces: type) -> dict[str, type[KvLayer]]:
+    """The public layer classes of a backend by their dtype.
+
+    Parameters
+    ----------
+    module : str
+        The backend's.
+    store : type
+        Of its stores.
+    faces : type
+        Bases that come before a class of the table: what the backend does faster.
+    """
+    return {kind._dtype: _of_backend(kind, module, store, faces) for kind in _CLASSES}
+
+
+def _of_backend(
+    kind: type[KvLayer], module: str, store: type[LayerStore], faces: tuple[type, ...]
+) -> type[KvLayer]:
+    doc = kind.__doc__ or ""
+    if kind is not QuantizedKvLayer:
+        doc = doc.rstrip() + _PARAMETERS
+    body = {"__doc__": doc, "__module__": module, "_store_type": store}
+    return registry.backend_class(type(kind.__name__, (*faces, kind), body))
