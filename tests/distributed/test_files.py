@@ -176,10 +176,19 @@ def test_a_save_that_fails_on_one_rank_is_an_error_on_all_and_leaves_the_one_bef
         feed(cache, 2, 60)
         if group.rank == 1:
 
-            def full(*arguments, **named):
-                raise OSError(28, "No space left on device")
+            class Full:
+                """The state of a cache that cannot be written."""
 
-            monkeypatch.setattr(cache.part, "_contents", full, raising=False)
+                def __init__(self, state):
+                    self.state = state
+
+                def __getattr__(self, name):
+                    return getattr(self.state, name)
+
+                def contents(self, *arguments, **named):
+                    raise OSError(28, "No space left on device")
+
+            monkeypatch.setattr(cache.part, "_state", Full(state_of(cache.part)))
             with pytest.raises(OSError, match="No space left"):
                 cache.save(tmp_path)
         else:
