@@ -9,7 +9,7 @@
  *   round_dithered_floats(x, dither)   round(x + dither) where x is below KVEDGE_DITHERED, else round(x)
  *   store_pairs(bits, number, to)  16 integers as 16 bits, in the order that multiply_pair() wants for words of codes of `bits` bits:
  *                                  pairs of the k-th numbers of the two halves that a word's codes have, for each word
- *   words                          FLOATS words of 4 bytes
+ *   word_vector                    FLOATS words of 4 bytes
  *   load_words(p), load_first_words(p, n)   at any address; the first n
  *   low_codes(words, bits)         in each half of a word its lowest code
  *   next_codes(words, bits)        halves shifted down by a code
@@ -54,7 +54,7 @@ KVEDGE_INLINE void multiply_words(const lane_words *w, int left, const int16_t *
   const uint8_t *from = w->words;
   uintptr_t next = (uintptr_t)from + w->ahead, again = next - w->after;
   for (int n = 0; n < w->num; n++, from += w->stride) {
-    words word[4];
+    word_vector word[4];
 #pragma GCC unroll 4
     for (int v = 0; v < vectors; v++) {
       word[v] = vectors > 1 || left >= FLOATS ? load_words(from + 4 * FLOATS * v) : load_first_words(from, left);
@@ -64,7 +64,7 @@ KVEDGE_INLINE void multiply_words(const lane_words *w, int left, const int16_t *
     }
 #define MULTIPLY_CODES(last)                                                                                           \
   {                                                                                                                    \
-    words codes[4];                                                                                                    \
+    word_vector codes[4];                                                                                              \
     _Pragma("GCC unroll 4") for (int v = 0; v < vectors; v++) codes[v] = last ? word[v] : low_codes(word[v], bits);    \
     _Pragma("GCC unroll 4") for (int v = 0; v < vectors && !last; v++) word[v] = next_codes(word[v], bits);            \
     _Pragma("GCC unroll 4") for (int i = 0; i < count; i++) {                                                          \
@@ -97,8 +97,8 @@ KVEDGE_INLINE void clear_sums(const int count, const int vectors, lane_sums sum)
 /* Numbers of queries times a run's steps, and their sums of products with all middles, less what
  * the middle code adds to those of the numbers: in units. (`count` and `bits`: constants where
  * this is inlined.) */
-KVEDGE_INLINE void encode_run(const run_scoring *s, const run_arrays *run, const int count, const int bits,
-                              int16_t (*numbers)[1024], float constant[RUN_QUERIES]) {
+KVEDGE_INLINE void quantize_for_run(const run_scoring *s, const run_arrays *run, const int count, const int bits,
+                                    int16_t (*numbers)[1024], float constant[RUN_QUERIES]) {
   const int dim = s->keys->dim;
   const floats most = all_floats((float)(1 << (bits - 1)));
   floats added[RUN_QUERIES];
@@ -146,7 +146,7 @@ KVEDGE_INLINE void score_pairs(const run_scoring *s, const int count, const int 
   for (int r = s->first_run; r < s->stop_run; r++) {
     const tile_run run = run_of_tile(s->keys, r, 0);
     float constant[RUN_QUERIES], within[RUN_QUERIES][RUN];
-    encode_run(s, &run.arrays, count, bits, numbers, constant);
+    quantize_for_run(s, &run.arrays, count, bits, numbers, constant);
     prefetch_run(s->keys, r, bytes, of_run);
     for (int t = 0; t < RUN; t += FLOATS * vectors) {
       const lane_words at = words_of_run(s->keys, r, &run.arrays, 0, 4 * t);

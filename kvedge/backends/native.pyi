@@ -9,9 +9,9 @@ from typing import Any, Protocol
 
 from kvedge.cache.cache import KVCache as _KVCache
 from kvedge.core.types import Array, Layout
-from kvedge.layer import types
 from kvedge.layer.layer import KvLayer
 from kvedge.layer.store import LayerStore as _LayerStore
+from kvedge.layer.types import AnyKvLayer
 from kvedge.paged.store import BlockStoreMethods
 
 def bind() -> None: ...
@@ -32,19 +32,6 @@ def append_batch(
 class LayerStore(_LayerStore, Protocol): ...
 
 class KVCache(_KVCache):
-    def layer(
-        self, index: int
-    ) -> (
-        types.QuantizedKvLayer
-        | types.Float32KvLayer
-        | types.Float16KvLayer
-        | types.Bfloat16KvLayer
-        | types.Fp8E4m3KvLayer
-        | types.Fp8E5m2KvLayer
-        | types.Int4KvLayer
-        | types.Kivi2KvLayer
-        | types.Kivi4KvLayer
-        | types.Kivi8KvLayer
-    ): ...
+    def layer(self, index: int) -> AnyKvLayer: ...
 
 class BlockStore(BlockStoreMethods): ...

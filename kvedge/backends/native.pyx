@@ -826,7 +826,7 @@ cdef class LayerStore:
 
     def _scores_of_parts(self, query, scale):
         """Scores of a plain query row, over the tokens where they are read."""
-        cdef cnp.ndarray part
+        cdef cnp.ndarray logits
         cdef LayerStore layer
         cdef _Handle handle
         cdef int64_t first_row, num_tokens
@@ -844,12 +844,12 @@ cdef class LayerStore:
                 rows = to_float32(turned(turn, query, back=True)) if turn else query
                 query_data = _floats(rows)
                 first_row, num_tokens = own.start + part.at + start - part.start, stop - start
-                part = np.empty((num_heads, num_tokens), np.float32)
+                logits = np.empty((num_heads, num_tokens), np.float32)
                 status = kvedge_scores(
-                    handle.layer, query_data, num_heads, c_scale, first_row, num_tokens, _floats(part))
+                    handle.layer, query_data, num_heads, c_scale, first_row, num_tokens, _floats(logits))
                 if status != KVEDGE_OK:
                     self._refuse_attend(query, status)
-                out[:, start:stop] = part
+                out[:, start:stop] = logits
         return out
 
     def _refuse_attend(self, query, status):

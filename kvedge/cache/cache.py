@@ -25,11 +25,10 @@ from kvedge.core import checks, memory, registry
 from kvedge.core.config import ConfigFacts, LayerConfig
 from kvedge.core.key_map import KeyRule
 from kvedge.core.memory import memory_for
-from kvedge.core.options import shows_options
+from kvedge.core.options import AttendArguments, shows_options
 from kvedge.core.storage import Storage, shows_storage
 from kvedge.core.types import (
     Array,
-    AttendArguments,
     CacheArguments,
     Dtype,
     Floats,

@@ -1,14 +1,16 @@
 """The storage formats: what keys and values can be kept as, a row each. The one table of them.
 
 All that depends on a format asks its row: checks, memory, files, the NumPy backend, the command
-line, the tests. A new one is a row here, its name in :mod:`kvedge.core.types`, a layer class in
-each backend, and a row of csrc/; where it has scales, with :mod:`kvedge.core.int8` as the example.
+line, the tests. A new one is a row here and its name in `Dtype`, a class in
+:mod:`kvedge.layer.types`, and a row of csrc/ (CONTRIBUTING.md); where it has scales, with
+:mod:`kvedge.core.int8` as the example.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 import numpy as np
 
@@ -24,9 +26,25 @@ __all__ = [
     "IN_RUNS",
     "SCALE_TYPES",
     "WITH_SCALES",
+    "Dtype",
     "Format",
     "ScaleType",
     "format_of",
+]
+
+
+# What a layer or a cache may be told as its dtype: the names in the table, for type checkers.
+Dtype: TypeAlias = Literal[
+    "int8",
+    "float32",
+    "float16",
+    "bfloat16",
+    "fp8_e4m3",
+    "fp8_e5m2",
+    "int4",
+    "kivi2",
+    "kivi4",
+    "kivi8",
 ]
 
 
@@ -276,7 +294,7 @@ IN_RUNS: dict[str, Format] = {f"kivi{bits}": _in_parts(f"kivi{bits}", bits) for 
 IN_PARTS = IN_RUNS | {row.name: _in_parts(row.name, row.bits) for row in FORMATS.values()}
 _RUNS = {row.name: row for row in (_runs(bits, False) for bits in (2, 4, 8))}
 
-#: What a layer or a cache may be told as its dtype.
+#: As `Dtype`.
 DTYPES = (*FORMATS, *IN_RUNS)
 
 

@@ -1,13 +1,16 @@
-"""The keyword arguments of ``attend``, checked and made plain for both backends."""
+"""The keyword arguments of ``attend``, checked and made plain for both backends: their one list.
+
+Type checkers read them in :class:`AttendArguments`, and signatures show :meth:`AttendOptions.make`.
+"""
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 import numpy as np
 
@@ -23,11 +26,41 @@ from kvedge.core.checks import (
     as_vector,
 )
 from kvedge.core.float_mode import in_default_mode
+from kvedge.core.types import Array, Layout
 from kvedge.errors import InvalidArgumentError, NonFiniteInputError, ShapeMismatchError
 
 MAX_THREADS = 1024
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+class _SharedArguments(TypedDict, total=False):
+    """The options of ``attend`` that are the same for all layers of a batch."""
+
+    scale: float | None
+    causal: bool
+    window: int | None
+    sink_tokens: int
+    sink_logits: Array | None
+    softcap: float | None
+    alibi_slopes: Array | None
+    precision_bits: int | None
+    tolerance: float
+    num_threads: int | None
+    layout: Layout
+
+
+class AttendArguments(_SharedArguments, total=False):
+    """The options of ``attend`` that do not change what it returns."""
+
+    mask: Array | None
+    start: int
+
+
+class BatchArguments(_SharedArguments, total=False):
+    """The options of ``attend_batch`` of a paged cache: no mask, and a start for each sequence."""
+
+    start: int | Sequence[int] | None
 
 
 @lru_cache

@@ -1,4 +1,4 @@
-"""Types that annotations share; nothing here does anything."""
+"""Types that annotations share; nothing here does anything. `Dtype` is of the table of formats."""
 
 from __future__ import annotations
 
@@ -7,6 +7,20 @@ from typing import Any, Literal, Protocol, TypeAlias, TypedDict, Union
 
 import numpy as np
 import numpy.typing as npt
+
+from kvedge.core.formats import Dtype
+
+__all__ = [
+    "Array",
+    "CacheArguments",
+    "Dtype",
+    "Floats",
+    "KeyVectors",
+    "Layout",
+    "ScaleDtype",
+    "StorageArguments",
+    "SupportsDLPack",
+]
 
 
 class SupportsDLPack(Protocol):
@@ -18,52 +32,10 @@ class SupportsDLPack(Protocol):
 # What comes out.
 Floats: TypeAlias = "npt.NDArray[np.float32]"
 
-# The names in kvedge.core.formats, which a type checker cannot read there.
-Dtype: TypeAlias = Literal[
-    "int8",
-    "float32",
-    "float16",
-    "bfloat16",
-    "fp8_e4m3",
-    "fp8_e5m2",
-    "int4",
-    "kivi2",
-    "kivi4",
-    "kivi8",
-]
 ScaleDtype: TypeAlias = Literal["float32", "float16"]
 
 # Order of the axes tokens (n), heads (h) and channels (d), where there are tokens.
 Layout: TypeAlias = Literal["nhd", "hnd"]
-
-
-class _SharedArguments(TypedDict, total=False):
-    """The options of ``attend`` that are the same for all layers of a batch."""
-
-    scale: float | None
-    causal: bool
-    window: int | None
-    sink_tokens: int
-    sink_logits: Array | None
-    softcap: float | None
-    alibi_slopes: Array | None
-    precision_bits: int | None
-    tolerance: float
-    num_threads: int | None
-    layout: Layout
-
-
-class AttendArguments(_SharedArguments, total=False):
-    """The options of ``attend`` that do not change what it returns."""
-
-    mask: Array | None
-    start: int
-
-
-class BatchArguments(_SharedArguments, total=False):
-    """The options of ``attend_batch`` of a paged cache: no mask, and a start for each sequence."""
-
-    start: int | Sequence[int] | None
 
 
 class StorageArguments(TypedDict, total=False):

@@ -15,8 +15,8 @@ from kvedge.core import checks, registry
 from kvedge.core.config import ConfigFacts, LayerConfig, as_int
 from kvedge.core.key_map import KeyMap, KeyRule
 from kvedge.core.memory import memory_for
-from kvedge.core.options import shows_options
-from kvedge.core.types import Array, AttendArguments, Dtype, Floats, Layout, ScaleDtype
+from kvedge.core.options import AttendArguments, shows_options
+from kvedge.core.types import Array, Dtype, Floats, Layout, ScaleDtype
 from kvedge.errors import InvalidArgumentError
 from kvedge.layer import copies, editing, facts, reading, room, shifts
 from kvedge.layer.room import first_rows

@@ -7,7 +7,7 @@ same name from it, over its stores, with :func:`layer_classes`; type checkers se
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from kvedge.core import registry
 from kvedge.core.config import describe
@@ -16,7 +16,7 @@ from kvedge.errors import InvalidArgumentError
 from kvedge.layer.layer import KvLayer
 from kvedge.layer.store import LayerStore
 
-__all__ = ["Fp8KvLayer", "layer_classes"]
+__all__ = ["AnyKvLayer", "Fp8KvLayer", "layer_classes"]
 
 # What ends the docstring of the other classes.
 _PARAMETERS = """
@@ -195,6 +195,12 @@ class Kivi8KvLayer(KvLayer):
 
 
 _CLASSES: tuple[type[KvLayer], ...] = tuple(KvLayer.__subclasses__())
+
+#: A layer of a cache, for type checkers.
+AnyKvLayer: TypeAlias = (
+    "QuantizedKvLayer | Float32KvLayer | Float16KvLayer | Bfloat16KvLayer | Fp8E4m3KvLayer"
+    " | Fp8E5m2KvLayer | Int4KvLayer | Kivi2KvLayer | Kivi4KvLayer | Kivi8KvLayer"
+)
 
 
 def Fp8KvLayer(

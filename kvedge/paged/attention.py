@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 
 from kvedge.core import arrays, checks
-from kvedge.core.options import AttendOptions, shows_options
-from kvedge.core.types import Array, AttendArguments, BatchArguments, Floats, Layout
+from kvedge.core.options import AttendArguments, AttendOptions, BatchArguments, shows_options
+from kvedge.core.types import Array, Floats, Layout
 from kvedge.errors import InvalidArgumentError
 from kvedge.paged import batch, cascade
 from kvedge.paged.facts import PagedFacts, as_list

@@ -16,6 +16,7 @@ from support import cache_content
 
 from kvedge import KvBlockPool, KVCache, KvCacheConfig, MultiHeadKvCache, PagedKvCache, errors
 from kvedge.bench.report import save_report
+from kvedge.cache.state import CacheState
 from kvedge.files import replacing
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="files of POSIX")
@@ -146,7 +147,7 @@ def test_the_name_of_an_open_file_is_refused(path, rng):
 def test_it_is_found_out_before_anything_is_computed(path, rng, monkeypatch):
     os.mkfifo(path)
     monkeypatch.setattr("kvedge.files.session.digest", None)
-    monkeypatch.setattr("kvedge.cache.state.CacheState.contents", None)
+    monkeypatch.setattr(CacheState, "contents", None)
     monkeypatch.setattr(PagedKvCache, "to_kv_cache", None)
     monkeypatch.setattr("kvedge.paged.file.save", None)
     monkeypatch.setattr(MultiHeadKvCache, "_state", None)

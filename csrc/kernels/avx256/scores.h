@@ -180,7 +180,7 @@ KVEDGE_INLINE __m256 scales_of_tokens(const float *k_scale, const int tokens) {
 }
 
 /* How keys are multiplied: as integers of 16 bits, as floats, or as integers that are made of the codes of int4. */
-typedef enum { AS_WORDS, AS_FLOATS, AS_CODES } key_kind;
+typedef enum { AS_INT16, AS_FLOATS, AS_CODES } key_kind;
 
 /* Scores of a stretch's tokens for `count` queries, 1, 2 or 4: (count, KVEDGE_TILE). (Constants where this is inlined:
  * count, kind.) */
@@ -196,7 +196,7 @@ KVEDGE_INLINE void score_stretch(const kvedge_stretch *stretch, ptrdiff_t token_
     for (int j = 0; j < tokens; j++) row[j] = rows + (j < left ? t + j : stretch->num_tokens - 1) * token_stride;
     __m256 dot;
     if (kind == AS_FLOATS) dot = dot_rows_of_floats(codes, stride, count, row, dim);
-    else if (kind == AS_WORDS) dot = _mm256_cvtepi32_ps(dot_rows(8, codes, stride, count, row, dim));
+    else if (kind == AS_INT16) dot = _mm256_cvtepi32_ps(dot_rows(8, codes, stride, count, row, dim));
     else dot = _mm256_cvtepi32_ps(_mm256_add_epi32(dot_rows(4, codes, stride, count, row, dim), offsets));
     /* Behind the loads of these rows, which else wait for the prefetches: Zen 4, dim 64, one
      * query, 3 planes: 1.1 times. */
@@ -245,9 +245,9 @@ KVEDGE_INLINE void score_queries(const kvedge_query *q, const key_kind kind, int
                                              const kvedge_next_tile *next, float *scores, int accumulate) {            \
     score_queries(q, kind, first, count, keys, next, scores, accumulate);                                              \
   }
-SCORE_QUERIES(score_1, AS_WORDS, 1)
-SCORE_QUERIES(score_2, AS_WORDS, 2)
-SCORE_QUERIES(score_4, AS_WORDS, 4)
+SCORE_QUERIES(score_1, AS_INT16, 1)
+SCORE_QUERIES(score_2, AS_INT16, 2)
+SCORE_QUERIES(score_4, AS_INT16, 4)
 SCORE_QUERIES(score_1_of_floats, AS_FLOATS, 1)
 SCORE_QUERIES(score_2_of_floats, AS_FLOATS, 2)
 SCORE_QUERIES(score_4_of_floats, AS_FLOATS, 4)

@@ -159,8 +159,8 @@ KVEDGE_INLINE void copy_halves(const uint16_t *from, int n, uint16_t *to) {
 /* Digits of queries times a run's steps; returns their sums of products with all middles, less
  * what the middle code adds to those of the digits: in units. (`count`, `planes` and `bits`:
  * constants where this is inlined.) */
-KVEDGE_INLINE __m128 encode_run(const run_scoring *s, const run_arrays *run, const int count, const int planes,
-                                const int bits, int8_t (*digits)[DIGITS]) {
+KVEDGE_INLINE __m128 quantize_for_run(const run_scoring *s, const run_arrays *run, const int count, const int planes,
+                                      const int bits, int8_t (*digits)[DIGITS]) {
   const __m512 most = _mm512_set1_ps((float)(1 << (bits - 1))), carry = _mm512_set1_ps((float)carry_of(planes));
   const __m512i order = order_of_digits(bits);
   __m512 constant[RUN_QUERIES];
@@ -211,7 +211,7 @@ KVEDGE_INLINE void score_runs(const run_scoring *s, const int count, const int p
     const lane_words words = words_of_run(s->keys, r, &run.arrays, 0, 0);
     word_sums sum;
     float constant[4], within[RUN];
-    _mm_storeu_ps(constant, encode_run(s, &run.arrays, count, planes, bits, digits));
+    _mm_storeu_ps(constant, quantize_for_run(s, &run.arrays, count, planes, bits, digits));
     prefetch_run(s->keys, r, bytes, of_run);
     clear_sums(count, planes, VECTORS, sum);
     multiply_words(&words, 0xffff, digits[0], bits, 0, count, planes, VECTORS, sum);

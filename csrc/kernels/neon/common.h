@@ -280,11 +280,14 @@ KVEDGE_INLINE void store_halves(uint16x4_t halves, float factor, float *out) {
   vst1q_f32(out, vmulq_n_f32(vcvt_f32_f16(vreinterpret_f16_u16(halves)), factor));
 }
 
-/* Four tokens at a time; a half becomes a float by an instruction. */
+#endif
+
+/* On aarch64 a half becomes a float by an instruction: four tokens at a time. */
 static void transpose_scales_neon(const void *scales, kvedge_scale_type type, ptrdiff_t token_stride, int num_tokens,
                                   int num_columns, float factor, float *out, ptrdiff_t out_stride) {
   const char *row = scales;
   int t = 0;
+#if defined(__aarch64__)
   for (; type == KVEDGE_SCALE_FLOAT16 && t + 4 <= num_tokens; t += 4, row += 4 * token_stride) {
     if (num_columns == 4) {
       uint16x4_t column[4];
@@ -295,12 +298,10 @@ static void transpose_scales_neon(const void *scales, kvedge_scale_type type, pt
         store_halves(column_of_halves(row + 2 * c, token_stride), factor, out + c * out_stride + t);
     }
   }
+#endif
   if (t < num_tokens)
     transpose_scales_portable(row, type, token_stride, num_tokens - t, num_columns, factor, out + t, out_stride);
 }
-#else
-#define transpose_scales_neon transpose_scales_portable
-#endif
 
 /* ---- storing rows ---- */
 

@@ -10,7 +10,7 @@ enum { FLOATS = 4 };
 
 typedef float32x4_t floats;
 typedef int32x4_t integers;
-typedef uint16x8_t words;
+typedef uint16x8_t word_vector;
 typedef int16x8_t pair;
 typedef struct {
   int32x4_t half[2]; /* of the first two lanes, and of the others: their lower and upper halves */
@@ -56,16 +56,18 @@ KVEDGE_INLINE void store_pairs(const int bits, const integers number[4], int16_t
   vst1q_s16(to + 8, vzip2q_s16(first, second));
 }
 
-KVEDGE_INLINE words load_words(const uint8_t *p) { return vreinterpretq_u16_u8(vld1q_u8(p)); }
-KVEDGE_INLINE words load_first_words(const uint8_t *p, int n) {
+KVEDGE_INLINE word_vector load_words(const uint8_t *p) { return vreinterpretq_u16_u8(vld1q_u8(p)); }
+KVEDGE_INLINE word_vector load_first_words(const uint8_t *p, int n) {
   uint8_t bytes[16] = {0};
   memcpy(bytes, p, 4 * (size_t)n);
   return load_words(bytes);
 }
-KVEDGE_INLINE words low_codes(words x, const int bits) {
+KVEDGE_INLINE word_vector low_codes(word_vector x, const int bits) {
   return vandq_u16(x, vdupq_n_u16((uint16_t)((1 << bits) - 1)));
 }
-KVEDGE_INLINE words next_codes(words x, const int bits) { return vshlq_u16(x, vdupq_n_s16((int16_t)-bits)); }
+KVEDGE_INLINE word_vector next_codes(word_vector x, const int bits) {
+  return vshlq_u16(x, vdupq_n_s16((int16_t)-bits));
+}
 
 KVEDGE_INLINE pair pair_for_all(const int16_t *numbers) {
   int32_t two;
@@ -78,7 +80,7 @@ KVEDGE_INLINE lane_sum zero_sum(void) {
   };
 }
 KVEDGE_INLINE floats floats_of_sum(lane_sum x) { return vcvtq_f32_s32(vpaddq_s32(x.half[0], x.half[1])); }
-KVEDGE_INLINE void multiply_pair(lane_sum *sum, words codes, pair by) {
+KVEDGE_INLINE void multiply_pair(lane_sum *sum, word_vector codes, pair by) {
   const int16x8_t both = vreinterpretq_s16_u16(codes);
   sum->half[0] = vmlal_s16(sum->half[0], vget_low_s16(both), vget_low_s16(by));
   sum->half[1] = vmlal_high_s16(sum->half[1], both, by);
