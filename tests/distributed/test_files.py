@@ -178,28 +178,12 @@ def test_a_save_that_fails_on_one_rank_is_an_error_on_all_and_leaves_the_one_bef
             part = state_of(cache.part)
             contents = type(part).contents
 
-<<<<<<< HEAD
             def full(state, *arguments, **named):
                 if state is part:
                     raise OSError(28, "No space left on device")
                 return contents(state, *arguments, **named)
 
             monkeypatch.setattr(type(part), "contents", full)
-=======
-            class Full:
-                """The state of a cache that cannot be written."""
-
-                def __init__(self, state):
-                    self.state = state
-
-                def __getattr__(self, name):
-                    return getattr(self.state, name)
-
-                def contents(self, *arguments, **named):
-                    raise OSError(28, "No space left on device")
-
-            monkeypatch.setattr(cache.part, "_state", Full(state_of(cache.part)))
->>>>>>> main
             with pytest.raises(OSError, match="No space left"):
                 cache.save(tmp_path)
         else:
