@@ -10,9 +10,10 @@
  *   kvedge_attend(layer, query, 1, 32, NULL, 0, out, NULL); // float[32][head_dim] in and out
  *   kvedge_layer_destroy(layer);
  *
- * All arrays are C-contiguous, in the order written in brackets, but for kvedge_array, which has strides. Every call that can fail returns a
- * kvedge_status and, failing, has changed nothing. Nothing here prints, exits or keeps a pointer to
- * an argument after it returned, except where it says so.
+ * All arrays are C-contiguous, in the order written in brackets, but for kvedge_array, which has
+ * strides. Every call that can fail returns a kvedge_status and, failing, has changed nothing.
+ * Nothing here prints, exits or keeps a pointer to an argument after it returned, except where
+ * it says so.
  *
  * Threads: many may attend to one layer at the same time; one may append or drop first tokens at the same
  * time, since it writes only rows that no reader looks at yet. A call looks once at which tokens a layer
@@ -28,7 +29,8 @@
 extern "C" {
 #endif
 
-#if defined(KVEDGE_EXPORTS) && defined(__GNUC__) /* the library is being compiled: what is declared here is visible */
+#if defined(KVEDGE_EXPORTS) &&                                                                                         \
+    defined(__GNUC__) /* the library is being compiled: all that is declared here is exported */
 #pragma GCC visibility push(default)
 #endif
 
@@ -49,7 +51,7 @@ typedef enum {
   KVEDGE_ERROR_SCALE,     /* a row too large for what it is stored in: a float16 scale, a 16-bit float */
   KVEDGE_ERROR_MEMORY,    /* no memory, or too little of it was handed over */
   KVEDGE_ERROR_ISA,       /* KVEDGE_ISA names a path that this CPU cannot run */
-  KVEDGE_ERROR_FILE,      /* a session file is damaged, or none; or the sink of one refused a piece */
+  KVEDGE_ERROR_FILE,      /* a session file is damaged, or none; or the sink of one refused its bytes */
 } kvedge_status;
 
 /* One sentence about a status, never NULL. */
@@ -57,15 +59,15 @@ const char *kvedge_strerror(kvedge_status status);
 
 /* ---- Threads and their stacks -------------------------------------------------------------- */
 
-/* Bytes of stack that a thread needs free when it calls any function here: musl's threads have twice as many in all if nobody
- * asks for more. kvedge's own threads ask for what they need. */
+/* Bytes of stack that a thread needs free when it calls any function here: musl's threads have twice as many in all by
+ * default. kvedge's own threads are started with more. */
 enum { KVEDGE_STACK_BYTES = 64 << 10 };
 
 /* ---- Kernel paths ------------------------------------------------------------------------- */
 
 /* Picks a path by name ("scalar", "avx2", "avxvnni", "avx512vnni", "neon", "neondot", "neoni8mm"), or with NULL
  * what the environment variable KVEDGE_ISA names, or if unset the best this CPU runs. Called once by
- * itself; call it to choose or to learn why not (*why_not, if asked for, names what is missing). */
+ * itself; call it to choose or to learn why not (*why_not, unless NULL, names what is missing). */
 kvedge_status kvedge_select_isa(const char *name, const char **why_not);
 
 const char *kvedge_isa_name(void);                                /* the path in use */
@@ -92,24 +94,26 @@ typedef struct {
 /* The keys and values of one attention layer for the tokens 0..len-1. Token 0 is the first that has not been dropped;
  * it lies in row `start` of the arrays, the others in the rows after it.
  *
- * Storage is token-major: codes[token][num_kv_heads][head_dim], scales[token][num_kv_heads][groups]; values have rows of
- * value_head_dim where that is given.
- * KVEDGE_INT8 keeps a signed byte per value and one scale per group of a row (by default the row):
- * value = code * scale. KVEDGE_FLOAT32 keeps the values, KVEDGE_FLOAT16 and KVEDGE_BFLOAT16 round them to 16 bits;
- * KVEDGE_FP8_E4M3 and KVEDGE_FP8_E5M2 to the 8 bits of OCP's types, where what lies beyond the largest, 448 and 57344,
- * becomes the largest and is no error.
- * KVEDGE_INT4 keeps one of 16 levels per value, two to a byte, and a scale per group: value = level * scale. A group of
- * 32 loses less than a row does. Values bear it better than keys: docs/formats.md.
- * KVEDGE_KIVI2, _KIVI4 and _KIVI8 encode runs of 32 tokens together, keys with a step and a smallest value per channel and
- * run, values per token and 64 channels, as halves: codes[run][num_kv_heads][bytes of a run] (csrc/formats/kivi.c has
- * them; arrays aligned to 2 bytes). They have no groups or scales of the config, keys of them no key offset or key scale,
- * and elements of up to 65504; the other side of the layer may be of rows. The capacity is a multiple of 32, and so is what append and write are
- * given, from such a position on, and the size of blocks of a pool; drop_first, compact, keep and shift are refused. The last tokens, until a run is full,
- * lie in a layer of another format: kvedge_part.
- * KVEDGE_GRID2 to KVEDGE_GRID8 keep one of 2^bits levels per value, as bits one after the other, and one scale per group:
- * value = level * scale. Levels suit a normal distribution: rotate rows by a random orthogonal matrix first, the query as
- * the keys, and the result back as values were. The paths of x86 have kernels for them; elsewhere they are decoded block by
- * block. */
+ * Storage is token-major: codes[token][num_kv_heads][head_dim],
+ * scales[token][num_kv_heads][groups]; values have rows of value_head_dim where that is given.
+ * KVEDGE_INT8 keeps a signed byte per value and one scale per group of a row (by default the
+ * row): value = code * scale. KVEDGE_FLOAT32 keeps the values, KVEDGE_FLOAT16 and
+ * KVEDGE_BFLOAT16 round them to 16 bits; KVEDGE_FP8_E4M3 and KVEDGE_FP8_E5M2 to the 8 bits of
+ * OCP's types, where what lies beyond the largest, 448 and 57344, becomes the largest and is no
+ * error. KVEDGE_INT4 keeps one of 16 levels per value, two to a byte, and a scale per group:
+ * value = level * scale. A group of 32 loses less than a row does. Values bear it better than
+ * keys: docs/formats.md. KVEDGE_KIVI2, _KIVI4 and _KIVI8 encode runs of 32 tokens together, keys
+ * with a step and a smallest value per channel and run, values per token and 64 channels, as
+ * halves: codes[run][num_kv_heads][bytes of a run] (csrc/formats/kivi.c has them; arrays aligned
+ * to 2 bytes). They have no groups or scales of the config, keys of them no key offset or key
+ * scale, and elements of up to 65504; the other side of the layer may be of rows. The capacity
+ * is a multiple of 32, and so is what append and write are given, from such a position on, and
+ * the size of blocks of a pool; drop_first, compact, keep and shift are refused. The last
+ * tokens, until a run is full, lie in a layer of another format: kvedge_part. KVEDGE_GRID2 to
+ * KVEDGE_GRID8 keep one of 2^bits levels per value, as bits one after the other, and one scale
+ * per group: value = level * scale. Levels suit a normal distribution: rotate rows by a random
+ * orthogonal matrix first, the query as the keys, and the result back as values were. The paths
+ * of x86 have kernels for them; elsewhere they are decoded block by block. */
 typedef struct kvedge_layer kvedge_layer;
 
 typedef enum {
@@ -166,9 +170,9 @@ size_t kvedge_layer_header_bytes(const kvedge_layer_config *config);
 kvedge_status kvedge_layer_attach(void *header, size_t bytes, const kvedge_layer_config *config,
                                   const kvedge_slabs *slabs, kvedge_layer **layer);
 
-/* The convenience: memory from the heap, or pages of the system's for 64 KiB and more (small ones, and huge ones where an
- * array is long, whatever the policy for huge pages is); or from an allocator of the caller's, which lives as long as the layer. Destroy
- * only what these made. */
+/* The convenience: memory from the heap, or pages of the system's for 64 KiB and more (small
+ * ones, and huge ones where an array is long, whatever the policy for huge pages is); or from an
+ * allocator of the caller's, which lives as long as the layer. Destroy only what these made. */
 typedef struct {
   void *(*allocate)(void *context, size_t bytes); /* aligned to 64 bytes, need not be cleared; NULL: there is none */
   void (*release)(void *context, void *memory, size_t bytes);
@@ -209,9 +213,10 @@ int64_t kvedge_layer_len(const kvedge_layer *layer);
 /* Length, and the row of token 0, both of one moment; for a reader beside a writer that drops. */
 int64_t kvedge_layer_range(const kvedge_layer *layer, int64_t *start);
 
-/* Forgets the first tokens: token i becomes token i - num_tokens. No row is moved, and beside readers this is as safe as
- * append. The rows are free again only after compact: a layer that is appended to and dropped from comes to the end of its
- * arrays, and append returns KVEDGE_ERROR_CAPACITY, while it holds fewer tokens than its capacity. */
+/* Forgets the first tokens: token i becomes token i - num_tokens. No row is moved, and beside
+ * readers this is as safe as append. The rows are free again only after compact: a layer that is
+ * appended to and dropped from comes to the end of its arrays, and append returns
+ * KVEDGE_ERROR_CAPACITY, while it holds fewer tokens than its capacity. */
 kvedge_status kvedge_layer_drop_first(kvedge_layer *layer, int64_t num_tokens);
 
 /* Moves the tokens to row 0. Needs the layer alone. With a capacity of twice what a sliding window holds, one row is
@@ -237,18 +242,21 @@ kvedge_status kvedge_layer_filled(kvedge_layer *layer, int64_t position, int64_t
 kvedge_status kvedge_layer_get_keys(const kvedge_layer *layer, int64_t start, int64_t stop, float *out);
 kvedge_status kvedge_layer_get_values(const kvedge_layer *layer, int64_t start, int64_t stop, float *out);
 
-/* The keys (values: 1) of num_tokens tokens from a row on, which may have been dropped since kvedge_layer_range told it. */
+/* The keys (values: 1) of num_tokens tokens from a row on, which may have been dropped since
+ * kvedge_layer_range told it. */
 kvedge_status kvedge_layer_get_rows(const kvedge_layer *layer, int values, int64_t row, int64_t num_tokens, float *out);
 
 /* ---- Editing a layer ---------------------------------------------------------------------- */
 
-/* Makes `to`, which is empty, hold the tokens, the key offset and the key scale of `from`; a snapshot, a beam. The two
- * are of one config but for the capacity: KVEDGE_ERROR_CAPACITY if `to` is too small. `from` may be appended to meanwhile. */
+/* Makes `to`, which is empty, hold the tokens, the key offset and the key scale of `from`; a
+ * snapshot, a beam. The two are of one config but for the capacity: KVEDGE_ERROR_CAPACITY if
+ * `to` is too small. `from` may be appended to meanwhile. */
 kvedge_status kvedge_layer_copy(const kvedge_layer *from, kvedge_layer *to);
 
-/* Room for num_tokens more: moves the tokens to row 0 where half of the rows are free then, else to a layer with twice the
- * room, which *layer becomes, the old one being destroyed. So appending costs O(1) per token, whether a layer grows or
- * slides. For layers that create made; needs the layer alone. On KVEDGE_ERROR_MEMORY nothing has changed.
+/* Room for num_tokens more: moves the tokens to row 0 where half of the rows are free then, else
+ * to a layer with twice the room, which *layer becomes, the old one being destroyed. So
+ * appending costs O(1) per token, whether a layer grows or slides. For layers that create made;
+ * needs the layer alone. On KVEDGE_ERROR_MEMORY nothing has changed.
  *
  * A layer that attends within a window: after appending n rows and attending to them,
  *     int64_t unseen = kvedge_layer_len(layer) - (window - 1);
@@ -259,8 +267,9 @@ kvedge_status kvedge_layer_reserve(kvedge_layer **layer, int64_t num_tokens);
 /* Drops all tokens but these, which close ranks: strictly increasing positions, 0 to len - 1. Needs the layer alone. */
 kvedge_status kvedge_layer_keep(kvedge_layer *layer, const int64_t *tokens, int64_t num_tokens);
 
-/* How keys are turned that move to other positions: pair i of channels through an angle. Channels (2i, 2i + 1) are a pair
- * if interleaved (llama2.c, GPT-J), else (i, i + dims / 2) are (Hugging Face's Llama, GPT-NeoX). */
+/* How keys are turned that move to other positions: pair i of channels through an angle.
+ * Channels (2i, 2i + 1) are a pair if interleaved (llama2.c, GPT-J), else (i, i + dims / 2) are
+ * (Hugging Face's Llama, GPT-NeoX). */
 typedef struct {
   int dims;                     /* channels that are rotated, the first ones of a head: even, 2 to head_dim */
   int interleaved;              /* 0 or 1 */
@@ -271,11 +280,12 @@ typedef struct {
  * Models that scale their frequencies bring their own. */
 kvedge_status kvedge_rotation_angles(double base, int dims, int64_t delta, float *cosines, float *sines);
 
-/* Rotates the keys of tokens start..stop-1: read, turned in float, stored again. All of them or, where one would not fit
- * what it is stored in (KVEDGE_ERROR_NONFINITE, KVEDGE_ERROR_SCALE), none. After drop_first or keep, it brings the rest to
- * positions that the model knows (llama.cpp's context shift). Every call rounds the keys once more, which many small moves
- * add up to: rather keep the sum of moves, append keys turned back by it, and turn the query by kvedge_part.turns, which
- * costs nothing (Python's shift does so). Needs the layer alone. */
+/* Rotates the keys of tokens start..stop-1: read, turned in float, stored again. All of them or,
+ * where one would not fit what it is stored in (KVEDGE_ERROR_NONFINITE, KVEDGE_ERROR_SCALE),
+ * none. After drop_first or keep, it brings the rest to positions that the model knows
+ * (llama.cpp's context shift). Every call rounds the keys once more, which many small moves add
+ * up to: rather keep the sum of moves, append keys turned back by it, and turn the query by
+ * kvedge_part.turns, which costs nothing (Python's shift does so). Needs the layer alone. */
 kvedge_status kvedge_layer_shift(kvedge_layer *layer, int64_t start, int64_t stop, const kvedge_rotation *rotation);
 
 /* The config with nothing left open: no 0 in it. */
@@ -284,9 +294,10 @@ void kvedge_layer_get_slabs(const kvedge_layer *layer, kvedge_slabs *slabs);
 
 /* ---- Sessions ----------------------------------------------------------------------------- */
 
-/* A session file holds what layers hold, as they store it: the file that KVCache.save of Python writes and KVCache.load
- * reads, byte for byte (safetensors; kvedge/session.py has the names). Files are the caller's: writing hands over pieces,
- * reading looks at memory, such as a mapped file. No call here takes memory. KVEDGE_GRID2 to KVEDGE_GRID8 are in no session.
+/* A session file holds what layers hold, as they store it: the file that KVCache.save of Python
+ * writes and KVCache.load reads, byte for byte (safetensors; kvedge/session.py has the names).
+ * Files are the caller's: writing hands over bytes, reading looks at memory, such as a mapped
+ * file. No call here takes memory. KVEDGE_GRID2 to KVEDGE_GRID8 are in no session.
  *
  *   const kvedge_session session = {.num_layers = n, .length = kvedge_layer_len(layers[0])};
  *   kvedge_session_write(&session, layers, NULL, my_fwrite, file);
@@ -297,16 +308,17 @@ void kvedge_layer_get_slabs(const kvedge_layer *layer, kvedge_slabs *slabs);
  *   for every layer:  kvedge_layer_create(&config, &layers[i])   // held->layers[i].config, with the capacity you want
  *   kvedge_session_load(reader, layers, NULL, &why);             // parts for NULL, where layers have some
  *
- * Parts. A layer may hold first and last tokens in another format besides (`sinks` and `recent` of Python), which attention
- * reads instead; and KVEDGE_KIVI2, _KIVI4 and _KIVI8 hold tokens in runs. Such a layer is up to four kvedge_layers. Positions
- * are those of the session, dropped tokens counted; e is its length.
+ * Parts. A layer may hold first and last tokens in another format besides (`sinks` and `recent`
+ * of Python), which attention reads instead; and KVEDGE_KIVI2, _KIVI4 and _KIVI8 hold tokens in
+ * runs. Such a layer is up to four kvedge_layers. Positions are those of the session, dropped
+ * tokens counted; e is its length.
  *
  *   the layer   all tokens, from position `dropped` on. With runs it is of KVEDGE_NO_ROWS: it counts them; its group_size and
  *               scale_type, key offset and key scale are those of a side of runs that is of rows.
  *   first       positions 0 to at most sinks - 1; nothing in a layer with a window.
  *   last        the last tokens, up to e - 1: at least `recent` of those appended, and with runs all that are in no whole
  *               run. Keep 64 more, so that these can be taken back, as Python does; a file holds the last recent + 128 at
- *               most, with runs 160 at least, and none where neither asks for it.
+ *               most, with runs 160 at least, and none where neither needs it.
  *   runs        whole runs, from a position on that is a multiple of 32, up to e / 32 * 32; or, where `last` does not
  *               reach back to there (the layer was cut inside a run), up to e. A run is encoded from its tokens as
  *               `last` has them. One side may be of rows: these come there with the runs.
@@ -347,8 +359,8 @@ typedef struct {
   int num_layers;      /* 1..4096 */
   int64_t length;      /* tokens of the session, which each layer holds but for those it has dropped */
   int64_t max_seq_len; /* tokens that a KVCache made of it has room for, length..2^40; 0: it grows */
-  /* Not 0: a KVCache made of it takes key offsets (key scales, of formats of up to 8 bits) from the first tokens of layers
-   * that have none. */
+  /* Not 0: a KVCache made of it takes key offsets (key scales, of formats of up to 8 bits) from
+   * the first tokens of layers that have none. */
   int auto_key_offset, auto_key_scale;
   const kvedge_session_layer *layers;  /* [num_layers]; writing, NULL: none has a window or parts */
   const kvedge_session_text *metadata; /* [num_metadata] of the user's own, ascending by the bytes of their keys */
@@ -356,23 +368,25 @@ typedef struct {
 } kvedge_session;
 
 /* Takes the next bytes of a file; not 0 ends the writing with KVEDGE_ERROR_FILE. */
-typedef int (*kvedge_session_sink)(void *context, const void *piece, size_t bytes);
+typedef int (*kvedge_session_sink)(void *context, const void *data, size_t bytes);
 
 /* Bytes of the file; 0: it cannot be written. `parts`, [num_layers]: those of each layer; NULL: no layer has any. */
 size_t kvedge_session_bytes(const kvedge_session *session, kvedge_layer *const *layers,
                             const kvedge_session_parts *parts);
 
-/* Writes the first length - dropped tokens of each layer. Others may append to the layers meanwhile, and drop nothing; parts
- * stay as they are. KVEDGE_ERROR_ARGUMENT: a number out of its range, a layer with fewer tokens, parts that are none of such
- * a layer, metadata that is no UTF-8 or not in order. The tokens are read twice, at first for their digest. */
+/* Writes the first length - dropped tokens of each layer. Others may append to the layers
+ * meanwhile, and drop nothing; parts stay as they are. KVEDGE_ERROR_ARGUMENT: a number out of
+ * its range, a layer with fewer tokens, parts that are none of such a layer, metadata that is no
+ * UTF-8 or not in order. The tokens are read twice, at first for their digest. */
 kvedge_status kvedge_session_write(const kvedge_session *session, kvedge_layer *const *layers,
                                    const kvedge_session_parts *parts, kvedge_session_sink sink, void *context);
 
-/* Reading trusts nothing in `data`, which must stay as it is meanwhile. Where it is refused (KVEDGE_ERROR_FILE) nothing has
- * changed, and *why, if asked for, says in a sentence what is wrong. */
+/* Reading trusts nothing in `data`, which must stay as it is meanwhile. Where it is refused
+ * (KVEDGE_ERROR_FILE) nothing has changed, and *why, unless NULL, says in a sentence what is
+ * wrong. */
 
-/* The memory that reading needs, aligned to 16 bytes: some for each layer, and for the user's metadata at most four times
- * what it takes in the file. */
+/* The memory that reading needs, aligned to 16 bytes: some for each layer, and for the user's
+ * metadata at most four times what it takes in the file. */
 kvedge_status kvedge_session_reader_bytes(const void *data, size_t bytes, size_t *needed, const char **why);
 
 typedef struct kvedge_session_reader kvedge_session_reader;
@@ -382,10 +396,11 @@ kvedge_status kvedge_session_read(const void *data, size_t bytes, void *memory, 
                                   kvedge_session_reader **reader, const char **why);
 const kvedge_session *kvedge_session_held(const kvedge_session_reader *reader);
 
-/* Compares all of the file with its digest, checks every number, then fills the layers and parts: all of them or none. They
- * are different ones, empty and of the configs that the reader tells; what capacity they have besides is theirs. Parts are
- * there where the reader tells of some; their runs_position is set. Key offset and key scale become the file's. Nobody reads
- * the layers meanwhile. */
+/* Compares all of the file with its digest, checks every number, then fills the layers and
+ * parts: all of them or none. They are different ones, empty and of the configs that the reader
+ * tells; what capacity they have besides is theirs. Parts are there where the reader tells of
+ * some; their runs_position is set. Key offset and key scale become the file's. Nobody reads the
+ * layers meanwhile. */
 kvedge_status kvedge_session_load(const kvedge_session_reader *reader, kvedge_layer *const *layers,
                                   kvedge_session_parts *parts, const char **why);
 
@@ -402,7 +417,7 @@ typedef struct {
   const float *alibi_slopes; /* [num_heads]: slope * (token - p) is added; NULL: none */
   const uint8_t *mask;       /* mask[head * strides[0] + row * strides[1] + token * strides[2]] != 0: seen */
   int64_t mask_strides[3];   /* in elements; 0 repeats */
-  const float *bias;         /* added to the logits likewise; -INFINITY hides; NULL: none */
+  const float *bias;         /* added to the logits, found as mask is; -INFINITY hides; NULL: none */
   int64_t bias_strides[3];
   int precision_bits; /* of queries and probabilities in integer products: 24, 16, 8 (the fewer the
                              * faster; docs/numerics.md has the errors), or 0: 16 where the contract
@@ -446,14 +461,15 @@ typedef struct {
   int num_parts;                           /* 0 to 4096; 0: `layer` */
 } kvedge_attention_call;
 
-/* Some tokens of a layer, at their place in a sequence whose tokens lie in several layers: first and last ones in a format
- * that loses less, shards of a long context, a prefix that others read too. They lie side by side, or in blocks of a pool
- * (see "Paged" below). Parts follow one another, in the order of
- * their positions, and have heads and widths in common, but formats, key offsets and key scales of their own. Causality,
- * windows, sinks, slopes, masks, biases and options.start mean positions of the sequence; of positions that are in no
- * part nothing is seen. The sequence's length, whose last tokens the query rows are of, is options.num_tokens, or if that is 0 the
- * end of the last part; so one shard alone is a call with one part, and `lse` merges several. Results of the parts are
- * merged in double. */
+/* Some tokens of a layer, at their place in a sequence whose tokens lie in several layers: first
+ * and last ones in a format that loses less, shards of a long context, a prefix that others read
+ * too. They lie side by side, or in blocks of a pool (see "Paged" below). Parts follow one
+ * another, in the order of their positions, and have heads and widths in common, but formats,
+ * key offsets and key scales of their own. Causality, windows, sinks, slopes, masks, biases and
+ * options.start mean positions of the sequence; of positions that are in no part nothing is
+ * seen. The sequence's length, whose last tokens the query rows are of, is options.num_tokens,
+ * or if that is 0 the end of the last part; so one shard alone is a call with one part, and
+ * `lse` merges several. Results of the parts are merged in double. */
 typedef struct kvedge_part {
   const kvedge_layer *layer;
   int64_t first_row;     /* of its first token, as in kvedge_attention_options; -1: that of the layer's token 0 */
@@ -467,14 +483,16 @@ typedef struct kvedge_part {
   int num_turns;
 } kvedge_part;
 
-/* kvedge_attend for every call, such as for the rows of a batch, which are layers of their own: the work of all is
- * shared out over the threads in one go. Layers may differ in length, format and shape, and one may occur several times;
- * num_heads has to be a multiple of the num_kv_heads of each. Nothing is written unless all arguments are good. */
+/* kvedge_attend for every call, such as for the rows of a batch, which are layers of their own:
+ * the work of all is shared out over the threads in one go. Layers may differ in length, format
+ * and shape, and one may occur several times; num_heads has to be a multiple of the num_kv_heads
+ * of each. Nothing is written unless all arguments are good. */
 kvedge_status kvedge_attend_layers(const kvedge_attention_call *calls, int num_calls, int num_heads, int num_threads);
 
-/* Where the tokens of a layer with the parts of a session are read: writes the parts of a call, in which position 0 is that of
- * the layer's first token, and returns their number, 0 to 3. Of `of`, recent and dropped count. The getters of the layers at
- * these rows read the same tokens back. */
+/* Where the tokens of a layer with the parts of a session are read: writes the parts of a call,
+ * in which position 0 is that of the layer's first token, and returns their number, 0 to 3. Of
+ * `of`, recent and dropped count. The getters of the layers at these rows read the same tokens
+ * back. */
 int kvedge_session_attended(const kvedge_session_layer *of, const kvedge_layer *layer,
                             const kvedge_session_parts *parts, kvedge_part attended[3]);
 
@@ -483,8 +501,9 @@ int kvedge_session_attended(const kvedge_session_layer *of, const kvedge_layer *
 kvedge_status kvedge_scores(const kvedge_layer *layer, const float *query, int num_heads, float scale,
                             int64_t first_row, int64_t num_tokens, float *logits);
 
-/* Calls with a tolerance so far, in this process: blocks of values, of 16 tokens and one KV head, that could have been left
- * out, and those that were. Differences tell of the calls between. */
+/* Calls with a tolerance so far, in this process: blocks of values, of 16 tokens and one KV
+ * head, that could have been left out, and those that were. Differences tell of the calls
+ * between. */
 void kvedge_tolerance_counts(int64_t *seen, int64_t *dropped);
 
 /* The same in slices, for a runtime that has threads of its own and memory of its own:
@@ -494,13 +513,14 @@ void kvedge_tolerance_counts(int64_t *seen, int64_t *dropped);
  *   for every slice, anywhere, at the same time:  kvedge_attention_run(attention, slice, slot, NULL)
  *   then, on one thread, slices in order:         kvedge_attention_collect(attention, slice, slot)
  *
- * Where another thread appends meanwhile, options->num_tokens makes the first two calls mean the same tokens. It may be
- * more than num_slices' and bytes' layer holds, up to its capacity: neither shrinks as tokens are added, so what they say
- * of the longest context is enough for all of it.
- * run leaves a partial result in a slot; a slot is free again after collect. With as many slots as
- * slices (slot = slice) all may run before any is collected; one slot is enough for one thread. A slot takes some 200 KiB
- * beside its result, which are touched only as threads run slices at the same time.
- * Slices do not depend on the number of threads, so neither do the results, to the bit. */
+ * Where another thread appends meanwhile, options->num_tokens makes the first two calls mean the
+ * same tokens. It may be more than num_slices' and bytes' layer holds, up to its capacity:
+ * neither shrinks as tokens are added, so what they say of the longest context is enough for all
+ * of it. run leaves a partial result in a slot; a slot is free again after collect. With as many
+ * slots as slices (slot = slice) all may run before any is collected; one slot is enough for one
+ * thread. A slot takes some 200 KiB beside its result, which are touched only as threads run
+ * slices at the same time. Slices do not depend on the number of threads, so neither do the
+ * results, to the bit. */
 typedef struct kvedge_attention kvedge_attention;
 
 int kvedge_attention_num_slices(const kvedge_layer *layer, int64_t num_rows, int num_heads,
@@ -510,7 +530,7 @@ size_t kvedge_attention_bytes(const kvedge_layer *layer, int64_t num_rows, int n
 kvedge_status kvedge_attention_init(void *memory, size_t bytes, const kvedge_layer *layer, const float *query,
                                     int64_t num_rows, int num_heads, const kvedge_attention_options *options,
                                     int num_slots, float *out, float *lse, kvedge_attention **attention);
-/* The start of slice + 1 is asked for at the end, so let a thread run slices that follow one another.
+/* The start of slice + 1 is prefetched at the end, so let a thread run slices that follow one another.
  * `stop`, if not NULL, is looked at now and then: not 0 ends the run early, its slot worthless. */
 void kvedge_attention_run(const kvedge_attention *attention, int slice, int slot, const volatile int *stop);
 void kvedge_attention_collect(kvedge_attention *attention, int slice, int slot);
@@ -518,9 +538,10 @@ void kvedge_attention_collect(kvedge_attention *attention, int slice, int slot);
 /* ---- Paged: sequences in the blocks of a pool ------------------------------------------------ */
 
 /* A pool of blocks is a layer of capacity num_blocks * block_size: block b holds the tokens of
- * positions b * block_size to (b + 1) * block_size - 1, written with kvedge_layer_write. The layer's
- * own len is not used. Of a format of runs block_size is a multiple of 32; a sequence's last tokens, until a run is full,
- * then lie elsewhere: kvedge_part. What a sequence is, is the caller's business: */
+ * positions b * block_size to (b + 1) * block_size - 1, written with kvedge_layer_write. The
+ * layer's own len is not used. Of a format of runs block_size is a multiple of 32; a sequence's
+ * last tokens, until a run is full, then lie elsewhere: kvedge_part. What a sequence is, is the
+ * caller's business: */
 typedef struct {
   const int32_t *blocks; /* [ceil(len / block_size)], the blocks of its tokens in order */
   int64_t len;           /* tokens */
@@ -530,8 +551,9 @@ typedef struct {
   int64_t start;    /* the first token that is seen, 0 to len; not besides a mask, a bias or a start of the options */
 } kvedge_sequence;
 
-/* Which blocks are in use: a count of users for each, in num_blocks * 4 bytes and a few of the caller's memory. Sequences
- * that begin with the same tokens hold the same blocks. Calls on one object, one at a time. */
+/* Which blocks are in use: a count of users for each, in num_blocks * 4 bytes and a few of the
+ * caller's memory. Sequences that begin with the same tokens hold the same blocks. Calls on one
+ * object, one at a time. */
 typedef struct kvedge_blocks kvedge_blocks;
 size_t kvedge_blocks_bytes(int32_t num_blocks); /* 0: num_blocks is not positive */
 kvedge_status kvedge_blocks_init(void *memory, size_t bytes, int32_t num_blocks, kvedge_blocks **blocks);
@@ -547,9 +569,9 @@ kvedge_status kvedge_blocks_release(kvedge_blocks *blocks, int32_t block); /* on
 kvedge_status kvedge_blocks_own(kvedge_blocks *blocks, kvedge_layer *const *pools, int num_layers, int64_t block_size,
                                 int32_t *block);
 
-/* Writes tokens first..first+num_tokens-1 of a sequence to its blocks, table[token / block_size]: dense arrays as for
- * kvedge_layer_append. If one block's tokens are refused, those of earlier blocks are written; the sequence's len is the
- * caller's, so they count for nothing. */
+/* Writes tokens first..first+num_tokens-1 of a sequence to its blocks, table[token /
+ * block_size]: dense arrays as for kvedge_layer_append. If one block's tokens are refused, those
+ * of earlier blocks are written; the sequence's len is the caller's, so they count for nothing. */
 kvedge_status kvedge_blocks_write(kvedge_layer *pool, int64_t block_size, const int32_t *table, int64_t first,
                                   const float *keys, const float *values, int64_t num_tokens);
 

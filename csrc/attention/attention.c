@@ -38,7 +38,7 @@ kvedge_status kvedge_request_layer(kvedge_request *r, const kvedge_layer *layer,
   return KVEDGE_OK;
 }
 
-/* Plans a call on a layer; query NULL: only sizes are asked for. `segment` lives as long as the plan. */
+/* Plans a call on a layer; query NULL: only sizes are planned. `segment` lives as long as the plan. */
 static kvedge_status plan_layer(kvedge_attention *a, const kvedge_layer *layer, const float *query, int64_t num_rows,
                                 int num_heads, const kvedge_attention_options *options, float *out, float *lse,
                                 kvedge_segment *segment) {
@@ -114,8 +114,8 @@ void kvedge_attention_run(const kvedge_attention *a, int slice, int slot, const 
  *
  * A row of one head may see much less than its call: others of its rows or heads, hidden tokens or stale ones may be
  * larger by many orders of magnitude. Then its sums come out so small that the smallest parts of them may be lost; that
- * is seen on the sums, and the row is attended to again with factors of what it sees itself. Tokens that are not seen so
- * have no part in the result, and ordinary calls pay nothing.
+ * is seen on the sums, and the row is attended to again with factors of what it sees itself. So tokens that are hidden
+ * change nothing in the result, and ordinary calls pay nothing.
  */
 
 /* What kernels may take for nothing is below 2^-96 of 1 for a token (WEIGHT_NOTHING times a code). Sums of a million
@@ -166,11 +166,11 @@ static void plan_one(const kvedge_attention *a, int64_t row, int head, kvedge_at
 /* The largest that the row of a planned call of one row sees. */
 static float largest_seen(const kvedge_attention *one, int s) {
   const kvedge_row_block block = {.count = 1};
-  const kvedge_visible visible = kvedge_visible_tokens(one, &block);
+  const kvedge_attended attended = kvedge_attended_tokens(one, &block);
   float largest = 0.0f, of_token[KVEDGE_TILE];
   kvedge_row_cursor c = {.view = &one->view};
-  for (int64_t token = 0, count; token < visible.stop; token += count) {
-    count = visible.stop - token < KVEDGE_TILE ? visible.stop - token : KVEDGE_TILE;
+  for (int64_t token = 0, count; token < attended.stop; token += count) {
+    count = attended.stop - token < KVEDGE_TILE ? attended.stop - token : KVEDGE_TILE;
     const mask_range seen = kvedge_mask_range(one, 0, token, (int)count);
     for (int t = 0; t < count; t++) {
       const int is_seen = t < seen.sinks || (t >= seen.first && t < seen.stop);
@@ -198,15 +198,15 @@ static void refit(const kvedge_attention *a, int64_t row, int head, kvedge_works
 
 void kvedge_slice_collect(kvedge_attention *a, int slice, int slot, kvedge_workspace *w) {
   const kvedge_row_block block = kvedge_row_block_of(a, slice / a->chunks_per_block);
-  const int group = a->heads_per_kv_head, key_heads = a->view.num_kv_heads;
+  const int heads = a->heads_per_kv_head, key_heads = a->view.num_kv_heads;
   kvedge_merge_slice(a, slice, slot);
   kvedge_skip_count(a, slot);
   if (slice % a->chunks_per_block + 1 < a->chunks_per_block) return;
   const kvedge_queries q = kvedge_queries_of(a, block.index, slot);
   const kvedge_partial total = kvedge_partial_at(a, a->chunks_per_block > 1 ? a->num_slots : slot);
   for (int64_t r = 0; r < block.count; r++)
-    for (int head = 0; head < key_heads * group; head++) {
-      const size_t state = kvedge_query_index(a, head / group) + (size_t)(r * group + head % group);
+    for (int head = 0; head < key_heads * heads; head++) {
+      const size_t state = kvedge_query_index(a, head / heads) + (size_t)(r * heads + head % heads);
       if (!may_have_lost(a, &q, state, total.sum[state], total.acc + state * (size_t)a->acc_stride)) continue;
       refit(a, block.first + r, head, w);
     }

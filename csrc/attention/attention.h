@@ -27,10 +27,10 @@
 
 enum { KEYS, VALUES, SIDES };
 
-/* A run of consecutive tokens that lie together. */
+/* Consecutive tokens that lie together. */
 typedef struct {
   const char *rows[SIDES];   /* of its first token, KV head 0 of the layer */
-  const char *scales[SIDES]; /* likewise; nothing is read there for formats without */
+  const char *scales[SIDES]; /* their scales; not read for formats without */
   int64_t num_tokens;
 } kvedge_segment;
 
@@ -38,9 +38,10 @@ typedef struct {
 typedef struct {
   const kvedge_format_info *format;
   kvedge_row_shape shape;
-  ptrdiff_t token_stride, head_stride; /* of runs of tokens: 0, and that of a head's runs */
-  ptrdiff_t run_stride;                /* where tokens lie in runs: from one to the next */
-  ptrdiff_t token_bytes;               /* of a token, all heads, about where tokens lie in runs */
+  ptrdiff_t token_stride,
+      head_stride;       /* from a token, or head, to the next. Runs: 0, and from a head's run to the next's */
+  ptrdiff_t run_stride;  /* from a run, of all heads, to the next */
+  ptrdiff_t token_bytes; /* stored bytes of a token, all heads; of runs rounded down */
   ptrdiff_t scale_token_stride, scale_head_stride;
   ptrdiff_t first_row, first_scale; /* from a segment's start to KV head 0 of the view */
   float bound;                      /* as in kvedge_layer */
@@ -51,7 +52,7 @@ typedef struct {
   kvedge_view_side side[SIDES];
   int num_kv_heads;
   const float *key_offset; /* (num_kv_heads, head_dim) or NULL */
-  const float *key_scale;  /* likewise */
+  const float *key_scale;  /* (num_kv_heads, head_dim) or NULL */
   int64_t len;             /* tokens in all segments */
   int64_t first_row; /* where a side lies in runs: the row of token 0 in the first segment, which begins with a run as
                             * all do, and ends with one unless it is the last; else 0 */
@@ -67,11 +68,11 @@ static inline int kvedge_view_has_runs(const kvedge_cache_view *view) {
 /* Prepared queries of a query tile, each array in the order (KV head, query row, ...). */
 typedef struct {
   float *values;     /* (.., num_groups, group_pad)  for cells without encode_query */
-  int8_t *codes;     /* (.., num_groups, group_pad * KVEDGE_CODE_BYTES)  for cells with encode_query */
-  float *scales;     /* (.., num_groups)                 likewise */
-  int32_t *offsets;  /* (.., num_groups, 4)              likewise */
-  float *error;      /* (..) quantization error of a logit with two planes, per unit of key scale;  likewise. Of runs:
-                      * as kvedge_query has it */
+  int8_t *quantized; /* (.., num_groups, group_pad * KVEDGE_QUANTIZED_BYTES)  for cells with encode_query */
+  float *scales;     /* (.., num_groups)                 with encode_query */
+  int32_t *offsets;  /* (.., num_groups, 4)              with encode_query */
+  float *error;      /* (..) quantization error of a logit with two planes, per unit of key scale, with
+                      * encode_query; of runs as kvedge_query has it */
   float *log2_scale; /* (..) score differences times this are powers of two */
   double *logit_factor, *logit_bias; /* (..) */
 } kvedge_queries;
@@ -171,12 +172,12 @@ static inline size_t kvedge_query_index(const kvedge_attention *a, int kv_head) 
 /* The tokens that some row of a row block sees: 0..sinks-1 and first..stop-1, sinks <= first. */
 typedef struct {
   int64_t sinks, first, stop;
-} kvedge_visible;
+} kvedge_attended;
 
-kvedge_visible kvedge_visible_tokens(const kvedge_attention *a, const kvedge_row_block *block);
+kvedge_attended kvedge_attended_tokens(const kvedge_attention *a, const kvedge_row_block *block);
 
 /* The tokens of a layer that a call reads, by options' num_tokens and first_row (NULL: all); what the layer holds is
- * read here, once per call. No tokens: the options ask for what is not there. */
+ * read here, once per call. No tokens: the layer does not hold those of the options. */
 kvedge_cache_view kvedge_layer_view(const kvedge_layer *layer, const kvedge_attention_options *options,
                                     kvedge_segment *segment);
 
@@ -192,8 +193,8 @@ void kvedge_cut_view(kvedge_cache_view *view, kvedge_segment *segments, int64_t 
 
 /* May blocks of a pool have so many tokens? */
 int kvedge_is_block_size(const kvedge_layer *pool, int64_t block_size);
-/* Rows first_row..first_row+num_tokens-1 of blocks of a pool, at least one of them, as a view; `segments` has room for one
- * for each of their blocks. 0: a block is not in the pool. */
+/* Rows first_row..first_row+num_tokens-1 of blocks of a pool, at least one of them, as a view;
+ * `segments` has room for one for each of their blocks. 0: a block is not in the pool. */
 int kvedge_view_blocks(const kvedge_layer *pool, int64_t block_size, const int32_t *blocks, int64_t first_row,
                        int64_t num_tokens, kvedge_segment *segments, kvedge_cache_view *view);
 /* Blocks that these rows lie in, at most. */
@@ -207,7 +208,7 @@ typedef struct {
   int num_heads;
   int64_t num_rows;
   int64_t first_position;  /* of row 0, as a token of the view; it may lie before or behind all of them */
-  kvedge_array query, out; /* (num_rows, num_heads, channels); query.data NULL: only sizes are asked for */
+  kvedge_array query, out; /* (num_rows, num_heads, channels); query.data NULL: only sizes are planned */
   float *lse;
   double *log_sums; /* or NULL */
   const kvedge_attention_options *options;
@@ -217,12 +218,14 @@ typedef struct {
 
 /* attention.c: checks a request whose view has all tokens yet, also those before options->start. */
 kvedge_status kvedge_request_check(const kvedge_request *r);
-/* Lets a request, which has the rest, attend to a layer: its view, checked. `segment` is the view's. Sizes may be those of
- * more tokens than the layer has, options->num_tokens up to its capacity. */
+/* Lets a request, which has the rest, attend to a layer: its view, checked. `segment` is the
+ * view's. Sizes may be those of more tokens than the layer has, options->num_tokens up to its
+ * capacity. */
 kvedge_status kvedge_request_layer(kvedge_request *r, const kvedge_layer *layer, kvedge_segment *segment);
 
-/* plan.c: plans rows row..row+num_rows-1 of a checked request; lays a plan out from `base` on (NULL: only counts its bytes,
- * which it returns); sets it up in as many: arrays, segments, queries. */
+/* plan.c: plans rows row..row+num_rows-1 of a checked request; lays a plan out from `base` on
+ * (NULL: only counts its bytes, which it returns); sets it up in as many: arrays, segments,
+ * queries. */
 void kvedge_attention_plan(kvedge_attention *a, const kvedge_request *r, int64_t row, int64_t num_rows);
 size_t kvedge_attention_lay_out(kvedge_attention *a, char *base, int num_slots);
 kvedge_attention *kvedge_attention_set_up(const kvedge_attention *planned, void *memory, int num_slots);
@@ -241,7 +244,7 @@ kvedge_queries kvedge_queries_of(const kvedge_attention *a, int64_t block, int s
 void kvedge_fit_factors(kvedge_attention *a);
 /* A power of two that brings a bound near 1. */
 float kvedge_normalizing_factor(float bound);
-/* Runs of tokens that lie together in memory, from `token` on; `segment` and `start` of it go along. */
+/* Where a walk over the tokens of a view stands. */
 typedef struct {
   const kvedge_cache_view *view;
   int segment;
@@ -251,8 +254,8 @@ typedef struct {
 /* The bound of a token's rows of `num_heads` heads. */
 float kvedge_bound_of_rows(kvedge_row_cursor *c, int s, int64_t token, int kv_head, int num_heads);
 
-/* skip.c: what a slice knows of the blocks that it leaves out; the bytes of that (0: it leaves out none); and adds what a
- * slice counted to the process's counts. */
+/* skip.c: what a slice knows of the blocks that it leaves out; the bytes of that (0: it leaves
+ * out none); and adds what a slice counted to the process's counts. */
 typedef struct kvedge_skipping kvedge_skipping;
 size_t kvedge_skipping_bytes(const kvedge_attention *a);
 void kvedge_skip_count(const kvedge_attention *a, int slot);
@@ -260,9 +263,9 @@ void kvedge_skip_count(const kvedge_attention *a, int slot);
 /* merge.c: adds a slice's result to the total, and writes out with the last one of a row block. */
 void kvedge_merge_slice(const kvedge_attention *a, int slice, int slot);
 
-/* A slice of a call; attention NULL: none. */
+/* A slice of a call; attention NULL: there is none. */
 typedef struct {
-  const kvedge_attention *attention; /* planned is enough where it is only asked for */
+  const kvedge_attention *attention; /* as the next slice it need be planned only, not set up */
   int slice;
 } kvedge_slice;
 

@@ -1,5 +1,6 @@
-/* Calls on threads of our own: on a layer, on several layers and parts of them, on sequences in the blocks of a pool. Each
- * becomes a request, or one for each part; requests are checked, then planned and run together. */
+/* Calls on threads of our own: on a layer, on several layers and parts of them, on sequences in
+ * the blocks of a pool. Each becomes a request, or one for each part; requests are checked, then
+ * planned and run together. */
 #include <stdlib.h>
 
 #include "attention/parts.h"
@@ -17,7 +18,7 @@ static int num_slices(const kvedge_attention *a) { return a->num_row_blocks * a-
 /* As kvedge_tuning.parallel_work has it, about. */
 static int64_t work_of(const kvedge_attention *a) {
   const kvedge_row_block last = kvedge_row_block_of(a, a->num_row_blocks - 1);
-  const kvedge_visible seen = kvedge_visible_tokens(a, &last);
+  const kvedge_attended seen = kvedge_attended_tokens(a, &last);
   const kvedge_view_side *keys = &a->view.side[KEYS], *values = &a->view.side[VALUES];
   int64_t tokens = (seen.sinks + seen.stop - seen.first) * a->num_row_blocks;
   return tokens * (keys->token_bytes + values->token_bytes) * (3 + a->query_rows);

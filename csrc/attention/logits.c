@@ -7,10 +7,10 @@ void kvedge_to_logits(const kvedge_attention *a, const kvedge_queries *q, size_t
   a->kernels->logits.to_logits(row, num_tokens, q->logit_factor[index], q->logit_bias[index], a->options.softcap);
 }
 
-/* A query row's part of the mask or of the bias, and room to gather it where its elements lie apart. */
+/* The mask and the bias of a query row, and room to gather them where their elements lie apart. */
 typedef struct {
   const uint8_t *mask; /* (tokens) or NULL */
-  const float *bias;   /* likewise */
+  const float *bias;   /* (tokens) or NULL */
   uint8_t mask_room[KVEDGE_TILE];
   float bias_room[KVEDGE_TILE];
 } hiding;

@@ -1,19 +1,19 @@
-/* Partial results over parts of a context into one, exactly, and that into the output. */
+/* Partial results of slices into one, exactly, and that into the output. */
 #include <float.h>
 #include <math.h>
 
 #include "attention/attention.h"
 
-/* total += part, of one query: maximum, sum and accumulator. */
+/* total += partial, of one query: maximum, sum and accumulator. */
 static void merge(const kvedge_attention *a, const kvedge_queries *q, size_t state, kvedge_partial *total,
-                  const kvedge_partial *part) {
-  float risen = part->max[state] - total->max[state], keep = 1.0f, add = 1.0f;
+                  const kvedge_partial *partial) {
+  float risen = partial->max[state] - total->max[state], keep = 1.0f, add = 1.0f;
   if (risen > 0.0f) keep = exp2f(-risen * q->log2_scale[state]);
   else add = exp2f(risen * q->log2_scale[state]);
-  total->max[state] = risen > 0.0f ? part->max[state] : total->max[state];
-  total->sum[state] = total->sum[state] * keep + part->sum[state] * add;
+  total->max[state] = risen > 0.0f ? partial->max[state] : total->max[state];
+  total->sum[state] = total->sum[state] * keep + partial->sum[state] * add;
   size_t row = state * (size_t)a->acc_stride;
-  a->kernels->merge_row(total->acc + row, keep, part->acc + row, add, a->view.side[VALUES].shape.dim);
+  a->kernels->merge_row(total->acc + row, keep, partial->acc + row, add, a->view.side[VALUES].shape.dim);
 }
 
 /* The logarithm of one query's softmax denominator, without learned sinks; -INFINITY: it saw nothing. */
@@ -61,20 +61,20 @@ static void finish(const kvedge_attention *a, const kvedge_queries *q, size_t st
 void kvedge_merge_slice(const kvedge_attention *a, int slice, int slot) {
   const kvedge_row_block block = kvedge_row_block_of(a, slice / a->chunks_per_block);
   const int64_t chunk = slice % a->chunks_per_block;
-  int group = a->heads_per_kv_head;
+  int heads = a->heads_per_kv_head;
   kvedge_queries q = kvedge_queries_of(a, block.index, slot);
-  kvedge_partial part = kvedge_partial_at(a, slot), total = kvedge_partial_at(a, a->num_slots);
+  kvedge_partial partial = kvedge_partial_at(a, slot), total = kvedge_partial_at(a, a->num_slots);
   if (chunk == 0 && a->chunks_per_block > 1) {
-    memcpy(total.max, part.max, a->partial_floats * sizeof(float));
+    memcpy(total.max, partial.max, a->partial_floats * sizeof(float));
   }
   for (int64_t r = 0; r < block.count; r++)
     for (int kv_head = 0; kv_head < a->view.num_kv_heads; kv_head++)
-      for (int g = 0; g < group; g++) {
-        size_t i = (size_t)(r * group + g);
+      for (int g = 0; g < heads; g++) {
+        size_t i = (size_t)(r * heads + g);
         size_t state = kvedge_query_index(a, kv_head) + i;
-        if (chunk > 0) merge(a, &q, state, &total, &part);
+        if (chunk > 0) merge(a, &q, state, &total, &partial);
         if (chunk + 1 < a->chunks_per_block) continue;
-        int head = kv_head * group + g;
-        finish(a, &q, state, block.first + r, head, a->chunks_per_block > 1 ? &total : &part);
+        int head = kv_head * heads + g;
+        finish(a, &q, state, block.first + r, head, a->chunks_per_block > 1 ? &total : &partial);
       }
 }

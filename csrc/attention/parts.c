@@ -1,5 +1,6 @@
-/* Calls whose tokens lie in several layers: a part is attended to like a layer of its own, at its place in the sequence, and
- * the results are merged by their softmax denominators, exactly but for rounding (in double). */
+/* Calls whose tokens lie in several layers: a part is attended to like a layer of its own, at
+ * its place in the sequence, and the results are merged by their softmax denominators, exactly
+ * but for rounding (in double). */
 #include <math.h>
 #include <stdlib.h>
 

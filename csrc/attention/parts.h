@@ -10,13 +10,14 @@ enum { KVEDGE_MOST_PARTS = 4096 };
 /* Segments that a part needs at most; 0: it is not valid. */
 int64_t kvedge_segments_of_part(const kvedge_part *part);
 
-/* Checks a call on parts, and makes requests of them, at most num_parts and at least one, each with options in `options`;
- * returns their number. `*segments` has room for those of all, and is moved past what was used. */
+/* Checks a call on parts, and makes requests of them, at most num_parts and at least one, each
+ * with options in `options`; returns their number. `*segments` has room for those of all, and is
+ * moved past what was used. */
 int kvedge_requests_of_parts(const kvedge_attention_call *call, int num_heads, kvedge_segment **segments,
                              kvedge_attention_options *options, kvedge_request *requests, kvedge_status *status);
 
-/* Room for turned queries, and for the results of the requests of a call but for one alone, which writes to the call's own
- * arrays; perhaps 0. */
+/* Room for turned queries, and for the results of the requests of a call but for one alone,
+ * which writes to the call's own arrays; perhaps 0. */
 size_t kvedge_parts_bytes(const kvedge_request *requests, int num_parts);
 
 /* Turns queries, and lets the requests of a call read and write them in `room`; returns its end. */

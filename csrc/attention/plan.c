@@ -16,18 +16,19 @@ enum {
   /* With a tolerance slices are longer and fewer, since what may be dropped is measured against what a slice has seen. */
   SKIPPING_SLICE_BYTES = 4 << 20,
   SKIPPING_SLICE_TOKENS = 2048,
-  /* The keys of all heads in a tile, and the values, have on average up to this many bytes, which is also how far ahead
-   * of their use rows are asked for: two tiles' keys and values are to fit a second-level cache, which two threads may
-   * share. */
+  /* Keys, or values, of all heads in a tile have up to this many bytes. Rows are prefetched a
+   * tile before they are used, and the keys and values of two tiles have to fit a second-level
+   * cache, which two threads may share. */
   TILE_BYTES = 100 << 10,
   LEAST_TILE = 48,         /* but this many tokens are worked on at once, since a call for fewer costs more */
   LEAST_TILE_OF_RUNS = 96, /* three runs; and they have half of the bytes */
-  /* Keys or values of up to this many channels get 24 bits: with few channels all of an output may cancel, so that what 16 bits
-   * leave of an error is large beside it. */
+  /* Keys or values of up to this many channels get 24 bits: with few channels all of an output
+   * may cancel, so that what 16 bits leave of an error is large beside it. */
   TINY_ROW_CHANNELS = 8,
 };
 
-/* What a path has for keys or values. (Decoding a grid bounds what levels times very large scales would take beyond float32.) */
+/* What a path has for keys or values. (Decoding a grid bounds what levels times very large
+ * scales would take beyond float32.) */
 static const kvedge_cell *cell_of(const kvedge_kernels *kernels, const kvedge_view_side *side) {
   static const kvedge_cell none = {.scores = NULL};
   const unsigned format = side->format->id;
@@ -101,7 +102,7 @@ void kvedge_attention_plan(kvedge_attention *a, const kvedge_request *r, int64_t
   const int64_t first_position = r->first_position + row;
   memset(a, 0, sizeof *a);
   a->view = *view;
-  a->query = row > 0 ? kvedge_array_from(&r->query, row, 0) : r->query; /* no address, where only sizes are asked for */
+  a->query = row > 0 ? kvedge_array_from(&r->query, row, 0) : r->query; /* no address, where only sizes are planned */
   a->out = row > 0 ? kvedge_array_from(&r->out, row, 0) : r->out;
   if (r->lse) a->lse = r->lse + row * num_heads;
   if (r->log_sums) a->log_sums = r->log_sums + row * num_heads;
@@ -122,7 +123,7 @@ void kvedge_attention_plan(kvedge_attention *a, const kvedge_request *r, int64_t
   a->first_position = first_position;
   a->num_heads = num_heads;
   a->heads_per_kv_head = num_heads / view->num_kv_heads;
-  a->rows_per_block = KVEDGE_STACK / a->heads_per_kv_head;
+  a->rows_per_block = KVEDGE_QUERY_ROWS / a->heads_per_kv_head;
   if (a->rows_per_block < 1) a->rows_per_block = 1;
   if (a->rows_per_block > num_rows) a->rows_per_block = (int)num_rows;
   a->query_rows = a->rows_per_block * a->heads_per_kv_head;

@@ -1,5 +1,6 @@
-/* Products of a head tile: scores of its queries with the keys, weighted sums of its values. By the cells that serve the call,
- * group by group of channels, or block by block of 16 decoded tokens where a path has none for the format.
+/* Products of a head tile: scores of its queries with the keys, weighted sums of its values. By
+ * the cells that serve the call, group by group of channels, or block by block of 16 decoded
+ * tokens where a path has none for the format.
  */
 #include "attention/tile.h"
 
@@ -60,8 +61,8 @@ static kvedge_tile rows_of_group(const kvedge_attention *a, const head_tile *h, 
   return rows;
 }
 
-/* Where a path has no kernels for a format: block b of a head's rows as float32, in `room`. It lies where cells have their
- * working memory, which for them begins after it. */
+/* Where a path has no kernels for a format: block b of a head's rows as float32, in `room`. It
+ * lies where cells have their working memory, which for them begins after it. */
 typedef struct {
   float values[KVEDGE_BLOCK * KVEDGE_MAX_HEAD_DIM];
   const char *start;
@@ -107,12 +108,12 @@ static float largest_scale_seen(const kvedge_attention *a, const head_tile *h, i
   if (!h->masking) return largest_of(scale, 0, num_tokens, 0.0f);
   int64_t row = h->block->first + query_row / a->heads_per_kv_head, token = h->tile->token;
   mask_range seen = kvedge_mask_range(a, row, token, num_tokens);
-  float visible[KVEDGE_TILE];
+  float attended[KVEDGE_TILE];
   if (o->mask || o->bias) {
-    memcpy(visible, scale, (size_t)num_tokens * sizeof *scale);
+    memcpy(attended, scale, (size_t)num_tokens * sizeof *scale);
     kvedge_clear_hidden(a, row, h->kv_head * a->heads_per_kv_head + query_row % a->heads_per_kv_head, token, num_tokens,
-                        visible);
-    scale = visible;
+                        attended);
+    scale = attended;
   }
   return largest_of(scale, 0, seen.sinks, largest_of(scale, seen.first, seen.stop, 0.0f));
 }
@@ -154,8 +155,8 @@ static kvedge_query query_of_group(const kvedge_attention *a, const head_tile *h
                     .scale_stride = a->num_groups,
                     .dim = left < a->group_size ? left : a->group_size,
                     .scratch = w->scratch};
-  if (queries->codes) {
-    q.codes = queries->codes + at * pad * KVEDGE_CODE_BYTES;
+  if (queries->quantized) {
+    q.quantized = queries->quantized + at * pad * KVEDGE_QUANTIZED_BYTES;
     q.scale = queries->scales + at;
     q.offsets = queries->offsets + at * 4;
   } else {
@@ -182,13 +183,13 @@ void kvedge_head_scores(const kvedge_attention *a, const head_tile *h, workspace
   }
   for (int g = 0; g < a->num_groups; g++) {
     kvedge_tile keys = rows_of_group(a, h, KEYS, g, w);
-    int planes[KVEDGE_STACK];
-    if (h->queries->codes) choose_planes(a, h, keys.scales, planes);
-    for (int i = 0, next; i < h->count; i = next) { /* runs of query rows with as many planes */
-      next = h->queries->codes ? i + 1 : h->count;
+    int planes[KVEDGE_QUERY_ROWS];
+    if (h->queries->quantized) choose_planes(a, h, keys.scales, planes);
+    for (int i = 0, next; i < h->count; i = next) { /* query rows side by side with as many planes */
+      next = h->queries->quantized ? i + 1 : h->count;
       while (next < h->count && planes[next] == planes[i]) next++;
       kvedge_query q = query_of_group(a, h, g, i, next - i, w);
-      if (h->queries->codes) q.planes = planes[i];
+      if (h->queries->quantized) q.planes = planes[i];
       a->cells[KEYS]->scores(&q, &keys, scores + i * KVEDGE_TILE, g > 0);
       keys.next.blocks = NULL;
     }
@@ -197,9 +198,10 @@ void kvedge_head_scores(const kvedge_attention *a, const head_tile *h, workspace
 
 /* ---- Weighted sums --------------------------------------------------------------------------- */
 
-/* Planes of a tile's quantized probabilities. Two leave an error of up to 1e-4 of the output, and twice that where there
- * are few channels; so those have three, and so has the start of a context, of which parts and the whole are to agree
- * to the last digits. The position decides, and nothing that depends on how a prompt is cut. */
+/* Planes of a tile's quantized probabilities. Two leave an error of up to 1e-4 of the output,
+ * and twice that where there are few channels; so those have three, and so has the start of a
+ * context, of which chunks and the whole are to agree to the last digits. The position decides,
+ * and nothing that depends on how a prompt is cut. */
 static int probability_planes(const kvedge_attention *a, const token_tile *tile) {
   enum { FIRST_TOKENS = 1024, FEW_CHANNELS = 64 };
   if (a->planes) return a->planes;
@@ -215,8 +217,8 @@ static void take_factor(const kvedge_attention *a, const head_tile *h, float *p)
 
 void kvedge_weighted_sum(const kvedge_attention *a, const head_tile *h, float *probabilities, const float *rescale,
                          workspace *w, kvedge_partial *partial) {
-  static const float one[KVEDGE_STACK] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
-                                          1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
+  static const float one[KVEDGE_QUERY_ROWS] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
+                                               1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
   const kvedge_row_shape *shape = &a->view.side[VALUES].shape;
   const int takes_factor = (shape->num_groups == 0 || a->decodes[VALUES]) && a->factor[VALUES] > 1.0f;
   kvedge_probabilities p = {

@@ -24,10 +24,11 @@ static void fill(const kvedge_attention *a, const kvedge_queries *to, const floa
   size_t at = index * (size_t)a->num_groups;
   for (int start = 0; start < dim; start += a->group_size, at++) {
     int n = dim - start < a->group_size ? dim - start : a->group_size;
-    if (to->codes) {
+    if (to->quantized) {
       float of_group = a->num_groups == 1 ? largest : largest_magnitude(a, x + start, n);
       a->cells[KEYS]->encode_query(x + start, n, factor, of_group * fabsf(factor),
-                                   to->codes + at * pad * KVEDGE_CODE_BYTES, to->scales + at, to->offsets + at * 4);
+                                   to->quantized + at * pad * KVEDGE_QUANTIZED_BYTES, to->scales + at,
+                                   to->offsets + at * 4);
       continue;
     }
     float *values = to->values + at * pad;
@@ -55,8 +56,8 @@ static float quantization_error(const kvedge_attention *a, const kvedge_queries 
   return (float)between(256.0 * inverse_sqrt_12 * largest * key_norm * q->logit_factor[index], 0.0, FLT_MAX);
 }
 
-/* The same for runs, per unit of a code of the query: their cell encodes it. Less the middle one, codes of `bits` bits are
- * taken for even from end to end. */
+/* The same for runs, per unit of a code of the query: their cell encodes it. Less the middle
+ * one, codes of `bits` bits are taken for even from end to end. */
 static float error_of_code(const kvedge_attention *a, const kvedge_queries *q, size_t index) {
   const kvedge_view_side *keys = &a->view.side[KEYS];
   const double key_norm = (1 << keys->format->bits) * sqrt(keys->shape.dim / 12.0);
@@ -99,16 +100,16 @@ static void prepare_row(const kvedge_attention *a, const kvedge_queries *to, con
 }
 
 static void prepare_block(const kvedge_attention *a, const kvedge_row_block *block, const kvedge_queries *to) {
-  int dim = a->view.side[KEYS].shape.dim, group = a->heads_per_kv_head;
+  int dim = a->view.side[KEYS].shape.dim, heads = a->heads_per_kv_head;
   double key_norm = 127.0 * sqrt((dim + 8) / 9.0);
   float room[KVEDGE_MAX_HEAD_DIM];
   for (int64_t r = 0; r < block->count; r++)
     for (int kv_head = 0; kv_head < a->view.num_kv_heads; kv_head++)
-      for (int g = 0; g < group; g++) {
-        const float *x = kvedge_array_row(&a->query, block->first + r, kv_head * group + g, dim, room);
-        size_t index = kvedge_query_index(a, kv_head) + (size_t)(r * group + g);
+      for (int g = 0; g < heads; g++) {
+        const float *x = kvedge_array_row(&a->query, block->first + r, kv_head * heads + g, dim, room);
+        size_t index = kvedge_query_index(a, kv_head) + (size_t)(r * heads + g);
         prepare_row(a, to, x, kv_head, index);
-        if (to->codes) to->error[index] = quantization_error(a, to, index, key_norm);
+        if (to->quantized) to->error[index] = quantization_error(a, to, index, key_norm);
         else if (to->error) to->error[index] = error_of_code(a, to, index);
       }
 }
@@ -122,7 +123,7 @@ static size_t lay_out(const kvedge_attention *a, char *base, kvedge_queries *q) 
   if (a->cells[KEYS]->encode_query || kvedge_is_of_runs(a->view.side[KEYS].format))
     q->error = kvedge_take(base, &used, queries * sizeof *q->error);
   if (a->cells[KEYS]->encode_query) {
-    q->codes = kvedge_take(base, &used, channels * KVEDGE_CODE_BYTES);
+    q->quantized = kvedge_take(base, &used, channels * KVEDGE_QUANTIZED_BYTES);
     q->scales = kvedge_take(base, &used, groups * sizeof *q->scales);
     q->offsets = kvedge_take(base, &used, groups * 4 * sizeof *q->offsets);
   } else {

@@ -1,9 +1,9 @@
 /* Keys, values and queries of any finite magnitude, from denormal to 3e38, in float32 sums.
  *
- * Scales (of formats without: elements) are multiplied by a power of two that brings the largest near 1, and results divided
- * by it: both exact. The largest is that of the whole layer, which is kept as rows are stored, or where that is far
- * from 1, of the tokens that the call sees. (A row of one head may see much less than the
- * call: attention.c.)
+ * Scales (of formats without: elements) are multiplied by a power of two that brings the largest
+ * near 1, and results divided by it: both exact. The largest is that of the whole layer, which
+ * is kept as rows are stored, or where that is far from 1, of the tokens that the call sees. (A
+ * row of one head may see much less than the call: attention.c.)
  */
 #include <float.h>
 #include <math.h>
@@ -44,7 +44,7 @@ float kvedge_bound_of_rows(kvedge_row_cursor *c, int s, int64_t token, int kv_he
 }
 
 /* The largest of what is seen, of all heads. */
-static float largest_in(const kvedge_attention *a, kvedge_visible seen, int s) {
+static float largest_in(const kvedge_attention *a, kvedge_attended seen, int s) {
   float largest = 0.0f;
   kvedge_row_cursor c = {.view = &a->view};
   for (int64_t token = 0; token < seen.stop; token++) {
@@ -59,7 +59,7 @@ void kvedge_fit_factors(kvedge_attention *a) {
   for (int s = 0; s < SIDES; s++) a->factor[s] = kvedge_normalizing_factor(a->view.side[s].bound);
   if (a->factor[KEYS] == 1.0f && a->factor[VALUES] == 1.0f) return;
   const kvedge_row_block last = kvedge_row_block_of(a, a->num_row_blocks - 1);
-  kvedge_visible seen = {.stop = kvedge_visible_tokens(a, &last).stop};
+  kvedge_attended seen = {.stop = kvedge_attended_tokens(a, &last).stop};
   if (a->options.window && a->options.window <= a->first_position)
     seen.first = a->first_position - a->options.window + 1;
   if (seen.first > seen.stop) seen.first = seen.stop;

@@ -1,16 +1,18 @@
 /* Values that need not be read: options.tolerance, the share of the softmax mass that a query row may lose.
  *
- * After the softmax of a tile, the mass of each block of 16 tokens is compared with the sum so far, of which the final sum
- * is at least as much. A block that for every query row of its KV head holds at most its share of the tolerance (16 tokens
- * of all that are attended to) is dropped: its values are neither read nor multiplied. All shares together are the
- * tolerance, so no row loses more, whatever the data. The sum counts what is dropped, so the log-sum-exp stays as it is
- * (docs/numerics.md).
+ * After the softmax of a tile, the mass of each block of 16 tokens is compared with the sum so
+ * far, of which the final sum is at least as much. A block that for every query row of its KV
+ * head holds at most its share of the tolerance (16 tokens of all that are attended to) is
+ * dropped: its values are neither read nor multiplied. All shares together are the tolerance, so
+ * no row loses more, whatever the data. The sum counts what is dropped, so the log-sum-exp stays
+ * as it is (docs/numerics.md).
  *
  * Values in runs are dropped as whole runs, of two blocks of which neither matters, of tiles that begin with one.
  *
- * A decoded token waits for memory: kept blocks are prefetched and join a list of their KV head, which is summed when it
- * and the one after it are full, as if it were a tile. A prompt waits for products: of its tiles the kept blocks are summed
- * at once. Where little can be dropped, decoding goes on as without tolerance and looks again now and then.
+ * A decoded token waits for memory: kept blocks are prefetched and join a list of their KV head,
+ * which is summed when it and the one after it are full, as if it were a tile. A prompt waits
+ * for products: of its tiles the kept blocks are summed at once. Where little can be dropped,
+ * decoding goes on as without tolerance and looks again now and then.
  */
 #include <float.h>
 
@@ -77,8 +79,8 @@ kvedge_skipping *kvedge_skip_start(const kvedge_attention *a, const kvedge_row_b
   size_t used = 0;
   if (!a->skipping_bytes) return NULL;
   kvedge_skipping *s = lay_out(a, state_of(a, slot), &used);
-  const kvedge_visible visible = kvedge_visible_tokens(a, block);
-  const int64_t tokens = visible.sinks + visible.stop - visible.first;
+  const kvedge_attended attended = kvedge_attended_tokens(a, block);
+  const int64_t tokens = attended.sinks + attended.stop - attended.first;
   if (!pays(a, tokens)) return NULL;
   const double share = (double)tokens / KVEDGE_BLOCK / (double)a->options.tolerance;
   s->share = share < FLT_MAX ? (float)share : FLT_MAX;
@@ -110,12 +112,13 @@ void kvedge_tolerance_counts(int64_t *seen, int64_t *dropped) {
 
 /* ---- What is kept ---- */
 
-/* Blocks that values lie together in: those of a run. */
-static int blocks_of_piece(const kvedge_attention *a) {
+/* Blocks of an entry of a tile's table: those of a run, else 1. */
+static int blocks_of_entry(const kvedge_attention *a) {
   return kvedge_is_of_runs(a->view.side[VALUES].format) ? KVEDGE_RUN / KVEDGE_BLOCK : 1;
 }
 
-/* The same of blocks, where their runs are kept or dropped. */
+/* All blocks of runs of which some are kept. A tile that begins within a run keeps all: its runs
+ * are not pairs of blocks. */
 static uint32_t whole_runs(uint32_t kept, const token_tile *tile) {
   const uint32_t all = ((uint32_t)1 << tile->num_blocks) - 1, pairs = 0x55555555u;
   kept = (kept | kept >> 1) & pairs;
@@ -127,7 +130,7 @@ static uint32_t blocks_to_keep(const kvedge_attention *a, const kvedge_skipping 
                                const kvedge_partial *partial) {
   const float *sum = partial->sum + kvedge_index_of(a, h),
               *newest = s->newest ? s->newest + kvedge_index_of(a, h) : NULL;
-  float factor[KVEDGE_STACK];
+  float factor[KVEDGE_QUERY_ROWS];
   const int whole = h->tile->num_tokens / KVEDGE_BLOCK;
   for (int i = 0; i < h->count; i++) {
     float least = sum[i]; /* of the final sum */
@@ -137,13 +140,13 @@ static uint32_t blocks_to_keep(const kvedge_attention *a, const kvedge_skipping 
   }
   const uint32_t kept =
       a->kernels->heavy_blocks(p, h->count, whole, factor) | (h->tile->num_blocks > whole ? 1u << whole : 0u);
-  return blocks_of_piece(a) == 1 ? kept : whole_runs(kept, h->tile);
+  return blocks_of_entry(a) == 1 ? kept : whole_runs(kept, h->tile);
 }
 
-/* The blocks of a piece, from block b of a tile on, as the last ones of `to`: where its values are, and probabilities. */
-static void add_piece(const kvedge_attention *a, const head_tile *h, int b, const float *p, token_tile *to,
+/* Appends to `to` the entry that begins with block b of a tile: where its values lie, and their probabilities. */
+static void add_entry(const kvedge_attention *a, const head_tile *h, int b, const float *p, token_tile *to,
                       float *to_p) {
-  const int blocks = blocks_of_piece(a), at = to->num_blocks, left = h->tile->num_tokens - b * KVEDGE_BLOCK;
+  const int blocks = blocks_of_entry(a), at = to->num_blocks, left = h->tile->num_tokens - b * KVEDGE_BLOCK;
   const int num_tokens = left < blocks * KVEDGE_BLOCK ? left : blocks * KVEDGE_BLOCK;
   if (at == 0) to->token = h->tile->token;
   to->rows[VALUES][at / blocks] = h->tile->rows[VALUES][b / blocks];
@@ -168,8 +171,8 @@ static int is_raised(const head_tile *h, const float *by) {
   return 0;
 }
 
-static const float unchanged[KVEDGE_STACK] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
-                                              1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
+static const float unchanged[KVEDGE_QUERY_ROWS] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
+                                                   1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
 
 /* ---- Prompts: what is kept of a tile is summed at once ---- */
 
@@ -188,11 +191,11 @@ static void sum_kept(const kvedge_attention *a, const head_tile *h, uint32_t kep
   token_tile tile = {.num_tokens = 0};
   head_tile own = *h;
   own.tile = &tile;
-  const int blocks = blocks_of_piece(a);
+  const int blocks = blocks_of_entry(a);
   for (int b = 0; b < h->tile->num_blocks; b += blocks) {
     if (!(kept >> b & 1)) continue;
     own.next[VALUES][tile.num_blocks / blocks] = h->next[VALUES][b / blocks];
-    add_piece(a, h, b, p, &tile, p);
+    add_entry(a, h, b, p, &tile, p);
   }
   own.next_in_order = 0;
   w->scales[VALUES].first = -KVEDGE_SCALE_COLUMNS;
@@ -226,7 +229,7 @@ KVEDGE_INLINE void prefetch_rows(const char *row, int num_rows, ptrdiff_t stride
       __builtin_prefetch((const void *)line, 0, 2);
 }
 
-static void prefetch_piece(const kvedge_view_side *values, const token_tile *tile, int b, int blocks, int kv_head) {
+static void prefetch_entry(const kvedge_view_side *values, const token_tile *tile, int b, int blocks, int kv_head) {
   const char *rows = tile->rows[VALUES][b / blocks] + kv_head * values->head_stride;
   if (blocks > 1) {
     prefetch_rows(rows, 1, 0, values->head_stride);
@@ -247,7 +250,7 @@ static void list_kept(const kvedge_attention *a, const head_tile *h, uint32_t ke
     sum_lists(a, h, w, partial);
     rescale(a, h, by, partial);
   }
-  const int blocks = blocks_of_piece(a);
+  const int blocks = blocks_of_entry(a);
   if (blocks > 1 && h->tile->first) { /* within a run: as a whole */
     kvedge_weighted_sum(a, h, p, unchanged, w, partial);
     return;
@@ -260,8 +263,8 @@ static void list_kept(const kvedge_attention *a, const head_tile *h, uint32_t ke
       const kept_list full = lists[0];
       lists[0] = lists[1], lists[1] = full;
     }
-    prefetch_piece(&a->view.side[VALUES], h->tile, b, blocks, h->kv_head);
-    add_piece(a, h, b, p, &lists[0].tile, lists[0].p);
+    prefetch_entry(&a->view.side[VALUES], h->tile, b, blocks, h->kv_head);
+    add_entry(a, h, b, p, &lists[0].tile, lists[0].p);
   }
 }
 

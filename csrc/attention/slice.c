@@ -1,7 +1,7 @@
 /* One slice of attention: a block of query rows over a chunk of tokens (split-KV).
  *
  * The cache is read in memory order, tile by tile over all KV heads, so that its two streams (keys and values) are
- * sequential; every step prefetches its share of the next tile. Softmax is online (Milakov and Gimelshein 2018): a tile
+ * sequential; every step prefetches some of the next tile. Softmax is online (Milakov and Gimelshein 2018): a tile
  * only needs the maximum and the sum so far.
  */
 #include <float.h>
@@ -13,7 +13,7 @@
 
 /* Where a chunk stands. Chunks count attended tokens, sinks first. */
 typedef struct {
-  kvedge_visible visible;
+  kvedge_attended attended;
   int64_t next, stop; /* in attended tokens */
   int segment;        /* that of the last tile, and its first token */
   int64_t segment_start;
@@ -60,13 +60,13 @@ static token_tile next_tile(const kvedge_attention *a, tile_cursor *cursor) {
   token_tile tile;
   tile.num_tokens = tile.num_blocks = tile.first = 0;
   if (i >= cursor->stop) return tile;
-  int in_sinks = i < cursor->visible.sinks;
-  tile.token = in_sinks ? i : i - cursor->visible.sinks + cursor->visible.first;
+  int in_sinks = i < cursor->attended.sinks;
+  tile.token = in_sinks ? i : i - cursor->attended.sinks + cursor->attended.first;
   tile.in_order = 1;
-  /* Tiles start at multiples of their size: a token is always weighed beside the same others, so a
+  /* Tiles start at multiples of their size: a token is always weighted beside the same others, so a
    * prompt gives the same results in whatever chunks it comes. Of runs, at multiples in rows. */
   int64_t count = a->tile - (tile.token + view->first_row) % a->tile;
-  if (in_sinks && count > cursor->visible.sinks - i) count = cursor->visible.sinks - i;
+  if (in_sinks && count > cursor->attended.sinks - i) count = cursor->attended.sinks - i;
   if (count > cursor->stop - i) count = cursor->stop - i;
   while (tile.token >= cursor->segment_start + view->segments[cursor->segment].num_tokens)
     cursor->segment_start += view->segments[cursor->segment++].num_tokens;
@@ -91,8 +91,8 @@ static int64_t tokens_before_chunk(const kvedge_attention *a, int64_t total, int
 }
 
 static tile_cursor start_of_chunk(const kvedge_attention *a, const kvedge_row_block *block, int64_t chunk) {
-  tile_cursor cursor = {.visible = kvedge_visible_tokens(a, block)};
-  int64_t total = cursor.visible.sinks + cursor.visible.stop - cursor.visible.first;
+  tile_cursor cursor = {.attended = kvedge_attended_tokens(a, block)};
+  int64_t total = cursor.attended.sinks + cursor.attended.stop - cursor.attended.first;
   cursor.next = tokens_before_chunk(a, total, chunk);
   cursor.stop = tokens_before_chunk(a, total, chunk + 1);
   return cursor;
@@ -129,13 +129,13 @@ static void clear_partial(const kvedge_attention *a, kvedge_partial *partial) {
   memset(partial->acc, 0, states * (size_t)a->acc_stride * sizeof *partial->acc);
 }
 
-/* What the newest tokens of a row block give as sums: a slice that does not hold them knows so from the start how little its
- * own may matter. Maxima stay, as the first ones of the slice. */
-static void weigh_newest(const kvedge_attention *a, const kvedge_row_block *block, kvedge_partial *partial,
-                         workspace *w) {
+/* Sums of the newest tokens of a row block. They bound the final sum from below before the slice
+ * begins, which need not hold these tokens. Maxima stay, as the first ones of the slice. */
+static void sum_newest(const kvedge_attention *a, const kvedge_row_block *block, kvedge_partial *partial,
+                       workspace *w) {
   enum { NEWEST = 4 * KVEDGE_BLOCK };
-  tile_cursor cursor = {.visible = kvedge_visible_tokens(a, block)};
-  const kvedge_visible *v = &cursor.visible;
+  tile_cursor cursor = {.attended = kvedge_attended_tokens(a, block)};
+  const kvedge_attended *v = &cursor.attended;
   const int64_t token = (v->stop - NEWEST) / KVEDGE_BLOCK * KVEDGE_BLOCK;
   cursor.next = v->sinks + (token > v->first ? token - v->first : 0);
   cursor.stop = v->sinks + v->stop - v->first;
@@ -152,7 +152,7 @@ void kvedge_slice_run(const kvedge_attention *a, int slice, kvedge_slice followi
   w->queries = kvedge_queries_for(a, &block, slot);
   w->skipping = kvedge_skip_start(a, &block, slot);
   clear_partial(a, &partial);
-  if (w->skipping && kvedge_skip_wants_newest(a)) weigh_newest(a, &block, &partial, w);
+  if (w->skipping && kvedge_skip_wants_newest(a)) sum_newest(a, &block, &partial, w);
   tile_cursor cursor = start_of_chunk(a, &block, slice % a->chunks_per_block);
   token_tile tile = next_tile(a, &cursor);
   while (tile.num_tokens > 0 && !(stop && __atomic_load_n(stop, __ATOMIC_RELAXED))) {
@@ -187,15 +187,15 @@ kvedge_workspace *kvedge_workspace_at(const kvedge_attention *a, int index) {
 
 void kvedge_all_logits(const kvedge_attention *a, float *logits) {
   const kvedge_cache_view *view = &a->view;
-  tile_cursor cursor = {.visible = {.stop = view->len}, .stop = view->len};
+  tile_cursor cursor = {.attended = {.stop = view->len}, .stop = view->len};
   workspace *w = kvedge_workspace_at(a, 0);
   const kvedge_row_block block = {.count = a->num_rows};
   w->queries = kvedge_queries_for(a, &block, 0);
   for (token_tile tile = next_tile(a, &cursor); tile.num_tokens > 0; tile = next_tile(a, &cursor)) {
     w->scales[KEYS].first = -KVEDGE_SCALE_COLUMNS;
     for (int kv_head = 0; kv_head < view->num_kv_heads; kv_head++) {
-      for (int i = 0; i < a->query_rows; i += KVEDGE_STACK) {
-        int count = a->query_rows - i < KVEDGE_STACK ? a->query_rows - i : KVEDGE_STACK;
+      for (int i = 0; i < a->query_rows; i += KVEDGE_QUERY_ROWS) {
+        int count = a->query_rows - i < KVEDGE_QUERY_ROWS ? a->query_rows - i : KVEDGE_QUERY_ROWS;
         head_tile h = {.tile = &tile, .kv_head = kv_head, .first = i, .count = count, .queries = &w->queries};
         kvedge_head_scores(a, &h, w);
         for (int j = 0; j < count; j++) {

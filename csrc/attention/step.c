@@ -41,8 +41,8 @@ void kvedge_step(const kvedge_attention *a, head_tile *heads, int num, const tok
                  workspace *w) {
   const int batch = a->batches_heads && num == KVEDGE_HEADS;
   const int query_rows = (int)heads->block->count * a->heads_per_kv_head;
-  for (int i = 0; i < query_rows; i += KVEDGE_STACK) { /* once, if there are several heads */
-    const int count = query_rows - i < KVEDGE_STACK ? query_rows - i : KVEDGE_STACK, prefetches = i == 0;
+  for (int i = 0; i < query_rows; i += KVEDGE_QUERY_ROWS) { /* once, if there are several heads */
+    const int count = query_rows - i < KVEDGE_QUERY_ROWS ? query_rows - i : KVEDGE_QUERY_ROWS, prefetches = i == 0;
     for (int j = 0; j < num; j++) {
       heads[j].first = i, heads[j].count = count, heads[j].at = j * count;
       if (!prefetches) heads[j].prefetches[KEYS] = heads[j].prefetches[VALUES] = 0;

@@ -14,7 +14,7 @@ typedef struct {
   int first;    /* where a side lies in runs: where in the first of these the tile begins */
   const char
       *rows[SIDES][KVEDGE_TILE_BLOCKS]; /* of KV head 0 of the view; the others' lie at an offset. Of runs: these */
-  const char *scales[SIDES][KVEDGE_TILE_BLOCKS]; /* likewise */
+  const char *scales[SIDES][KVEDGE_TILE_BLOCKS]; /* their scales */
 } token_tile;
 
 /* Room for a tile's scales: a tile, and a line so that columns do not lie a power of two apart. */
@@ -29,22 +29,22 @@ typedef struct {
 
 /* What a thread works in: too large for the stacks that threads may have. */
 struct kvedge_workspace {
-  kvedge_queries queries;                                /* of the row block */
-  _Alignas(64) float scores[KVEDGE_STACK * KVEDGE_TILE]; /* (query rows, tile): scores, then probabilities */
-  _Alignas(64) float rescale[KVEDGE_STACK];
+  kvedge_queries queries;                                     /* of the row block */
+  _Alignas(64) float scores[KVEDGE_QUERY_ROWS * KVEDGE_TILE]; /* (query rows, tile): scores, then probabilities */
+  _Alignas(64) float rescale[KVEDGE_QUERY_ROWS];
   scale_columns scales[SIDES];               /* of the tile */
   kvedge_skipping *skipping;                 /* NULL: all values are read */
   _Alignas(64) char scratch[KVEDGE_SCRATCH]; /* of the cells; where rows are decoded, first the block */
 };
 typedef kvedge_workspace workspace;
 
-/* Blocks of a tile's keys or values, or its runs where these lie in such. */
-static inline int kvedge_num_pieces(const kvedge_view_side *side, const token_tile *tile) {
+/* Entries of a tile's table of keys or values: its blocks, or its runs. */
+static inline int kvedge_num_entries(const kvedge_view_side *side, const token_tile *tile) {
   if (!kvedge_is_of_runs(side->format)) return tile->num_blocks;
   return (tile->first + tile->num_tokens + KVEDGE_RUN - 1) / KVEDGE_RUN;
 }
 
-/* One KV head's part of a tile, and the query rows that meet it: first..first+count-1 of those of the KV head. */
+/* A head tile: one KV head of a tile, and the query rows that meet it: first..first+count-1 of those of the KV head. */
 typedef struct {
   const token_tile *tile;
   const kvedge_row_block *block;
@@ -63,11 +63,11 @@ static inline size_t kvedge_index_of(const kvedge_attention *a, const head_tile 
 
 /* ---- prefetch.c ---- */
 
-/* The share of the next tile that a head, the j-th of a batch (1: of none), prefetches while it works on its own part:
- * one block for each. */
+/* What head tile j of a batch (batch 1: there is none) prefetches of the next tile: an entry for each of its own. */
 void kvedge_share_next(const kvedge_cache_view *view, const token_tile *next, int batch, int j, head_tile *h);
-/* The scales of the next tile that a step of `num` KV heads from kv_head on prefetches: some of its blocks, or where these are
- * few some of each one's lines, in the order of memory. (Zen 4 drops prefetches when there are too many at once.) */
+/* The scales of the next tile that a step of `num` KV heads from kv_head on prefetches: some of
+ * its blocks, or where these are few some of each one's lines, in the order of memory. (Zen 4
+ * drops prefetches when there are too many at once.) */
 void kvedge_prefetch_scales(const kvedge_cache_view *view, const token_tile *next, int s, int kv_head, int num);
 /* Before the steps of a tile: what this thread has not prefetched of it is brought into the cache. The steps prefetch
  * the next one, as far as that goes. (reads_values 0: this tile's values are left where they are, and those of the next
@@ -92,7 +92,7 @@ void kvedge_weighted_sum_of_batch(const kvedge_attention *a, const head_tile *he
  * prefetched meanwhile. */
 void kvedge_step(const kvedge_attention *a, head_tile *heads, int num, const token_tile *next, kvedge_partial *partial,
                  workspace *w);
-/* Maxima and sums of all KV heads over a tile, and nothing else: its queries are up to KVEDGE_STACK for each. */
+/* Maxima and sums of all KV heads over a tile, and nothing else: its queries are up to KVEDGE_QUERY_ROWS for each. */
 void kvedge_add_to_sums(const kvedge_attention *a, const token_tile *tile, const kvedge_row_block *block,
                         kvedge_partial *partial, workspace *w);
 /* ---- skip.c: values that options.tolerance lets a call leave out ---- */
@@ -105,8 +105,8 @@ int kvedge_skip_wants_newest(const kvedge_attention *a);
 void kvedge_skip_take_newest(const kvedge_attention *a, kvedge_skipping *s, kvedge_partial *partial);
 /* Are the values of the tile that comes, and of the next one, prefetched as by a call without tolerance? */
 int kvedge_skip_reads_values(const kvedge_skipping *s);
-/* After the softmax of `num` head tiles: their weighted sums, of the blocks that matter, now or later. 0: all of them are
- * to be summed, by the caller. */
+/* After the softmax of `num` head tiles: their weighted sums, of the blocks that matter, now or
+ * later. 0: all of them are to be summed, by the caller. */
 int kvedge_skip_heads(const kvedge_attention *a, const head_tile *heads, int num, workspace *w,
                       kvedge_partial *partial);
 /* A tile ends, and with the last one the slice. */

@@ -1,5 +1,5 @@
-/* What attention sees of a cache: a layer, or tokens in the blocks of a pool, as a view, segments of equal strides; and which
- * of its tokens query rows attend to. */
+/* What attention sees of a cache: a layer, or tokens in the blocks of a pool, as a view,
+ * segments of equal strides; and which of its tokens query rows attend to. */
 #include "attention/tile.h"
 
 /* ---- A layer ---------------------------------------------------------------------------------- */
@@ -103,18 +103,18 @@ int kvedge_view_blocks(const kvedge_layer *pool, int64_t block_size, const int32
 
 /* ---- Attended ranges -------------------------------------------------------------------------- */
 
-kvedge_visible kvedge_visible_tokens(const kvedge_attention *a, const kvedge_row_block *block) {
+kvedge_attended kvedge_attended_tokens(const kvedge_attention *a, const kvedge_row_block *block) {
   const kvedge_attention_options *o = &a->options;
   const int64_t position = a->first_position + block->first;
-  kvedge_visible visible = {.sinks = 0, .first = 0, .stop = a->view.len};
-  if (o->causal && position + block->count < a->view.len) visible.stop = position + block->count;
-  if (visible.stop < 0) visible.stop = 0; /* all rows are before the view */
+  kvedge_attended attended = {.sinks = 0, .first = 0, .stop = a->view.len};
+  if (o->causal && position + block->count < a->view.len) attended.stop = position + block->count;
+  if (attended.stop < 0) attended.stop = 0; /* all rows are before the view */
   if (o->window) {
-    if (position - o->window + 1 > 0) visible.first = (position - o->window + 1) / a->tile * a->tile;
-    if (visible.first > visible.stop) visible.first = visible.stop; /* the window is behind the view */
-    visible.sinks = o->sink_tokens < visible.first ? o->sink_tokens : visible.first;
+    if (position - o->window + 1 > 0) attended.first = (position - o->window + 1) / a->tile * a->tile;
+    if (attended.first > attended.stop) attended.first = attended.stop; /* the window is behind the view */
+    attended.sinks = o->sink_tokens < attended.first ? o->sink_tokens : attended.first;
   }
-  return visible;
+  return attended;
 }
 
 static int within(int64_t token, int num_tokens) {

@@ -47,13 +47,15 @@ typedef struct {
   /* The bound of rows that are stored. In all of these rows lie one after the other. */
   float (*bound)(const kvedge_row_shape *shape, const void *codes, const void *scales, int64_t num_rows);
 
-  /* Can `encode` have made these bytes, which come from a file? Else decode might give what is not finite. Runs may lie at
-   * any address. */
+  /* Can `encode` have made these bytes, which come from a file? Else decode might give what is
+   * not finite. Runs may lie at any address. */
   int (*is_valid)(const kvedge_row_shape *shape, const void *codes, const void *scales, int64_t num_rows);
 
-  /* Of formats of runs alone. A run of a head, [KVEDGE_RUN][dim], is what `bound` calls a row; it has so many bytes, and
-   * starts at an even address. Instead of encode: channels first..first+count-1, a group of KVEDGE_RUN_CHANNELS or the last
-   * ones, of x (KVEDGE_RUN, count), in order. Instead of decode: some of its tokens back to floats, `stride` floats apart. */
+  /* Of formats of runs alone. A run of a head, [KVEDGE_RUN][dim], is what `bound` calls a row;
+   * it has so many bytes, and starts at an even address. Instead of encode: channels
+   * first..first+count-1, a group of KVEDGE_RUN_CHANNELS or the last ones, of x (KVEDGE_RUN,
+   * count), in order. Instead of decode: some of its tokens back to floats, `stride` floats
+   * apart. */
   size_t (*run_bytes)(int dim);
   void (*encode_run)(const kvedge_row_shape *shape, const float *x, int first, int count, void *run);
   void (*decode_run)(const kvedge_row_shape *shape, const void *run, int first, int count, float *x, ptrdiff_t stride);

@@ -5,8 +5,9 @@
  *   e5m2     1, 5, 2                    15     2^-16            57344 (0x7b)   infinity 0x7c, NaN above; the upper byte of
  *                                                                              a half
  *
- * Rounded to nearest, ties to even; what is beyond the largest becomes the largest (OCP's saturating conversion), so every
- * finite float can be stored and codes that are not finite are never made.
+ * Rounded to nearest, ties to even; what is beyond the largest becomes the largest (OCP's
+ * saturating conversion), so every finite float can be stored and codes that are not finite are
+ * never made.
  */
 #ifndef KVEDGE_FP8_H
 #define KVEDGE_FP8_H

@@ -121,7 +121,7 @@ static inline void decode_rows(int bits, const float *level, const kvedge_row_sh
   }
 }
 
-static float bound_of(const kvedge_row_shape *shape, float largest) {
+static float bound_of_grid(const kvedge_row_shape *shape, float largest) {
   return kvedge_stored_scale_bound(shape, LARGEST_SCALE * largest); /* infinite where float32 cannot hold it */
 }
 
@@ -140,7 +140,7 @@ static float bound_of(const kvedge_row_shape *shape, float largest) {
                                                        .bits = BITS,                                                   \
                                                        .has_scales = 1,                                                \
                                                        .tokens_per_group = 1,                                          \
-                                                       .bound_of = bound_of,                                           \
+                                                       .bound_of = bound_of_grid,                                      \
                                                        .encode = encode_##BITS,                                        \
                                                        .decode = decode_##BITS,                                        \
                                                        .bound = kvedge_largest_scale};

@@ -11,8 +11,9 @@
 #define KVEDGE_HALF_MAX 65504.0f
 #define KVEDGE_HALF_OVERFLOW 65520.0f /* rounds to infinity, and what is above */
 
-/* Any finite half, also subnormal ones: its exponent and mantissa in a float's place, brought to a float's bias. Digits of a
- * subnormal half are those after the point of 2^-14, which is taken off: no denormal float is made, which a mode may flush. */
+/* Any finite half, also subnormal ones: its exponent and mantissa in a float's place, brought to
+ * a float's bias. Digits of a subnormal half are those after the point of 2^-14, which is taken
+ * off: no denormal float is made, which a mode may flush. */
 static inline float kvedge_float_of_half(uint16_t half) {
   const uint32_t bits = (half & 0x7fffu) << 13;
   const float subnormal = kvedge_float_of_bits(bits + (113u << 23)) - 0x1p-14f;
@@ -26,8 +27,8 @@ static inline float kvedge_float_of_any_half(uint16_t half) {
   return kvedge_float_of_bits((half & 0x7c00u) == 0x7c00u ? bits | 0x7f800000u : bits);
 }
 
-/* The nearest half, ties to even, for |x| < KVEDGE_HALF_OVERFLOW. Adding 1/2 to what becomes a subnormal half leaves its
- * digits, rounded, at the end of a float. */
+/* The nearest half, ties to even, for |x| < KVEDGE_HALF_OVERFLOW. Adding 1/2 to what becomes a
+ * subnormal half leaves its digits, rounded, at the end of a float. */
 static inline uint16_t kvedge_half_of_float(float x) {
   uint32_t bits = kvedge_bits_of_float(x), sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7fffffffu;
   uint32_t normal = (magnitude - (112u << 23) + 0xfff + (magnitude >> 13 & 1)) >> 13;

@@ -19,7 +19,7 @@
  * at most twice that; the rest is for rounding. */
 #define LARGEST_SCALE 2.1f
 
-static float bound_of(const kvedge_row_shape *shape, float largest) {
+static float bound_of_int4(const kvedge_row_shape *shape, float largest) {
   return kvedge_stored_scale_bound(shape, LARGEST_SCALE * (largest / 127.0f));
 }
 
@@ -50,7 +50,7 @@ static float encode_group(const float *x, int n, uint8_t *codes) {
   return product > 0.0 ? (float)(product / squares) : 0.0f;
 }
 
-static void encode(const kvedge_row_shape *shape, const float *x, int64_t num_rows, void *codes, void *scales) {
+static void encode_int4(const kvedge_row_shape *shape, const float *x, int64_t num_rows, void *codes, void *scales) {
   const size_t row_bytes = kvedge_packed_bytes(shape->dim, 4), scale_bytes = kvedge_scale_row_bytes(shape);
   uint8_t room[KVEDGE_MAX_HEAD_DIM + 1];
   for (int64_t row = 0; row < num_rows; row++, x += shape->dim) {
@@ -65,7 +65,8 @@ static void encode(const kvedge_row_shape *shape, const float *x, int64_t num_ro
   }
 }
 
-static void decode(const kvedge_row_shape *shape, const void *codes, const void *scales, int64_t num_rows, float *x) {
+static void decode_int4(const kvedge_row_shape *shape, const void *codes, const void *scales, int64_t num_rows,
+                        float *x) {
   const size_t row_bytes = kvedge_packed_bytes(shape->dim, 4), scale_bytes = kvedge_scale_row_bytes(shape);
   for (int64_t row = 0; row < num_rows; row++, x += shape->dim) {
     const uint8_t *in = (const uint8_t *)codes + (size_t)row * row_bytes;
@@ -82,7 +83,7 @@ static void decode(const kvedge_row_shape *shape, const void *codes, const void 
   }
 }
 
-static int is_valid(const kvedge_row_shape *shape, const void *codes, const void *scales, int64_t num_rows) {
+static int is_valid_int4(const kvedge_row_shape *shape, const void *codes, const void *scales, int64_t num_rows) {
   const size_t row_bytes = kvedge_packed_bytes(shape->dim, 4);
   for (int64_t row = 0; shape->dim % 2 && row < num_rows; row++)
     if (((const uint8_t *)codes)[(size_t)(row + 1) * row_bytes - 1] >> 4) return 0;
@@ -95,8 +96,8 @@ const kvedge_format_info kvedge_format_int4 = {.id = KVEDGE_INT4,
                                                .bits = 4,
                                                .has_scales = 1,
                                                .tokens_per_group = 1,
-                                               .bound_of = bound_of,
-                                               .encode = encode,
-                                               .decode = decode,
+                                               .bound_of = bound_of_int4,
+                                               .encode = encode_int4,
+                                               .decode = decode_int4,
                                                .bound = kvedge_largest_scale,
-                                               .is_valid = is_valid};
+                                               .is_valid = is_valid_int4};

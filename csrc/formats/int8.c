@@ -13,7 +13,7 @@
 #define TINY_ROW 0x1p-96f
 #define TINY_ROW_FACTOR 0x1p96f
 
-static float bound_of(const kvedge_row_shape *shape, float largest) {
+static float bound_of_int8(const kvedge_row_shape *shape, float largest) {
   return kvedge_stored_scale_bound(shape, largest / 127.0f);
 }
 
@@ -49,7 +49,7 @@ static void encode_row(const kvedge_row_shape *shape, const float *x, void *code
   }
 }
 
-static void encode(const kvedge_row_shape *shape, const float *x, int64_t num_rows, void *codes, void *scales) {
+static void encode_int8(const kvedge_row_shape *shape, const float *x, int64_t num_rows, void *codes, void *scales) {
   const size_t scale_bytes = kvedge_scale_row_bytes(shape);
   for (int64_t row = 0; row < num_rows; row++)
     encode_row(shape, x + row * shape->dim, (int8_t *)codes + row * shape->dim,
@@ -68,14 +68,15 @@ static void decode_row(const kvedge_row_shape *shape, const void *codes, const v
   for (int d = 0; overflows && d < shape->dim; d++) x[d] = fminf(fmaxf(x[d], -FLT_MAX), FLT_MAX);
 }
 
-static void decode(const kvedge_row_shape *shape, const void *codes, const void *scales, int64_t num_rows, float *x) {
+static void decode_int8(const kvedge_row_shape *shape, const void *codes, const void *scales, int64_t num_rows,
+                        float *x) {
   const size_t scale_bytes = kvedge_scale_row_bytes(shape);
   for (int64_t row = 0; row < num_rows; row++)
     decode_row(shape, (const int8_t *)codes + row * shape->dim, (const char *)scales + (size_t)row * scale_bytes,
                x + row * shape->dim);
 }
 
-static int is_valid(const kvedge_row_shape *shape, const void *codes, const void *scales, int64_t num_rows) {
+static int is_valid_int8(const kvedge_row_shape *shape, const void *codes, const void *scales, int64_t num_rows) {
   const int8_t *code = codes;
   int lowest = 0;
   for (int64_t i = 0; i < num_rows * shape->dim; i++) lowest = code[i] < lowest ? code[i] : lowest;
@@ -88,8 +89,8 @@ const kvedge_format_info kvedge_format_int8 = {.id = KVEDGE_INT8,
                                                .bits = 8,
                                                .has_scales = 1,
                                                .tokens_per_group = 1,
-                                               .bound_of = bound_of,
-                                               .encode = encode,
-                                               .decode = decode,
+                                               .bound_of = bound_of_int8,
+                                               .encode = encode_int8,
+                                               .decode = decode_int8,
                                                .bound = kvedge_largest_scale,
-                                               .is_valid = is_valid};
+                                               .is_valid = is_valid_int8};

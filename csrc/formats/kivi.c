@@ -6,13 +6,13 @@
  *   code = (x - low) * (1 / step), to nearest, ties to even, at most 2^bits - 1
  *   x    = low + code * step                             the product is exact
  *
- * All in float, single operations, so every machine stores the same bytes. A run, in words of 4 bytes (low bytes first), the i-th
- * code of a word at bit i * bits:
+ * All in float, single operations, so every machine stores the same bytes. A run, in words of 4
+ * bytes (low bytes first), the i-th code of a word at bit i * bits:
  *
  *   keys     words [ceil(dim * bits / 32)][32 tokens]   of a token's channels, codes past the last 0
  *            half steps [dim], lows [dim]
  *   values   words [bits][dim]                          of a channel's tokens
- *            half steps [ceil(dim / 64)][32], lows likewise
+ *            half steps [ceil(dim / 64)][32], lows alike
  */
 #include <math.h>
 #include <string.h>
@@ -47,13 +47,13 @@ static inline uint8_t code_of(float x, levels of, float most) {
   return (uint8_t)(code > most ? most : code);
 }
 
-static inline void put_code(const run_parts *p, code_place at, uint8_t code) {
+static inline void put_code(const run_arrays *p, code_place at, uint8_t code) {
   p->words[at.byte] = (uint8_t)(p->words[at.byte] | code << at.shift);
 }
 
 static void encode_keys(int dim, int bits, const float *x, int first, int count, void *run) {
   const float most = (float)((1 << bits) - 1);
-  const run_parts p = parts_of(run, dim, bits, 0);
+  const run_arrays p = arrays_of(run, dim, bits, 0);
   if (first == 0) memset(p.words, 0, bytes_of_words(dim, bits, 0));
   for (int d = first; d < first + count; d++, x++) {
     float smallest = x[0], largest = x[0];
@@ -69,7 +69,7 @@ static void encode_keys(int dim, int bits, const float *x, int first, int count,
 
 static void encode_values(int dim, int bits, const float *x, int first, int count, void *run) {
   const float most = (float)((1 << bits) - 1);
-  const run_parts p = parts_of(run, dim, bits, 1);
+  const run_arrays p = arrays_of(run, dim, bits, 1);
   if (first == 0) memset(p.words, 0, bytes_of_words(dim, bits, 1));
   for (int t = 0; t < RUN; t++, x += count) {
     float smallest = x[0], largest = x[0];
@@ -85,13 +85,13 @@ static void encode_values(int dim, int bits, const float *x, int first, int coun
 
 /* ---- Decoding -------------------------------------------------------------------------------- */
 
-static inline uint8_t code_at(const run_parts *p, code_place at, int bits) {
+static inline uint8_t code_at(const run_arrays *p, code_place at, int bits) {
   return (uint8_t)(p->words[at.byte] >> at.shift & ((1 << bits) - 1));
 }
 
 /* Tokens first..first+count-1 of a run to floats, `stride` floats apart. */
 static void decode_keys(int dim, int bits, const void *run, int first, int count, float *x, ptrdiff_t stride) {
-  const run_parts p = parts_of(run, dim, bits, 0);
+  const run_arrays p = arrays_of(run, dim, bits, 0);
   float steps[KVEDGE_MAX_HEAD_DIM], lows[KVEDGE_MAX_HEAD_DIM];
   floats_of_steps(p.steps, dim, steps);
   floats_of_steps(p.lows, dim, lows);
@@ -101,7 +101,7 @@ static void decode_keys(int dim, int bits, const void *run, int first, int count
 }
 
 static void decode_values(int dim, int bits, const void *run, int first, int count, float *x, ptrdiff_t stride) {
-  const run_parts p = parts_of(run, dim, bits, 1);
+  const run_arrays p = arrays_of(run, dim, bits, 1);
   for (int g = 0, d = 0; d < dim; g++) {
     const int start = d, stop = d + GROUP < dim ? d + GROUP : dim;
     float steps[RUN], lows[RUN], *row = x;
@@ -121,7 +121,7 @@ static float bound_of_run(const kvedge_row_shape *shape, int bits, int of_values
   const size_t bytes = bytes_of_run(shape->dim, bits, of_values), n = num_steps(shape->dim, of_values);
   float largest = 0.0f;
   for (int64_t i = 0; i < num_runs; i++) {
-    const run_parts p = parts_of((const char *)codes + (size_t)i * bytes, shape->dim, bits, of_values);
+    const run_arrays p = arrays_of((const char *)codes + (size_t)i * bytes, shape->dim, bits, of_values);
     for (size_t j = 0; j < n; j++) {
       const float low = kvedge_float_of_half(p.lows[j]);
       const float high = low + (float)((1 << bits) - 1) * kvedge_half_to_float(p.steps[j]);

@@ -9,8 +9,9 @@
 
 enum { RUN = KVEDGE_RUN, GROUP = KVEDGE_RUN_CHANNELS /* of a value, that share a step */ };
 
-/* Words of 4 bytes, each with as many codes: in a run of keys side by side those of all tokens, in one of values those of all
- * channels. So a vector of words is one of tokens, or of channels, and nothing is transposed to multiply them. */
+/* Words of 4 bytes, each with as many codes: in a run of keys side by side those of all tokens,
+ * in one of values those of all channels. So a vector of words is one of tokens, or of channels,
+ * and nothing is transposed to multiply them. */
 static inline int codes_of_word(int bits) { return 32 / bits; }
 
 static inline int num_words(int dim, int bits, int of_values) { /* of a token, or of a channel */
@@ -34,10 +35,10 @@ static inline size_t bytes_of_run(int dim, int bits, int of_values) {
 typedef struct {
   uint8_t *words;         /* (num_words, num_lanes) of 4 bytes, low bytes first, at an address that is even */
   uint16_t *steps, *lows; /* aligned to 2 bytes, as the run is */
-} run_parts;
+} run_arrays;
 
-static inline run_parts parts_of(const void *run, int dim, int bits, int of_values) {
-  run_parts p = {.words = (uint8_t *)run};
+static inline run_arrays arrays_of(const void *run, int dim, int bits, int of_values) {
+  run_arrays p = {.words = (uint8_t *)run};
   p.steps = (uint16_t *)(p.words + bytes_of_words(dim, bits, of_values));
   p.lows = p.steps + num_steps(dim, of_values);
   return p;

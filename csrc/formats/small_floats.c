@@ -1,7 +1,7 @@
 /* Floats of 16 and 8 bits, rounded to nearest, ties to even; half.h and fp8.h convert them.
  *
  *   float16    IEEE half precision; elements from 65520 on, which would become infinite, are refused
- *   bfloat16   a float32 without its last 16 bits; from 3.396e38 on likewise
+ *   bfloat16   a float32 without its last 16 bits; elements from 3.396e38 on are refused
  *   fp8_e4m3   OCP's e4m3fn, without infinities; beyond 448 to 448
  *   fp8_e5m2   OCP's e5m2, the upper byte of a half; beyond 57344 to 57344
  */

@@ -5,7 +5,7 @@
  *   floats                         a vector of FLOATS floats
  *   load_floats(p), store_floats(p, x), zero_floats(), all_floats(f), multiply_floats(a, b), multiply_add_floats(a, b, c): a * b + c
  *   load_first_floats(p, n), store_first_floats(p, n, x)   only the first n of them; zeros from there on
- *   load_channels(from, format), load_first_channels(from, format, n)   a row's channels as floats; likewise. Those of
+ *   load_channels(from, format), load_first_channels(from, format, n)   a row's channels as floats, or the first n. Those of
  *                                  FP8 e4m3 come divided by fp8_unit(format)
  *   load_two_vectors(from, format, x)   two vectors of them
  *   sums_of(x, n), store_sums(sums, queries, rows, scores)   of each of n vectors the sum: (queries, rows)
@@ -16,27 +16,30 @@
  *   IN_REGISTER(x)                 x is loaded here, once: compilers else load operands anew for each FMA
  *   SUMS                           sums that stay in registers beside what they are made of; SUMS_OF_16 where they are 16
  *   MOST_QUERIES                   with more of them rows become float32 first
- *   PART_LOADS_ARE_CHEAP           load_first_channels() costs about what load_channels() does
+ *   MASKED_LOADS_ARE_CHEAP           load_first_channels() costs about what load_channels() does
  *
- * Scores: SUMS sums stay in registers, of so many queries and rows that each key and each query loaded serves several
- * FMAs, and each FMA waits for none of the SUMS - 1 before it. A sum over the lanes of a vector costs as much as three FMAs.
- * So where more than few queries meet a row, rows are interleaved first, in L1: then a lane's four elements are all that
- * is left to add up. Weighted sums: so many queries and vectors of channels, over all tokens of a tile.
+ * Scores: SUMS sums stay in registers, of so many queries and rows that each key and each query
+ * loaded serves several FMAs, and each FMA waits for none of the SUMS - 1 before it. A sum over
+ * the lanes of a vector costs as much as three FMAs. So where more than few queries meet a row,
+ * rows are interleaved first, in L1: then a lane's four elements are all that is left to add up.
+ * Weighted sums: so many queries and vectors of channels, over all tokens of a tile.
  *
- * Rows are converted as they are loaded where few queries meet them. They become float32 first where more do, where tile->factor
- * is not 1, and where channels do not fill vectors and part loads are not cheap: for weighted sums 32 channels of a tile.
- * (factor may be as small as 2^-67 and rows as large as 3e38, so neither queries nor probabilities can take it.)
+ * Rows are converted as they are loaded where few queries meet them. They become float32 first
+ * where more do, where tile->factor is not 1, and where channels do not fill vectors and masked
+ * loads are not cheap: for weighted sums 32 channels of a tile. (factor may be as small as 2^-67
+ * and rows as large as 3e38, so neither queries nor probabilities can take it.)
  */
 
 enum { LINE = 64 /* bytes */ };
 
-/* An e4m3 becomes a half by a shift, whose exponent counts from 15 where that of e4m3 counts from 7; instructions convert
- * halves, subnormal ones included. The 2^8 between them is left to be multiplied by once per sum. */
+/* An e4m3 becomes a half by a shift, whose exponent counts from 15 where that of e4m3 counts
+ * from 7; instructions convert halves, subnormal ones included. The 2^8 between them is left to
+ * be multiplied by once per sum. */
 KVEDGE_INLINE float fp8_unit(const kvedge_format format) { return format == KVEDGE_FP8_E4M3 ? 256.0f : 1.0f; }
 
 /* Do rows become float32 first? */
 KVEDGE_INLINE int is_converted(const kvedge_tile *tile, const kvedge_format format, int dim, int num_queries) {
-  return tile->factor != 1.0f || (dim % FLOATS != 0 && !PART_LOADS_ARE_CHEAP) ||
+  return tile->factor != 1.0f || (dim % FLOATS != 0 && !MASKED_LOADS_ARE_CHEAP) ||
          (format != KVEDGE_FLOAT32 && num_queries > MOST_QUERIES);
 }
 
@@ -67,8 +70,8 @@ typedef struct {
 /* Rows that meet `count` queries at a time. */
 #define ROWS_OF(count) ((count) == 1 ? 8 : SUMS / (count) >= 8 ? 8 : SUMS / (count) >= 4 ? 4 : 2)
 
-/* sum[i * rows + j] += products of FLOATS channels, or n fewer, of query i and row j, `at` channels on. (Constants where
- * this is inlined: format, count, and whether n is FLOATS.) */
+/* sum[i * rows + j] += products of FLOATS channels, or n fewer, of query i and row j, `at`
+ * channels on. (Constants where this is inlined: format, count, and whether n is FLOATS.) */
 KVEDGE_INLINE void dot_channels(const float *query, ptrdiff_t stride, const int count, const char *const *row,
                                 const kvedge_format format, ptrdiff_t at, int n, floats sum[SUMS]) {
   const int rows = ROWS_OF(count);
@@ -130,7 +133,7 @@ KVEDGE_INLINE void score_for(const kvedge_query *q, int first, const int count, 
     }
     for (; FLOATS < step && d + FLOATS <= b->dim; d += FLOATS)
       dot_channels(query, q->stride, count, row, format, d, FLOATS, sum);
-    if (PART_LOADS_ARE_CHEAP && d < b->dim)
+    if (MASKED_LOADS_ARE_CHEAP && d < b->dim)
       dot_channels(query, q->stride, count, row, format, d, (int)(b->dim - d), sum);
     const floats dot = multiply_floats(sums_of(sum, count * rows), all_floats(fp8_unit(format)));
     if (left >= rows && !accumulate) {
@@ -193,7 +196,7 @@ SCORE_BLOCK(fp8_e5m2, KVEDGE_FP8_E5M2)
  * Four channels of ROWS_BESIDE rows side by side, a row to each 128-bit lane: a query's four channels come for all lanes by
  * one load, and of a sum no more than the four elements of a lane are left to be added up. Rows are in groups such that
  * sums of groups g to g + 3, added up, have their rows in order. Of every 32 channels, channels 4 c to 4 c + 3 lie beside
- * 16 + 4 c to 16 + 4 c + 3, as codes of 8 bits become words: a block is (channels / 32, c, GROUPS, 2, ROWS_BESIDE, 4). */
+ * 16 + 4 c to 16 + 4 c + 3, as codes of 8 bits become 16 bits: a block is (channels / 32, c, GROUPS, 2, ROWS_BESIDE, 4). */
 enum {
   ROWS_BESIDE = FLOATS / 4,
   GROUPS = KVEDGE_BLOCK / ROWS_BESIDE, /* of a block's rows */
@@ -337,7 +340,8 @@ KVEDGE_INLINE void score_by_interleaving(const kvedge_query *q, const kvedge_til
   for (int t = 0; t < keys->num_tokens; t += KVEDGE_BLOCK) {
     const int left = keys->num_tokens - t;
     const kvedge_next_block next = kvedge_next_block_of(&next_tile, t / KVEDGE_BLOCK);
-    float before[KVEDGE_STACK][KVEDGE_BLOCK]; /* what is added to, after all channels: it may be large beside them */
+    float before[KVEDGE_QUERY_ROWS]
+                [KVEDGE_BLOCK]; /* what is added to, after all channels: it may be large beside them */
     for (int i = 0; accumulate && i < q->num_queries; i++)
       memcpy(before[i], scores + i * KVEDGE_TILE + t, sizeof before[i]);
     for (int d = 0; d < q->dim; d += CHANNELS_BESIDE) {
@@ -387,29 +391,30 @@ KVEDGE_INLINE void score_floats(const kvedge_query *q, const kvedge_tile *keys, 
 
 /* ---- Weighted sums ---- */
 
-/* Of one pass over a tile's tokens: where its rows are, or converted channels of them. */
+/* The rows of a pass over a tile, or converted channels of them. */
 typedef struct {
-  const kvedge_run *runs;
+  const kvedge_stretch *stretches;
   ptrdiff_t stride;
   int num_tokens, dim; /* channels */
   int prefetches;
 } float_rows;
 
-/* Adds the values of `vectors` vectors of channels, from channel `at` on, to the accumulators of `count` queries: of one
- * vector n channels. (Constants where this is inlined: format, count, vectors, and whether n is FLOATS.) */
-KVEDGE_INLINE void weigh_channels(const float_rows *v, const kvedge_format format, ptrdiff_t at, const int vectors,
-                                  int n, const int count, int prefetches, const float *p, const float *rescale,
-                                  float *acc, ptrdiff_t acc_stride) {
+/* Adds the values of `vectors` vectors of channels, from channel `at` on, to the accumulators of
+ * `count` queries: of one vector n channels. (Constants where this is inlined: format, count,
+ * vectors, and whether n is FLOATS.) */
+KVEDGE_INLINE void sum_channels(const float_rows *v, const kvedge_format format, ptrdiff_t at, const int vectors, int n,
+                                const int count, int prefetches, const float *p, const float *rescale, float *acc,
+                                ptrdiff_t acc_stride) {
   const int size = (int)channel_bytes(format), bytes = vectors * FLOATS * size;
   floats sum[SUMS];
 #pragma GCC unroll 16
   for (int i = 0; i < count * vectors; i++) sum[i] = zero_floats();
-  const kvedge_run *run = v->runs;
-  for (int left = v->num_tokens; left > 0; left -= run++->num_tokens) {
-    const int tokens = run->num_tokens;
-    const char *row = run->rows + at * size;
+  const kvedge_stretch *stretch = v->stretches;
+  for (int left = v->num_tokens; left > 0; left -= stretch++->num_tokens) {
+    const int tokens = stretch->num_tokens;
+    const char *row = stretch->rows + at * size;
     const kvedge_next_block next =
-        prefetches ? kvedge_further(run->next, at * size * tokens) : (kvedge_next_block){0, 0};
+        prefetches ? kvedge_further(stretch->next, at * size * tokens) : (kvedge_next_block){0, 0};
 #pragma GCC unroll 2
     for (int t = 0; t < tokens; t++, row += v->stride, p++) {
       if (next.first && (bytes >= LINE || t % (LINE / bytes) == 0))
@@ -420,7 +425,7 @@ KVEDGE_INLINE void weigh_channels(const float_rows *v, const kvedge_format forma
       for (int k = 0; k < vectors; k += 2) {
         const char *from = row + k * FLOATS * size;
         if (k + 1 < vectors) load_two_vectors(from, format, &value[k]);
-        else if (n >= FLOATS || !PART_LOADS_ARE_CHEAP) value[k] = load_channels(from, format);
+        else if (n >= FLOATS || !MASKED_LOADS_ARE_CHEAP) value[k] = load_channels(from, format);
         else value[k] = load_first_channels(from, format, n);
         if (count > 1) IN_REGISTER(value[k]);
         if (count > 1 && k + 1 < vectors) IN_REGISTER(value[k + 1]);
@@ -449,77 +454,77 @@ KVEDGE_INLINE void weigh_channels(const float_rows *v, const kvedge_format forma
 }
 
 /* A pass over the tokens for `count` queries, of as many of `left` channels as it can: how many is returned.
- * (Constants as in weigh_channels().) */
-KVEDGE_INLINE int weigh_pass(const float_rows *v, const kvedge_format format, int at, int left, const int count,
-                             int prefetches, const float *p, const float *rescale, float *acc, ptrdiff_t acc_stride) {
-#define WEIGH_OF(vectors, n) weigh_channels(v, format, at, vectors, n, count, prefetches, p, rescale, acc, acc_stride)
-#define WEIGH(vectors)                                                                                                 \
-  if (count * vectors <= SUMS && left >= vectors * FLOATS) return WEIGH_OF(vectors, FLOATS), vectors * FLOATS
-  WEIGH(8);
-  WEIGH(4);
-  WEIGH(2);
-  if (PART_LOADS_ARE_CHEAP || left < FLOATS) WEIGH_OF(1, left < FLOATS ? left : FLOATS);
-  else WEIGH_OF(1, FLOATS);
-#undef WEIGH
-#undef WEIGH_OF
+ * (Constants as in sum_channels().) */
+KVEDGE_INLINE int sum_pass(const float_rows *v, const kvedge_format format, int at, int left, const int count,
+                           int prefetches, const float *p, const float *rescale, float *acc, ptrdiff_t acc_stride) {
+#define SUM_OF(vectors, n) sum_channels(v, format, at, vectors, n, count, prefetches, p, rescale, acc, acc_stride)
+#define SUM(vectors)                                                                                                   \
+  if (count * vectors <= SUMS && left >= vectors * FLOATS) return SUM_OF(vectors, FLOATS), vectors * FLOATS
+  SUM(8);
+  SUM(4);
+  SUM(2);
+  if (MASKED_LOADS_ARE_CHEAP || left < FLOATS) SUM_OF(1, left < FLOATS ? left : FLOATS);
+  else SUM_OF(1, FLOATS);
+#undef SUM
+#undef SUM_OF
   return FLOATS;
 }
 
 /* All queries and channels, which are added to the accumulators from channel `first` on. */
-#define WEIGH(count)                                                                                                   \
+#define SUM(count)                                                                                                     \
   for (int d = 0; d < v->dim;)                                                                                         \
-  d += weigh_pass(v, format, d, v->dim - d, count, v->prefetches && i == 0, p->p + i * KVEDGE_TILE, to->rescale + i,   \
-                  to->acc + i * to->stride + first + d, to->stride)
-#define WEIGH_ROWS(name, of)                                                                                           \
-  static __attribute__((noinline)) void KVEDGE_NAME(weigh_##name)(const float_rows *v, const kvedge_probabilities *p,  \
-                                                                  const kvedge_accumulators *to, int first) {          \
+  d += sum_pass(v, format, d, v->dim - d, count, v->prefetches && i == 0, p->p + i * KVEDGE_TILE, to->rescale + i,     \
+                to->acc + i * to->stride + first + d, to->stride)
+#define SUM_ROWS(name, of)                                                                                             \
+  static __attribute__((noinline)) void KVEDGE_NAME(sum_##name)(const float_rows *v, const kvedge_probabilities *p,    \
+                                                                const kvedge_accumulators *to, int first) {            \
     const kvedge_format format = of;                                                                                   \
     int i = 0;                                                                                                         \
-    if (is_fp8(format)) BY_QUERIES(p->num_queries, WEIGH)                                                              \
-    else BY_FOURS(p->num_queries, WEIGH)                                                                               \
+    if (is_fp8(format)) BY_QUERIES(p->num_queries, SUM)                                                                \
+    else BY_FOURS(p->num_queries, SUM)                                                                                 \
   }
-WEIGH_ROWS(float32, KVEDGE_FLOAT32)
-WEIGH_ROWS(float16, KVEDGE_FLOAT16)
-WEIGH_ROWS(bfloat16, KVEDGE_BFLOAT16)
-WEIGH_ROWS(fp8_e4m3, KVEDGE_FP8_E4M3)
-WEIGH_ROWS(fp8_e5m2, KVEDGE_FP8_E5M2)
-#undef WEIGH_ROWS
-#undef WEIGH
+SUM_ROWS(float32, KVEDGE_FLOAT32)
+SUM_ROWS(float16, KVEDGE_FLOAT16)
+SUM_ROWS(bfloat16, KVEDGE_BFLOAT16)
+SUM_ROWS(fp8_e4m3, KVEDGE_FP8_E4M3)
+SUM_ROWS(fp8_e5m2, KVEDGE_FP8_E5M2)
+#undef SUM_ROWS
+#undef SUM
 
-typedef void weigh_rows(const float_rows *v, const kvedge_probabilities *p, const kvedge_accumulators *to, int first);
+typedef void sum_rows(const float_rows *v, const kvedge_probabilities *p, const kvedge_accumulators *to, int first);
 
-/* `weigh`: of rows of the format as they are. */
-KVEDGE_INLINE void weigh_rows_of_floats(const kvedge_probabilities *p, const kvedge_tile *values,
-                                        const kvedge_accumulators *to, const kvedge_format format, weigh_rows *weigh) {
+/* `of_rows`: of rows of the format as they are. */
+KVEDGE_INLINE void sum_rows_of_floats(const kvedge_probabilities *p, const kvedge_tile *values,
+                                      const kvedge_accumulators *to, const kvedge_format format, sum_rows *of_rows) {
   enum { WIDE = 32 }; /* channels that are converted at a time */
   const int dim = values->dim, num_tokens = values->num_tokens, size = (int)channel_bytes(format);
   const kvedge_next_tile next = kvedge_next_of(values, dim * size);
-  kvedge_run runs[KVEDGE_TILE_BLOCKS];
-  int num_runs = 0;
-  for (int t = 0; t < num_tokens; t += runs[num_runs++].num_tokens)
-    runs[num_runs] = kvedge_run_of(values, &next, t, num_tokens);
+  kvedge_stretch stretches[KVEDGE_TILE_BLOCKS];
+  int num_stretches = 0;
+  for (int t = 0; t < num_tokens; t += stretches[num_stretches++].num_tokens)
+    stretches[num_stretches] = kvedge_stretch_of(values, &next, t, num_tokens);
   if (!is_converted(values, format, dim, p->num_queries)) {
-    const float_rows v = {runs, values->token_stride, num_tokens, dim, 1};
-    weigh(&v, p, to, 0);
+    const float_rows v = {stretches, values->token_stride, num_tokens, dim, 1};
+    of_rows(&v, p, to, 0);
     return;
   }
   const floats factor = all_floats(values->factor * fp8_unit(format));
   float *room = (float *)p->scratch; /* (num_tokens, WIDE) */
-  const kvedge_run all = {.rows = (const char *)room, .num_tokens = num_tokens};
+  const kvedge_stretch all = {.rows = (const char *)room, .num_tokens = num_tokens};
   for (int d = 0; d < dim; d += WIDE) {
     const int n = dim - d < WIDE ? dim - d : WIDE;
     const float_rows v = {&all, WIDE * sizeof(float), num_tokens, n, 0};
     float *row = room;
-    for (int r = 0; r < num_runs; r++) {
-      const kvedge_next_block ahead = kvedge_further(runs[r].next, d * size * runs[r].num_tokens);
-      const char *from = runs[r].rows + d * size;
-      for (int t = 0, asked = 0; t < runs[r].num_tokens; t++, row += WIDE, from += values->token_stride) {
-        for (; ahead.first && asked < n * size * (t + 1); asked += LINE) kvedge_prefetch_line(ahead, asked);
+    for (int r = 0; r < num_stretches; r++) {
+      const kvedge_next_block ahead = kvedge_further(stretches[r].next, d * size * stretches[r].num_tokens);
+      const char *from = stretches[r].rows + d * size;
+      for (int t = 0, fetched = 0; t < stretches[r].num_tokens; t++, row += WIDE, from += values->token_stride) {
+        for (; ahead.first && fetched < n * size * (t + 1); fetched += LINE) kvedge_prefetch_line(ahead, fetched);
         if (n == WIDE) convert_channels(from, format, WIDE, factor, row);
         else convert_channels(from, format, n, factor, row);
       }
     }
-    KVEDGE_NAME(weigh_float32)(&v, p, to, d);
+    KVEDGE_NAME(sum_float32)(&v, p, to, d);
   }
 }
 
@@ -530,7 +535,7 @@ KVEDGE_INLINE void weigh_rows_of_floats(const kvedge_probabilities *p, const kve
   }                                                                                                                    \
   KVEDGE_CELL void KVEDGE_NAME(weighted_sum_##name)(const kvedge_probabilities *p, const kvedge_tile *values,          \
                                                     const kvedge_accumulators *to) {                                   \
-    weigh_rows_of_floats(p, values, to, format, KVEDGE_NAME(weigh_##name));                                            \
+    sum_rows_of_floats(p, values, to, format, KVEDGE_NAME(sum_##name));                                                \
   }
 KVEDGE_FLOAT_CELL_FUNCTIONS(float32, KVEDGE_FLOAT32)
 KVEDGE_FLOAT_CELL_FUNCTIONS(float16, KVEDGE_FLOAT16)

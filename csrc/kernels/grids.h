@@ -1,6 +1,7 @@
-/* Grids (formats/grids.c) by the kernels of float32: codes become levels in room that stays in the first-level cache, once
- * for all queries of a call; scales multiply scores and probabilities. Memory is read once, as codes. Included by a path
- * after its kernels of float32; the path first defines
+/* Grids (formats/grids.c) by the kernels of float32: codes become levels in room that stays in
+ * the first-level cache, once for all queries of a call; scales multiply scores and
+ * probabilities. Memory is read once, as codes. Included by a path after its kernels of float32;
+ * the path first defines
  *
  *   GRID_LOAD       bytes that it loads at once, at least 8: rows that it is given have as many or more
  *   GRID_CHANNELS   channels that it decodes at once, at least 8
@@ -26,9 +27,9 @@ static inline int grid_step(int dim) {
   return step < KVEDGE_BLOCK ? KVEDGE_BLOCK : step < KVEDGE_TILE ? step : KVEDGE_TILE;
 }
 
-/* Levels of a tile's rows, `stride` floats apart. What is written past the last channel, to the next multiple of
- * GRID_CHANNELS, is any number. In plain C: the last codes of a row are loaded with those before them, so that no byte past
- * it is read. */
+/* Levels of a tile's rows, `stride` floats apart. What is written past the last channel, to the
+ * next multiple of GRID_CHANNELS, is any number. In plain C: the last codes of a row are loaded
+ * with those before them, so that no byte past it is read. */
 static __attribute__((noinline)) void KVEDGE_NAME(decode_rows)(const kvedge_tile *from, int row_bytes, float *out,
                                                                ptrdiff_t stride) {
   if (decode_in_registers(from, row_bytes, out, stride)) return;
@@ -37,7 +38,7 @@ static __attribute__((noinline)) void KVEDGE_NAME(decode_rows)(const kvedge_tile
   const size_t mask = ((size_t)1 << bits) - 1;
   for (int t = 0; t < from->num_tokens; t++, out += stride) {
     const uint8_t *row = (const uint8_t *)kvedge_tile_row(from, t);
-    prefetch_part(from, t / KVEDGE_BLOCK, row_bytes, t % KVEDGE_BLOCK, KVEDGE_BLOCK);
+    prefetch_lines_of(from, t / KVEDGE_BLOCK, row_bytes, t % KVEDGE_BLOCK, KVEDGE_BLOCK);
     if (bits == 8) {
       for (int d = 0; d < from->dim; d++) {
         size_t code = row[d];
@@ -71,18 +72,19 @@ static __attribute__((noinline)) void KVEDGE_NAME(decode_short_rows)(const kvedg
   KVEDGE_NAME(decode_rows)(&tile, GRID_LOAD, out, stride);
 }
 
-/* Levels of up to `step` tokens of a tile, from `first` on, as a tile of float32. What is to be prefetched with them is. */
+/* Levels of up to `step` tokens of a tile, from `first` on, as a tile of float32. What is to be
+ * prefetched with them is. */
 static inline kvedge_tile decode_tile(const kvedge_tile *from, int first, int step, grid_room *room) {
   const int row_bytes = (int)kvedge_packed_bytes(from->dim, from->bits), block = first / KVEDGE_BLOCK;
   const int left = from->num_tokens - first, num_tokens = left < step ? left : step;
   const ptrdiff_t stride = grid_stride(from->dim);
-  kvedge_tile part = *from;
-  part.blocks += block, part.num_tokens = num_tokens;
-  if (part.next.blocks) part.next.blocks += block;
+  kvedge_tile rows_of_tile = *from;
+  rows_of_tile.blocks += block, rows_of_tile.num_tokens = num_tokens;
+  if (rows_of_tile.next.blocks) rows_of_tile.next.blocks += block;
   for (int b = 0; b * KVEDGE_BLOCK < num_tokens; b++)
     room->blocks[b] = (const char *)(room->rows + b * KVEDGE_BLOCK * stride);
-  if (row_bytes < GRID_LOAD) KVEDGE_NAME(decode_short_rows)(&part, row_bytes, room->rows, stride);
-  else KVEDGE_NAME(decode_rows)(&part, row_bytes, room->rows, stride);
+  if (row_bytes < GRID_LOAD) KVEDGE_NAME(decode_short_rows)(&rows_of_tile, row_bytes, room->rows, stride);
+  else KVEDGE_NAME(decode_rows)(&rows_of_tile, row_bytes, room->rows, stride);
   return (kvedge_tile){.blocks = room->blocks,
                        .token_stride = stride * (ptrdiff_t)sizeof(float),
                        .num_tokens = num_tokens,
@@ -106,11 +108,11 @@ KVEDGE_CELL void KVEDGE_NAME(scores_of_grids)(const kvedge_query *q, const kvedg
 
 KVEDGE_CELL void KVEDGE_NAME(weighted_sum_of_grids)(const kvedge_probabilities *p, const kvedge_tile *values,
                                                     const kvedge_accumulators *to) {
-  static const float ones[KVEDGE_STACK] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
-                                           1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
+  static const float ones[KVEDGE_QUERY_ROWS] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
+                                                1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
   kvedge_probabilities of_step = *p;
   grid_room *room = kvedge_take_scratch(&of_step.scratch, sizeof *room);
-  float *weights = kvedge_take_scratch(&of_step.scratch, KVEDGE_STACK * KVEDGE_TILE * sizeof *weights);
+  float *weights = kvedge_take_scratch(&of_step.scratch, KVEDGE_QUERY_ROWS * KVEDGE_TILE * sizeof *weights);
   const int step = grid_step(values->dim),
             padded = (values->num_tokens + KVEDGE_BLOCK - 1) / KVEDGE_BLOCK * KVEDGE_BLOCK;
   for (int i = 0; i < p->num_queries; i++)

@@ -1,6 +1,6 @@
-/* int4 by the kernels of int8: levels are integers of 8 bits, so rows are widened to them, into room that stays in the
- * first-level cache, and served as rows of int8. Memory is read once, as int4. Included by a path after its int8 kernels;
- * the path first defines
+/* int4 by the kernels of int8: levels are integers of 8 bits, so rows are widened to them, into
+ * room that stays in the first-level cache, and served as rows of int8. Memory is read once, as
+ * int4. Included by a path after its int8 kernels; the path first defines
  *
  *   widen_row(codes, n, out)    n levels of a row to out, which has room for 63 more
  */
@@ -61,8 +61,8 @@ static inline void scores_of_wide(wide_scores *int8, const kvedge_query *q, cons
 
 static inline void weighted_sum_of_wide(wide_sum *int8, const kvedge_probabilities *p, const kvedge_tile *values,
                                         int width, const kvedge_accumulators *to) {
-  static const float ones[KVEDGE_STACK] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
-                                           1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
+  static const float ones[KVEDGE_QUERY_ROWS] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
+                                                1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
   kvedge_probabilities of_tile = *p;
   wide_rows *room = kvedge_take_scratch(&of_tile.scratch, sizeof *room);
   const int step = wide_step(width);

@@ -20,7 +20,7 @@ enum {
   KVEDGE_BLOCK = 16,
   KVEDGE_TILE_BLOCKS = KVEDGE_TILE / KVEDGE_BLOCK,
   /* Query rows of a KV head (group x rows of a prompt) that one kernel call serves at most. */
-  KVEDGE_STACK = 32,
+  KVEDGE_QUERY_ROWS = 32,
   /* Prepared query groups are padded with zeros to this many channels: one 64-byte vector. */
   KVEDGE_QUERY_PAD = 64,
   /* Columns that transpose_scales writes at most. */
@@ -29,12 +29,13 @@ enum {
   KVEDGE_HEADS = KVEDGE_SCALE_COLUMNS,
   /* Channels that each of them has at most; at least 64, and a multiple of 16. */
   KVEDGE_HEADS_DIM = 256,
-  /* Bytes that a channel of an encoded query takes at most. */
-  KVEDGE_CODE_BYTES = 6,
+  /* Bytes that a channel of a quantized query takes at most. */
+  KVEDGE_QUANTIZED_BYTES = 6,
   /* How many powers of two a probability may be above 1 before softmax takes a new maximum. */
   KVEDGE_HEADROOM = 8,
-  /* Bytes of a cell's working memory. Stacks of threads are small (musl: 128 KiB), so what is large lies here. The most is what
-   * the weighted sum of a grid takes: 64 KiB of decoded rows, 32 KiB of weights, 32 KiB for the cell of float32. */
+  /* Bytes of a cell's working memory. Stacks of threads are small (musl: 128 KiB), so what is
+   * large lies here. The most is what the weighted sum of a grid takes: 64 KiB of decoded rows,
+   * 32 KiB of weights, 32 KiB for the cell of float32. */
   KVEDGE_SCRATCH = 144 << 10,
 };
 
@@ -49,23 +50,23 @@ static inline int kvedge_padded_channels(int dim) {
   return (dim + KVEDGE_QUERY_PAD - 1) / KVEDGE_QUERY_PAD * KVEDGE_QUERY_PAD;
 }
 
-/* Query rows of a KV head (group x rows of a prompt) against one group of channels: as floats, or for cells with an
- * encode_query as integers of 24 bits in three planes, 8-bit digits: value ~ scale * (65536 * high + 256 * middle + low).
- * So the query adds nothing to what the keys' storage costs, whatever the size of the logits. Channels dim..padded are
- * zero in both. */
+/* Query rows of a KV head (group x rows of a prompt) against one group of channels: as floats,
+ * or for cells with an encode_query as integers of 24 bits in three planes, 8-bit digits: value
+ * ~ scale * (65536 * high + 256 * middle + low). So the query adds nothing to what the keys'
+ * storage costs, whatever the size of the logits. Channels dim..padded are zero in both. */
 typedef struct {
-  int num_queries;        /* 1..KVEDGE_STACK */
-  int dim;                /* channels of this group, 1..1024 */
-  int planes;             /* digits to multiply by: 3, or fewer (the high ones) for 16 or 8 bits */
-  ptrdiff_t stride;       /* channels from one query to the next */
-  const float *values;    /* (num_queries, stride); magnitudes up to 2 */
-  const int8_t *codes;    /* (num_queries, stride * KVEDGE_CODE_BYTES), 64-byte aligned: the integers as the path
+  int num_queries;         /* 1..KVEDGE_QUERY_ROWS */
+  int dim;                 /* channels of this group, 1..1024 */
+  int planes;              /* digits to multiply by: 3, or fewer (the high ones) for 16 or 8 bits */
+  ptrdiff_t stride;        /* channels from one query to the next */
+  const float *values;     /* (num_queries, stride); magnitudes up to 2 */
+  const int8_t *quantized; /* (num_queries, stride * KVEDGE_QUANTIZED_BYTES), 64-byte aligned: the integers as the path
                            * multiplies them, in an order of its own; NULL where the cell has no encode_query */
-  ptrdiff_t scale_stride; /* groups from one query to the next, in scale and offsets */
-  const float *scale;     /* (num_queries) */
-  const int32_t *offsets; /* (num_queries, 4): where the sum of products with each plane starts. Paths that multiply
+  ptrdiff_t scale_stride;  /* groups from one query to the next, in scale and offsets */
+  const float *scale;      /* (num_queries) */
+  const int32_t *offsets;  /* (num_queries, 4): where the sum of products with each plane starts. Paths that multiply
                            * unsigned keys, k + 128, take off here what that adds; else zeros. */
-  const float *error;     /* (num_queries), for runs, whose cell encodes queries itself: how far two planes may move a
+  const float *error;      /* (num_queries), for runs, whose cell encodes queries itself: how far two planes may move a
                            * logit, per unit of such a code. Where planes is 0 it takes two if this is at most
                            * KVEDGE_LOGIT_ERROR. */
   char *scratch; /* (KVEDGE_SCRATCH) working memory, 64-byte aligned; its contents mean nothing to anybody else */
@@ -144,8 +145,8 @@ typedef struct {
   /* acc[i][d] = acc[i][d] * rescale[i] + sum_t p[i][t] * scale[t] * value[t][d] */
   void (*weighted_sum)(const kvedge_probabilities *p, const kvedge_tile *values, const kvedge_accumulators *to);
 
-  /* The same for a head batch; NULL: there are none. `to->stride` is dim. They want head_dim to be a multiple of 16 from
-   * 64 to KVEDGE_HEADS_DIM, and one scale per row. */
+  /* The same for a head batch; NULL: there are none. `to->stride` is dim. They want head_dim to
+   * be a multiple of 16 from 64 to KVEDGE_HEADS_DIM, and one scale per row. */
   void (*scores_of_heads)(const kvedge_query *q, const kvedge_tile *keys, float *scores, int accumulate);
   void (*weighted_sum_of_heads)(const kvedge_probabilities *p, const kvedge_tile *values,
                                 const kvedge_accumulators *to);
@@ -166,9 +167,9 @@ typedef struct {
   /* Scores become logits, row[t] * factor + bias, or with a cap above 0 cap * tanh(logit / cap); finite ones, the
    * nearest where they would be infinite. */
   void (*to_logits)(float *row, int n, double factor, double bias, float cap);
-  /* logits[t] += slope * (first + t), finite likewise */
+  /* logits[t] += slope * (first + t), finite */
   void (*add_slope)(float *logits, int n, float slope, float first);
-  /* logits[t] += bias[t], finite likewise; -INFINITY where bias[t] is */
+  /* logits[t] += bias[t], finite; -INFINITY where bias[t] is */
   void (*add_bias)(float *logits, int n, const float *bias);
   /* row[t] = instead where mask[t] is 0 or bias[t] is -INFINITY; NULL: nowhere */
   void (*hide)(float *row, int n, const uint8_t *mask, const float *bias, float instead);
@@ -206,9 +207,9 @@ typedef struct kvedge_kernels {
   void (*softmax)(float *scores, int num_queries, int num_tokens, const float *factor, float *max, float *sum,
                   float *rescale);
 
-  /* Bit b: block b may hold more than the queries allow. Not set: sum_t p[i][t] * factor[i] over the block's tokens is at
-   * most 1 for each query i. num_blocks up to KVEDGE_TILE_BLOCKS; p (num_queries, KVEDGE_TILE) and factors are not
-   * negative. */
+  /* Bit b: block b may hold more than the queries allow. Not set: sum_t p[i][t] * factor[i] over
+   * the block's tokens is at most 1 for each query i. num_blocks up to KVEDGE_TILE_BLOCKS; p
+   * (num_queries, KVEDGE_TILE) and factors are not negative. */
   uint32_t (*heavy_blocks)(const float *p, int num_queries, int num_blocks, const float *factor);
 
   kvedge_logit_kernels logits;

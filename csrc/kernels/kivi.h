@@ -1,11 +1,13 @@
-/* Runs of kivi2, kivi4 and kivi8 as they are stored (formats/kivi.c has their layout), in floats: in plain C, which a path
- * compiles for itself. Codes are counted from the middle one, 2^(bits - 1); with middle = low + step * 2^(bits - 1)
+/* Runs of kivi2, kivi4 and kivi8 as they are stored (formats/kivi.c has their layout), in
+ * floats: in plain C, which a path compiles for itself. Codes are counted from the middle one,
+ * 2^(bits - 1); with middle = low + step * 2^(bits - 1)
  *
  *   scores[t] = sum_d q[d] middle[d] + sum_d (q[d] step[d]) code[t][d]            a step per channel and run
  *   acc[d]    = sum_t p[t] middle[t] + sum_t (p[t] step[t]) code[t][d]            a step per token and 64 channels
  *
- * The second sums are the same thing twice: of a vector of words, those of 32 tokens or of 64 channels side by side, the k-th
- * codes times a number that all lanes share. What a path has for integers does it likewise.
+ * The second sums are the same thing twice: of a vector of words, those of 32 tokens or of 64
+ * channels side by side, the k-th codes times a number that all lanes share. Integers of a path
+ * are summed in the same order.
  */
 #include "formats/kivi.h"
 
@@ -24,12 +26,12 @@ enum {
 /* The r-th run of a tile, and what the tile has of it: `count` tokens from `first` on, of which the first is the tile's
  * token `at`. */
 typedef struct {
-  run_parts parts;
+  run_arrays arrays;
   int first, count, at;
 } tile_run;
 
 KVEDGE_INLINE tile_run run_of_tile(const kvedge_tile *tile, int r, int of_values) {
-  tile_run run = {.parts = parts_of(tile->blocks[r] + tile->offset, tile->dim, tile->bits, of_values)};
+  tile_run run = {.arrays = arrays_of(tile->blocks[r] + tile->offset, tile->dim, tile->bits, of_values)};
   run.first = r ? 0 : tile->first;
   run.at = r ? r * RUN - tile->first : 0;
   run.count = tile->num_tokens - run.at < RUN - run.first ? tile->num_tokens - run.at : RUN - run.first;
@@ -38,7 +40,7 @@ KVEDGE_INLINE tile_run run_of_tile(const kvedge_tile *tile, int r, int of_values
 
 static inline int num_runs(const kvedge_tile *tile) { return (tile->first + tile->num_tokens + RUN - 1) / RUN; }
 
-/* Prefetches bytes from..to-1 of the run that comes later with the r-th one. */
+/* Prefetches bytes from..to-1 of the r-th run of the next tile. */
 KVEDGE_INLINE void prefetch_run(const kvedge_tile *tile, int r, size_t from, size_t to) {
   if (!tile->next.blocks) return;
   const uintptr_t run = (uintptr_t)tile->next.blocks[r] + (uintptr_t)tile->next.offset;
@@ -50,8 +52,8 @@ static inline void put_run_scores(const tile_run *run, const float *all, float *
   memcpy(scores + run->at, all + run->first, (size_t)run->count * sizeof *scores);
 }
 
-/* sum[i][lane] += the sum over codes k of a lane's word of by[i][k] * (code - middle), for `lanes` lanes and `count` queries.
- * (`bits` and `count`: constants where this is inlined.) */
+/* sum[i][lane] += the sum over codes k of a lane's word of by[i][k] * (code - middle), for
+ * `lanes` lanes and `count` queries. (`bits` and `count`: constants where this is inlined.) */
 KVEDGE_INLINE void add_words(const uint8_t *restrict words, int lanes, const int bits, const int count,
                              const float *restrict by, ptrdiff_t stride, float (*restrict sum)[MOST_LANES]) {
   const uint32_t mask = (1u << bits) - 1;
@@ -73,8 +75,8 @@ KVEDGE_INLINE void add_words(const uint8_t *restrict words, int lanes, const int
   }
 }
 
-/* The same for `num` words of each lane, those of all lanes `lane_stride` words after the ones before. (Apart, since it is
- * large. Of other bits than 4 a query at a time.) */
+/* The same for `num` words of each lane, those of all lanes `lane_stride` words after the ones
+ * before. (Apart, since it is large. Of other bits than 4 a query at a time.) */
 static RUN_FUNCTION void add_all_words(const uint8_t *restrict words, int num, ptrdiff_t lane_stride, int lanes,
                                        int bits, int count, const float *restrict by, ptrdiff_t stride,
                                        float (*restrict sum)[MOST_LANES]) {
@@ -91,8 +93,8 @@ static RUN_FUNCTION void add_all_words(const uint8_t *restrict words, int num, p
   }
 }
 
-/* Queries that are worked on for n of them: where three or four share unpacked codes, as many as that is made for. Of the others
- * all is 0. */
+/* Queries to compute for n of them: three of kivi4 are computed as four, with zeros, since only
+ * four share unpacked codes. */
 static inline int queries_for(int n, int bits) { return n > 2 && bits == 4 ? RUN_QUERIES : n; }
 
 static inline float sum_of_lanes(float lane[RUN_LANES]) {
@@ -115,14 +117,14 @@ static inline float multiply_steps(const float *x, int padded, const float *step
   return sum_of_lanes(sum);
 }
 
-/* How far a logit may be moved by what the numbers of a query are rounded to: further where the call asks for 16 or 8 bits. */
+/* The error of a logit that rounding of a query may cause: larger where options.precision_bits is 16 or 8. */
 static inline float logit_error_for(const kvedge_query *q) {
   return KVEDGE_LOGIT_ERROR * (q->planes == 2 ? 2.0f : q->planes == 1 ? 16.0f : 1.0f);
 }
 
-/* One key of a run may be thousands of times the others, even one that is hidden; then steps and middles are as large, and what
- * is left of the others' scores has lost too much, in floats and in integers of 24 bits alike. `largest`: of a query's products
- * with steps. */
+/* One key of a run may be thousands of times the others, even one that is hidden; then steps and
+ * middles are as large, and what is left of the others' scores has lost too much, in floats and
+ * in integers of 24 bits alike. `largest`: of a query's products with steps. */
 static inline int needs_decoding(const kvedge_query *q, int i, float largest) {
   return !(q->error[i] * (largest * 0x1p-23f) * 8.0f <= KVEDGE_LOGIT_ERROR);
 }
@@ -135,15 +137,15 @@ static inline float largest_of_products(const float *products, int padded) {
   return largest;
 }
 
-/* Scores of a query with the tokens of a run that the tile has, of decoded keys: x = low + step * code, as formats/kivi.c has
- * it. */
+/* Scores of a query with the tokens of a run that the tile has, of decoded keys: x = low + step
+ * * code, as formats/kivi.c has it. */
 static RUN_FUNCTION void score_decoded_run(const float *query, const tile_run *run, int dim, int bits,
                                            const float *steps, const float *lows, float *scores) {
   for (int t = 0; t < run->count; t++) {
     float sum[RUN_LANES] = {0};
     for (int d = 0; d < dim; d++) {
       const code_place at = place_of_code(dim, bits, 0, run->first + t, d);
-      const int code = run->parts.words[at.byte] >> at.shift & ((1 << bits) - 1);
+      const int code = run->arrays.words[at.byte] >> at.shift & ((1 << bits) - 1);
       sum[d % RUN_LANES] += query[d] * (lows[d] + steps[d] * (float)code);
     }
     scores[run->at + t] = sum_of_lanes(sum);
@@ -163,8 +165,8 @@ static inline void scores_of_runs_portable(const kvedge_query *q, const kvedge_t
   for (int d = dim; d < padded; d++) steps[d] = middles[d] = 0.0f;
   for (int r = 0; r < num_runs(keys); r++) {
     const tile_run run = run_of_tile(keys, r, 0);
-    floats_of_steps(run.parts.steps, dim, steps);
-    floats_of_steps(run.parts.lows, dim, lows);
+    floats_of_steps(run.arrays.steps, dim, steps);
+    floats_of_steps(run.arrays.lows, dim, lows);
     for (int d = 0; d < dim; d++) middles[d] = lows[d] + steps[d] * most;
     prefetch_run(keys, r, 0, bytes_of_run(dim, bits, 0));
     for (int i = 0, n; i < q->num_queries; i += n) {
@@ -176,7 +178,7 @@ static inline void scores_of_runs_portable(const kvedge_query *q, const kvedge_t
         else memset(products[j], 0, (size_t)padded * sizeof **products);
         for (int t = 0; t < RUN; t++) sum[j][t] = constant;
       }
-      add_all_words(run.parts.words, num_words(dim, bits, 0), RUN, RUN, bits, all, products[0], 1024, sum);
+      add_all_words(run.arrays.words, num_words(dim, bits, 0), RUN, RUN, bits, all, products[0], 1024, sum);
       for (int j = 0; j < n; j++) {
         float *to = scores + (i + j) * KVEDGE_TILE;
         if (needs_decoding(q, i + j, largest_of_products(products[j], padded)))
@@ -189,7 +191,8 @@ static inline void scores_of_runs_portable(const kvedge_query *q, const kvedge_t
 
 /* ---- Weighted sums ---- */
 
-/* Steps and middles of the values of a tile, of one group of channels: (num_runs, RUN), in the order of the runs' tokens. */
+/* Steps and middles of the values of a tile, of one group of channels: (num_runs, RUN), in the
+ * order of the runs' tokens. */
 typedef struct {
   float steps[KVEDGE_TILE], middles[KVEDGE_TILE];
 } step_columns;
@@ -197,7 +200,7 @@ typedef struct {
 static inline void read_columns(const kvedge_tile *values, int g, step_columns *to) {
   const float most = (float)(1 << (values->bits - 1));
   for (int r = 0; r < num_runs(values); r++) {
-    const run_parts run = run_of_tile(values, r, 1).parts;
+    const run_arrays run = run_of_tile(values, r, 1).arrays;
     float *steps = to->steps + r * RUN, *middles = to->middles + r * RUN;
     floats_of_steps(run.steps + g * RUN, RUN, steps);
     floats_of_steps(run.lows + g * RUN, RUN, middles);
@@ -238,7 +241,7 @@ static inline void weighted_sum_of_runs_portable(const kvedge_probabilities *p, 
       }
       for (int r = 0; r < runs; r++) {
         const tile_run run = run_of_tile(values, r, 1);
-        const uint8_t *words = run.parts.words + 4 * g * GROUP;
+        const uint8_t *words = run.arrays.words + 4 * g * GROUP;
         add_all_words(words, num_words(dim, bits, 1), dim, lanes, bits, all, weights[0] + r * RUN, KVEDGE_TILE, sum);
         if (g + i == 0) prefetch_run(values, r, 0, bytes_of_run(dim, bits, 1));
       }
@@ -252,8 +255,8 @@ static inline void weighted_sum_of_runs_portable(const kvedge_probabilities *p, 
 
 /* ---- What paths share that multiply runs as integers ---- */
 
-/* Words to multiply: `num` of each lane, `stride` bytes from those of all lanes to the next. What lies `ahead` of them is
- * prefetched meanwhile, and once more `after` bytes later. */
+/* Words to multiply: `num` of each lane, `stride` bytes apart. The words of the next tile,
+ * `ahead` bytes behind these, are prefetched meanwhile, and once more `after` bytes later. */
 typedef struct {
   const uint8_t *words;
   ptrdiff_t stride;
@@ -261,8 +264,9 @@ typedef struct {
   uintptr_t ahead, after;
 } lane_words;
 
-/* Words of the r-th run of a tile, from byte `at` on. Where nothing follows, its own are prefetched, which are there anyway. */
-KVEDGE_INLINE lane_words words_of_run(const kvedge_tile *tile, int r, const run_parts *run, int of_values,
+/* Words of run r of a tile, from byte `at` on. Without a next tile the words themselves are
+ * prefetched, which costs nothing. */
+KVEDGE_INLINE lane_words words_of_run(const kvedge_tile *tile, int r, const run_arrays *run, int of_values,
                                       ptrdiff_t at) {
   const kvedge_prefetch *next = &tile->next;
   const uintptr_t here = (uintptr_t)(tile->blocks[r] + tile->offset);
@@ -284,14 +288,16 @@ typedef struct {
   char *scratch; /* working memory that is left */
 } run_scoring;
 
-/* Where a run's largest step is of another size than those before it, from 1/4 to 4 times, a unit for all loses too much:
- * the first run from `first` on that is, and the largest steps of those before it. Runs without steps go with any. */
+/* The runs from `first` on that can share a unit of the quantized query: their largest steps are
+ * within 1/4 to 4 times of each other, else the unit costs some of them their precision. Returns
+ * the run after them; `largest` is their largest step of each channel. A run whose steps are all
+ * 0 shares any unit. */
 static inline int runs_alike(const kvedge_tile *keys, int first, uint16_t *largest) {
   const int dim = keys->dim, stop = num_runs(keys);
   int least = 0, most = 0, r = first; /* as bits of a half, which order as what they stand for */
   memset(largest, 0, (size_t)kvedge_padded_channels(dim) * sizeof *largest);
   for (; r < stop; r++) {
-    const uint16_t *steps = run_of_tile(keys, r, 0).parts.steps;
+    const uint16_t *steps = run_of_tile(keys, r, 0).arrays.steps;
     uint16_t here = 0;
     for (int d = 0; d < dim; d++) here = steps[d] > here ? steps[d] : here;
     if (here > 0) {
@@ -314,16 +320,16 @@ typedef struct {
   ptrdiff_t stride;
   const float *rescale;
   char *scratch; /* working memory that is left */
-} run_weighing;
+} run_sums;
 
-typedef void run_weigher(const run_weighing *w);
+typedef void run_sum_function(const run_sums *w);
 
-/* Weighted sums of a tile of runs: of a group of channels at a time, whose steps read_steps() brings, for up to `most` queries,
- * by the weigher of as many. */
-KVEDGE_INLINE void weigh_by_groups(const kvedge_probabilities *p, const kvedge_tile *values,
-                                   const kvedge_accumulators *to,
-                                   void (*const read_steps)(const kvedge_tile *values, int group, step_columns *to),
-                                   run_weigher *const *weighers, int most) {
+/* Weighted sums of a tile of runs: of a group of channels at a time, whose steps read_steps()
+ * brings, for up to `most` queries, by the sum_function of as many. */
+KVEDGE_INLINE void sum_by_groups(const kvedge_probabilities *p, const kvedge_tile *values,
+                                 const kvedge_accumulators *to,
+                                 void (*const read_steps)(const kvedge_tile *values, int group, step_columns *to),
+                                 run_sum_function *const *sum_functions, int most) {
   char *scratch = p->scratch;
   float (*room)[KVEDGE_TILE] = kvedge_take_scratch(&scratch, RUN_QUERIES * sizeof *room);
   step_columns *columns = kvedge_take_scratch(&scratch, sizeof *columns);
@@ -331,15 +337,15 @@ KVEDGE_INLINE void weigh_by_groups(const kvedge_probabilities *p, const kvedge_t
     read_steps(values, g, columns);
     for (int i = 0, n; i < p->num_queries; i += n) {
       n = p->num_queries - i < most ? p->num_queries - i : most;
-      run_weighing w = {.values = values,
-                        .group = g,
-                        .columns = columns,
-                        .scratch = scratch,
-                        .acc = to->acc + i * to->stride + g * GROUP,
-                        .stride = to->stride,
-                        .rescale = to->rescale + i};
+      run_sums w = {.values = values,
+                    .group = g,
+                    .columns = columns,
+                    .scratch = scratch,
+                    .acc = to->acc + i * to->stride + g * GROUP,
+                    .stride = to->stride,
+                    .rescale = to->rescale + i};
       for (int j = 0; j < n; j++) w.p[j] = p_of_runs(p, i + j, values, room[j]);
-      weighers[n - 1](&w);
+      sum_functions[n - 1](&w);
     }
   }
   for (int r = 0; r < num_runs(values); r++)

@@ -1,5 +1,5 @@
-/* Runs (kivi2, kivi4, kivi8) as integers of 16 bits, for any width of vectors: kernels/kivi.h has the sums. Included by a path
- * that first defines
+/* Runs (kivi2, kivi4, kivi8) as integers of 16 bits, for any width of vectors: kernels/kivi.h
+ * has the sums. Included by a path that first defines
  *
  *   floats, integers               vectors of FLOATS floats, and of as many integers of 32 bits
  *   load_floats(p), store_floats(p, x), zero_floats(), all_floats(f), multiply_floats(a, b), multiply_add_floats(a, b, c): a * b + c,
@@ -9,8 +9,8 @@
  *   round_dithered_floats(x, dither)   round(x + dither) where x is below KVEDGE_DITHERED, else round(x)
  *   store_pairs(bits, number, to)  16 integers as 16 bits, in the order that multiply_pair() wants for words of codes of `bits` bits:
  *                                  pairs of the k-th numbers of the two halves that a word's codes have, for each word
- *   words                          FLOATS words of 4 bytes
- *   load_words(p), load_first_words(p, n)   at any address; likewise
+ *   word_vector                    FLOATS words of 4 bytes
+ *   load_words(p), load_first_words(p, n)   at any address; the first n
  *   low_codes(words, bits)         in each half of a word its lowest code
  *   next_codes(words, bits)        halves shifted down by a code
  *   pair, pair_for_all(numbers)    two numbers for all lanes
@@ -21,9 +21,10 @@
  *
  * So the two halves of a word are multiplied at once. Nothing is transposed, and nothing summed over lanes.
  *
- * Codes are counted from 0 on; what the middle code adds, the sum of all numbers, is taken off in floats. Numbers have 15 bits
- * and a sign. The unit of a query's is one for as many runs as have steps of about the same size, so that no run waits for a
- * maximum; weights of 64 tokens have one. Where that is not enough (three planes) codes become floats.
+ * Codes are counted from 0 on; what the middle code adds, the sum of all numbers, is taken off
+ * in floats. Numbers have 15 bits and a sign. The unit of a query's is one for as many runs as
+ * have steps of about the same size, so that no run waits for a maximum; weights of 64 tokens
+ * have one. Where that is not enough (three planes) codes become floats.
  */
 #include "kernels/kivi.h"
 
@@ -45,14 +46,15 @@ KVEDGE_INLINE int vectors_for(const int count) { return count <= SUMS_OF_LANES /
 /* Sums of products: (queries, vectors of lanes). */
 typedef lane_sum lane_sums[RUN_QUERIES][4];
 
-/* sum += the products of all words of FLOATS * vectors lanes, of one vector the first `left`, with the numbers of `count` queries,
- * `stride` from one to the next. (`count` and `vectors`: constants where this is inlined. `bits` is one where it is 4.) */
+/* sum += the products of all words of FLOATS * vectors lanes, of one vector the first `left`,
+ * with the numbers of `count` queries, `stride` from one to the next. (`count` and `vectors`:
+ * constants where this is inlined. `bits` is one where it is 4.) */
 KVEDGE_INLINE void multiply_words(const lane_words *w, int left, const int16_t *numbers, ptrdiff_t stride,
                                   const int bits, const int count, const int vectors, lane_sums sum) {
   const uint8_t *from = w->words;
   uintptr_t next = (uintptr_t)from + w->ahead, again = next - w->after;
   for (int n = 0; n < w->num; n++, from += w->stride) {
-    words word[4];
+    word_vector word[4];
 #pragma GCC unroll 4
     for (int v = 0; v < vectors; v++) {
       word[v] = vectors > 1 || left >= FLOATS ? load_words(from + 4 * FLOATS * v) : load_first_words(from, left);
@@ -62,7 +64,7 @@ KVEDGE_INLINE void multiply_words(const lane_words *w, int left, const int16_t *
     }
 #define MULTIPLY_CODES(last)                                                                                           \
   {                                                                                                                    \
-    words codes[4];                                                                                                    \
+    word_vector codes[4];                                                                                              \
     _Pragma("GCC unroll 4") for (int v = 0; v < vectors; v++) codes[v] = last ? word[v] : low_codes(word[v], bits);    \
     _Pragma("GCC unroll 4") for (int v = 0; v < vectors && !last; v++) word[v] = next_codes(word[v], bits);            \
     _Pragma("GCC unroll 4") for (int i = 0; i < count; i++) {                                                          \
@@ -92,10 +94,11 @@ KVEDGE_INLINE void clear_sums(const int count, const int vectors, lane_sums sum)
 
 /* ---- Scores ---- */
 
-/* Numbers of queries times a run's steps, and their sums of products with all middles, less what the middle code adds to those
- * of the numbers: in units. (`count` and `bits`: constants where this is inlined.) */
-KVEDGE_INLINE void encode_run(const run_scoring *s, const run_parts *run, const int count, const int bits,
-                              int16_t (*numbers)[1024], float constant[RUN_QUERIES]) {
+/* Numbers of queries times a run's steps, and their sums of products with all middles, less what
+ * the middle code adds to those of the numbers: in units. (`count` and `bits`: constants where
+ * this is inlined.) */
+KVEDGE_INLINE void quantize_for_run(const run_scoring *s, const run_arrays *run, const int count, const int bits,
+                                    int16_t (*numbers)[1024], float constant[RUN_QUERIES]) {
   const int dim = s->keys->dim;
   const floats most = all_floats((float)(1 << (bits - 1)));
   floats added[RUN_QUERIES];
@@ -143,10 +146,10 @@ KVEDGE_INLINE void score_pairs(const run_scoring *s, const int count, const int 
   for (int r = s->first_run; r < s->stop_run; r++) {
     const tile_run run = run_of_tile(s->keys, r, 0);
     float constant[RUN_QUERIES], within[RUN_QUERIES][RUN];
-    encode_run(s, &run.parts, count, bits, numbers, constant);
+    quantize_for_run(s, &run.arrays, count, bits, numbers, constant);
     prefetch_run(s->keys, r, bytes, of_run);
     for (int t = 0; t < RUN; t += FLOATS * vectors) {
-      const lane_words at = words_of_run(s->keys, r, &run.parts, 0, 4 * t);
+      const lane_words at = words_of_run(s->keys, r, &run.arrays, 0, 4 * t);
       lane_sums sum;
       clear_sums(count, vectors, sum);
       multiply_words(&at, FLOATS, numbers[0], 1024, bits, count, vectors, sum);
@@ -198,7 +201,7 @@ static int choose_units(const kvedge_query *q, int padded, const uint16_t *steps
 static void KVEDGE_NAME(scores_of_runs)(const kvedge_query *q, const kvedge_tile *keys, float *scores, int accumulate) {
   char *scratch = q->scratch;
   uint16_t *steps = kvedge_take_scratch(&scratch, 1024 * sizeof *steps);
-  float (*x)[1024] = kvedge_take_scratch(&scratch, RUN_QUERIES * sizeof *x), unit[KVEDGE_STACK];
+  float (*x)[1024] = kvedge_take_scratch(&scratch, RUN_QUERIES * sizeof *x), unit[KVEDGE_QUERY_ROWS];
   run_scoring s = {.q = q, .keys = keys, .padded = kvedge_padded_channels(keys->dim), .x = x, .scratch = scratch};
   if (q->planes == 3 || (keys->bits == 8 && keys->dim > CHANNELS_OF_8_BITS)) {
     scores_in_floats(q, keys, scores, accumulate);
@@ -229,8 +232,9 @@ static void KVEDGE_NAME(scores_of_runs)(const kvedge_query *q, const kvedge_tile
 
 /* ---- Weighted sums ---- */
 
-/* Numbers of a query's weights, p times steps, the units of every UNIT_TOKENS of them, and what is the same for all channels.
- * (`bits`: a constant where this is inlined, or 2 and 8 are told apart.) */
+/* Numbers of a query's weights, p times steps, the units of every UNIT_TOKENS of them, and what
+ * is the same for all channels. (`bits`: a constant where this is inlined, or 2 and 8 are told
+ * apart.) */
 KVEDGE_INLINE float encode_weights_of_run(const float *p, const step_columns *columns, int tokens, const int bits,
                                           int16_t *numbers, float unit[UNITS]) {
   floats added = zero_floats();
@@ -265,11 +269,10 @@ KVEDGE_INLINE float encode_weights_of_run(const float *p, const step_columns *co
   return sum_of_floats(added);
 }
 
-/* FLOATS * vectors channels of the group from d on, of one vector the first `left`. (`count`, `bits` and `vectors`: constants where
- * this is inlined.) */
-KVEDGE_INLINE void weigh_lanes(const run_weighing *w, int d, int left, const int count, const int bits,
-                               const int vectors, int16_t (*numbers)[KVEDGE_TILE], float (*unit)[UNITS],
-                               const float *constant) {
+/* FLOATS * vectors channels of the group from d on, of one vector the first `left`. (`count`,
+ * `bits` and `vectors`: constants where this is inlined.) */
+KVEDGE_INLINE void sum_lanes(const run_sums *w, int d, int left, const int count, const int bits, const int vectors,
+                             int16_t (*numbers)[KVEDGE_TILE], float (*unit)[UNITS], const float *constant) {
   const int runs = num_runs(w->values), whole = vectors > 1 || left >= FLOATS;
   floats all[RUN_QUERIES][4];
 #pragma GCC unroll 4
@@ -285,7 +288,7 @@ KVEDGE_INLINE void weigh_lanes(const run_weighing *w, int d, int left, const int
     clear_sums(count, vectors, sum);
     for (int r = first; r < runs && r < first + UNIT_TOKENS / RUN; r++) {
       const tile_run run = run_of_tile(w->values, r, 1);
-      const lane_words at = words_of_run(w->values, r, &run.parts, 1, 4 * (w->group * GROUP + d));
+      const lane_words at = words_of_run(w->values, r, &run.arrays, 1, 4 * (w->group * GROUP + d));
       multiply_words(&at, left, numbers[0] + r * RUN, KVEDGE_TILE, bits, count, vectors, sum);
     }
 #pragma GCC unroll 4
@@ -305,7 +308,7 @@ KVEDGE_INLINE void weigh_lanes(const run_weighing *w, int d, int left, const int
     }
 }
 
-KVEDGE_INLINE void weigh_pairs(const run_weighing *w, const int count, const int bits) {
+KVEDGE_INLINE void sum_pairs(const run_sums *w, const int count, const int bits) {
   const int vectors = vectors_for(count);
   int16_t (*numbers)[KVEDGE_TILE] = (void *)w->scratch;
   float unit[RUN_QUERIES][UNITS], constant[RUN_QUERIES];
@@ -314,26 +317,26 @@ KVEDGE_INLINE void weigh_pairs(const run_weighing *w, const int count, const int
   for (int i = 0; i < count; i++)
     constant[i] = encode_weights_of_run(w->p[i], w->columns, num_runs(w->values) * RUN, bits, numbers[i], unit[i]);
   for (; left >= FLOATS * vectors; d += FLOATS * vectors, left -= FLOATS * vectors)
-    weigh_lanes(w, d, left, count, bits, vectors, numbers, unit, constant);
-  for (; left > 0; d += FLOATS, left -= FLOATS) weigh_lanes(w, d, left, count, bits, 1, numbers, unit, constant);
+    sum_lanes(w, d, left, count, bits, vectors, numbers, unit, constant);
+  for (; left > 0; d += FLOATS, left -= FLOATS) sum_lanes(w, d, left, count, bits, 1, numbers, unit, constant);
 }
 
-#define WEIGH_RUNS(name, count, bits)                                                                                  \
-  static RUN_FUNCTION void weigh_pairs_##name(const run_weighing *w) { weigh_pairs(w, count, bits); }
-WEIGH_RUNS(1, 1, 4)
-WEIGH_RUNS(2, 2, 4)
-WEIGH_RUNS(3, 3, 4)
-WEIGH_RUNS(4, 4, 4)
-WEIGH_RUNS(1_of_any, 1, w->values->bits)
-WEIGH_RUNS(2_of_any, 2, w->values->bits)
-#undef WEIGH_RUNS
+#define SUM_RUNS(name, count, bits)                                                                                    \
+  static RUN_FUNCTION void sum_pairs_##name(const run_sums *w) { sum_pairs(w, count, bits); }
+SUM_RUNS(1, 1, 4)
+SUM_RUNS(2, 2, 4)
+SUM_RUNS(3, 3, 4)
+SUM_RUNS(4, 4, 4)
+SUM_RUNS(1_of_any, 1, w->values->bits)
+SUM_RUNS(2_of_any, 2, w->values->bits)
+#undef SUM_RUNS
 
 static void KVEDGE_NAME(weighted_sum_of_runs)(const kvedge_probabilities *p, const kvedge_tile *values,
                                               const kvedge_accumulators *to) {
-  static run_weigher *const of[2][RUN_QUERIES] = {
-      {weigh_pairs_1_of_any, weigh_pairs_2_of_any},
-      {weigh_pairs_1, weigh_pairs_2, weigh_pairs_3, weigh_pairs_4}
+  static run_sum_function *const of[2][RUN_QUERIES] = {
+      {sum_pairs_1_of_any, sum_pairs_2_of_any},
+      {sum_pairs_1, sum_pairs_2, sum_pairs_3, sum_pairs_4}
   };
   if (p->planes == 3) weighted_sum_in_floats(p, values, to);
-  else weigh_by_groups(p, values, to, read_columns, of[values->bits == 4], most_queries(values->bits));
+  else sum_by_groups(p, values, to, read_columns, of[values->bits == 4], most_queries(values->bits));
 }

@@ -87,28 +87,29 @@ static inline uint32_t heavy_blocks_portable(const float *p, int num_queries, in
 
 /* ---- Prefetch, scales, rows of results ---- */
 
-/* Asks for the lines that begin in n bytes, for the second-level cache: a tile ahead is more than the first holds.
- * (Always inlined, since GCC may drop calls of a function that does nothing but this.) */
+/* Prefetches the lines that begin in n bytes, into the second-level cache: the first holds less than a tile. (Always
+ * inlined: GCC may drop calls of a function that does nothing but prefetch.) */
 KVEDGE_INLINE void prefetch_bytes(const char *bytes, ptrdiff_t n) {
   uintptr_t end = (uintptr_t)bytes + (uintptr_t)n;
   for (uintptr_t line = ((uintptr_t)bytes + 63) & ~(uintptr_t)63; line < end; line += 64)
     __builtin_prefetch((const void *)line, 0, 2);
 }
 
-/* The part-th of `parts` of what a tile prefetches with block `block`, as many bytes as its rows have: a few lines at a
- * time, since a core waits, or drops them, when many are on their way. */
-KVEDGE_INLINE void prefetch_part(const kvedge_tile *tile, int block, int row_bytes, int part, int parts) {
+/* Block `block` of the next tile in n steps, of which this is step i. A core waits, or drops
+ * prefetches, when many lines are on their way, so they are spread over the rows that are worked
+ * on meanwhile. */
+KVEDGE_INLINE void prefetch_lines_of(const kvedge_tile *tile, int block, int row_bytes, int i, int n) {
   if (!tile->next.blocks) return;
-  const int from = KVEDGE_BLOCK * row_bytes * part / parts, to = KVEDGE_BLOCK * row_bytes * (part + 1) / parts;
+  const int from = KVEDGE_BLOCK * row_bytes * i / n, to = KVEDGE_BLOCK * row_bytes * (i + 1) / n;
   const uintptr_t rows = (uintptr_t)tile->next.blocks[block] + (uintptr_t)tile->next.offset;
   prefetch_bytes((const char *)(rows + (uintptr_t)from), to - from);
 }
 
 /* Bytes between the two prefetches of a line.
  *
- * Zen 4 drops software prefetches when its miss queue is full, and a line that was dropped is waited for when it is used.
- * So each line is prefetched twice, the second time 4 KB later: decoding is 1.04 to 1.6 times as fast. On other CPUs both
- * come at once, which costs nothing. */
+ * Zen 4 drops software prefetches when its miss queue is full, and a line that was dropped is
+ * waited for when it is used. So each line is prefetched twice, the second time 4 KB later:
+ * decoding is 1.04 to 1.6 times as fast. On other CPUs both come at once, which costs nothing. */
 static inline uintptr_t kvedge_prefetch_again_after(void) {
 #if defined(__x86_64__)
   return __builtin_cpu_is("amd") ? 4096 : 0;
@@ -156,7 +157,7 @@ KVEDGE_INLINE const float *row_of_bfloat16(const char *from, int dim, float *roo
   return room;
 }
 
-/* Prefetches row `token` of the tile that comes later, of `bytes` bytes: rows of a block lie together there. */
+/* Prefetches row `token` of the next tile, of `bytes` bytes: rows of a block lie together there. */
 KVEDGE_INLINE void prefetch_row(const kvedge_tile *tile, int token, ptrdiff_t bytes) {
   if (!tile->next.blocks) return;
   const char *block = tile->next.blocks[token / KVEDGE_BLOCK] + tile->next.offset;
@@ -186,8 +187,8 @@ KVEDGE_INLINE void score_float_rows(const kvedge_query *q, const kvedge_tile *ke
   }
 }
 
-KVEDGE_INLINE void weigh_float_rows(const kvedge_probabilities *p, const kvedge_tile *values,
-                                    const kvedge_accumulators *to, row_function *row_of, const int size) {
+KVEDGE_INLINE void sum_float_rows(const kvedge_probabilities *p, const kvedge_tile *values,
+                                  const kvedge_accumulators *to, row_function *row_of, const int size) {
   const int dim = values->dim;
   const float factor = values->factor;
   float room[1024];
@@ -212,7 +213,7 @@ KVEDGE_INLINE void weigh_float_rows(const kvedge_probabilities *p, const kvedge_
   }                                                                                                                    \
   static inline void weighted_sum_##format##_portable(const kvedge_probabilities *p, const kvedge_tile *values,        \
                                                       const kvedge_accumulators *to) {                                 \
-    weigh_float_rows(p, values, to, row_of_##format, size);                                                            \
+    sum_float_rows(p, values, to, row_of_##format, size);                                                              \
   }
 KVEDGE_FLOAT_KERNELS(float32, 4)
 KVEDGE_FLOAT_KERNELS(float16, 2)
@@ -227,10 +228,10 @@ static inline void dequantize_portable(const int8_t *codes, size_t n, float scal
 }
 
 static inline uint64_t read_bytes_portable(const void *p, size_t n) {
-  const uint64_t *words = p; /* (n / 8) */
+  const uint64_t *eights = p; /* (n / 8) */
   uint64_t lane[8] = {0};
   for (size_t i = 0; i < n / 8; i += 8)
-    for (int j = 0; j < 8; j++) lane[j] |= words[i + j];
+    for (int j = 0; j < 8; j++) lane[j] |= eights[i + j];
   return lane[0] | lane[1] | lane[2] | lane[3] | lane[4] | lane[5] | lane[6] | lane[7];
 }
 

@@ -10,7 +10,7 @@
 
 /* ---- Prefetch of the next tile ---- */
 
-/* The rows that a kernel call prefetches. */
+/* The rows of the next tile that a kernel call prefetches. */
 typedef struct {
   const kvedge_prefetch *rows; /* rows->blocks == NULL: nothing */
   int row_bytes;
@@ -56,28 +56,29 @@ KVEDGE_INLINE void kvedge_prefetch_line(kvedge_next_block next, ptrdiff_t by) {
   __builtin_prefetch((const void *)(next.again + (uintptr_t)by), 0, 2);
 }
 
-/* ---- Runs: blocks of a tile that lie side by side, and whose prefetch does ---- */
+/* ---- Stretches: blocks of a tile that lie side by side, and whose prefetch does ---- */
 
 typedef struct {
   const char *rows; /* (num_tokens), token_stride apart */
   int num_tokens;
   kvedge_next_block next; /* num_tokens * row_bytes to prefetch */
-} kvedge_run;
+} kvedge_stretch;
 
-/* The longest run from token `first` on, a block's first, to before token `stop`. Most caches have one to a tile: a loop
- * over its tokens then costs nothing for blocks. */
-KVEDGE_INLINE kvedge_run kvedge_run_of(const kvedge_tile *tile, const kvedge_next_tile *next, int first, int stop) {
+/* The longest stretch from token `first` on, a block's first, to before token `stop`. Most
+ * caches have one to a tile: a loop over its tokens then costs nothing for blocks. */
+KVEDGE_INLINE kvedge_stretch kvedge_stretch_of(const kvedge_tile *tile, const kvedge_next_tile *next, int first,
+                                               int stop) {
   const ptrdiff_t block_bytes = KVEDGE_BLOCK * tile->token_stride, next_bytes = KVEDGE_BLOCK * next->row_bytes;
   int block = first / KVEDGE_BLOCK;
   const char *const *blocks = tile->blocks, *const *next_blocks = tile->next.blocks;
-  kvedge_run run = {.rows = blocks[block] + tile->offset, .next = kvedge_next_block_of(next, block)};
+  kvedge_stretch stretch = {.rows = blocks[block] + tile->offset, .next = kvedge_next_block_of(next, block)};
   for (; (block + 1) * KVEDGE_BLOCK < stop; block++) {
     if (blocks[block + 1] != blocks[block] + block_bytes) break;
     if (next_blocks && (next_blocks[block + 1] != next_blocks[block] + next_bytes || !tile->next.in_order)) break;
   }
   const int end = (block + 1) * KVEDGE_BLOCK;
-  run.num_tokens = (end < stop ? end : stop) - first;
-  return run;
+  stretch.num_tokens = (end < stop ? end : stop) - first;
+  return stretch;
 }
 
 /* Scores of 8, 4 or 2 tokens of each of 1, 2 or 4 queries, a row of the tile for each query. */

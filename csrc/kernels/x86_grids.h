@@ -6,16 +6,17 @@
  *   tables_of(bits)                 vectors of levels that levels_by() takes; 0: there is none for so many bits
  *   levels_by(bits, table, codes) levels by the low bits of codes, any others above them
  *
- * FLOATS codes of up to 8 bits lie in FLOATS bytes, and the 4 of each lane in 4 bytes, which begin with a byte or in the
- * middle of one. So
+ * FLOATS codes of up to 8 bits lie in FLOATS bytes, and the 4 of each lane in 4 bytes, which
+ * begin with a byte or in the middle of one. So
  *
  *   vbroadcasti32x4, vpbroadcastq   bytes to all lanes               a load
  *   vpshufb                         4 bytes to each dword            zmm p5, ymm p15
  *   vpsrlvd                         a code to its low bits           zmm p0, ymm p01
  *   vpermps, vpermi2ps              levels by codes of 3 bits (ymm), 4 and 5 (zmm); those of more are blended    p5
  *
- * make FLOATS levels of them, where a table of floats in memory takes three instructions for each. The last codes of a row
- * are loaded with those before them, so that no byte past it is read. */
+ * make FLOATS levels of them, where a table of floats in memory takes three instructions for
+ * each. The last codes of a row are loaded with those before them, so that no byte past it is
+ * read. */
 #include "formats/format.h"
 
 /* Which bytes hold the code of each dword, and where in them it begins. */
@@ -54,7 +55,7 @@ KVEDGE_INLINE int decode_codes(const int bits, const kvedge_tile *from, int row_
     float *to = out;
     for (int t = 0; t < from->num_tokens; t += KVEDGE_BLOCK) {
       const char *row = kvedge_tile_block(from, t) + load;
-      prefetch_part(from, t / KVEDGE_BLOCK, row_bytes, d / FLOATS, columns);
+      prefetch_lines_of(from, t / KVEDGE_BLOCK, row_bytes, d / FLOATS, columns);
       const int left = from->num_tokens - t, rows = left < KVEDGE_BLOCK ? left : KVEDGE_BLOCK;
       for (int r = 0; r < rows; r++, row += from->token_stride, to += stride) {
         const integers codes = V(srlv_epi32)(V(shuffle_epi8)(load_codes(row), bytes), at.shift);

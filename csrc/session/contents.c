@@ -376,8 +376,8 @@ void kvedge_put_tensor_name(kvedge_output *out, int index, const kvedge_tensor_n
   kvedge_put_text(out, tensor->name);
 }
 
-static int take_into_digest(void *sha, const void *piece, size_t bytes) {
-  kvedge_sha256_take(sha, piece, bytes);
+static int take_into_digest(void *sha, const void *data, size_t bytes) {
+  kvedge_sha256_take(sha, data, bytes);
   return 0;
 }
 

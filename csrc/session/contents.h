@@ -59,8 +59,8 @@ void kvedge_put_layers(kvedge_output *out, const kvedge_contents *contents, cons
 /* "layers.0.key_codes" */
 void kvedge_put_tensor_name(kvedge_output *out, int index, const kvedge_tensor_name *tensor);
 
-/* The version of a file: "1"; "2" where it holds runs. (In files of runs of version "1", which no release wrote, codes lay
- * otherwise.) */
+/* The version of a file: "1"; "2" where it holds runs. (In files of runs of version "1", which
+ * no release wrote, codes lay otherwise.) */
 const char *kvedge_version_of(const kvedge_contents *contents);
 
 /* The metadata, as in a file's header; without a digest, as the digest covers it. */

@@ -18,8 +18,9 @@ void kvedge_json_skip(kvedge_json *json);
 /* Goes past white space and this character, if it is next. */
 int kvedge_json_next(kvedge_json *json, char c);
 
-/* Goes past a string, and writes its text as UTF-8 to out, which has `room` bytes; NULL: nowhere. Returns the text's bytes;
- * -1: there is no valid string, or its text is longer than `room`. */
+/* Goes past a string, and writes its text as UTF-8 to out, which has `room` bytes; NULL:
+ * nowhere. Returns the text's bytes; -1: there is no valid string, or its text is longer than
+ * `room`. */
 int64_t kvedge_json_string(kvedge_json *json, char *out, size_t room);
 
 /* Goes past a whole number from 0 to 10^18 - 1. */

@@ -44,7 +44,8 @@ static kvedge_status check_layers(const kvedge_session *session, const targets *
 
 /* ---- Numbers ------------------------------------------------------------------------------------------------------- */
 
-/* Rows of one side of a layer, or of a part, as they lie in the file, and as many of them as `room` has, where they are aligned. */
+/* Rows of one side of a layer, or of a part, as they lie in the file, and as many of them as
+ * `room` has, where they are aligned. */
 typedef struct {
   const kvedge_format_info *format;
   kvedge_row_shape shape;
@@ -111,8 +112,9 @@ static int vector_is_valid(const kvedge_tensor *vector, int is_scale) {
   return 1;
 }
 
-/* Are keys within float32 once they are multiplied by the key scale and the key offset is added? Rounding may have taken
- * them further: by a scale; a format of few bits, over a key scale, by up to a quarter. */
+/* Are keys within float32 once they are multiplied by the key scale and the key offset is added?
+ * Rounding may have taken them further: by a scale; a format of few bits, over a key scale, by
+ * up to a quarter. */
 static int keys_are_valid(const file_rows *rows, int num_kv_heads, const char *offset, const char *scale) {
   const size_t dim = (size_t)rows->shape.dim;
   room one;

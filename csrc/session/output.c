@@ -1,4 +1,4 @@
-/* Text and bytes on their way out, in pieces that are not too small. */
+/* Text and bytes on their way to a sink, which gets many at a time. */
 #include "session/output.h"
 
 #include <string.h>

@@ -9,7 +9,7 @@ typedef struct {
   kvedge_session_sink sink; /* NULL: nowhere */
   void *context;
   uint64_t written; /* bytes so far */
-  int failed;       /* the sink has refused a piece, and gets no more */
+  int failed;       /* the sink has refused bytes, and gets no more */
   size_t held;      /* bytes that the sink has yet to get */
   char buffer[1024];
 } kvedge_output;

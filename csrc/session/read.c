@@ -68,12 +68,12 @@ typedef struct {
   kvedge_session_layer first;
 } header;
 
-/* Goes past a short string without a NUL in it, which one ends in `word`. */
-static int read_word(kvedge_json *json, char *word, size_t room) {
-  const int64_t bytes = kvedge_json_string(json, word, room - 1);
+/* Goes past a short string without a NUL in it, which one ends in `text`. */
+static int read_text(kvedge_json *json, char *text, size_t room) {
+  const int64_t bytes = kvedge_json_string(json, text, room - 1);
   if (bytes < 0) return 0;
-  word[bytes] = 0;
-  return strlen(word) == (size_t)bytes;
+  text[bytes] = 0;
+  return strlen(text) == (size_t)bytes;
 }
 
 static int is_user_key(const kvedge_json *json) {
@@ -83,7 +83,7 @@ static int is_user_key(const kvedge_json *json) {
 static const char *read_field(header *head, kvedge_json *json) {
   char name[24];
   int i = 0;
-  if (!read_word(json, name, sizeof name)) i = NUM_FIELDS;
+  if (!read_text(json, name, sizeof name)) i = NUM_FIELDS;
   else if (!strcmp(name, "key_turns"))
     return "its keys were shifted and are stored as before, which only Python reads: requantize() stores them turned";
   while (i < NUM_FIELDS && strcmp(field_names[i], name)) i++;
@@ -91,7 +91,7 @@ static const char *read_field(header *head, kvedge_json *json) {
   if (head->has[i]++) return "its metadata has a field twice";
   if (!kvedge_json_next(json, ':')) return "its metadata is no JSON";
   if (i != LAYERS)
-    return read_word(json, head->field[i], LONGEST_FIELD) ? NULL : "a field of its metadata is none of kvedge's";
+    return read_text(json, head->field[i], LONGEST_FIELD) ? NULL : "a field of its metadata is none of kvedge's";
   head->layers = *json;
   const int64_t bytes = kvedge_json_string(json, NULL, 0);
   head->layers_bytes = (size_t)bytes;
@@ -271,7 +271,7 @@ static const char *read_header(header *head, const void *data, size_t bytes) {
   char name[16];
   if (json.at == json.end || *json.at != '{') return "it is no safetensors file";
   json.at++;
-  if (!read_word(&json, name, sizeof name) || strcmp(name, "__metadata__") || !kvedge_json_next(&json, ':'))
+  if (!read_text(&json, name, sizeof name) || strcmp(name, "__metadata__") || !kvedge_json_next(&json, ':'))
     return "its header does not begin with metadata: it is no session of kvedge";
   const char *fault = read_metadata(head, &json);
   return fault ? fault : read_fields(head);
@@ -343,10 +343,10 @@ static void read_user_metadata(const header *head, places *p) {
 static int read_own(kvedge_json *json, kvedge_session_layer *layer, int *group_size, char scale_type[12]) {
   char name[16], text[12] = "";
   int64_t number = 0;
-  if (!read_word(json, name, sizeof name) || !kvedge_json_next(json, ':')) return 0;
+  if (!read_text(json, name, sizeof name) || !kvedge_json_next(json, ':')) return 0;
   kvedge_json_skip(json);
   const int is_text = json->at < json->end && *json->at == '"';
-  if (is_text ? !read_word(json, text, sizeof text) : !kvedge_json_number(json, &number)) return 0;
+  if (is_text ? !read_text(json, text, sizeof text) : !kvedge_json_number(json, &number)) return 0;
   kvedge_layer_config *config = &layer->config;
   if (!strcmp(name, "dtype")) return read_format(text, config);
   if (!strcmp(name, "recent_dtype")) return is_text && read_recent_format(text, layer);
@@ -392,9 +392,9 @@ static int read_own_layer(kvedge_json *json, const header *head, kvedge_session_
 }
 
 /* A sink that compares. */
-static int is_other(void *expected, const void *piece, size_t bytes) {
+static int is_other(void *expected, const void *data, size_t bytes) {
   kvedge_json *left = expected;
-  if ((size_t)(left->end - left->at) < bytes || memcmp(left->at, piece, bytes)) return 1;
+  if ((size_t)(left->end - left->at) < bytes || memcmp(left->at, data, bytes)) return 1;
   left->at += bytes;
   return 0;
 }
@@ -432,7 +432,7 @@ static const char *read_layers(const header *head, places *p) {
 static const kvedge_tensor_name *read_tensor_name(kvedge_json *json, int num_layers, int *index) {
   char name[40];
   int64_t number;
-  if (!read_word(json, name, sizeof name) || strncmp(name, "layers.", 7) || name[7] < '0' || name[7] > '9') return NULL;
+  if (!read_text(json, name, sizeof name) || strncmp(name, "layers.", 7) || name[7] < '0' || name[7] > '9') return NULL;
   kvedge_json digits = {name + 7, name + strlen(name)};
   if (!kvedge_json_number(&digits, &number) || number >= num_layers || *digits.at != '.') return NULL;
   *index = (int)number;
@@ -461,9 +461,9 @@ static const char *read_entry(kvedge_json *json, entry *e) {
   e->num_dims = 0;
   if (!kvedge_json_next(json, ':') || !kvedge_json_next(json, '{')) return "its header is no JSON";
   do {
-    if (!read_word(json, name, sizeof name) || !kvedge_json_next(json, ':')) return "its header is no JSON of tensors";
+    if (!read_text(json, name, sizeof name) || !kvedge_json_next(json, ':')) return "its header is no JSON of tensors";
     if (!strcmp(name, "dtype")) {
-      if (has_type++ || !read_word(json, e->type, sizeof e->type)) return "a tensor's dtype is none of kvedge's";
+      if (has_type++ || !read_text(json, e->type, sizeof e->type)) return "a tensor's dtype is none of kvedge's";
     } else if (!strcmp(name, "shape")) {
       if (e->num_dims || !(e->num_dims = read_numbers(json, e->shape, 3)))
         return "a tensor's shape is none of kvedge's";

@@ -18,7 +18,8 @@ struct kvedge_layer {
   /* The tokens are rows start..stop-1. Readers look at these first, by kvedge_layer_range: what lies below stop, and
    * both bounds, is then written. Beside readers both only rise. */
   _Atomic int64_t start, stop;
-  kvedge_bounds checked; /* of the rows that kvedge_layers_append stores once those of all layers have been checked */
+  kvedge_bounds
+      checked; /* kvedge_layers_append: bounds of this layer's rows, between checking all layers and storing */
   /* Rows below it have been written. They may lie above stop, where a caller can return to them with set_len. */
   int64_t written;
   /* At least the largest scale (formats without: magnitude) stored; attention scales by their exponents, so that
@@ -42,7 +43,8 @@ static inline void kvedge_raise_written(kvedge_layer *layer, int64_t stop) {
   if (stop > layer->written) layer->written = stop;
 }
 
-/* Copies tokens from a row of one layer on to another that is stored alike, or within one; readers of those rows are gone. */
+/* Copies tokens from a row of one layer on to another that is stored alike, or within one;
+ * readers of those rows are gone. */
 static inline void kvedge_copy_tokens(const kvedge_layer *from, int64_t row, kvedge_layer *to, int64_t at,
                                       int64_t num_tokens) {
   kvedge_copy_rows(&from->keys, row, &to->keys, at, num_tokens);

@@ -1,6 +1,7 @@
-/* Refuses to be compiled with flags that change what arithmetic means: with -ffast-math attention is off by several
- * times its largest output, and stored bytes differ between machines. Every file includes this one. The builds of kvedge
- * itself take such flags back (arithmetic.flags); a build that takes csrc/ in has to do so for these files. */
+/* Refuses to be compiled with flags that change what arithmetic means: with -ffast-math
+ * attention is off by several times its largest output, and stored bytes differ between
+ * machines. Every file includes this one. The builds of kvedge itself take such flags back
+ * (arithmetic.flags); a build that takes csrc/ in has to do so for these files. */
 #ifndef KVEDGE_ARITHMETIC_H
 #define KVEDGE_ARITHMETIC_H
 

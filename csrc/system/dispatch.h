@@ -1,5 +1,5 @@
-/* Which kernel table this process uses. (With the thread pool, all the state of the library that belongs to no layer and
- * no call.) */
+/* Which kernel table this process uses. (With the thread pool, all the state of the library that
+ * belongs to no layer and no call.) */
 #ifndef KVEDGE_DISPATCH_H
 #define KVEDGE_DISPATCH_H
 

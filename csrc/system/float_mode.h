@@ -1,13 +1,14 @@
 /* The mode that this thread's floats are in: rounding, denormals, exceptions.
  *
- * A process may have set it otherwise (torch.set_flush_denormal, libraries built with -ffast-math, fesetround). Then denormal
- * scales and steps would read as 0, and other bytes be stored. So a public function that computes with floats begins with
+ * A process may have set it otherwise (torch.set_flush_denormal, libraries built with
+ * -ffast-math, fesetround). Then denormal scales and steps would read as 0, and other bytes be
+ * stored. So a public function that computes with floats begins with
  *
  *   KVEDGE_FLOAT_MODE;
  *
- * which takes the default mode (to nearest, denormals kept, no exception raised) and gives back the caller's at the end of the
- * block. To find that nothing need be done costs about 5 ns. Code is moved past neither: both are barriers of memory, where
- * floats come from and go to.
+ * which takes the default mode (to nearest, denormals kept, no exception raised) and gives back
+ * the caller's at the end of the block. To find that nothing need be done costs about 5 ns. Code
+ * is moved past neither: both are barriers of memory, where floats come from and go to.
  */
 #ifndef KVEDGE_FLOAT_MODE_H
 #define KVEDGE_FLOAT_MODE_H

@@ -1,6 +1,6 @@
-/* Pages for large arrays. With pages of 4 KB, reading a cache at the speed of memory spends much of its time looking pages
- * up; with huge pages everywhere, the first token of a layer takes megabytes. Where the system's policy is "always", both
- * have to be said. */
+/* Pages for large arrays. With pages of 4 KB, reading a cache at the speed of memory spends much
+ * of its time looking pages up; with huge pages everywhere, the first token of a layer takes
+ * megabytes. Where the system's policy is "always", both have to be said. */
 #ifndef KVEDGE_PAGES_H
 #define KVEDGE_PAGES_H
 
@@ -15,7 +15,7 @@
 
 #define KVEDGE_HUGE_PAGE ((size_t)2 << 20)
 
-/* Asks for huge pages in [start, start + bytes), where the system has them and has not decided by
+/* Advises huge pages in [start, start + bytes), where the system has them and has not decided by
  * itself; what is refused costs speed only. */
 static inline void kvedge_advise_huge_pages(void *start, size_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
@@ -28,8 +28,9 @@ static inline void kvedge_advise_huge_pages(void *start, size_t bytes) {
 #endif
 }
 
-/* Bytes from which a block has pages of its own, small ones until kvedge_advise_huge_pages() asks for others: blocks side by
- * side are one mapping to the system, and the heap, whose pages are the policy's, is left alone. */
+/* Bytes from which a block has pages of its own, small ones until kvedge_advise_huge_pages()
+ * advises others: blocks side by side are one mapping to the system, and the heap, whose pages
+ * are the policy's, is left alone. */
 #define KVEDGE_OWN_PAGES ((size_t)64 << 10)
 
 /* A block for arrays that are filled bit by bit, aligned to 64 bytes; NULL: not enough memory. */
@@ -45,7 +46,7 @@ static inline void *kvedge_pages_alloc(size_t bytes) {
   return kvedge_aligned_alloc(64, bytes);
 }
 
-/* `bytes` as they were asked for. */
+/* `bytes` as they were taken. */
 static inline void kvedge_pages_free(void *memory, size_t bytes) {
 #if defined(__linux__) && defined(MADV_NOHUGEPAGE)
   if (bytes >= KVEDGE_OWN_PAGES) {

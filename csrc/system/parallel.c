@@ -1,7 +1,7 @@
 /* Helpers take tasks as they are free, so a slow or busy core delays nobody:
  *
  * - each thread begins with a range of tasks of its own, in order, since neighbours read neighbouring
- *   memory and it knows what to ask for next; who has come to the end of its range takes from the end
+ *   memory and it knows what to prefetch; who has come to the end of its range takes from the end
  *   of the longest one that is left;
  * - when none are left but a helper is still at one, the caller does not wait (the helper may have
  *   lost its core to another program for milliseconds): it does that task over, into the spare slot,
@@ -27,12 +27,12 @@
 enum {
   MAX_THREADS = 1024,
   MAX_TASKS = 4096,
-  /* Bytes of a helper's stack at least, whatever the system's default (musl: 128 KiB): what a slice takes, and as much again for
-   * what the system and sanitizers take. */
+  /* Bytes of a helper's stack at least, whatever the system's default (musl: 128 KiB): what a
+   * slice takes, and as much again for what the system and sanitizers take. */
   HELPER_STACK = 4 * KVEDGE_STACK_BYTES,
 };
 
-/* Tasks first..stop-1 that nobody has taken yet, in one word: first << 16 | stop. */
+/* Tasks first..stop-1 that nobody has taken yet, in one integer: first << 16 | stop. */
 typedef _Atomic uint32_t task_range;
 
 struct kvedge_job {

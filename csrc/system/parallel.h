@@ -11,7 +11,7 @@
  * nowhere else; collect() is called by the caller's thread, in the order of tasks. Slots are
  * 0..num_tasks-1 and one to spare, num_tasks. `thread` is the number of the thread that runs it, below
  * kvedge_job_threads(); the caller's is 0. `next` is the task that this thread will most likely
- * run after this one, whose memory it may ask for; -1: unknown. */
+ * run after this one, whose memory it may prefetch; -1: unknown. */
 typedef struct {
   void *context;
   int num_tasks;
@@ -25,7 +25,7 @@ typedef struct kvedge_job kvedge_job;
 kvedge_job *kvedge_job_take(size_t bytes);
 void *kvedge_job_memory(kvedge_job *job); /* aligned to 64 bytes */
 
-/* Threads that a job of so many tasks may have, where num_threads are asked for. */
+/* Threads that a job of so many tasks may have, with num_threads at most. */
 int kvedge_job_threads(int num_threads, int num_tasks);
 
 /* Runs the work on up to num_threads threads, this one included, and gives the job back. */

@@ -927,7 +927,7 @@ cdef bint _fill_plain(
 
 
 cdef _fill(kvedge_attention_options *c, options):
-    """AttendOptions as C takes them; `options` keeps the arrays alive. Of a batch's mask the first layer's part."""
+    """Fill C's options from AttendOptions, which owns the arrays; of a batch's mask that of the first layer."""
     cdef int i, batch
     kvedge_attention_defaults(c)
     c.scale = nearest_float(options.scale)

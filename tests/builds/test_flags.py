@@ -95,6 +95,25 @@ def test_flags_of_users_change_neither_bytes_nor_results(name, plain, tmp_path):
     assert_same(plain, digests(tmp_path, compiler_of(name), flags, "-Ofast -pie -Wl,-z,now"))
 
 
+@pytest.mark.builds
+@pytest.mark.parametrize("name", ["gcc", "clang"])
+def test_the_amalgamation_stores_and_computes_the_same(name, plain, tmp_path):
+    """One command, no flag of kvedge's: contraction is off by a pragma, no other name exported."""
+    compiler = compiler_of(name).split()
+    run("make", "-s", "-C", CSRC, "amalgamation", f"ONE={tmp_path}")
+    shared = tmp_path / "libkvedge.so"
+    whole = [tmp_path / "kvedge.c", "-lm", "-pthread", "-o", shared]
+    run(*compiler, "-O1", "-fPIC", "-shared", *whole)
+    program = tmp_path / "digest"
+    source = ROOT / "tests" / "helpers" / "digest.c"
+    run("gcc", "-std=c11", f"-I{tmp_path}", source, shared, "-o", program)
+    assert_same(plain, run(program, LD_LIBRARY_PATH=str(tmp_path), KVEDGE_ISA=""))
+    header = re.sub(r"/\*.*?\*/", "", (tmp_path / "kvedge.h").read_text(), flags=re.DOTALL)
+    declared = set(re.findall(r"\b(kvedge_[a-z0-9_]+)\(", header))
+    exported = run("nm", "-D", "--defined-only", shared)
+    assert {line.split()[-1] for line in exported.splitlines()} == declared
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gcc", "clang"])
 @pytest.mark.parametrize("flags", [*SINGLY, *MATH])

@@ -8,6 +8,8 @@
 #   asan      AddressSanitizer and UndefinedBehaviorSanitizer
 #   tsan      ThreadSanitizer, of test_parallel, test_stress and test_embedder
 #             (both: gcc, or what KVEDGE_SANITIZER_CC names, such as clang)
+#   amalgamation  kvedge.c of csrc/amalgamation.py, by gcc and clang, and for aarch64 where that is installed; by default
+#             test_layer, test_attention and test_cells
 #   standards the sources as C11, GNU11, GNU17 and GNU23, with gcc and clang, -Werror; nothing is run
 #   musl      with musl, whose threads have stacks of 128 KiB; with fewer cases
 #   valgrind  memcheck, with fewer cases (KVEDGE_TEST_SHORT=1)
@@ -25,6 +27,7 @@ root=$(cd "$here/../.." && pwd)
 mode=${1:-native}
 shift || true
 programs=("$@")
+named=$#
 [ ${#programs[@]} -gt 0 ] || programs=($(cd "$here" && ls test_*.c | sed 's/\.c$//'))
 work=$(mktemp -d "${TMPDIR:-/tmp}/kvedge-c.XXXXXX")
 trap 'rm -rf "$work"' EXIT
@@ -37,6 +40,7 @@ need() { # need COMMAND DEBIAN_PACKAGE
 }
 
 strict=-Werror
+sources=($(find "$root/csrc" -name '*.c'))
 # build COMPILER...: the library and every program, in $work/bin. Programs at -O2 at most: at -O3 gcc 12
 # for aarch64 ends in an internal error on them.
 build() {
@@ -47,9 +51,9 @@ build() {
   # Of the library: docs/c_api.md, KVEDGE_STACK_BYTES. Sanitizers' frames are larger.
   frames=(-Wframe-larger-than=16384)
   [[ "$*" != *-fsanitize* ]] || frames=()
-  (cd "$root" && find csrc -name '*.c') | (
+  printf '%s\n' "${sources[@]}" | (
     cd "$work/obj" && xargs -P 2 -I '{}' sh -c 'object=$(echo "$1" | tr / _).o; shift; exec "$@" -o "$object"' sh \
-      '{}' "${compile[@]}" "${frames[@]}" -c "$root/{}"
+      '{}' "${compile[@]}" "${frames[@]}" -c '{}'
   ) || { echo "FAILED to compile csrc"; failures=$((failures + 1)); return 1; }
   for program in "${programs[@]}"; do
     "${compile[@]}" -O2 "$here/$program.c" "$work"/obj/*.o -o "$work/bin/$program" -lm ||
@@ -103,6 +107,19 @@ clang)
     }
   else
     echo "(clang for aarch64 left out: needs gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user-static)"
+  fi
+  ;;
+amalgamation)
+  need python3 python3
+  python3 "$root/csrc/amalgamation.py" "$work/one" || exit 1
+  sources=("$work/one/kvedge.c")
+  [ "$named" -gt 0 ] || programs=(test_layer test_attention test_cells)
+  for compiler in gcc clang; do
+    need $compiler $compiler
+    build $compiler -O2 && run
+  done
+  if [ -d /usr/aarch64-linux-gnu/lib ] && command -v aarch64-linux-gnu-gcc >/dev/null && command -v qemu-aarch64-static >/dev/null; then
+    build aarch64-linux-gnu-gcc -static -DKVEDGE_TEST_IS_STATIC -O1 && tables=neoni8mm run qemu-aarch64-static -cpu max
   fi
   ;;
 asan)
@@ -170,7 +187,7 @@ oldx86)
   ;;
 all)
   missing=0
-  for each in native clang musl asan tsan valgrind aarch64 armv7 oldx86; do
+  for each in native clang amalgamation musl asan tsan valgrind aarch64 armv7 oldx86; do
     "${BASH_SOURCE[0]}" $each "$@"
     case $? in
     0) ;;

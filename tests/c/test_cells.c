@@ -35,7 +35,7 @@ static const struct {
 static size_t bytes_of(int elements) { return kvedge_packed_bytes(elements, formats[format].bits); }
 
 static const float untouched = 12345.678f;
-static double expected[KVEDGE_STACK * 1024], allowed[KVEDGE_STACK * 1024];
+static double expected[KVEDGE_QUERY_ROWS * 1024], allowed[KVEDGE_QUERY_ROWS * 1024];
 
 static void fail_at(shape at, int query, int index, double got, double should_be) {
   fail("dim=%d tokens=%d queries=%d: query %d, element %d: %.9g, not %.9g", at.dim, at.num_tokens, at.num_queries,
@@ -275,10 +275,10 @@ static int digit_at(const int8_t *codes, int plane, int d) {
 /* Element d of a query's codes: of three digits, or of the first two, or one. */
 static double code_at(const int8_t *codes, int planes, int d) {
   if (has_words()) { /* high digits together, and floats of the same unit */
-    const int8_t *sixteen = codes + d / 16 * 16 * KVEDGE_CODE_BYTES;
+    const int8_t *sixteen = codes + d / 16 * 16 * KVEDGE_QUANTIZED_BYTES;
     if (planes == 3) return ((const float *)(sixteen + 32))[d % 16];
     const int at = has_words_of_int4() ? d / 32 * 32 + d % 2 * 16 + d % 32 / 2 : d;
-    return 256.0 * ((const int16_t *)(codes + at / 16 * 16 * KVEDGE_CODE_BYTES))[at % 16];
+    return 256.0 * ((const int16_t *)(codes + at / 16 * 16 * KVEDGE_QUANTIZED_BYTES))[at % 16];
   }
   if (!has_unsigned_keys() && digit_at(codes, 3, d) != 0) return NAN;
   return 65536.0 * digit_at(codes, 0, d) + (planes > 1 ? 256.0 * digit_at(codes, 1, d) : 0.0) +
@@ -287,7 +287,7 @@ static double code_at(const int8_t *codes, int planes, int d) {
 
 static void encode_case(int dim, float size, float factor, int extreme) {
   const int padded = kvedge_padded_channels(dim);
-  block b = new_block((size_t)dim * 4), c = new_block((size_t)padded * KVEDGE_CODE_BYTES);
+  block b = new_block((size_t)dim * 4), c = new_block((size_t)padded * KVEDGE_QUANTIZED_BYTES);
   float *x = b.data, scale, largest = 0.0f;
   int8_t *codes = c.data;
   int32_t offsets[4], sums[4] = {0};
@@ -335,7 +335,7 @@ static query_rows new_query(shape at, row_kind kind) {
   const size_t channels = (size_t)((at.num_queries - 1) * stride + padded),
                groups = (size_t)(at.num_queries * scale_stride);
   query_rows rows = {.values = new_block(4 * channels),
-                     .codes = new_block(KVEDGE_CODE_BYTES * channels),
+                     .codes = new_block(KVEDGE_QUANTIZED_BYTES * channels),
                      .scale = new_block(4 * groups),
                      .offsets = new_block(16 * groups)};
   float *values = rows.values.data, *scale = rows.scale.data;
@@ -344,7 +344,7 @@ static query_rows new_query(shape at, row_kind kind) {
   memset(values, 0xff, rows.values.size), memset(scale, 0xff, rows.scale.size),
       memset(offsets, 0x7f, rows.offsets.size);
   memset(codes, 0x7f, rows.codes.size);
-  for (int i = 0; i < at.num_queries; i++, values += stride, codes += KVEDGE_CODE_BYTES * stride) {
+  for (int i = 0; i < at.num_queries; i++, values += stride, codes += KVEDGE_QUANTIZED_BYTES * stride) {
     const float size = random_below(4) ? 2.0f : 1e-3f; /* a group of a row may be small beside another */
     float largest = 0.0f;
     for (int d = 0; d < padded; d++) {
@@ -360,7 +360,7 @@ static query_rows new_query(shape at, row_kind kind) {
                               .planes = 1 + random_below(3),
                               .stride = stride,
                               .values = cell->encode_query ? NULL : rows.values.data,
-                              .codes = cell->encode_query ? rows.codes.data : NULL,
+                              .quantized = cell->encode_query ? rows.codes.data : NULL,
                               .scale_stride = scale_stride,
                               .scale = scale,
                               .offsets = offsets,
@@ -374,8 +374,8 @@ static void free_query(query_rows *rows) {
 
 /* What the kernel is to multiply: floats, or what `planes` digits of their codes stand for. */
 static double query_element(const kvedge_query *q, int planes, int i, int d) {
-  if (!q->codes) return q->values[i * q->stride + d];
-  return q->scale[i * q->scale_stride] * code_at(q->codes + KVEDGE_CODE_BYTES * i * q->stride, planes, d);
+  if (!q->quantized) return q->values[i * q->stride + d];
+  return q->scale[i * q->scale_stride] * code_at(q->quantized + KVEDGE_QUANTIZED_BYTES * i * q->stride, planes, d);
 }
 
 /* ---- Scores ---- */
@@ -394,7 +394,7 @@ static void dot_of(const double *a, const double *b, int n, double *dot, double 
 static void expect_scores(const kvedge_query *q, int planes, const tile_rows *r, const float *old) {
   /* Sums of floats lose up to half a unit per addition; digits' sums are joined as floats. Rows and products that are
    * denormal may count as 0. */
-  const int of_floats = !q->codes || (has_words() && planes == 3);
+  const int of_floats = !q->quantized || (has_words() && planes == 3);
   const double rounding = !is_scaled() ? 2e-6 : of_floats ? 3e-7 + 3e-8 * q->dim : 4.2e-7;
   const double denormal = is_scaled()   ? 1e-44
                           : is_narrow() ? 5e-38 * q->dim
@@ -438,13 +438,13 @@ static void score_case(shape at, int heads) {
   query_rows rows = new_query(at, kind);
   tile_rows keys = new_tile(at, heads, kind, random_factor(kind, 0));
   block scores_block = new_block((size_t)at.num_queries * KVEDGE_TILE * 4);
-  float *scores = scores_block.data, old[KVEDGE_STACK * KVEDGE_TILE];
+  float *scores = scores_block.data, old[KVEDGE_QUERY_ROWS * KVEDGE_TILE];
   for (int i = 0; i < at.num_queries * KVEDGE_TILE; i++)
     scores[i] = i % KVEDGE_TILE >= end_of_blocks(at.num_tokens) ? untouched : accumulate ? random_signed(10.0f) : NAN;
   memcpy(old, scores, scores_block.size);
   (heads > 1 ? cell->scores_of_heads : cell->scores)(&rows.query, &keys.tile, scores, accumulate);
   /* A path may multiply by more digits than it is asked for, but for all scores by as many. */
-  int planes = rows.query.codes ? rows.query.planes : 3;
+  int planes = rows.query.quantized ? rows.query.planes : 3;
   expect_scores(&rows.query, planes, &keys, accumulate ? old : NULL);
   while (planes < 3 && !scores_are_near(scores, at))
     expect_scores(&rows.query, ++planes, &keys, accumulate ? old : NULL);
@@ -507,7 +507,7 @@ static void weigh_case(shape at, int heads) {
 
 /* Rows whose p is 0 for all queries add exactly 0, however large they are: they may as well be zeros. */
 static void hidden_case(shape at, int heads, int all) {
-  float without[KVEDGE_STACK * 1024], before[KVEDGE_STACK * 1024];
+  float without[KVEDGE_QUERY_ROWS * 1024], before[KVEDGE_QUERY_ROWS * 1024];
   weighing w = new_weighing(at, all ? NOTHING : DENSE, heads > 1);
   tile_rows values = new_tile(at, heads, PLAIN, 1.0f);
   uint8_t is_hidden[KVEDGE_TILE];
@@ -577,10 +577,10 @@ static int random_tokens(void) { return 1 + random_below(random_below(2) ? 3 * K
 static void for_shapes(void (*run)(shape at, int heads)) {
   const int step = is_short() ? 16 : 1;
   for (int n = 0; dim_at(n); n++)
-    for (int queries = 1 + n * 7 % step; queries <= KVEDGE_STACK; queries += dim_at(n) > 256 ? step + 6 : step)
+    for (int queries = 1 + n * 7 % step; queries <= KVEDGE_QUERY_ROWS; queries += dim_at(n) > 256 ? step + 6 : step)
       run((shape){dim_at(n), random_tokens(), queries}, 1);
   for (int tokens = 1; tokens <= KVEDGE_TILE; tokens += is_short() ? 5 : 1)
-    run((shape){1 + random_below(130), tokens, 1 + random_below(KVEDGE_STACK)}, 1);
+    run((shape){1 + random_below(130), tokens, 1 + random_below(KVEDGE_QUERY_ROWS)}, 1);
 }
 
 /* Each dim and number of tokens of a head batch, whose heads have a query each. */

@@ -10,7 +10,7 @@
 enum { RUN = 32, GROUP = 64, TILE_RUNS = KVEDGE_TILE / RUN };
 
 static int bits; /* of a code */
-static double expected[KVEDGE_STACK * 1024], allowed[KVEDGE_STACK * 1024];
+static double expected[KVEDGE_QUERY_ROWS * 1024], allowed[KVEDGE_QUERY_ROWS * 1024];
 
 typedef struct {
   shape of;
@@ -278,7 +278,7 @@ static void overwrite(const run_tile *r, int t, int huge) {
 
 /* Tokens whose p is 0 for all queries add exactly 0, however large they are: they may as well be zeros. */
 static void hidden_case(place at) {
-  static float without[KVEDGE_STACK * 1024], before[KVEDGE_STACK * 1024];
+  static float without[KVEDGE_QUERY_ROWS * 1024], before[KVEDGE_QUERY_ROWS * 1024];
   const int dim = at.of.dim, all = random_below(4) == 0;
   weighing w = new_weighing(at.of, all ? NOTHING : DENSE, 0);
   run_tile values = new_tile(at, PLAIN, 1);
@@ -330,7 +330,7 @@ static place random_place(int dim, int num_queries) {
 static void for_places(void (*run)(place at)) {
   const int step = is_short() ? 29 : 5;
   for (int n = 0; dim_at(n); n++)
-    for (int queries = 1 + n % step; queries <= KVEDGE_STACK; queries += dim_at(n) > 256 ? 31 : step)
+    for (int queries = 1 + n % step; queries <= KVEDGE_QUERY_ROWS; queries += dim_at(n) > 256 ? 31 : step)
       run(random_place(dim_at(n), queries));
   for (int first = 0; first < RUN; first += is_short() ? 5 : 1)
     for (int tokens = 1 + first % 3; tokens <= 3 * RUN; tokens += is_short() ? 17 : 3)

@@ -159,8 +159,8 @@ static int is_power(float p, float s, float m, float factor) {
 }
 
 typedef struct {
-  float scores[KVEDGE_STACK * KVEDGE_TILE], factor[KVEDGE_STACK];
-  float max[KVEDGE_STACK], sum[KVEDGE_STACK], rescale[KVEDGE_STACK];
+  float scores[KVEDGE_QUERY_ROWS * KVEDGE_TILE], factor[KVEDGE_QUERY_ROWS];
+  float max[KVEDGE_QUERY_ROWS], sum[KVEDGE_QUERY_ROWS], rescale[KVEDGE_QUERY_ROWS];
 } softmax_state;
 
 static void fill_softmax_row(softmax_state *state, int i, int num_tokens) {
@@ -223,8 +223,8 @@ static void test_softmax(void) {
   begin("%s softmax", kernels->name);
   for (int repeat = 0; repeat < (is_short() ? 1 : 7); repeat++)
     for (int num_tokens = 1; num_tokens <= KVEDGE_TILE; num_tokens++)
-      softmax_case(1 + random_below(KVEDGE_STACK), num_tokens);
-  for (int num_queries = 1; num_queries <= KVEDGE_STACK; num_queries++)
+      softmax_case(1 + random_below(KVEDGE_QUERY_ROWS), num_tokens);
+  for (int num_queries = 1; num_queries <= KVEDGE_QUERY_ROWS; num_queries++)
     softmax_case(num_queries, 1 + random_below(KVEDGE_TILE));
   end();
 }
@@ -260,7 +260,7 @@ static void heavy_case(int num_queries, int num_blocks) {
 
 static void test_heavy_blocks(void) {
   begin("%s heavy_blocks", kernels->name);
-  for (int num_queries = 1; num_queries <= KVEDGE_STACK; num_queries++)
+  for (int num_queries = 1; num_queries <= KVEDGE_QUERY_ROWS; num_queries++)
     for (int num_blocks = 0; num_blocks <= KVEDGE_TILE_BLOCKS; num_blocks++) heavy_case(num_queries, num_blocks);
   end();
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import pickle
 import tracemalloc
@@ -15,6 +14,7 @@ from helpers.precise import (
     DIM,
     DRAFT,
     HEADS,
+    PartsMachine,
     bits,
     cache_bits,
     cache_of,
@@ -25,12 +25,11 @@ from helpers.precise import (
 from helpers.reference import attention
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize
 from support import read_positions_beside, rows_of_positions
 
 import kvedge
-from kvedge import KvBlockPool, KVCache, PagedKvCache, Rope, append_batch, attend_batch, errors
-from kvedge.cache.cache import state_of
+from kvedge import KvBlockPool, KVCache, PagedKvCache, Rope, errors
 from kvedge.layer.layer import store_of
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "runs"
@@ -442,85 +441,6 @@ def new_cache(tokens, layers=2, **options):
     return cache_of(tokens, layers, **{"dtype": "kivi4", **options})
 
 
-@pytest.mark.parametrize("tokens", [1, 31, 32, 130, 352])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"recent": 12, "sinks": 3},
-        {"dtype": "kivi2", "recent": 40, "recent_dtype": "int8"},
-        {"dtype": "kivi8", "value_dtype": "kivi2", "recent": 12},
-        {"dtype": "int8", "key_dtype": "kivi4", "value_dtype": "kivi8"},
-        {"dtype": "int8", "key_dtype": "kivi4", "scale_dtype": "float16", "recent": 12},
-        {"dtype": "int8", "value_dtype": "kivi2", "key_scale": "auto", "key_offset": "auto"},
-        {"dtype": "fp8_e5m2", "value_dtype": "kivi8", "key_scale": "auto", "recent": 40},
-    ],
-)
-def test_copies_files_and_pickles_keep_all(tmp_path, tokens, options):
-    pytest.importorskip("safetensors")
-    cache = new_cache(rows(17, tokens), **options)
-    cache.save(tmp_path / "cache")
-    others = [
-        cache.copy(),
-        copy.deepcopy(cache),
-        pickle.loads(pickle.dumps(cache)),
-        KVCache.load(tmp_path / "cache"),
-        KVCache.load(tmp_path / "cache", mmap=True),
-        cache.extract(),
-    ]
-    for other in others:
-        assert cache_bits(other) == cache_bits(cache)
-        assert str(state_of(other).format) == str(state_of(cache).format)
-    for other in (cache, *others):  # and go on alike
-        other.truncate(tokens * 2 // 3)
-        for i in range(2):
-            other.append(i, *rows(18, 70))
-        other.advance(70)
-        assert cache_bits(other) == cache_bits(cache)
-    cache.truncate(len(cache) - 69)  # into a run, perhaps
-    cache.save(tmp_path / "again")
-    assert cache_bits(KVCache.load(tmp_path / "again")) == cache_bits(cache)
-
-
-PAIRS = [{}, options_of("kivi4/int8"), options_of("int8/kivi4", key_scale="auto", recent=9)]
-
-
-@pytest.mark.parametrize("options", PAIRS, ids=str)
-def test_snapshots_go_back_and_forth(options):
-    cache = new_cache(rows(19, 330), **options)
-    mark, before = cache.snapshot(), cache_bits(cache)
-    cache.truncate(100)
-    early, read_early = cache.snapshot(), cache_bits(cache)
-    cache.restore(mark)
-    assert cache_bits(cache) == before
-    cache.restore(early)
-    assert cache_bits(cache) == read_early
-    cache.restore(mark)
-    detached = mark.detach()
-    cache.truncate(20)
-    cache.push_step(*rows(20, 2))
-    assert mark.is_stale
-    cache.restore(detached)
-    assert cache_bits(cache) == before
-    other = KVCache(2, HEADS, DIM, **{"dtype": "kivi4", **options})
-    other.restore(pickle.loads(pickle.dumps(detached)))
-    assert cache_bits(other) == before
-
-
-@pytest.mark.parametrize("n", [95, 110, 127])
-@pytest.mark.parametrize("options", PAIRS, ids=str)
-def test_a_step_that_is_refused_changes_nothing(options, n):
-    cache = new_cache(rows(21, 330), **options)
-    mark, before = cache.snapshot(), cache_bits(cache)
-    cache.truncate(n)
-    keys, values = rows(22, 2)
-    values[1, 0, 0] = 1e6
-    with pytest.raises(errors.ScaleRangeError):
-        cache.push_step(keys, values)
-    cache.restore(mark)
-    assert cache_bits(cache) == before
-
-
 @pytest.mark.parametrize("dtype", EIGHT_BITS)
 def test_ranges(dtype):
     tokens = rows(23, 230)
@@ -640,35 +560,11 @@ def test_files_that_make_no_runs_are_refused(tmp_path):
     assert "recent" in forged(good, recent="-1")
 
 
-def test_batches_are_as_their_layers():
-    layers = [new_layer(), kvedge.QuantizedKvLayer(None, HEADS, DIM), new_layer("kivi8", recent=40)]
-    alone = [layer.copy() for layer in layers]
-    for seed, n in enumerate((1, 30, 90, 1, 200)):
-        keys, values = (
-            np.stack([rows(seed + 10 * i, n)[side] for i in range(3)]) for side in (0, 1)
-        )
-        append_batch(layers, keys, values)
-        for i, layer in enumerate(alone):
-            layer.extend(keys[i], values[i])
-    query = np.stack([rows(30 + i, 1)[0][0].repeat(2, axis=0) for i in range(3)])
-    for start in (None, [0, 7, 320]):
-        out, lse = attend_batch(layers, query, start=start, return_lse=True)
-        for i, layer in enumerate(alone):
-            wanted = layer.attend(query[i], start=start[i] if start else 0, return_lse=True)
-            np.testing.assert_array_equal(out[i], wanted[0])
-            np.testing.assert_array_equal(lse[i], wanted[1])
-    before = [bits(layer) for layer in layers]
-    keys[2, -1] = 1e6
-    with pytest.raises(errors.ScaleRangeError):
-        append_batch(layers, keys, values)
-    assert [bits(layer) for layer in layers] == before
-
-
 # ---- anything in any order ----
 
 
-class RunsMachine(RuleBasedStateMachine):
-    """A layer against a list of the tokens: close to what was given, precise where promised."""
+class RunsMachine(PartsMachine):
+    """Close to what was given, and last tokens as float16 has them."""
 
     @initialize(
         dtype=st.sampled_from(EIGHT_BITS),
@@ -676,67 +572,14 @@ class RunsMachine(RuleBasedStateMachine):
         sinks=st.sampled_from([0, 6]),
     )
     def start(self, dtype, recent, sinks):
-        self.layer = new_layer(dtype, recent=recent, sinks=sinks)
-        self.tokens, self.seed, self.anew = rows(0, 0), 0, 1
-        self.base = 0  # last tokens are precise from here on, if so many
+        self.begin(new_layer(dtype, recent=recent, sinks=sinks))
 
-    @rule(n=st.sampled_from([1, 1, 1, 2, 5, 31, 64, 130, 400]))
-    def extend(self, n):
-        self.seed += 1
-        new = rows(self.seed, n)
-        self.layer.extend(*new)
-        self.tokens = np.concatenate([self.tokens, new], axis=1)
-        self.base = max(self.base, self.tokens.shape[1] - self.layer.recent - DRAFT)
-
-    @rule(back=st.integers(0, 200))
-    def truncate(self, back):
-        n = max(0, len(self.layer) - back)
-        self.layer.truncate(n)
-        self.tokens, self.base = self.tokens[:, :n], min(self.base, n)
-        self.anew += back > DRAFT
-
-    @rule(n=st.integers(0, 50))
-    def drop_first(self, n):
-        n = min(n, len(self.layer))
-        self.layer.drop_first(n)
-        self.tokens, self.base = self.tokens[:, n:], max(0, self.base - n)
-
-    @precondition(lambda self: self.tokens.shape[1] > 3)
-    @rule(data=st.data())
-    def keep(self, data):
-        gone = data.draw(st.sets(st.integers(0, len(self.layer) - 1), max_size=9))
-        kept = np.array([t for t in range(len(self.layer)) if t not in gone], np.int64)
-        self.layer.keep(kept)
-        self.tokens, self.base = self.tokens[:, kept], len(kept)
-        self.anew += 1
-
-    @rule(how=st.sampled_from([lambda x: x.copy(), lambda x: pickle.loads(pickle.dumps(x))]))
-    def other(self, how):
-        self.layer = how(self.layer)
-
-    @rule()
-    def clear(self):
-        self.layer.clear()
-        self.tokens, self.base, self.anew = rows(0, 0), 0, 1
-
-    @invariant()
-    def holds_them(self):
-        if not hasattr(self, "layer"):
-            return
-        n = self.tokens.shape[1]
-        assert len(self.layer) == n
-        got = read(self.layer)
+    def is_read_as(self, got, n):
         np.testing.assert_allclose(got, self.tokens, atol=0.025 * self.anew)
         precise = slice(max(self.base, n - self.layer.recent), n)
         np.testing.assert_array_equal(
             got[:, precise], self.tokens[:, precise].astype(np.float16).astype(np.float32)
         )
-        if n:
-            query = np.ones((HEADS, DIM), np.float32)
-            wanted, _ = attention(query[None], *got)
-            np.testing.assert_allclose(
-                self.layer.attend(query), wanted[0], atol=2e-4 * np.abs(wanted).max()
-            )
 
 
 TestRuns = RunsMachine.TestCase

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import pickle
+
 import numpy as np
+from helpers.reference import attention
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvedge import KVCache
+from kvedge.core.formats import IN_RUNS
 
 HEADS, DIM = 2, 24
 DRAFT = 64  # tokens that may be taken back without a trace
@@ -51,3 +57,78 @@ def cache_of(tokens, layers, **options):
 
 def cache_bits(cache):
     return [bits(cache.layer(i)) for i in range(cache.num_layers)]
+
+
+class PartsMachine(RuleBasedStateMachine):
+    """Anything in any order: a layer against a list of its tokens.
+
+    `base`: from here on last tokens are precise, if so many. `first`: up to here first ones are.
+    `anew`: how often stored tokens may have been encoded again.
+    """
+
+    def begin(self, layer):
+        self.layer, self.seed = layer, 0
+        self.forget()
+
+    def forget(self):
+        self.tokens, self.base, self.first, self.anew = rows(0, 0), 0, 0, 1
+
+    @rule(n=st.sampled_from([1, 1, 1, 2, 5, 31, 64, 130, 400]))
+    def extend(self, n):
+        self.seed += 1
+        if self.first == self.tokens.shape[1]:
+            sinks = self.layer.sinks - self.layer.num_dropped
+            self.first = max(self.first, min(self.first + n, sinks))
+        new = rows(self.seed, n)
+        self.layer.extend(*new)
+        self.tokens = np.concatenate([self.tokens, new], axis=1)
+        self.base = max(self.base, self.tokens.shape[1] - self.layer.recent - DRAFT)
+
+    @rule(back=st.integers(0, 200))
+    def truncate(self, back):
+        n = max(0, len(self.layer) - back)
+        self.layer.truncate(n)
+        self.tokens = self.tokens[:, :n]
+        self.base, self.first = min(self.base, n), min(self.first, n)
+        self.anew += back > DRAFT
+
+    @rule(n=st.integers(0, 50))
+    def drop_first(self, n):
+        n = min(n, len(self.layer))
+        self.layer.drop_first(n)
+        self.tokens = self.tokens[:, n:]
+        self.base, self.first = max(0, self.base - n), max(0, self.first - n)
+
+    @precondition(lambda self: self.tokens.shape[1] > 3)
+    @rule(data=st.data())
+    def keep(self, data):
+        gone = data.draw(st.sets(st.integers(0, len(self.layer) - 1), max_size=9))
+        kept = np.array([t for t in range(len(self.layer)) if t not in gone], np.int64)
+        self.layer.keep(kept)
+        self.tokens = self.tokens[:, kept]
+        self.base, self.first = int((kept < self.base).sum()), int((kept < self.first).sum())
+        if {self.layer.dtype, self.layer.value_dtype} & {*IN_RUNS}:
+            self.base, self.anew = len(kept), self.anew + 1
+
+    @rule(how=st.sampled_from([lambda x: x.copy(), lambda x: pickle.loads(pickle.dumps(x))]))
+    def other(self, how):
+        self.layer = how(self.layer)
+
+    @rule()
+    def clear(self):
+        self.layer.clear()
+        self.forget()
+
+    @invariant()
+    def holds_them(self):
+        if not hasattr(self, "layer"):
+            return
+        n, got = self.tokens.shape[1], read(self.layer)
+        assert len(self.layer) == n
+        self.is_read_as(got, n)
+        if n:
+            query = np.ones((HEADS, DIM), np.float32)
+            wanted, _ = attention(query[None], *got)
+            np.testing.assert_allclose(
+                self.layer.attend(query), wanted[0], atol=2e-4 * np.abs(wanted).max()
+            )

@@ -1,5 +1,5 @@
-/* Cells that multiply floats, of both 256-bit paths: rows of floats, grids, and runs where integers do not suffice. They need
- * what AVX2 has.
+/* Cells that multiply floats, of both 256-bit paths: rows of floats, grids, and runs where
+ * integers do not suffice. They need what AVX2 has.
  */
 #include "kernels/kernels.h"
 

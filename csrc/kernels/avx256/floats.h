@@ -1,5 +1,5 @@
 /* Vectors of 8 floats as kernels/floats.h wants them. Part of floats.c, after common.h. */
-enum { WIDE = 32, SUMS = 8, MOST_QUERIES = 4, PART_LOADS_ARE_CHEAP = 0 };
+enum { WIDE = 32, SUMS = 8, MOST_QUERIES = 4, MASKED_LOADS_ARE_CHEAP = 0 };
 
 KVEDGE_INLINE int is_fp8(const kvedge_format format) { return format == KVEDGE_FP8_E4M3 || format == KVEDGE_FP8_E5M2; }
 
@@ -33,11 +33,11 @@ KVEDGE_INLINE floats floats_of_halves(__m128i halves, const kvedge_format format
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
 }
 
-/* The upper bytes of words are codes. The upper byte of a half is an e5m2. Of an e4m3 the sign, extended to two bits, is
- * kept in the first. */
-KVEDGE_INLINE __m256i halves_of_upper(__m256i words, const kvedge_format format) {
-  if (format == KVEDGE_FP8_E5M2) return words;
-  return _mm256_and_si256(_mm256_srai_epi16(words, 1), _mm256_set1_epi16((short)0xbfff));
+/* The upper bytes of lanes of 16 bits are codes. The upper byte of a half is an e5m2. Of an e4m3
+ * the sign, extended to two bits, is kept in the first. */
+KVEDGE_INLINE __m256i halves_of_upper(__m256i int16, const kvedge_format format) {
+  if (format == KVEDGE_FP8_E5M2) return int16;
+  return _mm256_and_si256(_mm256_srai_epi16(int16, 1), _mm256_set1_epi16((short)0xbfff));
 }
 
 KVEDGE_INLINE floats floats_of_fp8(__m128i codes, const kvedge_format format) {
@@ -54,8 +54,8 @@ KVEDGE_INLINE floats load_channels(const char *from, const kvedge_format format)
 
 KVEDGE_INLINE void load_two_vectors(const char *from, const kvedge_format format, floats x[2]) {
   if (format == KVEDGE_FP8_E4M3) {
-    const __m256i words = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)from)), 7);
-    const __m256i halves = _mm256_and_si256(words, _mm256_set1_epi16((short)0xbfff));
+    const __m256i int16 = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)from)), 7);
+    const __m256i halves = _mm256_and_si256(int16, _mm256_set1_epi16((short)0xbfff));
     x[0] = _mm256_cvtph_ps(_mm256_castsi256_si128(halves));
     x[1] = _mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1));
     return;
@@ -84,8 +84,8 @@ KVEDGE_INLINE void transpose_lanes_of_floats(floats x[2]) {
   x[0] = low;
 }
 
-/* n channels from `at` on of two rows, up to 32: four channels and the 16 after them side by side, `stride` halves from those to the
- * next four. */
+/* n channels from `at` on of two rows, up to 32: four channels and the 16 after them side by
+ * side, `stride` halves from those to the next four. */
 KVEDGE_INLINE void interleave_fp8_rows(const char *const row[2], int at, int n, const kvedge_format format,
                                        uint16_t *to, ptrdiff_t stride) {
   const __m256i zero = _mm256_setzero_si256(), a = load_up_to_32((const int8_t *)row[0] + at, n),
@@ -93,7 +93,7 @@ KVEDGE_INLINE void interleave_fp8_rows(const char *const row[2], int at, int n, 
   const __m256i eight[2] = {_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b)};
 #pragma GCC unroll 4
   for (int c = 0; c < 4; c++, to += stride) {
-    const __m256i words = c % 2 ? _mm256_unpackhi_epi8(zero, eight[c / 2]) : _mm256_unpacklo_epi8(zero, eight[c / 2]);
-    _mm256_storeu_si256((__m256i *)to, halves_of_upper(words, format));
+    const __m256i int16 = c % 2 ? _mm256_unpackhi_epi8(zero, eight[c / 2]) : _mm256_unpacklo_epi8(zero, eight[c / 2]);
+    _mm256_storeu_si256((__m256i *)to, halves_of_upper(int16, format));
   }
 }

@@ -1,5 +1,6 @@
-/* Levels of grids: up to 4 bits from tables of 8 floats (kernels/x86_grids.h), 5 to 7 bits byte by byte of the floats from tables
- * of 16 bytes. (8 bits would take as many instructions as loading each level.) Part of floats.c, after floats.h.
+/* Levels of grids: up to 4 bits from tables of 8 floats (kernels/x86_grids.h), 5 to 7 bits byte
+ * by byte of the floats from tables of 16 bytes. (8 bits would take as many instructions as
+ * loading each level.) Part of floats.c, after floats.h.
  *
  *   vpshufb, vpmullw, vpsrlw   codes to words, their bits to the upper byte, and down       p15, p01, p01
  *   vpshufb, vpblendvb         a byte of 32 levels, by 4 bits of their codes; by the others   p15, 2 of p015
@@ -27,20 +28,20 @@ KVEDGE_INLINE floats levels_by(const int bits, const floats *table, integers cod
 /* Where codes are taken from: lane L has channels 4 L..4 L+3 and 8 + 4 L..8 + 4 L+3 of 16, each as a word. */
 typedef struct {
   __m256i bytes, power; /* which two bytes hold a code; what brings it to the upper one */
-} word_places;
+} int16_places;
 
-static inline word_places word_places_of(int bits) {
+static inline int16_places int16_places_of(int bits) {
   uint16_t bytes[16], power[16];
   for (int i = 0; i < 16; i++) {
     const int bit = (i % 8 / 4 * 8 + i / 8 * 4 + i % 4) * bits;
     bytes[i] = (uint16_t)(0x0100 + bit / 8 * 0x0101);
     power[i] = (uint16_t)(256 >> bit % 8);
   }
-  return (word_places){_mm256_loadu_si256((const __m256i *)bytes), _mm256_loadu_si256((const __m256i *)power)};
+  return (int16_places){_mm256_loadu_si256((const __m256i *)bytes), _mm256_loadu_si256((const __m256i *)power)};
 }
 
 /* 16 codes, in the low bits of words. */
-KVEDGE_INLINE __m256i words_of(const uint8_t *row, int begin, int last, const word_places *at) {
+KVEDGE_INLINE __m256i int16_of(const uint8_t *row, int begin, int last, const int16_places *at) {
   const int load = begin < last ? begin : last;
   const __m256i all = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)(row + load)));
   const __m256i bytes = _mm256_add_epi8(at->bytes, _mm256_set1_epi8((char)(begin - load)));
@@ -67,7 +68,7 @@ KVEDGE_INLINE __m256i byte_of_levels(const int count, uint8_t table[][16], __m25
 KVEDGE_INLINE int decode_by_bytes(const int bits, const kvedge_tile *from, int row_bytes, float *out,
                                   ptrdiff_t stride) {
   const int mirrors = bits > 6, tables = (1 << (bits - mirrors)) / 16, last = row_bytes - 16;
-  const word_places at = word_places_of(bits);
+  const int16_places at = int16_places_of(bits);
   const __m256i mask = _mm256_set1_epi8((char)((1 << (bits - mirrors)) - 1));
   uint8_t table[4][4][16];
   for (int code = 0; code < 16 * tables; code++) {
@@ -76,10 +77,10 @@ KVEDGE_INLINE int decode_by_bytes(const int bits, const kvedge_tile *from, int r
   }
   for (int t = 0; t < from->num_tokens; t++, out += stride) {
     const uint8_t *row = (const uint8_t *)kvedge_tile_row(from, t);
-    prefetch_part(from, t / KVEDGE_BLOCK, row_bytes, t % KVEDGE_BLOCK, KVEDGE_BLOCK);
+    prefetch_lines_of(from, t / KVEDGE_BLOCK, row_bytes, t % KVEDGE_BLOCK, KVEDGE_BLOCK);
     for (int d = 0; d < from->dim; d += CHANNELS_OF_BYTES) {
       const int begin = d / 8 * bits;
-      __m256i codes = _mm256_packus_epi16(words_of(row, begin, last, &at), words_of(row, begin + 2 * bits, last, &at));
+      __m256i codes = _mm256_packus_epi16(int16_of(row, begin, last, &at), int16_of(row, begin + 2 * bits, last, &at));
       const __m256i upper = _mm256_cmpgt_epi8(_mm256_setzero_si256(), _mm256_slli_epi16(codes, 8 - bits));
       codes = _mm256_and_si256(mirrors ? _mm256_xor_si256(codes, upper) : codes, mask);
       __m256i byte[4];

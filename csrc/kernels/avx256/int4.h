@@ -1,6 +1,7 @@
-/* Cells of int4. Part of avx2.c and avxvnni.c, after scores.h and values.h, which have the products of integers. Where
- * floats are wanted (three planes, or more channels than sums of 32 bits hold), rows are widened for the kernels of int8; so
- * are values for many queries, which keep what they have widened, and those of part of 16 channels. */
+/* Cells of int4. Part of avx2.c and avxvnni.c, after scores.h and values.h, which have the
+ * products of integers. Where floats are wanted (three planes, or more channels than sums of 32
+ * bits hold), rows are widened for the kernels of int8; so are values for many queries, which
+ * keep what they have widened, and those of part of 16 channels. */
 
 /* Levels of 32 or 16 channels, and the last ones one by one. */
 static inline void widen_row(const uint8_t *codes, int n, int8_t *out) {
@@ -38,7 +39,7 @@ static void KVEDGE_NAME(weighted_sum_int4)(const kvedge_probabilities *p, const 
     const kvedge_probabilities four = {left < SUM_QUERIES ? left : SUM_QUERIES, p->planes, p->p + i * KVEDGE_TILE,
                                        p->scratch};
     const kvedge_accumulators sums = {to->acc + i * to->stride, to->stride, to->rescale + i};
-    weigh_codes(4, &four, &tile, &sums);
+    sum_codes(4, &four, &tile, &sums);
     tile.next.blocks = NULL; /* prefetched with the first four */
   }
 }

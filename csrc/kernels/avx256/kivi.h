@@ -1,5 +1,5 @@
 /* Runs of the 256-bit paths: what kernels/kivi_pairs.h wants. Part of avx2.c and avxvnni.c, after values.h. */
-typedef __m256i integers, words, pair, lane_sum;
+typedef __m256i integers, word_vector, pair, lane_sum;
 
 KVEDGE_INLINE floats max_floats(floats a, floats b) { return _mm256_max_ps(a, b); }
 KVEDGE_INLINE floats magnitudes(floats x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x); }
@@ -25,14 +25,14 @@ KVEDGE_INLINE void store_pairs(const int bits, const integers number[2], int16_t
   _mm256_storeu_si256((__m256i *)to, _mm256_blend_epi16(first, _mm256_slli_epi32(second, 16), 0xaa));
 }
 
-KVEDGE_INLINE words load_words(const uint8_t *p) { return _mm256_loadu_si256((const __m256i *)p); }
-KVEDGE_INLINE words load_first_words(const uint8_t *p, int n) {
+KVEDGE_INLINE word_vector load_words(const uint8_t *p) { return _mm256_loadu_si256((const __m256i *)p); }
+KVEDGE_INLINE word_vector load_first_words(const uint8_t *p, int n) {
   return _mm256_maskload_epi32((const int *)p, first_lanes(n));
 }
-KVEDGE_INLINE words low_codes(words x, const int bits) {
+KVEDGE_INLINE word_vector low_codes(word_vector x, const int bits) {
   return _mm256_and_si256(x, _mm256_set1_epi16((int16_t)((1 << bits) - 1)));
 }
-KVEDGE_INLINE words next_codes(words x, const int bits) {
+KVEDGE_INLINE word_vector next_codes(word_vector x, const int bits) {
   return __builtin_constant_p(bits) ? _mm256_srli_epi16(x, bits) : _mm256_srl_epi16(x, _mm_cvtsi32_si128(bits));
 }
 
@@ -43,7 +43,7 @@ KVEDGE_INLINE pair pair_for_all(const int16_t *numbers) {
 }
 KVEDGE_INLINE lane_sum zero_sum(void) { return _mm256_setzero_si256(); }
 KVEDGE_INLINE floats floats_of_sum(lane_sum x) { return _mm256_cvtepi32_ps(x); }
-KVEDGE_INLINE void multiply_pair(lane_sum *sum, words codes, pair by) { multiply_add_pairs(sum, codes, by); }
+KVEDGE_INLINE void multiply_pair(lane_sum *sum, word_vector codes, pair by) { multiply_add_pairs(sum, codes, by); }
 
 #define scores_in_floats scores_of_runs_avx256
 #define weighted_sum_in_floats weighted_sum_of_runs_avx256

@@ -1,9 +1,9 @@
 /* Scores of the 256-bit paths with keys of int8 and int4. Part of avx2.c and avxvnni.c.
  *
- * vpmaddubsw, the 8-bit product of AVX2, saturates, and keeps no more than 8 bits of a query. So keys become 16-bit
- * integers, and so do queries: two planes of a query cost a product and an addition for 16 channels, which is what
- * float FMAs cost, but the keys take 1 instruction to widen and not 4. Where two planes do not suffice, keys and queries
- * are multiplied as floats.
+ * vpmaddubsw, the 8-bit product of AVX2, saturates, and keeps no more than 8 bits of a query. So
+ * keys become 16-bit integers, and so do queries: two planes of a query cost a product and an
+ * addition for 16 channels, which is what float FMAs cost, but the keys take 1 instruction to
+ * widen and not 4. Where two planes do not suffice, keys and queries are multiplied as floats.
  *
  * For many queries keys are transposed besides, two channels of a token side by side, so that no sum goes across
  * lanes: those of a block while the one before it is multiplied, since they want other ports.
@@ -16,7 +16,7 @@ enum { SCORES = 8 }; /* made at a time: 8 tokens of 1 query, 4 of 2, 2 of 4; a r
 
 /* Codes are kept for every 16 channels as 16 integers of 16 bits, the two high planes, and 16 floats of the same unit,
  * which take the place of all three planes. */
-enum { CODES_OF_16 = KVEDGE_CODE_BYTES * 16, FLOATS_AT = 32 };
+enum { CODES_OF_16 = KVEDGE_QUANTIZED_BYTES * 16, FLOATS_AT = 32 };
 
 static void KVEDGE_NAME(encode_query)(const float *x, int dim, float factor, float largest, int8_t *codes, float *scale,
                                       int32_t *offsets) {
@@ -37,8 +37,8 @@ static void KVEDGE_NAME(encode_query)(const float *x, int dim, float factor, flo
   *scale = inverse > 0.0f ? largest / QUERY_MAX : 0.0f;
 }
 
-/* As encode_query for keys of int4: of each 32 channels the codes of the even ones take the place of the first 16, those of
- * the odd ones that of the others. */
+/* As encode_query for keys of int4: of each 32 channels the codes of the even ones take the
+ * place of the first 16, those of the odd ones that of the others. */
 static void KVEDGE_NAME(encode_query_int4)(const float *x, int dim, float factor, float largest, int8_t *codes,
                                            float *scale, int32_t *offsets) {
   const __m256i even_first =
@@ -77,7 +77,7 @@ KVEDGE_INLINE void dot_16(const int8_t *codes, ptrdiff_t stride, const int count
   __m256i query[4];
 #pragma GCC unroll 4
   for (int i = 0; i < count; i++)
-    query[i] = _mm256_loadu_si256((const __m256i *)(codes + i * stride + KVEDGE_CODE_BYTES * channel));
+    query[i] = _mm256_loadu_si256((const __m256i *)(codes + i * stride + KVEDGE_QUANTIZED_BYTES * channel));
 #pragma GCC unroll 8
   for (int t = 0; t < rows; t++) {
     __m256i key = _mm256_cvtepi8_epi16(load_up_to_16(row[t] + channel, n));
@@ -95,12 +95,12 @@ KVEDGE_INLINE void dot_32_codes(const int8_t *codes, ptrdiff_t stride, const int
   for (int i = 0; i < count; i++)
 #pragma GCC unroll 2
     for (int j = 0; j < 2; j++)
-      query[i][j] =
-          _mm256_loadu_si256((const __m256i *)(codes + i * stride + KVEDGE_CODE_BYTES * channel + j * CODES_OF_16));
+      query[i][j] = _mm256_loadu_si256(
+          (const __m256i *)(codes + i * stride + KVEDGE_QUANTIZED_BYTES * channel + j * CODES_OF_16));
 #pragma GCC unroll 8
   for (int t = 0; t < rows; t++) {
     __m256i key[2];
-    words_of_pairs(_mm256_cvtepu8_epi16(load_up_to_16(row[t] + channel / 2, (n + 1) / 2)), key);
+    int16_of_pairs(_mm256_cvtepu8_epi16(load_up_to_16(row[t] + channel / 2, (n + 1) / 2)), key);
 #pragma GCC unroll 2
     for (int j = 0; j < 2; j++)
 #pragma GCC unroll 2
@@ -108,8 +108,9 @@ KVEDGE_INLINE void dot_32_codes(const int8_t *codes, ptrdiff_t stride, const int
   }
 }
 
-/* Dot products of SCORES / count rows of `bits` a channel with the codes of `count` queries, 1, 2 or 4 (int4: 1 or 2), of
- * which the integers at `codes` are taken: (count, rows). Up to CHANNELS_OF_TWO_BYTES. */
+/* Dot products of SCORES / count rows of `bits` a channel with the codes of `count` queries, 1,
+ * 2 or 4 (int4: 1 or 2), of which the integers at `codes` are taken: (count, rows). Up to
+ * CHANNELS_OF_TWO_BYTES. */
 KVEDGE_INLINE __m256i dot_rows(const int bits, const int8_t *codes, ptrdiff_t stride, const int count,
                                const int8_t *const *from, int dim) {
   __m256i sum[SCORES];
@@ -119,7 +120,7 @@ KVEDGE_INLINE __m256i dot_rows(const int bits, const int8_t *codes, ptrdiff_t st
 #pragma GCC unroll 8
   for (int t = 0; t < SCORES / count; t++) row[t] = from[t];
   int left = dim;
-  for (; left >= 64; left -= 64, codes += KVEDGE_CODE_BYTES * 64) {
+  for (; left >= 64; left -= 64, codes += KVEDGE_QUANTIZED_BYTES * 64) {
 #pragma GCC unroll 4
     for (int d = 0; d < 64; d += 128 / bits)
       if (bits == 8) dot_16(codes, stride, count, row, d, 16, sum);
@@ -179,27 +180,28 @@ KVEDGE_INLINE __m256 scales_of_tokens(const float *k_scale, const int tokens) {
 }
 
 /* How keys are multiplied: as integers of 16 bits, as floats, or as integers that are made of the codes of int4. */
-typedef enum { AS_WORDS, AS_FLOATS, AS_CODES } key_kind;
+typedef enum { AS_INT16, AS_FLOATS, AS_CODES } key_kind;
 
-/* Scores of a run's tokens for `count` queries, 1, 2 or 4: (count, KVEDGE_TILE). (Constants where this is inlined:
+/* Scores of a stretch's tokens for `count` queries, 1, 2 or 4: (count, KVEDGE_TILE). (Constants where this is inlined:
  * count, kind.) */
-KVEDGE_INLINE void score_run(const kvedge_run *run, ptrdiff_t token_stride, int dim, const int8_t *codes,
-                             ptrdiff_t stride, const key_kind kind, const int count, __m256i offsets, __m256 units,
-                             const float *k_scale, float *scores, int accumulate) {
+KVEDGE_INLINE void score_stretch(const kvedge_stretch *stretch, ptrdiff_t token_stride, int dim, const int8_t *codes,
+                                 ptrdiff_t stride, const key_kind kind, const int count, __m256i offsets, __m256 units,
+                                 const float *k_scale, float *scores, int accumulate) {
   const int tokens = SCORES / count, row_bytes = kind == AS_CODES ? (dim + 1) / 2 : dim;
-  const int8_t *rows = (const int8_t *)run->rows;
-  for (int t = 0; t < run->num_tokens; t += tokens) {
-    int left = run->num_tokens - t;
+  const int8_t *rows = (const int8_t *)stretch->rows;
+  for (int t = 0; t < stretch->num_tokens; t += tokens) {
+    int left = stretch->num_tokens - t;
     const int8_t *row[SCORES];
 #pragma GCC unroll 8
-    for (int j = 0; j < tokens; j++) row[j] = rows + (j < left ? t + j : run->num_tokens - 1) * token_stride;
+    for (int j = 0; j < tokens; j++) row[j] = rows + (j < left ? t + j : stretch->num_tokens - 1) * token_stride;
     __m256 dot;
     if (kind == AS_FLOATS) dot = dot_rows_of_floats(codes, stride, count, row, dim);
-    else if (kind == AS_WORDS) dot = _mm256_cvtepi32_ps(dot_rows(8, codes, stride, count, row, dim));
+    else if (kind == AS_INT16) dot = _mm256_cvtepi32_ps(dot_rows(8, codes, stride, count, row, dim));
     else dot = _mm256_cvtepi32_ps(_mm256_add_epi32(dot_rows(4, codes, stride, count, row, dim), offsets));
-    /* Behind the loads of these rows, which else wait for the prefetches: Zen 4, dim 64, one query, 3 planes: 1.1 times. */
-    if (run->next.first)
-      for (int at = 0; at < tokens * row_bytes; at += 64) kvedge_prefetch_line(run->next, t * row_bytes + at);
+    /* Behind the loads of these rows, which else wait for the prefetches: Zen 4, dim 64, one
+     * query, 3 planes: 1.1 times. */
+    if (stretch->next.first)
+      for (int at = 0; at < tokens * row_bytes; at += 64) kvedge_prefetch_line(stretch->next, t * row_bytes + at);
     __m256 score = _mm256_mul_ps(_mm256_mul_ps(dot, units), scales_of_tokens(k_scale + t, tokens));
     if (left >= tokens && !accumulate) {
       store_scores(score, tokens, scores + t);
@@ -215,10 +217,10 @@ KVEDGE_INLINE void score_run(const kvedge_run *run, ptrdiff_t token_stride, int 
   }
 }
 
-/* Scores of all tokens for `count` queries from the `first` on. (Constants as in score_run().) */
+/* Scores of all tokens for `count` queries from the `first` on. (Constants as in score_stretch().) */
 KVEDGE_INLINE void score_queries(const kvedge_query *q, const key_kind kind, int first, const int count,
                                  const kvedge_tile *keys, const kvedge_next_tile *next, float *scores, int accumulate) {
-  const ptrdiff_t stride = KVEDGE_CODE_BYTES * q->stride;
+  const ptrdiff_t stride = KVEDGE_QUANTIZED_BYTES * q->stride;
   float unit[SCORES]; /* (count, tokens) */
   int32_t offset[SCORES];
   for (int i = 0; i < SCORES; i++) {
@@ -229,11 +231,11 @@ KVEDGE_INLINE void score_queries(const kvedge_query *q, const key_kind kind, int
   const __m256 units = _mm256_loadu_ps(unit);
   const __m256i offsets = _mm256_loadu_si256((const __m256i *)offset);
   for (int t = 0; t < keys->num_tokens;) {
-    kvedge_run run = kvedge_run_of(keys, next, t, keys->num_tokens);
-    if (first > 0) run.next.first = 0; /* prefetched with the first queries */
-    score_run(&run, keys->token_stride, q->dim, q->codes + first * stride, stride, kind, count, offsets, units,
-              keys->scales + t, scores + first * KVEDGE_TILE + t, accumulate);
-    t += run.num_tokens;
+    kvedge_stretch stretch = kvedge_stretch_of(keys, next, t, keys->num_tokens);
+    if (first > 0) stretch.next.first = 0; /* prefetched with the first queries */
+    score_stretch(&stretch, keys->token_stride, q->dim, q->quantized + first * stride, stride, kind, count, offsets,
+                  units, keys->scales + t, scores + first * KVEDGE_TILE + t, accumulate);
+    t += stretch.num_tokens;
   }
 }
 
@@ -243,9 +245,9 @@ KVEDGE_INLINE void score_queries(const kvedge_query *q, const key_kind kind, int
                                              const kvedge_next_tile *next, float *scores, int accumulate) {            \
     score_queries(q, kind, first, count, keys, next, scores, accumulate);                                              \
   }
-SCORE_QUERIES(score_1, AS_WORDS, 1)
-SCORE_QUERIES(score_2, AS_WORDS, 2)
-SCORE_QUERIES(score_4, AS_WORDS, 4)
+SCORE_QUERIES(score_1, AS_INT16, 1)
+SCORE_QUERIES(score_2, AS_INT16, 2)
+SCORE_QUERIES(score_4, AS_INT16, 4)
 SCORE_QUERIES(score_1_of_floats, AS_FLOATS, 1)
 SCORE_QUERIES(score_2_of_floats, AS_FLOATS, 2)
 SCORE_QUERIES(score_4_of_floats, AS_FLOATS, 4)
@@ -309,8 +311,9 @@ KVEDGE_INLINE __m256i pair_of_column(const int bits, __m256i column, const int p
   return pair % 2 == 0 ? _mm256_and_si256(bytes, _mm256_set1_epi16(0xff)) : _mm256_srli_epi16(bytes, 8);
 }
 
-/* Where the codes of a pair are of `column` of each four, from the first of these 16 bytes' on: pair_codes() leaves those
- * of 32 channels of int4 with 8 pairs of even channels before 8 of odd ones. */
+/* Where the codes of a pair are of `column` of each four, from the first of these 16 bytes' on:
+ * pair_codes() leaves those of 32 channels of int4 with 8 pairs of even channels before 8 of odd
+ * ones. */
 KVEDGE_INLINE int place_of_pair(const int bits, const int column, const int pair) {
   return bits == 8 ? 2 * column + pair : 8 * (pair / 2) + 2 * column + pair % 2;
 }
@@ -320,7 +323,7 @@ KVEDGE_INLINE void pair_codes(const kvedge_query *q, int padded, int32_t *pairs)
   const __m256i order = _mm256_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15, 0, 1, 4, 5, 2, 3, 6, 7,
                                          8, 9, 12, 13, 10, 11, 14, 15);
   for (int i = 0; i < q->num_queries; i++) {
-    const int8_t *codes = q->codes + i * KVEDGE_CODE_BYTES * q->stride;
+    const int8_t *codes = q->quantized + i * KVEDGE_QUANTIZED_BYTES * q->stride;
     for (int d = 0; d < padded; d += 16, codes += CODES_OF_16, pairs += 8)
       _mm256_storeu_si256((__m256i *)pairs, _mm256_shuffle_epi8(_mm256_loadu_si256((const __m256i *)codes), order));
   }
@@ -381,12 +384,12 @@ KVEDGE_INLINE void score_many(const int bits, const kvedge_query *q, const kvedg
   struct {
     __m256i columns[2][COLUMNS * VECTORS];             /* of a block, and of the next */
     int8_t rows[KVEDGE_BLOCK * CHANNELS_OF_TWO_BYTES]; /* of a last block, whose last row is repeated */
-    int32_t codes[KVEDGE_STACK * 2 * COLUMNS];
+    int32_t codes[KVEDGE_QUERY_ROWS * 2 * COLUMNS];
   } *room = (void *)q->scratch;
   int8_t *rows = room->rows;
   int32_t *codes = room->codes;
-  float unit[KVEDGE_STACK];
-  int32_t offset[KVEDGE_STACK];
+  float unit[KVEDGE_QUERY_ROWS];
+  int32_t offset[KVEDGE_QUERY_ROWS];
   for (int i = 0; i < n; i++) {
     unit[i] = q->scale[i * q->scale_stride] * 256.0f;
     offset[i] = q->offsets[4 * i * q->scale_stride];

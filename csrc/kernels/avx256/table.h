@@ -25,15 +25,17 @@ static void KVEDGE_NAME(quantize)(const float *x, size_t n, float inverse, int8_
   const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7); /* undoes the packs' lanes */
   size_t i = 0;
   for (; i + 32 <= n; i += 32) {
-    __m256i part[4];
-    for (int j = 0; j < 4; j++) part[j] = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x + i + 8 * j), factor));
-    __m256i packed = _mm256_packs_epi16(_mm256_packs_epi32(part[0], part[1]), _mm256_packs_epi32(part[2], part[3]));
+    __m256i integers_of[4];
+    for (int j = 0; j < 4; j++)
+      integers_of[j] = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x + i + 8 * j), factor));
+    __m256i packed = _mm256_packs_epi16(_mm256_packs_epi32(integers_of[0], integers_of[1]),
+                                        _mm256_packs_epi32(integers_of[2], integers_of[3]));
     _mm256_storeu_si256((__m256i *)(codes + i), _mm256_permutevar8x32_epi32(packed, order));
   }
   for (; i + 8 <= n; i += 8) {
     __m256i rounded = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x + i), factor));
-    __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(rounded), _mm256_extracti128_si256(rounded, 1));
-    _mm_storel_epi64((__m128i *)(codes + i), _mm_packs_epi16(words, words));
+    __m128i lanes = _mm_packs_epi32(_mm256_castsi256_si128(rounded), _mm256_extracti128_si256(rounded, 1));
+    _mm_storel_epi64((__m128i *)(codes + i), _mm_packs_epi16(lanes, lanes));
   }
   for (; i < n; i++) codes[i] = (int8_t)_mm_cvtss_si32(_mm_mul_ss(_mm_load_ss(x + i), _mm_set_ss(inverse)));
 }
@@ -57,7 +59,7 @@ KVEDGE_INLINE __m256 exp2_of(__m256 x) {
 static void KVEDGE_NAME(softmax)(float *scores, int num_queries, int num_tokens, const float *factor, float *max,
                                  float *sum, float *rescale) {
   int padded = (num_tokens + 7) / 8 * 8;
-  float fallen[KVEDGE_STACK]; /* old maximum minus new, times factor */
+  float exponent[KVEDGE_QUERY_ROWS]; /* old maximum minus new, times factor */
   for (int i = 0; i < num_queries; i++) {
     float *row = scores + i * KVEDGE_TILE;
     for (int t = num_tokens; t < padded; t++) row[t] = -INFINITY;
@@ -65,11 +67,11 @@ static void KVEDGE_NAME(softmax)(float *scores, int num_queries, int num_tokens,
     for (int t = 8; t < padded; t += 8) largest = _mm256_max_ps(largest, _mm256_loadu_ps(row + t));
     float tile_max = reduce_max(largest), old = max[i];
     max[i] = old > tile_max ? old : tile_max;
-    fallen[i] = (old - max[i]) * factor[i];
+    exponent[i] = (old - max[i]) * factor[i];
   }
   for (int i = 0; i < num_queries; i += 8) {
     __m256i valid = first_lanes(num_queries - i);
-    _mm256_maskstore_ps(rescale + i, valid, exp2_of(_mm256_maskload_ps(fallen + i, valid)));
+    _mm256_maskstore_ps(rescale + i, valid, exp2_of(_mm256_maskload_ps(exponent + i, valid)));
   }
   for (int i = 0; i < num_queries; i++) {
     float *row = scores + i * KVEDGE_TILE;
@@ -92,10 +94,10 @@ static uint64_t KVEDGE_NAME(read_bytes)(const void *p, size_t n) {
 #pragma GCC unroll 8
     for (int j = 0; j < 8; j++)
       lane[j] = _mm256_or_si256(lane[j], _mm256_load_si256((const __m256i *)(bytes + i + 32 * j)));
-  uint64_t words[4], all = 0;
+  uint64_t lanes[4], all = 0;
   for (int j = 1; j < 8; j++) lane[0] = _mm256_or_si256(lane[0], lane[j]);
-  _mm256_storeu_si256((__m256i *)words, lane[0]);
-  for (int j = 0; j < 4; j++) all |= words[j];
+  _mm256_storeu_si256((__m256i *)lanes, lane[0]);
+  for (int j = 0; j < 4; j++) all |= lanes[j];
   return all;
 }
 
@@ -111,15 +113,15 @@ static uint64_t KVEDGE_NAME(multiply)(size_t n) {
       __asm__("" : "+x"(keys)); /* others, for all a compiler knows: none makes one sum for all */
       multiply_add_pairs(&sum[j], keys, codes);
     }
-  uint64_t words[4];
+  uint64_t lanes[4];
 #pragma GCC unroll 12
   for (int j = 1; j < SUMS; j++) sum[0] = _mm256_or_si256(sum[0], sum[j]);
-  _mm256_storeu_si256((__m256i *)words, sum[0]);
-  return words[0] | words[1] | words[2] | words[3];
+  _mm256_storeu_si256((__m256i *)lanes, sum[0]);
+  return lanes[0] | lanes[1] | lanes[2] | lanes[3];
 }
 
-/* transpose_scales of whole fours of tokens; returns how many. (`type`, and `all` for four columns: constants where this
- * is inlined. Fewer columns of float32 only.) */
+/* transpose_scales of whole fours of tokens; returns how many. (`type`, and `all` for four
+ * columns: constants where this is inlined. Fewer columns of float32 only.) */
 KVEDGE_INLINE int transpose_fours(const char *scales, const kvedge_scale_type type, const int all,
                                   ptrdiff_t token_stride, int num_tokens, int num_columns, float factor, float *out,
                                   ptrdiff_t out_stride) {

@@ -1,16 +1,17 @@
 /* Weighted sums of the 256-bit paths with values of int8 and int4. Part of avx2.c and avxvnni.c, as scores.h is.
  *
- * A weight is p[t] * scale[t]. Weights are quantized to 15 bits, values widened to 16, those of two tokens side by side:
- * a product then adds both tokens to 8 channels, twice what a float FMA does, and widening to 16 bits takes half of what
- * conversion to floats takes. Sums stay in registers, of four queries at a time; for more queries widened values are
- * kept.
+ * A weight is p[t] * scale[t]. Weights are quantized to 15 bits, values widened to 16, those of
+ * two tokens side by side: a product then adds both tokens to 8 channels, twice what a float FMA
+ * does, and widening to 16 bits takes half of what conversion to floats takes. Sums stay in
+ * registers, of four queries at a time; for more queries widened values are kept.
  *
- * The rounding error of weights is in proportion to the largest of them, so only 64 tokens share a scale: as exact as 16
- * bits over a tile of 256. Where that is not enough (three planes), values become floats, once for four queries.
+ * The rounding error of weights is in proportion to the largest of them, so only 64 tokens share
+ * a scale: as exact as 16 bits over a tile of 256. Where that is not enough (three planes),
+ * values become floats, once for four queries.
  *
- * Values of int4 become integers 127 above their levels (common.h), of two tokens side by side as well: their bytes are
- * interleaved first. Sums start at -127 times the sum of the weights, modulo 2^32; those of even channels and of odd ones
- * are put in order at the end.
+ * Values of int4 become integers 127 above their levels (common.h), of two tokens side by side
+ * as well: their bytes are interleaved first. Sums start at -127 times the sum of the weights,
+ * modulo 2^32; those of even channels and of odd ones are put in order at the end.
  */
 enum {
   SUM_QUERIES = 4, /* whose sums stay in registers */
@@ -20,12 +21,13 @@ enum {
 
 #define WEIGHT_MAX_15 32766.0f /* as WEIGHT_MAX_16 */
 
-/* Quantizes the weights of up to TOGETHER tokens: codes (num_queries, TOGETHER), with zeros to the end of the last block,
- * and their scales. First all scales, then all codes, so that these need not wait for maxima and divisions. */
+/* Quantizes the weights of up to TOGETHER tokens: codes (num_queries, TOGETHER), with zeros to
+ * the end of the last block, and their scales. First all scales, then all codes, so that these
+ * need not wait for maxima and divisions. */
 static void quantize_weights(int num_queries, const float *p, const float *v_scale, const float *dither, int num_tokens,
                              int16_t *codes, float *scale) {
   const int end = (num_tokens + KVEDGE_BLOCK - 1) / KVEDGE_BLOCK * KVEDGE_BLOCK;
-  float factor[KVEDGE_STACK]; /* the largest weight, then the factor that quantizes */
+  float factor[KVEDGE_QUERY_ROWS]; /* the largest weight, then the factor that quantizes */
   for (int i = 0; i < num_queries; i++) {
     __m256 largest[2] = {_mm256_setzero_ps(), _mm256_setzero_ps()};
     for (int t = 0; t < end; t += 16)
@@ -72,11 +74,11 @@ typedef enum { ROWS, ROWS_KEPT, KEPT } value_source;
  * and 12..15; for int4 the even ones and the odd ones. */
 typedef __m256i value_sums[SUM_QUERIES][MOST_GROUPS][2];
 
-/* Adds two tokens' values, times their weights. (Constants where this is inlined: bits, source, groups, count, and whether
- * num_channels, of a group, is 16.) */
-KVEDGE_INLINE void weigh_pair(const int bits, const int8_t *first, const int8_t *second, const value_source source,
-                              __m256i kept[2], const int groups, int num_channels, const int count,
-                              const int16_t *codes, value_sums sum) {
+/* Adds two tokens' values, times their weights. (Constants where this is inlined: bits, source,
+ * groups, count, and whether num_channels, of a group, is 16.) */
+KVEDGE_INLINE void sum_pair(const int bits, const int8_t *first, const int8_t *second, const value_source source,
+                            __m256i kept[2], const int groups, int num_channels, const int count, const int16_t *codes,
+                            value_sums sum) {
 #pragma GCC unroll 4
   for (int g = 0; g < groups; g++) {
     __m256i value[2];
@@ -90,7 +92,7 @@ KVEDGE_INLINE void weigh_pair(const int bits, const int8_t *first, const int8_t 
       } else {
         const int bytes = (num_channels + 1) / 2;
         const __m128i a = load_up_to_16(first + 8 * g, bytes), b = load_up_to_16(second + 8 * g, bytes);
-        words_of_pairs(_mm256_cvtepu8_epi16(_mm_unpacklo_epi8(a, b)), value);
+        int16_of_pairs(_mm256_cvtepu8_epi16(_mm_unpacklo_epi8(a, b)), value);
       }
       if (source == ROWS_KEPT) kept[0] = value[0], kept[1] = value[1];
     }
@@ -105,12 +107,13 @@ KVEDGE_INLINE void weigh_pair(const int bits, const int8_t *first, const int8_t 
   }
 }
 
-/* Adds the values of runs, of up to TOGETHER tokens together, to `groups` groups of 16 channels, or to num_channels fewer, of `count`
- * queries. Only one group's values are kept. (Constants as in weigh_pair().) */
-KVEDGE_INLINE void weigh_groups(const int bits, const kvedge_run *run, ptrdiff_t stride, int num_tokens, int channel,
-                                const value_source source, __m256i (*kept)[2], const int groups, int num_channels,
-                                const int count, const int16_t *codes, const int32_t *start, const float *scale,
-                                const float *rescale, float *acc, ptrdiff_t acc_stride) {
+/* Adds the values of stretches, up to TOGETHER tokens, to `groups` times 16 channels, or to
+ * num_channels fewer, of `count` queries. Only the values of 16 channels are kept. (Constants as
+ * in sum_pair().) */
+KVEDGE_INLINE void sum_groups(const int bits, const kvedge_stretch *stretch, ptrdiff_t stride, int num_tokens,
+                              int channel, const value_source source, __m256i (*kept)[2], const int groups,
+                              int num_channels, const int count, const int16_t *codes, const int32_t *start,
+                              const float *scale, const float *rescale, float *acc, ptrdiff_t acc_stride) {
   /* Few sums are made twice as many, so that products need not wait for those before them. */
   const int chains = count * groups <= 2 ? 2 : 1;
   value_sums sum[2];
@@ -120,22 +123,22 @@ KVEDGE_INLINE void weigh_groups(const int bits, const kvedge_run *run, ptrdiff_t
     for (int g = 0; g < groups; g++)
       for (int k = 0; k < chains; k++)
         sum[k][i][g][0] = sum[k][i][g][1] = bits == 8 || k > 0 ? _mm256_setzero_si256() : _mm256_set1_epi32(start[i]);
-  for (int left = num_tokens, tokens; left > 0; left -= tokens, run++) {
-    tokens = source == KEPT ? left : run->num_tokens; /* what is kept lies side by side */
-    const int8_t *row = (const int8_t *)run->rows + channel * bits / 8;
-    const kvedge_next_block next = kvedge_further(run->next, channel * bits / 8 * tokens);
+  for (int left = num_tokens, tokens; left > 0; left -= tokens, stretch++) {
+    tokens = source == KEPT ? left : stretch->num_tokens; /* what is kept lies side by side */
+    const int8_t *row = (const int8_t *)stretch->rows + channel * bits / 8;
+    const kvedge_next_block next = kvedge_further(stretch->next, channel * bits / 8 * tokens);
     int t = 0;
     for (; t + 4 <= tokens; t += 4, codes += 4, kept += 2, row += 4 * stride) {
       if (source != KEPT && next.first && (groups * bits > 4 || t % 8 == 0))
 #pragma GCC unroll 4
         for (int at = 0; at < 8 * groups * bits; at += 64) kvedge_prefetch_line(next, 2 * groups * bits * t + at);
-      weigh_pair(bits, row, row + stride, source, kept[0], groups, num_channels, count, codes, sum[0]);
-      weigh_pair(bits, row + 2 * stride, row + 3 * stride, source, kept[1], groups, num_channels, count, codes + 2,
-                 sum[chains - 1]);
+      sum_pair(bits, row, row + stride, source, kept[0], groups, num_channels, count, codes, sum[0]);
+      sum_pair(bits, row + 2 * stride, row + 3 * stride, source, kept[1], groups, num_channels, count, codes + 2,
+               sum[chains - 1]);
     }
     for (; t < tokens; t += 2, codes += 2, kept++, row += 2 * stride) /* the weight of one past the last is 0 */
-      weigh_pair(bits, row, t + 1 < tokens ? row + stride : row, source, kept[0], groups, num_channels, count, codes,
-                 sum[0]);
+      sum_pair(bits, row, t + 1 < tokens ? row + stride : row, source, kept[0], groups, num_channels, count, codes,
+               sum[0]);
   }
 #pragma GCC unroll 4
   for (int i = 0; i < count; i++, acc += acc_stride)
@@ -165,21 +168,21 @@ KVEDGE_INLINE void sum_weights(const int16_t *codes, int num_queries, int num_to
   }
 }
 
-/* A tile's weighted sum with weights of 15 bits. Of int4 there are whole groups of 16 channels of up to SUM_QUERIES queries. (bits: a
- * constant where this is inlined.) */
-KVEDGE_INLINE void weigh_codes(const int bits, const kvedge_probabilities *p, const kvedge_tile *values,
-                               const kvedge_accumulators *to) {
+/* A tile's weighted sum with weights of 15 bits. Of int4 there are whole groups of 16 channels
+ * of up to SUM_QUERIES queries. (bits: a constant where this is inlined.) */
+KVEDGE_INLINE void sum_codes(const int bits, const kvedge_probabilities *p, const kvedge_tile *values,
+                             const kvedge_accumulators *to) {
   const int dim = values->dim, num_queries = p->num_queries;
   const kvedge_next_tile next = kvedge_next_of(values, (dim * bits + 7) / 8);
-  int16_t codes[KVEDGE_STACK * TOGETHER]; /* (num_queries, TOGETHER) */
-  int32_t start[KVEDGE_STACK] = {0};
-  float scale[KVEDGE_STACK], rescale[KVEDGE_STACK];
+  int16_t codes[KVEDGE_QUERY_ROWS * TOGETHER]; /* (num_queries, TOGETHER) */
+  int32_t start[KVEDGE_QUERY_ROWS] = {0};
+  float scale[KVEDGE_QUERY_ROWS], rescale[KVEDGE_QUERY_ROWS];
   memcpy(rescale, to->rescale, (size_t)num_queries * sizeof *rescale);
   for (int t = 0; t < values->num_tokens; t += TOGETHER) {
     const int num_tokens = values->num_tokens - t < TOGETHER ? values->num_tokens - t : TOGETHER;
-    kvedge_run runs[TOGETHER / KVEDGE_BLOCK];
-    for (int i = 0, first = t; first < t + num_tokens; first += runs[i++].num_tokens)
-      runs[i] = kvedge_run_of(values, &next, first, t + num_tokens);
+    kvedge_stretch stretches[TOGETHER / KVEDGE_BLOCK];
+    for (int i = 0, first = t; first < t + num_tokens; first += stretches[i++].num_tokens)
+      stretches[i] = kvedge_stretch_of(values, &next, first, t + num_tokens);
     quantize_weights(num_queries, p->p + t, values->scales + t, kvedge_dither + t, num_tokens, codes, scale);
     if (bits == 4) sum_weights(codes, num_queries, num_tokens, start);
     for (int d = 0, n; d < dim; d += n) {
@@ -188,43 +191,44 @@ KVEDGE_INLINE void weigh_codes(const int bits, const kvedge_probabilities *p, co
       float *out = to->acc + d;
       n = left < 16 ? left : 16;
       int i = 0;
-#define WEIGH(source, groups, num_channels, count)                                                                     \
-  weigh_groups(bits, runs, values->token_stride, num_tokens, d, source, kept, groups, num_channels, count,             \
-               codes + i * TOGETHER, start + i, scale + i, rescale + i, out + i * to->stride, to->stride)
-#define WEIGH_ROWS(count)                                                                                              \
-  if (count == 1 && left >= 64) WEIGH(ROWS, 4, 16, count), n = 64;                                                     \
-  else if (count <= 2 && left >= 32) WEIGH(ROWS, 2, 16, count), n = 32;                                                \
-  else if (bits == 4 || left >= 16) WEIGH(ROWS, 1, 16, count);                                                         \
-  else WEIGH(ROWS, 1, n, count)
-#define WEIGH_KEPT(count) WEIGH(KEPT, 1, n, count)
+#define SUM(source, groups, num_channels, count)                                                                       \
+  sum_groups(bits, stretches, values->token_stride, num_tokens, d, source, kept, groups, num_channels, count,          \
+             codes + i * TOGETHER, start + i, scale + i, rescale + i, out + i * to->stride, to->stride)
+#define SUM_ROWS(count)                                                                                                \
+  if (count == 1 && left >= 64) SUM(ROWS, 4, 16, count), n = 64;                                                       \
+  else if (count <= 2 && left >= 32) SUM(ROWS, 2, 16, count), n = 32;                                                  \
+  else if (bits == 4 || left >= 16) SUM(ROWS, 1, 16, count);                                                           \
+  else SUM(ROWS, 1, n, count)
+#define SUM_KEPT(count) SUM(KEPT, 1, n, count)
       if (bits == 4 || num_queries <= SUM_QUERIES) {
-        BY_FOURS(num_queries, WEIGH_ROWS)
+        BY_FOURS(num_queries, SUM_ROWS)
         continue;
       }
-      if (left >= 16) WEIGH(ROWS_KEPT, 1, 16, SUM_QUERIES);
-      else WEIGH(ROWS_KEPT, 1, n, SUM_QUERIES);
+      if (left >= 16) SUM(ROWS_KEPT, 1, 16, SUM_QUERIES);
+      else SUM(ROWS_KEPT, 1, n, SUM_QUERIES);
       i = SUM_QUERIES;
-      BY_FOURS(num_queries, WEIGH_KEPT)
-#undef WEIGH_KEPT
-#undef WEIGH_ROWS
-#undef WEIGH
+      BY_FOURS(num_queries, SUM_KEPT)
+#undef SUM_KEPT
+#undef SUM_ROWS
+#undef SUM
     }
     for (int i = 0; i < num_queries; i++) rescale[i] = 1.0f;
   }
 }
 
 /* Adds a tile's values to up to 16 channels of `count` queries, with weights as floats: (num_queries, KVEDGE_TILE).
- * (Constants as in weigh_pair().) */
-KVEDGE_INLINE void weigh_16_floats(const kvedge_run *run, ptrdiff_t stride, int num_tokens, int prefetches, int channel,
-                                   int num_channels, const int count, const float *weights, const float *rescale,
-                                   float *acc, ptrdiff_t acc_stride) {
+ * (Constants as in sum_pair().) */
+KVEDGE_INLINE void sum_16_floats(const kvedge_stretch *stretch, ptrdiff_t stride, int num_tokens, int prefetches,
+                                 int channel, int num_channels, const int count, const float *weights,
+                                 const float *rescale, float *acc, ptrdiff_t acc_stride) {
   __m256 sum[SUM_QUERIES][2];
 #pragma GCC unroll 4
   for (int i = 0; i < count; i++) sum[i][0] = sum[i][1] = _mm256_setzero_ps();
-  for (int left = num_tokens; left > 0; left -= run++->num_tokens) {
-    const int tokens = run->num_tokens;
-    const int8_t *row = (const int8_t *)run->rows + channel;
-    const kvedge_next_block next = prefetches ? kvedge_further(run->next, channel * tokens) : (kvedge_next_block){0, 0};
+  for (int left = num_tokens; left > 0; left -= stretch++->num_tokens) {
+    const int tokens = stretch->num_tokens;
+    const int8_t *row = (const int8_t *)stretch->rows + channel;
+    const kvedge_next_block next =
+        prefetches ? kvedge_further(stretch->next, channel * tokens) : (kvedge_next_block){0, 0};
 #pragma GCC unroll 4
     for (int t = 0; t < tokens; t++, row += stride, weights++) {
       if (next.first && t % 4 == 0) kvedge_prefetch_line(next, 16 * t);
@@ -252,31 +256,31 @@ KVEDGE_INLINE void weigh_16_floats(const kvedge_run *run, ptrdiff_t stride, int 
 }
 
 /* A tile's weighted sum with weights of 24 bits. */
-static void weigh_floats(const kvedge_probabilities *p, const kvedge_tile *values, const kvedge_accumulators *to) {
+static void sum_floats(const kvedge_probabilities *p, const kvedge_tile *values, const kvedge_accumulators *to) {
   const int dim = values->dim, num_queries = p->num_queries, num_tokens = values->num_tokens;
   const kvedge_next_tile next = kvedge_next_of(values, dim);
   float *weights = (float *)p->scratch; /* (num_queries, KVEDGE_TILE) */
   for (int i = 0; i < num_queries; i++)
     for (int t = 0; t < num_tokens; t++) weights[i * KVEDGE_TILE + t] = p->p[i * KVEDGE_TILE + t] * values->scales[t];
-  kvedge_run runs[KVEDGE_TILE_BLOCKS];
-  for (int i = 0, t = 0; t < num_tokens; t += runs[i++].num_tokens)
-    runs[i] = kvedge_run_of(values, &next, t, num_tokens);
+  kvedge_stretch stretches[KVEDGE_TILE_BLOCKS];
+  for (int i = 0, t = 0; t < num_tokens; t += stretches[i++].num_tokens)
+    stretches[i] = kvedge_stretch_of(values, &next, t, num_tokens);
   for (int d = 0; d < dim; d += 16) {
     int i = 0;
-#define WEIGH(num_channels, count)                                                                                     \
-  weigh_16_floats(runs, values->token_stride, num_tokens, i == 0, d, num_channels, count, weights + i * KVEDGE_TILE,   \
-                  to->rescale + i, to->acc + i * to->stride + d, to->stride)
-#define WEIGH_16(count)                                                                                                \
-  if (dim - d >= 16) WEIGH(16, count);                                                                                 \
-  else WEIGH(dim - d, count)
-    BY_FOURS(num_queries, WEIGH_16)
-#undef WEIGH_16
-#undef WEIGH
+#define SUM(num_channels, count)                                                                                       \
+  sum_16_floats(stretches, values->token_stride, num_tokens, i == 0, d, num_channels, count,                           \
+                weights + i * KVEDGE_TILE, to->rescale + i, to->acc + i * to->stride + d, to->stride)
+#define SUM_16(count)                                                                                                  \
+  if (dim - d >= 16) SUM(16, count);                                                                                   \
+  else SUM(dim - d, count)
+    BY_FOURS(num_queries, SUM_16)
+#undef SUM_16
+#undef SUM
   }
 }
 
 static void KVEDGE_NAME(weighted_sum_int8)(const kvedge_probabilities *p, const kvedge_tile *values,
                                            const kvedge_accumulators *to) {
-  if (p->planes == 3) weigh_floats(p, values, to);
-  else weigh_codes(8, p, values, to);
+  if (p->planes == 3) sum_floats(p, values, to);
+  else sum_codes(8, p, values, to);
 }

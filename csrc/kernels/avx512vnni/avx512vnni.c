@@ -118,11 +118,11 @@ static __attribute__((noinline)) void raise_max(int count, const __m512 tile_max
   const __mmask8 queries = (__mmask8)((1 << count) - 1);
   __m128 old = _mm_maskz_loadu_ps(queries, max), f = _mm_maskz_loadu_ps(queries, factor);
   __m128 new = _mm_max_ps(old, reduce_4(MAX, tile_max));
-  __m512 fallen = exp2_of(_mm512_zextps128_ps512(_mm_mul_ps(_mm_sub_ps(old, new), f)));
-  __m128 before = _mm_mul_ps(_mm_maskz_loadu_ps(queries, sum), _mm512_castps512_ps128(fallen));
+  __m512 factors = exp2_of(_mm512_zextps128_ps512(_mm_mul_ps(_mm_sub_ps(old, new), f)));
+  __m128 before = _mm_mul_ps(_mm_maskz_loadu_ps(queries, sum), _mm512_castps512_ps128(factors));
   _mm_mask_storeu_ps(max, queries, new);
   _mm_mask_storeu_ps(sum, queries, before);
-  _mm512_mask_storeu_ps(rescale, queries, fallen); /* 512 bits: masked, vextractf32x4 touches what it must not */
+  _mm512_mask_storeu_ps(rescale, queries, factors); /* 512 bits: masked, vextractf32x4 touches what it must not */
 }
 
 /* Scores of up to 16 tokens become powers, which are added to the totals; those that are not valid become 0. (`count`

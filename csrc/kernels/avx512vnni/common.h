@@ -22,9 +22,9 @@ KVEDGE_INLINE void multiply_add(__m512i *sum, __m512i u8, __m512i s8) {
  * spilled to vector registers, which takes longer than the arithmetic on the rows. */
 #define OPAQUE(pointer) __asm__("" : "+r"(pointer))
 
-/* Cache lines of the next tile, in blocks of `size` bytes. They are prefetched into L2, a few at a time and as evenly as
- * can be, since a core waits when more than about ten are on their way; and in the order of memory, which the CPU's own
- * prefetcher then follows.
+/* Cache lines of the next tile, in blocks of `size` bytes. They are prefetched into L2, a few at
+ * a time and as evenly as can be, since a core waits when more than about ten are on their way;
+ * and in the order of memory, which the CPU's own prefetcher then follows.
  *
  * Zen 4 does not wait but drops software prefetches when its miss queue is full, so each line is prefetched twice, and
  * three times where there is little arithmetic between. */
@@ -146,13 +146,13 @@ KVEDGE_INLINE __m128 reduce_4(const reduction how, const __m512 v[4]) {
 /* Up to this many queries the kernels for several serve, in one pass or two: as many sums as stay in registers. */
 enum { SEVERAL_QUERIES = 8 };
 
-/* How the rows of a block are read, 64 channels at a time: plainly; with 1 to 32 channels left, two to a register; or so
- * that only tokens and channels that are there are read. */
-typedef enum { WHOLE, HALF, PART } extent;
+/* How the rows of a block are read, 64 channels at a time: plainly; with 1 to 32 channels left,
+ * two to a register; or so that only tokens and channels that are there are read. */
+typedef enum { WHOLE, HALF, MASKED } extent;
 
-/* 32 channels of two rows side by side; `part`: only those in `valid`. (A constant where this is inlined.) */
-KVEDGE_INLINE __m512i load_two_rows(const int8_t *from, const int8_t *upper, const int part, __mmask32 valid) {
-  if (part) {
+/* 32 channels of two rows side by side; `masked`: only those in `valid`. (A constant where this is inlined.) */
+KVEDGE_INLINE __m512i load_two_rows(const int8_t *from, const int8_t *upper, const int masked, __mmask32 valid) {
+  if (masked) {
     __m512i row = _mm512_castsi256_si512(_mm256_maskz_loadu_epi8(valid, from));
     return _mm512_inserti64x4(row, _mm256_maskz_loadu_epi8(valid, upper), 1);
   }
@@ -201,7 +201,7 @@ FOR_PLANES(weighted_sum_int4);
 FOR_PLANES(weighted_sum_of_heads_int4);
 #undef FOR_PLANES
 
-/* Codes of a query are stored plane by plane: for every 64 channels 64 high bytes, 64 middle ones and 64 low
- * ones; zeros past the last channel. For keys of int4 each eight channels are stored as 0 2 4 6 1 3 5 7: as four bytes of
- * a key have them, first codes before second ones. */
+/* Codes of a query are stored plane by plane: for every 64 channels 64 high bytes, 64 middle
+ * ones and 64 low ones; zeros past the last channel. For keys of int4 each eight channels are
+ * stored as 0 2 4 6 1 3 5 7: as four bytes of a key have them, first codes before second ones. */
 enum { CODES_OF_64 = 3 * 64 };

@@ -5,7 +5,7 @@
  *   vpmov(s,z)xbw, vpsllw     FP8 to float16              p5, p0
  *   vfmadd231ps zmm           products                    4 cycles, p05; Zen 4: one per cycle, Zen 5 of servers: two
  */
-enum { FLOATS = 16, WIDE = 64, SUMS = 16, MOST_QUERIES = 8, PART_LOADS_ARE_CHEAP = 1 };
+enum { FLOATS = 16, WIDE = 64, SUMS = 16, MOST_QUERIES = 8, MASKED_LOADS_ARE_CHEAP = 1 };
 #define SUMS_OF_16 1
 
 KVEDGE_INLINE int is_fp8(const kvedge_format format) { return format == KVEDGE_FP8_E4M3 || format == KVEDGE_FP8_E5M2; }
@@ -117,8 +117,8 @@ KVEDGE_INLINE void transpose_lanes_of_floats(floats x[4]) {
   for (int i = 0; i < 4; i++) x[i] = _mm512_castsi512_ps(out[i]);
 }
 
-/* n channels from `at` on of four rows, WIDE or up to 32 (a constant where it is WIDE): four channels and the 16 after them side by side,
- * `stride` halves from those to the next four. */
+/* n channels from `at` on of four rows, WIDE or up to 32 (a constant where it is WIDE): four
+ * channels and the 16 after them side by side, `stride` halves from those to the next four. */
 KVEDGE_INLINE void interleave_fp8_rows(const char *const row[4], int at, int n, const kvedge_format format,
                                        uint16_t *to, ptrdiff_t stride) {
   __m512i of_row[4], four[4];

@@ -1,5 +1,6 @@
-/* Levels of grids for kernels/x86_grids.h: up to 6 bits from tables of 16 or 32, which masks choose from; of more bits the
- * upper half of the levels, since the lower half mirrors it. Part of avx512vnni.c, after floats.h. */
+/* Levels of grids for kernels/x86_grids.h: up to 6 bits from tables of 16 or 32, which masks
+ * choose from; of more bits the upper half of the levels, since the lower half mirrors it. Part
+ * of avx512vnni.c, after floats.h. */
 enum { MOST_TABLES = 8 };
 KVEDGE_INLINE int tables_of(const int bits) {
   return bits <= 4 ? 1 : bits <= 6 ? (1 << bits) / FLOATS : (1 << bits) / FLOATS / 2;

@@ -1,14 +1,14 @@
 /* Runs (kivi2, kivi4, kivi8) on the AVX-512 VNNI path: kernels/kivi.h has the sums.
  *
- * A vector of words has four bytes of each of 16 tokens, or channels, as vpdpbusd wants them: a part of it, the k-th codes of
+ * A vector of words has four bytes of each of 16 tokens, or channels, as vpdpbusd wants them: the k-th codes of
  * its bytes, times a dword of digits for all lanes. Nothing is transposed, and nothing summed over lanes.
  *
  *   keys     unsigned codes x signed digits of a query times the steps, encoded for each run
  *   values   unsigned digits of weights x signed codes, of which there are no negative ones (kivi8: less 128)
  *
- * Codes are counted from 0 on; what the middle code adds, the sum of all digits, is taken off in floats, where it is no larger
- * than the rest. The unit of a query's digits is one for as many runs as have steps of about the same size, so that no run
- * waits for a maximum.
+ * Codes are counted from 0 on; what the middle code adds, the sum of all digits, is taken off in
+ * floats, where it is no larger than the rest. The unit of a query's digits is one for as many
+ * runs as have steps of about the same size, so that no run waits for a maximum.
  */
 #include "kernels/kernels.h"
 
@@ -18,8 +18,8 @@
 #include "kernels/kivi.h"
 
 enum {
-  DIGITS = KVEDGE_CODE_BYTES / 2 * 1024, /* bytes of a query's: by 64 of them, CODES_OF_64 each */
-  MOST_VECTORS = 4,                      /* of 16 lanes that are worked on together */
+  DIGITS = KVEDGE_QUANTIZED_BYTES / 2 * 1024, /* bytes of a query's: by 64 of them, CODES_OF_64 each */
+  MOST_VECTORS = 4,                           /* of 16 lanes that are worked on together */
 };
 
 KVEDGE_INLINE __mmask16 first_of_16(int n) { return (__mmask16)first_bytes(n); }
@@ -30,7 +30,8 @@ KVEDGE_INLINE __m512 floats_at(const uint16_t *halves) {
 
 /* ---- Digits ---- */
 
-/* Of the numbers that meet the codes of a word: first those of the first codes of its four bytes, then of the second ones. */
+/* Of the numbers that meet the codes of a word: first those of the first codes of its four
+ * bytes, then of the second ones. */
 KVEDGE_INLINE __m512i order_of_digits(int bits) {
   return _mm512_broadcast_i32x4(bits == 8   ? _mm_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)
                                 : bits == 4 ? _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15)
@@ -46,8 +47,8 @@ KVEDGE_INLINE void put_digits(__m512i packed, __m512i order, int8_t *digits) {
 /* What signed numbers are raised by, so that their digits but the first are those of an unsigned one less 128. */
 KVEDGE_INLINE int32_t carry_of(const int planes) { return planes == 3 ? 0x8080 : 0x80; }
 
-/* 64 integers, raised by carry_of() if they are signed, as digits of `planes` planes, 2 or 3. (`planes` and `is_signed`:
- * constants where this is inlined.) */
+/* 64 integers, raised by carry_of() if they are signed, as digits of `planes` planes, 2 or 3.
+ * (`planes` and `is_signed`: constants where this is inlined.) */
 KVEDGE_INLINE void split_digits(const __m512i number[4], const int planes, const int is_signed, __m512i order,
                                 int8_t *digits) {
   const __m512i low_byte = _mm512_set1_epi32(0xff), low_of_word = _mm512_set1_epi16(0xff);
@@ -89,8 +90,9 @@ KVEDGE_INLINE void multiply_digits(__m512i *sum, __m512i codes, const int8_t *di
   else multiply_add(sum, codes, four_for_all(digits));
 }
 
-/* sum += the products of all words of 16 * vectors lanes, those in `there` of the last 16, with `count` queries' digits.
- * (`of_values`, `count`, `planes` and `vectors`: constants where this is inlined. `bits` is one where it is 4 by itself.) */
+/* sum += the products of all words of 16 * vectors lanes, those in `there` of the last 16, with
+ * `count` queries' digits. (`of_values`, `count`, `planes` and `vectors`: constants where this
+ * is inlined. `bits` is one where it is 4 by itself.) */
 KVEDGE_INLINE void multiply_words(const lane_words *w, __mmask16 there, const int8_t *digits, const int bits,
                                   const int of_values, const int count, const int planes, const int vectors,
                                   word_sums sum) {
@@ -154,10 +156,11 @@ KVEDGE_INLINE void copy_halves(const uint16_t *from, int n, uint16_t *to) {
     _mm512_storeu_si512(to + d, _mm512_maskz_loadu_epi16((__mmask32)first_bytes(n > d ? n - d : 0), from + d));
 }
 
-/* Digits of queries times a run's steps; returns their sums of products with all middles, less what the middle code adds to
- * those of the digits: in units. (`count`, `planes` and `bits`: constants where this is inlined.) */
-KVEDGE_INLINE __m128 encode_run(const run_scoring *s, const run_parts *run, const int count, const int planes,
-                                const int bits, int8_t (*digits)[DIGITS]) {
+/* Digits of queries times a run's steps; returns their sums of products with all middles, less
+ * what the middle code adds to those of the digits: in units. (`count`, `planes` and `bits`:
+ * constants where this is inlined.) */
+KVEDGE_INLINE __m128 quantize_for_run(const run_scoring *s, const run_arrays *run, const int count, const int planes,
+                                      const int bits, int8_t (*digits)[DIGITS]) {
   const __m512 most = _mm512_set1_ps((float)(1 << (bits - 1))), carry = _mm512_set1_ps((float)carry_of(planes));
   const __m512i order = order_of_digits(bits);
   __m512 constant[RUN_QUERIES];
@@ -205,10 +208,10 @@ KVEDGE_INLINE void score_runs(const run_scoring *s, const int count, const int p
   int8_t (*digits)[DIGITS] = (void *)s->scratch;
   for (int r = s->first_run; r < s->stop_run; r++) {
     const tile_run run = run_of_tile(s->keys, r, 0);
-    const lane_words words = words_of_run(s->keys, r, &run.parts, 0, 0);
+    const lane_words words = words_of_run(s->keys, r, &run.arrays, 0, 0);
     word_sums sum;
     float constant[4], within[RUN];
-    _mm_storeu_ps(constant, encode_run(s, &run.parts, count, planes, bits, digits));
+    _mm_storeu_ps(constant, quantize_for_run(s, &run.arrays, count, planes, bits, digits));
     prefetch_run(s->keys, r, bytes, of_run);
     clear_sums(count, planes, VECTORS, sum);
     multiply_words(&words, 0xffff, digits[0], bits, 0, count, planes, VECTORS, sum);
@@ -264,7 +267,7 @@ static int needs_three(const kvedge_query *q, int i, float unit) {
 void scores_of_runs_avx512vnni(const kvedge_query *q, const kvedge_tile *keys, float *scores, int accumulate) {
   char *scratch = q->scratch;
   uint16_t *steps = kvedge_take_scratch(&scratch, 1024 * sizeof *steps);
-  float (*x)[1024] = kvedge_take_scratch(&scratch, RUN_QUERIES * sizeof *x), unit[KVEDGE_STACK];
+  float (*x)[1024] = kvedge_take_scratch(&scratch, RUN_QUERIES * sizeof *x), unit[KVEDGE_QUERY_ROWS];
   run_scoring s = {.q = q, .keys = keys, .padded = kvedge_padded_channels(keys->dim), .x = x, .scratch = scratch};
   for (s.first_run = 0; s.first_run < num_runs(keys); s.first_run = s.stop_run) {
     s.stop_run = runs_alike(keys, s.first_run, steps);
@@ -305,7 +308,7 @@ void scores_of_runs_avx512vnni(const kvedge_query *q, const kvedge_tile *keys, f
 static void read_columns_of_runs(const kvedge_tile *values, int g, step_columns *to) {
   const __m512 most = _mm512_set1_ps((float)(1 << (values->bits - 1)));
   for (int r = 0; r < num_runs(values); r++) {
-    const run_parts run = run_of_tile(values, r, 1).parts;
+    const run_arrays run = run_of_tile(values, r, 1).arrays;
     for (int t = 0; t < RUN; t += 16) {
       const __m512 steps = floats_at(run.steps + g * RUN + t), lows = floats_at(run.lows + g * RUN + t);
       _mm512_storeu_ps(to->steps + r * RUN + t, steps);
@@ -314,8 +317,9 @@ static void read_columns_of_runs(const kvedge_tile *values, int g, step_columns 
   }
 }
 
-/* The largest weights of `count` queries, and the sums of p times the middles. (`count`: a constant where this is inlined.) */
-KVEDGE_INLINE void measure_weights(const run_weighing *w, const int count, int tokens, float *largest, float *added) {
+/* The largest weights of `count` queries, and the sums of p times the middles. (`count`: a
+ * constant where this is inlined.) */
+KVEDGE_INLINE void measure_weights(const run_sums *w, const int count, int tokens, float *largest, float *added) {
   const float *steps = w->columns->steps, *middles = w->columns->middles;
   __m512 most[RUN_QUERIES], sum[RUN_QUERIES];
 #pragma GCC unroll 4
@@ -358,7 +362,7 @@ KVEDGE_INLINE float encode_weights_of(const float *p, const float *steps, int to
 
 /* Digits of weights, their units, and what is the same for all channels. (`count` and `planes`: constants where this is
  * inlined.) */
-KVEDGE_INLINE void encode_weights_of_runs(const run_weighing *w, const int count, const int planes, int bits,
+KVEDGE_INLINE void encode_weights_of_runs(const run_sums *w, const int count, const int planes, int bits,
                                           int8_t (*digits)[DIGITS], float *unit, float *constant) {
   const int tokens = num_runs(w->values) * RUN;
   const __m512i order = order_of_digits(bits);
@@ -374,15 +378,14 @@ KVEDGE_INLINE void encode_weights_of_runs(const run_weighing *w, const int count
 }
 
 /* 16 * vectors channels of the group from d on, or the first of them. (Constants where this is inlined.) */
-KVEDGE_INLINE void weigh_lanes(const run_weighing *w, int d, int left, const int count, const int planes,
-                               const int bits, const int vectors, int8_t (*digits)[DIGITS], const float *unit,
-                               const float *constant) {
+KVEDGE_INLINE void sum_lanes(const run_sums *w, int d, int left, const int count, const int planes, const int bits,
+                             const int vectors, int8_t (*digits)[DIGITS], const float *unit, const float *constant) {
   const __mmask16 there = first_of_16(left - 16 * (vectors - 1));
   word_sums sum;
   clear_sums(count, planes, vectors, sum);
   for (int r = 0; r < num_runs(w->values); r++) {
     const tile_run run = run_of_tile(w->values, r, 1);
-    const lane_words words = words_of_run(w->values, r, &run.parts, 1, 4 * (w->group * GROUP + d));
+    const lane_words words = words_of_run(w->values, r, &run.arrays, 1, 4 * (w->group * GROUP + d));
     multiply_words(&words, there, digits[0] + r / 2 * CODES_OF_64 + r % 2 * RUN, bits, 1, count, planes, vectors, sum);
   }
 #pragma GCC unroll 4
@@ -399,42 +402,41 @@ KVEDGE_INLINE void weigh_lanes(const run_weighing *w, int d, int left, const int
 }
 
 /* (`most`: vectors of lanes at a time, at most; a constant as the others.) */
-KVEDGE_INLINE void weigh_runs(const run_weighing *w, const int count, const int planes, const int bits,
-                              const int most) {
+KVEDGE_INLINE void sum_runs(const run_sums *w, const int count, const int planes, const int bits, const int most) {
   int8_t (*digits)[DIGITS] = (void *)w->scratch;
   float unit[RUN_QUERIES], constant[RUN_QUERIES];
   int left = w->values->dim - w->group * GROUP, d = 0;
   if (left > GROUP) left = GROUP;
   encode_weights_of_runs(w, count, planes, bits, digits, unit, constant);
-#define WEIGH_LANES(vectors)                                                                                           \
+#define SUM_LANES(vectors)                                                                                             \
   for (; left > 16 * (vectors - 1); d += 16 * vectors, left -= 16 * vectors)                                           \
-  weigh_lanes(w, d, left, count, planes, bits, vectors, digits, unit, constant)
-  if (most >= 4) WEIGH_LANES(4);
-  if (most >= 2) WEIGH_LANES(2);
-  WEIGH_LANES(1);
-#undef WEIGH_LANES
+  sum_lanes(w, d, left, count, planes, bits, vectors, digits, unit, constant)
+  if (most >= 4) SUM_LANES(4);
+  if (most >= 2) SUM_LANES(2);
+  SUM_LANES(1);
+#undef SUM_LANES
 }
 
-#define WEIGH_RUNS(count, planes, bits, most)                                                                          \
-  static __attribute__((noinline)) void weigh_runs_##count##_##planes(const run_weighing *w) {                         \
-    weigh_runs(w, count, planes, bits, most);                                                                          \
+#define SUM_RUNS(count, planes, bits, most)                                                                            \
+  static __attribute__((noinline)) void sum_runs_##count##_##planes(const run_sums *w) {                               \
+    sum_runs(w, count, planes, bits, most);                                                                            \
   }
-WEIGH_RUNS(1, 2, 4, 4)
-WEIGH_RUNS(2, 2, 4, 2)
-WEIGH_RUNS(3, 2, 4, 2)
-WEIGH_RUNS(4, 2, 4, 2)
-WEIGH_RUNS(1, 3, w->values->bits, 2)
-WEIGH_RUNS(2, 3, w->values->bits, 2)
-#undef WEIGH_RUNS
+SUM_RUNS(1, 2, 4, 4)
+SUM_RUNS(2, 2, 4, 2)
+SUM_RUNS(3, 2, 4, 2)
+SUM_RUNS(4, 2, 4, 2)
+SUM_RUNS(1, 3, w->values->bits, 2)
+SUM_RUNS(2, 3, w->values->bits, 2)
+#undef SUM_RUNS
 
 void weighted_sum_of_runs_avx512vnni(const kvedge_probabilities *p, const kvedge_tile *values,
                                      const kvedge_accumulators *to) {
-  static run_weigher *const of[2][RUN_QUERIES] = {
-      {weigh_runs_1_2, weigh_runs_2_2, weigh_runs_3_2, weigh_runs_4_2},
-      {weigh_runs_1_3, weigh_runs_2_3}
+  static run_sum_function *const of[2][RUN_QUERIES] = {
+      {sum_runs_1_2, sum_runs_2_2, sum_runs_3_2, sum_runs_4_2},
+      {sum_runs_1_3, sum_runs_2_3}
   };
   const int planes = values->bits == 4 && p->planes < 3 ? 2 : 3;
-  weigh_by_groups(p, values, to, read_columns_of_runs, of[planes == 3], most_queries(planes));
+  sum_by_groups(p, values, to, read_columns_of_runs, of[planes == 3], most_queries(planes));
 }
 
 KVEDGE_TARGET_END

@@ -11,8 +11,9 @@
  * and a half products. Loads put half lines of two rows side by side, so that 3 shuffles per line are left, and these
  * come between the products of the rows before.
  *
- * Keys of int4 are transposed as they are stored, four bytes (eight channels) at a time, which takes half of the shuffles;
- * then 5 instructions make two columns of each one: the levels of first codes, and of second ones.
+ * Keys of int4 are transposed as they are stored, four bytes (eight channels) at a time, which
+ * takes half of the shuffles; then 5 instructions make two columns of each one: the levels of
+ * first codes, and of second ones.
  *
  * scores_of_heads.c has head batches.
  */
@@ -47,18 +48,18 @@ KVEDGE_INLINE void transpose_rows(const key_rows *k, const extent how, int d, in
   }
 }
 
-static __attribute__((noinline)) void transpose_part(const key_rows *k, int d, int dim, __m512i *columns) {
-  transpose_rows(k, PART, d, dim, columns);
+static __attribute__((noinline)) void transpose_masked(const key_rows *k, int d, int dim, __m512i *columns) {
+  transpose_rows(k, MASKED, d, dim, columns);
 }
 
-/* Rows i, 4 + i, 8 + i and 12 + i, 32 bytes of each, as lanes: lane L of low has the first 16 bytes of row 4 L + i, of high
- * the others. (`part`: a constant where this is inlined.) */
-KVEDGE_INLINE void split_rows(const int8_t *const row[4], const int part, __mmask32 valid, const int bits, __m512i *low,
-                              __m512i *high) {
+/* Rows i, 4 + i, 8 + i and 12 + i, 32 bytes of each, as lanes: lane L of low has the first 16
+ * bytes of row 4 L + i, of high the others. (`masked`: a constant where this is inlined.) */
+KVEDGE_INLINE void split_rows(const int8_t *const row[4], const int masked, __mmask32 valid, const int bits,
+                              __m512i *low, __m512i *high) {
   const __m512i to_unsigned = _mm512_set1_epi8((char)0x80);
-  __m512i a = load_two_rows(row[0], row[1], part, valid);
+  __m512i a = load_two_rows(row[0], row[1], masked, valid);
   if (bits == 8) a = _mm512_xor_si512(a, to_unsigned);
-  __m512i b = load_two_rows(row[2], row[3], part, valid);
+  __m512i b = load_two_rows(row[2], row[3], masked, valid);
   if (bits == 8) b = _mm512_xor_si512(b, to_unsigned);
   *low = _mm512_shuffle_i32x4(a, b, 0x88);
   *high = _mm512_shuffle_i32x4(a, b, 0xdd);
@@ -144,10 +145,10 @@ KVEDGE_INLINE void score_blocks(const kvedge_query *q, int first, const int coun
                                 float *scores, int accumulate) {
   /* A product waits 5 cycles for the one before it in the same sum: few sums are made twice as many. */
   const int chains = count * bytes * blocks <= 8 ? 2 : 1;
-  ptrdiff_t stride = KVEDGE_CODE_BYTES * q->stride, three_strides = 3 * stride;
+  ptrdiff_t stride = KVEDGE_QUANTIZED_BYTES * q->stride, three_strides = 3 * stride;
   OPAQUE(three_strides); /* else it is computed at every use */
   score_sums sum;
-  const int8_t *codes = q->codes + first * stride;
+  const int8_t *codes = q->quantized + first * stride;
   const int32_t *offset = q->offsets + first * 4 * q->scale_stride;
   const __m512i *columns = k->columns;
 #pragma GCC unroll 4
@@ -195,7 +196,7 @@ KVEDGE_INLINE void score_queries(const kvedge_query *q, const int bytes, const i
 KVEDGE_INLINE void score_many(const scoring *s, const int bytes) {
   const kvedge_query *q = s->q;
   __m512i *columns = (__m512i *)q->scratch; /* (dim / 4, PAIR) x 16 tokens x 4 channels: 2 KB for a dim of 64 */
-  float unit[KVEDGE_STACK];
+  float unit[KVEDGE_QUERY_ROWS];
   const __m512i levels = int4_levels(1);
   for (int i = 0; i < q->num_queries; i++) unit[i] = unit_of(q, i, bytes);
   const key_blocks pair = {.columns = columns, .ahead = s->ahead};
@@ -209,7 +210,7 @@ KVEDGE_INLINE void score_many(const scoring *s, const int bytes) {
         __m512i *to = columns + PAIR * (d / 4) + b;
         if (s->bits == 4) transpose_codes(&rows, levels, d, q->dim, to);
         else if (rows.num_tokens >= BLOCK && q->dim - d >= 64) transpose_rows(&rows, WHOLE, d, q->dim, to);
-        else transpose_part(&rows, d, q->dim, to);
+        else transpose_masked(&rows, d, q->dim, to);
       }
     }
     if (blocks == 2) score_queries(q, bytes, 2, &pair, unit, s->k_scale + t, s->scores + t, s->accumulate);
@@ -219,8 +220,9 @@ KVEDGE_INLINE void score_many(const scoring *s, const int bytes) {
 
 /* ---- Scores for up to eight queries ---- */
 
-/* Adds a column times four bytes of query i's codes. Written as one instruction with its broadcast, and one that stays
- * where it is: GCC (12) computes an address for each query anew, and gathers the shuffles that are to come between products. */
+/* Adds a column times four bytes of query i's codes. Written as one instruction with its
+ * broadcast, and one that stays where it is: GCC (12) computes an address for each query anew,
+ * and gathers the shuffles that are to come between products. */
 KVEDGE_INLINE void multiply_add_code(__m512i *sum, __m512i column, const int8_t *codes, const int8_t *codes_of_4,
                                      ptrdiff_t stride, ptrdiff_t three_strides, const int i, const int at) {
   const int8_t *from = i < 4 ? codes : codes_of_4;
@@ -257,37 +259,37 @@ typedef struct {
   __m512i low[4], high[4]; /* as split_rows() leaves them */
 } next_rows;
 
-KVEDGE_INLINE void load_rows(next_rows *n, const int part, const int bits, const int i) {
+KVEDGE_INLINE void load_rows(next_rows *n, const int masked, const int bits, const int i) {
   const int8_t *from = n->from + (i < 3 ? i * n->stride : n->three_strides);
   __asm__ volatile("" : "+r"(from));
   const int8_t *from_4 = from + 4 * n->stride;
   const int8_t *const row[4] = {from, from_4, from + 8 * n->stride, from_4 + 8 * n->stride};
-  split_rows(row, part, n->valid, bits, &n->low[i], &n->high[i]);
+  split_rows(row, masked, n->valid, bits, &n->low[i], &n->high[i]);
   pin(&n->low[i], 1);
   pin(&n->high[i], 1);
 }
 
-/* What comes before the products of column 0 to 7 of 32 bytes, a column being four bytes of each token: after step 3
- * columns of the other 16 bytes are ready, after step 7 the first of the next rows. (`part`, `bits` and `step`: constants
- * where this is inlined.) */
-KVEDGE_INLINE void prepare_next(next_rows *n, const int part, const int bits, const int step, __m512i column[4]) {
+/* What comes before the products of column 0 to 7 of 32 bytes, a column being four bytes of each
+ * token: after step 3 columns of the other 16 bytes are ready, after step 7 the first of the
+ * next rows. (`masked`, `bits` and `step`: constants where this is inlined.) */
+KVEDGE_INLINE void prepare_next(next_rows *n, const int masked, const int bits, const int step, __m512i column[4]) {
   __m512i *half = step < 4 ? n->high : n->low; /* transpose_in_lanes(), in two steps: */
   if (step == 1 || step == 6) pair_dwords(half, half), pin(half, 4);
   if (step == 3 || step == 7) pair_qwords(half, column), pin(column, 4);
-  if (step == 4) load_rows(n, part, bits, 0), load_rows(n, part, bits, 1);
-  if (step == 5) load_rows(n, part, bits, 2), load_rows(n, part, bits, 3);
+  if (step == 4) load_rows(n, masked, bits, 0), load_rows(n, masked, bits, 1);
+  if (step == 5) load_rows(n, masked, bits, 2), load_rows(n, masked, bits, 3);
 }
 
-/* Scores of whole blocks for `count` queries from `first` on, of `bytes` bytes; `part`: a row's bytes are not a multiple
- * of 32. (Constants where this is inlined.) */
+/* Scores of whole blocks for `count` queries from `first` on, of `bytes` bytes; `masked`: a
+ * row's bytes are not a multiple of 32. (Constants where this is inlined.) */
 KVEDGE_INLINE void score_several_of(const scoring *s, const int bits, int first, const int count, const int bytes,
-                                    const int part) {
+                                    const int masked) {
   const kvedge_query *q = s->q;
   const int row_bytes = bytes_of(q->dim, bits), wide = 8 / bits; /* columns of channels in one of bytes */
   const int chains = count * bytes <= 4 ? 2 : 1;                 /* as in score_blocks() */
   const int times = count * bytes <= 2 ? 3 : 2; /* little arithmetic between prefetches: Zen 4 drops more of them */
   const __m512i levels = int4_levels(1);
-  ptrdiff_t stride = KVEDGE_CODE_BYTES * q->stride, three_strides = 3 * stride;
+  ptrdiff_t stride = KVEDGE_QUANTIZED_BYTES * q->stride, three_strides = 3 * stride;
   next_rows next = {.from = block_of(s, 0),
                     .stride = s->keys->token_stride,
                     .three_strides = 3 * s->keys->token_stride,
@@ -303,7 +305,7 @@ KVEDGE_INLINE void score_several_of(const scoring *s, const int bits, int first,
   float *scores = s->scores + first * KVEDGE_TILE;
   __m512i column[4];
 #pragma GCC unroll 4
-  for (int step = 4; step < 8; step++) prepare_next(&next, part, bits, step, column);
+  for (int step = 4; step < 8; step++) prepare_next(&next, masked, bits, step, column);
   for (int t = 0; t < s->num_tokens; t += BLOCK, scores += BLOCK) {
     __m512i sum[SEVERAL_QUERIES][3][2];
 #pragma GCC unroll 8
@@ -313,21 +315,21 @@ KVEDGE_INLINE void score_several_of(const scoring *s, const int bits, int first,
         sum[i][b][0] = _mm512_set1_epi32(start[i][b]);
         sum[i][b][1] = _mm512_setzero_si512();
       }
-    const int8_t *codes = q->codes + first * stride;
+    const int8_t *codes = q->quantized + first * stride;
     for (int d = 32; d < row_bytes + 32; d += 32) { /* where these bytes end */
       const int8_t *codes_of_4 = codes + 4 * stride;
       if (count > 4) OPAQUE(codes_of_4);
-      const int halves = part && d - row_bytes >= 16 ? 1 : 2; /* of them that are there */
+      const int halves = masked && d - row_bytes >= 16 ? 1 : 2; /* of them that are there */
       const char *lines = take_lines(s->ahead, 4 * halves);
       next.from += 32;
       if (d >= row_bytes) next.from = block_of(s, t / BLOCK + (t + BLOCK < s->num_tokens)); /* or this one again */
-      if (part) next.valid = (__mmask32)first_bytes(d >= row_bytes ? row_bytes : row_bytes - d);
+      if (masked) next.valid = (__mmask32)first_bytes(d >= row_bytes ? row_bytes : row_bytes - d);
 #pragma GCC unroll 2
       for (int half = 0; half < 2; half++) {
         const __m512i now[4] = {column[0], column[1], column[2], column[3]};
 #pragma GCC unroll 4
         for (int c = 0; c < 4; c++) {
-          prepare_next(&next, part, bits, 4 * half + c, column);
+          prepare_next(&next, masked, bits, 4 * half + c, column);
           if (half >= halves) continue;
           prefetch_lines(s->ahead, lines + 64 * (4 * half + c), 1, times);
 #pragma GCC unroll 2
@@ -357,12 +359,12 @@ KVEDGE_INLINE void score_several_of(const scoring *s, const int bits, int first,
 }
 
 /* As few passes as sums have registers for, and as equal ones as can be. */
-KVEDGE_INLINE void score_several(const scoring *s, const int bits, const int bytes, const int part) {
+KVEDGE_INLINE void score_several(const scoring *s, const int bits, const int bytes, const int masked) {
   const int n = s->q->num_queries, most = bytes < 3 ? 7 : 4;
   for (int i = 0, count, passes = (n + most - 1) / most; passes > 0; i += count, passes--) {
     count = (n - i + passes - 1) / passes;
 #define SEVERAL(count)                                                                                                 \
-  case count: score_several_of(s, bits, i, count, bytes, part); break
+  case count: score_several_of(s, bits, i, count, bytes, masked); break
     switch (count) {
       SEVERAL(1);
       SEVERAL(2);
@@ -381,11 +383,11 @@ KVEDGE_INLINE void score_several(const scoring *s, const int bits, const int byt
 typedef void score_function(const scoring *s);
 
 /* Scores a tile's whole blocks for several queries; returns what is left. */
-KVEDGE_INLINE scoring whole_blocks(const scoring *s, score_function *several, score_function *several_parts) {
+KVEDGE_INLINE scoring whole_blocks(const scoring *s, score_function *several, score_function *several_masked) {
   scoring rest = *s;
   rest.num_tokens = s->num_tokens / BLOCK * BLOCK;
   if (rest.num_tokens > 0 && s->q->dim % 32 == 0) several(&rest);
-  else if (rest.num_tokens > 0) several_parts(&rest);
+  else if (rest.num_tokens > 0) several_masked(&rest);
   rest.first += rest.num_tokens / BLOCK;
   rest.k_scale += rest.num_tokens;
   rest.scores += rest.num_tokens;

@@ -1,6 +1,6 @@
 /* Scores of a head batch, of the AVX-512 VNNI path: several KV heads at once, one query each.
  *
- * Where each query head has keys of its own, a head's part of a tile is little work, and what comes with every part
+ * Where each query head has keys of its own, a head tile is little work, and what comes with every one
  * (quantizing probabilities, sums over lanes, a call) costs as much again. Side by side KVEDGE_HEADS heads fill whole
  * vectors, as long as a head has a multiple of 16 channels (a unit), and a line that two heads share is read once.
  *
@@ -8,8 +8,9 @@
  * channels, so a query's codes are spread accordingly, and each query and 16 tokens end in a sum over four lanes. The
  * two high planes of a query are added up as integers first.
  *
- * int8: a lane is a unit, and a vector belongs to one head or two. int4: a lane is two units, which may belong to two heads;
- * then their sums are kept apart. A vector belongs to up to three heads.
+ * int8: a lane is a unit, and a vector belongs to one head or two. int4: a lane is two units,
+ * which may belong to two heads; then their sums are kept apart. A vector belongs to up to three
+ * heads.
  */
 #include "kernels/kernels.h"
 
@@ -34,12 +35,12 @@ KVEDGE_INLINE void put_head_scores(const kvedge_query *q, int i, const int bytes
   const int32_t *offset = q->offsets + i * 4 * q->scale_stride;
   __m512 dot = _mm512_setzero_ps();
 #pragma GCC unroll 2
-  for (int part = 0; part < (bytes + 1) / 2; part++) {
-    __m512i sum = _mm512_add_epi32(_mm512_shuffle_i32x4(halves[part][0], halves[part][1], 0x88),
-                                   _mm512_shuffle_i32x4(halves[part][0], halves[part][1], 0xdd));
-    int32_t start = part == 1 ? offset[2] : bytes == 1 ? offset[0] : 256 * offset[0] + offset[1];
+  for (int pair = 0; pair < (bytes + 1) / 2; pair++) {
+    __m512i sum = _mm512_add_epi32(_mm512_shuffle_i32x4(halves[pair][0], halves[pair][1], 0x88),
+                                   _mm512_shuffle_i32x4(halves[pair][0], halves[pair][1], 0xdd));
+    int32_t start = pair == 1 ? offset[2] : bytes == 1 ? offset[0] : 256 * offset[0] + offset[1];
     __m512 number = _mm512_cvtepi32_ps(_mm512_add_epi32(sum, _mm512_set1_epi32(start)));
-    dot = part == 0 ? number : _mm512_fmadd_ps(dot, _mm512_set1_ps(256.0f), number);
+    dot = pair == 0 ? number : _mm512_fmadd_ps(dot, _mm512_set1_ps(256.0f), number);
   }
   put_scores(dot, unit_of(q, i, bytes), _mm512_loadu_ps(k_scale), out, accumulate);
 }
@@ -60,14 +61,15 @@ KVEDGE_INLINE const int8_t *next_unit(code_units *u, int *left) {
   return unit;
 }
 
-/* Codes of the heads' queries as if those were one query of all channels. Of int8, (channels / 64, 4, bytes): lane L of
- * the vector of c and plane b has that plane of channels 16 L + 4 c .. + 3, four times. Of int4, (channels / 128, 8,
- * bytes): that of the four channels of lane L's bytes 4 c .. + 3, first codes (2 c), second codes (2 c + 1). (`bits` and
- * `bytes`: constants where this is inlined.) */
+/* Codes of the heads' queries as if those were one query of all channels. Of int8, (channels /
+ * 64, 4, bytes): lane L of the vector of c and plane b has that plane of channels 16 L + 4 c ..
+ * + 3, four times. Of int4, (channels / 128, 8, bytes): that of the four channels of lane L's
+ * bytes 4 c .. + 3, first codes (2 c), second codes (2 c + 1). (`bits` and `bytes`: constants
+ * where this is inlined.) */
 KVEDGE_INLINE void spread_codes_of_heads(const kvedge_query *q, const int bits, const int bytes, __m512i *out) {
   const int units = 8 / bits; /* of a lane */
   int left = HEADS * q->dim / 16;
-  code_units from = {q->codes, KVEDGE_CODE_BYTES * q->stride, 0, q->dim};
+  code_units from = {q->quantized, KVEDGE_QUANTIZED_BYTES * q->stride, 0, q->dim};
   while (left > 0) {
     const int8_t *lane[2][4]; /* by unit */
     for (int i = 0; i < 4; i++)
@@ -84,9 +86,10 @@ KVEDGE_INLINE void spread_codes_of_heads(const kvedge_query *q, const int bits, 
   }
 }
 
-/* Sums over 64 bytes of a block's rows from `at` on: of the products with the two high planes, and with the low one if
- * there are three. In lane L of out[][u] is the sum of tokens 4u..4u+3 over what lies in lane L. With `apart`, two outs:
- * of the first and the second unit of int4. (`how`, `bits`, `bytes` and `apart`: constants where this is inlined.) */
+/* Sums over 64 bytes of a block's rows from `at` on: of the products with the two high planes,
+ * and with the low one if there are three. In lane L of out[][u] is the sum of tokens 4u..4u+3
+ * over what lies in lane L. With `apart`, two outs: of the first and the second unit of int4.
+ * (`how`, `bits`, `bytes` and `apart`: constants where this is inlined.) */
 KVEDGE_INLINE void multiply_64_of_heads(const key_rows *k, const extent how, const int bits, int at, int row_bytes,
                                         const int bytes, const int apart, const __m512i *codes, const char *lines,
                                         const lines_ahead *ahead, __m512i out[2][2][4]) {
@@ -125,30 +128,30 @@ KVEDGE_INLINE unsigned first_lanes_of(int n) { return n >= 4 ? 0xffff : (1u << 4
 KVEDGE_INLINE void score_block_of_heads(const scoring *s, const key_rows *k, const extent how, const int bytes,
                                         const __m512i *codes, const float *k_scale, ptrdiff_t k_scale_stride,
                                         float *scores) {
-  const int dim = s->q->dim, parts = (bytes + 1) / 2;
+  const int dim = s->q->dim, pairs = (bytes + 1) / 2;
   __m512i sum[2][4]; /* of the head so far */
 #pragma GCC unroll 2
-  for (int part = 0; part < parts; part++)
+  for (int pair = 0; pair < pairs; pair++)
 #pragma GCC unroll 4
-    for (int u = 0; u < 4; u++) sum[part][u] = _mm512_setzero_si512();
+    for (int u = 0; u < 4; u++) sum[pair][u] = _mm512_setzero_si512();
   int head = 0, left = dim / 16; /* lanes of the head that are left */
   for (int d = 0; d < HEADS * dim; d += 64, codes += 4 * bytes) {
     __m512i products[2][2][4], halves[2][2];
     multiply_64_of_heads(k, how, 8, d, HEADS * dim, bytes, 0, codes, take_lines(s->ahead, BLOCK), s->ahead, products);
     const __mmask16 its = (__mmask16)(left >= 4 ? 0xffff : (1 << 4 * left) - 1);
 #pragma GCC unroll 2
-    for (int part = 0; part < parts; part++)
+    for (int pair = 0; pair < pairs; pair++)
 #pragma GCC unroll 4
       for (int u = 0; u < 4; u++)
-        sum[part][u] = _mm512_mask_add_epi32(sum[part][u], its, sum[part][u], products[0][part][u]);
+        sum[pair][u] = _mm512_mask_add_epi32(sum[pair][u], its, sum[pair][u], products[0][pair][u]);
     left -= 4;
     if (left > 0) continue;
 #pragma GCC unroll 2
-    for (int part = 0; part < parts; part++) {
-      halves[part][0] = add_half_lanes(sum[part][0], sum[part][1]);
-      halves[part][1] = add_half_lanes(sum[part][2], sum[part][3]);
+    for (int pair = 0; pair < pairs; pair++) {
+      halves[pair][0] = add_half_lanes(sum[pair][0], sum[pair][1]);
+      halves[pair][1] = add_half_lanes(sum[pair][2], sum[pair][3]);
 #pragma GCC unroll 4
-      for (int u = 0; u < 4; u++) sum[part][u] = _mm512_maskz_mov_epi32((__mmask16)~its, products[0][part][u]);
+      for (int u = 0; u < 4; u++) sum[pair][u] = _mm512_maskz_mov_epi32((__mmask16)~its, products[0][pair][u]);
     }
     put_head_scores(s->q, head, bytes, halves, k_scale + head * k_scale_stride, scores + head * KVEDGE_TILE,
                     s->accumulate);
@@ -162,12 +165,12 @@ KVEDGE_INLINE void score_codes_of_heads(const scoring *s, const key_rows *k, con
                                         const int apart, const __m512i *codes, const float *k_scale,
                                         ptrdiff_t k_scale_stride, float *scores) {
   enum { UNITS = 8 }; /* of a vector */
-  const int dim = s->q->dim, parts = (bytes + 1) / 2, row_bytes = HEADS * dim / 2;
+  const int dim = s->q->dim, pairs = (bytes + 1) / 2, row_bytes = HEADS * dim / 2;
   __m512i sum[2][4]; /* of the head so far */
 #pragma GCC unroll 2
-  for (int part = 0; part < parts; part++)
+  for (int pair = 0; pair < pairs; pair++)
 #pragma GCC unroll 4
-    for (int u = 0; u < 4; u++) sum[part][u] = _mm512_setzero_si512();
+    for (int u = 0; u < 4; u++) sum[pair][u] = _mm512_setzero_si512();
   int head = 0, left = dim / 16; /* units of the head that are left */
   for (int at = 0; at < row_bytes; at += 64, codes += 8 * bytes) {
     __m512i products[2][2][4], halves[2][2];
@@ -178,20 +181,20 @@ KVEDGE_INLINE void score_codes_of_heads(const scoring *s, const key_rows *k, con
       const __mmask16 first = (__mmask16)(first_lanes_of((stop + 1) / 2) & ~first_lanes_of((unit + 1) / 2));
       const __mmask16 second = (__mmask16)(first_lanes_of(stop / 2) & ~first_lanes_of(unit / 2));
 #pragma GCC unroll 2
-      for (int part = 0; part < parts; part++)
+      for (int pair = 0; pair < pairs; pair++)
 #pragma GCC unroll 4
         for (int u = 0; u < 4; u++) {
-          sum[part][u] = _mm512_mask_add_epi32(sum[part][u], first, sum[part][u], products[0][part][u]);
-          if (apart) sum[part][u] = _mm512_mask_add_epi32(sum[part][u], second, sum[part][u], products[1][part][u]);
+          sum[pair][u] = _mm512_mask_add_epi32(sum[pair][u], first, sum[pair][u], products[0][pair][u]);
+          if (apart) sum[pair][u] = _mm512_mask_add_epi32(sum[pair][u], second, sum[pair][u], products[1][pair][u]);
         }
       left -= stop - unit, unit = stop;
       if (left > 0) break;
 #pragma GCC unroll 2
-      for (int part = 0; part < parts; part++) {
-        halves[part][0] = add_half_lanes(sum[part][0], sum[part][1]);
-        halves[part][1] = add_half_lanes(sum[part][2], sum[part][3]);
+      for (int pair = 0; pair < pairs; pair++) {
+        halves[pair][0] = add_half_lanes(sum[pair][0], sum[pair][1]);
+        halves[pair][1] = add_half_lanes(sum[pair][2], sum[pair][3]);
 #pragma GCC unroll 4
-        for (int u = 0; u < 4; u++) sum[part][u] = _mm512_setzero_si512();
+        for (int u = 0; u < 4; u++) sum[pair][u] = _mm512_setzero_si512();
       }
       put_head_scores(s->q, head, bytes, halves, k_scale + head * k_scale_stride, scores + head * KVEDGE_TILE,
                       s->accumulate);
@@ -201,23 +204,23 @@ KVEDGE_INLINE void score_codes_of_heads(const scoring *s, const key_rows *k, con
 }
 
 /* Blocks that are not whole, or rows that are no whole vectors. */
-static __attribute__((noinline)) void score_part_of_heads(const scoring *s, const key_rows *k, const __m512i *codes,
+static __attribute__((noinline)) void score_last_of_heads(const scoring *s, const key_rows *k, const __m512i *codes,
                                                           const float *k_scale, ptrdiff_t k_scale_stride,
                                                           float *scores) {
   switch (s->q->planes) {
-    case 3: score_block_of_heads(s, k, PART, 3, codes, k_scale, k_scale_stride, scores); break;
-    case 2: score_block_of_heads(s, k, PART, 2, codes, k_scale, k_scale_stride, scores); break;
-    default: score_block_of_heads(s, k, PART, 1, codes, k_scale, k_scale_stride, scores);
+    case 3: score_block_of_heads(s, k, MASKED, 3, codes, k_scale, k_scale_stride, scores); break;
+    case 2: score_block_of_heads(s, k, MASKED, 2, codes, k_scale, k_scale_stride, scores); break;
+    default: score_block_of_heads(s, k, MASKED, 1, codes, k_scale, k_scale_stride, scores);
   }
 }
 
-static __attribute__((noinline)) void score_part_of_codes(const scoring *s, const key_rows *k, const __m512i *codes,
+static __attribute__((noinline)) void score_last_of_codes(const scoring *s, const key_rows *k, const __m512i *codes,
                                                           const float *k_scale, ptrdiff_t k_scale_stride,
                                                           float *scores) {
   switch (s->q->planes) {
-    case 3: score_codes_of_heads(s, k, PART, 3, 1, codes, k_scale, k_scale_stride, scores); break;
-    case 2: score_codes_of_heads(s, k, PART, 2, 1, codes, k_scale, k_scale_stride, scores); break;
-    default: score_codes_of_heads(s, k, PART, 1, 1, codes, k_scale, k_scale_stride, scores);
+    case 3: score_codes_of_heads(s, k, MASKED, 3, 1, codes, k_scale, k_scale_stride, scores); break;
+    case 2: score_codes_of_heads(s, k, MASKED, 2, 1, codes, k_scale, k_scale_stride, scores); break;
+    default: score_codes_of_heads(s, k, MASKED, 1, 1, codes, k_scale, k_scale_stride, scores);
   }
 }
 
@@ -230,7 +233,7 @@ KVEDGE_INLINE void score_heads(const scoring *s, ptrdiff_t k_scale_stride, const
     const float *k_scale = s->k_scale + t;
     float *scores = s->scores + t;
     if (rows.num_tokens < BLOCK || !whole)
-      (bits == 8 ? score_part_of_heads : score_part_of_codes)(s, &rows, codes, k_scale, k_scale_stride, scores);
+      (bits == 8 ? score_last_of_heads : score_last_of_codes)(s, &rows, codes, k_scale, k_scale_stride, scores);
     else if (bits == 8) score_block_of_heads(s, &rows, WHOLE, bytes, codes, k_scale, k_scale_stride, scores);
     else score_codes_of_heads(s, &rows, WHOLE, bytes, 0, codes, k_scale, k_scale_stride, scores);
   }

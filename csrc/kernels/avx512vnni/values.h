@@ -22,7 +22,7 @@ enum {
   SUM_QUERIES = 4,    /* at most */
   HALF_QUERIES = 4,   /* at most, where half of the sums are made at a time */
   FEW_QUERIES = 2,    /* up to which all sums of 64 channels are made at a time */
-  ROWS_NEAR = 8,      /* this many rows before a row is used, it is asked for into L1 */
+  ROWS_NEAR = 8,      /* a row is prefetched into L1 this many rows before it is used */
 };
 
 /* The scale of `count` queries' codes of a tile's weights, and what makes codes of weights. (Constants where this is
@@ -70,7 +70,7 @@ KVEDGE_INLINE void encode_weights_of(const int count, const int bytes, const flo
 /* First all scales, then all codes, so that these need not wait for sums over lanes and divisions. */
 KVEDGE_INLINE void encode_weights(int num_queries, const int bytes, const float *p, const float *v_scale,
                                   const ptrdiff_t v_scale_stride, int num_tokens, uint8_t *codes, float *scale) {
-  float factor[KVEDGE_STACK];
+  float factor[KVEDGE_QUERY_ROWS];
 #define SCALE_OF(count)                                                                                                \
   scale_of_weights(count, bytes, p + i * KVEDGE_TILE, v_scale, v_scale_stride, num_tokens, scale + i, factor + i)
 #define ENCODE_OF(count)                                                                                               \
@@ -105,10 +105,13 @@ typedef struct {
 
 KVEDGE_INLINE const int8_t *block_of(const value_rows *v, int b) { return (const int8_t *)v->blocks[b] + v->offset; }
 
-/* Where weigh() has a tile's values from, and how many lines it asks for with every four rows: from rows that are whole
- * (four); from rows, and keeps them interleaved (two); from what was kept, the first time (the other half, two), and
- * after that (none). */
-typedef enum { ROWS, ROWS_KEPT, KEPT_PREFETCHING, KEPT } value_source;
+/* Where add_rows() reads values, and how many lines it prefetches with every four rows. */
+typedef enum {
+  ROWS,             /* whole rows; four lines */
+  ROWS_KEPT,        /* rows, which are kept interleaved; two lines */
+  KEPT_PREFETCHING, /* kept rows, for the first time; the other two lines */
+  KEPT,             /* kept rows; none */
+} value_source;
 
 /* All of a tile's values interleaved: (tokens of whole blocks / 4, 4). Rows past the last token repeat it: their weight
  * is 0. */
@@ -126,9 +129,9 @@ static __attribute__((noinline)) void keep_values(const value_rows *v, int num_c
   }
 }
 
-/* Four rows of 64 channels (WHOLE), of those in `valid` (PART), or of up to 32, so that in the upper halves are the
- * four rows that follow (HALF). `near`: the four rows there are asked for into L1, unless it is NULL. (But for `valid`,
- * constants where this is inlined.) */
+/* Loads four rows of 64 channels (WHOLE), or of those in `valid` (MASKED); or of up to 32
+ * channels with the next four rows in the upper halves (HALF). The four rows at `near`, unless
+ * it is NULL, are prefetched into L1. (All but `valid`: constants where this is inlined.) */
 KVEDGE_INLINE void load_values(const int8_t *from, const int8_t *near, ptrdiff_t stride, const extent how,
                                __mmask64 valid, __m512i row[4]) {
   const int prefetches = near != NULL;
@@ -154,10 +157,11 @@ KVEDGE_INLINE __m512i weights_at(const uint8_t *codes, const int half) {
 
 /* Sums over a tile of `count` queries' weights, of `bytes` bytes, times the values, as interleave_4_rows() orders
  * them: (count, 4). `how` and `valid`: as load_values() has them. (Constants where this is inlined.) */
-KVEDGE_INLINE void weigh(const value_rows *v, const value_source source, const extent how, __mmask64 valid,
-                         __m512i *kept, const int count, const int bytes, const uint8_t *codes, __m512 (*totals)[4]) {
+KVEDGE_INLINE void add_rows(const value_rows *v, const value_source source, const extent how, __mmask64 valid,
+                            __m512i *kept, const int count, const int bytes, const uint8_t *codes,
+                            __m512 (*totals)[4]) {
   const int half = how == HALF;
-  const int step = half ? 8 : 4, asked = source == ROWS ? 4 : source == KEPT ? 0 : 2; /* lines in a step */
+  const int step = half ? 8 : 4, per_step = source == ROWS ? 4 : source == KEPT ? 0 : 2; /* lines in a step */
   /* Rows come from L2, and lie too far apart for prefetchers. Where there is little arithmetic, prefetching costs more. */
   const int prefetches_near = source == ROWS_KEPT || count * bytes > 4;
   const int times = source != ROWS ? 1 : prefetches_near ? 2 : 3;
@@ -171,7 +175,8 @@ KVEDGE_INLINE void weigh(const value_rows *v, const value_source source, const e
   for (int t = 0; t < v->num_tokens; t += BLOCK) {
     const int8_t *from = block_of(v, t / BLOCK);
     const int8_t *next = t + BLOCK < v->num_tokens ? block_of(v, t / BLOCK + 1) : from;
-    const char *lines = asked ? take_lines(v->ahead, asked * BLOCK / step) : (const char *)from; /* not used then */
+    const char *lines =
+        per_step ? take_lines(v->ahead, per_step * BLOCK / step) : (const char *)from; /* not used then */
 #pragma GCC unroll 4
     for (int r = 0; r < BLOCK; r += step) {
       __m512i value[4];
@@ -188,7 +193,7 @@ KVEDGE_INLINE void weigh(const value_rows *v, const value_source source, const e
         for (int c = 0; c < 4; c++)
           if (source == ROWS_KEPT) kept[c] = value[c];
       }
-      prefetch_lines(v->ahead, lines, asked, times);
+      prefetch_lines(v->ahead, lines, per_step, times);
 #pragma GCC unroll 4
       for (int i = 0; i < count; i++)
 #pragma GCC unroll 3
@@ -197,7 +202,7 @@ KVEDGE_INLINE void weigh(const value_rows *v, const value_source source, const e
 #pragma GCC unroll 4
           for (int c = 0; c < 4; c++) multiply_add(&sum[i][b][c], weights, value[c]);
         }
-      codes += 4 * step, kept += 4, from += step * v->token_stride, lines += 64 * asked;
+      codes += 4 * step, kept += 4, from += step * v->token_stride, lines += 64 * per_step;
     }
   }
 #pragma GCC unroll 4
@@ -217,10 +222,10 @@ KVEDGE_INLINE void interleave_half(const __m512i row[4], const int high, __m512i
   out[1] = _mm512_unpackhi_epi16(ab, cd);
 }
 
-/* weigh(), of rows: totals[i][0] and [1], or [2] and [3]. (`how`, WHOLE or PART, `high`, `count` and `bytes`: constants
- * where this is inlined.) */
-KVEDGE_INLINE void weigh_half(const value_rows *v, const extent how, __mmask64 valid, const int high, const int count,
-                              const int bytes, const uint8_t *codes, __m512 (*totals)[4]) {
+/* add_rows(), of rows: totals[i][0] and [1], or [2] and [3]. (`how`, WHOLE or MASKED, `high`,
+ * `count` and `bytes`: constants where this is inlined.) */
+KVEDGE_INLINE void sum_half(const value_rows *v, const extent how, __mmask64 valid, const int high, const int count,
+                            const int bytes, const uint8_t *codes, __m512 (*totals)[4]) {
   __m512i sum[HALF_QUERIES][3][2];
 #pragma GCC unroll 4
   for (int i = 0; i < count; i++)
@@ -277,48 +282,48 @@ typedef struct {
   float *acc;
   ptrdiff_t acc_stride;
   __m512i *kept; /* (KVEDGE_TILE / 4, 4) room for interleaved rows */
-} weighing;
+} weighted_sums;
 
 /* 64 channels (or those in `valid`) of a tile of values, added for all queries, three or more, by halves. (`how` and
  * `bytes`: constants where this is inlined.) */
-KVEDGE_INLINE void weigh_64_by_halves(const value_rows *v, const extent how, __mmask64 valid, const weighing *w,
-                                      const int bytes) {
+KVEDGE_INLINE void sum_64_by_halves(const value_rows *v, const extent how, __mmask64 valid, const weighted_sums *w,
+                                    const int bytes) {
   int passes = (w->num_queries + HALF_QUERIES - 1) / HALF_QUERIES;
   for (int i = 0, count; passes > 0; i += count, passes--) {
     __m512 totals[HALF_QUERIES][4];
     const uint8_t *codes = w->codes + i * CODE_ROW;
     count = (w->num_queries - i + passes - 1) / passes; /* as equal as can be */
-#define WEIGH_HALVES(count)                                                                                            \
+#define SUM_HALVES(count)                                                                                              \
   case count:                                                                                                          \
-    weigh_half(v, how, valid, 0, count, bytes, codes, totals);                                                         \
-    weigh_half(v, how, valid, 1, count, bytes, codes, totals);                                                         \
+    sum_half(v, how, valid, 0, count, bytes, codes, totals);                                                           \
+    sum_half(v, how, valid, 1, count, bytes, codes, totals);                                                           \
     break
     switch (count) {
-      WEIGH_HALVES(2);
-      WEIGH_HALVES(3);
-      WEIGH_HALVES(4);
+      SUM_HALVES(2);
+      SUM_HALVES(3);
+      SUM_HALVES(4);
     }
-#undef WEIGH_HALVES
+#undef SUM_HALVES
     for (int j = i; j < i + count; j++)
       add_totals(totals[j - i], how == WHOLE ? ~0ull : valid, w->scale[j], w->rescale[j], w->acc + j * w->acc_stride);
   }
 }
 
 /* (Apart: so compilers make of whole rows what they make without this.) */
-static __attribute__((noinline)) void weigh_part_by_halves(const value_rows *v, __mmask64 valid, const weighing *w) {
-  weigh_64_by_halves(v, PART, valid, w, PLANES);
+static __attribute__((noinline)) void sum_part_by_halves(const value_rows *v, __mmask64 valid, const weighted_sums *w) {
+  sum_64_by_halves(v, MASKED, valid, w, PLANES);
 }
 
 /* 64 channels, or fewer, of a tile of values, added for all queries, with weights of `bytes` bytes (a constant where
  * this is inlined). */
-KVEDGE_INLINE void weigh_64(const value_rows *v, int num_channels, const weighing *w, const int bytes) {
+KVEDGE_INLINE void sum_64(const value_rows *v, int num_channels, const weighted_sums *w, const int bytes) {
   const int most = SUM_REGISTERS / (4 * bytes) < SUM_QUERIES ? SUM_REGISTERS / (4 * bytes) : SUM_QUERIES;
   const int whole = v->num_tokens % BLOCK == 0, n = w->num_queries;
-  const extent how = num_channels >= 64 ? WHOLE : num_channels > 32 || !whole ? PART : HALF;
+  const extent how = num_channels >= 64 ? WHOLE : num_channels > 32 || !whole ? MASKED : HALF;
   const __mmask64 valid = first_bytes(num_channels);
   if (n > FEW_QUERIES && n <= SEVERAL_QUERIES && whole && how != HALF) {
-    if (how == WHOLE) weigh_64_by_halves(v, WHOLE, valid, w, bytes);
-    else weigh_part_by_halves(v, valid, w);
+    if (how == WHOLE) sum_64_by_halves(v, WHOLE, valid, w, bytes);
+    else sum_part_by_halves(v, valid, w);
     return;
   }
   __m512i *kept = w->kept; /* (tokens / 4, 4) */
@@ -331,34 +336,35 @@ KVEDGE_INLINE void weigh_64(const value_rows *v, int num_channels, const weighin
     __m512 totals[SUM_QUERIES][4];
     const uint8_t *codes = w->codes + i * CODE_ROW;
     count = (n - i + passes - 1) / passes; /* as equal as can be */
-#define WEIGH_FROM(source, count)                                                                                      \
-  if (how == HALF) weigh(v, source, HALF, valid, kept, count, bytes, codes, totals);                                   \
-  else if (how == PART && source < KEPT_PREFETCHING) weigh(v, source, PART, valid, kept, count, bytes, codes, totals); \
-  else weigh(v, source, WHOLE, valid, kept, count, bytes, codes, totals)
-#define WEIGH(count)                                                                                                   \
+#define SUM_FROM(source, count)                                                                                        \
+  if (how == HALF) add_rows(v, source, HALF, valid, kept, count, bytes, codes, totals);                                \
+  else if (how == MASKED && source < KEPT_PREFETCHING)                                                                 \
+    add_rows(v, source, MASKED, valid, kept, count, bytes, codes, totals);                                             \
+  else add_rows(v, source, WHOLE, valid, kept, count, bytes, codes, totals)
+#define SUM(count)                                                                                                     \
   switch (source) {                                                                                                    \
-    case ROWS: WEIGH_FROM(ROWS, count); break;                                                                         \
-    case ROWS_KEPT: WEIGH_FROM(ROWS_KEPT, count); break;                                                               \
-    case KEPT_PREFETCHING: WEIGH_FROM(KEPT_PREFETCHING, count); break;                                                 \
-    case KEPT: WEIGH_FROM(KEPT, count); break;                                                                         \
+    case ROWS: SUM_FROM(ROWS, count); break;                                                                           \
+    case ROWS_KEPT: SUM_FROM(ROWS_KEPT, count); break;                                                                 \
+    case KEPT_PREFETCHING: SUM_FROM(KEPT_PREFETCHING, count); break;                                                   \
+    case KEPT: SUM_FROM(KEPT, count); break;                                                                           \
   }
     if (count == 1) {
-      WEIGH(1)
+      SUM(1)
     } else if (count == 2) {
-      WEIGH(2)
+      SUM(2)
     }
 #if PLANES < 3 /* else there are no registers for more */
     else if (count == 3) {
-      WEIGH(3)
+      SUM(3)
     }
 #endif
 #if PLANES == 1
     else {
-      WEIGH(4)
+      SUM(4)
     }
 #endif
-#undef WEIGH
-#undef WEIGH_FROM
+#undef SUM
+#undef SUM_FROM
     source = source == ROWS_KEPT ? KEPT_PREFETCHING : KEPT;
     for (int j = i; j < i + count; j++)
       add_totals(totals[j - i], valid, w->scale[j], w->rescale[j], w->acc + j * w->acc_stride);
@@ -367,14 +373,13 @@ KVEDGE_INLINE void weigh_64(const value_rows *v, int num_channels, const weighin
 
 void WEIGHTED_SUM(int8)(const kvedge_probabilities *p, const kvedge_tile *values, const kvedge_accumulators *to) {
   char *scratch = p->scratch;
-  uint8_t *codes = kvedge_take_scratch(&scratch, KVEDGE_STACK * CODE_ROW);
-  float scale[KVEDGE_STACK];
+  uint8_t *codes = kvedge_take_scratch(&scratch, KVEDGE_QUERY_ROWS * CODE_ROW);
+  float scale[KVEDGE_QUERY_ROWS];
   lines_ahead ahead = lines_of(values, values->dim);
   encode_weights(p->num_queries, PLANES, p->p, values->scales, 0, values->num_tokens, codes, scale);
   value_rows rows = {values->blocks, values->offset, values->token_stride, values->num_tokens, &ahead, values};
-  weighing w = {p->num_queries, codes, scale, to->rescale, to->acc, to->stride, (__m512i *)scratch};
-  for (int d = 0; d < values->dim; d += 64, w.acc += 64, rows.offset += 64)
-    weigh_64(&rows, values->dim - d, &w, PLANES);
+  weighted_sums w = {p->num_queries, codes, scale, to->rescale, to->acc, to->stride, (__m512i *)scratch};
+  for (int d = 0; d < values->dim; d += 64, w.acc += 64, rows.offset += 64) sum_64(&rows, values->dim - d, &w, PLANES);
 }
 
 /* ---- A head batch: see scores_of_heads.c ---- */
@@ -382,8 +387,8 @@ void WEIGHTED_SUM(int8)(const kvedge_probabilities *p, const kvedge_tile *values
 /* Sums of 64 channels of a tile, of the first head's weights in lanes 0..lanes-1 and of the next one's in the others;
  * `kept`, if not NULL: interleaved rows. (`whole`: lanes are 4; it, `from_rows` and `bytes` are constants where this is
  * inlined.) */
-KVEDGE_INLINE void weigh_64_of_heads(const value_rows *v, const int from_rows, const __m512i *kept, const int whole,
-                                     int lanes, const int bytes, const uint8_t *codes, __m512 totals[4]) {
+KVEDGE_INLINE void sum_64_of_heads(const value_rows *v, const int from_rows, const __m512i *kept, const int whole,
+                                   int lanes, const int bytes, const uint8_t *codes, __m512 totals[4]) {
   const __mmask16 next = (__mmask16)(whole ? 0 : 0xffffu << 4 * lanes);
   const int to_next = lanes < 4 ? CODE_ROW : 0; /* the last head has no next */
   __m512i sum[3][4];
@@ -430,8 +435,8 @@ KVEDGE_INLINE void add_totals_of_heads(const __m512 total[4], int lanes, const f
   }
 }
 
-KVEDGE_INLINE void weigh_heads(value_rows *v, int dim, const int bytes, const float *p, const float *v_scale,
-                               ptrdiff_t v_scale_stride, const float *rescale, float *acc, char *scratch) {
+KVEDGE_INLINE void sum_heads(value_rows *v, int dim, const int bytes, const float *p, const float *v_scale,
+                             ptrdiff_t v_scale_stride, const float *rescale, float *acc, char *scratch) {
   _Alignas(64) uint8_t codes[HEADS * CODE_ROW];
   float scale[HEADS];
   __m512i *kept = (__m512i *)scratch; /* (KVEDGE_TILE / 4, 4) */
@@ -442,9 +447,9 @@ KVEDGE_INLINE void weigh_heads(value_rows *v, int dim, const int bytes, const fl
     const uint8_t *of_head = codes + head * CODE_ROW;
     if (v->num_tokens % BLOCK) {
       keep_values(v, 64, kept);
-      weigh_64_of_heads(v, 0, kept, 0, left < 4 ? left : 4, bytes, of_head, totals);
-    } else if (left >= 4) weigh_64_of_heads(v, 1, NULL, 1, 4, bytes, of_head, totals);
-    else weigh_64_of_heads(v, 1, NULL, 0, left, bytes, of_head, totals);
+      sum_64_of_heads(v, 0, kept, 0, left < 4 ? left : 4, bytes, of_head, totals);
+    } else if (left >= 4) sum_64_of_heads(v, 1, NULL, 1, 4, bytes, of_head, totals);
+    else sum_64_of_heads(v, 1, NULL, 0, left, bytes, of_head, totals);
     add_totals_of_heads(totals, left, scale + head, rescale + head, acc);
     left -= 4;
     if (left <= 0) head++, left += dim / 16;
@@ -455,5 +460,5 @@ void WEIGHTED_SUM(of_heads_int8)(const kvedge_probabilities *p, const kvedge_til
                                  const kvedge_accumulators *to) {
   lines_ahead ahead = lines_of(values, HEADS * values->dim);
   value_rows rows = {values->blocks, values->offset, values->token_stride, values->num_tokens, &ahead, values};
-  weigh_heads(&rows, values->dim, PLANES, p->p, values->scales, values->scale_stride, to->rescale, to->acc, p->scratch);
+  sum_heads(&rows, values->dim, PLANES, p->p, values->scales, values->scale_stride, to->rescale, to->acc, p->scratch);
 }

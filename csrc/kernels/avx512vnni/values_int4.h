@@ -1,12 +1,14 @@
-/* Weighted sums of int4, after values.h: rows are interleaved as they are stored, and then 5 instructions make two vectors
- * of levels of each one, those of even channels and of odd ones. Sums are put in order at the end.
+/* Weighted sums of int4, after values.h: rows are interleaved as they are stored, and then 5
+ * instructions make two vectors of levels of each one, those of even channels and of odd ones.
+ * Sums are put in order at the end.
  *
- * 32 bytes of a row are 64 channels, so rows of two tokens share a register (HALF), four apart. A head batch has rows of
- * 64 bytes.
+ * 32 bytes of a row are 64 channels, so rows of two tokens share a register (HALF), four apart.
+ * A head batch has rows of 64 bytes.
  *
- * One query or two: sums of all 64 channels stay in registers, or of half of them at a time. More: levels are kept as int8's
- * rows are, and weighed by the same code. (Zen 5 with 256-bit data paths, hot: from four queries on that is 1.1 to 1.2 times as
- * fast as making levels again for every two or three queries, for two queries 0.88.)
+ * One query or two: sums of all 64 channels stay in registers, or of half of them at a time.
+ * More: levels are kept as int8's rows are, and weighted by the same code. (Zen 5 with 256-bit
+ * data paths, hot: from four queries on that is 1.1 to 1.2 times as fast as making levels again
+ * for every two or three queries, for two queries 0.88.)
  */
 
 /* The rows of tokens 0..3 in lanes 0 and 1, of 4..7 in lanes 2 and 3: interleaved bytes 4c..4c+3 of each 16, for c = 0
@@ -39,15 +41,15 @@ KVEDGE_INLINE void add_16(__m512i sum, __mmask16 valid, float scale, float resca
 }
 
 /* 64 channels or fewer of a tile of whole blocks, added for `count` queries, one or two: all of them, or of each 32 the
- * lower or the upper half. (`part` and `count`: constants where this is inlined.) */
+ * lower or the upper half. (`half` and `count`: constants where this is inlined.) */
 enum { LOWER, UPPER, ALL };
-KVEDGE_INLINE void weigh_codes_of(const value_rows *v, int num_channels, const int part, const weighing *w,
-                                  const int count) {
-  const int from_part = part == UPPER, stop_part = part == LOWER ? 1 : 2;
+KVEDGE_INLINE void sum_codes_of(const value_rows *v, int num_channels, const int half, const weighted_sums *w,
+                                const int count) {
+  const int from_half = half == UPPER, stop_half = half == LOWER ? 1 : 2;
   const __mmask32 there = (__mmask32)first_bytes(bytes_of(num_channels, 4));
   const __m512i levels = int4_levels(0);
   const uint8_t *codes = w->codes;
-  __m512i sum[FEW_QUERIES][PLANES][2][2][2]; /* (part, c, first or second code) */
+  __m512i sum[FEW_QUERIES][PLANES][2][2][2]; /* (half, c, first or second code) */
 #pragma GCC unroll 4
   for (int i = 0; i < count; i++)
 #pragma GCC unroll 3
@@ -56,13 +58,13 @@ KVEDGE_INLINE void weigh_codes_of(const value_rows *v, int num_channels, const i
       for (int k = 0; k < 8; k++) sum[i][b][k / 4][k / 2 % 2][k % 2] = _mm512_setzero_si512();
   for (int t = 0; t < v->num_tokens; t += BLOCK) {
     const int8_t *from = block_of(v, t / BLOCK);
-    const int asked = part == ALL ? 4 : 2; /* lines for 8 tokens */
-    const char *lines = take_lines(v->ahead, 2 * asked);
+    const int per_step = half == ALL ? 4 : 2; /* lines for 8 tokens */
+    const char *lines = take_lines(v->ahead, 2 * per_step);
 #pragma GCC unroll 2
     for (int r = 0; r < BLOCK; r += 8, codes += 32, from += 8 * v->token_stride) {
-      prefetch_lines(v->ahead, lines + 64 * asked * (r / 8), asked, 3);
+      prefetch_lines(v->ahead, lines + 64 * per_step * (r / 8), per_step, 3);
 #pragma GCC unroll 2
-      for (int p = from_part; p < stop_part; p++) {
+      for (int p = from_half; p < stop_half; p++) {
         __m512i bytes[2];
         interleave_8_rows(from, v->token_stride, there, p, bytes);
 #pragma GCC unroll 4
@@ -81,7 +83,7 @@ KVEDGE_INLINE void weigh_codes_of(const value_rows *v, int num_channels, const i
   for (int i = 0; i < count; i++) {
     float *acc = w->acc + i * w->acc_stride;
 #pragma GCC unroll 2
-    for (int p = from_part; p < stop_part; p++) {
+    for (int p = from_half; p < stop_half; p++) {
       __m512 totals[2][2];
       __m512i ordered[4];
 #pragma GCC unroll 4
@@ -125,12 +127,12 @@ static __attribute__((noinline)) void keep_levels(const value_rows *v, int num_c
 }
 
 /* 64 channels, or fewer, of a tile, added for all queries. */
-static void weigh_codes(const value_rows *v, int num_channels, const weighing *w) {
+static void sum_codes(const value_rows *v, int num_channels, const weighted_sums *w) {
   enum { MOST = SUM_REGISTERS / (4 * PLANES) < SUM_QUERIES ? SUM_REGISTERS / (4 * PLANES) : SUM_QUERIES };
   const int n = w->num_queries;
   if (n <= FEW_QUERIES && v->num_tokens % BLOCK == 0) {
-    if (n == 1) weigh_codes_of(v, num_channels, ALL, w, 1);
-    else weigh_codes_of(v, num_channels, LOWER, w, 2), weigh_codes_of(v, num_channels, UPPER, w, 2);
+    if (n == 1) sum_codes_of(v, num_channels, ALL, w, 1);
+    else sum_codes_of(v, num_channels, LOWER, w, 2), sum_codes_of(v, num_channels, UPPER, w, 2);
     return;
   }
   __m512i *kept = w->kept;
@@ -139,16 +141,16 @@ static void weigh_codes(const value_rows *v, int num_channels, const weighing *w
     __m512 totals[SUM_QUERIES][4];
     const uint8_t *codes = w->codes + i * CODE_ROW;
     count = (n - i + passes - 1) / passes; /* as equal as can be */
-#define WEIGH(count) weigh(v, KEPT, WHOLE, ~0ull, kept, count, PLANES, codes, totals)
-    if (count == 1) WEIGH(1);
-    else if (count == 2) WEIGH(2);
+#define SUM(count) add_rows(v, KEPT, WHOLE, ~0ull, kept, count, PLANES, codes, totals)
+    if (count == 1) SUM(1);
+    else if (count == 2) SUM(2);
 #if PLANES < 3 /* else there are no registers for more */
-    else if (count == 3) WEIGH(3);
+    else if (count == 3) SUM(3);
 #endif
 #if PLANES == 1
-    else WEIGH(4);
+    else SUM(4);
 #endif
-#undef WEIGH
+#undef SUM
     for (int j = i; j < i + count; j++)
       add_totals(totals[j - i], first_bytes(num_channels), w->scale[j], w->rescale[j], w->acc + j * w->acc_stride);
   }
@@ -156,22 +158,22 @@ static void weigh_codes(const value_rows *v, int num_channels, const weighing *w
 
 void WEIGHTED_SUM(int4)(const kvedge_probabilities *p, const kvedge_tile *values, const kvedge_accumulators *to) {
   char *scratch = p->scratch;
-  uint8_t *codes = kvedge_take_scratch(&scratch, KVEDGE_STACK * CODE_ROW);
-  float scale[KVEDGE_STACK];
+  uint8_t *codes = kvedge_take_scratch(&scratch, KVEDGE_QUERY_ROWS * CODE_ROW);
+  float scale[KVEDGE_QUERY_ROWS];
   lines_ahead ahead = lines_of(values, bytes_of(values->dim, 4));
   encode_weights(p->num_queries, PLANES, p->p, values->scales, 0, values->num_tokens, codes, scale);
   value_rows rows = {values->blocks, values->offset, values->token_stride, values->num_tokens, &ahead, values};
-  weighing w = {p->num_queries, codes, scale, to->rescale, to->acc, to->stride, (__m512i *)scratch};
-  for (int d = 0; d < values->dim; d += 64, w.acc += 64, rows.offset += 32) weigh_codes(&rows, values->dim - d, &w);
+  weighted_sums w = {p->num_queries, codes, scale, to->rescale, to->acc, to->stride, (__m512i *)scratch};
+  for (int d = 0; d < values->dim; d += 64, w.acc += 64, rows.offset += 32) sum_codes(&rows, values->dim - d, &w);
 }
 
 /* ---- A head batch: see scores_of_heads.c ---- */
 
 /* 64 bytes of the rows of a tile from `unit` on, one of all heads' units of 16 channels, added for the heads that have
- * them. Each of the four lanes has two units, which may be of two heads where they are `apart`; with `part` tokens or
- * bytes may be missing. (`apart` and `part`: constants where this is inlined.) */
-KVEDGE_INLINE void weigh_codes_of_heads(const value_rows *v, const int apart, const int part, int unit, int dim,
-                                        const uint8_t *codes, const float *scale, const float *rescale, float *acc) {
+ * them. Each of the four lanes has two units, which may be of two heads where they are `apart`; with `masked` tokens or
+ * bytes may be missing. (`apart` and `masked`: constants where this is inlined.) */
+KVEDGE_INLINE void sum_codes_of_heads(const value_rows *v, const int apart, const int masked, int unit, int dim,
+                                      const uint8_t *codes, const float *scale, const float *rescale, float *acc) {
   enum { UNITS = 8 };
   const int of_head = dim / 16, all = HEADS * of_head, first = unit / of_head, row_bytes = HEADS * dim / 2;
   const __mmask64 valid = first_bytes(row_bytes - 8 * unit);
@@ -196,7 +198,7 @@ KVEDGE_INLINE void weigh_codes_of_heads(const value_rows *v, const int apart, co
 #pragma GCC unroll 4
     for (int r = 0; r < BLOCK; r += 4, codes += 16) {
       __m512i row[4], bytes[4];
-      if (part) {
+      if (masked) {
         for (int j = 0; j < 4; j++)
           row[j] = _mm512_maskz_loadu_epi8(valid, from + (r + j < last ? r + j : last) * v->token_stride);
       } else load_values(from + r * v->token_stride, NULL, v->token_stride, WHOLE, ~0ull, row);
@@ -248,7 +250,7 @@ void WEIGHTED_SUM(of_heads_int4)(const kvedge_probabilities *p, const kvedge_til
   value_rows rows = {values->blocks, values->offset, values->token_stride, values->num_tokens, &ahead, values};
   const int whole = values->num_tokens % BLOCK == 0 && dim % 32 == 0;
   for (int unit = 0; unit < HEADS * dim / 16; unit += 8, rows.offset += 64) {
-    if (whole) weigh_codes_of_heads(&rows, 0, 0, unit, dim, codes, scale, to->rescale, to->acc);
-    else weigh_codes_of_heads(&rows, 1, 1, unit, dim, codes, scale, to->rescale, to->acc);
+    if (whole) sum_codes_of_heads(&rows, 0, 0, unit, dim, codes, scale, to->rescale, to->acc);
+    else sum_codes_of_heads(&rows, 1, 1, unit, dim, codes, scale, to->rescale, to->acc);
   }
 }

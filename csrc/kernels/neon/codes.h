@@ -10,11 +10,11 @@ KVEDGE_INLINE float divide_or_0(float a, float b, float largest) { return larges
 
 /* A query's codes where 16-bit integers are multiplied: for 16 channels the two high planes as such integers, then
  * floats of the unit of all three, which take the place of these. */
-enum { CODES_OF_16 = KVEDGE_CODE_BYTES * 16, FLOATS_AT = 32 };
+enum { CODES_OF_16 = KVEDGE_QUANTIZED_BYTES * 16, FLOATS_AT = 32 };
 
 /* Four channels of a query from d on, zeros past its last. */
 KVEDGE_INLINE float32x4_t load_query_f32(const float *x, int dim, int d) {
-  return dim - d >= 4 ? vld1q_f32(x + d) : load_part_f32(x + min_int(d, dim), dim - d);
+  return dim - d >= 4 ? vld1q_f32(x + d) : load_first_f32(x + min_int(d, dim), dim - d);
 }
 
 /* The last n < 16 channels of four rows, with zeros after them. */
@@ -45,30 +45,31 @@ static const ptrdiff_t end_offset_16[4] = {0, 16, 32, 48};
     }
 #endif
 
-/* ---- runs of tokens ---- */
+/* ---- Stretches of tokens ---- */
 
-/* Tokens whose rows lie side by side, as do the bytes to prefetch with them: groups of four, or the last group of a tile
- * where that has fewer. So loops over groups know nothing of blocks and of ends; most tiles are one run. */
+/* Tokens whose rows lie side by side, as do the bytes to prefetch with them: a multiple of four,
+ * or the last ones of a tile. So loops over four tokens know nothing of blocks and of ends; most
+ * tiles are one stretch. */
 typedef struct {
   const char *rows;
   uintptr_t next; /* the first byte to prefetch, num_tokens times a row's channels; 0: none */
   int num_tokens; /* a multiple of 4, or fewer than 4 */
-} token_run;
+} token_stretch;
 
 typedef struct {
-  token_run run[KVEDGE_TILE_BLOCKS + 1];
+  token_stretch stretch[KVEDGE_TILE_BLOCKS + 1];
   int count;
-} token_runs;
+} token_stretches;
 
-static void add_run(token_runs *runs, const char *rows, uintptr_t next, int num_tokens) {
-  if (num_tokens > 0) runs->run[runs->count++] = (token_run){rows, next, num_tokens};
+static void add_stretch(token_stretches *stretches, const char *rows, uintptr_t next, int num_tokens) {
+  if (num_tokens > 0) stretches->stretch[stretches->count++] = (token_stretch){rows, next, num_tokens};
 }
 
-static token_runs runs_of(const kvedge_tile *tile) {
+static token_stretches stretches_of(const kvedge_tile *tile) {
   const ptrdiff_t stride = tile->token_stride;
   const char *const *blocks = tile->blocks, *const *next = tile->next.blocks;
-  token_runs runs;
-  runs.count = 0;
+  token_stretches stretches;
+  stretches.count = 0;
   for (int first = 0, block; first * KVEDGE_BLOCK < tile->num_tokens; first = block + 1) {
     for (block = first; (block + 1) * KVEDGE_BLOCK < tile->num_tokens; block++)
       if (blocks[block + 1] != blocks[block] + KVEDGE_BLOCK * stride ||
@@ -78,21 +79,21 @@ static token_runs runs_of(const kvedge_tile *tile) {
     const int whole = tokens / 4 * 4;
     const char *rows = blocks[first] + tile->offset;
     const uintptr_t from = next ? (uintptr_t)next[first] + (uintptr_t)tile->next.offset : 0;
-    add_run(&runs, rows, from, whole);
-    add_run(&runs, rows + whole * stride, from ? from + (uintptr_t)(whole * tile->dim) : 0, tokens - whole);
+    add_stretch(&stretches, rows, from, whole);
+    add_stretch(&stretches, rows + whole * stride, from ? from + (uintptr_t)(whole * tile->dim) : 0, tokens - whole);
   }
-  return runs;
+  return stretches;
 }
 
-/* Where a pass over byte `before` and later ones of a run's rows prefetches from: earlier passes had as many bytes of each
- * token. */
-KVEDGE_INLINE uintptr_t next_of_run(const token_run *run, int before, int prefetches) {
-  return prefetches && run->next ? run->next + (uintptr_t)(before * run->num_tokens) : 0;
+/* Where a pass over byte `before` and later ones of a stretch's rows prefetches from: earlier
+ * passes had as many bytes of each token. */
+KVEDGE_INLINE uintptr_t next_of_stretch(const token_stretch *stretch, int before, int prefetches) {
+  return prefetches && stretch->next ? stretch->next + (uintptr_t)(before * stretch->num_tokens) : 0;
 }
 
-/* Lines of the next tile that come with four tokens of a slice `width` channels wide, from *next on, unless that is 0. A
- * slice of 8 has half a line. */
-KVEDGE_INLINE void prefetch_of_group(uintptr_t *next, unsigned group, const int width) {
+/* Lines of the next tile that come with four tokens of a slice `width` channels wide, from *next
+ * on, unless that is 0. A slice of 8 has half a line. */
+KVEDGE_INLINE void prefetch_of_four(uintptr_t *next, unsigned group, const int width) {
   if (width >= 16) {
     UNROLLED (i, width / 16) prefetch_line(next);
   } else if (group % 2 == 0) {
@@ -111,24 +112,25 @@ typedef void score_step(const int8_t *codes, ptrdiff_t stride, const int8_t *row
 /* What they amount to, of query i: four tokens' scores in units of its codes. */
 typedef float32x4_t score_join(const int32x4_t sum[SCORE_SUMS], int i, int planes);
 
-/* Scores of all tokens for `count` queries from `first` on, whose codes have code_bytes for 16 channels; the next tile is
- * prefetched with the first of them. Inlined, with step and join. */
-KVEDGE_INLINE void score_runs(const kvedge_query *q, int first, const int count, const int planes, const int code_bytes,
-                              score_step *const step, score_join *const join, const kvedge_tile *keys,
-                              const token_runs *runs, float *scores, int accumulate) {
+/* Scores of all tokens for `count` queries from `first` on, whose codes have code_bytes for 16
+ * channels; the next tile is prefetched with the first of them. Inlined, with step and join. */
+KVEDGE_INLINE void score_stretches(const kvedge_query *q, int first, const int count, const int planes,
+                                   const int code_bytes, score_step *const step, score_join *const join,
+                                   const kvedge_tile *keys, const token_stretches *stretches, float *scores,
+                                   int accumulate) {
   const int whole = q->dim / 16 * 16;
-  const ptrdiff_t code_stride = KVEDGE_CODE_BYTES * q->stride;
-  const int8_t *codes = q->codes + first * code_stride; /* (count, code_stride), padded with zeros */
+  const ptrdiff_t code_stride = KVEDGE_QUANTIZED_BYTES * q->stride;
+  const int8_t *codes = q->quantized + first * code_stride; /* (count, code_stride), padded with zeros */
   float unit[SCORE_QUERIES];
   UNROLLED (i, count) unit[i] = q->scale[(first + i) * q->scale_stride];
   scores += first * KVEDGE_TILE;
-  const token_run *run = runs->run;
-  for (int r = 0, t = 0; r < runs->count; r++, run++) {
-    const int8_t *rows = (const int8_t *)run->rows;
-    uintptr_t next = next_of_run(run, 0, first == 0);
+  const token_stretch *stretch = stretches->stretch;
+  for (int r = 0, t = 0; r < stretches->count; r++, stretch++) {
+    const int8_t *rows = (const int8_t *)stretch->rows;
+    uintptr_t next = next_of_stretch(stretch, 0, first == 0);
     ptrdiff_t offset[4];
-    row_offsets(run->num_tokens, keys->token_stride, offset);
-    for (const int end = t + run->num_tokens; t < end; t += 4, rows += 4 * keys->token_stride) {
+    row_offsets(stretch->num_tokens, keys->token_stride, offset);
+    for (const int end = t + stretch->num_tokens; t < end; t += 4, rows += 4 * keys->token_stride) {
       int32x4_t sum[SCORE_SUMS];
       UNROLLED (s, SCORE_SUMS) sum[s] = vdupq_n_s32(0);
       const int8_t *of_16 = codes;
@@ -151,7 +153,7 @@ KVEDGE_INLINE void score_runs(const kvedge_query *q, int first, const int count,
 }
 
 /* Weights, probabilities times scales, of a tile's tokens to the end of the last block; returns the largest. */
-KVEDGE_INLINE float weigh_tokens(const float *p, const float *scales, int num_tokens, float *weights) {
+KVEDGE_INLINE float weights_of_tokens(const float *p, const float *scales, int num_tokens, float *weights) {
   float32x4_t largest[4] = {vdupq_n_f32(0.0f), vdupq_n_f32(0.0f), vdupq_n_f32(0.0f), vdupq_n_f32(0.0f)};
   for (int t = 0; t < num_tokens; t += KVEDGE_BLOCK) /* p and scales are 0 from num_tokens to the end of the block */
     UNROLLED (j, KVEDGE_BLOCK / 4) {

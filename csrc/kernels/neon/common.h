@@ -1,6 +1,7 @@
-/* What the NEON paths share besides scores and weighted sums: small helpers that make 32-bit ARM (armv7 NEON: 16
- * registers, no rounding, no sums across a register) look like aarch64, prefetch, scales, storing rows, softmax, the table.
- * Included once by neon.c and neondot.c, inside their KVEDGE_TARGET_BEGIN. Static functions only.
+/* What the NEON paths share besides scores and weighted sums: small helpers that make 32-bit ARM
+ * (armv7 NEON: 16 registers, no rounding, no sums across a register) look like aarch64,
+ * prefetch, scales, storing rows, softmax, the table. Included once by neon.c and neondot.c,
+ * inside their KVEDGE_TARGET_BEGIN. Static functions only.
  *
  * Two things differ on armv7 and are seen to here, because stored bytes must not depend on the CPU:
  * its vector unit has no round-to-even (adding 1.5 * 2^23 rounds), and takes denormals for zero.
@@ -19,12 +20,12 @@
 enum {
 #if defined(__aarch64__)
   SCORE_QUERIES = 4, /* x 4 tokens = 16 registers of sums, 8 of keys */
-  WEIGH_SUMS = 16,   /* registers: 1 query and 64 channels, 2 and 32, 3 or 4 and 16 */
+  MOST_SUMS = 16,    /* registers: 1 query and 64 channels, 2 and 32, 3 or 4 and 16 */
 #else
   SCORE_QUERIES = 2,
-  WEIGH_SUMS = 8, /* 1 query and 32 channels, 2 and 16 */
+  MOST_SUMS = 8, /* 1 query and 32 channels, 2 and 16 */
 #endif
-  WEIGH_QUERIES = WEIGH_SUMS / 4,
+  WEIGHTED_QUERIES = MOST_SUMS / 4,
 };
 
 /* ---- helpers ---- */
@@ -44,7 +45,8 @@ enum {
 /* After a product that is added to a sum: else GCC 12 takes products of several tokens together, and spills sums. */
 #define AS_WRITTEN(sum) __asm__ volatile("" : "+w"(sum))
 
-/* A factor of 16-bit integers by lane is one of the first 16 registers: else GCC 12 copies it there before each product. */
+/* A factor of 16-bit integers by lane is one of the first 16 registers: else GCC 12 copies it
+ * there before each product. */
 #if defined(__aarch64__) && !defined(__clang__)
 #define IN_LOWER_REGISTER(factor) __asm__ volatile("" : "+x"(factor))
 #else
@@ -161,7 +163,7 @@ KVEDGE_INLINE uint64_t load_below_8(const int8_t *p, int n) {
 }
 
 /* n < 4 floats, then zeros */
-KVEDGE_INLINE float32x4_t load_part_f32(const float *p, int n) {
+KVEDGE_INLINE float32x4_t load_first_f32(const float *p, int n) {
   float32x4_t x = vdupq_n_f32(0.0f);
   if (n > 0) x = vld1q_lane_f32(p, x, 0);
   if (n > 1) x = vld1q_lane_f32(p + 1, x, 1);
@@ -177,11 +179,11 @@ KVEDGE_INLINE void row_offsets(int tokens_left, ptrdiff_t token_stride, ptrdiff_
 
 /* acc * rescale + sum, for `vectors` times four channels of which `channels` exist. */
 KVEDGE_INLINE void add_to_acc(const float32x4_t *sum, const int vectors, float rescale, float *acc, int channels) {
-  float part[4 * 16];
+  float copy[4 * 16];
   float *out = acc;
-  if (channels < 4 * vectors) memcpy(out = part, acc, (size_t)channels * sizeof *acc);
+  if (channels < 4 * vectors) memcpy(out = copy, acc, (size_t)channels * sizeof *acc);
   UNROLLED (j, vectors) vst1q_f32(out + 4 * j, multiply_add_f32(sum[j], vld1q_f32(out + 4 * j), vdupq_n_f32(rescale)));
-  if (out == part) memcpy(acc, part, (size_t)channels * sizeof *acc);
+  if (out == copy) memcpy(acc, copy, (size_t)channels * sizeof *acc);
 }
 
 /* ---- prefetch of the next tile ----
@@ -278,11 +280,14 @@ KVEDGE_INLINE void store_halves(uint16x4_t halves, float factor, float *out) {
   vst1q_f32(out, vmulq_n_f32(vcvt_f32_f16(vreinterpret_f16_u16(halves)), factor));
 }
 
-/* Four tokens at a time; a half becomes a float by an instruction. */
+#endif
+
+/* On aarch64 a half becomes a float by an instruction: four tokens at a time. */
 static void transpose_scales_neon(const void *scales, kvedge_scale_type type, ptrdiff_t token_stride, int num_tokens,
                                   int num_columns, float factor, float *out, ptrdiff_t out_stride) {
   const char *row = scales;
   int t = 0;
+#if defined(__aarch64__)
   for (; type == KVEDGE_SCALE_FLOAT16 && t + 4 <= num_tokens; t += 4, row += 4 * token_stride) {
     if (num_columns == 4) {
       uint16x4_t column[4];
@@ -293,12 +298,10 @@ static void transpose_scales_neon(const void *scales, kvedge_scale_type type, pt
         store_halves(column_of_halves(row + 2 * c, token_stride), factor, out + c * out_stride + t);
     }
   }
+#endif
   if (t < num_tokens)
     transpose_scales_portable(row, type, token_stride, num_tokens - t, num_columns, factor, out + t, out_stride);
 }
-#else
-#define transpose_scales_neon transpose_scales_portable
-#endif
 
 /* ---- storing rows ---- */
 
@@ -310,7 +313,7 @@ static uint32_t abs_max_bits_neon(const float *x, size_t n) {
   for (; i + 16 <= n; i += 16)
     UNROLLED (j, 4) largest[j] = vmaxq_u32(largest[j], magnitude_bits(vld1q_f32(x + i + 4 * j)));
   for (; i + 4 <= n; i += 4) largest[0] = vmaxq_u32(largest[0], magnitude_bits(vld1q_f32(x + i)));
-  if (i < n) largest[1] = vmaxq_u32(largest[1], magnitude_bits(load_part_f32(x + i, (int)(n - i))));
+  if (i < n) largest[1] = vmaxq_u32(largest[1], magnitude_bits(load_first_f32(x + i, (int)(n - i))));
   uint32x4_t all = vmaxq_u32(vmaxq_u32(largest[0], largest[1]), vmaxq_u32(largest[2], largest[3]));
   uint32x2_t half = vpmax_u32(vget_low_u32(all), vget_high_u32(all));
   return vget_lane_u32(vpmax_u32(half, half), 0);
@@ -362,8 +365,9 @@ static void dequantize_neon(const int8_t *codes, size_t n, float scale, float *o
 
 /* ---- softmax ---- */
 
-/* 2^x for x <= 0, as exp2_nonpositive(), by pairs of terms, which wait less for each other; 0 also for NaN (-inf times a
- * factor that armv7 took for 0). What comes of an x below the least, perhaps a NaN, is masked out. */
+/* 2^x for x <= 0, as exp2_nonpositive(), by pairs of terms, which wait less for each other; 0
+ * also for NaN (-inf times a factor that armv7 took for 0). What comes of an x below the least,
+ * perhaps a NaN, is masked out. */
 KVEDGE_INLINE float32x4_t exp2_of(float32x4_t x) {
   const float32x4_t round = vdupq_n_f32(ROUND_TO_INTEGER);
   const float32x4_t shifted = vaddq_f32(x, round);

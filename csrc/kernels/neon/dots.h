@@ -1,5 +1,5 @@
-/* Digits of queries and weights, and weighted sums by sdot. Part of neondot.c and neoni8mm.c, after codes.h; neondot.c says
- * why. */
+/* Digits of queries and weights, and weighted sums by sdot. Part of neondot.c and neoni8mm.c,
+ * after codes.h; neondot.c says why. */
 
 /* ---- integers of 24 bits in three planes of signed digits, or 16 bits in two ---- */
 
@@ -31,12 +31,12 @@ KVEDGE_INLINE void dot_digits(int32x4_t sum[3], int8x16_t codes, int8x16_t digit
 
 /* ---- weighted sum ---- */
 
-enum { DOT_WEIGH_QUERIES = 4, DOT_WEIGH_SUMS = 8 }; /* x 3 digits = 24 registers of sums */
+enum { DOT_SUM_QUERIES = 4, DOT_MOST_SUMS = 8 }; /* x 3 digits = 24 registers of sums */
 
-/* p * scales of up to DOT_WEIGH_QUERIES query rows, each relative to its largest. */
+/* p * scales of up to DOT_SUM_QUERIES query rows, each relative to its largest. */
 typedef struct {
-  int8_t digits[KVEDGE_TILE / 4][DOT_WEIGH_QUERIES][16]; /* of four tokens: (tokens / 4, num_queries) side by side */
-  float scale[DOT_WEIGH_QUERIES];
+  int8_t digits[KVEDGE_TILE / 4][DOT_SUM_QUERIES][16]; /* of four tokens: (tokens / 4, num_queries) side by side */
+  float scale[DOT_SUM_QUERIES];
 } encoded_weights;
 
 /* Codes of 24 bits of the weights of token t and three more, those of 16 with a last digit of 0. */
@@ -50,7 +50,7 @@ KVEDGE_INLINE void encode_weights(const float *p, const float *scales, int num_t
   const float most = planes == 3 ? LARGEST_CODE : LARGEST_CODE_16;
   for (int i = 0; i < num_queries; i++, p += KVEDGE_TILE) {
     float w[KVEDGE_TILE];
-    const float largest = weigh_tokens(p, scales, num_tokens, w), factor = divide_or_0(most, largest, largest);
+    const float largest = weights_of_tokens(p, scales, num_tokens, w), factor = divide_or_0(most, largest, largest);
     weights->scale[i] = divide_or_0(largest, most, largest);
     for (int t = 0; t < num_tokens; t += 8)
       UNROLLED (j, 2) {
@@ -77,25 +77,25 @@ KVEDGE_INLINE void interleave_tokens(const int8x16_t row[4], const int vectors, 
 
 /* The sums of 4 * vectors channels from `channel` on, vectors 2 or 4, for `count` query rows, held in registers over
  * the tile. Of a partial slice (vectors is 2) only the first `channels` exist. */
-KVEDGE_INLINE void weigh_dots(const kvedge_tile *values, const token_runs *runs, int channel, int channels,
-                              const int partial, const encoded_weights *weights, const int count, const int planes,
-                              const int vectors, const int prefetch, const float *rescale, float *acc,
-                              ptrdiff_t acc_stride) {
-  int32x4_t sum[DOT_WEIGH_SUMS][3]; /* (count, vectors) */
+KVEDGE_INLINE void sum_dots(const kvedge_tile *values, const token_stretches *stretches, int channel, int channels,
+                            const int partial, const encoded_weights *weights, const int count, const int planes,
+                            const int vectors, const int prefetch, const float *rescale, float *acc,
+                            ptrdiff_t acc_stride) {
+  int32x4_t sum[DOT_MOST_SUMS][3]; /* (count, vectors) */
   UNROLLED (s, count * vectors) sum[s][0] = sum[s][1] = sum[s][2] = vdupq_n_s32(0);
-  const token_run *run = runs->run;
-  const int8_t (*digits)[16] = weights->digits[0]; /* (tokens / 4, DOT_WEIGH_QUERIES) */
-  for (int r = 0; r < runs->count; r++, run++) {
-    const char *rows = run->rows + channel;
-    uintptr_t next = next_of_run(run, channel, prefetch);
+  const token_stretch *stretch = stretches->stretch;
+  const int8_t (*digits)[16] = weights->digits[0]; /* (tokens / 4, DOT_SUM_QUERIES) */
+  for (int r = 0; r < stretches->count; r++, stretch++) {
+    const char *rows = stretch->rows + channel;
+    uintptr_t next = next_of_stretch(stretch, channel, prefetch);
     ptrdiff_t offset[4];
-    row_offsets(run->num_tokens, values->token_stride, offset);
-    const unsigned groups = ((unsigned)run->num_tokens + 3) / 4;
-    for (unsigned g = 0; g < groups; g++, rows += 4 * values->token_stride, digits += DOT_WEIGH_QUERIES) {
+    row_offsets(stretch->num_tokens, values->token_stride, offset);
+    const unsigned groups = ((unsigned)stretch->num_tokens + 3) / 4;
+    for (unsigned g = 0; g < groups; g++, rows += 4 * values->token_stride, digits += DOT_SUM_QUERIES) {
       const int8_t *v = (const int8_t *)rows;
       const ptrdiff_t *at = offset;
       char ends[4 * END_BYTES];
-      prefetch_of_group(&next, g, partial ? 8 : 4 * vectors);
+      prefetch_of_four(&next, g, partial ? 8 : 4 * vectors);
       if (partial) {
         gather_ends(rows, offset, channels, 1, ends);
         v = (const int8_t *)ends;
@@ -117,13 +117,13 @@ KVEDGE_INLINE void weigh_dots(const kvedge_tile *values, const token_runs *runs,
   }
 }
 
-KVEDGE_INLINE void weigh_dot_channels(const kvedge_tile *values, const token_runs *runs, const int count,
-                                      const int planes, const encoded_weights *weights, int prefetch,
-                                      const float *rescale, float *acc, ptrdiff_t acc_stride) {
+KVEDGE_INLINE void sum_dot_channels(const kvedge_tile *values, const token_stretches *stretches, const int count,
+                                    const int planes, const encoded_weights *weights, int prefetch,
+                                    const float *rescale, float *acc, ptrdiff_t acc_stride) {
   const int dim = values->dim;
   int d = 0;
 #define SLICE(channels, partial, vectors)                                                                              \
-  weigh_dots(values, runs, d, channels, partial, weights, count, planes, vectors, prefetch, rescale, acc, acc_stride)
+  sum_dots(values, stretches, d, channels, partial, weights, count, planes, vectors, prefetch, rescale, acc, acc_stride)
   if (count <= 2)
     for (; d + 16 <= dim; d += 16) SLICE(16, 0, 4);
   for (; d + 8 <= dim; d += 8) SLICE(8, 0, 2);
@@ -132,10 +132,11 @@ KVEDGE_INLINE void weigh_dot_channels(const kvedge_tile *values, const token_run
 }
 
 /* Adds a tile's values to the accumulators of `count` query rows from the first on. */
-KVEDGE_INLINE void weigh_queries(const kvedge_probabilities *p, int first, const int count, const int planes,
-                                 const kvedge_tile *values, const token_runs *runs, const kvedge_accumulators *to) {
+KVEDGE_INLINE void sum_queries(const kvedge_probabilities *p, int first, const int count, const int planes,
+                               const kvedge_tile *values, const token_stretches *stretches,
+                               const kvedge_accumulators *to) {
   encoded_weights weights;
   encode_weights(p->p + first * KVEDGE_TILE, values->scales, values->num_tokens, count, planes, &weights);
-  weigh_dot_channels(values, runs, count, planes, &weights, first == 0, to->rescale + first,
-                     to->acc + first * to->stride, to->stride);
+  sum_dot_channels(values, stretches, count, planes, &weights, first == 0, to->rescale + first,
+                   to->acc + first * to->stride, to->stride);
 }

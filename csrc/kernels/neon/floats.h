@@ -3,9 +3,10 @@
  * Scores and weighted sums are one function for rows of every format, inlined for each: 8 channels become two registers
  * of floats (load_row_8), and the rest is one multiply-add per four.
  *
- * Keys: four tokens at a time, 8 channels of each, so that a load of a query's channels serves four rows; a sum per token
- * and query, joined across lanes at the end. Values: a row's elements times one lane of four tokens' weights; the sums of
- * 16 to 64 channels stay in registers over the tile.
+ * Keys: four tokens at a time, 8 channels of each, so that a load of a query's channels serves
+ * four rows; a sum per token and query, joined across lanes at the end. Values: a row's elements
+ * times one lane of four tokens' weights; the sums of 16 to 64 channels stay in registers over
+ * the tile.
  */
 
 /* Bytes of an element. */
@@ -13,8 +14,8 @@ KVEDGE_INLINE int element_size(const kvedge_format format) {
   return format == KVEDGE_FLOAT32 ? 4 : format == KVEDGE_FLOAT16 || format == KVEDGE_BFLOAT16 ? 2 : 1;
 }
 
-/* Eight halves as floats. On armv7 an instruction of the fp16 extension does it (with VFPv4: Cortex-A7 and A15), by name because
- * GCC has the intrinsic with -mfp16-format only. */
+/* Eight halves as floats. On armv7 an instruction of the fp16 extension does it (with VFPv4:
+ * Cortex-A7 and A15), by name because GCC has the intrinsic with -mfp16-format only. */
 KVEDGE_INLINE void load_8_halves(uint16x8_t halves, float32x4_t out[2]) {
 #if defined(__aarch64__)
   out[0] = vcvt_f32_f16(vreinterpret_f16_u16(vget_low_u16(halves)));
@@ -111,7 +112,7 @@ KVEDGE_INLINE void score_four(const kvedge_query *q, int first, const int count,
 #define EIGHT(values, rows, offset) score_8_channels(values, stride, rows, offset, format, factor, count, sum)
   if (format == KVEDGE_INT8) { /* among the codes: int16.h */
     stride = q->stride / 16 * (CODES_OF_16 / 4);
-    values = (const float *)(q->codes + FLOATS_AT) + first * stride;
+    values = (const float *)(q->quantized + FLOATS_AT) + first * stride;
     for (; d + 16 <= q->dim; d += 16, values += CODES_OF_16 / 4) {
       EIGHT(values, rows + d, offset);
       EIGHT(values + 8, rows + d + 8, offset);
@@ -162,13 +163,13 @@ KVEDGE_INLINE void score_rows(const kvedge_query *q, const kvedge_tile *keys, co
 
 /* The sums of 8 * eights channels from `channel` on for `count` query rows, held in registers over the tile. Of a
  * partial slice (eights is 1) only the first `channels` exist. */
-KVEDGE_INLINE void weigh_slice(const kvedge_tile *values, const kvedge_format format, int channel, int channels,
-                               const int partial, const float *weights, const int count, const int eights,
-                               const int prefetch, const float *rescale, float *acc, ptrdiff_t acc_stride) {
+KVEDGE_INLINE void sum_slice(const kvedge_tile *values, const kvedge_format format, int channel, int channels,
+                             const int partial, const float *weights, const int count, const int eights,
+                             const int prefetch, const float *rescale, float *acc, ptrdiff_t acc_stride) {
   const int size = element_size(format);
   const ptrdiff_t stride = values->token_stride;
   const float factor = values->factor;
-  float32x4_t sum[WEIGH_SUMS]; /* (count, 2 * eights) */
+  float32x4_t sum[MOST_SUMS]; /* (count, 2 * eights) */
   ptrdiff_t offset[4] = {0, stride, 2 * stride, 3 * stride};
   UNROLLED (s, 2 * eights * count) sum[s] = vdupq_n_f32(0.0f);
   const char *rows = NULL, *next = NULL;
@@ -187,7 +188,7 @@ KVEDGE_INLINE void weigh_slice(const kvedge_tile *values, const kvedge_format fo
       v = ends;
       at = end_offset;
     }
-    float32x4_t weight[WEIGH_QUERIES]; /* of four tokens */
+    float32x4_t weight[WEIGHTED_QUERIES]; /* of four tokens */
     UNROLLED (i, count) weight[i] = vld1q_f32(weights + i * KVEDGE_TILE + t);
 #define TOKEN(j)                                                                                                       \
   UNROLLED (e, eights) {                                                                                               \
@@ -207,25 +208,25 @@ KVEDGE_INLINE void weigh_slice(const kvedge_tile *values, const kvedge_format fo
 }
 
 /* All channels, for `count` query rows of weights (count, KVEDGE_TILE), 0 from num_tokens on. */
-KVEDGE_INLINE void weigh_channels(const kvedge_tile *values, const kvedge_format format, const int count,
-                                  const float *weights, int prefetch, const float *rescale, float *acc,
-                                  ptrdiff_t acc_stride) {
-  const int most = WEIGH_SUMS / 2 / (count == 3 ? 4 : count), dim = values->dim;
+KVEDGE_INLINE void sum_channels(const kvedge_tile *values, const kvedge_format format, const int count,
+                                const float *weights, int prefetch, const float *rescale, float *acc,
+                                ptrdiff_t acc_stride) {
+  const int most = MOST_SUMS / 2 / (count == 3 ? 4 : count), dim = values->dim;
   int d = 0;
 #define SLICE(channels, partial, eights)                                                                               \
-  weigh_slice(values, format, d, channels, partial, weights, count, eights, prefetch, rescale, acc, acc_stride)
+  sum_slice(values, format, d, channels, partial, weights, count, eights, prefetch, rescale, acc, acc_stride)
   for (; d + 8 * most <= dim; d += 8 * most) SLICE(8 * most, 0, most);
   for (; d + 8 <= dim; d += 8) SLICE(8, 0, 1);
   if (d < dim) SLICE(dim - d, 1, 1);
 #undef SLICE
 }
 
-KVEDGE_INLINE void weigh_rows(const kvedge_probabilities *p, const kvedge_tile *values, const kvedge_format format,
-                              const kvedge_accumulators *to) {
-  for (int i = 0; i < p->num_queries; i += WEIGH_QUERIES) {
-    const int count = min_int(p->num_queries - i, WEIGH_QUERIES);
+KVEDGE_INLINE void sum_rows(const kvedge_probabilities *p, const kvedge_tile *values, const kvedge_format format,
+                            const kvedge_accumulators *to) {
+  for (int i = 0; i < p->num_queries; i += WEIGHTED_QUERIES) {
+    const int count = min_int(p->num_queries - i, WEIGHTED_QUERIES);
     const float *weights = p->p + i * KVEDGE_TILE;
-    float scaled[WEIGH_QUERIES * KVEDGE_TILE];
+    float scaled[WEIGHTED_QUERIES * KVEDGE_TILE];
     if (format == KVEDGE_INT8) {
       for (int j = 0; j < count; j++)
         for (int t = 0; t < values->num_tokens; t += 4) /* p and scales are 0 up to the block's end */
@@ -234,7 +235,7 @@ KVEDGE_INLINE void weigh_rows(const kvedge_probabilities *p, const kvedge_tile *
       weights = scaled;
     }
 #define QUERIES(count)                                                                                                 \
-  weigh_channels(values, format, count, weights, i == 0, to->rescale + i, to->acc + i * to->stride, to->stride)
+  sum_channels(values, format, count, weights, i == 0, to->rescale + i, to->acc + i * to->stride, to->stride)
     switch (count) {
       case 1: QUERIES(1); break;
       case 2: QUERIES(2); break;
@@ -254,7 +255,7 @@ KVEDGE_INLINE void weigh_rows(const kvedge_probabilities *p, const kvedge_tile *
   }                                                                                                                    \
   static void weighted_sum_##name##_neon(const kvedge_probabilities *p, const kvedge_tile *values,                     \
                                          const kvedge_accumulators *to) {                                              \
-    weigh_rows(p, values, format, to);                                                                                 \
+    sum_rows(p, values, format, to);                                                                                   \
   }
 #define KVEDGE_NEON_CELL(name) {.scores = scores_##name##_neon, .weighted_sum = weighted_sum_##name##_neon}
 

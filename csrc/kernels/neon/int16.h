@@ -1,24 +1,26 @@
 /* int8 rows times queries and weights of 16 bits. Part of neon.c, after common.h.
  *
- * Scores. A query's codes are the two high planes of its 24 bits as one signed integer of 16; keys are widened to 16 bits,
- * once for up to four queries, and smlal adds the products in 32 bits: a register of sums per token and query, joined
- * across lanes at the end. The largest sum is 32639 * 127 * 512 < 2^31 (WORD_CHANNELS).
+ * Scores. A query's codes are the two high planes of its 24 bits as one signed integer of 16;
+ * keys are widened to 16 bits, once for up to four queries, and smlal adds the products in 32
+ * bits: a register of sums per token and query, joined across lanes at the end. The largest sum
+ * is 32639 * 127 * 512 < 2^31 (INT16_CHANNELS).
  *
- * Weighted sums. A weight is p[t] * scale[t], rounded to an unsigned integer of 16 bits relative to the tile's largest, and
- * a value v counts as v + 128, unsigned too. Each sum starts at -128 times the sum of the weights, which takes that off
- * again: sums run modulo 2^32, and what they end with is below 65534 * 127 * 256 < 2^31 in magnitude. So a tile has one
- * scale, where signed weights would have 15 bits.
+ * Weighted sums. A weight is p[t] * scale[t], rounded to an unsigned integer of 16 bits relative
+ * to the tile's largest, and a value v counts as v + 128, unsigned too. Each sum starts at -128
+ * times the sum of the weights, which takes that off again: sums run modulo 2^32, and what they
+ * end with is below 65534 * 127 * 256 < 2^31 in magnitude. So a tile has one scale, where signed
+ * weights would have 15 bits.
  *
- * Where 16 bits do not suffice (three planes), codes become floats: score_rows() and weigh_rows() of common.h.
+ * Where 16 bits do not suffice (three planes), codes become floats: score_rows() and sum_rows() of common.h.
  */
 
-enum { WORD_CHANNELS = 512 }; /* of a row, for sums in 32 bits */
-#define LARGEST_WORD 65534.0f /* of weights: a little below what fits, because products round */
+enum { INT16_CHANNELS = 512 };  /* of a row, for sums in 32 bits */
+#define LARGEST_UINT16 65534.0f /* of weights: a little below what fits, because products round */
 
 /* ---- scores ---- */
 
-/* Channels at..at+3 of a query times a power of two. On armv7, whose vector instructions take denormal numbers for 0, one by
- * one. */
+/* Channels at..at+3 of a query times a power of two. On armv7, whose vector instructions take
+ * denormal numbers for 0, one by one. */
 KVEDGE_INLINE float32x4_t scale_query(const float *x, int dim, int at, float factor) {
 #ifdef __aarch64__
   return vmulq_n_f32(load_query_f32(x, dim, at), factor);
@@ -44,7 +46,7 @@ static void encode_query_neon(const float *x, int dim, float factor, float large
 }
 
 /* sum[4 * i + j] += query i . row j, of 16 channels */
-KVEDGE_INLINE void score_16_words(const int8_t *codes, ptrdiff_t stride, const int8_t *rows, const ptrdiff_t offset[4],
+KVEDGE_INLINE void score_16_int16(const int8_t *codes, ptrdiff_t stride, const int8_t *rows, const ptrdiff_t offset[4],
                                   const int count, const int planes, int32x4_t sum[SCORE_SUMS]) {
   int16x8_t low[4], high[4];
   (void)planes;
@@ -66,37 +68,38 @@ KVEDGE_INLINE void score_16_words(const int8_t *codes, ptrdiff_t stride, const i
   }
 }
 
-KVEDGE_INLINE float32x4_t join_words(const int32x4_t sum[SCORE_SUMS], const int i, const int planes) {
+KVEDGE_INLINE float32x4_t join_int16(const int32x4_t sum[SCORE_SUMS], const int i, const int planes) {
   (void)planes; /* two, whose unit is 256 times that of three */
   return vmulq_n_f32(vcvtq_f32_s32(sum_each_s32(sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3])), 256.0f);
 }
 
 static void scores_int8_neon(const kvedge_query *q, const kvedge_tile *keys, float *scores, int accumulate) {
-  if (q->planes == 3 || q->dim > WORD_CHANNELS) {
+  if (q->planes == 3 || q->dim > INT16_CHANNELS) {
     score_rows(q, keys, KVEDGE_INT8, scores, accumulate);
     return;
   }
-  const token_runs runs = runs_of(keys);
+  const token_stretches stretches = stretches_of(keys);
 #define SCORE(count)                                                                                                   \
-  score_runs(q, i, count, 2, CODES_OF_16, score_16_words, join_words, keys, &runs, scores, accumulate)
+  score_stretches(q, i, count, 2, CODES_OF_16, score_16_int16, join_int16, keys, &stretches, scores, accumulate)
   BY_QUERIES(i, q->num_queries, SCORE)
 #undef SCORE
 }
 
 /* ---- weighted sums ---- */
 
-/* p * scales of up to WEIGH_QUERIES query rows, each relative to its largest in the tile. */
+/* p * scales of up to WEIGHTED_QUERIES query rows, each relative to its largest in the tile. */
 typedef struct {
-  uint16_t codes[WEIGH_QUERIES][KVEDGE_TILE]; /* 0 from num_tokens to the end of the block */
-  float scale[WEIGH_QUERIES];
-  uint32_t start[WEIGH_QUERIES]; /* -128 times the sum of the codes, modulo 2^32 */
-} word_weights;
+  uint16_t codes[WEIGHTED_QUERIES][KVEDGE_TILE]; /* 0 from num_tokens to the end of the block */
+  float scale[WEIGHTED_QUERIES];
+  uint32_t start[WEIGHTED_QUERIES]; /* -128 times the sum of the codes, modulo 2^32 */
+} int16_weights;
 
-KVEDGE_INLINE void encode_words(const float *p, const float *scales, int num_tokens, int count, word_weights *weights) {
+KVEDGE_INLINE void encode_int16(const float *p, const float *scales, int num_tokens, int count,
+                                int16_weights *weights) {
   for (int i = 0; i < count; i++, p += KVEDGE_TILE) {
     float w[KVEDGE_TILE];
-    const float largest = weigh_tokens(p, scales, num_tokens, w);
-    const float factor = divide_or_0(LARGEST_WORD, largest, largest);
+    const float largest = weights_of_tokens(p, scales, num_tokens, w);
+    const float factor = divide_or_0(LARGEST_UINT16, largest, largest);
     uint32x4_t total = vdupq_n_u32(0);
     for (int t = 0; t < num_tokens; t += 8) { /* blocks are of 16 tokens */
       uint32x4_t code[2];
@@ -107,37 +110,37 @@ KVEDGE_INLINE void encode_words(const float *p, const float *scales, int num_tok
       total = vpadalq_u16(total, eight);
       vst1q_u16(weights->codes[i] + t, eight);
     }
-    weights->scale[i] = divide_or_0(largest, LARGEST_WORD, largest);
+    weights->scale[i] = divide_or_0(largest, LARGEST_UINT16, largest);
     weights->start[i] = 0u - 128u * sum_across_u32(total);
   }
 }
 
-/* The sums of 8 * eights channels from `channel` on for `count` query rows, as weigh_slice() has them. */
-KVEDGE_INLINE void weigh_words(const kvedge_tile *values, const token_runs *runs, int channel, int channels,
-                               const int partial, const word_weights *weights, const int count, const int eights,
-                               const int prefetch, const float *rescale, float *acc, ptrdiff_t acc_stride) {
+/* The sums of 8 * eights channels from `channel` on for `count` query rows, as sum_slice() has them. */
+KVEDGE_INLINE void sum_int16(const kvedge_tile *values, const token_stretches *stretches, int channel, int channels,
+                             const int partial, const int16_weights *weights, const int count, const int eights,
+                             const int prefetch, const float *rescale, float *acc, ptrdiff_t acc_stride) {
   const int sixteens = (eights + 1) / 2, halves = eights == 1 ? 1 : 2;
   const int8x16_t least = vdupq_n_s8(-128);
-  uint32x4_t sum[WEIGH_SUMS]; /* (count, 2 * eights) */
+  uint32x4_t sum[MOST_SUMS]; /* (count, 2 * eights) */
   UNROLLED (i, count)
     UNROLLED (s, 2 * eights) sum[2 * eights * i + s] = vdupq_n_u32(weights->start[i]);
-  const token_run *run = runs->run;
-  for (int r = 0, t = 0; r < runs->count; r++, run++) {
-    const char *rows = run->rows + channel;
-    uintptr_t next = next_of_run(run, channel, prefetch);
+  const token_stretch *stretch = stretches->stretch;
+  for (int r = 0, t = 0; r < stretches->count; r++, stretch++) {
+    const char *rows = stretch->rows + channel;
+    uintptr_t next = next_of_stretch(stretch, channel, prefetch);
     ptrdiff_t offset[4];
-    row_offsets(run->num_tokens, values->token_stride, offset);
-    for (const int end = t + run->num_tokens; t < end; t += 4, rows += 4 * values->token_stride) {
+    row_offsets(stretch->num_tokens, values->token_stride, offset);
+    for (const int end = t + stretch->num_tokens; t < end; t += 4, rows += 4 * values->token_stride) {
       const char *v = rows;
       const ptrdiff_t *at = offset;
       char ends[4 * END_BYTES];
-      prefetch_of_group(&next, (unsigned)t / 4, partial ? 8 : 8 * eights);
+      prefetch_of_four(&next, (unsigned)t / 4, partial ? 8 : 8 * eights);
       if (partial) {
         gather_ends(rows, offset, channels, 1, ends);
         v = ends;
         at = end_offset;
       }
-      uint16x4_t weight[WEIGH_QUERIES]; /* of four tokens */
+      uint16x4_t weight[WEIGHTED_QUERIES]; /* of four tokens */
       UNROLLED (i, count) {
         weight[i] = vld1_u16(weights->codes[i] + t);
         IN_LOWER_REGISTER(weight[i]);
@@ -162,7 +165,7 @@ KVEDGE_INLINE void weigh_words(const kvedge_tile *values, const token_runs *runs
     }
   }
   UNROLLED (i, count) {
-    float32x4_t joined[WEIGH_SUMS];
+    float32x4_t joined[MOST_SUMS];
     UNROLLED (s, 2 * eights)
       joined[s] = vmulq_n_f32(vcvtq_f32_s32(vreinterpretq_s32_u32(sum[2 * eights * i + s])), weights->scale[i]);
     add_to_acc(joined, 2 * eights, rescale[i], acc + channel + i * acc_stride, channels);
@@ -170,13 +173,13 @@ KVEDGE_INLINE void weigh_words(const kvedge_tile *values, const token_runs *runs
 }
 
 /* All channels, for `count` query rows. */
-KVEDGE_INLINE void weigh_channels_by_words(const kvedge_tile *values, const token_runs *runs, const int count,
-                                           const word_weights *weights, int prefetch, const float *rescale, float *acc,
-                                           ptrdiff_t acc_stride) {
-  const int most = WEIGH_SUMS / 2 / (count == 3 ? 4 : count), dim = values->dim;
+KVEDGE_INLINE void sum_channels_int16(const kvedge_tile *values, const token_stretches *stretches, const int count,
+                                      const int16_weights *weights, int prefetch, const float *rescale, float *acc,
+                                      ptrdiff_t acc_stride) {
+  const int most = MOST_SUMS / 2 / (count == 3 ? 4 : count), dim = values->dim;
   int d = 0;
 #define SLICE(channels, partial, eights)                                                                               \
-  weigh_words(values, runs, d, channels, partial, weights, count, eights, prefetch, rescale, acc, acc_stride)
+  sum_int16(values, stretches, d, channels, partial, weights, count, eights, prefetch, rescale, acc, acc_stride)
   for (; d + 8 * most <= dim; d += 8 * most) SLICE(8 * most, 0, most);
   if (most > 2)
     for (; d + 16 <= dim; d += 16) SLICE(16, 0, 2);
@@ -188,24 +191,24 @@ KVEDGE_INLINE void weigh_channels_by_words(const kvedge_tile *values, const toke
 static void weighted_sum_int8_neon(const kvedge_probabilities *p, const kvedge_tile *values,
                                    const kvedge_accumulators *to) {
   if (p->planes == 3) {
-    weigh_rows(p, values, KVEDGE_INT8, to);
+    sum_rows(p, values, KVEDGE_INT8, to);
     return;
   }
-  const token_runs runs = runs_of(values);
-  for (int i = 0; i < p->num_queries; i += WEIGH_QUERIES) {
-    const int count = min_int(p->num_queries - i, WEIGH_QUERIES);
-    word_weights weights;
-    encode_words(p->p + i * KVEDGE_TILE, values->scales, values->num_tokens, count, &weights);
-#define WEIGH(count)                                                                                                   \
-  weigh_channels_by_words(values, &runs, count, &weights, i == 0, to->rescale + i, to->acc + i * to->stride, to->stride)
+  const token_stretches stretches = stretches_of(values);
+  for (int i = 0; i < p->num_queries; i += WEIGHTED_QUERIES) {
+    const int count = min_int(p->num_queries - i, WEIGHTED_QUERIES);
+    int16_weights weights;
+    encode_int16(p->p + i * KVEDGE_TILE, values->scales, values->num_tokens, count, &weights);
+#define SUM(count)                                                                                                     \
+  sum_channels_int16(values, &stretches, count, &weights, i == 0, to->rescale + i, to->acc + i * to->stride, to->stride)
     switch (count) {
-      case 1: WEIGH(1); break;
-      case 2: WEIGH(2); break;
+      case 1: SUM(1); break;
+      case 2: SUM(2); break;
 #if defined(__aarch64__)
-      case 3: WEIGH(3); break;
-      default: WEIGH(4);
+      case 3: SUM(3); break;
+      default: SUM(4);
 #endif
     }
-#undef WEIGH
+#undef SUM
   }
 }

@@ -1,5 +1,6 @@
-/* Runs of the NEON paths: what kernels/kivi_pairs.h wants, on aarch64; smlal makes a sum of each half of a word. 32-bit ARM has
- * runs in floats. Part of neon.c, neondot.c and neoni8mm.c, which first define KVEDGE_NAME(function). */
+/* Runs of the NEON paths: what kernels/kivi_pairs.h wants, on aarch64; smlal makes a sum of each
+ * half of a word. 32-bit ARM has runs in floats. Part of neon.c, neondot.c and neoni8mm.c, which
+ * first define KVEDGE_NAME(function). */
 #if !defined(__aarch64__)
 #include "kernels/kivi.h"
 #define KVEDGE_NEON_RUNS KVEDGE_RUNS_PORTABLE
@@ -9,7 +10,7 @@ enum { FLOATS = 4 };
 
 typedef float32x4_t floats;
 typedef int32x4_t integers;
-typedef uint16x8_t words;
+typedef uint16x8_t word_vector;
 typedef int16x8_t pair;
 typedef struct {
   int32x4_t half[2]; /* of the first two lanes, and of the others: their lower and upper halves */
@@ -17,7 +18,7 @@ typedef struct {
 
 KVEDGE_INLINE floats load_floats(const float *p) { return vld1q_f32(p); }
 KVEDGE_INLINE void store_floats(float *p, floats x) { vst1q_f32(p, x); }
-KVEDGE_INLINE floats load_first_floats(const float *p, int n) { return load_part_f32(p, n); }
+KVEDGE_INLINE floats load_first_floats(const float *p, int n) { return load_first_f32(p, n); }
 KVEDGE_INLINE void store_first_floats(float *p, int n, floats x) {
   float four[4];
   vst1q_f32(four, x);
@@ -55,16 +56,18 @@ KVEDGE_INLINE void store_pairs(const int bits, const integers number[4], int16_t
   vst1q_s16(to + 8, vzip2q_s16(first, second));
 }
 
-KVEDGE_INLINE words load_words(const uint8_t *p) { return vreinterpretq_u16_u8(vld1q_u8(p)); }
-KVEDGE_INLINE words load_first_words(const uint8_t *p, int n) {
+KVEDGE_INLINE word_vector load_words(const uint8_t *p) { return vreinterpretq_u16_u8(vld1q_u8(p)); }
+KVEDGE_INLINE word_vector load_first_words(const uint8_t *p, int n) {
   uint8_t bytes[16] = {0};
   memcpy(bytes, p, 4 * (size_t)n);
   return load_words(bytes);
 }
-KVEDGE_INLINE words low_codes(words x, const int bits) {
+KVEDGE_INLINE word_vector low_codes(word_vector x, const int bits) {
   return vandq_u16(x, vdupq_n_u16((uint16_t)((1 << bits) - 1)));
 }
-KVEDGE_INLINE words next_codes(words x, const int bits) { return vshlq_u16(x, vdupq_n_s16((int16_t)-bits)); }
+KVEDGE_INLINE word_vector next_codes(word_vector x, const int bits) {
+  return vshlq_u16(x, vdupq_n_s16((int16_t)-bits));
+}
 
 KVEDGE_INLINE pair pair_for_all(const int16_t *numbers) {
   int32_t two;
@@ -77,7 +80,7 @@ KVEDGE_INLINE lane_sum zero_sum(void) {
   };
 }
 KVEDGE_INLINE floats floats_of_sum(lane_sum x) { return vcvtq_f32_s32(vpaddq_s32(x.half[0], x.half[1])); }
-KVEDGE_INLINE void multiply_pair(lane_sum *sum, words codes, pair by) {
+KVEDGE_INLINE void multiply_pair(lane_sum *sum, word_vector codes, pair by) {
   const int16x8_t both = vreinterpretq_s16_u16(codes);
   sum->half[0] = vmlal_s16(sum->half[0], vget_low_s16(both), vget_low_s16(by));
   sum->half[1] = vmlal_high_s16(sum->half[1], both, by);

@@ -9,12 +9,13 @@
  *
  * (A72: as LLVM models it, like an A57. In brackets: from sum to sum.)
  *
- * There is no 8-bit dot product here. smlal does 4 products a cycle, as many as fmla, but on one of two pipes, and codes
- * become its operands by one instruction for 8 of them, on the other pipe: as floats they take five. So queries and weights
- * are integers of 16 bits where these suffice (int16.h), else floats (floats.h).
+ * There is no 8-bit dot product here. smlal does 4 products a cycle, as many as fmla, but on one
+ * of two pipes, and codes become its operands by one instruction for 8 of them, on the other
+ * pipe: as floats they take five. So queries and weights are integers of 16 bits where these
+ * suffice (int16.h), else floats (floats.h).
  *
- * llvm-mca on gcc 12's code, cycles of a Cortex-A72 for a row of 64 bytes: scores 21 with one query, 67 with four (as floats
- * 49 and 113), weighted sums 21 and 79 (44 and 97).
+ * llvm-mca on gcc 12's code, cycles of a Cortex-A72 for a row of 64 bytes: scores 21 with one
+ * query, 67 with four (as floats 49 and 113), weighted sums 21 and 79 (44 and 97).
  */
 #include "kernels/kernels.h"
 
@@ -48,12 +49,12 @@ static uint64_t multiply_neon(size_t n) {
   return (uint64_t)vgetq_lane_s32(sum[0], 0);
 }
 
-#define KVEDGE_NEON_WORDS_CELL(name)                                                                                   \
+#define KVEDGE_NEON_INT16_CELL(name)                                                                                   \
   {.encode_query = encode_query_neon, .scores = scores_##name##_neon, .weighted_sum = weighted_sum_##name##_neon}
 #define KVEDGE_NAME(function) function##_neon
 #include "kernels/neon/kivi.h"
 const kvedge_kernels kvedge_kernels_neon = KVEDGE_NEON_TABLE(
-    "neon", KVEDGE_NEON_WORDS_CELL(int8), KVEDGE_NEON_WORDS_CELL(int4), KVEDGE_NEON_RUNS, multiply_neon);
+    "neon", KVEDGE_NEON_INT16_CELL(int8), KVEDGE_NEON_INT16_CELL(int4), KVEDGE_NEON_RUNS, multiply_neon);
 
 #ifdef TARGET_BEGUN
 KVEDGE_TARGET_END

@@ -81,10 +81,11 @@ KVEDGE_INLINE float32x4_t join_dots(const int32x4_t sum[SCORE_SUMS], const int i
 }
 
 static void scores_int8_neondot(const kvedge_query *q, const kvedge_tile *keys, float *scores, int accumulate) {
-  const token_runs runs = runs_of(keys);
+  const token_stretches stretches = stretches_of(keys);
 #define SCORE(count)                                                                                                   \
-  if (q->planes == 3) score_runs(q, i, count, 3, 64, score_16_dots, join_dots, keys, &runs, scores, accumulate);       \
-  else score_runs(q, i, count, 2, 64, score_16_dots, join_dots, keys, &runs, scores, accumulate)
+  if (q->planes == 3)                                                                                                  \
+    score_stretches(q, i, count, 3, 64, score_16_dots, join_dots, keys, &stretches, scores, accumulate);               \
+  else score_stretches(q, i, count, 2, 64, score_16_dots, join_dots, keys, &stretches, scores, accumulate)
   BY_QUERIES(i, q->num_queries, SCORE)
 #undef SCORE
 }
@@ -93,12 +94,12 @@ static void scores_int8_neondot(const kvedge_query *q, const kvedge_tile *keys, 
 
 static void weighted_sum_int8_neondot(const kvedge_probabilities *p, const kvedge_tile *values,
                                       const kvedge_accumulators *to) {
-  const token_runs runs = runs_of(values);
-#define WEIGH(count)                                                                                                   \
-  if (p->planes == 3) weigh_queries(p, i, count, 3, values, &runs, to);                                                \
-  else weigh_queries(p, i, count, 2, values, &runs, to)
-  BY_QUERIES(i, p->num_queries, WEIGH)
-#undef WEIGH
+  const token_stretches stretches = stretches_of(values);
+#define SUM(count)                                                                                                     \
+  if (p->planes == 3) sum_queries(p, i, count, 3, values, &stretches, to);                                             \
+  else sum_queries(p, i, count, 2, values, &stretches, to)
+  BY_QUERIES(i, p->num_queries, SUM)
+#undef SUM
 }
 
 KVEDGE_INT4_FUNCTIONS(neondot, scores_int8_neondot, weighted_sum_int8_neondot)

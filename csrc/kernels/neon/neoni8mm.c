@@ -1,20 +1,23 @@
-/* NEON with the matrix product instruction of armv8.6, i8mm: Neoverse V1 and N2, Cortex-X2 and A710, Apple M2 and later.
+/* NEON with the matrix product instruction of armv8.6, i8mm: Neoverse V1 and N2, Cortex-X2 and
+ * A710, Apple M2 and later.
  *
  *   instruction                 what for                                   Neoverse N2    V1
  *   smmla v.4s, v.16b, v.16b    2 x 8 by 8 x 2 products                    3 (1), V01     3 (1), V0123
  *   zip1, zip2                  rows of two tokens, transposing            2, V01         2, V0123
  *   tbl v.16b, {v, v}           digits of eight codes                      2, V01         2, V0123
  *
- * smmla multiplies the rows of one register with those of another, twice as many products as sdot has. Digits of queries and
- * weights are as neondot.c has them; two rows of eight make a register:
+ * smmla multiplies the rows of one register with those of another, twice as many products as
+ * sdot has. Digits of queries and weights are as neondot.c has them; two rows of eight make a
+ * register:
  *
- * Keys. One register has 8 channels of two tokens, by one zip; the other the high and middle digits of a query, or the low
- * digits of two queries. So one query fills the instruction too: 64 bytes take 4 zip and 4 smmla (16 bits), where sdot takes
- * 8 and 8.
+ * Keys. One register has 8 channels of two tokens, by one zip; the other the high and middle
+ * digits of a query, or the low digits of two queries. So one query fills the instruction too:
+ * 64 bytes take 4 zip and 4 smmla (16 bits), where sdot takes 8 and 8.
  *
- * Values. One register has the digits of a query's weights of 8 tokens, the other two channels of these tokens. Values are
- * transposed for that, 8 channels of the tile at a time, once for all queries: 12 zip for 64 bytes, then 4 smmla for each
- * query. For fewer than eight queries sdot takes less (dots.h).
+ * Values. One register has the digits of a query's weights of 8 tokens, the other two channels
+ * of these tokens. Values are transposed for that, 8 channels of the tile at a time, once for
+ * all queries: 12 zip for 64 bytes, then 4 smmla for each query. For fewer than eight queries
+ * sdot takes less (dots.h).
  */
 #include "kernels/kernels.h"
 
@@ -104,11 +107,13 @@ KVEDGE_INLINE float32x4_t join_matrix(const int32x4_t sum[SCORE_SUMS], const int
 }
 
 static void scores_int8_neoni8mm(const kvedge_query *q, const kvedge_tile *keys, float *scores, int accumulate) {
-  const token_runs runs = runs_of(keys);
+  const token_stretches stretches = stretches_of(keys);
 #define SCORE(count)                                                                                                   \
   if (q->planes == 3)                                                                                                  \
-    score_runs(q, i, count, 3, 2 * CODES_OF_8, score_16_matrix, join_matrix, keys, &runs, scores, accumulate);         \
-  else score_runs(q, i, count, 2, 2 * CODES_OF_8, score_16_matrix, join_matrix, keys, &runs, scores, accumulate)
+    score_stretches(q, i, count, 3, 2 * CODES_OF_8, score_16_matrix, join_matrix, keys, &stretches, scores,            \
+                    accumulate);                                                                                       \
+  else                                                                                                                 \
+    score_stretches(q, i, count, 2, 2 * CODES_OF_8, score_16_matrix, join_matrix, keys, &stretches, scores, accumulate)
   BY_QUERIES(i, q->num_queries, SCORE)
 #undef SCORE
 }
@@ -133,7 +138,7 @@ KVEDGE_INLINE void encode_matrix_weights(const float *p, const float *scales, in
   const float most = planes == 3 ? LARGEST_CODE : LARGEST_CODE_16;
   for (int i = 0; i < count; i++, p += KVEDGE_TILE) {
     float w[KVEDGE_TILE];
-    const float largest = weigh_tokens(p, scales, num_tokens, w), factor = divide_or_0(most, largest, largest);
+    const float largest = weights_of_tokens(p, scales, num_tokens, w), factor = divide_or_0(most, largest, largest);
     weights->scale[i] = divide_or_0(largest, most, largest);
     for (int t = 0; t < num_tokens; t += 8) {
       int32x4_t codes[2];
@@ -186,9 +191,9 @@ static void transpose_slice(const kvedge_tile *values, int channel, int8x16_t (*
 }
 
 /* Adds such channels, `channels` of 8, times the weights of `count` query rows. */
-KVEDGE_INLINE void weigh_matrix(const int8x16_t (*columns)[4], int num_tokens, int channels,
-                                const matrix_weights *weights, const int count, const int planes, const float *rescale,
-                                float *acc, ptrdiff_t acc_stride) {
+KVEDGE_INLINE void sum_matrix(const int8x16_t (*columns)[4], int num_tokens, int channels,
+                              const matrix_weights *weights, const int count, const int planes, const float *rescale,
+                              float *acc, ptrdiff_t acc_stride) {
   int32x4_t upper[MATRIX_QUERIES][4], lower[MATRIX_QUERIES][4]; /* of two channels; lower: of two queries */
   UNROLLED (i, count)
     UNROLLED (j, 4) upper[i][j] = lower[i][j] = vdupq_n_s32(0);
@@ -218,10 +223,10 @@ KVEDGE_INLINE void weigh_matrix(const int8x16_t (*columns)[4], int num_tokens, i
   }
 }
 
-KVEDGE_INLINE void weigh_by_matrix(const kvedge_probabilities *p, const int planes, const kvedge_tile *values,
-                                   const kvedge_accumulators *to) {
+KVEDGE_INLINE void sum_by_matrix(const kvedge_probabilities *p, const int planes, const kvedge_tile *values,
+                                 const kvedge_accumulators *to) {
   struct {
-    matrix_weights weights[KVEDGE_STACK / MATRIX_QUERIES];
+    matrix_weights weights[KVEDGE_QUERY_ROWS / MATRIX_QUERIES];
     int8x16_t columns[GROUPS][4];
   } *room = (void *)p->scratch;
   matrix_weights *weights = room->weights;
@@ -232,27 +237,27 @@ KVEDGE_INLINE void weigh_by_matrix(const kvedge_probabilities *p, const int plan
                           planes, &weights[i / MATRIX_QUERIES]);
   for (int d = 0; d < values->dim; d += 8) {
     transpose_slice(values, d, columns);
-#define WEIGH(count)                                                                                                   \
-  weigh_matrix((const int8x16_t(*)[4])columns, values->num_tokens, values->dim - d, &weights[i / MATRIX_QUERIES],      \
-               count, planes, to->rescale + i, to->acc + i * to->stride + d, to->stride)
-    BY_QUERIES(i, n, WEIGH)
-#undef WEIGH
+#define SUM(count)                                                                                                     \
+  sum_matrix((const int8x16_t(*)[4])columns, values->num_tokens, values->dim - d, &weights[i / MATRIX_QUERIES], count, \
+             planes, to->rescale + i, to->acc + i * to->stride + d, to->stride)
+    BY_QUERIES(i, n, SUM)
+#undef SUM
   }
 }
 
 static void weighted_sum_int8_neoni8mm(const kvedge_probabilities *p, const kvedge_tile *values,
                                        const kvedge_accumulators *to) {
   if (p->num_queries >= MATRIX_LEAST) {
-    if (p->planes == 3) weigh_by_matrix(p, 3, values, to);
-    else weigh_by_matrix(p, 2, values, to);
+    if (p->planes == 3) sum_by_matrix(p, 3, values, to);
+    else sum_by_matrix(p, 2, values, to);
     return;
   }
-  const token_runs runs = runs_of(values);
-#define WEIGH(count)                                                                                                   \
-  if (p->planes == 3) weigh_queries(p, i, count, 3, values, &runs, to);                                                \
-  else weigh_queries(p, i, count, 2, values, &runs, to)
-  BY_QUERIES(i, p->num_queries, WEIGH)
-#undef WEIGH
+  const token_stretches stretches = stretches_of(values);
+#define SUM(count)                                                                                                     \
+  if (p->planes == 3) sum_queries(p, i, count, 3, values, &stretches, to);                                             \
+  else sum_queries(p, i, count, 2, values, &stretches, to)
+  BY_QUERIES(i, p->num_queries, SUM)
+#undef SUM
 }
 
 KVEDGE_INT4_FUNCTIONS(neoni8mm, scores_int8_neoni8mm, weighted_sum_int8_neoni8mm)
