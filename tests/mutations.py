@@ -302,12 +302,6 @@ MUTATIONS = [
         "if not held <= most:",
         FILES,
     ),
-    Mutation(
-        "a mapped file may be cut",
-        "if len(mapping) < max(",
-        "if False and len(mapping) < max(",
-        f"{FILES} session/test_session_crash.py session/test_session_targets.py",
-    ),
     # ---- Python: paged caches
     Mutation(
         "a registered block is written to",

@@ -88,9 +88,7 @@ def test_an_error_begins_a_line_of_its_own(tmp_path):
 
 
 @needs_shell
-@pytest.mark.parametrize(
-    "text", [b"One\r\nday\r\n", b"One\nday", b"One\rday\n", b"\xef\xbb\xbfOne"]
-)
+@pytest.mark.parametrize("text", [b"\xef\xbb\xbfOne\r\nday\r\n", b"One\nday\rnight\n", b"One\nday"])
 def test_a_prompt_is_the_same_from_a_file_and_from_stdin(text, tmp_path):
     (tmp_path / "prompt").write_bytes(text)
     command = "kvedge generate -n 1 -f prompt --json"

@@ -175,20 +175,15 @@ def test_a_save_that_fails_on_one_rank_is_an_error_on_all_and_leaves_the_one_bef
         cache = ShardedKVCache(new_cache(), group, block_size=4)
         feed(cache, 2, 60)
         if group.rank == 1:
+            part = state_of(cache.part)
+            contents = type(part).contents
 
-            class Full:
-                """The state of a cache that cannot be written."""
-
-                def __init__(self, state):
-                    self.state = state
-
-                def __getattr__(self, name):
-                    return getattr(self.state, name)
-
-                def contents(self, *arguments, **named):
+            def full(state, *arguments, **named):
+                if state is part:
                     raise OSError(28, "No space left on device")
+                return contents(state, *arguments, **named)
 
-            monkeypatch.setattr(cache.part, "_state", Full(state_of(cache.part)))
+            monkeypatch.setattr(type(part), "contents", full)
             with pytest.raises(OSError, match="No space left"):
                 cache.save(tmp_path)
         else:

@@ -316,7 +316,6 @@ FOREIGN = {
 }
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", FOREIGN)
 def test_foreign_files_are_refused(path, kind, mmap):
     assert_corrupt(path, FOREIGN[kind], mmap=mmap)
@@ -329,7 +328,6 @@ def test_a_forged_file_without_a_change_loads(path, rng):
     assert cache_content(KVCache.load(path)) == cache_content(cache)
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("field", "value"),
     [

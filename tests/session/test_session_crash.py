@@ -447,5 +447,5 @@ def test_a_file_cut_just_before_it_is_mapped_is_corrupt(tmp_path, rng, monkeypat
             return super().__new__(cls, *arguments, **options)
 
     monkeypatch.setattr(mmap, "mmap", OfHalf)
-    with pytest.raises(errors.CorruptFileError, match="cut"):
+    with pytest.raises(errors.CorruptFileError, match="it was cut while being read"):
         KVCache.load(path, mmap=True)

@@ -30,8 +30,6 @@ from kvedge.core.formats import FORMATS
 from kvedge.files import session
 from kvedge.layer.layer import store_of
 
-pytestmark = pytest.mark.covering(1)  # one check serves all formats
-
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
