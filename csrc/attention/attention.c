@@ -5,10 +5,6 @@
 #include "system/memory.h"
 #include "system/float_mode.h"
 
-void kvedge_attention_defaults(kvedge_attention_options *options) {
-  *options = (kvedge_attention_options){.scale = NAN, .causal = 1, .first_row = -1};
-}
-
 kvedge_status kvedge_request_check(const kvedge_request *r) {
   const kvedge_cache_view *view = &r->view;
   const kvedge_attention_options *o = r->options;

@@ -2,7 +2,7 @@
 #include <float.h>
 #include <math.h>
 
-#include "attention/attention.h"
+#include "attention/internal.h"
 
 /* total += partial, of one query: maximum, sum and accumulator. */
 static void merge(const kvedge_attention *a, const kvedge_queries *q, size_t state, kvedge_partial *total,

@@ -2,7 +2,7 @@
 #ifndef KVEDGE_PARTS_H
 #define KVEDGE_PARTS_H
 
-#include "attention/attention.h"
+#include "attention/internal.h"
 
 #define KVEDGE_MOST_TOKENS ((int64_t)1 << 40)
 enum { KVEDGE_MOST_PARTS = 4096 };

@@ -1,5 +1,5 @@
 /* One call of attention: its shapes and kernels, its memory. */
-#include "attention/attention.h"
+#include "attention/internal.h"
 
 #include <float.h>
 #include <math.h>
@@ -16,7 +16,7 @@ enum {
   /* With a tolerance slices are longer and fewer, since what may be dropped is measured against what a slice has seen. */
   SKIPPING_SLICE_BYTES = 4 << 20,
   SKIPPING_SLICE_TOKENS = 2048,
-  /* Keys, or values, of all heads in a tile have up to this many bytes. Rows are prefetched a
+  /* Keys and values of all heads in a tile have up to twice this many bytes. Rows are prefetched a
    * tile before they are used, and the keys and values of two tiles have to fit a second-level
    * cache, which two threads may share. */
   TILE_BYTES = 100 << 10,
@@ -26,6 +26,10 @@ enum {
    * may cancel, so that what 16 bits leave of an error is large beside it. */
   TINY_ROW_CHANNELS = 8,
 };
+
+void kvedge_attention_defaults(kvedge_attention_options *options) {
+  *options = (kvedge_attention_options){.scale = NAN, .causal = 1, .first_row = -1};
+}
 
 /* What a path has for keys or values. (Decoding a grid bounds what levels times very large
  * scales would take beyond float32.) */

@@ -2,7 +2,7 @@
 #include <float.h>
 #include <math.h>
 
-#include "attention/attention.h"
+#include "attention/internal.h"
 
 #define LOG2_E 1.4426950408889634
 

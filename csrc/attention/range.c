@@ -8,7 +8,7 @@
 #include <float.h>
 #include <math.h>
 
-#include "attention/attention.h"
+#include "attention/internal.h"
 #include "attention/tile.h"
 
 /* A power of two that takes scales (float32: values) of at most `bound` to where sums over a million

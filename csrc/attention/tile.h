@@ -3,7 +3,7 @@
 #ifndef KVEDGE_TILE_H
 #define KVEDGE_TILE_H
 
-#include "attention/attention.h"
+#include "attention/internal.h"
 
 /* Tokens token..token+num_tokens-1 of all heads, as a table of blocks of KVEDGE_BLOCK tokens. */
 typedef struct {

@@ -1,4 +1,4 @@
-/* Runs (kivi2, kivi4, kivi8) as integers of 16 bits, for any width of vectors: kernels/kivi.h
+/* Runs (kivi2, kivi4, kivi8) as integers of 16 bits, for any width of vectors: kernels/kivi_portable.h
  * has the sums. Included by a path that first defines
  *
  *   floats, integers               vectors of FLOATS floats, and of as many integers of 32 bits
@@ -26,7 +26,7 @@
  * have steps of about the same size, so that no run waits for a maximum; weights of 64 tokens
  * have one. Where that is not enough (three planes) codes become floats.
  */
-#include "kernels/kivi.h"
+#include "kernels/kivi_portable.h"
 
 enum {
   SUMS_OF_LANES = 8, /* vectors of sums at a time */

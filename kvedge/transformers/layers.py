@@ -70,6 +70,7 @@ class KvedgeLayer(CacheLayerMixin):
     is_compileable = False
     is_croppable = True
     supports_early_init = True
+    _not_copied: tuple[str, ...] = ("_options",)  # attributes that a deep copy shares
 
     def __init__(self, options: StoreOptions, index: int) -> None:
         self.is_initialized = False
@@ -465,7 +466,7 @@ class KvedgeLayer(CacheLayerMixin):
         other = copy.copy(self)
         memo[id(self)] = other
         for name, value in vars(self).items():
-            if name != "_options":
+            if name not in self._not_copied:
                 setattr(other, name, copy.deepcopy(value, memo))
         return other
 

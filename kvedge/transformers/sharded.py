@@ -26,6 +26,8 @@ class KvedgeShardedLayer(KvedgeLayer):
     among the first tokens that decide how keys are stored.
     """
 
+    _not_copied = ("_options", "_first")
+
     def __init__(self, options: StoreOptions, index: int, share: Share) -> None:
         super().__init__(options, index)
         self._share = share
@@ -223,7 +225,8 @@ class KvedgeShardedLayer(KvedgeLayer):
         firsts = self._first
         super()._take(indices)
         self._first = [
-            firsts[index].copy(row) for index, row in zip(indices.tolist(), self.rows, strict=True)
+            firsts[index].copy(store_of(row))
+            for index, row in zip(indices.tolist(), self.rows, strict=True)
         ]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KvedgeShardedLayer:

@@ -17,7 +17,7 @@ KVEDGE_TARGET_BEGIN("avx2,fma,f16c")
 #include "kernels/avx256/floats.h"
 #include "kernels/floats.h"
 #include "kernels/avx256/grids.h"
-#include "kernels/kivi.h"
+#include "kernels/kivi_portable.h"
 
 void scores_of_runs_avx256(const kvedge_query *q, const kvedge_tile *keys, float *scores, int accumulate) {
   scores_of_runs_portable(q, keys, scores, accumulate);

@@ -1,4 +1,4 @@
-/* Runs (kivi2, kivi4, kivi8) on the AVX-512 VNNI path: kernels/kivi.h has the sums.
+/* Runs (kivi2, kivi4, kivi8) on the AVX-512 VNNI path: kernels/kivi_portable.h has the sums.
  *
  * A vector of words has four bytes of each of 16 tokens, or channels, as vpdpbusd wants them: the k-th codes of
  * its bytes, times a dword of digits for all lanes. Nothing is transposed, and nothing summed over lanes.
@@ -15,7 +15,7 @@
 #if defined(__x86_64__)
 #include "kernels/avx512vnni/common.h"
 #include "kernels/avx256/floats_cells.h"
-#include "kernels/kivi.h"
+#include "kernels/kivi_portable.h"
 
 enum {
   DIGITS = KVEDGE_QUANTIZED_BYTES / 2 * 1024, /* bytes of a query's: by 64 of them, CODES_OF_64 each */

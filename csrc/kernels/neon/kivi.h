@@ -2,7 +2,7 @@
  * half of a word. 32-bit ARM has runs in floats. Part of neon.c, neondot.c and neoni8mm.c, which
  * first define KVEDGE_NAME(function). */
 #if !defined(__aarch64__)
-#include "kernels/kivi.h"
+#include "kernels/kivi_portable.h"
 #define KVEDGE_NEON_RUNS KVEDGE_RUNS_PORTABLE
 #else
 

@@ -52,7 +52,7 @@ static void widen_row(const uint8_t *codes, int n, int8_t *out) {
 #include "kernels/int4.h"
 KVEDGE_INT4_FUNCTIONS(scalar, scores_int8_scalar, weighted_sum_int8_scalar)
 
-#include "kernels/kivi.h"
+#include "kernels/kivi_portable.h"
 #define INT8_CELL {.scores = scores_int8_scalar, .weighted_sum = weighted_sum_int8_scalar}
 
 #define DITHER_2(n) (n - 127.5f) / 256, (n + 0.5f) / 256

@@ -6,8 +6,8 @@
  *   acc[d]    = sum_t p[t] middle[t] + sum_t (p[t] step[t]) code[t][d]            a step per token and 64 channels
  *
  * The second sums are the same thing twice: of a vector of words, those of 32 tokens or of 64
- * channels side by side, the k-th codes times a number that all lanes share. Integers of a path
- * are summed in the same order.
+ * channels side by side, the k-th codes times a number that all lanes share. Cells that
+ * multiply integers do so too.
  */
 #include "formats/kivi.h"
 

@@ -15,8 +15,8 @@
  *   merge.c     partial results into one, and that into the output
  *   range.c     factors that keep huge and tiny rows within float's range
  */
-#ifndef KVEDGE_ATTENTION_H
-#define KVEDGE_ATTENTION_H
+#ifndef KVEDGE_ATTENTION_INTERNAL_H
+#define KVEDGE_ATTENTION_INTERNAL_H
 
 #include <string.h>
 
