@@ -125,7 +125,7 @@ class OptionalBuildExt(build_ext):
             "extra_postargs": ext.extra_compile_args,
         }
         sources = files("csrc/**/*.c")
-        jobs = {source: library for source in sources} | {source: own for source in ext.sources}
+        jobs = dict.fromkeys(sources, library) | dict.fromkeys(ext.sources, own)
         objects = compile_side_by_side(self.compiler, jobs)
         return [objects[s] for s in sources], [objects[s] for s in ext.sources]
 

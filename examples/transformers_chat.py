@@ -23,8 +23,7 @@ def conversation_ids(tokenizer, messages, before):
     """Token ids of all messages, (1, tokens); `before` are those of the turns before the last."""
     if tokenizer.chat_template:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
-        return ids
+        return tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
     first = before is None  # a model that goes on with a text: what is said is put behind it
     ids = tokenizer(messages[-1]["content"], add_special_tokens=first)["input_ids"]
     ids = torch.tensor([ids], dtype=torch.int64)

@@ -25,7 +25,7 @@ def prepare() -> None:
         os.set_inheritable(descriptor, True)  # as the standard streams are
     os.close(descriptor)
     if sys.stderr is None:
-        sys.stderr = open(os.devnull, "w", encoding="utf-8")
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:

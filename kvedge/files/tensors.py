@@ -72,7 +72,7 @@ def read(
             fields = dict(file.metadata() or {})
             if fields.get("format") != kind:
                 corrupt(path, f"it is a safetensors file, but not of {kind}")
-            for name in file.keys():
+            for name in file.keys():  # noqa: SIM118, it is no mapping
                 if file.get_slice(name).get_dtype() not in _TYPES.values():
                     corrupt(path, f"tensor {name[:40]!r} is of a type that kvedge never writes")
                 arrays[name] = file.get_tensor(name)

@@ -281,7 +281,7 @@ def _load_recent(
     tables = tensor_file.check_array(
         path, arrays, "recent_tables", np.int32, (ends[-1] if ends else 0,)
     )
-    if tables.size and not (-1 <= tables.min() and tables.max() < blocks):
+    if tables.size and not (tables.min() >= -1 and tables.max() < blocks):
         corrupt(path, "its tables name blocks of last tokens that it has not")
     place = np.full(blocks, -1, np.int64)
     counts = np.zeros(blocks, np.int32)
@@ -350,13 +350,13 @@ def _sequences(
         if name not in arrays or arrays[name].ndim != 1:
             corrupt(path, f"tensor {name} is missing, or not of one dimension")
     lengths = tensor_file.check_array(path, arrays, "lengths", np.int64, arrays["lengths"].shape)
-    if lengths.size and not (0 <= lengths.min() and lengths.max() <= blocks * block_size):
+    if lengths.size and not (lengths.min() >= 0 and lengths.max() <= blocks * block_size):
         corrupt(path, "its lengths are not those of sequences in its blocks")
     ends = np.cumsum(-(-lengths // block_size), dtype=np.int64)
     starts = [0, *ends.tolist()]
     shape = (int(ends[-1]) if len(ends) else 0,)
     tables = tensor_file.check_array(path, arrays, "tables", np.int32, shape)
-    if tables.size and not (0 <= tables.min() and tables.max() < blocks):
+    if tables.size and not (tables.min() >= 0 and tables.max() < blocks):
         corrupt(path, "its tables name blocks that it has not")
     depth = np.full(blocks, -1, np.int64)
     counts = np.zeros(blocks, np.int32)

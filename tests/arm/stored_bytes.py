@@ -12,11 +12,11 @@ from kvedge.core.formats import FORMATS
 
 SHAPES = [(64, 2, None), (128, 1, 32), (80, 3, None), (33, 2, 16), (1, 1, None), (1000, 1, None)]
 CASES = [
-    (name, dict(head_dim=dim, num_kv_heads=heads), options)
+    (name, {"head_dim": dim, "num_kv_heads": heads}, options)
     for name, row in FORMATS.items()
     for dim, heads, group in SHAPES
     for options in (
-        [dict(group_size=group, scale_dtype=scale) for scale in ("float32", "float16")]
+        [{"group_size": group, "scale_dtype": scale} for scale in ("float32", "float16")]
         if row.has_scales
         else [{}]
     )

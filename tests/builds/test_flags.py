@@ -139,7 +139,7 @@ def test_cmake_takes_the_flags_back(plain, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "flags, named",
+    ("flags", "named"),
     [
         ("-ffast-math", "-ffast-math"),
         ("-Ofast", "-Ofast"),

@@ -91,7 +91,7 @@ def plant(package):
 
 @builds
 @pytest.mark.parametrize(
-    "command, variables",
+    ("command", "variables"),
     [
         (["build"], {"CC": "false"}),
         (["build"], {"KVEDGE_NO_EXT": "1"}),

@@ -231,7 +231,7 @@ _BOUNDS = {
 
 @pytest.mark.covering(1)
 @pytest.mark.extras
-@pytest.mark.parametrize("context, new_tokens", [(700, None), (700, 70), (70, 70), (80, 1)])
+@pytest.mark.parametrize(("context", "new_tokens"), [(700, None), (700, 70), (70, 70), (80, 1)])
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("name", [*PEER_NAMES, *VARIANT_NAMES])
 def test_each_peer_that_is_installed_computes_attention(name, num_threads, context, new_tokens):

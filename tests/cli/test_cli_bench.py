@@ -238,7 +238,7 @@ def test_skip_json(capsys):
 
 
 @pytest.mark.parametrize(
-    "words, told",
+    ("words", "told"),
     [
         (["--model", "a.bin"], "--model and --text go together"),
         (["--context", "40", "--new-tokens", "41"], "--new-tokens 41"),

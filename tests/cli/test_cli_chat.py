@@ -351,8 +351,12 @@ def test_an_error_in_a_chat_leaves_its_session(template, tmp_path, monkeypatch, 
 
 def test_a_signal_during_a_save_waits_for_it():
     done = []
-    with pytest.raises(interrupts.Terminated), interrupts.as_interrupts():
-        with interrupts.held_back():
+
+    def save():
+        with interrupts.as_interrupts(), interrupts.held_back():
             signal.raise_signal(signal.SIGTERM)
             done.append("saved")
+
+    with pytest.raises(interrupts.Terminated):
+        save()
     assert done == ["saved"]

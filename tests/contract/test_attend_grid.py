@@ -148,7 +148,7 @@ def check_long(head_dim, query_group, length, options):
         assert_attention_close(layer.attend(query), ref, hint=f"sharpness {sharpness}")
 
 
-@pytest.mark.parametrize("head_dim, query_group, options", LONG, ids=str)
+@pytest.mark.parametrize(("head_dim", "query_group", "options"), LONG, ids=str)
 def test_attention_over_32768_tokens_is_that_of_the_reference(head_dim, query_group, options):
     check_long(head_dim, query_group, 32768, options)
 

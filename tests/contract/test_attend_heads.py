@@ -113,7 +113,7 @@ def test_rows_of_a_prompt_are_the_tokens_one_by_one(rng, dim):
 
 
 @pytest.mark.parametrize("block", [4, 16, 48, 100])
-@pytest.mark.parametrize("heads, dim", [(8, 64), (9, 80), (6, 96)])
+@pytest.mark.parametrize(("heads", "dim"), [(8, 64), (9, 80), (6, 96)])
 def test_blocks_in_disorder(rng, heads, dim, block):
     pool = KvBlockPool(-(-500 // block) + 20, block, 1, heads, dim)
     cache = PagedKvCache(pool)

@@ -177,8 +177,10 @@ def test_drafts_of_a_tree_agree_with_their_branches(layer_class, rng):
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("bits, tolerance", [(8, 6e-2), (16, reference.TOLERANCE), (24, 1e-5)])
-@pytest.mark.parametrize("head_dim, group", [(8, 3), (40, 8), (64, 4), (80, 1), (128, 2), (256, 7)])
+@pytest.mark.parametrize(("bits", "tolerance"), [(8, 6e-2), (16, reference.TOLERANCE), (24, 1e-5)])
+@pytest.mark.parametrize(
+    ("head_dim", "group"), [(8, 3), (40, 8), (64, 4), (80, 1), (128, 2), (256, 7)]
+)
 def test_precision_bits_bound_the_error_of_ordinary_logits(bits, tolerance, head_dim, group, rng):
     for length, rows in ((1, 1), (17, 17), (1000, 1), (1000, 40)):
         keys, values = normal(rng, 2, length, H, head_dim)
@@ -206,7 +208,7 @@ def test_the_default_precision_keeps_the_contract_however_sharp(spread, head_dim
         assert_attention_close(exact, ref, 1e-5, hint=f"24 bits, {length} tokens")
 
 
-@pytest.mark.parametrize("head_dim, length", [(64, 300), (80, 1152), (128, 600), (128, 2048)])
+@pytest.mark.parametrize(("head_dim", "length"), [(64, 300), (80, 1152), (128, 600), (128, 2048)])
 def test_the_default_precision_keeps_the_contract_where_it_is_hardest(head_dim, length):
     """One row of a head of its own, between flat and sharp, where a query still has 16 bits.
 
@@ -224,7 +226,7 @@ def test_the_default_precision_keeps_the_contract_where_it_is_hardest(head_dim, 
 # -- what a window leaves out ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("window, sink_tokens", [(1, 0), (20, 0), (64, 5), (100, 70)])
+@pytest.mark.parametrize(("window", "sink_tokens"), [(1, 0), (20, 0), (64, 5), (100, 70)])
 @pytest.mark.parametrize("rows", [1, 3, 64, 100])
 def test_the_numbers_outside_a_window_change_no_bit(rows, window, sink_tokens, layer_class, rng):
     length = 400

@@ -135,7 +135,7 @@ def test_marks_of_tokens_that_are_written_over_are_stale(rng):
     assert len(cache) == 6
 
 
-@pytest.mark.parametrize("start, n", [(0, 3), (2, 4), (6, 3), (0, 12), (5, 9), (9, 4), (3, 0)])
+@pytest.mark.parametrize(("start", "n"), [(0, 3), (2, 4), (6, 3), (0, 12), (5, 9), (9, 4), (3, 0)])
 def test_tokens_are_replaced_at_a_position(rng, dtype, start, n):
     cache, other = filled(rng, 9, dtype=dtype), filled(rng, n, dtype=dtype)
     before = [(cache.k(i).copy(), cache.v(i).copy()) for i in range(L)]

@@ -309,8 +309,7 @@ def test_whether_a_mark_is_stale_is_right_at_every_step_of_an_overwrite(rng):
             assert len(seen) > 5
             for moment in seen:
                 assert all(
-                    now == was or now == then
-                    for was, now, then in zip(before, moment, after, strict=True)
+                    now in (was, then) for was, now, then in zip(before, moment, after, strict=True)
                 )
 
 
@@ -502,8 +501,7 @@ def test_a_stale_snapshot_tells_and_writes_nothing(cache, rng):
     for mark in (overwritten, lost):
         for call in ("keys", "values", "to_bytes"):
             with pytest.raises(errors.StaleSnapshotError):
-                found = getattr(mark, call)
-                found()
+                getattr(mark, call)()
         assert mark.seq_len == mark.length
 
 

@@ -316,7 +316,7 @@ def test_steps_of_ones_own_and_windows(rng):
 
 
 @pytest.mark.parametrize(
-    "arguments, options",
+    ("arguments", "options"),
     [
         ((0,), {}),
         (("1G",), {}),

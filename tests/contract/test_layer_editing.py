@@ -173,7 +173,9 @@ def test_shift_rotates_the_keys_by_the_rope_delta(layer, rope, delta):
     np.testing.assert_array_equal(layer.value_scales, rows[3])
 
 
-@pytest.mark.parametrize("start, stop", [(0, 5), (3, 9), (4, None), (12, None), (5, 5), (0, 12)])
+@pytest.mark.parametrize(
+    ("start", "stop"), [(0, 5), (3, 9), (4, None), (12, None), (5, 5), (0, 12)]
+)
 def test_shift_of_a_part_leaves_the_rest_as_it_is(layer, start, stop):
     keys, rows = layer.keys(), rows_of(layer)
     layer.shift(-4, rope=Rope(), start=start, stop=stop)

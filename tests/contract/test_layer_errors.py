@@ -82,7 +82,7 @@ def test_dimensions_that_are_no_integers_are_refused(layer_class, name, bad):
         layer_class(**{**good, name: bad})
 
 
-@pytest.mark.parametrize("name, bad", [("num_kv_heads", 65537), ("head_dim", 1025)])
+@pytest.mark.parametrize(("name", "bad"), [("num_kv_heads", 65537), ("head_dim", 1025)])
 def test_more_than_the_largest_dimensions_is_refused(layer_class, name, bad):
     with refuses(errors.InvalidArgumentError, match=[name, str(bad)]):
         layer_class(**{"capacity": 1, "num_kv_heads": 1, "head_dim": 1, name: bad})
@@ -115,7 +115,7 @@ def test_bad_scale_dtypes_are_refused(bad):
 
 
 @pytest.mark.parametrize(
-    "bad, error",
+    ("bad", "error"),
     [
         (np.zeros((D, H), np.float32), errors.ShapeMismatchError),
         (np.zeros(H * D + 1, np.float32), errors.ShapeMismatchError),
@@ -450,7 +450,7 @@ INF_BIAS = np.array([0, np.inf], np.float32)
 
 
 @pytest.mark.parametrize(
-    "options, error",
+    ("options", "error"),
     [
         ({"scale": np.nan}, errors.KvedgeError),
         ({"scale": np.inf}, errors.KvedgeError),

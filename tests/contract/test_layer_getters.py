@@ -105,10 +105,7 @@ VIEWS = ["key_codes", "value_codes", "key_scales", "value_scales"]
 def test_views_have_the_documented_shapes(layer):
     groups = layer.num_groups
     form = FORMATS[layer.dtype]
-    if not form.has_scales:
-        scales = (5, H, 0)
-    else:
-        scales = (5, H) if groups == 1 else (5, H, groups)
+    scales = (5, H, 0) if not form.has_scales else (5, H) if groups == 1 else (5, H, groups)
     for name in ("key", "value"):
         codes = getattr(layer, f"{name}_codes")
         assert codes.shape == (5, H, D) and codes.dtype == form.codes

@@ -192,7 +192,7 @@ def test_drop_first_makes_a_later_token_the_first(layer_class, capacity, rng):
     assert_holds(layer, rows, rng)
 
 
-@pytest.mark.parametrize("n, error", [
+@pytest.mark.parametrize(("n", "error"), [
     (-1, errors.PositionOutOfRangeError),
     (13, errors.PositionOutOfRangeError),
     (2**70, errors.PositionOutOfRangeError),
@@ -230,7 +230,7 @@ def test_the_capacity_counts_what_is_held(layer_class, rng):
     assert_holds(layer, rows[:, first:], rng)
 
 
-@pytest.mark.parametrize("capacity, most", [(64, 2), (None, 4)])
+@pytest.mark.parametrize(("capacity", "most"), [(64, 2), (None, 4)])
 def test_a_sliding_layer_moves_a_row_per_token_on_average(
     layer_class, capacity, most, rng, monkeypatch
 ):

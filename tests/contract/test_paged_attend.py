@@ -248,9 +248,9 @@ def test_no_query_rows_give_empty_results(rng, dtype):
     ]:
         with pytest.raises(error):
             cache.attend(chosen, 0, query, **options)
+        if "out" in options:
+            options = {"out": [options["out"]]}
         with pytest.raises(error):
-            if "out" in options:
-                options = {"out": [options["out"]]}
             cache.attend_batch([chosen], 0, [query], **options)
 
 

@@ -53,7 +53,7 @@ def test_full_blocks_of_a_registered_sequence_are_found_and_shared(pool, cache, 
 
 
 @pytest.mark.parametrize(
-    "ids, n",
+    ("ids", "n"),
     [
         ([], 0),
         ([1], 0),

@@ -354,7 +354,7 @@ def test_a_layer_can_be_filled_from_its_own_views(rng):
     np.testing.assert_array_equal(layer.keys(), np.concatenate([keys, keys]))
 
 
-@pytest.mark.parametrize("n, start", [(100, 1), (5000, 1), (5000, 4990), (1, 3)])
+@pytest.mark.parametrize(("n", "start"), [(100, 1), (5000, 1), (5000, 4990), (1, 3)])
 def test_rows_that_overlap_their_new_place_are_stored_as_they_were(n, start, rng):
     """A view of rows that truncate() has freed, moved towards the end over itself."""
     keys, values = normal(rng, 2, start + 2 * n, HEADS, 40)

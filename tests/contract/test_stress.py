@@ -148,6 +148,7 @@ def attend(layer, told, rng, kind=None):
         check(before)
     else:
         told.one_of(before, len(layer), check)
+    return None
 
 
 def scores(layer, told, rng):
@@ -172,6 +173,7 @@ def all_rows(layer, told, rng):
     except ShapeMismatchError:
         return len(layer) == before  # sized too early
     check_rows(out, of, before)
+    return None
 
 
 def one_token(layer, told, rng):

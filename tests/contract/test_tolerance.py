@@ -63,7 +63,7 @@ def test_no_tolerance_is_the_exact_result_to_the_bit(rng):
 
 
 @pytest.mark.parametrize("rows", [None, 5, 70])
-@pytest.mark.parametrize("heads, group", [(4, 1), (4, 4)])
+@pytest.mark.parametrize(("heads", "group"), [(4, 1), (4, 4)])
 def test_the_result_does_not_depend_on_threads(rng, heads, group, rows):
     length, dim = 10000, 64  # several slices
     layer = Float32KvLayer(length, heads, dim)

@@ -258,7 +258,7 @@ def flip_a_byte(path):
 
 
 @pytest.mark.parametrize(
-    "damage, said",
+    ("damage", "said"),
     [
         (lambda path: edited(path, length=61), "tokens, and .* in the manifest"),
         (lambda path: edited(path, format="other"), "not a kvedge-sharded manifest"),

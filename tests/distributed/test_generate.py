@@ -42,7 +42,7 @@ def one_process(capsys, *arguments):
 
 
 @pytest.mark.parametrize(
-    "ranks, flags",
+    ("ranks", "flags"),
     [
         (2, ["--tokens", "80", "--cache", "float32"]),
         (3, ["--tokens", "50", "--temperature", "0.8", "--seed", "5", "--rank-weights", "2,1,1"]),
@@ -89,7 +89,7 @@ def test_a_checkpoint_of_transformers_runs_on_ranks(capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "flags, said",
+    ("flags", "said"),
     [
         (["--chat"], "--chat does not go with torchrun"),
         (["--compare"], "--compare does not go with torchrun"),

@@ -33,7 +33,7 @@ def test_one_process_leads_and_the_others_follow(pool, trace):
     check_trace(trace, pool.run(trace["ranks"], run_led, trace))
 
 
-@pytest.mark.parametrize("ranks, others", [(3, 2), (2, 4), (4, 1)])
+@pytest.mark.parametrize(("ranks", "others"), [(3, 2), (2, 4), (4, 1)])
 def test_what_some_processes_saved_others_go_on_with(pool, tmp_path, ranks, others):
     pytest.importorskip("safetensors")
     whole = KVCache(gloo_work.LAYERS, gloo_work.HEADS, gloo_work.DIM)

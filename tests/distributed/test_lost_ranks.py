@@ -57,7 +57,7 @@ slow = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    "how, lost",
+    ("how", "lost"),
     [
         ("dies", 1),
         ("hangs", 2),

@@ -77,7 +77,7 @@ def test_small_ratios_are_exact():
 
 
 @pytest.mark.parametrize(
-    "arguments, said",
+    ("arguments", "said"),
     [
         ({"num_ranks": 0}, "num_ranks must be from 1"),
         ({"num_ranks": 2, "block_size": 0}, "block_size must be from 1"),

@@ -27,7 +27,7 @@ def filled(group, tokens=50, **options):
 
 
 @pytest.mark.parametrize(
-    "make, said",
+    ("make", "said"),
     [
         (lambda rank: KVCache(LAYERS + rank, HEADS, DIM), "3 layers x .* on rank 1, and 2 layers"),
         (lambda rank: KVCache(LAYERS, HEADS, DIM + rank), "x 17, int8 .* on rank 1, .* x 16, int8"),

@@ -13,7 +13,7 @@ slow = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    "ranks, family, batch, padding, options",
+    ("ranks", "family", "batch", "padding", "options"),
     [
         (2, "llama", 1, 0, {}),
         (3, "llama", 3, 5, {}),

@@ -110,8 +110,7 @@ def tiny_model(family: str, attention: str = "kvedge"):
 
 def reference_model(family: str):
     """The same with attention of transformers' own, eager where sdpa lacks what it needs."""
-    model = tiny_model(family, "eager" if family in ("gemma2", "gpt-oss") else "sdpa")
-    return model
+    return tiny_model(family, "eager" if family in ("gemma2", "gpt-oss") else "sdpa")
 
 
 def prompt(batch: int = 1, length: int = 13, *, padding: int = 0, seed: int = 0):

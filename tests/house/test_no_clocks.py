@@ -30,10 +30,11 @@ def times_of(function):
     while times != before:
         before = set(times)
         for node in ast.walk(function):
-            if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)) and node.value:
-                if reads_a_clock(node.value) or names_in(node.value) & times:
-                    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-                    times.update(*map(names_in, targets))
+            if not isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)) or not node.value:
+                continue
+            if reads_a_clock(node.value) or names_in(node.value) & times:
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                times.update(*map(names_in, targets))
     return times
 
 
@@ -44,9 +45,11 @@ def assertions_on_time(tree):
         if isinstance(function, (ast.FunctionDef, ast.Module)):
             times = times_of(function)
             for node in ast.walk(function):
-                if isinstance(node, ast.Assert):
-                    if reads_a_clock(node.test) or names_in(node.test) & times:
-                        found.add(node.lineno)
+                timed = isinstance(node, ast.Assert) and (
+                    reads_a_clock(node.test) or names_in(node.test) & times
+                )
+                if timed:
+                    found.add(node.lineno)
     return sorted(found)
 
 

@@ -89,7 +89,7 @@ def test_every_public_name_has_a_docstring(name):
     assert doc[0].isupper() and "." in doc
 
 
-@pytest.mark.parametrize("cls, name", members())
+@pytest.mark.parametrize(("cls", "name"), members())
 def test_every_public_member_has_a_docstring(cls, name):
     member = getattr(cls, name)
     doc = inspect.getdoc(member)

@@ -76,7 +76,7 @@ def test_biases_that_do_not_fit_the_vocabulary_are_refused():
     with pytest.raises(kvedge.InvalidArgumentError, match="token 4 of a vocabulary of 4"):
         Sampler(logit_bias={4: 1.0})(LOGITS)
     with pytest.raises(kvedge.InvalidArgumentError, match="forbids every token"):
-        Sampler(logit_bias={i: -np.inf for i in range(4)})(LOGITS)
+        Sampler(logit_bias=dict.fromkeys(range(4), -np.inf))(LOGITS)
 
 
 @pytest.mark.extras

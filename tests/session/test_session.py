@@ -550,7 +550,7 @@ class Failing:
     def find_spec(self, name, path=None, target=None):
         if name == "safetensors":
             raise self.error
-        return None
+        return
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def test_a_failed_save_leaves_the_old_file(path, rng, monkeypatch, step):
 
     class Full:
         def __init__(self, *args):
-            self.file = open(*args)
+            self.file = open(*args)  # noqa: SIM115
 
         def __enter__(self):
             return self

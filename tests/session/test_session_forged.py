@@ -450,7 +450,7 @@ def saved_layers(path):
 
 
 @pytest.mark.parametrize("mmap", [False, True], ids=["read", "mmap"])
-@pytest.mark.parametrize("old, new", [
+@pytest.mark.parametrize(("old", "new"), [
     ("[{}", "[ {}"),
     ("[{}", "[{}, {}"),
     ("[{}", '["a"'),

@@ -272,7 +272,7 @@ AS_USER = """
 @as_root
 @pytest.mark.subprocess
 @pytest.mark.parametrize(
-    "owner, mode, folder, expected",
+    ("owner", "mode", "folder", "expected"),
     [
         (2000, 0o600, 0o777, "saved"),
         (2000, 0o400, 0o777, "PermissionError"),  # read-only is meant
