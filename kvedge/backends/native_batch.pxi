@@ -31,10 +31,12 @@ cdef object _attend_to(
     cdef int num_turns = 0
     cdef kvedge_part *parts
     cdef kvedge_rotation *turns
-    start = options.pop("start", 0 if one_layer else None)
-    options.pop("layout", None)
-    return_lse = options.get("return_lse", False)
-    window, sink_tokens = options.get("window"), options.get("sink_tokens", 0)
+    start, return_lse, window, sink_tokens = (0 if one_layer else None), False, None, 0
+    if options:
+        start = options.pop("start", start)
+        options.pop("layout", None)
+        return_lse = options.get("return_lse", False)
+        window, sink_tokens = options.get("window"), options.get("sink_tokens", 0)
     _as_batch(&query, one_layer, one_row, hnd)
     n_rows, num_heads, head_dim = query.shape[1], <int>query.shape[2], query.shape[3]
     for layer in layers:
