@@ -85,7 +85,7 @@ def test_snapshots_go_back_and_forth(options):
     [
         RECENT,
         {"dtype": "kivi4"},
-        {"dtype": "kivi4", "value_dtype": "int8"},
+        {"dtype": "kivi4", "value_dtype": "int8", "scale_dtype": "float16"},
         {"dtype": "int8", "value_dtype": "kivi4", "key_scale": "auto", "recent": 9},
     ],
     ids=str,
@@ -95,10 +95,12 @@ def test_a_step_that_is_refused_changes_nothing(options, n):
     cache = cache_of(rows(21, 330), 2, **options)
     mark, before = cache.snapshot(), cache_bits(cache)
     cache.truncate(n)
+    there = cache_bits(cache)
     keys, values = rows(22, 2)
     values[1, 0, 0] = 1e6  # too large for the second layer's last tokens
     with pytest.raises(errors.ScaleRangeError):
         cache.push_step(keys, values)
+    assert cache_bits(cache) == there
     cache.restore(mark)
     assert cache_bits(cache) == before
 
