@@ -50,7 +50,7 @@ def push_step(state: CacheState, keys: np.ndarray, values: np.ndarray) -> None:
     # they are put back as well.
     overwrites = max(state.high_water) > start
     marks = [
-        (store, mark(store, 1))
+        (store, mark(store, int(overwrites)))
         for store in state.stores
         if overwrites or store.key_map_is_open or store.parts is not None
     ]

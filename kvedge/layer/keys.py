@@ -82,11 +82,17 @@ def encode_anew(store: LayerStore, key_map: KeyMap, held: Held) -> None:
     store.bind(slabs, config, key_map)
 
 
-def mark(store: LayerStore, n: int = 0) -> Mark:
-    """What :func:`return_to` needs, before `n` tokens are appended or the key map is decided."""
-    length = store.held().num_tokens
-    rows = SavedRows.of(store, length, length + n)
-    state = None if store.parts is None else store.parts.state(n)
+def mark(store: LayerStore, n: int = 0, start: int | None = None) -> Mark:
+    """What :func:`return_to` needs, before the key map is decided or `n` tokens are stored.
+
+    These are appended, or come in place of those from token `start` on.
+    """
+    rows, position = None, 0
+    if n:
+        held = store.held()
+        start = held.num_tokens if start is None else start
+        rows, position = SavedRows.of(store, start, start + n), held.num_dropped + start
+    state = None if store.parts is None else store.parts.state(position, n)
     return store.binding(), store.key_rule, state, rows
 
 

@@ -334,27 +334,32 @@ class LayerParts:
             _filled(self._first(first.position), _contents(first, kept)), self._last(end)
         )
 
-    def state(self, n: int = 0) -> PartsState:
-        """What `return_to` needs, before `n` tokens are appended."""
-        now, end = self.now, self._whole.end()
-        saved = [
-            SavedRows.of(part.store, end - part.position, end + n - part.position)
-            for part in now[:2]
-        ]
+    def state(self, start: int = 0, n: int = 0) -> PartsState:
+        """What `return_to` needs, before `n` tokens are stored from position `start` on.
+
+        Of a run that the layer has gone back into also before one token is appended.
+        """
+        now, layers = self._state_of(self.now)
+        if n:
+            for i, part in enumerate(now[:2]):
+                at = start - part.position
+                layers[i] = (*layers[i][:2], SavedRows.of(part.store, at, at + n))
         if now.runs is not None:
-            saved.append(_runs_over(now.runs, end, n))
-        return self._state_of(now, saved)
+            binding, length, _ = layers[2]
+            if n:
+                layers[2] = (binding, length, _runs_over(now.runs, start, n))
+            elif length % RUN:
+                saved = SavedRows.of(now.runs.store, length // RUN * RUN, length)
+                layers[2] = (binding, length, saved)
+        return now, layers
 
     @staticmethod
-    def _state_of(parts: Parts, saved: Sequence[SavedRows | None]) -> PartsState:
-        """The state in which the parts are those."""
-        return parts, [
-            (part.store.binding(), len(part.store), rows)
-            for part, rows in zip(parts.each, saved, strict=True)
-        ]
+    def _state_of(parts: Parts) -> PartsState:
+        """The state in which the parts are those, and nothing is written over."""
+        return parts, [(part.store.binding(), len(part.store), None) for part in parts.each]
 
     def return_to(self, state: PartsState) -> None:
-        """Be as it was; tokens were appended since, and keys stored otherwise."""
+        """Be as it was; tokens were stored since, and keys stored otherwise."""
         now, layers = state
         for part, (binding, length, saved) in zip(now.each, layers, strict=True):
             part.store.rebind(binding)
@@ -429,12 +434,16 @@ class LayerParts:
         runs, own, stop = self.now.runs, self._config, position + len(keys)
         assert runs is not None
         key_map = self.now.last.store.key_map
+        self.refuse(keys, values)
         stored = _encoded(own, key_map, keys, values)
         read = (
             key_map.from_stored(own.key_format.decode(*stored[0], own.key_rows, np.float32)),
             own.value_format.decode(*stored[1], own.value_rows, np.float32),
         )
         config, first = runs.store.config, position - runs.position
+        stored_keys = runs.store.key_map.to_stored(read[0])
+        config.key_format.refuse(stored_keys, "keys", config.key_rows)
+        config.value_format.refuse(read[1], "values", config.value_rows)
         made = _encoded(config, runs.store.key_map, *read)
         with _rewriting(runs.store, first) as slabs:
             rows = memory.rows_of(slabs, config, first, first + len(keys))
@@ -501,7 +510,7 @@ class LayerParts:
             )
         part = self._last(end + n - len(arrays.key_codes))
         part = _filled(part, last._replace(arrays=arrays))
-        return self._state_of(Parts(self.now.first, part), (None, None))
+        return self._state_of(Parts(self.now.first, part))
 
 
 class Appending(NamedTuple):
