@@ -197,7 +197,8 @@ class LayerParts:
             saved[1] = SavedRows.of(last.store, lengths[1], lengths[1] + n - skipped)
         if runs is not None:
             lengths.append(len(runs.store))
-            saved.append(_runs_over(runs, end, n))
+            fills = end + n >= cut + RUN
+            saved.append(_runs_over(runs, end, n) if fills else None)
         return Appending(first, last, runs, sinks, skipped, end, n, lengths, saved, rest)
 
     def _read(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
