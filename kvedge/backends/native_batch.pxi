@@ -268,7 +268,7 @@ cdef _append_each(list layers, dense_keys, dense_values):
     cdef int64_t num_tokens = dense_keys.shape[1]
     if num_tokens == 0:
         return
-    marks = [(layer, layer_keys.mark(layer), len(layer)) for layer in layers]
+    marks = [(layer, layer_keys.mark(layer, num_tokens), len(layer)) for layer in layers]
     try:
         for layer in layers:
             room.reserve(layer, num_tokens)

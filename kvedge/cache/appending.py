@@ -46,13 +46,13 @@ def push_step(state: CacheState, keys: np.ndarray, values: np.ndarray) -> None:
 
     # What a layer may still refuse, when others already hold the token: a number that is not
     # finite, or an offset key or a scale out of range. The bytes above the length may be what a
-    # snapshot stands for, so then they are put back as well.
-    written = [i for i, n in enumerate(state.high_water) if n > start]
-    saved = [_token_bytes(state.stores[i], start) for i in written]
+    # snapshot stands for, and a layer's last run is encoded anew with the token that fills it: so
+    # they are put back as well.
+    overwrites = max(state.high_water) > start
     marks = [
-        (store, mark(store))
+        (store, mark(store, int(overwrites)))
         for store in state.stores
-        if store.key_map_is_open or store.parts is not None
+        if overwrites or store.key_map_is_open or store.parts is not None
     ]
     try:
         for store, key, value in zip(state.stores, keys, values, strict=True):
@@ -62,27 +62,14 @@ def push_step(state: CacheState, keys: np.ndarray, values: np.ndarray) -> None:
             set_end(store, start)
         for store, before in marks:
             return_to(store, before)
-        for rows, copies in saved:
-            for row, copy in zip(rows, copies, strict=True):
-                row[...] = copy
         # The layer named the element within its own token; these name it in the arrays given.
         checks.check_finite(keys, "keys")
         checks.check_finite(values, "values")
         raise
-    if saved:
+    if overwrites:
         state.overwrites.add(start)
     state.high_water = [start + 1] * state.num_layers
     state.length = start + 1
     if state.has_windows:
         for store in state.stores:
             slide(store, 1)
-
-
-def _token_bytes(store: LayerStore, position: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Rows of a position, which may lie above the length; and copies of them."""
-    held = store.held()
-    row = held.start + position - held.num_dropped
-    rows = [slab[row] for slab in held.slabs]
-    if store.parts is not None:
-        rows += store.parts.rows_at(position)
-    return rows, [one.copy() for one in rows]

@@ -14,6 +14,7 @@ from kvedge.files.contents import CacheFormat
 from kvedge.layer.copies import new_store
 from kvedge.layer.keys import store_as
 from kvedge.layer.reading import block_tokens, read_blocks
+from kvedge.layer.shifts import SQRT2
 from kvedge.layer.store import LayerStore
 
 __all__ = ["requantize"]
@@ -75,6 +76,8 @@ def _surely_fits(old: LayerStore, new: LayerStore) -> bool:
     keys = config.key_format.largest(tokens.key_codes, tokens.key_scales)
     was, will = old.key_map, new.key_map
     keys = keys * _largest(was.scale, 1.0) + _largest(was.offset, 0.0)
+    if old.turns is not None:
+        keys *= SQRT2
     keys += keys if new.key_rule.auto_offset else _largest(will.offset, 0.0)
     if will.scale is not None:  # automatic ones are at least 1
         keys /= float(will.scale.min())

@@ -16,11 +16,11 @@ from kvedge.core.key_map import (
     key_scale_of,
 )
 from kvedge.core.memory import Held
-from kvedge.layer.store import LayerStore, PartsState, scratch_store
+from kvedge.layer.store import LayerStore, PartsState, SavedRows, scratch_store
 
 __all__ = ["Mark", "decide", "encode_anew", "mark", "return_to", "rule_of", "store_as"]
 
-Mark: TypeAlias = "tuple[object, KeyRule, PartsState | None]"
+Mark: TypeAlias = "tuple[object, KeyRule, PartsState | None, SavedRows | None]"
 
 
 def rule_of(store: LayerStore, rule: KeyRule) -> KeyRule:
@@ -82,15 +82,26 @@ def encode_anew(store: LayerStore, key_map: KeyMap, held: Held) -> None:
     store.bind(slabs, config, key_map)
 
 
-def mark(store: LayerStore) -> Mark:
-    """What :func:`return_to` needs, before an append that may decide the key map."""
-    return store.binding(), store.key_rule, None if store.parts is None else store.parts.state()
+def mark(store: LayerStore, n: int = 0, start: int | None = None) -> Mark:
+    """What :func:`return_to` needs, before the key map is decided or `n` tokens are stored.
+
+    These are appended, or come in place of those from token `start` on.
+    """
+    rows, position = None, 0
+    if n:
+        held = store.held()
+        start = held.num_tokens if start is None else start
+        rows, position = SavedRows.of(store, start, start + n), held.num_dropped + start
+    state = None if store.parts is None else store.parts.state(position, n)
+    return store.binding(), store.key_rule, state, rows
 
 
 def return_to(store: LayerStore, before: Mark) -> None:
     """Undo all that was done since :func:`mark`, by appends alone."""
-    binding, store.key_rule, state = before
+    binding, store.key_rule, state, rows = before
     store.rebind(binding)
+    if rows is not None:
+        rows.put_back()
     if store.parts is not None and state is not None:
         store.parts.return_to(state)
     store.key_map_is_open = store.key_rule.is_open(store.key_map)

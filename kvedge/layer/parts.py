@@ -34,7 +34,15 @@ from kvedge.core.memory import Held
 from kvedge.errors import ScaleRangeError
 from kvedge.layer import shifts
 from kvedge.layer.keys import encode_anew
-from kvedge.layer.store import LayerStore, Part, PartContents, Parts, PartsState, plain_store
+from kvedge.layer.store import (
+    LayerStore,
+    Part,
+    PartContents,
+    Parts,
+    PartsState,
+    SavedRows,
+    plain_store,
+)
 from kvedge.rope import Turn, Turns, turned
 
 __all__ = [
@@ -156,31 +164,42 @@ class LayerParts:
 
     def begin(self, end: int, n: int) -> Appending:
         """Make ready for `n` tokens from position `end` on; nothing is changed yet."""
-        first, last, _ = self.now
+        first, last, runs = self.now
+        lengths = [len(first.store), len(last.store)]
         kept = max(0, end + n - self._kept)  # tokens from here on are needed
         cut = end // RUN * RUN if self._in_runs else end
         rest = None
         if not self._kept:
             last = Part(last.store, end)
-        elif self.now.end != end or last.position > cut:  # it was gone back to before the part
+        elif last.position + lengths[1] != end or last.position > cut:
+            # It was gone back to before the part.
             last = self._last(max(cut, kept))
             if cut < end:
                 rest = self._read(cut, end)
                 if last.position < end:
                     since = last.position - cut
                     last.store.append(rest[0][since:], rest[1][since:])
-        elif n > last.store.config.capacity - len(last.store):
+            lengths[1] = len(last.store)
+        elif n > last.store.config.capacity - lengths[1]:
             moved = self._last(max(last.position, kept))
             rows = [each[moved.position - last.position :] for each in last.store.held().tokens]
             if len(rows[0]):
                 memory.copy_tokens(rows, moved.store.slabs, len(rows[0]))
                 moved.store.set_len(len(rows[0]))
-            last = moved
+            last, lengths[1] = moved, len(rows[0])
         skipped = max(0, last.position - end) if self._kept else n
-        joins = first.position + len(first.store) == end
+        joins = first.position + lengths[0] == end
         sinks = max(0, min(n, self._whole.config.sinks - end)) if joins else 0
-        lengths = (len(first.store), len(last.store))
-        return Appending(first, last, sinks, skipped, end, n, lengths, rest)
+        saved: list[SavedRows | None] = [None, None]
+        if sinks:
+            saved[0] = SavedRows.of(first.store, lengths[0], lengths[0] + sinks)
+        if last.store.written() > lengths[1]:
+            saved[1] = SavedRows.of(last.store, lengths[1], lengths[1] + n - skipped)
+        if runs is not None:
+            lengths.append(len(runs.store))
+            fills = end + n >= cut + RUN
+            saved.append(_runs_over(runs, end, n) if fills else None)
+        return Appending(first, last, runs, sinks, skipped, end, n, lengths, saved, rest)
 
     def _read(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """Keys and values of a few positions, as they are read now."""
@@ -235,14 +254,9 @@ class LayerParts:
         last, runs = made.last, self.now.runs
         if runs is not None:
             cut, whole = made.end // RUN * RUN, (made.end + made.n) // RUN * RUN
-            before, length = runs.store, len(runs.store)
             runs = self._grown(runs, cut, whole - cut)
-            try:
-                for rows in pieces:
-                    runs.store.append(*rows)
-            except BaseException:
-                before.set_len(length)
-                raise
+            for rows in pieces:
+                runs.store.append(*rows)
         if not self._kept:  # it only says where the tokens end
             last = Part(last.store, last.position + made.n)
         self.now = Parts(made.first, last, runs)
@@ -265,10 +279,9 @@ class LayerParts:
 
     def take_back(self, made: Appending) -> None:
         """Undo what was appended to the parts of `begin`."""
-        for part, length in zip(
-            (made.first, made.last), made.lengths, strict=True
-        ):  # runs: none yet
-            part.store.set_len(length)
+        parts = Parts(made.first, made.last, made.runs).each
+        for part, length, saved in zip(parts, made.lengths, made.saved, strict=True):
+            _put_back(part.store, length, saved)
 
     def refuse(self, keys: np.ndarray, values: np.ndarray) -> None:
         """Raise if checked rows cannot be stored in the parts."""
@@ -322,33 +335,37 @@ class LayerParts:
             _filled(self._first(first.position), _contents(first, kept)), self._last(end)
         )
 
-    def state(self) -> PartsState:
-        """What `return_to` needs."""
-        return self.state_of(self.now)
+    def state(self, start: int = 0, n: int = 0) -> PartsState:
+        """What `return_to` needs, before `n` tokens are stored from position `start` on.
+
+        Of a run that the layer has gone back into also before one token is appended.
+        """
+        now, layers = self._state_of(self.now)
+        if n:
+            for i, part in enumerate(now[:2]):
+                at = start - part.position
+                layers[i] = (*layers[i][:2], SavedRows.of(part.store, at, at + n))
+        if now.runs is not None:
+            binding, length, _ = layers[2]
+            if n:
+                layers[2] = (binding, length, _runs_over(now.runs, start, n))
+            elif length % RUN:
+                saved = SavedRows.of(now.runs.store, length // RUN * RUN, length)
+                layers[2] = (binding, length, saved)
+        return now, layers
 
     @staticmethod
-    def state_of(parts: Parts) -> PartsState:
-        """The state in which the parts are those."""
-        return parts, [(part.store.binding(), len(part.store)) for part in parts.each]
+    def _state_of(parts: Parts) -> PartsState:
+        """The state in which the parts are those, and nothing is written over."""
+        return parts, [(part.store.binding(), len(part.store), None) for part in parts.each]
 
     def return_to(self, state: PartsState) -> None:
-        """Be as it was; tokens were appended since, and keys stored otherwise."""
+        """Be as it was; tokens were stored since, and keys stored otherwise."""
         now, layers = state
-        for part, (binding, length) in zip(now.each, layers, strict=True):
+        for part, (binding, length, saved) in zip(now.each, layers, strict=True):
             part.store.rebind(binding)
-            part.store.set_len(length)
+            _put_back(part.store, length, saved)
         self.now = now
-
-    def rows_at(self, position: int) -> list[np.ndarray]:
-        """The bytes of a token that may lie above the end, in the parts that have it."""
-        rows = []
-        for part in self.now.each:
-            held, at = part.store.held(), position - part.position
-            if 0 <= at < part.store.written():
-                of_rows = memory.tokens_per_rows(part.store.config)
-                row = held.start + at
-                rows += [slab[row // n] for slab, n in zip(held.slabs, of_rows, strict=True)]
-        return rows
 
     # ---- other keys ------------------------------------------------------------------------------
 
@@ -418,12 +435,16 @@ class LayerParts:
         runs, own, stop = self.now.runs, self._config, position + len(keys)
         assert runs is not None
         key_map = self.now.last.store.key_map
+        self.refuse(keys, values)
         stored = _encoded(own, key_map, keys, values)
         read = (
             key_map.from_stored(own.key_format.decode(*stored[0], own.key_rows, np.float32)),
             own.value_format.decode(*stored[1], own.value_rows, np.float32),
         )
         config, first = runs.store.config, position - runs.position
+        stored_keys = runs.store.key_map.to_stored(read[0])
+        config.key_format.refuse(stored_keys, "keys", config.key_rows)
+        config.value_format.refuse(read[1], "values", config.value_rows)
         made = _encoded(config, runs.store.key_map, *read)
         with _rewriting(runs.store, first) as slabs:
             rows = memory.rows_of(slabs, config, first, first + len(keys))
@@ -490,7 +511,7 @@ class LayerParts:
             )
         part = self._last(end + n - len(arrays.key_codes))
         part = _filled(part, last._replace(arrays=arrays))
-        return self.state_of(Parts(self.now.first, part))
+        return self._state_of(Parts(self.now.first, part))
 
 
 class Appending(NamedTuple):
@@ -498,12 +519,28 @@ class Appending(NamedTuple):
 
     first: Part
     last: Part
+    runs: Part | None
     sinks: int
     skipped: int
     end: int  # position of the first one
     n: int
-    lengths: tuple[int, int]  # of the parts before
+    lengths: list[int]  # of the parts before
+    saved: list[SavedRows | None]  # what is written over in each of them
     rest: tuple[np.ndarray, np.ndarray] | None  # of runs: the tokens of the last one, if it was cut
+
+
+def _runs_over(runs: Part, end: int, n: int) -> SavedRows | None:
+    """What the runs that `n` tokens from position `end` on fill are written over."""
+    cut, whole = end // RUN * RUN, (end + n) // RUN * RUN
+    return SavedRows.of(runs.store, cut - runs.position, whole - runs.position)
+
+
+def _put_back(store: LayerStore, length: int, saved: SavedRows | None) -> None:
+    """Hold so many tokens again, and the rows that were written over."""
+    store.set_len(length)
+    if saved is not None:
+        with _rewriting(store, min(saved.start, length)):
+            saved.put_back()
 
 
 def _encoded(

@@ -11,9 +11,9 @@ from kvedge.layer.reading import block_tokens
 from kvedge.layer.store import LayerStore, scratch_store
 from kvedge.rope import NO_TURNS, Rope, Rotation, Turn, Turns, turned
 
-__all__ = ["check_shift", "check_turn", "settle", "shift", "store_turned"]
+__all__ = ["SQRT2", "check_shift", "check_turn", "settle", "shift", "store_turned"]
 
-_SQRT2 = 2.0**0.5
+SQRT2 = 2.0**0.5  # by which turning a key makes its largest channel larger, at most
 
 
 def shift(
@@ -93,7 +93,7 @@ def _may_overflow(store: LayerStore, start: int, stop: int) -> bool:
     form, rows = config.key_format, slice(start, stop)
     largest = form.largest(tokens.key_codes[rows], tokens.key_scales[rows]) * high + offset
     # A rotation makes a channel at most sqrt(2) times the largest; the rest is for rounding.
-    bound = 1.01 * (_SQRT2 * largest + offset) / low
+    bound = 1.01 * (SQRT2 * largest + offset) / low
     return bound > form.limit(config.key_rows)
 
 

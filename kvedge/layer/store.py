@@ -15,7 +15,7 @@ import numpy as np
 
 from kvedge.core.config import LayerConfig
 from kvedge.core.key_map import KeyMap, KeyRule
-from kvedge.core.memory import Held, Slabs
+from kvedge.core.memory import Held, Slabs, rows_of
 from kvedge.core.types import Array, Floats, Layout
 from kvedge.rope import Turn, Turns
 
@@ -25,6 +25,7 @@ __all__ = [
     "PartContents",
     "Parts",
     "PartsState",
+    "SavedRows",
     "StoreParts",
     "plain_store",
     "scratch_store",
@@ -160,7 +161,31 @@ class PartContents(NamedTuple):
     key_map: KeyMap
 
 
-PartsState: TypeAlias = "tuple[Parts, list[tuple[object, int]]]"
+class SavedRows(NamedTuple):
+    """Rows that tokens are about to be written over, to be put back if these are refused."""
+
+    start: int  # the first token's
+    rows: Slabs
+    copies: Slabs
+
+    @classmethod
+    def of(cls, store: LayerStore, start: int, stop: int) -> SavedRows | None:
+        """Those of some tokens, which may lie above the length; None where none was written."""
+        start, stop = max(start, 0), min(stop, store.written())
+        if start >= stop:
+            return None
+        held = store.held()
+        rows = rows_of(held.slabs, store.config, held.start + start, held.start + stop)
+        return cls(start, rows, Slabs(*(each.copy() for each in rows)))
+
+    def put_back(self) -> None:
+        """Let the rows be as they were."""
+        for row, copy in zip(self.rows, self.copies, strict=True):
+            row[...] = copy
+
+
+#: The parts; of each its binding, its tokens, and what an append is about to write over.
+PartsState: TypeAlias = "tuple[Parts, list[tuple[object, int, SavedRows | None]]]"
 
 
 class StoreParts(Protocol):
@@ -174,9 +199,8 @@ class StoreParts(Protocol):
     def set_end(self, end: int) -> None: ...
     def restart(self, position: int) -> None: ...
     def forget(self, position: int, end: int) -> None: ...
-    def state(self) -> PartsState: ...
+    def state(self, start: int = 0, n: int = 0) -> PartsState: ...
     def return_to(self, state: PartsState) -> None: ...
-    def rows_at(self, position: int) -> list[np.ndarray]: ...
     def store_keys_as(self, key_map: KeyMap) -> None: ...
     def check_turn(self, turn: Turn, start: int, stop: int) -> None: ...
     def store_turned(self, turn: Turn, start: int, stop: int) -> None: ...

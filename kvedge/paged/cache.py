@@ -254,6 +254,8 @@ class PagedKvCache(PagedExchange):
         if pool._must_forget(wanted):
             store.check(keys, values)
             recent.check(layer, keys, values)
+        elif plan.writes_run and is_cut:  # over rows that are read
+            recent.check(layer, keys, values)
         if block is not None and copied is None:
             self._own(table, block)
         taken, fine = pool._take(wanted), recent._take(recent.needed(plan))

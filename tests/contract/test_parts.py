@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 from helpers.precise import DIM, HEADS, bits, cache_bits, cache_of, layer_of, rows
 
-from kvedge import KVCache, append_batch, attend_batch, errors
+from kvedge import (
+    KvBlockPool,
+    KVCache,
+    PagedKvCache,
+    Rope,
+    append_batch,
+    attend_batch,
+    errors,
+)
 from kvedge.cache.cache import state_of
 
 RECENT = {"dtype": "int4", "recent": 12, "sinks": 3}
@@ -84,23 +92,102 @@ def test_snapshots_go_back_and_forth(options):
     "options",
     [
         RECENT,
+        {**RECENT, "scale_dtype": "float16", "recent_dtype": "float32"},
         {"dtype": "kivi4"},
-        {"dtype": "kivi4", "value_dtype": "int8"},
+        {"dtype": "kivi4", "value_dtype": "int8", "scale_dtype": "float16"},
         {"dtype": "int8", "value_dtype": "kivi4", "key_scale": "auto", "recent": 9},
     ],
     ids=str,
 )
-@pytest.mark.parametrize("n", [95, 110, 127])
-def test_a_step_that_is_refused_changes_nothing(options, n):
+@pytest.mark.parametrize("n", [95, 110, 127, 300])
+def test_tokens_that_are_refused_change_nothing(options, n):
     cache = cache_of(rows(21, 330), 2, **options)
     mark, before = cache.snapshot(), cache_bits(cache)
     cache.truncate(n)
-    keys, values = rows(22, 2)
-    values[1, 0, 0] = 1e6  # too large for the second layer's last tokens
-    with pytest.raises(errors.ScaleRangeError):
-        cache.push_step(keys, values)
+    read = cache_bits(cache)
+    keys, values = rows(22, 40)
+    values[-1, 0, 0] = 1e9  # too large for the second layer
+    step = (keys[-2:], values[-2:])
+    copied = cache.copy()  # in which nothing lies above the end
+    for refused in (
+        lambda: cache.push_step(*step),
+        lambda: cache.append(0, keys, values),
+        lambda: copied.push_step(*step),
+        lambda: copied.append(0, keys, values),
+    ):
+        with pytest.raises(errors.ScaleRangeError):
+            refused()
+        assert cache_bits(cache) == cache_bits(copied) == read
+    assert not mark.is_stale
     cache.restore(mark)
     assert cache_bits(cache) == before
+    dtype, rest = options["dtype"], {k: v for k, v in options.items() if k != "dtype"}
+    layers = [layer_of(dtype, **rest) for _ in range(2)]
+    for layer in layers:
+        layer.extend(*rows(21, 330))
+        layer.truncate(n)
+    read = [bits(layer) for layer in layers]
+    with pytest.raises(errors.ScaleRangeError):
+        append_batch(layers, *(side.reshape(2, 20, HEADS, DIM) for side in (keys, values)))
+    assert [bits(layer) for layer in layers] == read
+
+
+@pytest.mark.parametrize("start", [None, 32, 95])
+def test_an_inject_that_is_refused_changes_nothing(start):
+    """Keys that cannot be stored turned back."""
+    options = {"dtype": "kivi4", "value_dtype": "int8", "scale_dtype": "float16"}
+    cache = cache_of(rows(23, 130), 2, **options)
+    cache.shift(5, rope=Rope(DIM))
+    mark = cache.snapshot()
+    before = cache_bits(cache)
+    cache.truncate(95)
+    read = cache_bits(cache)
+    other = cache_of(rows(24, 32), 2, **options)
+    huge = rows(24, 32)
+    huge[0, 20] = 6e4
+    other.truncate(0)
+    for i, tokens in enumerate((rows(24, 32), huge)):
+        other.append(i, *tokens)
+    other.advance(32)
+    with pytest.raises(errors.ScaleRangeError):
+        cache.inject(other, start)
+    assert cache_bits(cache) == read
+    assert not mark.is_stale
+    cache.restore(mark)
+    assert cache_bits(cache) == before
+
+
+def test_a_requantize_of_turned_keys_that_is_refused_changes_nothing():
+    huge = rows(25, 40)
+    huge[0, 20] = 6e4  # a float16 until it is turned
+    cache = cache_of(rows(26, 0), 2, dtype="int8")
+    for i, tokens in enumerate((rows(25, 40), huge)):
+        cache.append(i, *tokens)
+    cache.advance(40)
+    cache.shift(5, rope=Rope(DIM))
+    read = cache_bits(cache)
+    with pytest.raises(errors.ScaleRangeError):
+        cache.requantize("float16")
+    assert cache.layer(0).dtype == "int8"
+    assert cache_bits(cache) == read
+
+
+@pytest.mark.parametrize("x", [1e9, np.nan])
+def test_tokens_that_a_paged_sequence_refuses_change_nothing(x):
+    """Runs come in pieces: here the second holds what is refused, and the first is cut."""
+    options = {"dtype": "kivi4", "value_dtype": "int8", "scale_dtype": "float16"}
+    cache = PagedKvCache(KvBlockPool(64, 64, 1, HEADS, DIM, **options))
+    seq = cache.new_sequence()
+    cache.append(seq, 0, *rows(27, 330))
+    cache.advance(seq, 330)
+    cache.truncate(seq, 95)
+    query = rows(28, 1)[0][0]
+    before = cache.attend(seq, 0, query).tobytes()
+    keys, values = rows(29, 1300)
+    values[1100, 0, 0] = x
+    with pytest.raises((errors.ScaleRangeError, errors.NonFiniteInputError)):
+        cache.append(seq, 0, keys, values)
+    assert cache.attend(seq, 0, query).tobytes() == before
 
 
 @pytest.mark.parametrize(

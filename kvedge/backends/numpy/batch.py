@@ -99,19 +99,21 @@ def append_batch(
         (turned_back(store, some, store.end()), rows)
         for store, some, rows in zip(stores, *sides, strict=True)
     ]
-    marks = [mark(store) for store in stores]
+    n = sides[0].shape[1]
+    marks = [mark(store, n) for store in stores]
     try:
         for store, pair in zip(stores, pairs, strict=True):
             store.make_ready(*pair)
         for store in stores:
-            reserve(store, sides[0].shape[1])
+            reserve(store, n)
+        for store, pair in zip(stores, pairs, strict=True):
+            store.store_ready(*pair)
     except BaseException:
         for store, before in zip(stores, marks, strict=True):
             return_to(store, before)
         raise
-    for store, pair in zip(stores, pairs, strict=True):
-        store.store_ready(*pair)
-        slide(store, sides[0].shape[1])
+    for store in stores:
+        slide(store, n)
 
 
 attend_batch.__doc__ = batch.attend_batch.__doc__

@@ -146,7 +146,7 @@ class LayerStore:
         """Append checked float32 rows (n, num_kv_heads, channels)."""
         if len(keys):
             keys = turned_back(self, keys, self.end())
-            before = mark(self)
+            before = mark(self, len(keys))
             try:
                 self.make_ready(keys, values)
                 reserve(self, len(keys))
