@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar, overload
 
@@ -17,7 +16,7 @@ import numpy as np
 
 from kvedge.cache import appending, editing, ranges
 from kvedge.cache import snapshot as snapshots
-from kvedge.cache.configs import layer_configs, shape_of, taken_over
+from kvedge.cache.configs import layer_configs, shape_of, taken_over, without_window
 from kvedge.cache.requantizing import requantize
 from kvedge.cache.snapshot import KvCacheSnapshot
 from kvedge.cache.state import CacheState, LayerTypes
@@ -813,7 +812,7 @@ class KVCache(ConfigFacts):
     def _config(self) -> LayerConfig:  # type: ignore[override]
         """The shape of a layer, if all have one; room, window and what is held twice aside."""
         form = self._state.format
-        shapes = {replace(config.plain, window=None) for config in form.layers}
+        shapes = {without_window(config) for config in form.layers}
         if len(shapes) > 1:
             raise InvalidArgumentError(
                 f"layers differ in this cache ({form}): ask layer(i), append() to each"

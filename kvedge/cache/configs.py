@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
 
 from kvedge.core import checks
 from kvedge.core.config import MAX_LAYERS, LayerConfig
@@ -10,7 +12,7 @@ from kvedge.core.storage import Storage
 from kvedge.errors import InvalidArgumentError
 from kvedge.layer.layer import KvLayer, store_of
 
-__all__ = ["layer_configs", "shape_of", "taken_over"]
+__all__ = ["layer_configs", "shape_of", "taken_over", "without_window"]
 
 #: What may be said of a layer by itself; the rest is the cache's business.
 OF_A_LAYER = ("num_kv_heads", "head_dim", "value_head_dim", "window", *Storage().of_layers())
@@ -58,6 +60,12 @@ def shape_of(config: LayerConfig) -> dict[str, object]:
     """What :func:`layer_configs` is told of a layer that is to be stored in another way."""
     names = ("num_kv_heads", "head_dim", "value_head_dim", "window")
     return {name: getattr(config, name) for name in names}
+
+
+@lru_cache(maxsize=256)  # push_step asks for each layer at each token
+def without_window(config: LayerConfig) -> LayerConfig:
+    """A layer's config without its window, and without tokens in another format."""
+    return replace(config.plain, window=None)
 
 
 def _config(
