@@ -8,11 +8,13 @@ from kvedge.cache.snapshot import KvCacheSnapshot
 from kvedge.files.contents import CacheContents, CacheFormat, LayerContents
 from kvedge.layer.layer import restored as restored_layer
 from kvedge.layer.store import PartContents
+from kvedge.layer.types import Fp8KvLayer
 
 _NAMES: dict[str, dict[str, object]] = {
     "kvedge.cache_history": {"_restore_cache": restored_cache},
     "kvedge.layer": {"_restore": restored_layer},
     "kvedge.layer_precise": {"PartContents": PartContents},
+    "kvedge.layer_types": {"Fp8KvLayer": Fp8KvLayer},
     "kvedge.snapshot": {
         cls.__name__: cls for cls in (CacheContents, CacheFormat, KvCacheSnapshot, LayerContents)
     },

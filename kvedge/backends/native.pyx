@@ -874,6 +874,8 @@ cdef class _LayerFace:
 
     @cython.final
     cdef inline LayerStore _opened(self):
+        if not isinstance(<object>self, _LayerFace):  # a method taken from its class may get any self
+            raise TypeError(f"expected a layer, got {checks.describe(self)}")
         if self._made is None:
             raise KvedgeError("this layer was never made: a subclass must call super().__init__()")
         return self._made

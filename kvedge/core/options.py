@@ -179,6 +179,10 @@ class AttendOptions:
         return cls(scale, causal, **options)
 
 
+# Wrong names of options are said to be attend's, by whatever call they came.
+AttendOptions.make.__func__.__qualname__ = "attend"  # type: ignore[attr-defined]
+
+
 def shows_options(function: _Function) -> _Function:
     """Let an ``attend`` that passes ``**options`` on show them in its signature (a decorator).
 

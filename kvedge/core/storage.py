@@ -43,6 +43,9 @@ class Storage:
         return {name: getattr(self, name) for name in NAMES if name not in KEY_VECTORS}
 
 
+# Wrong names of options come from requantize(**storage), and are said to be its own.
+Storage.__init__.__qualname__ = "requantize"
+
 NAMES = tuple(field.name for field in fields(Storage))
 #: Options that are a vector for each layer, of which a config knows nothing.
 KEY_VECTORS = ("key_offset", "key_scale")

@@ -22,8 +22,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-from kvedge.cache.cache import state_of
-
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -33,11 +31,13 @@ from driver import Program, instrumented, run
 
 with instrumented():
     import kvedge
+    from kvedge.cache.cache import state_of
+    from kvedge.core.storage import PART_OPTIONS
     from kvedge.files import session
 
 CALLS, KILOBYTES = 1_000_000, 500 << 10
 NUMPY = {"I8": np.int8, "F16": np.float16, "F32": np.float32, "U8": np.uint8}
-FIELDS = (*session.FIELDS, *session.PRECISE, session.KEY_SCALE, session.VALUE_DTYPE)
+FIELDS = (*session.FIELDS, *PART_OPTIONS, session.KEY_SCALE, session.VALUE_DTYPE)
 FIELDS += ("sha256", "user.a", "")
 TEXTS = (
     *("", "0", "1", "2", "3", "8", "-1", "999999999999999999", "1e3", "\u0663", "1099511627776"),
