@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from support import content, filled, normal, refuses
 
-from kvedge import Float32KvLayer, QuantizedKvLayer, errors
+from kvedge import Float32KvLayer, KVCache, QuantizedKvLayer, errors
 
 pytestmark = pytest.mark.covering(1)  # one check serves all formats
 
@@ -593,3 +593,16 @@ def test_a_subclass_that_makes_no_layer_is_told_so(layer_class, rng):
     for call in calls:
         with pytest.raises((errors.KvedgeError, AttributeError)):
             call()
+
+
+@pytest.mark.parametrize("wrong", [3, None, KVCache(1, 2, 8)], ids=["int", "None", "cache"])
+def test_a_method_of_the_class_refuses_what_is_no_layer(wrong):
+    rows = np.ones((2, 8), np.float32)
+    for name, given in (("push", 2), ("extend", 2), ("attend", 1), ("scores", 1)):
+        with pytest.raises((TypeError, AttributeError)):
+            getattr(QuantizedKvLayer, name)(wrong, *[rows] * given)
+
+
+def test_a_wrong_option_is_told_by_the_name_of_the_call(layer):
+    with pytest.raises(TypeError, match=r"attend\(\) got an unexpected .*'sofcap'"):
+        layer.attend(np.ones((layer.num_kv_heads, layer.head_dim), np.float32), sofcap=1.0)

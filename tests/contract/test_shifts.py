@@ -178,6 +178,19 @@ def test_a_layer_that_drops_its_first_tokens(options, rng):
     np.testing.assert_array_equal(copied.keys(), layer.keys())
 
 
+def test_tokens_are_kept_out_of_a_layer_that_has_dropped_and_shifted(rng):
+    """Turns count from the first token ever appended, keep() from the first that is held."""
+    layer = kvedge.QuantizedKvLayer(None, H, D)
+    keys = normal(rng, 80, H, D)
+    layer.extend(keys, keys)
+    layer.drop_first(20)
+    layer.shift(-20, rope=Rope(), start=10, stop=40)
+    indices = [0, 3, 9, 10, 25, 39, 40, 59]
+    expected = layer.keys()[indices]
+    layer.keep(indices)
+    np.testing.assert_allclose(layer.keys(), expected, atol=1e-6)
+
+
 @pytest.mark.parametrize("name", ["int8", "int8 with an offset", "kivi4"])
 def test_shifted_tokens_are_put_into_a_shifted_cache(name, rng):
     caches = [Model(FORMATS[name], seed) for seed in (1, 2)]
