@@ -39,12 +39,7 @@ static kvedge_status plan_layer(kvedge_attention *a, const kvedge_layer *layer, 
                                 int num_heads, const kvedge_attention_options *options, float *out, float *lse,
                                 kvedge_segment *segment) {
   if (!layer || num_rows < 1) return KVEDGE_ERROR_ARGUMENT;
-  kvedge_request r = {.num_heads = num_heads,
-                      .num_rows = num_rows,
-                      .query = kvedge_dense_array(query, num_heads, layer->keys.shape.dim),
-                      .out = kvedge_dense_array(out, num_heads, layer->values.shape.dim),
-                      .lse = lse,
-                      .options = options};
+  kvedge_request r = kvedge_dense_request(layer, query, num_rows, num_heads, options, out, lse);
   const kvedge_status status = kvedge_request_layer(&r, layer, segment);
   if (status == KVEDGE_OK) kvedge_attention_plan(a, &r, 0, num_rows);
   return status;

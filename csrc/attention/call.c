@@ -160,12 +160,7 @@ kvedge_status kvedge_attend(const kvedge_layer *layer, const float *query, int64
   KVEDGE_FLOAT_MODE;
   if (!layer || !query || !out || num_threads < 0) return KVEDGE_ERROR_ARGUMENT;
   kvedge_segment segment;
-  kvedge_request request = {.num_heads = num_heads,
-                            .num_rows = num_rows,
-                            .query = kvedge_dense_array(query, num_heads, layer->keys.shape.dim),
-                            .out = kvedge_dense_array(out, num_heads, layer->values.shape.dim),
-                            .lse = lse,
-                            .options = options};
+  kvedge_request request = kvedge_dense_request(layer, query, num_rows, num_heads, options, out, lse);
   const kvedge_status status = kvedge_request_layer(&request, layer, &segment);
   return status == KVEDGE_OK ? kvedge_run_requests(&request, 1, num_threads) : status;
 }

@@ -216,6 +216,18 @@ typedef struct {
   int num_turns;
 } kvedge_request;
 
+/* The request of a call on one layer with dense arrays; its view is kvedge_request_layer's. */
+static inline kvedge_request kvedge_dense_request(const kvedge_layer *layer, const float *query, int64_t num_rows,
+                                                  int num_heads, const kvedge_attention_options *options, float *out,
+                                                  float *lse) {
+  return (kvedge_request){.num_heads = num_heads,
+                          .num_rows = num_rows,
+                          .query = kvedge_dense_array(query, num_heads, layer->keys.shape.dim),
+                          .out = kvedge_dense_array(out, num_heads, layer->values.shape.dim),
+                          .lse = lse,
+                          .options = options};
+}
+
 /* attention.c: checks a request whose view has all tokens yet, also those before options->start. */
 kvedge_status kvedge_request_check(const kvedge_request *r);
 /* Lets a request, which has the rest, attend to a layer: its view, checked. `segment` is the
