@@ -198,14 +198,21 @@ void kvedge_head_scores(const kvedge_attention *a, const head_tile *h, workspace
 
 /* ---- Weighted sums --------------------------------------------------------------------------- */
 
-/* Planes of a tile's quantized probabilities. Two leave an error of up to 1e-4 of the output,
- * and twice that where there are few channels; so those have three, and so has the start of a
- * context, of which chunks and the whole are to agree to the last digits. The position decides,
- * and nothing that depends on how a prompt is cut. */
-static int probability_planes(const kvedge_attention *a, const token_tile *tile) {
-  enum { FIRST_TOKENS = 1024 };
-  if (a->planes) return a->planes;
-  return tile->token < FIRST_TOKENS || a->view.side[VALUES].shape.dim < KVEDGE_FEW_CHANNELS ? 3 : 2;
+/* Probabilities of a tile, and how exact their weights are. Two planes leave an error of up to 1e-4 of the output. So
+ * the start of a context, of which chunks and the whole are to agree to the last digits, has three, or what is as good;
+ * and rows of few channels, whose outputs may be small differences of large sums, have three. The position decides, and
+ * nothing that depends on how a prompt is cut. */
+static kvedge_probabilities probabilities_of(const kvedge_attention *a, const head_tile *h, int num_queries,
+                                             const float *p, workspace *w) {
+  enum { FIRST_TOKENS = 1024, FEW_CHANNELS = 64 };
+  const int few = a->view.side[VALUES].shape.dim < FEW_CHANNELS, chosen = a->planes;
+  return (kvedge_probabilities){.num_queries = num_queries,
+                                .planes = chosen                                 ? chosen
+                                          : few || h->tile->token < FIRST_TOKENS ? 3
+                                                                                 : 2,
+                                .by_32 = !chosen && !few,
+                                .p = p,
+                                .scratch = w->scratch};
 }
 
 /* Where the factor of values that come without scales (also: decoded ones) is above 1, probabilities take it: values
@@ -221,11 +228,7 @@ void kvedge_weighted_sum(const kvedge_attention *a, const head_tile *h, float *p
                                                1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
   const kvedge_row_shape *shape = &a->view.side[VALUES].shape;
   const int takes_factor = (shape->num_groups == 0 || a->decodes[VALUES]) && a->factor[VALUES] > 1.0f;
-  kvedge_probabilities p = {.num_queries = h->count,
-                            .row_dim = shape->dim,
-                            .planes = probability_planes(a, h->tile),
-                            .p = probabilities,
-                            .scratch = w->scratch};
+  kvedge_probabilities p = probabilities_of(a, h, h->count, probabilities, w);
   kvedge_accumulators to = {
       .acc = partial->acc + kvedge_index_of(a, h) * (size_t)a->acc_stride, .stride = a->acc_stride, .rescale = rescale};
   if (takes_factor) take_factor(a, h, probabilities);
@@ -267,11 +270,7 @@ int kvedge_scores_of_batch(const kvedge_attention *a, const head_tile *heads, wo
 void kvedge_weighted_sum_of_batch(const kvedge_attention *a, const head_tile *heads, workspace *w,
                                   kvedge_partial *partial) {
   const kvedge_tile values = rows_of_group(a, &heads[0], VALUES, 0, w);
-  const kvedge_probabilities p = {.num_queries = KVEDGE_HEADS,
-                                  .row_dim = values.dim,
-                                  .planes = probability_planes(a, heads[0].tile),
-                                  .p = w->scores,
-                                  .scratch = w->scratch};
+  const kvedge_probabilities p = probabilities_of(a, &heads[0], KVEDGE_HEADS, w->scores, w);
   const kvedge_accumulators to = {.acc = partial->acc + kvedge_index_of(a, &heads[0]) * (size_t)a->acc_stride,
                                   .stride = values.dim,
                                   .rescale = w->rescale};

@@ -65,7 +65,7 @@ static inline weighing new_weighing(shape at, spread of, int side_by_side) {
     }
   }
   w.probabilities = (kvedge_probabilities){.num_queries = at.num_queries,
-                                           .row_dim = at.dim,
+                                           .by_32 = random_below(2),
                                            .planes = 1 + random_below(3),
                                            .p = w.p,
                                            .scratch = new_scratch()};

@@ -458,7 +458,7 @@ static void score_case(shape at, int heads) {
 /* expected and allowed, both (num_queries, dim), of a weighing that has not yet begun */
 static void expect_weighing(const weighing *w, shape at, const tile_rows *r) {
   const int planes = w->probabilities.planes, together = 32; /* tokens; a path may round weights to 16 bits of them */
-  const int by_parts = planes == 3 && w->probabilities.row_dim >= KVEDGE_FEW_CHANNELS;
+  const int by_parts = planes == 3 && w->probabilities.by_32;
   const double steps[] = {0, 0x1p-7, 0x1p-15, 0x1p-24}; /* of a weight, relative to the largest; at most one step */
   const double step = is_scaled() && !by_parts ? steps[planes] : 0.0;
   const double *elements = elements_of_head(r, 0);

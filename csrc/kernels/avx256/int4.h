@@ -1,5 +1,5 @@
 /* Cells of int4. Part of avx2.c and avxvnni.c, after scores.h and values.h, which have the
- * products of integers. Where floats are wanted (three planes of keys, few channels, or more than sums of 32
+ * products of integers. Where floats are wanted (three planes, or more channels than sums of 32
  * bits hold), rows are widened for the kernels of int8; so are values for many queries, which
  * keep what they have widened, and those of part of 16 channels. */
 
@@ -29,7 +29,7 @@ enum { IN_REGISTERS = 2 * SUM_QUERIES }; /* query rows whose weighted sums make 
 
 static void KVEDGE_NAME(weighted_sum_int4)(const kvedge_probabilities *p, const kvedge_tile *values,
                                            const kvedge_accumulators *to) {
-  if (wants_floats(p) || p->num_queries > IN_REGISTERS || values->dim % 16 != 0) {
+  if ((p->planes == 3 && !p->by_32) || p->num_queries > IN_REGISTERS || values->dim % 16 != 0) {
     weighted_sum_of_wide(KVEDGE_NAME(weighted_sum_int8), p, values, values->dim, to);
     return;
   }

@@ -6,8 +6,8 @@
  * registers, of four queries at a time; for more queries widened values are kept.
  *
  * The rounding error of weights is in proportion to the largest of them, so only 64 tokens share
- * a scale: as exact as 16 bits over a tile of 256. With three planes 32 do, and all digits only where a
- * row has few channels: values become floats, which takes up to twice as long.
+ * a scale: as exact as 16 bits over a tile of 256. Where that is not enough (three planes)
+ * 32 do mostly (by_32); else values become floats, which takes up to twice as long.
  *
  * Values of int4 become integers 127 above their levels (common.h), of two tokens side by side
  * as well: their bytes are interleaved first. Sums start at -127 times the sum of the weights,
@@ -300,11 +300,8 @@ static void sum_floats(const kvedge_probabilities *p, const kvedge_tile *values,
   }
 }
 
-/* Of few channels an output may be a small difference of large sums, which wants all digits. */
-static int wants_floats(const kvedge_probabilities *p) { return p->planes == 3 && p->row_dim < KVEDGE_FEW_CHANNELS; }
-
 static void KVEDGE_NAME(weighted_sum_int8)(const kvedge_probabilities *p, const kvedge_tile *values,
                                            const kvedge_accumulators *to) {
-  if (wants_floats(p)) sum_floats(p, values, to);
+  if (p->planes == 3 && !p->by_32) sum_floats(p, values, to);
   else sum_codes(8, p, values, to);
 }
