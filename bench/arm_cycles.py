@@ -194,6 +194,8 @@ def in_words_of_mca(text: str) -> list[str]:
     llvm-mca lets the new address wait for the data that is stored; the processors do not.
     """
     operation = text.split()[0] if text else "nop"
+    if operation == "<unknown>":  # a few of libc, which llvm-objdump has no name for on this board
+        return ["nop"]
     if operation in ("b", "bl") or operation.startswith("b."):
         return [f"{operation} #8"]
     if operation in ("cbz", "cbnz", "tbz", "tbnz", "adr", "adrp"):

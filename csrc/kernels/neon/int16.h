@@ -11,7 +11,8 @@
  * end with is below 65534 * 127 * 256 < 2^31 in magnitude. So a tile has one scale, where signed
  * weights would have 15 bits.
  *
- * Where 16 bits do not suffice (three planes), codes become floats: score_rows() and sum_rows() of common.h.
+ * Where 16 bits do not suffice (three planes), codes become floats, score_rows() and sum_rows() of common.h; or 32
+ * tokens have a scale where that does (by_32).
  */
 
 enum { INT16_CHANNELS = 512 };  /* of a row, for sums in 32 bits */
@@ -189,7 +190,32 @@ KVEDGE_INLINE void sum_channels_int16(const kvedge_tile *values, const token_str
 }
 
 static void weighted_sum_int8_neon(const kvedge_probabilities *p, const kvedge_tile *values,
+                                   const kvedge_accumulators *to);
+
+/* Tokens 32 at a time, each with weights of 16 bits. */
+static void weighted_sum_by_32(const kvedge_probabilities *p, const kvedge_tile *values,
+                               const kvedge_accumulators *to) {
+  enum { TOKENS = 2 * KVEDGE_BLOCK };
+  float one[KVEDGE_QUERY_ROWS];
+  kvedge_probabilities probabilities = *p;
+  kvedge_tile tile = *values;
+  kvedge_accumulators sums = *to;
+  for (int i = 0; i < p->num_queries; i++) one[i] = 1.0f;
+  probabilities.planes = 2;
+  for (int left = values->num_tokens; left > 0; left -= TOKENS, sums.rescale = one) {
+    tile.num_tokens = min_int(left, TOKENS);
+    weighted_sum_int8_neon(&probabilities, &tile, &sums);
+    probabilities.p += TOKENS, tile.scales += TOKENS, tile.blocks += 2;
+    if (tile.next.blocks) tile.next.blocks += 2;
+  }
+}
+
+static void weighted_sum_int8_neon(const kvedge_probabilities *p, const kvedge_tile *values,
                                    const kvedge_accumulators *to) {
+  if (p->planes == 3 && p->by_32) {
+    weighted_sum_by_32(p, values, to);
+    return;
+  }
   if (p->planes == 3) {
     sum_rows(p, values, KVEDGE_INT8, to);
     return;
