@@ -305,8 +305,8 @@ MUTATIONS = [
     # ---- Python: paged caches
     Mutation(
         "a registered block is written to",
-        "if pool._references[block] > 1 or block in pool._prefixes:",
-        "if pool._references[block] > 1:",
+        "if blocks.references[block] > 1 or block in blocks.prefixes:",
+        "if blocks.references[block] > 1:",
         POOLS,
     ),
     Mutation(
