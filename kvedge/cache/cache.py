@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, ClassVar, TypeVar, overload
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from kvedge.core import checks, memory, registry
 from kvedge.core.config import ConfigFacts, LayerConfig
 from kvedge.core.key_map import KeyRule
 from kvedge.core.memory import memory_for
-from kvedge.core.options import AttendArguments, shows_options
+from kvedge.core.options import AttendArguments, EitherArguments, LseArguments, shows_options
 from kvedge.core.storage import Storage, shows_storage
 from kvedge.core.types import (
     Array,
@@ -324,34 +324,14 @@ class KVCache(ConfigFacts):
     # ---- attention -------------------------------------------------------------------------------
 
     @overload
-    def attend(
-        self,
-        layer: int,
-        query: Array,
-        *,
-        return_lse: Literal[False] = False,
-        out: Array | None = None,
-        **options: Unpack[AttendArguments],
-    ) -> Floats: ...
+    def attend(self, layer: int, query: Array, **options: Unpack[AttendArguments]) -> Floats: ...
     @overload
     def attend(
-        self,
-        layer: int,
-        query: Array,
-        *,
-        return_lse: Literal[True],
-        out: Array | None = None,
-        **options: Unpack[AttendArguments],
+        self, layer: int, query: Array, **options: Unpack[LseArguments]
     ) -> tuple[Floats, Floats]: ...
     @overload
     def attend(
-        self,
-        layer: int,
-        query: Array,
-        *,
-        return_lse: bool,
-        out: Array | None = None,
-        **options: Unpack[AttendArguments],
+        self, layer: int, query: Array, **options: Unpack[EitherArguments]
     ) -> Floats | tuple[Floats, Floats]: ...
     @shows_options
     def attend(self, layer: int, query: Array, **options: object) -> object:

@@ -15,7 +15,7 @@ from kvedge.core import checks, registry
 from kvedge.core.config import ConfigFacts, LayerConfig, as_int
 from kvedge.core.key_map import KeyMap, KeyRule
 from kvedge.core.memory import memory_for
-from kvedge.core.options import AttendArguments, shows_options
+from kvedge.core.options import AttendArguments, EitherArguments, LseArguments, shows_options
 from kvedge.core.types import Array, Dtype, Floats, Layout, ScaleDtype
 from kvedge.errors import InvalidArgumentError
 from kvedge.layer import copies, editing, facts, reading, room, shifts
@@ -175,31 +175,12 @@ class KvLayer(ConfigFacts):
     # ---- attention -------------------------------------------------------------------------------
 
     @overload
-    def attend(
-        self,
-        query: Array,
-        *,
-        return_lse: Literal[False] = False,
-        out: Array | None = None,
-        **options: Unpack[AttendArguments],
-    ) -> Floats: ...
+    def attend(self, query: Array, **options: Unpack[AttendArguments]) -> Floats: ...
+    @overload
+    def attend(self, query: Array, **options: Unpack[LseArguments]) -> tuple[Floats, Floats]: ...
     @overload
     def attend(
-        self,
-        query: Array,
-        *,
-        return_lse: Literal[True],
-        out: Array | None = None,
-        **options: Unpack[AttendArguments],
-    ) -> tuple[Floats, Floats]: ...
-    @overload
-    def attend(
-        self,
-        query: Array,
-        *,
-        return_lse: bool,
-        out: Array | None = None,
-        **options: Unpack[AttendArguments],
+        self, query: Array, **options: Unpack[EitherArguments]
     ) -> Floats | tuple[Floats, Floats]: ...
     @shows_options
     def attend(self, query: Array, **options: object) -> object:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -24,9 +24,11 @@ def attend(
     seq: int,
     layer: int,
     query: Array,
-    out: Array | None,
-    layout: Layout,
-    options: Mapping[str, object],
+    /,
+    *,
+    out: Array | None = None,
+    layout: Layout = "nhd",
+    **options: Any,
 ) -> object:
     """Attend to one layer of a sequence; see :meth:`kvedge.PagedKvCache.attend`."""
     pool, sequence = state.pool, state.sequence(seq)
@@ -63,9 +65,11 @@ def attend_batch(
     layer: int,
     queries: Array | Sequence[Array],
     start: int | Sequence[int] | None,
-    out: Array | Sequence[Array] | None,
-    layout: Layout,
-    options: Mapping[str, object],
+    /,
+    *,
+    out: Array | Sequence[Array] | None = None,
+    layout: Layout = "nhd",
+    **options: Any,
 ) -> object:
     """Attend to several sequences; see :meth:`kvedge.PagedKvCache.attend_batch`."""
     pool = state.pool

@@ -99,6 +99,7 @@ def batch_options(
     queries: Sequence[tuple[np.ndarray, bool]],
     lengths: Sequence[int],
     start: int | Sequence[int] | None,
+    /,
     **options: Any,
 ) -> tuple[AttendOptions, list[int]]:
     """The options of a call for all of its sequences, and the start of each.

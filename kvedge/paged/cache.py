@@ -7,13 +7,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
 from kvedge.cache.cache import KVCache
 from kvedge.core import checks, registry
-from kvedge.core.options import AttendArguments, BatchArguments, shows_options
+from kvedge.core.options import (
+    AttendArguments,
+    BatchArguments,
+    EitherArguments,
+    LseArguments,
+    shows_options,
+)
 from kvedge.core.types import Array, Floats, Layout
 from kvedge.errors import InvalidArgumentError, ShapeMismatchError
 from kvedge.files.replacing import check_target
@@ -218,48 +224,18 @@ class PagedKvCache:
 
     @overload
     def attend(
-        self,
-        seq: int,
-        layer: int,
-        query: Array,
-        *,
-        return_lse: Literal[False] = False,
-        out: Array | None = None,
-        **options: Unpack[AttendArguments],
+        self, seq: int, layer: int, query: Array, **options: Unpack[AttendArguments]
     ) -> Floats: ...
     @overload
     def attend(
-        self,
-        seq: int,
-        layer: int,
-        query: Array,
-        *,
-        return_lse: Literal[True],
-        out: Array | None = None,
-        **options: Unpack[AttendArguments],
+        self, seq: int, layer: int, query: Array, **options: Unpack[LseArguments]
     ) -> tuple[Floats, Floats]: ...
     @overload
     def attend(
-        self,
-        seq: int,
-        layer: int,
-        query: Array,
-        *,
-        return_lse: bool,
-        out: Array | None = None,
-        **options: Unpack[AttendArguments],
+        self, seq: int, layer: int, query: Array, **options: Unpack[EitherArguments]
     ) -> Floats | tuple[Floats, Floats]: ...
     @shows_options
-    def attend(
-        self,
-        seq: int,
-        layer: int,
-        query: Array,
-        *,
-        out: Array | None = None,
-        layout: Layout = "nhd",
-        **options: object,
-    ) -> object:
+    def attend(self, seq: int, layer: int, query: Array, **options: Any) -> object:
         """Attend to what one layer of a sequence holds, pending tokens included.
 
         Parameters
@@ -284,41 +260,8 @@ class PagedKvCache:
             The sequence has no tokens, or options do not fit together.
         ShapeMismatchError, DtypeMismatchError, LayoutError, NonFiniteInputError
         """
-        return attention.attend(self._state, seq, layer, query, out, layout, options)
+        return attention.attend(self._state, seq, layer, query, **options)
 
-    @overload
-    def attend_batch(
-        self,
-        seqs: Sequence[int],
-        layer: int,
-        queries: Array | Sequence[Array],
-        *,
-        return_lse: Literal[False] = False,
-        out: Array | Sequence[Array] | None = None,
-        **options: Unpack[BatchArguments],
-    ) -> Any: ...
-    @overload
-    def attend_batch(
-        self,
-        seqs: Sequence[int],
-        layer: int,
-        queries: Array | Sequence[Array],
-        *,
-        return_lse: Literal[True],
-        out: Array | Sequence[Array] | None = None,
-        **options: Unpack[BatchArguments],
-    ) -> tuple[Any, Any]: ...
-    @overload
-    def attend_batch(
-        self,
-        seqs: Sequence[int],
-        layer: int,
-        queries: Array | Sequence[Array],
-        *,
-        return_lse: bool,
-        out: Array | Sequence[Array] | None = None,
-        **options: Unpack[BatchArguments],
-    ) -> Any: ...
     @shows_options
     def attend_batch(
         self,
@@ -328,9 +271,7 @@ class PagedKvCache:
         *,
         mask: None = None,
         start: int | Sequence[int] | None = None,
-        out: Array | Sequence[Array] | None = None,
-        layout: Layout = "nhd",
-        **options: object,
+        **options: Unpack[BatchArguments],
     ) -> Any:
         """Attend to several sequences in one call, whose work is shared out over the threads.
 
@@ -373,9 +314,7 @@ class PagedKvCache:
         """
         if mask is not None:
             raise InvalidArgumentError("attend_batch takes no mask: attend() to each with its own")
-        return attention.attend_batch(
-            self._state, seqs, layer, queries, start, out, layout, options
-        )
+        return attention.attend_batch(self._state, seqs, layer, queries, start, **options)
 
     # ---- reading ---------------------------------------------------------------------------------
 

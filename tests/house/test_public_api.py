@@ -122,7 +122,7 @@ def test_every_attend_names_its_options(attend):
     assert attend.__doc__
 
 
-@pytest.mark.parametrize("name", ["sliding_window", "batch", "head_dim"])
+@pytest.mark.parametrize("name", ["sliding_window", "batch", "head_dim", "state", "lengths"])
 def test_every_attend_refuses_options_that_there_are_not(name):
     row, query = np.ones((1, 1, 8), np.float32), np.ones((1, 8), np.float32)
     cache = kvedge.KVCache(1, 1, 8)
@@ -135,10 +135,11 @@ def test_every_attend_refuses_options_that_there_are_not(name):
         lambda **options: layer.attend(query, **options),
         lambda **options: cache.attend(0, query, **options),
         lambda **options: paged.attend(seq, 0, query, **options),
+        lambda **options: paged.attend_batch([seq], 0, query[None], **options),
         lambda **options: kvedge.attend_batch([layer], query[None], **options),
     ):
         attend(scale=1.0)
-        with pytest.raises(TypeError, match=name):
+        with pytest.raises(TypeError, match=f"(unexpected|positional-only) .*'{name}'"):
             attend(**{name: 3})
 
 
