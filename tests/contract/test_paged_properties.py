@@ -334,7 +334,8 @@ class PagedMachine(RuleBasedStateMachine):
                 if model.length > 1
                 else (errors.InvalidArgumentError, lambda: cache.to_kv_cache(seq, max_seq_len=0))
             )
-        if model.length >= BLOCK and int(cache.block_table(seq)[0]) in self.pool._state.blocks.prefixes:
+        known = self.pool._state.blocks.prefixes
+        if model.length >= BLOCK and int(cache.block_table(seq)[0]) in known:
             wrong = [1 - model.ids[0], *model.ids[1 : model.length]]
             calls.append((errors.InvalidArgumentError, cache.register, seq, wrong))
         self.refuses(*calls[data.draw(st.integers(0, len(calls) - 1))])

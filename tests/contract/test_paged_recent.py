@@ -677,7 +677,7 @@ class RecentMachine(RuleBasedStateMachine):
                 )
         owners = Counter()
         states = [self.cache._state.sequences[seq].parts for seq in self.models]
-        gone = [parts for _, parts in pool._state.abandoned]  # given back by the next call that takes
+        gone = [parts for _, parts in pool._state.abandoned]  # given back by the next that takes
         for parts in [*states, *(mark._parts for mark, _ in self.marks), *gone]:
             owners.update(parts.held.tolist())
         counts = pool._state.parts.blocks.references
