@@ -10,14 +10,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvedge.core import checks, memory
 from kvedge.core.config import ConfigFacts, LayerConfig
 from kvedge.core.kivi import RUN
-from kvedge.core.types import Array, Dtype, ScaleDtype
+from kvedge.core.storage import KEY_VECTORS, shows_storage, storage_of
+from kvedge.core.types import Array, Dtype, PoolArguments, ScaleDtype
 from kvedge.errors import (
     BlockNotHeldError,
     DtypeMismatchError,
@@ -27,6 +28,9 @@ from kvedge.errors import (
 from kvedge.paged.parts import SEQUENCES, TOKENS, blocks_of_sequence
 from kvedge.paged.prefixes import as_token_ids
 from kvedge.paged.state import PoolState
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # type checkers bring it along
 
 __all__ = ["KvBlockPool", "state_of"]
 
@@ -93,6 +97,7 @@ class KvBlockPool(ConfigFacts):
     threads: they take turns. See :class:`kvedge.PagedKvCache` for reading meanwhile.
     """
 
+    @shows_storage(*KEY_VECTORS)
     def __init__(
         self,
         num_blocks: int,
@@ -106,13 +111,9 @@ class KvBlockPool(ConfigFacts):
         value_head_dim: int | None = None,
         key_scale: Array | None = None,
         *,
-        key_dtype: Dtype | None = None,
-        value_dtype: Dtype | None = None,
         max_pinned_blocks: int | None = None,
-        recent: int = 0,
-        sinks: int = 0,
-        recent_dtype: Dtype | None = None,
         num_recent_blocks: int | None = None,
+        **storage: Unpack[PoolArguments],
     ) -> None:
         """Make a pool of free blocks; the class tells of the parameters."""
         num_blocks = _size(num_blocks, "num_blocks", MAX_BLOCKS)
@@ -123,19 +124,13 @@ class KvBlockPool(ConfigFacts):
                 f"a pool may have {checks.MAX_CAPACITY} tokens, not num_blocks * block_size = "
                 f"{num_blocks * block_size}"
             )
+        given = {"dtype": dtype, "scale_dtype": scale_dtype, "group_size": group_size, **storage}
         config = checks.layer_config(
-            dtype,
-            num_blocks * block_size,
-            num_kv_heads,
-            head_dim,
+            capacity=num_blocks * block_size,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
             value_head_dim=value_head_dim,
-            key_dtype=key_dtype,
-            value_dtype=value_dtype,
-            group_size=group_size,
-            scale_dtype=scale_dtype,
-            recent=recent,
-            sinks=sinks,
-            recent_dtype=recent_dtype,
+            **storage_of(type(self).__name__, given, without=KEY_VECTORS).of_layers(),
         )
         if config.in_runs and block_size % RUN:
             raise InvalidArgumentError(
