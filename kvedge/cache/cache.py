@@ -127,7 +127,7 @@ class KVCache(ConfigFacts):
             int8 and int4 only: channels that share a scale, at most those of a row. None: the whole
             row of a head, as for values (or keys) narrower than that.
         scale_dtype : {"float32", "float16"}
-            int8 and int4 only: type of the scales.
+            int8 and int4 only: type of the scales; by default float32.
         key_offset : None, "auto" or array of float32 (num_layers, num_kv_heads, head_dim)
             int8 and int4 only: a vector subtracted from every key before it is stored, which
             changes no attention and helps keys with large constant channels. "auto" takes the mean
@@ -145,10 +145,10 @@ class KVCache(ConfigFacts):
             that needs, attends with it by default, and takes memory for two windows
             (:class:`kvedge.QuantizedKvLayer`). Gemma 3: ``[512] * 5 + [None]``, and so on.
         recent, sinks : int
-            So many last and first tokens are read in ``recent_dtype``, which repairs most of what
-            a format of few bits loses. Besides, 64 more of the last tokens are kept so: what is
-            appended and taken back by :meth:`truncate`, up to 64 tokens, leaves no trace. Layers
-            with a window have no ``sinks``.
+            So many last and first tokens (by default none) are read in ``recent_dtype``, which
+            repairs most of what a format of few bits loses. Besides, 64 more of the last tokens are
+            kept so: what is appended and taken back by :meth:`truncate`, up to 64 tokens, leaves no
+            trace. Layers with a window have no ``sinks``.
         recent_dtype : kvedge.core.types.Dtype, optional
             By default "float16".
         layers : sequence of mappings, or of layers, optional

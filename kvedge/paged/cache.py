@@ -357,14 +357,12 @@ class PagedKvCache:
         UnknownSequenceError, LayerOutOfRangeError, PositionOutOfRangeError, HeadOutOfRangeError
         """
         head = checks.check_head(head, self._pool.num_kv_heads)
-        key: np.ndarray = decoding.read_token(self._state, False, seq, layer, position)[head]
-        return key
+        return decoding.read(self._state, False, seq, layer, position)[:, head].reshape(-1)
 
     def get_value(self, seq: int, layer: int, position: int, head: int) -> np.ndarray:
         """Value of one token and KV head, of value_head_dim; as :meth:`get_key`."""
         head = checks.check_head(head, self._pool.num_kv_heads)
-        value: np.ndarray = decoding.read_token(self._state, True, seq, layer, position)[head]
-        return value
+        return decoding.read(self._state, True, seq, layer, position)[:, head].reshape(-1)
 
     def get_keys_at(self, seq: int, layer: int, position: int) -> np.ndarray:
         """Keys of one token, all heads one after the other.
@@ -382,11 +380,11 @@ class PagedKvCache:
         ------
         UnknownSequenceError, LayerOutOfRangeError, PositionOutOfRangeError
         """
-        return decoding.read_token(self._state, False, seq, layer, position).reshape(-1)
+        return decoding.read(self._state, False, seq, layer, position).reshape(-1)
 
     def get_values_at(self, seq: int, layer: int, position: int) -> np.ndarray:
         """Values of one token, all heads, of value_head_dim each; as :meth:`get_keys_at`."""
-        return decoding.read_token(self._state, True, seq, layer, position).reshape(-1)
+        return decoding.read(self._state, True, seq, layer, position).reshape(-1)
 
     # ---- going back ------------------------------------------------------------------------------
 

@@ -9,29 +9,22 @@ from kvedge.paged.readings import Reading
 from kvedge.paged.sequences import Contents
 from kvedge.paged.state import PagedState, PoolState
 
-__all__ = ["read", "read_end", "read_token"]
+__all__ = ["read", "read_end"]
 
 
-def read(state: PagedState, values: bool, seq: int, layer: int) -> np.ndarray:
-    """Keys or values of all tokens of a layer, float32 (tokens, num_kv_heads, channels)."""
+def read(
+    state: PagedState, values: bool, seq: int, layer: int, position: int | None = None
+) -> np.ndarray:
+    """Keys or values of a layer's tokens, or of one, float32 (tokens, num_kv_heads, channels)."""
     pool, sequence = state.pool, state.sequence(seq)
     layer = pool.checked_layer(layer)
     reading = state.begin(seq, sequence, layer)
     try:
-        return _rows(pool, values, layer, reading, 0, reading.length)
-    finally:
-        pool.readings.end(reading)
-
-
-def read_token(state: PagedState, values: bool, seq: int, layer: int, position: int) -> np.ndarray:
-    """Keys or values of one token, float32 (num_kv_heads, channels)."""
-    pool, sequence = state.pool, state.sequence(seq)
-    layer = pool.checked_layer(layer)
-    reading = state.begin(seq, sequence, layer)
-    try:
-        position = checks.check_position(position, reading.length)
-        token: np.ndarray = _rows(pool, values, layer, reading, position, position + 1)[0]
-        return token
+        start, stop = 0, reading.length
+        if position is not None:
+            start = checks.check_position(position, stop)
+            stop = start + 1
+        return _rows(pool, values, layer, reading, start, stop)
     finally:
         pool.readings.end(reading)
 

@@ -146,17 +146,9 @@ class BlockOwners:
 
 
 class KnownBlocks(BlockOwners):
-    """The blocks of a pool, some of which can be found by token ids.
+    """The blocks of a pool, of `block_size` tokens, some of which can be found by token ids.
 
-    Parameters
-    ----------
-    num_blocks : int
-    block_size : int
-    max_pinned : int
-        Most blocks that :meth:`pin` may keep.
-    readings : Readings
-    settle : callable
-        As of :class:`BlockOwners`.
+    At most `max_pinned` of them may be pinned; for the rest see :class:`BlockOwners`.
     """
 
     def __init__(

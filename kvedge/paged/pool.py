@@ -74,7 +74,7 @@ class KvBlockPool(ConfigFacts):
     max_pinned_blocks : int, optional
         Most blocks that :meth:`pin_prefix` may keep, 0 to num_blocks; by default there is no limit.
     recent, sinks : int
-        So many last and first tokens of a sequence are read in `recent_dtype`, 0 to 65536, as of
+        So many last and first tokens of a sequence, 0 to 65536, are read in `recent_dtype`, as of
         :class:`kvedge.KVCache`. What a sequence finds by :meth:`PagedKvCache.match_prefix` is read
         as the pool stores it.
     recent_dtype : kvedge.core.types.Dtype, optional

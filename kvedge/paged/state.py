@@ -38,19 +38,6 @@ class PoolState:
         Most blocks of prefixes that may be pinned.
     """
 
-    __slots__ = (
-        "abandoned",  # deque: tables of snapshots and caches that were garbage-collected
-        "block_size",
-        "blocks",  # KnownBlocks
-        "config",
-        "lent",  # Counter: references that allocate() and share() gave out
-        "lock",  # RLock
-        "parts",  # PartBlocks; None: no tokens are held in another format too
-        "readings",  # what running calls read
-        "settle",  # waits for late helper threads of calls that have ended
-        "stores",  # tuple of BlockStoreMethods, one for each layer
-    )
-
     def __init__(
         self,
         config: LayerConfig,
@@ -63,17 +50,17 @@ class PoolState:
         self.config = config
         self.block_size = block_size
         own = config.runs(config.capacity) if config.in_runs else config.plain
-        self.stores = new_stores(own, key_scales)
-        self.settle = self.stores[0].settle
+        self.stores = new_stores(own, key_scales)  # one for each layer
+        self.settle = self.stores[0].settle  # waits for late helper threads of calls that ended
         self.readings = Readings()
         self.blocks = KnownBlocks(num_blocks, block_size, max_pinned, self.readings, self.settle)
         self.parts: PartBlocks | None = None
         if num_part_blocks:
             self.parts = PartBlocks(config, key_scales, num_part_blocks, self.readings)
         self.lock = threading.RLock()
-        self.lent: Counter[int] = Counter()
-        # A garbage collection may happen in the middle of anything: so these blocks are given back
-        # when the pool is next looked at.
+        self.lent: Counter[int] = Counter()  # references that allocate() and share() gave out
+        # Blocks of snapshots and caches that were garbage-collected, which may happen in the middle
+        # of anything: they are given back when the pool is next looked at.
         self.abandoned: deque[tuple[np.ndarray, SequenceParts | None]] = deque()
 
     @property
@@ -163,14 +150,7 @@ class PoolState:
 
 
 class PagedState:
-    """The sequences of a paged cache, in a pool.
-
-    Parameters
-    ----------
-    pool : PoolState
-    """
-
-    __slots__ = ("pool", "sequences")
+    """The sequences of a paged cache, in a pool."""
 
     def __init__(self, pool: PoolState) -> None:
         self.pool = pool
