@@ -42,7 +42,7 @@ def attend(
         made = AttendOptions.make(head_dim, num_rows, num_heads, reading.length, **options)
         shape = rows.shape[1:] if single else arrays.in_nhd(rows, layout).shape
         shape = config.out_shape(shape)
-        reads = (rows, *pool.slabs_of(layer), *made.arrays())
+        reads = () if out is None else (rows, *pool.slabs_of(layer), *made.arrays())
         target = arrays.as_target(out, shape, reads=reads, layout=layout, dense=True)
         lse = np.empty(rows.shape[:2], np.float32) if made.return_lse else None
         to = target.rows.reshape(config.out_shape(rows.shape))
