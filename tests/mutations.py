@@ -315,7 +315,7 @@ MUTATIONS = [
         "most if same.all() else int(np.argmin(same)) + 1",
         POOLS,
     ),
-    Mutation("a block is freed twice", "self._lent[block] < 1:", "self._lent[block] < 0:", POOLS),
+    Mutation("a block is freed twice", "lent[block] < 1:", "self._lent[block] < 0:", POOLS),
     # ---- above
     Mutation(
         "a model refuses the last token of its context",
