@@ -49,7 +49,7 @@ from kvedge.rope import Rope
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack  # type checkers bring them along
 
-__all__ = ["KVCache", "cache_over", "restored", "state_of"]
+__all__ = ["KVCache", "cache_holding", "cache_over", "restored", "state_of"]
 
 _Cache = TypeVar("_Cache", bound="KVCache")
 
@@ -908,6 +908,13 @@ def cache_over(kind: type[_Cache], state: CacheState) -> _Cache:
     cache = kind.__new__(kind)
     cache._state = state
     return cache
+
+
+def cache_holding(contents: CacheContents, max_seq_len: int | None) -> KVCache:
+    """A cache of the active backend with these tokens."""
+    kind: type[KVCache] = registry.active("KVCache")
+    types = kind._layer_types
+    return cache_over(kind, CacheState.holding(types, contents, max_seq_len, KeyRule(), {}))
 
 
 @memory_for("the cache of a pickle")

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from kvedge.cache.cache import KVCache, cache_over, state_of
+from kvedge.cache.cache import KVCache, cache_holding, state_of
 from kvedge.cache.editing import settled
-from kvedge.cache.state import CacheState, layer_names
-from kvedge.core import checks, memory, registry
-from kvedge.core.key_map import KeyMap, KeyRule, same_vector
+from kvedge.cache.state import layer_names
+from kvedge.core import checks, memory
+from kvedge.core.key_map import KeyMap, same_vector
 from kvedge.errors import InvalidArgumentError, LayersOutOfStepError, ShapeMismatchError
 from kvedge.files.contents import CacheContents, CacheFormat, LayerContents
 from kvedge.layer.parts import contents_of, runs_end
@@ -38,10 +38,7 @@ def to_cache(state: PagedState, seq: int, max_seq_len: int | None) -> KVCache:
         layers = [_layer_contents(pool, layer, one) for layer, one in enumerate(running)]
     finally:
         pool.readings.end_all(running)
-    contents = CacheContents(_format(pool), length, tuple(layers))
-    kind: type[KVCache] = registry.active("KVCache")
-    made = CacheState.holding(kind._layer_types, contents, max_seq_len, KeyRule(), {})
-    return cache_over(kind, made)
+    return cache_holding(CacheContents(_format(pool), length, tuple(layers)), max_seq_len)
 
 
 def from_cache(state: PagedState, cache: object, token_ids: np.ndarray | None) -> int:
