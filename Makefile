@@ -5,6 +5,7 @@
 # Before a commit:
 #   make lint             ruff, mypy --strict, clang-format; make format formats the C
 #   make check            types, documents, examples: what of the tests takes long and concerns no kernel
+#   make ab OLD=COMMIT    that commit and this checkout timed in turn, on every kernel path: where kernels changed
 #   make docs             the documentation as a site, build/site/index.html, which opens offline; a dead link is an error
 #
 # More tests; CONTRIBUTING.md says which for what change:
@@ -31,7 +32,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 SOURCES := pyproject.toml setup.py $(shell find kvedge -name "*.pyx" -o -name "*.px[id]") $(shell find csrc -name "*.[ch]" -o -name "*.flags")
 
-.PHONY: help run test check test-numpy test-isa test-peers test-transformers test-transformers-old test-transformers-own test-slow test-builds test-c test-musl test-library test-ggml test-sanitize test-valgrind test-arm-c test-arm test-all test-free-threaded arm-cycles \
+.PHONY: help run ab test check test-numpy test-isa test-peers test-transformers test-transformers-old test-transformers-own test-slow test-builds test-c test-musl test-library test-ggml test-sanitize test-valgrind test-arm-c test-arm test-all test-free-threaded arm-cycles \
         wheel wheel-aarch64 cross test-oldx86 fuzz docs lint format clean
 
 run: $(VENV)/run.stamp
@@ -137,6 +138,14 @@ test-all:
 # What threads may do, in a Python without a GIL: tools/free_threaded_python.sh build/python-t makes one.
 test-free-threaded:
 	tools/test_free_threaded.sh
+
+# AB="--isa avx2 --shapes llama": tools/ab.py has more.
+ab: $(VENV)/test.stamp
+	@test -n "$(OLD)" || { echo "make ab OLD=COMMIT: which commit?"; exit 2; }
+	@set -e; old=build/ab/$$(git rev-parse --short "$(OLD)^{commit}"); if [ ! -e $$old/built ]; then \
+	  mkdir -p $$old/tree; git archive "$(OLD)" | tar -xf - -C $$old/tree; $(PYTHON) -m venv $$old/venv; \
+	  $$old/venv/bin/python -m pip install --quiet --disable-pip-version-check $$old/tree; touch $$old/built; fi; \
+	$(BIN)/python tools/ab.py "$$PWD/$$old/venv/bin/python" "$$PWD/$(BIN)/python" $(AB)
 
 # What goes to PyPI: built from the source distribution, repaired and tested; see tools/wheel.sh.
 wheel:

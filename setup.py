@@ -109,7 +109,7 @@ class OptionalBuildExt(build_ext):
 
     def compile(self, ext):
         """Compile csrc/ and the extension's own source; return the objects of either."""
-        # Without -O3 the wheel has 20 KB less, and glue, files of sessions and grids (see below) are no slower.
+        # Without -O3 the wheel has 20 KB less, and glue, sessions and grids are no slower.
         rest = {"extra_postargs": ["-O2" if w == "-O3" else w for w in ext.extra_compile_args]}
         names = names_in_package().items() if ELF else ()
         own = {

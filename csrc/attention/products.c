@@ -203,9 +203,9 @@ void kvedge_head_scores(const kvedge_attention *a, const head_tile *h, workspace
  * context, of which chunks and the whole are to agree to the last digits. The position decides,
  * and nothing that depends on how a prompt is cut. */
 static int probability_planes(const kvedge_attention *a, const token_tile *tile) {
-  enum { FIRST_TOKENS = 1024, FEW_CHANNELS = 64 };
+  enum { FIRST_TOKENS = 1024 };
   if (a->planes) return a->planes;
-  return tile->token < FIRST_TOKENS || a->view.side[VALUES].shape.dim < FEW_CHANNELS ? 3 : 2;
+  return tile->token < FIRST_TOKENS || a->view.side[VALUES].shape.dim < KVEDGE_FEW_CHANNELS ? 3 : 2;
 }
 
 /* Where the factor of values that come without scales (also: decoded ones) is above 1, probabilities take it: values
@@ -221,8 +221,11 @@ void kvedge_weighted_sum(const kvedge_attention *a, const head_tile *h, float *p
                                                1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
   const kvedge_row_shape *shape = &a->view.side[VALUES].shape;
   const int takes_factor = (shape->num_groups == 0 || a->decodes[VALUES]) && a->factor[VALUES] > 1.0f;
-  kvedge_probabilities p = {
-      .num_queries = h->count, .planes = probability_planes(a, h->tile), .p = probabilities, .scratch = w->scratch};
+  kvedge_probabilities p = {.num_queries = h->count,
+                            .row_dim = shape->dim,
+                            .planes = probability_planes(a, h->tile),
+                            .p = probabilities,
+                            .scratch = w->scratch};
   kvedge_accumulators to = {
       .acc = partial->acc + kvedge_index_of(a, h) * (size_t)a->acc_stride, .stride = a->acc_stride, .rescale = rescale};
   if (takes_factor) take_factor(a, h, probabilities);
@@ -265,6 +268,7 @@ void kvedge_weighted_sum_of_batch(const kvedge_attention *a, const head_tile *he
                                   kvedge_partial *partial) {
   const kvedge_tile values = rows_of_group(a, &heads[0], VALUES, 0, w);
   const kvedge_probabilities p = {.num_queries = KVEDGE_HEADS,
+                                  .row_dim = values.dim,
                                   .planes = probability_planes(a, heads[0].tile),
                                   .p = w->scores,
                                   .scratch = w->scratch};

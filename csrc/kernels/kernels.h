@@ -31,6 +31,8 @@ enum {
   KVEDGE_HEADS_DIM = 256,
   /* Bytes that a channel of a quantized query takes at most. */
   KVEDGE_QUANTIZED_BYTES = 6,
+  /* Channels of a value below which an output may be a small difference of large sums. */
+  KVEDGE_FEW_CHANNELS = 64,
   /* How many powers of two a probability may be above 1 before softmax takes a new maximum. */
   KVEDGE_HEADROOM = 8,
   /* Bytes of a cell's working memory. Stacks of threads are small (musl: 128 KiB), so what is
@@ -116,10 +118,12 @@ static inline const char *kvedge_tile_row(const kvedge_tile *tile, int token) {
 typedef struct {
   int num_queries;
   int planes;     /* of quantized probabilities: weights p[t] * scale[t] are rounded to 2^-24 of the tile's largest or
-                   * better; to 2^-16 or 2^-8 if it is 2 or 1 (or to 2^-15 of the largest of 64 tokens, whose errors add
-                   * up as those of 2^-16 of 256 do), small ones up or down as kvedge_dither has it */
+                   * better (or, where a row has KVEDGE_FEW_CHANNELS at least, to 2^-15 of the largest of 32 tokens);
+                   * to 2^-16 or 2^-8 if it is 2 or 1 (or to 2^-15 of the largest of 64 tokens, whose errors add up as
+                   * those of 2^-16 of 256 do), small ones up or down as kvedge_dither has it */
   const float *p; /* (num_queries, KVEDGE_TILE), 0 from num_tokens to the end of the last block */
   char *scratch;  /* (KVEDGE_SCRATCH) as in kvedge_query */
+  int row_dim;    /* channels of a whole row of values, of which the tile's are a group */
 } kvedge_probabilities;
 
 /* Accumulators of the values. */

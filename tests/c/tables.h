@@ -64,8 +64,11 @@ static inline weighing new_weighing(shape at, spread of, int side_by_side) {
                                                                    : p;
     }
   }
-  w.probabilities = (kvedge_probabilities){
-      .num_queries = at.num_queries, .planes = 1 + random_below(3), .p = w.p, .scratch = new_scratch()};
+  w.probabilities = (kvedge_probabilities){.num_queries = at.num_queries,
+                                           .row_dim = at.dim,
+                                           .planes = 1 + random_below(3),
+                                           .p = w.p,
+                                           .scratch = new_scratch()};
   w.to = (kvedge_accumulators){.acc = w.acc, .stride = stride, .rescale = w.rescale};
   return w;
 }

@@ -457,31 +457,37 @@ static void score_case(shape at, int heads) {
 
 /* expected and allowed, both (num_queries, dim), of a weighing that has not yet begun */
 static void expect_weighing(const weighing *w, shape at, const tile_rows *r) {
+  const int planes = w->probabilities.planes, together = 32; /* tokens; a path may round weights to 16 bits of them */
+  const int by_parts = planes == 3 && w->probabilities.row_dim >= KVEDGE_FEW_CHANNELS;
   const double steps[] = {0, 0x1p-7, 0x1p-15, 0x1p-24}; /* of a weight, relative to the largest; at most one step */
-  const double step = is_scaled() ? steps[w->probabilities.planes] : 0.0;
+  const double step = is_scaled() && !by_parts ? steps[planes] : 0.0;
   const double *elements = elements_of_head(r, 0);
   for (int i = 0; i < at.num_queries; i++) {
     const int head = r->heads > 1 ? i : 0;
     double *sum = expected + i * at.dim, *error = allowed + i * at.dim, size[1024] = {0}, total[1024] = {0};
-    double largest = 0.0;
+    double largest = 0.0, largest_of[KVEDGE_TILE / 32] = {0}, rounding[1024] = {0};
     if (head > 0) elements = elements_of_head(r, head);
     memset(sum, 0, (size_t)at.dim * sizeof *sum);
     for (int t = 0; t < at.num_tokens; t++) {
       const double weight = w->p[i * KVEDGE_TILE + t] * tile_scale(r, head, t);
       if (weight == 0.0) continue;
       largest = fmax(largest, weight);
+      largest_of[t / together] = fmax(largest_of[t / together], weight);
       for (int d = 0; d < at.dim; d++) {
         const double x = elements[t * at.dim + d];
         sum[d] += weight * x, size[d] += fabs(weight * x), total[d] += fabs(x);
       }
     }
+    for (int t = 0; by_parts && t < at.num_tokens; t++)
+      for (int d = 0; d < at.dim; d++)
+        rounding[d] += 0x1p-15 * largest_of[t / together] * fabs(elements[t * at.dim + d]);
     for (int d = 0; d < at.dim; d++) {
       const double kept = (double)w->acc[i * w->to.stride + d] * w->rescale[i];
       sum[d] += kept;
       if (is_grid()) /* sums of floats; products with scales that are denormal may be 0 */
         error[d] = 2e-6 * (size[d] + fabs(kept)) + 0x1p-100 * total[d] + 1e-37;
       else if (is_scaled()) /* weights that are nothing beside those of some other tile may be 0 */
-        error[d] = (step * largest + 0x1p-100) * total[d] + 6e-7 * size[d] + 2e-7 * fabs(kept) + 1e-37;
+        error[d] = (step * largest + 0x1p-100) * total[d] + rounding[d] + 6e-7 * size[d] + 2e-7 * fabs(kept) + 1e-37;
       else error[d] = 2e-6 * (size[d] + fabs(kept)) + (is_narrow() ? 1e-36 : 1e-33);
     }
   }

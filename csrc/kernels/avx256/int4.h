@@ -1,5 +1,5 @@
 /* Cells of int4. Part of avx2.c and avxvnni.c, after scores.h and values.h, which have the
- * products of integers. Where floats are wanted (three planes, or more channels than sums of 32
+ * products of integers. Where floats are wanted (three planes of keys, few channels, or more than sums of 32
  * bits hold), rows are widened for the kernels of int8; so are values for many queries, which
  * keep what they have widened, and those of part of 16 channels. */
 
@@ -29,15 +29,15 @@ enum { IN_REGISTERS = 2 * SUM_QUERIES }; /* query rows whose weighted sums make 
 
 static void KVEDGE_NAME(weighted_sum_int4)(const kvedge_probabilities *p, const kvedge_tile *values,
                                            const kvedge_accumulators *to) {
-  if (p->planes == 3 || p->num_queries > IN_REGISTERS || values->dim % 16 != 0) {
+  if (wants_floats(p) || p->num_queries > IN_REGISTERS || values->dim % 16 != 0) {
     weighted_sum_of_wide(KVEDGE_NAME(weighted_sum_int8), p, values, values->dim, to);
     return;
   }
   kvedge_tile tile = *values;
   for (int i = 0; i < p->num_queries; i += SUM_QUERIES) {
     const int left = p->num_queries - i;
-    const kvedge_probabilities four = {left < SUM_QUERIES ? left : SUM_QUERIES, p->planes, p->p + i * KVEDGE_TILE,
-                                       p->scratch};
+    kvedge_probabilities four = *p;
+    four.num_queries = left < SUM_QUERIES ? left : SUM_QUERIES, four.p += i * KVEDGE_TILE;
     const kvedge_accumulators sums = {to->acc + i * to->stride, to->stride, to->rescale + i};
     sum_codes(4, &four, &tile, &sums);
     tile.next.blocks = NULL; /* prefetched with the first four */

@@ -6,8 +6,8 @@
  * registers, of four queries at a time; for more queries widened values are kept.
  *
  * The rounding error of weights is in proportion to the largest of them, so only 64 tokens share
- * a scale: as exact as 16 bits over a tile of 256. Where that is not enough (three planes),
- * values become floats, once for four queries.
+ * a scale: as exact as 16 bits over a tile of 256. With three planes 32 do, and all digits only where a
+ * row has few channels: values become floats, which takes up to twice as long.
  *
  * Values of int4 become integers 127 above their levels (common.h), of two tokens side by side
  * as well: their bytes are interleaved first. Sums start at -127 times the sum of the weights,
@@ -16,45 +16,63 @@
 enum {
   SUM_QUERIES = 4, /* whose sums stay in registers */
   MOST_GROUPS = 4, /* of 16 channels at a time: the fewer queries, the more, so that rows far apart are read once */
-  TOGETHER = 64,   /* tokens whose weights have one scale; their sums stay below 2^31 */
+  TOGETHER = 64,   /* tokens whose weights have one scale, at most; their sums stay below 2^31 */
 };
 
 #define WEIGHT_MAX_15 32766.0f /* as WEIGHT_MAX_16 */
 
-/* Quantizes the weights of up to TOGETHER tokens: codes (num_queries, TOGETHER), with zeros to
- * the end of the last block, and their scales. First all scales, then all codes, so that these
- * need not wait for maxima and divisions. */
-static void quantize_weights(int num_queries, const float *p, const float *v_scale, const float *dither, int num_tokens,
-                             int16_t *codes, float *scale) {
-  const int end = (num_tokens + KVEDGE_BLOCK - 1) / KVEDGE_BLOCK * KVEDGE_BLOCK;
-  float factor[KVEDGE_QUERY_ROWS]; /* the largest weight, then the factor that quantizes */
+/* Quantized weights of a tile; `together` is how many tokens share a scale. */
+typedef struct {
+  int16_t codes[KVEDGE_QUERY_ROWS][KVEDGE_TILE]; /* zeros to the end of the last block */
+  float scale[KVEDGE_QUERY_ROWS][KVEDGE_TILE_BLOCKS];
+} tile_weights;
+
+KVEDGE_INLINE __m256 weights_at(const float *p, const float *v_scale, int t) {
+  return _mm256_mul_ps(_mm256_loadu_ps(p + t), _mm256_loadu_ps(v_scale + t));
+}
+
+/* First all scales, then all codes, so that these need not wait for maxima and divisions. */
+KVEDGE_INLINE void quantize_weights(const kvedge_probabilities *probabilities, const kvedge_tile *values,
+                                    const int together, tile_weights *w) {
+  const int end = (values->num_tokens + KVEDGE_BLOCK - 1) / KVEDGE_BLOCK * KVEDGE_BLOCK;
+  const int num_queries = probabilities->num_queries;
+  const float *v_scale = values->scales;
+  float factor[KVEDGE_QUERY_ROWS][KVEDGE_TILE_BLOCKS]; /* at first the largest weight */
   for (int i = 0; i < num_queries; i++) {
-    __m256 largest[2] = {_mm256_setzero_ps(), _mm256_setzero_ps()};
-    for (int t = 0; t < end; t += 16)
-      for (int j = 0; j < 2; j++) {
-        const int at = t + 8 * j;
-        __m256 weight = _mm256_mul_ps(_mm256_loadu_ps(p + i * KVEDGE_TILE + at), _mm256_loadu_ps(v_scale + at));
-        largest[j] = _mm256_max_ps(largest[j], weight);
-      }
-    factor[i] = reduce_max(_mm256_max_ps(largest[0], largest[1]));
-  }
-  for (int i = 0; i < num_queries; i++) {
-    const float largest = factor[i];
-    factor[i] = largest > WEIGHT_NOTHING ? WEIGHT_MAX_15 / largest : 0.0f;
-    scale[i] = largest > WEIGHT_NOTHING ? largest / WEIGHT_MAX_15 : 0.0f;
+    const float *p = probabilities->p + i * KVEDGE_TILE;
+    for (int k = 0, t = 0; t < end; k++) {
+      const int stop = t + together < end ? t + together : end;
+      __m256 largest[2] = {_mm256_setzero_ps(), _mm256_setzero_ps()};
+      for (; t < stop; t += 16)
+        for (int j = 0; j < 2; j++) largest[j] = _mm256_max_ps(largest[j], weights_at(p, v_scale, t + 8 * j));
+      factor[i][k] = reduce_max(_mm256_max_ps(largest[0], largest[1]));
+    }
   }
   for (int i = 0; i < num_queries; i++)
-    for (int t = 0; t < end; t += 16) {
-      __m256i code[2];
-      for (int j = 0; j < 2; j++) {
-        const int at = t + 8 * j;
-        __m256 weight = _mm256_mul_ps(_mm256_loadu_ps(p + i * KVEDGE_TILE + at), _mm256_loadu_ps(v_scale + at));
-        code[j] = round_dithered(_mm256_mul_ps(weight, _mm256_set1_ps(factor[i])), _mm256_loadu_ps(dither + at));
-      }
-      __m256i packed = _mm256_packs_epi32(code[0], code[1]);
-      packed = _mm256_permute4x64_epi64(packed, 0xd8); /* undoes the pack's lanes */
-      _mm256_storeu_si256((__m256i *)(codes + i * TOGETHER + t), packed);
+    for (int k = 0; k * together < end; k += 8) {
+      const __m256 most = _mm256_set1_ps(WEIGHT_MAX_15), nothing = _mm256_set1_ps(WEIGHT_NOTHING);
+      const __m256 largest = load_first_floats(factor[i] + k, (end - k * together + together - 1) / together);
+      const __m256 some = _mm256_cmp_ps(largest, nothing, _CMP_GT_OQ);
+      _mm256_storeu_ps(factor[i] + k, _mm256_and_ps(some, _mm256_div_ps(most, _mm256_max_ps(largest, nothing))));
+      _mm256_storeu_ps(w->scale[i] + k, _mm256_and_ps(some, _mm256_div_ps(largest, most)));
     }
+  for (int i = 0; i < num_queries; i++) {
+    const float *p = probabilities->p + i * KVEDGE_TILE;
+    int16_t *codes = w->codes[i];
+    for (int k = 0, t = 0; t < end; k++) {
+      const int stop = t + together < end ? t + together : end;
+      const __m256 f = _mm256_set1_ps(factor[i][k]);
+      for (; t < stop; t += 16) {
+        __m256i code[2];
+        for (int j = 0; j < 2; j++)
+          code[j] = round_dithered(_mm256_mul_ps(weights_at(p, v_scale, t + 8 * j), f),
+                                   _mm256_loadu_ps(kvedge_dither + t + 8 * j));
+        const __m256i packed = _mm256_packs_epi32(code[0], code[1]);
+        _mm256_storeu_si256((__m256i *)(codes + t),
+                            _mm256_permute4x64_epi64(packed, 0xd8)); /* undoes the pack's lanes */
+      }
+    }
+  }
 }
 
 /* acc = acc * rescale + sum * scale, 8 channels or the first of them. */
@@ -70,8 +88,8 @@ KVEDGE_INLINE void add_sums(__m256 sum, int num_channels, float scale, float res
 /* Where a pass over tokens has values from: from rows; from rows, and keeps them; from what was kept. */
 typedef enum { ROWS, ROWS_KEPT, KEPT } value_source;
 
-/* Sums of products of `count` queries with `groups` groups of 16 channels: in lanes of channels 0..3 and 8..11, 4..7
- * and 12..15; for int4 the even ones and the odd ones. */
+/* Sums of products of `count` queries with `groups` groups of 16 channels: of the first 8, of the last 8; for int4 of
+ * even ones and of odd ones. */
 typedef __m256i value_sums[SUM_QUERIES][MOST_GROUPS][2];
 
 /* Adds two tokens' values, times their weights. (Constants where this is inlined: bits, source,
@@ -86,9 +104,10 @@ KVEDGE_INLINE void sum_pair(const int bits, const int8_t *first, const int8_t *s
       value[0] = kept[0], value[1] = kept[1];
     } else {
       if (bits == 8) {
-        __m256i a = _mm256_cvtepi8_epi16(load_up_to_16(first + 16 * g, num_channels));
-        __m256i b = _mm256_cvtepi8_epi16(load_up_to_16(second + 16 * g, num_channels));
-        value[0] = _mm256_unpacklo_epi16(a, b), value[1] = _mm256_unpackhi_epi16(a, b);
+        const __m128i a = load_up_to_16(first + 16 * g, num_channels);
+        const __m128i b = load_up_to_16(second + 16 * g, num_channels);
+        value[0] = _mm256_cvtepi8_epi16(_mm_unpacklo_epi8(a, b));
+        value[1] = _mm256_cvtepi8_epi16(_mm_unpackhi_epi8(a, b));
       } else {
         const int bytes = (num_channels + 1) / 2;
         const __m128i a = load_up_to_16(first + 8 * g, bytes), b = load_up_to_16(second + 8 * g, bytes);
@@ -99,7 +118,7 @@ KVEDGE_INLINE void sum_pair(const int bits, const int8_t *first, const int8_t *s
 #pragma GCC unroll 4
     for (int i = 0; i < count; i++) {
       int32_t two;
-      memcpy(&two, codes + i * TOGETHER, sizeof two);
+      memcpy(&two, codes + i * KVEDGE_TILE, sizeof two);
       __m256i weights = _mm256_set1_epi32(two);
       multiply_add_pairs(&sum[i][g][0], value[0], weights);
       multiply_add_pairs(&sum[i][g][1], value[1], weights);
@@ -148,42 +167,44 @@ KVEDGE_INLINE void sum_groups(const int bits, const kvedge_stretch *stretch, ptr
 #pragma GCC unroll 2
       for (int j = 0; j < 2; j++)
         if (chains == 2) of_16[j] = _mm256_add_epi32(of_16[j], sum[1][i][g][j]);
+      __m256i of_8[2] = {of_16[0], of_16[1]};
       if (bits == 4) {
-        const __m256i even = of_16[0], odd = of_16[1];
-        of_16[0] = _mm256_unpacklo_epi32(even, odd), of_16[1] = _mm256_unpackhi_epi32(even, odd);
+        const __m256i low = _mm256_unpacklo_epi32(of_16[0], of_16[1]), high = _mm256_unpackhi_epi32(of_16[0], of_16[1]);
+        of_8[0] = _mm256_permute2x128_si256(low, high, 0x20), of_8[1] = _mm256_permute2x128_si256(low, high, 0x31);
       }
-      __m256 low = _mm256_cvtepi32_ps(_mm256_permute2x128_si256(of_16[0], of_16[1], 0x20));
-      __m256 high = _mm256_cvtepi32_ps(_mm256_permute2x128_si256(of_16[0], of_16[1], 0x31));
-      add_sums(low, num_channels, scale[i], rescale[i], acc + 16 * g);
-      if (num_channels > 8) add_sums(high, num_channels - 8, scale[i], rescale[i], acc + 16 * g + 8);
+      for (int j = 0; j < 2 && 8 * j < num_channels; j++)
+        add_sums(_mm256_cvtepi32_ps(of_8[j]), num_channels - 8 * j, scale[i * KVEDGE_TILE_BLOCKS], rescale[i],
+                 acc + 16 * g + 8 * j);
     }
 }
 
 /* Where sums of int4 start. */
 KVEDGE_INLINE void sum_weights(const int16_t *codes, int num_queries, int num_tokens, int32_t *start) {
-  for (int i = 0; i < num_queries; i++, codes += TOGETHER) {
+  for (int i = 0; i < num_queries; i++, codes += KVEDGE_TILE) {
     int sum = 0;
     for (int t = 0; t < num_tokens; t++) sum += codes[t];
     start[i] = -INT4_ABOVE * sum;
   }
 }
 
-/* A tile's weighted sum with weights of 15 bits. Of int4 there are whole groups of 16 channels
- * of up to SUM_QUERIES queries. (bits: a constant where this is inlined.) */
+/* A tile's weighted sum. Of int4 there are whole groups of 16 channels of up to SUM_QUERIES queries. (bits: a constant
+ * where this is inlined.) */
 KVEDGE_INLINE void sum_codes(const int bits, const kvedge_probabilities *p, const kvedge_tile *values,
                              const kvedge_accumulators *to) {
-  const int dim = values->dim, num_queries = p->num_queries;
+  const int dim = values->dim, num_queries = p->num_queries, together = p->planes == 3 ? TOGETHER / 2 : TOGETHER;
   const kvedge_next_tile next = kvedge_next_of(values, (dim * bits + 7) / 8);
-  int16_t codes[KVEDGE_QUERY_ROWS * TOGETHER]; /* (num_queries, TOGETHER) */
-  int32_t start[KVEDGE_QUERY_ROWS] = {0};
-  float scale[KVEDGE_QUERY_ROWS], rescale[KVEDGE_QUERY_ROWS];
-  memcpy(rescale, to->rescale, (size_t)num_queries * sizeof *rescale);
-  for (int t = 0; t < values->num_tokens; t += TOGETHER) {
-    const int num_tokens = values->num_tokens - t < TOGETHER ? values->num_tokens - t : TOGETHER;
+  static const float one[SUM_QUERIES] = {1, 1, 1, 1};
+  tile_weights *weights = (void *)p->scratch;
+  if (together == TOGETHER) quantize_weights(p, values, TOGETHER, weights);
+  else quantize_weights(p, values, TOGETHER / 2, weights);
+  for (int t = 0, k = 0; t < values->num_tokens; t += together, k++) {
+    const int num_tokens = values->num_tokens - t < together ? values->num_tokens - t : together;
+    const int16_t *codes = weights->codes[0] + t;
+    const float *scale = weights->scale[0] + k;
     kvedge_stretch stretches[TOGETHER / KVEDGE_BLOCK];
+    int32_t start[KVEDGE_QUERY_ROWS] = {0};
     for (int i = 0, first = t; first < t + num_tokens; first += stretches[i++].num_tokens)
       stretches[i] = kvedge_stretch_of(values, &next, first, t + num_tokens);
-    quantize_weights(num_queries, p->p + t, values->scales + t, kvedge_dither + t, num_tokens, codes, scale);
     if (bits == 4) sum_weights(codes, num_queries, num_tokens, start);
     for (int d = 0, n; d < dim; d += n) {
       __m256i kept[TOGETHER / 2][2]; /* (tokens / 2, 2) x 8 channels x 2 tokens */
@@ -193,7 +214,8 @@ KVEDGE_INLINE void sum_codes(const int bits, const kvedge_probabilities *p, cons
       int i = 0;
 #define SUM(source, groups, num_channels, count)                                                                       \
   sum_groups(bits, stretches, values->token_stride, num_tokens, d, source, kept, groups, num_channels, count,          \
-             codes + i * TOGETHER, start + i, scale + i, rescale + i, out + i * to->stride, to->stride)
+             codes + i * KVEDGE_TILE, start + i, scale + i * KVEDGE_TILE_BLOCKS, t > 0 ? one : to->rescale + i,        \
+             out + i * to->stride, to->stride)
 #define SUM_ROWS(count)                                                                                                \
   if (count == 1 && left >= 64) SUM(ROWS, 4, 16, count), n = 64;                                                       \
   else if (count <= 2 && left >= 32) SUM(ROWS, 2, 16, count), n = 32;                                                  \
@@ -212,7 +234,6 @@ KVEDGE_INLINE void sum_codes(const int bits, const kvedge_probabilities *p, cons
 #undef SUM_ROWS
 #undef SUM
     }
-    for (int i = 0; i < num_queries; i++) rescale[i] = 1.0f;
   }
 }
 
@@ -279,8 +300,11 @@ static void sum_floats(const kvedge_probabilities *p, const kvedge_tile *values,
   }
 }
 
+/* Of few channels an output may be a small difference of large sums, which wants all digits. */
+static int wants_floats(const kvedge_probabilities *p) { return p->planes == 3 && p->row_dim < KVEDGE_FEW_CHANNELS; }
+
 static void KVEDGE_NAME(weighted_sum_int8)(const kvedge_probabilities *p, const kvedge_tile *values,
                                            const kvedge_accumulators *to) {
-  if (p->planes == 3) sum_floats(p, values, to);
+  if (wants_floats(p)) sum_floats(p, values, to);
   else sum_codes(8, p, values, to);
 }
