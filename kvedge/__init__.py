@@ -55,7 +55,7 @@ from kvedge.multi_head.config import KvCacheConfig
 from kvedge.multi_head.head import KvCacheHead
 from kvedge.paged.cache import PagedKvCache
 from kvedge.paged.pool import KvBlockPool
-from kvedge.paged.sequences import PagedSnapshot
+from kvedge.paged.snapshot import PagedSnapshot
 from kvedge.policy import KvCachePolicy
 from kvedge.rope import Rope
 from kvedge.rows import dequantize_rows, quantize_rows

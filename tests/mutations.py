@@ -305,8 +305,8 @@ MUTATIONS = [
     # ---- Python: paged caches
     Mutation(
         "a registered block is written to",
-        "if pool._references[block] > 1 or block in pool._prefixes:",
-        "if pool._references[block] > 1:",
+        "if blocks.references[block] > 1 or block in blocks.prefixes:",
+        "if blocks.references[block] > 1:",
         POOLS,
     ),
     Mutation(
@@ -315,7 +315,7 @@ MUTATIONS = [
         "most if same.all() else int(np.argmin(same)) + 1",
         POOLS,
     ),
-    Mutation("a block is freed twice", "self._lent[block] < 1:", "self._lent[block] < 0:", POOLS),
+    Mutation("a block is freed twice", "lent[block] < 1:", "self._lent[block] < 0:", POOLS),
     # ---- above
     Mutation(
         "a model refuses the last token of its context",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, ClassVar, TypeVar, overload
 
 import numpy as np
 
@@ -24,16 +24,14 @@ from kvedge.core import checks, memory, registry
 from kvedge.core.config import ConfigFacts, LayerConfig
 from kvedge.core.key_map import KeyRule
 from kvedge.core.memory import memory_for
-from kvedge.core.options import AttendArguments, shows_options
-from kvedge.core.storage import Storage, shows_storage
+from kvedge.core.options import AttendArguments, EitherArguments, LseArguments, shows_options
+from kvedge.core.storage import shows_storage, storage_of
 from kvedge.core.types import (
     Array,
     CacheArguments,
     Dtype,
     Floats,
-    KeyVectors,
     Layout,
-    ScaleDtype,
     StorageArguments,
 )
 from kvedge.errors import (
@@ -51,7 +49,7 @@ from kvedge.rope import Rope
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack  # type checkers bring them along
 
-__all__ = ["KVCache", "cache_over", "restored", "state_of"]
+__all__ = ["KVCache", "cache_holding", "cache_over", "restored", "state_of"]
 
 _Cache = TypeVar("_Cache", bound="KVCache")
 
@@ -90,6 +88,7 @@ class KVCache(ConfigFacts):
     _layer_types: ClassVar[LayerTypes]  # the backend's
     _state: CacheState
 
+    @shows_storage()
     def __init__(
         self,
         num_layers: int | None = None,
@@ -98,19 +97,11 @@ class KVCache(ConfigFacts):
         *,
         value_head_dim: int | None = None,
         dtype: Dtype = "int8",
-        key_dtype: Dtype | None = None,
-        value_dtype: Dtype | None = None,
         max_seq_len: int | None = None,
-        group_size: int | None = None,
-        scale_dtype: ScaleDtype = "float32",
-        key_offset: KeyVectors = None,
-        key_scale: KeyVectors = None,
         window: int | Sequence[int | None] | None = None,
-        recent: int = 0,
-        sinks: int = 0,
-        recent_dtype: Dtype | None = None,
         layers: Sequence[Mapping[str, object]] | Sequence[KvLayer] | None = None,
         num_query_heads: int | None = None,
+        **storage: Unpack[StorageArguments],
     ) -> None:
         """Make an empty cache.
 
@@ -136,7 +127,7 @@ class KVCache(ConfigFacts):
             int8 and int4 only: channels that share a scale, at most those of a row. None: the whole
             row of a head, as for values (or keys) narrower than that.
         scale_dtype : {"float32", "float16"}
-            int8 and int4 only: type of the scales.
+            int8 and int4 only: type of the scales; by default float32.
         key_offset : None, "auto" or array of float32 (num_layers, num_kv_heads, head_dim)
             int8 and int4 only: a vector subtracted from every key before it is stored, which
             changes no attention and helps keys with large constant channels. "auto" takes the mean
@@ -154,10 +145,10 @@ class KVCache(ConfigFacts):
             that needs, attends with it by default, and takes memory for two windows
             (:class:`kvedge.QuantizedKvLayer`). Gemma 3: ``[512] * 5 + [None]``, and so on.
         recent, sinks : int
-            So many last and first tokens are read in ``recent_dtype``, which repairs most of what
-            a format of few bits loses. Besides, 64 more of the last tokens are kept so: what is
-            appended and taken back by :meth:`truncate`, up to 64 tokens, leaves no trace. Layers
-            with a window have no ``sinks``.
+            So many last and first tokens (by default none) are read in ``recent_dtype``, which
+            repairs most of what a format of few bits loses. Besides, 64 more of the last tokens are
+            kept so: what is appended and taken back by :meth:`truncate`, up to 64 tokens, leaves no
+            trace. Layers with a window have no ``sinks``.
         recent_dtype : kvedge.core.types.Dtype, optional
             By default "float16".
         layers : sequence of mappings, or of layers, optional
@@ -180,25 +171,14 @@ class KVCache(ConfigFacts):
         OutOfMemoryError
             The system refused to reserve the memory.
         """
-        storage = Storage(
-            dtype=dtype,
-            key_dtype=key_dtype,
-            value_dtype=value_dtype,
-            group_size=group_size,
-            scale_dtype=scale_dtype,
-            key_offset=key_offset,
-            key_scale=key_scale,
-            recent=recent,
-            sinks=sinks,
-            recent_dtype=recent_dtype,
-        )
+        made = storage_of(type(self).__name__, {"dtype": dtype, **storage})
         shape: dict[str, object] = {
             "num_kv_heads": num_kv_heads,
             "head_dim": head_dim,
             "value_head_dim": value_head_dim,
         }
         given = {**shape, "num_layers": num_layers, "window": window, "max_seq_len": max_seq_len}
-        ready = taken_over(layers, given | storage.given())
+        ready = taken_over(layers, given | made.given())
         if ready is not None:
             stores = [store_of(layer) for layer in ready]
             limits = [one.config.limit for one in stores if one.config.limit is not None]
@@ -208,10 +188,10 @@ class KVCache(ConfigFacts):
             self._state = CacheState(self._layer_types, ready, limit, rule, {})
         else:
             max_seq_len = checks.check_max_seq_len(max_seq_len)
-            configs = layer_configs(num_layers, layers, window, shape | storage.of_layers())
+            configs = layer_configs(num_layers, layers, window, shape | made.of_layers())
             num_query_heads = _as_num_query_heads(num_query_heads, configs)
             self._state = CacheState.new(
-                self._layer_types, configs, max_seq_len, key_offset, key_scale, {}
+                self._layer_types, configs, max_seq_len, made.key_offset, made.key_scale, {}
             )
         self._state.num_query_heads = num_query_heads
 
@@ -324,34 +304,14 @@ class KVCache(ConfigFacts):
     # ---- attention -------------------------------------------------------------------------------
 
     @overload
-    def attend(
-        self,
-        layer: int,
-        query: Array,
-        *,
-        return_lse: Literal[False] = False,
-        out: Array | None = None,
-        **options: Unpack[AttendArguments],
-    ) -> Floats: ...
+    def attend(self, layer: int, query: Array, **options: Unpack[AttendArguments]) -> Floats: ...
     @overload
     def attend(
-        self,
-        layer: int,
-        query: Array,
-        *,
-        return_lse: Literal[True],
-        out: Array | None = None,
-        **options: Unpack[AttendArguments],
+        self, layer: int, query: Array, **options: Unpack[LseArguments]
     ) -> tuple[Floats, Floats]: ...
     @overload
     def attend(
-        self,
-        layer: int,
-        query: Array,
-        *,
-        return_lse: bool,
-        out: Array | None = None,
-        **options: Unpack[AttendArguments],
+        self, layer: int, query: Array, **options: Unpack[EitherArguments]
     ) -> Floats | tuple[Floats, Floats]: ...
     @shows_options
     def attend(self, layer: int, query: Array, **options: object) -> object:
@@ -668,7 +628,7 @@ class KVCache(ConfigFacts):
         ranges.inject(self._state, other._state, start, requantize=requantize)
 
     @memory_for("the tokens of a cache, stored anew")
-    @shows_storage
+    @shows_storage()
     def requantize(self, dtype: Dtype, **storage: Unpack[StorageArguments]) -> None:
         """Store all layers in another format from now on, the tokens held included.
 
@@ -702,7 +662,7 @@ class KVCache(ConfigFacts):
         """
         state = self._state
         state.refuse_pending("requantize()")
-        made = Storage(dtype=dtype, **storage)
+        made = storage_of("requantize", {"dtype": dtype, **storage})
         shapes = [shape_of(old) for old in state.format.layers]
         configs = layer_configs(state.num_layers, shapes, None, made.of_layers())
         requantize(state, configs, made.key_offset, made.key_scale)
@@ -948,6 +908,13 @@ def cache_over(kind: type[_Cache], state: CacheState) -> _Cache:
     cache = kind.__new__(kind)
     cache._state = state
     return cache
+
+
+def cache_holding(contents: CacheContents, max_seq_len: int | None) -> KVCache:
+    """A cache of the active backend with these tokens."""
+    kind: type[KVCache] = registry.active("KVCache")
+    types = kind._layer_types
+    return cache_over(kind, CacheState.holding(types, contents, max_seq_len, KeyRule(), {}))
 
 
 @memory_for("the cache of a pickle")

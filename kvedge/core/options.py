@@ -1,6 +1,7 @@
 """The keyword arguments of ``attend``, checked and made plain for both backends: their one list.
 
-Type checkers read them in :class:`AttendArguments`, and signatures show :meth:`AttendOptions.make`.
+Type checkers read them in :class:`_Arguments` and what derives from it; signatures show those of
+:meth:`AttendOptions.make`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, TypedDict, TypeVar
+from typing import Any, Literal, TypedDict, TypeVar
 
 import numpy as np
 
@@ -34,8 +35,8 @@ MAX_THREADS = 1024
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-class _SharedArguments(TypedDict, total=False):
-    """The options of ``attend`` that are the same for all layers of a batch."""
+class _Arguments(TypedDict, total=False):
+    """The options of every ``attend``."""
 
     scale: float | None
     causal: bool
@@ -50,17 +51,40 @@ class _SharedArguments(TypedDict, total=False):
     layout: Layout
 
 
-class AttendArguments(_SharedArguments, total=False):
-    """The options of ``attend`` that do not change what it returns."""
+class BatchArguments(_Arguments, total=False):
+    """Those of several sequences: no mask, and a start for each."""
+
+    return_lse: bool
+    out: Array | Sequence[Array] | None
+
+
+class _AloneArguments(_Arguments, total=False):
+    """Those of one layer."""
 
     mask: Array | None
     start: int
+    out: Array | None
 
 
-class BatchArguments(_SharedArguments, total=False):
-    """The options of ``attend_batch`` of a paged cache: no mask, and a start for each sequence."""
+# One for each overload of an attend: what return_lse is decides what comes back.
 
-    start: int | Sequence[int] | None
+
+class AttendArguments(_AloneArguments, total=False):
+    """Without the log-sum-exp."""
+
+    return_lse: Literal[False]
+
+
+class LseArguments(_AloneArguments):
+    """With the log-sum-exp."""
+
+    return_lse: Literal[True]
+
+
+class EitherArguments(_AloneArguments):
+    """With it or not."""
+
+    return_lse: bool
 
 
 @lru_cache

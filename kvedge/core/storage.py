@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 from kvedge.core.types import Dtype, KeyVectors, ScaleDtype
 
-__all__ = ["KEY_VECTORS", "NAMES", "PART_OPTIONS", "Storage", "shows_storage"]
+__all__ = ["KEY_VECTORS", "NAMES", "PART_OPTIONS", "Storage", "shows_storage", "storage_of"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -43,9 +43,6 @@ class Storage:
         return {name: getattr(self, name) for name in NAMES if name not in KEY_VECTORS}
 
 
-# Wrong names of options come from requantize(**storage), and are said to be its own.
-Storage.__init__.__qualname__ = "requantize"
-
 NAMES = tuple(field.name for field in fields(Storage))
 #: Options that are a vector for each layer, of which a config knows nothing.
 KEY_VECTORS = ("key_offset", "key_scale")
@@ -53,12 +50,24 @@ KEY_VECTORS = ("key_offset", "key_scale")
 PART_OPTIONS = ("recent", "sinks", "recent_dtype")
 
 
-def shows_storage(function: _Function) -> _Function:
+def storage_of(call: str, given: Mapping[str, Any], without: Collection[str] = ()) -> Storage:
+    """The storage that ``call(**given)`` asks for, which has no options of these names."""
+    for name in given:
+        if name not in NAMES or name in without:
+            raise TypeError(f"{call}() got an unexpected keyword argument {name!r}")
+    return Storage(**given)
+
+
+def shows_storage(*without: str) -> Callable[[_Function], _Function]:
     """Let a function that takes ``**storage`` show the options in its signature (a decorator)."""
-    own = inspect.signature(function)
-    shown = [each for each in own.parameters.values() if each.kind is not each.VAR_KEYWORD]
-    for name, each in inspect.signature(Storage).parameters.items():
-        if name not in own.parameters:
-            shown.append(each.replace(kind=each.KEYWORD_ONLY))
-    function.__signature__ = own.replace(parameters=shown)  # type: ignore[attr-defined]
-    return function
+
+    def decorated(function: _Function) -> _Function:
+        own = inspect.signature(function)
+        shown = [each for each in own.parameters.values() if each.kind is not each.VAR_KEYWORD]
+        for name, each in inspect.signature(Storage).parameters.items():
+            if name not in own.parameters and name not in without:
+                shown.append(each.replace(kind=each.KEYWORD_ONLY))
+        function.__signature__ = own.replace(parameters=shown)  # type: ignore[attr-defined]
+        return function
+
+    return decorated

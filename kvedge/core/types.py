@@ -16,7 +16,9 @@ __all__ = [
     "Dtype",
     "Floats",
     "KeyVectors",
+    "LayerArguments",
     "Layout",
+    "PoolArguments",
     "ScaleDtype",
     "StorageArguments",
     "SupportsDLPack",
@@ -38,18 +40,43 @@ ScaleDtype: TypeAlias = Literal["float32", "float16"]
 Layout: TypeAlias = Literal["nhd", "hnd"]
 
 
-class StorageArguments(TypedDict, total=False):
-    """The options of a KVCache that say how rows are stored, but for their ``dtype``."""
+class _SharedArguments(TypedDict, total=False):
+    """The options of storage that layers, caches and pools have alike, as keywords."""
 
-    key_dtype: Dtype | None
     value_dtype: Dtype | None
-    group_size: int | None
-    scale_dtype: ScaleDtype
-    key_offset: KeyVectors
-    key_scale: KeyVectors
     recent: int
     sinks: int
     recent_dtype: Dtype | None
+
+
+class PoolArguments(_SharedArguments, total=False):
+    """The options of storage of a pool that are keywords."""
+
+    key_dtype: Dtype | None
+
+
+class _RowArguments(_SharedArguments, total=False):
+    """The options of storage that layers and caches have alike."""
+
+    group_size: int | None
+    scale_dtype: ScaleDtype
+
+
+class LayerArguments(_RowArguments, total=False):
+    """The options of a layer but for its size."""
+
+    value_head_dim: int | None
+    key_offset: Array | Literal["auto"] | None
+    key_scale: Array | Literal["auto"] | None
+    window: int | None
+
+
+class StorageArguments(_RowArguments, total=False):
+    """The options of a KVCache that say how rows are stored, but for their ``dtype``."""
+
+    key_dtype: Dtype | None
+    key_offset: KeyVectors
+    key_scale: KeyVectors
 
 
 class CacheArguments(StorageArguments, total=False):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, ClassVar, TypeVar, overload
 
 import numpy as np
 
@@ -15,8 +15,9 @@ from kvedge.core import checks, registry
 from kvedge.core.config import ConfigFacts, LayerConfig, as_int
 from kvedge.core.key_map import KeyMap, KeyRule
 from kvedge.core.memory import memory_for
-from kvedge.core.options import AttendArguments, shows_options
-from kvedge.core.types import Array, Dtype, Floats, Layout, ScaleDtype
+from kvedge.core.options import AttendArguments, EitherArguments, LseArguments, shows_options
+from kvedge.core.storage import shows_storage, storage_of
+from kvedge.core.types import Array, Dtype, Floats, LayerArguments, Layout
 from kvedge.errors import InvalidArgumentError
 from kvedge.layer import copies, editing, facts, reading, room, shifts
 from kvedge.layer.room import first_rows
@@ -34,7 +35,7 @@ _Layer = TypeVar("_Layer", bound="KvLayer")
 class KvLayer(ConfigFacts):
     """The keys and values of one layer; a class of a storage format says the rest."""
 
-    _dtype: ClassVar[str]  # of the public class
+    _dtype: ClassVar[Dtype]  # of the public class
     _store_type: ClassVar[type[LayerStore]]  # the backend's
     _store: LayerStore
 
@@ -45,17 +46,7 @@ class KvLayer(ConfigFacts):
         capacity: int | None,
         num_kv_heads: int,
         head_dim: int,
-        *,
-        value_head_dim: int | None = ...,
-        value_dtype: Dtype | None = ...,
-        group_size: int | None = ...,
-        scale_dtype: ScaleDtype = ...,
-        key_offset: Array | Literal["auto"] | None = ...,
-        key_scale: Array | Literal["auto"] | None = ...,
-        window: int | None = ...,
-        recent: int = ...,
-        sinks: int = ...,
-        recent_dtype: Dtype | None = ...,
+        **options: Unpack[LayerArguments],
     ) -> None: ...
     @overload
     def __init__(
@@ -64,18 +55,9 @@ class KvLayer(ConfigFacts):
         *,
         num_kv_heads: int,
         head_dim: int,
-        value_head_dim: int | None = ...,
-        value_dtype: Dtype | None = ...,
-        group_size: int | None = ...,
-        scale_dtype: ScaleDtype = ...,
-        key_offset: Array | Literal["auto"] | None = ...,
-        key_scale: Array | Literal["auto"] | None = ...,
-        window: int | None = ...,
-        recent: int = ...,
-        sinks: int = ...,
-        recent_dtype: Dtype | None = ...,
+        **options: Unpack[LayerArguments],
     ) -> None: ...
-
+    @shows_storage("dtype", "key_dtype")
     def __init__(
         self,
         capacity: int | None = None,
@@ -83,34 +65,22 @@ class KvLayer(ConfigFacts):
         head_dim: int | None = None,
         *,
         value_head_dim: int | None = None,
-        value_dtype: Dtype | None = None,
-        group_size: int | None = None,
-        scale_dtype: ScaleDtype = "float32",
-        key_offset: Array | Literal["auto"] | None = None,
-        key_scale: Array | Literal["auto"] | None = None,
         window: int | None = None,
-        recent: int = 0,
-        sinks: int = 0,
-        recent_dtype: Dtype | None = None,
+        **storage: object,
     ) -> None:
         """Make an empty layer; the class tells of the parameters."""
+        given = storage_of(type(self).__name__, storage, without=("dtype", "key_dtype"))
         config = checks.layer_config(
-            self._dtype,
-            capacity,
-            num_kv_heads,
-            head_dim,
+            capacity=capacity,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
             value_head_dim=value_head_dim,
-            value_dtype=value_dtype,
-            group_size=group_size,
-            scale_dtype=scale_dtype,
             window=window,
-            recent=recent,
-            sinks=sinks,
-            recent_dtype=recent_dtype,
             rows=first_rows(None),
+            **replace(given, dtype=self._dtype).of_layers(),
         )
-        offset = checks.as_key_offset(key_offset, config)
-        scale = checks.as_key_scale(key_scale, config)
+        offset = checks.as_key_offset(given.key_offset, config)
+        scale = checks.as_key_scale(given.key_scale, config)
         self._store = copies.new_store(self._store_type, config, offset, scale)
 
     # ---- tokens in -------------------------------------------------------------------------------
@@ -175,31 +145,12 @@ class KvLayer(ConfigFacts):
     # ---- attention -------------------------------------------------------------------------------
 
     @overload
-    def attend(
-        self,
-        query: Array,
-        *,
-        return_lse: Literal[False] = False,
-        out: Array | None = None,
-        **options: Unpack[AttendArguments],
-    ) -> Floats: ...
+    def attend(self, query: Array, **options: Unpack[AttendArguments]) -> Floats: ...
+    @overload
+    def attend(self, query: Array, **options: Unpack[LseArguments]) -> tuple[Floats, Floats]: ...
     @overload
     def attend(
-        self,
-        query: Array,
-        *,
-        return_lse: Literal[True],
-        out: Array | None = None,
-        **options: Unpack[AttendArguments],
-    ) -> tuple[Floats, Floats]: ...
-    @overload
-    def attend(
-        self,
-        query: Array,
-        *,
-        return_lse: bool,
-        out: Array | None = None,
-        **options: Unpack[AttendArguments],
+        self, query: Array, **options: Unpack[EitherArguments]
     ) -> Floats | tuple[Floats, Floats]: ...
     @shows_options
     def attend(self, query: Array, **options: object) -> object:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -11,21 +11,8 @@ from kvedge.core import arrays, checks
 from kvedge.core.config import LayerConfig
 from kvedge.core.options import AttendOptions
 from kvedge.errors import InvalidArgumentError, ShapeMismatchError
-from kvedge.paged.store import BlockPart
 
-__all__ = ["Rows", "batch_options", "checked_outs", "checked_queries"]
-
-
-class Rows(NamedTuple):
-    """Query rows of one sequence and what they attend to; the C struct kvedge_sequence."""
-
-    table: np.ndarray  # int32 (blocks,)
-    length: int  # tokens
-    query: np.ndarray  # float32 (n, num_heads, head_dim), of the last n tokens
-    out: np.ndarray  # float32 (n, num_heads, value_head_dim), to be written
-    lse: np.ndarray | None  # float32 (n, num_heads), to be written
-    start: int = 0  # the first token that is seen; not besides one in the options
-    parts: list[BlockPart] | None = None  # where they lie, if not in the table's blocks alone
+__all__ = ["as_list", "batch_options", "checked_outs", "checked_queries"]
 
 
 def checked_queries(
@@ -112,6 +99,7 @@ def batch_options(
     queries: Sequence[tuple[np.ndarray, bool]],
     lengths: Sequence[int],
     start: int | Sequence[int] | None,
+    /,
     **options: Any,
 ) -> tuple[AttendOptions, list[int]]:
     """The options of a call for all of its sequences, and the start of each.
@@ -138,3 +126,13 @@ def batch_options(
                 f"{length} of sequence {i} of the call"
             )
     return made, starts
+
+
+def as_list(items: Any, name: str) -> list[Any]:
+    """`items` as a list, or InvalidArgumentError."""
+    try:
+        return list(items)
+    except TypeError:
+        raise InvalidArgumentError(
+            f"{name} must be a sequence of integers, not {checks.describe(items)}"
+        ) from None

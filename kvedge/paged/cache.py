@@ -1,36 +1,45 @@
-"""The cache of many sequences over a pool of blocks."""
+"""The cache of many sequences over a pool of blocks: the class with every public method.
+
+What does the work lies beside it, and works on a cache's :class:`kvedge.paged.state.PagedState`.
+"""
 
 from __future__ import annotations
 
-from itertools import count
-from typing import TYPE_CHECKING, Any
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
-from kvedge.core import checks
-from kvedge.errors import (
-    InvalidArgumentError,
-    KvedgeError,
-    LayersOutOfStepError,
-    ShapeMismatchError,
-    StaleSnapshotError,
+from kvedge.cache.cache import KVCache
+from kvedge.core import checks, registry
+from kvedge.core.options import (
+    AttendArguments,
+    BatchArguments,
+    EitherArguments,
+    LseArguments,
+    shows_options,
 )
-from kvedge.paged import readings
-from kvedge.paged.exchange import PagedExchange, check_nothing_pending
-from kvedge.paged.pool import KvBlockPool
+from kvedge.core.types import Array, Floats, Layout
+from kvedge.errors import InvalidArgumentError, ShapeMismatchError
+from kvedge.files.replacing import check_target
+from kvedge.paged import appending, attention, decoding, exchange, file
+from kvedge.paged import snapshot as snapshots
+from kvedge.paged.batch import as_list
+from kvedge.paged.exchange import check_nothing_pending
+from kvedge.paged.pool import KvBlockPool, state_of
 from kvedge.paged.prefixes import as_token_ids
-from kvedge.paged.recent import TOKENS
-from kvedge.paged.sequences import Contents, PagedSnapshot, Recent, SequenceState
+from kvedge.paged.sequences import SequenceState
+from kvedge.paged.snapshot import PagedSnapshot
+from kvedge.paged.state import PagedState
 
 if TYPE_CHECKING:
-    from kvedge.core.types import Array, Layout
+    from typing_extensions import Self, Unpack  # type checkers bring them along
 
 __all__ = ["PagedKvCache"]
 
-_numbers = count()  # of sequences: one series for all caches, so that no two share a number
 
-
-class PagedKvCache(PagedExchange):
+class PagedKvCache:
     """Keys and values of many sequences, in blocks of a pool that they share.
 
     A sequence is a number, given by :meth:`new_sequence`, :meth:`fork`, :meth:`match_prefix` or
@@ -73,12 +82,15 @@ class PagedKvCache(PagedExchange):
     >>> outs = cache.attend_batch([seq, twin], 0, queries)  # float32 (2, 32, 64)
     """
 
+    _pool: KvBlockPool
+    _state: PagedState
+
     def __init__(self, pool: KvBlockPool) -> None:
         """Make a cache without sequences; the class tells of the parameter."""
         if not isinstance(pool, KvBlockPool):
             raise InvalidArgumentError(f"pool must be a KvBlockPool, not {checks.describe(pool)}")
-        self._pool: Any = pool
-        self._sequences: dict[int, SequenceState] = {}
+        self._pool = pool
+        self._state = PagedState(state_of(pool))
 
     # ---- sequences -------------------------------------------------------------------------------
 
@@ -89,9 +101,9 @@ class PagedKvCache(PagedExchange):
         -------
         int
         """
-        with self._pool._lock:
-            pool = self._pool
-            return self._add(SequenceState(pool.num_layers, recent=pool._new_recent()))
+        pool = self._state.pool
+        with pool.lock:
+            return self._state.add(SequenceState(pool.num_layers, parts=pool.new_parts()))
 
     def fork(self, seq: int) -> int:
         """Begin a sequence with the same tokens, sharing their blocks.
@@ -110,12 +122,13 @@ class PagedKvCache(PagedExchange):
         LayersOutOfStepError
             Some layer has pending tokens.
         """
-        with self._pool._lock:
-            state = self._state(seq)
-            check_nothing_pending(state.held, state.length)
-            table, recent = self._advanced_over(state)
-            self._pool._hold_all(table, recent)
-            return self._add(SequenceState(self._pool.num_layers, table, state.length, recent))
+        state = self._state
+        with state.pool.lock:
+            sequence = state.sequence(seq)
+            check_nothing_pending(sequence.held, sequence.length)
+            table, parts = state.pool.advanced_over(sequence)
+            state.pool.hold(table, parts)
+            return state.add(SequenceState(len(sequence.held), table, sequence.length, parts))
 
     def drop(self, seq: int) -> None:
         """Forget a sequence. Blocks that nobody else holds become free.
@@ -129,12 +142,13 @@ class PagedKvCache(PagedExchange):
         UnknownSequenceError
             Also if it was dropped already.
         """
-        with self._pool._lock:
-            state = self._state(seq)
-            table, recent = state.table, state.recent
-            del self._sequences[checks.as_int(seq, "seq")]
-            state.contents = None  # for whoever has looked the sequence up, but reads nothing yet
-            self._pool._release_all(table, recent)
+        state = self._state
+        with state.pool.lock:
+            sequence = state.sequence(seq)
+            table, parts = sequence.table, sequence.parts
+            del state.sequences[checks.as_int(seq, "seq")]
+            sequence.contents = None  # for whoever has looked it up, but reads nothing yet
+            state.pool.release(table, parts)
 
     # ---- tokens in -------------------------------------------------------------------------------
 
@@ -160,194 +174,8 @@ class PagedKvCache(PagedExchange):
         CapacityExceededError
             The pool has too few free blocks.
         """
-        pool = self._pool
-        with pool._lock:
-            state = self._state(seq)
-            layer = self._layer(layer)
-            keys = checks.as_rows(keys, False, pool._config, many=None, layout=layout)
-            values = checks.as_rows(values, True, pool._config, many=None, layout=layout)
-            keys, values = np.ascontiguousarray(keys), np.ascontiguousarray(values)
-            if len(keys) != len(values):
-                raise ShapeMismatchError(
-                    f"keys and values must hold as many tokens: {len(keys)} against {len(values)}"
-                )
-            if not len(keys):
-                return
-            if pool._recent is not None:
-                self._append_with_recent(state, layer, keys, values)
-                return
-            store, start = pool._stores[layer], state.held[layer]
-            stop = start + len(keys)
-            block = self._unwritable(state, layer, start)
-            if block is None and start == state.resumed:
-                store.settle()  # calls that read these rows have ended, late helpers may not have
-            num_new = max(0, pool._blocks_for(stop) - len(state.table))
-            if num_new or block is not None:
-                self._append_to_new_blocks(state, layer, start, num_new, block, keys, values)
-            else:
-                store.write(state.table, pool.block_size, start, keys, values)
-            state.held[layer] = stop
-
-    def _append_to_new_blocks(
-        self,
-        state: SequenceState,
-        layer: int,
-        start: int,
-        num_new: int,
-        block: int | None,
-        keys: np.ndarray,
-        values: np.ndarray,
-    ) -> None:
-        """Write rows with so many blocks added to the table, and one of it (or None) replaced."""
-        pool, table = self._pool, state.table
-        store = pool._stores[layer]
-        copied, wanted = self._wanted(layer, table, block, start, num_new)
-        if pool._must_forget(wanted):
-            store.check(keys, values)  # before prefixes are forgotten for good
-        if block is not None and copied is None:
-            self._own(table, block)
-        taken = pool._take(wanted)
-        try:
-            longer = self._longer(table, taken, num_new, copied)
-            store.write(longer, pool.block_size, start, keys, values)
-        except BaseException:
-            pool._release(taken)
-            raise
-        state.contents = Contents(longer, state.held, state.recent)
-        if copied is not None:
-            pool._release(table[copied : copied + 1])
-
-    def _append_with_recent(
-        self, state: SequenceState, layer: int, keys: np.ndarray, values: np.ndarray
-    ) -> None:
-        """Append to a layer whose first and last tokens lie in blocks of another format too."""
-        pool, table, contents = self._pool, state.table, state.contents
-        assert contents is not None
-        store, recent = pool._stores[layer], pool._recent
-        rows = (keys, values)
-        recent.refuse(keys, values, store.key_map)
-        plan = recent.plan(contents, layer, len(keys))
-        # Runs are written once they are full, from the first of their tokens on.
-        writes = plan.writes_run or not pool._config.in_runs
-        is_cut = plan.recent.since[layer] > plan.cut  # tokens of the run are read in the pool
-        token = plan.cut if is_cut else plan.start
-        block = self._unwritable(state, layer, plan.start, token) if writes else None
-        num_new = max(0, pool._blocks_for(plan.stop) - len(table))
-        if plan.start == state.resumed:
-            pool._settle()  # calls that read these rows have ended, late helpers may not have
-        if num_new == 0 and block is None and plan.is_in_place and not plan.writes_run:
-            recent.write(plan, plan.recent.table, layer, rows, None)
-            if not pool._config.in_runs:
-                store.write(table, pool.block_size, plan.start, *rows)
-            state.held[layer] = plan.stop
-            return
-        copied, wanted = self._wanted(layer, table, block, token, num_new)
-        pool._check_room(wanted)
-        recent._check_room(recent.needed(plan))
-        before = None
-        if plan.cut < plan.start and (plan.writes_run or plan.first < plan.start):
-            here = readings.Reading(layer, contents)
-            before = tuple(
-                self._read_parts(values, layer, here, plan.cut, plan.start)
-                for values in (False, True)
-            )
-        if pool._must_forget(wanted):
-            store.check(keys, values)
-            recent.check(layer, keys, values)
-        elif plan.writes_run and is_cut:  # over rows that are read
-            recent.check(layer, keys, values)
-        if block is not None and copied is None:
-            self._own(table, block)
-        taken, fine = pool._take(wanted), recent._take(recent.needed(plan))
-        try:
-            longer = self._longer(table, taken, num_new, copied)
-            of_recent = recent.table_of(plan, fine)
-            recent.write(plan, of_recent, layer, rows, before)
-            if not pool._config.in_runs:
-                store.write(longer, pool.block_size, plan.start, *rows)
-            elif writes:
-                for start, runs in recent.runs(layer, plan, rows, before):
-                    store.write(longer, pool.block_size, start, *runs)
-        except KvedgeError:
-            pool._release(taken)
-            recent._release(fine)
-            recent.check(layer, keys, values)  # names the element within all of the rows
-            raise
-        except BaseException:
-            pool._release(taken)
-            recent._release(fine)
-            raise
-        held = list(contents.held)
-        held[layer] = plan.stop
-        state.contents = Contents(longer, held, recent.after(plan, layer, of_recent))
-        if copied is not None:
-            pool._release(table[copied : copied + 1])
-        if plan.copied is not None:
-            recent._release(plan.recent.table[plan.copied : plan.copied + 1])
-        if len(plan.missing) > 1:  # a prompt, perhaps in pieces that are pending
-            self._trim(state)
-
-    def _trim(self, state: SequenceState) -> None:
-        """Give back the blocks of last tokens that are too old by now."""
-        contents, pool = state.contents, self._pool
-        assert contents is not None and contents.recent is not None
-        recent, gone = pool._recent.trimmed(contents.recent, contents.held, state.length)
-        if len(gone):
-            state.contents = contents._replace(recent=recent)
-            pool._recent._release(gone)
-
-    def _wanted(
-        self, layer: int, table: np.ndarray, block: int | None, start: int, num_new: int
-    ) -> tuple[int | None, int]:
-        """Of a block that cannot be written to: whether it is copied, and the blocks needed."""
-        pool = self._pool
-        wanted = num_new + (block is not None)
-        if block is not None and wanted > pool.free_count:
-            # No room for a copy: if nobody else holds or reads the block, write over it.
-            alone = pool._references[table[block]] == 1
-            if alone and not readings.reads_from(pool._running, layer, table, block, start):
-                return None, wanted - 1
-        return block, wanted
-
-    def _own(self, table: np.ndarray, block: int) -> None:
-        """Let a block be written over that others could find by its token ids."""
-        pool = self._pool
-        if table[block] in pool._prefixes:
-            pool._forget(int(table[block]))
-        pool._settle()  # as for other rows written in place
-
-    def _longer(
-        self, table: np.ndarray, taken: np.ndarray, num_new: int, copied: int | None
-    ) -> np.ndarray:
-        """A table with blocks that were taken, one of which becomes a copy."""
-        if not len(taken):
-            return table
-        longer = np.concatenate([table, taken[:num_new]])
-        if copied is not None:
-            longer[copied] = taken[-1]
-            self._pool._copy_block(int(table[copied]), int(taken[-1]))
-        return longer
-
-    def _unwritable(
-        self, state: SequenceState, layer: int, start: int, token: int | None = None
-    ) -> int | None:
-        """Which block of the table must be copied before a layer's tokens from `start` on come.
-
-        Only one can be: the last that has tokens advanced over. Blocks after it are nobody else's,
-        since forks and snapshots share no pending tokens, and are new since rows were last taken
-        away. A running call that reads rows before `start` alone, as in decoding, is no reason.
-        """
-        last, used = divmod(state.length, self._pool.block_size)
-        if not used or start // self._pool.block_size != last:
-            return None
-        pool, table = self._pool, state.table
-        block = int(table[last])
-        if pool._references[block] > 1 or block in pool._prefixes:
-            return int(last)
-        token = start if token is None else token  # rows from here on are written
-        if pool._running and readings.reads_from(pool._running, layer, table, last, token):
-            return int(last)
-        return None
+        with self._state.pool.lock:
+            appending.append(self._state, seq, layer, keys, values, layout)
 
     def reserve(self, seq: int, n: int) -> None:
         """Take the blocks that `n` more tokens of a sequence need, so that appending finds room.
@@ -370,16 +198,8 @@ class PagedKvCache(PagedExchange):
         CapacityExceededError
             The pool has too few free blocks; nothing has changed.
         """
-        pool = self._pool
-        with pool._lock:
-            state = self._state(seq)
-            n = checks.as_int(n, "n")
-            if n < 0:
-                raise InvalidArgumentError(f"n must be at least 0, not {n}")
-            more = pool._blocks_for(max(state.held) + n) - len(state.table)
-            if more > 0:
-                longer = np.concatenate([state.table, pool._take(more)])
-                state.contents = Contents(longer, state.held, state.recent)
+        with self._state.pool.lock:
+            appending.reserve(self._state, seq, n)
 
     def advance(self, seq: int, n: int = 1) -> None:
         """Move a sequence past ``n`` tokens that all of its layers have been given.
@@ -397,30 +217,174 @@ class PagedKvCache(PagedExchange):
         InvalidArgumentError
             ``n`` is negative or no integer.
         """
-        with self._pool._lock:
-            state = self._state(seq)
-            n = checks.as_int(n, "n")
-            if n < 0:
-                raise InvalidArgumentError(f"n must be at least 0, not {n}: truncate() goes back")
-            length = state.length + n
-            fewest = min(state.held)
-            if fewest < length:
-                raise LayersOutOfStepError(
-                    f"cannot advance sequence {seq} to position {length}: layer "
-                    f"{state.held.index(fewest)} holds {fewest} tokens, append to it first",
-                    expected=length,
-                    got=fewest,
-                    layer=state.held.index(fewest),
-                )
-            crosses = length // TOKENS != state.length // TOKENS
-            state.length = length
-            contents = state.contents
-            if contents is not None and contents.recent is not None:
-                recent = self._pool._recent.advanced(contents.recent, length)
-                if recent is not contents.recent:
-                    state.contents = contents._replace(recent=recent)
-                if crosses:
-                    self._trim(state)
+        with self._state.pool.lock:
+            appending.advance(self._state, seq, n)
+
+    # ---- attention -------------------------------------------------------------------------------
+
+    @overload
+    def attend(
+        self, seq: int, layer: int, query: Array, **options: Unpack[AttendArguments]
+    ) -> Floats: ...
+    @overload
+    def attend(
+        self, seq: int, layer: int, query: Array, **options: Unpack[LseArguments]
+    ) -> tuple[Floats, Floats]: ...
+    @overload
+    def attend(
+        self, seq: int, layer: int, query: Array, **options: Unpack[EitherArguments]
+    ) -> Floats | tuple[Floats, Floats]: ...
+    @shows_options
+    def attend(self, seq: int, layer: int, query: Array, **options: Any) -> object:
+        """Attend to what one layer of a sequence holds, pending tokens included.
+
+        Parameters
+        ----------
+        seq, layer : int
+        query : array of float32 (or float16, bfloat16)
+            (num_heads, head_dim) for one token, (n, num_heads, head_dim) for the last n; without
+            rows the result is empty.
+        **options
+            Those of a layer: see :meth:`kvedge.QuantizedKvLayer.attend`.
+
+        Returns
+        -------
+        numpy.ndarray
+            float32, shaped as the query, but as wide as values; with ``return_lse`` a pair with
+            the log-sum-exp.
+
+        Raises
+        ------
+        UnknownSequenceError, LayerOutOfRangeError
+        InvalidArgumentError
+            The sequence has no tokens, or options do not fit together.
+        ShapeMismatchError, DtypeMismatchError, LayoutError, NonFiniteInputError
+        """
+        return attention.attend(self._state, seq, layer, query, **options)
+
+    @shows_options
+    def attend_batch(
+        self,
+        seqs: Sequence[int],
+        layer: int,
+        queries: Array | Sequence[Array],
+        *,
+        mask: None = None,
+        start: int | Sequence[int] | None = None,
+        **options: Unpack[BatchArguments],
+    ) -> Any:
+        """Attend to several sequences in one call, whose work is shared out over the threads.
+
+        A long beginning that several of them share (1024 tokens or more, the same blocks) is read
+        once for all, unless there is a window or ALiBi.
+
+        Parameters
+        ----------
+        seqs : sequence of int
+            They may differ in length, and one may occur several times.
+        layer : int
+        queries : array or list of arrays
+            float32 (len(seqs), num_heads, head_dim), one row for each sequence; or for each one an
+            array as for :meth:`attend`, all with one number of heads. float16 and bfloat16 are
+            converted.
+        out : array or list of them, optional
+            float32, float16 or bfloat16, shaped as `queries`, but as wide as values, to write to.
+        start : int or sequence of int, optional
+            Of each sequence the first token that is seen, 0 to its length. ``sink_tokens`` count
+            from it.
+        layout : {"nhd", "hnd"}
+            "hnd": queries and results of n tokens are (num_heads, n, head_dim).
+        **options
+            Those of a layer, see :meth:`kvedge.QuantizedKvLayer.attend`, the same for all
+            sequences; no mask.
+
+        Returns
+        -------
+        out : numpy.ndarray or list of numpy.ndarray
+            float32, shaped as `queries`, but as wide as values; or what `out` gave.
+        lse : numpy.ndarray or list of numpy.ndarray
+            With ``return_lse``: float32, without the last dimension.
+
+        Raises
+        ------
+        UnknownSequenceError, LayerOutOfRangeError
+        InvalidArgumentError
+            A sequence has no tokens, there is none at all, or options do not fit together.
+        ShapeMismatchError, DtypeMismatchError, LayoutError, NonFiniteInputError
+        """
+        if mask is not None:
+            raise InvalidArgumentError("attend_batch takes no mask: attend() to each with its own")
+        return attention.attend_batch(self._state, seqs, layer, queries, start, **options)
+
+    # ---- reading ---------------------------------------------------------------------------------
+
+    def k(self, seq: int, layer: int) -> np.ndarray:
+        """Keys of one layer of a sequence, pending tokens included.
+
+        Parameters
+        ----------
+        seq, layer : int
+
+        Returns
+        -------
+        numpy.ndarray
+            float32 (tokens, num_kv_heads, head_dim), a copy.
+
+        Raises
+        ------
+        UnknownSequenceError, LayerOutOfRangeError
+        """
+        return decoding.read(self._state, False, seq, layer)
+
+    def v(self, seq: int, layer: int) -> np.ndarray:
+        """Values of one layer of a sequence, of value_head_dim; as :meth:`k`."""
+        return decoding.read(self._state, True, seq, layer)
+
+    def get_key(self, seq: int, layer: int, position: int, head: int) -> np.ndarray:
+        """Key of one token and KV head, pending tokens included.
+
+        Parameters
+        ----------
+        seq, layer, position, head : int
+
+        Returns
+        -------
+        numpy.ndarray
+            float32 (head_dim,), a copy.
+
+        Raises
+        ------
+        UnknownSequenceError, LayerOutOfRangeError, PositionOutOfRangeError, HeadOutOfRangeError
+        """
+        head = checks.check_head(head, self._pool.num_kv_heads)
+        return decoding.read(self._state, False, seq, layer, position)[:, head].reshape(-1)
+
+    def get_value(self, seq: int, layer: int, position: int, head: int) -> np.ndarray:
+        """Value of one token and KV head, of value_head_dim; as :meth:`get_key`."""
+        head = checks.check_head(head, self._pool.num_kv_heads)
+        return decoding.read(self._state, True, seq, layer, position)[:, head].reshape(-1)
+
+    def get_keys_at(self, seq: int, layer: int, position: int) -> np.ndarray:
+        """Keys of one token, all heads one after the other.
+
+        Parameters
+        ----------
+        seq, layer, position : int
+
+        Returns
+        -------
+        numpy.ndarray
+            float32 (num_kv_heads * head_dim,), a copy.
+
+        Raises
+        ------
+        UnknownSequenceError, LayerOutOfRangeError, PositionOutOfRangeError
+        """
+        return decoding.read(self._state, False, seq, layer, position).reshape(-1)
+
+    def get_values_at(self, seq: int, layer: int, position: int) -> np.ndarray:
+        """Values of one token, all heads, of value_head_dim each; as :meth:`get_keys_at`."""
+        return decoding.read(self._state, True, seq, layer, position).reshape(-1)
 
     # ---- going back ------------------------------------------------------------------------------
 
@@ -438,17 +402,8 @@ class PagedKvCache(PagedExchange):
         PositionOutOfRangeError
             Unless n is from 0 to the sequence's length.
         """
-        with self._pool._lock:
-            state = self._state(seq)
-            n = checks.check_length(n, state.length)
-            pool, kept = self._pool, self._pool._blocks_for(n)
-            table, recent = state.table, state.recent
-            shorter = None if recent is None else pool._recent.shortened(recent, n)
-            state.go_to(pool.num_layers, table[:kept], n, shorter)
-            pool._release(table[kept:])
-            if recent is not None and shorter is not None:
-                gone = recent.table[len(shorter.table) :]
-                pool._recent._release(gone[gone >= 0])
+        with self._state.pool.lock:
+            appending.truncate(self._state, seq, n)
 
     def snapshot(self, seq: int) -> PagedSnapshot:
         """Hold the tokens that a sequence was advanced over so far, pending ones excepted.
@@ -467,11 +422,8 @@ class PagedKvCache(PagedExchange):
         ------
         UnknownSequenceError
         """
-        with self._pool._lock:
-            state = self._state(seq)
-            table, recent = self._advanced_over(state)
-            self._pool._hold_all(table, recent)
-            return PagedSnapshot._holding(self._pool, table, state.length, recent)
+        with self._state.pool.lock:
+            return snapshots.snapshot(self._state, seq)
 
     def restore(self, seq: int, snapshot: PagedSnapshot) -> None:
         """Let a sequence be what a snapshot holds, of itself or of another sequence of the pool.
@@ -490,17 +442,12 @@ class PagedKvCache(PagedExchange):
         InvalidArgumentError
             Not a snapshot, or of another pool.
         """
-        with self._pool._lock:
-            state = self._state(seq)
-            table, recent = self._table_of(snapshot), snapshot._recent
-            self._pool._hold_all(table, recent)
-            gone, recent_gone = state.table, state.recent
-            state.go_to(self._pool.num_layers, table, len(snapshot), recent)
-            self._pool._release_all(gone, recent_gone)
+        with self._state.pool.lock:
+            snapshots.restore(self._state, seq, snapshot)
 
     # ---- prefixes --------------------------------------------------------------------------------
 
-    def register(self, seq: int, token_ids: Any) -> None:
+    def register(self, seq: int, token_ids: Sequence[int] | np.ndarray) -> None:
         """Tell which token ids a sequence was computed from, so that others can share its blocks.
 
         Only full blocks are registered, and they stay to be found when the sequence is dropped,
@@ -520,16 +467,18 @@ class PagedKvCache(PagedExchange):
         InvalidArgumentError
             Not integers; or blocks of the sequence were registered under others.
         """
-        with self._pool._lock:
-            state = self._state(seq)
-            ids = as_token_ids(token_ids)
-            if len(ids) > state.length:
+        state = self._state
+        with state.pool.lock:
+            sequence, ids = state.sequence(seq), as_token_ids(token_ids)
+            if len(ids) > sequence.length:
                 raise ShapeMismatchError(
-                    f"{len(ids)} token ids for the {state.length} tokens of sequence {seq}"
+                    f"{len(ids)} token ids for the {sequence.length} tokens of sequence {seq}"
                 )
-            self._pool._prefixes.add(ids, state.table.tolist())
+            state.pool.blocks.prefixes.add(ids, sequence.table.tolist())
 
-    def match_prefix(self, token_ids: Any, *, leave: int = 0) -> tuple[int, int]:
+    def match_prefix(
+        self, token_ids: Sequence[int] | np.ndarray, *, leave: int = 0
+    ) -> tuple[int, int]:
         """Begin a sequence with the longest registered prefix of some tokens, sharing its blocks.
 
         Parameters
@@ -561,45 +510,277 @@ class PagedKvCache(PagedExchange):
         leave = checks.as_int(leave, "leave")
         if leave < 0:
             raise InvalidArgumentError(f"leave must be at least 0, not {leave}")
-        pool = self._pool
-        with pool._lock:
-            table = pool._match(ids[: max(0, len(ids) - leave)])
+        pool = self._state.pool
+        with pool.lock:
+            table = pool.blocks.match(ids[: max(0, len(ids) - leave)])
             n = len(table) * pool.block_size
-            recent = pool._new_recent(n)
-            return self._add(SequenceState(pool.num_layers, table, n, recent)), n
+            sequence = SequenceState(pool.num_layers, table, n, pool.new_parts(n))
+            return self._state.add(sequence), n
 
-    def __reduce__(self) -> Any:
+    # ---- files -----------------------------------------------------------------------------------
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write all sequences and the pool's known prefixes to a file: all of it or nothing.
+
+        What sequences share is there once. Sequences of other caches over the pool, snapshots and
+        blocks that :meth:`KvBlockPool.allocate` gave are not saved. Needs ``kvedge[io]``.
+
+        Parameters
+        ----------
+        path : str or path-like
+
+        Raises
+        ------
+        LayersOutOfStepError
+            Some layer of a sequence has pending tokens.
+        OSError, MissingExtraError
+        """
+        check_target(path)
+        sequences = self._state.sequences
+        with self._state.pool.lock:
+            for one in sequences.values():
+                check_nothing_pending(one.held, one.length)
+            file.save(self._state.pool, list(sequences.values()), path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], *, num_blocks: int | None = None) -> Self:
+        """Read what :meth:`save` wrote into a pool of its own.
+
+        Parameters
+        ----------
+        path : str or path-like
+        num_blocks : int, optional
+            Of the new pool; by default as many as the saved one had.
+
+        Returns
+        -------
+        PagedKvCache
+            :attr:`sequences` are in the order they were saved in, under numbers of their own.
+
+        Raises
+        ------
+        CorruptFileError
+            The file is damaged, or none of a paged cache.
+        InvalidArgumentError
+            num_blocks are too few.
+        OSError, MissingExtraError, OutOfMemoryError
+        """
+        number = None if num_blocks is None else checks.as_int(num_blocks, "num_blocks")
+        pool, sequences = file.load(path, number)
+        cache = cls(pool)
+        for one in sequences:
+            cache._state.add(one)
+        return cache
+
+    def swap_out(self, seq: int, path: str | os.PathLike[str]) -> None:
+        """Write one sequence to a file and drop it, which gives its blocks back.
+
+        The file is one of :meth:`kvedge.KVCache.save`. Needs ``kvedge[io]``.
+
+        Parameters
+        ----------
+        seq : int
+        path : str or path-like
+
+        Raises
+        ------
+        UnknownSequenceError
+        LayersOutOfStepError
+            Some layer has pending tokens.
+        OSError, MissingExtraError, OutOfMemoryError
+            The sequence is still there, and so is what was at `path`.
+        """
+        check_target(path)
+        with self._state.pool.lock:  # nothing is appended between the file and the end
+            self.to_kv_cache(seq).save(path)
+            self.drop(seq)
+
+    def swap_in(
+        self, path: str | os.PathLike[str], *, token_ids: Sequence[int] | np.ndarray | None = None
+    ) -> int:
+        """Begin a sequence with the tokens that :meth:`swap_out` wrote; the file stays.
+
+        Parameters
+        ----------
+        path : str or path-like
+            Or of any :meth:`kvedge.KVCache.save` of a cache that the pool could take.
+        token_ids : sequence or array of int, optional
+            Of the sequence's first tokens, as of :meth:`register`: what is registered of them is
+            shared, and only the rest is taken from the file.
+
+        Returns
+        -------
+        int
+
+        Raises
+        ------
+        CorruptFileError
+        ShapeMismatchError, InvalidArgumentError
+            A cache that the pool does not take, or no token ids of its.
+        CapacityExceededError
+            The pool has too few free blocks.
+        OSError, MissingExtraError, OutOfMemoryError
+        """
+        cache = registry.active("KVCache").load(path, mmap=True)
+        ids = None if token_ids is None else as_token_ids(token_ids)
+        return exchange.from_cache(self._state, cache, ids)
+
+    # ---- to and from a KVCache -------------------------------------------------------------------
+
+    def to_kv_cache(self, seq: int, *, max_seq_len: int | None = None) -> KVCache:
+        """Copy a sequence, byte for byte, into a cache of its own.
+
+        Parameters
+        ----------
+        seq : int
+        max_seq_len : int, optional
+            Of the new cache, at least the length of the sequence; by default it grows.
+
+        Returns
+        -------
+        KVCache
+
+        Raises
+        ------
+        UnknownSequenceError
+        LayersOutOfStepError
+            Some layer has pending tokens.
+        InvalidArgumentError, CapacityExceededError
+            ``max_seq_len`` is no length, or too short.
+        OutOfMemoryError
+        """
+        return exchange.to_cache(self._state, seq, max_seq_len)
+
+    def from_kv_cache(self, cache: KVCache) -> int:
+        """Begin a sequence with a copy of a cache's tokens, byte for byte.
+
+        Parameters
+        ----------
+        cache : KVCache
+            Of the pool's layers, heads, head_dim, dtype, group size, scale dtype and key scale, and
+            without a key offset.
+
+        Returns
+        -------
+        int
+
+        Raises
+        ------
+        InvalidArgumentError
+            Not a KVCache, or one with a key offset or another key scale.
+        ShapeMismatchError
+            A cache of another format.
+        LayersOutOfStepError
+            Some layer of the cache has tokens that it was not advanced over.
+        CapacityExceededError
+            The pool has too few free blocks.
+        """
+        return exchange.from_cache(self._state, cache, None)
+
+    # ---- facts -----------------------------------------------------------------------------------
+
+    def length(self, seq: int) -> int:
+        """Tokens that a sequence was advanced over.
+
+        Parameters
+        ----------
+        seq : int
+
+        Returns
+        -------
+        int
+
+        Raises
+        ------
+        UnknownSequenceError
+        """
+        return self._state.sequence(seq).length
+
+    def block_table(self, seq: int) -> np.ndarray:
+        """The blocks of a sequence in order, those of pending tokens and reserved ones included.
+
+        Parameters
+        ----------
+        seq : int
+
+        Returns
+        -------
+        numpy.ndarray
+            int32 (blocks,): token t is row t % block_size of block table[t // block_size]. A copy.
+
+        Raises
+        ------
+        UnknownSequenceError
+        """
+        return self._state.contents(seq).table.copy()
+
+    def block_tables(self, seqs: Sequence[int] | None = None) -> np.ndarray:
+        """The blocks of several sequences, as paged attention kernels take them.
+
+        Parameters
+        ----------
+        seqs : sequence of int, optional
+            By default all, in the order of :attr:`sequences`.
+
+        Returns
+        -------
+        numpy.ndarray
+            int32 (len(seqs), most blocks of one), filled up with zeros.
+
+        Raises
+        ------
+        UnknownSequenceError
+        """
+        chosen = self.sequences if seqs is None else as_list(seqs, "seqs")
+        tables = [self._state.contents(seq).table for seq in chosen]
+        padded = np.zeros((len(tables), max(map(len, tables), default=0)), np.int32)
+        for row, table in zip(padded, tables, strict=True):
+            row[: len(table)] = table
+        return padded
+
+    @property
+    def context_lens(self) -> np.ndarray:
+        """Tokens of all sequences, int32 (num_sequences,), in the order of :attr:`sequences`."""
+        with self._state.pool.lock:
+            lengths = [sequence.length for sequence in self._state.sequences.values()]
+        return np.array(lengths, np.int32)
+
+    @property
+    def sequences(self) -> tuple[int, ...]:
+        """The sequences, oldest first."""
+        with self._state.pool.lock:
+            return tuple(self._state.sequences)
+
+    @property
+    def num_sequences(self) -> int:
+        """How many sequences there are."""
+        return len(self._state.sequences)
+
+    @property
+    def pool(self) -> KvBlockPool:
+        """The pool whose blocks hold the sequences."""
+        return self._pool
+
+    def __len__(self) -> int:
+        return len(self._state.sequences)
+
+    def __bool__(self) -> bool:
+        return True  # also without sequences: `if cache` asks whether there is one
+
+    def __contains__(self, seq: object) -> bool:
+        return isinstance(seq, (int, np.integer)) and int(seq) in self._state.sequences
+
+    def __repr__(self) -> str:
+        tokens = int(self.context_lens.sum())
+        return f"<{type(self).__name__} of {len(self)} sequences, {tokens} tokens, in {self._pool}>"
+
+    def __reduce__(self) -> tuple[object, ...]:
         raise InvalidArgumentError(
             "a PagedKvCache shares its pool, so it cannot be copied or pickled: fork() its "
             "sequences, or copy them out of it with to_kv_cache()"
         )
 
     def __del__(self) -> None:
-        pool = getattr(self, "_pool", None)
-        if pool is not None:  # the pool may be another cache's as well
-            pool._abandoned.extend((one.table, one.recent) for one in self._sequences.values())
-
-    # ---- inside ----------------------------------------------------------------------------------
-
-    def _add(self, state: SequenceState) -> int:
-        seq = next(_numbers)
-        self._sequences[seq] = state
-        return seq
-
-    def _advanced_over(self, state: SequenceState) -> tuple[np.ndarray, Recent | None]:
-        """The blocks of the tokens that a sequence was advanced over."""
-        table = state.table[: self._pool._blocks_for(state.length)]
-        if state.recent is None:
-            return table, None
-        return table, self._pool._recent.shortened(state.recent, state.length)
-
-    def _table_of(self, snapshot: Any) -> np.ndarray:
-        if not isinstance(snapshot, PagedSnapshot):
-            raise InvalidArgumentError(
-                f"snapshot must be a PagedSnapshot, not {checks.describe(snapshot)}"
-            )
-        if snapshot._pool is not self._pool:
-            raise InvalidArgumentError("this snapshot is of another pool")
-        if snapshot._table is None:
-            raise StaleSnapshotError("this snapshot was released: its blocks are no longer held")
-        return snapshot._table
+        state = getattr(self, "_state", None)
+        if state is not None:
+            state.abandon()

@@ -16,15 +16,13 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
 from kvedge.core.options import AttendOptions
 from kvedge.merge import merge_attention
-from kvedge.paged.batch import Rows
-from kvedge.paged.recent import TOKENS
-from kvedge.paged.store import BlockPart
+from kvedge.paged.parts import TOKENS
+from kvedge.paged.store import BlockPart, BlockStoreMethods, Rows
 
 __all__ = ["attend_batch"]
 
@@ -34,7 +32,9 @@ _SHARED_TOKENS = 1024
 _SAVED_TOKENS = 4096
 
 
-def attend_batch(store: Any, block_size: int, rows: list[Rows], options: AttendOptions) -> None:
+def attend_batch(
+    store: BlockStoreMethods, block_size: int, rows: list[Rows], options: AttendOptions
+) -> None:
     """Attend to all rows, reading what several share once where that is faster.
 
     Parameters
@@ -66,7 +66,9 @@ def attend_batch(store: Any, block_size: int, rows: list[Rows], options: AttendO
         _merge(first, [late[i] for i in members], [rows[i] for i in members])
 
 
-def _attend(store: Any, block_size: int, rows: list[Rows], options: AttendOptions) -> None:
+def _attend(
+    store: BlockStoreMethods, block_size: int, rows: list[Rows], options: AttendOptions
+) -> None:
     if rows[0].parts is None:
         store.attend_blocks(block_size, rows, options)
     else:
@@ -103,7 +105,9 @@ def _may_be_parted(rows: Sequence[Rows], options: AttendOptions) -> bool:
     return not options.window and options.alibi_slopes is None
 
 
-def _groups(store: Any, rows: Sequence[Rows], block_size: int) -> Iterator[tuple[list[int], int]]:
+def _groups(
+    store: BlockStoreMethods, rows: Sequence[Rows], block_size: int
+) -> Iterator[tuple[list[int], int]]:
     """Rows that begin with the same blocks: which, and how many blocks; where it is worth it."""
     step = 1 if rows[0].parts is None else TOKENS // math.gcd(block_size, TOKENS)  # see _cut
     beginnings: dict[int, list[int]] = defaultdict(list)
@@ -126,7 +130,7 @@ def _groups(store: Any, rows: Sequence[Rows], block_size: int) -> Iterator[tuple
             yield members, num_blocks
 
 
-def _most_shared(store: Any, one: Rows, other: Rows) -> int:
+def _most_shared(store: BlockStoreMethods, one: Rows, other: Rows) -> int:
     """First tokens that `one` may share with `other`, should their blocks be the same.
 
     Last tokens that lie in blocks of their own are not; first ones are, if these are the same.

@@ -12,7 +12,7 @@ order. A file holds, beside the metadata,
     prefix_ids                   int64 (known, block_size)
     idle                         int32: known blocks of no sequence, least recently used first
 
-and where first and last tokens lie in blocks of their own (kvedge.paged.recent), which are numbered
+and where first and last tokens lie in blocks of their own (kvedge.paged.parts), which are numbered
 and left out likewise,
 
     recent.{i}.key_codes, ...    of each layer: (recent_blocks * 32, H, ...)
@@ -41,38 +41,39 @@ from kvedge.errors import InvalidArgumentError, KvedgeError
 from kvedge.files import tensors as tensor_file
 from kvedge.files.tensors import corrupt, number
 from kvedge.layer.parts import runs_end
-from kvedge.paged.pool import KvBlockPool
-from kvedge.paged.recent import TOKENS, RecentTokens
-from kvedge.paged.sequences import Recent, SequenceState
+from kvedge.paged.parts import TOKENS, PartBlocks
+from kvedge.paged.pool import KvBlockPool, state_of
+from kvedge.paged.sequences import SequenceParts, SequenceState
+from kvedge.paged.state import PoolState
 from kvedge.paged.store import BlockStoreMethods
 
 __all__ = ["load", "save"]
 
 _FORMAT = "kvedge pool"
 _VERSION = "1"
-_VERSION_WITH_RECENT = "2"
+_VERSION_WITH_PARTS = "2"
 _VERSION_OF_RUNS = "3"  # in files of runs of version 2, which no release wrote, codes lay otherwise
-_NUMBERS = ("num_blocks", "block_size", "num_layers", "num_kv_heads", "head_dim", "value_head_dim")
+_OF_ROWS = ("num_kv_heads", "head_dim", "value_head_dim")
+_NUMBERS = ("num_blocks", "block_size", "num_layers", *_OF_ROWS)
 
 
-def save(
-    pool: KvBlockPool, sequences: Sequence[SequenceState], path: str | os.PathLike[str]
-) -> None:
+def save(pool: PoolState, sequences: Sequence[SequenceState], path: str | os.PathLike[str]) -> None:
     """Write a pool and sequences of it, none with pending tokens; the pool's lock is held."""
-    tables = [one.table[: pool._blocks_for(one.length)] for one in sequences]
+    blocks = pool.blocks
+    tables = [one.table[: pool.blocks_for(one.length)] for one in sequences]
     lengths = [one.length for one in sequences]
-    used = np.zeros(pool.num_blocks, np.int64)  # tokens of each block that mean something
+    used = np.zeros(blocks.num_blocks, np.int64)  # tokens of each block that mean something
     for one, table in zip(sequences, tables, strict=True):
         stop = one.length
-        if pool._config.in_runs and one.recent is not None:  # also of a run that was cut
-            ends = [runs_end(stop, since) for since in one.recent.base]
+        if pool.config.in_runs and one.parts is not None:  # also of a run that was cut
+            ends = [runs_end(stop, since) for since in one.parts.base]
             stop = -(-max(ends) // RUN) * RUN
         _use(used, table, stop, pool.block_size)
-    known = pool._prefixes.nodes()  # (block, parent, ids), parents first
+    known = blocks.prefixes.nodes()  # (block, parent, ids), parents first
     used[[block for block, _, _ in known]] = pool.block_size
     held = {block for table in tables for block in table.tolist()}
-    idle = [*pool._idle]  # and those that only snapshots, calls or other caches hold
-    idle += [block for block, _, _ in known if block not in held and block not in pool._idle]
+    idle = [*blocks.idle]  # and those that only snapshots, calls or other caches hold
+    idle += [block for block, _, _ in known if block not in held and block not in blocks.idle]
     used[list(held)] = np.maximum(used[list(held)], 1)  # perhaps with no run yet
     saved = np.flatnonzero(used)
     place = _places(used)
@@ -85,11 +86,11 @@ def save(
         "prefix_ids": ids.reshape(-1, pool.block_size),
         "idle": place[np.array(idle, np.int64)],
     }
-    for i, store in enumerate(pool._stores):
+    for i, store in enumerate(pool.stores):
         tensors |= _rows_of(f"layers.{i}", store, used, pool.block_size)
         if store.key_map.scale is not None:
             tensors[f"layers.{i}.key_scale"] = store.key_map.scale
-    config = pool._config
+    config = pool.config
     fields = {
         "format": _FORMAT,
         "format_version": _VERSION,
@@ -97,15 +98,18 @@ def save(
         "scale_dtype": config.scale_dtype,
         "group_size": str(config.group_size),
         "blocks": str(len(saved)),
-        **{name: str(getattr(pool, name)) for name in _NUMBERS},
+        "num_blocks": str(blocks.num_blocks),
+        "block_size": str(pool.block_size),
+        "num_layers": str(pool.num_layers),
+        **{name: str(getattr(config, name)) for name in _OF_ROWS},
     }
     if config.value_dtype is not None:
         fields["value_dtype"] = config.value_dtype
-    if pool._recent is not None:
-        states = [one.recent for one in sequences if one.recent is not None]
-        more, tensors_of_recent = _recent_of(pool._recent, states, lengths)
-        fields |= {"format_version": _VERSION_WITH_RECENT, **more}
-        tensors |= tensors_of_recent
+    if pool.parts is not None:
+        states = [one.parts for one in sequences if one.parts is not None]
+        more, tensors_of_parts = _parts_of(pool.parts, states, lengths)
+        fields |= {"format_version": _VERSION_WITH_PARTS, **more}
+        tensors |= tensors_of_parts
     if _is_in_runs(fields):
         fields["format_version"] = _VERSION_OF_RUNS
     tensor_file.write(path, fields, tensors)
@@ -142,37 +146,37 @@ def _rows_of(
     return tensors
 
 
-def _recent_of(
-    tokens: RecentTokens, states: Sequence[Recent], lengths: Sequence[int]
+def _parts_of(
+    parts: PartBlocks, states: Sequence[SequenceParts], lengths: Sequence[int]
 ) -> tuple[dict[str, str], dict[str, np.ndarray]]:
     """Fields and tensors of the first and last tokens of sequences."""
-    used = np.zeros(tokens._num_blocks, np.int64)
+    used = np.zeros(parts.blocks.num_blocks, np.int64)
     tables = []
-    for recent, length in zip(states, lengths, strict=True):
-        table = recent.table[: -(-length // TOKENS)]
+    for one, length in zip(states, lengths, strict=True):
+        table = one.table[: -(-length // TOKENS)]
         is_there = table >= 0
         at = np.clip(length - TOKENS * np.flatnonzero(is_there), 0, TOKENS)
         np.maximum.at(used, table[is_there], at)
         tables.append(table)
     place = _places(used)
     since = [
-        recent.base if tokens.kept else [length] * len(tokens.stores)
-        for recent, length in zip(states, lengths, strict=True)
+        one.base if parts.kept else [length] * len(parts.stores)
+        for one, length in zip(states, lengths, strict=True)
     ]
     tensors = {
         "recent_tables": place[np.concatenate(tables or [np.empty(0, np.int32)])],
-        "since": np.array(since, np.int64).reshape(len(states), len(tokens.stores)),
-        "first": np.array([recent.sinks for recent in states], np.int64),
+        "since": np.array(since, np.int64).reshape(len(states), len(parts.stores)),
+        "first": np.array([one.sinks for one in states], np.int64),
     }
-    for i, store in enumerate(tokens.stores):
+    for i, store in enumerate(parts.stores):
         tensors |= _rows_of(f"recent.{i}", store, used, TOKENS)
-    config = tokens.whole
+    config = parts.whole
     fields = {
         "recent": str(config.recent),
         "sinks": str(config.sinks),
         "recent_dtype": config.recent_dtype,
         "recent_blocks": str(int((used > 0).sum())),
-        "num_recent_blocks": str(tokens._num_blocks),
+        "num_recent_blocks": str(parts.blocks.num_blocks),
     }
     return fields, tensors
 
@@ -187,10 +191,10 @@ def load(
     """A new pool, and the sequences in it, each of which holds its blocks."""
     path, fields, arrays = tensor_file.read(path, _FORMAT)
     version, in_runs = fields.get("format_version"), _is_in_runs(fields)
-    readable = (_VERSION_OF_RUNS,) if in_runs else (_VERSION, _VERSION_WITH_RECENT)
+    readable = (_VERSION_OF_RUNS,) if in_runs else (_VERSION, _VERSION_WITH_PARTS)
     if version not in readable:
         corrupt(path, f"its format_version is {version!r}, not {' or '.join(map(repr, readable))}")
-    has_recent = version != _VERSION
+    has_parts = version != _VERSION
     given: dict[str, Any] = {name: number(path, fields, name) for name in _NUMBERS}
     blocks = number(path, fields, "blocks")
     if not blocks <= given["num_blocks"]:
@@ -210,7 +214,7 @@ def load(
         options["group_size"] = group_size
     is_scaled = "layers.0.key_scale" in arrays
     expected = 6 + (5 if is_scaled else 4) * given["num_layers"]
-    if has_recent:
+    if has_parts:
         expected += 3 + 4 * given["num_layers"]
         options |= {name: number(path, fields, name) for name in ("recent", "sinks")}
         options["num_recent_blocks"] = number(path, fields, "num_recent_blocks")
@@ -231,50 +235,50 @@ def load(
         raise
     except KvedgeError as error:
         corrupt(path, f"its metadata makes no pool: {error}", error)
-    if (pool._recent is not None) != has_recent:
+    state = state_of(pool)
+    if (state.parts is not None) != has_parts:
         corrupt(path, f"its format_version is {version!r}, which is not that of its options")
     layers = [
         _layer(path, arrays, f"layers.{i}", store, blocks, pool.block_size)
-        for i, store in enumerate(pool._stores)
+        for i, store in enumerate(state.stores)
     ]
     sequences, depth, counts = _sequences(path, arrays, blocks, pool.block_size)
-    recents: list[Recent | None] = [None] * len(sequences)
-    if pool._recent is not None:
-        recents = [*_load_recent(path, fields, arrays, pool._recent, [n for _, n in sequences])]
-    _add_prefixes(path, arrays, pool, depth)
-    known = {block for block, _, _ in pool._prefixes.nodes()}
+    parts: list[SequenceParts | None] = [None] * len(sequences)
+    if state.parts is not None:
+        parts = [*_load_parts(path, fields, arrays, state.parts, [n for _, n in sequences])]
+    _add_prefixes(path, arrays, state, depth)
+    known = {block for block, _, _ in state.blocks.prefixes.nodes()}
     idle = tensor_file.check_array(path, arrays, "idle", np.int32, arrays["idle"].shape).tolist()
     unheld = {block for block in range(blocks) if not counts[block]}
     if set(idle) != unheld or len(idle) != len(unheld) or not unheld <= known:
         corrupt(path, "its idle blocks are not those that only prefixes have")
-    pool._idle.update(dict.fromkeys(idle))
-    pool._untouched = blocks
-    pool._references[:blocks] = counts
+    state.blocks.restore(counts)
+    state.blocks.set_idle(idle)
     table = np.arange(blocks, dtype=np.int32)
-    for store, slabs in zip(pool._stores, layers, strict=True):
+    for store, slabs in zip(state.stores, layers, strict=True):
         store.scatter(table, pool.block_size, slabs)
     return pool, [
-        SequenceState(pool.num_layers, table, length, recent)
-        for (table, length), recent in zip(sequences, recents, strict=True)
+        SequenceState(pool.num_layers, table, length, own)
+        for (table, length), own in zip(sequences, parts, strict=True)
     ]
 
 
-def _load_recent(
+def _load_parts(
     path: str,
     fields: dict[str, str],
     arrays: dict[str, np.ndarray],
-    tokens: RecentTokens,
+    parts: PartBlocks,
     lengths: Sequence[int],
-) -> list[Recent]:
+) -> list[SequenceParts]:
     """The first and last tokens of sequences of these lengths, in blocks of an unused pool."""
     blocks = number(path, fields, "recent_blocks")
-    if blocks > tokens._num_blocks:
-        corrupt(path, f"it has {blocks} blocks of last tokens of {tokens._num_blocks}")
+    if blocks > parts.blocks.num_blocks:
+        corrupt(path, f"it has {blocks} blocks of last tokens of {parts.blocks.num_blocks}")
     layers = [
         _layer(path, arrays, f"recent.{i}", store, blocks, TOKENS)
-        for i, store in enumerate(tokens.stores)
+        for i, store in enumerate(parts.stores)
     ]
-    shape = (len(lengths), len(tokens.stores))
+    shape = (len(lengths), len(parts.stores))
     since = tensor_file.check_array(path, arrays, "since", np.int64, shape)
     first = tensor_file.check_array(path, arrays, "first", np.int64, shape[:1])
     ends = np.cumsum([-(-length // TOKENS) for length in lengths], dtype=np.int64).tolist()
@@ -299,15 +303,14 @@ def _load_recent(
         wanted[: -(-min(sinks, length) // TOKENS)] = True
         wanted[min(begin, default=length) // TOKENS :] |= min(begin, default=length) < length
         in_range = all(0 <= one <= length for one in begin)
-        if not in_range or sinks not in (0, tokens.whole.sinks) or (wanted & (table < 0)).any():
+        if not in_range or sinks not in (0, parts.whole.sinks) or (wanted & (table < 0)).any():
             corrupt(path, "it lacks last or first tokens that its sequences have")
-        made.append(Recent(table, begin, begin, sinks))
+        made.append(SequenceParts(table, begin, begin, sinks))
     if (counts == 0).any():
         corrupt(path, "it has blocks of last tokens that no sequence has")
-    tokens._untouched = blocks
-    tokens._references[:blocks] = counts
+    parts.blocks.restore(counts)
     whole = np.arange(blocks, dtype=np.int32)
-    for store, slabs in zip(tokens.stores, layers, strict=True):
+    for store, slabs in zip(parts.stores, layers, strict=True):
         store.scatter(whole, TOKENS, slabs)
     return made
 
@@ -374,7 +377,7 @@ def _sequences(
 
 
 def _add_prefixes(
-    path: str, arrays: dict[str, np.ndarray], pool: KvBlockPool, depth: np.ndarray
+    path: str, arrays: dict[str, np.ndarray], pool: PoolState, depth: np.ndarray
 ) -> None:
     """Make the prefixes known again."""
     known, blocks = arrays["prefix_blocks"].shape, len(depth)
@@ -389,5 +392,5 @@ def _add_prefixes(
         places[block] = places[parent] + 1
         if depth[block] not in (-1, places[block]):
             corrupt(path, "a prefix has a block elsewhere than its sequences do")
-        if not pool._prefixes.add_block(parent, of_block.tobytes(), block):
+        if not pool.blocks.prefixes.add_block(parent, of_block.tobytes(), block):
             corrupt(path, "two of its prefixes are the same")

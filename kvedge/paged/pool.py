@@ -1,4 +1,4 @@
-"""The blocks of all layers in one allocation, and how many refer to each of them.
+"""A pool of blocks: the class with every public method, over a :class:`PoolState`.
 
 A block is free, or held by one or more owners: sequences, snapshots, and whoever called
 ``allocate`` (kvedge.paged.owners). A block that nobody holds but that is known by its token ids
@@ -7,38 +7,38 @@ stays as it is until its memory is needed, the least recently used first; it cou
 
 from __future__ import annotations
 
-import threading
-from collections import Counter, OrderedDict, deque
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvedge.core import checks, memory, registry
+from kvedge.core import checks, memory
 from kvedge.core.config import ConfigFacts, LayerConfig
 from kvedge.core.kivi import RUN
-from kvedge.core.types import Array, Dtype, ScaleDtype
+from kvedge.core.storage import KEY_VECTORS, shows_storage, storage_of
+from kvedge.core.types import Array, Dtype, PoolArguments, ScaleDtype
 from kvedge.errors import (
     BlockNotHeldError,
-    CapacityExceededError,
     DtypeMismatchError,
     InvalidArgumentError,
     ShapeMismatchError,
 )
-from kvedge.paged import readings
-from kvedge.paged.owners import BlockOwners
-from kvedge.paged.prefixes import PrefixTree, as_token_ids
-from kvedge.paged.recent import SEQUENCES, TOKENS, RecentTokens, blocks_of_sequence
-from kvedge.paged.sequences import Recent
-from kvedge.paged.store import BlockPart
+from kvedge.paged.parts import SEQUENCES, TOKENS, blocks_of_sequence
+from kvedge.paged.prefixes import as_token_ids
+from kvedge.paged.state import PoolState
 
-__all__ = ["KvBlockPool"]
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # type checkers bring it along
+
+__all__ = ["KvBlockPool", "state_of"]
 
 MAX_BLOCKS = 2**31 - 1  # block numbers are int32, as in other runtimes
 MAX_LAYERS = 1 << 16
 
 
-class KvBlockPool(ConfigFacts, BlockOwners):
+class KvBlockPool(ConfigFacts):
     """A pool of blocks of tokens, shared by the sequences of a :class:`kvedge.PagedKvCache`.
 
     Block b of a layer is the rows of ``block_size`` consecutive tokens of some sequence. One number
@@ -74,7 +74,7 @@ class KvBlockPool(ConfigFacts, BlockOwners):
     max_pinned_blocks : int, optional
         Most blocks that :meth:`pin_prefix` may keep, 0 to num_blocks; by default there is no limit.
     recent, sinks : int
-        So many last and first tokens of a sequence are read in `recent_dtype`, 0 to 65536, as of
+        So many last and first tokens of a sequence, 0 to 65536, are read in `recent_dtype`, as of
         :class:`kvedge.KVCache`. What a sequence finds by :meth:`PagedKvCache.match_prefix` is read
         as the pool stores it.
     recent_dtype : kvedge.core.types.Dtype, optional
@@ -97,6 +97,7 @@ class KvBlockPool(ConfigFacts, BlockOwners):
     threads: they take turns. See :class:`kvedge.PagedKvCache` for reading meanwhile.
     """
 
+    @shows_storage(*KEY_VECTORS)
     def __init__(
         self,
         num_blocks: int,
@@ -110,13 +111,9 @@ class KvBlockPool(ConfigFacts, BlockOwners):
         value_head_dim: int | None = None,
         key_scale: Array | None = None,
         *,
-        key_dtype: Dtype | None = None,
-        value_dtype: Dtype | None = None,
         max_pinned_blocks: int | None = None,
-        recent: int = 0,
-        sinks: int = 0,
-        recent_dtype: Dtype | None = None,
         num_recent_blocks: int | None = None,
+        **storage: Unpack[PoolArguments],
     ) -> None:
         """Make a pool of free blocks; the class tells of the parameters."""
         num_blocks = _size(num_blocks, "num_blocks", MAX_BLOCKS)
@@ -127,19 +124,13 @@ class KvBlockPool(ConfigFacts, BlockOwners):
                 f"a pool may have {checks.MAX_CAPACITY} tokens, not num_blocks * block_size = "
                 f"{num_blocks * block_size}"
             )
+        given = {"dtype": dtype, "scale_dtype": scale_dtype, "group_size": group_size, **storage}
         config = checks.layer_config(
-            dtype,
-            num_blocks * block_size,
-            num_kv_heads,
-            head_dim,
+            capacity=num_blocks * block_size,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
             value_head_dim=value_head_dim,
-            key_dtype=key_dtype,
-            value_dtype=value_dtype,
-            group_size=group_size,
-            scale_dtype=scale_dtype,
-            recent=recent,
-            sinks=sinks,
-            recent_dtype=recent_dtype,
+            **storage_of(type(self).__name__, given, without=KEY_VECTORS).of_layers(),
         )
         if config.in_runs and block_size % RUN:
             raise InvalidArgumentError(
@@ -147,57 +138,41 @@ class KvBlockPool(ConfigFacts, BlockOwners):
                 f"tokens lie in blocks, not {block_size}"
             )
         num_recent = _num_recent(num_recent_blocks, config, num_blocks)
-        self._max_pinned = num_blocks
+        max_pinned = num_blocks
         if max_pinned_blocks is not None:
-            self._max_pinned = checks.as_int(max_pinned_blocks, "max_pinned_blocks")
-            if not 0 <= self._max_pinned <= num_blocks:
+            max_pinned = checks.as_int(max_pinned_blocks, "max_pinned_blocks")
+            if not 0 <= max_pinned <= num_blocks:
                 raise InvalidArgumentError(
                     f"max_pinned_blocks must be from 0 to {num_blocks}, not {max_pinned_blocks}"
                 )
         scales = _key_scales(key_scale, config, num_layers)
-        own = config.runs(config.capacity) if config.in_runs else config.plain
-        slabs = memory.reserve_layers(own, num_layers)
-        self._own_nothing(num_blocks, set())
-        self._config = config
-        self._block_size = block_size
-        store = registry.active("BlockStore")
-        self._stores = tuple(store(own, *each) for each in zip(slabs, scales, strict=True))
-        self._settle = self._stores[0].settle
-        self._recent: RecentTokens | None = None
-        if num_recent:
-            self._recent = RecentTokens(config, scales, num_recent, self)
-
-        self._lock = threading.RLock()  # held by every method that changes pool, cache or sequence
-        self._prefixes = PrefixTree(block_size)
-        self._idle: OrderedDict[int, None] = OrderedDict()  # known, held by nobody; oldest first
-        self._pinned: Counter[int] = Counter()  # references of pin_prefix()
-        self._lent: Counter[int] = Counter()  # references that allocate() and share() gave out
-        # Blocks of snapshots that were garbage-collected, which may happen in the middle of
-        # anything: they are given back when the pool is next looked at.
-        self._abandoned: deque[tuple[np.ndarray, Recent | None]] = deque()
+        self._state = PoolState(config, num_blocks, block_size, scales, num_recent, max_pinned)
 
     # ---- facts -----------------------------------------------------------------------------------
 
     @property
+    def _config(self) -> LayerConfig:  # type: ignore[override]
+        return self._state.config
+
+    @property
     def num_blocks(self) -> int:
         """Blocks of the pool."""
-        return self._num_blocks
+        return self._state.blocks.num_blocks
 
     @property
     def block_size(self) -> int:
         """Tokens of a block."""
-        return self._block_size
+        return self._state.block_size
 
     @property
     def num_layers(self) -> int:
         """Layers of the model."""
-        return len(self._stores)
+        return self._state.num_layers
 
     @property
     def key_scale(self) -> np.ndarray | None:
         """What keys are stored over, float32 (num_layers, num_kv_heads, head_dim); or None."""
-        scales = [store.key_map.scale for store in self._stores]
-        return None if scales[0] is None else np.stack(scales)
+        return self._state.key_scale
 
     @property
     def free_count(self) -> int:
@@ -205,77 +180,78 @@ class KvBlockPool(ConfigFacts, BlockOwners):
 
         Those that still have a prefix to be found are included.
         """
-        with self._lock:
-            return self._num_free()
+        with self._state.lock:
+            return self._state.num_free()
 
     @property
     def used_count(self) -> int:
         """Blocks that someone holds or a running call reads: num_blocks - free_count."""
-        return self._num_blocks - self.free_count
+        return self.num_blocks - self.free_count
 
     @property
     def cached_count(self) -> int:
         """Of the free blocks, those that ``match_prefix`` can still find."""
-        with self._lock:
-            self._collect()
-            return len(self._idle)
+        with self._state.lock:
+            self._state.collect()
+            return len(self._state.blocks.idle)
 
     @property
     def pinned_count(self) -> int:
         """Of the used blocks, those that :meth:`pin_prefix` keeps."""
-        return len(self._pinned)
+        return len(self._state.blocks.pinned)
 
     @property
     def max_pinned_blocks(self) -> int:
         """Most blocks that :meth:`pin_prefix` may keep."""
-        return self._max_pinned
+        return self._state.blocks.max_pinned
 
     @property
     def utilization(self) -> float:
         """Share of the blocks that are used: 0 to 1."""
-        return self.used_count / self._num_blocks
+        return self.used_count / self.num_blocks
 
     @property
     def reference_counts(self) -> np.ndarray:
         """How many owners each block has: int32 (num_blocks,), a copy."""
-        with self._lock:
-            self._collect()
-            return self._references.copy()
+        with self._state.lock:
+            self._state.collect()
+            return self._state.blocks.references.copy()
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block in all layers, scales included."""
-        of_layer = replace(self._stores[0].config, capacity=self._block_size)
+        of_layer = replace(self._state.stores[0].config, capacity=self.block_size)
         return self.num_layers * memory.slab_bytes(of_layer)
 
     @property
     def num_recent_blocks(self) -> int:
         """Blocks of 32 tokens for first and last tokens, 0 where none are apart."""
-        return 0 if self._recent is None else self._recent._num_blocks
+        parts = self._state.parts
+        return 0 if parts is None else parts.blocks.num_blocks
 
     @property
     def used_recent_count(self) -> int:
         """Of these, those that someone holds or a running call reads."""
-        with self._lock:
-            self._collect()
-            return 0 if self._recent is None else self.num_recent_blocks - self._recent._num_free()
+        with self._state.lock:
+            self._state.collect()
+            parts = self._state.parts
+            return 0 if parts is None else parts.blocks.num_blocks - parts.blocks.num_free()
 
     @property
     def recent_block_bytes(self) -> int:
         """Bytes of one of these in all layers."""
-        return 0 if self._recent is None else self._recent.block_bytes
+        parts = self._state.parts
+        return 0 if parts is None else parts.block_bytes
 
     @property
     def memory_bytes(self) -> int:
         """Bytes reserved for keys, values and scales of all blocks and layers."""
-        of_recent = self.num_recent_blocks * self.recent_block_bytes
-        return self._num_blocks * self.block_bytes + of_recent
+        return self._bytes_of(self.num_blocks, self.num_recent_blocks)
 
     @property
     def used_bytes(self) -> int:
         """Bytes of the blocks that are used."""
-        of_recent = self.used_recent_count * self.recent_block_bytes
-        return self.used_count * self.block_bytes + of_recent
+        return self._bytes_of(self.used_count, self.used_recent_count)
 
     @property
     def resident_bytes(self) -> int:
@@ -283,12 +259,16 @@ class KvBlockPool(ConfigFacts, BlockOwners):
 
         Where the system does not tell, the bytes of the blocks that were ever used.
         """
-        slabs = [slab for layer in range(self.num_layers) for slab in self._slabs_of(layer)]
+        state = self._state
+        slabs = [slab for layer in range(state.num_layers) for slab in state.slabs_of(layer)]
         resident = memory.resident_bytes(slabs)
         if resident is not None:
             return resident
-        of_recent = 0 if self._recent is None else self._recent._untouched
-        return self._untouched * self.block_bytes + of_recent * self.recent_block_bytes
+        of_parts = 0 if state.parts is None else state.parts.blocks.untouched
+        return self._bytes_of(state.blocks.untouched, of_parts)
+
+    def _bytes_of(self, blocks: int, recent_blocks: int) -> int:
+        return blocks * self.block_bytes + recent_blocks * self.recent_block_bytes
 
     @property
     def fp32_memory_bytes(self) -> int:
@@ -296,7 +276,7 @@ class KvBlockPool(ConfigFacts, BlockOwners):
         return 4 * self._config.capacity * self._config.token_size * self.num_layers
 
     def __len__(self) -> int:
-        return self._num_blocks
+        return self.num_blocks
 
     def __repr__(self) -> str:
         config = self._config
@@ -305,13 +285,13 @@ class KvBlockPool(ConfigFacts, BlockOwners):
         if config.recent_dtype:
             recent = f", {self.num_recent_blocks} blocks of {TOKENS} in {config.recent_dtype}"
         return (
-            f"<{type(self).__name__} {self._num_blocks} blocks of {self._block_size} tokens, "
+            f"<{type(self).__name__} {self.num_blocks} blocks of {self.block_size} tokens, "
             f"{self.free_count} free, {self.num_layers} layers x {config.num_kv_heads} KV heads "
             f"x {config.widths}, {config.dtypes}{scales}{recent}, "
             f"{self.memory_bytes} bytes reserved>"
         )
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         raise InvalidArgumentError(
             "a pool is memory that caches share, so it cannot be copied or pickled: "
             "PagedKvCache.to_kv_cache() copies a sequence out of it"
@@ -355,11 +335,11 @@ class KvBlockPool(ConfigFacts, BlockOwners):
         """Scales of the values of a layer; as :meth:`key_scales`."""
         return self._blocks_of(layer, "value_scales")
 
-    def _blocks_of(self, layer: Any, name: str) -> np.ndarray:
-        layer = checks.check_layer(layer, self.num_layers)
-        slab = getattr(self._stores[layer].slabs, name)
-        rows = len(slab) // self._num_blocks
-        view: np.ndarray = slab.reshape(self._num_blocks, rows, *slab.shape[1:])
+    def _blocks_of(self, layer: int, name: str) -> np.ndarray:
+        state = self._state
+        slab = getattr(state.stores[state.checked_layer(layer)].slabs, name)
+        rows = len(slab) // self.num_blocks
+        view: np.ndarray = slab.reshape(self.num_blocks, rows, *slab.shape[1:])
         view.flags.writeable = False
         return view
 
@@ -387,12 +367,13 @@ class KvBlockPool(ConfigFacts, BlockOwners):
         n = checks.as_int(n, "n")
         if n < 0:
             raise InvalidArgumentError(f"n must be at least 0, not {n}")
-        with self._lock:
-            blocks = self._take(n)
-            self._lent.update(blocks.tolist())
+        state = self._state
+        with state.lock:
+            blocks = state.take(n)
+            state.lent.update(blocks.tolist())
             return blocks
 
-    def share(self, blocks: Any) -> None:
+    def share(self, blocks: Sequence[int] | np.ndarray) -> None:
         """Hold blocks once more, each to be freed once more.
 
         Parameters
@@ -406,12 +387,13 @@ class KvBlockPool(ConfigFacts, BlockOwners):
             One of them is not held through this pool's ``allocate`` and ``share``.
         InvalidArgumentError, ShapeMismatchError, DtypeMismatchError
         """
-        with self._lock:
-            blocks = self._lent_blocks(blocks)
-            self._hold(blocks)
-            self._lent.update(blocks.tolist())
+        state = self._state
+        with state.lock:
+            numbers = _lent_blocks(state.lent, blocks)
+            state.blocks.hold(numbers)
+            state.lent.update(numbers.tolist())
 
-    def free(self, blocks: Any) -> None:
+    def free(self, blocks: Sequence[int] | np.ndarray) -> None:
         """Give back blocks that :meth:`allocate` or :meth:`share` gave: all of them or none.
 
         Parameters
@@ -426,30 +408,12 @@ class KvBlockPool(ConfigFacts, BlockOwners):
             dropping the sequences.
         InvalidArgumentError, ShapeMismatchError, DtypeMismatchError
         """
-        with self._lock:
-            blocks = self._lent_blocks(blocks)
-            self._lent.subtract(blocks.tolist())
-            self._lent += Counter()  # without those at 0
-            self._release(blocks)
-
-    def _lent_blocks(self, blocks: Any) -> np.ndarray:
-        array = np.asarray(blocks)
-        if array.ndim != 1:
-            raise ShapeMismatchError(f"blocks must have one dimension, not shape {array.shape}")
-        if array.size == 0:
-            return np.empty(0, np.int32)
-        if array.dtype.kind not in "iu":
-            raise DtypeMismatchError(f"blocks must be integers, not {array.dtype}")
-        numbers = array.tolist()
-        if len(set(numbers)) < len(numbers):
-            raise InvalidArgumentError("blocks must name each block once")
-        for block in numbers:
-            if self._lent[block] < 1:
-                raise BlockNotHeldError(
-                    f"block {block} is not held: it was freed already, or allocate() of this pool "
-                    "never gave it"
-                )
-        return array.astype(np.int32)
+        state = self._state
+        with state.lock:
+            numbers = _lent_blocks(state.lent, blocks)
+            state.lent.subtract(numbers.tolist())
+            state.lent += Counter()  # without those at 0
+            state.blocks.release(numbers)
 
     # ---- prefixes --------------------------------------------------------------------------------
 
@@ -458,14 +422,10 @@ class KvBlockPool(ConfigFacts, BlockOwners):
 
         None is pinned any more; :attr:`prefix_hits` and :attr:`prefix_misses` count from 0 again.
         """
-        with self._lock:
-            while self._pinned:
-                self._unpin(list(self._pinned))
-            self._prefixes = PrefixTree(self._block_size)
-            self._freed.extend(reversed(self._idle))
-            self._idle.clear()
+        with self._state.lock:
+            self._state.blocks.forget_all()
 
-    def pin_prefix(self, token_ids: Any) -> int:
+    def pin_prefix(self, token_ids: Sequence[int] | np.ndarray) -> int:
         """Keep the longest registered prefix of some tokens until it is unpinned.
 
         So a system prompt is still found when the memory of other prefixes had to be used again.
@@ -488,20 +448,10 @@ class KvBlockPool(ConfigFacts, BlockOwners):
             Not integers in one dimension.
         """
         ids = as_token_ids(token_ids)
-        with self._lock:
-            blocks = self._prefixes.find(ids)
-            wanted = len(self._pinned.keys() | set(blocks))
-            if wanted > self._max_pinned:
-                raise CapacityExceededError(
-                    f"{wanted} blocks would be pinned, and max_pinned_blocks is {self._max_pinned}",
-                    expected=self._max_pinned,
-                    got=wanted,
-                )
-            self._hold(np.array(blocks, np.int32))
-            self._pinned.update(blocks)
-            return len(blocks) * self._block_size
+        with self._state.lock:
+            return self._state.blocks.pin(ids) * self.block_size
 
-    def unpin_prefix(self, token_ids: Any) -> int:
+    def unpin_prefix(self, token_ids: Sequence[int] | np.ndarray) -> int:
         """Undo one :meth:`pin_prefix` of the same tokens; the prefix stays to be found for now.
 
         Parameters
@@ -519,100 +469,23 @@ class KvBlockPool(ConfigFacts, BlockOwners):
             Not integers in one dimension.
         """
         ids = as_token_ids(token_ids)
-        with self._lock:
-            blocks = [block for block in self._prefixes.find(ids) if block in self._pinned]
-            self._unpin(blocks)
-            return len(blocks) * self._block_size
-
-    def _unpin(self, blocks: list[int]) -> None:
-        self._pinned.subtract(blocks)
-        self._pinned += Counter()  # without those at 0
-        self._release(np.array(blocks, np.int32))
+        with self._state.lock:
+            return self._state.blocks.unpin(ids) * self.block_size
 
     @property
     def prefix_hits(self) -> int:
         """How many calls of ``match_prefix`` found a prefix, since prefixes were last forgotten."""
-        return self._prefixes.hits
+        return self._state.blocks.prefixes.hits
 
     @property
     def prefix_misses(self) -> int:
         """How many calls of ``match_prefix`` found none, since prefixes were last forgotten."""
-        return self._prefixes.misses
+        return self._state.blocks.prefixes.misses
 
-    def _match(self, token_ids: np.ndarray) -> np.ndarray:
-        """The blocks of the longest known prefix, held once more."""
-        blocks = np.array(self._prefixes.match(token_ids), np.int32)
-        self._hold(blocks)
-        return blocks
 
-    def _forget(self, block: int) -> None:
-        """Let a prefix that ends in or goes through this block be found no more."""
-        for gone in self._prefixes.remove(block):
-            if gone in self._idle:  # else it is held, or parked
-                del self._idle[gone]
-                self._freed.append(gone)
-
-    # ---- for caches: the lock is held ------------------------------------------------------------
-
-    def _blocks_for(self, tokens: int) -> int:
-        return -(-tokens // self._block_size)
-
-    def _num_free(self) -> int:
-        self._collect()
-        return super()._num_free() + len(self._idle)
-
-    def _must_forget(self, n: int) -> bool:
-        """Whether `n` blocks can be had only by forgetting prefixes."""
-        return n > self._num_blocks - self._untouched + len(self._freed)
-
-    def _make_free(self) -> None:
-        self._forget(next(iter(self._idle)))
-
-    def _wake(self, block: int) -> None:
-        del (self._parked if block in self._parked else self._idle)[block]
-
-    def _put_back(self, block: int) -> None:
-        if block in self._prefixes:
-            self._idle[block] = None
-        else:
-            self._freed.append(block)
-
-    def _copy_block(self, source: int, target: int) -> None:
-        for store in self._stores:
-            store.copy_block(self._block_size, source, target)
-
-    def _collect(self) -> None:
-        """Give back what garbage-collected snapshots held and what calls read that have ended."""
-        while self._abandoned:
-            self._release_all(*self._abandoned.popleft())
-        self._unpark()
-
-    def _hold_all(self, table: np.ndarray, recent: Recent | None) -> None:
-        """One owner more of a sequence's blocks."""
-        self._hold(table)
-        if self._recent is not None and recent is not None:
-            self._recent._hold(recent.held)
-
-    def _release_all(self, table: np.ndarray, recent: Recent | None) -> None:
-        """One owner less of a sequence's blocks, after it gave its tables up."""
-        self._release(table)
-        if self._recent is not None and recent is not None:
-            self._recent._release(recent.held)
-
-    def _new_recent(self, length: int = 0) -> Recent | None:
-        """Of a sequence that begins with tokens of which none is held in another format."""
-        return None if self._recent is None else self._recent.new(length)
-
-    def _parts(self, layer: int, reading: readings.Reading) -> list[BlockPart] | None:
-        """Where the tokens of a layer are read; None: in the pool's blocks."""
-        if self._recent is None:
-            return None
-        return self._recent.parts(self._stores[layer], self._block_size, layer, reading)
-
-    def _slabs_of(self, layer: int) -> tuple[np.ndarray, ...]:
-        """All memory that a layer's tokens lie in."""
-        slabs = self._stores[layer].slabs
-        return slabs if self._recent is None else (*slabs, *self._recent.stores[layer].slabs)
+def state_of(pool: KvBlockPool) -> PoolState:
+    """What a pool holds, for the rest of the package."""
+    return pool._state
 
 
 def _size(value: Any, name: str, most: int) -> int:
@@ -647,3 +520,24 @@ def _key_scales(key_scale: Any, config: LayerConfig, num_layers: int) -> list[np
     shape = (num_layers, config.num_kv_heads, config.head_dim)
     scales = checks.as_float32(key_scale, "key_scale", shape=shape)
     return [np.asarray(checks.as_key_scale(scale, config)) for scale in scales]
+
+
+def _lent_blocks(lent: Counter[int], blocks: object) -> np.ndarray:
+    """Distinct blocks that were lent, checked, int32 (n,)."""
+    array = np.asarray(blocks)
+    if array.ndim != 1:
+        raise ShapeMismatchError(f"blocks must have one dimension, not shape {array.shape}")
+    if array.size == 0:
+        return np.empty(0, np.int32)
+    if array.dtype.kind not in "iu":
+        raise DtypeMismatchError(f"blocks must be integers, not {array.dtype}")
+    numbers = array.tolist()
+    if len(set(numbers)) < len(numbers):
+        raise InvalidArgumentError("blocks must name each block once")
+    for block in numbers:
+        if lent[block] < 1:
+            raise BlockNotHeldError(
+                f"block {block} is not held: it was freed already, or allocate() of this pool "
+                "never gave it"
+            )
+    return array.astype(np.int32)

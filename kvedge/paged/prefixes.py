@@ -10,7 +10,6 @@ SGLang's radix tree, https://arxiv.org/abs/2312.07104, is this one with nodes of
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -48,6 +47,10 @@ class PrefixTree:
         self._nodes: dict[int, _Node] = {}  # by block
         self.hits = 0  # prompts that a prefix of was found
         self.misses = 0
+
+    def emptied(self) -> PrefixTree:
+        """One in which nothing is known, for blocks of the same size."""
+        return PrefixTree(self._block_size)
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -156,7 +159,7 @@ class PrefixTree:
             yield token_ids[stop - size : stop].tobytes()
 
 
-def as_token_ids(token_ids: Any) -> np.ndarray:
+def as_token_ids(token_ids: object) -> np.ndarray:
     """Token ids as int64 (n,)."""
     try:
         ids = np.asarray(token_ids)

@@ -13,85 +13,95 @@ steps of the interpreter.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from kvedge.paged.sequences import Contents, SequenceState
+from kvedge.paged.sequences import NO_BLOCKS, Contents, SequenceState
 
-__all__ = ["Reading", "are_read", "begin", "reads_from"]
-
-
-_NO_BLOCKS = np.empty(0, np.int32)
+__all__ = ["Reading", "Readings"]
 
 
 class Reading:
     """The tokens of one layer of a sequence that a call reads. Compared by identity."""
 
-    __slots__ = ("layer", "length", "recent", "since", "sinks", "table")
+    __slots__ = ("layer", "length", "part_table", "since", "sinks", "table")
 
     def __init__(self, layer: int, contents: Contents) -> None:
-        recent = contents.recent
+        parts = contents.parts
         self.layer = layer
         self.table = contents.table  # int32 (blocks,)
         self.length = contents.held[layer]  # tokens, all of them in blocks of the table
-        # As of kvedge.paged.recent.Recent, where there is one.
-        self.recent = _NO_BLOCKS if recent is None else recent.table
-        self.since = 0 if recent is None else recent.since[layer]
-        self.sinks = 0 if recent is None else recent.sinks
+        # As of kvedge.paged.sequences.SequenceParts, where there are such.
+        self.part_table = NO_BLOCKS if parts is None else parts.table
+        self.since = 0 if parts is None else parts.since[layer]
+        self.sinks = 0 if parts is None else parts.sinks
 
-    def blocks(self, of_recent: bool) -> np.ndarray:
-        """Its table, or that of tokens in another format."""
-        return self.recent if of_recent else self.table
+    def blocks(self, of_parts: bool) -> np.ndarray:
+        """Its table, or that of its first and last tokens in another format."""
+        return self.part_table if of_parts else self.table
 
 
-def begin(running: set[Reading], state: SequenceState, layer: int) -> Reading | None:
-    """A new reading of what a layer of a sequence holds now; None if it was dropped.
+class Readings:
+    """The readings of the calls that run on one pool."""
 
-    The caller discards it from `running` in the end, whatever happens.
-    """
-    while True:
-        contents = state.contents
-        if contents is None:
-            return None
-        reading = Reading(layer, contents)
-        try:
-            running.add(reading)
-            if state.contents is contents:
-                return reading
-        except BaseException:  # KeyboardInterrupt
+    __slots__ = ("running",)
+
+    def __init__(self) -> None:
+        self.running: set[Reading] = set()
+
+    def begin(self, sequence: SequenceState, layer: int) -> Reading | None:
+        """A new reading of what a layer of a sequence holds now; None if it was dropped.
+
+        The caller ends it, whatever happens.
+        """
+        running = self.running
+        while True:
+            contents = sequence.contents
+            if contents is None:
+                return None
+            reading = Reading(layer, contents)
+            try:
+                running.add(reading)
+                if sequence.contents is contents:
+                    return reading
+            except BaseException:  # KeyboardInterrupt
+                running.discard(reading)
+                raise
             running.discard(reading)
-            raise
-        running.discard(reading)
 
+    def end(self, reading: Reading) -> None:
+        """A call has read."""
+        self.running.discard(reading)
 
-def are_read(running: set[Reading], blocks: np.ndarray, of_recent: bool = False) -> np.ndarray:
-    """Which of these blocks a running call may read: bool (len(blocks),)."""
-    listed = [reading.blocks(of_recent) for reading in running.copy()]
-    tables = {id(table): table for table in listed}
-    if not tables:
-        return np.zeros(len(blocks), bool)
-    return np.isin(blocks, np.concatenate(list(tables.values())))
+    def end_all(self, readings: Iterable[Reading]) -> None:
+        """A call has read all of these."""
+        self.running.difference_update(readings)
 
+    def are_read(self, blocks: np.ndarray, of_parts: bool) -> np.ndarray:
+        """Which of these blocks a running call may read: bool (len(blocks),)."""
+        if not self.running:
+            return np.zeros(len(blocks), bool)
+        listed = [reading.blocks(of_parts) for reading in self.running.copy()]
+        tables = {id(table): table for table in listed}
+        if not tables:
+            return np.zeros(len(blocks), bool)
+        return np.isin(blocks, np.concatenate(list(tables.values())))
 
-def reads_from(
-    running: set[Reading],
-    layer: int,
-    table: np.ndarray,
-    index: int,
-    token: int,
-    of_recent: bool = False,
-) -> bool:
-    """Whether a running call may read rows of block table[index], from `token` on, of a layer.
+    def reach(
+        self, layer: int, table: np.ndarray, index: int, token: int, of_parts: bool = False
+    ) -> bool:
+        """Whether a running call may read rows of block table[index], from `token` on, of a layer.
 
-    A block is at the same place in the table of everyone who shares it.
-    """
-    block = table[index]
-    return any(
-        reading.layer == layer
-        and reading.length > token
-        and len(reading.blocks(of_recent)) > index
-        and reading.blocks(of_recent)[index] == block
-        for reading in running.copy()
-    )
+        A block is at the same place in the table of everyone who shares it.
+        """
+        if not self.running:
+            return False
+        block = table[index]
+        return any(
+            reading.layer == layer
+            and reading.length > token
+            and len(reading.blocks(of_parts)) > index
+            and reading.blocks(of_parts)[index] == block
+            for reading in self.running.copy()
+        )

@@ -9,27 +9,40 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 
-from kvedge.core import checks, memory
+from kvedge.core import checks, memory, registry
 from kvedge.core.config import LayerConfig
 from kvedge.core.key_map import KeyMap
 from kvedge.core.memory import Slabs, clamp
+from kvedge.core.options import AttendOptions
 from kvedge.errors import KvedgeError
 
-__all__ = ["BlockPart", "BlockStoreMethods", "runs"]
+__all__ = ["BlockPart", "BlockStoreMethods", "Rows", "new_stores", "runs"]
 
 
 class BlockPart(NamedTuple):
     """Tokens `start` to `stop` of a sequence, in blocks of a store."""
 
-    store: Any
+    store: BlockStoreMethods
     table: np.ndarray  # int32 (blocks,): block i has the sequence's tokens from i * block_size on
     block_size: int
     start: int
     stop: int
+
+
+class Rows(NamedTuple):
+    """Query rows of one sequence and what they attend to; the C struct kvedge_sequence."""
+
+    table: np.ndarray  # int32 (blocks,)
+    length: int  # tokens
+    query: np.ndarray  # float32 (n, num_heads, head_dim), of the last n tokens
+    out: np.ndarray  # float32 (n, num_heads, value_head_dim), to be written
+    lse: np.ndarray | None  # float32 (n, num_heads), to be written
+    start: int = 0  # the first token that is seen; not besides one in the options
+    parts: list[BlockPart] | None = None  # where they lie, if not in the table's blocks alone
 
 
 def runs(
@@ -82,11 +95,11 @@ class BlockStoreMethods:
         """Store checked float32 rows (n, H, channels), n >= 1."""
         raise NotImplementedError
 
-    def attend_blocks(self, block_size: int, rows: list[Any], options: Any) -> None:
-        """Attention of kvedge.paged.batch.Rows."""
+    def attend_blocks(self, block_size: int, rows: list[Rows], options: AttendOptions) -> None:
+        """Attention, as the rows say; their results are written."""
         raise NotImplementedError
 
-    def attend_parts(self, rows: list[Any], options: Any) -> None:
+    def attend_parts(self, rows: list[Rows], options: AttendOptions) -> None:
         """The same, where these have parts."""
         raise NotImplementedError
 
@@ -181,3 +194,12 @@ class BlockStoreMethods:
 def _copy(source: Slabs, target: Slabs) -> None:
     for rows, to in zip(source, target, strict=True):
         to[:] = rows
+
+
+def new_stores(
+    config: LayerConfig, key_scales: Sequence[np.ndarray | None]
+) -> tuple[BlockStoreMethods, ...]:
+    """A store of the active backend for each layer, all in one allocation."""
+    kind = cast("type[BlockStoreMethods]", registry.active("BlockStore"))
+    slabs = memory.reserve_layers(config, len(key_scales))
+    return tuple(kind(config, *each) for each in zip(slabs, key_scales, strict=True))

@@ -342,7 +342,7 @@ def test_a_shared_beginning_is_read_once(rng, dtype, monkeypatch):
     queries = normal(rng, 4, 4, 16)
     expected = cache.attend_batch(seqs, 0, queries, window=5000, alibi_slopes=np.zeros(4, "f4"))
     read = []
-    store = type(cache.pool._stores[0])
+    store = type(cache.pool._state.stores[0])
     attend = store.attend_blocks
 
     def counting(self, block_size, rows, options):

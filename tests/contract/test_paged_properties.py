@@ -113,8 +113,8 @@ class PagedMachine(RuleBasedStateMachine):
             held.append((seq, cache.length(seq), cache.block_table(seq).tolist(), rows))
         sequences = [cache.sequences for cache in self.caches]
         counts = pool.reference_counts.tolist(), pool.free_count, pool.cached_count
-        prefixes = sorted(pool._prefixes._nodes), list(pool._idle)
-        lent = {block: times for block, times in pool._lent.items() if times}
+        prefixes = sorted(pool._state.blocks.prefixes.nodes()), list(pool._state.blocks.idle)
+        lent = {block: times for block, times in pool._state.lent.items() if times}
         marks = [(len(mark), mark.is_released) for mark, _, _ in self.snapshots]
         return held, sequences, counts, prefixes, lent, marks
 
@@ -334,7 +334,8 @@ class PagedMachine(RuleBasedStateMachine):
                 if model.length > 1
                 else (errors.InvalidArgumentError, lambda: cache.to_kv_cache(seq, max_seq_len=0))
             )
-        if model.length >= BLOCK and int(cache.block_table(seq)[0]) in self.pool._prefixes:
+        known = self.pool._state.blocks.prefixes
+        if model.length >= BLOCK and int(cache.block_table(seq)[0]) in known:
             wrong = [1 - model.ids[0], *model.ids[1 : model.length]]
             calls.append((errors.InvalidArgumentError, cache.register, seq, wrong))
         self.refuses(*calls[data.draw(st.integers(0, len(calls) - 1))])
@@ -527,14 +528,14 @@ class PagedMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_block_is_in_one_list(self):
-        pool = self.pool
-        held = np.flatnonzero(pool.reference_counts).tolist()
-        never = range(pool._untouched, NUM_BLOCKS)
-        lists = [*pool._freed, *pool._idle, *pool._parked, *never, *held]
+        held = np.flatnonzero(self.pool.reference_counts).tolist()
+        blocks = self.pool._state.blocks
+        never = range(blocks.untouched, NUM_BLOCKS)
+        lists = [*blocks._freed, *blocks.idle, *blocks._parked, *never, *held]
         assert sorted(lists) == list(range(NUM_BLOCKS))
-        assert all(block in pool._prefixes for block in pool._idle)
-        assert not any(block in pool._prefixes for block in [*pool._freed, *never])
-        assert not pool._running and not pool._parked  # no call is running
+        assert all(block in blocks.prefixes for block in blocks.idle)
+        assert not any(block in blocks.prefixes for block in [*blocks._freed, *never])
+        assert not self.pool._state.readings.running and not blocks._parked  # no call is running
 
     def teardown(self):
         if not hasattr(self, "pool"):

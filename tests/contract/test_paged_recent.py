@@ -182,7 +182,7 @@ def test_a_long_beginning_that_sequences_share_is_read_once(options, block_size,
         fill(cache, seq, rows(50 + i, 3 + 60 * i))
     seqs += [sequence(cache, rows(9, 300))]
     query = np.random.default_rng(7).standard_normal((len(seqs), 4, D)).astype(np.float32)
-    calls, store = [], type(cache.pool._stores[0])
+    calls, store = [], type(cache.pool._state.stores[0])
     attend_parts = store.attend_parts
 
     def noted(self, given, made):
@@ -439,7 +439,7 @@ def test_bytes_are_counted(dtype, bits_per_value):
     cache = PagedKvCache(pool)
     assert pool.block_bytes == 64 * 3 * 2 * 4 * 64 * bits_per_value / 8
     assert pool.recent_block_bytes == 32 * 3 * 2 * 4 * 64 * 2
-    slabs = [slab for layer in range(3) for slab in pool._slabs_of(layer)]
+    slabs = [slab for layer in range(3) for slab in pool._state.slabs_of(layer)]
     assert pool.memory_bytes == sum(slab.nbytes for slab in slabs)
     assert pool.memory_bytes == 10 * pool.block_bytes + 7 * pool.recent_block_bytes
     assert pool.fp32_memory_bytes == 10 * 64 * 3 * 2 * 4 * 64 * 4
@@ -676,11 +676,11 @@ class RecentMachine(RuleBasedStateMachine):
                     atol=2e-4 * np.abs(expected).max(),
                 )
         owners = Counter()
-        states = [self.cache._sequences[seq].recent for seq in self.models]
-        gone = [recent for _, recent in pool._abandoned]  # given back by the next call that takes
-        for recent in [*states, *(mark._recent for mark, _ in self.marks), *gone]:
-            owners.update(recent.held.tolist())
-        counts = pool._recent._references
+        states = [self.cache._state.sequences[seq].parts for seq in self.models]
+        gone = [parts for _, parts in pool._state.abandoned]  # given back by the next that takes
+        for parts in [*states, *(mark._parts for mark, _ in self.marks), *gone]:
+            owners.update(parts.held.tolist())
+        counts = pool._state.parts.blocks.references
         assert {int(b): int(counts[b]) for b in np.flatnonzero(counts)} == dict(owners)
         assert pool.used_recent_count == len(owners)
 

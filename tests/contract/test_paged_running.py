@@ -60,7 +60,7 @@ def run_beside(action):
 @pytest.fixture
 def during(monkeypatch, cache):
     """``during(call, action)``: what the call gives when the action comes in its middle."""
-    store = type(cache.pool._stores[0])
+    store = type(cache.pool._state.stores[0])
     waiting = []
 
     def stopping(method):
@@ -258,7 +258,7 @@ def test_a_batch_holds_the_beginning_that_is_read_once(dtype, rng, monkeypatch):
         cache.append(seq, 0, *normal(rng, 2, 20, 2, 16))
     queries = normal(rng, 4, 4, 16)
     expected = cache.attend_batch(seqs, 0, queries)
-    store = type(cache.pool._stores[0])
+    store = type(cache.pool._state.stores[0])
     attend, calls = store.attend_blocks, []
 
     def disturbed(self, block_size, rows, options):
@@ -434,8 +434,8 @@ FACTS = {
 def test_a_sequence_dropped_just_before_is_unknown(cache, seq, read):
     if read is READS["to_kv_cache"]:
         pytest.skip("looks it up under the lock that drop() takes")
-    cache._sequences = DroppingLookup(cache._sequences)
-    cache._sequences.cache = cache
+    sequences = cache._state.sequences = DroppingLookup(cache._state.sequences)
+    sequences.cache = cache
     with pytest.raises(errors.UnknownSequenceError):
         read(cache, seq)
     assert cache.pool.free_count == cache.pool.num_blocks
@@ -461,11 +461,11 @@ def test_a_change_just_before_a_call_is_known_is_seen_by_it(cache, seq, rng, cha
         change()
         overwrite_what_is_free(cache, rng)
 
-    cache.pool._running = LateSet()
-    cache.pool._running.action = action
+    running = cache.pool._state.readings.running = LateSet()
+    running.action = action
     if seq in cache and change.__qualname__.startswith("drop"):
         with pytest.raises(errors.UnknownSequenceError):
             cache.k(seq, 1)
     else:
         np.testing.assert_array_equal(cache.k(seq, 1), cache.k(seq, 1))
-    assert not cache.pool._running
+    assert not running

@@ -4,6 +4,8 @@ import ast
 import re
 from pathlib import Path
 
+import pytest
+
 import kvedge
 
 ROOT = Path(kvedge.__file__).parent
@@ -104,3 +106,23 @@ def test_there_is_no_circle_of_imports():
         assert done, f"a circle among {sorted(waiting)}"
         for name in done:
             del waiting[name]
+
+
+OF_TUPLES = {"_replace", "_fields"}  # of any NamedTuple, public in spite of their names
+
+
+@pytest.mark.parametrize("folder", ["cache", "layer", "paged"])
+def test_a_module_uses_private_names_of_its_own_classes_alone(folder):
+    for path in sorted((ROOT / folder).glob("*.py")):
+        nodes = [*ast.walk(ast.parse(path.read_text()))]
+        names = [node for node in nodes if isinstance(node, (ast.Name, ast.Attribute))]
+        stored = [ast.unparse(node) for node in names if isinstance(node.ctx, ast.Store)]
+        own = {name.removeprefix("self.") for name in stored} | OF_TUPLES
+        own |= {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
+        foreign = [
+            f"{path.name}:{node.lineno} {ast.unparse(node)}"
+            for node in names
+            if isinstance(node, ast.Attribute) and re.match("_[a-z]", node.attr)
+            if ast.unparse(node.value) not in ("self", "cls") and node.attr not in own
+        ]
+        assert not foreign

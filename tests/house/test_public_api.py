@@ -15,6 +15,7 @@ import pytest
 
 import kvedge
 from kvedge import errors
+from kvedge.core.storage import Storage
 from kvedge.distributed import ShardedKVCache
 from kvedge.layer import types as layer_types
 from kvedge.layer.store import LayerStore
@@ -122,7 +123,7 @@ def test_every_attend_names_its_options(attend):
     assert attend.__doc__
 
 
-@pytest.mark.parametrize("name", ["sliding_window", "batch", "head_dim"])
+@pytest.mark.parametrize("name", ["sliding_window", "batch", "head_dim", "state", "lengths"])
 def test_every_attend_refuses_options_that_there_are_not(name):
     row, query = np.ones((1, 1, 8), np.float32), np.ones((1, 8), np.float32)
     cache = kvedge.KVCache(1, 1, 8)
@@ -135,11 +136,34 @@ def test_every_attend_refuses_options_that_there_are_not(name):
         lambda **options: layer.attend(query, **options),
         lambda **options: cache.attend(0, query, **options),
         lambda **options: paged.attend(seq, 0, query, **options),
+        lambda **options: paged.attend_batch([seq], 0, query[None], **options),
         lambda **options: kvedge.attend_batch([layer], query[None], **options),
     ):
         attend(scale=1.0)
-        with pytest.raises(TypeError, match=name):
+        with pytest.raises(TypeError, match=f"(unexpected|positional-only) .*'{name}'"):
             attend(**{name: 3})
+
+
+STORAGE = set(Storage.__dataclass_fields__)
+
+
+@pytest.mark.parametrize(
+    ("make", "size", "lacks"),
+    [
+        (kvedge.KVCache, (1, 1, 8), set()),
+        (kvedge.Int4KvLayer, (4, 1, 8), {"dtype", "key_dtype"}),
+        (kvedge.KvBlockPool, (1, 32, 1, 1, 8), {"key_offset"}),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_every_constructor_shows_the_options_of_storage_and_refuses_others(make, size, lacks):
+    shown = inspect.signature(make).parameters
+    assert {name for name in shown if name in STORAGE} == STORAGE - lacks
+    assert not [each for each in shown.values() if each.kind is each.VAR_KEYWORD]
+    make(*size, **{name: shown[name].default for name in STORAGE - lacks})
+    for name in (*lacks, "groups", "capacities"):
+        with pytest.raises(TypeError, match=rf"{make.__name__}\(\) got an unexpected .*'{name}'"):
+            make(*size, **{name: None})
 
 
 def parameters_of(function):

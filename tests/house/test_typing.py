@@ -143,6 +143,10 @@ kvedge.QuantizedKvLayer(1, 2, 8, scale_dtype="float64")
 kvedge.KvBlockPool(4, 16, 1, 2, 8, dtype="int9")
 cache.requantize("int9")
 cache.requantize("int8", groups=4)
+kvedge.KVCache(1, 2, 8, groups=4)
+kvedge.Int4KvLayer(1, 2, 8, dtype="int8")
+kvedge.Int4KvLayer(1, 2, 8, recent="3")
+kvedge.KvBlockPool(4, 16, 1, 2, 8, key_offset=None)
 """
 
 
@@ -179,7 +183,7 @@ def test_options_that_there_are_not_are_seen(tmp_path):
     done = mypy(WRONG_OPTIONS, tmp_path)
     lines = [line for line in done.stdout.splitlines() if ": error:" in line]
     found = {int(line.split(":")[1]) for line in lines}
-    assert found == set(range(9, 23)), done.stdout + done.stderr
+    assert found == set(range(9, 27)), done.stdout + done.stderr
 
 
 @pytest.mark.subprocess

@@ -11,8 +11,7 @@ from kvedge.backends.numpy.layer import LayerStore
 from kvedge.core import checks, registry
 from kvedge.core.config import LayerConfig
 from kvedge.core.options import AttendOptions
-from kvedge.paged.batch import Rows
-from kvedge.paged.store import BlockPart, BlockStoreMethods, runs
+from kvedge.paged.store import BlockPart, BlockStoreMethods, Rows, runs
 
 
 @registry.backend_class

@@ -13,13 +13,13 @@ is written there with its last tokens only, layer after layer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from kvedge.core import checks, memory, registry
+from kvedge.core import checks, memory
 from kvedge.core.config import LayerConfig
 from kvedge.core.key_map import KeyMap
 from kvedge.core.kivi import RUN
@@ -33,12 +33,12 @@ from kvedge.layer.parts import (
     tail_of,
 )
 from kvedge.layer.store import PartContents
-from kvedge.paged import readings
 from kvedge.paged.owners import BlockOwners
-from kvedge.paged.sequences import Contents, Recent
-from kvedge.paged.store import BlockPart
+from kvedge.paged.readings import Reading, Readings
+from kvedge.paged.sequences import Contents, SequenceParts
+from kvedge.paged.store import BlockPart, BlockStoreMethods, new_stores
 
-__all__ = ["SEQUENCES", "TOKENS", "Plan", "RecentTokens", "blocks_of_sequence"]
+__all__ = ["SEQUENCES", "TOKENS", "PartBlocks", "Plan", "blocks_of_sequence"]
 
 TOKENS = RUN  # of a block
 _FIRST = np.zeros(1, np.int32)  # a table of one block
@@ -55,7 +55,7 @@ def blocks_of_sequence(config: LayerConfig) -> int:
 class Plan(NamedTuple):
     """What an append of one layer does to the blocks of first and last tokens."""
 
-    recent: Recent  # before
+    before: SequenceParts
     start: int  # the tokens' first position
     stop: int
     cut: int  # of runs: where that begins which is encoded next; else start
@@ -68,7 +68,7 @@ class Plan(NamedTuple):
     writes_run: bool  # of runs: one becomes full
 
 
-class RecentTokens(BlockOwners):
+class PartBlocks:
     """First and last tokens of a pool's sequences.
 
     Parameters
@@ -78,28 +78,25 @@ class RecentTokens(BlockOwners):
     scales : list
         The key scale of each layer, or None.
     num_blocks : int
-    pool : KvBlockPool
+    readings : Readings
+        Of the calls that run on the pool.
     """
 
-    _is_of_recent = True
-    _out_of_blocks = "the pool is out of blocks of first and last tokens"
-    _remedy = "drop() a sequence, or make a pool with more num_recent_blocks"
-
     def __init__(
-        self, config: LayerConfig, scales: list[np.ndarray | None], num_blocks: int, pool: Any
+        self,
+        config: LayerConfig,
+        scales: list[np.ndarray | None],
+        num_blocks: int,
+        readings: Readings,
     ) -> None:
-        self._own_nothing(num_blocks, pool._running)
-        self._settle = pool._settle
         self.whole = config
         self.kept = kept_rows(config)
         own = replace(config.part_config, capacity=num_blocks * TOKENS, limit=num_blocks * TOKENS)
         self.config = own
-        store = registry.active("BlockStore")
         maps = [part_key_map(config, KeyMap(None, scale)) for scale in scales]
-        slabs = memory.reserve_layers(own, len(scales))
-        self.stores = [
-            store(own, each, key_map.scale) for each, key_map in zip(slabs, maps, strict=True)
-        ]
+        self.stores = new_stores(own, [key_map.scale for key_map in maps])
+        self.blocks = BlockOwners(num_blocks, readings, self.stores[0].settle, of_parts=True)
+        self._readings = readings
 
     @property
     def block_bytes(self) -> int:
@@ -108,40 +105,42 @@ class RecentTokens(BlockOwners):
 
     # ---- sequences -------------------------------------------------------------------------------
 
-    def new(self, length: int = 0) -> Recent:
+    def new(self, length: int = 0) -> SequenceParts:
         """Of a sequence that begins with tokens which are not here."""
         since = [length] * len(self.stores)
         table = np.full(_blocks_for(length), -1, np.int32)
-        return Recent(table, since, since, 0 if length else self.whole.sinks)
+        return SequenceParts(table, since, since, 0 if length else self.whole.sinks)
 
-    def shortened(self, recent: Recent, n: int) -> Recent:
+    def shortened(self, parts: SequenceParts, n: int) -> SequenceParts:
         """Of a sequence that goes back to its first `n` tokens, of those advanced over."""
         if not n:
             return self.new()
-        base = [min(since, n) for since in recent.base]
-        return Recent(recent.table[: _blocks_for(n)], base, base, recent.sinks)
+        base = [min(since, n) for since in parts.base]
+        return SequenceParts(parts.table[: _blocks_for(n)], base, base, parts.sinks)
 
-    def advanced(self, recent: Recent, length: int) -> Recent:
+    def advanced(self, parts: SequenceParts, length: int) -> SequenceParts:
         """Of a sequence that was advanced to a length."""
-        if recent.base is recent.since:
-            return recent
-        base = [min(since, length) for since in recent.since]
-        return recent._replace(base=recent.since if base == recent.since else base)
+        if parts.base is parts.since:
+            return parts
+        base = [min(since, length) for since in parts.since]
+        return parts._replace(base=parts.since if base == parts.since else base)
 
-    def trimmed(self, recent: Recent, held: list[int], length: int) -> tuple[Recent, np.ndarray]:
+    def trimmed(
+        self, parts: SequenceParts, held: list[int], length: int
+    ) -> tuple[SequenceParts, np.ndarray]:
         """Without what is too old by now, and the blocks that it had there."""
-        wanted = np.zeros(len(recent.table), bool)
-        wanted[: _blocks_for(recent.sinks)] = True
+        wanted = np.zeros(len(parts.table), bool)
+        wanted[: _blocks_for(parts.sinks)] = True
         if self.kept:
             for end in {length, *held}:
                 wanted[self._low(end) // TOKENS : _blocks_for(end)] = True
-        gone = recent.table[~wanted & (recent.table >= 0)]
+        gone = parts.table[~wanted & (parts.table >= 0)]
         if not len(gone):
-            return recent, gone
-        table = np.where(wanted, recent.table, np.int32(-1))
-        base = [max(since, self._low(length)) for since in recent.base]
-        since = [max(one, self._low(end)) for one, end in zip(recent.since, held, strict=True)]
-        return Recent(table, base if since == base else since, base, recent.sinks), gone
+            return parts, gone
+        table = np.where(wanted, parts.table, np.int32(-1))
+        base = [max(since, self._low(length)) for since in parts.base]
+        since = [max(one, self._low(end)) for one, end in zip(parts.since, held, strict=True)]
+        return SequenceParts(table, base if since == base else since, base, parts.sinks), gone
 
     def _low(self, end: int) -> int:
         """Where a block begins from which on tokens up to an end are kept."""
@@ -149,54 +148,58 @@ class RecentTokens(BlockOwners):
 
     # ---- reading ---------------------------------------------------------------------------------
 
-    def parts(self, store: Any, block_size: int, layer: int, reading: Any) -> list[BlockPart]:
-        """Where the tokens of a layer are read, in their order."""
+    def read_parts(
+        self, store: BlockStoreMethods, block_size: int, layer: int, reading: Reading
+    ) -> list[BlockPart]:
+        """Where the tokens of a layer, whose others lie in `store`, are read, in their order."""
         n = reading.length
         sinks, fine = min(n, reading.sinks), self.stores[layer]
         runs = runs_end(n, reading.since) if self.whole.in_runs else None
         tail = tail_of(self.whole, n, sinks, reading.since, runs)
         parts = (
-            BlockPart(fine, reading.recent, TOKENS, 0, sinks),
+            BlockPart(fine, reading.part_table, TOKENS, 0, sinks),
             BlockPart(store, reading.table, block_size, sinks, tail),
-            BlockPart(fine, reading.recent, TOKENS, tail, n),
+            BlockPart(fine, reading.part_table, TOKENS, tail, n),
         )
         return [part for part in parts if part.start < part.stop]
 
     # ---- from and to caches ----------------------------------------------------------------------
 
-    def contents(self, layer: int, reading: readings.Reading) -> tuple[int, tuple[Any, ...]]:
+    def contents(self, layer: int, reading: Reading) -> tuple[int, tuple[PartContents, ...]]:
         """Where the last tokens begin that a layer would hold; they and the first ones, copied."""
         store, n = self.stores[layer], reading.length
         sinks = min(n, reading.sinks)
         last = min(n, max(reading.since, n - last_rows(self.whole))) if self.kept else n
         parts = (
-            PartContents(store.gather(reading.recent, TOKENS, start, stop), store.key_map)
+            PartContents(store.gather(reading.part_table, TOKENS, start, stop), store.key_map)
             for start, stop in ((0, sinks), (last, n))
         )
         return last, tuple(parts)
 
-    def filled(self, parts: list[tuple[Any, ...]], n: int) -> tuple[Recent, np.ndarray]:
+    def filled(
+        self, contents: Sequence[Sequence[PartContents]], n: int
+    ) -> tuple[SequenceParts, np.ndarray]:
         """Of a sequence of `n` tokens, of which layers hold these; and its blocks, now taken."""
-        first = [len(each[0].arrays.key_codes) for each in parts]
+        first = [len(each[0].arrays.key_codes) for each in contents]
         sinks = self.whole.sinks if min(first) == min(n, self.whole.sinks) else 0
-        since = [n - len(each[1].arrays.key_codes) for each in parts]
+        since = [n - len(each[1].arrays.key_codes) for each in contents]
         since = [max(one, self._low(n)) if self.kept else n for one in since]
         wanted = np.zeros(_blocks_for(n), bool)
         wanted[: _blocks_for(min(n, sinks))] = True
         wanted[min(since, default=n) // TOKENS : _blocks_for(n) if self.kept else 0] = True
         table = np.full(len(wanted), -1, np.int32)
-        taken = self._take(int(wanted.sum()))
+        taken = self.blocks.take(int(wanted.sum()))
         table[wanted] = taken
         try:
-            for store, each, one in zip(self.stores, parts, since, strict=True):
+            for store, each, one in zip(self.stores, contents, since, strict=True):
                 of_first = [array[: min(n, sinks)] for array in each[0].arrays]
                 of_last = [array[len(array) - (n - one) :] for array in each[1].arrays]
                 store.scatter(table, TOKENS, of_first, 0)
                 store.scatter(table, TOKENS, of_last, one)
         except BaseException:
-            self._release(taken)
+            self.blocks.release(taken)
             raise
-        return Recent(table, since, since, sinks), taken
+        return SequenceParts(table, since, since, sinks), taken
 
     # ---- appending -------------------------------------------------------------------------------
 
@@ -221,9 +224,9 @@ class RecentTokens(BlockOwners):
 
     def plan(self, contents: Contents, layer: int, n: int) -> Plan:
         """What an append of `n` tokens to a layer does here; nothing is changed yet."""
-        recent, start = contents.recent, contents.held[layer]
-        assert recent is not None
-        stop, since = start + n, recent.since[layer]
+        parts, start = contents.parts, contents.held[layer]
+        assert parts is not None
+        stop, since = start + n, parts.since[layer]
         cut = start // RUN * RUN if self.whole.in_runs else start
         first, low = start, self._low(stop)
         if not self.kept:
@@ -232,25 +235,20 @@ class RecentTokens(BlockOwners):
             first = since = low
         elif since > cut:  # it was gone back to, before what is here: the rest of a run comes back
             first = since = cut
-        sinks = max(start, min(stop, recent.sinks))
+        sinks = max(start, min(stop, parts.sinks))
         written = {*range(first // TOKENS, _blocks_for(stop))} if first < stop else set()
         written |= {*range(start // TOKENS, _blocks_for(sinks))} if start < sinks else set()
-        table = recent.table
+        table = parts.table
         missing = [j for j in sorted(written) if j >= len(table) or table[j] < 0]
         at, copied = start // TOKENS, None
         if at in written and at not in missing:
             token = min(start, first)
-            alone = self._references[table[at]] == 1
-            if not alone or self._is_read(layer, table, at, token):
+            alone = self.blocks.references[table[at]] == 1
+            if not alone or self._readings.reach(layer, table, at, token, of_parts=True):
                 copied = at
-        stays = not missing and copied is None and since == recent.since[layer]
+        stays = not missing and copied is None and since == parts.since[layer]
         fills = self.whole.in_runs and stop // RUN * RUN > cut
-        return Plan(recent, start, stop, cut, since, first, sinks, missing, copied, stays, fills)
-
-    def _is_read(self, layer: int, table: np.ndarray, index: int, token: int) -> bool:
-        return bool(self._running) and readings.reads_from(
-            self._running, layer, table, index, token, True
-        )
+        return Plan(parts, start, stop, cut, since, first, sinks, missing, copied, stays, fills)
 
     def needed(self, plan: Plan) -> int:
         """Blocks that it takes."""
@@ -258,8 +256,8 @@ class RecentTokens(BlockOwners):
 
     def table_of(self, plan: Plan, taken: np.ndarray) -> np.ndarray:
         """The sequence's table with blocks that were taken; one of them becomes a copy."""
-        table = np.full(max(_blocks_for(plan.stop), len(plan.recent.table)), -1, np.int32)
-        table[: len(plan.recent.table)] = plan.recent.table
+        table = np.full(max(_blocks_for(plan.stop), len(plan.before.table)), -1, np.int32)
+        table[: len(plan.before.table)] = plan.before.table
         table[plan.missing] = taken[: len(plan.missing)]
         if plan.copied is not None:
             for store in self.stores:
@@ -297,7 +295,7 @@ class RecentTokens(BlockOwners):
         size = min(n, PIECE)
         own = replace(self.config, capacity=size, limit=size)
         scale = self.stores[layer].key_map.scale
-        scratch = registry.active("BlockStore")(own, memory.reserve_slabs(own), scale)
+        (scratch,) = new_stores(own, [scale])
         for start in range(plan.cut, plan.cut + n, PIECE):
             stop = min(start + PIECE, plan.cut + n)
             first = max(start, plan.start)
@@ -308,9 +306,9 @@ class RecentTokens(BlockOwners):
             made = [scratch.read(values, _FIRST, size, 0, stop - start) for values in (False, True)]
             yield start, (made[0], made[1])
 
-    def after(self, plan: Plan, layer: int, table: np.ndarray) -> Recent:
+    def after(self, plan: Plan, layer: int, table: np.ndarray) -> SequenceParts:
         """Of the sequence, once a plan was carried out."""
-        before = plan.recent
+        before = plan.before
         if plan.since == before.since[layer]:
             return before._replace(table=table)
         since, base = list(before.since), before.base
