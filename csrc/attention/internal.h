@@ -38,8 +38,8 @@ typedef struct {
 typedef struct {
   const kvedge_format_info *format;
   kvedge_row_shape shape;
-  int block_tokens, block_rows; /* tokens of a tile's block, and their stored rows: KVEDGE_BLOCK of a token each, or a
-                                      * run */
+  int block_tokens;                  /* of a tile's block: KVEDGE_BLOCK, or those of a run */
+  int block_rows;                    /* stored rows that hold them: as many, or one */
   ptrdiff_t row_stride, head_stride; /* from a stored row to the next of the head, and to that of the next head */
   ptrdiff_t token_bytes;             /* stored bytes of a token, all heads; of runs rounded down */
   ptrdiff_t scale_token_stride, scale_head_stride;

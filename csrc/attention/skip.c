@@ -112,18 +112,18 @@ void kvedge_tolerance_counts(int64_t *seen, int64_t *dropped) {
 
 /* ---- What is kept ---- */
 
-/* Times 16 tokens of a block of values. */
-static int parts_of_block(const kvedge_attention *a) { return a->view.side[VALUES].block_tokens / KVEDGE_BLOCK; }
+/* Shares of the tolerance that a block of values has: one for each 16 tokens. */
+static int shares_of_block(const kvedge_attention *a) { return a->view.side[VALUES].block_tokens / KVEDGE_BLOCK; }
 
 static uint32_t all_blocks(const token_tile *tile) { return ((uint32_t)1 << tile->num_blocks[VALUES]) - 1; }
 
-/* The blocks of values of which some of the `parts` are kept. A tile that begins within
- * a run keeps all: its blocks are not whole multiples of 16 tokens from its first one on. */
-static uint32_t whole_blocks(uint32_t kept, int parts, const token_tile *tile) {
+/* The blocks of values of whose `shares` some are kept. A tile that begins within a run keeps all:
+ * its shares do not begin where its blocks do. */
+static uint32_t whole_blocks(uint32_t kept, int shares, const token_tile *tile) {
   uint32_t whole = 0;
   if (tile->first[VALUES]) return all_blocks(tile);
   for (int b = 0; b < tile->num_blocks[VALUES]; b++)
-    if (kept >> b * parts & ((1u << parts) - 1)) whole |= 1u << b;
+    if (kept >> b * shares & ((1u << shares) - 1)) whole |= 1u << b;
   return whole;
 }
 
@@ -142,8 +142,8 @@ static uint32_t blocks_to_keep(const kvedge_attention *a, const kvedge_skipping 
   }
   const uint32_t kept = a->kernels->heavy_blocks(p, h->count, whole, factor) |
                         (h->tile->num_tokens > whole * KVEDGE_BLOCK ? 1u << whole : 0u);
-  const int parts = parts_of_block(a);
-  return parts == 1 ? kept : whole_blocks(kept, parts, h->tile);
+  const int shares = shares_of_block(a);
+  return shares == 1 ? kept : whole_blocks(kept, shares, h->tile);
 }
 
 /* Appends block b of a tile to `to`: where its values lie, and their probabilities. */
@@ -276,8 +276,8 @@ static void follow_maxima(float *sums, const float *by, int n) {
 int kvedge_skip_heads(const kvedge_attention *a, const head_tile *heads, int num, workspace *w,
                       kvedge_partial *partial) {
   kvedge_skipping *s = w->skipping;
-  const int num_blocks = heads->tile->num_blocks[VALUES], parts = parts_of_block(a);
-  s->seen += num * num_blocks * parts;
+  const int num_blocks = heads->tile->num_blocks[VALUES], shares = shares_of_block(a);
+  s->seen += num * num_blocks * shares;
   if (s->newest) follow_maxima(s->newest + kvedge_index_of(a, heads), w->rescale, num * heads->count);
   if (s->is_dense && s->wait > 0) return 0;
   for (int j = 0; j < num; j++) {
@@ -286,7 +286,7 @@ int kvedge_skip_heads(const kvedge_attention *a, const head_tile *heads, int num
     const int num_kept = __builtin_popcount(kept);
     s->looked_at += num_blocks, s->kept += num_kept;
     if (s->is_dense) continue;
-    s->dropped += (num_blocks - num_kept) * parts;
+    s->dropped += (num_blocks - num_kept) * shares;
     if (s->lists) list_kept(a, h, kept, w, partial);
     else sum_kept(a, h, kept, w, partial);
   }

@@ -206,7 +206,8 @@ kvedge_status kvedge_layer_set_key_offset(kvedge_layer *layer, const float *offs
 
 kvedge_status kvedge_layer_set_key_scale(kvedge_layer *layer, const float *scale) {
   KVEDGE_FLOAT_MODE;
-  if (!layer || kvedge_layer_len(layer) > 0 || (scale && kvedge_has_runs(&layer->keys))) return KVEDGE_ERROR_ARGUMENT;
+  if (!layer || kvedge_layer_len(layer) > 0 || (scale && kvedge_is_of_runs(layer->keys.format)))
+    return KVEDGE_ERROR_ARGUMENT;
   const size_t n = key_vector_size(&layer->config);
   float *own = layer->key_vectors + n;
   if (scale) {
@@ -410,7 +411,7 @@ kvedge_status kvedge_layer_set_len(kvedge_layer *layer, int64_t len) {
 
 kvedge_status kvedge_layer_drop_first(kvedge_layer *layer, int64_t num_tokens) {
   if (!layer || num_tokens < 0 || num_tokens > kvedge_layer_len(layer)) return KVEDGE_ERROR_ARGUMENT;
-  if (num_tokens > 0 && kvedge_holds_runs(layer)) return KVEDGE_ERROR_ARGUMENT;
+  if (num_tokens > 0 && kvedge_row_tokens(layer) > 1) return KVEDGE_ERROR_ARGUMENT;
   atomic_store_explicit(&layer->start, row_of(layer, num_tokens), memory_order_release);
   return KVEDGE_OK;
 }

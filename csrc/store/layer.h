@@ -36,8 +36,6 @@ static inline int kvedge_row_tokens(const kvedge_layer *layer) {
   return of_keys > of_values ? of_keys : of_values;
 }
 
-static inline int kvedge_holds_runs(const kvedge_layer *layer) { return kvedge_row_tokens(layer) > 1; }
-
 /* May blocks of a pool have so many tokens? */
 static inline int kvedge_is_block_size(const kvedge_layer *pool, int64_t block_size) {
   return block_size >= 1 && block_size <= pool->config.capacity && block_size % kvedge_row_tokens(pool) == 0;

@@ -75,7 +75,7 @@ static void load_run(const kvedge_side *side, int64_t row, int count, float *out
 void kvedge_rows_store(const kvedge_side *side, const kvedge_array *rows, int64_t num_tokens, int64_t at) {
   const int heads = side->num_kv_heads;
   if (num_tokens < 1) return;
-  if (kvedge_has_runs(side)) {
+  if (kvedge_is_of_runs(side->format)) {
     store_runs(side, rows, num_tokens, at);
     return;
   }
@@ -98,7 +98,7 @@ void kvedge_rows_load(const kvedge_side *side, int64_t start, int64_t stop, floa
   const int64_t num_rows = (stop - start) * side->num_kv_heads;
   const int dim = side->shape.dim;
   if (num_rows == 0) return;
-  if (kvedge_has_runs(side)) {
+  if (kvedge_is_of_runs(side->format)) {
     for (int64_t row = start, count; row < stop; row += count) {
       count = KVEDGE_RUN - row % KVEDGE_RUN < stop - row ? KVEDGE_RUN - row % KVEDGE_RUN : stop - row;
       load_run(side, row, (int)count, out + (row - start) * side->num_kv_heads * dim);
