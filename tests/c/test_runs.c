@@ -103,10 +103,10 @@ static void attend_case(void) {
   CHECK(kvedge_layer_set_key_scale(runs, key_scale) == KVEDGE_OK);
   CHECK(kvedge_layer_append(runs, keys, values, 32) == KVEDGE_OK);
   CHECK(kvedge_layer_append(runs, keys + 32 * heads * dim, values + 32 * heads * value_dim, len - 32) == KVEDGE_OK);
-  CHECK(kvedge_layer_copy(runs, copy) == KVEDGE_OK && kvedge_layer_set_len(copy, seen) == KVEDGE_OK);
   float *keys_given = copy_of(keys, len * heads * dim), *values_given = copy_of(values, len * heads * value_dim);
   CHECK(kvedge_layer_get_keys(runs, 0, len, keys) == KVEDGE_OK);
   CHECK(kvedge_layer_get_values(runs, 0, len, values) == KVEDGE_OK);
+  CHECK(kvedge_layer_set_len(runs, seen) == KVEDGE_OK && kvedge_layer_copy(runs, copy) == KVEDGE_OK);
   const kvedge_layer_config of_floats = {
       .format = KVEDGE_FLOAT32, .capacity = len, .num_kv_heads = heads, .head_dim = dim, .value_head_dim = value_dim};
   CHECK(kvedge_layer_create(&of_floats, &floats) == KVEDGE_OK);
