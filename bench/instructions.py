@@ -12,6 +12,7 @@ AVX-VNNI: only the scalar and the AVX2 paths are counted.
 
 attend: one decode step on one thread, per byte of keys and values stored (codes and scales).
 append: 512 tokens stored, per byte of float32 that comes in.
+Keys and values are int8; of one shape also in the runs of kivi, or one of them.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ TOLERANCE = 0.02
 
 ISAS = ("scalar", "avx2")
 SHAPES = ((32, 8, 64), (14, 2, 64), (16, 8, 128), (32, 32, 96), (4, 1, 256))
+INT8 = ("int8", "int8")
+RUNS = (("kivi4", "kivi4"), ("kivi8", "kivi8"), ("kivi4", "int8"), ("int8", "kivi4"))
+CASES = [(shape, INT8) for shape in SHAPES] + [((16, 8, 128), formats) for formats in RUNS]
 ATTEND_TOKENS = 2048  # enough that what a call costs once is below a hundredth
 APPEND_TOKENS = 512
 
@@ -84,14 +88,15 @@ def count_all() -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         program = build(Path(folder))
         for isa in ISAS:
-            for shape in SHAPES:
+            for shape, formats in CASES:
                 _, num_kv_heads, head_dim = shape
-                values = 2 * num_kv_heads * head_dim  # of a token: keys and values
-                stored = ATTEND_TOKENS * (values + 2 * num_kv_heads * 4)  # a float32 scale per row
-                given = APPEND_TOKENS * values * 4
+                given = APPEND_TOKENS * 2 * num_kv_heads * head_dim * 4  # keys and values
                 name = f"{isa} {','.join(map(str, shape))}"
-                attend = count(program, isa, shape, ATTEND_TOKENS, "kvedge_attend")
-                append = count(program, isa, shape, APPEND_TOKENS, "kvedge_layer_append")
+                if formats != INT8:
+                    name += f" {' '.join(formats)}"
+                case = (program, isa, shape, formats)
+                attend, stored = count(*case, ATTEND_TOKENS, "kvedge_attend")
+                append, _ = count(*case, APPEND_TOKENS, "kvedge_layer_append")
                 counts[f"attend {name}"] = round(attend / stored, 4)
                 counts[f"append {name}"] = round(append / given, 4)
     return counts
@@ -109,8 +114,15 @@ def build(folder: Path) -> Path:
     return program
 
 
-def count(program: Path, isa: str, shape: tuple[int, ...], tokens: int, function: str) -> int:
-    """Return the instructions within all calls of a function."""
+def count(
+    program: Path,
+    isa: str,
+    shape: tuple[int, ...],
+    formats: tuple[str, str],
+    tokens: int,
+    function: str,
+) -> tuple[int, int]:
+    """Return the instructions within all calls of a function, and the bytes stored."""
     done = subprocess.run(
         [
             "valgrind",
@@ -119,18 +131,20 @@ def count(program: Path, isa: str, shape: tuple[int, ...], tokens: int, function
             f"--toggle-collect={function}",
             str(program),
             *map(str, (*shape, tokens)),
+            *formats,
         ],
         env=os.environ | {"KVEDGE_ISA": isa},
         check=True,
         capture_output=True,
         text=True,
     )
-    if done.stdout.strip() != isa:
-        raise SystemExit(f"KVEDGE_ISA={isa} was asked for, {done.stdout.strip()} ran")
+    ran, stored = done.stdout.split()
+    if ran != isa:
+        raise SystemExit(f"KVEDGE_ISA={isa} was asked for, {ran} ran")
     collected = re.search(r"Collected : (\d+)", done.stderr)
     if collected is None or int(collected[1]) == 0:
         raise SystemExit(f"callgrind found no {function}:\n{done.stderr}")
-    return int(collected[1])
+    return int(collected[1]), int(stored)
 
 
 def compare(counts: dict[str, float], record: dict[str, float]) -> list[str]:

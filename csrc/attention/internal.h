@@ -38,12 +38,13 @@ typedef struct {
 typedef struct {
   const kvedge_format_info *format;
   kvedge_row_shape shape;
-  ptrdiff_t token_stride,
-      head_stride;       /* from a token, or head, to the next. Runs: 0, and from a head's run to the next's */
-  ptrdiff_t run_stride;  /* from a run, of all heads, to the next */
-  ptrdiff_t token_bytes; /* stored bytes of a token, all heads; of runs rounded down */
+  int block_tokens;                  /* of a tile's block: KVEDGE_BLOCK, or those of a run */
+  int block_rows;                    /* stored rows that hold them: as many, or one */
+  ptrdiff_t row_stride, head_stride; /* from a stored row to the next of the head, and to that of the next head */
+  ptrdiff_t token_bytes;             /* stored bytes of a token, all heads; of runs rounded down */
   ptrdiff_t scale_token_stride, scale_head_stride;
   ptrdiff_t first_row, first_scale; /* from a segment's start to KV head 0 of the view */
+  int first;                        /* of runs: where in the first run of the first segment token 0 lies; else 0 */
   float bound;                      /* as in kvedge_layer */
 } kvedge_view_side;
 
@@ -54,16 +55,9 @@ typedef struct {
   const float *key_offset; /* (num_kv_heads, head_dim) or NULL */
   const float *key_scale;  /* (num_kv_heads, head_dim) or NULL */
   int64_t len;             /* tokens in all segments */
-  int64_t first_row; /* where a side lies in runs: the row of token 0 in the first segment, which begins with a run as
-                            * all do, and ends with one unless it is the last; else 0 */
-  int num_segments;
+  int num_segments;        /* of runs each begins with one, and ends with one unless it is the last */
   const kvedge_segment *segments;
 } kvedge_cache_view;
-
-/* Do keys, or values, lie in runs? */
-static inline int kvedge_view_has_runs(const kvedge_cache_view *view) {
-  return kvedge_is_of_runs(view->side[KEYS].format) || kvedge_is_of_runs(view->side[VALUES].format);
-}
 
 /* Prepared queries of a query tile, each array in the order (KV head, query row, ...). */
 typedef struct {
@@ -191,8 +185,6 @@ static inline void *kvedge_take(char *base, size_t *used, size_t bytes) {
 /* The tokens of a view from `start` on; `segments` are those of the view. */
 void kvedge_cut_view(kvedge_cache_view *view, kvedge_segment *segments, int64_t start);
 
-/* May blocks of a pool have so many tokens? */
-int kvedge_is_block_size(const kvedge_layer *pool, int64_t block_size);
 /* Rows first_row..first_row+num_tokens-1 of blocks of a pool, at least one of them, as a view;
  * `segments` has room for one for each of their blocks. 0: a block is not in the pool. */
 int kvedge_view_blocks(const kvedge_layer *pool, int64_t block_size, const int32_t *blocks, int64_t first_row,

@@ -73,11 +73,11 @@ static int plan_tile(const kvedge_attention *a) {
   const kvedge_view_side *keys = &a->view.side[KEYS], *values = &a->view.side[VALUES];
   const int64_t of_token = keys->token_bytes + values->token_bytes;
   int64_t most = 2 * TILE_BYTES / (of_token > 0 ? of_token : 1);
-  const int64_t of_head = keys->head_stride * (KVEDGE_RUN / keys->format->tokens_per_group) +
-                          values->head_stride * (KVEDGE_RUN / values->format->tokens_per_group); /* for a run */
+  const int64_t of_head = keys->head_stride * (KVEDGE_RUN / keys->format->row_tokens) +
+                          values->head_stride * (KVEDGE_RUN / values->format->row_tokens); /* for a run */
   int64_t tile = 2 * a->kernels->tuning.step_bytes * KVEDGE_RUN / (of_head > 0 ? of_head : 1);
-  const int step = kvedge_view_has_runs(&a->view) ? KVEDGE_RUN : KVEDGE_BLOCK;
-  const int least = step == KVEDGE_RUN ? LEAST_TILE_OF_RUNS : LEAST_TILE;
+  const int step = keys->block_tokens > values->block_tokens ? keys->block_tokens : values->block_tokens;
+  const int least = step > KVEDGE_BLOCK ? LEAST_TILE_OF_RUNS : LEAST_TILE;
   if (most < least) most = least;
   if (tile > most) tile = most;
   tile = (tile + step - KVEDGE_BLOCK) / step * step; /* of runs: up, since a call for one costs much beside it */

@@ -1,16 +1,16 @@
 /* Prefetch of the next tile, by the kernels of each step; and reading of those rows of a tile that no step prefetched. */
 #include "attention/tile.h"
 
-/* A head tile prefetches as many entries of the next tile, in the order of memory (entries,
+/* A head tile prefetches as many blocks of the next tile, in the order of memory (blocks,
  * heads), as it has itself; where the next tile has fewer, some twice. Of `batch` heads side by
- * side each takes every batch-th entry from the j-th on, since kernels of a head batch prefetch
+ * side each takes every batch-th block from the j-th on, since kernels of a head batch prefetch
  * all of them together. */
-static void entries_to_prefetch(const kvedge_cache_view *view, int s, const token_tile *next, int batch, int j,
-                                head_tile *h) {
+static void blocks_to_prefetch(const kvedge_cache_view *view, int s, const token_tile *next, int batch, int j,
+                               head_tile *h) {
   const kvedge_view_side *side = &view->side[s];
-  const int heads = view->num_kv_heads, num_blocks = kvedge_num_entries(side, h->tile);
-  const int num_next = kvedge_num_entries(side, next), there = num_next * heads;
-  const ptrdiff_t of_head = (kvedge_is_of_runs(side->format) ? 1 : KVEDGE_BLOCK) * side->head_stride;
+  const int heads = view->num_kv_heads, num_blocks = h->tile->num_blocks[s];
+  const int num_next = next->num_blocks[s], there = num_next * heads;
+  const ptrdiff_t of_head = side->block_rows * side->head_stride;
   int first = batch > 1 ? (h->kv_head - j) * num_blocks + j : h->kv_head * num_blocks; /* counted over all */
   if (first >= there) first %= there;
   int block = first / heads, head = first % heads;
@@ -25,14 +25,14 @@ void kvedge_share_next(const kvedge_cache_view *view, const token_tile *next, in
   h->next_in_order = next->in_order;
   for (int s = 0; s < SIDES; s++) {
     h->prefetches[s] = next->num_tokens > 0;
-    if (next->num_tokens > 0) entries_to_prefetch(view, s, next, batch, j, h);
+    if (next->num_tokens > 0) blocks_to_prefetch(view, s, next, batch, j, h);
   }
 }
 
 void kvedge_prefetch_scales(const kvedge_cache_view *view, const token_tile *next, int s, int kv_head, int num) {
   __asm__ volatile(""); /* GCC drops calls of a function that does nothing but prefetch */
   const ptrdiff_t token_stride = view->side[s].scale_token_stride;
-  const int heads = view->num_kv_heads, tables = next->num_tokens == 0 ? 0 : next->in_order ? 1 : next->num_blocks;
+  const int heads = view->num_kv_heads, tables = next->num_tokens == 0 ? 0 : next->in_order ? 1 : next->num_blocks[s];
   const int whole_tables = tables >= heads;
   if (token_stride == 0) return;
   int first = 0, stop = tables;
@@ -71,31 +71,23 @@ static void fetch(const memory_range *range, int num_ranges) {
     if (range[i].bytes > 0) (void)*(const volatile char *)(range[i].start + range[i].bytes - 1);
 }
 
-/* Rows, or scales, of a tile's tokens from `known` on, whose blocks are at `blocks`; of a token,
- * row_bytes of all heads. (A view of one head has fewer of them than a token's stride.) */
-static void fetch_blocks(const token_tile *tile, const char *const *blocks, ptrdiff_t token_stride, ptrdiff_t row_bytes,
-                         int known) {
+/* Rows, or scales, of a tile's tokens from `known` on, whose blocks are at `blocks`: `stride` bytes from one to the next,
+ * row_bytes of all heads. (A view of one head has fewer of them than the stride.) */
+static void fetch_blocks(const kvedge_view_side *side, int s, const token_tile *tile, const char *const *blocks,
+                         ptrdiff_t stride, ptrdiff_t row_bytes, int known) {
   memory_range ranges[KVEDGE_TILE_BLOCKS];
   int num_ranges = 0;
-  if (token_stride == 0) return; /* no scales */
-  for (int b = known / KVEDGE_BLOCK; b < tile->num_blocks; b++) {
-    const int first = b * KVEDGE_BLOCK, from = known > first ? known - first : 0;
-    int tokens = tile->num_tokens - first;
-    if (tokens > KVEDGE_BLOCK && !tile->in_order) tokens = KVEDGE_BLOCK;
-    ranges[num_ranges++] =
-        (memory_range){blocks[b] + from * token_stride, (tokens - from - 1) * token_stride + row_bytes};
+  if (stride == 0) return; /* no scales */
+  const int start = (int)kvedge_row_of(side->format, tile->first[s] + known);
+  const int stop = (int)kvedge_num_rows(side->format, tile->first[s] + tile->num_tokens);
+  for (int b = start / side->block_rows; b < tile->num_blocks[s]; b++) {
+    const int first = b * side->block_rows, from = start > first ? start - first : 0;
+    int rows = stop - first;
+    if (rows > side->block_rows && !tile->in_order) rows = side->block_rows;
+    ranges[num_ranges++] = (memory_range){blocks[b] + from * stride, (rows - from - 1) * stride + row_bytes};
     if (tile->in_order) break; /* the rest lies behind it */
   }
   fetch(ranges, num_ranges);
-}
-
-/* Runs of a tile, but for those that hold the `known` first of its tokens. */
-static void fetch_runs(const kvedge_cache_view *view, const token_tile *tile, int s, int known) {
-  const ptrdiff_t bytes = view->num_kv_heads * view->side[s].head_stride;
-  const int num_runs = kvedge_num_entries(&view->side[s], tile), from = known / KVEDGE_RUN;
-  memory_range ranges[KVEDGE_TILE_BLOCKS];
-  for (int r = from; r < num_runs; r++) ranges[r - from] = (memory_range){tile->rows[s][r], bytes};
-  fetch(ranges, num_runs - from);
 }
 
 /* All of a call's first tile, for a start. In the order of memory, at memory's speed: by heads, as steps read it, it
@@ -110,11 +102,8 @@ void kvedge_fetch_rest(const kvedge_cache_view *view, const token_tile *tile, co
     /* blocks of the next tile, one for each of this one's */
     prefetched.num_tokens[s] = reads[s] ? tile->num_tokens : 0;
     if (known >= tile->num_tokens || !reads[s]) continue;
-    if (kvedge_is_of_runs(side->format)) {
-      fetch_runs(view, tile, s, known);
-      continue;
-    }
-    fetch_blocks(tile, tile->scales[s], side->scale_token_stride, view->num_kv_heads * side->scale_head_stride, known);
-    fetch_blocks(tile, tile->rows[s], side->token_stride, view->num_kv_heads * side->head_stride, known);
+    fetch_blocks(side, s, tile, tile->scales[s], side->scale_token_stride, view->num_kv_heads * side->scale_head_stride,
+                 known);
+    fetch_blocks(side, s, tile, tile->rows[s], side->row_stride, view->num_kv_heads * side->head_stride, known);
   }
 }

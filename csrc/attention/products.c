@@ -23,10 +23,10 @@ static const float *tile_scales(const kvedge_attention *a, const token_tile *til
   int left = a->view.num_kv_heads * num_groups - column;
   int count = left < KVEDGE_SCALE_COLUMNS ? left : KVEDGE_SCALE_COLUMNS;
   ptrdiff_t at = column * side->scale_head_stride / num_groups;
-  for (int b = 0, blocks; b < tile->num_blocks; b += blocks) {
+  for (int b = 0, blocks; b < tile->num_blocks[s]; b += blocks) {
     const int first = b * KVEDGE_BLOCK;
     int tokens = tile->num_tokens - first;
-    blocks = tile->in_order ? tile->num_blocks : 1;
+    blocks = tile->in_order ? tile->num_blocks[s] : 1;
     if (tokens > blocks * KVEDGE_BLOCK) tokens = blocks * KVEDGE_BLOCK;
     a->kernels->transpose_scales(tile->scales[s][b] + at, side->shape.scale_type, side->scale_token_stride, tokens,
                                  count, a->factor[s], columns->scale[0] + first, SCALES);
@@ -47,12 +47,12 @@ static kvedge_tile rows_of_group(const kvedge_attention *a, const head_tile *h, 
   const ptrdiff_t start_bytes = (ptrdiff_t)start * side->format->bits / 8;
   kvedge_tile rows = {.blocks = h->tile->rows[s],
                       .offset = h->kv_head * side->head_stride + start_bytes,
-                      .token_stride = side->token_stride,
+                      .token_stride = side->row_stride,
                       .num_tokens = h->tile->num_tokens,
                       .dim = left < side->shape.group_size ? left : side->shape.group_size,
                       .factor = a->factor[s],
                       .bits = side->format->bits,
-                      .first = h->tile->first};
+                      .first = h->tile->first[s]};
   if (h->prefetches[s]) rows.next = (kvedge_prefetch){h->next[s], KVEDGE_BLOCK * start_bytes, h->next_in_order};
   if (side->shape.num_groups) {
     rows.scales = tile_scales(a, h->tile, s, h->kv_head, group, &w->scales[s]);
@@ -74,7 +74,7 @@ static kvedge_tile decode_block(const kvedge_attention *a, const head_tile *h, i
   const int num_tokens = left < KVEDGE_BLOCK ? left : KVEDGE_BLOCK;
   const char *rows = h->tile->rows[s][b] + h->kv_head * side->head_stride;
   const char *scales = h->tile->scales[s][b] + h->kv_head * side->scale_head_stride;
-  for (int t = 0; t < num_tokens; t++, rows += side->token_stride, scales += side->scale_token_stride)
+  for (int t = 0; t < num_tokens; t++, rows += side->row_stride, scales += side->scale_token_stride)
     side->format->decode(&side->shape, rows, scales, 1, room->values + t * dim);
   for (ptrdiff_t at = 0; h->prefetches[s] && at < KVEDGE_BLOCK * side->head_stride; at += 64)
     __builtin_prefetch(h->next[s][b] + at, 0, 2);
@@ -169,7 +169,7 @@ static kvedge_query query_of_group(const kvedge_attention *a, const head_tile *h
 static void decoded_scores(const kvedge_attention *a, const head_tile *h, float *scores, workspace *w) {
   kvedge_query q = query_of_group(a, h, 0, 0, h->count, w);
   decoded_block *room = kvedge_take_scratch(&q.scratch, sizeof *room);
-  for (int b = 0; b < h->tile->num_blocks; b++) {
+  for (int b = 0; b < h->tile->num_blocks[KEYS]; b++) {
     const kvedge_tile keys = decode_block(a, h, KEYS, b, room);
     a->cells[KEYS]->scores(&q, &keys, scores + b * KVEDGE_BLOCK, 0);
   }
@@ -234,7 +234,7 @@ void kvedge_weighted_sum(const kvedge_attention *a, const head_tile *h, float *p
   if (takes_factor) take_factor(a, h, probabilities);
   if (a->decodes[VALUES]) {
     decoded_block *room = kvedge_take_scratch(&p.scratch, sizeof *room);
-    for (int b = 0; b < h->tile->num_blocks; b++, p.p += KVEDGE_BLOCK, to.rescale = one) {
+    for (int b = 0; b < h->tile->num_blocks[VALUES]; b++, p.p += KVEDGE_BLOCK, to.rescale = one) {
       kvedge_tile values = decode_block(a, h, VALUES, b, room);
       if (takes_factor) values.factor = 1.0f;
       a->cells[VALUES]->weighted_sum(&p, &values, &to);

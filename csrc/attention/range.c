@@ -30,17 +30,16 @@ static const kvedge_segment *segment_of(kvedge_row_cursor *c, int64_t token) {
   return &c->view->segments[c->segment];
 }
 
-/* The bound of a token's rows of `num_heads` heads. */
+/* The bound of the rows of `num_heads` heads that a token lies in. */
 float kvedge_bound_of_rows(kvedge_row_cursor *c, int s, int64_t token, int kv_head, int num_heads) {
   const kvedge_cache_view *view = c->view;
-  if (kvedge_is_of_runs(view->side[s].format)) return view->side[s].bound;
-  const kvedge_segment *segment = segment_of(c, token);
-  const int64_t offset = token - c->start + (c->segment == 0 ? view->first_row : 0);
   const kvedge_view_side *side = &view->side[s];
-  return side->format->bound(
-      &side->shape, segment->rows[s] + side->first_row + offset * side->token_stride + kv_head * side->head_stride,
-      segment->scales[s] + side->first_scale + offset * side->scale_token_stride + kv_head * side->scale_head_stride,
-      num_heads);
+  const kvedge_segment *segment = segment_of(c, token);
+  const int64_t offset = token - c->start + (c->segment == 0 ? side->first : 0);
+  const ptrdiff_t row = kvedge_row_of(side->format, offset) * side->row_stride + kv_head * side->head_stride;
+  const ptrdiff_t scale = offset * side->scale_token_stride + kv_head * side->scale_head_stride;
+  return side->format->bound(&side->shape, segment->rows[s] + side->first_row + row,
+                             segment->scales[s] + side->first_scale + scale, num_heads);
 }
 
 /* The largest of what is seen, of all heads. */

@@ -7,7 +7,7 @@
  * no row loses more, whatever the data. The sum counts what is dropped, so the log-sum-exp stays
  * as it is (docs/numerics.md).
  *
- * Values in runs are dropped as whole runs, of two blocks of which neither matters, of tiles that begin with one.
+ * Values in runs are dropped as whole runs, where no 16 of their tokens matter, of tiles that begin with one.
  *
  * A decoded token waits for memory: kept blocks are prefetched and join a list of their KV head,
  * which is summed when it and the one after it are full, as if it were a tile. A prompt waits
@@ -39,7 +39,7 @@ struct kvedge_skipping {
   int is_dense;          /* values of this tile are read as a whole */
   int wait, longest;     /* tiles until it is looked at whether they need be, and how many there were */
   int looked_at, kept;   /* blocks of this tile, of all KV heads */
-  int64_t seen, dropped; /* blocks of the slice */
+  int64_t seen, dropped; /* of the slice, in blocks of 16 tokens */
   kept_list (*lists)[2]; /* (num_kv_heads): the one that is filled, and a full one that is waited for */
 };
 
@@ -72,7 +72,7 @@ static char *state_of(const kvedge_attention *a, int slot) { return a->skipping 
 
 static int pays(const kvedge_attention *a, int64_t tokens) {
   const kvedge_view_side *values = &a->view.side[VALUES];
-  return tokens >= LEAST_TOKENS && (values->head_stride >= LEAST_ROW || values->head_stride == values->token_stride);
+  return tokens >= LEAST_TOKENS && (values->head_stride >= LEAST_ROW || values->head_stride == values->row_stride);
 }
 
 kvedge_skipping *kvedge_skip_start(const kvedge_attention *a, const kvedge_row_block *block, int slot) {
@@ -112,20 +112,22 @@ void kvedge_tolerance_counts(int64_t *seen, int64_t *dropped) {
 
 /* ---- What is kept ---- */
 
-/* Blocks of an entry of a tile's table: those of a run, else 1. */
-static int blocks_of_entry(const kvedge_attention *a) {
-  return kvedge_is_of_runs(a->view.side[VALUES].format) ? KVEDGE_RUN / KVEDGE_BLOCK : 1;
+/* Shares of the tolerance that a block of values has: one for each 16 tokens. */
+static int shares_of_block(const kvedge_attention *a) { return a->view.side[VALUES].block_tokens / KVEDGE_BLOCK; }
+
+static uint32_t all_blocks(const token_tile *tile) { return ((uint32_t)1 << tile->num_blocks[VALUES]) - 1; }
+
+/* The blocks of values of whose `shares` some are kept. A tile that begins within a run keeps all:
+ * its shares do not begin where its blocks do. */
+static uint32_t whole_blocks(uint32_t kept, int shares, const token_tile *tile) {
+  uint32_t whole = 0;
+  if (tile->first[VALUES]) return all_blocks(tile);
+  for (int b = 0; b < tile->num_blocks[VALUES]; b++)
+    if (kept >> b * shares & ((1u << shares) - 1)) whole |= 1u << b;
+  return whole;
 }
 
-/* All blocks of runs of which some are kept. A tile that begins within a run keeps all: its runs
- * are not pairs of blocks. */
-static uint32_t whole_runs(uint32_t kept, const token_tile *tile) {
-  const uint32_t all = ((uint32_t)1 << tile->num_blocks) - 1, pairs = 0x55555555u;
-  kept = (kept | kept >> 1) & pairs;
-  return tile->first ? all : (kept | kept << 1) & all;
-}
-
-/* The blocks of a head tile that matter to some of its queries. One of fewer than 16 tokens does: it has no share. */
+/* The blocks of a head tile that matter to some of its queries. Fewer than 16 tokens do: they have no share. */
 static uint32_t blocks_to_keep(const kvedge_attention *a, const kvedge_skipping *s, const head_tile *h, const float *p,
                                const kvedge_partial *partial) {
   const float *sum = partial->sum + kvedge_index_of(a, h),
@@ -138,24 +140,24 @@ static uint32_t blocks_to_keep(const kvedge_attention *a, const kvedge_skipping 
     factor[i] = least > 0.0f ? s->share / least : 0.0f; /* 0: it has seen nothing */
     if (!(factor[i] <= FLT_MAX)) factor[i] = FLT_MAX;
   }
-  const uint32_t kept =
-      a->kernels->heavy_blocks(p, h->count, whole, factor) | (h->tile->num_blocks > whole ? 1u << whole : 0u);
-  return blocks_of_entry(a) == 1 ? kept : whole_runs(kept, h->tile);
+  const uint32_t kept = a->kernels->heavy_blocks(p, h->count, whole, factor) |
+                        (h->tile->num_tokens > whole * KVEDGE_BLOCK ? 1u << whole : 0u);
+  const int shares = shares_of_block(a);
+  return shares == 1 ? kept : whole_blocks(kept, shares, h->tile);
 }
 
-/* Appends to `to` the entry that begins with block b of a tile: where its values lie, and their probabilities. */
-static void add_entry(const kvedge_attention *a, const head_tile *h, int b, const float *p, token_tile *to,
+/* Appends block b of a tile to `to`: where its values lie, and their probabilities. */
+static void add_block(const kvedge_attention *a, const head_tile *h, int b, const float *p, token_tile *to,
                       float *to_p) {
-  const int blocks = blocks_of_entry(a), at = to->num_blocks, left = h->tile->num_tokens - b * KVEDGE_BLOCK;
-  const int num_tokens = left < blocks * KVEDGE_BLOCK ? left : blocks * KVEDGE_BLOCK;
+  const int size = a->view.side[VALUES].block_tokens, at = to->num_blocks[VALUES]++;
+  const int left = h->tile->num_tokens - b * size, num_tokens = left < size ? left : size;
   if (at == 0) to->token = h->tile->token;
-  to->rows[VALUES][at / blocks] = h->tile->rows[VALUES][b / blocks];
-  if (blocks == 1) to->scales[VALUES][at] = h->tile->scales[VALUES][b];
+  to->rows[VALUES][at] = h->tile->rows[VALUES][b];
+  to->scales[VALUES][at] = h->tile->scales[VALUES][b];
   to->num_tokens += num_tokens;
-  to->num_blocks += (num_tokens + KVEDGE_BLOCK - 1) / KVEDGE_BLOCK;
   for (int i = 0; i < h->count; i++)
-    memmove(to_p + i * KVEDGE_TILE + at * KVEDGE_BLOCK, p + i * KVEDGE_TILE + b * KVEDGE_BLOCK,
-            (size_t)(to->num_blocks - at) * KVEDGE_BLOCK * sizeof *p);
+    memmove(to_p + i * KVEDGE_TILE + at * size, p + i * KVEDGE_TILE + b * size,
+            (size_t)((num_tokens + KVEDGE_BLOCK - 1) / KVEDGE_BLOCK * KVEDGE_BLOCK) * sizeof *p);
 }
 
 /* Accumulators to a new maximum. */
@@ -184,18 +186,17 @@ static void sum_kept(const kvedge_attention *a, const head_tile *h, uint32_t kep
     rescale(a, h, by, partial);
     return;
   }
-  if (kept == ((uint32_t)1 << h->tile->num_blocks) - 1) {
+  if (kept == all_blocks(h->tile)) {
     kvedge_weighted_sum(a, h, p, by, w, partial);
     return;
   }
   token_tile tile = {.num_tokens = 0};
   head_tile own = *h;
   own.tile = &tile;
-  const int blocks = blocks_of_entry(a);
-  for (int b = 0; b < h->tile->num_blocks; b += blocks) {
+  for (int b = 0; b < h->tile->num_blocks[VALUES]; b++) {
     if (!(kept >> b & 1)) continue;
-    own.next[VALUES][tile.num_blocks / blocks] = h->next[VALUES][b / blocks];
-    add_entry(a, h, b, p, &tile, p);
+    own.next[VALUES][tile.num_blocks[VALUES]] = h->next[VALUES][b];
+    add_block(a, h, b, p, &tile, p);
   }
   own.next_in_order = 0;
   w->scales[VALUES].first = -KVEDGE_SCALE_COLUMNS;
@@ -212,7 +213,7 @@ static void sum_list(const kvedge_attention *a, const head_tile *h, kept_list *l
   w->scales[VALUES].first = -KVEDGE_SCALE_COLUMNS;
   kvedge_weighted_sum(a, &own, list->p, unchanged, w, partial);
   w->scales[VALUES].first = -KVEDGE_SCALE_COLUMNS;
-  list->tile.num_tokens = list->tile.num_blocks = 0;
+  list->tile.num_tokens = list->tile.num_blocks[VALUES] = 0;
 }
 
 /* The older first, and then the one that was filled. */
@@ -229,15 +230,11 @@ KVEDGE_INLINE void prefetch_rows(const char *row, int num_rows, ptrdiff_t stride
       __builtin_prefetch((const void *)line, 0, 2);
 }
 
-static void prefetch_entry(const kvedge_view_side *values, const token_tile *tile, int b, int blocks, int kv_head) {
-  const char *rows = tile->rows[VALUES][b / blocks] + kv_head * values->head_stride;
-  if (blocks > 1) {
-    prefetch_rows(rows, 1, 0, values->head_stride);
-    return;
-  }
+static void prefetch_block(const kvedge_view_side *values, const token_tile *tile, int b, int kv_head) {
+  const char *rows = tile->rows[VALUES][b] + kv_head * values->head_stride;
   const ptrdiff_t scale_bytes = (KVEDGE_BLOCK - 1) * values->scale_token_stride + values->scale_head_stride;
   const char *scales = tile->scales[VALUES][b] + kv_head * values->scale_head_stride;
-  prefetch_rows(rows, KVEDGE_BLOCK, values->token_stride, values->head_stride);
+  prefetch_rows(rows, values->block_rows, values->row_stride, values->head_stride);
   for (ptrdiff_t at = 0; values->scale_head_stride && at < scale_bytes; at += 64) __builtin_prefetch(scales + at, 0, 2);
 }
 
@@ -250,21 +247,21 @@ static void list_kept(const kvedge_attention *a, const head_tile *h, uint32_t ke
     sum_lists(a, h, w, partial);
     rescale(a, h, by, partial);
   }
-  const int blocks = blocks_of_entry(a);
-  if (blocks > 1 && h->tile->first) { /* within a run: as a whole */
+  const kvedge_view_side *values = &a->view.side[VALUES];
+  if (h->tile->first[VALUES]) { /* within a run: as a whole */
     kvedge_weighted_sum(a, h, p, unchanged, w, partial);
     return;
   }
-  for (int b = 0; b < h->tile->num_blocks; b += blocks) {
+  for (int b = 0; b < h->tile->num_blocks[VALUES]; b++) {
     if (!(kept >> b & 1)) continue;
-    const int is_full = lists[0].tile.num_blocks == KVEDGE_TILE_BLOCKS;
-    if (is_full || lists[0].tile.num_tokens % (blocks * KVEDGE_BLOCK)) {
+    const int held = lists[0].tile.num_tokens;
+    if (held == KVEDGE_TILE || held % values->block_tokens) {
       sum_list(a, h, &lists[1], w, partial);
       const kept_list full = lists[0];
       lists[0] = lists[1], lists[1] = full;
     }
-    prefetch_entry(&a->view.side[VALUES], h->tile, b, blocks, h->kv_head);
-    add_entry(a, h, b, p, &lists[0].tile, lists[0].p);
+    prefetch_block(values, h->tile, b, h->kv_head);
+    add_block(a, h, b, p, &lists[0].tile, lists[0].p);
   }
 }
 
@@ -279,8 +276,8 @@ static void follow_maxima(float *sums, const float *by, int n) {
 int kvedge_skip_heads(const kvedge_attention *a, const head_tile *heads, int num, workspace *w,
                       kvedge_partial *partial) {
   kvedge_skipping *s = w->skipping;
-  const int num_blocks = heads->tile->num_blocks;
-  s->seen += num * num_blocks;
+  const int num_blocks = heads->tile->num_blocks[VALUES], shares = shares_of_block(a);
+  s->seen += num * num_blocks * shares;
   if (s->newest) follow_maxima(s->newest + kvedge_index_of(a, heads), w->rescale, num * heads->count);
   if (s->is_dense && s->wait > 0) return 0;
   for (int j = 0; j < num; j++) {
@@ -289,7 +286,7 @@ int kvedge_skip_heads(const kvedge_attention *a, const head_tile *heads, int num
     const int num_kept = __builtin_popcount(kept);
     s->looked_at += num_blocks, s->kept += num_kept;
     if (s->is_dense) continue;
-    s->dropped += num_blocks - num_kept;
+    s->dropped += (num_blocks - num_kept) * shares;
     if (s->lists) list_kept(a, h, kept, w, partial);
     else sum_kept(a, h, kept, w, partial);
   }

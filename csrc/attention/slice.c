@@ -19,53 +19,46 @@ typedef struct {
   int64_t segment_start;
 } tile_cursor;
 
-/* Adds the runs of a side that hold `count` tokens, from a row of a segment on, to a tile that has `num` of them. */
-static void add_runs(const kvedge_cache_view *view, int s, const kvedge_segment *segment, int64_t row, int64_t count,
-                     int num, token_tile *tile) {
-  const kvedge_view_side *side = &view->side[s];
-  for (int64_t i = row / KVEDGE_RUN; i * KVEDGE_RUN < row + count; i++, num++)
-    tile->rows[s][num] = segment->rows[s] + side->first_row + i * side->run_stride;
-}
-
-/* The same of blocks of rows, from the tile's block number `first` on. */
-static void add_blocks(const kvedge_cache_view *view, int s, const kvedge_segment *segment, int64_t row, int first,
-                       token_tile *tile) {
-  const kvedge_view_side *side = &view->side[s];
-  const char *rows = segment->rows[s] + side->first_row + row * side->token_stride;
-  const char *scales = segment->scales[s] + side->first_scale + row * side->scale_token_stride;
-  for (int b = first; b < tile->num_blocks; b++) {
-    tile->rows[s][b] = rows + (b - first) * KVEDGE_BLOCK * side->token_stride;
-    tile->scales[s][b] = scales + (b - first) * KVEDGE_BLOCK * side->scale_token_stride;
+/* Adds the blocks of a side that hold `count` tokens, from one of a segment on, to a tile that has `had` tokens. */
+static void add_blocks(const kvedge_view_side *side, int s, const kvedge_segment *segment, int64_t token, int had,
+                       int count, token_tile *tile) {
+  const char *rows = segment->rows[s] + side->first_row + kvedge_row_of(side->format, token) * side->row_stride;
+  const char *scales = segment->scales[s] + side->first_scale + token * side->scale_token_stride;
+  if (had == 0) tile->first[s] = kvedge_place_in_row(side->format, token);
+  const int stop = (tile->first[s] + had + count + side->block_tokens - 1) / side->block_tokens;
+  for (int b = tile->num_blocks[s]; b < stop; b++) {
+    tile->rows[s][b] = rows, tile->scales[s][b] = scales;
+    rows += side->block_rows * side->row_stride, scales += side->block_tokens * side->scale_token_stride;
   }
+  tile->num_blocks[s] = stop;
 }
 
 /* Adds `count` tokens of segment `index`, from `offset` on, to a tile. */
 static void add_tokens(const kvedge_cache_view *view, int index, int64_t offset, int64_t count, token_tile *tile) {
-  const kvedge_segment *segment = &view->segments[index];
-  const int64_t row = offset + (index == 0 ? view->first_row : 0);
-  const int first = tile->num_blocks;
-  int runs = 0; /* that the tile has */
-  if (first == 0) tile->first = (int)(row % KVEDGE_RUN);
-  else runs = (tile->first + tile->num_tokens + KVEDGE_RUN - 1) / KVEDGE_RUN;
+  for (int s = 0; s < SIDES; s++) {
+    const kvedge_view_side *side = &view->side[s];
+    const int64_t token = offset + (index == 0 ? side->first : 0);
+    add_blocks(side, s, &view->segments[index], token, tile->num_tokens, (int)count, tile);
+  }
   tile->num_tokens += (int)count;
-  tile->num_blocks = (tile->num_tokens + KVEDGE_BLOCK - 1) / KVEDGE_BLOCK;
-  for (int s = 0; s < SIDES; s++)
-    if (kvedge_is_of_runs(view->side[s].format)) add_runs(view, s, segment, row, count, runs, tile);
-    else add_blocks(view, s, segment, row, first, tile);
 }
+
+/* No tokens yet. */
+static void clear_tile(token_tile *tile) { tile->num_tokens = tile->num_blocks[KEYS] = tile->num_blocks[VALUES] = 0; }
 
 static token_tile next_tile(const kvedge_attention *a, tile_cursor *cursor) {
   const kvedge_cache_view *view = &a->view;
   const int64_t i = cursor->next;
   token_tile tile;
-  tile.num_tokens = tile.num_blocks = tile.first = 0;
+  clear_tile(&tile);
   if (i >= cursor->stop) return tile;
   int in_sinks = i < cursor->attended.sinks;
   tile.token = in_sinks ? i : i - cursor->attended.sinks + cursor->attended.first;
   tile.in_order = 1;
   /* Tiles start at multiples of their size: a token is always weighted beside the same others, so a
-   * prompt gives the same results in whatever chunks it comes. Of runs, at multiples in rows. */
-  int64_t count = a->tile - (tile.token + view->first_row) % a->tile;
+   * prompt gives the same results in whatever chunks it comes. Of runs, at multiples from the first one on. */
+  const int first = view->side[KEYS].first | view->side[VALUES].first; /* both are the same, or one is 0 */
+  int64_t count = a->tile - (tile.token + first) % a->tile;
   if (in_sinks && count > cursor->attended.sinks - i) count = cursor->attended.sinks - i;
   if (count > cursor->stop - i) count = cursor->stop - i;
   while (tile.token >= cursor->segment_start + view->segments[cursor->segment].num_tokens)
@@ -102,7 +95,7 @@ static tile_cursor start_of_chunk(const kvedge_attention *a, const kvedge_row_bl
 static int lie_alike(const kvedge_cache_view *one, const kvedge_cache_view *other) {
   for (int s = 0; s < SIDES; s++) {
     const kvedge_view_side *a = &one->side[s], *b = &other->side[s];
-    if (a->format != b->format || a->token_stride != b->token_stride || a->head_stride != b->head_stride ||
+    if (a->format != b->format || a->row_stride != b->row_stride || a->head_stride != b->head_stride ||
         a->scale_token_stride != b->scale_token_stride || a->shape.group_size != b->shape.group_size)
       return 0;
   }
@@ -111,7 +104,7 @@ static int lie_alike(const kvedge_cache_view *one, const kvedge_cache_view *othe
 
 static token_tile first_tile(const kvedge_cache_view *view, kvedge_slice of) {
   token_tile none;
-  none.num_tokens = none.num_blocks = none.first = 0;
+  clear_tile(&none);
   if (!of.attention || !lie_alike(view, &of.attention->view)) return none;
   const kvedge_row_block block = kvedge_row_block_of(of.attention, of.slice / of.attention->chunks_per_block);
   tile_cursor cursor = start_of_chunk(of.attention, &block, of.slice % of.attention->chunks_per_block);

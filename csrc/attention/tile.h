@@ -5,15 +5,14 @@
 
 #include "attention/internal.h"
 
-/* Tokens token..token+num_tokens-1 of all heads, as a table of blocks of KVEDGE_BLOCK tokens. */
+/* Tokens token..token+num_tokens-1 of all heads, as a table of blocks of keys, and one of values. */
 typedef struct {
   int64_t token;
   int num_tokens; /* 0: there is none */
-  int num_blocks;
-  int in_order; /* the blocks lie side by side */
-  int first;    /* where a side lies in runs: where in the first of these the tile begins */
-  const char
-      *rows[SIDES][KVEDGE_TILE_BLOCKS]; /* of KV head 0 of the view; the others' lie at an offset. Of runs: these */
+  int num_blocks[SIDES];
+  int first[SIDES];                              /* of runs: where in the first one the tile begins; else 0 */
+  int in_order;                                  /* the blocks lie side by side */
+  const char *rows[SIDES][KVEDGE_TILE_BLOCKS];   /* of KV head 0 of the view; the others' lie at an offset */
   const char *scales[SIDES][KVEDGE_TILE_BLOCKS]; /* their scales */
 } token_tile;
 
@@ -38,12 +37,6 @@ struct kvedge_workspace {
 };
 typedef kvedge_workspace workspace;
 
-/* Entries of a tile's table of keys or values: its blocks, or its runs. */
-static inline int kvedge_num_entries(const kvedge_view_side *side, const token_tile *tile) {
-  if (!kvedge_is_of_runs(side->format)) return tile->num_blocks;
-  return (tile->first + tile->num_tokens + KVEDGE_RUN - 1) / KVEDGE_RUN;
-}
-
 /* A head tile: one KV head of a tile, and the query rows that meet it: first..first+count-1 of those of the KV head. */
 typedef struct {
   const token_tile *tile;
@@ -52,7 +45,7 @@ typedef struct {
   int at; /* of their rows in the workspace */
   const kvedge_queries *queries;
   int masking;                                 /* as kvedge_needs_masking() */
-  const char *next[SIDES][KVEDGE_TILE_BLOCKS]; /* blocks, or runs, of the next tile to prefetch */
+  const char *next[SIDES][KVEDGE_TILE_BLOCKS]; /* blocks of the next tile to prefetch */
   int prefetches[SIDES], next_in_order;        /* 0: nothing is prefetched */
 } head_tile;
 
@@ -63,7 +56,7 @@ static inline size_t kvedge_index_of(const kvedge_attention *a, const head_tile 
 
 /* ---- prefetch.c ---- */
 
-/* What head tile j of a batch (batch 1: there is none) prefetches of the next tile: an entry for each of its own. */
+/* What head tile j of a batch (batch 1: there is none) prefetches of the next tile: a block for each of its own. */
 void kvedge_share_next(const kvedge_cache_view *view, const token_tile *next, int batch, int j, head_tile *h);
 /* The scales of the next tile that a step of `num` KV heads from kv_head on prefetches: some of
  * its blocks, or where these are few some of each one's lines, in the order of memory. (Zen 4

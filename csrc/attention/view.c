@@ -4,17 +4,20 @@
 
 /* ---- A layer ---------------------------------------------------------------------------------- */
 
-static kvedge_view_side view_side(const kvedge_side *side, float bound) {
+static kvedge_view_side view_side(const kvedge_side *side, int64_t first, float bound) {
+  const int row_tokens = side->format->row_tokens, block_tokens = row_tokens > KVEDGE_BLOCK ? row_tokens : KVEDGE_BLOCK;
   const ptrdiff_t heads = side->num_kv_heads, row = (ptrdiff_t)side->row_bytes,
                   scales = (ptrdiff_t)side->scale_row_bytes;
   return (kvedge_view_side){.format = side->format,
                             .shape = side->shape,
-                            .token_stride = kvedge_has_runs(side) ? 0 : row * heads,
+                            .block_tokens = block_tokens,
+                            .block_rows = block_tokens / row_tokens,
+                            .row_stride = row * heads,
                             .head_stride = row,
-                            .run_stride = row * heads,
-                            .token_bytes = row * heads / side->format->tokens_per_group,
+                            .token_bytes = row * heads / row_tokens,
                             .scale_token_stride = scales * heads,
                             .scale_head_stride = scales,
+                            .first = kvedge_place_in_row(side->format, first),
                             .bound = bound};
 }
 
@@ -26,21 +29,18 @@ kvedge_cache_view kvedge_layer_view(const kvedge_layer *layer, const kvedge_atte
     if (options->first_row >= 0) row = options->first_row < stop ? options->first_row : stop;
     len = options->num_tokens > 0 && options->num_tokens <= stop - row ? options->num_tokens : 0; /* 0: refused */
   }
-  const int64_t first_row = kvedge_holds_runs(layer) ? row : 0;
-  row -= first_row;
   *segment = (kvedge_segment){
       .rows = {kvedge_codes_at(&layer->keys,  row), kvedge_codes_at(&layer->values,  row)},
       .scales = {kvedge_scales_at(&layer->keys, row), kvedge_scales_at(&layer->values, row)},
       .num_tokens = len
   };
   return (kvedge_cache_view){
-      .side = {view_side(&layer->keys, atomic_load_explicit(&layer->key_bound, memory_order_relaxed)),
-               view_side(&layer->values, atomic_load_explicit(&layer->value_bound, memory_order_relaxed))},
+      .side = {view_side(&layer->keys, row, atomic_load_explicit(&layer->key_bound, memory_order_relaxed)),
+               view_side(&layer->values, row, atomic_load_explicit(&layer->value_bound, memory_order_relaxed))},
       .num_kv_heads = layer->config.num_kv_heads,
       .key_offset = layer->keys.offset,
       .key_scale = layer->keys.scale,
       .len = len,
-      .first_row = first_row,
       .num_segments = 1,
       .segments = segment
   };
@@ -51,26 +51,20 @@ void kvedge_cut_view(kvedge_cache_view *view, kvedge_segment *segments, int64_t 
   while (view->num_segments > 1 && start >= segments->num_tokens) {
     start -= segments->num_tokens;
     segments++, view->num_segments--;
-    view->first_row = 0;
+    view->side[KEYS].first = view->side[VALUES].first = 0;
   }
   view->segments = segments;
   segments->num_tokens -= start;
-  if (kvedge_view_has_runs(view)) { /* segments begin where they did */
-    view->first_row += start;
-    return;
-  }
   for (int s = 0; s < SIDES; s++) {
-    segments->rows[s] += start * view->side[s].token_stride;
-    segments->scales[s] += start * view->side[s].scale_token_stride;
+    kvedge_view_side *side = &view->side[s];
+    const int64_t token = side->first + start;
+    segments->rows[s] += kvedge_row_of(side->format, token) * side->row_stride;
+    segments->scales[s] += start * side->scale_token_stride;
+    side->first = kvedge_place_in_row(side->format, token);
   }
 }
 
 /* ---- Blocks of a pool: a segment for each, or for several that are neighbours ----------------- */
-
-int kvedge_is_block_size(const kvedge_layer *pool, int64_t block_size) {
-  if (block_size < 1 || block_size > pool->config.capacity) return 0;
-  return !kvedge_holds_runs(pool) || block_size % KVEDGE_RUN == 0;
-}
 
 int kvedge_view_blocks(const kvedge_layer *pool, int64_t block_size, const int32_t *blocks, int64_t first_row,
                        int64_t num_tokens, kvedge_segment *segments, kvedge_cache_view *view) {
@@ -93,7 +87,6 @@ int kvedge_view_blocks(const kvedge_layer *pool, int64_t block_size, const int32
   kvedge_segment unused;
   *view = kvedge_layer_view(pool, NULL, &unused);
   const int64_t before = first_row % block_size; /* rows of the first block */
-  view->first_row = 0;
   view->len = before + num_tokens;
   view->segments = segments;
   view->num_segments = n;

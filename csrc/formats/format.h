@@ -32,7 +32,7 @@ typedef struct {
   const char *file_type; /* safetensors' name of the type of an element; NULL: session files hold none of the format */
   int bits;              /* of an element; a row takes ceil(dim * bits / 8) bytes */
   int has_scales;        /* a row has a scale for each group, and may be stored minus a key offset */
-  int tokens_per_group;  /* tokens whose rows are encoded together: 1, each row for itself, or KVEDGE_RUN */
+  int row_tokens;        /* tokens of a stored row: 1, or KVEDGE_RUN, a run, which are encoded together */
 
   /* The bound of a row whose largest magnitude is `largest`: at least its largest scale, or without scales its largest
    * stored magnitude. INFINITY: it is too large to be stored. */
@@ -62,7 +62,21 @@ typedef struct {
 } kvedge_format_info;
 
 /* Are tokens encoded in runs? */
-static inline int kvedge_is_of_runs(const kvedge_format_info *format) { return format->tokens_per_group > 1; }
+static inline int kvedge_is_of_runs(const kvedge_format_info *format) { return format->row_tokens > 1; }
+
+/* The stored row that a token lies in, and where in it; tokens count from the start of a row. */
+static inline int64_t kvedge_row_of(const kvedge_format_info *format, int64_t token) {
+  return format->row_tokens == 1 ? token : token / KVEDGE_RUN;
+}
+
+static inline int kvedge_place_in_row(const kvedge_format_info *format, int64_t token) {
+  return (int)(token & (format->row_tokens - 1)); /* a power of two */
+}
+
+/* Stored rows that tokens 0..num_tokens-1 lie in. */
+static inline int64_t kvedge_num_rows(const kvedge_format_info *format, int64_t num_tokens) {
+  return kvedge_row_of(format, num_tokens + format->row_tokens - 1);
+}
 
 /* The shape of rows of `dim` elements of a format, in a layer with such groups and scales. */
 static inline kvedge_row_shape kvedge_row_shape_of(const kvedge_format_info *format, int dim, int group_size,

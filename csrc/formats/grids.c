@@ -139,7 +139,7 @@ static float bound_of_grid(const kvedge_row_shape *shape, float largest) {
                                                        .name = "grid" #BITS,                                           \
                                                        .bits = BITS,                                                   \
                                                        .has_scales = 1,                                                \
-                                                       .tokens_per_group = 1,                                          \
+                                                       .row_tokens = 1,                                                \
                                                        .bound_of = bound_of_grid,                                      \
                                                        .encode = encode_##BITS,                                        \
                                                        .decode = decode_##BITS,                                        \

@@ -170,7 +170,7 @@ static int run_is_valid(const kvedge_row_shape *shape, int bits, int of_values, 
                                                                         .name = "kivi" #bits_of_code,                  \
                                                                         .file_type = "U8",                             \
                                                                         .bits = bits_of_code,                          \
-                                                                        .tokens_per_group = RUN,                       \
+                                                                        .row_tokens = RUN,                             \
                                                                         .bound_of = bound_of_runs,                     \
                                                                         .encode_run = encode_##side##bits_of_code,     \
                                                                         .bound = bound_##side##bits_of_code,           \

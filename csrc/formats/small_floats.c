@@ -56,7 +56,7 @@
                                                      .name = #format,                                                  \
                                                      .file_type = FILE_TYPE,                                           \
                                                      .bits = 8 * sizeof(CODE),                                         \
-                                                     .tokens_per_group = 1,                                            \
+                                                     .row_tokens = 1,                                                  \
                                                      .bound_of = bound_of_##format,                                    \
                                                      .encode = encode_##format,                                        \
                                                      .decode = decode_##format,                                        \

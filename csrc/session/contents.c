@@ -90,7 +90,7 @@ kvedge_tensor kvedge_contents_tensor(const kvedge_contents *contents, int index,
       .num_dims = 3, .shape = {held.num_tokens, config->num_kv_heads, dim}
   };
   if (part == RUNS) /* whole ones, rows as well */
-    t.shape[0] = (held.num_tokens + KVEDGE_RUN - 1) / KVEDGE_RUN * (KVEDGE_RUN / format->tokens_per_group);
+    t.shape[0] = (held.num_tokens + KVEDGE_RUN - 1) / KVEDGE_RUN * (KVEDGE_RUN / format->row_tokens);
   if (column == KEY_CODES || column == VALUE_CODES) {
     t.type = format->file_type, t.item_bytes = format->bits < 8 ? 1 : format->bits / 8;
     t.shape[2] = (int64_t)kvedge_row_bytes(format, dim) / t.item_bytes;

@@ -55,8 +55,7 @@ kvedge_status kvedge_blocks_release(kvedge_blocks *blocks, int32_t block) {
 }
 
 static int is_pool(const kvedge_layer *pool, const kvedge_blocks *blocks, int64_t block_size) {
-  return pool && block_size >= 1 && block_size <= pool->config.capacity / blocks->num_blocks &&
-         (!kvedge_holds_runs(pool) || block_size % KVEDGE_RUN == 0);
+  return pool && kvedge_is_block_size(pool, block_size) && block_size <= pool->config.capacity / blocks->num_blocks;
 }
 
 kvedge_status kvedge_blocks_own(kvedge_blocks *blocks, kvedge_layer *const *pools, int num_layers, int64_t block_size,

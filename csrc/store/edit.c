@@ -58,7 +58,8 @@ kvedge_status kvedge_layer_reserve(kvedge_layer **grown, int64_t num_tokens) {
 
 kvedge_status kvedge_layer_keep(kvedge_layer *layer, const int64_t *tokens, int64_t num_tokens) {
   KVEDGE_FLOAT_MODE;
-  if (!layer || num_tokens < 0 || (num_tokens > 0 && !tokens) || kvedge_holds_runs(layer)) return KVEDGE_ERROR_ARGUMENT;
+  if (!layer || num_tokens < 0 || (num_tokens > 0 && !tokens) || kvedge_row_tokens(layer) > 1)
+    return KVEDGE_ERROR_ARGUMENT;
   int64_t row;
   const int64_t len = kvedge_layer_range(layer, &row);
   for (int64_t i = 0; i < num_tokens; i++)
@@ -136,7 +137,7 @@ static kvedge_status rotate_keys(const kvedge_side *keys, int64_t first, int64_t
 
 kvedge_status kvedge_layer_shift(kvedge_layer *layer, int64_t first, int64_t stop, const kvedge_rotation *rotation) {
   KVEDGE_FLOAT_MODE;
-  if (!layer || !kvedge_is_rotation(rotation, layer->config.head_dim) || kvedge_holds_runs(layer))
+  if (!layer || !kvedge_is_rotation(rotation, layer->config.head_dim) || kvedge_row_tokens(layer) > 1)
     return KVEDGE_ERROR_ARGUMENT;
   int64_t row;
   if (first < 0 || first > stop || stop > kvedge_layer_range(layer, &row)) return KVEDGE_ERROR_ARGUMENT;

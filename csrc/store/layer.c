@@ -25,7 +25,7 @@ static int complete_config(const kvedge_layer_config *given, kvedge_layer_config
   if (config->value_format == 0) config->value_format = KVEDGE_VALUES(config->format);
   const int widest = config->head_dim > config->value_head_dim ? config->head_dim : config->value_head_dim;
   for (int values = 0; values < 2; values++)
-    if (config->capacity % kvedge_side_format(config, values)->tokens_per_group) return 0;
+    if (config->capacity % kvedge_side_format(config, values)->row_tokens) return 0;
   if (config->group_size == 0 || config->group_size > widest) config->group_size = widest;
   return 1;
 }
@@ -63,7 +63,7 @@ static int side_bytes(const kvedge_layer_config *config, const kvedge_side *side
   if (__builtin_mul_overflow((size_t)config->capacity, (size_t)config->num_kv_heads, &rows) ||
       (size_t)config->capacity != (uint64_t)config->capacity)
     return 0;
-  rows /= (size_t)side->format->tokens_per_group;
+  rows /= (size_t)side->format->row_tokens;
   if (__builtin_mul_overflow(rows, side->row_bytes, codes)) return 0;
   if (__builtin_mul_overflow(rows, side->scale_row_bytes, scales)) return 0;
   if (*codes > SIZE_MAX / 8 || *scales > SIZE_MAX / 8) return 0;
@@ -206,7 +206,8 @@ kvedge_status kvedge_layer_set_key_offset(kvedge_layer *layer, const float *offs
 
 kvedge_status kvedge_layer_set_key_scale(kvedge_layer *layer, const float *scale) {
   KVEDGE_FLOAT_MODE;
-  if (!layer || kvedge_layer_len(layer) > 0 || (scale && kvedge_has_runs(&layer->keys))) return KVEDGE_ERROR_ARGUMENT;
+  if (!layer || kvedge_layer_len(layer) > 0 || (scale && kvedge_is_of_runs(layer->keys.format)))
+    return KVEDGE_ERROR_ARGUMENT;
   const size_t n = key_vector_size(&layer->config);
   float *own = layer->key_vectors + n;
   if (scale) {
@@ -268,8 +269,7 @@ static kvedge_status check_call(const kvedge_layer *layer, const token_rows *row
   if (!layer || rows->position < 0 || rows->num_tokens < 0) return KVEDGE_ERROR_ARGUMENT;
   if (rows->num_tokens > 0 && !(kvedge_array_is_valid(&rows->keys) && kvedge_array_is_valid(&rows->values)))
     return KVEDGE_ERROR_ARGUMENT;
-  if (kvedge_holds_runs(layer) && (rows->position % KVEDGE_RUN || rows->num_tokens % KVEDGE_RUN))
-    return KVEDGE_ERROR_ARGUMENT;
+  if ((rows->position | rows->num_tokens) & (kvedge_row_tokens(layer) - 1)) return KVEDGE_ERROR_ARGUMENT;
   const int64_t left = layer->config.capacity - row_of(layer, 0);
   return rows->num_tokens > left - rows->position ? KVEDGE_ERROR_CAPACITY : KVEDGE_OK;
 }
@@ -279,10 +279,10 @@ static kvedge_status write_tokens(kvedge_layer *layer, const token_rows *rows) {
   if (status != KVEDGE_OK) return status;
   if (rows->position < kvedge_layer_len(layer)) kvedge_quiesce();  /* a late reader may look at these rows */
   int overwrites = row_of(layer, rows->position) < layer->written; /* rows that must stay if a new one is refused */
-  const int64_t channels = layer->config.head_dim + layer->config.value_head_dim;
+  const int64_t channels = layer->config.head_dim + layer->config.value_head_dim, unit = kvedge_row_tokens(layer);
   const int64_t token = layer->config.num_kv_heads * channels, num_tokens = rows->num_tokens;
   int64_t chunk = overwrites ? num_tokens : 2 * CHUNK_VALUES / token + 1;
-  if (kvedge_holds_runs(layer)) chunk = (chunk + KVEDGE_RUN - 1) / KVEDGE_RUN * KVEDGE_RUN;
+  chunk = (chunk + unit - 1) & -unit;
   for (int64_t done = 0; done < num_tokens; done += chunk) {
     if (chunk > num_tokens - done) chunk = num_tokens - done;
     const token_rows part = tokens_from(rows, done, chunk);
@@ -411,7 +411,7 @@ kvedge_status kvedge_layer_set_len(kvedge_layer *layer, int64_t len) {
 
 kvedge_status kvedge_layer_drop_first(kvedge_layer *layer, int64_t num_tokens) {
   if (!layer || num_tokens < 0 || num_tokens > kvedge_layer_len(layer)) return KVEDGE_ERROR_ARGUMENT;
-  if (num_tokens > 0 && kvedge_holds_runs(layer)) return KVEDGE_ERROR_ARGUMENT;
+  if (num_tokens > 0 && kvedge_row_tokens(layer) > 1) return KVEDGE_ERROR_ARGUMENT;
   atomic_store_explicit(&layer->start, row_of(layer, num_tokens), memory_order_release);
   return KVEDGE_OK;
 }

@@ -29,9 +29,16 @@ struct kvedge_layer {
   float key_vectors[];        /* (2, num_kv_heads, head_dim): the key offset and the key scale, where they are set */
 };
 
-/* Are keys, or values, encoded in runs? Then tokens come as whole ones, at their places. */
-static inline int kvedge_holds_runs(const kvedge_layer *layer) {
-  return kvedge_has_runs(&layer->keys) || kvedge_has_runs(&layer->values);
+/* Tokens that come together, at multiples of as many rows: 1, or where keys or values are encoded in runs, those of one.
+ * A power of two. */
+static inline int kvedge_row_tokens(const kvedge_layer *layer) {
+  const int of_keys = layer->keys.format->row_tokens, of_values = layer->values.format->row_tokens;
+  return of_keys > of_values ? of_keys : of_values;
+}
+
+/* May blocks of a pool have so many tokens? */
+static inline int kvedge_is_block_size(const kvedge_layer *pool, int64_t block_size) {
+  return block_size >= 1 && block_size <= pool->config.capacity && block_size % kvedge_row_tokens(pool) == 0;
 }
 
 static inline void kvedge_raise_bound(_Atomic float *bound, float value) {

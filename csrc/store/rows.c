@@ -75,7 +75,7 @@ static void load_run(const kvedge_side *side, int64_t row, int count, float *out
 void kvedge_rows_store(const kvedge_side *side, const kvedge_array *rows, int64_t num_tokens, int64_t at) {
   const int heads = side->num_kv_heads;
   if (num_tokens < 1) return;
-  if (kvedge_has_runs(side)) {
+  if (kvedge_is_of_runs(side->format)) {
     store_runs(side, rows, num_tokens, at);
     return;
   }
@@ -98,7 +98,7 @@ void kvedge_rows_load(const kvedge_side *side, int64_t start, int64_t stop, floa
   const int64_t num_rows = (stop - start) * side->num_kv_heads;
   const int dim = side->shape.dim;
   if (num_rows == 0) return;
-  if (kvedge_has_runs(side)) {
+  if (kvedge_is_of_runs(side->format)) {
     for (int64_t row = start, count; row < stop; row += count) {
       count = KVEDGE_RUN - row % KVEDGE_RUN < stop - row ? KVEDGE_RUN - row % KVEDGE_RUN : stop - row;
       load_run(side, row, (int)count, out + (row - start) * side->num_kv_heads * dim);
@@ -115,22 +115,14 @@ void kvedge_rows_load(const kvedge_side *side, int64_t start, int64_t stop, floa
 }
 
 void kvedge_copy_rows(const kvedge_side *from, int64_t row, const kvedge_side *to, int64_t at, int64_t num_tokens) {
-  const size_t rows = (size_t)num_tokens * (size_t)from->num_kv_heads;
-  if (kvedge_has_runs(from)) { /* whole ones, from their first token on */
-    const size_t runs = ((size_t)num_tokens + KVEDGE_RUN - 1) / KVEDGE_RUN * (size_t)from->num_kv_heads;
-    memmove(kvedge_codes_at(to, at), kvedge_codes_at(from, row), runs * from->row_bytes);
-    return;
-  }
+  const size_t rows = (size_t)kvedge_num_rows(from->format, num_tokens) * (size_t)from->num_kv_heads;
   memmove(kvedge_codes_at(to, at), kvedge_codes_at(from, row), rows * from->row_bytes);
   if (from->format->has_scales)
     memmove(kvedge_scales_at(to, at), kvedge_scales_at(from, row), rows * from->scale_row_bytes);
 }
 
 float kvedge_rows_bound(const kvedge_side *side, int64_t start, int64_t stop) {
-  if (kvedge_has_runs(side)) {
-    const int64_t first = start / KVEDGE_RUN, last = (stop + KVEDGE_RUN - 1) / KVEDGE_RUN;
-    return side->format->bound(&side->shape, kvedge_codes_at(side, start), NULL, (last - first) * side->num_kv_heads);
-  }
+  const int64_t num_rows = kvedge_num_rows(side->format, stop) - kvedge_row_of(side->format, start);
   return side->format->bound(&side->shape, kvedge_codes_at(side, start), kvedge_scales_at(side, start),
-                             (stop - start) * side->num_kv_heads);
+                             num_rows * side->num_kv_heads);
 }

@@ -19,13 +19,9 @@ typedef struct {
   const float *scale;                /* (num_kv_heads, dim) what rows are stored divided by, after that; or NULL */
 } kvedge_side;
 
-/* Are tokens encoded in runs? */
-static inline int kvedge_has_runs(const kvedge_side *side) { return kvedge_is_of_runs(side->format); }
-
 /* Where a token's row lies, or its run; rows count tokens from the start of the arrays. */
 static inline char *kvedge_codes_at(const kvedge_side *side, int64_t row) {
-  if (kvedge_has_runs(side)) row /= KVEDGE_RUN;
-  return side->codes + (size_t)row * (size_t)side->num_kv_heads * side->row_bytes;
+  return side->codes + (size_t)kvedge_row_of(side->format, row) * (size_t)side->num_kv_heads * side->row_bytes;
 }
 
 static inline char *kvedge_scales_at(const kvedge_side *side, int64_t row) {

@@ -23,9 +23,10 @@ static void own_first_block(kvedge_layer *pool, int64_t size, int32_t num_blocks
   free(memory);
 }
 
-/* Attention to runs in the blocks of a pool, as a sequence and as a part that begins behind the first block. */
+/* Attention to runs in the blocks of a pool, from row `first` on: as a part that begins behind the first block, and
+ * where it is all of a sequence as one. */
 static void attend_in_blocks(const kvedge_layer_config *given, const float *key_scale, const float *keys,
-                             const float *values, int seen, const float *query, int rows, int num_heads,
+                             const float *values, int seen, int first, const float *query, int rows, int num_heads,
                              const kvedge_attention_options *o, const float *expected) {
   const int size = 32 * ONE_OF(1, 2, 4), used = (seen + size - 1) / size;
   const int64_t key = given->num_kv_heads * given->head_dim, value = given->num_kv_heads * given->value_head_dim;
@@ -43,7 +44,8 @@ static void attend_in_blocks(const kvedge_layer_config *given, const float *key_
   const size_t outs = (size_t)(rows * num_heads * value_dim);
   float *out = malloc(outs * sizeof *out);
   kvedge_sequence sequence = {.blocks = table + 1, .len = seen, .query = query, .num_rows = rows, .out = out};
-  const kvedge_part part = {.layer = pool, .first_row = size, .num_tokens = seen, .blocks = table, .block_size = size};
+  const kvedge_part part = {
+      .layer = pool, .first_row = size + first, .num_tokens = seen - first, .blocks = table, .block_size = size};
   const kvedge_attention_call call = {
       .parts = &part,
       .num_parts = 1,
@@ -54,7 +56,7 @@ static void attend_in_blocks(const kvedge_layer_config *given, const float *key_
   };
   float largest = 0.0f;
   for (size_t i = 0; i < outs; i++) largest = fmaxf(largest, fabsf(expected[i]));
-  for (int i = 0; i < 4; i++) {
+  for (int i = 0; i < 4; i += first ? 2 : 1) {
     memset(out, -1, outs * sizeof *out);
     if (i % 2) CHECK(kvedge_attend_batch(pool, size, &sequence, 1, num_heads, o, i) == KVEDGE_OK);
     else CHECK(kvedge_attend_layers(&call, 1, num_heads, i + 1) == KVEDGE_OK);
@@ -64,7 +66,8 @@ static void attend_in_blocks(const kvedge_layer_config *given, const float *key_
   }
   CHECK(kvedge_attend_batch(pool, 16, &sequence, 1, num_heads, o, 1) == KVEDGE_ERROR_ARGUMENT);
   own_first_block(pool, size, used + 2, &table[1]);
-  CHECK(kvedge_attend_batch(pool, size, &sequence, 1, num_heads, o, 1) == KVEDGE_OK);
+  if (first) CHECK(kvedge_attend_layers(&call, 1, num_heads, 1) == KVEDGE_OK);
+  else CHECK(kvedge_attend_batch(pool, size, &sequence, 1, num_heads, o, 1) == KVEDGE_OK);
   for (size_t j = 0; j < outs; j++)
     if (!(fabsf(out[j] - expected[j]) <= 2e-4f * largest))
       fail("of a copied block %.9g, not %.9g", out[j], expected[j]);
@@ -100,17 +103,19 @@ static void attend_case(void) {
   CHECK(kvedge_layer_set_key_scale(runs, key_scale) == KVEDGE_OK);
   CHECK(kvedge_layer_append(runs, keys, values, 32) == KVEDGE_OK);
   CHECK(kvedge_layer_append(runs, keys + 32 * heads * dim, values + 32 * heads * value_dim, len - 32) == KVEDGE_OK);
-  CHECK(kvedge_layer_copy(runs, copy) == KVEDGE_OK && kvedge_layer_set_len(copy, seen) == KVEDGE_OK);
   float *keys_given = copy_of(keys, len * heads * dim), *values_given = copy_of(values, len * heads * value_dim);
   CHECK(kvedge_layer_get_keys(runs, 0, len, keys) == KVEDGE_OK);
   CHECK(kvedge_layer_get_values(runs, 0, len, values) == KVEDGE_OK);
+  CHECK(kvedge_layer_set_len(runs, seen) == KVEDGE_OK && kvedge_layer_copy(runs, copy) == KVEDGE_OK);
   const kvedge_layer_config of_floats = {
       .format = KVEDGE_FLOAT32, .capacity = len, .num_kv_heads = heads, .head_dim = dim, .value_head_dim = value_dim};
   CHECK(kvedge_layer_create(&of_floats, &floats) == KVEDGE_OK);
   CHECK(kvedge_layer_append(floats, keys, values, seen) == KVEDGE_OK);
   kvedge_attention_options o;
   kvedge_attention_defaults(&o);
-  o.start = random_below(2) ? 0 : random_below(seen + 1);
+  const int most = seen - rows, first = most == 0 ? 0 : ONE_OF(0, 0, most < 16 ? most : 16, 1 + random_below(most));
+  if (first) o.first_row = first, o.num_tokens = seen - first;
+  o.start = random_below(2) ? 0 : random_below(seen - first + 1);
   if (random_below(3) == 0) o.window = 1 + random_below(60), o.sink_tokens = random_below(50);
   if (random_below(3) == 0) o.softcap = 2.0f;
   const size_t outs = (size_t)(rows * num_heads * value_dim);
@@ -127,15 +132,52 @@ static void attend_case(void) {
       if (lse[i] != expected_lse[i] && !(fabsf(lse[i] - expected_lse[i]) <= 2e-4f)) fail("lse %.9g", lse[i]);
     end_case();
   }
-  attend_in_blocks(&config, key_scale, keys_given, values_given, seen, query, rows, num_heads, &o, expected);
+  attend_in_blocks(&config, key_scale, keys_given, values_given, seen, first, query, rows, num_heads, &o, expected);
   float *some = malloc((size_t)(seen * heads * dim) * sizeof *some);
-  const int first = random_below(seen);
-  CHECK(kvedge_layer_get_keys(copy, first, seen, some) == KVEDGE_OK);
-  if (memcmp(some, keys + first * heads * dim, (size_t)((seen - first) * heads * dim) * sizeof *some)) fail("keys");
+  const int from = random_below(seen);
+  CHECK(kvedge_layer_get_keys(copy, from, seen, some) == KVEDGE_OK);
+  if (memcmp(some, keys + from * heads * dim, (size_t)((seen - from) * heads * dim) * sizeof *some)) fail("keys");
   end_case();
   kvedge_layer_destroy(runs), kvedge_layer_destroy(copy), kvedge_layer_destroy(floats);
   free(keys), free(values), free(query), free(out), free(expected), free(some);
   free(keys_given), free(values_given), free(scale);
+}
+
+/* What a tolerance leaves out of runs that are read from within one: a prompt, and a token. */
+static void tolerance_case(void) {
+  enum { LEN = 640, HEADS = 4, DIM = 64, MOST_ROWS = 16 };
+  const int rows = ONE_OF(1, MOST_ROWS), first = random_below(32);
+  const kvedge_layer_config config = {
+      .format = ONE_OF(KVEDGE_KIVI4, KVEDGE_KIVI8), .capacity = LEN, .num_kv_heads = 1, .head_dim = DIM};
+  kvedge_layer *layer;
+  float *keys = random_floats(LEN * DIM, 1.0f), *values = random_floats(LEN * DIM, 1.0f);
+  float *query = random_floats((size_t)(rows * HEADS * DIM), 20.0f);
+  for (int i = DIM; i < rows * HEADS * DIM; i++) query[i] = query[i % DIM]; /* all wait for the same few tokens */
+  float out[MOST_ROWS * HEADS * DIM], expected[MOST_ROWS * HEADS * DIM], largest = 0.0f;
+  CHECK(kvedge_layer_create(&config, &layer) == KVEDGE_OK);
+  CHECK(kvedge_layer_append(layer, keys, values, LEN) == KVEDGE_OK);
+  kvedge_attention_options o;
+  kvedge_attention_defaults(&o);
+  o.first_row = first, o.num_tokens = LEN - first;
+  CHECK(kvedge_attend(layer, query, rows, HEADS, &o, 1, expected, NULL) == KVEDGE_OK);
+  o.tolerance = 0.01f;
+  CHECK(kvedge_attend(layer, query, rows, HEADS, &o, 1, out, NULL) == KVEDGE_OK);
+  for (int i = 0; i < LEN * DIM; i++) largest = fmaxf(largest, fabsf(values[i]));
+  for (int i = 0; i < rows * HEADS * DIM; i++)
+    if (!(fabsf(out[i] - expected[i]) <= (o.tolerance + 2e-4f) * largest)) fail("%.9g, not %.9g", out[i], expected[i]);
+  end_case();
+  kvedge_layer_destroy(layer);
+  free(keys), free(values), free(query);
+}
+
+static void test_tolerance(void) {
+  int64_t seen, dropped, none;
+  begin("runs that a tolerance leaves out");
+  kvedge_tolerance_counts(&seen, &none);
+  for (int i = 0; i < 40; i++) tolerance_case();
+  kvedge_tolerance_counts(&seen, &dropped);
+  CHECK(dropped > none);
+  end();
 }
 
 static void test_attention(void) {
@@ -188,6 +230,7 @@ static void test_refused(int values_format) {
 
 int main(void) {
   test_attention();
+  test_tolerance();
   test_refused(0);
   test_refused(KVEDGE_VALUES(KVEDGE_INT8));
   return report();
