@@ -138,7 +138,7 @@ class Side:
         )
 
     def ask(self, name: str) -> float:
-        """Seconds of a call; NaN where this build has no such shape."""
+        """Seconds of a call; SystemExit if the process ended, as where a build lacks a format."""
         assert self.process.stdin and self.process.stdout
         self.process.stdin.write(name + "\n")
         self.process.stdin.flush()
