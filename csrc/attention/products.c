@@ -207,7 +207,7 @@ void kvedge_head_scores(const kvedge_attention *a, const head_tile *h, workspace
       while (next < h->count && planes[next] == planes[i]) next++;
       kvedge_query q = query_of_groups(a, h, g, together, i, next - i, w);
       if (h->queries->quantized) q.planes = planes[i];
-      if (together > 1) a->cells[KEYS]->scores_of_groups(&q, &keys, scores + i * KVEDGE_TILE, 0);
+      if (together > 1) a->cells[KEYS]->scores_of_groups(&q, &keys, scores + i * KVEDGE_TILE);
       else a->cells[KEYS]->scores(&q, &keys, scores + i * KVEDGE_TILE, g > 0);
       keys.next.blocks = NULL;
     }

@@ -57,8 +57,8 @@ static inline int kvedge_padded_channels(int dim) {
  * or for cells with an encode_query as integers of 24 bits in three planes, 8-bit digits: value
  * ~ scale * (65536 * high + 256 * middle + low). So the query adds nothing to what the keys'
  * storage costs, whatever the size of the logits. Channels dim..padded are zero in both.
- * Of several groups, of KVEDGE_GROUP channels: group g of query i is at channel i * stride + g * group_stride, with
- * scale[i * scale_stride + g], and offsets likewise. */
+ * Of several groups, of KVEDGE_GROUP channels, group g of a query is g * group_stride channels further; it has offsets of
+ * its own, and the scale of all. */
 typedef struct {
   int num_queries;         /* 1..KVEDGE_QUERY_ROWS */
   int dim;                 /* channels of this group or of these groups, 1..1024 */
@@ -90,6 +90,15 @@ typedef struct {
   int in_order;              /* they lie side by side, behind those that were prefetched before */
 } kvedge_prefetch;
 
+/* One group of several. */
+static inline kvedge_query kvedge_query_group(const kvedge_query *q, int g) {
+  kvedge_query one = *q;
+  one.dim = KVEDGE_GROUP, one.scale += g;
+  if (q->values) one.values += g * q->group_stride;
+  if (q->quantized) one.quantized += g * q->group_stride * KVEDGE_QUANTIZED_BYTES, one.offsets += 4 * g;
+  return one;
+}
+
 /* A tile: the rows of up to KVEDGE_TILE tokens, of one group of channels of one KV head, or of several groups of
  * KVEDGE_GROUP channels (head batch: of KVEDGE_HEADS heads side by side), as a table of blocks of KVEDGE_BLOCK tokens, wherever these lie. */
 typedef struct {
@@ -109,6 +118,13 @@ typedef struct {
                               * begins. first + num_tokens is at most KVEDGE_TILE */
   kvedge_prefetch next;
 } kvedge_tile;
+
+static inline kvedge_tile kvedge_tile_group(const kvedge_tile *tile, int g) {
+  kvedge_tile one = *tile;
+  one.dim = KVEDGE_GROUP, one.offset += g * tile->group_stride, one.scales += g * tile->scale_stride;
+  one.next.offset += KVEDGE_BLOCK * g * tile->group_stride;
+  return one;
+}
 
 static inline const char *kvedge_tile_block(const kvedge_tile *tile, int token) {
   return tile->blocks[token / KVEDGE_BLOCK] + tile->offset;
@@ -154,7 +170,7 @@ typedef struct {
   void (*weighted_sum)(const kvedge_probabilities *p, const kvedge_tile *values, const kvedge_accumulators *to);
 
   /* The same for all groups of KVEDGE_GROUP channels of a head, two or more; NULL: groups are served one by one. */
-  void (*scores_of_groups)(const kvedge_query *q, const kvedge_tile *keys, float *scores, int accumulate);
+  void (*scores_of_groups)(const kvedge_query *q, const kvedge_tile *keys, float *scores);
   void (*weighted_sum_of_groups)(const kvedge_probabilities *p, const kvedge_tile *values,
                                  const kvedge_accumulators *to);
 
