@@ -1,4 +1,4 @@
-/* Scores of groups of 32 channels of int8, all groups of a row in one visit. Part of avx2.c and avxvnni.c, after values.h.
+/* Groups of 32 channels of int8, all groups of a row in one visit. Part of avx2.c and avxvnni.c, after values.h.
  *
  * Sums of integers of a group become floats and are added up times the group's scale: of few queries lane by lane, so that
  * sums go across lanes once per row; of many, whose keys are transposed, token by token.
@@ -217,4 +217,77 @@ static void KVEDGE_NAME(scores_of_groups)(const kvedge_query *q, const kvedge_ti
   else if (n > 2) score_groups_of_many(q, keys, &next, scores);
   else if (n == 2) score_groups_2(q, 0, keys, &next, scores);
   else score_groups_1(q, 0, keys, &next, scores);
+}
+
+/* ---- Weighted sums ----
+ *
+ * Weights of several groups are quantized together: where tiles are short, waiting for maxima and divisions took a third of
+ * the time of a call for each group.
+ */
+
+/* The values of a chunk's tokens added to `num_groups` groups of `count` queries from one on. (A constant: count.) */
+KVEDGE_INLINE void sum_chunk(const kvedge_stretch *stretches, const kvedge_tile *values, int num_tokens, int first_group,
+                             int num_groups, const int count, const int16_t *codes, const float *scale,
+                             const float *rescale, const kvedge_accumulators *to) {
+  static const int32_t start[SUM_QUERIES];
+  __m256i none[2][2];
+  enum { ROW = KVEDGE_TILE, SCALES_OF_ROW = KVEDGE_TILE_BLOCKS };
+  for (int g = 0; g < num_groups; g++, codes += count * ROW, scale += count * SCALES_OF_ROW) {
+    const int channel = (int)((first_group + g) * values->group_stride);
+    float *acc = to->acc + (first_group + g) * KVEDGE_GROUP;
+    if (count <= 2) {
+      sum_groups(8, stretches, values->token_stride, num_tokens, channel, ROWS, none, 2, 16, count, codes, start, scale,
+                 rescale, acc, to->stride);
+      continue;
+    }
+    for (int d = 0; d < KVEDGE_GROUP; d += 16)
+      sum_groups(8, stretches, values->token_stride, num_tokens, channel + d, ROWS, none, 1, 16, count, codes, start,
+                 scale, rescale, acc + d, to->stride);
+  }
+}
+
+/* Of up to SUM_QUERIES queries. */
+static __attribute__((noinline)) void sum_few(const kvedge_probabilities *p, const kvedge_tile *values,
+                                              const kvedge_accumulators *to) {
+  static const float one[SUM_QUERIES] = {1, 1, 1, 1};
+  const int n = p->num_queries, together = p->planes == 3 ? TOGETHER / 2 : TOGETHER;
+  const int num_groups = values->dim / KVEDGE_GROUP, at_a_time = KVEDGE_QUERY_ROWS / n;
+  const kvedge_next_tile next = kvedge_next_of(values, (int)(num_groups * values->group_stride));
+  tile_weights *weights = (void *)p->scratch;
+  for (int g = 0, count; g < num_groups; g += count) {
+    count = num_groups - g < at_a_time ? num_groups - g : at_a_time;
+    quantize_weights_of(p, values, together, g, count, weights);
+    for (int t = 0, k = 0; t < values->num_tokens; t += together, k++) {
+      const int num_tokens = values->num_tokens - t < together ? values->num_tokens - t : together;
+      const float *rescale = t > 0 ? one : to->rescale;
+      kvedge_stretch stretches[TOGETHER / KVEDGE_BLOCK];
+      for (int i = 0, first = t; first < t + num_tokens; first += stretches[i++].num_tokens)
+        stretches[i] = kvedge_stretch_of(values, &next, first, t + num_tokens);
+#define SUM_CHUNK(queries)                                                                                             \
+  case queries:                                                                                                        \
+    sum_chunk(stretches, values, num_tokens, g, count, queries, weights->codes[0] + t, weights->scale[0] + k, rescale, \
+              to);                                                                                                     \
+    break
+      switch (n) {
+        SUM_CHUNK(1);
+        SUM_CHUNK(2);
+        SUM_CHUNK(3);
+        SUM_CHUNK(4);
+      }
+#undef SUM_CHUNK
+    }
+  }
+}
+
+static void KVEDGE_NAME(weighted_sum_of_groups)(const kvedge_probabilities *p, const kvedge_tile *values,
+                                                const kvedge_accumulators *to) {
+  if (p->num_queries <= SUM_QUERIES && (p->planes < 3 || p->by_32)) {
+    sum_few(p, values, to);
+    return;
+  }
+  for (int g = 0; g * KVEDGE_GROUP < values->dim; g++) {
+    const kvedge_tile one = kvedge_tile_group(values, g);
+    const kvedge_accumulators sums = {to->acc + g * KVEDGE_GROUP, to->stride, to->rescale};
+    KVEDGE_NAME(weighted_sum_int8)(p, &one, &sums);
+  }
 }

@@ -166,7 +166,8 @@ static void KVEDGE_NAME(transpose_scales)(const void *scales, kvedge_scale_type 
   {.encode_query = KVEDGE_NAME(encode_query),                                                                          \
    .scores = KVEDGE_NAME(scores_int8),                                                                                 \
    .weighted_sum = KVEDGE_NAME(weighted_sum_int8),                                                                     \
-   .scores_of_groups = KVEDGE_NAME(scores_of_groups)}
+   .scores_of_groups = KVEDGE_NAME(scores_of_groups),                                                                  \
+   .weighted_sum_of_groups = KVEDGE_NAME(weighted_sum_of_groups)}
 
 /* clang-format off */
 #define KVEDGE_TABLE(isa)                                                                                            \
