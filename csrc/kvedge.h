@@ -102,17 +102,20 @@ typedef struct {
  * OCP's types, where what lies beyond the largest, 448 and 57344, becomes the largest and is no
  * error. KVEDGE_INT4 keeps one of 16 levels per value, two to a byte, and a scale per group:
  * value = level * scale. A group of 32 loses less than a row does. Values bear it better than
- * keys: docs/formats.md. KVEDGE_KIVI2, _KIVI4 and _KIVI8 encode runs of 32 tokens together, keys
- * with a step and a smallest value per channel and run, values per token and 64 channels, as
- * halves: codes[run][num_kv_heads][bytes of a run] (csrc/formats/kivi.c has them; arrays aligned
- * to 2 bytes). They have no groups or scales of the config, keys of them no key offset or key
- * scale, and elements of up to 65504; the other side of the layer may be of rows. The capacity
- * is a multiple of 32, and so is what append and write are given, from such a position on, and
- * the size of blocks of a pool; drop_first, compact, keep and shift are refused. The last
- * tokens, until a run is full, lie in a layer of another format: kvedge_part. KVEDGE_GRID2 to
- * KVEDGE_GRID8 keep one of 2^bits levels per value, as bits one after the other, and one scale
- * per group: value = level * scale. Levels suit a normal distribution: rotate rows by a random
- * orthogonal matrix first, the query as the keys, and the result back as values were. The paths
+ * keys: docs/formats.md. KVEDGE_Q8_0 has the bytes of ggml's q8_0, for caches of llama.cpp: of
+ * each 32 channels a half, their scale, and 32 signed bytes; no scales apart, no groups or
+ * scales of the config, and rows of a multiple of 32 channels. KVEDGE_KIVI2, _KIVI4 and _KIVI8
+ * encode runs of 32 tokens together, keys with a step and a smallest value per channel and run,
+ * values per token and 64 channels, as halves: codes[run][num_kv_heads][bytes of a run]
+ * (csrc/formats/kivi.c has them; arrays aligned to 2 bytes). They have no groups or scales of
+ * the config, keys of them no key offset or key scale, and elements of up to 65504; the other
+ * side of the layer may be of rows. The capacity is a multiple of 32, and so is what append and
+ * write are given, from such a position on, and the size of blocks of a pool; drop_first,
+ * compact, keep and shift are refused. The last tokens, until a run is full, lie in a layer of
+ * another format: kvedge_part. KVEDGE_GRID2 to KVEDGE_GRID8 keep one of 2^bits levels per value,
+ * as bits one after the other, and one scale per group: value = level * scale. Levels suit a
+ * normal distribution: rotate rows by a random orthogonal matrix first, the query as the keys,
+ * and the result back as values were. The paths
  * of x86 have kernels for them; elsewhere they are decoded block by block. */
 typedef struct kvedge_layer kvedge_layer;
 
@@ -135,6 +138,7 @@ typedef enum {
   KVEDGE_GRID6,
   KVEDGE_GRID7,
   KVEDGE_GRID8,
+  KVEDGE_Q8_0 = 104, /* 96 + ggml's number of the type; not counted below */
 } kvedge_format;
 enum { KVEDGE_NUM_FORMATS = 7 };
 typedef enum { KVEDGE_SCALE_FLOAT32 = 0, KVEDGE_SCALE_FLOAT16 = 1 } kvedge_scale_type;

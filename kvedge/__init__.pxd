@@ -22,6 +22,7 @@ cdef extern from "kvedge.h" nogil:
         KVEDGE_FP8_E4M3
         KVEDGE_FP8_E5M2
         KVEDGE_INT4
+        KVEDGE_Q8_0
 
     enum:
         KVEDGE_NUM_FORMATS

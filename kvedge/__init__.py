@@ -87,6 +87,7 @@ else:
             Kivi2KvLayer,
             Kivi4KvLayer,
             Kivi8KvLayer,
+            Q8_0KvLayer,
             QuantizedKvLayer,
         )
     else:
@@ -128,6 +129,7 @@ __all__ = [
     "PagedKvCache",
     "PagedSnapshot",
     "PositionOutOfRangeError",
+    "Q8_0KvLayer",
     "QuantizedKvLayer",
     "RankLostError",
     "ReadOnlyLayerError",

@@ -8,7 +8,7 @@ import numpy as np
 
 from kvedge.core import checks
 from kvedge.core.config import LayerConfig, as_int, layer_config
-from kvedge.core.formats import FORMATS
+from kvedge.core.formats import DTYPES, format_of
 from kvedge.core.memory import clamp, memory_for
 from kvedge.core.types import Array, Dtype, Floats, ScaleDtype
 from kvedge.errors import DtypeMismatchError, InvalidArgumentError, ShapeMismatchError
@@ -42,7 +42,8 @@ def quantize_rows(
     Returns
     -------
     codes : numpy.ndarray
-        (..., dim), of int8 for "int8"; bfloat16 as uint16 and FP8 as uint8.
+        (..., dim), of int8 for "int8"; bfloat16 as uint16 and FP8 as uint8. q8_0: uint8 (..., dim /
+        32 * 34), the bytes of ggml's blocks.
     scales : numpy.ndarray or None
         (..., num_groups) of scale_dtype; None for a dtype without scales.
 
@@ -90,7 +91,8 @@ def dequantize_rows(
     Parameters
     ----------
     codes : numpy.ndarray
-        (..., dim), of the type that `dtype` has; int4: uint8 (..., ceil(dim / 2)).
+        (..., dim), of the type that `dtype` has; int4: uint8 (..., ceil(dim / 2)),
+        q8_0: uint8 (..., dim / 32 * 34).
     scales : numpy.ndarray, optional
         (..., num_groups) or, of one group, (...); float32 or float16. For int8 and int4 only.
     dtype : kvedge.core.types.Dtype
@@ -159,9 +161,9 @@ def _rows_shape(dtype: Any, codes: tuple[int, ...], dim: Any) -> tuple[int, ...]
     """The shape of the rows of which codes are: (..., dim)."""
     if dim is not None:
         return (*codes[:-1], as_int(dim, "dim"))
-    form = FORMATS.get(dtype) if isinstance(dtype, str) else None
-    per_code = 8 * form.codes.itemsize // form.bits if form else 1
-    return (*codes[:-1], per_code * codes[-1]) if codes else codes
+    if not codes or not isinstance(dtype, str) or dtype not in DTYPES:
+        return codes
+    return (*codes[:-1], format_of(dtype).channels_of(codes[-1]))
 
 
 def _blocks(n: int, dim: int) -> list[slice]:

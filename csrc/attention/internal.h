@@ -42,7 +42,9 @@ typedef struct {
   int block_rows;                    /* stored rows that hold them: as many, or one */
   ptrdiff_t row_stride, head_stride; /* from a stored row to the next of the head, and to that of the next head */
   ptrdiff_t token_bytes;             /* stored bytes of a token, all heads; of runs rounded down */
-  ptrdiff_t scale_token_stride, scale_head_stride;
+  ptrdiff_t group_stride;            /* from a group of a row to the next */
+  int scales_in_rows;                /* a group's scale lies before its codes: strides of scales are those of rows */
+  ptrdiff_t scale_token_stride, scale_head_stride, scale_group_stride;
   ptrdiff_t first_row, first_scale; /* from a segment's start to KV head 0 of the view */
   int first;                        /* of runs: where in the first run of the first segment token 0 lies; else 0 */
   float bound;                      /* as in kvedge_layer */
@@ -105,6 +107,7 @@ struct kvedge_attention {
 
   /* Which kernels serve the call. */
   const kvedge_cell *cells[SIDES];
+  int takes_groups[SIDES]; /* all groups of a row by one kernel call */
   int decodes[SIDES]; /* the path has none for the format: rows are decoded, block by block, for those of float32 */
   int heads_per_step; /* KV heads whose tiles are worked on together */
   int batches_heads;  /* by kernels for as many heads at once */

@@ -37,6 +37,7 @@ static const kvedge_cell *cell_of(const kvedge_kernels *kernels, const kvedge_vi
   static const kvedge_cell none = {.scores = NULL};
   const unsigned format = side->format->id;
   if (kvedge_is_of_runs(side->format)) return &kernels->runs;
+  if (side->scales_in_rows) return &kernels->cells[KVEDGE_INT8]; /* codes of int8 */
   if (format < KVEDGE_NUM_FORMATS) return &kernels->cells[format];
   return side->bound > FLT_MAX / 8 || side->shape.num_groups > 1 ? &none : &kernels->grids;
 }
@@ -51,6 +52,10 @@ static void plan_kernels(kvedge_attention *a) {
     a->cells[s] = cell_of(a->kernels, &a->view.side[s]);
     a->decodes[s] = !a->cells[s]->scores || !whole_bytes;
     if (a->decodes[s]) a->cells[s] = &a->kernels->cells[KVEDGE_FLOAT32];
+    const int has_kernel =
+        s == KEYS ? a->cells[s]->scores_of_groups != NULL : a->cells[s]->weighted_sum_of_groups != NULL;
+    a->takes_groups[s] =
+        has_kernel && rows->num_groups > 1 && rows->group_size == KVEDGE_GROUP && rows->dim % KVEDGE_GROUP == 0;
   }
   const int grouped = keys->shape.num_groups && !a->decodes[KEYS];
   a->num_groups = grouped ? keys->shape.num_groups : 1;

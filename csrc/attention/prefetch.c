@@ -34,7 +34,7 @@ void kvedge_prefetch_scales(const kvedge_cache_view *view, const token_tile *nex
   const ptrdiff_t token_stride = view->side[s].scale_token_stride;
   const int heads = view->num_kv_heads, tables = next->num_tokens == 0 ? 0 : next->in_order ? 1 : next->num_blocks[s];
   const int whole_tables = tables >= heads;
-  if (token_stride == 0) return;
+  if (token_stride == 0 || view->side[s].scales_in_rows) return;
   int first = 0, stop = tables;
   if (whole_tables) first = stop * kv_head / heads, stop = stop * (kv_head + num) / heads;
   for (int i = first; i < stop; i++) {
@@ -102,8 +102,9 @@ void kvedge_fetch_rest(const kvedge_cache_view *view, const token_tile *tile, co
     /* blocks of the next tile, one for each of this one's */
     prefetched.num_tokens[s] = reads[s] ? tile->num_tokens : 0;
     if (known >= tile->num_tokens || !reads[s]) continue;
-    fetch_blocks(side, s, tile, tile->scales[s], side->scale_token_stride, view->num_kv_heads * side->scale_head_stride,
-                 known);
+    if (!side->scales_in_rows)
+      fetch_blocks(side, s, tile, tile->scales[s], side->scale_token_stride,
+                   view->num_kv_heads * side->scale_head_stride, known);
     fetch_blocks(side, s, tile, tile->rows[s], side->row_stride, view->num_kv_heads * side->head_stride, known);
   }
 }

@@ -1,5 +1,5 @@
 /* Products of a head tile: scores of its queries with the keys, weighted sums of its values. By
- * the cells that serve the call, group by group of channels, or block by block of 16 decoded
+ * the cells that serve the call, all groups of channels at once or one by one, or block by block of 16 decoded
  * tokens where a path has none for the format.
  */
 #include "attention/tile.h"
@@ -13,49 +13,56 @@ static void clamp_hidden(float *scales, int num_columns, int num_tokens) {
       if (scales[t] > 0x1p61f) scales[t] = 0x1p61f;
 }
 
-/* Scales of one group of one head's keys, or of its values, in a tile. */
+/* Scales of one head's keys, or of its values, in a tile: of `count` groups from one on, column by column. */
 static const float *tile_scales(const kvedge_attention *a, const token_tile *tile, int s, int kv_head, int group,
-                                scale_columns *columns) {
+                                int count, scale_columns *columns) {
   const kvedge_view_side *side = &a->view.side[s];
   const int num_groups = side->shape.num_groups, column = kv_head * num_groups + group;
-  if (column >= columns->first && column < columns->first + KVEDGE_SCALE_COLUMNS)
+  if (column >= columns->first && column + count <= columns->first + columns->count)
     return columns->scale[column - columns->first];
-  int left = a->view.num_kv_heads * num_groups - column;
-  int count = left < KVEDGE_SCALE_COLUMNS ? left : KVEDGE_SCALE_COLUMNS;
-  ptrdiff_t at = column * side->scale_head_stride / num_groups;
-  for (int b = 0, blocks; b < tile->num_blocks[s]; b += blocks) {
-    const int first = b * KVEDGE_BLOCK;
-    int tokens = tile->num_tokens - first;
-    blocks = tile->in_order ? tile->num_blocks[s] : 1;
-    if (tokens > blocks * KVEDGE_BLOCK) tokens = blocks * KVEDGE_BLOCK;
-    a->kernels->transpose_scales(tile->scales[s][b] + at, side->shape.scale_type, side->scale_token_stride, tokens,
-                                 count, a->factor[s], columns->scale[0] + first, SCALES);
+  const int left = a->view.num_kv_heads * num_groups - column,
+            together = side->scales_in_rows ? 1 : KVEDGE_SCALE_COLUMNS;
+  if (count < together) count = left < together ? left : together;
+  for (int c = 0, n; c < count; c += n) {
+    const int head = (column + c) / num_groups;
+    const ptrdiff_t at = head * side->scale_head_stride + (column + c) % num_groups * side->scale_group_stride;
+    n = count - c < together ? count - c : together;
+    for (int b = 0, blocks; b < tile->num_blocks[s]; b += blocks) {
+      const int first = b * KVEDGE_BLOCK;
+      int tokens = tile->num_tokens - first;
+      blocks = tile->in_order ? tile->num_blocks[s] : 1;
+      if (tokens > blocks * KVEDGE_BLOCK) tokens = blocks * KVEDGE_BLOCK;
+      a->kernels->transpose_scales(tile->scales[s][b] + at, side->shape.scale_type, side->scale_token_stride, tokens, n,
+                                   a->factor[s], columns->scale[c] + first, SCALES);
+    }
   }
   for (int t = tile->num_tokens; t % KVEDGE_BLOCK; t++)
     for (int c = 0; c < count; c++) columns->scale[c][t] = 0.0f;
   if (a->factor[s] > 1.0f) clamp_hidden(columns->scale[0], count, tile->num_tokens);
-  columns->first = column;
+  columns->first = column, columns->count = count;
   return columns->scale[0];
 }
 
 /* ---- Rows of a head -------------------------------------------------------------------------- */
 
-/* One group of channels of a head's keys, or of its values. */
-static kvedge_tile rows_of_group(const kvedge_attention *a, const head_tile *h, int s, int group, workspace *w) {
+/* Some groups of channels of a head's keys, or of its values; those of several groups are of KVEDGE_GROUP channels. */
+static kvedge_tile rows_of_groups(const kvedge_attention *a, const head_tile *h, int s, int group, int count,
+                                  workspace *w) {
   const kvedge_view_side *side = &a->view.side[s];
-  const int start = group * side->shape.group_size, left = side->shape.dim - start;
-  const ptrdiff_t start_bytes = (ptrdiff_t)start * side->format->bits / 8;
+  const int left = side->shape.dim - group * side->shape.group_size, all = count * side->shape.group_size;
+  const ptrdiff_t start_bytes = group * side->group_stride;
   kvedge_tile rows = {.blocks = h->tile->rows[s],
-                      .offset = h->kv_head * side->head_stride + start_bytes,
+                      .offset = h->kv_head * side->head_stride + start_bytes + side->format->codes_at,
                       .token_stride = side->row_stride,
+                      .group_stride = side->group_stride,
                       .num_tokens = h->tile->num_tokens,
-                      .dim = left < side->shape.group_size ? left : side->shape.group_size,
+                      .dim = left < all ? left : all,
                       .factor = a->factor[s],
                       .bits = side->format->bits,
                       .first = h->tile->first[s]};
   if (h->prefetches[s]) rows.next = (kvedge_prefetch){h->next[s], KVEDGE_BLOCK * start_bytes, h->next_in_order};
   if (side->shape.num_groups) {
-    rows.scales = tile_scales(a, h->tile, s, h->kv_head, group, &w->scales[s]);
+    rows.scales = tile_scales(a, h->tile, s, h->kv_head, group, count, &w->scales[s]);
     rows.scale_stride = SCALES;
   }
   return rows;
@@ -118,9 +125,11 @@ static float largest_scale_seen(const kvedge_attention *a, const head_tile *h, i
   return largest_of(scale, 0, seen.sinks, largest_of(scale, seen.first, seen.stop, 0.0f));
 }
 
-/* Planes of query rows against a tile: two where these move no logit by more than about KVEDGE_LOGIT_ERROR, else three.
- * A row's heads get the same, since a kernel call for each kind would unpack the keys again. */
-static void choose_planes(const kvedge_attention *a, const head_tile *h, const float *scale, int *planes) {
+/* Planes of query rows against `num_groups` groups of a tile: two where these move no logit by more than about
+ * KVEDGE_LOGIT_ERROR, else three. A row's heads get the same, since a kernel call for each kind would unpack the keys
+ * again. */
+static void choose_planes(const kvedge_attention *a, const head_tile *h, const kvedge_tile *keys, int num_groups,
+                          int *planes) {
   const float *error = h->queries->error + kvedge_index_of(a, h);
   int plain = 1; /* do two suffice even with the largest scale of the layer? */
   float bound = a->view.side[KEYS].bound * a->factor[KEYS];
@@ -136,24 +145,31 @@ static void choose_planes(const kvedge_attention *a, const head_tile *h, const f
     if (next > h->count) next = h->count;
     float most = 0.0f;
     for (int j = i; j < next; j++) {
-      if (!alike || (j == i && (i == 0 || h->masking))) largest = largest_scale_seen(a, h, h->first + j, scale);
+      if (!alike || (j == i && (i == 0 || h->masking))) {
+        largest = 0.0f;
+        for (int g = 0; g < num_groups; g++) {
+          const float of_group = largest_scale_seen(a, h, h->first + j, keys->scales + g * keys->scale_stride);
+          largest = of_group > largest ? of_group : largest;
+        }
+      }
       most = error[j] * largest > most ? error[j] * largest : most;
     }
     for (int j = i; j < next; j++) planes[j] = most > KVEDGE_LOGIT_ERROR ? 3 : 2;
   }
 }
 
-/* One group of channels of query rows i..i+count-1 of a head tile. */
-static kvedge_query query_of_group(const kvedge_attention *a, const head_tile *h, int group, int i, int count,
-                                   workspace *w) {
+/* Some groups of channels of query rows i..i+count-1 of a head tile. */
+static kvedge_query query_of_groups(const kvedge_attention *a, const head_tile *h, int group, int num_groups, int i,
+                                    int count, workspace *w) {
   const kvedge_queries *queries = h->queries;
-  const int start = group * a->group_size, left = a->view.side[KEYS].shape.dim - start;
+  const int left = a->view.side[KEYS].shape.dim - group * a->group_size, all = num_groups * a->group_size;
   const size_t pad = (size_t)a->group_pad;
   const size_t at = (kvedge_index_of(a, h) + (size_t)i) * (size_t)a->num_groups + (size_t)group;
   kvedge_query q = {.num_queries = count,
                     .stride = (ptrdiff_t)pad * a->num_groups,
+                    .group_stride = (ptrdiff_t)pad,
                     .scale_stride = a->num_groups,
-                    .dim = left < a->group_size ? left : a->group_size,
+                    .dim = left < all ? left : all,
                     .scratch = w->scratch};
   if (queries->quantized) {
     q.quantized = queries->quantized + at * pad * KVEDGE_QUANTIZED_BYTES;
@@ -167,7 +183,7 @@ static kvedge_query query_of_group(const kvedge_attention *a, const head_tile *h
 }
 
 static void decoded_scores(const kvedge_attention *a, const head_tile *h, float *scores, workspace *w) {
-  kvedge_query q = query_of_group(a, h, 0, 0, h->count, w);
+  kvedge_query q = query_of_groups(a, h, 0, 1, 0, h->count, w);
   decoded_block *room = kvedge_take_scratch(&q.scratch, sizeof *room);
   for (int b = 0; b < h->tile->num_blocks[KEYS]; b++) {
     const kvedge_tile keys = decode_block(a, h, KEYS, b, room);
@@ -181,16 +197,18 @@ void kvedge_head_scores(const kvedge_attention *a, const head_tile *h, workspace
     decoded_scores(a, h, scores, w);
     return;
   }
-  for (int g = 0; g < a->num_groups; g++) {
-    kvedge_tile keys = rows_of_group(a, h, KEYS, g, w);
+  const int together = a->takes_groups[KEYS] ? a->num_groups : 1; /* groups that a kernel call serves */
+  for (int g = 0; g < a->num_groups; g += together) {
+    kvedge_tile keys = rows_of_groups(a, h, KEYS, g, together, w);
     int planes[KVEDGE_QUERY_ROWS];
-    if (h->queries->quantized) choose_planes(a, h, keys.scales, planes);
+    if (h->queries->quantized) choose_planes(a, h, &keys, together, planes);
     for (int i = 0, next; i < h->count; i = next) { /* query rows side by side with as many planes */
       next = h->queries->quantized ? i + 1 : h->count;
       while (next < h->count && planes[next] == planes[i]) next++;
-      kvedge_query q = query_of_group(a, h, g, i, next - i, w);
+      kvedge_query q = query_of_groups(a, h, g, together, i, next - i, w);
       if (h->queries->quantized) q.planes = planes[i];
-      a->cells[KEYS]->scores(&q, &keys, scores + i * KVEDGE_TILE, g > 0);
+      if (together > 1) a->cells[KEYS]->scores_of_groups(&q, &keys, scores + i * KVEDGE_TILE);
+      else a->cells[KEYS]->scores(&q, &keys, scores + i * KVEDGE_TILE, g > 0);
       keys.next.blocks = NULL;
     }
   }
@@ -241,11 +259,12 @@ void kvedge_weighted_sum(const kvedge_attention *a, const head_tile *h, float *p
     }
     return;
   }
-  const int num_groups = shape->num_groups ? shape->num_groups : 1;
-  for (int g = 0; g < num_groups; g++, to.acc += shape->group_size) {
-    kvedge_tile values = rows_of_group(a, h, VALUES, g, w);
+  const int num_groups = shape->num_groups ? shape->num_groups : 1, together = a->takes_groups[VALUES] ? num_groups : 1;
+  for (int g = 0; g < num_groups; g += together, to.acc += shape->group_size) {
+    kvedge_tile values = rows_of_groups(a, h, VALUES, g, together, w);
     if (takes_factor) values.factor = 1.0f;
-    a->cells[VALUES]->weighted_sum(&p, &values, &to);
+    if (together > 1) a->cells[VALUES]->weighted_sum_of_groups(&p, &values, &to);
+    else a->cells[VALUES]->weighted_sum(&p, &values, &to);
   }
 }
 
@@ -255,11 +274,13 @@ void kvedge_weighted_sum(const kvedge_attention *a, const head_tile *h, float *p
  * side by side; and where a head has one query, some paths have kernels for the scores and sums of several, too. */
 
 int kvedge_scores_of_batch(const kvedge_attention *a, const head_tile *heads, workspace *w) {
-  const kvedge_tile keys = rows_of_group(a, &heads[0], KEYS, 0, w);
-  kvedge_query q = query_of_group(a, &heads[0], 0, 0, KVEDGE_HEADS, w);
+  const kvedge_tile keys = rows_of_groups(a, &heads[0], KEYS, 0, 1, w);
+  kvedge_query q = query_of_groups(a, &heads[0], 0, 1, 0, KVEDGE_HEADS, w);
   for (int j = 0; j < KVEDGE_HEADS; j++) {
     int planes;
-    choose_planes(a, &heads[j], keys.scales + j * keys.scale_stride, &planes);
+    kvedge_tile of_head = keys;
+    of_head.scales += j * keys.scale_stride;
+    choose_planes(a, &heads[j], &of_head, 1, &planes);
     if (j > 0 && planes != q.planes) return 0;
     q.planes = planes;
   }
@@ -269,7 +290,7 @@ int kvedge_scores_of_batch(const kvedge_attention *a, const head_tile *heads, wo
 
 void kvedge_weighted_sum_of_batch(const kvedge_attention *a, const head_tile *heads, workspace *w,
                                   kvedge_partial *partial) {
-  const kvedge_tile values = rows_of_group(a, &heads[0], VALUES, 0, w);
+  const kvedge_tile values = rows_of_groups(a, &heads[0], VALUES, 0, 1, w);
   const kvedge_probabilities p = probabilities_of(a, &heads[0], KVEDGE_HEADS, w->scores, w);
   const kvedge_accumulators to = {.acc = partial->acc + kvedge_index_of(a, &heads[0]) * (size_t)a->acc_stride,
                                   .stride = values.dim,

@@ -25,7 +25,8 @@ static void fill(const kvedge_attention *a, const kvedge_queries *to, const floa
   for (int start = 0; start < dim; start += a->group_size, at++) {
     int n = dim - start < a->group_size ? dim - start : a->group_size;
     if (to->quantized) {
-      float of_group = a->num_groups == 1 ? largest : largest_magnitude(a, x + start, n);
+      const int one_scale = a->num_groups == 1 || a->takes_groups[KEYS];
+      float of_group = one_scale ? largest : largest_magnitude(a, x + start, n);
       a->cells[KEYS]->encode_query(x + start, n, factor, of_group * fabsf(factor),
                                    to->quantized + at * pad * KVEDGE_QUANTIZED_BYTES, to->scales + at,
                                    to->offsets + at * 4);

@@ -199,9 +199,9 @@ static void sum_kept(const kvedge_attention *a, const head_tile *h, uint32_t kep
     add_block(a, h, b, p, &tile, p);
   }
   own.next_in_order = 0;
-  w->scales[VALUES].first = -KVEDGE_SCALE_COLUMNS;
+  w->scales[VALUES].count = 0;
   kvedge_weighted_sum(a, &own, p, by, w, partial);
-  w->scales[VALUES].first = -KVEDGE_SCALE_COLUMNS;
+  w->scales[VALUES].count = 0;
 }
 
 /* ---- Decoding: lists ---- */
@@ -210,9 +210,9 @@ static void sum_list(const kvedge_attention *a, const head_tile *h, kept_list *l
                      kvedge_partial *partial) {
   if (list->tile.num_tokens == 0) return;
   const head_tile own = {.tile = &list->tile, .kv_head = h->kv_head, .count = h->count};
-  w->scales[VALUES].first = -KVEDGE_SCALE_COLUMNS;
+  w->scales[VALUES].count = 0;
   kvedge_weighted_sum(a, &own, list->p, unchanged, w, partial);
-  w->scales[VALUES].first = -KVEDGE_SCALE_COLUMNS;
+  w->scales[VALUES].count = 0;
   list->tile.num_tokens = list->tile.num_blocks[VALUES] = 0;
 }
 

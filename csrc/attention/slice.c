@@ -154,7 +154,7 @@ void kvedge_slice_run(const kvedge_attention *a, int slice, kvedge_slice followi
     const int masking = kvedge_needs_masking(a, &block, &tile);
     const int reads_values = !w->skipping || kvedge_skip_reads_values(w->skipping);
     kvedge_fetch_rest(view, &tile, &next, reads_values);
-    w->scales[KEYS].first = w->scales[VALUES].first = -KVEDGE_SCALE_COLUMNS;
+    w->scales[KEYS].count = w->scales[VALUES].count = 0;
     for (int kv_head = 0, num; kv_head < view->num_kv_heads; kv_head += num) {
       head_tile heads[KVEDGE_HEADS];
       num = view->num_kv_heads - kv_head < a->heads_per_step ? view->num_kv_heads - kv_head : a->heads_per_step;
@@ -185,7 +185,7 @@ void kvedge_all_logits(const kvedge_attention *a, float *logits) {
   const kvedge_row_block block = {.count = a->num_rows};
   w->queries = kvedge_queries_for(a, &block, 0);
   for (token_tile tile = next_tile(a, &cursor); tile.num_tokens > 0; tile = next_tile(a, &cursor)) {
-    w->scales[KEYS].first = -KVEDGE_SCALE_COLUMNS;
+    w->scales[KEYS].count = 0;
     for (int kv_head = 0; kv_head < view->num_kv_heads; kv_head++) {
       for (int i = 0; i < a->query_rows; i += KVEDGE_QUERY_ROWS) {
         int count = a->query_rows - i < KVEDGE_QUERY_ROWS ? a->query_rows - i : KVEDGE_QUERY_ROWS;

@@ -31,7 +31,7 @@ static void take_probabilities(const kvedge_attention *a, const head_tile *heads
 
 void kvedge_add_to_sums(const kvedge_attention *a, const token_tile *tile, const kvedge_row_block *block,
                         kvedge_partial *partial, workspace *w) {
-  w->scales[KEYS].first = -KVEDGE_SCALE_COLUMNS;
+  w->scales[KEYS].count = 0;
   head_tile h = {.tile = tile, .block = block, .queries = &w->queries, .masking = kvedge_needs_masking(a, block, tile)};
   h.count = (int)block->count * a->heads_per_kv_head;
   for (; h.kv_head < a->view.num_kv_heads; h.kv_head++) take_probabilities(a, &h, 1, 0, partial, w);

@@ -20,10 +20,10 @@ typedef struct {
 enum { SCALES = KVEDGE_TILE + KVEDGE_BLOCK };
 
 /* Scales of some columns of a tile, column by column. A column is one group of one head; in the cache a token's
- * scales lie side by side, so several columns at once cost little more than one. */
+ * scales mostly lie side by side, so several columns at once cost little more than one. */
 typedef struct {
-  int first;                                              /* column; -KVEDGE_SCALE_COLUMNS: none */
-  _Alignas(64) float scale[KVEDGE_SCALE_COLUMNS][SCALES]; /* 0 after the last token of a block */
+  int first, count;                                /* columns; count 0: none */
+  _Alignas(64) float scale[KVEDGE_GROUPS][SCALES]; /* 0 after the last token of a block */
 } scale_columns;
 
 /* What a thread works in: too large for the stacks that threads may have. */

@@ -4,10 +4,17 @@
 
 /* ---- A layer ---------------------------------------------------------------------------------- */
 
+/* Where the scales of row `row` begin: in the row itself, or apart. */
+static const char *scales_of(const kvedge_side *side, int64_t row) {
+  return side->format->group_bytes ? kvedge_codes_at(side, row) : kvedge_scales_at(side, row);
+}
+
 static kvedge_view_side view_side(const kvedge_side *side, int64_t first, float bound) {
+  const int in_rows = side->format->group_bytes > 0;
   const int row_tokens = side->format->row_tokens, block_tokens = row_tokens > KVEDGE_BLOCK ? row_tokens : KVEDGE_BLOCK;
   const ptrdiff_t heads = side->num_kv_heads, row = (ptrdiff_t)side->row_bytes,
-                  scales = (ptrdiff_t)side->scale_row_bytes;
+                  scales = in_rows ? row : (ptrdiff_t)side->scale_row_bytes;
+  const ptrdiff_t scale_bytes = (ptrdiff_t)kvedge_scale_size(side->shape.scale_type);
   return (kvedge_view_side){.format = side->format,
                             .shape = side->shape,
                             .block_tokens = block_tokens,
@@ -17,6 +24,10 @@ static kvedge_view_side view_side(const kvedge_side *side, int64_t first, float 
                             .token_bytes = row * heads / row_tokens,
                             .scale_token_stride = scales * heads,
                             .scale_head_stride = scales,
+                            .scale_group_stride = in_rows ? side->format->group_bytes : scale_bytes,
+                            .group_stride = in_rows ? side->format->group_bytes
+                                                    : (ptrdiff_t)side->shape.group_size * side->format->bits / 8,
+                            .scales_in_rows = in_rows,
                             .first = kvedge_place_in_row(side->format, first),
                             .bound = bound};
 }
@@ -30,8 +41,8 @@ kvedge_cache_view kvedge_layer_view(const kvedge_layer *layer, const kvedge_atte
     len = options->num_tokens > 0 && options->num_tokens <= stop - row ? options->num_tokens : 0; /* 0: refused */
   }
   *segment = (kvedge_segment){
-      .rows = {kvedge_codes_at(&layer->keys,  row), kvedge_codes_at(&layer->values,  row)},
-      .scales = {kvedge_scales_at(&layer->keys, row), kvedge_scales_at(&layer->values, row)},
+      .rows = {kvedge_codes_at(&layer->keys, row), kvedge_codes_at(&layer->values, row)},
+      .scales = {scales_of(&layer->keys,       row), scales_of(&layer->values,       row)},
       .num_tokens = len
   };
   return (kvedge_cache_view){
@@ -79,8 +90,8 @@ int kvedge_view_blocks(const kvedge_layer *pool, int64_t block_size, const int32
       continue;
     }
     segments[n++] = (kvedge_segment){
-        .rows = {kvedge_codes_at(&pool->keys,  row), kvedge_codes_at(&pool->values,  row)},
-        .scales = {kvedge_scales_at(&pool->keys, row), kvedge_scales_at(&pool->values, row)},
+        .rows = {kvedge_codes_at(&pool->keys, row), kvedge_codes_at(&pool->values, row)},
+        .scales = {scales_of(&pool->keys,       row), scales_of(&pool->values,       row)},
         .num_tokens = tokens
     };
   }

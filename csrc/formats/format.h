@@ -33,6 +33,9 @@ typedef struct {
   int bits;              /* of an element; a row takes ceil(dim * bits / 8) bytes */
   int has_scales;        /* a row has a scale for each group, and may be stored minus a key offset */
   int row_tokens;        /* tokens of a stored row: 1, or KVEDGE_RUN, a run, which are encoded together */
+  int group_channels; /* of formats that keep scales within rows, with has_scales 0: channels of a group, which dim */
+  int group_bytes;    /* is a multiple of; bytes of a group: its scale, a half, and from codes_at on codes as those */
+  int codes_at;       /* of int8. In other formats these are 0. */
 
   /* The bound of a row whose largest magnitude is `largest`: at least its largest scale, or without scales its largest
    * stored magnitude. INFINITY: it is too large to be stored. */
@@ -85,14 +88,18 @@ static inline kvedge_row_shape kvedge_row_shape_of(const kvedge_format_info *for
   if (format->has_scales) {
     if (group_size < dim) shape.group_size = group_size;
     shape.num_groups = (dim + shape.group_size - 1) / shape.group_size;
+  } else if (format->group_bytes) {
+    shape.group_size = format->group_channels;
+    shape.num_groups = dim / format->group_channels;
+    shape.scale_type = KVEDGE_SCALE_FLOAT16;
   }
   return shape;
 }
 
 extern const kvedge_format_info kvedge_format_int8, kvedge_format_float32, kvedge_format_float16,
-    kvedge_format_bfloat16, kvedge_format_fp8_e4m3, kvedge_format_fp8_e5m2, kvedge_format_int4, kvedge_format_grid2,
-    kvedge_format_grid3, kvedge_format_grid4, kvedge_format_grid5, kvedge_format_grid6, kvedge_format_grid7,
-    kvedge_format_grid8, kvedge_format_no_rows, kvedge_format_kivi2_keys, kvedge_format_kivi4_keys,
+    kvedge_format_bfloat16, kvedge_format_fp8_e4m3, kvedge_format_fp8_e5m2, kvedge_format_int4, kvedge_format_q8_0,
+    kvedge_format_grid2, kvedge_format_grid3, kvedge_format_grid4, kvedge_format_grid5, kvedge_format_grid6,
+    kvedge_format_grid7, kvedge_format_grid8, kvedge_format_no_rows, kvedge_format_kivi2_keys, kvedge_format_kivi4_keys,
     kvedge_format_kivi8_keys, kvedge_format_kivi2_values, kvedge_format_kivi4_values, kvedge_format_kivi8_values;
 
 /* Of grids, by bits: their levels, by code. */
@@ -118,6 +125,7 @@ static inline int kvedge_has_scales(const kvedge_layer_config *config) {
 static inline size_t kvedge_packed_bytes(int n, int bits) { return ((size_t)n * (size_t)bits + 7) / 8; }
 
 static inline size_t kvedge_row_bytes(const kvedge_format_info *format, int dim) {
+  if (format->group_bytes) return (size_t)(dim / format->group_channels * format->group_bytes);
   return format->run_bytes ? format->run_bytes(dim) : kvedge_packed_bytes(dim, format->bits);
 }
 
@@ -125,6 +133,7 @@ static inline size_t kvedge_scale_size(kvedge_scale_type type) {
   return type == KVEDGE_SCALE_FLOAT32 ? sizeof(float) : sizeof(uint16_t);
 }
 
+/* Of scales that lie apart. */
 static inline size_t kvedge_scale_row_bytes(const kvedge_row_shape *shape) {
   return (size_t)shape->num_groups * kvedge_scale_size(shape->scale_type);
 }

@@ -1,4 +1,4 @@
-/* The table of storage formats, in the order of kvedge_format, and that of the grids, which no path has cells for. */
+/* The table of storage formats, in the order of kvedge_format, and those that no path has cells of their own for. */
 #include "formats/format.h"
 
 static const kvedge_format_info *const formats[KVEDGE_NUM_FORMATS] = {
@@ -33,6 +33,7 @@ const kvedge_format_info *kvedge_value_format_of(kvedge_format format) {
 
 const kvedge_format_info *kvedge_format_of(kvedge_format format) {
   if (format == KVEDGE_NO_ROWS) return &kvedge_format_no_rows;
+  if (format == KVEDGE_Q8_0) return &kvedge_format_q8_0;
   const kvedge_format_info *of_runs = kivi_of(format, 0);
   if (of_runs) return of_runs;
   const unsigned grid = (unsigned)format - KVEDGE_GRID2;

@@ -25,6 +25,9 @@ enum {
   KVEDGE_QUERY_PAD = 64,
   /* Columns that transpose_scales writes at most. */
   KVEDGE_SCALE_COLUMNS = 4,
+  /* Channels of the groups that a kernel takes all at once, and how many of them at most: of 1,024 channels. */
+  KVEDGE_GROUP = 32,
+  KVEDGE_GROUPS = 32,
   /* KV heads of a head batch: those whose scales come together. */
   KVEDGE_HEADS = KVEDGE_SCALE_COLUMNS,
   /* Channels that each of them has at most; at least 64, and a multiple of 16. */
@@ -53,12 +56,15 @@ static inline int kvedge_padded_channels(int dim) {
 /* Query rows of a KV head (group x rows of a prompt) against one group of channels: as floats,
  * or for cells with an encode_query as integers of 24 bits in three planes, 8-bit digits: value
  * ~ scale * (65536 * high + 256 * middle + low). So the query adds nothing to what the keys'
- * storage costs, whatever the size of the logits. Channels dim..padded are zero in both. */
+ * storage costs, whatever the size of the logits. Channels dim..padded are zero in both.
+ * Of several groups, of KVEDGE_GROUP channels, group g of a query is g * group_stride channels further; it has offsets of
+ * its own, and the scale of all. */
 typedef struct {
   int num_queries;         /* 1..KVEDGE_QUERY_ROWS */
-  int dim;                 /* channels of this group, 1..1024 */
+  int dim;                 /* channels of this group or of these groups, 1..1024 */
   int planes;              /* digits to multiply by: 3, or fewer (the high ones) for 16 or 8 bits */
   ptrdiff_t stride;        /* channels from one query to the next */
+  ptrdiff_t group_stride;  /* channels from one group to the next */
   const float *values;     /* (num_queries, stride); magnitudes up to 2 */
   const int8_t *quantized; /* (num_queries, stride * KVEDGE_QUANTIZED_BYTES), 64-byte aligned: the integers as the path
                            * multiplies them, in an order of its own; NULL where the cell has no encode_query */
@@ -84,17 +90,27 @@ typedef struct {
   int in_order;              /* they lie side by side, behind those that were prefetched before */
 } kvedge_prefetch;
 
-/* A tile: the rows of up to KVEDGE_TILE tokens, of one group of channels of one KV head (head batch: of KVEDGE_HEADS
- * heads side by side), as a table of blocks of KVEDGE_BLOCK tokens, wherever these lie. */
+/* One group of several. */
+static inline kvedge_query kvedge_query_group(const kvedge_query *q, int g) {
+  kvedge_query one = *q;
+  one.dim = KVEDGE_GROUP, one.scale += g;
+  if (q->values) one.values += g * q->group_stride;
+  if (q->quantized) one.quantized += g * q->group_stride * KVEDGE_QUANTIZED_BYTES, one.offsets += 4 * g;
+  return one;
+}
+
+/* A tile: the rows of up to KVEDGE_TILE tokens, of one group of channels of one KV head, or of several groups of
+ * KVEDGE_GROUP channels (head batch: of KVEDGE_HEADS heads side by side), as a table of blocks of KVEDGE_BLOCK tokens, wherever these lie. */
 typedef struct {
   const char *const *blocks; /* (ceil(num_tokens / KVEDGE_BLOCK)) */
   ptrdiff_t offset;          /* bytes from blocks[b] to the first channel of the block's first row */
   ptrdiff_t token_stride;    /* bytes from a row to the next of the same block */
   int num_tokens;            /* 1..KVEDGE_TILE; rows past the last are not there, and may not be read */
+  ptrdiff_t group_stride;    /* bytes from the first channel of a group to that of the next */
   int dim;                   /* channels, of one head */
   const float *scales;       /* one per token, 0..2^61, readable to the end of the last block and 0 from num_tokens on;
                               * NULL for formats without scales */
-  ptrdiff_t scale_stride;    /* from the scales of a head to those of the next (head batch) */
+  ptrdiff_t scale_stride;    /* from the scales of a group to those of the next; of a head (head batch) */
   float factor;              /* what rows without scales are multiplied by: a power of two, at most 1 for values */
   int bits;                  /* of a code */
   int first;                 /* of runs, of a head's keys or values (formats/kivi.h): `blocks` are those that hold the
@@ -102,6 +118,13 @@ typedef struct {
                               * begins. first + num_tokens is at most KVEDGE_TILE */
   kvedge_prefetch next;
 } kvedge_tile;
+
+static inline kvedge_tile kvedge_tile_group(const kvedge_tile *tile, int g) {
+  kvedge_tile one = *tile;
+  one.dim = KVEDGE_GROUP, one.offset += g * tile->group_stride, one.scales += g * tile->scale_stride;
+  one.next.offset += KVEDGE_BLOCK * g * tile->group_stride;
+  return one;
+}
 
 static inline const char *kvedge_tile_block(const kvedge_tile *tile, int token) {
   return tile->blocks[token / KVEDGE_BLOCK] + tile->offset;
@@ -145,6 +168,11 @@ typedef struct {
 
   /* acc[i][d] = acc[i][d] * rescale[i] + sum_t p[i][t] * scale[t] * value[t][d] */
   void (*weighted_sum)(const kvedge_probabilities *p, const kvedge_tile *values, const kvedge_accumulators *to);
+
+  /* The same for all groups of KVEDGE_GROUP channels of a head, two or more; NULL: groups are served one by one. */
+  void (*scores_of_groups)(const kvedge_query *q, const kvedge_tile *keys, float *scores);
+  void (*weighted_sum_of_groups)(const kvedge_probabilities *p, const kvedge_tile *values,
+                                 const kvedge_accumulators *to);
 
   /* The same for a head batch; NULL: there are none. `to->stride` is dim. They want head_dim to
    * be a multiple of 16 from 64 to KVEDGE_HEADS_DIM, and one scale per row. */

@@ -81,6 +81,15 @@ KVEDGE_INLINE kvedge_stretch kvedge_stretch_of(const kvedge_tile *tile, const kv
   return stretch;
 }
 
+/* Halves of eight tokens, token_stride bytes apart. */
+KVEDGE_INLINE __m128i kvedge_eight_halves(const char *from, ptrdiff_t token_stride) {
+  uint16_t half[8];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i++) memcpy(&half[i], from + i * token_stride, sizeof half[i]);
+  return _mm_setr_epi16((short)half[0], (short)half[1], (short)half[2], (short)half[3], (short)half[4], (short)half[5],
+                        (short)half[6], (short)half[7]);
+}
+
 /* Scores of 8, 4 or 2 tokens of each of 1, 2 or 4 queries, a row of the tile for each query. */
 KVEDGE_INLINE void store_scores(__m256 score, const int tokens, float *scores) {
   __m128 low = _mm256_castps256_ps128(score), high = _mm256_extractf128_ps(score, 1);
@@ -95,6 +104,16 @@ KVEDGE_INLINE void store_scores(__m256 score, const int tokens, float *scores) {
     _mm_storel_pi((__m64 *)(scores + 2 * KVEDGE_TILE), high);
     _mm_storeh_pi((__m64 *)(scores + 3 * KVEDGE_TILE), high);
   }
+}
+
+/* What store_scores() stored. */
+KVEDGE_INLINE __m256 load_scores(const int tokens, const float *scores) {
+  if (tokens == 8) return _mm256_loadu_ps(scores);
+  if (tokens == 4) return _mm256_set_m128(_mm_loadu_ps(scores + KVEDGE_TILE), _mm_loadu_ps(scores));
+  __m128 low = _mm_loadl_pi(_mm_setzero_ps(), (const __m64 *)scores), high = low;
+  low = _mm_loadh_pi(low, (const __m64 *)(scores + KVEDGE_TILE));
+  high = _mm_loadl_pi(high, (const __m64 *)(scores + 2 * KVEDGE_TILE));
+  return _mm256_set_m128(_mm_loadh_pi(high, (const __m64 *)(scores + 3 * KVEDGE_TILE)), low);
 }
 
 /* WORK(count) for queries i..n-1: four at a time, then those that are left. */

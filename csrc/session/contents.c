@@ -95,7 +95,8 @@ kvedge_tensor kvedge_contents_tensor(const kvedge_contents *contents, int index,
     t.type = format->file_type, t.item_bytes = format->bits < 8 ? 1 : format->bits / 8;
     t.shape[2] = (int64_t)kvedge_row_bytes(format, dim) / t.item_bytes;
   } else if (column == KEY_SCALES || column == VALUE_SCALES) {
-    t.type = halves ? "F16" : "F32", t.item_bytes = halves ? 2 : 4, t.shape[2] = rows.num_groups;
+    t.type = halves ? "F16" : "F32", t.item_bytes = halves ? 2 : 4;
+    t.shape[2] = format->has_scales ? rows.num_groups : 0;
   } else {
     t.type = "F32", t.item_bytes = 4, t.num_dims = 2;
     t.shape[0] = config->num_kv_heads, t.shape[1] = dim;

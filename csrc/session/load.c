@@ -73,7 +73,7 @@ static file_rows rows_of(const kvedge_contents *contents, int index, int part, i
                     .codes = codes.data,
                     .scales = scales.data};
   rows.row_bytes = kvedge_row_bytes(format, rows.shape.dim);
-  rows.scale_row_bytes = kvedge_scale_row_bytes(&rows.shape);
+  rows.scale_row_bytes = format->has_scales ? kvedge_scale_row_bytes(&rows.shape) : 0;
   return rows;
 }
 

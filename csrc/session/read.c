@@ -135,7 +135,7 @@ static int small_number_of(const char *text, int *number) {
   return 1;
 }
 
-/* Of rows. */
+/* Of rows of any width. */
 static const kvedge_format_info *format_named(const char *name) {
   for (int i = 0; i < KVEDGE_NUM_FORMATS; i++) {
     const kvedge_format_info *format = kvedge_format_of((kvedge_format)i);
@@ -146,9 +146,9 @@ static const kvedge_format_info *format_named(const char *name) {
 
 /* Of rows or runs. */
 static const kvedge_format_info *any_format_named(const char *name) {
-  static const kvedge_format of_runs[] = {KVEDGE_KIVI2, KVEDGE_KIVI4, KVEDGE_KIVI8};
-  for (int i = 0; i < 3; i++)
-    if (!strcmp(kvedge_format_of(of_runs[i])->name, name)) return kvedge_format_of(of_runs[i]);
+  static const kvedge_format others[] = {KVEDGE_KIVI2, KVEDGE_KIVI4, KVEDGE_KIVI8, KVEDGE_Q8_0};
+  for (size_t i = 0; i < sizeof others / sizeof *others; i++)
+    if (!strcmp(kvedge_format_of(others[i])->name, name)) return kvedge_format_of(others[i]);
   return format_named(name);
 }
 

@@ -24,8 +24,12 @@ static int complete_config(const kvedge_layer_config *given, kvedge_layer_config
   if (config->value_head_dim == 0) config->value_head_dim = config->head_dim;
   if (config->value_format == 0) config->value_format = KVEDGE_VALUES(config->format);
   const int widest = config->head_dim > config->value_head_dim ? config->head_dim : config->value_head_dim;
-  for (int values = 0; values < 2; values++)
-    if (config->capacity % kvedge_side_format(config, values)->row_tokens) return 0;
+  for (int values = 0; values < 2; values++) {
+    const kvedge_format_info *format = kvedge_side_format(config, values);
+    if (config->capacity % format->row_tokens) return 0;
+    const int dim = values ? config->value_head_dim : config->head_dim;
+    if (format->group_bytes && dim % format->group_channels) return 0;
+  }
   if (config->group_size == 0 || config->group_size > widest) config->group_size = widest;
   return 1;
 }
@@ -36,7 +40,7 @@ static kvedge_side side_of(const kvedge_layer_config *config, const kvedge_forma
                       .num_kv_heads = config->num_kv_heads,
                       .shape = kvedge_row_shape_of(format, dim, config->group_size, config->scale_type)};
   side.row_bytes = kvedge_row_bytes(format, dim);
-  side.scale_row_bytes = kvedge_scale_row_bytes(&side.shape);
+  side.scale_row_bytes = format->has_scales ? kvedge_scale_row_bytes(&side.shape) : 0;
   return side;
 }
 

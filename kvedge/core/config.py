@@ -353,6 +353,8 @@ def layer_config(
             )
         rows = min(rows, 2 * window)
     recent, sinks, recent_dtype = _part_options(recent, sinks, recent_dtype, window, in_runs)
+    _check_channels(head_dim, "head_dim", dtype)
+    _check_channels(value_head_dim, "value_head_dim", value_dtype)
     return LayerConfig(
         str(dtype),
         rows,
@@ -368,6 +370,18 @@ def layer_config(
         sinks,
         recent_dtype,
     )
+
+
+def _check_channels(dim: int, side: str, dtype: str) -> None:
+    """InvalidArgumentError if rows of `dim` channels are none of a format."""
+    whole = format_of(dtype).channels
+    if dim % whole:
+        raise InvalidArgumentError(
+            f"{side} must be a multiple of {whole} for {dtype}, whose groups are as wide, "
+            f"not {dim}",
+            expected=f"a multiple of {whole}",
+            got=dim,
+        )
 
 
 def _of_runs(name: str) -> str:

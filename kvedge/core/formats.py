@@ -14,7 +14,7 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from kvedge.core import fp8, grids, half, int4, int8, kivi
+from kvedge.core import fp8, grids, half, int4, int8, kivi, q8_0
 from kvedge.core.float_mode import in_default_mode
 from kvedge.core.rows import RowShape
 
@@ -22,6 +22,7 @@ __all__ = [
     "DTYPES",
     "FORMATS",
     "GRIDS",
+    "IN_GROUPS",
     "IN_PARTS",
     "IN_RUNS",
     "SCALE_TYPES",
@@ -42,6 +43,7 @@ Dtype: TypeAlias = Literal[
     "fp8_e4m3",
     "fp8_e5m2",
     "int4",
+    "q8_0",
     "kivi2",
     "kivi4",
     "kivi8",
@@ -72,6 +74,8 @@ class Format:
     fault_of_scales: Callable[[np.ndarray], str | None]
     kivi: kivi.Kivi | None = None  # rows are runs of tokens of a head
     of_values: Format | None = None  # that of values, where it differs; else it is for both
+    row_bytes: Callable[[int], int] | None = None  # of a row of so many channels; None: by `bits`
+    channels: int = 1  # rows have a multiple of so many
     in_parts: bool = False  # rows have no bytes: all tokens lie in parts (kvedge.layer.parts)
 
     def __post_init__(self) -> None:
@@ -90,7 +94,17 @@ class Format:
             return 0
         if self.kivi is not None:
             return self.kivi.run_bytes(dim)
+        if self.row_bytes is not None:
+            return self.row_bytes(dim)
         return -(-dim * self.bits // (8 * self.codes.itemsize))
+
+    def channels_of(self, codes_per_row: int) -> int:
+        """Channels of a row with so many elements of `codes`: as many as fit."""
+        if self.in_parts:
+            return codes_per_row
+        if self.row_bytes is not None:
+            return codes_per_row // self.row_bytes(self.channels) * self.channels
+        return codes_per_row * 8 * self.codes.itemsize // self.bits
 
     @property
     def tokens_per_row(self) -> int:
@@ -284,23 +298,48 @@ FORMATS: dict[str, Format] = {
     )
 }
 
+#: Of rows that hold whole groups of channels, their scales among them: those of ggml.
+IN_GROUPS: dict[str, Format] = {
+    row.name: row
+    for row in (
+        Format(
+            name="q8_0",
+            c_code=104,
+            codes=np.dtype(np.uint8),
+            bits=8,
+            file_type="U8",
+            has_scales=False,
+            encode=q8_0.encode,
+            decode=q8_0.decode,
+            refuse=q8_0.refuse,
+            limit=q8_0.limit,
+            largest=q8_0.largest,
+            fault_of_codes=q8_0.fault_of_codes,
+            fault_of_scales=lambda scales: None,
+            row_bytes=q8_0.row_bytes,
+            channels=q8_0.CHANNELS,
+        ),
+    )
+}
+
 #: What rows are stored as after a random rotation; no dtype of layers, which rotate none.
 GRIDS: dict[str, Format] = {row.name: row for row in map(_grid, range(2, 9))}
 
 
+_OF_ROWS = FORMATS | IN_GROUPS
 #: Of layers that encode runs of 32 tokens together, and hold the last tokens in another format.
 IN_RUNS: dict[str, Format] = {f"kivi{bits}": _in_parts(f"kivi{bits}", bits) for bits in (2, 4, 8)}
 #: Of a side of such a layer, whose other side may be in rows.
-IN_PARTS = IN_RUNS | {row.name: _in_parts(row.name, row.bits) for row in FORMATS.values()}
+IN_PARTS = IN_RUNS | {row.name: _in_parts(row.name, row.bits) for row in _OF_ROWS.values()}
 _RUNS = {row.name: row for row in (_runs(bits, False) for bits in (2, 4, 8))}
 
 #: As `Dtype`.
-DTYPES = (*FORMATS, *IN_RUNS)
+DTYPES = (*_OF_ROWS, *IN_RUNS)
 
 
 def format_of(name: str) -> Format:
     """The format of that name, a grid's and of runs too."""
-    return FORMATS.get(name) or GRIDS.get(name) or IN_RUNS.get(name) or _RUNS[name]
+    return _OF_ROWS.get(name) or GRIDS.get(name) or IN_RUNS.get(name) or _RUNS[name]
 
 
 SCALE_TYPES: dict[str, ScaleType] = {

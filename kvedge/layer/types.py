@@ -165,6 +165,18 @@ class Int4KvLayer(KvLayer):
     _dtype = "int4"
 
 
+class Q8_0KvLayer(KvLayer):
+    """Keys and values of one layer in the bytes of ggml's q8_0, as llama.cpp's caches have them.
+
+    Of each 32 channels a float16 scale and 32 signed bytes: about the error of int8 with
+    ``group_size=32``, in one array. ``head_dim`` is a multiple of 32. ``key_codes`` and
+    ``value_codes`` are uint8 (len, num_kv_heads, head_dim / 32 * 34). Rows whose scale, a 127th of
+    the largest magnitude, passes float16's are refused (ScaleRangeError).
+    """
+
+    _dtype = "q8_0"
+
+
 class Kivi4KvLayer(KvLayer):
     """Keys and values of one layer in runs of 32 tokens, 4 bits each, as KIVI has it.
 
@@ -199,7 +211,7 @@ _CLASSES: tuple[type[KvLayer], ...] = tuple(KvLayer.__subclasses__())
 #: A layer of a cache, for type checkers.
 AnyKvLayer: TypeAlias = (
     "QuantizedKvLayer | Float32KvLayer | Float16KvLayer | Bfloat16KvLayer | Fp8E4m3KvLayer"
-    " | Fp8E5m2KvLayer | Int4KvLayer | Kivi2KvLayer | Kivi4KvLayer | Kivi8KvLayer"
+    " | Fp8E5m2KvLayer | Int4KvLayer | Q8_0KvLayer | Kivi2KvLayer | Kivi4KvLayer | Kivi8KvLayer"
 )
 
 

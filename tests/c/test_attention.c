@@ -146,6 +146,10 @@ static void attend_case(void) {
   size_t logits = queries * (size_t)n.len, value_dim = (size_t)width_of_values(n);
   kvedge_layer_config config = random_config(n.dim, n.num_kv_heads);
   config.value_head_dim = n.value_dim;
+  if (n.dim % 32 == 0 && random_below(3) == 0) config.format = KVEDGE_Q8_0, config.value_format = 0;
+  if (value_dim % 32 == 0 && random_below(3) == 0) config.value_format = KVEDGE_VALUES(KVEDGE_Q8_0);
+  if (config.format == KVEDGE_Q8_0 && value_dim % 32 && !config.value_format)
+    config.value_format = KVEDGE_VALUES(KVEDGE_INT8);
   float *keys = random_floats(stored * (size_t)n.dim, 1.0f), *values = random_floats(stored * value_dim, 2.0f);
   float *offset = config.format == KVEDGE_INT8 && random_below(3) == 0
                       ? random_floats((size_t)(n.num_kv_heads * n.dim), 3.0f)

@@ -568,6 +568,131 @@ static void small_weights_case(int planes, float weight) {
   free_weighing(&w), free_tile(&values);
 }
 
+/* ---- All groups of rows at once ---- */
+
+/* Rows of int8 in groups of KVEDGE_GROUP channels that are group_stride bytes apart, up to the end of a block. */
+typedef struct {
+  block rows, scales, table;
+  kvedge_tile tile;
+} group_rows;
+
+static group_rows new_groups(shape at, ptrdiff_t group_stride) {
+  const int num_groups = at.dim / KVEDGE_GROUP, num_blocks = end_of_blocks(at.num_tokens) / KVEDGE_BLOCK;
+  const ptrdiff_t bytes = (num_groups - 1) * group_stride + KVEDGE_GROUP, stride = bytes + 2 * random_below(40);
+  const ptrdiff_t columns = KVEDGE_TILE + KVEDGE_BLOCK;
+  group_rows g = {.rows = new_tile_rows(at.num_tokens, 0, (size_t)bytes, (size_t)stride),
+                  .scales = new_block((size_t)(num_groups * columns) * sizeof(float)),
+                  .table = new_block((size_t)num_blocks * sizeof(char *))};
+  float *scales = g.scales.data;
+  const char **blocks = g.table.data;
+  for (int b = 0; b < num_blocks; b++) blocks[b] = (char *)g.rows.data + b * KVEDGE_BLOCK * stride;
+  for (int group = 0; group < num_groups; group++)
+    for (int t = 0; t < at.num_tokens; t++) {
+      int8_t *codes = (int8_t *)g.rows.data + t * stride + group * group_stride;
+      for (int d = 0; d < KVEDGE_GROUP; d++) codes[d] = (int8_t)(random_below(255) - 127);
+      scales[group * columns + t] = (float)random_unit() * (random_below(4) ? 0.01f : 1.0f);
+    }
+  for (int group = 0; group < num_groups; group++)
+    for (int t = at.num_tokens; t < columns; t++) scales[group * columns + t] = 0.0f;
+  g.tile = (kvedge_tile){.blocks = blocks,
+                         .token_stride = stride,
+                         .group_stride = group_stride,
+                         .num_tokens = at.num_tokens,
+                         .dim = at.dim,
+                         .scales = scales,
+                         .scale_stride = columns,
+                         .factor = 1.0f,
+                         .bits = 8};
+  return g;
+}
+
+static void free_groups(group_rows *g) { free_block(&g->rows), free_block(&g->scales), free_block(&g->table); }
+
+static double group_element(const group_rows *g, int t, int d) {
+  const int group = d / KVEDGE_GROUP;
+  const int8_t *row = (const int8_t *)g->tile.blocks[t / KVEDGE_BLOCK] + t % KVEDGE_BLOCK * g->tile.token_stride;
+  return (double)row[group * g->tile.group_stride + d % KVEDGE_GROUP] *
+         g->tile.scales[group * g->tile.scale_stride + t];
+}
+
+/* Its queries' scale is that of the whole row, as attention has it. */
+static void score_groups_case(shape at, ptrdiff_t group_stride, int planes) {
+  const int num_groups = at.dim / KVEDGE_GROUP, all = at.num_queries * num_groups;
+  group_rows keys = new_groups(at, group_stride);
+  block values = new_block((size_t)all * KVEDGE_QUERY_PAD * sizeof(float));
+  block codes = new_block((size_t)all * KVEDGE_QUERY_PAD * KVEDGE_QUANTIZED_BYTES);
+  block scales = new_block((size_t)all * 4), offsets = new_block((size_t)all * 16);
+  block scores_block = new_block((size_t)at.num_queries * KVEDGE_TILE * 4);
+  float *x = values.data, *scores = scores_block.data, *scale = scales.data;
+  for (int i = 0; i < all * KVEDGE_QUERY_PAD; i++)
+    x[i] = i % KVEDGE_QUERY_PAD < KVEDGE_GROUP ? random_signed(1.9f) : 0.0f;
+  for (int i = 0; i < all; i++)
+    cell->encode_query(x + i * KVEDGE_QUERY_PAD, KVEDGE_GROUP, 1.0f, 1.9f,
+                       (int8_t *)codes.data + i * KVEDGE_QUERY_PAD * KVEDGE_QUANTIZED_BYTES, scale + i,
+                       (int32_t *)offsets.data + 4 * i);
+  const kvedge_query q = {.num_queries = at.num_queries,
+                          .dim = at.dim,
+                          .planes = planes,
+                          .stride = num_groups * KVEDGE_QUERY_PAD,
+                          .group_stride = KVEDGE_QUERY_PAD,
+                          .quantized = codes.data,
+                          .scale_stride = num_groups,
+                          .scale = scale,
+                          .offsets = offsets.data,
+                          .scratch = new_scratch()};
+  cell->scores_of_groups(&q, &keys.tile, scores);
+  const double step = scale[0] * (planes == 3 ? 1.0 : planes == 2 ? 256.0 : 65536.0);
+  for (int i = 0; i < at.num_queries; i++)
+    for (int t = 0; t < at.num_tokens; t++) {
+      double dot = 0.0, size = 0.0;
+      for (int d = 0; d < at.dim; d++) {
+        const double key = group_element(&keys, t, d);
+        dot += key * x[(i * num_groups + d / KVEDGE_GROUP) * KVEDGE_QUERY_PAD + d % KVEDGE_GROUP], size += fabs(key);
+      }
+      if (!near(scores[i * KVEDGE_TILE + t], dot, 0.51 * step * size + 4e-6 * size))
+        fail_at(at, i, t, scores[i * KVEDGE_TILE + t], dot);
+    }
+  end_case();
+  free_groups(&keys), free_block(&values), free_block(&codes), free_block(&scales), free_block(&offsets);
+  free_block(&scores_block);
+}
+
+static void weigh_groups_case(shape at, ptrdiff_t group_stride, int planes) {
+  const double steps[] = {0, 0x1p-7, 0x1p-15, 0x1p-24};
+  group_rows values = new_groups(at, group_stride);
+  weighing w = new_weighing(at, random_below(3) ? DENSE : SPARSE, 0);
+  float before[KVEDGE_QUERY_ROWS * 1024];
+  for (int i = 0; i < at.num_queries; i++)
+    memcpy(before + i * at.dim, w.acc + i * w.to.stride, (size_t)at.dim * sizeof *before);
+  w.probabilities.planes = planes, w.probabilities.by_32 = 0;
+  cell->weighted_sum_of_groups(&w.probabilities, &values.tile, &w.to);
+  for (int i = 0; i < at.num_queries; i++)
+    for (int d = 0; d < at.dim; d++) {
+      const float *scales = values.tile.scales + d / KVEDGE_GROUP * values.tile.scale_stride;
+      double sum = (double)before[i * at.dim + d] * w.rescale[i], size = fabs(sum), largest = 0.0, total = 0.0;
+      for (int t = 0; t < at.num_tokens; t++) {
+        const double p = w.p[i * KVEDGE_TILE + t], x = group_element(&values, t, d);
+        sum += p * x, size += fabs(p * x), largest = fmax(largest, p * scales[t]);
+        total += scales[t] > 0.0f ? fabs(x) / scales[t] : 0.0;
+      }
+      if (!near(w.acc[i * w.to.stride + d], sum, (steps[planes] * largest + 0x1p-100) * total + 1e-6 * size))
+        fail_at(at, i, d, w.acc[i * w.to.stride + d], sum);
+    }
+  end_case();
+  free_groups(&values), free_weighing(&w);
+}
+
+static void for_groups(void (*run)(shape at, ptrdiff_t group_stride, int planes)) {
+  const int strides[] = {KVEDGE_GROUP, KVEDGE_GROUP + 2};
+  for (int dim = 2 * KVEDGE_GROUP; dim <= 1024; dim += dim < 256 ? KVEDGE_GROUP : 256)
+    for (int queries = 1; queries <= KVEDGE_QUERY_ROWS; queries += queries < 10 && !is_short() ? 1 : 11)
+      for (int s = 0; s < 2; s++) {
+        const int tokens =
+            random_below(3) ? KVEDGE_BLOCK * (1 + random_below(KVEDGE_TILE_BLOCKS)) : 1 + random_below(KVEDGE_TILE);
+        run((shape){dim, tokens, queries}, strides[s], random_below(3) ? 2 : 1 + random_below(3));
+      }
+}
+
 /* ---- Shapes ---- */
 
 /* The n-th width of rows; 0 past the last. */
@@ -610,6 +735,9 @@ static void test_cell(void) {
     begin("%s %s weighted_sum_of_heads", path, name), for_shapes_of_heads(weigh_case), end();
     begin("%s %s hidden tokens of heads", path, name), for_shapes_of_heads(one_of_hidden_case), end();
   }
+  if (cell->scores_of_groups) begin("%s %s scores_of_groups", path, name), for_groups(score_groups_case), end();
+  if (cell->weighted_sum_of_groups)
+    begin("%s %s weighted_sum_of_groups", path, name), for_groups(weigh_groups_case), end();
   if (format != KVEDGE_INT8) return;
   begin("%s small weights", path);
   for (int n = 1; n < 40; n++) small_weights_case(2, n / 40.0f / 65536.0f), small_weights_case(1, n / 40.0f / 256.0f);

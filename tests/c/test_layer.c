@@ -23,8 +23,10 @@ static guarded_layer new_layer(kvedge_layer_config config) {
   g.header = new_block(kvedge_layer_header_bytes(&config));
   for (int i = 0; i < 2; i++) {
     const int format = i && config.value_format ? config.value_format - 1 : (int)config.format;
-    const size_t element = format >= KVEDGE_GRID2 ? (size_t)format - 64 : elements[format];
-    g.codes[i] = new_block(rows * (((size_t)config.head_dim * element + 7) / 8));
+    const int is_q8_0 = format == KVEDGE_Q8_0;
+    const size_t element = is_q8_0 ? 8 : format >= KVEDGE_GRID2 ? (size_t)format - 64 : elements[format];
+    const size_t in_rows = is_q8_0 ? (size_t)config.head_dim / 32 * 2 : 0; /* scales */
+    g.codes[i] = new_block(rows * (((size_t)config.head_dim * element + 7) / 8 + in_rows));
     g.scales[i] = new_block(rows * groups_of(&config) * scale);
     memset(g.codes[i].data, 0x55, g.codes[i].size), memset(g.scales[i].data, 0x55, g.scales[i].size);
   }
@@ -99,6 +101,7 @@ static const kvedge_layer_config good[] = {
      .head_dim = 33,
      .format = KVEDGE_FLOAT32,
      .value_format = KVEDGE_VALUES(KVEDGE_INT8)},
+    {.capacity = 20, .num_kv_heads = 3, .head_dim = 64, .format = KVEDGE_Q8_0},
 };
 enum { NUM_GOOD = sizeof good / sizeof good[0] };
 
@@ -106,6 +109,7 @@ enum { NUM_GOOD = sizeof good / sizeof good[0] };
 static float too_large(const kvedge_layer_config *config) {
   if (config->format == KVEDGE_FLOAT16) return 65520.0f;
   if (config->format == KVEDGE_BFLOAT16) return FLT_MAX;
+  if (config->format == KVEDGE_Q8_0) return 127.0f * 65520.0f;
   if (config->format >= KVEDGE_GRID2) return config->scale_type == KVEDGE_SCALE_FLOAT16 ? 29200.0f : FLT_MAX / 2.0f;
   if (config->format == KVEDGE_INT4)
     return config->scale_type == KVEDGE_SCALE_FLOAT16 ? 127.0f / 2.1f * 65600.0f : 0.0f;
@@ -127,6 +131,8 @@ static void test_bad_configs(void) {
       with(.value_head_dim = -1),
       with(.value_head_dim = 1025),
       with(.format = (kvedge_format)KVEDGE_NUM_FORMATS),
+      with(.format = KVEDGE_Q8_0),
+      with(.format = KVEDGE_Q8_0, .head_dim = 64, .value_head_dim = 48),
       with(.scale_type = (kvedge_scale_type)2),
   };
   begin("bad configs");
@@ -195,6 +201,41 @@ static void test_stored_bytes(void) {
         CHECK(stored_right(x[i], group < 2 ? 32 : 6, (int8_t *)g.codes[i].data + at,
                            ((float *)g.scales[i].data)[3 * row + group]));
     }
+  free(keys), free(values), free_layer(&g);
+  end();
+}
+
+/* ggml's quantize_row_q8_0_ref of 32 elements. (Scales here are normal halves.) */
+static void ggml_group(const float *x, int8_t group[34]) {
+  float largest = 0.0f;
+  for (int i = 0; i < 32; i++) largest = fmaxf(fabsf(x[i]), largest);
+  volatile float d = largest / 127.0f, inverse = d > 0.0f ? 1.0f / d : 0.0f;
+  const int exponent = d > 0.0f ? ilogbf(d) : 0;
+  const int digits = (int)nearbyint(ldexp(d, 10 - exponent));
+  const uint16_t half = (uint16_t)(d > 0.0f ? ((exponent + 14) << 10) + digits : 0); /* 2048 carries */
+  memcpy(group, &half, sizeof half);
+  for (int i = 0; i < 32; i++) {
+    volatile float product = x[i] * inverse;
+    group[2 + i] = (int8_t)roundf(product);
+  }
+}
+
+static void test_bytes_of_ggml(void) {
+  begin("bytes of ggml");
+  const kvedge_layer_config config = {.capacity = 50, .num_kv_heads = 2, .head_dim = 96, .format = KVEDGE_Q8_0};
+  guarded_layer g = new_layer(config);
+  float *keys = random_floats(50 * 192, 3.0f), *values = random_floats(50 * 192, 1.0f);
+  memset(keys, 0, 32 * sizeof *keys);                           /* one group of zeros */
+  for (int i = 0; i < 32; i++) values[i] = (float)i * 4 + 0.5f; /* halves: 127 / 124.5 makes no others */
+  values[31] = -127.0f;
+  CHECK(kvedge_layer_append(g.layer, keys, values, 50) == KVEDGE_OK);
+  for (int i = 0; i < 300; i++) {
+    int8_t expected[34];
+    ggml_group(keys + 32 * i, expected);
+    CHECK(memcmp((char *)g.codes[0].data + 34 * i, expected, 34) == 0);
+    ggml_group(values + 32 * i, expected);
+    CHECK(memcmp((char *)g.codes[1].data + 34 * i, expected, 34) == 0);
+  }
   free(keys), free(values), free_layer(&g);
   end();
 }
@@ -316,12 +357,14 @@ static void test_read_back(void) {
     float *keys = random_floats(20 * row, 3.0f), *values = random_floats(20 * row, 3.0f);
     float *offset = random_floats(row, 10.0f), *out = malloc(20 * row * sizeof *out);
     const int value_format = good[c].value_format ? good[c].value_format - 1 : (int)good[c].format;
-    const int is_grid = good[c].format >= KVEDGE_GRID2,
+    const int is_q8_0 = good[c].format == KVEDGE_Q8_0, is_grid = good[c].format >= KVEDGE_GRID2 && !is_q8_0,
               centred = is_grid || good[c].format == KVEDGE_INT8 || good[c].format == KVEDGE_INT4;
     /* Of elements up to 3; with scales: keys - offset, 13. */
     const double errors[] = {13.0 / 127.0 * 0.51, 0.0, 0x1p-10, 0x1p-7, 0x1p-3, 0x1p-2, 13.0 / 127.0 * 20.0};
-    const double allowed = is_grid ? ldexp(52.0, KVEDGE_GRID2 - 2 - (int)good[c].format) : errors[good[c].format];
-    const double of_values = is_grid ? allowed : errors[value_format];
+    const double allowed = is_grid   ? ldexp(52.0, KVEDGE_GRID2 - 2 - (int)good[c].format)
+                           : is_q8_0 ? 3.0 / 127.0 * 0.51 + 3.0 * 0x1p-11
+                                     : errors[good[c].format];
+    const double of_values = is_grid || is_q8_0 ? allowed : errors[value_format];
     CHECK((kvedge_layer_set_key_offset(g.layer, offset) == KVEDGE_OK) == centred);
     CHECK(kvedge_layer_append(g.layer, keys, values, 20) == KVEDGE_OK);
     CHECK(kvedge_layer_get_keys(g.layer, 3, 20, out) == KVEDGE_OK);
@@ -562,6 +605,7 @@ int main(void) {
   test_bad_configs();
   test_memory_of_the_caller();
   test_stored_bytes();
+  test_bytes_of_ggml();
   test_rounding_of_floats();
   test_range_of_floats();
   test_read_back();

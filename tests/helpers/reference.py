@@ -106,6 +106,13 @@ def small_float(codes, mantissa_bits, bias):
     return np.where(codes >> 7 == 1, -size, size)
 
 
+def q8_0(codes):
+    """Bytes (..., 34 per 32 channels) of ggml's q8_0 as float64."""
+    groups = np.ascontiguousarray(codes).reshape(*codes.shape[:-1], -1, 34)
+    scales = np.ascontiguousarray(groups[..., :2]).view("<f2").astype(np.float64)
+    return (groups[..., 2:].view(np.int8) * scales).reshape(*codes.shape[:-1], -1)
+
+
 def int4_levels(codes, dim):
     """Two codes to a byte, the first in the lower half, to the levels they stand for."""
     half = [6, 18, 31, 44, 58, 75, 96, 127]

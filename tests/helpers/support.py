@@ -123,6 +123,8 @@ def stored(layer):
     if layer.dtype in reference.FLOATS:
         to_float64 = reference.FLOATS[layer.dtype]
         return to_float64(layer.key_codes), to_float64(layer.value_codes)
+    if layer.dtype == "q8_0":
+        return reference.q8_0(layer.key_codes), reference.q8_0(layer.value_codes)
     if layer.dtype in IN_RUNS:  # test_runs.py has their bytes
         return layer.keys().astype(np.float64), layer.values().astype(np.float64)
 

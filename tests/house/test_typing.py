@@ -31,6 +31,7 @@ from kvedge import (
     Kivi2KvLayer,
     Kivi4KvLayer,
     Kivi8KvLayer,
+    Q8_0KvLayer,
     KVCache,
     KvCacheSnapshot,
     QuantizedKvLayer,
@@ -66,6 +67,7 @@ held: (
     | Fp8E4m3KvLayer
     | Fp8E5m2KvLayer
     | Int4KvLayer
+    | Q8_0KvLayer
     | Kivi2KvLayer
     | Kivi4KvLayer
     | Kivi8KvLayer

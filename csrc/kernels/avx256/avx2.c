@@ -28,6 +28,7 @@ KVEDGE_INLINE void multiply_add_pairs(__m256i *sum, __m256i a, __m256i b) {
 #include "kernels/avx256/common.h"
 #include "kernels/avx256/scores.h"
 #include "kernels/avx256/values.h"
+#include "kernels/avx256/groups.h"
 #include "kernels/avx256/int4.h"
 #include "kernels/avx256/kivi.h"
 #include "kernels/avx256/table.h"

@@ -203,8 +203,8 @@ KVEDGE_INLINE void score_stretch(const kvedge_stretch *stretch, ptrdiff_t token_
     if (stretch->next.first)
       for (int at = 0; at < tokens * row_bytes; at += 64) kvedge_prefetch_line(stretch->next, t * row_bytes + at);
     __m256 score = _mm256_mul_ps(_mm256_mul_ps(dot, units), scales_of_tokens(k_scale + t, tokens));
-    if (left >= tokens && !accumulate) {
-      store_scores(score, tokens, scores + t);
+    if (left >= tokens) {
+      store_scores(accumulate ? _mm256_add_ps(score, load_scores(tokens, scores + t)) : score, tokens, scores + t);
       continue;
     }
     float made[SCORES]; /* (count, tokens) */

@@ -150,6 +150,10 @@ static void KVEDGE_NAME(transpose_scales)(const void *scales, kvedge_scale_type 
   if (type == KVEDGE_SCALE_FLOAT32 && num_columns == 4) done = TRANSPOSE(KVEDGE_SCALE_FLOAT32, 1);
   else if (type == KVEDGE_SCALE_FLOAT32) done = TRANSPOSE(KVEDGE_SCALE_FLOAT32, 0);
   else if (num_columns == 4) done = TRANSPOSE(KVEDGE_SCALE_FLOAT16, 1);
+  else if (num_columns == 1) /* as of q8_0, whose scales lie among the codes */
+    for (const char *from = scales; done + 8 <= num_tokens; done += 8, from += 8 * token_stride)
+      _mm256_storeu_ps(out + done,
+                       _mm256_mul_ps(_mm256_cvtph_ps(kvedge_eight_halves(from, token_stride)), _mm256_set1_ps(factor)));
 #undef TRANSPOSE
   transpose_scales_portable((const char *)scales + done * token_stride, type, token_stride, num_tokens - done,
                             num_columns, factor, out + done, out_stride);
@@ -161,7 +165,9 @@ static void KVEDGE_NAME(transpose_scales)(const void *scales, kvedge_scale_type 
 #define KVEDGE_INT8_CELL                                                                                               \
   {.encode_query = KVEDGE_NAME(encode_query),                                                                          \
    .scores = KVEDGE_NAME(scores_int8),                                                                                 \
-   .weighted_sum = KVEDGE_NAME(weighted_sum_int8)}
+   .weighted_sum = KVEDGE_NAME(weighted_sum_int8),                                                                     \
+   .scores_of_groups = KVEDGE_NAME(scores_of_groups),                                                                  \
+   .weighted_sum_of_groups = KVEDGE_NAME(weighted_sum_of_groups)}
 
 /* clang-format off */
 #define KVEDGE_TABLE(isa)                                                                                            \

@@ -31,48 +31,56 @@ KVEDGE_INLINE __m256 weights_at(const float *p, const float *v_scale, int t) {
   return _mm256_mul_ps(_mm256_loadu_ps(p + t), _mm256_loadu_ps(v_scale + t));
 }
 
-/* First all scales, then all codes, so that these need not wait for maxima and divisions. */
-KVEDGE_INLINE void quantize_weights(const kvedge_probabilities *probabilities, const kvedge_tile *values,
-                                    const int together, tile_weights *w) {
+/* Weights with the scales of some groups, from one on, those of all queries group by group; first all their scales, then
+ * all codes, so that these need not wait for maxima and divisions. (num_groups 1: a constant where this is inlined.) */
+KVEDGE_INLINE void quantize_weights_of(const kvedge_probabilities *probabilities, const kvedge_tile *values,
+                                       const int together, int first_group, const int num_groups, tile_weights *w) {
   const int end = (values->num_tokens + KVEDGE_BLOCK - 1) / KVEDGE_BLOCK * KVEDGE_BLOCK;
   const int num_queries = probabilities->num_queries;
-  const float *v_scale = values->scales;
+  const float *first_scale = values->scales + first_group * values->scale_stride;
   float factor[KVEDGE_QUERY_ROWS][KVEDGE_TILE_BLOCKS]; /* at first the largest weight */
-  for (int i = 0; i < num_queries; i++) {
-    const float *p = probabilities->p + i * KVEDGE_TILE;
-    for (int k = 0, t = 0; t < end; k++) {
-      const int stop = t + together < end ? t + together : end;
-      __m256 largest[2] = {_mm256_setzero_ps(), _mm256_setzero_ps()};
-      for (; t < stop; t += 16)
-        for (int j = 0; j < 2; j++) largest[j] = _mm256_max_ps(largest[j], weights_at(p, v_scale, t + 8 * j));
-      factor[i][k] = reduce_max(_mm256_max_ps(largest[0], largest[1]));
-    }
-  }
-  for (int i = 0; i < num_queries; i++)
-    for (int k = 0; k * together < end; k += 8) {
-      const __m256 most = _mm256_set1_ps(WEIGHT_MAX_15), nothing = _mm256_set1_ps(WEIGHT_NOTHING);
-      const __m256 largest = load_first_floats(factor[i] + k, (end - k * together + together - 1) / together);
-      const __m256 some = _mm256_cmp_ps(largest, nothing, _CMP_GT_OQ);
-      _mm256_storeu_ps(factor[i] + k, _mm256_and_ps(some, _mm256_div_ps(most, _mm256_max_ps(largest, nothing))));
-      _mm256_storeu_ps(w->scale[i] + k, _mm256_and_ps(some, _mm256_div_ps(largest, most)));
-    }
-  for (int i = 0; i < num_queries; i++) {
-    const float *p = probabilities->p + i * KVEDGE_TILE;
-    int16_t *codes = w->codes[i];
-    for (int k = 0, t = 0; t < end; k++) {
-      const int stop = t + together < end ? t + together : end;
-      const __m256 f = _mm256_set1_ps(factor[i][k]);
-      for (; t < stop; t += 16) {
-        __m256i code[2];
-        for (int j = 0; j < 2; j++)
-          code[j] = round_dithered(_mm256_mul_ps(weights_at(p, v_scale, t + 8 * j), f),
-                                   _mm256_loadu_ps(kvedge_dither + t + 8 * j));
-        const __m256i packed = _mm256_packs_epi32(code[0], code[1]);
-        _mm256_storeu_si256((__m256i *)(codes + t),
-                            _mm256_permute4x64_epi64(packed, 0xd8)); /* undoes the pack's lanes */
+  for (int g = 0, row = 0; g < num_groups; g++)
+    for (int i = 0; i < num_queries; i++, row++) {
+      const float *p = probabilities->p + i * KVEDGE_TILE, *v_scale = first_scale + g * values->scale_stride;
+      for (int k = 0, t = 0; t < end; k++) {
+        const int stop = t + together < end ? t + together : end;
+        __m256 largest[2] = {_mm256_setzero_ps(), _mm256_setzero_ps()};
+        for (; t < stop; t += 16)
+          for (int j = 0; j < 2; j++) largest[j] = _mm256_max_ps(largest[j], weights_at(p, v_scale, t + 8 * j));
+        factor[row][k] = reduce_max(_mm256_max_ps(largest[0], largest[1]));
       }
     }
-  }
+  for (int row = 0; row < num_groups * num_queries; row++)
+    for (int k = 0; k * together < end; k += 8) {
+      const __m256 most = _mm256_set1_ps(WEIGHT_MAX_15), nothing = _mm256_set1_ps(WEIGHT_NOTHING);
+      const __m256 largest = load_first_floats(factor[row] + k, (end - k * together + together - 1) / together);
+      const __m256 some = _mm256_cmp_ps(largest, nothing, _CMP_GT_OQ);
+      _mm256_storeu_ps(factor[row] + k, _mm256_and_ps(some, _mm256_div_ps(most, _mm256_max_ps(largest, nothing))));
+      _mm256_storeu_ps(w->scale[row] + k, _mm256_and_ps(some, _mm256_div_ps(largest, most)));
+    }
+  for (int g = 0, row = 0; g < num_groups; g++)
+    for (int i = 0; i < num_queries; i++, row++) {
+      const float *p = probabilities->p + i * KVEDGE_TILE, *v_scale = first_scale + g * values->scale_stride;
+      int16_t *codes = w->codes[row];
+      for (int k = 0, t = 0; t < end; k++) {
+        const int stop = t + together < end ? t + together : end;
+        const __m256 f = _mm256_set1_ps(factor[row][k]);
+        for (; t < stop; t += 16) {
+          __m256i code[2];
+          for (int j = 0; j < 2; j++)
+            code[j] = round_dithered(_mm256_mul_ps(weights_at(p, v_scale, t + 8 * j), f),
+                                     _mm256_loadu_ps(kvedge_dither + t + 8 * j));
+          const __m256i packed = _mm256_packs_epi32(code[0], code[1]);
+          _mm256_storeu_si256((__m256i *)(codes + t),
+                              _mm256_permute4x64_epi64(packed, 0xd8)); /* undoes the pack's lanes */
+        }
+      }
+    }
+}
+
+KVEDGE_INLINE void quantize_weights(const kvedge_probabilities *probabilities, const kvedge_tile *values,
+                                    const int together, tile_weights *w) {
+  quantize_weights_of(probabilities, values, together, 0, 1, w);
 }
 
 /* acc = acc * rescale + sum * scale, 8 channels or the first of them. */

@@ -92,6 +92,11 @@ static void transpose_scales_avx512vnni(const void *scales, kvedge_scale_type ty
   if (type == KVEDGE_SCALE_FLOAT32 && num_columns == 4) TRANSPOSE(KVEDGE_SCALE_FLOAT32, 1);
   else if (type == KVEDGE_SCALE_FLOAT32) TRANSPOSE(KVEDGE_SCALE_FLOAT32, 0);
   else if (num_columns == 4) TRANSPOSE(KVEDGE_SCALE_FLOAT16, 1);
+  else if (num_columns == 1) /* as of q8_0, whose scales lie among the codes */
+    for (int t = 0; t < whole; t += 8) {
+      const __m128i halves = kvedge_eight_halves((const char *)scales + t * token_stride, token_stride);
+      _mm256_storeu_ps(out + t, _mm256_mul_ps(_mm256_maskz_cvtph_ps(0xff, halves), _mm256_set1_ps(factor)));
+    }
   else TRANSPOSE(KVEDGE_SCALE_FLOAT16, 0);
 #undef TRANSPOSE
   transpose_scales_portable((const char *)scales + whole * token_stride, type, token_stride, num_tokens - whole,
@@ -287,6 +292,8 @@ const kvedge_kernels kvedge_kernels_avx512vnni = {
     .cells = {[KVEDGE_INT8] = {.encode_query = encode_query_avx512vnni,
                                .scores = scores_int8_avx512vnni,
                                .weighted_sum = weighted_sum_int8_avx512vnni,
+                               .scores_of_groups = scores_of_groups_avx512vnni,
+                               .weighted_sum_of_groups = weighted_sum_of_groups_avx512vnni,
                                .scores_of_heads = scores_of_heads_int8_avx512vnni,
                                .weighted_sum_of_heads = weighted_sum_of_heads_int8_avx512vnni},
                [KVEDGE_INT4] = {.encode_query = encode_query_of_int4_avx512vnni,

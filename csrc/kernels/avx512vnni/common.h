@@ -188,13 +188,15 @@ typedef void scores_function(const kvedge_query *q, const kvedge_tile *keys, flo
 scores_function scores_int8_avx512vnni, scores_int4_avx512vnni;                   /* scores.c */
 scores_function scores_of_heads_int8_avx512vnni, scores_of_heads_int4_avx512vnni; /* scores_of_heads.c */
 
-scores_function scores_of_runs_avx512vnni; /* kivi.c */
+void scores_of_groups_avx512vnni(const kvedge_query *q, const kvedge_tile *keys, float *scores); /* scores.c */
+scores_function scores_of_runs_avx512vnni;                                                       /* kivi.c */
 
 /* Weighted sums by the planes of quantized probabilities: compilers do better with several functions than with one. */
 typedef void weighted_sum_function(const kvedge_probabilities *p, const kvedge_tile *values,
                                    const kvedge_accumulators *to);
 #define FOR_PLANES(name) weighted_sum_function name##_1_avx512vnni, name##_2_avx512vnni, name##_3_avx512vnni
-weighted_sum_function weighted_sum_of_runs_avx512vnni; /* kivi.c */
+weighted_sum_function weighted_sum_of_runs_avx512vnni;   /* kivi.c */
+weighted_sum_function weighted_sum_of_groups_avx512vnni; /* values_2.c */
 FOR_PLANES(weighted_sum_int8);
 FOR_PLANES(weighted_sum_of_heads_int8);
 FOR_PLANES(weighted_sum_int4);

@@ -281,12 +281,13 @@ KVEDGE_INLINE void prepare_next(next_rows *n, const int masked, const int bits, 
 }
 
 /* Scores of whole blocks for `count` queries from `first` on, of `bytes` bytes; `masked`: a
- * row's bytes are not a multiple of 32. (Constants where this is inlined.) */
+ * row's bytes are not a multiple of 32; `grouped`: each 32 have a scale, and sums of their own. (Constants where this is
+ * inlined.) */
 KVEDGE_INLINE void score_several_of(const scoring *s, const int bits, int first, const int count, const int bytes,
-                                    const int masked) {
+                                    const int masked, const int grouped) {
   const kvedge_query *q = s->q;
   const int row_bytes = bytes_of(q->dim, bits), wide = 8 / bits; /* columns of channels in one of bytes */
-  const int chains = count * bytes <= 4 ? 2 : 1;                 /* as in score_blocks() */
+  const int chains = count * bytes <= 4 && !grouped ? 2 : 1;     /* as in score_blocks() */
   const int times = count * bytes <= 2 ? 3 : 2; /* little arithmetic between prefetches: Zen 4 drops more of them */
   const __m512i levels = int4_levels(1);
   ptrdiff_t stride = KVEDGE_QUANTIZED_BYTES * q->stride, three_strides = 3 * stride;
@@ -308,20 +309,29 @@ KVEDGE_INLINE void score_several_of(const scoring *s, const int bits, int first,
   for (int step = 4; step < 8; step++) prepare_next(&next, masked, bits, step, column);
   for (int t = 0; t < s->num_tokens; t += BLOCK, scores += BLOCK) {
     __m512i sum[SEVERAL_QUERIES][3][2];
+    __m512 total[SEVERAL_QUERIES];
+    const int32_t *offsets = q->offsets + first * 4 * q->scale_stride; /* of a group */
+    const float *group_scale = s->k_scale + t;
 #pragma GCC unroll 8
-    for (int i = 0; i < count; i++)
+    for (int i = 0; i < count; i++) {
+      total[i] = _mm512_setzero_ps();
 #pragma GCC unroll 3
       for (int b = 0; b < bytes; b++) {
         sum[i][b][0] = _mm512_set1_epi32(start[i][b]);
         sum[i][b][1] = _mm512_setzero_si512();
       }
+    }
     const int8_t *codes = q->quantized + first * stride;
     for (int d = 32; d < row_bytes + 32; d += 32) { /* where these bytes end */
       const int8_t *codes_of_4 = codes + 4 * stride;
       if (count > 4) OPAQUE(codes_of_4);
       const int halves = masked && d - row_bytes >= 16 ? 1 : 2; /* of them that are there */
       const char *lines = take_lines(s->ahead, 4 * halves);
-      next.from += 32;
+      next.from += grouped ? s->keys->group_stride : 32;
+#pragma GCC unroll 8
+      for (int i = 0; i < count && grouped; i++)
+#pragma GCC unroll 3
+        for (int b = 0; b < bytes; b++) sum[i][b][0] = _mm512_set1_epi32(offsets[4 * i * q->scale_stride + b]);
       if (d >= row_bytes) next.from = block_of(s, t / BLOCK + (t + BLOCK < s->num_tokens)); /* or this one again */
       if (masked) next.valid = (__mmask32)first_bytes(d >= row_bytes ? row_bytes : row_bytes - d);
 #pragma GCC unroll 2
@@ -345,8 +355,22 @@ KVEDGE_INLINE void score_several_of(const scoring *s, const int bits, int first,
           }
         }
       }
-      codes += bits == 4 ? CODES_OF_64 : d % 64 ? 32 : CODES_OF_64 - 32;
+      if (grouped) {
+        const __m512 k_scale = _mm512_loadu_ps(group_scale);
+#pragma GCC unroll 8
+        for (int i = 0; i < count; i++)
+          total[i] = _mm512_fmadd_ps(total_of(bytes, sum[i][0][0], sum[i][1][0], sum[i][2][0]), k_scale, total[i]);
+        if (s->keys->group_stride > KVEDGE_GROUP && d % 64 == 0)
+          prefetch_lines(s->ahead, take_lines(s->ahead, 1), 1, times);
+        codes += KVEDGE_QUANTIZED_BYTES * q->group_stride, offsets += 4, group_scale += s->keys->scale_stride;
+      } else {
+        codes += bits == 4 ? CODES_OF_64 : d % 64 ? 32 : CODES_OF_64 - 32;
+      }
     }
+#pragma GCC unroll 8
+    for (int i = 0; i < count && grouped; i++)
+      _mm512_storeu_ps(scores + i * KVEDGE_TILE, _mm512_mul_ps(total[i], _mm512_set1_ps(unit[i])));
+    if (grouped) continue;
     const __m512 k_scale = _mm512_loadu_ps(s->k_scale + t);
 #pragma GCC unroll 8
     for (int i = 0; i < count; i++) {
@@ -364,7 +388,7 @@ KVEDGE_INLINE void score_several(const scoring *s, const int bits, const int byt
   for (int i = 0, count, passes = (n + most - 1) / most; passes > 0; i += count, passes--) {
     count = (n - i + passes - 1) / passes;
 #define SEVERAL(count)                                                                                                 \
-  case count: score_several_of(s, bits, i, count, bytes, masked); break
+  case count: score_several_of(s, bits, i, count, bytes, masked, 0); break
     switch (count) {
       SEVERAL(1);
       SEVERAL(2);
@@ -418,6 +442,42 @@ static void score(const scoring *s) {
     case 3: score_3(s); break;
     case 2: score_2(s); break;
     default: score_1(s);
+  }
+}
+
+/* ---- Groups of 32 channels ---- */
+
+static __attribute__((noinline)) void score_groups_2(const scoring *s) {
+  for (int i = 0, n = s->q->num_queries, count, passes = (n + 3) / 4; passes > 0; i += count, passes--) {
+    count = (n - i + passes - 1) / passes;
+#define GROUPS_OF(count)                                                                                               \
+  case count: score_several_of(s, 8, i, count, 2, 0, 1); break
+    switch (count) {
+      GROUPS_OF(1);
+      GROUPS_OF(2);
+      GROUPS_OF(3);
+      GROUPS_OF(4);
+    }
+#undef GROUPS_OF
+  }
+}
+
+/* The whole blocks of a tile at once, of two planes; what else there is group by group. */
+void scores_of_groups_avx512vnni(const kvedge_query *q, const kvedge_tile *keys, float *scores) {
+  const int num_groups = q->dim / KVEDGE_GROUP;
+  int done = 0; /* tokens */
+  if (q->planes == 2 && q->num_queries <= SEVERAL_QUERIES) {
+    lines_ahead ahead = lines_of(keys, (int)(num_groups * keys->group_stride));
+    done = keys->num_tokens / BLOCK * BLOCK;
+    const scoring s = {q, keys, 8, 0, done, keys->scales, &ahead, scores, 0};
+    if (done > 0) score_groups_2(&s);
+  }
+  for (int g = 0; g < num_groups && done < keys->num_tokens; g++) {
+    const kvedge_query of_query = kvedge_query_group(q, g);
+    kvedge_tile rest = kvedge_tile_group(keys, g);
+    rest.blocks += done / BLOCK, rest.num_tokens -= done, rest.scales += done;
+    if (done > 0) rest.next.blocks = NULL;
+    scores_int8_avx512vnni(&of_query, &rest, scores + done, g > 0);
   }
 }
 

@@ -462,3 +462,106 @@ void WEIGHTED_SUM(of_heads_int8)(const kvedge_probabilities *p, const kvedge_til
   value_rows rows = {values->blocks, values->offset, values->token_stride, values->num_tokens, &ahead, values};
   sum_heads(&rows, values->dim, PLANES, p->p, values->scales, values->scale_stride, to->rescale, to->acc, p->scratch);
 }
+
+#if PLANES == 2
+/* ---- Groups of 32 channels: two share a register, with weights of their own ---- */
+
+/* Sums of `count` queries' weights times the values of two groups, side by side or `apart`; the codes of the second one's
+ * weights are `to_second` bytes further. (count, apart: constants where this is inlined.) */
+KVEDGE_INLINE void sum_two_groups(const value_rows *v, const int apart, const int count, const uint8_t *codes,
+                                  ptrdiff_t to_second, __m512 (*totals)[4]) {
+  const ptrdiff_t stride = v->token_stride, second = v->tile->group_stride;
+  __m512i sum[SUM_QUERIES][2][4];
+#pragma GCC unroll 4
+  for (int i = 0; i < count; i++)
+#pragma GCC unroll 2
+    for (int b = 0; b < 2; b++)
+#pragma GCC unroll 4
+      for (int c = 0; c < 4; c++) sum[i][b][c] = _mm512_setzero_si512();
+  for (int t = 0; t < v->num_tokens; t += BLOCK) {
+    const int8_t *from = block_of(v, t / BLOCK);
+    const char *lines = take_lines(v->ahead, apart ? BLOCK + 1 : BLOCK);
+    if (apart) prefetch_lines(v->ahead, lines + 64 * BLOCK, 1, 2);
+    for (int r = 0; r < BLOCK; r += 4, codes += 16, from += 4 * stride, lines += 256) {
+      __m512i row[4], value[4];
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; j++)
+        row[j] = apart ? load_two_rows(from + j * stride, from + j * stride + second, 0, 0)
+                       : _mm512_loadu_si512(from + j * stride);
+      interleave_4_rows(row, value);
+      prefetch_lines(v->ahead, lines, 4, 2);
+#pragma GCC unroll 4
+      for (int i = 0; i < count; i++)
+#pragma GCC unroll 2
+        for (int b = 0; b < 2; b++) {
+          const uint8_t *four = codes + i * CODE_ROW + 4 * b;
+          const __m512i weights = _mm512_mask_blend_epi32(0xff00, four_for_all(four), four_for_all(four + to_second));
+#pragma GCC unroll 4
+          for (int c = 0; c < 4; c++) multiply_add(&sum[i][b][c], weights, value[c]);
+        }
+    }
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < count; i++)
+#pragma GCC unroll 4
+    for (int c = 0; c < 4; c++) totals[i][c] = total_of(2, sum[i][0][c], sum[i][1][c], sum[i][1][c]);
+}
+
+/* As many queries at a time as sums have registers for. */
+KVEDGE_INLINE void sum_groups(const value_rows *v, const int apart, int num_queries, const uint8_t *codes,
+                              const float *scale, const kvedge_accumulators *to, float *acc) {
+  for (int i = 0, count, passes = (num_queries + 2) / 3; passes > 0; i += count, passes--) {
+    __m512 totals[SUM_QUERIES][4];
+    const ptrdiff_t to_second = num_queries * CODE_ROW;
+    count = (num_queries - i + passes - 1) / passes;
+    if (count == 1) sum_two_groups(v, apart, 1, codes + i * CODE_ROW, to_second, totals);
+    else if (count == 2) sum_two_groups(v, apart, 2, codes + i * CODE_ROW, to_second, totals);
+    else sum_two_groups(v, apart, 3, codes + i * CODE_ROW, to_second, totals);
+    for (int j = i; j < i + count; j++) {
+      const float scales[] = {scale[j], scale[KVEDGE_QUERY_ROWS + j]}, rescales[] = {to->rescale[j], to->rescale[j]};
+      add_totals_of_heads(totals[j - i], 2, scales, rescales, acc + j * to->stride);
+    }
+  }
+}
+
+static __attribute__((noinline)) void sum_groups_in_order(const value_rows *v, int num_queries, const uint8_t *codes,
+                                                          const float *scale, const kvedge_accumulators *to,
+                                                          float *acc) {
+  sum_groups(v, 0, num_queries, codes, scale, to, acc);
+}
+
+static __attribute__((noinline)) void sum_groups_apart(const value_rows *v, int num_queries, const uint8_t *codes,
+                                                       const float *scale, const kvedge_accumulators *to, float *acc) {
+  sum_groups(v, 1, num_queries, codes, scale, to, acc);
+}
+
+/* Pairs of groups, of few queries and whole blocks; what else there is group by group. */
+void weighted_sum_of_groups_avx512vnni(const kvedge_probabilities *p, const kvedge_tile *values,
+                                       const kvedge_accumulators *to) {
+  const int num_groups = values->dim / KVEDGE_GROUP, n = p->num_queries, apart = values->group_stride != KVEDGE_GROUP;
+  int g = 0;
+  if (p->planes == 2 && n <= SEVERAL_QUERIES && values->num_tokens % BLOCK == 0) {
+    char *scratch = p->scratch;
+    uint8_t *codes = kvedge_take_scratch(&scratch, 2 * SEVERAL_QUERIES * CODE_ROW);
+    lines_ahead ahead = lines_of(values, (int)(num_groups * values->group_stride));
+    for (; g + 2 <= num_groups; g += 2) {
+      float scale[2 * KVEDGE_QUERY_ROWS];
+      for (int second = 0; second < 2; second++)
+        encode_weights(n, 2, p->p, values->scales + (g + second) * values->scale_stride, 0, values->num_tokens,
+                       codes + second * n * CODE_ROW, scale + second * KVEDGE_QUERY_ROWS);
+      const value_rows rows = {
+          values->blocks, values->offset + g * values->group_stride, values->token_stride, values->num_tokens, &ahead,
+          values};
+      if (apart) sum_groups_apart(&rows, n, codes, scale, to, to->acc + g * KVEDGE_GROUP);
+      else sum_groups_in_order(&rows, n, codes, scale, to, to->acc + g * KVEDGE_GROUP);
+    }
+  }
+  for (; g < num_groups; g++) {
+    const kvedge_tile one = kvedge_tile_group(values, g);
+    const kvedge_accumulators sums = {to->acc + g * KVEDGE_GROUP, to->stride, to->rescale};
+    if (p->planes == 3) weighted_sum_int8_3_avx512vnni(p, &one, &sums);
+    else if (p->planes == 2) weighted_sum_int8_2_avx512vnni(p, &one, &sums);
+    else weighted_sum_int8_1_avx512vnni(p, &one, &sums);
+  }
+}
+#endif

@@ -1,0 +1,293 @@
+/* Groups of 32 channels of int8, all groups of a row in one visit. Part of avx2.c and avxvnni.c, after values.h.
+ *
+ * Sums of integers of a group become floats and are added up times the group's scale: of few queries lane by lane, so that
+ * sums go across lanes once per row; of many, whose keys are transposed, token by token.
+ */
+enum { GROUP_COLUMNS = KVEDGE_GROUP / 4, GROUP_PAIRS = KVEDGE_GROUP / 2 };
+
+/* Adds the products of a group of `rows` tokens, times their scales, to sums of floats: (count, rows). (Constants where this
+ * is inlined: count, rows, together 4 sums.) */
+KVEDGE_INLINE void dot_group(const int8_t *codes, ptrdiff_t stride, const int count, const int rows,
+                             const int8_t *const *row, const float *k_scale, __m256 *total) {
+  __m256i sum[4];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) sum[i] = _mm256_setzero_si256();
+#pragma GCC unroll 2
+  for (int d = 0; d < KVEDGE_GROUP; d += 16)
+#pragma GCC unroll 4
+    for (int t = 0; t < rows; t++) {
+      const __m256i key = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(row[t] + d)));
+#pragma GCC unroll 4
+      for (int i = 0; i < count; i++)
+        multiply_add_pairs(&sum[i * rows + t], key,
+                           _mm256_loadu_si256((const __m256i *)(codes + i * stride + KVEDGE_QUANTIZED_BYTES * d)));
+    }
+#pragma GCC unroll 4
+  for (int t = 0; t < rows; t++) {
+    const __m256 scale = _mm256_broadcast_ss(k_scale + t);
+#pragma GCC unroll 4
+    for (int i = 0; i < count; i++)
+      total[i * 2 * rows + t] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum[i * rows + t]), scale, total[i * 2 * rows + t]);
+  }
+}
+
+/* Scores of all tokens for `count` queries from the `first` on. (A constant where this is inlined.) */
+KVEDGE_INLINE void score_groups(const kvedge_query *q, int first, const int count, const kvedge_tile *keys,
+                                const kvedge_next_tile *next, float *scores) {
+  const ptrdiff_t stride = KVEDGE_QUANTIZED_BYTES * q->stride, group_codes = KVEDGE_QUANTIZED_BYTES * q->group_stride;
+  const int tokens = SCORES / count, half = tokens / 2, num_groups = q->dim / KVEDGE_GROUP;
+  const int row_bytes = next->row_bytes;
+  float unit[SCORES]; /* (count, tokens) */
+  for (int i = 0; i < SCORES; i++) unit[i] = q->scale[(first + i * count / SCORES) * q->scale_stride] * 256.0f;
+  const __m256 units = _mm256_loadu_ps(unit);
+  scores += first * KVEDGE_TILE;
+  for (int start = 0; start < keys->num_tokens;) {
+    kvedge_stretch stretch = kvedge_stretch_of(keys, next, start, keys->num_tokens);
+    if (first > 0) stretch.next.first = 0; /* prefetched with the first queries */
+    for (int t = 0; t < stretch.num_tokens; t += tokens) {
+      const int left = stretch.num_tokens - t;
+      __m256 total[SCORES]; /* (count, tokens) */
+#pragma GCC unroll 2
+      for (int h = 0; h < 2; h++) {
+        const int8_t *codes = q->quantized + first * stride, *row[SCORES / 2];
+        const float *k_scale = keys->scales + start + t + h * half;
+#pragma GCC unroll 4
+        for (int j = 0; j < half; j++) {
+          const int token = t + h * half + j;
+          row[j] = (const int8_t *)stretch.rows +
+                   (token < stretch.num_tokens ? token : stretch.num_tokens - 1) * keys->token_stride;
+        }
+        __m256 of_half[SCORES]; /* as total */
+#pragma GCC unroll 8
+        for (int i = 0; i < SCORES; i++) of_half[i] = _mm256_setzero_ps();
+        for (int g = 0; g < num_groups; g++, codes += group_codes, k_scale += keys->scale_stride) {
+          dot_group(codes, stride, count, half, row, k_scale, of_half);
+#pragma GCC unroll 4
+          for (int j = 0; j < half; j++) row[j] += keys->group_stride;
+        }
+#pragma GCC unroll 4
+        for (int i = 0; i < count; i++)
+#pragma GCC unroll 4
+          for (int j = 0; j < half; j++) total[i * tokens + h * half + j] = of_half[i * tokens + j];
+      }
+      if (stretch.next.first)
+        for (int at = 0; at < tokens * row_bytes; at += 64) kvedge_prefetch_line(stretch.next, t * row_bytes + at);
+      const __m256 score = _mm256_mul_ps(reduce_add_8(total), units);
+      float *out = scores + start + t;
+      if (left >= tokens) {
+        store_scores(score, tokens, out);
+        continue;
+      }
+      float made[SCORES];
+      _mm256_storeu_ps(made, score);
+      for (int i = 0; i < count; i++)
+        for (int j = 0; j < left; j++) out[i * KVEDGE_TILE + j] = made[i * tokens + j];
+    }
+    start += stretch.num_tokens;
+  }
+}
+
+#define SCORE_GROUPS(count)                                                                                            \
+  static __attribute__((noinline)) void score_groups_##count(                                                          \
+      const kvedge_query *q, int first, const kvedge_tile *keys, const kvedge_next_tile *next, float *scores) {        \
+    score_groups(q, first, count, keys, next, scores);                                                                 \
+  }
+SCORE_GROUPS(1)
+SCORE_GROUPS(2)
+#undef SCORE_GROUPS
+
+/* ---- Many queries ---- */
+
+/* Scores of a block for `count` queries; meanwhile the next one is transposed, unless it is NULL. (Constants where this is
+ * inlined: count, and whether there is a next one.) */
+KVEDGE_INLINE void score_groups_of_block(const int count, const int32_t *codes, const __m256i *columns, int num_groups,
+                                         const key_block *next, ptrdiff_t group_stride, const float *unit,
+                                         const float *k_scale, ptrdiff_t scale_stride, float *scores) {
+  const int num_pairs = num_groups * GROUP_PAIRS;
+  __m256 total[4][VECTORS];
+  key_block rows = {.rows = NULL};
+  if (next) rows = *next;
+#pragma GCC unroll 4
+  for (int i = 0; i < count; i++)
+#pragma GCC unroll 2
+    for (int j = 0; j < VECTORS; j++) total[i][j] = _mm256_setzero_ps();
+  for (int g = 0; g < num_groups; g++) {
+    __m256i sum[4][VECTORS];
+#pragma GCC unroll 4
+    for (int i = 0; i < count; i++)
+#pragma GCC unroll 2
+      for (int j = 0; j < VECTORS; j++) sum[i][j] = _mm256_setzero_si256();
+    for (int byte = 0; byte < KVEDGE_GROUP; byte += 16)
+#pragma GCC unroll 2
+      for (int half = 0; half < 2; half++) { /* of 16 bytes; of the next block's rows */
+        if (next) transpose_bytes(&rows, KVEDGE_GROUP * g + byte, half, 16);
+#pragma GCC unroll 4
+        for (int c = 0; c < 4; c++) {
+          __m256i key[VECTORS];
+#pragma GCC unroll 2
+          for (int j = 0; j < VECTORS; j++) key[j] = pair_of_column(8, columns[c / 2 * VECTORS + j], c % 2);
+#pragma GCC unroll 4
+          for (int i = 0; i < count; i++) {
+            const __m256i pair = _mm256_set1_epi32(codes[i * num_pairs + c]);
+#pragma GCC unroll 2
+            for (int j = 0; j < VECTORS; j++) multiply_add_pairs(&sum[i][j], key[j], pair);
+          }
+        }
+        columns += 2 * VECTORS, codes += 4;
+      }
+#pragma GCC unroll 4
+    for (int i = 0; i < count; i++)
+#pragma GCC unroll 2
+      for (int j = 0; j < VECTORS; j++)
+        total[i][j] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum[i][j]), _mm256_loadu_ps(k_scale + 8 * j), total[i][j]);
+    k_scale += scale_stride, rows.rows += group_stride - KVEDGE_GROUP;
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < count; i++)
+#pragma GCC unroll 2
+    for (int j = 0; j < VECTORS; j++)
+      _mm256_storeu_ps(scores + i * KVEDGE_TILE + 8 * j, _mm256_mul_ps(total[i][j], _mm256_set1_ps(unit[i])));
+}
+
+static __attribute__((noinline)) void score_groups_of_many(const kvedge_query *q, const kvedge_tile *keys,
+                                                           const kvedge_next_tile *next_tile, float *scores) {
+  const int n = q->num_queries, num_groups = q->dim / KVEDGE_GROUP, num_pairs = num_groups * GROUP_PAIRS;
+  const ptrdiff_t span =
+      (num_groups - 1) * keys->group_stride + KVEDGE_GROUP; /* bytes of a row from first to last code */
+  enum { LONGEST = KVEDGE_GROUPS * (KVEDGE_GROUP + 4) };    /* of these */
+  struct {
+    __m256i columns[2][KVEDGE_GROUPS * GROUP_COLUMNS * VECTORS];
+    int8_t rows[KVEDGE_BLOCK * LONGEST];
+    int32_t codes[KVEDGE_QUERY_ROWS * KVEDGE_GROUPS * GROUP_PAIRS];
+  } *room = (void *)q->scratch;
+  _Static_assert(sizeof *room <= KVEDGE_SCRATCH, "fits");
+  float unit[KVEDGE_QUERY_ROWS];
+  for (int i = 0; i < n; i++) unit[i] = q->scale[i * q->scale_stride] * 256.0f;
+  for (int g = 0; g < num_groups; g++) {
+    const kvedge_query one = kvedge_query_group(q, g);
+    for (int i = 0; i < n; i++) {
+      kvedge_query single = one;
+      single.num_queries = 1, single.quantized += i * KVEDGE_QUANTIZED_BYTES * q->stride;
+      pair_codes(&single, KVEDGE_GROUP, room->codes + i * num_pairs + g * GROUP_PAIRS);
+    }
+  }
+  for (int t = -KVEDGE_BLOCK; t < keys->num_tokens;
+       t += KVEDGE_BLOCK) { /* before the first block it is only transposed */
+    const __m256i *columns = room->columns[t / KVEDGE_BLOCK & 1];
+    const int left = keys->num_tokens - t - KVEDGE_BLOCK;
+    key_block next = {.columns = room->columns[~(t / KVEDGE_BLOCK) & 1], .stride = keys->token_stride};
+    if (left > 0) {
+      next.rows = (const int8_t *)kvedge_tile_block(keys, t + KVEDGE_BLOCK);
+      next.next = kvedge_next_block_of(next_tile, t / KVEDGE_BLOCK + 1);
+    }
+    if (left > 0 && left < KVEDGE_BLOCK) {
+      for (int j = 0; j < KVEDGE_BLOCK; j++)
+        memcpy(room->rows + j * LONGEST, next.rows + (j < left ? j : left - 1) * next.stride, (size_t)span);
+      next.rows = room->rows, next.stride = LONGEST;
+    }
+    if (t < 0) {
+      for (int d = 0; d < q->dim; d += 16) {
+        for (int j = 0; j < VECTORS; j++) transpose_bytes(&next, d, j, 16);
+        if (d % KVEDGE_GROUP) next.rows += keys->group_stride - KVEDGE_GROUP;
+      }
+      continue;
+    }
+#define SCORE_BLOCK_OF(count, next)                                                                                    \
+  score_groups_of_block(count, room->codes + i * num_pairs, columns, num_groups, next, keys->group_stride, unit + i,   \
+                        keys->scales + t, keys->scale_stride, scores + i * KVEDGE_TILE + t)
+#define SCORE_BLOCK(count)                                                                                             \
+  if (i == 0 && left > 0) SCORE_BLOCK_OF(count, &next);                                                                \
+  else SCORE_BLOCK_OF(count, NULL)
+    int i = 0;
+    BY_FOURS(n, SCORE_BLOCK)
+#undef SCORE_BLOCK
+#undef SCORE_BLOCK_OF
+  }
+}
+
+static void KVEDGE_NAME(scores_of_groups)(const kvedge_query *q, const kvedge_tile *keys, float *scores) {
+  const int n = q->num_queries, num_groups = q->dim / KVEDGE_GROUP;
+  const kvedge_next_tile next = kvedge_next_of(keys, (int)(num_groups * keys->group_stride));
+  if (q->planes == 3)
+    for (int g = 0; g < num_groups; g++) {
+      const kvedge_query of_query = kvedge_query_group(q, g);
+      const kvedge_tile of_keys = kvedge_tile_group(keys, g);
+      KVEDGE_NAME(scores_int8)(&of_query, &of_keys, scores, g > 0);
+    }
+  else if (n > 2) score_groups_of_many(q, keys, &next, scores);
+  else if (n == 2) score_groups_2(q, 0, keys, &next, scores);
+  else score_groups_1(q, 0, keys, &next, scores);
+}
+
+/* ---- Weighted sums ----
+ *
+ * Weights of several groups are quantized together: where tiles are short, waiting for maxima and divisions took a third of
+ * the time of a call for each group.
+ */
+
+/* The values of a chunk's tokens added to `num_groups` groups of `count` queries from one on. (A constant: count.) */
+KVEDGE_INLINE void sum_chunk(const kvedge_stretch *stretches, const kvedge_tile *values, int num_tokens, int first_group,
+                             int num_groups, const int count, const int16_t *codes, const float *scale,
+                             const float *rescale, const kvedge_accumulators *to) {
+  static const int32_t start[SUM_QUERIES];
+  __m256i none[2][2];
+  enum { ROW = KVEDGE_TILE, SCALES_OF_ROW = KVEDGE_TILE_BLOCKS };
+  for (int g = 0; g < num_groups; g++, codes += count * ROW, scale += count * SCALES_OF_ROW) {
+    const int channel = (int)((first_group + g) * values->group_stride);
+    float *acc = to->acc + (first_group + g) * KVEDGE_GROUP;
+    if (count <= 2) {
+      sum_groups(8, stretches, values->token_stride, num_tokens, channel, ROWS, none, 2, 16, count, codes, start, scale,
+                 rescale, acc, to->stride);
+      continue;
+    }
+    for (int d = 0; d < KVEDGE_GROUP; d += 16)
+      sum_groups(8, stretches, values->token_stride, num_tokens, channel + d, ROWS, none, 1, 16, count, codes, start,
+                 scale, rescale, acc + d, to->stride);
+  }
+}
+
+/* Of up to SUM_QUERIES queries. */
+static __attribute__((noinline)) void sum_few(const kvedge_probabilities *p, const kvedge_tile *values,
+                                              const kvedge_accumulators *to) {
+  static const float one[SUM_QUERIES] = {1, 1, 1, 1};
+  const int n = p->num_queries, together = p->planes == 3 ? TOGETHER / 2 : TOGETHER;
+  const int num_groups = values->dim / KVEDGE_GROUP, at_a_time = KVEDGE_QUERY_ROWS / n;
+  const kvedge_next_tile next = kvedge_next_of(values, (int)(num_groups * values->group_stride));
+  tile_weights *weights = (void *)p->scratch;
+  for (int g = 0, count; g < num_groups; g += count) {
+    count = num_groups - g < at_a_time ? num_groups - g : at_a_time;
+    quantize_weights_of(p, values, together, g, count, weights);
+    for (int t = 0, k = 0; t < values->num_tokens; t += together, k++) {
+      const int num_tokens = values->num_tokens - t < together ? values->num_tokens - t : together;
+      const float *rescale = t > 0 ? one : to->rescale;
+      kvedge_stretch stretches[TOGETHER / KVEDGE_BLOCK];
+      for (int i = 0, first = t; first < t + num_tokens; first += stretches[i++].num_tokens)
+        stretches[i] = kvedge_stretch_of(values, &next, first, t + num_tokens);
+#define SUM_CHUNK(queries)                                                                                             \
+  case queries:                                                                                                        \
+    sum_chunk(stretches, values, num_tokens, g, count, queries, weights->codes[0] + t, weights->scale[0] + k, rescale, \
+              to);                                                                                                     \
+    break
+      switch (n) {
+        SUM_CHUNK(1);
+        SUM_CHUNK(2);
+        SUM_CHUNK(3);
+        SUM_CHUNK(4);
+      }
+#undef SUM_CHUNK
+    }
+  }
+}
+
+static void KVEDGE_NAME(weighted_sum_of_groups)(const kvedge_probabilities *p, const kvedge_tile *values,
+                                                const kvedge_accumulators *to) {
+  if (p->num_queries <= SUM_QUERIES && (p->planes < 3 || p->by_32)) {
+    sum_few(p, values, to);
+    return;
+  }
+  for (int g = 0; g * KVEDGE_GROUP < values->dim; g++) {
+    const kvedge_tile one = kvedge_tile_group(values, g);
+    const kvedge_accumulators sums = {to->acc + g * KVEDGE_GROUP, to->stride, to->rescale};
+    KVEDGE_NAME(weighted_sum_int8)(p, &one, &sums);
+  }
+}
