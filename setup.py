@@ -110,7 +110,7 @@ class OptionalBuildExt(build_ext):
             self.give_up(error)
 
     def compile(self, ext):
-        """Compile csrc/, the extension's own source, what is for ggml; return each one's objects."""
+        """Compile csrc/, the extension's own source, what is for ggml; return the objects."""
         # Without -O3 the wheel has 20 KB less, and glue, sessions and grids are no slower.
         rest = {"extra_postargs": ["-O2" if w == "-O3" else w for w in ext.extra_compile_args]}
         names = names_in_package().items() if ELF else ()

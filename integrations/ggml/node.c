@@ -202,7 +202,9 @@ static int plan_node(state *s, tensor *node, const int32_t *params, int num_thre
          kvedge_rows_attention_init(s->memory, bytes, s->calls, num, num_threads, &s->attention) == KVEDGE_OK;
 }
 
+/* Is all of the output a number that kvedge has not bounded? (Sums that are not finite become +-FLT_MAX.) */
 static int is_finite(const tensor *node) {
+  const uint32_t flt_max = 0x7f7fffffu; /* its bits */
   const int64_t rows = node->ne[1] * node->ne[2] * node->ne[3];
   const uint32_t *x = node->data; /* contiguous, as ggml makes it */
   uint32_t largest = 0;
@@ -210,7 +212,7 @@ static int is_finite(const tensor *node) {
     const uint32_t magnitude = x[i] & 0x7fffffffu;
     largest = magnitude > largest ? magnitude : largest;
   }
-  return largest < 0x7f800000u;
+  return largest < flt_max;
 }
 
 static void wait_for(const atomic_int *flag) {

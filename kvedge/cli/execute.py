@@ -51,7 +51,8 @@ def _obstacle(program: Path) -> str | None:
         head = file.read(1 << 16)
     if head[:2] == b"#!" or head[:4] != b"\x7fELF":
         return None  # a script: what it starts is a program again
-    own = Path("/proc/self/exe").open("rb").read(20)
+    with open("/proc/self/exe", "rb") as file:
+        own = file.read(20)
     if head[4:6] != own[4:6] or head[18:20] != own[18:20]:
         return "it is for another processor than this Python"
     if head[4] == 2 and not _has_interpreter(head):
