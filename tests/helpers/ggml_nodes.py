@@ -35,7 +35,7 @@ _free_backend = _function("ggml_backend_free", None, c.c_void_p)
 
 
 def attend(q, k, v, mask=None, *, sinks=None, scale=0.125, max_bias=0.0, softcap=0.0, threads=2):
-    """Return ggml's result, (rows, heads, dim), of q (heads, rows, dim), k and v (heads, cells, dim).
+    """Return ggml's (rows, heads, dim) of q (heads, rows, dim), k and v (heads, cells, dim).
 
     Keys and values are float32, float16, or bfloat16 as uint16; the mask is float16 (rows, cells).
     """
@@ -84,7 +84,7 @@ def attend(q, k, v, mask=None, *, sinks=None, scale=0.125, max_bias=0.0, softcap
 def expected(q, k, v, mask, *, sinks=None, scale=0.125, max_bias=0.0, softcap=0.0):
     """Return the same in float64."""
     q, k, v = (np.asarray(array, np.float64) for array in (q, k, v))
-    heads, rows, dim = q.shape
+    heads, rows, _ = q.shape
     group = heads // k.shape[0]
     out = np.zeros((rows, heads, v.shape[-1]))
     power = 2.0 ** np.floor(np.log2(heads))

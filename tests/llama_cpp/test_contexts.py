@@ -16,12 +16,11 @@ import pytest
 
 pytest.importorskip("llama_cpp")
 gguf_files = pytest.importorskip("helpers.gguf_files")
-from helpers.llama_cpp_models import Model, api
+from helpers.llama_cpp_models import Model, api  # noqa: E402
 
-import kvedge
-from kvedge.data import STORIES_MODEL
-from kvedge.llama import LlamaModel
-from kvedge.llama_cpp import disable, enable, report
+from kvedge.data import STORIES_MODEL  # noqa: E402
+from kvedge.llama import LlamaModel  # noqa: E402
+from kvedge.llama_cpp import disable, enable, report  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 SMOLLM = Path(os.environ.get("KVEDGE_GGUF", ROOT.parent / "models/SmolLM2-135M-Instruct.Q4_1.gguf"))
@@ -227,4 +226,3 @@ def test_perplexity_of_a_real_model_is_llama_cpps():
     with_kvedge = loss()
     assert report().taken > before
     assert abs(with_kvedge - alone) < 2 * abs(without_flash - alone) + 2e-3
-    assert kvedge.__version__
