@@ -83,8 +83,10 @@ def _with_llama_cpp(isa: str) -> Check:
     if not is_installed("llama_cpp"):
         return Check(name, isa, None, "llama-cpp-python is not installed", 0.0)
     start = time.perf_counter()
-    program = "from kvedge.llama_cpp import enable; print(enable())"
-    done = _run("-c", program)
+    try:
+        done = _run("-c", "from kvedge.llama_cpp import enable; print(enable())")
+    except subprocess.TimeoutExpired:
+        return Check(name, isa, False, f"no end after {_SECONDS} s", _SECONDS)
     last = (done.stdout.strip().splitlines() or done.stderr.strip().splitlines() or [""])[-1]
     is_enabled = done.returncode == 0 and last.startswith("kvedge attends")
     return Check(name, isa, is_enabled, last, time.perf_counter() - start)
