@@ -5,6 +5,7 @@ stories260K in float32 (no rounding of activations stands between the two), and 
 so it is held against what llama.cpp's own two kinds of attention differ by.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -18,6 +19,7 @@ pytest.importorskip("llama_cpp")
 gguf_files = pytest.importorskip("helpers.gguf_files")
 from helpers.llama_cpp_models import Model, api  # noqa: E402
 
+from kvedge.cli.app import main  # noqa: E402
 from kvedge.data import STORIES_MODEL  # noqa: E402
 from kvedge.llama import LlamaModel  # noqa: E402
 from kvedge.llama_cpp import disable, enable, report  # noqa: E402
@@ -36,10 +38,14 @@ def disabled_at_first():
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
+def model_path(tmp_path_factory):
     path = tmp_path_factory.mktemp("gguf") / "stories.gguf"
-    gguf_files.write_gguf(path, LlamaModel.from_file(STORIES_MODEL))
-    return Model(path)
+    return gguf_files.write_gguf(path, LlamaModel.from_file(STORIES_MODEL))
+
+
+@pytest.fixture(scope="module")
+def model(model_path):
+    return Model(model_path)
 
 
 @pytest.fixture(scope="module")
@@ -183,10 +189,8 @@ def execute(*command, **environment):
 
 
 @pytest.mark.subprocess
-def test_exec_lets_an_unchanged_program_attend_with_kvedge(model, tmp_path):
-    path = tmp_path / "stories.gguf"
-    gguf_files.write_gguf(path, LlamaModel.from_file(STORIES_MODEL))
-    program = PROGRAM.format(helpers=str(ROOT / "tests/helpers"), path=str(path))
+def test_exec_lets_an_unchanged_program_attend_with_kvedge(model_path):
+    program = PROGRAM.format(helpers=str(ROOT / "tests/helpers"), path=str(model_path))
     done = execute(sys.executable, "-c", program)
     assert done.returncode == 0 and done.stdout == "done\n", done.stderr
     assert " attention nodes" in done.stderr
@@ -226,3 +230,19 @@ def test_perplexity_of_a_real_model_is_llama_cpps():
     with_kvedge = loss()
     assert report().taken > before
     assert abs(with_kvedge - alone) < 2 * abs(without_flash - alone) + 2e-3
+
+
+def test_bench_measures_tokens_and_prompts(model_path, capsys):
+    arguments = ["--depths", "0", "300", "--prompt", "16", "--rounds", "1", "--no-repack", "--json"]
+    assert main(["bench", "llama.cpp", "-m", str(model_path), *arguments]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [(row["what"], row["depth"]) for row in rows] == [
+        ("a token", 0),
+        ("16 tokens", 0),
+        ("a token", 300),
+        ("16 tokens", 300),
+    ]
+    for row in rows:
+        assert set(row["milliseconds"]) == {"-fa off", "-fa on", "kvedge"}
+    assert main(["bench", "llama.cpp", "-m", "no-such.gguf"]) != 0
+    assert "there is no file no-such.gguf" in capsys.readouterr().err
