@@ -115,7 +115,7 @@ class OptionalBuildExt(build_ext):
 
     def compile(self, ext):
         """Compile csrc/, the extension's own source, what is for ggml; return the objects."""
-        # Without -O3 the wheel has 20 KB less, and glue, sessions and grids are no slower.
+        # Without -O3 the wheel has 20 KB less, and glue, sessions, grids and plans are no slower.
         rest = {"extra_postargs": ["-O2" if w == "-O3" else w for w in ext.extra_compile_args]}
         names = names_in_package().items() if ELF else ()
         own = {
@@ -130,7 +130,8 @@ class OptionalBuildExt(build_ext):
             "extra_postargs": ext.extra_compile_args,
         }
         sources = files("csrc/**/*.c")
-        small = {s for s in sources if "session" in s or s.endswith("grids.c")}
+        ends = ("grids.c", "attention/rows.c")
+        small = {s for s in sources if "session" in s or s.endswith(ends)}
         jobs = {s: library | rest if s in small else library for s in sources}
         jobs |= dict.fromkeys(ext.sources, own)
         for_ggml = files("integrations/ggml/*.c") if GGML_FILES else []

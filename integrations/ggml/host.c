@@ -259,12 +259,12 @@ static int is_writable(const void *at) {
 static int check_device(host *h, char *why, size_t why_bytes) {
   const ggml_functions *f = &h->f;
   device *d = h->cpu;
-  EXPECT(f->ggml_backend_dev_type(d) == DEVICE_TYPE_CPU && d->get_type(d) == DEVICE_TYPE_CPU, "its device is no CPU");
-  EXPECT(d->get_name(d) == f->ggml_backend_dev_name(d), "its devices are laid out in another way");
   reg *of = f->ggml_backend_dev_backend_reg(d);
-  EXPECT(of == d->of && of, "its devices are laid out in another way");
+  EXPECT(of && f->ggml_backend_dev_type(d) == DEVICE_TYPE_CPU, "its device is no CPU");
   EXPECT(of->api_version >= OLDEST_API && of->api_version <= NEWEST_API,
          "its backends have version %d, and %d to %d are known", of->api_version, OLDEST_API, NEWEST_API);
+  EXPECT(of == d->of && d->get_type(d) == DEVICE_TYPE_CPU && d->get_name(d) == f->ggml_backend_dev_name(d),
+         "its devices are laid out in another way");
   EXPECT(is_writable(&d->init_backend), "its devices are constant");
   return 1;
 }
@@ -440,31 +440,25 @@ __attribute__((constructor)) static void loaded(void) {
   if (preload && strstr(preload, "libggml-kvedge.so")) print_counts_at_exit();
 }
 
-static void preloaded(device *cpu) {
+static void preloaded(device *cpu, void *handle) {
   static atomic_int was_told;
   char why[256] = "";
-  Dl_info of;
-  void *at, *handle = NULL;
-  memcpy(&at, &cpu->get_name, sizeof at);
-  if (dladdr(at, &of) && of.dli_fname) handle = dlopen(of.dli_fname, RTLD_LAZY | RTLD_NOLOAD);
-  if (!handle) handle = dlopen(NULL, RTLD_LAZY);
+  if (atomic_load(&was_told)) return; /* what was not as expected once stays so */
   if (take_over(cpu, handle, why, sizeof why) || atomic_exchange(&was_told, 1)) return;
   fprintf(stderr, "kvedge leaves attention to ggml: %s\n", why);
 }
 
-/* The function of the library that calls, or of those that it needs. */
-static backend *(*own_dev_init(void *caller))(device *, const char *) {
-  backend *(*own)(device *, const char *) = NULL;
-  Dl_info of;
-  void *handle = dladdr(caller, &of) && of.dli_fname ? dlopen(of.dli_fname, RTLD_LAZY | RTLD_NOLOAD) : NULL;
-  void *at = handle ? dlsym(handle, "ggml_backend_dev_init") : NULL;
-  if (handle) dlclose(handle);
-  memcpy(&own, &at, sizeof at);
-  return own;
-}
-
 backend *ggml_backend_dev_init(device *d, const char *params) {
-  backend *(*own)(device *, const char *) = own_dev_init(__builtin_return_address(0));
-  if (d && d->get_type(d) == DEVICE_TYPE_CPU && d->init_backend != init_hooked) preloaded(d);
-  return own && own != ggml_backend_dev_init ? own(d, params) : d->init_backend(d, params);
+  Dl_info caller; /* a library that has or needs ggml, so its functions are found from there */
+  void *handle = NULL, *at = NULL;
+  if (dladdr(__builtin_return_address(0), &caller) && caller.dli_fname)
+    handle = dlopen(caller.dli_fname, RTLD_LAZY | RTLD_NOLOAD);
+  if (!handle) handle = dlopen(NULL, RTLD_LAZY);
+  backend *(*own)(device *, const char *) = NULL;
+  int (*type)(device *) = NULL;
+  if (handle && (at = dlsym(handle, "ggml_backend_dev_type"))) memcpy(&type, &at, sizeof at);
+  if (handle && (at = dlsym(handle, "ggml_backend_dev_init"))) memcpy(&own, &at, sizeof at);
+  if (type && type(d) == DEVICE_TYPE_CPU && !known_host(d)) preloaded(d, handle);
+  if (own && own != ggml_backend_dev_init) return own(d, params);
+  return d->init_backend(d, params); /* a program that exports its ggml */
 }
