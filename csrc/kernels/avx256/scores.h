@@ -18,8 +18,12 @@ enum { SCORES = 8 }; /* made at a time: 8 tokens of 1 query, 4 of 2, 2 of 4; a r
  * which take the place of all three planes. */
 enum { CODES_OF_16 = KVEDGE_QUANTIZED_BYTES * 16, FLOATS_AT = 32 };
 
-static void KVEDGE_NAME(encode_query)(const float *x, int dim, float factor, float largest, int8_t *codes, float *scale,
-                                      int32_t *offsets) {
+static void KVEDGE_NAME(encode_query)(const float *x, int dim, float factor, float largest, int planes, int8_t *codes,
+                                      float *scale, int32_t *offsets) {
+  if (planes == 1) {
+    encode_query_bytes(x, dim, factor, largest, 8, codes, scale, offsets);
+    return;
+  }
   float inverse = largest > QUERY_NOTHING ? QUERY_MAX / largest : 0.0f;
   for (int d = 0; d < kvedge_padded_channels(dim); d += 16, codes += CODES_OF_16) {
     __m256i high[2];
@@ -39,12 +43,16 @@ static void KVEDGE_NAME(encode_query)(const float *x, int dim, float factor, flo
 
 /* As encode_query for keys of int4: of each 32 channels the codes of the even ones take the
  * place of the first 16, those of the odd ones that of the others. */
-static void KVEDGE_NAME(encode_query_int4)(const float *x, int dim, float factor, float largest, int8_t *codes,
-                                           float *scale, int32_t *offsets) {
+static void KVEDGE_NAME(encode_query_int4)(const float *x, int dim, float factor, float largest, int planes,
+                                           int8_t *codes, float *scale, int32_t *offsets) {
+  if (planes == 1) {
+    encode_query_bytes(x, dim, factor, largest, 4, codes, scale, offsets);
+    return;
+  }
   const __m256i even_first =
       _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15));
   __m256i total = _mm256_setzero_si256();
-  KVEDGE_NAME(encode_query)(x, dim, factor, largest, codes, scale, offsets);
+  KVEDGE_NAME(encode_query)(x, dim, factor, largest, planes, codes, scale, offsets);
   for (int d = 0; d < kvedge_padded_channels(dim); d += 32, codes += 2 * CODES_OF_16) {
     __m256i half[2];
     for (int i = 0; i < 2; i++) {
@@ -179,15 +187,18 @@ KVEDGE_INLINE __m256 scales_of_tokens(const float *k_scale, const int tokens) {
   return _mm256_castpd_ps(_mm256_set1_pd(two));
 }
 
-/* How keys are multiplied: as integers of 16 bits, as floats, or as integers that are made of the codes of int4. */
-typedef enum { AS_INT16, AS_FLOATS, AS_CODES } key_kind;
+/* How keys are multiplied: as integers of 16 bits, as floats, or as integers that are made of the codes of int4; or as
+ * bytes, of int8 or made of these codes. */
+typedef enum { AS_INT16, AS_FLOATS, AS_CODES, AS_BYTES, AS_CODE_BYTES } key_kind;
+
+KVEDGE_INLINE int is_of_int4(const key_kind kind) { return kind == AS_CODES || kind == AS_CODE_BYTES; }
 
 /* Scores of a stretch's tokens for `count` queries, 1, 2 or 4: (count, KVEDGE_TILE). (Constants where this is inlined:
  * count, kind.) */
 KVEDGE_INLINE void score_stretch(const kvedge_stretch *stretch, ptrdiff_t token_stride, int dim, const int8_t *codes,
                                  ptrdiff_t stride, const key_kind kind, const int count, __m256i offsets, __m256 units,
                                  const float *k_scale, float *scores, int accumulate) {
-  const int tokens = SCORES / count, row_bytes = kind == AS_CODES ? (dim + 1) / 2 : dim;
+  const int tokens = SCORES / count, row_bytes = is_of_int4(kind) ? (dim + 1) / 2 : dim;
   const int8_t *rows = (const int8_t *)stretch->rows;
   for (int t = 0; t < stretch->num_tokens; t += tokens) {
     int left = stretch->num_tokens - t;
@@ -197,7 +208,13 @@ KVEDGE_INLINE void score_stretch(const kvedge_stretch *stretch, ptrdiff_t token_
     __m256 dot;
     if (kind == AS_FLOATS) dot = dot_rows_of_floats(codes, stride, count, row, dim);
     else if (kind == AS_INT16) dot = _mm256_cvtepi32_ps(dot_rows(8, codes, stride, count, row, dim));
-    else dot = _mm256_cvtepi32_ps(_mm256_add_epi32(dot_rows(4, codes, stride, count, row, dim), offsets));
+    else if (kind == AS_CODES)
+      dot = _mm256_cvtepi32_ps(_mm256_add_epi32(dot_rows(4, codes, stride, count, row, dim), offsets));
+    else {
+      __m256i sum[SCORES];
+      dot_bytes(kind == AS_BYTES ? 8 : 4, codes, stride, count, row, tokens, row_bytes, sum);
+      dot = _mm256_cvtepi32_ps(_mm256_add_epi32(reduce_add_8_i32(sum), offsets));
+    }
     /* Behind the loads of these rows, which else wait for the prefetches: Zen 4, dim 64, one
      * query, 3 planes: 1.1 times. */
     if (stretch->next.first)
@@ -225,7 +242,7 @@ KVEDGE_INLINE void score_queries(const kvedge_query *q, const key_kind kind, int
   int32_t offset[SCORES];
   for (int i = 0; i < SCORES; i++) {
     const ptrdiff_t query = (first + i * count / SCORES) * q->scale_stride;
-    unit[i] = q->scale[query] * (kind == AS_FLOATS ? 1.0f : 256.0f);
+    unit[i] = q->scale[query] * (kind == AS_INT16 || kind == AS_CODES ? 256.0f : 1.0f);
     offset[i] = q->offsets[4 * query];
   }
   const __m256 units = _mm256_loadu_ps(unit);
@@ -253,6 +270,10 @@ SCORE_QUERIES(score_2_of_floats, AS_FLOATS, 2)
 SCORE_QUERIES(score_4_of_floats, AS_FLOATS, 4)
 SCORE_QUERIES(score_1_of_codes, AS_CODES, 1)
 SCORE_QUERIES(score_2_of_codes, AS_CODES, 2)
+SCORE_QUERIES(score_1_of_bytes, AS_BYTES, 1)
+SCORE_QUERIES(score_2_of_bytes, AS_BYTES, 2)
+SCORE_QUERIES(score_1_of_code_bytes, AS_CODE_BYTES, 1)
+SCORE_QUERIES(score_2_of_code_bytes, AS_CODE_BYTES, 2)
 #undef SCORE_QUERIES
 
 /* ---- Scores for many queries ---- */
@@ -329,6 +350,20 @@ KVEDGE_INLINE void pair_codes(const kvedge_query *q, int padded, int32_t *pairs)
   }
 }
 
+KVEDGE_INLINE void store_block(const int count, __m256i sum[4][VECTORS], const float *unit, const float *k_scale,
+                               float *scores, int accumulate) {
+#pragma GCC unroll 4
+  for (int i = 0; i < count; i++)
+#pragma GCC unroll 2
+    for (int j = 0; j < VECTORS; j++) {
+      float *out = scores + i * KVEDGE_TILE + 8 * j;
+      __m256 score = _mm256_mul_ps(_mm256_cvtepi32_ps(sum[i][j]), _mm256_set1_ps(unit[i]));
+      score = _mm256_mul_ps(score, _mm256_loadu_ps(k_scale + 8 * j));
+      if (accumulate) score = _mm256_add_ps(score, _mm256_loadu_ps(out));
+      _mm256_storeu_ps(out, score);
+    }
+}
+
 /* Scores of a block for `count` queries; meanwhile the next one is transposed, unless it is NULL. (Constants where
  * this is inlined: count, and whether there is a next one.) */
 KVEDGE_INLINE void score_block(const int bits, const int count, const int32_t *codes, const __m256i *columns,
@@ -361,25 +396,51 @@ KVEDGE_INLINE void score_block(const int bits, const int count, const int32_t *c
       }
       columns += 2 * VECTORS;
     }
+  store_block(count, sum, unit, k_scale, scores, accumulate);
+}
+
+/* As score_block() in products of bytes, of the codes at `codes`, `stride` apart. (bits: a constant too.) */
+KVEDGE_INLINE void score_block_of_bytes(const int bits, const int count, const int8_t *codes, ptrdiff_t stride,
+                                        const __m256i *columns, int padded, const key_block *next,
+                                        const int32_t *offset, const float *unit, const float *k_scale, float *scores,
+                                        int accumulate) {
+  __m256i sum[4][VECTORS];
 #pragma GCC unroll 4
   for (int i = 0; i < count; i++)
 #pragma GCC unroll 2
-    for (int j = 0; j < VECTORS; j++) {
-      float *out = scores + i * KVEDGE_TILE + 8 * j;
-      __m256 score = _mm256_mul_ps(_mm256_cvtepi32_ps(sum[i][j]), _mm256_set1_ps(unit[i]));
-      score = _mm256_mul_ps(score, _mm256_loadu_ps(k_scale + 8 * j));
-      if (accumulate) score = _mm256_add_ps(score, _mm256_loadu_ps(out));
-      _mm256_storeu_ps(out, score);
-    }
+    for (int j = 0; j < VECTORS; j++) sum[i][j] = _mm256_set1_epi32(offset[i]);
+  for (int byte = 0; byte < padded; byte += 16) {
+    const int8_t *of_16 = codes + byte / 32 * (BYTES_OF_32 * 8 / bits) + byte % 32;
+    if (next)
+      for (int half = 0; half < 2; half++) transpose_16(next, byte, half);
+#pragma GCC unroll 4
+    for (int c = 0; c < 4; c++, columns += VECTORS)
+#pragma GCC unroll 2
+      for (int h = 0; h < 8 / bits; h++) {
+        __m256i keys[VECTORS];
+#pragma GCC unroll 2
+        for (int j = 0; j < VECTORS; j++) keys[j] = unsigned_keys(bits, columns[j], h);
+#pragma GCC unroll 4
+        for (int i = 0; i < count; i++) {
+          const int8_t *at = of_16 + i * stride + 4 * c + BYTES_OF_32 * h;
+          const __m256i query = broadcast_word(at), multipliers = broadcast_word(at + 32);
+#pragma GCC unroll 2
+          for (int j = 0; j < VECTORS; j++) multiply_add_fours(&sum[i][j], keys[j], query, multipliers);
+        }
+      }
+  }
+  store_block(count, sum, unit, k_scale, scores, accumulate);
 }
 
 /* Whether transposing costs less than sums across lanes: measured. */
 static int are_many(int num_queries, int dim) { return num_queries > (dim <= 128 ? 2 : 4); }
 
-KVEDGE_INLINE void score_many(const int bits, const kvedge_query *q, const kvedge_tile *keys,
+/* (bits, and whether products are of bytes: constants where this is inlined.) */
+KVEDGE_INLINE void score_many(const int bits, const int in_bytes, const kvedge_query *q, const kvedge_tile *keys,
                               const kvedge_next_tile *next_tile, float *scores, int accumulate) {
   const int n = q->num_queries, row_bytes = (q->dim * bits + 7) / 8, padded = (row_bytes + 15) / 16 * 16;
   const int num_pairs = padded * 4 / bits;
+  const ptrdiff_t stride = KVEDGE_QUANTIZED_BYTES * q->stride;
   const float *k_scale = keys->scales;
   struct {
     __m256i columns[2][COLUMNS * VECTORS];             /* of a block, and of the next */
@@ -391,10 +452,10 @@ KVEDGE_INLINE void score_many(const int bits, const kvedge_query *q, const kvedg
   float unit[KVEDGE_QUERY_ROWS];
   int32_t offset[KVEDGE_QUERY_ROWS];
   for (int i = 0; i < n; i++) {
-    unit[i] = q->scale[i * q->scale_stride] * 256.0f;
+    unit[i] = q->scale[i * q->scale_stride] * (in_bytes ? 1.0f : 256.0f);
     offset[i] = q->offsets[4 * i * q->scale_stride];
   }
-  pair_codes(q, 2 * num_pairs, codes);
+  if (!in_bytes) pair_codes(q, 2 * num_pairs, codes);
   for (int t = -KVEDGE_BLOCK; t < keys->num_tokens;
        t += KVEDGE_BLOCK) { /* before the first block it is only transposed */
     const __m256i *columns = room->columns[t / KVEDGE_BLOCK & 1];
@@ -419,7 +480,11 @@ KVEDGE_INLINE void score_many(const int bits, const kvedge_query *q, const kvedg
   score_block(bits, count, codes + i * num_pairs, columns, num_pairs, next, offset + i, unit + i, k_scale + t,         \
               scores + i * KVEDGE_TILE + t, accumulate)
 #define SCORE_BLOCK(count)                                                                                             \
-  if (bits == 4) SCORE_BLOCK_OF(count, i == 0 && left > 0 ? &next : NULL); /* half of the code, as fast */             \
+  if (in_bytes)                                                                                                        \
+    score_block_of_bytes(bits, count, q->quantized + i * stride, stride, columns, padded,                              \
+                         i == 0 && left > 0 ? &next : NULL, offset + i, unit + i, k_scale + t,                         \
+                         scores + i * KVEDGE_TILE + t, accumulate);                                                    \
+  else if (bits == 4) SCORE_BLOCK_OF(count, i == 0 && left > 0 ? &next : NULL); /* half of the code, as fast */             \
   else if (i == 0 && left > 0) SCORE_BLOCK_OF(count, &next);                                                           \
   else SCORE_BLOCK_OF(count, NULL)
     int i = 0;
@@ -431,17 +496,30 @@ KVEDGE_INLINE void score_many(const int bits, const kvedge_query *q, const kvedg
 
 static __attribute__((noinline)) void score_many_bytes(const kvedge_query *q, const kvedge_tile *keys,
                                                        const kvedge_next_tile *next, float *scores, int accumulate) {
-  score_many(8, q, keys, next, scores, accumulate);
+  score_many(8, 0, q, keys, next, scores, accumulate);
 }
 
 static __attribute__((noinline)) void score_many_codes(const kvedge_query *q, const kvedge_tile *keys,
                                                        const kvedge_next_tile *next, float *scores, int accumulate) {
-  score_many(4, q, keys, next, scores, accumulate);
+  score_many(4, 0, q, keys, next, scores, accumulate);
+}
+
+static __attribute__((noinline)) void score_many_as_bytes(const int bits, const kvedge_query *q,
+                                                          const kvedge_tile *keys, const kvedge_next_tile *next,
+                                                          float *scores, int accumulate) {
+  if (bits == 8) score_many(8, 1, q, keys, next, scores, accumulate);
+  else score_many(4, 1, q, keys, next, scores, accumulate);
 }
 
 static void KVEDGE_NAME(scores_int8)(const kvedge_query *q, const kvedge_tile *keys, float *scores, int accumulate) {
   const int n = q->num_queries;
   const kvedge_next_tile next = kvedge_next_of(keys, q->dim);
+#define SCORE_BY_TWOS(suffix)                                                                                          \
+  {                                                                                                                    \
+    int i = 0;                                                                                                         \
+    for (; i + 2 <= n; i += 2) score_2##suffix(q, i, keys, &next, scores, accumulate);                                 \
+    if (i < n) score_1##suffix(q, i, keys, &next, scores, accumulate);                                                 \
+  }
 #define SCORE(suffix)                                                                                                  \
   {                                                                                                                    \
     int i = 0;                                                                                                         \
@@ -449,10 +527,13 @@ static void KVEDGE_NAME(scores_int8)(const kvedge_query *q, const kvedge_tile *k
     for (; i + 2 <= n; i += 2) score_2##suffix(q, i, keys, &next, scores, accumulate);                                 \
     if (i < n) score_1##suffix(q, i, keys, &next, scores, accumulate);                                                 \
   }
-  if (q->planes == 3 || q->dim > CHANNELS_OF_TWO_BYTES) SCORE(_of_floats)
+  if (q->planes == 1 && (n <= 2 || q->dim > CHANNELS_OF_TWO_BYTES)) SCORE_BY_TWOS(_of_bytes)
+  else if (q->planes == 1) score_many_as_bytes(8, q, keys, &next, scores, accumulate);
+  else if (q->planes == 3 || q->dim > CHANNELS_OF_TWO_BYTES) SCORE(_of_floats)
   else if (are_many(n, q->dim)) score_many_bytes(q, keys, &next, scores, accumulate);
   else SCORE()
 #undef SCORE
+#undef SCORE_BY_TWOS
 }
 
 /* Of int4, with integers of 16 bits. */
@@ -461,4 +542,17 @@ static void score_codes(const kvedge_query *q, const kvedge_tile *keys, float *s
   if (q->num_queries > 2) score_many_codes(q, keys, &next, scores, accumulate);
   else if (q->num_queries == 2) score_2_of_codes(q, 0, keys, &next, scores, accumulate);
   else score_1_of_codes(q, 0, keys, &next, scores, accumulate);
+}
+
+/* Of int4, in bytes. */
+static void score_codes_as_bytes(const kvedge_query *q, const kvedge_tile *keys, float *scores, int accumulate) {
+  const kvedge_next_tile next = kvedge_next_of(keys, (q->dim + 1) / 2);
+  const int n = q->num_queries;
+  if (n > 2 && q->dim <= CHANNELS_OF_TWO_BYTES) {
+    score_many_as_bytes(4, q, keys, &next, scores, accumulate);
+    return;
+  }
+  int i = 0;
+  for (; i + 2 <= n; i += 2) score_2_of_code_bytes(q, i, keys, &next, scores, accumulate);
+  if (i < n) score_1_of_code_bytes(q, i, keys, &next, scores, accumulate);
 }
