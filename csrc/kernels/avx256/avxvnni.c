@@ -14,6 +14,7 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 
+#include "kernels/avx256/bytes_order.h"
 #include "kernels/avx256/floats_cells.h"
 #include "system/target.h"
 

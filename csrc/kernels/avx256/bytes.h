@@ -5,8 +5,8 @@
  *   vpdpbusd                           on avxvnni
  *   vpmaddubsw, vpmaddwd, vpaddd       on avx2
  *
- * One factor is unsigned. Keys are, raised by 128 (int4: by 127, in the table of their levels), and a query's offset
- * takes that off again; of weights and values the weights are.
+ * One factor is unsigned: keys, raised by 128, which a query's offset takes off again; and weights. Columns
+ * of keys are made for both paths by bytes.c.
  *
  * vpmaddubsw adds two products in 16 bits and saturates: 2 x 255 x 64 fit, so a query's codes go to 64, and weights,
  * 2 x 127 x 128, to 127. But vpmaddwd, which widens the two sums, multiplies each: two neighbours have a multiplier of
@@ -43,94 +43,76 @@ KVEDGE_INLINE __m256i divide_by_multipliers(__m256 x[4]) {
   return _mm256_permute4x64_epi64(_mm256_packs_epi32(multipliers[0], multipliers[1]), 0xd8);
 }
 
-/* A query in one plane, as encode_query of kernels.h has it. Of each 64 channels those of int4 lie with the even ones
+/* A query in one plane, as encode_query of kernels.h has it. Of each 8 channels those of int4 lie with the even ones
  * first. (bits: of keys.) */
-static __attribute__((noinline)) void encode_query_bytes(const float *x, int dim, float factor, float largest,
-                                                         const int bits, int8_t *codes, float *scale,
-                                                         int32_t *offsets) {
+static __attribute__((noinline)) void encode_query_bytes(const float *x, int dim, float factor, float largest, int bits,
+                                                         int8_t *codes, float *scale, int32_t *offsets) {
   const __m256i in_order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7); /* undoes the packs' lanes */
-  const float most =
-      BYTE_QUERY_MAX * (!BYTE_MULTIPLIERS                 ? 1.0f
-                        : dim <= CHANNELS_OF_TWO_BYTES ? BYTE_MULTIPLIER_MAX
-                                                       : BYTE_MULTIPLIER_MAX / 2);
+  const __m256i order = bits == 4 ? _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7)
+                                  : _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  const float most = BYTE_QUERY_MAX * (!BYTE_MULTIPLIERS              ? 1.0f
+                                       : dim <= CHANNELS_OF_TWO_BYTES ? BYTE_MULTIPLIER_MAX
+                                                                      : BYTE_MULTIPLIER_MAX / 2);
   const float inverse = largest > QUERY_NOTHING ? most / largest : 0.0f;
   __m256i total = _mm256_setzero_si256(), multipliers = _mm256_set1_epi16(1);
-  for (int d = 0; d < kvedge_padded_channels(dim); d += 64) {
-    __m256 of_64[8];
-    for (int k = 0; k < 8; k++) {
+#pragma GCC unroll 1
+  for (int d = 0; d < kvedge_padded_channels(dim); d += 32, codes += BYTES_OF_32) {
+    __m256 of_32[4];
+#pragma GCC unroll 1
+    for (int k = 0; k < 4; k++) {
       const int at = d + 8 * k;
       const __m256 values = _mm256_maskload_ps(x + (at < dim ? at : 0), first_lanes(dim - at));
-      of_64[k] = _mm256_mul_ps(_mm256_mul_ps(values, _mm256_set1_ps(factor)), _mm256_set1_ps(inverse));
+      const __m256 scaled = _mm256_mul_ps(_mm256_mul_ps(values, _mm256_set1_ps(factor)), _mm256_set1_ps(inverse));
+      of_32[k] = _mm256_permutevar8x32_ps(scaled, order);
     }
-    if (bits == 4) {
-      __m256 halves[2][4];
-      for (int k = 0; k < 4; k++) {
-        const __m256 even = _mm256_shuffle_ps(of_64[2 * k], of_64[2 * k + 1], 0x88);
-        const __m256 odd = _mm256_shuffle_ps(of_64[2 * k], of_64[2 * k + 1], 0xdd);
-        halves[0][k] = _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(even), 0xd8));
-        halves[1][k] = _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(odd), 0xd8));
-      }
-      memcpy(of_64, halves, sizeof of_64);
-    }
-    for (int h = 0; h < 2; h++, codes += BYTES_OF_32) {
-      __m256 *of_32 = of_64 + 4 * h;
-      if (BYTE_MULTIPLIERS) multipliers = divide_by_multipliers(of_32);
-      const __m256i low = _mm256_packs_epi32(_mm256_cvtps_epi32(of_32[0]), _mm256_cvtps_epi32(of_32[1]));
-      const __m256i high = _mm256_packs_epi32(_mm256_cvtps_epi32(of_32[2]), _mm256_cvtps_epi32(of_32[3]));
-      const __m256i bytes = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), in_order);
-      _mm256_storeu_si256((__m256i *)codes, bytes);
-      _mm256_storeu_si256((__m256i *)(codes + 32), multipliers);
-      multiply_add_fours(&total, _mm256_set1_epi8(1), bytes, multipliers);
-    }
+    if (BYTE_MULTIPLIERS) multipliers = divide_by_multipliers(of_32);
+    const __m256i low = _mm256_packs_epi32(_mm256_cvtps_epi32(of_32[0]), _mm256_cvtps_epi32(of_32[1]));
+    const __m256i high = _mm256_packs_epi32(_mm256_cvtps_epi32(of_32[2]), _mm256_cvtps_epi32(of_32[3]));
+    const __m256i bytes = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), in_order);
+    _mm256_storeu_si256((__m256i *)codes, bytes);
+    _mm256_storeu_si256((__m256i *)(codes + 32), multipliers);
+    multiply_add_fours(&total, _mm256_set1_epi8(1), bytes, multipliers);
   }
   uint32_t lane[8], sum = 0;
   _mm256_storeu_si256((__m256i *)lane, total);
+#pragma GCC unroll 1
   for (int j = 0; j < 8; j++) sum += lane[j];
   _mm_storeu_si128((__m128i *)offsets, _mm_setzero_si128());
-  offsets[0] = (int32_t)(0u - sum * (bits == 8 ? 128 : INT4_ABOVE));
+  offsets[0] = (int32_t)(0u - 128 * sum);
   *scale = inverse > 0.0f ? largest / most : 0.0f;
 }
 
 /* ---- Scores ---- */
 
-/* Keys as unsigned bytes, of 32 bytes of rows: of int8, or of int4 the even channels (half 0) or the odd ones. (bits,
- * half: constants where this is inlined.) */
-KVEDGE_INLINE __m256i unsigned_keys(const int bits, __m256i bytes, const int half) {
-  if (bits == 8) return _mm256_xor_si256(bytes, _mm256_set1_epi8(-128));
-  return bytes_of_codes(half == 0 ? bytes : _mm256_srli_epi16(bytes, 4));
-}
+KVEDGE_INLINE __m256i unsigned_keys(__m256i bytes) { return _mm256_xor_si256(bytes, _mm256_set1_epi8(-128)); }
 
 /* The last n < 32 bytes of rows from `at` on, with zeros after them. */
-static __attribute__((noinline)) void copy_last_bytes(const int8_t *const row[8], int rows, int at, int n,
+static __attribute__((noinline, noclone)) void copy_last_bytes(const int8_t *const row[8], int rows, int at, int n,
                                                       int8_t out[8][32]) {
   for (int t = 0; t < rows; t++) _mm256_storeu_si256((__m256i *)out[t], load_up_to_32(row[t] + at, n));
 }
 
-/* Sums of products of `rows` rows with the codes of `count` queries: (count, rows). (bits, rows and count: constants
+/* Sums of products of `rows` rows of int8 with the codes of `count` queries: (count, rows). (rows and count: constants
  * where this is inlined.) */
-KVEDGE_INLINE void dot_bytes(const int bits, const int8_t *codes, ptrdiff_t stride, const int count,
-                             const int8_t *const *from, const int rows, int row_bytes, __m256i *sum) {
-  const int whole = row_bytes / 32 * 32, code_bytes = BYTES_OF_32 / 32 * 8 / bits; /* for a byte of a row */
+KVEDGE_INLINE void dot_bytes(const int8_t *codes, ptrdiff_t stride, const int count, const int8_t *const *from,
+                             const int rows, int dim, __m256i *sum) {
+  const int whole = dim / 32 * 32;
   int8_t last[8][32];
-  if (whole < row_bytes) copy_last_bytes(from, rows, whole, row_bytes - whole, last);
+  if (whole < dim) copy_last_bytes(from, rows, whole, dim - whole, last);
 #pragma GCC unroll 8
   for (int i = 0; i < count * rows; i++) sum[i] = _mm256_setzero_si256();
-  for (int is_whole = whole == row_bytes; is_whole < 2; is_whole++) { /* the last bytes first: no call between products */
-    const int8_t *row[8], *code = is_whole ? codes : codes + whole * code_bytes;
+  for (int is_whole = whole == dim; is_whole < 2; is_whole++) { /* the last bytes first: no call between products */
+    const int8_t *row[8], *code = is_whole ? codes : codes + whole / 32 * BYTES_OF_32;
 #pragma GCC unroll 8
     for (int t = 0; t < rows; t++) row[t] = is_whole ? from[t] : last[t];
-    for (ptrdiff_t at = 0, end = is_whole ? whole : 32; at < end; at += 32, code += 32 * code_bytes)
+    for (ptrdiff_t at = 0, end = is_whole ? whole : 32; at < end; at += 32, code += BYTES_OF_32)
 #pragma GCC unroll 8
       for (int t = 0; t < rows; t++) {
-        const __m256i bytes = _mm256_loadu_si256((const __m256i *)(row[t] + at));
+        const __m256i key = unsigned_keys(_mm256_loadu_si256((const __m256i *)(row[t] + at)));
 #pragma GCC unroll 2
-        for (int h = 0; h < 8 / bits; h++) {
-          const __m256i key = unsigned_keys(bits, bytes, h);
-#pragma GCC unroll 2
-          for (int i = 0; i < count; i++) {
-            const __m256i *of_32 = (const __m256i *)(code + i * stride + BYTES_OF_32 * h);
-            multiply_add_fours(sum + i * rows + t, key, _mm256_loadu_si256(of_32), _mm256_loadu_si256(of_32 + 1));
-          }
+        for (int i = 0; i < count; i++) {
+          const __m256i *of_32 = (const __m256i *)(code + i * stride);
+          multiply_add_fours(sum + i * rows + t, key, _mm256_loadu_si256(of_32), _mm256_loadu_si256(of_32 + 1));
         }
       }
   }

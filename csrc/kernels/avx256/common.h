@@ -86,6 +86,13 @@ KVEDGE_INLINE __m256i bytes_of_codes(__m256i codes) {
   return _mm256_shuffle_epi8(table, _mm256_and_si256(codes, _mm256_set1_epi8(15)));
 }
 
+/* Levels of codes that are the lower or the upper (half 1) ones of bytes. */
+KVEDGE_INLINE __m256i levels_of(__m256i bytes, const int half) {
+  const __m256i levels = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)kvedge_int4_levels));
+  if (half) bytes = _mm256_srli_epi16(bytes, 4);
+  return _mm256_shuffle_epi8(levels, _mm256_and_si256(bytes, _mm256_set1_epi8(15)));
+}
+
 /* The numbers of 16 pairs of codes, a byte in 16 bits each: of the lower ones, and of the upper ones. */
 KVEDGE_INLINE void int16_of_pairs(__m256i pairs, __m256i int16[2]) {
   const __m128i levels = _mm_loadu_si128((const __m128i *)kvedge_int4_levels);

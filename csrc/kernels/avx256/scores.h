@@ -187,18 +187,24 @@ KVEDGE_INLINE __m256 scales_of_tokens(const float *k_scale, const int tokens) {
   return _mm256_castpd_ps(_mm256_set1_pd(two));
 }
 
-/* How keys are multiplied: as integers of 16 bits, as floats, or as integers that are made of the codes of int4; or as
- * bytes, of int8 or made of these codes. */
-typedef enum { AS_INT16, AS_FLOATS, AS_CODES, AS_BYTES, AS_CODE_BYTES } key_kind;
+/* Stores scores of 8, 4 or 2 tokens as store_scores() does, of which `left` may be fewer, or adds them. */
+static __attribute__((noinline)) void add_scores(__m256 score, int tokens, int left, int accumulate, float *scores) {
+  float made[SCORES]; /* (SCORES / tokens, tokens) */
+  _mm256_storeu_ps(made, score);
+  for (int i = 0; i < SCORES; i += tokens, scores += KVEDGE_TILE)
+    for (int j = 0; j < tokens && j < left; j++) scores[j] = accumulate ? scores[j] + made[i + j] : made[i + j];
+}
 
-KVEDGE_INLINE int is_of_int4(const key_kind kind) { return kind == AS_CODES || kind == AS_CODE_BYTES; }
+/* How keys are multiplied: as integers of 16 bits, as floats, as integers that are made of the codes of int4, or as
+ * bytes. */
+typedef enum { AS_INT16, AS_FLOATS, AS_CODES, AS_BYTES } key_kind;
 
 /* Scores of a stretch's tokens for `count` queries, 1, 2 or 4: (count, KVEDGE_TILE). (Constants where this is inlined:
  * count, kind.) */
 KVEDGE_INLINE void score_stretch(const kvedge_stretch *stretch, ptrdiff_t token_stride, int dim, const int8_t *codes,
                                  ptrdiff_t stride, const key_kind kind, const int count, __m256i offsets, __m256 units,
                                  const float *k_scale, float *scores, int accumulate) {
-  const int tokens = SCORES / count, row_bytes = is_of_int4(kind) ? (dim + 1) / 2 : dim;
+  const int tokens = SCORES / count, row_bytes = kind == AS_CODES ? (dim + 1) / 2 : dim;
   const int8_t *rows = (const int8_t *)stretch->rows;
   for (int t = 0; t < stretch->num_tokens; t += tokens) {
     int left = stretch->num_tokens - t;
@@ -212,7 +218,7 @@ KVEDGE_INLINE void score_stretch(const kvedge_stretch *stretch, ptrdiff_t token_
       dot = _mm256_cvtepi32_ps(_mm256_add_epi32(dot_rows(4, codes, stride, count, row, dim), offsets));
     else {
       __m256i sum[SCORES];
-      dot_bytes(kind == AS_BYTES ? 8 : 4, codes, stride, count, row, tokens, row_bytes, sum);
+      dot_bytes(codes, stride, count, row, tokens, dim, sum);
       dot = _mm256_cvtepi32_ps(_mm256_add_epi32(reduce_add_8_i32(sum), offsets));
     }
     /* Behind the loads of these rows, which else wait for the prefetches: Zen 4, dim 64, one
@@ -220,17 +226,8 @@ KVEDGE_INLINE void score_stretch(const kvedge_stretch *stretch, ptrdiff_t token_
     if (stretch->next.first)
       for (int at = 0; at < tokens * row_bytes; at += 64) kvedge_prefetch_line(stretch->next, t * row_bytes + at);
     __m256 score = _mm256_mul_ps(_mm256_mul_ps(dot, units), scales_of_tokens(k_scale + t, tokens));
-    if (left >= tokens && !accumulate) {
-      store_scores(score, tokens, scores + t);
-      continue;
-    }
-    float made[SCORES]; /* (count, tokens) */
-    _mm256_storeu_ps(made, score);
-    for (int i = 0; i < count; i++)
-      for (int j = 0; j < tokens && j < left; j++) {
-        float *out = scores + i * KVEDGE_TILE + t + j, made_here = made[i * tokens + j];
-        *out = accumulate ? *out + made_here : made_here;
-      }
+    if (left >= tokens && !accumulate) store_scores(score, tokens, scores + t);
+    else add_scores(score, tokens, left, accumulate, scores + t);
   }
 }
 
@@ -272,51 +269,11 @@ SCORE_QUERIES(score_1_of_codes, AS_CODES, 1)
 SCORE_QUERIES(score_2_of_codes, AS_CODES, 2)
 SCORE_QUERIES(score_1_of_bytes, AS_BYTES, 1)
 SCORE_QUERIES(score_2_of_bytes, AS_BYTES, 2)
-SCORE_QUERIES(score_1_of_code_bytes, AS_CODE_BYTES, 1)
-SCORE_QUERIES(score_2_of_code_bytes, AS_CODE_BYTES, 2)
 #undef SCORE_QUERIES
 
 /* ---- Scores for many queries ---- */
 
-enum {
-  VECTORS = KVEDGE_BLOCK / 8,          /* of 8 tokens */
-  COLUMNS = CHANNELS_OF_TWO_BYTES / 4, /* of four bytes: four channels, or eight of int4 */
-};
-
-/* A block of keys to transpose, whose tokens are all there. */
-typedef struct {
-  const int8_t *rows;
-  ptrdiff_t stride;
-  int row_bytes;
-  __m256i *columns; /* (padded bytes / 4, VECTORS): four bytes of 8 tokens */
-  kvedge_next_block next;
-} key_block;
-
-/* Four columns: bytes d..d+15, of which n are there, of rows 8j..8j+7. (Whether n is 16 is a constant where this is
- * inlined.) */
-KVEDGE_INLINE void transpose_bytes(const key_block *k, int d, const int j, int n) {
-  const int8_t *first = k->rows + 8 * j * k->stride + d, *last = first + 4 * k->stride;
-  __m256i *columns = k->columns + d / 4 * VECTORS + j;
-  __m256i two[4], four[4]; /* two: rows i and i + 4; four: bytes 4c..4c+3 of all */
-  if (k->next.first)
-    for (int line = 0; line < 2; line++) kvedge_prefetch_line(k->next, (VECTORS * d + 16 * j) * 8 + 64 * line);
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; i++)
-    two[i] = _mm256_inserti128_si256(_mm256_castsi128_si256(load_up_to_16(first + i * k->stride, n)),
-                                     load_up_to_16(last + i * k->stride, n), 1);
-  transpose_in_lanes(two, four);
-#pragma GCC unroll 4
-  for (int c = 0; c < 4; c++) columns[c * VECTORS] = four[c];
-}
-
-static __attribute__((noinline)) void transpose_last_bytes(const key_block *k, int d, int j) {
-  transpose_bytes(k, d, j, k->row_bytes - d);
-}
-
-KVEDGE_INLINE void transpose_16(const key_block *k, int d, const int j) {
-  if (k->row_bytes - d >= 16) transpose_bytes(k, d, j, 16);
-  else transpose_last_bytes(k, d, j);
-}
+#include "kernels/avx256/transpose.h"
 
 /* Channels 0 and 2 of each four, 1 and 3, as integers of 16 bits. */
 KVEDGE_INLINE __m256i even_channels(__m256i column) { return _mm256_maddubs_epi16(_mm256_set1_epi16(1), column); }
@@ -399,35 +356,30 @@ KVEDGE_INLINE void score_block(const int bits, const int count, const int32_t *c
   store_block(count, sum, unit, k_scale, scores, accumulate);
 }
 
-/* As score_block() in products of bytes, of the codes at `codes`, `stride` apart. (bits: a constant too.) */
-KVEDGE_INLINE void score_block_of_bytes(const int bits, const int count, const int8_t *codes, ptrdiff_t stride,
-                                        const __m256i *columns, int padded, const key_block *next,
-                                        const int32_t *offset, const float *unit, const float *k_scale, float *scores,
-                                        int accumulate) {
+/* As score_block() in products of bytes, for query rows from the i-th on. */
+KVEDGE_INLINE void score_block_of_bytes(const int count, const kvedge_query *q, int i, ptrdiff_t stride,
+                                        const __m256i *columns, const float *k_scale, float *scores, int accumulate) {
   __m256i sum[4][VECTORS];
+  float unit[4];
+  const int8_t *codes = q->quantized + i * stride;
 #pragma GCC unroll 4
-  for (int i = 0; i < count; i++)
+  for (int k = 0; k < count; k++) {
+    const ptrdiff_t query = (i + k) * q->scale_stride;
+    unit[k] = q->scale[query];
 #pragma GCC unroll 2
-    for (int j = 0; j < VECTORS; j++) sum[i][j] = _mm256_set1_epi32(offset[i]);
-  for (int byte = 0; byte < padded; byte += 16) {
-    const int8_t *of_16 = codes + byte / 32 * (BYTES_OF_32 * 8 / bits) + byte % 32;
-    if (next)
-      for (int half = 0; half < 2; half++) transpose_16(next, byte, half);
+    for (int j = 0; j < VECTORS; j++) sum[k][j] = _mm256_set1_epi32(q->offsets[4 * query]);
+  }
+  for (int c = 0; c < (q->dim + 7) / 8 * 2; c++, columns += VECTORS) { /* of int4 eight channels have two */
+    const int8_t *at = codes + c / 8 * BYTES_OF_32 + c % 8 * 4;
+    __m256i keys[VECTORS];
+#pragma GCC unroll 2
+    for (int j = 0; j < VECTORS; j++) keys[j] = unsigned_keys(columns[j]);
 #pragma GCC unroll 4
-    for (int c = 0; c < 4; c++, columns += VECTORS)
+    for (int k = 0; k < count; k++, at += stride) {
+      const __m256i query = broadcast_word(at), multipliers = broadcast_word(at + 32);
 #pragma GCC unroll 2
-      for (int h = 0; h < 8 / bits; h++) {
-        __m256i keys[VECTORS];
-#pragma GCC unroll 2
-        for (int j = 0; j < VECTORS; j++) keys[j] = unsigned_keys(bits, columns[j], h);
-#pragma GCC unroll 4
-        for (int i = 0; i < count; i++) {
-          const int8_t *at = of_16 + i * stride + 4 * c + BYTES_OF_32 * h;
-          const __m256i query = broadcast_word(at), multipliers = broadcast_word(at + 32);
-#pragma GCC unroll 2
-          for (int j = 0; j < VECTORS; j++) multiply_add_fours(&sum[i][j], keys[j], query, multipliers);
-        }
-      }
+      for (int j = 0; j < VECTORS; j++) multiply_add_fours(&sum[k][j], keys[j], query, multipliers);
+    }
   }
   store_block(count, sum, unit, k_scale, scores, accumulate);
 }
@@ -435,12 +387,10 @@ KVEDGE_INLINE void score_block_of_bytes(const int bits, const int count, const i
 /* Whether transposing costs less than sums across lanes: measured. */
 static int are_many(int num_queries, int dim) { return num_queries > (dim <= 128 ? 2 : 4); }
 
-/* (bits, and whether products are of bytes: constants where this is inlined.) */
-KVEDGE_INLINE void score_many(const int bits, const int in_bytes, const kvedge_query *q, const kvedge_tile *keys,
+KVEDGE_INLINE void score_many(const int bits, const kvedge_query *q, const kvedge_tile *keys,
                               const kvedge_next_tile *next_tile, float *scores, int accumulate) {
   const int n = q->num_queries, row_bytes = (q->dim * bits + 7) / 8, padded = (row_bytes + 15) / 16 * 16;
   const int num_pairs = padded * 4 / bits;
-  const ptrdiff_t stride = KVEDGE_QUANTIZED_BYTES * q->stride;
   const float *k_scale = keys->scales;
   struct {
     __m256i columns[2][COLUMNS * VECTORS];             /* of a block, and of the next */
@@ -452,10 +402,10 @@ KVEDGE_INLINE void score_many(const int bits, const int in_bytes, const kvedge_q
   float unit[KVEDGE_QUERY_ROWS];
   int32_t offset[KVEDGE_QUERY_ROWS];
   for (int i = 0; i < n; i++) {
-    unit[i] = q->scale[i * q->scale_stride] * (in_bytes ? 1.0f : 256.0f);
+    unit[i] = q->scale[i * q->scale_stride] * 256.0f;
     offset[i] = q->offsets[4 * i * q->scale_stride];
   }
-  if (!in_bytes) pair_codes(q, 2 * num_pairs, codes);
+  pair_codes(q, 2 * num_pairs, codes);
   for (int t = -KVEDGE_BLOCK; t < keys->num_tokens;
        t += KVEDGE_BLOCK) { /* before the first block it is only transposed */
     const __m256i *columns = room->columns[t / KVEDGE_BLOCK & 1];
@@ -480,11 +430,7 @@ KVEDGE_INLINE void score_many(const int bits, const int in_bytes, const kvedge_q
   score_block(bits, count, codes + i * num_pairs, columns, num_pairs, next, offset + i, unit + i, k_scale + t,         \
               scores + i * KVEDGE_TILE + t, accumulate)
 #define SCORE_BLOCK(count)                                                                                             \
-  if (in_bytes)                                                                                                        \
-    score_block_of_bytes(bits, count, q->quantized + i * stride, stride, columns, padded,                              \
-                         i == 0 && left > 0 ? &next : NULL, offset + i, unit + i, k_scale + t,                         \
-                         scores + i * KVEDGE_TILE + t, accumulate);                                                    \
-  else if (bits == 4) SCORE_BLOCK_OF(count, i == 0 && left > 0 ? &next : NULL); /* half of the code, as fast */             \
+  if (bits == 4) SCORE_BLOCK_OF(count, i == 0 && left > 0 ? &next : NULL); /* half of the code, as fast */             \
   else if (i == 0 && left > 0) SCORE_BLOCK_OF(count, &next);                                                           \
   else SCORE_BLOCK_OF(count, NULL)
     int i = 0;
@@ -496,30 +442,33 @@ KVEDGE_INLINE void score_many(const int bits, const int in_bytes, const kvedge_q
 
 static __attribute__((noinline)) void score_many_bytes(const kvedge_query *q, const kvedge_tile *keys,
                                                        const kvedge_next_tile *next, float *scores, int accumulate) {
-  score_many(8, 0, q, keys, next, scores, accumulate);
+  score_many(8, q, keys, next, scores, accumulate);
 }
 
 static __attribute__((noinline)) void score_many_codes(const kvedge_query *q, const kvedge_tile *keys,
                                                        const kvedge_next_tile *next, float *scores, int accumulate) {
-  score_many(4, 0, q, keys, next, scores, accumulate);
+  score_many(4, q, keys, next, scores, accumulate);
 }
 
-static __attribute__((noinline)) void score_many_as_bytes(const int bits, const kvedge_query *q,
-                                                          const kvedge_tile *keys, const kvedge_next_tile *next,
+/* As score_many() in products of bytes, of any number of channels: blocks become columns of them (bytes.c). */
+static __attribute__((noinline)) void score_many_as_bytes(int bits, const kvedge_query *q, const kvedge_tile *keys,
                                                           float *scores, int accumulate) {
-  if (bits == 8) score_many(8, 1, q, keys, next, scores, accumulate);
-  else score_many(4, 1, q, keys, next, scores, accumulate);
+  const int n = q->num_queries, columns = kvedge_padded_channels(q->dim) / 4;
+  const ptrdiff_t stride = KVEDGE_QUANTIZED_BYTES * q->stride;
+  __m256i *of_block = (void *)q->scratch; /* (columns, VECTORS) */
+  for (int t = 0; t < keys->num_tokens; t += KVEDGE_BLOCK) {
+    transpose_block_avx256(bits, keys, t, (char *)of_block, (char *)(of_block + columns * VECTORS));
+#define SCORE_BLOCK(count)                                                                                             \
+  score_block_of_bytes(count, q, i, stride, of_block, keys->scales + t, scores + i * KVEDGE_TILE + t, accumulate)
+    int i = 0;
+    BY_FOURS(n, SCORE_BLOCK)
+#undef SCORE_BLOCK
+  }
 }
 
 static void KVEDGE_NAME(scores_int8)(const kvedge_query *q, const kvedge_tile *keys, float *scores, int accumulate) {
   const int n = q->num_queries;
   const kvedge_next_tile next = kvedge_next_of(keys, q->dim);
-#define SCORE_BY_TWOS(suffix)                                                                                          \
-  {                                                                                                                    \
-    int i = 0;                                                                                                         \
-    for (; i + 2 <= n; i += 2) score_2##suffix(q, i, keys, &next, scores, accumulate);                                 \
-    if (i < n) score_1##suffix(q, i, keys, &next, scores, accumulate);                                                 \
-  }
 #define SCORE(suffix)                                                                                                  \
   {                                                                                                                    \
     int i = 0;                                                                                                         \
@@ -527,13 +476,13 @@ static void KVEDGE_NAME(scores_int8)(const kvedge_query *q, const kvedge_tile *k
     for (; i + 2 <= n; i += 2) score_2##suffix(q, i, keys, &next, scores, accumulate);                                 \
     if (i < n) score_1##suffix(q, i, keys, &next, scores, accumulate);                                                 \
   }
-  if (q->planes == 1 && (n <= 2 || q->dim > CHANNELS_OF_TWO_BYTES)) SCORE_BY_TWOS(_of_bytes)
-  else if (q->planes == 1) score_many_as_bytes(8, q, keys, &next, scores, accumulate);
+  if (q->planes == 1 && n == 2) score_2_of_bytes(q, 0, keys, &next, scores, accumulate);
+  else if (q->planes == 1 && n == 1) score_1_of_bytes(q, 0, keys, &next, scores, accumulate);
+  else if (q->planes == 1) score_many_as_bytes(8, q, keys, scores, accumulate);
   else if (q->planes == 3 || q->dim > CHANNELS_OF_TWO_BYTES) SCORE(_of_floats)
   else if (are_many(n, q->dim)) score_many_bytes(q, keys, &next, scores, accumulate);
   else SCORE()
 #undef SCORE
-#undef SCORE_BY_TWOS
 }
 
 /* Of int4, with integers of 16 bits. */
@@ -542,17 +491,4 @@ static void score_codes(const kvedge_query *q, const kvedge_tile *keys, float *s
   if (q->num_queries > 2) score_many_codes(q, keys, &next, scores, accumulate);
   else if (q->num_queries == 2) score_2_of_codes(q, 0, keys, &next, scores, accumulate);
   else score_1_of_codes(q, 0, keys, &next, scores, accumulate);
-}
-
-/* Of int4, in bytes. */
-static void score_codes_as_bytes(const kvedge_query *q, const kvedge_tile *keys, float *scores, int accumulate) {
-  const kvedge_next_tile next = kvedge_next_of(keys, (q->dim + 1) / 2);
-  const int n = q->num_queries;
-  if (n > 2 && q->dim <= CHANNELS_OF_TWO_BYTES) {
-    score_many_as_bytes(4, q, keys, &next, scores, accumulate);
-    return;
-  }
-  int i = 0;
-  for (; i + 2 <= n; i += 2) score_2_of_code_bytes(q, i, keys, &next, scores, accumulate);
-  if (i < n) score_1_of_code_bytes(q, i, keys, &next, scores, accumulate);
 }
