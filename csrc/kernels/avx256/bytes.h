@@ -87,8 +87,9 @@ static __attribute__((noinline)) void encode_query_bytes(const float *x, int dim
 KVEDGE_INLINE __m256i unsigned_keys(__m256i bytes) { return _mm256_xor_si256(bytes, _mm256_set1_epi8(-128)); }
 
 /* The last n < 32 bytes of rows from `at` on, with zeros after them. */
-static __attribute__((noinline, noclone)) void copy_last_bytes(const int8_t *const row[8], int rows, int at, int n,
+static __attribute__((noinline)) void copy_last_bytes(const int8_t *const row[8], int rows, int at, int n,
                                                       int8_t out[8][32]) {
+#pragma GCC unroll 1
   for (int t = 0; t < rows; t++) _mm256_storeu_si256((__m256i *)out[t], load_up_to_32(row[t] + at, n));
 }
 

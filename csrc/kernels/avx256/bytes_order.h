@@ -7,6 +7,6 @@
 /* Columns of the block of keys from token `first` on: four channels of 16 tokens each, as bytes; of int4 even channels
  * of eight, then odd ones. 64 bytes for four of the padded channels at `to`, room for a block's rows at `room`. The next
  * tile is prefetched. */
-void transpose_block_avx256(int bits, const kvedge_tile *keys, int first, char *to, char *room);
+void transpose_block_avx256(int bits, int as_levels, const kvedge_tile *keys, int first, char *to, char *room);
 
 #endif

@@ -59,6 +59,11 @@ KVEDGE_INLINE __m256i round_dithered(__m256 x, __m256 dither) {
   return _mm256_cvtps_epi32(_mm256_add_ps(x, _mm256_and_ps(small, dither)));
 }
 
+enum {
+  VECTORS = KVEDGE_BLOCK / 8,          /* of 8 tokens */
+  COLUMNS = CHANNELS_OF_TWO_BYTES / 4, /* of four bytes: four channels, or eight of int4 */
+};
+
 /* Vectors of floats, as kernels/floats.h and kernels/kivi_pairs.h name them. */
 enum { FLOATS = 8 };
 typedef __m256 floats;

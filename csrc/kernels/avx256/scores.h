@@ -273,7 +273,6 @@ SCORE_QUERIES(score_2_of_bytes, AS_BYTES, 2)
 
 /* ---- Scores for many queries ---- */
 
-#include "kernels/avx256/transpose.h"
 
 /* Channels 0 and 2 of each four, 1 and 3, as integers of 16 bits. */
 KVEDGE_INLINE __m256i even_channels(__m256i column) { return _mm256_maddubs_epi16(_mm256_set1_epi16(1), column); }
@@ -321,22 +320,20 @@ KVEDGE_INLINE void store_block(const int count, __m256i sum[4][VECTORS], const f
     }
 }
 
-/* Scores of a block for `count` queries; meanwhile the next one is transposed, unless it is NULL. (Constants where
- * this is inlined: count, and whether there is a next one.) */
+/* Scores of a block for `count` queries. (bits and count: constants where this is inlined.) */
 KVEDGE_INLINE void score_block(const int bits, const int count, const int32_t *codes, const __m256i *columns,
-                               int num_pairs, const key_block *next, const int32_t *offset, const float *unit,
-                               const float *k_scale, float *scores, int accumulate) {
+                               int num_pairs, const int32_t *offset, const float *unit, const float *k_scale,
+                               float *scores, int accumulate) {
   const int pairs_of_column = 16 / bits, pairs_of_16 = 4 * pairs_of_column; /* bytes */
   __m256i sum[4][VECTORS];
 #pragma GCC unroll 4
   for (int i = 0; i < count; i++)
 #pragma GCC unroll 2
     for (int j = 0; j < VECTORS; j++) sum[i][j] = bits == 8 ? _mm256_setzero_si256() : _mm256_set1_epi32(offset[i]);
-  for (int p = 0, byte = 0; p < num_pairs; p += pairs_of_16, byte += 16)
+  for (int p = 0; p < num_pairs; p += pairs_of_16)
 #pragma GCC unroll 2
-    for (int half = 0; half < 2; half++) {     /* of 16 bytes; of the next block's rows */
+    for (int half = 0; half < 2; half++) {     /* of 16 bytes */
       if (bits == 4) __asm__("" : "+r"(half)); /* not unrolled: half of the code */
-      if (next) transpose_16(next, byte, half);
 #pragma GCC unroll 8
       for (int c = 0; c < 2 * pairs_of_column; c++) { /* made integers of 16 bits here: storing those costs more */
         const int of_half = c / pairs_of_column, which = c % pairs_of_column;
@@ -387,67 +384,40 @@ KVEDGE_INLINE void score_block_of_bytes(const int count, const kvedge_query *q, 
 /* Whether transposing costs less than sums across lanes: measured. */
 static int are_many(int num_queries, int dim) { return num_queries > (dim <= 128 ? 2 : 4); }
 
-KVEDGE_INLINE void score_many(const int bits, const kvedge_query *q, const kvedge_tile *keys,
-                              const kvedge_next_tile *next_tile, float *scores, int accumulate) {
-  const int n = q->num_queries, row_bytes = (q->dim * bits + 7) / 8, padded = (row_bytes + 15) / 16 * 16;
-  const int num_pairs = padded * 4 / bits;
-  const float *k_scale = keys->scales;
+KVEDGE_INLINE void score_many(const int bits, const kvedge_query *q, const kvedge_tile *keys, float *scores,
+                              int accumulate) {
+  const int n = q->num_queries, row_bytes = (q->dim * bits + 7) / 8, num_pairs = (row_bytes + 15) / 16 * 16 * 4 / bits;
   struct {
-    __m256i columns[2][COLUMNS * VECTORS];             /* of a block, and of the next */
-    int8_t rows[KVEDGE_BLOCK * CHANNELS_OF_TWO_BYTES]; /* of a last block, whose last row is repeated */
+    __m256i columns[COLUMNS * VECTORS];
+    char rows[KVEDGE_BLOCK * CHANNELS_OF_TWO_BYTES];
     int32_t codes[KVEDGE_QUERY_ROWS * 2 * COLUMNS];
   } *room = (void *)q->scratch;
-  int8_t *rows = room->rows;
-  int32_t *codes = room->codes;
   float unit[KVEDGE_QUERY_ROWS];
   int32_t offset[KVEDGE_QUERY_ROWS];
   for (int i = 0; i < n; i++) {
     unit[i] = q->scale[i * q->scale_stride] * 256.0f;
     offset[i] = q->offsets[4 * i * q->scale_stride];
   }
-  pair_codes(q, 2 * num_pairs, codes);
-  for (int t = -KVEDGE_BLOCK; t < keys->num_tokens;
-       t += KVEDGE_BLOCK) { /* before the first block it is only transposed */
-    const __m256i *columns = room->columns[t / KVEDGE_BLOCK & 1];
-    const int left = keys->num_tokens - t - KVEDGE_BLOCK;
-    key_block next = {
-        .columns = room->columns[~(t / KVEDGE_BLOCK) & 1], .stride = keys->token_stride, .row_bytes = row_bytes};
-    if (left > 0) {
-      next.rows = (const int8_t *)kvedge_tile_block(keys, t + KVEDGE_BLOCK);
-      next.next = kvedge_next_block_of(next_tile, t / KVEDGE_BLOCK + 1);
-    }
-    if (left > 0 && left < KVEDGE_BLOCK) {
-      for (int j = 0; j < KVEDGE_BLOCK; j++)
-        memcpy(rows + j * padded, next.rows + (j < left ? j : left - 1) * next.stride, (size_t)row_bytes);
-      next.rows = rows, next.stride = padded;
-    }
-    if (t < 0) {
-      for (int d = 0; d < row_bytes; d += 16)
-        for (int j = 0; j < VECTORS; j++) transpose_16(&next, d, j);
-      continue;
-    }
-#define SCORE_BLOCK_OF(count, next)                                                                                    \
-  score_block(bits, count, codes + i * num_pairs, columns, num_pairs, next, offset + i, unit + i, k_scale + t,         \
-              scores + i * KVEDGE_TILE + t, accumulate)
+  pair_codes(q, 2 * num_pairs, room->codes);
+  for (int t = 0; t < keys->num_tokens; t += KVEDGE_BLOCK) {
+    transpose_block_avx256(bits, 0, keys, t, (char *)room->columns, room->rows);
 #define SCORE_BLOCK(count)                                                                                             \
-  if (bits == 4) SCORE_BLOCK_OF(count, i == 0 && left > 0 ? &next : NULL); /* half of the code, as fast */             \
-  else if (i == 0 && left > 0) SCORE_BLOCK_OF(count, &next);                                                           \
-  else SCORE_BLOCK_OF(count, NULL)
+  score_block(bits, count, room->codes + i * num_pairs, room->columns, num_pairs, offset + i, unit + i,                \
+              keys->scales + t, scores + i * KVEDGE_TILE + t, accumulate)
     int i = 0;
     BY_FOURS(n, SCORE_BLOCK)
 #undef SCORE_BLOCK
-#undef SCORE_BLOCK_OF
   }
 }
 
-static __attribute__((noinline)) void score_many_bytes(const kvedge_query *q, const kvedge_tile *keys,
-                                                       const kvedge_next_tile *next, float *scores, int accumulate) {
-  score_many(8, q, keys, next, scores, accumulate);
+static __attribute__((noinline)) void score_many_bytes(const kvedge_query *q, const kvedge_tile *keys, float *scores,
+                                                       int accumulate) {
+  score_many(8, q, keys, scores, accumulate);
 }
 
-static __attribute__((noinline)) void score_many_codes(const kvedge_query *q, const kvedge_tile *keys,
-                                                       const kvedge_next_tile *next, float *scores, int accumulate) {
-  score_many(4, q, keys, next, scores, accumulate);
+static __attribute__((noinline)) void score_many_codes(const kvedge_query *q, const kvedge_tile *keys, float *scores,
+                                                       int accumulate) {
+  score_many(4, q, keys, scores, accumulate);
 }
 
 /* As score_many() in products of bytes, of any number of channels: blocks become columns of them (bytes.c). */
@@ -457,7 +427,7 @@ static __attribute__((noinline)) void score_many_as_bytes(int bits, const kvedge
   const ptrdiff_t stride = KVEDGE_QUANTIZED_BYTES * q->stride;
   __m256i *of_block = (void *)q->scratch; /* (columns, VECTORS) */
   for (int t = 0; t < keys->num_tokens; t += KVEDGE_BLOCK) {
-    transpose_block_avx256(bits, keys, t, (char *)of_block, (char *)(of_block + columns * VECTORS));
+    transpose_block_avx256(bits, 1, keys, t, (char *)of_block, (char *)(of_block + columns * VECTORS));
 #define SCORE_BLOCK(count)                                                                                             \
   score_block_of_bytes(count, q, i, stride, of_block, keys->scales + t, scores + i * KVEDGE_TILE + t, accumulate)
     int i = 0;
@@ -480,7 +450,7 @@ static void KVEDGE_NAME(scores_int8)(const kvedge_query *q, const kvedge_tile *k
   else if (q->planes == 1 && n == 1) score_1_of_bytes(q, 0, keys, &next, scores, accumulate);
   else if (q->planes == 1) score_many_as_bytes(8, q, keys, scores, accumulate);
   else if (q->planes == 3 || q->dim > CHANNELS_OF_TWO_BYTES) SCORE(_of_floats)
-  else if (are_many(n, q->dim)) score_many_bytes(q, keys, &next, scores, accumulate);
+  else if (are_many(n, q->dim)) score_many_bytes(q, keys, scores, accumulate);
   else SCORE()
 #undef SCORE
 }
@@ -488,7 +458,7 @@ static void KVEDGE_NAME(scores_int8)(const kvedge_query *q, const kvedge_tile *k
 /* Of int4, with integers of 16 bits. */
 static void score_codes(const kvedge_query *q, const kvedge_tile *keys, float *scores, int accumulate) {
   const kvedge_next_tile next = kvedge_next_of(keys, (q->dim + 1) / 2);
-  if (q->num_queries > 2) score_many_codes(q, keys, &next, scores, accumulate);
+  if (q->num_queries > 2) score_many_codes(q, keys, scores, accumulate);
   else if (q->num_queries == 2) score_2_of_codes(q, 0, keys, &next, scores, accumulate);
   else score_1_of_codes(q, 0, keys, &next, scores, accumulate);
 }

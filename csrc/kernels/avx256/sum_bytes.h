@@ -102,6 +102,7 @@ KVEDGE_INLINE void order_channels(int bits, const __m256i sum[4], __m256i of_8[4
 /* The last channels of four rows, fewer than 32; what comes after them means nothing. */
 static __attribute__((noinline)) void gather_last_bytes(const int8_t *first, const ptrdiff_t offset[4], int num_bytes,
                                                         int8_t *out) { /* (4, 32) */
+#pragma GCC unroll 1
   for (int j = 0; j < 4; j++)
     _mm256_storeu_si256((__m256i *)(out + 32 * j), load_up_to_32(first + offset[j], num_bytes));
 }
