@@ -158,7 +158,7 @@ typedef struct {
 typedef struct {
   /* Codes, scale and offsets of one query over one group of `dim` channels, as kvedge_query has them. Its values are
    * x[d] * factor; `largest`, their largest magnitude, is at most 2. NULL where scores multiply floats. */
-  void (*encode_query)(const float *x, int dim, float factor, float largest, int8_t *codes, float *scale,
+  void (*encode_query)(const float *x, int dim, float factor, float largest, int planes, int8_t *codes, float *scale,
                        int32_t *offsets);
 
   /* scores[i * KVEDGE_TILE + t] (+)= scale[t] * sum_d value[i][d] * key[t][d] for the queries and the tile's tokens,

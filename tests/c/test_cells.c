@@ -260,6 +260,13 @@ static int has_words_of_int4(void) {
   return format == KVEDGE_INT4 && has_words() && strcmp(kernels->name, "neon") != 0;
 }
 
+/* One plane is a code of 8 bits there, of avx2 with a multiplier. */
+static int has_bytes(void) { return strncmp(kernels->name, "avx", 3) == 0 && has_words(); }
+static int has_multipliers(void) { return strcmp(kernels->name, "avx2") == 0; }
+
+/* Where channel d lies: of int4 the even ones of each 8 come first. */
+static int place_in_bytes(int d) { return format == KVEDGE_INT4 ? d / 8 * 8 + d % 2 * 4 + d % 8 / 2 : d; }
+
 /* vpdpbusd multiplies k + 128. */
 static int has_unsigned_keys(void) { return strcmp(kernels->name, "avx512vnni") == 0; }
 
@@ -274,6 +281,11 @@ static int digit_at(const int8_t *codes, int plane, int d) {
 
 /* Element d of a query's codes: of three digits, or of the first two, or one. */
 static double code_at(const int8_t *codes, int planes, int d) {
+  if (has_bytes() && planes == 1) { /* 32 codes, then a multiplier for each two */
+    const int at = place_in_bytes(d);
+    const int8_t *of_32 = codes + at / 32 * 64;
+    return of_32[at % 32] * (double)((const int16_t *)(of_32 + 32))[at % 32 / 2];
+  }
   if (has_words()) { /* high digits together, and floats of the same unit */
     const int8_t *sixteen = codes + d / 16 * 16 * KVEDGE_QUANTIZED_BYTES;
     if (planes == 3) return ((const float *)(sixteen + 32))[d % 16];
@@ -295,7 +307,7 @@ static void encode_case(int dim, float size, float factor, int extreme) {
     x[d] = (extreme ? (float)(d % 3 - 1) * size : random_signed(size)) / factor;
     largest = fmaxf(fabsf(x[d] * factor), largest);
   }
-  cell->encode_query(x, dim, factor, largest, codes, &scale, offsets);
+  cell->encode_query(x, dim, factor, largest, 0, codes, &scale, offsets);
   /* Where a group is nothing beside the rest of its row, which reaches 1, all of it may be 0. */
   const double error = largest < 0x1p-90f ? largest : largest * 2.4e-7;
   if (!(scale >= 0.0f && isfinite(scale))) fail("dim=%d: scale %g", dim, scale);
@@ -314,12 +326,40 @@ static void encode_case(int dim, float size, float factor, int extreme) {
   free_block(&b), free_block(&c);
 }
 
+/* One plane of a query: how far codes are from it, and the offset. */
+static void encode_bytes_case(int dim, float size, int extreme) {
+  const int padded = kvedge_padded_channels(dim);
+  block b = new_block((size_t)dim * 4), c = new_block((size_t)padded * KVEDGE_QUANTIZED_BYTES);
+  float *x = b.data, scale, largest = 0.0f, of_two[1024] = {0};
+  int32_t offsets[4], sum = 0;
+  for (int d = 0; d < dim; d++) {
+    x[d] = extreme ? (float)(d % 3 - 1) * size : random_signed(random_below(4) ? size / 100 : size);
+    largest = fmaxf(fabsf(x[d]), largest);
+    float *larger = &of_two[place_in_bytes(d) / 2];
+    *larger = fmaxf(fabsf(x[d]), *larger);
+  }
+  cell->encode_query(x, dim, 1.0f, largest, 1, c.data, &scale, offsets);
+  for (int d = 0; d < padded; d++) {
+    const double code = code_at(c.data, 1, d), larger = of_two[place_in_bytes(d) / 2];
+    const double error = has_multipliers() ? larger / 128 + largest / (dim > 512 ? 32640 : 65280) : largest / 254;
+    sum += (int32_t)code;
+    if (!near(scale * code, d < dim ? x[d] : 0.0, error * 1.00001))
+      fail("dim=%d: %.9g became %.9g of %.9g", dim, d < dim ? x[d] : 0.0, scale * code, largest);
+  }
+  if (offsets[0] != -128 * sum) fail("dim=%d: offset", dim);
+  end_case();
+  free_block(&b), free_block(&c);
+}
+
 static void test_encode_query(void) {
   const float sizes[] = {2.0f, 1.0f, 1e-3f, 1e-20f, 1e-30f, 1e-38f, 1e-44f, 0.0f};
   const float factors[] = {1.0f, 0.125f, 0.18033688f, 1e-30f, 1e30f};
   begin("%s %s encode_query", kernels->name, formats[format].name);
   for (int dim = 1; dim <= 1024; dim += dim < 130 && !is_short() ? 1 : 1 + random_below(40))
-    for (int s = 0; s < 16; s++) encode_case(dim, sizes[s / 2], s / 2 < 4 ? factors[random_below(5)] : 1.0f, s % 2);
+    for (int s = 0; s < 16; s++) {
+      encode_case(dim, sizes[s / 2], s / 2 < 4 ? factors[random_below(5)] : 1.0f, s % 2);
+      if (has_bytes() && sizes[s / 2] > 1e-29f) encode_bytes_case(dim, sizes[s / 2], s % 2);
+    }
   end();
 }
 
@@ -341,6 +381,7 @@ static query_rows new_query(shape at, row_kind kind) {
   float *values = rows.values.data, *scale = rows.scale.data;
   int8_t *codes = rows.codes.data;
   int32_t *offsets = rows.offsets.data;
+  const int planes = 1 + random_below(3);
   memset(values, 0xff, rows.values.size), memset(scale, 0xff, rows.scale.size),
       memset(offsets, 0x7f, rows.offsets.size);
   memset(codes, 0x7f, rows.codes.size);
@@ -352,12 +393,12 @@ static query_rows new_query(shape at, row_kind kind) {
       largest = fmaxf(fabsf(values[d]), largest);
     }
     if (cell->encode_query)
-      cell->encode_query(values, at.dim, 1.0f, largest, codes, scale + i * scale_stride,
+      cell->encode_query(values, at.dim, 1.0f, largest, planes, codes, scale + i * scale_stride,
                          offsets + 4 * i * scale_stride);
   }
   rows.query = (kvedge_query){.num_queries = at.num_queries,
                               .dim = at.dim,
-                              .planes = 1 + random_below(3),
+                              .planes = planes,
                               .stride = stride,
                               .values = cell->encode_query ? NULL : rows.values.data,
                               .quantized = cell->encode_query ? rows.codes.data : NULL,
@@ -627,7 +668,7 @@ static void score_groups_case(shape at, ptrdiff_t group_stride, int planes) {
   for (int i = 0; i < all * KVEDGE_QUERY_PAD; i++)
     x[i] = i % KVEDGE_QUERY_PAD < KVEDGE_GROUP ? random_signed(1.9f) : 0.0f;
   for (int i = 0; i < all; i++)
-    cell->encode_query(x + i * KVEDGE_QUERY_PAD, KVEDGE_GROUP, 1.0f, 1.9f,
+    cell->encode_query(x + i * KVEDGE_QUERY_PAD, KVEDGE_GROUP, 1.0f, 1.9f, planes,
                        (int8_t *)codes.data + i * KVEDGE_QUERY_PAD * KVEDGE_QUANTIZED_BYTES, scale + i,
                        (int32_t *)offsets.data + 4 * i);
   const kvedge_query q = {.num_queries = at.num_queries,
@@ -641,7 +682,7 @@ static void score_groups_case(shape at, ptrdiff_t group_stride, int planes) {
                           .offsets = offsets.data,
                           .scratch = new_scratch()};
   cell->scores_of_groups(&q, &keys.tile, scores);
-  const double step = scale[0] * (planes == 3 ? 1.0 : planes == 2 ? 256.0 : 65536.0);
+  const double step = planes == 3 ? scale[0] : planes == 2 ? 256.0 * scale[0] : 1.9 / 64; /* bytes: 7 bits or more */
   for (int i = 0; i < at.num_queries; i++)
     for (int t = 0; t < at.num_tokens; t++) {
       double dot = 0.0, size = 0.0;

@@ -13,6 +13,7 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 
+#include "kernels/avx256/bytes_order.h"
 #include "kernels/avx256/floats_cells.h"
 #include "system/target.h"
 
@@ -25,10 +26,21 @@ KVEDGE_INLINE void multiply_add_pairs(__m256i *sum, __m256i a, __m256i b) {
   __asm__("" : "+x"(*sum)); /* as written: GCC 12 else adds products of many channels first, and spills them */
 }
 
+/* sum += the products of unsigned and signed bytes, those of two neighbours added and times their multiplier, those of a
+ * lane added. */
+enum { BYTE_MULTIPLIERS = 1 };
+#define BYTE_QUERY_MAX 64.0f
+#define BYTE_WEIGHT_MAX 127.0f
+KVEDGE_INLINE void multiply_add_fours(__m256i *sum, __m256i of_unsigned, __m256i of_signed, __m256i multipliers) {
+  multiply_add_pairs(sum, _mm256_maddubs_epi16(of_unsigned, of_signed), multipliers);
+}
+
 #include "kernels/avx256/common.h"
+#include "kernels/avx256/bytes.h"
 #include "kernels/avx256/scores.h"
 #include "kernels/avx256/values.h"
 #include "kernels/avx256/groups.h"
+#include "kernels/avx256/sum_bytes.h"
 #include "kernels/avx256/int4.h"
 #include "kernels/avx256/kivi.h"
 #include "kernels/avx256/table.h"

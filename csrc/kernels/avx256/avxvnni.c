@@ -14,6 +14,7 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 
+#include "kernels/avx256/bytes_order.h"
 #include "kernels/avx256/floats_cells.h"
 #include "system/target.h"
 
@@ -32,10 +33,21 @@ KVEDGE_INLINE void multiply_add_pairs(__m256i *sum, __m256i a, __m256i b) {
   __asm__(ENCODED_AS "vpdpwssd %2, %1, %0" : "+x"(*sum) : "x"(a), "x"(b));
 }
 
+/* sum += the products of unsigned and signed bytes, those of a lane added; there are no multipliers (bytes.h). */
+enum { BYTE_MULTIPLIERS = 0 };
+#define BYTE_QUERY_MAX 127.0f
+#define BYTE_WEIGHT_MAX 255.0f
+KVEDGE_INLINE void multiply_add_fours(__m256i *sum, __m256i of_unsigned, __m256i of_signed, __m256i multipliers) {
+  (void)multipliers;
+  __asm__(ENCODED_AS "vpdpbusd %2, %1, %0" : "+x"(*sum) : "x"(of_unsigned), "x"(of_signed));
+}
+
 #include "kernels/avx256/common.h"
+#include "kernels/avx256/bytes.h"
 #include "kernels/avx256/scores.h"
 #include "kernels/avx256/values.h"
 #include "kernels/avx256/groups.h"
+#include "kernels/avx256/sum_bytes.h"
 #include "kernels/avx256/int4.h"
 #include "kernels/avx256/kivi.h"
 #include "kernels/avx256/table.h"

@@ -59,6 +59,11 @@ KVEDGE_INLINE __m256i round_dithered(__m256 x, __m256 dither) {
   return _mm256_cvtps_epi32(_mm256_add_ps(x, _mm256_and_ps(small, dither)));
 }
 
+enum {
+  VECTORS = KVEDGE_BLOCK / 8,          /* of 8 tokens */
+  COLUMNS = CHANNELS_OF_TWO_BYTES / 4, /* of four bytes: four channels, or eight of int4 */
+};
+
 /* Vectors of floats, as kernels/floats.h and kernels/kivi_pairs.h name them. */
 enum { FLOATS = 8 };
 typedef __m256 floats;
@@ -84,6 +89,13 @@ KVEDGE_INLINE __m256i bytes_of_codes(__m256i codes) {
   const __m128i levels = _mm_loadu_si128((const __m128i *)kvedge_int4_levels);
   const __m256i table = _mm256_broadcastsi128_si256(_mm_add_epi8(levels, _mm_set1_epi8(INT4_ABOVE)));
   return _mm256_shuffle_epi8(table, _mm256_and_si256(codes, _mm256_set1_epi8(15)));
+}
+
+/* Levels of codes that are the lower or the upper (half 1) ones of bytes. */
+KVEDGE_INLINE __m256i levels_of(__m256i bytes, const int half) {
+  const __m256i levels = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)kvedge_int4_levels));
+  if (half) bytes = _mm256_srli_epi16(bytes, 4);
+  return _mm256_shuffle_epi8(levels, _mm256_and_si256(bytes, _mm256_set1_epi8(15)));
 }
 
 /* The numbers of 16 pairs of codes, a byte in 16 bits each: of the lower ones, and of the upper ones. */

@@ -98,49 +98,41 @@ SCORE_GROUPS(2)
 
 /* ---- Many queries ---- */
 
-/* Scores of a block for `count` queries; meanwhile the next one is transposed, unless it is NULL. (Constants where this is
- * inlined: count, and whether there is a next one.) */
+/* Scores of a block for `count` queries. (A constant where this is inlined.) */
 KVEDGE_INLINE void score_groups_of_block(const int count, const int32_t *codes, const __m256i *columns, int num_groups,
-                                         const key_block *next, ptrdiff_t group_stride, const float *unit,
-                                         const float *k_scale, ptrdiff_t scale_stride, float *scores) {
+                                         const float *unit, const float *k_scale, ptrdiff_t scale_stride,
+                                         float *scores) {
   const int num_pairs = num_groups * GROUP_PAIRS;
   __m256 total[4][VECTORS];
-  key_block rows = {.rows = NULL};
-  if (next) rows = *next;
 #pragma GCC unroll 4
   for (int i = 0; i < count; i++)
 #pragma GCC unroll 2
     for (int j = 0; j < VECTORS; j++) total[i][j] = _mm256_setzero_ps();
-  for (int g = 0; g < num_groups; g++) {
+  for (int g = 0; g < num_groups; g++, k_scale += scale_stride) {
     __m256i sum[4][VECTORS];
 #pragma GCC unroll 4
     for (int i = 0; i < count; i++)
 #pragma GCC unroll 2
       for (int j = 0; j < VECTORS; j++) sum[i][j] = _mm256_setzero_si256();
-    for (int byte = 0; byte < KVEDGE_GROUP; byte += 16)
-#pragma GCC unroll 2
-      for (int half = 0; half < 2; half++) { /* of 16 bytes; of the next block's rows */
-        if (next) transpose_bytes(&rows, KVEDGE_GROUP * g + byte, half, 16);
+#pragma GCC unroll 1
+    for (int byte = 0; byte < KVEDGE_GROUP; byte += 8, columns += 2 * VECTORS, codes += 4)
 #pragma GCC unroll 4
-        for (int c = 0; c < 4; c++) {
-          __m256i key[VECTORS];
+      for (int c = 0; c < 4; c++) {
+        __m256i key[VECTORS];
 #pragma GCC unroll 2
-          for (int j = 0; j < VECTORS; j++) key[j] = pair_of_column(8, columns[c / 2 * VECTORS + j], c % 2);
+        for (int j = 0; j < VECTORS; j++) key[j] = pair_of_column(8, columns[c / 2 * VECTORS + j], c % 2);
 #pragma GCC unroll 4
-          for (int i = 0; i < count; i++) {
-            const __m256i pair = _mm256_set1_epi32(codes[i * num_pairs + c]);
+        for (int i = 0; i < count; i++) {
+          const __m256i pair = _mm256_set1_epi32(codes[i * num_pairs + c]);
 #pragma GCC unroll 2
-            for (int j = 0; j < VECTORS; j++) multiply_add_pairs(&sum[i][j], key[j], pair);
-          }
+          for (int j = 0; j < VECTORS; j++) multiply_add_pairs(&sum[i][j], key[j], pair);
         }
-        columns += 2 * VECTORS, codes += 4;
       }
 #pragma GCC unroll 4
     for (int i = 0; i < count; i++)
 #pragma GCC unroll 2
       for (int j = 0; j < VECTORS; j++)
         total[i][j] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum[i][j]), _mm256_loadu_ps(k_scale + 8 * j), total[i][j]);
-    k_scale += scale_stride, rows.rows += group_stride - KVEDGE_GROUP;
   }
 #pragma GCC unroll 4
   for (int i = 0; i < count; i++)
@@ -150,14 +142,12 @@ KVEDGE_INLINE void score_groups_of_block(const int count, const int32_t *codes, 
 }
 
 static __attribute__((noinline)) void score_groups_of_many(const kvedge_query *q, const kvedge_tile *keys,
-                                                           const kvedge_next_tile *next_tile, float *scores) {
+                                                           float *scores) {
   const int n = q->num_queries, num_groups = q->dim / KVEDGE_GROUP, num_pairs = num_groups * GROUP_PAIRS;
-  const ptrdiff_t span =
-      (num_groups - 1) * keys->group_stride + KVEDGE_GROUP; /* bytes of a row from first to last code */
-  enum { LONGEST = KVEDGE_GROUPS * (KVEDGE_GROUP + 4) };    /* of these */
+  const int gap = (int)keys->group_stride - KVEDGE_GROUP;
   struct {
-    __m256i columns[2][KVEDGE_GROUPS * GROUP_COLUMNS * VECTORS];
-    int8_t rows[KVEDGE_BLOCK * LONGEST];
+    __m256i columns[KVEDGE_GROUPS * GROUP_COLUMNS * VECTORS];
+    char rows[KVEDGE_BLOCK * KVEDGE_GROUPS * (KVEDGE_GROUP + 4)];
     int32_t codes[KVEDGE_QUERY_ROWS * KVEDGE_GROUPS * GROUP_PAIRS];
   } *room = (void *)q->scratch;
   _Static_assert(sizeof *room <= KVEDGE_SCRATCH, "fits");
@@ -171,50 +161,27 @@ static __attribute__((noinline)) void score_groups_of_many(const kvedge_query *q
       pair_codes(&single, KVEDGE_GROUP, room->codes + i * num_pairs + g * GROUP_PAIRS);
     }
   }
-  for (int t = -KVEDGE_BLOCK; t < keys->num_tokens;
-       t += KVEDGE_BLOCK) { /* before the first block it is only transposed */
-    const __m256i *columns = room->columns[t / KVEDGE_BLOCK & 1];
-    const int left = keys->num_tokens - t - KVEDGE_BLOCK;
-    key_block next = {.columns = room->columns[~(t / KVEDGE_BLOCK) & 1], .stride = keys->token_stride};
-    if (left > 0) {
-      next.rows = (const int8_t *)kvedge_tile_block(keys, t + KVEDGE_BLOCK);
-      next.next = kvedge_next_block_of(next_tile, t / KVEDGE_BLOCK + 1);
-    }
-    if (left > 0 && left < KVEDGE_BLOCK) {
-      for (int j = 0; j < KVEDGE_BLOCK; j++)
-        memcpy(room->rows + j * LONGEST, next.rows + (j < left ? j : left - 1) * next.stride, (size_t)span);
-      next.rows = room->rows, next.stride = LONGEST;
-    }
-    if (t < 0) {
-      for (int d = 0; d < q->dim; d += 16) {
-        for (int j = 0; j < VECTORS; j++) transpose_bytes(&next, d, j, 16);
-        if (d % KVEDGE_GROUP) next.rows += keys->group_stride - KVEDGE_GROUP;
-      }
-      continue;
-    }
-#define SCORE_BLOCK_OF(count, next)                                                                                    \
-  score_groups_of_block(count, room->codes + i * num_pairs, columns, num_groups, next, keys->group_stride, unit + i,   \
-                        keys->scales + t, keys->scale_stride, scores + i * KVEDGE_TILE + t)
+  for (int t = 0; t < keys->num_tokens; t += KVEDGE_BLOCK) {
+    transpose_block_avx256(8, 0, keys, t, gap, (char *)room->columns, room->rows);
 #define SCORE_BLOCK(count)                                                                                             \
-  if (i == 0 && left > 0) SCORE_BLOCK_OF(count, &next);                                                                \
-  else SCORE_BLOCK_OF(count, NULL)
+  score_groups_of_block(count, room->codes + i * num_pairs, room->columns, num_groups, unit + i, keys->scales + t,     \
+                        keys->scale_stride, scores + i * KVEDGE_TILE + t)
     int i = 0;
     BY_FOURS(n, SCORE_BLOCK)
 #undef SCORE_BLOCK
-#undef SCORE_BLOCK_OF
   }
 }
 
 static void KVEDGE_NAME(scores_of_groups)(const kvedge_query *q, const kvedge_tile *keys, float *scores) {
   const int n = q->num_queries, num_groups = q->dim / KVEDGE_GROUP;
   const kvedge_next_tile next = kvedge_next_of(keys, (int)(num_groups * keys->group_stride));
-  if (q->planes == 3)
+  if (q->planes != 2)
     for (int g = 0; g < num_groups; g++) {
       const kvedge_query of_query = kvedge_query_group(q, g);
       const kvedge_tile of_keys = kvedge_tile_group(keys, g);
       KVEDGE_NAME(scores_int8)(&of_query, &of_keys, scores, g > 0);
     }
-  else if (n > 2) score_groups_of_many(q, keys, &next, scores);
+  else if (n > 2) score_groups_of_many(q, keys, scores);
   else if (n == 2) score_groups_2(q, 0, keys, &next, scores);
   else score_groups_1(q, 0, keys, &next, scores);
 }

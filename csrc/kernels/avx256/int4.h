@@ -21,7 +21,8 @@ static inline void widen_row(const uint8_t *codes, int n, int8_t *out) {
 #include "kernels/int4.h"
 
 static void KVEDGE_NAME(scores_int4)(const kvedge_query *q, const kvedge_tile *keys, float *scores, int accumulate) {
-  if (q->planes < 3 && q->dim <= CHANNELS_OF_TWO_BYTES) score_codes(q, keys, scores, accumulate);
+  if (q->planes == 1) score_many_as_bytes(4, q, keys, scores, accumulate);
+  else if (q->planes < 3 && q->dim <= CHANNELS_OF_TWO_BYTES) score_codes(q, keys, scores, accumulate);
   else scores_of_wide(KVEDGE_NAME(scores_int8), q, keys, keys->dim, scores, accumulate);
 }
 
@@ -29,6 +30,10 @@ enum { IN_REGISTERS = 2 * SUM_QUERIES }; /* query rows whose weighted sums make 
 
 static void KVEDGE_NAME(weighted_sum_int4)(const kvedge_probabilities *p, const kvedge_tile *values,
                                            const kvedge_accumulators *to) {
+  if (p->planes == 1) {
+    sum_bytes(4, p, values, to);
+    return;
+  }
   if ((p->planes == 3 && !p->by_32) || p->num_queries > IN_REGISTERS || values->dim % 16 != 0) {
     weighted_sum_of_wide(KVEDGE_NAME(weighted_sum_int8), p, values, values->dim, to);
     return;

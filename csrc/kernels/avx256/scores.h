@@ -18,8 +18,12 @@ enum { SCORES = 8 }; /* made at a time: 8 tokens of 1 query, 4 of 2, 2 of 4; a r
  * which take the place of all three planes. */
 enum { CODES_OF_16 = KVEDGE_QUANTIZED_BYTES * 16, FLOATS_AT = 32 };
 
-static void KVEDGE_NAME(encode_query)(const float *x, int dim, float factor, float largest, int8_t *codes, float *scale,
-                                      int32_t *offsets) {
+static void KVEDGE_NAME(encode_query)(const float *x, int dim, float factor, float largest, int planes, int8_t *codes,
+                                      float *scale, int32_t *offsets) {
+  if (planes == 1) {
+    encode_query_bytes(x, dim, factor, largest, 8, codes, scale, offsets);
+    return;
+  }
   float inverse = largest > QUERY_NOTHING ? QUERY_MAX / largest : 0.0f;
   for (int d = 0; d < kvedge_padded_channels(dim); d += 16, codes += CODES_OF_16) {
     __m256i high[2];
@@ -39,12 +43,16 @@ static void KVEDGE_NAME(encode_query)(const float *x, int dim, float factor, flo
 
 /* As encode_query for keys of int4: of each 32 channels the codes of the even ones take the
  * place of the first 16, those of the odd ones that of the others. */
-static void KVEDGE_NAME(encode_query_int4)(const float *x, int dim, float factor, float largest, int8_t *codes,
-                                           float *scale, int32_t *offsets) {
+static void KVEDGE_NAME(encode_query_int4)(const float *x, int dim, float factor, float largest, int planes,
+                                           int8_t *codes, float *scale, int32_t *offsets) {
+  if (planes == 1) {
+    encode_query_bytes(x, dim, factor, largest, 4, codes, scale, offsets);
+    return;
+  }
   const __m256i even_first =
       _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15));
   __m256i total = _mm256_setzero_si256();
-  KVEDGE_NAME(encode_query)(x, dim, factor, largest, codes, scale, offsets);
+  KVEDGE_NAME(encode_query)(x, dim, factor, largest, planes, codes, scale, offsets);
   for (int d = 0; d < kvedge_padded_channels(dim); d += 32, codes += 2 * CODES_OF_16) {
     __m256i half[2];
     for (int i = 0; i < 2; i++) {
@@ -179,8 +187,17 @@ KVEDGE_INLINE __m256 scales_of_tokens(const float *k_scale, const int tokens) {
   return _mm256_castpd_ps(_mm256_set1_pd(two));
 }
 
-/* How keys are multiplied: as integers of 16 bits, as floats, or as integers that are made of the codes of int4. */
-typedef enum { AS_INT16, AS_FLOATS, AS_CODES } key_kind;
+/* Stores scores of 8, 4 or 2 tokens as store_scores() does, of which `left` may be fewer, or adds them. */
+static __attribute__((noinline)) void add_scores(__m256 score, int tokens, int left, int accumulate, float *scores) {
+  float made[SCORES]; /* (SCORES / tokens, tokens) */
+  _mm256_storeu_ps(made, score);
+  for (int i = 0; i < SCORES; i += tokens, scores += KVEDGE_TILE)
+    for (int j = 0; j < tokens && j < left; j++) scores[j] = accumulate ? scores[j] + made[i + j] : made[i + j];
+}
+
+/* How keys are multiplied: as integers of 16 bits, as floats, as integers that are made of the codes of int4, or as
+ * bytes. */
+typedef enum { AS_INT16, AS_FLOATS, AS_CODES, AS_BYTES } key_kind;
 
 /* Scores of a stretch's tokens for `count` queries, 1, 2 or 4: (count, KVEDGE_TILE). (Constants where this is inlined:
  * count, kind.) */
@@ -197,23 +214,21 @@ KVEDGE_INLINE void score_stretch(const kvedge_stretch *stretch, ptrdiff_t token_
     __m256 dot;
     if (kind == AS_FLOATS) dot = dot_rows_of_floats(codes, stride, count, row, dim);
     else if (kind == AS_INT16) dot = _mm256_cvtepi32_ps(dot_rows(8, codes, stride, count, row, dim));
-    else dot = _mm256_cvtepi32_ps(_mm256_add_epi32(dot_rows(4, codes, stride, count, row, dim), offsets));
+    else if (kind == AS_CODES)
+      dot = _mm256_cvtepi32_ps(_mm256_add_epi32(dot_rows(4, codes, stride, count, row, dim), offsets));
+    else {
+      __m256i sum[SCORES];
+      dot_bytes(codes, stride, count, row, tokens, dim, sum);
+      dot = _mm256_cvtepi32_ps(_mm256_add_epi32(reduce_add_8_i32(sum), offsets));
+    }
     /* Behind the loads of these rows, which else wait for the prefetches: Zen 4, dim 64, one
      * query, 3 planes: 1.1 times. */
     if (stretch->next.first)
       for (int at = 0; at < tokens * row_bytes; at += 64) kvedge_prefetch_line(stretch->next, t * row_bytes + at);
     __m256 score = _mm256_mul_ps(_mm256_mul_ps(dot, units), scales_of_tokens(k_scale + t, tokens));
-    if (left >= tokens) {
+    if (left >= tokens)
       store_scores(accumulate ? _mm256_add_ps(score, load_scores(tokens, scores + t)) : score, tokens, scores + t);
-      continue;
-    }
-    float made[SCORES]; /* (count, tokens) */
-    _mm256_storeu_ps(made, score);
-    for (int i = 0; i < count; i++)
-      for (int j = 0; j < tokens && j < left; j++) {
-        float *out = scores + i * KVEDGE_TILE + t + j, made_here = made[i * tokens + j];
-        *out = accumulate ? *out + made_here : made_here;
-      }
+    else add_scores(score, tokens, left, accumulate, scores + t);
   }
 }
 
@@ -225,7 +240,7 @@ KVEDGE_INLINE void score_queries(const kvedge_query *q, const key_kind kind, int
   int32_t offset[SCORES];
   for (int i = 0; i < SCORES; i++) {
     const ptrdiff_t query = (first + i * count / SCORES) * q->scale_stride;
-    unit[i] = q->scale[query] * (kind == AS_FLOATS ? 1.0f : 256.0f);
+    unit[i] = q->scale[query] * (kind == AS_INT16 || kind == AS_CODES ? 256.0f : 1.0f);
     offset[i] = q->offsets[4 * query];
   }
   const __m256 units = _mm256_loadu_ps(unit);
@@ -253,49 +268,12 @@ SCORE_QUERIES(score_2_of_floats, AS_FLOATS, 2)
 SCORE_QUERIES(score_4_of_floats, AS_FLOATS, 4)
 SCORE_QUERIES(score_1_of_codes, AS_CODES, 1)
 SCORE_QUERIES(score_2_of_codes, AS_CODES, 2)
+SCORE_QUERIES(score_1_of_bytes, AS_BYTES, 1)
+SCORE_QUERIES(score_2_of_bytes, AS_BYTES, 2)
 #undef SCORE_QUERIES
 
 /* ---- Scores for many queries ---- */
 
-enum {
-  VECTORS = KVEDGE_BLOCK / 8,          /* of 8 tokens */
-  COLUMNS = CHANNELS_OF_TWO_BYTES / 4, /* of four bytes: four channels, or eight of int4 */
-};
-
-/* A block of keys to transpose, whose tokens are all there. */
-typedef struct {
-  const int8_t *rows;
-  ptrdiff_t stride;
-  int row_bytes;
-  __m256i *columns; /* (padded bytes / 4, VECTORS): four bytes of 8 tokens */
-  kvedge_next_block next;
-} key_block;
-
-/* Four columns: bytes d..d+15, of which n are there, of rows 8j..8j+7. (Whether n is 16 is a constant where this is
- * inlined.) */
-KVEDGE_INLINE void transpose_bytes(const key_block *k, int d, const int j, int n) {
-  const int8_t *first = k->rows + 8 * j * k->stride + d, *last = first + 4 * k->stride;
-  __m256i *columns = k->columns + d / 4 * VECTORS + j;
-  __m256i two[4], four[4]; /* two: rows i and i + 4; four: bytes 4c..4c+3 of all */
-  if (k->next.first)
-    for (int line = 0; line < 2; line++) kvedge_prefetch_line(k->next, (VECTORS * d + 16 * j) * 8 + 64 * line);
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; i++)
-    two[i] = _mm256_inserti128_si256(_mm256_castsi128_si256(load_up_to_16(first + i * k->stride, n)),
-                                     load_up_to_16(last + i * k->stride, n), 1);
-  transpose_in_lanes(two, four);
-#pragma GCC unroll 4
-  for (int c = 0; c < 4; c++) columns[c * VECTORS] = four[c];
-}
-
-static __attribute__((noinline)) void transpose_last_bytes(const key_block *k, int d, int j) {
-  transpose_bytes(k, d, j, k->row_bytes - d);
-}
-
-KVEDGE_INLINE void transpose_16(const key_block *k, int d, const int j) {
-  if (k->row_bytes - d >= 16) transpose_bytes(k, d, j, 16);
-  else transpose_last_bytes(k, d, j);
-}
 
 /* Channels 0 and 2 of each four, 1 and 3, as integers of 16 bits. */
 KVEDGE_INLINE __m256i even_channels(__m256i column) { return _mm256_maddubs_epi16(_mm256_set1_epi16(1), column); }
@@ -329,22 +307,34 @@ KVEDGE_INLINE void pair_codes(const kvedge_query *q, int padded, int32_t *pairs)
   }
 }
 
-/* Scores of a block for `count` queries; meanwhile the next one is transposed, unless it is NULL. (Constants where
- * this is inlined: count, and whether there is a next one.) */
+KVEDGE_INLINE void store_block(const int count, __m256i sum[4][VECTORS], const float *unit, const float *k_scale,
+                               float *scores, int accumulate) {
+#pragma GCC unroll 4
+  for (int i = 0; i < count; i++)
+#pragma GCC unroll 2
+    for (int j = 0; j < VECTORS; j++) {
+      float *out = scores + i * KVEDGE_TILE + 8 * j;
+      __m256 score = _mm256_mul_ps(_mm256_cvtepi32_ps(sum[i][j]), _mm256_set1_ps(unit[i]));
+      score = _mm256_mul_ps(score, _mm256_loadu_ps(k_scale + 8 * j));
+      if (accumulate) score = _mm256_add_ps(score, _mm256_loadu_ps(out));
+      _mm256_storeu_ps(out, score);
+    }
+}
+
+/* Scores of a block for `count` queries. (bits and count: constants where this is inlined.) */
 KVEDGE_INLINE void score_block(const int bits, const int count, const int32_t *codes, const __m256i *columns,
-                               int num_pairs, const key_block *next, const int32_t *offset, const float *unit,
-                               const float *k_scale, float *scores, int accumulate) {
+                               int num_pairs, const int32_t *offset, const float *unit, const float *k_scale,
+                               float *scores, int accumulate) {
   const int pairs_of_column = 16 / bits, pairs_of_16 = 4 * pairs_of_column; /* bytes */
   __m256i sum[4][VECTORS];
 #pragma GCC unroll 4
   for (int i = 0; i < count; i++)
 #pragma GCC unroll 2
     for (int j = 0; j < VECTORS; j++) sum[i][j] = bits == 8 ? _mm256_setzero_si256() : _mm256_set1_epi32(offset[i]);
-  for (int p = 0, byte = 0; p < num_pairs; p += pairs_of_16, byte += 16)
+  for (int p = 0; p < num_pairs; p += pairs_of_16)
 #pragma GCC unroll 2
-    for (int half = 0; half < 2; half++) {     /* of 16 bytes; of the next block's rows */
+    for (int half = 0; half < 2; half++) {     /* of 16 bytes */
       if (bits == 4) __asm__("" : "+r"(half)); /* not unrolled: half of the code */
-      if (next) transpose_16(next, byte, half);
 #pragma GCC unroll 8
       for (int c = 0; c < 2 * pairs_of_column; c++) { /* made integers of 16 bits here: storing those costs more */
         const int of_half = c / pairs_of_column, which = c % pairs_of_column;
@@ -361,82 +351,90 @@ KVEDGE_INLINE void score_block(const int bits, const int count, const int32_t *c
       }
       columns += 2 * VECTORS;
     }
+  store_block(count, sum, unit, k_scale, scores, accumulate);
+}
+
+/* As score_block() in products of bytes, for query rows from the i-th on. */
+KVEDGE_INLINE void score_block_of_bytes(const int count, const kvedge_query *q, int i, ptrdiff_t stride,
+                                        const __m256i *columns, const float *k_scale, float *scores, int accumulate) {
+  __m256i sum[4][VECTORS];
+  float unit[4];
+  const int8_t *codes = q->quantized + i * stride;
 #pragma GCC unroll 4
-  for (int i = 0; i < count; i++)
+  for (int k = 0; k < count; k++) {
+    const ptrdiff_t query = (i + k) * q->scale_stride;
+    unit[k] = q->scale[query];
 #pragma GCC unroll 2
-    for (int j = 0; j < VECTORS; j++) {
-      float *out = scores + i * KVEDGE_TILE + 8 * j;
-      __m256 score = _mm256_mul_ps(_mm256_cvtepi32_ps(sum[i][j]), _mm256_set1_ps(unit[i]));
-      score = _mm256_mul_ps(score, _mm256_loadu_ps(k_scale + 8 * j));
-      if (accumulate) score = _mm256_add_ps(score, _mm256_loadu_ps(out));
-      _mm256_storeu_ps(out, score);
+    for (int j = 0; j < VECTORS; j++) sum[k][j] = _mm256_set1_epi32(q->offsets[4 * query]);
+  }
+  for (int c = 0; c < (q->dim + 7) / 8 * 2; c++, columns += VECTORS) { /* of int4 eight channels have two */
+    const int8_t *at = codes + c / 8 * BYTES_OF_32 + c % 8 * 4;
+    __m256i keys[VECTORS];
+#pragma GCC unroll 2
+    for (int j = 0; j < VECTORS; j++) keys[j] = unsigned_keys(columns[j]);
+#pragma GCC unroll 4
+    for (int k = 0; k < count; k++, at += stride) {
+      const __m256i query = broadcast_word(at), multipliers = broadcast_word(at + 32);
+#pragma GCC unroll 2
+      for (int j = 0; j < VECTORS; j++) multiply_add_fours(&sum[k][j], keys[j], query, multipliers);
     }
+  }
+  store_block(count, sum, unit, k_scale, scores, accumulate);
 }
 
 /* Whether transposing costs less than sums across lanes: measured. */
 static int are_many(int num_queries, int dim) { return num_queries > (dim <= 128 ? 2 : 4); }
 
-KVEDGE_INLINE void score_many(const int bits, const kvedge_query *q, const kvedge_tile *keys,
-                              const kvedge_next_tile *next_tile, float *scores, int accumulate) {
-  const int n = q->num_queries, row_bytes = (q->dim * bits + 7) / 8, padded = (row_bytes + 15) / 16 * 16;
-  const int num_pairs = padded * 4 / bits;
-  const float *k_scale = keys->scales;
+KVEDGE_INLINE void score_many(const int bits, const kvedge_query *q, const kvedge_tile *keys, float *scores,
+                              int accumulate) {
+  const int n = q->num_queries, row_bytes = (q->dim * bits + 7) / 8, num_pairs = (row_bytes + 15) / 16 * 16 * 4 / bits;
   struct {
-    __m256i columns[2][COLUMNS * VECTORS];             /* of a block, and of the next */
-    int8_t rows[KVEDGE_BLOCK * CHANNELS_OF_TWO_BYTES]; /* of a last block, whose last row is repeated */
+    __m256i columns[COLUMNS * VECTORS];
+    char rows[KVEDGE_BLOCK * CHANNELS_OF_TWO_BYTES];
     int32_t codes[KVEDGE_QUERY_ROWS * 2 * COLUMNS];
   } *room = (void *)q->scratch;
-  int8_t *rows = room->rows;
-  int32_t *codes = room->codes;
   float unit[KVEDGE_QUERY_ROWS];
   int32_t offset[KVEDGE_QUERY_ROWS];
   for (int i = 0; i < n; i++) {
     unit[i] = q->scale[i * q->scale_stride] * 256.0f;
     offset[i] = q->offsets[4 * i * q->scale_stride];
   }
-  pair_codes(q, 2 * num_pairs, codes);
-  for (int t = -KVEDGE_BLOCK; t < keys->num_tokens;
-       t += KVEDGE_BLOCK) { /* before the first block it is only transposed */
-    const __m256i *columns = room->columns[t / KVEDGE_BLOCK & 1];
-    const int left = keys->num_tokens - t - KVEDGE_BLOCK;
-    key_block next = {
-        .columns = room->columns[~(t / KVEDGE_BLOCK) & 1], .stride = keys->token_stride, .row_bytes = row_bytes};
-    if (left > 0) {
-      next.rows = (const int8_t *)kvedge_tile_block(keys, t + KVEDGE_BLOCK);
-      next.next = kvedge_next_block_of(next_tile, t / KVEDGE_BLOCK + 1);
-    }
-    if (left > 0 && left < KVEDGE_BLOCK) {
-      for (int j = 0; j < KVEDGE_BLOCK; j++)
-        memcpy(rows + j * padded, next.rows + (j < left ? j : left - 1) * next.stride, (size_t)row_bytes);
-      next.rows = rows, next.stride = padded;
-    }
-    if (t < 0) {
-      for (int d = 0; d < row_bytes; d += 16)
-        for (int j = 0; j < VECTORS; j++) transpose_16(&next, d, j);
-      continue;
-    }
-#define SCORE_BLOCK_OF(count, next)                                                                                    \
-  score_block(bits, count, codes + i * num_pairs, columns, num_pairs, next, offset + i, unit + i, k_scale + t,         \
-              scores + i * KVEDGE_TILE + t, accumulate)
+  pair_codes(q, 2 * num_pairs, room->codes);
+  for (int t = 0; t < keys->num_tokens; t += KVEDGE_BLOCK) {
+    transpose_block_avx256(bits, 0, keys, t, 0, (char *)room->columns, room->rows);
 #define SCORE_BLOCK(count)                                                                                             \
-  if (bits == 4) SCORE_BLOCK_OF(count, i == 0 && left > 0 ? &next : NULL); /* half of the code, as fast */             \
-  else if (i == 0 && left > 0) SCORE_BLOCK_OF(count, &next);                                                           \
-  else SCORE_BLOCK_OF(count, NULL)
+  score_block(bits, count, room->codes + i * num_pairs, room->columns, num_pairs, offset + i, unit + i,                \
+              keys->scales + t, scores + i * KVEDGE_TILE + t, accumulate)
     int i = 0;
     BY_FOURS(n, SCORE_BLOCK)
 #undef SCORE_BLOCK
-#undef SCORE_BLOCK_OF
   }
 }
 
-static __attribute__((noinline)) void score_many_bytes(const kvedge_query *q, const kvedge_tile *keys,
-                                                       const kvedge_next_tile *next, float *scores, int accumulate) {
-  score_many(8, q, keys, next, scores, accumulate);
+static __attribute__((noinline)) void score_many_bytes(const kvedge_query *q, const kvedge_tile *keys, float *scores,
+                                                       int accumulate) {
+  score_many(8, q, keys, scores, accumulate);
 }
 
-static __attribute__((noinline)) void score_many_codes(const kvedge_query *q, const kvedge_tile *keys,
-                                                       const kvedge_next_tile *next, float *scores, int accumulate) {
-  score_many(4, q, keys, next, scores, accumulate);
+static __attribute__((noinline)) void score_many_codes(const kvedge_query *q, const kvedge_tile *keys, float *scores,
+                                                       int accumulate) {
+  score_many(4, q, keys, scores, accumulate);
+}
+
+/* As score_many() in products of bytes, of any number of channels: blocks become columns of them (bytes.c). */
+static __attribute__((noinline)) void score_many_as_bytes(int bits, const kvedge_query *q, const kvedge_tile *keys,
+                                                          float *scores, int accumulate) {
+  const int n = q->num_queries, columns = kvedge_padded_channels(q->dim) / 4;
+  const ptrdiff_t stride = KVEDGE_QUANTIZED_BYTES * q->stride;
+  __m256i *of_block = (void *)q->scratch; /* (columns, VECTORS) */
+  for (int t = 0; t < keys->num_tokens; t += KVEDGE_BLOCK) {
+    transpose_block_avx256(bits, 1, keys, t, 0, (char *)of_block, (char *)(of_block + columns * VECTORS));
+#define SCORE_BLOCK(count)                                                                                             \
+  score_block_of_bytes(count, q, i, stride, of_block, keys->scales + t, scores + i * KVEDGE_TILE + t, accumulate)
+    int i = 0;
+    BY_FOURS(n, SCORE_BLOCK)
+#undef SCORE_BLOCK
+  }
 }
 
 static void KVEDGE_NAME(scores_int8)(const kvedge_query *q, const kvedge_tile *keys, float *scores, int accumulate) {
@@ -449,8 +447,11 @@ static void KVEDGE_NAME(scores_int8)(const kvedge_query *q, const kvedge_tile *k
     for (; i + 2 <= n; i += 2) score_2##suffix(q, i, keys, &next, scores, accumulate);                                 \
     if (i < n) score_1##suffix(q, i, keys, &next, scores, accumulate);                                                 \
   }
-  if (q->planes == 3 || q->dim > CHANNELS_OF_TWO_BYTES) SCORE(_of_floats)
-  else if (are_many(n, q->dim)) score_many_bytes(q, keys, &next, scores, accumulate);
+  if (q->planes == 1 && n == 2) score_2_of_bytes(q, 0, keys, &next, scores, accumulate);
+  else if (q->planes == 1 && n == 1) score_1_of_bytes(q, 0, keys, &next, scores, accumulate);
+  else if (q->planes == 1) score_many_as_bytes(8, q, keys, scores, accumulate);
+  else if (q->planes == 3 || q->dim > CHANNELS_OF_TWO_BYTES) SCORE(_of_floats)
+  else if (are_many(n, q->dim)) score_many_bytes(q, keys, scores, accumulate);
   else SCORE()
 #undef SCORE
 }
@@ -458,7 +459,7 @@ static void KVEDGE_NAME(scores_int8)(const kvedge_query *q, const kvedge_tile *k
 /* Of int4, with integers of 16 bits. */
 static void score_codes(const kvedge_query *q, const kvedge_tile *keys, float *scores, int accumulate) {
   const kvedge_next_tile next = kvedge_next_of(keys, (q->dim + 1) / 2);
-  if (q->num_queries > 2) score_many_codes(q, keys, &next, scores, accumulate);
+  if (q->num_queries > 2) score_many_codes(q, keys, scores, accumulate);
   else if (q->num_queries == 2) score_2_of_codes(q, 0, keys, &next, scores, accumulate);
   else score_1_of_codes(q, 0, keys, &next, scores, accumulate);
 }

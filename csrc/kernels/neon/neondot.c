@@ -41,8 +41,9 @@ KVEDGE_TARGET_BEGIN("dotprod")
 
 /* ---- scores ---- */
 
-static void encode_query_neondot(const float *x, int dim, float factor, float largest, int8_t *codes, float *scale,
+static void encode_query_neondot(const float *x, int dim, float factor, float largest, int planes, int8_t *codes, float *scale,
                                  int32_t *offsets) {
+  (void)planes;
   float inverse = divide_or_0(LARGEST_CODE, largest, largest);
   for (int d = 0; d < kvedge_padded_channels(dim); d += 4) {
     const float32x4_t four = vmulq_n_f32(vmulq_n_f32(load_query_f32(x, dim, d), factor), inverse);

@@ -59,8 +59,9 @@ KVEDGE_INLINE void split_eight(int32x4_t first, int32x4_t second, int8_t *upper,
 
 enum { CODES_OF_8 = 24, LOWER_AT = 16 }; /* of eight channels: upper digits, then lower ones */
 
-static void encode_query_neoni8mm(const float *x, int dim, float factor, float largest, int8_t *codes, float *scale,
+static void encode_query_neoni8mm(const float *x, int dim, float factor, float largest, int planes, int8_t *codes, float *scale,
                                   int32_t *offsets) {
+  (void)planes;
   const float inverse = divide_or_0(LARGEST_CODE, largest, largest);
   for (int d = 0; d < kvedge_padded_channels(dim); d += 8, codes += CODES_OF_8) {
     int32x4_t four[2];
