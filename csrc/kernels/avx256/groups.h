@@ -98,11 +98,12 @@ SCORE_GROUPS(2)
 
 /* ---- Many queries ---- */
 
-/* Scores of a block for `count` queries; meanwhile the next one is transposed, unless it is NULL. (Constants where this is
- * inlined: count, and whether there is a next one.) */
-KVEDGE_INLINE void score_groups_of_block(const int count, const int32_t *codes, const __m256i *columns, int num_groups,
-                                         const key_block *next, ptrdiff_t group_stride, const float *unit,
-                                         const float *k_scale, ptrdiff_t scale_stride, float *scores) {
+/* Scores of a block for `count` queries (a constant where this is inlined), or the first num_queries; meanwhile the next one is transposed, unless it
+ * is NULL. */
+KVEDGE_INLINE void score_groups_of_block(const int count, int num_queries, const int32_t *codes, const __m256i *columns,
+                                         int num_groups, const key_block *next, ptrdiff_t group_stride,
+                                         const float *unit, const float *k_scale, ptrdiff_t scale_stride,
+                                         float *scores) {
   const int num_pairs = num_groups * GROUP_PAIRS;
   __m256 total[4][VECTORS];
   key_block rows = {.rows = NULL};
@@ -117,7 +118,8 @@ KVEDGE_INLINE void score_groups_of_block(const int count, const int32_t *codes, 
     for (int i = 0; i < count; i++)
 #pragma GCC unroll 2
       for (int j = 0; j < VECTORS; j++) sum[i][j] = _mm256_setzero_si256();
-    for (int byte = 0; byte < KVEDGE_GROUP; byte += 16)
+    for (int byte = 0; byte < KVEDGE_GROUP; byte += 16) {
+      __asm__("" : "+r"(byte)); /* not unrolled: half of the code */
 #pragma GCC unroll 2
       for (int half = 0; half < 2; half++) { /* of 16 bytes; of the next block's rows */
         if (next) transpose_bytes(&rows, KVEDGE_GROUP * g + byte, half, 16);
@@ -135,6 +137,7 @@ KVEDGE_INLINE void score_groups_of_block(const int count, const int32_t *codes, 
         }
         columns += 2 * VECTORS, codes += 4;
       }
+    }
 #pragma GCC unroll 4
     for (int i = 0; i < count; i++)
 #pragma GCC unroll 2
@@ -146,7 +149,8 @@ KVEDGE_INLINE void score_groups_of_block(const int count, const int32_t *codes, 
   for (int i = 0; i < count; i++)
 #pragma GCC unroll 2
     for (int j = 0; j < VECTORS; j++)
-      _mm256_storeu_ps(scores + i * KVEDGE_TILE + 8 * j, _mm256_mul_ps(total[i][j], _mm256_set1_ps(unit[i])));
+      if (i < num_queries)
+        _mm256_storeu_ps(scores + i * KVEDGE_TILE + 8 * j, _mm256_mul_ps(total[i][j], _mm256_set1_ps(unit[i])));
 }
 
 static __attribute__((noinline)) void score_groups_of_many(const kvedge_query *q, const kvedge_tile *keys,
@@ -163,6 +167,7 @@ static __attribute__((noinline)) void score_groups_of_many(const kvedge_query *q
   _Static_assert(sizeof *room <= KVEDGE_SCRATCH, "fits");
   float unit[KVEDGE_QUERY_ROWS];
   for (int i = 0; i < n; i++) unit[i] = q->scale[i * q->scale_stride] * 256.0f;
+  memset(room->codes + n * num_pairs, 0, (size_t)((n + 3) / 4 * 4 - n) * (size_t)num_pairs * sizeof *room->codes);
   for (int g = 0; g < num_groups; g++) {
     const kvedge_query one = kvedge_query_group(q, g);
     for (int i = 0; i < n; i++) {
@@ -192,16 +197,16 @@ static __attribute__((noinline)) void score_groups_of_many(const kvedge_query *q
       }
       continue;
     }
-#define SCORE_BLOCK_OF(count, next)                                                                                    \
-  score_groups_of_block(count, room->codes + i * num_pairs, columns, num_groups, next, keys->group_stride, unit + i,   \
-                        keys->scales + t, keys->scale_stride, scores + i * KVEDGE_TILE + t)
+/* Four queries at a time, or two, of which some may be zeros; whether there is a next block is asked as it runs: a fifth of
+ * the code, as fast. */
 #define SCORE_BLOCK(count)                                                                                             \
-  if (i == 0 && left > 0) SCORE_BLOCK_OF(count, &next);                                                                \
-  else SCORE_BLOCK_OF(count, NULL)
-    int i = 0;
-    BY_FOURS(n, SCORE_BLOCK)
+  score_groups_of_block(count, n - i, room->codes + i * num_pairs, columns, num_groups,                                \
+                        i == 0 && left > 0 ? &next : NULL, keys->group_stride, unit + i, keys->scales + t,             \
+                        keys->scale_stride, scores + i * KVEDGE_TILE + t)
+    for (int i = 0; i < n; i += 4)
+      if (n - i > 2) SCORE_BLOCK(4);
+      else SCORE_BLOCK(2);
 #undef SCORE_BLOCK
-#undef SCORE_BLOCK_OF
   }
 }
 
@@ -225,24 +230,19 @@ static void KVEDGE_NAME(scores_of_groups)(const kvedge_query *q, const kvedge_ti
  * the time of a call for each group.
  */
 
-/* The values of a chunk's tokens added to `num_groups` groups of `count` queries from one on. (A constant: count.) */
-KVEDGE_INLINE void sum_chunk(const kvedge_stretch *stretches, const kvedge_tile *values, int num_tokens, int first_group,
-                             int num_groups, const int count, const int16_t *codes, const float *scale,
-                             const float *rescale, const kvedge_accumulators *to) {
+/* The values of a chunk's tokens added to `num_groups` groups of `count` queries from one on; codes and scales of a group's
+ * queries are num_queries rows. (A constant where this is inlined: count.) */
+KVEDGE_INLINE void sum_chunk(const kvedge_stretch *stretches, const kvedge_tile *values, int num_tokens,
+                             int first_group, int num_groups, const int count, int num_queries, const int16_t *codes,
+                             const float *scale, const float *rescale, const kvedge_accumulators *to, float *acc) {
   static const int32_t start[SUM_QUERIES];
   __m256i none[2][2];
-  enum { ROW = KVEDGE_TILE, SCALES_OF_ROW = KVEDGE_TILE_BLOCKS };
-  for (int g = 0; g < num_groups; g++, codes += count * ROW, scale += count * SCALES_OF_ROW) {
-    const int channel = (int)((first_group + g) * values->group_stride);
-    float *acc = to->acc + (first_group + g) * KVEDGE_GROUP;
-    if (count <= 2) {
-      sum_groups(8, stretches, values->token_stride, num_tokens, channel, ROWS, none, 2, 16, count, codes, start, scale,
-                 rescale, acc, to->stride);
-      continue;
-    }
-    for (int d = 0; d < KVEDGE_GROUP; d += 16)
-      sum_groups(8, stretches, values->token_stride, num_tokens, channel + d, ROWS, none, 1, 16, count, codes, start,
-                 scale, rescale, acc + d, to->stride);
+  for (int g = first_group; g < first_group + num_groups; g++) {
+    const int channel = (int)(g * values->group_stride), together = count <= 2 ? 2 : 1; /* times 16 channels */
+    for (int d = 0; d < KVEDGE_GROUP; d += 16 * together)
+      sum_groups(8, stretches, values->token_stride, num_tokens, channel + d, ROWS, none, together, 16, count, codes,
+                 start, scale, rescale, acc + g * KVEDGE_GROUP + d, to->stride);
+    codes += num_queries * KVEDGE_TILE, scale += num_queries * KVEDGE_TILE_BLOCKS;
   }
 }
 
@@ -254,25 +254,23 @@ static __attribute__((noinline)) void sum_few(const kvedge_probabilities *p, con
   const int num_groups = values->dim / KVEDGE_GROUP, at_a_time = KVEDGE_QUERY_ROWS / n;
   const kvedge_next_tile next = kvedge_next_of(values, (int)(num_groups * values->group_stride));
   tile_weights *weights = (void *)p->scratch;
-  for (int g = 0, count; g < num_groups; g += count) {
-    count = num_groups - g < at_a_time ? num_groups - g : at_a_time;
-    quantize_weights_of(p, values, together, g, count, weights);
+  for (int g = 0, groups; g < num_groups; g += groups) {
+    groups = num_groups - g < at_a_time ? num_groups - g : at_a_time;
+    quantize_weights_of(p, values, together, g, groups, weights);
     for (int t = 0, k = 0; t < values->num_tokens; t += together, k++) {
       const int num_tokens = values->num_tokens - t < together ? values->num_tokens - t : together;
       const float *rescale = t > 0 ? one : to->rescale;
       kvedge_stretch stretches[TOGETHER / KVEDGE_BLOCK];
       for (int i = 0, first = t; first < t + num_tokens; first += stretches[i++].num_tokens)
         stretches[i] = kvedge_stretch_of(values, &next, first, t + num_tokens);
-#define SUM_CHUNK(queries)                                                                                             \
-  case queries:                                                                                                        \
-    sum_chunk(stretches, values, num_tokens, g, count, queries, weights->codes[0] + t, weights->scale[0] + k, rescale, \
-              to);                                                                                                     \
-    break
-      switch (n) {
-        SUM_CHUNK(1);
-        SUM_CHUNK(2);
-        SUM_CHUNK(3);
-        SUM_CHUNK(4);
+#define SUM_CHUNK(count)                                                                                               \
+  sum_chunk(stretches, values, num_tokens, g, groups, count, n, weights->codes[i] + t, weights->scale[i] + k,          \
+            rescale + i, to, to->acc + i * to->stride)
+      int i = 0;
+      if (n == 4) SUM_CHUNK(4);
+      else {
+        if (n >= 2) SUM_CHUNK(2), i = 2;
+        if (n % 2) SUM_CHUNK(1);
       }
 #undef SUM_CHUNK
     }
